@@ -1,0 +1,60 @@
+# `make demo` and `make test` do all set-up themselves: a Python 3.11 or newer, pip, make and g++ are enough.
+#   PYTHON=python3.12   the interpreter that .venv is made from
+#   TORCH=...           what pip installs when the interpreter has no torch that sees a GPU, for example
+#                       TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
+#   PYTEST_ARGS='-k x'  passed on to pytest
+#   WEFT_SKIP_SPIN=1    test without the SPIN model checker
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+PYTEST_ARGS ?=
+
+BIN := .venv/bin
+READY := .venv/.ready
+CPP_FILES = $(shell find weft tests -name '*.cuh' -o -name '*.cu' -o -name '*.cpp' -o -name '*.hpp')
+HAS_GPU_TORCH := import torch; raise SystemExit(not torch.cuda.is_available())
+
+.PHONY: demo test check bench format clean
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+demo: $(READY)
+	$(BIN)/weft demo
+
+# pytest runs last, so that its closing line is the last thing to read.
+test: check
+	tools/need_spin.sh
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/check_house.py
+	$(if $(CPP_FILES),$(BIN)/clang-format --dry-run -Werror $(CPP_FILES))
+
+bench: $(READY)
+	$(BIN)/weft bench
+
+format: $(READY)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+	$(if $(CPP_FILES),$(BIN)/clang-format -i $(CPP_FILES))
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A machine whose torch sees a GPU keeps that torch; any other gets $(TORCH). Debian parts ensurepip from python3, so
+# without it the system's pip fills the environment.
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' || \
+	    { echo 'weft needs Python 3.11 or newer: make PYTHON=python3.12 ...' >&2; exit 1; }
+	@site=; if $(PYTHON) -c '$(HAS_GPU_TORCH)' 2>/dev/null; then site=--system-site-packages; fi; \
+	echo "setting up .venv $$site"; \
+	$(PYTHON) -m venv $$site .venv >/dev/null 2>&1 || \
+	    { $(PYTHON) -m venv --clear --without-pip $$site .venv && \
+	      $(PYTHON) -m pip --python $(BIN)/python install pip; }
+	$(BIN)/python -c '$(HAS_GPU_TORCH)' 2>/dev/null || $(BIN)/python -m pip install $(TORCH)
+	$(BIN)/python -m pip install -e '.[dev]'
+	touch $@
