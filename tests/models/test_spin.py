@@ -1,0 +1,113 @@
+"""The Promela models: right variants have no error, wrong ones the error that is named here."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+MODELS = Path(__file__).resolve().parents[2] / "models" / "spin"
+DEADLOCK = r"invalid end state"
+STALE_INBOX = r"assertion violated.*\binbox\b"
+STALE_OUTBOX = r"assertion violated.*\boutbox\b"
+STALE_ROW = r"assertion violated.*\brow\b"
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("WEFT_SKIP_SPIN") == "1", reason="WEFT_SKIP_SPIN=1: the models are not checked"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One model with its -D options, and a pattern of the error that it must show, if any."""
+
+    name: str
+    options: str = ""
+    error: str | None = None
+    model: str = "alltoall"
+
+
+VARIANTS = (
+    Variant("two ranks", "N=2 ROUNDS=4"),
+    Variant("three ranks", "N=3 ROUNDS=3"),
+    Variant("three ranks, sparse routing", "N=3 ROUNDS=3 SPARSE"),
+    Variant("a rank without tokens runs the whole protocol", "N=3 ROUNDS=3 IDLE"),
+    Variant("a rank without tokens sits out", "N=3 IDLE SKIP", DEADLOCK),
+    Variant("combine without its barrier", "NOREADY", STALE_OUTBOX),
+    Variant("dispatch waits only for ranks it needs", "SPARSE NEEDED", STALE_OUTBOX),
+    # Epochs. With a flag array for each phase no rank can run ahead of a poll, so == would do; with
+    # one array for both it deadlocks. >= is right in either, which is why the code has it.
+    Variant("== and two flag arrays", "N=3 ROUNDS=3 EQUAL"),
+    Variant("== and one flag array", "N=2 ONE EQUAL", DEADLOCK),
+    Variant("== and one flag array, three ranks", "N=3 ROUNDS=2 ONE EQUAL", DEADLOCK),
+    Variant(">= and one flag array", "N=3 ROUNDS=2 ONE"),
+    Variant("epochs wrap", "N=3 ROUNDS=9 WRAP=8"),
+    Variant("epochs wrap, one flag array", "N=2 ROUNDS=7 WRAP=4 ONE"),
+    Variant("wrap too small", "N=2 ROUNDS=3 WRAP=2 ONE", DEADLOCK),
+    Variant("wrap without serial comparison", "N=2 ROUNDS=5 WRAP=4 PLAIN", STALE_INBOX),
+    # Ranks that stop.
+    Variant("crash, with a deadline", "N=3 ROUNDS=2 CRASH DEADLINE"),
+    Variant("crash, without a deadline", "N=3 ROUNDS=2 CRASH", DEADLOCK),
+    Variant("deadlines that are too short", "N=3 ROUNDS=2 EARLY"),
+    Variant("crash and deadlines that are too short", "N=3 ROUNDS=2 CRASH EARLY"),
+    Variant("abort at every rank", "N=3 ROUNDS=2 ABORT=3"),
+    Variant("abort at one rank, with a deadline", "N=3 ROUNDS=2 ABORT=1 DEADLINE"),
+    Variant("abort at one rank, without a deadline", "N=3 ROUNDS=2 ABORT=1", DEADLOCK),
+    # Generations.
+    Variant("flags left by an older generation", "N=3 ROUNDS=2 OLD"),
+    Variant("flags left by an older generation, accepted", "OLD NOGEN", STALE_INBOX),
+    Variant("a late flag of an older generation", "N=2 ROUNDS=3 LATE EARLY"),
+    Variant("a late flag of an older generation, accepted", "LATE EARLY NOGEN", STALE_INBOX),
+    Variant("a late flag of an older generation, without a deadline", "LATE", DEADLOCK),
+    Variant("zombie, slots stay with their rank", "", None, "zombie"),
+    Variant("zombie, slots renumbered", "RENUMBER", STALE_ROW, "zombie"),
+    Variant("zombie, renumbered after it is surely dead", "RENUMBER FENCE", None, "zombie"),
+)
+
+
+def run(command: list[str], directory: Path) -> str:
+    """Runs `command` in `directory` and returns what it printed; fails if it did not succeed."""
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=60)
+    text = done.stdout + done.stderr
+    assert done.returncode == 0, f"{' '.join(command)} returned {done.returncode}:\n{text}"
+    return text
+
+
+@pytest.fixture(scope="module")
+def spin() -> str:
+    """The path of the SPIN model checker."""
+    found = shutil.which("spin")
+    # Another program of that name is common (a developer tool for Python), so ask it who it is.
+    if found is None or "Spin Version" not in run([found, "-V"], Path.cwd()):
+        pytest.fail(
+            f"the SPIN model checker was not found (`spin` on PATH is {found}): install it "
+            "(Debian: apt-get install spin), or leave the models out with WEFT_SKIP_SPIN=1"
+        )
+    return found
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_variant(variant: Variant, spin: str, tmp_path: Path) -> None:
+    """Searches every interleaving of one variant."""
+    options = [f"-D{option}" for option in variant.options.split()]
+    said = run([spin, "-a", *options, str(MODELS / f"{variant.model}.pml")], tmp_path)
+    assert "rror" not in said, said
+    run(["gcc", "-O1", "-w", "-DSAFETY", "-o", "pan", "pan.c"], tmp_path)
+    report = run(["./pan", "-m200000", "-w20"], tmp_path)
+
+    # An incomplete search proves nothing.
+    assert "max search depth too small" not in report, report
+    assert "out of memory" not in report, report
+    errors = re.search(r"errors: (\d+)", report)
+    assert errors is not None, report
+    said = next((line for line in report.splitlines() if line.startswith("pan:1:")), "no error")
+    if variant.error is None:
+        assert errors[1] == "0", said
+    else:
+        assert errors[1] != "0", f"wanted '{variant.error}', got no error"
+        assert re.search(variant.error, said), f"wanted '{variant.error}', got '{said}'"
