@@ -1,0 +1,102 @@
+"""Every error weft raises, as one tree.
+
+    WeftError
+    ├── UsageError                 the call is wrong; nothing was sent
+    │   ├── InvalidArgument        a tensor or option has the wrong dtype, shape, device or stride
+    │   ├── TokenOverflow          more tokens than the workspace was built for
+    │   ├── BadExpertId            an expert id is out of range or stands twice in a row
+    │   └── OutOfOrder             combine without dispatch, dispatch without combine, use after close
+    ├── SetupError                 the group, its memory or its kernels could not be made
+    │   ├── RendezvousFailed       the ranks did not find or did not trust each other
+    │   ├── CreationFailed         one rank could not do its part, so no rank goes on
+    │   ├── PeerAccessDenied       two GPUs cannot reach each other's memory
+    │   ├── HandleUnsupported      the driver cannot export memory in a form that peers can import
+    │   ├── DriverError            a CUDA driver call failed
+    │   ├── CompileError           NVRTC or the C++ compiler refused the source
+    │   └── LayoutMismatch         Python and C++ disagree on a struct
+    └── GroupError                 the group broke while running; make a new one
+        ├── PeerTimeout            a peer's flag did not arrive before the deadline
+        ├── GeometryMismatch       a peer called with another geometry
+        ├── Aborted                someone asked the group to stop
+        └── RankFailed             a launched rank raised or died
+
+Each text says what was wrong, with both values, and how to mend it.
+"""
+
+from __future__ import annotations
+
+
+class WeftError(Exception):
+    """Base of every error weft raises on purpose."""
+
+
+class UsageError(WeftError, ValueError):
+    """The call is wrong. Nothing was sent and no peer is affected."""
+
+
+class InvalidArgument(UsageError):
+    """A tensor or an option has the wrong dtype, shape, device or stride."""
+
+
+class TokenOverflow(UsageError):
+    """More tokens than the workspace was built for."""
+
+
+class BadExpertId(UsageError):
+    """An expert id is out of range, or stands twice in one row."""
+
+
+class OutOfOrder(UsageError):
+    """The call came at the wrong time: combine without dispatch, or use after close."""
+
+
+class SetupError(WeftError, RuntimeError):
+    """The group, its memory or its kernels could not be made."""
+
+
+class RendezvousFailed(SetupError):
+    """The ranks did not find, or did not trust, each other."""
+
+
+class CreationFailed(SetupError):
+    """One rank could not do its part of a collective creation, so every rank raises this."""
+
+
+class PeerAccessDenied(SetupError):
+    """Two GPUs cannot reach each other's memory."""
+
+
+class HandleUnsupported(SetupError):
+    """The driver cannot export memory in a form that peers can import."""
+
+
+class DriverError(SetupError):
+    """A CUDA driver call failed."""
+
+
+class CompileError(SetupError):
+    """NVRTC or the C++ compiler refused the source; the text holds the generated entry."""
+
+
+class LayoutMismatch(SetupError):
+    """A struct has another size or offset in C++ than its Python mirror."""
+
+
+class GroupError(WeftError, RuntimeError):
+    """The group broke while running. Close it and make a new one."""
+
+
+class PeerTimeout(GroupError):
+    """A peer's flag did not arrive before the deadline."""
+
+
+class GeometryMismatch(GroupError):
+    """A peer called with another geometry (shape, dtype, top_k) than this rank."""
+
+
+class Aborted(GroupError):
+    """Someone asked the group to stop."""
+
+
+class RankFailed(GroupError):
+    """A rank started by `weft.launch` raised, died or overran its time."""

@@ -1,0 +1,204 @@
+"""What weft asks of torch.distributed: control messages without Unix sockets, a group of its own.
+
+Nothing here unpickles: messages are JSON bytes in uint8 tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from weft.errors import InvalidArgument, OutOfOrder, RendezvousFailed
+from weft.memory.wire import JSON, VALUE_LIMIT, encode
+
+_DESTROY_SECONDS = 5.0
+
+
+class TorchControl:
+    """Control messages of a group that does not share memory, over its process group."""
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self._process_group = process_group
+        self._closed = False
+
+    def gather(self, op: str, value: JSON, timeout: float) -> list[Any]:
+        """Every rank's `value` in rank order. `op` names the call; all ranks must make the same."""
+        if self._closed:
+            raise OutOfOrder("the group is closed; make a new one")
+        body = encode(value)
+        if len(body) > VALUE_LIMIT:
+            raise InvalidArgument(
+                f"{op} was given {len(body)} bytes of JSON and carries at most {VALUE_LIMIT}; "
+                "send large data as tensors through process_group()"
+            )
+        frame = encode({"op": op})[:-1] + b',"value":' + body + b"}"
+        said = [json.loads(each) for each in gather_bytes(self._process_group, frame, timeout)]
+        for rank, each in enumerate(said):
+            if each["op"] != op:
+                raise RendezvousFailed(
+                    f"this rank is in {op} and rank {rank} is in {each['op']}: every rank must "
+                    "make the same calls in the same order"
+                )
+        return [each["value"] for each in said]
+
+    def exchange_fds(self, fd: int, timeout: float) -> list[int]:
+        """Refused: descriptors travel over Unix sockets alone."""
+        raise InvalidArgument(
+            "this group was made with shared_memory=False and cannot pass file descriptors; make "
+            "it with Group.from_torch(group) on ranks of one host"
+        )
+
+    def close(self) -> None:
+        """Forget the process group, which belongs to the caller."""
+        self._closed = True
+
+
+def gather_bytes(group: dist.ProcessGroup, data: bytes, timeout: float) -> list[bytes]:
+    """`data` of every rank, in rank order. Raises RendezvousFailed after `timeout` seconds."""
+    device = _message_device(group)
+    size = dist.get_world_size(group)
+    length = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    lengths = [torch.empty_like(length) for _ in range(size)]
+    _all_gather(lengths, length, group, timeout)
+    counts = [int(each.item()) for each in lengths]
+    padded = torch.zeros(max(counts), dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    padded = padded.to(device)
+    rows = [torch.empty_like(padded) for _ in range(size)]
+    _all_gather(rows, padded, group, timeout)
+    return [bytes(row[:n].tolist()) for row, n in zip(rows, counts, strict=True)]
+
+
+def _all_gather(
+    out: list[torch.Tensor], own: torch.Tensor, group: dist.ProcessGroup, timeout: float
+) -> None:
+    try:
+        work = dist.all_gather(out, own, group=group, async_op=True)
+        if work is None:
+            raise InvalidArgument("this process is no member of the given process group")
+        work.wait(timedelta(seconds=timeout))
+    except RuntimeError as error:
+        if isinstance(error, RendezvousFailed):
+            raise
+        raise RendezvousFailed(
+            f"torch.distributed could not gather within {timeout:g} s: {error}"
+        ) from error
+
+
+def _message_device(group: dist.ProcessGroup) -> torch.device:
+    """Where the process group takes small tensors: the CPU where it can."""
+    if "cpu" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+class OwnProcessGroup:
+    """The torch group of ranks that weft started or found itself: the default group of the process.
+
+    Its store is a TCPStore on 127.0.0.1 in rank 0, on a port that the system chose: no file, no
+    directory. Collective. Raises RendezvousFailed when the ranks cannot reach the store.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        gather: Callable[[JSON], list[Any]],
+        timeout: float,
+    ) -> None:
+        self._owner = os.getpid()
+        store = _meet_at_store(rank, gather, timeout)
+        cuda = device.type == "cuda"
+        with _loopback():
+            try:
+                dist.init_process_group(
+                    "nccl" if cuda else "gloo",
+                    store=store,
+                    rank=rank,
+                    world_size=size,
+                    timeout=timedelta(seconds=timeout),
+                    device_id=device if cuda else None,
+                )
+            except RuntimeError as error:
+                raise RendezvousFailed(f"torch.distributed did not start: {error}") from error
+        world = dist.group.WORLD
+        assert world is not None  # init_process_group has just made it
+        self.process_group: dist.ProcessGroup = world
+        self._store = store  # rank 0 serves it for as long as the group lives
+
+    def destroy(self) -> None:
+        """Give the group up without waiting for a peer longer than 5 s."""
+        if os.getpid() != self._owner or dist.group.WORLD is not self.process_group:
+            return  # a forked child's copy, or the caller has destroyed it
+        # NCCL may wait for work that a dead peer will never finish.
+        thread = threading.Thread(target=dist.destroy_process_group, daemon=True)
+        thread.start()
+        thread.join(_DESTROY_SECONDS)
+        if thread.is_alive():
+            warnings.warn(
+                f"torch.distributed did not end within {_DESTROY_SECONDS:g} s; end the process",
+                ResourceWarning,
+                stacklevel=3,
+            )
+
+
+def _meet_at_store(rank: int, gather: Callable[[JSON], list[Any]], timeout: float) -> TCPStore:
+    """One TCPStore that every rank is connected to; rank 0 serves it."""
+    store, port, problem = None, 0, ""
+    limit = timedelta(seconds=timeout)
+    if rank == 0:
+        # Bound here, because the store would listen on every interface.
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            port = listener.getsockname()[1]
+            store = TCPStore(
+                "127.0.0.1",
+                port,
+                None,
+                True,
+                limit,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
+        except (OSError, RuntimeError) as error:
+            listener.close()
+            problem = str(error) or type(error).__name__
+    offer = gather({"port": port, "problem": problem})[0]
+    if offer["problem"]:
+        raise RendezvousFailed(f"rank 0 cannot serve a store on 127.0.0.1: {offer['problem']}")
+    if store is None:
+        try:
+            store = TCPStore("127.0.0.1", offer["port"], None, False, limit, wait_for_workers=False)
+        except RuntimeError as error:
+            raise RendezvousFailed(
+                f"rank {rank} cannot reach rank 0's store on 127.0.0.1:{offer['port']}: {error}"
+            ) from error
+    return store
+
+
+@contextlib.contextmanager
+def _loopback() -> Iterator[None]:
+    """Gloo on the loopback interface, unless the user chose one. The ranks share a host."""
+    name = "GLOO_SOCKET_IFNAME"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "lo"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)

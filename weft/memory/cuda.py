@@ -1,0 +1,351 @@
+"""The memory of GPU ranks: one physical allocation a rank, mapped into one range on every GPU.
+
+Driver calls go through cuda.bindings, imported when the first heap is made. Allocations leave the
+process as POSIX file descriptors, or as fabric handles where every rank can make them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weft.errors import DriverError, HandleUnsupported, PeerAccessDenied, SetupError
+from weft.memory.dlpack import tensor_at
+from weft.memory.header import MAILBOX_BYTES
+
+if TYPE_CHECKING:
+    from weft.memory.group import Group
+
+_REMEDY = (
+    "check `nvidia-smi topo -p2p r`, the IOMMU and PCIe ACS settings, that CUDA_VISIBLE_DEVICES "
+    "shows the GPUs of all ranks, and that a container has all GPUs and one IPC namespace"
+)
+
+
+def driver() -> Any:
+    """The module cuda.bindings.driver. Raises DriverError when it is not installed."""
+    try:
+        from cuda.bindings import driver as module
+    except ImportError as error:
+        raise DriverError(
+            f"cuda-bindings cannot be imported ({error}): install it with `pip install weft[cuda]`"
+        ) from error
+    return module
+
+
+def call(name: str, *args: Any) -> Any:
+    """Call a driver function and return its results. Raises DriverError naming call and reason."""
+    api = driver()
+    try:
+        code, *results = getattr(api, name)(*args)
+    except RuntimeError as error:  # cuda.bindings found no driver library
+        raise DriverError(f"{name}: {error}") from error
+    if int(code) != 0:
+        said = ", ".join(str(a) if isinstance(a, int) else type(a).__name__ for a in args)
+        raise DriverError(f"{name}({said}) failed: {_reason(api, code)}")
+    return results[0] if len(results) == 1 else tuple(results) or None
+
+
+def _reason(api: Any, code: Any) -> str:
+    name, text = api.cuGetErrorName(code), api.cuGetErrorString(code)
+    if int(name[0]) or int(text[0]):
+        return f"error {int(code)}"
+    return f"{name[1].decode()} ({text[1].decode()})"
+
+
+class DeviceShares:
+    """Every rank's share of a heap on this rank's GPU: rank r's at `base + r * stride`.
+
+    `mailbox` is the host and device address of one page of pinned host memory.
+    """
+
+    def __init__(self, device: torch.device, rank: int, ranks: int, size: int) -> None:
+        self._torch_device = device
+        self._ordinal = device.index or 0
+        self._rank = rank
+        self._ranks = ranks
+        self._size = size
+        self._owner = os.getpid()
+        self._undo = contextlib.ExitStack()
+        self._device: Any = None
+        self._context: Any = None
+        self._stream: Any = None
+        self._handles: list[Any] = []  # allocations that this process still holds by handle
+        self._kind: Any = None
+        self._granule = 0
+        self._mapped = 0
+        self._fd = -1
+        self.stride = 0
+        self.base = 0
+        self.mailbox = (0, 0)
+
+    def open(self) -> dict[str, Any]:
+        """Retain the GPU's primary context; say what the peers need to know about this GPU."""
+        api = driver()
+        call("cuInit", 0)
+        device = call("cuDeviceGet", self._ordinal)
+        self._context = call("cuDevicePrimaryCtxRetain", device)
+        self._device = device
+        name = call("cuDeviceGetName", 128, device).split(b"\0")[0].decode()
+        attributes = api.CUdevice_attribute
+        needed = {
+            "virtual memory management": (
+                attributes.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+            ),
+            "POSIX file descriptor handles": (
+                attributes.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
+            ),
+        }
+        for what, attribute in needed.items():
+            if not call("cuDeviceGetAttribute", attribute, device):
+                raise HandleUnsupported(
+                    f"cuda:{self._ordinal} ({name}) has no {what}: weft needs them to share "
+                    "memory; use a newer driver, or a GPU outside of vGPU and WSL"
+                )
+        kinds = api.CUmemAllocationHandleType
+        with self._current():
+            self._granule = call(
+                "cuMemGetAllocationGranularity",
+                self._properties(kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
+                api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM,
+            )
+            fabric = self._fabric_works()
+        return {
+            "uuid": bytes(call("cuDeviceGetUuid", device).bytes).hex(),
+            "name": f"cuda:{self._ordinal} ({name})",
+            "granule": self._granule,
+            "fabric": fabric,
+        }
+
+    def check(self, peers: Sequence[dict[str, Any]]) -> None:
+        """Compare what every rank said in open(). Raises PeerAccessDenied, HandleUnsupported."""
+        visible = {}
+        for ordinal in range(call("cuDeviceGetCount")):
+            device = call("cuDeviceGet", ordinal)
+            visible[bytes(call("cuDeviceGetUuid", device).bytes).hex()] = device
+        own = peers[self._rank]
+        for rank, peer in enumerate(peers):
+            if peer["granule"] != own["granule"]:
+                raise HandleUnsupported(
+                    f"rank {self._rank} on {own['name']} allocates in {own['granule']} bytes and "
+                    f"rank {rank} on {peer['name']} in {peer['granule']}; use GPUs of one kind"
+                )
+            # A GPU that this process does not see is left to the mapping itself to refuse.
+            device = visible.get(peer["uuid"])
+            if peer["uuid"] == own["uuid"] or device is None:
+                continue
+            if not call("cuDeviceCanAccessPeer", self._device, device):
+                raise PeerAccessDenied(
+                    f"rank {self._rank} on {own['name']} {own['uuid']} cannot reach the memory of "
+                    f"rank {rank} on {peer['name']} {peer['uuid']}: {_REMEDY}"
+                )
+
+    def allocate(self, *, fabric: bool) -> None:
+        """Make the own share, the address range, the mailbox and a stream."""
+        api = driver()
+        kinds = api.CUmemAllocationHandleType
+        self._kind = (
+            kinds.CU_MEM_HANDLE_TYPE_FABRIC
+            if fabric
+            else kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        )
+        self._mapped = -(-self._size // self._granule) * self._granule
+        self.stride = self._mapped + self._granule  # the granule stays unmapped: overruns fault
+        with self._current():
+            self._undo.callback(self._release_handles)
+            self._handles.append(self._create())
+            reserved = self._ranks * self.stride
+            self.base = int(call("cuMemAddressReserve", reserved, self._granule, 0, 0))
+            self._undo.callback(call, "cuMemAddressFree", self.base, reserved)
+            self._stream = call("cuStreamCreate", api.CUstream_flags.CU_STREAM_NON_BLOCKING)
+            self._undo.callback(call, "cuStreamDestroy", self._stream)
+            flags = api.CU_MEMHOSTALLOC_PORTABLE | api.CU_MEMHOSTALLOC_DEVICEMAP
+            host = int(call("cuMemHostAlloc", MAILBOX_BYTES, flags))
+            self._undo.callback(call, "cuMemFreeHost", host)
+            ctypes.memset(host, 0, MAILBOX_BYTES)
+            self.mailbox = (host, int(call("cuMemHostGetDevicePointer", host, 0)))
+
+    def export_fd(self) -> None:
+        """Make a file descriptor of the own share, for take_fd()."""
+        with self._current():
+            self._fd = int(self._export(self._handles[0], self._kind))
+        os.set_inheritable(self._fd, False)
+
+    def take_fd(self) -> int:
+        """The own share's descriptor, now the caller's to close."""
+        fd, self._fd = self._fd, -1
+        return fd
+
+    def export_fabric(self) -> str:
+        """The own share as a fabric handle in hexadecimal."""
+        with self._current():
+            return bytes(self._export(self._handles[0], self._kind).data).hex()
+
+    def map(self, shared: Sequence[int | str]) -> None:
+        """Map every rank's share from its descriptor or fabric handle; zero the own one."""
+        with self._current():
+            for rank, each in enumerate(shared):
+                try:
+                    self._map(rank, each)
+                except DriverError as error:
+                    if rank == self._rank:
+                        raise
+                    raise PeerAccessDenied(
+                        f"cuda:{self._ordinal} of rank {self._rank} cannot map the memory of rank "
+                        f"{rank}: {error}; {_REMEDY}"
+                    ) from error
+            # The mappings hold the memory from here on.
+            self._release_handles()
+            own = self.base + self._rank * self.stride
+            call("cuMemsetD8Async", own, 0, self._mapped, self._stream)
+            call("cuStreamSynchronize", self._stream)
+
+    def view(self, address: int, count: int, keeper: object) -> torch.Tensor:
+        """uint8 tensor [count] over `address` on this rank's GPU that keeps `keeper` alive."""
+        return tensor_at(address, count, self._torch_device, keeper)
+
+    def read(self, address: int, count: int) -> bytes:
+        """A copy of `count` bytes, taken beside whatever kernels run."""
+        into = (ctypes.c_ubyte * count)()
+        with self._current():
+            call("cuMemcpyDtoHAsync", ctypes.addressof(into), address, count, self._stream)
+            call("cuStreamSynchronize", self._stream)
+        return bytes(into)
+
+    def free(self) -> None:
+        """Wait for this GPU's own work, whose kernels have deadlines, and give everything back.
+
+        Idempotent. A forked child does nothing: the driver's state is its parent's.
+        Raises DriverError after having tried every step.
+        """
+        if self._fd >= 0:
+            os.close(self.take_fd())
+        undo, self._undo = self._undo, contextlib.ExitStack()
+        device, self._device = self._device, None
+        if device is None or os.getpid() != self._owner:
+            return
+        with contextlib.ExitStack() as last:
+            last.callback(call, "cuDevicePrimaryCtxRelease", device)
+            with self._current(), undo:
+                undo.callback(call, "cuCtxSynchronize")
+
+    def _create(self) -> Any:
+        try:
+            return call("cuMemCreate", self._mapped, self._properties(self._kind), 0)
+        except DriverError as error:
+            raise DriverError(
+                f"{error}; cuda:{self._ordinal} needs {self._mapped} free bytes in one piece: "
+                "`torch.cuda.empty_cache()` gives back what torch only keeps"
+            ) from error
+
+    def _map(self, rank: int, shared: int | str) -> None:
+        api = driver()
+        if rank == self._rank:
+            handle = self._handles[0]
+        else:
+            handle = self._import(shared)
+            self._handles.append(handle)
+        where = self.base + rank * self.stride
+        call("cuMemMap", where, self._mapped, 0, handle, 0)
+        self._undo.callback(call, "cuMemUnmap", where, self._mapped)
+        access = api.CUmemAccessDesc()
+        access.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = self._ordinal
+        access.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        call("cuMemSetAccess", where, self._mapped, [access], 1)
+
+    def _import(self, shared: int | str) -> Any:
+        if isinstance(shared, int):
+            return call("cuMemImportFromShareableHandle", shared, self._kind)
+        fabric = driver().CUmemFabricHandle()
+        fabric.data = bytes.fromhex(shared)
+        return call("cuMemImportFromShareableHandle", fabric.getPtr(), self._kind)
+
+    def _export(self, handle: Any, kind: Any) -> Any:
+        try:
+            return call("cuMemExportToShareableHandle", handle, kind, 0)
+        except DriverError as error:
+            raise HandleUnsupported(
+                f"cuda:{self._ordinal} cannot export memory as {kind.name}: {error}; weft needs a "
+                "driver and a container that let processes share GPU memory"
+            ) from error
+
+    def _fabric_works(self) -> bool:
+        """Whether a fabric handle can be made and imported: the attribute alone says little."""
+        api = driver()
+        attribute = api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED
+        kind = api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
+        if not call("cuDeviceGetAttribute", attribute, self._device):
+            return False
+        with contextlib.ExitStack() as undo:
+            try:
+                handle = call("cuMemCreate", self._granule, self._properties(kind), 0)
+                undo.callback(call, "cuMemRelease", handle)
+                exported = self._export(handle, kind)
+                again = call("cuMemImportFromShareableHandle", exported.getPtr(), kind)
+                undo.callback(call, "cuMemRelease", again)
+            except SetupError:
+                return False  # no IMEX channel here: descriptors do
+        return True
+
+    def _properties(self, kind: Any) -> Any:
+        api = driver()
+        properties = api.CUmemAllocationProp()
+        properties.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        properties.location.id = self._ordinal
+        properties.requestedHandleTypes = kind
+        return properties
+
+    def _release_handles(self) -> None:
+        while self._handles:
+            call("cuMemRelease", self._handles.pop())
+
+    @contextlib.contextmanager
+    def _current(self) -> Iterator[None]:
+        call("cuCtxPushCurrent", self._context)
+        try:
+            yield
+        finally:
+            call("cuCtxPopCurrent")
+
+
+def create(group: Group, size: int) -> DeviceShares:
+    """The shares of `size` bytes of every rank. Collective. Raises CreationFailed on every rank."""
+    shares = DeviceShares(group.device, group.rank, group.size, size)
+    try:
+        peers = group.all_gather(group.together(shares.open, doing=f"opening {group.device}"))
+        group.together(lambda: shares.check(peers), doing="checking that GPUs reach each other")
+        fabric = all(peer["fabric"] for peer in peers)
+        group.together(
+            lambda: shares.allocate(fabric=fabric), doing=f"allocating {size} bytes of GPU memory"
+        )
+        _share(group, shares, fabric=fabric)
+    except BaseException:
+        shares.free()
+        raise
+    return shares
+
+
+def _share(group: Group, shares: DeviceShares, *, fabric: bool) -> None:
+    doing = "mapping the GPU memory of every rank"
+    if fabric:
+        handles = group.all_gather(group.together(shares.export_fabric, doing="exporting memory"))
+        group.together(lambda: shares.map(handles), doing=doing)
+        return
+    group.together(shares.export_fd, doing="exporting memory")
+    fd = shares.take_fd()
+    try:
+        fds = group.exchange_fds(fd)
+    finally:
+        os.close(fd)
+    try:
+        group.together(lambda: shares.map(fds), doing=doing)
+    finally:  # an open descriptor would keep the memory alive after its owner's death
+        for each in fds:
+            os.close(each)

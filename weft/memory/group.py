@@ -1,0 +1,285 @@
+"""The ranks of one job: who they are, and the small messages between them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from weft.errors import (
+    CreationFailed,
+    GeometryMismatch,
+    InvalidArgument,
+    OutOfOrder,
+)
+from weft.memory.collective import OwnProcessGroup, TorchControl
+from weft.memory.discovery import default_device, environment, find, store_exchange
+from weft.memory.rendezvous import Meeting, meet
+from weft.memory.wire import JSON, encode
+
+T = TypeVar("T")
+_TEXT_LIMIT = 4000  # characters of an error's text that a vote carries
+
+
+class Control(Protocol):
+    """What carries a group's control messages."""
+
+    def gather(self, op: str, value: JSON, timeout: float) -> list[Any]: ...
+    def exchange_fds(self, fd: int, timeout: float) -> list[int]: ...
+    def close(self) -> None: ...
+
+
+class Group:
+    """Ranks of one job that can share memory (one host). A context manager.
+
+    `rank` of `size` ranks; `device` is the rank's memory, "cpu" or "cuda:i"; `timeout` is the
+    deadline in seconds of every control message that names none. The methods that talk are
+    collective: every rank calls the same ones in the same order, each rank from one thread at a
+    time. When a rank dies they raise RendezvousFailed naming it.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        *,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout: float,
+        process_group: dist.ProcessGroup | None = None,
+        threads: bool = False,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.timeout = timeout
+        self._control = control
+        self._process_group = process_group
+        self._own: OwnProcessGroup | None = None
+        self._threads = threads
+        self._generation = 0
+        self._closed = False
+        # A group that is dropped unclosed gives its sockets back without a warning. At exit the
+        # system does.
+        weakref.finalize(self, control.close).atexit = False
+
+    @classmethod
+    def from_meeting(
+        cls,
+        meeting: Meeting,
+        *,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout: float,
+        threads: bool = False,
+    ) -> Group:
+        """The group of the ranks that come to `meeting`. Collective. Raises RendezvousFailed."""
+        star = meet(meeting, rank=rank, size=size, device=device.type, timeout=timeout)
+        return cls(star, rank=rank, size=size, device=device, timeout=timeout, threads=threads)
+
+    @classmethod
+    def from_torch(
+        cls,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        device: torch.device | str | None = None,
+        timeout: float = 120.0,
+        shared_memory: bool = True,
+    ) -> Group:
+        """The ranks of a torch process group (default: the world). Collective.
+
+        The process group only carries where to meet; it stays the caller's. `device` defaults to
+        the current CUDA device where there is one. `shared_memory=False` makes a group without
+        Unix sockets, for ranks on several hosts: it cannot hold a Heap.
+        Raises RendezvousFailed when the ranks are on several hosts or do not meet.
+        """
+        group = dist.group.WORLD if process_group is None else process_group
+        if group is None:
+            raise InvalidArgument(
+                "torch.distributed is not initialised: call init_process_group first, or use "
+                "Group.from_env() or weft.launch"
+            )
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        if rank < 0:
+            raise InvalidArgument("this process is no member of the given process group")
+        where = default_device(device)
+        control = TorchControl(group)
+        if not shared_memory:
+            return cls(
+                control, rank=rank, size=size, device=where, timeout=timeout, process_group=group
+            )
+
+        def exchange(value: JSON) -> list[Any]:
+            return control.gather("Group.from_torch", value, timeout)
+
+        star = find(exchange, rank, size, where.type, timeout)
+        return cls(star, rank=rank, size=size, device=where, timeout=timeout, process_group=group)
+
+    @classmethod
+    def from_env(cls, *, device: torch.device | str | None = None, timeout: float = 120.0) -> Group:
+        """The ranks that torchrun (or a like launcher) started on this host. Collective.
+
+        Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. `device` defaults to
+        cuda:LOCAL_RANK where there is one. Raises RendezvousFailed when a variable is missing, the
+        ranks are on several hosts or do not meet.
+        """
+        rank, size, local_rank = environment()
+        where = default_device(device, local_rank)
+        store, exchange = store_exchange(rank, size, timeout)
+        star = find(exchange, rank, size, where.type, timeout)
+        del store  # rank 0 may serve it: kept until everyone has met
+        return cls(star, rank=rank, size=size, device=where, timeout=timeout)
+
+    def all_gather(self, value: JSON, *, timeout: float | None = None) -> list[Any]:
+        """Every rank's `value`, in rank order; at most 1 MiB of JSON a rank.
+
+        Tuples come back as lists. Raises InvalidArgument for what JSON cannot say and
+        RendezvousFailed when a rank died, closed its group or did not come in time.
+        """
+        try:
+            encode(value)
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(f"{value!r:.200} is not JSON: {error}") from error
+        return self._gather("all_gather", value, timeout)
+
+    def barrier(self, *, timeout: float | None = None) -> None:
+        """Return when every rank is here. Raises RendezvousFailed as all_gather does."""
+        self._gather("barrier", None, timeout)
+
+    def vote(self, error: BaseException | None, *, doing: str) -> None:
+        """Go on only if every rank can.
+
+        Each rank passes what stopped it in `doing`, or None. Raises CreationFailed with the same
+        text on every rank if any passed an error; on that rank the error is the cause.
+        """
+        mine = None if error is None else [type(error).__name__, str(error)[:_TEXT_LIMIT]]
+        votes = self._gather("vote", {"doing": doing, "error": mine}, None)
+        failed = [r for r, vote in enumerate(votes) if vote["error"] is not None]
+        if not failed:
+            return
+        first = failed[0]
+        name, text = votes[first]["error"]
+        others = f" (and on rank {', '.join(map(str, failed[1:]))})" if failed[1:] else ""
+        raise CreationFailed(
+            f"{votes[first]['doing']} failed on rank {first} of {self.size}{others}: {name}: {text}"
+        ) from error
+
+    def together(self, step: Callable[[], T], *, doing: str) -> T:
+        """Run `step` on every rank, vote on how it went, and return its result.
+
+        Raises CreationFailed on every rank if `step` raised on any.
+        """
+        result, problem = None, None
+        try:
+            result = step()
+        except Exception as error:
+            problem = error
+        self.vote(problem, doing=doing)
+        return cast("T", result)
+
+    def agree(self, value: JSON, *, what: str) -> None:
+        """Check that every rank passes an equal `value`; `what` names it in the error.
+
+        Raises GeometryMismatch with the same text on every rank, naming two ranks and, key by key
+        for dicts, both values.
+        """
+        values = self._gather("agree", {"what": what, "value": value}, None)
+        for rank, other in enumerate(values):
+            if other != values[0]:
+                theirs, ours = _difference(other, values[0])
+                raise GeometryMismatch(
+                    f"{what} differs: rank 0 has {ours} and rank {rank} has {theirs}; pass the "
+                    "same on every rank"
+                )
+
+    def exchange_fds(self, fd: int, *, timeout: float | None = None) -> list[int]:
+        """One file descriptor of every rank, in rank order; the own entry is a duplicate.
+
+        The caller closes all of them. Raises RendezvousFailed as all_gather does, and
+        InvalidArgument for a group without shared memory.
+        """
+        return self._control.exchange_fds(fd, self.timeout if timeout is None else timeout)
+
+    def process_group(self) -> dist.ProcessGroup:
+        """The torch process group of these ranks. Collective at the first call.
+
+        A group from from_torch returns the one it was made from. Else the process's default group
+        is made: gloo for CPU ranks, NCCL for CUDA ranks. Raises InvalidArgument for ranks that are
+        threads, because torch.distributed needs processes.
+        """
+        if self._process_group is not None:
+            return self._process_group
+        if self._threads:
+            raise InvalidArgument(
+                "these ranks are threads of one process and torch.distributed needs processes; "
+                'use weft.launch(..., device="cpu")'
+            )
+        if self._closed:
+            raise OutOfOrder("the group is closed; make a new one")
+        if dist.is_initialized():
+            raise InvalidArgument(
+                "torch.distributed is initialised already; make this group with "
+                "weft.Group.from_torch() so that both are the same ranks"
+            )
+
+        def exchange(value: JSON) -> list[Any]:
+            return self._gather("process_group", value, None)
+
+        self._own = OwnProcessGroup(self.rank, self.size, self.device, exchange, self.timeout)
+        self._process_group = self._own.process_group
+        return self._process_group
+
+    def next_generation(self) -> int:
+        """1, 2, ... 65535, 1, ...: the same on every rank, because creations are collective."""
+        self._generation = self._generation % 0xFFFF + 1
+        return self._generation
+
+    def abort(self, why: str) -> None:
+        """Make every later or blocked control call of this rank raise. Callable from any thread."""
+        stop = getattr(self._control, "abort", None)
+        if stop is not None:
+            stop(why)
+
+    def close(self) -> None:
+        """Give up sockets and an own torch group. Local and idempotent; never waits for a peer."""
+        if self._closed:
+            return
+        self._closed = True
+        self._control.close()
+        if self._own is not None:
+            self._own.destroy()
+            self._own = self._process_group = None
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Group(rank={self.rank}, size={self.size}, device={self.device})"
+
+    def _gather(self, op: str, value: JSON, timeout: float | None) -> list[Any]:
+        return self._control.gather(op, value, self.timeout if timeout is None else timeout)
+
+
+def _difference(other: Any, first: Any) -> tuple[str, str]:
+    """How two unequal values differ, as texts: key by key where both are dicts."""
+    if not (isinstance(other, dict) and isinstance(first, dict)):
+        return repr(other), repr(first)
+    unset = object()
+    keys = [k for k in {**first, **other} if other.get(k, unset) != first.get(k, unset)]
+    theirs, ours = (
+        ", ".join(f"{k}={d[k]!r}" if k in d else f"no {k}" for k in keys) for d in (other, first)
+    )
+    return theirs, ours

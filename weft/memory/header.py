@@ -1,0 +1,105 @@
+"""Mirrors of the structs in protocol/layout.cuh that the host reads: header, ring, error records, mailbox.
+
+The sizes are compared with the numbers that every compiled entry exports (ops/layout.py), so a change on one
+side alone cannot go unnoticed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_uint8, c_uint32, c_uint64
+
+ABI = 1
+RING_RECORDS = 256
+EPOCH_MASK = (1 << 40) - 1
+
+
+class ErrorRecord(ctypes.Structure):
+    """What went wrong, as counters and ids only."""
+
+    _fields_ = (
+        ("code", c_uint32),
+        ("rank", c_uint32),
+        ("peer", c_uint32),
+        ("phase", c_uint32),
+        ("wanted", c_uint64),
+        ("seen", c_uint64),
+        ("elapsed_ns", c_uint64),
+        ("token", c_uint32),
+        ("slot", c_uint32),
+    )
+
+
+class Mailbox(ctypes.Structure):
+    """One page of host memory that kernels can write: errors out, the abort word in."""
+
+    _fields_ = (
+        ("abort", c_uint32),
+        ("_pad0", c_uint8 * 124),
+        ("refusals", c_uint32),
+        ("_pad1", c_uint8 * 124),
+        ("broken_code", c_uint32),
+        ("_pad2", c_uint8 * 4),
+        ("broken", ErrorRecord),
+        ("_pad3", c_uint8 * 72),
+        ("refused", ErrorRecord * 8),
+    )
+
+
+class Record(ctypes.Structure):
+    """One finished operation: times in nanoseconds of the device's clock."""
+
+    _fields_ = (
+        ("epoch", c_uint64),
+        ("start_ns", c_uint64),
+        ("end_ns", c_uint64),
+        ("phase", c_uint32),
+        ("tokens", c_uint32),
+    )
+
+
+class Fault(ctypes.Structure):
+    """A planned disturbance, read only by kernels compiled with fault points."""
+
+    _fields_ = (
+        ("point", c_uint32),
+        ("action", c_uint32),
+        ("peer", c_uint32),
+        ("once", c_uint32),
+        ("epoch", c_uint64),
+        ("argument", c_uint64),
+    )
+
+
+class Header(ctypes.Structure):
+    """First bytes of every share."""
+
+    _fields_ = (
+        ("abi", c_uint32),
+        ("rank", c_uint32),
+        ("ranks", c_uint32),
+        ("generation", c_uint32),
+        ("share_bytes", c_uint64),
+        ("first_epoch", c_uint64),
+        ("deadline_ns", c_uint64),
+        ("first_deadline_ns", c_uint64),
+        ("_pad0", c_uint8 * 80),
+        ("epoch", c_uint64),
+        ("failed", c_uint32),
+        ("rows", c_uint32),
+        ("_pad1", c_uint8 * 112),
+        ("arrived", c_uint32),
+        ("refusing", c_uint32),
+        ("refusals", c_uint32),
+        ("_pad2", c_uint8 * 116),
+        ("abort", c_uint64),
+        ("_pad3", c_uint8 * 120),
+        ("fault", Fault),
+        ("_pad4", c_uint8 * 96),
+        ("ring", Record * RING_RECORDS),
+    )
+
+
+HEADER_BYTES = ctypes.sizeof(Header)
+MAILBOX_BYTES = 4096
+PHASES = {1: "dispatch", 2: "combine"}

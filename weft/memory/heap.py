@@ -1,0 +1,215 @@
+"""Bytes that every rank of a group can address."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from weft.errors import CreationFailed, InvalidArgument, OutOfOrder, RendezvousFailed
+from weft.memory import posix
+from weft.memory.header import HEADER_BYTES, MAILBOX_BYTES
+
+if TYPE_CHECKING:
+    from weft.memory.group import Group
+
+
+class Shares(Protocol):
+    """What a backend (posix.py, cuda.py) gives a heap."""
+
+    base: int
+    stride: int
+    mailbox: tuple[int, int]
+
+    def view(self, address: int, count: int, keeper: object) -> torch.Tensor: ...
+    def read(self, address: int, count: int) -> bytes: ...
+    def free(self) -> None: ...
+
+
+class _Keeper:
+    """Whoever holds it holds the heap's memory: the open heap, its mailbox and every view."""
+
+    __slots__ = ("__weakref__",)
+
+
+class Mailbox:
+    """One page of host memory that this rank's device can write.
+
+    `host` and `device` are its address for either side; they are equal on the CPU.
+    """
+
+    def __init__(self, host: int, device: int, keeper: object) -> None:
+        self.host = host
+        self.device = device
+        self._keeper = keeper
+
+    def view(self) -> memoryview:
+        """The page as writable bytes [4096]; keeps the memory alive."""
+        return memoryview(posix.buffer(self.host, MAILBOX_BYTES, self._keeper)).cast("B")
+
+
+class Heap:
+    """`size` bytes per rank that every rank of `group` can address. A context manager.
+
+    Rank r's share lies at `base + r * stride` in this process and is zero at first; behind each
+    share a guard is left unmapped. `generation` is the same on every rank and differs from the
+    group's other heaps.
+    """
+
+    def __init__(self, group: Group, size: int, generation: int, shares: Shares) -> None:
+        self.group = group
+        self.size = size
+        self.stride = shares.stride
+        self.base = shares.base
+        self.generation = generation
+        self._shares: Shares | None = shares
+        self._keeper: _Keeper | None = _Keeper()
+        self._failures: list[Exception] = []
+        self._mailbox: Mailbox | None = Mailbox(*shares.mailbox, self._keeper)
+        # Not at exit: then other threads may still be in the memory, and the system frees it.
+        weakref.finalize(self._keeper, _free, shares, self._failures).atexit = False
+
+    @classmethod
+    def create(cls, group: Group, size: int) -> Heap:
+        """Make a heap of `size` bytes a rank. Collective: all ranks get it or all raise.
+
+        Raises CreationFailed with the same text on every rank when one rank could not do its part
+        or died, and GeometryMismatch when the sizes differ.
+        """
+        try:
+            group.together(lambda: _check_size(size), doing="creating a heap")
+            group.agree({"size": size}, what="the heap's size")
+            generation = group.next_generation()
+            shares: Shares
+            if group.device.type == "cuda":
+                from weft.memory import cuda
+
+                shares = cuda.create(group, size)
+            else:
+                shares = posix.create(group, size)
+        except RendezvousFailed as error:
+            raise CreationFailed(f"creating a heap failed: {error}") from error
+        return cls(group, size, generation, shares)
+
+    @property
+    def mailbox(self) -> Mailbox:
+        """This rank's page that its kernels and the host both write."""
+        if self._mailbox is None:
+            raise self._closed()
+        return self._mailbox
+
+    def address(self, rank: int) -> int:
+        """Where rank `rank`'s share lies in this process. Raises InvalidArgument, OutOfOrder."""
+        self._open()
+        if not 0 <= rank < self.group.size:
+            raise InvalidArgument(f"rank is {rank}: give one of 0..{self.group.size - 1}")
+        return self.base + rank * self.stride
+
+    def tensor(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        offset: int = 0,
+        rank: int | None = None,
+        stride: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """A view [shape] of `dtype` at `offset` bytes into a rank's share (default: the own).
+
+        `stride` is in elements (default: contiguous). The view keeps the memory alive, also past
+        close(). Raises InvalidArgument when it does not lie in the share, OutOfOrder after close().
+        """
+        shares = self._open()
+        address = self.address(self.group.rank if rank is None else rank)
+        steps = _contiguous(shape) if stride is None else tuple(stride)
+        extent = _extent(tuple(shape), steps) * dtype.itemsize
+        if offset % dtype.itemsize != 0:
+            raise InvalidArgument(
+                f"offset is {offset} and {dtype} takes {dtype.itemsize} bytes: align the offset"
+            )
+        if offset < 0 or offset + extent > self.size:
+            raise InvalidArgument(
+                f"a tensor {tuple(shape)} of {dtype} at offset {offset} ends at byte "
+                f"{offset + extent} and the share has {self.size}; make the heap larger"
+            )
+        share = shares.view(address, self.size, self._keeper)
+        return share[offset : offset + extent].view(dtype).as_strided(tuple(shape), steps)
+
+    def header(self, rank: int | None = None) -> bytes:
+        """A copy of the header at the start of a rank's share, also of a rank that has died.
+
+        Raises InvalidArgument when the share is smaller than a header, OutOfOrder after close().
+        """
+        shares = self._open()
+        if self.size < HEADER_BYTES:
+            raise InvalidArgument(
+                f"the heap has {self.size} bytes a rank and a header takes {HEADER_BYTES}"
+            )
+        where = self.address(self.group.rank if rank is None else rank)
+        return shares.read(where, HEADER_BYTES)
+
+    def close(self) -> None:
+        """Give the memory back, as soon as no view of it is left. Local, idempotent.
+
+        Never waits for a peer: what a peer still maps stays valid there. Raises DriverError or
+        OSError when the memory cannot be given back.
+        """
+        self._shares = self._keeper = self._mailbox = None
+        if self._failures:
+            raise self._failures.pop(0)
+
+    def __enter__(self) -> Heap:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _open(self) -> Shares:
+        if self._shares is None:
+            raise self._closed()
+        return self._shares
+
+    def _closed(self) -> OutOfOrder:
+        return OutOfOrder(
+            f"the heap of generation {self.generation} is closed; make a new one with Heap.create"
+        )
+
+
+def _free(shares: Shares, failures: list[Exception]) -> None:
+    """Runs when the last holder lets go. An exception would reach nobody: close() raises it."""
+    try:
+        shares.free()
+    except Exception as error:
+        failures.append(error)
+
+
+def _check_size(size: int) -> None:
+    if type(size) is not int or size < 1:
+        raise InvalidArgument(f"size is {size!r}: give a positive number of bytes")
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    steps, step = [], 1
+    for n in reversed(shape):
+        steps.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(steps))
+
+
+def _extent(shape: tuple[int, ...], steps: tuple[int, ...]) -> int:
+    """Elements from the first to the last of a strided tensor, both included."""
+    if len(shape) != len(steps):
+        raise InvalidArgument(f"stride {steps} has {len(steps)} entries and shape {shape} has not")
+    if min(shape, default=0) < 0 or min(steps, default=0) < 0:
+        raise InvalidArgument(f"shape {shape} and stride {steps} must not be negative")
+    if 0 in shape:
+        return 0
+    return 1 + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))

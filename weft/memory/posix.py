@@ -1,0 +1,158 @@
+"""The memory of CPU ranks: one sealed memfd a rank, mapped into one reservation in every process.
+
+A memfd has no name, so nothing outlives its processes. The seals keep a peer from shrinking it,
+which would turn our next access into SIGBUS.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft.errors import HandleUnsupported
+from weft.memory.header import MAILBOX_BYTES
+
+if TYPE_CHECKING:
+    from weft.memory.group import Group
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_PROT_NONE = 0
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
+_libc.munmap.restype = ctypes.c_int
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+
+class HostShares:
+    """Every rank's share of a heap in this process: rank r's at `base + r * stride`.
+
+    `mailbox` is the host and device address of one private page; on the CPU they are equal.
+    """
+
+    def __init__(self, rank: int, ranks: int, size: int) -> None:
+        page = mmap.PAGESIZE
+        self._rank = rank
+        self._ranks = ranks
+        self._mapped = -(-size // page) * page
+        self._fd = -1
+        self.stride = self._mapped + page  # the page stays unmapped: overruns fault at once
+        self._letter = -(-MAILBOX_BYTES // page) * page
+        self._reserved = ranks * self.stride + self._letter
+        self.base = 0
+        self.mailbox = (0, 0)
+
+    def allocate(self) -> None:
+        """Make the own share, zeroed by the kernel, and the reservation. Raises OSError."""
+        self._fd = os.memfd_create("weft-share", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self._fd, self._mapped)
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
+        self.base = _map(0, self._reserved, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        letter = self.base + self._ranks * self.stride
+        writable = mmap.PROT_READ | mmap.PROT_WRITE
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+        _map(letter, self._letter, writable, private, -1)
+        self.mailbox = (letter, letter)
+
+    def map(self, fds: list[int]) -> None:
+        """Map one share of every rank. Raises HandleUnsupported for a foreign descriptor."""
+        for rank, fd in enumerate(fds):
+            size = os.fstat(fd).st_size
+            if size != self._mapped:
+                raise HandleUnsupported(
+                    f"rank {rank} sent memory of {size} bytes where {self._mapped} were agreed"
+                )
+            try:
+                seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+            except OSError as error:
+                raise HandleUnsupported(
+                    f"rank {rank} sent a descriptor that cannot be sealed ({error.strerror}), "
+                    "so no memfd"
+                ) from error
+            if seals & _SEALS != _SEALS:
+                raise HandleUnsupported(
+                    f"rank {rank} sent memory with seals {seals:#x} where {_SEALS:#x} are needed: "
+                    "it could shrink under its readers"
+                )
+            where = self.base + rank * self.stride
+            writable = mmap.PROT_READ | mmap.PROT_WRITE
+            _map(where, self._mapped, writable, mmap.MAP_SHARED | _MAP_FIXED, fd)
+
+    def take_fd(self) -> int:
+        """The own share's descriptor, now the caller's to close."""
+        fd, self._fd = self._fd, -1
+        return fd
+
+    def view(self, address: int, count: int, keeper: object) -> torch.Tensor:
+        """uint8 tensor [count] over `address` that keeps `keeper` alive."""
+        return torch.frombuffer(buffer(address, count, keeper), dtype=torch.uint8)
+
+    def read(self, address: int, count: int) -> bytes:
+        """A copy of `count` bytes."""
+        return ctypes.string_at(address, count)
+
+    def free(self) -> None:
+        """Give everything back. Idempotent. Raises OSError."""
+        if self._fd >= 0:
+            os.close(self.take_fd())
+        base, self.base = self.base, 0
+        if base and _libc.munmap(base, self._reserved) != 0:
+            raise _error("munmap", self._reserved)
+
+
+def create(group: Group, size: int) -> HostShares:
+    """The shares of `size` bytes of every rank. Collective. Raises CreationFailed on every rank."""
+    shares = HostShares(group.rank, group.size, size)
+    try:
+        group.together(shares.allocate, doing=f"allocating {size} bytes of shared memory")
+        fd = shares.take_fd()
+        try:
+            fds = group.exchange_fds(fd)
+        finally:
+            os.close(fd)
+        try:
+            group.together(lambda: shares.map(fds), doing=f"mapping {size} bytes of every rank")
+        finally:
+            for each in fds:
+                os.close(each)
+    except BaseException:
+        shares.free()
+        raise
+    return shares
+
+
+def buffer(address: int, count: int, keeper: object) -> ctypes.Array[ctypes.c_ubyte]:
+    """`count` bytes at `address` for the buffer protocol; whoever holds it holds `keeper`."""
+    array = (ctypes.c_ubyte * count).from_address(address)
+    array.keeper = keeper  # type: ignore[attr-defined]
+    return array
+
+
+def _map(address: int, size: int, protection: int, flags: int, fd: int) -> int:
+    where = _libc.mmap(address or None, size, protection, flags | _MAP_NORESERVE, fd, 0)
+    if where == _MAP_FAILED:
+        raise _error("mmap", size)
+    return int(where)
+
+
+def _error(call: str, size: int) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(
+        number, f"{call} of {size} bytes: {os.strerror(number)}; see `ulimit -v` and free memory"
+    )

@@ -1,0 +1,169 @@
+"""Ranks as processes: forked by a fork server that has torch imported, ended without leftovers."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from typing import Any
+
+import torch
+
+from weft.memory.group import Group
+from weft.memory.rendezvous import Meeting
+from weft.memory.reports import Report
+
+GRACE = 10.0  # seconds for the other ranks to end after one failed
+GRACE_MEETING = 1.0  # the same while the ranks still meet: no function runs that needs time
+_PR_SET_PDEATHSIG = 1
+_PRELOAD = ["torch", "weft.memory.processes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What every rank is told. `work` is the pickled function and arguments."""
+
+    work: bytes
+    meeting: Meeting
+    ranks: int
+    device: str
+    group_timeout: float
+    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+
+
+@dataclass(slots=True)
+class _Rank:
+    process: ForkServerProcess
+    pipe: Connection
+    met: bool = False
+    report: Report | None = None
+
+
+def run_processes(job: Job, timeout: float) -> list[Report]:
+    """Run every rank of `job` in a process of its own; one report a rank, in rank order."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    deadline = time.monotonic() + timeout
+    ranks: list[_Rank] = []
+    try:
+        for rank in range(job.ranks):
+            ranks.append(_start(context, job, rank))
+        _watch(ranks, deadline)
+        return [
+            each.report or Report(rank, "running", name="ended", when=time.monotonic())
+            for rank, each in enumerate(ranks)
+        ]
+    finally:
+        _end(ranks)
+
+
+def _start(context: multiprocessing.context.ForkServerContext, job: Job, rank: int) -> _Rank:
+    mine, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(theirs, job, rank), name=f"weft-rank-{rank}")
+    try:
+        process.start()
+    except BaseException:
+        mine.close()
+        raise
+    finally:
+        theirs.close()
+    return _Rank(process, mine)
+
+
+def _watch(ranks: Sequence[_Rank], deadline: float) -> None:
+    """Collect reports until every rank has one, or the deadline or the grace is over."""
+    while True:
+        waiting = {r: each for r, each in enumerate(ranks) if each.report is None}
+        left = deadline - time.monotonic()
+        if not waiting or left <= 0:
+            return
+        by_handle: dict[Any, int] = {}
+        for r, each in waiting.items():
+            by_handle[each.pipe] = by_handle[each.process.sentinel] = r
+        ready = multiprocessing.connection.wait(list(by_handle), timeout=left)
+        for r in sorted({by_handle[handle] for handle in ready}):
+            _hear(r, ranks[r])
+            if ranks[r].report is not None and ranks[r].report.kind != "returned":  # type: ignore[union-attr]
+                grace = GRACE if all(each.met for each in ranks) else GRACE_MEETING
+                deadline = min(deadline, time.monotonic() + grace)
+
+
+def _hear(rank: int, each: _Rank) -> None:
+    """Take what `rank` sent; a rank that ended without a report has died."""
+    try:
+        while each.report is None and each.pipe.poll():
+            message = each.pipe.recv_bytes()
+            if message == b"met":
+                each.met = True
+            else:
+                each.report = pickle.loads(message)
+    except (EOFError, OSError):
+        each.process.join(1.0)  # the pipe ends a moment before the process
+    if each.report is None and each.process.exitcode is not None:
+        each.report = Report(
+            rank, "died", name="died", text=_exit(each.process), when=time.monotonic()
+        )
+
+
+def _exit(process: ForkServerProcess) -> str:
+    code = process.exitcode
+    if code is None or code >= 0:
+        return f"process {process.pid} ended with exit code {code} before its function returned"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    hint = "; the kernel may have run out of memory (see dmesg)" if name == "SIGKILL" else ""
+    return f"process {process.pid} was ended by {name}{hint}"
+
+
+def _end(ranks: Sequence[_Rank]) -> None:
+    """Kill what still runs, take every process in, close every pipe."""
+    for each in ranks:
+        # A rank that has reported gets a moment to end by itself.
+        each.process.join(1.0 if each.report is not None else 0.0)
+        if each.process.exitcode is None:
+            each.process.kill()
+    for each in ranks:
+        each.process.join(10.0)
+        each.pipe.close()
+        if each.process.exitcode is not None:
+            each.process.close()
+
+
+def _child(pipe: Connection, job: Job, rank: int) -> None:
+    """One rank's whole life."""
+    # The fork server is our parent: it ends with the launcher, and we with it.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.environ.clear()  # the server's is as old as the first launch
+    os.environ.update(job.environment)
+    try:
+        report = Report(rank, "returned", value=_work(pipe, job, rank))
+        message = report.packed()
+    except BaseException as error:
+        message = Report.raised(rank, error).packed()
+    with contextlib.suppress(BrokenPipeError):  # the launcher has gone; nobody is left to tell
+        pipe.send_bytes(message)
+    pipe.close()
+
+
+def _work(pipe: Connection, job: Job, rank: int) -> Any:
+    device = torch.device("cpu")
+    if job.device == "cuda":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    fn, args = pickle.loads(job.work)
+    group = Group.from_meeting(
+        job.meeting, rank=rank, size=job.ranks, device=device, timeout=job.group_timeout
+    )
+    with group:
+        pipe.send_bytes(b"met")
+        return fn(group, *args)

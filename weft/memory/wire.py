@@ -1,0 +1,190 @@
+"""Frames on a Unix stream socket: length-limited JSON with at most one file descriptor each.
+
+A frame is a 12-byte head {magic, kind, carries a descriptor, reserved, body bytes} and a JSON body.
+The descriptor travels with the head. A reader never reads past the frame it is in, so a descriptor
+cannot be taken for another frame's.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import enum
+import json
+import os
+import resource
+import select
+import socket
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+JSON: TypeAlias = "None | bool | int | float | str | Sequence[JSON] | Mapping[str, JSON]"
+
+HEAD = struct.Struct("<4sBBHI")
+MAGIC = b"weft"
+HELLO_LIMIT = 4096  # bytes of a frame body from a peer that has not shown the nonce yet
+VALUE_LIMIT = 1 << 20  # bytes of one rank's value
+SLACK = 4096  # bytes that a frame may add around a value
+_CHUNK = 1 << 16
+# CMSG_LEN, not CMSG_SPACE: the padding of CMSG_SPACE(4) would admit a second descriptor.
+_ONE_FD = socket.CMSG_LEN(4)
+
+
+class Kind(enum.IntEnum):
+    """What a frame says."""
+
+    HELLO = 1  # member -> hub: who I am, and the nonce
+    WELCOME = 2  # hub -> member: everyone has met
+    VALUE = 3  # member -> hub: my part of a collective
+    RESULT = 4  # hub -> member: every rank's part
+    DESCRIPTOR = 5  # either way: one file descriptor
+    FAIL = 6  # either way: the star is broken, and why
+    BYE = 7  # either way: the sender closed on purpose
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One received frame; whoever takes it owns `fd`."""
+
+    kind: Kind
+    body: Any
+    fd: int | None = None
+
+
+class Gone(ConnectionError):
+    """The other end closed the connection or its process ended."""
+
+
+class Malformed(ValueError):
+    """The other end sent what no rank of this job would send."""
+
+
+def encode(value: JSON) -> bytes:
+    """`value` as JSON bytes. Raises TypeError or ValueError for what JSON cannot say."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+def milliseconds(deadline: float) -> int:
+    """Time until `deadline` (time.monotonic seconds) for poll(), rounded up, never negative."""
+    return max(0, int((deadline - time.monotonic()) * 1000) + 1)
+
+
+class Channel:
+    """One connected socket that speaks frames. Owns the socket."""
+
+    def __init__(self, connection: socket.socket, *, limit: int) -> None:
+        connection.setblocking(False)
+        self.socket = connection
+        self.limit = limit  # bytes of a received body
+        self._head = bytearray()
+        self._body = bytearray()
+        self._fd: int | None = None
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    def send(self, kind: Kind, body: bytes, deadline: float, *, fd: int | None = None) -> None:
+        """Send one frame by `deadline`. Raises TimeoutError or Gone."""
+        data = memoryview(HEAD.pack(MAGIC, kind, fd is not None, 0, len(body)) + body)
+        control = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _pack(fd))]
+        while data:
+            try:
+                sent = self.socket.sendmsg([data[:_CHUNK]], control, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                self._wait(select.POLLOUT, deadline)
+                continue
+            except (BrokenPipeError, ConnectionResetError) as error:
+                raise Gone(str(error)) from error
+            data, control = data[sent:], []  # the descriptor left with the first byte
+
+    def receive(self, deadline: float) -> Frame:
+        """The next frame. Raises TimeoutError, Gone or Malformed."""
+        while True:
+            frame = self.pump()
+            if frame is not None:
+                return frame
+            self._wait(select.POLLIN, deadline)
+
+    def pump(self) -> Frame | None:
+        """Read what has arrived: a whole frame, or None if more has to come. Never waits."""
+        while len(self._head) < HEAD.size:
+            if not self._read(self._head, HEAD.size):
+                return None
+        magic, kind, carries, _, size = HEAD.unpack(self._head)
+        if magic != MAGIC or kind not in Kind.__members__.values():
+            raise Malformed(f"a frame starts with {bytes(self._head)!r}, not with {MAGIC!r} + kind")
+        if size > self.limit:
+            raise Malformed(f"a frame of {size} bytes, where at most {self.limit} are accepted")
+        while len(self._body) < size:
+            if not self._read(self._body, size):
+                return None
+        fd, body = self._fd, bytes(self._body)
+        if (fd is not None) != bool(carries):
+            raise Malformed(f"{int(fd is not None)} descriptors came with a frame of {carries}")
+        try:
+            value = json.loads(body) if body else None
+        except (ValueError, RecursionError) as error:
+            raise Malformed(f"a frame body is not JSON: {error}") from error
+        self._fd = None
+        self._head.clear()
+        self._body.clear()
+        return Frame(Kind(kind), value, fd)
+
+    def shut(self) -> None:
+        """End both directions without giving the socket up: a thread waiting on it wakes."""
+        with contextlib.suppress(OSError):  # the other end may have gone
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the socket and a descriptor that nobody took. Idempotent."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+        self.socket.close()
+
+    def _read(self, into: bytearray, size: int) -> bool:
+        try:
+            data, control, flags, _ = self.socket.recvmsg(
+                min(size - len(into), _CHUNK), _ONE_FD, socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return False
+        except ConnectionResetError as error:
+            raise Gone(str(error)) from error
+        fds = _unpack(control)
+        if flags & socket.MSG_CTRUNC or len(fds) > 1 or (fds and self._fd is not None):
+            for fd in fds:
+                os.close(fd)
+            soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            raise Malformed(
+                "more than one descriptor came with a message, or this process is at its limit of "
+                f"{soft} open descriptors; raise it with `ulimit -n`"
+            )
+        if fds:
+            self._fd = fds[0]
+        if not data:
+            raise Gone("end of stream")
+        into += data
+        return True
+
+    def _wait(self, events: int, deadline: float) -> None:
+        if time.monotonic() >= deadline:
+            raise TimeoutError
+        poller = select.poll()
+        poller.register(self.socket, events)
+        poller.poll(milliseconds(deadline))
+
+
+def _pack(fd: int) -> array.array[int]:
+    return array.array("i", [fd])
+
+
+def _unpack(control: Sequence[tuple[int, int, bytes]]) -> list[int]:
+    fds = array.array("i")
+    for level, kind, data in control:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return list(fds)

@@ -1,0 +1,111 @@
+"""Shape: the sizes that specialise a kernel. Equal on every rank; told to C++ as one literal."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+import torch
+
+from weft.errors import InvalidArgument
+
+MAX_PLANES = 8
+MAX_RANKS = 32
+MAX_TOP_K = 32
+
+NUMBERS: Mapping[torch.dtype, str] = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of one all-to-all. `weft::Shape` in protocol/layout.cuh is the same struct.
+
+    ranks: ranks of the group (ep_size), 1..32.   tokens: most tokens of one rank in one call.
+    top_k: experts per token, 1..32.              experts: experts of the whole layer.
+    hidden, number: elements and type of a combine row ("bf16", "fp16", "fp32").
+    row_bytes: bytes of one token's row, for each payload tensor (1..8 of them).
+    mapped: experts lie where a table says instead of in contiguous blocks.
+
+    Raises InvalidArgument naming the size and its limits.
+    """
+
+    ranks: int
+    tokens: int
+    top_k: int
+    experts: int
+    hidden: int
+    number: str
+    row_bytes: tuple[int, ...]
+    mapped: bool = False
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("ranks", 1, MAX_RANKS),
+            ("tokens", 1, 1 << 20),
+            ("top_k", 1, MAX_TOP_K),
+            ("experts", 1, 1 << 16),
+            ("hidden", 1, 1 << 20),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not low <= value <= high:
+                raise InvalidArgument(
+                    f"{name} is {value!r}; it must be an integer in {low}..{high}"
+                )
+        if self.number not in NUMBERS.values():
+            raise InvalidArgument(
+                f"combine rows of {self.number!r}; choose one of {', '.join(NUMBERS.values())}"
+            )
+        if self.out_bytes % 16:
+            raise InvalidArgument(
+                f"a combine row of {self.hidden} x {self.number} has {self.out_bytes} bytes; "
+                f"rows must be multiples of 16 bytes: pad hidden to {self._padded_hidden()}"
+            )
+        if not 1 <= len(self.row_bytes) <= MAX_PLANES:
+            raise InvalidArgument(
+                f"{len(self.row_bytes)} payload tensors; one dispatch carries 1..{MAX_PLANES}"
+            )
+        for plane, size in enumerate(self.row_bytes):
+            if not 1 <= size <= 1 << 24:
+                raise InvalidArgument(f"payload {plane} has rows of {size} bytes; allowed: 1..2^24")
+
+    def _padded_hidden(self) -> int:
+        per_vector = 16 // self.element_bytes
+        return -(-self.hidden // per_vector) * per_vector
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element of a combine row."""
+        return 4 if self.number == "fp32" else 2
+
+    @property
+    def out_bytes(self) -> int:
+        """Bytes of one combine row."""
+        return self.hidden * self.element_bytes
+
+    @property
+    def slots(self) -> int:
+        """top_k padded to whole 16-byte vectors."""
+        return -(-self.top_k // 4) * 4
+
+    @property
+    def descriptor(self) -> int:
+        """Eight bits of this Shape's hash: they travel in every flag, so that a peer with another
+        geometry is noticed in band."""
+        text = json.dumps(asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).digest()[0]
+
+    def literal(self) -> str:
+        """The C++ initialiser of this Shape."""
+        rows = ", ".join(str(size) for size in self.row_bytes)
+        return (
+            f"weft::Shape{{.ranks = {self.ranks}, .tokens = {self.tokens}, .top_k = {self.top_k}, "
+            f".experts = {self.experts}, .hidden = {self.hidden}, "
+            f".number = weft::Number::{self.number}, .planes = {len(self.row_bytes)}, "
+            f".row_bytes = {{{rows}}}, .mapped = {str(self.mapped).lower()}}}"
+        )
