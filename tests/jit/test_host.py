@@ -1,0 +1,195 @@
+"""The system's C++ compiler: libraries, programs, and what is said when it is not there."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.errors import CompileError, InvalidArgument
+from weft.jit import host
+from weft.jit.cache import Cache
+
+ADD = 'extern "C" int add(int a, int b) { return a + b + EXTRA; }\n'
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler is installed"
+)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    return Cache(tmp_path / "cache")
+
+
+@pytest.fixture
+def fresh_memory() -> Iterator[None]:
+    host.compiler_identity.cache_clear()
+    yield
+    host.compiler_identity.cache_clear()
+
+
+@needs_compiler
+def test_library_is_compiled_and_called(cache: Cache) -> None:
+    library = host.compile_shared(ADD, name="add", defines=["EXTRA=1"], cache=cache)
+    assert library.add(2, 3) == 6
+    (entry,) = cache.entries()
+    assert (entry.name, entry.kind) == ("add", "shared")
+
+
+@needs_compiler
+def test_second_compile_comes_from_the_cache(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    host.compile_shared(ADD, name="add", defines=["EXTRA=1"], cache=cache)
+
+    def refuse(*_: object, **__: object) -> bytes:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(host, "_build", refuse)
+    assert host.compile_shared(ADD, name="add", defines=["EXTRA=1"], cache=cache).add(1, 1) == 3
+    changes: list[dict[str, Any]] = [
+        {"defines": ["EXTRA=2"]},
+        {"defines": ["EXTRA=1"], "options": ["-O1"]},
+    ]
+    for change in changes:
+        with pytest.raises(AssertionError, match="compiled again"):
+            host.compile_shared(ADD, name="add", **change, cache=cache)
+    for asked in ("cpu_identity", "compiler_identity"):
+        with monkeypatch.context() as patch:
+            patch.setattr(host, asked, lambda *_: "another")
+            with pytest.raises(AssertionError, match="compiled again"):
+                host.compile_shared(ADD, name="add", defines=["EXTRA=1"], cache=cache)
+
+
+@needs_compiler
+def test_native_code_only_where_the_cpu_is_known(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, ...]] = []
+
+    def record(source: object, *, flags: tuple[str, ...], **_: object) -> bytes:
+        seen.append(flags)
+        return b""
+
+    monkeypatch.setattr(host, "_build", record)
+    for cpu in ("some cpu", None):
+        monkeypatch.setattr(host, "cpu_identity", lambda cpu=cpu: cpu)
+        host.compile_program("int main() {}", name="nothing", cache=cache)
+    assert ["-march=native" in flags for flags in seen] == [True, False]
+
+
+@needs_compiler
+def test_error_shows_entry_and_log(cache: Cache) -> None:
+    with pytest.raises(CompileError) as caught:
+        host.compile_shared("int f() {\n    return undeclared;\n}\n", name="broken", cache=cache)
+    text = str(caught.value)
+    assert "refused 'broken'" in text
+    assert "   2 |     return undeclared;" in text
+    assert "broken.cpp:2:12: error:" in text
+    assert "-std=c++20" in text
+    assert cache.entries() == []
+
+
+@needs_compiler
+def test_warnings_are_errors(cache: Cache) -> None:
+    with pytest.raises(CompileError, match="unused"):
+        host.compile_shared("void f() { int unused; }\n", name="warned", cache=cache)
+
+
+@needs_compiler
+def test_program_from_text_runs(cache: Cache) -> None:
+    program = host.compile_program(
+        "#include <thread>\nint main() { std::thread([] {}).join(); return 7; }\n",
+        name="seven",
+        cache=cache,
+    )
+    assert os.access(program, os.X_OK)
+    assert subprocess.run([program], check=False, timeout=60).returncode == 7
+    (entry,) = cache.entries()
+    assert (entry.name, entry.kind) == ("seven", "program")
+
+
+@needs_compiler
+def test_program_from_file_with_headers_and_options(cache: Cache, tmp_path: Path) -> None:
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "three.hpp").write_text("constexpr int three = 3;\n")
+    source = tmp_path / "driver.cpp"
+    source.write_text("#include <three.hpp>\nint main() { return three + MORE; }\n")
+    program = host.compile_program(
+        source,
+        name="driver",
+        options=["-DMORE=2", "-g"],
+        include_dirs=[tmp_path / "include"],
+        cache=cache,
+    )
+    assert subprocess.run([program], check=False, timeout=60).returncode == 5
+    source.write_text("#include <three.hpp>\nint main() { return three; }\n")
+    changed = host.compile_program(
+        source, name="driver", include_dirs=[tmp_path / "include"], cache=cache
+    )
+    assert changed != program
+
+
+@needs_compiler
+def test_library_that_cannot_be_loaded_is_explained(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: str) -> ctypes.CDLL:
+        raise OSError("failed to map segment from shared object")
+
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    with pytest.raises(CompileError, match="noexec"):
+        host.compile_shared(ADD, name="add", defines=["EXTRA=0"], cache=cache)
+
+
+def test_missing_compiler(cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(CompileError, match=r"none of c\+\+, g\+\+, clang\+\+.*apt install g\+\+"):
+        host.compile_shared(ADD, name="add", cache=cache)
+
+
+def test_cxx_that_does_not_exist(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler -m64")
+    with pytest.raises(CompileError, match="CXX is 'no-such-compiler -m64', which is not install"):
+        host.compile_shared(ADD, name="add", cache=cache)
+
+
+def test_cxx_comes_first_then_the_known_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    for name in ("clang++", "g++", "c++", "mine"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o700)
+        if name != "mine":
+            assert host.find_compiler() == (str(tmp_path / name),)
+    monkeypatch.setenv("CXX", "mine -stdlib=libc++")
+    assert host.find_compiler() == (str(tmp_path / "mine"), "-stdlib=libc++")
+
+
+def test_compiler_that_cannot_be_asked(
+    cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_memory: None
+) -> None:
+    broken = tmp_path / "broken++"
+    broken.write_text("#!/bin/sh\necho no license >&2\nexit 3\n")
+    broken.chmod(0o700)
+    monkeypatch.setenv("CXX", str(broken))
+    with pytest.raises(CompileError, match="status 3: no license"):
+        host.compile_shared(ADD, name="add", cache=cache)
+
+
+def test_compiler_that_hangs_is_stopped() -> None:
+    with pytest.raises(CompileError, match=r"did not end within 0.1 s"):
+        host._run(("sleep", "60"), timeout=0.1, cwd=None)
+
+
+def test_bad_name_is_refused(cache: Cache) -> None:
+    with pytest.raises(InvalidArgument, match="cannot name a file"):
+        host.compile_shared(ADD, name="../add", cache=cache)

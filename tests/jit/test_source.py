@@ -1,0 +1,79 @@
+"""The header tree's digest and how sources are shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from weft.errors import InvalidArgument
+from weft.jit import source
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for room in ("protocol", "kernels", "memory"):
+        (tmp_path / room).mkdir()
+    monkeypatch.setattr(source, "PACKAGE", tmp_path)
+    return tmp_path
+
+
+def digest() -> str:
+    return source.header_digest.__wrapped__()  # past the once-per-process memory
+
+
+def test_header_digest_covers_path_and_content(tree: Path) -> None:
+    seen = [digest()]
+    for path, text in (
+        ("protocol/a.cuh", "1"),
+        ("protocol/a.cuh", "2"),
+        ("protocol/cpu.cpp", "1"),
+        ("kernels/deep/b.hpp", "1"),
+    ):
+        (tree / path).parent.mkdir(exist_ok=True)
+        (tree / path).write_text(text)
+        seen.append(digest())
+    (tree / "protocol/a.cuh").rename(tree / "kernels/a.cuh")
+    seen.append(digest())
+    assert len(set(seen)) == len(seen)
+
+
+def test_header_digest_leaves_out_what_no_entry_includes(tree: Path) -> None:
+    before = digest()
+    (tree / "memory/x.cuh").write_text("1")
+    (tree / "protocol/notes.md").write_text("1")
+    (tree / "protocol/x.py").write_text("1")
+    assert digest() == before
+
+
+def test_header_digest_is_read_once(tree: Path) -> None:
+    source.header_digest.cache_clear()
+    try:
+        before = source.header_digest()
+        (tree / "protocol/a.cuh").write_text("1")
+        assert source.header_digest() == before
+    finally:
+        source.header_digest.cache_clear()
+
+
+def test_directory_digest_sees_a_change(tmp_path: Path) -> None:
+    look = source.directory_digest.__wrapped__
+    (tmp_path / "a").write_text("1")
+    before = look(tmp_path)
+    (tmp_path / "a").write_text("12")
+    assert look(tmp_path) != before
+    with pytest.raises(InvalidArgument, match="does not exist"):
+        look(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../a", "-o", "a b", "x" * 101])
+def test_names_that_cannot_name_a_file_are_refused(name: str) -> None:
+    with pytest.raises(InvalidArgument, match="cannot name a file"):
+        source.checked_name(name)
+
+
+def test_numbered_and_clipped() -> None:
+    assert source.numbered("a\n\nb") == "   1 | a\n   2 | \n   3 | b"
+    assert source.clipped(" warning \n\0") == "warning"
+    assert "said nothing" in source.clipped("")
+    assert source.clipped("x" * 16_100).endswith("100 characters more")

@@ -1,0 +1,25 @@
+"""From text to a callable: NVRTC or the system's C++ compiler, one disk cache, one launcher.
+
+Nothing here needs CUDA to be imported; `nvrtc`, `module` and `launch` look for it at first use.
+"""
+
+from weft.jit.args import table_source, verify
+from weft.jit.cache import Cache, Entry
+from weft.jit.host import compile_program, compile_shared
+from weft.jit.launch import Launcher
+from weft.jit.module import CudaModule, Function, current_arch
+from weft.jit.nvrtc import compile_cubin
+
+__all__ = [
+    "Cache",
+    "CudaModule",
+    "Entry",
+    "Function",
+    "Launcher",
+    "compile_cubin",
+    "compile_program",
+    "compile_shared",
+    "current_arch",
+    "table_source",
+    "verify",
+]

@@ -1,0 +1,266 @@
+"""Machine code on the current GPU: load a cubin, take its kernels, read its constants back."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+from weft.errors import DriverError, OutOfOrder
+
+_REMEDIES = {
+    "CUDA_ERROR_NO_BINARY_FOR_GPU": "the code is for another GPU: compile for current_arch()",
+    "CUDA_ERROR_INVALID_IMAGE": "the code is damaged or for another GPU: clear the cache",
+    "CUDA_ERROR_OUT_OF_MEMORY": "free some GPU memory",
+    "CUDA_ERROR_NOT_FOUND": 'the name is not in the code: is it declared extern "C"?',
+    "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES": "ask for fewer threads or less shared memory per block",
+    "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE": "ask for a grid that fits the GPU at once: see "
+    "CudaModule.occupancy",
+    "CUDA_ERROR_INVALID_VALUE": "compare the sizes above with the limits of this GPU",
+    "CUDA_ERROR_ILLEGAL_ADDRESS": "an earlier kernel failed; the CUDA context is lost: restart",
+    "CUDA_ERROR_INVALID_CONTEXT": "use the module on the device on which it was loaded",
+    "CUDA_ERROR_INVALID_HANDLE": "use the module before unload() and on the device on which it "
+    "was loaded",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A kernel that is loaded and ready to launch; valid until its module is unloaded."""
+
+    name: str
+    handle: Any  # CUfunction
+    shared: int  # dynamic shared memory of each block, bytes
+    argument_bytes: int | None  # size of the one kernel argument; None if the driver cannot say
+
+
+class CudaModule:
+    """A cubin in the current CUDA context.
+
+    Args:
+        image: the cubin, as `compile_cubin` returns it.
+        name: for error texts.
+
+    Raises:
+        DriverError: there is no current context, or the driver refused the code.
+    """
+
+    def __init__(self, image: bytes, *, name: str) -> None:
+        self.name = name
+        self._driver = driver()
+        require_context(f"loading {name!r}")
+        self._module: Any = self._call(
+            "cuModuleLoadData", image, doing=f"loading {name!r} ({len(image)} bytes)"
+        )
+        # cuFuncLoad and cuFuncGetParamInfo came with CUDA 12.4; an older driver knows neither.
+        version = self._call("cuDriverGetVersion", doing="asking the driver's version")
+        self._modern = version >= 12040
+        self._handles: dict[str, Any] = {}
+        self._shared: dict[str, int] = {}  # the most that each kernel was given
+
+    def function(self, name: str, *, shared: int = 0) -> Function:
+        """Return a kernel, fully loaded, with leave to use `shared` bytes of dynamic memory.
+
+        Loading is done here and not at the first launch: a lazy load waits until the GPU is idle,
+        which it never is while a kernel spins on the flag of a peer that is still loading.
+
+        Args:
+            name: the `extern "C"` name.
+            shared: dynamic shared memory of each block, bytes; the sum with the kernel's static
+                shared memory may be up to 227 KiB on sm_90 and sm_100.
+
+        Raises:
+            DriverError: there is no such kernel, or the memory is more than the GPU has.
+            OutOfOrder: the module was unloaded.
+        """
+        handle = self._handle(name)
+        if shared > self._shared.get(name, 0):  # never lower what an earlier caller was given
+            static = self.attributes(name)["shared_bytes"]
+            self._call(
+                "cuFuncSetAttribute",
+                handle,
+                self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                shared,
+                doing=f"giving {name!r} {shared} bytes of dynamic shared memory (it has {static} "
+                f"static ones; a block may have {self._shared_limit()} in all)",
+            )
+            self._shared[name] = shared
+        size = None
+        if self._modern:
+            _, size = self._call(
+                "cuFuncGetParamInfo", handle, 0, doing=f"asking for the argument of {name!r}"
+            )
+        return Function(name=name, handle=handle, shared=shared, argument_bytes=size)
+
+    def attributes(self, name: str) -> dict[str, int]:
+        """Return what one kernel needs.
+
+        Keys: `registers` and `local_bytes` (stack and spills) of each thread, `shared_bytes`
+        (static) of each block, `max_threads` of a block.
+
+        Raises:
+            DriverError: there is no such kernel.
+            OutOfOrder: the module was unloaded.
+        """
+        which = self._driver.CUfunction_attribute
+        wanted = {
+            "registers": which.CU_FUNC_ATTRIBUTE_NUM_REGS,
+            "local_bytes": which.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES,
+            "shared_bytes": which.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
+            "max_threads": which.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK,
+        }
+        handle = self._handle(name)
+        doing = f"reading the attributes of {name!r}"
+        return {
+            label: int(self._call("cuFuncGetAttribute", attribute, handle, doing=doing))
+            for label, attribute in wanted.items()
+        }
+
+    def occupancy(self, name: str, block: int, *, shared: int = 0) -> int:
+        """Return how many blocks of `block` threads and `shared` dynamic bytes fit on one SM.
+
+        Raises:
+            DriverError: there is no such kernel.
+            OutOfOrder: the module was unloaded.
+        """
+        handle = self.function(name, shared=shared).handle
+        return int(
+            self._call(
+                "cuOccupancyMaxActiveBlocksPerMultiprocessor",
+                handle,
+                block,
+                shared,
+                doing=f"occupancy of {name!r} with {block} threads and {shared} bytes a block",
+            )
+        )
+
+    def global_bytes(self, name: str) -> bytes:
+        """Return a copy of a `__device__` or `__constant__` variable.
+
+        Waits for the device like any copy on the default stream: not while a graph is captured.
+
+        Raises:
+            DriverError: there is no such variable.
+            OutOfOrder: the module was unloaded.
+        """
+        self._check_loaded()
+        address, size = self._call(
+            "cuModuleGetGlobal", self._module, name.encode(), doing=f"finding variable {name!r}"
+        )
+        content = bytearray(size)
+        self._call("cuMemcpyDtoH", content, address, size, doing=f"reading variable {name!r}")
+        return bytes(content)
+
+    def unload(self) -> None:
+        """Remove the code from the GPU; its functions must not be launched again. Idempotent.
+
+        Raises:
+            DriverError: the driver refused, for example because a kernel failed before.
+        """
+        if self._module is None:
+            return
+        module, self._module = self._module, None
+        self._handles.clear()
+        self._shared.clear()
+        self._call("cuModuleUnload", module, doing=f"unloading {self.name!r}")
+
+    def _handle(self, name: str) -> Any:
+        self._check_loaded()
+        if name not in self._handles:
+            doing = f"loading kernel {name!r} of {self.name!r}"
+            handle = self._call("cuModuleGetFunction", self._module, name.encode(), doing=doing)
+            if self._modern:  # on older drivers cuModuleGetFunction has loaded it already
+                self._call("cuFuncLoad", handle, doing=doing)
+            self._handles[name] = handle
+        return self._handles[name]
+
+    def _check_loaded(self) -> None:
+        if self._module is None:
+            raise OutOfOrder(f"module {self.name!r} was unloaded; load it again to use it")
+
+    def _shared_limit(self) -> int:
+        return _device_attribute("CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
+
+    def _call(self, function: str, *args: Any, doing: str) -> Any:
+        return check(getattr(self._driver, function)(*args), f"{doing}: {function}")
+
+
+@functools.cache
+def driver() -> Any:
+    """Return `cuda.bindings.driver`.
+
+    Raises:
+        DriverError: it is not installed.
+    """
+    try:
+        return importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise DriverError(
+            f"GPU ranks need cuda.bindings: {error}; pip install 'weft[cuda]'"
+        ) from error
+
+
+def check(result: tuple[Any, ...], doing: str) -> Any:
+    """Return the value (or tuple of values, or None) of a driver call's answer.
+
+    Raises:
+        DriverError: the call failed; the text says while `doing` what, and how to mend it.
+    """
+    status, *values = result
+    if int(status) != 0:
+        raise DriverError(f"{doing}: {error_text(status)}")
+    if len(values) == 1:
+        return values[0]
+    return tuple(values) or None
+
+
+def error_text(status: Any) -> str:
+    """Return a driver status as name, number, the driver's words and, where known, a remedy."""
+    known, words = driver().cuGetErrorString(status)
+    name = getattr(status, "name", "unknown error")
+    text = f"{name} ({int(status)})"
+    if int(known) == 0 and words:
+        text += f": {words.decode()}"
+    return f"{text}; {_REMEDIES[name]}" if name in _REMEDIES else text
+
+
+def require_context(doing: str) -> None:
+    """Check that this thread has a current CUDA context, torch's in practice.
+
+    Raises:
+        DriverError: it has none, or there is no NVIDIA driver.
+    """
+    cuda = driver()
+    remedy = "first let torch make one, for example with torch.zeros(1, device='cuda')"
+    try:
+        status, context = cuda.cuCtxGetCurrent()
+    except RuntimeError as error:  # the binding looks for libcuda at its first call
+        raise DriverError(
+            f"{doing}: the NVIDIA driver was not found: {error}; use CPU ranks on this machine"
+        ) from error
+    if status != cuda.CUresult.CUDA_ERROR_NOT_INITIALIZED:
+        check((status,), f"{doing}: cuCtxGetCurrent")
+        if int(context) != 0:
+            return
+    raise DriverError(f"{doing}: this thread has no current CUDA context; {remedy}")
+
+
+def current_arch() -> str:
+    """Return the architecture of the current context's GPU, for `compile_cubin`: `"sm_90a"`.
+
+    Raises:
+        DriverError: there is no current context.
+    """
+    require_context("asking for the GPU's architecture")
+    major = _device_attribute("CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR")
+    minor = _device_attribute("CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR")
+    # From Hopper on, "a" opens the instructions that only this architecture has (wgmma, tcgen05).
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+
+
+def _device_attribute(name: str) -> int:
+    cuda = driver()
+    device = check(cuda.cuCtxGetDevice(), "cuCtxGetDevice")
+    which = getattr(cuda.CUdevice_attribute, name)
+    return int(check(cuda.cuDeviceGetAttribute(which, device), f"cuDeviceGetAttribute {name}"))

@@ -1,0 +1,88 @@
+"""The header tree that every entry includes, and how an entry is shown to a reader."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from weft.errors import InvalidArgument
+
+PACKAGE = Path(__file__).resolve().parents[1]
+INCLUDE_ROOT = PACKAGE.parent  # so that headers are named <weft/protocol/layout.cuh>
+
+_ROOMS = ("protocol", "kernels")
+_SUFFIXES = frozenset((".cuh", ".hpp", ".cpp"))
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+_LOG_LIMIT = 16_000  # characters; template errors can be megabytes
+
+
+@functools.cache
+def header_digest() -> str:
+    """Return the sha256 of every header below weft/protocol and weft/kernels, paths included.
+
+    Read once per process: edit a header and start anew.
+    """
+    files = (path for room in _ROOMS for path in (PACKAGE / room).rglob("*"))
+    digest = hashlib.sha256()
+    for path in sorted(path for path in files if path.suffix in _SUFFIXES and path.is_file()):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(PACKAGE).as_posix()}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+@functools.cache
+def directory_digest(directory: Path) -> str:
+    """Return a sha256 over name, size and time of change of every file below `directory`.
+
+    Contents are not read: such a directory may be a whole toolkit. Looked at once per process.
+
+    Raises:
+        InvalidArgument: it is no directory.
+    """
+    if not directory.is_dir():
+        raise InvalidArgument(f"include directory {directory} does not exist; correct include_dirs")
+    digest = hashlib.sha256()
+    for parent, folders, files in os.walk(directory):
+        folders.sort()
+        for name in sorted(files):
+            path = Path(parent, name)
+            status = path.lstat()
+            digest.update(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+    return digest.hexdigest()
+
+
+def include_key(include_dirs: Iterable[Path]) -> list[str]:
+    """Return what a cache key needs to know of the headers: weft's own and those of the caller."""
+    return [header_digest(), *(f"{path}={directory_digest(path)}" for path in include_dirs)]
+
+
+def checked_name(name: str) -> str:
+    """Return `name` if it can name a file.
+
+    Raises:
+        InvalidArgument: it cannot.
+    """
+    if not _NAME.fullmatch(name):
+        raise InvalidArgument(
+            f"entry name {name!r} cannot name a file; use letters, digits, '_', '.' and '-', "
+            "at most 100"
+        )
+    return name
+
+
+def numbered(source: str) -> str:
+    """Return `source` with line numbers, as compile errors show it."""
+    return "\n".join(f"{n:4d} | {line}" for n, line in enumerate(source.splitlines(), start=1))
+
+
+def clipped(log: str) -> str:
+    """Return a compiler's log, shortened if it is very long, saying by how much."""
+    log = log.replace("\0", "").strip()
+    if len(log) <= _LOG_LIMIT:
+        return log or "(the compiler said nothing)"
+    return f"{log[:_LOG_LIMIT]}\n... and {len(log) - _LOG_LIMIT} characters more"
