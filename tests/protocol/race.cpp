@@ -1,0 +1,146 @@
+// The protocol with ranks as threads, for ThreadSanitizer: every payload word is stamped with
+// (source, token, round) and verified at the receiver and again after combine. Exit status 0: all
+// words right. With -DWEFT_WEAK_FLAGS=1 the flags publish nothing, which x86 hides from the words
+// but not from ThreadSanitizer.
+#include <cstdio>
+#include <cstdlib>
+#include <new>
+#include <thread>
+#include <vector>
+
+#include <weft/protocol/cpu.cpp>
+
+using namespace weft;
+
+constexpr Shape S{.ranks = 4,
+                  .tokens = 12,
+                  .top_k = 3,
+                  .experts = 10,
+                  .hidden = 8,
+                  .number = Number::fp32,
+                  .planes = 2,
+                  .row_bytes = {32, 12},
+                  .mapped = false};
+
+struct Job {
+    u64 base = 0;
+    u64 rounds = 0;
+    Mailbox boxes[S.ranks] = {};
+};
+
+static u32 stamp(u32 source, u32 token, u64 round) {
+    return u32(round) * 1024 + source * 64 + token;
+}
+static u32 tokens_of(u32 rank, u64 round) {
+    return u32(scramble(round * 8 + rank) % (S.tokens + 1));
+}
+
+static void fill_ids(std::vector<i32>& ids, u32 rank, u64 round) {
+    for (u32 t = 0; t < S.tokens; ++t)
+        for (u32 k = 0; k < S.top_k; ++k)
+            ids[t * S.top_k + k] =
+                i32((scramble(round * 64 + rank * 16 + t) + k * 3) % (S.experts + 1)) - 1;
+}
+
+static u64 wrong_words(const Site& site, u64 round) {
+    const Inbox<S>& inbox = mine<S>(site).inbox;
+    u64 wrong = 0;
+    for (u32 source = 0; source < S.ranks; ++source) {
+        wrong += u32(inbox.counts[source]) != tokens_of(source, round);
+        for (u32 t = 0; t < S.tokens; ++t) {
+            bool here = false;
+            for (u32 k = 0; k < S.top_k; ++k) here = here || inbox.route[source][t].expert[k] >= 0;
+            wrong += here && t >= u32(inbox.counts[source]);
+            if (!here) continue;
+            const u32* row = reinterpret_cast<const u32*>(plane<0>(inbox.payload).row[source][t]);
+            const u32* tail = reinterpret_cast<const u32*>(plane<1>(inbox.payload).row[source][t]);
+            for (u32 i = 0; i < 8; ++i) wrong += row[i] != stamp(source, t, round);
+            for (u32 i = 0; i < 3; ++i) wrong += tail[i] != stamp(source, t, round) + 1;
+        }
+    }
+    return wrong;
+}
+
+static void write_outputs(const Site& site) {
+    Share<S>& own = mine<S>(site);
+    for (u32 source = 0; source < S.ranks; ++source)
+        for (u32 t = 0; t < S.tokens; ++t) {
+            float* row = reinterpret_cast<float*>(own.outbox.row[source][t]);
+            for (u32 i = 0; i < S.hidden; ++i) row[i] = float(t + 1);
+        }
+}
+
+static u64 wrong_sums(const Site& site, const std::vector<float>& out, u32 tokens) {
+    u64 wrong = 0;
+    for (u32 t = 0; t < tokens; ++t) {
+        const float expected =
+            float(t + 1) * float(__builtin_popcount(mine<S>(site).destinations[t]));
+        for (u32 i = 0; i < S.hidden; ++i) wrong += out[t * S.hidden + i] != expected;
+    }
+    return wrong;
+}
+
+static void run_rank(Job& job, u32 rank, u64& wrong) {
+    const Site site{.base = job.base,
+                    .stride = sizeof(Share<S>),
+                    .mailbox = u64(&job.boxes[rank]),
+                    .rank = rank,
+                    .descriptor = 7};
+    std::vector<u32> x(S.tokens * 8), tail(S.tokens * 3);
+    std::vector<i32> ids(S.tokens * S.top_k);
+    std::vector<float> out(S.tokens * S.hidden);
+    for (u64 round = 1; round <= job.rounds; ++round) {
+        const u32 tokens = tokens_of(rank, round);
+        for (u32 t = 0; t < tokens; ++t) {
+            for (u32 i = 0; i < 8; ++i) x[t * 8 + i] = stamp(rank, t, round);
+            for (u32 i = 0; i < 3; ++i) tail[t * 3 + i] = stamp(rank, t, round) + 1;
+        }
+        fill_ids(ids, rank, round);
+        dispatch<S>({.site = site,
+                     .payload = {x.data(), tail.data()},
+                     .ids = ids.data(),
+                     .weights = nullptr,
+                     .placement = nullptr,
+                     .num_tokens = nullptr,
+                     .tokens = tokens,
+                     .ids_bytes = 4});
+        wrong += wrong_words(site, round);
+        write_outputs(site);
+        combine<S>(
+            {.site = site, .out = out.data(), .add = nullptr, .tokens = tokens, .reserved = 0});
+        wrong += wrong_sums(site, out, tokens);
+        if (load_acquire(&job.boxes[rank].broken_code) != 0) {
+            std::printf("rank %u broke with code %u in round %llu\n", rank,
+                        job.boxes[rank].broken_code, round);
+            wrong += 1;
+            return;
+        }
+    }
+}
+
+int main(int argc, char** argv) {
+    Job job;
+    job.rounds = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 200;
+    const u64 first_epoch = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 0;
+    void* memory = std::aligned_alloc(128, sizeof(Share<S>) * S.ranks);
+    if (memory == nullptr) return 2;
+    std::memset(memory, 0, sizeof(Share<S>) * S.ranks);
+    job.base = reinterpret_cast<u64>(memory);
+    for (u32 rank = 0; rank < S.ranks; ++rank) {
+        Share<S>& own = *reinterpret_cast<Share<S>*>(job.base + rank * sizeof(Share<S>));
+        own.header.generation = 1;
+        own.header.deadline_ns = own.header.first_deadline_ns = 60000000000ull;
+        own.header.first_epoch = own.header.turn.epoch = first_epoch & epoch_mask;
+        std::memset(own.inbox.route, 0xff, sizeof own.inbox.route);
+    }
+    std::vector<u64> wrong(S.ranks);
+    std::vector<std::thread> threads;
+    for (u32 rank = 0; rank < S.ranks; ++rank)
+        threads.emplace_back([&, rank] { run_rank(job, rank, wrong[rank]); });
+    for (std::thread& thread : threads) thread.join();
+    u64 total = 0;
+    for (u64 w : wrong) total += w;
+    std::printf("%llu rounds of %u ranks: %llu wrong words\n", job.rounds, S.ranks, total);
+    std::free(memory);
+    return total != 0;
+}

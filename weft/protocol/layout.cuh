@@ -1,0 +1,161 @@
+// What lies where in a rank's share of the symmetric heap. A layout is a struct: `sizeof` is its
+// size and `->` its only address arithmetic. Python mirrors the structs that it reads in
+// memory/header.py and ops/layout.py, and checks the mirrors against the numbers that the compiled
+// entry exports.
+#pragma once
+#include <weft/protocol/order.cuh>
+
+namespace weft {
+
+constexpr u32 abi = 1;         // raise it whenever a struct below changes
+constexpr u32 max_planes = 8;  // opaque payload tensors of one dispatch
+constexpr u32 max_ranks = 32;  // a token's destinations are the bits of one u32
+constexpr u32 ring_records = 256;
+
+enum class Number : u32 { bf16 = 0, fp16 = 1, fp32 = 2 };
+enum class Phase : u32 { dispatch = 1, combine = 2 };
+enum class Code : u32 {
+    ok = 0,
+    bad_expert_id = 1,
+    duplicate_expert = 2,
+    token_overflow = 3,
+    peer_timeout = 4,
+    geometry_mismatch = 5,
+    aborted = 6,
+};
+
+// One name specialises every kernel. All ranks of a group use equal Shapes; creation verifies it.
+struct Shape {
+    u32 ranks, tokens, top_k, experts;
+    u32 hidden;                 // elements of a combine row
+    Number number;              // and their type
+    u32 planes;                 // payload tensors
+    u32 row_bytes[max_planes];  // bytes of one token's row of each
+    bool mapped;                // experts lie where a table says, not in contiguous blocks
+
+    constexpr u32 slots() const {
+        return (top_k + 3) / 4 * 4;
+    }  // top_k padded to whole 16-byte vectors
+    constexpr u32 pitch(u32 plane) const { return (row_bytes[plane] + 15) / 16 * 16; }
+    constexpr u32 element_bytes() const { return number == Number::fp32 ? 4 : 2; }
+    constexpr u32 out_bytes() const { return hidden * element_bytes(); }
+};
+
+// A flag is one 64-bit word: generation 16 | descriptor 8 | epoch 40. A wait is satisfied by an
+// equal generation and an epoch that is not older in serial arithmetic, so a peer that runs ahead
+// never deadlocks a slow one.
+constexpr u64 epoch_mask = (1ull << 40) - 1;
+WEFT_FN constexpr u64 make_flag(u32 generation, u32 descriptor, u64 epoch) {
+    return u64(generation & 0xffffu) << 48 | u64(descriptor & 0xffu) << 40 | (epoch & epoch_mask);
+}
+WEFT_FN constexpr u32 flag_generation(u64 flag) { return u32(flag >> 48); }
+WEFT_FN constexpr u32 flag_descriptor(u64 flag) { return u32(flag >> 40) & 0xffu; }
+WEFT_FN constexpr u64 flag_epoch(u64 flag) { return flag & epoch_mask; }
+WEFT_FN constexpr bool not_older(u64 epoch, u64 wanted) {
+    return ((epoch - wanted) & epoch_mask) < (1ull << 39);
+}
+
+// What went wrong, as counters and ids only. Written by the device, read by the host.
+struct ErrorRecord {
+    u32 code = 0, rank = 0, peer = 0, phase = 0;
+    u64 wanted = 0, seen = 0;  // epochs, descriptors, or ids and their limit
+    u64 elapsed_ns = 0;
+    u32 token = 0, slot = 0;  // which token and which of its top_k entries
+};
+
+// Host memory that a kernel can write while it runs: the host polls it without synchronising.
+struct Mailbox {
+    alignas(128) u32 abort;     // the host asks its own kernels to leave
+    alignas(128) u32 refusals;  // serial number of the latest refusal; refused[serial % 8] holds it
+    alignas(128) u32 broken_code;  // published after `broken`
+    ErrorRecord broken;            // the first error that ended the group
+    alignas(128)
+        ErrorRecord refused[8];  // bad input that touched nobody: dropped, reported, survived
+};
+
+// One finished operation, kept for the living after this rank has died.
+struct Record {
+    u64 epoch, start_ns, end_ns;
+    u32 phase, tokens;
+};
+
+// What every kernel reads first, in one 16-byte load.
+struct alignas(16) Turn {
+    u64 epoch;   // dispatches finished
+    u32 failed;  // a Code: the group is broken and kernels return at once
+    u32 rows;    // rows that my last dispatch left in each peer's inbox
+};
+
+// A planned disturbance for tests (see fault.cuh); all zero means none.
+struct Fault {
+    u32 point, action;
+    u32 peer, once;
+    u64 epoch, argument;
+};
+
+struct alignas(128) Header {
+    u32 abi, rank, ranks, generation;
+    u64 share_bytes, first_epoch;
+    u64 deadline_ns, first_deadline_ns;
+    alignas(128) Turn turn;
+    alignas(128) u32 arrived;  // teams that have finished sending, of the running dispatch
+    u32 refusing;              // taken while a refusal is being written
+    u32 refusals;
+    alignas(128) u64 abort;  // a peer asks this rank to leave; holds its rank + 1
+    alignas(128) Fault fault;
+    alignas(128) Record ring[ring_records];
+};
+
+// One token's routing as the receiver sees it: LOCAL expert ids or -1, and the weights.
+template <Shape S> struct alignas(16) Route {
+    i32 expert[S.slots()];
+    float weight[S.slots()];
+};
+
+template <Shape S, u32 P> struct alignas(128) Plane {
+    u8 row[S.ranks][S.tokens][S.pitch(P)];
+};
+
+// The payload tensors, one plane after the other; `plane<P>(planes)` names one.
+template <Shape S, u32 P = 0> struct Planes {
+    Plane<S, P> first;
+    Planes<S, P + 1> rest;
+};
+template <Shape S, u32 P>
+    requires(P == S.planes)
+struct Planes<S, P> {};
+
+template <u32 P, class T> WEFT_FN auto& plane(T& planes) {
+    if constexpr (P == 0)
+        return planes.first;
+    else
+        return plane<P - 1>(planes.rest);
+}
+
+// Written by peers. The slot of a token is its index at the source, so no counter is shared and no
+// order is lost.
+template <Shape S> struct Inbox {
+    alignas(128) u64 dispatched[S.ranks];  // flags, one writer each, one line for one poll
+    alignas(128) u64 ready[S.ranks];       // a peer's experts are done: its outbox may be read
+    alignas(128) i32 counts[S.ranks];      // tokens of each source in this round
+    alignas(128) Route<S> route[S.ranks][S.tokens];
+    Planes<S> payload;
+};
+
+// Written by this rank's experts, read by peers: the row for token t of source s.
+template <Shape S> struct Outbox {
+    alignas(128) u8 row[S.ranks][S.tokens][S.out_bytes()];
+};
+
+template <Shape S> struct Share {
+    Header header;
+    Inbox<S> inbox;
+    Outbox<S> outbox;
+    alignas(128) u32
+        destinations[S.tokens];  // my own tokens' peers, kept from dispatch for combine
+};
+
+static_assert(sizeof(Turn) == 16, "the turn is read in one load");
+static_assert(sizeof(ErrorRecord) == 48 && sizeof(Record) == 32 && sizeof(Mailbox) <= 4096);
+
+}  // namespace weft

@@ -1,0 +1,118 @@
+// The memory model, spelled once: integer names, the six verbs every flag and counter goes through,
+// and the clock. Everything above this file is the same text for NVRTC and for c++; this file holds
+// the only #if of the protocol. Scopes: flags that a peer reads are system scope; counters inside
+// one GPU are device scope.
+#pragma once
+
+#if defined(__CUDACC__)
+#define WEFT_FN __device__ __forceinline__
+#else
+#include <sched.h>
+#include <time.h>
+#define WEFT_FN inline
+#endif
+
+// Compile with -DWEFT_FAULTS=1 to arm the named fault points, -DWEFT_WEAK_FLAGS=1 to break the
+// release on purpose (the race test must then fail).
+#ifndef WEFT_FAULTS
+#define WEFT_FAULTS 0
+#endif
+#ifndef WEFT_WEAK_FLAGS
+#define WEFT_WEAK_FLAGS 0
+#endif
+
+namespace weft {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i32 = int;
+using i64 = long long;
+
+// Order: publishes everything this thread wrote, or acquired from its team, before it. Pairs with
+// load_acquire.
+WEFT_FN void store_release(u64* at, u64 value) {
+#if defined(__CUDA_ARCH__)
+    __nv_atomic_store_n(at, value, __NV_ATOMIC_RELEASE, __NV_THREAD_SCOPE_SYSTEM);
+#elif WEFT_WEAK_FLAGS
+    __atomic_store_n(at, value, __ATOMIC_RELAXED);
+#else
+    __atomic_store_n(at, value, __ATOMIC_RELEASE);
+#endif
+}
+
+WEFT_FN void store_release(u32* at, u32 value) {
+#if defined(__CUDA_ARCH__)
+    __nv_atomic_store_n(at, value, __NV_ATOMIC_RELEASE, __NV_THREAD_SCOPE_SYSTEM);
+#else
+    __atomic_store_n(at, value, __ATOMIC_RELEASE);
+#endif
+}
+
+// Order: what the releasing thread published may be read after it.
+WEFT_FN u64 load_acquire(u64* at) {
+#if defined(__CUDA_ARCH__)
+    return __nv_atomic_load_n(at, __NV_ATOMIC_ACQUIRE, __NV_THREAD_SCOPE_SYSTEM);
+#else
+    return __atomic_load_n(at, __ATOMIC_ACQUIRE);
+#endif
+}
+
+WEFT_FN u32 load_acquire(u32* at) {
+#if defined(__CUDA_ARCH__)
+    return __nv_atomic_load_n(at, __NV_ATOMIC_ACQUIRE, __NV_THREAD_SCOPE_SYSTEM);
+#else
+    return __atomic_load_n(at, __ATOMIC_ACQUIRE);
+#endif
+}
+
+// Order: a release of this team's writes and an acquire of every earlier team's, inside one GPU.
+// The last one to add may publish for all (a relaxed counter may not: models/ptx A11).
+WEFT_FN u32 add_acq_rel(u32* at, u32 value) {
+#if defined(__CUDA_ARCH__)
+    return __nv_atomic_fetch_add(at, value, __NV_ATOMIC_ACQ_REL, __NV_THREAD_SCOPE_DEVICE);
+#else
+    return __atomic_fetch_add(at, value, __ATOMIC_ACQ_REL);
+#endif
+}
+
+// Takes a word that is `free` and makes it `mine`; true for the one winner.
+WEFT_FN bool claim(u32* at, u32 free, u32 mine) {
+#if defined(__CUDA_ARCH__)
+    return __nv_atomic_compare_exchange_n(at, &free, mine, false, __NV_ATOMIC_ACQ_REL,
+                                          __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_DEVICE);
+#else
+    return __atomic_compare_exchange_n(at, &free, mine, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
+#endif
+}
+
+// Nanoseconds of a clock that all ranks of a host share well enough for deadlines (GPU: ticks of up
+// to 1 us).
+WEFT_FN u64 now_ns() {
+#if defined(__CUDA_ARCH__)
+    u64 t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+    return t;
+#elif !defined(__CUDACC__)
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return u64(t.tv_sec) * 1000000000ull + u64(t.tv_nsec);
+#else
+    return 0;
+#endif
+}
+
+// One turn of a waiting loop. CPU ranks may outnumber the cores, so after a short spin they hand
+// the core over: pure spinning with 4 ranks on 2 cores costs 700 times a yield.
+WEFT_FN void relax(u32 turns) {
+#if defined(__CUDA_ARCH__)
+    if (turns > 4096) __nanosleep(64);
+#elif !defined(__CUDACC__)
+    if (turns > 50) sched_yield();
+#else
+    (void)turns;
+#endif
+}
+
+}  // namespace weft

@@ -1,0 +1,190 @@
+// The protocol: who writes what, in which order, and what may be read afterwards. A Team is the set
+// of threads that act as one (a CTA on a GPU, one thread on a CPU) with the verbs lane, lanes, join
+// and any.
+//
+// Why single buffers are safe: both phases are barriers of all ranks. I overwrite a peer's inbox in
+// round e + 1 only after its `ready` flag of round e, which it sends when its experts have read
+// that inbox; and my experts overwrite my outbox in round e + 1 only after every peer's
+// `dispatched` flag of e + 1, sent after its combine e has read it.
+#pragma once
+#include <weft/protocol/fault.cuh>
+
+namespace weft {
+
+struct Place {
+    u32 rank, local;
+};
+
+// Contiguous blocks: the first experts % ranks ranks hold one expert more than the others.
+template <u32 experts, u32 ranks> WEFT_FN Place block_place(u32 expert) {
+    constexpr u32 low = experts / ranks, longer = experts % ranks, edge = longer * (low + 1);
+    if constexpr (longer == 0) {
+        return {expert / low, expert % low};
+    } else if constexpr (low == 0) {
+        return {expert, 0};
+    } else {
+        if (expert < edge) return {expert / (low + 1), expert % (low + 1)};
+        return {longer + (expert - edge) / low, (expert - edge) % low};
+    }
+}
+
+template <Shape S> WEFT_FN Place place_of(const DispatchArgs& a, u32 expert) {
+    if constexpr (S.mapped) {
+        const u32 entry = u32(a.placement[expert]);
+        return {entry >> 16, entry & 0xffffu};
+    } else {
+        return block_place<S.experts, S.ranks>(expert);
+    }
+}
+
+// Bad input: drop it, tell the host, go on. One refusal is written at a time; others of that moment
+// are only lost as reports, never as checks.
+WEFT_FN void refuse(Header& header, const Site& site, ErrorRecord record) {
+    if (!claim(&header.refusing, 0, 1)) return;
+    const u32 serial = ++header.refusals;
+    Mailbox& box = mailbox(site);
+    record.rank = site.rank;
+    box.refused[serial % 8] = record;
+    store_release(&box.refusals, serial);
+    claim(&header.refusing, 1, 0);
+}
+
+// The group is broken: the first record wins, and every later kernel of this rank returns at once.
+WEFT_FN void fail(Header& header, const Site& site, ErrorRecord record) {
+    if (!claim(&header.turn.failed, 0, record.code)) return;
+    Mailbox& box = mailbox(site);
+    record.rank = site.rank;
+    box.broken = record;
+    store_release(&box.broken_code, record.code);
+}
+
+// Returns the id as an index, or -1 for "no expert". Ids come from users' prompts: anything outside
+// [0, experts) is refused here and never becomes an address.
+template <Shape S> WEFT_FN i32 expert_id(const DispatchArgs& a, u32 token, u32 k, bool reports) {
+    const u64 at = u64(token) * S.top_k + k;
+    const i64 id =
+        a.ids_bytes == 8 ? static_cast<const i64*>(a.ids)[at] : static_cast<const i32*>(a.ids)[at];
+    if (id >= 0 && id < i64(S.experts)) return i32(id);
+    if (id != -1 && reports)
+        refuse(mine<S>(a.site).header, a.site,
+               {.code = u32(Code::bad_expert_id),
+                .phase = u32(Phase::dispatch),
+                .wanted = S.experts,
+                .seen = u64(id),
+                .token = token,
+                .slot = k});
+    return -1;
+}
+
+WEFT_FN void refuse_duplicate(Header& header, const Site& site, u32 token, u32 k, i32 id) {
+    refuse(header, site,
+           {.code = u32(Code::duplicate_expert),
+            .phase = u32(Phase::dispatch),
+            .wanted = 1,
+            .seen = u64(id),
+            .token = token,
+            .slot = k});
+}
+
+// How many tokens this round has: the device-side count where there is one, never more than the
+// tensors hold.
+template <Shape S> WEFT_FN u32 token_count(const DispatchArgs& a, bool reports) {
+    if (a.num_tokens == nullptr) return a.tokens;
+    const i32 count = *a.num_tokens;
+    if (count >= 0 && u32(count) <= a.tokens) return u32(count);
+    if (reports)
+        refuse(mine<S>(a.site).header, a.site,
+               {.code = u32(Code::token_overflow),
+                .phase = u32(Phase::dispatch),
+                .wanted = a.tokens,
+                .seen = u64(i64(count))});
+    return count < 0 ? 0 : a.tokens;
+}
+
+// Publishes epoch `wanted` at every peer.
+// Order: each release covers all that this team wrote or acquired: the whole rank's payload, routes
+// and counts.
+template <Shape S, class Team>
+WEFT_FN void publish(const Team& team, const Site& site, Phase phase, u64 wanted, u32 count) {
+    Header& header = mine<S>(site).header;
+    const u64 flag = make_flag(header.generation, site.descriptor, wanted);
+    for (u32 i = team.lane(); i < S.ranks; i += team.lanes()) {
+        const u32 peer = (site.rank + i) % S.ranks;
+        Inbox<S>& to = share<S>(site, peer).inbox;
+        const bool sending = phase == Phase::dispatch;
+        const Action planned =
+            fault(header, sending ? Point::before_flag : Point::before_ready, peer, wanted);
+        if (planned == Action::drop) continue;
+        if (sending) to.counts[site.rank] = i32(count);
+        const u64 lie = planned == Action::lie ? 1ull << 40 : 0;
+        store_release(sending ? &to.dispatched[site.rank] : &to.ready[site.rank], flag ^ lie);
+    }
+}
+
+// The slow half of a wait, entered every 1024 turns: has the deadline passed, or has somebody asked
+// us to leave? Returns the code that ends the wait, or ok.
+WEFT_FN Code out_of_patience(Header& header, const Site& site, u64 start, u64 wanted) {
+    if (load_acquire(&mailbox(site).abort) != 0 || load_acquire(&header.abort) != 0)
+        return Code::aborted;
+    const bool first = ((wanted - header.first_epoch) & epoch_mask) <= 1;
+    const u64 limit = first ? header.first_deadline_ns : header.deadline_ns;
+    return now_ns() - start > limit ? Code::peer_timeout : Code::ok;
+}
+
+// Waits for one peer's flag. Order: after `true`, all that the peer published with that epoch may
+// be read by this thread, and by its team after join.
+WEFT_FN bool await_flag(Header& header, const Site& site, u64* flag, u32 peer, Phase phase,
+                        u64 wanted) {
+    u64 start = 0;
+    for (u32 turns = 1;; ++turns) {
+        const u64 seen = load_acquire(flag);
+        if (flag_generation(seen) == (header.generation & 0xffffu) &&
+            not_older(flag_epoch(seen), wanted)) {
+            if (flag_descriptor(seen) == site.descriptor) return true;
+            fail(header, site,
+                 {.code = u32(Code::geometry_mismatch),
+                  .peer = peer,
+                  .phase = u32(phase),
+                  .wanted = site.descriptor,
+                  .seen = flag_descriptor(seen)});
+            return false;
+        }
+        if (turns % 1024 == 0) {
+            if (start == 0) start = now_ns();
+            const Code code = out_of_patience(header, site, start, wanted);
+            if (code != Code::ok) {
+                fail(header, site,
+                     {.code = u32(code),
+                      .peer = peer,
+                      .phase = u32(phase),
+                      .wanted = wanted,
+                      .seen = flag_epoch(seen),
+                      .elapsed_ns = now_ns() - start});
+                return false;
+            }
+        }
+        relax(turns);
+    }
+}
+
+// Waits for every peer; false, for the whole team, when one of them did not come.
+template <Shape S, class Team>
+WEFT_FN bool await_all(const Team& team, const Site& site, Phase phase, u64 wanted) {
+    Share<S>& own = mine<S>(site);
+    bool arrived = true;
+    for (u32 peer = team.lane(); peer < S.ranks; peer += team.lanes()) {
+        fault(own.header, phase == Phase::dispatch ? Point::before_poll : Point::before_read, peer,
+              wanted);
+        u64* flag = phase == Phase::dispatch ? &own.inbox.dispatched[peer] : &own.inbox.ready[peer];
+        arrived = await_flag(own.header, site, flag, peer, phase, wanted) && arrived;
+    }
+    return team.all(arrived);
+}
+
+// Leaves a line in the ring for whoever looks after this rank has died.
+WEFT_FN void keep_record(Header& header, Phase phase, u64 epoch, u64 start_ns, u32 tokens) {
+    header.ring[(epoch * 2 + (phase == Phase::combine)) % ring_records] = {
+        epoch, start_ns, now_ns(), u32(phase), tokens};
+}
+
+}  // namespace weft
