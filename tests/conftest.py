@@ -1,0 +1,50 @@
+"""One fixture: `ranks(n, device)` runs one body on n ranks, whatever they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+
+RunRanks = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Compile into a cache of this run: a stale entry must not decide a test."""
+    folder = tmp_path_factory.mktemp("weft-cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WEFT_CACHE", str(folder))
+        yield folder
+
+
+@pytest.fixture
+def ranks() -> Callable[[int, str], RunRanks]:
+    """`ranks(4, "cpu")(body, *args)` runs `body(group, *args)` on 4 ranks and returns their results.
+
+    Devices: "cpu" (processes), "threads" (CPU ranks in this process), "cuda" (one process each;
+    more ranks than GPUs share them).
+    """
+
+    def choose(count: int, device: str) -> RunRanks:
+        def run(body: Callable[..., Any], *args: Any, timeout: float = 110.0) -> list[Any]:
+            return weft.launch(body, *args, ranks=count, device=device, timeout=timeout)
+
+        return run
+
+    return choose
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """GPU tests are skipped, and counted, where there is no GPU."""
+    if torch.cuda.is_available():
+        return
+    reason = pytest.mark.skip(reason="needs a CUDA GPU; run by hand, see docs/measuring.md")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(reason)

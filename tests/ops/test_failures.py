@@ -1,0 +1,190 @@
+"""What happens when a rank is late, absent, lying or dead: a typed error in time, and never a hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+import weft
+from tests.rounds import Round, play
+from weft.errors import Aborted, GeometryMismatch, GroupError, PeerTimeout, RankFailed
+from weft.memory.header import HEADER_BYTES, Fault, Header
+
+KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DISPATCH_ENTER, AFTER_PAYLOAD, BEFORE_FLAG, BEFORE_POLL = 1, 2, 3, 4
+COMBINE_ENTER, BEFORE_READY, BEFORE_READ = 5, 6, 7
+DELAY, JITTER, DROP, LIE, STAY_AWAY = 1, 2, 3, 4, 5
+ANY_PEER, ANY_EPOCH = 32, (1 << 64) - 1
+CASE = Round(tokens=(8, 3, 8))
+
+
+def make(group: weft.Group, *, timeout: float = 20.0) -> weft.AllToAll:
+    return weft.AllToAll(
+        group,
+        max_tokens=8,
+        top_k=CASE.top_k,
+        num_experts=CASE.experts,
+        hidden=CASE.hidden,
+        timeout=timeout,
+        first_timeout=timeout,
+        _defines=("WEFT_FAULTS=1",),
+    )
+
+
+def plan_fault(
+    a2a: weft.AllToAll,
+    point: int,
+    action: int,
+    *,
+    peer: int = ANY_PEER,
+    epoch: int = ANY_EPOCH,
+    argument: int = 0,
+) -> None:
+    fault = Fault(point=point, action=action, peer=peer, epoch=epoch, argument=argument)
+    offset = Header.fault.offset
+    view = a2a._workspace.heap.tensor((HEADER_BYTES,), torch.uint8)
+    raw = torch.frombuffer(bytearray(fault), dtype=torch.uint8)
+    view[offset : offset + len(raw)].copy_(raw)
+
+
+def one_round(a2a: weft.AllToAll) -> None:
+    x, ids, weights, _ = CASE.of(a2a.rank, a2a.group.device)
+    a2a.dispatch(x, ids, weights)
+    a2a.combine()
+    if a2a.group.device.type == "cuda":
+        torch.cuda.synchronize()
+    a2a.check()
+
+
+def disturbed(group: weft.Group, rounds: int, longest_ns: int) -> None:
+    with make(group) as a2a:
+        for point in range(DISPATCH_ENTER, BEFORE_READ + 1):
+            if group.rank == point % group.size:
+                plan_fault(a2a, point, JITTER, argument=longest_ns)
+            for seed in range(rounds):
+                play(a2a, CASE.next(seed=seed), poison=seed % 8 == 0)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "threads"])
+def test_delays_at_every_point_change_no_byte(ranks, kind):
+    ranks(3, kind)(disturbed, 24, 400_000)
+
+
+def absent(group: weft.Group, point: int) -> tuple[float, str]:
+    with make(group, timeout=0.6) as a2a:
+        one_round(a2a)
+        if group.rank == 1:
+            plan_fault(a2a, point, STAY_AWAY)
+        start = time.monotonic()
+        try:
+            one_round(a2a)
+        except GroupError as error:
+            assert isinstance(error, PeerTimeout)
+            waited, text = time.monotonic() - start, str(error)
+            with pytest.raises(PeerTimeout):  # a broken group stays broken
+                one_round(a2a)
+            return waited, text
+        return time.monotonic() - start, ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("point", "phase"), [(DISPATCH_ENTER, "dispatch"), (COMBINE_ENTER, "combine")]
+)
+def test_an_absent_rank_is_named_within_the_deadline(ranks, kind, point, phase):
+    results = ranks(3, kind)(absent, point)
+    for rank in (0, 2):
+        waited, text = results[rank]
+        assert 0.5 < waited < 2.5
+        assert f"rank {rank}, {phase}: rank 1 did not publish epoch 2" in text
+        assert "epoch 1" in text
+
+
+def deceived(group: weft.Group) -> str:
+    with make(group) as a2a:
+        one_round(a2a)
+        if group.rank == 2:
+            plan_fault(a2a, BEFORE_FLAG, LIE, peer=0)
+        try:
+            one_round(a2a)
+        except GeometryMismatch as error:
+            return str(error)
+        except PeerTimeout as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_geometry_is_noticed_in_band(ranks, kind):
+    texts = ranks(3, kind)(quick_deceived)
+    assert "rank 2 called with geometry" in texts[0]
+
+
+def quick_deceived(group: weft.Group) -> str:
+    with make(group, timeout=0.6) as a2a:
+        one_round(a2a)
+        if group.rank == 2:
+            plan_fault(a2a, BEFORE_FLAG, LIE, peer=0)
+        try:
+            one_round(a2a)
+        except GroupError as error:
+            return str(error)
+        return ""
+
+
+def aborted(group: weft.Group) -> float:
+    with make(group) as a2a:
+        one_round(a2a)
+        if group.rank == 1:
+            group.barrier()
+            return 0.0
+        a2a.abort()
+        group.barrier()
+        start = time.monotonic()
+        with pytest.raises(Aborted):
+            one_round(a2a)
+        return time.monotonic() - start
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_abort_ends_a_wait_at_once(ranks, kind):
+    assert max(ranks(2, kind)(aborted)) < 2.0
+
+
+def killed(group: weft.Group) -> None:
+    with make(group, timeout=1.0) as a2a:
+        for _ in range(3):
+            one_round(a2a)
+        if group.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(PeerTimeout) as caught:
+            one_round(a2a)
+        assert "rank 2 did not publish epoch 4" in str(caught.value)
+        last = [r for r in a2a.history(2) if r.phase == 2][-1]
+        assert last.epoch == 3
+        assert last.end_ns >= last.start_ns > 0
+
+
+def test_a_killed_rank_is_named_and_its_ring_can_be_read(ranks):
+    with pytest.raises(RankFailed) as caught:
+        ranks(3, "cpu")(killed)
+    assert "rank 2" in str(caught.value)
+    assert "Traceback" not in str(caught.value), caught.value
+
+
+def compile_failure(group: weft.Group) -> str:
+    defines = ("weft=,",) if group.rank == 1 else ()
+    with pytest.raises(weft.errors.CreationFailed) as caught:
+        weft.AllToAll(group, max_tokens=8, top_k=2, num_experts=4, hidden=16, _defines=defines)
+    return str(caught.value)
+
+
+def test_one_rank_that_cannot_compile_stops_all(ranks):
+    texts = ranks(2, "cpu")(compile_failure)
+    assert len(set(texts)) == 1
+    assert "rank 1" in texts[0]
+    assert "CompileError" in texts[0]

@@ -1,0 +1,112 @@
+"""Rounds of dispatch and combine whose every byte is known: the bodies that all device kinds run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+import weft
+from weft.ops import reference
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of all ranks, made from a seed: any rank can compute what every other one sends."""
+
+    tokens: tuple[int, ...]
+    top_k: int = 4
+    experts: int = 16
+    hidden: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    router: str = "random"
+    seed: int = 0
+    weighted: bool = True
+    add: bool = False
+    ids_dtype: torch.dtype = torch.int32
+
+    def next(self, **changes: object) -> Round:
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    def of(self, rank: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """(x, ids, weights, add) of one rank."""
+        generator = torch.Generator(device=device)
+        generator.manual_seed(self.seed * 1009 + rank)
+        tokens = self.tokens[rank]
+        shape = (tokens, self.hidden)
+        x = torch.randn(shape, generator=generator, device=device).to(self.dtype)
+        weights = torch.rand((tokens, self.top_k), generator=generator, device=device)
+        add = torch.randn(shape, generator=generator, device=device).to(self.dtype)
+        return x, self._ids(rank, generator).to(self.ids_dtype), weights, add
+
+    def _ids(self, rank: int, generator: torch.Generator) -> torch.Tensor:
+        device, tokens = generator.device, self.tokens[rank]
+        scores = torch.rand((tokens, self.experts), generator=generator, device=device)
+        if self.router == "perfect":
+            # Every token to as many ranks as it can reach, evenly.
+            ranks = len(self.tokens)
+            per_rank = self.experts // ranks
+            k = torch.arange(self.top_k, device=device)[None, :]
+            t = torch.arange(tokens, device=device)[:, None]
+            return (k + t + rank) % ranks * per_rank + (k // ranks + t) % per_rank
+        if self.router == "one-hot":
+            # As many experts of the last rank as there are, for every token.
+            return (self.experts - 1 - torch.arange(self.top_k, device=device)).repeat(tokens, 1)
+        if self.router == "zipf":
+            scores = scores / torch.arange(1, self.experts + 1, device=device)
+        ids = scores.topk(self.top_k, dim=1).indices if tokens else scores[:, : self.top_k].long()
+        if self.router == "holes":
+            hole = torch.rand(ids.shape, generator=generator, device=device) < 0.5
+            ids = torch.where(hole, -1, ids)
+        return ids
+
+
+def play(a2a: weft.AllToAll, case: Round, *, poison: bool = True) -> None:
+    """Run one round and compare every byte that is defined, and every byte that must not have changed."""
+    group = a2a.group
+    ranks = range(group.size)
+    inputs = [case.of(r, group.device) for r in ranks]
+    x, ids, weights, add = inputs[group.rank]
+    given = weights if case.weighted else None
+    _settle(group)
+    inbox = a2a._workspace.received.x
+    if poison:
+        inbox.view(torch.uint8).fill_(0xFF)  # NaN in every float type
+        a2a.output().fill_(float("nan"))
+        _settle(group)
+    received = a2a.dispatch(x, ids, given)
+    expected = reference.dispatch(
+        [[i[0]] for i in inputs],
+        [i[1] for i in inputs],
+        [i[2] if case.weighted else None for i in inputs],
+        a2a.placement,
+        rank=group.rank,
+        max_tokens=a2a.max_tokens,
+    )
+    assert torch.equal(received.counts, expected.counts), (received.counts, expected.counts)
+    assert torch.equal(received.ids, expected.ids)
+    carries = (expected.ids >= 0).any(dim=2)
+    assert torch.equal(received.weights[carries], expected.weights[carries])
+    assert torch.equal(bits(received.x[carries]), bits(expected.x[carries]))
+    if poison:
+        untouched = received.x[~carries].contiguous().view(torch.uint8)
+        assert bool((untouched == 0xFF).all()), "a slot that carries no token was written"
+    y = reference.identity_experts(received, case.dtype)
+    a2a.output().copy_(y)
+    out = torch.full_like(x, float("nan"))
+    result = a2a.combine(out=out, add=add if case.add else None)
+    wanted = reference.identity_round_trip(
+        x, ids, given, a2a.placement, ranks=group.size, add=add if case.add else None
+    )
+    assert torch.equal(bits(result), bits(wanted))
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes, so that NaN equals itself and -0 differs from 0."""
+    return tensor.contiguous().view(torch.uint8)
+
+
+def _settle(group: weft.Group) -> None:
+    if group.device.type == "cuda":
+        torch.cuda.synchronize()
+    group.barrier()

@@ -1,0 +1,26 @@
+"""weft carries tokens across GPUs: one-sided NVLink communication for MoE inference, and the same on CPU ranks."""
+
+from weft import errors
+from weft.memory import Group, Heap, launch
+from weft.ops import reference
+from weft.ops.alltoall import AllToAll
+from weft.ops.capacity import tokens_per_rank
+from weft.ops.collective import CollectiveAllToAll
+from weft.ops.placement import Placement
+from weft.ops.received import Payload, Received
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AllToAll",
+    "CollectiveAllToAll",
+    "Group",
+    "Heap",
+    "Payload",
+    "Placement",
+    "Received",
+    "errors",
+    "launch",
+    "reference",
+    "tokens_per_rank",
+]

@@ -1,0 +1,47 @@
+"""Mirrors of protocol/args.cuh: the one struct that crosses to each entry."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_uint32, c_uint64
+
+from weft.shape import MAX_PLANES
+
+
+class Site(ctypes.Structure):
+    """Where the shares lie and who this rank is."""
+
+    _fields_ = (
+        ("base", c_uint64),
+        ("stride", c_uint64),
+        ("mailbox", c_uint64),
+        ("rank", c_uint32),
+        ("descriptor", c_uint32),
+    )
+
+
+class DispatchArgs(ctypes.Structure):
+    """Arguments of the dispatch entry."""
+
+    _fields_ = (
+        ("site", Site),
+        ("payload", c_uint64 * MAX_PLANES),
+        ("ids", c_uint64),
+        ("weights", c_uint64),
+        ("placement", c_uint64),
+        ("num_tokens", c_uint64),
+        ("tokens", c_uint32),
+        ("ids_bytes", c_uint32),
+    )
+
+
+class CombineArgs(ctypes.Structure):
+    """Arguments of the combine entry."""
+
+    _fields_ = (
+        ("site", Site),
+        ("out", c_uint64),
+        ("add", c_uint64),
+        ("tokens", c_uint32),
+        ("reserved", c_uint32),
+    )

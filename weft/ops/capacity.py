@@ -1,0 +1,46 @@
+"""How many tokens one rank can bring to a call, from the arguments a server is started with."""
+
+from __future__ import annotations
+
+from weft.errors import InvalidArgument
+
+
+def tokens_per_rank(
+    *,
+    max_running_requests: int,
+    prefill_tokens: int,
+    data_parallel: int = 1,
+    tensor_parallel: int = 1,
+    speculative_tokens: int = 0,
+    graph_batch_size: int = 0,
+    multiple_of: int = 8,
+) -> int:
+    """Return `max_tokens` for an all-to-all.
+
+    max_running_requests: sequences decoded at once by the whole server.
+    prefill_tokens: most prompt tokens of one step and one data-parallel rank (chunked prefill size).
+    data_parallel: attention replicas that share the running requests.
+    tensor_parallel: attention ranks that split one replica's tokens before the MoE layer.
+    speculative_tokens: draft tokens verified beside each sequence's own token.
+    graph_batch_size: largest batch size a CUDA graph is padded to, in sequences.
+
+    tokens = max(ceil(requests / data_parallel) * (1 + speculative), graph * (1 + speculative),
+    prefill) / tensor_parallel, rounded up to `multiple_of`.
+
+    Raises InvalidArgument for sizes that are not positive.
+    """
+    for name, value, low in (
+        ("max_running_requests", max_running_requests, 1),
+        ("prefill_tokens", prefill_tokens, 0),
+        ("data_parallel", data_parallel, 1),
+        ("tensor_parallel", tensor_parallel, 1),
+        ("speculative_tokens", speculative_tokens, 0),
+        ("graph_batch_size", graph_batch_size, 0),
+        ("multiple_of", multiple_of, 1),
+    ):
+        if value < low:
+            raise InvalidArgument(f"{name} is {value}; it must be at least {low}")
+    per_sequence = 1 + speculative_tokens
+    sequences = max(-(-max_running_requests // data_parallel), graph_batch_size)
+    tokens = -(-max(sequences * per_sequence, prefill_tokens) // tensor_parallel)
+    return -(-tokens // multiple_of) * multiple_of

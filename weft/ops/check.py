@@ -1,0 +1,62 @@
+"""Checks of what callers pass, as declarations. Every refusal says what was wrong, with both values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from weft.errors import InvalidArgument, TokenOverflow
+
+
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    *,
+    shape: Sequence[int | None],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+) -> None:
+    """Require a contiguous tensor of `shape` (None: any size), one of `dtypes`, on `device`.
+
+    Raises InvalidArgument naming the tensor, what it is and what it must be.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidArgument(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
+    if tensor.dtype not in dtypes:
+        wanted = " or ".join(str(d) for d in dtypes)
+        raise InvalidArgument(f"{name} has dtype {tensor.dtype}; it must be {wanted}")
+    if tensor.device != device:
+        raise InvalidArgument(f"{name} is on {tensor.device}; this group works on {device}")
+    if tensor.dim() != len(shape) or any(
+        want is not None and have != want for have, want in zip(tensor.shape, shape, strict=True)
+    ):
+        wanted = ", ".join("tokens" if want is None else str(want) for want in shape)
+        raise InvalidArgument(f"{name} has shape {list(tensor.shape)}; it must be [{wanted}]")
+    if not tensor.is_contiguous():
+        raise InvalidArgument(
+            f"{name} has strides {tensor.stride()} for shape {list(tensor.shape)}; "
+            f"pass {name}.contiguous()"
+        )
+
+
+def check_alignment(name: str, tensor: torch.Tensor, row_bytes: int) -> None:
+    """Require the address to be a multiple of the widest vector that the row size allows.
+
+    Raises InvalidArgument naming the address; a tensor that starts inside another needs a clone.
+    """
+    unit = next(n for n in (16, 8, 4, 2, 1) if row_bytes % n == 0)
+    if tensor.numel() and tensor.data_ptr() % unit:
+        raise InvalidArgument(
+            f"{name} starts at address {tensor.data_ptr():#x}, which is not a multiple of {unit} bytes; "
+            f"pass {name}.clone()"
+        )
+
+
+def check_tokens(tokens: int, max_tokens: int) -> None:
+    """Raises TokenOverflow when a call brings more tokens than the workspace holds."""
+    if tokens > max_tokens:
+        raise TokenOverflow(
+            f"{tokens} tokens in one call; the workspace was built for max_tokens={max_tokens}: "
+            "split the batch, or build it larger (weft.tokens_per_rank computes the size)"
+        )

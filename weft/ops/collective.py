@@ -1,0 +1,215 @@
+"""CollectiveAllToAll: the same interface on torch.distributed collectives, for groups that span nodes.
+
+Dispatch is an all-gather of everything, combine a reduce-scatter: every rank receives every token, so it moves
+ep_size / destinations times the bytes of the one-sided way. It is the baseline, and the bridge beyond one node.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from weft.errors import BadExpertId, InvalidArgument, OutOfOrder
+from weft.memory import Group
+from weft.ops.check import check_tensor, check_tokens
+from weft.ops.placement import Placement
+from weft.ops.received import Payload, Received
+
+# torch 2.13 renamed both; the old names still work there, but warn.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class CollectiveAllToAll:
+    """Dispatch and combine on all-gather and reduce-scatter (gloo on CPUs, NCCL on GPUs).
+
+    Arguments, results and errors are those of `weft.AllToAll`, with these differences: buffers are allocated
+    at construction in ordinary memory; sums are in fp32 but in the order of the collective, so bits may differ
+    from the one-sided way; bad ids count as -1 and are raised by `check()` as a number, not one by one;
+    timeouts are those of torch.distributed.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        *,
+        max_tokens: int,
+        top_k: int,
+        num_experts: int,
+        hidden: int,
+        dtype: torch.dtype = torch.bfloat16,
+        payloads: Sequence[Payload] | None = None,
+        expert_map: Sequence[int] | torch.Tensor | None = None,
+    ) -> None:
+        self.group, self.dtype = group, dtype
+        self.max_tokens, self.top_k, self.hidden = max_tokens, top_k, hidden
+        self.num_experts = num_experts
+        self.payloads = tuple(payloads or (Payload((hidden,), dtype),))
+        self.placement = (
+            Placement.blocks(num_experts, group.size)
+            if expert_map is None
+            else Placement.mapped(expert_map, num_experts, group.size)
+        )
+        rows = [[list(p.shape), str(p.dtype)] for p in self.payloads]
+        sizes = {"max_tokens": max_tokens, "top_k": top_k, "experts": num_experts, "hidden": hidden}
+        group.agree(
+            {**sizes, "dtype": str(dtype), "payloads": rows, "ranks": list(self.placement.ranks)},
+            what="all-to-all geometry",
+        )
+        self._process_group = group.process_group()
+        self._pending: int | None = None
+        self._allocate()
+
+    def _allocate(self) -> None:
+        ep, tokens, device = self.group.size, self.max_tokens, self.group.device
+        # The last entry answers for id -1: owned by nobody.
+        self._owner = torch.tensor((*self.placement.ranks, -1), device=device)
+        self._local = torch.tensor((*self.placement.local, -1), dtype=torch.int32, device=device)
+        self._staged = [
+            torch.zeros((tokens, p.row_bytes), dtype=torch.uint8, device=device)
+            for p in self.payloads
+        ]
+        self._gathered = [
+            torch.zeros((ep, tokens, p.row_bytes), dtype=torch.uint8, device=device)
+            for p in self.payloads
+        ]
+        self._ids = torch.full((tokens, self.top_k), -1, dtype=torch.int64, device=device)
+        self._weights = torch.zeros((tokens, self.top_k), device=device)
+        self._count = torch.zeros(1, dtype=torch.int32, device=device)
+        self._all_ids = torch.empty((ep, *self._ids.shape), dtype=torch.int64, device=device)
+        self._all_weights = torch.empty((ep, *self._weights.shape), device=device)
+        self._counts = torch.zeros(ep, dtype=torch.int32, device=device)
+        self._output = torch.zeros((ep, tokens, self.hidden), dtype=self.dtype, device=device)
+        self._bad = torch.zeros((), dtype=torch.int64, device=device)
+        self._received: Received | None = None
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.group.rank
+
+    @property
+    def ep_size(self) -> int:
+        """Ranks of the group."""
+        return self.group.size
+
+    @property
+    def local_experts(self) -> tuple[int, ...]:
+        """Global ids of this rank's experts."""
+        return self.placement.experts_of(self.rank)
+
+    @property
+    def num_local_experts(self) -> int:
+        """How many experts this rank holds."""
+        return len(self.local_experts)
+
+    def dispatch(
+        self,
+        x: torch.Tensor | Sequence[torch.Tensor],
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        num_tokens: torch.Tensor | None = None,
+    ) -> Received:
+        """See `weft.AllToAll.dispatch`."""
+        if self._pending is not None:
+            raise OutOfOrder(f"dispatch while {self._pending} tokens are away: call combine first")
+        tensors = (x,) if isinstance(x, torch.Tensor) else tuple(x)
+        tokens = self._check(tensors, topk_ids)
+        for staged, tensor, payload in zip(self._staged, tensors, self.payloads, strict=True):
+            staged[:tokens] = tensor.reshape(tokens, math.prod(payload.shape)).view(torch.uint8)
+        known = (topk_ids >= 0) & (topk_ids < self.num_experts)
+        self._bad += ((topk_ids != -1) & ~known).sum()
+        self._ids.fill_(-1)
+        self._ids[:tokens] = torch.where(known, topk_ids.long(), -1)
+        self._weights[:tokens] = 1.0 if topk_weights is None else topk_weights
+        self._count.fill_(tokens)
+        if num_tokens is not None:
+            self._count.copy_(num_tokens.clamp(0, tokens))
+            rows = torch.arange(self.max_tokens, device=self.group.device)
+            self._ids.masked_fill_((rows >= self._count)[:, None], -1)
+        self._gather()
+        self._pending = tokens
+        self._received = self._view()
+        return self._received
+
+    def _gather(self) -> None:
+        pairs = [
+            *zip(self._gathered, self._staged, strict=True),
+            (self._all_ids, self._ids),
+            (self._all_weights, self._weights),
+            (self._counts, self._count),
+        ]
+        for whole, part in pairs:
+            all_gather(whole.view(-1, *part.shape[1:]), part, group=self._process_group)
+
+    def _view(self) -> Received:
+        here = self._owner[self._all_ids] == self.rank
+        ids = torch.where(here, self._local[self._all_ids], -1).int()
+        planes = tuple(
+            g.view(self.ep_size * self.max_tokens, -1)
+            .view(p.dtype)
+            .view(self.ep_size, self.max_tokens, *p.shape)
+            for g, p in zip(self._gathered, self.payloads, strict=True)
+        )
+        return Received(planes, ids, torch.where(here, self._all_weights, 0.0), self._counts)
+
+    def output(self) -> torch.Tensor:
+        """See `weft.AllToAll.output`."""
+        return self._output
+
+    def combine(
+        self,
+        y: torch.Tensor | None = None,
+        *,
+        out: torch.Tensor | None = None,
+        add: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `weft.AllToAll.combine`."""
+        if self._pending is None or self._received is None:
+            raise OutOfOrder("combine without a dispatch: no tokens of this rank are away")
+        tokens, self._pending = self._pending, None
+        carries = (self._received.ids >= 0).any(dim=2, keepdim=True)
+        rows = torch.where(carries, (self._output if y is None else y).float(), 0.0)
+        mine = torch.empty((self.max_tokens, self.hidden), device=self.group.device)
+        reduce_scatter(mine, rows.view(-1, self.hidden), group=self._process_group)
+        total = mine[:tokens] if add is None else mine[:tokens] + add.float()
+        result = total.to(self.dtype)
+        return result if out is None else out.copy_(result)
+
+    def check(self) -> None:
+        """Raise BadExpertId when ids were out of range since the last check. Waits for the device."""
+        bad = int(self._bad)
+        if bad:
+            self._bad.zero_()
+            raise BadExpertId(
+                f"rank {self.rank}: {bad} ids were outside 0..{self.num_experts - 1} and not -1; "
+                "they were dropped. Mend the router or mask them with -1."
+            )
+
+    def close(self) -> None:
+        """Nothing is held outside this object."""
+
+    def _check(self, tensors: tuple[torch.Tensor, ...], topk_ids: torch.Tensor) -> int:
+        device = self.group.device
+        check_tensor(
+            "topk_ids",
+            topk_ids,
+            shape=(None, self.top_k),
+            dtypes=(torch.int32, torch.int64),
+            device=device,
+        )
+        tokens = int(topk_ids.shape[0])
+        check_tokens(tokens, self.max_tokens)
+        if len(tensors) != len(self.payloads):
+            raise InvalidArgument(
+                f"{len(tensors)} payload tensors; this all-to-all was built for {len(self.payloads)}"
+            )
+        for tensor, payload in zip(tensors, self.payloads, strict=True):
+            check_tensor(
+                "x", tensor, shape=(tokens, *payload.shape), dtypes=(payload.dtype,), device=device
+            )
+        return tokens

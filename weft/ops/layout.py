@@ -1,0 +1,105 @@
+"""Where things lie in a share: the Python mirror of `Share<S>` in protocol/layout.cuh.
+
+Told there, mirrored here, checked always: every compiled entry exports its own numbers and `verify` compares.
+The mirror exists so that memory can be sized, and views made, before anything is compiled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weft.errors import LayoutMismatch
+from weft.memory.header import ABI, HEADER_BYTES, Mailbox
+from weft.ops.args import CombineArgs, DispatchArgs
+from weft.shape import MAX_PLANES, Shape
+
+LINE = 128
+
+
+def _up(size: int, unit: int = LINE) -> int:
+    return -(-size // unit) * unit
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Byte offsets inside one rank's share, and its size."""
+
+    share_bytes: int
+    counts: int
+    route: int
+    route_bytes: int
+    planes: tuple[int, ...]
+    pitches: tuple[int, ...]
+    outbox: int
+    destinations: int
+
+    @classmethod
+    def of(cls, shape: Shape) -> Layout:
+        """The layout of a Shape: header, inbox (flags, counts, routes, payload planes), outbox, ledger."""
+        slots = shape.ranks * shape.tokens
+        counts = HEADER_BYTES + 2 * _up(8 * shape.ranks)
+        route = counts + _up(4 * shape.ranks)
+        route_bytes = 8 * shape.slots
+        at = route + _up(slots * route_bytes)
+        planes, pitches = [], []
+        for size in shape.row_bytes:
+            pitch = _up(size, 16)
+            planes.append(at)
+            pitches.append(pitch)
+            at += _up(slots * pitch)
+        # The end of the recursion over planes is an empty struct, which still takes a line at each level.
+        outbox = at + LINE
+        destinations = outbox + _up(slots * shape.out_bytes)
+        return cls(
+            share_bytes=destinations + _up(4 * shape.tokens),
+            counts=counts,
+            route=route,
+            route_bytes=route_bytes,
+            planes=tuple(planes),
+            pitches=tuple(pitches),
+            outbox=outbox,
+            destinations=destinations,
+        )
+
+    def expected(self) -> list[tuple[str, int]]:
+        """What `weft_layout` of a compiled entry must hold, in its order."""
+        planes = list(self.planes) + [0] * (MAX_PLANES - len(self.planes))
+        rows: list[tuple[str, int]] = [
+            ("abi", ABI),
+            ("sizeof(Header)", HEADER_BYTES),
+            ("sizeof(Mailbox)", ctypes.sizeof(Mailbox)),
+            ("sizeof(Share)", self.share_bytes),
+            ("counts", self.counts),
+            ("route", self.route),
+            ("sizeof(Route)", self.route_bytes),
+            ("outbox", self.outbox),
+            ("destinations", self.destinations),
+        ]
+        rows += [(f"payload plane {p}", at) for p, at in enumerate(planes)]
+        for struct, fields in (
+            (
+                DispatchArgs,
+                ("payload", "ids", "weights", "placement", "num_tokens", "tokens", "ids_bytes"),
+            ),
+            (CombineArgs, ("out", "add", "tokens")),
+        ):
+            rows.append((f"sizeof({struct.__name__})", ctypes.sizeof(struct)))
+            rows += [(f"{struct.__name__}.{f}", getattr(struct, f).offset) for f in fields]
+        return rows
+
+    def verify(self, exported: Sequence[int]) -> None:
+        """Raise LayoutMismatch naming the first number on which Python and C++ differ."""
+        expected = self.expected()
+        if len(exported) != len(expected):
+            raise LayoutMismatch(
+                f"the entry exports {len(exported)} layout numbers, Python expects {len(expected)}: "
+                "the package is inconsistent; reinstall it and run `weft cache clear`"
+            )
+        for (name, ours), theirs in zip(expected, exported, strict=True):
+            if ours != theirs:
+                raise LayoutMismatch(
+                    f"{name}: Python says {ours}, the compiled entry says {theirs}; "
+                    "reinstall weft and run `weft cache clear`"
+                )

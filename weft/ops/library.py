@@ -1,0 +1,131 @@
+"""The two operations as torch.library ops, so that torch.compile sees them as they are: opaque, ordered, unmergeable.
+
+Symmetric memory is state that a graph cannot see. Each op therefore claims to mutate a one-element tensor of its
+all-to-all, which keeps calls in order and keeps equal calls from being merged into one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft.errors import OutOfOrder
+
+if TYPE_CHECKING:
+    from weft.ops.alltoall import AllToAll
+
+_live: weakref.WeakValueDictionary[int, AllToAll] = weakref.WeakValueDictionary()
+_handles = itertools.count(1)
+
+
+def register(owner: AllToAll) -> int:
+    """Give an all-to-all the number by which compiled graphs name it."""
+    handle = next(_handles)
+    _live[handle] = owner
+    return handle
+
+
+def forget(handle: int) -> None:
+    """Compiled graphs may not use this number any more."""
+    _live.pop(handle, None)
+
+
+def _find(handle: int) -> AllToAll:
+    owner = _live.get(handle)
+    if owner is None:
+        raise OutOfOrder(f"all-to-all {handle} was closed; compile again with a live one")
+    return owner
+
+
+@torch.library.custom_op("weft::dispatch", mutates_args=("order",))
+def _dispatch(
+    payloads: list[torch.Tensor],
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    num_tokens: torch.Tensor | None,
+    order: torch.Tensor,
+    handle: int,
+) -> None:
+    _find(handle)._dispatch(tuple(payloads), topk_ids, topk_weights, num_tokens)
+
+
+@_dispatch.register_fake
+def _(
+    payloads: list[torch.Tensor],
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    num_tokens: torch.Tensor | None,
+    order: torch.Tensor,
+    handle: int,
+) -> None:
+    _find(handle)
+
+
+# Apart from dispatch, because an op that mutates may not return a list; reading `order` keeps it behind dispatch.
+@torch.library.custom_op("weft::received", mutates_args=())
+def _received(order: torch.Tensor, handle: int) -> list[torch.Tensor]:
+    return _views(handle)
+
+
+@_received.register_fake
+def _(order: torch.Tensor, handle: int) -> list[torch.Tensor]:
+    return [
+        torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
+        for v in _views(handle)
+    ]
+
+
+def _views(handle: int) -> list[torch.Tensor]:
+    real = _find(handle)._workspace.received
+    return [*real.payloads, real.ids, real.weights, real.counts]
+
+
+@torch.library.custom_op("weft::combine", mutates_args=("order", "out"))
+def _combine(
+    y: torch.Tensor | None,
+    out: torch.Tensor,
+    add: torch.Tensor | None,
+    order: torch.Tensor,
+    handle: int,
+) -> None:
+    _find(handle)._combine(y, out, add)
+
+
+@_combine.register_fake
+def _(
+    y: torch.Tensor | None,
+    out: torch.Tensor,
+    add: torch.Tensor | None,
+    order: torch.Tensor,
+    handle: int,
+) -> None:
+    _find(handle)
+
+
+def traced_dispatch(
+    payloads: tuple[torch.Tensor, ...],
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    num_tokens: torch.Tensor | None,
+    order: torch.Tensor,
+    handle: int,
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Dispatch inside a compiled graph."""
+    torch.ops.weft.dispatch(list(payloads), topk_ids, topk_weights, num_tokens, order, handle)
+    *planes, ids, weights, counts = torch.ops.weft.received(order, handle)
+    return tuple(planes), ids, weights, counts
+
+
+def traced_combine(
+    y: torch.Tensor | None,
+    out: torch.Tensor,
+    add: torch.Tensor | None,
+    order: torch.Tensor,
+    handle: int,
+) -> torch.Tensor:
+    """Combine inside a compiled graph, into `out`."""
+    torch.ops.weft.combine(y, out, add, order, handle)
+    return out

@@ -1,0 +1,69 @@
+"""Which rank holds which expert."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weft.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Expert -> (rank, local id). Local ids count a rank's experts in ascending global order.
+
+    ranks: owner of each expert.  local: its local id there.  explicit: given by the caller as a map.
+    """
+
+    ranks: tuple[int, ...]
+    local: tuple[int, ...]
+    explicit: bool
+
+    @classmethod
+    def blocks(cls, num_experts: int, ep_size: int) -> Placement:
+        """Contiguous blocks; the first `num_experts % ep_size` ranks hold one expert more."""
+        low, longer = divmod(num_experts, ep_size)
+        owners: list[int] = []
+        for rank in range(ep_size):
+            owners += [rank] * (low + (rank < longer))
+        return cls._of(owners, explicit=False)
+
+    @classmethod
+    def mapped(
+        cls, expert_map: Sequence[int] | torch.Tensor, num_experts: int, ep_size: int
+    ) -> Placement:
+        """An explicit map: `expert_map[e]` is the rank of expert e.
+
+        Raises InvalidArgument for a wrong length or a rank outside the group.
+        """
+        owners = [int(rank) for rank in expert_map]
+        if len(owners) != num_experts:
+            raise InvalidArgument(
+                f"expert_map has {len(owners)} entries; num_experts is {num_experts}"
+            )
+        for expert, rank in enumerate(owners):
+            if not 0 <= rank < ep_size:
+                raise InvalidArgument(
+                    f"expert_map[{expert}] is rank {rank}; the group has ranks 0..{ep_size - 1}"
+                )
+        return cls._of(owners, explicit=True)
+
+    @classmethod
+    def _of(cls, owners: Sequence[int], *, explicit: bool) -> Placement:
+        seen: dict[int, int] = {}
+        local: list[int] = []
+        for rank in owners:
+            local.append(seen.get(rank, 0))
+            seen[rank] = local[-1] + 1
+        return cls(ranks=tuple(owners), local=tuple(local), explicit=explicit)
+
+    def experts_of(self, rank: int) -> tuple[int, ...]:
+        """Global ids of a rank's experts, in local order."""
+        return tuple(e for e, owner in enumerate(self.ranks) if owner == rank)
+
+    def table(self, device: torch.device) -> torch.Tensor:
+        """int32 `[num_experts]` of rank << 16 | local id, as the kernels read it."""
+        packed = [rank << 16 | local for rank, local in zip(self.ranks, self.local, strict=True)]
+        return torch.tensor(packed, dtype=torch.int32, device=device)

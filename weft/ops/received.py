@@ -1,0 +1,48 @@
+"""What callers hand over and get back: payload descriptions and the received views."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """One token's row of an opaque payload tensor: its shape behind the token axis, and its dtype.
+
+    `Payload((7168,), torch.float8_e4m3fn)` describes a tensor `[tokens, 7168]`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """What dispatch brought to this rank: views into symmetric memory, valid until the next dispatch.
+
+    Slot `[s, t]` belongs to token t of source rank s, always. Where all ids of a slot are -1 the token was not
+    for this rank: its payload is whatever lay there before, and must not be read.
+
+    payloads: each `[ep_size, max_tokens, *row]` in the dtype that was sent.
+    ids: int32 `[ep_size, max_tokens, top_k]`, LOCAL expert ids, or -1 where the expert lies elsewhere.
+    weights: float32 `[ep_size, max_tokens, top_k]`, 0 where the id is -1.
+    counts: int32 `[ep_size]`, tokens that each source brought; rows at and above it have ids -1.
+    """
+
+    payloads: tuple[torch.Tensor, ...]
+    ids: torch.Tensor
+    weights: torch.Tensor
+    counts: torch.Tensor
+
+    @property
+    def x(self) -> torch.Tensor:
+        """The first payload."""
+        return self.payloads[0]

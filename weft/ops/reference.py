@@ -1,0 +1,130 @@
+"""What each operation means, in plain torch: the specification, and the oracle of every test.
+
+All ranks' tensors are given as lists indexed by rank; results lie on the device of the inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from weft.ops.placement import Placement
+from weft.ops.received import Received
+
+
+def dispatch(
+    payloads: Sequence[Sequence[torch.Tensor]],
+    topk_ids: Sequence[torch.Tensor],
+    topk_weights: Sequence[torch.Tensor | None],
+    placement: Placement,
+    *,
+    rank: int,
+    max_tokens: int,
+) -> Received:
+    """What `rank` receives.
+
+    payloads: for each rank, its payload tensors `[tokens, ...]`.
+    topk_ids: for each rank, int32 or int64 `[tokens, top_k]`; ids outside the experts count as -1.
+    topk_weights: for each rank, float32 `[tokens, top_k]`, or None for ones.
+
+    Slots that carry no token for the rank hold zeros here; in the real thing their payload is
+    undefined.
+    """
+    ep_size, top_k, device = len(topk_ids), topk_ids[0].shape[1], topk_ids[0].device
+    _, local = _tables(placement, device)
+    ids = torch.full((ep_size, max_tokens, top_k), -1, dtype=torch.int32, device=device)
+    weights = torch.zeros((ep_size, max_tokens, top_k), device=device)
+    planes = tuple(
+        torch.zeros((ep_size, max_tokens, *p.shape[1:]), dtype=p.dtype, device=device)
+        for p in payloads[0]
+    )
+    for source in range(ep_size):
+        tokens = topk_ids[source].shape[0]
+        known, here = _owned(topk_ids[source], placement, rank)
+        given = topk_weights[source]
+        scale = torch.ones(known.shape, device=device) if given is None else given
+        ids[source, :tokens] = torch.where(here, local[known], -1).int()
+        weights[source, :tokens] = torch.where(here, scale, 0.0)
+        wanted = here.any(dim=1)
+        for plane, tensor in zip(planes, payloads[source], strict=True):
+            plane[source, :tokens][wanted] = tensor[wanted]
+    counts = torch.tensor([t.shape[0] for t in topk_ids], dtype=torch.int32, device=device)
+    return Received(planes, ids, weights, counts)
+
+
+def combine(
+    rows: Sequence[torch.Tensor],
+    carries: Sequence[torch.Tensor],
+    *,
+    add: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`out[t] = round(sum over ranks r in order, where carries[r][t], of float(rows[r][t]) + add[t])`.
+
+    rows: for each rank, `[tokens, hidden]`, what its experts made of one source's tokens.
+    carries: for each rank, bool `[tokens]`: was the token for it? Other rows are not read.
+
+    The sum is in fp32 and starts from +0, then `add`, then one rounding to nearest even.
+    """
+    total = torch.zeros(rows[0].shape, dtype=torch.float32, device=rows[0].device)
+    for row, carried in zip(rows, carries, strict=True):
+        total = torch.where(carried[:, None], total + row.float(), total)
+    if add is not None:
+        total = total + add.float()
+    return total.to(rows[0].dtype)
+
+
+def identity_experts(received: Received, dtype: torch.dtype) -> torch.Tensor:
+    """Experts that return their token: `y[s, t] = x[s, t] * sum of its local weights`, `[ep, max, hidden]`.
+
+    A stand-in for real experts whose answer is known exactly: the weights are added in fp32 in
+    top-k order, the product is rounded once. Rows without a token are NaN, so that a combine that
+    reads one shows it.
+    """
+    total = torch.zeros(received.ids.shape[:2], device=received.ids.device)
+    for k in range(received.ids.shape[2]):
+        total = torch.where(received.ids[..., k] >= 0, total + received.weights[..., k], total)
+    y = (received.x.float() * total[..., None]).to(dtype)
+    carries = (received.ids >= 0).any(dim=2, keepdim=True)
+    return torch.where(carries, y, torch.full((), float("nan"), dtype=dtype, device=y.device))
+
+
+def identity_round_trip(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    placement: Placement,
+    *,
+    ranks: int,
+    add: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What dispatch, `identity_experts` and combine together make of one rank's x `[tokens, hidden]`.
+
+    Needs only that rank's own tensors, so a rank can check itself. Bitwise equal to the exchange.
+    """
+    rows, carries = [], []
+    for rank in range(ranks):
+        _, here = _owned(topk_ids, placement, rank)
+        total = torch.zeros(x.shape[0], device=x.device)
+        for k in range(topk_ids.shape[1]):
+            weight = 1.0 if topk_weights is None else topk_weights[:, k]
+            total = torch.where(here[:, k], total + weight, total)
+        rows.append((x.float() * total[:, None]).to(x.dtype))
+        carries.append(here.any(dim=1))
+    return combine(rows, carries, add=add)
+
+
+def _tables(placement: Placement, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rank and local id by expert; the last entry answers for id -1."""
+    owner = torch.tensor((*placement.ranks, -1), device=device)
+    return owner, torch.tensor((*placement.local, -1), device=device)
+
+
+def _owned(
+    topk_ids: torch.Tensor, placement: Placement, rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids with everything unknown as -1, where the expert is `rank`'s)."""
+    ids = topk_ids.long()
+    known = torch.where((ids >= 0) & (ids < len(placement.ranks)), ids, -1)
+    owner, _ = _tables(placement, topk_ids.device)
+    return known, owner[known] == rank

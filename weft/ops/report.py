@@ -1,0 +1,63 @@
+"""From error records to exceptions: what the device saw, in words, with the remedy."""
+
+from __future__ import annotations
+
+from weft.errors import (
+    Aborted,
+    BadExpertId,
+    GeometryMismatch,
+    GroupError,
+    PeerTimeout,
+    TokenOverflow,
+    UsageError,
+)
+from weft.memory.header import PHASES, ErrorRecord
+
+BAD_EXPERT_ID, DUPLICATE_EXPERT, TOKEN_OVERFLOW = 1, 2, 3
+PEER_TIMEOUT, GEOMETRY_MISMATCH, ABORTED = 4, 5, 6
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def refusal(record: ErrorRecord, count: int) -> UsageError:
+    """The error for input that was dropped or reported without harm; `count` such reports are new."""
+    more = f" ({count} reports since the last check)" if count > 1 else ""
+    where = f"rank {record.rank}: topk_ids[{record.token}, {record.slot}]"
+    if record.code == BAD_EXPERT_ID:
+        return BadExpertId(
+            f"{where} is {_signed(record.seen)}; expert ids are 0..{record.wanted - 1}, or -1 for none. "
+            f"The id was dropped, all others were served{more}. Mend the router or mask the id with -1."
+        )
+    if record.code == DUPLICATE_EXPERT:
+        return BadExpertId(
+            f"{where} repeats expert {record.seen} of the same row; a row names an expert once. "
+            f"Both were delivered as they stand{more}. Mend the router's top-k."
+        )
+    return TokenOverflow(
+        f"rank {record.rank}: num_tokens on the device is {_signed(record.seen)}; "
+        f"the tensors of this call hold 0..{record.wanted} tokens. The count was clamped{more}."
+    )
+
+
+def breakage(record: ErrorRecord) -> GroupError:
+    """The error that ended the group."""
+    phase = PHASES.get(record.phase, f"phase {record.phase}")
+    who = f"rank {record.rank}, {phase}"
+    if record.code == PEER_TIMEOUT:
+        return PeerTimeout(
+            f"{who}: rank {record.peer} did not publish epoch {record.wanted} within "
+            f"{record.elapsed_ns / 1e9:.2f} s (its flag shows epoch {record.seen}). It is dead, stopped, slower "
+            "than the deadline, or did not make this call; raise timeout= if it was only slow, then make a "
+            "new group."
+        )
+    if record.code == GEOMETRY_MISMATCH:
+        return GeometryMismatch(
+            f"{who}: rank {record.peer} called with geometry {record.seen:#04x}, this rank with "
+            f"{record.wanted:#04x} (hashes of ranks, tokens, top_k, experts, hidden, dtype and payload rows). "
+            "Give every rank the same arguments."
+        )
+    return Aborted(
+        f"{who}: asked to leave while waiting for rank {record.peer}, epoch {record.wanted}; make a new group."
+    )
