@@ -36,7 +36,9 @@ def table_source(
         device: True in an entry for NVRTC, False in one for the host.
     """
     fields = list(expected(struct))[1:]
-    numbers = [f"sizeof({cpp_type})", *(f"__builtin_offsetof({cpp_type}, {n})" for n in fields)]
+    # NVRTC before 13.4 has no offsetof; its front end has this constant expression instead.
+    offset = "__INTADDR__(&(({0}*)0)->{1})" if device else "__builtin_offsetof({0}, {1})"
+    numbers = [f"sizeof({cpp_type})", *(offset.format(cpp_type, name) for name in fields)]
     space = "__device__ " if device else ""
     return (
         f'extern "C" {{ extern {space}const unsigned long long {symbol}[{len(numbers)}]; }}\n'

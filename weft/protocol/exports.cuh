@@ -9,7 +9,7 @@ template <Shape S, u32 P> constexpr u64 plane_offset() {
     if constexpr (P >= S.planes)
         return 0;
     else if constexpr (P == 0)
-        return __builtin_offsetof(Share<S>, inbox) + __builtin_offsetof(Inbox<S>, payload);
+        return WEFT_OFFSET(Share<S>, inbox) + WEFT_OFFSET(Inbox<S>, payload);
     else
         return plane_offset<S, P - 1>() + sizeof(Plane<S, P - 1>);
 }
@@ -23,11 +23,11 @@ template <Shape S, u32 P> constexpr u64 plane_offset() {
         sizeof(weft::Header),                                                                   \
         sizeof(weft::Mailbox),                                                                  \
         sizeof(weft::Share<S>),                                                                 \
-        __builtin_offsetof(weft::Share<S>, inbox) + __builtin_offsetof(weft::Inbox<S>, counts), \
-        __builtin_offsetof(weft::Share<S>, inbox) + __builtin_offsetof(weft::Inbox<S>, route),  \
+        WEFT_OFFSET(weft::Share<S>, inbox) + WEFT_OFFSET(weft::Inbox<S>, counts), \
+        WEFT_OFFSET(weft::Share<S>, inbox) + WEFT_OFFSET(weft::Inbox<S>, route),  \
         sizeof(weft::Route<S>),                                                                 \
-        __builtin_offsetof(weft::Share<S>, outbox),                                             \
-        __builtin_offsetof(weft::Share<S>, destinations),                                       \
+        WEFT_OFFSET(weft::Share<S>, outbox),                                             \
+        WEFT_OFFSET(weft::Share<S>, destinations),                                       \
         weft::plane_offset<S, 0>(),                                                             \
         weft::plane_offset<S, 1>(),                                                             \
         weft::plane_offset<S, 2>(),                                                             \
@@ -37,15 +37,15 @@ template <Shape S, u32 P> constexpr u64 plane_offset() {
         weft::plane_offset<S, 6>(),                                                             \
         weft::plane_offset<S, 7>(),                                                             \
         sizeof(weft::DispatchArgs),                                                             \
-        __builtin_offsetof(weft::DispatchArgs, payload),                                        \
-        __builtin_offsetof(weft::DispatchArgs, ids),                                            \
-        __builtin_offsetof(weft::DispatchArgs, weights),                                        \
-        __builtin_offsetof(weft::DispatchArgs, placement),                                      \
-        __builtin_offsetof(weft::DispatchArgs, num_tokens),                                     \
-        __builtin_offsetof(weft::DispatchArgs, tokens),                                         \
-        __builtin_offsetof(weft::DispatchArgs, ids_bytes),                                      \
+        WEFT_OFFSET(weft::DispatchArgs, payload),                                        \
+        WEFT_OFFSET(weft::DispatchArgs, ids),                                            \
+        WEFT_OFFSET(weft::DispatchArgs, weights),                                        \
+        WEFT_OFFSET(weft::DispatchArgs, placement),                                      \
+        WEFT_OFFSET(weft::DispatchArgs, num_tokens),                                     \
+        WEFT_OFFSET(weft::DispatchArgs, tokens),                                         \
+        WEFT_OFFSET(weft::DispatchArgs, ids_bytes),                                      \
         sizeof(weft::CombineArgs),                                                              \
-        __builtin_offsetof(weft::CombineArgs, out),                                             \
-        __builtin_offsetof(weft::CombineArgs, add),                                             \
-        __builtin_offsetof(weft::CombineArgs, tokens),                                          \
+        WEFT_OFFSET(weft::CombineArgs, out),                                             \
+        WEFT_OFFSET(weft::CombineArgs, add),                                             \
+        WEFT_OFFSET(weft::CombineArgs, tokens),                                          \
     }

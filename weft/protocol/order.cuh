@@ -4,12 +4,15 @@
 // one GPU are device scope.
 #pragma once
 
+// NVRTC before 13.4 knows neither offsetof nor its builtin; its front end has this constant expression.
 #if defined(__CUDACC__)
 #define WEFT_FN __device__ __forceinline__
+#define WEFT_OFFSET(T, member) __INTADDR__(&(((T*)0)->member))
 #else
 #include <sched.h>
 #include <time.h>
 #define WEFT_FN inline
+#define WEFT_OFFSET(T, member) __builtin_offsetof(T, member)
 #endif
 
 // Compile with -DWEFT_FAULTS=1 to arm the named fault points, -DWEFT_WEAK_FLAGS=1 to break the
