@@ -8,6 +8,7 @@ a GPU where this process has not mapped it.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -56,11 +57,14 @@ _new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 _alive: dict[int, tuple[object, ...]] = {}
 
 
-def _forget(address: int) -> None:
-    _alive.pop(address, None)
+def _forget(address: int, pop: Callable[..., object] = _alive.pop) -> None:
+    # `pop` is bound here: at interpreter exit the module's names are gone before its tensors.
+    pop(address, None)
 
 
 _delete = _Deleter(_forget)
+# Never freed, for the same reason: a tensor that dies last must not return into freed code.
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_delete))
 
 
 def tensor_at(address: int, count: int, device: torch.device, keeper: object) -> torch.Tensor:

@@ -188,7 +188,7 @@ class Group:
         Raises GeometryMismatch with the same text on every rank, naming two ranks and, key by key
         for dicts, both values.
         """
-        values = self._gather("agree", {"what": what, "value": value}, None)
+        values = self._gather(f"agreement on {what}", value, None)
         for rank, other in enumerate(values):
             if other != values[0]:
                 theirs, ours = _difference(other, values[0])

@@ -119,7 +119,7 @@ class _Threads:
                 deadline = time.monotonic() + 1.0
                 continue
             if report.kind == "raised" and not broken:
-                grace = GRACE if len(self.groups) == self.ranks else GRACE_MEETING
+                grace = GRACE if report.rank in self.groups else GRACE_MEETING
                 deadline = min(deadline, time.monotonic() + grace)
             reports[report.rank] = report
         # What a late rank raised when its group was broken says nothing of its own.

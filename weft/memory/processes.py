@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,7 +24,6 @@ from weft.memory.reports import Report
 
 GRACE = 10.0  # seconds for the other ranks to end after one failed
 GRACE_MEETING = 1.0  # the same while the ranks still meet: no function runs that needs time
-_PR_SET_PDEATHSIG = 1
 _PRELOAD = ["torch", "weft.memory.processes"]
 
 
@@ -91,13 +90,14 @@ def _watch(ranks: Sequence[_Rank], deadline: float) -> None:
             by_handle[each.pipe] = by_handle[each.process.sentinel] = r
         ready = multiprocessing.connection.wait(list(by_handle), timeout=left)
         for r in sorted({by_handle[handle] for handle in ready}):
-            _hear(r, ranks[r])
-            if ranks[r].report is not None and ranks[r].report.kind != "returned":  # type: ignore[union-attr]
-                grace = GRACE if all(each.met for each in ranks) else GRACE_MEETING
+            report = _hear(r, ranks[r])
+            if report is not None and report.kind != "returned":
+                # A rank that has met shows that all have: the others may be in their functions.
+                grace = GRACE if ranks[r].met else GRACE_MEETING
                 deadline = min(deadline, time.monotonic() + grace)
 
 
-def _hear(rank: int, each: _Rank) -> None:
+def _hear(rank: int, each: _Rank) -> Report | None:
     """Take what `rank` sent; a rank that ended without a report has died."""
     try:
         while each.report is None and each.pipe.poll():
@@ -112,12 +112,16 @@ def _hear(rank: int, each: _Rank) -> None:
         each.report = Report(
             rank, "died", name="died", text=_exit(each.process), when=time.monotonic()
         )
+    return each.report
 
 
 def _exit(process: ForkServerProcess) -> str:
     code = process.exitcode
     if code is None or code >= 0:
-        return f"process {process.pid} ended with exit code {code} before its function returned"
+        return (
+            f"process {process.pid} ended with exit code {code} before its function returned; a "
+            'script that calls launch needs `if __name__ == "__main__":` around the call'
+        )
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     hint = "; the kernel may have run out of memory (see dmesg)" if name == "SIGKILL" else ""
     return f"process {process.pid} was ended by {name}{hint}"
@@ -139,8 +143,7 @@ def _end(ranks: Sequence[_Rank]) -> None:
 
 def _child(pipe: Connection, job: Job, rank: int) -> None:
     """One rank's whole life."""
-    # The fork server is our parent: it ends with the launcher, and we with it.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_end_with_launcher, name="weft-launcher", daemon=True).start()
     os.environ.clear()  # the server's is as old as the first launch
     os.environ.update(job.environment)
     try:
@@ -151,6 +154,14 @@ def _child(pipe: Connection, job: Job, rank: int) -> None:
     with contextlib.suppress(BrokenPipeError):  # the launcher has gone; nobody is left to tell
         pipe.send_bytes(message)
     pipe.close()
+
+
+def _end_with_launcher() -> None:
+    """End this rank when the launcher is gone: the fork server, its parent, would keep it."""
+    launcher = multiprocessing.parent_process()
+    if launcher is not None:
+        multiprocessing.connection.wait([launcher.sentinel])
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _work(pipe: Connection, job: Job, rank: int) -> Any:

@@ -1,0 +1,256 @@
+"""A CUDA driver that only counts: what is held, by whom, and which call is to fail."""
+
+import ctypes
+import os
+import threading
+from collections import Counter
+from enum import IntEnum
+from types import SimpleNamespace
+from typing import Any
+
+GRANULE = 2 << 20
+
+
+class Handles(IntEnum):
+    CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1
+    CU_MEM_HANDLE_TYPE_FABRIC = 8
+
+
+class Attributes(IntEnum):
+    CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102
+    CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED = 103
+    CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED = 128
+
+
+class Fabric:
+    """A fabric handle; imports find it by its address, as the driver does."""
+
+    known: dict[int, "Fabric"] = {}
+
+    def __init__(self):
+        self.data = bytes(64)
+        Fabric.known[id(self)] = self
+
+    def getPtr(self):  # noqa: N802
+        return id(self)
+
+
+class Driver:
+    """As much of cuda.bindings.driver as a heap uses, over counters."""
+
+    CUmemAllocationHandleType = Handles
+    CUdevice_attribute = Attributes
+    CUmemFabricHandle = Fabric
+    CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
+    CUmemLocationType = SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE=1)
+    CUmemAccess_flags = SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE=3)
+    CUmemAllocationGranularity_flags = SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_MINIMUM=0)
+    CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
+    CU_MEMHOSTALLOC_PORTABLE, CU_MEMHOSTALLOC_DEVICEMAP = 1, 2
+
+    def __init__(self, *, fail=None, lacks=(), fabric=False, peers=True, visible=None):
+        self.fail = fail  # (rank, number of the call of that rank that fails)
+        self.lacks = lacks
+        self.fabric = fabric
+        self.peers = peers
+        self.visible = visible
+        self.held: Counter[tuple[str, Any]] = Counter()
+        self.calls: Counter[int] = Counter()
+        self.log: list[tuple[int, str]] = []
+        self.rank = threading.local()
+        self.lock = threading.Lock()
+        self.next = 1 << 40
+        self.pages: dict[int, object] = {}
+
+    def __getattr__(self, name):
+        if not name.startswith("cu"):
+            raise AttributeError(name)
+        run = object.__getattribute__(self, f"_{name}")
+
+        def counted(*args):
+            rank = self.rank.value
+            with self.lock:
+                self.calls[rank] += 1
+                self.log.append((rank, name))
+                if self.fail == (rank, self.calls[rank]):
+                    # A call that gives back has given back, whatever it returns.
+                    if name in _GIVES_BACK:
+                        run(*args)
+                    return (2, None)
+                return (0, *run(*args))
+
+        return counted
+
+    @property
+    def context(self):
+        if not hasattr(self.rank, "stack"):
+            self.rank.stack = []
+        return self.rank.stack
+
+    def new(self, size=4096):
+        self.next += size
+        return self.next - size
+
+    def take(self, kind, what):
+        assert self.held[kind, what] > 0, f"{kind} {what} is given back and was not held"
+        self.held[kind, what] -= 1
+
+    @property
+    def maps(self):
+        return [(n, what[0]) for (kind, what), n in self.held.items() if kind == "map"]
+
+    def left(self):
+        return {k: n for k, n in self.held.items() if n}
+
+    def cuGetErrorName(self, code):  # noqa: N802
+        return 0, b"CUDA_ERROR_OUT_OF_MEMORY"
+
+    def cuGetErrorString(self, code):  # noqa: N802
+        return 0, b"out of memory"
+
+    def _cuInit(self, flags):  # noqa: N802
+        return ()
+
+    def _cuDeviceGetCount(self):  # noqa: N802
+        return (4 if self.visible is None else self.visible,)
+
+    def _cuDeviceGet(self, ordinal):  # noqa: N802
+        return (ordinal,)
+
+    def _cuDeviceGetName(self, length, device):  # noqa: N802
+        return (b"Test GPU\0\0",)
+
+    def _cuDeviceGetUuid(self, device):  # noqa: N802
+        return (SimpleNamespace(bytes=bytes([device] * 16)),)
+
+    def _cuDeviceGetAttribute(self, attribute, device):  # noqa: N802
+        if attribute is Attributes.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED:
+            return (int(self.fabric),)
+        return (int(attribute not in self.lacks),)
+
+    def _cuDeviceCanAccessPeer(self, device, peer):  # noqa: N802
+        return (int(self.peers),)
+
+    def _cuDevicePrimaryCtxRetain(self, device):  # noqa: N802
+        self.held["context", device] += 1
+        return (("context", device),)
+
+    def _cuDevicePrimaryCtxRelease(self, device):  # noqa: N802
+        assert not self.context, "the context is released while it is current"
+        self.take("context", device)
+        return ()
+
+    def _cuCtxPushCurrent(self, context):  # noqa: N802
+        self.context.append(context)
+        return ()
+
+    def _cuCtxPopCurrent(self):  # noqa: N802
+        return (self.context.pop(),)
+
+    def _cuCtxSynchronize(self):  # noqa: N802
+        assert self.context
+        return ()
+
+    def _cuMemGetAllocationGranularity(self, properties, option):  # noqa: N802
+        return (GRANULE,)
+
+    def CUmemAllocationProp(self):  # noqa: N802
+        return SimpleNamespace(location=SimpleNamespace())
+
+    def CUmemAccessDesc(self):  # noqa: N802
+        return SimpleNamespace(location=SimpleNamespace())
+
+    def _cuMemCreate(self, size, properties, flags):  # noqa: N802
+        assert self.context
+        assert size % GRANULE == 0
+        assert properties.location.id == self.context[-1][1]
+        handle = self.new()
+        self.held["handle", handle] += 1
+        return (handle,)
+
+    def _cuMemExportToShareableHandle(self, handle, kind, flags):  # noqa: N802
+        assert self.held["handle", handle]
+        if kind is Handles.CU_MEM_HANDLE_TYPE_FABRIC:
+            fabric = Fabric()
+            fabric.data = handle.to_bytes(64, "little")
+            return (fabric,)
+        fd = os.memfd_create("gpu")
+        os.write(fd, handle.to_bytes(8, "little"))
+        return (fd,)
+
+    def _cuMemImportFromShareableHandle(self, shared, kind):  # noqa: N802
+        if kind is Handles.CU_MEM_HANDLE_TYPE_FABRIC:
+            handle = int.from_bytes(Fabric.known[shared].data, "little")
+        else:
+            handle = int.from_bytes(os.pread(shared, 8, 0), "little")
+        self.held["handle", handle] += 1
+        return (handle,)
+
+    def _cuMemRelease(self, handle):  # noqa: N802
+        self.take("handle", handle)
+        return ()
+
+    def _cuMemAddressReserve(self, size, alignment, address, flags):  # noqa: N802
+        where = self.new(size)
+        self.held["range", (where, size)] += 1
+        return (where,)
+
+    def _cuMemAddressFree(self, address, size):  # noqa: N802
+        assert not [n for n, where in self.maps if n and address <= where < address + size]
+        self.take("range", (address, size))
+        return ()
+
+    def _cuMemMap(self, address, size, offset, handle, flags):  # noqa: N802
+        assert self.held["handle", handle]
+        self.held["map", (address, size)] += 1
+        return ()
+
+    def _cuMemUnmap(self, address, size):  # noqa: N802
+        self.take("map", (address, size))
+        return ()
+
+    def _cuMemSetAccess(self, address, size, descriptors, count):  # noqa: N802
+        assert self.held["map", (address, size)]
+        assert descriptors[0].location.id == self.context[-1][1]
+        return ()
+
+    def _cuStreamCreate(self, flags):  # noqa: N802
+        assert self.context
+        stream = self.new()
+        self.held["stream", stream] += 1
+        return (stream,)
+
+    def _cuStreamDestroy(self, stream):  # noqa: N802
+        self.take("stream", stream)
+        return ()
+
+    def _cuStreamSynchronize(self, stream):  # noqa: N802
+        assert self.held["stream", stream]
+        return ()
+
+    def _cuMemsetD8Async(self, address, value, count, stream):  # noqa: N802
+        assert self.held["map", (address, count)]
+        return ()
+
+    def _cuMemcpyDtoHAsync(self, into, address, count, stream):  # noqa: N802
+        ctypes.memset(into, 3, count)
+        return ()
+
+    def _cuMemHostAlloc(self, size, flags):  # noqa: N802
+        page = ctypes.create_string_buffer(size)
+        self.pages[ctypes.addressof(page)] = page
+        self.held["host", ctypes.addressof(page)] += 1
+        return (ctypes.addressof(page),)
+
+    def _cuMemFreeHost(self, address):  # noqa: N802
+        self.take("host", address)
+        return ()
+
+    def _cuMemHostGetDevicePointer(self, address, flags):  # noqa: N802
+        return (address + (1 << 44),)
+
+
+_GIVES_BACK = {
+    "cuCtxPopCurrent", "cuMemRelease", "cuMemAddressFree", "cuMemUnmap", "cuStreamDestroy",
+    "cuMemFreeHost", "cuDevicePrimaryCtxRelease",
+}  # fmt: skip

@@ -1,0 +1,133 @@
+"""Heaps on real GPUs: what the driver makes of the calls. More ranks than GPUs share them."""
+
+import os
+import signal
+
+import pytest
+import torch
+
+from weft.errors import RankFailed
+from weft.memory.dlpack import tensor_at
+from weft.memory.header import HEADER_BYTES
+from weft.memory.heap import Heap
+from weft.memory.launch import launch
+
+pytestmark = pytest.mark.gpu
+
+SIZE = 5 << 20
+
+
+def write_to_everyone(group):
+    with Heap.create(group, SIZE) as heap:
+        zero = int(heap.tensor((SIZE,), torch.uint8).count_nonzero())
+        assert heap.tensor((1,), torch.uint8, rank=(group.rank + 1) % group.size).device == (
+            group.device
+        )
+        group.barrier()
+        for rank in range(group.size):
+            word = heap.tensor((1,), torch.int32, offset=4 * group.rank, rank=rank)
+            word.fill_(100 * group.rank + rank)
+        last = heap.tensor((1,), torch.uint8, offset=SIZE - 1, rank=(group.rank + 1) % group.size)
+        last.fill_(9)
+        torch.cuda.synchronize()
+        group.barrier()
+        got = heap.tensor((group.size,), torch.int32).tolist()
+        theirs = heap.tensor((group.size,), torch.int32, rank=0).tolist()
+        end = int(heap.tensor((1,), torch.uint8, offset=SIZE - 1))
+        group.barrier()
+        return zero, got, theirs, end
+
+
+def test_every_rank_writes_into_every_share():
+    for rank, (zero, got, theirs, end) in enumerate(launch(write_to_everyone, device="cuda")):
+        assert zero == 0
+        assert got == [100 * r + rank for r in range(4)]
+        assert theirs == [100 * r for r in range(4)]
+        assert end == 9
+
+
+def use_mailbox(group):
+    with Heap.create(group, 64) as heap:
+        page = heap.mailbox.view()
+        page[3] = 7
+        seen = tensor_at(heap.mailbox.device, 4096, group.device, page)
+        seen[9] = 5
+        torch.cuda.synchronize()
+        return int(seen[3]), page[9], heap.mailbox.host % 4096
+
+
+def test_host_and_device_share_the_mailbox():
+    assert launch(use_mailbox, ranks=2, device="cuda") == [(7, 5, 0)] * 2
+
+
+def create_and_close(group):
+    Heap.create(group, SIZE).close()
+    torch.cuda.synchronize()
+    group.barrier()
+    before = torch.cuda.mem_get_info()[0], len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        with Heap.create(group, 64 << 20) as heap:
+            heap.tensor((8,), torch.float32).fill_(1.0)
+            group.barrier()
+    group.barrier()
+    after = torch.cuda.mem_get_info()[0], len(os.listdir("/proc/self/fd"))
+    group.barrier()
+    return before[1] == after[1], abs(before[0] - after[0])
+
+
+def test_memory_and_descriptors_are_given_back():
+    for same, leaked in launch(create_and_close, device="cuda"):
+        assert same
+        assert leaked < 64 << 20
+
+
+def read_header_of_the_dead(group, out):
+    heap = Heap.create(group, HEADER_BYTES)
+    heap.tensor((HEADER_BYTES,), torch.uint8).fill_(group.rank + 1)
+    torch.cuda.synchronize()
+    group.barrier()
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(Exception, match="rank 1 .* died"):
+        group.barrier()
+    with open(out, "w", encoding="ascii") as file:
+        file.write(str(heap.header(1) == bytes([2]) * HEADER_BYTES))
+
+
+def test_the_header_of_a_dead_rank_can_be_read(tmp_path):
+    with pytest.raises(RankFailed, match="rank 1 of 2 died"):
+        launch(read_header_of_the_dead, str(tmp_path / "seen"), ranks=2, device="cuda")
+    assert (tmp_path / "seen").read_text() == "True"
+
+
+def outlive(group):
+    heap = Heap.create(group, 4096)
+    view = heap.tensor((8,), torch.int32)
+    heap.close()
+    view.fill_(5)
+    return int(view.sum())
+
+
+def test_views_keep_the_memory_past_close():
+    assert launch(outlive, ranks=2, device="cuda") == [40, 40]
+
+
+def reduce_with_nccl(group):
+    total = torch.tensor([group.rank + 1.0], device=group.device)
+    torch.distributed.all_reduce(total, group=group.process_group())
+    return float(total)
+
+
+def test_the_torch_group_is_nccl():
+    ranks = min(torch.cuda.device_count(), 4)
+    expected = [ranks * (ranks + 1) / 2] * ranks
+    assert launch(reduce_with_nccl, ranks=ranks, device="cuda") == expected
+
+
+def too_large(group):
+    Heap.create(group, torch.cuda.mem_get_info()[1] * 2)
+
+
+def test_too_much_memory_is_a_typed_error():
+    with pytest.raises(RankFailed, match=r"CreationFailed.*CUDA_ERROR_OUT_OF_MEMORY"):
+        launch(too_large, ranks=2, device="cuda")

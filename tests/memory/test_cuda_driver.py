@@ -1,0 +1,197 @@
+"""The CUDA driver calls of a heap, against a driver that counts what is held and fails on demand.
+
+What real GPUs do with the calls is tested in test_cuda.py.
+"""
+
+import ctypes
+import os
+
+import pytest
+import torch
+
+from tests.memory.fake_driver import GRANULE, Attributes, Driver, Handles
+from weft.errors import CreationFailed, DriverError, HandleUnsupported, PeerAccessDenied
+from weft.memory import cuda, driver
+from weft.memory.header import HEADER_BYTES
+from weft.memory.heap import Heap
+from weft.memory.launch import launch
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Put a driver with the given faults where cuda.bindings would be."""
+
+    def put(**options):
+        made = Driver(**options)
+        monkeypatch.setattr(cuda, "driver", lambda: made)
+        monkeypatch.setattr(driver, "driver", lambda: made)
+        return made
+
+    return put
+
+
+def make(group, fake):
+    """Create a heap, look at it, close it; or return the error."""
+    fake.rank.value = group.rank
+    group.device = torch.device("cuda", group.rank)
+    try:
+        heap = Heap.create(group, GRANULE + 1)
+    except CreationFailed as error:
+        return type(error.__cause__).__name__, str(error)
+    group.barrier()
+    page = heap.mailbox
+    seen = (
+        heap.stride, heap.address(1) - heap.base, heap.header(1) == bytes([3]) * HEADER_BYTES,
+        page.device - page.host, len(fake.left()),
+    )  # fmt: skip
+    del page
+    group.barrier()
+    heap.close()
+    return seen
+
+
+def run(fake, ranks=2):
+    before = len(os.listdir("/proc/self/fd"))
+    results = launch(make, fake, ranks=ranks, device="threads")
+    assert fake.left() == {}
+    assert len(os.listdir("/proc/self/fd")) == before
+    return results
+
+
+@pytest.mark.parametrize("fabric", [False, True])
+def test_every_rank_maps_every_share_and_gives_all_back(install, fabric):
+    fake = install(fabric=fabric)
+    # Held at the end of a creation, by a rank: context, range, stream, page and two mappings.
+    assert run(fake) == [(3 * GRANULE, 3 * GRANULE, True, 1 << 44, 12)] * 2
+    exports = [name for _, name in fake.log if name == "cuMemExportToShareableHandle"]
+    assert len(exports) == (4 if fabric else 2)
+
+
+def test_a_failure_of_any_call_frees_everything_everywhere(install):
+    """Each fake call of rank 1 fails once: a creation that fails leaves nothing, on any rank."""
+    whole = install()
+    run(whole)
+    names = [name for rank, name in whole.log if rank == 1]
+    created = names.index("cuStreamSynchronize") + 2  # and the pop behind it
+    failed = 0
+    for number in range(1, created + 1):
+        fake = install(fail=(1, number))
+        outcomes = run(fake)
+        texts = {text for _, text in outcomes}
+        assert len(texts) == 1, names[number - 1]
+        text = texts.pop()
+        assert "rank 1 of 2" in text
+        assert f"{names[number - 1]}(" in text
+        assert "CUDA_ERROR_OUT_OF_MEMORY (out of memory)" in text
+        assert outcomes[0][0] == "NoneType"
+        failed += 1
+    assert failed == created > 25
+
+
+def close_with_failure(group, fake):
+    fake.rank.value = group.rank
+    group.device = torch.device("cuda", group.rank)
+    heap = Heap.create(group, 64)
+    fake.fail = (0, fake.calls[0] + 2)  # the synchronisation before anything is given back
+    with pytest.raises(DriverError, match=r"cuCtxSynchronize\(\) failed: CUDA_ERROR_OUT"):
+        heap.close()
+    heap.close()
+
+
+def test_a_failing_close_says_so_and_still_frees(install):
+    fake = install()
+    launch(close_with_failure, fake, ranks=1, device="threads")
+    assert fake.left() == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "cause", "text"),
+    [
+        (
+            {"lacks": (Attributes.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,)},
+            HandleUnsupported,
+            "cuda:0 (Test GPU) has no virtual memory management",
+        ),
+        (
+            {
+                "lacks": (
+                    Attributes.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
+                )
+            },
+            HandleUnsupported,
+            "cuda:0 (Test GPU) has no POSIX file descriptor handles",
+        ),
+        ({"peers": False}, PeerAccessDenied, "nvidia-smi topo -p2p r"),
+    ],
+)
+def test_what_gpus_cannot_do_is_said_on_every_rank(install, options, cause, text):
+    for name, said in run(install(**options)):
+        assert name == cause.__name__
+        assert text in said
+
+
+def test_gpus_that_cannot_reach_each_other_are_both_named(install):
+    said = run(install(peers=False))[0][1]
+    assert f"cuda:0 (Test GPU) {'00' * 16}" in said
+    assert f"rank 1 on cuda:1 (Test GPU) {'01' * 16}" in said
+    assert "CUDA_VISIBLE_DEVICES" in said
+
+
+def test_a_gpu_that_is_not_visible_is_left_to_the_mapping(install):
+    assert run(install(peers=False, visible=0))[0][0] == 3 * GRANULE
+
+
+def test_fabric_handles_are_used_only_where_every_rank_can_make_them(install):
+    fake = install(fabric=True)
+    trial = ["cuMemCreate", "cuMemExportToShareableHandle", "cuMemImportFromShareableHandle"]
+
+    launch(make, fake, ranks=2, device="threads")
+    # Rank 1 has no IMEX channel: its first allocation, the trial, is refused.
+    first = [name for rank, name in fake.log if rank == 1].index(trial[0]) + 1
+    half = install(fabric=True, fail=(1, first))
+    assert run(half)[0][0] == 3 * GRANULE
+    imports = [name for _, name in half.log if name == trial[2]]
+    assert len(imports) == 1 + 2  # rank 0's own trial, then one descriptor each
+
+
+def test_a_missing_driver_or_package_is_named(monkeypatch):
+    class Absent:
+        def cuInit(self, flags):  # noqa: N802
+            raise RuntimeError("libcuda.so cannot be found")
+
+    monkeypatch.setattr(driver, "driver", lambda: Absent())
+    with pytest.raises(DriverError, match="cuInit: libcuda.so cannot be found"):
+        driver.call("cuInit", 0)
+    monkeypatch.undo()
+    monkeypatch.setitem(__import__("sys").modules, "cuda.bindings", None)
+    with pytest.raises(DriverError, match=r"pip install weft\[cuda\]"):
+        driver.driver()
+
+
+def test_the_names_and_enums_exist_in_cuda_bindings():
+    """Everything the fake driver stands for is there under the same name."""
+    real = pytest.importorskip("cuda.bindings.driver")
+    for name in dir(Driver):
+        if name.startswith("_cu"):
+            assert hasattr(real, name[1:]), name
+        elif name.startswith(("CU", "cu")):
+            assert hasattr(real, name), name
+    for ours, theirs in (
+        (Handles, real.CUmemAllocationHandleType),
+        (Attributes, real.CUdevice_attribute),
+    ):
+        for member in ours:
+            assert getattr(theirs, member.name) == member.value
+    properties = real.CUmemAllocationProp()
+    properties.location.type = real.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    properties.location.id = 3
+    assert properties.location.id == 3
+    fabric = real.CUmemFabricHandle()
+    fabric.data = bytes(range(64))
+    assert ctypes.string_at(int(fabric.getPtr()), 64) == bytes(range(64))
+    assert len(real.CUuuid().bytes) == 16
+    for name in ("CU_MEM_ACCESS_FLAGS_PROT_READWRITE",):
+        assert hasattr(real.CUmemAccess_flags, name)
+    assert hasattr(real.CUstream_flags, "CU_STREAM_NON_BLOCKING")
+    assert hasattr(real.CUmemAllocationType, "CU_MEM_ALLOCATION_TYPE_PINNED")
+    assert hasattr(real.CUmemAllocationGranularity_flags, "CU_MEM_ALLOC_GRANULARITY_MINIMUM")

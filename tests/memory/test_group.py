@@ -1,0 +1,283 @@
+"""The control messages of a group: votes, agreements, descriptors, and ranks that die or stall."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from weft.errors import (
+    CreationFailed,
+    GeometryMismatch,
+    OutOfOrder,
+    RankFailed,
+    RendezvousFailed,
+)
+from weft.memory.launch import launch
+
+
+def raised(call, *args, **options):
+    """The error of a call, as [type name, text, seconds]."""
+    started = time.monotonic()
+    try:
+        call(*args, **options)
+    except Exception as error:
+        return [type(error).__name__, str(error), time.monotonic() - started]
+    return ["nothing", "", time.monotonic() - started]
+
+
+def gather_everything(group):
+    values = [None, True, -7, 2.5, "té", [1, (2, 3)], {"a": {"b": [group.rank]}}]
+    got = group.all_gather({"rank": group.rank, "values": values})
+    group.barrier()
+    return got
+
+
+@pytest.mark.parametrize("device", ["threads", "cpu"])
+def test_all_gather_gives_every_rank_the_same(device):
+    results = launch(gather_everything, ranks=3, device=device)
+    assert results == [results[0]] * 3
+    assert [each["rank"] for each in results[0]] == [0, 1, 2]
+    assert results[0][1]["values"][5:] == [[1, [2, 3]], {"a": {"b": [1]}}]
+
+
+def gather_large(group):
+    return [len(each) for each in group.all_gather("x" * ((1 << 20) - 2))]
+
+
+def test_values_up_to_a_mebibyte_pass():
+    assert launch(gather_large, ranks=3, device="threads") == [[(1 << 20) - 2] * 3] * 3
+
+
+def refuse_values(group):
+    refused = [
+        raised(group.all_gather, value)[:2]
+        for value in ("x" * (1 << 20), {1, 2}, float("nan"), object(), b"bytes")
+    ]
+    group.barrier()
+    return refused
+
+
+def test_values_that_cannot_travel_are_refused():
+    for refused in launch(refuse_values, ranks=2, device="threads"):
+        assert [kind for kind, _ in refused] == ["InvalidArgument"] * 5
+        assert "1048578 bytes of JSON and carries at most 1048576" in refused[0][1]
+        assert "is not JSON" in refused[1][1]
+
+
+def vote_on(group, failing):
+    error = ValueError(f"no {group.rank}") if group.rank in failing else None
+    try:
+        group.vote(error, doing="a test")
+    except CreationFailed as failed:
+        return str(failed), failed.__cause__ is error
+    return None
+
+
+def test_a_vote_fails_everywhere_with_one_text():
+    assert launch(vote_on, [], ranks=3, device="threads") == [None] * 3
+    text = "a test failed on rank 1 of 3: ValueError: no 1"
+    assert launch(vote_on, [1], ranks=3, device="threads") == [(text, True)] * 3
+    text = "a test failed on rank 0 of 3 (and on rank 2): ValueError: no 0"
+    assert launch(vote_on, [0, 2], ranks=3, device="threads") == [(text, True)] * 3
+
+
+def run_together(group):
+    def step():
+        if group.rank == 2:
+            raise OSError(12, "no memory")
+        return group.rank
+
+    own = group.together(lambda: group.rank, doing="counting")
+    return own, raised(group.together, step, doing="stepping")[:2]
+
+
+def test_together_returns_or_fails_everywhere():
+    results = launch(run_together, ranks=3, device="threads")
+    assert [own for own, _ in results] == [0, 1, 2]
+    text = "stepping failed on rank 2 of 3: OSError: [Errno 12] no memory"
+    assert [error for _, error in results] == [["CreationFailed", text]] * 3
+
+
+def disagree(group, values):
+    return raised(group.agree, values[group.rank], what="geometry")[:2]
+
+
+def test_agree_names_two_ranks_and_what_differs():
+    same = [{"hidden": 8, "dtype": "bf16"}] * 3
+    assert launch(disagree, same, ranks=3, device="threads") == [["nothing", ""]] * 3
+    one = [*same[:2], {"hidden": 16, "dtype": "bf16"}]
+    for kind, text in launch(disagree, one, ranks=3, device="threads"):
+        assert kind == GeometryMismatch.__name__
+        assert "geometry differs: rank 0 has hidden=8 and rank 2 has hidden=16" in text
+    plain = launch(disagree, [4, 5], ranks=2, device="threads")
+    assert "rank 0 has 4 and rank 1 has 5" in plain[0][1]
+    absent = launch(disagree, [{"a": 1}, {"a": 1, "b": None}], ranks=2, device="threads")
+    assert "rank 0 has no b and rank 1 has b=None" in absent[0][1]
+
+
+def exchange(group):
+    own = os.memfd_create(f"test-{group.rank}")
+    os.write(own, bytes([65 + group.rank]))
+    try:
+        fds = group.exchange_fds(own)
+    finally:
+        os.close(own)
+    try:
+        return bytes(os.pread(fd, 1, 0)[0] for fd in fds), [os.get_inheritable(f) for f in fds]
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+@pytest.mark.parametrize("device", ["threads", "cpu"])
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_descriptors_reach_every_rank_in_order(device, ranks):
+    letters = bytes(range(65, 65 + ranks))
+    assert launch(exchange, ranks=ranks, device=device) == [(letters, [False] * ranks)] * ranks
+
+
+def die(group, victim):
+    group.barrier()
+    if group.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    calls = [
+        raised(group.all_gather, 1),
+        raised(group.barrier),
+        raised(group.vote, None, doing="on"),
+        raised(group.exchange_fds, 0),
+    ]
+    path = os.environ["WEFT_TEST_OUT"]
+    with open(f"{path}/{group.rank}", "w", encoding="utf-8") as file:
+        file.writelines(f"{kind}|{seconds}|{text}\n" for kind, text, seconds in calls)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_dies_is_named_at_once(victim, tmp_path, monkeypatch):
+    monkeypatch.setenv("WEFT_TEST_OUT", str(tmp_path))
+    with pytest.raises(RankFailed, match=rf"rank {victim} of 3 died: .*SIGKILL"):
+        launch(die, victim, ranks=3)
+    for rank in {0, 1, 2} - {victim}:
+        lines = (tmp_path / str(rank)).read_text().splitlines()
+        assert len(lines) == 4
+        for line in lines:
+            kind, seconds, text = line.split("|")
+            assert kind == RendezvousFailed.__name__
+            assert float(seconds) < 5.0
+            assert f"rank {victim} (pid " in text
+            assert "died" in text
+
+
+def stall(group, sleeper):
+    group.timeout = 0.3
+    if group.rank == sleeper:
+        time.sleep(1.8)
+    return raised(group.barrier)
+
+
+@pytest.mark.parametrize("sleeper", [0, 1])
+def test_a_rank_that_does_not_come_is_named_at_the_deadline(sleeper):
+    results = launch(stall, sleeper, ranks=3, device="threads")
+    for rank, (kind, text, seconds) in enumerate(results):
+        assert kind == RendezvousFailed.__name__
+        assert f"rank {sleeper} (pid {os.getpid()}) did not enter barrier within 0.3 s" in text
+        assert seconds < (1.0 if rank == sleeper else 1.7)
+
+
+def leave(group):
+    if group.rank == 1:
+        group.close()
+        return raised(group.barrier)[:2]
+    return raised(group.barrier)[:2]
+
+
+def test_a_rank_that_closed_its_group_is_named():
+    zero, one, two = launch(leave, ranks=3, device="threads")
+    assert one == ["OutOfOrder", "the group is closed; make a new one"]
+    for kind, text in (zero, two):
+        assert kind == RendezvousFailed.__name__
+        assert f"rank 1 (pid {os.getpid()}) closed its group" in text
+
+
+def different_calls(group):
+    if group.rank == 1:
+        return raised(group.barrier)[:2]
+    return raised(group.all_gather, 5)[:2]
+
+
+def test_ranks_in_different_calls_are_told_both():
+    for kind, text in launch(different_calls, ranks=3, device="threads"):
+        assert kind == RendezvousFailed.__name__
+        assert "rank 0 is in all_gather (call 1)" in text
+        assert "is in barrier (call 1)" in text
+
+
+def two_threads(group):
+    """One thread of rank 1 waits in a barrier; another one tries to."""
+    if group.rank == 0:
+        time.sleep(0.3)
+        group.barrier()
+        return None
+    waiting = threading.Thread(target=group.barrier)
+    waiting.start()
+    time.sleep(0.1)
+    error = raised(group.barrier)[:2]
+    waiting.join()
+    return error
+
+
+def test_two_threads_of_one_rank_are_refused():
+    kind, text = launch(two_threads, ranks=2, device="threads")[1]
+    assert kind == OutOfOrder.__name__
+    assert "two threads of rank 1" in text
+
+
+def fork(group):
+    """A forked child may not speak for its parent, nor end its connection by leaving."""
+    group.barrier()
+    child = os.fork()
+    if child == 0:
+        code = 0 if raised(group.barrier)[0] == "OutOfOrder" else 1
+        group.close()
+        os._exit(code)
+    _, status = os.waitpid(child, 0)
+    group.barrier()
+    return os.waitstatus_to_exitcode(status)
+
+
+def test_a_forked_child_leaves_the_group_alone():
+    assert launch(fork, ranks=2) == [0, 0]
+
+
+def generations(group):
+    first = [group.next_generation() for _ in range(3)]
+    for _ in range(0xFFFF - 4):
+        group.next_generation()
+    return first, [group.next_generation() for _ in range(2)]
+
+
+def test_generations_wrap_and_are_never_zero():
+    assert launch(generations, ranks=1, device="threads") == [([1, 2, 3], [0xFFFF, 1])]
+
+
+def close_twice(group):
+    group.close()
+    group.close()
+    return raised(group.barrier)[0], repr(group)
+
+
+def test_close_is_idempotent():
+    assert launch(close_twice, ranks=1, device="threads") == [
+        ("OutOfOrder", "Group(rank=0, size=1, device=cpu)")
+    ]
+
+
+def test_a_dropped_group_leaves_no_descriptor():
+    before = len(os.listdir("/proc/self/fd"))
+    launch(drop, ranks=2, device="threads")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def drop(group):
+    group.barrier()

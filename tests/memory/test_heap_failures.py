@@ -1,0 +1,171 @@
+"""Creations that fail: every rank raises the same, in time, and nothing stays behind."""
+
+import gc
+import os
+import signal
+import time
+
+import pytest
+
+from weft.errors import (
+    CreationFailed,
+    GeometryMismatch,
+    HandleUnsupported,
+    RankFailed,
+)
+from weft.memory import posix
+from weft.memory.heap import Heap
+from weft.memory.launch import launch
+
+DEVICES = ("threads", "cpu")
+PAGE = os.sysconf("SC_PAGESIZE")
+
+
+def shares_mapped():
+    with open("/proc/self/maps", encoding="utf-8") as file:
+        return sum("weft-share" in line for line in file)
+
+
+def state():
+    """Descriptors, mapped shares and all mappings of this process."""
+    gc.collect()
+    with open("/proc/self/maps", encoding="utf-8") as file:
+        return len(os.listdir("/proc/self/fd")), shares_mapped(), len(file.readlines())
+
+
+def raised(call, *args, **options):
+    started = time.monotonic()
+    try:
+        call(*args, **options)
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - started
+    return "nothing", "", time.monotonic() - started
+
+
+def create_badly(group, sizes):
+    return raised(Heap.create, group, sizes[group.rank])
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, True, None])
+def test_a_size_that_is_none_fails_on_every_rank(size):
+    for kind, text, _ in launch(create_badly, [64, size], ranks=2, device="threads"):
+        assert kind == CreationFailed.__name__
+        assert text == (
+            "creating a heap failed on rank 1 of 2: InvalidArgument: "
+            f"size is {size!r}: give a positive number of bytes"
+        )
+
+
+def test_different_sizes_are_named():
+    for kind, text, _ in launch(create_badly, [64, 64, 65], ranks=3, device="threads"):
+        assert kind == GeometryMismatch.__name__
+        assert "rank 0 has size=64 and rank 2 has size=65" in text
+
+
+def test_too_much_memory_fails_with_the_system_s_reason():
+    for kind, text, _ in launch(create_badly, [1 << 62] * 2, ranks=2, device="threads"):
+        assert kind == CreationFailed.__name__
+        assert "failed on rank 0 of 2 (and on rank 1): OSError" in text
+
+
+def inject(group, victim, step, out):
+    """Rank `victim` fails, dies or stalls in one step of a creation."""
+    where, what = step
+    if group.rank == victim:
+        real = getattr(posix.HostShares, where)
+
+        def disturbed(self, *args):
+            if what == "fail":
+                raise OSError(28, "no space left")
+            if what == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if what == "stall":
+                time.sleep(2.0)
+            return real(self, *args)
+
+        setattr(posix.HostShares, where, disturbed)
+    before = state()
+    if what == "stall":
+        group.timeout = 0.3
+    error = raised(Heap.create, group, 5000)
+    after = state()
+    with open(f"{out}/{group.rank}", "w", encoding="utf-8") as file:
+        file.write(f"{error[0]}|{error[2]}|{before == after}|{error[1]}")
+
+
+def outcome(tmp_path, rank):
+    kind, seconds, clean, text = (tmp_path / str(rank)).read_text().split("|", 3)
+    return kind, float(seconds), clean == "True", text
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("where", ["allocate", "map"])
+def test_one_rank_that_fails_fails_all(victim, where, tmp_path):
+    launch(inject, victim, (where, "fail"), str(tmp_path), ranks=3)
+    texts = set()
+    for rank in range(3):
+        kind, seconds, clean, text = outcome(tmp_path, rank)
+        assert (kind, clean) == (CreationFailed.__name__, True)
+        assert seconds < 5.0
+        texts.add(text)
+    assert len(texts) == 1
+    assert f"failed on rank {victim} of 3: OSError: [Errno 28] no space left" in texts.pop()
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("where", ["allocate", "map"])
+def test_one_rank_that_is_killed_fails_all(victim, where, tmp_path):
+    with pytest.raises(RankFailed, match=f"rank {victim} of 3 died: .*SIGKILL"):
+        launch(inject, victim, (where, "kill"), str(tmp_path), ranks=3)
+    texts = set()
+    for rank in {0, 1, 2} - {victim}:
+        kind, seconds, clean, text = outcome(tmp_path, rank)
+        assert (kind, clean) == (CreationFailed.__name__, True)
+        assert seconds < 5.0
+        texts.add(text)
+    assert len(texts) == 1
+    assert f"rank {victim} (pid " in texts.pop()
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_one_rank_that_stalls_ends_in_an_error_at_the_deadline(victim, tmp_path):
+    launch(inject, victim, ("map", "stall"), str(tmp_path), ranks=3)
+    for rank in range(3):
+        kind, seconds, clean, text = outcome(tmp_path, rank)
+        assert (kind, clean) == (CreationFailed.__name__, True)
+        assert f"rank {victim} (pid " in text
+        assert seconds < (5.0 if rank == victim else 1.9)
+
+
+@pytest.mark.parametrize(
+    ("size", "seals", "text"),
+    [
+        (2 * PAGE, posix._SEALS, f"sent memory of {2 * PAGE} bytes where {PAGE} were agreed"),
+        (PAGE, 0, "it could shrink under its readers"),
+        (PAGE, 1, "it could shrink under its readers"),
+    ],
+)
+def test_memory_that_a_peer_could_change_is_refused(size, seals, text):
+    import fcntl
+
+    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    refuse(fd, text)
+
+
+def test_a_descriptor_that_is_no_memfd_is_refused(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(PAGE))
+    refuse(os.open(path, os.O_RDWR), "so no memfd")
+
+
+def refuse(fd, text):
+    shares = posix.HostShares(0, 1, 100)
+    try:
+        shares.allocate()
+        with pytest.raises(HandleUnsupported, match=text):
+            shares.map([fd])
+    finally:
+        os.close(fd)
+        shares.free()

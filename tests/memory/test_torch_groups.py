@@ -1,0 +1,176 @@
+"""Groups from torch.distributed and from a launcher's environment, and torch groups from groups."""
+
+import contextlib
+import os
+import signal
+import socket
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from weft.errors import (
+    InvalidArgument,
+    RankFailed,
+    RendezvousFailed,
+)
+from weft.memory import discovery
+from weft.memory.group import Group
+from weft.memory.launch import launch
+
+
+def raised(call, *args, **options):
+    """The error of a call, as [type name, text, seconds]."""
+    started = time.monotonic()
+    try:
+        call(*args, **options)
+    except Exception as error:
+        return [type(error).__name__, str(error), time.monotonic() - started]
+    return ["nothing", "", time.monotonic() - started]
+
+
+def torch_sum(group):
+    before = os.environ.get("GLOO_SOCKET_IFNAME")
+    pg = group.process_group()
+    assert pg is group.process_group()
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == before
+    total = torch.tensor([group.rank + 1])
+    dist.all_reduce(total, group=pg)
+    sums = [int(total)]
+    # A group from a torch group: meets anew, and gives the torch group back.
+    with Group.from_torch(pg, device="cpu", timeout=20.0) as other:
+        assert other.process_group() is pg
+        sums.append(sum(other.all_gather(other.rank + 1)))
+    with Group.from_torch(pg, device="cpu", timeout=20.0, shared_memory=False) as other:
+        other.barrier()
+        other.agree({"a": 1}, what="it")
+        sums.append(sum(other.all_gather(other.rank + 1)))
+        refused = raised(other.exchange_fds, 0)[:2]
+        vote = raised(other.vote, OSError("x") if group.rank else None, doing="it")[:2]
+        differs = raised(other.agree, group.rank, what="it")[0]
+    group.close()
+    return sums, refused, vote, differs, dist.is_initialized(), raised(other.barrier)[0]
+
+
+def test_torch_groups_both_ways():
+    for sums, refused, vote, differs, alive, after in launch(torch_sum, ranks=2):
+        assert sums == [3, 3, 3]
+        assert refused[0] == "InvalidArgument"
+        assert "shared_memory=False" in refused[1]
+        assert vote == ["CreationFailed", "it failed on rank 1 of 2: OSError: x"]
+        assert differs == "GeometryMismatch"
+        assert not alive
+        assert after == "OutOfOrder"
+
+
+def die_in_torch(group):
+    group.process_group()
+    group.barrier()
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with contextlib.suppress(RendezvousFailed):
+        group.barrier()
+    started = time.monotonic()
+    group.close()
+    return time.monotonic() - started
+
+
+def test_a_torch_group_with_a_dead_rank_closes_at_once():
+    started = time.monotonic()
+    with pytest.raises(RankFailed, match="rank 1 of 2 died"):
+        launch(die_in_torch, ranks=2)
+    assert time.monotonic() - started < 8.0
+
+
+def want_torch(group):
+    return raised(group.process_group)[:2]
+
+
+def test_threads_have_no_torch_group():
+    kind, text = launch(want_torch, ranks=1, device="threads")[0]
+    assert kind == InvalidArgument.__name__
+    assert "torch.distributed needs processes" in text
+
+
+def several_hosts(group):
+    pg = group.process_group()
+    if group.rank == 1:
+        discovery._host = lambda: {"host": "elsewhere", "boot": "0123456789"}
+    refused = raised(Group.from_torch, pg, device="cpu", timeout=10.0)[:2]
+    with Group.from_torch(pg, device="cpu", timeout=10.0, shared_memory=False) as other:
+        other.barrier()
+    return refused
+
+
+def test_ranks_on_several_hosts_are_told_what_serves_them():
+    for kind, text in launch(several_hosts, ranks=2):
+        assert kind == RendezvousFailed.__name__
+        assert f"rank 0 on {socket.gethostname()}" in text
+        assert "rank 1 on elsewhere (boot 01234567)" in text
+        assert "weft.CollectiveAllToAll" in text
+
+
+def test_from_torch_needs_torch_distributed():
+    with pytest.raises(InvalidArgument, match="init_process_group first"):
+        Group.from_torch()
+
+
+def from_env(group, port):
+    os.environ.update(
+        RANK=str(group.rank), WORLD_SIZE=str(group.size), LOCAL_RANK=str(group.rank),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+    )  # fmt: skip
+    sums = []
+    for _ in range(2):
+        with Group.from_env(device="cpu", timeout=20.0) as found:
+            sums.append(sum(found.all_gather(found.rank + 1)))
+            sums.append(found.device.type)
+    with Group.from_env(device="cpu", timeout=20.0) as found:
+        total = torch.tensor([1])
+        dist.all_reduce(total, group=found.process_group())
+        sums.append(int(total))
+    return sums
+
+
+def test_ranks_of_another_launcher_meet_through_its_store():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert launch(from_env, port, ranks=3) == [[6, "cpu", 6, "cpu", 3]] * 3
+
+
+def test_from_env_names_what_is_missing(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(RendezvousFailed, match="WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"):
+        Group.from_env()
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "x")
+    with pytest.raises(RendezvousFailed, match="WORLD_SIZE is 'x', not an integer"):
+        Group.from_env()
+
+
+def test_from_env_reports_a_store_that_is_not_there(monkeypatch):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    values = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RendezvousFailed, match="cannot reach the store at 127.0.0.1"):
+        Group.from_env(device="cpu", timeout=0.2)
+
+
+def test_only_known_devices(monkeypatch):
+    assert discovery.default_device("cpu") == torch.device("cpu")
+    with pytest.raises(InvalidArgument, match='weft runs on "cpu" and "cuda"'):
+        discovery.default_device("meta")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert discovery.default_device(None, 1) == torch.device("cuda:1")
+    assert discovery.default_device(None, 5) == torch.device("cuda:0")
+    assert discovery.default_device("cuda") == torch.device("cuda:0")
+    assert discovery.default_device("cuda:1", 0) == torch.device("cuda:1")
