@@ -25,7 +25,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def ranks() -> Callable[[int, str], RunRanks]:
-    """`ranks(4, "cpu")(body, *args)` runs `body(group, *args)` on 4 ranks and returns their results.
+    """`ranks(4, "cpu")(body, *args)` runs `body(group, *args)` on 4 ranks; it returns a list.
 
     Devices: "cpu" (processes), "threads" (CPU ranks in this process), "cuda" (one process each;
     more ranks than GPUs share them).

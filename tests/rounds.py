@@ -1,4 +1,4 @@
-"""Rounds of dispatch and combine whose every byte is known: the bodies that all device kinds run."""
+"""Rounds of dispatch and combine whose every byte is known: what all device kinds run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Round:
 
 
 def play(a2a: weft.AllToAll, case: Round, *, poison: bool = True) -> None:
-    """Run one round and compare every byte that is defined, and every byte that must not have changed."""
+    """Run one round; compare every byte that is defined, and every one that must not change."""
     group = a2a.group
     ranks = range(group.size)
     inputs = [case.of(r, group.device) for r in ranks]

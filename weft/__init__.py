@@ -1,4 +1,7 @@
-"""weft carries tokens across GPUs: one-sided NVLink communication for MoE inference, and the same on CPU ranks."""
+"""weft carries tokens across GPUs: one-sided NVLink communication for MoE inference.
+
+The same protocol runs on CPU ranks over shared memory.
+"""
 
 from weft import errors
 from weft.memory import Group, Heap, launch

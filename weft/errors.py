@@ -1,11 +1,11 @@
 """Every error weft raises, as one tree.
 
     WeftError
-    ├── UsageError                 the call is wrong; nothing was sent
+    ├── UsageError                 the call or its data is wrong; no peer was harmed
     │   ├── InvalidArgument        a tensor or option has the wrong dtype, shape, device or stride
     │   ├── TokenOverflow          more tokens than the workspace was built for
     │   ├── BadExpertId            an expert id is out of range or stands twice in a row
-    │   └── OutOfOrder             combine without dispatch, dispatch without combine, use after close
+    │   └── OutOfOrder             no dispatch before combine, or the reverse; use after close
     ├── SetupError                 the group, its memory or its kernels could not be made
     │   ├── RendezvousFailed       the ranks did not find or did not trust each other
     │   ├── CreationFailed         one rank could not do its part, so no rank goes on
@@ -17,7 +17,7 @@
     └── GroupError                 the group broke while running; make a new one
         ├── PeerTimeout            a peer's flag did not arrive before the deadline
         ├── GeometryMismatch       a peer called with another geometry
-        ├── Aborted                someone asked the group to stop
+        ├── Aborted                a rank asked the group to stop
         └── RankFailed             a launched rank raised or died
 
 Each text says what was wrong, with both values, and how to mend it.
@@ -31,7 +31,12 @@ class WeftError(Exception):
 
 
 class UsageError(WeftError, ValueError):
-    """The call is wrong. Nothing was sent and no peer is affected."""
+    """The call, or the data in it, is wrong; the group goes on.
+
+    What the host refuses sends nothing. What only the device can see, `check()` reports
+    afterwards: an id that names no expert was dropped, a count of tokens clamped, and everything
+    else was served. Peers are affected by neither.
+    """
 
 
 class InvalidArgument(UsageError):
@@ -95,7 +100,7 @@ class GeometryMismatch(GroupError):
 
 
 class Aborted(GroupError):
-    """Someone asked the group to stop."""
+    """A rank called `abort()`; the text says which."""
 
 
 class RankFailed(GroupError):

@@ -14,6 +14,9 @@ from weft.errors import InvalidArgument
 MAX_PLANES = 8
 MAX_RANKS = 32
 MAX_TOP_K = 32
+FP8_BLOCK = 128  # columns that share a scale
+WAYS = ("pull", "push", "fp8")
+QUANTS = ("none", "fp8", "mxfp8")
 
 NUMBERS: Mapping[torch.dtype, str] = {
     torch.bfloat16: "bf16",
@@ -30,6 +33,8 @@ class Shape:
     top_k: experts per token, 1..32.              experts: experts of the whole layer.
     hidden, number: elements and type of a combine row ("bf16", "fp16", "fp32").
     row_bytes: bytes of one token's row, for each payload tensor (1..8 of them).
+    way: how combine's rows come home: "pull", "push" or "fp8".
+    quant: what dispatch makes of the first payload: "none", "fp8" or "mxfp8".
     mapped: experts lie where a table says instead of in contiguous blocks.
 
     Raises InvalidArgument naming the size and its limits.
@@ -42,6 +47,8 @@ class Shape:
     hidden: int
     number: str
     row_bytes: tuple[int, ...]
+    way: str = "pull"
+    quant: str = "none"
     mapped: bool = False
 
     def __post_init__(self) -> None:
@@ -60,6 +67,16 @@ class Shape:
         if self.number not in NUMBERS.values():
             raise InvalidArgument(
                 f"combine rows of {self.number!r}; choose one of {', '.join(NUMBERS.values())}"
+            )
+        for name, allowed in (("way", WAYS), ("quant", QUANTS)):
+            if getattr(self, name) not in allowed:
+                raise InvalidArgument(
+                    f"{name} is {getattr(self, name)!r}; choose one of {', '.join(allowed)}"
+                )
+        if (self.way == "fp8" or self.quant != "none") and self.hidden % FP8_BLOCK:
+            raise InvalidArgument(
+                f"hidden is {self.hidden}; FP8 rows are made of blocks of {FP8_BLOCK} columns: "
+                f"pad hidden to {-(-self.hidden // FP8_BLOCK) * FP8_BLOCK}"
             )
         if self.out_bytes % 16:
             raise InvalidArgument(
@@ -89,6 +106,15 @@ class Shape:
         return self.hidden * self.element_bytes
 
     @property
+    def returned_bytes(self) -> int:
+        """Bytes of a row that is pushed home; 0 where rows are pulled."""
+        if self.way == "pull":
+            return 0
+        if self.way == "push":
+            return self.out_bytes
+        return -(-(self.hidden + self.hidden // FP8_BLOCK * 4) // 16) * 16
+
+    @property
     def slots(self) -> int:
         """top_k padded to whole 16-byte vectors."""
         return -(-self.top_k // 4) * 4
@@ -107,5 +133,6 @@ class Shape:
             f"weft::Shape{{.ranks = {self.ranks}, .tokens = {self.tokens}, .top_k = {self.top_k}, "
             f".experts = {self.experts}, .hidden = {self.hidden}, "
             f".number = weft::Number::{self.number}, .planes = {len(self.row_bytes)}, "
-            f".row_bytes = {{{rows}}}, .mapped = {str(self.mapped).lower()}}}"
+            f".row_bytes = {{{rows}}}, .way = weft::Way::{self.way}, "
+            f".quant = weft::Quant::{self.quant}, .mapped = {str(self.mapped).lower()}}}"
         )

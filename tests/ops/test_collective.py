@@ -1,4 +1,4 @@
-"""The collective baseline: same interface, same received rows, sums equal up to the order of fp32 additions."""
+"""The collective baseline: same interface, same rows, sums equal up to the order of additions."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""What happens when a rank is late, absent, lying or dead: a typed error in time, and never a hang."""
+"""A rank is late, absent, lying, dead or wants to stop: a typed error in time, never a hang."""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -82,8 +83,7 @@ def absent(group: weft.Group, point: int) -> tuple[float, str]:
         start = time.monotonic()
         try:
             one_round(a2a)
-        except GroupError as error:
-            assert isinstance(error, PeerTimeout)
+        except PeerTimeout as error:
             waited, text = time.monotonic() - start, str(error)
             with pytest.raises(PeerTimeout):  # a broken group stays broken
                 one_round(a2a)
@@ -104,27 +104,7 @@ def test_an_absent_rank_is_named_within_the_deadline(ranks, kind, point, phase):
         assert "epoch 1" in text
 
 
-def deceived(group: weft.Group) -> str:
-    with make(group) as a2a:
-        one_round(a2a)
-        if group.rank == 2:
-            plan_fault(a2a, BEFORE_FLAG, LIE, peer=0)
-        try:
-            one_round(a2a)
-        except GeometryMismatch as error:
-            return str(error)
-        except PeerTimeout as error:
-            return str(error)
-        return ""
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_another_geometry_is_noticed_in_band(ranks, kind):
-    texts = ranks(3, kind)(quick_deceived)
-    assert "rank 2 called with geometry" in texts[0]
-
-
-def quick_deceived(group: weft.Group) -> str:
+def deceived(group: weft.Group) -> tuple[str, str]:
     with make(group, timeout=0.6) as a2a:
         one_round(a2a)
         if group.rank == 2:
@@ -132,27 +112,52 @@ def quick_deceived(group: weft.Group) -> str:
         try:
             one_round(a2a)
         except GroupError as error:
-            return str(error)
-        return ""
-
-
-def aborted(group: weft.Group) -> float:
-    with make(group) as a2a:
-        one_round(a2a)
-        if group.rank == 1:
-            group.barrier()
-            return 0.0
-        a2a.abort()
-        group.barrier()
-        start = time.monotonic()
-        with pytest.raises(Aborted):
-            one_round(a2a)
-        return time.monotonic() - start
+            return type(error).__name__, str(error)
+        return "", ""
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_abort_ends_a_wait_at_once(ranks, kind):
-    assert max(ranks(2, kind)(aborted)) < 2.0
+def test_another_geometry_is_noticed_in_band(ranks, kind):
+    kind_of_error, text = ranks(3, kind)(deceived)[0]
+    assert kind_of_error == GeometryMismatch.__name__
+    assert "rank 2 called with geometry" in text
+
+
+def aborted(group: weft.Group, asker_waits: bool) -> tuple[float, str]:
+    """Rank 0 asks all to stop: while it waits itself, from a thread, or while only others wait."""
+    with make(group) as a2a:
+        one_round(a2a)
+        group.barrier()
+        start = time.monotonic()
+        if group.rank == 2:  # nobody can finish without it
+            group.barrier()
+        elif group.rank == 0 and not asker_waits:
+            time.sleep(0.3)
+            a2a.abort()
+            group.barrier()
+        else:
+            timer = threading.Timer(0.3, a2a.abort)
+            if group.rank == 0:
+                timer.start()
+            with pytest.raises(Aborted):
+                one_round(a2a)
+            group.barrier()
+        waited = time.monotonic() - start
+        with pytest.raises(Aborted) as caught:
+            one_round(a2a)
+        return waited, str(caught.value)
+
+
+@pytest.mark.parametrize("asker_waits", [True, False])
+@pytest.mark.parametrize("kind", [*KINDS, "threads"])
+def test_abort_ends_the_waits_of_all_ranks_at_once(ranks, kind, asker_waits):
+    results = ranks(3, kind)(aborted, asker_waits)
+    assert all(0.2 < waited < 2.0 for waited, _ in results), results
+    texts = [text for _, text in results]
+    assert "called abort()" in texts[0]
+    assert "this rank" in texts[0]
+    assert "because rank 0 called abort()" in texts[1]
+    assert "because rank 0 called abort()" in texts[2]
 
 
 def killed(group: weft.Group) -> None:

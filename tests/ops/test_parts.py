@@ -15,7 +15,7 @@ from weft.jit import compile_shared
 from weft.ops.entry import cpu_source
 from weft.ops.layout import Layout
 from weft.ops.placement import Placement
-from weft.ops.plan import plan
+from weft.ops.plan import plan_combine, plan_dispatch
 from weft.shape import Shape
 
 
@@ -61,14 +61,14 @@ def test_a_map_counts_local_ids_in_global_order(owners):
         assert placement.experts_of(owner)[table[expert] & 0xFFFF] == expert
 
 
+@pytest.mark.parametrize("plan", [plan_dispatch, plan_combine])
 @given(tokens=st.integers(0, 5000), vectors=st.integers(1, 4000), sms=st.integers(1, 160))
-def test_a_plan_covers_every_row_and_stays_resident(tokens, vectors, sms):
-    p = plan(tokens, vectors, sms=sms, max_threads=512, per_sm=lambda threads: 1024 // threads)
+def test_a_plan_covers_every_row_and_stays_resident(plan, tokens, vectors, sms):
+    p = plan(tokens, vectors, sms=sms, per_sm=lambda threads: 1024 // threads)
     assert p.threads % 32 == 0
     assert 64 <= p.threads <= 512
     assert p.chunks * p.threads >= vectors
-    assert p.workers >= 1
-    assert p.workers <= max(tokens, 1)
+    assert 1 <= p.workers <= max(tokens, 1)
     if p.workers > 1:
         assert p.workers * p.chunks <= sms * (1024 // p.threads)
 

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 import weft
 from tests.rounds import Round, bits, play
-from weft.errors import BadExpertId, GeometryMismatch, InvalidArgument, OutOfOrder, TokenOverflow
+from weft.errors import (
+    BadExpertId,
+    CreationFailed,
+    GeometryMismatch,
+    InvalidArgument,
+    OutOfOrder,
+    TokenOverflow,
+)
 
 KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-SIZES = {"max_tokens": 8, "top_k": 2, "num_experts": 4, "hidden": 16}
+SIZES: dict[str, Any] = {"max_tokens": 8, "top_k": 2, "num_experts": 4, "hidden": 16}
 
 
 def refused(error: type[Exception], call: Callable[[], object], *words: str) -> None:
@@ -84,6 +92,17 @@ def test_sizes_that_cannot_be(change, words):
             **{"dtype": torch.bfloat16, "payloads": None, "expert_map": None, **SIZES, **change},
         )
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def impossible_deadlines(group: weft.Group) -> None:
+    for name in ("timeout", "first_timeout"):
+        for value in (0.0, -1.0, float("inf"), float("nan")):
+            with pytest.raises(CreationFailed, match=rf"InvalidArgument: {name} is {value}"):
+                weft.AllToAll(group, **{**SIZES, name: value})
+
+
+def test_deadlines_that_cannot_be(ranks):
+    ranks(2, "threads")(impossible_deadlines)
 
 
 def different_sizes(group: weft.Group) -> str:

@@ -18,6 +18,7 @@ REFUSED = {
     ),
     "kernels include ops": ("weft/kernels/a.cuh", "\n# include <weft/ops/b.cuh>", "2: kernels/"),
     "quoted include": ("weft/protocol/a.cpp", '#include "order.cuh"', '1: includes "order.cuh"'),
+    "a source": ("weft/kernels/a.cuh", "#include <weft/protocol/a.cpp>", "1: includes <weft/"),
     "another library": (
         "weft/kernels/a.cuh",
         "#include <cutlass/cutlass.h>",
@@ -57,6 +58,7 @@ ALLOWED = {
         "weft/kernels/a.cuh",
         "#include <weft/protocol/b.cuh>\n#include <weft/kernels/b.cuh>",
     ),
+    "a test includes a source": ("tests/protocol/a.cpp", "#include <weft/protocol/b.cpp>"),
     "asm where it belongs": ("weft/protocol/order.cuh", 'asm volatile("nop;");'),
     "asm in a comment": ("weft/kernels/a.cuh", "// no asm here\n/* asm\n asm */ int x;"),
     "asm in a string": ("weft/kernels/a.cuh", 'const char* s = "asm";'),

@@ -1,72 +1,131 @@
-// Combine: tell every rank that my experts are done, wait until all of theirs are, then pull each
-// token's rows from the ranks that hold them and sum in rank order. One launch; one remote round
-// trip, because every thread has all its peers' loads in flight before it adds the first.
+// Combine: every token's rows come home from the ranks whose experts made them, and are summed in
+// rank order. Two ways, fixed by the Shape: the owner pulls rows out of its peers' outboxes once
+// they are ready, or the experts' ranks push them, as they are or as block-scaled FP8, into the
+// owner's inbox. One launch either way, or two halves.
 #pragma once
-#include <weft/kernels/copy.cuh>
-#include <weft/kernels/team.cuh>
+#include <weft/kernels/push.cuh>
 
 namespace weft {
 
 constexpr u32 loads_in_flight = 8;
 
-// Adds the rows of peers first .. first + 7, in that order.
-template <Shape S>
-WEFT_FN void pull_peers(const CombineArgs& a, u32 token, u32 v, u32 destinations, u32 first,
-                        float (&sum)[numbers_in_vector(S.number)]) {
+// Where one token's rows lie: peer p's at first + p * step.
+struct Rows {
+    u64 first, step;
+};
+
+template <Shape S, u32 rank> WEFT_FN Rows rows_of(const CombineArgs& a, u32 token) {
+    if constexpr (S.way == Way::pull) {
+        const u64 own = u64(mine<S>(a.site).outbox.row[rank][token]);
+        return {own - rank * a.site.stride, a.site.stride};
+    } else {
+        auto& returned = mine<S>(a.site).inbox.returned;
+        return {u64(returned.row[0][token]), sizeof(returned.row[0])};
+    }
+}
+
+// One lane's columns of one peer's row, loaded but not yet added.
+template <Shape S> struct Piece {
+    uint4 v;
+    float scale;
+
+    WEFT_FN void load(u64 row, u32 v_index) {
+        v = load_shared_row(reinterpret_cast<const uint4*>(row) + v_index);
+        if constexpr (S.way == Way::fp8)
+            scale = load_shared_float(reinterpret_cast<const float*>(row + S.hidden) +
+                                      v_index * lane_columns / scale_columns);
+    }
+
+    template <u32 n> WEFT_FN void add_to(float (&sum)[n]) const {
+        if constexpr (S.way == Way::fp8)
+            add_e4m3(sum, v, scale);
+        else
+            add_vector<S.number>(sum, v);
+    }
+};
+
+// Adds the rows of peers first .. first + 7, in that order. The loads start at this rank and go
+// upwards, so that the ranks do not all pull from the same peer at once (7 % at 128 tokens, 8 x
+// H200, 2026-11-20); `rank` is a compile-time constant so that rotated rows stay in registers.
+template <Shape S, u32 rank, u32 n>
+WEFT_FN void add_peers(Rows rows, u32 v, u32 destinations, u32 first, float (&sum)[n]) {
     constexpr u32 in_flight = S.ranks < loads_in_flight ? S.ranks : loads_in_flight;
-    uint4 row[in_flight];
-    // One pointer that walks from share to share: eight hoisted addresses would not fit in the
-    // registers.
-    u64 at = u64(
-        reinterpret_cast<const uint4*>(share<S>(a.site, first).outbox.row[a.site.rank][token]) + v);
+    Piece<S> piece[in_flight];
 #pragma unroll
-    for (u32 i = 0; i < in_flight; ++i, at += a.site.stride)
-        if (destinations >> (first + i) & 1)
-            row[i] = load_shared_row(reinterpret_cast<const uint4*>(at));
+    for (u32 turn = 0; turn < in_flight; ++turn) {
+        const u32 i = (turn + rank) % in_flight;
+        if (destinations >> (first + i) & 1) piece[i].load(rows.first + (first + i) * rows.step, v);
+    }
 #pragma unroll
     for (u32 i = 0; i < in_flight; ++i)
-        if (destinations >> (first + i) & 1) add_vector<S.number>(sum, row[i]);
+        if (destinations >> (first + i) & 1) piece[i].add_to(sum);
 }
 
 // out[token] = the sum of its ranks' rows in rank order, in fp32, then `add`, rounded once.
-template <Shape S>
+template <Shape S, u32 rank>
 WEFT_FN void reduce_token(const Block& team, const CombineArgs& a, u32 token, u32 destinations) {
-    constexpr u32 vectors = S.out_bytes() / 16;
-    const u32 step = gridDim.y * team.lanes();
-    uint4* out = static_cast<uint4*>(a.out) + u64(token) * vectors;
-    const uint4* add = static_cast<const uint4*>(a.add) + u64(token) * vectors;
-    for (u32 v = blockIdx.y * team.lanes() + team.lane(); v < vectors; v += step) {
-        float sum[numbers_in_vector(S.number)] = {};
+    constexpr u32 width = numbers_in_vector(S.number);                 // of an output vector
+    constexpr u32 columns = S.way == Way::fp8 ? lane_columns : width;  // of one lane's turn
+    constexpr u32 out_vectors = S.out_bytes() / 16, turns = S.hidden / columns;
+    const Rows rows = rows_of<S, rank>(a, token);
+    uint4* out = static_cast<uint4*>(a.out) + u64(token) * out_vectors;
+    const uint4* add = static_cast<const uint4*>(a.add) + u64(token) * out_vectors;
+    for (u32 v = blockIdx.y * team.lanes() + team.lane(); v < turns;
+         v += gridDim.y * team.lanes()) {
+        float sum[columns] = {};
 #pragma unroll
         for (u32 first = 0; first < S.ranks; first += loads_in_flight)
-            pull_peers<S>(a, token, v, destinations, first, sum);
-        if (a.add) add_vector<S.number>(sum, load_input(add + v));
-        out[v] = round_vector<S.number>(sum);
+            add_peers<S, rank>(rows, v, destinations, first, sum);
+#pragma unroll
+        for (u32 i = 0; i < columns / width; ++i) {
+            float (&part)[width] = reinterpret_cast<float (&)[width]>(sum[i * width]);
+            if (a.add) add_vector<S.number>(part, load_input(add + v * (columns / width) + i));
+            out[v * (columns / width) + i] = round_vector<S.number>(part);
+        }
     }
 }
 
-template <Shape S> WEFT_FN void combine(const CombineArgs& a) {
-    const Block team;
-    Share<S>& own = mine<S>(a.site);
-    const Turn turn = own.header.turn;
-    if (turn.failed != 0) return;
-    const u64 start = now_ns();
-    if (fault(own.header, Point::combine_enter, a.site.rank, turn.epoch) == Action::stay_away)
-        return;
-
-    if (team.first()) publish<S>(team, a.site, Phase::combine, turn.epoch, 0);
-    // Read before the wait, so that the local load hides behind it.
+// Every CTA waits for itself: the rows it adds are behind the flags that it has seen.
+template <Shape S, u32 rank>
+WEFT_FN bool receive_rows(const Block& team, const CombineArgs& a, const Turn& turn) {
+    const Share<S>& own = mine<S>(a.site);
     u32 token = blockIdx.x, destinations = token < a.tokens ? own.destinations[token] : 0;
-    if (!await_all<S>(team, a.site, Phase::combine, turn.epoch)) return;
+    if (!await_all<S>(team, a.site, Phase::combine, turn.epoch)) return false;
     while (token < a.tokens) {
         const u32 next = token + gridDim.x,
                   next_destinations = next < a.tokens ? own.destinations[next] : 0;
-        reduce_token<S>(team, a, token, destinations);
+        reduce_token<S, rank>(team, a, token, destinations);
         token = next;
         destinations = next_destinations;
     }
-    if (team.first() && team.lane() == 0)
-        keep_record(own.header, Phase::combine, turn.epoch, start, a.tokens);
+    return true;
+}
+
+// Tells the peers that their rows are there: in their inboxes, or in my outbox to be pulled.
+template <Shape S>
+WEFT_FN void send_rows(const Block& team, const CombineArgs& a, const Turn& turn) {
+    bool publishes = team.first();
+    if constexpr (S.way != Way::pull) {
+        push_rows<S>(team, a.site);
+        publishes = team.last_of(&mine<S>(a.site).header.arrived);
+    }
+    if (publishes) publish<S>(team, a.site, Phase::combine, turn.epoch, 0);
+}
+
+template <Shape S, u32 rank, Part part = Part::whole> WEFT_FN void combine(const CombineArgs& a) {
+    const Block team;
+    Header& header = mine<S>(a.site).header;
+    wait_for_predecessor();
+    admit_successor();
+    const Turn turn = header.turn;
+    if (turn.failed != 0) return;
+    const u64 start = team.lane() == 0 ? now_ns() : 0;
+    if (fault(header, Point::combine_enter, a.site.rank, turn.epoch) == Action::stay_away) return;
+
+    if constexpr (part != Part::receive) send_rows<S>(team, a, turn);
+    if constexpr (part != Part::send)
+        if (receive_rows<S, rank>(team, a, turn) && team.first() && team.lane() == 0)
+            keep_record(header, Phase::combine, turn.epoch, start, a.tokens);
 }
 
 }  // namespace weft

@@ -52,6 +52,12 @@ WEFT_FN uint4 load_shared_row(const uint4* at) {
     return v;
 }
 
+WEFT_FN float load_shared_float(const float* at) {
+    float value;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(at) : "memory");
+    return value;
+}
+
 WEFT_FN void store(uint4* at, uint4 v) {
     asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(at), "r"(v.x),
                  "r"(v.y), "r"(v.z), "r"(v.w)

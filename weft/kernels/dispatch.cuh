@@ -3,8 +3,7 @@
 // split over many CTAs because one SM pushes about 36 GB/s while the GPU pushes 334 (H200,
 // 2026-11-20). Only the last CTA waits for peers.
 #pragma once
-#include <weft/kernels/copy.cuh>
-#include <weft/kernels/team.cuh>
+#include <weft/kernels/payload.cuh>
 
 namespace weft {
 
@@ -17,17 +16,41 @@ struct Routing {
     i32 id;
 };
 
-template <Shape S>
-WEFT_FN Routing route_token(const DispatchArgs& a, u32 token, u32 k, bool reports) {
-    Routing r{.destinations = 0, .rank = max_ranks, .local = -1, .weight = 0.0f, .id = -1};
+// A token as its threads hold it before anything is decided: its cargo, and in lane k its k-th id
+// and weight.
+template <Shape S> struct Parcel {
+    Cargo<S> cargo;
+    i64 id;
+    float weight;
+};
+
+template <Shape S> WEFT_FN Parcel<S> load_ids(const DispatchArgs& a, u32 token, u32 k) {
+    Parcel<S> parcel{.cargo = {}, .id = -1, .weight = 1.0f};
     if (k < S.top_k) {
-        r.id = expert_id<S>(a, token, k, reports);
-        if (r.id >= 0) {
-            const Place place = place_of<S>(a, u32(r.id));
-            r.rank = place.rank;
-            r.local = i32(place.local);
-            r.weight = a.weights ? a.weights[u64(token) * S.top_k + k] : 1.0f;
-        }
+        parcel.id = raw_id<S>(a, token, k);
+        if (a.weights != nullptr) parcel.weight = a.weights[u64(token) * S.top_k + k];
+    }
+    return parcel;
+}
+
+template <Shape S>
+WEFT_FN Parcel<S> load_parcel(const Block& team, const DispatchArgs& a, u32 token) {
+    if (token >= a.tokens) return {.cargo = {}, .id = -1, .weight = 1.0f};
+    Parcel<S> parcel = load_ids<S>(a, token, team.warp_lane());
+    parcel.cargo.load(Cut(team), a, token);
+    return parcel;
+}
+
+template <Shape S>
+WEFT_FN Routing route_token(const DispatchArgs& a, const Parcel<S>& parcel, u32 token, u32 k,
+                            bool reports) {
+    Routing r{.destinations = 0, .rank = max_ranks, .local = -1, .weight = 0.0f, .id = -1};
+    r.id = expert_id<S>(a, parcel.id, token, k, reports);
+    if (r.id >= 0) {
+        const Place place = place_of<S>(a, u32(r.id));
+        r.rank = place.rank;
+        r.local = i32(place.local);
+        r.weight = parcel.weight;
     }
     r.destinations = __reduce_or_sync(all_lanes, r.rank < max_ranks ? 1u << r.rank : 0u);
     return r;
@@ -71,51 +94,12 @@ WEFT_FN void send_route(const DispatchArgs& a, u32 token, u32 lane, const Routin
     if (lane == 0) own.destinations[token] = r.destinations;
 }
 
-// One vector of plane P to all destinations; own rank first, then upwards, so that peers are not
-// hit in step.
-template <Shape S, u32 P, class V>
-WEFT_FN void push_vector(const DispatchArgs& a, u32 token, u32 v, u32 destinations, V data) {
-#pragma unroll
-    for (u32 i = 0; i < S.ranks; ++i) {
-        const u32 peer = a.site.rank + i < S.ranks ? a.site.rank + i : a.site.rank + i - S.ranks;
-        if (destinations >> peer & 1)
-            store(reinterpret_cast<V*>(
-                      plane<P>(share<S>(a.site, peer).inbox.payload).row[a.site.rank][token]) +
-                      v,
-                  data);
-    }
-}
-
-// This thread's vectors of all planes. The planes form one flat index space, so that small ones
-// ride along with the threads that a large one leaves idle; `v` is this thread's place in it.
-template <Shape S, u32 P>
-WEFT_FN void push_planes(const DispatchArgs& a, u32 token, u32 v, u32 step, u32 destinations) {
-    if constexpr (P < S.planes) {
-        using V = typename Vector<vector_bytes(S.row_bytes[P])>::type;
-        constexpr u32 vectors = S.row_bytes[P] / sizeof(V);
-        const V* row = static_cast<const V*>(a.payload[P]) + u64(token) * vectors;
-        for (; v < vectors; v += step)
-            push_vector<S, P>(a, token, v, destinations, load_input(row + v));
-        push_planes<S, P + 1>(a, token, v - vectors, step, destinations);
-    }
-}
-
-// The first vector is loaded before the ids are read, so that both cold loads share one round trip.
-template <Shape S> WEFT_FN void send_token(const Block& team, const DispatchArgs& a, u32 token) {
-    using V = typename Vector<vector_bytes(S.row_bytes[0])>::type;
-    constexpr u32 vectors = S.row_bytes[0] / sizeof(V);
-    const u32 step = gridDim.y * team.lanes(), v = blockIdx.y * team.lanes() + team.lane();
-    const V* row = static_cast<const V*>(a.payload[0]) + u64(token) * vectors;
-    V data{};
-    if (v < vectors) data = load_input(row + v);
+template <Shape S>
+WEFT_FN void send_token(const Block& team, const DispatchArgs& a, u32 token,
+                        const Parcel<S>& parcel) {
     const bool routes = blockIdx.y == 0 && team.warp() == 0;
-    const Routing r = route_token<S>(a, token, team.warp_lane(), routes);
-    if (v < vectors) {
-        push_vector<S, 0>(a, token, v, r.destinations, data);
-        push_planes<S, 0>(a, token, v + step, step, r.destinations);
-    } else {
-        push_planes<S, 1>(a, token, v - vectors, step, r.destinations);
-    }
+    const Routing r = route_token<S>(a, parcel, token, team.warp_lane(), routes);
+    parcel.cargo.push(Cut(team), a, token, r.destinations);
     if (routes) send_route<S>(a, token, team.warp_lane(), r);
 }
 
@@ -137,25 +121,46 @@ WEFT_FN void clear_rows(const Block& team, const DispatchArgs& a, u32 from, u32 
         mine<S>(a.site).destinations[token] = 0;
 }
 
-template <Shape S> WEFT_FN void dispatch(const DispatchArgs& a) {
+// All of this rank's tokens; true in the team that came last, which then publishes for all.
+template <Shape S>
+WEFT_FN bool send_tokens(const Block& team, const DispatchArgs& a, const Turn& turn, u32 count,
+                         Parcel<S> parcel) {
+    u32 token = blockIdx.x;
+    while (token < count) {
+        const Parcel<S> next = load_parcel<S>(team, a, token + gridDim.x);
+        send_token<S>(team, a, token, parcel);
+        parcel = next;
+        token += gridDim.x;
+    }
+    clear_rows<S>(team, a, count, turn.rows);
+    fault(mine<S>(a.site).header, Point::after_payload, a.site.rank, turn.epoch + 1);
+    return team.last_of(&mine<S>(a.site).header.arrived);
+}
+
+template <Shape S, Part part = Part::whole> WEFT_FN void dispatch(const DispatchArgs& a) {
     const Block team;
     Header& header = mine<S>(a.site).header;
+    wait_for_predecessor();
+    admit_successor();
     const Turn turn = header.turn;
+    Parcel<S> parcel{};
+    if constexpr (part != Part::receive) parcel = load_parcel<S>(team, a, blockIdx.x);
     if (turn.failed != 0) return;
-    const u64 start = now_ns(), wanted = (turn.epoch + 1) & epoch_mask;
-    if (fault(header, Point::dispatch_enter, a.site.rank, wanted) == Action::stay_away) return;
-
-    const u32 count = token_count<S>(a, team.first() && team.lane() == 0);
-    for (u32 token = blockIdx.x; token < count; token += gridDim.x) send_token<S>(team, a, token);
-    clear_rows<S>(team, a, count, turn.rows);
-    fault(header, Point::after_payload, a.site.rank, wanted);
-
-    if (!team.last_of(&header.arrived)) return;
-    publish<S>(team, a.site, Phase::dispatch, wanted, count);
-    if (!await_all<S>(team, a.site, Phase::dispatch, wanted)) return;
-    if (team.lane() == 0) {
-        header.turn = {wanted, 0, count};
-        keep_record(header, Phase::dispatch, wanted, start, count);
+    const u64 start = team.lane() == 0 ? now_ns() : 0, wanted = (turn.epoch + 1) & epoch_mask;
+    u32 count = header.sending;
+    if constexpr (part != Part::receive) {
+        if (fault(header, Point::dispatch_enter, a.site.rank, wanted) == Action::stay_away) return;
+        count = token_count<S>(a, team.first() && team.lane() == 0);
+        if (!send_tokens<S>(team, a, turn, count, parcel)) return;
+        publish<S>(team, a.site, Phase::dispatch, wanted, count);
+        if (team.lane() == 0) header.sending = count;
+    }
+    if constexpr (part != Part::send) {
+        if (!await_all<S>(team, a.site, Phase::dispatch, wanted)) return;
+        if (team.lane() == 0) {
+            header.turn = {wanted, 0, count};
+            keep_record(header, Phase::dispatch, wanted, start, count);
+        }
     }
 }
 

@@ -7,6 +7,13 @@ namespace weft {
 constexpr u32 warp_lanes = 32;
 constexpr u32 all_lanes = 0xffffffffu;
 
+// Programmatic dependent launch. A kernel launched with it may start while its predecessor still
+// runs: nothing in memory may be touched before this wait, epochs least of all.
+WEFT_FN void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// From here on the successor may take its place on the SMs; it waits there for this kernel's end.
+WEFT_FN void admit_successor() { asm volatile("griddepcontrol.launch_dependents;"); }
+
 struct Block {
     WEFT_FN u32 lane() const { return threadIdx.x; }
     WEFT_FN u32 lanes() const { return blockDim.x; }

@@ -1,7 +1,8 @@
-"""Mirrors of the structs in protocol/layout.cuh that the host reads: header, ring, error records, mailbox.
+"""Mirrors of the structs in protocol/layout.cuh that the host reads or writes.
 
-The sizes are compared with the numbers that every compiled entry exports (ops/layout.py), so a change on one
-side alone cannot go unnoticed.
+Their sizes and the offset of every field are compared with the numbers that every compiled entry
+exports (ops/layout.py). Types are not: a field that changes its type and keeps its place is to be
+changed here by hand.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ EPOCH_MASK = (1 << 40) - 1
 
 
 class ErrorRecord(ctypes.Structure):
-    """What went wrong, as counters and ids only."""
+    """What went wrong, as counters and ids only.
+
+    peer: the rank that it is about; for an abort, the rank that asked.
+    """
 
     _fields_ = (
         ("code", c_uint32),
@@ -65,7 +69,7 @@ class Fault(ctypes.Structure):
         ("point", c_uint32),
         ("action", c_uint32),
         ("peer", c_uint32),
-        ("once", c_uint32),
+        ("reserved", c_uint32),
         ("epoch", c_uint64),
         ("argument", c_uint64),
     )
@@ -91,7 +95,8 @@ class Header(ctypes.Structure):
         ("arrived", c_uint32),
         ("refusing", c_uint32),
         ("refusals", c_uint32),
-        ("_pad2", c_uint8 * 116),
+        ("sending", c_uint32),
+        ("_pad2", c_uint8 * 112),
         ("abort", c_uint64),
         ("_pad3", c_uint8 * 120),
         ("fault", Fault),

@@ -12,7 +12,7 @@ from weft.memory import Group
 from weft.memory.header import Record
 from weft.ops import library
 from weft.ops.args import CombineArgs, DispatchArgs
-from weft.ops.check import check_alignment, check_tensor
+from weft.ops.check import check_alignment, check_seconds, check_tensor
 from weft.ops.entry import CpuEntries, CudaEntries, Entries, payload_addresses
 from weft.ops.geometry import Geometry
 from weft.ops.received import Payload, Received
@@ -35,6 +35,8 @@ class AllToAll:
     expert_map: rank of each expert; default contiguous blocks, the first ranks holding one more.
     timeout, first_timeout: seconds that a wait for a peer may take, and the first one.
     num_sms: SMs that the kernels may fill; default all of the GPU.
+    programmatic_launch: let a kernel take its place on the GPU while its predecessor in the stream
+        still runs (programmatic dependent launch); it touches no memory before that one's end.
 
     Raises InvalidArgument, CreationFailed (on every rank, when one cannot do its part),
     GeometryMismatch (when ranks pass different sizes).
@@ -54,11 +56,14 @@ class AllToAll:
         timeout: float = 2.0,
         first_timeout: float = 120.0,
         num_sms: int | None = None,
+        programmatic_launch: bool = True,
         _defines: Sequence[str] = (),
         _first_epoch: int = 0,
     ) -> None:
         problem: Exception | None = None
         try:
+            check_seconds("timeout", timeout)
+            check_seconds("first_timeout", first_timeout)
             self._geometry = Geometry.of(
                 ranks=group.size,
                 max_tokens=max_tokens,
@@ -69,7 +74,7 @@ class AllToAll:
                 payloads=payloads,
                 expert_map=expert_map,
             )
-            self._entries = _load(group, self._geometry, num_sms, _defines)
+            self._entries = _load(group, self._geometry, num_sms, programmatic_launch, _defines)
         except Exception as error:  # whatever it is, every rank hears of it
             problem = error
         group.vote(problem, doing="preparing an all-to-all")
@@ -157,6 +162,9 @@ class AllToAll:
         topk_weights: float32 `[tokens, top_k]`; None means ones.
         num_tokens: int32 `[1]` on the device, how many rows count; those beyond are not sent.
 
+        The result shows symmetric memory and is valid until this rank calls combine: peers may
+        overwrite it from then on, so only what comes before combine in the stream may read it.
+
         Ids out of range and repeated ids are noticed on the device and raised by `check()`; they
         never touch anybody's memory. Raises InvalidArgument, TokenOverflow, OutOfOrder, and what
         broke the group.
@@ -174,7 +182,9 @@ class AllToAll:
         """`[ep_size, max_tokens, hidden]` in symmetric memory for experts to write: zero-copy.
 
         Row `[s, t]` must hold the sum over this rank's experts of token t of source s, weighted by
-        the received weights; rows whose ids are all -1 are never read.
+        the received weights; rows whose ids are all -1 are never read. Write it between dispatch
+        and combine only: from combine until the next dispatch has returned (on a GPU: has run in
+        the stream) peers may still be reading it.
         """
         self._check_open()
         return self._workspace.output
@@ -214,7 +224,13 @@ class AllToAll:
         self._workspace.raise_refusal()
 
     def abort(self) -> None:
-        """Ask this rank's kernels, running and to come, to leave their waits. Local."""
+        """Ask the kernels of all ranks to leave their waits. Waits for no peer.
+
+        May be called from another thread than the one that waits. Every wait that is under way
+        ends at once, and any later one that would last, on every rank, with Aborted naming this
+        rank; a round whose flags have all arrived may still finish. On this rank every later call
+        raises Aborted. The group is broken after it: close it and make a new one.
+        """
         self._check_open()
         self._workspace.abort()
 
@@ -308,12 +324,25 @@ class AllToAll:
         self._workspace.raise_if_broken()
 
 
-def _load(group: Group, geometry: Geometry, num_sms: int | None, defines: Sequence[str]) -> Entries:
+def _load(
+    group: Group,
+    geometry: Geometry,
+    num_sms: int | None,
+    programmatic: bool,
+    defines: Sequence[str],
+) -> Entries:
     """Compile and load both operations for the group's device."""
     if group.device.type == "cuda":
         with torch.cuda.device(group.device):
             torch.cuda.synchronize()  # makes the primary context that the module is loaded into
-            return CudaEntries(geometry.shape, geometry.layout, num_sms=num_sms, defines=defines)
+            return CudaEntries(
+                geometry.shape,
+                geometry.layout,
+                group.rank,
+                num_sms=num_sms,
+                programmatic=programmatic,
+                defines=defines,
+            )
     if num_sms is not None:
         raise InvalidArgument(f"num_sms={num_sms} on a CPU group; it limits GPU kernels")
     return CpuEntries(geometry.shape, geometry.layout, defines=defines)

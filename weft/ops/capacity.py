@@ -18,7 +18,7 @@ def tokens_per_rank(
     """Return `max_tokens` for an all-to-all.
 
     max_running_requests: sequences decoded at once by the whole server.
-    prefill_tokens: most prompt tokens of one step and one data-parallel rank (chunked prefill size).
+    prefill_tokens: most prompt tokens of one step of one data-parallel rank (chunked prefill size).
     data_parallel: attention replicas that share the running requests.
     tensor_parallel: attention ranks that split one replica's tokens before the MoE layer.
     speculative_tokens: draft tokens verified beside each sequence's own token.

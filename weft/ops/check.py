@@ -1,4 +1,4 @@
-"""Checks of what callers pass, as declarations. Every refusal says what was wrong, with both values."""
+"""Checks of what callers pass, as declarations; a refusal gives the value and what it may be."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from weft.errors import InvalidArgument, TokenOverflow
+
+MAX_SECONDS = 10**9  # deadlines are 64-bit nanoseconds
 
 
 def check_tensor(
@@ -48,9 +50,15 @@ def check_alignment(name: str, tensor: torch.Tensor, row_bytes: int) -> None:
     unit = next(n for n in (16, 8, 4, 2, 1) if row_bytes % n == 0)
     if tensor.numel() and tensor.data_ptr() % unit:
         raise InvalidArgument(
-            f"{name} starts at address {tensor.data_ptr():#x}, which is not a multiple of {unit} bytes; "
-            f"pass {name}.clone()"
+            f"{name} starts at address {tensor.data_ptr():#x}, which is not a multiple of "
+            f"{unit} bytes; pass {name}.clone()"
         )
+
+
+def check_seconds(name: str, value: float) -> None:
+    """Raises InvalidArgument for a time that no deadline can be made of."""
+    if not 0 < value <= MAX_SECONDS:
+        raise InvalidArgument(f"{name} is {value} s; it must be above 0 and at most {MAX_SECONDS}")
 
 
 def check_tokens(tokens: int, max_tokens: int) -> None:

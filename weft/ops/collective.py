@@ -1,7 +1,8 @@
-"""CollectiveAllToAll: the same interface on torch.distributed collectives, for groups that span nodes.
+"""CollectiveAllToAll: the same interface on torch.distributed, for groups that span nodes.
 
-Dispatch is an all-gather of everything, combine a reduce-scatter: every rank receives every token, so it moves
-ep_size / destinations times the bytes of the one-sided way. It is the baseline, and the bridge beyond one node.
+Dispatch is an all-gather of everything, combine a reduce-scatter: every rank receives every token,
+so it moves ep_size / destinations times the bytes of the one-sided way. It is the baseline, and the
+bridge beyond one node.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 class CollectiveAllToAll:
     """Dispatch and combine on all-gather and reduce-scatter (gloo on CPUs, NCCL on GPUs).
 
-    Arguments, results and errors are those of `weft.AllToAll`, with these differences: buffers are allocated
-    at construction in ordinary memory; sums are in fp32 but in the order of the collective, so bits may differ
-    from the one-sided way; bad ids count as -1 and are raised by `check()` as a number, not one by one;
-    timeouts are those of torch.distributed.
+    Arguments, results and errors are those of `weft.AllToAll`, with these differences: buffers are
+    allocated at construction in ordinary memory; sums are in fp32 but in the order of the
+    collective, so bits may differ from the one-sided way; bad ids count as -1 and are raised by
+    `check()` as a number, not one by one; timeouts are those of torch.distributed.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class CollectiveAllToAll:
             if expert_map is None
             else Placement.mapped(expert_map, num_experts, group.size)
         )
-        rows = [[list(p.shape), str(p.dtype)] for p in self.payloads]
+        rows = [f"{list(p.shape)} {p.dtype}" for p in self.payloads]
         sizes = {"max_tokens": max_tokens, "top_k": top_k, "experts": num_experts, "hidden": hidden}
         group.agree(
             {**sizes, "dtype": str(dtype), "payloads": rows, "ranks": list(self.placement.ranks)},
@@ -181,7 +182,7 @@ class CollectiveAllToAll:
         return result if out is None else out.copy_(result)
 
     def check(self) -> None:
-        """Raise BadExpertId when ids were out of range since the last check. Waits for the device."""
+        """Raise BadExpertId for ids out of range since the last check. Waits for the device."""
         bad = int(self._bad)
         if bad:
             self._bad.zero_()
@@ -206,7 +207,8 @@ class CollectiveAllToAll:
         check_tokens(tokens, self.max_tokens)
         if len(tensors) != len(self.payloads):
             raise InvalidArgument(
-                f"{len(tensors)} payload tensors; this all-to-all was built for {len(self.payloads)}"
+                f"{len(tensors)} payload tensors; this all-to-all was built for "
+                f"{len(self.payloads)}: pass one for each declared Payload"
             )
         for tensor, payload in zip(tensors, self.payloads, strict=True):
             check_tensor(

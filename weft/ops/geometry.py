@@ -1,4 +1,4 @@
-"""What one all-to-all carries: its Shape, payload descriptions and expert placement, from a caller's arguments."""
+"""What one all-to-all carries: its Shape, payloads and expert placement, from its arguments."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.errors import InvalidArgument
+from weft.memory.wire import JSON
 from weft.ops.check import check_alignment, check_tensor, check_tokens
 from weft.ops.layout import Layout
 from weft.ops.placement import Placement
@@ -62,7 +63,7 @@ class Geometry:
         )
         return cls(shape, Layout.of(shape), dtype, rows, placement)
 
-    def manifest(self) -> dict[str, object]:
+    def manifest(self) -> dict[str, JSON]:
         """What the ranks compare at creation, name by name."""
         s = self.shape
         return {
@@ -83,7 +84,10 @@ class Geometry:
         num_tokens: torch.Tensor | None,
         device: torch.device,
     ) -> int:
-        """Return the number of tokens; raise InvalidArgument or TokenOverflow for what the host can see."""
+        """Return the number of tokens.
+
+        Raises InvalidArgument and TokenOverflow for what the host can see.
+        """
         top_k = self.shape.top_k
         integers = (torch.int32, torch.int64)
         check_tensor("topk_ids", topk_ids, shape=(None, top_k), dtypes=integers, device=device)

@@ -1,7 +1,8 @@
 """Where things lie in a share: the Python mirror of `Share<S>` in protocol/layout.cuh.
 
-Told there, mirrored here, checked always: every compiled entry exports its own numbers and `verify` compares.
-The mirror exists so that memory can be sized, and views made, before anything is compiled.
+Told there, mirrored here, checked always: every compiled entry exports its own numbers
+(protocol/exports.cuh) and `verify` compares. The mirror exists so that memory can be sized, and
+views made, before anything is compiled.
 """
 
 from __future__ import annotations
@@ -11,11 +12,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.errors import LayoutMismatch
-from weft.memory.header import ABI, HEADER_BYTES, Mailbox
-from weft.ops.args import CombineArgs, DispatchArgs
+from weft.memory.header import ABI, HEADER_BYTES, ErrorRecord, Fault, Header, Mailbox, Record
+from weft.ops.args import CombineArgs, DispatchArgs, Site
 from weft.shape import MAX_PLANES, Shape
 
 LINE = 128
+MIRRORS: tuple[type[ctypes.Structure], ...] = (
+    ErrorRecord,
+    Mailbox,
+    Record,
+    Fault,
+    Header,
+    Site,
+    DispatchArgs,
+    CombineArgs,
+)
 
 
 def _up(size: int, unit: int = LINE) -> int:
@@ -37,7 +48,10 @@ class Layout:
 
     @classmethod
     def of(cls, shape: Shape) -> Layout:
-        """The layout of a Shape: header, inbox (flags, counts, routes, payload planes), outbox, ledger."""
+        """The layout of a Shape.
+
+        In order: header, inbox (flags, counts, routes, payload planes), outbox, destinations.
+        """
         slots = shape.ranks * shape.tokens
         counts = HEADER_BYTES + 2 * _up(8 * shape.ranks)
         route = counts + _up(4 * shape.ranks)
@@ -49,8 +63,10 @@ class Layout:
             planes.append(at)
             pitches.append(pitch)
             at += _up(slots * pitch)
-        # The end of the recursion over planes is an empty struct, which still takes a line at each level.
-        outbox = at + LINE
+        # The end of the recursion over planes is an empty struct, which still takes one line; so
+        # does the place of rows that are not pushed.
+        returned = _up(slots * shape.returned_bytes) if shape.returned_bytes else LINE
+        outbox = at + LINE + returned
         destinations = outbox + _up(slots * shape.out_bytes)
         return cls(
             share_bytes=destinations + _up(4 * shape.tokens),
@@ -66,10 +82,15 @@ class Layout:
     def expected(self) -> list[tuple[str, int]]:
         """What `weft_layout` of a compiled entry must hold, in its order."""
         planes = list(self.planes) + [0] * (MAX_PLANES - len(self.planes))
-        rows: list[tuple[str, int]] = [
-            ("abi", ABI),
-            ("sizeof(Header)", HEADER_BYTES),
-            ("sizeof(Mailbox)", ctypes.sizeof(Mailbox)),
+        rows: list[tuple[str, int]] = [("abi", ABI)]
+        for struct in MIRRORS:
+            rows.append((f"sizeof({struct.__name__})", ctypes.sizeof(struct)))
+            rows += [
+                (f"{struct.__name__}.{field[0]}", getattr(struct, field[0]).offset)
+                for field in struct._fields_
+                if not field[0].startswith("_pad")
+            ]
+        rows += [
             ("sizeof(Share)", self.share_bytes),
             ("counts", self.counts),
             ("route", self.route),
@@ -77,25 +98,15 @@ class Layout:
             ("outbox", self.outbox),
             ("destinations", self.destinations),
         ]
-        rows += [(f"payload plane {p}", at) for p, at in enumerate(planes)]
-        for struct, fields in (
-            (
-                DispatchArgs,
-                ("payload", "ids", "weights", "placement", "num_tokens", "tokens", "ids_bytes"),
-            ),
-            (CombineArgs, ("out", "add", "tokens")),
-        ):
-            rows.append((f"sizeof({struct.__name__})", ctypes.sizeof(struct)))
-            rows += [(f"{struct.__name__}.{f}", getattr(struct, f).offset) for f in fields]
-        return rows
+        return rows + [(f"payload plane {p}", at) for p, at in enumerate(planes)]
 
     def verify(self, exported: Sequence[int]) -> None:
         """Raise LayoutMismatch naming the first number on which Python and C++ differ."""
         expected = self.expected()
         if len(exported) != len(expected):
             raise LayoutMismatch(
-                f"the entry exports {len(exported)} layout numbers, Python expects {len(expected)}: "
-                "the package is inconsistent; reinstall it and run `weft cache clear`"
+                f"the entry exports {len(exported)} layout numbers, Python expects "
+                f"{len(expected)}: reinstall weft and run `weft cache clear`"
             )
         for (name, ours), theirs in zip(expected, exported, strict=True):
             if ours != theirs:

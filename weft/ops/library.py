@@ -1,7 +1,7 @@
-"""The two operations as torch.library ops, so that torch.compile sees them as they are: opaque, ordered, unmergeable.
+"""The two operations as torch.library ops: opaque, ordered and unmergeable for torch.compile.
 
-Symmetric memory is state that a graph cannot see. Each op therefore claims to mutate a one-element tensor of its
-all-to-all, which keeps calls in order and keeps equal calls from being merged into one.
+Symmetric memory is state that a graph cannot see. Each op therefore claims to mutate a one-element
+tensor of its all-to-all, which keeps calls in order and keeps equal calls from being merged.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def _(
     _find(handle)
 
 
-# Apart from dispatch, because an op that mutates may not return a list; reading `order` keeps it behind dispatch.
+# Apart from dispatch, because an op that mutates may not return a list; reading `order` keeps it
+# behind dispatch.
 @torch.library.custom_op("weft::received", mutates_args=())
 def _received(order: torch.Tensor, handle: int) -> list[torch.Tensor]:
     return _views(handle)

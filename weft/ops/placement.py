@@ -14,7 +14,7 @@ from weft.errors import InvalidArgument
 class Placement:
     """Expert -> (rank, local id). Local ids count a rank's experts in ascending global order.
 
-    ranks: owner of each expert.  local: its local id there.  explicit: given by the caller as a map.
+    ranks: owner of each expert.  local: its local id there.  explicit: the caller gave the map.
     """
 
     ranks: tuple[int, ...]

@@ -1,39 +1,60 @@
-"""How many CTAs share the work of a call, and of how many threads. Local to a rank: peers may choose differently."""
+"""How many CTAs share the work of a call, and of how many threads.
+
+Local to a rank: peers may choose differently. The numbers are from sweeps on 8 x H200, hidden 7168,
+2026-11-20 (docs/measuring.md).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-SMALLEST = 64  # threads of the smallest CTA worth launching
+LARGEST = 512  # threads of a dispatch CTA
+SMALLEST = 64
+PIECE = 128  # threads of a combine CTA
+PIECES_PER_SM = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A launch: `workers` x `chunks` CTAs of `threads`; a worker takes tokens in turn, a chunk part of a row."""
+    """A launch: `workers` x `chunks` CTAs of `threads`.
+
+    A worker takes tokens in turn, a chunk takes part of each row.
+    """
 
     workers: int
     chunks: int
     threads: int
 
 
-def plan(
-    tokens: int, vectors: int, *, sms: int, max_threads: int, per_sm: Callable[[int], int]
-) -> Plan:
-    """Split rows of `vectors` 16-byte words over CTAs.
+def plan_dispatch(tokens: int, vectors: int, *, sms: int, per_sm: Callable[[int], int]) -> Plan:
+    """Split rows of `vectors` 16-byte words over the CTAs that push them.
 
-    Few tokens: one SM moves about 36 GB/s over NVLink and the GPU 334 (H200, 2026-11-20), so a row is cut into
-    as many pieces as fill the SMs, down to `SMALLEST` threads each. Many tokens: a grid that is resident as a
-    whole takes them in turn, so that each CTA waits for its peers once.
+    Few tokens: one SM pushes about 36 GB/s and the GPU 334, so a row is cut into as many pieces as
+    fill the SMs, down to `SMALLEST` threads each. Many: the whole resident grid takes turns.
 
     per_sm: resident CTAs of one SM, by threads of a CTA.
     """
-    chunks = -(-vectors // max_threads)
+    chunks = -(-vectors // LARGEST)
     if tokens * chunks < sms:
         chunks = max(chunks, min(sms // max(tokens, 1), -(-vectors // SMALLEST)))
     threads = max(SMALLEST, _whole_warps(-(-vectors // chunks)))
     chunks = -(-vectors // threads)
     resident = max(1, sms * max(1, per_sm(threads)) // chunks)
+    return Plan(workers=max(1, min(tokens, resident)), chunks=chunks, threads=threads)
+
+
+def plan_combine(tokens: int, vectors: int, *, sms: int, per_sm: Callable[[int], int]) -> Plan:
+    """Split rows of `vectors` 16-byte words over the CTAs that pull them.
+
+    Every thread has a load to each peer in flight, so few threads fill the links, and more only
+    queue: 2048 threads an SM cost 8 % against 512 at 128 tokens. A call of at most two pieces an SM
+    takes them one after the other (30.3 against 31.6 us a pair at 32 tokens).
+    """
+    threads = min(PIECE, max(SMALLEST, _whole_warps(vectors)))
+    chunks = -(-vectors // threads)
+    deep = 1 if tokens * chunks <= 2 * sms else PIECES_PER_SM
+    resident = max(1, sms * max(1, min(deep, per_sm(threads))) // chunks)
     return Plan(workers=max(1, min(tokens, resident)), chunks=chunks, threads=threads)
 
 

@@ -26,14 +26,17 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What dispatch brought to this rank: views into symmetric memory, valid until the next dispatch.
+    """What dispatch brought to this rank: views into symmetric memory, valid until its combine.
 
-    Slot `[s, t]` belongs to token t of source rank s, always. Where all ids of a slot are -1 the token was not
-    for this rank: its payload is whatever lay there before, and must not be read.
+    Combine tells the peers that this inbox may be overwritten by their next dispatch: whatever
+    reads these views must come before it in the stream, and what is needed later must be copied.
+
+    Slot `[s, t]` belongs to token t of source rank s, always. Where all ids of a slot are -1 the
+    token was not for this rank: its payload is whatever lay there before, and must not be read.
 
     payloads: each `[ep_size, max_tokens, *row]` in the dtype that was sent.
-    ids: int32 `[ep_size, max_tokens, top_k]`, LOCAL expert ids, or -1 where the expert lies elsewhere.
-    weights: float32 `[ep_size, max_tokens, top_k]`, 0 where the id is -1.
+    ids: int32 `[ep_size, max_tokens, top_k]`, LOCAL expert ids; -1 where the expert lies elsewhere.
+    weights: float32 `[ep_size, max_tokens, top_k]`, meaningless (not 0) where the id is -1.
     counts: int32 `[ep_size]`, tokens that each source brought; rows at and above it have ids -1.
     """
 

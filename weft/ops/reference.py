@@ -59,12 +59,12 @@ def combine(
     *,
     add: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`out[t] = round(sum over ranks r in order, where carries[r][t], of float(rows[r][t]) + add[t])`.
+    """`out[t] = round(sum of float(rows[r][t]) over the ranks r that carry t + float(add[t]))`.
 
     rows: for each rank, `[tokens, hidden]`, what its experts made of one source's tokens.
     carries: for each rank, bool `[tokens]`: was the token for it? Other rows are not read.
 
-    The sum is in fp32 and starts from +0, then `add`, then one rounding to nearest even.
+    The sum is in fp32, from +0 and in rank order, then `add`, then one rounding to nearest even.
     """
     total = torch.zeros(rows[0].shape, dtype=torch.float32, device=rows[0].device)
     for row, carried in zip(rows, carries, strict=True):
@@ -75,9 +75,9 @@ def combine(
 
 
 def identity_experts(received: Received, dtype: torch.dtype) -> torch.Tensor:
-    """Experts that return their token: `y[s, t] = x[s, t] * sum of its local weights`, `[ep, max, hidden]`.
+    """`y[s, t] = x[s, t] * sum of its local weights`, `[ep_size, max_tokens, hidden]`.
 
-    A stand-in for real experts whose answer is known exactly: the weights are added in fp32 in
+    Experts that return their token: their answer is known exactly. The weights are added in fp32 in
     top-k order, the product is rounded once. Rows without a token are NaN, so that a combine that
     reads one shows it.
     """
@@ -98,7 +98,7 @@ def identity_round_trip(
     ranks: int,
     add: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What dispatch, `identity_experts` and combine together make of one rank's x `[tokens, hidden]`.
+    """What dispatch, `identity_experts` and combine make of one rank's x `[tokens, hidden]`.
 
     Needs only that rank's own tensors, so a rank can check itself. Bitwise equal to the exchange.
     """

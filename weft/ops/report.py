@@ -22,13 +22,14 @@ def _signed(value: int) -> int:
 
 
 def refusal(record: ErrorRecord, count: int) -> UsageError:
-    """The error for input that was dropped or reported without harm; `count` such reports are new."""
+    """The error for input that was dropped or reported without harm; `count` reports are new."""
     more = f" ({count} reports since the last check)" if count > 1 else ""
     where = f"rank {record.rank}: topk_ids[{record.token}, {record.slot}]"
     if record.code == BAD_EXPERT_ID:
         return BadExpertId(
-            f"{where} is {_signed(record.seen)}; expert ids are 0..{record.wanted - 1}, or -1 for none. "
-            f"The id was dropped, all others were served{more}. Mend the router or mask the id with -1."
+            f"{where} is {_signed(record.seen)}; expert ids are 0..{record.wanted - 1}, or -1 for "
+            f"none. The id was dropped, all others were served{more}. Mend the router or mask the "
+            "id with -1."
         )
     if record.code == DUPLICATE_EXPERT:
         return BadExpertId(
@@ -48,16 +49,18 @@ def breakage(record: ErrorRecord) -> GroupError:
     if record.code == PEER_TIMEOUT:
         return PeerTimeout(
             f"{who}: rank {record.peer} did not publish epoch {record.wanted} within "
-            f"{record.elapsed_ns / 1e9:.2f} s (its flag shows epoch {record.seen}). It is dead, stopped, slower "
-            "than the deadline, or did not make this call; raise timeout= if it was only slow, then make a "
-            "new group."
+            f"{record.elapsed_ns / 1e9:.2f} s (its flag shows epoch {record.seen}). It is dead, "
+            "stopped, slower than the deadline, or did not make this call; raise timeout= if it "
+            "was only slow, then make a new group."
         )
     if record.code == GEOMETRY_MISMATCH:
         return GeometryMismatch(
             f"{who}: rank {record.peer} called with geometry {record.seen:#04x}, this rank with "
-            f"{record.wanted:#04x} (hashes of ranks, tokens, top_k, experts, hidden, dtype and payload rows). "
-            "Give every rank the same arguments."
+            f"{record.wanted:#04x} (hashes of ranks, tokens, top_k, experts, hidden, dtype and "
+            "payload rows). Give every rank the same arguments."
         )
+    asker = "this rank" if record.peer == record.rank else f"rank {record.peer}"
     return Aborted(
-        f"{who}: asked to leave while waiting for rank {record.peer}, epoch {record.wanted}; make a new group."
+        f"{who}: left its wait for epoch {record.wanted} because {asker} called abort(); make a "
+        "new group."
     )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from weft.errors import InvalidArgument
+from weft.errors import Aborted, InvalidArgument
 from weft.memory import Group, Heap
 from weft.memory.header import ABI, EPOCH_MASK, HEADER_BYTES, Header, Mailbox, Record
+from weft.ops.alarm import Alarm
 from weft.ops.args import Site
 from weft.ops.geometry import Geometry
 from weft.ops.received import Payload, Received
@@ -32,8 +33,21 @@ class Workspace:
         first_timeout: float,
         first_epoch: int = 0,
     ) -> None:
+        header = Header()
+        header.abi, header.rank, header.ranks = ABI, group.rank, group.size
+        header.share_bytes = geometry.layout.share_bytes
+        header.first_epoch = header.epoch = first_epoch & EPOCH_MASK
+        header.deadline_ns = int(timeout * 1e9)
+        header.first_deadline_ns = int(first_timeout * 1e9)
         self.heap = Heap.create(group, geometry.layout.share_bytes)
         self._seen_refusals = 0
+        # A vote: no peer may dispatch into this share before it is initialised.
+        group.together(
+            lambda: self._initialise(geometry, header), doing="initialising an all-to-all"
+        )
+
+    def _initialise(self, geometry: Geometry, header: Header) -> None:
+        group = self.heap.group
         self._mailbox = Mailbox.from_address(self.heap.mailbox.host)
         self.site = Site(
             base=self.heap.base,
@@ -46,11 +60,12 @@ class Workspace:
         shape, layout = geometry.shape, geometry.layout
         rows = (shape.ranks, shape.tokens, shape.hidden)
         self.output = self.heap.tensor(rows, geometry.dtype, offset=layout.outbox)
-        self._write_header(group, geometry, timeout, first_timeout, first_epoch)
+        self._alarm = Alarm(self.heap)
+        header.generation = self.heap.generation
+        raw = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        self.heap.tensor((HEADER_BYTES,), torch.uint8).copy_(raw)
         if group.device.type == "cuda":
             torch.cuda.synchronize(group.device)
-        # No peer may dispatch into this share before it is initialised.
-        group.vote(None, doing="initialising an all-to-all")
 
     def _inbox_views(self, geometry: Geometry) -> Received:
         shape, layout, heap = geometry.shape, geometry.layout, self.heap
@@ -75,28 +90,12 @@ class Workspace:
         counts = heap.tensor((shape.ranks,), torch.int32, offset=layout.counts)
         return Received(planes, ids, weights, counts)
 
-    def _write_header(
-        self,
-        group: Group,
-        geometry: Geometry,
-        timeout: float,
-        first_timeout: float,
-        first_epoch: int,
-    ) -> None:
-        header = Header()
-        header.abi, header.rank, header.ranks = ABI, group.rank, group.size
-        header.generation = self.heap.generation
-        header.share_bytes = geometry.layout.share_bytes
-        header.first_epoch = header.epoch = first_epoch & EPOCH_MASK
-        header.deadline_ns = int(timeout * 1e9)
-        header.first_deadline_ns = int(first_timeout * 1e9)
-        raw = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        self.heap.tensor((HEADER_BYTES,), torch.uint8).copy_(raw)
-
     def raise_if_broken(self) -> None:
         """Raise what ended the group, if anything did."""
         if self._mailbox.broken_code:
             raise breakage(self._mailbox.broken)
+        if self._mailbox.abort:
+            raise Aborted(f"this rank, {self.site.rank}, called abort(); make a new group")
 
     def raise_refusal(self) -> None:
         """Raise the latest refused input since the last call, if there was any."""
@@ -108,8 +107,9 @@ class Workspace:
         raise refusal(self._mailbox.refused[serial % len(self._mailbox.refused)], count)
 
     def abort(self) -> None:
-        """Ask this rank's kernels to leave their waits."""
+        """Ask the kernels of all ranks to leave their waits."""
         self._mailbox.abort = 1
+        self._alarm.ring()
 
     def history(self, rank: int | None) -> list[Record]:
         """Finished operations of a rank, oldest first."""
@@ -117,8 +117,8 @@ class Workspace:
         return sorted((r for r in header.ring if r.phase), key=lambda r: (r.epoch, r.phase))
 
     def close(self) -> None:
-        """Give the memory back; local."""
-        del self._mailbox
+        """Give the memory back, but for what a caller's views still show; local."""
+        del self._mailbox, self._alarm, self.received, self.output
         self.heap.close()
 
 

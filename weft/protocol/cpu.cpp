@@ -1,9 +1,11 @@
 // The CPU backend: the same protocol with a team of one thread, memcpy for the data mover, and
 // plain C++ numbers. A generated entry includes this file and opens it through extern "C" doors.
-#include <cmath>
+#include <bit>
 #include <cstring>
+#include <type_traits>
 
 #include <weft/protocol/exports.cuh>
+#include <weft/protocol/fp8.hpp>
 #include <weft/protocol/phases.cuh>
 
 namespace weft {
@@ -14,43 +16,78 @@ struct Solo {
     bool all(bool mine) const { return mine; }
 };
 
-inline float read_number(Number number, const u8* row, u32 i) {
-    if (number == Number::bf16) {
-        u16 bits;
-        std::memcpy(&bits, row + 2 * i, 2);
-        const u32 wide = u32(bits) << 16;
-        float value;
-        std::memcpy(&value, &wide, 4);
-        return value;
-    }
-    if (number == Number::fp16) {
-        _Float16 value;
-        std::memcpy(&value, row + 2 * i, 2);
-        return float(value);
-    }
-    float value;
-    std::memcpy(&value, row + 4 * i, 4);
-    return value;
+template <Number N> using Bits = std::conditional_t<N == Number::fp32, u32, u16>;
+
+// Half precision in integers: it vectorises, and g++ 11 has no _Float16.
+inline float widen_half(u16 bits) {
+    const u32 shifted = (bits & 0x7fffu) << 13;
+    const u32 finite = std::bit_cast<u32>(std::bit_cast<float>(shifted) * 0x1p112f);
+    const u32 wide = shifted < 0x7c00u << 13 ? finite : shifted | 0x7f800000u;
+    return std::bit_cast<float>(wide | (bits & 0x8000u) << 16);
 }
 
-// Rounds to nearest even, as the GPU's cvt.rn does; every NaN becomes the quiet NaN that the GPU
+inline u32 narrow_half(u32 wide) {
+    const u32 size = wide & 0x7fffffffu;
+    // Below 2^-14 a half is a multiple of 2^-24, and so is a float just above 0.5.
+    const u32 small = std::bit_cast<u32>(std::bit_cast<float>(size) + 0.5f) - 0x3f000000u;
+    const u32 normal = (size - (112u << 23) + 0xfffu + (size >> 13 & 1u)) >> 13;
+    const u32 finite = size < 0x38800000u ? small : normal;
+    return (wide >> 16 & 0x8000u) | (size < 0x47800000u ? finite : 0x7c00u);
+}
+
+template <Number N> float widen(Bits<N> bits) {
+    if constexpr (N == Number::bf16)
+        return std::bit_cast<float>(u32(bits) << 16);
+    else if constexpr (N == Number::fp16)
+        return widen_half(bits);
+    else
+        return std::bit_cast<float>(bits);
+}
+
+// Rounds to nearest even, as the GPU's cvt.rn does; every NaN becomes the one NaN that the GPU
 // writes.
-inline void write_number(Number number, u8* row, u32 i, float value) {
-    if (number == Number::bf16) {
-        u32 wide;
-        std::memcpy(&wide, &value, 4);
-        const u16 bits =
-            std::isnan(value) ? u16(0x7fff) : u16((wide + 0x7fffu + (wide >> 16 & 1u)) >> 16);
-        std::memcpy(row + 2 * i, &bits, 2);
-    } else if (number == Number::fp16) {
-        const _Float16 half = _Float16(value);
-        std::memcpy(row + 2 * i, &half, 2);
-    } else {
-        std::memcpy(row + 4 * i, &value, 4);
+template <Number N> Bits<N> narrow(float value) {
+    const u32 wide = std::bit_cast<u32>(value);
+    const bool is_nan = (wide & 0x7fffffffu) > 0x7f800000u;
+    if constexpr (N == Number::bf16)
+        return u16(is_nan ? 0x7fffu : (wide + 0x7fffu + (wide >> 16 & 1u)) >> 16);
+    else if constexpr (N == Number::fp16)
+        return u16(is_nan ? 0x7fffu : narrow_half(wide));
+    else
+        return is_nan ? 0x7fffffffu : wide;
+}
+
+template <Number N, u32 count> void read_block(float (&x)[count], const u8* row, u32 at) {
+    for (u32 i = 0; i < count; ++i) x[i] = widen<N>(reinterpret_cast<const Bits<N>*>(row)[at + i]);
+}
+
+// One row as FP8: e4m3 numbers to `numbers`, a scale for each block to `scales`.
+template <Shape S, Quant quant> void quantize_row(const u8* row, u8* numbers, u8* scales) {
+    constexpr u32 columns = quant == Quant::mxfp8 ? mx_columns : scale_columns;
+    for (u32 block = 0; block < S.hidden / columns; ++block) {
+        float x[columns];
+        read_block<S.number>(x, row, block * columns);
+        const u32 amax = amax_bits_of(x);
+        const bool broken = amax >= infinity_bits;
+        if constexpr (quant == Quant::mxfp8) {
+            scales[block] = u8(mx_exponent(amax));
+            store_block(x, mx_inverse(scales[block]), broken, numbers + block * columns);
+        } else {
+            const BlockScale scale = block_scale(amax);
+            std::memcpy(scales + 4 * block, &scale.scale, 4);
+            store_block(x, scale.inverse, broken, numbers + block * columns);
+        }
     }
 }
 
-template <Shape S, u32 P = 0> void copy_planes(const DispatchArgs& a, Inbox<S>& to, u32 token) {
+// The first payload as FP8 with its scales, where the Shape asks for it.
+template <Shape S> void quantize_payload(const DispatchArgs& a, Inbox<S>& to, u32 token) {
+    const u8* row = static_cast<const u8*>(a.payload[0]) + u64(token) * S.out_bytes();
+    quantize_row<S, S.quant>(row, plane<0>(to.payload).row[a.site.rank][token],
+                             plane<1>(to.payload).row[a.site.rank][token]);
+}
+
+template <Shape S, u32 P> void copy_planes(const DispatchArgs& a, Inbox<S>& to, u32 token) {
     if constexpr (P < S.planes) {
         const u8* from = static_cast<const u8*>(a.payload[P]) + u64(token) * S.row_bytes[P];
         std::memcpy(plane<P>(to.payload).row[a.site.rank][token], from, S.row_bytes[P]);
@@ -66,7 +103,7 @@ template <Shape S> u32 send_token(const DispatchArgs& a, u32 token) {
     Place places[S.top_k];
     i32 ids[S.top_k];
     for (u32 k = 0; k < S.top_k; ++k) {
-        ids[k] = expert_id<S>(a, token, k, true);
+        ids[k] = expert_id<S>(a, raw_id<S>(a, token, k), token, k, true);
         if (ids[k] < 0) continue;
         for (u32 j = 0; j < k; ++j)
             if (ids[j] == ids[k]) refuse_duplicate(own.header, a.site, token, k, ids[k]);
@@ -81,7 +118,9 @@ template <Shape S> u32 send_token(const DispatchArgs& a, u32 token) {
             route.expert[k] = here ? i32(places[k].local) : -1;
             route.weight[k] = !here ? 0.0f : a.weights ? a.weights[u64(token) * S.top_k + k] : 1.0f;
         }
-        if (destinations >> peer & 1) copy_planes<S>(a, to, token);
+        if (!(destinations >> peer & 1)) continue;
+        if constexpr (S.quant != Quant::none) quantize_payload<S>(a, to, token);
+        copy_planes<S, S.quant == Quant::none ? 0 : 2>(a, to, token);
     }
     return destinations;
 }
@@ -93,50 +132,111 @@ template <Shape S> void clear_rows(const DispatchArgs& a, u32 from, u32 until) {
                 share<S>(a.site, peer).inbox.route[a.site.rank][token].expert[k] = -1;
 }
 
-template <Shape S> void dispatch(const DispatchArgs& a) {
+template <Shape S, Part part = Part::whole> void dispatch(const DispatchArgs& a) {
     Share<S>& own = mine<S>(a.site);
     const Turn turn = own.header.turn;
     if (turn.failed != 0) return;
     const u64 start = now_ns(), wanted = (turn.epoch + 1) & epoch_mask;
-    if (fault(own.header, Point::dispatch_enter, a.site.rank, wanted) == Action::stay_away) return;
-    const u32 count = token_count<S>(a, true);
-    for (u32 token = 0; token < a.tokens; ++token)
-        own.destinations[token] = token < count ? send_token<S>(a, token) : 0;
-    clear_rows<S>(a, count, turn.rows);
-    fault(own.header, Point::after_payload, a.site.rank, wanted);
-    publish<S>(Solo{}, a.site, Phase::dispatch, wanted, count);
-    if (!await_all<S>(Solo{}, a.site, Phase::dispatch, wanted)) return;
-    own.header.turn = {wanted, 0, count};
-    keep_record(own.header, Phase::dispatch, wanted, start, count);
+    if constexpr (part != Part::receive) {
+        if (fault(own.header, Point::dispatch_enter, a.site.rank, wanted) == Action::stay_away)
+            return;
+        const u32 count = token_count<S>(a, true);
+        for (u32 token = 0; token < a.tokens; ++token)
+            own.destinations[token] = token < count ? send_token<S>(a, token) : 0;
+        clear_rows<S>(a, count, turn.rows);
+        fault(own.header, Point::after_payload, a.site.rank, wanted);
+        publish<S>(Solo{}, a.site, Phase::dispatch, wanted, count);
+        own.header.sending = count;
+    }
+    if constexpr (part != Part::send) {
+        if (!await_all<S>(Solo{}, a.site, Phase::dispatch, wanted)) return;
+        own.header.turn = {wanted, 0, own.header.sending};
+        keep_record(own.header, Phase::dispatch, wanted, start, own.header.sending);
+    }
+}
+
+constexpr u32 block_numbers = 256;  // of one partial sum: it stays in the first-level cache
+
+template <Number N, u32 count>
+void add_block(float (&__restrict__ sum)[count], const Bits<N>* __restrict__ from) {
+    for (u32 i = 0; i < count; ++i) sum[i] += widen<N>(from[i]);
+}
+
+// One peer's row, wherever the Shape's way has left it.
+template <Shape S, u32 count>
+void add_row(float (&sum)[count], const Site& site, u32 peer, u32 token, u32 at) {
+    if constexpr (S.way == Way::pull) {
+        const u8* row = share<S>(site, peer).outbox.row[site.rank][token];
+        add_block<S.number>(sum, reinterpret_cast<const Bits<S.number>*>(row) + at);
+    } else {
+        const u8* row = mine<S>(site).inbox.returned.row[peer][token];
+        if constexpr (S.way == Way::push) {
+            add_block<S.number>(sum, reinterpret_cast<const Bits<S.number>*>(row) + at);
+        } else {
+            const float* scale = reinterpret_cast<const float*>(row + S.hidden);
+            for (u32 i = 0; i < count; ++i)
+                sum[i] += from_e4m3(row[at + i]) * scale[(at + i) / scale_columns];
+        }
+    }
+}
+
+// Numbers `at` .. `at` + count of one row. The loops over `count` are the inner ones and their
+// length is a constant, so that compilers vectorise them at -O2: combining 128 tokens of 7168 bf16
+// takes 0.2 ms, and took 2.3 ms with the loop over peers inside (2 ranks, 2-core CI machine,
+// 2026-11-20).
+template <Shape S, u32 count> void reduce_block(const CombineArgs& a, u32 token, u32 at) {
+    using Element = Bits<S.number>;
+    const u32 destinations = mine<S>(a.site).destinations[token];
+    const u64 in_output = u64(token) * S.hidden + at;
+    float sum[count] = {};
+    for (u32 peer = 0; peer < S.ranks; ++peer)
+        if (destinations >> peer & 1) add_row<S>(sum, a.site, peer, token, at);
+    if (a.add) add_block<S.number>(sum, static_cast<const Element*>(a.add) + in_output);
+    Element* out = static_cast<Element*>(a.out) + in_output;
+    for (u32 i = 0; i < count; ++i) out[i] = narrow<S.number>(sum[i]);
 }
 
 // out[token] = the sum of its ranks' rows in rank order, in fp32, then `add`, rounded once.
 template <Shape S> void reduce_token(const CombineArgs& a, u32 token) {
-    const u32 destinations = mine<S>(a.site).destinations[token];
-    u8* out = static_cast<u8*>(a.out) + u64(token) * S.out_bytes();
-    const u8* add = a.add ? static_cast<const u8*>(a.add) + u64(token) * S.out_bytes() : nullptr;
-    for (u32 i = 0; i < S.hidden; ++i) {
-        float sum = 0.0f;
-        for (u32 peer = 0; peer < S.ranks; ++peer)
-            if (destinations >> peer & 1)
-                sum +=
-                    read_number(S.number, share<S>(a.site, peer).outbox.row[a.site.rank][token], i);
-        if (add) sum += read_number(S.number, add, i);
-        write_number(S.number, out, i, sum);
-    }
+    constexpr u32 rest = S.hidden % block_numbers, whole = S.hidden - rest;
+    for (u32 at = 0; at < whole; at += block_numbers) reduce_block<S, block_numbers>(a, token, at);
+    if constexpr (rest != 0) reduce_block<S, rest>(a, token, whole);
 }
 
-template <Shape S> void combine(const CombineArgs& a) {
+// The rows that this rank's experts made, into the inboxes of the tokens' owners.
+template <Shape S> void push_rows(const Site& site) {
+    Share<S>& own = mine<S>(site);
+    for (u32 source = 0; source < S.ranks; ++source)
+        for (u32 token = 0; token < u32(own.inbox.counts[source]); ++token) {
+            bool is_for_me = false;
+            for (u32 k = 0; k < S.top_k; ++k)
+                is_for_me = is_for_me || own.inbox.route[source][token].expert[k] >= 0;
+            if (!is_for_me) continue;
+            const u8* from = own.outbox.row[source][token];
+            u8* to = share<S>(site, source).inbox.returned.row[site.rank][token];
+            if constexpr (S.way == Way::fp8)
+                quantize_row<S, Quant::fp8>(from, to, to + S.hidden);
+            else
+                std::memcpy(to, from, S.out_bytes());
+        }
+}
+
+template <Shape S, Part part = Part::whole> void combine(const CombineArgs& a) {
     Share<S>& own = mine<S>(a.site);
     const Turn turn = own.header.turn;
     if (turn.failed != 0) return;
     const u64 start = now_ns();
-    if (fault(own.header, Point::combine_enter, a.site.rank, turn.epoch) == Action::stay_away)
-        return;
-    publish<S>(Solo{}, a.site, Phase::combine, turn.epoch, 0);
-    if (!await_all<S>(Solo{}, a.site, Phase::combine, turn.epoch)) return;
-    for (u32 token = 0; token < a.tokens; ++token) reduce_token<S>(a, token);
-    keep_record(own.header, Phase::combine, turn.epoch, start, a.tokens);
+    if constexpr (part != Part::receive) {
+        if (fault(own.header, Point::combine_enter, a.site.rank, turn.epoch) == Action::stay_away)
+            return;
+        if constexpr (S.way != Way::pull) push_rows<S>(a.site);
+        publish<S>(Solo{}, a.site, Phase::combine, turn.epoch, 0);
+    }
+    if constexpr (part != Part::send) {
+        if (!await_all<S>(Solo{}, a.site, Phase::combine, turn.epoch)) return;
+        for (u32 token = 0; token < a.tokens; ++token) reduce_token<S>(a, token);
+        keep_record(own.header, Phase::combine, turn.epoch, start, a.tokens);
+    }
 }
 
 }  // namespace weft

@@ -1,5 +1,6 @@
-// The numbers that Python checks its mirrors against, in the order of ops/layout.py and
-// jit/args.py.
+// The numbers that Python checks its mirrors against (ops/layout.py): one table an entry, with
+// every struct that Python reads or writes, field by field, and where the parts of this Shape's
+// share lie.
 #pragma once
 #include <weft/protocol/args.cuh>
 
@@ -16,36 +17,66 @@ template <Shape S, u32 P> constexpr u64 plane_offset() {
 
 }  // namespace weft
 
-// One table an entry: `WEFT_EXPORT(S)` after the Shape literal.
-#define WEFT_EXPORT(S, STORAGE)                                                                 \
-    extern "C" STORAGE const weft::u64 weft_layout[] = {                                        \
-        weft::abi,                                                                              \
-        sizeof(weft::Header),                                                                   \
-        sizeof(weft::Mailbox),                                                                  \
-        sizeof(weft::Share<S>),                                                                 \
+// The structs that have a ctypes mirror: their size, then every field in the order of the mirror.
+#define WEFT_AT(T, field) WEFT_OFFSET(weft::T, field)
+#define WEFT_ERROR_RECORD                                                                          \
+    sizeof(weft::ErrorRecord), WEFT_AT(ErrorRecord, code), WEFT_AT(ErrorRecord, rank),             \
+        WEFT_AT(ErrorRecord, peer), WEFT_AT(ErrorRecord, phase), WEFT_AT(ErrorRecord, wanted),     \
+        WEFT_AT(ErrorRecord, seen), WEFT_AT(ErrorRecord, elapsed_ns), WEFT_AT(ErrorRecord, token), \
+        WEFT_AT(ErrorRecord, slot)
+#define WEFT_MAILBOX                                                            \
+    sizeof(weft::Mailbox), WEFT_AT(Mailbox, abort), WEFT_AT(Mailbox, refusals), \
+        WEFT_AT(Mailbox, broken_code), WEFT_AT(Mailbox, broken), WEFT_AT(Mailbox, refused)
+#define WEFT_RECORD                                                          \
+    sizeof(weft::Record), WEFT_AT(Record, epoch), WEFT_AT(Record, start_ns), \
+        WEFT_AT(Record, end_ns), WEFT_AT(Record, phase), WEFT_AT(Record, tokens)
+#define WEFT_FAULT                                                                            \
+    sizeof(weft::Fault), WEFT_AT(Fault, point), WEFT_AT(Fault, action), WEFT_AT(Fault, peer), \
+        WEFT_AT(Fault, reserved), WEFT_AT(Fault, epoch), WEFT_AT(Fault, argument)
+#define WEFT_HEADER                                                                              \
+    sizeof(weft::Header), WEFT_AT(Header, abi), WEFT_AT(Header, rank), WEFT_AT(Header, ranks),   \
+        WEFT_AT(Header, generation), WEFT_AT(Header, share_bytes), WEFT_AT(Header, first_epoch), \
+        WEFT_AT(Header, deadline_ns), WEFT_AT(Header, first_deadline_ns),                        \
+        WEFT_AT(Header, turn.epoch), WEFT_AT(Header, turn.failed), WEFT_AT(Header, turn.rows),   \
+        WEFT_AT(Header, arrived), WEFT_AT(Header, refusing), WEFT_AT(Header, refusals),          \
+        WEFT_AT(Header, sending), WEFT_AT(Header, abort), WEFT_AT(Header, fault),                \
+        WEFT_AT(Header, ring)
+#define WEFT_SITE                                                                           \
+    sizeof(weft::Site), WEFT_AT(Site, base), WEFT_AT(Site, stride), WEFT_AT(Site, mailbox), \
+        WEFT_AT(Site, rank), WEFT_AT(Site, descriptor)
+#define WEFT_DISPATCH_ARGS                                                                   \
+    sizeof(weft::DispatchArgs), WEFT_AT(DispatchArgs, site), WEFT_AT(DispatchArgs, payload), \
+        WEFT_AT(DispatchArgs, ids), WEFT_AT(DispatchArgs, weights),                          \
+        WEFT_AT(DispatchArgs, placement), WEFT_AT(DispatchArgs, num_tokens),                 \
+        WEFT_AT(DispatchArgs, tokens), WEFT_AT(DispatchArgs, ids_bytes)
+#define WEFT_COMBINE_ARGS                                                             \
+    sizeof(weft::CombineArgs), WEFT_AT(CombineArgs, site), WEFT_AT(CombineArgs, out), \
+        WEFT_AT(CombineArgs, add), WEFT_AT(CombineArgs, tokens), WEFT_AT(CombineArgs, reserved)
+
+// After the Shape literal S: `WEFT_EXPORT(S, __device__)` on a GPU, `WEFT_EXPORT(S, )` on a CPU.
+#define WEFT_EXPORT(S, STORAGE)                                                   \
+    extern "C" STORAGE const weft::u64 weft_layout[] = {                          \
+        weft::abi,                                                                \
+        WEFT_ERROR_RECORD,                                                        \
+        WEFT_MAILBOX,                                                             \
+        WEFT_RECORD,                                                              \
+        WEFT_FAULT,                                                               \
+        WEFT_HEADER,                                                              \
+        WEFT_SITE,                                                                \
+        WEFT_DISPATCH_ARGS,                                                       \
+        WEFT_COMBINE_ARGS,                                                        \
+        sizeof(weft::Share<S>),                                                   \
         WEFT_OFFSET(weft::Share<S>, inbox) + WEFT_OFFSET(weft::Inbox<S>, counts), \
         WEFT_OFFSET(weft::Share<S>, inbox) + WEFT_OFFSET(weft::Inbox<S>, route),  \
-        sizeof(weft::Route<S>),                                                                 \
-        WEFT_OFFSET(weft::Share<S>, outbox),                                             \
-        WEFT_OFFSET(weft::Share<S>, destinations),                                       \
-        weft::plane_offset<S, 0>(),                                                             \
-        weft::plane_offset<S, 1>(),                                                             \
-        weft::plane_offset<S, 2>(),                                                             \
-        weft::plane_offset<S, 3>(),                                                             \
-        weft::plane_offset<S, 4>(),                                                             \
-        weft::plane_offset<S, 5>(),                                                             \
-        weft::plane_offset<S, 6>(),                                                             \
-        weft::plane_offset<S, 7>(),                                                             \
-        sizeof(weft::DispatchArgs),                                                             \
-        WEFT_OFFSET(weft::DispatchArgs, payload),                                        \
-        WEFT_OFFSET(weft::DispatchArgs, ids),                                            \
-        WEFT_OFFSET(weft::DispatchArgs, weights),                                        \
-        WEFT_OFFSET(weft::DispatchArgs, placement),                                      \
-        WEFT_OFFSET(weft::DispatchArgs, num_tokens),                                     \
-        WEFT_OFFSET(weft::DispatchArgs, tokens),                                         \
-        WEFT_OFFSET(weft::DispatchArgs, ids_bytes),                                      \
-        sizeof(weft::CombineArgs),                                                              \
-        WEFT_OFFSET(weft::CombineArgs, out),                                             \
-        WEFT_OFFSET(weft::CombineArgs, add),                                             \
-        WEFT_OFFSET(weft::CombineArgs, tokens),                                          \
+        sizeof(weft::Route<S>),                                                   \
+        WEFT_OFFSET(weft::Share<S>, outbox),                                      \
+        WEFT_OFFSET(weft::Share<S>, destinations),                                \
+        weft::plane_offset<S, 0>(),                                               \
+        weft::plane_offset<S, 1>(),                                               \
+        weft::plane_offset<S, 2>(),                                               \
+        weft::plane_offset<S, 3>(),                                               \
+        weft::plane_offset<S, 4>(),                                               \
+        weft::plane_offset<S, 5>(),                                               \
+        weft::plane_offset<S, 6>(),                                               \
+        weft::plane_offset<S, 7>(),                                               \
     }

@@ -14,6 +14,13 @@ constexpr u32 ring_records = 256;
 
 enum class Number : u32 { bf16 = 0, fp16 = 1, fp32 = 2 };
 enum class Phase : u32 { dispatch = 1, combine = 2 };
+// How combine's rows come home: pulled by the owner, pushed by the experts' ranks, or pushed as FP8
+// with one scale for 128 columns.
+enum class Way : u32 { pull = 0, push = 1, fp8 = 2 };
+// What dispatch makes of the first payload: opaque bytes, or FP8 with scales (quantize.cuh).
+enum class Quant : u32 { none = 0, fp8 = 1, mxfp8 = 2 };
+// A phase in one kernel, or as two halves with something else between.
+enum class Part : u32 { whole = 0, send = 1, receive = 2 };
 enum class Code : u32 {
     ok = 0,
     bad_expert_id = 1,
@@ -31,7 +38,9 @@ struct Shape {
     Number number;              // and their type
     u32 planes;                 // payload tensors
     u32 row_bytes[max_planes];  // bytes of one token's row of each
-    bool mapped;                // experts lie where a table says, not in contiguous blocks
+    Way way = Way::pull;
+    Quant quant = Quant::none;
+    bool mapped = false;  // experts lie where a table says, not in contiguous blocks
 
     constexpr u32 slots() const {
         return (top_k + 3) / 4 * 4;
@@ -39,6 +48,11 @@ struct Shape {
     constexpr u32 pitch(u32 plane) const { return (row_bytes[plane] + 15) / 16 * 16; }
     constexpr u32 element_bytes() const { return number == Number::fp32 ? 4 : 2; }
     constexpr u32 out_bytes() const { return hidden * element_bytes(); }
+    constexpr u32 block() const { return quant == Quant::mxfp8 ? 32 : 128; }
+    // Bytes of a pushed row: as it is, or e4m3 numbers and their blocks' scales.
+    constexpr u32 returned_bytes() const {
+        return way == Way::fp8 ? (hidden + hidden / 128 * 4 + 15) / 16 * 16 : out_bytes();
+    }
 };
 
 // A flag is one 64-bit word: generation 16 | descriptor 8 | epoch 40. A wait is satisfied by an
@@ -57,15 +71,15 @@ WEFT_FN constexpr bool not_older(u64 epoch, u64 wanted) {
 
 // What went wrong, as counters and ids only. Written by the device, read by the host.
 struct ErrorRecord {
-    u32 code = 0, rank = 0, peer = 0, phase = 0;
-    u64 wanted = 0, seen = 0;  // epochs, descriptors, or ids and their limit
+    u32 code = 0, rank = 0, peer = 0, phase = 0;  // peer: whom it is about; who asked, if aborted
+    u64 wanted = 0, seen = 0;                     // epochs, descriptors, or ids and their limit
     u64 elapsed_ns = 0;
     u32 token = 0, slot = 0;  // which token and which of its top_k entries
 };
 
 // Host memory that a kernel can write while it runs: the host polls it without synchronising.
 struct Mailbox {
-    alignas(128) u32 abort;     // the host asks its own kernels to leave
+    alignas(128) u32 abort;     // this rank's host asks its own kernels to leave
     alignas(128) u32 refusals;  // serial number of the latest refusal; refused[serial % 8] holds it
     alignas(128) u32 broken_code;  // published after `broken`
     ErrorRecord broken;            // the first error that ended the group
@@ -89,7 +103,7 @@ struct alignas(16) Turn {
 // A planned disturbance for tests (see fault.cuh); all zero means none.
 struct Fault {
     u32 point, action;
-    u32 peer, once;
+    u32 peer, reserved;
     u64 epoch, argument;
 };
 
@@ -101,7 +115,8 @@ struct alignas(128) Header {
     alignas(128) u32 arrived;  // teams that have finished sending, of the running dispatch
     u32 refusing;              // taken while a refusal is being written
     u32 refusals;
-    alignas(128) u64 abort;  // a peer asks this rank to leave; holds its rank + 1
+    u32 sending;             // tokens of a dispatch that was sent and not yet received
+    alignas(128) u64 abort;  // a peer's host asks this rank to leave: that peer's rank + 1
     alignas(128) Fault fault;
     alignas(128) Record ring[ring_records];
 };
@@ -132,6 +147,14 @@ template <u32 P, class T> WEFT_FN auto& plane(T& planes) {
         return plane<P - 1>(planes.rest);
 }
 
+// Rows that peers push home: slot (the pushing rank, my token).
+template <Shape S> struct Returned {
+    alignas(128) u8 row[S.ranks][S.tokens][S.returned_bytes()];
+};
+template <Shape S>
+    requires(S.way == Way::pull)
+struct Returned<S> {};
+
 // Written by peers. The slot of a token is its index at the source, so no counter is shared and no
 // order is lost.
 template <Shape S> struct Inbox {
@@ -140,6 +163,7 @@ template <Shape S> struct Inbox {
     alignas(128) i32 counts[S.ranks];      // tokens of each source in this round
     alignas(128) Route<S> route[S.ranks][S.tokens];
     Planes<S> payload;
+    Returned<S> returned;
 };
 
 // Written by this rank's experts, read by peers: the row for token t of source s.

@@ -1,6 +1,6 @@
 // The protocol: who writes what, in which order, and what may be read afterwards. A Team is the set
-// of threads that act as one (a CTA on a GPU, one thread on a CPU) with the verbs lane, lanes, join
-// and any.
+// of threads that act as one (a CTA on a GPU, one thread on a CPU) with the verbs lane, lanes and
+// all.
 //
 // Why single buffers are safe: both phases are barriers of all ranks. I overwrite a peer's inbox in
 // round e + 1 only after its `ready` flag of round e, which it sends when its experts have read
@@ -58,12 +58,16 @@ WEFT_FN void fail(Header& header, const Site& site, ErrorRecord record) {
     store_release(&box.broken_code, record.code);
 }
 
-// Returns the id as an index, or -1 for "no expert". Ids come from users' prompts: anything outside
-// [0, experts) is refused here and never becomes an address.
-template <Shape S> WEFT_FN i32 expert_id(const DispatchArgs& a, u32 token, u32 k, bool reports) {
+template <Shape S> WEFT_FN i64 raw_id(const DispatchArgs& a, u32 token, u32 k) {
     const u64 at = u64(token) * S.top_k + k;
-    const i64 id =
-        a.ids_bytes == 8 ? static_cast<const i64*>(a.ids)[at] : static_cast<const i32*>(a.ids)[at];
+    return a.ids_bytes == 8 ? static_cast<const i64*>(a.ids)[at]
+                            : static_cast<const i32*>(a.ids)[at];
+}
+
+// The id as an index, or -1 for "no expert". Ids come from users' prompts: anything outside
+// [0, experts) is refused here and never becomes an address.
+template <Shape S>
+WEFT_FN i32 expert_id(const DispatchArgs& a, i64 id, u32 token, u32 k, bool reports) {
     if (id >= 0 && id < i64(S.experts)) return i32(id);
     if (id != -1 && reports)
         refuse(mine<S>(a.site).header, a.site,
@@ -121,18 +125,25 @@ WEFT_FN void publish(const Team& team, const Site& site, Phase phase, u64 wanted
     }
 }
 
-// The slow half of a wait, entered every 1024 turns: has the deadline passed, or has somebody asked
-// us to leave? Returns the code that ends the wait, or ok.
-WEFT_FN Code out_of_patience(Header& header, const Site& site, u64 start, u64 wanted) {
-    if (load_acquire(&mailbox(site).abort) != 0 || load_acquire(&header.abort) != 0)
-        return Code::aborted;
+// Why a wait ends without its flag: the code, and the rank to name for it.
+struct Verdict {
+    Code code;
+    u32 rank;
+};
+
+// The slow half of a wait, entered every 1024 turns: has a host asked this rank to leave, its own
+// or a peer's, or has `peer` let the deadline pass? Code ok means: wait on.
+WEFT_FN Verdict out_of_patience(Header& header, const Site& site, u32 peer, u64 start, u64 wanted) {
+    if (load_acquire(&mailbox(site).abort) != 0) return {Code::aborted, site.rank};
+    const u64 asked = load_acquire(&header.abort);
+    if (asked != 0) return {Code::aborted, u32(asked - 1)};
     const bool first = ((wanted - header.first_epoch) & epoch_mask) <= 1;
     const u64 limit = first ? header.first_deadline_ns : header.deadline_ns;
-    return now_ns() - start > limit ? Code::peer_timeout : Code::ok;
+    return {now_ns() - start > limit ? Code::peer_timeout : Code::ok, peer};
 }
 
 // Waits for one peer's flag. Order: after `true`, all that the peer published with that epoch may
-// be read by this thread, and by its team after join.
+// be read by this thread, and by its team once it has met in `all`.
 WEFT_FN bool await_flag(Header& header, const Site& site, u64* flag, u32 peer, Phase phase,
                         u64 wanted) {
     u64 start = 0;
@@ -151,11 +162,11 @@ WEFT_FN bool await_flag(Header& header, const Site& site, u64* flag, u32 peer, P
         }
         if (turns % 1024 == 0) {
             if (start == 0) start = now_ns();
-            const Code code = out_of_patience(header, site, start, wanted);
-            if (code != Code::ok) {
+            const Verdict verdict = out_of_patience(header, site, peer, start, wanted);
+            if (verdict.code != Code::ok) {
                 fail(header, site,
-                     {.code = u32(code),
-                      .peer = peer,
+                     {.code = u32(verdict.code),
+                      .peer = verdict.rank,
                       .phase = u32(phase),
                       .wanted = wanted,
                       .seen = flag_epoch(seen),

@@ -1,0 +1,135 @@
+"""The clock: what is captured, what is timed, and that all ranks make the same number of calls."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from weft.bench import clock
+from weft.bench.clock import CALLS, WARM_UP, Phases, measure
+
+DISPATCH_MS, COMBINE_MS, SKEW_MS = 0.010, 0.020, 5.0
+
+
+class _Gpu:
+    """A device whose clock moves only by the two calls, and by skew when the host synchronises."""
+
+    def __init__(self, *, external: bool) -> None:
+        self.now, self.skew = 0.0, SKEW_MS
+        self.captured: list[Any] | None = None
+        self.calls = {"dispatch": 0, "combine": 0}
+        self.external = external
+
+    def do(self, action) -> None:
+        if self.captured is None:
+            action()
+        else:
+            self.captured.append(action)
+
+    def call(self, name: str, took: float) -> None:
+        def action() -> None:
+            self.calls[name] += 1
+            self.now += took + self.skew
+            self.skew = 0.0
+
+        self.do(action)
+
+    def synchronize(self, _=None) -> None:
+        self.skew = SKEW_MS
+
+    def install(self, monkeypatch) -> Phases:
+        gpu = self
+
+        class Event:
+            time: float
+
+            def __init__(self, *, enable_timing, **kind) -> None:
+                if kind and not gpu.external:
+                    raise TypeError("no keyword 'external'")
+                self.kind = kind
+
+            def record(self) -> None:
+                assert gpu.captured is None or self.kind, "an inner event in a graph has no time"
+                gpu.do(lambda: setattr(self, "time", gpu.now))
+
+            def elapsed_time(self, end: Event) -> float:
+                return end.time - self.time
+
+        class CUDAGraph:
+            actions: list[Any]
+
+            def replay(self) -> None:
+                for action in self.actions:
+                    action()
+
+        class Capture:
+            def __init__(self, graph, capture_error_mode) -> None:
+                self.graph = graph
+
+            def __enter__(self) -> None:
+                gpu.captured = []
+
+            def __exit__(self, *_) -> None:
+                self.graph.actions, gpu.captured = gpu.captured, None
+
+        class Stream:
+            def wait_stream(self, _) -> None:
+                pass
+
+            def __enter__(self) -> None:
+                pass
+
+            def __exit__(self, *_) -> None:
+                pass
+
+        for name, value in (
+            ("Event", Event),
+            ("CUDAGraph", CUDAGraph),
+            ("graph", Capture),
+            ("Stream", Stream),
+            ("stream", lambda stream: stream),
+            ("current_stream", Stream),
+            ("synchronize", self.synchronize),
+        ):
+            monkeypatch.setattr(torch.cuda, name, value)
+        return Phases(
+            dispatch=lambda: self.call("dispatch", DISPATCH_MS),
+            combine=lambda: self.call("combine", COMBINE_MS),
+        )
+
+
+@pytest.mark.parametrize(
+    ("graph", "external", "method"),
+    [
+        (True, True, "CUDA graph of 50 calls, 11 replays"),
+        (True, False, "CUDA graph of 50 calls, 11 replays; split into phases from eager calls"),
+        (False, True, "eager, CUDA events, 11 rounds of 50 calls"),
+    ],
+)
+def test_on_cuda(monkeypatch, graph, external, method):
+    gpu = _Gpu(external=external)
+    phases = gpu.install(monkeypatch)
+    group: Any = SimpleNamespace(device=torch.device("cuda"), barrier=lambda: None)
+    found = measure(group, phases, samples=11, graph=graph)
+    assert found.method == method
+    assert found.pair == pytest.approx([(DISPATCH_MS + COMBINE_MS) * 1e3] * 11)
+    assert found.dispatch == pytest.approx([DISPATCH_MS * 1e3] * 11)
+    assert found.combine == pytest.approx([COMBINE_MS * 1e3] * 11)
+    rounds = WARM_UP + CALLS * (1 + 11 + 11)  # one untimed round, pairs, split
+    assert gpu.calls == {"dispatch": rounds, "combine": rounds}
+
+
+def test_on_cpu():
+    order: list[str] = []
+    group: Any = SimpleNamespace(
+        device=torch.device("cpu"), barrier=lambda: order.append("barrier")
+    )
+    phases = Phases(lambda: order.append("dispatch"), lambda: order.append("combine"))
+    found = measure(group, phases, samples=4, graph=True)
+    assert order == ["barrier", "dispatch", "combine"] * (clock.WARM_UP + 4)
+    assert len(found.dispatch) == len(found.combine) == len(found.pair) == 4
+    parts = zip(found.dispatch, found.combine, strict=True)
+    assert found.pair == pytest.approx([a + b for a, b in parts])

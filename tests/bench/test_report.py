@@ -1,0 +1,151 @@
+"""From samples to rows, tables, files and pictures."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from tests.bench.test_cases import SETTINGS
+from weft.bench.cases import CASES, Settings
+from weft.bench.limits import pair_floor_us
+from weft.bench.moe import Measurement, Report
+from weft.bench.peers import RECORDS, matching_peers
+from weft.bench.plot import plot
+from weft.bench.report import print_report, trtllm_report, write_json, write_trtllm_json
+from weft.bench.routing import make_ids, traffic_of
+from weft.bench.summary import Spread, rows_of
+from weft.errors import InvalidArgument
+
+SIZES = CASES["deepseek-v3"]
+H200 = replace(
+    SETTINGS,
+    ranks=8,
+    device="cuda",
+    tokens=(8, 128),
+    hidden=SIZES.hidden,
+    top_k=SIZES.top_k,
+    experts=SIZES.experts,
+    router="perfect",
+    case="deepseek-v3",
+)
+
+
+def _report(settings: Settings, gpu: str) -> Report:
+    measurements = []
+    for backend in settings.backends:
+        for tokens in settings.tokens:
+            ids = [make_ids(settings, tokens, rank) for rank in range(settings.ranks)]
+            samples = {
+                phase: [[us + rank + i for i in range(3)] for rank in range(settings.ranks)]
+                for phase, us in (("dispatch", 10.0), ("combine", 20.0), ("pair", 30.0))
+            }
+            traffic = traffic_of(ids, settings.experts)
+            measurements.append(Measurement(backend, tokens, 128, "by hand", traffic, samples))
+    machine = {
+        "date": "2026-11-20T12:00:00+00:00",
+        "gpus": [gpu] * settings.ranks if gpu else [],
+        "driver": "580.159",
+        "cuda": "13.0",
+        "torch": "2.11.0",
+        "cpu": "some CPU",
+        "cpus": 2,
+    }
+    return Report(settings, machine, measurements)
+
+
+def test_spread_is_of_the_slowest_rank():
+    spread = Spread.of([[1.0, 2.0, 9.0], [3.0, 4.0, 5.0]])
+    assert (spread.min, spread.median, spread.max) == (3.0, 4.0, 9.0)
+    assert spread.p99 == pytest.approx(2 + 0.98 * 7)
+    assert Spread.of([[7.0]]) == Spread(7.0, 7.0, 7.0, 7.0)
+
+
+def test_rows_know_floor_and_rivals():
+    peers = matching_peers(H200)
+    assert [peer.library for peer in peers] == ["FlashInfer 0.7.2", "DeepEP v1 low-latency"]
+    rows = rows_of(_report(H200, "NVIDIA H200"), peers)
+    assert [(row.tokens, row.phase) for row in rows[:3]] == [
+        (8, "dispatch"),
+        (8, "combine"),
+        (8, "pair"),
+    ]
+    pair = rows[5]
+    moved = 128 * 7 * 7168 * 2  # every token to seven remote ranks
+    assert pair.floor is not None
+    assert pair.floor == pytest.approx(2 * moved / 334e3 + 5.0)
+    assert pair.us.median == 30 + 7 + 1
+    assert pair.ratio == pytest.approx(38 / pair.floor)
+    assert pair.rivals == {"FlashInfer 0.7.2": 104.3, "DeepEP v1 low-latency": 127.6}
+    assert pair.wire == pytest.approx(2 * moved / 38 / 1e3)
+    assert pair.logical == pytest.approx(2 * 128 * 8 * 7168 * 2 / 38 / 1e3)
+    assert rows[3].wire == pytest.approx(moved / 18 / 1e3)
+    assert rows[3].floor is None
+
+
+def test_no_floor_and_no_rivals_without_that_gpu():
+    peers = matching_peers(H200)
+    cpu = rows_of(_report(H200, ""), peers)
+    assert all(row.floor is None and row.rivals == {} for row in cpu)
+    other = rows_of(_report(H200, "NVIDIA B200"), peers)
+    assert all(row.floor is None for row in other)
+    assert pair_floor_us(0, 0, []) is None
+    assert pair_floor_us(0, 0, ["NVIDIA H200", "NVIDIA H100"]) is None
+
+
+@pytest.mark.parametrize(
+    "change", [{"ranks": 2}, {"hidden": 4096}, {"top_k": 4}, {"router": "zipf"}, {"dtype": "fp16"}]
+)
+def test_rivals_need_the_same_sizes(change):
+    assert matching_peers(replace(H200, **change)) == []
+
+
+def test_peer_files(tmp_path):
+    assert json.loads(RECORDS.read_text())["date"] == "2026-11-20"
+    for text in ("{", "[]", '{"records": [{}]}'):
+        (tmp_path / "peers.json").write_text(text)
+        with pytest.raises(InvalidArgument, match="is no file of peer records"):
+            matching_peers(H200, tmp_path / "peers.json")
+
+
+def test_table_json_and_picture(tmp_path):
+    report = _report(replace(H200, backends=("onesided", "collective")), "NVIDIA H200")
+    peers = matching_peers(H200)
+    text = io.StringIO()
+    print_report(Console(file=text, width=140), report, peers)
+    for piece in ("deepseek-v3", "8x NVIDIA H200", "FlashInfer", "104.3", "x floor", "334 GB/s"):
+        assert piece in text.getvalue()
+    write_json(tmp_path / "deep" / "all.json", report, peers)
+    data = json.loads((tmp_path / "deep" / "all.json").read_text())
+    assert data["settings"]["hidden"] == 7168
+    assert len(data["results"]) == 4
+    assert len(data["results"][0]["samples_us"]["pair"]) == 8
+    assert data["rows"][2]["us"]["median"] == 38
+    plot(tmp_path / "pair.png", report, peers)
+    assert (tmp_path / "pair.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(InvalidArgument, match="cannot write the picture"):
+        plot(tmp_path / "pair.nope", report, peers)
+    with pytest.raises(InvalidArgument, match="cannot write"):
+        write_json(tmp_path, report, peers)
+
+
+def test_trtllm_schema(tmp_path):
+    report = _report(H200, "NVIDIA H200")
+    found = trtllm_report(report)
+    assert set(found) == {"benchmark_metadata", "results"}
+    metadata = found["benchmark_metadata"]
+    assert metadata["bench"] == "bench_moe_comm"
+    assert metadata["profile"] == "deepseek_v3"
+    assert metadata["backend"] == "NVLINK_ONE_SIDED"
+    assert metadata["experts_per_rank"] == 32
+    assert metadata["perfect_router"] is True
+    assert "CUPTI" in metadata["warning"]
+    first = found["results"][0]
+    assert first["local_batch_size"] == 8
+    assert first["dispatch_us"] == {f"rank{rank}": 11.0 + rank for rank in range(8)}
+    assert first["combine_us"]["rank7"] == 28.0
+    write_trtllm_json(tmp_path / "trt.json", report)
+    assert json.loads((tmp_path / "trt.json").read_text()) == found

@@ -1,0 +1,108 @@
+"""The check that stands before every timing: it passes what is right and catches what is not."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.bench.test_cases import SETTINGS
+from weft import AllToAll
+from weft.bench.trial import Trial, make_exchange, make_inputs, rows_of
+
+SIZES = replace(SETTINGS, tokens=(5, 300), router="zipf", experts=13)
+
+
+def _check(group, settings, make):
+    found = []
+    with make(group, settings) as exchange:
+        for tokens in settings.tokens:
+            found.append(Trial(group, settings, exchange, tokens).check())
+            exchange.check()
+    return found
+
+
+def _honest(group, settings):
+    return make_exchange(group, settings, "onesided", max(settings.tokens) + 3)
+
+
+@pytest.mark.parametrize("payload", ["bf16", "fp8"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_the_real_exchange_passes(ranks, payload, dtype):
+    settings = replace(SIZES, payload=payload, dtype=dtype)
+    assert ranks(3, "threads")(_check, settings, _honest) == [[None, None]] * 3
+
+
+class _Spoilt(AllToAll):
+    """An all-to-all that goes wrong on rank 1 in one chosen way."""
+
+    fault = ""
+
+    def dispatch(self, *args, **kwargs):
+        received = super().dispatch(*args, **kwargs)
+        if self.rank != 1:
+            return received
+        source, token = (received.ids >= 0).any(dim=2).nonzero()[0].tolist()
+        if self.fault == "payload":
+            received.x[source, token, 3] += 1
+        if self.fault == "ids":
+            received.ids[source, token] = -1
+        if self.fault == "weights":
+            received.weights[source, token] += 1.0
+        if self.fault == "counts":
+            received.counts[0] += 1
+        if self.fault == "stale":
+            received.ids[0, -1, 0] = 0
+        return received
+
+    def combine(self, *args, **kwargs):
+        out = super().combine(*args, **kwargs)
+        if self.rank == 1 and self.fault == "combine":
+            out[2, 7] = 0.125
+        return out
+
+
+def _spoilt(group, settings):
+    return _Spoilt(
+        group,
+        max_tokens=max(settings.tokens) + 3,
+        top_k=settings.top_k,
+        num_experts=settings.experts,
+        hidden=settings.hidden,
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("payload", "bytes of payload 0 of token"),
+        ("ids", "ids of token"),
+        ("weights", "weights of token"),
+        ("counts", r"counts are \[6, 5\], every rank sent 5"),
+        ("stale", "slots beyond 5 tokens still hold ids"),
+        ("combine", r"combined row of token 2 of 5 is \[0.125\] in columns \[7\]"),
+    ],
+)
+def test_the_check_catches(ranks, monkeypatch, fault, text):
+    monkeypatch.setattr(_Spoilt, "fault", fault)
+    settings = replace(SIZES, tokens=(5,))
+    ((first,), (second,)) = ranks(2, "threads")(_check, settings, _spoilt)
+    assert second is not None
+    assert second.startswith("rank 1: ")
+    assert re.search(text, second), second
+    if first is not None:  # what rank 1 spoils before combine may reach rank 0's sums
+        assert "combined row" in first
+
+
+def test_inputs_make_every_sum_exact():
+    inputs = make_inputs(replace(SETTINGS, payload="fp8"), 40, 1)
+    values, scales = inputs.payloads
+    assert values.dtype == torch.float8_e4m3fn
+    assert bool((scales.log2() == scales.log2().round()).all()), "scales are powers of two"
+    rows = rows_of(inputs.payloads, torch.float32)
+    assert torch.equal(rows, rows.bfloat16().float())
+    plain = rows_of(make_inputs(SETTINGS, 40, 1).payloads, torch.float32).float()
+    assert float((rows - plain).abs().max()) <= 2**-4 * float(plain.abs().max())
+    assert torch.equal(inputs.weights * 64, (inputs.weights * 64).round())

@@ -1,0 +1,10 @@
+"""Benchmarks of weft's operators: a visitor, never imported by what it measures.
+
+cases    what is measured: sizes by name, settings of one run
+routing  which token goes to which expert, and the bytes this puts on the wire
+trial    one exchange under test: inputs, identity experts, the check against the reference
+clock    time per call: CUDA graphs and events, or the host's clock on CPU ranks
+peers    recorded figures of other libraries and the limits of the machine they ran on
+moe      the ranks' body and the run as a whole
+report   table, JSON;   plot: the picture
+"""

@@ -1,0 +1,187 @@
+"""Other libraries' all-to-alls behind two calls, as `weft bench moe --peers` times them.
+
+Written against FlashInfer 0.6 and 0.7 (`flashinfer.comm`) and DeepEP 1.x (`deep_ep.Buffer`). Their
+modules are imported here only when one of them is made. Each is made for the most tokens of a run
+and then serves any smaller size.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weft.bench.cases import SCALE_GROUP, Settings
+from weft.bench.trial import Inputs, rows_of
+from weft.ops import reference
+from weft.ops.placement import Placement
+from weft.ops.received import Received
+
+if TYPE_CHECKING:
+    from weft.memory import Group
+
+DEEPEP_MOST = 512  # tokens a rank; its queues and its memory are made for few
+
+
+class FlashInfer:
+    """`flashinfer.comm`'s MoeAlltoAll: one-sided, rank-major, answers written in its workspace."""
+
+    tolerance = 2.0**-6  # rounds as we do, in an order of its own
+
+    def __init__(self, group: Group, settings: Settings, most: int) -> None:
+        memory: Any = importlib.import_module("flashinfer.comm.mnnvl")
+        mapping: Any = importlib.import_module("flashinfer.comm.mapping")
+        alltoall: Any = importlib.import_module("flashinfer.comm.trtllm_moe_alltoall")
+        ranks = group.size
+        self.group, self.settings = group, settings
+        backend = memory.TorchDistBackend(group.process_group())
+        self.exchange = alltoall.MoeAlltoAll(
+            mapping.Mapping(
+                world_size=ranks,
+                rank=group.rank,
+                gpus_per_node=ranks,
+                tp_size=ranks,
+                moe_ep_size=ranks,
+            ),
+            max_num_tokens=most,
+            top_k=settings.top_k,
+            num_experts=settings.experts,
+            hidden_size=settings.hidden,
+            mnnvl_config=memory.MnnvlConfig(comm_backend=backend),
+        )
+        torch.cuda.synchronize()
+        group.barrier()  # a peer may not send before this rank's workspace is cleared
+
+    def call(self, inputs: Inputs, tokens: int) -> FlashInferCall:
+        """Bind one size."""
+        return FlashInferCall(self, inputs, tokens)
+
+
+class FlashInferCall:
+    """One size of FlashInfer; ids and weights travel as payloads, as servers send them."""
+
+    def __init__(self, library: FlashInfer, inputs: Inputs, tokens: int) -> None:
+        self._library, self._tokens = library, tokens
+        self._ids = inputs.ids
+        self._payloads = [*inputs.payloads, inputs.ids, inputs.weights]
+        self._received: list[torch.Tensor] = []
+
+    def dispatch(self) -> None:
+        """Send the tokens."""
+        self._received = self._library.exchange.dispatch(self._ids, self._payloads, self._tokens)
+
+    def experts(self) -> None:
+        """Answer every slot; those without a token hold anything and are not read."""
+        settings = self._library.settings
+        *planes, ids, weights = self._received
+        rank, ranks = self._library.group.rank, self._library.group.size
+        owner = torch.tensor(Placement.blocks(settings.experts, ranks).ranks, device=ids.device)
+        known = (ids >= 0) & (ids < settings.experts)
+        here = known & (owner[ids.long().clamp(0, settings.experts - 1)] == rank)
+        local = torch.where(here, ids, -1)
+        rows = rows_of(planes, settings.out_dtype)
+        received = Received((rows,), local, weights, torch.empty(0))
+        self._answers().copy_(reference.identity_experts(received, settings.out_dtype))
+
+    def combine(self) -> torch.Tensor:
+        """Fetch the sums, `[tokens, hidden]`."""
+        exchange: Any = self._library.exchange
+        out: torch.Tensor = exchange.combine(
+            self._answers(), self._tokens, payload_in_workspace=True
+        )
+        return out
+
+    def _answers(self) -> torch.Tensor:
+        settings, exchange = self._library.settings, self._library.exchange
+        answers: torch.Tensor = exchange.get_combine_payload_tensor_in_workspace(
+            self._tokens, settings.hidden, settings.out_dtype
+        )
+        return answers
+
+
+def flashinfer_refuses(settings: Settings) -> str | None:
+    """Return why FlashInfer cannot run these settings, or None."""
+    if settings.out_dtype.itemsize != 2:
+        return f"sizes its workspace for rows of 16 bits, not for {settings.dtype}"
+    return None
+
+
+class DeepEP:
+    """`deep_ep.Buffer`'s low-latency pair: expert-major, weighted when it combines.
+
+    It takes bf16 rows; with an fp8 payload it quantises them inside its dispatch.
+    """
+
+    def __init__(self, group: Group, settings: Settings, most: int) -> None:
+        library: Any = importlib.import_module("deep_ep")
+        ranks = group.size
+        self.group, self.settings = group, settings
+        self.most = -(-most // 4) * 4  # ranks x most must be a multiple of four
+        self.fp8 = settings.payload == "fp8"
+        self.tolerance = 2.0**-3 if self.fp8 else 2.0**-5
+        # Each queue must hold all the messages of a call, and a few more.
+        os.environ.setdefault("NVSHMEM_QP_DEPTH", str(max(1024, 2 * (self.most + 1))))
+        size = library.Buffer.get_low_latency_rdma_size_hint(
+            self.most, settings.hidden, ranks, settings.experts
+        )
+        self.buffer = library.Buffer(
+            group.process_group(),
+            0,
+            size,
+            low_latency_mode=True,
+            num_qps_per_rank=settings.experts // ranks,
+        )
+
+    def call(self, inputs: Inputs, tokens: int) -> DeepEPCall:
+        """Bind one size; it is made for `most` tokens, whatever the size."""
+        return DeepEPCall(self, inputs)
+
+
+class DeepEPCall:
+    """One size of DeepEP."""
+
+    def __init__(self, library: DeepEP, inputs: Inputs) -> None:
+        self._library = library
+        self._x = rows_of(inputs.payloads, torch.bfloat16).contiguous()
+        self._ids, self._weights = inputs.ids.long(), inputs.weights
+        self._received: Any = None
+        self._handle: Any = None
+        self._answers: torch.Tensor | None = None
+
+    def dispatch(self) -> None:
+        """Send the tokens."""
+        library = self._library
+        self._received, _, self._handle, _, _ = library.buffer.low_latency_dispatch(
+            self._x, self._ids, library.most, library.settings.experts, use_fp8=library.fp8
+        )
+
+    def experts(self) -> None:
+        """Answer with what arrived, an expert at a time: the whole may be gigabytes in fp32."""
+        if not self._library.fp8:
+            self._answers = self._received.clone()
+            return
+        values, scales = self._received
+        self._answers = torch.empty(values.shape, dtype=torch.bfloat16, device=values.device)
+        for answer, value, scale in zip(self._answers, values, scales, strict=True):
+            groups = value.float().view(len(value), -1, SCALE_GROUP) * scale[..., None]
+            answer.copy_(groups.flatten(1))
+
+    def combine(self) -> torch.Tensor:
+        """Fetch the weighted sums, `[tokens, hidden]`."""
+        out: torch.Tensor = self._library.buffer.low_latency_combine(
+            self._answers, self._ids, self._weights, self._handle
+        )[0]
+        return out
+
+
+def deepep_refuses(settings: Settings) -> str | None:
+    """Return why DeepEP cannot run these settings, or None."""
+    if settings.dtype != "bf16":
+        return f"combines bf16 rows, not {settings.dtype}"
+    if settings.experts % settings.ranks:
+        return f"needs equal shares of experts; {settings.experts} on {settings.ranks} ranks"
+    if min(settings.tokens) > DEEPEP_MOST:
+        return f"serves up to {DEEPEP_MOST} tokens a rank"
+    return None

@@ -1,0 +1,25 @@
+"""What the hardware allows, as far as it was measured: the floor that every row is held against.
+
+Source: one host of 8 x NVIDIA H200 (NVLink4, NVSwitch), 2026-11-20; the file in benchmarks/ names
+driver and torch. Plain 16-byte stores of 132 CTAs push 334 GB/s per GPU and direction; loads pull
+306, so a combine that pulls cannot quite reach a floor that counts 334 both ways. A pair of
+dispatch and combine cannot do without two barriers of 8 GPUs (1.5 us each) and two kernels in a
+graph (0.8 us each): 4.6 us, rounded to 5.
+"""
+
+from __future__ import annotations
+
+NVLINK_GB_PER_S = 334.0
+PAIR_FIXED_US = 5.0
+GPU = "H200"
+
+
+def pair_floor_us(dispatch_bytes: int, combine_bytes: int, gpus: list[str]) -> float | None:
+    """Return the least time in us of one dispatch + combine, or None where nothing was measured.
+
+    dispatch_bytes, combine_bytes: bytes that leave or enter the busiest rank, each way.
+    gpus: the ranks' GPU names; empty for CPU ranks.
+    """
+    if not gpus or any(GPU not in name for name in gpus):
+        return None
+    return (dispatch_bytes + combine_bytes) / (NVLINK_GB_PER_S * 1e3) + PAIR_FIXED_US

@@ -1,0 +1,198 @@
+"""What a run prints and writes: the table, the samples as JSON, and TensorRT-LLM's JSON."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from weft.bench.limits import NVLINK_GB_PER_S, PAIR_FIXED_US
+from weft.bench.machine import machine_line
+from weft.bench.moe import Report
+from weft.bench.peers import Peer
+from weft.bench.summary import Row, rows_of
+from weft.errors import InvalidArgument
+
+# Names of the same thing in TensorRT-LLM's bench_moe_comm.
+_TRTLLM_BACKENDS = {"onesided": "NVLINK_ONE_SIDED", "collective": "ALLGATHER"}
+_TRTLLM_PROFILES = {"deepseek-v3": "deepseek_v3", "gpt-oss-120b": "gpt_oss"}
+
+
+def print_report(console: Console, report: Report, peers: Sequence[Peer]) -> None:
+    """Print the table of a run, and below it how the figures were taken."""
+    rows = rows_of(report, peers)
+    rivals = list(dict.fromkeys(name for row in rows for name in row.rivals))
+    gpu = any(row.floor is not None for row in rows)
+    several = len(report.settings.backends) > 1
+    table = Table(box=box.SIMPLE_HEAD, title=_title(report), title_justify="left", pad_edge=False)
+    if several:
+        table.add_column("backend", no_wrap=True)
+    for name in ("tokens", "us", "min", "median", "p99", "max", "logical\nGB/s", "wire\nGB/s"):
+        table.add_column(name, justify="left" if name == "us" else "right", no_wrap=True)
+    if gpu:
+        table.add_column("floor\nus", justify="right")
+        table.add_column("x floor", justify="right")
+    for name in rivals:
+        table.add_column(f"{name}\nus", justify="right", style="dim")
+    for row in rows:
+        cells = ([row.backend] if several else []) if row.phase == "dispatch" else [""] * several
+        _add_row(table, row, cells, rivals if gpu or rivals else [], gpu)
+    console.print(table)
+    console.print(Text(_caption(report, peers if rivals else [], gpu), style="dim"))
+
+
+def _add_row(
+    table: Table, row: Row, cells: Sequence[str], rivals: Sequence[str], gpu: bool
+) -> None:
+    us = row.us
+    texts = [
+        *cells,
+        str(row.tokens) if row.phase == "dispatch" else "",
+        row.phase,
+        *(_us(value) for value in (us.min, us.median, us.p99, us.max)),
+        _rate(row.logical),
+        _rate(row.wire),
+    ]
+    if gpu:
+        texts.append("" if row.floor is None else _us(row.floor))
+        texts.append("" if row.ratio is None else f"{row.ratio:.2f}")
+    texts += [_us(row.rivals[name]) if name in row.rivals else "" for name in rivals]
+    pair = row.phase == "pair"
+    table.add_row(*texts, style="bold" if pair else "", end_section=pair)
+
+
+def _title(report: Report) -> Text:
+    settings = report.settings
+    name = f"{settings.case}: " if settings.case else ""
+    return Text.assemble(
+        ("weft bench moe  ", "bold"),
+        f"{name}{settings.ranks} ranks, hidden {settings.hidden}, top {settings.top_k} of "
+        f"{settings.experts} experts, router {settings.router}, ",
+        f"{'fp8 + scales out' if settings.payload == 'fp8' else settings.dtype + ' out'}, "
+        f"{settings.dtype} back",
+    )
+
+
+def _caption(report: Report, peers: Sequence[Peer], gpu: bool) -> str:
+    lines = [
+        machine_line(report.machine),
+        "Checked before timing: received rows and combined rows equal weft.reference bit by bit, "
+        "memory poisoned before.",
+        *(f"{text}." for text in _methods(report)),
+        "Statistics over a rank's samples, slowest rank shown. wire: rows that the routing sends "
+        "off the busiest rank; logical: tokens x top_k rows.",
+    ]
+    if gpu:
+        lines.append(
+            f"floor: wire bytes / {NVLINK_GB_PER_S:g} GB/s + {PAIR_FIXED_US:g} us, "
+            "from measurements on H200 (weft/bench/limits.py)."
+        )
+    if peers:
+        lines.append(f"Other libraries: recorded {peers[0].date} on {peers[0].machine}.")
+    return "\n".join(lines)
+
+
+def _methods(report: Report) -> list[str]:
+    return list(dict.fromkeys(found.method for found in report.measurements))
+
+
+def _us(value: float) -> str:
+    return f"{value:.1f}" if value < 10_000 else f"{value:.0f}"
+
+
+def _rate(value: float) -> str:
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def write_json(path: Path, report: Report, peers: Sequence[Peer]) -> None:
+    """Write settings, machine, every sample and the table's figures."""
+    from weft import __version__
+
+    results = []
+    for found in report.measurements:
+        entry = asdict(found)
+        entry["samples_us"] = entry.pop("samples")
+        results.append(entry)
+    data = {
+        "weft": __version__,
+        "settings": asdict(report.settings),
+        "machine": report.machine,
+        "checked": "bitwise against weft.reference, before and after timing",
+        "results": results,
+        "rows": [asdict(row) for row in rows_of(report, peers)],
+    }
+    write_text(path, json.dumps(data, indent=1) + "\n")
+
+
+def write_trtllm_json(path: Path, report: Report) -> None:
+    """Write mean times per rank in the schema of TensorRT-LLM's `bench_moe_comm.py`.
+
+    Its times are spans of kernels taken by CUPTI with a cold L2; `warning` says how these differ.
+    """
+    write_text(path, json.dumps(trtllm_report(report), indent=2) + "\n")
+
+
+def trtllm_report(report: Report) -> dict[str, Any]:
+    """Return the report as that schema's dictionary."""
+    settings, methods = report.settings, "; ".join(_methods(report))
+    backends = [_TRTLLM_BACKENDS[backend] for backend in settings.backends]
+    cuda = bool(report.machine["gpus"])
+    metadata = {
+        "bench": "bench_moe_comm",
+        "launcher": "weft",
+        "profile": _TRTLLM_PROFILES.get(settings.case or ""),
+        "backend": backends[0] if len(backends) == 1 else None,
+        "ep_size": settings.ranks,
+        "hidden_size": settings.hidden,
+        "local_batch_size": list(settings.tokens),
+        "top_k": settings.top_k,
+        "dtype": str(settings.out_dtype),
+        "quant_algo": "FP8_BLOCK_SCALES" if settings.payload == "fp8" else "NO_QUANT",
+        "perfect_router": settings.router == "perfect",
+        "experts_per_rank": settings.experts // settings.ranks,
+        "num_experts_total": settings.experts,
+        "max_num_tokens_per_rank": settings.max_tokens or max(settings.tokens),
+        "random_seed": settings.seed,
+        "device_count": len(report.machine["gpus"]),
+        "cuda_graph": settings.graph and cuda,
+        "pdl": False,
+        "payload_in_workspace": True,
+        "cupti_enabled": False,
+        "warning": f"not CUPTI kernel spans: {methods}; warm L2",
+    }
+    results = [
+        {
+            "backend": _TRTLLM_BACKENDS[found.backend],
+            "payload_in_workspace": True,
+            "local_batch_size": found.tokens,
+            **{
+                f"{phase}_us": {
+                    f"rank{rank}": statistics.fmean(samples)
+                    for rank, samples in enumerate(found.samples[phase])
+                }
+                for phase in ("dispatch", "combine")
+            },
+        }
+        for found in report.measurements
+    ]
+    return {"benchmark_metadata": metadata, "results": results}
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a result file; its directory is made if needed.
+
+    Raises InvalidArgument naming the path where that fails.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        raise InvalidArgument(f"cannot write {path}: {error}") from error

@@ -1,0 +1,206 @@
+"""Other libraries, measured in the same run where they are installed: same inputs, same clock.
+
+Each runs in processes of its own, after ours: one that traps or hangs costs nothing but its rows.
+What it returns is compared with `weft.reference` before it is timed. They promise less than we do
+(order of slots, rounding), so the comparison is of numbers within a tolerance, not of bytes.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from weft.bench.adapters import (
+    DEEPEP_MOST,
+    DeepEP,
+    FlashInfer,
+    deepep_refuses,
+    flashinfer_refuses,
+)
+from weft.bench.cases import Settings
+from weft.bench.clock import Phases, measure
+from weft.bench.moe import first_problem, gather_samples
+from weft.bench.peers import Peer
+from weft.bench.trial import Inputs, make_inputs, rows_of
+from weft.errors import RankFailed, WeftError
+from weft.memory import launch
+from weft.ops import reference
+from weft.ops.placement import Placement
+
+if TYPE_CHECKING:
+    from weft.memory import Group
+
+LIMIT_SECONDS = 900.0  # of one library, what it compiles included
+MEASURED, ABSENT = "measured", "not installed"
+_TEXT_LIMIT = 300  # characters of a failure's text
+
+
+class Call(Protocol):
+    """One size of a library, bound to its inputs. Collective."""
+
+    def dispatch(self) -> object:
+        """Send the tokens."""
+
+    def experts(self) -> None:
+        """Write identity experts' answers where `combine` reads them; not timed."""
+
+    def combine(self) -> torch.Tensor:
+        """Return the sums, `[tokens, hidden]`."""
+
+
+class Library(Protocol):
+    """A library made for the largest size. tolerance: error allowed, of the largest number."""
+
+    tolerance: float
+
+    def call(self, inputs: Inputs, tokens: int) -> Call:
+        """Bind one size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """A library that may be installed.
+
+    name: as the records begin.  module: to import.  distribution: to ask for its version.
+    make: `(group, settings, most tokens)` to the library; collective.
+    refuses: why it cannot run these settings, or None.  most: tokens a rank that it serves.
+    """
+
+    name: str
+    module: str
+    distribution: str
+    make: Callable[[Group, Settings, int], Library]
+    refuses: Callable[[Settings], str | None]
+    most: int | None = None
+
+    def sizes(self, settings: Settings) -> list[int]:
+        """The sizes of the run that it serves."""
+        return [size for size in settings.tokens if self.most is None or size <= self.most]
+
+
+RIVALS: tuple[Rival, ...] = (
+    Rival("FlashInfer", "flashinfer", "flashinfer-python", FlashInfer, flashinfer_refuses),
+    Rival("DeepEP v1", "deep_ep", "deep_ep", DeepEP, deepep_refuses, most=DEEPEP_MOST),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RivalRun:
+    """What became of one library in this run.
+
+    status: "measured", "not installed", or why there is no figure.
+    samples_us: tokens -> phase -> for each rank, us per call of each sample.
+    """
+
+    name: str
+    version: str
+    status: str
+    method: str = ""
+    samples_us: dict[int, dict[str, list[list[float]]]] = field(default_factory=dict)
+
+    @property
+    def library(self) -> str:
+        """Name and version, as tables show it."""
+        return f"{self.name} {self.version}".strip()
+
+    def peer(self, date: str) -> Peer:
+        """The pair times as they are shown beside ours: median, slowest rank."""
+        pairs = {
+            tokens: max(statistics.median(samples) for samples in phases["pair"])
+            for tokens, phases in self.samples_us.items()
+        }
+        return Peer(f"{self.library}, this run", pairs, "this machine", date, measured=True)
+
+
+def measure_rivals(settings: Settings) -> list[RivalRun]:
+    """Measure every library that is installed and serves these settings; a failure is a status."""
+    return [_attempt(rival, settings) for rival in RIVALS]
+
+
+def beside(recorded: Sequence[Peer], runs: Sequence[RivalRun], date: str) -> list[Peer]:
+    """Return what to show: the measured libraries, and the records of all others."""
+    measured = [run for run in runs if run.status == MEASURED]
+    kept = [
+        peer for peer in recorded if not any(peer.library.startswith(run.name) for run in measured)
+    ]
+    return [*(run.peer(date) for run in measured), *kept]
+
+
+def _attempt(rival: Rival, settings: Settings) -> RivalRun:
+    if importlib.util.find_spec(rival.module) is None:
+        return RivalRun(rival.name, "", ABSENT)
+    version = _version(rival)
+    reason = rival.refuses(settings)
+    if settings.device != "cuda":
+        reason = "needs GPUs"
+    if reason is not None:
+        return RivalRun(rival.name, version, reason)
+    try:
+        first, *_ = launch(
+            rival_body,
+            rival.name,
+            settings,
+            ranks=settings.ranks,
+            device=settings.device,
+            timeout=LIMIT_SECONDS,
+        )
+    except WeftError as error:
+        cause = error.__cause__ if isinstance(error, RankFailed) else None
+        told = cause or error
+        text = f"failed: {type(told).__name__}: {told}"
+        return RivalRun(rival.name, version, text[:_TEXT_LIMIT])
+    return RivalRun(rival.name, version, **first)
+
+
+def rival_body(group: Group, name: str, settings: Settings) -> dict[str, Any]:
+    """What every rank does for one library; all ranks return the same."""
+    rival = next(rival for rival in RIVALS if rival.name == name)
+    sizes = rival.sizes(settings)
+    library = group.together(
+        lambda: rival.make(group, settings, max(sizes)), doing=f"making {name}"
+    )
+    result: dict[str, Any] = {"status": MEASURED, "method": "", "samples_us": {}}
+    for tokens in sizes:
+        inputs = make_inputs(settings, tokens, group.rank).to(group.device)
+        call = library.call(inputs, tokens)
+        if problem := first_problem(group, _check(group, settings, inputs, call, library)):
+            return {**result, "status": f"check failed, {tokens} tokens: {problem}"}
+        phases = Phases(dispatch=call.dispatch, combine=call.combine)
+        samples = measure(group, phases, samples=settings.samples, graph=settings.graph)
+        result["method"] = samples.method
+        result["samples_us"][tokens] = gather_samples(group, samples)
+    return result
+
+
+def _check(
+    group: Group, settings: Settings, inputs: Inputs, call: Call, library: Library
+) -> str | None:
+    """Run one round; return how far its sums are from the reference, or None. Collective."""
+    call.dispatch()
+    call.experts()
+    got = call.combine()
+    expected = reference.identity_round_trip(
+        rows_of(inputs.payloads, settings.out_dtype),
+        inputs.ids,
+        inputs.weights,
+        Placement.blocks(settings.experts, group.size),
+        ranks=group.size,
+    )
+    error = float((got.float() - expected.float()).abs().max())
+    allowed = library.tolerance * float(expected.float().abs().max())
+    if error <= allowed:  # false for NaN
+        return None
+    return f"rank {group.rank}: a sum is off by {error:.3g}, allowed are {allowed:.3g}"
+
+
+def _version(rival: Rival) -> str:
+    try:
+        return importlib.metadata.version(rival.distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "(unknown version)"

@@ -1,0 +1,101 @@
+"""From samples to the figures of a row: statistics over ranks, bandwidths, floor and rivals."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weft.bench.clock import PHASES
+from weft.bench.limits import pair_floor_us
+from weft.bench.moe import Measurement, Report
+from weft.bench.peers import Peer
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """us per call: each statistic is taken over a rank's samples, then the slowest rank counts."""
+
+    min: float
+    median: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, samples_of_rank: Sequence[Sequence[float]]) -> Spread:
+        """From every rank's samples."""
+        return cls(
+            min=max(min(samples) for samples in samples_of_rank),
+            median=max(statistics.median(samples) for samples in samples_of_rank),
+            p99=max(_p99(samples) for samples in samples_of_rank),
+            max=max(max(samples) for samples in samples_of_rank),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One phase of one size.
+
+    logical: GB/s of tokens x top_k rows, as if every expert were sent its own.
+    wire: GB/s of the rows that the routing sends off the busiest rank.
+    floor: least us on this hardware, ratio: median / floor; None where unknown.
+    rivals: library -> recorded us of a pair of this size.
+    """
+
+    backend: str
+    tokens: int
+    phase: str
+    us: Spread
+    logical: float
+    wire: float
+    floor: float | None
+    ratio: float | None
+    rivals: dict[str, float]
+
+
+def rows_of(report: Report, peers: Sequence[Peer]) -> list[Row]:
+    """Return a row for each phase of each measurement; rivals only beside GPUs."""
+    rows = []
+    for found in report.measurements:
+        for phase in PHASES:
+            rows.append(_row(report, found, phase, peers if report.machine["gpus"] else ()))
+    return rows
+
+
+def _row(report: Report, found: Measurement, phase: str, peers: Sequence[Peer]) -> Row:
+    settings, traffic = report.settings, found.traffic
+    row_bytes = {"dispatch": settings.sent_bytes, "combine": settings.returned_bytes}
+    moved = sum(row_bytes.values()) if phase == "pair" else row_bytes[phase]
+    us = Spread.of(found.samples[phase])
+    floor, rivals = None, {}
+    if phase == "pair":
+        floor = floor_of(report, found)
+        rivals = {p.library: p.pair_us[found.tokens] for p in peers if found.tokens in p.pair_us}
+    return Row(
+        backend=found.backend,
+        tokens=found.tokens,
+        phase=phase,
+        us=us,
+        logical=traffic.chosen * moved / us.median / 1e3,
+        wire=traffic.wire * moved / us.median / 1e3,
+        floor=floor,
+        ratio=None if floor is None else us.median / floor,
+        rivals=rivals,
+    )
+
+
+def floor_of(report: Report, found: Measurement) -> float | None:
+    """Return the least us of a pair of this size, or None where nothing was measured."""
+    wire, settings = found.traffic.wire, report.settings
+    return pair_floor_us(
+        wire * settings.sent_bytes, wire * settings.returned_bytes, report.machine["gpus"]
+    )
+
+
+def _p99(samples: Sequence[float]) -> float:
+    """The 99th percentile, between the two nearest samples in proportion."""
+    ordered = sorted(samples)
+    place = 0.99 * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)

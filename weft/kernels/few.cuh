@@ -1,0 +1,179 @@
+// Dispatch and combine on a budget of SMs: the same protocol and slots, moved by the bulk engine.
+// Used when the caller grants few SMs (`num_sms`); see bulk.cuh for what that costs and saves.
+#pragma once
+#include <weft/kernels/bulk.cuh>
+#include <weft/kernels/combine.cuh>
+#include <weft/kernels/dispatch.cuh>
+
+namespace weft {
+
+constexpr u32 few_threads = 256;
+
+// A row in flight through shared memory, and the ring that fits.
+template <Shape S> struct RowRing {
+    static constexpr u32 row_bytes = S.pitch(0);
+    static constexpr u32 stages =
+        bulk_shared_bytes / row_bytes < 8 ? bulk_shared_bytes / row_bytes : 8;
+    alignas(128) u8 row[stages][row_bytes];
+    Arrival loaded[stages];
+};
+
+// Rows of all peers for one piece of one token, and the ring that fits.
+template <Shape S> struct PieceRing {
+    static constexpr u32 vectors = S.out_bytes() / 16;
+    static constexpr u32 pieces = (vectors + few_threads - 1) / few_threads;
+    static constexpr u32 piece_vectors = (vectors + pieces - 1) / pieces;
+    static constexpr u32 stage_bytes = S.ranks * piece_vectors * 16;
+    static constexpr u32 stages =
+        bulk_shared_bytes / stage_bytes < 8 ? bulk_shared_bytes / stage_bytes : 8;
+    alignas(128) uint4 piece[stages][S.ranks][piece_vectors];
+    Arrival loaded[stages];
+};
+
+template <Shape S>
+WEFT_FN void load_row(RowRing<S>& ring, const DispatchArgs& a, u32 turn, u32 token) {
+    Arrival& loaded = ring.loaded[turn % RowRing<S>::stages];
+    loaded.expect(S.row_bytes[0]);
+    bulk_load(ring.row[turn % RowRing<S>::stages],
+              static_cast<const u8*>(a.payload[0]) + u64(token) * S.row_bytes[0], S.row_bytes[0],
+              loaded);
+}
+
+template <Shape S> WEFT_FN void store_row(RowRing<S>& ring, const Site& site, u32 turn, u32 token,
+                                          u32 destinations) {
+#pragma unroll
+    for (u32 i = 0; i < S.ranks; ++i) {
+        const u32 peer = site.rank + i < S.ranks ? site.rank + i : site.rank + i - S.ranks;
+        if (destinations >> peer & 1)
+            bulk_store(slot_in<S, 0, u8>(site, peer, token), ring.row[turn % RowRing<S>::stages],
+                       S.row_bytes[0]);
+    }
+    bulk_commit();
+}
+
+// One warp a CTA: lane 0 keeps loads running ahead and stores running behind, all lanes route.
+template <Shape S>
+WEFT_FN bool send_tokens_in_bulk(const Block& team, const DispatchArgs& a, const Turn& turn,
+                                 u32 count, RowRing<S>& ring) {
+    constexpr u32 stages = RowRing<S>::stages, ahead = stages - 2;
+    const u32 lane = team.warp_lane(), stride = gridDim.x;
+    if (lane == 0) {
+        for (u32 i = 0; i < stages; ++i) ring.loaded[i].init();
+        fence_for_bulk();
+        for (u32 i = 0; i < ahead && blockIdx.x + i * stride < count; ++i)
+            load_row<S>(ring, a, i, blockIdx.x + i * stride);
+    }
+    u32 i = 0;
+    for (u32 token = blockIdx.x; token < count; token += stride, ++i) {
+        const Parcel<S> parcel = load_ids<S>(a, token, lane);
+        const Routing r = route_token<S>(a, parcel, token, lane, true);
+        if (lane == 0) {
+            ring.loaded[i % stages].await(i / stages & 1);
+            store_row<S>(ring, a.site, i, token, r.destinations);
+            bulk_wait_read<1>();
+            if (token + ahead * stride < count) load_row<S>(ring, a, i + ahead, token + ahead * stride);
+        }
+        push_planes<S, 1>(a, token, lane, warp_lanes, r.destinations);
+        send_route<S>(a, token, lane, r);
+    }
+    if (lane == 0) bulk_wait_written();
+    clear_rows<S>(team, a, count, turn.rows);
+    return team.last_of(&mine<S>(a.site).header.arrived);
+}
+
+// Thread 0 pulls one piece of a token from all its peers into a stage.
+template <Shape S, u32 rank>
+WEFT_FN void load_piece(PieceRing<S>& ring, const CombineArgs& a, u32 turn, u32 unit) {
+    using Ring = PieceRing<S>;
+    const u32 token = unit / Ring::pieces, first = unit % Ring::pieces * Ring::piece_vectors;
+    const u32 count = min(Ring::piece_vectors, Ring::vectors - first), stage = turn % Ring::stages;
+    const u32 destinations = mine<S>(a.site).destinations[token];
+    const Rows rows = rows_of<S, rank>(a, token);
+    ring.loaded[stage].expect(__popc(destinations) * count * 16);
+#pragma unroll
+    for (u32 step = 0; step < S.ranks; ++step) {
+        const u32 peer = (rank + step) % S.ranks;
+        if (destinations >> peer & 1)
+            bulk_load(ring.piece[stage][peer],
+                      reinterpret_cast<const uint4*>(rows.first + peer * rows.step) + first,
+                      count * 16, ring.loaded[stage]);
+    }
+}
+
+template <Shape S>
+WEFT_FN void reduce_piece(PieceRing<S>& ring, const CombineArgs& a, u32 lane, u32 turn, u32 unit) {
+    using Ring = PieceRing<S>;
+    const u32 token = unit / Ring::pieces, v = unit % Ring::pieces * Ring::piece_vectors + lane;
+    if (lane >= Ring::piece_vectors || v >= Ring::vectors) return;
+    const u32 destinations = mine<S>(a.site).destinations[token];
+    float sum[numbers_in_vector(S.number)] = {};
+#pragma unroll
+    for (u32 peer = 0; peer < S.ranks; ++peer)
+        if (destinations >> peer & 1)
+            add_vector<S.number>(sum, ring.piece[turn % Ring::stages][peer][lane]);
+    const u64 at = u64(token) * Ring::vectors + v;
+    if (a.add) add_vector<S.number>(sum, load_input(static_cast<const uint4*>(a.add) + at));
+    static_cast<uint4*>(a.out)[at] = round_vector<S.number>(sum);
+}
+
+template <Shape S, u32 rank>
+WEFT_FN bool receive_rows_in_bulk(const Block& team, const CombineArgs& a, const Turn& turn,
+                                  PieceRing<S>& ring) {
+    using Ring = PieceRing<S>;
+    const u32 units = a.tokens * Ring::pieces, stride = gridDim.x, lane = team.lane();
+    if (lane == 0)
+        for (u32 i = 0; i < Ring::stages; ++i) ring.loaded[i].init();
+    if (!await_all<S>(team, a.site, Phase::combine, turn.epoch)) return false;
+    if (lane == 0) {
+        fence_for_bulk();
+        for (u32 i = 0; i < Ring::stages && blockIdx.x + i * stride < units; ++i)
+            load_piece<S, rank>(ring, a, i, blockIdx.x + i * stride);
+    }
+    u32 i = 0;
+    for (u32 unit = blockIdx.x; unit < units; unit += stride, ++i) {
+        ring.loaded[i % Ring::stages].await(i / Ring::stages & 1);
+        reduce_piece<S>(ring, a, lane, i, unit);
+        __syncthreads();  // the stage has been read by all
+        const u32 next = unit + Ring::stages * stride;
+        if (lane == 0 && next < units) {
+            fence_for_bulk();
+            load_piece<S, rank>(ring, a, i + Ring::stages, next);
+        }
+    }
+    return true;
+}
+
+template <Shape S> WEFT_FN void dispatch_on_few(const DispatchArgs& a) {
+    extern __shared__ uint4 shared[];
+    RowRing<S>& ring = *reinterpret_cast<RowRing<S>*>(shared);
+    const Block team;
+    Header& header = mine<S>(a.site).header;
+    wait_for_predecessor();
+    admit_successor();
+    const Turn turn = header.turn;
+    if (turn.failed != 0) return;
+    const u64 start = team.lane() == 0 ? now_ns() : 0, wanted = (turn.epoch + 1) & epoch_mask;
+    const u32 count = token_count<S>(a, team.first() && team.lane() == 0);
+    if (!send_tokens_in_bulk<S>(team, a, turn, count, ring)) return;
+    publish<S>(team, a.site, Phase::dispatch, wanted, count);
+    if (!await_all<S>(team, a.site, Phase::dispatch, wanted) || team.lane() != 0) return;
+    header.turn = {wanted, 0, count};
+    keep_record(header, Phase::dispatch, wanted, start, count);
+}
+
+template <Shape S, u32 rank> WEFT_FN void combine_on_few(const CombineArgs& a) {
+    extern __shared__ uint4 shared[];
+    PieceRing<S>& ring = *reinterpret_cast<PieceRing<S>*>(shared);
+    const Block team;
+    Header& header = mine<S>(a.site).header;
+    wait_for_predecessor();
+    admit_successor();
+    const Turn turn = header.turn;
+    if (turn.failed != 0) return;
+    const u64 start = team.lane() == 0 ? now_ns() : 0;
+    if (team.first()) publish<S>(team, a.site, Phase::combine, turn.epoch, 0);
+    if (receive_rows_in_bulk<S, rank>(team, a, turn, ring) && team.first() && team.lane() == 0)
+        keep_record(header, Phase::combine, turn.epoch, start, a.tokens);
+}
+
+}  // namespace weft
