@@ -45,7 +45,7 @@ def check_cpp(path: Path, text: str) -> Iterator[Fault]:
     """Includes and inline asm of one C++ file; `path` is relative to the root."""
     room = path.parts[1] if len(path.parts) > 2 and path.parts[0] == "weft" else ""
     allowed = MAY_INCLUDE.get(room)
-    endings = "cuh|cpp" if path.parts[0] == "tests" else "cuh"
+    endings = "cuh|hpp|cpp" if path.parts[0] == "tests" else "cuh|hpp"
     for number, line in enumerate(without_comments(text).splitlines(), 1):
         if found := re.match(r"\s*#\s*include\s*(.*)", line):
             header = found[1].strip()

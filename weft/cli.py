@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import torch
 import typer
@@ -16,14 +16,15 @@ from rich.text import Text
 
 from weft import __version__
 from weft.bench.cases import (
+    ALL,
     BACKENDS,
     CASES,
     DTYPES,
     PAYLOADS,
     ROUTERS,
-    Settings,
     parse_backends,
     parse_tokens,
+    plans_of,
 )
 from weft.errors import InvalidArgument, RankFailed, WeftError
 
@@ -61,10 +62,13 @@ def version(
 
 
 _DEVICE = "cpu, cuda or auto: cuda where there are GPUs"
-_CASE = f"sizes of a model: {', '.join(CASES)}; options given beside it win"
+_CASE = f"sizes of a model: {', '.join(CASES)}, or {ALL} of them; options given beside it win"
 _TOKENS = "tokens per rank: 1,8,64 or 1..4096 (doubling)"
 _ROUTER = f"{', '.join(ROUTERS)}, or a .npy / .json file of ids [rows, top_k]"
 _PAYLOAD = f"{', '.join(PAYLOADS)}: bf16 sends rows of --dtype; fp8 sends float8 rows + scales"
+_PEERS = "also measure NCCL's collectives and the libraries that are installed"
+_PDL = "programmatic dependent launch of the one-sided kernels"
+_Path: TypeAlias = Path | None
 
 
 @bench.command("moe")
@@ -82,51 +86,44 @@ def bench_moe(
     dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "bf16",
     payload: Annotated[str, typer.Option(help=_PAYLOAD)] = "bf16",
     graph: Annotated[bool, typer.Option("--graph/--eager", help="CUDA graphs or calls")] = True,
+    cold: Annotated[bool, typer.Option(help="also time calls after a flush of the L2")] = False,
+    num_sms: Annotated[int | None, typer.Option(help="SMs of the one-sided kernels")] = None,
+    pdl: Annotated[bool, typer.Option("--pdl/--no-pdl", help=_PDL)] = True,
     iters: Annotated[int, typer.Option(help="samples; 0: 15 replays, or 20 calls on CPU")] = 0,
     seed: Annotated[int, typer.Option(help="of inputs and routing")] = 0,
-    json: Annotated[Path | None, typer.Option(help="write all samples here")] = None,
-    plot: Annotated[Path | None, typer.Option(help="write a picture here (.png, .svg)")] = None,
-    trtllm_json: Annotated[
-        Path | None, typer.Option(help="write TensorRT-LLM's bench_moe_comm schema here")
-    ] = None,
-    peers: Annotated[Path | None, typer.Option(help="recorded figures to show beside")] = None,
+    peers: Annotated[bool, typer.Option("--peers", help=_PEERS)] = False,
+    recorded: Annotated[_Path, typer.Option(help="recorded figures to show beside")] = None,
+    json: Annotated[_Path, typer.Option(help="write all samples here")] = None,
+    plot: Annotated[_Path, typer.Option(help="write a picture here (.png, .svg)")] = None,
+    trtllm_json: Annotated[_Path, typer.Option(help="write bench_moe_comm's schema here")] = None,
     quiet: Annotated[bool, typer.Option(help="no progress bar")] = False,
 ) -> None:
     """Time dispatch and combine of an MoE layer, after checking every byte of them."""
-    from weft.bench import report
-    from weft.bench.moe import run
-    from weft.bench.peers import matching_peers
-    from weft.bench.plot import plot as draw
+    from weft.bench.session import Outputs, run_cases
 
     where = chosen_device(device)
-    sizes = CASES[checked_case(case) or "deepseek-v3"]
-    settings = Settings(
+    plans = plans_of(
+        case,
+        hidden=hidden,
+        top_k=top_k,
+        experts=experts,
         ranks=ranks or (torch.cuda.device_count() if where == "cuda" else 4),
         device=where,
         tokens=parse_tokens(tokens),
         max_tokens=max_tokens,
-        hidden=sizes.hidden if hidden is None else hidden,
-        top_k=sizes.top_k if top_k is None else top_k,
-        experts=sizes.experts if experts is None else experts,
         router=router,
-        backends=parse_backends(backend),
+        backends=parse_backends(f"{backend},collective" if peers else backend),
         dtype=dtype,
         payload=payload,
         graph=graph,
         samples=chosen_samples(iters, where, graph=graph),
         seed=seed,
-        case=case,
+        num_sms=num_sms,
+        programmatic_launch=pdl,
+        cold=cold,
     )
-    rivals = matching_peers(settings, peers)
-    found = run(settings, quiet=quiet)
-    _stop_at(found.problem)
-    report.print_report(wide_console(), found, rivals)
-    if json:
-        report.write_json(json, found, rivals)
-    if trtllm_json:
-        report.write_trtllm_json(trtllm_json, found)
-    if plot:
-        draw(plot, found, rivals)
+    outputs = Outputs(json, plot, trtllm_json, recorded)
+    _stop_at(run_cases(wide_console(), plans, outputs, peers=peers, quiet=quiet))
 
 
 def _stop_at(problem: str | None) -> None:
@@ -229,16 +226,6 @@ def chosen_device(device: str) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return device
-
-
-def checked_case(case: str | None) -> str | None:
-    """Return the name of a case, or None.
-
-    Raises InvalidArgument for an unknown one.
-    """
-    if case is not None and case not in CASES:
-        raise InvalidArgument(f"case is {case!r}; choose one of {', '.join(CASES)}")
-    return case
 
 
 def chosen_samples(iters: int, device: str, *, graph: bool) -> int:

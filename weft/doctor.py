@@ -25,6 +25,7 @@ from weft.bench.machine import ask_nvidia_smi, driver_version
 from weft.errors import WeftError
 from weft.jit.cache import Cache
 from weft.jit.host import compile_shared, compiler_identity, find_compiler
+from weft.jit.module import CudaModule
 from weft.jit.nvrtc import compile_cubin, nvrtc_version
 
 Status: TypeAlias = Literal["ok", "warn", "fail"]
@@ -54,7 +55,7 @@ def examine() -> list[Finding]:
         ("system", _system),
     ):
         try:
-            findings += list(look())
+            findings.extend(look())  # what was found before a failure stays
         except Exception as error:  # a doctor that dies of what it finds is of no use
             text = f"{type(error).__name__}: {error}"
             findings.append(Finding(section, "examination", "fail", text, "report this text"))
@@ -103,9 +104,22 @@ def _compilers() -> Iterator[Finding]:
             def compile_cuda(arch: str = arch) -> str:
                 entry = 'extern "C" __global__ void weft_doctor(int* p) { *p = 42; }'
                 cubin = compile_cubin(entry, name="doctor", arch=arch, cache=trial)
-                return f"{nvrtc_version()}; trial kernel of {len(cubin)} bytes"
+                devices = [device for device in range(_gpu_count()) if _arch(device) == arch]
+                for device in devices:
+                    _load(cubin, device)
+                loaded = f" loads on {len(devices)} GPUs" if devices else ""
+                return f"{nvrtc_version()}; trial kernel of {len(cubin)} bytes{loaded}"
 
             yield _tried(section, f"NVRTC {arch}", compile_cuda, _if_gpus("fail"))
+
+
+def _load(cubin: bytes, device: int) -> None:
+    """Load the trial kernel: a driver older than NVRTC refuses its code, and only then."""
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()  # makes the context that the module is loaded into
+        module = CudaModule(cubin, name=f"trial kernel on cuda:{device}")
+        module.function("weft_doctor")
+        module.unload()
 
 
 def _gpus() -> Iterator[Finding]:
@@ -176,14 +190,10 @@ def _handles(section: str, count: int) -> Iterator[Finding]:
         return  # told under software
     kinds = driver.CUdevice_attribute
     update = "the driver cannot export memory as a file descriptor: update it, or leave the VM"
-    for name, attribute, remedy in (
-        (
-            "POSIX fd handles",
-            kinds.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
-            update,
-        ),
-        ("FABRIC handles", kinds.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED, ""),
-    ):
+    posix = kinds.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
+    fabric = kinds.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED
+    looked = (("POSIX fd handles", posix, update), ("FABRIC handles", fabric, ""))
+    for name, attribute, remedy in looked:
         without = [f"cuda:{i}" for i in range(count) if not _attribute(driver, attribute, i)]
         detail = f"not on {', '.join(without)}" if without else "every GPU"
         if not remedy:
@@ -284,7 +294,7 @@ def _tried(
     """A finding from something that is really done; weft's own errors say themselves what mends."""
     try:
         return Finding(section, name, "ok", attempt())
-    except (WeftError, OSError) as error:
+    except (WeftError, OSError, RuntimeError) as error:  # the last: torch's own
         return Finding(section, name, otherwise, str(error), remedy)
 
 

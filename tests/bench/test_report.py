@@ -16,6 +16,7 @@ from weft.bench.moe import Measurement, Report
 from weft.bench.peers import RECORDS, matching_peers
 from weft.bench.plot import plot
 from weft.bench.report import print_report, trtllm_report, write_json, write_trtllm_json
+from weft.bench.rivals import RivalRun, beside
 from weft.bench.routing import make_ids, traffic_of
 from weft.bench.summary import Spread, rows_of
 from weft.errors import InvalidArgument
@@ -44,7 +45,15 @@ def _report(settings: Settings, gpu: str) -> Report:
                 for phase, us in (("dispatch", 10.0), ("combine", 20.0), ("pair", 30.0))
             }
             traffic = traffic_of(ids, settings.experts)
-            measurements.append(Measurement(backend, tokens, 128, "by hand", traffic, samples))
+            cold, method = None, None
+            if settings.cold:
+                cold = {
+                    phase: [[2 * us for us in rank] for rank in samples[phase]] for phase in samples
+                }
+                method = "cold, by hand"
+            measurements.append(
+                Measurement(backend, tokens, 128, "by hand", traffic, samples, cold, method)
+            )
     machine = {
         "date": "2026-11-20T12:00:00+00:00",
         "gpus": [gpu] * settings.ranks if gpu else [],
@@ -130,6 +139,47 @@ def test_table_json_and_picture(tmp_path):
         plot(tmp_path / "pair.nope", report, peers)
     with pytest.raises(InvalidArgument, match="cannot write"):
         write_json(tmp_path, report, peers)
+
+
+def test_cold_columns_and_what_became_of_peers(tmp_path):
+    report = _report(replace(H200, cold=True, num_sms=24), "NVIDIA H200")
+    runs = [
+        RivalRun("FlashInfer", "0.8.0", "measured", "by hand", {128: {"pair": [[50.0]] * 8}}),
+        RivalRun("DeepEP v1", "", "not installed"),
+    ]
+    peers = beside(matching_peers(H200), runs, "2026-11-20")
+    rows = rows_of(report, peers)
+    assert [row.cold for row in rows[3:]] == [36.0, 56.0, 76.0]
+    assert rows[5].moved == 2 * 128 * 7 * 7168 * 2
+    assert rows[5].rivals == {"FlashInfer 0.8.0, this run": 50.0, "DeepEP v1 low-latency": 127.6}
+    text = io.StringIO()
+    print_report(Console(file=text, width=160), report, peers, runs)
+    for piece in (
+        "cold",
+        "76.0",
+        "24 SMs",
+        "cold, by hand.",
+        "Recorded figures: 2026-11-20 on 8x NVIDIA H200",
+        "FlashInfer 0.8.0: measured in this run, by hand;",
+        "DeepEP v1: not installed.",
+    ):
+        assert piece in text.getvalue()
+    write_json(tmp_path / "all.json", report, peers, runs)
+    data = json.loads((tmp_path / "all.json").read_text())
+    assert data["settings"]["num_sms"] == 24
+    assert data["results"][1]["cold_samples_us"]["pair"][7][1] == 2 * 38
+    assert [run["status"] for run in data["peers"]] == ["measured", "not installed"]
+    assert data["rows"][5]["cold"] == 76.0
+
+
+def test_the_roofline_is_in_the_picture(tmp_path):
+    report = _report(replace(H200, tokens=(1, 8, 128), cold=True), "NVIDIA H200")
+    plot(tmp_path / "pair.svg", report, matching_peers(H200))
+    svg = (tmp_path / "pair.svg").read_text()
+    for piece in ("roof: 334 GB/s pushed", "latency: 5 µs a pair", "cold L2", "roofline"):
+        assert f"<!-- {piece} -->" in svg or f"{piece} -->" in svg
+    plot(tmp_path / "cpu.svg", _report(replace(H200, cold=False), ""), [])
+    assert "roof:" not in (tmp_path / "cpu.svg").read_text()
 
 
 def test_trtllm_schema(tmp_path):

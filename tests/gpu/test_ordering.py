@@ -173,7 +173,7 @@ def measured(
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs: on one, nothing crosses a link")
     start = time.monotonic()
-    first, second = ranks(2, "cuda")(litmus, form, runs, rounds, timeout=80.0)
+    first, second = ranks(2, "cuda")(litmus, form, runs, rounds, timeout=70.0)
     assert first == second
     record(f"stale_vectors_{form}", [run["stale"] for run in first])
     record(f"us_per_round_{form}", [run["us"] for run in first])

@@ -185,6 +185,39 @@ def test_experts_may_return_a_tensor_of_their_own(ranks, kind):
     ranks(2, kind)(staged_output)
 
 
+NANS = {torch.bfloat16: 0x7FFF, torch.float16: 0x7FFF, torch.float32: 0x7FFFFFFF}
+
+
+def every_number(group: weft.Group, dtype: torch.dtype) -> None:
+    """All bit patterns of the half types, and as many of fp32, plus each other."""
+    words = torch.int32 if dtype == torch.float32 else torch.int16
+    generator = torch.Generator().manual_seed(3)
+    span = 2**31 if words == torch.int32 else 2**15
+    some = torch.randint(-span, span, (8, 8192), generator=generator).to(words)
+    if words == torch.int16:
+        some = torch.arange(-span, span, dtype=words).view(8, 8192)
+    y = some.to(group.device).view(dtype)
+    add = some.flatten()[torch.randperm(some.numel(), generator=generator)].view(8, 8192)
+    add = add.to(group.device).view(dtype)
+    ids = torch.zeros((8, 1), dtype=torch.int32, device=group.device)
+    a2a = weft.AllToAll(
+        group, max_tokens=8, top_k=1, num_experts=1, hidden=8192, dtype=dtype, timeout=20.0
+    )
+    with a2a:
+        a2a.dispatch(torch.zeros_like(y), ids)
+        out = a2a.combine(y[None], add=add)
+    total = (0.0 + y.float()) + add.float()  # sums start from +0
+    wanted = total.to(dtype).view(words)
+    nan = torch.tensor(NANS[dtype], dtype=words, device=group.device)
+    assert torch.equal(out.view(words), torch.where(total.isnan(), nan, wanted))
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("dtype", NANS)
+def test_every_number_is_rounded_to_nearest_even_and_nan_is_one_nan(ranks, kind, dtype):
+    ranks(1, kind)(every_number, dtype)
+
+
 def near_the_wrap(group: weft.Group) -> None:
     case = Round(tokens=(3, 5, 2))
     with make(group, case, _first_epoch=(1 << 40) - 4) as a2a:

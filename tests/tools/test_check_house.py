@@ -53,6 +53,7 @@ REFUSED = {
 }
 ALLOWED = {
     "protocol": ("weft/protocol/a.cuh", "#include <weft/protocol/b.cuh>\n#include <cstdint>\n"),
+    "a header for hosts": ("weft/protocol/a.cpp", "#include <weft/protocol/b.hpp>\n"),
     "posix": ("weft/protocol/a.cpp", "#include <time.h>\n#include <atomic>\n"),
     "kernels": (
         "weft/kernels/a.cuh",

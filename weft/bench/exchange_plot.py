@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weft.bench.plot import FAINT, INK, QUIET, matplotlib_pyplot, save
+from weft.bench.style import FAINT, INK, QUIET, matplotlib_pyplot, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,4 +1,4 @@
-"""The picture of a run: µs of dispatch + combine over tokens, with the floor and rivals."""
+"""The picture of a run: µs of dispatch + combine over tokens, and what that makes of the wire."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weft.bench.limits import NVLINK_GB_PER_S, PAIR_FIXED_US
 from weft.bench.machine import machine_line
 from weft.bench.moe import Report
 from weft.bench.peers import Peer
+from weft.bench.style import COLOURS, INK, NAMES, QUIET, RIVALS, matplotlib_pyplot, plain, save
 from weft.bench.summary import Row, rows_of
-from weft.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-INK, QUIET, FAINT = "#1f2933", "#6b7785", "#d9dee4"
-COLOURS = {"onesided": "#c2410c", "collective": "#2563a6"}
-NAMES = {"onesided": "weft, one-sided", "collective": "weft, collectives"}
-RIVALS = ("#64748b", "#94a3b8", "#a8a29e")
+_DASHES = (0, (4, 3))
 
 
 def plot(path: Path, report: Report, peers: Sequence[Peer]) -> None:
@@ -28,9 +26,30 @@ def plot(path: Path, report: Report, peers: Sequence[Peer]) -> None:
     """
     pyplot = matplotlib_pyplot()
     pairs = [row for row in rows_of(report, peers) if row.phase == "pair"]
-    figure, axes = pyplot.subplots(figsize=(8.0, 5.0), dpi=160, layout="constrained")
-    _draw_lines(axes, report, pairs)
-    sizes = sorted({row.tokens for row in pairs})
+    figure, (left, right) = pyplot.subplots(
+        1, 2, figsize=(13.0, 5.0), dpi=160, layout="constrained"
+    )
+    _draw_times(left, report, pairs)
+    left.set_ylabel("dispatch + combine, µs")
+    _draw_rates(right, report, pairs)
+    right.set_ylabel("rows that the routing sends, GB/s for each GPU")
+    for axes, place in ((left, "upper left"), (right, "lower right")):
+        _scale(axes, sorted({row.tokens for row in pairs}), pyplot)
+        axes.legend(frameon=False, loc=place, labelcolor=INK)
+        plain(axes)
+    settings = report.settings
+    title = (
+        f"{settings.ranks} ranks, hidden {settings.hidden}, top {settings.top_k} of "
+        f"{settings.experts} experts, {settings.router} routing, {settings.payload} out"
+    )
+    left.set_title(title, loc="left", fontsize=11, color=INK, pad=12)
+    figure.text(0.012, -0.035, machine_line(report.machine), fontsize=7.5, color=QUIET)
+    save(figure, path)
+    pyplot.close(figure)
+
+
+def _scale(axes: Axes, sizes: Sequence[int], pyplot: Any) -> None:
+    """Both logarithmic, named by plain numbers."""
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(sizes, [str(size) for size in sizes])
@@ -38,94 +57,64 @@ def plot(path: Path, report: Report, peers: Sequence[Peer]) -> None:
     axes.yaxis.set_major_locator(pyplot.matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
     axes.set_xlabel("tokens per rank")
-    axes.set_ylabel("dispatch + combine, µs")
-    axes.legend(frameon=False, loc="upper left", labelcolor=INK)
-    settings = report.settings
-    title = (
-        f"{settings.ranks} ranks, hidden {settings.hidden}, top {settings.top_k} of "
-        f"{settings.experts} experts, {settings.router} routing, {settings.payload} out"
-    )
-    axes.set_title(title, loc="left", fontsize=11, color=INK, pad=12)
-    figure.text(0.012, -0.035, machine_line(report.machine), fontsize=7.5, color=QUIET)
-    plain(axes)
-    save(figure, path)
-    pyplot.close(figure)
 
 
-def _draw_lines(axes: Axes, report: Report, pairs: Sequence[Row]) -> None:
-    names = list(dict.fromkeys(name for row in pairs for name in row.rivals))
-    for index, name in enumerate(names):
-        points = {row.tokens: row.rivals[name] for row in pairs if name in row.rivals}
-        colour = RIVALS[index % len(RIVALS)]
-        axes.plot(
-            list(points),
-            list(points.values()),
-            color=colour,
-            lw=1.4,
-            marker="s",
-            ms=3.5,
-            label=name,
-        )
+def _draw_times(axes: Axes, report: Report, pairs: Sequence[Row]) -> None:
+    for name, colour, points in _rivals(pairs):
+        axes.plot(*_line(points), color=colour, lw=1.4, marker="s", ms=3.5, label=name)
     for backend in report.settings.backends:
         rows = [row for row in pairs if row.backend == backend]
         if not rows:
             continue
-        tokens = [row.tokens for row in rows]
+        colour, tokens = COLOURS[backend], [row.tokens for row in rows]
         low, high = [row.us.min for row in rows], [row.us.p99 for row in rows]
-        axes.fill_between(tokens, low, high, color=COLOURS[backend], alpha=0.15, lw=0)
+        axes.fill_between(tokens, low, high, color=colour, alpha=0.15, lw=0)
         medians = [row.us.median for row in rows]
-        axes.plot(
-            tokens, medians, color=COLOURS[backend], lw=2.2, marker="o", ms=5, label=NAMES[backend]
-        )
+        axes.plot(tokens, medians, color=colour, lw=2.2, marker="o", ms=5, label=NAMES[backend])
+        cold = {row.tokens: row.cold for row in rows if row.cold is not None}
+        if cold:
+            name = f"{NAMES[backend]}, cold L2"
+            axes.plot(*_line(cold), color=colour, lw=1.2, ls=":", marker="o", ms=3.5, label=name)
     floors = {row.tokens: row.floor for row in pairs if row.floor is not None}
     if floors:
-        axes.plot(
-            list(floors),
-            list(floors.values()),
-            color=INK,
-            lw=1.1,
-            ls=(0, (4, 3)),
-            label="floor: NVLink bytes + 5 µs",
+        name = f"floor: NVLink bytes + {PAIR_FIXED_US:g} µs"
+        axes.plot(*_line(floors), color=INK, lw=1.1, ls=_DASHES, label=name)
+
+
+def _draw_rates(axes: Axes, report: Report, pairs: Sequence[Row]) -> None:
+    """The roofline: what the links carry, and what two barriers and two kernels leave of it."""
+    for name, colour, points in _rivals(pairs):
+        moved = {row.tokens: row.moved for row in pairs}
+        rates = {tokens: moved[tokens] / us / 1e3 for tokens, us in points.items()}
+        axes.plot(*_line(rates), color=colour, lw=1.4, marker="s", ms=3.5, label=name)
+    for backend in report.settings.backends:
+        rates = {row.tokens: row.wire for row in pairs if row.backend == backend and row.moved}
+        if rates:
+            colour, name = COLOURS[backend], NAMES[backend]
+            axes.plot(*_line(rates), color=colour, lw=2.2, marker="o", ms=5, label=name)
+    known = {row.tokens: row.moved for row in pairs if row.floor is not None and row.moved}
+    if known:
+        slope = {tokens: moved / PAIR_FIXED_US / 1e3 for tokens, moved in known.items()}
+        below = {tokens: rate for tokens, rate in slope.items() if rate < 2 * NVLINK_GB_PER_S}
+        name = f"latency: {PAIR_FIXED_US:g} µs a pair"
+        axes.plot(*_line(below), color=QUIET, lw=1.1, ls=":", label=name)
+        name = f"roof: {NVLINK_GB_PER_S:g} GB/s pushed"
+        axes.axhline(NVLINK_GB_PER_S, color=INK, lw=1.1, ls=_DASHES, label=name)
+    axes.set_title("roofline", loc="left", fontsize=11, color=INK, pad=12)
+
+
+def _rivals(pairs: Sequence[Row]) -> list[tuple[str, str, dict[int, float]]]:
+    """Name, colour and us by tokens of each library that stands beside ours."""
+    names = list(dict.fromkeys(name for row in pairs for name in row.rivals))
+    return [
+        (
+            name,
+            RIVALS[index % len(RIVALS)],
+            {row.tokens: row.rivals[name] for row in pairs if name in row.rivals},
         )
+        for index, name in enumerate(names)
+    ]
 
 
-def plain(axes: Axes) -> None:
-    """Quiet axes: two spines, a faint grid behind the data."""
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(FAINT)
-    axes.grid(visible=True, which="major", color=FAINT, lw=0.7)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=QUIET, length=0, labelsize=9)
-    axes.xaxis.label.set_color(INK)
-    axes.yaxis.label.set_color(INK)
-
-
-def matplotlib_pyplot() -> Any:
-    """Return matplotlib.pyplot, drawing into files only.
-
-    Raises InvalidArgument where it is not installed.
-    """
-    try:
-        import matplotlib.ticker
-    except ImportError as error:
-        raise InvalidArgument(
-            f"pictures need matplotlib: {error}; pip install matplotlib"
-        ) from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as pyplot
-
-    return pyplot
-
-
-def save(figure: Any, path: Path) -> None:
-    """Write a figure on white; its directory is made if needed.
-
-    Raises InvalidArgument for a suffix or a place that cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, bbox_inches="tight", pad_inches=0.18, facecolor="white")
-    except (OSError, ValueError) as error:
-        raise InvalidArgument(f"cannot write the picture {path}: {error}") from error
+def _line(points: dict[int, float]) -> tuple[list[int], list[float]]:
+    return list(points), list(points.values())

@@ -14,10 +14,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from weft.bench.cases import Settings
 from weft.bench.limits import NVLINK_GB_PER_S, PAIR_FIXED_US
 from weft.bench.machine import machine_line
 from weft.bench.moe import Report
 from weft.bench.peers import Peer
+from weft.bench.rivals import MEASURED, RivalRun
 from weft.bench.summary import Row, rows_of
 from weft.errors import InvalidArgument
 
@@ -26,17 +28,24 @@ _TRTLLM_BACKENDS = {"onesided": "NVLINK_ONE_SIDED", "collective": "ALLGATHER"}
 _TRTLLM_PROFILES = {"deepseek-v3": "deepseek_v3", "gpt-oss-120b": "gpt_oss"}
 
 
-def print_report(console: Console, report: Report, peers: Sequence[Peer]) -> None:
-    """Print the table of a run, and below it how the figures were taken."""
+def print_report(
+    console: Console, report: Report, peers: Sequence[Peer], runs: Sequence[RivalRun] = ()
+) -> None:
+    """Print the table of a run, and below it how the figures were taken.
+
+    peers: what stands beside ours.  runs: what became of the libraries that were looked for.
+    """
     rows = rows_of(report, peers)
     rivals = list(dict.fromkeys(name for row in rows for name in row.rivals))
     gpu = any(row.floor is not None for row in rows)
-    several = len(report.settings.backends) > 1
+    several, cold = len(report.settings.backends) > 1, report.settings.cold
     table = Table(box=box.SIMPLE_HEAD, title=_title(report), title_justify="left", pad_edge=False)
     if several:
         table.add_column("backend", no_wrap=True)
-    for name in ("tokens", "us", "min", "median", "p99", "max", "logical\nGB/s", "wire\nGB/s"):
+    for name in ("tokens", "us", "min", "median", "p99", "max"):
         table.add_column(name, justify="left" if name == "us" else "right", no_wrap=True)
+    for name in ("cold\nmedian",) * cold + ("logical\nGB/s", "wire\nGB/s"):
+        table.add_column(name, justify="right", no_wrap=True)
     if gpu:
         table.add_column("floor\nus", justify="right")
         table.add_column("x floor", justify="right")
@@ -44,13 +53,13 @@ def print_report(console: Console, report: Report, peers: Sequence[Peer]) -> Non
         table.add_column(f"{name}\nus", justify="right", style="dim")
     for row in rows:
         cells = ([row.backend] if several else []) if row.phase == "dispatch" else [""] * several
-        _add_row(table, row, cells, rivals if gpu or rivals else [], gpu)
+        _add_row(table, row, cells, rivals, gpu=gpu, cold=cold)
     console.print(table)
-    console.print(Text(_caption(report, peers if rivals else [], gpu), style="dim"))
+    console.print(Text(_caption(report, peers if rivals else [], runs, gpu), style="dim"))
 
 
 def _add_row(
-    table: Table, row: Row, cells: Sequence[str], rivals: Sequence[str], gpu: bool
+    table: Table, row: Row, cells: Sequence[str], rivals: Sequence[str], *, gpu: bool, cold: bool
 ) -> None:
     us = row.us
     texts = [
@@ -58,6 +67,7 @@ def _add_row(
         str(row.tokens) if row.phase == "dispatch" else "",
         row.phase,
         *(_us(value) for value in (us.min, us.median, us.p99, us.max)),
+        *(["" if row.cold is None else _us(row.cold)] * cold),
         _rate(row.logical),
         _rate(row.wire),
     ]
@@ -78,10 +88,17 @@ def _title(report: Report) -> Text:
         f"{settings.experts} experts, router {settings.router}, ",
         f"{'fp8 + scales out' if settings.payload == 'fp8' else settings.dtype + ' out'}, "
         f"{settings.dtype} back",
+        *(f", {text}" for text in _options(settings)),
     )
 
 
-def _caption(report: Report, peers: Sequence[Peer], gpu: bool) -> str:
+def _options(settings: Settings) -> list[str]:
+    """What differs from the defaults of the one-sided kernels."""
+    limited = [] if settings.num_sms is None else [f"{settings.num_sms} SMs"]
+    return limited + ["no programmatic launch"] * (not settings.programmatic_launch)
+
+
+def _caption(report: Report, peers: Sequence[Peer], runs: Sequence[RivalRun], gpu: bool) -> str:
     lines = [
         machine_line(report.machine),
         "Checked before timing: received rows and combined rows equal weft.reference bit by bit, "
@@ -95,13 +112,19 @@ def _caption(report: Report, peers: Sequence[Peer], gpu: bool) -> str:
             f"floor: wire bytes / {NVLINK_GB_PER_S:g} GB/s + {PAIR_FIXED_US:g} us, "
             "from measurements on H200 (weft/bench/limits.py)."
         )
-    if peers:
-        lines.append(f"Other libraries: recorded {peers[0].date} on {peers[0].machine}.")
+    recorded = [peer for peer in peers if not peer.measured]
+    if recorded:
+        lines.append(f"Recorded figures: {recorded[0].date} on {recorded[0].machine}.")
+    for run in runs:
+        how = f" in this run, {run.method}; sums checked within a tolerance"
+        lines.append(f"{run.library}: {run.status}{how if run.status == MEASURED else ''}.")
     return "\n".join(lines)
 
 
 def _methods(report: Report) -> list[str]:
-    return list(dict.fromkeys(found.method for found in report.measurements))
+    warm = [found.method for found in report.measurements]
+    cold = [found.cold_method for found in report.measurements if found.cold_method]
+    return list(dict.fromkeys(warm + cold))
 
 
 def _us(value: float) -> str:
@@ -112,7 +135,9 @@ def _rate(value: float) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def write_json(path: Path, report: Report, peers: Sequence[Peer]) -> None:
+def write_json(
+    path: Path, report: Report, peers: Sequence[Peer], runs: Sequence[RivalRun] = ()
+) -> None:
     """Write settings, machine, every sample and the table's figures."""
     from weft import __version__
 
@@ -120,6 +145,7 @@ def write_json(path: Path, report: Report, peers: Sequence[Peer]) -> None:
     for found in report.measurements:
         entry = asdict(found)
         entry["samples_us"] = entry.pop("samples")
+        entry["cold_samples_us"] = entry.pop("cold")
         results.append(entry)
     data = {
         "weft": __version__,
@@ -127,6 +153,7 @@ def write_json(path: Path, report: Report, peers: Sequence[Peer]) -> None:
         "machine": report.machine,
         "checked": "bitwise against weft.reference, before and after timing",
         "results": results,
+        "peers": [asdict(run) for run in runs],
         "rows": [asdict(row) for row in rows_of(report, peers)],
     }
     write_text(path, json.dumps(data, indent=1) + "\n")
@@ -163,7 +190,7 @@ def trtllm_report(report: Report) -> dict[str, Any]:
         "random_seed": settings.seed,
         "device_count": len(report.machine["gpus"]),
         "cuda_graph": settings.graph and cuda,
-        "pdl": False,
+        "pdl": settings.programmatic_launch and cuda,
         "payload_in_workspace": True,
         "cupti_enabled": False,
         "warning": f"not CUPTI kernel spans: {methods}; warm L2",

@@ -39,7 +39,8 @@ class Row:
     logical: GB/s of tokens x top_k rows, as if every expert were sent its own.
     wire: GB/s of the rows that the routing sends off the busiest rank.
     floor: least us on this hardware, ratio: median / floor; None where unknown.
-    rivals: library -> recorded us of a pair of this size.
+    rivals: library -> us of a pair of this size.
+    moved: bytes behind `wire`.  cold: median us with flushed caches, or None.
     """
 
     backend: str
@@ -51,6 +52,8 @@ class Row:
     floor: float | None
     ratio: float | None
     rivals: dict[str, float]
+    moved: int
+    cold: float | None
 
 
 def rows_of(report: Report, peers: Sequence[Peer]) -> list[Row]:
@@ -81,6 +84,8 @@ def _row(report: Report, found: Measurement, phase: str, peers: Sequence[Peer]) 
         floor=floor,
         ratio=None if floor is None else us.median / floor,
         rivals=rivals,
+        moved=traffic.wire * moved,
+        cold=Spread.of(found.cold[phase]).median if found.cold else None,
     )
 
 

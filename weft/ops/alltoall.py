@@ -226,10 +226,9 @@ class AllToAll:
     def abort(self) -> None:
         """Ask the kernels of all ranks to leave their waits. Waits for no peer.
 
-        May be called from another thread than the one that waits. Every wait that is under way
-        ends at once, and any later one that would last, on every rank, with Aborted naming this
-        rank; a round whose flags have all arrived may still finish. On this rank every later call
-        raises Aborted. The group is broken after it: close it and make a new one.
+        May be called from any thread. Every wait that is under way, and every later one that
+        would last, ends with Aborted naming this rank; a round whose flags have all arrived may
+        still finish, but on this rank every later call raises. Close the group after it.
         """
         self._check_open()
         self._workspace.abort()

@@ -1,7 +1,7 @@
 """Compiled dispatch and combine for one Shape, on a CPU or a GPU, behind the same two calls.
 
 Everything is compiled, loaded and compared with Python's mirrors here, at construction: a kernel
-that had to be loaded at its first launch could never be, while a peer's kernel spins waiting for it.
+that had to be loaded at its first launch could never be, while a peer's kernel waits for it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 // The memory model, spelled once: integer names, the verbs every flag and counter goes through
 // (store_release, load_acquire, add_acq_rel, claim), the clock and the waiting loop's turn.
 // Everything above this file is the same text for NVRTC and for c++; this file holds the only #if
-// of the protocol. Scopes: flags that a peer reads are system scope; counters inside
-// one GPU are device scope.
+// of the protocol. Scopes: flags that a peer reads are system scope; counters inside one GPU are
+// device scope.
 #pragma once
 
 // NVRTC before 13.4 knows neither offsetof nor its builtin; its front end has this constant

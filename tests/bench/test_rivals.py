@@ -1,0 +1,165 @@
+"""Other libraries beside ours: found or not, right or not, measured or recorded."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from dataclasses import replace
+
+import pytest
+import torch
+
+import weft
+from tests.bench.test_cases import SETTINGS
+from weft.bench import rivals
+from weft.bench.adapters import deepep_refuses, flashinfer_refuses
+from weft.bench.peers import Peer
+from weft.bench.rivals import RIVALS, Rival, RivalRun, beside, measure_rivals, rival_body
+from weft.bench.trial import make_exchange
+from weft.errors import DriverError, RankFailed
+from weft.ops import reference
+
+SIZES = replace(SETTINGS, ranks=2, tokens=(3, 8, 40), samples=3)
+
+
+class _Library:
+    """weft itself as somebody else's library; `spoil` is added to what rank 1 gets back."""
+
+    tolerance = 2.0**-6
+    spoil = 0.0
+
+    def __init__(self, group, settings, most) -> None:
+        assert most == 8
+        self.group, self.settings = group, settings
+        self.exchange = make_exchange(group, settings, "onesided", most)
+
+    def call(self, inputs, tokens):
+        return _Call(self, inputs)
+
+
+class _Call:
+    def __init__(self, library, inputs) -> None:
+        self.library, self.inputs = library, inputs
+        self.out = torch.empty_like(inputs.payloads[0])
+
+    def dispatch(self):
+        inputs, exchange = self.inputs, self.library.exchange
+        self.received = exchange.dispatch(inputs.payloads, inputs.ids, inputs.weights)
+
+    def experts(self):
+        answers = reference.identity_experts(self.received, self.library.settings.out_dtype)
+        self.library.exchange.output().copy_(answers)
+
+    def combine(self):
+        out = self.library.exchange.combine(out=self.out)
+        if self.library.group.rank == 1:
+            out[0, 0] += self.library.spoil
+        return out
+
+
+def _fake(name="Loom"):
+    return Rival(name, "loom", "loom", _Library, lambda settings: None, most=8)
+
+
+def _present(monkeypatch, *found):
+    """Only these are installed; they run on threads, as if these had GPUs."""
+    monkeypatch.setattr(rivals, "RIVALS", found)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: module)
+    monkeypatch.setattr(importlib.metadata, "version", lambda distribution: "2.1")
+
+    def as_threads(*args, **options):
+        return weft.launch(*args, **{**options, "device": "threads"})
+
+    monkeypatch.setattr(rivals, "launch", as_threads)
+
+
+def test_a_library_is_measured(monkeypatch):
+    _present(monkeypatch, _fake())
+    (run,) = measure_rivals(replace(SIZES, device="cuda"))
+    assert (run.library, run.status) == ("Loom 2.1", "measured")
+    assert run.method == "host clock, 3 calls with a barrier before each"
+    assert list(run.samples_us) == [3, 8], "40 tokens are more than it serves"
+    for phases in run.samples_us.values():
+        assert [len(samples) for samples in phases["pair"]] == [3, 3]
+    peer = run.peer("2026-11-20")
+    assert peer.library == "Loom 2.1, this run"
+    assert peer.measured
+    assert all(us > 0 for us in peer.pair_us.values())
+
+
+@pytest.mark.parametrize("spoil", [1.0, float("nan")])
+def test_a_wrong_library_is_not_timed(monkeypatch, spoil):
+    _present(monkeypatch, _fake())
+    monkeypatch.setattr(_Library, "spoil", spoil)
+    (run,) = measure_rivals(replace(SIZES, device="cuda"))
+    assert run.status.startswith("check failed, 3 tokens: rank 1: a sum is off by ")
+    assert run.samples_us == {}
+
+
+def test_a_library_that_fails_is_a_status(monkeypatch):
+    def no_gpu(group, settings, most):
+        raise DriverError("no such GPU")
+
+    _present(monkeypatch, replace(_fake(), make=no_gpu))
+    (run,) = measure_rivals(replace(SIZES, device="cuda"))
+    assert run.status.startswith("failed: CreationFailed: making Loom failed on rank 0")
+    assert "no such GPU" in run.status
+
+    def trapped(*_args, **_options):
+        raise RankFailed("rank 1 of 2 died: " + "x" * 1000)
+
+    monkeypatch.setattr(rivals, "launch", trapped)
+    (run,) = measure_rivals(replace(SIZES, device="cuda"))
+    assert run.status.startswith("failed: RankFailed: rank 1 of 2 died")
+    assert len(run.status) <= 300
+
+
+def test_libraries_are_looked_for(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
+    runs = measure_rivals(replace(SIZES, device="cuda"))
+    assert [(run.library, run.status) for run in runs] == [
+        ("FlashInfer", "not installed"),
+        ("DeepEP v1", "not installed"),
+    ]
+    _present(monkeypatch, _fake(), replace(_fake("Reed"), refuses=lambda settings: "too few"))
+    runs = measure_rivals(SIZES)
+    assert [run.status for run in runs] == ["needs GPUs", "needs GPUs"]
+    (_, run) = measure_rivals(replace(SIZES, device="cuda"))
+    assert run.status == "too few"
+
+
+def test_what_they_refuse():
+    assert flashinfer_refuses(SIZES) is None
+    assert "16 bits" in str(flashinfer_refuses(replace(SIZES, dtype="fp32")))
+    assert deepep_refuses(SIZES) is None
+    for change, text in (
+        ({"dtype": "fp16"}, "bf16"),
+        ({"experts": 15}, "15 on 2"),
+        ({"tokens": (1024,)}, "up to 512"),
+    ):
+        assert text in str(deepep_refuses(replace(SIZES, **change)))
+
+
+def test_measured_figures_replace_recorded_ones():
+    def recorded(library):
+        return Peer(library, {8: 1.0}, "elsewhere", "2026-01-01")
+
+    peers = [recorded("FlashInfer 0.7.2"), recorded("DeepEP v1 low-latency")]
+    samples = {8: {"pair": [[1.0, 2.0, 9.0], [3.0, 4.0, 5.0]]}}
+    runs = [
+        RivalRun("FlashInfer", "0.8.0", "measured", "by hand", samples),
+        RivalRun("DeepEP v1", "", "not installed"),
+    ]
+    first, second = beside(peers, runs, "2026-11-20")
+    assert first == Peer(
+        "FlashInfer 0.8.0, this run", {8: 4.0}, "this machine", "2026-11-20", measured=True
+    )
+    assert second == peers[1]
+    assert {rival.name for rival in RIVALS} == {run.name for run in runs}
+
+
+def test_ranks_find_their_library_by_name(ranks, monkeypatch):
+    monkeypatch.setattr(rivals, "RIVALS", (_fake("Reed"), _fake()))
+    first, second = ranks(2, "threads")(rival_body, "Loom", SIZES)
+    assert first == second
+    assert first["status"] == "measured"

@@ -1,0 +1,118 @@
+"""flashinfer.comm's calls on weft: the documented use, right to the byte."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import weft
+from tests.compat.calls import (
+    EXPERTS,
+    HIDDEN,
+    INVALID,
+    MAX,
+    PLAIN,
+    QUANTISED,
+    RANKS,
+    TOP_K,
+    Mapping,
+    experts,
+    experts_of,
+    make,
+    play,
+    refused,
+    routing,
+)
+from weft.compat.flashinfer import MoeAlltoAll, moe_a2a_get_workspace_size_per_rank
+from weft.errors import InvalidArgument
+from weft.ops import reference
+
+
+def rounds(group: weft.Group, contiguous: bool) -> None:
+    sizes = [((3, 1, 5), 5), ((8, 8, 8), 8), ((0, 2, 0), 2), ((0, 0, 0), 1), ((1, 6, 2), MAX)]
+    for given, wanted in ((None, PLAIN), (None, QUANTISED), (QUANTISED, QUANTISED)):
+        with make(group, payloads=given, contiguous=contiguous) as a2a:
+            for seed, (tokens, runtime_max) in enumerate(sizes):
+                for way in ("in place", "copied", "in place, unsaid"):
+                    play(a2a, wanted, tokens, runtime_max, way, seed)
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_rounds_of_uneven_sizes_are_right_to_the_byte(ranks, contiguous):
+    ranks(RANKS, "threads")(rounds, contiguous)
+
+
+def test_the_same_between_processes(ranks):
+    ranks(RANKS, "cpu")(rounds, False)
+
+
+def one_rank(group: weft.Group) -> None:
+    """The documented use, with payloads of several types and ids that are no payload."""
+    kinds = (torch.bfloat16, torch.float16, torch.int32, torch.uint8)
+    wanted = [weft.Payload((16 * (i + 1),), kind) for i, kind in enumerate(kinds)]
+    mapping = Mapping(0, 1)
+    with MoeAlltoAll(mapping, 10, 2, 8, hidden_size=16, group=group, payloads=wanted) as a2a:
+        sent = [torch.arange(10 * p.shape[0]).view(10, -1).to(p.dtype) for p in wanted]
+        ids = torch.arange(20, dtype=torch.int32).view(10, 2) % 8
+        received = a2a.dispatch(ids, sent, 10)
+        assert all(torch.equal(r[0], s) for r, s in zip(received, sent, strict=True))
+        y = a2a.get_combine_payload_tensor_in_workspace(10, 16, torch.bfloat16)
+        y.copy_(received[0])
+        assert torch.equal(a2a.combine(y, 10, payload_in_workspace=True), sent[0])
+
+
+def test_payloads_of_any_type_come_back_in_order(ranks):
+    ranks(1, "threads")(one_rank)
+
+
+def flat(group: weft.Group) -> None:
+    """What engines do: flatten what was received, and let kernels write a flattened result."""
+    ids, weights = routing(0, group.rank, 4)
+    x = torch.ones((4, HIDDEN), dtype=torch.bfloat16)
+    placement = weft.Placement.blocks(EXPERTS, RANKS)
+    right = reference.identity_round_trip(x, ids, weights, placement, ranks=RANKS)
+    with make(group, contiguous=True) as a2a:
+        received = a2a.dispatch(ids, [x, ids, weights], 4, INVALID, 1)
+        assert [t.view(-1, t.shape[-1]).shape[0] for t in received] == [RANKS * 4] * 3
+        y = a2a.get_combine_payload_tensor_in_workspace(4, HIDDEN, torch.bfloat16)
+        y.view(-1, HIDDEN).copy_(experts(received).view(-1, HIDDEN))
+        out = a2a.combine(y.view(-1, HIDDEN).view(RANKS, 4, HIDDEN), 4, payload_in_workspace=True)
+        assert torch.equal(out, right)
+
+
+def test_contiguous_results_can_be_flattened(ranks):
+    ranks(RANKS, "threads")(flat)
+
+
+def untouched(group: weft.Group) -> None:
+    """Without an id for them, ids arrive as they were sent; and planes are shown in place."""
+    ids, weights = routing(0, group.rank, 4)
+    x = torch.ones((4, HIDDEN), dtype=torch.bfloat16)
+    with make(group) as a2a:
+        received = a2a.dispatch(ids, [x, ids, weights], 4, expert_id_payload_index=1)
+        assert received[0].stride() == (MAX * HIDDEN, HIDDEN, 1)
+        mine = torch.isin(ids, experts_of(group.rank)).any(dim=1)
+        assert torch.equal(received[1][group.rank][mine], ids[mine])
+        a2a.combine(received[0].clone(), 4)
+
+
+def test_ids_stay_as_sent_when_none_is_to_be_replaced(ranks):
+    ranks(RANKS, "threads")(untouched)
+
+
+def sizes(group: weft.Group) -> None:
+    with make(group) as a2a:
+        size = MoeAlltoAll.get_moe_workspace_size_per_rank(RANKS, TOP_K, MAX, HIDDEN)
+        assert a2a.workspace_size_per_rank == size
+        assert MoeAlltoAll.get_moe_workspace_size_per_rank(RANKS, TOP_K, MAX, HIDDEN, 16) > size
+        row = HIDDEN * 2 + TOP_K * 8
+        assert moe_a2a_get_workspace_size_per_rank(RANKS, MAX, row, HIDDEN * 2) >= size
+
+
+def test_sizes_are_what_is_allocated(ranks):
+    ranks(RANKS, "threads")(sizes)
+    refused(
+        InvalidArgument,
+        lambda: MoeAlltoAll.get_moe_workspace_size_per_rank(3, 2, 8, 64, 0, 7),
+        "eplb_stats_num_experts is 7",
+    )

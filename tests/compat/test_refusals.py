@@ -1,0 +1,133 @@
+"""What flashinfer.comm's calls may not ask of weft, and how it is said."""
+
+from __future__ import annotations
+
+import enum
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.compat.calls import (
+    HIDDEN,
+    INVALID,
+    RANKS,
+    make,
+    refused,
+    routing,
+)
+from weft.compat import leases
+from weft.compat.flashinfer import MoeAlltoAll
+from weft.errors import BadExpertId, CreationFailed, InvalidArgument, OutOfOrder, TokenOverflow
+
+
+def no_construction(group: weft.Group) -> None:
+    def no(*words: str, **changes: Any) -> None:
+        refused(InvalidArgument, lambda: make(group, **changes), *words)
+
+    no("eplb_stats_num_experts is 7", "must be 0", eplb_stats_num_experts=7)
+    no("enable_rank_mask is True", enable_rank_mask=True)
+    no("backend is 'cake'", "'trtllm'", backend="cake")
+    no("hidden_size is None", "5000", hidden_size=None, workspace_size_per_rank=5000)
+    refused(InvalidArgument, lambda: MoeAlltoAll(object(), 8, 2, 7), "hidden_size")  # type: ignore[arg-type]
+    bare = SimpleNamespace(rank=0, world_size=1)
+    refused(
+        InvalidArgument,
+        lambda: MoeAlltoAll(bare, 8, 2, 7, hidden_size=HIDDEN),
+        "moe_ep_rank is missing",
+    )
+    refused(CreationFailed, lambda: make(group, hidden_size=63), "multiples of 16")
+
+
+class Layout(enum.Enum):
+    layout_linear = 0
+    layout_128x4 = 1
+
+
+def no_calls(group: weft.Group) -> None:
+    ids, weights = routing(0, group.rank, 3)
+    x = torch.ones((3, HIDDEN), dtype=torch.bfloat16)
+    sent, y = [x, ids, weights], torch.zeros((group.size, 4, HIDDEN), dtype=torch.bfloat16)
+    a2a = make(group)
+    no, send, combine = refused, a2a.dispatch, a2a.combine
+    workspace = a2a.get_combine_payload_tensor_in_workspace
+    no(InvalidArgument, lambda: send(ids, sent, 4, eplb_local_stats=ids[0]), "eplb_local_stats")
+    no(InvalidArgument, lambda: send(ids, sent, 4, active_rank_mask=ids), "active_rank_mask")
+    no(InvalidArgument, lambda: send(ids, sent, 4, -1), "expert_id_payload_index is None", "0..2")
+    no(InvalidArgument, lambda: send(ids, sent, 4, -1, 3), "is 3")
+    no(InvalidArgument, lambda: send(ids, sent, 4, -1, 0), "[64] torch.bfloat16", "int32")
+    no(InvalidArgument, lambda: send(ids.short(), sent, 4), "token_selected_experts", "int16")
+    no(InvalidArgument, lambda: send(ids, sent, 0), "runtime_max_tokens_per_rank is 0")
+    no(InvalidArgument, lambda: send(ids, [x[:2], ids, weights], 4), "x[0]", "[2, 64]")
+    no(TokenOverflow, lambda: send(ids, sent, 2), "3 tokens", "runtime_max_tokens_per_rank=2")
+    no(TokenOverflow, lambda: send(ids, sent, 9), "=9", "max_num_tokens=8")
+    no(OutOfOrder, lambda: combine(y, 4), "combine without a dispatch")
+    no(OutOfOrder, lambda: workspace(4, HIDDEN, x.dtype), "without a dispatch")
+    no(InvalidArgument, a2a.checkpoint_prepare, "checkpoint_prepare", "close()")
+    no(InvalidArgument, lambda: a2a.checkpoint_restore(7), "checkpoint_restore", "7")
+    assert a2a.eplb_gathered_stats is None
+    send(ids, sent, 4, enable_pdl=True)
+    no(OutOfOrder, lambda: send(ids, sent, 4), "3 tokens are away")
+    no(InvalidArgument, lambda: workspace(3, HIDDEN, x.dtype), "is 3", "with 4")
+    no(InvalidArgument, lambda: workspace(4, 32, x.dtype), "32 x", "64 x")
+    no(InvalidArgument, lambda: workspace(4, HIDDEN, torch.float16), "float16", "dtype=")
+    no(InvalidArgument, lambda: combine(y, 3), "is 3", "with 4")
+    no(InvalidArgument, lambda: combine(y[:, :3], 4), "[3, 3, 64]", "[3, 4, 64]")
+    no(InvalidArgument, lambda: combine(y.float(), 4), "float32", "bfloat16")
+    no(InvalidArgument, lambda: combine(y, 4, True), "payload_in_workspace=True", "returned")
+    moved = workspace(4, HIDDEN, x.dtype).as_strided(y.shape, y.stride())
+    no(InvalidArgument, lambda: combine(moved, 4), "strides")
+    no(InvalidArgument, lambda: combine(y, 4, output_dtype=torch.uint8), "output_dtype", "uint8")
+    no(InvalidArgument, lambda: combine(y, 4, output_scales=x), "output_scales is a tensor [3, 64]")
+    no(InvalidArgument, lambda: combine(y, 4, output_scalar_scale=0.5), "0.5", "1.0")
+    no(InvalidArgument, lambda: combine(y, 4, sf_layout=Layout.layout_128x4), "layout_128x4")
+    no(InvalidArgument, lambda: combine(y, 4, use_low_precision=True), "use_low_precision")
+    no(InvalidArgument, lambda: combine(y, 4, active_rank_mask=ids), "active_rank_mask")
+    no(InvalidArgument, lambda: combine(y, 4, output=x.float()), "out", "float32")
+    out = combine(y, 4, output_dtype=torch.bfloat16, sf_layout=Layout.layout_linear)
+    assert out.shape == (3, HIDDEN)
+    assert not out.any()
+    a2a.close()
+
+
+@pytest.mark.parametrize("body", [no_construction, no_calls])
+def test_refusals_name_the_argument_and_leave_the_round_alone(ranks, body):
+    ranks(RANKS, "threads")(body)
+    assert not leases._shared
+
+
+def cut_off(group: weft.Group) -> None:
+    with make(group) as a2a:
+        tokens = 2 + group.rank
+        ids, weights = routing(0, group.rank, tokens)
+        x = torch.ones((tokens, HIDDEN), dtype=torch.bfloat16)
+        a2a.dispatch(ids, [x, ids, weights], tokens)
+        if group.rank == RANKS - 1:
+            a2a.check()
+        else:
+            words = "rank 2 brought 4" if group.rank else "rank 1 brought 3"
+            refused(TokenOverflow, a2a.check, words, "runtime_max_tokens_per_rank=")
+        a2a.combine(torch.zeros((RANKS, tokens, HIDDEN)).bfloat16(), tokens)
+        a2a.check()
+
+
+def test_check_notices_rows_that_a_rank_does_not_see(ranks):
+    ranks(RANKS, "threads")(cut_off)
+
+
+def bad_ids(group: weft.Group) -> None:
+    with make(group) as a2a:
+        ids = torch.tensor([[0, 99]], dtype=torch.int32)
+        x, weights = torch.ones((1, HIDDEN), dtype=torch.bfloat16), torch.ones((1, 2))
+        received = a2a.dispatch(ids, [x, ids, weights], 1, INVALID, 1)
+        mine = 0 if group.rank == 0 else INVALID
+        assert received[1].tolist() == [[[mine, INVALID]]] * RANKS
+        refused(BadExpertId, a2a.check, "99")
+        out = a2a.combine(torch.ones((RANKS, 1, HIDDEN), dtype=torch.bfloat16), 1)
+        assert torch.equal(out, x)
+
+
+def test_ids_of_no_expert_are_replaced_and_reported(ranks):
+    ranks(RANKS, "threads")(bad_ids)

@@ -1,0 +1,119 @@
+"""Which ranks exchange tokens: from a mapping, a communication backend, torch or the environment.
+
+Engines make one all-to-all for each layer. The group that is found for them is made once and
+counted, so that sixty layers share one set of sockets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from weft.errors import InvalidArgument
+from weft.memory import Group
+from weft.memory.discovery import Exchange, default_device, find
+
+TIMEOUT = 120.0  # seconds for ranks to meet, and for each control message after it
+
+
+class EpMapping(Protocol):
+    """What is read of a mapping: this rank's place among the ranks that share the experts."""
+
+    @property
+    def moe_ep_rank(self) -> int: ...
+    @property
+    def moe_ep_size(self) -> int: ...
+
+
+class CommBackend(Protocol):
+    """What is used of a configuration's comm_backend; mpi4py communicators fit as well."""
+
+    def Get_rank(self) -> int: ...
+    def Get_size(self) -> int: ...
+    def allgather(self, data: Any) -> list[Any]: ...
+
+
+@dataclass(slots=True)
+class _Made:
+    group: Group
+    users: int = 0
+
+
+_made: dict[tuple[Any, ...], _Made] = {}
+
+
+def place(mapping: EpMapping) -> tuple[int, int]:
+    """(rank, size) of a mapping. Raises InvalidArgument naming what it lacks."""
+    for name in ("moe_ep_rank", "moe_ep_size"):
+        if not isinstance(getattr(mapping, name, None), int):
+            raise InvalidArgument(
+                f"mapping is {mapping!r} and {name} is {getattr(mapping, name, 'missing')}; pass "
+                "an object with integers moe_ep_rank and moe_ep_size"
+            )
+    return mapping.moe_ep_rank, mapping.moe_ep_size
+
+
+def lease_group(mapping: EpMapping, config: Any, given: Group | None) -> Group:
+    """The group that a mapping means; collective when it is new.
+
+    In this order: `given`; a group of one rank; config.comm_backend; the world of
+    torch.distributed; torchrun's environment. A group that is not `given` is shared by all callers
+    in this process with the same place, until each has called `release_group`.
+
+    Raises InvalidArgument when the ranks found are not those of the mapping.
+    """
+    rank, size = place(mapping)
+    if given is not None:
+        _compare(rank, size, given.rank, given.size, "group")
+        return given
+    key = (rank, size, *getattr(mapping, "moe_ep_group", ()))
+    if key not in _made:
+        _made[key] = _Made(_make(rank, size, getattr(config, "comm_backend", None)))
+    _made[key].users += 1
+    return _made[key].group
+
+
+def release_group(group: Group) -> None:
+    """Give back what `lease_group` made; the last user closes it. Local."""
+    for key, made in list(_made.items()):
+        if made.group is group:
+            made.users -= 1
+            if not made.users:
+                del _made[key]
+                group.close()
+
+
+def _make(rank: int, size: int, comm: CommBackend | None) -> Group:
+    if comm is not None:
+        _compare(rank, size, comm.Get_rank(), comm.Get_size(), "mnnvl_config.comm_backend")
+        return _meet(comm.allgather, rank, size)
+    if size == 1:
+        return _meet(lambda value: [value], rank, size)
+    if dist.is_initialized():
+        world = dist.get_rank(), dist.get_world_size()
+        _compare(rank, size, *world, "the world of torch.distributed")
+        return Group.from_torch(timeout=TIMEOUT)
+    group = Group.from_env(timeout=TIMEOUT)
+    try:
+        _compare(rank, size, group.rank, group.size, "the environment (RANK, WORLD_SIZE)")
+    except InvalidArgument:
+        group.close()
+        raise
+    return group
+
+
+def _meet(exchange: Exchange, rank: int, size: int) -> Group:
+    device = default_device(None)
+    star = find(exchange, rank, size, device.type, TIMEOUT)
+    return Group(star, rank=rank, size=size, device=device, timeout=TIMEOUT)
+
+
+def _compare(rank: int, size: int, found_rank: int, found_size: int, where: str) -> None:
+    if (rank, size) != (found_rank, found_size):
+        raise InvalidArgument(
+            f"the mapping says moe_ep_rank {rank} of {size}, but {where} is rank {found_rank} of "
+            f"{found_size}; pass group=weft.Group.from_torch(process_group) with the process group "
+            "of the ranks that share the experts, in the mapping's order"
+        )

@@ -1,0 +1,73 @@
+"""How much memory an all-to-all takes, asked in flashinfer.comm's words."""
+
+from __future__ import annotations
+
+import torch
+
+from weft.compat.refusals import BACKEND, STATS, refuse
+from weft.ops.alltoall import AllToAll
+from weft.ops.received import Payload
+from weft.shape import MAX_PLANES, MAX_TOP_K
+
+
+def default_payloads(hidden: int, top_k: int, dtype: torch.dtype) -> tuple[Payload, ...]:
+    """What engines send without quantisation: hidden states, expert ids, routing weights."""
+    ids, weights = Payload((top_k,), torch.int32), Payload((top_k,), torch.float32)
+    return Payload((hidden,), dtype), ids, weights
+
+
+def moe_workspace_size(
+    ep_size: int,
+    top_k: int,
+    max_num_tokens: int,
+    hidden_size: int,
+    extra_payload_bytes_per_token: int = 0,
+    eplb_stats_num_experts: int = 0,
+    *,
+    backend: str = "trtllm",
+) -> int:
+    """Bytes of symmetric memory that a rank allocates for the default payloads in bfloat16.
+
+    extra_payload_bytes_per_token: one payload more, with rows of that size.
+    Raises InvalidArgument for sizes that cannot be.
+    """
+    refuse("eplb_stats_num_experts", eplb_stats_num_experts, 0, STATS)
+    refuse("backend", backend, "trtllm", BACKEND)
+    rows = default_payloads(hidden_size, top_k, torch.bfloat16)
+    if extra_payload_bytes_per_token:
+        rows += (Payload((extra_payload_bytes_per_token,), torch.uint8),)
+    return AllToAll.memory_bytes(
+        ranks=ep_size,
+        max_tokens=max_num_tokens,
+        top_k=top_k,
+        num_experts=max(ep_size, top_k),  # their number takes no symmetric memory
+        hidden=hidden_size,
+        payloads=rows,
+    )
+
+
+def moe_a2a_get_workspace_size_per_rank(
+    ep_size: int,
+    max_num_tokens: int,
+    total_dispatch_payload_size_per_token: int,
+    combine_payload_size_per_token: int,
+    eplb_stats_num_experts: int = 0,
+    *,
+    backend: str = "trtllm",
+) -> int:
+    """About the bytes of symmetric memory that a rank allocates for rows of these bytes.
+
+    An estimate from above, for top_k and the number of payloads are not told: engines plan with it,
+    and `MoeAlltoAll` does not depend on it. Raises InvalidArgument for sizes that cannot be.
+    """
+    refuse("eplb_stats_num_experts", eplb_stats_num_experts, 0, STATS)
+    refuse("backend", backend, "trtllm", BACKEND)
+    padded = total_dispatch_payload_size_per_token + 15 * MAX_PLANES  # to 16 bytes, each payload
+    return AllToAll.memory_bytes(
+        ranks=ep_size,
+        max_tokens=max_num_tokens,
+        top_k=MAX_TOP_K,
+        num_experts=MAX_TOP_K,
+        hidden=max(8, -(-combine_payload_size_per_token // 16) * 8),
+        payloads=[Payload((padded,), torch.uint8)],
+    )
