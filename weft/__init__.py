@@ -9,6 +9,7 @@ from weft.ops import reference
 from weft.ops.alltoall import AllToAll
 from weft.ops.capacity import tokens_per_rank
 from weft.ops.collective import CollectiveAllToAll
+from weft.ops.grouping import Compact, Compactor, ExpertGroups, Grouped
 from weft.ops.placement import Placement
 from weft.ops.received import Payload, Received
 
@@ -17,7 +18,11 @@ __version__ = "0.1.0"
 __all__ = [
     "AllToAll",
     "CollectiveAllToAll",
+    "Compact",
+    "Compactor",
+    "ExpertGroups",
     "Group",
+    "Grouped",
     "Heap",
     "Payload",
     "Placement",

@@ -67,6 +67,7 @@ _TOKENS = "tokens per rank: 1,8,64 or 1..4096 (doubling)"
 _ROUTER = f"{', '.join(ROUTERS)}, or a .npy / .json file of ids [rows, top_k]"
 _PAYLOAD = f"{', '.join(PAYLOADS)}: bf16 sends rows of --dtype; fp8 sends float8 rows + scales"
 _PEERS = "also measure NCCL's collectives and the libraries that are installed"
+_TRACE = "run the largest size once more, profiled; write its timeline here (Perfetto)"
 _PDL = "programmatic dependent launch of the one-sided kernels"
 _Path: TypeAlias = Path | None
 
@@ -96,6 +97,7 @@ def bench_moe(
     json: Annotated[_Path, typer.Option(help="write all samples here")] = None,
     plot: Annotated[_Path, typer.Option(help="write a picture here (.png, .svg)")] = None,
     trtllm_json: Annotated[_Path, typer.Option(help="write bench_moe_comm's schema here")] = None,
+    trace: Annotated[_Path, typer.Option(help=_TRACE)] = None,
     quiet: Annotated[bool, typer.Option(help="no progress bar")] = False,
 ) -> None:
     """Time dispatch and combine of an MoE layer, after checking every byte of them."""
@@ -122,7 +124,7 @@ def bench_moe(
         programmatic_launch=pdl,
         cold=cold,
     )
-    outputs = Outputs(json, plot, trtllm_json, recorded)
+    outputs = Outputs(json, plot, trtllm_json, recorded, trace)
     _stop_at(run_cases(wide_console(), plans, outputs, peers=peers, quiet=quiet))
 
 

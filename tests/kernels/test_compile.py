@@ -7,8 +7,8 @@ import struct
 import pytest
 
 from weft.errors import CompileError
-from weft.ops.entry import compile_cuda
 from weft.ops.layout import Layout
+from weft.ops.source import compile_cuda
 from weft.shape import Shape
 
 SHAPES = {

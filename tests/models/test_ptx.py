@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 PTX = Path(__file__).resolve().parents[2] / "models" / "ptx"
+# Written, but not yet put to Dartagnan; models/ptx/run.sh takes a name off this list.
+NOT_RUN = {"A14-the-tail-of-dispatch"}
 
 
 def test_litmus_files_are_generated(tmp_path: Path) -> None:
@@ -17,12 +19,15 @@ def test_litmus_files_are_generated(tmp_path: Path) -> None:
     assert written == kept
 
 
-def test_every_test_has_its_expected_verdict() -> None:
+def test_every_test_that_was_run_has_its_expected_verdict() -> None:
     wanted = dict(line.split("\t") for line in (PTX / "expect.tsv").read_text().splitlines())
     verdict_of = {"forbidden": "PASS", "allowed": "FAIL"}
     recorded = {}
     for line in (PTX / "result.txt").read_text().splitlines():
         name, *_, verdict, _seconds, judged = line.split()
-        assert judged == "ok", line
+        assert judged == ("not-run" if name in NOT_RUN else "ok"), line
         recorded[name] = verdict
-    assert recorded == {name: verdict_of[expect] for name, expect in wanted.items()}
+    assert recorded == {
+        name: "not-run" if name in NOT_RUN else verdict_of[expect]
+        for name, expect in wanted.items()
+    }

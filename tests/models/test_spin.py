@@ -15,6 +15,7 @@ MODELS = Path(__file__).resolve().parents[2] / "models" / "spin"
 DEADLOCK = r"invalid end state"
 STALE_INBOX = r"assertion violated.*\binbox\b"
 STALE_OUTBOX = r"assertion violated.*\boutbox\b"
+STALE_RETURNED = r"assertion violated.*\breturned\b"
 STALE_ROW = r"assertion violated.*\brow\b"
 
 pytestmark = pytest.mark.skipif(
@@ -40,6 +41,29 @@ VARIANTS = (
     Variant("a rank without tokens sits out", "N=3 IDLE SKIP", DEADLOCK),
     Variant("combine without its barrier", "NOREADY", STALE_OUTBOX),
     Variant("dispatch waits only for ranks it needs", "SPARSE NEEDED", STALE_OUTBOX),
+    # Halves: each phase as two calls, in strict order, with other work in between.
+    Variant("halves in strict order, work in between", "N=3 ROUNDS=3 WORK"),
+    Variant("received rows read between combine's halves", "READS", STALE_INBOX),
+    Variant("output written between combine's halves", "WRITES", STALE_OUTBOX),
+    Variant("the next dispatch sent before combine is received", "OVERTAKE", STALE_INBOX),
+    Variant("two all-to-alls overlapped two deep", "N=2 ROUNDS=3 SETS=2"),
+    Variant("two all-to-alls, three ranks", "N=3 ROUNDS=2 SETS=2"),
+    Variant("two all-to-alls called in different orders", "N=2 SETS=2 CROSS", DEADLOCK),
+    # Rows that are pushed home, into single buffers.
+    Variant("push, two ranks", "N=2 ROUNDS=4 PUSH"),
+    Variant("push, three ranks", "N=3 ROUNDS=3 PUSH"),
+    Variant("push, three ranks, sparse routing", "N=3 ROUNDS=3 SPARSE PUSH"),
+    Variant("push, output written between combine's halves", "N=3 ROUNDS=3 PUSH WRITES"),
+    Variant("push, received rows read between combine's halves", "PUSH READS", STALE_INBOX),
+    Variant(
+        "push, the next dispatch sent before combine is received", "PUSH OVERTAKE", STALE_INBOX
+    ),
+    Variant("push, two all-to-alls overlapped two deep", "N=2 ROUNDS=3 SETS=2 PUSH"),
+    Variant("push, a rank waits for no dispatch", "PUSH BLIND", STALE_RETURNED),
+    Variant("push, dispatch waits only for ranks it needs", "N=3 ROUNDS=3 SPARSE NEEDED PUSH"),
+    Variant("the same, pushing whole tiles", "SPARSE NEEDED PUSH DENSE", STALE_RETURNED),
+    Variant("push, crash, with a deadline", "N=3 ROUNDS=2 PUSH CRASH DEADLINE"),
+    Variant("push, deadlines that are too short", "N=3 ROUNDS=2 PUSH EARLY"),
     # Epochs. With a flag array for each phase no rank can run ahead of a poll, so == would do; with
     # one array for both it deadlocks. >= is right in either, which is why the code has it.
     Variant("== and two flag arrays", "N=3 ROUNDS=3 EQUAL"),

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 import weft
 from weft.errors import InvalidArgument, LayoutMismatch
 from weft.jit import compile_shared
-from weft.ops.entry import cpu_source
 from weft.ops.layout import Layout
 from weft.ops.placement import Placement
 from weft.ops.plan import plan_combine, plan_dispatch
+from weft.ops.source import cpu_source
 from weft.shape import Shape
 
 

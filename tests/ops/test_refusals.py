@@ -53,7 +53,7 @@ def host_checks(group: weft.Group) -> None:
         refused(TokenOverflow, lambda: send(many, nine), "9 tokens", "max_tokens=8")
         n = torch.zeros(1, dtype=torch.int64, device=d)
         refused(InvalidArgument, lambda: send(x, ids, num_tokens=n), "num_tokens", "int32")
-        refused(OutOfOrder, a2a.combine, "without a dispatch")
+        refused(OutOfOrder, a2a.combine, "combine out of turn", "expects dispatch")
         send(x, ids, w)
         refused(OutOfOrder, lambda: send(x, ids), "3 tokens are away")
         refused(InvalidArgument, lambda: a2a.combine(out=x.float()), "out", "float32")

@@ -66,6 +66,28 @@ def measure(group: Group, phases: Phases, *, samples: int, graph: bool) -> Sampl
     return found
 
 
+def replayed_pairs(group: Group, phases: Phases, count: int, *, graph: bool) -> None:
+    """Run `count` pairs without a pause, after others that swallow the skew between the ranks.
+
+    Collective; returns when they are done. Nothing is timed.
+    """
+    if group.device.type != "cuda":
+        for _ in range(WARM_UP + count):
+            phases.pair()
+        return
+    _warm_up(phases)
+
+    def pairs() -> None:
+        for _ in range(count):
+            phases.pair()
+
+    run = _capture(pairs).replay if graph else pairs
+    group.barrier()
+    run()
+    run()
+    torch.cuda.synchronize()
+
+
 def _host_clock(group: Group, phases: Phases, samples: int) -> Samples:
     found = Samples(method=f"host clock, {samples} calls with a barrier before each")
     for sample in range(-WARM_UP, samples):

@@ -14,6 +14,7 @@ from weft.bench.moe import run
 from weft.bench.peers import matching_peers
 from weft.bench.plot import plot
 from weft.bench.rivals import beside, measure_rivals
+from weft.bench.trace import trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class Outputs:
     plot: Path | None = None
     trtllm_json: Path | None = None
     recorded: Path | None = None
+    trace: Path | None = None
 
     def of_case(self, name: str) -> Outputs:
         """The same with the case's name before each suffix: `all.json`, `all-kimi-k2.json`."""
@@ -32,6 +34,7 @@ class Outputs:
             plot=_named(self.plot, name),
             trtllm_json=_named(self.trtllm_json, name),
             recorded=self.recorded,
+            trace=_named(self.trace, name),
         )
 
 
@@ -72,4 +75,4 @@ def run_case(
         report.write_trtllm_json(outputs.trtllm_json, found)
     if outputs.plot:
         plot(outputs.plot, found, rivals)
-    return None
+    return trace(outputs.trace, settings) if outputs.trace else None

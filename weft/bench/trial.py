@@ -16,7 +16,7 @@ import torch
 from weft.bench.cases import SCALE_GROUP, Settings
 from weft.bench.clock import Phases
 from weft.bench.routing import make_ids
-from weft.ops import reference
+from weft.ops import reference, timeline
 from weft.ops.alltoall import AllToAll
 from weft.ops.collective import CollectiveAllToAll
 from weft.ops.placement import Placement
@@ -59,8 +59,10 @@ def make_inputs(settings: Settings, tokens: int, rank: int) -> Inputs:
     return Inputs(payloads, make_ids(settings, tokens, rank), weights)
 
 
-def make_exchange(group: Group, settings: Settings, backend: str, max_tokens: int) -> Exchange:
-    """Return an all-to-all of the settings' sizes. Collective."""
+def make_exchange(
+    group: Group, settings: Settings, backend: str, max_tokens: int, *, profile: bool = False
+) -> Exchange:
+    """Return an all-to-all of the settings' sizes; `profile`: one that keeps timelines. Collective."""
     payloads = None
     if settings.payload == "fp8":
         scales = Payload((settings.hidden // SCALE_GROUP,), torch.float32)
@@ -71,6 +73,7 @@ def make_exchange(group: Group, settings: Settings, backend: str, max_tokens: in
         # Ranks that share cores may be late without being dead.
         own = {"timeout": 30.0, "num_sms": settings.num_sms}
         own["programmatic_launch"] = settings.programmatic_launch
+        own["_defines"] = (timeline.DEFINE,) if profile else ()
     return kind(
         group,
         max_tokens=max_tokens,

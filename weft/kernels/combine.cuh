@@ -122,10 +122,15 @@ template <Shape S, u32 rank, Part part = Part::whole> WEFT_FN void combine(const
     const u64 start = team.lane() == 0 ? now_ns() : 0;
     if (fault(header, Point::combine_enter, a.site.rank, turn.epoch) == Action::stay_away) return;
 
-    if constexpr (part != Part::receive) send_rows<S>(team, a, turn);
+    if constexpr (part != Part::receive) {
+        mark_start(team, header, Phase::combine, turn.epoch, start);
+        send_rows<S>(team, a, turn);
+    }
     if constexpr (part != Part::send)
-        if (receive_rows<S, rank>(team, a, turn) && team.first() && team.lane() == 0)
-            keep_record(header, Phase::combine, turn.epoch, start, a.tokens);
+        if (receive_rows<S, rank>(team, a, turn) && team.lane() == 0) {
+            if (team.first()) keep_record(header, Phase::combine, turn.epoch, start, a.tokens);
+            mark_end(header, Phase::combine, turn.epoch);
+        }
 }
 
 }  // namespace weft

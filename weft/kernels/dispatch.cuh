@@ -149,6 +149,7 @@ template <Shape S, Part part = Part::whole> WEFT_FN void dispatch(const Dispatch
     const u64 start = team.lane() == 0 ? now_ns() : 0, wanted = (turn.epoch + 1) & epoch_mask;
     u32 count = header.sending;
     if constexpr (part != Part::receive) {
+        mark_start(team, header, Phase::dispatch, wanted, start);
         if (fault(header, Point::dispatch_enter, a.site.rank, wanted) == Action::stay_away) return;
         count = token_count<S>(a, team.first() && team.lane() == 0);
         if (!send_tokens<S>(team, a, turn, count, parcel)) return;
@@ -160,6 +161,7 @@ template <Shape S, Part part = Part::whole> WEFT_FN void dispatch(const Dispatch
         if (team.lane() == 0) {
             header.turn = {wanted, 0, count};
             keep_record(header, Phase::dispatch, wanted, start, count);
+            mark_end(header, Phase::dispatch, wanted);
         }
     }
 }

@@ -39,8 +39,8 @@ WEFT_FN void load_row(RowRing<S>& ring, const DispatchArgs& a, u32 turn, u32 tok
               loaded);
 }
 
-template <Shape S> WEFT_FN void store_row(RowRing<S>& ring, const Site& site, u32 turn, u32 token,
-                                          u32 destinations) {
+template <Shape S>
+WEFT_FN void store_row(RowRing<S>& ring, const Site& site, u32 turn, u32 token, u32 destinations) {
 #pragma unroll
     for (u32 i = 0; i < S.ranks; ++i) {
         const u32 peer = site.rank + i < S.ranks ? site.rank + i : site.rank + i - S.ranks;
@@ -71,7 +71,8 @@ WEFT_FN bool send_tokens_in_bulk(const Block& team, const DispatchArgs& a, const
             ring.loaded[i % stages].await(i / stages & 1);
             store_row<S>(ring, a.site, i, token, r.destinations);
             bulk_wait_read<1>();
-            if (token + ahead * stride < count) load_row<S>(ring, a, i + ahead, token + ahead * stride);
+            if (token + ahead * stride < count)
+                load_row<S>(ring, a, i + ahead, token + ahead * stride);
         }
         push_planes<S, 1>(a, token, lane, warp_lanes, r.destinations);
         send_route<S>(a, token, lane, r);
@@ -153,12 +154,14 @@ template <Shape S> WEFT_FN void dispatch_on_few(const DispatchArgs& a) {
     const Turn turn = header.turn;
     if (turn.failed != 0) return;
     const u64 start = team.lane() == 0 ? now_ns() : 0, wanted = (turn.epoch + 1) & epoch_mask;
+    mark_start(team, header, Phase::dispatch, wanted, start);
     const u32 count = token_count<S>(a, team.first() && team.lane() == 0);
     if (!send_tokens_in_bulk<S>(team, a, turn, count, ring)) return;
     publish<S>(team, a.site, Phase::dispatch, wanted, count);
     if (!await_all<S>(team, a.site, Phase::dispatch, wanted) || team.lane() != 0) return;
     header.turn = {wanted, 0, count};
     keep_record(header, Phase::dispatch, wanted, start, count);
+    mark_end(header, Phase::dispatch, wanted);
 }
 
 template <Shape S, u32 rank> WEFT_FN void combine_on_few(const CombineArgs& a) {
@@ -171,9 +174,12 @@ template <Shape S, u32 rank> WEFT_FN void combine_on_few(const CombineArgs& a) {
     const Turn turn = header.turn;
     if (turn.failed != 0) return;
     const u64 start = team.lane() == 0 ? now_ns() : 0;
+    mark_start(team, header, Phase::combine, turn.epoch, start);
     if (team.first()) publish<S>(team, a.site, Phase::combine, turn.epoch, 0);
-    if (receive_rows_in_bulk<S, rank>(team, a, turn, ring) && team.first() && team.lane() == 0)
-        keep_record(header, Phase::combine, turn.epoch, start, a.tokens);
+    if (receive_rows_in_bulk<S, rank>(team, a, turn, ring) && team.lane() == 0) {
+        if (team.first()) keep_record(header, Phase::combine, turn.epoch, start, a.tokens);
+        mark_end(header, Phase::combine, turn.epoch);
+    }
 }
 
 }  // namespace weft

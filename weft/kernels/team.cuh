@@ -22,6 +22,11 @@ struct Block {
     WEFT_FN u32 teams() const { return gridDim.x * gridDim.y; }
     WEFT_FN bool first() const { return blockIdx.x == 0 && blockIdx.y == 0; }
 
+    // The lanes that publish are those of the first warp.
+    WEFT_FN void meet_publishers() const {
+        if (warp() == 0) __syncwarp();
+    }
+
     // Every lane's verdict, after a barrier.
     WEFT_FN bool all(bool mine) const { return __syncthreads_and(mine); }
 

@@ -10,8 +10,11 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_uint8, c_uint32, c_uint64
 
-ABI = 1
+from weft.shape import MAX_RANKS
+
+ABI = 2
 RING_RECORDS = 256
+RING_TIMELINES = 64
 EPOCH_MASK = (1 << 40) - 1
 
 
@@ -62,6 +65,21 @@ class Record(ctypes.Structure):
     )
 
 
+class Timeline(ctypes.Structure):
+    """When a profiled operation did what: times in nanoseconds of the device's clock."""
+
+    _fields_ = (
+        ("epoch", c_uint64),
+        ("start_ns", c_uint64),
+        ("sent_ns", c_uint64),
+        ("published_ns", c_uint64),
+        ("end_ns", c_uint64),
+        ("phase", c_uint32),
+        ("ctas", c_uint32),
+        ("arrived_ns", c_uint64 * MAX_RANKS),
+    )
+
+
 class Fault(ctypes.Structure):
     """A planned disturbance, read only by kernels compiled with fault points."""
 
@@ -102,9 +120,10 @@ class Header(ctypes.Structure):
         ("fault", Fault),
         ("_pad4", c_uint8 * 96),
         ("ring", Record * RING_RECORDS),
+        ("timelines", Timeline * RING_TIMELINES),
     )
 
 
 HEADER_BYTES = ctypes.sizeof(Header)
 MAILBOX_BYTES = 4096
-PHASES = {1: "dispatch", 2: "combine"}
+PHASES = {1: "dispatch", 2: "combine", 3: "grouping"}

@@ -11,11 +11,11 @@ from weft.errors import InvalidArgument, OutOfOrder
 from weft.memory import Group
 from weft.memory.header import Record
 from weft.ops import library
-from weft.ops.args import CombineArgs, DispatchArgs
-from weft.ops.check import check_alignment, check_seconds, check_tensor
-from weft.ops.entry import CpuEntries, CudaEntries, Entries, payload_addresses
-from weft.ops.geometry import Geometry
+from weft.ops.check import check_seconds
+from weft.ops.entry import Build, CpuEntries, CudaEntries, Entries
+from weft.ops.geometry import Geometry, memory_bytes
 from weft.ops.received import Payload, Received
+from weft.ops.rounds import Rounds, State
 from weft.ops.workspace import Workspace
 
 
@@ -34,9 +34,15 @@ class AllToAll:
     payloads: what dispatch carries, up to 8 opaque tensors; default x `[tokens, hidden]` of dtype.
     expert_map: rank of each expert; default contiguous blocks, the first ranks holding one more.
     timeout, first_timeout: seconds that a wait for a peer may take, and the first one.
-    num_sms: SMs that the kernels may fill; default all of the GPU.
-    programmatic_launch: let a kernel take its place on the GPU while its predecessor in the stream
-        still runs (programmatic dependent launch); it touches no memory before that one's end.
+    quantize: None, or "fp8" (one fp32 scale for 128 columns) or "mxfp8" (one power of two for 32):
+        dispatch takes the first payload as x `[tokens, hidden]` of dtype and delivers FP8 numbers
+        and scales, quantised on the way.
+    combine_by: "pull": owners read peers' rows (exact, the default); "push": the experts' ranks
+        write them home (exact); "fp8": they write them as FP8 with a scale for 128 columns.
+    halves: also build `dispatch_send` .. `combine_recv`.
+    num_sms: SMs that the kernels may fill; default all. Up to 32, the bulk copy engine moves rows.
+    programmatic_launch: let a short kernel take its place on the GPU while its predecessor in the
+        stream still runs; it touches no memory before that one's end.
 
     Raises InvalidArgument, CreationFailed (on every rank, when one cannot do its part),
     GeometryMismatch (when ranks pass different sizes).
@@ -55,6 +61,9 @@ class AllToAll:
         expert_map: Sequence[int] | torch.Tensor | None = None,
         timeout: float = 2.0,
         first_timeout: float = 120.0,
+        quantize: str | None = None,
+        combine_by: str = "pull",
+        halves: bool = False,
         num_sms: int | None = None,
         programmatic_launch: bool = True,
         _defines: Sequence[str] = (),
@@ -73,8 +82,11 @@ class AllToAll:
                 dtype=dtype,
                 payloads=payloads,
                 expert_map=expert_map,
+                quantize=quantize,
+                combine_by=combine_by,
             )
-            self._entries = _load(group, self._geometry, num_sms, programmatic_launch, _defines)
+            build = Build(num_sms, programmatic_launch, halves, tuple(_defines))
+            entries = _load(group, self._geometry, build)
         except Exception as error:  # whatever it is, every rank hears of it
             problem = error
         group.vote(problem, doing="preparing an all-to-all")
@@ -87,40 +99,14 @@ class AllToAll:
             first_epoch=_first_epoch,
         )
         self.group, self.dtype, self.placement = group, dtype, self._geometry.placement
-        self._dispatch_args = DispatchArgs(site=self._workspace.site)
-        self._combine_args = CombineArgs(site=self._workspace.site)
-        if self.placement.explicit:
-            self._table = self.placement.table(group.device)
-            self._dispatch_args.placement = self._table.data_ptr()
-        self._pending: int | None = None
+        self._rounds = Rounds(self._geometry, self._workspace, entries)
         self._traced_tokens = 0
         self._closed = False
+        self._halves = halves
         self._order = torch.zeros(1, device=group.device)
         self._handle = library.register(self)
 
-    @staticmethod
-    def memory_bytes(
-        *,
-        ranks: int,
-        max_tokens: int,
-        top_k: int,
-        num_experts: int,
-        hidden: int,
-        dtype: torch.dtype = torch.bfloat16,
-        payloads: Sequence[Payload] | None = None,
-    ) -> int:
-        """Bytes of symmetric memory that each rank will allocate, before anything is allocated."""
-        geometry = Geometry.of(
-            ranks=ranks,
-            max_tokens=max_tokens,
-            top_k=top_k,
-            num_experts=num_experts,
-            hidden=hidden,
-            dtype=dtype,
-            payloads=payloads,
-            expert_map=None,
-        )
-        return geometry.layout.share_bytes
+    memory_bytes = staticmethod(memory_bytes)
 
     @property
     def rank(self) -> int:
@@ -213,6 +199,39 @@ class AllToAll:
             return library.traced_combine(y, out, add, self._order, self._handle)
         return self._combine(y, out, add)
 
+    def dispatch_send(
+        self,
+        x: torch.Tensor | Sequence[torch.Tensor],
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        num_tokens: torch.Tensor | None = None,
+    ) -> None:
+        """The first half of `dispatch`: send, and wait for nobody.
+
+        What follows in the stream runs while peers' tokens arrive, for example a shared expert.
+        """
+        self._check_halves("dispatch_send")
+        tensors = (x,) if isinstance(x, torch.Tensor) else tuple(x)
+        self._rounds.dispatch("dispatch_send", tensors, topk_ids, topk_weights, num_tokens)
+
+    def dispatch_recv(self) -> Received:
+        """The second half of `dispatch`: wait for all peers' tokens."""
+        self._check_halves("dispatch_recv")
+        return self._rounds.receive()
+
+    def combine_send(self, y: torch.Tensor | None = None) -> None:
+        """The first half of `combine`: tell peers that this rank's rows are ready, or push them."""
+        self._check_halves("combine_send")
+        self._rounds.give_back(y)
+
+    def combine_recv(
+        self, *, out: torch.Tensor | None = None, add: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The second half of `combine`: wait for all peers' rows and sum them."""
+        self._check_halves("combine_recv")
+        return self._rounds.combine("combine_receive", None, out, add)
+
     def check(self) -> None:
         """Raise what the device has recorded: a broken group, or input that was refused.
 
@@ -244,10 +263,7 @@ class AllToAll:
             return
         self._closed = True
         library.forget(self._handle)
-        if self.group.device.type == "cuda":
-            torch.cuda.synchronize(self.group.device)
-        self._entries.close()
-        self._workspace.close()
+        self._rounds.close()
 
     def __enter__(self) -> AllToAll:
         return self
@@ -267,81 +283,39 @@ class AllToAll:
         topk_weights: torch.Tensor | None,
         num_tokens: torch.Tensor | None,
     ) -> Received:
-        self._check_running()
-        if self._pending is not None:
-            raise OutOfOrder(
-                f"dispatch of {topk_ids.shape[0]} tokens while {self._pending} tokens are away: "
-                "call combine first; a round is one dispatch and one combine"
-            )
-        tokens = self._geometry.check_dispatch(
-            tensors, topk_ids, topk_weights, num_tokens, self.group.device
-        )
-        args = self._dispatch_args
-        args.payload = payload_addresses(tensors)
-        args.ids = topk_ids.data_ptr()
-        args.ids_bytes = topk_ids.element_size()
-        args.weights = 0 if topk_weights is None else topk_weights.data_ptr()
-        args.num_tokens = 0 if num_tokens is None else num_tokens.data_ptr()
-        args.tokens = tokens
-        self._entries.dispatch(args)
-        self._pending = tokens
-        self._workspace.raise_if_broken()
+        self._check_open()
+        self._rounds.dispatch("dispatch", tensors, topk_ids, topk_weights, num_tokens)
         return self._workspace.received
 
     def _combine(
         self, y: torch.Tensor | None, out: torch.Tensor | None, add: torch.Tensor | None
     ) -> torch.Tensor:
-        self._check_running()
-        if self._pending is None:
-            raise OutOfOrder("combine without a dispatch: no tokens of this rank are away")
-        shape, device = (self._pending, self._geometry.shape.hidden), self.group.device
-        if out is None:
-            out = torch.empty(shape, dtype=self.dtype, device=device)
-        for name, tensor in (("out", out), ("add", add)):
-            if tensor is not None:
-                check_tensor(name, tensor, shape=shape, dtypes=(self.dtype,), device=device)
-                check_alignment(name, tensor, self._geometry.shape.out_bytes)
-        output = self._workspace.output
-        if y is not None and y.data_ptr() != output.data_ptr():
-            check_tensor("y", y, shape=output.shape, dtypes=(self.dtype,), device=device)
-            output.copy_(y)
-        args = self._combine_args
-        args.out = out.data_ptr()
-        args.add = 0 if add is None else add.data_ptr()
-        args.tokens = self._pending
-        self._entries.combine(args)
-        self._pending = None
-        self._workspace.raise_if_broken()
-        return out
+        self._check_open()
+        return self._rounds.combine("combine", y, out, add)
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise OutOfOrder("this all-to-all was closed; make a new one")
+    @property
+    def _pending(self) -> int | None:
+        """Tokens that have been dispatched and not yet combined."""
+        return self._rounds.tokens if self._rounds.state is State.RECEIVED else None
 
     def _check_running(self) -> None:
         self._check_open()
         self._workspace.raise_if_broken()
 
+    def _check_halves(self, name: str) -> None:
+        self._check_open()
+        if not self._halves:
+            raise InvalidArgument(f"{name} of an all-to-all built without halves; pass halves=True")
 
-def _load(
-    group: Group,
-    geometry: Geometry,
-    num_sms: int | None,
-    programmatic: bool,
-    defines: Sequence[str],
-) -> Entries:
-    """Compile and load both operations for the group's device."""
-    if group.device.type == "cuda":
-        with torch.cuda.device(group.device):
-            torch.cuda.synchronize()  # makes the primary context that the module is loaded into
-            return CudaEntries(
-                geometry.shape,
-                geometry.layout,
-                group.rank,
-                num_sms=num_sms,
-                programmatic=programmatic,
-                defines=defines,
-            )
-    if num_sms is not None:
-        raise InvalidArgument(f"num_sms={num_sms} on a CPU group; it limits GPU kernels")
-    return CpuEntries(geometry.shape, geometry.layout, defines=defines)
+    def _check_open(self) -> None:
+        if self._closed:
+            raise OutOfOrder("this all-to-all was closed; make a new one")
+
+
+def _load(group: Group, geometry: Geometry, build: Build) -> Entries:
+    """Compile and load the operations for the group's device."""
+    if group.device.type == "cpu":
+        return CpuEntries(geometry.shape, geometry.layout, build)
+    with torch.cuda.device(group.device):
+        torch.cuda.synchronize()  # makes the primary context that the module is loaded into
+        return CudaEntries(geometry.shape, geometry.layout, group.rank, build)

@@ -1,185 +1,191 @@
-"""Compiled dispatch and combine for one Shape, on a CPU or a GPU, behind the same two calls.
+"""Compiled dispatch and combine for one Shape, on a CPU or a GPU, behind the same calls.
 
 Everything is compiled, loaded and compared with Python's mirrors here, at construction: a kernel
-that had to be loaded at its first launch could never be, while a peer's kernel waits for it.
+that had to be loaded at its first launch could never be, while a peer's kernel spins for it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from weft.errors import InvalidArgument
-from weft.jit import CudaModule, Launcher, compile_cubin, compile_shared, current_arch
+from weft.jit import CudaModule, Launcher, compile_shared, current_arch
 from weft.ops.args import CombineArgs, DispatchArgs
 from weft.ops.layout import Layout
-from weft.ops.plan import LARGEST, Plan, plan_combine, plan_dispatch
+from weft.ops.plan import Plan, plan_combine, plan_dispatch
+from weft.ops.source import FEW, HOST_OPTIONS, compile_cuda, cpu_source, doors
 from weft.shape import MAX_PLANES, Shape
 
-CPU_SOURCE = """\
-#include <weft/protocol/cpu.cpp>
-constexpr weft::Shape S = {literal};
-WEFT_EXPORT(S, );
-extern "C" void dispatch(const weft::DispatchArgs* a) {{ weft::dispatch<S>(*a); }}
-extern "C" void combine(const weft::CombineArgs* a) {{ weft::combine<S>(*a); }}
-"""
+STRUCTS: dict[str, type[ctypes.Structure]] = {
+    "DispatchArgs": DispatchArgs,
+    "CombineArgs": CombineArgs,
+}
+# From so many 16-byte words on, a launch that overlaps its predecessor only takes room from it: at
+# 2048 tokens x 7168 it costs 0.5 %, at 128 it gains 1.3 % (8 x H200, 2026-11-20).
+LONG = 256 * 896
 
-CUDA_SOURCE = """\
-#include <weft/kernels/combine.cuh>
-#include <weft/kernels/dispatch.cuh>
-#include <weft/protocol/exports.cuh>
-constexpr weft::Shape S = {literal};
-WEFT_EXPORT(S, __device__);
-extern "C" __global__ void __launch_bounds__({threads}, 2)
-dispatch(const __grid_constant__ weft::DispatchArgs a) {{ weft::dispatch<S>(a); }}
-extern "C" __global__ void __launch_bounds__({threads}, 1)
-combine(const __grid_constant__ weft::CombineArgs a) {{ weft::combine<S, {rank}>(a); }}
-"""
 
-CUDA_OPTIONS = ("-default-device",)
-# One rounding for each operation, as in the kernels: a fused multiply-add has one for two.
-HOST_OPTIONS = ("-ffp-contract=off",)
+@dataclass(frozen=True, slots=True)
+class Build:
+    """How kernels are made and launched; equal Shapes may be built differently on each rank.
+
+    num_sms: SMs that the kernels may fill; None for all. Up to 32, the bulk engine moves the rows.
+    programmatic: launch short kernels with programmatic dependent launch.
+    halves: also build each phase as send and receive.
+    defines: macros for the compiler.
+    """
+
+    num_sms: int | None = None
+    programmatic: bool = True
+    halves: bool = False
+    defines: Sequence[str] = ()
+
+    def few(self, shape: Shape) -> bool:
+        """Does the bulk engine move the rows?"""
+        return self.num_sms is not None and self.num_sms <= FEW and _fits_bulk(shape)
 
 
 class Entries(Protocol):
-    """The two operations of one Shape on one kind of device."""
+    """The operations of one Shape on one kind of device, by name."""
 
-    def dispatch(self, args: DispatchArgs) -> None:
-        """Run, or enqueue, one dispatch."""
-
-    def combine(self, args: CombineArgs) -> None:
-        """Run, or enqueue, one combine."""
+    def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
+        """Run, or enqueue, one operation on `tokens` tokens."""
 
     def close(self) -> None:
         """Give back what was loaded."""
 
 
-def cuda_source(shape: Shape, rank: int) -> str:
-    """The generated CUDA entry of a Shape on one rank."""
-    return CUDA_SOURCE.format(literal=shape.literal(), threads=LARGEST, rank=rank)
-
-
-def cpu_source(shape: Shape) -> str:
-    """The generated C++ entry of a Shape."""
-    return CPU_SOURCE.format(literal=shape.literal())
-
-
-def compile_cuda(shape: Shape, rank: int, arch: str, *, defines: Sequence[str] = ()) -> bytes:
-    """The cubin of both kernels; needs no GPU. Raises CompileError showing the entry."""
-    return compile_cubin(
-        cuda_source(shape, rank), name="alltoall", arch=arch, options=CUDA_OPTIONS, defines=defines
-    )
-
-
 class CpuEntries:
-    """Both operations as plain functions; they return when they are done."""
+    """The operations as plain functions; they return when they are done."""
 
-    def __init__(self, shape: Shape, layout: Layout, *, defines: Sequence[str] = ()) -> None:
+    def __init__(self, shape: Shape, layout: Layout, build: Build) -> None:
+        if build.num_sms is not None:
+            raise InvalidArgument(
+                f"num_sms={build.num_sms} on a CPU group; it limits GPU kernels: leave it out"
+            )
         library = compile_shared(
-            cpu_source(shape), name="alltoall", options=HOST_OPTIONS, defines=defines
+            cpu_source(shape), name="alltoall", options=HOST_OPTIONS, defines=build.defines
         )
-        layout.verify(
-            list((ctypes.c_uint64 * len(layout.expected())).in_dll(library, "weft_layout"))
-        )
-        self._dispatch: Callable[..., None] = library.dispatch
-        self._combine: Callable[..., None] = library.combine
-        for function, struct_type in (
-            (library.dispatch, DispatchArgs),
-            (library.combine, CombineArgs),
-        ):
+        table = (ctypes.c_uint64 * len(layout.expected())).in_dll(library, "weft_layout")
+        layout.verify(list(table))
+        self._functions: dict[str, Any] = {}
+        for name, door in doors(halves=True, few=False).items():
+            function = getattr(library, name)
             function.restype = None
-            function.argtypes = (ctypes.POINTER(struct_type),)
+            function.argtypes = (ctypes.POINTER(STRUCTS[door.struct]),)
+            self._functions[name] = function
 
-    def dispatch(self, args: DispatchArgs) -> None:
-        """Run one dispatch to its end."""
-        self._dispatch(ctypes.byref(args))
-
-    def combine(self, args: CombineArgs) -> None:
-        """Run one combine to its end."""
-        self._combine(ctypes.byref(args))
+    def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
+        """Run one operation to its end."""
+        self._functions[name](ctypes.byref(args))
 
     def close(self) -> None:
         """Nothing is held: the library stays loaded for the next object of this Shape."""
 
 
 class CudaEntries:
-    """Both operations as kernels on the current device, enqueued on the current stream."""
+    """The operations as kernels on the current device, enqueued on the current stream."""
 
-    def __init__(
-        self,
-        shape: Shape,
-        layout: Layout,
-        rank: int,
-        *,
-        num_sms: int | None = None,
-        programmatic: bool = True,
-        defines: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, shape: Shape, layout: Layout, rank: int, build: Build) -> None:
         available = torch.cuda.get_device_properties().multi_processor_count
-        if num_sms is not None and not 1 <= num_sms <= available:
-            raise InvalidArgument(f"num_sms is {num_sms}; this GPU has 1..{available}")
-        self._sms = num_sms or available
-        self._shape = shape
-        self._module = CudaModule(
-            compile_cuda(shape, rank, current_arch(), defines=defines), name="alltoall"
+        if build.num_sms is not None and not 1 <= build.num_sms <= available:
+            raise InvalidArgument(f"num_sms is {build.num_sms}; this GPU has 1..{available}")
+        self._sms, self._shape, few = build.num_sms or available, shape, build.few(shape)
+        image = compile_cuda(
+            shape, rank, current_arch(), halves=build.halves, few=few, defines=build.defines
         )
-        table = self._module.global_bytes("weft_layout")
-        layout.verify(struct.unpack(f"<{len(table) // 8}Q", table))
-        self._launch_dispatch = Launcher(
-            self._module.function("dispatch"), DispatchArgs, programmatic=programmatic
-        )
-        self._launch_combine = Launcher(
-            self._module.function("combine"), CombineArgs, programmatic=programmatic
-        )
-        self._out_vectors = shape.out_bytes // 16
-        self._in_vectors = sum(-(-size // _vector_bytes(size)) for size in shape.row_bytes)
+        self._module = CudaModule(image, name="alltoall")
+        layout.verify(self._table("weft_layout"))
+        self._shared = dict.fromkeys(doors(halves=build.halves, few=few), 0)
+        if few:
+            rings = self._table("weft_shared")
+            self._shared = {"dispatch": rings[0], "combine": rings[1]}
+        self._few = few
+        self._launchers: dict[tuple[str, bool], Launcher] = {}
+        for name, door in doors(halves=build.halves, few=few).items():
+            function = self._module.function(name, shared=self._shared[name])
+            for early in {False, build.programmatic}:
+                self._launchers[name, early] = Launcher(
+                    function, STRUCTS[door.struct], programmatic=early
+                )
+        self._programmatic = build.programmatic
+        self._in_vectors = _in_vectors(shape)
         self._plans: dict[tuple[str, int], Plan] = {}
 
-    def dispatch(self, args: DispatchArgs) -> None:
-        """Enqueue one dispatch."""
-        p = self._plans.get(("dispatch", args.tokens)) or self._plan_dispatch(args.tokens)
+    def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
+        """Enqueue one operation."""
+        p = self._plans.get((name, tokens)) or self._plan(name, tokens)
+        early = self._programmatic and tokens * self._in_vectors < LONG
         stream = torch.cuda.current_stream().cuda_stream
-        self._launch_dispatch(args, (p.workers, p.chunks, 1), p.threads, stream)
-
-    def combine(self, args: CombineArgs) -> None:
-        """Enqueue one combine."""
-        p = self._plans.get(("combine", args.tokens)) or self._plan_combine(args.tokens)
-        stream = torch.cuda.current_stream().cuda_stream
-        self._launch_combine(args, (p.workers, p.chunks, 1), p.threads, stream)
+        self._launchers[name, early](args, (p.workers, p.chunks, 1), p.threads, stream)
 
     def close(self) -> None:
         """Unload the module."""
         self._module.unload()
 
-    def _plan_dispatch(self, tokens: int) -> Plan:
-        found = plan_dispatch(
-            tokens,
-            self._in_vectors,
-            sms=self._sms,
-            per_sm=lambda threads: self._module.occupancy("dispatch", threads),
-        )
-        self._plans["dispatch", tokens] = found
+    def _table(self, name: str) -> list[int]:
+        raw = self._module.global_bytes(name)
+        return list(struct.unpack(f"<{len(raw) // 8}Q", raw))
+
+    def _plan(self, name: str, tokens: int) -> Plan:
+        """The launch of an operation on so many tokens; found once, kept."""
+        shape, out_vectors = self._shape, self._shape.out_bytes // 16
+
+        def per_sm(threads: int) -> int:
+            return self._module.occupancy(name, threads, shared=self._shared[name])
+
+        if self._few:
+            threads = 32 if name == "dispatch" else 256
+            found = Plan(workers=self._sms, chunks=1, threads=threads)
+        elif name == "dispatch_receive" or (name == "combine_send" and shape.way == "pull"):
+            found = Plan(workers=1, chunks=1, threads=64)  # flags only
+        elif name.startswith("dispatch"):
+            found = plan_dispatch(tokens, self._in_vectors, sms=self._sms, per_sm=per_sm)
+        elif shape.way == "pull" or name == "combine_receive":
+            found = plan_combine(tokens, out_vectors, sms=self._sms, per_sm=per_sm)
+        else:
+            # Rows of all sources are pushed, about as many as this rank's tokens have peers.
+            vectors = shape.hidden // 16 if shape.way == "fp8" else out_vectors
+            rows = tokens * min(shape.ranks, shape.top_k)
+            found = plan_dispatch(rows, vectors, sms=self._sms, per_sm=per_sm)
+        self._plans[name, tokens] = found
         return found
 
-    def _plan_combine(self, tokens: int) -> Plan:
-        found = plan_combine(
-            tokens,
-            self._out_vectors,
-            sms=self._sms,
-            per_sm=lambda threads: self._module.occupancy("combine", threads),
-        )
-        self._plans["combine", tokens] = found
-        return found
+
+def _fits_bulk(shape: Shape) -> bool:
+    """Rows that the bulk engine can take: whole 16-byte words, opaque, two of them in 200 KiB."""
+    row = shape.row_bytes[0]
+    plain = shape.way == "pull" and shape.quant == "none"
+    return plain and row % 16 == 0 and row <= 66 * 1024 and shape.ranks <= 16
 
 
-def _vector_bytes(row_bytes: int) -> int:
-    return next(n for n in (16, 8, 4, 2, 1) if row_bytes % n == 0)
+def _in_vectors(shape: Shape) -> int:
+    """Loads of one token's payload: vectors of each row, or 16 columns of a quantised one."""
+    rows = shape.row_bytes
+    if shape.quant != "none":
+        return shape.hidden // 16 + sum(_vectors(size) for size in rows[2:])
+    return sum(_vectors(size) for size in rows)
 
 
-def payload_addresses(tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_uint64]:
-    """The addresses of the payload tensors, as DispatchArgs holds them."""
-    return (ctypes.c_uint64 * MAX_PLANES)(*(t.data_ptr() for t in tensors))
+def _vectors(row_bytes: int) -> int:
+    unit = next(n for n in (16, 8, 4, 2, 1) if row_bytes % n == 0)
+    return row_bytes // unit
+
+
+def payload_addresses(
+    tensors: Sequence[torch.Tensor], *, quantized: bool
+) -> ctypes.Array[ctypes.c_uint64]:
+    """The addresses of the payload tensors by plane, as DispatchArgs holds them.
+
+    A quantised first payload arrives as two planes, numbers and scales, so the others move up.
+    """
+    addresses = [t.data_ptr() for t in tensors]
+    if quantized:
+        addresses.insert(1, 0)
+    return (ctypes.c_uint64 * MAX_PLANES)(*addresses)

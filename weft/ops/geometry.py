@@ -15,14 +15,23 @@ from weft.ops.placement import Placement
 from weft.ops.received import Payload
 from weft.shape import NUMBERS, Shape
 
+SCALES = {
+    "fp8": lambda hidden: Payload((hidden // 128,), torch.float32),
+    "mxfp8": lambda hidden: Payload((hidden // 32,), torch.float8_e8m0fnu),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """All that ranks must agree on before they share memory."""
+    """All that ranks must agree on before they share memory.
+
+    inputs: what callers hand over.   payloads: what arrives; they differ where dispatch quantises.
+    """
 
     shape: Shape
     layout: Layout
     dtype: torch.dtype
+    inputs: tuple[Payload, ...]
     payloads: tuple[Payload, ...]
     placement: Placement
 
@@ -35,15 +44,18 @@ class Geometry:
         top_k: int,
         num_experts: int,
         hidden: int,
-        dtype: torch.dtype,
-        payloads: Sequence[Payload] | None,
-        expert_map: Sequence[int] | torch.Tensor | None,
+        dtype: torch.dtype = torch.bfloat16,
+        payloads: Sequence[Payload] | None = None,
+        expert_map: Sequence[int] | torch.Tensor | None = None,
+        quantize: str | None = None,
+        combine_by: str = "pull",
     ) -> Geometry:
         """Raises InvalidArgument naming the argument, its value and what it may be."""
         if dtype not in NUMBERS:
             allowed = ", ".join(str(d) for d in NUMBERS)
             raise InvalidArgument(f"combine rows of {dtype}; choose one of {allowed}")
-        rows = tuple(payloads or (Payload((hidden,), dtype),))
+        inputs = tuple(payloads or (Payload((hidden,), dtype),))
+        arriving = _arriving(inputs, hidden, dtype, quantize)
         shape = Shape(
             ranks=ranks,
             tokens=max_tokens,
@@ -51,7 +63,9 @@ class Geometry:
             experts=num_experts,
             hidden=hidden,
             number=NUMBERS[dtype],
-            row_bytes=tuple(p.row_bytes for p in rows),
+            row_bytes=tuple(p.row_bytes for p in arriving),
+            way=combine_by,
+            quant=quantize or "none",
             mapped=expert_map is not None,
         )
         if top_k > num_experts:
@@ -61,7 +75,12 @@ class Geometry:
             if expert_map is None
             else Placement.mapped(expert_map, num_experts, ranks)
         )
-        return cls(shape, Layout.of(shape), dtype, rows, placement)
+        return cls(shape, Layout.of(shape), dtype, inputs, arriving, placement)
+
+    @property
+    def quantized(self) -> bool:
+        """Does dispatch quantise the first payload?"""
+        return self.shape.quant != "none"
 
     def manifest(self) -> dict[str, JSON]:
         """What the ranks compare at creation, name by name."""
@@ -73,6 +92,8 @@ class Geometry:
             "hidden": s.hidden,
             "dtype": str(self.dtype),
             "payloads": [f"{list(p.shape)} {p.dtype}" for p in self.payloads],
+            "quantize": s.quant,
+            "combine_by": s.way,
             "expert_map": list(self.placement.ranks),
         }
 
@@ -93,12 +114,12 @@ class Geometry:
         check_tensor("topk_ids", topk_ids, shape=(None, top_k), dtypes=integers, device=device)
         tokens = int(topk_ids.shape[0])
         check_tokens(tokens, self.shape.tokens)
-        if len(tensors) != len(self.payloads):
+        if len(tensors) != len(self.inputs):
             raise InvalidArgument(
                 f"{len(tensors)} payload tensors; this all-to-all was built for "
-                f"{len(self.payloads)}: pass one for each declared Payload"
+                f"{len(self.inputs)}: pass one for each declared Payload"
             )
-        for plane, (tensor, payload) in enumerate(zip(tensors, self.payloads, strict=True)):
+        for plane, (tensor, payload) in enumerate(zip(tensors, self.inputs, strict=True)):
             name = "x" if len(tensors) == 1 else f"x[{plane}]"
             row = (tokens, *payload.shape)
             check_tensor(name, tensor, shape=row, dtypes=(payload.dtype,), device=device)
@@ -110,3 +131,48 @@ class Geometry:
             count = (torch.int32,)
             check_tensor("num_tokens", num_tokens, shape=(1,), dtypes=count, device=device)
         return tokens
+
+
+def memory_bytes(
+    *,
+    ranks: int,
+    max_tokens: int,
+    top_k: int,
+    num_experts: int,
+    hidden: int,
+    dtype: torch.dtype = torch.bfloat16,
+    payloads: Sequence[Payload] | None = None,
+    quantize: str | None = None,
+    combine_by: str = "pull",
+) -> int:
+    """Bytes of symmetric memory that each rank will allocate, before anything is allocated."""
+    geometry = Geometry.of(
+        ranks=ranks,
+        max_tokens=max_tokens,
+        top_k=top_k,
+        num_experts=num_experts,
+        hidden=hidden,
+        dtype=dtype,
+        payloads=payloads,
+        quantize=quantize,
+        combine_by=combine_by,
+    )
+    return geometry.layout.share_bytes
+
+
+def _arriving(
+    inputs: tuple[Payload, ...], hidden: int, dtype: torch.dtype, quantize: str | None
+) -> tuple[Payload, ...]:
+    """The payloads as they arrive: a quantised first one becomes FP8 numbers and their scales."""
+    if quantize is None:
+        return inputs
+    if quantize not in SCALES:
+        allowed = ", ".join(SCALES)
+        raise InvalidArgument(f"quantize is {quantize!r}; choose one of {allowed}, or None")
+    if inputs[0] != Payload((hidden,), dtype):
+        raise InvalidArgument(
+            f"quantize={quantize!r} with a first payload of {list(inputs[0].shape)} "
+            f"{inputs[0].dtype}; it must be [{hidden}] {dtype}, like the rows of combine"
+        )
+    numbers = Payload((hidden,), torch.float8_e4m3fn)
+    return (numbers, SCALES[quantize](hidden), *inputs[1:])

@@ -12,7 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.errors import LayoutMismatch
-from weft.memory.header import ABI, HEADER_BYTES, ErrorRecord, Fault, Header, Mailbox, Record
+from weft.memory.header import (
+    ABI,
+    HEADER_BYTES,
+    ErrorRecord,
+    Fault,
+    Header,
+    Mailbox,
+    Record,
+    Timeline,
+)
 from weft.ops.args import CombineArgs, DispatchArgs, Site
 from weft.shape import MAX_PLANES, Shape
 
@@ -21,6 +30,7 @@ MIRRORS: tuple[type[ctypes.Structure], ...] = (
     ErrorRecord,
     Mailbox,
     Record,
+    Timeline,
     Fault,
     Header,
     Site,

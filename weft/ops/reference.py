@@ -58,6 +58,7 @@ def combine(
     carries: Sequence[torch.Tensor],
     *,
     add: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """`out[t] = round(sum of float(rows[r][t]) over the ranks r that carry t + float(add[t]))`.
 
@@ -71,7 +72,7 @@ def combine(
         total = torch.where(carried[:, None], total + row.float(), total)
     if add is not None:
         total = total + add.float()
-    return total.to(rows[0].dtype)
+    return total.to(dtype or rows[0].dtype)
 
 
 def identity_experts(received: Received, dtype: torch.dtype) -> torch.Tensor:
@@ -97,6 +98,7 @@ def identity_round_trip(
     *,
     ranks: int,
     add: torch.Tensor | None = None,
+    combine_by: str = "pull",
 ) -> torch.Tensor:
     """What dispatch, `identity_experts` and combine make of one rank's x `[tokens, hidden]`.
 
@@ -109,9 +111,46 @@ def identity_round_trip(
         for k in range(topk_ids.shape[1]):
             weight = 1.0 if topk_weights is None else topk_weights[:, k]
             total = torch.where(here[:, k], total + weight, total)
-        rows.append((x.float() * total[:, None]).to(x.dtype))
+        row = (x.float() * total[:, None]).to(x.dtype)
+        rows.append(dequantize(*quantize(row, "fp8")) if combine_by == "fp8" else row)
         carries.append(here.any(dim=1))
-    return combine(rows, carries, add=add)
+    return combine(rows, carries, add=add, dtype=x.dtype)
+
+
+def quantize(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Block-scaled FP8 of x `[..., hidden]`: (float8_e4m3fn `[..., hidden]`, scales).
+
+    "fp8": float32 `[..., hidden / 128]`; scale = amax / 448, q = round(x * (448 / amax)).
+    "mxfp8": float8_e8m0fnu `[..., hidden / 32]`; the smallest power of two that brings amax to 448.
+    A block of zeros (fp8: amax below 2^-117) is stored as zeros. A block that holds an Inf or a NaN
+    has a NaN scale and NaN numbers. (protocol/quantize.cuh)
+    """
+    columns = 32 if kind == "mxfp8" else 128
+    blocks = x.float().reshape(*x.shape[:-1], x.shape[-1] // columns, columns)
+    amax = torch.where(blocks.isnan(), torch.inf, blocks.abs()).amax(dim=-1)
+    broken = amax.isinf()
+    safe = torch.where(broken, 1.0, amax)
+    if kind == "mxfp8":
+        mantissa, exponent = torch.frexp(safe)  # amax = mantissa * 2^exponent, mantissa in [0.5, 1)
+        power = torch.where(safe == 0, -127, exponent - 9 + (mantissa > 0.875).int())
+        power = power.clamp(min=-127)
+        byte = torch.where(broken, 255, power + 127).to(torch.uint8)
+        scales = byte.view(torch.float8_e8m0fnu)
+        inverse = torch.ldexp(torch.ones(()), -power.double()).float()
+    else:
+        small = safe < 2.0**-117
+        scales = torch.where(small, 0.0, safe / 448.0)
+        scales = torch.where(broken, torch.nan, scales)
+        # A number over a tensor would be computed as reciprocal times number: two roundings.
+        inverse = torch.where(small, 0.0, torch.full_like(safe, 448.0) / safe)
+    q = torch.where(broken[..., None], torch.nan, blocks * inverse[..., None])
+    return q.to(torch.float8_e4m3fn).flatten(-2), scales
+
+
+def dequantize(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """`q * scale` in float32, as combine reads pushed FP8 rows."""
+    columns = q.shape[-1] // scales.shape[-1]
+    return q.float() * scales.float().repeat_interleave(columns, dim=-1)
 
 
 def _tables(placement: Placement, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,6 +15,7 @@ from weft.memory.header import PHASES, ErrorRecord
 
 BAD_EXPERT_ID, DUPLICATE_EXPERT, TOKEN_OVERFLOW = 1, 2, 3
 PEER_TIMEOUT, GEOMETRY_MISMATCH, ABORTED = 4, 5, 6
+GROUPING = 3  # the phase
 
 
 def _signed(value: int) -> int:
@@ -35,6 +36,13 @@ def refusal(record: ErrorRecord, count: int) -> UsageError:
         return BadExpertId(
             f"{where} repeats expert {record.seen} of the same row; a row names an expert once. "
             f"Both were delivered as they stand{more}. Mend the router's top-k."
+        )
+    if record.phase == GROUPING:
+        return TokenOverflow(
+            f"rank {record.rank}: grouping needs {record.seen} rows (masked: for local expert "
+            f"{record.slot}; contiguous: padding included), the buffer has "
+            f"max_rows={record.wanted}. Entries beyond it were dropped{more}. "
+            "Build ExpertGroups with a larger max_rows."
         )
     return TokenOverflow(
         f"rank {record.rank}: num_tokens on the device is {_signed(record.seen)}; "

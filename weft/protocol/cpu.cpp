@@ -14,6 +14,9 @@ struct Solo {
     u32 lane() const { return 0; }
     u32 lanes() const { return 1; }
     bool all(bool mine) const { return mine; }
+    bool first() const { return true; }
+    u32 teams() const { return 1; }
+    void meet_publishers() const {}
 };
 
 template <Number N> using Bits = std::conditional_t<N == Number::fp32, u32, u16>;
@@ -138,6 +141,7 @@ template <Shape S, Part part = Part::whole> void dispatch(const DispatchArgs& a)
     if (turn.failed != 0) return;
     const u64 start = now_ns(), wanted = (turn.epoch + 1) & epoch_mask;
     if constexpr (part != Part::receive) {
+        mark_start(Solo{}, own.header, Phase::dispatch, wanted, start);
         if (fault(own.header, Point::dispatch_enter, a.site.rank, wanted) == Action::stay_away)
             return;
         const u32 count = token_count<S>(a, true);
@@ -152,6 +156,7 @@ template <Shape S, Part part = Part::whole> void dispatch(const DispatchArgs& a)
         if (!await_all<S>(Solo{}, a.site, Phase::dispatch, wanted)) return;
         own.header.turn = {wanted, 0, own.header.sending};
         keep_record(own.header, Phase::dispatch, wanted, start, own.header.sending);
+        mark_end(own.header, Phase::dispatch, wanted);
     }
 }
 
@@ -227,6 +232,7 @@ template <Shape S, Part part = Part::whole> void combine(const CombineArgs& a) {
     if (turn.failed != 0) return;
     const u64 start = now_ns();
     if constexpr (part != Part::receive) {
+        mark_start(Solo{}, own.header, Phase::combine, turn.epoch, start);
         if (fault(own.header, Point::combine_enter, a.site.rank, turn.epoch) == Action::stay_away)
             return;
         if constexpr (S.way != Way::pull) push_rows<S>(a.site);
@@ -236,6 +242,7 @@ template <Shape S, Part part = Part::whole> void combine(const CombineArgs& a) {
         if (!await_all<S>(Solo{}, a.site, Phase::combine, turn.epoch)) return;
         for (u32 token = 0; token < a.tokens; ++token) reduce_token<S>(a, token);
         keep_record(own.header, Phase::combine, turn.epoch, start, a.tokens);
+        mark_end(own.header, Phase::combine, turn.epoch);
     }
 }
 

@@ -30,6 +30,10 @@ template <Shape S, u32 P> constexpr u64 plane_offset() {
 #define WEFT_RECORD                                                          \
     sizeof(weft::Record), WEFT_AT(Record, epoch), WEFT_AT(Record, start_ns), \
         WEFT_AT(Record, end_ns), WEFT_AT(Record, phase), WEFT_AT(Record, tokens)
+#define WEFT_TIMELINE                                                                           \
+    sizeof(weft::Timeline), WEFT_AT(Timeline, epoch), WEFT_AT(Timeline, start_ns),              \
+        WEFT_AT(Timeline, sent_ns), WEFT_AT(Timeline, published_ns), WEFT_AT(Timeline, end_ns), \
+        WEFT_AT(Timeline, phase), WEFT_AT(Timeline, ctas), WEFT_AT(Timeline, arrived_ns)
 #define WEFT_FAULT                                                                            \
     sizeof(weft::Fault), WEFT_AT(Fault, point), WEFT_AT(Fault, action), WEFT_AT(Fault, peer), \
         WEFT_AT(Fault, reserved), WEFT_AT(Fault, epoch), WEFT_AT(Fault, argument)
@@ -40,7 +44,7 @@ template <Shape S, u32 P> constexpr u64 plane_offset() {
         WEFT_AT(Header, turn.epoch), WEFT_AT(Header, turn.failed), WEFT_AT(Header, turn.rows),   \
         WEFT_AT(Header, arrived), WEFT_AT(Header, refusing), WEFT_AT(Header, refusals),          \
         WEFT_AT(Header, sending), WEFT_AT(Header, abort), WEFT_AT(Header, fault),                \
-        WEFT_AT(Header, ring)
+        WEFT_AT(Header, ring), WEFT_AT(Header, timelines)
 #define WEFT_SITE                                                                           \
     sizeof(weft::Site), WEFT_AT(Site, base), WEFT_AT(Site, stride), WEFT_AT(Site, mailbox), \
         WEFT_AT(Site, rank), WEFT_AT(Site, descriptor)
@@ -60,6 +64,7 @@ template <Shape S, u32 P> constexpr u64 plane_offset() {
         WEFT_ERROR_RECORD,                                                        \
         WEFT_MAILBOX,                                                             \
         WEFT_RECORD,                                                              \
+        WEFT_TIMELINE,                                                            \
         WEFT_FAULT,                                                               \
         WEFT_HEADER,                                                              \
         WEFT_SITE,                                                                \

@@ -7,10 +7,11 @@
 
 namespace weft {
 
-constexpr u32 abi = 1;         // raise it whenever a struct below changes
+constexpr u32 abi = 2;         // raise it whenever a struct below changes
 constexpr u32 max_planes = 8;  // opaque payload tensors of one dispatch
 constexpr u32 max_ranks = 32;  // a token's destinations are the bits of one u32
 constexpr u32 ring_records = 256;
+constexpr u32 ring_timelines = 64;  // the last 32 rounds
 
 enum class Number : u32 { bf16 = 0, fp16 = 1, fp32 = 2 };
 enum class Phase : u32 { dispatch = 1, combine = 2 };
@@ -93,6 +94,16 @@ struct Record {
     u32 phase, tokens;
 };
 
+// When an operation did what, in nanoseconds of this rank's clock; written by profiled kernels only
+// (timeline.cuh).
+struct Timeline {
+    u64 epoch, start_ns;
+    u64 sent_ns, published_ns;  // before the first flag went out, and after the last
+    u64 end_ns;
+    u32 phase, ctas;
+    u64 arrived_ns[max_ranks];  // when each peer's flag was seen
+};
+
 // What every kernel reads first, in one 16-byte load.
 struct alignas(16) Turn {
     u64 epoch;   // dispatches finished
@@ -119,6 +130,7 @@ struct alignas(128) Header {
     alignas(128) u64 abort;  // a peer's host asks this rank to leave: that peer's rank + 1
     alignas(128) Fault fault;
     alignas(128) Record ring[ring_records];
+    alignas(128) Timeline timelines[ring_timelines];
 };
 
 // One token's routing as the receiver sees it: LOCAL expert ids or -1, and the weights.

@@ -1,8 +1,8 @@
 // The memory model, spelled once: integer names, the verbs every flag and counter goes through
-// (store_release, load_acquire, add_acq_rel, claim), the clock and the waiting loop's turn.
-// Everything above this file is the same text for NVRTC and for c++; this file holds the only #if
-// of the protocol. Scopes: flags that a peer reads are system scope; counters inside one GPU are
-// device scope.
+// (store_release, load_acquire, add_acq_rel, claim, raise_to), the clock and the waiting loop's
+// turn. Everything above this file is the same text for NVRTC and for c++; this file holds the only
+// #if of the protocol. Scopes: flags that a peer reads are system scope; counters inside one GPU
+// are device scope.
 #pragma once
 
 // NVRTC before 13.4 knows neither offsetof nor its builtin; its front end has this constant
@@ -17,10 +17,13 @@
 #define WEFT_OFFSET(T, member) __builtin_offsetof(T, member)
 #endif
 
-// Compile with -DWEFT_FAULTS=1 to arm the named fault points, -DWEFT_WEAK_FLAGS=1 to break the
-// release on purpose (the race test must then fail).
+// Compile with -DWEFT_FAULTS=1 to arm the named fault points, -DWEFT_PROFILE=1 to keep timelines,
+// -DWEFT_WEAK_FLAGS=1 to break the release on purpose (the race test must then fail).
 #ifndef WEFT_FAULTS
 #define WEFT_FAULTS 0
+#endif
+#ifndef WEFT_PROFILE
+#define WEFT_PROFILE 0
 #endif
 #ifndef WEFT_WEAK_FLAGS
 #define WEFT_WEAK_FLAGS 0
@@ -89,6 +92,15 @@ WEFT_FN bool claim(u32* at, u32 free, u32 mine) {
                                           __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_DEVICE);
 #else
     return __atomic_compare_exchange_n(at, &free, mine, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
+#endif
+}
+
+// Makes a word at least `value`; one that threads of this GPU race for. Nobody waits for it.
+WEFT_FN void raise_to(u64* at, u64 value) {
+#if defined(__CUDA_ARCH__)
+    __nv_atomic_fetch_max(at, value, __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_DEVICE);
+#else
+    if (*at < value) *at = value;
 #endif
 }
 

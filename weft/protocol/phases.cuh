@@ -1,6 +1,6 @@
 // The protocol: who writes what, in which order, and what may be read afterwards. A Team is the set
 // of threads that act as one (a CTA on a GPU, one thread on a CPU) with the verbs lane, lanes and
-// all.
+// all; a profiled one also has first, teams and meet_publishers.
 //
 // Why single buffers are safe: both phases are barriers of all ranks. I overwrite a peer's inbox in
 // round e + 1 only after its `ready` flag of round e, which it sends when its experts have read
@@ -8,6 +8,7 @@
 // `dispatched` flag of e + 1, sent after its combine e has read it.
 #pragma once
 #include <weft/protocol/fault.cuh>
+#include <weft/protocol/timeline.cuh>
 
 namespace weft {
 
@@ -112,6 +113,7 @@ template <Shape S, class Team>
 WEFT_FN void publish(const Team& team, const Site& site, Phase phase, u64 wanted, u32 count) {
     Header& header = mine<S>(site).header;
     const u64 flag = make_flag(header.generation, site.descriptor, wanted);
+    mark_sent(team, header, phase, wanted);
     for (u32 i = team.lane(); i < S.ranks; i += team.lanes()) {
         const u32 peer = (site.rank + i) % S.ranks;
         Inbox<S>& to = share<S>(site, peer).inbox;
@@ -123,6 +125,7 @@ WEFT_FN void publish(const Team& team, const Site& site, Phase phase, u64 wanted
         const u64 lie = planned == Action::lie ? 1ull << 40 : 0;
         store_release(sending ? &to.dispatched[site.rank] : &to.ready[site.rank], flag ^ lie);
     }
+    mark_published(team, header, phase, wanted);
 }
 
 // Why a wait ends without its flag: the code, and the rank to name for it.
@@ -187,7 +190,10 @@ WEFT_FN bool await_all(const Team& team, const Site& site, Phase phase, u64 want
         fault(own.header, phase == Phase::dispatch ? Point::before_poll : Point::before_read, peer,
               wanted);
         u64* flag = phase == Phase::dispatch ? &own.inbox.dispatched[peer] : &own.inbox.ready[peer];
-        arrived = await_flag(own.header, site, flag, peer, phase, wanted) && arrived;
+        if (await_flag(own.header, site, flag, peer, phase, wanted))
+            mark_arrived(team, own.header, phase, wanted, peer);
+        else
+            arrived = false;
     }
     return team.all(arrived);
 }

@@ -1,0 +1,52 @@
+"""The kernels of grouping compile for every architecture, keep everything in registers, and agree
+with Python on their arguments."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.test_compile import numbers_of
+from weft.jit.args import verify
+from weft.jit.cache import Cache
+from weft.jit.nvrtc import compile_cubin
+from weft.ops.group_entry import CUDA_OPTIONS, TABLE, GroupArgs, Grouping, cuda_source
+from weft.shape import Shape
+
+DEEPSEEK = Shape(8, 4096, 8, 256, 7168, "bf16", (14336,))
+CASES = {
+    "deepseek-v3": (DEEPSEEK, Grouping("contiguous", 32, 8 * 4096 * 8, 1)),
+    "fp8, masked": (
+        Shape(8, 128, 8, 256, 7168, "bf16", (7168, 224)),
+        Grouping("masked", 32, 1024, 128),
+    ),
+    "by source": (DEEPSEEK, Grouping("sources", 8, 4096, 1)),
+    "odd rows": (
+        Shape(3, 33, 9, 18, 264, "fp16", (528, 20, 7)),
+        Grouping("contiguous", 6, 640, 16),
+    ),
+    "one rank holds all": (
+        Shape(1, 16, 32, 1024, 512, "fp32", (2048,)),
+        Grouping("masked", 1024, 16, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_compile_without_spills(name: str, arch: str, tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    cubin = compile_cubin(
+        cuda_source(*CASES[name]),
+        name="group",
+        arch=arch,
+        options=(*CUDA_OPTIONS, "--ptxas-options=-v"),
+        cache=cache,
+    )
+    verify(GroupArgs, numbers_of(cubin, TABLE.encode()))
+    (sidecar,) = tmp_path.rglob("*.json")
+    log = sidecar.read_text()
+    spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log)
+    assert spills == [("0", "0")] * 3, log

@@ -1,0 +1,188 @@
+"""A run's timeline for Perfetto (ui.perfetto.dev) or chrome://tracing: one process for each rank.
+
+Tracks of a rank: what it sends in dispatch, whom it waits for (one track for each peer), the wait
+of combine as a whole, the sum. An arrow leads from the flag that ended a wait to that wait.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weft.bench.cases import Settings
+from weft.bench.clock import replayed_pairs
+from weft.bench.moe import LIMIT_SECONDS, first_problem
+from weft.bench.skew import Skew, estimate_skew
+from weft.bench.trial import Trial, make_exchange
+from weft.memory import launch
+from weft.ops.alltoall import AllToAll
+from weft.ops.timeline import Span, read_timeline
+
+if TYPE_CHECKING:
+    from weft.memory import Group
+
+ROUNDS = 32  # as many as a header keeps
+DISPATCH, COMBINE, REDUCE, PEERS = 1, 2, 3, 10  # tracks; peer p's is PEERS + p
+Event = dict[str, Any]
+
+
+def trace(path: Path, settings: Settings) -> str | None:
+    """Run the largest size of the settings once more, profiled, and write its last 32 rounds.
+
+    The figures of a benchmark are not taken here: profiled kernels are others. Returns what the
+    check found wrong, or None. Raises InvalidArgument when the clocks cannot be aligned.
+    """
+    results = launch(
+        rank_spans,
+        settings,
+        ranks=settings.ranks,
+        device=settings.device,
+        timeout=LIMIT_SECONDS,
+    )
+    problem = next((found for found, _ in results if found), None)
+    if problem is None:
+        write_trace(path, settings, [spans for _, spans in results])
+    return problem
+
+
+def rank_spans(group: Group, settings: Settings) -> tuple[str | None, list[Span]]:
+    """What every rank does: check, run, and return what is wrong, or its spans. Collective."""
+    tokens = max(settings.tokens)
+    capacity = settings.max_tokens or tokens
+    exchange = make_exchange(group, settings, "onesided", capacity, profile=True)
+    with exchange:
+        assert isinstance(exchange, AllToAll)
+        trial = Trial(group, settings, exchange, tokens)
+        if problem := first_problem(group, trial.check()):
+            return problem, []
+        replayed_pairs(group, trial.phases(), ROUNDS, graph=settings.graph)
+        exchange.check()
+        spans = read_timeline(exchange._workspace)
+        group.barrier()  # a peer may still be reading what is about to go
+    return None, spans
+
+
+def write_trace(path: Path, settings: Settings, ranks: Sequence[Sequence[Span]]) -> None:
+    """Write all ranks' spans as Chrome's JSON, on rank 0's clock."""
+    shared = settings.device != "cuda"  # CPU ranks read the one clock of their host
+    skew = Skew((0.0,) * len(ranks), 0.0, 1) if shared else estimate_skew(ranks)
+    facts = {
+        "ranks": settings.ranks,
+        "device": settings.device,
+        "tokens_per_rank": max(settings.tokens),
+        "hidden": settings.hidden,
+        "top_k": settings.top_k,
+        "experts": settings.experts,
+        "graph": settings.graph and settings.device == "cuda",
+    }
+    document = to_chrome(ranks, skew, clock="host, shared" if shared else "GPU, aligned by flags")
+    document["metadata"].update(facts)
+    path.write_text(json.dumps(document) + "\n")
+
+
+def to_chrome(ranks: Sequence[Sequence[Span]], skew: Skew, *, clock: str = "") -> dict[str, Any]:
+    """The trace as a JSON object; times in us since the first start.
+
+    `metadata` says how far times of two ranks may be wrong against each other.
+    """
+    spans = [span for each in ranks for span in each if span.finished]
+    first = min((span.start_ns + skew.offsets_ns[span.rank] for span in spans), default=0.0)
+    canvas = _Canvas(skew, first)
+    events = [event for rank in range(len(ranks)) for event in _names(rank, len(ranks))]
+    senders = {(span.rank, span.phase, span.epoch): span for span in spans}
+    for number, span in enumerate(spans):
+        events += canvas.operation(span)
+        events += canvas.arrow(span, senders, number)
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ns",
+        "metadata": {
+            "clock": clock,
+            "offsets_ns": [round(offset) for offset in skew.offsets_ns],
+            "uncertainty_ns": round(skew.uncertainty_ns),
+            "tick_ns": skew.tick_ns,
+        },
+    }
+
+
+def _names(rank: int, ranks: int) -> Iterator[Event]:
+    """Names and order of a rank's tracks."""
+    yield _meta("process_name", rank, 0, {"name": f"rank {rank}"})
+    yield _meta("process_sort_index", rank, 0, {"sort_index": rank})
+    tracks = {DISPATCH: "dispatch send", COMBINE: "combine wait", REDUCE: "reduce"}
+    tracks |= {PEERS + peer: f"wait for rank {peer}" for peer in range(ranks)}
+    for track, name in tracks.items():
+        yield _meta("thread_name", rank, track, {"name": name})
+        yield _meta("thread_sort_index", rank, track, {"sort_index": track})
+
+
+def _meta(kind: str, rank: int, track: int, args: Event) -> Event:
+    return {"ph": "M", "name": kind, "pid": rank, "tid": track, "args": args}
+
+
+class _Canvas:
+    """Draws spans on the common clock."""
+
+    def __init__(self, skew: Skew, first: float) -> None:
+        self._skew, self._first = skew, first
+
+    def operation(self, span: Span) -> Iterator[Event]:
+        """The slices of one operation; a part that took no time is left out."""
+        dispatches = span.phase == "dispatch"
+        own = DISPATCH if dispatches else COMBINE
+        yield from self._slice(span, own, "send", span.start_ns, span.sent_ns)
+        yield from self._slice(span, own, "publish", span.sent_ns, span.published_ns)
+        for peer, arrived in enumerate(span.arrived_ns):
+            name = f"{span.phase}: wait for rank {peer}"
+            yield from self._slice(span, PEERS + peer, name, span.published_ns, arrived)
+        if not dispatches:
+            yield from self._slice(span, own, "wait", span.published_ns, span.received_ns)
+            yield from self._slice(span, REDUCE, "reduce", span.received_ns, span.end_ns)
+
+    def arrow(
+        self, span: Span, senders: dict[tuple[int, str, int], Span], number: int
+    ) -> list[Event]:
+        """From the flag that was waited for last to the wait that it ended."""
+        peer = max(range(len(span.arrived_ns)), key=span.waited_ns)
+        sender = senders.get((peer, span.phase, span.epoch))
+        if sender is None or span.waited_ns(peer) == 0 or peer == span.rank:
+            return []
+        track = DISPATCH if span.phase == "dispatch" else COMBINE
+        common = {"name": "flag", "cat": span.phase, "id": number}
+        return [
+            {
+                "ph": "s",
+                "pid": peer,
+                "tid": track,
+                "ts": self._us(sender, sender.sent_ns),
+                **common,
+            },
+            {
+                "ph": "f",
+                "bp": "e",
+                "pid": span.rank,
+                "tid": PEERS + peer,
+                "ts": self._us(span, span.arrived_ns[peer]),
+                **common,
+            },
+        ]
+
+    def _slice(self, span: Span, track: int, name: str, begin: int, end: int) -> Iterator[Event]:
+        if end > begin:
+            yield {
+                "ph": "X",
+                "name": name,
+                "cat": span.phase,
+                "pid": span.rank,
+                "tid": track,
+                "ts": self._us(span, begin),
+                "dur": (end - begin) / 1e3,
+                "args": {"epoch": span.epoch, "ctas": span.ctas},
+            }
+
+    def _us(self, span: Span, stamp: int) -> float:
+        return (stamp + self._skew.offsets_ns[span.rank] - self._first) / 1e3

@@ -1,0 +1,225 @@
+"""Compiled grouping of one Shape, on a CPU or a GPU, behind the same two calls."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from ctypes import c_uint64
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from weft.jit import CudaModule, Launcher, compile_cubin, compile_shared, current_arch
+from weft.jit.args import decode, expected, table_source, verify
+from weft.ops.args import Site
+from weft.shape import MAX_PLANES, Shape
+
+MAX_GROUPS = 1024  # static_assert in kernels/group.cuh
+TILE = 128  # tokens that one CTA counts
+COUNTING = 512  # threads of a CTA that counts: group_threads in kernels/group.cuh
+GATHERING = 512  # most threads of a CTA that copies rows
+SCATTERING = 256  # and of one that sums them
+IN_FLIGHT = 4  # vectors that a copying thread holds: vectors_in_flight in kernels/group_rows.cuh
+
+CPU_SOURCE = """\
+#include <weft/protocol/cpu.cpp>
+#include <weft/protocol/group_cpu.cpp>
+constexpr weft::Shape S = {shape};
+constexpr weft::Grouping G = {grouping};
+{table}extern "C" void gather(const weft::GroupArgs* a) {{ weft::gather<S, G>(*a); }}
+extern "C" void scatter(const weft::GroupArgs* a) {{ weft::scatter<S, G>(*a); }}
+"""
+
+CUDA_SOURCE = """\
+#include <weft/kernels/group_rows.cuh>
+constexpr weft::Shape S = {shape};
+constexpr weft::Grouping G = {grouping};
+{table}extern "C" __global__ void __launch_bounds__({counting}, 2)
+group(const __grid_constant__ weft::GroupArgs a) {{ weft::group<S, G>(a); }}
+extern "C" __global__ void __launch_bounds__({gathering}, 2)
+gather(const __grid_constant__ weft::GroupArgs a) {{ weft::gather<S, G>(a); }}
+extern "C" __global__ void __launch_bounds__({scattering}, 4)
+scatter(const __grid_constant__ weft::GroupArgs a) {{ weft::scatter<S, G>(a); }}
+"""
+
+CUDA_OPTIONS = ("-default-device",)
+CPU_OPTIONS = (
+    "-ffp-contract=off",
+)  # the bits of a sum must not depend on the CPU's fused multiply
+TABLE = "weft_group_args"
+
+
+class GroupArgs(ctypes.Structure):
+    """Mirror of `weft::GroupArgs` in protocol/group.cuh."""
+
+    _fields_ = (
+        ("site", Site),
+        ("rows", c_uint64 * MAX_PLANES),
+        ("slot", c_uint64),
+        ("weight", c_uint64),
+        ("ids", c_uint64),
+        ("offsets", c_uint64),
+        ("counts", c_uint64),
+        ("position", c_uint64),
+        ("within", c_uint64),
+        ("before", c_uint64),
+        ("arrived", c_uint64),
+        ("y", c_uint64),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """What specialises grouping beside the Shape; `weft::Grouping` in protocol/group.cuh.
+
+    packing: "contiguous", "masked" or "sources".
+    groups: local experts, or sources.   align: groups start at multiples of it.
+    rows: contiguous: rows that all groups share; otherwise rows of each group.
+    """
+
+    packing: str
+    groups: int
+    rows: int
+    align: int
+
+    @property
+    def total(self) -> int:
+        """Rows of the whole buffer."""
+        return self.rows if self.packing == "contiguous" else self.groups * self.rows
+
+    def entries(self, shape: Shape) -> int:
+        """Entries of a token that may become rows."""
+        return 1 if self.packing == "sources" else shape.top_k
+
+    def tiles(self, shape: Shape) -> int:
+        """Tiles of all sources: CTAs of the counting kernel."""
+        return shape.ranks * -(-shape.tokens // TILE)
+
+    def literal(self) -> str:
+        """The C++ initialiser."""
+        return (
+            f"weft::Grouping{{.packing = weft::Packing::{self.packing}, .groups = {self.groups}, "
+            f".rows = {self.rows}, .align = {self.align}, .tile = {TILE}}}"
+        )
+
+
+class GroupEntries(Protocol):
+    """The two operations on one kind of device."""
+
+    def gather(self, args: GroupArgs) -> None:
+        """Run, or enqueue, one gather."""
+
+    def scatter(self, args: GroupArgs) -> None:
+        """Run, or enqueue, one scatter."""
+
+    def close(self) -> None:
+        """Give back what was loaded."""
+
+
+def cuda_source(shape: Shape, grouping: Grouping) -> str:
+    """The generated CUDA entry."""
+    return CUDA_SOURCE.format(
+        shape=shape.literal(),
+        grouping=grouping.literal(),
+        table=table_source(GroupArgs, "weft::GroupArgs", TABLE, device=True),
+        counting=COUNTING,
+        gathering=GATHERING,
+        scattering=SCATTERING,
+    )
+
+
+def cpu_source(shape: Shape, grouping: Grouping) -> str:
+    """The generated C++ entry."""
+    return CPU_SOURCE.format(
+        shape=shape.literal(),
+        grouping=grouping.literal(),
+        table=table_source(GroupArgs, "weft::GroupArgs", TABLE, device=False),
+    )
+
+
+def compile_cuda(
+    shape: Shape, grouping: Grouping, arch: str, *, options: Sequence[str] = ()
+) -> bytes:
+    """The cubin of the three kernels; needs no GPU. Raises CompileError showing the entry."""
+    return compile_cubin(
+        cuda_source(shape, grouping), name="group", arch=arch, options=(*CUDA_OPTIONS, *options)
+    )
+
+
+class CpuGroupEntries:
+    """Both operations as plain functions; they return when they are done."""
+
+    def __init__(self, shape: Shape, grouping: Grouping) -> None:
+        library = compile_shared(cpu_source(shape, grouping), name="group", options=CPU_OPTIONS)
+        table = (c_uint64 * len(expected(GroupArgs))).in_dll(library, TABLE)
+        verify(GroupArgs, list(table))
+        self._gather: Callable[..., None] = library.gather
+        self._scatter: Callable[..., None] = library.scatter
+        for function in (library.gather, library.scatter):
+            function.restype = None
+            function.argtypes = (ctypes.POINTER(GroupArgs),)
+
+    def gather(self, args: GroupArgs) -> None:
+        """Run one gather to its end."""
+        self._gather(ctypes.byref(args))
+
+    def scatter(self, args: GroupArgs) -> None:
+        """Run one scatter to its end."""
+        self._scatter(ctypes.byref(args))
+
+    def close(self) -> None:
+        """Nothing is held: the library stays loaded for the next object of these sizes."""
+
+
+class CudaGroupEntries:
+    """The three kernels on the current device, enqueued on the current stream.
+
+    Grids depend on sizes alone, never on what was received, so a captured call serves any routing.
+    """
+
+    def __init__(self, shape: Shape, grouping: Grouping, *, programmatic: bool) -> None:
+        self._module = CudaModule(compile_cuda(shape, grouping, current_arch()), name="group")
+        verify(GroupArgs, decode(self._module.global_bytes(TABLE)))
+        self._group, self._launch_gather, self._launch_scatter = (
+            Launcher(self._module.function(name), GroupArgs, programmatic=programmatic)
+            for name in ("group", "gather", "scatter")
+        )
+        copied = max(_vectors(size) for size in shape.row_bytes)
+        summed = shape.out_bytes // 16
+        self._tiles = grouping.tiles(shape)
+        self._gather_threads = _threads(-(-copied // IN_FLIGHT), GATHERING)
+        self._scatter_threads = _threads(summed, SCATTERING)
+        slots = shape.ranks * shape.tokens
+        padding = grouping.groups * (grouping.align - 1)
+        self._gather_ctas = min(max(slots, padding), self._resident("gather", self._gather_threads))
+        self._scatter_ctas = min(slots, self._resident("scatter", self._scatter_threads))
+
+    def gather(self, args: GroupArgs) -> None:
+        """Enqueue one gather."""
+        stream = torch.cuda.current_stream().cuda_stream
+        self._group(args, (self._tiles, 1, 1), COUNTING, stream)
+        self._launch_gather(args, (self._gather_ctas, 1, 1), self._gather_threads, stream)
+
+    def scatter(self, args: GroupArgs) -> None:
+        """Enqueue one scatter."""
+        stream = torch.cuda.current_stream().cuda_stream
+        self._launch_scatter(args, (self._scatter_ctas, 1, 1), self._scatter_threads, stream)
+
+    def close(self) -> None:
+        """Unload the module."""
+        self._module.unload()
+
+    def _resident(self, name: str, threads: int) -> int:
+        sms = torch.cuda.get_device_properties().multi_processor_count
+        return sms * max(1, self._module.occupancy(name, threads))
+
+
+def _vectors(row_bytes: int) -> int:
+    """Widest vectors that rows of this size can be copied with, to a row."""
+    return row_bytes // next(n for n in (16, 8, 4, 2, 1) if row_bytes % n == 0)
+
+
+def _threads(wanted: int, most: int) -> int:
+    """Whole warps, two at least."""
+    return min(most, max(64, -(-wanted // 32) * 32))

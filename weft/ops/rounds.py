@@ -1,0 +1,135 @@
+"""The calls of an all-to-all in their order: what is checked, what is handed to the entries, when.
+
+A round is dispatch then combine; each is one call, or a send and a receive with anything between.
+The order is strict on one workspace: that is what makes single buffers safe (docs/protocol.md).
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+
+from weft.errors import OutOfOrder
+from weft.ops.args import CombineArgs, DispatchArgs
+from weft.ops.check import check_alignment, check_tensor
+from weft.ops.entry import Entries, payload_addresses
+from weft.ops.geometry import Geometry
+from weft.ops.received import Received
+from weft.ops.workspace import Workspace
+
+
+class State(Enum):
+    """Where a round stands, and what may come next."""
+
+    IDLE = "dispatch or dispatch_send"
+    SENT = "dispatch_recv"
+    RECEIVED = "combine or combine_send"
+    RETURNED = "combine_recv"
+
+
+class Rounds:
+    """One workspace's rounds on one device."""
+
+    def __init__(self, geometry: Geometry, workspace: Workspace, entries: Entries) -> None:
+        self._geometry, self._workspace, self._entries = geometry, workspace, entries
+        self.device = workspace.heap.group.device
+        self._dispatch_args = DispatchArgs(site=workspace.site)
+        self._combine_args = CombineArgs(site=workspace.site)
+        if geometry.placement.explicit:
+            self._table = geometry.placement.table(self.device)
+            self._dispatch_args.placement = self._table.data_ptr()
+        self.state = State.IDLE
+        self.tokens = 0
+
+    def dispatch(
+        self,
+        entry: str,
+        tensors: tuple[torch.Tensor, ...],
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        num_tokens: torch.Tensor | None,
+    ) -> None:
+        """Run `dispatch` or `dispatch_send`."""
+        self._expect(State.IDLE, entry)
+        tokens = self._geometry.check_dispatch(
+            tensors, topk_ids, topk_weights, num_tokens, self.device
+        )
+        args = self._dispatch_args
+        args.payload = payload_addresses(tensors, quantized=self._geometry.quantized)
+        args.ids = topk_ids.data_ptr()
+        args.ids_bytes = topk_ids.element_size()
+        args.weights = 0 if topk_weights is None else topk_weights.data_ptr()
+        args.num_tokens = 0 if num_tokens is None else num_tokens.data_ptr()
+        args.tokens = tokens
+        self._entries.run(entry, args, tokens)
+        self.tokens = tokens
+        self._reach(State.RECEIVED if entry == "dispatch" else State.SENT)
+
+    def receive(self) -> Received:
+        """Run `dispatch_receive`."""
+        self._expect(State.SENT, "dispatch_recv")
+        self._entries.run("dispatch_receive", self._dispatch_args, self.tokens)
+        self._reach(State.RECEIVED)
+        return self._workspace.received
+
+    def give_back(self, y: torch.Tensor | None) -> None:
+        """Run `combine_send`."""
+        self._expect(State.RECEIVED, "combine_send")
+        self._stage(y)
+        self._entries.run("combine_send", self._combine_args, self.tokens)
+        self._reach(State.RETURNED)
+
+    def combine(
+        self,
+        entry: str,
+        y: torch.Tensor | None,
+        out: torch.Tensor | None,
+        add: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Run `combine` or `combine_receive`; return what `out` holds."""
+        self._expect(State.RECEIVED if entry == "combine" else State.RETURNED, entry)
+        dtype, row_bytes = self._geometry.dtype, self._geometry.shape.out_bytes
+        shape = (self.tokens, self._geometry.shape.hidden)
+        if out is None:
+            out = torch.empty(shape, dtype=dtype, device=self.device)
+        for name, tensor in (("out", out), ("add", add)):
+            if tensor is not None:
+                check_tensor(name, tensor, shape=shape, dtypes=(dtype,), device=self.device)
+                check_alignment(name, tensor, row_bytes)
+        self._stage(y)
+        args = self._combine_args
+        args.out = out.data_ptr()
+        args.add = 0 if add is None else add.data_ptr()
+        args.tokens = self.tokens
+        self._entries.run(entry, args, self.tokens)
+        self._reach(State.IDLE)
+        return out
+
+    def close(self) -> None:
+        """Wait for this rank's own work and give everything back."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._entries.close()
+        self._workspace.close()
+
+    def _stage(self, y: torch.Tensor | None) -> None:
+        output = self._workspace.output
+        if y is None or y.data_ptr() == output.data_ptr():
+            return
+        check_tensor("y", y, shape=output.shape, dtypes=(self._geometry.dtype,), device=self.device)
+        output.copy_(y)
+
+    def _expect(self, state: State, doing: str) -> None:
+        self._workspace.raise_if_broken()
+        if self.state is state:
+            return
+        away = "" if self.state is State.IDLE else f" while {self.tokens} tokens are away"
+        raise OutOfOrder(
+            f"{doing} out of turn{away}: this all-to-all expects {self.state.value}. A round is "
+            "one dispatch and one combine, each whole or as send then recv"
+        )
+
+    def _reach(self, state: State) -> None:
+        self.state = state
+        self._workspace.raise_if_broken()
