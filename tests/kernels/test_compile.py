@@ -16,6 +16,9 @@ SHAPES = {
     "fp8 out": Shape(8, 2048, 8, 256, 7168, "bf16", (7168, 224)),
     "gpt-oss-120b": Shape(4, 512, 4, 128, 2880, "bf16", (5760,)),
     "three ranks, odd rows": Shape(3, 33, 9, 18, 264, "fp16", (528, 20, 7)),
+    "pushed": Shape(8, 128, 8, 256, 7168, "bf16", (14336,), way="push"),
+    "fp8 both ways": Shape(8, 128, 8, 256, 7168, "bf16", (7168, 224), way="fp8", quant="fp8"),
+    "mxfp8 of fp32": Shape(8, 128, 8, 256, 7168, "fp32", (7168, 224), quant="mxfp8"),
     "32 ranks, mapped": Shape(32, 16, 32, 61, 512, "fp32", (2048,), mapped=True),
 }
 
@@ -25,6 +28,16 @@ SHAPES = {
 def test_kernels_compile_to_the_layout_that_python_expects(name, arch):
     cubin = compile_cuda(SHAPES[name], 1, arch)
     Layout.of(SHAPES[name]).verify(numbers_of(cubin, b"weft_layout"))
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_halves_and_few_sms_compile(arch):
+    shape = SHAPES["deepseek-v3"]
+    assert compile_cuda(shape, 3, arch, halves=True)
+    few = compile_cuda(shape, 3, arch, few=True)
+    rows, pieces = numbers_of(few, b"weft_shared")
+    assert 8 * 14336 <= rows <= 227 * 1024
+    assert 4 * 8 * 3584 <= pieces <= 227 * 1024
 
 
 def numbers_of(elf: bytes, symbol: bytes) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 PTX = Path(__file__).resolve().parents[2] / "models" / "ptx"
-# Written, but not yet put to Dartagnan; models/ptx/run.sh takes a name off this list.
+# Written, but not yet put to Dartagnan: run models/ptx/run.sh, then take the name off this list.
 NOT_RUN = {"A14-the-tail-of-dispatch"}
 
 

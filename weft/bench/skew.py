@@ -38,24 +38,33 @@ def estimate_skew(ranks: Sequence[Sequence[Span]]) -> Skew:
     """
     tick = max(clock_tick(spans) for spans in ranks)
     bounds = _flag_bounds(ranks, tick)
+    _refuse_drift(bounds)
     count = range(len(ranks))
     for via in count:
         for p in count:
             for q in count:
                 bounds[p][q] = min(bounds[p][q], bounds[p][via] + bounds[via][q])
-    for p in count:
-        for q in count:
-            gap = bounds[p][q] + bounds[q][p]
-            if math.isinf(gap):
-                raise InvalidArgument(f"ranks {p} and {q} have no finished round in common")
-            if gap < 0:
-                raise InvalidArgument(
-                    f"the clocks of ranks {p} and {q} drifted apart by {-gap:.0f} ns or more "
-                    "within these spans; take rounds that lie closer together"
-                )
+    _refuse_drift(bounds)
+    lost = next((p for p in count if math.isinf(bounds[p][0] + bounds[0][p])), None)
+    if lost is not None:
+        raise InvalidArgument(
+            f"ranks 0 and {lost} have no finished round in common; take their spans together"
+        )
     offsets = tuple((bounds[p][0] - bounds[0][p]) / 2 for p in count)
     widest = max(bounds[p][q] + bounds[q][p] for p in count for q in count)
     return Skew(offsets, widest / 2, tick)
+
+
+def _refuse_drift(bounds: Sequence[Sequence[float]]) -> None:
+    """Two clocks of one speed leave room for some offset between every two ranks."""
+    for p in range(len(bounds)):
+        for q in range(p):
+            gap = bounds[p][q] + bounds[q][p]
+            if gap < 0:
+                raise InvalidArgument(
+                    f"the clocks of ranks {q} and {p} drifted apart by {-gap:.0f} ns or more "
+                    "within these spans; take rounds that lie closer together"
+                )
 
 
 def clock_tick(spans: Sequence[Span]) -> int:
@@ -72,7 +81,7 @@ def clock_tick(spans: Sequence[Span]) -> int:
 def _flag_bounds(ranks: Sequence[Sequence[Span]], tick: int) -> list[list[float]]:
     """`bounds[p][q]`: the most that o_p - o_q can be, by the fastest flag from p to q.
 
-    A stamp may be late by one tick, so a flag may have been seen one tick later than it says.
+    A stamp is the clock's last tick, so a flag may have been seen up to a tick after its stamp.
     """
     bounds = [[0.0 if p == q else math.inf for q in range(len(ranks))] for p in range(len(ranks))]
     sent = {(s.rank, s.phase, s.epoch): s.sent_ns for spans in ranks for s in spans if s.finished}

@@ -6,15 +6,15 @@ of combine as a whole, the sum. An arrow leads from the flag that ended a wait t
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from weft.bench.cases import Settings
-from weft.bench.clock import replayed_pairs
+from weft.bench.clock import measure, replayed_pairs
 from weft.bench.moe import LIMIT_SECONDS, first_problem
 from weft.bench.skew import Skew, estimate_skew
 from weft.bench.trial import Trial, make_exchange
@@ -33,8 +33,9 @@ Event = dict[str, Any]
 def trace(path: Path, settings: Settings) -> str | None:
     """Run the largest size of the settings once more, profiled, and write its last 32 rounds.
 
-    The figures of a benchmark are not taken here: profiled kernels are others. Returns what the
-    check found wrong, or None. Raises InvalidArgument when the clocks cannot be aligned.
+    The figures of a benchmark are not taken here: profiled kernels are others. Their own time for
+    a pair is in the metadata, to be held against the report's. Returns what the check found wrong,
+    or None. Raises InvalidArgument when the clocks cannot be aligned.
     """
     results = launch(
         rank_spans,
@@ -43,30 +44,38 @@ def trace(path: Path, settings: Settings) -> str | None:
         device=settings.device,
         timeout=LIMIT_SECONDS,
     )
-    problem = next((found for found, _ in results if found), None)
+    problem = next((found for found, _, _ in results if found), None)
     if problem is None:
-        write_trace(path, settings, [spans for _, spans in results])
+        pair_us = max(us for _, _, us in results)
+        write_trace(path, settings, [spans for _, spans, _ in results], pair_us=pair_us)
     return problem
 
 
-def rank_spans(group: Group, settings: Settings) -> tuple[str | None, list[Span]]:
-    """What every rank does: check, run, and return what is wrong, or its spans. Collective."""
+def rank_spans(group: Group, settings: Settings) -> tuple[str | None, list[Span], float]:
+    """What every rank does: check, time, run. Collective.
+
+    Returns what is wrong, or None; its spans; the median time of a profiled pair in us.
+    """
     tokens = max(settings.tokens)
     capacity = settings.max_tokens or tokens
-    exchange = make_exchange(group, settings, "onesided", capacity, profile=True)
-    with exchange:
+    with contextlib.closing(
+        make_exchange(group, settings, "onesided", capacity, profile=True)
+    ) as exchange:
         assert isinstance(exchange, AllToAll)
         trial = Trial(group, settings, exchange, tokens)
         if problem := first_problem(group, trial.check()):
-            return problem, []
+            return problem, [], 0.0
+        times = measure(group, trial.phases(), samples=settings.samples, graph=settings.graph)
         replayed_pairs(group, trial.phases(), ROUNDS, graph=settings.graph)
         exchange.check()
         spans = read_timeline(exchange._workspace)
         group.barrier()  # a peer may still be reading what is about to go
-    return None, spans
+    return None, spans, median(times.pair)
 
 
-def write_trace(path: Path, settings: Settings, ranks: Sequence[Sequence[Span]]) -> None:
+def write_trace(
+    path: Path, settings: Settings, ranks: Sequence[Sequence[Span]], *, pair_us: float
+) -> None:
     """Write all ranks' spans as Chrome's JSON, on rank 0's clock."""
     shared = settings.device != "cuda"  # CPU ranks read the one clock of their host
     skew = Skew((0.0,) * len(ranks), 0.0, 1) if shared else estimate_skew(ranks)
@@ -78,6 +87,7 @@ def write_trace(path: Path, settings: Settings, ranks: Sequence[Sequence[Span]])
         "top_k": settings.top_k,
         "experts": settings.experts,
         "graph": settings.graph and settings.device == "cuda",
+        "profiled_pair_us": round(pair_us, 2),
     }
     document = to_chrome(ranks, skew, clock="host, shared" if shared else "GPU, aligned by flags")
     document["metadata"].update(facts)
@@ -166,7 +176,7 @@ class _Canvas:
                 "bp": "e",
                 "pid": span.rank,
                 "tid": PEERS + peer,
-                "ts": self._us(span, span.arrived_ns[peer]),
+                "ts": self._us(span, span.arrived_ns[peer] - 1),  # inside of the slice
                 **common,
             },
         ]

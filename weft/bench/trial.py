@@ -62,7 +62,10 @@ def make_inputs(settings: Settings, tokens: int, rank: int) -> Inputs:
 def make_exchange(
     group: Group, settings: Settings, backend: str, max_tokens: int, *, profile: bool = False
 ) -> Exchange:
-    """Return an all-to-all of the settings' sizes; `profile`: one that keeps timelines. Collective."""
+    """Return an all-to-all of the settings' sizes. Collective.
+
+    profile: let a one-sided one keep timelines (ops/timeline.py).
+    """
     payloads = None
     if settings.payload == "fp8":
         scales = Payload((settings.hidden // SCALE_GROUP,), torch.float32)

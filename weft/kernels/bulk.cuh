@@ -13,8 +13,13 @@ struct Arrival {
     u64 word;
 
     WEFT_FN u32 address() { return u32(__cvta_generic_to_shared(&word)); }
-    WEFT_FN void init() {
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address()) : "memory");
+    // Complete when `count` threads have arrived and all expected bytes are there.
+    WEFT_FN void init(u32 count) {
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(count)
+                     : "memory");
+    }
+    WEFT_FN void arrive() {
+        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address()) : "memory");
     }
     WEFT_FN void expect(u32 bytes) {
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()),
@@ -60,7 +65,8 @@ template <u32 open> WEFT_FN void bulk_wait_read() {
 // `.read` form would promise less (models/ptx F1, F2).
 WEFT_FN void bulk_wait_written() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Order: what ordinary loads and stores did or acquired comes before what the copy engine does next.
+// Order: what ordinary loads and stores did or acquired comes before what the copy engine does
+// next.
 WEFT_FN void fence_for_bulk() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 }  // namespace weft

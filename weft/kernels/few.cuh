@@ -7,7 +7,8 @@
 
 namespace weft {
 
-constexpr u32 few_threads = 256;
+constexpr u32 adders = 256;  // threads that sum, behind one warp that loads
+constexpr u32 combine_threads = adders + warp_lanes;
 
 // A row in flight through shared memory, and the ring that fits.
 template <Shape S> struct RowRing {
@@ -21,13 +22,14 @@ template <Shape S> struct RowRing {
 // Rows of all peers for one piece of one token, and the ring that fits.
 template <Shape S> struct PieceRing {
     static constexpr u32 vectors = S.out_bytes() / 16;
-    static constexpr u32 pieces = (vectors + few_threads - 1) / few_threads;
+    static constexpr u32 pieces = (vectors + adders - 1) / adders;
     static constexpr u32 piece_vectors = (vectors + pieces - 1) / pieces;
     static constexpr u32 stage_bytes = S.ranks * piece_vectors * 16;
     static constexpr u32 stages =
         bulk_shared_bytes / stage_bytes < 8 ? bulk_shared_bytes / stage_bytes : 8;
     alignas(128) uint4 piece[stages][S.ranks][piece_vectors];
-    Arrival loaded[stages];
+    Arrival loaded[stages], free[stages];
+    u32 destinations[stages];
 };
 
 template <Shape S>
@@ -58,7 +60,7 @@ WEFT_FN bool send_tokens_in_bulk(const Block& team, const DispatchArgs& a, const
     constexpr u32 stages = RowRing<S>::stages, ahead = stages - 2;
     const u32 lane = team.warp_lane(), stride = gridDim.x;
     if (lane == 0) {
-        for (u32 i = 0; i < stages; ++i) ring.loaded[i].init();
+        for (u32 i = 0; i < stages; ++i) ring.loaded[i].init(1);
         fence_for_bulk();
         for (u32 i = 0; i < ahead && blockIdx.x + i * stride < count; ++i)
             load_row<S>(ring, a, i, blockIdx.x + i * stride);
@@ -82,70 +84,81 @@ WEFT_FN bool send_tokens_in_bulk(const Block& team, const DispatchArgs& a, const
     return team.last_of(&mine<S>(a.site).header.arrived);
 }
 
-// Thread 0 pulls one piece of a token from all its peers into a stage.
+// The loading warp: lane p pulls peer p's part of each piece, one stage after the other, and runs
+// ahead of the adders as far as the ring allows.
 template <Shape S, u32 rank>
-WEFT_FN void load_piece(PieceRing<S>& ring, const CombineArgs& a, u32 turn, u32 unit) {
+WEFT_FN void load_pieces(PieceRing<S>& ring, const CombineArgs& a, u32 lane) {
     using Ring = PieceRing<S>;
-    const u32 token = unit / Ring::pieces, first = unit % Ring::pieces * Ring::piece_vectors;
-    const u32 count = min(Ring::piece_vectors, Ring::vectors - first), stage = turn % Ring::stages;
-    const u32 destinations = mine<S>(a.site).destinations[token];
-    const Rows rows = rows_of<S, rank>(a, token);
-    ring.loaded[stage].expect(__popc(destinations) * count * 16);
-#pragma unroll
-    for (u32 step = 0; step < S.ranks; ++step) {
-        const u32 peer = (rank + step) % S.ranks;
-        if (destinations >> peer & 1)
-            bulk_load(ring.piece[stage][peer],
-                      reinterpret_cast<const uint4*>(rows.first + peer * rows.step) + first,
+    const Share<S>& own = mine<S>(a.site);
+    const u32 units = a.tokens * Ring::pieces, stride = gridDim.x;
+    u32 next = blockIdx.x < units ? own.destinations[blockIdx.x / Ring::pieces] : 0, turn = 0;
+    for (u32 unit = blockIdx.x; unit < units; unit += stride, ++turn) {
+        const u32 stage = turn % Ring::stages, destinations = next;
+        const u32 token = unit / Ring::pieces, first = unit % Ring::pieces * Ring::piece_vectors;
+        const u32 count = min(Ring::piece_vectors, Ring::vectors - first);
+        if (unit + stride < units) next = own.destinations[(unit + stride) / Ring::pieces];
+        if (turn >= Ring::stages) ring.free[stage].await((turn / Ring::stages - 1) & 1);
+        if (lane == 0) {
+            ring.destinations[stage] = destinations;
+            ring.loaded[stage].expect(__popc(destinations) * count * 16);
+        }
+        __syncwarp();
+        fence_for_bulk();  // behind the peers' flags, and the adders' reads of this stage
+        const Rows rows = rows_of<S, rank>(a, token);
+        if (lane < S.ranks && (destinations >> lane & 1))
+            bulk_load(ring.piece[stage][lane],
+                      reinterpret_cast<const uint4*>(rows.first + lane * rows.step) + first,
                       count * 16, ring.loaded[stage]);
     }
 }
 
 template <Shape S>
-WEFT_FN void reduce_piece(PieceRing<S>& ring, const CombineArgs& a, u32 lane, u32 turn, u32 unit) {
+WEFT_FN void add_piece(const PieceRing<S>& ring, const CombineArgs& a, u32 lane, u32 stage,
+                       u32 unit) {
     using Ring = PieceRing<S>;
     const u32 token = unit / Ring::pieces, v = unit % Ring::pieces * Ring::piece_vectors + lane;
     if (lane >= Ring::piece_vectors || v >= Ring::vectors) return;
-    const u32 destinations = mine<S>(a.site).destinations[token];
+    const u32 destinations = ring.destinations[stage];
+    const u64 at = u64(token) * Ring::vectors + v;
     float sum[numbers_in_vector(S.number)] = {};
 #pragma unroll
     for (u32 peer = 0; peer < S.ranks; ++peer)
-        if (destinations >> peer & 1)
-            add_vector<S.number>(sum, ring.piece[turn % Ring::stages][peer][lane]);
-    const u64 at = u64(token) * Ring::vectors + v;
+        if (destinations >> peer & 1) add_vector<S.number>(sum, ring.piece[stage][peer][lane]);
     if (a.add) add_vector<S.number>(sum, load_input(static_cast<const uint4*>(a.add) + at));
     static_cast<uint4*>(a.out)[at] = round_vector<S.number>(sum);
+}
+
+// The adding warps: a stage is free again when each of them has read it.
+template <Shape S> WEFT_FN void add_pieces(PieceRing<S>& ring, const CombineArgs& a, u32 lane) {
+    using Ring = PieceRing<S>;
+    u32 turn = 0;
+    for (u32 unit = blockIdx.x; unit < a.tokens * Ring::pieces; unit += gridDim.x, ++turn) {
+        const u32 stage = turn % Ring::stages;
+        ring.loaded[stage].await(turn / Ring::stages & 1);
+        add_piece<S>(ring, a, lane, stage, unit);
+        __syncwarp();
+        if (lane % warp_lanes == 0) ring.free[stage].arrive();
+    }
 }
 
 template <Shape S, u32 rank>
 WEFT_FN bool receive_rows_in_bulk(const Block& team, const CombineArgs& a, const Turn& turn,
                                   PieceRing<S>& ring) {
-    using Ring = PieceRing<S>;
-    const u32 units = a.tokens * Ring::pieces, stride = gridDim.x, lane = team.lane();
-    if (lane == 0)
-        for (u32 i = 0; i < Ring::stages; ++i) ring.loaded[i].init();
-    if (!await_all<S>(team, a.site, Phase::combine, turn.epoch)) return false;
-    if (lane == 0) {
-        fence_for_bulk();
-        for (u32 i = 0; i < Ring::stages && blockIdx.x + i * stride < units; ++i)
-            load_piece<S, rank>(ring, a, i, blockIdx.x + i * stride);
-    }
-    u32 i = 0;
-    for (u32 unit = blockIdx.x; unit < units; unit += stride, ++i) {
-        ring.loaded[i % Ring::stages].await(i / Ring::stages & 1);
-        reduce_piece<S>(ring, a, lane, i, unit);
-        __syncthreads();  // the stage has been read by all
-        const u32 next = unit + Ring::stages * stride;
-        if (lane == 0 && next < units) {
-            fence_for_bulk();
-            load_piece<S, rank>(ring, a, i + Ring::stages, next);
+    if (team.lane() == 0)
+        for (u32 i = 0; i < PieceRing<S>::stages; ++i) {
+            ring.loaded[i].init(1);
+            ring.free[i].init(adders / warp_lanes);
         }
-    }
+    if (!await_all<S>(team, a.site, Phase::combine, turn.epoch)) return false;
+    if (team.lane() >= adders)
+        load_pieces<S, rank>(ring, a, team.warp_lane());
+    else
+        add_pieces<S>(ring, a, team.lane());
     return true;
 }
 
 template <Shape S> WEFT_FN void dispatch_on_few(const DispatchArgs& a) {
-    extern __shared__ uint4 shared[];
+    extern __shared__ __align__(128) u8 shared[];
     RowRing<S>& ring = *reinterpret_cast<RowRing<S>*>(shared);
     const Block team;
     Header& header = mine<S>(a.site).header;
@@ -165,7 +178,7 @@ template <Shape S> WEFT_FN void dispatch_on_few(const DispatchArgs& a) {
 }
 
 template <Shape S, u32 rank> WEFT_FN void combine_on_few(const CombineArgs& a) {
-    extern __shared__ uint4 shared[];
+    extern __shared__ __align__(128) u8 shared[];
     PieceRing<S>& ring = *reinterpret_cast<PieceRing<S>*>(shared);
     const Block team;
     Header& header = mine<S>(a.site).header;

@@ -5,25 +5,34 @@
 
 namespace weft {
 
-// Does the token in this slot have an expert here? The same answer in every lane of a warp.
+// One slot of the inbox whose row is to be pushed home, as a warp sees it.
+struct Errand {
+    u32 source, token;
+    bool wanted;  // the token has an expert here
+};
+
+// Slots in the order (token, source), each rank starting with itself, so that peers are not hit in
+// step. The loads of a later slot are started before an earlier one is pushed.
 template <Shape S>
-WEFT_FN bool is_for_me(const Block& team, const Share<S>& own, u32 source, u32 token) {
-    const u32 k = team.warp_lane();
+WEFT_FN Errand find_errand(const Block& team, const Site& site, u32 slot, u32 most) {
+    const Share<S>& own = mine<S>(site);
+    const u32 token = slot / S.ranks, source = (site.rank + slot) % S.ranks, k = team.warp_lane();
+    if (token >= most) return {source, token, false};
     const bool local = k < S.top_k && own.inbox.route[source][token].expert[k] >= 0;
-    return __any_sync(all_lanes, local);
+    const bool used = token < u32(own.inbox.counts[source]);
+    return {source, token, __any_sync(all_lanes, local && used) != 0};
 }
 
 template <Shape S> WEFT_FN void push_plain(const Block& team, const uint4* from, uint4* to) {
     constexpr u32 vectors = S.out_bytes() / 16;
-    for (u32 v = blockIdx.y * team.lanes() + team.lane(); v < vectors;
-         v += gridDim.y * team.lanes())
+    const u32 step = gridDim.y * team.lanes();
+    for (u32 v = blockIdx.y * team.lanes() + team.lane(); v < vectors; v += step)
         store(to + v, load_shared_row(from + v));
 }
 
-// Eight lanes make a block of 128 columns; a warp's four scales leave as one 16-byte store where
-// the row's length allows it. Whole warps stay together, because they share their maxima.
+// Eight lanes make a block of 128 columns. Whole warps stay together: they share their maxima.
 template <Shape S> WEFT_FN void push_fp8(const Block& team, const uint4* from, u64 to) {
-    constexpr u32 turns = S.hidden / lane_columns;
+    constexpr u32 turns = S.hidden / lane_columns, lanes = scale_columns / lane_columns;
     using Source = Columns<S.number>;
     const u32 step = gridDim.y * team.lanes();
     for (u32 first = blockIdx.y * team.lanes() + team.warp() * warp_lanes; first < turns;
@@ -37,32 +46,34 @@ template <Shape S> WEFT_FN void push_fp8(const Block& team, const uint4* from, u
         float x[lane_columns];
         source.widen(x);
         const u32 amax = block_amax_bits<scale_columns>(x);
-        const BlockScale block = block_scale(amax);
         if (v >= turns) continue;
+        const BlockScale block = block_scale(amax);
         store(reinterpret_cast<uint4*>(to) + v, quantize(x, block.inverse, amax >= infinity_bits));
-        if (v % (scale_columns / lane_columns) == 0)
-            store(reinterpret_cast<float*>(to + S.hidden) + v * lane_columns / scale_columns,
-                  block.scale);
+        if (v % lanes == 0) store(reinterpret_cast<float*>(to + S.hidden) + v / lanes, block.scale);
     }
 }
 
-// Slots are taken source by source, starting at this rank, so that peers are not hit in step.
+template <Shape S>
+WEFT_FN void push_row(const Block& team, const Site& site, const Errand& errand) {
+    const uint4* from =
+        reinterpret_cast<const uint4*>(mine<S>(site).outbox.row[errand.source][errand.token]);
+    u8* to = share<S>(site, errand.source).inbox.returned.row[site.rank][errand.token];
+    if constexpr (S.way == Way::fp8)
+        push_fp8<S>(team, from, u64(to));
+    else
+        push_plain<S>(team, from, reinterpret_cast<uint4*>(to));
+}
+
 template <Shape S> WEFT_FN void push_rows(const Block& team, const Site& site) {
-    Share<S>& own = mine<S>(site);
     u32 most = 0;
 #pragma unroll
     for (u32 source = 0; source < S.ranks; ++source)
-        most = max(most, min(u32(own.inbox.counts[source]), S.tokens));
+        most = max(most, min(u32(mine<S>(site).inbox.counts[source]), S.tokens));
+    Errand errand = find_errand<S>(team, site, blockIdx.x, most);
     for (u32 slot = blockIdx.x; slot < most * S.ranks; slot += gridDim.x) {
-        const u32 token = slot / S.ranks, source = (site.rank + slot) % S.ranks;
-        if (token >= u32(own.inbox.counts[source]) || !is_for_me<S>(team, own, source, token))
-            continue;
-        const uint4* from = reinterpret_cast<const uint4*>(own.outbox.row[source][token]);
-        u8* to = share<S>(site, source).inbox.returned.row[site.rank][token];
-        if constexpr (S.way == Way::fp8)
-            push_fp8<S>(team, from, u64(to));
-        else
-            push_plain<S>(team, from, reinterpret_cast<uint4*>(to));
+        const Errand next = find_errand<S>(team, site, slot + gridDim.x, most);
+        if (errand.wanted) push_row<S>(team, site, errand);
+        errand = next;
     }
 }
 

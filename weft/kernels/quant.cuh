@@ -36,11 +36,16 @@ template <Number N> struct Columns {
     WEFT_FN void widen(float (&x)[lane_columns]) const {
 #pragma unroll
         for (u32 i = 0; i < vectors; ++i) {
-            float part[numbers_in_vector(N)] = {};
-            add_vector<N>(part, v[i]);
+            const u32 word[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
 #pragma unroll
-            for (u32 j = 0; j < numbers_in_vector(N); ++j)
-                x[i * numbers_in_vector(N) + j] = part[j];
+            for (u32 j = 0; j < 4; ++j) {
+                if constexpr (N == Number::fp32) {
+                    x[4 * i + j] = __uint_as_float(word[j]);
+                } else {
+                    x[8 * i + 2 * j] = low_half(N, word[j]);
+                    x[8 * i + 2 * j + 1] = high_half(N, word[j]);
+                }
+            }
         }
     }
 };

@@ -141,7 +141,7 @@ class CudaEntries:
             return self._module.occupancy(name, threads, shared=self._shared[name])
 
         if self._few:
-            threads = 32 if name == "dispatch" else 256
+            threads = doors(halves=False, few=True)[name].threads
             found = Plan(workers=self._sms, chunks=1, threads=threads)
         elif name == "dispatch_receive" or (name == "combine_send" and shape.way == "pull"):
             found = Plan(workers=1, chunks=1, threads=64)  # flags only
@@ -153,7 +153,7 @@ class CudaEntries:
             # Rows of all sources are pushed, about as many as this rank's tokens have peers.
             vectors = shape.hidden // 16 if shape.way == "fp8" else out_vectors
             rows = tokens * min(shape.ranks, shape.top_k)
-            found = plan_dispatch(rows, vectors, sms=self._sms, per_sm=per_sm)
+            found = plan_combine(rows, vectors, sms=self._sms, per_sm=per_sm)
         self._plans[name, tokens] = found
         return found
 

@@ -139,9 +139,9 @@ def quantize(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
         inverse = torch.ldexp(torch.ones(()), -power.double()).float()
     else:
         small = safe < 2.0**-117
-        scales = torch.where(small, 0.0, safe / 448.0)
+        # Tensors on both sides: torch divides by a number as a product with its reciprocal.
+        scales = torch.where(small, 0.0, safe / torch.full_like(safe, 448.0))
         scales = torch.where(broken, torch.nan, scales)
-        # A number over a tensor would be computed as reciprocal times number: two roundings.
         inverse = torch.where(small, 0.0, torch.full_like(safe, 448.0) / safe)
     q = torch.where(broken[..., None], torch.nan, blocks * inverse[..., None])
     return q.to(torch.float8_e4m3fn).flatten(-2), scales

@@ -33,7 +33,7 @@ def doors(*, halves: bool, few: bool) -> dict[str, Door]:
     if few:
         return {
             "dispatch": Door("DispatchArgs", "dispatch_on_few<S>", threads=32),
-            "combine": Door("CombineArgs", "combine_on_few<S, rank>", threads=256),
+            "combine": Door("CombineArgs", "combine_on_few<S, rank>", threads=288),
         }
     found = {
         "dispatch": Door("DispatchArgs", "dispatch<S>", per_sm=2),

@@ -1,7 +1,7 @@
 """What profiled kernels wrote down: when each operation sent, waited and ended, and for whom.
 
-Kernels compiled with `WEFT_PROFILE=1` keep the last 32 rounds in the header (protocol/timeline.cuh).
-Reading synchronises with nothing: let the device finish first.
+Kernels compiled with `WEFT_PROFILE=1` keep the last 32 rounds in the header, as
+protocol/timeline.cuh says. Reading synchronises with nothing: let the device finish first.
 """
 
 from __future__ import annotations
@@ -117,6 +117,7 @@ def summarise(spans: Sequence[Span]) -> list[Wait]:
     for phase in PHASES.values():
         chosen = [span for span in finished if span.phase == phase]
         for peer in range(len(finished[0].arrived_ns) if chosen else 0):
-            us = [span.waited_ns(peer) / 1e3 for span in chosen]
-            waits.append(Wait(phase, peer, len(us), fmean(us), median(us), max(us)))
+            ns = [span.waited_ns(peer) for span in chosen]
+            us = (fmean(ns) / 1e3, median(ns) / 1e3, max(ns) / 1e3)
+            waits.append(Wait(phase, peer, len(ns), *us))
     return waits

@@ -1,0 +1,111 @@
+"""Clock offsets from causality: known skews are found again, within what is promised."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.bench.skew import clock_tick, estimate_skew
+from weft.errors import InvalidArgument
+from weft.ops.timeline import Span
+
+
+def rounds_of(
+    skews: list[int], *, seed: int = 0, rounds: int = 32, least: int = 800, tick: int = 1
+) -> list[list[Span]]:
+    """Spans of ranks whose clocks show true time plus `skews`, in steps of `tick` ns; flags take
+    `least` ns and now and then much more."""
+    chance = random.Random(seed)
+    ranks: list[list[Span]] = [[] for _ in skews]
+    now = 10_000_000_000
+
+    def shown(rank: int, true: int) -> int:
+        return (true + skews[rank]) // tick * tick
+
+    for epoch in range(1, rounds + 1):
+        for phase in ("dispatch", "combine"):
+            sent = [now + chance.randrange(4000) for _ in skews]
+            published = [left + 300 for left in sent]
+            for me in range(len(skews)):
+                arrived = [
+                    max(published[me], left + least + int(chance.expovariate(1 / 500)))
+                    for left in sent
+                ]
+                ranks[me].append(
+                    Span(
+                        rank=me,
+                        phase=phase,
+                        epoch=epoch,
+                        ctas=4,
+                        start_ns=shown(me, now - 5000),
+                        sent_ns=shown(me, sent[me]),
+                        published_ns=shown(me, published[me]),
+                        end_ns=shown(me, max(arrived) + 2000),
+                        arrived_ns=tuple(shown(me, at) for at in arrived),
+                    )
+                )
+            now += 30_000
+    return ranks
+
+
+@settings(deadline=None)
+@given(
+    skews=st.lists(st.integers(-(10**9), 10**9), min_size=2, max_size=5),
+    seed=st.integers(0, 1 << 20),
+    tick=st.sampled_from([1, 32, 1000]),
+)
+def test_known_skews_are_found_within_the_stated_uncertainty(skews, seed, tick):
+    found = estimate_skew(rounds_of(skews, seed=seed, tick=tick))
+    assert found.offsets_ns[0] == 0
+    for p, offset in enumerate(found.offsets_ns):
+        for q, other in enumerate(found.offsets_ns):
+            error = (offset - other) - (skews[q] - skews[p])
+            assert abs(error) <= found.uncertainty_ns, (p, q)
+
+
+def test_many_rounds_bring_the_error_near_the_fastest_flag():
+    skews = [0, 7_000_000, -123_456]
+    found = estimate_skew(rounds_of(skews, least=800))
+    assert found.uncertainty_ns < 1500
+    for skew, offset in zip(skews, found.offsets_ns, strict=True):
+        assert abs(offset + skew) < 500  # both ways are equally fast
+
+
+def test_no_flag_is_seen_before_it_was_sent():
+    ranks = rounds_of([0, 10**9, -(10**6), 5])
+    offsets = estimate_skew(ranks).offsets_ns
+    sent = {(s.rank, s.phase, s.epoch): s.sent_ns for spans in ranks for s in spans}
+    for q, spans in enumerate(ranks):
+        for span in spans:
+            for p, seen in enumerate(span.arrived_ns):
+                left = sent[p, span.phase, span.epoch] + offsets[p]
+                assert left <= seen + offsets[q] + 1
+
+
+def test_the_tick_is_what_all_stamps_are_multiples_of():
+    assert clock_tick(rounds_of([5, 7], tick=32)[1]) == 32
+    assert clock_tick(rounds_of([5, 7])[1]) == 1
+    assert clock_tick([]) == 1
+
+
+def test_drifting_clocks_are_refused():
+    ranks = rounds_of([0, 0])
+    late = [
+        replace(s, sent_ns=s.sent_ns + 9000, arrived_ns=tuple(t + 9000 for t in s.arrived_ns))
+        for s in ranks[1][32:]
+    ]
+    with pytest.raises(InvalidArgument, match="clocks of ranks 0 and 1 drifted apart by"):
+        estimate_skew([ranks[0], [*ranks[1][:32], *late]])
+
+
+def test_ranks_without_a_common_round_are_refused():
+    ranks = rounds_of([0, 0])
+    with pytest.raises(InvalidArgument, match="ranks 0 and 1 have no finished round in common"):
+        estimate_skew([ranks[0][:10], ranks[1][10:]])
+    broken = [replace(span, end_ns=0) for span in ranks[1]]
+    with pytest.raises(InvalidArgument, match="no finished round in common"):
+        estimate_skew([ranks[0], broken])

@@ -1,0 +1,114 @@
+"""`weft bench moe --trace`: JSON that Perfetto loads, complete, on one clock."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from tests.bench.test_skew import rounds_of
+from weft.bench import trace as tracing
+from weft.bench.cases import Settings
+from weft.bench.skew import estimate_skew
+from weft.bench.trace import COMBINE, DISPATCH, PEERS, REDUCE, ROUNDS, to_chrome
+
+KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SKEWS = [0, 5_000_000, -40_000]
+
+
+def settings_of(device: str, **changes: object) -> Settings:
+    sizes: dict[str, object] = {
+        "ranks": 3, "device": device, "tokens": (1, 6), "max_tokens": None, "hidden": 64,
+        "top_k": 4, "experts": 12, "router": "random", "backends": ("onesided",),
+        "dtype": "bf16", "payload": "bf16", "graph": True, "samples": 1, "seed": 0,
+    }  # fmt: skip
+    return Settings(**{**sizes, **changes})  # type: ignore[arg-type]
+
+
+def document_of(skews: list[int]) -> dict[str, Any]:
+    ranks = rounds_of(skews)
+    document = to_chrome(ranks, estimate_skew(ranks), clock="made up")
+    return dict(json.loads(json.dumps(document)))
+
+
+def test_every_event_is_one_that_the_format_knows():
+    events = document_of(SKEWS)["traceEvents"]
+    for event in events:
+        assert set(event) >= {"ph", "name", "pid", "tid"}, event
+        assert event["pid"] in range(3)
+        if event["ph"] == "X":
+            assert event["ts"] >= 0
+            assert event["dur"] > 0
+        else:
+            assert event["ph"] in "Msf"
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert names[1, DISPATCH] == "dispatch send"
+    assert names[1, COMBINE] == "combine wait"
+    assert names[1, REDUCE] == "reduce"
+    assert names[1, PEERS + 2] == "wait for rank 2"
+    assert all((e["pid"], e["tid"]) in names for e in events if e["ph"] == "X")
+
+
+def test_slices_of_a_track_do_not_overlap():
+    tracks: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for event in document_of(SKEWS)["traceEvents"]:
+        if event["ph"] == "X":
+            slices = tracks.setdefault((event["pid"], event["tid"]), [])
+            slices.append((event["ts"], event["ts"] + event["dur"]))
+    assert tracks
+    for slices in tracks.values():
+        for before, after in pairwise(sorted(slices)):
+            assert before[1] <= after[0] + 1e-3
+
+
+def test_arrows_lead_from_a_flag_to_the_wait_that_it_ended():
+    events = document_of(SKEWS)["traceEvents"]
+    starts = {e["id"]: e for e in events if e["ph"] == "s"}
+    ends = {e["id"]: e for e in events if e["ph"] == "f"}
+    assert starts.keys() == ends.keys()
+    assert len(starts) > 3 * ROUNDS
+    waits = [e for e in events if e["ph"] == "X" and e["tid"] >= PEERS]
+    for key, end in ends.items():
+        assert starts[key]["ts"] <= end["ts"]
+        assert end["tid"] == PEERS + starts[key]["pid"]
+        assert any(
+            w["pid"] == end["pid"] and w["tid"] == end["tid"] and w["ts"] <= end["ts"]
+            and end["ts"] <= w["ts"] + w["dur"]
+            for w in waits
+        )  # fmt: skip
+
+
+def test_the_metadata_say_what_the_clocks_are_worth():
+    found = document_of(SKEWS)["metadata"]
+    assert found["clock"] == "made up"
+    assert 0 < found["uncertainty_ns"] < 2000
+    for offset, skew in zip(found["offsets_ns"], SKEWS, strict=True):
+        assert abs(offset + skew) <= found["uncertainty_ns"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trace_holds_the_last_rounds_of_every_rank(tmp_path, kind):
+    path = tmp_path / "trace.json"
+    assert tracing.trace(path, settings_of(kind)) is None
+    document = json.loads(path.read_text())
+    slices = [e for e in document["traceEvents"] if e["ph"] == "X"]
+    counts = Counter((e["pid"], e["name"]) for e in slices)
+    for rank in range(3):
+        assert ROUNDS - 2 <= counts[rank, "reduce"] <= ROUNDS  # one may take less than a tick
+        assert counts[rank, "send"] >= ROUNDS - 2
+    assert document["metadata"]["tokens_per_rank"] == 6
+    assert document["metadata"]["ranks"] == 3
+    assert document["metadata"]["profiled_pair_us"] > 0
+    if kind == "cpu":
+        assert document["metadata"]["uncertainty_ns"] == 0
+    else:
+        assert document["metadata"]["tick_ns"] >= 1
+
+
+def test_a_wrong_result_is_reported_and_nothing_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracing, "launch", lambda *_, **__: [("rank 0: wrong", [], 0.0)])
+    assert tracing.trace(tmp_path / "t.json", settings_of("cpu")) == "rank 0: wrong"
+    assert list(tmp_path.iterdir()) == []
