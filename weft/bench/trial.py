@@ -16,7 +16,7 @@ import torch
 from weft.bench.cases import SCALE_GROUP, Settings
 from weft.bench.clock import Phases
 from weft.bench.routing import make_ids
-from weft.ops import reference, timeline
+from weft.ops import reference
 from weft.ops.alltoall import AllToAll
 from weft.ops.collective import CollectiveAllToAll
 from weft.ops.placement import Placement
@@ -76,7 +76,7 @@ def make_exchange(
         # Ranks that share cores may be late without being dead.
         own = {"timeout": 30.0, "num_sms": settings.num_sms}
         own["programmatic_launch"] = settings.programmatic_launch
-        own["_defines"] = (timeline.DEFINE,) if profile else ()
+        own["profile"] = profile
     return kind(
         group,
         max_tokens=max_tokens,

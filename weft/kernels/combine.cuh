@@ -126,11 +126,12 @@ template <Shape S, u32 rank, Part part = Part::whole> WEFT_FN void combine(const
         mark_start(team, header, Phase::combine, turn.epoch, start);
         send_rows<S>(team, a, turn);
     }
-    if constexpr (part != Part::send)
-        if (receive_rows<S, rank>(team, a, turn) && team.lane() == 0) {
-            if (team.first()) keep_record(header, Phase::combine, turn.epoch, start, a.tokens);
-            mark_end(header, Phase::combine, turn.epoch);
-        }
+    if constexpr (part != Part::send) {
+        const bool received = receive_rows<S, rank>(team, a, turn);
+        if (received && team.lane() == 0) mark_end(header, Phase::combine, turn.epoch);
+        if (received && team.first() && team.lane() == 0)
+            keep_record(header, Phase::combine, turn.epoch, start, a.tokens);
+    }
 }
 
 }  // namespace weft

@@ -31,13 +31,14 @@ constexpr u32 vector_bytes(u32 row_bytes) {
                                 : 1;
 }
 
-// The caller's own tensors do not change while a kernel runs, so the non-coherent path is legal for
-// them, and only for them: a symmetric buffer must never be read with it.
+// The caller's own tensors. Not through the non-coherent path (`.nc`): a kernel that overlaps its
+// predecessor is alive while that one still writes them.
 WEFT_FN uint4 load_input(const uint4* at) {
     uint4 v;
-    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-        : "l"(at));
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(at)
+                 : "memory");
     return v;
 }
 template <class V> WEFT_FN V load_input(const V* at) { return *at; }

@@ -156,6 +156,8 @@ template <Shape S, Part part = Part::whole> WEFT_FN void dispatch(const Dispatch
         publish<S>(team, a.site, Phase::dispatch, wanted, count);
         if (team.lane() == 0) header.sending = count;
     }
+    // Only one team comes here, the last of the whole kernel or the only one of the receiving half:
+    // it alone advances the turn.
     if constexpr (part != Part::send) {
         if (!await_all<S>(team, a.site, Phase::dispatch, wanted)) return;
         if (team.lane() == 0) {

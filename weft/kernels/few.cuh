@@ -15,6 +15,8 @@ template <Shape S> struct RowRing {
     static constexpr u32 row_bytes = S.pitch(0);
     static constexpr u32 stages =
         bulk_shared_bytes / row_bytes < 8 ? bulk_shared_bytes / row_bytes : 8;
+    static_assert(stages >= 3, "one row arrives, one leaves, one is between");
+    static_assert(S.way == Way::pull && S.quant == Quant::none, "rows move as they are");
     alignas(128) u8 row[stages][row_bytes];
     Arrival loaded[stages];
 };
@@ -27,6 +29,8 @@ template <Shape S> struct PieceRing {
     static constexpr u32 stage_bytes = S.ranks * piece_vectors * 16;
     static constexpr u32 stages =
         bulk_shared_bytes / stage_bytes < 8 ? bulk_shared_bytes / stage_bytes : 8;
+    static_assert(stages >= 2 && S.ranks <= warp_lanes / 2,
+                  "a lane for each peer, room to run ahead");
     alignas(128) uint4 piece[stages][S.ranks][piece_vectors];
     Arrival loaded[stages], free[stages];
     u32 destinations[stages];
@@ -189,10 +193,10 @@ template <Shape S, u32 rank> WEFT_FN void combine_on_few(const CombineArgs& a) {
     const u64 start = team.lane() == 0 ? now_ns() : 0;
     mark_start(team, header, Phase::combine, turn.epoch, start);
     if (team.first()) publish<S>(team, a.site, Phase::combine, turn.epoch, 0);
-    if (receive_rows_in_bulk<S, rank>(team, a, turn, ring) && team.lane() == 0) {
-        if (team.first()) keep_record(header, Phase::combine, turn.epoch, start, a.tokens);
-        mark_end(header, Phase::combine, turn.epoch);
-    }
+    const bool received = receive_rows_in_bulk<S, rank>(team, a, turn, ring);
+    if (received && team.lane() == 0) mark_end(header, Phase::combine, turn.epoch);
+    if (received && team.first() && team.lane() == 0)
+        keep_record(header, Phase::combine, turn.epoch, start, a.tokens);
 }
 
 }  // namespace weft

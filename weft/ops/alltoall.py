@@ -16,6 +16,8 @@ from weft.ops.entry import Build, CpuEntries, CudaEntries, Entries
 from weft.ops.geometry import Geometry, memory_bytes
 from weft.ops.received import Payload, Received
 from weft.ops.rounds import Rounds, State
+from weft.ops.timeline import DEFINE, Span, Wait, read_timeline
+from weft.ops.timeline import wait_times as read_wait_times
 from weft.ops.workspace import Workspace
 
 
@@ -43,6 +45,7 @@ class AllToAll:
     num_sms: SMs that the kernels may fill; default all. Up to 32, the bulk copy engine moves rows.
     programmatic_launch: let a short kernel take its place on the GPU while its predecessor in the
         stream still runs; it touches no memory before that one's end.
+    profile: let kernels keep the times of the last 32 rounds (`timeline`, `wait_times`).
 
     Raises InvalidArgument, CreationFailed (on every rank, when one cannot do its part),
     GeometryMismatch (when ranks pass different sizes).
@@ -66,6 +69,7 @@ class AllToAll:
         halves: bool = False,
         num_sms: int | None = None,
         programmatic_launch: bool = True,
+        profile: bool = False,
         _defines: Sequence[str] = (),
         _first_epoch: int = 0,
     ) -> None:
@@ -85,7 +89,8 @@ class AllToAll:
                 quantize=quantize,
                 combine_by=combine_by,
             )
-            build = Build(num_sms, programmatic_launch, halves, tuple(_defines))
+            defines = (*_defines, *((DEFINE,) if profile else ()))
+            build = Build(num_sms, programmatic_launch, halves, defines)
             entries = _load(group, self._geometry, build)
         except Exception as error:  # whatever it is, every rank hears of it
             problem = error
@@ -256,6 +261,16 @@ class AllToAll:
         """The last 128 rounds of a rank (default: this one), oldest first; also of a dead one."""
         self._check_open()
         return self._workspace.history(rank)
+
+    def timeline(self, rank: int | None = None) -> list[Span]:
+        """When a rank's last 32 rounds sent, waited, ended; needs profile=True, synchronise first."""
+        self._check_open()
+        return read_timeline(self._workspace, rank)
+
+    def wait_times(self) -> list[Wait]:
+        """For which peers this rank waited, and how long, over the last 32 rounds; as `timeline`."""
+        self._check_open()
+        return read_wait_times(self._workspace)
 
     def close(self) -> None:
         """Give the memory back. Waits for this rank's own work, never for a peer. Idempotent."""

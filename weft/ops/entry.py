@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,7 +48,8 @@ class Build:
 
     def few(self, shape: Shape) -> bool:
         """Does the bulk engine move the rows?"""
-        return self.num_sms is not None and self.num_sms <= FEW and _fits_bulk(shape)
+        granted = self.num_sms is not None and self.num_sms <= FEW
+        return granted and not self.halves and _fits_bulk(shape)
 
 
 class Entries(Protocol):
@@ -129,6 +130,18 @@ class CudaEntries:
         """Unload the module."""
         self._module.unload()
 
+    def _plan_push(self, tokens: int, per_sm: Callable[[int], int]) -> Plan:
+        """Rows of all sources are pushed, about as many as this rank's tokens have peers.
+
+        A whole combine is resident as a whole, because its CTAs wait for what all of them pushed.
+        """
+        shape = self._shape
+        vectors = (shape.hidden if shape.way == "fp8" else shape.out_bytes) // 16
+        rows = max(tokens, _few_tokens(shape)) * min(shape.ranks, shape.top_k)
+        p = plan_combine(rows, vectors, sms=self._sms, per_sm=per_sm)
+        most = self._sms * max(1, per_sm(p.threads))
+        return Plan(p.workers, min(p.chunks, most), p.threads)
+
     def _table(self, name: str) -> list[int]:
         raw = self._module.global_bytes(name)
         return list(struct.unpack(f"<{len(raw) // 8}Q", raw))
@@ -150,16 +163,18 @@ class CudaEntries:
         elif shape.way == "pull" or name == "combine_receive":
             found = plan_combine(tokens, out_vectors, sms=self._sms, per_sm=per_sm)
         else:
-            # Rows of all sources are pushed, about as many as this rank's tokens have peers.
-            vectors = shape.hidden // 16 if shape.way == "fp8" else out_vectors
-            rows = tokens * min(shape.ranks, shape.top_k)
-            found = plan_combine(rows, vectors, sms=self._sms, per_sm=per_sm)
+            found = self._plan_push(tokens, per_sm)
         self._plans[name, tokens] = found
         return found
 
 
+def _few_tokens(shape: Shape) -> int:
+    """Tokens that a push plans for at least: peers may send rows to a rank that has none itself."""
+    return min(shape.tokens, 16)
+
+
 def _fits_bulk(shape: Shape) -> bool:
-    """Rows that the bulk engine can take: whole 16-byte words, opaque, two of them in 200 KiB."""
+    """Rows that the bulk engine can take: whole 16-byte words, opaque, three of them in 200 KiB."""
     row = shape.row_bytes[0]
     plain = shape.way == "pull" and shape.quant == "none"
     return plain and row % 16 == 0 and row <= 66 * 1024 and shape.ranks <= 16

@@ -190,10 +190,9 @@ WEFT_FN bool await_all(const Team& team, const Site& site, Phase phase, u64 want
         fault(own.header, phase == Phase::dispatch ? Point::before_poll : Point::before_read, peer,
               wanted);
         u64* flag = phase == Phase::dispatch ? &own.inbox.dispatched[peer] : &own.inbox.ready[peer];
-        if (await_flag(own.header, site, flag, peer, phase, wanted))
-            mark_arrived(team, own.header, phase, wanted, peer);
-        else
-            arrived = false;
+        const bool came = await_flag(own.header, site, flag, peer, phase, wanted);
+        arrived = came && arrived;
+        if (came) mark_arrived(team, own.header, phase, wanted, peer);
     }
     return team.all(arrived);
 }
