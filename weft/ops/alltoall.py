@@ -263,12 +263,12 @@ class AllToAll:
         return self._workspace.history(rank)
 
     def timeline(self, rank: int | None = None) -> list[Span]:
-        """When a rank's last 32 rounds sent, waited, ended; needs profile=True, synchronise first."""
+        """A rank's last 32 rounds (built with profile=True; synchronise before reading)."""
         self._check_open()
         return read_timeline(self._workspace, rank)
 
     def wait_times(self) -> list[Wait]:
-        """For which peers this rank waited, and how long, over the last 32 rounds; as `timeline`."""
+        """For whom this rank waited, and how long, in the last 32 rounds; as `timeline`."""
         self._check_open()
         return read_wait_times(self._workspace)
 
