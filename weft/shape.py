@@ -36,6 +36,7 @@ class Shape:
     way: how combine's rows come home: "pull", "push" or "fp8".
     quant: what dispatch makes of the first payload: "none", "fp8" or "mxfp8".
     mapped: experts lie where a table says instead of in contiguous blocks.
+    stats: numbers that each rank tells all ranks with its tokens, 0..2^20.
 
     Raises InvalidArgument naming the size and its limits.
     """
@@ -50,6 +51,7 @@ class Shape:
     way: str = "pull"
     quant: str = "none"
     mapped: bool = False
+    stats: int = 0
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -58,6 +60,7 @@ class Shape:
             ("top_k", 1, MAX_TOP_K),
             ("experts", 1, 1 << 16),
             ("hidden", 1, 1 << 20),
+            ("stats", 0, 1 << 20),
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or not low <= value <= high:
@@ -134,5 +137,6 @@ class Shape:
             f".experts = {self.experts}, .hidden = {self.hidden}, "
             f".number = weft::Number::{self.number}, .planes = {len(self.row_bytes)}, "
             f".row_bytes = {{{rows}}}, .way = weft::Way::{self.way}, "
-            f".quant = weft::Quant::{self.quant}, .mapped = {str(self.mapped).lower()}}}"
+            f".quant = weft::Quant::{self.quant}, .mapped = {str(self.mapped).lower()}, "
+            f".stats = {self.stats}}}"
         )

@@ -121,6 +121,24 @@ WEFT_FN void clear_rows(const Block& team, const DispatchArgs& a, u32 from, u32 
         mine<S>(a.site).destinations[token] = 0;
 }
 
+// This rank's numbers to every rank, cut over all CTAs: like the rows, they are stored before
+// `last_of`, and its barriers order them before the flags.
+template <Shape S> WEFT_FN void send_stats(const Block& team, const DispatchArgs& a) {
+    if constexpr (S.stats != 0) {
+        const u32 block = blockIdx.y * gridDim.x + blockIdx.x;
+        for (u32 i = block * team.lanes() + team.lane(); i < S.stats;
+             i += team.teams() * team.lanes()) {
+            const i32 number = load_input(a.stats + i);
+#pragma unroll
+            for (u32 turn = 0; turn < S.ranks; ++turn) {
+                const u32 rank = a.site.rank + turn,
+                          peer = rank < S.ranks ? rank : rank - S.ranks;
+                store(&share<S>(a.site, peer).inbox.stats.row[a.site.rank][i], number);
+            }
+        }
+    }
+}
+
 // All of this rank's tokens; true in the team that came last, which then publishes for all.
 template <Shape S>
 WEFT_FN bool send_tokens(const Block& team, const DispatchArgs& a, const Turn& turn, u32 count,
@@ -133,6 +151,7 @@ WEFT_FN bool send_tokens(const Block& team, const DispatchArgs& a, const Turn& t
         token += gridDim.x;
     }
     clear_rows<S>(team, a, count, turn.rows);
+    send_stats<S>(team, a);
     fault(mine<S>(a.site).header, Point::after_payload, a.site.rank, turn.epoch + 1);
     return team.last_of(&mine<S>(a.site).header.arrived);
 }

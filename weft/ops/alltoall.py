@@ -42,6 +42,7 @@ class AllToAll:
     combine_by: "pull": owners read peers' rows (exact, the default); "push": the experts' ranks
         write them home (exact); "fp8": they write them as FP8 with a scale for 128 columns.
     halves: also build `dispatch_send` .. `combine_recv`.
+    stats: int32 numbers of its own that each rank tells all ranks in every dispatch; default none.
     num_sms: SMs that the kernels may fill; default all. Up to 32, the bulk copy engine moves rows.
     programmatic_launch: let a short kernel take its place on the GPU while its predecessor in the
         stream still runs; it touches no memory before that one's end.
@@ -67,6 +68,7 @@ class AllToAll:
         quantize: str | None = None,
         combine_by: str = "pull",
         halves: bool = False,
+        stats: int = 0,
         num_sms: int | None = None,
         programmatic_launch: bool = True,
         profile: bool = False,
@@ -88,6 +90,7 @@ class AllToAll:
                 expert_map=expert_map,
                 quantize=quantize,
                 combine_by=combine_by,
+                stats=stats,
             )
             defines = (*_defines, *((DEFINE,) if profile else ()))
             build = Build(num_sms, programmatic_launch, halves, defines)
@@ -145,6 +148,7 @@ class AllToAll:
         topk_weights: torch.Tensor | None = None,
         *,
         num_tokens: torch.Tensor | None = None,
+        stats: torch.Tensor | None = None,
     ) -> Received:
         """Send this rank's tokens; return what all ranks sent here.
 
@@ -152,6 +156,7 @@ class AllToAll:
         topk_ids: int32 or int64 `[tokens, top_k]`, global expert ids, -1 for none.
         topk_weights: float32 `[tokens, top_k]`; None means ones.
         num_tokens: int32 `[1]` on the device, how many rows count; those beyond are not sent.
+        stats: int32 `[stats]` if built with stats, for example `reference.expert_load(topk_ids, n)`.
 
         The result shows symmetric memory and is valid until this rank calls combine: peers may
         overwrite it from then on, so only what comes before combine in the stream may read it.
@@ -164,10 +169,10 @@ class AllToAll:
         if torch.compiler.is_compiling():
             self._traced_tokens = topk_ids.shape[0]
             parts = library.traced_dispatch(
-                tensors, topk_ids, topk_weights, num_tokens, self._order, self._handle
+                tensors, topk_ids, topk_weights, num_tokens, stats, self._order, self._handle
             )
             return Received(*parts)
-        return self._dispatch(tensors, topk_ids, topk_weights, num_tokens)
+        return self._dispatch(tensors, topk_ids, topk_weights, num_tokens, stats)
 
     def output(self) -> torch.Tensor:
         """`[ep_size, max_tokens, hidden]` in symmetric memory for experts to write: zero-copy.
@@ -211,6 +216,7 @@ class AllToAll:
         topk_weights: torch.Tensor | None = None,
         *,
         num_tokens: torch.Tensor | None = None,
+        stats: torch.Tensor | None = None,
     ) -> None:
         """The first half of `dispatch`: send, and wait for nobody.
 
@@ -218,7 +224,7 @@ class AllToAll:
         """
         self._check_halves("dispatch_send")
         tensors = (x,) if isinstance(x, torch.Tensor) else tuple(x)
-        self._rounds.dispatch("dispatch_send", tensors, topk_ids, topk_weights, num_tokens)
+        self._rounds.dispatch("dispatch_send", tensors, topk_ids, topk_weights, num_tokens, stats)
 
     def dispatch_recv(self) -> Received:
         """The second half of `dispatch`: wait for all peers' tokens."""
@@ -297,9 +303,10 @@ class AllToAll:
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor | None,
         num_tokens: torch.Tensor | None,
+        stats: torch.Tensor | None,
     ) -> Received:
         self._check_open()
-        self._rounds.dispatch("dispatch", tensors, topk_ids, topk_weights, num_tokens)
+        self._rounds.dispatch("dispatch", tensors, topk_ids, topk_weights, num_tokens, stats)
         return self._workspace.received
 
     def _combine(

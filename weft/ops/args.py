@@ -32,6 +32,7 @@ class DispatchArgs(ctypes.Structure):
         ("num_tokens", c_uint64),
         ("tokens", c_uint32),
         ("ids_bytes", c_uint32),
+        ("stats", c_uint64),
     )
 
 

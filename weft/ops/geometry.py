@@ -49,6 +49,7 @@ class Geometry:
         expert_map: Sequence[int] | torch.Tensor | None = None,
         quantize: str | None = None,
         combine_by: str = "pull",
+        stats: int = 0,
     ) -> Geometry:
         """Raises InvalidArgument naming the argument, its value and what it may be."""
         if dtype not in NUMBERS:
@@ -67,6 +68,7 @@ class Geometry:
             way=combine_by,
             quant=quantize or "none",
             mapped=expert_map is not None,
+            stats=stats,
         )
         if top_k > num_experts:
             raise InvalidArgument(f"top_k is {top_k}, but the layer has {num_experts} experts")
@@ -94,6 +96,7 @@ class Geometry:
             "payloads": [f"{list(p.shape)} {p.dtype}" for p in self.payloads],
             "quantize": s.quant,
             "combine_by": s.way,
+            "stats": s.stats,
             "expert_map": list(self.placement.ranks),
         }
 
@@ -132,6 +135,28 @@ class Geometry:
             check_tensor("num_tokens", num_tokens, shape=(1,), dtypes=count, device=device)
         return tokens
 
+    def check_stats(self, stats: torch.Tensor | None, device: torch.device) -> None:
+        """Require this rank's statistics where there are any, and nothing where there are none.
+
+        Raises InvalidArgument naming what was passed and what this all-to-all was built with.
+        """
+        size = self.shape.stats
+        if stats is None and size:
+            raise InvalidArgument(
+                f"stats is None in an all-to-all built with stats={size}; pass int32 [{size}] in "
+                "every call, zeros where there is nothing to tell"
+            )
+        if stats is not None and not size:
+            text = list(stats.shape) if isinstance(stats, torch.Tensor) else repr(stats)
+            raise InvalidArgument(
+                f"stats is {text} in an all-to-all built with stats=0; leave it out, or build the "
+                "all-to-all with as many numbers as each rank has to tell"
+            )
+        if stats is not None:
+            number = (torch.int32,)
+            check_tensor("stats", stats, shape=(size,), dtypes=number, device=device)
+            check_alignment("stats", stats, 4)
+
 
 def memory_bytes(
     *,
@@ -144,6 +169,7 @@ def memory_bytes(
     payloads: Sequence[Payload] | None = None,
     quantize: str | None = None,
     combine_by: str = "pull",
+    stats: int = 0,
 ) -> int:
     """Bytes of symmetric memory that each rank will allocate, before anything is allocated."""
     geometry = Geometry.of(
@@ -156,6 +182,7 @@ def memory_bytes(
         payloads=payloads,
         quantize=quantize,
         combine_by=combine_by,
+        stats=stats,
     )
     return geometry.layout.share_bytes
 

@@ -53,6 +53,7 @@ class Layout:
     route_bytes: int
     planes: tuple[int, ...]
     pitches: tuple[int, ...]
+    stats: int  # 0 where the Shape has none
     outbox: int
     destinations: int
 
@@ -60,7 +61,8 @@ class Layout:
     def of(cls, shape: Shape) -> Layout:
         """The layout of a Shape.
 
-        In order: header, inbox (flags, counts, routes, payload planes), outbox, destinations.
+        In order: header, inbox (flags, counts, routes, payload planes, returned rows, stats),
+        outbox, destinations.
         """
         slots = shape.ranks * shape.tokens
         counts = HEADER_BYTES + 2 * _up(8 * shape.ranks)
@@ -76,7 +78,8 @@ class Layout:
         # The end of the recursion over planes is an empty struct, which still takes one line; so
         # does the place of rows that are not pushed.
         returned = _up(slots * shape.returned_bytes) if shape.returned_bytes else LINE
-        outbox = at + LINE + returned
+        stats = at + LINE + returned
+        outbox = stats + _up(4 * shape.ranks * shape.stats)
         destinations = outbox + _up(slots * shape.out_bytes)
         return cls(
             share_bytes=destinations + _up(4 * shape.tokens),
@@ -85,6 +88,7 @@ class Layout:
             route_bytes=route_bytes,
             planes=tuple(planes),
             pitches=tuple(pitches),
+            stats=stats if shape.stats else 0,
             outbox=outbox,
             destinations=destinations,
         )
@@ -107,6 +111,7 @@ class Layout:
             ("sizeof(Route)", self.route_bytes),
             ("outbox", self.outbox),
             ("destinations", self.destinations),
+            ("stats", self.stats),
         ]
         return rows + [(f"payload plane {p}", at) for p, at in enumerate(planes)]
 

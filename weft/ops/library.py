@@ -46,10 +46,11 @@ def _dispatch(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor | None,
     num_tokens: torch.Tensor | None,
+    stats: torch.Tensor | None,
     order: torch.Tensor,
     handle: int,
 ) -> None:
-    _find(handle)._dispatch(tuple(payloads), topk_ids, topk_weights, num_tokens)
+    _find(handle)._dispatch(tuple(payloads), topk_ids, topk_weights, num_tokens, stats)
 
 
 @_dispatch.register_fake
@@ -58,10 +59,13 @@ def _(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor | None,
     num_tokens: torch.Tensor | None,
+    stats: torch.Tensor | None,
     order: torch.Tensor,
     handle: int,
 ) -> None:
-    _find(handle)
+    owner = _find(handle)
+    # Here too, because what is received depends on it.
+    owner._geometry.check_stats(stats, owner.group.device, traced=True)
 
 
 # Apart from dispatch, because an op that mutates may not return a list; reading `order` keeps it
@@ -81,7 +85,8 @@ def _(order: torch.Tensor, handle: int) -> list[torch.Tensor]:
 
 def _views(handle: int) -> list[torch.Tensor]:
     real = _find(handle)._workspace.received
-    return [*real.payloads, real.ids, real.weights, real.counts]
+    stats = [] if real.stats is None else [real.stats]
+    return [*real.payloads, real.ids, real.weights, real.counts, *stats]
 
 
 @torch.library.custom_op("weft::combine", mutates_args=("order", "out"))
@@ -111,13 +116,20 @@ def traced_dispatch(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor | None,
     num_tokens: torch.Tensor | None,
+    stats: torch.Tensor | None,
     order: torch.Tensor,
     handle: int,
-) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Dispatch inside a compiled graph."""
-    torch.ops.weft.dispatch(list(payloads), topk_ids, topk_weights, num_tokens, order, handle)
-    *planes, ids, weights, counts = torch.ops.weft.received(order, handle)
-    return tuple(planes), ids, weights, counts
+) -> tuple[
+    tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None
+]:
+    """Dispatch inside a compiled graph: the fields of a Received."""
+    torch.ops.weft.dispatch(
+        list(payloads), topk_ids, topk_weights, num_tokens, stats, order, handle
+    )
+    views = torch.ops.weft.received(order, handle)
+    gathered = None if stats is None else views.pop()
+    *planes, ids, weights, counts = views
+    return tuple(planes), ids, weights, counts, gathered
 
 
 def traced_combine(

@@ -38,12 +38,14 @@ class Received:
     ids: int32 `[ep_size, max_tokens, top_k]`, LOCAL expert ids; -1 where the expert lies elsewhere.
     weights: float32 `[ep_size, max_tokens, top_k]`, meaningless (not 0) where the id is -1.
     counts: int32 `[ep_size]`, tokens that each source brought; rows at and above it have ids -1.
+    stats: int32 `[ep_size, stats]`, what each rank passed as `stats`; None without statistics.
     """
 
     payloads: tuple[torch.Tensor, ...]
     ids: torch.Tensor
     weights: torch.Tensor
     counts: torch.Tensor
+    stats: torch.Tensor | None = None
 
     @property
     def x(self) -> torch.Tensor:

@@ -49,18 +49,21 @@ class Rounds:
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor | None,
         num_tokens: torch.Tensor | None,
+        stats: torch.Tensor | None,
     ) -> None:
         """Run `dispatch` or `dispatch_send`."""
         self._expect(State.IDLE, entry)
         tokens = self._geometry.check_dispatch(
             tensors, topk_ids, topk_weights, num_tokens, self.device
         )
+        self._geometry.check_stats(stats, self.device)
         args = self._dispatch_args
         args.payload = payload_addresses(tensors, quantized=self._geometry.quantized)
         args.ids = topk_ids.data_ptr()
         args.ids_bytes = topk_ids.element_size()
         args.weights = 0 if topk_weights is None else topk_weights.data_ptr()
         args.num_tokens = 0 if num_tokens is None else num_tokens.data_ptr()
+        args.stats = 0 if stats is None else stats.data_ptr()
         args.tokens = tokens
         self._entries.run(entry, args, tokens)
         self.tokens = tokens

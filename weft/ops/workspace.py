@@ -88,7 +88,9 @@ class Workspace:
             )
         )
         counts = heap.tensor((shape.ranks,), torch.int32, offset=layout.counts)
-        return Received(planes, ids, weights, counts)
+        size = (shape.ranks, shape.stats)
+        stats = heap.tensor(size, torch.int32, offset=layout.stats) if shape.stats else None
+        return Received(planes, ids, weights, counts, stats)
 
     def raise_if_broken(self) -> None:
         """Raise what ended the group, if anything did."""

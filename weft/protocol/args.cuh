@@ -21,7 +21,8 @@ struct DispatchArgs {
     const i32* placement;   // [experts] of rank << 16 | local id, when the Shape is mapped
     const i32* num_tokens;  // device-side count; null means `tokens`
     u32 tokens;
-    u32 ids_bytes;  // 4 or 8
+    u32 ids_bytes;     // 4 or 8
+    const i32* stats;  // [stats], when the Shape has any
 };
 
 struct CombineArgs {

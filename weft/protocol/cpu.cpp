@@ -135,6 +135,13 @@ template <Shape S> void clear_rows(const DispatchArgs& a, u32 from, u32 until) {
                 share<S>(a.site, peer).inbox.route[a.site.rank][token].expert[k] = -1;
 }
 
+// This rank's numbers to every rank.
+template <Shape S> void send_stats(const DispatchArgs& a) {
+    if constexpr (S.stats != 0)
+        for (u32 peer = 0; peer < S.ranks; ++peer)
+            std::memcpy(share<S>(a.site, peer).inbox.stats.row[a.site.rank], a.stats, 4 * S.stats);
+}
+
 template <Shape S, Part part = Part::whole> void dispatch(const DispatchArgs& a) {
     Share<S>& own = mine<S>(a.site);
     const Turn turn = own.header.turn;
@@ -148,6 +155,7 @@ template <Shape S, Part part = Part::whole> void dispatch(const DispatchArgs& a)
         for (u32 token = 0; token < a.tokens; ++token)
             own.destinations[token] = token < count ? send_token<S>(a, token) : 0;
         clear_rows<S>(a, count, turn.rows);
+        send_stats<S>(a);
         fault(own.header, Point::after_payload, a.site.rank, wanted);
         publish<S>(Solo{}, a.site, Phase::dispatch, wanted, count);
         own.header.sending = count;

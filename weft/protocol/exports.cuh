@@ -15,6 +15,13 @@ template <Shape S, u32 P> constexpr u64 plane_offset() {
         return plane_offset<S, P - 1>() + sizeof(Plane<S, P - 1>);
 }
 
+template <Shape S> constexpr u64 stats_offset() {
+    if constexpr (S.stats == 0)
+        return 0;
+    else
+        return WEFT_OFFSET(Share<S>, inbox) + WEFT_OFFSET(Inbox<S>, stats);
+}
+
 }  // namespace weft
 
 // The structs that have a ctypes mirror: their size, then every field in the order of the mirror.
@@ -52,7 +59,8 @@ template <Shape S, u32 P> constexpr u64 plane_offset() {
     sizeof(weft::DispatchArgs), WEFT_AT(DispatchArgs, site), WEFT_AT(DispatchArgs, payload), \
         WEFT_AT(DispatchArgs, ids), WEFT_AT(DispatchArgs, weights),                          \
         WEFT_AT(DispatchArgs, placement), WEFT_AT(DispatchArgs, num_tokens),                 \
-        WEFT_AT(DispatchArgs, tokens), WEFT_AT(DispatchArgs, ids_bytes)
+        WEFT_AT(DispatchArgs, tokens), WEFT_AT(DispatchArgs, ids_bytes),                     \
+        WEFT_AT(DispatchArgs, stats)
 #define WEFT_COMBINE_ARGS                                                             \
     sizeof(weft::CombineArgs), WEFT_AT(CombineArgs, site), WEFT_AT(CombineArgs, out), \
         WEFT_AT(CombineArgs, add), WEFT_AT(CombineArgs, tokens), WEFT_AT(CombineArgs, reserved)
@@ -76,6 +84,7 @@ template <Shape S, u32 P> constexpr u64 plane_offset() {
         sizeof(weft::Route<S>),                                                   \
         WEFT_OFFSET(weft::Share<S>, outbox),                                      \
         WEFT_OFFSET(weft::Share<S>, destinations),                                \
+        weft::stats_offset<S>(),                                                  \
         weft::plane_offset<S, 0>(),                                               \
         weft::plane_offset<S, 1>(),                                               \
         weft::plane_offset<S, 2>(),                                               \

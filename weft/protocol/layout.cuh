@@ -7,7 +7,7 @@
 
 namespace weft {
 
-constexpr u32 abi = 2;         // raise it whenever a struct below changes
+constexpr u32 abi = 3;         // raise it whenever a struct below changes
 constexpr u32 max_planes = 8;  // opaque payload tensors of one dispatch
 constexpr u32 max_ranks = 32;  // a token's destinations are the bits of one u32
 constexpr u32 ring_records = 256;
@@ -42,6 +42,7 @@ struct Shape {
     Way way = Way::pull;
     Quant quant = Quant::none;
     bool mapped = false;  // experts lie where a table says, not in contiguous blocks
+    u32 stats = 0;        // numbers that each rank tells all ranks with its tokens
 
     constexpr u32 slots() const {
         return (top_k + 3) / 4 * 4;
@@ -167,6 +168,14 @@ template <Shape S>
     requires(S.way == Way::pull)
 struct Returned<S> {};
 
+// Numbers that each rank tells every rank, for example the load of its experts.
+template <Shape S> struct Stats {
+    alignas(128) i32 row[S.ranks][S.stats];
+};
+template <Shape S>
+    requires(S.stats == 0)
+struct Stats<S> {};
+
 // Written by peers. The slot of a token is its index at the source, so no counter is shared and no
 // order is lost.
 template <Shape S> struct Inbox {
@@ -176,6 +185,7 @@ template <Shape S> struct Inbox {
     alignas(128) Route<S> route[S.ranks][S.tokens];
     Planes<S> payload;
     Returned<S> returned;
+    [[no_unique_address]] Stats<S> stats;  // takes no line where there are none
 };
 
 // Written by this rank's experts, read by peers: the row for token t of source s.
