@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from weft.memory.header import HEADER_BYTES, Fault, Header
 KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DISPATCH_ENTER, AFTER_PAYLOAD, BEFORE_FLAG, BEFORE_POLL = 1, 2, 3, 4
 COMBINE_ENTER, BEFORE_READY, BEFORE_READ = 5, 6, 7
-DELAY, JITTER, DROP, LIE, STAY_AWAY = 1, 2, 3, 4, 5
+DELAY, JITTER, DROP, LIE, STAY_AWAY, DIE = 1, 2, 3, 4, 5, 6
 ANY_PEER, ANY_EPOCH = 32, (1 << 64) - 1
 CASE = Round(tokens=(8, 3, 8))
 
@@ -179,6 +180,37 @@ def test_a_killed_rank_is_named_and_its_ring_can_be_read(ranks):
         ranks(3, "cpu")(killed)
     assert "rank 2" in str(caught.value)
     assert "Traceback" not in str(caught.value), caught.value
+
+
+def killed_at(group: weft.Group, folder: str, point: int, victim: int, peer: int) -> None:
+    """Survivors write down what they heard, and after how long, because the launch itself fails."""
+    with make(group, timeout=0.5) as a2a:
+        play(a2a, CASE)
+        if group.rank == victim:
+            plan_fault(a2a, point, DIE, peer=peer, epoch=2)
+        start = time.monotonic()
+        with pytest.raises(PeerTimeout) as caught:
+            two_rounds(a2a)  # who dies behind its last flag is missed in the round after
+        Path(folder, str(group.rank)).write_text(f"{time.monotonic() - start} {caught.value}")
+
+
+def two_rounds(a2a: weft.AllToAll) -> None:
+    one_round(a2a)
+    one_round(a2a)
+
+
+@pytest.mark.parametrize("point", range(DISPATCH_ENTER, BEFORE_READ + 1))
+def test_a_crash_at_any_point_is_named_by_every_survivor(ranks, point, tmp_path):
+    for victim in range(3):
+        # Between two flags: the peer before which it dies is the last to be told.
+        peer = (victim + 1) % 3 if point in (BEFORE_FLAG, BEFORE_READY) else ANY_PEER
+        with pytest.raises(RankFailed, match=f"rank {victim} of 3 died"):
+            ranks(3, "cpu")(killed_at, str(tmp_path), point, victim, peer)
+        for survivor in {0, 1, 2} - {victim}:
+            waited, text = (tmp_path / str(survivor)).read_text().split(" ", 1)
+            assert float(waited) < 3.0
+            assert f"rank {survivor}, " in text
+            assert f"rank {victim} did not publish" in text
 
 
 def compile_failure(group: weft.Group) -> str:

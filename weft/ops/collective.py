@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from weft.errors import BadExpertId, InvalidArgument, OutOfOrder
+from weft.errors import BadExpertId, OutOfOrder
 from weft.memory import Group
-from weft.ops.check import check_tensor, check_tokens
-from weft.ops.placement import Placement
+from weft.ops.check import check_tensor
+from weft.ops.geometry import Geometry
 from weft.ops.received import Payload, Received
 
 # torch 2.13 renamed both; the old names still work there, but warn.
@@ -46,20 +46,20 @@ class CollectiveAllToAll:
         expert_map: Sequence[int] | torch.Tensor | None = None,
     ) -> None:
         self.group, self.dtype = group, dtype
+        self._geometry = Geometry.of(
+            ranks=group.size,
+            max_tokens=max_tokens,
+            top_k=top_k,
+            num_experts=num_experts,
+            hidden=hidden,
+            dtype=dtype,
+            payloads=payloads,
+            expert_map=expert_map,
+        )
         self.max_tokens, self.top_k, self.hidden = max_tokens, top_k, hidden
         self.num_experts = num_experts
-        self.payloads = tuple(payloads or (Payload((hidden,), dtype),))
-        self.placement = (
-            Placement.blocks(num_experts, group.size)
-            if expert_map is None
-            else Placement.mapped(expert_map, num_experts, group.size)
-        )
-        rows = [f"{list(p.shape)} {p.dtype}" for p in self.payloads]
-        sizes = {"max_tokens": max_tokens, "top_k": top_k, "experts": num_experts, "hidden": hidden}
-        group.agree(
-            {**sizes, "dtype": str(dtype), "payloads": rows, "ranks": list(self.placement.ranks)},
-            what="all-to-all geometry",
-        )
+        self.payloads, self.placement = self._geometry.payloads, self._geometry.placement
+        group.agree(self._geometry.manifest(), what="all-to-all geometry")
         self._process_group = group.process_group()
         self._pending: int | None = None
         self._allocate()
@@ -119,7 +119,9 @@ class CollectiveAllToAll:
         if self._pending is not None:
             raise OutOfOrder(f"dispatch while {self._pending} tokens are away: call combine first")
         tensors = (x,) if isinstance(x, torch.Tensor) else tuple(x)
-        tokens = self._check(tensors, topk_ids)
+        tokens = self._geometry.check_dispatch(
+            tensors, topk_ids, topk_weights, num_tokens, self.group.device
+        )
         for staged, tensor, payload in zip(self._staged, tensors, self.payloads, strict=True):
             staged[:tokens] = tensor.reshape(tokens, math.prod(payload.shape)).view(torch.uint8)
         known = (topk_ids >= 0) & (topk_ids < self.num_experts)
@@ -172,10 +174,16 @@ class CollectiveAllToAll:
         """See `weft.AllToAll.combine`."""
         if self._pending is None or self._received is None:
             raise OutOfOrder("combine without a dispatch: no tokens of this rank are away")
-        tokens, self._pending = self._pending, None
+        tokens, device = self._pending, self.group.device
+        shape = (tokens, self.hidden)
+        for name, tensor, want in (("out", out, shape), ("add", add, shape), ("y", y, None)):
+            if tensor is not None:
+                size = want or self._output.shape
+                check_tensor(name, tensor, shape=size, dtypes=(self.dtype,), device=device)
+        self._pending = None
         carries = (self._received.ids >= 0).any(dim=2, keepdim=True)
         rows = torch.where(carries, (self._output if y is None else y).float(), 0.0)
-        mine = torch.empty((self.max_tokens, self.hidden), device=self.group.device)
+        mine = torch.empty((self.max_tokens, self.hidden), device=device)
         reduce_scatter(mine, rows.view(-1, self.hidden), group=self._process_group)
         total = mine[:tokens] if add is None else mine[:tokens] + add.float()
         result = total.to(self.dtype)
@@ -193,25 +201,3 @@ class CollectiveAllToAll:
 
     def close(self) -> None:
         """Nothing is held outside this object."""
-
-    def _check(self, tensors: tuple[torch.Tensor, ...], topk_ids: torch.Tensor) -> int:
-        device = self.group.device
-        check_tensor(
-            "topk_ids",
-            topk_ids,
-            shape=(None, self.top_k),
-            dtypes=(torch.int32, torch.int64),
-            device=device,
-        )
-        tokens = int(topk_ids.shape[0])
-        check_tokens(tokens, self.max_tokens)
-        if len(tensors) != len(self.payloads):
-            raise InvalidArgument(
-                f"{len(tensors)} payload tensors; this all-to-all was built for "
-                f"{len(self.payloads)}: pass one for each declared Payload"
-            )
-        for tensor, payload in zip(tensors, self.payloads, strict=True):
-            check_tensor(
-                "x", tensor, shape=(tokens, *payload.shape), dtypes=(payload.dtype,), device=device
-            )
-        return tokens

@@ -1,6 +1,6 @@
 // Named fault points, compiled in only with -DWEFT_FAULTS=1. A test writes one Fault into its own
 // header; the protocol passes the points by name and the matching one acts: it delays, drops a
-// flag, or lies in it.
+// flag, lies in it, or kills the rank.
 #pragma once
 #include <weft/protocol/args.cuh>
 
@@ -16,7 +16,7 @@ enum class Point : u32 {
     before_ready = 6,
     before_read = 7,
 };
-enum class Action : u32 { delay = 1, jitter = 2, drop = 3, lie = 4, stay_away = 5 };
+enum class Action : u32 { delay = 1, jitter = 2, drop = 3, lie = 4, stay_away = 5, die = 6 };
 constexpr u64 every_epoch = ~0ull;
 
 WEFT_FN u64 scramble(u64 x) {
@@ -43,6 +43,7 @@ WEFT_FN Action fault(Header& header, Point point, u32 peer, u64 epoch) {
         if (action == Action::delay) pause_ns(plan.argument);
         if (action == Action::jitter)
             pause_ns(scramble(epoch * 64 + peer * 8 + u32(point)) % (plan.argument + 1));
+        if (action == Action::die) end_process();
         return action;
     }
     return Action(0);

@@ -12,6 +12,7 @@
 #define WEFT_OFFSET(T, member) __INTADDR__(&(((T*)0)->member))
 #else
 #include <sched.h>
+#include <signal.h>
 #include <time.h>
 #define WEFT_FN inline
 #define WEFT_OFFSET(T, member) __builtin_offsetof(T, member)
@@ -130,6 +131,13 @@ WEFT_FN void relax(u32 turns) {
     if (turns > 50) sched_yield();
 #else
     (void)turns;
+#endif
+}
+
+// What a crash looks like to the peers: no handler, no clean-up. A kernel cannot do it to its host.
+WEFT_FN void end_process() {
+#if !defined(__CUDACC__)
+    raise(SIGKILL);
 #endif
 }
 
