@@ -4,16 +4,18 @@
 #                       TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
 #   PYTEST_ARGS='-k x'  passed on to pytest
 #   WEFT_SKIP_SPIN=1    test without the SPIN model checker
+#   OUT=build/gpu       where `make gpu` leaves logs, figures and pictures
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
+OUT ?= build/gpu
 
 BIN := .venv/bin
 READY := .venv/.ready
 CPP_FILES = $(shell find weft tests -name '*.cuh' -o -name '*.cu' -o -name '*.cpp' -o -name '*.hpp')
 HAS_GPU_TORCH := import torch; raise SystemExit(not torch.cuda.is_available())
 
-.PHONY: demo test check bench format clean
+.PHONY: demo test check bench gpu format clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -35,6 +37,10 @@ check: $(READY)
 
 bench: $(READY)
 	$(BIN)/weft bench
+
+# On a machine with GPUs: tests, sanitizer, litmus and benchmarks, each step with a deadline.
+gpu: $(READY)
+	PYTHON=$(CURDIR)/$(BIN)/python benchmarks/accept.sh all $(OUT)
 
 format: $(READY)
 	$(BIN)/ruff check --fix

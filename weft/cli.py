@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import torch
 import typer
@@ -21,7 +21,9 @@ from weft.bench.cases import (
     CASES,
     DTYPES,
     PAYLOADS,
+    QUANTIZE,
     ROUTERS,
+    WAYS,
     parse_backends,
     parse_tokens,
     plans_of,
@@ -69,7 +71,12 @@ _PAYLOAD = f"{', '.join(PAYLOADS)}: bf16 sends rows of --dtype; fp8 sends float8
 _PEERS = "also measure NCCL's collectives and the libraries that are installed"
 _TRACE = "run the largest size once more, profiled; write its timeline here (Perfetto)"
 _PDL = "programmatic dependent launch of the one-sided kernels"
+_WAY = f"{', '.join(WAYS)}: how one-sided rows come home"
+_QUANTIZE = f"{', '.join(QUANTIZE)}: the one-sided dispatch quantises rows of --dtype"
+_HALVES = "also time dispatch_send, dispatch_recv, combine_send, combine_recv"
+_BESIDE = "matmul or matmul:SIZE: also time the pair beside a matrix product (with --num-sms)"
 _Path: TypeAlias = Path | None
+_Options: TypeAlias = dict[str, Any]
 
 
 @bench.command("moe")
@@ -86,9 +93,13 @@ def bench_moe(
     backend: Annotated[str, typer.Option(help=", ".join(BACKENDS))] = "onesided",
     dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "bf16",
     payload: Annotated[str, typer.Option(help=_PAYLOAD)] = "bf16",
+    combine_by: Annotated[str, typer.Option(help=_WAY)] = "pull",
+    quantize: Annotated[str | None, typer.Option(help=_QUANTIZE)] = None,
+    halves: Annotated[bool, typer.Option("--halves", help=_HALVES)] = False,
     graph: Annotated[bool, typer.Option("--graph/--eager", help="CUDA graphs or calls")] = True,
     cold: Annotated[bool, typer.Option(help="also time calls after a flush of the L2")] = False,
     num_sms: Annotated[int | None, typer.Option(help="SMs of the one-sided kernels")] = None,
+    beside: Annotated[str | None, typer.Option(help=_BESIDE)] = None,
     pdl: Annotated[bool, typer.Option("--pdl/--no-pdl", help=_PDL)] = True,
     iters: Annotated[int, typer.Option(help="samples; 0: 15 replays, or 20 calls on CPU")] = 0,
     seed: Annotated[int, typer.Option(help="of inputs and routing")] = 0,
@@ -104,26 +115,16 @@ def bench_moe(
     from weft.bench.session import Outputs, run_cases
 
     where = chosen_device(device)
-    plans = plans_of(
-        case,
-        hidden=hidden,
-        top_k=top_k,
-        experts=experts,
-        ranks=ranks or (torch.cuda.device_count() if where == "cuda" else 4),
-        device=where,
-        tokens=parse_tokens(tokens),
-        max_tokens=max_tokens,
-        router=router,
-        backends=parse_backends(f"{backend},collective" if peers else backend),
-        dtype=dtype,
-        payload=payload,
-        graph=graph,
-        samples=chosen_samples(iters, where, graph=graph),
-        seed=seed,
-        num_sms=num_sms,
-        programmatic_launch=pdl,
-        cold=cold,
-    )
+    everyone = torch.cuda.device_count() if where == "cuda" else 4
+    backends = parse_backends(f"{backend},collective" if peers else backend)
+    samples = chosen_samples(iters, where, graph=graph)
+    sizes: _Options = dict(hidden=hidden, top_k=top_k, experts=experts, max_tokens=max_tokens)
+    rows: _Options = dict(dtype=dtype, payload=payload, combine_by=combine_by, quantize=quantize)
+    timing: _Options = dict(graph=graph, samples=samples, cold=cold, halves=halves, beside=beside)
+    kernels: _Options = dict(backends=backends, num_sms=num_sms, programmatic_launch=pdl)
+    routing: _Options = dict(tokens=parse_tokens(tokens), router=router, seed=seed)
+    place: _Options = dict(ranks=ranks or everyone, device=where)
+    plans = plans_of(case, **sizes, **rows, **timing, **kernels, **routing, **place)
     outputs = Outputs(json, plot, trtllm_json, recorded, trace)
     _stop_at(run_cases(wide_console(), plans, outputs, peers=peers, quiet=quiet))
 

@@ -54,6 +54,18 @@ def test_parse_tokens():
         ({"top_k": 17}, "top_k is 17 of 16"),
         ({"samples": 0}, "0 samples"),
         ({"payload": "fp8", "hidden": 200}, "multiple of 128"),
+        ({"combine_by": "fp8", "hidden": 200}, "multiple of 128"),
+        ({"quantize": "mxfp8", "hidden": 96}, "multiple of 128"),
+        ({"combine_by": "mail"}, "combine_by is 'mail'; choose one of pull, push, fp8"),
+        ({"quantize": "int4"}, "quantize is 'int4'; choose one of fp8, mxfp8"),
+        ({"quantize": "fp8", "payload": "fp8"}, "the payload is fp8 already"),
+        ({"combine_by": "push", "backends": ("collective",)}, "only onesided has it"),
+        ({"halves": True, "backends": ("collective",)}, "halves is True and the backends are"),
+        ({"beside": "matmul"}, "on cpu ranks; the product shares a GPU"),
+        ({"beside": "matmul", "device": "cuda"}, "num_sms is not given"),
+        ({"beside": "matmul:100", "device": "cuda", "num_sms": 8}, "write matmul, or matmul:SIZE"),
+        ({"beside": "conv", "device": "cuda", "num_sms": 8}, "beside is 'conv'; write matmul"),
+        ({"beside": "matmul", "device": "cuda", "num_sms": 8, "graph": False}, "leave --eager"),
     ],
 )
 def test_settings_refuse(change, text):
@@ -65,6 +77,23 @@ def test_row_bytes():
     assert SETTINGS.sent_bytes == SETTINGS.returned_bytes == 512
     fp8 = replace(SETTINGS, payload="fp8", dtype="fp32")
     assert (fp8.sent_bytes, fp8.returned_bytes) == (256 + 2 * 4, 1024)
+    both = replace(SETTINGS, quantize="mxfp8", combine_by="fp8")
+    assert (both.sent_bytes, both.returned_bytes) == (256 + 8, 256 + 2 * 4)
+    assert replace(SETTINGS, combine_by="push").returned_bytes == 512
+    collective = both.of_backend("collective")
+    assert (collective.sent_bytes, collective.returned_bytes) == (512, 512)
+    assert both.of_backend("onesided") is both
+
+
+def test_the_wire_in_words():
+    assert SETTINGS.wire == "bf16 out, bf16 back"
+    assert replace(SETTINGS, payload="fp8").wire == "fp8 + scales out, bf16 back"
+    assert replace(SETTINGS, combine_by="push").wire == "bf16 out, bf16 back (pushed)"
+    both = replace(SETTINGS, quantize="fp8", combine_by="fp8")
+    assert both.wire == "fp8 + scales out, quantised by dispatch, fp8 + scales back (pushed)"
+    on_gpus = replace(SETTINGS, device="cuda", num_sms=16)
+    assert replace(on_gpus, beside="matmul").product_size == 8192
+    assert replace(on_gpus, beside="matmul:4096").product_size == 4096
 
 
 @pytest.mark.parametrize("router", ["random", "perfect", "zipf", "one-hot"])

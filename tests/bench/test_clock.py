@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 
 from weft.bench import clock
-from weft.bench.clock import CALLS, WARM_UP, Phases, measure
+from weft.bench.clock import CALLS, HALVES, WARM_UP, Phases, measure
 
 DISPATCH_MS, COMBINE_MS, SKEW_MS = 0.010, 0.020, 5.0
+HALVES_MS = (0.004, 0.006, 0.001, 0.019)
 
 
 class _Gpu:
@@ -20,7 +22,7 @@ class _Gpu:
     def __init__(self, *, external: bool) -> None:
         self.now, self.skew = 0.0, SKEW_MS
         self.captured: list[Any] | None = None
-        self.calls = {"dispatch": 0, "combine": 0}
+        self.calls = dict.fromkeys(("dispatch", "combine", *HALVES), 0)
         self.external = external
 
     def do(self, action) -> None:
@@ -66,7 +68,8 @@ class _Gpu:
                     action()
 
         class Capture:
-            def __init__(self, graph, capture_error_mode) -> None:
+            def __init__(self, graph, stream, capture_error_mode) -> None:
+                assert stream is None
                 self.graph = graph
 
             def __enter__(self) -> None:
@@ -119,7 +122,27 @@ def test_on_cuda(monkeypatch, graph, external, method):
     assert found.dispatch == pytest.approx([DISPATCH_MS * 1e3] * 11)
     assert found.combine == pytest.approx([COMBINE_MS * 1e3] * 11)
     rounds = WARM_UP + CALLS * (1 + 11 + 11)  # one untimed round, pairs, split
-    assert gpu.calls == {"dispatch": rounds, "combine": rounds}
+    assert gpu.calls == {"dispatch": rounds, "combine": rounds} | dict.fromkeys(HALVES, 0)
+    assert found.by_phase().keys() == {"dispatch", "combine", "pair"}
+
+
+@pytest.mark.parametrize(("graph", "external"), [(True, True), (True, False), (False, True)])
+def test_halves_on_cuda(monkeypatch, graph, external):
+    gpu = _Gpu(external=external)
+    whole = gpu.install(monkeypatch)
+    halves = tuple(
+        lambda name=name, took=took: gpu.call(name, took)
+        for name, took in zip(HALVES, HALVES_MS, strict=True)
+    )
+    group: Any = SimpleNamespace(device=torch.device("cuda"), barrier=lambda: None)
+    phases = replace(whole, halves=halves)
+    found = measure(group, phases, samples=11, graph=graph)
+    assert found.pair == pytest.approx([(DISPATCH_MS + COMBINE_MS) * 1e3] * 11)
+    assert found.combine == pytest.approx([COMBINE_MS * 1e3] * 11)
+    assert tuple(found.halves) == HALVES
+    for name, took in zip(HALVES, HALVES_MS, strict=True):
+        assert found.halves[name] == pytest.approx([took * 1e3] * 11)
+        assert gpu.calls[name] == WARM_UP + CALLS * 11
 
 
 def test_on_cpu():
@@ -133,3 +156,10 @@ def test_on_cpu():
     assert len(found.dispatch) == len(found.combine) == len(found.pair) == 4
     parts = zip(found.dispatch, found.combine, strict=True)
     assert found.pair == pytest.approx([a + b for a, b in parts])
+    order.clear()
+    halves = tuple(lambda name=name: order.append(name) for name in HALVES)
+    found = measure(group, replace(phases, halves=halves), samples=4, graph=True)
+    rounds = clock.WARM_UP + 4
+    whole = ["barrier", "dispatch", "combine"] * rounds
+    assert order == whole + ["barrier", *HALVES] * rounds
+    assert [len(found.by_phase()[name]) for name in HALVES] == [4] * 4

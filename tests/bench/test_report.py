@@ -11,6 +11,7 @@ from rich.console import Console
 
 from tests.bench.test_cases import SETTINGS
 from weft.bench.cases import CASES, Settings
+from weft.bench.clock import HALVES
 from weft.bench.limits import pair_floor_us
 from weft.bench.moe import Measurement, Report
 from weft.bench.peers import RECORDS, matching_peers
@@ -93,6 +94,104 @@ def test_rows_know_floor_and_rivals():
     assert pair.logical == pytest.approx(2 * 128 * 8 * 7168 * 2 / 38 / 1e3)
     assert rows[3].wire == pytest.approx(moved / 18 / 1e3)
     assert rows[3].floor is None
+
+
+def test_records_stand_beside_their_like():
+    fp8 = {peer.library: peer.pair_us[128] for peer in matching_peers(replace(H200, payload="fp8"))}
+    assert fp8 == {"FlashInfer 0.7.2": 85.4, "DeepEP v1 low-latency": 104.7}
+    quantised = replace(H200, quantize="fp8")
+    for settings in (quantised, replace(quantised, combine_by="fp8")):
+        found = matching_peers(settings)
+        assert {peer.library: peer.pair_us[128] for peer in found} == fp8
+    assert matching_peers(replace(H200, quantize="mxfp8")) == []
+    pushed = matching_peers(replace(H200, combine_by="push"))
+    assert [peer.pair_us[128] for peer in pushed] == [104.3, 127.6]
+
+
+def test_rows_count_the_bytes_of_the_wire(tmp_path):
+    backends = ("onesided", "collective")
+    settings = replace(H200, quantize="fp8", combine_by="fp8", backends=backends)
+    report = _report(settings, "NVIDIA H200")
+    row = 7168 + 4 * 7168 // 128
+    peers = matching_peers(settings)
+    pairs = [each for each in rows_of(report, peers) if each.phase == "pair" and each.tokens == 128]
+    for pair, size in zip(pairs, (row, 14336), strict=True):
+        assert pair.moved == 2 * 128 * 7 * size
+        assert pair.floor == pytest.approx(pair.moved / 334e3 + 5.0)
+    text = io.StringIO()
+    print_report(Console(file=text, width=170), report, peers)
+    shown = " ".join(text.getvalue().split())
+    for piece in (
+        "fp8 + scales out, quantised by dispatch, fp8 + scales back (pushed)",
+        "A row is 7392 bytes out and 7392 bytes back.",
+        "The collective backend runs without these options: bf16 out, bf16 back.",
+        "FlashInfer 0.7.2 *",
+        "* Their rows come back as bf16, 14336 bytes each",
+    ):
+        assert piece in shown, piece
+    write_json(tmp_path / "all.json", report, peers)
+    data = json.loads((tmp_path / "all.json").read_text())
+    assert data["wire"]["returned_bytes"] == row
+    assert (data["settings"]["combine_by"], data["settings"]["quantize"]) == ("fp8", "fp8")
+    assert trtllm_report(report)["benchmark_metadata"]["quant_algo"] == "FP8_BLOCK_SCALES"
+    plot(tmp_path / "pair.svg", report, peers)
+    svg = (tmp_path / "pair.svg").read_text()
+    assert "fp8 + scales back (pushed)" in svg
+    assert "(bf16 back)" in svg
+
+
+@pytest.mark.parametrize(("way", "carrier"), [("pull", "recv"), ("push", "send"), ("fp8", "send")])
+def test_halves_stand_between_the_whole_and_the_pair(way, carrier):
+    report = _report(replace(H200, tokens=(128,), halves=True, combine_by=way), "NVIDIA H200")
+    (found,) = report.measurements
+    samples = found.samples | {name: [[4.0]] * 8 for name in HALVES}
+    report = replace(report, measurements=[replace(found, samples=samples)])
+    rows = {row.phase: row for row in rows_of(report, [])}
+    assert tuple(rows) == ("dispatch", "combine", *HALVES, "pair")
+    moving = {name for name in HALVES if rows[name].moved}
+    assert moving == {"dispatch_send", f"combine_{carrier}"}
+    assert rows[f"combine_{carrier}"].moved == rows["combine"].moved
+    text = io.StringIO()
+    print_report(Console(file=text, width=140), report, [])
+    assert "also in halves" in text.getvalue()
+    assert "combine_recv" in text.getvalue()
+
+
+def test_company_is_shown(tmp_path):
+    settings = replace(H200, tokens=(128,), num_sms=16, beside="matmul")
+    report = _report(settings, "NVIDIA H200")
+    times = {
+        "pair": [[40.0, 44.0, 90.0]] * 7 + [[50.0]],
+        "product": [[1800.0]] * 7 + [[1900.0]],
+        "product_limited": [[1700.0]] * 8,
+        "product_alone": [[1500.0]] * 8,
+    }
+    found = replace(report.measurements[0], beside=times, beside_method="beside, by hand")
+    report = replace(report, measurements=[found])
+    company = rows_of(report, [])[-1].beside
+    assert company is not None
+    assert (company.pair, company.product) == (50.0, 1900.0)
+    assert company.slower == pytest.approx(1900 / 1500)
+    assert company.slower_limited == pytest.approx(1900 / 1700)
+    text = io.StringIO()
+    print_report(Console(file=text, width=160), report, [])
+    shown = " ".join(text.getvalue().split())
+    for piece in (
+        "beside matmul 8192^3",
+        "50.0 1.27 1.12",
+        "beside, by hand.",
+        "it takes 1900 us, alone 1500 us, alone on the SMs left to it 1700 us",
+    ):
+        assert piece in shown, piece
+    write_json(tmp_path / "all.json", report, [])
+    data = json.loads((tmp_path / "all.json").read_text())
+    assert data["results"][0]["beside_samples_us"] == times
+    assert data["rows"][-1]["beside"]["pair"] == 50.0
+    plot(tmp_path / "pair.svg", report, [])
+    assert "beside matmul 8192³" in (tmp_path / "pair.svg").read_text()
+    silent = replace(report, measurements=[replace(found, beside={}, beside_method="no figure")])
+    assert rows_of(silent, [])[-1].beside is None
+    print_report(Console(file=text, width=160), silent, [])
 
 
 def test_no_floor_and_no_rivals_without_that_gpu():

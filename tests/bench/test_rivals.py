@@ -128,6 +128,21 @@ def test_libraries_are_looked_for(monkeypatch):
     assert run.status == "too few"
 
 
+def test_they_are_asked_for_what_is_like_ours(monkeypatch):
+    asked = []
+
+    def refuses(settings):
+        asked.append((settings.payload, settings.quantize, settings.combine_by, settings.halves))
+        return "seen"
+
+    _present(monkeypatch, replace(_fake(), refuses=refuses))
+    ours = replace(SIZES, device="cuda", quantize="fp8", combine_by="fp8", halves=True)
+    assert [run.status for run in measure_rivals(ours)] == ["seen"]
+    assert asked == [("fp8", None, "pull", False)]
+    (run,) = measure_rivals(replace(SIZES, device="cuda", quantize="mxfp8"))
+    assert run.status == "sends no mxfp8"
+
+
 def test_what_they_refuse():
     assert flashinfer_refuses(SIZES) is None
     assert "16 bits" in str(flashinfer_refuses(replace(SIZES, dtype="fp32")))

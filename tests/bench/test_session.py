@@ -58,6 +58,21 @@ def test_cold_figures_and_options_are_written(bench, tmp_path):
     assert "<svg" in picture.read_text()
 
 
+def test_ways_and_halves_are_written(bench, tmp_path):
+    target = tmp_path / "all.json"
+    options = ["--combine-by", "fp8", "--quantize", "mxfp8", "--halves", "--json", str(target)]
+    code, out, err = bench(*SIZES, *options)
+    assert code == 0, err
+    title = "mxfp8 + scales out, quantised by dispatch, fp8 + scales back (pushed)"
+    for text in (title, "dispatch_send", "also in halves"):
+        assert text in " ".join(out.split()), text
+    data = json.loads(target.read_text())
+    assert data["wire"]["sent_bytes"] == data["wire"]["returned_bytes"] == 264
+    (result,) = data["results"]
+    for half in ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv"):
+        assert [len(rank) for rank in result["samples_us"][half]] == [2, 2]
+
+
 def test_every_case_writes_files_of_its_own(bench, tmp_path):
     code, out, err = bench("--case", "all", *SIZES, "--json", str(tmp_path / "all.json"))
     assert code == 0, err
@@ -86,6 +101,8 @@ def test_peers_on_cpu_ranks(bench, monkeypatch, tmp_path):
     ("arguments", "text"),
     [
         (["--num-sms", "8"], "num_sms is 8 on cpu ranks"),
+        (["--beside", "matmul"], "CPU ranks have none: leave it out"),
+        (["--quantize", "fp8", "--backend", "collective"], "only onesided has it"),
         (["--case", "most"], "choose one of deepseek-v3"),
         (["--recorded", "no-such-file.json"], "no file of peer records"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import replace
 
@@ -35,6 +36,37 @@ def test_the_real_exchange_passes(ranks, payload, dtype):
     assert ranks(3, "threads")(_check, settings, _honest) == [[None, None]] * 3
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"combine_by": "push", "halves": True},
+        {"combine_by": "fp8", "quantize": "fp8"},
+        {"combine_by": "fp8", "payload": "fp8", "halves": True},
+        {"quantize": "mxfp8", "halves": True},
+        {"quantize": "fp8", "dtype": "fp16"},
+        {"combine_by": "fp8", "quantize": "mxfp8", "dtype": "fp32"},
+    ],
+)
+def test_every_way_passes(ranks, change):
+    settings = replace(SIZES, **change)
+    assert ranks(3, "threads")(_check, settings, _honest) == [[None, None]] * 3
+
+
+def _made(group, settings):
+    found = []
+    for backend in ("onesided", "collective"):
+        with contextlib.closing(make_exchange(group, settings, backend, 5)) as exchange:
+            trial = Trial(group, settings, exchange, 5)
+            found.append((trial.check(), len(trial.phases().halves), trial.settings.combine_by))
+            group.barrier()
+    return found
+
+
+def test_the_collective_runs_without_the_options_of_the_other(ranks):
+    settings = replace(SIZES, combine_by="fp8", quantize="fp8", halves=True)
+    assert ranks(2, "cpu")(_made, settings) == [[(None, 4, "fp8"), (None, 0, "pull")]] * 2
+
+
 class _Spoilt(AllToAll):
     """An all-to-all that goes wrong on rank 1 in one chosen way."""
 
@@ -57,6 +89,13 @@ class _Spoilt(AllToAll):
             received.ids[0, -1, 0] = 0
         return received
 
+    def dispatch_recv(self):
+        received = super().dispatch_recv()
+        if self.rank == 1 and self.fault == "scales":
+            source, token = (received.ids >= 0).any(dim=2).nonzero()[0].tolist()
+            received.payloads[1][source, token, 0] *= 2
+        return received
+
     def combine(self, *args, **kwargs):
         out = super().combine(*args, **kwargs)
         if self.rank == 1 and self.fault == "combine":
@@ -71,6 +110,8 @@ def _spoilt(group, settings):
         top_k=settings.top_k,
         num_experts=settings.experts,
         hidden=settings.hidden,
+        quantize=settings.quantize,
+        halves=settings.halves,
     )
 
 
@@ -94,6 +135,14 @@ def test_the_check_catches(ranks, monkeypatch, fault, text):
     assert re.search(text, second), second
     if first is not None:  # what rank 1 spoils before combine may reach rank 0's sums
         assert "combined row" in first
+
+
+def test_the_check_catches_a_scale_in_halves(ranks, monkeypatch):
+    monkeypatch.setattr(_Spoilt, "fault", "scales")
+    settings = replace(SIZES, tokens=(5,), quantize="fp8", halves=True)
+    _, (second,) = ranks(2, "threads")(_check, settings, _spoilt)
+    assert second is not None
+    assert second.startswith("in halves, rank 1: bytes of payload 1 of token"), second
 
 
 def test_inputs_make_every_sum_exact():

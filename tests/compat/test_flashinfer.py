@@ -100,19 +100,76 @@ def test_ids_stay_as_sent_when_none_is_to_be_replaced(ranks):
     ranks(RANKS, "threads")(untouched)
 
 
+def statistics(group: weft.Group) -> None:
+    """Every rank's numbers, in some rounds, in symmetric memory until combine."""
+    local = torch.zeros(EXPERTS, dtype=torch.int32)
+    with make(group) as a2a:
+        assert not a2a.enable_eplb
+        assert a2a.eplb_stats_num_experts == 0
+        play(a2a, PLAIN)
+    with make(group, eplb_stats_num_experts=EXPERTS) as a2a:
+        assert a2a.enable_eplb
+        assert a2a.eplb_stats_num_experts == EXPERTS
+        for seed, told in enumerate((True, False, True)):
+            ids, weights = routing(seed, group.rank, seed * group.rank)
+            local += reference.expert_load(ids, EXPERTS)
+            x = torch.ones((len(ids), HIDDEN), dtype=torch.bfloat16)
+            assert a2a.eplb_gathered_stats is None
+            given = local if told else None
+            a2a.dispatch(ids, [x, ids, weights], MAX, eplb_local_stats=given)
+            gathered = a2a.eplb_gathered_stats
+            assert (gathered is not None) == told
+            if gathered is not None:
+                assert gathered.shape == (RANKS, EXPERTS)
+                assert gathered.dtype == torch.int32
+                assert gathered.tolist() == group.all_gather(local.tolist())
+            group.barrier()
+            a2a.combine(torch.zeros((RANKS, MAX, HIDDEN)).bfloat16(), MAX)
+        assert a2a.eplb_gathered_stats is None
+        # A rank that tells nothing counts as zeros.
+        ids, weights = routing(9, group.rank, 1)
+        x, only = torch.ones((1, HIDDEN), dtype=torch.bfloat16), group.rank == 1
+        a2a.dispatch(ids, [x, ids, weights], MAX, eplb_local_stats=local + 1 if only else None)
+        if a2a.eplb_gathered_stats is not None:
+            zeros = [0] * EXPERTS
+            assert a2a.eplb_gathered_stats.tolist() == [zeros, (local + 1).tolist(), zeros]
+        a2a.combine(torch.zeros((RANKS, MAX, HIDDEN)).bfloat16(), MAX)
+        for wrong, *words in ((local[1:], "[6]", "[7]"), (local.long(), "int64", "int32")):
+            refused(
+                InvalidArgument,
+                lambda wrong=wrong: a2a.dispatch(ids, [x], 1, eplb_local_stats=wrong),  # type: ignore[misc]
+                "eplb_local_stats",
+                *words,
+            )
+        play(a2a, PLAIN)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "threads"])
+def test_statistics_of_all_ranks_come_with_the_tokens(ranks, kind):
+    ranks(RANKS, kind)(statistics)
+
+
 def sizes(group: weft.Group) -> None:
     with make(group) as a2a:
         size = MoeAlltoAll.get_moe_workspace_size_per_rank(RANKS, TOP_K, MAX, HIDDEN)
         assert a2a.workspace_size_per_rank == size
         assert MoeAlltoAll.get_moe_workspace_size_per_rank(RANKS, TOP_K, MAX, HIDDEN, 16) > size
         row = HIDDEN * 2 + TOP_K * 8
-        assert moe_a2a_get_workspace_size_per_rank(RANKS, MAX, row, HIDDEN * 2) >= size
+        estimate = moe_a2a_get_workspace_size_per_rank(RANKS, MAX, row, HIDDEN * 2)
+        assert estimate >= size
+    for count in (1, 100):
+        with make(group, eplb_stats_num_experts=count) as a2a:
+            told = MoeAlltoAll.get_moe_workspace_size_per_rank(RANKS, TOP_K, MAX, HIDDEN, 0, count)
+            assert a2a.workspace_size_per_rank == told
+            assert told - size == -(-4 * RANKS * count // 128) * 128
+            more = moe_a2a_get_workspace_size_per_rank(RANKS, MAX, row, HIDDEN * 2, count)
+            assert more - estimate == told - size
 
 
 def test_sizes_are_what_is_allocated(ranks):
     ranks(RANKS, "threads")(sizes)
     refused(
         InvalidArgument,
-        lambda: MoeAlltoAll.get_moe_workspace_size_per_rank(3, 2, 8, 64, 0, 7),
-        "eplb_stats_num_experts is 7",
+        lambda: MoeAlltoAll.get_moe_workspace_size_per_rank(3, 2, 8, 64, 0, -7),
+        "stats is -7",
     )

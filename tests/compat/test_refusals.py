@@ -27,7 +27,6 @@ def no_construction(group: weft.Group) -> None:
     def no(*words: str, **changes: Any) -> None:
         refused(InvalidArgument, lambda: make(group, **changes), *words)
 
-    no("eplb_stats_num_experts is 7", "must be 0", eplb_stats_num_experts=7)
     no("enable_rank_mask is True", enable_rank_mask=True)
     no("backend is 'cake'", "'trtllm'", backend="cake")
     no("hidden_size is None", "5000", hidden_size=None, workspace_size_per_rank=5000)
@@ -39,6 +38,7 @@ def no_construction(group: weft.Group) -> None:
         "moe_ep_rank is missing",
     )
     refused(CreationFailed, lambda: make(group, hidden_size=63), "multiples of 16")
+    refused(CreationFailed, lambda: make(group, eplb_stats_num_experts=-1), "stats is -1", "0..")
 
 
 class Layout(enum.Enum):
@@ -53,7 +53,8 @@ def no_calls(group: weft.Group) -> None:
     a2a = make(group)
     no, send, combine = refused, a2a.dispatch, a2a.combine
     workspace = a2a.get_combine_payload_tensor_in_workspace
-    no(InvalidArgument, lambda: send(ids, sent, 4, eplb_local_stats=ids[0]), "eplb_local_stats")
+    words = "eplb_local_stats is a tensor [2]", "None", "pass eplb_stats_num_experts"
+    no(InvalidArgument, lambda: send(ids, sent, 4, eplb_local_stats=ids[0]), *words)
     no(InvalidArgument, lambda: send(ids, sent, 4, active_rank_mask=ids), "active_rank_mask")
     no(InvalidArgument, lambda: send(ids, sent, 4, -1), "expert_id_payload_index is None", "0..2")
     no(InvalidArgument, lambda: send(ids, sent, 4, -1, 3), "is 3")

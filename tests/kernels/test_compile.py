@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 
 import pytest
 
@@ -20,6 +21,8 @@ SHAPES = {
     "fp8 both ways": Shape(8, 128, 8, 256, 7168, "bf16", (7168, 224), way="fp8", quant="fp8"),
     "mxfp8 of fp32": Shape(8, 128, 8, 256, 7168, "fp32", (7168, 224), quant="mxfp8"),
     "32 ranks, mapped": Shape(32, 16, 32, 61, 512, "fp32", (2048,), mapped=True),
+    "statistics, pulled": Shape(8, 2048, 8, 256, 7168, "bf16", (14336,), stats=256),
+    "statistics, pushed": Shape(8, 128, 8, 256, 7168, "bf16", (14336,), way="fp8", stats=7),
 }
 
 
@@ -34,6 +37,9 @@ def test_kernels_compile_to_the_layout_that_python_expects(name, arch):
 def test_halves_and_few_sms_compile(arch):
     shape = SHAPES["deepseek-v3"]
     assert compile_cuda(shape, 3, arch, halves=True)
+    told = replace(shape, stats=256)
+    assert compile_cuda(told, 3, arch, halves=True)
+    assert compile_cuda(told, 3, arch, few=True)
     few = compile_cuda(shape, 3, arch, few=True)
     rows, pieces = numbers_of(few, b"weft_shared")
     assert 8 * 14336 <= rows <= 227 * 1024

@@ -98,6 +98,11 @@ def refusals(group: weft.Group) -> None:
         groups.scatter(y)
         with pytest.raises(OutOfOrder, match="scatter without a gather"):
             groups.scatter(y)
+        groups.gather(received)
+        a2a.combine()
+        empty_round(a2a)
+        with pytest.raises(OutOfOrder, match="scatter without a gather"):
+            groups.scatter(y)  # the rows of the round before
         groups.close()
         groups.close()
         with pytest.raises(OutOfOrder, match="after close"):

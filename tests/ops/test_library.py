@@ -18,27 +18,55 @@ def layer(a2a: weft.AllToAll, x: torch.Tensor, ids: torch.Tensor, w: torch.Tenso
     return a2a.combine(y, add=x) * 2
 
 
-def compiled(group: weft.Group) -> None:
-    x, ids, w, _ = CASE.of(group.rank, group.device)
-    a2a = weft.AllToAll(
+def zero_copy(
+    a2a: weft.AllToAll, x: torch.Tensor, ids: torch.Tensor, w: torch.Tensor
+) -> torch.Tensor:
+    received = a2a.dispatch(x, ids, w)
+    scale = torch.where(received.ids >= 0, received.weights, 0.0).sum(dim=2, keepdim=True)
+    a2a.output().copy_(received.x.float() * scale)
+    return a2a.combine(add=x) * 2
+
+
+def late_reader(
+    a2a: weft.AllToAll, x: torch.Tensor, ids: torch.Tensor, w: torch.Tensor
+) -> torch.Tensor:
+    """Uses what was received only after two rounds: a compiler must not move the read there."""
+    received = a2a.dispatch(x, ids, w)
+    seen = torch.where(received.ids[..., :1] >= 0, received.x * 3, 0.0)
+    a2a.combine(received.x)
+    layer(a2a, x + 1, ids, w)
+    return seen
+
+
+def make(group: weft.Group) -> weft.AllToAll:
+    return weft.AllToAll(
         group, max_tokens=6, top_k=CASE.top_k, num_experts=CASE.experts, hidden=CASE.hidden
     )
-    with a2a:
-        eager = layer(a2a, x, ids, w)
-        traced = torch.compile(lambda *t: layer(a2a, *t), backend="aot_eager", fullgraph=True)
-        for _ in range(3):
-            assert torch.equal(traced(x, ids, w), eager)
+
+
+def compiled(group: weft.Group, backend: str) -> None:
+    x, ids, w, _ = CASE.of(group.rank, group.device)
+    with make(group) as a2a, make(group) as other:
+        for body in (layer, zero_copy, late_reader):
+            traced = torch.compile(body, backend=backend, fullgraph=True)
+            for owner in (a2a, other, a2a):
+                torch.testing.assert_close(traced(owner, x, ids, w), body(owner, x, ids, w))
         twice = torch.compile(
-            lambda *t: layer(a2a, *t) + layer(a2a, *t), backend="aot_eager", fullgraph=True
+            lambda *t: layer(a2a, *t) + layer(a2a, *t), backend=backend, fullgraph=True
         )
+        eager = layer(a2a, x, ids, w)
         epoch = a2a.history()[-1].epoch
-        assert torch.equal(twice(x, ids, w), eager + eager)
+        torch.testing.assert_close(twice(x, ids, w), eager + eager)
         # Two equal calls stay two calls.
         assert a2a.history()[-1].epoch == epoch + 2
+        received = a2a.dispatch(x, ids, w)
+        home = torch.compile(lambda y: a2a.combine(y), backend=backend, fullgraph=True)
+        assert home(received.x.clone()).shape == x.shape
 
 
-def test_a_compiled_layer_equals_the_eager_one(ranks):
-    ranks(2, "cpu")(compiled)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_layer_equals_the_eager_one(ranks, backend):
+    ranks(2, "cpu")(compiled, backend)
 
 
 def closed(group: weft.Group) -> None:

@@ -26,6 +26,9 @@ from weft.shape import Shape
         Shape(4, 33, 6, 18, 264, "fp16", (528, 20, 7)),
         Shape(8, 5, 32, 61, 4, "fp32", (1, 2, 3, 4, 5, 6, 7, 8), mapped=True),
         Shape(32, 3, 9, 32, 16, "bf16", (32,)),
+        Shape(32, 32, 9, 32, 16, "bf16", (32,), stats=7),
+        Shape(3, 5, 2, 9, 256, "bf16", (512, 4), way="fp8", stats=64),
+        Shape(2, 5, 2, 9, 256, "bf16", (512,), way="push", stats=1),
     ],
 )
 def test_python_and_cpp_agree_on_the_layout(shape):
@@ -67,10 +70,15 @@ def test_a_plan_covers_every_row_and_stays_resident(plan, tokens, vectors, sms):
     p = plan(tokens, vectors, sms=sms, per_sm=lambda threads: 1024 // threads)
     assert p.threads % 32 == 0
     assert 64 <= p.threads <= 512
-    assert p.chunks * p.threads >= vectors
+    assert p.chunks * p.threads >= vectors  # none of these rows is beyond a grid
     assert 1 <= p.workers <= max(tokens, 1)
     if p.workers > 1:
         assert p.workers * p.chunks <= sms * (1024 // p.threads)
+
+
+def test_rows_beyond_a_grid_are_taken_in_turn():
+    p = plan_dispatch(4, 3 << 24, sms=132, per_sm=lambda threads: 1024 // threads)
+    assert p.chunks <= 65535
 
 
 def test_capacity_follows_the_larger_of_prefill_and_decode():

@@ -133,6 +133,24 @@ def test_errors_are_bounded(kind):
     assert bool((error <= allowed * (1 + 1e-6)).all())
 
 
+def lying_counts(group: weft.Group, way: str) -> None:
+    case = CASES[1]
+    with make(group, case, combine_by=way) as a2a:
+        for lie in (-1, 2**31 - 1):
+            x, ids, weights, _ = case.of(group.rank, group.device)
+            received = a2a.dispatch(x, ids, weights)
+            a2a.output().zero_()
+            received.counts.fill_(lie)
+            a2a.combine()
+        one_round(a2a, case, way, halves=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", ["push", "fp8"])
+def test_a_count_is_never_believed_beyond_the_inbox(ranks, kind, way):
+    ranks(3, kind)(lying_counts, way)
+
+
 def out_of_turn(group: weft.Group) -> None:
     case = CASES[0]
     x, ids, weights, _ = case.of(group.rank, group.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,14 +14,19 @@ from weft.errors import InvalidArgument
 ROUTERS = ("random", "perfect", "zipf", "one-hot")
 BACKENDS = ("onesided", "collective")
 PAYLOADS = ("bf16", "fp8")
+WAYS = ("pull", "push", "fp8")  # AllToAll's combine_by
+QUANTIZE = ("fp8", "mxfp8")  # AllToAll's quantize
 DTYPES: Mapping[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "fp32": torch.float32,
 }
 SCALE_GROUP = 128  # elements of an fp8 payload that share one float32 scale
+PRODUCT_SIZE = 8192  # rows, columns and depth of the matrix product of `beside`
 
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_PRODUCT = re.compile(r"matmul(?::(\d{1,5}))?")
+_SCALE_BYTES = {"fp8": 4 / SCALE_GROUP, "mxfp8": 1 / 32}  # of a row's element
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,10 @@ class Settings:
     dtype: type of the rows that come back.  samples: timed samples per size.
     num_sms: SMs that the one-sided kernels may fill, or None for all.
     programmatic_launch: as in AllToAll.  cold: also time calls after a flush of the caches.
+    combine_by, quantize: as in AllToAll.  halves: also time the four halves of a pair.  All three
+    are the one-sided backend's alone; what stands beside it runs without (`of_backend`).
+    beside: None, or "matmul" or "matmul:4096": also time the pair while a bf16 matrix product of
+    that size runs on the SMs that num_sms leaves.
     """
 
     ranks: int
@@ -74,11 +83,17 @@ class Settings:
     num_sms: int | None = None
     programmatic_launch: bool = True
     cold: bool = False
+    combine_by: str = "pull"
+    quantize: str | None = None
+    halves: bool = False
+    beside: str | None = None
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
             ("payload", self.payload, PAYLOADS),
             ("dtype", self.dtype, tuple(DTYPES)),
+            ("combine_by", self.combine_by, WAYS),
+            ("quantize", self.quantize or QUANTIZE[0], QUANTIZE),
             *(("backend", backend, BACKENDS) for backend in self.backends),
         ):
             if value not in allowed:
@@ -102,11 +117,78 @@ class Settings:
             )
         if not 1 <= self.samples <= 5000:
             raise InvalidArgument(f"{self.samples} samples; choose 1..5000")
-        if self.payload == "fp8" and self.hidden % SCALE_GROUP:
+        self._check_wire()
+        self._check_beside()
+
+    def _check_wire(self) -> None:
+        """What goes out and comes back must be possible, and somebody must do it."""
+        fp8 = self.payload == "fp8" or self.quantize or self.combine_by == "fp8"
+        if fp8 and self.hidden % SCALE_GROUP:
             raise InvalidArgument(
-                f"hidden is {self.hidden}; an fp8 payload has one scale per {SCALE_GROUP}: "
+                f"hidden is {self.hidden}; fp8 rows have one scale per {SCALE_GROUP}: "
                 f"choose a multiple of {SCALE_GROUP}"
             )
+        if self.payload == "fp8" and self.quantize:
+            raise InvalidArgument(
+                f"quantize is {self.quantize!r} and the payload is fp8 already: choose one of them"
+            )
+        asked = {"combine_by": self.combine_by != "pull", "quantize": self.quantize is not None}
+        for name, given in (asked | {"halves": self.halves, "beside": bool(self.beside)}).items():
+            if given and "onesided" not in self.backends:
+                raise InvalidArgument(
+                    f"{name} is {getattr(self, name)!r} and the backends are "
+                    f"{', '.join(self.backends)}; only onesided has it: add that backend"
+                )
+
+    def _check_beside(self) -> None:
+        """A product needs a GPU, SMs of its own, and a pair that waits for no host."""
+        if self.beside is None:
+            return
+        if not 128 <= self.product_size <= 32768 or self.product_size % 8:
+            raise InvalidArgument(
+                f"beside is {self.beside!r}; write matmul, or matmul:SIZE with a multiple of 8 "
+                "from 128 to 32768"
+            )
+        if self.device != "cuda":
+            raise InvalidArgument(
+                f"beside is {self.beside!r} on {self.device} ranks; the product shares a GPU with "
+                "the one-sided kernels, and CPU ranks have none: leave it out"
+            )
+        if self.num_sms is None:
+            raise InvalidArgument(
+                f"beside is {self.beside!r} and num_sms is not given: without a limit the "
+                "one-sided kernels leave no SM to the product; add for example --num-sms 16"
+            )
+        if not self.graph:
+            raise InvalidArgument(
+                f"beside is {self.beside!r} with eager calls; it is timed in CUDA graphs only: "
+                "leave --eager out"
+            )
+
+    @property
+    def product_size(self) -> int:
+        """Rows, columns and depth of the product of `beside`; 0 where it names none."""
+        found = _PRODUCT.fullmatch(self.beside or "")
+        return int(found[1] or PRODUCT_SIZE) if found else 0
+
+    def of_backend(self, backend: str) -> Settings:
+        """What these settings mean for one of the backends."""
+        return self if backend == "onesided" else self.plain()
+
+    def plain(self) -> Settings:
+        """The same sizes and payload without the options of the one-sided backend."""
+        return replace(self, combine_by="pull", quantize=None, halves=False, beside=None)
+
+    @property
+    def rival(self) -> Settings | None:
+        """What other libraries are asked for, so that like is compared with like.
+
+        They send fp8 as numbers and float32 scales, which is also what quantize="fp8" sends; None
+        for mxfp8. Their rows come back in `dtype`, also where ours come back as fp8.
+        """
+        if self.quantize == "mxfp8":
+            return None
+        return replace(self.plain(), payload="fp8" if self.quantize else self.payload)
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -116,14 +198,30 @@ class Settings:
     @property
     def sent_bytes(self) -> int:
         """Bytes that dispatch sends of one token to one rank."""
-        if self.payload == "fp8":
-            return self.hidden + self.hidden // SCALE_GROUP * 4
-        return self.returned_bytes
+        return self._row_bytes("fp8" if self.payload == "fp8" else self.quantize)
 
     @property
     def returned_bytes(self) -> int:
-        """Bytes that combine fetches of one token from one rank."""
-        return self.hidden * self.out_dtype.itemsize
+        """Bytes that combine brings home of one token from one rank."""
+        return self._row_bytes("fp8" if self.combine_by == "fp8" else None)
+
+    def _row_bytes(self, kind: str | None) -> int:
+        if kind is None:
+            return self.hidden * self.out_dtype.itemsize
+        return self.hidden + int(self.hidden * _SCALE_BYTES[kind])
+
+    @property
+    def wire(self) -> str:
+        """What goes out and what comes back, in words."""
+        if self.payload == "fp8":
+            out = "fp8 + scales out"
+        elif self.quantize:
+            out = f"{self.quantize} + scales out, quantised by dispatch"
+        else:
+            out = f"{self.dtype} out"
+        back = {"pull": "", "push": " (pushed)", "fp8": " (pushed)"}[self.combine_by]
+        what = "fp8 + scales" if self.combine_by == "fp8" else self.dtype
+        return f"{out}, {what} back{back}"
 
 
 def plans_of(

@@ -10,7 +10,7 @@ CPU: the host's clock around each call, with a barrier before every sample.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -23,24 +23,38 @@ if TYPE_CHECKING:
 CALLS = 50  # pairs in one graph
 WARM_UP = 3
 PHASES = ("dispatch", "combine", "pair")
+HALVES = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Times per call in us of one rank, one entry per sample; `method` says how they were taken."""
+    """Times per call in us of one rank, one entry per sample; `method` says how they were taken.
+
+    halves: by the names of HALVES, or empty.
+    """
 
     method: str
     dispatch: list[float] = field(default_factory=list)
     combine: list[float] = field(default_factory=list)
     pair: list[float] = field(default_factory=list)
+    halves: dict[str, list[float]] = field(default_factory=dict)
+
+    def by_phase(self) -> dict[str, list[float]]:
+        """Every phase that was timed, by name."""
+        whole = {"dispatch": self.dispatch, "combine": self.combine, "pair": self.pair}
+        return whole | self.halves
 
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """The two calls that are timed, bound to static inputs. Collective: all ranks call both."""
+    """The calls that are timed, bound to static inputs. Collective: all ranks make all of them.
+
+    halves: the four of HALVES in their order, or none.
+    """
 
     dispatch: Callable[[], object]
     combine: Callable[[], object]
+    halves: tuple[Callable[[], object], ...] = ()
 
     def pair(self) -> None:
         """One dispatch and one combine."""
@@ -58,11 +72,10 @@ def measure(group: Group, phases: Phases, *, samples: int, graph: bool) -> Sampl
         return _host_clock(group, phases, samples)
     if graph:
         return _graph_clock(group, phases, samples)
-    marks = events(2 * CALLS + 1)
     _warm_up(phases)
     found = Samples(method=f"eager, CUDA events, {samples} rounds of {CALLS} calls")
-    found.pair.extend(_rounds(group, lambda: _pairs(phases), samples))
-    _split(group, lambda: _marked_pairs(phases, marks), marks, found, samples)
+    found.pair.extend(rounds_of(group, lambda: _pairs(phases), samples))
+    _fill(found, phases, lambda steps: _split(group, steps, samples, graph=False))
     return found
 
 
@@ -81,46 +94,56 @@ def replayed_pairs(group: Group, phases: Phases, count: int, *, graph: bool) -> 
         for _ in range(count):
             phases.pair()
 
-    run = _capture(pairs).replay if graph else pairs
+    run = capture(pairs).replay if graph else pairs
     group.barrier()
     run()
     run()
     torch.cuda.synchronize()
 
 
+def _fill(
+    found: Samples,
+    phases: Phases,
+    times_of: Callable[[Sequence[Callable[[], object]]], list[list[float]]],
+) -> None:
+    """Fill in dispatch and combine, and the halves where there are any."""
+    whole = times_of((phases.dispatch, phases.combine))
+    found.dispatch.extend(whole[0])
+    found.combine.extend(whole[1])
+    if phases.halves:
+        found.halves.update(zip(HALVES, times_of(phases.halves), strict=True))
+
+
 def _host_clock(group: Group, phases: Phases, samples: int) -> Samples:
     found = Samples(method=f"host clock, {samples} calls with a barrier before each")
-    for sample in range(-WARM_UP, samples):
-        group.barrier()
-        start = time.perf_counter_ns()
-        phases.dispatch()
-        middle = time.perf_counter_ns()
-        phases.combine()
-        end = time.perf_counter_ns()
-        if sample >= 0:
-            found.dispatch.append((middle - start) / 1e3)
-            found.combine.append((end - middle) / 1e3)
-            found.pair.append((end - start) / 1e3)
+    _fill(found, phases, lambda steps: _host_steps(group, steps, samples))
+    found.pair.extend(a + b for a, b in zip(found.dispatch, found.combine, strict=True))
     return found
+
+
+def _host_steps(
+    group: Group, steps: Sequence[Callable[[], object]], samples: int
+) -> list[list[float]]:
+    """us of each step of a round; the rounds that warm up are left out."""
+    rounds = []
+    for _ in range(WARM_UP + samples):
+        group.barrier()
+        marks = [time.perf_counter_ns()]
+        for step in steps:
+            step()
+            marks.append(time.perf_counter_ns())
+        rounds.append([(after - before) / 1e3 for before, after in pairwise(marks)])
+    return [list(times) for times in zip(*rounds[WARM_UP:], strict=True)]
 
 
 def _graph_clock(group: Group, phases: Phases, samples: int) -> Samples:
     _warm_up(phases)
-    pairs = _capture(lambda: _pairs(phases))
-    times = _rounds(group, pairs.replay, samples)
+    pairs = capture(lambda: _pairs(phases))
+    times = rounds_of(group, pairs.replay, samples)
     method = f"CUDA graph of {CALLS} calls, {samples} replays"
-    external = _external_events(2 * CALLS + 1)
-    marks = external or events(2 * CALLS + 1)
-
-    def split() -> None:
-        _marked_pairs(phases, marks)
-
-    if external:
-        found = Samples(method=method)
-        split = _capture(split).replay
-    else:
-        found = Samples(method=f"{method}; split into phases from eager calls")
-    _split(group, split, marks, found, samples)
+    inner = external_events(1) is not None
+    found = Samples(method if inner else f"{method}; split into phases from eager calls")
+    _fill(found, phases, lambda steps: _split(group, steps, samples, graph=inner))
     found.pair.extend(times)
     return found
 
@@ -130,13 +153,11 @@ def _pairs(phases: Phases) -> None:
         phases.pair()
 
 
-def _marked_pairs(phases: Phases, marks: list[torch.cuda.Event]) -> None:
-    """CALLS pairs; marks 2i and 2i + 1 stand before the dispatch and the combine of pair i."""
-    for call in range(CALLS):
-        marks[2 * call].record()
-        phases.dispatch()
-        marks[2 * call + 1].record()
-        phases.combine()
+def _marked(steps: Sequence[Callable[[], object]], marks: list[torch.cuda.Event]) -> None:
+    """CALLS rounds of the steps, a mark before each step and one behind all."""
+    for call, step in enumerate(list(steps) * CALLS):
+        marks[call].record()
+        step()
     marks[-1].record()
 
 
@@ -148,14 +169,19 @@ def _warm_up(phases: Phases) -> None:
     with torch.cuda.stream(side):
         for _ in range(WARM_UP):
             phases.pair()
+            for half in phases.halves:
+                half()
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
 
 
-def _capture(body: Callable[[], None]) -> torch.cuda.CUDAGraph:
+def capture(
+    body: Callable[[], None], stream: torch.cuda.Stream | None = None
+) -> torch.cuda.CUDAGraph:
+    """Return a graph of what `body` enqueues; its kernels keep the priority of `stream`."""
     graph = torch.cuda.CUDAGraph()
     # thread_local: a watchdog thread of torch.distributed may ask the driver something meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         body()
     return graph
 
@@ -166,7 +192,7 @@ def events(count: int, **kind: bool) -> list[torch.cuda.Event]:
     return [make(enable_timing=True, **kind) for _ in range(count)]
 
 
-def _external_events(count: int) -> list[torch.cuda.Event] | None:
+def external_events(count: int) -> list[torch.cuda.Event] | None:
     """Events that a graph records at every replay, or None where torch does not offer them."""
     try:
         return events(count, external=True)
@@ -174,7 +200,7 @@ def _external_events(count: int) -> list[torch.cuda.Event] | None:
         return None
 
 
-def _rounds(group: Group, round_: Callable[[], None], samples: int) -> list[float]:
+def rounds_of(group: Group, round_: Callable[[], None], samples: int) -> list[float]:
     """us per call of `samples` rounds that are queued without a pause; one more goes ahead of them
     and swallows the skew between the ranks."""
     marks = events(samples + 1)
@@ -189,18 +215,24 @@ def _rounds(group: Group, round_: Callable[[], None], samples: int) -> list[floa
 
 
 def _split(
-    group: Group,
-    round_: Callable[[], None],
-    marks: list[torch.cuda.Event],
-    found: Samples,
-    samples: int,
-) -> None:
-    """Fill in dispatch and combine: the mean over a round's calls but the first, which holds the
-    skew between ranks that a synchronised host brings about."""
+    group: Group, steps: Sequence[Callable[[], object]], samples: int, *, graph: bool
+) -> list[list[float]]:
+    """us of each step: the mean over a round's calls but the first, which holds the skew between
+    ranks that a synchronised host brings about."""
+    count = len(steps)
+    size = count * CALLS + 1
+    marks = (external_events(size) if graph else None) or events(size)
+
+    def calls() -> None:
+        _marked(steps, marks)
+
+    round_ = capture(calls).replay if graph else calls
+    times: list[list[float]] = [[] for _ in steps]
     for _ in range(samples):
         group.barrier()
         round_()
         torch.cuda.synchronize()
         spans = [a.elapsed_time(b) * 1e3 for a, b in pairwise(marks)]
-        found.dispatch.append(sum(spans[2::2]) / (CALLS - 1))
-        found.combine.append(sum(spans[3::2]) / (CALLS - 1))
+        for step, found in enumerate(times):
+            found.append(sum(spans[count + step :: count]) / (CALLS - 1))
+    return times

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from weft.bench.beside import measure_beside
 from weft.bench.cases import Settings
-from weft.bench.clock import PHASES, Samples, measure
+from weft.bench.clock import Samples, measure
 from weft.bench.cold import ColdClock
 from weft.bench.machine import describe_machine
 from weft.bench.routing import Traffic, make_ids, traffic_of
@@ -28,6 +30,8 @@ class Measurement:
 
     samples: phase -> for each rank, us per call of each sample.  method: how they were taken.
     cold, cold_method: the same with flushed caches, or None.
+    beside, beside_method: with a matrix product on the other SMs, by the names of
+    `bench.beside.Together`; or None.
     """
 
     backend: str
@@ -38,6 +42,8 @@ class Measurement:
     samples: dict[str, list[list[float]]]
     cold: dict[str, list[list[float]]] | None = None
     cold_method: str | None = None
+    beside: dict[str, list[list[float]]] | None = None
+    beside_method: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +96,8 @@ def rank_body(group: Group, settings: Settings, quiet: bool) -> dict[str, Any]:
         for backend, tokens in work:
             step(f"{backend}, {tokens} tokens")
             exchange = built.get(settings, backend, tokens)
-            found, problem = _measure(group, settings, exchange, tokens, cold)
+            plan = settings.of_backend(backend)
+            found, problem = _measure(group, plan, exchange, tokens, cold)
             if found is None:
                 result["problem"] = f"{backend}, {tokens} tokens: {problem}"
                 return result
@@ -111,6 +118,12 @@ def _measure(
         return None, problem
     samples = measure(group, trial.phases(), samples=settings.samples, graph=settings.graph)
     chilled = cold.measure(trial.phases(), samples=settings.samples) if cold else None
+    together = None
+    if settings.beside:
+        pair_us = max(group.all_gather(median(samples.pair)))
+        together = measure_beside(
+            group, trial.phases(), settings, samples=settings.samples, pair_us=pair_us
+        )
     if problem := first_problem(group, trial.check_out()):
         return None, f"after timing, {problem}"
     exchange.check()
@@ -123,13 +136,19 @@ def _measure(
         "samples": gather_samples(group, samples),
         "cold": gather_samples(group, chilled) if chilled else None,
         "cold_method": chilled.method if chilled else None,
+        "beside": _gather(group, together.times) if together else None,
+        "beside_method": together.method if together else None,
     }, None
 
 
 def gather_samples(group: Group, samples: Samples) -> dict[str, list[list[float]]]:
     """Return phase -> for each rank, its samples. Collective."""
-    gathered = group.all_gather({phase: getattr(samples, phase) for phase in PHASES})
-    return {phase: [each[phase] for each in gathered] for phase in PHASES}
+    return _gather(group, samples.by_phase())
+
+
+def _gather(group: Group, times: dict[str, list[float]]) -> dict[str, list[list[float]]]:
+    gathered: list[Any] = group.all_gather(times)
+    return {name: [each[name] for each in gathered] for name in times}
 
 
 def first_problem(group: Group, problem: str | None) -> str | None:
@@ -165,7 +184,7 @@ class _Exchanges:
             if self._exchange is not None:
                 self._group.barrier()  # a peer may still be reading what is about to go
                 self._exchange.close()
-            self._exchange = make_exchange(self._group, settings, *key)
+            self._exchange = make_exchange(self._group, settings.of_backend(backend), *key)
             self._key = key
         return self._exchange
 

@@ -33,13 +33,18 @@ class Peer:
 def matching_peers(settings: Settings, path: Path | None = None) -> list[Peer]:
     """Return the records that were taken with the sizes, router and payload of this run.
 
+    A payload that dispatch quantises to fp8 is like their fp8 payload; nobody's is like mxfp8.
+
     path: the file of records; default `RECORDS`, and none if that is not there.
 
     Raises InvalidArgument for a file that cannot be read or is none of ours.
     """
     if path is None and not RECORDS.is_file():
         return []
-    wanted = {name: getattr(settings, name) for name in _MATCH}
+    asked = settings.rival
+    if asked is None:
+        return []
+    wanted = {name: getattr(asked, name) for name in _MATCH}
     try:
         found: dict[str, Any] = json.loads((path or RECORDS).read_text())
         return [

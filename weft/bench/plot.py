@@ -40,7 +40,7 @@ def plot(path: Path, report: Report, peers: Sequence[Peer]) -> None:
     settings = report.settings
     title = (
         f"{settings.ranks} ranks, hidden {settings.hidden}, top {settings.top_k} of "
-        f"{settings.experts} experts, {settings.router} routing, {settings.payload} out"
+        f"{settings.experts} experts, {settings.router} routing\n{settings.wire}"
     )
     left.set_title(title, loc="left", fontsize=11, color=INK, pad=12)
     figure.text(0.012, -0.035, machine_line(report.machine), fontsize=7.5, color=QUIET)
@@ -60,8 +60,9 @@ def _scale(axes: Axes, sizes: Sequence[int], pyplot: Any) -> None:
 
 
 def _draw_times(axes: Axes, report: Report, pairs: Sequence[Row]) -> None:
+    home = f" ({report.settings.dtype} back)" if report.settings.combine_by == "fp8" else ""
     for name, colour, points in _rivals(pairs):
-        axes.plot(*_line(points), color=colour, lw=1.4, marker="s", ms=3.5, label=name)
+        axes.plot(*_line(points), color=colour, lw=1.4, marker="s", ms=3.5, label=name + home)
     for backend in report.settings.backends:
         rows = [row for row in pairs if row.backend == backend]
         if not rows:
@@ -75,6 +76,10 @@ def _draw_times(axes: Axes, report: Report, pairs: Sequence[Row]) -> None:
         if cold:
             name = f"{NAMES[backend]}, cold L2"
             axes.plot(*_line(cold), color=colour, lw=1.2, ls=":", marker="o", ms=3.5, label=name)
+        beside = {row.tokens: row.beside.pair for row in rows if row.beside is not None}
+        if beside:
+            name = f"{NAMES[backend]}, beside matmul {report.settings.product_size}³"
+            axes.plot(*_line(beside), color=colour, lw=1.2, ls="-.", marker="^", ms=4, label=name)
     floors = {row.tokens: row.floor for row in pairs if row.floor is not None}
     if floors:
         name = f"floor: NVLink bytes + {PAIR_FIXED_US:g} µs"
@@ -83,9 +88,13 @@ def _draw_times(axes: Axes, report: Report, pairs: Sequence[Row]) -> None:
 
 def _draw_rates(axes: Axes, report: Report, pairs: Sequence[Row]) -> None:
     """The roofline: what the links carry, and what two barriers and two kernels leave of it."""
+    plain = report.settings.rival or report.settings
+    bytes_of_theirs = plain.sent_bytes + plain.returned_bytes
+    rows_sent = {found.tokens: found.traffic.wire for found in report.measurements}
     for name, colour, points in _rivals(pairs):
-        moved = {row.tokens: row.moved for row in pairs}
-        rates = {tokens: moved[tokens] / us / 1e3 for tokens, us in points.items()}
+        rates = {
+            tokens: rows_sent[tokens] * bytes_of_theirs / us / 1e3 for tokens, us in points.items()
+        }
         axes.plot(*_line(rates), color=colour, lw=1.4, marker="s", ms=3.5, label=name)
     for backend in report.settings.backends:
         rates = {row.tokens: row.wire for row in pairs if row.backend == backend and row.moved}

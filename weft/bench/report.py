@@ -25,6 +25,7 @@ from weft.errors import InvalidArgument
 
 # Names of the same thing in TensorRT-LLM's bench_moe_comm.
 _TRTLLM_BACKENDS = {"onesided": "NVLINK_ONE_SIDED", "collective": "ALLGATHER"}
+_TRTLLM_QUANT = {None: "NO_QUANT", "fp8": "FP8_BLOCK_SCALES", "mxfp8": "MXFP8"}
 _TRTLLM_PROFILES = {"deepseek-v3": "deepseek_v3", "gpt-oss-120b": "gpt_oss"}
 
 
@@ -49,17 +50,28 @@ def print_report(
     if gpu:
         table.add_column("floor\nus", justify="right")
         table.add_column("x floor", justify="right")
+    beside = report.settings.beside is not None
+    for name in ("pair us\nbeside", "matmul\nx alone", "matmul\nx its SMs") * beside:
+        table.add_column(name, justify="right")
+    star = " *" if report.settings.combine_by == "fp8" else ""
     for name in rivals:
-        table.add_column(f"{name}\nus", justify="right", style="dim")
+        table.add_column(f"{name}{star}\nus", justify="right", style="dim")
     for row in rows:
         cells = ([row.backend] if several else []) if row.phase == "dispatch" else [""] * several
-        _add_row(table, row, cells, rivals, gpu=gpu, cold=cold)
+        _add_row(table, row, cells, rivals, gpu=gpu, cold=cold, beside=beside)
     console.print(table)
     console.print(Text(_caption(report, peers if rivals else [], runs, gpu), style="dim"))
 
 
 def _add_row(
-    table: Table, row: Row, cells: Sequence[str], rivals: Sequence[str], *, gpu: bool, cold: bool
+    table: Table,
+    row: Row,
+    cells: Sequence[str],
+    rivals: Sequence[str],
+    *,
+    gpu: bool,
+    cold: bool,
+    beside: bool,
 ) -> None:
     us = row.us
     texts = [
@@ -74,6 +86,13 @@ def _add_row(
     if gpu:
         texts.append("" if row.floor is None else _us(row.floor))
         texts.append("" if row.ratio is None else f"{row.ratio:.2f}")
+    if beside:
+        found = row.beside
+        texts += (
+            [_us(found.pair), f"{found.slower:.2f}", f"{found.slower_limited:.2f}"]
+            if found
+            else [""] * 3
+        )
     texts += [_us(row.rivals[name]) if name in row.rivals else "" for name in rivals]
     pair = row.phase == "pair"
     table.add_row(*texts, style="bold" if pair else "", end_section=pair)
@@ -86,8 +105,7 @@ def _title(report: Report) -> Text:
         ("weft bench moe  ", "bold"),
         f"{name}{settings.ranks} ranks, hidden {settings.hidden}, top {settings.top_k} of "
         f"{settings.experts} experts, router {settings.router}, ",
-        f"{'fp8 + scales out' if settings.payload == 'fp8' else settings.dtype + ' out'}, "
-        f"{settings.dtype} back",
+        settings.wire,
         *(f", {text}" for text in _options(settings)),
     )
 
@@ -95,7 +113,9 @@ def _title(report: Report) -> Text:
 def _options(settings: Settings) -> list[str]:
     """What differs from the defaults of the one-sided kernels."""
     limited = [] if settings.num_sms is None else [f"{settings.num_sms} SMs"]
-    return limited + ["no programmatic launch"] * (not settings.programmatic_launch)
+    beside = [] if settings.beside is None else [f"beside matmul {settings.product_size}^3"]
+    early = ["no programmatic launch"] * (not settings.programmatic_launch)
+    return limited + early + ["also in halves"] * settings.halves + beside
 
 
 def _caption(report: Report, peers: Sequence[Peer], runs: Sequence[RivalRun], gpu: bool) -> str:
@@ -112,6 +132,13 @@ def _caption(report: Report, peers: Sequence[Peer], runs: Sequence[RivalRun], gp
             f"floor: wire bytes / {NVLINK_GB_PER_S:g} GB/s + {PAIR_FIXED_US:g} us, "
             "from measurements on H200 (weft/bench/limits.py)."
         )
+    lines += _wire_lines(report.settings, rivals=bool(peers))
+    lines += [
+        f"{row.tokens} tokens beside the product: it takes {row.beside.product:.0f} us, alone "
+        f"{row.beside.alone:.0f} us, alone on the SMs left to it {row.beside.limited:.0f} us."
+        for row in rows_of(report, ())
+        if row.beside
+    ]
     recorded = [peer for peer in peers if not peer.measured]
     if recorded:
         lines.append(f"Recorded figures: {recorded[0].date} on {recorded[0].machine}.")
@@ -121,10 +148,29 @@ def _caption(report: Report, peers: Sequence[Peer], runs: Sequence[RivalRun], gp
     return "\n".join(lines)
 
 
+def _wire_lines(settings: Settings, *, rivals: bool) -> list[str]:
+    """The bytes behind floor and wire where a row is not simply hidden x dtype."""
+    lines = []
+    if settings.quantize or settings.combine_by == "fp8":
+        lines.append(
+            f"A row is {settings.sent_bytes} bytes out and {settings.returned_bytes} bytes back."
+        )
+    if len(settings.backends) > 1 and settings != settings.plain():
+        plain = settings.plain()
+        lines.append(f"The collective backend runs without these options: {plain.wire}.")
+    if rivals and settings.combine_by == "fp8":
+        lines.append(
+            f"* Their rows come back as {settings.dtype}, {settings.plain().returned_bytes} bytes "
+            "each, and are exact; ours are not."
+        )
+    return lines
+
+
 def _methods(report: Report) -> list[str]:
-    warm = [found.method for found in report.measurements]
-    cold = [found.cold_method for found in report.measurements if found.cold_method]
-    return list(dict.fromkeys(warm + cold))
+    found = report.measurements
+    methods = [each.method for each in found] + [each.cold_method for each in found]
+    methods += [each.beside_method for each in found]
+    return list(dict.fromkeys(method for method in methods if method))
 
 
 def _us(value: float) -> str:
@@ -132,6 +178,8 @@ def _us(value: float) -> str:
 
 
 def _rate(value: float) -> str:
+    if value == 0:  # a half that moves no rows
+        return ""
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
@@ -146,10 +194,16 @@ def write_json(
         entry = asdict(found)
         entry["samples_us"] = entry.pop("samples")
         entry["cold_samples_us"] = entry.pop("cold")
+        entry["beside_samples_us"] = entry.pop("beside")
         results.append(entry)
     data = {
         "weft": __version__,
         "settings": asdict(report.settings),
+        "wire": {
+            "rows": report.settings.wire,
+            "sent_bytes": report.settings.sent_bytes,
+            "returned_bytes": report.settings.returned_bytes,
+        },
         "machine": report.machine,
         "checked": "bitwise against weft.reference, before and after timing",
         "results": results,
@@ -170,6 +224,7 @@ def write_trtllm_json(path: Path, report: Report) -> None:
 def trtllm_report(report: Report) -> dict[str, Any]:
     """Return the report as that schema's dictionary."""
     settings, methods = report.settings, "; ".join(_methods(report))
+    sent = "fp8" if settings.payload == "fp8" else settings.quantize
     backends = [_TRTLLM_BACKENDS[backend] for backend in settings.backends]
     cuda = bool(report.machine["gpus"])
     metadata = {
@@ -182,7 +237,7 @@ def trtllm_report(report: Report) -> dict[str, Any]:
         "local_batch_size": list(settings.tokens),
         "top_k": settings.top_k,
         "dtype": str(settings.out_dtype),
-        "quant_algo": "FP8_BLOCK_SCALES" if settings.payload == "fp8" else "NO_QUANT",
+        "quant_algo": _TRTLLM_QUANT[sent],
         "perfect_router": settings.router == "perfect",
         "experts_per_rank": settings.experts // settings.ranks,
         "num_experts_total": settings.experts,
@@ -193,7 +248,7 @@ def trtllm_report(report: Report) -> dict[str, Any]:
         "pdl": settings.programmatic_launch and cuda,
         "payload_in_workspace": True,
         "cupti_enabled": False,
-        "warning": f"not CUPTI kernel spans: {methods}; warm L2",
+        "warning": f"not CUPTI kernel spans: {methods}; warm L2; {settings.wire}",
     }
     results = [
         {

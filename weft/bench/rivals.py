@@ -136,6 +136,10 @@ def _attempt(rival: Rival, settings: Settings) -> RivalRun:
     if importlib.util.find_spec(rival.module) is None:
         return RivalRun(rival.name, "", ABSENT)
     version = _version(rival)
+    asked = settings.rival
+    if asked is None:
+        return RivalRun(rival.name, version, f"sends no {settings.quantize}")
+    settings = asked
     reason = rival.refuses(settings)
     if settings.device != "cuda":
         reason = "needs GPUs"

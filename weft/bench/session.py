@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -75,4 +75,5 @@ def run_case(
         report.write_trtllm_json(outputs.trtllm_json, found)
     if outputs.plot:
         plot(outputs.plot, found, rivals)
-    return trace(outputs.trace, settings) if outputs.trace else None
+    whole = replace(settings, halves=False, beside=None)  # a timeline shows whole operations
+    return trace(outputs.trace, whole) if outputs.trace else None

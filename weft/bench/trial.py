@@ -2,14 +2,15 @@
 
 All numbers are chosen so that every sum is exact in fp32 in whatever order it is taken (values of
 eight bits, weights in 64ths, scales that are powers of two). So each backend, whatever its order,
-must agree with `weft.reference` to the last bit, and so must the rows that come back.
+must agree with `weft.reference` to the last bit, and so must the rows that come back. Where the
+one-sided exchange quantises, its sums are rounded; it adds in rank order, so bits agree there too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 
@@ -77,6 +78,8 @@ def make_exchange(
         own = {"timeout": 30.0, "num_sms": settings.num_sms}
         own["programmatic_launch"] = settings.programmatic_launch
         own["profile"] = profile
+        own["combine_by"], own["quantize"] = settings.combine_by, settings.quantize
+        own["halves"] = settings.halves
     return kind(
         group,
         max_tokens=max_tokens,
@@ -93,8 +96,9 @@ class Trial:
     """An exchange with one set of inputs. The same calls, in the same order, on every rank."""
 
     def __init__(self, group: Group, settings: Settings, exchange: Exchange, tokens: int) -> None:
-        self.group, self.settings = group, settings
-        self.exchange, self.tokens = exchange, tokens
+        self.group, self.exchange, self.tokens = group, exchange, tokens
+        settings = settings if isinstance(exchange, AllToAll) else settings.plain()
+        self.settings = settings
         sources = (make_inputs(settings, tokens, rank) for rank in range(group.size))
         self.sources = [source.to(group.device) for source in sources]
         self.inputs = self.sources[group.rank]
@@ -102,36 +106,68 @@ class Trial:
         shape = (tokens, settings.hidden)
         self.out = torch.empty(shape, dtype=settings.out_dtype, device=group.device)
         self._expected = reference.identity_round_trip(
-            rows_of(self.inputs.payloads, settings.out_dtype),
+            rows_of(self._delivered(self.inputs), settings.out_dtype),
             self.inputs.ids,
             self.inputs.weights,
             self.placement,
             ranks=group.size,
+            combine_by=settings.combine_by,
         )
 
     def phases(self) -> Phases:
         """The calls to time. The experts' rows stay in place from the check before."""
-        exchange, out = self.exchange, self.out
-        return Phases(dispatch=self._dispatch, combine=lambda: exchange.combine(out=out))
+        exchange, inputs = self.exchange, self.inputs
+        if not (self.settings.halves and isinstance(exchange, AllToAll)):
+            return Phases(self._dispatch, self._combine)
+        halves = (
+            lambda: exchange.dispatch_send(inputs.payloads, inputs.ids, inputs.weights),
+            exchange.dispatch_recv,
+            exchange.combine_send,
+            lambda: exchange.combine_recv(out=self.out),
+        )
+        return Phases(self._dispatch, self._combine, halves)
 
     def check(self) -> str | None:
-        """Send a round through poisoned memory; return what is wrong, or None. Collective."""
+        """Send a round through poisoned memory; return what is wrong, or None. Collective.
+
+        With halves, a second one goes through these.
+        """
+        problem = self._check_calls(self._dispatch, self._combine)
+        if not self.settings.halves:
+            return problem
+        send, receive, give, fetch = self.phases().halves
+
+        def dispatch() -> Received:
+            send()
+            return cast("Received", receive())
+
+        def combine() -> object:
+            give()
+            return fetch()
+
+        found = self._check_calls(dispatch, combine)
+        return problem or (found and f"in halves, {found}")
+
+    def _check_calls(
+        self, dispatch: Callable[[], Received], combine: Callable[[], object]
+    ) -> str | None:
         self._settle()
-        received = self._dispatch()
-        self.exchange.combine(out=self.out)
+        received = dispatch()
+        # Rows that are pushed home lie in peers' inboxes: this round leaves poison there.
+        self.exchange.output().view(torch.uint8).fill_(_POISON)
+        combine()
         self._settle()  # nobody writes an inbox from here on: poison what is left of that round
         for plane in received.payloads:
             plane.view(torch.uint8).fill_(_POISON)
-        self.exchange.output().view(torch.uint8).fill_(_POISON)
         self.out.fill_(float("nan"))
         self._settle()
-        received = self._dispatch()
+        received = dispatch()
         problem = self._compare(received)
         arrived = _first_tokens(received, self.tokens, self.settings.out_dtype)
         answers = reference.identity_experts(arrived, self.settings.out_dtype)
         self.exchange.output()[:, : self.tokens].copy_(answers)
         self._settle()  # comparing takes its time, and a peer in combine would not wait so long
-        self.exchange.combine(out=self.out)
+        combine()
         self._settle()
         return problem or self.check_out()
 
@@ -153,6 +189,15 @@ class Trial:
         inputs = self.inputs
         return self.exchange.dispatch(inputs.payloads, inputs.ids, inputs.weights)
 
+    def _combine(self) -> torch.Tensor:
+        return self.exchange.combine(out=self.out)
+
+    def _delivered(self, source: Inputs) -> tuple[torch.Tensor, ...]:
+        """What dispatch makes of a source's payloads on their way."""
+        if self.settings.quantize is None:
+            return source.payloads
+        return reference.quantize(source.payloads[0], self.settings.quantize)
+
     def _settle(self) -> None:
         if self.group.device.type == "cuda":
             torch.cuda.synchronize(self.group.device)
@@ -167,7 +212,7 @@ class Trial:
         if bool((received.ids[:, tokens:] >= 0).any()):
             return f"rank {rank}: slots beyond {tokens} tokens still hold ids"
         wanted = reference.dispatch(
-            [tuple(_bytes(plane) for plane in source.payloads) for source in self.sources],
+            [tuple(_bytes(p) for p in self._delivered(source)) for source in self.sources],
             [source.ids for source in self.sources],
             [source.weights for source in self.sources],
             self.placement,
@@ -200,12 +245,12 @@ class Trial:
 
 def rows_of(payloads: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Return payloads `[..., hidden]` as rows of `dtype`: fp8 values are multiplied by their
-    scales, which is exact, since these are powers of two."""
+    scales. That is exact where these are powers of two, as in an fp8 payload and in mxfp8."""
     if len(payloads) == 1:
         return payloads[0]
     values, scales = payloads
-    groups = (*scales.shape, SCALE_GROUP)
-    return (values.float().reshape(groups) * scales.unsqueeze(-1)).flatten(-2).to(dtype)
+    groups = (*scales.shape, values.shape[-1] // scales.shape[-1])
+    return (values.float().reshape(groups) * scales.float().unsqueeze(-1)).flatten(-2).to(dtype)
 
 
 def _quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,17 @@ import torch
 
 from weft.compat.leases import SharedWorkspace, Terms, lease, release
 from weft.compat.ranks import EpMapping, lease_group, place, release_group
-from weft.compat.refusals import BACKEND, MASK, REMAP, RESULT, STATS, check_ids, refuse, row_text
+from weft.compat.refusals import (
+    BACKEND,
+    MASK,
+    REMAP,
+    RESULT,
+    check_batch,
+    check_ids,
+    check_stats,
+    refuse,
+    row_text,
+)
 from weft.compat.sizes import (
     default_payloads,
     moe_a2a_get_workspace_size_per_rank,
@@ -22,7 +32,6 @@ from weft.compat.sizes import (
 )
 from weft.errors import InvalidArgument, OutOfOrder, TokenOverflow
 from weft.memory import Group
-from weft.ops.check import check_tensor
 from weft.ops.received import Payload
 
 __all__ = ["MoeAlltoAll", "moe_a2a_get_workspace_size_per_rank"]
@@ -35,6 +44,7 @@ class _Round:
     tokens: int
     runtime_max: int
     counts: torch.Tensor
+    stats: torch.Tensor | None
 
 
 class MoeAlltoAll:
@@ -45,6 +55,7 @@ class MoeAlltoAll:
     workspace_size_per_rank: accepted and not used; sizes follow from the other arguments.
     hidden_size: elements of a combine row; needed.
     mnnvl_config: its comm_backend, if any, is how the ranks meet.
+    eplb_stats_num_experts: int32 numbers that each rank may tell all ranks in dispatch.
 
     Arguments of weft's own:
     group: the ranks; default mnnvl_config's, else torch.distributed's world, else torchrun's.
@@ -82,7 +93,6 @@ class MoeAlltoAll:
         timeout: float = 120.0,
         first_timeout: float = 120.0,
     ) -> None:
-        refuse("eplb_stats_num_experts", eplb_stats_num_experts, 0, STATS)
         refuse("enable_rank_mask", enable_rank_mask, False, MASK)
         refuse("backend", backend, "trtllm", BACKEND)
         if hidden_size is None:
@@ -92,7 +102,8 @@ class MoeAlltoAll:
             )
         self.max_num_tokens, self.top_k, self.num_experts = max_num_tokens, top_k, num_experts
         self.ep_rank, self.ep_size = place(mapping)
-        self.eplb_stats_num_experts, self.enable_eplb = eplb_stats_num_experts, False
+        self.eplb_stats_num_experts = eplb_stats_num_experts
+        self.enable_eplb = eplb_stats_num_experts > 0
         self.enable_rank_mask = enable_rank_mask
         self.group = lease_group(mapping, mnnvl_config, group)
         self._owns_group = group is None
@@ -107,6 +118,7 @@ class MoeAlltoAll:
             hidden=hidden_size,
             dtype=dtype,
             payloads=tuple(payloads or default_payloads(hidden_size, top_k, dtype)),
+            stats=eplb_stats_num_experts,
             contiguous=contiguous,
             timeout=timeout,
             first_timeout=first_timeout,
@@ -126,8 +138,11 @@ class MoeAlltoAll:
 
     @property
     def eplb_gathered_stats(self) -> torch.Tensor | None:
-        """None, as there while no statistics were asked for; asking for them is refused."""
-        return None
+        """int32 `[ep_size, eplb_stats_num_experts]`, every rank's; symmetric memory.
+
+        Between a dispatch that brought eplb_local_stats and its combine; None otherwise.
+        """
+        return None if self._round is None else self._round.stats
 
     def dispatch(
         self,
@@ -147,6 +162,8 @@ class MoeAlltoAll:
         runtime_max_tokens_per_rank: at least every rank's tokens in this call.
         invalid_token_expert_id: if given, replaces in payload number expert_id_payload_index, which
             holds the ids `[tokens, top_k]`, every id that names no expert of this rank.
+        eplb_local_stats: int32 `[eplb_stats_num_experts]`, for `eplb_gathered_stats` of all ranks;
+            a rank that leaves it out counts as zeros there.
         enable_pdl: accepted; changes nothing.
 
         Returns a tensor `[ep_size, runtime_max_tokens_per_rank, *]` for each payload. Row `[s, t]`
@@ -155,21 +172,24 @@ class MoeAlltoAll:
         raises if the list is new, and what broke the group.
         """
         self._open()
-        refuse("eplb_local_stats", eplb_local_stats, None, STATS)
+        device = self.group.device
+        check_stats(eplb_local_stats, self.eplb_stats_num_experts, device)
         refuse("active_rank_mask", active_rank_mask, None, MASK)
         if self._round is not None:
             raise OutOfOrder(
                 f"dispatch while {self._round.tokens} tokens are away: call combine first"
             )
         limit = runtime_max_tokens_per_rank
-        self._check_tokens(token_selected_experts, limit)
+        check_batch(token_selected_experts, limit, self.top_k, self.max_num_tokens, device)
         rows = tuple(Payload(tuple(t.shape[1:]), t.dtype) for t in input_payloads)
         invalid, ids = invalid_token_expert_id, expert_id_payload_index
         if invalid is not None:
             check_ids(rows, self.top_k, invalid, ids)
         workspace = self._settle(rows)
-        received = workspace.a2a.dispatch(input_payloads, token_selected_experts)
-        self._round = _Round(token_selected_experts.shape[0], limit, received.counts)
+        received = workspace.dispatch(input_payloads, token_selected_experts, eplb_local_stats)
+        gathered = None if eplb_local_stats is None else received.stats
+        tokens = token_selected_experts.shape[0]
+        self._round = _Round(tokens, limit, received.counts, gathered)
         views = [workspace.view(p, t, limit) for p, t in enumerate(received.payloads)]
         if invalid is not None and ids is not None:
             workspace.mark_unrouted(views[ids], received.ids, invalid)
@@ -287,22 +307,6 @@ class MoeAlltoAll:
         if self._round is None:
             raise OutOfOrder(f"{call} without a dispatch: no tokens of this rank are away")
         return workspace, self._round
-
-    def _check_tokens(self, ids: torch.Tensor, limit: int) -> None:
-        integers, device = (torch.int32, torch.int64), self.group.device
-        shape = (None, self.top_k)
-        check_tensor("token_selected_experts", ids, shape=shape, dtypes=integers, device=device)
-        if limit < 1:
-            raise InvalidArgument(
-                f"runtime_max_tokens_per_rank is {limit}; it must be at least 1: ranks without "
-                "tokens bring empty tensors"
-            )
-        if limit > self.max_num_tokens or ids.shape[0] > limit:
-            raise TokenOverflow(
-                f"{ids.shape[0]} tokens with runtime_max_tokens_per_rank={limit} and "
-                f"max_num_tokens={self.max_num_tokens}; neither may be larger than the next: split "
-                "the batch, or build the all-to-all larger"
-            )
 
     def _settle(self, rows: tuple[Payload, ...]) -> SharedWorkspace:
         """The workspace for this payload list, made anew if it is the first one and is another."""

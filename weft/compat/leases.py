@@ -8,6 +8,7 @@ sequence of calls alone, so it is the same on every rank, as collective creation
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from weft.errors import InvalidArgument
 from weft.memory import Group
 from weft.ops.alltoall import AllToAll
-from weft.ops.received import Payload
+from weft.ops.received import Payload, Received
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class Terms:
     hidden: int
     dtype: torch.dtype
     payloads: tuple[Payload, ...]
+    stats: int
     contiguous: bool
     timeout: float
     first_timeout: float
@@ -43,6 +45,7 @@ class Terms:
             hidden=self.hidden,
             dtype=self.dtype,
             payloads=self.payloads,
+            stats=self.stats,
         )
 
 
@@ -59,6 +62,7 @@ class SharedWorkspace:
             hidden=terms.hidden,
             dtype=terms.dtype,
             payloads=terms.payloads,
+            stats=terms.stats,
             timeout=terms.timeout,
             first_timeout=terms.first_timeout,
         )
@@ -72,6 +76,7 @@ class SharedWorkspace:
         terms, device = self.terms, self.terms.group.device
         slots = (terms.group.size, terms.max_tokens)
         self._unrouted = torch.empty((*slots, terms.top_k), dtype=torch.bool, device=device)
+        self._silence = torch.zeros(terms.stats, dtype=torch.int32, device=device)
         rows = (*terms.payloads, Payload((terms.hidden,), terms.dtype)) if terms.contiguous else ()
         self._packed = [
             torch.empty(math.prod((*slots, *row.shape)), dtype=row.dtype, device=device)
@@ -84,6 +89,17 @@ class SharedWorkspace:
         if not self.terms.contiguous or rows.is_contiguous():
             return rows
         return self._slice(plane, rows.shape).copy_(rows)
+
+    def dispatch(
+        self,
+        payloads: Sequence[torch.Tensor],
+        ids: torch.Tensor,
+        stats: torch.Tensor | None,
+    ) -> Received:
+        """AllToAll.dispatch; zeros stand for statistics that this call does not bring."""
+        if stats is None and self.terms.stats:
+            stats = self._silence
+        return self.a2a.dispatch(payloads, ids, stats=stats)
 
     def mark_unrouted(self, view: torch.Tensor, ids: torch.Tensor, value: int) -> None:
         """Write `value` into `view` wherever `ids` names no expert of this rank."""

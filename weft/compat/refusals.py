@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from weft.errors import InvalidArgument
+from weft.errors import InvalidArgument, TokenOverflow
+from weft.ops.check import check_tensor
 from weft.ops.received import Payload
 
 BACKEND = "weft has one set of kernels"
 MASK = "weft waits for every rank; when one is gone, close the group and make a new one"
-STATS = "dispatch carries no statistics; gather them with torch.distributed"
+STATS = "this all-to-all has no statistics; pass eplb_stats_num_experts to its constructor"
 REMAP = "weft's memory cannot be unmapped and mapped again; close() and make a new all-to-all"
 RESULT = "combine adds rows, and returns them, in the dtype it was built for; convert its result"
 
@@ -41,6 +42,34 @@ def check_ids(rows: Sequence[Payload], top_k: int, invalid: int, index: int | No
         raise InvalidArgument(
             f"payload {index} has rows {row_text(rows[index])}; expert ids are [{top_k}] "
             "torch.int32 or torch.int64: mend expert_id_payload_index"
+        )
+
+
+def check_stats(stats: torch.Tensor | None, size: int, device: torch.device) -> None:
+    """Raise InvalidArgument unless `stats` is None or int32 `[size]`, with a size above 0."""
+    if size == 0:
+        refuse("eplb_local_stats", stats, None, STATS)
+    elif stats is not None:
+        number = (torch.int32,)
+        check_tensor("eplb_local_stats", stats, shape=(size,), dtypes=number, device=device)
+
+
+def check_batch(
+    ids: torch.Tensor, limit: int, top_k: int, max_tokens: int, device: torch.device
+) -> None:
+    """Raise unless `ids` `[tokens, top_k]` fit `limit` tokens, and those the all-to-all."""
+    integers, shape = (torch.int32, torch.int64), (None, top_k)
+    check_tensor("token_selected_experts", ids, shape=shape, dtypes=integers, device=device)
+    if limit < 1:
+        raise InvalidArgument(
+            f"runtime_max_tokens_per_rank is {limit}; it must be at least 1: ranks without "
+            "tokens bring empty tensors"
+        )
+    if limit > max_tokens or ids.shape[0] > limit:
+        raise TokenOverflow(
+            f"{ids.shape[0]} tokens with runtime_max_tokens_per_rank={limit} and "
+            f"max_num_tokens={max_tokens}; neither may be larger than the next: split "
+            "the batch, or build the all-to-all larger"
         )
 
 

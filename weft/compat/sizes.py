@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.compat.refusals import BACKEND, STATS, refuse
+from weft.compat.refusals import BACKEND, refuse
 from weft.ops.alltoall import AllToAll
 from weft.ops.received import Payload
 from weft.shape import MAX_PLANES, MAX_TOP_K
@@ -31,7 +31,6 @@ def moe_workspace_size(
     extra_payload_bytes_per_token: one payload more, with rows of that size.
     Raises InvalidArgument for sizes that cannot be.
     """
-    refuse("eplb_stats_num_experts", eplb_stats_num_experts, 0, STATS)
     refuse("backend", backend, "trtllm", BACKEND)
     rows = default_payloads(hidden_size, top_k, torch.bfloat16)
     if extra_payload_bytes_per_token:
@@ -43,6 +42,7 @@ def moe_workspace_size(
         num_experts=max(ep_size, top_k),  # their number takes no symmetric memory
         hidden=hidden_size,
         payloads=rows,
+        stats=eplb_stats_num_experts,
     )
 
 
@@ -60,7 +60,6 @@ def moe_a2a_get_workspace_size_per_rank(
     An estimate from above, for top_k and the number of payloads are not told: engines plan with it,
     and `MoeAlltoAll` does not depend on it. Raises InvalidArgument for sizes that cannot be.
     """
-    refuse("eplb_stats_num_experts", eplb_stats_num_experts, 0, STATS)
     refuse("backend", backend, "trtllm", BACKEND)
     padded = total_dispatch_payload_size_per_token + 15 * MAX_PLANES  # to 16 bytes, each payload
     return AllToAll.memory_bytes(
@@ -70,4 +69,5 @@ def moe_a2a_get_workspace_size_per_rank(
         num_experts=MAX_TOP_K,
         hidden=max(8, -(-combine_payload_size_per_token // 16) * 8),
         payloads=[Payload((padded,), torch.uint8)],
+        stats=eplb_stats_num_experts,
     )

@@ -131,8 +131,7 @@ template <Shape S> WEFT_FN void send_stats(const Block& team, const DispatchArgs
             const i32 number = load_input(a.stats + i);
 #pragma unroll
             for (u32 turn = 0; turn < S.ranks; ++turn) {
-                const u32 rank = a.site.rank + turn,
-                          peer = rank < S.ranks ? rank : rank - S.ranks;
+                const u32 rank = a.site.rank + turn, peer = rank < S.ranks ? rank : rank - S.ranks;
                 store(&share<S>(a.site, peer).inbox.stats.row[a.site.rank][i], number);
             }
         }

@@ -190,7 +190,8 @@ template <Shape S, u32 rank> WEFT_FN void combine_on_few(const CombineArgs& a) {
     wait_for_predecessor();
     admit_successor();
     const Turn turn = header.turn;
-    if (turn.failed != 0) return;
+    // All warps or none: they wait for each other below.
+    if (__syncthreads_or(turn.failed != 0)) return;
     const u64 start = team.lane() == 0 ? now_ns() : 0;
     mark_start(team, header, Phase::combine, turn.epoch, start);
     if (team.first()) publish<S>(team, a.site, Phase::combine, turn.epoch, 0);

@@ -19,7 +19,7 @@ WEFT_FN Errand find_errand(const Block& team, const Site& site, u32 slot, u32 mo
     const u32 token = slot / S.ranks, source = (site.rank + slot) % S.ranks, k = team.warp_lane();
     if (token >= most) return {source, token, false};
     const bool local = k < S.top_k && own.inbox.route[source][token].expert[k] >= 0;
-    const bool used = token < u32(own.inbox.counts[source]);
+    const bool used = token < tokens_from<S>(own.inbox, source);
     return {source, token, __any_sync(all_lanes, local && used) != 0};
 }
 
@@ -68,7 +68,7 @@ template <Shape S> WEFT_FN void push_rows(const Block& team, const Site& site) {
     u32 most = 0;
 #pragma unroll
     for (u32 source = 0; source < S.ranks; ++source)
-        most = max(most, min(u32(mine<S>(site).inbox.counts[source]), S.tokens));
+        most = max(most, tokens_from<S>(mine<S>(site).inbox, source));
     Errand errand = find_errand<S>(team, site, blockIdx.x, most);
     for (u32 slot = blockIdx.x; slot < most * S.ranks; slot += gridDim.x) {
         const Errand next = find_errand<S>(team, site, slot + gridDim.x, most);

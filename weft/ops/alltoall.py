@@ -12,13 +12,13 @@ from weft.memory import Group
 from weft.memory.header import Record
 from weft.ops import library
 from weft.ops.check import check_seconds
-from weft.ops.entry import Build, CpuEntries, CudaEntries, Entries
+from weft.ops.entry import Build, load_entries
 from weft.ops.geometry import Geometry, memory_bytes
 from weft.ops.received import Payload, Received
 from weft.ops.rounds import Rounds, State
 from weft.ops.timeline import DEFINE, Span, Wait, read_timeline
 from weft.ops.timeline import wait_times as read_wait_times
-from weft.ops.workspace import Workspace
+from weft.ops.workspace import open_workspace
 
 
 class AllToAll:
@@ -94,23 +94,17 @@ class AllToAll:
             )
             defines = (*_defines, *((DEFINE,) if profile else ()))
             build = Build(num_sms, programmatic_launch, halves, defines)
-            entries = _load(group, self._geometry, build)
+            entries = load_entries(
+                group.device, group.rank, self._geometry.shape, self._geometry.layout, build
+            )
         except Exception as error:  # whatever it is, every rank hears of it
             problem = error
         group.vote(problem, doing="preparing an all-to-all")
-        group.agree(self._geometry.manifest(), what="all-to-all geometry")
-        self._workspace = Workspace(
-            group,
-            self._geometry,
-            timeout=timeout,
-            first_timeout=first_timeout,
-            first_epoch=_first_epoch,
-        )
+        seconds = (timeout, first_timeout)
+        self._workspace = open_workspace(group, self._geometry, entries, seconds, _first_epoch)
         self.group, self.dtype, self.placement = group, dtype, self._geometry.placement
         self._rounds = Rounds(self._geometry, self._workspace, entries)
-        self._traced_tokens = 0
-        self._closed = False
-        self._halves = halves
+        self._closed, self._halves, self._traced_tokens = False, halves, 0
         self._order = torch.zeros(1, device=group.device)
         self._handle = library.register(self)
 
@@ -156,7 +150,7 @@ class AllToAll:
         topk_ids: int32 or int64 `[tokens, top_k]`, global expert ids, -1 for none.
         topk_weights: float32 `[tokens, top_k]`; None means ones.
         num_tokens: int32 `[1]` on the device, how many rows count; those beyond are not sent.
-        stats: int32 `[stats]` if built with stats, for example `reference.expert_load(topk_ids, n)`.
+        stats: int32 `[stats]`, needed if built with stats; for example `reference.expert_load`.
 
         The result shows symmetric memory and is valid until this rank calls combine: peers may
         overwrite it from then on, so only what comes before combine in the stream may read it.
@@ -206,7 +200,9 @@ class AllToAll:
             if out is None:
                 size = (self._traced_tokens, self._geometry.shape.hidden)
                 out = torch.empty(size, dtype=self.dtype, device=self._order.device)
-            return library.traced_combine(y, out, add, self._order, self._handle)
+            # Named as an argument, so that the compiler keeps what was written there before.
+            given = self._workspace.output if y is None else y
+            return library.traced_combine(given, out, add, self._order, self._handle)
         return self._combine(y, out, add)
 
     def dispatch_send(
@@ -306,6 +302,7 @@ class AllToAll:
         stats: torch.Tensor | None,
     ) -> Received:
         self._check_open()
+        self._traced_tokens = topk_ids.shape[0]  # for a combine that is compiled alone
         self._rounds.dispatch("dispatch", tensors, topk_ids, topk_weights, num_tokens, stats)
         return self._workspace.received
 
@@ -332,12 +329,3 @@ class AllToAll:
     def _check_open(self) -> None:
         if self._closed:
             raise OutOfOrder("this all-to-all was closed; make a new one")
-
-
-def _load(group: Group, geometry: Geometry, build: Build) -> Entries:
-    """Compile and load the operations for the group's device."""
-    if group.device.type == "cpu":
-        return CpuEntries(geometry.shape, geometry.layout, build)
-    with torch.cuda.device(group.device):
-        torch.cuda.synchronize()  # makes the primary context that the module is loaded into
-        return CudaEntries(geometry.shape, geometry.layout, group.rank, build)

@@ -97,6 +97,7 @@ class CudaEntries:
         available = torch.cuda.get_device_properties().multi_processor_count
         if build.num_sms is not None and not 1 <= build.num_sms <= available:
             raise InvalidArgument(f"num_sms is {build.num_sms}; this GPU has 1..{available}")
+        self._device = torch.cuda.current_device()
         self._sms, self._shape, few = build.num_sms or available, shape, build.few(shape)
         image = compile_cuda(
             shape, rank, current_arch(), halves=build.halves, few=few, defines=build.defines
@@ -121,6 +122,11 @@ class CudaEntries:
 
     def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
         """Enqueue one operation."""
+        if torch.cuda.current_device() != self._device:
+            raise InvalidArgument(
+                f"the current device is cuda:{torch.cuda.current_device()}, this all-to-all works "
+                f"on cuda:{self._device}: call torch.cuda.set_device({self._device}) first"
+            )
         p = self._plans.get((name, tokens)) or self._plan(name, tokens)
         early = self._programmatic and tokens * self._in_vectors < LONG
         stream = torch.cuda.current_stream().cuda_stream
@@ -166,6 +172,17 @@ class CudaEntries:
             found = self._plan_push(tokens, per_sm)
         self._plans[name, tokens] = found
         return found
+
+
+def load_entries(
+    device: torch.device, rank: int, shape: Shape, layout: Layout, build: Build
+) -> Entries:
+    """Compile and load the operations of a Shape for one rank's device."""
+    if device.type == "cpu":
+        return CpuEntries(shape, layout, build)
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()  # makes the primary context that the module is loaded into
+        return CudaEntries(shape, layout, rank, build)
 
 
 def _few_tokens(shape: Shape) -> int:

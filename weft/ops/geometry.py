@@ -155,7 +155,6 @@ class Geometry:
         if stats is not None:
             number = (torch.int32,)
             check_tensor("stats", stats, shape=(size,), dtypes=number, device=device)
-            check_alignment("stats", stats, 4)
 
 
 def memory_bytes(

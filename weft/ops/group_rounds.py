@@ -73,7 +73,7 @@ class GroupRounds:
     def __init__(self, a2a: AllToAll, grouping: Grouping, programmatic: bool) -> None:
         a2a._check_running()
         shape, device = a2a._geometry.shape, a2a.group.device
-        self._a2a, self._gathered = a2a, False
+        self._a2a, self._gathered = a2a, 0  # the round whose rows are grouped
         self._entries: GroupEntries | None = None
         if device.type == "cuda":
             with torch.cuda.device(device):
@@ -100,19 +100,19 @@ class GroupRounds:
                 "pass what its own dispatch returned, not a copy"
             )
         entries.gather(self._args)
-        self._gathered = True
+        self._gathered = self._a2a._rounds.number
 
     def scatter(self, y: torch.Tensor, shape: tuple[int, ...]) -> None:
         """Sum y, of `shape`, into the output rows of the tokens that were gathered."""
         entries = self._running("scatter")
-        if not self._gathered:
+        if self._gathered != self._a2a._rounds.number:
             raise OutOfOrder("scatter without a gather: gather what this round's dispatch brought")
         a2a = self._a2a
         check_tensor("y", y, shape=shape, dtypes=(a2a.dtype,), device=a2a.group.device)
         check_alignment("y", y, a2a._geometry.shape.out_bytes)
         self._args.y = y.data_ptr()
         entries.scatter(self._args)
-        self._gathered = False
+        self._gathered = 0
 
     def close(self) -> None:
         """Unload the kernels, once they have run."""

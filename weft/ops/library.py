@@ -34,7 +34,7 @@ def forget(handle: int) -> None:
 
 
 def _find(handle: int) -> AllToAll:
-    owner = _live.get(handle)
+    owner = _live.get(int(handle))  # a traced integer is no key
     if owner is None:
         raise OutOfOrder(f"all-to-all {handle} was closed; compile again with a live one")
     return owner
@@ -65,14 +65,18 @@ def _(
 ) -> None:
     owner = _find(handle)
     # Here too, because what is received depends on it.
-    owner._geometry.check_stats(stats, owner.group.device, traced=True)
+    owner._geometry.check_stats(stats, owner.group.device)
 
 
 # Apart from dispatch, because an op that mutates may not return a list; reading `order` keeps it
-# behind dispatch.
+# behind dispatch. Copies, because a compiler may move a pointwise read of a view behind combine,
+# when peers write there again.
 @torch.library.custom_op("weft::received", mutates_args=())
 def _received(order: torch.Tensor, handle: int) -> list[torch.Tensor]:
-    return _views(handle)
+    return [
+        torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device).copy_(v)
+        for v in _views(handle)
+    ]
 
 
 @_received.register_fake
@@ -119,16 +123,14 @@ def traced_dispatch(
     stats: torch.Tensor | None,
     order: torch.Tensor,
     handle: int,
-) -> tuple[
-    tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None
-]:
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Dispatch inside a compiled graph: the fields of a Received."""
     torch.ops.weft.dispatch(
         list(payloads), topk_ids, topk_weights, num_tokens, stats, order, handle
     )
     views = torch.ops.weft.received(order, handle)
-    gathered = None if stats is None else views.pop()
-    *planes, ids, weights, counts = views
+    gathered = None if stats is None else views[-1]
+    *planes, ids, weights, counts = views if stats is None else views[:-1]
     return tuple(planes), ids, weights, counts, gathered
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 LARGEST = 512  # threads of a dispatch CTA
 SMALLEST = 64
+GRID_LIMIT = 65535  # pieces of a row; a CTA takes more of them in turn
 PIECE = 128  # threads of a combine CTA
 PIECES_PER_SM = 4
 
@@ -38,8 +39,8 @@ def plan_dispatch(tokens: int, vectors: int, *, sms: int, per_sm: Callable[[int]
     chunks = -(-vectors // LARGEST)
     if tokens * chunks < sms:
         chunks = max(chunks, min(sms // max(tokens, 1), -(-vectors // SMALLEST)))
-    threads = max(SMALLEST, _whole_warps(-(-vectors // chunks)))
-    chunks = -(-vectors // threads)
+    threads = min(LARGEST, max(SMALLEST, _whole_warps(-(-vectors // chunks))))
+    chunks = min(-(-vectors // threads), GRID_LIMIT)
     resident = max(1, sms * max(1, per_sm(threads)) // chunks)
     return Plan(workers=max(1, min(tokens, resident)), chunks=chunks, threads=threads)
 

@@ -21,12 +21,14 @@ def dispatch(
     *,
     rank: int,
     max_tokens: int,
+    stats: Sequence[torch.Tensor] | None = None,
 ) -> Received:
     """What `rank` receives.
 
     payloads: for each rank, its payload tensors `[tokens, ...]`.
     topk_ids: for each rank, int32 or int64 `[tokens, top_k]`; ids outside the experts count as -1.
     topk_weights: for each rank, float32 `[tokens, top_k]`, or None for ones.
+    stats: for each rank, int32 `[n]`, or None without statistics.
 
     Slots that carry no token for the rank hold zeros here; in the real thing their payload is
     undefined.
@@ -50,7 +52,20 @@ def dispatch(
         for plane, tensor in zip(planes, payloads[source], strict=True):
             plane[source, :tokens][wanted] = tensor[wanted]
     counts = torch.tensor([t.shape[0] for t in topk_ids], dtype=torch.int32, device=device)
-    return Received(planes, ids, weights, counts)
+    gathered = None if stats is None else torch.stack(tuple(stats))
+    return Received(planes, ids, weights, counts, gathered)
+
+
+def expert_load(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """int32 `[num_experts]`: how often each expert was chosen, one way to make `stats`.
+
+    topk_ids: int32 or int64 `[tokens, top_k]`; ids outside the experts do not count.
+
+    bincount waits for the device. In a captured graph let `zeros(num_experts + 1).scatter_add_`
+    count instead, with the last number for the ids that name no expert.
+    """
+    known = (topk_ids >= 0) & (topk_ids < num_experts)
+    return torch.bincount(topk_ids[known], minlength=num_experts).int()
 
 
 def combine(

@@ -41,6 +41,7 @@ class Rounds:
             self._dispatch_args.placement = self._table.data_ptr()
         self.state = State.IDLE
         self.tokens = 0
+        self.number = 0  # of this round, counted from its dispatch
 
     def dispatch(
         self,
@@ -67,6 +68,7 @@ class Rounds:
         args.tokens = tokens
         self._entries.run(entry, args, tokens)
         self.tokens = tokens
+        self.number += 1
         self._reach(State.RECEIVED if entry == "dispatch" else State.SENT)
 
     def receive(self) -> Received:

@@ -9,6 +9,7 @@ from weft.memory import Group, Heap
 from weft.memory.header import ABI, EPOCH_MASK, HEADER_BYTES, Header, Mailbox, Record
 from weft.ops.alarm import Alarm
 from weft.ops.args import Site
+from weft.ops.entry import Entries
 from weft.ops.geometry import Geometry
 from weft.ops.received import Payload, Received
 from weft.ops.report import breakage, refusal
@@ -122,6 +123,28 @@ class Workspace:
         """Give the memory back, but for what a caller's views still show; local."""
         del self._mailbox, self._alarm, self.received, self.output
         self.heap.close()
+
+
+def open_workspace(
+    group: Group,
+    geometry: Geometry,
+    entries: Entries,
+    seconds: tuple[float, float],
+    first_epoch: int,
+) -> Workspace:
+    """The shared memory, once all ranks agree on what it holds; else nothing stays loaded."""
+    try:
+        group.agree(geometry.manifest(), what="all-to-all geometry")
+        return Workspace(
+            group,
+            geometry,
+            timeout=seconds[0],
+            first_timeout=seconds[1],
+            first_epoch=first_epoch,
+        )
+    except BaseException:
+        entries.close()
+        raise
 
 
 def _plane(

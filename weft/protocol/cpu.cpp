@@ -220,7 +220,7 @@ template <Shape S> void reduce_token(const CombineArgs& a, u32 token) {
 template <Shape S> void push_rows(const Site& site) {
     Share<S>& own = mine<S>(site);
     for (u32 source = 0; source < S.ranks; ++source)
-        for (u32 token = 0; token < u32(own.inbox.counts[source]); ++token) {
+        for (u32 token = 0, count = tokens_from<S>(own.inbox, source); token < count; ++token) {
             bool is_for_me = false;
             for (u32 k = 0; k < S.top_k; ++k)
                 is_for_me = is_for_me || own.inbox.route[source][token].expert[k] >= 0;

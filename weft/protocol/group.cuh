@@ -55,13 +55,6 @@ struct GroupArgs {
     const void* y;           // [total, hidden] results, to scatter
 };
 
-// The tokens that a source brought in this round. A count comes from a peer: never believe more
-// than the inbox holds.
-template <Shape S> WEFT_FN u32 tokens_from(const Inbox<S>& inbox, u32 source) {
-    const i32 count = inbox.counts[source];
-    return count < 0 ? 0 : u32(count) < S.tokens ? u32(count) : S.tokens;
-}
-
 // More rows than the buffer holds: what fits is served, the rest is dropped and reported.
 WEFT_FN void refuse_rows(Header& header, const Site& site, u32 limit, u64 needed, u32 group) {
     refuse(header, site,

@@ -106,6 +106,13 @@ template <Shape S> WEFT_FN u32 token_count(const DispatchArgs& a, bool reports) 
     return count < 0 ? 0 : a.tokens;
 }
 
+// The tokens that a source brought in this round. A count comes from a peer: never believe more
+// than the inbox holds.
+template <Shape S> WEFT_FN u32 tokens_from(const Inbox<S>& inbox, u32 source) {
+    const i32 count = inbox.counts[source];
+    return count < 0 ? 0 : u32(count) < S.tokens ? u32(count) : S.tokens;
+}
+
 // Publishes epoch `wanted` at every peer.
 // Order: each release covers all that this team wrote or acquired: the whole rank's payload, routes
 // and counts.

@@ -1,0 +1,119 @@
+#!/usr/bin/env bash
+# Everything that needs GPUs, in one command: accept.sh [all|tests|bench|sanitizer|ordering] [OUT_DIR]
+#
+# Each step has a deadline, a log OUT_DIR/NAME.log, and a line with its wall time. A step that fails stops nothing; the
+# exit status is 1 if any did. Most valuable first. With 8 GPUs, tests of few ranks run three at a time on GPUs of
+# their own; nothing runs beside a benchmark or the litmus. CUDA_VISIBLE_DEVICES is respected; PYTHON chooses the
+# interpreter.
+set -uo pipefail
+
+what=${1:-all}
+out=${2:-build/gpu}
+if [[ ! $what =~ ^(all|tests|bench|sanitizer|ordering)$ ]]; then
+    echo "accept.sh: '$what' is none of all, tests, bench, sanitizer, ordering" >&2
+    exit 2
+fi
+mkdir -p "$out" && out=$(cd "$out" && pwd) || exit 2
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
+python=${PYTHON:-python3}
+devices=${CUDA_VISIBLE_DEVICES-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd, -)}
+IFS=, read -ra gpus <<<"$devices"
+if ((${#gpus[@]} == 0)); then
+    echo "accept.sh: no GPU: nvidia-smi lists none, or CUDA_VISIBLE_DEVICES is empty; run weft doctor" >&2
+    exit 1
+fi
+summary=$out/summary-$what.txt
+: >"$summary"
+
+# Bash runs a trap only between commands, so every step is a job that is waited for.
+stop() {
+    kill $(jobs -p) 2>/dev/null
+    exit 130
+}
+trap stop INT TERM
+
+# step NAME SECONDS COMMAND...
+step() {
+    local name=$1 limit=$2 start=$SECONDS status verdict=ok
+    shift 2
+    trap stop INT TERM
+    timeout --kill-after=10 "$limit" "$@" >"$out/$name.log" 2>&1 &
+    wait $!
+    status=$?
+    ((status == 0)) || verdict=FAILED
+    ((status != 124 && status != 137)) || verdict="LATE, over $limit s,"
+    printf '%-6s %4d s  %-18s %s\n' "$verdict" $((SECONDS - start)) "$name" \
+        "$(tail -n 1 "$out/$name.log" | tr -d '=' | cut -c 1-80)" | tee -a "$summary"
+    ((status == 0)) || tail -n 25 "$out/$name.log" | sed 's/^/    | /'
+}
+
+check() { # check NAME SECONDS FILES...: their tests that need a GPU
+    local name=$1 limit=$2
+    shift 2
+    step "$name" "$limit" "$python" -m pytest -m gpu -q -p no:cacheprovider "$@"
+}
+
+lane() { # lane FIRST COUNT COMMAND... &: on these GPUs only; always a job, and so a shell of its own
+    local few=("${gpus[@]:$1:$2}")
+    shift 2
+    CUDA_VISIBLE_DEVICES=$(IFS=, && echo "${few[*]}") "$@"
+}
+
+rounds() { check rounds 300 tests/ops/test_{alltoall,ways,stats}.py tests/memory; }
+sanitizer() { check sanitizer 240 tests/gpu/test_sanitizer.py; }
+ordering() { check ordering 120 tests/gpu/test_ordering.py; }
+failures() {
+    check failures 300 tests/ops/test_failures.py tests/ops tests/jit tests/bench \
+        --deselect=tests/ops/test_{alltoall,ways,stats}.py
+}
+
+tests() {
+    if ((${#gpus[@]} >= 8)); then
+        lane 0 3 rounds &
+        lane 3 3 failures &
+        [[ $what != all ]] || lane 6 2 sanitizer &
+        wait
+    else
+        rounds
+        failures
+    fi
+    check grid 150 tests/gpu/test_grid.py
+    check graphs 120 tests/gpu/test_graphs.py
+    check few 90 tests/gpu/test_few.py
+}
+
+measure() { # measure NAME SECONDS OPTIONS...
+    local name=$1 limit=$2
+    shift 2
+    step "$name" "$limit" "$python" -c 'from weft.cli import main; main()' bench moe --case deepseek-v3 --quiet \
+        --device cuda --json "$out/$name.json" --plot "$out/$name.png" "$@"
+}
+
+bench() {
+    local fp8=(--combine-by fp8 --quantize fp8) n
+    measure perfect 60 --router perfect --tokens 1..4096
+    measure fp8-both 60 --router perfect --tokens 1..4096 "${fp8[@]}"
+    measure random 60 --router random --tokens 1..4096
+    measure fp8-out 60 --router perfect --tokens 1..4096 --payload fp8
+    ((${#gpus[@]} < 4)) || measure ranks-4 60 --router perfect --tokens 1..4096 --ranks 4
+    ((${#gpus[@]} < 2)) || measure ranks-2 60 --router perfect --tokens 1..4096 --ranks 2
+    for n in 16 8 24; do measure "sms-$n" 40 --router perfect --tokens 1024,2048 --num-sms $n; done
+    for n in 16 8 24; do
+        measure "sms-$n-beside" 60 --router perfect --tokens 1024,2048 --num-sms $n --beside matmul
+    done
+    measure trace 40 --router perfect --tokens 128 --trace "$out/trace-128.json"
+}
+
+if [[ $what == all ]]; then
+    tests
+    bench
+    ((${#gpus[@]} >= 8)) || sanitizer
+    ordering
+else
+    "$what"
+fi
+failed=$(grep -cv '^ok ' "$summary")
+echo
+echo "$what on ${#gpus[@]} GPUs in $SECONDS s: $(grep -c '^ok ' "$summary") steps ok, $failed not; logs in $out"
+grep -v '^ok ' "$summary"
+((failed == 0))

@@ -1,0 +1,113 @@
+"""benchmarks/accept.sh with made-up steps: all of them run, each is told, the status is theirs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "accept.sh"
+# Stands in for python: notes what it was asked for, and fails or hangs where it is told to.
+PYTHON = """\
+#!/usr/bin/env bash
+echo "$CUDA_VISIBLE_DEVICES: $*" >> "$NOTES"
+if [[ -n ${HANG:-} && $* == *$HANG* ]]; then echo $$ >> "$NOTES.pid"; sleep 60; fi
+echo "last line"
+[[ -z ${FAIL:-} || $* != *$FAIL* ]]
+"""
+
+
+@pytest.fixture
+def accept(tmp_path):
+    """`accept(*arguments, **environment)` -> (the process, ended or not; the notes' path)."""
+    python, notes = tmp_path / "python", tmp_path / "notes"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+
+    def start(*arguments: str, **environment: str) -> tuple[subprocess.Popen[str], Path]:
+        env = {**os.environ, "PYTHON": str(python), "NOTES": str(notes), **environment}
+        command = [str(SCRIPT), *arguments]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True), notes
+
+    return start
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=30)
+    return process.returncode, out, err
+
+
+def test_all_steps_run_and_are_told(accept, tmp_path):
+    process, notes = accept("all", str(tmp_path), CUDA_VISIBLE_DEVICES="0,1,2,3,4,5,6,7")
+    code, out, _ = ended(process)
+    assert code == 0, out
+    steps = [line.split()[3] for line in out.splitlines() if line.startswith("ok ")]
+    assert len(steps) == 20
+    assert set(steps[:3]) == {"rounds", "failures", "sanitizer"}
+    assert steps[3:7] == ["grid", "graphs", "few", "perfect"]
+    assert steps[-2:] == ["trace", "ordering"]
+    assert all((tmp_path / f"{step}.log").read_text() == "last line\n" for step in steps)
+    assert "all on 8 GPUs" in out
+    calls = notes.read_text().splitlines()
+    place = {line.split("tests/")[1].split()[0]: line.split(":")[0] for line in calls[:3]}
+    assert place == {
+        "ops/test_alltoall.py": "0,1,2",
+        "ops/test_failures.py": "3,4,5",
+        "gpu/test_sanitizer.py": "6,7",
+    }
+    assert all(line.startswith("0,1,2,3,4,5,6,7: ") for line in calls[3:])
+    (both,) = [line for line in calls if "fp8-both.json" in line]
+    assert "--tokens 1..4096 --combine-by fp8 --quantize fp8" in both
+    assert sum("--num-sms" in line for line in calls) == 6
+    assert sum("--num-sms" in line and "--beside matmul" in line for line in calls) == 3
+    assert sum("--plot" in line for line in calls) == 13
+
+
+def test_a_failure_stops_nothing(accept, tmp_path):
+    process, notes = accept("tests", str(tmp_path), CUDA_VISIBLE_DEVICES="0,1", FAIL="test_grid")
+    code, out, _ = ended(process)
+    assert code == 1
+    assert out.count("FAILED") == 2, "when it happens and at the end"
+    assert "    | last line" in out
+    assert "4 steps ok, 1 not" in out
+    assert len(notes.read_text().splitlines()) == 5
+
+
+def test_a_few_gpus_leave_out_what_needs_more(accept, tmp_path):
+    process, notes = accept("bench", str(tmp_path), CUDA_VISIBLE_DEVICES="0")
+    assert ended(process)[0] == 0
+    calls = notes.read_text()
+    assert "--ranks" not in calls
+    assert len(calls.splitlines()) == 11
+
+
+def test_refusals(accept, tmp_path):
+    process, _ = accept("rest", str(tmp_path), CUDA_VISIBLE_DEVICES="0")
+    code, _, err = ended(process)
+    assert code == 2
+    assert "'rest' is none of all, tests" in err
+    code, _, err = ended(accept("all", str(tmp_path), CUDA_VISIBLE_DEVICES="")[0])
+    assert code == 1
+    assert "no GPU" in err
+
+
+@pytest.mark.parametrize("gpus", ["0", "0,1,2,3,4,5,6,7"])
+def test_it_leaves_nothing_running(accept, tmp_path, gpus):
+    hanging = {"HANG": "tests/memory", "CUDA_VISIBLE_DEVICES": gpus}
+    process, notes = accept("tests", str(tmp_path), **hanging)
+    pid_file = Path(f"{notes}.pid")
+    deadline = time.monotonic() + 20
+    while not (pid_file.exists() and pid_file.read_text().strip()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    pid = int(pid_file.read_text())
+    process.send_signal(signal.SIGTERM)
+    assert ended(process)[0] == 130
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < deadline, "a step outlived the script"
+        time.sleep(0.02)

@@ -1,0 +1,213 @@
+"""A product beside the pairs: what counts, what is refused, on two streams of a made-up clock."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.bench.test_cases import SETTINGS
+from weft.bench import beside
+from weft.bench.beside import ALONE, ATTEMPTS, measure_beside
+from weft.bench.clock import CALLS, Phases
+from weft.errors import InvalidArgument
+
+SMS, SPARE = 132, 12
+PAIR_US, BESIDE_PAIR_US = 40.0, 100.0
+ALONE_US, LIMITED_US, BESIDE_US = 1500.0, 1600.0, 1700.0
+ON_GPUS = replace(SETTINGS, device="cuda", num_sms=SPARE, beside="matmul:128")
+
+
+class Stream:
+    """Has a time of its own, in us."""
+
+    def __init__(self, priority: int = 0) -> None:
+        self.now, self.priority = 0.0, priority
+
+    def wait_stream(self, other: Stream) -> None:
+        self.now = max(self.now, other.now)
+
+
+class TwoStreams:
+    """A device on which a product is slower while pairs are queued, and pairs beside products."""
+
+    def __init__(self, *, external: bool = True, pair_us: float = BESIDE_PAIR_US) -> None:
+        self.current = self.main = Stream()
+        self.streams = [self.main]
+        self.captured: list[Any] | None = None
+        self.spare, self.library = 0, "default"
+        self.external, self.beside_us = external, pair_us
+        self.graphs: list[Any] = []
+        self.limits: list[int | None] = []
+        self.company = False
+        self.products: list[int] = []  # of each graph that holds any
+
+    def do(self, action) -> None:
+        if self.captured is None:
+            action()
+        else:
+            self.captured.append(action)
+
+    def spend(self, us: float) -> None:
+        self.current.now += us
+
+    def pair(self) -> None:
+        self.do(lambda: self.spend(self.beside_us if self.company else PAIR_US))
+
+    def multiply(self, a, b, *, out) -> None:
+        assert self.library == "cublaslt"
+        alone = LIMITED_US if self.spare else ALONE_US
+        self.do(lambda: self.spend(BESIDE_US if self.company else alone))
+
+    def synchronize(self) -> None:
+        last = max(stream.now for stream in self.streams)
+        for stream in self.streams:
+            stream.now = last
+
+    def limit(self, spare: int | None) -> None:
+        self.limits.append(spare)
+        self.spare = spare or 0
+
+    def prefer(self, library: str | None = None) -> str:
+        before, self.library = self.library, library or self.library
+        return before if library is None else self.library
+
+    @contextlib.contextmanager
+    def on(self, stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    @contextlib.contextmanager
+    def capture(self, graph, stream, capture_error_mode):
+        assert stream is not None
+        self.captured = []
+        with self.on(stream):
+            yield
+        graph.actions, self.captured = self.captured, None
+        graph.spare = self.spare
+
+    def new_stream(self, **kind) -> Stream:
+        self.streams.append(Stream(**kind))
+        return self.streams[-1]
+
+    def install(self, monkeypatch) -> Phases:
+        gpu = self
+
+        class Event:
+            def __init__(self, *, enable_timing, **kind) -> None:
+                if kind and not gpu.external:
+                    raise TypeError("no keyword 'external'")
+
+            def record(self) -> None:
+                gpu.do(lambda: setattr(self, "time", gpu.current.now))
+
+            def elapsed_time(self, end) -> float:
+                found: float = end.time - self.time  # type: ignore[attr-defined]
+                assert found >= 0, "drivers promise nothing for events the other way round"
+                return found / 1e3
+
+        class CUDAGraph:
+            actions: list[Any]
+
+            def replay(self) -> None:
+                for action in self.actions:
+                    action()
+
+        for name, value in (
+            ("Event", Event),
+            ("CUDAGraph", CUDAGraph),
+            ("graph", self.capture),
+            ("Stream", self.new_stream),
+            ("stream", self.on),
+            ("current_stream", lambda: self.main),
+            ("synchronize", self.synchronize),
+            ("get_device_properties", lambda _: SimpleNamespace(multi_processor_count=SMS)),
+        ):
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch, "mm", self.multiply)
+        monkeypatch.setattr(torch._C, "_set_sm_carveout_experimental", self.limit)
+        monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", self.prefer)
+        together = beside._together
+
+        def watched(group, pairs, products, rounds):
+            assert pairs.stream.priority == -1
+            assert pairs.stream is not products.stream
+            self.company = True
+            self.products.append(len(products.marks) - 1)
+            found = together(group, pairs, products, rounds)
+            self.company = False
+            return found
+
+        monkeypatch.setattr(beside, "_together", watched)
+        return Phases(dispatch=self.pair, combine=lambda: None)
+
+
+def group_of(peer: bool = True) -> Any:
+    """A rank with a peer whose products lasted, or did not."""
+    return SimpleNamespace(
+        device=torch.device("cpu"), barrier=lambda: None, all_gather=lambda mine: [mine, peer]
+    )
+
+
+def run(monkeypatch, gpu: TwoStreams, group: Any, settings=ON_GPUS, pair_us=PAIR_US):
+    phases = gpu.install(monkeypatch)
+    return measure_beside(group, phases, settings, samples=11, pair_us=pair_us)
+
+
+def test_both_are_timed_together_and_alone(monkeypatch):
+    gpu = TwoStreams()
+    found = run(monkeypatch, gpu, group_of())
+    assert found.times["product_alone"] == pytest.approx([ALONE_US] * ALONE)
+    assert found.times["product_limited"] == pytest.approx([LIMITED_US] * ALONE)
+    rounds = 30  # 60 ms of pairs, more than 11 replays
+    assert found.times["pair"] == pytest.approx([BESIDE_PAIR_US] * rounds)
+    products = found.times["product"]
+    assert products == pytest.approx([BESIDE_US] * len(products))
+    # Those that ran before the first timed round or past the last one are left out.
+    assert len(products) == pytest.approx(rounds * CALLS * BESIDE_PAIR_US / BESIDE_US, abs=2)
+    assert gpu.products == [117]
+    assert found.method.startswith(
+        f"beside matmul 128^3 bf16: {rounds} replays of 50 calls while products run on 120 of 132"
+    )
+    assert gpu.limits == [None, None, SPARE, None, SPARE, None]
+    assert gpu.library == "default", "what others multiply is as before"
+
+
+def test_products_that_end_early_are_doubled(monkeypatch):
+    gpu = TwoStreams(pair_us=6 * PAIR_US)
+    found = run(monkeypatch, gpu, group_of())
+    assert all(after == 2 * before for before, after in pairwise(gpu.products))
+    assert len(gpu.products) == 2
+    assert min(found.times["pair"]) == pytest.approx(6 * PAIR_US)
+
+
+@pytest.mark.parametrize(("peer", "slow"), [(False, 1), (True, 1000)])
+def test_no_figure_where_products_do_not_last(monkeypatch, peer, slow):
+    """Also where they lasted here and not on a peer: all ranks try again together."""
+    gpu = TwoStreams(pair_us=slow * PAIR_US)
+    found = run(monkeypatch, gpu, group_of(peer))
+    assert found.times == {}
+    assert len(gpu.products) == ATTEMPTS
+    assert f"no figure, {gpu.products[-1]} products ended before 30 replays" in found.method
+
+
+def test_long_pairs_are_replayed_as_often_as_asked(monkeypatch):
+    found = run(monkeypatch, TwoStreams(pair_us=800.0), group_of(), pair_us=800.0)
+    assert len(found.times["pair"]) == 11
+
+
+def test_refusals(monkeypatch):
+    with pytest.raises(InvalidArgument, match=r"num_sms is 132 and this GPU has 132.*1\.\.131"):
+        run(monkeypatch, TwoStreams(), group_of(), replace(ON_GPUS, num_sms=SMS))
+    with pytest.raises(InvalidArgument, match=r"Event\(external=True\)"):
+        run(monkeypatch, TwoStreams(external=False), group_of())
+    phases = TwoStreams().install(monkeypatch)
+    monkeypatch.delattr(torch._C, "_set_sm_carveout_experimental")
+    with pytest.raises(InvalidArgument, match="cannot limit the SMs of a matrix product"):
+        measure_beside(group_of(), phases, ON_GPUS, samples=11, pair_us=PAIR_US)
