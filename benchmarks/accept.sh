@@ -116,4 +116,5 @@ failed=$(grep -cv '^ok ' "$summary")
 echo
 echo "$what on ${#gpus[@]} GPUs in $SECONDS s: $(grep -c '^ok ' "$summary") steps ok, $failed not; logs in $out"
 grep -v '^ok ' "$summary"
+tar -C "$out" --exclude=accept.tgz -czf "$out/accept.tgz" . # one file to carry away
 ((failed == 0))
