@@ -198,7 +198,8 @@ def _median(times: list[tuple[float, float, float]]) -> tuple[float, float, floa
 def _single_process(plan: Plan, rank: int) -> torch.Tensor:
     """The same layer without any exchange: float32 `[tokens, hidden]`."""
     x = plan.x(rank)
-    ids, weights = softmax_top_k(functional.linear(x, plan.gate()), plan.top_k)
+    logits = functional.linear(x.float(), plan.gate().float())
+    ids, weights = softmax_top_k(logits, plan.top_k)
     total: torch.Tensor = plan.expert(plan.experts)(x).float()
     for index in range(plan.experts):
         token, k = (ids == index).nonzero(as_tuple=True)

@@ -43,8 +43,12 @@ class MoELayer(nn.Module):
         self.shared = shared
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ids int32 and weights float32, both `[tokens, top_k]`."""
-        return softmax_top_k(functional.linear(x, self.gate), self.top_k)
+        """Return ids int32 and weights float32, both `[tokens, top_k]`.
+
+        The logits are taken in fp32: in bf16 two experts often tie, and which of them wins would
+        depend on the device.
+        """
+        return softmax_top_k(functional.linear(x.float(), self.gate.float()), self.top_k)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[tokens, hidden]` of this rank -> `[tokens, hidden]`."""
