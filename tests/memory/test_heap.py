@@ -1,17 +1,16 @@
 """Heaps of CPU ranks: addresses, views, guards, failing creations, and what is given back."""
 
 import ctypes
-import gc
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.memory.baseline import raised, shares_mapped, state
 from weft.errors import (
     InvalidArgument,
     OutOfOrder,
@@ -23,27 +22,6 @@ from weft.memory.launch import launch
 
 DEVICES = ("threads", "cpu")
 PAGE = os.sysconf("SC_PAGESIZE")
-
-
-def shares_mapped():
-    with open("/proc/self/maps", encoding="utf-8") as file:
-        return sum("weft-share" in line for line in file)
-
-
-def state():
-    """Descriptors, mapped shares and all mappings of this process."""
-    gc.collect()
-    with open("/proc/self/maps", encoding="utf-8") as file:
-        return len(os.listdir("/proc/self/fd")), shares_mapped(), len(file.readlines())
-
-
-def raised(call, *args, **options):
-    started = time.monotonic()
-    try:
-        call(*args, **options)
-    except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - started
-    return "nothing", "", time.monotonic() - started
 
 
 def write_to_everyone(group, size):

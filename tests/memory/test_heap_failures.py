@@ -1,12 +1,12 @@
 """Creations that fail: every rank raises the same, in time, and nothing stays behind."""
 
-import gc
 import os
 import signal
 import time
 
 import pytest
 
+from tests.memory.baseline import raised, state
 from weft.errors import (
     CreationFailed,
     GeometryMismatch,
@@ -19,27 +19,6 @@ from weft.memory.launch import launch
 
 DEVICES = ("threads", "cpu")
 PAGE = os.sysconf("SC_PAGESIZE")
-
-
-def shares_mapped():
-    with open("/proc/self/maps", encoding="utf-8") as file:
-        return sum("weft-share" in line for line in file)
-
-
-def state():
-    """Descriptors, mapped shares and all mappings of this process."""
-    gc.collect()
-    with open("/proc/self/maps", encoding="utf-8") as file:
-        return len(os.listdir("/proc/self/fd")), shares_mapped(), len(file.readlines())
-
-
-def raised(call, *args, **options):
-    started = time.monotonic()
-    try:
-        call(*args, **options)
-    except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - started
-    return "nothing", "", time.monotonic() - started
 
 
 def create_badly(group, sizes):

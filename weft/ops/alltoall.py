@@ -14,6 +14,7 @@ from weft.ops import library
 from weft.ops.check import check_seconds
 from weft.ops.entry import Build, load_entries
 from weft.ops.geometry import Geometry, memory_bytes
+from weft.ops.placement import Placed
 from weft.ops.received import Payload, Received
 from weft.ops.rounds import Rounds, State
 from weft.ops.timeline import DEFINE, Span, Wait, read_timeline
@@ -21,7 +22,7 @@ from weft.ops.timeline import wait_times as read_wait_times
 from weft.ops.workspace import open_workspace
 
 
-class AllToAll:
+class AllToAll(Placed):
     """Send each token once to every rank that owns one of its experts, and bring the sums home.
 
     Meaning: `weft.reference.dispatch` and `weft.reference.combine`. All memory is allocated here; a
@@ -111,29 +112,9 @@ class AllToAll:
     memory_bytes = staticmethod(memory_bytes)
 
     @property
-    def rank(self) -> int:
-        """This rank."""
-        return self.group.rank
-
-    @property
-    def ep_size(self) -> int:
-        """Ranks of the group."""
-        return self._geometry.shape.ranks
-
-    @property
     def max_tokens(self) -> int:
         """Most tokens of one rank in one call."""
         return self._geometry.shape.tokens
-
-    @property
-    def local_experts(self) -> tuple[int, ...]:
-        """Global ids of this rank's experts; a LOCAL id indexes this tuple."""
-        return self.placement.experts_of(self.rank)
-
-    @property
-    def num_local_experts(self) -> int:
-        """How many experts this rank holds."""
-        return len(self.local_experts)
 
     def dispatch(
         self,

@@ -17,6 +17,7 @@ from weft.errors import BadExpertId, OutOfOrder
 from weft.memory import Group
 from weft.ops.check import check_tensor
 from weft.ops.geometry import Geometry
+from weft.ops.placement import Placed
 from weft.ops.received import Payload, Received
 
 # torch 2.13 renamed both; the old names still work there, but warn.
@@ -24,7 +25,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class CollectiveAllToAll:
+class CollectiveAllToAll(Placed):
     """Dispatch and combine on all-gather and reduce-scatter (gloo on CPUs, NCCL on GPUs).
 
     Arguments, results and errors are those of `weft.AllToAll`, with these differences: buffers are
@@ -86,26 +87,6 @@ class CollectiveAllToAll:
         self._output = torch.zeros((ep, tokens, self.hidden), dtype=self.dtype, device=device)
         self._bad = torch.zeros((), dtype=torch.int64, device=device)
         self._received: Received | None = None
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self.group.rank
-
-    @property
-    def ep_size(self) -> int:
-        """Ranks of the group."""
-        return self.group.size
-
-    @property
-    def local_experts(self) -> tuple[int, ...]:
-        """Global ids of this rank's experts."""
-        return self.placement.experts_of(self.rank)
-
-    @property
-    def num_local_experts(self) -> int:
-        """How many experts this rank holds."""
-        return len(self.local_experts)
 
     def dispatch(
         self,

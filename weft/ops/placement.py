@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.errors import InvalidArgument
+from weft.memory import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +68,30 @@ class Placement:
         """int32 `[num_experts]` of rank << 16 | local id, as the kernels read it."""
         packed = [rank << 16 | local for rank, local in zip(self.ranks, self.local, strict=True)]
         return torch.tensor(packed, dtype=torch.int32, device=device)
+
+
+class Placed:
+    """An exchange's view of itself: a rank of a group that holds some of the experts."""
+
+    group: Group
+    placement: Placement
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.group.rank
+
+    @property
+    def ep_size(self) -> int:
+        """Ranks of the group."""
+        return self.group.size
+
+    @property
+    def local_experts(self) -> tuple[int, ...]:
+        """Global ids of this rank's experts; a LOCAL id indexes this tuple."""
+        return self.placement.experts_of(self.rank)
+
+    @property
+    def num_local_experts(self) -> int:
+        """How many experts this rank holds."""
+        return len(self.local_experts)

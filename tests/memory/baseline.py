@@ -1,0 +1,28 @@
+"""What a process holds, and what a call raised and when: for counting before and after."""
+
+import gc
+import os
+import time
+
+
+def shares_mapped():
+    """Mappings of heaps."""
+    with open("/proc/self/maps", encoding="utf-8") as file:
+        return sum("weft-share" in line for line in file)
+
+
+def state():
+    """Descriptors, mapped shares and all mappings of this process."""
+    gc.collect()
+    with open("/proc/self/maps", encoding="utf-8") as file:
+        return len(os.listdir("/proc/self/fd")), shares_mapped(), len(file.readlines())
+
+
+def raised(call, *args, **options):
+    """(name of the error or "nothing", its text, seconds)."""
+    started = time.monotonic()
+    try:
+        call(*args, **options)
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - started
+    return "nothing", "", time.monotonic() - started
