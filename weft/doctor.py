@@ -81,7 +81,7 @@ def _software() -> Iterator[Finding]:
         bindings = importlib.metadata.version("cuda-bindings")
         yield Finding(section, "cuda-bindings", "ok", bindings)
     except importlib.metadata.PackageNotFoundError:
-        remedy = "pip install cuda-bindings (of the driver's CUDA major version)"
+        remedy = "pip install 'cuda-bindings>=13'"
         yield Finding(section, "cuda-bindings", _if_gpus("fail"), "not installed", remedy)
 
 
@@ -179,7 +179,7 @@ def _topology(section: str) -> Iterator[Finding]:
     detail = f"links between GPUs: {', '.join(links) or 'no NVLink'}"
     detail += f"; PCIe paths in the table: {', '.join(others)}" if others else ""
     good = bool(links) or _gpu_count() == 1
-    remedy = "over PCIe weft works, far below the speeds in the README"
+    remedy = "over PCIe weft works, far below the speeds in docs/measuring.md"
     yield _checked(section, "NVLink", good, detail, remedy, "warn")
 
 

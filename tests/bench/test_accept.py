@@ -16,9 +16,11 @@ PYTHON = """\
 #!/usr/bin/env bash
 echo "$CUDA_VISIBLE_DEVICES: $*" >> "$NOTES"
 if [[ -n ${HANG:-} && $* == *$HANG* ]]; then echo $$ >> "$NOTES.pid"; sleep 60; fi
-echo "last line"
+echo "${LAST:-2 passed, 1 deselected in 0.1s}"
 [[ -z ${FAIL:-} || $* != *$FAIL* ]]
 """
+
+LAST = "2 passed, 1 deselected in 0.1s\n"
 
 
 @pytest.fixture
@@ -51,7 +53,7 @@ def test_all_steps_run_and_are_told(accept, tmp_path):
     assert set(steps[:3]) == {"rounds", "failures", "sanitizer"}
     assert steps[3:7] == ["grid", "graphs", "few", "perfect"]
     assert steps[-2:] == ["trace", "ordering"]
-    assert all((tmp_path / f"{step}.log").read_text() == "last line\n" for step in steps)
+    assert all((tmp_path / f"{step}.log").read_text() == LAST for step in steps)
     assert "all on 8 GPUs" in out
     calls = notes.read_text().splitlines()
     place = {line.split("tests/")[1].split()[0]: line.split(":")[0] for line in calls[:3]}
@@ -73,9 +75,24 @@ def test_a_failure_stops_nothing(accept, tmp_path):
     code, out, _ = ended(process)
     assert code == 1
     assert out.count("FAILED") == 2, "when it happens and at the end"
-    assert "    | last line" in out
+    assert f"    | {LAST}" in out
     assert "4 steps ok, 1 not" in out
     assert len(notes.read_text().splitlines()) == 5
+
+
+@pytest.mark.parametrize(
+    ("what", "last", "code"),
+    [
+        ("tests", "7 passed, 3 skipped in 2.00s", 0),
+        ("tests", "8 skipped in 2.00s", 1),
+        ("tests", "3 deselected in 0.10s", 1),
+        ("sanitizer", "1 passed, 1 skipped in 2.00s", 1),
+        ("ordering", "3 passed in 60.00s", 0),
+    ],
+)
+def test_a_step_that_shows_nothing_is_no_success(accept, tmp_path, what, last, code):
+    process, _ = accept(what, str(tmp_path), CUDA_VISIBLE_DEVICES="0,1", LAST=last)
+    assert ended(process)[0] == code
 
 
 def test_a_few_gpus_leave_out_what_needs_more(accept, tmp_path):

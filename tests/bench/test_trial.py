@@ -11,7 +11,10 @@ import torch
 
 from tests.bench.test_cases import SETTINGS
 from weft import AllToAll
+from weft.bench import moe
+from weft.bench.clock import Phases
 from weft.bench.trial import Trial, make_exchange, make_inputs, rows_of
+from weft.errors import BadExpertId
 
 SIZES = replace(SETTINGS, tokens=(5, 300), router="zipf", experts=13)
 
@@ -155,3 +158,32 @@ def test_inputs_make_every_sum_exact():
     plain = rows_of(make_inputs(SETTINGS, 40, 1).payloads, torch.float32).float()
     assert float((rows - plain).abs().max()) <= 2**-4 * float(plain.abs().max())
     assert torch.equal(inputs.weights * 64, (inputs.weights * 64).round())
+
+
+def _timed(group, settings):
+    with _honest(group, settings) as exchange:
+        return moe._measure(group, settings, exchange, settings.tokens[0], None)[1]
+
+
+def test_calls_that_write_nothing_are_noticed_after_timing(ranks, monkeypatch):
+    settings = replace(SIZES, tokens=(5,))
+    assert ranks(2, "threads")(_timed, settings) == [None, None]
+    monkeypatch.setattr(Trial, "phases", lambda trial: Phases(lambda: None, lambda: None))
+    for problem in ranks(2, "threads")(_timed, settings):
+        assert problem is not None
+        assert problem.startswith("after timing, ")
+
+
+def _refused(group, settings):
+    with _honest(group, settings) as exchange:
+        trial = Trial(group, settings, exchange, 5)
+        bad = trial.inputs.ids.clone()
+        bad[0, 0] = settings.experts
+        exchange.dispatch(trial.inputs.payloads, bad, trial.inputs.weights)
+        exchange.combine()
+        with pytest.raises(BadExpertId):
+            moe._measure(group, settings, exchange, 5, None)
+
+
+def test_a_refusal_ends_a_measurement(ranks):
+    ranks(2, "threads")(_refused, replace(SIZES, tokens=(5,)))

@@ -24,7 +24,7 @@ from weft.jit.cache import Cache
 pytestmark = pytest.mark.gpu
 
 RUNS, ROUNDS = 4, 200_000
-RUN_SECONDS = 15.0  # a kernel gives up after this; 200,000 rounds take 2.1 s on H200
+RUN_SECONDS = 15.0  # a kernel gives up after this; a round takes 10.5 us (2 x H200, 2026-11-20)
 
 
 class Word(ctypes.Structure):
@@ -187,7 +187,7 @@ def test_no_word_is_older_than_its_flag(ranks, record_property):
 
 
 @pytest.mark.timeout(90)
-def test_the_hole_is_observed(ranks, record_property):
+def test_the_hole_is_counted(ranks, record_property):
     """A count for the report, not a verdict: how often the hole shows depends on the load."""
     assert len(measured(ranks, record_property, "hole")) == RUNS
 

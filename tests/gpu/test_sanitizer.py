@@ -82,8 +82,12 @@ def test_kernels_are_sound(tool):
                 text=True,
             )
         )
-    for rank, process in enumerate(ranks):
-        text, _ = process.communicate(timeout=500)
-        assert process.returncode == 0, f"rank {rank}:\n{text[-4000:]}"
-        assert "sound" in text
-        assert "ERROR SUMMARY: 0 errors" in text
+    try:
+        for rank, process in enumerate(ranks):
+            text, _ = process.communicate(timeout=500)
+            assert process.returncode == 0, f"rank {rank}:\n{text[-4000:]}"
+            assert "sound" in text
+            assert "ERROR SUMMARY: 0 errors" in text
+    finally:
+        for process in ranks:
+            process.kill()

@@ -122,6 +122,7 @@ def test_one_rank_that_stalls_ends_in_an_error_at_the_deadline(victim, tmp_path)
         (2 * PAGE, posix._SEALS, f"sent memory of {2 * PAGE} bytes where {PAGE} were agreed"),
         (PAGE, 0, "it could shrink under its readers"),
         (PAGE, 1, "it could shrink under its readers"),
+        (PAGE, 1 | 4, "it could shrink under its readers"),  # F_SEAL_SEAL and F_SEAL_GROW
     ],
 )
 def test_memory_that_a_peer_could_change_is_refused(size, seals, text):

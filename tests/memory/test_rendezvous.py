@@ -143,7 +143,29 @@ def test_a_nonce_of_any_shape_is_compared(meeting, nonce):
 
 def test_another_user_is_refused(meeting, monkeypatch):
     real = rendezvous._peer
-    monkeypatch.setattr(rendezvous, "_peer", lambda connection: (real(connection)[0], 12345))
+
+    def of_another_user(connection):
+        """As the hub sees it: only the listening end of a connection has a name."""
+        pid, uid = real(connection)
+        return pid, 12345 if connection.getsockname() else uid
+
+    monkeypatch.setattr(rendezvous, "_peer", of_another_user)
+    hub, member = all_ranks(
+        lambda: gather(meeting, 0, size=2, timeout=0.5),
+        lambda: gather(meeting, 1, size=2, timeout=0.5),
+    )
+    assert "rank 1 of 2 did not come" in str(hub)
+    assert isinstance(member, RendezvousFailed)
+
+
+def test_a_hub_of_another_user_is_refused(meeting, monkeypatch):
+    real = rendezvous._peer
+
+    def of_another_user(connection):
+        pid, uid = real(connection)
+        return pid, uid if connection.getsockname() else 12345
+
+    monkeypatch.setattr(rendezvous, "_peer", of_another_user)
     hub, member = all_ranks(
         lambda: gather(meeting, 0, size=2, timeout=0.5),
         lambda: gather(meeting, 1, size=2, timeout=0.5),

@@ -24,7 +24,7 @@ ANY_PEER, ANY_EPOCH = 32, (1 << 64) - 1
 CASE = Round(tokens=(8, 3, 8))
 
 
-def make(group: weft.Group, *, timeout: float = 20.0) -> weft.AllToAll:
+def make(group: weft.Group, *, timeout: float = 20.0, first_timeout: float = 20.0) -> weft.AllToAll:
     return weft.AllToAll(
         group,
         max_tokens=8,
@@ -32,7 +32,7 @@ def make(group: weft.Group, *, timeout: float = 20.0) -> weft.AllToAll:
         num_experts=CASE.experts,
         hidden=CASE.hidden,
         timeout=timeout,
-        first_timeout=timeout,
+        first_timeout=first_timeout,
         _defines=("WEFT_FAULTS=1",),
     )
 
@@ -103,6 +103,22 @@ def test_an_absent_rank_is_named_within_the_deadline(ranks, kind, point, phase):
         assert 0.5 < waited < 2.5
         assert f"rank {rank}, {phase}: rank 1 did not publish epoch 2" in text
         assert "epoch 1" in text
+
+
+def absent_from_the_start(group: weft.Group) -> float:
+    with make(group, timeout=20.0, first_timeout=0.6) as a2a:
+        if group.rank == 1:
+            return 0.0
+        start = time.monotonic()
+        with pytest.raises(PeerTimeout, match="rank 1 did not publish epoch 1"):
+            one_round(a2a)
+        return time.monotonic() - start
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_round_has_a_deadline_of_its_own(ranks, kind):
+    waited = ranks(3, kind)(absent_from_the_start)
+    assert all(0.5 < waited[rank] < 2.5 for rank in (0, 2))
 
 
 def deceived(group: weft.Group) -> tuple[str, str]:

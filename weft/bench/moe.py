@@ -116,6 +116,7 @@ def _measure(
     trial = Trial(group, settings, exchange, tokens)
     if problem := first_problem(group, trial.check()):
         return None, problem
+    trial.poison_out()  # so that calls which write nothing are noticed after timing
     samples = measure(group, trial.phases(), samples=settings.samples, graph=settings.graph)
     chilled = cold.measure(trial.phases(), samples=settings.samples) if cold else None
     together = None
