@@ -29,10 +29,9 @@ ASM_FILES = {"bulk.cuh", "order.cuh", "copy.cuh", "quant.cuh", "team.cuh"}
 BAD_MODULES = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle"}
 # A launcher and the children that it started itself speak over pipes that nobody else can open.
 LAUNCHER = {f"weft/memory/{name}.py" for name in ("launch", "processes", "reports")}
-BAD_CALLS = {"eval", "exec", "builtins.eval", "builtins.exec", "torch.load", "torch.jit.load"} | {
-    f"{module}.{name}"
-    for module, names in {"os": ("system", "popen"), "subprocess": ("getoutput",)}.items()
-    for name in names
+BAD_CALLS = {
+    *("eval", "exec", "builtins.eval", "builtins.exec", "torch.load", "torch.jit.load"),
+    *("os.system", "os.popen", "subprocess.getoutput"),
 }
 # Strings and characters are a group of their own: a comment sign in one starts no comment.
 CPP_TEXT = re.compile(
