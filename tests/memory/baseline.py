@@ -19,10 +19,10 @@ def state():
 
 
 def raised(call, *args, **options):
-    """(name of the error or "nothing", its text, seconds)."""
+    """[the error's name or "nothing", its text, seconds]; a list, for control messages."""
     started = time.monotonic()
     try:
         call(*args, **options)
     except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - started
-    return "nothing", "", time.monotonic() - started
+        return [type(error).__name__, str(error), time.monotonic() - started]
+    return ["nothing", "", time.monotonic() - started]

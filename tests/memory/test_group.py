@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from tests.memory.baseline import raised
 from weft.errors import (
     CreationFailed,
     GeometryMismatch,
@@ -15,16 +16,6 @@ from weft.errors import (
     RendezvousFailed,
 )
 from weft.memory.launch import launch
-
-
-def raised(call, *args, **options):
-    """The error of a call, as [type name, text, seconds]."""
-    started = time.monotonic()
-    try:
-        call(*args, **options)
-    except Exception as error:
-        return [type(error).__name__, str(error), time.monotonic() - started]
-    return ["nothing", "", time.monotonic() - started]
 
 
 def gather_everything(group):

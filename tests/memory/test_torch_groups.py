@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.memory.baseline import raised
 from weft.errors import (
     InvalidArgument,
     RankFailed,
@@ -18,16 +19,6 @@ from weft.errors import (
 from weft.memory import discovery
 from weft.memory.group import Group
 from weft.memory.launch import launch
-
-
-def raised(call, *args, **options):
-    """The error of a call, as [type name, text, seconds]."""
-    started = time.monotonic()
-    try:
-        call(*args, **options)
-    except Exception as error:
-        return [type(error).__name__, str(error), time.monotonic() - started]
-    return ["nothing", "", time.monotonic() - started]
 
 
 def torch_sum(group):
