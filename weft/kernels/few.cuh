@@ -7,8 +7,7 @@
 
 namespace weft {
 
-constexpr u32 adders = 256;  // threads that sum, behind one warp that loads
-constexpr u32 combine_threads = adders + warp_lanes;
+constexpr u32 adders = 256;  // threads that sum, before one warp that loads
 
 // A row in flight through shared memory, and the ring that fits.
 template <Shape S> struct RowRing {

@@ -33,7 +33,8 @@ def doors(*, halves: bool, few: bool) -> dict[str, Door]:
     if few:
         return {
             "dispatch": Door("DispatchArgs", "dispatch_on_few<S>", threads=32),
-            "combine": Door("CombineArgs", "combine_on_few<S, rank>", threads=288),
+            # The adders of few.cuh and their loading warp.
+            "combine": Door("CombineArgs", "combine_on_few<S, rank>", threads=256 + 32),
         }
     found = {
         "dispatch": Door("DispatchArgs", "dispatch<S>", per_sm=2),
