@@ -68,7 +68,7 @@ sanitizer() { check sanitizer 420 all tests/gpu/test_sanitizer.py; }
 ordering() { check ordering 120 all tests/gpu/test_ordering.py; }
 failures() {
     check failures 300 some tests/ops/test_failures.py tests/ops tests/jit tests/bench \
-        --deselect=tests/ops/test_{alltoall,ways,stats}.py
+        --deselect=tests/ops/test_{alltoall,ways,stats,skew}.py
 }
 
 tests() {
@@ -84,6 +84,9 @@ tests() {
     check grid 150 some tests/gpu/test_grid.py
     check graphs 120 some tests/gpu/test_graphs.py
     check few 90 some tests/gpu/test_few.py
+    check skew 200 some tests/ops/test_skew.py
+    step demo 60 "$python" -c 'from weft.cli import main; main()' demo
+    step doctor 30 "$python" -c 'from weft.cli import main; main()' doctor
 }
 
 measure() { # measure NAME SECONDS OPTIONS...

@@ -49,9 +49,9 @@ def test_all_steps_run_and_are_told(accept, tmp_path):
     code, out, _ = ended(process)
     assert code == 0, out
     steps = [line.split()[3] for line in out.splitlines() if line.startswith("ok ")]
-    assert len(steps) == 20
+    assert len(steps) == 23
     assert set(steps[:3]) == {"rounds", "failures", "sanitizer"}
-    assert steps[3:7] == ["grid", "graphs", "few", "perfect"]
+    assert steps[3:10] == ["grid", "graphs", "few", "skew", "demo", "doctor", "perfect"]
     assert steps[-2:] == ["trace", "ordering"]
     assert all((tmp_path / f"{step}.log").read_text() == LAST for step in steps)
     assert "all on 8 GPUs" in out
@@ -76,8 +76,8 @@ def test_a_failure_stops_nothing(accept, tmp_path):
     assert code == 1
     assert out.count("FAILED") == 2, "when it happens and at the end"
     assert f"    | {LAST}" in out
-    assert "4 steps ok, 1 not" in out
-    assert len(notes.read_text().splitlines()) == 5
+    assert "7 steps ok, 1 not" in out
+    assert len(notes.read_text().splitlines()) == 8
 
 
 @pytest.mark.parametrize(
