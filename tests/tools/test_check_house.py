@@ -36,6 +36,7 @@ REFUSED = {
         'asm("ld.global.nc.v4.u32 %0, [%1];");',
         "1: a non-coherent load",
     ),
+    "layout": ("weft/protocol/a.cuh", "[[no_unique_address]] A a;", "1: no_unique_address: NVRTC"),
     "ldg": ("weft/kernels/a.cuh", "x = __ldg(at);", "1: a non-coherent load"),
     "pickle": ("weft/a.py", "def f() -> None:\n    import pickle\n", "2: imports pickle"),
     "from pickle": ("tests/a.py", "from pickle import loads\n", "1: imports pickle"),

@@ -16,7 +16,7 @@ import torch
 
 from weft.errors import InvalidArgument
 from weft.jit import CudaModule, Launcher, compile_shared, current_arch
-from weft.ops.args import CombineArgs, DispatchArgs
+from weft.ops.args import CombineArgs, DispatchArgs, Site
 from weft.ops.layout import Layout
 from weft.ops.plan import Plan, plan_combine, plan_dispatch
 from weft.ops.source import FEW, HOST_OPTIONS, compile_cuda, cpu_source, doors
@@ -104,6 +104,9 @@ class CudaEntries:
         )
         self._module = CudaModule(image, name="alltoall")
         layout.verify(self._table("weft_layout"))
+        measure = Launcher(self._module.function("weft_measure"), Site)
+        measure(Site(base=layout.share_bytes), (1, 1, 1), 1, 0)
+        layout.verify_code(self._table("weft_measured"))
         self._shared = dict.fromkeys(doors(halves=build.halves, few=few), 0)
         if few:
             rings = self._table("weft_shared")

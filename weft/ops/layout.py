@@ -75,11 +75,12 @@ class Layout:
             planes.append(at)
             pitches.append(pitch)
             at += _up(slots * pitch)
-        # The end of the recursion over planes is an empty struct, which still takes one line; so
-        # does the place of rows that are not pushed.
-        returned = _up(slots * shape.returned_bytes) if shape.returned_bytes else LINE
-        stats = at + LINE + returned
-        outbox = stats + _up(4 * shape.ranks * shape.stats)
+        # An empty struct takes one line of its own, or of the empty one before it: the end of the
+        # recursion over planes; rows that are not pushed; statistics that nobody has.
+        at += LINE
+        returned = _up(slots * shape.returned_bytes)
+        stats = at + (returned or LINE)
+        outbox = stats + _up(4 * shape.ranks * shape.stats) if shape.stats else at + returned + LINE
         destinations = outbox + _up(slots * shape.out_bytes)
         return cls(
             share_bytes=destinations + _up(4 * shape.tokens),
@@ -95,7 +96,6 @@ class Layout:
 
     def expected(self) -> list[tuple[str, int]]:
         """What `weft_layout` of a compiled entry must hold, in its order."""
-        planes = list(self.planes) + [0] * (MAX_PLANES - len(self.planes))
         rows: list[tuple[str, int]] = [("abi", ABI)]
         for struct in MIRRORS:
             rows.append((f"sizeof({struct.__name__})", ctypes.sizeof(struct)))
@@ -104,7 +104,12 @@ class Layout:
                 for field in struct._fields_
                 if not field[0].startswith("_pad")
             ]
-        rows += [
+        return rows + self.places()
+
+    def places(self) -> list[tuple[str, int]]:
+        """Where the parts of a share lie: what `weft_measured` of a loaded cubin must hold."""
+        planes = list(self.planes) + [0] * (MAX_PLANES - len(self.planes))
+        rows = [
             ("sizeof(Share)", self.share_bytes),
             ("counts", self.counts),
             ("route", self.route),
@@ -117,15 +122,25 @@ class Layout:
 
     def verify(self, exported: Sequence[int]) -> None:
         """Raise LayoutMismatch naming the first number on which Python and C++ differ."""
-        expected = self.expected()
-        if len(exported) != len(expected):
+        _compare(self.expected(), exported, "the compiled entry")
+
+    def verify_code(self, measured: Sequence[int]) -> None:
+        """As `verify`, for the places that the machine code itself uses.
+
+        A compiler's constants and its code can differ: NVRTC 13.0 did, see protocol/layout.cuh.
+        """
+        _compare(self.places(), measured, "the code of the compiled entry")
+
+
+def _compare(expected: list[tuple[str, int]], theirs: Sequence[int], whose: str) -> None:
+    if len(theirs) != len(expected):
+        raise LayoutMismatch(
+            f"{whose} tells {len(theirs)} layout numbers, Python expects {len(expected)}: "
+            "reinstall weft and run `weft cache clear`"
+        )
+    for (name, ours), other in zip(expected, theirs, strict=True):
+        if ours != other:
             raise LayoutMismatch(
-                f"the entry exports {len(exported)} layout numbers, Python expects "
-                f"{len(expected)}: reinstall weft and run `weft cache clear`"
+                f"{name}: Python says {ours}, {whose} says {other}; "
+                "reinstall weft and run `weft cache clear`"
             )
-        for (name, ours), theirs in zip(expected, exported, strict=True):
-            if ours != theirs:
-                raise LayoutMismatch(
-                    f"{name}: Python says {ours}, the compiled entry says {theirs}; "
-                    "reinstall weft and run `weft cache clear`"
-                )

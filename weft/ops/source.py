@@ -58,6 +58,9 @@ def cuda_source(shape: Shape, rank: int, *, halves: bool = False, few: bool = Fa
         f"constexpr weft::Shape S = {shape.literal()};",
         f"constexpr weft::u32 rank = {rank};",
         "WEFT_EXPORT(S, __device__);",
+        'extern "C" __device__ weft::u64 weft_measured[weft::places] = {};',
+        'extern "C" __global__ void weft_measure(const __grid_constant__ weft::Site a) '
+        "{ weft::measure<S>(a.base, weft_measured); }",
     ]
     if few:
         lines.append(

@@ -22,6 +22,30 @@ template <Shape S> constexpr u64 stats_offset() {
         return WEFT_OFFSET(Share<S>, inbox) + WEFT_OFFSET(Inbox<S>, stats);
 }
 
+constexpr u32 places = 7 + max_planes;
+
+template <Shape S, u32 P = 0> WEFT_FN void measure_planes(Share<S>& share, u64* to) {
+    if constexpr (P < S.planes) {
+        to[P] = u64(&plane<P>(share.inbox.payload)) - u64(&share);
+        measure_planes<S, P + 1>(share, to);
+    }
+}
+
+// The offsets that code uses, of a share that need not exist: the constants above come from the
+// compiler's front end, these from its back end, and a broken compiler tells two stories.
+template <Shape S> WEFT_FN void measure(u64 base, u64* to) {
+    Share<S>& share = *reinterpret_cast<Share<S>*>(base);
+    const u64 found[7] = {u64(&share + 1),
+                          u64(&share.inbox.counts),
+                          u64(&share.inbox.route),
+                          u64(&share.inbox.route[0][1]) - u64(&share.inbox.route[0][0]) + base,
+                          u64(&share.outbox),
+                          u64(&share.destinations),
+                          S.stats == 0 ? base : u64(&share.inbox.stats)};
+    for (u32 i = 0; i < 7; ++i) to[i] = found[i] - base;
+    measure_planes<S>(share, to + 7);
+}
+
 }  // namespace weft
 
 // The structs that have a ctypes mirror: their size, then every field in the order of the mirror.
