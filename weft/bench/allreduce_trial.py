@@ -115,8 +115,10 @@ class ReduceTrial:
     def poison(self) -> None:
         """Fill the outputs with 0xFF bytes: what is right from here on was written anew."""
         for tensor in self._written.values():
-            whole = tensor if tensor.is_contiguous() else tensor.t()
-            whole.view(torch.uint8).fill_(0xFF)
+            if tensor.dtype.is_floating_point:
+                tensor.view(torch.uint8).fill_(0xFF)
+            else:  # packed scales, which lie column by column
+                tensor.fill_(-1)
         self._settle()
 
     def check(self, backend: str) -> str | None:
@@ -158,4 +160,5 @@ def outputs_of(result: Any) -> dict[str, torch.Tensor]:
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return `[tokens, row]` as each row's bytes."""
-    return tensor.reshape(len(tensor), -1).contiguous().view(torch.uint8)
+    rows = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return rows.copy_(tensor).view(torch.uint8)

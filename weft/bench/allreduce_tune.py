@@ -114,13 +114,14 @@ def tune(plan: TunePlan, *, quiet: bool = False) -> Tuned:
             f"GPUs of several kinds take part: {', '.join(names)}; a table is of one kind: choose "
             "them with CUDA_VISIBLE_DEVICES"
         )
+    date = str(machine["date"])[:10]
     curves = tuple(Curve(**{**found, "tokens": settings.tokens}) for found in first["curves"])
     table = Table(
         gpu=names[0] if names else "",
         ranks=settings.ranks,
         source=MEASURED,
-        date=str(machine["date"])[:10],
-        machine=machine_line(machine),
+        date=date,
+        machine=machine_line(machine).removesuffix(f", {date}"),
         method=first["method"],
         curves=curves,
     )
