@@ -90,7 +90,9 @@ def inverse_rms(rows: torch.Tensor, eps: float) -> torch.Tensor:
         total = total + lanes[:, i]
     squares = _butterfly(total[:, None])
     mean = squares / full_like(squares, hidden)
-    root = (mean + full_like(mean, eps)).sqrt()
+    # In float32 torch's sqrt on CPUs is off by one place at times (2.13); a float64 root, rounded,
+    # is the right one.
+    root = (mean + full_like(mean, eps)).double().sqrt().float()
     return full_like(root, 1.0) / root
 
 
