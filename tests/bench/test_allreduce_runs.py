@@ -15,7 +15,7 @@ import torch
 import weft
 from tests.bench.test_allreduce_cases import SMALL
 from weft import cli
-from weft.bench import allreduce_rivals, allreduce_trial
+from weft.bench import allreduce_rivals
 from weft.bench.allreduce import run
 from weft.bench.allreduce_adapters import FlashInferReduce, SymmetricReduce, forbid_multicast
 from weft.bench.allreduce_rivals import REDUCE_RIVALS, ReduceRival, measure_reduce_rivals
@@ -99,6 +99,7 @@ class _Wrong(weft.AllReduce):
         result = super().fused(*args, **kwargs)
         self.calls += 1
         if self.group.rank == 1 and self.calls > self.good_calls:
+            assert result.norm is not None
             result.norm[0, 0] += 1
         return result
 
@@ -108,7 +109,7 @@ class _Wrong(weft.AllReduce):
     [(0, "oneshot, 1 tokens: rank 1: norm of token 0 of 1"), (2, "after timing, rank 1: norm")],
 )
 def test_a_wrong_all_reduce_is_not_timed(threads, monkeypatch, good_calls, text):
-    monkeypatch.setattr(allreduce_trial.weft, "AllReduce", _Wrong)
+    monkeypatch.setattr(weft, "AllReduce", _Wrong)
     monkeypatch.setattr(_Wrong, "good_calls", good_calls)
     report = run(SMALL, quiet=True)
     assert text in (report.problem or "")
@@ -117,7 +118,7 @@ def test_a_wrong_all_reduce_is_not_timed(threads, monkeypatch, good_calls, text)
 
 
 def test_a_wrong_all_reduce_ends_the_command(threads, weft_command, monkeypatch, tmp_path):
-    monkeypatch.setattr(allreduce_trial.weft, "AllReduce", _Wrong)
+    monkeypatch.setattr(weft, "AllReduce", _Wrong)
     code, out, err = weft_command("bench", "allreduce", *SHELL, "--tokens", "1")
     assert (code, out) == (1, "")
     assert "check failed, nothing timed" in err
@@ -139,7 +140,7 @@ class _Silent(weft.AllReduce):
 
 
 def test_calls_that_write_nothing_are_noticed(threads, monkeypatch):
-    monkeypatch.setattr(allreduce_trial.weft, "AllReduce", _Silent)
+    monkeypatch.setattr(weft, "AllReduce", _Silent)
     assert "after timing, rank 0" in (run(SMALL, quiet=True).problem or "")
 
 
@@ -338,7 +339,7 @@ def symmetric(group: weft.Group, one_shot: bool) -> None:
         one_shot_all_reduce=lambda x, op, name: x + 1,
         two_shot_all_reduce_=lambda x, op, name: x.add_(2),
     )
-    torch.ops.symm_mem = ops  # type: ignore[assignment]
+    setattr(torch.ops, "symm_mem", ops)  # noqa: B010
     settings = replace(SMALL, epilogue="none")
     library = SymmetricReduce(group, settings, 5, one_shot=one_shot)
     rows = make_rows(settings, 3, group.rank)

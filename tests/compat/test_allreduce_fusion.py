@@ -173,10 +173,10 @@ def quantised(group: weft.Group) -> None:
                 same(bare, want.norm if "norm_out" in out else want.quant)
 
 
-def outputs(pattern: int, tokens: int) -> dict[str, torch.Tensor]:
+def outputs(pattern: int, tokens: int) -> dict[str, Any]:
     """Tensors as flashinfer.comm wants them."""
     fp8 = torch.float8_e4m3fn
-    found = {
+    found: dict[str, Any] = {
         "residual_out": poison(tokens, HIDDEN),
         "quant_out": poison(tokens, HIDDEN, dtype=fp8),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def test_bands_and_choices_agree_at_every_size():
     found = Table.formula("NVIDIA H200", 8)
     for hidden in (8, 2880, 4096, 7168, 16384):
         for backends in (BACKENDS, ("oneshot", "twoshot_bulk"), ("twoshot",)):
-            sizes = {"hidden": hidden, "dtype": BF16, "epilogue": "fp8-token"}
+            sizes: dict[str, Any] = {"hidden": hidden, "dtype": BF16, "epilogue": "fp8-token"}
             band = found.bands(**sizes, backends=backends)
             assert band.starts == tuple(sorted(set(band.starts)))
             for tokens in (*range(40), *range(100, 3000, 97)):

@@ -80,7 +80,7 @@ def rank_body(group: Group, settings: ReduceSettings, quiet: bool) -> dict[str, 
     with contextlib.ExitStack() as stack:
         step = stack.enter_context(progress(len(work), quiet=quiet or group.rank != 0))
         reduce = stack.enter_context(make_reduce(group, settings))
-        result["memory_bytes"] = reduce.memory
+        result["memory_bytes"] = reduce.reduction.share_bytes
         trial = None
         for backend, tokens in work:
             step(f"{backend}, {tokens} tokens")

@@ -78,30 +78,35 @@ class ReduceRival:
         return None if self.sizes(settings) else "serves none of these sizes"
 
 
-_TRTLLM = {"module": "flashinfer", "distribution": "flashinfer-python", "ranks": (2, 4, 8)}
-_SYMMETRIC = {"module": "torch", "distribution": "torch"}
+_EVEN = (2, 4, 8)  # numbers of ranks that FlashInfer has kernels for
+_FLASHINFER = "flashinfer-python"
 REDUCE_RIVALS: tuple[ReduceRival, ...] = (
     ReduceRival("torch all_reduce", "torch", "torch", TorchReduce, devices=("cuda", "cpu")),
     ReduceRival(
         "torch symm_mem one-shot",
-        make=partial(SymmetricReduce, one_shot=True),
+        "torch",
+        "torch",
+        partial(SymmetricReduce, one_shot=True),
         most=ONE_SHOT_MOST,
-        **_SYMMETRIC,
     ),
     ReduceRival(
-        "torch symm_mem two-shot", make=partial(SymmetricReduce, one_shot=False), **_SYMMETRIC
+        "torch symm_mem two-shot", "torch", "torch", partial(SymmetricReduce, one_shot=False)
     ),
     ReduceRival(
         "FlashInfer trtllm one-shot",
-        make=partial(FlashInferReduce, one_shot=True),
+        "flashinfer",
+        _FLASHINFER,
+        partial(FlashInferReduce, one_shot=True),
+        ranks=_EVEN,
         most=ONE_SHOT_MOST,
-        **_TRTLLM,
     ),
     ReduceRival(
         "FlashInfer trtllm two-shot",
-        make=partial(FlashInferReduce, one_shot=False),
+        "flashinfer",
+        _FLASHINFER,
+        partial(FlashInferReduce, one_shot=False),
+        ranks=_EVEN,
         least=lambda ranks: ranks + 1,
-        **_TRTLLM,
     ),
 )
 
@@ -167,7 +172,9 @@ def _check(
     group.barrier()
     got = call().float()
     found = reference.allreduce_fused(xs, **arguments_of(settings, rows))
-    want = (found.out if settings.epilogue == "none" else found.norm).float()
+    exact = found.out if settings.epilogue == "none" else found.norm
+    assert exact is not None
+    want = exact.float()
     error, allowed = float((got - want).abs().max()), TOLERANCE * float(want.abs().max())
     if error <= allowed:  # false for NaN
         return None

@@ -104,7 +104,7 @@ class ReduceTrial:
 
     def call(self, backend: str) -> object:
         """One call of the backend into static outputs."""
-        outputs = {_OUTPUTS[name]: tensor for name, tensor in self._written.items()}
+        outputs: dict[str, Any] = {_OUTPUTS[name]: tensor for name, tensor in self._written.items()}
         return self.reduce.fused(self.rows.x, **self.arguments, **outputs, backend=backend)
 
     @property

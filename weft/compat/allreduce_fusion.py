@@ -98,7 +98,7 @@ def allreduce_fusion(
     refuse("moe_finalize_backend", moe_finalize_backend, "trtllm", _FINALIZE)
     refuse("layout_code", layout_code, None, _NVFP4)
     outputs = _Outputs(output, residual_out, norm_out, quant_out, scale_out)
-    backend = workspace.backend_for(use_oneshot, residual_in if residual_in is not None else input)
+    backend = workspace.backend_for(use_oneshot, len(input if residual_in is None else residual_in))
     if call is _Pattern.kAllReduce:
         result = workspace.open().fused(input, out=_or(output, True), backend=backend)
         return _given(result.out)

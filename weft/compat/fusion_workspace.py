@@ -63,15 +63,16 @@ class AllReduceFusionWorkspace:
     ) -> bool:
         """Can this workspace serve such calls? It is made for one hidden size and dtype."""
         reduce = self.open()
-        made = (self.world_size, reduce.hidden, reduce.dtype)
+        made = (self.world_size, reduce.reduction.hidden, reduce.dtype)
         return (tp_size, hidden_dim, dtype) == made and 0 <= num_tokens <= self._max_tokens
 
-    def backend_for(self, use_oneshot: bool | None, rows: torch.Tensor) -> str:
+    def backend_for(self, use_oneshot: bool | None, tokens: int) -> str:
         """The backend that a call's use_oneshot means, where it serves the size; else "auto"."""
         if use_oneshot is None:
             return "auto"
-        name = "oneshot" if use_oneshot else "twoshot"
-        return name if rows.shape[0] <= self.open().most_tokens(name) else "auto"
+        if not use_oneshot:
+            return "twoshot"
+        return "oneshot" if tokens <= self.open().reduction.direct else "auto"
 
     def scale(self, value: float) -> torch.Tensor:
         """float32 `[1]` that holds a scale given as a number; made once.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -13,7 +14,9 @@ from weft.errors import InvalidArgument, OutOfOrder
 from weft.memory import Group
 from weft.memory.header import Record
 from weft.memory.wire import JSON
-from weft.ops.allreduce_choice import Choice, able, choose
+from weft.ops.allreduce_choice import Choice, able, choose, epilogue_of
+from weft.ops.allreduce_table import Table
+from weft.ops.allreduce_vote import agreed_table
 from weft.ops.check import check_seconds
 from weft.ops.reduce_args import BACKENDS, CODINGS, ReduceArgs, signature
 from weft.ops.reduce_collective import CollectiveReduce
@@ -40,6 +43,8 @@ class AllReduce:
     backends: "oneshot" (every rank sums everything; up to 32 tokens on 8 ranks), "twoshot" and
         "twoshot_bulk" (each token is summed by one rank; bulk is for prefill), and "collective"
         (torch.distributed; "nccl" is another name for it).
+    table: what "auto" chooses by: a Table, the path of one that `weft tune allreduce` wrote, or
+        None for the one that came with weft for these GPUs. Rank 0's is sent to everyone.
     timeout, first_timeout: seconds that a wait for a peer may take, and one of the first call.
     programmatic_launch: let a short kernel take its place on the GPU while its predecessor in the
         stream still runs; it touches no memory before that one's end.
@@ -57,6 +62,7 @@ class AllReduce:
         hidden: int,
         dtype: torch.dtype = torch.bfloat16,
         backends: Sequence[str] = ("oneshot", "twoshot", "twoshot_bulk"),
+        table: Table | Path | str | None = None,
         timeout: float = 2.0,
         first_timeout: float = 120.0,
         programmatic_launch: bool = True,
@@ -83,6 +89,7 @@ class AllReduce:
             names: list[JSON] = list(self._backends)
             manifest: dict[str, JSON] = {**self.reduction.manifest(), "backends": names}
             group.agree(manifest, what="all-reduce geometry")
+            self._table = agreed_table(group, table)
             self._collective = CollectiveReduce(group) if "collective" in names else None
             self._workspace = ReduceWorkspace(
                 group, self.reduction, seconds=(timeout, first_timeout), first_epoch=_first_epoch
@@ -156,7 +163,7 @@ class AllReduce:
     def explain(self, tokens: int, *, quant: Quant | None = None, norm: bool = True) -> Choice:
         """What "auto" takes for so many tokens, and why."""
         self._check_open()
-        return self._choose(tokens, "norm" if norm else "none")
+        return self._choose(tokens, epilogue_of(quant, norm=norm))
 
     def check(self) -> None:
         """Raise what the device has recorded: a broken group, or an index that was refused.
@@ -245,7 +252,9 @@ class AllReduce:
     def _choose(self, tokens: int, epilogue: str) -> Choice:
         key = (tokens, epilogue)
         if key not in self._choices:
-            self._choices[key] = choose(self.reduction, self._backends, tokens)
+            self._choices[key] = choose(
+                self._table, self.reduction, self._backends, tokens, epilogue
+            )
         return self._choices[key]
 
     def _check_open(self) -> None:

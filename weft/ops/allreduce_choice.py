@@ -1,28 +1,18 @@
-"""Which backend an all-reduce of so many tokens takes, by the bytes that each would move."""
+"""Which backend a call of an all-reduce takes: those with room for it, and what the table says."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from weft.ops.allreduce_table import ONLY, Choice, Table
+from weft.ops.reduce_spec import Quant, coding_of
 from weft.ops.reduction import Reduction
+from weft.shape import NUMBERS
 
-GIGABYTES = 334.0  # bytes a ns that one GPU pushes with stores from all SMs (8 x H200, 2026-11-20)
-# What a backend takes beside its bytes, in us: launch, trips over NVLink, statistics.
-FIXED = {"oneshot": 5.0, "twoshot": 6.6, "twoshot_bulk": 12.0}
-BULK_BYTES = 256 * 7168 * 2  # from here on two shots gain by overlapping their halves
+__all__ = ["Choice", "able", "choose", "epilogue_of"]
 
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The backend of a call, and why.
-
-    source: "measured", "nearest", "formula" or "only one".   text: one sentence for a reader.
-    """
-
-    backend: str
-    source: str
-    text: str
+_DTYPES = {name: dtype for dtype, name in NUMBERS.items()}
+_EPILOGUES = {"none": "norm", "static": "fp8-static", "token": "fp8-token"}
 
 
 def able(reduction: Reduction, backends: Sequence[str], tokens: int) -> list[str]:
@@ -34,22 +24,25 @@ def able(reduction: Reduction, backends: Sequence[str], tokens: int) -> list[str
     ]
 
 
-def choose(reduction: Reduction, backends: Sequence[str], tokens: int) -> Choice:
-    """The cheapest of `backends` by fixed cost plus bytes at 334 GB/s; equal on all ranks."""
+def epilogue_of(quant: Quant | None, *, norm: bool) -> str:
+    """The class of work after the sum, as tables name it."""
+    return _EPILOGUES.get(coding_of(quant), "fp8-group") if norm else "none"
+
+
+def choose(
+    table: Table, reduction: Reduction, backends: Sequence[str], tokens: int, epilogue: str
+) -> Choice:
+    """What `table` says of those of `backends` that serve so many tokens; equal on all ranks.
+
+    The collective backend is taken where no other was built, and never beside another.
+    """
     names = able(reduction, backends, tokens)
     if not names:
-        return Choice(backends[0], "only one", f"{backends[0]} is the only backend that was built")
-    if len(names) == 1:
-        return Choice(names[0], "only one", f"{names[0]} is the only backend for {tokens} tokens")
-    size = tokens * reduction.row_bytes
-    cost = {name: _microseconds(name, reduction.ranks, size) for name in names}
-    best = min(names, key=lambda name: cost[name])
-    others = ", ".join(f"{name} {us:.1f}" for name, us in cost.items())
-    return Choice(best, "formula", f"{best} by the formula of fixed cost and bytes (us: {others})")
-
-
-def _microseconds(name: str, ranks: int, size: int) -> float:
-    sent = (ranks - 1) * size if name == "oneshot" else 2 * (ranks - 1) / ranks * size
-    late = 4.0 if name == "twoshot" and size >= BULK_BYTES else 0.0
-    slow = 1.0 if name != "twoshot" else 1.0 + min(0.3, size / BULK_BYTES * 0.15)
-    return FIXED[name] + late + slow * sent / GIGABYTES / 1e3
+        return Choice(backends[0], ONLY, f"{backends[0]} is the only backend that was built")
+    return table.choose(
+        tokens,
+        hidden=reduction.hidden,
+        dtype=_DTYPES[reduction.number],
+        epilogue=epilogue,
+        backends=names,
+    )

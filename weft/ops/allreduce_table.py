@@ -173,10 +173,15 @@ class Table:
                 )
                 for curve in found["curves"]
             )
-            texts = {
-                name: str(found[name]) for name in ("gpu", "source", "date", "machine", "method")
-            }
-            return cls(ranks=int(found["ranks"]), curves=curves, **texts)
+            return cls(
+                gpu=str(found["gpu"]),
+                ranks=int(found["ranks"]),
+                source=str(found["source"]),
+                date=str(found["date"]),
+                machine=str(found["machine"]),
+                method=str(found["method"]),
+                curves=curves,
+            )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             reason = error if isinstance(error, InvalidArgument) else repr(error)
             raise InvalidArgument(f"{where} is no all-reduce table: {reason}") from error

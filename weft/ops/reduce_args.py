@@ -52,9 +52,7 @@ class ReduceArgs(ctypes.Structure):
     )
 
 
-def signature(
-    tokens: int, backend: int, *, parts: tuple[bool, ...], coding: int, salt: int
-) -> int:
+def signature(tokens: int, backend: int, *, parts: tuple[bool, ...], coding: int, salt: int) -> int:
     """What a call is, in 40 bits: tokens 20, backend 4, inputs and outputs 4, coding 4, salt 8."""
     flags = sum(1 << i for i, present in enumerate(parts))
     return tokens << 20 | backend << 16 | flags << 12 | coding << 8 | (salt & 0xFF)
@@ -67,9 +65,7 @@ def signature_text(word: int) -> str:
     names = [name for name, number in BACKENDS.items() if number == backend]
     codings = [name for name, number in CODINGS.items() if number == coding]
     parts = [
-        name
-        for i, name in enumerate(("residual", "weight", "the sum wanted"))
-        if flags >> i & 1
+        name for i, name in enumerate(("residual", "weight", "the sum wanted")) if flags >> i & 1
     ]
     return (
         f"{tokens} tokens by {names[0] if names else f'backend {backend}'}, "
