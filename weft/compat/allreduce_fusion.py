@@ -97,40 +97,23 @@ def allreduce_fusion(
     call = _pattern(pattern)
     refuse("moe_finalize_backend", moe_finalize_backend, "trtllm", _FINALIZE)
     refuse("layout_code", layout_code, None, _NVFP4)
-    outputs = _Outputs(output, residual_out, norm_out, quant_out, scale_out)
-    backend = workspace.backend_for(use_oneshot, len(input if residual_in is None else residual_in))
-    if call is _Pattern.kAllReduce:
-        result = workspace.open().fused(input, out=_or(output, True), backend=backend)
-        return _given(result.out)
-    if residual_in is None or rms_gamma is None:
-        missing = "residual_in" if residual_in is None else "rms_gamma"
-        raise InvalidArgument(f"{missing} is None; pattern {call.name} needs it")
-    x, prologue = input, None
+    experts = moe_reduction_device_num_experts, moe_reduction_scale_input
+    made = moe_reduction_active_experts_token_input, moe_reduction_token_input
+    prologue = None
     if call is _FINALIZED:
-        prologue = _finalize(
-            input, expanded_idx_to_permuted_idx, expert_scale_factor, shared_expert_output
-        )
+        routed = expanded_idx_to_permuted_idx, expert_scale_factor, shared_expert_output
+        prologue = _finalize(input, *routed)
     elif call is _REDUCTION:
-        prologue = _reduction(
-            workspace,
-            moe_reduction_device_num_experts,
-            moe_reduction_scale_input,
-            moe_reduction_active_experts_token_input,
-            moe_reduction_token_input,
-        )
-    quant = _quant(workspace, call, scale_factor, block_quant_group_size)
-    result = workspace.open().fused(
-        None if prologue else x,
-        residual=residual_in,
-        weight=rms_gamma,
-        eps=rms_eps,
-        weight_bias=weight_bias,
-        quant=quant,
-        prologue=prologue,
-        backend=backend,
-        **outputs.wanted(call),
-    )
-    return _given(result.norm if result.norm is not None else result.quant)
+        prologue = _reduction(workspace, *experts, *made)
+    epilogue: dict[str, Any] = {}
+    if call is not _Pattern.kAllReduce:
+        quant = _quant(workspace, call, scale_factor, block_quant_group_size)
+        epilogue = _norm(call, residual_in, rms_gamma) | {"eps": rms_eps, "quant": quant}
+        epilogue["weight_bias"] = weight_bias
+    outputs = _Outputs(output, residual_out, norm_out, quant_out, scale_out).wanted(call)
+    backend = workspace.backend_for(use_oneshot, len(input if residual_in is None else residual_in))
+    x = input if prologue is None else None
+    return workspace.run(x, prologue, backend, epilogue | outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +132,8 @@ class _Outputs:
         As in flashinfer.comm, `output` is written where no norm follows and in the MoE reduction;
         elsewhere it is left alone.
         """
+        if call is _Pattern.kAllReduce:
+            return {"out": _or(self.output, True)}
         wanted: dict[str, Any] = {"residual_out": self.residual}
         if call in _WITHOUT_NORM:
             refuse("norm_out", self.norm, None, f"{call.name} writes none; its Out form does")
@@ -193,6 +178,16 @@ def _quant(
         refuse("block_quant_group_size", group, GROUP, why)
         return FP8Group(GROUP, scale="ue8m0")
     return FP8Token() if call in _DYNAMIC else None
+
+
+def _norm(
+    call: _Pattern, residual: torch.Tensor | None, weight: torch.Tensor | None
+) -> dict[str, Any]:
+    """What every pattern but the sum needs."""
+    for name, tensor in (("residual_in", residual), ("rms_gamma", weight)):
+        if tensor is None:
+            raise InvalidArgument(f"{name} is None; pattern {call.name} needs it")
+    return {"residual": residual, "weight": weight}
 
 
 def _finalize(
@@ -246,8 +241,3 @@ def _reduction(
 
 def _or(tensor: torch.Tensor | None, default: bool) -> torch.Tensor | bool:
     return default if tensor is None else tensor
-
-
-def _given(tensor: torch.Tensor | None) -> torch.Tensor:
-    assert tensor is not None
-    return tensor

@@ -16,6 +16,7 @@ from weft.errors import InvalidArgument, OutOfOrder
 from weft.memory import Group
 from weft.ops.allreduce import AllReduce
 from weft.ops.allreduce_table import Table
+from weft.ops.reduce_spec import MoEFinalize
 
 MULTICAST = "weft uses no NVLink multicast, which mnnvl is made of; auto and trtllm are the same"
 
@@ -73,6 +74,18 @@ class AllReduceFusionWorkspace:
         if not use_oneshot:
             return "twoshot"
         return "oneshot" if tokens <= self.open().reduction.direct else "auto"
+
+    def run(
+        self,
+        x: torch.Tensor | None,
+        prologue: MoEFinalize | None,
+        backend: str,
+        others: dict[str, Any],
+    ) -> torch.Tensor:
+        """One call of `weft.AllReduce.fused`; return the first of norm, quant and sum it has."""
+        result = self.open().fused(x, prologue=prologue, backend=backend, **others)
+        answers = (result.norm, result.quant, result.out)
+        return next(tensor for tensor in answers if tensor is not None)
 
     def scale(self, value: float) -> torch.Tensor:
         """float32 `[1]` that holds a scale given as a number; made once.

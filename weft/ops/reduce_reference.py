@@ -156,7 +156,8 @@ def _amax(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _in_lanes(sums: torch.Tensor) -> torch.Tensor:
     """`[tokens, n]` as `[tokens, ceil(n / 32), 32]`, missing ones 0."""
     missing = -sums.shape[1] % 32
-    return torch.nn.functional.pad(sums, (0, missing)).view(sums.shape[0], -1, 32)
+    padded = torch.nn.functional.pad(sums, (0, missing))
+    return padded.view(sums.shape[0], padded.shape[1] // 32, 32)
 
 
 def _butterfly(lanes: torch.Tensor) -> torch.Tensor:
