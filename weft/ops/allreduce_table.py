@@ -206,16 +206,19 @@ class Table:
     @classmethod
     def formula(cls, gpu: str, ranks: int) -> Table:
         """The table of a machine that nobody measured: see allreduce_formula.py."""
-        sizes, hidden = tuple(2**i for i in range(15)), 7168
-        times = {
-            name: tuple(
-                round(formula_us(name, tokens, hidden * 2, ranks, cpu=not gpu), 3)
-                for tokens in sizes
-            )
-            for name in BACKENDS
-        }
-        curve = Curve(hidden, "bf16", "norm", sizes, times)
-        return cls(gpu, ranks, COMPUTED, "", "", FORMULA["cpu" if not gpu else "gpu"], (curve,))
+        sizes = tuple(2**i for i in range(15))
+        curves = []
+        for hidden in (512, 1024, 2048, 4096, 7168, 16384):
+            times = {
+                name: tuple(
+                    round(formula_us(name, tokens, hidden * 2, ranks, cpu=not gpu), 3)
+                    for tokens in sizes
+                )
+                for name in BACKENDS
+            }
+            curves.append(Curve(hidden, "bf16", "norm", sizes, times))
+        method = FORMULA["gpu" if gpu else "cpu"]
+        return cls(gpu, ranks, COMPUTED, "", "", method, tuple(curves))
 
     @classmethod
     def shipped(cls, gpu: str, ranks: int) -> Table:
