@@ -79,7 +79,7 @@ def tune_allreduce(
     tokens: Annotated[str, typer.Option(help=_ROWS)] = "1..2048",
     hidden: Annotated[str, typer.Option(help="elements of a row: 7168,4096")] = "7168,4096",
     dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "bf16",
-    epilogue: Annotated[str, typer.Option(help=_EPILOGUE)] = "norm,none,fp8-token",
+    epilogue: Annotated[str, typer.Option(help=_EPILOGUE)] = "norm,none",
     backend: Annotated[str, typer.Option(help=", ".join(TUNED))] = ",".join(TUNED),
     pdl: Annotated[bool, typer.Option("--pdl/--no-pdl", help=PDL)] = True,
     iters: Annotated[int, typer.Option(help="samples; 0: 15 replays, or 20 calls on CPU")] = 0,

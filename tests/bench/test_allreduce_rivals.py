@@ -41,7 +41,10 @@ class _Library:
         self.group, self.settings = group, settings
 
     def call(self, rows):
-        everyone = [make_rows(self.settings, len(rows.x), rank) for rank in range(self.group.size)]
+        everyone = [
+            make_rows(self.settings, len(rows.x), rank, rows.x.device)
+            for rank in range(self.group.size)
+        ]
 
         def reduce():
             found = weft.reference.allreduce_fused(
@@ -136,10 +139,11 @@ def flashinfer(group: weft.Group, epilogue: str, one_shot: bool) -> None:
     library = FlashInferReduce(group, settings, 5, one_shot=one_shot)
     assert made["backend"] == "trtllm", "auto and mnnvl probe for multicast"
     assert (made["world_size"], made["rank"], made["max_token_num"]) == (2, group.rank, 5)
-    rows = make_rows(settings, 3, group.rank)
+    rows = make_rows(settings, 3, group.rank, group.device)
     answer = library.call(Rows(rows.x, rows.residual, rows.weight))()
     assert torch.equal(answer, rows.x if epilogue == "none" else rows.x * 2)
     assert calls == [(0 if epilogue == "none" else 1, one_shot)]
+    group.barrier()  # a peer may still be joining the process group
 
 
 @pytest.mark.parametrize(("epilogue", "one_shot"), [("none", True), ("norm", False)])
@@ -161,10 +165,11 @@ def symmetric(group: weft.Group, one_shot: bool) -> None:
     setattr(torch.ops, "symm_mem", ops)  # noqa: B010
     settings = replace(SMALL, epilogue="none")
     library = SymmetricReduce(group, settings, 5, one_shot=one_shot)
-    rows = make_rows(settings, 3, group.rank)
+    rows = make_rows(settings, 3, group.rank, group.device)
     answer = library.call(rows)()
     assert met == [group.process_group().group_name]
     assert torch.equal(answer, rows.x + (1 if one_shot else 2))
+    group.barrier()
 
 
 @pytest.mark.parametrize("one_shot", [True, False])

@@ -194,6 +194,15 @@ def test_tuning_from_the_command_to_the_choice(weft_command, tmp_path):
     assert "Measured" in out
 
 
+def test_noise_is_no_measurement(threads, monkeypatch):
+    """A chain that is not slower than its links: there is nothing to choose by."""
+    measured = ("by hand", [5.0])
+    monkeypatch.setattr("weft.bench.allreduce_tune.measure_call", lambda *_, **__: measured)
+    found = tune(_plan(), quiet=True)
+    assert found.table is None
+    assert found.problem == "oneshot, 1 tokens: 0.0 us; too noisy: raise --iters"
+
+
 def test_what_cannot_be_tuned_is_refused():
     for change, text in (
         ({"backends": ("oneshot", "collective")}, "backend is 'collective'; auto chooses among"),

@@ -146,11 +146,10 @@ def reduce_rival_body(group: Group, name: str, settings: ReduceSettings) -> dict
     )
     result: dict[str, Any] = {"status": MEASURED, "method": "", "samples_us": {}}
     for tokens in sizes:
-        everyone = [make_rows(settings, tokens, rank) for rank in range(group.size)]
-        mine, device = everyone[group.rank], group.device
-        rows = Rows(mine.x.to(device), mine.residual.to(device), mine.weight.to(device))
+        everyone = [make_rows(settings, tokens, rank, group.device) for rank in range(group.size)]
+        rows = everyone[group.rank]
         call = library.call(rows)
-        problem = _check(group, call, [each.x.to(device) for each in everyone], settings, rows)
+        problem = _check(group, call, [each.x for each in everyone], settings, rows)
         if problem := first_problem(group, problem):
             return {**result, "status": f"check failed, {tokens} tokens: {problem}"}
         method, times = measure_call(group, call, samples=settings.samples, graph=settings.graph)

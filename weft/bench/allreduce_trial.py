@@ -36,15 +36,18 @@ class Rows:
     weight: torch.Tensor
 
 
-def make_rows(settings: ReduceSettings, tokens: int, rank: int) -> Rows:
-    """Return what a rank brings, on the CPU. Every rank can make every other rank's rows."""
-    shared = torch.Generator().manual_seed((settings.seed * 7919 + tokens) * 64 + 63)
-    own = torch.Generator().manual_seed((settings.seed * 7919 + tokens) * 64 + rank)
-    shape, dtype = (tokens, settings.hidden), settings.out_dtype
+def make_rows(settings: ReduceSettings, tokens: int, rank: int, device: torch.device) -> Rows:
+    """Return what a rank brings. Every rank can make every other rank's rows, on its own device."""
+    dtype, number = settings.out_dtype, (settings.seed * 7919 + tokens) * 64
+
+    def normal(seed: int, *shape: int) -> torch.Tensor:
+        source = torch.Generator(device).manual_seed(seed)
+        return torch.randn(shape, generator=source, device=device)
+
     return Rows(
-        x=torch.randn(shape, generator=own).to(dtype),
-        residual=torch.randn(shape, generator=shared).to(dtype),
-        weight=(1 + 0.1 * torch.randn(settings.hidden, generator=shared)).to(dtype),
+        x=normal(number + rank, tokens, settings.hidden).to(dtype),
+        residual=normal(number + 62, tokens, settings.hidden).to(dtype),
+        weight=(1 + 0.1 * normal(number + 63, settings.hidden)).to(dtype),
     )
 
 
@@ -87,12 +90,12 @@ class ReduceTrial:
         self, group: Group, settings: ReduceSettings, reduce: weft.AllReduce, tokens: int
     ) -> None:
         self.group, self.reduce, self.tokens = group, reduce, tokens
-        rows = [make_rows(settings, tokens, rank) for rank in range(group.size)]
-        mine, device = rows[group.rank], group.device
-        self.rows = Rows(mine.x.to(device), mine.residual.to(device), mine.weight.to(device))
+        rows = [make_rows(settings, tokens, rank, group.device) for rank in range(group.size)]
+        self.rows = rows[group.rank]
+        self._x = self.rows.x.clone()  # a chain of calls overwrites the rows
         self.arguments = arguments_of(settings, self.rows)
         self._expected = outputs_of(
-            reference.allreduce_fused([each.x.to(device) for each in rows], **self.arguments)
+            reference.allreduce_fused([each.x for each in rows], **self.arguments)
         )
         self._written: dict[str, torch.Tensor] = {}
 
@@ -123,6 +126,7 @@ class ReduceTrial:
 
     def check(self, backend: str) -> str | None:
         """Call once over poison; return how an output differs from the reference, or None."""
+        self.rows.x.copy_(self._x)
         self.poison()
         self.call(backend)
         self._settle()

@@ -1,8 +1,8 @@
 """`weft tune allreduce`: measure every backend on this machine, and write the table "auto" reads.
 
-GPUs: time in a chain, as in a model: a kernel that reads the result and writes the next call's
-rows stands before every call, so that no call overlaps the next more than it would there. The time
-of a chain of these kernels alone is taken off. CPU ranks: the host's clock around each call.
+Time is taken in a chain, as in a model: an operation that reads the result and writes the next
+call's rows stands before every call, so that no call overlaps the next more than it would there.
+The time of a chain of these operations alone is taken off.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from weft.ops.allreduce_table import BACKENDS, MEASURED, Table
 from weft.shape import NUMBERS
 
 LIMIT_SECONDS = 3600.0  # of a whole run
-_LEAST_US = 0.01  # a difference of two chains below this is no measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +173,10 @@ def _curve(
             if problem := first_problem(group, trial.check(backend)):
                 return f"{backend}, {tokens} tokens x {settings.hidden}: {problem}"
             result["method"], found = _in_chain(group, settings, trial, backend)
-            times.append(round(max(group.all_gather(found)), 3))
+            slowest = max(group.all_gather(found))
+            if slowest <= 0:
+                return f"{backend}, {tokens} tokens: {slowest:.1f} us; too noisy: raise --iters"
+            times.append(round(slowest, 3))
     kept = {name: tuple(times) for name, times in us.items() if any(t is not None for t in times)}
     names = {"hidden": settings.hidden, "dtype": settings.dtype, "epilogue": settings.epilogue}
     result["curves"].append({**names, "us": kept})
@@ -187,11 +189,6 @@ def _in_chain(
 ) -> tuple[str, float]:
     """How one call was timed, and its median us on this rank. Collective."""
     samples = settings.samples
-    if group.device.type != "cuda":
-        method, times = measure_call(
-            group, lambda: trial.call(backend), samples=samples, graph=False
-        )
-        return method, statistics.median(times)
 
     def link() -> None:
         torch.mul(trial.answer, 1 / group.size, out=trial.rows.x)
@@ -203,8 +200,10 @@ def _in_chain(
     method, chain = measure_call(group, both, samples=samples, graph=True)
     _, links = measure_call(group, link, samples=samples, graph=True)
     us = statistics.median(chain) - statistics.median(links)
-    text = f"{method}, in a chain with a kernel between calls, whose own time is taken off"
-    return text, max(us, _LEAST_US)
+    how = (
+        "each behind a product that makes its rows of the last result, whose own time is taken off"
+    )
+    return f"{method}, {how}", us
 
 
 def write_table(path: Path, table: Table) -> None:
