@@ -48,7 +48,7 @@ class ReduceArgs(ctypes.Structure):
         ("scale_stride", c_uint32),
         ("pushers", c_uint32),
         ("reducers", c_uint32),
-        ("reserved", c_uint32),
+        ("pushers_finish", c_uint32),
     )
 
 

@@ -9,12 +9,14 @@
 // expression.
 #if defined(__CUDACC__)
 #define WEFT_FN __device__ __forceinline__
+#define WEFT_SLOW_FN __device__ __noinline__
 #define WEFT_OFFSET(T, member) __INTADDR__(&(((T*)0)->member))
 #else
 #include <sched.h>
 #include <signal.h>
 #include <time.h>
 #define WEFT_FN inline
+#define WEFT_SLOW_FN inline
 #define WEFT_OFFSET(T, member) __builtin_offsetof(T, member)
 #endif
 

@@ -38,10 +38,11 @@ enum class Coding : u32 { none = 0, fixed = 1, token = 2, group = 3, group_ue8m0
 // In which slot a wait stood; ErrorRecord.seen.
 enum class Slot : u32 { direct = 1, part = 2, whole = 3, trailer = 4, call = 5 };
 
-// The statistics of a summed row, from its owner: words that are never the sentinel.
+// The statistics of a summed row, from its owner. Many read them, so nobody could put sentinels
+// back: each half, which is never seen in pieces, carries 32 bits of the epoch instead.
 struct alignas(16) Trailer {
-    u32 rstd, peak;  // bits of 1 / rms and of the largest |row * weight|
-    u32 reserved[2];
+    u32 rstd, rstd_epoch;  // bits of 1 / rms
+    u32 peak, peak_epoch;  // bits of the largest |row * weight|
 };
 
 // Written by peers. Peer p's slots at rank r lie at index p, or p - 1 above r: nobody has slots at
@@ -83,7 +84,7 @@ struct ReduceArgs {
     Coding coding;
     u32 scale_stride;        // Coding::group_ue8m0: int32 words from one column to the next
     u32 pushers, reducers;   // two shots: CTAs that push rows, and that sum; all others finish rows
-    u32 reserved;
+    u32 pushers_finish;      // and so do pushers, once they have pushed
 };
 
 template <Reduction R> WEFT_FN ReductionShare<R>& share(const Site& site, u32 rank) {
@@ -131,7 +132,7 @@ struct Wait {
 // out_of_patience looks at: another wait of this rank may have broken the group already, and a peer
 // whose data does not come may have made another call.
 template <Reduction R>
-WEFT_FN bool gives_up(const Site& site, u64 epoch, u64 signature, Wait& wait) {
+WEFT_SLOW_FN bool gives_up(const Site& site, u64 epoch, u64 signature, Wait& wait) {
     ReductionShare<R>& own = mine<R>(site);
     if (wait.start == 0) wait.start = now_ns();
     if (load_acquire(&own.header.turn.failed) != 0) return true;
@@ -165,7 +166,7 @@ WEFT_FN void tell_call(const Site& site, u64 epoch, u64 signature, u32 peer) {
 // Compares a peer's call with mine; false when they differ, or when it never came.
 // `seen` may have been read early, off the critical path.
 template <Reduction R>
-WEFT_FN bool same_call(const Site& site, u64 epoch, u64 signature, u32 peer, u64 seen) {
+WEFT_SLOW_FN bool same_call(const Site& site, u64 epoch, u64 signature, u32 peer, u64 seen) {
     ReductionShare<R>& own = mine<R>(site);
     const u64 word = call_word(epoch, signature);
     Wait wait{.slot = Slot::call, .peer = peer, .token = 0, .vector = 0};

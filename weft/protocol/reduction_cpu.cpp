@@ -36,10 +36,10 @@ template <Reduction R> void push_row(u8* slot, const u8* row) {
     }
 }
 
-// Waits for `count` bytes of a slot, takes them and leaves sentinels; false when they did not come.
+// Waits for the row of a slot, takes it and leaves sentinels; false when they did not come.
 template <Reduction R>
-bool take(Calling<R>& call, u8* slot, u8* to, u32 count, Slot kind, u32 peer, u32 token) {
-    for (u32 at = 0; at < count && !call.broken; at += 8) {
+bool take(Calling<R>& call, u8* slot, u8* to, Slot kind, u32 peer, u32 token) {
+    for (u32 at = 0; at < R.row_bytes(); at += 8) {
         u64* word = reinterpret_cast<u64*>(slot + at);
         Wait wait{.slot = kind, .peer = peer, .token = token, .vector = at / 16};
         u64 seen = load_acquire(word);
@@ -53,7 +53,7 @@ bool take(Calling<R>& call, u8* slot, u8* to, u32 count, Slot kind, u32 peer, u3
         std::memcpy(to + at, &seen, 8);
         store_release(word, sentinels);
     }
-    return !call.broken;
+    return true;
 }
 
 template <Number N> float factor(const void* from, u64 at, bool is_fp32) {
@@ -121,7 +121,12 @@ template <Reduction R> float weighted(const ReduceArgs& a, const Row<R>& row, u3
 }
 
 // 1 / rms of a row, and its largest |row * weight|.
-template <Reduction R> Trailer measure(const ReduceArgs& a, const Row<R>& row) {
+struct Moments {
+    float rstd;
+    u32 peak;
+};
+
+template <Reduction R> Moments measure(const ReduceArgs& a, const Row<R>& row) {
     float lane[32], total[32] = {};
     for (u32 w = 0; w < R.partials(); ++w) {
         for (u32 l = 0; l < 32; ++l) {
@@ -137,8 +142,7 @@ template <Reduction R> Trailer measure(const ReduceArgs& a, const Row<R>& row) {
         const u32 size = std::bit_cast<u32>(weighted<R>(a, row, i)) & 0x7fffffffu;
         peak = size > peak ? size : peak;
     }
-    const float rstd = inverse_rms(butterfly(total), R.hidden, a.eps);
-    return {settled(std::bit_cast<u32>(rstd)), settled(peak), {0, 0}};
+    return {inverse_rms(butterfly(total), R.hidden, a.eps), peak};
 }
 
 template <Reduction R> void store_row(void* to, u32 token, Row<R>& row) {
@@ -184,14 +188,13 @@ template <Reduction R> void quantize_normed(const ReduceArgs& a, u32 token, Row<
 }
 
 // Everything that is elementwise once the row's statistics are known.
-template <Reduction R> void finish_row(const ReduceArgs& a, u32 token, Row<R>& row, Trailer m) {
+template <Reduction R> void finish_row(const ReduceArgs& a, u32 token, Row<R>& row, Moments m) {
     if (a.weight == nullptr) return;
-    const float rstd = std::bit_cast<float>(m.rstd);
     Row<R> norm;
     for (u32 i = 0; i < R.hidden; ++i)
-        norm.numbers()[i] = narrow<R.number>(weighted<R>(a, row, i) * rstd);
+        norm.numbers()[i] = narrow<R.number>(weighted<R>(a, row, i) * m.rstd);
     store_row<R>(a.norm_out, token, norm);
-    const float peak = widen<R.number>(narrow<R.number>(std::bit_cast<float>(m.peak) * rstd));
+    const float peak = widen<R.number>(narrow<R.number>(std::bit_cast<float>(m.peak) * m.rstd));
     if (a.coding != Coding::none)
         quantize_normed<R>(a, token, norm, std::bit_cast<u32>(peak) & 0x7fffffffu);
 }
@@ -223,7 +226,7 @@ template <Reduction R> void oneshot(Calling<R>& call) {
             const u32 peer = next_rank<R>(me, turn);
             fault(mine<R>(a.site).header, Point::before_rows, peer, call.epoch);
             u8* slot = call.at(me).direct[call.parity()][place_at(me, peer)][token];
-            if (!take<R>(call, slot, rows[peer].data(), R.row_bytes(), Slot::direct, peer, token))
+            if (!take<R>(call, slot, rows[peer].data(), Slot::direct, peer, token))
                 return;
         }
         sum_rows<R>(rows, row);
@@ -256,7 +259,7 @@ template <Reduction R> void reduce_part(Calling<R>& call, u32 group) {
         const u32 peer = next_rank<R>(me, turn);
         fault(mine<R>(a.site).header, Point::before_rows, peer, call.epoch);
         u8* slot = call.at(me).part[call.parity()][place_at(me, peer)][group];
-        if (!take<R>(call, slot, rows[peer].data(), R.row_bytes(), Slot::part, peer, token)) return;
+        if (!take<R>(call, slot, rows[peer].data(), Slot::part, peer, token)) return;
     }
     Row<R> row;
     sum_rows<R>(rows, row);
@@ -264,16 +267,40 @@ template <Reduction R> void reduce_part(Calling<R>& call, u32 group) {
     store_row<R>(a.out, token, row);
     add_residual<R>(a, token, row);
     store_row<R>(a.residual_out, token, row);
-    const Trailer m = a.weight ? measure<R>(a, row) : Trailer{};
+    const Moments m = a.weight ? measure<R>(a, row) : Moments{};
     for (u32 turn = 1; turn < R.ranks; ++turn) {
         const u32 peer = next_rank<R>(me, turn), place = place_at(peer, me);
         push_row<R>(call.at(peer).whole[place][group], (a.out ? sum : row).data());
         if (a.weight == nullptr) continue;
         u64* words = reinterpret_cast<u64*>(&call.at(peer).trailer[place][group]);
-        store_release(words, u64(m.peak) << 32 | m.rstd);
-        store_release(words + 1, 0);
+        store_release(words, call.epoch << 32 | std::bit_cast<u32>(m.rstd));
+        store_release(words + 1, call.epoch << 32 | m.peak);
     }
     finish_row<R>(a, token, row, m);
+}
+
+// Waits for one half of a trailer.
+template <Reduction R> bool await_half(Calling<R>& call, u64* half, Wait wait, u32& value) {
+    u64 seen = load_acquire(half);
+    for (u32 turns = 1; u32(seen >> 32) != u32(call.epoch); ++turns) {
+        call.broken =
+            turns % 1024 == 0 && gives_up<R>(call.a.site, call.epoch, call.a.signature, wait);
+        if (call.broken) return false;
+        relax(turns);
+        seen = load_acquire(half);
+    }
+    value = u32(seen);
+    return true;
+}
+
+template <Reduction R>
+bool read_moments(Calling<R>& call, Trailer& trailer, Moments& m, u32 peer, u32 token) {
+    u64* half = reinterpret_cast<u64*>(&trailer);
+    const Wait wait{.slot = Slot::trailer, .peer = peer, .token = token, .vector = 0};
+    u32 rstd = 0;
+    if (!await_half<R>(call, half, wait, rstd)) return false;
+    m.rstd = std::bit_cast<float>(rstd);
+    return await_half<R>(call, half + 1, wait, m.peak);
 }
 
 // Takes the summed rows of a group's other tokens and makes their outputs.
@@ -286,17 +313,15 @@ template <Reduction R> void finish_parts(Calling<R>& call, u32 group) {
         if (token >= a.tokens) continue;
         const u32 place = place_at(me, owner);
         u8* slot = call.at(me).whole[place][group];
-        if (!take<R>(call, slot, row.data(), R.row_bytes(), Slot::whole, owner, token)) return;
+        if (!take<R>(call, slot, row.data(), Slot::whole, owner, token)) return;
         if (a.out != nullptr) {
             store_row<R>(a.out, token, row);
             add_residual<R>(a, token, row);
         }
         store_row<R>(a.residual_out, token, row);
         if (a.weight == nullptr) continue;
-        Trailer m;
-        u8* trailer = reinterpret_cast<u8*>(&call.at(me).trailer[place][group]);
-        if (!take<R>(call, trailer, reinterpret_cast<u8*>(&m), 16, Slot::trailer, owner, token))
-            return;
+        Moments m;
+        if (!read_moments<R>(call, call.at(me).trailer[place][group], m, owner, token)) return;
         finish_row<R>(a, token, row, m);
     }
 }

@@ -26,9 +26,4 @@ WEFT_FN BlockScale row_scale(u32 amax_bits) {
     return amax_bits < smallest_amax_bits ? BlockScale{1.0f, 0.0f} : scale;
 }
 
-// Bits that travel beside sentinels: every NaN is the one that is not the sentinel.
-WEFT_FN u32 settled(u32 bits) {
-    return (bits & 0x7fffffffu) > infinity_bits ? 0x7fffffffu : bits;
-}
-
 }  // namespace weft
