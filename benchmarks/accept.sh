@@ -130,7 +130,7 @@ allreduce() {
         step ar-none 1 bash -c 'echo "an all-reduce needs two GPUs"; exit 1'
         return
     fi
-    check ar-tests 300 some tests/ops/test_reduce*.py tests/ops/test_allreduce*.py tests/compat
+    check ar-tests 300 some tests/ops/test_*reduc*.py tests/compat
     for n in "${ranks[@]}"; do weft "ar-tune-$n" 120 tune allreduce "$out/ar-table-$n.json" --ranks "$n"; done
     for n in "${ranks[@]}"; do
         for hidden in 7168 4096; do

@@ -28,11 +28,11 @@ class Rows:
     weight: torch.Tensor
 
 
-def rows_for(tokens: int, seed: int = 0, dtype: torch.dtype = BF16) -> Rows:
+def rows_for(device: torch.device, tokens: int, seed: int = 0) -> Rows:
     generator = torch.Generator().manual_seed(seed)
 
     def some(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator).to(device, BF16)
 
     xs = [some(tokens, HIDDEN) for _ in range(RANKS)]
     return Rows(xs, some(tokens, HIDDEN), some(HIDDEN))
@@ -58,5 +58,6 @@ def same(got: torch.Tensor | None, want: torch.Tensor | None) -> None:
     assert torch.equal(*(torch.stack([t]).flatten().view(torch.uint8) for t in (got, want)))
 
 
-def poison(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    return torch.full((*shape, dtype.itemsize), 0xFF, dtype=torch.uint8).view(dtype).view(shape)
+def poison(device: torch.device, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    size = (*shape, dtype.itemsize)
+    return torch.full(size, 0xFF, dtype=torch.uint8, device=device).view(dtype).view(shape)

@@ -27,6 +27,8 @@ from weft.errors import InvalidArgument
 from weft.ops import reference
 from weft.ops.reduce_spec import FP8Group, FP8Static, FP8Token, MoEFinalize, Reduced
 
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+
 
 def documented(group: weft.Group) -> None:
     """A sum; then sum, residual and norm, into tensors of the caller."""
@@ -37,15 +39,18 @@ def documented(group: weft.Group) -> None:
             RANKS,
         )
         for tokens in (1, 4, TOKENS, 0, 3):
-            rows = rows_for(tokens, seed=tokens)
+            rows = rows_for(group.device, tokens, seed=tokens)
             mine = rows.xs[group.rank]
             want = reference.allreduce_fused(rows.xs, rows.residual, rows.weight, 1e-5)
-            output = poison(tokens, HIDDEN)
+            output = poison(group.device, tokens, HIDDEN)
             answer = allreduce_fusion(mine, workspace, Pattern.kAllReduce, output=output)
             assert answer is output
             same(output, want.out)
             same(allreduce_fusion(mine, workspace, 0), want.out)
-            norm, residual = poison(tokens, HIDDEN), poison(tokens, HIDDEN)
+            norm, residual = (
+                poison(group.device, tokens, HIDDEN),
+                poison(group.device, tokens, HIDDEN),
+            )
             answer = allreduce_fusion(
                 input=mine,
                 workspace=workspace,
@@ -65,7 +70,7 @@ def documented(group: weft.Group) -> None:
         workspace.check()
 
 
-@pytest.mark.parametrize("kind", ["cpu", "threads"])
+@pytest.mark.parametrize("kind", ["cpu", "threads", CUDA])
 def test_the_documented_use(ranks, kind):
     ranks(RANKS, kind)(documented)
 
@@ -73,26 +78,27 @@ def test_the_documented_use(ranks, kind):
 def in_place(group: weft.Group) -> None:
     """As engines call it: residual and norm where residual and input were, or into the input."""
     with make(group) as workspace:
-        rows = rows_for(TOKENS)
+        rows = rows_for(group.device, TOKENS)
         want = reference.allreduce_fused(rows.xs, rows.residual, rows.weight)
         given: dict[str, Any] = {"rms_gamma": rows.weight, "pattern": 1, "workspace": workspace}
         x, residual = rows.xs[group.rank].clone(), rows.residual.clone()
         allreduce_fusion(x, residual_in=residual, residual_out=residual, norm_out=x, **given)
         same(x, want.norm)
         same(residual, want.residual)
-        x, norm = rows.xs[group.rank].clone(), poison(TOKENS, HIDDEN)
+        x, norm = rows.xs[group.rank].clone(), poison(group.device, TOKENS, HIDDEN)
         allreduce_fusion(x, residual_in=rows.residual, residual_out=x, norm_out=norm, **given)
         same(x, want.residual)
         same(norm, want.norm)
 
 
-def test_results_may_replace_the_inputs(ranks):
-    ranks(RANKS, "threads")(in_place)
+@pytest.mark.parametrize("kind", ["threads", CUDA])
+def test_results_may_replace_the_inputs(ranks, kind):
+    ranks(RANKS, kind)(in_place)
 
 
 def quantised(group: weft.Group) -> None:
     """Patterns 2, 4, 8 to 11: bytes and scales; with the norm where the pattern says Out."""
-    scale = torch.tensor([0.03125])
+    scale = torch.tensor([0.03125], device=group.device)
     kinds: list[tuple[int, Any, dict[str, Any]]] = [
         (2, FP8Static(scale), {"scale_factor": scale}),
         (4, FP8Static(scale), {"scale_factor": scale}),
@@ -104,12 +110,12 @@ def quantised(group: weft.Group) -> None:
     ]
     with make(group) as workspace:
         for tokens in (5, 1):
-            rows = rows_for(tokens, seed=9)
+            rows = rows_for(group.device, tokens, seed=9)
             for pattern, quant, given in kinds:
                 want = reference.allreduce_fused(
                     rows.xs, rows.residual, rows.weight, weight_bias=1.0, quant=quant
                 )
-                out = outputs(pattern, tokens)
+                out = outputs(group.device, pattern, tokens)
                 answer = allreduce_fusion(
                     rows.xs[group.rank],
                     workspace,
@@ -133,21 +139,21 @@ def quantised(group: weft.Group) -> None:
                 same(bare, want.norm if "norm_out" in out else want.quant)
 
 
-def outputs(pattern: int, tokens: int) -> dict[str, Any]:
+def outputs(device: torch.device, pattern: int, tokens: int) -> dict[str, Any]:
     """Tensors as flashinfer.comm wants them."""
     fp8 = torch.float8_e4m3fn
     found: dict[str, Any] = {
-        "residual_out": poison(tokens, HIDDEN),
-        "quant_out": poison(tokens, HIDDEN, dtype=fp8),
+        "residual_out": poison(device, tokens, HIDDEN),
+        "quant_out": poison(device, tokens, HIDDEN, dtype=fp8),
     }
     if pattern in (4, 9, 11):
-        found["norm_out"] = poison(tokens, HIDDEN)
+        found["norm_out"] = poison(device, tokens, HIDDEN)
     if pattern in (8, 9):
         columns, pitch = -(-HIDDEN // 512), -(-tokens // 4) * 4
-        found["scale_out"] = poison(columns, pitch, dtype=torch.int32).t()[:tokens]
+        found["scale_out"] = poison(device, columns, pitch, dtype=torch.int32).t()[:tokens]
         assert found["scale_out"].stride() == (1, pitch)
     if pattern in (10, 11):
-        found["scale_out"] = poison(tokens, 1, dtype=torch.float32)
+        found["scale_out"] = poison(device, tokens, 1, dtype=torch.float32)
     return found
 
 
@@ -165,8 +171,9 @@ def check_quantised(
         assert pattern in (2, 4)
 
 
-def test_fp8_patterns(ranks):
-    ranks(RANKS, "threads")(quantised)
+@pytest.mark.parametrize("kind", ["threads", CUDA])
+def test_fp8_patterns(ranks, kind):
+    ranks(RANKS, kind)(quantised)
 
 
 def finalized(group: weft.Group) -> None:
@@ -174,9 +181,10 @@ def finalized(group: weft.Group) -> None:
     generator = torch.Generator().manual_seed(3)
     index = torch.randint(0, TOKENS * TOP_K, (TOKENS, TOP_K), generator=generator).int()
     index[1, 0] = -1
-    weights = torch.rand((TOKENS, TOP_K), generator=generator).to(BF16)
-    permuted = [rows_for(TOKENS * TOP_K, seed=10 + r).xs[0] for r in range(RANKS)]
-    rows = rows_for(TOKENS)
+    index = index.to(group.device)
+    weights = torch.rand((TOKENS, TOP_K), generator=generator).to(group.device, BF16)
+    permuted = [rows_for(group.device, TOKENS * TOP_K, seed=10 + r).xs[0] for r in range(RANKS)]
+    rows = rows_for(group.device, TOKENS)
     with make(group) as workspace:
         for scales in (weights, None):
             for shared in (rows.xs[0], None):
@@ -184,7 +192,10 @@ def finalized(group: weft.Group) -> None:
                 want = reference.allreduce_fused(
                     [reference.finalize_moe(each) for each in moe], rows.residual, rows.weight
                 )
-                norm, residual = poison(TOKENS, HIDDEN), poison(TOKENS, HIDDEN)
+                norm, residual = (
+                    poison(group.device, TOKENS, HIDDEN),
+                    poison(group.device, TOKENS, HIDDEN),
+                )
                 answer = allreduce_fusion(
                     permuted[group.rank],
                     workspace,
@@ -202,18 +213,20 @@ def finalized(group: weft.Group) -> None:
                 same(residual, want.residual)
 
 
-def test_moe_finalize(ranks):
-    ranks(RANKS, "threads")(finalized)
+@pytest.mark.parametrize("kind", ["threads", CUDA])
+def test_moe_finalize(ranks, kind):
+    ranks(RANKS, kind)(finalized)
 
 
 def reduced(group: weft.Group) -> None:
     """Pattern 6: every token adds what all experts of this rank made of it."""
-    rows = rows_for(TOKENS)
-    made = [rows_for(EXPERTS * TOKENS, seed=20 + r).xs[0] for r in range(RANKS)]
-    scale = torch.rand((EXPERTS, TOKENS), generator=torch.Generator().manual_seed(4))
+    rows = rows_for(group.device, TOKENS)
+    made = [rows_for(group.device, EXPERTS * TOKENS, seed=20 + r).xs[0] for r in range(RANKS)]
+    numbers = torch.rand((EXPERTS, TOKENS), generator=torch.Generator().manual_seed(4))
+    scale = numbers.to(group.device)
     brought = []
     for each in made:
-        index = torch.arange(EXPERTS * TOKENS).view(EXPERTS, TOKENS).t().int()
+        index = torch.arange(EXPERTS * TOKENS, device=group.device).view(EXPERTS, TOKENS).t().int()
         moe = MoEFinalize(each, index, scale.t(), shared=rows.xs[1])
         brought.append(reference.finalize_moe(moe))
     want = reference.allreduce_fused(brought, rows.residual, rows.weight)
@@ -227,7 +240,7 @@ def reduced(group: weft.Group) -> None:
     }
     with make(group) as workspace:
         call = Pattern.kMoEReductionARResidualRMSNorm
-        output = poison(TOKENS, HIDDEN)
+        output = poison(group.device, TOKENS, HIDDEN)
         same(allreduce_fusion(rows.xs[1], workspace, call, output=output, **given), want.norm)
         same(output, want.out)
         same(allreduce_fusion(rows.xs[1], workspace, call, **given), want.norm)
@@ -248,5 +261,6 @@ def reduced(group: weft.Group) -> None:
         )
 
 
-def test_moe_reduction(ranks):
-    ranks(RANKS, "threads")(reduced)
+@pytest.mark.parametrize("kind", ["threads", CUDA])
+def test_moe_reduction(ranks, kind):
+    ranks(RANKS, kind)(reduced)

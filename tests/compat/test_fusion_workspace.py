@@ -28,7 +28,7 @@ def strategies(group: weft.Group) -> None:
     most = 200
     with make(group, max_token_num=most) as workspace:
         for tokens in (1, 3, most):
-            rows = rows_for(tokens)
+            rows = rows_for(group.device, tokens)
             want = reference.allreduce_fused(rows.xs).out
             for way in (True, False, None):
                 same(
@@ -42,7 +42,7 @@ def test_strategies_give_the_same_bits(ranks):
 
 
 def workspaces(group: weft.Group) -> None:
-    rows = rows_for(TOKENS + 1)
+    rows = rows_for(group.device, TOKENS + 1)
     with make(group) as workspace:
         assert workspace.is_buffer_size_sufficient(RANKS, TOKENS, HIDDEN, BF16)
         assert workspace.is_buffer_size_sufficient(RANKS, 1, HIDDEN, BF16, use_oneshot=True)
@@ -67,7 +67,7 @@ def test_workspaces(ranks):
 
 
 def refusals(group: weft.Group) -> None:
-    rows = rows_for(2)
+    rows = rows_for(group.device, 2)
     x = rows.xs[group.rank]
     normed: dict[str, Any] = {"residual_in": rows.residual, "rms_gamma": rows.weight}
     with make(group) as workspace:
@@ -113,7 +113,7 @@ def from_a_process_group(group: weft.Group) -> None:
     ranks = group.process_group()
     for given in (ranks, None):
         with make(group, group=given) as workspace:
-            rows = rows_for(3)
+            rows = rows_for(group.device, 3)
             want = reference.allreduce_fused(rows.xs).out
             same(allreduce_fusion(rows.xs[group.rank], workspace, 0), want)
             assert workspace.group is not group
