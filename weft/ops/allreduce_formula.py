@@ -7,8 +7,8 @@ back to all: 2 (N-1)/N S, counted in whole rows, because an owner owns whole row
 GPUs: 334 GB/s out of one H200, measured (docs/measuring.md). The fixed parts are estimates: 4.8 us
 for one way through NVLink and 6.3 us for two; twoshot sends, waits and unpacks in turn, which adds
 a quarter to its bytes' time, and twoshot_bulk overlaps them, for a start that takes longer.
-CPU ranks: copies within one memory at 4 GB/s for each rank and a wait that is a turn of the
-scheduler, both estimates.
+CPU ranks: 0.5 GB/s for each rank, sums and norm included, and waits that are turns of the
+scheduler; estimates after runs of 4 ranks on 2 cores that they shared with others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Cost:
     factor: float
 
 
-GB_PER_S: Mapping[str, float] = {"gpu": 334.0, "cpu": 4.0}
+GB_PER_S: Mapping[str, float] = {"gpu": 334.0, "cpu": 0.5}
 COSTS: Mapping[str, Mapping[str, Cost]] = {
     "gpu": {
         "oneshot": Cost(4.8, 1.0),
@@ -33,9 +33,9 @@ COSTS: Mapping[str, Mapping[str, Cost]] = {
         "twoshot_bulk": Cost(10.0, 1.1),
     },
     "cpu": {
-        "oneshot": Cost(30.0, 1.0),
-        "twoshot": Cost(60.0, 1.25),
-        "twoshot_bulk": Cost(90.0, 1.25),
+        "oneshot": Cost(100.0, 1.0),
+        "twoshot": Cost(130.0, 1.25),
+        "twoshot_bulk": Cost(140.0, 1.25),
     },
 }
 FORMULA: Mapping[str, str] = {
