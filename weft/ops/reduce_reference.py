@@ -105,7 +105,7 @@ def quantize_norm(norm: torch.Tensor, quant: Quant) -> tuple[torch.Tensor, torch
         case FP8Token():
             return _scaled(norm.float()[:, None], zero_scale=1.0)
         case FP8Group():
-            groups = norm.float().view(norm.shape[0], -1, 128)
+            groups = norm.float().view(norm.shape[0], norm.shape[1] // 128, 128)
             if quant.scale == "fp32":
                 return _scaled(groups, zero_scale=0.0)
             return _powers(groups)
@@ -155,9 +155,9 @@ def _amax(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _in_lanes(sums: torch.Tensor) -> torch.Tensor:
     """`[tokens, n]` as `[tokens, ceil(n / 32), 32]`, missing ones 0."""
-    missing = -sums.shape[1] % 32
-    padded = torch.nn.functional.pad(sums, (0, missing))
-    return padded.view(sums.shape[0], padded.shape[1] // 32, 32)
+    tokens, count = sums.shape
+    padded = torch.nn.functional.pad(sums, (0, -count % 32))
+    return padded.view(tokens, -(-count // 32), 32)
 
 
 def _butterfly(lanes: torch.Tensor) -> torch.Tensor:
