@@ -129,4 +129,4 @@ class Header(ctypes.Structure):
 
 HEADER_BYTES = ctypes.sizeof(Header)
 MAILBOX_BYTES = 4096
-PHASES = {1: "dispatch", 2: "combine", 3: "grouping"}
+PHASES = {1: "dispatch", 2: "combine", 3: "grouping", 4: "all-reduce"}

@@ -31,6 +31,7 @@ enum class Code : u32 {
     peer_timeout = 4,
     geometry_mismatch = 5,
     aborted = 6,
+    bad_row_index = 7,
 };
 
 // One name specialises every kernel. All ranks of a group use equal Shapes; creation verifies it.

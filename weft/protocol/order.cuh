@@ -9,12 +9,14 @@
 // expression.
 #if defined(__CUDACC__)
 #define WEFT_FN __device__ __forceinline__
+#define WEFT_SLOW_FN __device__ __noinline__
 #define WEFT_OFFSET(T, member) __INTADDR__(&(((T*)0)->member))
 #else
 #include <sched.h>
 #include <signal.h>
 #include <time.h>
 #define WEFT_FN inline
+#define WEFT_SLOW_FN inline
 #define WEFT_OFFSET(T, member) __builtin_offsetof(T, member)
 #endif
 
@@ -88,6 +90,23 @@ WEFT_FN u32 load_acquire(u32* at) {
 #endif
 }
 
+// Words that carry their own meaning: nothing else is published by them, or read behind them.
+WEFT_FN void store_relaxed(u64* at, u64 value) {
+#if defined(__CUDA_ARCH__)
+    __nv_atomic_store_n(at, value, __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_SYSTEM);
+#else
+    __atomic_store_n(at, value, __ATOMIC_RELAXED);
+#endif
+}
+
+WEFT_FN u64 load_relaxed(u64* at) {
+#if defined(__CUDA_ARCH__)
+    return __nv_atomic_load_n(at, __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_SYSTEM);
+#else
+    return __atomic_load_n(at, __ATOMIC_RELAXED);
+#endif
+}
+
 // Order: a release of this team's writes and an acquire of every earlier team's, inside one GPU.
 // The last one to add may publish for all (a relaxed counter may not: models/ptx A11).
 WEFT_FN u32 add_acq_rel(u32* at, u32 value) {
@@ -95,6 +114,15 @@ WEFT_FN u32 add_acq_rel(u32* at, u32 value) {
     return __nv_atomic_fetch_add(at, value, __NV_ATOMIC_ACQ_REL, __NV_THREAD_SCOPE_DEVICE);
 #else
     return __atomic_fetch_add(at, value, __ATOMIC_ACQ_REL);
+#endif
+}
+
+// Counts, and orders nothing: for those who only need to know that they were the last to come.
+WEFT_FN u32 add_relaxed(u32* at, u32 value) {
+#if defined(__CUDA_ARCH__)
+    return __nv_atomic_fetch_add(at, value, __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_DEVICE);
+#else
+    return __atomic_fetch_add(at, value, __ATOMIC_RELAXED);
 #endif
 }
 
@@ -130,6 +158,17 @@ WEFT_FN u64 now_ns() {
     return u64(t.tv_sec) * 1000000000ull + u64(t.tv_nsec);
 #else
     return 0;
+#endif
+}
+
+// IEEE's square root, rounded to nearest.
+WEFT_FN float square_root(float x) {
+#if defined(__CUDA_ARCH__)
+    return __fsqrt_rn(x);
+#elif !defined(__CUDACC__)
+    return __builtin_sqrtf(x);
+#else
+    return x;
 #endif
 }
 
