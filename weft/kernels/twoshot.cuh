@@ -95,12 +95,12 @@ WEFT_FN bool sum_part(const Calling<R>& call, u32 token, u32 group, u32 v, uint4
 
 template <Reduction R>
 WEFT_FN void tell_moments(const Block& team, const Calling<R>& call, u32 group, const Moments& m) {
-    const u32 turn = team.lane() + 1, epoch = u32(call.epoch);
+    const u32 turn = team.lane() + 1, tag = trailer_tag(call.epoch);
     if (turn >= R.ranks) return;
     const u32 peer = next_rank<R>(call.me(), turn);
     post_vector(
         reinterpret_cast<uint4*>(&call.at(peer).trailer[place_at(peer, call.me())][group]),
-        make_uint4(__float_as_uint(m.rstd), epoch, m.peak, epoch));
+        make_uint4(__float_as_uint(m.rstd), tag, m.peak, tag));
 }
 
 // A cluster sums one token after the other; a thread has `pieces` of its vectors.

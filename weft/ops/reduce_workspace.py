@@ -33,7 +33,7 @@ class ReduceWorkspace(Watched):
 
     def _initialise(self, reduction: Reduction, header: Header) -> None:
         self._watch(0)  # the sizes were compared in full; call words tell calls apart
-        size = (reduction.share_bytes - reduction.rows,)
+        size = (reduction.trailers - reduction.rows,)  # all else stays zero
         self.heap.tensor(size, torch.uint8, offset=reduction.rows).fill_(0xFF)
         header.generation = self.heap.generation
         raw = torch.frombuffer(bytearray(header), dtype=torch.uint8)

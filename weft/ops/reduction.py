@@ -94,20 +94,20 @@ class Reduction:
 
     @property
     def rows(self) -> int:
-        """Where the slots for data begin, behind the call words."""
+        """Where the slots for rows begin, behind the call words: what sentinels fill."""
         return self.slots + 2 * 8 * MAX_RANKS
+
+    @property
+    def trailers(self) -> int:
+        """Where the slots for statistics begin, behind those for rows."""
+        row = (self.ranks - 1) * self.row_bytes
+        sizes = (2 * self.direct, 2 * self.owned, self.owned)
+        return self.rows + sum(_up(count * row) for count in sizes)
 
     @property
     def share_bytes(self) -> int:
         """Bytes of symmetric memory of one rank."""
-        peers = self.ranks - 1
-        return (
-            self.rows
-            + _up(2 * peers * self.direct * self.row_bytes)
-            + _up(2 * peers * self.owned * self.row_bytes)
-            + _up(peers * self.owned * self.row_bytes)
-            + _up(peers * self.owned * 16)
-        )
+        return self.trailers + _up(16 * (self.ranks - 1) * self.owned)
 
     def expected(self) -> list[tuple[str, int]]:
         """What `weft_reduction` of a compiled entry must hold, in its order."""
@@ -115,6 +115,7 @@ class Reduction:
             ("sizeof(ReductionShare)", self.share_bytes),
             ("slots", self.slots),
             ("rows", self.rows),
+            ("trailers", self.trailers),
         ]
 
     def verify(self, exported: Sequence[int]) -> None:

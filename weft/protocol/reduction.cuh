@@ -39,11 +39,13 @@ enum class Coding : u32 { none = 0, fixed = 1, token = 2, group = 3, group_ue8m0
 enum class Slot : u32 { direct = 1, part = 2, whole = 3, trailer = 4, call = 5 };
 
 // The statistics of a summed row, from its owner. Many read them, so nobody could put sentinels
-// back: each half, which is never seen in pieces, carries 32 bits of the epoch instead.
+// back: each half, which is never seen in pieces, carries 31 bits of the epoch instead, and one that
+// fresh memory has not.
 struct alignas(16) Trailer {
-    u32 rstd, rstd_epoch;  // bits of 1 / rms
-    u32 peak, peak_epoch;  // bits of the largest |row * weight|
+    u32 rstd, rstd_tag;  // bits of 1 / rms
+    u32 peak, peak_tag;  // bits of the largest |row * weight|
 };
+WEFT_FN constexpr u32 trailer_tag(u64 epoch) { return u32(epoch) | 0x80000000u; }
 
 // Written by peers. Peer p's slots at rank r lie at index p, or p - 1 above r: nobody has slots at
 // itself.
@@ -109,8 +111,10 @@ WEFT_FN constexpr u64 call_word(u64 epoch, u64 signature) {
     return epoch << 40 | (signature & epoch_mask);
 }
 
-// Does the peer's call word say that it made another call than this rank?
-WEFT_FN bool disagrees(u64 seen, u64 mine) { return seen != mine && seen >> 40 == mine >> 40; }
+// Does the peer's call word say that it made another call than this rank? Fresh memory says nothing.
+WEFT_FN bool disagrees(u64 seen, u64 mine) {
+    return seen != mine && seen != 0 && seen >> 40 == mine >> 40;
+}
 
 WEFT_FN void fail_call(Header& header, const Site& site, u32 peer, u64 word, u64 seen) {
     fail(header, site,

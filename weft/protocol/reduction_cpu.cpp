@@ -273,8 +273,9 @@ template <Reduction R> void reduce_part(Calling<R>& call, u32 group) {
         push_row<R>(call.at(peer).whole[place][group], (a.out ? sum : row).data());
         if (a.weight == nullptr) continue;
         u64* words = reinterpret_cast<u64*>(&call.at(peer).trailer[place][group]);
-        store_release(words, call.epoch << 32 | std::bit_cast<u32>(m.rstd));
-        store_release(words + 1, call.epoch << 32 | m.peak);
+        const u64 tag = u64(trailer_tag(call.epoch)) << 32;
+        store_release(words, tag | std::bit_cast<u32>(m.rstd));
+        store_release(words + 1, tag | m.peak);
     }
     finish_row<R>(a, token, row, m);
 }
@@ -282,7 +283,7 @@ template <Reduction R> void reduce_part(Calling<R>& call, u32 group) {
 // Waits for one half of a trailer.
 template <Reduction R> bool await_half(Calling<R>& call, u64* half, Wait wait, u32& value) {
     u64 seen = load_acquire(half);
-    for (u32 turns = 1; u32(seen >> 32) != u32(call.epoch); ++turns) {
+    for (u32 turns = 1; u32(seen >> 32) != trailer_tag(call.epoch); ++turns) {
         call.broken =
             turns % 1024 == 0 && gives_up<R>(call.a.site, call.epoch, call.a.signature, wait);
         if (call.broken) return false;
