@@ -110,10 +110,9 @@ WEFT_FN void send_rows(const Block& team, const CombineArgs& a, const Turn& turn
     bool publishes = team.first();
     if constexpr (S.way != Way::pull) {
         push_rows<S>(team, a.site, wave);
-        if (wave.index == 0) return publish_part<S>(team, a.site, Phase::combine, turn.epoch, 0);
         publishes = team.last_of(&mine<S>(a.site).header.arrived[wave.index]);
     }
-    if (publishes) publish<S>(team, a.site, Phase::combine, turn.epoch, wave.index);
+    if (publishes) publish<S>(team, a.site, Phase::combine, turn.epoch, 0, wave.index);
 }
 
 template <Shape S, u32 rank, Part part = Part::whole> WEFT_FN void combine(const CombineArgs& a) {

@@ -57,8 +57,6 @@ struct Block {
         if (warp() == 0) __syncwarp();
     }
 
-    WEFT_FN void meet() const { __syncthreads(); }
-
     // Every lane's verdict, after a barrier.
     WEFT_FN bool all(bool mine) const { return __syncthreads_and(mine); }
 

@@ -16,7 +16,6 @@ struct Solo {
     bool all(bool mine) const { return mine; }
     bool first() const { return true; }
     u32 teams() const { return 1; }
-    void meet() const {}
     void meet_publishers() const {}
 };
 
@@ -158,7 +157,7 @@ template <Shape S, Part part = Part::whole> void dispatch(const DispatchArgs& a)
         clear_rows<S>(a, count, turn.rows);
         send_stats<S>(a);
         fault(own.header, Point::after_payload, a.site.rank, wanted);
-        publish_part<S>(Solo{}, a.site, Phase::dispatch, wanted, count);
+        publish<S>(Solo{}, a.site, Phase::dispatch, wanted, count);
         own.header.sending = count;
     }
     if constexpr (part != Part::send) {
@@ -245,11 +244,8 @@ template <Shape S> bool receive_rows(const CombineArgs& a, const Turn& turn, con
 }
 
 template <Shape S> void send_rows(const CombineArgs& a, const Turn& turn, const Wave& wave) {
-    if constexpr (S.way != Way::pull) {
-        push_rows<S>(a.site, wave);
-        if (wave.index == 0) return publish_part<S>(Solo{}, a.site, Phase::combine, turn.epoch, 0);
-    }
-    publish<S>(Solo{}, a.site, Phase::combine, turn.epoch, wave.index);
+    if constexpr (S.way != Way::pull) push_rows<S>(a.site, wave);
+    publish<S>(Solo{}, a.site, Phase::combine, turn.epoch, 0, wave.index);
 }
 
 template <Shape S, Part part = Part::whole> void combine(const CombineArgs& a) {

@@ -73,11 +73,6 @@ WEFT_FN constexpr bool not_older(u64 epoch, u64 wanted) {
     return ((epoch - wanted) & epoch_mask) < (1ull << 39);
 }
 
-// Each team of a sending kernel adds its part of this to one word at every peer, so no team has to
-// wait for the others before the peers are told. Far more than a grid has teams.
-constexpr u32 part_bits = 20;
-constexpr u64 whole_round = 1ull << part_bits;
-
 // What went wrong, as counters and ids only. Written by the device, read by the host.
 struct ErrorRecord {
     u32 code = 0, rank = 0, peer = 0, phase = 0;  // peer: whom it is about; who asked, if aborted
@@ -196,9 +191,7 @@ template <Shape S> struct alignas(128) Flags {
 // order is lost.
 template <Shape S> struct Inbox {
     Flags<S> dispatched;
-    Flags<S> sent;              // parts of all dispatches so far, whole_round of them for each
-    Flags<S> ready[max_waves];  // a peer's outbox may be read, or a wave of its rows is here
-    Flags<S> pushed;            // as sent, of rows pushed home in the first wave
+    Flags<S> ready[max_waves];         // a peer's outbox may be read, or a wave of its rows is here
     alignas(128) i32 counts[S.ranks];  // tokens of each source in this round
     alignas(128) Route<S> route[S.ranks][S.tokens];
     Planes<S> payload;

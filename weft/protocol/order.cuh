@@ -61,18 +61,6 @@ WEFT_FN void store_release(u32* at, u32 value) {
 #endif
 }
 
-// Order: as store_release, for a word that several threads add to: who sees the sum may read what
-// each of them published before it (models/ptx C1).
-WEFT_FN void add_release(u64* at, u64 value) {
-#if defined(__CUDA_ARCH__)
-    __nv_atomic_fetch_add(at, value, __NV_ATOMIC_RELEASE, __NV_THREAD_SCOPE_SYSTEM);
-#elif WEFT_WEAK_FLAGS
-    __atomic_fetch_add(at, value, __ATOMIC_RELAXED);
-#else
-    __atomic_fetch_add(at, value, __ATOMIC_RELEASE);
-#endif
-}
-
 // Order: what the releasing thread published may be read after it.
 WEFT_FN u64 load_acquire(u64* at) {
 #if defined(__CUDA_ARCH__)

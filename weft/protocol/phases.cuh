@@ -159,48 +159,26 @@ WEFT_FN void keep_waves(Header& header, const Waves& waves) {
     header.wave = waves.tokens;
 }
 
-// The first word that a peer gets of an operation; false if a test wants it kept back.
-template <Shape S>
-WEFT_FN bool send_flag(Header& header, const Site& site, Phase phase, u32 peer, u64 wanted,
-                       u32 count, u32 wave) {
-    Inbox<S>& to = share<S>(site, peer).inbox;
-    const bool sending = phase == Phase::dispatch;
-    const Action planned =
-        fault(header, sending ? Point::before_flag : Point::before_ready, peer, wanted);
-    if (planned == Action::drop) return false;
-    if (sending) to.counts[site.rank] = i32(count);
-    const u64 lie = planned == Action::lie ? 1ull << 40 : 0;
-    Flags<S>& flags = sending ? to.dispatched : to.ready[wave];
-    store_release(&flags.of[site.rank],
-                  make_flag(header.generation, site.descriptor, wanted) ^ lie);
-    return true;
-}
-
-// Publishes epoch `wanted` at every peer, of a combine for one wave. By one team for all.
-// Order: each release covers all that this team wrote or acquired: the whole rank's rows.
+// Publishes epoch `wanted` at every peer, of a combine for one wave.
+// Order: each release covers all that this team wrote or acquired: the whole rank's payload, routes
+// and counts.
 template <Shape S, class Team>
-WEFT_FN void publish(const Team& team, const Site& site, Phase phase, u64 wanted, u32 wave) {
+WEFT_FN void publish(const Team& team, const Site& site, Phase phase, u64 wanted, u32 count,
+                     u32 wave = 0) {
     Header& header = mine<S>(site).header;
-    mark_sent(team, header, phase, wanted);
-    for (u32 i = team.lane(); i < S.ranks; i += team.lanes())
-        send_flag<S>(header, site, phase, (site.rank + i) % S.ranks, wanted, 0, wave);
-    mark_published(team, header, phase, wanted);
-}
-
-// By every team, for itself: the peers have everything when the parts make a whole. The first team
-// brings the flag, and so much that no sum is whole without it.
-// Order: each release covers what this team wrote; the sum covers them all.
-template <Shape S, class Team>
-WEFT_FN void publish_part(const Team& team, const Site& site, Phase phase, u64 wanted, u32 count) {
-    Header& header = mine<S>(site).header;
-    const u64 part = team.first() ? whole_round - (team.teams() - 1) : 1;
-    team.meet();
+    const u64 flag = make_flag(header.generation, site.descriptor, wanted);
     mark_sent(team, header, phase, wanted);
     for (u32 i = team.lane(); i < S.ranks; i += team.lanes()) {
         const u32 peer = (site.rank + i) % S.ranks;
         Inbox<S>& to = share<S>(site, peer).inbox;
-        if (team.first() && !send_flag<S>(header, site, phase, peer, wanted, count, 0)) continue;
-        add_release(&(phase == Phase::dispatch ? to.sent : to.pushed).of[site.rank], part);
+        const bool sending = phase == Phase::dispatch;
+        const Action planned =
+            fault(header, sending ? Point::before_flag : Point::before_ready, peer, wanted);
+        if (planned == Action::drop) continue;
+        if (sending) to.counts[site.rank] = i32(count);
+        const u64 lie = planned == Action::lie ? 1ull << 40 : 0;
+        Flags<S>& flags = sending ? to.dispatched : to.ready[wave];
+        store_release(&flags.of[site.rank], flag ^ lie);
     }
     mark_published(team, header, phase, wanted);
 }
@@ -222,42 +200,16 @@ WEFT_FN Verdict out_of_patience(Header& header, const Site& site, u32 peer, u64 
     return {now_ns() - start > limit ? Code::peer_timeout : Code::ok, peer};
 }
 
-enum class Sight : u32 { nothing, arrived, foreign };
-
-// How a waiter reads a peer's flag ...
-struct FlagSight {
-    u32 generation, descriptor;
-    u64 wanted;
-
-    WEFT_FN u64 epoch(u64 word) const { return flag_epoch(word); }
-    WEFT_FN Sight operator()(u64 word) const {
-        if (flag_generation(word) != generation || !not_older(flag_epoch(word), wanted))
-            return Sight::nothing;
-        return flag_descriptor(word) == descriptor ? Sight::arrived : Sight::foreign;
-    }
-};
-
-// ... and the sum of a peer's parts. Rounds are counted from the first epoch.
-struct PartSight {
-    u64 first_epoch, wanted;
-
-    WEFT_FN u64 epoch(u64 word) const { return (first_epoch + (word >> part_bits)) & epoch_mask; }
-    WEFT_FN Sight operator()(u64 word) const {
-        return not_older(epoch(word), wanted) ? Sight::arrived : Sight::nothing;
-    }
-};
-
-// Waits for one word of one peer. Order: after `true`, all that the peer published with it may be
-// read by this thread, and by its team once it has met in `all`.
-template <class Look>
-WEFT_FN bool await_word(Header& header, const Site& site, u64* at, u32 peer, Phase phase,
-                        u64 wanted, const Look& look) {
+// Waits for one peer's flag. Order: after `true`, all that the peer published with that epoch may
+// be read by this thread, and by its team once it has met in `all`.
+WEFT_FN bool await_flag(Header& header, const Site& site, u64* flag, u32 peer, Phase phase,
+                        u64 wanted) {
     u64 start = 0;
     for (u32 turns = 1;; ++turns) {
-        const u64 seen = load_acquire(at);
-        const Sight sight = look(seen);
-        if (sight == Sight::arrived) return true;
-        if (sight == Sight::foreign) {
+        const u64 seen = load_acquire(flag);
+        if (flag_generation(seen) == (header.generation & 0xffffu) &&
+            not_older(flag_epoch(seen), wanted)) {
+            if (flag_descriptor(seen) == site.descriptor) return true;
             fail(header, site,
                  {.code = u32(Code::geometry_mismatch),
                   .peer = peer,
@@ -275,7 +227,7 @@ WEFT_FN bool await_word(Header& header, const Site& site, u64* at, u32 peer, Pha
                       .peer = verdict.rank,
                       .phase = u32(phase),
                       .wanted = wanted,
-                      .seen = look.epoch(seen),
+                      .seen = flag_epoch(seen),
                       .elapsed_ns = now_ns() - start});
                 return false;
             }
@@ -284,25 +236,16 @@ WEFT_FN bool await_word(Header& header, const Site& site, u64* at, u32 peer, Pha
     }
 }
 
-// Waits for every peer; false, for the whole team, when one of them did not come. Flags and sums of
-// parts are waited for by different lanes.
+// Waits for every peer; false, for the whole team, when one of them did not come.
 template <Shape S, class Team>
 WEFT_FN bool await_all(const Team& team, const Site& site, Phase phase, u64 wanted, u32 wave = 0) {
     Share<S>& own = mine<S>(site);
-    const bool dispatch = phase == Phase::dispatch,
-               in_parts = dispatch || (S.way != Way::pull && wave == 0);
-    Flags<S>& flags = dispatch ? own.inbox.dispatched : own.inbox.ready[wave];
-    Flags<S>& parts = dispatch ? own.inbox.sent : own.inbox.pushed;
-    const FlagSight flag{own.header.generation & 0xffffu, site.descriptor, wanted};
-    const PartSight part{own.header.first_epoch, wanted};
+    Flags<S>& flags = phase == Phase::dispatch ? own.inbox.dispatched : own.inbox.ready[wave];
     bool arrived = true;
-    for (u32 i = team.lane(); i < S.ranks * (in_parts ? 2 : 1); i += team.lanes()) {
-        const u32 peer = i % S.ranks;
-        if (i < S.ranks)
-            fault(own.header, dispatch ? Point::before_poll : Point::before_read, peer, wanted);
-        const bool came =
-            i < S.ranks ? await_word(own.header, site, &flags.of[peer], peer, phase, wanted, flag)
-                        : await_word(own.header, site, &parts.of[peer], peer, phase, wanted, part);
+    for (u32 peer = team.lane(); peer < S.ranks; peer += team.lanes()) {
+        fault(own.header, phase == Phase::dispatch ? Point::before_poll : Point::before_read, peer,
+              wanted);
+        const bool came = await_flag(own.header, site, &flags.of[peer], peer, phase, wanted);
         arrived = came && arrived;
         if (came) mark_arrived(team, own.header, phase, wanted, peer);
     }
