@@ -152,7 +152,7 @@ WEFT_FN bool send_tokens(const Block& team, const DispatchArgs& a, const Turn& t
     clear_rows<S>(team, a, count, turn.rows);
     send_stats<S>(team, a);
     fault(mine<S>(a.site).header, Point::after_payload, a.site.rank, turn.epoch + 1);
-    return team.last_of(&mine<S>(a.site).header.arrived[0]);
+    return team.last_of(&mine<S>(a.site).header.arrived);
 }
 
 template <Shape S, Part part = Part::whole> WEFT_FN void dispatch(const DispatchArgs& a) {

@@ -85,7 +85,7 @@ WEFT_FN bool send_tokens_in_bulk(const Block& team, const DispatchArgs& a, const
     if (lane == 0) bulk_wait_written();
     clear_rows<S>(team, a, count, turn.rows);
     send_stats<S>(team, a);
-    return team.last_of(&mine<S>(a.site).header.arrived[0]);
+    return team.last_of(&mine<S>(a.site).header.arrived);
 }
 
 // The loading warp: lane p pulls peer p's part of each piece, one stage after the other, and runs

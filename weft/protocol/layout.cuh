@@ -9,7 +9,6 @@ namespace weft {
 
 constexpr u32 abi = 4;         // raise it whenever a struct below changes
 constexpr u32 max_planes = 8;  // opaque payload tensors of one dispatch
-constexpr u32 max_waves = 4;   // parts in which rows are pushed home
 constexpr u32 max_ranks = 32;  // a token's destinations are the bits of one u32
 constexpr u32 ring_records = 256;
 constexpr u32 ring_timelines = 64;  // the last 32 rounds
@@ -126,12 +125,10 @@ struct alignas(128) Header {
     u64 share_bytes, first_epoch;
     u64 deadline_ns, first_deadline_ns;
     alignas(128) Turn turn;
-    alignas(128) u32 arrived[max_waves];  // teams that have sent, of the running operation
-    u32 refusing;                         // taken while a refusal is being written
+    alignas(128) u32 arrived;  // teams that have finished sending, of the running dispatch
+    u32 refusing;              // taken while a refusal is being written
     u32 refusals;
     u32 sending;             // tokens of a dispatch that was sent and not yet received
-    u32 waves;               // of a combine that was sent and not yet received,
-    u32 wave;                // and the tokens of each
     alignas(128) u64 abort;  // a peer's host asks this rank to leave: that peer's rank + 1
     alignas(128) Fault fault;
     alignas(128) Record ring[ring_records];
@@ -182,17 +179,12 @@ template <Shape S>
     requires(S.stats == 0)
 struct Stats<S> {};
 
-// One flag for each peer, which alone writes it; one line for one poll.
-template <Shape S> struct alignas(128) Flags {
-    u64 of[S.ranks];
-};
-
 // Written by peers. The slot of a token is its index at the source, so no counter is shared and no
 // order is lost.
 template <Shape S> struct Inbox {
-    Flags<S> dispatched;
-    Flags<S> ready[max_waves];         // a peer's outbox may be read, or a wave of its rows is here
-    alignas(128) i32 counts[S.ranks];  // tokens of each source in this round
+    alignas(128) u64 dispatched[S.ranks];  // flags, one writer each, one line for one poll
+    alignas(128) u64 ready[S.ranks];       // a peer's experts are done: its outbox may be read
+    alignas(128) i32 counts[S.ranks];      // tokens of each source in this round
     alignas(128) Route<S> route[S.ranks][S.tokens];
     Planes<S> payload;
     Returned<S> returned;

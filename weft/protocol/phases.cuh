@@ -12,12 +12,6 @@
 
 namespace weft {
 
-// Of a wave at least: so many that its flags cost little beside its rows.
-#ifndef WEFT_WAVE_TOKENS
-#define WEFT_WAVE_TOKENS 64
-#endif
-constexpr u32 wave_tokens = WEFT_WAVE_TOKENS;
-
 struct Place {
     u32 rank, local;
 };
@@ -119,52 +113,11 @@ template <Shape S> WEFT_FN u32 tokens_from(const Inbox<S>& inbox, u32 source) {
     return count < 0 ? 0 : u32(count) < S.tokens ? u32(count) : S.tokens;
 }
 
-// Part of a combine: tokens `first` .. `until` of every source.
-struct Wave {
-    u32 index, first, until;
-};
-
-// Rows that are pushed home come in waves, so that a rank sums what has arrived while the next rows
-// are on their way. All ranks cut alike: each knows what all the others dispatched.
-struct Waves {
-    u32 count, tokens;  // tokens of each
-
-    WEFT_FN Wave at(u32 index) const {
-        return {index, index * tokens, index + 1 == count ? ~0u : (index + 1) * tokens};
-    }
-};
-
-template <Shape S> WEFT_FN u32 most_tokens(const Inbox<S>& inbox) {
-    u32 most = 0;
-    for (u32 source = 0; source < S.ranks; ++source) {
-        const u32 tokens = tokens_from<S>(inbox, source);
-        most = tokens > most ? tokens : most;
-    }
-    return most;
-}
-
-// The counts stand until this rank has sent its last wave: a faster peer may then dispatch again.
-// So a combine in halves keeps in the header what its send has found.
-template <Shape S, Part part> WEFT_FN Waves waves_of(const Share<S>& own) {
-    if constexpr (S.way == Way::pull) return {1, 0};
-    if constexpr (part == Part::receive) return {own.header.waves, own.header.wave};
-    const u32 most = most_tokens<S>(own.inbox), whole = most / wave_tokens;
-    const u32 count = whole < 1 ? 1 : whole < max_waves ? whole : max_waves;
-    return {count, (most + count - 1) / count};
-}
-
-// By one lane of the first team of a send half.
-WEFT_FN void keep_waves(Header& header, const Waves& waves) {
-    header.waves = waves.count;
-    header.wave = waves.tokens;
-}
-
-// Publishes epoch `wanted` at every peer, of a combine for one wave.
+// Publishes epoch `wanted` at every peer.
 // Order: each release covers all that this team wrote or acquired: the whole rank's payload, routes
 // and counts.
 template <Shape S, class Team>
-WEFT_FN void publish(const Team& team, const Site& site, Phase phase, u64 wanted, u32 count,
-                     u32 wave = 0) {
+WEFT_FN void publish(const Team& team, const Site& site, Phase phase, u64 wanted, u32 count) {
     Header& header = mine<S>(site).header;
     const u64 flag = make_flag(header.generation, site.descriptor, wanted);
     mark_sent(team, header, phase, wanted);
@@ -177,8 +130,7 @@ WEFT_FN void publish(const Team& team, const Site& site, Phase phase, u64 wanted
         if (planned == Action::drop) continue;
         if (sending) to.counts[site.rank] = i32(count);
         const u64 lie = planned == Action::lie ? 1ull << 40 : 0;
-        Flags<S>& flags = sending ? to.dispatched : to.ready[wave];
-        store_release(&flags.of[site.rank], flag ^ lie);
+        store_release(sending ? &to.dispatched[site.rank] : &to.ready[site.rank], flag ^ lie);
     }
     mark_published(team, header, phase, wanted);
 }
@@ -238,14 +190,14 @@ WEFT_FN bool await_flag(Header& header, const Site& site, u64* flag, u32 peer, P
 
 // Waits for every peer; false, for the whole team, when one of them did not come.
 template <Shape S, class Team>
-WEFT_FN bool await_all(const Team& team, const Site& site, Phase phase, u64 wanted, u32 wave = 0) {
+WEFT_FN bool await_all(const Team& team, const Site& site, Phase phase, u64 wanted) {
     Share<S>& own = mine<S>(site);
-    Flags<S>& flags = phase == Phase::dispatch ? own.inbox.dispatched : own.inbox.ready[wave];
     bool arrived = true;
     for (u32 peer = team.lane(); peer < S.ranks; peer += team.lanes()) {
         fault(own.header, phase == Phase::dispatch ? Point::before_poll : Point::before_read, peer,
               wanted);
-        const bool came = await_flag(own.header, site, &flags.of[peer], peer, phase, wanted);
+        u64* flag = phase == Phase::dispatch ? &own.inbox.dispatched[peer] : &own.inbox.ready[peer];
+        const bool came = await_flag(own.header, site, flag, peer, phase, wanted);
         arrived = came && arrived;
         if (came) mark_arrived(team, own.header, phase, wanted, peer);
     }
