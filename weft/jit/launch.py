@@ -126,9 +126,7 @@ class Launcher:
         )
 
 
-def _config(
-    cuda: Any, shared: int, programmatic: bool, cooperative: bool, cluster: int
-) -> Any:
+def _config(cuda: Any, shared: int, programmatic: bool, cooperative: bool, cluster: int) -> Any:
     """Return a CUlaunchConfig with all that does not change from call to call."""
     which = cuda.CUlaunchAttributeID
     attributes = []

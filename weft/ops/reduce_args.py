@@ -52,11 +52,9 @@ class ReduceArgs(ctypes.Structure):
     )
 
 
-def signature(
-    tokens: int, backend: int, *, parts: tuple[bool, ...], coding: int, salt: int
-) -> int:
+def signature(tokens: int, backend: int, *, parts: tuple[bool, ...], coding: int, salt: int) -> int:
     """What a call is, in 40 bits: tokens 20, backend 4, inputs and outputs 4, coding 4, salt 8."""
-    flags = sum(1 << i for i, present in enumerate(parts))
+    flags = sum(1 << i for i, present in enumerate(parts) if present)
     return tokens << 20 | backend << 16 | flags << 12 | coding << 8 | (salt & 0xFF)
 
 
@@ -67,12 +65,10 @@ def signature_text(word: int) -> str:
     names = [name for name, number in BACKENDS.items() if number == backend]
     codings = [name for name, number in CODINGS.items() if number == coding]
     parts = [
-        name
-        for i, name in enumerate(("residual", "weight", "the sum wanted"))
-        if flags >> i & 1
+        name for i, name in enumerate(("residual", "weight", "the sum wanted")) if flags >> i & 1
     ]
     return (
         f"{tokens} tokens by {names[0] if names else f'backend {backend}'}, "
-        f"{' and '.join(parts) or 'no residual, no weight'}, "
+        f"with {' and '.join(parts) or 'no residual, no weight'}, "
         f"quant {codings[0] if codings else coding}, constants {word & 0xFF:#04x}"
     )

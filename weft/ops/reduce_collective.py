@@ -46,9 +46,7 @@ class CollectiveReduce:
         return gathered.transpose(0, 1).reshape(each * self._size, hidden)[:tokens]
 
 
-def _exchange(
-    to: torch.Tensor, what: torch.Tensor, group: dist.ProcessGroup
-) -> None:
+def _exchange(to: torch.Tensor, what: torch.Tensor, group: dist.ProcessGroup) -> None:
     dist.all_to_all_single(to, what, group=group)
 
 

@@ -84,7 +84,9 @@ class Checker:
             check_alignment("weight", weight, 16)
         self._check_quant(quant, weight)
         wants = self._wants(residual, weight, quant, given)
-        reduced = Reduced(**{name: self._output(name, tokens, quant, wants[name]) for name in wants})
+        reduced = Reduced(
+            **{name: self._output(name, tokens, quant, wants[name]) for name in wants}
+        )
         request = Request(tokens, x, residual, weight, quant, coding, prologue, reduced)
         _check_overlap(request)
         return request
@@ -189,9 +191,7 @@ class Checker:
         check_alignment(label, wanted, size[1] * kind.itemsize)
         return wanted
 
-    def _scale(
-        self, tokens: int, quant: Quant | None, wanted: torch.Tensor | bool
-    ) -> torch.Tensor:
+    def _scale(self, tokens: int, quant: Quant | None, wanted: torch.Tensor | bool) -> torch.Tensor:
         groups = self.reduction.hidden // GROUP if isinstance(quant, FP8Group) else 1
         if not (isinstance(quant, FP8Group) and quant.scale == "ue8m0"):
             size, kind = (tokens, groups), torch.float32
@@ -221,9 +221,7 @@ class Checker:
 def _check_overlap(request: Request) -> None:
     """Outputs may lie on x and residual exactly; any other overlap would read what it wrote."""
     reduced, prologue = request.reduced, request.prologue
-    outputs = [
-        (f.name, t) for f in fields(reduced) if (t := getattr(reduced, f.name)) is not None
-    ]
+    outputs = [(f.name, t) for f in fields(reduced) if (t := getattr(reduced, f.name)) is not None]
     exact = [("x", request.x), ("residual", request.residual)]
     never: list[tuple[str, torch.Tensor | None]] = [("weight", request.weight)]
     if prologue is not None:

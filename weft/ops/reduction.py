@@ -168,11 +168,8 @@ def memory_bytes(
 ) -> int:
     """Bytes of symmetric memory that each rank will allocate, before anything is allocated."""
     tokens = tokens_for(max_tokens, max_bytes, hidden * dtype.itemsize)
-    return Reduction.of(
-        ranks=ranks, max_tokens=tokens, hidden=hidden, dtype=dtype
-    ).share_bytes
+    return Reduction.of(ranks=ranks, max_tokens=tokens, hidden=hidden, dtype=dtype).share_bytes
 
 
 def _up(size: int) -> int:
     return -(-size // LINE) * LINE
-

@@ -12,7 +12,7 @@
 namespace weft {
 
 constexpr Phase all_reduce_phase = Phase(4);  // in error records
-constexpr u32 sentinel = 0xffffffffu;  // two NaNs of 16 bits, or one of 32
+constexpr u32 sentinel = 0xffffffffu;         // two NaNs of 16 bits, or one of 32
 constexpr u64 sentinels = ~0ull;
 constexpr u32 most_call_ranks = 8;
 
@@ -39,8 +39,8 @@ enum class Coding : u32 { none = 0, fixed = 1, token = 2, group = 3, group_ue8m0
 enum class Slot : u32 { direct = 1, part = 2, whole = 3, trailer = 4, call = 5 };
 
 // The statistics of a summed row, from its owner. Many read them, so nobody could put sentinels
-// back: each half, which is never seen in pieces, carries 31 bits of the epoch instead, and one that
-// fresh memory has not.
+// back: each half, which is never seen in pieces, carries 31 bits of the epoch instead, and one
+// that fresh memory has not.
 struct alignas(16) Trailer {
     u32 rstd, rstd_tag;  // bits of 1 / rms
     u32 peak, peak_tag;  // bits of the largest |row * weight|
@@ -62,7 +62,8 @@ template <Reduction R> struct ReductionShare {
     Summands<R> slots;
 };
 
-// What one call wants. A null pointer is an output that nobody wants, or an input that is not there.
+// What one call wants. A null pointer is an output that nobody wants, or an input that is not
+// there.
 struct ReduceArgs {
     Site site;
     const void* x;         // [tokens, hidden]; null: the rows are made from `rows`
@@ -71,22 +72,22 @@ struct ReduceArgs {
     void* out;             // the rounded sum
     void* residual_out;    // the sum plus residual, rounded
     void* norm_out;
-    void* quant_out;       // e4m3
-    void* scale_out;       // fp32, or UE8M0 bytes packed by four
-    const float* scale;    // Coding::fixed: [1]
-    const void* rows;      // [row_limit, hidden]: experts' results
-    const i32* index;      // [tokens, top_k] into rows; -1 for none
-    const void* scales;    // [tokens, top_k] of the row's type, or fp32; null means 1
-    const void* shared;    // [tokens, hidden], added last
-    u64 signature;         // what this call is, for its call word: 40 bits
+    void* quant_out;     // e4m3
+    void* scale_out;     // fp32, or UE8M0 bytes packed by four
+    const float* scale;  // Coding::fixed: [1]
+    const void* rows;    // [row_limit, hidden]: experts' results
+    const i32* index;    // [tokens, top_k] into rows; -1 for none
+    const void* scales;  // [tokens, top_k] of the row's type, or fp32; null means 1
+    const void* shared;  // [tokens, hidden], added last
+    u64 signature;       // what this call is, for its call word: 40 bits
     u32 row_limit, top_k;
     u32 tokens;
     float eps, weight_bias;
     u32 weight_is_fp32, scales_are_fp32;
     Coding coding;
-    u32 scale_stride;        // Coding::group_ue8m0: int32 words from one column to the next
-    u32 pushers, reducers;   // two shots: CTAs that push rows, and that sum; all others finish rows
-    u32 pushers_finish;      // and so do pushers, once they have pushed
+    u32 scale_stride;       // Coding::group_ue8m0: int32 words from one column to the next
+    u32 pushers, reducers;  // two shots: CTAs that push rows, and that sum; all others finish rows
+    u32 pushers_finish;     // and so do pushers, once they have pushed
 };
 
 template <Reduction R> WEFT_FN ReductionShare<R>& share(const Site& site, u32 rank) {
@@ -111,7 +112,8 @@ WEFT_FN constexpr u64 call_word(u64 epoch, u64 signature) {
     return epoch << 40 | (signature & epoch_mask);
 }
 
-// Does the peer's call word say that it made another call than this rank? Fresh memory says nothing.
+// Does the peer's call word say that it made another call than this rank? Fresh memory says
+// nothing.
 WEFT_FN bool disagrees(u64 seen, u64 mine) {
     return seen != mine && seen != 0 && seen >> 40 == mine >> 40;
 }
