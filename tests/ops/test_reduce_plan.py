@@ -26,6 +26,7 @@ def test_one_shot_has_a_thread_for_every_vector(vectors, tokens):
     assert p.threads <= 512
     assert 1 <= p.cluster <= 8
     assert vectors <= p.threads * p.cluster < vectors + 32 * p.cluster + p.threads
+    assert p.cluster == 8 or vectors > 32 * p.cluster * (p.threads // 32 - 1)
 
 
 @pytest.mark.parametrize("vectors", [1, 33, 360, 512, 896, 1792, 4096])
@@ -44,6 +45,17 @@ def test_two_shots_fit_on_the_gpu_at_once(vectors, tokens, ranks, pieces):
 def test_few_tokens_are_spread_over_many_sms():
     assert plan_oneshot(1, 896, sms=SMS, resident=resident).ctas >= 7
     assert plan_oneshot(16, 896, sms=SMS, resident=resident).ctas >= 112
+
+
+def test_a_gpu_that_forms_only_powers_of_two():
+    def picky(threads: int, cluster: int) -> int:
+        return resident(threads, cluster) if cluster in (1, 2, 4, 8) else 0
+
+    assert plan_oneshot(1, 896, sms=SMS, resident=picky).cluster == 8
+    for pieces in (1, 2):
+        p = plan_twoshot(64, 896, 8, pieces=pieces, resident=picky)
+        assert p.cluster in (4, 8)
+        assert 896 <= p.threads * p.cluster * pieces
 
 
 def test_a_gpu_without_such_clusters_is_named():

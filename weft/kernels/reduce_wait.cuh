@@ -21,7 +21,7 @@ template <Reduction R> struct Calling {
     }
 
     WEFT_FN u32 me() const { return a.site.rank; }
-    WEFT_FN u32 parity() const { return u32(epoch & 1); }
+    WEFT_FN u32 side() const { return side_of(epoch); }
     WEFT_FN Summands<R>& at(u32 rank) const { return share<R>(a.site, rank).slots; }
 
     // True, in lane 0 of one team, when all teams have read the turn: it may be advanced. Nothing
@@ -52,7 +52,7 @@ template <Reduction R> struct Calling {
     WEFT_FN u64 hear(const Block& team) const {
         const u32 turn = team.lane() + 1;
         if (blockIdx.x != 0 || turn >= R.ranks) return 0;
-        return load_relaxed(&at(me()).call[parity()][next_rank<R>(me(), turn)]);
+        return load_relaxed(&at(me()).call[side()][next_rank<R>(me(), turn)]);
     }
     WEFT_FN void compare(const Block& team, u64 heard) const {
         const u32 turn = team.lane() + 1;

@@ -48,7 +48,7 @@ WEFT_FN void push_parts(const Block& team, const Calling<R>& call) {
 #pragma unroll
         for (u32 i = 0; i < pushes_in_flight; ++i) {
             const Foreign<R> at(me, first + i * step);
-            auto& slots = call.at(at.owner).part[call.parity()][place_at(at.owner, me)];
+            auto& slots = call.at(at.owner).part[call.side()][place_at(at.owner, me)];
             if (at.token < a.tokens)
                 post_vector(reinterpret_cast<uint4*>(slots[at.group]) + at.v, canonical<R>(row[i]));
         }
@@ -57,7 +57,7 @@ WEFT_FN void push_parts(const Block& team, const Calling<R>& call) {
 }
 
 template <Reduction R> WEFT_FN Slots part_slots(const Calling<R>& call, u32 group, u32 v) {
-    auto& slots = call.at(call.me()).part[call.parity()];
+    auto& slots = call.at(call.me()).part[call.side()];
     return {reinterpret_cast<uint4*>(slots[0][group]) + v, sizeof(slots[0]), Slot::part};
 }
 

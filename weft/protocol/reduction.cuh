@@ -50,7 +50,7 @@ WEFT_FN constexpr u32 trailer_tag(u64 epoch) { return u32(epoch) | 0x80000000u; 
 // Written by peers. Peer p's slots at rank r lie at index p, or p - 1 above r: nobody has slots at
 // itself.
 template <Reduction R> struct Summands {
-    alignas(128) u64 call[2][most_call_ranks];  // by parity of the epoch: what each peer called
+    alignas(128) u64 call[2][most_call_ranks];  // by side: what each peer called
     alignas(128) u8 direct[2][R.peers()][R.direct][R.row_bytes()];  // one shot: every peer's rows
     alignas(128) u8 part[2][R.peers()][R.owned()][R.row_bytes()];   // peers' rows of my tokens
     alignas(128) u8 whole[R.peers()][R.owned()][R.row_bytes()];     // summed rows of peers' tokens
@@ -61,6 +61,9 @@ template <Reduction R> struct ReductionShare {
     Header header;
     Summands<R> slots;
 };
+
+// Which of two buffers a call uses.
+WEFT_FN constexpr u32 side_of(u64 epoch) { return WEFT_ONE_SIDE ? 0 : u32(epoch & 1); }
 
 // What one call wants. A null pointer is an output that nobody wants, or an input that is not
 // there.
@@ -143,7 +146,7 @@ WEFT_SLOW_FN bool gives_up(const Site& site, u64 epoch, u64 signature, Wait& wai
     if (wait.start == 0) wait.start = now_ns();
     if (load_acquire(&own.header.turn.failed) != 0) return true;
     const u64 word = call_word(epoch, signature);
-    const u64 seen = load_relaxed(&own.slots.call[epoch & 1][wait.peer]);
+    const u64 seen = load_relaxed(&own.slots.call[side_of(epoch)][wait.peer]);
     if (disagrees(seen, word)) {
         fail_call(own.header, site, wait.peer, word, seen);
         return true;
@@ -165,7 +168,7 @@ WEFT_SLOW_FN bool gives_up(const Site& site, u64 epoch, u64 signature, Wait& wai
 // Tells a peer what this call is.
 template <Reduction R>
 WEFT_FN void tell_call(const Site& site, u64 epoch, u64 signature, u32 peer) {
-    store_relaxed(&share<R>(site, peer).slots.call[epoch & 1][site.rank],
+    store_relaxed(&share<R>(site, peer).slots.call[side_of(epoch)][site.rank],
                   call_word(epoch, signature));
 }
 
@@ -183,7 +186,7 @@ WEFT_SLOW_FN bool same_call(const Site& site, u64 epoch, u64 signature, u32 peer
         }
         if (turns % 1024 == 0 && gives_up<R>(site, epoch, signature, wait)) return false;
         relax(turns);
-        seen = load_relaxed(&own.slots.call[epoch & 1][peer]);
+        seen = load_relaxed(&own.slots.call[side_of(epoch)][peer]);
     }
     return true;
 }

@@ -11,7 +11,7 @@ template <Reduction R> struct Calling {
     bool broken = false;
 
     Summands<R>& at(u32 rank) const { return share<R>(a.site, rank).slots; }
-    u32 parity() const { return u32(epoch & 1); }
+    u32 side() const { return side_of(epoch); }
     u32 tokens_owned() const {
         return a.tokens > a.site.rank ? (a.tokens - a.site.rank - 1) / R.ranks + 1 : 0;
     }
@@ -61,7 +61,7 @@ template <Reduction R> void oneshot(Calling<R>& call) {
         load_row<R>(a, token, row.data());
         for (u32 turn = 1; turn < R.ranks; ++turn) {
             const u32 peer = next_rank<R>(me, turn);
-            push_row<R>(call.at(peer).direct[call.parity()][place_at(peer, me)][token], row.data());
+            push_row<R>(call.at(peer).direct[call.side()][place_at(peer, me)][token], row.data());
         }
     }
     fault(mine<R>(a.site).header, Point::after_rows, me, call.epoch);
@@ -71,7 +71,7 @@ template <Reduction R> void oneshot(Calling<R>& call) {
         for (u32 turn = 1; turn < R.ranks; ++turn) {
             const u32 peer = next_rank<R>(me, turn);
             fault(mine<R>(a.site).header, Point::before_rows, peer, call.epoch);
-            u8* slot = call.at(me).direct[call.parity()][place_at(me, peer)][token];
+            u8* slot = call.at(me).direct[call.side()][place_at(me, peer)][token];
             if (!take<R>(call, slot, rows[peer].data(), Slot::direct, peer, token)) return;
         }
         sum_rows<R>(rows, row);
@@ -87,7 +87,7 @@ template <Reduction R> void push_parts(Calling<R>& call, u32 group) {
         const u32 owner = next_rank<R>(me, turn), token = group * R.ranks + owner;
         if (token >= call.a.tokens) continue;
         load_row<R>(call.a, token, row.data());
-        push_row<R>(call.at(owner).part[call.parity()][place_at(owner, me)][group], row.data());
+        push_row<R>(call.at(owner).part[call.side()][place_at(owner, me)][group], row.data());
     }
     fault(mine<R>(call.a.site).header, Point::after_rows, me, call.epoch);
 }
@@ -103,7 +103,7 @@ template <Reduction R> void reduce_part(Calling<R>& call, u32 group) {
     for (u32 turn = 1; turn < R.ranks; ++turn) {
         const u32 peer = next_rank<R>(me, turn);
         fault(mine<R>(a.site).header, Point::before_rows, peer, call.epoch);
-        u8* slot = call.at(me).part[call.parity()][place_at(me, peer)][group];
+        u8* slot = call.at(me).part[call.side()][place_at(me, peer)][group];
         if (!take<R>(call, slot, rows[peer].data(), Slot::part, peer, token)) return;
     }
     Row<R> row;
