@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -93,10 +94,10 @@ def settle(group: weft.Group) -> None:
         torch.cuda.synchronize()
 
 
-def poisoned(case: Sum, device: torch.device, quant: Quant | None) -> dict[str, torch.Tensor]:
+def poisoned(case: Sum, device: torch.device, quant: Quant | None) -> dict[str, Any]:
     """Outputs that hold what nobody may leave there."""
     size = (case.tokens, case.hidden)
-    outputs = {
+    outputs: dict[str, Any] = {
         name: torch.empty(size, dtype=case.dtype, device=device)
         for name in ("out", "residual_out", "norm_out")
     }

@@ -66,8 +66,8 @@ WEFT_FN void store(uint4* at, uint4 v) {
 }
 template <class V> WEFT_FN void store(V* at, V v) { *at = v; }
 
-// Data that is its own flag: four words that a peer writes one by one and this rank polls in its own
-// memory. Strong accesses that order nothing; a 16-byte one may be seen in pieces.
+// Data that is its own flag: four words that a peer writes one by one and this rank polls in its
+// own memory. Strong accesses that order nothing; a 16-byte one may be seen in pieces.
 WEFT_FN uint4 poll_vector(const uint4* at) {
     uint4 v;
     asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];"

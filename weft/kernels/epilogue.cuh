@@ -1,5 +1,6 @@
 // What is elementwise once a row's statistics are known: the norm, and its FP8. Whole warps come
-// here together, because lanes of a group share their maximum; a lane without a vector is not valid.
+// here together, because lanes of a group share their maximum; a lane without a vector is not
+// valid.
 #pragma once
 #include <weft/kernels/reduce_row.cuh>
 
@@ -10,8 +11,8 @@ template <u32 n> WEFT_FN void store_e4m3(u8* to, const float (&x)[n], bool broke
 #pragma unroll
     for (u32 i = 0; i < n / 4; ++i)
         word[i] = broken ? 0x7f7f7f7fu
-                         : pack_e4m3(x[4 * i], x[4 * i + 1]) |
-                               pack_e4m3(x[4 * i + 2], x[4 * i + 3]) << 16;
+                         : pack_e4m3(x[4 * i], x[4 * i + 1]) | pack_e4m3(x[4 * i + 2], x[4 * i + 3])
+                                                                   << 16;
     if constexpr (n == 8)
         store(reinterpret_cast<uint2*>(to), make_uint2(word[0], word[1]));
     else

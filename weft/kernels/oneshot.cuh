@@ -14,13 +14,13 @@ WEFT_FN void push_direct(const Calling<R>& call, u32 token, u32 v, uint4 own) {
 #pragma unroll
     for (u32 turn = 1; turn < R.ranks; ++turn) {
         const u32 peer = next_rank<R>(me, turn);
-        auto& slots = call.at(peer).direct[call.parity()][place_at(peer, me)];
+        auto& slots = call.at(peer).direct[call.side()][place_at(peer, me)];
         post_vector(reinterpret_cast<uint4*>(slots[token]) + v, row);
     }
 }
 
 template <Reduction R> WEFT_FN Slots direct_slots(const Calling<R>& call, u32 token, u32 v) {
-    auto& slots = call.at(call.me()).direct[call.parity()];
+    auto& slots = call.at(call.me()).direct[call.side()];
     return {reinterpret_cast<uint4*>(slots[0][token]) + v, sizeof(slots[0]), Slot::direct};
 }
 

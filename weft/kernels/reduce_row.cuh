@@ -146,8 +146,7 @@ template <Reduction R> WEFT_FN u64 partial_of(const ReduceArgs& a, uint4 row, co
     if (a.coding == Coding::token) {
         weigh<R>(x, a, gain);
 #pragma unroll
-        for (u32 i = 0; i < R.width(); ++i)
-            peak = max(peak, __float_as_uint(x[i]) & 0x7fffffffu);
+        for (u32 i = 0; i < R.width(); ++i) peak = max(peak, __float_as_uint(x[i]) & 0x7fffffffu);
         peak = __reduce_max_sync(all_lanes, peak);
     }
     return u64(peak) << 32 | __float_as_uint(squares);

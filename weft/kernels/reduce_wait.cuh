@@ -1,5 +1,5 @@
-// A call of the fused all-reduce as its threads see it: the epoch, the slots, and the waits for data
-// that is its own flag. Every poll is of this rank's own memory.
+// A call of the fused all-reduce as its threads see it: the epoch, the slots, and the waits for
+// data that is its own flag. Every poll is of this rank's own memory.
 #pragma once
 #include <weft/kernels/reduce_row.cuh>
 
@@ -21,11 +21,12 @@ template <Reduction R> struct Calling {
     }
 
     WEFT_FN u32 me() const { return a.site.rank; }
-    WEFT_FN u32 parity() const { return u32(epoch & 1); }
+    WEFT_FN u32 side() const { return side_of(epoch); }
     WEFT_FN Summands<R>& at(u32 rank) const { return share<R>(a.site, rank).slots; }
 
-    // True, in lane 0 of one team, when all teams have read the turn: it may be advanced. Nothing is
-    // published here: the turn was needed to come so far, and that is all the order there must be.
+    // True, in lane 0 of one team, when all teams have read the turn: it may be advanced. Nothing
+    // is published here: the turn was needed to come so far, and that is all the order there must
+    // be.
     WEFT_FN bool last_to_read(const Block& team) {
         live = team.all(live);
         if (team.lane() != 0 || !live) return false;
@@ -51,7 +52,7 @@ template <Reduction R> struct Calling {
     WEFT_FN u64 hear(const Block& team) const {
         const u32 turn = team.lane() + 1;
         if (blockIdx.x != 0 || turn >= R.ranks) return 0;
-        return load_relaxed(&at(me()).call[parity()][next_rank<R>(me(), turn)]);
+        return load_relaxed(&at(me()).call[side()][next_rank<R>(me(), turn)]);
     }
     WEFT_FN void compare(const Block& team, u64 heard) const {
         const u32 turn = team.lane() + 1;
@@ -64,7 +65,8 @@ template <Reduction R> struct Calling {
     }
 };
 
-// The same vector of one row in the slots of all peers: peer p's at `first + place_at(me, p) * step`.
+// The same vector of one row in the slots of all peers: peer p's at `first + place_at(me, p) *
+// step`.
 struct Slots {
     uint4* first;
     u64 step;  // bytes

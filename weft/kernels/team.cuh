@@ -30,9 +30,7 @@ struct Cluster {
     }
     // Order: what a thread stored into shared memory before it arrived may be read by every thread
     // that has waited.
-    WEFT_FN void arrive() const {
-        asm volatile("barrier.cluster.arrive.release;" ::: "memory");
-    }
+    WEFT_FN void arrive() const { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
     WEFT_FN void wait() const { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
     // Stores into the same place of a neighbour's shared memory.
     WEFT_FN void store_at(u32 neighbour, u64* at, u64 value) const {

@@ -6,7 +6,8 @@
 // reducers sum the rows that this rank owns, finishers take the summed rows of the others; pushers
 // may be finishers when they have pushed. Pushing waits for nobody, reducing only for pushing,
 // finishing only for reducing. All CTAs of a launch fit on the GPU at once, and all go through the
-// tokens in order, so that both halves share the links and one token's latency hides in the others'.
+// tokens in order, so that both halves share the links and one token's latency hides in the
+// others'.
 #pragma once
 #include <weft/kernels/epilogue.cuh>
 #include <weft/kernels/reduce_wait.cuh>
@@ -32,7 +33,8 @@ template <Reduction R> struct Foreign {
     }
 };
 
-template <Reduction R, bool moe> WEFT_FN void push_parts(const Block& team, const Calling<R>& call) {
+template <Reduction R, bool moe>
+WEFT_FN void push_parts(const Block& team, const Calling<R>& call) {
     const ReduceArgs& a = call.a;
     const u32 me = call.me(), step = a.pushers * team.lanes(), total = Foreign<R>::total(a.tokens);
     for (u32 first = blockIdx.x * team.lanes() + team.lane(); first < total;
@@ -46,7 +48,7 @@ template <Reduction R, bool moe> WEFT_FN void push_parts(const Block& team, cons
 #pragma unroll
         for (u32 i = 0; i < pushes_in_flight; ++i) {
             const Foreign<R> at(me, first + i * step);
-            auto& slots = call.at(at.owner).part[call.parity()][place_at(at.owner, me)];
+            auto& slots = call.at(at.owner).part[call.side()][place_at(at.owner, me)];
             if (at.token < a.tokens)
                 post_vector(reinterpret_cast<uint4*>(slots[at.group]) + at.v, canonical<R>(row[i]));
         }
@@ -55,7 +57,7 @@ template <Reduction R, bool moe> WEFT_FN void push_parts(const Block& team, cons
 }
 
 template <Reduction R> WEFT_FN Slots part_slots(const Calling<R>& call, u32 group, u32 v) {
-    auto& slots = call.at(call.me()).part[call.parity()];
+    auto& slots = call.at(call.me()).part[call.side()];
     return {reinterpret_cast<uint4*>(slots[0][group]) + v, sizeof(slots[0]), Slot::part};
 }
 
@@ -98,9 +100,8 @@ WEFT_FN void tell_moments(const Block& team, const Calling<R>& call, u32 group, 
     const u32 turn = team.lane() + 1, tag = trailer_tag(call.epoch);
     if (turn >= R.ranks) return;
     const u32 peer = next_rank<R>(call.me(), turn);
-    post_vector(
-        reinterpret_cast<uint4*>(&call.at(peer).trailer[place_at(peer, call.me())][group]),
-        make_uint4(__float_as_uint(m.rstd), tag, m.peak, tag));
+    post_vector(reinterpret_cast<uint4*>(&call.at(peer).trailer[place_at(peer, call.me())][group]),
+                make_uint4(__float_as_uint(m.rstd), tag, m.peak, tag));
 }
 
 // A cluster sums one token after the other; a thread has `pieces` of its vectors.

@@ -54,7 +54,7 @@ class ReduceArgs(ctypes.Structure):
 
 def signature(tokens: int, backend: int, *, parts: tuple[bool, ...], coding: int, salt: int) -> int:
     """What a call is, in 40 bits: tokens 20, backend 4, inputs and outputs 4, coding 4, salt 8."""
-    flags = sum(1 << i for i, present in enumerate(parts))
+    flags = sum(1 << i for i, present in enumerate(parts) if present)
     return tokens << 20 | backend << 16 | flags << 12 | coding << 8 | (salt & 0xFF)
 
 
@@ -69,6 +69,6 @@ def signature_text(word: int) -> str:
     ]
     return (
         f"{tokens} tokens by {names[0] if names else f'backend {backend}'}, "
-        f"{' and '.join(parts) or 'no residual, no weight'}, "
+        f"with {' and '.join(parts) or 'no residual, no weight'}, "
         f"quant {codings[0] if codings else coding}, constants {word & 0xFF:#04x}"
     )

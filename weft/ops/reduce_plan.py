@@ -5,12 +5,13 @@ Local to a rank: peers may choose differently, and no choice changes a bit of th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from weft.errors import InvalidArgument
 
 WARP = 32
+LARGEST_CTA = 512  # launch bounds in reduce_source.py
 LARGEST_CLUSTER = 8  # that every GPU from Hopper on can form
 # CTAs of a cluster, by threads of a CTA -> CTAs that fit on the GPU at once.
 Resident = Callable[[int, int], int]
@@ -35,9 +36,9 @@ class ReducePlan:
 def plan_oneshot(tokens: int, vectors: int, *, sms: int, resident: Resident) -> ReducePlan:
     """One cluster a token, as wide as fills the SMs: one SM pushes only about 36 GB/s."""
     for widest in range(min(LARGEST_CLUSTER, max(1, sms // tokens)), LARGEST_CLUSTER + 1):
-        threads, cluster = _row(vectors, widest)
-        if threads <= 512 and resident(threads, cluster) >= cluster:
-            return ReducePlan(tokens * cluster, threads, cluster)
+        for threads, cluster in _rows(vectors, widest):
+            if resident(threads, cluster) >= cluster:
+                return ReducePlan(tokens * cluster, threads, cluster)
     raise InvalidArgument(f"no cluster of this GPU holds a row of {16 * vectors} bytes")
 
 
@@ -47,22 +48,34 @@ def plan_twoshot(
     """All CTAs fit at once: those that finish rows hold their places while they wait for sums."""
     rows = -(-tokens // ranks)
     share = -(-vectors // pieces)
-    for widest in range(LARGEST_CLUSTER // pieces, LARGEST_CLUSTER + 1):
-        threads, cluster = _row(share, min(widest, max(1, -(-share // (4 * WARP)))))
-        room = resident(threads, cluster) if threads <= 512 else 0
-        if room >= 2 * cluster:
-            break
-    else:
+    threads, cluster, room = _roomy(share, LARGEST_CLUSTER // pieces, resident)
+    if room < 2 * cluster:
         raise InvalidArgument(f"no cluster of this GPU holds a row of {16 * vectors} bytes")
-    room = room // cluster * cluster
     reducers = min(rows, max(1, room // cluster // (3 if pieces == 1 else 4))) * cluster
     wanted = -(-rows * (ranks - 1) * vectors // threads)
     pushers = min(room - reducers, -(-wanted // cluster) * cluster)
     return ReducePlan(pushers + reducers, threads, cluster, pushers, reducers, True)
 
 
-def _row(vectors: int, widest: int) -> tuple[int, int]:
-    """(threads, cluster) with a thread for each vector, in at most `widest` CTAs."""
+def _roomy(vectors: int, widest: int, resident: Resident) -> tuple[int, int, int]:
+    """(threads, cluster, CTAs that fit at once) of the first shape of which two clusters fit."""
+    for most in range(widest, LARGEST_CLUSTER + 1):
+        # Warps of a CTA: four at least, so that few CTAs make a row.
+        for threads, cluster in _rows(vectors, min(most, max(1, -(-vectors // (4 * WARP))))):
+            room = resident(threads, cluster) // cluster * cluster
+            if room >= 2 * cluster:
+                return threads, cluster, room
+    return WARP, 1, 0
+
+
+def _rows(vectors: int, widest: int) -> Iterator[tuple[int, int]]:
+    """(threads, cluster) with a thread for each vector, in at most `widest` CTAs.
+
+    The second has a power of two, for GPUs that form no other clusters; some CTAs of it may idle.
+    """
     warps = -(-vectors // WARP)
     each = -(-warps // widest)
-    return each * WARP, -(-warps // each)
+    cluster = -(-warps // each)
+    if each * WARP <= LARGEST_CTA:
+        yield each * WARP, cluster
+        yield each * WARP, 1 << (cluster - 1).bit_length()

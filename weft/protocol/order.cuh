@@ -21,12 +21,16 @@
 #endif
 
 // Compile with -DWEFT_FAULTS=1 to arm the named fault points, -DWEFT_PROFILE=1 to keep timelines,
-// -DWEFT_WEAK_FLAGS=1 to break the release on purpose (the race test must then fail).
+// -DWEFT_WEAK_FLAGS=1 to break the release on purpose, -DWEFT_ONE_SIDE=1 to take the second buffer
+// away where two are needed (the race tests must then fail).
 #ifndef WEFT_FAULTS
 #define WEFT_FAULTS 0
 #endif
 #ifndef WEFT_PROFILE
 #define WEFT_PROFILE 0
+#endif
+#ifndef WEFT_ONE_SIDE
+#define WEFT_ONE_SIDE 0
 #endif
 #ifndef WEFT_WEAK_FLAGS
 #define WEFT_WEAK_FLAGS 0

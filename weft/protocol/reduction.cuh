@@ -12,7 +12,7 @@
 namespace weft {
 
 constexpr Phase all_reduce_phase = Phase(4);  // in error records
-constexpr u32 sentinel = 0xffffffffu;  // two NaNs of 16 bits, or one of 32
+constexpr u32 sentinel = 0xffffffffu;         // two NaNs of 16 bits, or one of 32
 constexpr u64 sentinels = ~0ull;
 constexpr u32 most_call_ranks = 8;
 
@@ -39,8 +39,8 @@ enum class Coding : u32 { none = 0, fixed = 1, token = 2, group = 3, group_ue8m0
 enum class Slot : u32 { direct = 1, part = 2, whole = 3, trailer = 4, call = 5 };
 
 // The statistics of a summed row, from its owner. Many read them, so nobody could put sentinels
-// back: each half, which is never seen in pieces, carries 31 bits of the epoch instead, and one that
-// fresh memory has not.
+// back: each half, which is never seen in pieces, carries 31 bits of the epoch instead, and one
+// that fresh memory has not.
 struct alignas(16) Trailer {
     u32 rstd, rstd_tag;  // bits of 1 / rms
     u32 peak, peak_tag;  // bits of the largest |row * weight|
@@ -50,7 +50,7 @@ WEFT_FN constexpr u32 trailer_tag(u64 epoch) { return u32(epoch) | 0x80000000u; 
 // Written by peers. Peer p's slots at rank r lie at index p, or p - 1 above r: nobody has slots at
 // itself.
 template <Reduction R> struct Summands {
-    alignas(128) u64 call[2][most_call_ranks];  // by parity of the epoch: what each peer called
+    alignas(128) u64 call[2][most_call_ranks];  // by side: what each peer called
     alignas(128) u8 direct[2][R.peers()][R.direct][R.row_bytes()];  // one shot: every peer's rows
     alignas(128) u8 part[2][R.peers()][R.owned()][R.row_bytes()];   // peers' rows of my tokens
     alignas(128) u8 whole[R.peers()][R.owned()][R.row_bytes()];     // summed rows of peers' tokens
@@ -62,7 +62,11 @@ template <Reduction R> struct ReductionShare {
     Summands<R> slots;
 };
 
-// What one call wants. A null pointer is an output that nobody wants, or an input that is not there.
+// Which of two buffers a call uses.
+WEFT_FN constexpr u32 side_of(u64 epoch) { return WEFT_ONE_SIDE ? 0 : u32(epoch & 1); }
+
+// What one call wants. A null pointer is an output that nobody wants, or an input that is not
+// there.
 struct ReduceArgs {
     Site site;
     const void* x;         // [tokens, hidden]; null: the rows are made from `rows`
@@ -71,22 +75,22 @@ struct ReduceArgs {
     void* out;             // the rounded sum
     void* residual_out;    // the sum plus residual, rounded
     void* norm_out;
-    void* quant_out;       // e4m3
-    void* scale_out;       // fp32, or UE8M0 bytes packed by four
-    const float* scale;    // Coding::fixed: [1]
-    const void* rows;      // [row_limit, hidden]: experts' results
-    const i32* index;      // [tokens, top_k] into rows; -1 for none
-    const void* scales;    // [tokens, top_k] of the row's type, or fp32; null means 1
-    const void* shared;    // [tokens, hidden], added last
-    u64 signature;         // what this call is, for its call word: 40 bits
+    void* quant_out;     // e4m3
+    void* scale_out;     // fp32, or UE8M0 bytes packed by four
+    const float* scale;  // Coding::fixed: [1]
+    const void* rows;    // [row_limit, hidden]: experts' results
+    const i32* index;    // [tokens, top_k] into rows; -1 for none
+    const void* scales;  // [tokens, top_k] of the row's type, or fp32; null means 1
+    const void* shared;  // [tokens, hidden], added last
+    u64 signature;       // what this call is, for its call word: 40 bits
     u32 row_limit, top_k;
     u32 tokens;
     float eps, weight_bias;
     u32 weight_is_fp32, scales_are_fp32;
     Coding coding;
-    u32 scale_stride;        // Coding::group_ue8m0: int32 words from one column to the next
-    u32 pushers, reducers;   // two shots: CTAs that push rows, and that sum; all others finish rows
-    u32 pushers_finish;      // and so do pushers, once they have pushed
+    u32 scale_stride;       // Coding::group_ue8m0: int32 words from one column to the next
+    u32 pushers, reducers;  // two shots: CTAs that push rows, and that sum; all others finish rows
+    u32 pushers_finish;     // and so do pushers, once they have pushed
 };
 
 template <Reduction R> WEFT_FN ReductionShare<R>& share(const Site& site, u32 rank) {
@@ -111,7 +115,8 @@ WEFT_FN constexpr u64 call_word(u64 epoch, u64 signature) {
     return epoch << 40 | (signature & epoch_mask);
 }
 
-// Does the peer's call word say that it made another call than this rank? Fresh memory says nothing.
+// Does the peer's call word say that it made another call than this rank? Fresh memory says
+// nothing.
 WEFT_FN bool disagrees(u64 seen, u64 mine) {
     return seen != mine && seen != 0 && seen >> 40 == mine >> 40;
 }
@@ -141,7 +146,7 @@ WEFT_SLOW_FN bool gives_up(const Site& site, u64 epoch, u64 signature, Wait& wai
     if (wait.start == 0) wait.start = now_ns();
     if (load_acquire(&own.header.turn.failed) != 0) return true;
     const u64 word = call_word(epoch, signature);
-    const u64 seen = load_relaxed(&own.slots.call[epoch & 1][wait.peer]);
+    const u64 seen = load_relaxed(&own.slots.call[side_of(epoch)][wait.peer]);
     if (disagrees(seen, word)) {
         fail_call(own.header, site, wait.peer, word, seen);
         return true;
@@ -163,7 +168,7 @@ WEFT_SLOW_FN bool gives_up(const Site& site, u64 epoch, u64 signature, Wait& wai
 // Tells a peer what this call is.
 template <Reduction R>
 WEFT_FN void tell_call(const Site& site, u64 epoch, u64 signature, u32 peer) {
-    store_relaxed(&share<R>(site, peer).slots.call[epoch & 1][site.rank],
+    store_relaxed(&share<R>(site, peer).slots.call[side_of(epoch)][site.rank],
                   call_word(epoch, signature));
 }
 
@@ -181,7 +186,7 @@ WEFT_SLOW_FN bool same_call(const Site& site, u64 epoch, u64 signature, u32 peer
         }
         if (turns % 1024 == 0 && gives_up<R>(site, epoch, signature, wait)) return false;
         relax(turns);
-        seen = load_relaxed(&own.slots.call[epoch & 1][peer]);
+        seen = load_relaxed(&own.slots.call[side_of(epoch)][peer]);
     }
     return true;
 }

@@ -2,9 +2,9 @@
 // shape. Entries that include it are compiled without fused multiply-adds; `/` and square_root are
 // IEEE's.
 //
-// The sum of squares of a row is a tree that only the row's length decides: the numbers of a 16-byte
-// vector one after the other, then 32 neighbouring vectors as a butterfly (a partial), then partials
-// l, l + 32, ... one after the other, then the 32 sums as a butterfly again.
+// The sum of squares of a row is a tree that only the row's length decides: the numbers of a
+// 16-byte vector one after the other, then 32 neighbouring vectors as a butterfly (a partial), then
+// partials l, l + 32, ... one after the other, then the 32 sums as a butterfly again.
 #pragma once
 #include <weft/protocol/quantize.cuh>
 
@@ -20,7 +20,8 @@ WEFT_FN float inverse_rms(float squares, u32 hidden, float eps) {
     return 1.0f / square_root(squares / float(hidden) + eps);
 }
 
-// One scale for a row: as block_scale, but a row of zeros has scale 1, so that it can be divided by.
+// One scale for a row: as block_scale, but a row of zeros has scale 1, so that it can be divided
+// by.
 WEFT_FN BlockScale row_scale(u32 amax_bits) {
     const BlockScale scale = block_scale(amax_bits);
     return amax_bits < smallest_amax_bits ? BlockScale{1.0f, 0.0f} : scale;
