@@ -92,7 +92,8 @@ def compile_emulated(reduction: Reduction, folder: Path) -> Path:
     """The shared library of all kernels of a Reduction."""
     root = emulated_tree(folder)
     doors = "".join(
-        f'extern "C" __attribute__((visibility("default"))) void {name}{end}(const weft::ReduceArgs* a, const unsigned* shape) {{ '
+        'extern "C" __attribute__((visibility("default"))) '
+        f"void {name}{end}(const weft::ReduceArgs* a, const unsigned* shape) {{ "
         f"emulated::launch(shape[0], shape[1], shape[2], [a] {{ "
         f"weft::{kernel.call.format(moe=moe)}(*a); }}); }}\n"
         for name, kernel in KERNELS.items()

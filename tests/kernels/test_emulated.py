@@ -1,6 +1,6 @@
 """The all-reduce's kernels on a CPU give the reference's bits in every launch shape.
 
-That the GPU orders memory as they need is not seen here; the tests with the gpu marker look at that.
+Whether a GPU orders memory as they need is for the tests with the gpu marker.
 """
 
 from __future__ import annotations
