@@ -24,21 +24,20 @@ template <Reduction R> struct Calling {
     WEFT_FN u32 side() const { return side_of(epoch); }
     WEFT_FN Summands<R>& at(u32 rank) const { return share<R>(a.site, rank).slots; }
 
-    // True, in lane 0 of one team, when all teams have read the turn: it may be advanced. Nothing
-    // is published here: the turn was needed to come so far, and that is all the order there must
-    // be.
-    WEFT_FN bool last_to_read(const Block& team) {
+    // Counts the teams that have read the turn; the last one may advance it. Lane 0 gets how many
+    // came before it, and needs that no earlier than in `advance`. Nothing is published here: no
+    // team comes so far without the turn, and that is all the order there must be.
+    WEFT_FN u32 count(const Block& team) {
         live = team.all(live);
-        if (team.lane() != 0 || !live) return false;
+        if (team.lane() != 0 || !live) return 0;
         start = now_ns();
-        const bool last = add_relaxed(&header.arrived, 1) == team.teams() - 1;
-        if (last) header.arrived = 0;
-        return last;
+        return add_relaxed(&header.arrived, 1);
     }
 
-    // By the lane that was last_to_read. `failed` is another word of the turn, and stays.
-    WEFT_FN void advance(bool last) {
-        if (!last) return;
+    // `failed` is another word of the turn, and stays.
+    WEFT_FN void advance(const Block& team, u32 before) {
+        if (team.lane() != 0 || !live || before != team.teams() - 1) return;
+        header.arrived = 0;
         header.turn.epoch = epoch;
         keep_record(header, all_reduce_phase, epoch, start, a.tokens);
     }
