@@ -56,7 +56,9 @@ def plan_twoshot(
     threads, cluster, room = _roomy(share, LARGEST_CLUSTER if pieces == 1 else 1, resident)
     if room < 2 * cluster:
         raise InvalidArgument(f"no cluster of this GPU holds a row of {16 * vectors} bytes")
-    reducers = min(rows, max(1, room // cluster // (3 if pieces == 1 else 4))) * cluster
+    # The fewer the ranks, the more of the work is summing: a rank owns more of the rows.
+    share_of_sums = 3 if pieces == 1 else 2 + ranks / 4
+    reducers = min(rows, max(1, int(room // cluster / share_of_sums))) * cluster
     wanted = -(-rows * (ranks - 1) * vectors // threads)
     pushers = min(room - reducers, -(-wanted // cluster) * cluster)
     return ReducePlan(pushers + reducers, threads, cluster, pushers, reducers, True)
