@@ -15,12 +15,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from torch.nn import functional
 
 from weft.bench.routing import token_rows
 from weft.errors import InvalidArgument
 from weft.memory import Group, launch
-from weft.moe import Experts, MoELayer, SwiGLU, softmax_top_k
+from weft.moe import Experts, MoELayer, Routing, SwiGLU, route, router_logits
 from weft.ops import reference
 from weft.ops.alltoall import AllToAll
 from weft.ops.placement import Placement
@@ -198,8 +197,8 @@ def _median(times: list[tuple[float, float, float]]) -> tuple[float, float, floa
 def _single_process(plan: Plan, rank: int) -> torch.Tensor:
     """The same layer without any exchange: float32 `[tokens, hidden]`."""
     x = plan.x(rank)
-    logits = functional.linear(x.float(), plan.gate().float())
-    ids, weights = softmax_top_k(logits, plan.top_k)
+    logits = router_logits(x, plan.gate())
+    ids, weights = route(Routing(plan.experts, plan.top_k), logits)
     total: torch.Tensor = plan.expert(plan.experts)(x).float()
     for index in range(plan.experts):
         token, k = (ids == index).nonzero(as_tuple=True)

@@ -6,30 +6,10 @@ import pytest
 import torch
 
 import weft
-from weft.errors import InvalidArgument
-from weft.moe import Experts, MoELayer, SwiGLU, softmax_top_k
+from weft.moe import Experts, MoELayer, SwiGLU
 from weft.ops.received import Received
 
 HIDDEN, EXPERTS, TOP_K = 64, 8, 3
-
-
-def test_router_is_the_textbook():
-    logits = torch.randn(20, EXPERTS, generator=torch.Generator().manual_seed(0))
-    ids, weights = softmax_top_k(logits, TOP_K)
-    assert ids.dtype == torch.int32
-    assert weights.dtype == torch.float32
-    for row in range(20):
-        p = [float(v) for v in logits[row].exp() / logits[row].exp().sum()]
-        best = sorted(range(EXPERTS), key=lambda e: -p[e])[:TOP_K]
-        assert ids[row].tolist() == best
-        total = sum(p[e] for e in best)
-        assert weights[row].tolist() == pytest.approx([p[e] / total for e in best], rel=1e-5)
-    _, raw = softmax_top_k(logits, TOP_K, renormalise=False)
-    assert torch.equal(raw / raw.sum(dim=1, keepdim=True), weights)
-    assert softmax_top_k(logits[:0], TOP_K)[0].shape == (0, TOP_K)
-    for bad, top_k in ((logits[0], 2), (logits, 9), (logits, 0)):
-        with pytest.raises(InvalidArgument, match="top_k is"):
-            softmax_top_k(bad, top_k)
 
 
 def test_experts_touch_only_rows_that_carry_a_token():

@@ -6,10 +6,9 @@ from typing import TypeAlias
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from weft.moe.experts import Experts, SwiGLU
-from weft.moe.router import softmax_top_k
+from weft.moe.router import Routing, route, router_logits
 from weft.ops.alltoall import AllToAll
 from weft.ops.collective import CollectiveAllToAll
 
@@ -43,12 +42,8 @@ class MoELayer(nn.Module):
         self.shared = shared
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ids int32 and weights float32, both `[tokens, top_k]`.
-
-        The logits are taken in fp32: in bf16 two experts often tie, and which of them wins would
-        depend on the device.
-        """
-        return softmax_top_k(functional.linear(x.float(), self.gate.float()), self.top_k)
+        """Return ids int32 and weights float32, both `[tokens, top_k]`."""
+        return route(Routing(len(self.gate), self.top_k), router_logits(x, self.gate))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[tokens, hidden]` of this rank -> `[tokens, hidden]`."""

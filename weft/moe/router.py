@@ -1,32 +1,218 @@
-"""Routers: from logits to expert ids and weights."""
+"""Routers: from logits to expert ids and weights, by one rule for each family of models."""
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 
 from weft.errors import InvalidArgument
+from weft.ops.check import check_tensor
+
+SMALLEST_SUM = 1e-20  # keeps weights whose scores are all 0 at 0; any other sum swallows it
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+Score = Literal["softmax", "sigmoid", "softmax-chosen"]
 
 
-def softmax_top_k(
-    logits: torch.Tensor, top_k: int, *, renormalise: bool = True
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the `top_k` most probable experts of each token and their weights.
+class Routed(NamedTuple):
+    """ids: int32 `[tokens, top_k]`, -1 for padding.   weights: float32 `[tokens, top_k]`."""
 
-    logits: `[tokens, num_experts]`, any float dtype; the softmax is taken in fp32.
-    renormalise: divide the chosen probabilities by their sum, so that each row's weights add to 1.
+    ids: torch.Tensor
+    weights: torch.Tensor
 
-    Returns ids int32 `[tokens, top_k]`, most probable first, and weights float32 likewise.
 
-        p = softmax(logits);  ids = top_k(p);  weights = p[ids] / sum(p[ids])
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a layer chooses experts, and what each of them weighs.
 
-    Raises InvalidArgument when logits are not 2-D or hold fewer experts than `top_k`.
+    num_experts, top_k: experts to choose from, and how many each token gets.
+    score: "softmax" or "sigmoid" of all logits; "softmax-chosen": softmax of the chosen ones only.
+    renormalise: divide the chosen scores by their sum.
+    correction: a bias `[num_experts]` is added to the scores for choosing, never for weighing.
+    groups, top_groups: experts lie in equal contiguous groups; only those in the best groups may
+        be chosen.
+    group_best: a group is as good as the sum of its 1 or 2 best experts.
+    scale: every weight is multiplied by it at the end.
+    weigh: "output": an expert's result is multiplied by its weight; "input": its input is, which
+        serves top_k 1 only.
+
+    Raises InvalidArgument naming the field, its value and what it may be.
     """
-    if logits.dim() != 2 or not 1 <= top_k <= logits.shape[1]:
+
+    num_experts: int
+    top_k: int
+    score: Score = "softmax"
+    renormalise: bool = True
+    correction: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    group_best: int = 2
+    scale: float = 1.0
+    weigh: Literal["output", "input"] = "output"
+
+    def __post_init__(self) -> None:
+        """Refuse what no router can do."""
+        experts, groups = self.num_experts, self.groups
+        if experts < 1 or not 1 <= groups <= experts or experts % groups:
+            raise InvalidArgument(
+                f"groups is {groups} for {experts} experts; it must divide them evenly"
+            )
+        if not 1 <= self.top_groups <= groups:
+            raise InvalidArgument(f"top_groups is {self.top_groups}; it must be in 1..{groups}")
+        eligible = experts // groups * self.top_groups
+        if not 1 <= self.top_k <= eligible:
+            raise InvalidArgument(
+                f"top_k is {self.top_k}; it must be in 1..{eligible}, the experts of "
+                f"{self.top_groups} of {groups} groups"
+            )
+        self._check_rule(experts // groups)
+
+    def _check_rule(self, group_size: int) -> None:
+        for name, value, allowed in (
+            ("score", self.score, ("softmax", "sigmoid", "softmax-chosen")),
+            ("weigh", self.weigh, ("output", "input")),
+            ("group_best", self.group_best, (1, 2)),
+        ):
+            if value not in allowed:
+                words = ", ".join(map(repr, allowed))
+                raise InvalidArgument(f"{name} is {value!r}; choose one of {words}")
+        if self.groups > 1 and self.group_best > group_size:
+            raise InvalidArgument(
+                f"group_best is {self.group_best}, but a group has {group_size} expert(s)"
+            )
+        if self.score == "softmax-chosen" and (self.correction or self.groups > 1):
+            raise InvalidArgument(
+                "score 'softmax-chosen' has no scores before the choice: it goes without "
+                f"correction and groups; correction is {self.correction}, groups {self.groups}"
+            )
+        if not (math.isfinite(self.scale) and self.scale > 0):
+            raise InvalidArgument(f"scale is {self.scale}; it must be a finite number above 0")
+        if self.weigh == "input" and self.top_k != 1:
+            raise InvalidArgument(
+                f"weigh 'input' with top_k {self.top_k}: a token is sent once, so only one weight "
+                "can be in its row; use top_k 1 or weigh 'output'"
+            )
+
+
+def route(
+    routing: Routing,
+    logits: torch.Tensor,
+    *,
+    correction: torch.Tensor | None = None,
+    num_tokens: torch.Tensor | None = None,
+) -> Routed:
+    """Return each token's experts, best first, and their weights.
+
+    logits: `[tokens, num_experts]`, float32, bfloat16 or float16; all arithmetic is in float32.
+    correction: float32 `[num_experts]`; needed where the rule has one, refused where not.
+    num_tokens: int32 `[1]` on the device: rows from there on are padding, ids -1 and weights 0.
+
+        choice  = logits, or score(logits) + correction where there are a correction or groups
+        ids     = the top_k of choice within the top_groups groups; equal choices: the lowest id
+        weights = score[ids] / (sum of score[ids] + 1e-20) * scale
+
+    A NaN among a token's choices counts as -inf for choosing, and all of that token's weights are
+    NaN: its own output is NaN, and no other token is touched. Waits for no device, and its shapes
+    depend on sizes alone, so it may be captured. Raises InvalidArgument.
+    """
+    _check(routing, logits, correction, num_tokens)
+    logits = logits.float()
+    scores = _scores(routing, logits)
+    by_score = routing.correction or routing.groups > 1
+    # A monotone score would only add ties to what the logits say.
+    choice = scores if by_score else logits
+    if correction is not None:
+        choice = choice + correction
+    broken = choice.isnan()
+    keys = _keys(choice.masked_fill(broken, -torch.inf), routing)
+    ids = (routing.num_experts - 1) - (keys.topk(routing.top_k, dim=-1).values & 0xFFFFFFFF)
+    weights = (scores if routing.score != "softmax-chosen" else logits).gather(-1, ids)
+    if routing.score == "softmax-chosen":
+        weights = weights.softmax(dim=-1)
+    elif routing.renormalise:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + SMALLEST_SUM)
+    if routing.scale != 1.0:
+        weights = weights * routing.scale
+    weights = weights.masked_fill(broken.any(dim=-1, keepdim=True), torch.nan)
+    narrow = ids.int()
+    if num_tokens is not None:
+        padding = (torch.arange(len(ids), device=ids.device) >= num_tokens)[:, None]
+        narrow, weights = narrow.masked_fill(padding, -1), weights.masked_fill(padding, 0.0)
+    return Routed(narrow, weights)
+
+
+def router_logits(
+    x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """float32 `[tokens, num_experts]`: `x @ gate.T + bias`, with x `[tokens, hidden]`.
+
+    gate: `[num_experts, hidden]`, kept in float32 it is not converted in every call.
+
+    In bf16 two experts often tie, and which of them wins would depend on the rounding.
+    """
+    wide = None if bias is None else bias.float()
+    return torch.nn.functional.linear(x.float(), gate.float(), wide)
+
+
+def _scores(routing: Routing, logits: torch.Tensor) -> torch.Tensor:
+    match routing.score:
+        case "softmax":
+            return logits.softmax(dim=-1)
+        case "sigmoid":
+            return logits.sigmoid()
+        case "softmax-chosen":
+            return logits
+
+
+def _keys(choice: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """int64 `[tokens, num_experts]`, all different in a row: larger is better, then lower ids.
+
+    A float's bits, taken as an integer and turned round below zero, are ordered as floats are. With
+    the id beneath them no two keys are equal, so the choice is the same on every device.
+    """
+    keys = _order(choice)
+    if routing.groups == 1:
+        return keys
+    sizes = (len(choice), routing.groups, routing.num_experts // routing.groups)
+    best = choice.view(sizes).topk(routing.group_best, dim=-1).values.sum(dim=-1)
+    groups = _order(best)
+    worst_taken = groups.topk(routing.top_groups, dim=-1).values[..., -1:]
+    left = (groups < worst_taken).unsqueeze(-1)
+    return keys.view(sizes).masked_fill(left, torch.iinfo(torch.int64).min).view(keys.shape)
+
+
+def _order(values: torch.Tensor) -> torch.Tensor:
+    """int64 in the order of float32 `values`, larger first, equal ones by place."""
+    bits = (values + 0.0).view(torch.int32)  # -0 becomes +0, which it equals
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    size = values.shape[-1]
+    places = torch.arange(size - 1, -1, -1, device=values.device)
+    return (ordered.long() << 32) | places
+
+
+def _check(
+    routing: Routing,
+    logits: torch.Tensor,
+    correction: torch.Tensor | None,
+    num_tokens: torch.Tensor | None,
+) -> None:
+    """Raises InvalidArgument naming the tensor, what it is and what it must be."""
+    experts = routing.num_experts
+    if logits.dim() != 2 or logits.shape[1] != experts or logits.dtype not in FLOATS:
         raise InvalidArgument(
-            f"logits have shape {list(logits.shape)} and top_k is {top_k}; "
-            "logits must be [tokens, num_experts] with num_experts >= top_k >= 1"
+            f"logits are {list(logits.shape)} {logits.dtype}; they must be [tokens, {experts}] in "
+            "float32, bfloat16 or float16"
         )
-    weights, ids = logits.float().softmax(dim=-1).topk(top_k, dim=-1)
-    if renormalise:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-    return ids.int(), weights.contiguous()
+    if (correction is None) == routing.correction:
+        have = "None" if correction is None else f"a tensor {list(correction.shape)}"
+        want = "needs float32" if routing.correction else "is without it; it would be"
+        raise InvalidArgument(f"correction is {have}; this routing {want} [{experts}]")
+    device, single = logits.device, (torch.float32,)
+    if correction is not None:
+        check_tensor("correction", correction, shape=(experts,), dtypes=single, device=device)
+    if num_tokens is not None:
+        counts = (torch.int32,)
+        check_tensor("num_tokens", num_tokens, shape=(1,), dtypes=counts, device=device)

@@ -1,0 +1,244 @@
+"""Routers against plain loops: any rule, any logits; and the rules of models by name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.moe.oracle import choose, weigh
+from weft.errors import InvalidArgument
+from weft.moe import MODELS, Routing, route, router_logits
+from weft.moe.router import Score
+
+
+@st.composite
+def routings(draw: st.DrawFn) -> Routing:
+    groups, size = draw(st.integers(1, 4)), draw(st.integers(2, 6))
+    top_groups = draw(st.integers(1, groups))
+    score = draw(st.sampled_from(get_args(Score)))
+    if score == "softmax-chosen":
+        size, groups, top_groups = size * groups, 1, 1
+    return Routing(
+        num_experts=groups * size,
+        top_k=draw(st.integers(1, top_groups * size)),
+        score=score,
+        renormalise=draw(st.booleans()),
+        correction=score != "softmax-chosen" and draw(st.booleans()),
+        groups=groups,
+        top_groups=top_groups,
+        group_best=draw(st.sampled_from([1, 2])),
+        scale=draw(st.sampled_from([1.0, 2.5])),
+    )
+
+
+# Few different numbers, so that ties are common; -0.0 and 0.0 are equal and must tie.
+FINITE = [-3.0, -1.5, -0.0, 0.0, 0.25, 0.5, 1.0, 4.0]
+ODD = [*FINITE, math.nan, -math.inf, 100.0, -200.0]
+
+
+@st.composite
+def cases(draw: st.DrawFn, numbers: list[float]) -> tuple[Routing, torch.Tensor, torch.Tensor]:
+    routing = draw(routings())
+    row = st.lists(
+        st.sampled_from(numbers), min_size=routing.num_experts, max_size=routing.num_experts
+    )
+    logits = draw(st.lists(row, min_size=1, max_size=4))
+    return routing, torch.tensor(logits), torch.tensor(draw(row)).nan_to_num(0.5, 8.0, -8.0)
+
+
+def run(routing: Routing, logits: torch.Tensor, bias: torch.Tensor):
+    return route(routing, logits, correction=bias if routing.correction else None)
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases(ODD))
+def test_any_rule_chooses_as_plain_loops_do(case):
+    routing, logits, bias = case
+    ids, weights = run(routing, logits, bias)
+    assert ids.dtype == torch.int32
+    assert weights.dtype == torch.float32
+    scores = logits.softmax(-1) if routing.score == "softmax" else logits.sigmoid()
+    choice = scores if routing.correction or routing.groups > 1 else logits
+    choice = choice + bias if routing.correction else choice
+    for row in range(len(logits)):
+        assert ids[row].tolist() == choose(routing, choice[row].tolist())
+        if bool(logits[row].isnan().any()):
+            assert bool(weights[row].isnan().all())
+
+
+@settings(max_examples=200, deadline=None)
+@given(cases(FINITE))
+def test_any_rule_weighs_as_plain_loops_do(case):
+    routing, logits, bias = case
+    ids, weights = run(routing, logits, bias)
+    for row in range(len(logits)):
+        wanted = weigh(routing, logits[row].tolist(), ids[row].tolist())
+        assert weights[row].tolist() == pytest.approx(wanted, rel=1e-5)
+        assert len(set(ids[row].tolist())) == routing.top_k
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases(ODD), st.integers(-1, 6), st.sampled_from([torch.bfloat16, torch.float16]))
+def test_padding_and_narrow_logits_change_nothing_else(case, count, dtype):
+    routing, logits, bias = case
+    narrow = logits.to(dtype)
+    correction = bias if routing.correction else None
+    whole = run(routing, narrow.float(), bias)
+    padded = route(
+        routing,
+        narrow,
+        correction=correction,
+        num_tokens=torch.tensor([count], dtype=torch.int32),
+    )
+    cut = min(max(count, 0), len(logits))
+    assert torch.equal(padded.ids[:cut], whole.ids[:cut])
+    assert torch.equal(padded.weights[:cut].isnan(), whole.weights[:cut].isnan())
+    assert torch.equal(padded.weights[:cut].nan_to_num(), whole.weights[:cut].nan_to_num())
+    assert bool((padded.ids[cut:] == -1).all())
+    assert bool((padded.weights[cut:] == 0).all())
+
+
+def random_logits(experts: int, tokens: int = 33) -> torch.Tensor:
+    return torch.randn(tokens, experts, generator=torch.Generator().manual_seed(experts)) * 2
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm-4.5-air", "kimi-k2"])
+def test_sigmoid_with_correction(name):
+    routing, formula = MODELS[name].routing, {}
+    formula["deepseek-v3"], formula["glm-4.5-air"], formula["kimi-k2"] = (8, 4), (1, 1), (1, 1)
+    logits = random_logits(routing.num_experts)
+    bias = torch.randn(routing.num_experts, generator=torch.Generator().manual_seed(1)) * 0.1
+    ids, weights = route(routing, logits, correction=bias)
+    groups, top_groups = formula[name]
+    p = logits.sigmoid()
+    by_group = (p + bias).view(len(p), groups, -1)
+    group_scores = by_group.sort(dim=-1).values[..., -2:].sum(-1)
+    keep = torch.zeros_like(group_scores).scatter_(1, group_scores.topk(top_groups)[1], 1.0)
+    masked = torch.where(keep[..., None] > 0, by_group, -torch.inf).flatten(1)
+    wanted = masked.topk(8).indices
+    assert torch.equal(ids.long(), wanted)
+    w = p.gather(1, wanted)
+    scale = {"deepseek-v3": 2.5, "glm-4.5-air": 1.0, "kimi-k2": 2.827}[name]
+    torch.testing.assert_close(weights, w / w.sum(1, keepdim=True) * scale)
+    if groups > 1:
+        assert not torch.equal(ids.long(), (p + bias).topk(8).indices), "groups must matter here"
+
+
+def test_softmax_families():
+    logits = random_logits(128)
+    ids, weights = route(MODELS["qwen3-30b-a3b"].routing, logits)
+    p, wanted = logits.softmax(-1).topk(8)
+    assert torch.equal(ids.long(), wanted)
+    torch.testing.assert_close(weights, p / p.sum(1, keepdim=True))
+    raw = route(replace(MODELS["qwen3-30b-a3b"].routing, renormalise=False), logits)
+    torch.testing.assert_close(raw.weights, p)
+    ids, weights = route(MODELS["gpt-oss-120b"].routing, logits)
+    best, wanted = logits.topk(4)
+    assert torch.equal(ids.long(), wanted)
+    torch.testing.assert_close(weights, best.softmax(-1))
+
+
+def test_llama_weighs_one_expert_by_a_sigmoid():
+    routing, logits = MODELS["llama-4-scout"].routing, random_logits(16)
+    ids, weights = route(routing, logits)
+    best, wanted = logits.max(dim=1)
+    assert torch.equal(ids[:, 0].long(), wanted)
+    torch.testing.assert_close(weights[:, 0], best.sigmoid())
+    assert routing.weigh == "input"
+
+
+def test_saturated_sigmoids_do_not_tie_without_a_correction():
+    logits = torch.tensor([[90.0, 100.0, 95.0, -1.0]])
+    routing = Routing(num_experts=4, top_k=2, score="sigmoid")
+    assert route(routing, logits).ids.tolist() == [[1, 2]]
+
+
+def test_scores_of_zero_weigh_nothing():
+    routing = Routing(num_experts=4, top_k=2, score="sigmoid")
+    assert route(routing, torch.full((1, 4), -200.0)).weights.tolist() == [[0.0, 0.0]]
+
+
+def test_no_tokens_and_all_equal():
+    routing = MODELS["deepseek-v3"].routing
+    bias = torch.zeros(256)
+    assert route(routing, torch.zeros(0, 256), correction=bias).ids.shape == (0, 8)
+    assert route(routing, torch.zeros(2, 256), correction=bias).ids.tolist() == [[*range(8)]] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"groups": 3}, "groups is 3 for 8 experts"),
+        ({"groups": 0}, "groups is 0"),
+        ({"num_experts": 0}, "for 0 experts"),
+        ({"groups": 2, "top_groups": 3}, r"top_groups is 3; it must be in 1\.\.2"),
+        ({"groups": 4, "top_k": 3}, r"top_k is 3; it must be in 1\.\.2, the experts of 1 of 4"),
+        ({"top_k": 0}, "top_k is 0"),
+        ({"score": "tanh"}, "score is 'tanh'"),
+        ({"weigh": "both"}, "weigh is 'both'"),
+        ({"group_best": 3}, "group_best is 3"),
+        ({"groups": 8, "top_groups": 8}, r"a group has 1 expert"),
+        ({"score": "softmax-chosen", "correction": True}, "without correction and groups"),
+        ({"score": "softmax-chosen", "groups": 2, "top_groups": 2}, "groups 2"),
+        ({"scale": math.nan}, "scale is nan"),
+        ({"scale": 0.0}, "scale is 0.0"),
+        ({"weigh": "input"}, "weigh 'input' with top_k 2"),
+    ],
+)
+def test_rules_that_cannot_be(changes, words):
+    with pytest.raises(InvalidArgument, match=words):
+        Routing(**{"num_experts": 8, "top_k": 2, **changes})
+
+
+def test_what_route_refuses():
+    plain, biased = Routing(8, 2), Routing(8, 2, score="sigmoid", correction=True)
+    good, bias = torch.zeros(3, 8), torch.zeros(8)
+    for logits in (good[0], torch.zeros(3, 7), good.int()):
+        with pytest.raises(InvalidArgument, match=r"they must be \[tokens, 8\]"):
+            route(plain, logits)
+    with pytest.raises(InvalidArgument, match=r"correction is None; this routing needs float32"):
+        route(biased, good)
+    with pytest.raises(InvalidArgument, match="this routing is without it"):
+        route(plain, good, correction=bias)
+    with pytest.raises(InvalidArgument, match="correction has shape"):
+        route(biased, good, correction=bias[1:])
+    with pytest.raises(InvalidArgument, match="correction has dtype"):
+        route(biased, good, correction=bias.double())
+    with pytest.raises(InvalidArgument, match="num_tokens has dtype"):
+        route(plain, good, num_tokens=torch.zeros(1))
+
+
+def test_router_logits_are_in_float32():
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(5, 16, generator=generator).bfloat16()
+    gate = torch.randn(4, 16, generator=generator).bfloat16()
+    bias = torch.randn(4, generator=generator).bfloat16()
+    got = router_logits(x, gate, bias)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, x.float() @ gate.float().T + bias.float())
+
+
+def routed_on(device: str) -> None:
+    for name, config in MODELS.items():
+        routing = config.routing
+        logits = random_logits(routing.num_experts).round(decimals=1)
+        bias = torch.zeros(routing.num_experts) if routing.correction else None
+        here = route(routing, logits, correction=bias)
+        there = route(
+            routing, logits.to(device), correction=None if bias is None else bias.to(device)
+        )
+        by_logits = not (routing.correction or routing.groups > 1)
+        if by_logits:  # otherwise the last bit of a sigmoid may differ
+            assert torch.equal(here.ids, there.ids.cpu()), name
+        torch.testing.assert_close(here.weights, there.weights.cpu())
+
+
+@pytest.mark.gpu
+def test_a_gpu_routes_alike():
+    routed_on("cuda")

@@ -1,0 +1,89 @@
+"""MoE layers of models by name: their sizes, and how they route."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from weft.errors import InvalidArgument
+from weft.moe.gating import CLAMPED_SWIGLU, SWIGLU, Gating
+from weft.moe.router import Routing
+
+
+@dataclass(frozen=True, slots=True)
+class MoEConfig:
+    """One layer's sizes and rules, equal on all ranks.
+
+    hidden, intermediate: columns of a token, and of an expert between its two products.
+    routing: how experts are chosen and weighed.   gating: what makes gate and up one row.
+    shared: intermediate size of the shared expert, 0 for none; `dataclasses.replace(c, shared=0)`
+        is for those who compute it elsewhere.
+    biased: the experts' products have biases.
+    dtype: of tokens, weights and results: bfloat16, float16 or float32.
+
+    Raises InvalidArgument for a size that is not positive.
+    """
+
+    hidden: int
+    intermediate: int
+    routing: Routing
+    gating: Gating = SWIGLU
+    shared: int = 0
+    biased: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that no tensor has."""
+        if self.hidden < 1 or self.intermediate < 1 or self.shared < 0:
+            raise InvalidArgument(
+                f"hidden is {self.hidden}, intermediate {self.intermediate}, shared {self.shared}; "
+                "the first two must be at least 1, the last at least 0"
+            )
+
+
+MODELS: Mapping[str, MoEConfig] = {
+    "deepseek-v3": MoEConfig(
+        hidden=7168,
+        intermediate=2048,
+        shared=2048,
+        routing=Routing(
+            num_experts=256,
+            top_k=8,
+            score="sigmoid",
+            correction=True,
+            groups=8,
+            top_groups=4,
+            scale=2.5,
+        ),
+    ),
+    "qwen3-30b-a3b": MoEConfig(
+        hidden=2048, intermediate=768, routing=Routing(num_experts=128, top_k=8)
+    ),
+    "glm-4.5-air": MoEConfig(
+        hidden=4096,
+        intermediate=1408,
+        shared=1408,
+        routing=Routing(num_experts=128, top_k=8, score="sigmoid", correction=True),
+    ),
+    "gpt-oss-120b": MoEConfig(
+        hidden=2880,
+        intermediate=2880,
+        routing=Routing(num_experts=128, top_k=4, score="softmax-chosen"),
+        gating=CLAMPED_SWIGLU,
+        biased=True,
+    ),
+    "kimi-k2": MoEConfig(
+        hidden=7168,
+        intermediate=2048,
+        shared=2048,
+        routing=Routing(num_experts=384, top_k=8, score="sigmoid", correction=True, scale=2.827),
+    ),
+    "llama-4-scout": MoEConfig(
+        hidden=5120,
+        intermediate=8192,
+        shared=8192,
+        routing=Routing(num_experts=16, top_k=1, score="sigmoid", renormalise=False, weigh="input"),
+    ),
+}
