@@ -43,6 +43,14 @@ def test_demo_is_right(outcome):
         assert ranks[rank].result.shape == (plan.tokens[rank], 256)
 
 
+def test_demo_notices_a_wrong_choice(outcome):
+    plan, ranks, _ = outcome
+    assert demo._routing_is_exact(plan, ranks)
+    wrong = ranks[1].ids.copy()
+    wrong[2] = wrong[2, ::-1]
+    assert not demo._routing_is_exact(plan, [ranks[0], replace(ranks[1], ids=wrong), *ranks[2:]])
+
+
 @pytest.mark.parametrize("spoil", ["received", "received_ids", "result"])
 def test_demo_notices_a_wrong_exchange(outcome, spoil):
     plan, ranks, verdict = outcome

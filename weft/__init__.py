@@ -5,6 +5,7 @@ The same protocol runs on CPU ranks over shared memory.
 
 from weft import errors
 from weft.memory import Group, Heap, launch
+from weft.moe import MoE, MoEConfig
 from weft.ops import reference
 from weft.ops.allreduce import AllReduce
 from weft.ops.alltoall import AllToAll
@@ -30,6 +31,8 @@ __all__ = [
     "Group",
     "Grouped",
     "Heap",
+    "MoE",
+    "MoEConfig",
     "MoEFinalize",
     "Payload",
     "Placement",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +20,8 @@ from rich.text import Text
 from weft.bench.routing import token_rows
 from weft.errors import InvalidArgument
 from weft.memory import Group, launch
-from weft.moe import Experts, MoELayer, Routing, SwiGLU, route, router_logits
+from weft.moe import Expert, ExpertWeights, MoE, MoEConfig, Routing, route, router_logits
 from weft.ops import reference
-from weft.ops.alltoall import AllToAll
 from weft.ops.placement import Placement
 
 DTYPE = torch.bfloat16
@@ -57,9 +57,22 @@ class Plan:
         gate = torch.randn(self.experts, self.hidden, generator=generator)
         return (gate / math.sqrt(self.hidden)).to(DTYPE)
 
-    def expert(self, index: int) -> SwiGLU:
+    @property
+    def config(self) -> MoEConfig:
+        """The layer: softmax over all experts, and a shared one of the same size."""
+        routing = Routing(self.experts, self.top_k)
+        return MoEConfig(
+            self.hidden, self.intermediate, routing, shared=self.intermediate, dtype=DTYPE
+        )
+
+    def expert(self, index: int) -> Expert:
         """Expert `index`; `experts` itself names the shared one."""
-        return SwiGLU.seeded(self.hidden, self.intermediate, DTYPE, self.seed * 1000 + index)
+        seed, shared = self.seed * 1000 + index, index == self.experts
+        return Expert.seeded(self.config, seed, shared=shared)
+
+    def weights(self, experts: Sequence[int], device: torch.device | str) -> ExpertWeights:
+        """The weights of some experts, stacked in the order given."""
+        return ExpertWeights.stack(self.config, [self.expert(e) for e in experts], device)
 
     def x(self, rank: int) -> torch.Tensor:
         """A rank's tokens `[tokens, hidden]`: noise around a direction that the rank likes."""
@@ -73,11 +86,13 @@ class Plan:
 class Outcome:
     """One rank's tensors and times; tensors as arrays, since a rank's memory ends with it.
 
-    ids, weights: `[tokens, top_k]`.  expert_rows: what the experts wrote, `[ranks, max_tokens,
-    hidden]` as bf16 bits.  shared, result: `[tokens, hidden]` as bf16 bits.  received: bits of the
-    rows that arrived, zero where a slot carries none.  us: dispatch, experts, combine.
+    logits: `[tokens, experts]`.  ids, weights: `[tokens, top_k]`.  expert_rows: what the experts
+    wrote, `[ranks, max_tokens, hidden]` as bf16 bits.  shared, result: `[tokens, hidden]` likewise.
+    received: bits of the rows that arrived, zero where a slot carries none.  us: dispatch, experts,
+    combine.
     """
 
+    logits: npt.NDArray[np.float32]
     ids: npt.NDArray[np.int32]
     weights: npt.NDArray[np.float32]
     received: Bits
@@ -92,9 +107,10 @@ class Outcome:
 class Verdict:
     """The whole demo: what was exchanged, how long it took, and how it compares.
 
-    rows: int64 `[ranks, ranks]`, token rows from rank i to rank j.  exact: the exchange equals
-    weft.reference bit by bit.  error, largest: greatest absolute difference to the layer computed
-    in one process, and the greatest value there.  us: for each rank dispatch, experts, combine.
+    rows: int64 `[ranks, ranks]`, token rows from rank i to rank j.  exact: the choice of experts
+    equals one process's, and the exchange weft.reference, bit by bit.  error, largest: greatest
+    absolute difference to the layer computed in one process, and the greatest value there.
+    us: for each rank dispatch, experts, combine.
     """
 
     plan: Plan
@@ -124,7 +140,7 @@ def run(plan: Plan, device: str) -> Verdict:
         plan=plan,
         device=device,
         rows=token_rows(ids, plan.experts),
-        exact=_exchange_is_exact(plan, outcomes),
+        exact=_routing_is_exact(plan, outcomes) and _exchange_is_exact(plan, outcomes),
         error=float((got - wanted).abs().max()),
         largest=float(wanted.abs().max()),
         us=[outcome.us for outcome in outcomes],
@@ -133,28 +149,28 @@ def run(plan: Plan, device: str) -> Verdict:
 
 def _rank_body(group: Group, plan: Plan) -> Outcome:
     device = group.device
-    with AllToAll(
+    shared = plan.expert(plan.experts).to(device)
+    with MoE(
         group,
+        plan.config,
+        lambda local: plan.weights(local, device),
         max_tokens=max(plan.tokens),
-        top_k=plan.top_k,
-        num_experts=plan.experts,
-        hidden=plan.hidden,
-        dtype=DTYPE,
-    ) as exchange:
-        experts = Experts([plan.expert(index) for index in exchange.local_experts])
-        shared = plan.expert(plan.experts)
-        layer = MoELayer(exchange, plan.gate(), experts, top_k=plan.top_k, shared=shared).to(device)
-        x = plan.x(group.rank).to(device)
-        times = [_timed_round(group, layer, x) for _ in range(1 + ROUNDS)][1:]
-        result = layer(x)
-        exchange.check()
-        ids, weights = layer.route(x)
+        shared=shared,
+        overlap="shared",
+    ) as layer:
+        x, exchange = plan.x(group.rank).to(device), layer.exchange
+        logits = router_logits(x, plan.gate().to(device))
+        times = [_timed_round(group, layer, x, logits) for _ in range(1 + ROUNDS)][1:]
+        result = layer(x, logits)
+        layer.check()
+        ids, weights = layer.route(logits)
         received = exchange.dispatch(x, ids, weights)  # once more by hand, to show what arrived
-        layer.experts(received, exchange.output())
+        layer.experts(received)
         carries = (received.ids >= 0).any(dim=-1, keepdim=True)
         arrived = torch.where(carries, received.x, 0)
         written = torch.where(carries, exchange.output(), 0)
         outcome = Outcome(
+            logits=logits.cpu().numpy(),
             ids=ids.cpu().numpy(),
             weights=weights.cpu().numpy(),
             received=_to_bits(arrived),
@@ -169,7 +185,9 @@ def _rank_body(group: Group, plan: Plan) -> Outcome:
         return outcome
 
 
-def _timed_round(group: Group, layer: MoELayer, x: torch.Tensor) -> tuple[float, float, float]:
+def _timed_round(
+    group: Group, layer: MoE, x: torch.Tensor, logits: torch.Tensor
+) -> tuple[float, float, float]:
     """us of dispatch, experts and combine in one eager round, host clock."""
 
     def now() -> float:
@@ -177,12 +195,12 @@ def _timed_round(group: Group, layer: MoELayer, x: torch.Tensor) -> tuple[float,
             torch.cuda.synchronize(x.device)
         return time.perf_counter() * 1e6
 
-    ids, weights = layer.route(x)
+    ids, weights = layer.route(logits)
     group.barrier()
     start = now()
     received = layer.exchange.dispatch(x, ids, weights)
     arrived = now()
-    layer.experts(received, layer.exchange.output())
+    layer.experts(received)
     group.barrier()  # so that combine is timed without waiting for a rank with more work
     computed = now()
     layer.exchange.combine()
@@ -197,15 +215,20 @@ def _median(times: list[tuple[float, float, float]]) -> tuple[float, float, floa
 def _single_process(plan: Plan, rank: int) -> torch.Tensor:
     """The same layer without any exchange: float32 `[tokens, hidden]`."""
     x = plan.x(rank)
-    logits = router_logits(x, plan.gate())
-    ids, weights = route(Routing(plan.experts, plan.top_k), logits)
-    total: torch.Tensor = plan.expert(plan.experts)(x).float()
-    for index in range(plan.experts):
-        token, k = (ids == index).nonzero(as_tuple=True)
-        if len(token):
-            y = plan.expert(index)(x[token]).float()
-            total[token] += weights[token, k].unsqueeze(-1) * y
-    return total
+    ids, weights = route(plan.config.routing, router_logits(x, plan.gate()))
+    every = plan.weights(range(plan.experts), "cpu")
+    shared = plan.expert(plan.experts)(x)
+    return reference.moe_layer(x, ids, weights, every.gate_up, every.down, shared=shared)
+
+
+def _routing_is_exact(plan: Plan, outcomes: list[Outcome]) -> bool:
+    """Does this process choose what the ranks have chosen, bit by bit, from their logits?"""
+    return all(
+        np.array_equal(
+            route(plan.config.routing, torch.from_numpy(outcome.logits)).ids.numpy(), outcome.ids
+        )
+        for outcome in outcomes
+    )
 
 
 def _exchange_is_exact(plan: Plan, outcomes: list[Outcome]) -> bool:

@@ -196,6 +196,22 @@ def test_rules_that_cannot_be(changes, words):
         Routing(**{"num_experts": 8, "top_k": 2, **changes})
 
 
+@pytest.mark.parametrize("name", list(MODELS))
+def test_logits_may_lie_in_any_order(name):
+    routing = MODELS[name].routing
+    logits = random_logits(routing.num_experts)
+    bias = torch.zeros(routing.num_experts) if routing.correction else None
+    wanted = route(routing, logits, correction=bias)
+    wide = torch.zeros(len(logits), 2 * routing.num_experts)
+    wide[:, ::2] = logits
+    for strided in (logits.T.contiguous().T, wide[:, ::2]):
+        got = route(routing, strided, correction=bias)
+        assert torch.equal(got.ids, wanted.ids)
+        torch.testing.assert_close(got.weights, wanted.weights)
+        assert got.ids.is_contiguous()
+        assert got.weights.is_contiguous()
+
+
 def test_what_route_refuses():
     plain, biased = Routing(8, 2), Routing(8, 2, score="sigmoid", correction=True)
     good, bias = torch.zeros(3, 8), torch.zeros(8)

@@ -1,8 +1,8 @@
 """MoE layers on weft: router, experts, and the layer that sends tokens between ranks."""
 
-from weft.moe.experts import Experts, SwiGLU
+from weft.moe.experts import Expert, ExpertWeights
 from weft.moe.gating import CLAMPED_SWIGLU, SWIGLU, Gating
-from weft.moe.layer import MoELayer
+from weft.moe.layer import MoE
 from weft.moe.models import MODELS, MoEConfig
 from weft.moe.router import Routed, Routing, route, router_logits
 
@@ -10,13 +10,13 @@ __all__ = [
     "CLAMPED_SWIGLU",
     "MODELS",
     "SWIGLU",
-    "Experts",
+    "Expert",
+    "ExpertWeights",
     "Gating",
+    "MoE",
     "MoEConfig",
-    "MoELayer",
     "Routed",
     "Routing",
-    "SwiGLU",
     "route",
     "router_logits",
 ]

@@ -1,59 +1,141 @@
-"""SwiGLU experts in plain torch: clear, exact about its order of sums, and not fast."""
+"""Weights of experts: one MLP of its own, and all of a rank's stacked for grouped products."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from weft.ops.received import Received
+from weft.errors import InvalidArgument
+from weft.moe.gating import SWIGLU, Gating
+from weft.moe.models import MoEConfig
+from weft.ops.check import check_tensor
 
 
-class SwiGLU(nn.Module):
-    """One MLP: `down(silu(gate(x)) * up(x))`.
+class Expert(nn.Module):
+    """One MLP in plain torch: `down(gating(gate_up(x)))`; a shared expert, or one of many.
 
     gate_up: `[2 * intermediate, hidden]`, the gate's rows first.   down: `[hidden, intermediate]`.
+    biases: `[2 * intermediate]` and `[hidden]`, or None.
     """
 
-    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+    def __init__(
+        self,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        *,
+        gate_up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
+        gating: Gating = SWIGLU,
+    ) -> None:
         super().__init__()
         self.gate_up = nn.Parameter(gate_up, requires_grad=False)
         self.down = nn.Parameter(down, requires_grad=False)
+        self.gate_up_bias = _fixed(gate_up_bias)
+        self.down_bias = _fixed(down_bias)
+        self.gating = gating
 
     @classmethod
-    def seeded(cls, hidden: int, intermediate: int, dtype: torch.dtype, seed: int) -> SwiGLU:
-        """Random weights, equal for equal seeds; activations keep their size through them."""
+    def seeded(cls, config: MoEConfig, seed: int, *, shared: bool = False) -> Expert:
+        """Random weights of a config's sizes, equal for equal seeds; activations keep their size.
+
+        shared: the size of the shared expert, which has no biases.
+        """
         generator = torch.Generator().manual_seed(seed)
-        gate_up = torch.randn(2 * intermediate, hidden, generator=generator) / hidden**0.5
-        down = torch.randn(hidden, intermediate, generator=generator) / intermediate**0.5
-        return cls(gate_up.to(dtype), down.to(dtype))
+        hidden, intermediate = config.hidden, config.shared if shared else config.intermediate
+
+        def draw(*shape: int, fan: int) -> torch.Tensor:
+            drawn = torch.randn(*shape, generator=generator) / math.sqrt(fan)
+            return drawn.to(config.dtype)
+
+        gate_up = draw(2 * intermediate, hidden, fan=hidden)
+        down = draw(hidden, intermediate, fan=intermediate)
+        if shared or not config.biased:
+            return cls(gate_up, down, gating=SWIGLU if shared else config.gating)
+        return cls(
+            gate_up,
+            down,
+            gate_up_bias=draw(2 * intermediate, fan=4),
+            down_bias=draw(hidden, fan=4),
+            gating=config.gating,
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[rows, hidden]` -> `[rows, hidden]`."""
-        gate, up = functional.linear(x, self.gate_up).chunk(2, dim=-1)
-        return functional.linear(functional.silu(gate) * up, self.down)
+        h = functional.linear(x, self.gate_up, self.gate_up_bias)
+        return functional.linear(self.gating.apply(h), self.down, self.down_bias)
 
 
-class Experts(nn.Module):
-    """This rank's experts, by local id."""
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """All experts of a rank, in local order.
 
-    def __init__(self, experts: list[SwiGLU]) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(experts)
+    gate_up: `[local_experts, 2 * intermediate, hidden]`, the gate's rows first.
+    down: `[local_experts, hidden, intermediate]`.
+    gate_up_bias, down_bias: `[local_experts, 2 * intermediate]` and `[local_experts, hidden]`, of
+        the same dtype, or None.
+    """
 
-    def forward(self, received: Received, out: torch.Tensor) -> None:
-        """Write `out[s, t] = sum over k of weights[s, t, k] * expert[ids[s, t, k]](x[s, t])`.
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
 
-        received: what dispatch brought.   out: `[ep_size, max_tokens, hidden]`, usually `output()`.
-        Only rows with an id are read and written. Experts are taken in ascending order and summed
-        in fp32, so the result does not depend on who sent what. Asking how many rows an expert
-        has waits for the device: eager calls only, no graph capture.
+    @classmethod
+    def stack(
+        cls,
+        config: MoEConfig,
+        experts: Sequence[Expert],
+        device: torch.device | str | None = None,
+    ) -> ExpertWeights:
+        """One tensor from many experts, also from none.
+
+        Raises InvalidArgument where the config wants a bias that an expert lacks.
         """
-        total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
-        for local, expert in enumerate(self.experts):
-            source, token, k = (received.ids == local).nonzero(as_tuple=True)
-            if len(token):
-                y = expert(received.x[source, token]).float()
-                total[source, token] += received.weights[source, token, k].unsqueeze(-1) * y
-        carries = (received.ids >= 0).any(dim=-1)
-        out[carries] = total[carries].to(out.dtype)
+        wide, hidden = 2 * config.intermediate, config.hidden
+
+        def join(name: str, *shape: int) -> torch.Tensor:
+            whole = torch.empty((len(experts), *shape), dtype=config.dtype, device=device)
+            for place, expert in enumerate(experts):
+                part = getattr(expert, name)
+                if part is None or part.shape != shape:
+                    have = None if part is None else list(part.shape)
+                    raise InvalidArgument(
+                        f"expert {place} has {name} {have}; the config wants {list(shape)}"
+                    )
+                whole[place] = part
+            return whole
+
+        gate_up = join("gate_up", wide, hidden)
+        down = join("down", hidden, config.intermediate)
+        if not config.biased:
+            return cls(gate_up, down)
+        return cls(gate_up, down, join("gate_up_bias", wide), join("down_bias", hidden))
+
+    def check(self, config: MoEConfig, local_experts: int, device: torch.device) -> None:
+        """Raises InvalidArgument where a tensor is not what the config and the placement say."""
+        wide, hidden, inner = 2 * config.intermediate, config.hidden, config.intermediate
+        dtypes = (config.dtype,)
+        shapes: dict[str, tuple[int, ...]] = {
+            "gate_up": (local_experts, wide, hidden),
+            "down": (local_experts, hidden, inner),
+        }
+        if config.biased:
+            shapes |= {
+                "gate_up_bias": (local_experts, wide),
+                "down_bias": (local_experts, hidden),
+            }
+        elif self.gate_up_bias is not None or self.down_bias is not None:
+            raise InvalidArgument(
+                "the weights have biases, the config has biased=False; leave them out, or set it"
+            )
+        for name, shape in shapes.items():
+            check_tensor(name, getattr(self, name), shape=shape, dtypes=dtypes, device=device)
+
+
+def _fixed(tensor: torch.Tensor | None) -> nn.Parameter | None:
+    return None if tensor is None else nn.Parameter(tensor, requires_grad=False)

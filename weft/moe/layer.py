@@ -1,54 +1,269 @@
-"""An expert-parallel MoE layer: route -> dispatch -> experts -> combine."""
+"""MoE: an expert-parallel layer from router logits to output, on a one-sided exchange."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import TypeAlias
 
 import torch
-from torch import nn
 
-from weft.moe.experts import Experts, SwiGLU
-from weft.moe.router import Routing, route, router_logits
+from weft.errors import GroupError, InvalidArgument
+from weft.memory import Group
+from weft.moe.experts import ExpertWeights
+from weft.moe.models import MoEConfig
+from weft.moe.router import Routed, route
+from weft.moe.workspace import LayerWorkspace, Options
 from weft.ops.alltoall import AllToAll
-from weft.ops.collective import CollectiveAllToAll
+from weft.ops.check import check_alignment, check_tensor, check_tokens
+from weft.ops.received import Received
 
-Exchange: TypeAlias = AllToAll | CollectiveAllToAll
+Shared: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
-class MoELayer(nn.Module):
-    """`out = shared(x) + sum over k of weights[k] * expert[ids[k]](x)`, experts spread over ranks.
+class MoE:
+    """`out = sum over k of weights[k] * expert[ids[k]](x) + shared(x)`, experts spread over ranks.
 
-    exchange: moves the tokens; its `local_experts` say which experts belong here.
-    gate: the router's weight `[num_experts, hidden]`, equal on all ranks.
-    experts: this rank's, in local order.   shared: computed for the own tokens, or None.
+    Meaning: `weft.reference.moe_layer`. Collective: every rank makes the same sequence of calls, a
+    rank without tokens calls with zero of them. Workspaces are allocated here, once; a call waits
+    for no host and may be captured in CUDA graphs, except with gemm="loop".
 
-    Collective: every rank calls it equally often, a rank without tokens with zero of them.
+    config: the layer's sizes and rules, equal on all ranks; `weft.moe.MODELS` has some by name.
+    weights: this rank's experts, in the order of `local_experts`; or what makes them of that tuple.
+    max_tokens: most tokens of this rank in one call, equal on all ranks.
+    shared: `[tokens, hidden]` -> `[tokens, hidden]`, where the config has a shared expert.
+    correction: float32 `[num_experts]`, where the routing has one.
+    overlap: "none": the shared expert runs after the others; "shared": between sending tokens and
+        receiving them, while they are under way. Equal bits.
+    gemm: "grouped", "padded" or "loop" (weft/moe/products.py); "auto": grouped_mm where it leaves
+        row counts on the GPU, else padded on GPUs and loop on CPUs.
+    max_rows: rows for this rank's experts, as in ExpertGroups; default the worst case.
+    expert_map, quantize, combine_by, timeout, first_timeout, num_sms, programmatic_launch, profile:
+        as in AllToAll. FP8 rows are widened to the layer's dtype before the products.
+
+    Raises InvalidArgument, CreationFailed (on every rank, when one cannot do its part),
+    GeometryMismatch (when ranks pass different sizes or rules).
     """
 
     def __init__(
         self,
-        exchange: Exchange,
-        gate: torch.Tensor,
-        experts: Experts,
+        group: Group,
+        config: MoEConfig,
+        weights: ExpertWeights | Callable[[tuple[int, ...]], ExpertWeights],
         *,
-        top_k: int,
-        shared: SwiGLU | None = None,
+        max_tokens: int,
+        shared: Shared | None = None,
+        correction: torch.Tensor | None = None,
+        overlap: str = "none",
+        gemm: str = "auto",
+        max_rows: int | None = None,
+        expert_map: Sequence[int] | torch.Tensor | None = None,
+        quantize: str | None = None,
+        combine_by: str = "pull",
+        timeout: float = 2.0,
+        first_timeout: float = 120.0,
+        num_sms: int | None = None,
+        programmatic_launch: bool = True,
+        profile: bool = False,
     ) -> None:
-        super().__init__()
-        self.exchange = exchange
-        self.gate = nn.Parameter(gate, requires_grad=False)
-        self.experts = experts
-        self.top_k = top_k
-        self.shared = shared
+        options = Options(
+            max_tokens=max_tokens,
+            overlap=overlap,
+            gemm=gemm,
+            max_rows=max_rows,
+            expert_map=expert_map,
+            quantize=quantize,
+            combine_by=combine_by,
+            timeout=timeout,
+            first_timeout=first_timeout,
+            num_sms=num_sms,
+            programmatic_launch=programmatic_launch,
+            profile=profile,
+        )
+        self._workspace, self._owner = LayerWorkspace(group, config, options), True
+        try:
+            self._load(weights, shared, correction)
+        except BaseException:
+            self._workspace.close()
+            raise
 
-    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ids int32 and weights float32, both `[tokens, top_k]`."""
-        return route(Routing(len(self.gate), self.top_k), router_logits(x, self.gate))
+    def sibling(
+        self,
+        weights: ExpertWeights | Callable[[tuple[int, ...]], ExpertWeights],
+        *,
+        shared: Shared | None = None,
+        correction: torch.Tensor | None = None,
+    ) -> MoE:
+        """Another layer of the same config in the same workspace; collective.
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[tokens, hidden]` of this rank -> `[tokens, hidden]`."""
-        ids, weights = self.route(x)
-        received = self.exchange.dispatch(x, ids, weights)
-        self.experts(received, self.exchange.output())
-        shared = None if self.shared is None else self.shared(x)
-        return self.exchange.combine(add=shared)
+        Layers that run one after the other in one stream need one workspace only. It goes with the
+        layer that made it: closing a sibling gives nothing back. Raises CreationFailed.
+        """
+        other = MoE.__new__(MoE)
+        other._workspace, other._owner = self._workspace, False
+        other._load(weights, shared, correction)
+        return other
+
+    @property
+    def exchange(self) -> AllToAll:
+        """The all-to-all underneath: its history, timeline and placement; rounds of your own."""
+        return self._workspace.exchange
+
+    @property
+    def config(self) -> MoEConfig:
+        """The layer's sizes and rules."""
+        return self._workspace.config
+
+    @property
+    def local_experts(self) -> tuple[int, ...]:
+        """Global ids of this rank's experts, in the order of its weights."""
+        return self.exchange.local_experts
+
+    @property
+    def gemm(self) -> str:
+        """The way the experts multiply: what "auto" came to."""
+        return self._workspace.way
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of ordinary memory for the experts; `AllToAll.memory_bytes` tells the symmetric."""
+        return self._workspace.bytes
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        logits: torch.Tensor,
+        *,
+        num_tokens: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`[tokens, hidden]` of this rank -> `[tokens, hidden]`.
+
+        x: `[tokens, hidden]` of the config's dtype.
+        logits: `[tokens, num_experts]`, float32 for choices that do not depend on rounding.
+        num_tokens: int32 `[1]` on the device: rows from there on are padding and sent to no expert;
+            they get what the shared expert made of them, or zeros.
+        out: `[tokens, hidden]` to write into; may be x.
+
+        What is wrong with a tensor is refused before anything is sent. If the shared expert or a
+        product raises, the round cannot end: all ranks are told to leave their waits, as by
+        `abort`. Raises InvalidArgument, TokenOverflow, OutOfOrder, and what broke the group.
+        """
+        self._check_call(x, logits, out)
+        ids, weights = self.route(logits, num_tokens=num_tokens)
+        try:
+            return self._round(x, ids, weights, num_tokens, out)
+        except GroupError:
+            raise  # peers have their own deadline, and the first error says most
+        except BaseException:
+            if self._workspace.mid_round and not self._workspace.capturing:
+                self.exchange.abort()
+            raise
+
+    def route(self, logits: torch.Tensor, *, num_tokens: torch.Tensor | None = None) -> Routed:
+        """The layer's ids and weights for logits `[tokens, num_experts]`; see `weft.moe.route`."""
+        correction = self._correction
+        return route(self.config.routing, logits, correction=correction, num_tokens=num_tokens)
+
+    def experts(self, received: Received) -> None:
+        """Write `exchange.output()` from what a dispatch of `exchange` brought.
+
+        Between dispatch and combine, in their stream. With fewer max_rows than came, the entries
+        that do not fit count as zero, and `check` raises TokenOverflow.
+        """
+        self._workspace.run_experts(self._weights, received)
+
+    def check(self) -> None:
+        """Raise what the device has recorded; see `AllToAll.check`."""
+        self.exchange.check()
+
+    def abort(self) -> None:
+        """Ask the kernels of all ranks to leave their waits; see `AllToAll.abort`."""
+        self.exchange.abort()
+
+    def close(self) -> None:
+        """Give the workspace back, if this layer made it. Idempotent."""
+        if self._owner:
+            self._workspace.close()
+
+    def __enter__(self) -> MoE:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _round(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        num_tokens: torch.Tensor | None,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        exchange, shared = self.exchange, self._shared
+        add: torch.Tensor | None = None
+        scale: torch.Tensor | None = weights
+        sent = x
+        if self.config.routing.weigh == "input":
+            sent, scale = self._workspace.weigh(x, weights), None
+        if self._workspace.options.overlap == "shared" and shared is not None:
+            exchange.dispatch_send(sent, ids, scale, num_tokens=num_tokens)
+            add = shared(x)
+            received = exchange.dispatch_recv()
+        else:
+            received = exchange.dispatch(sent, ids, scale, num_tokens=num_tokens)
+        self.experts(received)
+        if add is None and shared is not None:
+            add = shared(x)
+        return exchange.combine(out=out, add=add)
+
+    def _load(
+        self,
+        weights: ExpertWeights | Callable[[tuple[int, ...]], ExpertWeights],
+        shared: Shared | None,
+        correction: torch.Tensor | None,
+    ) -> None:
+        """Take and check what makes this layer differ from its siblings; every rank votes."""
+        device, config = self.exchange.group.device, self.config
+
+        def check() -> ExpertWeights:
+            mine = weights(self.local_experts) if callable(weights) else weights
+            mine.check(config, len(self.local_experts), device)
+            if (shared is None) == (config.shared > 0):
+                have = "None" if shared is None else "given"
+                raise InvalidArgument(
+                    f"shared is {have}, the config has shared={config.shared}; pass one where it "
+                    "is above 0, or dataclasses.replace(config, shared=0)"
+                )
+            if self._workspace.options.overlap == "shared" and shared is None:
+                raise InvalidArgument(
+                    "overlap is 'shared' without a shared expert; there is nothing to overlap: "
+                    "use overlap='none'"
+                )
+            empty = torch.empty((0, config.routing.num_experts), device=device)
+            route(config.routing, empty, correction=correction)
+            return mine
+
+        self._weights = self.exchange.group.together(check, doing="loading an MoE layer")
+        self._shared, self._correction = shared, correction
+
+    def _check_call(self, x: torch.Tensor, logits: torch.Tensor, out: torch.Tensor | None) -> None:
+        """Raises InvalidArgument and TokenOverflow for what the exchange would see too late."""
+        self._workspace.check_call()
+        config, device = self.config, self.exchange.group.device
+        dtypes, row_bytes = (config.dtype,), config.hidden * config.dtype.itemsize
+        check_tensor("x", x, shape=(None, config.hidden), dtypes=dtypes, device=device)
+        check_tokens(len(x), self.exchange.max_tokens)
+        if len(logits) != len(x) or logits.device != device:
+            raise InvalidArgument(
+                f"logits have {len(logits)} rows on {logits.device}; x has {len(x)} on {device}: "
+                "pass the logits of the same tokens"
+            )
+        if out is not None:
+            check_tensor("out", out, shape=x.shape, dtypes=dtypes, device=device)
+            check_alignment("out", out, row_bytes)

@@ -141,7 +141,7 @@ def route(
     if num_tokens is not None:
         padding = (torch.arange(len(ids), device=ids.device) >= num_tokens)[:, None]
         narrow, weights = narrow.masked_fill(padding, -1), weights.masked_fill(padding, 0.0)
-    return Routed(narrow, weights)
+    return Routed(narrow.contiguous(), weights.contiguous())
 
 
 def router_logits(
@@ -177,11 +177,12 @@ def _keys(choice: torch.Tensor, routing: Routing) -> torch.Tensor:
     if routing.groups == 1:
         return keys
     sizes = (len(choice), routing.groups, routing.num_experts // routing.groups)
-    best = choice.view(sizes).topk(routing.group_best, dim=-1).values.sum(dim=-1)
+    best = choice.reshape(sizes).topk(routing.group_best, dim=-1).values.sum(dim=-1)
     groups = _order(best)
     worst_taken = groups.topk(routing.top_groups, dim=-1).values[..., -1:]
     left = (groups < worst_taken).unsqueeze(-1)
-    return keys.view(sizes).masked_fill(left, torch.iinfo(torch.int64).min).view(keys.shape)
+    keys = keys.reshape(sizes).masked_fill(left, torch.iinfo(torch.int64).min)
+    return keys.view(choice.shape)
 
 
 def _order(values: torch.Tensor) -> torch.Tensor:

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 
 import torch
 
+from weft.ops.moe_reference import clamped_swiglu, moe_layer, swiglu
 from weft.ops.placement import Placement
 from weft.ops.received import Received
 from weft.ops.reduce_reference import allreduce_fused, finalize_moe
 
 __all__ = [
     "allreduce_fused",
+    "clamped_swiglu",
     "combine",
     "dequantize",
     "dispatch",
@@ -22,7 +24,9 @@ __all__ = [
     "finalize_moe",
     "identity_experts",
     "identity_round_trip",
+    "moe_layer",
     "quantize",
+    "swiglu",
 ]
 
 

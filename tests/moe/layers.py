@@ -1,0 +1,128 @@
+"""A whole layer known on every rank: seeded experts, tokens and logits, and what must come out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+import weft
+from weft.moe import CLAMPED_SWIGLU, Expert, ExpertWeights, MoEConfig, Routing, route
+
+HIDDEN, EXPERTS = 128, 8
+CONFIGS = {
+    "softmax": MoEConfig(HIDDEN, 32, Routing(EXPERTS, 3)),
+    "deepseek": MoEConfig(
+        HIDDEN,
+        32,
+        Routing(EXPERTS, 3, score="sigmoid", correction=True, groups=4, top_groups=2, scale=2.5),
+        shared=48,
+    ),
+    "gpt-oss": MoEConfig(
+        HIDDEN,
+        32,
+        Routing(EXPERTS, 3, score="softmax-chosen"),
+        gating=CLAMPED_SWIGLU,
+        biased=True,
+    ),
+    "llama": MoEConfig(
+        HIDDEN,
+        32,
+        Routing(EXPERTS, 1, score="sigmoid", renormalise=False, weigh="input"),
+        shared=32,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer; `tokens[r]` belong to rank r."""
+
+    config: MoEConfig
+    tokens: tuple[int, ...]
+    seed: int = 0
+
+    def next(self, **changes: Any) -> Case:
+        return replace(self, **changes)
+
+    def expert(self, index: int) -> Expert:
+        return Expert.seeded(self.config, 100 + index)
+
+    def shared(self, device: torch.device) -> Expert | None:
+        if not self.config.shared:
+            return None
+        return Expert.seeded(self.config, 99, shared=True).to(device)
+
+    def correction(self, device: torch.device) -> torch.Tensor | None:
+        if not self.config.routing.correction:
+            return None
+        generator = torch.Generator().manual_seed(5)
+        return (torch.randn(EXPERTS, generator=generator) * 0.2).to(device)
+
+    def of(self, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """x and logits of a rank."""
+        generator = torch.Generator().manual_seed(self.seed * 1009 + rank)
+        x = torch.randn(self.tokens[rank], HIDDEN, generator=generator).to(self.config.dtype)
+        logits = torch.randn(self.tokens[rank], EXPERTS, generator=generator) * 2
+        return x.to(device), logits.to(device)
+
+    def open(self, group: weft.Group, **options: Any) -> weft.MoE:
+        device = group.device
+
+        def weights(local: tuple[int, ...]) -> ExpertWeights:
+            return ExpertWeights.stack(self.config, [self.expert(e) for e in local], device)
+
+        options = {"max_tokens": max(*self.tokens, 1), **options}
+        return weft.MoE(
+            group,
+            self.config,
+            weights,
+            shared=self.shared(device),
+            correction=self.correction(device),
+            **options,
+        )
+
+    def wanted(
+        self,
+        layer: weft.MoE,
+        x: torch.Tensor,
+        logits: torch.Tensor,
+        quantize: str | None = None,
+    ) -> torch.Tensor:
+        """float32 `[tokens, hidden]`, on this rank alone; experts see x as the wire brings it."""
+        device, config = x.device, self.config
+        ids, weights = route(config.routing, logits, correction=self.correction(device))
+        every = ExpertWeights.stack(config, [self.expert(e) for e in range(EXPERTS)], device)
+        clamped = config.gating is CLAMPED_SWIGLU
+        shared = self.shared(device)
+        sent = x
+        if quantize:
+            q, scales = weft.reference.quantize(x.cpu(), quantize)
+            sent = weft.reference.dequantize(q, scales).to(x.device, x.dtype)
+        return weft.reference.moe_layer(
+            sent,
+            ids,
+            weights,
+            every.gate_up,
+            every.down,
+            gate_up_bias=every.gate_up_bias,
+            down_bias=every.down_bias,
+            gating=weft.reference.clamped_swiglu if clamped else weft.reference.swiglu,
+            weigh_input=config.routing.weigh == "input",
+            shared=None if shared is None else shared(x),
+            placement=layer.exchange.placement,
+        )
+
+
+def bound(config: MoEConfig, wanted: torch.Tensor) -> float:
+    """How far a layer may be from the reference, which rounds only what goes over the wire.
+
+    Roundings on the way, each half a unit of its value: the product, the gating's steps, the second
+    product, the rank's sum, the result. They are of either sign, and values are smaller than the
+    largest: five halves of that one's unit. In float32 the order of a product's 128 sums counts
+    more, and sixteen halves hold it.
+    """
+    largest = max(1.0, float(wanted.abs().max()) if wanted.numel() else 0.0)
+    halves = 16 if config.dtype == torch.float32 else 5
+    return halves * torch.finfo(config.dtype).eps / 2 * largest

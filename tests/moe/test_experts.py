@@ -1,0 +1,112 @@
+"""Gating, one expert, and many stacked."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import weft
+from tests.moe.layers import CONFIGS
+from weft.errors import InvalidArgument
+from weft.moe import CLAMPED_SWIGLU, MODELS, SWIGLU, Expert, ExpertWeights, Gating, MoEConfig
+
+REFERENCES = {SWIGLU: weft.reference.swiglu, CLAMPED_SWIGLU: weft.reference.clamped_swiglu}
+
+
+@pytest.mark.parametrize("gating", list(REFERENCES), ids=["swiglu", "clamped"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gating(gating, dtype):
+    h = (torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0)) * 6).to(dtype)
+    wanted = REFERENCES[gating](*h.float().chunk(2, dim=-1))
+    assert bool((h.float().abs() > 7).any()), "the limits must matter"
+    out = torch.full((3, 5, 32), float("nan"), dtype=dtype)
+    fresh = gating.apply(h.clone())
+    assert gating.apply(h, out=out) is out
+    assert torch.equal(fresh, out)
+    assert fresh.is_contiguous()
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(out.float(), wanted, rtol=4 * eps, atol=4 * eps)
+
+
+def test_clamped_swiglu_in_numbers():
+    h = torch.tensor([[9.0, -9.0, 0.5, 20.0, -20.0, 2.0]])
+    limited = [(7.0, 7.0), (-9.0, -7.0), (0.5, 2.0)]
+    wanted = [g / (1 + math.exp(-1.702 * g)) * (u + 1) for g, u in limited]
+    assert CLAMPED_SWIGLU.apply(h)[0].tolist() == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"alpha": math.inf}, "alpha is inf"),
+        ({"offset": math.nan}, "offset is nan"),
+        ({"limit": 0.0}, "limit is 0.0"),
+        ({"limit": math.inf}, "limit is inf"),
+    ],
+)
+def test_gatings_that_cannot_be(changes, words):
+    with pytest.raises(InvalidArgument, match=words):
+        Gating(**changes)
+
+
+@pytest.mark.parametrize("name", ["softmax", "gpt-oss"])
+def test_an_expert_is_its_formula(name):
+    config = replace(CONFIGS[name], dtype=torch.float32)
+    expert = Expert.seeded(config, 3)
+    x = torch.randn(4, config.hidden, generator=torch.Generator().manual_seed(1))
+    h = x @ expert.gate_up.T
+    if config.biased:
+        assert expert.gate_up_bias is not None
+        h = h + expert.gate_up_bias
+    y = REFERENCES[config.gating](*h.chunk(2, dim=-1)) @ expert.down.T
+    if config.biased:
+        assert expert.down_bias is not None
+        y = y + expert.down_bias
+    torch.testing.assert_close(expert(x), y)
+    assert torch.equal(Expert.seeded(config, 3).down, expert.down)
+    assert not torch.equal(Expert.seeded(config, 4).down, expert.down)
+
+
+def test_shared_experts_have_their_own_size_and_no_bias():
+    config = replace(CONFIGS["gpt-oss"], shared=24)
+    shared = Expert.seeded(config, 1, shared=True)
+    assert shared.down.shape == (config.hidden, 24)
+    assert shared.gate_up_bias is None
+    assert shared.gating is SWIGLU
+
+
+def test_stacking():
+    config = CONFIGS["gpt-oss"]
+    experts = [Expert.seeded(config, seed) for seed in range(3)]
+    stacked = ExpertWeights.stack(config, experts)
+    stacked.check(config, 3, torch.device("cpu"))
+    assert stacked.down_bias is not None
+    for place, expert in enumerate(experts):
+        assert torch.equal(stacked.gate_up[place], expert.gate_up)
+        assert expert.down_bias is not None
+        assert torch.equal(stacked.down_bias[place], expert.down_bias)
+    none = ExpertWeights.stack(config, [])
+    none.check(config, 0, torch.device("cpu"))
+    assert none.gate_up.shape == (0, 2 * config.intermediate, config.hidden)
+    plain = Expert.seeded(CONFIGS["softmax"], 0)
+    with pytest.raises(InvalidArgument, match="expert 0 has gate_up_bias None"):
+        ExpertWeights.stack(config, [plain])
+    small = Expert(plain.gate_up, plain.down[:, :16])
+    with pytest.raises(InvalidArgument, match=r"expert 1 has down \[128, 16\]"):
+        ExpertWeights.stack(CONFIGS["softmax"], [plain, small])
+    with pytest.raises(InvalidArgument, match="gate_up_bias is a NoneType"):
+        replace(stacked, gate_up_bias=None).check(config, 3, torch.device("cpu"))
+
+
+def test_configs():
+    for name, config in MODELS.items():
+        assert config.hidden % 64 == 0, name
+        assert config.routing.num_experts % 8 == 0, name
+        assert config.biased == (name == "gpt-oss-120b")
+    for hidden, intermediate, shared in ((0, 8, 0), (8, 0, 0), (8, 8, -1)):
+        with pytest.raises(InvalidArgument, match="must be at least"):
+            MoEConfig(hidden, intermediate, MODELS["kimi-k2"].routing, shared=shared)
+    assert MoEConfig(64, 32, MODELS["qwen3-30b-a3b"].routing).gating is SWIGLU

@@ -1,0 +1,283 @@
+"""The layer against the dense reference: every rule, way of multiplying, wire and overlap."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.moe.layers import CONFIGS, EXPERTS, HIDDEN, Case, bound
+from tests.rounds import bits
+from weft.errors import TokenOverflow
+
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+KINDS = ["threads", GPU]
+
+
+def poison(layer: weft.MoE) -> None:
+    """NaN wherever nothing of this round may be read, and in every buffer of the experts."""
+    group, work = layer.exchange.group, layer._workspace
+    settle(group)
+    layer.exchange._workspace.received.x.view(torch.uint8).fill_(0xFF)
+    layer.exchange.output().fill_(float("nan"))
+    for buffer in (work._wide, work._h, work._act, work._y, work._weighed):
+        buffer.fill_(float("nan"))
+    settle(group)
+
+
+def settle(group: weft.Group) -> None:
+    if group.device.type == "cuda":
+        torch.cuda.synchronize()
+    group.barrier()
+
+
+def rounds(group: weft.Group, case: Case, options: dict[str, Any], slack: float = 1.0) -> None:
+    with case.open(group, **options) as layer:
+        for seed in range(3):
+            now = case.next(seed=seed, tokens=case.tokens[seed:] + case.tokens[:seed])
+            x, logits = now.of(group.rank, group.device)
+            poison(layer)
+            out = torch.full_like(x, float("nan"))
+            result = layer(x, logits, out=out)
+            assert result is out
+            wanted = now.wanted(layer, x, logits, options.get("quantize"))
+            torch.testing.assert_close(
+                result.float(), wanted, rtol=0, atol=slack * bound(case.config, wanted)
+            )
+            settle(group)
+            layer.check()
+
+
+WIDTHS = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", WIDTHS, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_every_rule(ranks, name, dtype, kind):
+    case = Case(replace(CONFIGS[name], dtype=dtype), tokens=(9, 0, 4))
+    ranks(3, kind)(rounds, case, {})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["softmax", "gpt-oss"])
+@pytest.mark.parametrize("gemm", ["grouped", "padded", "loop"])
+def test_every_way_to_multiply(ranks, gemm, name, kind):
+    if gemm == "grouped" and not hasattr(torch.nn.functional, "grouped_mm"):
+        pytest.skip("this torch has no grouped_mm")
+    case = Case(CONFIGS[name], tokens=(5, 7, 0))
+    ranks(3, kind)(rounds, case, {"gemm": gemm})
+
+
+# Dispatch quantises as the reference does, to the bit. A row pushed home as FP8 is rounded to 2^-4
+# of itself at worst, sixteen halves of a bf16 unit.
+WIRES: dict[str, tuple[dict[str, Any], float]] = {
+    "push": ({"combine_by": "push"}, 1.0),
+    "fp8 out": ({"quantize": "fp8"}, 1.0),
+    "mxfp8 out": ({"quantize": "mxfp8"}, 1.0),
+    "fp8 both ways": ({"quantize": "fp8", "combine_by": "fp8"}, 16.0 / 5),
+    "a map": ({"expert_map": [2, 0, 2, 1, 0, 2, 2, 1]}, 1.0),
+    "a rank without experts": ({"expert_map": [0, 2, 0, 2, 0, 2, 0, 2]}, 1.0),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wire", list(WIRES))
+@pytest.mark.parametrize("overlap", ["none", "shared"])
+def test_every_wire(ranks, overlap, wire, kind):
+    options, slack = WIRES[wire]
+    case = Case(CONFIGS["deepseek"], tokens=(6, 3, 0))
+    ranks(3, kind)(rounds, case, {**options, "overlap": overlap}, slack)
+
+
+def both_overlaps(group: weft.Group, case: Case, gemm: str) -> None:
+    results = []
+    for overlap in ("none", "shared"):
+        with case.open(group, overlap=overlap, gemm=gemm) as layer:
+            x, logits = case.of(group.rank, group.device)
+            results.append(layer(x, logits))
+            settle(group)
+    assert torch.equal(bits(results[0]), bits(results[1]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("gemm", ["auto", "padded"])
+@pytest.mark.parametrize("name", ["deepseek", "llama"])
+def test_overlap_changes_no_bit(ranks, name, gemm, kind):
+    ranks(3, kind)(both_overlaps, Case(CONFIGS[name], tokens=(9, 0, 4)), gemm)
+
+
+def order_of_calls(group: weft.Group) -> None:
+    """With overlap, the shared expert runs when this rank has sent and has not received."""
+    case, seen = Case(CONFIGS["deepseek"], tokens=(3, 2)), []
+    shared = case.shared(group.device)
+    assert shared is not None
+    for overlap in ("none", "shared"):
+        with case.open(group, overlap=overlap) as layer:
+            state = layer.exchange._rounds
+
+            def watched(x: torch.Tensor, state: Any = state) -> torch.Tensor:
+                seen.append(state.state.name)
+                return shared.forward(x)
+
+            layer._shared = watched
+            layer(*case.of(group.rank, group.device))
+            settle(group)
+    assert seen == ["RECEIVED", "SENT"]
+
+
+def test_the_shared_expert_runs_while_tokens_are_under_way(ranks):
+    ranks(2, "threads")(order_of_calls)
+
+
+def padded_tokens(group: weft.Group, name: str) -> None:
+    case = Case(CONFIGS[name], tokens=(6, 5))
+    with case.open(group) as layer:
+        x, logits = case.of(group.rank, group.device)
+        logits[3:] = float("nan")  # padding may hold anything
+        shared = case.shared(group.device)
+        for count in (0, 3, -2, 1):
+            real = max(count, 0)
+            given = torch.tensor([count], dtype=torch.int32, device=group.device)
+            poison(layer)
+            result = layer(x, logits, num_tokens=given)
+            wanted = case.wanted(layer, x[:real], logits[:real])
+            torch.testing.assert_close(
+                result[:real].float(), wanted, rtol=0, atol=bound(case.config, wanted)
+            )
+            rest = torch.zeros_like(x) if shared is None else shared(x)
+            assert torch.equal(result[real:], rest[real:])
+            settle(group)
+            if count < 0:
+                with pytest.raises(TokenOverflow, match="num_tokens on the device is -2"):
+                    layer.check()
+            layer.check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["softmax", "llama"])
+def test_padding_reaches_no_expert(ranks, name, kind):
+    ranks(2, kind)(padded_tokens, name)
+
+
+def nan_logits(group: weft.Group, name: str) -> None:
+    case = Case(CONFIGS[name], tokens=(4, 5))
+    with case.open(group) as layer:
+        x, logits = case.of(group.rank, group.device)
+        clean = layer(x, logits)
+        settle(group)
+        logits[2, 1] = float("nan")
+        poison(layer)
+        broken = layer(x, logits)
+        settle(group)
+        assert bool(broken[2].isnan().all())
+        others = [t for t in range(len(x)) if t != 2]
+        torch.testing.assert_close(
+            broken[others].float(),
+            clean[others].float(),
+            rtol=0,
+            atol=bound(case.config, clean.float()),
+        )
+        layer.check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_a_nan_logit_spoils_its_own_token_only(ranks, name, kind):
+    ranks(2, kind)(nan_logits, name)
+
+
+def captured(group: weft.Group, name: str, gemm: str, overlap: str) -> None:
+    """One graph, replayed with new tokens, routing and counts."""
+    case = Case(CONFIGS[name], tokens=(16, 16))
+    with case.open(group, gemm=gemm, overlap=overlap) as layer:
+        x, logits = case.of(group.rank, group.device)
+        count = torch.tensor([16], dtype=torch.int32, device=group.device)
+        out = torch.empty_like(x)
+        for _ in range(2):
+            layer(x, logits, num_tokens=count, out=out)
+        settle(group)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            layer(x, logits, num_tokens=count, out=out)
+        for seed in range(1, 6):
+            fresh = case.next(seed=seed).of(group.rank, group.device)
+            x.copy_(fresh[0])
+            logits.copy_(fresh[1])
+            real = (16, 1, 0, 7, 13)[seed - 1]
+            count.fill_(real)
+            poison(layer)
+            graph.replay()
+            settle(group)
+            wanted = case.wanted(layer, x[:real], logits[:real])
+            torch.testing.assert_close(
+                out[:real].float(), wanted, rtol=0, atol=bound(case.config, wanted)
+            )
+            layer.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("overlap", ["none", "shared"])
+@pytest.mark.parametrize("gemm", ["grouped", "padded"])
+def test_a_captured_layer_replays_with_any_routing(ranks, gemm, overlap):
+    ranks(2, "cuda")(captured, "deepseek", gemm, overlap)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gpt-oss", "softmax"])
+def test_captured_biases(ranks, name):
+    ranks(2, "cuda")(captured, name, "grouped", "none")
+
+
+def siblings(group: weft.Group) -> None:
+    """Two layers in one workspace, one after the other, many times."""
+    case = Case(CONFIGS["deepseek"], tokens=(4, 6))
+    other = case.next(config=replace(case.config))
+    with case.open(group) as first:
+        held = first.workspace_bytes
+        device = group.device
+        weights = weft.moe.ExpertWeights.stack(
+            case.config, [case.expert(50 + e) for e in first.local_experts], device
+        )
+        second = first.sibling(
+            weights, shared=case.shared(device), correction=case.correction(device)
+        )
+        assert second.exchange is first.exchange
+        assert second.workspace_bytes == held
+        x, logits = case.of(group.rank, device)
+        for _ in range(2):
+            one, two = first(x, logits), second(x, logits)
+            wanted = other.wanted(first, x, logits)
+            torch.testing.assert_close(one.float(), wanted, rtol=0, atol=bound(case.config, wanted))
+            assert float((two.float() - wanted).abs().max()) > 10 * bound(case.config, wanted)
+        second.close()
+        assert torch.equal(bits(first(x, logits)), bits(one))
+        settle(group)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_siblings_share_one_workspace(ranks, kind):
+    ranks(2, kind)(siblings)
+
+
+def test_processes(ranks):
+    """The default device of `weft.launch`: processes, not threads."""
+    ranks(2, "cpu")(rounds, Case(CONFIGS["deepseek"], tokens=(5, 0)), {"overlap": "shared"})
+
+
+def sizes(group: weft.Group) -> None:
+    case = Case(replace(CONFIGS["softmax"], dtype=torch.float32), tokens=(4, 4))
+    with case.open(group, gemm="loop") as layer:
+        rows = 2 * 4 * 3
+        buffers = rows * (2 * 32 + 32 + HIDDEN) * 4
+        assert layer.workspace_bytes > buffers
+        assert layer.workspace_bytes == buffers + weft.ExpertGroups.memory_bytes(layer.exchange)
+        assert layer.local_experts == tuple(range(EXPERTS))[group.rank * 4 : group.rank * 4 + 4]
+        assert (layer.gemm, layer.config) == ("loop", case.config)
+
+
+def test_sizes_are_known(ranks):
+    ranks(2, "threads")(sizes)

@@ -1,0 +1,313 @@
+"""A layer built wrongly, called wrongly, or left by its peers: typed errors, never a hang."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.moe.layers import CONFIGS, EXPERTS, HIDDEN, Case, bound
+from tests.moe.test_layer import KINDS, settle
+from weft.errors import (
+    Aborted,
+    CreationFailed,
+    GeometryMismatch,
+    InvalidArgument,
+    OutOfOrder,
+    PeerTimeout,
+    TokenOverflow,
+)
+from weft.moe import Expert, ExpertWeights, MoEConfig, Routing
+from weft.moe.products import choose
+from weft.moe.workspace import LayerWorkspace
+
+CASE = Case(CONFIGS["deepseek"], tokens=(4, 6))
+
+
+def built_wrongly(group: weft.Group, config: MoEConfig, options: dict[str, Any]) -> str:
+    with pytest.raises(CreationFailed) as caught:
+        CASE.next(config=config).open(group, **options)
+    return str(caught.value)
+
+
+PLAIN = CONFIGS["softmax"]
+ODD = replace(PLAIN, intermediate=20)
+WRONG = [
+    (PLAIN, {"overlap": "sbo"}, "overlap is 'sbo'; choose one of 'none', 'shared'"),
+    (PLAIN, {"gemm": "triton"}, "gemm is 'triton'; choose one of auto, grouped, padded, loop"),
+    (PLAIN, {"overlap": "shared"}, "there is nothing to overlap"),
+    (ODD, {"gemm": "grouped"}, "needs intermediate rows of a multiple of 16 bytes"),
+    (PLAIN, {"gemm": "padded", "max_rows": 0}, "max_rows is 0"),
+    (PLAIN, {"quantize": "int4"}, "quantize is 'int4'"),
+    (replace(PLAIN, hidden=12), {}, "multiples of 16 bytes"),
+]
+
+
+@pytest.mark.parametrize(("config", "options", "words"), WRONG)
+def test_what_cannot_be_built(ranks, config, options, words):
+    texts = ranks(2, "threads")(built_wrongly, config, options)
+    assert words in texts[0]
+    assert texts[0] == texts[1]
+
+
+def wrong_parts(group: weft.Group) -> None:
+    """One rank's part is wrong: both ranks hear of it, and the next layer is made as ever."""
+    device = group.device
+    good = ExpertWeights.stack(CASE.config, [CASE.expert(e) for e in range(4)], device)
+    mine: dict[str, Any] = {
+        "shared": CASE.shared(device),
+        "correction": CASE.correction(device),
+    }
+    biased = ExpertWeights.stack(
+        CONFIGS["gpt-oss"], [Expert.seeded(CONFIGS["gpt-oss"], e) for e in range(4)], device
+    )
+    wrong: list[tuple[ExpertWeights, dict[str, Any], str]] = [
+        (replace(good, gate_up=good.gate_up[1:]), {}, "gate_up has shape [3, 64, 128]"),
+        (replace(good, down=good.down.float()), {}, "down has dtype torch.float32"),
+        (biased, {}, "the config has biased=False"),
+        (good, {"shared": None}, "shared is None, the config has shared=48"),
+        (good, {"correction": None}, "correction is None; this routing needs"),
+        (good, {"correction": torch.zeros(3, device=device)}, "correction has shape [3]"),
+    ]
+    for weights, changes, words in wrong:
+        parts = {**mine, **changes} if group.rank else mine
+        given = weights if group.rank else good
+        with pytest.raises(CreationFailed) as caught:
+            weft.MoE(group, CASE.config, given, max_tokens=6, **parts)
+        assert "failed on rank 1 of 2" in str(caught.value)
+        assert words in str(caught.value)
+    with weft.MoE(group, CASE.config, good, max_tokens=6, **mine) as layer:
+        layer(*CASE.of(group.rank, device))
+        with pytest.raises(CreationFailed, match="loading an MoE layer failed on rank 1"):
+            layer.sibling(good, **(mine if group.rank == 0 else {}))
+        layer(*CASE.of(group.rank, device))
+        settle(group)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_wrong_parts(ranks, kind):
+    ranks(2, kind)(wrong_parts)
+
+
+def other_rules(group: weft.Group) -> None:
+    routing = Routing(EXPERTS, 3, renormalise=group.rank == 0)
+    with pytest.raises(GeometryMismatch, match="MoE layer differs.*renormalise"):
+        CASE.next(config=replace(PLAIN, routing=routing)).open(group)
+
+
+def test_ranks_have_one_rule(ranks):
+    ranks(2, "threads")(other_rules)
+
+
+def called_wrongly(group: weft.Group, name: str) -> None:
+    """Every refusal comes before anything is sent, so that the next call is a round as ever."""
+    case = CASE.next(config=CONFIGS[name])
+    with case.open(group) as layer:
+        x, logits = case.of(group.rank, group.device)
+        many = torch.zeros(7, HIDDEN, dtype=x.dtype, device=x.device)
+        wide = torch.zeros(7, EXPERTS, device=x.device)
+        refused: list[tuple[tuple[torch.Tensor, ...], dict[str, Any], str]] = [
+            ((x.double(), logits), {}, "x has dtype torch.float64"),
+            ((x[:, 1:], logits), {}, "x has shape"),
+            ((x, logits[1:]), {}, "logits have"),
+            ((x, logits[:, 1:]), {}, "logits are"),
+            ((x, logits), {"out": many}, "out has shape"),
+            ((x, logits), {"num_tokens": torch.ones(1, device=x.device)}, "num_tokens has dtype"),
+        ]
+        for tensors, options, words in refused:
+            with pytest.raises(InvalidArgument, match=words):
+                layer(*tensors, **options)
+        with pytest.raises(TokenOverflow, match="built for max_tokens=6"):
+            layer(many, wide)
+        result = layer(x, logits)
+        wanted = case.wanted(layer, x, logits)
+        torch.testing.assert_close(result.float(), wanted, rtol=0, atol=bound(case.config, wanted))
+        settle(group)
+        layer.check()
+    with pytest.raises(OutOfOrder, match="was closed"):
+        layer(x, logits)
+    layer.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["softmax", "llama"])
+def test_a_refused_call_sends_nothing(ranks, name, kind):
+    ranks(2, kind)(called_wrongly, name)
+
+
+def no_loop_in_a_graph(group: weft.Group) -> None:
+    with CASE.open(group, gemm="loop") as layer:
+        x, logits = CASE.of(group.rank, group.device)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LayerWorkspace, "capturing", True)
+            with pytest.raises(InvalidArgument, match="which a captured graph cannot do"):
+                layer(x, logits)
+            group.barrier()  # threads share the patch
+        group.barrier()
+        layer(x, logits)
+        settle(group)
+
+
+def test_a_loop_is_not_captured(ranks):
+    ranks(1, "threads")(no_loop_in_a_graph)
+
+
+def captured_loop(group: weft.Group) -> None:
+    with CASE.next(tokens=(4,)).open(group, gemm="loop") as layer:
+        x, logits = CASE.of(0, group.device)
+        layer(x, logits)
+        graph = torch.cuda.CUDAGraph()
+        with (
+            torch.cuda.graph(graph),
+            pytest.raises(InvalidArgument, match="which a captured graph cannot do"),
+        ):
+            layer(x, logits)
+        layer(x, logits)
+        settle(group)
+
+
+@pytest.mark.gpu
+def test_a_loop_is_not_captured_on_a_gpu(ranks):
+    ranks(1, "cuda")(captured_loop)
+
+
+def few_rows(group: weft.Group) -> None:
+    """Entries without a row count as zero and are reported; the next round is whole again."""
+    case = CASE.next(config=PLAIN)
+    with case.open(group, max_rows=16) as layer:
+        x, logits = case.of(group.rank, group.device)
+        hot = torch.full_like(logits, -9.0)
+        hot[:, :3] = 9.0 - torch.arange(3.0, device=x.device)  # all of rank 0's, 30 rows of 16
+        result = layer(x, hot)
+        settle(group)
+        if group.rank == 0:
+            with pytest.raises(TokenOverflow, match="16"):
+                layer.check()
+        layer.check()
+        assert bool(result.isfinite().all())
+        one = torch.full_like(logits, -9.0)
+        one[0, :3] = 9.0 - torch.arange(3.0, device=x.device)
+        one[1:, 4:7] = 9.0 - torch.arange(3.0, device=x.device)
+        wanted = case.wanted(layer, x[:1], one[:1])
+        torch.testing.assert_close(
+            layer(x[:1], one[:1]).float(), wanted, rtol=0, atol=bound(case.config, wanted)
+        )
+        settle(group)
+        layer.check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_too_few_rows(ranks, kind):
+    ranks(2, kind)(few_rows)
+
+
+def absent(group: weft.Group, overlap: str) -> None:
+    with CASE.open(group, overlap=overlap, timeout=0.5, first_timeout=0.5) as layer:
+        if group.rank == 0:
+            start = time.monotonic()
+            with pytest.raises(PeerTimeout, match="rank 1 did not publish"):
+                finished(group, layer)
+            assert time.monotonic() - start < 10
+        group.barrier()
+
+
+def finished(group: weft.Group, layer: weft.MoE) -> None:
+    """One call, waited for without a peer's help."""
+    layer(*CASE.of(group.rank, group.device))
+    if group.device.type == "cuda":
+        torch.cuda.synchronize()
+    layer.check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("overlap", ["none", "shared"])
+def test_an_absent_peer_is_named_in_time(ranks, overlap, kind):
+    ranks(2, kind)(absent, overlap)
+
+
+def failing_shared(group: weft.Group, overlap: str) -> None:
+    """Rank 1 cannot end its round: rank 0 hears so at once, long before the deadline."""
+    with CASE.open(group, overlap=overlap, timeout=90.0, first_timeout=90.0) as layer:
+        x, logits = CASE.of(group.rank, group.device)
+        layer(x, logits)
+        settle(group)
+        start = time.monotonic()
+        if group.rank == 1:
+
+            def broken(x: torch.Tensor) -> torch.Tensor:
+                raise ArithmeticError("no more")
+
+            layer._shared = broken
+            with pytest.raises(ArithmeticError, match="no more"):
+                layer(x, logits)
+            with pytest.raises((Aborted, OutOfOrder)):
+                finished(group, layer)
+        else:
+            with pytest.raises(Aborted, match="rank 1"):
+                finished(group, layer)
+        assert time.monotonic() - start < 20
+        group.barrier()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("overlap", ["none", "shared"])
+def test_a_shared_expert_that_raises_ends_the_round_everywhere(ranks, overlap, kind):
+    ranks(2, kind)(failing_shared, overlap)
+
+
+def aborted(group: weft.Group) -> None:
+    with CASE.open(group, timeout=90.0, first_timeout=90.0) as layer:
+        if group.rank == 1:
+            layer.abort()
+        with pytest.raises(Aborted, match=r"rank,? 1"):
+            finished(group, layer)
+        group.barrier()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_abort_reaches_the_layer(ranks, kind):
+    ranks(2, kind)(aborted)
+
+
+def closed(group: weft.Group) -> None:
+    layer = CASE.open(group)
+    weights = ExpertWeights.stack(CASE.config, [CASE.expert(e) for e in layer.local_experts])
+    other = layer.sibling(
+        weights, shared=CASE.shared(group.device), correction=CASE.correction(group.device)
+    )
+    received = layer.exchange._workspace.received
+    settle(group)
+    layer.close()
+    layer.close()
+    for late in (layer, other):
+        with pytest.raises(OutOfOrder, match="was closed"):
+            late(*CASE.of(group.rank, group.device))
+        with pytest.raises(OutOfOrder, match="was closed"):
+            late.check()
+        with pytest.raises(OutOfOrder, match="was closed"):
+            late.experts(received)
+
+
+def test_a_closed_layer_says_so(ranks):
+    ranks(2, "threads")(closed)
+
+
+def test_ways_that_a_device_has():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert choose("auto", cpu, torch.bfloat16, 32) == "loop"
+    for major, minor, dtype, want in (
+        (9, 0, torch.bfloat16, "grouped"),
+        (10, 0, torch.bfloat16, "grouped"),
+        (12, 0, torch.bfloat16, "padded"),
+        (9, 0, torch.float16, "padded"),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "get_device_capability", lambda _, have=(major, minor): have)
+            assert choose("auto", gpu, dtype, 32) == want
+            if want == "padded":
+                with pytest.raises(InvalidArgument, match="'grouped' (keeps|reads) row counts"):
+                    choose("grouped", gpu, dtype, 32)
