@@ -13,9 +13,6 @@ from tests.moe.layers import CONFIGS, EXPERTS, HIDDEN, Case, bound
 from tests.rounds import bits
 from weft.errors import TokenOverflow
 
-GPU = pytest.param("cuda", marks=pytest.mark.gpu)
-KINDS = ["threads", GPU]
-
 
 def poison(layer: weft.MoE) -> None:
     """NaN wherever nothing of this round may be read, and in every buffer of the experts."""
@@ -37,7 +34,8 @@ def settle(group: weft.Group) -> None:
 def rounds(group: weft.Group, case: Case, options: dict[str, Any], slack: float = 1.0) -> None:
     with case.open(group, **options) as layer:
         for seed in range(3):
-            now = case.next(seed=seed, tokens=case.tokens[seed:] + case.tokens[:seed])
+            turn = seed % len(case.tokens)
+            now = case.next(seed=seed, tokens=case.tokens[turn:] + case.tokens[:turn])
             x, logits = now.of(group.rank, group.device)
             poison(layer)
             out = torch.full_like(x, float("nan"))
@@ -54,22 +52,20 @@ def rounds(group: weft.Group, case: Case, options: dict[str, Any], slack: float 
 WIDTHS = [torch.float32, torch.bfloat16]
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", WIDTHS, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", list(CONFIGS))
-def test_every_rule(ranks, name, dtype, kind):
+def test_every_rule(ranks, name, dtype):
     case = Case(replace(CONFIGS[name], dtype=dtype), tokens=(9, 0, 4))
-    ranks(3, kind)(rounds, case, {})
+    ranks(3, "threads")(rounds, case, {})
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["softmax", "gpt-oss"])
 @pytest.mark.parametrize("gemm", ["grouped", "padded", "loop"])
-def test_every_way_to_multiply(ranks, gemm, name, kind):
+def test_every_way_to_multiply(ranks, gemm, name):
     if gemm == "grouped" and not hasattr(torch.nn.functional, "grouped_mm"):
         pytest.skip("this torch has no grouped_mm")
     case = Case(CONFIGS[name], tokens=(5, 7, 0))
-    ranks(3, kind)(rounds, case, {"gemm": gemm})
+    ranks(3, "threads")(rounds, case, {"gemm": gemm})
 
 
 # Dispatch quantises as the reference does, to the bit. A row pushed home as FP8 is rounded to 2^-4
@@ -79,18 +75,43 @@ WIRES: dict[str, tuple[dict[str, Any], float]] = {
     "fp8 out": ({"quantize": "fp8"}, 1.0),
     "mxfp8 out": ({"quantize": "mxfp8"}, 1.0),
     "fp8 both ways": ({"quantize": "fp8", "combine_by": "fp8"}, 16.0 / 5),
-    "a map": ({"expert_map": [2, 0, 2, 1, 0, 2, 2, 1]}, 1.0),
-    "a rank without experts": ({"expert_map": [0, 2, 0, 2, 0, 2, 0, 2]}, 1.0),
+    "a map": ({"expert_map": [1, 0, 1, 1, 0, 0, 1, 1]}, 1.0),
+    "a rank without experts": ({"expert_map": [1] * 8}, 1.0),
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("wire", list(WIRES))
 @pytest.mark.parametrize("overlap", ["none", "shared"])
-def test_every_wire(ranks, overlap, wire, kind):
+def test_every_wire(ranks, overlap, wire):
     options, slack = WIRES[wire]
     case = Case(CONFIGS["deepseek"], tokens=(6, 3, 0))
-    ranks(3, kind)(rounds, case, {**options, "overlap": overlap}, slack)
+    ranks(3, "threads")(rounds, case, {**options, "overlap": overlap}, slack)
+
+
+def any_routing(group: weft.Group) -> None:
+    """Many rounds in one layer: ties, hot experts, experts that nobody wants, uneven batches."""
+    case = Case(replace(CONFIGS["softmax"], dtype=torch.float32), tokens=(6, 6, 6))
+    numbers = torch.tensor([-float("inf"), -1.0, -0.0, 0.0, 2.0, 2.0, 30.0])
+    with case.open(group, overlap="none") as layer:
+        for seed in range(40):
+            generator = torch.Generator().manual_seed(seed)
+            counts = torch.randint(0, 7, (group.size,), generator=generator).tolist()
+            now = case.next(seed=seed, tokens=tuple(counts))
+            x, logits = now.of(group.rank, group.device)
+            pick = torch.randint(0, 7, logits.shape, generator=generator)
+            logits = numbers[pick].to(group.device)
+            logits[:, seed % EXPERTS] = 1.0  # one logit at least is finite
+            poison(layer)
+            wanted = now.wanted(layer, x, logits)
+            torch.testing.assert_close(
+                layer(x, logits), wanted, rtol=0, atol=bound(case.config, wanted)
+            )
+            settle(group)
+            layer.check()
+
+
+def test_any_routing(ranks):
+    ranks(3, "threads")(any_routing)
 
 
 def both_overlaps(group: weft.Group, case: Case, gemm: str) -> None:
@@ -103,11 +124,10 @@ def both_overlaps(group: weft.Group, case: Case, gemm: str) -> None:
     assert torch.equal(bits(results[0]), bits(results[1]))
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("gemm", ["auto", "padded"])
 @pytest.mark.parametrize("name", ["deepseek", "llama"])
-def test_overlap_changes_no_bit(ranks, name, gemm, kind):
-    ranks(3, kind)(both_overlaps, Case(CONFIGS[name], tokens=(9, 0, 4)), gemm)
+def test_overlap_changes_no_bit(ranks, name, gemm):
+    ranks(3, "threads")(both_overlaps, Case(CONFIGS[name], tokens=(9, 0, 4)), gemm)
 
 
 def order_of_calls(group: weft.Group) -> None:
@@ -157,10 +177,9 @@ def padded_tokens(group: weft.Group, name: str) -> None:
             layer.check()
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["softmax", "llama"])
-def test_padding_reaches_no_expert(ranks, name, kind):
-    ranks(2, kind)(padded_tokens, name)
+def test_padding_reaches_no_expert(ranks, name):
+    ranks(2, "threads")(padded_tokens, name)
 
 
 def nan_logits(group: weft.Group, name: str) -> None:
@@ -184,52 +203,9 @@ def nan_logits(group: weft.Group, name: str) -> None:
         layer.check()
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", list(CONFIGS))
-def test_a_nan_logit_spoils_its_own_token_only(ranks, name, kind):
-    ranks(2, kind)(nan_logits, name)
-
-
-def captured(group: weft.Group, name: str, gemm: str, overlap: str) -> None:
-    """One graph, replayed with new tokens, routing and counts."""
-    case = Case(CONFIGS[name], tokens=(16, 16))
-    with case.open(group, gemm=gemm, overlap=overlap) as layer:
-        x, logits = case.of(group.rank, group.device)
-        count = torch.tensor([16], dtype=torch.int32, device=group.device)
-        out = torch.empty_like(x)
-        for _ in range(2):
-            layer(x, logits, num_tokens=count, out=out)
-        settle(group)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            layer(x, logits, num_tokens=count, out=out)
-        for seed in range(1, 6):
-            fresh = case.next(seed=seed).of(group.rank, group.device)
-            x.copy_(fresh[0])
-            logits.copy_(fresh[1])
-            real = (16, 1, 0, 7, 13)[seed - 1]
-            count.fill_(real)
-            poison(layer)
-            graph.replay()
-            settle(group)
-            wanted = case.wanted(layer, x[:real], logits[:real])
-            torch.testing.assert_close(
-                out[:real].float(), wanted, rtol=0, atol=bound(case.config, wanted)
-            )
-            layer.check()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("overlap", ["none", "shared"])
-@pytest.mark.parametrize("gemm", ["grouped", "padded"])
-def test_a_captured_layer_replays_with_any_routing(ranks, gemm, overlap):
-    ranks(2, "cuda")(captured, "deepseek", gemm, overlap)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["gpt-oss", "softmax"])
-def test_captured_biases(ranks, name):
-    ranks(2, "cuda")(captured, name, "grouped", "none")
+def test_a_nan_logit_spoils_its_own_token_only(ranks, name):
+    ranks(2, "threads")(nan_logits, name)
 
 
 def siblings(group: weft.Group) -> None:
@@ -258,9 +234,8 @@ def siblings(group: weft.Group) -> None:
         settle(group)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_siblings_share_one_workspace(ranks, kind):
-    ranks(2, kind)(siblings)
+def test_siblings_share_one_workspace(ranks):
+    ranks(2, "threads")(siblings)
 
 
 def test_processes(ranks):

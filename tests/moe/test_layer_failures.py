@@ -11,7 +11,7 @@ import torch
 
 import weft
 from tests.moe.layers import CONFIGS, EXPERTS, HIDDEN, Case, bound
-from tests.moe.test_layer import KINDS, settle
+from tests.moe.test_layer import settle
 from weft.errors import (
     Aborted,
     CreationFailed,
@@ -88,9 +88,8 @@ def wrong_parts(group: weft.Group) -> None:
         settle(group)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_wrong_parts(ranks, kind):
-    ranks(2, kind)(wrong_parts)
+def test_wrong_parts(ranks):
+    ranks(2, "threads")(wrong_parts)
 
 
 def other_rules(group: weft.Group) -> None:
@@ -133,10 +132,9 @@ def called_wrongly(group: weft.Group, name: str) -> None:
     layer.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["softmax", "llama"])
-def test_a_refused_call_sends_nothing(ranks, name, kind):
-    ranks(2, kind)(called_wrongly, name)
+def test_a_refused_call_sends_nothing(ranks, name):
+    ranks(2, "threads")(called_wrongly, name)
 
 
 def no_loop_in_a_graph(group: weft.Group) -> None:
@@ -156,29 +154,10 @@ def test_a_loop_is_not_captured(ranks):
     ranks(1, "threads")(no_loop_in_a_graph)
 
 
-def captured_loop(group: weft.Group) -> None:
-    with CASE.next(tokens=(4,)).open(group, gemm="loop") as layer:
-        x, logits = CASE.of(0, group.device)
-        layer(x, logits)
-        graph = torch.cuda.CUDAGraph()
-        with (
-            torch.cuda.graph(graph),
-            pytest.raises(InvalidArgument, match="which a captured graph cannot do"),
-        ):
-            layer(x, logits)
-        layer(x, logits)
-        settle(group)
-
-
-@pytest.mark.gpu
-def test_a_loop_is_not_captured_on_a_gpu(ranks):
-    ranks(1, "cuda")(captured_loop)
-
-
 def few_rows(group: weft.Group) -> None:
     """Entries without a row count as zero and are reported; the next round is whole again."""
     case = CASE.next(config=PLAIN)
-    with case.open(group, max_rows=16) as layer:
+    with case.open(group, max_rows=16, gemm="loop") as layer:
         x, logits = case.of(group.rank, group.device)
         hot = torch.full_like(logits, -9.0)
         hot[:, :3] = 9.0 - torch.arange(3.0, device=x.device)  # all of rank 0's, 30 rows of 16
@@ -200,9 +179,8 @@ def few_rows(group: weft.Group) -> None:
         layer.check()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_too_few_rows(ranks, kind):
-    ranks(2, kind)(few_rows)
+def test_too_few_rows(ranks):
+    ranks(2, "threads")(few_rows)
 
 
 def absent(group: weft.Group, overlap: str) -> None:
@@ -223,10 +201,9 @@ def finished(group: weft.Group, layer: weft.MoE) -> None:
     layer.check()
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("overlap", ["none", "shared"])
-def test_an_absent_peer_is_named_in_time(ranks, overlap, kind):
-    ranks(2, kind)(absent, overlap)
+def test_an_absent_peer_is_named_in_time(ranks, overlap):
+    ranks(2, "threads")(absent, overlap)
 
 
 def failing_shared(group: weft.Group, overlap: str) -> None:
@@ -253,10 +230,9 @@ def failing_shared(group: weft.Group, overlap: str) -> None:
         group.barrier()
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("overlap", ["none", "shared"])
-def test_a_shared_expert_that_raises_ends_the_round_everywhere(ranks, overlap, kind):
-    ranks(2, kind)(failing_shared, overlap)
+def test_a_shared_expert_that_raises_ends_the_round_everywhere(ranks, overlap):
+    ranks(2, "threads")(failing_shared, overlap)
 
 
 def aborted(group: weft.Group) -> None:
@@ -268,9 +244,8 @@ def aborted(group: weft.Group) -> None:
         group.barrier()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_abort_reaches_the_layer(ranks, kind):
-    ranks(2, kind)(aborted)
+def test_abort_reaches_the_layer(ranks):
+    ranks(2, "threads")(aborted)
 
 
 def closed(group: weft.Group) -> None:
