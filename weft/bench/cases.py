@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from weft.errors import InvalidArgument
+from weft.moe import MODELS
 
 ROUTERS = ("random", "perfect", "zipf", "one-hot")
 BACKENDS = ("onesided", "collective")
@@ -39,11 +40,8 @@ class Case:
 
 
 CASES: Mapping[str, Case] = {
-    "deepseek-v3": Case(hidden=7168, top_k=8, experts=256),
-    "qwen3-30b-a3b": Case(hidden=2048, top_k=8, experts=128),
-    "gpt-oss-120b": Case(hidden=2880, top_k=4, experts=128),
-    "kimi-k2": Case(hidden=7168, top_k=8, experts=384),
-    "llama-4-scout": Case(hidden=5120, top_k=1, experts=16),
+    name: Case(hidden=c.hidden, top_k=c.routing.top_k, experts=c.routing.num_experts)
+    for name, c in MODELS.items()
 }
 ALL = "all"  # every case, one after the other
 
