@@ -10,9 +10,11 @@ from weft.moe.router import Routing
 
 
 def sort_best_first(values: list[float]) -> list[int]:
-    """Places by value, NaN as the worst, equal ones in their order."""
-    clean = [-math.inf if math.isnan(v) else v for v in values]
-    return sorted(range(len(clean)), key=lambda i: (-clean[i], i))
+    """Places by value, NaN before all numbers, equal ones in their order."""
+    return sorted(
+        range(len(values)),
+        key=lambda i: (0, 0.0, i) if math.isnan(values[i]) else (1, -values[i], i),
+    )
 
 
 def in_float32(a: float, b: float) -> float:
@@ -22,15 +24,14 @@ def in_float32(a: float, b: float) -> float:
 def choose(routing: Routing, choice: list[float]) -> list[int]:
     """One token's experts, best first."""
     size = routing.num_experts // routing.groups
-    clean = [-math.inf if math.isnan(v) else v for v in choice]
     goodness = []
     for group in range(routing.groups):
-        members = sorted(clean[group * size : (group + 1) * size], reverse=True)
-        first, *rest = members[: routing.group_best]
+        members = choice[group * size : (group + 1) * size]
+        first, *rest = (members[i] for i in sort_best_first(members)[: routing.group_best])
         goodness.append(in_float32(first, rest[0]) if rest else first)
     allowed = set(sort_best_first(goodness)[: routing.top_groups])
-    ranking = [e for e in sort_best_first(choice) if e // size in allowed]
-    return ranking[: routing.top_k]
+    limited = [v if e // size in allowed else -math.inf for e, v in enumerate(choice)]
+    return sort_best_first(limited)[: routing.top_k]
 
 
 def weigh(routing: Routing, logits: list[float], chosen: list[int]) -> list[float]:

@@ -111,37 +111,37 @@ def route(
     num_tokens: int32 `[1]` on the device: rows from there on are padding, ids -1 and weights 0.
 
         choice  = logits, or score(logits) + correction where there are a correction or groups
-        ids     = the top_k of choice within the top_groups groups; equal choices: the lowest id
+        ids     = the top_k of choice, those outside the top_groups groups being -inf
         weights = score[ids] / (sum of score[ids] + 1e-20) * scale
 
-    A NaN among a token's choices counts as -inf for choosing, and all of that token's weights are
-    NaN: its own output is NaN, and no other token is touched. Waits for no device, and its shapes
-    depend on sizes alone, so it may be captured. Raises InvalidArgument.
+    Equal choices are taken by the lowest id, equal groups by the lowest group. A NaN logit counts
+    as larger than any number, so its expert is chosen and weighs NaN: the token's own output is
+    NaN, and no other token is touched. Waits for no device, and its shapes depend on sizes alone,
+    so it may be captured. Raises InvalidArgument.
     """
     _check(routing, logits, correction, num_tokens)
     logits = logits.float()
     scores = _scores(routing, logits)
-    by_score = routing.correction or routing.groups > 1
-    # A monotone score would only add ties to what the logits say.
-    choice = scores if by_score else logits
+    # A monotone score would only add ties to what the logits say. -0 becomes +0, which it equals:
+    # sorts look at bits.
+    choice = scores if routing.correction or routing.groups > 1 else logits + 0.0
     if correction is not None:
         choice = choice + correction
-    broken = choice.isnan()
-    keys = _keys(choice.masked_fill(broken, -torch.inf), routing)
-    ids = (routing.num_experts - 1) - (keys.topk(routing.top_k, dim=-1).values & 0xFFFFFFFF)
-    weights = (scores if routing.score != "softmax-chosen" else logits).gather(-1, ids)
+    if routing.groups > 1:
+        choice = _within_groups(routing, choice)
+    places = choice.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
+    weights = scores.gather(-1, places)
     if routing.score == "softmax-chosen":
         weights = weights.softmax(dim=-1)
     elif routing.renormalise:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + SMALLEST_SUM)
     if routing.scale != 1.0:
         weights = weights * routing.scale
-    weights = weights.masked_fill(broken.any(dim=-1, keepdim=True), torch.nan)
-    narrow = ids.int()
+    ids = places.to(torch.int32, memory_format=torch.contiguous_format)
     if num_tokens is not None:
         padding = (torch.arange(len(ids), device=ids.device) >= num_tokens)[:, None]
-        narrow, weights = narrow.masked_fill(padding, -1), weights.masked_fill(padding, 0.0)
-    return Routed(narrow.contiguous(), weights.contiguous())
+        ids, weights = ids.masked_fill(padding, -1), weights.masked_fill(padding, 0.0)
+    return Routed(ids, weights.contiguous())
 
 
 def router_logits(
@@ -167,31 +167,15 @@ def _scores(routing: Routing, logits: torch.Tensor) -> torch.Tensor:
             return logits
 
 
-def _keys(choice: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """int64 `[tokens, num_experts]`, all different in a row: larger is better, then lower ids.
-
-    A float's bits, taken as an integer and turned round below zero, are ordered as floats are. With
-    the id beneath them no two keys are equal, so the choice is the same on every device.
-    """
-    keys = _order(choice)
-    if routing.groups == 1:
-        return keys
+def _within_groups(routing: Routing, choice: torch.Tensor) -> torch.Tensor:
+    """`choice`, with -inf for the experts of all but the best groups."""
     sizes = (len(choice), routing.groups, routing.num_experts // routing.groups)
-    best = choice.reshape(sizes).topk(routing.group_best, dim=-1).values.sum(dim=-1)
-    groups = _order(best)
-    worst_taken = groups.topk(routing.top_groups, dim=-1).values[..., -1:]
-    left = (groups < worst_taken).unsqueeze(-1)
-    keys = keys.reshape(sizes).masked_fill(left, torch.iinfo(torch.int64).min)
-    return keys.view(choice.shape)
-
-
-def _order(values: torch.Tensor) -> torch.Tensor:
-    """int64 in the order of float32 `values`, larger first, equal ones by place."""
-    bits = (values + 0.0).view(torch.int32)  # -0 becomes +0, which it equals
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    size = values.shape[-1]
-    places = torch.arange(size - 1, -1, -1, device=values.device)
-    return (ordered.long() << 32) | places
+    by_group = choice.reshape(sizes)
+    best = by_group.topk(routing.group_best, dim=-1).values.sum(dim=-1)
+    order = best.sort(dim=-1, descending=True, stable=True).indices
+    lost = torch.ones_like(best, dtype=torch.bool)
+    lost.scatter_(-1, order[:, : routing.top_groups], False)
+    return by_group.masked_fill(lost.unsqueeze(-1), -torch.inf).view(choice.shape)
 
 
 def _check(
