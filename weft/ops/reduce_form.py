@@ -49,7 +49,8 @@ class Form:
     def of(cls, request: Request, name: str, eps: float, weight_bias: float, *, site: Site) -> Form:
         """The form of a checked request on backend `name`."""
         args = _filled(request, name, eps, weight_bias, site)
-        unwanted = tuple(place for place in OUTPUTS.values() if request.places[place] is None)
+        places = request.places
+        unwanted = tuple(place for place in OUTPUTS.values() if places[place] is None)
         return cls(name, args, request.fresh, unwanted, request.apart)
 
     def place(self, addresses: Sequence[int]) -> None:
@@ -80,12 +81,7 @@ class Forms:
 
     def find(self, key: Key | None, addresses: Sequence[int]) -> Form | None:
         """The form of a call that the checks would pass now; None where they must decide."""
-        if key is None:
-            return None
-        try:
-            form = self._kept.get(key)
-        except TypeError:  # an argument that is no key: theirs to refuse
-            return None
+        form = None if key is None else self._kept.get(key)
         return form if form is not None and apart(addresses, form.apart) is None else None
 
     def keep(self, key: Key | None, form: Form) -> None:

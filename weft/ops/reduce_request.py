@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -26,8 +26,10 @@ OUTPUTS = {
     name: ADDRESSES.index(name if name == "out" else f"{name}_out")
     for name in ("out", "residual", "norm", "quant", "scale")
 }
-EXACT = ("x", "residual", "shared")  # an output may lie on one of them, exactly
-NEVER = ("weight", "rows", "scales", "index")
+EXACT, NEVER = (  # the inputs that an output may lie on exactly, and those that it may not touch
+    tuple(ADDRESSES.index(name) for name in names)
+    for names in (("x", "residual", "shared"), ("weight", "rows", "scales", "index"))
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ class Checker:
         )
         request = Request(tokens, x, residual, weight, quant, coding, prologue, reduced)
         made = tuple((OUTPUTS[name], maker) for name, maker in fresh.items())
-        request = replace(request, fresh=made, apart=_pairs(request, set(fresh)))
+        request = replace(request, fresh=made, apart=_pairs(request, fresh))
         _check_overlap(request)
         return request
 
@@ -301,26 +303,25 @@ def _check_overlap(request: Request) -> None:
         )
 
 
-def _pairs(request: Request, fresh: set[str]) -> tuple[Pair, ...]:
+def _pairs(request: Request, fresh: Iterable[str]) -> tuple[Pair, ...]:
     """Each given output with those before it and with the inputs; fresh memory is apart."""
-    tensors = dict(zip(ADDRESSES, request.places, strict=True))
-    given = [place for name, place in OUTPUTS.items() if name not in fresh]
-    outputs = [name for place in given if tensors[name := ADDRESSES[place]] is not None]
+    spans = {i: (_extent(t), t.dtype) for i, t in enumerate(request.places) if t is not None}
+    made = [OUTPUTS[name] for name in fresh]
+    outputs = [place for place in OUTPUTS.values() if place in spans and place not in made]
     pairs = []
-    for i, name in enumerate(outputs):
+    for i, place in enumerate(outputs):
+        size = spans[place][0]
         for other in (*outputs[:i], *EXACT, *NEVER):
-            a, b = tensors[name], tensors[other]
-            if a is not None and b is not None:
-                alike = _extent(a) == _extent(b) and a.dtype == b.dtype
-                at, beside = ADDRESSES.index(name), ADDRESSES.index(other)
-                pairs.append((at, _extent(a), beside, _extent(b), alike and other in EXACT))
+            if other in spans:
+                alike = other in EXACT and spans[other] == spans[place]
+                pairs.append((place, size, other, spans[other][0], alike))
     return tuple(pairs)
 
 
 def _extent(tensor: torch.Tensor) -> int:
     """Bytes from the first to behind the last element of a tensor, which may be strided."""
-    if tensor.numel() == 0:
-        return 0
+    if tensor.is_contiguous():
+        return tensor.nbytes
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
 
