@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from weft.errors import InvalidArgument
 from weft.ops.allreduce_table import ONLY, Choice, Table
 from weft.ops.reduce_spec import Quant, coding_of
 from weft.ops.reduction import Reduction
@@ -34,11 +35,17 @@ def choose(
 ) -> Choice:
     """What `table` says of those of `backends` that serve so many tokens; equal on all ranks.
 
-    The collective backend is taken where no other was built, and never beside another.
+    The collective backend is taken where no other serves so many tokens, and never beside one that
+    does. Raises InvalidArgument where none does: one shot has no slots beyond `reduction.direct`.
     """
     names = able(reduction, backends, tokens)
+    if not names and "collective" not in backends:
+        raise InvalidArgument(
+            f"{tokens} tokens; this all-reduce was built with oneshot alone, which has slots for "
+            f"{reduction.direct}: build it with 'twoshot' too, or bring fewer"
+        )
     if not names:
-        return Choice(backends[0], ONLY, f"{backends[0]} is the only backend that was built")
+        return Choice("collective", ONLY, "collective is the only backend that serves this call")
     return table.choose(
         tokens,
         hidden=reduction.hidden,
