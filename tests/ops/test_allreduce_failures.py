@@ -125,7 +125,6 @@ def differing(group: weft.Group, how: str) -> str:
                     one_call(ar, residual=residual if odd else None, out=True)
                 case "constants":
                     one_call(ar, weight=weight, eps=1e-5 if odd else 1e-6)
-            one_call(ar)  # who did not notice in that call does in the next
         except GeometryMismatch as error:
             return str(error)
         except GroupError as error:
@@ -137,16 +136,35 @@ def differing(group: weft.Group, how: str) -> str:
 @pytest.mark.parametrize("how", ["tokens", "many tokens", "backend", "residual", "constants"])
 def test_another_call_is_noticed_and_both_are_named(ranks, kind, how):
     texts = ranks(2, kind)(differing, how)
-    assert "nothing" not in texts
-    named = [text for text in texts if "Make the same call on every rank" in text]
-    assert named, texts
+    for text in texts:
+        assert "Make the same call on every rank" in text, texts
     for word in {
         "tokens": ("4 tokens", "5 tokens"),
         "many tokens": ("8 tokens", "5 tokens"),
         "backend": ("oneshot", "twoshot"),
         "residual": ("with the sum wanted", "residual and the sum wanted"),
     }.get(how, ("constants",)):
-        assert all(word in text for text in named)
+        assert all(word in text for text in texts)
+
+
+def third(group: weft.Group, backends: tuple[str, str, str]) -> str:
+    """One token, whose owner is rank 0: who waits for its sum has nothing to get from rank 2."""
+    with make(group, timeout=3.0) as ar:
+        one_call(ar)
+        try:
+            one_call(ar, tokens=1, backend=backends[group.rank])
+        except GroupError as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "threads"])
+@pytest.mark.parametrize("backend", ["twoshot", "twoshot_bulk"])
+def test_a_call_that_a_third_rank_waits_for_in_vain_is_named_too(ranks, kind, backend):
+    for rank, text in enumerate(ranks(3, kind)(third, (backend, backend, "oneshot"))):
+        assert text.startswith(f"GeometryMismatch: rank {rank}, all-reduce: rank "), text
+        assert "1 tokens by oneshot" in text
+        assert f"1 tokens by {backend}" in text
 
 
 def stopped(group: weft.Group) -> str:
