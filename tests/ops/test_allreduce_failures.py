@@ -17,7 +17,7 @@ from weft.errors import Aborted, GeometryMismatch, GroupError, PeerTimeout, Rank
 from weft.memory.header import HEADER_BYTES, Fault, Header
 
 KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-ENTER, AFTER_ROWS, BEFORE_ROWS = 8, 9, 10
+ENTER, AFTER_ROWS, BEFORE_ROWS, BEFORE_MOMENTS = 8, 9, 10, 11
 JITTER, STAY_AWAY = 2, 5
 ANY_PEER, ANY_EPOCH = 32, (1 << 64) - 1
 CASE = Sum(5, 128)
@@ -50,7 +50,7 @@ def one_call(ar: weft.AllReduce, tokens: int = 5, backend: str = "twoshot", **mo
 
 def disturbed(group: weft.Group, calls: int, longest_ns: int) -> None:
     with make(group) as ar:
-        for point in (ENTER, AFTER_ROWS, BEFORE_ROWS):
+        for point in (ENTER, AFTER_ROWS, BEFORE_ROWS, BEFORE_MOMENTS):
             if group.rank == point % group.size:
                 plan_fault(ar, point, JITTER, argument=longest_ns)
             for seed in range(calls):
