@@ -127,7 +127,7 @@ WEFT_FN bool await_trailer(const Calling<R>& call, const Trailer* at, u32 peer, 
     Wait wait{.slot = Slot::trailer, .peer = peer, .token = token, .vector = 0};
     const u32 tag = trailer_tag(call.epoch);
     for (u32 turns = 1;; ++turns) {
-        const uint4 seen = poll_vector(reinterpret_cast<const uint4*>(at));
+        const uint4 seen = poll_halves(reinterpret_cast<const uint4*>(at));
         m = {__uint_as_float(seen.x), seen.z};
         if (seen.y == tag && seen.w == tag) return true;
         if (turns % 1024 == 0 && call.gives_up_on(wait)) return false;

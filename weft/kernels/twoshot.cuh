@@ -102,7 +102,7 @@ WEFT_FN void tell_moments(const Block& team, const Calling<R>& call, u32 group, 
     if (turn >= R.ranks) return;
     const u32 peer = next_rank<R>(call.me(), turn);
     fault(call.header, Point::before_moments, peer, call.epoch);
-    post_vector(reinterpret_cast<uint4*>(&call.at(peer).trailer[place_at(peer, call.me())][group]),
+    post_halves(reinterpret_cast<uint4*>(&call.at(peer).trailer[place_at(peer, call.me())][group]),
                 make_uint4(__float_as_uint(m.rstd), tag, m.peak, tag));
 }
 
