@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from weft.errors import InvalidArgument
 from weft.ops.args import Site
 from weft.ops.reduce_args import ADDRESSES, BACKENDS, CODINGS, ReduceArgs, signature
 from weft.ops.reduce_request import OUTPUTS, Fresh, Pair, Request, apart, scale_pitch
@@ -134,9 +135,21 @@ def key_of(
     return tuple(key), addresses
 
 
+def _salt(eps: float, weight_bias: float) -> int:
+    """A hash of a call's constants. Raises InvalidArgument for what is no float32."""
+    try:
+        return zlib.crc32(_CONSTANTS.pack(eps, weight_bias))
+    except (struct.error, OverflowError) as error:
+        raise InvalidArgument(
+            f"eps is {eps!r} and weight_bias is {weight_bias!r}; both must be numbers that a "
+            "float32 can hold"
+        ) from error
+
+
 def _filled(request: Request, name: str, eps: float, weight_bias: float, site: Site) -> ReduceArgs:
     """Arguments of the entries for a request, but for what a launch adds."""
     reduced, prologue, weight = request.reduced, request.prologue, request.weight
+    salt = _salt(eps, weight_bias)
     a = ReduceArgs(site=site, tokens=request.tokens, eps=eps, weight_bias=weight_bias)
     a.weight_is_fp32 = weight is not None and weight.dtype == torch.float32
     a.coding = CODINGS[request.coding] if reduced.quant is not None else 0
@@ -149,6 +162,6 @@ def _filled(request: Request, name: str, eps: float, weight_bias: float, site: S
         BACKENDS[name],
         parts=(request.residual is not None, weight is not None, reduced.out is not None),
         coding=a.coding,
-        salt=zlib.crc32(_CONSTANTS.pack(eps, weight_bias)),
+        salt=salt,
     )
     return a
