@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,6 +77,19 @@ def alone(group: weft.Group) -> None:
 
 def test_the_collective_is_taken_where_nothing_else_was_built(ranks):
     ranks(2, "cpu")(alone)
+
+
+def foreign(group: weft.Group) -> None:
+    for other in (table(ranks=3), replace(table(), gpu="NVIDIA L4")):
+        with weft.AllReduce(group, max_tokens=4, hidden=HIDDEN, table=other) as reduce:
+            found = reduce.explain(3)
+            assert (found.backend, found.source) == ("oneshot", "nearest")
+            named = "3 x CPU" if other.ranks == 3 else "2 x NVIDIA L4"
+            assert f"The table is of {named}, this is 2 x CPU." in found.text
+
+
+def test_a_table_of_another_machine_is_called_so(ranks):
+    ranks(2, "threads")(foreign)
 
 
 def beyond_one_shot(group: weft.Group) -> None:

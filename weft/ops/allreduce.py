@@ -96,6 +96,8 @@ class AllReduce:
         except BaseException:
             self._entries.close()
             raise
+        on_gpu = group.device.type == "cuda"
+        self._gpu = torch.cuda.get_device_name(group.device) if on_gpu else ""
         self._checker = Checker(self.reduction, dtype, group.device)
         self._choices: dict[tuple[int, str], Choice] = {}
         self._forms = Forms()
@@ -234,7 +236,7 @@ class AllReduce:
         key = (tokens, epilogue)
         if key not in self._choices:
             self._choices[key] = choose(
-                self._table, self.reduction, self._backends, tokens, epilogue
+                self._table, self.reduction, self._backends, tokens, epilogue, gpu=self._gpu
             )
         return self._choices[key]
 
