@@ -13,9 +13,11 @@ template <Reduction R> struct Calling {
 
     WEFT_FN explicit Calling(const ReduceArgs& args)
         : a(args), header(mine<R>(args.site).header), start(0) {
-        const Turn turn = header.turn;
-        epoch = (turn.epoch + 1) & epoch_mask;
-        live = turn.failed == 0;
+        // One instruction, which a compiler does not make of a struct: whoever has seen `failed`,
+        // and counts itself, has the epoch too. The last one to count may write the next epoch.
+        const uint4 turn = load_input(reinterpret_cast<const uint4*>(&header.turn));
+        epoch = ((u64(turn.y) << 32 | turn.x) + 1) & epoch_mask;
+        live = turn.z == 0;
         if (fault(header, Point::reduce_enter, a.site.rank, epoch) == Action::stay_away)
             live = false;
     }
