@@ -10,6 +10,8 @@ from weft.ops.alltoall import AllToAll
 from weft.ops.capacity import tokens_per_rank
 from weft.ops.collective import CollectiveAllToAll
 from weft.ops.grouping import Compact, Compactor, ExpertGroups, Grouped
+from weft.ops.lowlatency import LowLatencyAllToAll
+from weft.ops.lowlatency_rounds import ExpertRows
 from weft.ops.placement import Placement
 from weft.ops.received import Payload, Received
 
@@ -21,9 +23,11 @@ __all__ = [
     "Compact",
     "Compactor",
     "ExpertGroups",
+    "ExpertRows",
     "Group",
     "Grouped",
     "Heap",
+    "LowLatencyAllToAll",
     "Payload",
     "Placement",
     "Received",

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from weft.errors import Aborted, InvalidArgument
+from weft.errors import InvalidArgument
 from weft.memory import Group, Heap
-from weft.memory.header import ABI, EPOCH_MASK, HEADER_BYTES, Header, Mailbox, Record
-from weft.ops.alarm import Alarm
-from weft.ops.args import Site
 from weft.ops.entry import Entries
 from weft.ops.geometry import Geometry
+from weft.ops.premises import Premises
 from weft.ops.received import Payload, Received
-from weft.ops.report import breakage, refusal
 
 
-class Workspace:
+class Workspace(Premises):
     """The symmetric memory of an all-to-all.
 
     received: views of what peers write into this rank's inbox.
     output: `[ep_size, max_tokens, hidden]`, what this rank's experts write for peers to read.
-    site: where the shares lie, as kernels take it.
-
-    Creation is collective and a vote; every rank leaves it with all ranks' shares initialised.
     """
 
     def __init__(
@@ -34,39 +28,22 @@ class Workspace:
         first_timeout: float,
         first_epoch: int = 0,
     ) -> None:
-        header = Header()
-        header.abi, header.rank, header.ranks = ABI, group.rank, group.size
-        header.share_bytes = geometry.layout.share_bytes
-        header.first_epoch = header.epoch = first_epoch & EPOCH_MASK
-        header.deadline_ns = int(timeout * 1e9)
-        header.first_deadline_ns = int(first_timeout * 1e9)
-        self.heap = Heap.create(group, geometry.layout.share_bytes)
-        self._seen_refusals = 0
-        # A vote: no peer may dispatch into this share before it is initialised.
-        group.together(
-            lambda: self._initialise(geometry, header), doing="initialising an all-to-all"
+        self._geometry = geometry
+        super().__init__(
+            group,
+            geometry.layout.share_bytes,
+            geometry.shape.descriptor,
+            seconds=(timeout, first_timeout),
+            first_epoch=first_epoch,
+            doing="initialising an all-to-all",
         )
 
-    def _initialise(self, geometry: Geometry, header: Header) -> None:
-        group = self.heap.group
-        self._mailbox = Mailbox.from_address(self.heap.mailbox.host)
-        self.site = Site(
-            base=self.heap.base,
-            stride=self.heap.stride,
-            mailbox=self.heap.mailbox.device,
-            rank=group.rank,
-            descriptor=geometry.shape.descriptor,
-        )
+    def _furnish(self) -> None:
+        geometry = self._geometry
         self.received = self._inbox_views(geometry)
         shape, layout = geometry.shape, geometry.layout
         rows = (shape.ranks, shape.tokens, shape.hidden)
         self.output = self.heap.tensor(rows, geometry.dtype, offset=layout.outbox)
-        self._alarm = Alarm(self.heap)
-        header.generation = self.heap.generation
-        raw = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        self.heap.tensor((HEADER_BYTES,), torch.uint8).copy_(raw)
-        if group.device.type == "cuda":
-            torch.cuda.synchronize(group.device)
 
     def _inbox_views(self, geometry: Geometry) -> Received:
         shape, layout, heap = geometry.shape, geometry.layout, self.heap
@@ -93,36 +70,10 @@ class Workspace:
         stats = heap.tensor(size, torch.int32, offset=layout.stats) if shape.stats else None
         return Received(planes, ids, weights, counts, stats)
 
-    def raise_if_broken(self) -> None:
-        """Raise what ended the group, if anything did."""
-        if self._mailbox.broken_code:
-            raise breakage(self._mailbox.broken)
-        if self._mailbox.abort:
-            raise Aborted(f"this rank, {self.site.rank}, called abort(); make a new group")
-
-    def raise_refusal(self) -> None:
-        """Raise the latest refused input since the last call, if there was any."""
-        serial = self._mailbox.refusals
-        if serial == self._seen_refusals:
-            return
-        count = (serial - self._seen_refusals) & 0xFFFFFFFF
-        self._seen_refusals = serial
-        raise refusal(self._mailbox.refused[serial % len(self._mailbox.refused)], count)
-
-    def abort(self) -> None:
-        """Ask the kernels of all ranks to leave their waits."""
-        self._mailbox.abort = 1
-        self._alarm.ring()
-
-    def history(self, rank: int | None) -> list[Record]:
-        """Finished operations of a rank, oldest first."""
-        header = Header.from_buffer_copy(self.heap.header(rank))
-        return sorted((r for r in header.ring if r.phase), key=lambda r: (r.epoch, r.phase))
-
     def close(self) -> None:
         """Give the memory back, but for what a caller's views still show; local."""
-        del self._mailbox, self._alarm, self.received, self.output
-        self.heap.close()
+        del self.received, self.output
+        super().close()
 
 
 def open_workspace(

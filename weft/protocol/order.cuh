@@ -88,6 +88,40 @@ WEFT_FN u32 load_acquire(u32* at) {
 #endif
 }
 
+// A word that brings its own news (protocol/lowlatency.cuh): whole or not at all, and no order with
+// anything else.
+WEFT_FN void store_relaxed(u32* at, u32 value) {
+#if defined(__CUDA_ARCH__)
+    __nv_atomic_store_n(at, value, __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_SYSTEM);
+#else
+    __atomic_store_n(at, value, __ATOMIC_RELAXED);
+#endif
+}
+
+WEFT_FN void store_relaxed(u64* at, u64 value) {
+#if defined(__CUDA_ARCH__)
+    __nv_atomic_store_n(at, value, __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_SYSTEM);
+#else
+    __atomic_store_n(at, value, __ATOMIC_RELAXED);
+#endif
+}
+
+WEFT_FN u32 load_relaxed(u32* at) {
+#if defined(__CUDA_ARCH__)
+    return __nv_atomic_load_n(at, __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_SYSTEM);
+#else
+    return __atomic_load_n(at, __ATOMIC_RELAXED);
+#endif
+}
+
+WEFT_FN u64 load_relaxed(u64* at) {
+#if defined(__CUDA_ARCH__)
+    return __nv_atomic_load_n(at, __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_SYSTEM);
+#else
+    return __atomic_load_n(at, __ATOMIC_RELAXED);
+#endif
+}
+
 // Order: a release of this team's writes and an acquire of every earlier team's, inside one GPU.
 // The last one to add may publish for all (a relaxed counter may not: models/ptx A11).
 WEFT_FN u32 add_acq_rel(u32* at, u32 value) {
