@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Everything that needs GPUs, in one command: accept.sh [all|tests|bench|sanitizer|ordering] [OUT_DIR]
+# Everything that needs GPUs, in one command:
+#     accept.sh [all|tests|bench|allreduce|sanitizer|ordering] [OUT_DIR]
 #
 # Each step has a deadline, a log OUT_DIR/NAME.log, and a line with its wall time. A step that fails stops nothing; the
 # exit status is 1 if any did. Most valuable first. With 8 GPUs, tests of few ranks run three at a time on GPUs of
@@ -9,8 +10,8 @@ set -uo pipefail
 
 what=${1:-all}
 out=${2:-build/gpu}
-if [[ ! $what =~ ^(all|tests|bench|sanitizer|ordering)$ ]]; then
-    echo "accept.sh: '$what' is none of all, tests, bench, sanitizer, ordering" >&2
+if [[ ! $what =~ ^(all|tests|bench|allreduce|sanitizer|ordering)$ ]]; then
+    echo "accept.sh: '$what' is none of all, tests, bench, allreduce, sanitizer, ordering" >&2
     exit 2
 fi
 mkdir -p "$out" && out=$(cd "$out" && pwd) || exit 2
@@ -111,9 +112,48 @@ bench() {
     measure trace 40 --router perfect --tokens 128 --trace "$out/trace-128.json"
 }
 
+weft() { # weft NAME SECONDS ARGUMENTS...
+    local name=$1 limit=$2
+    shift 2
+    step "$name" "$limit" "$python" -c 'from weft.cli import main; main()' "$@" --quiet --device cuda
+}
+
+reduce() { # reduce NAME SECONDS OPTIONS...
+    local name=$1 limit=$2
+    shift 2
+    weft "$name" "$limit" bench allreduce --tokens 1..2048 --json "$out/$name.json" --plot "$out/$name.png" "$@"
+}
+
+# The tables that "auto" reads come first, and the benchmarks read them.
+allreduce() {
+    local n hidden each=oneshot,twoshot,twoshot_bulk,auto most=$((${#gpus[@]} > 8 ? 8 : ${#gpus[@]}))
+    local -a ranks=()
+    for n in 8 4 2; do ((n > most)) || ranks+=("$n"); done
+    if ((${#ranks[@]} == 0)); then
+        step ar-none 1 bash -c 'echo "an all-reduce needs two GPUs"; exit 1'
+        return
+    fi
+    check ar-tests 300 some tests/ops/test_*reduc*.py tests/compat
+    for n in "${ranks[@]}"; do weft "ar-tune-$n" 120 tune allreduce "$out/ar-table-$n.json" --ranks "$n"; done
+    for n in "${ranks[@]}"; do
+        for hidden in 7168 4096; do
+            reduce "ar-$n-$hidden" 60 --ranks "$n" --hidden "$hidden" --backend "$each" --table "$out/ar-table-$n.json"
+        done
+    done
+    n=${ranks[0]}
+    for each in none fp8-static fp8-token fp8-group; do
+        reduce "ar-$each" 60 --ranks "$n" --epilogue "$each" --table "$out/ar-table-$n.json"
+    done
+    reduce ar-eager 60 --ranks "$n" --eager --table "$out/ar-table-$n.json"
+    reduce ar-no-pdl 60 --ranks "$n" --no-pdl --table "$out/ar-table-$n.json"
+    reduce ar-collective 60 --ranks "$n" --backend collective
+    reduce ar-peers 400 --ranks "$n" --peers --table "$out/ar-table-$n.json"
+}
+
 if [[ $what == all ]]; then
     tests
     bench
+    allreduce
     ((${#gpus[@]} >= 8)) || sanitizer
     ordering
 else

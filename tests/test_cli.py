@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import weft
-from weft import cli, doctor
+from weft import cli, cli_options, doctor
 from weft.bench import moe, trial
 from weft.errors import RankFailed, WeftError
 
@@ -117,10 +117,10 @@ def test_cuda_needs_a_gpu(weft_command, monkeypatch):
     code, _, err = weft_command("bench", "moe", "--device", "cuda")
     assert code == 1
     assert "sees no GPU" in " ".join(err.split())
-    assert cli.chosen_device("auto") == "cpu"
-    assert cli.chosen_samples(0, "cuda", graph=True) == 15
+    assert cli_options.chosen_device("auto") == "cpu"
+    assert cli_options.chosen_samples(0, "cuda", graph=True) == 15
     with pytest.raises(WeftError, match="at least 11"):
-        cli.chosen_samples(10, "cuda", graph=True)
+        cli_options.chosen_samples(10, "cuda", graph=True)
 
 
 def test_a_failed_rank_shows_its_traceback(weft_command, monkeypatch):

@@ -6,6 +6,7 @@ The same protocol runs on CPU ranks over shared memory.
 from weft import errors
 from weft.memory import Group, Heap, launch
 from weft.ops import reference
+from weft.ops.allreduce import AllReduce
 from weft.ops.alltoall import AllToAll
 from weft.ops.capacity import tokens_per_rank
 from weft.ops.collective import CollectiveAllToAll
@@ -14,23 +15,30 @@ from weft.ops.lowlatency import LowLatencyAllToAll
 from weft.ops.lowlatency_rounds import ExpertRows
 from weft.ops.placement import Placement
 from weft.ops.received import Payload, Received
+from weft.ops.reduce_spec import FP8Group, FP8Static, FP8Token, MoEFinalize, Reduced
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AllReduce",
     "AllToAll",
     "CollectiveAllToAll",
     "Compact",
     "Compactor",
     "ExpertGroups",
     "ExpertRows",
+    "FP8Group",
+    "FP8Static",
+    "FP8Token",
     "Group",
     "Grouped",
     "Heap",
     "LowLatencyAllToAll",
+    "MoEFinalize",
     "Payload",
     "Placement",
     "Received",
+    "Reduced",
     "errors",
     "launch",
     "reference",

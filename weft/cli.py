@@ -1,4 +1,4 @@
-"""The command `weft`: bench, doctor, demo, cache."""
+"""The command `weft`: bench, tune, doctor, demo, cache."""
 
 from __future__ import annotations
 
@@ -28,7 +28,17 @@ from weft.bench.cases import (
     parse_tokens,
     plans_of,
 )
-from weft.errors import InvalidArgument, RankFailed, WeftError
+from weft.cli_allreduce import bench_allreduce, tune_allreduce
+from weft.cli_options import (
+    DEVICE,
+    PDL,
+    chosen_device,
+    chosen_samples,
+    everyone,
+    stop_at,
+    wide_console,
+)
+from weft.errors import RankFailed, WeftError
 
 app = typer.Typer(
     help="One-sided NVLink communication for MoE inference, and the same on CPU ranks.",
@@ -37,7 +47,13 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Check, then time, weft's operations; without a name, moe.")
 cache = typer.Typer(help="The disk cache of compiled kernels.", no_args_is_help=True)
+tuning = typer.Typer(
+    help="Measure this machine, so that weft chooses right on it.", no_args_is_help=True
+)
 app.add_typer(bench, name="bench")
+app.add_typer(tuning, name="tune")
+bench.command("allreduce")(bench_allreduce)
+tuning.command("allreduce")(tune_allreduce)
 app.add_typer(cache, name="cache")
 
 
@@ -63,14 +79,12 @@ def version(
         raise typer.Exit
 
 
-_DEVICE = "cpu, cuda or auto: cuda where there are GPUs"
 _CASE = f"sizes of a model: {', '.join(CASES)}, or {ALL} of them; options given beside it win"
 _TOKENS = "tokens per rank: 1,8,64 or 1..4096 (doubling)"
 _ROUTER = f"{', '.join(ROUTERS)}, or a .npy / .json file of ids [rows, top_k]"
 _PAYLOAD = f"{', '.join(PAYLOADS)}: bf16 sends rows of --dtype; fp8 sends float8 rows + scales"
 _PEERS = "also measure NCCL's collectives and the libraries that are installed"
 _TRACE = "run the largest size once more, profiled; write its timeline here (Perfetto)"
-_PDL = "programmatic dependent launch of the one-sided kernels"
 _WAY = f"{', '.join(WAYS)}: how one-sided rows come home"
 _QUANTIZE = f"{', '.join(QUANTIZE)}: the one-sided dispatch quantises rows of --dtype"
 _HALVES = "also time dispatch_send, dispatch_recv, combine_send, combine_recv"
@@ -82,7 +96,7 @@ _Options: TypeAlias = dict[str, Any]
 @bench.command("moe")
 def bench_moe(
     ranks: Annotated[int, typer.Option(help="ranks; 0: every GPU, or 4 on the CPU")] = 0,
-    device: Annotated[str, typer.Option(help=_DEVICE)] = "auto",
+    device: Annotated[str, typer.Option(help=DEVICE)] = "auto",
     case: Annotated[str | None, typer.Option(help=_CASE)] = None,
     tokens: Annotated[str, typer.Option(help=_TOKENS)] = "1,8,64",
     hidden: Annotated[int | None, typer.Option(help="elements of a row [7168]")] = None,
@@ -100,7 +114,7 @@ def bench_moe(
     cold: Annotated[bool, typer.Option(help="also time calls after a flush of the L2")] = False,
     num_sms: Annotated[int | None, typer.Option(help="SMs of the one-sided kernels")] = None,
     beside: Annotated[str | None, typer.Option(help=_BESIDE)] = None,
-    pdl: Annotated[bool, typer.Option("--pdl/--no-pdl", help=_PDL)] = True,
+    pdl: Annotated[bool, typer.Option("--pdl/--no-pdl", help=PDL)] = True,
     iters: Annotated[int, typer.Option(help="samples; 0: 15 replays, or 20 calls on CPU")] = 0,
     seed: Annotated[int, typer.Option(help="of inputs and routing")] = 0,
     peers: Annotated[bool, typer.Option("--peers", help=_PEERS)] = False,
@@ -115,7 +129,6 @@ def bench_moe(
     from weft.bench.session import Outputs, run_cases
 
     where = chosen_device(device)
-    everyone = torch.cuda.device_count() if where == "cuda" else 4
     backends = parse_backends(f"{backend},collective" if peers else backend)
     samples = chosen_samples(iters, where, graph=graph)
     sizes: _Options = dict(hidden=hidden, top_k=top_k, experts=experts, max_tokens=max_tokens)
@@ -123,16 +136,10 @@ def bench_moe(
     timing: _Options = dict(graph=graph, samples=samples, cold=cold, halves=halves, beside=beside)
     kernels: _Options = dict(backends=backends, num_sms=num_sms, programmatic_launch=pdl)
     routing: _Options = dict(tokens=parse_tokens(tokens), router=router, seed=seed)
-    place: _Options = dict(ranks=ranks or everyone, device=where)
+    place: _Options = dict(ranks=everyone(ranks, where), device=where)
     plans = plans_of(case, **sizes, **rows, **timing, **kernels, **routing, **place)
     outputs = Outputs(json, plot, trtllm_json, recorded, trace)
-    _stop_at(run_cases(wide_console(), plans, outputs, peers=peers, quiet=quiet))
-
-
-def _stop_at(problem: str | None) -> None:
-    if problem is not None:
-        Console(stderr=True).print(Text(f"check failed, nothing timed: {problem}", "red"))
-        raise typer.Exit(1)
+    stop_at(run_cases(wide_console(), plans, outputs, peers=peers, quiet=quiet))
 
 
 @bench.callback(invoke_without_command=True)
@@ -161,7 +168,7 @@ def doctor(
 @app.command()
 def demo(
     ranks: Annotated[int, typer.Option(help="ranks, 2..16")] = 4,
-    device: Annotated[str, typer.Option(help=_DEVICE)] = "auto",
+    device: Annotated[str, typer.Option(help=DEVICE)] = "auto",
     tokens: Annotated[int, typer.Option(help="tokens of the fullest rank")] = 48,
     picture: Annotated[Path | None, typer.Option(help="write who sent what (.png)")] = None,
 ) -> None:
@@ -204,43 +211,6 @@ def cache_clear() -> None:
 
     store = Cache()
     Console().print(f"removed {_entries(store.clear())} from {store.path}")
-
-
-def wide_console() -> Console:
-    """A console for tables: as wide as the terminal, and wide enough where there is none."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, 120)
-    return console
-
-
-def chosen_device(device: str) -> str:
-    """Return "cpu" or "cuda".
-
-    Raises InvalidArgument for another name, or for cuda where torch sees no GPU.
-    """
-    if device not in ("cpu", "cuda", "auto"):
-        raise InvalidArgument(f"device is {device!r}; choose {_DEVICE}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise InvalidArgument(
-            f"device is 'cuda', and torch {torch.__version__} sees no GPU; "
-            "use --device cpu, or run `weft doctor`"
-        )
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return device
-
-
-def chosen_samples(iters: int, device: str, *, graph: bool) -> int:
-    """Return how many samples to take.
-
-    Raises InvalidArgument for fewer than 11 replays of a graph: their median would say little.
-    """
-    if iters == 0:
-        return 15 if device == "cuda" else 20
-    if device == "cuda" and graph and iters < 11:
-        raise InvalidArgument(f"{iters} replays of the graph; at least 11 are needed for a median")
-    return iters
 
 
 def _clock(seconds: float) -> str:

@@ -49,10 +49,11 @@ def test_all_steps_run_and_are_told(accept, tmp_path):
     code, out, _ = ended(process)
     assert code == 0, out
     steps = [line.split()[3] for line in out.splitlines() if line.startswith("ok ")]
-    assert len(steps) == 23
+    assert len(steps) == 41
     assert set(steps[:3]) == {"rounds", "failures", "sanitizer"}
     assert steps[3:10] == ["grid", "graphs", "few", "skew", "demo", "doctor", "perfect"]
-    assert steps[-2:] == ["trace", "ordering"]
+    assert steps[22:26] == ["ar-tests", "ar-tune-8", "ar-tune-4", "ar-tune-2"]
+    assert steps[-1] == "ordering"
     assert all((tmp_path / f"{step}.log").read_text() == LAST for step in steps)
     assert "all on 8 GPUs" in out
     calls = notes.read_text().splitlines()
@@ -67,7 +68,37 @@ def test_all_steps_run_and_are_told(accept, tmp_path):
     assert "--tokens 1..4096 --combine-by fp8 --quantize fp8" in both
     assert sum("--num-sms" in line for line in calls) == 6
     assert sum("--num-sms" in line and "--beside matmul" in line for line in calls) == 3
-    assert sum("--plot" in line for line in calls) == 13
+    assert sum("--plot" in line for line in calls if " moe " in line) == 13
+
+
+def test_the_all_reduce_is_tuned_before_it_is_measured(accept, tmp_path):
+    process, notes = accept("allreduce", str(tmp_path), CUDA_VISIBLE_DEVICES="0,1,2,3,4,5,6,7")
+    code, out, _ = ended(process)
+    assert code == 0, out
+    _, *calls = notes.read_text().splitlines()
+    tuned = [line for line in calls if "tune allreduce" in line]
+    assert calls[:3] == tuned, "the tables come first"
+    for ranks, line in zip((8, 4, 2), tuned, strict=True):
+        table = str(tmp_path / f"ar-table-{ranks}.json")
+        assert f"{table} --ranks {ranks} --quiet --device cuda" in line
+        readers = [c for c in calls if f"--table {table}" in c]
+        assert all(f"--ranks {ranks} " in c for c in readers)
+        sizes = [c.split("--hidden ")[1].split()[0] for c in readers if "--hidden" in c]
+        assert sizes == ["7168", "4096"]
+    for option in ("--peers", "--eager", "--no-pdl", "--backend collective", "fp8-group", "none"):
+        assert sum(option in line for line in calls) == 1, option
+    assert sum("--plot" in line and "--json" in line for line in calls) == 14
+
+
+def test_an_all_reduce_takes_what_gpus_there_are(accept, tmp_path):
+    process, notes = accept("allreduce", str(tmp_path), CUDA_VISIBLE_DEVICES="0,1,2,3,4")
+    assert ended(process)[0] == 0
+    calls = notes.read_text()
+    assert "--ranks 8" not in calls
+    assert "--ranks 4" in calls
+    code, out, _ = ended(accept("allreduce", str(tmp_path), CUDA_VISIBLE_DEVICES="0")[0])
+    assert code == 1
+    assert "an all-reduce needs two GPUs" in out
 
 
 def test_a_failure_stops_nothing(accept, tmp_path):

@@ -97,15 +97,15 @@ def test_rows_know_floor_and_rivals():
 
 
 def test_records_stand_beside_their_like():
-    fp8 = {peer.library: peer.pair_us[128] for peer in matching_peers(replace(H200, payload="fp8"))}
+    fp8 = {peer.library: peer.us[128] for peer in matching_peers(replace(H200, payload="fp8"))}
     assert fp8 == {"FlashInfer 0.7.2": 85.4, "DeepEP v1 low-latency": 104.7}
     quantised = replace(H200, quantize="fp8")
     for settings in (quantised, replace(quantised, combine_by="fp8")):
         found = matching_peers(settings)
-        assert {peer.library: peer.pair_us[128] for peer in found} == fp8
+        assert {peer.library: peer.us[128] for peer in found} == fp8
     assert matching_peers(replace(H200, quantize="mxfp8")) == []
     pushed = matching_peers(replace(H200, combine_by="push"))
-    assert [peer.pair_us[128] for peer in pushed] == [104.3, 127.6]
+    assert [peer.us[128] for peer in pushed] == [104.3, 127.6]
 
 
 def test_rows_count_the_bytes_of_the_wire(tmp_path):

@@ -84,7 +84,7 @@ def test_a_library_is_measured(monkeypatch):
     peer = run.peer("2026-11-20")
     assert peer.library == "Loom 2.1, this run"
     assert peer.measured
-    assert all(us > 0 for us in peer.pair_us.values())
+    assert all(us > 0 for us in peer.us.values())
 
 
 @pytest.mark.parametrize("spoil", [1.0, float("nan")])

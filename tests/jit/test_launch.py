@@ -52,6 +52,7 @@ class Driver:
             "cuFuncGetParamInfo": (0, ctypes.sizeof(Args)),
             "cuFuncGetAttribute": (40,),
             "cuOccupancyMaxActiveBlocksPerMultiprocessor": (3,),
+            "cuOccupancyMaxActiveClusters": (16,),
             "cuModuleGetGlobal": (0x1000, 8),
             "cuCtxGetDevice": (0,),
             "cuDeviceGetAttribute": (9,),
@@ -134,11 +135,26 @@ def test_attributes_of_a_launch(fake: Driver) -> None:
     for options, names in (
         ({"programmatic": True}, ["CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"]),
         ({"cooperative": True}, ["CU_LAUNCH_ATTRIBUTE_COOPERATIVE"]),
+        ({"cluster": 7}, ["CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION"]),
+        ({"cluster": 1}, []),
     ):
         Launcher(kernel(), Args, **options)(Args(), (1, 1, 1), 32, 0)
         assert fake.launches[-1].attributes == names
     Launcher(kernel(), Args, programmatic=True, cooperative=True)(Args(), (1, 1, 1), 32, 0)
     assert len(fake.launches[-1].attributes) == 2
+
+
+def test_how_many_clusters_fit(fake: Driver) -> None:
+    loaded = CudaModule(b"cubin", name="sums")
+    assert loaded.resident_clusters("sum", 128, 7) == 16
+    (asked,) = fake.named("cuOccupancyMaxActiveClusters")
+    assert (asked[2].blockDimX, asked[2].gridDimX) == (128, 7)
+    assert asked[2].attrs[0].value.clusterDim.x == 7
+    fake.fails["cuOccupancyMaxActiveClusters"] = fake.real.CUresult.CUDA_ERROR_INVALID_CLUSTER_SIZE
+    assert loaded.resident_clusters("sum", 128, 7) == 0
+    fake.fails["cuOccupancyMaxActiveClusters"] = fake.real.CUresult.CUDA_ERROR_INVALID_VALUE
+    with pytest.raises(DriverError, match="clusters of 7 x 128 threads of 'sum'"):
+        loaded.resident_clusters("sum", 128, 7)
 
 
 def test_refused_launch_names_kernel_grid_and_block(fake: Driver) -> None:

@@ -17,6 +17,7 @@ STALE_INBOX = r"assertion violated.*\binbox\b"
 STALE_OUTBOX = r"assertion violated.*\boutbox\b"
 STALE_RETURNED = r"assertion violated.*\breturned\b"
 STALE_ROW = r"assertion violated.*\brow\b"
+LOST_ROW = r"assertion violated.*\b(direct|part|whole)\b|invalid end state"
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("WEFT_SKIP_SPIN") == "1", reason="WEFT_SKIP_SPIN=1: the models are not checked"
@@ -91,6 +92,24 @@ VARIANTS = (
     Variant("zombie, slots stay with their rank", "", None, "zombie"),
     Variant("zombie, slots renumbered", "RENUMBER", STALE_ROW, "zombie"),
     Variant("zombie, renumbered after it is surely dead", "RENUMBER FENCE", None, "zombie"),
+    # The fused all-reduce: slots that are their own flag.
+    Variant("all-reduce, two ranks", "N=2 CALLS=5", None, "allreduce"),
+    Variant("all-reduce, three ranks", "N=3 CALLS=4", None, "allreduce"),
+    Variant("all-reduce, one buffer", "N=2 ONE_SIDE", LOST_ROW, "allreduce"),
+    Variant(
+        "all-reduce, one buffer for rows to be summed", "ONE_PART CALLS=3", LOST_ROW, "allreduce"
+    ),
+    Variant(
+        "the same, emptied before the sum is told", "ONE_PART FENCED CALLS=4", None, "allreduce"
+    ),
+    Variant("all-reduce, slots are not emptied", "N=2 KEEP", LOST_ROW, "allreduce"),
+    Variant("all-reduce, owners do not wait for all", "BLIND CALLS=3", LOST_ROW, "allreduce"),
+    Variant(
+        "all-reduce, a rank leaves out a call",
+        "ABSENT CALLS=3",
+        r"invalid end state|violated",
+        "allreduce",
+    ),
 )
 
 

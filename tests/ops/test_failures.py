@@ -24,13 +24,7 @@ ANY_PEER, ANY_EPOCH = 32, (1 << 64) - 1
 CASE = Round(tokens=(8, 3, 8))
 
 
-def make(
-    group: weft.Group,
-    *,
-    timeout: float = 20.0,
-    first_timeout: float = 20.0,
-    combine_by: str = "pull",
-) -> weft.AllToAll:
+def make(group: weft.Group, *, timeout: float = 20.0, first_timeout: float = 20.0) -> weft.AllToAll:
     return weft.AllToAll(
         group,
         max_tokens=8,
@@ -39,8 +33,7 @@ def make(
         hidden=CASE.hidden,
         timeout=timeout,
         first_timeout=first_timeout,
-        combine_by=combine_by,
-        _defines=("WEFT_FAULTS=1", "WEFT_WAVE_TOKENS=2"),
+        _defines=("WEFT_FAULTS=1",),
     )
 
 
@@ -69,8 +62,8 @@ def one_round(a2a: weft.AllToAll) -> None:
     a2a.check()
 
 
-def disturbed(group: weft.Group, way: str, rounds: int, longest_ns: int) -> None:
-    with make(group, combine_by=way) as a2a:
+def disturbed(group: weft.Group, rounds: int, longest_ns: int) -> None:
+    with make(group) as a2a:
         for point in range(DISPATCH_ENTER, BEFORE_READ + 1):
             if group.rank == point % group.size:
                 plan_fault(a2a, point, JITTER, argument=longest_ns)
@@ -79,9 +72,8 @@ def disturbed(group: weft.Group, way: str, rounds: int, longest_ns: int) -> None
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "threads"])
-@pytest.mark.parametrize("way", ["pull", "push"])
-def test_delays_at_every_point_change_no_byte(ranks, kind, way):
-    ranks(3, kind)(disturbed, way, 24, 400_000)
+def test_delays_at_every_point_change_no_byte(ranks, kind):
+    ranks(3, kind)(disturbed, 24, 400_000)
 
 
 def absent(group: weft.Group, point: int) -> tuple[float, str]:

@@ -23,8 +23,6 @@ MODES: dict[str, dict[str, Any]] = {
     "pull": {},
     "push": {"combine_by": "push"},
     "fp8": {"combine_by": "fp8", "quantize": "fp8"},
-    "waves": {"combine_by": "push", "_defines": ("WEFT_WAVE_TOKENS=2",)},
-    "halves-waves": {"halves": True, "combine_by": "fp8", "_defines": ("WEFT_WAVE_TOKENS=2",)},
     "mxfp8": {"quantize": "mxfp8"},
     "halves": {"halves": True},
     "halves-fp8": {"halves": True, "combine_by": "fp8", "quantize": "fp8"},

@@ -32,10 +32,9 @@ def make(group: weft.Group, case: Round, **options: object) -> weft.AllToAll:
     )
 
 
-def send_home(group: weft.Group, way: str, halves: bool, wave: int) -> None:
-    defines = (f"WEFT_WAVE_TOKENS={wave}",) if wave else ()
+def send_home(group: weft.Group, way: str, halves: bool) -> None:
     for case in CASES:
-        with make(group, case, combine_by=way, halves=halves, _defines=defines) as a2a:
+        with make(group, case, combine_by=way, halves=halves) as a2a:
             for seed in range(3):
                 turn = case.next(seed=seed, tokens=case.tokens[seed:] + case.tokens[:seed])
                 one_round(a2a, turn, way, halves)
@@ -69,14 +68,7 @@ def one_round(a2a: weft.AllToAll, case: Round, way: str, halves: bool) -> None:
 @pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("way", ["pull", "push", "fp8"])
 def test_rows_come_home_bit_by_bit(ranks, kind, way, halves):
-    ranks(3, kind)(send_home, way, halves, 0)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("halves", [False, True])
-@pytest.mark.parametrize("way", ["push", "fp8"])
-def test_rows_come_home_in_waves(ranks, kind, way, halves):
-    ranks(3, kind)(send_home, way, halves, 3)
+    ranks(3, kind)(send_home, way, halves)
 
 
 def strange_rows(hidden: int) -> torch.Tensor:

@@ -72,11 +72,30 @@ def measure(group: Group, phases: Phases, *, samples: int, graph: bool) -> Sampl
         return _host_clock(group, phases, samples)
     if graph:
         return _graph_clock(group, phases, samples)
-    _warm_up(phases)
+    _warm_up((phases.pair, *phases.halves))
     found = Samples(method=f"eager, CUDA events, {samples} rounds of {CALLS} calls")
     found.pair.extend(rounds_of(group, lambda: _pairs(phases), samples))
     _fill(found, phases, lambda steps: _split(group, steps, samples, graph=False))
     return found
+
+
+def measure_call(
+    group: Group, call: Callable[[], object], *, samples: int, graph: bool
+) -> tuple[str, list[float]]:
+    """Return how one call was timed, and this rank's us for each sample. Collective."""
+    if group.device.type != "cuda":
+        method = f"host clock, {samples} calls with a barrier before each"
+        return method, _host_steps(group, (call,), samples)[0]
+    _warm_up((call,))
+
+    def calls() -> None:
+        for _ in range(CALLS):
+            call()
+
+    times = rounds_of(group, capture(calls).replay if graph else calls, samples)
+    if graph:
+        return f"CUDA graph of {CALLS} calls, {samples} replays", times
+    return f"eager, CUDA events, {samples} rounds of {CALLS} calls", times
 
 
 def replayed_pairs(group: Group, phases: Phases, count: int, *, graph: bool) -> None:
@@ -88,7 +107,7 @@ def replayed_pairs(group: Group, phases: Phases, count: int, *, graph: bool) -> 
         for _ in range(WARM_UP + count):
             phases.pair()
         return
-    _warm_up(phases)
+    _warm_up((phases.pair, *phases.halves))
 
     def pairs() -> None:
         for _ in range(count):
@@ -137,7 +156,7 @@ def _host_steps(
 
 
 def _graph_clock(group: Group, phases: Phases, samples: int) -> Samples:
-    _warm_up(phases)
+    _warm_up((phases.pair, *phases.halves))
     pairs = capture(lambda: _pairs(phases))
     times = rounds_of(group, pairs.replay, samples)
     method = f"CUDA graph of {CALLS} calls, {samples} replays"
@@ -161,16 +180,15 @@ def _marked(steps: Sequence[Callable[[], object]], marks: list[torch.cuda.Event]
     marks[-1].record()
 
 
-def _warm_up(phases: Phases) -> None:
+def _warm_up(calls: Sequence[Callable[[], object]]) -> None:
     """Eager calls on a side stream, as capture asks for: they load modules and start NCCL."""
     make: Callable[[], torch.cuda.Stream] = torch.cuda.Stream
     side = make()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(WARM_UP):
-            phases.pair()
-            for half in phases.halves:
-                half()
+            for call in calls:
+                call()
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
 

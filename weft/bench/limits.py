@@ -4,13 +4,15 @@ Source: one host of 8 x NVIDIA H200 (NVLink4, NVSwitch), 2026-11-20; the file in
 driver and torch. Plain 16-byte stores of 132 CTAs push 334 GB/s per GPU and direction; loads pull
 306, so a combine that pulls cannot quite reach a floor that counts 334 both ways. A pair of
 dispatch and combine cannot do without two barriers of 8 GPUs (1.5 us each) and two kernels in a
-graph (0.8 us each): 4.6 us, rounded to 5.
+graph (0.8 us each): 4.6 us, rounded to 5. An all-reduce is one kernel and one or two such ways
+through the links: 2.3 and 3.8 us.
 """
 
 from __future__ import annotations
 
 NVLINK_GB_PER_S = 334.0
 PAIR_FIXED_US = 5.0
+ONE_WAY_FIXED_US, TWO_WAY_FIXED_US = 2.3, 3.8
 GPU = "H200"
 
 
@@ -23,3 +25,20 @@ def pair_floor_us(dispatch_bytes: int, combine_bytes: int, gpus: list[str]) -> f
     if not gpus or any(GPU not in name for name in gpus):
         return None
     return (dispatch_bytes + combine_bytes) / (NVLINK_GB_PER_S * 1e3) + PAIR_FIXED_US
+
+
+def allreduce_floor_us(payload: int, ranks: int, gpus: list[str]) -> float | None:
+    """Return the least time in us of one all-reduce, or None where nothing was measured.
+
+    payload: bytes of one rank's rows.  gpus: as in pair_floor_us.
+
+    The least over what a rank may do: send its rows to every peer, one way through the links; or
+    send each row to an owner and each sum to all, two ways.
+    """
+    if not gpus or any(GPU not in name for name in gpus):
+        return None
+    once, twice = (ranks - 1) * payload, 2 * (ranks - 1) / ranks * payload
+    return min(
+        once / (NVLINK_GB_PER_S * 1e3) + ONE_WAY_FIXED_US,
+        twice / (NVLINK_GB_PER_S * 1e3) + TWO_WAY_FIXED_US,
+    )

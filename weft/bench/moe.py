@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from weft.bench.beside import measure_beside
 from weft.bench.cases import Settings
 from weft.bench.clock import Samples, measure
 from weft.bench.cold import ColdClock
 from weft.bench.machine import describe_machine
+from weft.bench.progress import progress
 from weft.bench.routing import Traffic, make_ids, traffic_of
 from weft.bench.trial import Exchange, Trial, make_exchange
 from weft.memory import Group, launch
@@ -90,7 +88,7 @@ def rank_body(group: Group, settings: Settings, quiet: bool) -> dict[str, Any]:
     }
     work = [(backend, tokens) for backend in settings.backends for tokens in settings.tokens]
     with contextlib.ExitStack() as stack:
-        step = stack.enter_context(_progress(len(work), quiet=quiet or group.rank != 0))
+        step = stack.enter_context(progress(len(work), quiet=quiet or group.rank != 0))
         built = stack.enter_context(_Exchanges(group))
         cold = stack.enter_context(ColdClock(group)) if settings.cold else None
         for backend, tokens in work:
@@ -188,24 +186,3 @@ class _Exchanges:
             self._exchange = make_exchange(self._group, settings.of_backend(backend), *key)
             self._key = key
         return self._exchange
-
-
-@contextlib.contextmanager
-def _progress(total: int, *, quiet: bool) -> Iterator[Any]:
-    """Yield a function that names the next step. It draws only then: a thread that redraws while
-    CPU ranks are timed would take a core from one of them."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(
-        *columns, console=console, transient=True, auto_refresh=False, disable=quiet
-    ) as progress:
-        task = progress.add_task("starting", total=total)
-        started = False
-
-        def step(name: str) -> None:
-            nonlocal started
-            progress.update(task, description=name, advance=1 if started else 0)
-            progress.refresh()
-            started = True
-
-        yield step

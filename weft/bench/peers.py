@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from weft.bench.allreduce_cases import ReduceSettings
 from weft.bench.cases import Settings
 from weft.errors import InvalidArgument
 
@@ -18,13 +19,13 @@ _MATCH = ("ranks", "hidden", "top_k", "experts", "router", "payload", "dtype")
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One library's pair times in us by tokens per rank, and where they were taken.
+    """One library's times in us by tokens per rank, and where they were taken.
 
     measured: in the run that shows them, by `weft.bench.rivals`.
     """
 
     library: str
-    pair_us: Mapping[int, float]
+    us: Mapping[int, float]
     machine: str
     date: str
     measured: bool = False
@@ -39,26 +40,46 @@ def matching_peers(settings: Settings, path: Path | None = None) -> list[Peer]:
 
     Raises InvalidArgument for a file that cannot be read or is none of ours.
     """
-    if path is None and not RECORDS.is_file():
-        return []
     asked = settings.rival
     if asked is None:
         return []
     wanted = {name: getattr(asked, name) for name in _MATCH}
+    return _matching(path, "records", "pair_us", wanted)
+
+
+def matching_reduces(settings: ReduceSettings, path: Path | None = None) -> list[Peer]:
+    """The same for all-reduces: records of the ranks, hidden size, dtype and epilogue of this run.
+
+    What quantises is shown beside their norm, which does less.
+    """
+    epilogue = "none" if settings.epilogue == "none" else "norm"
+    wanted = {
+        "ranks": settings.ranks,
+        "hidden": settings.hidden,
+        "dtype": settings.dtype,
+        "epilogue": epilogue,
+    }
+    return _matching(path, "allreduce", "us", wanted)
+
+
+def _matching(path: Path | None, section: str, times: str, wanted: dict[str, Any]) -> list[Peer]:
+    """The records of a section whose sizes are those wanted."""
+    if path is None and not RECORDS.is_file():
+        return []
     try:
         found: dict[str, Any] = json.loads((path or RECORDS).read_text())
         return [
             Peer(
                 library=record["library"],
-                pair_us={int(tokens): float(us) for tokens, us in record["pair_us"].items()},
+                us={int(tokens): float(us) for tokens, us in record[times].items()},
                 machine=found["machine"],
                 date=found["date"],
             )
-            for record in found["records"]
+            for record in found[section]
             if all(record[name] == value for name, value in wanted.items())
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidArgument(
             f"{path or RECORDS} is no file of peer records: {error!r}; it needs machine, date and "
-            f"records with library, pair_us, {', '.join(_MATCH)}"
+            f"{section} with library, {times}, {', '.join(wanted)}"
         ) from error

@@ -34,7 +34,7 @@ def plot(path: Path, report: Report, peers: Sequence[Peer]) -> None:
     _draw_rates(right, report, pairs)
     right.set_ylabel("rows that the routing sends, GB/s for each GPU")
     for axes, place in ((left, "upper left"), (right, "lower right")):
-        _scale(axes, sorted({row.tokens for row in pairs}), pyplot)
+        scale(axes, sorted({row.tokens for row in pairs}), pyplot)
         axes.legend(frameon=False, loc=place, labelcolor=INK)
         plain(axes)
     settings = report.settings
@@ -48,7 +48,7 @@ def plot(path: Path, report: Report, peers: Sequence[Peer]) -> None:
     pyplot.close(figure)
 
 
-def _scale(axes: Axes, sizes: Sequence[int], pyplot: Any) -> None:
+def scale(axes: Axes, sizes: Sequence[int], pyplot: Any) -> None:
     """Both logarithmic, named by plain numbers."""
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -62,7 +62,7 @@ def _scale(axes: Axes, sizes: Sequence[int], pyplot: Any) -> None:
 def _draw_times(axes: Axes, report: Report, pairs: Sequence[Row]) -> None:
     home = f" ({report.settings.dtype} back)" if report.settings.combine_by == "fp8" else ""
     for name, colour, points in _rivals(pairs):
-        axes.plot(*_line(points), color=colour, lw=1.4, marker="s", ms=3.5, label=name + home)
+        axes.plot(*line(points), color=colour, lw=1.4, marker="s", ms=3.5, label=name + home)
     for backend in report.settings.backends:
         rows = [row for row in pairs if row.backend == backend]
         if not rows:
@@ -75,15 +75,15 @@ def _draw_times(axes: Axes, report: Report, pairs: Sequence[Row]) -> None:
         cold = {row.tokens: row.cold for row in rows if row.cold is not None}
         if cold:
             name = f"{NAMES[backend]}, cold L2"
-            axes.plot(*_line(cold), color=colour, lw=1.2, ls=":", marker="o", ms=3.5, label=name)
+            axes.plot(*line(cold), color=colour, lw=1.2, ls=":", marker="o", ms=3.5, label=name)
         beside = {row.tokens: row.beside.pair for row in rows if row.beside is not None}
         if beside:
             name = f"{NAMES[backend]}, beside matmul {report.settings.product_size}³"
-            axes.plot(*_line(beside), color=colour, lw=1.2, ls="-.", marker="^", ms=4, label=name)
+            axes.plot(*line(beside), color=colour, lw=1.2, ls="-.", marker="^", ms=4, label=name)
     floors = {row.tokens: row.floor for row in pairs if row.floor is not None}
     if floors:
         name = f"floor: NVLink bytes + {PAIR_FIXED_US:g} µs"
-        axes.plot(*_line(floors), color=INK, lw=1.1, ls=_DASHES, label=name)
+        axes.plot(*line(floors), color=INK, lw=1.1, ls=_DASHES, label=name)
 
 
 def _draw_rates(axes: Axes, report: Report, pairs: Sequence[Row]) -> None:
@@ -95,18 +95,18 @@ def _draw_rates(axes: Axes, report: Report, pairs: Sequence[Row]) -> None:
         rates = {
             tokens: rows_sent[tokens] * bytes_of_theirs / us / 1e3 for tokens, us in points.items()
         }
-        axes.plot(*_line(rates), color=colour, lw=1.4, marker="s", ms=3.5, label=name)
+        axes.plot(*line(rates), color=colour, lw=1.4, marker="s", ms=3.5, label=name)
     for backend in report.settings.backends:
         rates = {row.tokens: row.wire for row in pairs if row.backend == backend and row.moved}
         if rates:
             colour, name = COLOURS[backend], NAMES[backend]
-            axes.plot(*_line(rates), color=colour, lw=2.2, marker="o", ms=5, label=name)
+            axes.plot(*line(rates), color=colour, lw=2.2, marker="o", ms=5, label=name)
     known = {row.tokens: row.moved for row in pairs if row.floor is not None and row.moved}
     if known:
         slope = {tokens: moved / PAIR_FIXED_US / 1e3 for tokens, moved in known.items()}
         below = {tokens: rate for tokens, rate in slope.items() if rate < 2 * NVLINK_GB_PER_S}
         name = f"latency: {PAIR_FIXED_US:g} µs a pair"
-        axes.plot(*_line(below), color=QUIET, lw=1.1, ls=":", label=name)
+        axes.plot(*line(below), color=QUIET, lw=1.1, ls=":", label=name)
         name = f"roof: {NVLINK_GB_PER_S:g} GB/s pushed"
         axes.axhline(NVLINK_GB_PER_S, color=INK, lw=1.1, ls=_DASHES, label=name)
     axes.set_title("roofline", loc="left", fontsize=11, color=INK, pad=12)
@@ -125,5 +125,6 @@ def _rivals(pairs: Sequence[Row]) -> list[tuple[str, str, dict[int, float]]]:
     ]
 
 
-def _line(points: dict[int, float]) -> tuple[list[int], list[float]]:
+def line(points: dict[int, float]) -> tuple[list[int], list[float]]:
+    """Points as what matplotlib draws."""
     return list(points), list(points.values())

@@ -78,22 +78,22 @@ def _add_row(
         *cells,
         str(row.tokens) if row.phase == "dispatch" else "",
         row.phase,
-        *(_us(value) for value in (us.min, us.median, us.p99, us.max)),
-        *(["" if row.cold is None else _us(row.cold)] * cold),
-        _rate(row.logical),
-        _rate(row.wire),
+        *(us_text(value) for value in (us.min, us.median, us.p99, us.max)),
+        *(["" if row.cold is None else us_text(row.cold)] * cold),
+        rate_text(row.logical),
+        rate_text(row.wire),
     ]
     if gpu:
-        texts.append("" if row.floor is None else _us(row.floor))
+        texts.append("" if row.floor is None else us_text(row.floor))
         texts.append("" if row.ratio is None else f"{row.ratio:.2f}")
     if beside:
         found = row.beside
         texts += (
-            [_us(found.pair), f"{found.slower:.2f}", f"{found.slower_limited:.2f}"]
+            [us_text(found.pair), f"{found.slower:.2f}", f"{found.slower_limited:.2f}"]
             if found
             else [""] * 3
         )
-    texts += [_us(row.rivals[name]) if name in row.rivals else "" for name in rivals]
+    texts += [us_text(row.rivals[name]) if name in row.rivals else "" for name in rivals]
     pair = row.phase == "pair"
     table.add_row(*texts, style="bold" if pair else "", end_section=pair)
 
@@ -173,12 +173,14 @@ def _methods(report: Report) -> list[str]:
     return list(dict.fromkeys(method for method in methods if method))
 
 
-def _us(value: float) -> str:
+def us_text(value: float) -> str:
+    """A time in us, as tables show it."""
     return f"{value:.1f}" if value < 10_000 else f"{value:.0f}"
 
 
-def _rate(value: float) -> str:
-    if value == 0:  # a half that moves no rows
+def rate_text(value: float) -> str:
+    """GB/s, as tables show them; nothing for a half that moves no rows."""
+    if value == 0:
         return ""
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 

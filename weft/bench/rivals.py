@@ -96,6 +96,7 @@ class RivalRun:
 
     status: "measured", "not installed", or why there is no figure.
     samples_us: tokens -> phase -> for each rank, us per call of each sample.
+    phase: the one that is shown beside ours.
     """
 
     name: str
@@ -103,6 +104,7 @@ class RivalRun:
     status: str
     method: str = ""
     samples_us: dict[int, dict[str, list[list[float]]]] = field(default_factory=dict)
+    phase: str = "pair"
 
     @property
     def library(self) -> str:
@@ -110,12 +112,12 @@ class RivalRun:
         return f"{self.name} {self.version}".strip()
 
     def peer(self, date: str) -> Peer:
-        """The pair times as they are shown beside ours: median, slowest rank."""
-        pairs = {
-            tokens: max(statistics.median(samples) for samples in phases["pair"])
+        """The times as they are shown beside ours: median, slowest rank."""
+        shown = {
+            tokens: max(statistics.median(samples) for samples in phases[self.phase])
             for tokens, phases in self.samples_us.items()
         }
-        return Peer(f"{self.library}, this run", pairs, "this machine", date, measured=True)
+        return Peer(f"{self.library}, this run", shown, "this machine", date, measured=True)
 
 
 def measure_rivals(settings: Settings) -> list[RivalRun]:
@@ -135,7 +137,7 @@ def beside(recorded: Sequence[Peer], runs: Sequence[RivalRun], date: str) -> lis
 def _attempt(rival: Rival, settings: Settings) -> RivalRun:
     if importlib.util.find_spec(rival.module) is None:
         return RivalRun(rival.name, "", ABSENT)
-    version = _version(rival)
+    version = version_of(rival.distribution)
     asked = settings.rival
     if asked is None:
         return RivalRun(rival.name, version, f"sends no {settings.quantize}")
@@ -155,10 +157,7 @@ def _attempt(rival: Rival, settings: Settings) -> RivalRun:
             timeout=LIMIT_SECONDS,
         )
     except WeftError as error:
-        cause = error.__cause__ if isinstance(error, RankFailed) else None
-        told = cause or error
-        text = f"failed: {type(told).__name__}: {told}"
-        return RivalRun(rival.name, version, text[:_TEXT_LIMIT])
+        return RivalRun(rival.name, version, failure_text(error))
     return RivalRun(rival.name, version, **first)
 
 
@@ -203,8 +202,16 @@ def _check(
     return f"rank {group.rank}: a sum is off by {error:.3g}, allowed are {allowed:.3g}"
 
 
-def _version(rival: Rival) -> str:
+def version_of(distribution: str) -> str:
+    """The version of an installed distribution."""
     try:
-        return importlib.metadata.version(rival.distribution)
+        return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return "(unknown version)"
+
+
+def failure_text(error: WeftError) -> str:
+    """What became of a library whose ranks raised this."""
+    cause = error.__cause__ if isinstance(error, RankFailed) else None
+    told = cause or error
+    return f"failed: {type(told).__name__}: {told}"[:_TEXT_LIMIT]

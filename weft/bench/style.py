@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 INK, QUIET, FAINT = "#1f2933", "#6b7785", "#d9dee4"
 COLOURS = {"onesided": "#c2410c", "collective": "#2563a6"}
 NAMES = {"onesided": "weft, one-sided", "collective": "weft, collectives"}
-RIVALS = ("#64748b", "#94a3b8", "#a8a29e")
+RIVALS = ("#64748b", "#94a3b8", "#a8a29e", "#475569", "#78716c", "#cbd5e1")
 
 
 def plain(axes: Axes) -> None:

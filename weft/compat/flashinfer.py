@@ -1,4 +1,4 @@
-"""`MoeAlltoAll` with the signatures of flashinfer.comm, on weft.AllToAll.
+"""`MoeAlltoAll` with the signatures of flashinfer.comm, on weft.AllToAll; and `allreduce_fusion`.
 
 What is the same, stricter and refused stands in docs/compat.md, call by call.
 """
@@ -12,6 +12,11 @@ from typing import Any
 
 import torch
 
+from weft.compat.allreduce_fusion import AllReduceFusionPattern, allreduce_fusion
+from weft.compat.fusion_workspace import (
+    AllReduceFusionWorkspace,
+    create_allreduce_fusion_workspace,
+)
 from weft.compat.leases import SharedWorkspace, Terms, lease, release
 from weft.compat.ranks import EpMapping, lease_group, place, release_group
 from weft.compat.refusals import (
@@ -35,6 +40,8 @@ from weft.memory import Group
 from weft.ops.received import Payload
 
 __all__ = ["MoeAlltoAll", "moe_a2a_get_workspace_size_per_rank"]
+__all__ += ["AllReduceFusionPattern", "AllReduceFusionWorkspace"]
+__all__ += ["allreduce_fusion", "create_allreduce_fusion_workspace"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,14 +75,16 @@ def lease_group(mapping: EpMapping, config: Any, given: Group | None) -> Group:
     return _made[key].group
 
 
-def release_group(group: Group) -> None:
-    """Give back what `lease_group` made; the last user closes it. Local."""
+def release_group(group: Group) -> bool:
+    """Give back what `lease_group` made; the last user closes it. Local. False for another's."""
     for key, made in list(_made.items()):
         if made.group is group:
             made.users -= 1
             if not made.users:
                 del _made[key]
                 group.close()
+            return True
+    return False
 
 
 def _make(rank: int, size: int, comm: CommBackend | None) -> Group:
@@ -113,7 +115,7 @@ def _meet(exchange: Exchange, rank: int, size: int) -> Group:
 def _compare(rank: int, size: int, found_rank: int, found_size: int, where: str) -> None:
     if (rank, size) != (found_rank, found_size):
         raise InvalidArgument(
-            f"the mapping says moe_ep_rank {rank} of {size}, but {where} is rank {found_rank} of "
+            f"the call says rank {rank} of {size}, but {where} is rank {found_rank} of "
             f"{found_size}; pass group=weft.Group.from_torch(process_group) with the process group "
-            "of the ranks that share the experts, in the mapping's order"
+            "of the ranks that take part, in the call's order"
         )

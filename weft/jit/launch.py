@@ -25,6 +25,7 @@ class Launcher:
         programmatic: let the kernel start before the previous one in its stream has ended
             (programmatic dependent launch); it must then wait by itself where it needs to.
         cooperative: all blocks must be on the GPU at the same time, or the launch fails.
+        cluster: blocks in x that share a cluster; the grid must be a multiple of it.
 
     Raises:
         LayoutMismatch: struct and kernel argument differ in size.
@@ -52,6 +53,7 @@ class Launcher:
         *,
         programmatic: bool = False,
         cooperative: bool = False,
+        cluster: int = 1,
     ) -> None:
         size = ctypes.sizeof(struct)
         if function.argument_bytes is not None and function.argument_bytes != size:
@@ -69,7 +71,7 @@ class Launcher:
         self._params_address = ctypes.addressof(self._params)
         self._handle = function.handle
         self._enter = cuda.cuLaunchKernelEx
-        self._config = _config(cuda, function.shared, programmatic, cooperative)
+        self._config = _config(cuda, function.shared, programmatic, cooperative, cluster)
         self._last: tuple[tuple[int, int, int], int, int] | None = None
 
     def __call__(
@@ -124,7 +126,7 @@ class Launcher:
         )
 
 
-def _config(cuda: Any, shared: int, programmatic: bool, cooperative: bool) -> Any:
+def _config(cuda: Any, shared: int, programmatic: bool, cooperative: bool, cluster: int) -> Any:
     """Return a CUlaunchConfig with all that does not change from call to call."""
     which = cuda.CUlaunchAttributeID
     attributes = []
@@ -137,6 +139,12 @@ def _config(cuda: Any, shared: int, programmatic: bool, cooperative: bool) -> An
         attribute = cuda.CUlaunchAttribute()
         attribute.id = which.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
         attribute.value.cooperative = 1
+        attributes.append(attribute)
+    if cluster > 1:
+        attribute = cuda.CUlaunchAttribute()
+        attribute.id = which.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        size = attribute.value.clusterDim
+        size.x, size.y, size.z = cluster, 1, 1
         attributes.append(attribute)
     config = cuda.CUlaunchConfig()
     config.sharedMemBytes = shared

@@ -135,6 +135,31 @@ class CudaModule:
             )
         )
 
+    def resident_clusters(self, name: str, block: int, cluster: int) -> int:
+        """Return how many clusters of `cluster` blocks of `block` threads fit on the GPU at once.
+
+        0 where the GPU cannot form such clusters.
+
+        Raises:
+            DriverError: there is no such kernel, or the driver refused the question.
+            OutOfOrder: the module was unloaded.
+        """
+        handle = self.function(name).handle
+        attribute = self._driver.CUlaunchAttribute()
+        attribute.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        size = attribute.value.clusterDim
+        size.x, size.y, size.z = cluster, 1, 1
+        config = self._driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = cluster, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+        config.attrs, config.numAttrs = [attribute], 1
+        status, count = self._driver.cuOccupancyMaxActiveClusters(handle, config)
+        if status == self._driver.CUresult.CUDA_ERROR_INVALID_CLUSTER_SIZE:
+            return 0
+        return int(
+            check((status, count), f"clusters of {cluster} x {block} threads of {name!r} at once")
+        )
+
     def global_bytes(self, name: str) -> bytes:
         """Return a copy of a `__device__` or `__constant__` variable.
 

@@ -10,9 +10,7 @@ WEFT_FN bool has_come(uint4 v) {
     return v.x != absent && v.y != absent && v.z != absent && v.w != absent;
 }
 
-WEFT_FN void leave_blank(uint4* at) {
-    store_arriving(at, make_uint4(absent, absent, absent, absent));
-}
+WEFT_FN void leave_blank(uint4* at) { post_vector(at, make_uint4(absent, absent, absent, absent)); }
 
 template <Number N> WEFT_FN uint4 presentable(uint4 v) {
     return make_uint4(presentable<N>(v.x), presentable<N>(v.y), presentable<N>(v.z),
@@ -57,8 +55,8 @@ struct Crew {
 // Counts CTAs that have read this operation's progress; true for the thread that counts the last.
 // By one thread of each CTA, behind a barrier of all its threads.
 WEFT_FN bool counts_last(Header& header) {
-    if (add_acq_rel(&header.arrived[0], 1) != gridDim.x - 1) return false;
-    header.arrived[0] = 0;
+    if (add_relaxed(&header.arrived, 1) != gridDim.x - 1) return false;
+    header.arrived = 0;
     return true;
 }
 

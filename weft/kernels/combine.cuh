@@ -87,15 +87,13 @@ WEFT_FN void reduce_token(const Block& team, const CombineArgs& a, u32 token, u3
 
 // Every CTA waits for itself: the rows it adds are behind the flags that it has seen.
 template <Shape S, u32 rank>
-WEFT_FN bool receive_rows(const Block& team, const CombineArgs& a, const Turn& turn,
-                          const Wave& wave) {
+WEFT_FN bool receive_rows(const Block& team, const CombineArgs& a, const Turn& turn) {
     const Share<S>& own = mine<S>(a.site);
-    const u32 until = wave.until < a.tokens ? wave.until : a.tokens;
-    u32 token = wave.first + blockIdx.x, destinations = token < until ? own.destinations[token] : 0;
-    if (!await_all<S>(team, a.site, Phase::combine, turn.epoch, wave.index)) return false;
-    while (token < until) {
+    u32 token = blockIdx.x, destinations = token < a.tokens ? own.destinations[token] : 0;
+    if (!await_all<S>(team, a.site, Phase::combine, turn.epoch)) return false;
+    while (token < a.tokens) {
         const u32 next = token + gridDim.x,
-                  next_destinations = next < until ? own.destinations[next] : 0;
+                  next_destinations = next < a.tokens ? own.destinations[next] : 0;
         reduce_token<S, rank>(team, a, token, destinations);
         token = next;
         destinations = next_destinations;
@@ -105,15 +103,13 @@ WEFT_FN bool receive_rows(const Block& team, const CombineArgs& a, const Turn& t
 
 // Tells the peers that their rows are there: in their inboxes, or in my outbox to be pulled.
 template <Shape S>
-WEFT_FN void send_rows(const Block& team, const CombineArgs& a, const Turn& turn,
-                       const Wave& wave) {
+WEFT_FN void send_rows(const Block& team, const CombineArgs& a, const Turn& turn) {
     bool publishes = team.first();
     if constexpr (S.way != Way::pull) {
-        push_rows<S>(team, a.site, wave);
-        if (wave.index == 0) return publish_part<S>(team, a.site, Phase::combine, turn.epoch, 0);
-        publishes = team.last_of(&mine<S>(a.site).header.arrived[wave.index]);
+        push_rows<S>(team, a.site);
+        publishes = team.last_of(&mine<S>(a.site).header.arrived);
     }
-    if (publishes) publish<S>(team, a.site, Phase::combine, turn.epoch, wave.index);
+    if (publishes) publish<S>(team, a.site, Phase::combine, turn.epoch, 0);
 }
 
 template <Shape S, u32 rank, Part part = Part::whole> WEFT_FN void combine(const CombineArgs& a) {
@@ -126,19 +122,12 @@ template <Shape S, u32 rank, Part part = Part::whole> WEFT_FN void combine(const
     const u64 start = team.lane() == 0 ? now_ns() : 0;
     if (fault(header, Point::combine_enter, a.site.rank, turn.epoch) == Action::stay_away) return;
 
-    if constexpr (part != Part::receive)
+    if constexpr (part != Part::receive) {
         mark_start(team, header, Phase::combine, turn.epoch, start);
-    const Waves waves = waves_of<S, part>(mine<S>(a.site));
-    if (part == Part::send && team.first() && team.lane() == 0) keep_waves(header, waves);
-    bool received = true;
-    // One wave is on its way while the one before is summed.
-    for (u32 step = 0; step <= waves.count && received; ++step) {
-        if constexpr (part != Part::receive)
-            if (step < waves.count) send_rows<S>(team, a, turn, waves.at(step));
-        if constexpr (part != Part::send)
-            if (step > 0) received = receive_rows<S, rank>(team, a, turn, waves.at(step - 1));
+        send_rows<S>(team, a, turn);
     }
     if constexpr (part != Part::send) {
+        const bool received = receive_rows<S, rank>(team, a, turn);
         if (received && team.lane() == 0) mark_end(header, Phase::combine, turn.epoch);
         if (received && team.first() && team.lane() == 0)
             keep_record(header, Phase::combine, turn.epoch, start, a.tokens);

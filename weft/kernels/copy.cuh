@@ -66,21 +66,21 @@ WEFT_FN void store(uint4* at, uint4 v) {
 }
 template <class V> WEFT_FN void store(V* at, V v) { *at = v; }
 
-// Sixteen bytes of a row that brings its own news (protocol/lowlatency.cuh): four words, each whole
-// or not at all, in no order.
-WEFT_FN void store_arriving(uint4* at, uint4 v) {
-    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(at), "r"(v.x), "r"(v.y),
-                 "r"(v.z), "r"(v.w)
-                 : "memory");
-}
-
-WEFT_FN uint4 load_arriving(const uint4* at) {
+// Data that is its own flag: four words that a peer writes one by one and this rank polls in its
+// own memory. Strong accesses that order nothing; a 16-byte one may be seen in pieces.
+WEFT_FN uint4 poll_vector(const uint4* at) {
     uint4 v;
     asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "l"(at)
                  : "memory");
     return v;
+}
+
+WEFT_FN void post_vector(uint4* at, uint4 v) {
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(at), "r"(v.x), "r"(v.y),
+                 "r"(v.z), "r"(v.w)
+                 : "memory");
 }
 
 WEFT_FN float low_half(Number number, u32 pair) {

@@ -122,7 +122,7 @@ WEFT_FN void clear_rows(const Block& team, const DispatchArgs& a, u32 from, u32 
 }
 
 // This rank's numbers to every rank, cut over all CTAs: like the rows, they are stored before
-// the part is published, and its barrier orders them before it.
+// `last_of`, and its barriers order them before the flags.
 template <Shape S> WEFT_FN void send_stats(const Block& team, const DispatchArgs& a) {
     if constexpr (S.stats != 0) {
         const u32 block = blockIdx.y * gridDim.x + blockIdx.x;
@@ -138,9 +138,9 @@ template <Shape S> WEFT_FN void send_stats(const Block& team, const DispatchArgs
     }
 }
 
-// All of this rank's tokens, this team's part of them.
+// All of this rank's tokens; true in the team that came last, which then publishes for all.
 template <Shape S>
-WEFT_FN void send_tokens(const Block& team, const DispatchArgs& a, const Turn& turn, u32 count,
+WEFT_FN bool send_tokens(const Block& team, const DispatchArgs& a, const Turn& turn, u32 count,
                          Parcel<S> parcel) {
     u32 token = blockIdx.x;
     while (token < count) {
@@ -152,6 +152,7 @@ WEFT_FN void send_tokens(const Block& team, const DispatchArgs& a, const Turn& t
     clear_rows<S>(team, a, count, turn.rows);
     send_stats<S>(team, a);
     fault(mine<S>(a.site).header, Point::after_payload, a.site.rank, turn.epoch + 1);
+    return team.last_of(&mine<S>(a.site).header.arrived);
 }
 
 template <Shape S, Part part = Part::whole> WEFT_FN void dispatch(const DispatchArgs& a) {
@@ -169,13 +170,12 @@ template <Shape S, Part part = Part::whole> WEFT_FN void dispatch(const Dispatch
         mark_start(team, header, Phase::dispatch, wanted, start);
         if (fault(header, Point::dispatch_enter, a.site.rank, wanted) == Action::stay_away) return;
         count = token_count<S>(a, team.first() && team.lane() == 0);
-        send_tokens<S>(team, a, turn, count, parcel);
-        publish_part<S>(team, a.site, Phase::dispatch, wanted, count);
-        if (!team.first()) return;
+        if (!send_tokens<S>(team, a, turn, count, parcel)) return;
+        publish<S>(team, a.site, Phase::dispatch, wanted, count);
         if (team.lane() == 0) header.sending = count;
     }
-    // Only one team comes here. It alone advances the turn, which all the others have read: their
-    // parts are among those that it waits for.
+    // Only one team comes here, the last of the whole kernel or the only one of the receiving half:
+    // it alone advances the turn.
     if constexpr (part != Part::send) {
         if (!await_all<S>(team, a.site, Phase::dispatch, wanted)) return;
         if (team.lane() == 0) {

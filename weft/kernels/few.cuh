@@ -58,7 +58,7 @@ WEFT_FN void store_row(RowRing<S>& ring, const Site& site, u32 turn, u32 token, 
 
 // One warp a CTA: lane 0 keeps loads running ahead and stores running behind, all lanes route.
 template <Shape S>
-WEFT_FN void send_tokens_in_bulk(const Block& team, const DispatchArgs& a, const Turn& turn,
+WEFT_FN bool send_tokens_in_bulk(const Block& team, const DispatchArgs& a, const Turn& turn,
                                  u32 count, RowRing<S>& ring) {
     constexpr u32 stages = RowRing<S>::stages, ahead = stages - 2;
     const u32 lane = team.warp_lane(), stride = gridDim.x;
@@ -85,6 +85,7 @@ WEFT_FN void send_tokens_in_bulk(const Block& team, const DispatchArgs& a, const
     if (lane == 0) bulk_wait_written();
     clear_rows<S>(team, a, count, turn.rows);
     send_stats<S>(team, a);
+    return team.last_of(&mine<S>(a.site).header.arrived);
 }
 
 // The loading warp: lane p pulls peer p's part of each piece, one stage after the other, and runs
@@ -172,9 +173,8 @@ template <Shape S> WEFT_FN void dispatch_on_few(const DispatchArgs& a) {
     const u64 start = team.lane() == 0 ? now_ns() : 0, wanted = (turn.epoch + 1) & epoch_mask;
     mark_start(team, header, Phase::dispatch, wanted, start);
     const u32 count = token_count<S>(a, team.first() && team.lane() == 0);
-    send_tokens_in_bulk<S>(team, a, turn, count, ring);
-    publish_part<S>(team, a.site, Phase::dispatch, wanted, count);
-    if (!team.first()) return;
+    if (!send_tokens_in_bulk<S>(team, a, turn, count, ring)) return;
+    publish<S>(team, a.site, Phase::dispatch, wanted, count);
     if (!await_all<S>(team, a.site, Phase::dispatch, wanted) || team.lane() != 0) return;
     header.turn = {wanted, 0, count};
     keep_record(header, Phase::dispatch, wanted, start, count);

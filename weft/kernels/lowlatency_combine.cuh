@@ -50,8 +50,8 @@ template <LowShape S> WEFT_FN void send_fp8_home(u8* row, u32 v, const float (&x
     if (v >= S.hidden / lane_columns) return;
     const BlockScale scale = block_scale(amax);
     constexpr u32 lanes = scale_columns / lane_columns;
-    store_arriving(reinterpret_cast<uint4*>(row) + v,
-                   quantize(x, scale.inverse, amax >= infinity_bits));
+    post_vector(reinterpret_cast<uint4*>(row) + v,
+                quantize(x, scale.inverse, amax >= infinity_bits));
     if (v % lanes == 0)
         send_scale<S.hidden / scale_columns>(row + S.hidden, v / lanes, scale.scale);
 }
@@ -62,8 +62,8 @@ WEFT_FN void send_plain_home(u8* row, u32 v, const Columns<S.number>& columns) {
     if (v >= S.hidden / lane_columns) return;
 #pragma unroll
     for (u32 i = 0; i < width; ++i)
-        store_arriving(reinterpret_cast<uint4*>(row) + v * width + i,
-                       presentable<S.number>(columns.v[i]));
+        post_vector(reinterpret_cast<uint4*>(row) + v * width + i,
+                    presentable<S.number>(columns.v[i]));
 }
 
 // Every row of a token by itself.
@@ -147,7 +147,7 @@ template <LowShape S> struct Piece {
         return reinterpret_cast<u32*>(row + S.hidden) + at / lanes;
     }
     WEFT_FN void load(u8* row, u32 at) {
-        v = load_arriving(reinterpret_cast<const uint4*>(row) + at);
+        v = poll_vector(reinterpret_cast<const uint4*>(row) + at);
         if constexpr (S.fp8_back)
             if (at % lanes == 0) scale = load_relaxed(scale_at(row, at));
     }

@@ -52,8 +52,8 @@ WEFT_FN void send_columns(const Site& site, const Load<S>& load, u32 destination
         for_destinations<S>(site, load.token, destinations, [&](u8* row) {
 #pragma unroll
             for (u32 i = 0; i < width; ++i)
-                store_arriving(reinterpret_cast<uint4*>(row) + load.v * width + i,
-                               presentable<S.number>(load.columns.v[i]));
+                post_vector(reinterpret_cast<uint4*>(row) + load.v * width + i,
+                            presentable<S.number>(load.columns.v[i]));
         });
     } else {
         float x[lane_columns];
@@ -65,7 +65,7 @@ WEFT_FN void send_columns(const Site& site, const Load<S>& load, u32 destination
         constexpr u32 lanes = S.group / lane_columns;
         const bool leads = load.v % lanes == 0;
         for_destinations<S>(site, load.token, destinations, [&](u8* row) {
-            store_arriving(reinterpret_cast<uint4*>(row) + load.v, numbers);
+            post_vector(reinterpret_cast<uint4*>(row) + load.v, numbers);
             if (leads) send_scale<S.blocks()>(row + S.hidden, load.v / lanes, scale.scale);
         });
     }

@@ -21,11 +21,10 @@ WEFT_FN bool learn(const Block& team, const LowDispatchArgs& a, u64 wanted, bool
     bool came = true;
     if (lane < S.ranks) {
         if (leads) fault(own.header, Point::before_poll, lane, wanted);
-        const FlagSight sight{own.header.generation & 0xffffu, a.site.descriptor, wanted};
         u32 tokens = 0;
-        came = await_word(own.header, a.site, &own.inbox.hello[lane], lane, Phase::dispatch, wanted,
-                          sight) &&
-               await_tagged(own.header, a.site, &own.inbox.tokens[lane], lane, wanted, tokens);
+        came =
+            await_flag(own.header, a.site, &own.inbox.hello[lane], lane, Phase::dispatch, wanted) &&
+            await_tagged(own.header, a.site, &own.inbox.tokens[lane], lane, wanted, tokens);
         // Counts come from a peer: never believe more than the inbox holds.
         scratch.tokens[lane] = came ? min(tokens, S.tokens) : 0;
         if (leads && came) mark_arrived(team, own.header, Phase::dispatch, wanted, lane);
@@ -77,7 +76,7 @@ template <LowShape S> WEFT_FN Taken<S> look(LowInbox<S>& inbox, u32 source, u32 
 #pragma unroll
     for (u32 i = 0; i < taken_vectors; ++i)
         if (Taken<S>::place(unit, i) < S.sent_vectors())
-            taken.v[i] = load_arriving(row + Taken<S>::place(unit, i));
+            taken.v[i] = poll_vector(row + Taken<S>::place(unit, i));
     return taken;
 }
 
@@ -113,7 +112,7 @@ WEFT_FN bool await_row(const Site& site, u64 wanted, u32 source, u32 token, u32 
 #pragma unroll
         for (u32 i = 0; i < taken_vectors; ++i)
             if (Taken<S>::place(unit, i) < S.sent_vectors() && !has_come(taken.v[i]))
-                taken.v[i] = load_arriving(row + Taken<S>::place(unit, i));
+                taken.v[i] = poll_vector(row + Taken<S>::place(unit, i));
     }
 #pragma unroll
     for (u32 i = 0; i < taken_vectors; ++i)

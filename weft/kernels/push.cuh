@@ -64,13 +64,13 @@ WEFT_FN void push_row(const Block& team, const Site& site, const Errand& errand)
         push_plain<S>(team, from, reinterpret_cast<uint4*>(to));
 }
 
-// The rows of one wave.
-template <Shape S> WEFT_FN void push_rows(const Block& team, const Site& site, const Wave& wave) {
-    const u32 most = most_tokens<S>(mine<S>(site).inbox);
-    const u32 until = (wave.until < most ? wave.until : most) * S.ranks;
-    u32 slot = wave.first * S.ranks + blockIdx.x;
-    Errand errand = find_errand<S>(team, site, slot, most);
-    for (; slot < until; slot += gridDim.x) {
+template <Shape S> WEFT_FN void push_rows(const Block& team, const Site& site) {
+    u32 most = 0;
+#pragma unroll
+    for (u32 source = 0; source < S.ranks; ++source)
+        most = max(most, tokens_from<S>(mine<S>(site).inbox, source));
+    Errand errand = find_errand<S>(team, site, blockIdx.x, most);
+    for (u32 slot = blockIdx.x; slot < most * S.ranks; slot += gridDim.x) {
         const Errand next = find_errand<S>(team, site, slot + gridDim.x, most);
         if (errand.wanted) push_row<S>(team, site, errand);
         errand = next;

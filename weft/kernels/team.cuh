@@ -14,6 +14,34 @@ WEFT_FN void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "m
 // From here on the successor may take its place on the SMs; it waits there for this kernel's end.
 WEFT_FN void admit_successor() { asm volatile("griddepcontrol.launch_dependents;"); }
 
+// The CTAs of one cluster; a launch without clusters has clusters of one. Nobody may write into the
+// shared memory of a neighbour before all have met once, nor leave before all have met for the last
+// time.
+struct Cluster {
+    WEFT_FN u32 size() const {
+        u32 n;
+        asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n));
+        return n;
+    }
+    WEFT_FN u32 rank() const {
+        u32 n;
+        asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(n));
+        return n;
+    }
+    // Order: what a thread stored into shared memory before it arrived may be read by every thread
+    // that has waited.
+    WEFT_FN void arrive() const { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+    WEFT_FN void wait() const { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+    // Stores into the same place of a neighbour's shared memory.
+    WEFT_FN void store_at(u32 neighbour, u64* at, u64 value) const {
+        asm volatile(
+            "{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; "
+            "st.shared::cluster.u64 [there], %2;}" ::"r"(u32(__cvta_generic_to_shared(at))),
+            "r"(neighbour), "l"(value)
+            : "memory");
+    }
+};
+
 struct Block {
     WEFT_FN u32 lane() const { return threadIdx.x; }
     WEFT_FN u32 lanes() const { return blockDim.x; }
@@ -26,8 +54,6 @@ struct Block {
     WEFT_FN void meet_publishers() const {
         if (warp() == 0) __syncwarp();
     }
-
-    WEFT_FN void meet() const { __syncthreads(); }
 
     // Every lane's verdict, after a barrier.
     WEFT_FN bool all(bool mine) const { return __syncthreads_and(mine); }

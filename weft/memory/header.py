@@ -13,7 +13,6 @@ from ctypes import c_uint8, c_uint32, c_uint64
 from weft.shape import MAX_RANKS
 
 ABI = 4
-MAX_WAVES = 4
 RING_RECORDS = 256
 RING_TIMELINES = 64
 EPOCH_MASK = (1 << 40) - 1
@@ -111,13 +110,11 @@ class Header(ctypes.Structure):
         ("failed", c_uint32),
         ("rows", c_uint32),
         ("_pad1", c_uint8 * 112),
-        ("arrived", c_uint32 * MAX_WAVES),
+        ("arrived", c_uint32),
         ("refusing", c_uint32),
         ("refusals", c_uint32),
         ("sending", c_uint32),
-        ("waves", c_uint32),
-        ("wave", c_uint32),
-        ("_pad2", c_uint8 * 92),
+        ("_pad2", c_uint8 * 112),
         ("abort", c_uint64),
         ("_pad3", c_uint8 * 120),
         ("fault", Fault),
@@ -129,4 +126,4 @@ class Header(ctypes.Structure):
 
 HEADER_BYTES = ctypes.sizeof(Header)
 MAILBOX_BYTES = 4096
-PHASES = {1: "dispatch", 2: "combine", 3: "grouping"}
+PHASES = {1: "dispatch", 2: "combine", 3: "grouping", 4: "all-reduce"}

@@ -15,7 +15,6 @@ from weft.errors import LayoutMismatch
 from weft.memory.header import (
     ABI,
     HEADER_BYTES,
-    MAX_WAVES,
     ErrorRecord,
     Fault,
     Header,
@@ -66,7 +65,7 @@ class Layout:
         outbox, destinations.
         """
         slots = shape.ranks * shape.tokens
-        counts = HEADER_BYTES + (3 + MAX_WAVES) * _up(8 * shape.ranks)
+        counts = HEADER_BYTES + 2 * _up(8 * shape.ranks)
         route = counts + _up(4 * shape.ranks)
         route_bytes = 8 * shape.slots
         at = route + _up(slots * route_bytes)

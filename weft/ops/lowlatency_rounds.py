@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from weft.errors import InvalidArgument, OutOfOrder
-from weft.memory import Group
-from weft.memory.header import EPOCH_MASK
+from weft.memory import Group, Heap
+from weft.memory.header import HEADER_BYTES, Header
 from weft.ops.check import check_alignment, check_tensor
 from weft.ops.lowlatency_entry import LowCpuEntries, LowCudaEntries
 from weft.ops.lowlatency_geometry import (
@@ -22,7 +22,7 @@ from weft.ops.lowlatency_geometry import (
     LowGeometry,
 )
 from weft.ops.lowlatency_shape import LowCombineArgs, LowDispatchArgs
-from weft.ops.premises import Premises
+from weft.ops.watched import Watched, new_header
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,11 @@ class ExpertRows:
     handle: Handle
 
 
-class LowPremises(Premises):
-    """The shared memory of a low-latency all-to-all: flags, and the inbox."""
+class LowPremises(Watched):
+    """The shared memory of a low-latency all-to-all: header, flags and the inbox.
+
+    Creation is collective and a vote; every rank leaves it with all ranks' shares initialised.
+    """
 
     def __init__(
         self,
@@ -70,21 +73,31 @@ class LowPremises(Premises):
         seconds: tuple[float, float],
         first_epoch: int,
     ) -> None:
-        self._geometry, self._first_epoch = geometry, first_epoch & EPOCH_MASK
-        super().__init__(
-            group,
-            geometry.layout.share_bytes,
-            geometry.shape.descriptor,
-            seconds=seconds,
-            first_epoch=first_epoch,
+        layout = geometry.layout
+        header = new_header(group, layout.share_bytes, seconds=seconds, first_epoch=first_epoch)
+        self.heap = Heap.create(group, layout.share_bytes)
+        # A vote: no peer may write into this share before it is initialised.
+        group.together(
+            lambda: self._initialise(geometry, header),
             doing="initialising a low-latency all-to-all",
         )
 
-    def _furnish(self) -> None:
-        layout = self._geometry.layout
+    def _initialise(self, geometry: LowGeometry, header: Header) -> None:
+        self._watch(geometry.shape.descriptor)
+        layout, heap = geometry.layout, self.heap
         blank = layout.share_bytes - layout.tokens
-        self.heap.tensor((blank,), torch.uint8, offset=layout.tokens).fill_(0xFF)
-        self.heap.tensor((4,), torch.int64, offset=layout.progress).fill_(self._first_epoch)
+        heap.tensor((blank,), torch.uint8, offset=layout.tokens).fill_(0xFF)
+        heap.tensor((4,), torch.int64, offset=layout.progress).fill_(header.first_epoch)
+        header.generation = heap.generation
+        raw = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        heap.tensor((HEADER_BYTES,), torch.uint8).copy_(raw)
+        if heap.group.device.type == "cuda":
+            torch.cuda.synchronize(heap.group.device)
+
+    def close(self) -> None:
+        """Give the memory back; local."""
+        del self._mailbox, self._alarm
+        self.heap.close()
 
 
 class Slot:

@@ -11,6 +11,19 @@ import torch
 
 from weft.ops.placement import Placement
 from weft.ops.received import Received
+from weft.ops.reduce_reference import allreduce_fused, finalize_moe
+
+__all__ = [
+    "allreduce_fused",
+    "combine",
+    "dequantize",
+    "dispatch",
+    "expert_load",
+    "finalize_moe",
+    "identity_experts",
+    "identity_round_trip",
+    "quantize",
+]
 
 
 def dispatch(

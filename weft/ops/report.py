@@ -7,15 +7,17 @@ from weft.errors import (
     BadExpertId,
     GeometryMismatch,
     GroupError,
+    InvalidArgument,
     PeerTimeout,
     TokenOverflow,
     UsageError,
 )
 from weft.memory.header import PHASES, ErrorRecord
+from weft.ops.reduce_args import SLOTS, signature_text
 
 BAD_EXPERT_ID, DUPLICATE_EXPERT, TOKEN_OVERFLOW = 1, 2, 3
-PEER_TIMEOUT, GEOMETRY_MISMATCH, ABORTED = 4, 5, 6
-GROUPING = 3  # the phase
+PEER_TIMEOUT, GEOMETRY_MISMATCH, ABORTED, BAD_ROW_INDEX = 4, 5, 6, 7
+GROUPING, ALL_REDUCE = 3, 4  # phases
 
 
 def _signed(value: int) -> int:
@@ -37,6 +39,12 @@ def refusal(record: ErrorRecord, count: int) -> UsageError:
             f"{where} repeats expert {record.seen} of the same row; a row names an expert once. "
             f"Both were delivered as they stand{more}. Mend the router's top-k."
         )
+    if record.code == BAD_ROW_INDEX:
+        return InvalidArgument(
+            f"rank {record.rank}: index[{record.token}, {record.slot}] of a MoEFinalize is "
+            f"{_signed(record.seen)}; its rows are 0..{record.wanted - 1}, or -1 for none. The "
+            f"entry was dropped{more}. Mend what makes the index."
+        )
     if record.phase == GROUPING:
         return TokenOverflow(
             f"rank {record.rank}: grouping needs {record.seen} rows (masked: for local expert "
@@ -54,6 +62,19 @@ def breakage(record: ErrorRecord) -> GroupError:
     """The error that ended the group."""
     phase = PHASES.get(record.phase, f"phase {record.phase}")
     who = f"rank {record.rank}, {phase}"
+    if record.phase == ALL_REDUCE and record.code == PEER_TIMEOUT:
+        return PeerTimeout(
+            f"{who}, epoch {record.wanted}: the {SLOTS.get(record.seen, 'slot')} of token "
+            f"{record.token} (16-byte word {record.slot}) did not come from rank {record.peer} "
+            f"within {record.elapsed_ns / 1e9:.2f} s. It is dead, stopped, slower than the "
+            "deadline, or did not make this call; raise timeout= if it was only slow, then make a "
+            "new group."
+        )
+    if record.phase == ALL_REDUCE and record.code == GEOMETRY_MISMATCH:
+        return GeometryMismatch(
+            f"{who}: rank {record.peer} called with {signature_text(record.seen)}; this rank with "
+            f"{signature_text(record.wanted)}. Make the same call on every rank."
+        )
     if record.code == PEER_TIMEOUT:
         return PeerTimeout(
             f"{who}: rank {record.peer} did not publish epoch {record.wanted} within "

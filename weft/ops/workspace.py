@@ -6,17 +6,21 @@ import torch
 
 from weft.errors import InvalidArgument
 from weft.memory import Group, Heap
+from weft.memory.header import HEADER_BYTES, Header
 from weft.ops.entry import Entries
 from weft.ops.geometry import Geometry
-from weft.ops.premises import Premises
 from weft.ops.received import Payload, Received
+from weft.ops.watched import Watched, new_header
 
 
-class Workspace(Premises):
+class Workspace(Watched):
     """The symmetric memory of an all-to-all.
 
     received: views of what peers write into this rank's inbox.
     output: `[ep_size, max_tokens, hidden]`, what this rank's experts write for peers to read.
+    site: where the shares lie, as kernels take it.
+
+    Creation is collective and a vote; every rank leaves it with all ranks' shares initialised.
     """
 
     def __init__(
@@ -28,22 +32,30 @@ class Workspace(Premises):
         first_timeout: float,
         first_epoch: int = 0,
     ) -> None:
-        self._geometry = geometry
-        super().__init__(
+        header = new_header(
             group,
             geometry.layout.share_bytes,
-            geometry.shape.descriptor,
             seconds=(timeout, first_timeout),
             first_epoch=first_epoch,
-            doing="initialising an all-to-all",
+        )
+        self.heap = Heap.create(group, geometry.layout.share_bytes)
+        # A vote: no peer may dispatch into this share before it is initialised.
+        group.together(
+            lambda: self._initialise(geometry, header), doing="initialising an all-to-all"
         )
 
-    def _furnish(self) -> None:
-        geometry = self._geometry
+    def _initialise(self, geometry: Geometry, header: Header) -> None:
+        group = self.heap.group
+        self._watch(geometry.shape.descriptor)
         self.received = self._inbox_views(geometry)
         shape, layout = geometry.shape, geometry.layout
         rows = (shape.ranks, shape.tokens, shape.hidden)
         self.output = self.heap.tensor(rows, geometry.dtype, offset=layout.outbox)
+        header.generation = self.heap.generation
+        raw = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        self.heap.tensor((HEADER_BYTES,), torch.uint8).copy_(raw)
+        if group.device.type == "cuda":
+            torch.cuda.synchronize(group.device)
 
     def _inbox_views(self, geometry: Geometry) -> Received:
         shape, layout, heap = geometry.shape, geometry.layout, self.heap
@@ -72,8 +84,8 @@ class Workspace(Premises):
 
     def close(self) -> None:
         """Give the memory back, but for what a caller's views still show; local."""
-        del self.received, self.output
-        super().close()
+        del self._mailbox, self._alarm, self.received, self.output
+        self.heap.close()
 
 
 def open_workspace(

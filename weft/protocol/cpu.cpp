@@ -16,7 +16,6 @@ struct Solo {
     bool all(bool mine) const { return mine; }
     bool first() const { return true; }
     u32 teams() const { return 1; }
-    void meet() const {}
     void meet_publishers() const {}
 };
 
@@ -158,7 +157,7 @@ template <Shape S, Part part = Part::whole> void dispatch(const DispatchArgs& a)
         clear_rows<S>(a, count, turn.rows);
         send_stats<S>(a);
         fault(own.header, Point::after_payload, a.site.rank, wanted);
-        publish_part<S>(Solo{}, a.site, Phase::dispatch, wanted, count);
+        publish<S>(Solo{}, a.site, Phase::dispatch, wanted, count);
         own.header.sending = count;
     }
     if constexpr (part != Part::send) {
@@ -217,12 +216,11 @@ template <Shape S> void reduce_token(const CombineArgs& a, u32 token) {
     if constexpr (rest != 0) reduce_block<S, rest>(a, token, whole);
 }
 
-// The rows of one wave that this rank's experts made, into the inboxes of the tokens' owners.
-template <Shape S> void push_rows(const Site& site, const Wave& wave) {
+// The rows that this rank's experts made, into the inboxes of the tokens' owners.
+template <Shape S> void push_rows(const Site& site) {
     Share<S>& own = mine<S>(site);
-    for (u32 source = 0; source < S.ranks; ++source) {
-        const u32 count = tokens_from<S>(own.inbox, source);
-        for (u32 token = wave.first; token < count && token < wave.until; ++token) {
+    for (u32 source = 0; source < S.ranks; ++source)
+        for (u32 token = 0, count = tokens_from<S>(own.inbox, source); token < count; ++token) {
             bool is_for_me = false;
             for (u32 k = 0; k < S.top_k; ++k)
                 is_for_me = is_for_me || own.inbox.route[source][token].expert[k] >= 0;
@@ -234,22 +232,6 @@ template <Shape S> void push_rows(const Site& site, const Wave& wave) {
             else
                 std::memcpy(to, from, S.out_bytes());
         }
-    }
-}
-
-template <Shape S> bool receive_rows(const CombineArgs& a, const Turn& turn, const Wave& wave) {
-    if (!await_all<S>(Solo{}, a.site, Phase::combine, turn.epoch, wave.index)) return false;
-    for (u32 token = wave.first; token < a.tokens && token < wave.until; ++token)
-        reduce_token<S>(a, token);
-    return true;
-}
-
-template <Shape S> void send_rows(const CombineArgs& a, const Turn& turn, const Wave& wave) {
-    if constexpr (S.way != Way::pull) {
-        push_rows<S>(a.site, wave);
-        if (wave.index == 0) return publish_part<S>(Solo{}, a.site, Phase::combine, turn.epoch, 0);
-    }
-    publish<S>(Solo{}, a.site, Phase::combine, turn.epoch, wave.index);
 }
 
 template <Shape S, Part part = Part::whole> void combine(const CombineArgs& a) {
@@ -261,16 +243,12 @@ template <Shape S, Part part = Part::whole> void combine(const CombineArgs& a) {
         mark_start(Solo{}, own.header, Phase::combine, turn.epoch, start);
         if (fault(own.header, Point::combine_enter, a.site.rank, turn.epoch) == Action::stay_away)
             return;
-    }
-    const Waves waves = waves_of<S, part>(own);
-    if (part == Part::send) keep_waves(own.header, waves);
-    for (u32 step = 0; step <= waves.count; ++step) {
-        if constexpr (part != Part::receive)
-            if (step < waves.count) send_rows<S>(a, turn, waves.at(step));
-        if constexpr (part != Part::send)
-            if (step > 0 && !receive_rows<S>(a, turn, waves.at(step - 1))) return;
+        if constexpr (S.way != Way::pull) push_rows<S>(a.site);
+        publish<S>(Solo{}, a.site, Phase::combine, turn.epoch, 0);
     }
     if constexpr (part != Part::send) {
+        if (!await_all<S>(Solo{}, a.site, Phase::combine, turn.epoch)) return;
+        for (u32 token = 0; token < a.tokens; ++token) reduce_token<S>(a, token);
         keep_record(own.header, Phase::combine, turn.epoch, start, a.tokens);
         mark_end(own.header, Phase::combine, turn.epoch);
     }

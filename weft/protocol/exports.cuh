@@ -74,9 +74,8 @@ template <Shape S> WEFT_FN void measure(u64 base, u64* to) {
         WEFT_AT(Header, deadline_ns), WEFT_AT(Header, first_deadline_ns),                        \
         WEFT_AT(Header, turn.epoch), WEFT_AT(Header, turn.failed), WEFT_AT(Header, turn.rows),   \
         WEFT_AT(Header, arrived), WEFT_AT(Header, refusing), WEFT_AT(Header, refusals),          \
-        WEFT_AT(Header, sending), WEFT_AT(Header, waves), WEFT_AT(Header, wave),                 \
-        WEFT_AT(Header, abort), WEFT_AT(Header, fault), WEFT_AT(Header, ring),                   \
-        WEFT_AT(Header, timelines)
+        WEFT_AT(Header, sending), WEFT_AT(Header, abort), WEFT_AT(Header, fault),                \
+        WEFT_AT(Header, ring), WEFT_AT(Header, timelines)
 #define WEFT_SITE                                                                           \
     sizeof(weft::Site), WEFT_AT(Site, base), WEFT_AT(Site, stride), WEFT_AT(Site, mailbox), \
         WEFT_AT(Site, rank), WEFT_AT(Site, descriptor)

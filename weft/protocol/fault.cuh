@@ -15,6 +15,9 @@ enum class Point : u32 {
     combine_enter = 5,
     before_ready = 6,
     before_read = 7,
+    reduce_enter = 8,
+    after_rows = 9,
+    before_rows = 10,
 };
 enum class Action : u32 { delay = 1, jitter = 2, drop = 3, lie = 4, stay_away = 5, die = 6 };
 constexpr u64 every_epoch = ~0ull;

@@ -9,7 +9,6 @@ namespace weft {
 
 constexpr u32 abi = 4;         // raise it whenever a struct below changes
 constexpr u32 max_planes = 8;  // opaque payload tensors of one dispatch
-constexpr u32 max_waves = 4;   // parts in which rows are pushed home
 constexpr u32 max_ranks = 32;  // a token's destinations are the bits of one u32
 constexpr u32 ring_records = 256;
 constexpr u32 ring_timelines = 64;  // the last 32 rounds
@@ -31,6 +30,7 @@ enum class Code : u32 {
     peer_timeout = 4,
     geometry_mismatch = 5,
     aborted = 6,
+    bad_row_index = 7,
 };
 
 // One name specialises every kernel. All ranks of a group use equal Shapes; creation verifies it.
@@ -71,11 +71,6 @@ WEFT_FN constexpr u64 flag_epoch(u64 flag) { return flag & epoch_mask; }
 WEFT_FN constexpr bool not_older(u64 epoch, u64 wanted) {
     return ((epoch - wanted) & epoch_mask) < (1ull << 39);
 }
-
-// Each team of a sending kernel adds its part of this to one word at every peer, so no team has to
-// wait for the others before the peers are told. Far more than a grid has teams.
-constexpr u32 part_bits = 20;
-constexpr u64 whole_round = 1ull << part_bits;
 
 // What went wrong, as counters and ids only. Written by the device, read by the host.
 struct ErrorRecord {
@@ -130,12 +125,10 @@ struct alignas(128) Header {
     u64 share_bytes, first_epoch;
     u64 deadline_ns, first_deadline_ns;
     alignas(128) Turn turn;
-    alignas(128) u32 arrived[max_waves];  // teams that have sent, of the running operation
-    u32 refusing;                         // taken while a refusal is being written
+    alignas(128) u32 arrived;  // teams that have finished sending, of the running dispatch
+    u32 refusing;              // taken while a refusal is being written
     u32 refusals;
     u32 sending;             // tokens of a dispatch that was sent and not yet received
-    u32 waves;               // of a combine that was sent and not yet received,
-    u32 wave;                // and the tokens of each
     alignas(128) u64 abort;  // a peer's host asks this rank to leave: that peer's rank + 1
     alignas(128) Fault fault;
     alignas(128) Record ring[ring_records];
@@ -186,19 +179,12 @@ template <Shape S>
     requires(S.stats == 0)
 struct Stats<S> {};
 
-// One flag for each peer, which alone writes it; one line for one poll.
-template <Shape S> struct alignas(128) Flags {
-    u64 of[S.ranks];
-};
-
 // Written by peers. The slot of a token is its index at the source, so no counter is shared and no
 // order is lost.
 template <Shape S> struct Inbox {
-    Flags<S> dispatched;
-    Flags<S> sent;              // parts of all dispatches so far, whole_round of them for each
-    Flags<S> ready[max_waves];  // a peer's outbox may be read, or a wave of its rows is here
-    Flags<S> pushed;            // as sent, of rows pushed home in the first wave
-    alignas(128) i32 counts[S.ranks];  // tokens of each source in this round
+    alignas(128) u64 dispatched[S.ranks];  // flags, one writer each, one line for one poll
+    alignas(128) u64 ready[S.ranks];       // a peer's experts are done: its outbox may be read
+    alignas(128) i32 counts[S.ranks];      // tokens of each source in this round
     alignas(128) Route<S> route[S.ranks][S.tokens];
     Planes<S> payload;
     Returned<S> returned;

@@ -190,13 +190,11 @@ template <LowShape S> WEFT_FN void grant(const Site& site, const Progress& progr
 template <LowShape S>
 WEFT_FN bool await_grant(const Site& site, const Progress& progress, Phase phase, u32 peer) {
     LowShare<S>& own = own_share<S>(site);
-    const u32 generation = own.header.generation & 0xffffu;
     const bool out = phase == Phase::dispatch;
     // Deadlines know rounds by the epoch that is being made.
     const u64 epoch = ((out ? progress.sent : progress.returned) + 1) & epoch_mask;
     const auto blank = [&](u64* flag, u64 wanted) {
-        return await_word(own.header, site, flag, peer, phase, epoch,
-                          FlagSight{generation, site.descriptor, wanted});
+        return await_flag(own.header, site, flag, peer, phase, epoch, wanted);
     };
     if ((out || !S.apart) && !blank(&own.inbox.received[peer], progress.sent)) return false;
     return (out && S.apart) || blank(&own.inbox.combined[peer], progress.returned);

@@ -165,11 +165,10 @@ template <LowShape S>
 bool learn(const LowDispatchArgs& a, u64 wanted, u32 (&tokens)[S.ranks],
            u32 (&first)[S.ranks][S.local]) {
     LowShare<S>& own = own_share<S>(a.site);
-    const FlagSight sight{own.header.generation & 0xffffu, a.site.descriptor, wanted};
     for (u32 source = 0; source < S.ranks; ++source) {
         fault(own.header, Point::before_poll, source, wanted);
-        if (!await_word(own.header, a.site, &own.inbox.hello[source], source, Phase::dispatch,
-                        wanted, sight) ||
+        if (!await_flag(own.header, a.site, &own.inbox.hello[source], source, Phase::dispatch,
+                        wanted) ||
             !await_tagged(own.header, a.site, &own.inbox.tokens[source], source, wanted,
                           tokens[source]))
             return false;

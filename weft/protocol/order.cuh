@@ -9,22 +9,28 @@
 // expression.
 #if defined(__CUDACC__)
 #define WEFT_FN __device__ __forceinline__
+#define WEFT_SLOW_FN __device__ __noinline__
 #define WEFT_OFFSET(T, member) __INTADDR__(&(((T*)0)->member))
 #else
 #include <sched.h>
 #include <signal.h>
 #include <time.h>
 #define WEFT_FN inline
+#define WEFT_SLOW_FN inline
 #define WEFT_OFFSET(T, member) __builtin_offsetof(T, member)
 #endif
 
 // Compile with -DWEFT_FAULTS=1 to arm the named fault points, -DWEFT_PROFILE=1 to keep timelines,
-// -DWEFT_WEAK_FLAGS=1 to break the release on purpose (the race test must then fail).
+// -DWEFT_WEAK_FLAGS=1 to break the release on purpose, -DWEFT_ONE_SIDE=1 to take the second buffer
+// away where two are needed (the race tests must then fail).
 #ifndef WEFT_FAULTS
 #define WEFT_FAULTS 0
 #endif
 #ifndef WEFT_PROFILE
 #define WEFT_PROFILE 0
+#endif
+#ifndef WEFT_ONE_SIDE
+#define WEFT_ONE_SIDE 0
 #endif
 #ifndef WEFT_WEAK_FLAGS
 #define WEFT_WEAK_FLAGS 0
@@ -59,18 +65,6 @@ WEFT_FN void store_release(u32* at, u32 value) {
 #endif
 }
 
-// Order: as store_release, for a word that several threads add to: who sees the sum may read what
-// each of them published before it (models/ptx C1).
-WEFT_FN void add_release(u64* at, u64 value) {
-#if defined(__CUDA_ARCH__)
-    __nv_atomic_fetch_add(at, value, __NV_ATOMIC_RELEASE, __NV_THREAD_SCOPE_SYSTEM);
-#elif WEFT_WEAK_FLAGS
-    __atomic_fetch_add(at, value, __ATOMIC_RELAXED);
-#else
-    __atomic_fetch_add(at, value, __ATOMIC_RELEASE);
-#endif
-}
-
 // Order: what the releasing thread published may be read after it.
 WEFT_FN u64 load_acquire(u64* at) {
 #if defined(__CUDA_ARCH__)
@@ -88,16 +82,7 @@ WEFT_FN u32 load_acquire(u32* at) {
 #endif
 }
 
-// A word that brings its own news (protocol/lowlatency.cuh): whole or not at all, and no order with
-// anything else.
-WEFT_FN void store_relaxed(u32* at, u32 value) {
-#if defined(__CUDA_ARCH__)
-    __nv_atomic_store_n(at, value, __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_SYSTEM);
-#else
-    __atomic_store_n(at, value, __ATOMIC_RELAXED);
-#endif
-}
-
+// Words that carry their own meaning: nothing else is published by them, or read behind them.
 WEFT_FN void store_relaxed(u64* at, u64 value) {
 #if defined(__CUDA_ARCH__)
     __nv_atomic_store_n(at, value, __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_SYSTEM);
@@ -106,7 +91,15 @@ WEFT_FN void store_relaxed(u64* at, u64 value) {
 #endif
 }
 
-WEFT_FN u32 load_relaxed(u32* at) {
+WEFT_FN void store_relaxed(u32* at, u32 value) {
+#if defined(__CUDA_ARCH__)
+    __nv_atomic_store_n(at, value, __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_SYSTEM);
+#else
+    __atomic_store_n(at, value, __ATOMIC_RELAXED);
+#endif
+}
+
+WEFT_FN u64 load_relaxed(u64* at) {
 #if defined(__CUDA_ARCH__)
     return __nv_atomic_load_n(at, __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_SYSTEM);
 #else
@@ -114,7 +107,7 @@ WEFT_FN u32 load_relaxed(u32* at) {
 #endif
 }
 
-WEFT_FN u64 load_relaxed(u64* at) {
+WEFT_FN u32 load_relaxed(u32* at) {
 #if defined(__CUDA_ARCH__)
     return __nv_atomic_load_n(at, __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_SYSTEM);
 #else
@@ -129,6 +122,15 @@ WEFT_FN u32 add_acq_rel(u32* at, u32 value) {
     return __nv_atomic_fetch_add(at, value, __NV_ATOMIC_ACQ_REL, __NV_THREAD_SCOPE_DEVICE);
 #else
     return __atomic_fetch_add(at, value, __ATOMIC_ACQ_REL);
+#endif
+}
+
+// Counts, and orders nothing: for those who only need to know that they were the last to come.
+WEFT_FN u32 add_relaxed(u32* at, u32 value) {
+#if defined(__CUDA_ARCH__)
+    return __nv_atomic_fetch_add(at, value, __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_DEVICE);
+#else
+    return __atomic_fetch_add(at, value, __ATOMIC_RELAXED);
 #endif
 }
 
@@ -164,6 +166,17 @@ WEFT_FN u64 now_ns() {
     return u64(t.tv_sec) * 1000000000ull + u64(t.tv_nsec);
 #else
     return 0;
+#endif
+}
+
+// IEEE's square root, rounded to nearest.
+WEFT_FN float square_root(float x) {
+#if defined(__CUDA_ARCH__)
+    return __fsqrt_rn(x);
+#elif !defined(__CUDACC__)
+    return __builtin_sqrtf(x);
+#else
+    return x;
 #endif
 }
 

@@ -12,12 +12,6 @@
 
 namespace weft {
 
-// Of a wave at least: so many that its flags cost little beside its rows.
-#ifndef WEFT_WAVE_TOKENS
-#define WEFT_WAVE_TOKENS 64
-#endif
-constexpr u32 wave_tokens = WEFT_WAVE_TOKENS;
-
 struct Place {
     u32 rank, local;
 };
@@ -125,88 +119,24 @@ template <Shape S> WEFT_FN u32 tokens_from(const Inbox<S>& inbox, u32 source) {
     return count < 0 ? 0 : u32(count) < S.tokens ? u32(count) : S.tokens;
 }
 
-// Part of a combine: tokens `first` .. `until` of every source.
-struct Wave {
-    u32 index, first, until;
-};
-
-// Rows that are pushed home come in waves, so that a rank sums what has arrived while the next rows
-// are on their way. All ranks cut alike: each knows what all the others dispatched.
-struct Waves {
-    u32 count, tokens;  // tokens of each
-
-    WEFT_FN Wave at(u32 index) const {
-        return {index, index * tokens, index + 1 == count ? ~0u : (index + 1) * tokens};
-    }
-};
-
-template <Shape S> WEFT_FN u32 most_tokens(const Inbox<S>& inbox) {
-    u32 most = 0;
-    for (u32 source = 0; source < S.ranks; ++source) {
-        const u32 tokens = tokens_from<S>(inbox, source);
-        most = tokens > most ? tokens : most;
-    }
-    return most;
-}
-
-// The counts stand until this rank has sent its last wave: a faster peer may then dispatch again.
-// So a combine in halves keeps in the header what its send has found.
-template <Shape S, Part part> WEFT_FN Waves waves_of(const Share<S>& own) {
-    if constexpr (S.way == Way::pull) return {1, 0};
-    if constexpr (part == Part::receive) return {own.header.waves, own.header.wave};
-    const u32 most = most_tokens<S>(own.inbox), whole = most / wave_tokens;
-    const u32 count = whole < 1 ? 1 : whole < max_waves ? whole : max_waves;
-    return {count, (most + count - 1) / count};
-}
-
-// By one lane of the first team of a send half.
-WEFT_FN void keep_waves(Header& header, const Waves& waves) {
-    header.waves = waves.count;
-    header.wave = waves.tokens;
-}
-
-// The first word that a peer gets of an operation; false if a test wants it kept back.
-template <Shape S>
-WEFT_FN bool send_flag(Header& header, const Site& site, Phase phase, u32 peer, u64 wanted,
-                       u32 count, u32 wave) {
-    Inbox<S>& to = share<S>(site, peer).inbox;
-    const bool sending = phase == Phase::dispatch;
-    const Action planned =
-        fault(header, sending ? Point::before_flag : Point::before_ready, peer, wanted);
-    if (planned == Action::drop) return false;
-    if (sending) to.counts[site.rank] = i32(count);
-    const u64 lie = planned == Action::lie ? 1ull << 40 : 0;
-    Flags<S>& flags = sending ? to.dispatched : to.ready[wave];
-    store_release(&flags.of[site.rank],
-                  make_flag(header.generation, site.descriptor, wanted) ^ lie);
-    return true;
-}
-
-// Publishes epoch `wanted` at every peer, of a combine for one wave. By one team for all.
-// Order: each release covers all that this team wrote or acquired: the whole rank's rows.
+// Publishes epoch `wanted` at every peer.
+// Order: each release covers all that this team wrote or acquired: the whole rank's payload, routes
+// and counts.
 template <Shape S, class Team>
-WEFT_FN void publish(const Team& team, const Site& site, Phase phase, u64 wanted, u32 wave) {
+WEFT_FN void publish(const Team& team, const Site& site, Phase phase, u64 wanted, u32 count) {
     Header& header = mine<S>(site).header;
-    mark_sent(team, header, phase, wanted);
-    for (u32 i = team.lane(); i < S.ranks; i += team.lanes())
-        send_flag<S>(header, site, phase, (site.rank + i) % S.ranks, wanted, 0, wave);
-    mark_published(team, header, phase, wanted);
-}
-
-// By every team, for itself: the peers have everything when the parts make a whole. The first team
-// brings the flag, and so much that no sum is whole without it.
-// Order: each release covers what this team wrote; the sum covers them all.
-template <Shape S, class Team>
-WEFT_FN void publish_part(const Team& team, const Site& site, Phase phase, u64 wanted, u32 count) {
-    Header& header = mine<S>(site).header;
-    const u64 part = team.first() ? whole_round - (team.teams() - 1) : 1;
-    team.meet();
+    const u64 flag = make_flag(header.generation, site.descriptor, wanted);
     mark_sent(team, header, phase, wanted);
     for (u32 i = team.lane(); i < S.ranks; i += team.lanes()) {
         const u32 peer = (site.rank + i) % S.ranks;
         Inbox<S>& to = share<S>(site, peer).inbox;
-        if (team.first() && !send_flag<S>(header, site, phase, peer, wanted, count, 0)) continue;
-        add_release(&(phase == Phase::dispatch ? to.sent : to.pushed).of[site.rank], part);
+        const bool sending = phase == Phase::dispatch;
+        const Action planned =
+            fault(header, sending ? Point::before_flag : Point::before_ready, peer, wanted);
+        if (planned == Action::drop) continue;
+        if (sending) to.counts[site.rank] = i32(count);
+        const u64 lie = planned == Action::lie ? 1ull << 40 : 0;
+        store_release(sending ? &to.dispatched[site.rank] : &to.ready[site.rank], flag ^ lie);
     }
     mark_published(team, header, phase, wanted);
 }
@@ -227,31 +157,6 @@ WEFT_FN Verdict out_of_patience(Header& header, const Site& site, u32 peer, u64 
     const u64 limit = first ? header.first_deadline_ns : header.deadline_ns;
     return {now_ns() - start > limit ? Code::peer_timeout : Code::ok, peer};
 }
-
-enum class Sight : u32 { nothing, arrived, foreign };
-
-// How a waiter reads a peer's flag ...
-struct FlagSight {
-    u32 generation, descriptor;
-    u64 wanted;
-
-    WEFT_FN u64 epoch(u64 word) const { return flag_epoch(word); }
-    WEFT_FN Sight operator()(u64 word) const {
-        if (flag_generation(word) != generation || !not_older(flag_epoch(word), wanted))
-            return Sight::nothing;
-        return flag_descriptor(word) == descriptor ? Sight::arrived : Sight::foreign;
-    }
-};
-
-// ... and the sum of a peer's parts. Rounds are counted from the first epoch.
-struct PartSight {
-    u64 first_epoch, wanted;
-
-    WEFT_FN u64 epoch(u64 word) const { return (first_epoch + (word >> part_bits)) & epoch_mask; }
-    WEFT_FN Sight operator()(u64 word) const {
-        return not_older(epoch(word), wanted) ? Sight::arrived : Sight::nothing;
-    }
-};
 
 // What a wait is for, as an error record tells it.
 struct Wait {
@@ -286,17 +191,17 @@ struct Patience {
     }
 };
 
-// Waits for one word of one peer. Order: after `true`, all that the peer published with it may be
-// read by this thread, and by its team once it has met in `all`.
-template <class Look>
-WEFT_FN bool await_word(Header& header, const Site& site, u64* at, u32 peer, Phase phase,
-                        u64 wanted, const Look& look) {
+// Waits for one peer's flag. Order: after `true`, all that the peer published with that epoch may
+// be read by this thread, and by its team once it has met in `all`.
+// expected: the epoch of the flag, where it is not that of the operation (`wanted`).
+WEFT_FN bool await_flag(Header& header, const Site& site, u64* flag, u32 peer, Phase phase,
+                        u64 wanted, u64 expected) {
     Patience patience;
     for (;;) {
-        const u64 seen = load_acquire(at);
-        const Sight sight = look(seen);
-        if (sight == Sight::arrived) return true;
-        if (sight == Sight::foreign) {
+        const u64 seen = load_acquire(flag);
+        if (flag_generation(seen) == (header.generation & 0xffffu) &&
+            not_older(flag_epoch(seen), expected)) {
+            if (flag_descriptor(seen) == site.descriptor) return true;
             fail(header, site,
                  {.code = u32(Code::geometry_mismatch),
                   .peer = peer,
@@ -305,29 +210,25 @@ WEFT_FN bool await_word(Header& header, const Site& site, u64* at, u32 peer, Pha
                   .seen = flag_descriptor(seen)});
             return false;
         }
-        if (!patience.lasts(header, site, {peer, phase, wanted, look.epoch(seen)})) return false;
+        if (!patience.lasts(header, site, {peer, phase, wanted, flag_epoch(seen)})) return false;
     }
 }
 
-// Waits for every peer; false, for the whole team, when one of them did not come. Flags and sums of
-// parts are waited for by different lanes.
+WEFT_FN bool await_flag(Header& header, const Site& site, u64* flag, u32 peer, Phase phase,
+                        u64 wanted) {
+    return await_flag(header, site, flag, peer, phase, wanted, wanted);
+}
+
+// Waits for every peer; false, for the whole team, when one of them did not come.
 template <Shape S, class Team>
-WEFT_FN bool await_all(const Team& team, const Site& site, Phase phase, u64 wanted, u32 wave = 0) {
+WEFT_FN bool await_all(const Team& team, const Site& site, Phase phase, u64 wanted) {
     Share<S>& own = mine<S>(site);
-    const bool dispatch = phase == Phase::dispatch,
-               in_parts = dispatch || (S.way != Way::pull && wave == 0);
-    Flags<S>& flags = dispatch ? own.inbox.dispatched : own.inbox.ready[wave];
-    Flags<S>& parts = dispatch ? own.inbox.sent : own.inbox.pushed;
-    const FlagSight flag{own.header.generation & 0xffffu, site.descriptor, wanted};
-    const PartSight part{own.header.first_epoch, wanted};
     bool arrived = true;
-    for (u32 i = team.lane(); i < S.ranks * (in_parts ? 2 : 1); i += team.lanes()) {
-        const u32 peer = i % S.ranks;
-        if (i < S.ranks)
-            fault(own.header, dispatch ? Point::before_poll : Point::before_read, peer, wanted);
-        const bool came =
-            i < S.ranks ? await_word(own.header, site, &flags.of[peer], peer, phase, wanted, flag)
-                        : await_word(own.header, site, &parts.of[peer], peer, phase, wanted, part);
+    for (u32 peer = team.lane(); peer < S.ranks; peer += team.lanes()) {
+        fault(own.header, phase == Phase::dispatch ? Point::before_poll : Point::before_read, peer,
+              wanted);
+        u64* flag = phase == Phase::dispatch ? &own.inbox.dispatched[peer] : &own.inbox.ready[peer];
+        const bool came = await_flag(own.header, site, flag, peer, phase, wanted);
         arrived = came && arrived;
         if (came) mark_arrived(team, own.header, phase, wanted, peer);
     }

@@ -30,7 +30,7 @@ WEFT_FN void mark_start(const Team& team, Header& header, Phase phase, u64 epoch
 template <class Team>
 WEFT_FN void mark_sent(const Team& team, Header& header, Phase phase, u64 epoch) {
     if constexpr (WEFT_PROFILE) {
-        if (team.lane() == 0) raise_to(&timeline(header, phase, epoch).sent_ns, now_ns());
+        if (team.lane() == 0) timeline(header, phase, epoch).sent_ns = now_ns();
         team.meet_publishers();
     }
 }
@@ -40,7 +40,7 @@ template <class Team>
 WEFT_FN void mark_published(const Team& team, Header& header, Phase phase, u64 epoch) {
     if constexpr (WEFT_PROFILE) {
         team.meet_publishers();
-        if (team.lane() == 0) raise_to(&timeline(header, phase, epoch).published_ns, now_ns());
+        if (team.lane() == 0) timeline(header, phase, epoch).published_ns = now_ns();
         team.meet_publishers();
     }
 }
@@ -50,7 +50,7 @@ template <class Team>
 WEFT_FN void mark_arrived(const Team& team, Header& header, Phase phase, u64 epoch, u32 peer) {
     if constexpr (WEFT_PROFILE)
         if (phase == Phase::dispatch || team.first())
-            raise_to(&timeline(header, phase, epoch).arrived_ns[peer], now_ns());
+            timeline(header, phase, epoch).arrived_ns[peer] = now_ns();
 }
 
 // By one lane of each team that ends; the latest one counts.

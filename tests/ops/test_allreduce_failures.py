@@ -1,0 +1,189 @@
+"""A rank of an all-reduce is late, absent, dead, makes another call or stops: a typed error."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+import weft
+from tests.sums import BACKENDS, Sum, play, settle
+from weft.errors import Aborted, GeometryMismatch, GroupError, PeerTimeout, RankFailed
+from weft.memory.header import HEADER_BYTES, Fault, Header
+
+KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+ENTER, AFTER_ROWS, BEFORE_ROWS = 8, 9, 10
+JITTER, STAY_AWAY, DIE = 2, 5, 6
+ANY_PEER, ANY_EPOCH = 32, (1 << 64) - 1
+CASE = Sum(5, 128)
+
+
+def make(group: weft.Group, timeout: float = 20.0) -> weft.AllReduce:
+    return weft.AllReduce(
+        group,
+        max_tokens=8,
+        hidden=CASE.hidden,
+        timeout=timeout,
+        first_timeout=20.0,
+        _defines=("WEFT_FAULTS=1",),
+    )
+
+
+def plan_fault(ar: weft.AllReduce, point: int, action: int, argument: int = 0) -> None:
+    fault = Fault(point=point, action=action, peer=ANY_PEER, epoch=ANY_EPOCH, argument=argument)
+    raw = torch.frombuffer(bytearray(fault), dtype=torch.uint8)
+    view = ar._workspace.heap.tensor((HEADER_BYTES,), torch.uint8)
+    view[Header.fault.offset : Header.fault.offset + len(raw)].copy_(raw)
+
+
+def one_call(ar: weft.AllReduce, tokens: int = 5, backend: str = "twoshot", **more: object) -> None:
+    x = CASE.next(tokens=tokens).rows(ar.group.rank, ar.group.device)
+    ar.fused(x, backend=backend, **more)  # type: ignore[arg-type]
+    settle(ar.group)
+    ar.check()
+
+
+def disturbed(group: weft.Group, calls: int, longest_ns: int) -> None:
+    with make(group) as ar:
+        for point in (ENTER, AFTER_ROWS, BEFORE_ROWS):
+            if group.rank == point % group.size:
+                plan_fault(ar, point, JITTER, argument=longest_ns)
+            for seed in range(calls):
+                play(ar, CASE.next(seed=seed, tokens=1 + seed % 8), BACKENDS[seed % 3])
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "threads"])
+def test_delays_change_no_bit(ranks, kind):
+    ranks(3, kind)(disturbed, 18, 300_000)
+
+
+def absent(group: weft.Group, backend: str) -> tuple[float, str]:
+    with make(group, timeout=0.6) as ar:
+        one_call(ar, backend=backend)
+        if group.rank == 1:
+            plan_fault(ar, ENTER, STAY_AWAY)
+        start = time.monotonic()
+        try:
+            one_call(ar, backend=backend)
+        except PeerTimeout as error:
+            with pytest.raises(PeerTimeout):  # a broken group stays broken
+                one_call(ar, backend=backend)
+            return time.monotonic() - start, str(error)
+        return time.monotonic() - start, ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_absent_rank_is_named_within_the_deadline(ranks, kind, backend):
+    results = ranks(3, kind)(absent, backend)
+    for rank in (0, 2):
+        waited, text = results[rank]
+        assert 0.5 < waited < 4.0
+        assert f"rank {rank}, all-reduce, epoch 2: the " in text
+        assert "did not come from rank" in text
+        assert "of token" in text
+
+
+def killed(group: weft.Group) -> str:
+    with make(group, timeout=0.8) as ar:
+        one_call(ar)
+        if group.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            for _ in range(3):
+                one_call(ar)
+        except PeerTimeout as error:
+            raise RuntimeError(f"heard: {error}") from error
+        return ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_peer_ends_in_an_error(ranks, kind):
+    with pytest.raises(RankFailed) as caught:
+        ranks(3, kind)(killed)
+    assert "rank 1" in str(caught.value)
+
+
+def differing(group: weft.Group, how: str) -> str:
+    odd = group.rank == 1
+    residual, weight = CASE.shared(group.device)
+    with make(group, timeout=3.0) as ar:
+        one_call(ar)
+        try:
+            match how:
+                case "tokens":
+                    one_call(ar, tokens=4 if odd else 5)
+                case "many tokens":
+                    one_call(ar, tokens=8 if odd else 5, backend="oneshot")
+                case "backend":
+                    one_call(ar, backend="oneshot" if odd else "twoshot")
+                case "residual":
+                    one_call(ar, residual=residual if odd else None, out=True)
+                case "constants":
+                    one_call(ar, weight=weight, eps=1e-5 if odd else 1e-6)
+            one_call(ar)  # who did not notice in that call does in the next
+        except GeometryMismatch as error:
+            return str(error)
+        except GroupError as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["tokens", "many tokens", "backend", "residual", "constants"])
+def test_another_call_is_noticed_and_both_are_named(ranks, kind, how):
+    texts = ranks(2, kind)(differing, how)
+    assert "nothing" not in texts
+    named = [text for text in texts if "Make the same call on every rank" in text]
+    assert named, texts
+    for word in {
+        "tokens": ("4 tokens", "5 tokens"),
+        "many tokens": ("8 tokens", "5 tokens"),
+        "backend": ("oneshot", "twoshot"),
+        "residual": ("with the sum wanted", "residual and the sum wanted"),
+    }.get(how, ("constants",)):
+        assert all(word in text for text in named)
+
+
+def stopped(group: weft.Group) -> str:
+    with make(group, timeout=30.0) as ar:
+        one_call(ar)
+        group.barrier()
+        if group.rank == 0:
+            threading.Timer(0.3, ar.abort).start()
+            time.sleep(1.0)
+            with pytest.raises(Aborted):
+                one_call(ar)
+            return ""
+        start = time.monotonic()
+        with pytest.raises(Aborted) as caught:
+            one_call(ar)
+        assert time.monotonic() - start < 10
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_abort_gets_every_rank_out_of_its_wait(ranks, kind):
+    texts = ranks(3, kind)(stopped)
+    for rank in (1, 2):
+        assert f"rank {rank}, all-reduce" in texts[rank]
+        assert "rank 0 called abort()" in texts[rank]
+
+
+def different_sizes(group: weft.Group) -> str:
+    try:
+        weft.AllReduce(group, max_tokens=8 + group.rank, hidden=128)
+    except GeometryMismatch as error:
+        return str(error)
+    return ""
+
+
+def test_different_sizes_are_refused_at_creation(ranks):
+    for text in ranks(2, "threads")(different_sizes):
+        assert "all-reduce geometry differs" in text
+        assert "tokens=8" in text
+        assert "tokens=9" in text

@@ -1,0 +1,133 @@
+"""Fused all-reduces whose every bit is known: what all device kinds run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+import weft
+from weft.ops.reduce_spec import FP8Group, FP8Static, FP8Token, Quant, Reduced
+
+BACKENDS = ("oneshot", "twoshot", "twoshot_bulk")
+
+
+@dataclass(frozen=True)
+class Sum:
+    """One call of all ranks, made from a seed: any rank can compute what every other one brings."""
+
+    tokens: int
+    hidden: int = 256
+    dtype: torch.dtype = torch.bfloat16
+    seed: int = 0
+    special: bool = False
+    weight_dtype: torch.dtype | None = None
+    eps: float = 1e-5
+    bias: float = 0.0
+
+    def next(self, **changes: object) -> Sum:
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    def rows(self, rank: int, device: torch.device) -> torch.Tensor:
+        generator = torch.Generator(device=device).manual_seed(self.seed * 1009 + rank)
+        size = (self.tokens, self.hidden)
+        x = torch.randn(size, generator=generator, device=device).to(self.dtype)
+        return spoil(x, rank) if self.special and self.tokens else x
+
+    def shared(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """(residual, weight), equal on all ranks."""
+        generator = torch.Generator(device=device).manual_seed(self.seed * 1009 + 500)
+        size = (self.tokens, self.hidden)
+        residual = torch.randn(size, generator=generator, device=device).to(self.dtype)
+        weight = torch.randn(self.hidden, generator=generator, device=device)
+        return residual, weight.to(self.weight_dtype or self.dtype)
+
+
+def spoil(x: torch.Tensor, rank: int) -> torch.Tensor:
+    """Values that break sums, norms and sentinels, each in columns of its own."""
+    raw = x.view(torch.int32 if x.dtype == torch.float32 else torch.int16)
+    n = x.shape[1] // 16
+    raw[:, :n] = -1  # the sentinel's bits
+    x[:, n : 2 * n] = -0.0
+    raw[:, 2 * n : 3 * n] = rank + 1  # denormals
+    x[:, 3 * n] = float("inf")
+    x[:, 3 * n + 1] = float("-inf") if rank else float("inf")
+    raw[:, 3 * n + 2] = {torch.bfloat16: 0x7FC1, torch.float16: 0x7E07}.get(x.dtype, 0x7FC00123)
+    x[:, 4 * n] = torch.finfo(x.dtype).max
+    x[:, 5 * n] = (2.0**24, 1.0, -(2.0**24))[rank % 3] if x.dtype != torch.float16 else 1.0
+    if x.shape[0] > 1:
+        x[1] = 0  # a row of zeros
+    if x.shape[0] > 2:
+        x[2] = 2.0**-20 if rank else 2.0**10  # cancellation, without anything broken beside it
+    return x
+
+
+def quants(device: torch.device, hidden: int) -> Iterator[Quant | None]:
+    yield None
+    yield FP8Static(torch.tensor([0.037], device=device))
+    yield FP8Token()
+    if hidden % 128 == 0:
+        yield FP8Group(128)
+        yield FP8Group(128, "ue8m0")
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes, whatever the strides: NaN equals itself and -0 differs from 0."""
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return plain.copy_(tensor).view(torch.uint8)
+
+
+def same(got: Reduced, want: Reduced) -> None:
+    """Every output that is there, byte for byte."""
+    for field in fields(Reduced):
+        a, b = getattr(got, field.name), getattr(want, field.name)
+        if a is not None:
+            assert b is not None, f"{field.name} was made, but nobody asked"
+            wrong = int((bits(a) != bits(b)).sum())
+            assert wrong == 0, f"{wrong} bytes of {field.name} differ"
+
+
+def settle(group: weft.Group) -> None:
+    if group.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def poisoned(case: Sum, device: torch.device, quant: Quant | None) -> dict[str, Any]:
+    """Outputs that hold what nobody may leave there."""
+    size = (case.tokens, case.hidden)
+    outputs: dict[str, Any] = {
+        name: torch.empty(size, dtype=case.dtype, device=device)
+        for name in ("out", "residual_out", "norm_out")
+    }
+    if quant is not None:
+        outputs["quant_out"] = torch.empty(size, dtype=torch.float8_e4m3fn, device=device)
+    for tensor in outputs.values():
+        tensor.view(torch.uint8).fill_(0x55)
+    return outputs
+
+
+def play(ar: weft.AllReduce, case: Sum, backend: str, quant: Quant | None = None) -> Reduced:
+    """One call with all outputs, compared with the reference."""
+    device = ar.group.device
+    xs = [case.rows(rank, device) for rank in range(ar.group.size)]
+    residual, weight = case.shared(device)
+    got = ar.fused(
+        xs[ar.group.rank],
+        residual=residual,
+        weight=weight,
+        eps=case.eps,
+        weight_bias=case.bias,
+        quant=quant,
+        backend=backend,
+        **poisoned(case, device, quant),
+    )
+    settle(ar.group)
+    ar.check()
+    same(got, weft.reference.allreduce_fused(xs, residual, weight, case.eps, case.bias, quant))
+    return got
+
+
+def fits(ar: weft.AllReduce, backend: str, tokens: int) -> bool:
+    return backend != "oneshot" or tokens <= ar.reduction.direct

@@ -1,0 +1,243 @@
+"""`allreduce_fusion` with the signatures of flashinfer.comm, on weft.AllReduce.
+
+What is the same, stricter and refused stands in docs/compat.md, pattern by pattern.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+
+from weft.compat.fusion_workspace import AllReduceFusionWorkspace
+from weft.compat.refusals import refuse
+from weft.errors import InvalidArgument
+from weft.ops.reduce_spec import FP8Group, FP8Static, FP8Token, MoEFinalize
+
+GROUP = 128  # columns that share a scale
+_FINALIZE = "weft has one implementation"
+_NVFP4 = "NVFP4 needs a GPU of compute capability 10 or newer, and weft has no kernel for it"
+_PLAIN_MOE = "weft does not quantise in this pattern; use weft.AllReduce.fused, which does"
+
+
+class AllReduceFusionPattern(IntEnum):
+    """What follows the sum; the numbers are those of flashinfer.comm."""
+
+    kAllReduce = 0
+    kARResidualRMSNorm = 1
+    kARResidualRMSNormFP8Quant = 2
+    kARResidualRMSNormFP4Quant = 3
+    kARResidualRMSNormOutFP8Quant = 4
+    kARResidualRMSNormOutFP4Quant = 5
+    kMoEReductionARResidualRMSNorm = 6
+    kMoEFinalizeARResidualRMSNorm = 7
+    kARResidualRMSNormPerTokenGroupFP8PackedQuant = 8
+    kARResidualRMSNormOutPerTokenGroupFP8PackedQuant = 9
+    kARResidualRMSNormDynamicFP8Quant = 10
+    kARResidualRMSNormOutDynamicFP8Quant = 11
+
+
+_Pattern = AllReduceFusionPattern
+_REFUSED = (_Pattern.kARResidualRMSNormFP4Quant, _Pattern.kARResidualRMSNormOutFP4Quant)
+_STATIC = (_Pattern.kARResidualRMSNormFP8Quant, _Pattern.kARResidualRMSNormOutFP8Quant)
+_GROUPED = (
+    _Pattern.kARResidualRMSNormPerTokenGroupFP8PackedQuant,
+    _Pattern.kARResidualRMSNormOutPerTokenGroupFP8PackedQuant,
+)
+_DYNAMIC = (
+    _Pattern.kARResidualRMSNormDynamicFP8Quant,
+    _Pattern.kARResidualRMSNormOutDynamicFP8Quant,
+)
+_REDUCTION = _Pattern.kMoEReductionARResidualRMSNorm
+_FINALIZED = _Pattern.kMoEFinalizeARResidualRMSNorm
+_WITHOUT_NORM = (_STATIC[0], _GROUPED[0], _DYNAMIC[0])
+
+
+def allreduce_fusion(
+    input: torch.Tensor,
+    workspace: AllReduceFusionWorkspace,
+    pattern: int,
+    launch_with_pdl: bool = False,
+    trigger_completion_at_end: bool = True,
+    output: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+    norm_out: torch.Tensor | None = None,
+    quant_out: torch.Tensor | None = None,
+    scale_out: torch.Tensor | None = None,
+    residual_in: torch.Tensor | None = None,
+    rms_gamma: torch.Tensor | None = None,
+    rms_eps: float = 1e-6,
+    scale_factor: torch.Tensor | float | None = None,
+    layout_code: int | None = None,
+    use_oneshot: bool | None = None,
+    fp32_acc: bool = False,
+    moe_reduction_device_num_experts: int | None = None,
+    moe_reduction_scale_input: torch.Tensor | None = None,
+    moe_reduction_active_experts_token_input: torch.Tensor | None = None,
+    moe_reduction_token_input: torch.Tensor | None = None,
+    expanded_idx_to_permuted_idx: torch.Tensor | None = None,
+    expert_scale_factor: torch.Tensor | None = None,
+    shared_expert_output: torch.Tensor | None = None,
+    block_quant_group_size: int | None = None,
+    weight_bias: float = 0.0,
+    *,
+    moe_finalize_backend: str = "trtllm",
+) -> torch.Tensor:
+    """Sum `[tokens, hidden]` over the ranks, and what `pattern` adds to it, in one launch.
+
+    Arguments are those of flashinfer.comm's call; outputs that are left out and follow from the
+    pattern are allocated. launch_with_pdl, trigger_completion_at_end and fp32_acc change nothing:
+    sums are in fp32, always. use_oneshot chooses a backend, and never another result.
+
+    Returns norm_out, else quant_out, else output; the first that the pattern has.
+    Raises InvalidArgument, TokenOverflow, OutOfOrder, what broke the group.
+    """
+    call = _pattern(pattern)
+    refuse("moe_finalize_backend", moe_finalize_backend, "trtllm", _FINALIZE)
+    refuse("layout_code", layout_code, None, _NVFP4)
+    experts = moe_reduction_device_num_experts, moe_reduction_scale_input
+    made = moe_reduction_active_experts_token_input, moe_reduction_token_input
+    prologue = None
+    if call is _FINALIZED:
+        routed = expanded_idx_to_permuted_idx, expert_scale_factor, shared_expert_output
+        prologue = _finalize(input, *routed)
+    elif call is _REDUCTION:
+        prologue = _reduction(workspace, *experts, *made)
+    epilogue: dict[str, Any] = {}
+    if call is not _Pattern.kAllReduce:
+        quant = _quant(workspace, call, scale_factor, block_quant_group_size)
+        epilogue = _norm(call, residual_in, rms_gamma) | {"eps": rms_eps, "quant": quant}
+        epilogue["weight_bias"] = weight_bias
+    outputs = _Outputs(output, residual_out, norm_out, quant_out, scale_out).wanted(call)
+    backend = workspace.backend_for(use_oneshot, len(input if residual_in is None else residual_in))
+    x = input if prologue is None else None
+    return workspace.run(x, prologue, backend, epilogue | outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outputs:
+    """What the caller gave to write into."""
+
+    output: torch.Tensor | None
+    residual: torch.Tensor | None
+    norm: torch.Tensor | None
+    quant: torch.Tensor | None
+    scale: torch.Tensor | None
+
+    def wanted(self, call: _Pattern) -> dict[str, Any]:
+        """The outputs of a pattern, as `fused` names them.
+
+        As in flashinfer.comm, `output` is written where no norm follows and in the MoE reduction;
+        elsewhere it is left alone.
+        """
+        if call is _Pattern.kAllReduce:
+            return {"out": _or(self.output, True)}
+        wanted: dict[str, Any] = {"residual_out": self.residual}
+        if call in _WITHOUT_NORM:
+            refuse("norm_out", self.norm, None, f"{call.name} writes none; its Out form does")
+        else:
+            wanted["norm_out"] = _or(self.norm, True)
+        if call is _REDUCTION:
+            wanted["out"] = self.output
+        if call in (*_STATIC, *_GROUPED, *_DYNAMIC):
+            wanted["quant_out"] = self.quant
+        else:
+            refuse("quant_out", self.quant, None, _PLAIN_MOE)
+        if call in (*_GROUPED, *_DYNAMIC):
+            wanted["scale_out"] = self.scale
+        elif call not in _STATIC:
+            refuse("scale_out", self.scale, None, _PLAIN_MOE)
+        return wanted
+
+
+def _pattern(pattern: int) -> _Pattern:
+    try:
+        call = _Pattern(pattern)
+    except ValueError as error:
+        raise InvalidArgument(f"pattern is {pattern!r}; it must be 0..{max(_Pattern)}") from error
+    if call in _REFUSED:
+        raise InvalidArgument(f"pattern is {call.name}, which is refused: {_NVFP4}")
+    return call
+
+
+def _quant(
+    workspace: AllReduceFusionWorkspace,
+    call: _Pattern,
+    scale: torch.Tensor | float | None,
+    group: int | None,
+) -> FP8Static | FP8Token | FP8Group | None:
+    """The quantisation of a pattern."""
+    if call in _STATIC:
+        if scale is None:
+            raise InvalidArgument(f"scale_factor is None; pattern {call.name} needs it")
+        return FP8Static(scale if isinstance(scale, torch.Tensor) else workspace.scale(scale))
+    if call in _GROUPED:
+        why = "scales are for 128 columns, as DeepGEMM reads them"
+        refuse("block_quant_group_size", group, GROUP, why)
+        return FP8Group(GROUP, scale="ue8m0")
+    return FP8Token() if call in _DYNAMIC else None
+
+
+def _norm(
+    call: _Pattern, residual: torch.Tensor | None, weight: torch.Tensor | None
+) -> dict[str, Any]:
+    """What every pattern but the sum needs."""
+    for name, tensor in (("residual_in", residual), ("rms_gamma", weight)):
+        if tensor is None:
+            raise InvalidArgument(f"{name} is None; pattern {call.name} needs it")
+    return {"residual": residual, "weight": weight}
+
+
+def _finalize(
+    rows: torch.Tensor,
+    index: torch.Tensor | None,
+    scales: torch.Tensor | None,
+    shared: torch.Tensor | None,
+) -> MoEFinalize:
+    """Pattern 7: each token gathers its experts' rows."""
+    if index is None:
+        raise InvalidArgument(
+            f"expanded_idx_to_permuted_idx is None; pattern {_FINALIZED.name} needs it"
+        )
+    return MoEFinalize(rows, index, scales, shared=shared)
+
+
+def _reduction(
+    workspace: AllReduceFusionWorkspace,
+    experts: int | None,
+    scales: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    shared: torch.Tensor | None,
+) -> MoEFinalize:
+    """Pattern 6: each token adds the rows of all experts here; they lie expert by expert."""
+    for name, value in (
+        ("moe_reduction_device_num_experts", experts),
+        ("moe_reduction_scale_input", scales),
+        ("moe_reduction_active_experts_token_input", rows),
+        ("moe_reduction_token_input", shared),
+    ):
+        if value is None:
+            raise InvalidArgument(f"{name} is None; pattern {_REDUCTION.name} needs it")
+    assert experts is not None
+    assert scales is not None
+    assert rows is not None
+    assert shared is not None
+    tokens = shared.shape[0]
+    for name, tensor, size in (
+        ("moe_reduction_scale_input", scales, experts * tokens),
+        ("moe_reduction_active_experts_token_input", rows, experts * tokens * shared.shape[-1]),
+    ):
+        if tensor.numel() != size:
+            raise InvalidArgument(
+                f"{name} has {tensor.numel()} elements; {experts} experts and {tokens} tokens need "
+                f"{size}, expert by expert"
+            )
+    index = workspace.expert_major(experts, tokens)
+    weights = scales.reshape(experts, tokens).t().contiguous()
+    return MoEFinalize(rows.view(-1, shared.shape[-1]), index, weights, shared=shared)
+
+
+def _or(tensor: torch.Tensor | None, default: bool) -> torch.Tensor | bool:
+    return default if tensor is None else tensor

@@ -1,0 +1,224 @@
+"""The workspace of `allreduce_fusion`: a weft.AllReduce behind flashinfer.comm's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.compat.ranks import lease_group, release_group
+from weft.compat.refusals import REMAP, refuse
+from weft.errors import InvalidArgument, OutOfOrder
+from weft.memory import Group
+from weft.ops.allreduce import AllReduce
+from weft.ops.allreduce_table import Table
+from weft.ops.reduce_spec import MoEFinalize
+
+MULTICAST = "weft uses no NVLink multicast, which mnnvl is made of; auto and trtllm are the same"
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A rank's place, as `compat.ranks` reads it of a mapping."""
+
+    moe_ep_rank: int
+    moe_ep_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Config:
+    comm_backend: Any
+
+
+class AllReduceFusionWorkspace:
+    """What `create_allreduce_fusion_workspace` returns; a context manager."""
+
+    backend = "trtllm"  # whose calls it takes: engines ask
+
+    def __init__(self, reduce: AllReduce, group: Group, *, max_tokens: int, owns: bool) -> None:
+        self.world_size, self.rank = group.size, group.rank
+        self.group = group
+        self._max_tokens = max_tokens
+        self._reduce: AllReduce | None = reduce
+        self._owns_group = owns
+        self._scales: dict[float, torch.Tensor] = {}
+        self._indices: dict[tuple[int, int], torch.Tensor] = {}
+
+    def open(self) -> AllReduce:
+        """The all-reduce behind it. Raises OutOfOrder after destroy."""
+        if self._reduce is None:
+            raise OutOfOrder("this workspace was destroyed; make a new one")
+        return self._reduce
+
+    def is_buffer_size_sufficient(
+        self,
+        tp_size: int,
+        num_tokens: int,
+        hidden_dim: int,
+        dtype: torch.dtype,
+        use_oneshot: bool | None = None,
+    ) -> bool:
+        """Can this workspace serve such calls? It is made for one hidden size and dtype."""
+        reduce = self.open()
+        made = (self.world_size, reduce.reduction.hidden, reduce.dtype)
+        return (tp_size, hidden_dim, dtype) == made and 0 <= num_tokens <= self._max_tokens
+
+    def backend_for(self, use_oneshot: bool | None, tokens: int) -> str:
+        """The backend that a call's use_oneshot means, where it serves the size; else "auto"."""
+        if use_oneshot is None:
+            return "auto"
+        if not use_oneshot:
+            return "twoshot"
+        return "oneshot" if tokens <= self.open().reduction.direct else "auto"
+
+    def run(
+        self,
+        x: torch.Tensor | None,
+        prologue: MoEFinalize | None,
+        backend: str,
+        others: dict[str, Any],
+    ) -> torch.Tensor:
+        """One call of `weft.AllReduce.fused`; return the first of norm, quant and sum it has."""
+        result = self.open().fused(x, prologue=prologue, backend=backend, **others)
+        answers = (result.norm, result.quant, result.out)
+        return next(tensor for tensor in answers if tensor is not None)
+
+    def scale(self, value: float) -> torch.Tensor:
+        """float32 `[1]` that holds a scale given as a number; made once.
+
+        Raises InvalidArgument in a graph capture that meets the number for the first time.
+        """
+        if value not in self._scales:
+            self._refuse_capture(f"scale_factor={value}", "pass it as a float32 tensor [1]")
+            self._scales[value] = torch.full((1,), value, device=self.group.device)
+        return self._scales[value]
+
+    def expert_major(self, experts: int, tokens: int) -> torch.Tensor:
+        """int32 `[tokens, experts]`: where token t's row of expert e lies; made once for a size."""
+        if (experts, tokens) not in self._indices:
+            what = f"a MoE reduction of {experts} experts and {tokens} tokens"
+            self._refuse_capture(what, "make one such call before the capture")
+            rows = torch.arange(experts * tokens, dtype=torch.int32, device=self.group.device)
+            self._indices[experts, tokens] = rows.view(experts, tokens).t().contiguous()
+        return self._indices[experts, tokens]
+
+    def _refuse_capture(self, what: str, mend: str) -> None:
+        if self.group.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise InvalidArgument(f"{what} comes for the first time in a graph capture: {mend}")
+
+    def check(self) -> None:
+        """Raise what the device has recorded (`weft.AllReduce.check`)."""
+        self.open().check()
+
+    def checkpoint_prepare(self) -> None:
+        """Raises InvalidArgument: memory stays mapped while a workspace lives."""
+        raise InvalidArgument(f"checkpoint_prepare() is refused: {REMAP}")
+
+    def checkpoint_restore(self, comm_backend: Any) -> None:
+        """Raises InvalidArgument: memory stays mapped while a workspace lives."""
+        raise InvalidArgument(f"checkpoint_restore({comm_backend!r}) is refused: {REMAP}")
+
+    def destroy(self) -> None:
+        """Give up the memory, and the group if it was not given. Local and idempotent."""
+        reduce, self._reduce = self._reduce, None
+        if reduce is not None:
+            reduce.close()
+            if self._owns_group:
+                _give_up(self.group)
+
+    def __enter__(self) -> AllReduceFusionWorkspace:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.destroy()
+
+
+def create_allreduce_fusion_workspace(
+    backend: str = "auto",
+    world_size: int | None = None,
+    rank: int | None = None,
+    max_token_num: int | None = None,
+    hidden_dim: int | None = None,
+    dtype: torch.dtype | None = None,
+    gpus_per_node: int | None = None,
+    comm_backend: Any = None,
+    force_oneshot_support: bool = False,
+    group: Group | dist.ProcessGroup | None = None,
+    *,
+    table: Table | Path | str | None = None,
+    timeout: float = 120.0,
+    first_timeout: float = 120.0,
+) -> AllReduceFusionWorkspace:
+    """Make the memory that `allreduce_fusion` works in. Collective.
+
+    backend: "auto" and "trtllm" mean the same; "mnnvl" is refused.
+    gpus_per_node, force_oneshot_support: accepted and not used; all ranks are on one host.
+    group: the ranks, a weft.Group or a process group; else those of comm_backend, else of
+        torch.distributed's world, else of torchrun's environment.
+
+    Arguments of weft's own: table, timeout, first_timeout, as in weft.AllReduce.
+    Raises InvalidArgument, CreationFailed, GeometryMismatch, RendezvousFailed.
+    """
+    refuse("backend", backend, ("auto", "trtllm"), MULTICAST)
+    needed = {
+        "world_size": world_size,
+        "rank": rank,
+        "max_token_num": max_token_num,
+        "hidden_dim": hidden_dim,
+        "dtype": dtype,
+    }
+    if missing := [name for name, value in needed.items() if value is None]:
+        raise InvalidArgument(f"{missing[0]} is None; create_allreduce_fusion_workspace needs it")
+    assert world_size is not None
+    assert rank is not None
+    assert max_token_num is not None
+    assert hidden_dim is not None
+    assert dtype is not None
+    ranks, owns = _ranks(rank, world_size, comm_backend, group)
+    try:
+        reduce = AllReduce(
+            ranks,
+            max_tokens=max_token_num,
+            hidden=hidden_dim,
+            dtype=dtype,
+            table=table,
+            timeout=timeout,
+            first_timeout=first_timeout,
+        )
+    except Exception:
+        if owns:
+            _give_up(ranks)
+        raise
+    return AllReduceFusionWorkspace(reduce, ranks, max_tokens=max_token_num, owns=owns)
+
+
+def _ranks(
+    rank: int, size: int, comm: Any, group: Group | dist.ProcessGroup | None
+) -> tuple[Group, bool]:
+    """The group of a workspace, and whether the workspace is to give it up."""
+    place = _Place(rank, size)
+    if group is None:
+        return lease_group(place, _Config(comm), None), True
+    if isinstance(group, Group):
+        return lease_group(place, None, group), False
+    made = Group.from_torch(group)
+    try:
+        return lease_group(place, None, made), True
+    except InvalidArgument:
+        made.close()
+        raise
+
+
+def _give_up(group: Group) -> None:
+    """Close a group that `_ranks` made; one that others share stays until the last is done."""
+    if not release_group(group):
+        group.close()

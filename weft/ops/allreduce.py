@@ -1,0 +1,276 @@
+"""AllReduce: tensor-parallel sums fused with residual, RMSNorm and FP8, over symmetric memory."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from weft.errors import InvalidArgument, OutOfOrder
+from weft.memory import Group
+from weft.memory.header import Record
+from weft.memory.wire import JSON
+from weft.ops.allreduce_choice import Choice, able, choose, epilogue_of
+from weft.ops.allreduce_table import Table
+from weft.ops.allreduce_vote import agreed_table
+from weft.ops.check import check_seconds
+from weft.ops.reduce_args import BACKENDS, CODINGS, ReduceArgs, signature
+from weft.ops.reduce_collective import CollectiveReduce
+from weft.ops.reduce_entry import load_entries
+from weft.ops.reduce_request import Checker, Outputs, Request, Wanted, scale_pitch
+from weft.ops.reduce_spec import FP8Static, MoEFinalize, Quant, Reduced
+from weft.ops.reduce_workspace import ReduceWorkspace
+from weft.ops.reduction import Reduction, memory_bytes, tokens_for
+
+ALIASES = {"nccl": "collective"}
+
+
+class AllReduce:
+    """Sum every rank's rows and, in the same launch, add a residual, normalise and quantise.
+
+    Meaning: `weft.reference.allreduce_fused`, bit for bit, whatever the backend, the number of
+    tokens or the launch: sums are fp32 in rank order, and the tree of the norm is fixed. All memory
+    and all kernels are made here; a call allocates nothing but outputs that were not given, waits
+    for no host, and may be captured in CUDA graphs that replay between eager calls. Every rank
+    makes the same calls, with as many tokens and the same residual, weight, eps and weight_bias.
+
+    max_tokens or max_bytes: the most rows, or bytes, of one rank in one call.
+    hidden, dtype: a row; bfloat16, float16 or float32, hidden a multiple of 8.
+    backends: "oneshot" (every rank sums everything; up to 32 tokens on 8 ranks), "twoshot" and
+        "twoshot_bulk" (each token is summed by one rank; bulk is for prefill), and "collective"
+        (torch.distributed; "nccl" is another name for it).
+    table: what "auto" chooses by: a Table, the path of one that `weft tune allreduce` wrote, or
+        None for the one that came with weft for these GPUs. Rank 0's is sent to everyone.
+    timeout, first_timeout: seconds that a wait for a peer may take, and one of the first call.
+    programmatic_launch: let a short kernel take its place on the GPU while its predecessor in the
+        stream still runs; it touches no memory before that one's end.
+
+    Raises InvalidArgument, CreationFailed (on every rank, when one cannot do its part),
+    GeometryMismatch (when ranks pass different sizes).
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        *,
+        max_tokens: int | None = None,
+        max_bytes: int | None = None,
+        hidden: int,
+        dtype: torch.dtype = torch.bfloat16,
+        backends: Sequence[str] = ("oneshot", "twoshot", "twoshot_bulk"),
+        table: Table | Path | str | None = None,
+        timeout: float = 2.0,
+        first_timeout: float = 120.0,
+        programmatic_launch: bool = True,
+        _defines: Sequence[str] = (),
+        _first_epoch: int = 0,
+    ) -> None:
+        problem: Exception | None = None
+        try:
+            check_seconds("timeout", timeout)
+            check_seconds("first_timeout", first_timeout)
+            self._backends = _checked_backends(backends)
+            tokens = tokens_for(max_tokens, max_bytes, hidden * dtype.itemsize)
+            self.reduction = Reduction.of(
+                ranks=group.size, max_tokens=tokens, hidden=hidden, dtype=dtype
+            )
+            self._entries = load_entries(
+                group.device, self.reduction, programmatic_launch, _defines
+            )
+        except Exception as error:  # whatever it is, every rank hears of it
+            problem = error
+        group.vote(problem, doing="preparing an all-reduce")
+        self.group, self.dtype, self._closed = group, dtype, False
+        try:
+            names: list[JSON] = list(self._backends)
+            manifest: dict[str, JSON] = {**self.reduction.manifest(), "backends": names}
+            group.agree(manifest, what="all-reduce geometry")
+            self._table = agreed_table(group, table)
+            self._collective = CollectiveReduce(group) if "collective" in names else None
+            self._workspace = ReduceWorkspace(
+                group, self.reduction, seconds=(timeout, first_timeout), first_epoch=_first_epoch
+            )
+        except BaseException:
+            self._entries.close()
+            raise
+        self._args = ReduceArgs(site=self._workspace.site)
+        self._checker = Checker(self.reduction, dtype, group.device)
+        self._choices: dict[tuple[int, str], Choice] = {}
+
+    memory_bytes = staticmethod(memory_bytes)
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of one call."""
+        return self.reduction.tokens
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """The backends that were built."""
+        return self._backends
+
+    def fused(
+        self,
+        x: torch.Tensor | None = None,
+        *,
+        residual: torch.Tensor | None = None,
+        weight: torch.Tensor | None = None,
+        eps: float = 1e-6,
+        weight_bias: float = 0.0,
+        quant: Quant | None = None,
+        prologue: MoEFinalize | None = None,
+        out: Wanted = None,
+        residual_out: Wanted = None,
+        norm_out: Wanted = None,
+        quant_out: Wanted = None,
+        scale_out: Wanted = None,
+        backend: str = "auto",
+    ) -> Reduced:
+        """Sum all ranks' rows and make every wanted output.
+
+        x: `[tokens, hidden]`, this rank's rows; or None with a prologue that makes them.
+        residual: `[tokens, hidden]`, equal on all ranks, added to the rounded sum.
+        weight: `[hidden]` of the rows' dtype or float32, for RMSNorm, plus `weight_bias`.
+        quant: FP8Static(scale), FP8Token() or FP8Group(128, scale=...), of the normed rows.
+        out, residual_out, norm_out, quant_out, scale_out: a tensor to write, True to make one,
+            False for none. None: `out` where there is neither residual nor weight; the residual
+            where there is one; the norm where there is a weight and no quant; quant and scale where
+            there is a quant. Outputs may lie exactly on x or on residual.
+        backend: "auto", or one of `backends`.
+
+        Raises InvalidArgument, TokenOverflow, OutOfOrder, and what broke the group.
+        """
+        self._check_open()
+        self._workspace.raise_if_broken()
+        given = Outputs(out, residual_out, norm_out, quant_out, scale_out)
+        request = self._checker.request(x, residual, weight, quant, prologue, given)
+        name = self._backend(backend, request)
+        if request.tokens == 0:
+            return request.reduced
+        if name == "collective":
+            assert self._collective is not None
+            self._collective.run(request, eps, weight_bias)
+            return request.reduced
+        self._fill(request, name, eps, weight_bias)
+        self._entries.run(name, self._args)
+        self._workspace.raise_if_broken()
+        return request.reduced
+
+    def explain(self, tokens: int, *, quant: Quant | None = None, norm: bool = True) -> Choice:
+        """What "auto" takes for so many tokens, and why."""
+        self._check_open()
+        return self._choose(tokens, epilogue_of(quant, norm=norm))
+
+    def check(self) -> None:
+        """Raise what the device has recorded: a broken group, or an index that was refused.
+
+        Reads host memory only, so it costs nothing and sees the past: synchronise first to be sure
+        of the last call.
+        """
+        self._check_open()
+        self._workspace.raise_if_broken()
+        self._workspace.raise_refusal()
+
+    def abort(self) -> None:
+        """Ask the kernels of all ranks to leave their waits, as `AllToAll.abort`."""
+        self._check_open()
+        self._workspace.abort()
+
+    def history(self, rank: int | None = None) -> list[Record]:
+        """The last 128 calls of a rank (default: this one), oldest first; also of a dead one."""
+        self._check_open()
+        return self._workspace.history(rank)
+
+    def close(self) -> None:
+        """Give the memory back. Waits for this rank's own work, never for a peer. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self.group.device.type == "cuda":
+            torch.cuda.synchronize(self.group.device)
+        self._entries.close()
+        self._workspace.close()
+
+    def __enter__(self) -> AllReduce:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _fill(self, request: Request, name: str, eps: float, weight_bias: float) -> None:
+        """Put a request into the arguments of the entries."""
+        a, reduced, prologue = self._args, request.reduced, request.prologue
+        a.x, a.residual, a.weight = (_at(t) for t in (request.x, request.residual, request.weight))
+        a.out, a.residual_out, a.norm_out = (
+            _at(t) for t in (reduced.out, reduced.residual, reduced.norm)
+        )
+        a.quant_out, a.scale_out = _at(reduced.quant), _at(reduced.scale)
+        a.tokens, a.eps, a.weight_bias = request.tokens, eps, weight_bias
+        a.weight_is_fp32 = request.weight is not None and request.weight.dtype == torch.float32
+        a.coding = CODINGS[request.coding] if reduced.quant is not None else 0
+        a.scale = _at(request.quant.scale) if isinstance(request.quant, FP8Static) else 0
+        a.scale_stride = scale_pitch(request)
+        if prologue is not None:
+            a.rows, a.index = _at(prologue.rows), _at(prologue.index)
+            a.scales, a.shared = _at(prologue.scales), _at(prologue.shared)
+            a.row_limit, a.top_k = prologue.rows.shape[0], prologue.index.shape[1]
+            a.scales_are_fp32 = (
+                prologue.scales is not None and prologue.scales.dtype == torch.float32
+            )
+        a.signature = signature(
+            request.tokens,
+            BACKENDS[name],
+            parts=(bool(a.residual), bool(a.weight), bool(a.out)),
+            coding=a.coding,
+            salt=zlib.crc32(struct.pack("<ff", eps, weight_bias)),
+        )
+
+    def _backend(self, asked: str, request: Request) -> str:
+        name = ALIASES.get(asked, asked)
+        if name == "auto":
+            return self._choose(request.tokens, request.epilogue).backend
+        if name not in self._backends:
+            raise InvalidArgument(
+                f"backend is {asked!r}; this all-reduce was built with {', '.join(self._backends)}"
+            )
+        if name != "collective" and name not in able(self.reduction, (name,), request.tokens):
+            raise InvalidArgument(
+                f"backend 'oneshot' with {request.tokens} tokens; it has slots for "
+                f"{self.reduction.direct}: use 'auto' or 'twoshot'"
+            )
+        return name
+
+    def _choose(self, tokens: int, epilogue: str) -> Choice:
+        key = (tokens, epilogue)
+        if key not in self._choices:
+            self._choices[key] = choose(
+                self._table, self.reduction, self._backends, tokens, epilogue
+            )
+        return self._choices[key]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise OutOfOrder("this all-reduce was closed; make a new one")
+
+
+def _at(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _checked_backends(names: Sequence[str]) -> tuple[str, ...]:
+    known = (*BACKENDS, "collective")
+    found = tuple(ALIASES.get(name, name) for name in names)
+    if not found or len(set(found)) != len(found) or any(name not in known for name in found):
+        raise InvalidArgument(
+            f"backends is {tuple(names)!r}; choose some of {', '.join(known)}, each once"
+        )
+    return found
