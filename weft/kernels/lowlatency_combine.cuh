@@ -198,22 +198,29 @@ WEFT_FN bool add_rows(const LowCombineArgs& a, u64 wanted, u32 token, u32 at, u3
     for (u32 i = 0; i < count; ++i)
         if (valid && (expected >> (first + i) & 1))
             piece[i].load(own.inbox.back_row(token, first + i), at);
+    const auto missing = [&] {
+        u32 found = 0;
+#pragma unroll
+        for (u32 i = 0; i < count; ++i)
+            if (valid && (expected >> (first + i) & 1) && !piece[i].came(at)) found |= 1u << i;
+        return found;
+    };
+    const auto ask = [&](u32 which) {
+#pragma unroll
+        for (u32 i = 0; i < count; ++i)
+            if (which >> i & 1) piece[i].load(own.inbox.back_row(token, first + i), at);
+    };
     Patience patience;
     const u64 since = diary.waits();
-    for (;;) {
-        u32 missing = ~0u;
-#pragma unroll
-        for (u32 i = 0; i < count; ++i)
-            if (valid && (expected >> (first + i) & 1) && !piece[i].came(at)) missing = first + i;
-        if (__all_sync(all_lanes, missing == ~0u)) break;
-        const u32 peer = missing == ~0u ? a.site.rank : missing_rank<S>(a, token, missing);
+    for (u32 left = missing(); !__all_sync(all_lanes, left == 0); left = missing()) {
+        u32 peer = a.site.rank;
+        if (left != 0 && patience.is_asked_next())
+            peer = missing_rank<S>(a, token, first + u32(__ffs(i32(left)) - 1));
         const Wait wait{peer, Phase::combine, wanted, wanted};
-        const bool lasts = missing == ~0u || patience.lasts(own.header, a.site, wait);
+        const bool lasts = left == 0 || patience.lasts(own.header, a.site, wait);
         if (!__all_sync(all_lanes, lasts)) return false;
-#pragma unroll
-        for (u32 i = 0; i < count; ++i)
-            if (valid && (expected >> (first + i) & 1) && !piece[i].came(at))
-                piece[i].load(own.inbox.back_row(token, first + i), at);
+        ask(left & (0u - left));  // one alone while it is missing: others need the cache, too
+        if (missing() != left) ask(missing());
     }
     diary.waited(since, a.site.rank);
 #pragma unroll

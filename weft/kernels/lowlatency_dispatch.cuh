@@ -123,6 +123,8 @@ template <LowShape S, Part part = Part::whole> WEFT_FN void low_dispatch(const L
     Load<S> load{};
     if (crew.sends()) load = Load<S>::of(a, crew.of_senders().first);
     if (!team.all(own.header.turn.failed == 0)) return;
+    Told told{};
+    if (crew.tells()) told = prepare<S>(team, a, telling);
     const u64 start = team.lane() == 0 ? now_ns() : 0;
     const u64 done = part == Part::receive ? progress.received : progress.sent;
     const u64 wanted = (done + 1) & epoch_mask;
@@ -142,7 +144,7 @@ template <LowShape S, Part part = Part::whole> WEFT_FN void low_dispatch(const L
         if (!await_grants<S>(team, a.site, progress, Phase::dispatch)) return;
         diary.granted();
         if (crew.tells())
-            tell<S>(team, a, wanted, crew.tellers, telling);
+            tell<S>(team, a, wanted, crew.tellers, told, telling);
         else
             send_tokens<S>(a, crew.of_senders(), load, diary);
         fault(own.header, Point::after_payload, a.site.rank, wanted);

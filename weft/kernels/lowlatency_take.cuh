@@ -95,24 +95,32 @@ WEFT_FN bool await_choices(const Site& site, u64 wanted, u32 source, u32 token, 
 }
 
 // Waits for this warp's part of a row, and leaves its place blank. False when it does not come.
+// While a lane waits it asks for one vector alone, and for all when that one is there: others need
+// the cache, too.
 template <LowShape S>
 WEFT_FN bool await_row(const Site& site, u64 wanted, u32 source, u32 token, u32 unit,
                        Taken<S>& taken) {
     LowShare<S>& own = own_share<S>(site);
     uint4* row = reinterpret_cast<uint4*>(own.inbox.sent_row(source, token));
-    Patience patience;
-    for (;;) {
-        bool came = true;
-#pragma unroll
-        for (u32 i = 0; i < taken_vectors; ++i)
-            came = came && (Taken<S>::place(unit, i) >= S.sent_vectors() || has_come(taken.v[i]));
-        if (__all_sync(all_lanes, came)) break;
-        const Wait wait{source, Phase::dispatch, wanted, wanted};
-        if (!__all_sync(all_lanes, patience.lasts(own.header, site, wait))) return false;
+    const auto missing = [&] {
+        u32 found = 0;
 #pragma unroll
         for (u32 i = 0; i < taken_vectors; ++i)
             if (Taken<S>::place(unit, i) < S.sent_vectors() && !has_come(taken.v[i]))
-                taken.v[i] = poll_vector(row + Taken<S>::place(unit, i));
+                found |= 1u << i;
+        return found;
+    };
+    const auto ask = [&](u32 which) {
+#pragma unroll
+        for (u32 i = 0; i < taken_vectors; ++i)
+            if (which >> i & 1) taken.v[i] = poll_vector(row + Taken<S>::place(unit, i));
+    };
+    Patience patience;
+    for (u32 left = missing(); !__all_sync(all_lanes, left == 0); left = missing()) {
+        const Wait wait{source, Phase::dispatch, wanted, wanted};
+        if (!__all_sync(all_lanes, patience.lasts(own.header, site, wait))) return false;
+        ask(left & (0u - left));
+        if (missing() != left) ask(missing());
     }
 #pragma unroll
     for (u32 i = 0; i < taken_vectors; ++i)

@@ -66,18 +66,6 @@ WEFT_FN i32 keep_id(const LowDispatchArgs& a, TellScratch<S>& scratch, u32 token
     return kept;
 }
 
-// One entry to every rank: a choice to the expert's, nothing to the others.
-template <LowShape S>
-WEFT_FN void send_choice(const LowDispatchArgs& a, u64 wanted, u32 token, u32 k, u32 owner,
-                         u32 word) {
-#pragma unroll
-    for (u32 i = 0; i < S.ranks; ++i) {
-        const u32 peer = a.site.rank + i < S.ranks ? a.site.rank + i : a.site.rank + i - S.ranks;
-        store_relaxed(&low_share<S>(a.site, peer).inbox.choices[a.site.rank][token][k],
-                      tagged(wanted, owner == peer ? word : 0));
-    }
-}
-
 // What combine expects home, kept by the thread of a token's first choice.
 template <LowShape S>
 WEFT_FN void keep_expected(const LowDispatchArgs& a, const TellScratch<S>& scratch, u32 token) {
@@ -101,31 +89,60 @@ WEFT_FN void send_counts(const LowDispatchArgs& a, u64 wanted, const u32* chosen
     }
 }
 
+// One thread's entry of the batch: a choice of a token, and what its expert's rank is to hear.
+struct Told {
+    u32 token, k, owner, word;
+    i32 kept;
+    bool valid;
+};
+
+// Everything that needs no peer; the first half of what a teller does.
 template <LowShape S>
-WEFT_FN void tell(const Block& team, const LowDispatchArgs& a, u64 wanted, u32 tellers,
-                  TellScratch<S>& scratch) {
+WEFT_FN Told prepare(const Block& team, const LowDispatchArgs& a, TellScratch<S>& scratch) {
     const u32 batch = team.lanes() / S.top_k, first = blockIdx.x * batch, i = team.lane();
-    if (blockIdx.x == 0) send_hello<S>(team, a, wanted);
     for (u32 e = i; e < S.experts; e += team.lanes()) scratch.chosen[e] = 0;
     __syncthreads();
     for (u32 token = i; token < first && token < a.tokens; token += team.lanes())
         tally<S>(a, token, scratch.chosen);
-    const u32 token = first + i / S.top_k, k = i % S.top_k;
-    const bool valid = i < batch * S.top_k && token < a.tokens;
-    const i32 kept = keep_id<S>(a, scratch, token, k, valid);
-    u32 owner = S.ranks, word = 0;
-    if (kept >= 0) {
-        u32 within = scratch.chosen[kept];
-        for (u32 j = 0; j < i - k; ++j) within += scratch.kept[j] == kept;
-        const Place place = place_in<S>(a.placement, u32(kept));
-        owner = place.rank;
-        word = choice(place.local, within);
+    Told told{.token = first + i / S.top_k,
+              .k = i % S.top_k,
+              .owner = S.ranks,
+              .word = 0,
+              .kept = -1,
+              .valid = false};
+    told.valid = i < batch * S.top_k && told.token < a.tokens;
+    told.kept = keep_id<S>(a, scratch, told.token, told.k, told.valid);
+    if (told.kept >= 0) {
+        u32 within = scratch.chosen[told.kept];
+        for (u32 j = 0; j < i - told.k; ++j) within += scratch.kept[j] == told.kept;
+        const Place place = place_in<S>(a.placement, u32(told.kept));
+        told.owner = place.rank;
+        told.word = choice(place.local, within);
     }
-    if (valid) send_choice<S>(a, wanted, token, k, owner, word);
-    if (valid && k == 0) keep_expected<S>(a, scratch, token);
+    if (told.valid && told.k == 0) keep_expected<S>(a, scratch, told.token);
+    return told;
+}
+
+// One entry to every rank: a choice to the expert's, nothing to the others.
+template <LowShape S>
+WEFT_FN void send_choice(const LowDispatchArgs& a, u64 wanted, const Told& told) {
+#pragma unroll
+    for (u32 i = 0; i < S.ranks; ++i) {
+        const u32 peer = a.site.rank + i < S.ranks ? a.site.rank + i : a.site.rank + i - S.ranks;
+        store_relaxed(&low_share<S>(a.site, peer).inbox.choices[a.site.rank][told.token][told.k],
+                      tagged(wanted, told.owner == peer ? told.word : 0));
+    }
+}
+
+// The other half: to every rank what it needs to know.
+template <LowShape S>
+WEFT_FN void tell(const Block& team, const LowDispatchArgs& a, u64 wanted, u32 tellers,
+                  const Told& told, TellScratch<S>& scratch) {
+    if (blockIdx.x == 0) send_hello<S>(team, a, wanted);
+    if (told.valid) send_choice<S>(a, wanted, told);
     if (blockIdx.x != tellers - 1) return;
     __syncthreads();
-    if (kept >= 0) atomicAdd(scratch.chosen + kept, 1u);
+    if (told.kept >= 0) atomicAdd(scratch.chosen + told.kept, 1u);
     __syncthreads();
     send_counts<S>(a, wanted, scratch.chosen);
 }

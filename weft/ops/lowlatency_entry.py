@@ -100,8 +100,9 @@ def cuda_source(shape: LowShape, *, halves: bool = False) -> str:
         _tables(device=True),
     ]
     for name, (struct, call) in _doors(halves).items():
-        # FP8 rows that come home need more registers: two CTAs an SM instead of three.
-        per_sm = 2 if shape.fp8_back and name.startswith("combine") else 3
+        # FP8 rows that come home, and many peers, need more registers: two CTAs an SM, not three.
+        hungry = shape.fp8_back if name.startswith("combine") else shape.ranks > 16
+        per_sm = 2 if hungry else 3
         lines += [
             f'extern "C" __global__ void __launch_bounds__({THREADS}, {per_sm})',
             f"{name}(const __grid_constant__ weft::{struct} a) {{ weft::{call}(a); }}",

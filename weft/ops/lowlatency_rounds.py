@@ -185,7 +185,7 @@ class LowRounds:
         args.x, args.ids, args.ids_bytes = x.data_ptr(), topk_ids.data_ptr(), topk_ids.itemsize
         args.weights = 0 if topk_weights is None else topk_weights.data_ptr()
         args.tokens = tokens
-        self._point(slot)
+        self._point(args, slot)
         for name, field in (("rows", "x"), ("scales", "scales"), ("counts", "counts")):
             setattr(args, name, t[field].data_ptr())
         args.source, args.ranges = t["source"].data_ptr(), t["ranges"].data_ptr()
@@ -244,7 +244,7 @@ class LowRounds:
         args.weights = 0 if topk_weights is None else topk_weights.data_ptr()
         args.out, args.add = out.data_ptr(), 0 if add is None else add.data_ptr()
         args.tokens = tokens
-        self._point(slot)
+        self._point(args, slot)
         self._entries.run(entry, args)
         if entry == "combine":
             slot.alive = None
@@ -260,7 +260,6 @@ class LowRounds:
         handle = self._returned
         if handle is None:
             raise OutOfOrder("combine_recv without a combine_send")
-        self._point(self.slots[handle.slot])
         self._entries.run("combine_receive", self._combine_args)
         self.slots[handle.slot].alive = self._returned = None
         out = self._kept[0]
@@ -276,11 +275,11 @@ class LowRounds:
         self.slots.clear()
         self.premises.close()
 
-    def _point(self, slot: Slot) -> None:
-        """Let both argument structs speak of a slot's ledger."""
-        for args in (self._dispatch_args, self._combine_args):
-            for name in ("position", "weights", "brought", "expected"):
-                setattr(args.ledger, name, slot.tensors[name].data_ptr())
+    @staticmethod
+    def _point(args: LowDispatchArgs | LowCombineArgs, slot: Slot) -> None:
+        """Let arguments speak of a slot's ledger. A dispatch on its way keeps its own."""
+        for name in ("position", "weights", "brought", "expected"):
+            setattr(args.ledger, name, slot.tensors[name].data_ptr())
 
     def _check_handle(self, handle: Handle, entry: str) -> None:
         if not isinstance(handle, Handle):

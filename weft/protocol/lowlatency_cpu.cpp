@@ -94,7 +94,7 @@ template <LowShape S>
 void send_token(const LowDispatchArgs& a, u64 wanted, u32 token, u32 (&chosen)[S.experts]) {
     i32 ids[S.top_k];
     read_choices<S>(a, token, ids);
-    u32 choices[S.top_k], owner[S.top_k], kept = 0, ranks = 0;
+    u32 choices[S.top_k] = {}, owner[S.top_k] = {}, kept = 0, ranks = 0;
     for (u32 k = 0; k < S.top_k; ++k) {
         owner[k] = S.ranks;
         if (ids[k] < 0) continue;

@@ -167,12 +167,16 @@ struct Wait {
 
 // How long one thread has waited: the slow half is entered every 1024 turns.
 struct Patience {
+    static constexpr u32 period = 1024;
     u64 start = 0;
     u32 turns = 0;
 
+    // Will `lasts` look at the clock the next time?
+    WEFT_FN bool is_asked_next() const { return (turns + 1) % period == 0; }
+
     // False when the wait is over without its end; what ended it is recorded then.
     WEFT_FN bool lasts(Header& header, const Site& site, const Wait& wait) {
-        if (++turns % 1024 == 0) {
+        if (++turns % period == 0) {
             if (start == 0) start = now_ns();
             const Verdict verdict = out_of_patience(header, site, wait.peer, start, wait.wanted);
             if (verdict.code != Code::ok) {
