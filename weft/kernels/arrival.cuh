@@ -1,5 +1,5 @@
-// Rows that bring their own news, as the threads of a GPU send and take them (the protocol is in
-// protocol/lowlatency.cuh), and what profiled CTAs write down.
+// Rows that bring their own news, as the threads of a GPU send and take them; the protocol is in
+// protocol/lowlatency.cuh.
 #pragma once
 #include <weft/kernels/quant.cuh>
 #include <weft/protocol/lowlatency.cuh>
@@ -75,57 +75,5 @@ WEFT_FN bool await_grants(const Block& team, const Site& site, const Progress& p
     if (team.lane() < S.ranks) granted = await_grant<S>(site, progress, phase, team.lane());
     return team.all(granted);
 }
-
-// A CTA's own times. Without WEFT_PROFILE nothing of it is left.
-class Diary {
-  public:
-    WEFT_FN Diary(Track* tracks, Phase phase, u64 epoch, u32 role) {
-        if constexpr (WEFT_PROFILE) {
-            const u32 line = (u32(epoch) * 2 + (phase == Phase::combine)) % ring_timelines;
-            track = tracks + u64(line) * most_ctas + blockIdx.x;
-            writes = threadIdx.x == 0 && blockIdx.x < most_ctas;
-            if (!writes) return;
-            track->epoch = epoch;
-            track->phase = u32(phase);
-            track->role = role;
-            track->cta = blockIdx.x;
-            track->rows = 0;
-            track->start_ns = now_ns();
-            track->granted_ns = track->learned_ns = track->end_ns = 0;
-            for (u32 i = 0; i < max_ranks; ++i) track->waited_ns[i] = 0;
-        }
-    }
-    WEFT_FN void granted() {
-        if constexpr (WEFT_PROFILE)
-            if (writes) track->granted_ns = now_ns();
-    }
-    WEFT_FN void learned() {
-        if constexpr (WEFT_PROFILE)
-            if (writes) track->learned_ns = now_ns();
-    }
-    WEFT_FN void worked() {
-        if constexpr (WEFT_PROFILE)
-            if (writes) ++track->rows;
-    }
-    // Around a wait that lasts.
-    WEFT_FN u64 waits() const {
-        if constexpr (WEFT_PROFILE) return writes ? now_ns() : 0;
-        return 0;
-    }
-    WEFT_FN void waited(u64 since, u32 source) {
-        if constexpr (WEFT_PROFILE)
-            if (writes) track->waited_ns[source] += u32(now_ns() - since);
-    }
-    WEFT_FN void ended() {
-        if constexpr (WEFT_PROFILE)
-            if (writes) track->end_ns = now_ns();
-    }
-
-    static constexpr u32 most_ctas = 1024;
-
-  private:
-    Track* track = nullptr;
-    bool writes = false;
-};
 
 }  // namespace weft

@@ -128,7 +128,7 @@ template <LowShape S, Part part = Part::whole> WEFT_FN void low_dispatch(const L
     const u64 start = team.lane() == 0 ? now_ns() : 0;
     const u64 done = part == Part::receive ? progress.received : progress.sent;
     const u64 wanted = (done + 1) & epoch_mask;
-    Diary diary(a.tracks, Phase::dispatch, wanted, crew.role());
+    Diary diary(a.tracks, Phase::dispatch, wanted, crew.role(), blockIdx.x, team.lane() == 0);
 
     if constexpr (part != Part::receive) {
         mark_start(team, own.header, Phase::dispatch, wanted, start);

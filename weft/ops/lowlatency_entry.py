@@ -20,6 +20,7 @@ from weft.ops.lowlatency_shape import (
     LowDispatchArgs,
     LowLayout,
     LowShape,
+    Track,
 )
 from weft.ops.source import CUDA_OPTIONS, HOST_OPTIONS
 
@@ -30,6 +31,7 @@ TAKEN = 128  # 16-byte vectors of a row that a warp takes at once: Taken::span
 PARTS = ("", "_send", "_receive")
 TABLES: dict[str, type[ctypes.Structure]] = {
     "Ledger": Ledger,
+    "Track": Track,
     "LowDispatchArgs": LowDispatchArgs,
     "LowCombineArgs": LowCombineArgs,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -9,14 +10,23 @@ from dataclasses import asdict, dataclass
 import torch
 
 from weft.errors import InvalidArgument
+from weft.memory.header import RING_TIMELINES
 from weft.memory.wire import JSON
 from weft.ops.check import check_alignment, check_tensor, check_tokens
-from weft.ops.lowlatency_shape import GROUPS, MAX_EXPERTS, LowLayout, LowShape, check_size
+from weft.ops.lowlatency_shape import (
+    GROUPS,
+    MAX_EXPERTS,
+    MOST_TRACKS,
+    LowLayout,
+    LowShape,
+    Track,
+    check_size,
+)
 from weft.ops.placement import Placement
 from weft.shape import NUMBERS
 
-TRACK_BYTES = 192  # of one CTA's record (`Track` in protocol/lowlatency.cuh)
-TRACK_ROUNDS, TRACK_CTAS = 64, 1024
+# Tracks that profiled kernels keep: of 32 rounds, by phase and team.
+TRACKS = (RING_TIMELINES, MOST_TRACKS, ctypes.sizeof(Track))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +179,7 @@ class LowGeometry:
             math.prod(shape) * dtype.itemsize
             for shape, dtype in self.result_shapes(s.local).values()
         )
-        tracks = TRACK_BYTES * TRACK_ROUNDS * TRACK_CTAS if profile else 0
+        tracks = math.prod(TRACKS) if profile else 0
         return Memory(
             shared=self.layout.share_bytes,
             results=self.slots * slot + tracks,

@@ -15,12 +15,7 @@ from weft.memory import Group, Heap
 from weft.memory.header import HEADER_BYTES, Header
 from weft.ops.check import check_alignment, check_tensor
 from weft.ops.lowlatency_entry import LowCpuEntries, LowCudaEntries
-from weft.ops.lowlatency_geometry import (
-    TRACK_BYTES,
-    TRACK_CTAS,
-    TRACK_ROUNDS,
-    LowGeometry,
-)
+from weft.ops.lowlatency_geometry import TRACKS, LowGeometry
 from weft.ops.lowlatency_shape import LowCombineArgs, LowDispatchArgs
 from weft.ops.watched import Watched, new_header
 
@@ -141,7 +136,7 @@ class LowRounds:
         self.device = group.device
         own = len(geometry.placement.experts_of(group.rank))
         self.slots = [Slot(geometry, own, group.device) for _ in range(geometry.slots)]
-        size = (TRACK_ROUNDS, TRACK_CTAS, TRACK_BYTES) if profile else (0,)
+        size = TRACKS if profile else (0,)
         self.tracks = torch.zeros(size, dtype=torch.uint8, device=group.device)
         self._dispatch_args = LowDispatchArgs(
             site=premises.site, own_experts=own, tracks=self.tracks.data_ptr()

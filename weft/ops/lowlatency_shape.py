@@ -94,6 +94,26 @@ class LowCombineArgs(ctypes.Structure):
     )
 
 
+class Track(ctypes.Structure):
+    """Mirror of `weft::Track`."""
+
+    _fields_ = (
+        ("epoch", c_uint64),
+        ("start_ns", c_uint64),
+        ("granted_ns", c_uint64),
+        ("learned_ns", c_uint64),
+        ("end_ns", c_uint64),
+        ("phase", c_uint32),
+        ("role", c_uint32),
+        ("team", c_uint32),
+        ("units", c_uint32),
+        ("waited_ns", c_uint32 * MAX_RANKS),
+    )
+
+
+MOST_TRACKS = 1024  # most_tracks in protocol/lowlatency.cuh
+
+
 def _up(size: int, unit: int = LINE) -> int:
     return -(-size // unit) * unit
 

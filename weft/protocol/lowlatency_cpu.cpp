@@ -151,11 +151,14 @@ template <LowShape S> bool await_grants(const Site& site, const Progress& progre
 
 template <LowShape S>
 bool send_tokens(const LowDispatchArgs& a, const Progress& progress, u64 wanted) {
+    Diary diary(a.tracks, Phase::dispatch, wanted, 1, 0, true);
     if (!await_grants<S>(a.site, progress, Phase::dispatch)) return false;
+    diary.granted();
     u32 chosen[S.experts] = {};
     send_hello<S>(a, wanted);
     for (u32 token = 0; token < a.tokens; ++token) send_token<S>(a, wanted, token, chosen);
     send_counts<S>(a, wanted, chosen);
+    diary.ended();
     fault(own_share<S>(a.site).header, Point::after_payload, a.site.rank, wanted);
     return true;
 }
@@ -236,13 +239,18 @@ bool receive_token(const LowDispatchArgs& a, u64 wanted, u32 source, u32 token,
 }
 
 template <LowShape S> bool receive_tokens(const LowDispatchArgs& a, u64 wanted) {
+    Diary diary(a.tracks, Phase::dispatch, wanted, 2, 1, true);
     u32 tokens[S.ranks] = {}, first[S.ranks][S.local] = {};
     if (!learn<S>(a, wanted, tokens, first)) return false;
+    diary.learned();
     for (u32 i = 0; i < S.ranks; ++i) {
         const u32 source = (a.site.rank + i) % S.ranks;
-        for (u32 token = 0; token < tokens[source]; ++token)
+        const u64 since = diary.waits();
+        for (u32 token = 0; token < tokens[source]; ++token, diary.worked())
             if (!receive_token<S>(a, wanted, source, token, first)) return false;
+        diary.waited(since, source);
     }
+    diary.ended();
     return true;
 }
 

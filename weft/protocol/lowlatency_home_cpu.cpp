@@ -32,7 +32,9 @@ void make_row(const LowCombineArgs& a, const i32* position, const float* weights
 }
 
 template <LowShape S> bool send_back(const LowCombineArgs& a, const Progress& progress) {
+    Diary diary(a.tracks, Phase::combine, (progress.returned + 1) & epoch_mask, 1, 0, true);
     if (!await_grants<S>(a.site, progress, Phase::combine)) return false;
+    diary.granted();
     alignas(16) u8 row[S.back_vectors() * 16] = {};
     for (u32 i = 0; i < S.ranks; ++i) {
         const u32 source = (a.site.rank + i) % S.ranks;
@@ -49,10 +51,12 @@ template <LowShape S> bool send_back(const LowCombineArgs& a, const Progress& pr
                 const u32 choices = S.reduce == Reduce::sender ? left : left & -left;
                 make_row<S>(a, position, weights, choices, row);
                 send_words(home.back_row(token, which), row, sizeof(row));
+                diary.worked();
                 if (S.reduce == Reduce::sender) break;
             }
         }
     }
+    diary.ended();
     return true;
 }
 
@@ -109,8 +113,10 @@ template <LowShape S, Part part = Part::whole> void low_combine(const LowCombine
     }
     if constexpr (part != Part::send) {
         fault(own.header, Point::before_read, a.site.rank, wanted);
-        for (u32 token = 0; token < a.tokens; ++token)
+        Diary diary(a.tracks, Phase::combine, wanted, 2, 1, true);
+        for (u32 token = 0; token < a.tokens; ++token, diary.worked())
             if (!sum_token<S>(a, wanted, token)) return;
+        diary.ended();
         own.progress.combined = wanted;
         keep_record(own.header, Phase::combine, wanted, start, a.tokens);
         mark_end(own.header, Phase::combine, wanted);
