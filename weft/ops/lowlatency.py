@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
+from typing import Literal, overload
 
 import torch
 
@@ -19,6 +22,7 @@ from weft.ops.lowlatency_entry import (
 )
 from weft.ops.lowlatency_geometry import LowGeometry, Memory, memory_bytes
 from weft.ops.lowlatency_rounds import ExpertRows, Handle, open_rounds
+from weft.ops.lowlatency_trace import dump
 from weft.ops.placement import Placed
 from weft.ops.timeline import DEFINE
 
@@ -188,6 +192,26 @@ class LowLatencyAllToAll(Placed):
             raise InvalidArgument("combine_input of an all-to-all built without it; pass view=True")
         return self._input
 
+    @overload
+    def dispatch_send(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        return_recv_hook: Literal[False] = False,
+    ) -> None: ...
+
+    @overload
+    def dispatch_send(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        return_recv_hook: Literal[True],
+    ) -> tuple[ExpertRows, Hook]: ...
+
     def dispatch_send(
         self,
         x: torch.Tensor,
@@ -208,6 +232,32 @@ class LowLatencyAllToAll(Placed):
         """The second half of `dispatch`: wait for all peers' tokens, and lay them out."""
         self._check_open()
         return self._rounds.receive()
+
+    @overload
+    def combine_send(
+        self,
+        y: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        handle: Handle,
+        out: torch.Tensor | None = None,
+        add: torch.Tensor | None = None,
+        *,
+        return_recv_hook: Literal[False] = False,
+    ) -> None: ...
+
+    @overload
+    def combine_send(
+        self,
+        y: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        handle: Handle,
+        out: torch.Tensor | None = None,
+        add: torch.Tensor | None = None,
+        *,
+        return_recv_hook: Literal[True],
+    ) -> tuple[torch.Tensor, Hook]: ...
 
     def combine_send(
         self,
@@ -255,6 +305,16 @@ class LowLatencyAllToAll(Placed):
         """The last 128 rounds of a rank (default: this one), oldest first; also of a dead one."""
         self._check_open()
         return self._rounds.premises.history(rank)
+
+    def dump_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write this rank's last 32 rounds, team by team, as JSON for Perfetto.
+
+        Needs profile=True; waits for this rank's own work. Every rank writes a file of its own, all
+        on rank 0's clock (`weft trace merge` makes one of them). Call it when all ranks have
+        finished the same rounds. Raises InvalidArgument, OutOfOrder.
+        """
+        self._check_open()
+        dump(Path(path), self._rounds.tracks, self._rounds.premises)
 
     def close(self) -> None:
         """Give the memory back. Waits for this rank's own work, never for a peer. Idempotent."""
