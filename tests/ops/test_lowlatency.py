@@ -156,11 +156,11 @@ def by_hooks(group: weft.Group) -> None:
     with mode.make(group, case, 16) as a2a:
         inputs = case.of(a2a.rank, group.device)
         x, ids, weights, _ = inputs
-        got, hook = a2a.dispatch_send(x, ids, weights, return_recv_hook=True)
+        got, hook = a2a.dispatch_send(x, ids, weights)
         hook()
         view = a2a.combine_input()
         view.copy_(expert_results(a2a, got))
-        out, hook = a2a.combine_send(view, ids, weights, got.handle, return_recv_hook=True)
+        out, hook = a2a.combine_send(view, ids, weights, got.handle)
         hook()
         assert torch.equal(bits(out), bits(wanted_home(a2a, mode, case, inputs)))
 

@@ -144,9 +144,7 @@ class Buffer:
         async_finish: bool = False,
         return_recv_hook: bool = False,
     ) -> tuple[Numbers, torch.Tensor, Ticket, EventOverlap, Hook | None]:
-        """Send tokens; return what came for this rank's experts.
-
-        x: bfloat16 `[tokens, hidden]`.   topk_idx: int64 `[tokens, top_k]`, -1 for none.
+        """Send bfloat16 `[tokens, hidden]` to the experts of int64 `[tokens, top_k]` (-1: none).
 
         Returns `(numbers, counts, handle, event, hook)`: numbers are
         `[local_experts, num_ranks * most tokens, hidden]` float8_e4m3fn and their scales for 128
@@ -167,14 +165,12 @@ class Buffer:
         key = (*sizes, num_experts, scale)
         a2a = self._exchange(key)
         if return_recv_hook:
-            rows, receive = a2a.dispatch_send(x, topk_idx, return_recv_hook=True)
+            rows, receive = a2a.dispatch_send(x, topk_idx)
         else:
             rows, receive = a2a.dispatch(x, topk_idx), None
         widen = round_scale and not use_ue8m0
         numbers = _numbers(rows, a2a, widen=widen)
-        ranges = torch.zeros(
-            (a2a.num_local_experts, a2a.ep_size), dtype=torch.int64, device=x.device
-        )
+        ranges = torch.zeros_like(rows.ranges[..., 0], dtype=torch.int64)
         tokens = torch.zeros_like(rows.source)
 
         def settle() -> None:
@@ -217,9 +213,7 @@ class Buffer:
         round_ = handle[-1]
         a2a = self._exchange(round_.key)
         if return_recv_hook:
-            result, hook = a2a.combine_send(
-                x, topk_idx, topk_weights, round_.handle, out, return_recv_hook=True
-            )
+            result, hook = a2a.combine_send(x, topk_idx, topk_weights, round_.handle, out)
             return result, self._event(async_finish), hook
         result = a2a.combine(x, topk_idx, topk_weights, round_.handle, out)
         return result, self._event(async_finish), None

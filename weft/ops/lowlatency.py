@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, overload
 
 import torch
 
@@ -192,48 +191,26 @@ class LowLatencyAllToAll(Placed):
             raise InvalidArgument("combine_input of an all-to-all built without it; pass view=True")
         return self._input
 
-    @overload
     def dispatch_send(
         self,
         x: torch.Tensor,
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor | None = None,
-        *,
-        return_recv_hook: Literal[False] = False,
-    ) -> None: ...
-
-    @overload
-    def dispatch_send(
-        self,
-        x: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor | None = None,
-        *,
-        return_recv_hook: Literal[True],
-    ) -> tuple[ExpertRows, Hook]: ...
-
-    def dispatch_send(
-        self,
-        x: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor | None = None,
-        *,
-        return_recv_hook: bool = False,
-    ) -> tuple[ExpertRows, Hook] | None:
+    ) -> tuple[ExpertRows, Hook]:
         """The first half of `dispatch`: send; what follows in the stream runs meanwhile.
 
-        return_recv_hook: return the result, which holds nothing yet, and a function that receives.
+        Returns the result, which holds nothing yet, and a function that receives it: call that, or
+        `dispatch_recv`.
         """
         self._check_open()
         rows = self._rounds.dispatch(x, topk_ids, topk_weights, entry="dispatch_send")
-        return (rows, self._hook(self._rounds.receive)) if return_recv_hook else None
+        return rows, self._hook(self._rounds.receive)
 
     def dispatch_recv(self) -> ExpertRows:
         """The second half of `dispatch`: wait for all peers' tokens, and lay them out."""
         self._check_open()
         return self._rounds.receive()
 
-    @overload
     def combine_send(
         self,
         y: torch.Tensor,
@@ -242,44 +219,17 @@ class LowLatencyAllToAll(Placed):
         handle: Handle,
         out: torch.Tensor | None = None,
         add: torch.Tensor | None = None,
-        *,
-        return_recv_hook: Literal[False] = False,
-    ) -> None: ...
-
-    @overload
-    def combine_send(
-        self,
-        y: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor | None,
-        handle: Handle,
-        out: torch.Tensor | None = None,
-        add: torch.Tensor | None = None,
-        *,
-        return_recv_hook: Literal[True],
-    ) -> tuple[torch.Tensor, Hook]: ...
-
-    def combine_send(
-        self,
-        y: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor | None,
-        handle: Handle,
-        out: torch.Tensor | None = None,
-        add: torch.Tensor | None = None,
-        *,
-        return_recv_hook: bool = False,
-    ) -> tuple[torch.Tensor, Hook] | None:
+    ) -> tuple[torch.Tensor, Hook]:
         """The first half of `combine`: send rows home. The arguments are the whole call's.
 
-        `add`, `out`, ids and weights must stay until the second half has run.
-        return_recv_hook: return `out`, which holds nothing yet, and a function that receives.
+        `add`, `out`, ids and weights must stay until the second half has run. Returns `out`, which
+        holds nothing yet, and a function that receives: call that, or `combine_recv`.
         """
         self._check_open()
         result = self._rounds.combine(
             y, topk_ids, topk_weights, handle, out=out, add=add, entry="combine_send"
         )
-        return (result, self._hook(self._rounds.bring_home)) if return_recv_hook else None
+        return result, self._hook(self._rounds.bring_home)
 
     def combine_recv(self) -> torch.Tensor:
         """The second half of `combine`: wait for the rows and add them; return `out`."""
