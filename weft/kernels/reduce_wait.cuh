@@ -61,7 +61,7 @@ template <Reduction R> struct Calling {
             same_call<R>(a.site, epoch, a.signature, next_rank<R>(me(), turn), heard);
     }
 
-    WEFT_FN bool gives_up_on(Wait& wait) const {
+    WEFT_FN bool gives_up_on(SlotWait& wait) const {
         return gives_up<R>(a.site, epoch, a.signature, wait);
     }
 };
@@ -85,7 +85,7 @@ WEFT_FN bool await_vectors(const Calling<R>& call, const Slots& slots, u32 token
                            uint4 (&row)[R.ranks]) {
     const u32 me = call.me();
     u32 missing = ((1u << R.ranks) - 1) & ~(1u << me);
-    Wait wait{.slot = slots.kind, .peer = 0, .token = token, .vector = v};
+    SlotWait wait{.slot = slots.kind, .peer = 0, .token = token, .vector = v};
     for (u32 turns = 1;; ++turns) {
 #pragma unroll
         for (u32 i = 0; i < R.ranks; ++i)
@@ -114,7 +114,7 @@ template <Reduction R> WEFT_FN void clear_slots(const Calling<R>& call, const Sl
 template <Reduction R>
 WEFT_FN bool await_vector(const Calling<R>& call, uint4* at, u32 peer, u32 token, u32 v,
                           uint4& row) {
-    Wait wait{.slot = Slot::whole, .peer = peer, .token = token, .vector = v};
+    SlotWait wait{.slot = Slot::whole, .peer = peer, .token = token, .vector = v};
     for (u32 turns = 1;; ++turns) {
         row = poll_vector(at);
         if (is_there(row)) return true;
@@ -126,7 +126,7 @@ WEFT_FN bool await_vector(const Calling<R>& call, uint4* at, u32 peer, u32 token
 template <Reduction R>
 WEFT_FN bool await_trailer(const Calling<R>& call, const Trailer* at, u32 peer, u32 token,
                            Moments& m) {
-    Wait wait{.slot = Slot::trailer, .peer = peer, .token = token, .vector = 0};
+    SlotWait wait{.slot = Slot::trailer, .peer = peer, .token = token, .vector = 0};
     const u32 tag = trailer_tag(call.epoch);
     for (u32 turns = 1;; ++turns) {
         const uint4 seen = poll_halves(reinterpret_cast<const uint4*>(at));

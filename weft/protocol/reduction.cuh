@@ -131,7 +131,7 @@ WEFT_FN void fail_call(Header& header, const Site& site, u32 peer, u64 word, u64
 }
 
 // Where a wait stands, and since when.
-struct Wait {
+struct SlotWait {
     Slot slot;
     u32 peer, token, vector;
     u64 start = 0;
@@ -152,7 +152,7 @@ template <Reduction R> WEFT_FN u32 odd_peer(const Site& site, u64 epoch, u64 wor
 // out_of_patience looks at: another wait of this rank may have broken the group already, and a peer
 // may have made another call.
 template <Reduction R>
-WEFT_SLOW_FN bool gives_up(const Site& site, u64 epoch, u64 signature, Wait& wait) {
+WEFT_SLOW_FN bool gives_up(const Site& site, u64 epoch, u64 signature, SlotWait& wait) {
     ReductionShare<R>& own = mine<R>(site);
     if (wait.start == 0) wait.start = now_ns();
     if (load_acquire(&own.header.turn.failed) != 0) return true;
@@ -189,7 +189,7 @@ template <Reduction R>
 WEFT_SLOW_FN bool same_call(const Site& site, u64 epoch, u64 signature, u32 peer, u64 seen) {
     ReductionShare<R>& own = mine<R>(site);
     const u64 word = call_word(epoch, signature);
-    Wait wait{.slot = Slot::call, .peer = peer, .token = 0, .vector = 0};
+    SlotWait wait{.slot = Slot::call, .peer = peer, .token = 0, .vector = 0};
     for (u32 turns = 1; seen != word; ++turns) {
         if (disagrees(seen, word)) {
             fail_call(own.header, site, peer, word, seen);
