@@ -1,5 +1,5 @@
 """Replayed low-latency rounds: 100,000 of them with other rows and routing each time, every sum
-compared on the device; late ranks; profiled kernels beside plain ones. By hand, all GPUs up to 8."""
+compared on the device; late ranks; profiled kernels beside plain ones. By hand, up to 8 GPUs."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def pair_us(group: weft.Group, *, profile: bool) -> float:
         pairs()
         torch.cuda.synchronize()
         times = sorted(rounds_of(group, capture(pairs).replay, 15))
-        return max(group.all_gather(times[len(times) // 2]))
+        return float(max(group.all_gather(times[len(times) // 2])))
 
 
 def profiled_beside_plain(group: weft.Group) -> float:
