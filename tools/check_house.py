@@ -24,7 +24,16 @@ SOURCES = CPP | {".py", ".sh", ".pml"}
 MAX_FILE, MAX_FUNCTION = 350, 60  # first length that is too long
 BAD_NAMES = {"utils", "util", "common", "helpers", "helper", "core", "base", "misc", "v2"}
 MAY_INCLUDE = {"protocol": ("protocol",), "kernels": ("kernels", "protocol")}
-POSIX = {"errno.h", "immintrin.h", "linux/futex.h", "sched.h", "signal.h", "sys/mman.h", "time.h"}
+POSIX = {
+    "errno.h",
+    "immintrin.h",
+    "linux/futex.h",
+    "sched.h",
+    "signal.h",
+    "sys/mman.h",
+    "time.h",
+    "ucontext.h",
+}
 ASM_FILES = {"bulk.cuh", "order.cuh", "copy.cuh", "quant.cuh", "team.cuh"}
 BAD_MODULES = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle"}
 # A launcher and the children that it started itself speak over pipes that nobody else can open.

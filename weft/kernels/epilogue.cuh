@@ -75,8 +75,7 @@ WEFT_FN void quantize_vector(const ReduceArgs& a, u32 token, u32 v, bool valid, 
         return quantize_groups<R>(a, token, v, valid, x);
     u32 amax = 0;
     if (a.coding == Coding::fixed) {
-#pragma unroll
-        for (u32 i = 0; i < R.width(); ++i) x[i] = __fdiv_rn(x[i], gain.scale);
+        scale_by(x, gain.inverse);
     } else {
         // Rounding is monotonic: the largest normed number is the largest product, normed.
         float most[R.width()] = {};

@@ -59,7 +59,7 @@ template <Reduction R, bool moe> WEFT_FN void oneshot(const ReduceArgs& a) {
     call.tell(team);
     if (call.live && inside) push_direct<R>(call, token, v, own);
     fault(call.header, Point::after_rows, call.me(), call.epoch);
-    const bool last = call.last_to_read(team);
+    const u32 before = call.count(team);
     const Gain gain = inside ? load_gain<R>(a, v) : Gain{};
 
     uint4 row{};
@@ -74,7 +74,7 @@ template <Reduction R, bool moe> WEFT_FN void oneshot(const ReduceArgs& a) {
         const Moments m = gather_moments<R>(team, a, board.partial[0]);
         finish_vector<R>(a, token, v, valid, row, gain, m);
     }
-    call.advance(last);
+    call.advance(team, before);
     call.compare(team, heard);
 }
 

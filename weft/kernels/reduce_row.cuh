@@ -73,7 +73,7 @@ template <Reduction R, bool moe> WEFT_FN uint4 load_own(const ReduceArgs& a, u32
 // What the epilogue reads beside the row: loaded early, so that its latency hides in a wait.
 struct Gain {
     uint4 low, high;  // the weights of the vector's columns
-    float scale;      // of Coding::fixed
+    float inverse;    // of the scale of Coding::fixed
 };
 
 template <Reduction R> WEFT_FN Gain load_gain(const ReduceArgs& a, u32 v) {
@@ -86,7 +86,7 @@ template <Reduction R> WEFT_FN Gain load_gain(const ReduceArgs& a, u32 v) {
         gain.low = load_input(weight + 2 * v);
         gain.high = load_input(weight + 2 * v + 1);
     }
-    if (a.coding == Coding::fixed) gain.scale = *a.scale;
+    if (a.coding == Coding::fixed) gain.inverse = __fdiv_rn(1.0f, *a.scale);
     return gain;
 }
 

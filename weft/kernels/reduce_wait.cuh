@@ -13,9 +13,11 @@ template <Reduction R> struct Calling {
 
     WEFT_FN explicit Calling(const ReduceArgs& args)
         : a(args), header(mine<R>(args.site).header), start(0) {
-        const Turn turn = header.turn;
-        epoch = (turn.epoch + 1) & epoch_mask;
-        live = turn.failed == 0;
+        // One instruction, which a compiler does not make of a struct: whoever has seen `failed`,
+        // and counts itself, has the epoch too. The last one to count may write the next epoch.
+        const uint4 turn = load_input(reinterpret_cast<const uint4*>(&header.turn));
+        epoch = ((u64(turn.y) << 32 | turn.x) + 1) & epoch_mask;
+        live = turn.z == 0;
         if (fault(header, Point::reduce_enter, a.site.rank, epoch) == Action::stay_away)
             live = false;
     }
@@ -24,21 +26,20 @@ template <Reduction R> struct Calling {
     WEFT_FN u32 side() const { return side_of(epoch); }
     WEFT_FN Summands<R>& at(u32 rank) const { return share<R>(a.site, rank).slots; }
 
-    // True, in lane 0 of one team, when all teams have read the turn: it may be advanced. Nothing
-    // is published here: the turn was needed to come so far, and that is all the order there must
-    // be.
-    WEFT_FN bool last_to_read(const Block& team) {
+    // Counts the teams that have read the turn; the last one may advance it. Lane 0 gets how many
+    // came before it, and needs that no earlier than in `advance`. Nothing is published here: no
+    // team comes so far without the turn, and that is all the order there must be.
+    WEFT_FN u32 count(const Block& team) {
         live = team.all(live);
-        if (team.lane() != 0 || !live) return false;
+        if (team.lane() != 0 || !live) return 0;
         start = now_ns();
-        const bool last = add_relaxed(&header.arrived, 1) == team.teams() - 1;
-        if (last) header.arrived = 0;
-        return last;
+        return add_relaxed(&header.arrived, 1);
     }
 
-    // By the lane that was last_to_read. `failed` is another word of the turn, and stays.
-    WEFT_FN void advance(bool last) {
-        if (!last) return;
+    // `failed` is another word of the turn, and stays.
+    WEFT_FN void advance(const Block& team, u32 before) {
+        if (team.lane() != 0 || !live || before != team.teams() - 1) return;
+        header.arrived = 0;
         header.turn.epoch = epoch;
         keep_record(header, all_reduce_phase, epoch, start, a.tokens);
     }
@@ -128,7 +129,7 @@ WEFT_FN bool await_trailer(const Calling<R>& call, const Trailer* at, u32 peer, 
     Wait wait{.slot = Slot::trailer, .peer = peer, .token = token, .vector = 0};
     const u32 tag = trailer_tag(call.epoch);
     for (u32 turns = 1;; ++turns) {
-        const uint4 seen = poll_vector(reinterpret_cast<const uint4*>(at));
+        const uint4 seen = poll_halves(reinterpret_cast<const uint4*>(at));
         m = {__uint_as_float(seen.x), seen.z};
         if (seen.y == tag && seen.w == tag) return true;
         if (turns % 1024 == 0 && call.gives_up_on(wait)) return false;

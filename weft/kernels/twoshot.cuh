@@ -45,6 +45,7 @@ WEFT_FN void push_parts(const Block& team, const Calling<R>& call) {
             const Foreign<R> at(me, first + i * step);
             if (at.token < a.tokens) row[i] = load_own<R, moe>(a, at.token, at.v);
         }
+        if (!call.live) break;  // not before the loads: they and the turn's share their latency
 #pragma unroll
         for (u32 i = 0; i < pushes_in_flight; ++i) {
             const Foreign<R> at(me, first + i * step);
@@ -100,7 +101,8 @@ WEFT_FN void tell_moments(const Block& team, const Calling<R>& call, u32 group, 
     const u32 turn = team.lane() + 1, tag = trailer_tag(call.epoch);
     if (turn >= R.ranks) return;
     const u32 peer = next_rank<R>(call.me(), turn);
-    post_vector(reinterpret_cast<uint4*>(&call.at(peer).trailer[place_at(peer, call.me())][group]),
+    fault(call.header, Point::before_moments, peer, call.epoch);
+    post_halves(reinterpret_cast<uint4*>(&call.at(peer).trailer[place_at(peer, call.me())][group]),
                 make_uint4(__float_as_uint(m.rstd), tag, m.peak, tag));
 }
 
@@ -187,15 +189,15 @@ WEFT_FN void twoshot(const ReduceArgs& a) {
     if (cluster.size() != 1) cluster.arrive();
     Calling<R> call(a);
     call.tell(team);
-    const bool last = call.last_to_read(team);
     const bool pushes = blockIdx.x < a.pushers, reduces = blockIdx.x - a.pushers < a.reducers;
     const u32 others = a.reducers + (a.pushers_finish ? 0 : a.pushers);
-    if (pushes && call.live) push_parts<R, moe>(team, call);
+    if (pushes) push_parts<R, moe>(team, call);
+    const u32 before = call.count(team);
     if (!reduces && (!pushes || a.pushers_finish))
         finish_parts<R>(team, call, blockIdx.x - (pushes ? 0 : others), gridDim.x - others);
     if (cluster.size() != 1) cluster.wait();
     if (reduces) reduce_parts<R, moe, pieces, patient>(team, cluster, call, board);
-    call.advance(last);
+    call.advance(team, before);
     call.compare(team, call.hear(team));
 }
 

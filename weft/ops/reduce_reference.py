@@ -100,7 +100,8 @@ def quantize_norm(norm: torch.Tensor, quant: Quant) -> tuple[torch.Tensor, torch
     """(float8_e4m3fn `[tokens, hidden]`, scales) of normed rows, as the quant spec says."""
     match quant:
         case FP8Static():
-            scaled = norm.float() / quant.scale.float().expand(norm.shape)
+            one = torch.ones_like(quant.scale, dtype=torch.float32)
+            scaled = norm.float() * (one / quant.scale.float())
             return to_e4m3(scaled), quant.scale
         case FP8Token():
             return _scaled(norm.float()[:, None], zero_scale=1.0)

@@ -11,7 +11,7 @@ from weft.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FP8Static:
-    """One scale for everything, given: `q = e4m3(norm / scale)`, saturating at 448.
+    """One scale for everything, given: `q = e4m3(norm * (1 / scale))`, saturating at 448.
 
     scale: float32 `[1]` on the device.
     """

@@ -135,7 +135,7 @@ void quantize_normed(const ReduceArgs& a, u32 token, Row<R>& norm, u32 peak) {
     const BlockScale scale = row_scale(peak);
     if (a.coding == Coding::token) static_cast<float*>(a.scale_out)[token] = scale.scale;
     for (u32 i = 0; i < R.hidden; ++i)
-        to[i] = a.coding == Coding::fixed ? to_e4m3(norm[i] / *a.scale)
+        to[i] = a.coding == Coding::fixed ? to_e4m3(norm[i] * (1.0f / *a.scale))
                 : peak >= infinity_bits   ? 0x7f
                                           : to_e4m3(norm[i] * scale.inverse);
 }

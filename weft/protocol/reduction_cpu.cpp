@@ -117,6 +117,7 @@ template <Reduction R> void reduce_part(Calling<R>& call, u32 group) {
         const u32 peer = next_rank<R>(me, turn), place = place_at(peer, me);
         push_row<R>(call.at(peer).whole[place][group], (a.out ? sum : row).data());
         if (a.weight == nullptr) continue;
+        fault(mine<R>(a.site).header, Point::before_moments, peer, call.epoch);
         u64* words = reinterpret_cast<u64*>(&call.at(peer).trailer[place][group]);
         const u64 tag = u64(trailer_tag(call.epoch)) << 32;
         store_release(words, tag | std::bit_cast<u32>(m.rstd));

@@ -1,0 +1,206 @@
+// As much of a GPU as the kernels of the fused all-reduce need, on a CPU: a CTA is a thread of the
+// system, its threads are fibers that take turns in it, a cluster's CTAs find each other's shared
+// memory. Slow, and in order where a GPU is not: it shows that the arithmetic, the indices and the
+// barriers are right, never that the memory order is.
+#pragma once
+#include <sched.h>
+#include <ucontext.h>
+
+#include <atomic>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#define __shared__ alignas(16) static thread_local
+#define __noinline__
+
+struct uint4 {
+    unsigned x, y, z, w;
+};
+struct uint2 {
+    unsigned x, y;
+};
+struct Index {
+    unsigned x, y, z;
+};
+
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+
+namespace emulated {
+
+struct Cluster {
+    std::atomic<unsigned> arrived{0}, phase{0};
+    std::vector<char*> anchors;  // of each CTA's thread-local memory, in which shared memory lies
+};
+
+struct Warp {
+    unsigned long long value[32] = {};
+    unsigned arrived = 0, phase = 0, lanes = 0;
+};
+
+struct Cta {
+    Index block, grid, size;
+    unsigned rank = 0, neighbours = 1, current = 0, running = 0;
+    Cluster* cluster = nullptr;
+    ucontext_t scheduler;
+    std::vector<ucontext_t> fiber;
+    std::vector<bool> done;
+    std::vector<unsigned> awaited;  // the phase that each thread's last arrival belongs to
+    std::vector<Warp> warp;
+    unsigned arrived = 0, phase = 0;
+    int all[2] = {1, 1}, any[2] = {0, 0};
+    std::function<void()> body;
+};
+
+inline thread_local Cta* cta = nullptr;
+inline thread_local char anchor = 0;
+
+inline void yield() { swapcontext(&cta->fiber[cta->current], &cta->scheduler); }
+
+inline void enter() {
+    Cta& own = *cta;
+    own.body();
+    own.done[own.current] = true;
+    --own.running;
+    setcontext(&own.scheduler);
+}
+
+// Lanes of a warp meet. All of them must come: no kernel here lets one leave early.
+inline void meet_warp() {
+    Warp& warp = cta->warp[cta->current / 32];
+    const unsigned phase = warp.phase;
+    if (++warp.arrived == warp.lanes) {
+        warp.arrived = 0;
+        ++warp.phase;
+    }
+    while (warp.phase == phase) yield();
+}
+
+// Both verdicts of a CTA's barrier; two sets in turn, because a fast thread may be in the next one.
+inline int meet_cta(bool mine, bool wants_all) {
+    Cta& own = *cta;
+    const unsigned phase = own.phase, side = phase & 1;
+    own.all[side] &= mine;
+    own.any[side] |= mine;
+    if (++own.arrived == own.size.x) {
+        own.arrived = 0;
+        own.all[side ^ 1] = 1;
+        own.any[side ^ 1] = 0;
+        ++own.phase;
+    }
+    while (own.phase == phase) yield();
+    return wants_all ? own.all[side] : own.any[side];
+}
+
+inline void arrive_cluster() {
+    Cta& own = *cta;
+    Cluster& cluster = *own.cluster;
+    own.awaited[own.current] = cluster.phase;
+    if (++cluster.arrived == own.neighbours * own.size.x) {
+        cluster.arrived = 0;
+        ++cluster.phase;
+    }
+}
+inline void wait_cluster() {
+    while (cta->cluster->phase == cta->awaited[cta->current]) yield();
+}
+
+// The same place in the shared memory of a neighbour.
+template <class T> T* neighbour(unsigned rank, T* at) {
+    return reinterpret_cast<T*>(reinterpret_cast<char*>(at) - &anchor +
+                                cta->cluster->anchors[rank]);
+}
+
+template <class T> T exchange(T value, unsigned from) {
+    Warp& warp = cta->warp[cta->current / 32];
+    std::memcpy(&warp.value[cta->current % 32], &value, sizeof value);
+    meet_warp();
+    std::memcpy(&value, &warp.value[from], sizeof value);
+    meet_warp();
+    return value;
+}
+
+inline void run_cta(Cta& own) {
+    cta = &own;
+    constexpr std::size_t stack = 128 * 1024;
+    std::unique_ptr<char[]> stacks(new char[stack * own.size.x]);
+    own.fiber.resize(own.size.x);
+    own.done.assign(own.size.x, false);
+    own.awaited.assign(own.size.x, 0);
+    own.warp.resize((own.size.x + 31) / 32);
+    own.running = own.size.x;
+    for (unsigned i = 0; i < own.size.x; ++i) {
+        ++own.warp[i / 32].lanes;
+        getcontext(&own.fiber[i]);
+        own.fiber[i].uc_stack.ss_sp = stacks.get() + i * stack;
+        own.fiber[i].uc_stack.ss_size = stack;
+        own.fiber[i].uc_link = &own.scheduler;
+        makecontext(&own.fiber[i], enter, 0);
+    }
+    while (own.running != 0) {
+        for (unsigned i = 0; i < own.size.x; ++i) {
+            if (own.done[i]) continue;
+            own.current = i;
+            swapcontext(&own.scheduler, &own.fiber[i]);
+        }
+        sched_yield();
+    }
+}
+
+// Runs a kernel to its end, all CTAs at once.
+inline void launch(unsigned ctas, unsigned threads, unsigned neighbours,
+                   const std::function<void()>& kernel) {
+    std::vector<Cluster> clusters(ctas / neighbours);
+    for (Cluster& cluster : clusters) cluster.anchors.resize(neighbours);
+    std::atomic<unsigned> ready{0};
+    std::vector<std::thread> running;
+    for (unsigned b = 0; b < ctas; ++b)
+        running.emplace_back([&, b] {
+            Cta own;
+            own.block = {b, 0, 0};
+            own.grid = {ctas, 1, 1};
+            own.size = {threads, 1, 1};
+            own.rank = b % neighbours;
+            own.neighbours = neighbours;
+            own.cluster = &clusters[b / neighbours];
+            own.cluster->anchors[own.rank] = &anchor;
+            own.body = kernel;
+            for (++ready; ready < ctas;) sched_yield();
+            run_cta(own);
+            // Shared memory lives as long as its thread: nobody leaves before all are done.
+            for (++ready; ready < 2 * ctas;) sched_yield();
+        });
+    for (std::thread& thread : running) thread.join();
+}
+
+}  // namespace emulated
+
+#define threadIdx (Index{emulated::cta->current, 0, 0})
+#define blockIdx (emulated::cta->block)
+#define gridDim (emulated::cta->grid)
+#define blockDim (emulated::cta->size)
+
+inline void __syncthreads() { emulated::meet_cta(true, true); }
+inline int __syncthreads_and(int mine) { return emulated::meet_cta(mine != 0, true); }
+inline int __syncthreads_or(int mine) { return emulated::meet_cta(mine != 0, false); }
+inline void __syncwarp() { emulated::meet_warp(); }
+template <class T> T __shfl_xor_sync(unsigned, T value, unsigned step) {
+    return emulated::exchange(value, (emulated::cta->current % 32) ^ step);
+}
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+    for (unsigned step = 16; step != 0; step /= 2) {
+        const unsigned other = __shfl_xor_sync(~0u, value, step);
+        value = other > value ? other : value;
+    }
+    return value;
+}
+inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
+inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
