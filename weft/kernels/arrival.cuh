@@ -52,8 +52,22 @@ struct Crew {
     }
 };
 
-// Counts CTAs that have read this operation's progress; true for the thread that counts the last.
-// By one thread of each CTA, behind a barrier of all its threads.
+// Where this rank stands, and whether the group is broken: read by one thread for its CTA. Whoever
+// passes the barrier has the numbers, so a CTA that counts itself behind it needs them no more.
+struct Standing {
+    Progress progress;
+    u32 failed;
+
+    template <LowShape S>
+    WEFT_FN static const Standing& read(const Block& team, LowShare<S>& own, Standing& shared) {
+        if (team.lane() == 0) shared = {own.progress, own.header.turn.failed};
+        __syncthreads();
+        return shared;
+    }
+};
+
+// Counts CTAs that have read where this rank stands; true for the thread that counts the last,
+// which may then advance it. By one thread of each CTA.
 WEFT_FN bool counts_last(Header& header) {
     if (add_relaxed(&header.arrived, 1) != gridDim.x - 1) return false;
     header.arrived = 0;

@@ -270,15 +270,17 @@ WEFT_FN bool sum_tokens(const LowCombineArgs& a, u64 wanted, Turns turns, Diary&
 }
 
 template <LowShape S, Part part = Part::whole> WEFT_FN void low_combine(const LowCombineArgs& a) {
+    __shared__ Standing shared;
     const Block team;
     LowShare<S>& own = own_share<S>(a.site);
     const Crew crew{0, part == Part::receive ? 0 : a.senders};
     wait_for_predecessor();
     admit_successor();
-    const Progress progress = own.progress;
     Errand<S> errand{};
     if (crew.sends()) errand = Errand<S>::of(a, crew.of_senders().first);
-    if (!team.all(own.header.turn.failed == 0)) return;
+    const Standing& standing = Standing::read<S>(team, own, shared);
+    if (standing.failed != 0) return;
+    const Progress progress = standing.progress;
     const u64 start = team.lane() == 0 ? now_ns() : 0;
     const u64 done = part == Part::receive ? progress.combined : progress.returned;
     const u64 wanted = (done + 1) & epoch_mask;

@@ -112,6 +112,7 @@ template <LowShape S, Part part> WEFT_FN Crew dispatch_crew(const LowDispatchArg
 
 template <LowShape S, Part part = Part::whole> WEFT_FN void low_dispatch(const LowDispatchArgs& a) {
     __shared__ __align__(16) u8 scratch[largest(sizeof(TellScratch<S>), sizeof(TakeScratch<S>))];
+    __shared__ Standing shared;
     TellScratch<S>& telling = *reinterpret_cast<TellScratch<S>*>(scratch);
     TakeScratch<S>& taking = *reinterpret_cast<TakeScratch<S>*>(scratch);
     const Block team;
@@ -119,10 +120,11 @@ template <LowShape S, Part part = Part::whole> WEFT_FN void low_dispatch(const L
     const Crew crew = dispatch_crew<S, part>(a);
     wait_for_predecessor();
     admit_successor();
-    const Progress progress = own.progress;
     Load<S> load{};
     if (crew.sends()) load = Load<S>::of(a, crew.of_senders().first);
-    if (!team.all(own.header.turn.failed == 0)) return;
+    const Standing& standing = Standing::read<S>(team, own, shared);
+    if (standing.failed != 0) return;
+    const Progress progress = standing.progress;
     Told told{};
     if (crew.tells()) told = prepare<S>(team, a, telling);
     const u64 start = team.lane() == 0 ? now_ns() : 0;

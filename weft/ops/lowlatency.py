@@ -260,7 +260,7 @@ class LowLatencyAllToAll(Placed):
         """Write this rank's last 32 rounds, team by team, as JSON for Perfetto.
 
         Needs profile=True; waits for this rank's own work. Every rank writes a file of its own, all
-        on rank 0's clock (`weft trace merge` makes one of them). Call it when all ranks have
+        on rank 0's clock; `weft.ops.lowlatency_trace.merge` joins them. Call it when all ranks have
         finished the same rounds. Raises InvalidArgument, OutOfOrder.
         """
         self._check_open()
