@@ -11,7 +11,7 @@ import torch
 
 import weft
 from tests.compat.calls import refused
-from weft.errors import GeometryMismatch, InvalidArgument
+from weft.errors import GeometryMismatch, InvalidArgument, TokenOverflow
 from weft.ops.allreduce_choice import epilogue_of
 from weft.ops.allreduce_curve import Curve
 from weft.ops.allreduce_table import Table
@@ -49,6 +49,8 @@ def chosen(group: weft.Group) -> None:
         assert reduce.explain(1, norm=False).backend == "twoshot_bulk"
         assert (reduce.explain(3).source, reduce.explain(9).source) == ("measured", "nearest")
         assert "2026-01-02" in reduce.explain(3).text
+        with pytest.raises(TokenOverflow, match="301 tokens in one call"):
+            reduce.explain(301)
         most = reduce.reduction.direct
         assert reduce.explain(most, quant=quant).backend == "oneshot"
         assert reduce.explain(most + 1, quant=quant).backend != "oneshot", "it has no more slots"

@@ -14,6 +14,11 @@ CASE = Sum(4, 256)
 BF16 = torch.bfloat16
 
 
+def test_a_size_of_nothing_is_named():
+    with pytest.raises(InvalidArgument, match="hidden is 0; it must be a positive multiple of 8"):
+        weft.AllReduce.memory_bytes(ranks=2, hidden=0, max_bytes=4096)
+
+
 def rows(tokens: int = 4, hidden: int = 256, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.zeros((tokens, hidden), dtype=dtype)
 

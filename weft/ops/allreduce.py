@@ -15,7 +15,7 @@ from weft.memory.wire import JSON
 from weft.ops.allreduce_choice import Choice, able, choose, epilogue_of
 from weft.ops.allreduce_table import Table
 from weft.ops.allreduce_vote import agreed_table
-from weft.ops.check import check_seconds
+from weft.ops.check import check_seconds, check_tokens
 from weft.ops.reduce_args import BACKENDS
 from weft.ops.reduce_collective import CollectiveReduce
 from weft.ops.reduce_entry import load_entries
@@ -73,7 +73,7 @@ class AllReduce:
             check_seconds("timeout", timeout)
             check_seconds("first_timeout", first_timeout)
             self._backends = _checked_backends(backends)
-            tokens = tokens_for(max_tokens, max_bytes, hidden * dtype.itemsize)
+            tokens = tokens_for(max_tokens, max_bytes, max(1, hidden) * dtype.itemsize)
             self.reduction = Reduction.of(
                 ranks=group.size, max_tokens=tokens, hidden=hidden, dtype=dtype
             )
@@ -82,7 +82,7 @@ class AllReduce:
             )
         except Exception as error:  # whatever it is, every rank hears of it
             problem = error
-        group.vote(problem, doing="preparing an all-reduce")
+        group.vote(problem, doing="preparing an all-reduce", undo=lambda: self._entries.close())
         self.group, self.dtype, self._closed = group, dtype, False
         try:
             names: list[JSON] = list(self._backends)
@@ -174,6 +174,7 @@ class AllReduce:
     def explain(self, tokens: int, *, quant: Quant | None = None, norm: bool = True) -> Choice:
         """What "auto" takes for so many tokens, and why."""
         self._check_open()
+        check_tokens(tokens, self.max_tokens)
         return self._choose(tokens, epilogue_of(quant, norm=norm))
 
     def check(self) -> None:
