@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs GPUs, in one command:
-#     accept.sh [all|tests|bench|allreduce|sanitizer|ordering] [OUT_DIR]
+#     accept.sh [all|tests|bench|allreduce|lowlatency|sanitizer|ordering] [OUT_DIR]
 #
 # Each step has a deadline, a log OUT_DIR/NAME.log, and a line with its wall time. A step that fails stops nothing; the
 # exit status is 1 if any did. Most valuable first. With 8 GPUs, tests of few ranks run three at a time on GPUs of
@@ -10,8 +10,8 @@ set -uo pipefail
 
 what=${1:-all}
 out=${2:-build/gpu}
-if [[ ! $what =~ ^(all|tests|bench|allreduce|sanitizer|ordering)$ ]]; then
-    echo "accept.sh: '$what' is none of all, tests, bench, allreduce, sanitizer, ordering" >&2
+if [[ ! $what =~ ^(all|tests|bench|allreduce|lowlatency|sanitizer|ordering)$ ]]; then
+    echo "accept.sh: '$what' is none of all, tests, bench, allreduce, lowlatency, sanitizer, ordering" >&2
     exit 2
 fi
 mkdir -p "$out" && out=$(cd "$out" && pwd) || exit 2
@@ -150,10 +150,28 @@ allreduce() {
     reduce ar-peers 400 --ranks "$n" --peers --table "$out/ar-table-$n.json"
 }
 
+low() { # low NAME SECONDS OPTIONS...
+    local name=$1 limit=$2
+    shift 2
+    weft "$name" "$limit" bench lowlatency --tokens 1..128 --json "$out/$name.json" "$@"
+    weft "$name-512" "$limit" bench lowlatency --tokens 256,512 --json "$out/$name-512.json" "$@"
+}
+
+# Two routings, as the targets have them; and a place of its own for each kind of row, which waits for less.
+lowlatency() {
+    low ll-perfect 60 --router perfect
+    low ll-lean 60 --router random --reduce sender --combine-by fp8
+    low ll-halves 60 --router perfect --halves
+    weft ll-trace 60 bench lowlatency --tokens 128 --trace "$out/lowlatency-128.json"
+    check ll-graphs 120 all tests/gpu/test_lowlatency_graphs.py
+    check ll-tests 300 some tests/ops/test_lowlatency*.py
+}
+
 if [[ $what == all ]]; then
     tests
     bench
     allreduce
+    lowlatency
     ((${#gpus[@]} >= 8)) || sanitizer
     ordering
 else

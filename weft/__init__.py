@@ -12,6 +12,8 @@ from weft.ops.alltoall import AllToAll
 from weft.ops.capacity import tokens_per_rank
 from weft.ops.collective import CollectiveAllToAll
 from weft.ops.grouping import Compact, Compactor, ExpertGroups, Grouped
+from weft.ops.lowlatency import LowLatencyAllToAll
+from weft.ops.lowlatency_rounds import ExpertRows
 from weft.ops.placement import Placement
 from weft.ops.received import Payload, Received
 from weft.ops.reduce_spec import FP8Group, FP8Static, FP8Token, MoEFinalize, Reduced
@@ -25,12 +27,14 @@ __all__ = [
     "Compact",
     "Compactor",
     "ExpertGroups",
+    "ExpertRows",
     "FP8Group",
     "FP8Static",
     "FP8Token",
     "Group",
     "Grouped",
     "Heap",
+    "LowLatencyAllToAll",
     "MoE",
     "MoEConfig",
     "MoEFinalize",

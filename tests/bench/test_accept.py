@@ -49,7 +49,7 @@ def test_all_steps_run_and_are_told(accept, tmp_path):
     code, out, _ = ended(process)
     assert code == 0, out
     steps = [line.split()[3] for line in out.splitlines() if line.startswith("ok ")]
-    assert len(steps) == 41
+    assert len(steps) == 50
     assert set(steps[:3]) == {"rounds", "failures", "sanitizer"}
     assert steps[3:10] == ["grid", "graphs", "few", "skew", "demo", "doctor", "perfect"]
     assert steps[22:26] == ["ar-tests", "ar-tune-8", "ar-tune-4", "ar-tune-2"]
@@ -69,6 +69,16 @@ def test_all_steps_run_and_are_told(accept, tmp_path):
     assert sum("--num-sms" in line for line in calls) == 6
     assert sum("--num-sms" in line and "--beside matmul" in line for line in calls) == 3
     assert sum("--plot" in line for line in calls if " moe " in line) == 13
+
+
+def test_low_latency_is_measured_as_its_targets_are(accept, tmp_path):
+    process, notes = accept("lowlatency", str(tmp_path), CUDA_VISIBLE_DEVICES="0,1")
+    code, out, _ = ended(process)
+    assert code == 0, out
+    calls = [line for line in notes.read_text().splitlines() if "bench lowlatency" in line]
+    assert len(calls) == 7
+    assert sum("--reduce sender --combine-by fp8" in line for line in calls) == 2
+    assert sum("--tokens 256,512" in line for line in calls) == 3
 
 
 def test_the_all_reduce_is_tuned_before_it_is_measured(accept, tmp_path):

@@ -66,6 +66,18 @@ with weft.Group.from_env(timeout=300.0) as group:
                     )
                     assert torch.equal(bits(out), bits(wanted))
             say("played with", options)
+
+    made = [torch.randn(17, 1032, generator=torch.Generator().manual_seed(r)) for r in range(3)]
+    *parts, residual = (t.bfloat16() for t in made)
+    weight = torch.linspace(0.5, 2, 1032)
+    wanted = weft.reference.allreduce_fused(parts, residual, weight)
+    given = [t.to(group.device) for t in (parts[group.rank], residual, weight)]
+    with weft.AllReduce(group, max_tokens=17, hidden=1032, timeout=200.0) as reduce:
+        for backend in reduce.backends * 2:
+            found = reduce.fused(given[0], residual=given[1], weight=given[2], backend=backend)
+            assert torch.equal(bits(found.norm.cpu()), bits(wanted.norm))
+            assert torch.equal(bits(found.residual.cpu()), bits(wanted.residual))
+    say("summed by", reduce.backends)
 print("sound")
 """
 

@@ -42,6 +42,8 @@ BODIES: dict[str, dict[str, str]] = {
             "u64 w[2]; std::memcpy(w, &v, 16); u64* to = (u64*)at; "
             "store_release(to, w[0]); store_release(to + 1, w[1]);"
         ),
+        "uint4 poll_halves(const uint4* at)": "return poll_vector(at);",
+        "void post_halves(uint4* at, uint4 v)": "post_vector(at, v);",
         "float low_half(Number number, u32 pair)": (
             "return number == Number::bf16 ? widen<Number::bf16>(u16(pair)) "
             ": widen<Number::fp16>(u16(pair));"

@@ -14,6 +14,7 @@ import weft
 from tests.kernels.emulate import EmulatedEntries, compile_emulated
 from tests.ops.test_allreduce import expert_rows
 from tests.sums import BACKENDS, Sum, play, quants, same
+from weft.errors import PeerTimeout
 from weft.ops.reduce_plan import ReducePlan
 from weft.ops.reduction import Reduction
 
@@ -69,6 +70,34 @@ def emulated(
         ar.check()
 
 
+def half_a_row(
+    group: weft.Group, library: str, shapes: tuple[ReducePlan, ...], case: Sum, backend: str
+) -> str:
+    """Rank 1 brings the first half of each row and no more: some lanes get theirs, others never."""
+    with weft.AllReduce(
+        group, max_tokens=TOKENS, hidden=case.hidden, dtype=case.dtype, first_timeout=0.5
+    ) as ar:
+        entries = EmulatedEntries(Path(library))
+        ar._entries = entries
+        entries.plans[backend, TOKENS] = shapes[BACKENDS.index(backend)]
+        x = case.rows(group.rank, group.device)
+        said = ""
+        if group.rank == 0:
+            sizes = ar.reduction
+            slots = ar._workspace.heap.tensor(
+                (2 * (sizes.direct + sizes.owned), sizes.row_bytes), torch.uint8, offset=sizes.rows
+            )
+            slots[:, : sizes.row_bytes // 2] = 0
+            try:
+                ar.fused(x, weight=case.shared(group.device)[1], backend=backend)
+            except PeerTimeout as error:
+                said = str(error)
+            with pytest.raises(PeerTimeout):
+                ar.fused(x, backend=backend)
+        group.barrier()
+        return said
+
+
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     """Compiles a case's kernels, once."""
@@ -90,6 +119,14 @@ def library(tmp_path_factory):
 def test_every_launch_shape_has_the_bits_of_the_reference(ranks, library, shapes):
     case = Sum(TOKENS, 384, special=True, bias=1.0)
     ranks(2, "threads")(emulated, library(2, case), SHAPES[shapes], case, shapes == 1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shapes", [0, 2])
+def test_kernels_end_when_half_of_every_row_does_not_come(ranks, library, shapes, backend):
+    case = Sum(TOKENS, 384)
+    said = ranks(2, "threads")(half_a_row, library(2, case), SHAPES[shapes], case, backend)
+    assert "did not come from rank 1" in said[0]
 
 
 @pytest.mark.parametrize(

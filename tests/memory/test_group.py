@@ -1,5 +1,6 @@
 """The control messages of a group: votes, agreements, descriptors, and ranks that die or stall."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -72,6 +73,19 @@ def test_a_vote_fails_everywhere_with_one_text():
     assert launch(vote_on, [1], ranks=3, device="threads") == [(text, True)] * 3
     text = "a test failed on rank 0 of 3 (and on rank 2): ValueError: no 0"
     assert launch(vote_on, [0, 2], ranks=3, device="threads") == [(text, True)] * 3
+
+
+def vote_with_undo(group, failing):
+    undone = []
+    error = ValueError("no") if group.rank in failing else None
+    with contextlib.suppress(CreationFailed):
+        group.vote(error, doing="a test", undo=lambda: undone.append(group.rank))
+    return undone
+
+
+def test_whoever_could_gives_back_what_it_made_when_another_could_not():
+    assert launch(vote_with_undo, [], ranks=3, device="threads") == [[], [], []]
+    assert launch(vote_with_undo, [1], ranks=3, device="threads") == [[0], [], [2]]
 
 
 def run_together(group):

@@ -17,6 +17,7 @@ STALE_INBOX = r"assertion violated.*\binbox\b"
 STALE_OUTBOX = r"assertion violated.*\boutbox\b"
 STALE_RETURNED = r"assertion violated.*\breturned\b"
 STALE_ROW = r"assertion violated.*\brow\b"
+STALE_PLACE = r"assertion violated.*\bplace\b"
 LOST_ROW = r"assertion violated.*\b(direct|part|whole)\b|invalid end state"
 
 pytestmark = pytest.mark.skipif(
@@ -92,6 +93,22 @@ VARIANTS = (
     Variant("zombie, slots stay with their rank", "", None, "zombie"),
     Variant("zombie, slots renumbered", "RENUMBER", STALE_ROW, "zombie"),
     Variant("zombie, renumbered after it is surely dead", "RENUMBER FENCE", None, "zombie"),
+    # Low-latency rows: a place is blank, then a row, then blank again.
+    Variant("low latency, two ranks", "N=2 CALLS=6", None, "lowlatency"),
+    Variant("low latency, three ranks", "N=3 CALLS=2", None, "lowlatency"),
+    Variant("low latency, halves", "N=2 CALLS=8 APART", None, "lowlatency"),
+    Variant("low latency, halves, three ranks", "N=3 CALLS=3 APART", None, "lowlatency"),
+    Variant("low latency, stores without a grant", "EAGER", STALE_PLACE, "lowlatency"),
+    Variant("low latency, grants too early", "HASTY", STALE_PLACE, "lowlatency"),
+    Variant("low latency, a place is not left blank", "KEEP", STALE_PLACE, "lowlatency"),
+    Variant("halves in one place", "CALLS=6 APART SHARED", STALE_PLACE, "lowlatency"),
+    Variant(
+        "halves in one place, all grants waited for",
+        "CALLS=6 APART SHARED BOTH",
+        DEADLOCK,
+        "lowlatency",
+    ),
+    Variant("low latency, calls in another order", "UNEQUAL", STALE_PLACE, "lowlatency"),
     # The fused all-reduce: slots that are their own flag.
     Variant("all-reduce, two ranks", "N=2 CALLS=5", None, "allreduce"),
     Variant("all-reduce, three ranks", "N=3 CALLS=4", None, "allreduce"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 import weft
 from tests.compat.calls import refused
-from weft.errors import GeometryMismatch
+from weft.errors import GeometryMismatch, InvalidArgument, TokenOverflow
 from weft.ops.allreduce_choice import epilogue_of
 from weft.ops.allreduce_curve import Curve
 from weft.ops.allreduce_table import Table
@@ -48,6 +49,8 @@ def chosen(group: weft.Group) -> None:
         assert reduce.explain(1, norm=False).backend == "twoshot_bulk"
         assert (reduce.explain(3).source, reduce.explain(9).source) == ("measured", "nearest")
         assert "2026-01-02" in reduce.explain(3).text
+        with pytest.raises(TokenOverflow, match="301 tokens in one call"):
+            reduce.explain(301)
         most = reduce.reduction.direct
         assert reduce.explain(most, quant=quant).backend == "oneshot"
         assert reduce.explain(most + 1, quant=quant).backend != "oneshot", "it has no more slots"
@@ -76,6 +79,38 @@ def alone(group: weft.Group) -> None:
 
 def test_the_collective_is_taken_where_nothing_else_was_built(ranks):
     ranks(2, "cpu")(alone)
+
+
+def foreign(group: weft.Group) -> None:
+    for other in (table(ranks=3), replace(table(), gpu="NVIDIA L4")):
+        with weft.AllReduce(group, max_tokens=4, hidden=HIDDEN, table=other) as reduce:
+            found = reduce.explain(3)
+            assert (found.backend, found.source) == ("oneshot", "nearest")
+            named = "3 x CPU" if other.ranks == 3 else "2 x NVIDIA L4"
+            assert f"The table is of {named}, this is 2 x CPU." in found.text
+
+
+def test_a_table_of_another_machine_is_called_so(ranks):
+    ranks(2, "threads")(foreign)
+
+
+def beyond_one_shot(group: weft.Group) -> None:
+    """One shot has no slots for these rows: storing them all the same would hit other slots."""
+    rows = torch.ones((150, HIDDEN), dtype=torch.bfloat16)
+    sizes: dict[str, Any] = {"max_tokens": 150, "hidden": HIDDEN}
+    with weft.AllReduce(group, **sizes, backends=("oneshot",)) as reduce:
+        assert reduce.explain(128).backend == "oneshot"
+        for call in (lambda: reduce.fused(rows), lambda: reduce.explain(150)):
+            refused(InvalidArgument, call, "150 tokens", "has slots for 128", "'twoshot' too")
+        assert torch.equal(reduce.fused(rows[:128]).out, rows[:128] * 2)  # type: ignore[arg-type]
+        reduce.check()
+    with weft.AllReduce(group, **sizes, backends=("oneshot", "nccl")) as reduce:
+        assert [reduce.explain(n).backend for n in (128, 129)] == ["oneshot", "collective"]
+        assert torch.equal(reduce.fused(rows).out, rows * 2)  # type: ignore[arg-type]
+
+
+def test_one_shot_alone_serves_no_more_than_it_has_slots_for(ranks):
+    ranks(2, "cpu")(beyond_one_shot)
 
 
 def differing(group: weft.Group) -> None:

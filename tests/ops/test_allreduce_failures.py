@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from weft.errors import Aborted, GeometryMismatch, GroupError, PeerTimeout, Rank
 from weft.memory.header import HEADER_BYTES, Fault, Header
 
 KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-ENTER, AFTER_ROWS, BEFORE_ROWS = 8, 9, 10
-JITTER, STAY_AWAY, DIE = 2, 5, 6
+ENTER, AFTER_ROWS, BEFORE_ROWS, BEFORE_MOMENTS = 8, 9, 10, 11
+JITTER, STAY_AWAY = 2, 5
 ANY_PEER, ANY_EPOCH = 32, (1 << 64) - 1
 CASE = Sum(5, 128)
 
@@ -49,7 +50,7 @@ def one_call(ar: weft.AllReduce, tokens: int = 5, backend: str = "twoshot", **mo
 
 def disturbed(group: weft.Group, calls: int, longest_ns: int) -> None:
     with make(group) as ar:
-        for point in (ENTER, AFTER_ROWS, BEFORE_ROWS):
+        for point in (ENTER, AFTER_ROWS, BEFORE_ROWS, BEFORE_MOMENTS):
             if group.rank == point % group.size:
                 plan_fault(ar, point, JITTER, argument=longest_ns)
             for seed in range(calls):
@@ -88,24 +89,27 @@ def test_an_absent_rank_is_named_within_the_deadline(ranks, kind, backend):
         assert "of token" in text
 
 
-def killed(group: weft.Group) -> str:
+def killed(group: weft.Group, folder: str) -> None:
+    """Survivors write down what they heard, because the launch itself fails."""
     with make(group, timeout=0.8) as ar:
         one_call(ar)
         if group.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            for _ in range(3):
-                one_call(ar)
-        except PeerTimeout as error:
-            raise RuntimeError(f"heard: {error}") from error
-        return ""
+        with pytest.raises(PeerTimeout) as caught:
+            one_call(ar)
+        assert [r.epoch for r in ar.history(1)] == [1]
+        Path(folder, str(group.rank)).write_text(str(caught.value))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_peer_ends_in_an_error(ranks, kind):
+def test_a_killed_peer_ends_in_an_error(ranks, kind, tmp_path):
     with pytest.raises(RankFailed) as caught:
-        ranks(3, kind)(killed)
+        ranks(3, kind)(killed, str(tmp_path))
     assert "rank 1" in str(caught.value)
+    for rank in (0, 2):
+        text = (tmp_path / str(rank)).read_text()
+        assert f"rank {rank}, all-reduce, epoch 2: the " in text
+        assert "did not come from rank" in text
 
 
 def differing(group: weft.Group, how: str) -> str:
@@ -125,7 +129,6 @@ def differing(group: weft.Group, how: str) -> str:
                     one_call(ar, residual=residual if odd else None, out=True)
                 case "constants":
                     one_call(ar, weight=weight, eps=1e-5 if odd else 1e-6)
-            one_call(ar)  # who did not notice in that call does in the next
         except GeometryMismatch as error:
             return str(error)
         except GroupError as error:
@@ -137,16 +140,35 @@ def differing(group: weft.Group, how: str) -> str:
 @pytest.mark.parametrize("how", ["tokens", "many tokens", "backend", "residual", "constants"])
 def test_another_call_is_noticed_and_both_are_named(ranks, kind, how):
     texts = ranks(2, kind)(differing, how)
-    assert "nothing" not in texts
-    named = [text for text in texts if "Make the same call on every rank" in text]
-    assert named, texts
+    for text in texts:
+        assert "Make the same call on every rank" in text, texts
     for word in {
         "tokens": ("4 tokens", "5 tokens"),
         "many tokens": ("8 tokens", "5 tokens"),
         "backend": ("oneshot", "twoshot"),
         "residual": ("with the sum wanted", "residual and the sum wanted"),
     }.get(how, ("constants",)):
-        assert all(word in text for text in named)
+        assert all(word in text for text in texts)
+
+
+def third(group: weft.Group, backends: tuple[str, str, str]) -> str:
+    """One token, whose owner is rank 0: who waits for its sum has nothing to get from rank 2."""
+    with make(group, timeout=3.0) as ar:
+        one_call(ar)
+        try:
+            one_call(ar, tokens=1, backend=backends[group.rank])
+        except GroupError as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "threads"])
+@pytest.mark.parametrize("backend", ["twoshot", "twoshot_bulk"])
+def test_a_call_that_a_third_rank_waits_for_in_vain_is_named_too(ranks, kind, backend):
+    for rank, text in enumerate(ranks(3, kind)(third, (backend, backend, "oneshot"))):
+        assert text.startswith(f"GeometryMismatch: rank {rank}, all-reduce: rank "), text
+        assert "1 tokens by oneshot" in text
+        assert f"1 tokens by {backend}" in text
 
 
 def stopped(group: weft.Group) -> str:

@@ -14,6 +14,11 @@ CASE = Sum(4, 256)
 BF16 = torch.bfloat16
 
 
+def test_a_size_of_nothing_is_named():
+    with pytest.raises(InvalidArgument, match="hidden is 0; it must be a positive multiple of 8"):
+        weft.AllReduce.memory_bytes(ranks=2, hidden=0, max_bytes=4096)
+
+
 def rows(tokens: int = 4, hidden: int = 256, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.zeros((tokens, hidden), dtype=dtype)
 
@@ -50,6 +55,9 @@ def calls() -> list[tuple[str, dict[str, object], str]]:
         ("scales", {"prologue": moe(x, index, torch.ones(4, 3))}, "scales has shape"),
         ("shared", {"prologue": moe(x, index, None, rows(3))}, "shared has shape"),
         ("backend", {"x": x, "backend": "collective"}, "was built with oneshot"),
+        ("eps", {"x": x, "weight": weight, "eps": 1e39}, "eps is 1e+39"),
+        ("eps of text", {"x": x, "weight": weight, "eps": "1e-6"}, "eps is '1e-6'"),
+        ("bias", {"x": x, "weight": weight, "weight_bias": None}, "weight_bias is None"),
     ]
 
 

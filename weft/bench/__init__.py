@@ -10,5 +10,6 @@ peers    recorded figures of other libraries;   limits: of the machine they ran 
 rivals   other libraries in the same run, through adapters
 summary  from samples to figures;   report: table, JSON;   plot: the picture
 session  cases one after the other, and what is written of them
+lowlatency, lowlatency_*  the same for the low-latency all-to-all
 allreduce, allreduce_*  the same for the fused all-reduce;   allreduce_tune: the table it chooses by
 """

@@ -83,6 +83,27 @@ WEFT_FN void post_vector(uint4* at, uint4 v) {
                  : "memory");
 }
 
+// The same for a word that is told apart by its neighbour: two 64-bit accesses in no order, neither
+// of which is seen in pieces. Above, the four words are on their own (models/ptx E1).
+WEFT_FN uint4 poll_halves(const uint4* at) {
+    uint4 v;
+    asm volatile(
+        "{.reg .b64 low, high; ld.relaxed.sys.global.v2.b64 {low, high}, [%4]; "
+        "mov.b64 {%0,%1}, low; mov.b64 {%2,%3}, high;}"
+        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+        : "l"(at)
+        : "memory");
+    return v;
+}
+
+WEFT_FN void post_halves(uint4* at, uint4 v) {
+    asm volatile(
+        "{.reg .b64 low, high; mov.b64 low, {%1,%2}; mov.b64 high, {%3,%4}; "
+        "st.relaxed.sys.global.v2.b64 [%0], {low, high};}" ::"l"(at),
+        "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+        : "memory");
+}
+
 WEFT_FN float low_half(Number number, u32 pair) {
     if (number == Number::bf16) return __uint_as_float(pair << 16);
     float value;

@@ -13,9 +13,11 @@ template <Reduction R> struct Calling {
 
     WEFT_FN explicit Calling(const ReduceArgs& args)
         : a(args), header(mine<R>(args.site).header), start(0) {
-        const Turn turn = header.turn;
-        epoch = (turn.epoch + 1) & epoch_mask;
-        live = turn.failed == 0;
+        // One instruction, which a compiler does not make of a struct: whoever has seen `failed`,
+        // and counts itself, has the epoch too. The last one to count may write the next epoch.
+        const uint4 turn = load_input(reinterpret_cast<const uint4*>(&header.turn));
+        epoch = ((u64(turn.y) << 32 | turn.x) + 1) & epoch_mask;
+        live = turn.z == 0;
         if (fault(header, Point::reduce_enter, a.site.rank, epoch) == Action::stay_away)
             live = false;
     }
@@ -59,7 +61,7 @@ template <Reduction R> struct Calling {
             same_call<R>(a.site, epoch, a.signature, next_rank<R>(me(), turn), heard);
     }
 
-    WEFT_FN bool gives_up_on(Wait& wait) const {
+    WEFT_FN bool gives_up_on(SlotWait& wait) const {
         return gives_up<R>(a.site, epoch, a.signature, wait);
     }
 };
@@ -83,7 +85,7 @@ WEFT_FN bool await_vectors(const Calling<R>& call, const Slots& slots, u32 token
                            uint4 (&row)[R.ranks]) {
     const u32 me = call.me();
     u32 missing = ((1u << R.ranks) - 1) & ~(1u << me);
-    Wait wait{.slot = slots.kind, .peer = 0, .token = token, .vector = v};
+    SlotWait wait{.slot = slots.kind, .peer = 0, .token = token, .vector = v};
     for (u32 turns = 1;; ++turns) {
 #pragma unroll
         for (u32 i = 0; i < R.ranks; ++i)
@@ -112,7 +114,7 @@ template <Reduction R> WEFT_FN void clear_slots(const Calling<R>& call, const Sl
 template <Reduction R>
 WEFT_FN bool await_vector(const Calling<R>& call, uint4* at, u32 peer, u32 token, u32 v,
                           uint4& row) {
-    Wait wait{.slot = Slot::whole, .peer = peer, .token = token, .vector = v};
+    SlotWait wait{.slot = Slot::whole, .peer = peer, .token = token, .vector = v};
     for (u32 turns = 1;; ++turns) {
         row = poll_vector(at);
         if (is_there(row)) return true;
@@ -124,10 +126,10 @@ WEFT_FN bool await_vector(const Calling<R>& call, uint4* at, u32 peer, u32 token
 template <Reduction R>
 WEFT_FN bool await_trailer(const Calling<R>& call, const Trailer* at, u32 peer, u32 token,
                            Moments& m) {
-    Wait wait{.slot = Slot::trailer, .peer = peer, .token = token, .vector = 0};
+    SlotWait wait{.slot = Slot::trailer, .peer = peer, .token = token, .vector = 0};
     const u32 tag = trailer_tag(call.epoch);
     for (u32 turns = 1;; ++turns) {
-        const uint4 seen = poll_vector(reinterpret_cast<const uint4*>(at));
+        const uint4 seen = poll_halves(reinterpret_cast<const uint4*>(at));
         m = {__uint_as_float(seen.x), seen.z};
         if (seen.y == tag && seen.w == tag) return true;
         if (turns % 1024 == 0 && call.gives_up_on(wait)) return false;

@@ -101,7 +101,8 @@ WEFT_FN void tell_moments(const Block& team, const Calling<R>& call, u32 group, 
     const u32 turn = team.lane() + 1, tag = trailer_tag(call.epoch);
     if (turn >= R.ranks) return;
     const u32 peer = next_rank<R>(call.me(), turn);
-    post_vector(reinterpret_cast<uint4*>(&call.at(peer).trailer[place_at(peer, call.me())][group]),
+    fault(call.header, Point::before_moments, peer, call.epoch);
+    post_halves(reinterpret_cast<uint4*>(&call.at(peer).trailer[place_at(peer, call.me())][group]),
                 make_uint4(__float_as_uint(m.rstd), tag, m.peak, tag));
 }
 

@@ -151,12 +151,23 @@ class Group:
         """Return when every rank is here. Raises RendezvousFailed as all_gather does."""
         self._gather("barrier", None, timeout)
 
-    def vote(self, error: BaseException | None, *, doing: str) -> None:
+    def vote(
+        self, error: BaseException | None, *, doing: str, undo: Callable[[], None] | None = None
+    ) -> None:
         """Go on only if every rank can.
 
         Each rank passes what stopped it in `doing`, or None. Raises CreationFailed with the same
-        text on every rank if any passed an error; on that rank the error is the cause.
+        text on every rank if any passed an error; on that rank the error is the cause. On the
+        others `undo` gives back first what they had made; so it does if the vote itself fails.
         """
+        try:
+            self._vote(error, doing)
+        except BaseException:
+            if error is None and undo is not None:
+                undo()
+            raise
+
+    def _vote(self, error: BaseException | None, doing: str) -> None:
         mine = None if error is None else [type(error).__name__, str(error)[:_TEXT_LIMIT]]
         votes = self._gather("vote", {"doing": doing, "error": mine}, None)
         failed = [r for r, vote in enumerate(votes) if vote["error"] is not None]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import struct
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -17,12 +15,13 @@ from weft.memory.wire import JSON
 from weft.ops.allreduce_choice import Choice, able, choose, epilogue_of
 from weft.ops.allreduce_table import Table
 from weft.ops.allreduce_vote import agreed_table
-from weft.ops.check import check_seconds
-from weft.ops.reduce_args import BACKENDS, CODINGS, ReduceArgs, signature
+from weft.ops.check import check_seconds, check_tokens
+from weft.ops.reduce_args import BACKENDS
 from weft.ops.reduce_collective import CollectiveReduce
 from weft.ops.reduce_entry import load_entries
-from weft.ops.reduce_request import Checker, Outputs, Request, Wanted, scale_pitch
-from weft.ops.reduce_spec import FP8Static, MoEFinalize, Quant, Reduced
+from weft.ops.reduce_form import Form, Forms, key_of, places_of
+from weft.ops.reduce_request import Checker, Outputs, Request, Wanted
+from weft.ops.reduce_spec import MoEFinalize, Quant, Reduced, coding_of
 from weft.ops.reduce_workspace import ReduceWorkspace
 from weft.ops.reduction import Reduction, memory_bytes, tokens_for
 
@@ -74,7 +73,7 @@ class AllReduce:
             check_seconds("timeout", timeout)
             check_seconds("first_timeout", first_timeout)
             self._backends = _checked_backends(backends)
-            tokens = tokens_for(max_tokens, max_bytes, hidden * dtype.itemsize)
+            tokens = tokens_for(max_tokens, max_bytes, max(1, hidden) * dtype.itemsize)
             self.reduction = Reduction.of(
                 ranks=group.size, max_tokens=tokens, hidden=hidden, dtype=dtype
             )
@@ -83,7 +82,7 @@ class AllReduce:
             )
         except Exception as error:  # whatever it is, every rank hears of it
             problem = error
-        group.vote(problem, doing="preparing an all-reduce")
+        group.vote(problem, doing="preparing an all-reduce", undo=lambda: self._entries.close())
         self.group, self.dtype, self._closed = group, dtype, False
         try:
             names: list[JSON] = list(self._backends)
@@ -97,9 +96,11 @@ class AllReduce:
         except BaseException:
             self._entries.close()
             raise
-        self._args = ReduceArgs(site=self._workspace.site)
+        on_gpu = group.device.type == "cuda"
+        self._gpu = torch.cuda.get_device_name(group.device) if on_gpu else ""
         self._checker = Checker(self.reduction, dtype, group.device)
         self._choices: dict[tuple[int, str], Choice] = {}
+        self._forms = Forms()
 
     memory_bytes = staticmethod(memory_bytes)
 
@@ -146,23 +147,34 @@ class AllReduce:
         """
         self._check_open()
         self._workspace.raise_if_broken()
-        given = Outputs(out, residual_out, norm_out, quant_out, scale_out)
-        request = self._checker.request(x, residual, weight, quant, prologue, given)
-        name = self._backend(backend, request)
-        if request.tokens == 0:
-            return request.reduced
-        if name == "collective":
-            assert self._collective is not None
-            self._collective.run(request, eps, weight_bias)
-            return request.reduced
-        self._fill(request, name, eps, weight_bias)
-        self._entries.run(name, self._args)
+        outputs = (out, residual_out, norm_out, quant_out, scale_out)
+        places = places_of((x, residual, weight), outputs, quant, prologue)
+        key, addresses = key_of(places, backend, coding_of(quant), eps, weight_bias)
+        form = self._forms.find(key, addresses)
+        if form is not None:
+            reduced = form.make(places, addresses)
+        else:
+            given = Outputs(*outputs)
+            request = self._checker.request(x, residual, weight, quant, prologue, given)
+            name = self._backend(backend, request)
+            reduced, addresses = request.reduced, request.addresses
+            if request.tokens == 0:
+                return reduced
+            if name == "collective":
+                assert self._collective is not None
+                self._collective.run(request, eps, weight_bias)
+                return reduced
+            form = Form.of(request, name, eps, weight_bias, site=self._workspace.site)
+            self._forms.keep(key, form)
+        form.place(addresses)
+        self._entries.run(form.name, form.args)
         self._workspace.raise_if_broken()
-        return request.reduced
+        return reduced
 
     def explain(self, tokens: int, *, quant: Quant | None = None, norm: bool = True) -> Choice:
         """What "auto" takes for so many tokens, and why."""
         self._check_open()
+        check_tokens(tokens, self.max_tokens)
         return self._choose(tokens, epilogue_of(quant, norm=norm))
 
     def check(self) -> None:
@@ -206,34 +218,6 @@ class AllReduce:
     ) -> None:
         self.close()
 
-    def _fill(self, request: Request, name: str, eps: float, weight_bias: float) -> None:
-        """Put a request into the arguments of the entries."""
-        a, reduced, prologue = self._args, request.reduced, request.prologue
-        a.x, a.residual, a.weight = (_at(t) for t in (request.x, request.residual, request.weight))
-        a.out, a.residual_out, a.norm_out = (
-            _at(t) for t in (reduced.out, reduced.residual, reduced.norm)
-        )
-        a.quant_out, a.scale_out = _at(reduced.quant), _at(reduced.scale)
-        a.tokens, a.eps, a.weight_bias = request.tokens, eps, weight_bias
-        a.weight_is_fp32 = request.weight is not None and request.weight.dtype == torch.float32
-        a.coding = CODINGS[request.coding] if reduced.quant is not None else 0
-        a.scale = _at(request.quant.scale) if isinstance(request.quant, FP8Static) else 0
-        a.scale_stride = scale_pitch(request)
-        if prologue is not None:
-            a.rows, a.index = _at(prologue.rows), _at(prologue.index)
-            a.scales, a.shared = _at(prologue.scales), _at(prologue.shared)
-            a.row_limit, a.top_k = prologue.rows.shape[0], prologue.index.shape[1]
-            a.scales_are_fp32 = (
-                prologue.scales is not None and prologue.scales.dtype == torch.float32
-            )
-        a.signature = signature(
-            request.tokens,
-            BACKENDS[name],
-            parts=(bool(a.residual), bool(a.weight), bool(a.out)),
-            coding=a.coding,
-            salt=zlib.crc32(struct.pack("<ff", eps, weight_bias)),
-        )
-
     def _backend(self, asked: str, request: Request) -> str:
         name = ALIASES.get(asked, asked)
         if name == "auto":
@@ -253,17 +237,13 @@ class AllReduce:
         key = (tokens, epilogue)
         if key not in self._choices:
             self._choices[key] = choose(
-                self._table, self.reduction, self._backends, tokens, epilogue
+                self._table, self.reduction, self._backends, tokens, epilogue, gpu=self._gpu
             )
         return self._choices[key]
 
     def _check_open(self) -> None:
         if self._closed:
             raise OutOfOrder("this all-reduce was closed; make a new one")
-
-
-def _at(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _checked_backends(names: Sequence[str]) -> tuple[str, ...]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from weft.ops.allreduce_table import ONLY, Choice, Table
+from weft.errors import InvalidArgument
+from weft.ops.allreduce_table import MEASURED, NEAREST, ONLY, Choice, Table
 from weft.ops.reduce_spec import Quant, coding_of
 from weft.ops.reduction import Reduction
 from weft.shape import NUMBERS
@@ -30,19 +32,41 @@ def epilogue_of(quant: Quant | None, *, norm: bool) -> str:
 
 
 def choose(
-    table: Table, reduction: Reduction, backends: Sequence[str], tokens: int, epilogue: str
+    table: Table,
+    reduction: Reduction,
+    backends: Sequence[str],
+    tokens: int,
+    epilogue: str,
+    *,
+    gpu: str,
 ) -> Choice:
     """What `table` says of those of `backends` that serve so many tokens; equal on all ranks.
 
-    The collective backend is taken where no other was built, and never beside another.
+    The collective backend is taken where no other serves so many tokens, and never beside one that
+    does. Raises InvalidArgument where none does: one shot has no slots beyond `reduction.direct`.
+
+    gpu: this rank's, "" for CPU ranks. A table of another machine is read all the same, and said.
     """
     names = able(reduction, backends, tokens)
+    if not names and "collective" not in backends:
+        raise InvalidArgument(
+            f"{tokens} tokens; this all-reduce was built with oneshot alone, which has slots for "
+            f"{reduction.direct}: build it with 'twoshot' too, or bring fewer"
+        )
     if not names:
-        return Choice(backends[0], ONLY, f"{backends[0]} is the only backend that was built")
-    return table.choose(
+        return Choice("collective", ONLY, "collective is the only backend that serves this call")
+    found = table.choose(
         tokens,
         hidden=reduction.hidden,
         dtype=_DTYPES[reduction.number],
         epilogue=epilogue,
         backends=names,
+    )
+    if found.source != MEASURED or (table.gpu, table.ranks) == (gpu, reduction.ranks):
+        return found
+    told, here = (
+        f"{n} x {name or 'CPU'}" for name, n in ((table.gpu, table.ranks), (gpu, reduction.ranks))
+    )
+    return replace(
+        found, source=NEAREST, text=f"{found.text} The table is of {told}, this is {here}."
     )

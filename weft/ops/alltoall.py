@@ -100,7 +100,7 @@ class AllToAll(Placed):
             )
         except Exception as error:  # whatever it is, every rank hears of it
             problem = error
-        group.vote(problem, doing="preparing an all-to-all")
+        group.vote(problem, doing="preparing an all-to-all", undo=lambda: entries.close())
         seconds = (timeout, first_timeout)
         self._workspace = open_workspace(group, self._geometry, entries, seconds, _first_epoch)
         self.group, self.dtype, self.placement = group, dtype, self._geometry.placement

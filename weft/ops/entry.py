@@ -20,7 +20,8 @@ from weft.ops.args import CombineArgs, DispatchArgs, Site
 from weft.ops.layout import Layout
 from weft.ops.plan import Plan, plan_combine, plan_dispatch
 from weft.ops.source import FEW, HOST_OPTIONS, compile_cuda, cpu_source, doors
-from weft.shape import MAX_PLANES, Shape
+from weft.ops.stream import current_stream
+from weft.shape import Shape
 
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     "DispatchArgs": DispatchArgs,
@@ -125,15 +126,16 @@ class CudaEntries:
 
     def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
         """Enqueue one operation."""
-        if torch.cuda.current_device() != self._device:
+        device = torch.cuda.current_device()
+        if device != self._device:
             raise InvalidArgument(
-                f"the current device is cuda:{torch.cuda.current_device()}, this all-to-all works "
-                f"on cuda:{self._device}: call torch.cuda.set_device({self._device}) first"
+                f"the current device is cuda:{device}, this all-to-all works on "
+                f"cuda:{self._device}: call torch.cuda.set_device({self._device}) first"
             )
         p = self._plans.get((name, tokens)) or self._plan(name, tokens)
         early = self._programmatic and tokens * self._in_vectors < LONG
-        stream = torch.cuda.current_stream().cuda_stream
-        self._launchers[name, early](args, (p.workers, p.chunks, 1), p.threads, stream)
+        grid = (p.workers, p.chunks, 1)
+        self._launchers[name, early](args, grid, p.threads, current_stream(device))
 
     def close(self) -> None:
         """Unload the module."""
@@ -213,14 +215,11 @@ def _vectors(row_bytes: int) -> int:
     return row_bytes // unit
 
 
-def payload_addresses(
-    tensors: Sequence[torch.Tensor], *, quantized: bool
-) -> ctypes.Array[ctypes.c_uint64]:
-    """The addresses of the payload tensors by plane, as DispatchArgs holds them.
+def place_payload(args: DispatchArgs, tensors: Sequence[torch.Tensor], *, quantized: bool) -> None:
+    """Put the addresses of the payload tensors, by plane, into the arguments.
 
     A quantised first payload arrives as two planes, numbers and scales, so the others move up.
     """
-    addresses = [t.data_ptr() for t in tensors]
-    if quantized:
-        addresses.insert(1, 0)
-    return (ctypes.c_uint64 * MAX_PLANES)(*addresses)
+    planes = args.payload
+    for i, tensor in enumerate(tensors):
+        planes[i + 1 if quantized and i else i] = tensor.data_ptr()

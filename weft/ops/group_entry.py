@@ -13,6 +13,7 @@ import torch
 from weft.jit import CudaModule, Launcher, compile_cubin, compile_shared, current_arch
 from weft.jit.args import decode, expected, table_source, verify
 from weft.ops.args import Site
+from weft.ops.stream import current_stream
 from weft.shape import MAX_PLANES, Shape
 
 MAX_GROUPS = 1024  # static_assert in kernels/group.cuh
@@ -197,13 +198,13 @@ class CudaGroupEntries:
 
     def gather(self, args: GroupArgs) -> None:
         """Enqueue one gather."""
-        stream = torch.cuda.current_stream().cuda_stream
+        stream = current_stream(torch.cuda.current_device())
         self._group(args, (self._tiles, 1, 1), COUNTING, stream)
         self._launch_gather(args, (self._gather_ctas, 1, 1), self._gather_threads, stream)
 
     def scatter(self, args: GroupArgs) -> None:
         """Enqueue one scatter."""
-        stream = torch.cuda.current_stream().cuda_stream
+        stream = current_stream(torch.cuda.current_device())
         self._launch_scatter(args, (self._scatter_ctas, 1, 1), self._scatter_threads, stream)
 
     def close(self) -> None:

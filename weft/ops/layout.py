@@ -96,15 +96,7 @@ class Layout:
 
     def expected(self) -> list[tuple[str, int]]:
         """What `weft_layout` of a compiled entry must hold, in its order."""
-        rows: list[tuple[str, int]] = [("abi", ABI)]
-        for struct in MIRRORS:
-            rows.append((f"sizeof({struct.__name__})", ctypes.sizeof(struct)))
-            rows += [
-                (f"{struct.__name__}.{field[0]}", getattr(struct, field[0]).offset)
-                for field in struct._fields_
-                if not field[0].startswith("_pad")
-            ]
-        return rows + self.places()
+        return struct_numbers(MIRRORS) + self.places()
 
     def places(self) -> list[tuple[str, int]]:
         """Where the parts of a share lie: what `weft_measured` of a loaded cubin must hold."""
@@ -122,17 +114,31 @@ class Layout:
 
     def verify(self, exported: Sequence[int]) -> None:
         """Raise LayoutMismatch naming the first number on which Python and C++ differ."""
-        _compare(self.expected(), exported, "the compiled entry")
+        compare(self.expected(), exported, "the compiled entry")
 
     def verify_code(self, measured: Sequence[int]) -> None:
         """As `verify`, for the places that the machine code itself uses.
 
         A compiler's constants and its code can differ: NVRTC 13.0 did, see protocol/layout.cuh.
         """
-        _compare(self.places(), measured, "the code of the compiled entry")
+        compare(self.places(), measured, "the code of the compiled entry")
 
 
-def _compare(expected: list[tuple[str, int]], theirs: Sequence[int], whose: str) -> None:
+def struct_numbers(mirrors: Sequence[type[ctypes.Structure]]) -> list[tuple[str, int]]:
+    """The numbers of mirrored structs, as every layout table begins with them."""
+    rows: list[tuple[str, int]] = [("abi", ABI)]
+    for struct in mirrors:
+        rows.append((f"sizeof({struct.__name__})", ctypes.sizeof(struct)))
+        rows += [
+            (f"{struct.__name__}.{field[0]}", getattr(struct, field[0]).offset)
+            for field in struct._fields_
+            if not field[0].startswith("_pad")
+        ]
+    return rows
+
+
+def compare(expected: list[tuple[str, int]], theirs: Sequence[int], whose: str) -> None:
+    """Raise LayoutMismatch naming the first number on which Python and C++ differ."""
     if len(theirs) != len(expected):
         raise LayoutMismatch(
             f"{whose} tells {len(theirs)} layout numbers, Python expects {len(expected)}: "

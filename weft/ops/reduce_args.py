@@ -52,6 +52,14 @@ class ReduceArgs(ctypes.Structure):
     )
 
 
+# The tensors of a call, in the order in which ReduceArgs holds their addresses, without a gap.
+ADDRESSES = (
+    *("x", "residual", "weight"),
+    *("out", "residual_out", "norm_out", "quant_out", "scale_out"),
+    *("scale", "rows", "index", "scales", "shared"),
+)
+
+
 def signature(tokens: int, backend: int, *, parts: tuple[bool, ...], coding: int, salt: int) -> int:
     """What a call is, in 40 bits: tokens 20, backend 4, inputs and outputs 4, coding 4, salt 8."""
     flags = sum(1 << i for i, present in enumerate(parts) if present)

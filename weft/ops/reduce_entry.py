@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -28,11 +29,21 @@ from weft.ops.reduce_source import (
     cpu_source,
 )
 from weft.ops.reduction import Reduction
+from weft.ops.stream import current_stream
 
 # 16-byte words of a call, for each rank, from which on a launch that overlaps its predecessor only
 # takes room from it: it gains 0.5 us up to 32 tokens x 7168 on 8 ranks, and loses 5 % at 128
 # (8 x H200, 2026-11-20).
 LONG = 7500
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One backend on one number of tokens: all that does not change from call to call."""
+
+    launcher: Launcher
+    plan: ReducePlan
+    grid: tuple[int, int, int]
 
 
 class ReduceEntries(Protocol):
@@ -88,20 +99,22 @@ class CudaReduceEntries:
         self._launchers: dict[tuple[str, int, bool], Launcher] = {}
         self._resident: dict[tuple[str, int, int], int] = {}
         self._plans: dict[tuple[str, int], ReducePlan] = {}
+        self._launches: dict[tuple[str, int, bool], Launch] = {}
 
     def run(self, name: str, args: ReduceArgs) -> None:
         """Enqueue one all-reduce."""
-        if torch.cuda.current_device() != self._device:
+        # This is the path of every call: no more than it needs.
+        device = torch.cuda.current_device()
+        if device != self._device:
             raise InvalidArgument(
-                f"the current device is cuda:{torch.cuda.current_device()}, this all-reduce works "
-                f"on cuda:{self._device}: call torch.cuda.set_device({self._device}) first"
+                f"the current device is cuda:{device}, this all-reduce works on "
+                f"cuda:{self._device}: call torch.cuda.set_device({self._device}) first"
             )
-        p = self._plans.get((name, args.tokens)) or self._plan(name, args.tokens)
+        key = (name, args.tokens, args.x != 0)
+        launch = self._launches.get(key) or self._launch(*key)
+        p = launch.plan
         args.pushers, args.reducers, args.pushers_finish = p.pushers, p.reducers, p.pushers_finish
-        early = self._programmatic and self._overlaps(name, args.tokens, p)
-        launcher = self._launcher(name if args.x else name + MOE, p.cluster, early)
-        stream = torch.cuda.current_stream().cuda_stream
-        launcher(args, (p.ctas, 1, 1), p.threads, stream)
+        launch.launcher(args, launch.grid, p.threads, current_stream(device))
 
     def close(self) -> None:
         """Unload the module."""
@@ -125,6 +138,15 @@ class CudaReduceEntries:
         if tokens * self._reduction.vectors >= LONG * self._reduction.ranks:
             return False
         return name != "oneshot" or 2 * p.ctas <= self.resident(name, p.threads, p.cluster)
+
+    def _launch(self, name: str, tokens: int, plain: bool) -> Launch:
+        """How a backend runs on so many tokens, with rows or with a prologue; found once, kept."""
+        p = self._plans.get((name, tokens)) or self._plan(name, tokens)
+        early = self._programmatic and self._overlaps(name, tokens, p)
+        launcher = self._launcher(name if plain else name + MOE, p.cluster, early)
+        found = Launch(launcher, p, (p.ctas, 1, 1))
+        self._launches[name, tokens, plain] = found
+        return found
 
     def _launcher(self, name: str, cluster: int, early: bool) -> Launcher:
         key = (name, cluster, early)

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 
 import torch
 
 from weft.errors import InvalidArgument
 from weft.ops.check import check_alignment, check_tensor, check_tokens
+from weft.ops.reduce_args import ADDRESSES
 from weft.ops.reduce_spec import FP8Group, FP8Static, MoEFinalize, Quant, Reduced, coding_of
 from weft.ops.reduction import Reduction
 
 Wanted = torch.Tensor | bool | None
+Maker = Callable[[], torch.Tensor]
+Fresh = tuple[int, Maker]  # the place of an output in ADDRESSES, and what makes one
+Pair = tuple[
+    int, int, int, int, bool
+]  # place and bytes, twice; may they lie on each other exactly?
 GROUP = 128
+OUTPUTS = {
+    name: ADDRESSES.index(name if name == "out" else f"{name}_out")
+    for name in ("out", "residual", "norm", "quant", "scale")
+}
+EXACT, NEVER = (  # the inputs that an output may lie on exactly, and those that it may not touch
+    tuple(ADDRESSES.index(name) for name in names)
+    for names in (("x", "residual", "shared"), ("weight", "rows", "scales", "index"))
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +45,11 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A checked call. `coding` is the quant spec's name in the protocol."""
+    """A checked call.
+
+    coding: the quant spec's name in the protocol.   fresh: the outputs that were made here.
+    apart: pairs of the other tensors that were found not to overlap.
+    """
 
     tokens: int
     x: torch.Tensor | None
@@ -39,6 +59,22 @@ class Request:
     coding: str
     prologue: MoEFinalize | None
     reduced: Reduced
+    fresh: tuple[Fresh, ...] = ()
+    apart: tuple[Pair, ...] = ()
+
+    @property
+    def places(self) -> tuple[torch.Tensor | None, ...]:
+        """All tensors of the call, in the order of ADDRESSES."""
+        r, p = self.reduced, self.prologue
+        outputs = (r.out, r.residual, r.norm, r.quant, r.scale)
+        scale = self.quant.scale if isinstance(self.quant, FP8Static) else None
+        parts = (None,) * 4 if p is None else (p.rows, p.index, p.scales, p.shared)
+        return (self.x, self.residual, self.weight, *outputs, scale, *parts)
+
+    @property
+    def addresses(self) -> list[int]:
+        """Where they lie; 0 for none."""
+        return [0 if t is None else t.data_ptr() for t in self.places]
 
     @property
     def epilogue(self) -> str:
@@ -84,10 +120,18 @@ class Checker:
             check_alignment("weight", weight, 16)
         self._check_quant(quant, weight)
         wants = self._wants(residual, weight, quant, given)
+        fresh = {
+            name: self._maker(name, tokens, quant) for name, said in wants.items() if said is True
+        }
         reduced = Reduced(
-            **{name: self._output(name, tokens, quant, wants[name]) for name in wants}
+            **{
+                name: fresh[name]() if name in fresh else self._output(name, tokens, quant, said)
+                for name, said in wants.items()
+            }
         )
         request = Request(tokens, x, residual, weight, quant, coding, prologue, reduced)
+        made = tuple((OUTPUTS[name], maker) for name, maker in fresh.items())
+        request = replace(request, fresh=made, apart=_pairs(request, fresh))
         _check_overlap(request)
         return request
 
@@ -178,33 +222,29 @@ class Checker:
     def _output(
         self, name: str, tokens: int, quant: Quant | None, wanted: torch.Tensor | bool
     ) -> torch.Tensor | None:
+        """An output that was given, checked; None for one that nobody wants."""
         if wanted is False:
             return None
+        assert wanted is not True
         if name == "scale":
             return self._scale(tokens, quant, wanted)
         kind = torch.float8_e4m3fn if name == "quant" else self.dtype
         size = (tokens, self.reduction.hidden)
-        if wanted is True:
-            return torch.empty(size, dtype=kind, device=self.device)
         label = name if name == "out" else f"{name}_out"
         check_tensor(label, wanted, shape=size, dtypes=(kind,), device=self.device)
         check_alignment(label, wanted, size[1] * kind.itemsize)
         return wanted
 
-    def _scale(self, tokens: int, quant: Quant | None, wanted: torch.Tensor | bool) -> torch.Tensor:
-        groups = self.reduction.hidden // GROUP if isinstance(quant, FP8Group) else 1
-        if not (isinstance(quant, FP8Group) and quant.scale == "ue8m0"):
-            size, kind = (tokens, groups), torch.float32
-            if wanted is True:
-                return torch.empty(size, dtype=kind, device=self.device)
-            assert isinstance(wanted, torch.Tensor)
-            check_tensor("scale_out", wanted, shape=size, dtypes=(kind,), device=self.device)
+    def _scale(self, tokens: int, quant: Quant | None, wanted: torch.Tensor) -> torch.Tensor:
+        if not _packs(quant):
+            size, kinds = (tokens, self._groups(quant)), (torch.float32,)
+            check_tensor("scale_out", wanted, shape=size, dtypes=kinds, device=self.device)
             return wanted
-        columns, pitch = -(-groups // 4), -(-tokens // 4) * 4
-        if wanted is True:  # zeros: nobody writes the padding behind the last token
-            made = torch.zeros((columns, pitch), dtype=torch.int32, device=self.device)
-            return made.t()[:tokens]
-        assert isinstance(wanted, torch.Tensor)
+        if not isinstance(wanted, torch.Tensor):
+            raise InvalidArgument(
+                f"scale_out is a {type(wanted).__name__}; it must be a torch.Tensor"
+            )
+        columns, pitch = -(-self._groups(quant) // 4), -(-tokens // 4) * 4
         right = wanted.dtype == torch.int32 and tuple(wanted.shape) == (tokens, columns)
         lies = (tokens <= 1 or wanted.stride(0) == 1) and (
             columns == 1 or wanted.stride(1) >= tokens
@@ -217,39 +257,73 @@ class Checker:
             )
         return wanted
 
+    def _maker(self, name: str, tokens: int, quant: Quant | None) -> Maker:
+        """What makes an output that was not given; it holds no tensor."""
+        size, kind = (tokens, self.reduction.hidden), self.dtype
+        if name == "quant":
+            kind = torch.float8_e4m3fn
+        elif name == "scale" and _packs(quant):
+            columns = -(-self._groups(quant) // 4)
+            return functools.partial(_packed_scale, tokens, columns, self.device)
+        elif name == "scale":
+            size, kind = (tokens, self._groups(quant)), torch.float32
+        return functools.partial(torch.empty, size, dtype=kind, device=self.device)
+
+    def _groups(self, quant: Quant | None) -> int:
+        return self.reduction.hidden // GROUP if isinstance(quant, FP8Group) else 1
+
+
+def _packs(quant: Quant | None) -> bool:
+    return isinstance(quant, FP8Group) and quant.scale == "ue8m0"
+
+
+def _packed_scale(tokens: int, columns: int, device: torch.device) -> torch.Tensor:
+    """Zeros: nobody writes the padding behind the last token."""
+    made = torch.zeros((columns, -(-tokens // 4) * 4), dtype=torch.int32, device=device)
+    return made.t()[:tokens]
+
+
+def apart(addresses: Sequence[int], pairs: Sequence[Pair]) -> Pair | None:
+    """The first pair of tensors that overlap though they may not; None where all lie apart."""
+    for pair in pairs:
+        i, size, j, other, exact = pair
+        a, b = addresses[i], addresses[j]
+        if a < b + other and b < a + size and not (exact and a == b):
+            return pair
+    return None
+
 
 def _check_overlap(request: Request) -> None:
     """Outputs may lie on x and residual exactly; any other overlap would read what it wrote."""
-    reduced, prologue = request.reduced, request.prologue
-    outputs = [(f.name, t) for f in fields(reduced) if (t := getattr(reduced, f.name)) is not None]
-    exact = [("x", request.x), ("residual", request.residual)]
-    never: list[tuple[str, torch.Tensor | None]] = [("weight", request.weight)]
-    if prologue is not None:
-        never += [("rows", prologue.rows), ("scales", prologue.scales), ("index", prologue.index)]
-        exact.append(("shared", prologue.shared))
-    spans = [(name, *_span(t), t.dtype) for name, t in outputs]
-    for i, (name, start, end, dtype) in enumerate(spans):
-        others = [(n, s, e, False) for n, s, e, _ in spans[:i]]
-        for other, t in (*exact, *never):
-            if t is not None:
-                s, e = _span(t)
-                same = (s, e) == (start, end) and t.dtype == dtype
-                others.append((other, s, e, same and (other, t) in exact))
-        for other, s, e, allowed in others:
-            if start < e and s < end and not allowed:
-                raise InvalidArgument(
-                    f"output {name!r} overlaps {other!r} in memory; outputs may lie exactly on x "
-                    "or residual, and nowhere else on another tensor of the call"
-                )
+    found = apart(request.addresses, request.apart)
+    if found is not None:
+        raise InvalidArgument(
+            f"output {ADDRESSES[found[0]]!r} overlaps {ADDRESSES[found[2]]!r} in memory; outputs "
+            "may lie exactly on x or residual, and nowhere else on another tensor of the call"
+        )
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first and the last address of a tensor, which may be strided."""
-    start = tensor.data_ptr()
-    if tensor.numel() == 0:
-        return start, start
+def _pairs(request: Request, fresh: Iterable[str]) -> tuple[Pair, ...]:
+    """Each given output with those before it and with the inputs; fresh memory is apart."""
+    spans = {i: (_extent(t), t.dtype) for i, t in enumerate(request.places) if t is not None}
+    made = [OUTPUTS[name] for name in fresh]
+    outputs = [place for place in OUTPUTS.values() if place in spans and place not in made]
+    pairs = []
+    for i, place in enumerate(outputs):
+        size = spans[place][0]
+        for other in (*outputs[:i], *EXACT, *NEVER):
+            if other in spans:
+                alike = other in EXACT and spans[other] == spans[place]
+                pairs.append((place, size, other, spans[other][0], alike))
+    return tuple(pairs)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from the first to behind the last element of a tensor, which may be strided."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * tensor.element_size()
+    return (last + 1) * tensor.element_size()
 
 
 def _text(x: object) -> str:

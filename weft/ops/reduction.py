@@ -167,7 +167,7 @@ def memory_bytes(
     dtype: torch.dtype = torch.bfloat16,
 ) -> int:
     """Bytes of symmetric memory that each rank will allocate, before anything is allocated."""
-    tokens = tokens_for(max_tokens, max_bytes, hidden * dtype.itemsize)
+    tokens = tokens_for(max_tokens, max_bytes, max(1, hidden) * dtype.itemsize)
     return Reduction.of(ranks=ranks, max_tokens=tokens, hidden=hidden, dtype=dtype).share_bytes
 
 

@@ -149,15 +149,18 @@ def identity_round_trip(
     return combine(rows, carries, add=add, dtype=x.dtype)
 
 
-def quantize(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(
+    x: torch.Tensor, kind: str, columns: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Block-scaled FP8 of x `[..., hidden]`: (float8_e4m3fn `[..., hidden]`, scales).
 
-    "fp8": float32 `[..., hidden / 128]`; scale = amax / 448, q = round(x * (448 / amax)).
-    "mxfp8": float8_e8m0fnu `[..., hidden / 32]`; the smallest power of two that brings amax to 448.
+    columns: of a block; default 128 for "fp8" and 32 for "mxfp8".
+    "fp8": float32 `[..., hidden / columns]`; scale = amax / 448, q = round(x * (448 / amax)).
+    "mxfp8": float8_e8m0fnu, as many; the smallest power of two that brings amax to 448.
     A block of zeros (fp8: amax below 2^-117) is stored as zeros. A block that holds an Inf or a NaN
     has a NaN scale and NaN numbers. (protocol/quantize.cuh)
     """
-    columns = 32 if kind == "mxfp8" else 128
+    columns = columns or (32 if kind == "mxfp8" else 128)
     blocks = x.float().reshape(*x.shape[:-1], x.shape[-1] // columns, columns)
     amax = torch.where(blocks.isnan(), torch.inf, blocks.abs()).amax(dim=-1)
     broken = amax.isinf()

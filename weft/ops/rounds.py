@@ -13,7 +13,7 @@ import torch
 from weft.errors import OutOfOrder
 from weft.ops.args import CombineArgs, DispatchArgs
 from weft.ops.check import check_alignment, check_tensor
-from weft.ops.entry import Entries, payload_addresses
+from weft.ops.entry import Entries, place_payload
 from weft.ops.geometry import Geometry
 from weft.ops.received import Received
 from weft.ops.workspace import Workspace
@@ -59,7 +59,7 @@ class Rounds:
         )
         self._geometry.check_stats(stats, self.device)
         args = self._dispatch_args
-        args.payload = payload_addresses(tensors, quantized=self._geometry.quantized)
+        place_payload(args, tensors, quantized=self._geometry.quantized)
         args.ids = topk_ids.data_ptr()
         args.ids_bytes = topk_ids.element_size()
         args.weights = 0 if topk_weights is None else topk_weights.data_ptr()

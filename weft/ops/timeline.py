@@ -15,7 +15,7 @@ from weft.errors import OutOfOrder
 from weft.memory.header import PHASES, Header, Timeline
 
 if TYPE_CHECKING:
-    from weft.ops.workspace import Workspace
+    from weft.ops.watched import Watched
 
 DEFINE = "WEFT_PROFILE=1"
 
@@ -67,7 +67,7 @@ class Wait:
     max_us: float
 
 
-def read_timeline(workspace: Workspace, rank: int | None = None) -> list[Span]:
+def read_timeline(workspace: Watched, rank: int | None = None) -> list[Span]:
     """The last 32 rounds of a rank (default: this one), oldest first; also of a dead one.
 
     An operation that is under way, or was left by an error, is in it and not `finished`. Empty
@@ -97,7 +97,7 @@ def _span(rank: int, ranks: int, line: Timeline) -> Span:
     )
 
 
-def wait_times(workspace: Workspace) -> list[Wait]:
+def wait_times(workspace: Watched) -> list[Wait]:
     """For whom this rank waited, by phase and peer, over the last 32 rounds.
 
     Raises OutOfOrder when no profiled round has finished.

@@ -22,7 +22,8 @@
 
 // Compile with -DWEFT_FAULTS=1 to arm the named fault points, -DWEFT_PROFILE=1 to keep timelines,
 // -DWEFT_WEAK_FLAGS=1 to break the release on purpose, -DWEFT_ONE_SIDE=1 to take the second buffer
-// away where two are needed (the race tests must then fail).
+// away where two are needed, -DWEFT_NO_GRANTS=1 to store into inboxes that nobody has emptied (the
+// race tests must then fail).
 #ifndef WEFT_FAULTS
 #define WEFT_FAULTS 0
 #endif
@@ -34,6 +35,9 @@
 #endif
 #ifndef WEFT_WEAK_FLAGS
 #define WEFT_WEAK_FLAGS 0
+#endif
+#ifndef WEFT_NO_GRANTS
+#define WEFT_NO_GRANTS 0
 #endif
 
 namespace weft {
@@ -91,7 +95,23 @@ WEFT_FN void store_relaxed(u64* at, u64 value) {
 #endif
 }
 
+WEFT_FN void store_relaxed(u32* at, u32 value) {
+#if defined(__CUDA_ARCH__)
+    __nv_atomic_store_n(at, value, __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_SYSTEM);
+#else
+    __atomic_store_n(at, value, __ATOMIC_RELAXED);
+#endif
+}
+
 WEFT_FN u64 load_relaxed(u64* at) {
+#if defined(__CUDA_ARCH__)
+    return __nv_atomic_load_n(at, __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_SYSTEM);
+#else
+    return __atomic_load_n(at, __ATOMIC_RELAXED);
+#endif
+}
+
+WEFT_FN u32 load_relaxed(u32* at) {
 #if defined(__CUDA_ARCH__)
     return __nv_atomic_load_n(at, __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_SYSTEM);
 #else

@@ -59,10 +59,23 @@ WEFT_FN void fail(Header& header, const Site& site, ErrorRecord record) {
     store_release(&box.broken_code, record.code);
 }
 
+// The id at one place of a tensor of int32 or int64.
+WEFT_FN i64 id_at(const void* ids, u32 bytes, u64 at) {
+    return bytes == 8 ? static_cast<const i64*>(ids)[at] : static_cast<const i32*>(ids)[at];
+}
+
 template <Shape S> WEFT_FN i64 raw_id(const DispatchArgs& a, u32 token, u32 k) {
-    const u64 at = u64(token) * S.top_k + k;
-    return a.ids_bytes == 8 ? static_cast<const i64*>(a.ids)[at]
-                            : static_cast<const i32*>(a.ids)[at];
+    return id_at(a.ids, a.ids_bytes, u64(token) * S.top_k + k);
+}
+
+WEFT_FN void refuse_id(Header& header, const Site& site, u32 experts, i64 id, u32 token, u32 k) {
+    refuse(header, site,
+           {.code = u32(Code::bad_expert_id),
+            .phase = u32(Phase::dispatch),
+            .wanted = experts,
+            .seen = u64(id),
+            .token = token,
+            .slot = k});
 }
 
 // The id as an index, or -1 for "no expert". Ids come from users' prompts: anything outside
@@ -70,14 +83,7 @@ template <Shape S> WEFT_FN i64 raw_id(const DispatchArgs& a, u32 token, u32 k) {
 template <Shape S>
 WEFT_FN i32 expert_id(const DispatchArgs& a, i64 id, u32 token, u32 k, bool reports) {
     if (id >= 0 && id < i64(S.experts)) return i32(id);
-    if (id != -1 && reports)
-        refuse(mine<S>(a.site).header, a.site,
-               {.code = u32(Code::bad_expert_id),
-                .phase = u32(Phase::dispatch),
-                .wanted = S.experts,
-                .seen = u64(id),
-                .token = token,
-                .slot = k});
+    if (id != -1 && reports) refuse_id(mine<S>(a.site).header, a.site, S.experts, id, token, k);
     return -1;
 }
 
@@ -152,15 +158,53 @@ WEFT_FN Verdict out_of_patience(Header& header, const Site& site, u32 peer, u64 
     return {now_ns() - start > limit ? Code::peer_timeout : Code::ok, peer};
 }
 
+// What a wait is for, as an error record tells it.
+struct Wait {
+    u32 peer;
+    Phase phase;
+    u64 wanted, seen;
+};
+
+// How long one thread has waited: the slow half is entered every 1024 turns.
+struct Patience {
+    static constexpr u32 period = 1024;
+    u64 start = 0;
+    u32 turns = 0;
+
+    // Will `lasts` look at the clock the next time?
+    WEFT_FN bool is_asked_next() const { return (turns + 1) % period == 0; }
+
+    // False when the wait is over without its end; what ended it is recorded then.
+    WEFT_FN bool lasts(Header& header, const Site& site, const Wait& wait) {
+        if (++turns % period == 0) {
+            if (start == 0) start = now_ns();
+            const Verdict verdict = out_of_patience(header, site, wait.peer, start, wait.wanted);
+            if (verdict.code != Code::ok) {
+                fail(header, site,
+                     {.code = u32(verdict.code),
+                      .peer = verdict.rank,
+                      .phase = u32(wait.phase),
+                      .wanted = wait.wanted,
+                      .seen = wait.seen,
+                      .elapsed_ns = now_ns() - start});
+                return false;
+            }
+        }
+        relax(turns);
+        return true;
+    }
+};
+
 // Waits for one peer's flag. Order: after `true`, all that the peer published with that epoch may
 // be read by this thread, and by its team once it has met in `all`.
+// expected: the epoch of the flag, where it is not that of the operation (`wanted`).
 WEFT_FN bool await_flag(Header& header, const Site& site, u64* flag, u32 peer, Phase phase,
-                        u64 wanted) {
-    u64 start = 0;
-    for (u32 turns = 1;; ++turns) {
+                        u64 wanted, u64 expected) {
+    Patience patience;
+    for (;;) {
         const u64 seen = load_acquire(flag);
         if (flag_generation(seen) == (header.generation & 0xffffu) &&
-            not_older(flag_epoch(seen), wanted)) {
+            not_older(flag_epoch(seen), expected)) {
             if (flag_descriptor(seen) == site.descriptor) return true;
             fail(header, site,
                  {.code = u32(Code::geometry_mismatch),
@@ -170,22 +214,13 @@ WEFT_FN bool await_flag(Header& header, const Site& site, u64* flag, u32 peer, P
                   .seen = flag_descriptor(seen)});
             return false;
         }
-        if (turns % 1024 == 0) {
-            if (start == 0) start = now_ns();
-            const Verdict verdict = out_of_patience(header, site, peer, start, wanted);
-            if (verdict.code != Code::ok) {
-                fail(header, site,
-                     {.code = u32(verdict.code),
-                      .peer = verdict.rank,
-                      .phase = u32(phase),
-                      .wanted = wanted,
-                      .seen = flag_epoch(seen),
-                      .elapsed_ns = now_ns() - start});
-                return false;
-            }
-        }
-        relax(turns);
+        if (!patience.lasts(header, site, {peer, phase, wanted, flag_epoch(seen)})) return false;
     }
+}
+
+WEFT_FN bool await_flag(Header& header, const Site& site, u64* flag, u32 peer, Phase phase,
+                        u64 wanted) {
+    return await_flag(header, site, flag, peer, phase, wanted, wanted);
 }
 
 // Waits for every peer; false, for the whole team, when one of them did not come.

@@ -131,24 +131,35 @@ WEFT_FN void fail_call(Header& header, const Site& site, u32 peer, u64 word, u64
 }
 
 // Where a wait stands, and since when.
-struct Wait {
+struct SlotWait {
     Slot slot;
     u32 peer, token, vector;
     u64 start = 0;
 };
 
+// Which peer has told that it made another call than this rank; none: R.ranks. A peer whose data
+// does not come may itself wait for that one, so a wait looks at all of them.
+template <Reduction R> WEFT_FN u32 odd_peer(const Site& site, u64 epoch, u64 word, u64& seen) {
+    u64* const told = mine<R>(site).slots.call[side_of(epoch)];
+    for (u32 peer = 0; peer < R.ranks; ++peer) {
+        seen = load_relaxed(&told[peer]);
+        if (peer != site.rank && disagrees(seen, word)) return peer;
+    }
+    return R.ranks;
+}
+
 // The slow half of a wait for data, entered every 1024 turns: true ends it. Beside what
 // out_of_patience looks at: another wait of this rank may have broken the group already, and a peer
-// whose data does not come may have made another call.
+// may have made another call.
 template <Reduction R>
-WEFT_SLOW_FN bool gives_up(const Site& site, u64 epoch, u64 signature, Wait& wait) {
+WEFT_SLOW_FN bool gives_up(const Site& site, u64 epoch, u64 signature, SlotWait& wait) {
     ReductionShare<R>& own = mine<R>(site);
     if (wait.start == 0) wait.start = now_ns();
     if (load_acquire(&own.header.turn.failed) != 0) return true;
     const u64 word = call_word(epoch, signature);
-    const u64 seen = load_relaxed(&own.slots.call[side_of(epoch)][wait.peer]);
-    if (disagrees(seen, word)) {
-        fail_call(own.header, site, wait.peer, word, seen);
+    u64 seen;
+    if (const u32 odd = odd_peer<R>(site, epoch, word, seen); odd != R.ranks) {
+        fail_call(own.header, site, odd, word, seen);
         return true;
     }
     const Verdict verdict = out_of_patience(own.header, site, wait.peer, wait.start, epoch);
@@ -178,7 +189,7 @@ template <Reduction R>
 WEFT_SLOW_FN bool same_call(const Site& site, u64 epoch, u64 signature, u32 peer, u64 seen) {
     ReductionShare<R>& own = mine<R>(site);
     const u64 word = call_word(epoch, signature);
-    Wait wait{.slot = Slot::call, .peer = peer, .token = 0, .vector = 0};
+    SlotWait wait{.slot = Slot::call, .peer = peer, .token = 0, .vector = 0};
     for (u32 turns = 1; seen != word; ++turns) {
         if (disagrees(seen, word)) {
             fail_call(own.header, site, peer, word, seen);

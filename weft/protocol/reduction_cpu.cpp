@@ -38,7 +38,7 @@ template <Reduction R>
 bool take(Calling<R>& call, u8* slot, u8* to, Slot kind, u32 peer, u32 token) {
     for (u32 at = 0; at < R.row_bytes(); at += 8) {
         u64* word = reinterpret_cast<u64*>(slot + at);
-        Wait wait{.slot = kind, .peer = peer, .token = token, .vector = at / 16};
+        SlotWait wait{.slot = kind, .peer = peer, .token = token, .vector = at / 16};
         u64 seen = load_acquire(word);
         for (u32 turns = 1; !is_there(seen); ++turns) {
             call.broken =
@@ -117,6 +117,7 @@ template <Reduction R> void reduce_part(Calling<R>& call, u32 group) {
         const u32 peer = next_rank<R>(me, turn), place = place_at(peer, me);
         push_row<R>(call.at(peer).whole[place][group], (a.out ? sum : row).data());
         if (a.weight == nullptr) continue;
+        fault(mine<R>(a.site).header, Point::before_moments, peer, call.epoch);
         u64* words = reinterpret_cast<u64*>(&call.at(peer).trailer[place][group]);
         const u64 tag = u64(trailer_tag(call.epoch)) << 32;
         store_release(words, tag | std::bit_cast<u32>(m.rstd));
@@ -126,7 +127,7 @@ template <Reduction R> void reduce_part(Calling<R>& call, u32 group) {
 }
 
 // Waits for one half of a trailer.
-template <Reduction R> bool await_half(Calling<R>& call, u64* half, Wait wait, u32& value) {
+template <Reduction R> bool await_half(Calling<R>& call, u64* half, SlotWait wait, u32& value) {
     u64 seen = load_acquire(half);
     for (u32 turns = 1; u32(seen >> 32) != trailer_tag(call.epoch); ++turns) {
         call.broken =
@@ -142,7 +143,7 @@ template <Reduction R> bool await_half(Calling<R>& call, u64* half, Wait wait, u
 template <Reduction R>
 bool read_moments(Calling<R>& call, Trailer& trailer, Moments& m, u32 peer, u32 token) {
     u64* half = reinterpret_cast<u64*>(&trailer);
-    const Wait wait{.slot = Slot::trailer, .peer = peer, .token = token, .vector = 0};
+    const SlotWait wait{.slot = Slot::trailer, .peer = peer, .token = token, .vector = 0};
     u32 rstd = 0;
     if (!await_half<R>(call, half, wait, rstd)) return false;
     m.rstd = std::bit_cast<float>(rstd);

@@ -1,0 +1,153 @@
+/* Low-latency rows: a place that is blank until its row is there, and blank again once it is taken.
+ *
+ * N ranks make the same sequence of operations, of two kinds: out (0, a dispatch) and home (1, a
+ * combine). An operation stores a row at every rank and takes one from every rank, in any order. At
+ * the start of each call a rank grants: it tells all ranks how many operations of either kind it
+ * has finished. It stores a row at a peer when that peer has granted all earlier operations that use
+ * the place. A row carries its operation; an assertion fails when another one is taken, or when a
+ * place that is not blank is stored into. `init` makes up every legal sequence of calls.
+ *
+ *   APART      rows out and home have places of their own; an operation may be two calls, send and
+ *              receive, with others in between. Without it they share a place, and calls are whole.
+ *   EAGER      wrong: stores without a grant.
+ *   HASTY      wrong: grants the operation that begins.
+ *   SHARED     wrong, with APART: one place for both kinds; BOTH: and grants of both waited for.
+ *   UNEQUAL    wrong: rank 0 makes its first two calls the other way round.
+ *   KEEP       wrong: a place is not left blank.
+ */
+#ifndef N
+#define N 2
+#endif
+#ifndef CALLS
+#define CALLS 4
+#endif
+
+#if defined(APART) && !defined(SHARED)
+#define KINDS_APART
+#endif
+
+#ifdef KINDS_APART
+#define AT(kind, owner, source) place[(kind) * N * N + (owner) * N + (source)]
+#else
+#define AT(kind, owner, source) place[(owner) * N + (source)]
+#endif
+#define GRANTED(kind, me, by) granted[(kind) * N * N + (me) * N + (by)]
+
+#define SENDS(call) ((call) < 4)
+#ifdef APART
+#define TAKES(call) ((call) >= 4)
+#else
+#define TAKES(call) true
+#endif
+#define KIND(call) ((call) % 2)
+
+byte place[2 * N * N];   /* 0 blank, else 2 * number + kind */
+byte granted[2 * N * N]; /* operations that the last rank of the index has finished */
+byte schedule[CALLS];    /* kind, and 4 more for a receive */
+bool ready = false;
+
+#if defined(EAGER)
+#define MAY_STORE(k, me, p) true
+#elif defined(KINDS_APART) || (defined(SHARED) && !defined(BOTH))
+#define MAY_STORE(k, me, p) (GRANTED(k, me, p) >= sent[k] - 1)
+#else
+#define MAY_STORE(k, me, p) \
+    (GRANTED(0, me, p) >= sent[0] - (k == 0) && GRANTED(1, me, p) >= sent[1] - (k == 1))
+#endif
+
+#ifdef KEEP
+#define BLANK(k, me, p) skip
+#else
+#define BLANK(k, me, p) AT(k, me, p) = 0
+#endif
+
+#ifdef HASTY
+#define EARLY 1
+#else
+#define EARLY 0
+#endif
+
+#define WITH(p) \
+    :: p < N && !stored[p] && MAY_STORE(k, me, p) -> \
+        atomic { \
+            assert(AT(k, p, me) == 0); \
+            AT(k, p, me) = 2 * sent[k] + k; \
+            stored[p] = true; left-- \
+        } \
+    :: p < N && !taken[p] && AT(k, me, p) != 0 -> \
+        assert(AT(k, me, p) == 2 * finished[k] + 2 + k); \
+        BLANK(k, me, p); \
+        taken[p] = true; left--
+
+proctype Rank(byte me) {
+    byte sent[2], finished[2], step = 0, p, k, left, call;
+    bool stored[3], taken[3];
+    ready;
+    do
+    :: step < CALLS ->
+#ifdef UNEQUAL
+        call = schedule[(me == 0 && step < 2 -> 1 - step : step)];
+#else
+        call = schedule[step];
+#endif
+        k = KIND(call);
+        p = 0;
+        do
+        :: p < N ->
+            GRANTED(0, p, me) = finished[0] + EARLY;
+            GRANTED(1, p, me) = finished[1] + EARLY;
+            stored[p] = !SENDS(call);
+            taken[p] = !TAKES(call);
+            p++
+        :: else -> break
+        od;
+        left = N * SENDS(call) + N * TAKES(call);
+        if
+        :: SENDS(call) -> sent[k]++
+        :: else -> skip
+        fi;
+        do
+        :: left == 0 -> break
+        WITH(0)
+        WITH(1)
+#if N > 2
+        WITH(2)
+#endif
+        od;
+        if
+        :: TAKES(call) -> finished[k]++
+        :: else -> skip
+        fi;
+        step++
+    :: else -> break
+    od
+}
+
+init {
+    byte step = 0, out[2], in[2];
+    do
+    :: step < CALLS ->
+        if
+        :: out[0] == in[0] && out[0] - in[1] < 2 -> schedule[step] = 0; out[0]++
+        :: out[1] == in[1] && out[1] < in[0] -> schedule[step] = 1; out[1]++
+#ifdef APART
+        :: out[0] > in[0] -> schedule[step] = 4; in[0]++
+        :: out[1] > in[1] -> schedule[step] = 5; in[1]++
+#endif
+        fi;
+#ifndef APART
+        in[0] = out[0];
+        in[1] = out[1];
+#endif
+        step++
+    :: else -> break
+    od;
+    atomic {
+        run Rank(0);
+        run Rank(1);
+#if N > 2
+        run Rank(2);
+#endif
+        ready = true
+    }
+}

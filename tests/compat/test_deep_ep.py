@@ -1,0 +1,204 @@
+"""deep_ep's low-latency calls on weft: the documented use, with rank and token in the data."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import weft
+from weft.compat.deep_ep import Buffer
+from weft.errors import InvalidArgument, OutOfOrder
+from weft.ops import reference_lowlatency as low
+from weft.ops.reference import dequantize
+
+KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
+MOST, HIDDEN, TOP_K, EXPERTS = 8, 512, 4, 8
+COUNT_BITS = (1 << 32) - 1
+
+
+def inputs(group: weft.Group, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows that say whose they are, ids with holes, weights."""
+    generator = torch.Generator().manual_seed(seed * 64 + group.rank)
+    tokens = (5, 8)[group.rank % 2]
+    x = torch.full((tokens, HIDDEN), float(group.rank + 1)).bfloat16()
+    x[:, -128:] = torch.arange(tokens).bfloat16()[:, None]
+    scores = torch.rand((tokens, EXPERTS), generator=generator)
+    ids = scores.topk(TOP_K, dim=1).indices
+    ids[torch.rand(ids.shape, generator=generator) < 0.2] = -1
+    weights = torch.rand((tokens, TOP_K), generator=generator)
+    device = group.device
+    return x.to(device), ids.to(device), weights.to(device)
+
+
+def all_ids(group: weft.Group, seed: int) -> list[torch.Tensor]:
+    mine = inputs(group, seed)[1].tolist()
+    return [torch.tensor(each) for each in group.all_gather(mine)]
+
+
+def check_rows(group, numbers, counts, handle, ids_of_rank):
+    """The checks that deep_ep's own test makes, and that every row is where its source says."""
+    x = numbers if isinstance(numbers, torch.Tensor) else dequantize(*_plain(numbers))
+    per_rank = EXPERTS // group.size
+    source, ranges, most, hidden, experts, _ = handle
+    assert (most, hidden, experts) == (MOST, HIDDEN, EXPERTS)
+    for local in range(per_rank):
+        expert = group.rank * per_rank + local
+        chosen = [(ids == expert).any(dim=1).nonzero()[:, 0] for ids in ids_of_rank]
+        assert int(counts[local]) == sum(len(tokens) for tokens in chosen)
+        for rank, tokens in enumerate(chosen):
+            begin, count = int(ranges[local, rank]) >> 32, int(ranges[local, rank]) & COUNT_BITS
+            assert count == len(tokens)
+            rows = x[local, begin : begin + count].float().cpu()
+            assert torch.equal(source[local, begin : begin + count].cpu().long(), tokens)
+            assert torch.allclose(rows[:, :-128], torch.full_like(rows[:, :-128], rank + 1.0))
+            assert torch.allclose(rows[:, -128:], tokens[:, None].float().expand(-1, 128))
+
+
+def _plain(numbers):
+    x, scales = numbers
+    return x, low.unpack_scales(scales, HIDDEN // 128)
+
+
+def whole(numbers: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Rows that came without scales."""
+    assert isinstance(numbers, torch.Tensor)
+    return numbers
+
+
+def exchanged(group: weft.Group, fp8: bool, ue8m0: bool, hooks: bool) -> int:
+    buffer = Buffer(group, 0, 1 << 20, low_latency_mode=True, num_qps_per_rank=4)
+    stats = torch.zeros(EXPERTS // group.size, dtype=torch.int32, device=group.device)
+    total, hashes = torch.zeros_like(stats), set()
+    for seed in (0, 1, 1):
+        x, ids, weights = inputs(group, seed)
+        numbers, counts, handle, event, hook = buffer.low_latency_dispatch(
+            x,
+            ids,
+            MOST,
+            EXPERTS,
+            cumulative_local_expert_recv_stats=stats,
+            use_fp8=fp8,
+            round_scale=ue8m0,
+            use_ue8m0=ue8m0,
+            async_finish=not hooks,
+            return_recv_hook=hooks,
+        )
+        if hook is not None:
+            hook()
+        else:
+            event.current_stream_wait()
+        check_rows(group, numbers, counts, handle, all_ids(group, seed))
+        total += counts
+        y = buffer.get_next_low_latency_combine_buffer(handle)
+        y.copy_(numbers if isinstance(numbers, torch.Tensor) else dequantize(*_plain(numbers)))
+        out = torch.empty_like(x)
+        combined, event, hook = buffer.low_latency_combine(
+            y, ids, weights, handle, zero_copy=True, out=out, return_recv_hook=hooks
+        )
+        if hook is not None:
+            hook()
+        assert combined.data_ptr() == out.data_ptr()
+        kept = torch.where(ids >= 0, weights, 0.0).sum(dim=1, keepdim=True)
+        assert torch.allclose(combined.float(), x.float() * kept, rtol=2e-2, atol=2e-2)
+        hashes.add((seed, hash(combined.view(torch.int16).cpu().numpy().tobytes())))
+    buffer.check()
+    assert torch.equal(stats, total)
+    buffer.destroy()
+    buffer.destroy()
+    return len(hashes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("hooks", [False, True])
+@pytest.mark.parametrize(
+    ("fp8", "ue8m0"), [(True, False), (True, True), (False, False)], ids=["fp8", "ue8m0", "bf16"]
+)
+def test_the_documented_use(ranks, kind, fp8, ue8m0, hooks):
+    assert ranks(2, kind)(exchanged, fp8, ue8m0, hooks) == [2, 2]
+
+
+def layouts(group: weft.Group) -> None:
+    buffer = Buffer(group, low_latency_mode=True)
+    x, ids, weights = inputs(group, 0)
+    shape = (EXPERTS // group.size, MOST * group.size)
+    for rounded, packed, dtype, columns in (
+        (False, False, torch.float32, HIDDEN // 128),
+        (True, False, torch.float32, HIDDEN // 128),
+        (True, True, torch.int32, HIDDEN // 512),
+    ):
+        numbers, _, handle, _, _ = buffer.low_latency_dispatch(
+            x, ids, MOST, EXPERTS, round_scale=rounded, use_ue8m0=packed
+        )
+        q, scales = numbers
+        assert q.shape == (*shape, HIDDEN)
+        assert q.dtype == torch.float8_e4m3fn
+        assert scales.shape == (*shape, columns)
+        assert scales.dtype == dtype
+        assert scales.stride()[1] == 1  # column-major, as TMA wants it
+        if rounded and not packed:
+            powers = torch.log2(scales[:, 0])
+            assert torch.equal(powers, powers.round())
+        buffer.low_latency_combine(q.bfloat16(), ids, weights, handle)
+    buffer.destroy()
+
+
+def test_scales_come_in_the_layouts_of_the_original(ranks):
+    ranks(2, "threads")(layouts)
+
+
+def two_at_a_time(group: weft.Group) -> None:
+    buffer = Buffer(group, low_latency_mode=True)
+    x, ids, weights = inputs(group, 0)
+    first = buffer.low_latency_dispatch(x, ids, MOST, EXPERTS, use_fp8=False)
+    second = buffer.low_latency_dispatch(x, ids, MOST, EXPERTS, use_fp8=False)
+    with pytest.raises(OutOfOrder, match="2 results are alive"):
+        buffer.low_latency_dispatch(x, ids, MOST, EXPERTS, use_fp8=False)
+    outs = [
+        buffer.low_latency_combine(whole(numbers), ids, weights, handle)[0]
+        for numbers, _, handle, _, _ in (first, second)
+    ]
+    assert torch.equal(outs[0], outs[1])
+    buffer.destroy()
+    with pytest.raises(OutOfOrder, match="destroyed"):
+        buffer.low_latency_dispatch(x, ids, MOST, EXPERTS)
+
+
+def test_two_results_may_be_alive(ranks):
+    ranks(2, "threads")(two_at_a_time)
+
+
+def refused(group: weft.Group) -> None:
+    for options, text in (
+        ({}, "low_latency_mode is False"),
+        ({"low_latency_mode": True, "enable_shrink": True}, "enable_shrink is True"),
+    ):
+        with pytest.raises(InvalidArgument, match=text):
+            Buffer(group, **options)
+    buffer = Buffer(group, low_latency_mode=True)
+    x, ids, weights = inputs(group, 0)
+    with pytest.raises(InvalidArgument, match="dump_trace"):
+        buffer.low_latency_dispatch(
+            x, ids, MOST, EXPERTS, dispatch_wait_recv_cost_stats=torch.zeros(2)
+        )
+    with pytest.raises(InvalidArgument, match="use_ue8m0 with use_fp8=True, round_scale=False"):
+        buffer.low_latency_dispatch(x, ids, MOST, EXPERTS, use_ue8m0=True)
+    with pytest.raises(OutOfOrder, match="before any dispatch"):
+        buffer.dump_trace("never.json")
+    numbers, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, MOST, EXPERTS, use_fp8=False)
+    with pytest.raises(InvalidArgument, match="use_logfmt is True"):
+        buffer.low_latency_combine(whole(numbers), ids, weights, handle, use_logfmt=True)
+    buffer.clean_low_latency_buffer(MOST, HIDDEN, EXPERTS)
+    buffer.low_latency_combine(whole(numbers), ids, weights, handle)
+    buffer.destroy()
+
+
+def test_what_weft_does_not_do_is_refused(ranks):
+    ranks(1, "threads")(refused)
+
+
+def test_the_size_hint_covers_what_is_allocated():
+    hint = Buffer.get_low_latency_rdma_size_hint(128, 7168, 8, 256)
+    used = weft.LowLatencyAllToAll.memory_bytes(
+        ranks=8, max_tokens=128, hidden=7168, top_k=8, num_experts=256, halves=True
+    )
+    assert used.shared <= hint < 64e6

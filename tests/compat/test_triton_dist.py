@@ -1,0 +1,117 @@
+"""triton_dist's low-latency layer on weft: the documented use, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import weft
+from weft.compat.triton_dist import EPLowLatencyAllToAllLayer
+from weft.errors import InvalidArgument
+from weft.ops import reference_lowlatency as low
+from weft.ops.placement import Placement
+from weft.ops.reference import dequantize
+
+KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
+MOST, HIDDEN, TOP_K, EXPERTS = 16, 256, 4, 8
+
+
+def make(group: weft.Group, **changes: object) -> EPLowLatencyAllToAllLayer:
+    options: dict[str, object] = {
+        "max_m": MOST,
+        "hidden": HIDDEN,
+        "topk": TOP_K,
+        "online_quant_fp8": True,
+        "rank": group.rank,
+        "num_experts": EXPERTS,
+        "local_world_size": group.size,
+        "world_size": group.size,
+        "group": group,
+    }
+    return EPLowLatencyAllToAllLayer(**{**options, **changes})  # type: ignore[arg-type]
+
+
+def rounds(group: weft.Group) -> None:
+    layer = make(group)
+    placement = Placement.blocks(EXPERTS, group.size)
+    for seed, tokens in enumerate((7, 0, 16, 1)):
+        generator = torch.Generator().manual_seed(seed * 8 + group.rank)
+        x = torch.randn((tokens, HIDDEN), generator=generator).bfloat16().to(group.device)
+        scores = torch.rand((tokens, EXPERTS), generator=generator)
+        ids = scores.topk(TOP_K, dim=1).indices.int().to(group.device)
+        weights = torch.rand((tokens, TOP_K), generator=generator).to(group.device)
+        token, scale, counts, meta = layer.dispatch(x, None, ids)
+        assert token.shape == (EXPERTS // group.size, group.size * MOST, HIDDEN)
+        assert scale.shape == (EXPERTS // group.size, group.size * MOST, HIDDEN // 128)
+        assert scale.is_contiguous()
+        packed = meta.recv_token_source_count_and_start
+        assert torch.equal((packed & (2**32 - 1)).sum(dim=1).int(), counts)
+        for local in range(len(counts)):
+            for rank in range(group.size):
+                count, start = (
+                    int(packed[local, rank]) & (2**32 - 1),
+                    int(packed[local, rank]) >> 32,
+                )
+                where = meta.recv_token_source_indices[local, start : start + count]
+                assert torch.equal(where, where.sort().values)
+        y = dequantize(token, scale).bfloat16()
+        out = layer.combine(y, ids, weights, meta)
+        numbers, scales = low.sent(x, "fp8", 128, "fp32_row")
+        assert scales is not None
+        rows = dequantize(numbers, scales).bfloat16()
+        wanted = low.combine(rows[:, None].expand(-1, TOP_K, -1), ids, weights, placement)
+        assert torch.equal(out, wanted)
+    layer.check()
+    layer.finalize()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_documented_use(ranks, kind):
+    ranks(2, kind)(rounds)
+
+
+def traced(group: weft.Group) -> None:
+    layer = make(group, enable_profiling=True)
+    x = torch.zeros((2, HIDDEN), dtype=torch.bfloat16, device=group.device)
+    ids = torch.zeros((2, TOP_K), dtype=torch.int32, device=group.device)
+    ids += torch.arange(TOP_K, dtype=torch.int32, device=group.device)
+    token, _, _, meta = layer.dispatch(x, topk_indices=ids)
+    layer.combine(token.bfloat16(), ids, torch.ones((2, TOP_K), device=group.device), meta)
+    group.barrier()
+    layer.dump_dispatch_trace()
+    layer.dump_combine_trace()
+    group.barrier()
+    layer.finalize()
+
+
+def test_traces_go_where_the_original_puts_them(ranks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ranks(2, "threads")(traced)
+    for phase in ("dispatch", "combine"):
+        for rank in range(2):
+            document = json.loads(Path(f"prof/ll_{phase}_RANK_{rank}.json").read_text())
+            assert any(event["ph"] == "X" for event in document["traceEvents"])
+
+
+def refused(group: weft.Group) -> None:
+    for changes, text in (
+        ({"online_quant_fp8": False}, "online_quant_fp8 is False"),
+        ({"local_world_size": 8}, "local_world_size is 8 and world_size 1"),
+        ({"rank": 3}, "rank 3 of 1, the group has rank 0 of 1"),
+    ):
+        with pytest.raises(InvalidArgument, match=text):
+            make(group, **changes)
+    layer = make(group)
+    x = torch.zeros((1, HIDDEN), dtype=torch.bfloat16)
+    with pytest.raises(InvalidArgument, match="send_scales is a tensor"):
+        layer.dispatch(x, torch.ones(1), torch.zeros((1, TOP_K), dtype=torch.int32))
+    with pytest.raises(InvalidArgument, match="topk_indices is None"):
+        layer.dispatch(x)
+    layer.finalize()
+
+
+def test_what_weft_does_not_do_is_refused(ranks):
+    ranks(1, "threads")(refused)

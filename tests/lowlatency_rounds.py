@@ -1,0 +1,163 @@
+"""Rounds of the low-latency all-to-all whose every byte is known: what all device kinds run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+import weft
+from tests.rounds import Round, bits
+from weft.ops import reference_lowlatency as low
+from weft.ops.lowlatency import LowLatencyAllToAll
+from weft.ops.lowlatency_rounds import ExpertRows
+from weft.ops.reference import dequantize
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How a low-latency all-to-all is built: whatever changes what arrives."""
+
+    quant: str | None = "fp8"
+    group_size: int = 128
+    scale: str = "fp32_row"
+    reduce: str = "receiver"
+    combine_by: str = "push"
+    more: dict[str, object] = field(default_factory=dict)
+
+    def make(self, group: weft.Group, case: Round, max_tokens: int) -> LowLatencyAllToAll:
+        return LowLatencyAllToAll(
+            group,
+            max_tokens,
+            case.hidden,
+            case.top_k,
+            case.experts,
+            self.quant,
+            self.group_size,
+            self.scale,
+            reduce=self.reduce,
+            combine_by=self.combine_by,
+            dtype=case.dtype,
+            **self.more,  # type: ignore[arg-type]
+        )
+
+
+def readable(x: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Rows as experts read them."""
+    return (x if scales is None else dequantize(x, scales)).to(dtype)
+
+
+def apply_expert(rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """What expert e makes of a row: something that no other expert makes of it."""
+    factor = (1 + (experts % 7) / 8)[..., None]
+    return (rows.float() * factor + experts[..., None] / 16).to(rows.dtype)
+
+
+def expert_results(a2a: LowLatencyAllToAll, got: ExpertRows) -> torch.Tensor:
+    """Every expert's results; NaN where there is no row, so that a combine that reads it shows."""
+    shape = a2a._geometry.shape
+    scales = None if got.scales is None else low.unpack_scales(got.scales, shape.blocks)
+    experts = torch.tensor(a2a.local_experts, device=got.x.device)[:, None]
+    y = apply_expert(readable(got.x, scales, a2a.dtype), experts.expand(got.x.shape[:2]))
+    there = torch.arange(shape.rows, device=y.device)[None] < got.counts[:, None]
+    return torch.where(there[..., None], y, torch.full((), float("nan"), dtype=y.dtype).to(y))
+
+
+def wanted_home(
+    a2a: LowLatencyAllToAll, mode: Mode, case: Round, inputs: tuple[torch.Tensor, ...]
+) -> torch.Tensor:
+    """What combine must return for this rank's inputs."""
+    x, ids, weights, add = inputs
+    rows = readable(*low.sent(x, mode.quant, mode.group_size, mode.scale), x.dtype)
+    chosen = low.choices(ids, case.experts)
+    each = rows[:, None].expand(-1, case.top_k, -1)
+    return low.combine(
+        apply_expert(each, chosen.clamp(min=0)),
+        ids,
+        weights if case.weighted else None,
+        a2a.placement,
+        reduce=mode.reduce,
+        combine_by=mode.combine_by,
+        add=add if case.add else None,
+    )
+
+
+def check_rows(
+    a2a: LowLatencyAllToAll,
+    mode: Mode,
+    case: Round,
+    inputs: list[tuple[torch.Tensor, ...]],
+    got: ExpertRows,
+    *,
+    poisoned: bool,
+) -> None:
+    """Compare every row that came, and every one that must not have changed."""
+    expected = low.dispatch(
+        [i[0] for i in inputs],
+        [i[1] for i in inputs],
+        a2a.placement,
+        rank=a2a.rank,
+        max_tokens=a2a.max_tokens,
+        quant=mode.quant,
+        group_size=mode.group_size,
+        scale=mode.scale,
+    )
+    assert torch.equal(got.counts, expected.counts), (got.counts, expected.counts)
+    assert torch.equal(got.ranges, expected.ranges)
+    rows = torch.arange(got.x.shape[1], device=got.x.device)
+    there = rows[None] < expected.counts[:, None]
+    assert torch.equal(got.source[there], expected.source[there])
+    assert torch.equal(bits(bytes_of(got.x)[there]), bits(bytes_of(expected.x)[there]))
+    if got.scales is not None:
+        assert expected.scales is not None
+        scales = low.unpack_scales(got.scales, expected.scales.shape[2])
+        assert torch.equal(bits(scales[there]), bits(expected.scales[there]))
+    if poisoned:
+        assert bool((bytes_of(got.x)[~there] == 0xFF).all()), "a row that carries no token changed"
+
+
+def bytes_of(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.uint8)
+
+
+def play(
+    a2a: LowLatencyAllToAll,
+    mode: Mode,
+    case: Round,
+    *,
+    poison: bool = True,
+    halves: bool = False,
+    wide_ids: bool = False,
+) -> torch.Tensor:
+    """Run one round and compare everything that is defined; return what came home."""
+    group = a2a.group
+    inputs = [case.of(rank, group.device) for rank in range(group.size)]
+    x, ids, weights, add = inputs[group.rank]
+    if poison:
+        for slot in a2a._rounds.slots:
+            slot.x.view(torch.uint8).fill_(0xFF)
+    given = weights if case.weighted else None
+    if halves:
+        a2a.dispatch_send(x, ids, given)
+        got = a2a.dispatch_recv()
+    else:
+        got = a2a.dispatch(x, ids, given)
+    if group.device.type == "cuda":
+        torch.cuda.synchronize()
+    a2a.check()
+    check_rows(a2a, mode, case, inputs, got, poisoned=poison)
+    y = expert_results(a2a, got)
+    out = torch.full_like(x, float("nan"))
+    more = add if case.add else None
+    if halves:
+        a2a.combine_send(y, ids, given, got.handle, out, more)
+        a2a.combine_recv()
+    else:
+        a2a.combine(y, ids, given, got.handle, out, more)
+    if group.device.type == "cuda":
+        torch.cuda.synchronize()
+    a2a.check()
+    wanted = wanted_home(a2a, mode, case, inputs[group.rank])
+    wrong = (bits(out) != bits(wanted)).nonzero()
+    assert wrong.numel() == 0, f"{len(wrong)} wrong bytes, the first at {wrong[0].tolist()}"
+    return out

@@ -1,0 +1,238 @@
+"""What callers may do with a low-latency all-to-all, what is refused, and what is said of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.lowlatency_rounds import Mode, expert_results
+from tests.rounds import Round
+from weft.errors import (
+    BadExpertId,
+    CreationFailed,
+    GeometryMismatch,
+    InvalidArgument,
+    OutOfOrder,
+    TokenOverflow,
+)
+from weft.ops.lowlatency import LowLatencyAllToAll
+from weft.ops.lowlatency_geometry import LowGeometry
+from weft.ops.lowlatency_rounds import Handle
+
+KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
+SIZES = {"max_tokens": 16, "hidden": 128, "top_k": 4, "num_experts": 16}
+
+
+def make(group: weft.Group, **options: object) -> LowLatencyAllToAll:
+    return LowLatencyAllToAll(group, **{**SIZES, **options})  # type: ignore[arg-type]
+
+
+def inputs(group: weft.Group, tokens: int = 3) -> tuple[torch.Tensor, ...]:
+    return Round((tokens,) * group.size, hidden=128).of(group.rank, group.device)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"max_tokens": 0}, "tokens is 0; it must be an integer in 1..8192"),
+        ({"max_tokens": 8193}, "tokens is 8193"),
+        ({"hidden": 100}, "hidden is 100; it must be a multiple of 128"),
+        ({"hidden": 144, "group_size": 32}, "hidden is 144; it must be a multiple of 32"),
+        ({"hidden": 96, "group_size": 32, "combine_by": "fp8"}, "a multiple of 128"),
+        ({"top_k": 33}, "top_k is 33"),
+        ({"top_k": 17}, "top_k is 17, but the layer has 16 experts"),
+        ({"num_experts": 4097}, "num_experts is 4097"),
+        ({"quant": "int8"}, "quant is 'int8'"),
+        ({"group_size": 48}, "group_size is 48; choose one of 32, 64, 128"),
+        ({"scale": "rows"}, "scale is 'rows'"),
+        ({"slots": 0}, "slots is 0"),
+        ({"reduce": "nobody"}, "reduce is 'nobody'"),
+        ({"combine_by": "pull"}, "combine_by is 'pull'"),
+        ({"dtype": torch.int32}, "dtype is torch.int32"),
+        ({"timeout": 0.0}, "timeout is 0.0 s"),
+        ({"num_sms": 4}, "num_sms=4 on a CPU group"),
+        ({"expert_map": [0]}, "expert_map has 1 entries"),
+        ({"num_experts": 3000, "top_k": 1, "expert_map": [0] * 3000}, "local is 3000"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(ranks, options, text):
+    def body(group: weft.Group) -> None:
+        with pytest.raises(CreationFailed, match=text.replace("[", r"\[")):
+            make(group, **options)
+
+    ranks(1, "threads")(body)
+
+
+def test_ranks_that_differ_are_told_both_values(ranks):
+    def body(group: weft.Group) -> None:
+        with pytest.raises(GeometryMismatch, match=r"slots=\d"):
+            make(group, slots=1 + group.rank)
+
+    ranks(2, "threads")(body)
+
+
+def refused_calls(group: weft.Group) -> None:
+    x, ids, weights, _ = inputs(group)
+    with make(group) as a2a:
+        wrong: list[tuple[Callable[[], object], str]] = [
+            (lambda: a2a.dispatch(x.float(), ids), "x has dtype torch.float32"),
+            (lambda: a2a.dispatch(x[:2], ids), r"x has shape \[2, 128\]"),
+            (lambda: a2a.dispatch(x, ids.float()), "topk_ids has dtype"),
+            (lambda: a2a.dispatch(x, ids, weights.half()), "topk_weights has dtype"),
+            (lambda: a2a.dispatch(x, ids.T.contiguous().T), "strides"),
+            (lambda: a2a.combine_input(), "view=True"),
+            (lambda: a2a.dispatch_send(x, ids), "halves=True"),
+            (lambda: a2a.dump_trace("trace.json"), "profile=True"),
+        ]
+        for call, text in wrong:
+            with pytest.raises(InvalidArgument, match=text):
+                call()
+        big, many, _, _ = inputs(group, 17)
+        with pytest.raises(TokenOverflow, match="17 tokens in one call"):
+            a2a.dispatch(big, many)
+        got = a2a.dispatch(x, ids, weights)
+        y = expert_results(a2a, got)
+        combines: list[tuple[Callable[[], object], str]] = [
+            (lambda: a2a.combine(y.float(), ids, weights, got.handle), "y has dtype"),
+            (lambda: a2a.combine(y[:1], ids, weights, got.handle), "y has shape"),
+            (lambda: a2a.combine(y, ids[:2], None, got.handle), "topk_ids has 2 rows"),
+            (lambda: a2a.combine(y, ids, weights, 7), "handle is a int"),  # type: ignore[arg-type]
+            (lambda: a2a.combine(y, ids, weights, got.handle, x[:1]), r"out has shape \[1, 128\]"),
+            (lambda: a2a.combine(y, ids, weights, got.handle, None, x[:1]), "add has shape"),
+            (lambda: a2a.combine_send(y, ids, weights, got.handle), "halves=True"),
+        ]
+        for call, text in combines:
+            with pytest.raises(InvalidArgument, match=text):
+                call()
+        a2a.combine(y, ids, weights, got.handle)  # nothing of the above has reached a peer
+    with pytest.raises(OutOfOrder, match="was closed"):
+        a2a.dispatch(x, ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_wrong_tensors_are_refused_before_anything_is_sent(ranks, kind):
+    ranks(2, kind)(refused_calls)
+
+
+def out_of_order(group: weft.Group) -> None:
+    x, ids, weights, _ = inputs(group)
+    with make(group, halves=True) as a2a:
+        for call, text in (
+            (a2a.dispatch_recv, "without a dispatch_send"),
+            (a2a.combine_recv, "without a combine_send"),
+        ):
+            with pytest.raises(OutOfOrder, match=text):
+                call()
+        a2a.dispatch_send(x, ids, weights)
+        with pytest.raises(OutOfOrder, match="dispatch 1 is on its way"):
+            a2a.dispatch(x, ids, weights)
+        early = Handle(1, 0, 3)
+        y = torch.zeros_like(a2a._rounds.slots[0].x, dtype=x.dtype)
+        with pytest.raises(OutOfOrder, match="it has not been received"):
+            a2a.combine(y, ids, weights, early)
+        first = a2a.dispatch_recv()
+        second = a2a.dispatch(x, ids, weights)
+        with pytest.raises(OutOfOrder, match="2 results are alive, the oldest of dispatch 1"):
+            a2a.dispatch(x, ids, weights)
+        a2a.combine_send(y, ids, weights, first.handle)
+        with pytest.raises(OutOfOrder, match="the combine of dispatch 1 is on its way"):
+            a2a.combine(y, ids, weights, second.handle)
+        a2a.combine_recv()
+        with pytest.raises(OutOfOrder, match="dispatch 1: it is not alive"):
+            a2a.combine(y, ids, weights, first.handle)
+        a2a.combine(y, ids, weights, second.handle)
+        a2a.check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_out_of_order_are_refused(ranks, kind):
+    ranks(2, kind)(out_of_order)
+
+
+def bad_ids(group: weft.Group) -> list[str]:
+    x, ids, weights, _ = inputs(group)
+    said = []
+    with make(group) as a2a:
+        for row, text in (
+            ([1, 16, 2, -1], "is 16; expert ids are 0..15"),
+            ([1, -7, 2, 3], "is -7; expert ids are 0..15"),
+            ([5, 9, 5, 2], "repeats expert 5"),
+            ([2**40, 1, 2, 3], f"is {2**40}"),
+        ):
+            mixed = ids.long()
+            mixed[1] = torch.tensor(row, device=x.device)
+            got = a2a.dispatch(x, mixed, weights)
+            y = torch.ones_like(got.x, dtype=x.dtype)
+            out = a2a.combine(y, mixed, None, got.handle)
+            if group.device.type == "cuda":
+                torch.cuda.synchronize()
+            with pytest.raises(BadExpertId, match=text) as caught:
+                a2a.check()
+            said.append(str(caught.value))
+            served = len({i for i in row if 0 <= i < 16})
+            assert out[1].tolist() == [float(served)] * 128
+            a2a.check()
+    return said
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bad_ids_are_dropped_and_reported(ranks, kind):
+    for rank, said in enumerate(ranks(2, kind)(bad_ids)):
+        assert all(text.startswith(f"rank {rank}: topk_ids[1, ") for text in said)
+
+
+def memory_of(group: weft.Group) -> tuple[int, int, int]:
+    with make(group, view=True) as a2a:
+        slots = a2a._rounds.slots
+        results = sum(t.numel() * t.element_size() for slot in slots for t in slot.tensors.values())
+        sizes: dict[str, Any] = {"ranks": group.size, "view": True, **SIZES}
+        said = LowLatencyAllToAll.memory_bytes(**sizes)
+        assert said == a2a.memory
+        assert said.shared == a2a._rounds.premises.heap.size
+        assert said.results == results
+        assert said.view == a2a.combine_input().numel() * 2
+        return said.shared, said.results, said.total
+
+
+def test_memory_is_known_before_it_is_allocated(ranks):
+    assert len(set(ranks(2, "threads")(memory_of))) == 1
+
+
+def test_the_published_setting_takes_less_than_half_a_gigabyte():
+    memory = LowLatencyAllToAll.memory_bytes(
+        ranks=8, max_tokens=128, hidden=7168, top_k=8, num_experts=256, slots=2
+    )
+    assert memory.total < 0.5e9
+    assert memory.shared < 15e6
+
+
+def test_shapes_that_differ_have_descriptors_that_differ():
+    sizes = {"ranks": 8, **SIZES}
+    some = [
+        LowGeometry.of(**{**sizes, **more}).shape  # type: ignore[arg-type]
+        for more in ({}, {"reduce": "sender"}, {"halves": True}, {"scale": "ue8m0"}, {"top_k": 5})
+    ]
+    assert len({shape.literal() for shape in some}) == len(some)
+    assert len({shape.descriptor for shape in some}) == len(some)
+
+
+def results_of_modes(group: weft.Group) -> list[list[int]]:
+    strides = []
+    for mode in (Mode(), Mode(scale="fp32_col"), Mode(scale="ue8m0")):
+        case = Round((5,) * group.size, hidden=256)
+        with mode.make(group, case, 5) as a2a:
+            x, ids, weights, _ = case.of(group.rank, group.device)
+            got = a2a.dispatch(x, ids, weights)
+            assert got.scales is not None
+            strides.append(list(got.scales.stride()))
+            a2a.combine(expert_results(a2a, got), ids, weights, got.handle)
+    return strides
+
+
+def test_scales_lie_as_grouped_products_want_them(ranks):
+    # Two ranks of 5 tokens: 10 rows, padded to 12 in columns.
+    assert ranks(2, "threads")(results_of_modes)[0] == [[20, 2, 1], [24, 1, 12], [12, 1, 12]]

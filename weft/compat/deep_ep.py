@@ -1,0 +1,304 @@
+"""`Buffer` with the low-latency calls of deep_ep, on weft.LowLatencyAllToAll.
+
+What is the same, stricter and refused stands in docs/compat.md, call by call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from weft.compat.ranges import packed_ranges, token_indices
+from weft.compat.refusals import refuse
+from weft.errors import InvalidArgument, OutOfOrder
+from weft.memory import Group
+from weft.ops import reference_lowlatency
+from weft.ops.lowlatency import LowLatencyAllToAll
+from weft.ops.lowlatency_rounds import ExpertRows, Handle
+
+__all__ = ["Buffer", "EventOverlap"]
+
+HINTED_TOP_K = 16  # the size hint does not hear of top_k; this is more than models have
+NORMAL = "weft.compat.deep_ep has the low-latency calls only; weft.AllToAll is the normal mode"
+SHRINK = "a rank that died ends the group: close it and make a new one"
+LOGFMT = "rows come home as bfloat16, exactly"
+COSTS = "build with profile=True and use dump_trace: waits by source, for each CTA"
+Numbers: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+# Source tokens, ranges, most tokens, hidden, experts; and weft's own handle.
+Ticket: TypeAlias = tuple[torch.Tensor, torch.Tensor, int, int, int, "_Round"]
+Hook: TypeAlias = Callable[[], None]
+
+
+class EventOverlap:
+    """The end of a call. Calls run in the caller's stream, so waiting for it costs nothing."""
+
+    def __init__(self, event: torch.cuda.Event | None = None) -> None:
+        self.event = event
+
+    def current_stream_wait(self) -> None:
+        """Let the current stream wait for the call."""
+        if self.event is not None:
+            torch.cuda.current_stream().wait_event(self.event)
+
+    def __enter__(self) -> EventOverlap:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.current_stream_wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """One dispatch: whose, and of which exchange."""
+
+    key: tuple[Any, ...]
+    handle: Handle
+
+
+class Buffer:
+    """Expert-parallel low-latency dispatch and combine with the calls of `deep_ep.Buffer`.
+
+    group: a torch process group of ranks on one host, or a weft.Group.
+    num_nvl_bytes, num_rdma_bytes, num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl,
+        explicitly_destroy, comm: accepted and not used; memory follows from the first dispatch.
+    low_latency_mode: must be True.   enable_shrink: must be False.
+
+    Arguments of weft's own:
+    timeout, first_timeout: seconds that a wait for a peer may take, and the first one.
+    profile: let kernels keep times for `dump_trace`.
+
+    The first dispatch of each combination of sizes, FP8 and scales makes an exchange, on all ranks
+    together; it may not be in a graph capture. Raises InvalidArgument, RendezvousFailed.
+    """
+
+    num_sms = 0
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | Group | None,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: object = None,
+        *,
+        timeout: float = 100.0,
+        first_timeout: float = 120.0,
+        profile: bool = False,
+    ) -> None:
+        refuse("low_latency_mode", low_latency_mode, True, NORMAL)
+        refuse("enable_shrink", enable_shrink, False, SHRINK)
+        self._owns_group = not isinstance(group, Group)
+        self.group = group if isinstance(group, Group) else Group.from_torch(group)
+        self.rank, self.group_size = self.group.rank, self.group.size
+        self.low_latency_mode, self.explicitly_destroy = True, explicitly_destroy
+        self._options: dict[str, Any] = {
+            "timeout": timeout,
+            "first_timeout": first_timeout,
+            "profile": profile,
+        }
+        self._exchanges: dict[tuple[Any, ...], LowLatencyAllToAll] = {}
+        self._inputs: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._destroyed = False
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Bytes of shared memory for a top_k of up to 16; results take as much again as they do."""
+        return LowLatencyAllToAll.memory_bytes(
+            ranks=num_ranks,
+            max_tokens=num_max_dispatch_tokens_per_rank,
+            hidden=hidden,
+            top_k=min(HINTED_TOP_K, num_experts),
+            num_experts=num_experts,
+            scale="fp32_col",
+            halves=True,
+        ).shared
+
+    def low_latency_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[Numbers, torch.Tensor, Ticket, EventOverlap, Hook | None]:
+        """Send bfloat16 `[tokens, hidden]` to the experts of int64 `[tokens, top_k]` (-1: none).
+
+        Returns `(numbers, counts, handle, event, hook)`: numbers are
+        `[local_experts, num_ranks * most tokens, hidden]` float8_e4m3fn and their scales for 128
+        columns, column-major: float32, or with use_ue8m0 int32 of four UE8M0 bytes; without use_fp8
+        bfloat16 alone. counts: int32 `[local_experts]`, also added to
+        cumulative_local_expert_recv_stats. With return_recv_hook nothing is there before hook().
+
+        Raises InvalidArgument, OutOfOrder (two results are alive), and what broke the group.
+        """
+        refuse("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, None, COSTS)
+        if use_ue8m0 and not (use_fp8 and round_scale):
+            raise InvalidArgument(
+                f"use_ue8m0 with use_fp8={use_fp8}, round_scale={round_scale}; a UE8M0 scale is a "
+                "power of two of FP8 numbers: pass use_fp8=True, round_scale=True"
+            )
+        scale = ("ue8m0" if round_scale else "fp32_col") if use_fp8 else None
+        sizes = (num_max_dispatch_tokens_per_rank, int(x.shape[-1]), int(topk_idx.shape[-1]))
+        key = (*sizes, num_experts, scale)
+        a2a = self._exchange(key)
+        if return_recv_hook:
+            rows, receive = a2a.dispatch_send(x, topk_idx)
+        else:
+            rows, receive = a2a.dispatch(x, topk_idx), None
+        widen = round_scale and not use_ue8m0
+        numbers = _numbers(rows, a2a, widen=widen)
+        ranges = torch.zeros_like(rows.ranges[..., 0], dtype=torch.int64)
+        tokens = torch.zeros_like(rows.source)
+
+        def settle() -> None:
+            if receive is not None:
+                receive()
+            tokens.copy_(token_indices(rows, num_max_dispatch_tokens_per_rank))
+            ranges.copy_(packed_ranges(rows))
+            if cumulative_local_expert_recv_stats is not None:
+                cumulative_local_expert_recv_stats.add_(rows.counts)
+            if widen:
+                _fill_scales(numbers, rows, a2a)
+
+        if not return_recv_hook:
+            settle()
+        most, hidden, _ = sizes
+        ticket = (tokens, ranges, most, hidden, num_experts, _Round(key, rows.handle))
+        event = self._event(async_finish)
+        return numbers, rows.counts, ticket, event, settle if return_recv_hook else None
+
+    def low_latency_combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: Ticket,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: torch.Tensor | None = None,
+        combine_wait_recv_cost_stats: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
+        """Bring the experts' rows home; return `(out, event, hook)`.
+
+        x: bfloat16 `[local_experts, num_ranks * most tokens, hidden]`, any tensor: none is copied.
+        topk_idx, topk_weights: of the dispatch; float32 weights, multiplied at home in top-k order.
+        """
+        refuse("use_logfmt", use_logfmt, False, LOGFMT)
+        refuse("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, None, COSTS)
+        round_ = handle[-1]
+        a2a = self._exchange(round_.key)
+        if return_recv_hook:
+            result, hook = a2a.combine_send(x, topk_idx, topk_weights, round_.handle, out)
+            return result, self._event(async_finish), hook
+        result = a2a.combine(x, topk_idx, topk_weights, round_.handle, out)
+        return result, self._event(async_finish), None
+
+    def get_next_low_latency_combine_buffer(self, handle: Ticket) -> torch.Tensor:
+        """bfloat16 `[local_experts, num_ranks * most tokens, hidden]` for experts to write.
+
+        Combine reads any tensor in place; this is one, made at the first call for each slot.
+        """
+        round_ = handle[-1]
+        key = (*round_.key, round_.handle.slot)
+        if key not in self._inputs:
+            rows = self._exchange(round_.key)._rounds.slots[round_.handle.slot].x
+            self._inputs[key] = torch.zeros(rows.shape, dtype=torch.bfloat16, device=rows.device)
+        return self._inputs[key]
+
+    def clean_low_latency_buffer(
+        self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
+    ) -> None:
+        """Nothing to do: an inbox is blank again when it has been read."""
+
+    def check(self) -> None:
+        """Raise what the device has recorded; weft's own. Once a step, after a synchronisation."""
+        for exchange in self._exchanges.values():
+            exchange.check()
+
+    def dump_trace(self, path: str) -> None:
+        """Write the times of the latest exchange's last rounds; weft's own, needs profile=True."""
+        if not self._exchanges:
+            raise OutOfOrder("dump_trace before any dispatch")
+        list(self._exchanges.values())[-1].dump_trace(path)
+
+    def destroy(self) -> None:
+        """Give all memory back. Waits for this rank's own work. Idempotent."""
+        if self._destroyed:
+            return
+        self._destroyed = True
+        for exchange in self._exchanges.values():
+            exchange.close()
+        self._exchanges.clear()
+        self._inputs.clear()
+        if self._owns_group:
+            self.group.close()
+
+    def _exchange(self, key: tuple[Any, ...]) -> LowLatencyAllToAll:
+        if self._destroyed:
+            raise OutOfOrder("this buffer was destroyed; make a new one")
+        if key not in self._exchanges:
+            most, hidden, top_k, experts, scale = key
+            self._exchanges[key] = LowLatencyAllToAll(
+                self.group,
+                most,
+                hidden,
+                top_k,
+                experts,
+                None if scale is None else "fp8",
+                scale=scale or "fp32_row",
+                halves=True,
+                **self._options,
+            )
+        return self._exchanges[key]
+
+    def _event(self, wanted: bool) -> EventOverlap:
+        if not wanted or self.group.device.type != "cuda":
+            return EventOverlap()
+        make: Callable[[], torch.cuda.Event] = torch.cuda.Event
+        event = make()
+        event.record()
+        return EventOverlap(event)
+
+
+def _numbers(rows: ExpertRows, a2a: LowLatencyAllToAll, *, widen: bool) -> Numbers:
+    if rows.scales is None:
+        return rows.x
+    if not widen:
+        return rows.x, rows.scales
+    # Powers of two as float32, in the layout of the others: filled when the rows are there.
+    shape = a2a._geometry.shape
+    size = (rows.x.shape[0], shape.blocks, -(-shape.rows // 4) * 4)
+    wide = torch.zeros(size, device=rows.x.device)
+    return rows.x, wide.mT[:, : shape.rows]
+
+
+def _fill_scales(numbers: Numbers, rows: ExpertRows, a2a: LowLatencyAllToAll) -> None:
+    assert isinstance(numbers, tuple)
+    assert rows.scales is not None
+    blocks = a2a._geometry.shape.blocks
+    numbers[1].copy_(reference_lowlatency.unpack_scales(rows.scales, blocks))

@@ -1,0 +1,18 @@
+"""Where a source's rows lie among an expert's, as other projects pack it into one number."""
+
+from __future__ import annotations
+
+import torch
+
+from weft.ops.lowlatency_rounds import ExpertRows
+
+
+def packed_ranges(rows: ExpertRows) -> torch.Tensor:
+    """int64 `[local_experts, ep_size]`: first row << 32 | number of rows."""
+    first, count = rows.ranges.unbind(-1)
+    return first.long() << 32 | count.long()
+
+
+def token_indices(rows: ExpertRows, max_tokens: int) -> torch.Tensor:
+    """int32 `[local_experts, R]`: each row's token at its source; rows behind the counts vary."""
+    return rows.source % max_tokens

@@ -1,0 +1,156 @@
+"""`EPLowLatencyAllToAllLayer` with the calls of triton_dist, on weft.LowLatencyAllToAll.
+
+What is the same, stricter and refused stands in docs/compat.md, call by call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from weft.compat.ranges import packed_ranges, token_indices
+from weft.compat.refusals import refuse
+from weft.errors import InvalidArgument
+from weft.memory import Group
+from weft.ops.lowlatency import LowLatencyAllToAll
+from weft.ops.lowlatency_rounds import Handle
+
+__all__ = ["DispatchMetaInfo", "EPLowLatencyAllToAllLayer"]
+
+ONLINE = "dispatch quantises; weft.LowLatencyAllToAll(quant=None) sends rows as they are"
+SCALES = "dispatch makes the scales itself; leave send_scales out"
+TRACES = Path("prof")
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchMetaInfo:
+    """What combine needs of a dispatch.
+
+    recv_token_source_indices: int32 `[local_experts, world_size * max_m]`, each row's token at its
+        source.
+    recv_token_source_count_and_start: int64 `[local_experts, world_size]`: rows from each source in
+        the low 32 bits, the first of them in the high ones.
+    """
+
+    recv_token_source_indices: torch.Tensor
+    recv_token_source_count_and_start: torch.Tensor
+    handle: Handle = field(repr=False)
+
+
+class EPLowLatencyAllToAllLayer:
+    """Expert-parallel dispatch and combine with the calls of triton_dist's layer.
+
+    max_m: most tokens of one rank.
+    hidden, topk, num_experts, fp8_gsize: as in LowLatencyAllToAll.
+    online_quant_fp8: must be True.   rank, world_size: this rank's place in `group`.
+    local_world_size: all ranks are on one host, so it must be world_size.
+    dtype: of tokens that go in and come home.   enable_profiling: for the traces.
+
+    Weft's own: group, default torch.distributed's world; timeout, first_timeout in seconds.
+
+    Collective. Raises InvalidArgument, CreationFailed, GeometryMismatch, RendezvousFailed.
+    """
+
+    def __init__(
+        self,
+        max_m: int,
+        hidden: int,
+        topk: int,
+        online_quant_fp8: bool,
+        rank: int,
+        num_experts: int,
+        local_world_size: int,
+        world_size: int,
+        fp8_gsize: int = 128,
+        dtype: torch.dtype = torch.bfloat16,
+        enable_profiling: bool = False,
+        *,
+        group: Group | None = None,
+        timeout: float = 100.0,
+        first_timeout: float = 120.0,
+    ) -> None:
+        refuse("online_quant_fp8", online_quant_fp8, True, ONLINE)
+        if local_world_size != world_size:
+            raise InvalidArgument(
+                f"local_world_size is {local_world_size} and world_size {world_size}; weft's ranks "
+                "are on one host, so they must be equal"
+            )
+        self._owns_group = group is None
+        self.group = Group.from_torch() if group is None else group
+        if (rank, world_size) != (self.group.rank, self.group.size):
+            raise InvalidArgument(
+                f"the call says rank {rank} of {world_size}, the group has rank {self.group.rank} "
+                f"of {self.group.size}; pass the group of the ranks that take part"
+            )
+        self.max_m, self.hidden, self.topk, self.rank = max_m, hidden, topk, rank
+        self.num_experts, self.world_size = num_experts, world_size
+        self.fp8_gsize, self.dtype, self.enable_profiling = fp8_gsize, dtype, enable_profiling
+        self._a2a = LowLatencyAllToAll(
+            self.group,
+            max_m,
+            hidden,
+            topk,
+            num_experts,
+            group_size=fp8_gsize,
+            dtype=dtype,
+            timeout=timeout,
+            first_timeout=first_timeout,
+            profile=enable_profiling,
+        )
+
+    def dispatch(
+        self,
+        send_tokens: torch.Tensor,
+        send_scales: torch.Tensor | None = None,
+        topk_indices: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, DispatchMetaInfo]:
+        """Send `[tokens, hidden]` to the experts of int `[tokens, topk]`.
+
+        Returns float8_e4m3fn `[local_experts, world_size * max_m, hidden]`, float32 scales
+        `[local_experts, world_size * max_m, hidden / fp8_gsize]`, int32 counts `[local_experts]`,
+        and what combine needs. Raises InvalidArgument, OutOfOrder, and what broke the group.
+        """
+        refuse("send_scales", send_scales, None, SCALES)
+        if topk_indices is None:
+            raise InvalidArgument(f"topk_indices is None; pass int32 [tokens, {self.topk}]")
+        rows = self._a2a.dispatch(send_tokens, topk_indices)
+        assert rows.scales is not None
+        meta = DispatchMetaInfo(
+            token_indices(rows, self.max_m), packed_ranges(rows), handle=rows.handle
+        )
+        return rows.x, rows.scales, rows.counts, meta
+
+    def combine(
+        self,
+        send_tokens: torch.Tensor,
+        topk_indices: torch.Tensor,
+        topk_weights: torch.Tensor,
+        dispatch_meta: DispatchMetaInfo,
+        zero_copy: bool = False,
+    ) -> torch.Tensor:
+        """The weighted sums `[tokens, hidden]` of the experts' rows; none is copied on the way."""
+        return self._a2a.combine(send_tokens, topk_indices, topk_weights, dispatch_meta.handle)
+
+    def dump_dispatch_trace(self) -> None:
+        """Write the last rounds to prof/ll_dispatch_RANK_{rank}.json; both phases are in it."""
+        self._dump("dispatch")
+
+    def dump_combine_trace(self) -> None:
+        """Write the last rounds to prof/ll_combine_RANK_{rank}.json; both phases are in it."""
+        self._dump("combine")
+
+    def check(self) -> None:
+        """Raise what the device has recorded; weft's own."""
+        self._a2a.check()
+
+    def finalize(self) -> None:
+        """Give all memory back. Waits for this rank's own work. Idempotent."""
+        self._a2a.close()
+        if self._owns_group:
+            self.group.close()
+
+    def _dump(self, phase: str) -> None:
+        TRACES.mkdir(exist_ok=True)
+        self._a2a.dump_trace(TRACES / f"ll_{phase}_RANK_{self.rank}.json")

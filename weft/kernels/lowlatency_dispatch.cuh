@@ -1,0 +1,164 @@
+// Low-latency dispatch: tokens quantised in registers go straight to every rank that has an expert
+// of theirs, once each, and the receiver lays them out by expert as they come. One launch, or two
+// halves. A warp is the unit of work: it sends 512 columns of a token, or takes 2 KiB of a row.
+#pragma once
+#include <weft/kernels/lowlatency_take.cuh>
+#include <weft/kernels/lowlatency_tell.cuh>
+
+namespace weft {
+
+// What a warp holds of a token before it may send: 16 columns and, in lane k, the k-th id.
+template <LowShape S> struct Load {
+    Columns<S.number> columns;
+    u32 token, v;
+    i32 id;
+
+    static constexpr u32 turns = S.hidden / lane_columns;
+    static constexpr u32 units = (turns + warp_lanes - 1) / warp_lanes;  // of a token
+
+    WEFT_FN static Load of(const LowDispatchArgs& a, u32 unit) {
+        const u32 lane = threadIdx.x % warp_lanes;
+        Load load{
+            .columns = {}, .token = unit / units, .v = unit % units * warp_lanes + lane, .id = -1};
+        if (load.token >= a.tokens) return load;
+        if (lane < S.top_k) load.id = known_id<S>(a, load.token, lane);
+        const uint4* row = static_cast<const uint4*>(a.x) + u64(load.token) * (S.out_bytes() / 16);
+        constexpr u32 width = Columns<S.number>::vectors;
+        if (load.v < turns)
+#pragma unroll
+            for (u32 i = 0; i < width; ++i)
+                load.columns.v[i] = load_input(row + load.v * width + i);
+        return load;
+    }
+};
+
+// Calls visit(row of the token in the inbox of each destination), own rank first, then upwards.
+template <LowShape S, class Visit>
+WEFT_FN void for_destinations(const Site& site, u32 token, u32 destinations, const Visit& visit) {
+#pragma unroll
+    for (u32 i = 0; i < S.ranks; ++i) {
+        const u32 peer = site.rank + i < S.ranks ? site.rank + i : site.rank + i - S.ranks;
+        if (destinations >> peer & 1)
+            visit(low_share<S>(site, peer).inbox.sent_row(site.rank, token));
+    }
+}
+
+// The columns of one warp, quantised or as they are.
+template <LowShape S>
+WEFT_FN void send_columns(const Site& site, const Load<S>& load, u32 destinations) {
+    if constexpr (S.group == 0) {
+        constexpr u32 width = Columns<S.number>::vectors;
+        if (load.v >= Load<S>::turns) return;
+        for_destinations<S>(site, load.token, destinations, [&](u8* row) {
+#pragma unroll
+            for (u32 i = 0; i < width; ++i)
+                post_vector(reinterpret_cast<uint4*>(row) + load.v * width + i,
+                            presentable<S.number>(load.columns.v[i]));
+        });
+    } else {
+        float x[lane_columns];
+        load.columns.widen(x);
+        const u32 amax = block_amax_bits<S.group>(x);
+        if (load.v >= Load<S>::turns) return;
+        const BlockScale scale = scale_for<S>(amax);
+        const uint4 numbers = quantize(x, scale.inverse, amax >= infinity_bits);
+        constexpr u32 lanes = S.group / lane_columns;
+        const bool leads = load.v % lanes == 0;
+        for_destinations<S>(site, load.token, destinations, [&](u8* row) {
+            post_vector(reinterpret_cast<uint4*>(row) + load.v, numbers);
+            if (leads) send_scale<S.blocks()>(row + S.hidden, load.v / lanes, scale.scale);
+        });
+    }
+}
+
+// The weights of one token, where experts' ranks reduce.
+template <LowShape S>
+WEFT_FN void send_weights(const LowDispatchArgs& a, u32 token, u32 destinations) {
+    const u32 lane = threadIdx.x % warp_lanes;
+    if (lane >= S.weight_vectors() * 4) return;
+    u32 bits = 0;
+    if (lane < S.top_k)
+        bits = a.weights == nullptr ? 0x3f800000u
+                                    : __float_as_uint(a.weights[u64(token) * S.top_k + lane]);
+    bits = presentable<Number::fp32>(bits);
+    for_destinations<S>(a.site, token, destinations, [&](u8* row) {
+        u32* words = reinterpret_cast<u32*>(row + (S.number_vectors() + S.scale_vectors()) * 16);
+        store_relaxed(words + lane, bits);
+    });
+}
+
+template <LowShape S>
+WEFT_FN void send_tokens(const LowDispatchArgs& a, Turns turns, Load<S> load, Diary& diary) {
+    constexpr u32 units = Load<S>::units;
+    for (u32 unit = turns.first; unit < a.tokens * units; unit += turns.step) {
+        const Load<S> next = Load<S>::of(a, unit + turns.step);
+        u32 mine = 0;
+        if (load.id >= 0) mine = 1u << place_in<S>(a.placement, u32(load.id)).rank;
+        const u32 destinations = __reduce_or_sync(all_lanes, mine);
+        send_columns<S>(a.site, load, destinations);
+        if constexpr (S.reduce == Reduce::sender)
+            if (unit % units == 0) send_weights<S>(a, load.token, destinations);
+        load = next;
+        diary.worked();
+    }
+}
+
+template <LowShape S, Part part> WEFT_FN Crew dispatch_crew(const LowDispatchArgs& a) {
+    if constexpr (part == Part::receive) return {0, 0};
+    const u32 batch = blockDim.x / S.top_k;
+    const u32 tellers = a.tokens == 0 ? 1 : (a.tokens + batch - 1) / batch;
+    return {tellers, a.senders};
+}
+
+template <LowShape S, Part part = Part::whole> WEFT_FN void low_dispatch(const LowDispatchArgs& a) {
+    __shared__ __align__(16) u8 scratch[largest(sizeof(TellScratch<S>), sizeof(TakeScratch<S>))];
+    __shared__ Standing shared;
+    TellScratch<S>& telling = *reinterpret_cast<TellScratch<S>*>(scratch);
+    TakeScratch<S>& taking = *reinterpret_cast<TakeScratch<S>*>(scratch);
+    const Block team;
+    LowShare<S>& own = own_share<S>(a.site);
+    const Crew crew = dispatch_crew<S, part>(a);
+    wait_for_predecessor();
+    admit_successor();
+    Load<S> load{};
+    if (crew.sends()) load = Load<S>::of(a, crew.of_senders().first);
+    const Standing& standing = Standing::read<S>(team, own, shared);
+    if (standing.failed != 0) return;
+    const Progress progress = standing.progress;
+    Told told{};
+    if (crew.tells()) told = prepare<S>(team, a, telling);
+    const u64 start = team.lane() == 0 ? now_ns() : 0;
+    const u64 done = part == Part::receive ? progress.received : progress.sent;
+    const u64 wanted = (done + 1) & epoch_mask;
+    Diary diary(a.tracks, Phase::dispatch, wanted, crew.role(), blockIdx.x, team.lane() == 0);
+
+    if constexpr (part != Part::receive) {
+        mark_start(team, own.header, Phase::dispatch, wanted, start);
+        const Action planned = fault(own.header, Point::dispatch_enter, a.site.rank, wanted);
+        if (planned == Action::stay_away) return;
+    }
+    if (team.first()) grant_all<S>(team, a.site, progress);
+    if (team.lane() == team.lanes() - 1 && counts_last(own.header)) {
+        if constexpr (part != Part::receive) own.progress.sent = wanted;
+        if constexpr (part != Part::send) own.progress.received = wanted;
+    }
+    if (!crew.takes()) {
+        if (!await_grants<S>(team, a.site, progress, Phase::dispatch)) return;
+        diary.granted();
+        if (crew.tells())
+            tell<S>(team, a, wanted, crew.tellers, told, telling);
+        else
+            send_tokens<S>(a, crew.of_senders(), load, diary);
+        fault(own.header, Point::after_payload, a.site.rank, wanted);
+    } else {
+        if (!learn<S>(team, a, wanted, crew.takes_first(), taking)) return;
+        diary.learned();
+        if (!take_rows<S>(a, wanted, crew.of_takers(), taking, diary)) return;
+        if (crew.takes_first() && team.lane() == 0)
+            keep_record(own.header, Phase::dispatch, wanted, start, a.tokens);
+    }
+    diary.ended();
+    if (team.lane() == 0 && part != Part::send) mark_end(own.header, Phase::dispatch, wanted);
+}
+
+}  // namespace weft

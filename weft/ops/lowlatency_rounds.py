@@ -1,0 +1,325 @@
+"""The calls of a low-latency all-to-all: results, their order, and what each hands to its entry.
+
+A result lives from its dispatch to its combine. As many are alive at once as there are slots. At
+most one dispatch and one combine may be on their way, sent and not yet received.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from weft.errors import InvalidArgument, OutOfOrder
+from weft.memory import Group, Heap
+from weft.memory.header import HEADER_BYTES, Header
+from weft.ops.check import check_alignment, check_tensor
+from weft.ops.lowlatency_entry import LowCpuEntries, LowCudaEntries
+from weft.ops.lowlatency_geometry import TRACKS, LowGeometry
+from weft.ops.lowlatency_shape import LowCombineArgs, LowDispatchArgs
+from weft.ops.watched import Watched, new_header
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """Which dispatch a combine answers. number: of the dispatch, counted from 1."""
+
+    number: int
+    slot: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """What a dispatch brought to this rank's experts; `R = ep_size * max_tokens` rows for each.
+
+    Expert e's rows are the first `counts[e]`, ordered by source rank, then token; those behind hold
+    what earlier calls left. All of it is this rank's own memory, valid until `handle` is combined.
+
+    x: `[local_experts, R, hidden]`, float8_e4m3fn, or the dtype that was sent where quant is None.
+    scales: float32 `[local_experts, R, hidden / group]` ("fp32_row": contiguous; "fp32_col": column
+        by column, R padded to 4), or int32 `[local_experts, R, hidden / group / 4]` of four UE8M0
+        bytes, column by column ("ue8m0"); None where quant is None.
+    counts: int32 `[local_experts]`.
+    source: int32 `[local_experts, R]`, source rank * max_tokens + token, of the first counts rows.
+    ranges: int32 `[local_experts, ep_size, 2]`: the first row of each source, and how many.
+    handle: what `combine` takes.
+    """
+
+    x: torch.Tensor
+    scales: torch.Tensor | None
+    counts: torch.Tensor
+    source: torch.Tensor
+    ranges: torch.Tensor
+    handle: Handle
+
+
+class LowPremises(Watched):
+    """The shared memory of a low-latency all-to-all: header, flags and the inbox.
+
+    Creation is collective and a vote; every rank leaves it with all ranks' shares initialised.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        geometry: LowGeometry,
+        *,
+        seconds: tuple[float, float],
+        first_epoch: int,
+    ) -> None:
+        layout = geometry.layout
+        header = new_header(group, layout.share_bytes, seconds=seconds, first_epoch=first_epoch)
+        self.heap = Heap.create(group, layout.share_bytes)
+        # A vote: no peer may write into this share before it is initialised.
+        group.together(
+            lambda: self._initialise(geometry, header),
+            doing="initialising a low-latency all-to-all",
+        )
+
+    def _initialise(self, geometry: LowGeometry, header: Header) -> None:
+        self._watch(geometry.shape.descriptor)
+        layout, heap = geometry.layout, self.heap
+        blank = layout.share_bytes - layout.tokens
+        heap.tensor((blank,), torch.uint8, offset=layout.tokens).fill_(0xFF)
+        heap.tensor((4,), torch.int64, offset=layout.progress).fill_(header.first_epoch)
+        header.generation = heap.generation
+        raw = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        heap.tensor((HEADER_BYTES,), torch.uint8).copy_(raw)
+        if heap.group.device.type == "cuda":
+            torch.cuda.synchronize(heap.group.device)
+
+    def close(self) -> None:
+        """Give the memory back; local."""
+        del self._mailbox, self._alarm
+        self.heap.close()
+
+
+class Slot:
+    """The memory of one result and of what its combine needs."""
+
+    def __init__(self, geometry: LowGeometry, own: int, device: torch.device) -> None:
+        self.tensors = {
+            name: torch.zeros(shape, dtype=torch.uint8, device=device)
+            if dtype is torch.float8_e4m3fn
+            else torch.zeros(shape, dtype=dtype, device=device)
+            for name, (shape, dtype) in geometry.result_shapes(own).items()
+        }
+        shape = geometry.shape
+        x, scales = self.tensors["x"], self.tensors["scales"]
+        self.x = x.view(torch.float8_e4m3fn) if shape.group else x
+        self.scales: torch.Tensor | None = None
+        if shape.group:
+            by_row = shape.scales == "fp32_row"
+            self.scales = scales if by_row else scales.mT[:, : shape.rows]
+        self.alive: Handle | None = None
+
+    def rows(self, handle: Handle) -> ExpertRows:
+        """What a dispatch into this slot returns."""
+        t = self.tensors
+        return ExpertRows(self.x, self.scales, t["counts"], t["source"], t["ranges"], handle)
+
+
+class LowRounds:
+    """One rank's calls on one set of slots."""
+
+    def __init__(
+        self,
+        group: Group,
+        geometry: LowGeometry,
+        premises: LowPremises,
+        entries: LowCpuEntries | LowCudaEntries,
+        *,
+        profile: bool,
+    ) -> None:
+        self.geometry, self.premises, self._entries = geometry, premises, entries
+        self.device = group.device
+        own = len(geometry.placement.experts_of(group.rank))
+        self.slots = [Slot(geometry, own, group.device) for _ in range(geometry.slots)]
+        size = TRACKS if profile else (0,)
+        self.tracks = torch.zeros(size, dtype=torch.uint8, device=group.device)
+        self._dispatch_args = LowDispatchArgs(
+            site=premises.site, own_experts=own, tracks=self.tracks.data_ptr()
+        )
+        self._combine_args = LowCombineArgs(site=premises.site, tracks=self.tracks.data_ptr())
+        if geometry.placement.explicit:
+            self._table = geometry.placement.table(group.device)
+            for args in (self._dispatch_args, self._combine_args):
+                args.placement = self._table.data_ptr()
+        if group.device.type == "cuda":
+            torch.cuda.synchronize(group.device)  # calls may come in another stream
+        self._number = 0
+        self._sent: Handle | None = None
+        self._returned: Handle | None = None
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        *,
+        entry: str,
+    ) -> ExpertRows:
+        """Run `dispatch` or `dispatch_send`; the result is there behind it, or its receive."""
+        self.premises.raise_if_broken()
+        geometry = self.geometry
+        tokens = geometry.check_dispatch(x, topk_ids, topk_weights, self.device)
+        if self._sent is not None:
+            raise OutOfOrder(
+                f"{entry} while dispatch {self._sent.number} is on its way: receive it first"
+            )
+        self._check_together(entry)
+        handle = Handle(self._number + 1, self._number % geometry.slots, tokens)
+        slot = self.slots[handle.slot]
+        if slot.alive is not None:
+            raise OutOfOrder(
+                f"{entry} while {geometry.slots} results are alive, the oldest of dispatch "
+                f"{slot.alive.number}: combine it first, or build with more slots"
+            )
+        args, t = self._dispatch_args, slot.tensors
+        args.x, args.ids, args.ids_bytes = x.data_ptr(), topk_ids.data_ptr(), topk_ids.itemsize
+        args.weights = 0 if topk_weights is None else topk_weights.data_ptr()
+        args.tokens = tokens
+        self._point(args, slot)
+        for name, field in (("rows", "x"), ("scales", "scales"), ("counts", "counts")):
+            setattr(args, name, t[field].data_ptr())
+        args.source, args.ranges = t["source"].data_ptr(), t["ranges"].data_ptr()
+        self._entries.run(entry, args)
+        self._number, slot.alive = handle.number, handle
+        if entry != "dispatch":
+            self._sent = handle
+        self.premises.raise_if_broken()
+        return slot.rows(handle)
+
+    def receive(self) -> ExpertRows:
+        """Run `dispatch_receive`."""
+        self.premises.raise_if_broken()
+        handle = self._sent
+        if handle is None:
+            raise OutOfOrder("dispatch_recv without a dispatch_send")
+        self._dispatch_args.tokens = handle.tokens
+        self._entries.run("dispatch_receive", self._dispatch_args)
+        self._sent = None
+        self.premises.raise_if_broken()
+        return self.slots[handle.slot].rows(handle)
+
+    def combine(
+        self,
+        y: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        handle: Handle,
+        *,
+        out: torch.Tensor | None,
+        add: torch.Tensor | None,
+        entry: str,
+    ) -> torch.Tensor:
+        """Run `combine` or `combine_send`; the result is there behind it, or its receive."""
+        self.premises.raise_if_broken()
+        self._check_handle(handle, entry)
+        shape, dtype = self.geometry.shape, self.geometry.dtype
+        tokens = self.geometry.check_choices(topk_ids, topk_weights, self.device)
+        if tokens != handle.tokens:
+            raise InvalidArgument(
+                f"topk_ids has {tokens} rows, dispatch {handle.number} had {handle.tokens}: pass "
+                "what it was called with"
+            )
+        slot = self.slots[handle.slot]
+        check_tensor("y", y, shape=slot.x.shape, dtypes=(dtype,), device=self.device)
+        check_alignment("y", y, 16)
+        if out is None:
+            out = torch.empty((tokens, shape.hidden), dtype=dtype, device=self.device)
+        for name, tensor in (("out", out), ("add", add)):
+            if tensor is not None:
+                size = (tokens, shape.hidden)
+                check_tensor(name, tensor, shape=size, dtypes=(dtype,), device=self.device)
+                check_alignment(name, tensor, 16)
+        args = self._combine_args
+        args.y, args.ids, args.ids_bytes = y.data_ptr(), topk_ids.data_ptr(), topk_ids.itemsize
+        args.weights = 0 if topk_weights is None else topk_weights.data_ptr()
+        args.out, args.add = out.data_ptr(), 0 if add is None else add.data_ptr()
+        args.tokens = tokens
+        self._point(args, slot)
+        self._entries.run(entry, args)
+        if entry == "combine":
+            slot.alive = None
+        else:
+            self._returned = handle
+            self._kept = (out, add, topk_ids, topk_weights)  # the receive reads them
+        self.premises.raise_if_broken()
+        return out
+
+    def bring_home(self) -> torch.Tensor:
+        """Run `combine_receive`."""
+        self.premises.raise_if_broken()
+        handle = self._returned
+        if handle is None:
+            raise OutOfOrder("combine_recv without a combine_send")
+        self._entries.run("combine_receive", self._combine_args)
+        self.slots[handle.slot].alive = self._returned = None
+        out = self._kept[0]
+        del self._kept
+        self.premises.raise_if_broken()
+        return out
+
+    def close(self) -> None:
+        """Wait for this rank's own work and give everything back."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._entries.close()
+        self.slots.clear()
+        self.premises.close()
+
+    @staticmethod
+    def _point(args: LowDispatchArgs | LowCombineArgs, slot: Slot) -> None:
+        """Let arguments speak of a slot's ledger. A dispatch on its way keeps its own."""
+        for name in ("position", "weights", "brought", "expected"):
+            setattr(args.ledger, name, slot.tensors[name].data_ptr())
+
+    def _check_handle(self, handle: Handle, entry: str) -> None:
+        if not isinstance(handle, Handle):
+            raise InvalidArgument(
+                f"handle is a {type(handle).__name__}; pass the handle of what dispatch returned"
+            )
+        if self._returned is not None:
+            raise OutOfOrder(
+                f"{entry} while the combine of dispatch {self._returned.number} is on its way: "
+                "receive it first"
+            )
+        self._check_together(entry)
+        alive = 0 <= handle.slot < len(self.slots) and self.slots[handle.slot].alive == handle
+        if not alive or handle == self._sent:
+            why = "it has not been received" if handle == self._sent else "it is not alive"
+            raise OutOfOrder(
+                f"{entry} of dispatch {handle.number}: {why}; each dispatch is combined once, by "
+                "the all-to-all that made it"
+            )
+
+    def _check_together(self, entry: str) -> None:
+        """Rows out and rows back share a place where there are no halves."""
+        if entry.endswith("_send") and not self.geometry.shape.apart:
+            raise InvalidArgument(
+                f"{entry} of an all-to-all built without halves; pass halves=True"
+            )
+
+
+def open_rounds(
+    group: Group,
+    geometry: LowGeometry,
+    entries: LowCpuEntries | LowCudaEntries,
+    seconds: tuple[float, float],
+    first_epoch: int,
+    *,
+    profile: bool,
+) -> LowRounds:
+    """The memory and the calls, once all ranks agree; else nothing stays loaded."""
+    try:
+        group.agree(geometry.manifest(), what="low-latency geometry")
+        premises = LowPremises(group, geometry, seconds=seconds, first_epoch=first_epoch)
+        return group.together(
+            lambda: LowRounds(group, geometry, premises, entries, profile=profile),
+            doing="allocating the results of a low-latency all-to-all",
+        )
+    except BaseException:
+        entries.close()
+        raise

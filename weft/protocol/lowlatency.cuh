@@ -1,0 +1,315 @@
+// Low-latency all-to-all: rows that bring their own news. A sender stores a token's row into the
+// inbox of each rank that wants it and tells nobody; the receiver reads the row until no word of it
+// is `absent`, takes it out and leaves `absent` behind. No counter, no flag and no fence stands
+// between a row and its reader, and each row is taken as it comes.
+//
+// Why one inbox is enough: a rank stores into a peer's inbox only behind that peer's grant, a flag
+// that it releases at the start of its next operation: all that was there is read and blank again.
+// Every rank makes the same calls, so no grant waits for a call that waits for it
+// (docs/lowlatency.md, models/spin/lowlatency.pml).
+#pragma once
+#include <weft/protocol/phases.cuh>
+#include <weft/protocol/quantize.cuh>
+
+namespace weft {
+
+constexpr u32 absent = ~0u;  // a word of an inbox that nobody has written: no row contains it
+constexpr u64 absent_pair = ~0ull;
+
+enum class Scales : u32 { fp32_row = 0, fp32_col = 1, ue8m0 = 2 };
+// Who multiplies with the weights and adds: the token's owner, or each expert's rank for its own.
+enum class Reduce : u32 { receiver = 0, sender = 1 };
+
+// One name specialises every kernel of it. All ranks use equal ones; creation verifies it.
+struct LowShape {
+    u32 ranks, tokens, top_k, experts;
+    u32 local;  // experts of the rank that has most
+    u32 hidden;
+    Number number;
+    u32 group;  // columns that share a scale; 0: rows go out as they are
+    Scales scales;
+    Reduce reduce;
+    bool fp8_back;  // rows come home as FP8, a scale for 128 columns
+    bool apart;     // rows out and rows back have places of their own: both may be on their way
+    bool mapped;    // experts lie where a table says
+
+    constexpr u32 rows() const { return ranks * tokens; }  // of an expert, at most
+    constexpr u32 padded_rows() const { return (rows() + 3) / 4 * 4; }
+    constexpr u32 out_bytes() const { return hidden * (number == Number::fp32 ? 4 : 2); }
+    constexpr u32 blocks() const { return group == 0 ? 0 : hidden / group; }
+    // A sent row in 16-byte vectors: numbers, scales, weights.
+    constexpr u32 number_vectors() const { return (group == 0 ? out_bytes() : hidden) / 16; }
+    constexpr u32 scale_vectors() const { return (blocks() + 3) / 4; }
+    constexpr u32 weight_vectors() const { return reduce == Reduce::sender ? (top_k + 3) / 4 : 0; }
+    constexpr u32 sent_vectors() const {
+        return number_vectors() + scale_vectors() + weight_vectors();
+    }
+    // A row that comes home: numbers, or FP8 and scales. Of a token: one for each choice, or one
+    // from each rank.
+    constexpr u32 back_vectors() const {
+        return fp8_back ? hidden / 16 + (hidden / scale_columns + 3) / 4 : out_bytes() / 16;
+    }
+    constexpr u32 back_rows() const { return reduce == Reduce::sender ? ranks : top_k; }
+    constexpr u64 sent_bytes() const { return u64(rows()) * sent_vectors() * 16; }
+    constexpr u64 back_bytes() const { return u64(tokens) * back_rows() * back_vectors() * 16; }
+    constexpr u64 place_bytes() const {
+        const u64 more = sent_bytes() > back_bytes() ? sent_bytes() : back_bytes();
+        return apart ? sent_bytes() + back_bytes() : more;
+    }
+};
+
+// A word that says itself of which round it is: epoch 40 | value 24. All ones is never written.
+constexpr u32 tagged_bits = 24;
+WEFT_FN constexpr u64 tagged(u64 epoch, u32 value) { return epoch << tagged_bits | value; }
+WEFT_FN constexpr u32 value_of(u64 word) { return u32(word) & ((1u << tagged_bits) - 1); }
+WEFT_FN constexpr bool is_of(u64 word, u64 epoch) {
+    return word >> tagged_bits == (epoch & epoch_mask) && word != absent_pair;
+}
+
+// A choice as the expert's rank sees it: 0 where the expert is not its own, else the local expert
+// and how many earlier tokens of the same source have chosen it.
+constexpr u32 within_bits = 13;
+WEFT_FN constexpr u32 choice(u32 local, u32 within) { return (local + 1) << within_bits | within; }
+WEFT_FN constexpr i32 local_of(u32 choice) { return i32(choice >> within_bits) - 1; }
+WEFT_FN constexpr u32 within_of(u32 choice) { return choice & ((1u << within_bits) - 1); }
+
+// Operations that this rank has sent and has finished, of each kind; kernels advance them.
+struct alignas(32) Progress {
+    u64 sent, received;      // dispatches
+    u64 returned, combined;  // combines
+};
+
+template <LowShape S> struct LowInbox {
+    alignas(128) u64 hello[S.ranks];     // flags: a peer's dispatch has begun
+    alignas(128) u64 received[S.ranks];  // grants: a peer has emptied its inbox of a dispatch,
+    alignas(128) u64 combined[S.ranks];  // of a combine
+    alignas(128) u64 tokens[S.ranks];    // tagged, as all below but the rows
+    alignas(128) u64 count[S.ranks][S.local];  // a source's rows for each of my experts
+    alignas(128) u64 choices[S.ranks][S.tokens][S.top_k];
+    alignas(128) u8 rows[S.place_bytes()];
+
+    WEFT_FN u8* sent_row(u32 source, u32 token) {
+        return rows + (u64(source) * S.tokens + token) * (S.sent_vectors() * 16);
+    }
+    // The row of one of my tokens by choice, or by rank.
+    WEFT_FN u8* back_row(u32 token, u32 which) {
+        return rows + (S.apart ? S.sent_bytes() : 0) +
+               (u64(token) * S.back_rows() + which) * (S.back_vectors() * 16);
+    }
+};
+
+template <LowShape S> struct LowShare {
+    Header header;
+    alignas(128) Progress progress;
+    LowInbox<S> inbox;
+};
+
+// What a dispatch leaves for its combine, one for each result that may be alive; all of it local.
+struct Ledger {
+    i32* position;   // [ranks, tokens, top_k] row of each choice among my experts' rows, or -1
+    float* weights;  // [ranks, tokens, top_k] where experts' ranks reduce
+    i32* brought;    // [ranks] tokens of each source
+    u32* expected;   // [tokens, 2] of my own: choices that come home, and the ranks they come from
+};
+
+// What one team did of one operation, and when (compiled in with -DWEFT_PROFILE=1): a CTA, or on a
+// CPU the sending or the taking half.
+struct Track {
+    u64 epoch, start_ns, granted_ns, learned_ns, end_ns;
+    u32 phase, role, team, units;
+    u32 waited_ns[max_ranks];  // by its first warp, for each source; of a combine for all
+};
+constexpr u32 most_tracks = 1024;  // teams that are kept of one operation
+
+// A team's own times. Without WEFT_PROFILE nothing of it is left.
+class Diary {
+  public:
+    WEFT_FN Diary(Track* tracks, Phase phase, u64 epoch, u32 role, u32 team, bool leads) {
+        if constexpr (WEFT_PROFILE) {
+            const u32 line = (u32(epoch) * 2 + (phase == Phase::combine)) % ring_timelines;
+            track = tracks + u64(line) * most_tracks + team;
+            writes = leads && team < most_tracks;
+            if (!writes) return;
+            *track = {.epoch = epoch,
+                      .start_ns = now_ns(),
+                      .granted_ns = 0,
+                      .learned_ns = 0,
+                      .end_ns = 0,
+                      .phase = u32(phase),
+                      .role = role,
+                      .team = team,
+                      .units = 0,
+                      .waited_ns = {}};
+        }
+    }
+    WEFT_FN void granted() {
+        if constexpr (WEFT_PROFILE)
+            if (writes) track->granted_ns = now_ns();
+    }
+    WEFT_FN void learned() {
+        if constexpr (WEFT_PROFILE)
+            if (writes) track->learned_ns = now_ns();
+    }
+    WEFT_FN void worked() {
+        if constexpr (WEFT_PROFILE)
+            if (writes) ++track->units;
+    }
+    // Around a wait that may last.
+    WEFT_FN u64 waits() const {
+        if constexpr (WEFT_PROFILE) return writes ? now_ns() : 0;
+        return 0;
+    }
+    WEFT_FN void waited(u64 since, u32 source) {
+        if constexpr (WEFT_PROFILE)
+            if (writes) track->waited_ns[source] += u32(now_ns() - since);
+    }
+    WEFT_FN void ended() {
+        if constexpr (WEFT_PROFILE)
+            if (writes) track->end_ns = now_ns();
+    }
+
+  private:
+    Track* track = nullptr;
+    bool writes = false;
+};
+
+struct LowDispatchArgs {
+    Site site;
+    const void* x;
+    const void* ids;       // [tokens, top_k] int32 or int64
+    const float* weights;  // [tokens, top_k]; null means 1
+    const i32* placement;  // [experts] of rank << 16 | local id, when the shape is mapped
+    void* rows;            // [local, rows, hidden]
+    void* scales;
+    i32* counts;  // [local]
+    i32* source;  // [local, rows] source rank * max tokens + token
+    i32* ranges;  // [local, ranks, 2] first row and how many, by source
+    Ledger ledger;
+    Track* tracks;
+    u32 tokens, ids_bytes;
+    u32 own_experts;
+    u32 senders;  // CTAs that send rows
+};
+
+struct LowCombineArgs {
+    Site site;
+    const void* y;         // [local, rows, hidden]
+    const void* ids;       // [tokens, top_k], to name who is missing
+    const float* weights;  // [tokens, top_k]; null means 1
+    const i32* placement;
+    void* out;
+    const void* add;  // [tokens, hidden] added after the sum; null means none
+    Ledger ledger;
+    Track* tracks;
+    u32 tokens, ids_bytes;
+    u32 senders;
+    u32 reserved;
+};
+
+template <LowShape S> WEFT_FN LowShare<S>& low_share(const Site& site, u32 rank) {
+    return *reinterpret_cast<LowShare<S>*>(site.base + rank * site.stride);
+}
+template <LowShape S> WEFT_FN LowShare<S>& own_share(const Site& site) {
+    return low_share<S>(site, site.rank);
+}
+
+template <LowShape S> WEFT_FN Place place_in(const i32* table, u32 expert) {
+    if constexpr (S.mapped) {
+        const u32 entry = u32(table[expert]);
+        return {entry >> 16, entry & 0xffffu};
+    } else {
+        return block_place<S.experts, S.ranks>(expert);
+    }
+}
+
+// The id as an index; -1 for none, and for what is no expert.
+template <LowShape S> WEFT_FN i32 known_id(const LowDispatchArgs& a, u32 token, u32 k) {
+    const i64 id = id_at(a.ids, a.ids_bytes, u64(token) * S.top_k + k);
+    return id >= 0 && id < i64(S.experts) ? i32(id) : -1;
+}
+
+// Tells one peer which of its rows this rank has taken out of its own inbox.
+// Order: the release covers the blanks that earlier operations left there.
+template <LowShape S> WEFT_FN void grant(const Site& site, const Progress& progress, u32 peer) {
+    const u32 generation = own_share<S>(site).header.generation;
+    LowInbox<S>& to = low_share<S>(site, peer).inbox;
+    store_release(&to.received[site.rank],
+                  make_flag(generation, site.descriptor, progress.received));
+    store_release(&to.combined[site.rank],
+                  make_flag(generation, site.descriptor, progress.combined));
+}
+
+// Waits until a peer's inbox is blank where the next operation of this phase stores. Order: after
+// `true`, this thread's stores, and its team's once it has met in `all`, come behind the blanks.
+template <LowShape S>
+WEFT_FN bool await_grant(const Site& site, const Progress& progress, Phase phase, u32 peer) {
+    if constexpr (WEFT_NO_GRANTS) return true;
+    LowShare<S>& own = own_share<S>(site);
+    const bool out = phase == Phase::dispatch;
+    // Deadlines know rounds by the epoch that is being made.
+    const u64 epoch = ((out ? progress.sent : progress.returned) + 1) & epoch_mask;
+    const auto blank = [&](u64* flag, u64 wanted) {
+        return await_flag(own.header, site, flag, peer, phase, epoch, wanted);
+    };
+    if ((out || !S.apart) && !blank(&own.inbox.received[peer], progress.sent)) return false;
+    return (out && S.apart) || blank(&own.inbox.combined[peer], progress.returned);
+}
+
+// Waits for a tagged word of a peer's dispatch; its value in `value`.
+WEFT_FN bool await_tagged(Header& header, const Site& site, u64* at, u32 peer, u64 wanted,
+                          u32& value) {
+    Patience patience;
+    for (;;) {
+        const u64 word = load_relaxed(at);
+        value = value_of(word);
+        if (is_of(word, wanted)) return true;
+        if (!patience.lasts(header, site, {peer, Phase::dispatch, wanted, word >> tagged_bits}))
+            return false;
+    }
+}
+
+// The rank that has not sent a row of one of my tokens.
+template <LowShape S> WEFT_FN u32 missing_rank(const LowCombineArgs& a, u32 token, u32 which) {
+    if constexpr (S.reduce == Reduce::sender) return which;
+    const i64 id = id_at(a.ids, a.ids_bytes, u64(token) * S.top_k + which);
+    return id >= 0 && id < i64(S.experts) ? place_in<S>(a.placement, u32(id)).rank : a.site.rank;
+}
+
+// A row's words must not look like `absent`: numbers that are NaN with all bits set lose their
+// sign. FP8 and scales never have it.
+template <Number N> WEFT_FN u32 presentable(u32 word) {
+    if constexpr (N == Number::fp32) return word == absent ? 0x7fffffffu : word;
+    const u32 high = (word >> 16) == 0xffffu ? 0x80000000u : 0u;
+    const u32 low = (word & 0xffffu) == 0xffffu ? 0x8000u : 0u;
+    return word & ~(high | low);
+}
+
+// The power of two that brings a block down to 448 or less, as a float; and back to its byte.
+WEFT_FN BlockScale power_scale(u32 amax_bits) {
+    const u32 e = mx_exponent(amax_bits);
+    if (e == 255) return {__builtin_bit_cast(float, 0x7fc00000u), 0.0f};
+    return {__builtin_bit_cast(float, e == 0 ? 0x00400000u : e << 23), mx_inverse(e)};
+}
+WEFT_FN u32 power_byte(u32 scale_bits) {
+    return scale_bits > infinity_bits ? 255 : scale_bits >> 23;
+}
+
+template <LowShape S> WEFT_FN BlockScale scale_for(u32 amax_bits) {
+    return S.scales == Scales::ue8m0 ? power_scale(amax_bits) : block_scale(amax_bits);
+}
+
+// The scale of one block of a row of one of my experts.
+template <LowShape S>
+WEFT_FN void put_scale(void* scales, u32 expert, u32 row, u32 block, u32 bits) {
+    if constexpr (S.scales == Scales::fp32_row) {
+        static_cast<u32*>(scales)[(u64(expert) * S.rows() + row) * S.blocks() + block] = bits;
+    } else if constexpr (S.scales == Scales::fp32_col) {
+        static_cast<u32*>(scales)[(u64(expert) * S.blocks() + block) * S.padded_rows() + row] =
+            bits;
+    } else {
+        const u64 word = (u64(expert) * S.scale_vectors() + block / 4) * S.padded_rows() + row;
+        static_cast<u8*>(scales)[word * 4 + block % 4] = u8(power_byte(bits));
+    }
+}
+
+}  // namespace weft

@@ -1,0 +1,280 @@
+// Low-latency dispatch on a CPU: the same words in the same places, a team of one thread. A
+// generated entry includes this file behind cpu.cpp, whose numbers it uses.
+#include <cstring>
+
+#include <weft/protocol/lowlatency.cuh>
+
+namespace weft {
+
+// A row travels in words of eight bytes, each whole or not at all.
+inline void send_words(u8* to, const u8* from, u32 bytes) {
+    for (u32 i = 0; i < bytes; i += 8) {
+        u64 word;
+        std::memcpy(&word, from + i, 8);
+        store_relaxed(reinterpret_cast<u64*>(to + i), word);
+    }
+}
+
+// Takes a row out of the inbox and leaves it blank; false if it does not come.
+inline bool take_words(Header& header, const Site& site, const Wait& wait, u8* row, u8* to,
+                       u32 bytes) {
+    Patience patience;
+    for (u32 i = 0; i < bytes; i += 8) {
+        u64* at = reinterpret_cast<u64*>(row + i);
+        u64 word = load_relaxed(at);
+        while (word == absent_pair) {
+            if (!patience.lasts(header, site, wait)) return false;
+            word = load_relaxed(at);
+        }
+        std::memcpy(to + i, &word, 8);
+        store_relaxed(at, absent_pair);
+    }
+    return true;
+}
+
+// Numbers of a row that go as they are.
+template <LowShape S> void present_row(u8* to, const u8* from) {
+    for (u32 i = 0; i < S.out_bytes(); i += 4) {
+        u32 word;
+        std::memcpy(&word, from + i, 4);
+        word = presentable<S.number>(word);
+        std::memcpy(to + i, &word, 4);
+    }
+}
+
+// Blocks of FP8 with their scales behind them.
+template <LowShape S, u32 columns, bool home>
+void quantize_numbers(u8* to, const float (&x)[S.hidden]) {
+    u8* scales = to + S.hidden;
+    for (u32 block = 0; block < S.hidden / columns; ++block) {
+        const float (&part)[columns] =
+            reinterpret_cast<const float (&)[columns]>(x[block * columns]);
+        const u32 amax = amax_bits_of(part);
+        const BlockScale scale = home ? block_scale(amax) : scale_for<S>(amax);
+        store_block(part, scale.inverse, amax >= infinity_bits, to + block * columns);
+        std::memcpy(scales + 4 * block, &scale.scale, 4);
+    }
+}
+
+template <LowShape S> void load_token(const LowDispatchArgs& a, u32 token, u8* row) {
+    const u8* from = static_cast<const u8*>(a.x) + u64(token) * S.out_bytes();
+    if constexpr (S.group == 0) {
+        present_row<S>(row, from);
+    } else {
+        float x[S.hidden];
+        read_block<S.number>(x, from, 0);
+        quantize_numbers<S, S.group, false>(row, x);
+    }
+    if constexpr (S.reduce == Reduce::sender)
+        for (u32 k = 0; k < S.top_k; ++k) {
+            const float weight = a.weights ? a.weights[u64(token) * S.top_k + k] : 1.0f;
+            const u32 bits = presentable<Number::fp32>(std::bit_cast<u32>(weight));
+            std::memcpy(row + (S.number_vectors() + S.scale_vectors()) * 16 + 4 * k, &bits, 4);
+        }
+}
+
+// The choices of one token, -1 for none; ids that repeat or are no experts are reported and count
+// as none.
+template <LowShape S> void read_choices(const LowDispatchArgs& a, u32 token, i32 (&ids)[S.top_k]) {
+    Header& header = own_share<S>(a.site).header;
+    for (u32 k = 0; k < S.top_k; ++k) {
+        const i64 raw = id_at(a.ids, a.ids_bytes, u64(token) * S.top_k + k);
+        ids[k] = known_id<S>(a, token, k);
+        if (ids[k] < 0 && raw != -1) refuse_id(header, a.site, S.experts, raw, token, k);
+        for (u32 j = 0; j < k && ids[k] >= 0; ++j)
+            if (ids[j] == ids[k]) {
+                refuse_duplicate(header, a.site, token, k, ids[k]);
+                ids[k] = -1;
+            }
+    }
+}
+
+// One token: its choices to every rank, its row to those that hold an expert of it.
+template <LowShape S>
+void send_token(const LowDispatchArgs& a, u64 wanted, u32 token, u32 (&chosen)[S.experts]) {
+    i32 ids[S.top_k];
+    read_choices<S>(a, token, ids);
+    u32 choices[S.top_k] = {}, owner[S.top_k] = {}, kept = 0, ranks = 0;
+    for (u32 k = 0; k < S.top_k; ++k) {
+        owner[k] = S.ranks;
+        if (ids[k] < 0) continue;
+        const Place place = place_in<S>(a.placement, u32(ids[k]));
+        owner[k] = place.rank;
+        choices[k] = choice(place.local, chosen[ids[k]]++);
+        kept |= 1u << k;
+        ranks |= 1u << place.rank;
+    }
+    a.ledger.expected[2 * token] = kept;
+    a.ledger.expected[2 * token + 1] = ranks;
+    alignas(16) u8 row[S.sent_vectors() * 16] = {};
+    if (ranks != 0) load_token<S>(a, token, row);
+    for (u32 i = 0; i < S.ranks; ++i) {
+        const u32 peer = (a.site.rank + i) % S.ranks;
+        LowInbox<S>& to = low_share<S>(a.site, peer).inbox;
+        for (u32 k = 0; k < S.top_k; ++k)
+            store_relaxed(&to.choices[a.site.rank][token][k],
+                          tagged(wanted, owner[k] == peer ? choices[k] : 0));
+        if (ranks >> peer & 1) send_words(to.sent_row(a.site.rank, token), row, sizeof(row));
+    }
+}
+
+template <LowShape S>
+void send_counts(const LowDispatchArgs& a, u64 wanted, const u32 (&chosen)[S.experts]) {
+    for (u32 expert = 0; expert < S.experts; ++expert) {
+        const Place place = place_in<S>(a.placement, expert);
+        store_relaxed(&low_share<S>(a.site, place.rank).inbox.count[a.site.rank][place.local],
+                      tagged(wanted, chosen[expert]));
+    }
+}
+
+// The first words of a dispatch: that it has begun, and how many tokens it has.
+template <LowShape S> void send_hello(const LowDispatchArgs& a, u64 wanted) {
+    Header& header = own_share<S>(a.site).header;
+    mark_sent(Solo{}, header, Phase::dispatch, wanted);
+    for (u32 peer = 0; peer < S.ranks; ++peer) {
+        const Action planned = fault(header, Point::before_flag, peer, wanted);
+        if (planned == Action::drop) continue;
+        const u64 lie = planned == Action::lie ? 1ull << 40 : 0;
+        LowInbox<S>& to = low_share<S>(a.site, peer).inbox;
+        store_relaxed(&to.tokens[a.site.rank], tagged(wanted, a.tokens));
+        store_release(&to.hello[a.site.rank],
+                      make_flag(header.generation, a.site.descriptor, wanted) ^ lie);
+    }
+    mark_published(Solo{}, header, Phase::dispatch, wanted);
+}
+
+template <LowShape S> bool await_grants(const Site& site, const Progress& progress, Phase phase) {
+    for (u32 peer = 0; peer < S.ranks; ++peer)
+        if (!await_grant<S>(site, progress, phase, peer)) return false;
+    return true;
+}
+
+template <LowShape S>
+bool send_tokens(const LowDispatchArgs& a, const Progress& progress, u64 wanted) {
+    Diary diary(a.tracks, Phase::dispatch, wanted, 1, 0, true);
+    if (!await_grants<S>(a.site, progress, Phase::dispatch)) return false;
+    diary.granted();
+    u32 chosen[S.experts] = {};
+    send_hello<S>(a, wanted);
+    for (u32 token = 0; token < a.tokens; ++token) send_token<S>(a, wanted, token, chosen);
+    send_counts<S>(a, wanted, chosen);
+    diary.ended();
+    fault(own_share<S>(a.site).header, Point::after_payload, a.site.rank, wanted);
+    return true;
+}
+
+// How many tokens each source brings, and where its rows of each expert begin.
+template <LowShape S>
+bool learn(const LowDispatchArgs& a, u64 wanted, u32 (&tokens)[S.ranks],
+           u32 (&first)[S.ranks][S.local]) {
+    LowShare<S>& own = own_share<S>(a.site);
+    for (u32 source = 0; source < S.ranks; ++source) {
+        fault(own.header, Point::before_poll, source, wanted);
+        if (!await_flag(own.header, a.site, &own.inbox.hello[source], source, Phase::dispatch,
+                        wanted) ||
+            !await_tagged(own.header, a.site, &own.inbox.tokens[source], source, wanted,
+                          tokens[source]))
+            return false;
+        mark_arrived(Solo{}, own.header, Phase::dispatch, wanted, source);
+        a.ledger.brought[source] = i32(tokens[source]);
+    }
+    for (u32 e = 0; e < a.own_experts; ++e) {
+        u32 total = 0;
+        for (u32 source = 0; source < S.ranks; ++source) {
+            u32 rows;
+            if (!await_tagged(own.header, a.site, &own.inbox.count[source][e], source, wanted,
+                              rows))
+                return false;
+            first[source][e] = total;
+            i32* range = a.ranges + 2 * (e * S.ranks + source);
+            range[0] = i32(total);
+            range[1] = i32(rows);
+            total += rows;
+        }
+        a.counts[e] = i32(total);
+    }
+    return true;
+}
+
+template <LowShape S> void unpack_row(const LowDispatchArgs& a, const u8* from, u32 e, u32 row) {
+    constexpr u32 bytes = S.number_vectors() * 16;
+    std::memcpy(static_cast<u8*>(a.rows) + (u64(e) * S.rows() + row) * bytes, from, bytes);
+    for (u32 block = 0; block < S.blocks(); ++block) {
+        u32 bits;
+        std::memcpy(&bits, from + bytes + 4 * block, 4);
+        put_scale<S>(a.scales, e, row, block, bits);
+    }
+}
+
+// One token of one source: where its rows go, and the rows.
+template <LowShape S>
+bool receive_token(const LowDispatchArgs& a, u64 wanted, u32 source, u32 token,
+                   const u32 (&first)[S.ranks][S.local]) {
+    LowShare<S>& own = own_share<S>(a.site);
+    const Wait wait{source, Phase::dispatch, wanted, wanted};
+    u32 choices[S.top_k], any = 0;
+    for (u32 k = 0; k < S.top_k; ++k) {
+        u64* at = &own.inbox.choices[source][token][k];
+        if (!await_tagged(own.header, a.site, at, source, wanted, choices[k])) return false;
+        any |= choices[k];
+    }
+    alignas(16) u8 row[S.sent_vectors() * 16];
+    if (any != 0 &&
+        !take_words(own.header, a.site, wait, own.inbox.sent_row(source, token), row, sizeof(row)))
+        return false;
+    const u64 slot = (u64(source) * S.tokens + token) * S.top_k;
+    for (u32 k = 0; k < S.top_k; ++k) {
+        const i32 e = local_of(choices[k]);
+        a.ledger.position[slot + k] = -1;
+        if (e < 0) continue;
+        const u32 at = first[source][e] + within_of(choices[k]);
+        a.ledger.position[slot + k] = i32(u32(e) * S.rows() + at);
+        a.source[u64(e) * S.rows() + at] = i32(source * S.tokens + token);
+        unpack_row<S>(a, row, u32(e), at);
+        if constexpr (S.reduce == Reduce::sender)
+            std::memcpy(&a.ledger.weights[slot + k],
+                        row + (S.number_vectors() + S.scale_vectors()) * 16 + 4 * k, 4);
+    }
+    return true;
+}
+
+template <LowShape S> bool receive_tokens(const LowDispatchArgs& a, u64 wanted) {
+    Diary diary(a.tracks, Phase::dispatch, wanted, 2, 1, true);
+    u32 tokens[S.ranks] = {}, first[S.ranks][S.local] = {};
+    if (!learn<S>(a, wanted, tokens, first)) return false;
+    diary.learned();
+    for (u32 i = 0; i < S.ranks; ++i) {
+        const u32 source = (a.site.rank + i) % S.ranks;
+        const u64 since = diary.waits();
+        for (u32 token = 0; token < tokens[source]; ++token, diary.worked())
+            if (!receive_token<S>(a, wanted, source, token, first)) return false;
+        diary.waited(since, source);
+    }
+    diary.ended();
+    return true;
+}
+
+template <LowShape S, Part part = Part::whole> void low_dispatch(const LowDispatchArgs& a) {
+    LowShare<S>& own = own_share<S>(a.site);
+    const Progress progress = own.progress;
+    if (own.header.turn.failed != 0) return;
+    const u64 start = now_ns();
+    const u64 wanted =
+        ((part == Part::receive ? progress.received : progress.sent) + 1) & epoch_mask;
+    for (u32 peer = 0; peer < S.ranks; ++peer) grant<S>(a.site, progress, peer);
+    if constexpr (part != Part::receive) {
+        mark_start(Solo{}, own.header, Phase::dispatch, wanted, start);
+        if (fault(own.header, Point::dispatch_enter, a.site.rank, wanted) == Action::stay_away)
+            return;
+        if (!send_tokens<S>(a, progress, wanted)) return;
+        own.progress.sent = wanted;
+    }
+    if constexpr (part != Part::send) {
+        if (!receive_tokens<S>(a, wanted)) return;
+        own.progress.received = wanted;
+        keep_record(own.header, Phase::dispatch, wanted, start, a.tokens);
+        mark_end(own.header, Phase::dispatch, wanted);
+    }
+}
+
+}  // namespace weft
