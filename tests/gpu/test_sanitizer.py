@@ -78,6 +78,18 @@ with weft.Group.from_env(timeout=300.0) as group:
             assert torch.equal(bits(found.norm.cpu()), bits(wanted.norm))
             assert torch.equal(bits(found.residual.cpu()), bits(wanted.residual))
     say("summed by", reduce.backends)
+
+    case = Round(tokens=(16, 9), hidden=1024, top_k=4, experts=16)
+    x, ids, weights, _ = (t.to(group.device) for t in case.of(group.rank, cpu))
+    for options in ({}, {"reduce": "sender", "combine_by": "fp8", "halves": True}):
+        with weft.LowLatencyAllToAll(group, 16, 1024, 4, 16, timeout=200.0, **options) as low:
+            y = torch.randn(low.num_local_experts, 32, 1024).bfloat16().to(group.device)
+            for _ in range(3):
+                got = low.dispatch(x, ids, weights)
+                out = low.combine(y, ids, weights, got.handle)
+            assert torch.isfinite(out.cpu().float()).all()
+            low.check()
+        say("low latency with", options)
 print("sound")
 """
 
