@@ -25,8 +25,7 @@ WEFT_FN bool learn(const Block& team, const LowDispatchArgs& a, u64 wanted, bool
         came =
             await_flag(own.header, a.site, &own.inbox.hello[lane], lane, Phase::dispatch, wanted) &&
             await_tagged(own.header, a.site, &own.inbox.tokens[lane], lane, wanted, tokens);
-        // Counts come from a peer: never believe more than the inbox holds.
-        scratch.tokens[lane] = came ? min(tokens, S.tokens) : 0;
+        scratch.tokens[lane] = came ? believed<S>(tokens) : 0;
         if (leads && came) mark_arrived(team, own.header, Phase::dispatch, wanted, lane);
         if (leads) a.ledger.brought[lane] = i32(scratch.tokens[lane]);
     }
@@ -39,7 +38,7 @@ WEFT_FN bool learn(const Block& team, const LowDispatchArgs& a, u64 wanted, bool
     for (u32 e = lane; e < a.own_experts; e += team.lanes()) {
         u32 total = 0;
         for (u32 source = 0; source < S.ranks; ++source) {
-            const u32 rows = scratch.first[source][e];
+            const u32 rows = believed<S>(scratch.first[source][e]);
             scratch.first[source][e] = total;
             if (leads) {
                 a.ranges[2 * (e * S.ranks + source)] = i32(total);
@@ -163,10 +162,8 @@ WEFT_FN bool take_row(const LowDispatchArgs& a, u64 wanted, u32 source, u32 toke
     const u64 since = diary.waits();
     if (!await_choices<S>(a.site, wanted, source, token, taken)) return false;
     const u32 k = threadIdx.x % warp_lanes, word = value_of(taken.word);
-    i32 e = k < S.top_k ? local_of(word) : -1;
-    if (e >= i32(a.own_experts)) e = -1;  // a peer's word never becomes an address by itself
-    const u32 row = e < 0 ? 0 : scratch.first[source][e] + within_of(word);
-    if (row >= S.rows()) e = -1;
+    // Lanes without a choice hold the word 0, which is no expert's.
+    const auto [e, row] = seat_of<S>(word, a.own_experts, scratch.first[source]);
     const u64 slot = (u64(source) * S.tokens + token) * S.top_k;
     if (unit % Taken<S>::units == 0 && k < S.top_k) {
         a.ledger.position[slot + k] = e < 0 ? -1 : i32(u32(e) * S.rows() + row);

@@ -268,6 +268,24 @@ WEFT_FN bool await_tagged(Header& header, const Site& site, u64* at, u32 peer, u
     }
 }
 
+// What a peer tells is never believed beyond what an inbox holds: no source has more tokens than a
+// dispatch may have, nor more rows of one expert.
+template <LowShape S> WEFT_FN u32 believed(u32 told) { return told < S.tokens ? told : S.tokens; }
+
+// Where a choice of a source's token belongs among my experts' rows.
+struct Seat {
+    i32 expert;  // -1: none of mine, or a peer's word that no row stands for
+    u32 row;
+};
+
+template <LowShape S>
+WEFT_FN Seat seat_of(u32 choice, u32 own_experts, const u32 (&first)[S.local]) {
+    const i32 expert = local_of(choice);
+    if (expert < 0 || u32(expert) >= own_experts) return {-1, 0};
+    const u32 row = first[expert] + within_of(choice);
+    return row < S.rows() ? Seat{expert, row} : Seat{-1, 0};
+}
+
 // The rank that has not sent a row of one of my tokens.
 template <LowShape S> WEFT_FN u32 missing_rank(const LowCombineArgs& a, u32 token, u32 which) {
     if constexpr (S.reduce == Reduce::sender) return which;

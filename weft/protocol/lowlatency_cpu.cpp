@@ -176,6 +176,7 @@ bool learn(const LowDispatchArgs& a, u64 wanted, u32 (&tokens)[S.ranks],
                           tokens[source]))
             return false;
         mark_arrived(Solo{}, own.header, Phase::dispatch, wanted, source);
+        tokens[source] = believed<S>(tokens[source]);
         a.ledger.brought[source] = i32(tokens[source]);
     }
     for (u32 e = 0; e < a.own_experts; ++e) {
@@ -185,6 +186,7 @@ bool learn(const LowDispatchArgs& a, u64 wanted, u32 (&tokens)[S.ranks],
             if (!await_tagged(own.header, a.site, &own.inbox.count[source][e], source, wanted,
                               rows))
                 return false;
+            rows = believed<S>(rows);
             first[source][e] = total;
             i32* range = a.ranges + 2 * (e * S.ranks + source);
             range[0] = i32(total);
@@ -224,13 +226,13 @@ bool receive_token(const LowDispatchArgs& a, u64 wanted, u32 source, u32 token,
         return false;
     const u64 slot = (u64(source) * S.tokens + token) * S.top_k;
     for (u32 k = 0; k < S.top_k; ++k) {
-        const i32 e = local_of(choices[k]);
+        const Seat seat = seat_of<S>(choices[k], a.own_experts, first[source]);
         a.ledger.position[slot + k] = -1;
-        if (e < 0) continue;
-        const u32 at = first[source][e] + within_of(choices[k]);
-        a.ledger.position[slot + k] = i32(u32(e) * S.rows() + at);
-        a.source[u64(e) * S.rows() + at] = i32(source * S.tokens + token);
-        unpack_row<S>(a, row, u32(e), at);
+        if (seat.expert < 0) continue;
+        const u32 e = u32(seat.expert);
+        a.ledger.position[slot + k] = i32(e * S.rows() + seat.row);
+        a.source[u64(e) * S.rows() + seat.row] = i32(source * S.tokens + token);
+        unpack_row<S>(a, row, e, seat.row);
         if constexpr (S.reduce == Reduce::sender)
             std::memcpy(&a.ledger.weights[slot + k],
                         row + (S.number_vectors() + S.scale_vectors()) * 16 + 4 * k, 4);

@@ -1,0 +1,85 @@
+"""A peer's words may say anything: what it tells of its rows never leads outside of this rank's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import weft
+from tests.lowlatency_rounds import Mode
+from tests.rounds import Round
+from weft.memory.header import HEADER_BYTES
+from weft.ops.layout import LINE
+from weft.ops.lowlatency import LowLatencyAllToAll
+from weft.ops.lowlatency_rounds import ExpertRows
+
+KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+MOST, HIDDEN, EPOCH = 8, 128, 2
+CASE = Round(tokens=(8, 8), hidden=HIDDEN)
+WITHIN_BITS, TAGGED_BITS = 13, 24  # protocol/lowlatency.cuh
+LIES = {
+    "tokens": {"tokens": 1 << 20},
+    "counts": {"count": (1 << 24) - 1},
+    "expert": {"choice": 2000 << WITHIN_BITS},
+    "row": {"choice": 1 << WITHIN_BITS | 8191},
+}
+
+
+def words(a2a: LowLatencyAllToAll, offset: int, count: int) -> torch.Tensor:
+    """`count` 64-bit words of rank 0's share."""
+    heap = a2a._rounds.premises.heap
+    return heap.tensor((count,), torch.int64, offset=offset, rank=0)
+
+
+def forge_dispatch(
+    a2a: LowLatencyAllToAll, *, tokens: int = MOST, count: int = 0, choice: int = 0
+) -> None:
+    """Write by hand what rank 1 tells rank 0 in its second dispatch."""
+    shape, layout = a2a._geometry.shape, a2a._geometry.layout
+    tag = EPOCH << TAGGED_BITS
+    flags = HEADER_BYTES + LINE
+    rows = words(a2a, layout.rows, layout.share_bytes // 8 - layout.rows // 8)
+    rows[MOST * shape.sent_bytes // 8 : 2 * MOST * shape.sent_bytes // 8] = 0
+    choices = layout.rows - shape.rows * shape.top_k * 8
+    words(a2a, choices, shape.rows * shape.top_k)[MOST * shape.top_k :] = tag | choice
+    words(a2a, layout.tokens + LINE, 2 * shape.local)[shape.local :] = tag | count
+    words(a2a, layout.tokens, 2)[1] = tag | tokens
+    words(a2a, flags + 2 * LINE, 2)[1] += 1  # a grant: the combine of the first round is over
+    words(a2a, flags, 2)[1] += 1  # hello
+    if a2a.group.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def lied_to(group: weft.Group, lie: dict[str, int]) -> None:
+    mode = Mode(more={"timeout": 5.0})
+    with mode.make(group, CASE, MOST) as a2a:
+        x, ids, weights, _ = CASE.of(group.rank, group.device)
+        got = a2a.dispatch(x, ids, weights)
+        a2a.combine(torch.zeros_like(got.x, dtype=x.dtype), ids, weights, got.handle)
+        group.barrier()
+        if group.rank == 1:
+            forge_dispatch(a2a, **lie)
+        group.barrier()
+        if group.rank == 0:
+            nobody = torch.full_like(ids, -1)
+            got = a2a.dispatch(x, nobody, weights)
+            if group.device.type == "cuda":
+                torch.cuda.synchronize()
+            a2a.check()
+            check_bounds(a2a, got)
+        group.barrier()
+
+
+def check_bounds(a2a: LowLatencyAllToAll, got: ExpertRows) -> None:
+    tensors = a2a._rounds.slots[got.handle.slot].tensors
+    rows = a2a._geometry.shape.rows
+    assert tensors["brought"].tolist() == [MOST, MOST]
+    assert bool((got.counts <= rows).all()), got.counts
+    assert bool((got.ranges.sum(dim=-1) <= rows).all()), got.ranges
+    assert bool((tensors["position"] < a2a.num_local_experts * rows).all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lie", LIES)
+def test_no_word_of_a_peer_leads_out_of_bounds(ranks, kind, lie):
+    ranks(2, kind)(lied_to, LIES[lie])
