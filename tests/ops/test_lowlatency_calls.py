@@ -21,7 +21,6 @@ from weft.errors import (
 )
 from weft.ops.lowlatency import LowLatencyAllToAll
 from weft.ops.lowlatency_geometry import LowGeometry
-from weft.ops.lowlatency_rounds import Handle
 
 KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 SIZES = {"max_tokens": 16, "hidden": 128, "top_k": 4, "num_experts": 16}
@@ -127,10 +126,9 @@ def out_of_order(group: weft.Group) -> None:
         ):
             with pytest.raises(OutOfOrder, match=text):
                 call()
-        a2a.dispatch_send(x, ids, weights)
+        early = a2a.dispatch_send(x, ids, weights)[0].handle
         with pytest.raises(OutOfOrder, match="dispatch 1 is on its way"):
             a2a.dispatch(x, ids, weights)
-        early = Handle(1, 0, 3)
         y = torch.zeros_like(a2a._rounds.slots[0].x, dtype=x.dtype)
         with pytest.raises(OutOfOrder, match="it has not been received"):
             a2a.combine(y, ids, weights, early)
@@ -151,6 +149,46 @@ def out_of_order(group: weft.Group) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_calls_out_of_order_are_refused(ranks, kind):
     ranks(2, kind)(out_of_order)
+
+
+def others_handle(group: weft.Group) -> None:
+    """Two layers' first dispatches have the same numbers; each is combined by its own object."""
+    x, ids, weights, _ = inputs(group)
+    with make(group) as one, make(group) as other:
+        mine, theirs = one.dispatch(x, ids, weights), other.dispatch(x, ids, weights)
+        assert mine.handle == theirs.handle
+        y = expert_results(one, mine)
+        with pytest.raises(OutOfOrder, match="by the all-to-all that made it"):
+            one.combine(y, ids, weights, theirs.handle)
+        one.combine(y, ids, weights, mine.handle)
+        other.combine(y, ids, weights, theirs.handle)
+
+
+def test_another_all_to_alls_handle_is_refused(ranks):
+    ranks(2, "threads")(others_handle)
+
+
+def combined_in_any_order(group: weft.Group) -> list[int]:
+    """A result that stays alive keeps its own slot, and no other."""
+    x, ids, weights, _ = inputs(group)
+    with make(group) as a2a:
+        kept = a2a.dispatch(x, ids, weights)
+        counts, rows = kept.counts.tolist(), kept.x.view(torch.uint8).clone()
+        slots = []
+        for _ in range(3):
+            got = a2a.dispatch(-x, ids.flip(0), weights)
+            slots.append(got.handle.slot)
+            a2a.combine(expert_results(a2a, got), ids.flip(0), weights, got.handle)
+        assert kept.counts.tolist() == counts
+        assert torch.equal(kept.x.view(torch.uint8), rows)
+        a2a.combine(expert_results(a2a, kept), ids, weights, kept.handle)
+        a2a.check()
+        return slots
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_may_be_combined_in_any_order(ranks, kind):
+    assert ranks(2, kind)(combined_in_any_order) == [[1, 1, 1]] * 2
 
 
 def bad_ids(group: weft.Group) -> list[str]:

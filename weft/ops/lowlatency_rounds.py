@@ -169,13 +169,8 @@ class LowRounds:
                 f"{entry} while dispatch {self._sent.number} is on its way: receive it first"
             )
         self._check_together(entry)
-        handle = Handle(self._number + 1, self._number % geometry.slots, tokens)
+        handle = Handle(self._number + 1, self._free_slot(entry), tokens)
         slot = self.slots[handle.slot]
-        if slot.alive is not None:
-            raise OutOfOrder(
-                f"{entry} while {geometry.slots} results are alive, the oldest of dispatch "
-                f"{slot.alive.number}: combine it first, or build with more slots"
-            )
         args, t = self._dispatch_args, slot.tensors
         args.x, args.ids, args.ids_bytes = x.data_ptr(), topk_ids.data_ptr(), topk_ids.itemsize
         args.weights = 0 if topk_weights is None else topk_weights.data_ptr()
@@ -276,6 +271,19 @@ class LowRounds:
         for name in ("position", "weights", "brought", "expected"):
             setattr(args.ledger, name, slot.tensors[name].data_ptr())
 
+    def _free_slot(self, entry: str) -> int:
+        """The next slot in turn that no result lives in; results may be combined in any order."""
+        slots = len(self.slots)
+        for turn in range(slots):
+            slot = (self._number + turn) % slots
+            if self.slots[slot].alive is None:
+                return slot
+        oldest = min(slot.alive.number for slot in self.slots if slot.alive is not None)
+        raise OutOfOrder(
+            f"{entry} while {slots} results are alive, the oldest of dispatch {oldest}: combine "
+            "one first, or build with more slots"
+        )
+
     def _check_handle(self, handle: Handle, entry: str) -> None:
         if not isinstance(handle, Handle):
             raise InvalidArgument(
@@ -287,9 +295,10 @@ class LowRounds:
                 "receive it first"
             )
         self._check_together(entry)
-        alive = 0 <= handle.slot < len(self.slots) and self.slots[handle.slot].alive == handle
-        if not alive or handle == self._sent:
-            why = "it has not been received" if handle == self._sent else "it is not alive"
+        # By identity: another all-to-all's handle may have the same numbers.
+        alive = any(slot.alive is handle for slot in self.slots)
+        if not alive or handle is self._sent:
+            why = "it has not been received" if alive else "it is not alive"
             raise OutOfOrder(
                 f"{entry} of dispatch {handle.number}: {why}; each dispatch is combined once, by "
                 "the all-to-all that made it"
