@@ -167,6 +167,24 @@ def test_two_results_may_be_alive(ranks):
     ranks(2, "threads")(two_at_a_time)
 
 
+def others_handle(group: weft.Group) -> None:
+    one, other = (Buffer(group, low_latency_mode=True) for _ in range(2))
+    x, ids, weights = inputs(group, 0)
+    numbers, _, handle, _, _ = one.low_latency_dispatch(x, ids, MOST, EXPERTS, use_fp8=False)
+    if group.rank == 0:  # alone: a refusal asks nothing of the peers
+        with pytest.raises(OutOfOrder, match="not of a dispatch of this buffer"):
+            other.low_latency_combine(whole(numbers), ids, weights, handle)
+        with pytest.raises(OutOfOrder, match="not of a dispatch of this buffer"):
+            other.get_next_low_latency_combine_buffer(handle)
+    one.low_latency_combine(whole(numbers), ids, weights, handle)
+    one.destroy()
+    other.destroy()
+
+
+def test_another_buffers_handle_is_refused(ranks):
+    ranks(2, "threads")(others_handle)
+
+
 def refused(group: weft.Group) -> None:
     for options, text in (
         ({}, "low_latency_mode is False"),

@@ -211,7 +211,7 @@ class Buffer:
         refuse("use_logfmt", use_logfmt, False, LOGFMT)
         refuse("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, None, COSTS)
         round_ = handle[-1]
-        a2a = self._exchange(round_.key)
+        a2a = self._existing(round_.key)
         if return_recv_hook:
             result, hook = a2a.combine_send(x, topk_idx, topk_weights, round_.handle, out)
             return result, self._event(async_finish), hook
@@ -226,7 +226,7 @@ class Buffer:
         round_ = handle[-1]
         key = (*round_.key, round_.handle.slot)
         if key not in self._inputs:
-            rows = self._exchange(round_.key)._rounds.slots[round_.handle.slot].x
+            rows = self._existing(round_.key)._rounds.slots[round_.handle.slot].x
             self._inputs[key] = torch.zeros(rows.shape, dtype=torch.bfloat16, device=rows.device)
         return self._inputs[key]
 
@@ -275,6 +275,15 @@ class Buffer:
                 **self._options,
             )
         return self._exchanges[key]
+
+    def _existing(self, key: tuple[Any, ...]) -> LowLatencyAllToAll:
+        """The exchange of a handle: never a new one, which all ranks would have to make."""
+        if not self._destroyed and key not in self._exchanges:
+            raise OutOfOrder(
+                "the handle is not of a dispatch of this buffer: pass what its "
+                "low_latency_dispatch returned"
+            )
+        return self._exchange(key)
 
     def _event(self, wanted: bool) -> EventOverlap:
         if not wanted or self.group.device.type != "cuda":
