@@ -50,6 +50,25 @@ def test_every_byte_of_every_case(ranks, kind):
     ranks(3, kind)(play_some, list(CASES))
 
 
+def blank_again(group: weft.Group) -> None:
+    """Behind rows that end in half a vector, too: 3 scales, 7 weights."""
+    case = UNEVEN.next(hidden=384, top_k=7)
+    for mode in (LEAN, Mode(combine_by="fp8"), Mode(quant=None, reduce="sender")):
+        with mode.make(group, case, 16) as a2a:
+            for seed in range(4):
+                play(a2a, mode, case.next(seed=seed))
+            group.barrier()
+            layout, heap = a2a._geometry.layout, a2a._rounds.premises.heap
+            size = layout.share_bytes - layout.rows
+            rows = heap.tensor((size,), torch.uint8, offset=layout.rows)
+            assert bool((rows == 0xFF).all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_inbox_is_blank_when_it_has_been_read(ranks, kind):
+    ranks(3, kind)(blank_again)
+
+
 def play_alone(group: weft.Group, tokens: int) -> None:
     case = Round((tokens,) * group.size, hidden=128, experts=5)
     with Mode().make(group, case, tokens) as a2a:

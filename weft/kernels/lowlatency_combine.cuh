@@ -44,7 +44,9 @@ template <LowShape S> WEFT_FN Columns<S.number> load_columns(const void* rows, u
     return columns;
 }
 
-// Sixteen columns of a lane as FP8, eight lanes a block; all lanes of the warp take part.
+// Sixteen columns of a lane as FP8, eight lanes a block; all lanes of the warp take part. Behind
+// the last scale nothing is written: nobody waits for those words at home, so one could come when
+// the row has been taken, and then stand where the next dispatch's row belongs.
 template <LowShape S> WEFT_FN void send_fp8_home(u8* row, u32 v, const float (&x)[lane_columns]) {
     const u32 amax = block_amax_bits<scale_columns>(x);
     if (v >= S.hidden / lane_columns) return;
@@ -53,7 +55,8 @@ template <LowShape S> WEFT_FN void send_fp8_home(u8* row, u32 v, const float (&x
     post_vector(reinterpret_cast<uint4*>(row) + v,
                 quantize(x, scale.inverse, amax >= infinity_bits));
     if (v % lanes == 0)
-        send_scale<S.hidden / scale_columns>(row + S.hidden, v / lanes, scale.scale);
+        store_relaxed(reinterpret_cast<u32*>(row + S.hidden) + v / lanes,
+                      __float_as_uint(scale.scale));
 }
 
 template <LowShape S>
@@ -158,14 +161,8 @@ template <LowShape S> struct Piece {
     }
     WEFT_FN void blank(u8* row, u32 at) const {
         leave_blank(reinterpret_cast<uint4*>(row) + at);
-        if constexpr (S.fp8_back) {
-            if (at % lanes != 0) return;
-            store_relaxed(scale_at(row, at), absent);
-            constexpr u32 blocks = S.hidden / scale_columns;
-            if (at / lanes == blocks - 1)
-                for (u32 i = blocks; i < (blocks + 3) / 4 * 4; ++i)
-                    store_relaxed(reinterpret_cast<u32*>(row + S.hidden) + i, absent);
-        }
+        if constexpr (S.fp8_back)
+            if (at % lanes == 0) store_relaxed(scale_at(row, at), absent);
     }
     // All lanes of the warp take part.
     WEFT_FN void add_to(float (&sum)[columns], float weight) const {
