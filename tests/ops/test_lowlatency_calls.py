@@ -21,6 +21,7 @@ from weft.errors import (
 )
 from weft.ops.lowlatency import LowLatencyAllToAll
 from weft.ops.lowlatency_geometry import LowGeometry
+from weft.ops.lowlatency_rounds import LowRounds
 
 KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 SIZES = {"max_tokens": 16, "hidden": 128, "top_k": 4, "num_experts": 16}
@@ -221,6 +222,45 @@ def bad_ids(group: weft.Group) -> list[str]:
 def test_bad_ids_are_dropped_and_reported(ranks, kind):
     for rank, said in enumerate(ranks(2, kind)(bad_ids)):
         assert all(text.startswith(f"rank {rank}: topk_ids[1, ") for text in said)
+
+
+def unequal_views(group: weft.Group) -> None:
+    x, ids, weights, _ = inputs(group)
+    with make(group, view=group.rank == 0) as a2a:
+        got = a2a.dispatch(x, ids, weights)
+        y = expert_results(a2a, got)
+        if group.rank == 0:
+            y = a2a.combine_input().copy_(y)
+        a2a.combine(y, ids, weights, got.handle)
+        group.barrier()
+
+
+def test_a_view_is_a_matter_of_each_rank(ranks):
+    ranks(2, "threads")(unequal_views)
+
+
+def test_what_was_opened_is_closed_when_the_input_cannot_be_allocated(ranks, monkeypatch):
+    closed: list[int] = []
+    together, close = weft.Group.together, LowRounds.close
+
+    def no_memory(group: weft.Group, step: Callable[[], object], *, doing: str) -> object:
+        if "input of combines" in doing:
+            raise CreationFailed("no memory")
+        return together(group, step, doing=doing)
+
+    def closing(rounds: LowRounds) -> None:
+        close(rounds)
+        closed.append(1)
+
+    monkeypatch.setattr(weft.Group, "together", no_memory)
+    monkeypatch.setattr(LowRounds, "close", closing)
+
+    def body(group: weft.Group) -> None:
+        with pytest.raises(CreationFailed, match="no memory"):
+            make(group, view=True)
+
+    ranks(2, "threads")(body)
+    assert closed == [1, 1]
 
 
 def memory_of(group: weft.Group) -> tuple[int, int, int]:

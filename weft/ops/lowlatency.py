@@ -119,7 +119,7 @@ class LowLatencyAllToAll(Placed):
         self._geometry, self._closed = geometry, False
         seconds = (timeout, first_timeout)
         self._rounds = open_rounds(group, geometry, entries, seconds, _first_epoch, profile=profile)
-        self._input = self._make_input() if view else None
+        self._input = self._make_input(view)
 
     memory_bytes = staticmethod(memory_bytes)
 
@@ -284,13 +284,19 @@ class LowLatencyAllToAll(Placed):
     ) -> None:
         self.close()
 
-    def _make_input(self) -> torch.Tensor:
+    def _make_input(self, view: bool) -> torch.Tensor | None:
+        """All ranks vote, whatever their `view`: it need not be equal on all of them."""
         shape = self._geometry.shape
         size = (self.num_local_experts, shape.rows, shape.hidden)
-        return self.group.together(
-            lambda: torch.zeros(size, dtype=self.dtype, device=self.group.device),
-            doing="allocating the input of combines",
-        )
+        device = self.group.device
+        try:
+            return self.group.together(
+                lambda: torch.zeros(size, dtype=self.dtype, device=device) if view else None,
+                doing="allocating the input of combines",
+            )
+        except BaseException:
+            self._rounds.close()
+            raise
 
     def _hook(self, receive: Callable[[], object]) -> Hook:
         def hook() -> None:
