@@ -32,6 +32,7 @@ from weft.cli_allreduce import bench_allreduce, tune_allreduce
 from weft.cli_lowlatency import bench_lowlatency
 from weft.cli_options import (
     DEVICE,
+    ITERS,
     PDL,
     chosen_device,
     chosen_samples,
@@ -117,7 +118,7 @@ def bench_moe(
     num_sms: Annotated[int | None, typer.Option(help="SMs of the one-sided kernels")] = None,
     beside: Annotated[str | None, typer.Option(help=_BESIDE)] = None,
     pdl: Annotated[bool, typer.Option("--pdl/--no-pdl", help=PDL)] = True,
-    iters: Annotated[int, typer.Option(help="samples; 0: 15 replays, or 20 calls on CPU")] = 0,
+    iters: Annotated[int, typer.Option(help=ITERS)] = 0,
     seed: Annotated[int, typer.Option(help="of inputs and routing")] = 0,
     peers: Annotated[bool, typer.Option("--peers", help=_PEERS)] = False,
     recorded: Annotated[_Path, typer.Option(help="recorded figures to show beside")] = None,

@@ -11,6 +11,7 @@ from weft.bench.allreduce_cases import BACKENDS
 from weft.bench.cases import DTYPES, parse_backends, parse_tokens
 from weft.cli_options import (
     DEVICE,
+    ITERS,
     PDL,
     chosen_device,
     chosen_samples,
@@ -40,7 +41,7 @@ def bench_allreduce(
     table: Annotated[Path | None, typer.Option(help=_TABLE)] = None,
     graph: Annotated[bool, typer.Option("--graph/--eager", help="CUDA graphs or calls")] = True,
     pdl: Annotated[bool, typer.Option("--pdl/--no-pdl", help=PDL)] = True,
-    iters: Annotated[int, typer.Option(help="samples; 0: 15 replays, or 20 calls on CPU")] = 0,
+    iters: Annotated[int, typer.Option(help=ITERS)] = 0,
     seed: Annotated[int, typer.Option(help="of the rows")] = 0,
     peers: Annotated[bool, typer.Option("--peers", help=_PEERS)] = False,
     recorded: Annotated[Path | None, typer.Option(help="recorded figures to show beside")] = None,
@@ -82,7 +83,7 @@ def tune_allreduce(
     epilogue: Annotated[str, typer.Option(help=_EPILOGUE)] = "norm,none",
     backend: Annotated[str, typer.Option(help=", ".join(TUNED))] = ",".join(TUNED),
     pdl: Annotated[bool, typer.Option("--pdl/--no-pdl", help=PDL)] = True,
-    iters: Annotated[int, typer.Option(help="samples; 0: 15 replays, or 20 calls on CPU")] = 0,
+    iters: Annotated[int, typer.Option(help=ITERS)] = 0,
     quiet: Annotated[bool, typer.Option(help="no progress bar")] = False,
 ) -> None:
     """Measure every backend of the all-reduce here, and write the table that auto chooses by."""

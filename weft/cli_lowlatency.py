@@ -11,6 +11,7 @@ from weft.bench.cases import ROUTERS, parse_tokens
 from weft.bench.lowlatency_cases import QUANTS
 from weft.cli_options import (
     DEVICE,
+    ITERS,
     PDL,
     chosen_device,
     chosen_samples,
@@ -44,7 +45,7 @@ def bench_lowlatency(
     num_sms: Annotated[int | None, typer.Option(help="SMs that the kernels may fill")] = None,
     graph: Annotated[bool, typer.Option("--graph/--eager", help="CUDA graphs or calls")] = True,
     pdl: Annotated[bool, typer.Option("--pdl/--no-pdl", help=PDL)] = True,
-    iters: Annotated[int, typer.Option(help="samples; 0: 15 replays, or 20 calls on CPU")] = 0,
+    iters: Annotated[int, typer.Option(help=ITERS)] = 0,
     seed: Annotated[int, typer.Option(help="of rows and ids")] = 0,
     json: Annotated[Path | None, typer.Option(help="write all samples here")] = None,
     trace: Annotated[Path | None, typer.Option(help=_TRACE)] = None,
