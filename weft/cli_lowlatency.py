@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,12 +19,19 @@ from weft.cli_options import (
     stop_at,
     wide_console,
 )
+from weft.errors import InvalidArgument
 from weft.ops.lowlatency_shape import REDUCES, SCALES
+
+if TYPE_CHECKING:
+    from weft.bench.lowlatency_cases import LowSettings
 
 _TOKENS = "tokens per rank: 1,8,64 or 1..512 (doubling)"
 _ROUTER = f"{', '.join(ROUTERS)}, or a .npy / .json file of ids [rows, top_k]"
 _SCALE = f"{', '.join(SCALES)}: where scales lie"
 _REDUCE = f"{', '.join(REDUCES)}: who adds a token's rows"
+_VARIANTS = (
+    "time these side by side, in turn: default, halves, fp8-home, sender, lean, plain, no-pdl"
+)
 _TRACE = "run the largest size once more, profiled; write all ranks' timeline here (Perfetto)"
 
 
@@ -49,14 +56,11 @@ def bench_lowlatency(
     seed: Annotated[int, typer.Option(help="of rows and ids")] = 0,
     json: Annotated[Path | None, typer.Option(help="write all samples here")] = None,
     trace: Annotated[Path | None, typer.Option(help=_TRACE)] = None,
+    variants: Annotated[str, typer.Option(help=_VARIANTS)] = "",
     quiet: Annotated[bool, typer.Option(help="no progress bar")] = False,
 ) -> None:
     """Time the low-latency all-to-all, after checking every bit of it."""
-    from weft.bench.lowlatency import run
-    from weft.bench.lowlatency import trace as write_trace
     from weft.bench.lowlatency_cases import LowSettings
-    from weft.bench.lowlatency_report import print_low, write_low_json
-    from weft.bench.peers import matching_peers
 
     where = chosen_device(device)
     settings = LowSettings(
@@ -79,6 +83,22 @@ def bench_lowlatency(
         num_sms=num_sms,
         programmatic_launch=pdl,
     )
+    if variants:
+        if trace:
+            raise InvalidArgument("--trace with --variants; trace one variant at a time")
+        _bench_variants(settings, variants, json, quiet=quiet)
+    else:
+        _bench_one(settings, json, trace, quiet=quiet)
+
+
+def _bench_one(
+    settings: LowSettings, json: Path | None, trace: Path | None, *, quiet: bool
+) -> None:
+    from weft.bench.lowlatency import run
+    from weft.bench.lowlatency import trace as write_trace
+    from weft.bench.lowlatency_report import print_low, write_low_json
+    from weft.bench.peers import matching_peers
+
     peers = matching_peers(settings.as_moe)
     found = run(settings, quiet=quiet)
     stop_at(found.problem)
@@ -87,3 +107,21 @@ def bench_lowlatency(
         write_low_json(json, found, peers)
     if trace:
         stop_at(write_trace(trace, settings))
+
+
+def _bench_variants(
+    settings: LowSettings, variants: str, json: Path | None, *, quiet: bool
+) -> None:
+    from weft.bench.lowlatency_ladder import (
+        climb,
+        parse_variants,
+        print_ladder,
+        write_ladder_json,
+    )
+
+    ladder = climb(settings, parse_variants(variants), quiet=quiet)
+    print_ladder(wide_console(), ladder)
+    if json:
+        write_ladder_json(json, ladder)
+    if ladder.problems:
+        raise typer.Exit(1)
