@@ -7,6 +7,7 @@
 #include <ucontext.h>
 
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <functional>
 #include <memory>

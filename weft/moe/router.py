@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from weft.errors import InvalidArgument
+from weft.moe.route_entry import MAX_EXPERTS, MAX_TOP_K, args_of, enqueue
 from weft.ops.check import check_tensor
 
 SMALLEST_SUM = 1e-20  # keeps weights whose scores are all 0 at 0; any other sum swallows it
@@ -70,6 +71,17 @@ class Routing:
             )
         self._check_rule(experts // groups)
 
+    def literal(self) -> str:
+        """What specialises the kernel, as the C++ initialiser of `weft::Routing`."""
+        flags = {name: str(getattr(self, name)).lower() for name in ("renormalise", "correction")}
+        return (
+            f"weft::Routing{{.experts = {self.num_experts}, .top_k = {self.top_k}, "
+            f".score = weft::Score::{self.score.replace('-', '_')}, "
+            f".renormalise = {flags['renormalise']}, .correction = {flags['correction']}, "
+            f".groups = {self.groups}, .top_groups = {self.top_groups}, "
+            f".group_best = {self.group_best}}}"
+        )
+
     def _check_rule(self, group_size: int) -> None:
         for name, value, allowed in (
             ("score", self.score, ("softmax", "sigmoid", "softmax-chosen")),
@@ -117,9 +129,27 @@ def route(
     Equal choices are taken by the lowest id, equal groups by the lowest group. A NaN logit counts
     as larger than any number, so its expert is chosen and weighs NaN: the token's own output is
     NaN, and no other token is touched. Waits for no device, and its shapes depend on sizes alone,
-    so it may be captured. Raises InvalidArgument.
+    so it may be captured; on a GPU, where it is one kernel without a gradient, a rule's first call
+    loads that kernel and may not. Raises InvalidArgument and OutOfOrder.
     """
     _check(routing, logits, correction, num_tokens)
+    if not _has_kernel(routing, logits):
+        return route_in_torch(routing, logits, correction, num_tokens)
+    sizes, device = (len(logits), routing.top_k), logits.device
+    ids = torch.empty(sizes, dtype=torch.int32, device=device)
+    weights = torch.empty(sizes, device=device)
+    args = args_of(logits, correction, num_tokens, routing.scale, ids, weights)
+    enqueue(routing.literal(), args, device)
+    return Routed(ids, weights)
+
+
+def route_in_torch(
+    routing: Routing,
+    logits: torch.Tensor,
+    correction: torch.Tensor | None = None,
+    num_tokens: torch.Tensor | None = None,
+) -> Routed:
+    """`route` of checked tensors in torch's operations, on any device: what its kernel must do."""
     logits = logits.float()
     scores = _scores(routing, logits)
     # A monotone score would only add ties to what the logits say. -0 becomes +0, which it equals:
@@ -142,6 +172,16 @@ def route(
         padding = (torch.arange(len(ids), device=ids.device) >= num_tokens)[:, None]
         ids, weights = ids.masked_fill(padding, -1), weights.masked_fill(padding, 0.0)
     return Routed(ids, weights.contiguous())
+
+
+def _has_kernel(routing: Routing, logits: torch.Tensor) -> bool:
+    """Has this call a kernel of its own? Compiled graphs take what the compiler can see through."""
+    return (
+        logits.device.type == "cuda"
+        and routing.num_experts <= MAX_EXPERTS
+        and routing.top_k <= MAX_TOP_K
+        and not torch.compiler.is_compiling()
+    )
 
 
 def router_logits(

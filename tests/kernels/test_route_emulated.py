@@ -1,0 +1,59 @@
+"""The routing kernel on a CPU chooses and weighs as torch does, for every kind of rule."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.kernels.emulate import EMULATOR, emulated_tree
+from tests.moe.routed import RULES, hold_to_torch
+from weft.jit.host import find_compiler
+from weft.moe import Routed, Routing
+from weft.moe.route_entry import THREADS, TOKENS, args_of
+
+ROWS = 9  # two CTAs and a quarter
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """One function for each rule."""
+    root = emulated_tree(tmp_path_factory.mktemp("route"))
+    doors = "".join(
+        f'extern "C" void route_{i}(const weft::RouteArgs* a, unsigned ctas) {{ '
+        f"emulated::launch(ctas, {THREADS}, 1, [a] {{ weft::route<{rule.literal()}>(*a); }}); }}\n"
+        for i, rule in enumerate(RULES.values())
+    )
+    source, library = root / "route.cpp", root / "route.so"
+    source.write_text(
+        f"{EMULATOR.read_text()}\n#include <weft/protocol/cpu.cpp>\n"
+        f"#include <weft/kernels/route.cuh>\n{doors}"
+    )
+    flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-pthread", "-fno-strict-aliasing"]
+    flags += ["-ffp-contract=off", "-Wno-unknown-pragmas", f"-I{root}"]
+    command = [*find_compiler(), *flags, str(source), "-o", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr[:4000]
+    return ctypes.CDLL(str(library))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_it_chooses_and_weighs_as_torch(kernels, name):
+    entry = getattr(kernels, f"route_{list(RULES).index(name)}")
+
+    def run(
+        routing: Routing,
+        logits: torch.Tensor,
+        correction: torch.Tensor | None,
+        num_tokens: torch.Tensor | None,
+    ) -> Routed:
+        ids = torch.full((len(logits), routing.top_k), -77, dtype=torch.int32)
+        weights = torch.full(ids.shape, -77.0)
+        args = args_of(logits, correction, num_tokens, routing.scale, ids, weights)
+        entry(ctypes.byref(args), -(-len(logits) // TOKENS))
+        return Routed(ids, weights)
+
+    hold_to_torch(run, RULES[name], ROWS, "cpu")
