@@ -65,6 +65,10 @@ def batches(routing: Routing, tokens: int, seed: int = 0) -> Iterator[Batch]:
     yield Batch("odd", among(ODD, shape), bias([0.0, 0.25, -8.0]), True)
     worst = bias([0.0, -math.inf, -8.0, math.nan])
     yield Batch("odd corrections", among(NUMBERS, shape), worst, True)
+    if routing.correction:  # nobody may stand in for experts that nothing speaks for
+        for number in (-8.0, -math.inf):
+            lowered = torch.full(shape[1:], number)
+            yield Batch(f"corrections of {number}", among(NUMBERS, shape), lowered, True)
     for number in (0.0, -math.inf, math.inf, math.nan, -200.0):
         yield Batch(f"all {number}", torch.full(shape, number), bias([0.0]), True)
     yield Batch("random", normal, small, by_logits)
@@ -77,7 +81,7 @@ def batches(routing: Routing, tokens: int, seed: int = 0) -> Iterator[Batch]:
 
 
 def compare(got: Routed, wanted: Routed, *, exact: bool, what: str) -> None:
-    """Ids bit for bit, weights within ULPS; without `exact` one row in 1000 may choose otherwise."""
+    """Ids bit for bit, weights within ULPS; without `exact` a row in 1000 may choose otherwise."""
     assert got.ids.dtype == torch.int32
     assert got.weights.dtype == torch.float32
     same = (got.ids == wanted.ids).all(dim=1)
