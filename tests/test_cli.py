@@ -61,6 +61,20 @@ def test_bench_moe_fp8_on_three_ranks(weft_command):
     assert "fp8 + scales out" in out
 
 
+def test_bench_layer(weft_command, tmp_path):
+    small = ("bench", "layer", "--device", "cpu", "--ranks", "2", "--iters", "2", "--quiet")
+    path = tmp_path / "layer.json"
+    options = ("--model", "glm-4.5-air", "--tokens", "3", "--routing", "zipf:1.5")
+    code, out, err = weft_command(*small, *options, "--overlap", "none", "--out", str(path))
+    assert code == 0, err
+    assert "glm-4.5-air: 2 ranks" in out
+    written = json.loads(path.read_text())
+    assert [row["overlap"] for row in written["rows"]] == ["none"]
+    code, out, err = weft_command(*small, "--dtype", "fp4")
+    assert code == 1
+    assert "dtype is 'fp4'" in err
+
+
 class _Wrong(weft.AllToAll):
     """Spoils what rank 1 gets back, after some good rounds."""
 

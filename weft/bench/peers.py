@@ -10,6 +10,7 @@ from typing import Any
 
 from weft.bench.allreduce_cases import ReduceSettings
 from weft.bench.cases import Settings
+from weft.bench.layer_cases import LayerSettings
 from weft.errors import InvalidArgument
 
 # The records lie in the repository, not in the wheel; `--recorded` names another.
@@ -62,6 +63,22 @@ def matching_reduces(settings: ReduceSettings, path: Path | None = None) -> list
     return _matching(path, "allreduce", "us", wanted)
 
 
+def matching_layers(settings: LayerSettings, path: Path | None = None) -> list[Peer]:
+    """The same for whole layers: figures that others published, of as many experts on each rank.
+
+    They are of 8 ranks and FP8 experts, and count neither a router nor a shared expert, as far as
+    they say. On fewer ranks with as many experts each, an expert gets as many rows.
+    """
+    config = settings.config
+    wanted = {
+        "hidden": config.hidden,
+        "intermediate": config.intermediate,
+        "top_k": config.routing.top_k,
+        "local_experts": config.routing.num_experts / settings.ranks,
+    }
+    return _matching(path, "layers", "us", wanted)
+
+
 def _matching(path: Path | None, section: str, times: str, wanted: dict[str, Any]) -> list[Peer]:
     """The records of a section whose sizes are those wanted."""
     if path is None and not RECORDS.is_file():
@@ -72,8 +89,8 @@ def _matching(path: Path | None, section: str, times: str, wanted: dict[str, Any
             Peer(
                 library=record["library"],
                 us={int(tokens): float(us) for tokens, us in record[times].items()},
-                machine=found["machine"],
-                date=found["date"],
+                machine=record.get("machine", found["machine"]),
+                date=record.get("date", found["date"]),
             )
             for record in found[section]
             if all(record[name] == value for name, value in wanted.items())

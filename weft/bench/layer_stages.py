@@ -1,0 +1,115 @@
+"""Where a layer's time goes: its parts, each timed alone on one round's rows.
+
+Alone, a part finds its predecessor's rows in the caches as they are left by itself, and no launch
+of a neighbour hides its own: the parts add up to more than the layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+
+from weft.bench.clock import Phases, measure, measure_call
+from weft.bench.layer_cases import LayerSettings
+from weft.bench.layer_trial import LayerTrial
+from weft.memory import Group
+from weft.moe import ExpertWeights, MoE
+from weft.moe.products import layout_of, make
+from weft.ops.grouping import ExpertGroups
+from weft.ops.received import Received
+
+GATHER_SCATTER = "gather + scatter"  # a scatter needs a gather before it
+STAGES = (
+    *("route", "dispatch", "combine", "pair"),
+    *("experts", "gather", GATHER_SCATTER, "up", "gating", "down", "shared"),
+)
+
+
+def measure_stages(
+    group: Group,
+    settings: LayerSettings,
+    trial: LayerTrial,
+    layer: MoE,
+    weights: ExpertWeights,
+) -> dict[str, list[float]]:
+    """us of each part by the names of STAGES, one for each sample of this rank. Collective.
+
+    pair: dispatch and combine back to back; their split has events between, which cost some us.
+    experts: all between dispatch and combine as the layer does it; gather to down are its parts, of
+    bf16 experts alone.
+    """
+    times: dict[str, list[float]] = {}
+
+    def alone(name: str, call: Callable[[], object]) -> None:
+        samples, graph = settings.samples, settings.graph and layer.gemm != "loop"
+        times[name] = measure_call(group, call, samples=samples, graph=graph)[1]
+
+    alone("route", lambda: layer.route(trial.logits))
+    if trial.shared is not None:
+        shared = trial.shared
+        alone("shared", lambda: shared(trial.x))
+    exchange = layer.exchange
+    ids, scale = layer.route(trial.logits)
+
+    def dispatch() -> Received:
+        return exchange.dispatch(trial.x, ids, scale)
+
+    phases = Phases(dispatch, lambda: exchange.combine(out=trial.out))
+    found = measure(group, phases, samples=settings.samples, graph=settings.graph)
+    times |= {"dispatch": found.dispatch, "combine": found.combine, "pair": found.pair}
+    received = dispatch()
+    alone("experts", lambda: layer.experts(received))
+    if settings.dtype == "bf16":
+        with contextlib.closing(_groups(settings, layer)) as groups:
+            _inside(groups, layer, weights, received, alone)
+    exchange.combine(out=trial.out)
+    layer.check()
+    return times
+
+
+def _groups(settings: LayerSettings, layer: MoE) -> ExpertGroups:
+    """Groups of our own over the layer's exchange, as the layer has them."""
+    layout, align = layout_of(layer.gemm)
+    return ExpertGroups(layer.exchange, max_rows=settings.max_rows, align=align, layout=layout)
+
+
+def _inside(
+    groups: ExpertGroups,
+    layer: MoE,
+    weights: ExpertWeights,
+    received: Received,
+    alone: Callable[[str, Callable[[], object]], None],
+) -> None:
+    """The parts of `experts`, on the rows of one round."""
+    config = layer.config
+    grouped = groups.gather(received)
+    alone("gather", lambda: groups.gather(received))
+    x = grouped.x if grouped.x.dtype == config.dtype else grouped.x.to(config.dtype)
+    widest = max(2 * config.intermediate, config.hidden) if config.biased else 0
+    products = make(layer.gemm, x[..., 0].numel(), groups.num_local_experts, widest, x.new_empty(0))
+    used = products.begin(grouped)
+
+    def rows(columns: int) -> torch.Tensor:
+        # Zeros: rows that nobody has are multiplied, too, and must not be slower than others.
+        return x.new_zeros(*x.shape[:-1], columns)
+
+    h, act, y = rows(2 * config.intermediate), rows(config.intermediate), rows(config.hidden)
+    before, inner, after = (buffer[:used] for buffer in (h, act, y))
+
+    def up() -> torch.Tensor:
+        return products.multiply(x[:used], weights.gate_up, weights.gate_up_bias, before)
+
+    def down() -> torch.Tensor:
+        return products.multiply(inner, weights.down, weights.down_bias, after)
+
+    alone("up", up)
+    alone("gating", lambda: config.gating.apply(before, out=inner))
+    alone("down", down)
+
+    def regroup() -> None:
+        groups.gather(received)
+        groups.scatter(y)
+
+    alone(GATHER_SCATTER, regroup)

@@ -1,0 +1,119 @@
+"""Random experts, drawn on the device one by one: any rank can draw any of them again."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from weft.bench.layer_cases import FP8_BLOCK, LayerSettings
+from weft.moe import Expert, ExpertWeights, MoEConfig
+
+FP8_MAX = 448.0
+SHARED = -1  # the shared expert's number
+
+
+class Matrix(NamedTuple):
+    """A weight `[rows, columns]` as it is stored; scale: one float32 for each block, or None."""
+
+    values: torch.Tensor
+    scale: torch.Tensor | None
+
+    def wide(self) -> torch.Tensor:
+        """float32, the numbers that the stored ones stand for."""
+        if self.scale is None:
+            return self.values.float()
+        blocks = self.scale.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
+        return self.values.float() * blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One expert: two matrices, and biases where the config has them."""
+
+    gate_up: Matrix
+    down: Matrix
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+
+
+def draw(settings: LayerSettings, expert: int, device: torch.device) -> Drawn:
+    """Expert `expert` (or SHARED), equal for equal seeds on devices of one kind."""
+    config, shared = settings.config, expert == SHARED
+    generator = torch.Generator(device).manual_seed(settings.seed * 100_003 + expert + 1)
+    inner = config.shared if shared else config.intermediate
+
+    def normal(*shape: int, fan: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device) / math.sqrt(fan)
+
+    def matrix(rows: int, columns: int) -> Matrix:
+        numbers = normal(rows, columns, fan=columns)
+        if settings.dtype == "fp8" and not shared:
+            return quantize_blocks(numbers)
+        return Matrix(numbers.to(config.dtype), None)
+
+    gate_up, down = matrix(2 * inner, config.hidden), matrix(config.hidden, inner)
+    if not config.biased or shared:
+        return Drawn(gate_up, down, None, None)
+    wide, narrow = normal(2 * inner, fan=4), normal(config.hidden, fan=4)
+    return Drawn(gate_up, down, wide.to(config.dtype), narrow.to(config.dtype))
+
+
+def quantize_blocks(numbers: torch.Tensor) -> Matrix:
+    """float8_e4m3fn with one scale for 128 x 128 numbers: scale = amax / 448."""
+    rows, columns = (size // FP8_BLOCK for size in numbers.shape)
+    blocks = numbers.view(rows, FP8_BLOCK, columns, FP8_BLOCK)
+    scale = blocks.abs().amax(dim=(1, 3)) / FP8_MAX
+    scaled = blocks / scale[:, None, :, None]
+    return Matrix(scaled.to(torch.float8_e4m3fn).view_as(numbers), scale)
+
+
+def stack(settings: LayerSettings, local: tuple[int, ...], device: torch.device) -> ExpertWeights:
+    """A rank's experts as `weft.MoE` takes them; one is drawn at a time, into its place."""
+    parts: dict[str, torch.Tensor] = {}
+    for place, expert in enumerate(local):
+        for name, part in _parts(draw(settings, expert, device)).items():
+            if name not in parts:
+                shape = (len(local), *part.shape)
+                parts[name] = torch.empty(shape, dtype=part.dtype, device=device)
+            parts[name][place] = part
+    arguments: dict[str, Any] = parts
+    return ExpertWeights(**arguments)
+
+
+def shared_expert(settings: LayerSettings, device: torch.device) -> Expert | None:
+    """The shared expert in the config's dtype, where there is one."""
+    if not settings.config.shared:
+        return None
+    drawn = draw(settings, SHARED, device)
+    return Expert(drawn.gate_up.values, drawn.down.values)
+
+
+def expert_bytes(config: MoEConfig, dtype: str) -> int:
+    """Bytes of one expert's weights, scales and biases."""
+    hidden, inner = config.hidden, config.intermediate
+    numbers = 3 * hidden * inner
+    if dtype == "fp8":
+        return numbers + 4 * numbers // FP8_BLOCK**2
+    biases = 2 * inner + hidden if config.biased else 0
+    return (numbers + biases) * config.dtype.itemsize
+
+
+def shared_bytes(config: MoEConfig) -> int:
+    """Bytes of the shared expert's weights."""
+    return 3 * config.hidden * config.shared * config.dtype.itemsize
+
+
+def _parts(drawn: Drawn) -> dict[str, torch.Tensor]:
+    """By the names of ExpertWeights' fields, those that there are."""
+    named = {
+        "gate_up": drawn.gate_up.values,
+        "gate_up_scale": drawn.gate_up.scale,
+        "gate_up_bias": drawn.gate_up_bias,
+        "down": drawn.down.values,
+        "down_scale": drawn.down.scale,
+        "down_bias": drawn.down_bias,
+    }
+    return {name: part for name, part in named.items() if part is not None}

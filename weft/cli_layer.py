@@ -1,0 +1,84 @@
+"""The command of whole MoE layers: `weft bench layer`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weft.bench.cases import parse_tokens
+from weft.bench.layer_cases import LAYER_MODELS, WEIGHT_DTYPES
+from weft.cli_options import (
+    DEVICE,
+    ITERS,
+    chosen_device,
+    chosen_samples,
+    everyone,
+    stop_at,
+    wide_console,
+)
+from weft.moe.workspace import OVERLAPS
+
+_MODEL = f"{', '.join(LAYER_MODELS)}; on CPU ranks its rules with few numbers"
+_DTYPE = f"{', '.join(WEIGHT_DTYPES)}: the experts' weights"
+_TOKENS = "tokens per rank: 8,64,128 or 1..512 (doubling)"
+_OVERLAP = f"any of {', '.join(OVERLAPS)}, with commas; default: all"
+_ROUTING = "uniform, perfect, zipf or zipf:EXPONENT: what the logits make the router choose"
+_EXPERTS = "experts of the layer; 0: the model's. 128 on 4 ranks leave each as many as 256 on 8"
+_STAGES = "also time the parts of the layer, each alone"
+
+
+def bench_layer(
+    model: Annotated[str, typer.Option(help=_MODEL)] = "deepseek-v3",
+    dtype: Annotated[str, typer.Option(help=_DTYPE)] = "bf16",
+    tokens: Annotated[str, typer.Option(help=_TOKENS)] = "8,64,128",
+    overlap: Annotated[str, typer.Option(help=_OVERLAP)] = "",
+    routing: Annotated[str, typer.Option(help=_ROUTING)] = "uniform",
+    ranks: Annotated[int, typer.Option(help="ranks; 0: every GPU, or 4 on the CPU")] = 0,
+    device: Annotated[str, typer.Option(help=DEVICE)] = "auto",
+    experts: Annotated[int, typer.Option(help=_EXPERTS)] = 0,
+    shared: Annotated[bool, typer.Option(help="the model's shared expert")] = True,
+    gemm: Annotated[str, typer.Option(help="how the experts multiply, as in MoE")] = "auto",
+    max_rows: Annotated[int | None, typer.Option(help="as in MoE; default: worst case")] = None,
+    quantize: Annotated[str | None, typer.Option(help="as in MoE; fp8 experts: fp8")] = None,
+    combine_by: Annotated[str, typer.Option(help="as in MoE")] = "pull",
+    graph: Annotated[bool, typer.Option("--graph/--eager", help="CUDA graphs or calls")] = True,
+    stages: Annotated[bool, typer.Option("--stages", help=_STAGES)] = False,
+    iters: Annotated[int, typer.Option(help=ITERS)] = 0,
+    seed: Annotated[int, typer.Option(help="of weights, tokens and logits")] = 0,
+    out: Annotated[Path | None, typer.Option(help="write all samples here (JSON)")] = None,
+    quiet: Annotated[bool, typer.Option(help="no progress bar")] = False,
+) -> None:
+    """Time whole MoE layers, from router logits to output, after checking them."""
+    from weft.bench.layer import run
+    from weft.bench.layer_cases import LayerSettings
+    from weft.bench.layer_report import print_layer, write_layer_json
+    from weft.bench.peers import matching_layers
+
+    where = chosen_device(device)
+    settings = LayerSettings(
+        ranks=everyone(ranks, where),
+        device=where,
+        model=model,
+        tokens=parse_tokens(tokens),
+        overlaps=tuple(word for word in overlap.split(",") if word),
+        routing=routing,
+        dtype=dtype,
+        experts=experts or None,
+        shared=shared,
+        stages=stages,
+        gemm=gemm,
+        max_rows=max_rows,
+        quantize=quantize,
+        combine_by=combine_by,
+        graph=graph,
+        samples=chosen_samples(iters, where, graph=graph),
+        seed=seed,
+    )
+    peers = matching_layers(settings)
+    found = run(settings, quiet=quiet)
+    stop_at(found.problem)
+    print_layer(wide_console(), found, peers)
+    if out:
+        write_layer_json(out, found, peers)
