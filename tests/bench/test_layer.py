@@ -212,6 +212,19 @@ def test_what_is_wrong_is_said(ranks):
         assert "off the reference" in expert
 
 
+def test_the_reference_sees_rows_as_the_wire_brings_them():
+    group: Any = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"))
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    plain = LayerTrial(group, SETTINGS, None, 3)
+    assert plain._sent(x) is x
+    sent = LayerTrial(group, replace(SETTINGS, quantize="fp8"), None, 3)._sent(x)
+    assert sent.dtype == x.dtype
+    assert not torch.equal(sent, x)
+    blocks, found = x.view(3, 2, 128), sent.view(3, 2, 128)
+    largest = blocks.abs().argmax(dim=-1, keepdim=True)  # the scale makes these exact
+    assert torch.equal(found.gather(-1, largest), blocks.gather(-1, largest))
+
+
 def test_a_wrong_layer_is_not_timed(monkeypatch):
     monkeypatch.setattr(LayerTrial, "compare", lambda *_: "rank 9: wrong")
     settings = replace(SETTINGS, overlaps=("none",))
