@@ -18,7 +18,7 @@ from weft.cli_options import (
     stop_at,
     wide_console,
 )
-from weft.moe.workspace import OVERLAPS
+from weft.moe import OVERLAPS
 
 _MODEL = f"{', '.join(LAYER_MODELS)}; on CPU ranks its rules with few numbers"
 _DTYPE = f"{', '.join(WEIGHT_DTYPES)}: the experts' weights"
@@ -41,8 +41,10 @@ def bench_layer(
     shared: Annotated[bool, typer.Option(help="the model's shared expert")] = True,
     gemm: Annotated[str, typer.Option(help="how the experts multiply, as in MoE")] = "auto",
     max_rows: Annotated[int | None, typer.Option(help="as in MoE; default: worst case")] = None,
-    quantize: Annotated[str | None, typer.Option(help="as in MoE; fp8 experts: fp8")] = None,
-    combine_by: Annotated[str, typer.Option(help="as in MoE")] = "pull",
+    quantize: Annotated[
+        str | None, typer.Option(help="as in MoE; fp8 experts make FP8 rows")
+    ] = None,
+    combine_by: Annotated[str | None, typer.Option(help="as in MoE; default: its own")] = None,
     graph: Annotated[bool, typer.Option("--graph/--eager", help="CUDA graphs or calls")] = True,
     stages: Annotated[bool, typer.Option("--stages", help=_STAGES)] = False,
     iters: Annotated[int, typer.Option(help=ITERS)] = 0,

@@ -31,8 +31,7 @@ from weft.bench.layer_weights import draw, expert_bytes, quantize_blocks, shared
 from weft.bench.limits import layer_floor_us
 from weft.bench.peers import matching_layers
 from weft.errors import InvalidArgument, RankFailed
-from weft.moe import route
-from weft.moe.workspace import OVERLAPS
+from weft.moe import OVERLAPS, route
 
 SETTINGS = LayerSettings(
     ranks=2, device="cpu", model="deepseek-v3", tokens=(1, 6), overlaps=(), samples=3, seed=1
@@ -258,7 +257,7 @@ def test_a_new_word_of_the_layer_needs_no_change(monkeypatch):
         ({"dtype": "int4"}, "dtype is 'int4'"),
         ({"tokens": ()}, "nothing to measure"),
         ({"tokens": (0,)}, "nothing to measure"),
-        ({"overlaps": ("later",)}, "overlap is 'later'; this weft.MoE offers none, shared"),
+        ({"overlaps": ("later",)}, "overlap is 'later'; this weft.MoE offers none, "),
         ({"experts": 1}, "1 experts on 2 ranks"),
         ({"experts": 30}, "must divide them evenly"),
         ({"routing": "random"}, "routing is 'random'"),
@@ -281,5 +280,6 @@ def test_fp8_experts_take_fp8_rows(monkeypatch):
     monkeypatch.setattr(layer_cases, "fields", lambda _: names)
     settings = replace(SETTINGS, dtype="fp8")
     assert settings.wire == "fp8"
-    assert settings.moe_options("none", 6)["quantize"] == "fp8"
+    assert settings.moe_options("none", 6)["fp8"] is True
+    assert "fp8" not in SETTINGS.moe_options("none", 6)
     assert draw(settings, 0, torch.device("cpu")).gate_up.scale is not None

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from weft.errors import InvalidArgument
-from weft.moe import MODELS, ExpertWeights, MoEConfig, Routing
-from weft.moe.workspace import OVERLAPS
+from weft.moe import MODELS, OVERLAPS, ExpertWeights, MoEConfig, Routing
 
 LAYER_MODELS = ("deepseek-v3", "qwen3-30b-a3b", "glm-4.5-air", "gpt-oss-120b")
 WEIGHT_DTYPES = ("bf16", "fp8")
@@ -28,7 +27,7 @@ class LayerSettings:
     overlaps: words of `weft.MoE`; none: all that it offers, less those that this layer refuses.
     routing: "uniform", "perfect", "zipf" or "zipf:EXPONENT".
     shared: with the model's shared expert.   stages: also time the layer's parts.
-    gemm, max_rows, quantize, combine_by: as in MoE.   samples: timed samples per size.
+    gemm, max_rows, quantize, combine_by: as in MoE; None leaves the choice to it.   samples: timed samples per size.
     """
 
     ranks: int
@@ -44,7 +43,7 @@ class LayerSettings:
     gemm: str = "auto"
     max_rows: int | None = None
     quantize: str | None = None
-    combine_by: str = "pull"
+    combine_by: str | None = None
     graph: bool = True
     samples: int = 15
     seed: int = 0
@@ -114,15 +113,19 @@ class LayerSettings:
 
     def moe_options(self, overlap: str, tokens: int) -> dict[str, Any]:
         """What `weft.MoE` is built with, beside its weights."""
-        return {
+        options: dict[str, Any] = {
             "max_tokens": tokens,
             "overlap": overlap,
             "gemm": self.gemm,
             "max_rows": self.max_rows,
-            "quantize": self.wire,
-            "combine_by": self.combine_by,
+            "quantize": self.quantize,
             "timeout": 30.0,  # ranks that share cores may be late without being dead
         }
+        if self.combine_by is not None:
+            options["combine_by"] = self.combine_by
+        if self.dtype == "fp8":
+            options["fp8"] = True  # which makes FP8 of the tokens, too
+        return options
 
 
 def check_fp8(config: MoEConfig) -> None:

@@ -20,6 +20,7 @@ from weft.moe.products import layout_of, make
 from weft.ops.grouping import ExpertGroups
 from weft.ops.received import Received
 
+SPLIT = ("grouped", "padded", "loop")  # ways of MoE that weft.moe.products has
 GATHER_SCATTER = "gather + scatter"  # a scatter needs a gather before it
 STAGES = (
     *("route", "dispatch", "combine", "pair"),
@@ -37,8 +38,8 @@ def measure_stages(
     """us of each part by the names of STAGES, one for each sample of this rank. Collective.
 
     pair: dispatch and combine back to back; their split has events between, which cost some us.
-    experts: all between dispatch and combine as the layer does it; gather to down are its parts, of
-    bf16 experts alone.
+    experts: all between dispatch and combine as the layer does it; gather to down are its parts,
+    where it multiplies by one of SPLIT.
     """
     times: dict[str, list[float]] = {}
 
@@ -61,7 +62,7 @@ def measure_stages(
     times |= {"dispatch": found.dispatch, "combine": found.combine, "pair": found.pair}
     received = dispatch()
     alone("experts", lambda: layer.experts(received))
-    if settings.dtype == "bf16":
+    if layer.gemm in SPLIT:
         with contextlib.closing(_groups(settings, layer)) as groups:
             _inside(groups, layer, weights, received, alone)
     exchange.combine(out=trial.out)
