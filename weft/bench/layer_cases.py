@@ -27,7 +27,8 @@ class LayerSettings:
     overlaps: words of `weft.MoE`; none: all that it offers, less those that this layer refuses.
     routing: "uniform", "perfect", "zipf" or "zipf:EXPONENT".
     shared: with the model's shared expert.   stages: also time the layer's parts.
-    gemm, max_rows, quantize, combine_by: as in MoE; None leaves the choice to it.   samples: timed samples per size.
+    gemm, max_rows, quantize, combine_by: as in MoE; None leaves the choice to it.
+    samples: timed samples per size.
     """
 
     ranks: int
