@@ -105,7 +105,7 @@ class AllToAll(Placed):
         self._workspace = open_workspace(group, self._geometry, entries, seconds, _first_epoch)
         self.group, self.dtype, self.placement = group, dtype, self._geometry.placement
         self._rounds = Rounds(self._geometry, self._workspace, entries)
-        self._closed, self._halves, self._traced_tokens = False, halves, 0
+        self._closed, self._traced_tokens, self._build = False, 0, build
         self._order = torch.zeros(1, device=group.device)
         self._handle = library.register(self)
 
@@ -305,7 +305,7 @@ class AllToAll(Placed):
 
     def _check_halves(self, name: str) -> None:
         self._check_open()
-        if not self._halves:
+        if not self._build.halves:
             raise InvalidArgument(f"{name} of an all-to-all built without halves; pass halves=True")
 
     def _check_open(self) -> None:

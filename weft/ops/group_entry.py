@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from ctypes import c_uint64
+from collections.abc import Sequence
+from ctypes import c_uint32, c_uint64
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+from weft.errors import InvalidArgument
 from weft.jit import CudaModule, Launcher, compile_cubin, compile_shared, current_arch
 from weft.jit.args import decode, expected, table_source, verify
 from weft.ops.args import Site
@@ -21,6 +22,9 @@ TILE = 128  # tokens that one CTA counts
 COUNTING = 512  # threads of a CTA that counts: group_threads in kernels/group.cuh
 GATHERING = 512  # most threads of a CTA that copies rows
 SCATTERING = 256  # and of one that sums them
+SENDING = 256  # and of one that sums and sends them
+ALONE = 512  # threads of a sending CTA that is to have an SM for itself
+SEND_COLUMNS = 512  # of a row, that one warp sends: kernels/send.cuh
 IN_FLIGHT = 4  # vectors that a copying thread holds: vectors_in_flight in kernels/group_rows.cuh
 
 CPU_SOURCE = """\
@@ -29,19 +33,21 @@ CPU_SOURCE = """\
 constexpr weft::Shape S = {shape};
 constexpr weft::Grouping G = {grouping};
 {table}extern "C" void gather(const weft::GroupArgs* a) {{ weft::gather<S, G>(*a); }}
-extern "C" void scatter(const weft::GroupArgs* a) {{ weft::scatter<S, G>(*a); }}
 """
+CPU_DOOR = 'extern "C" void {name}(const weft::GroupArgs* a) {{ weft::{name}<S, G>(*a); }}\n'
 
 CUDA_SOURCE = """\
-#include <weft/kernels/group_rows.cuh>
+#include <weft/kernels/{file}.cuh>
 constexpr weft::Shape S = {shape};
 constexpr weft::Grouping G = {grouping};
 {table}extern "C" __global__ void __launch_bounds__({counting}, 2)
 group(const __grid_constant__ weft::GroupArgs a) {{ weft::group<S, G>(a); }}
 extern "C" __global__ void __launch_bounds__({gathering}, 2)
 gather(const __grid_constant__ weft::GroupArgs a) {{ weft::gather<S, G>(a); }}
-extern "C" __global__ void __launch_bounds__({scattering}, 4)
-scatter(const __grid_constant__ weft::GroupArgs a) {{ weft::scatter<S, G>(a); }}
+"""
+CUDA_DOOR = """\
+extern "C" __global__ void __launch_bounds__({threads}, {per_sm})
+{name}(const __grid_constant__ weft::GroupArgs a) {{ weft::{name}<S, G>(a); }}
 """
 
 CUDA_OPTIONS = ("-default-device",)
@@ -67,6 +73,8 @@ class GroupArgs(ctypes.Structure):
         ("before", c_uint64),
         ("arrived", c_uint64),
         ("y", c_uint64),
+        ("first", c_uint32),
+        ("end", c_uint32),
     )
 
 
@@ -106,7 +114,7 @@ class Grouping:
 
 
 class GroupEntries(Protocol):
-    """The two operations on one kind of device."""
+    """The operations on one kind of device."""
 
     def gather(self, args: GroupArgs) -> None:
         """Run, or enqueue, one gather."""
@@ -114,73 +122,114 @@ class GroupEntries(Protocol):
     def scatter(self, args: GroupArgs) -> None:
         """Run, or enqueue, one scatter."""
 
+    def send(self, args: GroupArgs, num_sms: int | None) -> None:
+        """Run, or enqueue, one send of some columns."""
+
     def close(self) -> None:
         """Give back what was loaded."""
 
 
-def cuda_source(shape: Shape, grouping: Grouping) -> str:
+def cuda_source(shape: Shape, grouping: Grouping, *, sends: bool = False) -> str:
     """The generated CUDA entry."""
-    return CUDA_SOURCE.format(
+    source = CUDA_SOURCE.format(
+        file="send" if sends else "group_rows",
         shape=shape.literal(),
         grouping=grouping.literal(),
         table=table_source(GroupArgs, "weft::GroupArgs", TABLE, device=True),
         counting=COUNTING,
         gathering=GATHERING,
-        scattering=SCATTERING,
     )
+    source += CUDA_DOOR.format(name="scatter", threads=SCATTERING, per_sm=4)
+    return source + (CUDA_DOOR.format(name="send", threads=ALONE, per_sm=1) if sends else "")
 
 
-def cpu_source(shape: Shape, grouping: Grouping) -> str:
+def cpu_source(shape: Shape, grouping: Grouping, *, sends: bool = False) -> str:
     """The generated C++ entry."""
-    return CPU_SOURCE.format(
+    source = CPU_SOURCE.format(
         shape=shape.literal(),
         grouping=grouping.literal(),
         table=table_source(GroupArgs, "weft::GroupArgs", TABLE, device=False),
     )
+    return source + "".join(CPU_DOOR.format(name=name) for name in _results(sends))
 
 
 def compile_cuda(
-    shape: Shape, grouping: Grouping, arch: str, *, options: Sequence[str] = ()
+    shape: Shape,
+    grouping: Grouping,
+    arch: str,
+    *,
+    sends: bool = False,
+    options: Sequence[str] = (),
+    defines: Sequence[str] = (),
 ) -> bytes:
-    """The cubin of the three kernels; needs no GPU. Raises CompileError showing the entry."""
+    """The cubin of the kernels; needs no GPU. Raises CompileError showing the entry."""
     return compile_cubin(
-        cuda_source(shape, grouping), name="group", arch=arch, options=(*CUDA_OPTIONS, *options)
+        cuda_source(shape, grouping, sends=sends),
+        name="group",
+        arch=arch,
+        options=(*CUDA_OPTIONS, *options),
+        defines=defines,
     )
 
 
 class CpuGroupEntries:
-    """Both operations as plain functions; they return when they are done."""
+    """The operations as plain functions; they return when they are done."""
 
-    def __init__(self, shape: Shape, grouping: Grouping) -> None:
-        library = compile_shared(cpu_source(shape, grouping), name="group", options=CPU_OPTIONS)
+    def __init__(
+        self, shape: Shape, grouping: Grouping, *, sends: bool, defines: Sequence[str]
+    ) -> None:
+        library = compile_shared(
+            cpu_source(shape, grouping, sends=sends),
+            name="group",
+            options=CPU_OPTIONS,
+            defines=defines,
+        )
         table = (c_uint64 * len(expected(GroupArgs))).in_dll(library, TABLE)
         verify(GroupArgs, list(table))
-        self._gather: Callable[..., None] = library.gather
-        self._scatter: Callable[..., None] = library.scatter
-        for function in (library.gather, library.scatter):
+        self._functions: dict[str, Any] = {}
+        for name in ("gather", *_results(sends)):
+            function = getattr(library, name)
             function.restype = None
             function.argtypes = (ctypes.POINTER(GroupArgs),)
+            self._functions[name] = function
 
     def gather(self, args: GroupArgs) -> None:
         """Run one gather to its end."""
-        self._gather(ctypes.byref(args))
+        self._functions["gather"](ctypes.byref(args))
 
     def scatter(self, args: GroupArgs) -> None:
         """Run one scatter to its end."""
-        self._scatter(ctypes.byref(args))
+        self._functions["scatter"](ctypes.byref(args))
+
+    def send(self, args: GroupArgs, num_sms: int | None) -> None:
+        """Run one send to its end."""
+        if num_sms is not None:
+            raise InvalidArgument(
+                f"num_sms={num_sms} on a CPU group; it limits GPU kernels: leave it out"
+            )
+        self._functions["send"](ctypes.byref(args))
 
     def close(self) -> None:
         """Nothing is held: the library stays loaded for the next object of these sizes."""
 
 
 class CudaGroupEntries:
-    """The three kernels on the current device, enqueued on the current stream.
+    """The kernels on the current device, enqueued on the current stream.
 
     Grids depend on sizes alone, never on what was received, so a captured call serves any routing.
     """
 
-    def __init__(self, shape: Shape, grouping: Grouping, *, programmatic: bool) -> None:
-        self._module = CudaModule(compile_cuda(shape, grouping, current_arch()), name="group")
+    def __init__(
+        self,
+        shape: Shape,
+        grouping: Grouping,
+        *,
+        programmatic: bool,
+        sends: bool,
+        defines: Sequence[str],
+    ) -> None:
+        image = compile_cuda(shape, grouping, current_arch(), sends=sends, defines=defines)
+        self._module = CudaModule(image, name="group")
         verify(GroupArgs, decode(self._module.global_bytes(TABLE)))
         self._group, self._launch_gather, self._launch_scatter = (
             Launcher(self._module.function(name), GroupArgs, programmatic=programmatic)
@@ -191,10 +240,18 @@ class CudaGroupEntries:
         self._tiles = grouping.tiles(shape)
         self._gather_threads = _threads(-(-copied // IN_FLIGHT), GATHERING)
         self._scatter_threads = _threads(summed, SCATTERING)
-        slots = shape.ranks * shape.tokens
+        self._slots, self._hidden = shape.ranks * shape.tokens, shape.hidden
         padding = grouping.groups * (grouping.align - 1)
-        self._gather_ctas = min(max(slots, padding), self._resident("gather", self._gather_threads))
-        self._scatter_ctas = min(slots, self._resident("scatter", self._scatter_threads))
+        self._gather_ctas = min(
+            max(self._slots, padding), self._resident("gather", self._gather_threads)
+        )
+        self._scatter_ctas = min(self._slots, self._resident("scatter", self._scatter_threads))
+        if sends:
+            function = self._module.function("send")
+            self._launch_whole = Launcher(function, GroupArgs, programmatic=programmatic)
+            # A part follows an event of another stream, and has no predecessor to overlap.
+            self._launch_part = Launcher(function, GroupArgs)
+            self._send_ctas = self._resident("send", SENDING)
 
     def gather(self, args: GroupArgs) -> None:
         """Enqueue one gather."""
@@ -207,6 +264,18 @@ class CudaGroupEntries:
         stream = current_stream(torch.cuda.current_device())
         self._launch_scatter(args, (self._scatter_ctas, 1, 1), self._scatter_threads, stream)
 
+    def send(self, args: GroupArgs, num_sms: int | None) -> None:
+        """Enqueue one send; a CTA fills no more than one SM, so `num_sms` of them no more SMs."""
+        available = torch.cuda.get_device_properties().multi_processor_count
+        if num_sms is not None and not 1 <= num_sms <= available:
+            raise InvalidArgument(f"num_sms is {num_sms}; this GPU has 1..{available}")
+        columns, stream = args.end - args.first, current_stream(torch.cuda.current_device())
+        warps = self._slots * -(-columns // SEND_COLUMNS)
+        launch = self._launch_whole if columns == self._hidden else self._launch_part
+        threads = SENDING if num_sms is None else ALONE
+        ctas = min(-(-warps * 32 // threads), num_sms or self._send_ctas)
+        launch(args, (ctas, 1, 1), threads, stream)
+
     def close(self) -> None:
         """Unload the module."""
         self._module.unload()
@@ -214,6 +283,11 @@ class CudaGroupEntries:
     def _resident(self, name: str, threads: int) -> int:
         sms = torch.cuda.get_device_properties().multi_processor_count
         return sms * max(1, self._module.occupancy(name, threads))
+
+
+def _results(sends: bool) -> tuple[str, ...]:
+    """The entries that take the experts' results."""
+    return ("scatter", "send") if sends else ("scatter",)
 
 
 def _vectors(row_bytes: int) -> int:

@@ -17,6 +17,7 @@ from weft.ops.group_entry import (
     Grouping,
 )
 from weft.ops.received import Received
+from weft.ops.sending import check_columns, check_sends
 
 
 class Buffers(NamedTuple):
@@ -75,11 +76,16 @@ class GroupRounds:
         shape, device = a2a._geometry.shape, a2a.group.device
         self._a2a, self._gathered = a2a, 0  # the round whose rows are grouped
         self._entries: GroupEntries | None = None
+        sends = grouping.packing != "sources" and shape.way != "pull" and a2a._build.halves
+        defines = a2a._build.defines
         if device.type == "cuda":
             with torch.cuda.device(device):
-                self._entries = CudaGroupEntries(shape, grouping, programmatic=programmatic)
+                self._entries = CudaGroupEntries(
+                    shape, grouping, programmatic=programmatic, sends=sends, defines=defines
+                )
         else:
-            self._entries = CpuGroupEntries(shape, grouping)
+            self._entries = CpuGroupEntries(shape, grouping, sends=sends, defines=defines)
+        self._sent = 0  # columns of this round's results that are away
         on_gpu = device.type == "cuda"
         self.buffers = b = Buffers.make(a2a, grouping, device, on_gpu=on_gpu)
         if on_gpu:
@@ -100,19 +106,36 @@ class GroupRounds:
                 "pass what its own dispatch returned, not a copy"
             )
         entries.gather(self._args)
-        self._gathered = self._a2a._rounds.number
+        self._gathered, self._sent = self._a2a._rounds.number, 0
 
     def scatter(self, y: torch.Tensor, shape: tuple[int, ...]) -> None:
         """Sum y, of `shape`, into the output rows of the tokens that were gathered."""
         entries = self._running("scatter")
-        if self._gathered != self._a2a._rounds.number:
-            raise OutOfOrder("scatter without a gather: gather what this round's dispatch brought")
-        a2a = self._a2a
-        check_tensor("y", y, shape=shape, dtypes=(a2a.dtype,), device=a2a.group.device)
-        check_alignment("y", y, a2a._geometry.shape.out_bytes)
-        self._args.y = y.data_ptr()
+        self._take(y, shape, "scatter")
         entries.scatter(self._args)
         self._gathered = 0
+
+    def send(
+        self,
+        y: torch.Tensor,
+        shape: tuple[int, ...],
+        columns: tuple[int, int] | None,
+        num_sms: int | None,
+    ) -> None:
+        """Sum columns of y, of `shape`, into the inboxes of the tokens' owners."""
+        entries, rounds = self._open("send"), self._a2a._rounds
+        check_sends(self._a2a)
+        hidden = self._a2a._geometry.shape.hidden
+        begun = self._gathered == rounds.number
+        first, end = check_columns(columns, hidden, self._sent if begun else 0)
+        rounds.expect_send(begun=first > 0)
+        self._take(y, shape, "send")
+        self._args.first, self._args.end = first, end
+        entries.send(self._args, num_sms)
+        self._sent = end
+        rounds.sent(all_columns=end == hidden)
+        if end == hidden:
+            self._gathered = 0
 
     def close(self) -> None:
         """Unload the kernels, once they have run."""
@@ -123,13 +146,26 @@ class GroupRounds:
         self._entries.close()
         self._entries = None
 
-    def _running(self, doing: str) -> GroupEntries:
+    def _take(self, y: torch.Tensor, shape: tuple[int, ...], doing: str) -> None:
+        """Check one result for each row of this round's gather, and where it is."""
+        if self._gathered != self._a2a._rounds.number:
+            raise OutOfOrder(f"{doing} without a gather: gather what this round's dispatch brought")
+        a2a = self._a2a
+        check_tensor("y", y, shape=shape, dtypes=(a2a.dtype,), device=a2a.group.device)
+        check_alignment("y", y, a2a._geometry.shape.out_bytes)
+        self._args.y = y.data_ptr()
+
+    def _open(self, doing: str) -> GroupEntries:
         if self._entries is None:
             raise OutOfOrder(f"{doing} after close: make a new one")
         self._a2a._check_running()
+        return self._entries
+
+    def _running(self, doing: str) -> GroupEntries:
+        entries = self._open(doing)
         if self._a2a._pending is None:
             raise OutOfOrder(f"{doing} outside of a round: call it after dispatch, before combine")
-        return self._entries
+        return entries
 
 
 def buffer_bytes(a2a: AllToAll, grouping: Grouping) -> int:

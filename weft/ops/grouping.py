@@ -158,6 +158,28 @@ class ExpertGroups:
         """
         self._rounds.scatter(y, self._y_shape)
 
+    def send(
+        self,
+        y: torch.Tensor,
+        *,
+        columns: tuple[int, int] | None = None,
+        num_sms: int | None = None,
+    ) -> None:
+        """Scatter and `combine_send` in one: every token's sum straight into its owner's inbox.
+
+        y: as in scatter, `[..., hidden]` also when a part of its columns is sent.
+        columns: (first, end), the next part, multiples of 128: while one is sent, a product in
+            another stream may make the next. Parts come in order and cover 0..hidden; the last one
+            tells the peers. The stream of the sends must be ordered behind what made the columns.
+        num_sms: SMs that the kernel may fill; default all.
+
+        Bits and sums are those of scatter, then `combine_send`; `output()` is not written, and
+        `combine_recv` is the next call. Needs `halves=True` and combine_by "push" or "fp8". Raises
+        InvalidArgument, OutOfOrder without a gather in this round or for a part that is not the
+        next one, and what broke the group.
+        """
+        self._rounds.send(y, self._y_shape, columns, num_sms)
+
     def close(self) -> None:
         """Unload the kernels; waits for this rank's own work. Idempotent."""
         self._rounds.close()

@@ -54,6 +54,7 @@ class Layout:
     planes: tuple[int, ...]
     pitches: tuple[int, ...]
     stats: int  # 0 where the Shape has none
+    returned: int  # 0 where rows are pulled
     outbox: int
     destinations: int
 
@@ -90,6 +91,7 @@ class Layout:
             planes=tuple(planes),
             pitches=tuple(pitches),
             stats=stats if shape.stats else 0,
+            returned=at if returned else 0,
             outbox=outbox,
             destinations=destinations,
         )
@@ -109,6 +111,7 @@ class Layout:
             ("outbox", self.outbox),
             ("destinations", self.destinations),
             ("stats", self.stats),
+            ("returned", self.returned),
         ]
         return rows + [(f"payload plane {p}", at) for p, at in enumerate(planes)]
 

@@ -64,22 +64,27 @@ template <Number N, u32 count> void read_block(float (&x)[count], const u8* row,
     for (u32 i = 0; i < count; ++i) x[i] = widen<N>(reinterpret_cast<const Bits<N>*>(row)[at + i]);
 }
 
-// One row as FP8: e4m3 numbers to `numbers`, a scale for each block to `scales`.
+// One block of a row as FP8: e4m3 numbers to `numbers`, its scale to `scales`.
+template <Quant quant, u32 columns>
+void quantize_block(const float (&x)[columns], u32 block, u8* numbers, u8* scales) {
+    const u32 amax = amax_bits_of(x);
+    const bool broken = amax >= infinity_bits;
+    if constexpr (quant == Quant::mxfp8) {
+        scales[block] = u8(mx_exponent(amax));
+        store_block(x, mx_inverse(scales[block]), broken, numbers + block * columns);
+    } else {
+        const BlockScale scale = block_scale(amax);
+        std::memcpy(scales + 4 * block, &scale.scale, 4);
+        store_block(x, scale.inverse, broken, numbers + block * columns);
+    }
+}
+
 template <Shape S, Quant quant> void quantize_row(const u8* row, u8* numbers, u8* scales) {
     constexpr u32 columns = quant == Quant::mxfp8 ? mx_columns : scale_columns;
     for (u32 block = 0; block < S.hidden / columns; ++block) {
         float x[columns];
         read_block<S.number>(x, row, block * columns);
-        const u32 amax = amax_bits_of(x);
-        const bool broken = amax >= infinity_bits;
-        if constexpr (quant == Quant::mxfp8) {
-            scales[block] = u8(mx_exponent(amax));
-            store_block(x, mx_inverse(scales[block]), broken, numbers + block * columns);
-        } else {
-            const BlockScale scale = block_scale(amax);
-            std::memcpy(scales + 4 * block, &scale.scale, 4);
-            store_block(x, scale.inverse, broken, numbers + block * columns);
-        }
+        quantize_block<quant>(x, block, numbers, scales);
     }
 }
 

@@ -22,7 +22,14 @@ template <Shape S> constexpr u64 stats_offset() {
         return WEFT_OFFSET(Share<S>, inbox) + WEFT_OFFSET(Inbox<S>, stats);
 }
 
-constexpr u32 places = 7 + max_planes;
+template <Shape S> constexpr u64 returned_offset() {
+    if constexpr (S.way == Way::pull)
+        return 0;
+    else
+        return WEFT_OFFSET(Share<S>, inbox) + WEFT_OFFSET(Inbox<S>, returned);
+}
+
+constexpr u32 places = 8 + max_planes;
 
 template <Shape S, u32 P = 0> WEFT_FN void measure_planes(Share<S>& share, u64* to) {
     if constexpr (P < S.planes) {
@@ -35,15 +42,16 @@ template <Shape S, u32 P = 0> WEFT_FN void measure_planes(Share<S>& share, u64* 
 // compiler's front end, these from its back end, and a broken compiler tells two stories.
 template <Shape S> WEFT_FN void measure(u64 base, u64* to) {
     Share<S>& share = *reinterpret_cast<Share<S>*>(base);
-    const u64 found[7] = {u64(&share + 1),
+    const u64 found[8] = {u64(&share + 1),
                           u64(&share.inbox.counts),
                           u64(&share.inbox.route),
                           u64(&share.inbox.route[0][1]) - u64(&share.inbox.route[0][0]) + base,
                           u64(&share.outbox),
                           u64(&share.destinations),
-                          S.stats == 0 ? base : u64(&share.inbox.stats)};
-    for (u32 i = 0; i < 7; ++i) to[i] = found[i] - base;
-    measure_planes<S>(share, to + 7);
+                          S.stats == 0 ? base : u64(&share.inbox.stats),
+                          S.way == Way::pull ? base : u64(&share.inbox.returned)};
+    for (u32 i = 0; i < 8; ++i) to[i] = found[i] - base;
+    measure_planes<S>(share, to + 8);
 }
 
 }  // namespace weft
@@ -109,6 +117,7 @@ template <Shape S> WEFT_FN void measure(u64 base, u64* to) {
         WEFT_OFFSET(weft::Share<S>, outbox),                                      \
         WEFT_OFFSET(weft::Share<S>, destinations),                                \
         weft::stats_offset<S>(),                                                  \
+        weft::returned_offset<S>(),                                               \
         weft::plane_offset<S, 0>(),                                               \
         weft::plane_offset<S, 1>(),                                               \
         weft::plane_offset<S, 2>(),                                               \

@@ -52,7 +52,8 @@ struct GroupArgs {
     i32* within;             // the same shape: its place among its group's entries in its tile
     u32* before;             // [ranks * tiles, groups] entries of the group in earlier tiles
     u32* arrived;            // CTAs that have counted their tile; 0 between calls
-    const void* y;           // [total, hidden] results, to scatter
+    const void* y;           // [total, hidden] results, to scatter or to send
+    u32 first, end;          // the columns of them that are sent
 };
 
 // More rows than the buffer holds: what fits is served, the rest is dropped and reported.

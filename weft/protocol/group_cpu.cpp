@@ -7,6 +7,7 @@
 namespace weft {
 
 constexpr u32 scatter_numbers = 256;  // of one partial sum: it stays in the first-level cache
+constexpr u32 send_numbers = 128;     // the same of rows on their way: a block of FP8
 
 // Calls visit(k, group, weight) for every entry of a token that has a group, in top-k order.
 template <Shape S, Grouping G, class Visit>
@@ -124,34 +125,80 @@ void add_weighted(float (&__restrict__ sum)[count], float weight,
     for (u32 i = 0; i < count; ++i) sum[i] += weight * widen<N>(from[i]);
 }
 
-// Numbers `at` .. `at` + count of the output row of one token.
+// Numbers `at` .. `at` + count of the sum of one token's rows, in top-k order.
 template <Shape S, Grouping G, u32 count>
-void sum_block(const GroupArgs& a, u32 source, u32 token, u32 at) {
-    using Element = Bits<S.number>;
-    Share<S>& own = mine<S>(a.site);
+void sum_block(const GroupArgs& a, u32 source, u32 token, u32 at, Bits<S.number> (&out)[count]) {
     const i32* position = a.position + (u64(source) * S.tokens + token) * entries_of(S, G);
     float sum[count] = {};
-    for_entries<S, G>(own.inbox, source, token, [&](u32 k, u32, float weight) {
+    for_entries<S, G>(mine<S>(a.site).inbox, source, token, [&](u32 k, u32, float weight) {
         if (position[k] < 0) return;
-        const Element* y = static_cast<const Element*>(a.y) + u64(position[k]) * S.hidden + at;
-        add_weighted<S.number>(sum, weight, y);
+        const u64 first = u64(position[k]) * S.hidden + at;
+        add_weighted<S.number>(sum, weight, static_cast<const Bits<S.number>*>(a.y) + first);
     });
-    Element* out = reinterpret_cast<Element*>(own.outbox.row[source][token]) + at;
     for (u32 i = 0; i < count; ++i) out[i] = narrow<S.number>(sum[i]);
+}
+
+// Calls visit(source, token) for every token that has an entry here.
+template <Shape S, Grouping G, class Visit> void for_carried(const Inbox<S>& inbox, Visit visit) {
+    for_tokens<S>(inbox, [&](u32 source, u32 token) {
+        bool carries = false;
+        for_entries<S, G>(inbox, source, token, [&](u32, u32, float) { carries = true; });
+        if (carries) visit(source, token);
+    });
 }
 
 template <Shape S, Grouping G> void scatter(const GroupArgs& a) {
     constexpr u32 rest = S.hidden % scatter_numbers, whole = S.hidden - rest;
-    const Share<S>& own = mine<S>(a.site);
+    Share<S>& own = mine<S>(a.site);
     if (own.header.turn.failed != 0) return;
-    for_tokens<S>(own.inbox, [&](u32 source, u32 token) {
-        bool carries = false;
-        for_entries<S, G>(own.inbox, source, token, [&](u32, u32, float) { carries = true; });
-        if (!carries) return;
+    for_carried<S, G>(own.inbox, [&](u32 source, u32 token) {
+        using Element = Bits<S.number>;
+        Element* out = reinterpret_cast<Element*>(own.outbox.row[source][token]);
         for (u32 at = 0; at < whole; at += scatter_numbers)
-            sum_block<S, G, scatter_numbers>(a, source, token, at);
-        if constexpr (rest != 0) sum_block<S, G, rest>(a, source, token, whole);
+            sum_block<S, G>(a, source, token, at,
+                            reinterpret_cast<Element(&)[scatter_numbers]>(out[at]));
+        if constexpr (rest != 0)
+            sum_block<S, G>(a, source, token, whole,
+                            reinterpret_cast<Element(&)[rest]>(out[whole]));
     });
+}
+
+// Numbers `at` .. `at` + count of one token's sum, to its owner, as the Shape's way has them.
+template <Shape S, Grouping G, u32 count>
+void send_block(const GroupArgs& a, u32 source, u32 token, u32 at) {
+    u8* to = share<S>(a.site, source).inbox.returned.row[a.site.rank][token];
+    Bits<S.number> sum[count];
+    sum_block<S, G>(a, source, token, at, sum);
+    if constexpr (S.way == Way::fp8) {
+        float x[count];
+        for (u32 i = 0; i < count; ++i) x[i] = widen<S.number>(sum[i]);
+        quantize_block<Quant::fp8>(x, at / count, to, to + S.hidden);
+    } else {
+        std::memcpy(to + u64(at) * S.element_bytes(), sum, sizeof sum);
+    }
+}
+
+// Columns first .. end of every token's sum, straight into the owner's inbox.
+template <Shape S, Grouping G> void send_columns(const GroupArgs& a, u32 first, u32 end) {
+    constexpr u32 rest = S.hidden % send_numbers;
+    for_carried<S, G>(mine<S>(a.site).inbox, [&](u32 source, u32 token) {
+        u32 at = first;
+        for (; at + send_numbers <= end; at += send_numbers)
+            send_block<S, G, send_numbers>(a, source, token, at);
+        if constexpr (rest != 0)
+            if (at < end) send_block<S, G, rest>(a, source, token, at);
+    });
+}
+
+// The last part tells the peers, for all parts.
+template <Shape S, Grouping G> void send(const GroupArgs& a) {
+    Header& header = mine<S>(a.site).header;
+    const Turn turn = header.turn;
+    if (turn.failed != 0) return;
+    if (a.first == 0) mark_start(Solo{}, header, Phase::combine, turn.epoch, now_ns());
+    if (fault(header, Point::combine_enter, a.site.rank, turn.epoch) == Action::stay_away) return;
+    send_columns<S, G>(a, a.first, a.end);
+    if (a.end == S.hidden) publish<S>(Solo{}, a.site, Phase::combine, turn.epoch, 0);
 }
 
 }  // namespace weft

@@ -1,0 +1,80 @@
+"""Rounds whose results come home in two ways, to be compared bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+import weft
+from tests.groups import settle
+from tests.rounds import Round
+from weft.ops.grouping import ExpertGroups, Grouped
+
+Return = Callable[[weft.AllToAll, ExpertGroups, torch.Tensor], None]
+PARTS = {"whole": 1, "three parts": 3}
+
+
+def make(group: weft.Group, case: Round, **options: object) -> weft.AllToAll:
+    sizes = {"max_tokens": 16, "top_k": case.top_k, "num_experts": case.experts}
+    sizes |= {"hidden": case.hidden, "halves": True}
+    return weft.AllToAll(group, dtype=case.dtype, **{**sizes, **options})  # type: ignore[arg-type]
+
+
+def results(groups: ExpertGroups, grouped: Grouped, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """What experts might answer; NaN in the rows that carry no token."""
+    d = grouped.x.device
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.randn(groups._y_shape, generator=generator).to(d, dtype)
+    return torch.where((grouped.slot >= 0)[..., None], y, torch.nan)
+
+
+def poison(a2a: weft.AllToAll) -> None:
+    """NaN wherever results come home."""
+    shape, at = a2a._geometry.shape, a2a._workspace
+    size = shape.ranks * shape.tokens * shape.returned_bytes
+    settle(a2a.group.device)
+    a2a.group.barrier()  # the peers' last rows are summed
+    at.heap.tensor((size,), torch.uint8, offset=a2a._geometry.layout.returned).fill_(0xFF)
+    a2a.output().fill_(float("nan"))
+    settle(a2a.group.device)
+    a2a.group.barrier()
+
+
+def round_trip(
+    a2a: weft.AllToAll, groups: ExpertGroups, case: Round, give_back: Return
+) -> torch.Tensor:
+    """One round; `give_back` brings y on its way."""
+    x, ids, weights, add = case.of(a2a.rank, a2a.group.device)
+    if a2a._geometry.shape.way != "pull":
+        poison(a2a)
+    grouped = groups.gather(a2a.dispatch(x, ids, weights))
+    give_back(a2a, groups, results(groups, grouped, case.seed + 31 * a2a.rank, case.dtype))
+    out = torch.full_like(x, float("nan"))
+    return a2a.combine_recv(out=out, add=add if case.add else None)
+
+
+def scattered(a2a: weft.AllToAll, groups: ExpertGroups, y: torch.Tensor) -> None:
+    """The way of two kernels."""
+    groups.scatter(y)
+    a2a.combine_send()
+
+
+def bounds(hidden: int, parts: int) -> list[tuple[int, int]]:
+    """Columns 0..hidden in so many parts, or fewer where they are too few."""
+    blocks = -(-hidden // 128)
+    edges = sorted({128 * (blocks * i // parts) for i in range(parts)} | {0}) + [hidden]
+    return list(zip(edges, edges[1:], strict=False))
+
+
+def sent_in(parts: int) -> Return:
+    """The way of `send`, in so many parts."""
+
+    def give_back(a2a: weft.AllToAll, groups: ExpertGroups, y: torch.Tensor) -> None:
+        if parts == 1:
+            groups.send(y)
+            return
+        for columns in bounds(y.shape[-1], parts):
+            groups.send(y, columns=columns)
+
+    return give_back

@@ -1,0 +1,45 @@
+"""What may be sent of experts' results, and in which parts: checks of `ExpertGroups.send`."""
+
+from __future__ import annotations
+
+from weft.errors import InvalidArgument, OutOfOrder
+from weft.ops.alltoall import AllToAll
+
+COLUMNS = 128  # parts begin at multiples of it: a block of FP8
+
+
+def check_sends(a2a: AllToAll) -> None:
+    """Raise InvalidArgument for an all-to-all whose experts' ranks cannot send by themselves."""
+    way = a2a._geometry.shape.way
+    if way == "pull":
+        raise InvalidArgument(
+            "send on an all-to-all with combine_by='pull', whose owners fetch the rows: build it "
+            "with combine_by='push' or 'fp8', or use scatter"
+        )
+    if not a2a._build.halves:
+        raise InvalidArgument("send on an all-to-all built without halves; pass halves=True")
+
+
+def check_columns(columns: tuple[int, int] | None, hidden: int, sent: int) -> tuple[int, int]:
+    """The columns of this send: all of them, or the next part.
+
+    sent: columns that earlier parts of this round took.
+
+    Raises InvalidArgument for what is no part of a row, OutOfOrder for a part that is not the next.
+    """
+    if columns is None:
+        columns = (0, hidden)
+    numbers = isinstance(columns, tuple) and len(columns) == 2
+    if not numbers or any(type(column) is not int for column in columns):
+        raise InvalidArgument(f"columns is {columns!r}; it must be two integers, (first, end)")
+    first, end = columns
+    if not 0 <= first < end <= hidden or first % COLUMNS or (end % COLUMNS and end != hidden):
+        raise InvalidArgument(
+            f"columns is {columns}; a part of 0..{hidden} begins and ends at multiples of {COLUMNS}"
+        )
+    if first != sent:
+        raise OutOfOrder(
+            f"columns is {columns}, and columns 0..{sent} of this round have been sent: parts come "
+            f"in order, the next begins at {sent}"
+        )
+    return first, end
