@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 
 import torch
@@ -12,7 +13,6 @@ from tests.rounds import Round
 from weft.ops.grouping import ExpertGroups, Grouped
 
 Return = Callable[[weft.AllToAll, ExpertGroups, torch.Tensor], None]
-PARTS = {"whole": 1, "three parts": 3}
 
 
 def make(group: weft.Group, case: Round, **options: object) -> weft.AllToAll:
@@ -32,11 +32,11 @@ def results(groups: ExpertGroups, grouped: Grouped, seed: int, dtype: torch.dtyp
 def poison(a2a: weft.AllToAll) -> None:
     """NaN wherever results come home."""
     shape, at = a2a._geometry.shape, a2a._workspace
-    size = shape.ranks * shape.tokens * shape.returned_bytes
+    size = shape.returned_rows * shape.returned_bytes
     settle(a2a.group.device)
     a2a.group.barrier()  # the peers' last rows are summed
     at.heap.tensor((size,), torch.uint8, offset=a2a._geometry.layout.returned).fill_(0xFF)
-    a2a.output().fill_(float("nan"))
+    at.output.fill_(float("nan"))
     settle(a2a.group.device)
     a2a.group.barrier()
 
@@ -58,6 +58,17 @@ def scattered(a2a: weft.AllToAll, groups: ExpertGroups, y: torch.Tensor) -> None
     """The way of two kernels."""
     groups.scatter(y)
     a2a.combine_send()
+
+
+def stored_at_homes(a2a: weft.AllToAll, groups: ExpertGroups, y: torch.Tensor) -> None:
+    """What a kernel of the caller's does that stores its rows at their homes."""
+    home, rows = groups._grouped.home, y.view(-1, y.shape[-1])
+    assert home is not None
+    size = y.shape[-1] * y.element_size()
+    for row, address in enumerate(home.flatten().tolist()):
+        if address:
+            ctypes.memmove(address, rows[row].data_ptr(), size)
+    groups.sent()
 
 
 def bounds(hidden: int, parts: int) -> list[tuple[int, int]]:

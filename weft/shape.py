@@ -15,7 +15,7 @@ MAX_PLANES = 8
 MAX_RANKS = 32
 MAX_TOP_K = 32
 FP8_BLOCK = 128  # columns that share a scale
-WAYS = ("pull", "push", "fp8")
+WAYS = ("pull", "push", "fp8", "choices")
 QUANTS = ("none", "fp8", "mxfp8")
 
 NUMBERS: Mapping[torch.dtype, str] = {
@@ -33,7 +33,7 @@ class Shape:
     top_k: experts per token, 1..32.              experts: experts of the whole layer.
     hidden, number: elements and type of a combine row ("bf16", "fp16", "fp32").
     row_bytes: bytes of one token's row, for each payload tensor (1..8 of them).
-    way: how combine's rows come home: "pull", "push" or "fp8".
+    way: how combine's rows come home: "pull", "push", "fp8" or "choices".
     quant: what dispatch makes of the first payload: "none", "fp8" or "mxfp8".
     mapped: experts lie where a table says instead of in contiguous blocks.
     stats: numbers that each rank tells all ranks with its tokens, 0..2^20.
@@ -113,9 +113,14 @@ class Shape:
         """Bytes of a row that is pushed home; 0 where rows are pulled."""
         if self.way == "pull":
             return 0
-        if self.way == "push":
+        if self.way in ("push", "choices"):
             return self.out_bytes
         return -(-(self.hidden + self.hidden // FP8_BLOCK * 4) // 16) * 16
+
+    @property
+    def returned_rows(self) -> int:
+        """Rows that have a place of their own at their owner: of each rank, or of each choice."""
+        return self.tokens * (self.top_k if self.way == "choices" else self.ranks)
 
     @property
     def slots(self) -> int:

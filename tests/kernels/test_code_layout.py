@@ -37,7 +37,9 @@ def stored_by(code: str, kernel: str, array: str) -> dict[int, int]:
     return {int(at or 0) // 8: int(known.get(value, value)) for at, value in stores}
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", "three ranks, odd rows", "statistics, pushed"])
+@pytest.mark.parametrize(
+    "name", ["deepseek-v3", "three ranks, odd rows", "statistics, pushed", "choices"]
+)
 def test_code_agrees_with_constants(name):
     layout = Layout.of(SHAPES[name])
     stored = stored_by(ptx(cuda_source(SHAPES[name], 1)), "weft_measure", "weft_measured")

@@ -20,6 +20,8 @@ SHAPES = {
     "pushed": Shape(8, 128, 8, 256, 7168, "bf16", (14336,), way="push"),
     "fp8 both ways": Shape(8, 128, 8, 256, 7168, "bf16", (7168, 224), way="fp8", quant="fp8"),
     "mxfp8 of fp32": Shape(8, 128, 8, 256, 7168, "fp32", (7168, 224), quant="mxfp8"),
+    "choices": Shape(8, 128, 8, 256, 7168, "bf16", (14336,), way="choices"),
+    "choices, odd": Shape(3, 33, 9, 18, 264, "fp16", (528, 20, 7), way="choices", stats=3),
     "32 ranks, mapped": Shape(32, 16, 32, 61, 512, "fp32", (2048,), mapped=True),
     "statistics, pulled": Shape(8, 2048, 8, 256, 7168, "bf16", (14336,), stats=256),
     "statistics, pushed": Shape(8, 128, 8, 256, 7168, "bf16", (14336,), way="fp8", stats=7),

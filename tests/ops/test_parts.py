@@ -29,6 +29,8 @@ from weft.shape import Shape
         Shape(32, 32, 9, 32, 16, "bf16", (32,), stats=7),
         Shape(3, 5, 2, 9, 256, "bf16", (512, 4), way="fp8", stats=64),
         Shape(2, 5, 2, 9, 256, "bf16", (512,), way="push", stats=1),
+        Shape(2, 32, 2, 9, 256, "bf16", (512,), way="choices"),
+        Shape(3, 33, 9, 18, 264, "fp16", (528, 20, 7), way="choices", stats=3),
     ],
 )
 def test_python_and_cpp_agree_on_the_layout(shape):

@@ -9,7 +9,7 @@ import weft
 from tests.groups import settle
 from tests.ops.test_failures import COMBINE_ENTER, JITTER, STAY_AWAY, plan_fault
 from tests.rounds import Round, bits
-from tests.sending import PARTS, make, results, round_trip, scattered, sent_in
+from tests.sending import make, results, round_trip, scattered, sent_in, stored_at_homes
 from weft.errors import InvalidArgument, OutOfOrder, PeerTimeout, TokenOverflow
 from weft.ops.grouping import Compactor, ExpertGroups
 
@@ -33,33 +33,51 @@ GROUPS: dict[str, dict[str, object]] = {
 
 
 def same_bits(group: weft.Group, way: str, names: list[str], options: dict[str, object]) -> None:
+    """Rounds that are sent, against those of another all-to-all that are scattered."""
+    returns = {"whole": sent_in(1), "three parts": sent_in(3)}
+    if way == "choices" and group.device.type == "cpu":
+        returns["stored"] = stored_at_homes
+    beside = "fp8" if way == "fp8" else "pull"
     for case in (CASES[name] for name in names):
-        with make(group, case, combine_by=way, **options) as a2a:
+        with (
+            make(group, case, combine_by=way, **options) as a2a,
+            make(group, case, combine_by=beside, **options) as plain,
+        ):
             wide = case.top_k < 16 and case.router != "holes"
             for option in list(GROUPS.values())[: 1 if wide else None]:
-                groups = ExpertGroups(a2a, **option)  # type: ignore[arg-type]
+                groups, others = ExpertGroups(a2a, **option), ExpertGroups(plain, **option)  # type: ignore[arg-type]
                 for seed in range(2):
                     turned = case.tokens[seed:] + case.tokens[:seed]
                     now = case.next(seed=seed, tokens=turned)
-                    wanted = round_trip(a2a, groups, now, scattered)
-                    for parts in PARTS.values():
-                        got = round_trip(a2a, groups, now, sent_in(parts))
-                        assert torch.equal(bits(got), bits(wanted))
+                    wanted = round_trip(plain, others, now, scattered)
+                    for name, give_back in returns.items():
+                        got = round_trip(a2a, groups, now, give_back)
+                        assert torch.equal(bits(got), bits(wanted)), (case, option, name)
                 groups.close()
-            settle(group.device)
-            try:
-                a2a.check()
-            except TokenOverflow:
-                assert case.tokens != (0, 0, 0)
+                others.close()
+                settle(group.device)
+                same_refusals(a2a, plain)
+
+
+def same_refusals(*exchanges: weft.AllToAll) -> None:
+    """Too few rows are reported on both or on none."""
+    texts = []
+    for a2a in exchanges:
+        texts.append("")
+        try:
+            a2a.check()
+        except TokenOverflow as error:
+            texts[-1] = str(error).split(" (")[0]
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", ["push", "fp8"])
+@pytest.mark.parametrize("way", ["push", "fp8", "choices"])
 def test_sums_that_are_sent_have_the_bits_of_scatter(ranks, kind, way):
     ranks(3, kind)(same_bits, way, list(CASES), {})
 
 
-@pytest.mark.parametrize("way", ["push", "fp8"])
+@pytest.mark.parametrize("way", ["push", "choices"])
 def test_experts_where_a_map_says(ranks, way):
     options = {"expert_map": [2, 0, 0, 1, 2, 0, 2, 2, 1, 0, 0, 0, 2, 2, 1, 0]}
     ranks(3, "threads")(same_bits, way, ["holes"], options)
@@ -70,12 +88,14 @@ def test_experts_where_a_map_says(ranks, way):
 def odd_rows(group: weft.Group) -> None:
     """Rows that are no whole number of parts, or of warps."""
     case = Round(tokens=(9, 16), hidden=264)
-    with make(group, case, combine_by="push") as a2a:
-        groups = ExpertGroups(a2a)
-        wanted = round_trip(a2a, groups, case, scattered)
-        for parts in (1, 2, 3):
-            got = round_trip(a2a, groups, case, sent_in(parts))
-            assert torch.equal(bits(got), bits(wanted))
+    with make(group, case, combine_by="pull") as plain:
+        wanted = round_trip(plain, ExpertGroups(plain), case, scattered)
+    for way in ("push", "choices"):
+        with make(group, case, combine_by=way) as a2a:
+            groups = ExpertGroups(a2a)
+            for parts in (1, 2, 3):
+                got = round_trip(a2a, groups, case, sent_in(parts))
+                assert torch.equal(bits(got), bits(wanted))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,7 +107,7 @@ def refusals(group: weft.Group) -> None:
     case = Round(tokens=(4, 4), hidden=512)
     x, ids, weights, _ = case.of(group.rank, group.device)
     for options, words in (
-        ({"combine_by": "pull"}, "combine_by='push' or 'fp8'"),
+        ({"combine_by": "pull"}, "combine_by='push', 'fp8' or 'choices'"),
         ({"combine_by": "push", "halves": False}, "halves=True"),
     ):
         with make(group, case, **options) as a2a:
@@ -229,3 +249,86 @@ def captured(group: weft.Group, way: str) -> None:
 @pytest.mark.parametrize("way", ["push", "fp8"])
 def test_a_captured_round_by_columns(ranks, way):
     ranks(2, "cuda")(captured, way)
+
+
+def own_homes(group: weft.Group) -> None:
+    """What is refused where choices come home, and what a home is."""
+    case = Round(tokens=(4, 9), hidden=256, top_k=3)
+    x, ids, weights, add = case.of(group.rank, group.device)
+    y_shape = (group.size, 16, case.hidden)
+    with make(group, case, combine_by="choices", halves=False) as a2a:
+        for call in (a2a.output, lambda: Compactor(a2a)):
+            with pytest.raises(InvalidArgument, match="combine_by='choices'"):
+                call()
+        groups = ExpertGroups(a2a)
+        assert ExpertGroups.memory_bytes(a2a) == groups._rounds.buffers.bytes()
+        grouped = groups.gather(a2a.dispatch(x, ids, weights))
+        y = results(groups, grouped, 1, a2a.dtype)
+        with pytest.raises(InvalidArgument, match="scatter on an all-to-all with"):
+            groups.scatter(y)
+        for refused in (lambda: groups.send(y), groups.sent):
+            with pytest.raises(InvalidArgument, match="halves=True"):
+                refused()
+        with pytest.raises(InvalidArgument, match="goes to its home"):
+            a2a.combine(torch.zeros(y_shape, dtype=a2a.dtype, device=group.device))
+        home = grouped.home
+        assert home is not None
+        settle(group.device)
+        assert torch.equal(home != 0, grouped.slot >= 0)
+        used = home[home != 0]
+        assert used.unique().numel() == used.numel()
+        at, rows = a2a._workspace.site, a2a._geometry.shape.returned_rows
+        place = used - at.base - a2a._geometry.layout.returned
+        owner = torch.div(place, at.stride, rounding_mode="floor")
+        assert torch.equal(owner, grouped.slot[home != 0].long() // a2a.max_tokens)
+        within = (place - owner * at.stride) // (2 * case.hidden)
+        assert bool(((within >= 0) & (within < rows)).all())
+        a2a.combine()
+    with make(group, case, combine_by="push") as a2a:
+        groups = ExpertGroups(a2a)
+        grouped = groups.gather(a2a.dispatch(x, ids, weights))
+        assert grouped.home is None
+        with pytest.raises(InvalidArgument, match="no homes to store rows at"):
+            groups.sent()
+        groups.send(results(groups, grouped, 1, a2a.dtype))
+        a2a.combine_recv()
+    with make(group, case, combine_by="choices") as a2a:
+        groups = ExpertGroups(a2a)
+        a2a.dispatch(x, ids, weights)
+        with pytest.raises(OutOfOrder, match="sent without a gather"):
+            groups.sent()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_homes(ranks, kind):
+    ranks(2, kind)(own_homes)
+
+
+def changed(group: weft.Group) -> None:
+    """The caller's ids and weights may change once dispatch has read them."""
+    case = Round(tokens=(16, 9), hidden=256)
+    x, ids, weights, _ = case.of(group.rank, group.device)
+    outs = []
+    with make(group, case, combine_by="choices") as a2a:
+        groups = ExpertGroups(a2a)
+        for spoils in (False, True):
+            mine, scale = ids.clone(), weights.clone()
+            grouped = groups.gather(a2a.dispatch(x, mine, scale))
+            if spoils:
+                mine.fill_(-1)
+                scale.fill_(float("nan"))
+            groups.send(results(groups, grouped, 3, a2a.dtype))
+            outs.append(a2a.combine_recv())
+        # Fewer tokens than before: the device's own count says so, and the rest is zero.
+        count = torch.tensor([3], dtype=torch.int32, device=group.device)
+        grouped = groups.gather(a2a.dispatch(x, ids, weights, num_tokens=count))
+        groups.send(results(groups, grouped, 3, a2a.dtype))
+        few = a2a.combine_recv()
+    assert torch.equal(bits(outs[0]), bits(outs[1]))
+    assert bool(few[:3].any())
+    assert not bool(few[3:].any())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_choices_are_kept_from_dispatch(ranks, kind):
+    ranks(2, kind)(changed)

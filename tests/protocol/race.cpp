@@ -76,20 +76,39 @@ static u64 wrong_words(const Site& site, u64 round) {
     return wrong;
 }
 
-static void write_outputs(const Site& site) {
+static void write_row(u8* row, u32 token) {
+    for (u32 i = 0; i < S.hidden; ++i) reinterpret_cast<float*>(row)[i] = float(token + 1);
+}
+
+// Choices go to their homes one by one, as whatever kernel made them would store them.
+template <Shape S> static void write_outputs(const Site& site) {
     Share<S>& own = mine<S>(site);
     for (u32 source = 0; source < S.ranks; ++source)
         for (u32 t = 0; t < S.tokens; ++t) {
-            float* row = reinterpret_cast<float*>(own.outbox.row[source][t]);
-            for (u32 i = 0; i < S.hidden; ++i) row[i] = float(t + 1);
+            if constexpr (S.way == Way::choices) {
+                for (u32 k = 0; k < S.top_k; ++k)
+                    if (own.inbox.route[source][t].expert[k] >= 0)
+                        write_row(share<S>(site, source).inbox.returned.row[t][k], t);
+            } else {
+                write_row(own.outbox.row[source][t], t);
+            }
         }
+}
+
+// Rows that a token's sum is made of: one of each rank, or one of each choice.
+template <Shape S> static u32 rows_of(const Site& site, u32 token) {
+    const Share<S>& own = mine<S>(site);
+    u32 rows = u32(__builtin_popcount(own.destinations[token]));
+    if constexpr (S.way == Way::choices)
+        if (rows != 0)
+            for (u32 k = rows = 0; k < S.top_k; ++k) rows += own.choices.rank[token][k] < S.ranks;
+    return rows;
 }
 
 static u64 wrong_sums(const Site& site, const std::vector<float>& out, u32 tokens) {
     u64 wrong = 0;
     for (u32 t = 0; t < tokens; ++t) {
-        const float expected =
-            float(t + 1) * float(__builtin_popcount(mine<S>(site).destinations[t]));
+        const float expected = float(t + 1) * float(rows_of<S>(site, t));
         // A block of equal numbers is exact in FP8 but for the rounding of its scale.
         for (u32 i = 0; i < S.hidden; ++i)
             wrong += std::abs(out[t * S.hidden + i] - expected) > 1e-5f * expected;
@@ -129,7 +148,7 @@ static void run_rank(Job& job, u32 rank, u64& wrong) {
             dispatch<S>(sending);
         }
         wrong += wrong_words(site, round);
-        write_outputs(site);
+        write_outputs<S>(site);
         const CombineArgs returning{
             .site = site, .out = out.data(), .add = nullptr, .tokens = tokens, .reserved = 0};
         if constexpr (HALVES) {

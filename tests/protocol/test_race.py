@@ -31,7 +31,7 @@ def test_no_race_with_ranks_as_threads():
     assert "3000 rounds of 4 ranks: 0 wrong words" in text
 
 
-@pytest.mark.parametrize("way", ["pull", "push", "fp8"])
+@pytest.mark.parametrize("way", ["pull", "push", "fp8", "choices"])
 @pytest.mark.parametrize(("group", "halves"), [(1, 1), (4, 1), (9, 0)])
 def test_no_race_in_other_groups_ways_and_halves(way, group, halves):
     choice = (f"-DRANKS={group}", f"-DWAY={way}", f"-DHALVES={halves}")
@@ -40,7 +40,7 @@ def test_no_race_in_other_groups_ways_and_halves(way, group, halves):
     assert f"400 rounds of {group} ranks: 0 wrong words" in text
 
 
-@pytest.mark.parametrize("way", ["push", "fp8"])
+@pytest.mark.parametrize("way", ["push", "fp8", "choices"])
 def test_a_weakened_release_of_pushed_rows_is_reported(way):
     choice = (f"-DWAY={way}", "-DWEFT_WEAK_FLAGS=1")
     status, text = run(f"race-weak-{way}", *SANITIZED, *choice, rounds=300)

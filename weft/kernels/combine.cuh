@@ -1,8 +1,10 @@
 // Combine: every token's rows come home from the ranks whose experts made them, and are summed in
-// rank order. Two ways, fixed by the Shape: the owner pulls rows out of its peers' outboxes once
+// rank order. The way is fixed by the Shape: the owner pulls rows out of its peers' outboxes once
 // they are ready, or the experts' ranks push them, as they are or as block-scaled FP8, into the
-// owner's inbox. One launch either way, or two halves.
+// owner's inbox; or each expert's row is there already, and the owner weighs it (choices.cuh). One
+// launch either way, or two halves.
 #pragma once
+#include <weft/kernels/choices.cuh>
 #include <weft/kernels/push.cuh>
 
 namespace weft {
@@ -94,7 +96,10 @@ WEFT_FN bool receive_rows(const Block& team, const CombineArgs& a, const Turn& t
     while (token < a.tokens) {
         const u32 next = token + gridDim.x,
                   next_destinations = next < a.tokens ? own.destinations[next] : 0;
-        reduce_token<S, rank>(team, a, token, destinations);
+        if constexpr (S.way == Way::choices)
+            reduce_choices<S>(team, a, token, destinations);
+        else
+            reduce_token<S, rank>(team, a, token, destinations);
         token = next;
         destinations = next_destinations;
     }
@@ -102,10 +107,11 @@ WEFT_FN bool receive_rows(const Block& team, const CombineArgs& a, const Turn& t
 }
 
 // Tells the peers that their rows are there: in their inboxes, or in my outbox to be pulled.
+// Choices have been stored by earlier kernels.
 template <Shape S>
 WEFT_FN void send_rows(const Block& team, const CombineArgs& a, const Turn& turn) {
     bool publishes = team.first();
-    if constexpr (S.way != Way::pull) {
+    if constexpr (S.way == Way::push || S.way == Way::fp8) {
         push_rows<S>(team, a.site);
         publishes = team.last_of(&mine<S>(a.site).header.arrived);
     }

@@ -143,6 +143,17 @@ template <Number N> WEFT_FN void add_vector(float (&sum)[numbers_in_vector(N)], 
     }
 }
 
+// sum[i] += weight * the numbers of one 16-byte vector, each product rounded as well: the same bits
+// as on a CPU, and as two operations in torch.
+template <Number N>
+WEFT_FN void add_weighted(float (&sum)[numbers_in_vector(N)], float weight, uint4 v) {
+    float value[numbers_in_vector(N)] = {};
+    add_vector<N>(value, v);
+#pragma unroll
+    for (u32 i = 0; i < numbers_in_vector(N); ++i)
+        sum[i] = __fadd_rn(sum[i], __fmul_rn(weight, value[i]));
+}
+
 // Rounds once, to nearest even.
 template <Number N> WEFT_FN uint4 round_vector(const float (&sum)[numbers_in_vector(N)]) {
     u32 word[4];

@@ -92,6 +92,12 @@ WEFT_FN void send_route(const DispatchArgs& a, u32 token, u32 lane, const Routin
     if (r.id >= 0 && (same & ((1u << lane) - 1u)) != 0)
         refuse_duplicate(own.header, a.site, token, lane, r.id);
     if (lane == 0) own.destinations[token] = r.destinations;
+    if constexpr (S.way == Way::choices) {
+        if (lane < S.top_k) {
+            own.choices.rank[token][lane] = r.rank;
+            own.choices.weight[token][lane] = r.weight;
+        }
+    }
 }
 
 template <Shape S>

@@ -94,7 +94,10 @@ WEFT_FN void count_tile(const Block& team, const GroupArgs& a, Scratch<S, G>& sc
 // Every row begins as nobody's; gather writes over those that somebody has.
 template <Shape S, Grouping G> WEFT_FN void blank_rows(const Block& team, const GroupArgs& a) {
     const u32 first = blockIdx.x * team.lanes() + team.lane(), step = gridDim.x * team.lanes();
-    for (u32 row = first; row < G.total(); row += step) a.slot[row] = -1;
+    for (u32 row = first; row < G.total(); row += step) {
+        a.slot[row] = -1;
+        if constexpr (S.way == Way::choices) a.home[row] = 0;
+    }
     for (u32 i = first; i < G.total() * weights_of(S, G); i += step) {
         a.weight[i] = 0.0f;
         if constexpr (G.packing == Packing::sources) a.ids[i] = -1;

@@ -73,6 +73,8 @@ WEFT_FN void label_rows(const GroupArgs& a, Slot at, u32 k, const Entry& entry, 
     const u32 slot = at.source * S.tokens + at.token;
     if (k < entries) a.position[u64(slot) * entries + k] = row;
     if (row >= 0) a.slot[row] = i32(slot);
+    if constexpr (S.way == Way::choices)
+        if (row >= 0) a.home[row] = i64(home_of<S>(a.site, at.source, at.token, k));
     if constexpr (G.packing == Packing::sources) {
         const Route<S>& route = mine<S>(a.site).inbox.route[at.source][at.token];
         const i32 only = __shfl_sync(all_lanes, row, 0), id = k < S.top_k ? route.expert[k] : -1;
@@ -131,6 +133,17 @@ template <Shape S, Grouping G> WEFT_FN void pad_groups(const Block& team, const 
     }
 }
 
+// Entries that got no row count as zero: their owner must not read what an earlier round left
+// there.
+template <Shape S>
+WEFT_FN void zero_homes(const Block& team, const GroupArgs& a, Slot at, u32 missing) {
+    for (; missing != 0; missing &= missing - 1) {
+        u8* home = home_of<S>(a.site, at.source, at.token, __ffs(missing) - 1);
+        for (u32 v = team.lane(); v < S.out_bytes() / 16; v += team.lanes())
+            store(reinterpret_cast<uint4*>(home) + v, uint4{});
+    }
+}
+
 template <Shape S, Grouping G> WEFT_FN void gather(const GroupArgs& a) {
     const Block team;
     wait_for_predecessor();
@@ -144,19 +157,11 @@ template <Shape S, Grouping G> WEFT_FN void gather(const GroupArgs& a) {
         const i32 row = place_entry<S, G>(a, at, k, entry.group);
         if (team.warp() == 0) label_rows<S, G>(a, at, k, entry, row);
         copy_planes<S, 0>(team, a, at, row, __ballot_sync(all_lanes, row >= 0));
+        if constexpr (S.way == Way::choices)
+            zero_homes<S>(team, a, at,
+                          __ballot_sync(all_lanes, entry.group != no_group && row < 0));
     }
     pad_groups<S, G>(team, a);
-}
-
-// sum[i] += weight * the numbers of one 16-byte vector, each product rounded as well: the same bits
-// as on a CPU, and as two operations in torch.
-template <Number N>
-WEFT_FN void add_weighted(float (&sum)[numbers_in_vector(N)], float weight, uint4 v) {
-    float value[numbers_in_vector(N)] = {};
-    add_vector<N>(value, v);
-#pragma unroll
-    for (u32 i = 0; i < numbers_in_vector(N); ++i)
-        sum[i] = __fadd_rn(sum[i], __fmul_rn(weight, value[i]));
 }
 
 // The output row of one token: its rows of y that the lanes in `wanted` name, in their order. Two

@@ -1,7 +1,7 @@
 // Experts' results straight home: `scatter` and the pushing half of combine in one kernel. A warp
 // takes 512 columns of one token at a time, sums its rows of y and stores the sum into the inbox of
-// the token's owner, with no trip through the outbox. A launch sends all columns, or a part of
-// them.
+// the token's owner, with no trip through the outbox; where choices come home one by one, it copies
+// the rows. A launch sends all columns, or a part of them.
 #pragma once
 #include <weft/kernels/group_rows.cuh>
 #include <weft/kernels/quant.cuh>
@@ -100,17 +100,44 @@ WEFT_FN void save_fp8(const Strip<S>& strip, const uint4 (&v)[Strip<S>::vectors]
               block.scale);
 }
 
+// Each row by itself, to the place of its choice. Two are loaded before the first is stored.
+template <Shape S>
+WEFT_FN void copy_rows(const Strip<S>& strip, const GroupArgs& a, const Delivery& d, u32 left) {
+    while (left != 0) {
+        uint4 data[2][Strip<S>::vectors];
+        u32 choice[2] = {warp_lanes, warp_lanes};
+#pragma unroll
+        for (u32 i = 0; i < 2; ++i) {
+            const u32 k = (__ffs(left) - 1) % warp_lanes;
+            const u64 row = u64(u32(__shfl_sync(all_lanes, d.row, k)));
+            if (left == 0) continue;
+            strip.load(data[i], a.y, row);
+            choice[i] = k;
+            left &= left - 1;
+        }
+#pragma unroll
+        for (u32 i = 0; i < 2; ++i)
+            if (choice[i] < warp_lanes)
+                strip.save(data[i], home_of<S>(a.site, d.at.source, d.at.token, choice[i]));
+    }
+}
+
+// What a token's experts made here, to its owner.
 template <Shape S>
 WEFT_FN void deliver(const GroupArgs& a, const Delivery& d, u32 first, u32 end, u32 lane) {
     const Strip<S> strip{first + d.piece * Strip<S>::warp_vectors, end, lane};
     const u32 wanted = __ballot_sync(all_lanes, d.row >= 0);
-    u8* to = share<S>(a.site, d.at.source).inbox.returned.row[a.site.rank][d.at.token];
-    uint4 out[Strip<S>::vectors];
-    sum_strip<S>(strip, a.y, d, wanted, out);
-    if constexpr (S.way == Way::fp8)
-        save_fp8<S>(strip, out, to);
-    else
-        strip.save(out, to);
+    if constexpr (S.way == Way::choices) {
+        copy_rows<S>(strip, a, d, wanted);
+    } else {
+        u8* to = share<S>(a.site, d.at.source).inbox.returned.row[a.site.rank][d.at.token];
+        uint4 out[Strip<S>::vectors];
+        sum_strip<S>(strip, a.y, d, wanted, out);
+        if constexpr (S.way == Way::fp8)
+            save_fp8<S>(strip, out, to);
+        else
+            strip.save(out, to);
+    }
 }
 
 // Columns first .. end of all tokens. Indices of the next strip are loaded before this one is sent.

@@ -132,6 +132,11 @@ class LayerWorkspace:
         if self.options.overlap not in OVERLAPS:
             words = ", ".join(map(repr, OVERLAPS))
             raise InvalidArgument(f"overlap is {self.options.overlap!r}; choose one of {words}")
+        if self.options.combine_by == "choices":
+            raise InvalidArgument(
+                "combine_by is 'choices', and a layer sums its experts' rows before they go home: "
+                "choose 'pull', 'push' or 'fp8'"
+            )
         config = self.config
         return choose(self.options.gemm, self.group.device, config.dtype, config.intermediate)
 

@@ -41,7 +41,8 @@ class AllToAll(Placed):
         dispatch takes the first payload as x `[tokens, hidden]` of dtype and delivers FP8 numbers
         and scales, quantised on the way.
     combine_by: "pull": owners read peers' rows (exact, the default); "push": the experts' ranks
-        write them home (exact); "fp8": they write them as FP8 with a scale for 128 columns.
+        write them home (exact); "fp8": they write them as FP8 with a scale for 128 columns;
+        "choices": every expert's row comes home by itself, weighed there (exact, `ExpertGroups`).
     halves: also build `dispatch_send` .. `combine_recv`.
     stats: int32 numbers of its own that each rank tells all ranks in every dispatch; default none.
     num_sms: SMs that the kernels may fill; default all. Up to 32, the bulk copy engine moves rows.
@@ -156,9 +157,14 @@ class AllToAll(Placed):
         Row `[s, t]` must hold the sum over this rank's experts of token t of source s, weighted by
         the received weights; rows whose ids are all -1 are never read. Write it between dispatch
         and combine only: from combine until the next dispatch has returned (on a GPU: has run in
-        the stream) peers may still be reading it.
+        the stream) peers may still be reading it. There is none with combine_by="choices".
         """
         self._check_open()
+        if self._geometry.shape.way == "choices":
+            raise InvalidArgument(
+                "output() of an all-to-all with combine_by='choices': every row goes to its home "
+                "by itself, see ExpertGroups"
+            )
         return self._workspace.output
 
     def combine(

@@ -160,6 +160,7 @@ class CudaEntries:
     def _plan(self, name: str, tokens: int) -> Plan:
         """The launch of an operation on so many tokens; found once, kept."""
         shape, out_vectors = self._shape, self._shape.out_bytes // 16
+        pushes = shape.way in ("push", "fp8")
 
         def per_sm(threads: int) -> int:
             return self._module.occupancy(name, threads, shared=self._shared[name])
@@ -167,11 +168,11 @@ class CudaEntries:
         if self._few:
             threads = doors(halves=False, few=True)[name].threads
             found = Plan(workers=self._sms, chunks=1, threads=threads)
-        elif name == "dispatch_receive" or (name == "combine_send" and shape.way == "pull"):
+        elif name == "dispatch_receive" or (name == "combine_send" and not pushes):
             found = Plan(workers=1, chunks=1, threads=64)  # flags only
         elif name.startswith("dispatch"):
             found = plan_dispatch(tokens, self._in_vectors, sms=self._sms, per_sm=per_sm)
-        elif shape.way == "pull" or name == "combine_receive":
+        elif not pushes or name == "combine_receive":
             found = plan_combine(tokens, out_vectors, sms=self._sms, per_sm=per_sm)
         else:
             found = self._plan_push(tokens, per_sm)

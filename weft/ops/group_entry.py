@@ -75,6 +75,7 @@ class GroupArgs(ctypes.Structure):
         ("y", c_uint64),
         ("first", c_uint32),
         ("end", c_uint32),
+        ("home", c_uint64),
     )
 
 
@@ -139,8 +140,11 @@ def cuda_source(shape: Shape, grouping: Grouping, *, sends: bool = False) -> str
         counting=COUNTING,
         gathering=GATHERING,
     )
-    source += CUDA_DOOR.format(name="scatter", threads=SCATTERING, per_sm=4)
-    return source + (CUDA_DOOR.format(name="send", threads=ALONE, per_sm=1) if sends else "")
+    bounds = {"scatter": (SCATTERING, 4), "send": (ALONE, 1)}
+    for name in results(shape, sends):
+        threads, per_sm = bounds[name]
+        source += CUDA_DOOR.format(name=name, threads=threads, per_sm=per_sm)
+    return source
 
 
 def cpu_source(shape: Shape, grouping: Grouping, *, sends: bool = False) -> str:
@@ -150,7 +154,7 @@ def cpu_source(shape: Shape, grouping: Grouping, *, sends: bool = False) -> str:
         grouping=grouping.literal(),
         table=table_source(GroupArgs, "weft::GroupArgs", TABLE, device=False),
     )
-    return source + "".join(CPU_DOOR.format(name=name) for name in _results(sends))
+    return source + "".join(CPU_DOOR.format(name=name) for name in results(shape, sends))
 
 
 def compile_cuda(
@@ -187,7 +191,7 @@ class CpuGroupEntries:
         table = (c_uint64 * len(expected(GroupArgs))).in_dll(library, TABLE)
         verify(GroupArgs, list(table))
         self._functions: dict[str, Any] = {}
-        for name in ("gather", *_results(sends)):
+        for name in ("gather", *results(shape, sends)):
             function = getattr(library, name)
             function.restype = None
             function.argtypes = (ctypes.POINTER(GroupArgs),)
@@ -231,10 +235,10 @@ class CudaGroupEntries:
         image = compile_cuda(shape, grouping, current_arch(), sends=sends, defines=defines)
         self._module = CudaModule(image, name="group")
         verify(GroupArgs, decode(self._module.global_bytes(TABLE)))
-        self._group, self._launch_gather, self._launch_scatter = (
-            Launcher(self._module.function(name), GroupArgs, programmatic=programmatic)
-            for name in ("group", "gather", "scatter")
-        )
+        self._launchers = {
+            name: Launcher(self._module.function(name), GroupArgs, programmatic=programmatic)
+            for name in ("group", "gather", *results(shape, sends))
+        }
         copied = max(_vectors(size) for size in shape.row_bytes)
         summed = shape.out_bytes // 16
         self._tiles = grouping.tiles(shape)
@@ -245,24 +249,25 @@ class CudaGroupEntries:
         self._gather_ctas = min(
             max(self._slots, padding), self._resident("gather", self._gather_threads)
         )
-        self._scatter_ctas = min(self._slots, self._resident("scatter", self._scatter_threads))
+        if "scatter" in self._launchers:
+            self._scatter_ctas = min(self._slots, self._resident("scatter", self._scatter_threads))
         if sends:
-            function = self._module.function("send")
-            self._launch_whole = Launcher(function, GroupArgs, programmatic=programmatic)
             # A part follows an event of another stream, and has no predecessor to overlap.
-            self._launch_part = Launcher(function, GroupArgs)
+            self._launchers["part"] = Launcher(self._module.function("send"), GroupArgs)
             self._send_ctas = self._resident("send", SENDING)
 
     def gather(self, args: GroupArgs) -> None:
         """Enqueue one gather."""
         stream = current_stream(torch.cuda.current_device())
-        self._group(args, (self._tiles, 1, 1), COUNTING, stream)
-        self._launch_gather(args, (self._gather_ctas, 1, 1), self._gather_threads, stream)
+        self._launchers["group"](args, (self._tiles, 1, 1), COUNTING, stream)
+        grid = (self._gather_ctas, 1, 1)
+        self._launchers["gather"](args, grid, self._gather_threads, stream)
 
     def scatter(self, args: GroupArgs) -> None:
         """Enqueue one scatter."""
         stream = current_stream(torch.cuda.current_device())
-        self._launch_scatter(args, (self._scatter_ctas, 1, 1), self._scatter_threads, stream)
+        grid = (self._scatter_ctas, 1, 1)
+        self._launchers["scatter"](args, grid, self._scatter_threads, stream)
 
     def send(self, args: GroupArgs, num_sms: int | None) -> None:
         """Enqueue one send; a CTA fills no more than one SM, so `num_sms` of them no more SMs."""
@@ -271,10 +276,10 @@ class CudaGroupEntries:
             raise InvalidArgument(f"num_sms is {num_sms}; this GPU has 1..{available}")
         columns, stream = args.end - args.first, current_stream(torch.cuda.current_device())
         warps = self._slots * -(-columns // SEND_COLUMNS)
-        launch = self._launch_whole if columns == self._hidden else self._launch_part
+        name = "send" if columns == self._hidden else "part"
         threads = SENDING if num_sms is None else ALONE
         ctas = min(-(-warps * 32 // threads), num_sms or self._send_ctas)
-        launch(args, (ctas, 1, 1), threads, stream)
+        self._launchers[name](args, (ctas, 1, 1), threads, stream)
 
     def close(self) -> None:
         """Unload the module."""
@@ -285,9 +290,10 @@ class CudaGroupEntries:
         return sms * max(1, self._module.occupancy(name, threads))
 
 
-def _results(sends: bool) -> tuple[str, ...]:
-    """The entries that take the experts' results."""
-    return ("scatter", "send") if sends else ("scatter",)
+def results(shape: Shape, sends: bool) -> tuple[str, ...]:
+    """The entries that take the experts' results. Choices are not scattered: they have homes."""
+    scatter = () if shape.way == "choices" else ("scatter",)
+    return (*scatter, "send") if sends else scatter
 
 
 def _vectors(row_bytes: int) -> int:

@@ -17,7 +17,7 @@ from weft.ops.group_entry import (
     Grouping,
 )
 from weft.ops.received import Received
-from weft.ops.sending import check_columns, check_sends
+from weft.ops.sending import check_columns, check_homes, check_scatters, check_sends
 
 
 class Buffers(NamedTuple):
@@ -33,6 +33,7 @@ class Buffers(NamedTuple):
     within: torch.Tensor
     before: torch.Tensor
     arrived: torch.Tensor
+    home: torch.Tensor
 
     @classmethod
     def make(
@@ -60,6 +61,7 @@ class Buffers(NamedTuple):
             within=zeros(*(entries if on_gpu else (0,))),
             before=zeros(grouping.tiles(shape) if on_gpu else 0, grouping.groups),
             arrived=zeros(1),
+            home=zeros(total if shape.way == "choices" else 0, dtype=torch.int64),
         )
 
     def bytes(self) -> int:
@@ -111,6 +113,7 @@ class GroupRounds:
     def scatter(self, y: torch.Tensor, shape: tuple[int, ...]) -> None:
         """Sum y, of `shape`, into the output rows of the tokens that were gathered."""
         entries = self._running("scatter")
+        check_scatters(self._a2a)
         self._take(y, shape, "scatter")
         entries.scatter(self._args)
         self._gathered = 0
@@ -122,7 +125,7 @@ class GroupRounds:
         columns: tuple[int, int] | None,
         num_sms: int | None,
     ) -> None:
-        """Sum columns of y, of `shape`, into the inboxes of the tokens' owners."""
+        """Bring columns of y, of `shape`, to the inboxes of the tokens' owners."""
         entries, rounds = self._open("send"), self._a2a._rounds
         check_sends(self._a2a)
         hidden = self._a2a._geometry.shape.hidden
@@ -137,6 +140,15 @@ class GroupRounds:
         if end == hidden:
             self._gathered = 0
 
+    def sent(self) -> None:
+        """Tell the peers that what the last gather grouped is at its homes."""
+        self._running("sent")
+        check_sends(self._a2a)
+        check_homes(self._a2a)
+        self._check_gathered("sent")
+        self._a2a.combine_send()
+        self._gathered = 0
+
     def close(self) -> None:
         """Unload the kernels, once they have run."""
         if self._entries is None:
@@ -148,12 +160,15 @@ class GroupRounds:
 
     def _take(self, y: torch.Tensor, shape: tuple[int, ...], doing: str) -> None:
         """Check one result for each row of this round's gather, and where it is."""
-        if self._gathered != self._a2a._rounds.number:
-            raise OutOfOrder(f"{doing} without a gather: gather what this round's dispatch brought")
+        self._check_gathered(doing)
         a2a = self._a2a
         check_tensor("y", y, shape=shape, dtypes=(a2a.dtype,), device=a2a.group.device)
         check_alignment("y", y, a2a._geometry.shape.out_bytes)
         self._args.y = y.data_ptr()
+
+    def _check_gathered(self, doing: str) -> None:
+        if self._gathered != self._a2a._rounds.number:
+            raise OutOfOrder(f"{doing} without a gather: gather what this round's dispatch brought")
 
     def _open(self, doing: str) -> GroupEntries:
         if self._entries is None:

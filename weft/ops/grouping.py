@@ -19,6 +19,7 @@ from weft.ops.alltoall import AllToAll
 from weft.ops.group_entry import MAX_GROUPS, Grouping
 from weft.ops.group_rounds import GroupRounds, buffer_bytes
 from weft.ops.received import Received
+from weft.ops.sending import check_scatters
 
 Layout = Literal["contiguous", "masked"]
 MAX_ALIGN = 1 << 16
@@ -39,6 +40,9 @@ class Grouped:
     counts: int32 `[local_experts]`, rows that carry a token.
     slot: int32 `[*R]`, `source * max_tokens + token`; -1 where a row carries none.
     weight: float32 `[*R]`, the token's weight for this expert; 0 where a row carries none.
+    home: with combine_by="choices": int64 `[*R]`, the address in this process of the place that the
+        row's result has at its owner, `[hidden]` of the all-to-all's dtype in 16-byte vectors; 0
+        where a row carries none. Whatever kernel makes the result may store it there.
     """
 
     rows: tuple[torch.Tensor, ...]
@@ -46,6 +50,7 @@ class Grouped:
     counts: torch.Tensor
     slot: torch.Tensor
     weight: torch.Tensor
+    home: torch.Tensor | None = None
 
     @property
     def x(self) -> torch.Tensor:
@@ -123,6 +128,7 @@ class ExpertGroups:
             counts=buffers.counts[:experts],
             slot=buffers.slot[:size].view(shape),
             weight=buffers.weight[:size].view(shape),
+            home=buffers.home[:size].view(shape) if buffers.home.numel() else None,
         )
 
     @staticmethod
@@ -165,7 +171,8 @@ class ExpertGroups:
         columns: tuple[int, int] | None = None,
         num_sms: int | None = None,
     ) -> None:
-        """Scatter and `combine_send` in one: every token's sum straight into its owner's inbox.
+        """Scatter and `combine_send` in one: every token's sum straight into its owner's inbox, or
+        with combine_by="choices" every row to its home.
 
         y: as in scatter, `[..., hidden]` also when a part of its columns is sent.
         columns: (first, end), the next part, multiples of 128: while one is sent, a product in
@@ -173,12 +180,21 @@ class ExpertGroups:
             tells the peers. The stream of the sends must be ordered behind what made the columns.
         num_sms: SMs that the kernel may fill; default all.
 
-        Bits and sums are those of scatter, then `combine_send`; `output()` is not written, and
-        `combine_recv` is the next call. Needs `halves=True` and combine_by "push" or "fp8". Raises
+        Bits are those of scatter, then `combine_send`; `output()` is not written, and
+        `combine_recv` is the next call. Needs `halves=True` and rows that are not pulled. Raises
         InvalidArgument, OutOfOrder without a gather in this round or for a part that is not the
         next one, and what broke the group.
         """
         self._rounds.send(y, self._y_shape, columns, num_sms)
+
+    def sent(self) -> None:
+        """Tell the peers that every result has been stored at its `Grouped.home`.
+
+        For kernels that store their rows there themselves, before this call in the stream; then
+        `combine_recv` follows. (`combine` is both in one.) Needs `halves=True` and
+        combine_by="choices". Raises InvalidArgument, OutOfOrder, and what broke the group.
+        """
+        self._rounds.sent()
 
     def close(self) -> None:
         """Unload the kernels; waits for this rank's own work. Idempotent."""
@@ -188,10 +204,12 @@ class ExpertGroups:
 class Compactor:
     """Pack the rows that carry a token, per source, and put results back into their slots.
 
-    What ExpertGroups says of memory, graphs and errors holds; there is room for every token.
+    What ExpertGroups says of memory, graphs and errors holds; there is room for every token. It
+    needs an `output()`, so it refuses an all-to-all with combine_by="choices".
     """
 
     def __init__(self, a2a: AllToAll, *, programmatic_launch: bool = True) -> None:
+        check_scatters(a2a)
         grouping = _by_source(a2a)
         self._rounds = GroupRounds(a2a, grouping, programmatic_launch)
         shape = (grouping.groups, grouping.rows)

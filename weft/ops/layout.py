@@ -63,9 +63,9 @@ class Layout:
         """The layout of a Shape.
 
         In order: header, inbox (flags, counts, routes, payload planes, returned rows, stats),
-        outbox, destinations.
+        outbox, destinations, choices.
         """
-        slots = shape.ranks * shape.tokens
+        slots, chosen = shape.ranks * shape.tokens, shape.way == "choices"
         counts = HEADER_BYTES + 2 * _up(8 * shape.ranks)
         route = counts + _up(4 * shape.ranks)
         route_bytes = 8 * shape.slots
@@ -77,14 +77,16 @@ class Layout:
             pitches.append(pitch)
             at += _up(slots * pitch)
         # An empty struct takes one line of its own, or of the empty one before it: the end of the
-        # recursion over planes; rows that are not pushed; statistics that nobody has.
+        # recursion over planes; rows that are not pushed; statistics that nobody has; the outbox of
+        # choices. One at the end takes a byte.
         at += LINE
-        returned = _up(slots * shape.returned_bytes)
+        returned = _up(shape.returned_rows * shape.returned_bytes)
         stats = at + (returned or LINE)
         outbox = stats + _up(4 * shape.ranks * shape.stats) if shape.stats else at + returned + LINE
-        destinations = outbox + _up(slots * shape.out_bytes)
+        destinations = outbox + (LINE if chosen else _up(slots * shape.out_bytes))
+        end = destinations + 4 * shape.tokens
         return cls(
-            share_bytes=destinations + _up(4 * shape.tokens),
+            share_bytes=_up(_up(end) + 8 * shape.tokens * shape.slots) if chosen else _up(end + 1),
             counts=counts,
             route=route,
             route_bytes=route_bytes,

@@ -10,7 +10,7 @@ from enum import Enum
 
 import torch
 
-from weft.errors import OutOfOrder
+from weft.errors import InvalidArgument, OutOfOrder
 from weft.ops.args import CombineArgs, DispatchArgs
 from weft.ops.check import check_alignment, check_tensor
 from weft.ops.entry import Entries, place_payload
@@ -129,6 +129,11 @@ class Rounds:
 
     def _stage(self, y: torch.Tensor | None) -> None:
         output = self._workspace.output
+        if y is not None and self._geometry.shape.way == "choices" and y.numel():
+            raise InvalidArgument(
+                "y in an all-to-all with combine_by='choices': every row goes to its home by "
+                "itself, with ExpertGroups.send or from the kernel that makes it"
+            )
         if y is None or y.data_ptr() == output.data_ptr():
             return
         check_tensor("y", y, shape=output.shape, dtypes=(self._geometry.dtype,), device=self.device)

@@ -49,7 +49,9 @@ class Workspace(Watched):
         self._watch(geometry.shape.descriptor)
         self.received = self._inbox_views(geometry)
         shape, layout = geometry.shape, geometry.layout
-        rows = (shape.ranks, shape.tokens, shape.hidden)
+        # Choices come home by themselves: there is nothing to write to.
+        sources = 0 if shape.way == "choices" else shape.ranks
+        rows = (sources, shape.tokens, shape.hidden)
         self.output = self.heap.tensor(rows, geometry.dtype, offset=layout.outbox)
         header.generation = self.heap.generation
         raw = torch.frombuffer(bytearray(header), dtype=torch.uint8)

@@ -118,6 +118,11 @@ template <Shape S> u32 send_token(const DispatchArgs& a, u32 token) {
         places[k] = place_of<S>(a, u32(ids[k]));
         destinations |= 1u << places[k].rank;
     }
+    if constexpr (S.way == Way::choices)
+        for (u32 k = 0; k < S.top_k; ++k) {
+            own.choices.rank[token][k] = ids[k] < 0 ? max_ranks : places[k].rank;
+            own.choices.weight[token][k] = a.weights ? a.weights[u64(token) * S.top_k + k] : 1.0f;
+        }
     for (u32 peer = 0; peer < S.ranks; ++peer) {
         Inbox<S>& to = share<S>(a.site, peer).inbox;
         Route<S>& route = to.route[a.site.rank][token];
@@ -180,12 +185,36 @@ void add_block(float (&__restrict__ sum)[count], const Bits<N>* __restrict__ fro
     for (u32 i = 0; i < count; ++i) sum[i] += widen<N>(from[i]);
 }
 
+// Product and sum are rounded apart, as on a GPU: entries are compiled with -ffp-contract=off.
+template <Number N, u32 count>
+void add_weighted(float (&__restrict__ sum)[count], float weight,
+                  const Bits<N>* __restrict__ from) {
+    for (u32 i = 0; i < count; ++i) sum[i] += weight * widen<N>(from[i]);
+}
+
+// The rows of the choices that one peer holds, summed and rounded as if by that peer.
+template <Shape S, u32 count>
+void add_choices(float (&sum)[count], const Site& site, u32 peer, u32 token, u32 at) {
+    using Element = Bits<S.number>;
+    const Share<S>& own = mine<S>(site);
+    float part[count] = {};
+    for (u32 k = 0; k < S.top_k; ++k) {
+        if (own.choices.rank[token][k] != peer) continue;
+        const u8* row = own.inbox.returned.row[token][k];
+        add_weighted<S.number>(part, own.choices.weight[token][k],
+                               reinterpret_cast<const Element*>(row) + at);
+    }
+    for (u32 i = 0; i < count; ++i) sum[i] += widen<S.number>(narrow<S.number>(part[i]));
+}
+
 // One peer's row, wherever the Shape's way has left it.
 template <Shape S, u32 count>
 void add_row(float (&sum)[count], const Site& site, u32 peer, u32 token, u32 at) {
     if constexpr (S.way == Way::pull) {
         const u8* row = share<S>(site, peer).outbox.row[site.rank][token];
         add_block<S.number>(sum, reinterpret_cast<const Bits<S.number>*>(row) + at);
+    } else if constexpr (S.way == Way::choices) {
+        add_choices<S>(sum, site, peer, token, at);
     } else {
         const u8* row = mine<S>(site).inbox.returned.row[peer][token];
         if constexpr (S.way == Way::push) {
@@ -248,7 +277,7 @@ template <Shape S, Part part = Part::whole> void combine(const CombineArgs& a) {
         mark_start(Solo{}, own.header, Phase::combine, turn.epoch, start);
         if (fault(own.header, Point::combine_enter, a.site.rank, turn.epoch) == Action::stay_away)
             return;
-        if constexpr (S.way != Way::pull) push_rows<S>(a.site);
+        if constexpr (S.way == Way::push || S.way == Way::fp8) push_rows<S>(a.site);
         publish<S>(Solo{}, a.site, Phase::combine, turn.epoch, 0);
     }
     if constexpr (part != Part::send) {

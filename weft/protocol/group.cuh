@@ -54,7 +54,13 @@ struct GroupArgs {
     u32* arrived;            // CTAs that have counted their tile; 0 between calls
     const void* y;           // [total, hidden] results, to scatter or to send
     u32 first, end;          // the columns of them that are sent
+    i64* home;               // choices: [total] address of each row's place at its owner, or 0
 };
+
+// The place of choice k of a token at its owner, in this process's mapping.
+template <Shape S> WEFT_FN u8* home_of(const Site& site, u32 source, u32 token, u32 k) {
+    return share<S>(site, source).inbox.returned.row[token][k];
+}
 
 // More rows than the buffer holds: what fits is served, the rest is dropped and reported.
 WEFT_FN void refuse_rows(Header& header, const Site& site, u32 limit, u64 needed, u32 group) {

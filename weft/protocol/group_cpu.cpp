@@ -69,7 +69,10 @@ template <Shape S, Grouping G> void pad_groups(const GroupArgs& a) {
 }
 
 template <Shape S, Grouping G> void blank_rows(const GroupArgs& a) {
-    for (u32 row = 0; row < G.total(); ++row) a.slot[row] = -1;
+    for (u32 row = 0; row < G.total(); ++row) {
+        a.slot[row] = -1;
+        if constexpr (S.way == Way::choices) a.home[row] = 0;
+    }
     for (u64 i = 0; i < u64(G.total()) * weights_of(S, G); ++i) {
         a.weight[i] = 0.0f;
         if constexpr (G.packing == Packing::sources) a.ids[i] = -1;
@@ -92,6 +95,13 @@ void label_row(const GroupArgs& a, u32 source, u32 token, u32 row, float weight)
     }
 }
 
+// An entry that got no row counts as zero: its owner must not read what an earlier round left
+// there.
+template <Shape S> void zero_home(const GroupArgs& a, u32 source, u32 token, u32 k) {
+    if constexpr (S.way == Way::choices)
+        std::memset(home_of<S>(a.site, source, token, k), 0, S.out_bytes());
+}
+
 template <Shape S, Grouping G> void gather(const GroupArgs& a) {
     const Share<S>& own = mine<S>(a.site);
     if (own.header.turn.failed != 0) return;
@@ -109,20 +119,15 @@ template <Shape S, Grouping G> void gather(const GroupArgs& a) {
         for (u32 k = 0; k < entries; ++k) position[k] = -1;
         for_entries<S, G>(own.inbox, source, token, [&](u32 k, u32 group, float weight) {
             const u32 row = next[group]++;
-            if (row >= G.limit(group)) return;
+            if (row >= G.limit(group)) return zero_home<S>(a, source, token, k);
             position[k] = i32(row);
+            if constexpr (S.way == Way::choices)
+                a.home[row] = i64(home_of<S>(a.site, source, token, k));
             label_row<S, G>(a, source, token, row, weight);
             gather_planes<S>(a, source, token, row);
         });
     });
     pad_groups<S, G>(a);
-}
-
-// Product and sum are rounded apart, as on a GPU: the entry is compiled with -ffp-contract=off.
-template <Number N, u32 count>
-void add_weighted(float (&__restrict__ sum)[count], float weight,
-                  const Bits<N>* __restrict__ from) {
-    for (u32 i = 0; i < count; ++i) sum[i] += weight * widen<N>(from[i]);
 }
 
 // Numbers `at` .. `at` + count of the sum of one token's rows, in top-k order.
@@ -178,15 +183,35 @@ void send_block(const GroupArgs& a, u32 source, u32 token, u32 at) {
     }
 }
 
-// Columns first .. end of every token's sum, straight into the owner's inbox.
-template <Shape S, Grouping G> void send_columns(const GroupArgs& a, u32 first, u32 end) {
+// Columns first .. end of each row of one token, to the places of its choices.
+template <Shape S> void copy_rows(const GroupArgs& a, u32 source, u32 token, u32 first, u32 end) {
+    const i32* position = a.position + (u64(source) * S.tokens + token) * S.top_k;
+    const u64 from = first * S.element_bytes(), size = (end - first) * S.element_bytes();
+    for (u32 k = 0; k < S.top_k; ++k) {
+        if (position[k] < 0) continue;
+        const u8* row = static_cast<const u8*>(a.y) + u64(position[k]) * S.out_bytes();
+        std::memcpy(home_of<S>(a.site, source, token, k) + from, row + from, size);
+    }
+}
+
+// Columns first .. end of one token's sum, to its owner.
+template <Shape S, Grouping G>
+void send_sum(const GroupArgs& a, u32 source, u32 token, u32 first, u32 end) {
     constexpr u32 rest = S.hidden % send_numbers;
+    u32 at = first;
+    for (; at + send_numbers <= end; at += send_numbers)
+        send_block<S, G, send_numbers>(a, source, token, at);
+    if constexpr (rest != 0)
+        if (at < end) send_block<S, G, rest>(a, source, token, at);
+}
+
+// The same of every token, straight into its owner's inbox.
+template <Shape S, Grouping G> void send_columns(const GroupArgs& a, u32 first, u32 end) {
     for_carried<S, G>(mine<S>(a.site).inbox, [&](u32 source, u32 token) {
-        u32 at = first;
-        for (; at + send_numbers <= end; at += send_numbers)
-            send_block<S, G, send_numbers>(a, source, token, at);
-        if constexpr (rest != 0)
-            if (at < end) send_block<S, G, rest>(a, source, token, at);
+        if constexpr (S.way == Way::choices)
+            copy_rows<S>(a, source, token, first, end);
+        else
+            send_sum<S, G>(a, source, token, first, end);
     });
 }
 

@@ -7,7 +7,7 @@
 
 namespace weft {
 
-constexpr u32 abi = 4;         // raise it whenever a struct below changes
+constexpr u32 abi = 5;         // raise it whenever a struct below changes
 constexpr u32 max_planes = 8;  // opaque payload tensors of one dispatch
 constexpr u32 max_ranks = 32;  // a token's destinations are the bits of one u32
 constexpr u32 ring_records = 256;
@@ -16,8 +16,9 @@ constexpr u32 ring_timelines = 64;  // the last 32 rounds
 enum class Number : u32 { bf16 = 0, fp16 = 1, fp32 = 2 };
 enum class Phase : u32 { dispatch = 1, combine = 2 };
 // How combine's rows come home: pulled by the owner, pushed by the experts' ranks, or pushed as FP8
-// with one scale for 128 columns.
-enum class Way : u32 { pull = 0, push = 1, fp8 = 2 };
+// with one scale for 128 columns. Or each of a token's choices by itself: whatever kernel makes the
+// row of an expert stores it at the owner, who weighs and sums.
+enum class Way : u32 { pull = 0, push = 1, fp8 = 2, choices = 3 };
 // What dispatch makes of the first payload: opaque bytes, or FP8 with scales (quantize.cuh).
 enum class Quant : u32 { none = 0, fp8 = 1, mxfp8 = 2 };
 // A phase in one kernel, or as two halves with something else between.
@@ -168,6 +169,11 @@ template <Shape S> struct Returned {
 template <Shape S>
     requires(S.way == Way::pull)
 struct Returned<S> {};
+template <Shape S>
+    requires(S.way == Way::choices)
+struct Returned<S> {
+    alignas(128) u8 row[S.tokens][S.top_k][S.returned_bytes()];
+};
 
 // Numbers that each rank tells every rank, for example the load of its experts. An empty struct
 // takes a line: NVRTC 13.0 lays out [[no_unique_address]] one way in offsets and another way in
@@ -195,6 +201,19 @@ template <Shape S> struct Inbox {
 template <Shape S> struct Outbox {
     alignas(128) u8 row[S.ranks][S.tokens][S.out_bytes()];
 };
+template <Shape S>
+    requires(S.way == Way::choices)
+struct Outbox<S> {};
+
+// What combine needs to know of my own tokens' choices: the rank of each (max_ranks: none), and its
+// weight. Kept from dispatch, because the caller's tensors may have changed.
+template <Shape S> struct Choices {};
+template <Shape S>
+    requires(S.way == Way::choices)
+struct Choices<S> {
+    alignas(128) u32 rank[S.tokens][S.slots()];
+    float weight[S.tokens][S.slots()];
+};
 
 template <Shape S> struct Share {
     Header header;
@@ -202,6 +221,7 @@ template <Shape S> struct Share {
     Outbox<S> outbox;
     alignas(128) u32
         destinations[S.tokens];  // my own tokens' peers, kept from dispatch for combine
+    Choices<S> choices;
 };
 
 static_assert(sizeof(Turn) == 16, "the turn is read in one load");
