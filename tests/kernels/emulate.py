@@ -101,12 +101,15 @@ def compile_emulated(reduction: Reduction, folder: Path) -> Path:
         for name, kernel in KERNELS.items()
         for end, moe in (("", "false"), (MOE, "true"))
     )
+    includes = "".join(f"#include <weft/kernels/{name}.cuh>\n" for name in ("oneshot", "twoshot"))
+    constants = f"constexpr weft::Reduction R = {reduction.literal()};\n"
+    return build_library(root, includes + constants + doors)
+
+
+def build_library(root: Path, text: str) -> Path:
+    """The shared library of an emulated tree and what includes its kernels."""
     source = root / "kernels.cpp"
-    source.write_text(
-        f"{EMULATOR.read_text()}\n#include <weft/protocol/cpu.cpp>\n"
-        "#include <weft/kernels/oneshot.cuh>\n#include <weft/kernels/twoshot.cuh>\n"
-        f"constexpr weft::Reduction R = {reduction.literal()};\n{doors}"
-    )
+    source.write_text(f"{EMULATOR.read_text()}\n#include <weft/protocol/cpu.cpp>\n{text}")
     library = root / "kernels.so"
     flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-pthread", "-ffp-contract=off"]
     # Hidden: two libraries in one process must not share their thread-local memory.

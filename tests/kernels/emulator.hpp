@@ -1,7 +1,7 @@
-// As much of a GPU as the kernels of the fused all-reduce need, on a CPU: a CTA is a thread of the
-// system, its threads are fibers that take turns in it, a cluster's CTAs find each other's shared
-// memory. Slow, and in order where a GPU is not: it shows that the arithmetic, the indices and the
-// barriers are right, never that the memory order is.
+// As much of a GPU as the kernels of the fused all-reduce and of grouping need, on a CPU: a CTA is
+// a thread of the system, its threads are fibers that take turns in it, a cluster's CTAs find each
+// other's shared memory. Slow, and in order where a GPU is not: it shows that the arithmetic, the
+// indices and the barriers are right, never that the memory order is.
 #pragma once
 #include <sched.h>
 #include <ucontext.h>
@@ -124,6 +124,19 @@ template <class T> T exchange(T value, unsigned from) {
     return value;
 }
 
+// Calls visit(lane, value) with every lane's value.
+template <class T, class Visit> void survey(T value, Visit visit) {
+    Warp& warp = cta->warp[cta->current / 32];
+    std::memcpy(&warp.value[cta->current % 32], &value, sizeof value);
+    meet_warp();
+    for (unsigned lane = 0; lane < warp.lanes; ++lane) {
+        T theirs;
+        std::memcpy(&theirs, &warp.value[lane], sizeof theirs);
+        visit(lane, theirs);
+    }
+    meet_warp();
+}
+
 inline void run_cta(Cta& own) {
     cta = &own;
     constexpr std::size_t stack = 128 * 1024;
@@ -191,6 +204,26 @@ inline void __syncwarp() { emulated::meet_warp(); }
 template <class T> T __shfl_xor_sync(unsigned, T value, unsigned step) {
     return emulated::exchange(value, (emulated::cta->current % 32) ^ step);
 }
+template <class T> T __shfl_sync(unsigned, T value, unsigned lane) {
+    return emulated::exchange(value, lane % 32);
+}
+template <class T> T __shfl_up_sync(unsigned, T value, unsigned step) {
+    const unsigned lane = emulated::cta->current % 32;
+    return emulated::exchange(value, lane >= step ? lane - step : lane);
+}
+inline unsigned __ballot_sync(unsigned, int mine) {
+    unsigned bits = 0;
+    emulated::survey(mine != 0, [&](unsigned lane, bool set) { bits |= unsigned(set) << lane; });
+    return bits;
+}
+inline int __any_sync(unsigned mask, int mine) { return __ballot_sync(mask, mine) != 0; }
+template <class T> unsigned __match_any_sync(unsigned, T mine) {
+    unsigned bits = 0;
+    emulated::survey(mine,
+                     [&](unsigned lane, T other) { bits |= unsigned(other == mine) << lane; });
+    return bits;
+}
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline unsigned __reduce_max_sync(unsigned, unsigned value) {
     for (unsigned step = 16; step != 0; step /= 2) {
         const unsigned other = __shfl_xor_sync(~0u, value, step);

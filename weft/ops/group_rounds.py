@@ -76,7 +76,8 @@ class GroupRounds:
     def __init__(self, a2a: AllToAll, grouping: Grouping, programmatic: bool) -> None:
         a2a._check_running()
         shape, device = a2a._geometry.shape, a2a.group.device
-        self._a2a, self._gathered = a2a, 0  # the round whose rows are grouped
+        self._a2a, self.grouping = a2a, grouping
+        self._gathered = 0  # the round whose rows are grouped
         self._entries: GroupEntries | None = None
         sends = grouping.packing != "sources" and shape.way != "pull" and a2a._build.halves
         defines = a2a._build.defines
