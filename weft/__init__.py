@@ -17,6 +17,7 @@ from weft.ops.lowlatency_rounds import ExpertRows
 from weft.ops.placement import Placement
 from weft.ops.received import Payload, Received
 from weft.ops.reduce_spec import FP8Group, FP8Static, FP8Token, MoEFinalize, Reduced
+from weft.ops.sending import Signal
 
 __version__ = "0.1.0"
 
@@ -42,6 +43,7 @@ __all__ = [
     "Placement",
     "Received",
     "Reduced",
+    "Signal",
     "errors",
     "launch",
     "reference",

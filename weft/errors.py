@@ -16,6 +16,7 @@
     │   └── LayoutMismatch         Python and C++ disagree on a struct
     └── GroupError                 the group broke while running; make a new one
         ├── PeerTimeout            a peer's flag did not arrive before the deadline
+        ├── SignalTimeout          tiles of a product did not come before the deadline
         ├── GeometryMismatch       a peer called with another geometry
         ├── Aborted                a rank asked the group to stop
         └── RankFailed             a launched rank raised or died
@@ -93,6 +94,10 @@ class GroupError(WeftError, RuntimeError):
 
 class PeerTimeout(GroupError):
     """A peer's flag did not arrive before the deadline."""
+
+
+class SignalTimeout(GroupError):
+    """Tiles of a product that a send waits for did not come before the deadline."""
 
 
 class GeometryMismatch(GroupError):

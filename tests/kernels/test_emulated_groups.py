@@ -14,7 +14,7 @@ import torch
 import weft
 from tests.kernels.emulate_groups import EmulatedGroups, compile_groups
 from tests.rounds import Round, bits
-from tests.sending import make, round_trip, scattered, sent_in, stored_at_homes
+from tests.sending import Late, make, round_trip, scattered, sent_in, stored_at_homes
 from weft.ops.entry import Entries
 from weft.ops.grouping import ExpertGroups
 
@@ -54,7 +54,10 @@ def emulated(group: weft.Group, name: str, layout: str, folder: str) -> None:
         make(group, case, combine_by=way, timeout=60.0) as a2a,
         make(group, case, combine_by="fp8" if way == "fp8" else "pull", timeout=60.0) as plain,
     ):
-        groups, others = (ExpertGroups(each, **GROUPS[layout]) for each in (a2a, plain))
+        groups, others = (
+            ExpertGroups(each, **GROUPS[layout])  # type: ignore[arg-type]
+            for each in (a2a, plain)
+        )
         library = Path(folder) / "kernels.so"
         if group.rank == 0:
             library = compile_groups(a2a._geometry.shape, groups._rounds.grouping, Path(folder))
@@ -63,8 +66,8 @@ def emulated(group: weft.Group, name: str, layout: str, folder: str) -> None:
             entries = EmulatedGroups(library, groups, ctas, threads)
             groups._rounds._entries = entries
             if way != "fp8":
-                a2a._rounds._entries = Mixed(a2a._rounds._entries, entries)  # type: ignore[assignment]
-            for give_back in (sent_in(1), sent_in(3), scattered, stored_at_homes):
+                a2a._rounds._entries = Mixed(a2a._rounds._entries, entries)
+            for give_back in (sent_in(1), sent_in(3), Late(3, 128), scattered, stored_at_homes):
                 if give_back is (scattered if way == "choices" else stored_at_homes):
                     continue
                 wanted = round_trip(plain, others, case, scattered)

@@ -5,6 +5,7 @@
 #pragma once
 #include <weft/kernels/group_rows.cuh>
 #include <weft/kernels/quant.cuh>
+#include <weft/protocol/signal.cuh>
 
 namespace weft {
 
@@ -161,19 +162,25 @@ WEFT_FN void send_columns(const Block& team, const GroupArgs& a, u32 first_colum
     }
 }
 
-// The last part tells the peers, for all parts: those before it have ended in the stream.
+// The last part tells the peers, for all parts: those before it have ended in the stream. Waiting
+// for signals, it admits no successor: that one's CTAs could take the place of the product's.
 template <Shape S, Grouping G> WEFT_FN void send(const GroupArgs& a) {
     const Block team;
     Header& header = mine<S>(a.site).header;
     wait_for_predecessor();
-    admit_successor();
+    if (a.cells == nullptr) admit_successor();
     const Turn turn = header.turn;
     if (turn.failed != 0) return;
     if (a.first == 0)
         mark_start(team, header, Phase::combine, turn.epoch, team.lane() == 0 ? now_ns() : 0);
     if (fault(header, Point::combine_enter, a.site.rank, turn.epoch) == Action::stay_away) return;
-    send_columns<S, G>(team, a, a.first, a.end);
+    const auto send_part = [&](u32 first, u32 end) { send_columns<S, G>(team, a, first, end); };
+    if (a.cells == nullptr)
+        send_part(a.first, a.end);
+    else if (!send_when_signalled<S, G>(team, a, turn.epoch, send_part))
+        return;
     if (a.end != S.hidden || !team.last_of(a.arrived)) return;
+    empty_cells<S>(team, a);
     publish<S>(team, a.site, Phase::combine, turn.epoch, 0);
 }
 

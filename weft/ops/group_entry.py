@@ -24,6 +24,7 @@ GATHERING = 512  # most threads of a CTA that copies rows
 SCATTERING = 256  # and of one that sums them
 SENDING = 256  # and of one that sums and sends them
 ALONE = 512  # threads of a sending CTA that is to have an SM for itself
+WAITING = 16  # CTAs that send while a product runs, where the caller names no number
 SEND_COLUMNS = 512  # of a row, that one warp sends: kernels/send.cuh
 IN_FLIGHT = 4  # vectors that a copying thread holds: vectors_in_flight in kernels/group_rows.cuh
 
@@ -76,6 +77,9 @@ class GroupArgs(ctypes.Structure):
         ("first", c_uint32),
         ("end", c_uint32),
         ("home", c_uint64),
+        ("cells", c_uint64),
+        ("block_rows", c_uint32),
+        ("block_columns", c_uint32),
     )
 
 
@@ -272,11 +276,16 @@ class CudaGroupEntries:
     def send(self, args: GroupArgs, num_sms: int | None) -> None:
         """Enqueue one send; a CTA fills no more than one SM, so `num_sms` of them no more SMs."""
         available = torch.cuda.get_device_properties().multi_processor_count
-        if num_sms is not None and not 1 <= num_sms <= available:
-            raise InvalidArgument(f"num_sms is {num_sms}; this GPU has 1..{available}")
+        # A sender that waits leaves an SM to the product at least, or it might wait for ever.
+        most = available - (args.cells != 0)
+        if args.cells and num_sms is None:
+            num_sms = min(WAITING, most)
+        if num_sms is not None and not 1 <= num_sms <= most:
+            kind = " to a send that waits for signals" if args.cells else ""
+            raise InvalidArgument(f"num_sms is {num_sms}; this GPU has 1..{most}{kind}")
         columns, stream = args.end - args.first, current_stream(torch.cuda.current_device())
         warps = self._slots * -(-columns // SEND_COLUMNS)
-        name = "send" if columns == self._hidden else "part"
+        name = "send" if columns == self._hidden and not args.cells else "part"
         threads = SENDING if num_sms is None else ALONE
         ctas = min(-(-warps * 32 // threads), num_sms or self._send_ctas)
         self._launchers[name](args, (ctas, 1, 1), threads, stream)

@@ -17,7 +17,7 @@ from weft.ops.group_entry import (
     Grouping,
 )
 from weft.ops.received import Received
-from weft.ops.sending import check_columns, check_homes, check_scatters, check_sends
+from weft.ops.sending import Signal, check_columns, check_homes, check_scatters, check_sends
 
 
 class Buffers(NamedTuple):
@@ -125,6 +125,7 @@ class GroupRounds:
         shape: tuple[int, ...],
         columns: tuple[int, int] | None,
         num_sms: int | None,
+        signal: Signal | None,
     ) -> None:
         """Bring columns of y, of `shape`, to the inboxes of the tokens' owners."""
         entries, rounds = self._open("send"), self._a2a._rounds
@@ -132,9 +133,17 @@ class GroupRounds:
         hidden = self._a2a._geometry.shape.hidden
         begun = self._gathered == rounds.number
         first, end = check_columns(columns, hidden, self._sent if begun else 0)
+        if signal is not None:
+            signal.check(self._a2a, columns)
         rounds.expect_send(begun=first > 0)
         self._take(y, shape, "send")
         self._args.first, self._args.end = first, end
+        self._args.cells = 0 if signal is None else signal.cells.data_ptr()
+        if signal is not None:
+            self._args.block_rows, self._args.block_columns = (
+                signal.block_rows,
+                signal.block_columns,
+            )
         entries.send(self._args, num_sms)
         self._sent = end
         rounds.sent(all_columns=end == hidden)

@@ -9,6 +9,7 @@ from weft.errors import (
     GroupError,
     InvalidArgument,
     PeerTimeout,
+    SignalTimeout,
     TokenOverflow,
     UsageError,
 )
@@ -16,7 +17,7 @@ from weft.memory.header import PHASES, ErrorRecord
 from weft.ops.reduce_args import SLOTS, signature_text
 
 BAD_EXPERT_ID, DUPLICATE_EXPERT, TOKEN_OVERFLOW = 1, 2, 3
-PEER_TIMEOUT, GEOMETRY_MISMATCH, ABORTED, BAD_ROW_INDEX = 4, 5, 6, 7
+PEER_TIMEOUT, GEOMETRY_MISMATCH, ABORTED, BAD_ROW_INDEX, SIGNAL_TIMEOUT = 4, 5, 6, 7, 8
 GROUPING, ALL_REDUCE = 3, 4  # phases
 
 
@@ -74,6 +75,13 @@ def breakage(record: ErrorRecord) -> GroupError:
         return GeometryMismatch(
             f"{who}: rank {record.peer} called with {signature_text(record.seen)}; this rank with "
             f"{signature_text(record.wanted)}. Make the same call on every rank."
+        )
+    if record.code == SIGNAL_TIMEOUT:
+        return SignalTimeout(
+            f"{who}: block {record.token} of columns shows {record.seen} of {record.wanted} tiles "
+            f"after {record.elapsed_ns / 1e9:.2f} s. The product did not run beside the send, has "
+            "other tiles than block_rows and block_columns say, or is slower than the deadline; "
+            "mend it, zero the cells, then make a new group."
         )
     if record.code == PEER_TIMEOUT:
         return PeerTimeout(

@@ -2,10 +2,55 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
+
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.ops.alltoall import AllToAll
+from weft.ops.check import check_tensor
 
 COLUMNS = 128  # parts begin at multiples of it: a block of FP8
+LANE_COLUMNS = 16  # and tiles at multiples of these, where nothing is made FP8
+MAX_BLOCK = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """How a product that still runs tells which of its results are there.
+
+    cells: int32 `[ceil(hidden / block_columns)]`, zeros before the product begins. It adds 1 to the
+        cell of a tile's columns for each tile that it has stored: `atom.add.release.gpu` by one
+        thread of a CTA, behind a barrier of the CTA's stores. The send empties them.
+    block_rows, block_columns: of a tile. Each expert's rows are tiles of their own, so a cell
+        counts up to the sum over experts of `ceil(counts[e] / block_rows)`.
+    """
+
+    cells: torch.Tensor
+    block_rows: int
+    block_columns: int
+
+    def check(self, a2a: AllToAll, columns: tuple[int, int] | None) -> None:
+        """Raise InvalidArgument naming what is wrong and what it may be."""
+        shape = a2a._geometry.shape
+        if columns is not None:
+            raise InvalidArgument(
+                f"columns is {columns} beside a signal, by which all columns are sent in one call: "
+                "pass one of the two"
+            )
+        unit = COLUMNS if shape.way == "fp8" else LANE_COLUMNS
+        for name, value, step in (
+            ("block_rows", self.block_rows, 1),
+            ("block_columns", self.block_columns, unit),
+        ):
+            if type(value) is not int or not 1 <= value <= MAX_BLOCK or value % step:
+                raise InvalidArgument(
+                    f"{name} is {value!r}; it must be a multiple of {step} in 1..{MAX_BLOCK}"
+                )
+        blocks = -(-shape.hidden // self.block_columns)
+        check_tensor(
+            "signal", self.cells, shape=(blocks,), dtypes=(torch.int32,), device=a2a.group.device
+        )
 
 
 def check_sends(a2a: AllToAll) -> None:

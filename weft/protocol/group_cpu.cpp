@@ -2,7 +2,7 @@
 // includes this file behind cpu.cpp, whose numbers it uses.
 #include <cstring>
 
-#include <weft/protocol/group.cuh>
+#include <weft/protocol/signal.cuh>
 
 namespace weft {
 
@@ -222,8 +222,14 @@ template <Shape S, Grouping G> void send(const GroupArgs& a) {
     if (turn.failed != 0) return;
     if (a.first == 0) mark_start(Solo{}, header, Phase::combine, turn.epoch, now_ns());
     if (fault(header, Point::combine_enter, a.site.rank, turn.epoch) == Action::stay_away) return;
-    send_columns<S, G>(a, a.first, a.end);
-    if (a.end == S.hidden) publish<S>(Solo{}, a.site, Phase::combine, turn.epoch, 0);
+    const auto send_part = [&](u32 first, u32 end) { send_columns<S, G>(a, first, end); };
+    if (a.cells == nullptr)
+        send_part(a.first, a.end);
+    else if (!send_when_signalled<S, G>(Solo{}, a, turn.epoch, send_part))
+        return;
+    if (a.end != S.hidden) return;
+    empty_cells<S>(Solo{}, a);
+    publish<S>(Solo{}, a.site, Phase::combine, turn.epoch, 0);
 }
 
 }  // namespace weft

@@ -32,6 +32,7 @@ enum class Code : u32 {
     geometry_mismatch = 5,
     aborted = 6,
     bad_row_index = 7,
+    signal_timeout = 8,
 };
 
 // One name specialises every kernel. All ranks of a group use equal Shapes; creation verifies it.

@@ -86,6 +86,15 @@ WEFT_FN u32 load_acquire(u32* at) {
 #endif
 }
 
+// Order: what a kernel of the same GPU released may be read after it. No peer is meant.
+WEFT_FN u32 load_acquire_local(u32* at) {
+#if defined(__CUDA_ARCH__)
+    return __nv_atomic_load_n(at, __NV_ATOMIC_ACQUIRE, __NV_THREAD_SCOPE_DEVICE);
+#else
+    return __atomic_load_n(at, __ATOMIC_ACQUIRE);
+#endif
+}
+
 // Words that carry their own meaning: nothing else is published by them, or read behind them.
 WEFT_FN void store_relaxed(u64* at, u64 value) {
 #if defined(__CUDA_ARCH__)
