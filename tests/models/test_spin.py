@@ -18,6 +18,7 @@ STALE_OUTBOX = r"assertion violated.*\boutbox\b"
 STALE_RETURNED = r"assertion violated.*\breturned\b"
 STALE_ROW = r"assertion violated.*\brow\b"
 STALE_PLACE = r"assertion violated.*\bplace\b"
+STALE_TILE = r"assertion violated.*\by\b"
 LOST_ROW = r"assertion violated.*\b(direct|part|whole)\b|invalid end state"
 
 pytestmark = pytest.mark.skipif(
@@ -109,6 +110,20 @@ VARIANTS = (
         "lowlatency",
     ),
     Variant("low latency, calls in another order", "UNEQUAL", STALE_PLACE, "lowlatency"),
+    # Sends that wait for the tiles of a product.
+    Variant("signal", "", None, "signal"),
+    Variant("signal, three senders", "CTAS=3 ROUNDS=2", None, "signal"),
+    Variant("signal, rounds without rows", "IDLE ROUNDS=4", None, "signal"),
+    Variant("signal, cells are not emptied", "KEEP", STALE_TILE, "signal"),
+    Variant("signal, emptied by who reads first", "HASTY", DEADLOCK, "signal"),
+    Variant("signal, told before it is stored", "EAGER", STALE_TILE, "signal"),
+    Variant("signal, a product that runs ahead", "LOOSE", STALE_TILE, "signal"),
+    Variant(
+        "signal, the next gather does not wait for the product",
+        "IDLE DETACHED",
+        r"assertion violated.*\blabels\b",
+        "signal",
+    ),
     # The fused all-reduce: slots that are their own flag.
     Variant("all-reduce, two ranks", "N=2 CALLS=5", None, "allreduce"),
     Variant("all-reduce, three ranks", "N=3 CALLS=4", None, "allreduce"),

@@ -180,8 +180,8 @@ class ExpertGroups:
             another stream may make the next. Parts come in order and cover 0..hidden; the last one
             tells the peers. The stream of the sends must be ordered behind what made the columns.
         signal: y is still being made, in another stream: send each block of columns when its tiles
-            are there. The product must be ordered behind this round's gather and enqueued before
-            this call, and must not need all SMs at once. Leave y alone until `combine_recv`.
+            are there. The product begins behind this round's gather, is enqueued before this call,
+            and ends before the next gather; it must not need all SMs at once.
         num_sms: SMs that the kernel may fill; default all, with a signal 16. A send that waits
             must leave one to the product.
 
