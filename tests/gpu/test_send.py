@@ -1,4 +1,4 @@
-"""Sends beside their products: tiles that are signalled, and rows that are stored at their homes."""
+"""Sends beside their products: tiles that are signalled, rows that are stored at their homes."""
 
 from __future__ import annotations
 
