@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import weft
-from tests.groups import settle
+from tests.groups import random_ids, settle
 from tests.ops.test_failures import COMBINE_ENTER, JITTER, STAY_AWAY, plan_fault
 from tests.rounds import Round, bits
 from tests.sending import make, results, round_trip, scattered, sent_in, stored_at_homes
@@ -332,3 +332,47 @@ def changed(group: weft.Group) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_choices_are_kept_from_dispatch(ranks, kind):
     ranks(2, kind)(changed)
+
+
+def lied_to(group: weft.Group, way: str) -> None:
+    """Counts and ids that no honest peer sends reach no memory but the inboxes' own places."""
+    case = Round(tokens=(16, 9), hidden=256, top_k=3, experts=10)
+    with (
+        make(group, case, combine_by=way) as a2a,
+        make(group, case, combine_by="fp8" if way == "fp8" else "pull") as plain,
+    ):
+        groups, others = ExpertGroups(a2a, align=4), ExpertGroups(plain, align=4)
+        x, ids, weights, _ = case.of(group.rank, group.device)
+        size, shape = a2a._workspace.heap.size, a2a._geometry.shape
+        heap = a2a._workspace.heap.tensor((size,), torch.uint8)
+        begin = a2a._geometry.layout.returned
+        end = begin + shape.returned_rows * shape.returned_bytes
+        behind = slice(end, size)
+        for seed, lie in enumerate((-1, 2**31 - 1, 17)):
+            received = a2a.dispatch(x, ids, weights)
+            settle(group.device)
+            group.barrier()  # all have dispatched: nobody stores behind the inbox now
+            kept = heap[behind].clone()
+            received.counts.fill_(lie)
+            wild = random_ids(received.ids.shape, a2a.num_local_experts, seed, 0.1, 0.5)
+            received.ids.copy_(wild)
+            grouped = groups.gather(received)
+            settle(group.device)
+            if way == "choices":
+                assert grouped.home is not None
+                assert torch.equal(grouped.home != 0, grouped.slot >= 0)
+            groups.send(results(groups, grouped, seed, a2a.dtype))
+            settle(group.device)
+            group.barrier()
+            assert torch.equal(heap[behind], kept)
+            a2a.combine_recv()
+        settle(group.device)
+        group.barrier()
+        wanted = round_trip(plain, others, case, scattered)
+        assert torch.equal(bits(round_trip(a2a, groups, case, sent_in(1))), bits(wanted))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", ["push", "fp8", "choices"])
+def test_lies_of_peers_stay_in_their_places(ranks, kind, way):
+    ranks(2, kind)(lied_to, way)
