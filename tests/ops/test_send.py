@@ -103,6 +103,21 @@ def test_rows_of_any_length(ranks, kind):
     ranks(2, kind)(odd_rows)
 
 
+def profiled(group: weft.Group) -> None:
+    """A send stands in the timeline as the first half of combine."""
+    case = Round(tokens=(4, 9), hidden=512)
+    with make(group, case, combine_by="push", profile=True) as a2a:
+        round_trip(a2a, ExpertGroups(a2a), case, sent_in(2))
+        settle(group.device)
+        (span,) = (s for s in a2a.timeline() if s.phase == "combine")
+        assert span.start_ns <= span.sent_ns <= span.published_ns <= span.end_ns
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_send_is_in_the_timeline(ranks, kind):
+    ranks(2, kind)(profiled)
+
+
 def refusals(group: weft.Group) -> None:
     case = Round(tokens=(4, 4), hidden=512)
     x, ids, weights, _ = case.of(group.rank, group.device)

@@ -19,6 +19,8 @@ MAX_BLOCK = 1 << 16
 class Signal:
     """How a product that still runs tells which of its results are there.
 
+    It overlaps as far as the product makes one block of columns after the other, for all experts.
+
     cells: int32 `[ceil(hidden / block_columns)]`, zeros before the product begins. It adds 1 to the
         cell of a tile's columns for each tile that it has stored: `atom.add.release.gpu` by one
         thread of a CTA, behind a barrier of the CTA's stores. The send empties them.
