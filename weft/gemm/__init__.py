@@ -1,0 +1,17 @@
+"""Grouped matrix products of experts, on GPUs by Triton; knows nothing of peers. docs/gemm.md."""
+
+from weft.gemm.call import grouped_gemm
+from weft.gemm.epilogue import STORE, Epilogue, Gated, GatedQuant, Push, Store
+from weft.gemm.plan import GemmPlan, plan
+
+__all__ = [
+    "STORE",
+    "Epilogue",
+    "Gated",
+    "GatedQuant",
+    "GemmPlan",
+    "Push",
+    "Store",
+    "grouped_gemm",
+    "plan",
+]

@@ -1,0 +1,142 @@
+"""`grouped_gemm`: every expert's rows times its own weights, in one launch."""
+
+from __future__ import annotations
+
+import torch
+
+from weft.errors import InvalidArgument
+from weft.gemm import launch, reference
+from weft.gemm.epilogue import STORE, Epilogue, GatedQuant, Push
+from weft.gemm.plan import COLUMNS, FP8, GemmPlan, plan
+from weft.gemm.request import (
+    OUTS,
+    Request,
+    check_groups,
+    check_operands,
+    check_plan,
+    check_scales,
+    check_tensor,
+)
+from weft.gemm.epilogue import Gated
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
+
+
+def grouped_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    counts: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    a_scale: torch.Tensor | None = None,
+    b_scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+    plan: GemmPlan | None = None,
+    epilogue: Epilogue = STORE,
+    signal: torch.Tensor | None = None,
+    num_sms: int | None = None,
+) -> Result:
+    """`out[row] = epilogue(a[row] @ b[e].T + bias[e])` for the rows of each expert e.
+
+    a: float8_e4m3fn, bfloat16 or float16, `[rows, k]` with offsets, or `[experts, max_rows, k]`.
+    b: the same dtype, `[experts, n, k]`.
+    counts: int32 `[experts]`, rows of each expert.   offsets: int32 `[experts + 1]` or `[experts]`,
+        where each expert's rows begin; gaps are left alone. Both are read on the device.
+    a_scale: float32 `[*rows, k / 128]`, in any strides.   b_scale: `[experts, n / 128, k / 128]`.
+    bias: `[experts, n]`, bfloat16, float16 or float32; added in fp32.
+    out: where to write, or None for new tensors (bfloat16 for FP8, else a's dtype; rows that are
+        nobody's are then undefined). A pair with GatedQuant, none with Push.
+    plan: default `weft.gemm.plan` for as many rows as a has, spread evenly.
+    signal: int32, cells that count finished tiles; see docs/gemm.md.
+    num_sms: SMs that the grid may fill; default all.
+
+    Returns out. Waits for nobody, allocates only `out`, and may be captured in a graph. Bits: each
+    128 columns of k (FP8) are summed by the tensor cores, scaled and added in order of k, in fp32.
+    Raises InvalidArgument.
+    """
+    check_operands(a, b)
+    experts, n, k = b.shape
+    check_groups(a, experts, counts, offsets)
+    check_scales(a, b, a_scale, b_scale)
+    for name, tensor in (("b", b), ("a", a)):
+        if tensor.device != a.device:
+            raise InvalidArgument(f"{name} is on {tensor.device}, a on {a.device}")
+    if bias is not None:
+        check_tensor("bias", bias, a, (experts, n), OUTS)
+    if signal is not None and (signal.ndim != 1 or signal.dtype != torch.int32):
+        raise InvalidArgument(f"signal is {list(signal.shape)} of {signal.dtype}; want int32 [n]")
+    gated = isinstance(epilogue, Gated)
+    if plan is None:
+        plan = _default_plan(a, b, gated)
+    result, scales = _results(a, n // 2 if gated else n, epilogue, out)
+    flat = a.reshape(-1, k)
+    request = Request(
+        a=flat,
+        b=b,
+        counts=counts,
+        starts=offsets,
+        max_rows=a.shape[1] if a.ndim == 3 else 0,
+        a_scale=None if a_scale is None else _flat_scales(a_scale, len(flat)),
+        b_scale=b_scale,
+        bias=bias,
+        out=result,
+        out_scale=scales,
+        out_dtype=_dtype(a) if result is None else result.dtype,
+        epilogue=epilogue,
+        signal=signal,
+    )
+    check_plan(plan, request)
+    if a.device.type == "cuda":
+        launch.launch(request, plan, num_sms)
+    else:
+        reference.compute(request, plan)
+    if result is None or scales is None:
+        return result
+    return result, scales
+
+
+def _default_plan(a: torch.Tensor, b: torch.Tensor, gated: bool) -> GemmPlan:
+    experts, n, k = b.shape
+    rows = a.shape[1] if a.ndim == 3 else -(-len(a) // max(experts, 1))
+    return plan(experts, rows, n, k, a.dtype, gated=gated)
+
+
+def _dtype(a: torch.Tensor) -> torch.dtype:
+    return torch.bfloat16 if a.dtype == FP8 else a.dtype
+
+
+def _flat_scales(scales: torch.Tensor, rows: int) -> torch.Tensor:
+    """`[rows, k / 128]` in the same strides; masked experts follow each other equally spaced."""
+    if scales.ndim == 2:
+        return scales
+    return scales.as_strided((rows, scales.shape[2]), scales.stride()[1:])
+
+
+def _results(
+    a: torch.Tensor,
+    columns: int,
+    epilogue: Epilogue,
+    out: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The tensors to write, given and checked, or new. Raises InvalidArgument."""
+    rows = tuple(a.shape[:-1])
+    if isinstance(epilogue, Push):
+        if out is not None:
+            raise InvalidArgument("Push writes to each row's home; out must be None")
+        return None, None
+    if isinstance(epilogue, GatedQuant):
+        if out is None:
+            scales = torch.empty((*rows, columns // COLUMNS), device=a.device)
+            return torch.empty((*rows, columns), dtype=FP8, device=a.device), scales
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise InvalidArgument("out must be a pair with GatedQuant: numbers and scales")
+        check_tensor("out[0]", out[0], a, (*rows, columns), (FP8,))
+        check_tensor("out[1]", out[1], a, (*rows, columns // COLUMNS), (torch.float32,))
+        return out
+    if out is None:
+        return torch.empty((*rows, columns), dtype=_dtype(a), device=a.device), None
+    if isinstance(out, tuple):
+        raise InvalidArgument("out is a pair; only GatedQuant has scales")
+    check_tensor("out", out, a, (*rows, columns), OUTS)
+    return out, None

@@ -1,0 +1,63 @@
+"""What a grouped product does with its sums before it writes them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from weft.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """`out[row] = round(a[row] @ b[e].T + bias[e])`, `[*rows, n]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gated:
+    """`gate * sigmoid(alpha * gate) * (up + offset)`, `[*rows, n / 2]`, rounded once.
+
+    gate: columns 0..n/2 of the product, at most `limit`.   up: the others, in -limit..limit.
+    limit: above 0, or None for no limit.
+
+    alpha, offset: 1 and 0 give SwiGLU; 1.702, 1 and limit 7 GPT-OSS's. Everything is fp32 until the
+    result. Raises InvalidArgument for a number that is not finite or a limit that is not positive.
+    """
+
+    alpha: float = 1.0
+    offset: float = 0.0
+    limit: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that would spoil every row."""
+        for name, value in (("alpha", self.alpha), ("offset", self.offset)):
+            if not math.isfinite(value):
+                raise InvalidArgument(f"{name} is {value}; it must be finite")
+        if self.limit is not None and not 0 < self.limit < math.inf:
+            raise InvalidArgument(f"limit is {self.limit}; it must be above 0 and finite, or None")
+
+
+@dataclass(frozen=True, slots=True)
+class GatedQuant(Gated):
+    """Gated, then FP8 in blocks of 128 columns: `(float8_e4m3fn [*rows, n / 2], float32 scales)`.
+
+    The scales are `[*rows, n / 256]`. The rule and the bits of `weft.reference.quantize(x, "fp8")`,
+    applied to the fp32 result of the gating. (docs/quantisation.md)
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """Each row of Store's result goes to its home, an address; nothing is returned.
+
+    home: int64 `[*rows]`, where the row's n numbers go, a multiple of 16; 0 for nowhere. It may lie
+        in a peer's memory. Stores are weak: who tells the peer must do it in stream order behind.
+    """
+
+    home: torch.Tensor
+
+
+Epilogue = Store | Gated | GatedQuant | Push
+STORE = Store()

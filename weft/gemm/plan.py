@@ -1,0 +1,105 @@
+"""How a grouped product runs: one frozen object that its maker and its consumers share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from weft.errors import InvalidArgument
+
+Order = Literal["expert", "column"]
+FP8 = torch.float8_e4m3fn
+DTYPES = (FP8, torch.bfloat16, torch.float16)
+COLUMNS = 128  # of the weights that one accumulator covers: a block of their scales
+
+
+@dataclass(frozen=True, slots=True)
+class GemmPlan:
+    """Tiles and threads of a grouped product. No field changes what it means.
+
+    block_rows: rows of a tile: 16, 32, 64 or 128.
+    block_columns: rows of the weights that a tile multiplies with: 128 or 256. Half of 256 are up
+        where there is gating, which needs 256.
+    block_depth: columns of k in a step, 64 or 128; FP8 has 128.
+    swap: the weights are the first operand, so few rows waste no work; needs at most 64 rows.
+    stages: steps in flight.   warps: 4, 8 or 16.   ctas_per_sm: of the persistent grid.
+    order: "expert": (expert, columns, rows), or "column": (columns, expert, rows).
+    flatten: loads of the next tile start before this one is stored.
+    defer: FP8 only, without pairs: a step's part is scaled and added beside the next step's product.
+
+    Raises InvalidArgument for a number out of its range.
+    """
+
+    block_rows: int
+    block_columns: int = COLUMNS
+    block_depth: int = 128
+    swap: bool = False
+    stages: int = 4
+    warps: int = 4
+    ctas_per_sm: int = 1
+    order: Order = "expert"
+    flatten: bool = True
+    defer: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what the kernel has no tile for."""
+        choices = {
+            "block_rows": (16, 32, 64, 128),
+            "block_columns": (COLUMNS, 2 * COLUMNS),
+            "block_depth": (64, 128),
+            "stages": tuple(range(1, 17)),
+            "warps": (4, 8, 16),
+            "ctas_per_sm": tuple(range(1, 9)),
+            "order": get_args(Order),
+        }
+        for name, allowed in choices.items():
+            if (value := getattr(self, name)) not in allowed:
+                raise InvalidArgument(f"{name} is {value!r}; it must be one of {allowed}")
+        if self.block_rows < 64 and not self.swap:
+            raise InvalidArgument(
+                f"block_rows is {self.block_rows}: tiles below 64 rows need swap=True"
+            )
+
+    def column_blocks(self, columns: int, gated: bool = False) -> int:
+        """Tiles beside each other that `columns` columns of the weights take."""
+        step = COLUMNS if gated else self.block_columns
+        return -(-(columns // 2 if gated else columns) // step)
+
+    def row_blocks(self, counts: torch.Tensor) -> torch.Tensor:
+        """Tiles above each other of each expert: int32 `[experts]`, on the device of `counts`."""
+        return (counts + (self.block_rows - 1)) // self.block_rows
+
+    def max_row_blocks(self, rows: int, experts: int) -> int:
+        """As many row blocks as `rows` rows of `experts` experts can at most make."""
+        return rows // self.block_rows + min(rows, experts)
+
+
+def plan(
+    experts: int,
+    rows_per_expert: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    *,
+    order: Order = "expert",
+    gated: bool = False,
+) -> GemmPlan:
+    """The plan for about `rows_per_expert` rows of each of `experts` experts.
+
+    n, k: columns of the product and of a.   dtype: of a and b.   gated: for Gated and GatedQuant.
+    Any number of rows is served by any plan. Raises InvalidArgument for another dtype.
+    """
+    if dtype not in DTYPES:
+        raise InvalidArgument(f"dtype is {dtype}; a grouped product takes {DTYPES}")
+    depth = 128 if dtype == FP8 else 64
+    columns = 2 * COLUMNS if gated else COLUMNS
+    share = 2 if gated else 1  # a stage of a pair takes more room
+    if rows_per_expert <= 16:
+        return GemmPlan(16, columns, depth, True, 6 // share, 4, 2, order)
+    if rows_per_expert <= 32:
+        return GemmPlan(32, columns, depth, True, 5 // share, 4, 2, order)
+    if rows_per_expert <= 64:
+        return GemmPlan(64, columns, depth, False, 4 // share, 4, 2, order)
+    return GemmPlan(128, columns, depth, False, 6 // share, 8, 1, order)

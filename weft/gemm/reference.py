@@ -1,0 +1,78 @@
+"""What a grouped product means, in plain torch: the CPU's way, and the oracle of every test."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from weft.errors import InvalidArgument
+from weft.gemm.epilogue import Gated, GatedQuant, Push
+from weft.gemm.plan import GemmPlan
+from weft.gemm.request import Request
+from weft.ops.reference import dequantize, quantize
+
+
+def compute(request: Request, plan: GemmPlan) -> None:
+    """Write what the kernel would, one expert after the other; reads counts on the host."""
+    counts = request.counts.tolist()
+    starts = None if request.starts is None else request.starts.tolist()
+    for expert, count in enumerate(counts):
+        first = expert * request.max_rows if starts is None else starts[expert]
+        if count > 0:
+            _finish(request, _product(request, expert, first, count), first)
+    if request.signal is not None:
+        blocks = plan.column_blocks(request.b.shape[1], request.gated)
+        total = int(plan.row_blocks(request.counts.clamp(min=0)).sum())
+        if plan.order == "column":
+            request.signal[: blocks if total else 0] += total
+        else:
+            request.signal[:total] += blocks
+
+
+def _product(request: Request, expert: int, first: int, count: int) -> torch.Tensor:
+    """`a @ b.T + bias` of one expert in fp32."""
+    rows = slice(first, first + count)
+    x, w = request.a[rows], request.b[expert]
+    if request.a_scale is not None and request.b_scale is not None:
+        scales = request.b_scale[expert].repeat_interleave(128, dim=0)
+        product = dequantize(x, request.a_scale[rows]) @ dequantize(w, scales).T
+    else:
+        product = x.float() @ w.float().T
+    return product if request.bias is None else product + request.bias[expert].float()
+
+
+def gate(gating: Gated, product: torch.Tensor) -> torch.Tensor:
+    """`gate * sigmoid(alpha * gate) * (up + offset)` in fp32."""
+    first, up = product.chunk(2, dim=-1)
+    if gating.limit is not None:
+        first, up = first.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit)
+    return first * torch.sigmoid(gating.alpha * first) * (up + gating.offset)
+
+
+def _finish(request: Request, product: torch.Tensor, first: int) -> None:
+    epilogue = request.epilogue
+    rows = slice(first, first + len(product))
+    if isinstance(epilogue, Push):
+        _push(epilogue.home[rows], product.to(request.out_dtype))
+        return
+    if isinstance(epilogue, Gated):
+        product = gate(epilogue, product)
+    out = request.out
+    assert out is not None
+    flat = out.view(-1, request.columns)
+    if isinstance(epilogue, GatedQuant):
+        product, scales = quantize(product, "fp8")
+        assert request.out_scale is not None
+        request.out_scale.view(-1, scales.shape[1])[rows] = scales
+    flat[rows] = product.to(out.dtype)
+
+
+def _push(home: torch.Tensor, rows: torch.Tensor) -> None:
+    if rows.device.type != "cpu":
+        raise InvalidArgument(f"rows on {rows.device}: the reference pushes on a CPU only")
+    rows = rows.contiguous()
+    width = rows.shape[1] * rows.element_size()
+    for row, address in zip(rows, home.tolist(), strict=True):
+        if address:
+            ctypes.memmove(address, row.data_ptr(), width)

@@ -1,0 +1,155 @@
+"""One grouped product, checked: what the reference and the kernel are both given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from weft.errors import InvalidArgument
+from weft.gemm.epilogue import Epilogue, Gated, GatedQuant, Push
+from weft.gemm.plan import COLUMNS, DTYPES, FP8, GemmPlan
+
+OUTS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Tensors of one product; rows are flat, `[rows, ...]`, masked ones expert after expert.
+
+    starts: int32, each expert's first row, or None where expert e's is `e * max_rows`.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    counts: torch.Tensor
+    starts: torch.Tensor | None
+    max_rows: int
+    a_scale: torch.Tensor | None
+    b_scale: torch.Tensor | None
+    bias: torch.Tensor | None
+    out: torch.Tensor | None
+    out_scale: torch.Tensor | None
+    out_dtype: torch.dtype
+    epilogue: Epilogue
+    signal: torch.Tensor | None
+
+    @property
+    def gated(self) -> bool:
+        """Are the product's columns a gate and an up?"""
+        return isinstance(self.epilogue, Gated)
+
+    @property
+    def columns(self) -> int:
+        """Columns of the result."""
+        n = int(self.b.shape[1])
+        return n // 2 if self.gated else n
+
+
+def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Refuse operands that no kernel takes. Raises InvalidArgument."""
+    if a.ndim not in (2, 3) or b.ndim != 3 or a.shape[-1] != b.shape[2]:
+        raise InvalidArgument(
+            f"a is {list(a.shape)} and b {list(b.shape)}; they must be [rows, k] or "
+            "[experts, max_rows, k], and [experts, n, k]"
+        )
+    if a.dtype not in DTYPES or b.dtype != a.dtype:
+        raise InvalidArgument(f"a is {a.dtype} and b {b.dtype}; both must be one of {DTYPES}")
+    if a.ndim == 3 and len(a) != len(b):
+        raise InvalidArgument(f"a has rows of {len(a)} experts, b weights of {len(b)}")
+    n, k = b.shape[1:]
+    if not n or not k:
+        raise InvalidArgument(f"b is {list(b.shape)}; n and k must be positive")
+    for name, size in (("n", n), ("k", k)):
+        unit = COLUMNS if a.dtype == FP8 else 8
+        if size % unit:
+            raise InvalidArgument(f"{name} is {size}; for {a.dtype} it must be a multiple of {unit}")
+    for name, tensor in (("a", a), ("b", b)):
+        if not tensor.is_contiguous() or tensor.data_ptr() % 16:
+            raise InvalidArgument(f"{name} must be contiguous and aligned to 16 bytes")
+        if tensor.numel() // k >= 2**31:
+            raise InvalidArgument(f"{name} has {tensor.numel() // k} rows; at most 2^31 - 1")
+
+
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    like: torch.Tensor,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+    strided: bool = False,
+) -> None:
+    """Refuse a tensor of another shape, dtype or device. Raises InvalidArgument."""
+    if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
+        raise InvalidArgument(
+            f"{name} is {list(tensor.shape)} of {tensor.dtype}; it must be {list(shape)} of "
+            f"{' or '.join(map(str, dtypes))}"
+        )
+    if tensor.device != like.device:
+        raise InvalidArgument(f"{name} is on {tensor.device}, a on {like.device}")
+    if not strided and not tensor.is_contiguous():
+        raise InvalidArgument(f"{name} must be contiguous")
+
+
+def check_groups(
+    a: torch.Tensor, experts: int, counts: torch.Tensor, offsets: torch.Tensor | None
+) -> None:
+    """Refuse groups that do not fit a's layout. Raises InvalidArgument."""
+    check_tensor("counts", counts, a, (experts,), (torch.int32,))
+    if (a.ndim == 2) != (offsets is not None):
+        raise InvalidArgument(
+            f"a is {list(a.shape)} and offsets are {'given' if offsets is not None else 'not'}; "
+            "rows [rows, k] have offsets, blocks [experts, max_rows, k] have none"
+        )
+    if offsets is not None:
+        if offsets.ndim != 1 or offsets.shape[0] not in (experts, experts + 1):
+            raise InvalidArgument(
+                f"offsets are {list(offsets.shape)}; they must be [{experts + 1}] or [{experts}]"
+            )
+        check_tensor("offsets", offsets, a, tuple(offsets.shape), (torch.int32,))
+
+
+def check_scales(
+    a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor | None, b_scale: torch.Tensor | None
+) -> None:
+    """Refuse scales that do not fit, or are missing, or too many. Raises InvalidArgument."""
+    if a.dtype != FP8:
+        if a_scale is not None or b_scale is not None:
+            raise InvalidArgument(f"scales belong to {FP8}; a is {a.dtype}")
+        return
+    if a_scale is None or b_scale is None:
+        raise InvalidArgument(f"{FP8} needs a_scale and b_scale")
+    experts, n, k = b.shape
+    wanted = (*a.shape[:-1], k // 128)
+    check_tensor("a_scale", a_scale, a, wanted, (torch.float32,), strided=True)
+    check_tensor("b_scale", b_scale, a, (experts, n // 128, k // 128), (torch.float32,))
+    if a.ndim == 3 and a_scale.stride(0) != a.shape[1] * a_scale.stride(1) and len(a) > 1:
+        raise InvalidArgument(
+            f"a_scale has strides {a_scale.stride()}: rows of all experts must be equally far apart"
+        )
+
+
+def check_plan(plan: GemmPlan, request: Request) -> None:
+    """Refuse a plan that does not fit the call. Raises InvalidArgument."""
+    depth = plan.block_depth
+    if request.a.dtype == FP8 and depth != 128:
+        raise InvalidArgument(f"block_depth is {depth}; FP8 has scales by 128 columns")
+    if request.gated and plan.block_columns != 2 * COLUMNS:
+        raise InvalidArgument(
+            f"block_columns is {plan.block_columns}; gating needs {2 * COLUMNS}, gate and up"
+        )
+    if isinstance(request.epilogue, GatedQuant) and request.columns % COLUMNS:
+        raise InvalidArgument(
+            f"{request.columns} gated columns; quantising takes a multiple of {COLUMNS}"
+        )
+    if request.gated and request.b.shape[1] % (2 * (128 if request.a.dtype == FP8 else 8)):
+        raise InvalidArgument(f"n is {request.b.shape[1]}: gate and up must be halves of it")
+    if request.a.dtype == FP8 and not request.gated and request.b.shape[1] % plan.block_columns:
+        raise InvalidArgument(
+            f"n is {request.b.shape[1]}, block_columns {plan.block_columns}: FP8 needs a multiple"
+        )
+    if request.out is not None and request.out.data_ptr() % 16:
+        raise InvalidArgument("out must be aligned to 16 bytes")
+    if isinstance(request.epilogue, Push):
+        home = request.epilogue.home
+        check_tensor("home", home, request.a, (len(request.a),), (torch.int64,))

@@ -1,0 +1,53 @@
+"""Which tile is where: from a tile's number to its expert, rows and columns, on the device.
+
+Rows of an expert are cut into blocks of ROWS; blocks of all experts are numbered through, so empty
+experts have none. A tile is a row block and a column block. No table is built: every CTA keeps the
+running sum of blocks, one number for each expert, and finds its place by counting.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def block_ends(counts, EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
+    """Row blocks of experts 0..e together, for each e; int32 `[PADDED]`, a power of two."""
+    expert = tl.arange(0, PADDED)
+    count = tl.load(counts + expert, mask=expert < EXPERTS, other=0)
+    return tl.cumsum(tl.cdiv(tl.maximum(count, 0), ROWS), 0)
+
+
+@triton.jit
+def locate(
+    tile, ends, counts, starts, max_rows, rows,
+    BLOCKS: tl.constexpr, ROWS: tl.constexpr, BY_COLUMN: tl.constexpr,
+):  # fmt: skip
+    """(expert, column block, row block, first row, rows that live) of a tile.
+
+    By column: (column, expert, row block). Else: (expert, column, row block), so that the row
+    blocks that share weights run together either way.
+    """
+    if BY_COLUMN:
+        total = tl.max(ends)
+        column = tile // total
+        block = tile % total
+        passed = ends <= block
+    else:
+        passed = ends * BLOCKS <= tile
+    expert = tl.sum(passed.to(tl.int32))
+    before = tl.max(tl.where(passed, ends, 0))
+    count = tl.load(counts + expert)
+    if not BY_COLUMN:
+        own = tl.cdiv(count, ROWS)
+        place = tile - before * BLOCKS
+        column = place // own
+        block = before + place % own
+    if starts is None:
+        first = expert * max_rows
+    else:
+        first = tl.load(starts + expert)
+    within = (block - before) * ROWS
+    live = tl.minimum(count - within, rows - first - within)
+    return expert, column, block, first + within, live
