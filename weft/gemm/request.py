@@ -63,7 +63,9 @@ def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
     for name, size in (("n", n), ("k", k)):
         unit = COLUMNS if a.dtype == FP8 else 8
         if size % unit:
-            raise InvalidArgument(f"{name} is {size}; for {a.dtype} it must be a multiple of {unit}")
+            raise InvalidArgument(
+                f"{name} is {size}; for {a.dtype} it must be a multiple of {unit}"
+            )
     for name, tensor in (("a", a), ("b", b)):
         if not tensor.is_contiguous() or tensor.data_ptr() % 16:
             raise InvalidArgument(f"{name} must be contiguous and aligned to 16 bytes")

@@ -1,0 +1,305 @@
+"""Time every plan of the grouped product on one GPU, and check it against fp32.
+
+    python benchmarks/gemm_sweep.py [--json FILE] [--rows 1 4 16 ...] [--dtypes fp8 bf16]
+        [--work up down quant push] [--limit SECONDS]
+
+Prints a table, the best plan for each size, and how near it is to what this GPU reads from memory.
+A plan's bits are compared with those of the first plan of its size and dtype.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.gemm import GatedQuant, GemmPlan, Push, grouped_gemm
+from weft.gemm.plan import FP8
+from weft.ops.reference import dequantize, quantize
+
+EXPERTS, HIDDEN, WIDE = 32, 7168, 4096  # DeepSeek-V3 on 8 ranks: gate and up are 4096 columns
+SHAPES = {
+    "up": (WIDE, HIDDEN),
+    "quant": (WIDE, HIDDEN),
+    "down": (HIDDEN, WIDE // 2),
+    "push": (HIDDEN, WIDE // 2),
+}
+ROWS = (1, 4, 16, 32, 64, 128, 256)
+DTYPES = {"fp8": FP8, "bf16": torch.bfloat16}
+CALLS, REPLAYS = 20, 5
+
+
+def plans(rows: int, dtype: torch.dtype, work: str) -> Iterator[GemmPlan]:
+    """What is worth a try for so many rows."""
+    depth, scaled, gated = (128, True, False) if dtype == FP8 else (64, False, False)
+    gated = work == "quant"
+    for flatten in (True, False):
+        kind: dict[str, Any] = {"flatten": flatten, "block_depth": depth}
+        if rows <= 32:
+            height = 16 if rows <= 16 else 32
+            if not gated:
+                yield GemmPlan(
+                    height, 128, swap=True, stages=6 - height // 32, ctas_per_sm=2, **kind
+                )
+                yield GemmPlan(height, 128, swap=True, stages=10, ctas_per_sm=1, **kind)
+                yield GemmPlan(height, 128, swap=True, stages=3, ctas_per_sm=3, **kind)
+            yield GemmPlan(height, 256, swap=True, stages=3, ctas_per_sm=2, **kind)
+            yield GemmPlan(height, 256, swap=True, stages=5, ctas_per_sm=1, **kind)
+        if 16 <= rows <= 64 and not gated:
+            yield GemmPlan(64, 128, stages=4, ctas_per_sm=2, **kind)
+        if 64 <= rows <= 128:
+            if not gated:
+                yield GemmPlan(64, 128, stages=4, warps=8, ctas_per_sm=2, **kind)
+                yield GemmPlan(64, 128, stages=8, ctas_per_sm=1, **kind)
+            yield GemmPlan(64, 256, stages=2, ctas_per_sm=2, **kind)
+            yield GemmPlan(64, 256, stages=5, warps=8, ctas_per_sm=1, **kind)
+        if rows >= 128:
+            if not gated:
+                yield GemmPlan(128, 128, stages=6, warps=8, **kind)
+                yield GemmPlan(128, 128, stages=6, warps=16, **kind)
+                yield GemmPlan(128, 128, stages=3, warps=8, ctas_per_sm=2, **kind)
+            yield GemmPlan(128, 256, stages=4, warps=8, **kind)
+            yield GemmPlan(128, 256, stages=4, warps=16, **kind)
+    if scaled and not gated:
+        kind = {"block_depth": depth, "defer": True}
+        if rows <= 32:
+            height = 16 if rows <= 16 else 32
+            yield GemmPlan(height, 128, swap=True, stages=6 - height // 32, ctas_per_sm=2, **kind)
+        if 16 <= rows <= 128:
+            yield GemmPlan(64, 128, stages=4, ctas_per_sm=2, **kind)
+        if rows >= 128:
+            yield GemmPlan(128, 128, stages=5, warps=8, **kind)
+            yield GemmPlan(128, 128, stages=5, warps=8, order="column", **kind)
+
+
+@dataclass
+class Operands:
+    """One shape's tensors: as many rows as the largest size has, masked."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    a_scale: torch.Tensor | None
+    b_scale: torch.Tensor | None
+    wanted: torch.Tensor  # the product in fp32, or what gating makes of it
+    out: torch.Tensor
+    scales: torch.Tensor | None
+    home: torch.Tensor
+
+    @classmethod
+    def make(cls, work: str, dtype: torch.dtype, rows: int) -> Operands:
+        n, k = SHAPES[work]
+        seed = torch.Generator("cuda").manual_seed(n)
+        x = torch.randn(EXPERTS, rows, k, device="cuda", generator=seed).bfloat16()
+        b = torch.empty(EXPERTS, n, k, device="cuda", dtype=dtype)
+        for expert in range(EXPERTS):
+            b[expert] = (torch.randn(n, k, device="cuda", generator=seed) * k**-0.5 * 16).to(dtype)
+        a, a_scale, b_scale = x, None, None
+        if dtype == FP8:
+            a, a_scale = quantize(x, "fp8")
+            size = (EXPERTS, n // 128, k // 128)
+            b_scale = torch.rand(size, device="cuda", generator=seed) / 16 + 1 / 32
+        wanted = torch.empty(EXPERTS, rows, n, device="cuda")
+        for expert in range(EXPERTS):
+            w = b[expert].float()
+            if b_scale is not None and a_scale is not None:
+                w = dequantize(b[expert], b_scale[expert].repeat_interleave(128, dim=0))
+                wanted[expert] = dequantize(a[expert], a_scale[expert]) @ w.T
+            else:
+                wanted[expert] = a[expert].float() @ w.T
+        if work == "quant":
+            gate, up = wanted.chunk(2, dim=-1)
+            wanted = gate * torch.sigmoid(gate) * up
+        width = wanted.shape[-1]
+        kind = FP8 if work == "quant" else torch.bfloat16
+        out = torch.empty(EXPERTS, rows, width, device="cuda", dtype=kind)
+        scales = torch.empty(EXPERTS, rows, width // 128, device="cuda")
+        home = torch.arange(EXPERTS * rows, device="cuda") * (width * 2) + out.data_ptr()
+        return cls(a, b, a_scale, b_scale, wanted, out, scales, home)
+
+
+def call(
+    tensors: Operands, work: str, plan: GemmPlan, counts: torch.Tensor, signal: torch.Tensor
+) -> Callable[[], object]:
+    """The call that is timed."""
+    given: dict[str, Any] = {"counts": counts, "plan": plan}
+    given |= {"a_scale": tensors.a_scale, "b_scale": tensors.b_scale}
+    if work == "quant":
+        given |= {"epilogue": GatedQuant(), "out": (tensors.out, tensors.scales)}
+    elif work == "push":
+        given |= {"epilogue": Push(tensors.home)}
+    else:
+        given |= {"out": tensors.out}
+    if plan.order == "column":
+        given |= {"signal": signal}
+    return lambda: grouped_gemm(tensors.a, tensors.b, **given)
+
+
+def timed(body: Callable[[], object]) -> float:
+    """Median us a call, from a graph of CALLS calls."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            body()
+    graph.replay()
+    spans = []
+    for _ in range(REPLAYS):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        graph.replay()
+        last.record()
+        torch.cuda.synchronize()
+        spans.append(first.elapsed_time(last) * 1e3 / CALLS)
+    return statistics.median(spans)
+
+
+def read_rate() -> float:
+    """Bytes a us that a sum over 1 GiB reads."""
+    words = torch.zeros(1 << 27, dtype=torch.int64, device="cuda")
+    return words.numel() * 8 / timed(lambda: words.sum())
+
+
+def check(tensors: Operands, work: str, rows: int, known: list[torch.Tensor]) -> tuple[float, bool]:
+    """(relative error, bits equal to those of every plan and number of rows before)."""
+    got = tensors.out[:, :rows]
+    number = got.float()
+    if work == "quant" and tensors.scales is not None:
+        number = dequantize(got, tensors.scales[:, :rows])
+    wanted = tensors.wanted[:, :rows]
+    error = ((number - wanted).norm() / wanted.norm()).item()
+    bits = got.contiguous().view(torch.uint8)
+    same = all(torch.equal(old[:, :rows], bits[:, : old.shape[1]]) for old in known)
+    if not known or known[0].shape[1] < rows:
+        known[:] = [bits.clone()]
+    return error, same
+
+
+def measure(args: argparse.Namespace, work: str, dtype_name: str) -> list[dict[str, Any]]:
+    """Every plan at every size of one shape and dtype."""
+    dtype, found = DTYPES[dtype_name], []
+    tensors = Operands.make(work, dtype, max(args.rows))
+    signal = torch.zeros(1024, dtype=torch.int32, device="cuda")
+    n, k = SHAPES[work]
+    counts = {r: torch.full((EXPERTS,), r, dtype=torch.int32, device="cuda") for r in args.rows}
+    jobs = [(r, p) for r in args.rows for p in plans(r, dtype, work)]
+    failed = warm(tensors, work, {p: counts[r] for r, p in jobs}, signal)
+    known: list[torch.Tensor] = []
+    for rows, plan in jobs:
+        row: dict[str, Any] = {"work": work, "dtype": dtype_name, "rows": rows, **asdict(plan)}
+        if plan in failed:
+            found.append(row | {"failed": failed[plan]})
+            continue
+        if time.monotonic() > args.deadline:
+            found.append(row | {"failed": "out of time"})
+            continue
+        body = call(tensors, work, plan, counts[rows], signal)
+        tensors.out.view(torch.uint8).fill_(255)
+        body()
+        error, same = check(tensors, work, rows, known)
+        rest = bool((tensors.out[:, rows:].view(torch.uint8) == 255).all())
+        item, made = tensors.b.element_size(), tensors.out[0, :rows].nbytes
+        moved = EXPERTS * (n * k * item + rows * k * item + made)
+        us = timed(body)
+        found.append(row | {"us": us, "error": error, "same": same, "rest": rest, "bytes": moved})
+    return found
+
+
+def warm(
+    tensors: Operands, work: str, todo: dict[GemmPlan, torch.Tensor], signal: torch.Tensor
+) -> dict[GemmPlan, str]:
+    """Compile every plan, several at once; returns those that would not, and why."""
+
+    def one(job: tuple[GemmPlan, torch.Tensor]) -> tuple[GemmPlan, str]:
+        plan, counts = job
+        try:
+            call(tensors, work, plan, counts, signal)()
+        except Exception as error:  # a sweep goes on, and says what failed
+            return plan, repr(error)[:160]
+        return plan, ""
+
+    before = time.monotonic()
+    jobs = list(todo.items())
+    answers = [one(jobs[0])]  # alone: it starts Triton
+    with ThreadPoolExecutor(8) as pool:
+        answers += pool.map(one, jobs[1:])
+    torch.cuda.synchronize()
+    print(f"# {work}: {len(todo)} plans compiled in {time.monotonic() - before:.1f} s", flush=True)
+    return {plan: why for plan, why in answers if why}
+
+
+def label(row: dict[str, Any]) -> str:
+    """A plan in few letters."""
+    marks = "s" * row["swap"] + "f" * row["flatten"] + "d" * row["defer"]
+    marks += "c" * (row["order"] == "column")
+    tile = f"{row['block_rows']}x{row['block_columns']}x{row['block_depth']}"
+    return f"{tile} st{row['stages']} w{row['warps']} x{row['ctas_per_sm']} {marks}"
+
+
+def show(rows: list[dict[str, Any]], rate: float) -> None:
+    """The table of one shape and dtype, best plan first."""
+    for count in sorted({row["rows"] for row in rows}):
+        group = [row for row in rows if row["rows"] == count]
+        good = sorted((row for row in group if "us" in row), key=lambda row: row["us"])
+        for place, row in enumerate(good):
+            floor = row["bytes"] / rate
+            bad = "" if row["error"] < 0.05 and row["rest"] else "  WRONG"
+            print(
+                f"{row['work']:5} {row['dtype']:4} {count:4} rows {row['us']:7.1f} us "
+                f"{100 * floor / row['us']:4.0f} % {label(row):26} error {row['error']:.1e} "
+                f"bits {'same' if row['same'] else 'DIFFER'}{bad}{'  <-' if not place else ''}"
+            )
+        for row in group:
+            if "failed" in row:
+                print(
+                    f"{row['work']:5} {row['dtype']:4} {count:4} rows {label(row)}: {row['failed']}"
+                )
+
+
+def best_of(found: list[dict[str, Any]], dtype: str, rows: int) -> dict[str, float]:
+    """us of the fastest plan of each work."""
+    best: dict[str, float] = {}
+    for row in found:
+        if (row["dtype"], row["rows"]) == (dtype, rows) and "us" in row:
+            best[row["work"]] = min(row["us"], best.get(row["work"], row["us"]))
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
+    parser.add_argument("--work", nargs="+", default=["up", "down", "quant"], choices=list(SHAPES))
+    parser.add_argument("--limit", type=float, default=140.0, help="seconds")
+    args = parser.parse_args()
+    args.deadline = time.monotonic() + args.limit
+    rate = read_rate()
+    device = torch.cuda.get_device_name()
+    print(f"# {device}, torch {torch.__version__}, reads {rate / 1e6:.2f} TB/s", flush=True)
+    found = []
+    for dtype in args.dtypes:
+        for work in args.work:
+            if work == "quant" and dtype != "fp8":
+                continue
+            rows = measure(args, work, dtype)
+            show(rows, rate)
+            found += rows
+            torch.cuda.empty_cache()
+    for dtype in args.dtypes:
+        for count in args.rows:
+            best = best_of(found, dtype, count)
+            words = "  ".join(f"{work} {us:.1f}" for work, us in best.items())
+            print(f"best {dtype} {count:4} rows: {words}  together {sum(best.values()):.1f}")
+    if args.json:
+        args.json.write_text(json.dumps({"device": device, "rate": rate, "rows": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
