@@ -31,6 +31,14 @@ def scaled(part, scale, acc, SWAP: tl.constexpr):
 
 
 @triton.jit
+def meet():
+    """A barrier of the CTA. As text, because `tl.debug_barrier` in a loop ends its pipelining."""
+    tl.inline_asm_elementwise(
+        "bar.sync 0; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def grouped_kernel(
     a, b, a_scale, b_scale, bias, out, out_scale, home, signal, counts, starts,
     max_rows, rows, scale_row, scale_step,
@@ -87,6 +95,6 @@ def grouped_kernel(
             N, ROWS, COLUMNS, PAIR, SWAP, EPILOGUE, OUT, ALPHA, OFFSET, LIMIT,
         )  # fmt: skip
         if signal is not None:
-            tl.debug_barrier()  # every warp has stored before one thread says so
+            meet()  # every warp has stored before one thread says so
             cell = column if BY_COLUMN else block
             tl.atomic_add(signal + cell, 1, sem="release", scope="gpu")
