@@ -70,7 +70,7 @@ def described(
         b=empty(experts, n, k, of=dtype),
         counts=empty(experts, of=torch.int32),
         starts=None if masked else empty(experts + 1, of=torch.int32),
-        max_rows=128 if masked else 0,
+        most=128 if masked else rows,
         a_scale=a_scale if scaled else None,
         b_scale=empty(experts, n // 128, k // 128) if scaled else None,
         bias=empty(experts, n, of=torch.bfloat16) if bias else None,

@@ -6,7 +6,7 @@ import torch
 
 from weft.errors import InvalidArgument
 from weft.gemm import launch, reference
-from weft.gemm.epilogue import STORE, Epilogue, GatedQuant, Push
+from weft.gemm.epilogue import STORE, Epilogue, Gated, GatedQuant, Push
 from weft.gemm.plan import COLUMNS, FP8, GemmPlan, plan
 from weft.gemm.request import (
     OUTS,
@@ -17,7 +17,6 @@ from weft.gemm.request import (
     check_scales,
     check_tensor,
 )
-from weft.gemm.epilogue import Gated
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
@@ -59,13 +58,10 @@ def grouped_gemm(
     experts, n, k = b.shape
     check_groups(a, experts, counts, offsets)
     check_scales(a, b, a_scale, b_scale)
-    for name, tensor in (("b", b), ("a", a)):
-        if tensor.device != a.device:
-            raise InvalidArgument(f"{name} is on {tensor.device}, a on {a.device}")
     if bias is not None:
         check_tensor("bias", bias, a, (experts, n), OUTS)
-    if signal is not None and (signal.ndim != 1 or signal.dtype != torch.int32):
-        raise InvalidArgument(f"signal is {list(signal.shape)} of {signal.dtype}; want int32 [n]")
+    if signal is not None:
+        check_tensor("signal", signal, a, tuple(signal.shape), (torch.int32,))
     gated = isinstance(epilogue, Gated)
     if plan is None:
         plan = _default_plan(a, b, gated)
@@ -76,7 +72,7 @@ def grouped_gemm(
         b=b,
         counts=counts,
         starts=offsets,
-        max_rows=a.shape[1] if a.ndim == 3 else 0,
+        most=a.shape[1] if a.ndim == 3 else len(a),
         a_scale=None if a_scale is None else _flat_scales(a_scale, len(flat)),
         b_scale=b_scale,
         bias=bias,

@@ -1,4 +1,4 @@
-"""What becomes of a tile's sums: stored, gated, gated and quantised, or pushed to each row's home."""
+"""What becomes of a tile's sums: stored, gated, quantised, or pushed to each row's home."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def meet():
 @triton.jit
 def grouped_kernel(
     a, b, a_scale, b_scale, bias, out, out_scale, home, signal, counts, starts,
-    max_rows, rows, scale_row, scale_step,
+    most, rows, scale_row, scale_step,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
     SCALED: tl.constexpr, PAIR: tl.constexpr, SWAP: tl.constexpr, FLATTEN: tl.constexpr,
@@ -53,12 +53,12 @@ def grouped_kernel(
     STEP: tl.constexpr = COLUMNS if GATED or not PAIR else 2 * COLUMNS  # from tile to tile
     OTHER: tl.constexpr = N // 2 if GATED else COLUMNS  # from one block of a pair to the other
     BLOCKS: tl.constexpr = ((N // 2 if GATED else N) + STEP - 1) // STEP
-    ends = block_ends(counts, EXPERTS, PADDED, ROWS)
+    ends = block_ends(counts, most, EXPERTS, PADDED, ROWS)
     tiles = tl.max(ends) * BLOCKS
     here = tl.arange(0, ROWS)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
         expert, column, block, row, live = locate(
-            tile, ends, counts, starts, max_rows, rows, BLOCKS, ROWS, BY_COLUMN
+            tile, ends, counts, starts, most, rows, BLOCKS, ROWS, BY_COLUMN
         )
         first = expert * N + column * STEP
         if SCALED:

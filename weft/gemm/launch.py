@@ -67,7 +67,7 @@ def kernel_arguments(request: Request, plan: GemmPlan, descriptor: Any) -> tuple
     home = request.epilogue.home if isinstance(request.epilogue, Push) else None
     return (
         *(a, b, request.a_scale, request.b_scale, request.bias, request.out, request.out_scale),
-        *(home, request.signal, request.counts, request.starts, request.max_rows, rows),
+        *(home, request.signal, request.counts, request.starts, request.most, rows),
         *(scale_row, scale_step),
     )
 

@@ -27,7 +27,7 @@ class GemmPlan:
     stages: steps in flight.   warps: 4, 8 or 16.   ctas_per_sm: of the persistent grid.
     order: "expert": (expert, columns, rows), or "column": (columns, expert, rows).
     flatten: loads of the next tile start before this one is stored.
-    defer: FP8 only, without pairs: a step's part is scaled and added beside the next step's product.
+    defer: FP8, 128 columns: a step's part is scaled and added beside the next step's product.
 
     Raises InvalidArgument for a number out of its range.
     """
@@ -57,6 +57,8 @@ class GemmPlan:
         for name, allowed in choices.items():
             if (value := getattr(self, name)) not in allowed:
                 raise InvalidArgument(f"{name} is {value!r}; it must be one of {allowed}")
+        if self.defer and self.block_columns != COLUMNS:
+            raise InvalidArgument(f"defer with block_columns {self.block_columns}: want {COLUMNS}")
         if self.block_rows < 64 and not self.swap:
             raise InvalidArgument(
                 f"block_rows is {self.block_rows}: tiles below 64 rows need swap=True"
@@ -74,6 +76,12 @@ class GemmPlan:
     def max_row_blocks(self, rows: int, experts: int) -> int:
         """As many row blocks as `rows` rows of `experts` experts can at most make."""
         return rows // self.block_rows + min(rows, experts)
+
+    def cells(self, rows: int, experts: int, columns: int, gated: bool = False) -> int:
+        """Cells of a signal: one for each column block, or for as many row blocks as can be."""
+        if self.order == "column":
+            return self.column_blocks(columns, gated)
+        return self.max_row_blocks(rows, experts)
 
 
 def plan(

@@ -15,17 +15,17 @@ from weft.ops.reference import dequantize, quantize
 
 def compute(request: Request, plan: GemmPlan) -> None:
     """Write what the kernel would, one expert after the other; reads counts on the host."""
-    counts = request.counts.tolist()
+    counts = request.counts.clamp(min=0, max=request.most)
     starts = None if request.starts is None else request.starts.tolist()
-    for expert, count in enumerate(counts):
-        first = expert * request.max_rows if starts is None else starts[expert]
-        if count > 0:
+    for expert, count in enumerate(counts.tolist()):
+        first = expert * request.most if starts is None else starts[expert]
+        if count := min(count, len(request.a) - first):
             _finish(request, _product(request, expert, first, count), first)
     if request.signal is not None:
         blocks = plan.column_blocks(request.b.shape[1], request.gated)
-        total = int(plan.row_blocks(request.counts.clamp(min=0)).sum())
+        total = int(plan.row_blocks(counts).sum())
         if plan.order == "column":
-            request.signal[: blocks if total else 0] += total
+            request.signal[:blocks] += total
         else:
             request.signal[:total] += blocks
 

@@ -17,14 +17,15 @@ OUTS = (torch.bfloat16, torch.float16, torch.float32)
 class Request:
     """Tensors of one product; rows are flat, `[rows, ...]`, masked ones expert after expert.
 
-    starts: int32, each expert's first row, or None where expert e's is `e * max_rows`.
+    starts: int32, each expert's first row, or None where expert e's is `e * most`.
+    most: rows that an expert can have; a count that says more counts as that.
     """
 
     a: torch.Tensor
     b: torch.Tensor
     counts: torch.Tensor
     starts: torch.Tensor | None
-    max_rows: int
+    most: int
     a_scale: torch.Tensor | None
     b_scale: torch.Tensor | None
     bias: torch.Tensor | None
@@ -152,6 +153,12 @@ def check_plan(plan: GemmPlan, request: Request) -> None:
         )
     if request.out is not None and request.out.data_ptr() % 16:
         raise InvalidArgument("out must be aligned to 16 bytes")
+    if request.signal is not None:
+        cells = plan.cells(len(request.a), len(request.b), request.b.shape[1], request.gated)
+        if request.signal.ndim != 1 or request.signal.numel() < cells:
+            raise InvalidArgument(
+                f"signal is {list(request.signal.shape)}; this plan needs [{cells}] or more"
+            )
     if isinstance(request.epilogue, Push):
         home = request.epilogue.home
         check_tensor("home", home, request.a, (len(request.a),), (torch.int64,))

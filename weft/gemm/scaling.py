@@ -1,4 +1,4 @@
-"""FP8 blocks in the kernel: the rule of docs/quantisation.md, the bits of weft.reference.quantize."""
+"""FP8 blocks in the kernel: the bits of weft.reference.quantize. (docs/quantisation.md)"""
 
 from __future__ import annotations
 

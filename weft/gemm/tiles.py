@@ -12,16 +12,19 @@ import triton.language as tl
 
 
 @triton.jit
-def block_ends(counts, EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
-    """Row blocks of experts 0..e together, for each e; int32 `[PADDED]`, a power of two."""
+def block_ends(counts, most, EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
+    """Row blocks of experts 0..e together, for each e; int32 `[PADDED]`, a power of two.
+
+    most: rows that an expert can have; a count that says more counts as that.
+    """
     expert = tl.arange(0, PADDED)
     count = tl.load(counts + expert, mask=expert < EXPERTS, other=0)
-    return tl.cumsum(tl.cdiv(tl.maximum(count, 0), ROWS), 0)
+    return tl.cumsum(tl.cdiv(tl.minimum(tl.maximum(count, 0), most), ROWS), 0)
 
 
 @triton.jit
 def locate(
-    tile, ends, counts, starts, max_rows, rows,
+    tile, ends, counts, starts, most, rows,
     BLOCKS: tl.constexpr, ROWS: tl.constexpr, BY_COLUMN: tl.constexpr,
 ):  # fmt: skip
     """(expert, column block, row block, first row, rows that live) of a tile.
@@ -38,14 +41,14 @@ def locate(
         passed = ends * BLOCKS <= tile
     expert = tl.sum(passed.to(tl.int32))
     before = tl.max(tl.where(passed, ends, 0))
-    count = tl.load(counts + expert)
+    count = tl.minimum(tl.load(counts + expert), most)
     if not BY_COLUMN:
         own = tl.cdiv(count, ROWS)
         place = tile - before * BLOCKS
         column = place // own
         block = before + place % own
     if starts is None:
-        first = expert * max_rows
+        first = expert * most
     else:
         first = tl.load(starts + expert)
     within = (block - before) * ROWS
