@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from weft.gemm import STORE, Gated, GatedQuant, GemmPlan, Push
-from weft.gemm.launch import kernel, kernel_arguments, kernel_constants
+from weft.gemm.launch import kernel_arguments, kernel_constants, kernel_of
 from weft.gemm.plan import FP8
 from weft.gemm.request import Request
 
@@ -84,7 +84,7 @@ def described(
 
 def compiled(request: Request, plan: GemmPlan, folder: Path) -> Compiled:
     """Compile for sm_90a; `folder` gets the cubin."""
-    function = kernel()
+    function = kernel_of()
     arguments = kernel_arguments(request, plan, lambda t, _shape, _strides, block: (t, block))
     constants = kernel_constants(request, plan)
     names = function.arg_names

@@ -26,7 +26,7 @@ def launch(request: Request, plan: GemmPlan, num_sms: int | None) -> None:
     grid = min(sms * plan.ctas_per_sm, plan.max_row_blocks(rows, experts) * blocks)
     constants = kernel_constants(request, plan)
     with torch.cuda.device(device):
-        kernel()[(grid,)](
+        kernel_of()[(grid,)](
             *kernel_arguments(request, plan, triton.tools.tensor_descriptor.TensorDescriptor),
             **constants,
             num_warps=plan.warps,
@@ -48,7 +48,7 @@ def installed() -> Any:
 
 
 @functools.cache
-def kernel() -> Any:
+def kernel_of() -> Any:
     """The kernel; its module needs Triton, so it is not imported before the first call."""
     return importlib.import_module("weft.gemm.kernel").grouped_kernel
 

@@ -1,0 +1,174 @@
+"""Grouped products with known results: operands with traps, and an oracle that knows no tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from weft.gemm import STORE, Epilogue, Gated, GatedQuant, Push, grouped_gemm
+from weft.gemm.plan import FP8, GemmPlan
+from weft.ops.reference import dequantize, quantize
+
+SENTINEL = 77.0  # what rows hold that belong to nobody
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of one product. Rows of nobody hold NaN, and so do their scales."""
+
+    dtype: torch.dtype = FP8
+    counts: tuple[int, ...] = (5, 0, 19)
+    n: int = 256
+    k: int = 256
+    masked: bool = False
+    align: int = 8
+    slack: int = 3  # rows behind the last group
+    bias: bool = False
+    k_major: bool = False
+    seed: int = 0
+
+    @property
+    def starts(self) -> list[int]:
+        """Each expert's first row."""
+        if self.masked:
+            return [expert * self.most for expert in range(len(self.counts))]
+        starts = [0]
+        for count in self.counts:
+            starts.append(starts[-1] + -(-count // self.align) * self.align)
+        return starts
+
+    @property
+    def most(self) -> int:
+        """Rows of an expert's block, masked."""
+        return max(self.counts) + self.slack
+
+    @property
+    def rows(self) -> int:
+        """Rows of all."""
+        return len(self.counts) * self.most if self.masked else self.starts[-1] + self.slack
+
+    def live(self) -> torch.Tensor:
+        """bool `[rows]`: rows that belong to an expert."""
+        live = torch.zeros(self.rows, dtype=torch.bool)
+        for start, count in zip(self.starts, self.counts, strict=False):
+            live[start : start + count] = True
+        return live
+
+    def make(self, device: str = "cpu") -> Made:
+        """The operands."""
+        seed = torch.Generator().manual_seed(self.seed)
+        experts, live = len(self.counts), self.live()
+        x = torch.randn(self.rows, self.k, generator=seed) * 2
+        w = torch.randn(experts, self.n, self.k, generator=seed) * self.k**-0.5
+        given: dict[str, Any] = {"counts": torch.tensor(self.counts, dtype=torch.int32)}
+        if self.dtype == FP8:
+            a, a_scale = quantize(x, "fp8")
+            a_scale[~live] = torch.nan
+            b = (w * 64).to(FP8)
+            b_scale = torch.rand(experts, self.n // 128, self.k // 128, generator=seed) / 32
+            given["a_scale"] = a_scale.T.contiguous().T if self.k_major else a_scale
+            given["b_scale"] = b_scale
+        else:
+            a, b = x.to(self.dtype), w.to(self.dtype)
+        a.view(torch.uint8 if self.dtype == FP8 else torch.int16)[~live] = (
+            0x7F if self.dtype == FP8 else 0x7FFF
+        )
+        if self.bias:
+            given["bias"] = torch.randn(experts, self.n, generator=seed).to(torch.bfloat16)
+        if self.masked:
+            a = a.view(experts, self.most, self.k)
+            if self.dtype == FP8:
+                given["a_scale"] = given["a_scale"].unflatten(0, (experts, self.most))
+        else:
+            given["offsets"] = torch.tensor(self.starts, dtype=torch.int32)
+        moved = {name: tensor.to(device) for name, tensor in given.items()}
+        return Made(self, a.to(device), b.to(device), moved)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A case's tensors."""
+
+    case: Case
+    a: torch.Tensor
+    b: torch.Tensor
+    given: dict[str, Any]
+
+    def product(self) -> torch.Tensor:
+        """`a @ b.T + bias`, float64 `[rows, n]` on the CPU, row by row of each expert; NaN else."""
+        case = self.case
+        a, b = self.a.reshape(case.rows, case.k).cpu(), self.b.cpu()
+        wide = a.double()
+        if case.dtype == FP8:
+            scales = self.given["a_scale"].reshape(case.rows, -1).cpu()
+            wide = wide * scales.double().repeat_interleave(128, dim=1)
+        product = torch.full((case.rows, case.n), torch.nan, dtype=torch.float64)
+        for expert, (start, count) in enumerate(zip(case.starts, case.counts, strict=False)):
+            weight = b[expert].double()
+            if case.dtype == FP8:
+                blocks = self.given["b_scale"][expert].cpu().double()
+                weight = weight * blocks.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            product[start : start + count] = wide[start : start + count] @ weight.T
+            if case.bias:
+                product[start : start + count] += self.given["bias"][expert].cpu().double()
+        return product
+
+    def call(self, epilogue: Epilogue = STORE, plan: GemmPlan | None = None, **more: Any) -> Output:
+        """The product by `grouped_gemm`, into tensors full of SENTINEL."""
+        case, device = self.case, self.a.device
+        gated = isinstance(epilogue, Gated)
+        rows, width = tuple(self.a.shape[:-1]), case.n // 2 if gated else case.n
+        dtype = torch.bfloat16 if case.dtype == FP8 else case.dtype
+        if isinstance(epilogue, GatedQuant):
+            numbers = torch.full((*rows, width), SENTINEL, device=device).to(FP8)
+            scales = torch.full((*rows, width // 128), SENTINEL, device=device)
+            more["out"] = (numbers, scales)
+        else:
+            numbers = torch.full((*rows, width), SENTINEL, dtype=dtype, device=device)
+            scales = None
+        if isinstance(epilogue, Push):
+            result = grouped_gemm(
+                self.a, self.b, plan=plan, epilogue=epilogue, **self.given, **more
+            )
+            assert result is None
+        else:
+            more.setdefault("out", numbers)
+            grouped_gemm(self.a, self.b, plan=plan, epilogue=epilogue, **self.given, **more)
+        return Output(case, numbers, scales)
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a call wrote."""
+
+    case: Case
+    numbers: torch.Tensor
+    scales: torch.Tensor | None = field(default=None)
+
+    def read(self) -> torch.Tensor:
+        """float64 `[rows, columns]` on the CPU, scaled back."""
+        numbers = self.numbers.reshape(self.case.rows, -1).cpu()
+        if self.scales is None:
+            return numbers.double()
+        return dequantize(numbers, self.scales.reshape(self.case.rows, -1).cpu()).double()
+
+    def agrees(self, wanted: torch.Tensor, tolerance: float = 2.0**-7) -> None:
+        """Rows of experts are near `wanted`, and rows of nobody as they were."""
+        live, got = self.case.live(), self.read()
+        error = (got - wanted)[live].abs()
+        scale = wanted[live].square().mean().sqrt()
+        assert bool((error <= tolerance * (wanted[live].abs() + scale / 4)).all()), error.max()
+        rest = self.numbers.reshape(self.case.rows, -1).cpu()[~live].float()
+        assert bool((rest == torch.tensor(SENTINEL).to(self.numbers.dtype).float()).all())
+        if self.scales is not None:
+            assert bool((self.scales.reshape(self.case.rows, -1).cpu()[~live] == SENTINEL).all())
+
+
+def gated(gating: Gated, product: torch.Tensor) -> torch.Tensor:
+    """What gating makes of a product, in its precision."""
+    gate, up = product.chunk(2, dim=-1)
+    if gating.limit is not None:
+        gate, up = gate.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit)
+    return gate / (1 + torch.exp(-gating.alpha * gate)) * (up + gating.offset)

@@ -1,0 +1,140 @@
+"""The kernel's own source, run by Triton's interpreter on CPU tensors, against the oracle.
+
+A script of its own, because TRITON_INTERPRET must be 1 before Triton is imported. Prints a line for
+each case that agreed. The interpreter has no bfloat16: float16 stands for both.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+from triton.runtime import interpreter
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tests.gemm.cases import SENTINEL, Case, gated
+from weft.gemm import STORE, Epilogue, Gated, GatedQuant, GemmPlan, Push, call, kernel
+from weft.gemm.launch import kernel_arguments, kernel_constants, kernel_of
+from weft.gemm.plan import FP8
+from weft.gemm.request import Request
+
+HALF = torch.float16
+CASES = {
+    "contiguous": Case(counts=(5, 0, 35)),
+    "masked": Case(masked=True, counts=(17, 0, 3)),
+    "bias": Case(bias=True, counts=(1, 2)),
+    "one expert": Case(counts=(70,)),
+    "nobody": Case(counts=(0, 0, 0)),
+    "k-major, masked": Case(k_major=True, masked=True),
+}
+ODD = Case(dtype=HALF, n=208, k=200)  # neither columns nor k fill their last block
+
+
+def plans(dtype: torch.dtype, gating: bool) -> list[GemmPlan]:
+    """A tile of each kind."""
+    depth = 128 if dtype == FP8 else 64
+    few = GemmPlan(16, 256 if gating else 128, depth, swap=True, stages=2)
+    many = GemmPlan(64, 256, depth, order="column")
+    extra = [replace(few, defer=True)] if dtype == FP8 and not gating else []
+    return [few, many, replace(few, order="column"), *extra]
+
+
+def interpret(request: Request, plan: GemmPlan) -> None:
+    """`launch`, with three CTAs one after the other."""
+    arguments = kernel_arguments(request, plan, TensorDescriptor)
+    kernel_of()[(3,)](*arguments, **kernel_constants(request, plan))
+
+
+def signalled(case: Case, epilogue: Epilogue, plan: GemmPlan) -> None:
+    """A call's numbers and signals are those of the reference, and its numbers the oracle's."""
+    gating = isinstance(epilogue, Gated)
+    made = case.make()
+    cells = plan.cells(case.rows, len(case.counts), case.n, gating)
+    ours, theirs = (torch.zeros(cells, dtype=torch.int32) for _ in range(2))
+    wanted = gated(epilogue, made.product()) if isinstance(epilogue, Gated) else made.product()
+    tolerance = 0.08 if isinstance(epilogue, GatedQuant) else 2.0**-7
+    reference = call.reference.compute
+    made.call(epilogue, plan, signal=theirs).agrees(wanted, tolerance)
+    call.reference.compute = interpret
+    made.call(epilogue, plan, signal=ours).agrees(wanted, tolerance)
+    call.reference.compute = reference
+    assert ours.tolist() == theirs.tolist(), (ours, theirs)
+
+
+def pushed(case: Case, plan: GemmPlan) -> None:
+    """Rows arrive at their homes; one has none."""
+    made, live = case.make(), case.live()
+    homes = torch.full((case.rows, case.n), SENTINEL, dtype=HALF)
+    order = torch.randperm(case.rows, generator=torch.Generator().manual_seed(1))
+    home = homes.data_ptr() + order * case.n * 2
+    absent = live.nonzero()[0, 0]
+    home[absent] = 0
+    reference = call.reference.compute
+    call.reference.compute = interpret
+    stored = made.call(STORE, plan).numbers.reshape(case.rows, -1)
+    made.call(Push(home), plan)
+    call.reference.compute = reference
+    live[absent] = False
+    assert torch.equal(homes[order][live], stored[live])
+    assert bool((homes[order][~live] == SENTINEL).all())
+
+
+def exact_quantising() -> None:
+    """With alpha 0 the gate is exact, so numbers and scales must have the reference's bits."""
+    made = Case(counts=(16,), n=512).make()
+    made.b[:, :128] = 0  # a block of zeros
+    made.b[0, 130, 0] = torch.nan  # a block that is broken
+    gating = GatedQuant(alpha=0.0)
+    theirs = made.call(gating)
+    call.reference.compute, reference = interpret, call.reference.compute
+    ours = made.call(gating, GemmPlan(16, 256, swap=True))
+    call.reference.compute = reference
+    assert theirs.scales is not None
+    assert ours.scales is not None
+    near = torch.isclose(ours.scales, theirs.scales, rtol=1e-5, atol=0, equal_nan=True)
+    assert bool(near.all())
+    broken = theirs.scales.isnan()
+    assert broken.any()
+    assert (theirs.scales == 0).any()
+    assert torch.equal(ours.read().isnan(), theirs.read().isnan())
+
+
+def patched_index(original: Any) -> Any:
+    """numpy 2.4 no longer turns an array of one number into an integer, which ranges ask for."""
+
+    def patch(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    return patch
+
+
+def main() -> None:
+    """Every case with every kind of tile and epilogue."""
+    interpreter._patch_lang_tensor = patched_index(interpreter._patch_lang_tensor)
+    kernel.meet = lambda: None  # no inline PTX here; CTAs run one after the other
+    warnings.filterwarnings("ignore", category=RuntimeWarning)  # NaN rows of nobody
+    for dtype in (FP8, HALF):
+        for name, case in CASES.items():
+            for plan in plans(dtype, gating=False):
+                signalled(replace(case, dtype=dtype), STORE, plan)
+            print(f"agreed: {name}, {dtype}", flush=True)
+        for gating in (Gated(), Gated(1.702, 1.0, 0.7)):
+            for plan in plans(dtype, gating=True)[:2]:
+                signalled(Case(dtype=dtype, n=512, bias=True), gating, plan)
+        print(f"agreed: gated, {dtype}", flush=True)
+    for plan in plans(FP8, gating=True)[:2]:
+        signalled(Case(n=512), GatedQuant(), plan)
+    exact_quantising()
+    print("agreed: quantised", flush=True)
+    for plan in plans(HALF, gating=False)[:2]:
+        signalled(ODD, STORE, plan)
+        pushed(Case(dtype=HALF), plan)
+    signalled(ODD, Gated(), plans(HALF, gating=True)[0])
+    print("agreed: odd and pushed", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""What a grouped product means, on CPU tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.gemm.cases import SENTINEL, Case, gated
+from weft.gemm import Gated, GatedQuant, GemmPlan, Push, grouped_gemm
+from weft.gemm.plan import FP8
+from weft.moe.gating import CLAMPED_SWIGLU, SWIGLU
+from weft.ops.reference import quantize
+
+DTYPES = [FP8, torch.bfloat16, torch.float16]
+SHAPES = {
+    "contiguous": Case(),
+    "masked": Case(masked=True),
+    "packed": Case(align=1, slack=0, counts=(3, 1, 7, 0, 2)),
+    "one expert": Case(counts=(9,)),
+    "nobody": Case(counts=(0, 0)),
+    "bias": Case(bias=True),
+    "k-major scales": Case(k_major=True),
+    "k-major, masked": Case(k_major=True, masked=True),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_row_meets_its_experts_weights(name: str, dtype: torch.dtype) -> None:
+    case = Case(**{**_fields(SHAPES[name]), "dtype": dtype})
+    made = case.make()
+    made.call().agrees(made.product())
+
+
+@pytest.mark.parametrize("gating", [Gated(), Gated(1.702, 1.0, 7.0), Gated(limit=0.5)])
+def test_gating_is_the_layers(gating: Gated) -> None:
+    made = Case(dtype=torch.bfloat16, bias=True).make()
+    got = made.call(gating)
+    got.agrees(gated(gating, made.product()))
+
+
+def test_the_numbers_of_gating_are_those_of_the_layer() -> None:
+    from weft.gemm.reference import gate
+
+    product = torch.randn(7, 64) * 5
+    for theirs in (SWIGLU, CLAMPED_SWIGLU):
+        ours = gate(Gated(theirs.alpha, theirs.offset, theirs.limit), product)
+        torch.testing.assert_close(ours, theirs.apply(product.clone()), rtol=1e-6, atol=1e-6)
+
+
+def test_quantised_gating_has_the_bits_of_the_quantiser() -> None:
+    made = Case(counts=(6, 0, 3), n=512).make()
+    live = made.case.live()
+    wide = torch.full((made.case.rows, 256), torch.nan)
+    grouped_gemm(made.a, made.b, epilogue=Gated(), out=wide, **made.given)
+    numbers, scales = quantize(wide[live], "fp8")
+    got = made.call(GatedQuant())
+    assert got.scales is not None
+    assert torch.equal(got.numbers[live].view(torch.uint8), numbers.view(torch.uint8))
+    assert torch.equal(got.scales[live], scales)
+    got.agrees(gated(Gated(), made.product()), tolerance=0.08)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_rows_are_pushed_home_and_rows_without_one_are_not(masked: bool) -> None:
+    made = Case(masked=masked).make()
+    case, live = made.case, made.case.live()
+    homes = torch.full((case.rows, case.n), SENTINEL, dtype=torch.bfloat16)
+    order = torch.randperm(case.rows, generator=torch.Generator().manual_seed(1))
+    home = homes.data_ptr() + order * case.n * 2
+    absent = live.nonzero()[::3, 0]
+    home[absent] = 0
+    made.call(Push(home))
+    stored = made.call().numbers.reshape(case.rows, -1)
+    for row in range(case.rows):
+        there = homes[order[row]]
+        if live[row] and home[row]:
+            assert torch.equal(there, stored[row])
+        else:
+            assert bool((there == SENTINEL).all())
+
+
+@pytest.mark.parametrize("order", ["expert", "column"])
+@pytest.mark.parametrize("counts", [(5, 0, 19), (0, 0), (64, 65, 63)])
+def test_signals_count_tiles(order: str, counts: tuple[int, ...]) -> None:
+    made = Case(counts=counts, dtype=torch.bfloat16, n=384).make()
+    plan = GemmPlan(64, block_depth=64, order=order)  # type: ignore[arg-type]
+    cells = plan.cells(made.case.rows, len(counts), 384)
+    signal = torch.zeros(cells, dtype=torch.int32)
+    made.call(plan=plan, signal=signal)
+    blocks = [-(-count // 64) for count in counts]
+    if order == "column":
+        assert signal.tolist() == [sum(blocks)] * 3
+    else:
+        assert signal.tolist() == [3] * sum(blocks) + [0] * (cells - sum(blocks))
+        assert cells >= sum(blocks)
+    made.call(plan=plan, signal=signal)  # it adds
+    assert int(signal.sum()) == 2 * 3 * sum(blocks)
+
+
+def test_counts_are_held_to_the_rows_there_are() -> None:
+    made = Case(masked=True, counts=(4, 2), slack=0, dtype=torch.bfloat16).make()
+    made.given["counts"].fill_(1000)
+    got = made.call().numbers
+    live = made.case.live()
+    assert torch.equal(got.isnan().any(dim=2).flatten(), ~live)  # nobody's rows are NaN
+
+
+def test_results_may_be_of_any_width() -> None:
+    made = Case(dtype=torch.float16).make()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        out = torch.full((made.case.rows, made.case.n), SENTINEL, dtype=dtype)
+        back = grouped_gemm(made.a, made.b, out=out, **made.given)
+        assert back is out
+        assert torch.equal(out[~made.case.live()].float().unique(), torch.tensor([SENTINEL]))
+    assert grouped_gemm(made.a, made.b, **made.given).dtype == torch.float16  # type: ignore[union-attr]
+
+
+def _fields(case: Case) -> dict[str, object]:
+    return {name: getattr(case, name) for name in case.__dataclass_fields__}
