@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,45 +40,39 @@ CALLS, REPLAYS = 20, 5
 
 def plans(rows: int, dtype: torch.dtype, work: str) -> Iterator[GemmPlan]:
     """What is worth a try for so many rows."""
-    depth, scaled, gated = (128, True, False) if dtype == FP8 else (64, False, False)
-    gated = work == "quant"
-    for flatten in (True, False):
-        kind: dict[str, Any] = {"flatten": flatten, "block_depth": depth}
-        if rows <= 32:
-            height = 16 if rows <= 16 else 32
-            if not gated:
-                yield GemmPlan(
-                    height, 128, swap=True, stages=6 - height // 32, ctas_per_sm=2, **kind
-                )
-                yield GemmPlan(height, 128, swap=True, stages=10, ctas_per_sm=1, **kind)
-                yield GemmPlan(height, 128, swap=True, stages=3, ctas_per_sm=3, **kind)
-            yield GemmPlan(height, 256, swap=True, stages=3, ctas_per_sm=2, **kind)
-            yield GemmPlan(height, 256, swap=True, stages=5, ctas_per_sm=1, **kind)
-        if 16 <= rows <= 64 and not gated:
-            yield GemmPlan(64, 128, stages=4, ctas_per_sm=2, **kind)
-        if 64 <= rows <= 128:
-            if not gated:
-                yield GemmPlan(64, 128, stages=4, warps=8, ctas_per_sm=2, **kind)
-                yield GemmPlan(64, 128, stages=8, ctas_per_sm=1, **kind)
-            yield GemmPlan(64, 256, stages=2, ctas_per_sm=2, **kind)
-            yield GemmPlan(64, 256, stages=5, warps=8, ctas_per_sm=1, **kind)
-        if rows >= 128:
-            if not gated:
-                yield GemmPlan(128, 128, stages=6, warps=8, **kind)
-                yield GemmPlan(128, 128, stages=6, warps=16, **kind)
-                yield GemmPlan(128, 128, stages=3, warps=8, ctas_per_sm=2, **kind)
-            yield GemmPlan(128, 256, stages=4, warps=8, **kind)
-            yield GemmPlan(128, 256, stages=4, warps=16, **kind)
-    if scaled and not gated:
-        kind = {"block_depth": depth, "defer": True}
-        if rows <= 32:
-            height = 16 if rows <= 16 else 32
-            yield GemmPlan(height, 128, swap=True, stages=6 - height // 32, ctas_per_sm=2, **kind)
-        if 16 <= rows <= 128:
-            yield GemmPlan(64, 128, stages=4, ctas_per_sm=2, **kind)
-        if rows >= 128:
-            yield GemmPlan(128, 128, stages=5, warps=8, **kind)
-            yield GemmPlan(128, 128, stages=5, warps=8, order="column", **kind)
+    for tile in tiles(rows, work == "quant"):
+        depth = 128 if dtype == FP8 else 64
+        for flatten, ahead in product((True, False), (False, True)):
+            if dtype == FP8 or not ahead:
+                yield GemmPlan(block_depth=depth, flatten=flatten, ahead=ahead, **tile)
+        if dtype == FP8 and tile.get("unroll", 1) == 1:
+            yield GemmPlan(block_depth=depth, order="column", flatten=False, ahead=True, **tile)
+
+
+def tiles(rows: int, gated: bool) -> Iterator[dict[str, Any]]:
+    """Tiles, stages, warps and CTAs."""
+    if rows <= 32:
+        few = {"block_rows": 16 if rows <= 16 else 32, "swap": True}
+        if not gated:
+            yield few | {"stages": 6 - few["block_rows"] // 32, "ctas_per_sm": 2}
+            yield few | {"stages": 3, "ctas_per_sm": 3}
+            yield few | {"stages": 10}
+        yield few | {"block_columns": 256, "stages": 5}
+        yield few | {"block_columns": 256, "stages": 3, "ctas_per_sm": 2}
+    elif rows <= 64 and not gated:
+        yield {"block_rows": 64, "stages": 4, "ctas_per_sm": 2}
+        yield {"block_rows": 64, "stages": 4, "warps": 8, "ctas_per_sm": 2}
+        yield {"block_rows": 64, "stages": 3, "ctas_per_sm": 3}
+    if 64 <= rows <= 128:
+        yield {"block_rows": 64, "block_columns": 256, "stages": 5, "warps": 8}
+        yield {"block_rows": 64, "block_columns": 256, "stages": 2, "warps": 8, "ctas_per_sm": 2}
+    if rows >= 128:
+        if not gated:
+            yield {"block_rows": 64, "stages": 3, "ctas_per_sm": 3}
+            yield {"block_rows": 128, "stages": 6, "warps": 8}
+            yield {"block_rows": 128, "stages": 3, "warps": 8, "unroll": 2}
+        yield {"block_rows": 128, "block_columns": 256, "stages": 4, "warps": 8}
+        yield {"block_rows": 128, "block_columns": 256, "stages": 4, "warps": 16}
 
 
 @dataclass
@@ -236,8 +231,8 @@ def warm(
 
 def label(row: dict[str, Any]) -> str:
     """A plan in few letters."""
-    marks = "s" * row["swap"] + "f" * row["flatten"] + "d" * row["defer"]
-    marks += "c" * (row["order"] == "column")
+    marks = "s" * row["swap"] + "f" * row["flatten"] + "d" * row["defer"] + "a" * row["ahead"]
+    marks += "c" * (row["order"] == "column") + "u" * (row["unroll"] > 1)
     tile = f"{row['block_rows']}x{row['block_columns']}x{row['block_depth']}"
     return f"{tile} st{row['stages']} w{row['warps']} x{row['ctas_per_sm']} {marks}"
 

@@ -31,6 +31,17 @@ def scaled(part, scale, acc, SWAP: tl.constexpr):
 
 
 @triton.jit
+def scales(row_scale, block_scale, k, step, alive, ACROSS: tl.constexpr, PAIR: tl.constexpr):
+    """Of step k: each row's scale, that of the block of weights, and that of its pair."""
+    row = tl.load(row_scale + k * step, mask=alive, other=0.0)
+    first = tl.load(block_scale + k)
+    other = first
+    if PAIR:
+        other = tl.load(block_scale + ACROSS + k)
+    return row, first, other
+
+
+@triton.jit
 def meet():
     """A barrier of the CTA. As text, because `tl.debug_barrier` in a loop ends its pipelining."""
     tl.inline_asm_elementwise(
@@ -45,7 +56,8 @@ def grouped_kernel(
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
     SCALED: tl.constexpr, PAIR: tl.constexpr, SWAP: tl.constexpr, FLATTEN: tl.constexpr,
-    DEFER: tl.constexpr, BY_COLUMN: tl.constexpr, EPILOGUE: tl.constexpr, OUT: tl.constexpr,
+    DEFER: tl.constexpr, AHEAD: tl.constexpr, UNROLL: tl.constexpr, BY_COLUMN: tl.constexpr,
+    EPILOGUE: tl.constexpr, OUT: tl.constexpr,
     ALPHA: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """`out[row] = epilogue(a[row] @ b[expert of row].T)`; see call.py for what each pointer is."""
@@ -53,6 +65,9 @@ def grouped_kernel(
     STEP: tl.constexpr = COLUMNS if GATED or not PAIR else 2 * COLUMNS  # from tile to tile
     OTHER: tl.constexpr = N // 2 if GATED else COLUMNS  # from one block of a pair to the other
     BLOCKS: tl.constexpr = ((N // 2 if GATED else N) + STEP - 1) // STEP
+    STEPS: tl.constexpr = (K + DEPTH - 1) // DEPTH
+    STAGED: tl.constexpr = None if AHEAD else STAGES  # with a number, scales are staged as well
+    ACROSS: tl.constexpr = OTHER // 128 * (K // 128)  # from a block's scales to its pair's
     ends = block_ends(counts, most, EXPERTS, PADDED, ROWS)
     tiles = tl.max(ends) * BLOCKS
     here = tl.arange(0, ROWS)
@@ -67,12 +82,22 @@ def grouped_kernel(
         zeros = tl.zeros((COLUMNS, ROWS) if SWAP else (ROWS, COLUMNS), dtype=tl.float32)
         acc, other, part = zeros, zeros, zeros
         due = tl.zeros((ROWS,), dtype=tl.float32)  # the scale of `part`, where that is deferred
-        for k in tl.range(0, (K + DEPTH - 1) // DEPTH, num_stages=STAGES):
+        if SCALED and AHEAD:
+            next_row, next_first, next_other = scales(
+                row_scale, block_scale, 0, scale_step, here < live, ACROSS, PAIR
+            )
+        for k in tl.range(0, STEPS, num_stages=STAGED, loop_unroll_factor=UNROLL):
             x = a.load([row, k * DEPTH])
             w = b.load([first, k * DEPTH])
+            if SCALED and AHEAD:
+                s, t, u = next_row, next_first, next_other
+                next_row, next_first, next_other = scales(
+                    row_scale, block_scale, tl.minimum(k + 1, STEPS - 1), scale_step,
+                    here < live, ACROSS, PAIR,
+                )  # fmt: skip
+            elif SCALED:
+                s, t, u = scales(row_scale, block_scale, k, scale_step, here < live, ACROSS, PAIR)
             if SCALED:
-                s = tl.load(row_scale + k * scale_step, mask=here < live, other=0.0)
-                t = tl.load(block_scale + k)
                 fresh = dot(x, w, zeros, SWAP)
                 if DEFER:  # one step behind, so that it runs beside the tensor cores
                     acc = scaled(part, due, acc, SWAP)
@@ -84,8 +109,7 @@ def grouped_kernel(
             if PAIR:
                 v = b.load([first + OTHER, k * DEPTH])
                 if SCALED:
-                    t = tl.load(block_scale + OTHER // 128 * (K // 128) + k)
-                    other = scaled(dot(x, v, zeros, SWAP), s * t, other, SWAP)
+                    other = scaled(dot(x, v, zeros, SWAP), s * u, other, SWAP)
                 else:
                     other = dot(x, v, other, SWAP)
         if DEFER:

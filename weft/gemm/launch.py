@@ -91,6 +91,8 @@ def kernel_constants(request: Request, plan: GemmPlan) -> dict[str, Any]:
         "SWAP": plan.swap,
         "FLATTEN": plan.flatten,
         "DEFER": plan.defer,
+        "AHEAD": plan.ahead,
+        "UNROLL": plan.unroll,
         "BY_COLUMN": plan.order == "column",
         "EPILOGUE": _word(epilogue),
         "OUT": _triton_type(request.out_dtype),

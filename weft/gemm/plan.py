@@ -28,6 +28,8 @@ class GemmPlan:
     order: "expert": (expert, columns, rows), or "column": (columns, expert, rows).
     flatten: loads of the next tile start before this one is stored.
     defer: FP8, 128 columns: a step's part is scaled and added beside the next step's product.
+    ahead: scales are loaded into registers a step ahead, not staged in shared memory.
+    unroll: steps of k in one turn of the loop.
 
     Raises InvalidArgument for a number out of its range.
     """
@@ -42,6 +44,8 @@ class GemmPlan:
     order: Order = "expert"
     flatten: bool = True
     defer: bool = False
+    ahead: bool = False
+    unroll: int = 1
 
     def __post_init__(self) -> None:
         """Refuse what the kernel has no tile for."""
@@ -52,6 +56,7 @@ class GemmPlan:
             "stages": tuple(range(1, 17)),
             "warps": (4, 8, 16),
             "ctas_per_sm": tuple(range(1, 9)),
+            "unroll": (1, 2, 4),
             "order": get_args(Order),
         }
         for name, allowed in choices.items():
