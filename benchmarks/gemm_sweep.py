@@ -121,10 +121,15 @@ class Operands:
 
 
 def call(
-    tensors: Operands, work: str, plan: GemmPlan, counts: torch.Tensor, signal: torch.Tensor
+    tensors: Operands,
+    work: str,
+    plan: GemmPlan,
+    counts: torch.Tensor,
+    signal: torch.Tensor,
+    programmatic: bool,
 ) -> Callable[[], object]:
     """The call that is timed."""
-    given: dict[str, Any] = {"counts": counts, "plan": plan}
+    given: dict[str, Any] = {"counts": counts, "plan": plan, "programmatic_launch": programmatic}
     given |= {"a_scale": tensors.a_scale, "b_scale": tensors.b_scale}
     if work == "quant":
         given |= {"epilogue": GatedQuant(), "out": (tensors.out, tensors.scales)}
@@ -184,7 +189,7 @@ def measure(args: argparse.Namespace, work: str, dtype_name: str) -> list[dict[s
     n, k = SHAPES[work]
     counts = {r: torch.full((EXPERTS,), r, dtype=torch.int32, device="cuda") for r in args.rows}
     jobs = [(r, p) for r in args.rows for p in plans(r, dtype, work)]
-    failed = warm(tensors, work, {p: counts[r] for r, p in jobs}, signal)
+    failed = warm(tensors, work, {p: counts[r] for r, p in jobs}, signal, args.programmatic)
     known: list[torch.Tensor] = []
     for rows, plan in jobs:
         row: dict[str, Any] = {"work": work, "dtype": dtype_name, "rows": rows, **asdict(plan)}
@@ -194,7 +199,7 @@ def measure(args: argparse.Namespace, work: str, dtype_name: str) -> list[dict[s
         if time.monotonic() > args.deadline:
             found.append(row | {"failed": "out of time"})
             continue
-        body = call(tensors, work, plan, counts[rows], signal)
+        body = call(tensors, work, plan, counts[rows], signal, args.programmatic)
         tensors.out.view(torch.uint8).fill_(255)
         body()
         error, same = check(tensors, work, rows, known)
@@ -207,14 +212,18 @@ def measure(args: argparse.Namespace, work: str, dtype_name: str) -> list[dict[s
 
 
 def warm(
-    tensors: Operands, work: str, todo: dict[GemmPlan, torch.Tensor], signal: torch.Tensor
+    tensors: Operands,
+    work: str,
+    todo: dict[GemmPlan, torch.Tensor],
+    signal: torch.Tensor,
+    programmatic: bool,
 ) -> dict[GemmPlan, str]:
     """Compile every plan, several at once; returns those that would not, and why."""
 
     def one(job: tuple[GemmPlan, torch.Tensor]) -> tuple[GemmPlan, str]:
         plan, counts = job
         try:
-            call(tensors, work, plan, counts, signal)()
+            call(tensors, work, plan, counts, signal, programmatic)()
         except Exception as error:  # a sweep goes on, and says what failed
             return plan, repr(error)[:160]
         return plan, ""
@@ -272,6 +281,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument("--work", nargs="+", default=["up", "down", "quant"], choices=list(SHAPES))
+    parser.add_argument("--programmatic", action="store_true", help="programmatic launch")
     parser.add_argument("--limit", type=float, default=140.0, help="seconds")
     args = parser.parse_args()
     args.deadline = time.monotonic() + args.limit

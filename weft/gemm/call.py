@@ -35,6 +35,7 @@ def grouped_gemm(
     epilogue: Epilogue = STORE,
     signal: torch.Tensor | None = None,
     num_sms: int | None = None,
+    programmatic_launch: bool = False,
 ) -> Result:
     """`out[row] = epilogue(a[row] @ b[e].T + bias[e])` for the rows of each expert e.
 
@@ -49,6 +50,8 @@ def grouped_gemm(
     plan: default `weft.gemm.plan` for as many rows as a has, spread evenly.
     signal: int32, cells that count finished tiles; see docs/gemm.md.
     num_sms: SMs that the grid may fill; default all.
+    programmatic_launch: start while the kernel before ends, and let the next start; every kernel
+        behind that was launched so must wait for this one, as weft's do.
 
     Returns out. Waits for nobody, allocates only `out`, and may be captured in a graph. Bits: each
     128 columns of k (FP8) are summed by the tensor cores, scaled and added in order of k, in fp32.
@@ -84,7 +87,7 @@ def grouped_gemm(
     )
     check_plan(plan, request)
     if a.device.type == "cuda":
-        launch.launch(request, plan, num_sms)
+        launch.launch(request, plan, num_sms, programmatic_launch)
     else:
         reference.compute(request, plan)
     if result is None or scales is None:

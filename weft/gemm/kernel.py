@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from weft.gemm.finish import finish
 from weft.gemm.tiles import block_ends, locate
@@ -58,7 +59,7 @@ def grouped_kernel(
     SCALED: tl.constexpr, PAIR: tl.constexpr, SWAP: tl.constexpr, FLATTEN: tl.constexpr,
     DEFER: tl.constexpr, AHEAD: tl.constexpr, UNROLL: tl.constexpr, BY_COLUMN: tl.constexpr,
     EPILOGUE: tl.constexpr, OUT: tl.constexpr,
-    ALPHA: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr, PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip
     """`out[row] = epilogue(a[row] @ b[expert of row].T)`; see call.py for what each pointer is."""
     GATED: tl.constexpr = EPILOGUE == "gated" or EPILOGUE == "quant"
@@ -68,6 +69,9 @@ def grouped_kernel(
     STEPS: tl.constexpr = (K + DEPTH - 1) // DEPTH
     STAGED: tl.constexpr = None if AHEAD else STAGES  # with a number, scales are staged as well
     ACROSS: tl.constexpr = OTHER // 128 * (K // 128)  # from a block's scales to its pair's
+    if PROGRAMMATIC:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     ends = block_ends(counts, most, EXPERTS, PADDED, ROWS)
     tiles = tl.max(ends) * BLOCKS
     here = tl.arange(0, ROWS)

@@ -14,7 +14,7 @@ from weft.gemm.plan import COLUMNS, FP8, GemmPlan
 from weft.gemm.request import Request
 
 
-def launch(request: Request, plan: GemmPlan, num_sms: int | None) -> None:
+def launch(request: Request, plan: GemmPlan, num_sms: int | None, programmatic: bool) -> None:
     """Enqueue the product in the current stream. Raises InvalidArgument without Triton."""
     rows, experts = len(request.a), len(request.b)
     if not rows or not experts:
@@ -24,13 +24,14 @@ def launch(request: Request, plan: GemmPlan, num_sms: int | None) -> None:
     sms = num_sms or torch.cuda.get_device_properties(device).multi_processor_count
     blocks = plan.column_blocks(request.b.shape[1], request.gated)
     grid = min(sms * plan.ctas_per_sm, plan.max_row_blocks(rows, experts) * blocks)
-    constants = kernel_constants(request, plan)
+    constants = kernel_constants(request, plan, programmatic)
     with torch.cuda.device(device):
         kernel_of()[(grid,)](
             *kernel_arguments(request, plan, triton.tools.tensor_descriptor.TensorDescriptor),
             **constants,
             num_warps=plan.warps,
             num_stages=plan.stages,
+            launch_pdl=programmatic,
         )
 
 
@@ -72,7 +73,9 @@ def kernel_arguments(request: Request, plan: GemmPlan, descriptor: Any) -> tuple
     )
 
 
-def kernel_constants(request: Request, plan: GemmPlan) -> dict[str, Any]:
+def kernel_constants(
+    request: Request, plan: GemmPlan, programmatic: bool = False
+) -> dict[str, Any]:
     """What the kernel is compiled for."""
     experts, n, k = request.b.shape
     epilogue = request.epilogue
@@ -99,6 +102,7 @@ def kernel_constants(request: Request, plan: GemmPlan) -> dict[str, Any]:
         "ALPHA": gating.alpha,
         "OFFSET": gating.offset,
         "LIMIT": gating.limit,
+        "PROGRAMMATIC": programmatic,
     }
 
 
