@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from weft.gemm import STORE, Gated, GatedQuant, GemmPlan, Push
+from weft.gemm import STORE, Epilogue, Gated, GatedQuant, GemmPlan, Push
 from weft.gemm.launch import kernel_arguments, kernel_constants, kernel_of
 from weft.gemm.plan import FP8
 from weft.gemm.request import Request
@@ -59,8 +59,8 @@ def described(
         return torch.empty(shape, dtype=of, device="meta")
 
     rows, scaled = experts * 128, dtype == FP8
-    made = {"store": STORE, "gated": Gated(), "quant": GatedQuant()}
-    made["push"] = Push(empty(rows, of=torch.int64))  # type: ignore[assignment]
+    made: dict[str, Epilogue] = {"store": STORE, "gated": Gated(), "quant": GatedQuant()}
+    made["push"] = Push(empty(rows, of=torch.int64))
     gated, quant = epilogue in ("gated", "quant"), epilogue == "quant"
     width = n // 2 if gated else n
     out_dtype = FP8 if quant else torch.bfloat16 if scaled else dtype

@@ -7,6 +7,8 @@ each case that agreed. The interpreter has no bfloat16: float16 stands for both.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +17,7 @@ from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.gemm.cases import SENTINEL, Case, gated
-from weft.gemm import STORE, Epilogue, Gated, GatedQuant, GemmPlan, Push, call, kernel
+from weft.gemm import STORE, Epilogue, Gated, GatedQuant, GemmPlan, Push, kernel, reference
 from weft.gemm.launch import kernel_arguments, kernel_constants, kernel_of
 from weft.gemm.plan import FP8
 from weft.gemm.request import Request
@@ -48,6 +50,15 @@ def interpret(request: Request, plan: GemmPlan) -> None:
     kernel_of()[(3,)](*arguments, **kernel_constants(request, plan))
 
 
+@contextmanager
+def interpreting() -> Iterator[None]:
+    """Calls go to the interpreter, not to the reference."""
+    compute = reference.compute
+    reference.compute = interpret
+    yield
+    reference.compute = compute
+
+
 def signalled(case: Case, epilogue: Epilogue, plan: GemmPlan) -> None:
     """A call's numbers and signals are those of the reference, and its numbers the oracle's."""
     gating = isinstance(epilogue, Gated)
@@ -56,11 +67,9 @@ def signalled(case: Case, epilogue: Epilogue, plan: GemmPlan) -> None:
     ours, theirs = (torch.zeros(cells, dtype=torch.int32) for _ in range(2))
     wanted = gated(epilogue, made.product()) if isinstance(epilogue, Gated) else made.product()
     tolerance = 0.08 if isinstance(epilogue, GatedQuant) else 2.0**-7
-    reference = call.reference.compute
     made.call(epilogue, plan, signal=theirs).agrees(wanted, tolerance)
-    call.reference.compute = interpret
-    made.call(epilogue, plan, signal=ours).agrees(wanted, tolerance)
-    call.reference.compute = reference
+    with interpreting():
+        made.call(epilogue, plan, signal=ours).agrees(wanted, tolerance)
     assert ours.tolist() == theirs.tolist(), (ours, theirs)
 
 
@@ -72,11 +81,9 @@ def pushed(case: Case, plan: GemmPlan) -> None:
     home = homes.data_ptr() + order * case.n * 2
     absent = live.nonzero()[0, 0]
     home[absent] = 0
-    reference = call.reference.compute
-    call.reference.compute = interpret
-    stored = made.call(STORE, plan).numbers.reshape(case.rows, -1)
-    made.call(Push(home), plan)
-    call.reference.compute = reference
+    with interpreting():
+        stored = made.call(STORE, plan).numbers.reshape(case.rows, -1)
+        made.call(Push(home), plan)
     live[absent] = False
     assert torch.equal(homes[order][live], stored[live])
     assert bool((homes[order][~live] == SENTINEL).all())
@@ -92,9 +99,8 @@ def exact_quantising() -> None:
     made.a[5, 0] = torch.inf
     gating = GatedQuant(alpha=0.0, offset=0.5)
     theirs = made.call(gating)
-    reference, call.reference.compute = call.reference.compute, interpret
-    ours = made.call(gating, GemmPlan(16, 256, 64, swap=True))
-    call.reference.compute = reference
+    with interpreting():
+        ours = made.call(gating, GemmPlan(16, 256, 64, swap=True))
     assert theirs.scales is not None
     assert ours.scales is not None
     assert torch.equal(ours.scales.nan_to_num(-1), theirs.scales.nan_to_num(-1))

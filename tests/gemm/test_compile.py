@@ -1,0 +1,122 @@
+"""What the compiler makes of the kernel for Hopper: read in PTX and in the cubin, without a GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from weft.gemm import GemmPlan, plan
+from weft.gemm.plan import FP8
+
+pytest.importorskip("triton", reason="pip install 'weft[gemm]'")
+
+from tests.gemm.compiling import Compiled, compiled, described
+
+BF16 = torch.bfloat16
+ROWS = (16, 32, 64, 128)
+SHARED, REGISTERS = 228 * 1024, 65536  # of an SM
+BLOCK = 1024  # of shared memory that each CTA takes besides
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nothing that another run compiled decides a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
+
+
+def chosen(rows: int, dtype: torch.dtype, epilogue: str, k: int = 7168) -> GemmPlan:
+    """The default plan."""
+    return plan(32, rows, 4096, k, dtype, gated=epilogue in ("gated", "quant"))
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("epilogue", ["store", "gated", "quant", "push"])
+@pytest.mark.parametrize("dtype", [FP8, BF16])
+def test_default_plans_fit_the_sm_and_store_16_bytes(
+    dtype: torch.dtype, epilogue: str, rows: int, tmp_path: Path
+):
+    made = chosen(rows, dtype, epilogue)
+    code = compiled(described(dtype, epilogue), made, tmp_path)
+    few = f"n{rows}k" if made.swap else f"n{128 if made.warps == 4 or rows == 128 else 64}k"
+    assert {shape for shape in code.wgmma if few in shape} == code.wgmma != set()
+    assert "cp.async.bulk.tensor" in code.ptx
+    fits(code, made)
+    widths = stores(code)
+    assert "v4.b32" in widths
+    assert widths <= {"v4.b32", "b32"}, "a store of less than four bytes"
+    assert ("b32" in widths) == (epilogue == "quant")  # its scales
+
+
+def fits(code: Compiled, made: GemmPlan) -> None:
+    """No spill, and as many CTAs on an SM as the plan says."""
+    assert code.stack == 0
+    assert ".local" not in code.ptx
+    assert made.ctas_per_sm * (code.shared + BLOCK) <= SHARED
+    assert made.ctas_per_sm * made.warps * 32 * code.registers <= REGISTERS
+
+
+def stores(code: Compiled) -> set[str]:
+    """Widths of its stores to global memory."""
+    return set(re.findall(r"st\.global\.((?:v\d\.)?\w+)", code.ptx))
+
+
+@pytest.mark.parametrize("order", ["expert", "column"])
+@pytest.mark.parametrize("epilogue", ["store", "push", "quant"])
+@pytest.mark.parametrize("rows", [16, 128])
+def test_a_tile_is_signalled_once_all_its_warps_have_stored(
+    rows: int, epilogue: str, order: Any, tmp_path: Path
+):
+    made = replace(chosen(rows, FP8, epilogue), order=order, flatten=True)
+    silent = compiled(described(FP8, epilogue), made, tmp_path)
+    code = compiled(described(FP8, epilogue, signal=True), made, tmp_path)
+    lines = code.ptx.splitlines()
+    last = max(at for at, line in enumerate(lines) if "st.global" in line)
+    (atomic,) = [at for at, line in enumerate(lines) if re.search(r"\b(atom|red)\.", line)]
+    assert "release" in lines[atomic]
+    assert ".gpu." in lines[atomic]
+    assert any("bar.sync" in line for line in lines[last:atomic])
+    assert not any(re.search(r"\bbra\b|^\$L__BB", line) for line in lines[last:atomic])
+    assert "cp.async.bulk.global" not in code.ptx  # stores that a barrier would not cover
+    assert code.shared >= silent.shared, "the loop lost its stages"
+
+
+def test_loads_run_ahead_over_tiles(tmp_path: Path):
+    made = chosen(32, FP8, "store")
+    code = compiled(described(FP8), made, tmp_path)
+    assert code.shared >= made.stages * (32 + 128) * 128
+
+
+@pytest.mark.parametrize("k_major", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_layouts_and_odd_sizes_compile(masked: bool, k_major: bool, tmp_path: Path):
+    fits(
+        compiled(
+            described(FP8, masked=masked, k_major=k_major), chosen(64, FP8, "store"), tmp_path
+        ),
+        chosen(64, FP8, "store"),
+    )
+    odd = described(BF16, "gated", experts=1, n=5760, k=2880, bias=True, masked=masked)
+    code = compiled(odd, chosen(32, BF16, "gated"), tmp_path)
+    assert "v4.b32" in stores(code)
+
+
+def test_the_source_agrees_with_the_reference_in_the_interpreter():
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
+    script = root / "tests/gemm/interpreted.py"
+    run = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=110
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.count("agreed") == 16, run.stdout

@@ -1,0 +1,77 @@
+"""Plans: which there are, and what they promise to those who count tiles."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.errors import InvalidArgument
+from weft.gemm import GemmPlan, plan
+from weft.gemm.plan import FP8
+
+
+@pytest.mark.parametrize("dtype", [FP8, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("order", ["expert", "column"])
+def test_there_is_a_plan_for_any_number_of_rows(dtype: torch.dtype, gated: bool, order: Any):
+    for rows in (0, 1, 16, 17, 32, 33, 64, 65, 128, 4096):
+        made = plan(32, rows, 4096, 7168, dtype, order=order, gated=gated)
+        assert made.order == order
+        assert made.block_depth == (128 if dtype == FP8 else 64)
+        assert made.block_rows >= min(rows, 128)
+        assert made.block_columns == 256 or not gated
+
+
+def test_another_dtype_is_refused():
+    with pytest.raises(InvalidArgument, match="float32"):
+        plan(32, 1, 4096, 7168, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("block_rows", 48),
+        ("block_columns", 64),
+        ("block_depth", 32),
+        ("stages", 0),
+        ("warps", 3),
+        ("ctas_per_sm", 0),
+        ("order", "row"),
+        ("unroll", 3),
+    ],
+)
+def test_fields_out_of_range_are_refused(field: str, value: Any):
+    with pytest.raises(InvalidArgument, match=field):
+        replace(GemmPlan(64), **{field: value})
+
+
+def test_small_tiles_are_swapped_and_deferred_ones_single():
+    with pytest.raises(InvalidArgument, match="swap=True"):
+        GemmPlan(32)
+    with pytest.raises(InvalidArgument, match="defer"):
+        GemmPlan(64, 256, defer=True)
+
+
+@given(
+    st.lists(st.integers(0, 300), min_size=1, max_size=40),
+    st.sampled_from([16, 32, 64, 128]),
+    st.integers(0, 200),
+)
+def test_no_counts_make_more_row_blocks_than_the_most(counts: list[int], rows: int, slack: int):
+    made = GemmPlan(rows, swap=rows < 64)
+    blocks = int(made.row_blocks(torch.tensor(counts, dtype=torch.int32)).sum())
+    assert blocks == sum(-(-count // rows) for count in counts)
+    assert blocks <= made.max_row_blocks(sum(counts) + slack, len(counts))
+
+
+def test_column_blocks_cover_the_columns():
+    assert GemmPlan(64).column_blocks(7168) == 56
+    assert GemmPlan(64, 256).column_blocks(7168) == 28
+    assert GemmPlan(64, 256).column_blocks(2880) == 12  # the last is not full
+    assert GemmPlan(64, 256).column_blocks(4096, gated=True) == 16
+    assert GemmPlan(64, 256).column_blocks(5760, gated=True) == 23

@@ -1,0 +1,131 @@
+"""What a grouped product refuses before anything runs, each with both values in its text."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gemm.cases import Case, Made
+from weft.errors import InvalidArgument
+from weft.gemm import Gated, GatedQuant, GemmPlan, Push, grouped_gemm
+from weft.gemm.plan import FP8
+
+Change = Callable[[Made, dict[str, Any]], None]
+
+
+def put(name: str, make: Callable[[Made], Any]) -> Change:
+    """Give a call another argument."""
+
+    def change(made: Made, given: dict[str, Any]) -> None:
+        given[name] = make(made)
+
+    return change
+
+
+INT = torch.int32
+CHANGES: dict[str, tuple[Case, Change, str]] = {
+    "a of one dimension": (Case(), put("a", lambda m: m.a[0]), r"a is \[256\]"),
+    "k of a and b": (Case(), put("b", lambda m: m.b[..., :128]), r"b \[3, 256, 128\]"),
+    "float32": (Case(), put("a", lambda m: m.a.float()), "float32"),
+    "dtypes": (Case(), put("b", lambda m: m.b.bfloat16()), "bfloat16"),
+    "n of FP8": (Case(n=192 + 64), put("b", lambda m: m.b[:, :192].contiguous()), "n is 192"),
+    "experts": (Case(masked=True), put("b", lambda m: m.b[:2]), "rows of 3 experts"),
+    "strided a": (Case(), put("a", lambda m: m.a.T.contiguous().T), "contiguous"),
+    "no offsets": (Case(), put("offsets", lambda _: None), "offsets are not"),
+    "masked with offsets": (
+        Case(masked=True),
+        put("offsets", lambda _: torch.zeros(4, dtype=INT)),
+        "offsets are given",
+    ),
+    "offsets' length": (Case(), put("offsets", lambda _: torch.zeros(7, dtype=INT)), r"\[7\]"),
+    "int64 counts": (Case(), put("counts", lambda m: m.given["counts"].long()), "int64"),
+    "counts' length": (Case(), put("counts", lambda _: torch.zeros(4, dtype=INT)), r"\[4\]"),
+    "no scales": (Case(), put("a_scale", lambda _: None), "needs a_scale"),
+    "scales' shape": (Case(), put("b_scale", lambda _: torch.ones(3, 2, 1)), r"\[3, 2, 1\]"),
+    "scales of BF16": (
+        Case(dtype=torch.bfloat16),
+        put("a_scale", lambda _: torch.ones(1)),
+        "scales belong to",
+    ),
+    "uneven scales": (
+        Case(masked=True),
+        put("a_scale", lambda m: torch.ones(3, 2 * m.case.most, 2)[:, : m.case.most]),
+        "strides",
+    ),
+    "bias": (Case(), put("bias", lambda _: torch.ones(3, 5)), r"\[3, 5\]"),
+    "out's shape": (Case(), put("out", lambda _: torch.ones(5, 256)), r"out is \[5, 256\]"),
+    "out's dtype": (Case(), put("out", lambda m: torch.ones(m.case.rows, 256).to(FP8)), "float8"),
+    "a pair to store": (Case(), put("out", lambda _: (torch.ones(1), torch.ones(1))), "pair"),
+    "one to quantise": (
+        Case(),
+        lambda _, given: given.update(epilogue=GatedQuant(), out=torch.ones(1)),
+        "pair",
+    ),
+    "out to push": (
+        Case(),
+        lambda m, given: given.update(
+            epilogue=Push(torch.zeros(m.case.rows, dtype=torch.int64)), out=torch.ones(1)
+        ),
+        "out must be None",
+    ),
+    "homes": (Case(), put("epilogue", lambda _: Push(torch.zeros(2))), "home is"),
+    "quantised columns": (
+        Case(dtype=torch.bfloat16, n=128),
+        put("epilogue", lambda _: GatedQuant()),
+        "64 gated columns",
+    ),
+    "a gate without an up": (
+        Case(dtype=torch.bfloat16, n=264),
+        put("epilogue", lambda _: Gated()),
+        "halves",
+    ),
+    "FP8 in steps of 64": (Case(), put("plan", lambda _: GemmPlan(64, block_depth=64)), "depth"),
+    "gating in single blocks": (
+        Case(),
+        lambda _, given: given.update(epilogue=Gated(), plan=GemmPlan(64)),
+        "block_columns is 128",
+    ),
+    "FP8 in half pairs": (Case(n=384), put("plan", lambda _: GemmPlan(64, 256)), "n is 384"),
+    "few cells": (Case(), put("signal", lambda _: torch.zeros(1, dtype=INT)), "signal is"),
+    "wide cells": (Case(), put("signal", lambda _: torch.zeros(99).long()), "signal is"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_refused(name: str):
+    case, change, words = CHANGES[name]
+    made = case.make()
+    given: dict[str, Any] = {"a": made.a, "b": made.b, **made.given}
+    grouped_gemm(**given)  # as it is, it is served
+    change(made, given)
+    with pytest.raises(InvalidArgument, match=words):
+        grouped_gemm(**given)
+
+
+@pytest.mark.parametrize("numbers", [{"alpha": float("nan")}, {"offset": float("inf")}])
+@pytest.mark.parametrize("kind", [Gated, GatedQuant])
+def test_gating_with_numbers_that_spoil_rows(kind: type[Gated], numbers: dict[str, float]):
+    with pytest.raises(InvalidArgument, match="finite"):
+        kind(**numbers)
+    with pytest.raises(InvalidArgument, match="limit is 0"):
+        kind(limit=0.0)
+
+
+def test_without_triton_the_text_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    from weft.gemm import launch
+
+    launch.installed.cache_clear()
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(InvalidArgument, match=r"pip install 'weft\[gemm\]'"):
+        launch.installed()
+
+
+def test_the_package_does_not_import_triton():
+    import subprocess
+
+    code = "import sys, weft.gemm; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
