@@ -71,7 +71,8 @@ def signalled(
 @pytest.mark.parametrize("epilogue", [STORE, Gated(1.702, 1.0, 0.7), GatedQuant()])
 def test_every_tile_makes_the_same_bits(epilogue: Epilogue, dtype: torch.dtype):
     made = replace(CASES["contiguous"], dtype=dtype).make("cuda")
-    wanted, first = made.product(), ()
+    wanted = made.product()
+    first: tuple[torch.Tensor, ...] = ()
     for tile in tiles(dtype, isinstance(epilogue, Gated)):
         got = signalled(made, wanted, epilogue, tile)
         first = first or got
