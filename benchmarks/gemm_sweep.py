@@ -1,7 +1,7 @@
 """Time every plan of the grouped product on one GPU, and check it against fp32.
 
-    python benchmarks/gemm_sweep.py [--json FILE] [--rows 1 4 16 ...] [--dtypes fp8 bf16]
-        [--work up down quant push] [--limit SECONDS]
+    python benchmarks/gemm_sweep.py [--json FILE] [--rows 4 16 ...] [--dtypes fp8 bf16] [--even]
+        [--work up down quant push] [--programmatic] [--limit SECONDS]
 
 Prints a table, the best plan for each size, and how near it is to what this GPU reads from memory.
 A plan's bits are compared with those of the first plan of its size and dtype.
@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,46 +32,45 @@ SHAPES = {
     "down": (HIDDEN, WIDE // 2),
     "push": (HIDDEN, WIDE // 2),
 }
-ROWS = (1, 4, 16, 32, 64, 128, 256)
+ROWS = (4, 8, 16, 32, 64, 128)
 DTYPES = {"fp8": FP8, "bf16": torch.bfloat16}
 CALLS, REPLAYS = 20, 5
+GROUPS = (1, 7, 14)  # column blocks of a group
 
 
 def plans(rows: int, dtype: torch.dtype, work: str) -> Iterator[GemmPlan]:
     """What is worth a try for so many rows."""
+    depth = 128 if dtype == FP8 else 64
     for tile in tiles(rows, work == "quant"):
-        depth = 128 if dtype == FP8 else 64
-        for flatten, ahead in product((True, False), (False, True)):
-            if dtype == FP8 or not ahead:
-                yield GemmPlan(block_depth=depth, flatten=flatten, ahead=ahead, **tile)
-        if dtype == FP8 and tile.get("unroll", 1) == 1:
-            yield GemmPlan(block_depth=depth, order="column", flatten=False, ahead=True, **tile)
+        for flatten in (True, False):
+            yield GemmPlan(block_depth=depth, flatten=flatten, **tile)
+        for group in GROUPS if work == "down" else ():
+            kind: dict[str, Any] = {"order": "column", "group": group, "flatten": False}
+            yield GemmPlan(block_depth=depth, **kind, **tile)
 
 
 def tiles(rows: int, gated: bool) -> Iterator[dict[str, Any]]:
     """Tiles, stages, warps and CTAs."""
-    if rows <= 32:
-        few = {"block_rows": 16 if rows <= 16 else 32, "swap": True}
+    for height in (16, 32):
+        few = {"block_rows": height, "swap": True}
+        if rows > 2 * height:
+            continue
         if not gated:
-            yield few | {"stages": 6 - few["block_rows"] // 32, "ctas_per_sm": 2}
+            yield few | {"stages": 6 - height // 32, "ctas_per_sm": 2}
             yield few | {"stages": 3, "ctas_per_sm": 3}
-            yield few | {"stages": 10}
-        yield few | {"block_columns": 256, "stages": 5}
-        yield few | {"block_columns": 256, "stages": 3, "ctas_per_sm": 2}
-    elif rows <= 64 and not gated:
+        else:
+            yield few | {"block_columns": 256, "stages": 5}
+            yield few | {"block_columns": 256, "stages": 3, "ctas_per_sm": 2}
+    if rows >= 16 and not gated:
         yield {"block_rows": 64, "stages": 4, "ctas_per_sm": 2}
-        yield {"block_rows": 64, "stages": 4, "warps": 8, "ctas_per_sm": 2}
         yield {"block_rows": 64, "stages": 3, "ctas_per_sm": 3}
-    if 64 <= rows <= 128:
+    elif rows >= 16:
+        yield {"block_rows": 64, "block_columns": 256, "stages": 5}
         yield {"block_rows": 64, "block_columns": 256, "stages": 5, "warps": 8}
-        yield {"block_rows": 64, "block_columns": 256, "stages": 2, "warps": 8, "ctas_per_sm": 2}
-    if rows >= 128:
-        if not gated:
-            yield {"block_rows": 64, "stages": 3, "ctas_per_sm": 3}
-            yield {"block_rows": 128, "stages": 6, "warps": 8}
-            yield {"block_rows": 128, "stages": 3, "warps": 8, "unroll": 2}
+    if rows >= 64:
         yield {"block_rows": 128, "block_columns": 256, "stages": 4, "warps": 8}
-        yield {"block_rows": 128, "block_columns": 256, "stages": 4, "warps": 16}
+        if not gated:
+            yield {"block_rows": 128, "stages": 6, "warps": 8}
 
 
 @dataclass
@@ -166,28 +164,44 @@ def read_rate() -> float:
     return words.numel() * 8 / timed(lambda: words.sum())
 
 
-def check(tensors: Operands, work: str, rows: int, known: list[torch.Tensor]) -> tuple[float, bool]:
-    """(relative error, bits equal to those of every plan and number of rows before)."""
-    got = tensors.out[:, :rows]
-    number = got.float()
+def drawn(rows: int, even: bool) -> torch.Tensor:
+    """Rows of each expert: all the same, or by chance about the mean (Poisson)."""
+    if even:
+        return torch.full((EXPERTS,), rows, dtype=torch.int32, device="cuda")
+    seed = torch.Generator().manual_seed(rows)
+    return torch.poisson(torch.full((EXPERTS,), float(rows)), seed).to("cuda", torch.int32)
+
+
+def check(
+    tensors: Operands, work: str, counts: torch.Tensor, known: list[torch.Tensor]
+) -> tuple[float, bool, bool]:
+    """(relative error, bits equal to those of every call before, rows of nobody untouched)."""
+    most = tensors.out.shape[1]
+    live = torch.arange(most, device="cuda") < counts[:, None]
+    number = tensors.out.float()
     if work == "quant" and tensors.scales is not None:
-        number = dequantize(got, tensors.scales[:, :rows])
-    wanted = tensors.wanted[:, :rows]
-    error = ((number - wanted).norm() / wanted.norm()).item()
-    bits = got.contiguous().view(torch.uint8)
-    same = all(torch.equal(old[:, :rows], bits[:, : old.shape[1]]) for old in known)
-    if not known or known[0].shape[1] < rows:
-        known[:] = [bits.clone()]
-    return error, same
+        number = dequantize(tensors.out, tensors.scales)
+    wanted = tensors.wanted[live]
+    error = ((number[live] - wanted).norm() / wanted.norm()).item()
+    bits = tensors.out.view(torch.uint8)
+    rest = bool((bits[~live] == 255).all())
+    same = True
+    if known:
+        both = live & known[1]
+        same = torch.equal(known[0][both], bits[both])
+    if not known or live.sum() > known[1].sum():
+        known[:] = [bits.clone(), live]
+    return error, same, rest
 
 
 def measure(args: argparse.Namespace, work: str, dtype_name: str) -> list[dict[str, Any]]:
     """Every plan at every size of one shape and dtype."""
     dtype, found = DTYPES[dtype_name], []
-    tensors = Operands.make(work, dtype, max(args.rows))
+    most = max(int(drawn(r, args.even).max()) for r in args.rows)
+    tensors = Operands.make(work, dtype, most)
     signal = torch.zeros(1024, dtype=torch.int32, device="cuda")
     n, k = SHAPES[work]
-    counts = {r: torch.full((EXPERTS,), r, dtype=torch.int32, device="cuda") for r in args.rows}
+    counts = {r: drawn(r, args.even) for r in args.rows}
     jobs = [(r, p) for r in args.rows for p in plans(r, dtype, work)]
     failed = warm(tensors, work, {p: counts[r] for r, p in jobs}, signal, args.programmatic)
     known: list[torch.Tensor] = []
@@ -202,10 +216,9 @@ def measure(args: argparse.Namespace, work: str, dtype_name: str) -> list[dict[s
         body = call(tensors, work, plan, counts[rows], signal, args.programmatic)
         tensors.out.view(torch.uint8).fill_(255)
         body()
-        error, same = check(tensors, work, rows, known)
-        rest = bool((tensors.out[:, rows:].view(torch.uint8) == 255).all())
-        item, made = tensors.b.element_size(), tensors.out[0, :rows].nbytes
-        moved = EXPERTS * (n * k * item + rows * k * item + made)
+        error, same, rest = check(tensors, work, counts[rows], known)
+        item, total = tensors.b.element_size(), int(counts[rows].sum())
+        moved = EXPERTS * n * k * item + total * (k * item + tensors.out[0, 0].nbytes)
         us = timed(body)
         found.append(row | {"us": us, "error": error, "same": same, "rest": rest, "bytes": moved})
     return found
@@ -240,8 +253,8 @@ def warm(
 
 def label(row: dict[str, Any]) -> str:
     """A plan in few letters."""
-    marks = "s" * row["swap"] + "f" * row["flatten"] + "d" * row["defer"] + "a" * row["ahead"]
-    marks += "c" * (row["order"] == "column") + "u" * (row["unroll"] > 1)
+    marks = "s" * row["swap"] + "f" * row["flatten"]
+    marks += f"c{row['group']}" * (row["order"] == "column")
     tile = f"{row['block_rows']}x{row['block_columns']}x{row['block_depth']}"
     return f"{tile} st{row['stages']} w{row['warps']} x{row['ctas_per_sm']} {marks}"
 
@@ -279,10 +292,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
-    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
-    parser.add_argument("--work", nargs="+", default=["up", "down", "quant"], choices=list(SHAPES))
+    parser.add_argument("--dtypes", nargs="+", default=["fp8"], choices=list(DTYPES))
+    parser.add_argument(
+        "--work", nargs="+", default=["quant", "down", "push"], choices=list(SHAPES)
+    )
+    parser.add_argument("--even", action="store_true", help="as many rows for every expert")
     parser.add_argument("--programmatic", action="store_true", help="programmatic launch")
-    parser.add_argument("--limit", type=float, default=140.0, help="seconds")
+    parser.add_argument("--limit", type=float, default=110.0, help="seconds")
     args = parser.parse_args()
     args.deadline = time.monotonic() + args.limit
     rate = read_rate()

@@ -39,12 +39,7 @@ def tiles(dtype: torch.dtype, gating: bool) -> Iterator[GemmPlan]:
     yield GemmPlan(64, columns, depth, stages=3, ctas_per_sm=2)
     yield replace(many, order="column")
     yield replace(many, flatten=False)
-    if dtype == FP8:
-        yield replace(few, ahead=True)
-        yield replace(many, flatten=False, ahead=True)
-        yield GemmPlan(64, columns, depth, stages=2, unroll=2)
-        if not gating:
-            yield GemmPlan(64, columns, depth, defer=True)
+    yield GemmPlan(64, columns, depth, stages=3, flatten=False, order="column", group=3)
 
 
 def signalled(
@@ -61,7 +56,8 @@ def signalled(
     columns = tile.column_blocks(case.n, gating)
     blocks = int(tile.row_blocks(torch.tensor(case.counts)).sum())
     if tile.order == "column":
-        assert signal.tolist() == [blocks] * columns
+        wide = [min(tile.group, columns - first) for first in range(0, columns, tile.group)]
+        assert signal.tolist() == [blocks * each for each in wide]
     else:
         assert signal.tolist() == [columns] * blocks + [0] * (cells - blocks)
     return (out.numbers,) if out.scales is None else (out.numbers, out.scales)

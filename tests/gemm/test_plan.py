@@ -23,7 +23,7 @@ def test_there_is_a_plan_for_any_number_of_rows(dtype: torch.dtype, gated: bool,
         made = plan(32, rows, 4096, 7168, dtype, order=order, gated=gated)
         assert made.order == order
         assert made.block_depth == (128 if dtype == FP8 else 64)
-        assert made.block_rows >= min(rows, 128)
+        assert gated or made.block_rows >= min(rows, 64)
         assert made.block_columns == 256 or not gated
 
 
@@ -42,7 +42,7 @@ def test_another_dtype_is_refused():
         ("warps", 3),
         ("ctas_per_sm", 0),
         ("order", "row"),
-        ("unroll", 3),
+        ("group", 0),
     ],
 )
 def test_fields_out_of_range_are_refused(field: str, value: Any):
@@ -50,11 +50,9 @@ def test_fields_out_of_range_are_refused(field: str, value: Any):
         replace(GemmPlan(64), **{field: value})
 
 
-def test_small_tiles_are_swapped_and_deferred_ones_single():
+def test_small_tiles_are_swapped():
     with pytest.raises(InvalidArgument, match="swap=True"):
         GemmPlan(32)
-    with pytest.raises(InvalidArgument, match="defer"):
-        GemmPlan(64, 256, defer=True)
 
 
 @given(
@@ -75,3 +73,12 @@ def test_column_blocks_cover_the_columns():
     assert GemmPlan(64, 256).column_blocks(2880) == 12  # the last is not full
     assert GemmPlan(64, 256).column_blocks(4096, gated=True) == 16
     assert GemmPlan(64, 256).column_blocks(5760, gated=True) == 23
+
+
+def test_groups_divide_the_columns():
+    made = GemmPlan(64, order="column", group=14)
+    assert made.group_blocks(7168) == 14
+    assert made.cells(100, 32, 7168) == 4
+    assert made.cells(100, 32, 7168 + 128) == 5  # the last has one block
+    assert replace(made, group=1000).cells(100, 32, 7168) == 1
+    assert replace(made, order="expert").group_blocks(7168) == 56

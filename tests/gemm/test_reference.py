@@ -96,6 +96,10 @@ def test_signals_count_tiles(order: Any, counts: tuple[int, ...]) -> None:
     else:
         assert signal.tolist() == [3] * sum(blocks) + [0] * (cells - sum(blocks))
         assert cells >= sum(blocks)
+    pairs = replace(plan, order="column", group=2)  # three blocks: a group of two, and one
+    grouped = torch.zeros(2, dtype=torch.int32)
+    made.call(plan=pairs, signal=grouped)
+    assert grouped.tolist() == [2 * sum(blocks), sum(blocks)]
     made.call(plan=plan, signal=signal)  # it adds
     assert int(signal.sum()) == 2 * 3 * sum(blocks)
 

@@ -37,7 +37,7 @@ def grouped_gemm(
     num_sms: int | None = None,
     programmatic_launch: bool = False,
 ) -> Result:
-    """`out[row] = epilogue(a[row] @ b[e].T + bias[e])` for the rows of each expert e.
+    """`out[row] = epilogue(a[row] @ b[e].T + bias[e])` for the rows of each expert e. docs/gemm.md
 
     a: float8_e4m3fn, bfloat16 or float16, `[rows, k]` with offsets, or `[experts, max_rows, k]`.
     b: the same dtype, `[experts, n, k]`.
@@ -47,7 +47,8 @@ def grouped_gemm(
     bias: `[experts, n]`, bfloat16, float16 or float32; added in fp32.
     out: where to write, or None for new tensors (bfloat16 for FP8, else a's dtype; rows that are
         nobody's are then undefined). A pair with GatedQuant, none with Push.
-    plan: default `weft.gemm.plan` for as many rows as a has, spread evenly.
+    plan: default `weft.gemm.plan` for as many rows as a has, spread evenly; where a is mostly room,
+        pass the plan for the mean.
     signal: int32, cells that count finished tiles; see docs/gemm.md.
     num_sms: SMs that the grid may fill; default all.
     programmatic_launch: start while the kernel before ends, and let the next start; every kernel
@@ -58,19 +59,44 @@ def grouped_gemm(
     Raises InvalidArgument.
     """
     check_operands(a, b)
-    experts, n, k = b.shape
-    check_groups(a, experts, counts, offsets)
+    check_groups(a, len(b), counts, offsets)
     check_scales(a, b, a_scale, b_scale)
-    if bias is not None:
-        check_tensor("bias", bias, a, (experts, n), OUTS)
-    if signal is not None:
-        check_tensor("signal", signal, a, tuple(signal.shape), (torch.int32,))
-    gated = isinstance(epilogue, Gated)
-    if plan is None:
-        plan = _default_plan(a, b, gated)
-    result, scales = _results(a, n // 2 if gated else n, epilogue, out)
+    for name, tensor, shape, dtypes in (
+        ("bias", bias, b.shape[:2], OUTS),
+        ("signal", signal, None, (torch.int32,)),
+    ):
+        if tensor is not None:
+            check_tensor(name, tensor, a, tuple(shape or tensor.shape), dtypes)
+    request = _request(a, b, counts, offsets, a_scale, b_scale, bias, out, epilogue, signal)
+    plan = plan or _default_plan(a, b, request.gated)
+    check_plan(plan, request)
+    if a.device.type == "cuda":
+        launch.launch(request, plan, num_sms, programmatic_launch)
+    else:
+        reference.compute(request, plan)
+    if request.out is None or request.out_scale is None:
+        return request.out
+    return request.out, request.out_scale
+
+
+def _request(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    counts: torch.Tensor,
+    offsets: torch.Tensor | None,
+    a_scale: torch.Tensor | None,
+    b_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None,
+    epilogue: Epilogue,
+    signal: torch.Tensor | None,
+) -> Request:
+    """The call with flat rows and the tensors that it writes."""
+    n, k = b.shape[1:]
     flat = a.reshape(-1, k)
-    request = Request(
+    columns = n // 2 if isinstance(epilogue, Gated) else n
+    result, scales = _results(a, columns, epilogue, out)
+    return Request(
         a=flat,
         b=b,
         counts=counts,
@@ -85,14 +111,6 @@ def grouped_gemm(
         epilogue=epilogue,
         signal=signal,
     )
-    check_plan(plan, request)
-    if a.device.type == "cuda":
-        launch.launch(request, plan, num_sms, programmatic_launch)
-    else:
-        reference.compute(request, plan)
-    if result is None or scales is None:
-        return result
-    return result, scales
 
 
 def _default_plan(a: torch.Tensor, b: torch.Tensor, gated: bool) -> GemmPlan:

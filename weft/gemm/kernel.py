@@ -32,17 +32,6 @@ def scaled(part, scale, acc, SWAP: tl.constexpr):
 
 
 @triton.jit
-def scales(row_scale, block_scale, k, step, alive, ACROSS: tl.constexpr, PAIR: tl.constexpr):
-    """Of step k: each row's scale, that of the block of weights, and that of its pair."""
-    row = tl.load(row_scale + k * step, mask=alive, other=0.0)
-    first = tl.load(block_scale + k)
-    other = first
-    if PAIR:
-        other = tl.load(block_scale + ACROSS + k)
-    return row, first, other
-
-
-@triton.jit
 def meet():
     """A barrier of the CTA. As text, because `tl.debug_barrier` in a loop ends its pipelining."""
     tl.inline_asm_elementwise(
@@ -57,8 +46,7 @@ def grouped_kernel(
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
     SCALED: tl.constexpr, PAIR: tl.constexpr, SWAP: tl.constexpr, FLATTEN: tl.constexpr,
-    DEFER: tl.constexpr, AHEAD: tl.constexpr, UNROLL: tl.constexpr, BY_COLUMN: tl.constexpr,
-    EPILOGUE: tl.constexpr, OUT: tl.constexpr,
+    GROUP: tl.constexpr, BY_COLUMN: tl.constexpr, EPILOGUE: tl.constexpr, OUT: tl.constexpr,
     ALPHA: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr, PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip
     """`out[row] = epilogue(a[row] @ b[expert of row].T)`; see call.py for what each pointer is."""
@@ -66,9 +54,6 @@ def grouped_kernel(
     STEP: tl.constexpr = COLUMNS if GATED or not PAIR else 2 * COLUMNS  # from tile to tile
     OTHER: tl.constexpr = N // 2 if GATED else COLUMNS  # from one block of a pair to the other
     BLOCKS: tl.constexpr = ((N // 2 if GATED else N) + STEP - 1) // STEP
-    STEPS: tl.constexpr = (K + DEPTH - 1) // DEPTH
-    STAGED: tl.constexpr = None if AHEAD else STAGES  # with a number, scales are staged as well
-    ACROSS: tl.constexpr = OTHER // 128 * (K // 128)  # from a block's scales to its pair's
     if PROGRAMMATIC:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
@@ -76,53 +61,37 @@ def grouped_kernel(
     tiles = tl.max(ends) * BLOCKS
     here = tl.arange(0, ROWS)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
-        expert, column, block, row, live = locate(
-            tile, ends, counts, starts, most, rows, BLOCKS, ROWS, BY_COLUMN
+        expert, group, column, block, row, live = locate(
+            tile, ends, counts, starts, most, rows, BLOCKS, GROUP, ROWS
         )
         first = expert * N + column * STEP
+        row_scale = a_scale
+        block_scale = b_scale
         if SCALED:
-            row_scale = a_scale + (row + here).to(tl.int64) * scale_row
-            block_scale = b_scale + (first // 128) * (K // 128)
+            row_scale += (row + here).to(tl.int64) * scale_row
+            block_scale += (first // 128) * (K // 128)
         zeros = tl.zeros((COLUMNS, ROWS) if SWAP else (ROWS, COLUMNS), dtype=tl.float32)
-        acc, other, part = zeros, zeros, zeros
-        due = tl.zeros((ROWS,), dtype=tl.float32)  # the scale of `part`, where that is deferred
-        if SCALED and AHEAD:
-            next_row, next_first, next_other = scales(
-                row_scale, block_scale, 0, scale_step, here < live, ACROSS, PAIR
-            )
-        for k in tl.range(0, STEPS, num_stages=STAGED, loop_unroll_factor=UNROLL):
+        acc, other = zeros, zeros
+        for k in tl.range(0, (K + DEPTH - 1) // DEPTH, num_stages=STAGES):
             x = a.load([row, k * DEPTH])
             w = b.load([first, k * DEPTH])
-            if SCALED and AHEAD:
-                s, t, u = next_row, next_first, next_other
-                next_row, next_first, next_other = scales(
-                    row_scale, block_scale, tl.minimum(k + 1, STEPS - 1), scale_step,
-                    here < live, ACROSS, PAIR,
-                )  # fmt: skip
-            elif SCALED:
-                s, t, u = scales(row_scale, block_scale, k, scale_step, here < live, ACROSS, PAIR)
             if SCALED:
-                fresh = dot(x, w, zeros, SWAP)
-                if DEFER:  # one step behind, so that it runs beside the tensor cores
-                    acc = scaled(part, due, acc, SWAP)
-                    part, due = fresh, s * t
-                else:
-                    acc = scaled(fresh, s * t, acc, SWAP)
+                s = tl.load(row_scale + k * scale_step, mask=here < live, other=0.0)
+                t = tl.load(block_scale + k)
+                acc = scaled(dot(x, w, zeros, SWAP), s * t, acc, SWAP)
             else:
                 acc = dot(x, w, acc, SWAP)
             if PAIR:
                 v = b.load([first + OTHER, k * DEPTH])
                 if SCALED:
-                    other = scaled(dot(x, v, zeros, SWAP), s * u, other, SWAP)
+                    t = tl.load(block_scale + OTHER // 128 * (K // 128) + k)
+                    other = scaled(dot(x, v, zeros, SWAP), s * t, other, SWAP)
                 else:
                     other = dot(x, v, other, SWAP)
-        if DEFER:
-            acc = scaled(part, due, acc, SWAP)
         finish(
             acc, other, expert, column * STEP, row, live, bias, out, out_scale, home,
             N, ROWS, COLUMNS, PAIR, SWAP, EPILOGUE, OUT, ALPHA, OFFSET, LIMIT,
         )  # fmt: skip
         if signal is not None:
             meet()  # every warp has stored before one thread says so
-            cell = column if BY_COLUMN else block
-            tl.atomic_add(signal + cell, 1, sem="release", scope="gpu")
+            tl.atomic_add(signal + (group if BY_COLUMN else block), 1, sem="release", scope="gpu")

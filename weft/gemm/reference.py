@@ -22,10 +22,13 @@ def compute(request: Request, plan: GemmPlan) -> None:
         if count := min(count, len(request.a) - first):
             _finish(request, _product(request, expert, first, count), first)
     if request.signal is not None:
-        blocks = plan.column_blocks(request.b.shape[1], request.gated)
+        n = request.b.shape[1]
+        blocks = plan.column_blocks(n, request.gated)
         total = int(plan.row_blocks(counts).sum())
         if plan.order == "column":
-            request.signal[:blocks] += total
+            size = plan.group_blocks(n, request.gated)
+            for group, first in enumerate(range(0, blocks, size)):
+                request.signal[group] += total * min(size, blocks - first)
         else:
             request.signal[:total] += blocks
 

@@ -25,32 +25,29 @@ def block_ends(counts, most, EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: 
 @triton.jit
 def locate(
     tile, ends, counts, starts, most, rows,
-    BLOCKS: tl.constexpr, ROWS: tl.constexpr, BY_COLUMN: tl.constexpr,
+    BLOCKS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """(expert, column block, row block, first row, rows that live) of a tile.
+    """(expert, group, column block, row block, first row, rows that live) of a tile.
 
-    By column: (column, expert, row block). Else: (expert, column, row block), so that the row
-    blocks that share weights run together either way.
+    Tiles go by (group of GROUP column blocks, expert, column block, row block): the row blocks that
+    share weights run together. One group of all is the order by experts.
     """
-    if BY_COLUMN:
-        total = tl.max(ends)
-        column = tile // total
-        block = tile % total
-        passed = ends <= block
-    else:
-        passed = ends * BLOCKS <= tile
+    total = tl.max(ends)
+    group = tile // (total * GROUP)
+    place = tile - group * (total * GROUP)
+    wide = tl.minimum(BLOCKS - group * GROUP, GROUP)  # the last group may be smaller
+    passed = ends * wide <= place
     expert = tl.sum(passed.to(tl.int32))
     before = tl.max(tl.where(passed, ends, 0))
     count = tl.minimum(tl.load(counts + expert), most)
-    if not BY_COLUMN:
-        own = tl.cdiv(count, ROWS)
-        place = tile - before * BLOCKS
-        column = place // own
-        block = before + place % own
+    own = tl.cdiv(count, ROWS)
+    place -= before * wide
+    column = group * GROUP + place // own
+    within = place % own
     if starts is None:
         first = expert * most
     else:
         first = tl.load(starts + expert)
-    within = (block - before) * ROWS
-    live = tl.minimum(count - within, rows - first - within)
-    return expert, column, block, first + within, live
+    row = first + within * ROWS
+    live = tl.minimum(count, rows - first) - within * ROWS
+    return expert, group, column, before + within, row, live
