@@ -87,6 +87,17 @@ def pushed(case: Case, plan: GemmPlan) -> None:
     assert bool((homes[order][~live] == SENTINEL).all())
 
 
+def held() -> None:
+    """A count above the rows there are counts as those."""
+    made = Case(masked=True, counts=(4, 2), slack=0, dtype=HALF).make()
+    whole = made.call().numbers
+    made.given["counts"].copy_(torch.tensor([1000, 0]))
+    with interpreting():
+        got = made.call(plan=GemmPlan(16, block_depth=64, swap=True)).numbers
+    torch.testing.assert_close(got[0], whole[0])
+    assert bool((got[1] == SENTINEL).all())
+
+
 def exact_quantising() -> None:
     """Integers and alpha 0 make everything before the quantiser exact: its bits must be equal."""
     made = Case(counts=(16,), n=512, dtype=HALF).make()
@@ -151,6 +162,7 @@ def main() -> None:
         signalled(ODD, STORE, plan)
         pushed(Case(dtype=HALF), plan)
     signalled(replace(ODD, n=208), Gated(), plans(HALF, gating=True)[0])
+    held()
     print("agreed: odd and pushed", flush=True)
 
 
