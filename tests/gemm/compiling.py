@@ -52,6 +52,7 @@ def described(
     bias: bool = False,
     masked: bool = False,
     k_major: bool = False,
+    part: tuple[int, int] | None = None,
 ) -> Request:
     """A request without memory."""
 
@@ -79,6 +80,7 @@ def described(
         out_dtype=out_dtype,
         epilogue=made[epilogue],
         signal=empty(128, of=torch.int32) if signal else None,
+        part=part or (0, width),
     )
 
 

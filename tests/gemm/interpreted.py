@@ -16,7 +16,7 @@ import torch
 from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests.gemm.cases import SENTINEL, Case, gated
+from tests.gemm.cases import SENTINEL, Case, gated, parts_agree
 from weft.gemm import STORE, Epilogue, Gated, GatedQuant, GemmPlan, Push, kernel, reference
 from weft.gemm.launch import kernel_arguments, kernel_constants, kernel_of
 from weft.gemm.plan import FP8
@@ -164,6 +164,11 @@ def main() -> None:
     signalled(replace(ODD, n=208), Gated(), plans(HALF, gating=True)[0])
     held()
     print("agreed: odd and pushed", flush=True)
+    with interpreting():
+        for plan in plans(HALF, gating=False)[:2]:
+            parts_agree(Case(dtype=HALF, n=712, counts=(5, 0, 35)), plan)  # the last part is ragged
+        parts_agree(Case(n=768, counts=(5, 0, 35)), plans(FP8, gating=False)[0])
+    print("agreed: parts", flush=True)
 
 
 if __name__ == "__main__":

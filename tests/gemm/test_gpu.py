@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.gemm.cases import SENTINEL, Case, Made, gated
+from tests.gemm.cases import SENTINEL, Case, Made, gated, parts_agree
 from weft.gemm import STORE, Epilogue, Gated, GatedQuant, GemmPlan, Push, grouped_gemm, plan
 from weft.gemm.plan import FP8
 
@@ -135,6 +135,17 @@ def test_rows_are_pushed_home(masked: bool, dtype: torch.dtype):
         kept[absent] = False
         assert torch.equal(there[kept], stored[kept])
         assert bool((there[~kept] == SENTINEL).all())
+
+
+@pytest.mark.parametrize("dtype", [FP8, BF16])
+def test_parts_have_the_bits_of_the_whole(dtype: torch.dtype):
+    for tile in tiles(dtype, gating=False):
+        if dtype == FP8 and tile.block_columns == 256:
+            continue  # its parts are multiples of 256
+        parts_agree(Case(counts=(40, 0, 19), n=1024, dtype=dtype), tile, "cuda")
+    if dtype == BF16:
+        for tile in tiles(dtype, gating=False):
+            parts_agree(Case(counts=(40, 0, 19), n=712, dtype=dtype), tile, "cuda")
 
 
 def test_odd_columns_and_depths():

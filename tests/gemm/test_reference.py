@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gemm.cases import SENTINEL, Case, gated
+from tests.gemm.cases import SENTINEL, Case, gated, parts_agree
 from weft.gemm import Gated, GatedQuant, GemmPlan, Push, grouped_gemm
 from weft.gemm.plan import FP8
 from weft.moe.gating import CLAMPED_SWIGLU, SWIGLU
@@ -121,3 +121,11 @@ def test_results_may_be_of_any_width() -> None:
         assert back is out
         assert torch.equal(out[~made.case.live()].float().unique(), torch.tensor([SENTINEL]))
     assert grouped_gemm(made.a, made.b, **made.given).dtype == torch.float16  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dtype", [FP8, torch.bfloat16])
+def test_parts_have_the_bits_of_the_whole(dtype: torch.dtype) -> None:
+    parts_agree(
+        Case(dtype=dtype, n=1024, counts=(5, 0, 35)),
+        GemmPlan(64, block_depth=64 if dtype != FP8 else 128),
+    )

@@ -89,7 +89,26 @@ CHANGES: dict[str, tuple[Case, Change, str]] = {
         lambda _, given: given.update(epilogue=Gated(), plan=GemmPlan(64)),
         "block_columns is 128",
     ),
-    "FP8 in half pairs": (Case(n=384), put("plan", lambda _: GemmPlan(64, 256)), "n is 384"),
+    "FP8 in half pairs": (Case(n=384), put("plan", lambda _: GemmPlan(64, 256)), "384 columns"),
+    "no pair of columns": (Case(), put("columns", lambda _: 128), "two integers"),
+    "columns off the blocks": (Case(), put("columns", lambda _: (64, 128)), "multiples of 128"),
+    "columns beyond": (Case(), put("columns", lambda _: (128, 384)), "a part of 0..256"),
+    "no columns": (Case(), put("columns", lambda _: (128, 128)), "a part of 0..256"),
+    "gated columns": (
+        Case(),
+        lambda _, given: given.update(epilogue=Gated(), columns=(0, 128)),
+        "Store and Push",
+    ),
+    "columns and a signal": (
+        Case(),
+        lambda _, given: given.update(signal=torch.zeros(99, dtype=INT), columns=(0, 128)),
+        "without a signal",
+    ),
+    "half a pair of columns": (
+        Case(n=512),
+        lambda _, given: given.update(plan=GemmPlan(64, 256), columns=(0, 128)),
+        "128 columns, block_columns 256",
+    ),
     "few cells": (Case(), put("signal", lambda _: torch.zeros(1, dtype=INT)), "signal is"),
     "wide cells": (Case(), put("signal", lambda _: torch.zeros(99).long()), "signal is"),
 }

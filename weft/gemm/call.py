@@ -13,6 +13,7 @@ from weft.gemm.request import (
     Request,
     check_groups,
     check_operands,
+    check_part,
     check_plan,
     check_scales,
     check_tensor,
@@ -34,6 +35,7 @@ def grouped_gemm(
     plan: GemmPlan | None = None,
     epilogue: Epilogue = STORE,
     signal: torch.Tensor | None = None,
+    columns: tuple[int, int] | None = None,
     num_sms: int | None = None,
     programmatic_launch: bool = False,
 ) -> Result:
@@ -50,6 +52,8 @@ def grouped_gemm(
     plan: default `weft.gemm.plan` for as many rows as a has, spread evenly; where a is mostly room,
         pass the plan for the mean.
     signal: int32, cells that count finished tiles; see docs/gemm.md.
+    columns: (first, end), multiples of 128: the columns to make, with Store or Push; b and out
+        stay whole. Equal bits, in parts or in one.
     num_sms: SMs that the grid may fill; default all.
     programmatic_launch: start while the kernel before ends, and let the next start; every kernel
         behind that was launched so must wait for this one, as weft's do.
@@ -67,8 +71,10 @@ def grouped_gemm(
     ):
         if tensor is not None:
             check_tensor(name, tensor, a, tuple(shape or tensor.shape), dtypes)
-    request = _request(a, b, counts, offsets, a_scale, b_scale, bias, out, epilogue, signal)
-    plan = plan or _default_plan(a, b, request.gated)
+    scales = (a_scale, b_scale)
+    request = _request(a, b, counts, offsets, *scales, bias, out, epilogue, signal, columns)
+    check_part(request, columns)
+    plan = plan or _default_plan(a, b, request.width, request.gated)
     check_plan(plan, request)
     if a.device.type == "cuda":
         launch.launch(request, plan, num_sms, programmatic_launch)
@@ -90,6 +96,7 @@ def _request(
     out: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None,
     epilogue: Epilogue,
     signal: torch.Tensor | None,
+    part: tuple[int, int] | None,
 ) -> Request:
     """The call with flat rows and the tensors that it writes."""
     n, k = b.shape[1:]
@@ -110,11 +117,12 @@ def _request(
         out_dtype=_dtype(a) if result is None else result.dtype,
         epilogue=epilogue,
         signal=signal,
+        part=part or (0, columns),
     )
 
 
-def _default_plan(a: torch.Tensor, b: torch.Tensor, gated: bool) -> GemmPlan:
-    experts, n, k = b.shape
+def _default_plan(a: torch.Tensor, b: torch.Tensor, n: int, gated: bool) -> GemmPlan:
+    experts, k = b.shape[0], b.shape[2]
     rows = a.shape[1] if a.ndim == 3 else -(-len(a) // max(experts, 1))
     return plan(experts, rows, n, k, a.dtype, gated=gated)
 

@@ -42,9 +42,10 @@ def meet():
 @triton.jit
 def grouped_kernel(
     a, b, a_scale, b_scale, bias, out, out_scale, home, signal, counts, starts,
-    most, rows, scale_row, scale_step,
+    most, rows, scale_row, scale_step, begin,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+    PART: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
     SCALED: tl.constexpr, PAIR: tl.constexpr, SWAP: tl.constexpr, FLATTEN: tl.constexpr,
     GROUP: tl.constexpr, BY_COLUMN: tl.constexpr, EPILOGUE: tl.constexpr, OUT: tl.constexpr,
     ALPHA: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr, PROGRAMMATIC: tl.constexpr,
@@ -53,7 +54,7 @@ def grouped_kernel(
     GATED: tl.constexpr = EPILOGUE == "gated" or EPILOGUE == "quant"
     STEP: tl.constexpr = COLUMNS if GATED or not PAIR else 2 * COLUMNS  # from tile to tile
     OTHER: tl.constexpr = N // 2 if GATED else COLUMNS  # from one block of a pair to the other
-    BLOCKS: tl.constexpr = ((N // 2 if GATED else N) + STEP - 1) // STEP
+    BLOCKS: tl.constexpr = (PART + STEP - 1) // STEP  # of the columns begin .. begin + PART
     if PROGRAMMATIC:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
@@ -64,7 +65,8 @@ def grouped_kernel(
         expert, group, column, block, row, live = locate(
             tile, ends, counts, starts, most, rows, BLOCKS, GROUP, ROWS
         )
-        first = expert * N + column * STEP
+        column = begin + column * STEP
+        first = expert * N + column
         row_scale = a_scale
         block_scale = b_scale
         if SCALED:
@@ -89,8 +91,8 @@ def grouped_kernel(
                 else:
                     other = dot(x, v, other, SWAP)
         finish(
-            acc, other, expert, column * STEP, row, live, bias, out, out_scale, home,
-            N, ROWS, COLUMNS, PAIR, SWAP, EPILOGUE, OUT, ALPHA, OFFSET, LIMIT,
+            acc, other, expert, column, begin + PART, row, live, bias, out, out_scale, home,
+            N, PART % STEP != 0, ROWS, COLUMNS, PAIR, SWAP, EPILOGUE, OUT, ALPHA, OFFSET, LIMIT,
         )  # fmt: skip
         if signal is not None:
             meet()  # every warp has stored before one thread says so

@@ -110,6 +110,8 @@ def plan(
     depth = 128 if dtype == FP8 else 64
     few_steps = k <= 32 * depth  # a tile is short: its end is worth hiding
     tile = _gated_tile(rows_per_expert) if gated else _tile(rows_per_expert, few_steps)
+    if not gated and n % tile.block_columns:  # half of the last tile would be nobody's
+        tile = replace(tile, block_columns=COLUMNS, stages=6)
     return replace(tile, block_depth=depth, order=order, group=group)
 
 

@@ -56,8 +56,9 @@ def gate(gating: Gated, product: torch.Tensor) -> torch.Tensor:
 def _finish(request: Request, product: torch.Tensor, first: int) -> None:
     epilogue = request.epilogue
     rows = slice(first, first + len(product))
+    part = slice(*request.part)
     if isinstance(epilogue, Push):
-        _push(epilogue.home[rows], product.to(request.out_dtype))
+        _push(epilogue.home[rows], product.to(request.out_dtype)[:, part], request.part[0])
         return
     if isinstance(epilogue, Gated):
         product = gate(epilogue, product)
@@ -68,14 +69,15 @@ def _finish(request: Request, product: torch.Tensor, first: int) -> None:
         product, scales = quantize(product, "fp8")
         assert request.out_scale is not None
         request.out_scale.view(-1, scales.shape[1])[rows] = scales
-    flat[rows] = product.to(out.dtype)
+    # A product of fewer columns may have other bits: the whole one is made, and a part is kept.
+    flat[rows, part] = product.to(out.dtype)[:, part]
 
 
-def _push(home: torch.Tensor, rows: torch.Tensor) -> None:
+def _push(home: torch.Tensor, rows: torch.Tensor, column: int) -> None:
     if rows.device.type != "cpu":
         raise InvalidArgument(f"rows on {rows.device}: the reference pushes on a CPU only")
     rows = rows.contiguous()
     width = rows.shape[1] * rows.element_size()
     for row, address in zip(rows, home.tolist(), strict=True):
         if address:
-            ctypes.memmove(address, row.data_ptr(), width)
+            ctypes.memmove(address + column * rows.element_size(), row.data_ptr(), width)

@@ -17,6 +17,7 @@ OUTS = (torch.bfloat16, torch.float16, torch.float32)
 class Request:
     """Tensors of one product; rows are flat, `[rows, ...]`, masked ones expert after expert.
 
+    part: columns of the result that are made, (first, end).
     starts: int32, each expert's first row, or None where expert e's is `e * most`.
     most: rows that an expert can have; a count that says more counts as that.
     """
@@ -34,6 +35,7 @@ class Request:
     out_dtype: torch.dtype
     epilogue: Epilogue
     signal: torch.Tensor | None
+    part: tuple[int, int]
 
     @property
     def gated(self) -> bool:
@@ -45,6 +47,11 @@ class Request:
         """Columns of the result."""
         n = int(self.b.shape[1])
         return n // 2 if self.gated else n
+
+    @property
+    def width(self) -> int:
+        """Rows of each expert's weights that take part: all, or as many as `part` has columns."""
+        return int(self.b.shape[1]) if self.gated else self.part[1] - self.part[0]
 
 
 def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -132,6 +139,22 @@ def check_scales(
         )
 
 
+def check_part(request: Request, columns: tuple[int, int] | None) -> None:
+    """Refuse columns that no call makes by themselves. Raises InvalidArgument."""
+    if columns is None:
+        return
+    numbers = isinstance(columns, tuple) and len(columns) == 2
+    if not numbers or any(type(column) is not int for column in columns):
+        raise InvalidArgument(f"columns is {columns!r}; it must be two integers, (first, end)")
+    if request.gated or request.signal is not None:
+        raise InvalidArgument("columns go with Store and Push, without a signal")
+    (first, end), n = columns, request.columns
+    if not 0 <= first < end <= n or first % COLUMNS or (end % COLUMNS and end != n):
+        raise InvalidArgument(
+            f"columns is {columns}; a part of 0..{n} begins and ends at multiples of {COLUMNS}"
+        )
+
+
 def check_plan(plan: GemmPlan, request: Request) -> None:
     """Refuse a plan that does not fit the call. Raises InvalidArgument."""
     depth = plan.block_depth
@@ -147,9 +170,9 @@ def check_plan(plan: GemmPlan, request: Request) -> None:
         )
     if request.gated and request.b.shape[1] % (2 * (128 if request.a.dtype == FP8 else 8)):
         raise InvalidArgument(f"n is {request.b.shape[1]}: gate and up must be halves of it")
-    if request.a.dtype == FP8 and not request.gated and request.b.shape[1] % plan.block_columns:
+    if request.a.dtype == FP8 and not request.gated and request.width % plan.block_columns:
         raise InvalidArgument(
-            f"n is {request.b.shape[1]}, block_columns {plan.block_columns}: FP8 needs a multiple"
+            f"{request.width} columns, block_columns {plan.block_columns}: FP8 needs a multiple"
         )
     if request.out is not None and request.out.data_ptr() % 16:
         raise InvalidArgument("out must be aligned to 16 bytes")
