@@ -11,6 +11,7 @@ import weft
 from weft.moe import CLAMPED_SWIGLU, Expert, ExpertWeights, MoEConfig, Routing, route
 
 HIDDEN, EXPERTS = 128, 8
+WIDER = 384  # three blocks of columns to send
 CONFIGS = {
     "softmax": MoEConfig(HIDDEN, 32, Routing(EXPERTS, 3)),
     "deepseek": MoEConfig(
@@ -63,7 +64,9 @@ class Case:
     def of(self, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """x and logits of a rank."""
         generator = torch.Generator().manual_seed(self.seed * 1009 + rank)
-        x = torch.randn(self.tokens[rank], HIDDEN, generator=generator).to(self.config.dtype)
+        x = torch.randn(self.tokens[rank], self.config.hidden, generator=generator).to(
+            self.config.dtype
+        )
         logits = torch.randn(self.tokens[rank], EXPERTS, generator=generator) * 2
         return x.to(device), logits.to(device)
 
@@ -71,7 +74,8 @@ class Case:
         device = group.device
 
         def weights(local: tuple[int, ...]) -> ExpertWeights:
-            return ExpertWeights.stack(self.config, [self.expert(e) for e in local], device)
+            stacked = ExpertWeights.stack(self.config, [self.expert(e) for e in local], device)
+            return stacked.to_fp8() if options.get("fp8") else stacked
 
         options = {"max_tokens": max(*self.tokens, 1), **options}
         return weft.MoE(
@@ -89,30 +93,54 @@ class Case:
         x: torch.Tensor,
         logits: torch.Tensor,
         quantize: str | None = None,
+        fp8: bool = False,
     ) -> torch.Tensor:
-        """float32 `[tokens, hidden]`, on this rank alone; experts see x as the wire brings it."""
+        """float32 `[tokens, hidden]`, on this rank alone; experts see x as the wire brings it.
+
+        fp8: and weights, and what gating makes, as FP8 brings them.
+        """
         device, config = x.device, self.config
         ids, weights = route(config.routing, logits, correction=self.correction(device))
         every = ExpertWeights.stack(config, [self.expert(e) for e in range(EXPERTS)], device)
         clamped = config.gating is CLAMPED_SWIGLU
+        gating = weft.reference.clamped_swiglu if clamped else weft.reference.swiglu
+        gate_up, down = every.gate_up, every.down
+        if fp8:
+            quantize = "fp8"
+            packed = every.to_fp8()
+            gate_up = widened(packed.gate_up, packed.gate_up_scale)
+            down = widened(packed.down, packed.down_scale)
+            plain = gating
+
+            def gating(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+                return weft.reference.dequantize(*weft.reference.quantize(plain(gate, up), "fp8"))
+
         shared = self.shared(device)
         sent = x
         if quantize:
             q, scales = weft.reference.quantize(x.cpu(), quantize)
-            sent = weft.reference.dequantize(q, scales).to(x.device, x.dtype)
+            sent = weft.reference.dequantize(q, scales).to(x.device)
+            sent = sent if fp8 else sent.to(x.dtype)
         return weft.reference.moe_layer(
             sent,
             ids,
             weights,
-            every.gate_up,
-            every.down,
+            gate_up,
+            down,
             gate_up_bias=every.gate_up_bias,
             down_bias=every.down_bias,
-            gating=weft.reference.clamped_swiglu if clamped else weft.reference.swiglu,
+            gating=gating,
             weigh_input=config.routing.weigh == "input",
             shared=None if shared is None else shared(x),
             placement=layer.exchange.placement,
         )
+
+
+def widened(q: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    """float32, each number times its block's scale."""
+    assert scales is not None
+    wide = scales.repeat_interleave(128, dim=1).repeat_interleave(128, dim=2)
+    return q.float() * wide
 
 
 def bound(config: MoEConfig, wanted: torch.Tensor) -> float:

@@ -80,9 +80,7 @@ def grouped_gemm(
         launch.launch(request, plan, num_sms, programmatic_launch)
     else:
         reference.compute(request, plan)
-    if request.out is None or request.out_scale is None:
-        return request.out
-    return request.out, request.out_scale
+    return request.result
 
 
 def _request(

@@ -49,6 +49,13 @@ class Request:
         return n // 2 if self.gated else n
 
     @property
+    def result(self) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
+        """What a caller gets: numbers, with their scales where there are some."""
+        if self.out is None or self.out_scale is None:
+            return self.out
+        return self.out, self.out_scale
+
+    @property
     def width(self) -> int:
         """Rows of each expert's weights that take part: all, or as many as `part` has columns."""
         return int(self.b.shape[1]) if self.gated else self.part[1] - self.part[0]

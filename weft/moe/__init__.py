@@ -4,8 +4,8 @@ from weft.moe.experts import Expert, ExpertWeights
 from weft.moe.gating import CLAMPED_SWIGLU, SWIGLU, Gating
 from weft.moe.layer import MoE
 from weft.moe.models import MODELS, MoEConfig
+from weft.moe.overlap import OVERLAPS
 from weft.moe.router import Routed, Routing, route, router_logits
-from weft.moe.workspace import OVERLAPS
 
 __all__ = [
     "CLAMPED_SWIGLU",

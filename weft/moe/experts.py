@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -14,6 +14,10 @@ from weft.errors import InvalidArgument
 from weft.moe.gating import SWIGLU, Gating
 from weft.moe.models import MoEConfig
 from weft.ops.check import check_tensor
+from weft.ops.reference import quantize
+from weft.shape import FP8_BLOCK
+
+FP8 = torch.float8_e4m3fn
 
 
 class Expert(nn.Module):
@@ -77,13 +81,28 @@ class ExpertWeights:
     gate_up: `[local_experts, 2 * intermediate, hidden]`, the gate's rows first.
     down: `[local_experts, hidden, intermediate]`.
     gate_up_bias, down_bias: `[local_experts, 2 * intermediate]` and `[local_experts, hidden]`, of
-        the same dtype, or None.
+        the layer's dtype, or None.
+    gate_up_scale, down_scale: where the weights are float8_e4m3fn, float32
+        `[local_experts, rows / 128, columns / 128]`: what a block's numbers are multiplied by.
     """
 
     gate_up: torch.Tensor
     down: torch.Tensor
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
+    gate_up_scale: torch.Tensor | None = None
+    down_scale: torch.Tensor | None = None
+
+    def to_fp8(self) -> ExpertWeights:
+        """The same experts in FP8, a scale for each block of 128 x 128 numbers.
+
+        Raises InvalidArgument for sizes that are no multiples of 128.
+        """
+        gate_up, gate_up_scale = to_blocks(self.gate_up)
+        down, down_scale = to_blocks(self.down)
+        return replace(
+            self, gate_up=gate_up, down=down, gate_up_scale=gate_up_scale, down_scale=down_scale
+        )
 
     @classmethod
     def stack(
@@ -116,14 +135,19 @@ class ExpertWeights:
             return cls(gate_up, down)
         return cls(gate_up, down, join("gate_up_bias", wide), join("down_bias", hidden))
 
-    def check(self, config: MoEConfig, local_experts: int, device: torch.device) -> None:
-        """Raises InvalidArgument where a tensor is not what the config and the placement say."""
+    def check(
+        self, config: MoEConfig, local_experts: int, device: torch.device, *, fp8: bool = False
+    ) -> None:
+        """Raises InvalidArgument where a tensor is not what the config and the placement say.
+
+        fp8: the layer wants weights of FP8, with their scales.
+        """
         wide, hidden, inner = 2 * config.intermediate, config.hidden, config.intermediate
-        dtypes = (config.dtype,)
         shapes: dict[str, tuple[int, ...]] = {
             "gate_up": (local_experts, wide, hidden),
             "down": (local_experts, hidden, inner),
         }
+        dtypes = dict.fromkeys(shapes, FP8 if fp8 else config.dtype)
         if config.biased:
             shapes |= {
                 "gate_up_bias": (local_experts, wide),
@@ -133,8 +157,43 @@ class ExpertWeights:
             raise InvalidArgument(
                 "the weights have biases, the config has biased=False; leave them out, or set it"
             )
+        for name in ("gate_up", "down"):
+            if not fp8 and getattr(self, f"{name}_scale") is not None:
+                raise InvalidArgument(
+                    f"{name}_scale is given, the layer's weights are {config.dtype}: leave it out, "
+                    "or build the layer with fp8=True"
+                )
+            rows, columns = shapes[name][1:]
+            if fp8:
+                blocks = (local_experts, rows // FP8_BLOCK, columns // FP8_BLOCK)
+                shapes[f"{name}_scale"] = blocks
+                dtypes[f"{name}_scale"] = torch.float32
         for name, shape in shapes.items():
-            check_tensor(name, getattr(self, name), shape=shape, dtypes=dtypes, device=device)
+            allowed = (dtypes.get(name, config.dtype),)
+            check_tensor(name, getattr(self, name), shape=shape, dtypes=allowed, device=device)
+
+
+def to_blocks(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[experts, rows, columns]` as FP8 with float32 scales `[experts, rows / 128, columns / 128]`.
+
+    A block is 128 x 128 numbers, by the rule of `weft.reference.quantize`. Raises InvalidArgument
+    for sizes that are no multiples of 128.
+    """
+    experts, rows, columns = weights.shape
+    if rows % FP8_BLOCK or columns % FP8_BLOCK:
+        raise InvalidArgument(
+            f"weights are {list(weights.shape)}; blocks are {FP8_BLOCK} x {FP8_BLOCK}: pad them"
+        )
+    down, across = rows // FP8_BLOCK, columns // FP8_BLOCK
+    q = torch.empty(weights.shape, dtype=FP8, device=weights.device)
+    scales = torch.empty((experts, down, across), device=weights.device)
+    for expert, matrix in enumerate(weights):  # one at a time: fp32 copies are large
+        blocks = matrix.view(down, FP8_BLOCK, across, FP8_BLOCK).transpose(1, 2)
+        packed, found = quantize(blocks.flatten(2), "fp8", columns=FP8_BLOCK * FP8_BLOCK)
+        back = packed.view(down, across, FP8_BLOCK, FP8_BLOCK).transpose(1, 2)
+        q[expert] = back.reshape(rows, columns)
+        scales[expert] = found.squeeze(-1)
+    return q, scales
 
 
 def _fixed(tensor: torch.Tensor | None) -> nn.Parameter | None:

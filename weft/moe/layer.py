@@ -12,6 +12,7 @@ from weft.errors import GroupError, InvalidArgument
 from weft.memory import Group
 from weft.moe.experts import ExpertWeights
 from weft.moe.models import MoEConfig
+from weft.moe.overlap import PARTS
 from weft.moe.router import Routed, route
 from weft.moe.workspace import LayerWorkspace, Options
 from weft.ops.alltoall import AllToAll
@@ -33,13 +34,19 @@ class MoE:
     max_tokens: most tokens of this rank in one call, equal on all ranks.
     shared: `[tokens, hidden]` -> `[tokens, hidden]`, where the config has a shared expert.
     correction: float32 `[num_experts]`, where the routing has one.
-    overlap: "none": the shared expert runs after the others; "shared": between sending tokens and
-        receiving them, while they are under way. Equal bits.
-    gemm: "grouped", "padded" or "loop" (weft/moe/products.py); "auto": grouped_mm where it leaves
-        row counts on the GPU, else padded on GPUs and loop on CPUs.
+    overlap: "none": one thing after the other; "shared": the shared expert beside all that comes
+        before combine; "columns": that, and while some columns of the second product are computed,
+        those before them are sent home; "push": or the product stores its rows at their owners
+        itself, with gemm="tiled". Equal bits. (weft/moe/overlap.py)
+    parts: of the columns, where overlap sends by them.
+    fp8: weights are FP8 with scales (`ExpertWeights.to_fp8`), tokens travel as FP8.
+    gemm: "tiled" (weft.gemm), "grouped", "padded" or "loop" (weft/moe/products.py); "auto": tiled
+        for FP8; else grouped_mm where it leaves row counts on the GPU, padded on other GPUs, and
+        loop on CPUs.
     max_rows: rows for this rank's experts, as in ExpertGroups; default the worst case.
     expert_map, quantize, combine_by, timeout, first_timeout, num_sms, programmatic_launch, profile:
-        as in AllToAll. FP8 rows are widened to the layer's dtype before the products.
+        as in AllToAll; combine_by defaults to what the overlap needs. Rows that travel as FP8 are
+        widened to the layer's dtype before the products, unless its weights are FP8 too.
 
     Raises InvalidArgument, CreationFailed (on every rank, when one cannot do its part),
     GeometryMismatch (when ranks pass different sizes or rules).
@@ -58,8 +65,10 @@ class MoE:
         gemm: str = "auto",
         max_rows: int | None = None,
         expert_map: Sequence[int] | torch.Tensor | None = None,
+        fp8: bool = False,
+        parts: int = PARTS,
         quantize: str | None = None,
-        combine_by: str = "pull",
+        combine_by: str | None = None,
         timeout: float = 2.0,
         first_timeout: float = 120.0,
         num_sms: int | None = None,
@@ -72,6 +81,8 @@ class MoE:
             gemm=gemm,
             max_rows=max_rows,
             expert_map=expert_map,
+            fp8=fp8,
+            parts=parts,
             quantize=quantize,
             combine_by=combine_by,
             timeout=timeout,
@@ -211,16 +222,16 @@ class MoE:
         sent = x
         if self.config.routing.weigh == "input":
             sent, scale = self._workspace.weigh(x, weights), None
-        if self._workspace.options.overlap == "shared" and shared is not None:
-            exchange.dispatch_send(sent, ids, scale, num_tokens=num_tokens)
+        work = self._workspace
+        work.expect(len(x))
+        work.aside.mark()
+        received = exchange.dispatch(sent, ids, scale, num_tokens=num_tokens)
+        if shared is not None and work.hides_shared:
+            with work.aside.after_mark():
+                add = shared(x)
+        elif shared is not None:
             add = shared(x)
-            received = exchange.dispatch_recv()
-        else:
-            received = exchange.dispatch(sent, ids, scale, num_tokens=num_tokens)
-        self.experts(received)
-        if add is None and shared is not None:
-            add = shared(x)
-        return exchange.combine(out=out, add=add)
+        return work.finish(self._weights, received, out=out, add=add)
 
     def _load(
         self,
@@ -233,7 +244,7 @@ class MoE:
 
         def check() -> ExpertWeights:
             mine = weights(self.local_experts) if callable(weights) else weights
-            mine.check(config, len(self.local_experts), device)
+            mine.check(config, len(self.local_experts), device, fp8=self._workspace.options.fp8)
             if (shared is None) == (config.shared > 0):
                 have = "None" if shared is None else "given"
                 raise InvalidArgument(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -11,14 +10,20 @@ import torch
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.memory import Group
 from weft.moe.experts import ExpertWeights
+from weft.moe.mlp import choose_way, layout_for, make_mlp
 from weft.moe.models import MoEConfig
-from weft.moe.products import choose, layout_of, make
+from weft.moe.overlap import (
+    SEND_SMS,
+    Beside,
+    check_overlap,
+    send_by_columns,
+)
 from weft.ops.alltoall import AllToAll
 from weft.ops.grouping import ExpertGroups
 from weft.ops.received import Received
 from weft.ops.rounds import State
 
-OVERLAPS = ("none", "shared")
+MAX_PARTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +35,10 @@ class Options:
     gemm: str
     max_rows: int | None
     expert_map: Sequence[int] | torch.Tensor | None
+    fp8: bool
+    parts: int
     quantize: str | None
-    combine_by: str
+    combine_by: str | None
     timeout: float
     first_timeout: float
     num_sms: int | None
@@ -47,7 +54,9 @@ class LayerWorkspace:
 
     def __init__(self, group: Group, config: MoEConfig, options: Options) -> None:
         self.group, self.config, self.options = group, config, options
-        self.way = group.together(self._choose, doing="preparing an MoE layer")
+        self.way, self.quantize, self._combine_by = group.together(
+            self._choose, doing="preparing an MoE layer"
+        )
         group.agree(self._manifest(), what="MoE layer")
         routing = config.routing
         self.exchange = AllToAll(
@@ -60,9 +69,9 @@ class LayerWorkspace:
             expert_map=options.expert_map,
             timeout=options.timeout,
             first_timeout=options.first_timeout,
-            quantize=options.quantize,
-            combine_by=options.combine_by,
-            halves=options.overlap == "shared",
+            quantize=self.quantize,
+            combine_by=self._combine_by,
+            halves=self._combine_by in ("push", "fp8"),
             num_sms=options.num_sms,
             programmatic_launch=options.programmatic_launch,
             profile=options.profile,
@@ -77,31 +86,83 @@ class LayerWorkspace:
     @property
     def bytes(self) -> int:
         """Bytes of the experts' buffers and the grouping on this rank, in ordinary memory."""
-        layout, align = layout_of(self.way)
+        layout, align = layout_for(self.way)
         grouping = ExpertGroups.memory_bytes(
             self.exchange, max_rows=self._max_rows, align=align, layout=layout
         )
-        own = (self._wide, self._scales, self._h, self._act, self._y, self._weighed)
-        return grouping + sum(t.numel() * t.element_size() for t in own)
+        return grouping + sum(t.numel() * t.element_size() for t in self.buffers)
+
+    @property
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        """The experts' own memory."""
+        return (*self._mlp.buffers, self._weighed)
+
+    @property
+    def hides_shared(self) -> bool:
+        """Does the shared expert run beside the others' way to combine?"""
+        return self.options.overlap != "none"
 
     def weigh(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """`round(x * weights)` for rules that weigh the input; x and weights are checked."""
         return torch.mul(x, weights, out=self._weighed[: len(x)])
 
+    def expect(self, tokens: int) -> None:
+        """A hint: each rank has about as many tokens as this one."""
+        routing = self.config.routing
+        rows = tokens * self.exchange.ep_size * routing.top_k
+        self._mlp.expect(-(-rows // routing.num_experts))
+
     def run_experts(self, weights: ExpertWeights, received: Received) -> None:
         """Write the exchange's output: every row's weighted sum over this rank's experts."""
-        groups, products = self._groups, self._products
-        if groups is None:
-            raise OutOfOrder("this MoE layer was closed; make a new one")
-        if not self.exchange.num_local_experts:
-            return
+        groups = self._ready()
+        if self.exchange.num_local_experts:
+            self._mlp.up(weights, groups.gather(received))
+            groups.scatter(self._mlp.down(weights))
+
+    def finish(
+        self,
+        weights: ExpertWeights,
+        received: Received,
+        *,
+        out: torch.Tensor | None,
+        add: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """From received rows to the round's result, in the way of the overlap.
+
+        add: made in the stream `aside`, or by the caller.
+        """
+        exchange, overlap = self.exchange, self.options.overlap
+        if overlap in ("none", "shared") and self._combine_by == "pull":
+            self.run_experts(weights, received)
+            self.aside.join()
+            return exchange.combine(out=out, add=add)
+        groups = self._ready()
         grouped = groups.gather(received)
-        used = products.begin(grouped)
-        x = self._widened(grouped.rows)[:used]
-        h = products.multiply(x, weights.gate_up, weights.gate_up_bias, self._h[:used])
-        act = self.config.gating.apply(h, out=self._act[:used])
-        y = products.multiply(act, weights.down, weights.down_bias, self._y[:used])
-        groups.scatter(y if products.allocates else self._y)
+        if exchange.num_local_experts:
+            self._mlp.up(weights, grouped)
+            self._come_home(weights, groups)
+        elif overlap != "push":
+            exchange.combine_send()
+        self.aside.join()
+        end = exchange.combine if overlap == "push" else exchange.combine_recv
+        return end(out=out, add=add)
+
+    def _come_home(self, weights: ExpertWeights, groups: ExpertGroups) -> None:
+        """The second product, and its sending where the owners do not fetch."""
+        overlap = self.options.overlap
+        if overlap == "push":
+            self._mlp.push(weights)
+        elif overlap == "columns":
+            num_sms = SEND_SMS if self.group.device.type == "cuda" else None
+            sizes = {"hidden": self.config.hidden, "parts": self.options.parts}
+            send_by_columns(self._mlp, weights, groups, self._sends, num_sms=num_sms, **sizes)
+        else:
+            groups.send(self._mlp.down(weights))
+
+    def _ready(self) -> ExpertGroups:
+        if self._groups is None:
+            raise OutOfOrder("this MoE layer was closed; make a new one")
+        return self._groups
 
     def check_call(self) -> None:
         """Refuse a capture that would have to wait for the device, before anything is sent."""
@@ -128,26 +189,24 @@ class LayerWorkspace:
             self._groups = None
         self.exchange.close()
 
-    def _choose(self) -> str:
-        if self.options.overlap not in OVERLAPS:
-            words = ", ".join(map(repr, OVERLAPS))
-            raise InvalidArgument(f"overlap is {self.options.overlap!r}; choose one of {words}")
-        if self.options.combine_by == "choices":
-            raise InvalidArgument(
-                "combine_by is 'choices', and a layer sums its experts' rows before they go home: "
-                "choose 'pull', 'push' or 'fp8'"
-            )
-        config = self.config
-        return choose(self.options.gemm, self.group.device, config.dtype, config.intermediate)
+    def _choose(self) -> tuple[str, str | None, str]:
+        """(gemm, quantize, combine_by) of this rank. Raises InvalidArgument."""
+        config, options = self.config, self.options
+        if not isinstance(options.parts, int) or not 1 <= options.parts <= MAX_PARTS:
+            raise InvalidArgument(f"parts is {options.parts!r}; it must be in 1..{MAX_PARTS}")
+        quantize = options.quantize or ("fp8" if options.fp8 else None)
+        device = self.group.device
+        way = choose_way(options.gemm, device, config, fp8=options.fp8, quantize=quantize)
+        return way, quantize, check_overlap(options.overlap, options.combine_by, way)
 
     def _manifest(self) -> dict[str, str]:
         """What ranks compare beyond the sizes of their exchange: rules that must be one."""
-        fields = asdict(self.config) | {"overlap": self.options.overlap}
+        fields = asdict(self.config) | {"overlap": self.options.overlap, "fp8": self.options.fp8}
         return {name: str(value) for name, value in fields.items()}
 
     def _open_buffers(self) -> None:
         a2a, config, device = self.exchange, self.config, self.group.device
-        layout, align = layout_of(self.way)
+        layout, align = layout_for(self.way)
         self._groups = groups = ExpertGroups(
             a2a,
             max_rows=self.options.max_rows,
@@ -157,35 +216,21 @@ class LayerWorkspace:
         )
         experts, self._max_rows = a2a.num_local_experts, groups.max_rows
         shape = (experts, groups.max_rows) if layout == "masked" else (groups.max_rows,)
-        shape = shape if experts else (0,)
-
-        def rows(columns: int, wanted: bool = True) -> torch.Tensor:
-            # Products that make their own results leave these empty.
-            size = (*shape, columns) if wanted else (0, columns)
-            return torch.empty(size, dtype=config.dtype, device=device)
-
-        wide, hidden = 2 * config.intermediate, config.hidden
-        widest = max(wide, hidden) if config.biased else 0
-        self._products = make(self.way, math.prod(shape), experts, widest, rows(0, False))
-        self._wide = rows(hidden, self.options.quantize is not None)
-        self._h = rows(wide, not self._products.allocates)
-        self._act = rows(config.intermediate)
-        self._y = rows(hidden, not self._products.allocates)
-        powers = (*shape, hidden // 32) if self.options.quantize == "mxfp8" else (0,)
-        self._scales = torch.empty(powers, device=device)
+        self._mlp = make_mlp(
+            self.way,
+            config,
+            shape if experts else (0,),
+            experts,
+            fp8=self.options.fp8,
+            quantize=self.quantize,
+            programmatic=self.options.programmatic_launch,
+            device=device,
+        )
+        self.aside = Beside(device)
+        # Few CTAs that wait for memory go before many that compute.
+        self._sends = Beside(device, priority=-1)
         weighs = config.routing.weigh == "input"
-        held = (self.options.max_tokens if weighs else 0, hidden)
+        held = (self.options.max_tokens if weighs else 0, config.hidden)
         self._weighed = torch.empty(held, dtype=config.dtype, device=device)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # calls may come in another stream
-
-    def _widened(self, rows: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """The rows in the layer's dtype: `round(q * scale)` where FP8 came over the wire."""
-        if self.options.quantize is None:
-            return rows[0]
-        q, scales = rows
-        if self._scales.numel():
-            scales = self._scales.copy_(scales)
-        wide = self._wide.copy_(q)  # exact: every e4m3 number is one of the wider type
-        wide.view(*scales.shape, -1).mul_(scales.unsqueeze(-1))
-        return wide

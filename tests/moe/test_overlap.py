@@ -1,0 +1,157 @@
+"""Every overlap gives one result: the same bits, near the reference, whatever runs beside what."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.moe.layers import CONFIGS, EXPERTS, WIDER, Case, bound
+from tests.moe.test_layer import poison, settle
+from tests.rounds import bits
+from weft.errors import CreationFailed
+from weft.moe import OVERLAPS
+from weft.moe.overlap import HOME, parts_of
+
+DEEP = replace(CONFIGS["deepseek"], hidden=WIDER, intermediate=128, shared=128)
+BIASED = replace(CONFIGS["gpt-oss"], hidden=WIDER, intermediate=128)
+MODES: dict[str, dict[str, Any]] = {
+    "none": {"overlap": "none"},
+    "none, pushed": {"overlap": "none", "combine_by": "push"},
+    "shared": {"overlap": "shared"},
+    "columns in one": {"overlap": "columns", "parts": 1},
+    "columns in two": {"overlap": "columns", "parts": 2},
+    "columns in three": {"overlap": "columns", "parts": 9},
+    "push": {"overlap": "push"},
+}
+
+
+def modes_of(config: weft.moe.MoEConfig, gemm: str) -> dict[str, dict[str, Any]]:
+    left_out = {"push"} if gemm != "tiled" else set()
+    if not config.shared:
+        left_out.add("shared")
+    return {name: given for name, given in MODES.items() if name not in left_out}
+
+
+def one_result(group: weft.Group, case: Case, options: dict[str, Any]) -> None:
+    """Three rounds in each mode, over poison; the first mode's bits are everyone's."""
+    fp8 = bool(options.get("fp8"))
+    first: dict[int, torch.Tensor] = {}
+    for given in modes_of(case.config, options["gemm"]).values():
+        with case.open(group, **options, **given) as layer:
+            for seed in range(3):
+                turn = seed % len(case.tokens)
+                now = case.next(seed=seed, tokens=case.tokens[turn:] + case.tokens[:turn])
+                x, logits = now.of(group.rank, group.device)
+                poison(layer)
+                result = layer(x, logits, out=torch.full_like(x, float("nan")))
+                settle(group)
+                layer.check()
+                assert torch.equal(bits(first.setdefault(seed, result)), bits(result)), given
+                if first[seed] is result:
+                    wanted = now.wanted(layer, x, logits, fp8=fp8)
+                    # A sum in another order may round to the neighbour in FP8: 2^-3 of a number.
+                    slack = 3.0 if fp8 else 1.0
+                    torch.testing.assert_close(
+                        result.float(), wanted, rtol=0, atol=slack * bound(case.config, wanted)
+                    )
+
+
+@pytest.mark.parametrize("kind", ["threads", "cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("config", [DEEP, BIASED], ids=["deepseek", "gpt-oss"])
+@pytest.mark.parametrize(
+    "options",
+    [{"gemm": "tiled"}, {"gemm": "tiled", "fp8": True}, {"gemm": "loop"}],
+    ids=["bf16", "fp8", "torch"],
+)
+def test_every_overlap_gives_the_same_bits(ranks, options, config, kind):
+    if kind != "threads" and (config is BIASED or options["gemm"] == "loop"):
+        pytest.skip("once with processes is enough")
+    ranks(3, kind)(one_result, Case(config, tokens=(9, 0, 4)), options)
+
+
+@pytest.mark.parametrize("gemm", ["grouped", "padded"])
+def test_columns_with_torchs_products(ranks, gemm):
+    if gemm == "grouped" and not hasattr(torch.nn.functional, "grouped_mm"):
+        pytest.skip("this torch has no grouped_mm")
+    ranks(2, "threads")(one_result, Case(DEEP, tokens=(5, 7)), {"gemm": gemm})
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_a_rank_without_experts(ranks, fp8):
+    options = {"gemm": "tiled", "fp8": fp8, "expert_map": [1] * EXPERTS}
+    ranks(2, "threads")(one_result, Case(DEEP, tokens=(5, 7)), options)
+
+
+def few_rows(group: weft.Group, given: dict[str, Any]) -> None:
+    """Rows that find no room count as nothing, and are not what lay there before."""
+    case = Case(replace(DEEP, shared=0), tokens=(16, 16))
+    with case.open(group, gemm="tiled", max_rows=8, **given) as layer:
+        x, logits = case.of(group.rank, group.device)
+        poison(layer)
+        out = layer(x, logits)
+        settle(group)
+        assert bool(out.isfinite().all())
+        with pytest.raises(weft.errors.TokenOverflow):
+            layer.check()
+    group.barrier()
+
+
+@pytest.mark.parametrize("overlap", ["none", "columns", "push"])
+def test_rows_without_room(ranks, overlap):
+    ranks(2, "threads")(few_rows, {"overlap": overlap})
+
+
+def test_parts_cover_every_column_once():
+    for hidden in (128, 2880, 7168):
+        for parts in (1, 2, 4, 7, 64):
+            found = list(parts_of(hidden, parts))
+            assert len(found) <= parts
+            assert [first for first, _ in found] == [0, *(end for _, end in found[:-1])]
+            assert found[-1][1] == hidden
+            assert all(first % 128 == 0 for first, _ in found)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"overlap": "sideways"}, "choose one of"),
+    ({"overlap": "columns", "combine_by": "pull"}, "sends sums while others are made"),
+    ({"overlap": "push", "combine_by": "push", "gemm": "tiled"}, "go together"),
+    ({"overlap": "none", "combine_by": "choices"}, "go together"),
+    ({"overlap": "push", "gemm": "loop"}, "use gemm='tiled'"),
+    ({"fp8": True, "gemm": "loop"}, "no FP8 weights"),
+    ({"fp8": True, "quantize": "mxfp8"}, "takes FP8 rows"),
+    ({"gemm": "tiled", "quantize": "fp8"}, "needs FP8 weights"),
+    ({"overlap": "columns", "parts": 0}, "parts is 0"),
+]
+
+
+def refused(group: weft.Group, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(CreationFailed, match=words):
+        Case(DEEP, tokens=(4,)).open(group, **options)
+
+
+@pytest.mark.parametrize(("options", "words"), REFUSED)
+def test_refusals(ranks, options, words):
+    ranks(1, "threads")(refused, options, words)
+
+
+def test_every_overlap_has_a_way_home_and_a_test():
+    assert set(HOME) == set(OVERLAPS) == {given["overlap"] for given in MODES.values()}
+
+
+def wrong_weights(group: weft.Group) -> None:
+    case = Case(DEEP, tokens=(4, 4))
+    plain = weft.moe.ExpertWeights.stack(DEEP, [case.expert(e) for e in range(EXPERTS)])
+    with pytest.raises(CreationFailed, match="gate_up"):
+        weft.MoE(group, DEEP, plain, max_tokens=4, shared=case.shared(group.device), fp8=True)
+    with pytest.raises(CreationFailed, match="gate_up"):
+        weft.MoE(
+            group, DEEP, plain.to_fp8(), max_tokens=4, shared=case.shared(group.device), gemm="loop"
+        )
+
+
+def test_weights_of_the_other_kind(ranks):
+    ranks(1, "threads")(wrong_weights)

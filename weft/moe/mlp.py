@@ -1,0 +1,260 @@
+"""What a rank's experts do with grouped rows: up, gate, down; by torch, or in own tiles."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import torch
+
+from weft.errors import InvalidArgument
+from weft.gemm import Gated, GatedQuant, GemmPlan, Push, grouped_gemm, plan
+from weft.moe.experts import FP8, ExpertWeights
+from weft.moe.models import MoEConfig
+from weft.moe.products import choose, layout_of, make
+from weft.ops.grouping import Grouped, Layout
+from weft.shape import FP8_BLOCK
+
+Columns = tuple[int, int]
+
+
+class Mlp(Protocol):
+    """The experts of one layer after the other, in buffers of their own.
+
+    up, then down: once, or once for each part of the columns. Both only enqueue.
+    """
+
+    layout: Layout
+    align: int
+
+    @property
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        """Everything that was allocated."""
+
+    def expect(self, rows: int) -> None:
+        """A hint: about so many rows will come to each expert."""
+
+    def up(self, weights: ExpertWeights, grouped: Grouped) -> None:
+        """The first product and what stands between the two."""
+
+    def down(self, weights: ExpertWeights, columns: Columns | None = None) -> torch.Tensor:
+        """The second product, or these columns of it: `[*rows, hidden]`, the others undefined."""
+
+    def push(self, weights: ExpertWeights) -> None:
+        """The second product, every row of it stored at its `Grouped.home`. Tiled only."""
+
+
+def choose_way(
+    way: str, device: torch.device, config: MoEConfig, *, fp8: bool, quantize: str | None
+) -> str:
+    """The way that "auto" stands for here, or the given one.
+
+    fp8: weights are FP8.   quantize: what comes over the wire.   Raises InvalidArgument for a way
+    that this device, dtype or size does not have.
+    """
+    lacks = _tiled_lacks(config, fp8, quantize)
+    if way == "tiled" or fp8:
+        if lacks or way not in ("tiled", "auto"):
+            raise InvalidArgument(f"gemm {way!r} {lacks or 'has no FP8 weights; use tiled'}")
+        return "tiled"
+    return choose(way, device, config.dtype, config.intermediate)
+
+
+def layout_for(way: str) -> tuple[Layout, int]:
+    """What `ExpertGroups` needs to know of a chosen way: layout and align."""
+    return (TiledMlp.layout, TiledMlp.align) if way == "tiled" else layout_of(way)
+
+
+def make_mlp(
+    way: str,
+    config: MoEConfig,
+    rows: tuple[int, ...],
+    experts: int,
+    *,
+    fp8: bool,
+    quantize: str | None,
+    programmatic: bool,
+    device: torch.device,
+) -> Mlp:
+    """The buffers of a chosen way.   rows: `[max_rows]`, or `[experts, max_rows]` where masked."""
+    if way == "tiled":
+        return TiledMlp(config, rows, experts, fp8=fp8, programmatic=programmatic, device=device)
+    return TorchMlp(way, config, rows, experts, quantize=quantize, device=device)
+
+
+class TorchMlp:
+    """Torch's products (products.py); FP8 rows are widened first."""
+
+    def __init__(
+        self,
+        way: str,
+        config: MoEConfig,
+        rows: tuple[int, ...],
+        experts: int,
+        *,
+        quantize: str | None,
+        device: torch.device,
+    ) -> None:
+        self.layout, self.align = layout_of(way)
+        self._gating, self._quantize = config.gating, quantize
+
+        def room(columns: int, wanted: bool = True) -> torch.Tensor:
+            # Products that make their own results leave these empty.
+            size = (*rows, columns) if wanted else (0, columns)
+            return torch.empty(size, dtype=config.dtype, device=device)
+
+        wide, hidden = 2 * config.intermediate, config.hidden
+        widest = max(wide, hidden) if config.biased else 0
+        self._products = make(way, math.prod(rows), experts, widest, room(0, False))
+        self._wide = room(hidden, quantize is not None)
+        self._h = room(wide, not self._products.allocates)
+        self._act = room(config.intermediate)
+        self._y = room(hidden)
+        powers = (*rows, hidden // 32) if quantize == "mxfp8" else (0,)
+        self._scales = torch.empty(powers, device=device)
+        self._used = 0
+
+    @property
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        return (self._wide, self._scales, self._h, self._act, self._y)
+
+    def expect(self, rows: int) -> None:
+        """Torch chooses for itself."""
+
+    def up(self, weights: ExpertWeights, grouped: Grouped) -> None:
+        self._used = used = self._products.begin(grouped)
+        x = self._widened(grouped.rows)[:used]
+        h = self._products.multiply(x, weights.gate_up, weights.gate_up_bias, self._h[:used])
+        self._gating.apply(h, out=self._act[:used])
+
+    def down(self, weights: ExpertWeights, columns: Columns | None = None) -> torch.Tensor:
+        first, end = columns or (0, self._y.shape[-1])
+        bias, used = weights.down_bias, self._used
+        part = self._y[:used, ..., first:end]
+        y = self._products.multiply(
+            self._act[:used],
+            weights.down[:, first:end],
+            None if bias is None else bias[:, first:end],
+            part,
+        )
+        if self._products.allocates:
+            part.copy_(y)
+        return self._y
+
+    def push(self, weights: ExpertWeights) -> None:
+        raise InvalidArgument("torch's products store no rows at peers; use gemm='tiled'")
+
+    def _widened(self, rows: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """The rows in the layer's dtype: `round(q * scale)` where FP8 came over the wire."""
+        if self._quantize is None:
+            return rows[0]
+        q, scales = rows
+        if self._scales.numel():
+            scales = self._scales.copy_(scales)
+        wide = self._wide.copy_(q)  # exact: every e4m3 number is one of the wider type
+        wide.view(*scales.shape, -1).mul_(scales.unsqueeze(-1))
+        return wide
+
+
+class TiledMlp:
+    """`weft.gemm`: gating and FP8 in the first product's epilogue, parts and homes in the second's.
+
+    FP8 weights take rows as FP8 off the wire; the same bits for any plan.
+    """
+
+    layout: Layout = "contiguous"
+    align = 1
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        rows: tuple[int, ...],
+        experts: int,
+        *,
+        fp8: bool,
+        programmatic: bool,
+        device: torch.device,
+    ) -> None:
+        self._config, self._experts, self._fp8 = config, max(experts, 1), fp8
+        self._programmatic = programmatic
+        gating = config.gating
+        kind = GatedQuant if fp8 else Gated
+        self._epilogue = kind(alpha=gating.alpha, offset=gating.offset, limit=gating.limit)
+        dtype = FP8 if fp8 else config.dtype
+        self._act = torch.empty((*rows, config.intermediate), dtype=dtype, device=device)
+        blocks = config.intermediate // FP8_BLOCK if fp8 else 0
+        self._scales = torch.empty((*rows, blocks), device=device)
+        self._y = torch.empty((*rows, config.hidden), dtype=config.dtype, device=device)
+        self._grouped: Grouped | None = None
+        self.expect(rows[0] // self._experts if rows else 0)
+
+    @property
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        return (self._act, self._scales, self._y)
+
+    def expect(self, rows: int) -> None:
+        hidden, inner = self._config.hidden, self._config.intermediate
+        sizes, dtype = (self._experts, rows), self._act.dtype
+        self._up = plan(*sizes, 2 * inner, hidden, dtype, gated=True)
+        self._down = plan(*sizes, hidden, inner, dtype)
+
+    def up(self, weights: ExpertWeights, grouped: Grouped) -> None:
+        self._grouped = grouped
+        grouped_gemm(
+            grouped.x,
+            weights.gate_up,
+            counts=grouped.counts,
+            offsets=grouped.offsets,
+            a_scale=grouped.rows[1] if self._fp8 else None,
+            b_scale=weights.gate_up_scale,
+            bias=weights.gate_up_bias,
+            out=(self._act, self._scales) if self._fp8 else self._act,
+            plan=self._up,
+            epilogue=self._epilogue,
+            programmatic_launch=self._programmatic,
+        )
+
+    def down(self, weights: ExpertWeights, columns: Columns | None = None) -> torch.Tensor:
+        part = {} if columns is None else {"columns": columns}
+        self._multiply(weights, self._down, out=self._y, **part)
+        return self._y
+
+    def push(self, weights: ExpertWeights) -> None:
+        home = self._grouped.home if self._grouped is not None else None
+        if home is None:
+            raise InvalidArgument("these rows have no homes; build the layer with overlap='push'")
+        self._multiply(weights, self._down, epilogue=Push(home))
+
+    def _multiply(self, weights: ExpertWeights, by: GemmPlan, **given: Any) -> None:
+        grouped = self._grouped
+        assert grouped is not None
+        grouped_gemm(
+            self._act,
+            weights.down,
+            counts=grouped.counts,
+            offsets=grouped.offsets,
+            a_scale=self._scales if self._fp8 else None,
+            b_scale=weights.down_scale,
+            bias=weights.down_bias,
+            plan=by,
+            programmatic_launch=self._programmatic,
+            **given,
+        )
+
+
+def _tiled_lacks(config: MoEConfig, fp8: bool, quantize: str | None) -> str:
+    """Why weft.gemm will not do, or ""."""
+    if fp8:
+        if quantize != "fp8":
+            return f"with FP8 weights takes FP8 rows; quantize is {quantize!r}: use 'fp8'"
+        for name, size in (("hidden", config.hidden), ("intermediate", config.intermediate)):
+            if size % FP8_BLOCK:
+                return f"has scales by {FP8_BLOCK} columns; {name} is {size}"
+        return ""
+    if quantize is not None:
+        return f"multiplies rows as they come; quantize={quantize!r} needs FP8 weights"
+    if config.dtype not in (torch.bfloat16, torch.float16):
+        return f"multiplies FP8, bfloat16 and float16; the layer has {config.dtype}"
+    if config.hidden % 8 or config.intermediate % 8:
+        return f"needs rows of a multiple of 8; {config.hidden} and {config.intermediate} are not"
+    return ""
