@@ -217,6 +217,6 @@ def test_what_weft_does_not_do_is_refused(ranks):
 def test_the_size_hint_covers_what_is_allocated():
     hint = Buffer.get_low_latency_rdma_size_hint(128, 7168, 8, 256)
     used = weft.LowLatencyAllToAll.memory_bytes(
-        ranks=8, max_tokens=128, hidden=7168, top_k=8, num_experts=256, halves=True
+        ranks=8, max_tokens=128, hidden=7168, top_k=8, num_experts=256
     )
     assert used.shared <= hint < 64e6

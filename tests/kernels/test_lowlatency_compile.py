@@ -11,13 +11,12 @@ from tests.kernels.test_profile_compile import frames
 from weft.errors import CompileError
 from weft.jit.args import verify
 from weft.ops.lowlatency_entry import TABLES, LowBuild, compile_cuda, plan_low
-from weft.ops.lowlatency_shape import LowLayout, LowShape
+from weft.ops.lowlatency_shape import CHUNK_TOKENS, LowLayout, LowShape
 from weft.ops.timeline import DEFINE
 
 PLAIN = LowShape(8, 128, 8, 256, 32, 7168, "bf16")
 SHAPES = {
     "deepseek-v3": PLAIN,
-    "halves": replace(PLAIN, apart=True),
     "reduced": replace(PLAIN, reduce="sender"),
     "reduced, fp8 home": replace(PLAIN, reduce="sender", fp8_back=True),
     "fp8 home": replace(PLAIN, fp8_back=True),
@@ -27,9 +26,7 @@ SHAPES = {
     "fp32, fp8 home": replace(PLAIN, number="fp32", fp8_back=True),
     "four ranks, odd blocks": LowShape(4, 512, 4, 128, 32, 2944, "fp16"),
     "one of everything": LowShape(1, 1, 1, 1, 1, 128, "bf16"),
-    "32 ranks, mapped": LowShape(
-        32, 16, 32, 61, 2, 512, "fp32", 32, "ue8m0", "sender", True, True, True
-    ),
+    "32 ranks, mapped": LowShape(32, 16, 32, 61, 2, 512, "fp32", 32, "ue8m0", "sender", True, True),
 }
 # 32 ranks with a top k of 32 use all registers.
 TIGHT = ("32 ranks, mapped",)
@@ -55,7 +52,7 @@ def test_nothing_is_spilled_on_hopper(name, defines):
 
 @pytest.mark.parametrize("name", TIGHT)
 def test_where_registers_are_short_few_words_are_spilled(name):
-    assert max(frames(compile_cuda(SHAPES[name], "sm_90a")).values()) <= 96
+    assert max(frames(compile_cuda(SHAPES[name], "sm_90a")).values()) <= 128
 
 
 def test_a_compile_error_shows_the_generated_entry():
@@ -79,6 +76,6 @@ def test_plans_fit_on_the_gpu_and_leave_nobody_out(tokens, name, part):
         assert plan.takers >= 1  # peers' tokens come even where there are none of one's own
     if part != "_receive":
         assert plan.tellers + plan.senders >= 1  # somebody grants
-        assert plan.tellers * (threads // 8) >= tokens or name == "combine"
+        assert plan.tellers * CHUNK_TOKENS >= tokens or name == "combine"
     else:
         assert plan.tellers == plan.senders == 0

@@ -11,17 +11,17 @@ from tests.rounds import Round
 from weft.memory.header import HEADER_BYTES
 from weft.ops.layout import LINE
 from weft.ops.lowlatency import LowLatencyAllToAll
-from weft.ops.lowlatency_rounds import ExpertRows
+from weft.ops.lowlatency_rounds import TAGGED_BITS, ExpertRows
 
 KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 MOST, HIDDEN, EPOCH = 8, 128, 2
 CASE = Round(tokens=(8, 8), hidden=HIDDEN)
-WITHIN_BITS, TAGGED_BITS = 13, 24  # protocol/lowlatency.cuh
 LIES = {
-    "tokens": {"tokens": 1 << 20},
-    "counts": {"count": (1 << 24) - 1},
-    "expert": {"choice": 2000 << WITHIN_BITS},
-    "row": {"choice": 1 << WITHIN_BITS | 8191},
+    "tokens": {"tokens": 1 << 20, "chosen": (1 << 24) - 1},
+    "more chosen than tokens": {"chosen": (1 << 24) - 1},
+    "an expert that is none": {"choice": 2000},
+    "a choice that was not told": {"choice": 1},
+    "some choices that were not told": {"choice": 1, "chosen": 0b10100110},
 }
 
 
@@ -31,20 +31,23 @@ def words(a2a: LowLatencyAllToAll, offset: int, count: int) -> torch.Tensor:
     return heap.tensor((count,), torch.int64, offset=offset, rank=0)
 
 
+def rows_out(a2a: LowLatencyAllToAll) -> torch.Tensor:
+    """The places of rows out in rank 0's inbox."""
+    shape, layout = a2a._geometry.shape, a2a._geometry.layout
+    return words(a2a, layout.rows, shape.rows * shape.sent_bytes // 8)
+
+
 def forge_dispatch(
-    a2a: LowLatencyAllToAll, *, tokens: int = MOST, count: int = 0, choice: int = 0
+    a2a: LowLatencyAllToAll, *, tokens: int = MOST, chosen: int = 0, choice: int = 0
 ) -> None:
     """Write by hand what rank 1 tells rank 0 in its second dispatch."""
     shape, layout = a2a._geometry.shape, a2a._geometry.layout
     tag = EPOCH << TAGGED_BITS
     flags = HEADER_BYTES + LINE
-    rows = words(a2a, layout.rows, layout.share_bytes // 8 - layout.rows // 8)
-    rows[MOST * shape.sent_bytes // 8 : 2 * MOST * shape.sent_bytes // 8] = 0
-    choices = layout.rows - shape.rows * shape.top_k * 8
-    words(a2a, choices, shape.rows * shape.top_k)[MOST * shape.top_k :] = tag | choice
-    words(a2a, layout.tokens + LINE, 2 * shape.local)[shape.local :] = tag | count
+    rows_out(a2a)[MOST * shape.sent_bytes // 8 :] = 0
+    words(a2a, layout.choices, shape.rows * shape.top_k)[MOST * shape.top_k :] = tag | choice
+    words(a2a, layout.chosen, 2 * shape.local)[shape.local :] = tag | chosen
     words(a2a, layout.tokens, 2)[1] = tag | tokens
-    words(a2a, flags + 2 * LINE, 2)[1] += 1  # a grant: the combine of the first round is over
     words(a2a, flags, 2)[1] += 1  # hello
     if a2a.group.device.type == "cuda":
         torch.cuda.synchronize()
@@ -67,6 +70,8 @@ def lied_to(group: weft.Group, lie: dict[str, int]) -> None:
                 torch.cuda.synchronize()
             a2a.check()
             check_bounds(a2a, got)
+            if "choice" in lie:  # a row that is refused is taken out all the same
+                assert bool((rows_out(a2a) == -1).all())
         group.barrier()
 
 
@@ -76,7 +81,12 @@ def check_bounds(a2a: LowLatencyAllToAll, got: ExpertRows) -> None:
     assert tensors["brought"].tolist() == [MOST, MOST]
     assert bool((got.counts <= rows).all()), got.counts
     assert bool((got.ranges.sum(dim=-1) <= rows).all()), got.ranges
-    assert bool((tensors["position"] < a2a.num_local_experts * rows).all())
+    taken = tensors["position"][tensors["position"] >= 0]
+    assert bool((taken < got.counts[taken // rows] + taken // rows * rows).all())
+    # No two tokens share a row, whatever was told of them.
+    by_token = tensors["position"][1].unique(dim=1)
+    seats = by_token[by_token >= 0]
+    assert len(seats) == len(seats.unique())
 
 
 @pytest.mark.parametrize("kind", KINDS)

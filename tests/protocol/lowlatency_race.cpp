@@ -35,7 +35,6 @@ constexpr LowShape S{.ranks = RANKS,
                      .scales = Scales::fp32_row,
                      .reduce = Reduce::REDUCE,
                      .fp8_back = false,
-                     .apart = HALVES != 0,
                      .mapped = false};
 constexpr u32 slots = 2;
 

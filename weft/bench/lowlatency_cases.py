@@ -88,7 +88,6 @@ class LowSettings:
             "reduce": self.reduce,
             "combine_by": self.combine_by,
             "dtype": self.out_dtype,
-            "halves": self.halves,
         }
 
     @property

@@ -37,6 +37,7 @@ def make_low(group: Group, settings: LowSettings, *, profile: bool = False) -> L
         timeout=30.0,  # ranks that share cores may be late without being dead
         num_sms=settings.num_sms,
         programmatic_launch=settings.programmatic_launch,
+        halves=settings.halves,
         profile=profile,
         **settings.options,
     )

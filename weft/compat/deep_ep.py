@@ -127,7 +127,6 @@ class Buffer:
             top_k=min(HINTED_TOP_K, num_experts),
             num_experts=num_experts,
             scale="fp32_col",
-            halves=True,
         ).shared
 
     def low_latency_dispatch(

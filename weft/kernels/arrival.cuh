@@ -26,43 +26,56 @@ template <u32 blocks> WEFT_FN void send_scale(u8* scales, u32 block, float scale
             for (u32 i = blocks; i < (blocks + 3) / 4 * 4; ++i) store_relaxed(words + i, 0u);
 }
 
+// Up to so many tokens, words that are missing are asked for all at once; with more, one at a time:
+// others need the cache, too.
+constexpr u32 few_tokens = 32;
+
 // What one warp does of a kernel's work: units `first`, `first + step`, ...
 struct Turns {
     u32 first, step;
 };
 
-// The CTAs of a kernel by what they do: those that tell, that send rows, that take rows. They stand
-// in this order, so that whoever waits has been preceded by whoever sends.
+// The CTAs of a kernel by what they do. The first one is the herald: it grants, and hears what is
+// told once for a whole operation; no row waits for it. Then those that tell, that send rows, that
+// take rows: in this order, so that whoever waits has been preceded by whoever sends.
 struct Crew {
     u32 tellers, senders;
 
-    WEFT_FN bool tells() const { return blockIdx.x < tellers; }
-    WEFT_FN bool sends() const { return !tells() && blockIdx.x < tellers + senders; }
-    WEFT_FN bool takes() const { return blockIdx.x >= tellers + senders; }
-    WEFT_FN bool takes_first() const { return blockIdx.x == tellers + senders; }
+    WEFT_FN bool heralds() const { return blockIdx.x == 0; }
+    WEFT_FN bool tells() const { return !heralds() && blockIdx.x <= tellers; }
+    WEFT_FN bool sends() const { return blockIdx.x > tellers && blockIdx.x <= tellers + senders; }
+    WEFT_FN bool takes() const { return blockIdx.x > tellers + senders; }
+    WEFT_FN bool takes_first() const { return blockIdx.x == tellers + senders + 1; }
     WEFT_FN u32 warps() const { return blockDim.x / warp_lanes; }
     WEFT_FN u32 role() const { return tells() ? 0 : sends() ? 1 : 2; }
     // This warp's first unit of what its crew does, and the step to its next.
     WEFT_FN Turns of_senders() const {
-        return {(blockIdx.x - tellers) * warps() + threadIdx.x / warp_lanes, senders * warps()};
+        return {(blockIdx.x - 1 - tellers) * warps() + threadIdx.x / warp_lanes, senders * warps()};
     }
     WEFT_FN Turns of_takers() const {
-        return {(blockIdx.x - tellers - senders) * warps() + threadIdx.x / warp_lanes,
-                (gridDim.x - tellers - senders) * warps()};
+        return {(blockIdx.x - 1 - tellers - senders) * warps() + threadIdx.x / warp_lanes,
+                (gridDim.x - 1 - tellers - senders) * warps()};
     }
 };
 
-// Where this rank stands, and whether the group is broken: read by one thread for its CTA. Whoever
-// passes the barrier has the numbers, so a CTA that counts itself behind it needs them no more.
+// Where this rank stands, and whether the group is broken. Every thread reads for itself, with
+// whatever else it needs on the same way; behind `admitted` nobody of the CTA reads it again, so it
+// may count itself.
 struct Standing {
     Progress progress;
     u32 failed;
 
+    template <LowShape S> WEFT_FN static Standing read(const LowShare<S>& own) {
+        return {own.progress, own.header.turn.failed};
+    }
+
+    // Has nobody failed, and may those store who will: are the peers' inboxes blank?
     template <LowShape S>
-    WEFT_FN static const Standing& read(const Block& team, LowShare<S>& own, Standing& shared) {
-        if (team.lane() == 0) shared = {own.progress, own.header.turn.failed};
-        __syncthreads();
-        return shared;
+    WEFT_FN bool admitted(const Block& team, const Site& site, Phase phase, bool stores) const {
+        bool well = failed == 0;
+        if (well && stores && team.lane() < S.ranks)
+            well = await_grant<S>(site, progress, phase, team.lane());
+        return team.all(well);
     }
 };
 
@@ -76,18 +89,13 @@ WEFT_FN bool counts_last(Header& header) {
 
 constexpr u64 largest(u64 a, u64 b) { return a > b ? a : b; }
 
-// By the first CTA of every operation, before it waits for anything.
+// By the herald of every operation, before it waits for anything: a warp for each kind, because a
+// release waits for the store before it.
 template <LowShape S>
 WEFT_FN void grant_all(const Block& team, const Site& site, const Progress& progress) {
-    if (team.lane() < S.ranks) grant<S>(site, progress, (site.rank + team.lane()) % S.ranks);
-}
-
-template <LowShape S>
-WEFT_FN bool await_grants(const Block& team, const Site& site, const Progress& progress,
-                          Phase phase) {
-    bool granted = true;
-    if (team.lane() < S.ranks) granted = await_grant<S>(site, progress, phase, team.lane());
-    return team.all(granted);
+    if (team.warp() > 1 || team.warp_lane() >= S.ranks) return;
+    const u32 rank = site.rank + team.warp_lane(), peer = rank < S.ranks ? rank : rank - S.ranks;
+    grant<S>(site, progress, team.warp() == 0 ? Phase::dispatch : Phase::combine, peer);
 }
 
 }  // namespace weft

@@ -26,9 +26,10 @@ template <LowShape S> struct Errand {
                       .position = -1,
                       .weight = 1.0f};
         if (lane >= S.top_k || errand.token >= S.tokens) return errand;
-        if (errand.token >= u32(a.ledger.brought[errand.source])) return errand;
         const u64 at = (u64(errand.source) * S.tokens + errand.token) * S.top_k + lane;
-        errand.position = a.ledger.position[at];
+        // Both on one way: behind what was brought, positions are of earlier dispatches.
+        const i32 position = a.ledger.position[at];
+        if (errand.token < u32(a.ledger.brought[errand.source])) errand.position = position;
         if constexpr (S.reduce == Reduce::sender) errand.weight = a.ledger.weights[at];
         return errand;
     }
@@ -115,13 +116,19 @@ WEFT_FN void send_sum(const LowCombineArgs& a, const Errand<S>& errand, u32 mine
     }
 }
 
-template <LowShape S>
-WEFT_FN void send_back(const LowCombineArgs& a, Turns turns, Errand<S> errand, Diary& diary) {
-    constexpr u32 units = Errand<S>::units;
+// Tokens of the source that brought most.
+template <LowShape S> WEFT_FN u32 most_brought(const LowCombineArgs& a) {
     u32 most = 0;
 #pragma unroll
     for (u32 source = 0; source < S.ranks; ++source)
         most = max(most, u32(a.ledger.brought[source]));
+    return most;
+}
+
+template <LowShape S>
+WEFT_FN void send_back(const LowCombineArgs& a, Turns turns, u32 most, Errand<S> errand,
+                       Diary& diary) {
+    constexpr u32 units = Errand<S>::units;
     for (u32 unit = turns.first; unit < most * S.ranks * units; unit += turns.step) {
         const Errand<S> next = Errand<S>::of(a, unit + turns.step);
         const u32 mine = __ballot_sync(all_lanes, errand.position >= 0);
@@ -216,8 +223,9 @@ WEFT_FN bool add_rows(const LowCombineArgs& a, u64 wanted, u32 token, u32 at, u3
         const Wait wait{peer, Phase::combine, wanted, wanted};
         const bool lasts = left == 0 || patience.lasts(own.header, a.site, wait);
         if (!__all_sync(all_lanes, lasts)) return false;
-        ask(left & (0u - left));  // one alone while it is missing: others need the cache, too
-        if (missing() != left) ask(missing());
+        const u32 next = a.tokens > few_tokens ? left & (0u - left) : left;
+        ask(next);
+        if (next != left && missing() != left) ask(missing());
     }
     diary.waited(since, a.site.rank);
 #pragma unroll
@@ -266,38 +274,56 @@ WEFT_FN bool sum_tokens(const LowCombineArgs& a, u64 wanted, Turns turns, Diary&
     return true;
 }
 
+// What the herald does besides granting: do all ranks combine the same dispatch? A warp says which
+// one it is here, another hears the peers.
+template <LowShape S, Part part>
+WEFT_FN void compare_answers(const Block& team, const LowCombineArgs& a, const Standing& standing,
+                             u64 wanted) {
+    const u32 peer = team.warp_lane();
+    if (peer >= S.ranks) return;
+    if (part != Part::receive && team.warp() == 2 &&
+        await_grant<S>(a.site, standing.progress, Phase::combine, peer))
+        send_answer<S>(a, wanted, peer);
+    if (part != Part::send && team.warp() == 3) same_answer<S>(a, wanted, peer);
+}
+
 template <LowShape S, Part part = Part::whole> WEFT_FN void low_combine(const LowCombineArgs& a) {
-    __shared__ Standing shared;
     const Block team;
     LowShare<S>& own = own_share<S>(a.site);
     const Crew crew{0, part == Part::receive ? 0 : a.senders};
     wait_for_predecessor();
     admit_successor();
+    const Standing standing = Standing::read<S>(own);
     Errand<S> errand{};
-    if (crew.sends()) errand = Errand<S>::of(a, crew.of_senders().first);
-    const Standing& standing = Standing::read<S>(team, own, shared);
-    if (standing.failed != 0) return;
-    const Progress progress = standing.progress;
+    u32 most = 0;
+    if (crew.sends()) {
+        errand = Errand<S>::of(a, crew.of_senders().first);
+        most = most_brought<S>(a);
+    }
     const u64 start = team.lane() == 0 ? now_ns() : 0;
-    const u64 done = part == Part::receive ? progress.combined : progress.returned;
+    const u64 done =
+        part == Part::receive ? standing.progress.combined : standing.progress.returned;
     const u64 wanted = (done + 1) & epoch_mask;
-    Diary diary(a.tracks, Phase::combine, wanted, crew.role(), blockIdx.x, team.lane() == 0);
+    const bool keeps = team.lane() == 0 && !crew.heralds();
+    Diary diary(a.tracks, Phase::combine, wanted, crew.role(), blockIdx.x, keeps);
 
     if constexpr (part != Part::receive) {
         mark_start(team, own.header, Phase::combine, wanted, start);
         const Action planned = fault(own.header, Point::combine_enter, a.site.rank, wanted);
         if (planned == Action::stay_away) return;
     }
-    if (team.first()) grant_all<S>(team, a.site, progress);
+    if (crew.sends()) fault(own.header, Point::before_ready, a.site.rank, wanted);
+    if (!standing.admitted<S>(team, a.site, Phase::combine, crew.sends())) return;
+    diary.granted();
     if (team.lane() == team.lanes() - 1 && counts_last(own.header)) {
         if constexpr (part != Part::receive) own.progress.returned = wanted;
         if constexpr (part != Part::send) own.progress.combined = wanted;
     }
-    if (crew.sends()) {
-        fault(own.header, Point::before_ready, a.site.rank, wanted);
-        if (!await_grants<S>(team, a.site, progress, Phase::combine)) return;
-        diary.granted();
-        send_back<S>(a, crew.of_senders(), errand, diary);
+    if (crew.heralds()) {
+        grant_all<S>(team, a.site, standing.progress);
+        compare_answers<S, part>(team, a, standing, wanted);
+    } else if (crew.sends()) {
+        send_back<S>(a, crew.of_senders(), most, errand, diary);
     } else {
         fault(own.header, Point::before_read, a.site.rank, wanted);
         if (!sum_tokens<S>(a, wanted, crew.of_takers(), diary)) return;

@@ -88,13 +88,15 @@ WEFT_FN void send_weights(const LowDispatchArgs& a, u32 token, u32 destinations)
 }
 
 template <LowShape S>
-WEFT_FN void send_tokens(const LowDispatchArgs& a, Turns turns, Load<S> load, Diary& diary) {
+WEFT_FN void send_tokens(const LowDispatchArgs& a, u64 wanted, Turns turns, Load<S> load,
+                         Diary& diary) {
     constexpr u32 units = Load<S>::units;
     for (u32 unit = turns.first; unit < a.tokens * units; unit += turns.step) {
         const Load<S> next = Load<S>::of(a, unit + turns.step);
         u32 mine = 0;
         if (load.id >= 0) mine = 1u << place_in<S>(a.placement, u32(load.id)).rank;
         const u32 destinations = __reduce_or_sync(all_lanes, mine);
+        if (unit % units == 0) send_choices<S>(a, wanted, load.token, load.id);
         send_columns<S>(a.site, load, destinations);
         if constexpr (S.reduce == Reduce::sender)
             if (unit % units == 0) send_weights<S>(a, load.token, destinations);
@@ -105,55 +107,75 @@ WEFT_FN void send_tokens(const LowDispatchArgs& a, Turns turns, Load<S> load, Di
 
 template <LowShape S, Part part> WEFT_FN Crew dispatch_crew(const LowDispatchArgs& a) {
     if constexpr (part == Part::receive) return {0, 0};
-    const u32 batch = blockDim.x / S.top_k;
-    const u32 tellers = a.tokens == 0 ? 1 : (a.tokens + batch - 1) / batch;
-    return {tellers, a.senders};
+    return {a.tokens == 0 ? 1 : chunks_of(a.tokens), a.senders};
+}
+
+// Notices peers whose dispatch is not this one's; nobody waits for it.
+template <LowShape S>
+WEFT_FN void hear_hello(const Block& team, const LowDispatchArgs& a, u64 wanted) {
+    LowShare<S>& own = own_share<S>(a.site);
+    const u32 peer = team.lane();
+    if (peer < S.ranks &&
+        await_flag(own.header, a.site, &own.inbox.hello[peer], peer, Phase::dispatch, wanted))
+        mark_arrived(team, own.header, Phase::dispatch, wanted, peer);
+}
+
+// What those do who take.
+template <LowShape S>
+WEFT_FN bool take(const Block& team, const LowDispatchArgs& a, u64 wanted, const Crew& crew,
+                  TakeScratch<S>& scratch, Diary& diary) {
+    const Turns turns = crew.of_takers();
+    const bool came = hear_all<S>(team, a, wanted, crew.takes_first(), scratch);
+    const Taken<S> taken = look_first<S>(a, turns.first);
+    if (!team.all(came)) return false;
+    lay_out<S>(team, a, crew.takes_first(), scratch);
+    diary.learned();
+    return take_rows<S>(a, wanted, turns, scratch, taken, diary);
 }
 
 template <LowShape S, Part part = Part::whole> WEFT_FN void low_dispatch(const LowDispatchArgs& a) {
     __shared__ __align__(16) u8 scratch[largest(sizeof(TellScratch<S>), sizeof(TakeScratch<S>))];
-    __shared__ Standing shared;
     TellScratch<S>& telling = *reinterpret_cast<TellScratch<S>*>(scratch);
     TakeScratch<S>& taking = *reinterpret_cast<TakeScratch<S>*>(scratch);
     const Block team;
     LowShare<S>& own = own_share<S>(a.site);
     const Crew crew = dispatch_crew<S, part>(a);
+    if (crew.tells()) clear_chosen<S>(team, telling);
     wait_for_predecessor();
     admit_successor();
+    const Standing standing = Standing::read<S>(own);
     Load<S> load{};
     if (crew.sends()) load = Load<S>::of(a, crew.of_senders().first);
-    const Standing& standing = Standing::read<S>(team, own, shared);
-    if (standing.failed != 0) return;
-    const Progress progress = standing.progress;
-    Told told{};
-    if (crew.tells()) told = prepare<S>(team, a, telling);
+    if (crew.tells()) tally<S>(team, a, blockIdx.x - 1, telling);
     const u64 start = team.lane() == 0 ? now_ns() : 0;
-    const u64 done = part == Part::receive ? progress.received : progress.sent;
+    const u64 done = part == Part::receive ? standing.progress.received : standing.progress.sent;
     const u64 wanted = (done + 1) & epoch_mask;
-    Diary diary(a.tracks, Phase::dispatch, wanted, crew.role(), blockIdx.x, team.lane() == 0);
+    const bool keeps = team.lane() == 0 && !crew.heralds();
+    Diary diary(a.tracks, Phase::dispatch, wanted, crew.role(), blockIdx.x, keeps);
 
     if constexpr (part != Part::receive) {
         mark_start(team, own.header, Phase::dispatch, wanted, start);
         const Action planned = fault(own.header, Point::dispatch_enter, a.site.rank, wanted);
         if (planned == Action::stay_away) return;
     }
-    if (team.first()) grant_all<S>(team, a.site, progress);
+    const bool stores = crew.tells() || crew.sends();
+    if (!standing.admitted<S>(team, a.site, Phase::dispatch, stores)) return;
+    diary.granted();
     if (team.lane() == team.lanes() - 1 && counts_last(own.header)) {
         if constexpr (part != Part::receive) own.progress.sent = wanted;
         if constexpr (part != Part::send) own.progress.received = wanted;
     }
-    if (!crew.takes()) {
-        if (!await_grants<S>(team, a.site, progress, Phase::dispatch)) return;
-        diary.granted();
+    if (crew.heralds()) {
+        grant_all<S>(team, a.site, standing.progress);
+        if constexpr (part != Part::send) hear_hello<S>(team, a, wanted);
+    } else if (stores) {
         if (crew.tells())
-            tell<S>(team, a, wanted, crew.tellers, told, telling);
+            tell<S>(team, a, wanted, blockIdx.x - 1, telling);
         else
-            send_tokens<S>(a, crew.of_senders(), load, diary);
+            send_tokens<S>(a, wanted, crew.of_senders(), load, diary);
         fault(own.header, Point::after_payload, a.site.rank, wanted);
     } else {
-        if (!learn<S>(team, a, wanted, crew.takes_first(), taking)) return;
-        diary.learned();
-        if (!take_rows<S>(a, wanted, crew.of_takers(), taking, diary)) return;
+        if (!take<S>(team, a, wanted, crew, taking, diary)) return;
         if (crew.takes_first() && team.lane() == 0)
             keep_record(own.header, Phase::dispatch, wanted, start, a.tokens);
     }

@@ -7,39 +7,93 @@ namespace weft {
 
 constexpr u32 taken_vectors = 4;  // of a row, in each lane
 
-// How many tokens each source brings, and where its rows of each expert begin.
+constexpr u32 told_together = 4;  // words that a thread asks for at once
+
+// Where each source's rows of each expert begin, chunk by chunk of its tokens; and the bits of the
+// chunks, where there is room. Where there is not, entries are kept for spans of chunks, and bits
+// are read again from the inbox.
 template <LowShape S> struct TakeScratch {
-    u32 first[S.ranks][S.local];
+    static constexpr u32 most_entries = 8192, most_bits = 3072;  // 44 KiB
+    static constexpr u32 pairs = S.ranks * S.local;
+    static constexpr u32 fitting = most_entries / pairs > 0 ? most_entries / pairs : 1;
+    static constexpr u32 span = (S.chunks() + fitting - 1) / fitting;
+    static constexpr u32 entries = (S.chunks() + span - 1) / span;
+    static constexpr bool holds_bits = S.chunks() * pairs <= most_bits;
+
+    u32 first[S.ranks][entries][S.local];
+    u32 bits[holds_bits ? S.ranks : 1][holds_bits ? S.chunks() : 1][S.local];
     u32 tokens[S.ranks];
+
+    WEFT_FN u32 bits_of(LowInbox<S>& inbox, u32 source, u32 chunk, u32 e) const {
+        if constexpr (holds_bits) return bits[source][chunk][e];
+        return value_of(load_relaxed(&inbox.chosen[source][chunk][e]));
+    }
 };
 
+// One source's rows of one of my experts, as it tells them: in the first entry how many, in the
+// others where they begin among its own. By one thread; false when a word does not come.
 template <LowShape S>
-WEFT_FN bool learn(const Block& team, const LowDispatchArgs& a, u64 wanted, bool leads,
-                   TakeScratch<S>& scratch) {
+WEFT_FN bool hear_chosen(const LowDispatchArgs& a, u64 wanted, u32 source, u32 e,
+                         TakeScratch<S>& scratch) {
     LowShare<S>& own = own_share<S>(a.site);
-    const u32 lane = team.lane();
+    u32 tokens = 0, total = 0, chunks = 1;
+    for (u32 c = 0; c < chunks; c += told_together) {
+        u64 word[told_together] = {};
+#pragma unroll
+        for (u32 j = 0; j < told_together; ++j)
+            if (c + j < S.chunks()) word[j] = load_relaxed(&own.inbox.chosen[source][c + j][e]);
+        if (c == 0) {
+            if (!await_tagged(own.header, a.site, Phase::dispatch, &own.inbox.tokens[source],
+                              source, wanted, tokens))
+                return false;
+            tokens = believed<S>(tokens);
+            chunks = a.own_experts == 0 ? 0 : chunks_of(tokens);
+        }
+#pragma unroll
+        for (u32 j = 0; j < told_together; ++j) {
+            if (c + j >= chunks) break;
+            u32 bits = value_of(word[j]);
+            if (!is_of(word[j], wanted) &&
+                !await_tagged(own.header, a.site, Phase::dispatch,
+                              &own.inbox.chosen[source][c + j][e], source, wanted, bits))
+                return false;
+            bits &= valid_bits(tokens, c + j);
+            if constexpr (TakeScratch<S>::holds_bits) scratch.bits[source][c + j][e] = bits;
+            if ((c + j) % TakeScratch<S>::span == 0)
+                scratch.first[source][(c + j) / TakeScratch<S>::span][e] = total;
+            total += bits_in(bits);
+        }
+    }
+    scratch.first[source][0][e] = total;
+    if (e == 0) scratch.tokens[source] = tokens;
+    return true;
+}
+
+template <LowShape S>
+WEFT_FN bool hear_all(const Block& team, const LowDispatchArgs& a, u64 wanted, bool leads,
+                      TakeScratch<S>& scratch) {
+    if (leads && team.lane() < S.ranks)
+        fault(own_share<S>(a.site).header, Point::before_poll, team.lane(), wanted);
     bool came = true;
-    if (lane < S.ranks) {
-        if (leads) fault(own.header, Point::before_poll, lane, wanted);
-        u32 tokens = 0;
-        came =
-            await_flag(own.header, a.site, &own.inbox.hello[lane], lane, Phase::dispatch, wanted) &&
-            await_tagged(own.header, a.site, &own.inbox.tokens[lane], lane, wanted, tokens);
-        scratch.tokens[lane] = came ? believed<S>(tokens) : 0;
-        if (leads && came) mark_arrived(team, own.header, Phase::dispatch, wanted, lane);
-        if (leads) a.ledger.brought[lane] = i32(scratch.tokens[lane]);
-    }
-    for (u32 i = lane; came && i < S.ranks * a.own_experts; i += team.lanes()) {
-        const u32 source = i / a.own_experts, e = i % a.own_experts;
-        came = await_tagged(own.header, a.site, &own.inbox.count[source][e], source, wanted,
-                            scratch.first[source][e]);
-    }
-    if (!team.all(came)) return false;
-    for (u32 e = lane; e < a.own_experts; e += team.lanes()) {
+    // A rank without experts still hears how many tokens there are.
+    const u32 told = max(1u, a.own_experts);
+    for (u32 i = team.lane(); came && i < S.ranks * told; i += team.lanes())
+        came = hear_chosen<S>(a, wanted, i / told, i % told, scratch);
+    return came;
+}
+
+// From each source's own numbers to places among all: rows stand by source, then token.
+template <LowShape S>
+WEFT_FN void lay_out(const Block& team, const LowDispatchArgs& a, bool leads,
+                     TakeScratch<S>& scratch) {
+    constexpr u32 span = TakeScratch<S>::span;
+    for (u32 e = team.lane(); e < a.own_experts; e += team.lanes()) {
         u32 total = 0;
         for (u32 source = 0; source < S.ranks; ++source) {
-            const u32 rows = believed<S>(scratch.first[source][e]);
-            scratch.first[source][e] = total;
+            const u32 rows = scratch.first[source][0][e];
+            const u32 entries = (chunks_of(scratch.tokens[source]) + span - 1) / span;
+            scratch.first[source][0][e] = total;
+            for (u32 i = 1; i < entries; ++i) scratch.first[source][i][e] += total;
             if (leads) {
                 a.ranges[2 * (e * S.ranks + source)] = i32(total);
                 a.ranges[2 * (e * S.ranks + source) + 1] = i32(rows);
@@ -48,8 +102,24 @@ WEFT_FN bool learn(const Block& team, const LowDispatchArgs& a, u64 wanted, bool
         }
         if (leads) a.counts[e] = i32(total);
     }
+    if (leads && team.lane() < S.ranks)
+        a.ledger.brought[team.lane()] = i32(scratch.tokens[team.lane()]);
     __syncthreads();
-    return true;
+}
+
+template <LowShape S>
+WEFT_FN Seat find_seat(const LowDispatchArgs& a, const TakeScratch<S>& scratch, u32 source,
+                       u32 token, u32 choice) {
+    constexpr u32 span = TakeScratch<S>::span;
+    LowInbox<S>& inbox = own_share<S>(a.site).inbox;
+    const i32 expert = local_of(choice, a.own_experts);
+    if (expert < 0) return {-1, 0};
+    const u32 e = u32(expert), chunk = token / chunk_tokens;
+    u32 first = scratch.first[source][chunk / span][e];
+    for (u32 c = chunk / span * span; c < chunk; ++c)
+        first += bits_in(scratch.bits_of(inbox, source, c, e));
+    const Seat seat = seat_of(expert, token, first, scratch.bits_of(inbox, source, chunk, e));
+    return seat.row < S.rows() ? seat : Seat{-1, 0};
 }
 
 // One warp's part of one row that may come.
@@ -62,6 +132,16 @@ template <LowShape S> struct Taken {
 
     WEFT_FN static u32 place(u32 unit, u32 i) {
         return unit % units * span + i * warp_lanes + threadIdx.x % warp_lanes;
+    }
+};
+
+// Where one unit of a taker's work stands. Each rank starts with its own rows.
+template <LowShape S> struct Stand {
+    u32 source, token;
+
+    WEFT_FN static Stand of(u32 unit, u32 rank) {
+        const u32 slot = unit / Taken<S>::units;
+        return {(slot + rank) % S.ranks, slot / S.ranks};
     }
 };
 
@@ -79,27 +159,14 @@ template <LowShape S> WEFT_FN Taken<S> look(LowInbox<S>& inbox, u32 source, u32 
     return taken;
 }
 
-// Waits until the choices are there: lane k's, or 0. False when they do not come.
+// Waits for a token's choices, and for this warp's part of its row where one of them is mine; the
+// place of the row is left blank, whatever became of the choices. `mine`: there is a row. False
+// when a word does not come.
 template <LowShape S>
-WEFT_FN bool await_choices(const Site& site, u64 wanted, u32 source, u32 token, Taken<S>& taken) {
-    LowShare<S>& own = own_share<S>(site);
+WEFT_FN bool await_row(const LowDispatchArgs& a, u64 wanted, u32 source, u32 token, u32 unit,
+                       Taken<S>& taken, bool& mine) {
+    LowShare<S>& own = own_share<S>(a.site);
     const u32 lane = threadIdx.x % warp_lanes;
-    Patience patience;
-    while (!__all_sync(all_lanes, lane >= S.top_k || is_of(taken.word, wanted))) {
-        const Wait wait{source, Phase::dispatch, wanted, taken.word >> tagged_bits};
-        if (!__all_sync(all_lanes, patience.lasts(own.header, site, wait))) return false;
-        if (lane < S.top_k) taken.word = load_relaxed(&own.inbox.choices[source][token][lane]);
-    }
-    return true;
-}
-
-// Waits for this warp's part of a row, and leaves its place blank. False when it does not come.
-// While a lane waits it asks for one vector alone, and for all when that one is there: others need
-// the cache, too.
-template <LowShape S>
-WEFT_FN bool await_row(const Site& site, u64 wanted, u32 source, u32 token, u32 unit,
-                       Taken<S>& taken) {
-    LowShare<S>& own = own_share<S>(site);
     uint4* row = reinterpret_cast<uint4*>(own.inbox.sent_row(source, token));
     const auto missing = [&] {
         u32 found = 0;
@@ -115,11 +182,21 @@ WEFT_FN bool await_row(const Site& site, u64 wanted, u32 source, u32 token, u32 
             if (which >> i & 1) taken.v[i] = poll_vector(row + Taken<S>::place(unit, i));
     };
     Patience patience;
-    for (u32 left = missing(); !__all_sync(all_lanes, left == 0); left = missing()) {
-        const Wait wait{source, Phase::dispatch, wanted, wanted};
-        if (!__all_sync(all_lanes, patience.lasts(own.header, site, wait))) return false;
-        ask(left & (0u - left));
-        if (missing() != left) ask(missing());
+    for (;;) {
+        const bool told = lane >= S.top_k || is_of(taken.word, wanted);
+        const u32 left = missing();
+        if (__all_sync(all_lanes, told)) {
+            mine = __any_sync(all_lanes, value_of(taken.word) != 0);
+            if (!mine) return true;
+            if (__all_sync(all_lanes, left == 0)) break;
+        }
+        const Wait wait{source, Phase::dispatch, wanted, told ? wanted : taken.word >> tagged_bits};
+        const bool lasts = (told && left == 0) || patience.lasts(own.header, a.site, wait);
+        if (!__all_sync(all_lanes, lasts)) return false;
+        if (!told) taken.word = load_relaxed(&own.inbox.choices[source][token][lane]);
+        const u32 next = a.tokens > few_tokens ? left & (0u - left) : left;
+        ask(next);
+        if (next != left && missing() != left) ask(missing());
     }
 #pragma unroll
     for (u32 i = 0; i < taken_vectors; ++i)
@@ -160,19 +237,19 @@ template <LowShape S>
 WEFT_FN bool take_row(const LowDispatchArgs& a, u64 wanted, u32 source, u32 token, u32 unit,
                       const TakeScratch<S>& scratch, Taken<S>& taken, Diary& diary) {
     const u64 since = diary.waits();
-    if (!await_choices<S>(a.site, wanted, source, token, taken)) return false;
-    const u32 k = threadIdx.x % warp_lanes, word = value_of(taken.word);
+    bool mine = false;
+    if (!await_row<S>(a, wanted, source, token, unit, taken, mine)) return false;
+    const u32 k = threadIdx.x % warp_lanes;
     // Lanes without a choice hold the word 0, which is no expert's.
-    const auto [e, row] = seat_of<S>(word, a.own_experts, scratch.first[source]);
+    const auto [e, row] = find_seat<S>(a, scratch, source, token, value_of(taken.word));
     const u64 slot = (u64(source) * S.tokens + token) * S.top_k;
     if (unit % Taken<S>::units == 0 && k < S.top_k) {
         a.ledger.position[slot + k] = e < 0 ? -1 : i32(u32(e) * S.rows() + row);
         if (e >= 0) a.source[u64(u32(e)) * S.rows() + row] = i32(source * S.tokens + token);
     }
-    u32 wanting = __ballot_sync(all_lanes, e >= 0);
-    if (wanting == 0) return true;
-    if (!await_row<S>(a.site, wanted, source, token, unit, taken)) return false;
+    if (!mine) return true;
     diary.waited(since, source);
+    u32 wanting = __ballot_sync(all_lanes, e >= 0);
     for (; wanting != 0; wanting &= wanting - 1) {
         const u32 from = u32(__ffs(i32(wanting)) - 1);
         const u32 to_e = u32(__shfl_sync(all_lanes, e, from)),
@@ -188,19 +265,25 @@ WEFT_FN bool take_row(const LowDispatchArgs& a, u64 wanted, u32 source, u32 toke
     return true;
 }
 
-// All rows of all sources in the order (token, source), each rank starting with its own.
+// Looks for a warp's first row, on the way while places are laid out.
+template <LowShape S> WEFT_FN Taken<S> look_first(const LowDispatchArgs& a, u32 unit) {
+    const auto [source, token] = Stand<S>::of(unit, a.site.rank);
+    if (token >= S.tokens) return {};
+    return look<S>(own_share<S>(a.site).inbox, source, token, unit);
+}
+
+// All rows of all sources in the order (token, source).
 template <LowShape S>
 WEFT_FN bool take_rows(const LowDispatchArgs& a, u64 wanted, Turns turns,
-                       const TakeScratch<S>& scratch, Diary& diary) {
+                       const TakeScratch<S>& scratch, Taken<S> taken, Diary& diary) {
     LowShare<S>& own = own_share<S>(a.site);
     u32 most = 0;
 #pragma unroll
     for (u32 source = 0; source < S.ranks; ++source) most = max(most, scratch.tokens[source]);
     for (u32 unit = turns.first; unit < most * S.ranks * Taken<S>::units; unit += turns.step) {
-        const u32 slot = unit / Taken<S>::units, token = slot / S.ranks;
-        const u32 source = (slot + a.site.rank) % S.ranks;
+        const auto [source, token] = Stand<S>::of(unit, a.site.rank);
         if (token >= scratch.tokens[source]) continue;
-        Taken<S> taken = look<S>(own.inbox, source, token, unit);
+        if (unit != turns.first) taken = look<S>(own.inbox, source, token, unit);
         if (!take_row<S>(a, wanted, source, token, unit, scratch, taken, diary)) return false;
         diary.worked();
     }

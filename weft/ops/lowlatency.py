@@ -48,8 +48,8 @@ class LowLatencyAllToAll(Placed):
         each rank adds those of its own experts first, and fewer rows travel.
     combine_by: "push": rows come home in dtype; "fp8": as FP8 with a scale for 128 columns.
     dtype: of x, y and out: bfloat16, float16 or float32.
-    halves: also build `dispatch_send` .. `combine_recv`; rows out and rows back then have places of
-        their own, so that a dispatch and a combine may be on their way at once.
+    halves: also build `dispatch_send` .. `combine_recv`: a dispatch and a combine may then be on
+        their way at once.
     view: also allocate `combine_input`, a buffer for experts' results.
     expert_map: rank of each expert; default contiguous blocks, the first ranks holding one more.
     timeout, first_timeout: seconds that a wait for a peer may take, and the first one.
@@ -106,7 +106,6 @@ class LowLatencyAllToAll(Placed):
                 slots=slots,
                 reduce=reduce,
                 combine_by=combine_by,
-                halves=halves,
                 expert_map=expert_map,
             )
             defines = (*_defines, *((DEFINE,) if profile else ()))
@@ -118,7 +117,9 @@ class LowLatencyAllToAll(Placed):
         self.group, self.dtype, self.placement = group, dtype, geometry.placement
         self._geometry, self._closed = geometry, False
         seconds = (timeout, first_timeout)
-        self._rounds = open_rounds(group, geometry, entries, seconds, _first_epoch, profile=profile)
+        self._rounds = open_rounds(
+            group, geometry, entries, seconds, _first_epoch, halves=halves, profile=profile
+        )
         self._input = self._make_input(view)
 
     memory_bytes = staticmethod(memory_bytes)

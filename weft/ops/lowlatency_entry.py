@@ -15,6 +15,7 @@ from weft.jit import CudaModule, Launcher, compile_cubin, compile_shared, curren
 from weft.jit.args import decode, expected, table_source, verify
 from weft.ops.args import Site
 from weft.ops.lowlatency_shape import (
+    CHUNK_TOKENS,
     Ledger,
     LowCombineArgs,
     LowDispatchArgs,
@@ -58,7 +59,7 @@ class LowBuild:
 
 @dataclass(frozen=True, slots=True)
 class LowPlan:
-    """A launch: CTAs that tell, that send and that take, of so many threads."""
+    """A launch: CTAs that tell, that send and that take, of so many threads; and the herald."""
 
     tellers: int
     senders: int
@@ -68,7 +69,7 @@ class LowPlan:
     @property
     def ctas(self) -> int:
         """All of them."""
-        return self.tellers + self.senders + self.takers
+        return 1 + self.tellers + self.senders + self.takers
 
 
 def _doors(halves: bool) -> dict[str, tuple[str, str]]:
@@ -240,7 +241,7 @@ def plan_low(
     others = max(tokens, min(shape.tokens, 16))
     pieces = -(-shape.hidden // 512)  # warps that send one row
     if name.startswith("dispatch"):
-        tellers = max(1, -(-tokens // (threads // shape.top_k)))
+        tellers = max(1, -(-tokens // CHUNK_TOKENS))
         sending = tokens * pieces
         taking = others * shape.ranks * -(-shape.sent_bytes // (16 * TAKEN))
     else:
@@ -253,7 +254,7 @@ def plan_low(
         taking = 0
     senders = min(-(-sending // warps), sms * build.senders * wide)
     takers = min(-(-taking // warps), sms * build.takers * wide)
-    room = max(2, resident - tellers)
+    room = max(2, resident - tellers - 1)
     if senders + takers > room:
         senders, takers = (
             max(1, room * senders // (senders + takers)) if senders else 0,

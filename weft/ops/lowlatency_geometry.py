@@ -72,7 +72,6 @@ class LowGeometry:
         slots: int = 2,
         reduce: str = "receiver",
         combine_by: str = "push",
-        halves: bool = False,
         expert_map: Sequence[int] | torch.Tensor | None = None,
     ) -> LowGeometry:
         """Raises InvalidArgument naming the argument, its value and what it may be."""
@@ -104,7 +103,6 @@ class LowGeometry:
             scales=scale if quant else "fp32_row",
             reduce=reduce,
             fp8_back=combine_by == "fp8",
-            apart=halves,
             mapped=expert_map is not None,
         )
         return cls(shape, LowLayout.of(shape), dtype, placement, slots)
@@ -201,7 +199,7 @@ def memory_bytes(
     slots: int = 2,
     reduce: str = "receiver",
     combine_by: str = "push",
-    halves: bool = False,
+    expert_map: Sequence[int] | torch.Tensor | None = None,
     view: bool = False,
     profile: bool = False,
 ) -> Memory:
@@ -219,6 +217,6 @@ def memory_bytes(
         slots=slots,
         reduce=reduce,
         combine_by=combine_by,
-        halves=halves,
+        expert_map=expert_map,
     )
     return geometry.memory(view=view, profile=profile)

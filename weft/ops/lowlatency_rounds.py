@@ -19,6 +19,8 @@ from weft.ops.lowlatency_geometry import TRACKS, LowGeometry
 from weft.ops.lowlatency_shape import LowCombineArgs, LowDispatchArgs
 from weft.ops.watched import Watched, new_header
 
+TAGGED_BITS = 24  # of value in a tagged word: tagged_bits in protocol/lowlatency.cuh
+
 
 @dataclass(frozen=True, slots=True)
 class Handle:
@@ -130,9 +132,11 @@ class LowRounds:
         premises: LowPremises,
         entries: LowCpuEntries | LowCudaEntries,
         *,
+        halves: bool,
         profile: bool,
     ) -> None:
         self.geometry, self.premises, self._entries = geometry, premises, entries
+        self._halves = halves
         self.device = group.device
         own = len(geometry.placement.experts_of(group.rank))
         self.slots = [Slot(geometry, own, group.device) for _ in range(geometry.slots)]
@@ -168,7 +172,7 @@ class LowRounds:
             raise OutOfOrder(
                 f"{entry} while dispatch {self._sent.number} is on its way: receive it first"
             )
-        self._check_together(entry)
+        self._check_built(entry)
         handle = Handle(self._number + 1, self._free_slot(entry), tokens)
         slot = self.slots[handle.slot]
         args, t = self._dispatch_args, slot.tensors
@@ -233,7 +237,7 @@ class LowRounds:
         args.y, args.ids, args.ids_bytes = y.data_ptr(), topk_ids.data_ptr(), topk_ids.itemsize
         args.weights = 0 if topk_weights is None else topk_weights.data_ptr()
         args.out, args.add = out.data_ptr(), 0 if add is None else add.data_ptr()
-        args.tokens = tokens
+        args.tokens, args.number = tokens, handle.number % (1 << TAGGED_BITS)
         self._point(args, slot)
         self._entries.run(entry, args)
         if entry == "combine":
@@ -294,7 +298,7 @@ class LowRounds:
                 f"{entry} while the combine of dispatch {self._returned.number} is on its way: "
                 "receive it first"
             )
-        self._check_together(entry)
+        self._check_built(entry)
         # By identity: another all-to-all's handle may have the same numbers.
         alive = any(slot.alive is handle for slot in self.slots)
         if not alive or handle is self._sent:
@@ -304,9 +308,8 @@ class LowRounds:
                 "the all-to-all that made it"
             )
 
-    def _check_together(self, entry: str) -> None:
-        """Rows out and rows back share a place where there are no halves."""
-        if entry.endswith("_send") and not self.geometry.shape.apart:
+    def _check_built(self, entry: str) -> None:
+        if entry.endswith("_send") and not self._halves:
             raise InvalidArgument(
                 f"{entry} of an all-to-all built without halves; pass halves=True"
             )
@@ -319,6 +322,7 @@ def open_rounds(
     seconds: tuple[float, float],
     first_epoch: int,
     *,
+    halves: bool,
     profile: bool,
 ) -> LowRounds:
     """The memory and the calls, once all ranks agree; else nothing stays loaded."""
@@ -326,7 +330,7 @@ def open_rounds(
         group.agree(geometry.manifest(), what="low-latency geometry")
         premises = LowPremises(group, geometry, seconds=seconds, first_epoch=first_epoch)
         return group.together(
-            lambda: LowRounds(group, geometry, premises, entries, profile=profile),
+            lambda: LowRounds(group, geometry, premises, entries, halves=halves, profile=profile),
             doing="allocating the results of a low-latency all-to-all",
         )
     except BaseException:

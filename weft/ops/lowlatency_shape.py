@@ -33,6 +33,7 @@ MIRRORS: tuple[type[ctypes.Structure], ...] = (
     Site,
 )
 MAX_TOKENS, MAX_LOCAL, MAX_EXPERTS = 8192, 1024, 4096
+CHUNK_TOKENS = 24  # chunk_tokens in protocol/lowlatency.cuh
 MAX_TABLE = 8192  # ranks x local experts: a CTA keeps a number for each in shared memory
 GROUPS = (32, 64, 128)
 SCALES = ("fp32_row", "fp32_col", "ue8m0")
@@ -90,7 +91,7 @@ class LowCombineArgs(ctypes.Structure):
         ("tokens", c_uint32),
         ("ids_bytes", c_uint32),
         ("senders", c_uint32),
-        ("reserved", c_uint32),
+        ("number", c_uint32),
     )
 
 
@@ -129,8 +130,7 @@ class LowShape:
     """Sizes of one low-latency all-to-all; `weft::LowShape` is the same struct.
 
     local: experts of the rank that has most.  group: columns that share a scale, 0 for rows that
-    go out as they are.  fp8_back: rows come home as FP8.  apart: rows out and rows back have places
-    of their own.  The others as in `weft.LowLatencyAllToAll`.
+    go out as they are.  fp8_back: rows come home as FP8.  The others as in `weft.LowLatencyAllToAll`.
 
     Raises InvalidArgument naming the size and its limits.
     """
@@ -146,7 +146,6 @@ class LowShape:
     scales: str = "fp32_row"
     reduce: str = "receiver"
     fp8_back: bool = False
-    apart: bool = False
     mapped: bool = False
 
     def __post_init__(self) -> None:
@@ -218,12 +217,15 @@ class LowShape:
         return self.hidden * self.item
 
     @property
-    def place_bytes(self) -> int:
-        """Bytes of the part of an inbox where rows lie."""
-        out = self.rows * self.sent_bytes
+    def chunks(self) -> int:
+        """Words in which a source tells of its choices of one expert."""
+        return -(-self.tokens // CHUNK_TOKENS)
+
+    @property
+    def rows_bytes(self) -> tuple[int, int]:
+        """Bytes of an inbox where rows out lie, and where rows home do."""
         back_rows = self.ranks if self.reduce == "sender" else self.top_k
-        back = self.tokens * back_rows * self.back_bytes
-        return out + back if self.apart else max(out, back)
+        return self.rows * self.sent_bytes, self.tokens * back_rows * self.back_bytes
 
     @property
     def descriptor(self) -> int:
@@ -234,8 +236,7 @@ class LowShape:
     def literal(self) -> str:
         """The C++ initialiser."""
         flags = ", ".join(
-            f".{name} = {str(getattr(self, name)).lower()}"
-            for name in ("fp8_back", "apart", "mapped")
+            f".{name} = {str(getattr(self, name)).lower()}" for name in ("fp8_back", "mapped")
         )
         return (
             f"weft::LowShape{{.ranks = {self.ranks}, .tokens = {self.tokens}, "
@@ -256,6 +257,8 @@ class LowLayout:
     share_bytes: int
     progress: int
     tokens: int
+    chosen: int
+    choices: int
     rows: int
     back: int
 
@@ -264,10 +267,12 @@ class LowLayout:
         """The layout of a shape; `LowShare` in protocol/lowlatency.cuh is the same."""
         flags = _up(8 * shape.ranks)
         tokens = HEADER_BYTES + LINE + 3 * flags
-        counts = _up(8 * shape.ranks * shape.local)
-        rows = tokens + flags + counts + _up(8 * shape.rows * shape.top_k)
-        back = rows + (shape.rows * shape.sent_bytes if shape.apart else 0)
-        return cls(rows + _up(shape.place_bytes), HEADER_BYTES, tokens, rows, back)
+        chosen = tokens + 2 * flags
+        choices = chosen + _up(8 * shape.ranks * shape.chunks * shape.local)
+        rows = choices + _up(8 * shape.rows * shape.top_k)
+        out, home = shape.rows_bytes
+        share = rows + _up(out + home)
+        return cls(share, HEADER_BYTES, tokens, chosen, choices, rows, rows + out)
 
     def places(self) -> list[tuple[str, int]]:
         """What `weft_measured` of a loaded cubin must hold."""
@@ -275,6 +280,8 @@ class LowLayout:
             ("sizeof(LowShare)", self.share_bytes),
             ("progress", self.progress),
             ("tokens", self.tokens),
+            ("chosen", self.chosen),
+            ("choices", self.choices),
             ("rows", self.rows),
             ("rows back", self.back),
         ]

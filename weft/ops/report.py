@@ -18,6 +18,7 @@ from weft.ops.reduce_args import SLOTS, signature_text
 
 BAD_EXPERT_ID, DUPLICATE_EXPERT, TOKEN_OVERFLOW = 1, 2, 3
 PEER_TIMEOUT, GEOMETRY_MISMATCH, ABORTED, BAD_ROW_INDEX, SIGNAL_TIMEOUT = 4, 5, 6, 7, 8
+OTHER_RESULT = 9
 GROUPING, ALL_REDUCE = 3, 4  # phases
 
 
@@ -95,6 +96,11 @@ def breakage(record: ErrorRecord) -> GroupError:
             f"{who}: rank {record.peer} called with geometry {record.seen:#04x}, this rank with "
             f"{record.wanted:#04x} (hashes of ranks, tokens, top_k, experts, hidden, dtype and "
             "payload rows). Give every rank the same arguments."
+        )
+    if record.code == OTHER_RESULT:
+        return GeometryMismatch(
+            f"{who}: rank {record.peer} combined dispatch {record.seen}, this rank dispatch "
+            f"{record.wanted}. Combine the results in the same order on every rank."
         )
     asker = "this rank" if record.peer == record.rank else f"rank {record.peer}"
     return Aborted(

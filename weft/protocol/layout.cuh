@@ -33,6 +33,7 @@ enum class Code : u32 {
     aborted = 6,
     bad_row_index = 7,
     signal_timeout = 8,
+    other_result = 9,
 };
 
 // One name specialises every kernel. All ranks of a group use equal Shapes; creation verifies it.

@@ -5,10 +5,11 @@
 //
 // Why one inbox is enough: a rank stores into a peer's inbox only behind that peer's grant, a flag
 // that it releases at the start of its next operation: all that was there is read and blank again.
-// Every rank makes the same calls, so no grant waits for a call that waits for it
-// (docs/lowlatency.md, models/spin/lowlatency.pml).
+// Every rank makes the same calls, so no grant waits for a call that waits for it. Rows out and
+// rows home have places of their own: where the two take turns, a grant is an operation old when it
+// is needed, and nobody waits for it (docs/lowlatency.md, models/spin/lowlatency.pml).
 #pragma once
-#include <weft/protocol/phases.cuh>
+#include <weft/protocol/lowlatency_track.cuh>
 #include <weft/protocol/quantize.cuh>
 
 namespace weft {
@@ -20,6 +21,25 @@ enum class Scales : u32 { fp32_row = 0, fp32_col = 1, ue8m0 = 2 };
 // Who multiplies with the weights and adds: the token's owner, or each expert's rank for its own.
 enum class Reduce : u32 { receiver = 0, sender = 1 };
 
+// A word that says itself of which round it is: epoch 40 | value 24. All ones is never written.
+constexpr u32 tagged_bits = 24;
+WEFT_FN constexpr u64 tagged(u64 epoch, u32 value) { return epoch << tagged_bits | value; }
+WEFT_FN constexpr u32 value_of(u64 word) { return u32(word) & ((1u << tagged_bits) - 1); }
+WEFT_FN constexpr bool is_of(u64 word, u64 epoch) {
+    return word >> tagged_bits == (epoch & epoch_mask) && word != absent_pair;
+}
+
+// A source tells of its choices by expert: a bit for each of `chunk_tokens` tokens. So no sender
+// counts, and the receiver has counts and places alike.
+constexpr u32 chunk_tokens = tagged_bits;
+WEFT_FN constexpr u32 chunks_of(u32 tokens) { return (tokens + chunk_tokens - 1) / chunk_tokens; }
+
+// The bits of one chunk that stand for tokens of a source with so many.
+WEFT_FN constexpr u32 valid_bits(u32 tokens, u32 chunk) {
+    const u32 rest = tokens > chunk * chunk_tokens ? tokens - chunk * chunk_tokens : 0;
+    return rest < chunk_tokens ? (1u << rest) - 1 : (1u << chunk_tokens) - 1;
+}
+
 // One name specialises every kernel of it. All ranks use equal ones; creation verifies it.
 struct LowShape {
     u32 ranks, tokens, top_k, experts;
@@ -30,7 +50,6 @@ struct LowShape {
     Scales scales;
     Reduce reduce;
     bool fp8_back;  // rows come home as FP8, a scale for 128 columns
-    bool apart;     // rows out and rows back have places of their own: both may be on their way
     bool mapped;    // experts lie where a table says
 
     constexpr u32 rows() const { return ranks * tokens; }  // of an expert, at most
@@ -52,26 +71,8 @@ struct LowShape {
     constexpr u32 back_rows() const { return reduce == Reduce::sender ? ranks : top_k; }
     constexpr u64 sent_bytes() const { return u64(rows()) * sent_vectors() * 16; }
     constexpr u64 back_bytes() const { return u64(tokens) * back_rows() * back_vectors() * 16; }
-    constexpr u64 place_bytes() const {
-        const u64 more = sent_bytes() > back_bytes() ? sent_bytes() : back_bytes();
-        return apart ? sent_bytes() + back_bytes() : more;
-    }
+    constexpr u32 chunks() const { return chunks_of(tokens); }  // of a source's tokens
 };
-
-// A word that says itself of which round it is: epoch 40 | value 24. All ones is never written.
-constexpr u32 tagged_bits = 24;
-WEFT_FN constexpr u64 tagged(u64 epoch, u32 value) { return epoch << tagged_bits | value; }
-WEFT_FN constexpr u32 value_of(u64 word) { return u32(word) & ((1u << tagged_bits) - 1); }
-WEFT_FN constexpr bool is_of(u64 word, u64 epoch) {
-    return word >> tagged_bits == (epoch & epoch_mask) && word != absent_pair;
-}
-
-// A choice as the expert's rank sees it: 0 where the expert is not its own, else the local expert
-// and how many earlier tokens of the same source have chosen it.
-constexpr u32 within_bits = 13;
-WEFT_FN constexpr u32 choice(u32 local, u32 within) { return (local + 1) << within_bits | within; }
-WEFT_FN constexpr i32 local_of(u32 choice) { return i32(choice >> within_bits) - 1; }
-WEFT_FN constexpr u32 within_of(u32 choice) { return choice & ((1u << within_bits) - 1); }
 
 // Operations that this rank has sent and has finished, of each kind; kernels advance them.
 struct alignas(32) Progress {
@@ -84,16 +85,17 @@ template <LowShape S> struct LowInbox {
     alignas(128) u64 received[S.ranks];  // grants: a peer has emptied its inbox of a dispatch,
     alignas(128) u64 combined[S.ranks];  // of a combine
     alignas(128) u64 tokens[S.ranks];    // tagged, as all below but the rows
-    alignas(128) u64 count[S.ranks][S.local];  // a source's rows for each of my experts
-    alignas(128) u64 choices[S.ranks][S.tokens][S.top_k];
-    alignas(128) u8 rows[S.place_bytes()];
+    alignas(128) u64 answers[S.ranks];   // number of the dispatch that a peer's combine answers
+    alignas(128) u64 chosen[S.ranks][S.chunks()][S.local];  // tokens, as bits, of my experts
+    alignas(128) u64 choices[S.ranks][S.tokens][S.top_k];   // my local expert + 1, or 0
+    alignas(128) u8 rows[S.sent_bytes() + S.back_bytes()];
 
     WEFT_FN u8* sent_row(u32 source, u32 token) {
         return rows + (u64(source) * S.tokens + token) * (S.sent_vectors() * 16);
     }
     // The row of one of my tokens by choice, or by rank.
     WEFT_FN u8* back_row(u32 token, u32 which) {
-        return rows + (S.apart ? S.sent_bytes() : 0) +
+        return rows + S.sent_bytes() +
                (u64(token) * S.back_rows() + which) * (S.back_vectors() * 16);
     }
 };
@@ -110,67 +112,6 @@ struct Ledger {
     float* weights;  // [ranks, tokens, top_k] where experts' ranks reduce
     i32* brought;    // [ranks] tokens of each source
     u32* expected;   // [tokens, 2] of my own: choices that come home, and the ranks they come from
-};
-
-// What one team did of one operation, and when (compiled in with -DWEFT_PROFILE=1): a CTA, or on a
-// CPU the sending or the taking half.
-struct Track {
-    u64 epoch, start_ns, granted_ns, learned_ns, end_ns;
-    u32 phase, role, team, units;
-    u32 waited_ns[max_ranks];  // by its first warp, for each source; of a combine for all
-};
-constexpr u32 most_tracks = 1024;  // teams that are kept of one operation
-
-// A team's own times. Without WEFT_PROFILE nothing of it is left.
-class Diary {
-  public:
-    WEFT_FN Diary(Track* tracks, Phase phase, u64 epoch, u32 role, u32 team, bool leads) {
-        if constexpr (WEFT_PROFILE) {
-            const u32 line = (u32(epoch) * 2 + (phase == Phase::combine)) % ring_timelines;
-            track = tracks + u64(line) * most_tracks + team;
-            writes = leads && team < most_tracks;
-            if (!writes) return;
-            *track = {.epoch = epoch,
-                      .start_ns = now_ns(),
-                      .granted_ns = 0,
-                      .learned_ns = 0,
-                      .end_ns = 0,
-                      .phase = u32(phase),
-                      .role = role,
-                      .team = team,
-                      .units = 0,
-                      .waited_ns = {}};
-        }
-    }
-    WEFT_FN void granted() {
-        if constexpr (WEFT_PROFILE)
-            if (writes) track->granted_ns = now_ns();
-    }
-    WEFT_FN void learned() {
-        if constexpr (WEFT_PROFILE)
-            if (writes) track->learned_ns = now_ns();
-    }
-    WEFT_FN void worked() {
-        if constexpr (WEFT_PROFILE)
-            if (writes) ++track->units;
-    }
-    // Around a wait that may last.
-    WEFT_FN u64 waits() const {
-        if constexpr (WEFT_PROFILE) return writes ? now_ns() : 0;
-        return 0;
-    }
-    WEFT_FN void waited(u64 since, u32 source) {
-        if constexpr (WEFT_PROFILE)
-            if (writes) track->waited_ns[source] += u32(now_ns() - since);
-    }
-    WEFT_FN void ended() {
-        if constexpr (WEFT_PROFILE)
-            if (writes) track->end_ns = now_ns();
-    }
-
-  private:
-    Track* track = nullptr;
-    bool writes = false;
 };
 
 struct LowDispatchArgs {
@@ -203,7 +144,7 @@ struct LowCombineArgs {
     Track* tracks;
     u32 tokens, ids_bytes;
     u32 senders;
-    u32 reserved;
+    u32 number;  // of the dispatch that is answered, in tagged_bits
 };
 
 template <LowShape S> WEFT_FN LowShare<S>& low_share(const Site& site, u32 rank) {
@@ -228,15 +169,15 @@ template <LowShape S> WEFT_FN i32 known_id(const LowDispatchArgs& a, u32 token, 
     return id >= 0 && id < i64(S.experts) ? i32(id) : -1;
 }
 
-// Tells one peer which of its rows this rank has taken out of its own inbox.
+// Tells one peer how many operations of a kind this rank has taken out of its own inbox.
 // Order: the release covers the blanks that earlier operations left there.
-template <LowShape S> WEFT_FN void grant(const Site& site, const Progress& progress, u32 peer) {
-    const u32 generation = own_share<S>(site).header.generation;
+template <LowShape S>
+WEFT_FN void grant(const Site& site, const Progress& progress, Phase phase, u32 peer) {
+    const bool out = phase == Phase::dispatch;
     LowInbox<S>& to = low_share<S>(site, peer).inbox;
-    store_release(&to.received[site.rank],
-                  make_flag(generation, site.descriptor, progress.received));
-    store_release(&to.combined[site.rank],
-                  make_flag(generation, site.descriptor, progress.combined));
+    store_release(out ? &to.received[site.rank] : &to.combined[site.rank],
+                  make_flag(own_share<S>(site).header.generation, site.descriptor,
+                            out ? progress.received : progress.combined));
 }
 
 // Waits until a peer's inbox is blank where the next operation of this phase stores. Order: after
@@ -246,26 +187,44 @@ WEFT_FN bool await_grant(const Site& site, const Progress& progress, Phase phase
     if constexpr (WEFT_NO_GRANTS) return true;
     LowShare<S>& own = own_share<S>(site);
     const bool out = phase == Phase::dispatch;
+    const u64 wanted = out ? progress.sent : progress.returned;
+    u64* const flag = out ? &own.inbox.received[peer] : &own.inbox.combined[peer];
     // Deadlines know rounds by the epoch that is being made.
-    const u64 epoch = ((out ? progress.sent : progress.returned) + 1) & epoch_mask;
-    const auto blank = [&](u64* flag, u64 wanted) {
-        return await_flag(own.header, site, flag, peer, phase, epoch, wanted);
-    };
-    if ((out || !S.apart) && !blank(&own.inbox.received[peer], progress.sent)) return false;
-    return (out && S.apart) || blank(&own.inbox.combined[peer], progress.returned);
+    return await_flag(own.header, site, flag, peer, phase, (wanted + 1) & epoch_mask, wanted);
 }
 
 // Waits for a tagged word of a peer's dispatch; its value in `value`.
-WEFT_FN bool await_tagged(Header& header, const Site& site, u64* at, u32 peer, u64 wanted,
-                          u32& value) {
+WEFT_FN bool await_tagged(Header& header, const Site& site, Phase phase, u64* at, u32 peer,
+                          u64 wanted, u32& value) {
     Patience patience;
     for (;;) {
         const u64 word = load_relaxed(at);
         value = value_of(word);
         if (is_of(word, wanted)) return true;
-        if (!patience.lasts(header, site, {peer, Phase::dispatch, wanted, word >> tagged_bits}))
-            return false;
+        if (!patience.lasts(header, site, {peer, phase, wanted, word >> tagged_bits})) return false;
     }
+}
+
+// Does a peer's combine answer the same dispatch as mine? Where two results are alive, ranks could
+// differ, and every row would come from the wrong one.
+template <LowShape S> WEFT_FN bool same_answer(const LowCombineArgs& a, u64 wanted, u32 peer) {
+    LowShare<S>& own = own_share<S>(a.site);
+    u32 number = 0;
+    if (!await_tagged(own.header, a.site, Phase::combine, &own.inbox.answers[peer], peer, wanted,
+                      number))
+        return false;
+    if (number == a.number) return true;
+    fail(own.header, a.site,
+         {.code = u32(Code::other_result),
+          .peer = peer,
+          .phase = u32(Phase::combine),
+          .wanted = a.number,
+          .seen = number});
+    return false;
+}
+
+template <LowShape S> WEFT_FN void send_answer(const LowCombineArgs& a, u64 wanted, u32 peer) {
+    store_relaxed(&low_share<S>(a.site, peer).inbox.answers[a.site.rank], tagged(wanted, a.number));
 }
 
 // What a peer tells is never believed beyond what an inbox holds: no source has more tokens than a
@@ -278,12 +237,17 @@ struct Seat {
     u32 row;
 };
 
-template <LowShape S>
-WEFT_FN Seat seat_of(u32 choice, u32 own_experts, const u32 (&first)[S.local]) {
-    const i32 expert = local_of(choice);
-    if (expert < 0 || u32(expert) >= own_experts) return {-1, 0};
-    const u32 row = first[expert] + within_of(choice);
-    return row < S.rows() ? Seat{expert, row} : Seat{-1, 0};
+// My local expert that a choice names, or -1.
+WEFT_FN constexpr i32 local_of(u32 choice, u32 own_experts) {
+    return choice <= own_experts ? i32(choice) - 1 : -1;
+}
+
+// first: row of the first token of the chunk; mask: its bits. A choice that the mask does not know
+// gets no seat; so no two tokens get the same, and none lies behind the counts.
+WEFT_FN Seat seat_of(i32 expert, u32 token, u32 first, u32 mask) {
+    const u32 bit = token % chunk_tokens;
+    if ((mask >> bit & 1) == 0) return {-1, 0};
+    return {expert, first + bits_in(mask & ((1u << bit) - 1))};
 }
 
 // The rank that has not sent a row of one of my tokens.

@@ -100,7 +100,8 @@ void send_token(const LowDispatchArgs& a, u64 wanted, u32 token, u32 (&chosen)[S
         if (ids[k] < 0) continue;
         const Place place = place_in<S>(a.placement, u32(ids[k]));
         owner[k] = place.rank;
-        choices[k] = choice(place.local, chosen[ids[k]]++);
+        choices[k] = place.local + 1;
+        chosen[ids[k]] |= 1u << token % chunk_tokens;
         kept |= 1u << k;
         ranks |= 1u << place.rank;
     }
@@ -118,16 +119,18 @@ void send_token(const LowDispatchArgs& a, u64 wanted, u32 token, u32 (&chosen)[S
     }
 }
 
+// Which tokens of a chunk chose each expert, to the expert's rank.
 template <LowShape S>
-void send_counts(const LowDispatchArgs& a, u64 wanted, const u32 (&chosen)[S.experts]) {
+void send_chosen(const LowDispatchArgs& a, u64 wanted, u32 chunk, const u32 (&chosen)[S.experts]) {
     for (u32 expert = 0; expert < S.experts; ++expert) {
         const Place place = place_in<S>(a.placement, expert);
-        store_relaxed(&low_share<S>(a.site, place.rank).inbox.count[a.site.rank][place.local],
-                      tagged(wanted, chosen[expert]));
+        LowInbox<S>& to = low_share<S>(a.site, place.rank).inbox;
+        store_relaxed(&to.chosen[a.site.rank][chunk][place.local], tagged(wanted, chosen[expert]));
     }
 }
 
-// The first words of a dispatch: that it has begun, and how many tokens it has.
+// The first words of a dispatch: that it has begun, and how many tokens it has. They order nothing,
+// and nothing is read behind them.
 template <LowShape S> void send_hello(const LowDispatchArgs& a, u64 wanted) {
     Header& header = own_share<S>(a.site).header;
     mark_sent(Solo{}, header, Phase::dispatch, wanted);
@@ -137,7 +140,7 @@ template <LowShape S> void send_hello(const LowDispatchArgs& a, u64 wanted) {
         const u64 lie = planned == Action::lie ? 1ull << 40 : 0;
         LowInbox<S>& to = low_share<S>(a.site, peer).inbox;
         store_relaxed(&to.tokens[a.site.rank], tagged(wanted, a.tokens));
-        store_release(&to.hello[a.site.rank],
+        store_relaxed(&to.hello[a.site.rank],
                       make_flag(header.generation, a.site.descriptor, wanted) ^ lie);
     }
     mark_published(Solo{}, header, Phase::dispatch, wanted);
@@ -154,12 +157,28 @@ bool send_tokens(const LowDispatchArgs& a, const Progress& progress, u64 wanted)
     Diary diary(a.tracks, Phase::dispatch, wanted, 1, 0, true);
     if (!await_grants<S>(a.site, progress, Phase::dispatch)) return false;
     diary.granted();
-    u32 chosen[S.experts] = {};
     send_hello<S>(a, wanted);
-    for (u32 token = 0; token < a.tokens; ++token) send_token<S>(a, wanted, token, chosen);
-    send_counts<S>(a, wanted, chosen);
+    for (u32 chunk = 0; chunk < chunks_of(a.tokens); ++chunk) {
+        u32 chosen[S.experts] = {};
+        const u32 first = chunk * chunk_tokens, rest = a.tokens - first;
+        for (u32 i = 0; i < (rest < chunk_tokens ? rest : chunk_tokens); ++i)
+            send_token<S>(a, wanted, first + i, chosen);
+        send_chosen<S>(a, wanted, chunk, chosen);
+    }
     diary.ended();
     fault(own_share<S>(a.site).header, Point::after_payload, a.site.rank, wanted);
+    return true;
+}
+
+// Which tokens of a chunk chose one of my experts, as a source tells it.
+template <LowShape S>
+bool hear_chosen(const LowDispatchArgs& a, u64 wanted, u32 source, u32 tokens, u32 chunk, u32 e,
+                 u32& bits) {
+    LowShare<S>& own = own_share<S>(a.site);
+    if (!await_tagged(own.header, a.site, Phase::dispatch, &own.inbox.chosen[source][chunk][e],
+                      source, wanted, bits))
+        return false;
+    bits &= valid_bits(tokens, chunk);
     return true;
 }
 
@@ -172,8 +191,8 @@ bool learn(const LowDispatchArgs& a, u64 wanted, u32 (&tokens)[S.ranks],
         fault(own.header, Point::before_poll, source, wanted);
         if (!await_flag(own.header, a.site, &own.inbox.hello[source], source, Phase::dispatch,
                         wanted) ||
-            !await_tagged(own.header, a.site, &own.inbox.tokens[source], source, wanted,
-                          tokens[source]))
+            !await_tagged(own.header, a.site, Phase::dispatch, &own.inbox.tokens[source], source,
+                          wanted, tokens[source]))
             return false;
         mark_arrived(Solo{}, own.header, Phase::dispatch, wanted, source);
         tokens[source] = believed<S>(tokens[source]);
@@ -182,16 +201,16 @@ bool learn(const LowDispatchArgs& a, u64 wanted, u32 (&tokens)[S.ranks],
     for (u32 e = 0; e < a.own_experts; ++e) {
         u32 total = 0;
         for (u32 source = 0; source < S.ranks; ++source) {
-            u32 rows;
-            if (!await_tagged(own.header, a.site, &own.inbox.count[source][e], source, wanted,
-                              rows))
-                return false;
-            rows = believed<S>(rows);
             first[source][e] = total;
+            for (u32 chunk = 0; chunk < chunks_of(tokens[source]); ++chunk) {
+                u32 bits;
+                if (!hear_chosen<S>(a, wanted, source, tokens[source], chunk, e, bits))
+                    return false;
+                total += bits_in(bits);
+            }
             i32* range = a.ranges + 2 * (e * S.ranks + source);
-            range[0] = i32(total);
-            range[1] = i32(rows);
-            total += rows;
+            range[0] = i32(first[source][e]);
+            range[1] = i32(total - first[source][e]);
         }
         a.counts[e] = i32(total);
     }
@@ -208,16 +227,18 @@ template <LowShape S> void unpack_row(const LowDispatchArgs& a, const u8* from, 
     }
 }
 
-// One token of one source: where its rows go, and the rows.
+// One token of one source: where its rows go, and the rows. A row is taken whatever becomes of its
+// choices. first: row of the first token of its chunk, for each of my experts; bits: of the chunk.
 template <LowShape S>
 bool receive_token(const LowDispatchArgs& a, u64 wanted, u32 source, u32 token,
-                   const u32 (&first)[S.ranks][S.local]) {
+                   const u32 (&first)[S.local], const u32 (&bits)[S.local]) {
     LowShare<S>& own = own_share<S>(a.site);
     const Wait wait{source, Phase::dispatch, wanted, wanted};
     u32 choices[S.top_k], any = 0;
     for (u32 k = 0; k < S.top_k; ++k) {
         u64* at = &own.inbox.choices[source][token][k];
-        if (!await_tagged(own.header, a.site, at, source, wanted, choices[k])) return false;
+        if (!await_tagged(own.header, a.site, Phase::dispatch, at, source, wanted, choices[k]))
+            return false;
         any |= choices[k];
     }
     alignas(16) u8 row[S.sent_vectors() * 16];
@@ -226,9 +247,11 @@ bool receive_token(const LowDispatchArgs& a, u64 wanted, u32 source, u32 token,
         return false;
     const u64 slot = (u64(source) * S.tokens + token) * S.top_k;
     for (u32 k = 0; k < S.top_k; ++k) {
-        const Seat seat = seat_of<S>(choices[k], a.own_experts, first[source]);
+        const i32 expert = local_of(choices[k], a.own_experts);
+        Seat seat{-1, 0};
+        if (expert >= 0) seat = seat_of(expert, token, first[expert], bits[expert]);
         a.ledger.position[slot + k] = -1;
-        if (seat.expert < 0) continue;
+        if (seat.expert < 0 || seat.row >= S.rows()) continue;
         const u32 e = u32(seat.expert);
         a.ledger.position[slot + k] = i32(e * S.rows() + seat.row);
         a.source[u64(e) * S.rows() + seat.row] = i32(source * S.tokens + token);
@@ -236,6 +259,22 @@ bool receive_token(const LowDispatchArgs& a, u64 wanted, u32 source, u32 token,
         if constexpr (S.reduce == Reduce::sender)
             std::memcpy(&a.ledger.weights[slot + k],
                         row + (S.number_vectors() + S.scale_vectors()) * 16 + 4 * k, 4);
+    }
+    return true;
+}
+
+// All tokens of one source, chunk by chunk; `first` moves on with them.
+template <LowShape S>
+bool receive_source(const LowDispatchArgs& a, u64 wanted, u32 source, u32 tokens,
+                    u32 (&first)[S.local], Diary& diary) {
+    for (u32 chunk = 0; chunk < chunks_of(tokens); ++chunk) {
+        u32 bits[S.local] = {};
+        for (u32 e = 0; e < a.own_experts; ++e)
+            if (!hear_chosen<S>(a, wanted, source, tokens, chunk, e, bits[e])) return false;
+        const u32 start = chunk * chunk_tokens, end = start + chunk_tokens;
+        for (u32 token = start; token < (tokens < end ? tokens : end); ++token, diary.worked())
+            if (!receive_token<S>(a, wanted, source, token, first, bits)) return false;
+        for (u32 e = 0; e < a.own_experts; ++e) first[e] += bits_in(bits[e]);
     }
     return true;
 }
@@ -248,12 +287,20 @@ template <LowShape S> bool receive_tokens(const LowDispatchArgs& a, u64 wanted) 
     for (u32 i = 0; i < S.ranks; ++i) {
         const u32 source = (a.site.rank + i) % S.ranks;
         const u64 since = diary.waits();
-        for (u32 token = 0; token < tokens[source]; ++token, diary.worked())
-            if (!receive_token<S>(a, wanted, source, token, first)) return false;
+        if (!receive_source<S>(a, wanted, source, tokens[source], first[source], diary))
+            return false;
         diary.waited(since, source);
     }
     diary.ended();
     return true;
+}
+
+// Before anything is waited for: peers wait for it.
+template <LowShape S> void grant_all(const Site& site, const Progress& progress) {
+    for (u32 peer = 0; peer < S.ranks; ++peer) {
+        grant<S>(site, progress, Phase::dispatch, peer);
+        grant<S>(site, progress, Phase::combine, peer);
+    }
 }
 
 template <LowShape S, Part part = Part::whole> void low_dispatch(const LowDispatchArgs& a) {
@@ -263,7 +310,7 @@ template <LowShape S, Part part = Part::whole> void low_dispatch(const LowDispat
     const u64 start = now_ns();
     const u64 wanted =
         ((part == Part::receive ? progress.received : progress.sent) + 1) & epoch_mask;
-    for (u32 peer = 0; peer < S.ranks; ++peer) grant<S>(a.site, progress, peer);
+    grant_all<S>(a.site, progress);
     if constexpr (part != Part::receive) {
         mark_start(Solo{}, own.header, Phase::dispatch, wanted, start);
         if (fault(own.header, Point::dispatch_enter, a.site.rank, wanted) == Action::stay_away)

@@ -35,6 +35,8 @@ template <LowShape S> bool send_back(const LowCombineArgs& a, const Progress& pr
     Diary diary(a.tracks, Phase::combine, (progress.returned + 1) & epoch_mask, 1, 0, true);
     if (!await_grants<S>(a.site, progress, Phase::combine)) return false;
     diary.granted();
+    for (u32 peer = 0; peer < S.ranks; ++peer)
+        send_answer<S>(a, (progress.returned + 1) & epoch_mask, peer);
     alignas(16) u8 row[S.back_vectors() * 16] = {};
     for (u32 i = 0; i < S.ranks; ++i) {
         const u32 source = (a.site.rank + i) % S.ranks;
@@ -102,7 +104,7 @@ template <LowShape S, Part part = Part::whole> void low_combine(const LowCombine
     const u64 start = now_ns();
     const u64 wanted =
         ((part == Part::receive ? progress.combined : progress.returned) + 1) & epoch_mask;
-    for (u32 peer = 0; peer < S.ranks; ++peer) grant<S>(a.site, progress, peer);
+    grant_all<S>(a.site, progress);
     if constexpr (part != Part::receive) {
         mark_start(Solo{}, own.header, Phase::combine, wanted, start);
         if (fault(own.header, Point::combine_enter, a.site.rank, wanted) == Action::stay_away)
@@ -113,6 +115,8 @@ template <LowShape S, Part part = Part::whole> void low_combine(const LowCombine
     }
     if constexpr (part != Part::send) {
         fault(own.header, Point::before_read, a.site.rank, wanted);
+        for (u32 peer = 0; peer < S.ranks; ++peer)
+            if (!same_answer<S>(a, wanted, peer)) return;
         Diary diary(a.tracks, Phase::combine, wanted, 2, 1, true);
         for (u32 token = 0; token < a.tokens; ++token, diary.worked())
             if (!sum_token<S>(a, wanted, token)) return;

@@ -193,6 +193,15 @@ WEFT_FN float square_root(float x) {
 #endif
 }
 
+// How many bits are set.
+WEFT_FN u32 bits_in(u32 word) {
+#if defined(__CUDA_ARCH__)
+    return u32(__popc(word));
+#else
+    return u32(__builtin_popcount(word));
+#endif
+}
+
 // One turn of a waiting loop. CPU ranks may outnumber the cores, so after a short spin they hand
 // the core over: 4 ranks on a CI machine of 2 cores took 16.8 us a round with the yield and 11.6 ms
 // without it (2026-11-20).

@@ -147,9 +147,11 @@ struct Verdict {
     u32 rank;
 };
 
-// The slow half of a wait, entered every 1024 turns: has a host asked this rank to leave, its own
-// or a peer's, or has `peer` let the deadline pass? Code ok means: wait on.
+// The slow half of a wait, entered every 1024 turns: has another wait of this rank failed, has a
+// host asked it to leave, its own or a peer's, or has `peer` let the deadline pass? Code ok means:
+// wait on.
 WEFT_FN Verdict out_of_patience(Header& header, const Site& site, u32 peer, u64 start, u64 wanted) {
+    if (load_relaxed(&header.turn.failed) != 0) return {Code::aborted, site.rank};  // told already
     if (load_acquire(&mailbox(site).abort) != 0) return {Code::aborted, site.rank};
     const u64 asked = load_acquire(&header.abort);
     if (asked != 0) return {Code::aborted, u32(asked - 1)};
