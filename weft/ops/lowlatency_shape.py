@@ -130,7 +130,8 @@ class LowShape:
     """Sizes of one low-latency all-to-all; `weft::LowShape` is the same struct.
 
     local: experts of the rank that has most.  group: columns that share a scale, 0 for rows that
-    go out as they are.  fp8_back: rows come home as FP8.  The others as in `weft.LowLatencyAllToAll`.
+    go out as they are.  fp8_back: rows come home as FP8.  The others as in
+    `weft.LowLatencyAllToAll`.
 
     Raises InvalidArgument naming the size and its limits.
     """
