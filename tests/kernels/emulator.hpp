@@ -1,7 +1,8 @@
-// As much of a GPU as the kernels of the fused all-reduce and of grouping need, on a CPU: a CTA is
-// a thread of the system, its threads are fibers that take turns in it, a cluster's CTAs find each
-// other's shared memory. Slow, and in order where a GPU is not: it shows that the arithmetic, the
-// indices and the barriers are right, never that the memory order is.
+// As much of a GPU as the kernels of the fused all-reduce, of grouping and of the low-latency
+// all-to-all need, on a CPU: a CTA is a thread of the system, its threads are fibers that take
+// turns in it, a cluster's CTAs find each other's shared memory. Slow, and in order where a GPU is
+// not: it shows that the arithmetic, the indices and the barriers are right, never that the memory
+// order is.
 #pragma once
 #include <sched.h>
 #include <ucontext.h>
@@ -16,6 +17,7 @@
 
 #define __shared__ alignas(16) static thread_local
 #define __noinline__
+#define __align__(bytes)
 
 struct uint4 {
     unsigned x, y, z, w;
@@ -230,6 +232,18 @@ inline unsigned __reduce_max_sync(unsigned, unsigned value) {
         value = other > value ? other : value;
     }
     return value;
+}
+inline int __all_sync(unsigned all, int mine) { return __ballot_sync(all, mine == 0) == 0; }
+inline unsigned __reduce_or_sync(unsigned, unsigned value) {
+    unsigned found = 0;
+    emulated::survey(value, [&](unsigned, unsigned other) { found |= other; });
+    return found;
+}
+// In shared memory, which one thread of the system has for itself.
+inline unsigned atomicOr(unsigned* at, unsigned bits) {
+    const unsigned before = *at;
+    *at |= bits;
+    return before;
 }
 inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
 inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }

@@ -1,0 +1,45 @@
+"""The CUDA kernels of the low-latency all-to-all compiled for a CPU, behind its entries' interface."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+from tests.kernels.emulate import build_library, emulated_tree
+from weft.ops.lowlatency_entry import FEW_THREADS, LowBuild, _doors, plan_low
+from weft.ops.lowlatency_shape import LowCombineArgs, LowDispatchArgs, LowShape
+
+SMS, RESIDENT = 2, 8  # of the GPU that is made up: few CTAs, so that each does several units
+
+
+def compile_low(shape: LowShape, folder: Path) -> Path:
+    """The shared library of all kernels of a LowShape."""
+    doors = "".join(
+        'extern "C" __attribute__((visibility("default"))) '
+        f"void {name}(const weft::{struct}* a, unsigned ctas, unsigned threads) {{ "
+        f"emulated::launch(ctas, threads, 1, [a] {{ weft::{call}(*a); }}); }}\n"
+        for name, (struct, call) in _doors(True).items()
+    )
+    text = (
+        "#include <weft/kernels/lowlatency_combine.cuh>\n"
+        "#include <weft/kernels/lowlatency_dispatch.cuh>\n"
+        f"constexpr weft::LowShape S = {shape.literal()};\n{doors}"
+    )
+    return build_library(emulated_tree(folder), text)
+
+
+class EmulatedLow:
+    """Entries that run the kernels on a made-up GPU of few SMs."""
+
+    def __init__(self, library: Path, shape: LowShape) -> None:
+        self._library, self._shape = ctypes.CDLL(str(library)), shape
+
+    def run(self, name: str, args: LowDispatchArgs | LowCombineArgs) -> None:
+        """Run one operation to its end."""
+        build = LowBuild(senders=1, takers=1, halves=True)
+        plan = plan_low(self._shape, build, name, args.tokens, FEW_THREADS, SMS, RESIDENT)
+        args.senders = plan.senders
+        getattr(self._library, name)(ctypes.byref(args), plan.ctas, plan.threads)
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,93 @@
+"""The low-latency kernels on a CPU: every byte as the reference has it, in whole calls and halves.
+
+Whether a GPU orders memory as they need is for the tests with the gpu marker.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import weft
+from tests.kernels.emulate_lowlatency import EmulatedLow, compile_low
+from tests.lowlatency_rounds import Mode, play
+from tests.rounds import Round
+from weft.ops.lowlatency import LowLatencyAllToAll
+from weft.ops.lowlatency_geometry import LowGeometry
+
+MOST = 56  # tokens: three chunks, the last of them cut
+CASE = Round(tokens=(5, 1), hidden=256, experts=9, top_k=4)
+MODES = {
+    "default": Mode(),
+    "sender, fp8 home": Mode(reduce="sender", combine_by="fp8", scale="ue8m0"),
+    "as they are": Mode(quant=None),
+}
+
+
+def shape_of(mode: Mode, case: Round, most: int) -> LowGeometry:
+    return LowGeometry.of(
+        ranks=len(case.tokens),
+        max_tokens=most,
+        hidden=case.hidden,
+        top_k=case.top_k,
+        num_experts=case.experts,
+        dtype=case.dtype,
+        quant=mode.quant,
+        group_size=mode.group_size,
+        scale=mode.scale,
+        reduce=mode.reduce,
+        combine_by=mode.combine_by,
+    )
+
+
+def emulated(group: weft.Group, library: str, mode: Mode) -> None:
+    with replace(mode, more={"timeout": 20.0, "halves": True}).make(group, CASE, MOST) as a2a:
+        real = a2a._rounds._entries
+        a2a._rounds._entries = EmulatedLow(Path(library), a2a._geometry.shape)  # type: ignore[assignment]
+        for tokens in ((5, 1), (0, 3), (50, 26)):
+            play(a2a, mode, CASE.next(tokens=tokens, seed=tokens[0]))
+        if mode.reduce == "receiver":
+            in_halves(a2a, group)
+        a2a._rounds._entries = real  # the CPU's own kernels: both speak the same protocol
+        play(a2a, mode, CASE.next(seed=7))
+        a2a.check()
+
+
+def in_halves(a2a: LowLatencyAllToAll, group: weft.Group) -> None:
+    """Two results cross on their way."""
+    x, ids, weights, _ = CASE.of(group.rank, group.device)
+    first = a2a.dispatch(x, ids, weights)
+    y = torch.ones_like(first.x, dtype=x.dtype)
+    a2a.dispatch_send(x, ids, weights)
+    out, receive = a2a.combine_send(y, ids, None, first.handle)
+    second = a2a.dispatch_recv()
+    receive()
+    assert torch.equal(a2a.combine(y, ids, None, second.handle), out)
+    assert (out[:, 0] == (ids >= 0).sum(dim=1)).all()
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_kernels_give_the_reference_s_bytes(ranks, tmp_path, name):
+    mode = MODES[name]
+    library = compile_low(shape_of(mode, CASE, MOST).shape, tmp_path)
+    ranks(2, "cpu")(emulated, str(library), mode)
+
+
+# So many experts that the table has an entry for two chunks, and bits are read again.
+LARGE, LARGE_MOST = Round(tokens=(80, 30), hidden=128, experts=512), 450
+
+
+def crowded(group: weft.Group, library: str) -> None:
+    mode = Mode(more={"timeout": 60.0})
+    with mode.make(group, LARGE, LARGE_MOST) as a2a:
+        a2a._rounds._entries = EmulatedLow(Path(library), a2a._geometry.shape)  # type: ignore[assignment]
+        play(a2a, mode, LARGE)
+        play(a2a, mode, LARGE.next(seed=3, tokens=(3, 75), router="one-hot"))
+
+
+def test_tables_that_do_not_hold_every_chunk(ranks, tmp_path):
+    library = compile_low(shape_of(Mode(), LARGE, LARGE_MOST).shape, tmp_path)
+    ranks(2, "cpu")(crowded, str(library))
