@@ -1,17 +1,21 @@
 /* Low-latency rows: a place that is blank until its row is there, and blank again once it is taken.
  *
  * N ranks make the same sequence of operations, of two kinds: out (0, a dispatch) and home (1, a
- * combine). An operation stores a row at every rank and takes one from every rank, in any order. At
- * the start of each call a rank grants: it tells all ranks how many operations of either kind it
- * has finished. It stores a row at a peer when that peer has granted all earlier operations that use
- * the place. A row carries its operation; an assertion fails when another one is taken, or when a
- * place that is not blank is stored into. `init` makes up every legal sequence of calls.
+ * combine). An operation stores a row at every rank and takes one from every rank, in any order. Rows
+ * out and rows home have places of their own. At the start of each call a rank grants: it tells all
+ * ranks how many operations of either kind it has finished. It stores a row at a peer when that peer
+ * has granted all earlier operations of the kind. A row carries its operation; an assertion fails
+ * when another one is taken, or when a place that is not blank is stored into. `init` makes up every
+ * legal sequence of calls. Words that are tagged, not blanked, are places as well: they are written
+ * and read between the same two grants.
  *
- *   APART      rows out and home have places of their own; an operation may be two calls, send and
- *              receive, with others in between. Without it they share a place, and calls are whole.
+ *   HALVES     an operation may be one call, or two, send and receive, with others in between.
+ *   SPLIT      every operation is two calls.
+ *   STEADY     dispatch and combine take turns; asserts that nobody ever waits for a grant.
  *   EAGER      wrong: stores without a grant.
  *   HASTY      wrong: grants the operation that begins.
- *   SHARED     wrong, with APART: one place for both kinds; BOTH: and grants of both waited for.
+ *   SHARED     one place for both kinds, grants of both waited for; wrong with HALVES or STEADY.
+ *   LAX        wrong, with SHARED: grants of the own kind alone are waited for.
  *   UNEQUAL    wrong: rank 0 makes its first two calls the other way round.
  *   KEEP       wrong: a place is not left blank.
  */
@@ -22,37 +26,30 @@
 #define CALLS 4
 #endif
 
-#if defined(APART) && !defined(SHARED)
-#define KINDS_APART
-#endif
-
-#ifdef KINDS_APART
-#define AT(kind, owner, source) place[(kind) * N * N + (owner) * N + (source)]
-#else
+#ifdef SHARED
 #define AT(kind, owner, source) place[(owner) * N + (source)]
+#else
+#define AT(kind, owner, source) place[(kind) * N * N + (owner) * N + (source)]
 #endif
 #define GRANTED(kind, me, by) granted[(kind) * N * N + (me) * N + (by)]
 
-#define SENDS(call) ((call) < 4)
-#ifdef APART
-#define TAKES(call) ((call) >= 4)
-#else
-#define TAKES(call) true
-#endif
+/* A call: its kind, and 2 more for a send, 4 for a receive. */
 #define KIND(call) ((call) % 2)
+#define SENDS(call) ((call) < 4)
+#define TAKES(call) ((call) < 2 || (call) >= 4)
 
 byte place[2 * N * N];   /* 0 blank, else 2 * number + kind */
 byte granted[2 * N * N]; /* operations that the last rank of the index has finished */
-byte schedule[CALLS];    /* kind, and 4 more for a receive */
+byte schedule[CALLS];
 bool ready = false;
 
 #if defined(EAGER)
 #define MAY_STORE(k, me, p) true
-#elif defined(KINDS_APART) || (defined(SHARED) && !defined(BOTH))
-#define MAY_STORE(k, me, p) (GRANTED(k, me, p) >= sent[k] - 1)
-#else
+#elif defined(SHARED) && !defined(LAX)
 #define MAY_STORE(k, me, p) \
     (GRANTED(0, me, p) >= sent[0] - (k == 0) && GRANTED(1, me, p) >= sent[1] - (k == 1))
+#else
+#define MAY_STORE(k, me, p) (GRANTED(k, me, p) >= sent[k] - 1)
 #endif
 
 #ifdef KEEP
@@ -94,11 +91,13 @@ proctype Rank(byte me) {
         p = 0;
         do
         :: p < N ->
-            GRANTED(0, p, me) = finished[0] + EARLY;
-            GRANTED(1, p, me) = finished[1] + EARLY;
-            stored[p] = !SENDS(call);
-            taken[p] = !TAKES(call);
-            p++
+            atomic {
+                GRANTED(0, p, me) = finished[0] + EARLY;
+                GRANTED(1, p, me) = finished[1] + EARLY;
+                stored[p] = !SENDS(call);
+                taken[p] = !TAKES(call);
+                p++
+            }
         :: else -> break
         od;
         left = N * SENDS(call) + N * TAKES(call);
@@ -106,6 +105,13 @@ proctype Rank(byte me) {
         :: SENDS(call) -> sent[k]++
         :: else -> skip
         fi;
+#ifdef STEADY
+        p = 0;
+        do
+        :: p < N -> assert(MAY_STORE(k, me, p)); p++
+        :: else -> break
+        od;
+#endif
         do
         :: left == 0 -> break
         WITH(0)
@@ -128,17 +134,19 @@ init {
     do
     :: step < CALLS ->
         if
-        :: out[0] == in[0] && out[0] - in[1] < 2 -> schedule[step] = 0; out[0]++
-        :: out[1] == in[1] && out[1] < in[0] -> schedule[step] = 1; out[1]++
-#ifdef APART
+#ifdef STEADY
+        :: schedule[step] = step % 2
+#elif !defined(SPLIT)
+        :: out[0] == in[0] && out[0] - in[1] < 2 -> schedule[step] = 0; out[0]++; in[0]++
+        :: out[1] == in[1] && out[1] < in[0] -> schedule[step] = 1; out[1]++; in[1]++
+#endif
+#if defined(HALVES) || defined(SPLIT)
+        :: out[0] == in[0] && out[0] - in[1] < 2 -> schedule[step] = 2; out[0]++
+        :: out[1] == in[1] && out[1] < in[0] -> schedule[step] = 3; out[1]++
         :: out[0] > in[0] -> schedule[step] = 4; in[0]++
         :: out[1] > in[1] -> schedule[step] = 5; in[1]++
 #endif
         fi;
-#ifndef APART
-        in[0] = out[0];
-        in[1] = out[1];
-#endif
         step++
     :: else -> break
     od;

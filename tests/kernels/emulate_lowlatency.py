@@ -1,4 +1,4 @@
-"""The CUDA kernels of the low-latency all-to-all compiled for a CPU, behind its entries' interface."""
+"""The kernels of the low-latency all-to-all compiled for a CPU, behind its entries' interface."""
 
 from __future__ import annotations
 

@@ -19,6 +19,8 @@ STALE_RETURNED = r"assertion violated.*\breturned\b"
 STALE_ROW = r"assertion violated.*\brow\b"
 STALE_PLACE = r"assertion violated.*\bplace\b"
 STALE_TILE = r"assertion violated.*\by\b"
+STALE_OR_STUCK = rf"{STALE_PLACE}|{DEADLOCK}"
+WAITED = r"assertion violated.*\bgranted\b"
 LOST_ROW = r"assertion violated.*\b(direct|part|whole)\b|invalid end state"
 
 pytestmark = pytest.mark.skipif(
@@ -97,19 +99,18 @@ VARIANTS = (
     # Low-latency rows: a place is blank, then a row, then blank again.
     Variant("low latency, two ranks", "N=2 CALLS=6", None, "lowlatency"),
     Variant("low latency, three ranks", "N=3 CALLS=2", None, "lowlatency"),
-    Variant("low latency, halves", "N=2 CALLS=8 APART", None, "lowlatency"),
-    Variant("low latency, halves, three ranks", "N=3 CALLS=3 APART", None, "lowlatency"),
+    Variant("low latency, halves", "N=2 CALLS=6 HALVES", None, "lowlatency"),
+    Variant("low latency, halves, three ranks", "N=3 CALLS=3 SPLIT", None, "lowlatency"),
+    Variant("low latency, in turn nobody waits for a grant", "CALLS=8 STEADY", None, "lowlatency"),
+    Variant("the same, three ranks", "N=3 CALLS=3 STEADY", None, "lowlatency"),
+    Variant("in turn, in one place", "CALLS=4 STEADY SHARED", WAITED, "lowlatency"),
+    Variant("whole calls in one place", "CALLS=6 SHARED", None, "lowlatency"),
     Variant("low latency, stores without a grant", "EAGER", STALE_PLACE, "lowlatency"),
     Variant("low latency, grants too early", "HASTY", STALE_PLACE, "lowlatency"),
     Variant("low latency, a place is not left blank", "KEEP", STALE_PLACE, "lowlatency"),
-    Variant("halves in one place", "CALLS=6 APART SHARED", STALE_PLACE, "lowlatency"),
-    Variant(
-        "halves in one place, all grants waited for",
-        "CALLS=6 APART SHARED BOTH",
-        DEADLOCK,
-        "lowlatency",
-    ),
-    Variant("low latency, calls in another order", "UNEQUAL", STALE_PLACE, "lowlatency"),
+    Variant("one place, grants of one kind", "SHARED LAX", STALE_PLACE, "lowlatency"),
+    Variant("halves in one place", "CALLS=6 HALVES SHARED", STALE_OR_STUCK, "lowlatency"),
+    Variant("low latency, calls in another order", "UNEQUAL", DEADLOCK, "lowlatency"),
     # Sends that wait for the tiles of a product.
     Variant("signal", "", None, "signal"),
     Variant("signal, three senders", "CTAS=3 ROUNDS=2", None, "signal"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -291,38 +290,6 @@ def test_what_was_opened_is_closed_when_the_input_cannot_be_allocated(ranks, mon
 
     ranks(2, "threads")(body)
     assert closed == [1, 1]
-
-
-def memory_of(group: weft.Group) -> tuple[int, int, int]:
-    with make(group, view=True) as a2a:
-        slots = a2a._rounds.slots
-        results = sum(t.numel() * t.element_size() for slot in slots for t in slot.tensors.values())
-        sizes: dict[str, Any] = {"ranks": group.size, "view": True, **SIZES}
-        said = LowLatencyAllToAll.memory_bytes(**sizes)
-        assert said == a2a.memory
-        assert said.shared == a2a._rounds.premises.heap.size
-        assert said.results == results
-        assert said.view == a2a.combine_input().numel() * 2
-        return said.shared, said.results, said.total
-
-
-def test_memory_is_known_before_it_is_allocated(ranks):
-    assert len(set(ranks(2, "threads")(memory_of))) == 1
-
-
-def test_an_expert_map_counts_in_what_memory_is_told():
-    sizes: dict[str, Any] = {"ranks": 2, **SIZES}
-    uneven = [0] * (SIZES["num_experts"] - 1) + [1]
-    told = LowLatencyAllToAll.memory_bytes(**sizes, expert_map=uneven)
-    assert told.results > 1.5 * LowLatencyAllToAll.memory_bytes(**sizes).results
-
-
-def test_the_published_setting_takes_less_than_half_a_gibibyte():
-    memory = LowLatencyAllToAll.memory_bytes(
-        ranks=8, max_tokens=128, hidden=7168, top_k=8, num_experts=256, slots=2
-    )
-    assert memory.total < 2**29
-    assert memory.shared < 23e6
 
 
 def test_shapes_that_differ_have_descriptors_that_differ():
