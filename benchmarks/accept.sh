@@ -157,7 +157,7 @@ low() { # low NAME SECONDS OPTIONS...
     weft "$name-512" "$limit" bench lowlatency --tokens 256,512 --json "$out/$name-512.json" "$@"
 }
 
-# Two routings, as the targets have them; and a place of its own for each kind of row, which waits for less.
+# Two routings, as the targets have them; and with the halves built.
 lowlatency() {
     low ll-perfect 60 --router perfect
     low ll-lean 60 --router random --reduce sender --combine-by fp8

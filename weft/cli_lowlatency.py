@@ -48,7 +48,7 @@ def bench_lowlatency(
     scale: Annotated[str, typer.Option(help=_SCALE)] = "fp32_row",
     reduce: Annotated[str, typer.Option(help=_REDUCE)] = "receiver",
     combine_by: Annotated[str, typer.Option(help="push, fp8: how rows come home")] = "push",
-    halves: Annotated[bool, typer.Option("--halves", help="places of their own")] = False,
+    halves: Annotated[bool, typer.Option("--halves", help="build the halves, too")] = False,
     num_sms: Annotated[int | None, typer.Option(help="SMs that the kernels may fill")] = None,
     graph: Annotated[bool, typer.Option("--graph/--eager", help="CUDA graphs or calls")] = True,
     pdl: Annotated[bool, typer.Option("--pdl/--no-pdl", help=PDL)] = True,

@@ -35,6 +35,7 @@ BODIES: dict[str, dict[str, str]] = {
         "uint4 load_input(const uint4* at)": "return *at;",
         "uint4 load_shared_row(const uint4* at)": "return *at;",
         "float load_shared_float(const float* at)": "return *at;",
+        "u32 load_early(const void* at)": "return *static_cast<const u32*>(at);",
         "void store(uint4* at, uint4 v)": "*at = v;",
         "uint4 poll_vector(const uint4* at)": (
             "emulated::yield(); u64 w[2]; u64* from = (u64*)at; w[0] = load_acquire(from); "

@@ -76,6 +76,23 @@ def test_kernels_give_the_reference_s_bytes(ranks, tmp_path, name):
     ranks(2, "cpu")(emulated, str(library), mode)
 
 
+# Rank 2 has no expert, and hears of tokens only.
+FEW = Round(tokens=(2, 3, 1), hidden=128, experts=2, top_k=1)
+
+
+def deserted(group: weft.Group, library: str) -> None:
+    mode = Mode(more={"timeout": 20.0, "first_timeout": 20.0})
+    with mode.make(group, FEW, 4) as a2a:
+        a2a._rounds._entries = EmulatedLow(Path(library), a2a._geometry.shape)  # type: ignore[assignment]
+        for seed in range(2):
+            play(a2a, mode, FEW.next(seed=seed))
+
+
+def test_a_rank_without_experts(ranks, tmp_path):
+    library = compile_low(shape_of(Mode(), FEW, 4).shape, tmp_path)
+    ranks(3, "cpu")(deserted, str(library))
+
+
 # So many experts that the table has an entry for two chunks, and bits are read again.
 LARGE, LARGE_MOST = Round(tokens=(80, 30), hidden=128, experts=512), 450
 

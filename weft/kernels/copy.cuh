@@ -59,6 +59,14 @@ WEFT_FN float load_shared_float(const float* at) {
     return value;
 }
 
+// A word that is asked for here and looked at later: the compiler may not move the load to where it
+// is needed, behind another one's wait.
+WEFT_FN u32 load_early(const void* at) {
+    u32 v;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+    return v;
+}
+
 WEFT_FN void store(uint4* at, uint4 v) {
     asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(at), "r"(v.x),
                  "r"(v.y), "r"(v.z), "r"(v.w)

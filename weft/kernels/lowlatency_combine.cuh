@@ -12,7 +12,7 @@ constexpr u32 awaited_rows = 8;  // of one token, in each lane
 // choice's place, or -1.
 template <LowShape S> struct Errand {
     u32 source, token, v;
-    i32 position;
+    u32 position, brought;  // as they were loaded
     float weight;
 
     static constexpr u32 turns = S.hidden / lane_columns;
@@ -23,16 +23,19 @@ template <LowShape S> struct Errand {
         Errand errand{.source = (slot + a.site.rank) % S.ranks,
                       .token = slot / S.ranks,
                       .v = unit % units * warp_lanes + lane,
-                      .position = -1,
+                      .position = ~0u,
+                      .brought = 0,
                       .weight = 1.0f};
         if (lane >= S.top_k || errand.token >= S.tokens) return errand;
         const u64 at = (u64(errand.source) * S.tokens + errand.token) * S.top_k + lane;
-        // Both on one way: behind what was brought, positions are of earlier dispatches.
-        const i32 position = a.ledger.position[at];
-        if (errand.token < u32(a.ledger.brought[errand.source])) errand.position = position;
-        if constexpr (S.reduce == Reduce::sender) errand.weight = a.ledger.weights[at];
+        errand.position = load_early(a.ledger.position + at);
+        errand.brought = load_early(a.ledger.brought + errand.source);
+        if constexpr (S.reduce == Reduce::sender)
+            errand.weight = __uint_as_float(load_early(a.ledger.weights + at));
         return errand;
     }
+    // Behind what was brought, positions are of earlier dispatches.
+    WEFT_FN bool is_mine() const { return token < brought && i32(position) >= 0; }
 };
 
 template <LowShape S> WEFT_FN Columns<S.number> load_columns(const void* rows, u32 row, u32 v) {
@@ -76,7 +79,7 @@ WEFT_FN void send_choices(const LowCombineArgs& a, const Errand<S>& errand, u32 
     LowInbox<S>& home = low_share<S>(a.site, errand.source).inbox;
     for (u32 left = mine; left != 0; left &= left - 1) {
         const u32 k = u32(__ffs(i32(left)) - 1);
-        const u32 position = u32(__shfl_sync(all_lanes, errand.position, k));
+        const u32 position = __shfl_sync(all_lanes, errand.position, k);
         const Columns<S.number> columns = load_columns<S>(a.y, position, errand.v);
         u8* row = home.back_row(errand.token, k);
         if constexpr (S.fp8_back) {
@@ -95,7 +98,7 @@ WEFT_FN void send_sum(const LowCombineArgs& a, const Errand<S>& errand, u32 mine
     float sum[lane_columns] = {};
     for (u32 left = mine; left != 0; left &= left - 1) {
         const u32 k = u32(__ffs(i32(left)) - 1);
-        const u32 position = u32(__shfl_sync(all_lanes, errand.position, k));
+        const u32 position = __shfl_sync(all_lanes, errand.position, k);
         const float weight = __shfl_sync(all_lanes, errand.weight, k);
         float x[lane_columns];
         load_columns<S>(a.y, position, errand.v).widen(x);
@@ -126,12 +129,11 @@ template <LowShape S> WEFT_FN u32 most_brought(const LowCombineArgs& a) {
 }
 
 template <LowShape S>
-WEFT_FN void send_back(const LowCombineArgs& a, Turns turns, u32 most, Errand<S> errand,
-                       Diary& diary) {
-    constexpr u32 units = Errand<S>::units;
-    for (u32 unit = turns.first; unit < most * S.ranks * units; unit += turns.step) {
+WEFT_FN void send_back(const LowCombineArgs& a, Turns turns, Errand<S> errand, Diary& diary) {
+    u32 unit = turns.first, end = 0;
+    do {
         const Errand<S> next = Errand<S>::of(a, unit + turns.step);
-        const u32 mine = __ballot_sync(all_lanes, errand.position >= 0);
+        const u32 mine = __ballot_sync(all_lanes, errand.is_mine());
         if (mine != 0) {
             if constexpr (S.reduce == Reduce::sender)
                 send_sum<S>(a, errand, mine);
@@ -140,7 +142,10 @@ WEFT_FN void send_back(const LowCombineArgs& a, Turns turns, u32 most, Errand<S>
             diary.worked();
         }
         errand = next;
-    }
+        unit += turns.step;
+        // Not before the first rows are on their way.
+        if (end == 0) end = max(1u, most_brought<S>(a)) * S.ranks * Errand<S>::units;
+    } while (unit < end);
 }
 
 // One lane's columns of one row that comes home.
@@ -295,11 +300,7 @@ template <LowShape S, Part part = Part::whole> WEFT_FN void low_combine(const Lo
     admit_successor();
     const Standing standing = Standing::read<S>(own);
     Errand<S> errand{};
-    u32 most = 0;
-    if (crew.sends()) {
-        errand = Errand<S>::of(a, crew.of_senders().first);
-        most = most_brought<S>(a);
-    }
+    if (crew.sends()) errand = Errand<S>::of(a, crew.of_senders().first);
     const u64 start = team.lane() == 0 ? now_ns() : 0;
     const u64 done =
         part == Part::receive ? standing.progress.combined : standing.progress.returned;
@@ -315,15 +316,19 @@ template <LowShape S, Part part = Part::whole> WEFT_FN void low_combine(const Lo
     if (crew.sends()) fault(own.header, Point::before_ready, a.site.rank, wanted);
     if (!standing.admitted<S>(team, a.site, Phase::combine, crew.sends())) return;
     diary.granted();
-    if (team.lane() == team.lanes() - 1 && counts_last(own.header)) {
+    // Whoever sends counts itself behind that.
+    const auto count = [&] {
+        if (team.lane() != team.lanes() - 1 || !counts_last(own.header)) return;
         if constexpr (part != Part::receive) own.progress.returned = wanted;
         if constexpr (part != Part::send) own.progress.combined = wanted;
-    }
+    };
+    if (!crew.sends()) count();
     if (crew.heralds()) {
         grant_all<S>(team, a.site, standing.progress);
         compare_answers<S, part>(team, a, standing, wanted);
     } else if (crew.sends()) {
-        send_back<S>(a, crew.of_senders(), most, errand, diary);
+        send_back<S>(a, crew.of_senders(), errand, diary);
+        count();
     } else {
         fault(own.header, Point::before_read, a.site.rank, wanted);
         if (!sum_tokens<S>(a, wanted, crew.of_takers(), diary)) return;

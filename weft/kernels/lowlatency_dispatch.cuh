@@ -7,28 +7,42 @@
 
 namespace weft {
 
-// What a warp holds of a token before it may send: 16 columns and, in lane k, the k-th id.
+// What a warp holds of a token before it may send: 16 columns and, in lane k, the k-th id. All is
+// asked for at once, and looked at when the grants have come.
 template <LowShape S> struct Load {
     Columns<S.number> columns;
     u32 token, v;
-    i32 id;
+    u32 id_low, id_high;
 
     static constexpr u32 turns = S.hidden / lane_columns;
     static constexpr u32 units = (turns + warp_lanes - 1) / warp_lanes;  // of a token
 
     WEFT_FN static Load of(const LowDispatchArgs& a, u32 unit) {
         const u32 lane = threadIdx.x % warp_lanes;
-        Load load{
-            .columns = {}, .token = unit / units, .v = unit % units * warp_lanes + lane, .id = -1};
+        Load load{.columns = {},
+                  .token = unit / units,
+                  .v = unit % units * warp_lanes + lane,
+                  .id_low = ~0u,
+                  .id_high = ~0u};
         if (load.token >= a.tokens) return load;
-        if (lane < S.top_k) load.id = known_id<S>(a, load.token, lane);
         const uint4* row = static_cast<const uint4*>(a.x) + u64(load.token) * (S.out_bytes() / 16);
         constexpr u32 width = Columns<S.number>::vectors;
         if (load.v < turns)
 #pragma unroll
             for (u32 i = 0; i < width; ++i)
                 load.columns.v[i] = load_input(row + load.v * width + i);
+        if (lane < S.top_k) {
+            const u8* id =
+                static_cast<const u8*>(a.ids) + (u64(load.token) * S.top_k + lane) * a.ids_bytes;
+            load.id_low = load_early(id);
+            if (a.ids_bytes == 8) load.id_high = load_early(id + 4);
+        }
         return load;
+    }
+    // The id as an index; -1 for none, and for what is no expert.
+    WEFT_FN i32 id(const LowDispatchArgs& a) const {
+        const bool known = (a.ids_bytes != 8 || id_high == 0) && id_low < S.experts;
+        return known ? i32(id_low) : -1;
     }
 };
 
@@ -93,10 +107,11 @@ WEFT_FN void send_tokens(const LowDispatchArgs& a, u64 wanted, Turns turns, Load
     constexpr u32 units = Load<S>::units;
     for (u32 unit = turns.first; unit < a.tokens * units; unit += turns.step) {
         const Load<S> next = Load<S>::of(a, unit + turns.step);
+        const i32 id = load.id(a);
         u32 mine = 0;
-        if (load.id >= 0) mine = 1u << place_in<S>(a.placement, u32(load.id)).rank;
+        if (id >= 0) mine = 1u << place_in<S>(a.placement, u32(id)).rank;
         const u32 destinations = __reduce_or_sync(all_lanes, mine);
-        if (unit % units == 0) send_choices<S>(a, wanted, load.token, load.id);
+        if (unit % units == 0) send_choices<S>(a, wanted, load.token, id);
         send_columns<S>(a.site, load, destinations);
         if constexpr (S.reduce == Reduce::sender)
             if (unit % units == 0) send_weights<S>(a, load.token, destinations);
@@ -161,10 +176,13 @@ template <LowShape S, Part part = Part::whole> WEFT_FN void low_dispatch(const L
     const bool stores = crew.tells() || crew.sends();
     if (!standing.admitted<S>(team, a.site, Phase::dispatch, stores)) return;
     diary.granted();
-    if (team.lane() == team.lanes() - 1 && counts_last(own.header)) {
+    // Whoever sends counts itself behind that.
+    const auto count = [&] {
+        if (team.lane() != team.lanes() - 1 || !counts_last(own.header)) return;
         if constexpr (part != Part::receive) own.progress.sent = wanted;
         if constexpr (part != Part::send) own.progress.received = wanted;
-    }
+    };
+    if (!stores) count();
     if (crew.heralds()) {
         grant_all<S>(team, a.site, standing.progress);
         if constexpr (part != Part::send) hear_hello<S>(team, a, wanted);
@@ -173,6 +191,7 @@ template <LowShape S, Part part = Part::whole> WEFT_FN void low_dispatch(const L
             tell<S>(team, a, wanted, blockIdx.x - 1, telling);
         else
             send_tokens<S>(a, wanted, crew.of_senders(), load, diary);
+        count();
         fault(own.header, Point::after_payload, a.site.rank, wanted);
     } else {
         if (!take<S>(team, a, wanted, crew, taking, diary)) return;

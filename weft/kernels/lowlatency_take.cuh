@@ -30,32 +30,49 @@ template <LowShape S> struct TakeScratch {
     }
 };
 
+// How many tokens a source brings, and with it the first of its words on one of my experts: asked
+// for together, because they come together. False when they do not.
+template <LowShape S>
+WEFT_FN bool hear_first(const LowDispatchArgs& a, u64 wanted, u32 source, u32 e, u32& tokens,
+                        u64& word) {
+    LowShare<S>& own = own_share<S>(a.site);
+    Patience patience;
+    for (;;) {
+        const u64 said = load_relaxed(&own.inbox.tokens[source]);
+        word = load_relaxed(&own.inbox.chosen[source][0][e]);
+        tokens = believed<S>(value_of(said));
+        const bool alone = tokens == 0 || a.own_experts == 0;
+        if (is_of(said, wanted) && (alone || is_of(word, wanted))) return true;
+        const Wait wait{source, Phase::dispatch, wanted, said >> tagged_bits};
+        if (!patience.lasts(own.header, a.site, wait)) return false;
+    }
+}
+
 // One source's rows of one of my experts, as it tells them: in the first entry how many, in the
 // others where they begin among its own. By one thread; false when a word does not come.
 template <LowShape S>
 WEFT_FN bool hear_chosen(const LowDispatchArgs& a, u64 wanted, u32 source, u32 e,
                          TakeScratch<S>& scratch) {
     LowShare<S>& own = own_share<S>(a.site);
-    u32 tokens = 0, total = 0, chunks = 1;
-    for (u32 c = 0; c < chunks; c += told_together) {
-        u64 word[told_together] = {};
+    const auto at = [&](u32 chunk) { return &own.inbox.chosen[source][chunk][e]; };
+    u64 word[told_together] = {};
+    u32 tokens = 0, total = 0;
 #pragma unroll
-        for (u32 j = 0; j < told_together; ++j)
-            if (c + j < S.chunks()) word[j] = load_relaxed(&own.inbox.chosen[source][c + j][e]);
-        if (c == 0) {
-            if (!await_tagged(own.header, a.site, Phase::dispatch, &own.inbox.tokens[source],
-                              source, wanted, tokens))
-                return false;
-            tokens = believed<S>(tokens);
-            chunks = a.own_experts == 0 ? 0 : chunks_of(tokens);
-        }
+    for (u32 j = 1; j < told_together; ++j)
+        if (j < S.chunks()) word[j] = load_relaxed(at(j));
+    if (!hear_first<S>(a, wanted, source, e, tokens, word[0])) return false;
+    const u32 chunks = a.own_experts == 0 ? 0 : chunks_of(tokens);
+    for (u32 c = 0; c < chunks; c += told_together) {
+        if (c != 0)
+#pragma unroll
+            for (u32 j = 0; j < told_together; ++j)
+                if (c + j < chunks) word[j] = load_relaxed(at(c + j));
 #pragma unroll
         for (u32 j = 0; j < told_together; ++j) {
             if (c + j >= chunks) break;
             u32 bits = value_of(word[j]);
             if (!is_of(word[j], wanted) &&
-                !await_tagged(own.header, a.site, Phase::dispatch,
-                              &own.inbox.chosen[source][c + j][e], source, wanted, bits))
+                !await_tagged(own.header, a.site, Phase::dispatch, at(c + j), source, wanted, bits))
                 return false;
             bits &= valid_bits(tokens, c + j);
             if constexpr (TakeScratch<S>::holds_bits) scratch.bits[source][c + j][e] = bits;

@@ -78,7 +78,7 @@ WEFT_FN void send_choices(const LowDispatchArgs& a, u64 wanted, u32 token, i32 i
     Place place{S.ranks, 0};
     if (kept) place = place_in<S>(a.placement, u32(id));
     if (lane < S.top_k)
-#pragma unroll
+#pragma unroll 8
         for (u32 i = 0; i < S.ranks; ++i) {
             const u32 peer =
                 a.site.rank + i < S.ranks ? a.site.rank + i : a.site.rank + i - S.ranks;

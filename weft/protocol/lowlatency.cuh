@@ -180,17 +180,24 @@ WEFT_FN void grant(const Site& site, const Progress& progress, Phase phase, u32 
                             out ? progress.received : progress.combined));
 }
 
+// The grant that an operation of a phase waits for, and how many operations it must speak of.
+template <LowShape S> WEFT_FN u64* grant_of(const Site& site, Phase phase, u32 peer) {
+    LowInbox<S>& inbox = own_share<S>(site).inbox;
+    return phase == Phase::dispatch ? &inbox.received[peer] : &inbox.combined[peer];
+}
+WEFT_FN u64 granted_by(const Progress& progress, Phase phase) {
+    return phase == Phase::dispatch ? progress.sent : progress.returned;
+}
+
 // Waits until a peer's inbox is blank where the next operation of this phase stores. Order: after
 // `true`, this thread's stores, and its team's once it has met in `all`, come behind the blanks.
 template <LowShape S>
 WEFT_FN bool await_grant(const Site& site, const Progress& progress, Phase phase, u32 peer) {
     if constexpr (WEFT_NO_GRANTS) return true;
-    LowShare<S>& own = own_share<S>(site);
-    const bool out = phase == Phase::dispatch;
-    const u64 wanted = out ? progress.sent : progress.returned;
-    u64* const flag = out ? &own.inbox.received[peer] : &own.inbox.combined[peer];
+    const u64 wanted = granted_by(progress, phase);
     // Deadlines know rounds by the epoch that is being made.
-    return await_flag(own.header, site, flag, peer, phase, (wanted + 1) & epoch_mask, wanted);
+    return await_flag(own_share<S>(site).header, site, grant_of<S>(site, phase, peer), peer, phase,
+                      (wanted + 1) & epoch_mask, wanted);
 }
 
 // Waits for a tagged word of a peer's dispatch; its value in `value`.
