@@ -98,6 +98,7 @@ def _replaced(text: str, head: str, body: str) -> str:
 
 def compile_emulated(reduction: Reduction, folder: Path) -> Path:
     """The shared library of all kernels of a Reduction."""
+    root = emulated_tree(folder)
     doors = "".join(
         'extern "C" __attribute__((visibility("default"))) '
         f"void {name}{end}(const weft::ReduceArgs* a, const unsigned* shape) {{ "
