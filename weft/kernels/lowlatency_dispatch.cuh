@@ -135,11 +135,37 @@ WEFT_FN void hear_hello(const Block& team, const LowDispatchArgs& a, u64 wanted)
         mark_arrived(team, own.header, Phase::dispatch, wanted, peer);
 }
 
+// Takers are as many as ranks of many tokens would need. Those whose first unit lies behind this
+// rank's own tokens ask first whether any rank has so many, with a word for each: or at one token
+// all of them would read every word of every source, again and again, for nothing. `idle`: nobody
+// has.
+template <LowShape S>
+WEFT_FN bool ask_for_work(const Block& team, const LowDispatchArgs& a, u64 wanted, u32 first,
+                          bool& idle) {
+    LowShare<S>& own = own_share<S>(a.site);
+    const u32 token = Stand<S>::of(first, a.site.rank).token, peer = team.lane();
+    if (token < a.tokens) return true;
+    u32 tokens = 0;
+    bool came = true;
+    if (peer < S.ranks)
+        came = await_tagged(own.header, a.site, Phase::dispatch, &own.inbox.tokens[peer], peer,
+                            wanted, tokens);
+    idle = !team.any(token < believed<S>(tokens));
+    return team.all(came);
+}
+
 // What those do who take.
 template <LowShape S>
 WEFT_FN bool take(const Block& team, const LowDispatchArgs& a, u64 wanted, const Crew& crew,
                   TakeScratch<S>& scratch, Diary& diary) {
     const Turns turns = crew.of_takers();
+    bool idle = false;
+    const u32 first = turns.first - team.warp();  // of this CTA
+    if (!crew.takes_first() && !ask_for_work<S>(team, a, wanted, first, idle)) return false;
+    if (idle) {
+        diary.learned();
+        return true;
+    }
     const bool came = hear_all<S>(team, a, wanted, crew.takes_first(), scratch);
     const Taken<S> taken = look_first<S>(a, turns.first);
     if (!team.all(came)) return false;

@@ -55,8 +55,10 @@ struct Block {
         if (warp() == 0) __syncwarp();
     }
 
-    // Every lane's verdict, after a barrier.
+    // All lanes' verdicts, after a barrier.
     WEFT_FN bool all(bool mine) const { return __syncthreads_and(mine); }
+
+    WEFT_FN bool any(bool mine) const { return __syncthreads_or(mine); }
 
     // True in every lane of the last team to come here.
     // Order: the barrier gathers this team's writes to lane 0, whose add releases them and acquires
