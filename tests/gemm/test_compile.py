@@ -13,11 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 from weft.gemm import GemmPlan, plan
 from weft.gemm.plan import FP8
 
 pytest.importorskip("triton", reason="pip install 'weft[gemm]'")
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from tests.gemm.compiling import Compiled, compiled, described
 
@@ -109,6 +113,25 @@ def test_layouts_and_odd_sizes_compile(masked: bool, k_major: bool, tmp_path: Pa
     odd = described(BF16, "gated", experts=1, n=5760, k=2880, bias=True, masked=masked)
     code = compiled(odd, chosen(32, BF16, "gated"), tmp_path)
     assert "v4.b32" in stores(code)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_rows_to_fp8_compile(dtype: str):
+    from weft.gemm.rows_kernel import quantize_kernel
+
+    source = ASTSource(
+        quantize_kernel,
+        signature={
+            **{"x": f"*{dtype}", "out": "*fp8e4nv", "out_scale": "*fp32", "rows": "i32"},
+            **dict.fromkeys(("K", "ROWS", "PROGRAMMATIC"), "constexpr"),
+        },
+        constexprs={(4,): 7168, (5,): 8, (6,): True},
+        attrs={(place,): [["tt.divisibility", 16]] for place in range(3)},
+    )
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
+    assert "ld.global.v4" in made.asm["ptx"]
+    assert "griddepcontrol.wait" in made.asm["ptx"]
+    assert ".local" not in made.asm["ptx"]
 
 
 def test_the_source_agrees_with_the_reference_in_the_interpreter():

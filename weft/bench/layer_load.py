@@ -75,6 +75,6 @@ def count(settings: LayerSettings, ids: list[torch.Tensor]) -> Load:
         most=int(rows.max()),
         mean=float(rows.double().mean()),
         hit=int((rows > 0).sum()),
-        hbm_bytes=int(memory.max()) + shared_bytes(config),
+        hbm_bytes=int(memory.max()) + shared_bytes(config, settings.dtype),
         wire_bytes=wire * (sent + back),
     )

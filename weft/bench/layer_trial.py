@@ -8,7 +8,7 @@ import torch
 
 from weft.bench.layer_cases import LayerSettings, make_correction, make_logits
 from weft.bench.layer_weights import draw
-from weft.moe import CLAMPED_SWIGLU, Expert, MoE
+from weft.moe import CLAMPED_SWIGLU, Expert, FP8Expert, MoE
 from weft.moe.router import route_in_torch
 from weft.ops import reference
 
@@ -26,7 +26,7 @@ class LayerTrial:
     """One rank's tokens and logits of one size, and what the layer must make of them."""
 
     def __init__(
-        self, group: Group, settings: LayerSettings, shared: Expert | None, tokens: int
+        self, group: Group, settings: LayerSettings, shared: Expert | FP8Expert | None, tokens: int
     ) -> None:
         self.group, self.settings, self.shared = group, settings, shared
         device, config = group.device, settings.config

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.bench.layer_cases import FP8_BLOCK, LayerSettings
-from weft.moe import Expert, ExpertWeights, MoEConfig
+from weft.moe import Expert, ExpertWeights, FP8Expert, MoEConfig
 
 FP8_MAX = 448.0
 SHARED = -1  # the shared expert's number
@@ -83,12 +83,13 @@ def stack(settings: LayerSettings, local: tuple[int, ...], device: torch.device)
     return ExpertWeights(**arguments)
 
 
-def shared_expert(settings: LayerSettings, device: torch.device) -> Expert | None:
-    """The shared expert in the config's dtype, where there is one."""
+def shared_expert(settings: LayerSettings, device: torch.device) -> Expert | FP8Expert | None:
+    """The shared expert, where there is one: in FP8 as the others, or in the config's dtype."""
     if not settings.config.shared:
         return None
     drawn = draw(settings, SHARED, device)
-    return Expert(drawn.gate_up.values, drawn.down.values)
+    plain = Expert(drawn.gate_up.values, drawn.down.values)
+    return FP8Expert.of(plain) if settings.dtype == "fp8" else plain
 
 
 def expert_bytes(config: MoEConfig, dtype: str) -> int:
@@ -101,9 +102,12 @@ def expert_bytes(config: MoEConfig, dtype: str) -> int:
     return (numbers + biases) * config.dtype.itemsize
 
 
-def shared_bytes(config: MoEConfig) -> int:
-    """Bytes of the shared expert's weights."""
-    return 3 * config.hidden * config.shared * config.dtype.itemsize
+def shared_bytes(config: MoEConfig, dtype: str) -> int:
+    """Bytes of the shared expert's weights and scales."""
+    numbers = 3 * config.hidden * config.shared
+    if dtype == "fp8":
+        return numbers + 4 * numbers // FP8_BLOCK**2
+    return numbers * config.dtype.itemsize
 
 
 def _parts(drawn: Drawn) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@
 from weft.gemm.call import grouped_gemm
 from weft.gemm.epilogue import STORE, Epilogue, Gated, GatedQuant, Push, Store
 from weft.gemm.plan import GemmPlan, plan
+from weft.gemm.rows import quantize_rows
 
 __all__ = [
     "STORE",
@@ -14,4 +15,5 @@ __all__ = [
     "Store",
     "grouped_gemm",
     "plan",
+    "quantize_rows",
 ]

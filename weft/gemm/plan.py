@@ -116,10 +116,10 @@ def plan(
 
 
 # Near the fastest on one H200 for FP8 and 32 experts of DeepSeek-V3 whose rows vary by chance about
-# the mean, each plan with six drawings of rows, 2026-11-21. A tile holds more than the mean, so that
-# most experts are one row block: 16 x 32 tiles then are just below whole turns of the grid, and one
-# second block more costs a turn (at a mean of 32, tiles of 32 rows took 282 us in a layer, not 247).
-# BF16 has the same tiles in bytes and was not chosen by a measurement of its own.
+# the mean, each plan with six drawings of rows, 2026-11-21. A tile holds more than the mean, so
+# that most experts are one row block: 16 x 32 tiles then are just below whole turns of the grid,
+# and a few second blocks would cost a turn (at a mean of 32, tiles of 32 rows took 282 us in a
+# layer, not 247). BF16 has the same tiles in bytes, and was not measured for this.
 def _tile(rows: int, few_steps: bool) -> GemmPlan:
     if rows <= 8:
         return GemmPlan(16, swap=True, stages=3, ctas_per_sm=3, flatten=False)

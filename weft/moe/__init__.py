@@ -1,6 +1,7 @@
 """MoE layers on weft: router, experts, and the layer that sends tokens between ranks."""
 
 from weft.moe.experts import Expert, ExpertWeights
+from weft.moe.fp8_expert import FP8Expert
 from weft.moe.gating import CLAMPED_SWIGLU, SWIGLU, Gating
 from weft.moe.layer import MoE
 from weft.moe.models import MODELS, MoEConfig
@@ -14,6 +15,7 @@ __all__ = [
     "SWIGLU",
     "Expert",
     "ExpertWeights",
+    "FP8Expert",
     "Gating",
     "MoE",
     "MoEConfig",

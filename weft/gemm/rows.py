@@ -1,0 +1,50 @@
+"""`quantize_rows`: rows to FP8 where no dispatch has done it."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+
+from weft.errors import InvalidArgument
+from weft.gemm.launch import installed
+from weft.gemm.plan import COLUMNS, FP8
+from weft.ops.reference import quantize
+
+ROWS = 8  # of a CTA, which is one warp
+
+
+def quantize_rows(
+    x: torch.Tensor, *, programmatic_launch: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(float8_e4m3fn `[rows, k]`, float32 scales `[rows, k / 128]`) of x `[rows, k]`.
+
+    x: bfloat16, float16 or float32, contiguous; k a multiple of 128.   programmatic_launch: as in
+    grouped_gemm. The bits of `weft.reference.quantize(x, "fp8")`, in one launch that may be
+    captured; allocates its results. Raises InvalidArgument.
+    """
+    if x.ndim != 2 or x.shape[1] % COLUMNS or not x.is_contiguous():
+        raise InvalidArgument(
+            f"x is {list(x.shape)} in strides {x.stride()}; want contiguous [rows, k], k a "
+            f"multiple of {COLUMNS}"
+        )
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise InvalidArgument(f"x is {x.dtype}; want bfloat16, float16 or float32")
+    if x.device.type != "cuda":
+        return quantize(x, "fp8")
+    rows, k = x.shape
+    out = torch.empty((rows, k), dtype=FP8, device=x.device)
+    scales = torch.empty((rows, k // COLUMNS), device=x.device)
+    if rows:
+        installed()
+        kernel = importlib.import_module("weft.gemm.rows_kernel").quantize_kernel
+        with torch.cuda.device(x.device):
+            kernel[(-(-rows // ROWS), k // COLUMNS)](
+                *(x, out, scales, rows),
+                K=k,
+                ROWS=ROWS,
+                PROGRAMMATIC=programmatic_launch,
+                num_warps=1,
+                launch_pdl=programmatic_launch,
+            )
+    return out, scales

@@ -1,0 +1,104 @@
+"""One expert in FP8, for tokens that no dispatch has quantised: a shared expert."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from weft.errors import InvalidArgument
+from weft.gemm import GatedQuant, grouped_gemm, plan, quantize_rows
+from weft.moe.experts import FP8, Expert, to_blocks
+from weft.moe.gating import SWIGLU, Gating
+from weft.ops.check import check_tensor
+from weft.shape import FP8_BLOCK
+
+EVERY = 2**31 - 1  # a count that is held to the rows there are
+TILES = 4  # row blocks to aim at: one expert alone must still fill many SMs
+
+
+class FP8Expert(nn.Module):
+    """`down(gating(gate_up(x)))` with weights, rows and what gating makes in FP8.
+
+    gate_up: float8_e4m3fn `[2 * intermediate, hidden]`, the gate's rows first.
+    down: `[hidden, intermediate]`.   scales: float32, one for each block of 128 x 128 weights.
+    dtype: of x and of results.
+
+    Three launches on a GPU; waits for nobody, and may be captured. Raises InvalidArgument.
+    """
+
+    gate_up: torch.Tensor
+    gate_up_scale: torch.Tensor
+    down: torch.Tensor
+    down_scale: torch.Tensor
+    _count: torch.Tensor
+
+    def __init__(
+        self,
+        gate_up: torch.Tensor,
+        gate_up_scale: torch.Tensor,
+        down: torch.Tensor,
+        down_scale: torch.Tensor,
+        *,
+        gating: Gating = SWIGLU,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        super().__init__()
+        device = gate_up.device
+        for name, matrix, scale in (
+            ("gate_up", gate_up, gate_up_scale),
+            ("down", down, down_scale),
+        ):
+            rows, columns = matrix.shape
+            if rows % FP8_BLOCK or columns % FP8_BLOCK:
+                raise InvalidArgument(
+                    f"{name} is {list(matrix.shape)}; blocks are {FP8_BLOCK} x {FP8_BLOCK}"
+                )
+            check_tensor(name, matrix, shape=(rows, columns), dtypes=(FP8,), device=device)
+            blocks = (rows // FP8_BLOCK, columns // FP8_BLOCK)
+            check_tensor(
+                f"{name}_scale", scale, shape=blocks, dtypes=(torch.float32,), device=device
+            )
+            self.register_buffer(name, matrix.unsqueeze(0))
+            self.register_buffer(f"{name}_scale", scale.unsqueeze(0))
+        self.register_buffer("_count", torch.tensor([EVERY], dtype=torch.int32, device=device))
+        self._epilogue = GatedQuant(gating.alpha, gating.offset, gating.limit)
+        self._dtype = dtype
+
+    @classmethod
+    def of(cls, expert: Expert) -> FP8Expert:
+        """An expert without biases, quantised by `weft.reference.quantize`'s rule."""
+        if expert.gate_up_bias is not None or expert.down_bias is not None:
+            raise InvalidArgument("this expert has biases; FP8Expert has none")
+        gate_up, gate_up_scale = to_blocks(expert.gate_up.unsqueeze(0))
+        down, down_scale = to_blocks(expert.down.unsqueeze(0))
+        parts = (gate_up[0], gate_up_scale[0], down[0], down_scale[0])
+        return cls(*parts, gating=expert.gating, dtype=expert.down.dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[tokens, hidden]` -> `[tokens, hidden]`."""
+        rows, device, count = -(-len(x) // TILES), x.device, self._count
+        q, scale = quantize_rows(x)
+        n, k, hidden = self.gate_up.shape[1], self.gate_up.shape[2], self.down.shape[1]
+        act = torch.empty((1, len(x), n // 2), dtype=FP8, device=device)
+        act_scale = torch.empty((1, len(x), n // 2 // FP8_BLOCK), device=device)
+        grouped_gemm(
+            q.unsqueeze(0),
+            self.gate_up,
+            counts=count,
+            a_scale=scale.unsqueeze(0),
+            b_scale=self.gate_up_scale,
+            out=(act, act_scale),
+            plan=plan(1, rows, n, k, FP8, gated=True),
+            epilogue=self._epilogue,
+        )
+        out = torch.empty((1, len(x), hidden), dtype=self._dtype, device=device)
+        grouped_gemm(
+            act,
+            self.down,
+            counts=count,
+            a_scale=act_scale,
+            b_scale=self.down_scale,
+            out=out,
+            plan=plan(1, rows, hidden, n // 2, FP8),
+        )
+        return out[0]
