@@ -18,12 +18,13 @@ from weft.cli_options import (
     stop_at,
     wide_console,
 )
-from weft.moe import OVERLAPS
+from weft.moe import EXCHANGES, OVERLAPS
 
 _MODEL = f"{', '.join(LAYER_MODELS)}; on CPU ranks its rules with few numbers"
 _DTYPE = f"{', '.join(WEIGHT_DTYPES)}: the experts' weights"
 _TOKENS = "tokens per rank: 8,64,128 or 1..512 (doubling)"
 _OVERLAP = f"any of {', '.join(OVERLAPS)}, with commas; default: all"
+_EXCHANGE = f"{', '.join(EXCHANGES)}: rows by rank (AllToAll) or by expert (LowLatencyAllToAll)"
 _ROUTING = "uniform, perfect, zipf or zipf:EXPONENT: what the logits make the router choose"
 _EXPERTS = "experts of the layer; 0: the model's. 128 on 4 ranks leave each as many as 256 on 8"
 _STAGES = "also time the parts of the layer, each alone"
@@ -33,6 +34,7 @@ def bench_layer(
     model: Annotated[str, typer.Option(help=_MODEL)] = "deepseek-v3",
     dtype: Annotated[str, typer.Option(help=_DTYPE)] = "bf16",
     tokens: Annotated[str, typer.Option(help=_TOKENS)] = "8,64,128",
+    exchange: Annotated[str, typer.Option(help=_EXCHANGE)] = "rank",
     overlap: Annotated[str, typer.Option(help=_OVERLAP)] = "",
     routing: Annotated[str, typer.Option(help=_ROUTING)] = "uniform",
     ranks: Annotated[int, typer.Option(help="ranks; 0: every GPU, or 4 on the CPU")] = 0,
@@ -64,6 +66,7 @@ def bench_layer(
         device=where,
         model=model,
         tokens=parse_tokens(tokens),
+        exchange=exchange,
         overlaps=tuple(word for word in overlap.split(",") if word),
         routing=routing,
         dtype=dtype,

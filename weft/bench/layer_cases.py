@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from weft.errors import InvalidArgument
-from weft.moe import MODELS, OVERLAPS, ExpertWeights, MoEConfig, Routing
+from weft.moe import EXCHANGES, MODELS, OVERLAPS, ExpertWeights, MoEConfig, Routing
 
 LAYER_MODELS = ("deepseek-v3", "qwen3-30b-a3b", "glm-4.5-air", "gpt-oss-120b")
 WEIGHT_DTYPES = ("bf16", "fp8")
@@ -24,7 +24,7 @@ class LayerSettings:
 
     model: one of LAYER_MODELS.   experts: of the layer, or None for the model's own number.
     dtype: of the experts' weights, "bf16" or "fp8".   tokens: sizes to measure, tokens per rank.
-    overlaps: words of `weft.MoE`; none: all that it offers, less those that this layer refuses.
+    exchange, overlaps: words of `weft.MoE`; none: all that it offers, less those that this layer refuses.
     routing: "uniform", "perfect", "zipf" or "zipf:EXPONENT".
     shared: with the model's shared expert.   stages: also time the layer's parts.
     gemm, max_rows, quantize, combine_by: as in MoE; None leaves the choice to it.
@@ -36,6 +36,7 @@ class LayerSettings:
     model: str
     tokens: tuple[int, ...]
     overlaps: tuple[str, ...]
+    exchange: str = "rank"
     routing: str = "uniform"
     dtype: str = "bf16"
     experts: int | None = None
@@ -53,6 +54,7 @@ class LayerSettings:
         for name, value, allowed in (
             ("model", self.model, LAYER_MODELS),
             ("dtype", self.dtype, WEIGHT_DTYPES),
+            ("exchange", self.exchange, EXCHANGES),
         ):
             if value not in allowed:
                 raise InvalidArgument(f"{name} is {value!r}; choose one of {', '.join(allowed)}")
@@ -63,6 +65,10 @@ class LayerSettings:
                 raise InvalidArgument(
                     f"overlap is {word!r}; this weft.MoE offers {', '.join(OVERLAPS)}"
                 )
+        if self.stages and self.exchange != "rank":
+            raise InvalidArgument(
+                f"stages are those of exchange 'rank', exchange is {self.exchange!r}: leave them out"
+            )
         if self.experts is not None and self.experts < self.ranks:
             raise InvalidArgument(f"{self.experts} experts on {self.ranks} ranks; give each one")
         config = self.config  # refuses what no layer can be
@@ -116,6 +122,7 @@ class LayerSettings:
         """What `weft.MoE` is built with, beside its weights."""
         options: dict[str, Any] = {
             "max_tokens": tokens,
+            "exchange": self.exchange,
             "overlap": overlap,
             "gemm": self.gemm,
             "max_rows": self.max_rows,

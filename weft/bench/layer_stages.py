@@ -14,9 +14,11 @@ import torch
 from weft.bench.clock import Phases, measure, measure_call
 from weft.bench.layer_cases import LayerSettings
 from weft.bench.layer_trial import LayerTrial
+from weft.errors import InvalidArgument
 from weft.memory import Group
 from weft.moe import ExpertWeights, MoE
 from weft.moe.products import layout_of, make
+from weft.ops.alltoall import AllToAll
 from weft.ops.grouping import ExpertGroups
 from weft.ops.received import Received
 
@@ -51,7 +53,7 @@ def measure_stages(
     if trial.shared is not None:
         shared = trial.shared
         alone("shared", lambda: shared(trial.x))
-    exchange = layer.exchange
+    exchange = _by_rank(layer)
     ids, scale = layer.route(trial.logits)
 
     def dispatch() -> Received:
@@ -73,7 +75,14 @@ def measure_stages(
 def _groups(settings: LayerSettings, layer: MoE) -> ExpertGroups:
     """Groups of our own over the layer's exchange, as the layer has them."""
     layout, align = layout_of(layer.gemm)
-    return ExpertGroups(layer.exchange, max_rows=settings.max_rows, align=align, layout=layout)
+    return ExpertGroups(_by_rank(layer), max_rows=settings.max_rows, align=align, layout=layout)
+
+
+def _by_rank(layer: MoE) -> AllToAll:
+    """The layer's exchange. Raises InvalidArgument where it is another: its parts are others."""
+    if not isinstance(layer.exchange, AllToAll):
+        raise InvalidArgument("stages are measured with exchange 'rank' only")
+    return layer.exchange
 
 
 def _inside(

@@ -7,9 +7,11 @@ from weft.moe.layer import MoE
 from weft.moe.models import MODELS, MoEConfig
 from weft.moe.overlap import OVERLAPS
 from weft.moe.router import Routed, Routing, route, router_logits
+from weft.moe.workspace import EXCHANGES
 
 __all__ = [
     "CLAMPED_SWIGLU",
+    "EXCHANGES",
     "MODELS",
     "OVERLAPS",
     "SWIGLU",

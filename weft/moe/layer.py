@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import TracebackType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from weft.errors import GroupError, InvalidArgument
 from weft.memory import Group
+from weft.moe.expert_major import ExpertMajor
 from weft.moe.experts import ExpertWeights
 from weft.moe.models import MoEConfig
 from weft.moe.overlap import PARTS
+from weft.moe.rank_major import RankMajor
 from weft.moe.router import Routed, route
-from weft.moe.workspace import LayerWorkspace, Options
-from weft.ops.alltoall import AllToAll
+from weft.moe.workspace import Exchange, LayerWorkspace, Options
 from weft.ops.check import check_alignment, check_tensor, check_tokens
+from weft.ops.lowlatency_rounds import ExpertRows
 from weft.ops.received import Received
 
 Shared: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
@@ -34,6 +37,8 @@ class MoE:
     max_tokens: most tokens of this rank in one call, equal on all ranks.
     shared: `[tokens, hidden]` -> `[tokens, hidden]`, where the config has a shared expert.
     correction: float32 `[num_experts]`, where the routing has one.
+    exchange: "rank": AllToAll, a row to each rank that has an expert for it; "expert":
+        LowLatencyAllToAll, rows by expert, for few tokens: overlap "none" or "shared".
     overlap: "none": one thing after the other; "shared": the shared expert beside all that comes
         before combine; "columns": that, and while some columns of the second product are computed,
         those before them are sent home; "push": or the product stores its rows at their owners
@@ -46,7 +51,9 @@ class MoE:
     max_rows: rows for this rank's experts, as in ExpertGroups; default the worst case.
     expert_map, quantize, combine_by, timeout, first_timeout, num_sms, programmatic_launch, profile:
         as in AllToAll; combine_by defaults to what the overlap needs. Rows that travel as FP8 are
-        widened to the layer's dtype before the products, unless its weights are FP8 too.
+        widened to the layer's dtype before the products, unless its weights are FP8 too. With
+        exchange="expert" quantize is "fp8" or None, combine_by "push" or "fp8".
+    reduce, slots: as in LowLatencyAllToAll, with exchange="expert" only; slots defaults to 1.
 
     Raises InvalidArgument, CreationFailed (on every rank, when one cannot do its part),
     GeometryMismatch (when ranks pass different sizes or rules).
@@ -61,6 +68,7 @@ class MoE:
         max_tokens: int,
         shared: Shared | None = None,
         correction: torch.Tensor | None = None,
+        exchange: str = "rank",
         overlap: str = "none",
         gemm: str = "auto",
         max_rows: int | None = None,
@@ -69,6 +77,8 @@ class MoE:
         parts: int = PARTS,
         quantize: str | None = None,
         combine_by: str | None = None,
+        reduce: str | None = None,
+        slots: int | None = None,
         timeout: float = 2.0,
         first_timeout: float = 120.0,
         num_sms: int | None = None,
@@ -77,6 +87,7 @@ class MoE:
     ) -> None:
         options = Options(
             max_tokens=max_tokens,
+            exchange=exchange,
             overlap=overlap,
             gemm=gemm,
             max_rows=max_rows,
@@ -85,13 +96,17 @@ class MoE:
             parts=parts,
             quantize=quantize,
             combine_by=combine_by,
+            reduce=reduce,
+            slots=slots,
             timeout=timeout,
             first_timeout=first_timeout,
             num_sms=num_sms,
             programmatic_launch=programmatic_launch,
             profile=profile,
         )
-        self._workspace, self._owner = LayerWorkspace(group, config, options), True
+        kind = ExpertMajor if exchange == "expert" else RankMajor
+        self._workspace: LayerWorkspace[Any] = kind(group, config, options)
+        self._owner = True
         try:
             self._load(weights, shared, correction)
         except BaseException:
@@ -116,8 +131,8 @@ class MoE:
         return other
 
     @property
-    def exchange(self) -> AllToAll:
-        """The all-to-all underneath: its history, timeline and placement; rounds of your own."""
+    def exchange(self) -> Exchange:
+        """The all-to-all underneath: its history and placement; rounds of your own."""
         return self._workspace.exchange
 
     @property
@@ -133,11 +148,11 @@ class MoE:
     @property
     def gemm(self) -> str:
         """The way the experts multiply: what "auto" came to."""
-        return self._workspace.way
+        return self._workspace.chosen.gemm
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of ordinary memory for the experts; `AllToAll.memory_bytes` tells the symmetric."""
+        """Bytes of ordinary memory; the exchange's `memory_bytes` tells the symmetric."""
         return self._workspace.bytes
 
     def __call__(
@@ -176,13 +191,15 @@ class MoE:
         correction = self._correction
         return route(self.config.routing, logits, correction=correction, num_tokens=num_tokens)
 
-    def experts(self, received: Received) -> None:
-        """Write `exchange.output()` from what a dispatch of `exchange` brought.
+    def experts(self, received: Received | ExpertRows) -> torch.Tensor | None:
+        """What this rank's experts make of what a dispatch of `exchange` brought.
 
-        Between dispatch and combine, in their stream. With fewer max_rows than came, the entries
-        that do not fit count as zero, and `check` raises TokenOverflow.
+        Between dispatch and combine, in their stream. By rank it is written into
+        `exchange.output()`, and None returned; by expert it is `[local_experts, rows, hidden]` for
+        `exchange.combine`, until the next call. With fewer max_rows than came, the entries that do
+        not fit count as zero, and `check` raises TokenOverflow.
         """
-        self._workspace.run_experts(self._weights, received)
+        return self._workspace.run_experts(self._weights, received)
 
     def check(self) -> None:
         """Raise what the device has recorded; see `AllToAll.check`."""
@@ -216,22 +233,19 @@ class MoE:
         num_tokens: torch.Tensor | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        exchange, shared = self.exchange, self._shared
+        work, shared = self._workspace, self._shared
         add: torch.Tensor | None = None
         scale: torch.Tensor | None = weights
         sent = x
         if self.config.routing.weigh == "input":
-            sent, scale = self._workspace.weigh(x, weights), None
-        work = self._workspace
+            sent, scale = work.weigh(x, weights), None
         work.expect(len(x))
         work.aside.mark()
-        received = exchange.dispatch(sent, ids, scale, num_tokens=num_tokens)
-        if shared is not None and work.hides_shared:
-            with work.aside.after_mark():
+        received = work.dispatch(sent, ids, scale, num_tokens)
+        if shared is not None:
+            with work.aside.after_mark() if work.hides_shared else nullcontext():
                 add = shared(x)
-        elif shared is not None:
-            add = shared(x)
-        return work.finish(self._weights, received, out=out, add=add)
+        return work.finish(self._weights, received, (ids, scale), out=out, add=add)
 
     def _load(
         self,

@@ -9,10 +9,11 @@ import torch
 
 from weft.errors import InvalidArgument
 from weft.gemm import Gated, GatedQuant, GemmPlan, Push, grouped_gemm, plan
+from weft.gemm.launch import installed
 from weft.moe.experts import FP8, ExpertWeights
 from weft.moe.models import MoEConfig
-from weft.moe.products import choose, layout_of, make
-from weft.ops.grouping import Grouped, Layout
+from weft.moe.products import RowsByExpert, choose, layout_of, make
+from weft.ops.grouping import Layout
 from weft.shape import FP8_BLOCK
 
 Columns = tuple[int, int]
@@ -34,14 +35,14 @@ class Mlp(Protocol):
     def expect(self, rows: int) -> None:
         """A hint: about so many rows will come to each expert."""
 
-    def up(self, weights: ExpertWeights, grouped: Grouped) -> None:
+    def up(self, weights: ExpertWeights, grouped: RowsByExpert) -> None:
         """The first product and what stands between the two."""
 
     def down(self, weights: ExpertWeights, columns: Columns | None = None) -> torch.Tensor:
         """The second product, or these columns of it: `[*rows, hidden]`, the others undefined."""
 
     def push(self, weights: ExpertWeights) -> None:
-        """The second product, every row of it stored at its `Grouped.home`. Tiled only."""
+        """The second product, every row of it stored at its `home`. Tiled only."""
 
 
 def choose_way(
@@ -56,8 +57,27 @@ def choose_way(
     if way == "tiled" or fp8:
         if lacks or way not in ("tiled", "auto"):
             raise InvalidArgument(f"gemm {way!r} {lacks or 'has no FP8 weights; use tiled'}")
+        if device.type == "cuda":
+            installed()  # refuses here, not in the middle of a round
         return "tiled"
     return choose(way, device, config.dtype, config.intermediate)
+
+
+def choose_in_blocks(
+    way: str, device: torch.device, config: MoEConfig, *, fp8: bool, quantize: str | None
+) -> str:
+    """As `choose_way`, for rows in blocks of one size, where packed rows have no place.
+
+    "auto" is tiled on GPUs where it serves, else padded; loop on CPUs.
+    """
+    if way == "grouped":
+        raise InvalidArgument(
+            "gemm 'grouped' packs rows, exchange 'expert' brings them in blocks of one size: use "
+            "'tiled', 'padded' or 'loop'"
+        )
+    if way == "auto" and device.type == "cuda":
+        way = "padded" if _tiled_lacks(config, fp8, quantize) and not fp8 else "tiled"
+    return choose_way(way, device, config, fp8=fp8, quantize=quantize)
 
 
 def layout_for(way: str) -> tuple[Layout, int]:
@@ -121,7 +141,7 @@ class TorchMlp:
     def expect(self, rows: int) -> None:
         """Torch chooses for itself."""
 
-    def up(self, weights: ExpertWeights, grouped: Grouped) -> None:
+    def up(self, weights: ExpertWeights, grouped: RowsByExpert) -> None:
         self._used = used = self._products.begin(grouped)
         x = self._widened(grouped.rows)[:used]
         h = self._products.multiply(x, weights.gate_up, weights.gate_up_bias, self._h[:used])
@@ -176,6 +196,7 @@ class TiledMlp:
         device: torch.device,
     ) -> None:
         self._config, self._experts, self._fp8 = config, max(experts, 1), fp8
+        self._masked = len(rows) == 2
         self._programmatic = programmatic
         gating = config.gating
         kind = GatedQuant if fp8 else Gated
@@ -185,8 +206,8 @@ class TiledMlp:
         blocks = config.intermediate // FP8_BLOCK if fp8 else 0
         self._scales = torch.empty((*rows, blocks), device=device)
         self._y = torch.empty((*rows, config.hidden), dtype=config.dtype, device=device)
-        self._grouped: Grouped | None = None
-        self.expect(rows[0] // self._experts if rows else 0)
+        self._grouped: RowsByExpert | None = None
+        self.expect(math.prod(rows) // self._experts)
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
@@ -198,13 +219,13 @@ class TiledMlp:
         self._up = plan(*sizes, 2 * inner, hidden, dtype, gated=True)
         self._down = plan(*sizes, hidden, inner, dtype)
 
-    def up(self, weights: ExpertWeights, grouped: Grouped) -> None:
+    def up(self, weights: ExpertWeights, grouped: RowsByExpert) -> None:
         self._grouped = grouped
         grouped_gemm(
             grouped.x,
             weights.gate_up,
             counts=grouped.counts,
-            offsets=grouped.offsets,
+            offsets=None if self._masked else grouped.offsets,
             a_scale=grouped.rows[1] if self._fp8 else None,
             b_scale=weights.gate_up_scale,
             bias=weights.gate_up_bias,
@@ -232,7 +253,7 @@ class TiledMlp:
             self._act,
             weights.down,
             counts=grouped.counts,
-            offsets=grouped.offsets,
+            offsets=None if self._masked else grouped.offsets,
             a_scale=self._scales if self._fp8 else None,
             b_scale=weights.down_scale,
             bias=weights.down_bias,

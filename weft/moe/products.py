@@ -14,10 +14,34 @@ import torch
 from torch.nn import functional
 
 from weft.errors import InvalidArgument
-from weft.ops.grouping import Grouped, Layout
+from weft.ops.grouping import Layout
 
 Way = Literal["auto", "grouped", "padded", "loop"]
 FAST = (9, 10)  # compute capabilities, major, whose grouped_mm leaves the offsets on the device
+
+
+class RowsByExpert(Protocol):
+    """What products need to know of rows: a `Grouped`, or an expert-major dispatch's blocks."""
+
+    @property
+    def rows(self) -> tuple[torch.Tensor, ...]:
+        """Numbers `[*rows, hidden]`, and scales where they are FP8."""
+
+    @property
+    def x(self) -> torch.Tensor:
+        """The first of `rows`."""
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        """int32 `[local_experts + 1]`: where each expert's rows begin, counted through."""
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """int32 `[local_experts]`."""
+
+    @property
+    def home(self) -> torch.Tensor | None:
+        """int64 `[*rows]`, or None: addresses for `push`."""
 
 
 class Products(Protocol):
@@ -27,7 +51,7 @@ class Products(Protocol):
     align: int
     allocates: bool  # its products are new tensors, `out` is not used
 
-    def begin(self, grouped: Grouped) -> int:
+    def begin(self, grouped: RowsByExpert) -> int:
         """Look at a round's groups; return how many leading rows (or blocks) the products fill."""
 
     def multiply(
@@ -88,7 +112,7 @@ class GroupedProducts:
         self._bias = torch.empty(rows * widest, dtype=like.dtype, device=device)
         self._ends = self._places
 
-    def begin(self, grouped: Grouped) -> int:
+    def begin(self, grouped: RowsByExpert) -> int:
         """Remember where the experts' rows end and, for biases, whose each row is."""
         self._ends = grouped.offsets[1:]
         if self._bias.numel():
@@ -117,7 +141,7 @@ class PaddedProducts:
     align = 1
     allocates = False
 
-    def begin(self, grouped: Grouped) -> int:
+    def begin(self, grouped: RowsByExpert) -> int:
         """All blocks."""
         return len(grouped.x)
 
@@ -140,7 +164,7 @@ class LoopedProducts:
     def __init__(self) -> None:
         self._rows: list[tuple[int, slice]] = []
 
-    def begin(self, grouped: Grouped) -> int:
+    def begin(self, grouped: RowsByExpert) -> int:
         """Read the counts on the host."""
         starts, counts = grouped.offsets.tolist(), grouped.counts.tolist()
         self._rows = [

@@ -1,28 +1,28 @@
-"""What a layer keeps between calls: the exchange, the groups, and the experts' buffers."""
+"""What a layer keeps between calls, whichever exchange it has: buffers, streams, and who sends."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Generic, TypeAlias, TypeVar
 
 import torch
 
-from weft.errors import InvalidArgument, OutOfOrder
+from weft.errors import InvalidArgument
 from weft.memory import Group
 from weft.moe.experts import ExpertWeights
-from weft.moe.mlp import choose_way, layout_for, make_mlp
+from weft.moe.mlp import make_mlp
 from weft.moe.models import MoEConfig
-from weft.moe.overlap import (
-    SEND_SMS,
-    Beside,
-    check_overlap,
-    send_by_columns,
-)
+from weft.moe.overlap import Beside
 from weft.ops.alltoall import AllToAll
-from weft.ops.grouping import ExpertGroups
+from weft.ops.lowlatency import LowLatencyAllToAll
+from weft.ops.lowlatency_rounds import ExpertRows
 from weft.ops.received import Received
-from weft.ops.rounds import State
 
+Exchange: TypeAlias = AllToAll | LowLatencyAllToAll
+Rows = TypeVar("Rows", Received, ExpertRows)
+EXCHANGES = ("rank", "expert")
 MAX_PARTS = 64
 
 
@@ -31,6 +31,7 @@ class Options:
     """How a workspace is built; the names and meanings of `MoE`."""
 
     max_tokens: int
+    exchange: str
     overlap: str
     gemm: str
     max_rows: int | None
@@ -39,6 +40,8 @@ class Options:
     parts: int
     quantize: str | None
     combine_by: str | None
+    reduce: str | None
+    slots: int | None
     timeout: float
     first_timeout: float
     num_sms: int | None
@@ -46,37 +49,33 @@ class Options:
     profile: bool
 
 
-class LayerWorkspace:
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What the options come to on this rank.
+
+    gemm: how experts multiply.   quantize: what dispatch makes of rows.   combine_by: how rows come
+    home.
+    """
+
+    gemm: str
+    quantize: str | None
+    combine_by: str
+
+
+class LayerWorkspace(ABC, Generic[Rows]):
     """Serves one layer after the other: nothing in it outlives a call.
 
-    Raises InvalidArgument, CreationFailed and GeometryMismatch on every rank alike.
+    A kind of exchange says what it chooses, opens, sends and brings home; all else is here. Raises
+    InvalidArgument, CreationFailed and GeometryMismatch on every rank alike.
     """
+
+    exchange: Exchange
 
     def __init__(self, group: Group, config: MoEConfig, options: Options) -> None:
         self.group, self.config, self.options = group, config, options
-        self.way, self.quantize, self._combine_by = group.together(
-            self._choose, doing="preparing an MoE layer"
-        )
+        self.chosen = group.together(self._checked_choice, doing="preparing an MoE layer")
         group.agree(self._manifest(), what="MoE layer")
-        routing = config.routing
-        self.exchange = AllToAll(
-            group,
-            max_tokens=options.max_tokens,
-            top_k=routing.top_k,
-            num_experts=routing.num_experts,
-            hidden=config.hidden,
-            dtype=config.dtype,
-            expert_map=options.expert_map,
-            timeout=options.timeout,
-            first_timeout=options.first_timeout,
-            quantize=self.quantize,
-            combine_by=self._combine_by,
-            halves=self._combine_by in ("push", "fp8"),
-            num_sms=options.num_sms,
-            programmatic_launch=options.programmatic_launch,
-            profile=options.profile,
-        )
-        self._groups: ExpertGroups | None = None
+        self._open_exchange()
         try:
             group.together(self._open_buffers, doing="preparing an MoE layer's experts")
         except BaseException:
@@ -85,12 +84,8 @@ class LayerWorkspace:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the experts' buffers and the grouping on this rank, in ordinary memory."""
-        layout, align = layout_for(self.way)
-        grouping = ExpertGroups.memory_bytes(
-            self.exchange, max_rows=self._max_rows, align=align, layout=layout
-        )
-        return grouping + sum(t.numel() * t.element_size() for t in self.buffers)
+        """Bytes of the experts' buffers and of rows by expert on this rank, in ordinary memory."""
+        return self._rows_bytes() + sum(t.numel() * t.element_size() for t in self.buffers)
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
@@ -102,6 +97,16 @@ class LayerWorkspace:
         """Does the shared expert run beside the others' way to combine?"""
         return self.options.overlap != "none"
 
+    @property
+    def capturing(self) -> bool:
+        """Is the current stream being captured into a graph?"""
+        return self.group.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    @property
+    @abstractmethod
+    def mid_round(self) -> bool:
+        """Has something been sent that has not come home?"""
+
     def weigh(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """`round(x * weights)` for rules that weigh the input; x and weights are checked."""
         return torch.mul(x, weights, out=self._weighed[: len(x)])
@@ -112,123 +117,99 @@ class LayerWorkspace:
         rows = tokens * self.exchange.ep_size * routing.top_k
         self._mlp.expect(-(-rows // routing.num_experts))
 
-    def run_experts(self, weights: ExpertWeights, received: Received) -> None:
-        """Write the exchange's output: every row's weighted sum over this rank's experts."""
-        groups = self._ready()
-        if self.exchange.num_local_experts:
-            self._mlp.up(weights, groups.gather(received))
-            groups.scatter(self._mlp.down(weights))
+    def check_call(self) -> None:
+        """Refuse a capture that would have to wait for the device, before anything is sent."""
+        if self.chosen.gemm == "loop" and self.capturing:
+            raise InvalidArgument(
+                "gemm 'loop' reads row counts on the host, which a captured graph cannot do; "
+                "build the layer with gemm='grouped' or 'padded'"
+            )
 
+    @abstractmethod
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor | None,
+        num_tokens: torch.Tensor | None,
+    ) -> Rows:
+        """Send x `[tokens, hidden]` to its experts; what came to this rank's.   weights: or ones.
+
+        Rows from num_tokens on have ids of -1.
+        """
+
+    @abstractmethod
+    def run_experts(self, weights: ExpertWeights, received: Rows) -> torch.Tensor | None:
+        """The experts' results, where combine takes a tensor of them."""
+
+    @abstractmethod
     def finish(
         self,
         weights: ExpertWeights,
-        received: Received,
+        received: Rows,
+        choice: tuple[torch.Tensor, torch.Tensor | None],
         *,
         out: torch.Tensor | None,
         add: torch.Tensor | None,
     ) -> torch.Tensor:
         """From received rows to the round's result, in the way of the overlap.
 
-        add: made in the stream `aside`, or by the caller.
+        choice: ids and weights of the dispatch.   add: made in the stream `aside` or the caller's.
         """
-        exchange, overlap = self.exchange, self.options.overlap
-        if overlap in ("none", "shared") and self._combine_by == "pull":
-            self.run_experts(weights, received)
-            self.aside.join()
-            return exchange.combine(out=out, add=add)
-        groups = self._ready()
-        grouped = groups.gather(received)
-        if exchange.num_local_experts:
-            self._mlp.up(weights, grouped)
-            self._come_home(weights, groups)
-        elif overlap != "push":
-            exchange.combine_send()
-        self.aside.join()
-        end = exchange.combine if overlap == "push" else exchange.combine_recv
-        return end(out=out, add=add)
-
-    def _come_home(self, weights: ExpertWeights, groups: ExpertGroups) -> None:
-        """The second product, and its sending where the owners do not fetch."""
-        overlap = self.options.overlap
-        if overlap == "push":
-            self._mlp.push(weights)
-        elif overlap == "columns":
-            num_sms = SEND_SMS if self.group.device.type == "cuda" else None
-            sizes = {"hidden": self.config.hidden, "parts": self.options.parts}
-            send_by_columns(self._mlp, weights, groups, self._sends, num_sms=num_sms, **sizes)
-        else:
-            groups.send(self._mlp.down(weights))
-
-    def _ready(self) -> ExpertGroups:
-        if self._groups is None:
-            raise OutOfOrder("this MoE layer was closed; make a new one")
-        return self._groups
-
-    def check_call(self) -> None:
-        """Refuse a capture that would have to wait for the device, before anything is sent."""
-        if self.way == "loop" and self.capturing:
-            raise InvalidArgument(
-                "gemm 'loop' reads row counts on the host, which a captured graph cannot do; "
-                "build the layer with gemm='grouped' or 'padded'"
-            )
-
-    @property
-    def capturing(self) -> bool:
-        """Is the current stream being captured into a graph?"""
-        return self.group.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-    @property
-    def mid_round(self) -> bool:
-        """Has something been sent that has not come home?"""
-        return self.exchange._rounds.state is not State.IDLE
 
     def close(self) -> None:
         """Give everything back; waits for this rank's own work only. Idempotent."""
-        if self._groups is not None:
-            self._groups.close()
-            self._groups = None
         self.exchange.close()
 
-    def _choose(self) -> tuple[str, str | None, str]:
-        """(gemm, quantize, combine_by) of this rank. Raises InvalidArgument."""
-        config, options = self.config, self.options
+    @abstractmethod
+    def _choose(self) -> Chosen:
+        """What this rank will do. Raises InvalidArgument."""
+
+    @abstractmethod
+    def _open_exchange(self) -> None:
+        """Set `exchange`. Collective."""
+
+    @abstractmethod
+    def _open_rows(self) -> tuple[int, ...]:
+        """Sizes of the experts' rows, `[rows]` or `[local_experts, rows]`."""
+
+    @abstractmethod
+    def _rows_bytes(self) -> int:
+        """Bytes of ordinary memory for rows by expert, as they come."""
+
+    def _checked_choice(self) -> Chosen:
+        options = self.options
+        if options.exchange not in EXCHANGES:
+            words = ", ".join(map(repr, EXCHANGES))
+            raise InvalidArgument(f"exchange is {options.exchange!r}; choose one of {words}")
         if not isinstance(options.parts, int) or not 1 <= options.parts <= MAX_PARTS:
             raise InvalidArgument(f"parts is {options.parts!r}; it must be in 1..{MAX_PARTS}")
-        quantize = options.quantize or ("fp8" if options.fp8 else None)
-        device = self.group.device
-        way = choose_way(options.gemm, device, config, fp8=options.fp8, quantize=quantize)
-        return way, quantize, check_overlap(options.overlap, options.combine_by, way)
+        return self._choose()
 
     def _manifest(self) -> dict[str, str]:
         """What ranks compare beyond the sizes of their exchange: rules that must be one."""
-        fields = asdict(self.config) | {"overlap": self.options.overlap, "fp8": self.options.fp8}
+        options = self.options
+        fields = asdict(self.config) | {
+            "exchange": options.exchange,
+            "overlap": options.overlap,
+            "fp8": options.fp8,
+        }
         return {name: str(value) for name, value in fields.items()}
 
     def _open_buffers(self) -> None:
-        a2a, config, device = self.exchange, self.config, self.group.device
-        layout, align = layout_for(self.way)
-        self._groups = groups = ExpertGroups(
-            a2a,
-            max_rows=self.options.max_rows,
-            align=align,
-            layout=layout,
-            programmatic_launch=self.options.programmatic_launch,
-        )
-        experts, self._max_rows = a2a.num_local_experts, groups.max_rows
-        shape = (experts, groups.max_rows) if layout == "masked" else (groups.max_rows,)
+        config, device = self.config, self.group.device
+        experts, rows = self.exchange.num_local_experts, self._open_rows()
         self._mlp = make_mlp(
-            self.way,
+            self.chosen.gemm,
             config,
-            shape if experts else (0,),
+            rows,
             experts,
             fp8=self.options.fp8,
-            quantize=self.quantize,
+            quantize=self.chosen.quantize,
             programmatic=self.options.programmatic_launch,
             device=device,
         )
         self.aside = Beside(device)
-        # Few CTAs that wait for memory go before many that compute.
-        self._sends = Beside(device, priority=-1)
         weighs = config.routing.weigh == "input"
         held = (self.options.max_tokens if weighs else 0, config.hidden)
         self._weighed = torch.empty(held, dtype=config.dtype, device=device)

@@ -1,0 +1,153 @@
+"""A layer on LowLatencyAllToAll: rows come by expert, a block for each, and go home one by one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from weft.errors import InvalidArgument, OutOfOrder
+from weft.moe.experts import ExpertWeights
+from weft.moe.mlp import choose_in_blocks
+from weft.moe.workspace import Chosen, LayerWorkspace
+from weft.ops.lowlatency import LowLatencyAllToAll
+from weft.ops.lowlatency_rounds import ExpertRows
+
+OVERLAPS = ("none", "shared")
+HOMES = ("push", "fp8")
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Rows as products take them (`weft.moe.mlp.RowsByExpert`); nothing was copied.
+
+    offsets: int32 `[local_experts + 1]`: of blocks that follow each other.
+    """
+
+    rows: tuple[torch.Tensor, ...]
+    offsets: torch.Tensor
+    counts: torch.Tensor
+    home: None = None
+
+    @property
+    def x(self) -> torch.Tensor:
+        """The numbers, without their scales."""
+        return self.rows[0]
+
+
+class ExpertMajor(LayerWorkspace[ExpertRows]):
+    """exchange="expert": for few tokens; results are read where the products left them."""
+
+    exchange: LowLatencyAllToAll
+
+    @property
+    def mid_round(self) -> bool:
+        return any(slot.alive is not None for slot in self.exchange._rounds.slots)
+
+    def check_call(self) -> None:
+        super().check_call()
+        slots = self.exchange._rounds.slots
+        if slots and all(slot.alive is not None for slot in slots):
+            raise OutOfOrder(
+                f"a call while {len(slots)} results of layer.exchange are alive: combine one "
+                "first, or build the layer with more slots"
+            )
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor | None,
+        num_tokens: torch.Tensor | None,
+    ) -> ExpertRows:
+        return self.exchange.dispatch(x, ids, weights)
+
+    def run_experts(self, weights: ExpertWeights, received: ExpertRows) -> torch.Tensor:
+        """`[local_experts, rows, hidden]`: what combine takes; overwritten by the next call."""
+        self.exchange._check_open()
+        size = (*received.x.shape[:2], self.config.hidden)
+        if not len(self._offsets) > 1:
+            return torch.empty(size, dtype=self.config.dtype, device=self.group.device)
+        self._mlp.up(weights, self._blocks(received))
+        return self._mlp.down(weights).view(size)
+
+    def finish(
+        self,
+        weights: ExpertWeights,
+        received: ExpertRows,
+        choice: tuple[torch.Tensor, torch.Tensor | None],
+        *,
+        out: torch.Tensor | None,
+        add: torch.Tensor | None,
+    ) -> torch.Tensor:
+        y = self.run_experts(weights, received)
+        self.aside.join()
+        return self.exchange.combine(y, *choice, received.handle, out=out, add=add)
+
+    def _blocks(self, received: ExpertRows) -> Blocks:
+        scales = () if received.scales is None else (received.scales,)
+        rows: tuple[torch.Tensor, ...] = (received.x, *scales)
+        if self.chosen.gemm == "loop":  # which takes them as one
+            rows = tuple(part.flatten(0, 1) for part in rows)
+        return Blocks(rows, self._offsets, received.counts)
+
+    def _choose(self) -> Chosen:
+        options, config, device = self.options, self.config, self.group.device
+        _check_options(self)
+        quantize = options.quantize or ("fp8" if options.fp8 else None)
+        way = choose_in_blocks(options.gemm, device, config, fp8=options.fp8, quantize=quantize)
+        return Chosen(way, quantize, options.combine_by or "push")
+
+    def _open_exchange(self) -> None:
+        config, options, routing = self.config, self.options, self.config.routing
+        self.exchange = LowLatencyAllToAll(
+            self.group,
+            options.max_tokens,
+            config.hidden,
+            routing.top_k,
+            routing.num_experts,
+            self.chosen.quantize,
+            slots=1 if options.slots is None else options.slots,
+            reduce=options.reduce or "receiver",
+            combine_by=self.chosen.combine_by,
+            dtype=config.dtype,
+            expert_map=options.expert_map,
+            timeout=options.timeout,
+            first_timeout=options.first_timeout,
+            num_sms=options.num_sms,
+            programmatic_launch=options.programmatic_launch,
+            profile=options.profile,
+        )
+
+    def _open_rows(self) -> tuple[int, ...]:
+        exchange = self.exchange
+        experts, rows = exchange.num_local_experts, exchange.ep_size * exchange.max_tokens
+        starts = torch.arange(experts + 1, dtype=torch.int32, device=self.group.device)
+        self._offsets = starts * rows
+        return (experts * rows,) if self.chosen.gemm == "loop" else (experts, rows)
+
+    def _rows_bytes(self) -> int:
+        return self.exchange.memory.results
+
+
+def _check_options(work: ExpertMajor) -> None:
+    """Raises InvalidArgument for what rows by expert do not have."""
+    options = work.options
+    if options.overlap not in OVERLAPS:
+        raise InvalidArgument(
+            f"overlap is {options.overlap!r}, exchange 'expert', whose rows go home when all are "
+            "made: use 'none' or 'shared', or exchange='rank'"
+        )
+    if options.combine_by not in (None, *HOMES):
+        raise InvalidArgument(
+            f"combine_by is {options.combine_by!r}, exchange 'expert': use 'push' or 'fp8'"
+        )
+    if options.quantize not in (None, "fp8"):
+        raise InvalidArgument(
+            f"quantize is {options.quantize!r}, exchange 'expert': use 'fp8' or None"
+        )
+    if options.max_rows is not None:
+        raise InvalidArgument(
+            f"max_rows is {options.max_rows}, exchange 'expert', where every expert has room for "
+            "all tokens of all ranks: leave it out"
+        )
