@@ -70,6 +70,9 @@ def test_bench_layer(weft_command, tmp_path):
     assert "glm-4.5-air: 2 ranks" in out
     written = json.loads(path.read_text())
     assert [row["overlap"] for row in written["rows"]] == ["none"]
+    code, out, err = weft_command(*small, *options, "--exchange", "expert", "--overlap", "shared")
+    assert code == 0, err
+    assert "rows by expert" in out
     code, out, err = weft_command(*small, "--dtype", "fp4")
     assert code == 1
     assert "dtype is 'fp4'" in err

@@ -46,6 +46,7 @@ H200 = replace(SETTINGS, ranks=8, device="cuda", tokens=(128,))
         {"model": "gpt-oss-120b", "routing": "zipf:1.2", "combine_by": "push", "stages": True},
         {"model": "glm-4.5-air", "quantize": "fp8", "combine_by": "fp8", "shared": False},
         {"model": "qwen3-30b-a3b", "routing": "perfect", "gemm": "padded", "experts": 16},
+        {"exchange": "expert", "dtype": "fp8"},
     ],
 )
 def test_a_run_is_checked_timed_and_reported(changes, tmp_path):
@@ -66,6 +67,7 @@ def test_a_run_is_checked_timed_and_reported(changes, tmp_path):
     text = io.StringIO()
     print_layer(Console(file=text, width=200), report, [])
     assert f"{settings.model}: 2 ranks" in text.getvalue()
+    assert f"rows by {settings.exchange}" in text.getvalue()
     assert ("parts of the layer" in text.getvalue()) == settings.stages
     write_layer_json(tmp_path / "layer.json", report, [])
     written = json.loads((tmp_path / "layer.json").read_text())
@@ -258,6 +260,8 @@ def test_a_new_word_of_the_layer_needs_no_change(monkeypatch):
         ({"dtype": "int4"}, "dtype is 'int4'"),
         ({"tokens": ()}, "nothing to measure"),
         ({"tokens": (0,)}, "nothing to measure"),
+        ({"exchange": "token"}, "exchange is 'token'; choose one of rank, expert"),
+        ({"exchange": "expert", "stages": True}, "stages are those of exchange 'rank'"),
         ({"overlaps": ("later",)}, "overlap is 'later'; this weft.MoE offers none, "),
         ({"experts": 1}, "1 experts on 2 ranks"),
         ({"experts": 30}, "must divide them evenly"),

@@ -132,8 +132,15 @@ class Case:
             gating=gating,
             weigh_input=config.routing.weigh == "input",
             shared=None if shared is None else shared(x),
-            placement=layer.exchange.placement,
+            # Rows that come home one by one are summed unrounded.
+            placement=layer.exchange.placement if sums_travel(layer) else None,
         )
+
+
+def sums_travel(layer: weft.MoE) -> bool:
+    """Does each rank round its sum of a token to the wire's dtype?"""
+    exchange = layer.exchange
+    return isinstance(exchange, weft.AllToAll) or exchange._geometry.shape.reduce == "sender"
 
 
 def widened(q: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:

@@ -55,7 +55,7 @@ def all_wires(group: weft.Group) -> None:
             rounds(group, case, {**options, "overlap": overlap}, slack)
     for name in ("deepseek", "llama"):
         for gemm in ("grouped", "padded"):
-            both_overlaps(group, Case(CONFIGS[name], tokens=(9, 4)), gemm)
+            both_overlaps(group, Case(CONFIGS[name], tokens=(9, 4)), {"gemm": gemm})
 
 
 def test_wires_and_overlap(ranks):
@@ -64,12 +64,12 @@ def test_wires_and_overlap(ranks):
 
 def all_exceptions(group: weft.Group) -> None:
     for name in ("softmax", "llama"):
-        padded_tokens(group, name)
-        called_wrongly(group, name)
+        padded_tokens(group, name, {})
+        called_wrongly(group, name, {})
     for name in CONFIGS:
-        nan_logits(group, name)
-    siblings(group)
-    wrong_parts(group)
+        nan_logits(group, name, {})
+    siblings(group, {})
+    wrong_parts(group, {})
     few_rows(group)
 
 
@@ -79,19 +79,19 @@ def test_padding_nan_siblings_and_refusals(ranks):
 
 def all_failures(group: weft.Group) -> None:
     for overlap in ("none", "shared"):
-        absent(group, overlap)
-        failing_shared(group, overlap)
-    aborted(group)
+        absent(group, {"overlap": overlap})
+        failing_shared(group, {"overlap": overlap})
+    aborted(group, {})
 
 
 def test_failures(ranks):
     ranks(2, "cuda")(all_failures)
 
 
-def replayed(group: weft.Group, name: str, gemm: str, overlap: str) -> None:
+def replayed(group: weft.Group, name: str, gemm: str, overlap: str, exchange: str = "rank") -> None:
     """One graph, replayed with new tokens, routing and counts."""
     case = Case(CONFIGS[name], tokens=(16, 16))
-    with case.open(group, gemm=gemm, overlap=overlap) as layer:
+    with case.open(group, gemm=gemm, overlap=overlap, exchange=exchange) as layer:
         x, logits = case.of(group.rank, group.device)
         count = torch.tensor([16], dtype=torch.int32, device=group.device)
         out = torch.empty_like(x)

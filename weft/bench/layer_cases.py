@@ -24,7 +24,8 @@ class LayerSettings:
 
     model: one of LAYER_MODELS.   experts: of the layer, or None for the model's own number.
     dtype: of the experts' weights, "bf16" or "fp8".   tokens: sizes to measure, tokens per rank.
-    exchange, overlaps: words of `weft.MoE`; none: all that it offers, less those that this layer refuses.
+    exchange: "rank" or "expert", as in MoE.
+    overlaps: words of `weft.MoE`; none: all that it offers, less those that this layer refuses.
     routing: "uniform", "perfect", "zipf" or "zipf:EXPONENT".
     shared: with the model's shared expert.   stages: also time the layer's parts.
     gemm, max_rows, quantize, combine_by: as in MoE; None leaves the choice to it.
@@ -67,7 +68,7 @@ class LayerSettings:
                 )
         if self.stages and self.exchange != "rank":
             raise InvalidArgument(
-                f"stages are those of exchange 'rank', exchange is {self.exchange!r}: leave them out"
+                f"stages are those of exchange 'rank'; this one is {self.exchange!r}: time it whole"
             )
         if self.experts is not None and self.experts < self.ranks:
             raise InvalidArgument(f"{self.experts} experts on {self.ranks} ranks; give each one")

@@ -122,7 +122,7 @@ def _stage_table(rows: Sequence[LayerRow]) -> Table:
 
 def _title(report: LayerReport) -> Text:
     settings, config = report.settings, report.settings.config
-    wire = f"{settings.wire or 'bf16'} out, back by {settings.combine_by or 'default'}"
+    wire = f"rows by {settings.exchange}, {settings.wire or 'bf16'} out, back by {settings.combine_by or 'default'}"
     shared = "with its shared expert" if config.shared else "no shared expert"
     return Text.assemble(
         ("weft bench layer  ", "bold"),

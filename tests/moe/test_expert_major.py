@@ -1,0 +1,283 @@
+"""The layer whose rows come by expert: all that the layer by rank must do, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.moe.layers import CONFIGS, EXPERTS, HIDDEN, Case, bound
+from tests.moe.test_layer import (
+    WIDTHS,
+    any_routing,
+    both_overlaps,
+    nan_logits,
+    order_of_calls,
+    padded_tokens,
+    poison,
+    rounds,
+    settle,
+    siblings,
+)
+from tests.moe.test_layer_failures import (
+    aborted,
+    absent,
+    called_wrongly,
+    closed,
+    failing_shared,
+    no_loop_in_a_graph,
+    wrong_parts,
+)
+from tests.rounds import bits
+from weft.errors import CreationFailed, GeometryMismatch, InvalidArgument, OutOfOrder
+from weft.moe.mlp import choose_in_blocks
+
+BY_EXPERT = {"exchange": "expert"}
+SENDER = {**BY_EXPERT, "reduce": "sender"}
+DEEP = replace(CONFIGS["deepseek"], hidden=256, intermediate=128, shared=128)
+
+
+@pytest.mark.parametrize("dtype", WIDTHS, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_every_rule(ranks, name, dtype):
+    case = Case(replace(CONFIGS[name], dtype=dtype), tokens=(9, 0, 4))
+    ranks(3, "threads")(rounds, case, BY_EXPERT)
+
+
+@pytest.mark.parametrize("name", ["softmax", "gpt-oss"])
+@pytest.mark.parametrize("gemm", ["tiled", "padded", "loop"])
+def test_every_way_to_multiply(ranks, gemm, name):
+    case = Case(CONFIGS[name], tokens=(5, 7, 0))
+    ranks(3, "threads")(rounds, case, {**BY_EXPERT, "gemm": gemm})
+
+
+# As of the layer by rank: a row that comes home as FP8 is off by 2^-4 of itself at worst.
+WIRES: dict[str, tuple[dict[str, Any], float]] = {
+    "fp8 out": ({"quantize": "fp8"}, 1.0),
+    "fp8 home": ({"combine_by": "fp8"}, 16.0 / 5),
+    "fp8 both ways": ({"quantize": "fp8", "combine_by": "fp8"}, 16.0 / 5),
+    "sums travel": ({"reduce": "sender"}, 1.0),
+    "sums travel as fp8": ({"reduce": "sender", "combine_by": "fp8"}, 16.0 / 5),
+    "more slots": ({"slots": 3}, 1.0),
+    "a map": ({"expert_map": [1, 0, 1, 1, 0, 0, 1, 1]}, 1.0),
+    "a rank without experts": ({"expert_map": [1] * 8}, 1.0),
+}
+
+
+@pytest.mark.parametrize("wire", list(WIRES))
+@pytest.mark.parametrize("overlap", ["none", "shared"])
+def test_every_wire(ranks, overlap, wire):
+    options, slack = WIRES[wire]
+    case = Case(CONFIGS["deepseek"], tokens=(6, 3, 0))
+    ranks(3, "threads")(rounds, case, {**BY_EXPERT, **options, "overlap": overlap}, slack)
+
+
+def fp8_rounds(group: weft.Group, case: Case, options: dict[str, Any]) -> None:
+    with case.open(group, fp8=True, **options) as layer:
+        assert (layer.gemm, layer._workspace.chosen.quantize) == ("tiled", "fp8")
+        for seed in range(3):
+            now = case.next(seed=seed)
+            x, logits = now.of(group.rank, group.device)
+            poison(layer)
+            result = layer(x, logits, out=torch.full_like(x, float("nan")))
+            wanted = now.wanted(layer, x, logits, fp8=True)
+            # A sum in another order may round to the neighbour in FP8: 2^-3 of a number.
+            torch.testing.assert_close(
+                result.float(), wanted, rtol=0, atol=3 * bound(case.config, wanted)
+            )
+            settle(group)
+            layer.check()
+
+
+@pytest.mark.parametrize("more", [{}, {"reduce": "sender"}, {"expert_map": [1] * 8}])
+def test_fp8_experts(ranks, more):
+    case = Case(DEEP, tokens=(9, 0, 4))
+    ranks(3, "threads")(fp8_rounds, case, {**BY_EXPERT, "overlap": "shared", **more})
+
+
+def test_any_routing(ranks):
+    ranks(3, "threads")(any_routing, BY_EXPERT)
+
+
+@pytest.mark.parametrize("more", [{}, {"gemm": "padded"}, {"fp8": True}, {"reduce": "sender"}])
+def test_overlap_changes_no_bit(ranks, more):
+    ranks(3, "threads")(both_overlaps, Case(DEEP, tokens=(9, 0, 4)), {**BY_EXPERT, **more})
+
+
+def test_tokens_go_before_the_shared_expert(ranks):
+    ranks(2, "threads")(order_of_calls, BY_EXPERT)
+
+
+@pytest.mark.parametrize("options", [BY_EXPERT, SENDER], ids=["receiver", "sender"])
+@pytest.mark.parametrize("name", ["softmax", "llama"])
+def test_padding_reaches_no_expert(ranks, name, options):
+    ranks(2, "threads")(padded_tokens, name, options)
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_a_nan_logit_spoils_its_own_token_only(ranks, name):
+    ranks(2, "threads")(nan_logits, name, BY_EXPERT)
+
+
+def test_siblings_share_one_workspace(ranks):
+    ranks(2, "threads")(siblings, BY_EXPERT)
+
+
+def test_processes(ranks):
+    """The default device of `weft.launch`: processes, not threads."""
+    case = Case(DEEP, tokens=(5, 0))
+    ranks(2, "cpu")(fp8_rounds, case, {**BY_EXPERT, "overlap": "shared"})
+
+
+def by_hand(group: weft.Group) -> None:
+    """Two micro-batches alive have the bits of calls; a call that finds no slot is refused."""
+    case = Case(DEEP, tokens=(5, 7))
+    with case.open(group, **BY_EXPERT, slots=2) as layer:
+        exchange, shared = layer.exchange, case.shared(group.device)
+        assert isinstance(exchange, weft.LowLatencyAllToAll)
+        assert shared is not None
+        inputs = [case.next(seed=seed).of(group.rank, group.device) for seed in range(2)]
+        wanted = [layer(x, logits) for x, logits in inputs]
+        routed = [layer.route(logits) for _, logits in inputs]
+        alive = [exchange.dispatch(x, ids) for (x, _), (ids, _) in zip(inputs, routed, strict=True)]
+        with pytest.raises(OutOfOrder, match="2 results of layer.exchange are alive"):
+            layer(*inputs[0])
+        layer.check()  # the refusal has told nobody to leave
+        for i, rows in enumerate(alive):
+            y = layer.experts(rows)
+            assert y is not None
+            out = exchange.combine(y, *routed[i], rows.handle, add=shared(inputs[i][0]))
+            assert torch.equal(bits(out), bits(wanted[i]))
+        assert torch.equal(bits(layer(*inputs[0])), bits(wanted[0]))
+        settle(group)
+
+
+def test_rounds_by_hand(ranks):
+    ranks(2, "threads")(by_hand)
+
+
+def sizes(group: weft.Group) -> None:
+    case = Case(replace(CONFIGS["softmax"], dtype=torch.float32), tokens=(4, 4))
+    with case.open(group, **BY_EXPERT, gemm="loop") as layer:
+        assert isinstance(layer.exchange, weft.LowLatencyAllToAll)
+        rows = 4 * 2 * 4  # local experts, ranks, tokens
+        buffers = rows * (2 * 32 + 32 + HIDDEN) * 4
+        assert layer.workspace_bytes == buffers + layer.exchange.memory.results
+        one = weft.LowLatencyAllToAll.memory_bytes(
+            ranks=2,
+            max_tokens=4,
+            hidden=HIDDEN,
+            top_k=3,
+            num_experts=EXPERTS,
+            dtype=torch.float32,
+            quant=None,
+            slots=1,
+        )
+        assert layer.exchange.memory == one
+        assert layer.local_experts == tuple(range(EXPERTS))[group.rank * 4 : group.rank * 4 + 4]
+
+
+def test_sizes_are_known(ranks):
+    ranks(2, "threads")(sizes)
+
+
+PLAIN = CONFIGS["softmax"]
+REFUSED: list[tuple[weft.MoEConfig, dict[str, Any], str]] = [
+    (PLAIN, {"exchange": "token"}, "exchange is 'token'; choose one of 'rank', 'expert'"),
+    (PLAIN, {**BY_EXPERT, "overlap": "columns"}, "use 'none' or 'shared'"),
+    (PLAIN, {**BY_EXPERT, "overlap": "push", "gemm": "tiled"}, "use 'none' or 'shared'"),
+    (PLAIN, {**BY_EXPERT, "overlap": "shared"}, "there is nothing to overlap"),
+    (PLAIN, {**BY_EXPERT, "combine_by": "pull"}, "use 'push' or 'fp8'"),
+    (PLAIN, {**BY_EXPERT, "combine_by": "choices"}, "use 'push' or 'fp8'"),
+    (PLAIN, {**BY_EXPERT, "quantize": "mxfp8"}, "use 'fp8' or None"),
+    (PLAIN, {**BY_EXPERT, "max_rows": 64}, "leave it out"),
+    (PLAIN, {**BY_EXPERT, "gemm": "grouped"}, "brings them in blocks"),
+    (PLAIN, {**BY_EXPERT, "gemm": "tiled", "quantize": "fp8"}, "needs FP8 weights"),
+    (DEEP, {**BY_EXPERT, "gemm": "loop", "fp8": True}, "has no FP8 weights"),
+    (PLAIN, {**BY_EXPERT, "reduce": "both"}, "reduce"),
+    (PLAIN, {**BY_EXPERT, "slots": 0}, "slots"),
+    (PLAIN, {"reduce": "sender"}, "use exchange='expert'"),
+    (PLAIN, {"slots": 2}, "use exchange='expert'"),
+    (replace(PLAIN, hidden=72), {**BY_EXPERT}, "hidden"),
+]
+
+
+def refused(group: weft.Group, config: weft.MoEConfig, options: dict[str, Any]) -> str:
+    with pytest.raises(CreationFailed) as caught:
+        Case(config, tokens=(4, 6)).open(group, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("config", "options", "words"), REFUSED)
+def test_what_cannot_be_built(ranks, config, options, words):
+    texts = ranks(2, "threads")(refused, config, options)
+    assert words in texts[0]
+    assert texts[0] == texts[1]
+
+
+def two_exchanges(group: weft.Group) -> None:
+    with pytest.raises(GeometryMismatch, match=r"MoE layer differs.*exchange"):
+        Case(PLAIN, tokens=(4, 4)).open(group, exchange=("rank", "expert")[group.rank])
+
+
+def test_ranks_have_one_exchange(ranks):
+    ranks(2, "threads")(two_exchanges)
+
+
+@pytest.mark.parametrize("overlap", ["none", "shared"])
+def test_an_absent_peer_is_named_in_time(ranks, overlap):
+    ranks(2, "threads")(absent, {**BY_EXPERT, "overlap": overlap})
+
+
+@pytest.mark.parametrize("overlap", ["none", "shared"])
+def test_a_shared_expert_that_raises_ends_the_round_everywhere(ranks, overlap):
+    ranks(2, "threads")(failing_shared, {**BY_EXPERT, "overlap": overlap})
+
+
+def test_abort_reaches_the_layer(ranks):
+    ranks(2, "threads")(aborted, BY_EXPERT)
+
+
+def test_a_closed_layer_says_so(ranks):
+    ranks(2, "threads")(closed, BY_EXPERT)
+
+
+def test_wrong_parts(ranks):
+    ranks(2, "threads")(wrong_parts, BY_EXPERT)
+
+
+@pytest.mark.parametrize("name", ["softmax", "llama"])
+def test_a_refused_call_sends_nothing(ranks, name):
+    ranks(2, "threads")(called_wrongly, name, BY_EXPERT)
+
+
+def test_a_loop_is_not_captured(ranks):
+    ranks(1, "threads")(no_loop_in_a_graph, BY_EXPERT)
+
+
+def test_ways_that_a_device_has():
+    cpu, gpu, half = torch.device("cpu"), torch.device("cuda", 0), replace(DEEP, dtype=torch.half)
+    wide = replace(DEEP, dtype=torch.float32)
+
+    def choose(device: torch.device, config: weft.MoEConfig = DEEP, **given: Any) -> str:
+        options = {"fp8": False, "quantize": None, **given}
+        return choose_in_blocks("auto", device, config, **options)
+
+    assert (choose(cpu), choose(cpu, fp8=True, quantize="fp8")) == ("loop", "tiled")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("weft.moe.mlp.installed", lambda: None)
+        patch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+        assert (choose(gpu), choose(gpu, half)) == ("tiled", "tiled")
+        assert (choose(gpu, wide), choose(gpu, quantize="fp8")) == ("padded", "padded")
+        assert choose(gpu, fp8=True, quantize="fp8") == "tiled"
+
+    def missing() -> None:
+        raise InvalidArgument("no Triton here")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("weft.moe.mlp.installed", missing)
+        with pytest.raises(InvalidArgument, match="no Triton"):
+            choose(gpu)
