@@ -122,13 +122,14 @@ def _stage_table(rows: Sequence[LayerRow]) -> Table:
 
 def _title(report: LayerReport) -> Text:
     settings, config = report.settings, report.settings.config
-    wire = f"rows by {settings.exchange}, {settings.wire or 'bf16'} out, back by {settings.combine_by or 'default'}"
+    wire = f"{settings.wire or 'bf16'} out, back by {settings.combine_by or 'default'}"
     shared = "with its shared expert" if config.shared else "no shared expert"
     return Text.assemble(
         ("weft bench layer  ", "bold"),
         f"{settings.model}: {settings.ranks} ranks, hidden {config.hidden}, intermediate "
         f"{config.intermediate}, top {config.routing.top_k} of {config.routing.num_experts}, "
-        f"{settings.dtype} experts ({report.gemm}), {shared}, routing {settings.routing}, {wire}",
+        f"{settings.dtype} experts ({report.gemm}), {shared}, routing {settings.routing}, "
+        f"rows by {settings.exchange}, {wire}",
     )
 
 
