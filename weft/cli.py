@@ -178,7 +178,9 @@ def demo(
     picture: Annotated[Path | None, typer.Option(help="write who sent what (.png)")] = None,
 ) -> None:
     """Run an expert-parallel MoE layer and compare it with one process."""
-    from weft.demo import Plan, print_verdict, run, save_picture
+    from weft.demo import run
+    from weft.demo_ranks import Plan
+    from weft.demo_report import print_verdict, save_picture
 
     verdict = run(Plan.of(ranks, tokens), chosen_device(device))
     print_verdict(wide_console(), verdict)
