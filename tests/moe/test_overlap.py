@@ -86,6 +86,22 @@ def test_a_rank_without_experts(ranks, fp8):
     ranks(2, "threads")(one_result, Case(DEEP, tokens=(5, 7)), options)
 
 
+def many_rows(group: weft.Group) -> None:
+    """So many rows for each expert that tiles of 256 columns multiply them: parts must fit those."""
+    case = Case(replace(DEEP, hidden=512, shared=0), tokens=(300, 300))
+    found = []
+    for given in ({"overlap": "none"}, {"overlap": "columns", "parts": 4}):
+        with case.open(group, fp8=True, **given) as layer:
+            found.append(layer(*case.of(group.rank, group.device)))
+            settle(group)
+            layer.check()
+    assert torch.equal(bits(found[0]), bits(found[1]))
+
+
+def test_parts_fit_wide_tiles(ranks):
+    ranks(2, "threads")(many_rows)
+
+
 def few_rows(group: weft.Group, given: dict[str, Any]) -> None:
     """Rows that find no room count as nothing, and are not what lay there before."""
     case = Case(replace(DEEP, shared=0), tokens=(16, 16))
@@ -112,7 +128,8 @@ def test_parts_cover_every_column_once():
             assert len(found) <= parts
             assert [first for first, _ in found] == [0, *(end for _, end in found[:-1])]
             assert found[-1][1] == hidden
-            assert all(first % 128 == 0 for first, _ in found)
+            tile = 128 if hidden % 256 else 256
+            assert all(first % tile == 0 for first, _ in found)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

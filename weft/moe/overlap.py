@@ -24,7 +24,7 @@ OVERLAPS = ("none", "shared", "columns", "push")
 # 169 against 201 at 512 (2026-11-21).
 HOME = {"none": "push", "shared": "push", "columns": "push", "push": "choices"}
 PARTS = 4  # of the second product's columns
-COLUMNS = 128  # parts are multiples of it
+COLUMNS, WIDE_COLUMNS = 128, 256  # of a tile; parts are multiples of it
 SEND_SMS = 16  # for sends beside a product
 
 
@@ -68,9 +68,12 @@ class Beside:
 
 
 def parts_of(hidden: int, parts: int) -> Iterator[Columns]:
-    """At most `parts` ranges of columns that cover `hidden`, all but the last multiples of 128."""
-    blocks = -(-hidden // COLUMNS)
-    step = -(-blocks // parts) * COLUMNS
+    """At most `parts` ranges of columns that cover `hidden`, in whole tiles, but for the last.
+
+    Where wide tiles fit into hidden, a product of many rows has them.
+    """
+    tile = COLUMNS if hidden % WIDE_COLUMNS else WIDE_COLUMNS
+    step = -(-hidden // tile // parts) * tile
     for first in range(0, hidden, step):
         yield first, min(first + step, hidden)
 
