@@ -87,7 +87,7 @@ def test_a_rank_without_experts(ranks, fp8):
 
 
 def many_rows(group: weft.Group) -> None:
-    """So many rows for each expert that tiles of 256 columns multiply them: parts must fit those."""
+    """So many rows for each expert that tiles of 256 columns multiply them: parts must fit."""
     case = Case(replace(DEEP, hidden=512, shared=0), tokens=(300, 300))
     found = []
     for given in ({"overlap": "none"}, {"overlap": "columns", "parts": 4}):
