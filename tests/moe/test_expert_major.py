@@ -184,6 +184,31 @@ def test_sizes_are_known(ranks):
     ranks(2, "threads")(sizes)
 
 
+def options_reach(group: weft.Group) -> None:
+    case = Case(CONFIGS["softmax"], tokens=(4, 4))
+    options: dict[str, Any] = {"combine_by": "fp8", "quantize": "fp8", "slots": 3, "profile": True}
+    owners = [1, 0, 1, 1, 0, 0, 1, 1]
+    with case.open(group, **SENDER, **options, expert_map=owners) as layer:
+        exchange = layer.exchange
+        assert isinstance(exchange, weft.LowLatencyAllToAll)
+        shape = exchange._geometry.shape
+        assert (shape.fp8_back, shape.group, shape.reduce) == (True, 128, "sender")
+        assert len(exchange._rounds.slots) == 3
+        assert exchange._rounds.tracks.numel() > 0
+        assert exchange.placement.ranks == tuple(owners)
+        assert layer.local_experts == tuple(e for e in range(8) if owners[e] == group.rank)
+    with case.open(group, **BY_EXPERT) as layer:
+        exchange = layer.exchange
+        assert isinstance(exchange, weft.LowLatencyAllToAll)
+        shape = exchange._geometry.shape
+        assert (shape.fp8_back, shape.group, shape.reduce) == (False, 0, "receiver")
+        assert len(exchange._rounds.slots) == 1
+
+
+def test_options_reach_the_exchange(ranks):
+    ranks(2, "threads")(options_reach)
+
+
 PLAIN = CONFIGS["softmax"]
 REFUSED: list[tuple[weft.MoEConfig, dict[str, Any], str]] = [
     (PLAIN, {"exchange": "token"}, "exchange is 'token'; choose one of 'rank', 'expert'"),
