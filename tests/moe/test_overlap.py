@@ -25,12 +25,13 @@ MODES: dict[str, dict[str, Any]] = {
     "columns in one": {"overlap": "columns", "parts": 1},
     "columns in two": {"overlap": "columns", "parts": 2},
     "columns in three": {"overlap": "columns", "parts": 9},
+    "signals": {"overlap": "signals"},
     "push": {"overlap": "push"},
 }
 
 
 def modes_of(config: weft.moe.MoEConfig, gemm: str) -> dict[str, dict[str, Any]]:
-    left_out = {"push"} if gemm != "tiled" else set()
+    left_out = {"signals", "push"} if gemm != "tiled" else set()
     if not config.shared:
         left_out.add("shared")
     return {name: given for name, given in MODES.items() if name not in left_out}
@@ -116,7 +117,7 @@ def few_rows(group: weft.Group, given: dict[str, Any]) -> None:
     group.barrier()
 
 
-@pytest.mark.parametrize("overlap", ["none", "columns", "push"])
+@pytest.mark.parametrize("overlap", ["none", "columns", "signals", "push"])
 def test_rows_without_room(ranks, overlap):
     ranks(2, "threads")(few_rows, {"overlap": overlap})
 
@@ -138,6 +139,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"overlap": "push", "combine_by": "push", "gemm": "tiled"}, "go together"),
     ({"overlap": "none", "combine_by": "choices"}, "go together"),
     ({"overlap": "push", "gemm": "loop"}, "use gemm='tiled'"),
+    ({"overlap": "signals", "gemm": "loop"}, "use gemm='tiled'"),
+    ({"overlap": "signals", "combine_by": "pull", "gemm": "tiled"}, "sends sums while others"),
     ({"fp8": True, "gemm": "loop"}, "no FP8 weights"),
     ({"fp8": True, "quantize": "mxfp8"}, "takes FP8 rows"),
     ({"gemm": "tiled", "quantize": "fp8"}, "needs FP8 weights"),

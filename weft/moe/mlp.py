@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from weft.moe.experts import FP8, ExpertWeights
 from weft.moe.models import MoEConfig
 from weft.moe.products import RowsByExpert, choose, layout_of, make
 from weft.ops.grouping import Layout
+from weft.ops.sending import Signal
 from weft.shape import FP8_BLOCK
 
 Columns = tuple[int, int]
@@ -40,6 +42,14 @@ class Mlp(Protocol):
 
     def down(self, weights: ExpertWeights, columns: Columns | None = None) -> torch.Tensor:
         """The second product, or these columns of it: `[*rows, hidden]`, the others undefined."""
+
+    def down_signalled(
+        self, weights: ExpertWeights, cells: torch.Tensor, send_sms: int | None
+    ) -> tuple[torch.Tensor, Signal]:
+        """The second product, whose columns are told as they are done. Tiled only.
+
+        send_sms: SMs to leave to whoever waits for them.
+        """
 
     def push(self, weights: ExpertWeights) -> None:
         """The second product, every row of it stored at its `home`. Tiled only."""
@@ -161,6 +171,11 @@ class TorchMlp:
             part.copy_(y)
         return self._y
 
+    def down_signalled(
+        self, weights: ExpertWeights, cells: torch.Tensor, send_sms: int | None
+    ) -> tuple[torch.Tensor, Signal]:
+        raise InvalidArgument("torch's products tell nobody of their columns; use gemm='tiled'")
+
     def push(self, weights: ExpertWeights) -> None:
         raise InvalidArgument("torch's products store no rows at peers; use gemm='tiled'")
 
@@ -197,6 +212,9 @@ class TiledMlp:
     ) -> None:
         self._config, self._experts, self._fp8 = config, max(experts, 1), fp8
         self._masked = len(rows) == 2
+        self._sms = 0
+        if device.type == "cuda":
+            self._sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._programmatic = programmatic
         gating = config.gating
         kind = GatedQuant if fp8 else Gated
@@ -239,6 +257,15 @@ class TiledMlp:
         part = {} if columns is None else {"columns": columns}
         self._multiply(weights, self._down, out=self._y, **part)
         return self._y
+
+    def down_signalled(
+        self, weights: ExpertWeights, cells: torch.Tensor, send_sms: int | None
+    ) -> tuple[torch.Tensor, Signal]:
+        by = replace(self._down, order="column")
+        num_sms = None if send_sms is None else max(1, self._sms - send_sms)
+        cells = cells[: by.column_blocks(self._config.hidden)]
+        self._multiply(weights, by, out=self._y, signal=cells, num_sms=num_sms)
+        return self._y, Signal(cells, by.block_rows, by.block_columns)
 
     def push(self, weights: ExpertWeights) -> None:
         home = self._grouped.home if self._grouped is not None else None

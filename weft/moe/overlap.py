@@ -2,7 +2,8 @@
 
 "none": one thing after the other. The others give the shared expert a stream of its own, from
 before dispatch until combine needs its result. "columns" also sends the last columns of the second
-product, in a third stream, while the next are multiplied; with "push" the product itself stores
+product, in a third stream, while the next are multiplied; "signals" does so with one product and
+one send, which waits on the device for each block of columns; with "push" the product itself stores
 every row at its owner, who sums them. All give the same bits.
 """
 
@@ -18,14 +19,17 @@ from weft.moe.experts import ExpertWeights
 from weft.moe.mlp import Columns, Mlp
 from weft.ops.grouping import ExpertGroups
 
-OVERLAPS = ("none", "shared", "columns", "push")
+OVERLAPS = ("none", "shared", "columns", "signals", "push")
 # How rows come home by default. Sums that their makers send take one kernel less than sums that
 # their owners fetch: a round on 4 x H200 without the products takes 25 us against 31 at 16 tokens,
 # 169 against 201 at 512 (2026-11-21).
-HOME = {"none": "push", "shared": "push", "columns": "push", "push": "choices"}
+HOME = dict.fromkeys(OVERLAPS, "push") | {"push": "choices"}
 PARTS = 4  # of the second product's columns
 COLUMNS, WIDE_COLUMNS = 128, 256  # of a tile; parts are multiples of it
-SEND_SMS = 16  # for sends beside a product
+FEWEST_SMS, MOST_SMS = 4, 32  # for sends beside a product
+# What an SM sends while a product runs beside it: about 10 GB/s (16 of them, 4 x H200, 2026-11-21)
+# in the 120 us of a down projection of DeepSeek-V3.
+SENT_BY_AN_SM = 1.2e6
 
 
 class Beside:
@@ -98,6 +102,32 @@ def send_by_columns(
     beside.join()
 
 
+def sms_to_send(tokens: int, ranks: int, row_bytes: int) -> int:
+    """SMs that send `tokens` sums of each rank to every rank while a product runs beside them."""
+    wanted = -(-tokens * ranks * row_bytes // int(SENT_BY_AN_SM))
+    return min(max(wanted, FEWEST_SMS), MOST_SMS)
+
+
+def send_by_signals(
+    mlp: Mlp,
+    weights: ExpertWeights,
+    groups: ExpertGroups,
+    beside: Beside,
+    *,
+    cells: torch.Tensor,
+    num_sms: int | None,
+) -> None:
+    """One product and one send, which waits for the product's columns, block by block.
+
+    The send begins behind all that came before the product, and the product keeps off its SMs.
+    """
+    beside.mark()
+    y, signal = mlp.down_signalled(weights, cells, num_sms)
+    with beside.after_mark():
+        groups.send(y, signal=signal, num_sms=num_sms)
+    beside.join()
+
+
 def check_overlap(overlap: str, combine_by: str | None, gemm: str) -> str:
     """How rows come home with this overlap: combine_by as given, or its default.
 
@@ -107,19 +137,21 @@ def check_overlap(overlap: str, combine_by: str | None, gemm: str) -> str:
         words = ", ".join(map(repr, OVERLAPS))
         raise InvalidArgument(f"overlap is {overlap!r}; choose one of {words}")
     home = combine_by or HOME[overlap]
-    if overlap == "columns" and home not in ("push", "fp8"):
+    if overlap in ("columns", "signals") and home not in ("push", "fp8"):
         raise InvalidArgument(
-            f"overlap 'columns' sends sums while others are made, combine_by is {home!r}: leave it "
-            "out, or pass 'push' or 'fp8'"
+            f"overlap {overlap!r} sends sums while others are made, combine_by is {home!r}: leave "
+            "it out, or pass 'push' or 'fp8'"
         )
     if (overlap == "push") != (home == "choices"):
         raise InvalidArgument(
             f"overlap is {overlap!r}, combine_by {home!r}; 'push' and 'choices' go together: "
             "leave combine_by out"
         )
-    if overlap == "push" and gemm != "tiled":
+    if overlap in ("signals", "push") and gemm != "tiled":
+        does = (
+            "tells what it has made" if overlap == "signals" else "stores its rows at their homes"
+        )
         raise InvalidArgument(
-            "overlap 'push' needs a product that stores its rows at their homes, gemm is "
-            f"{gemm!r}: use gemm='tiled'"
+            f"overlap {overlap!r} needs a product that {does}, gemm is {gemm!r}: use gemm='tiled'"
         )
     return home
