@@ -158,6 +158,24 @@ def test_refusals(ranks, options, words):
     ranks(1, "threads")(refused, options, words)
 
 
+def chosen(group: weft.Group) -> None:
+    plain = replace(DEEP, shared=0)
+    for config, options, want in (
+        (DEEP, {}, "shared"),
+        (plain, {}, "none"),
+        (DEEP, {"gemm": "tiled"}, "push"),
+        (plain, {"fp8": True}, "push"),
+        (DEEP, {"gemm": "tiled", "combine_by": "pull"}, "shared"),
+        (DEEP, {"gemm": "tiled", "exchange": "expert"}, "shared"),
+    ):
+        with Case(config, tokens=(4,)).open(group, **options) as layer:
+            assert layer.overlap == want
+
+
+def test_what_auto_comes_to(ranks):
+    ranks(1, "threads")(chosen)
+
+
 def test_every_overlap_has_a_way_home_and_a_test():
     assert set(HOME) == set(OVERLAPS) == {given["overlap"] for given in MODES.values()}
 

@@ -14,7 +14,7 @@ from weft.memory import Group
 from weft.moe.expert_major import ExpertMajor
 from weft.moe.experts import ExpertWeights
 from weft.moe.models import MoEConfig
-from weft.moe.overlap import PARTS
+from weft.moe.overlap import PARTS, fastest
 from weft.moe.rank_major import RankMajor
 from weft.moe.router import Routed, route
 from weft.moe.workspace import Exchange, LayerWorkspace, Options
@@ -41,8 +41,9 @@ class MoE:
         LowLatencyAllToAll, rows by expert, for few tokens: overlap "none" or "shared".
     overlap: "none": one thing after the other; "shared": the shared expert beside all that comes
         before combine; "columns": that, and while some columns of the second product are computed,
-        those before them are sent home; "push": or the product stores its rows at their owners
-        itself, with gemm="tiled". Equal bits. (weft/moe/overlap.py)
+        those before them are sent home; "signals": by one send that waits for them; "push": or the
+        product stores its rows at their owners itself; the last two with gemm="tiled". "auto": the
+        fastest that was measured. Equal bits. (weft/moe/overlap.py)
     parts: of the columns, where overlap sends by them.
     fp8: weights are FP8 with scales (`ExpertWeights.to_fp8`), tokens travel as FP8.
     gemm: "tiled" (weft.gemm), "grouped", "padded" or "loop" (weft/moe/products.py); "auto": tiled
@@ -69,7 +70,7 @@ class MoE:
         shared: Shared | None = None,
         correction: torch.Tensor | None = None,
         exchange: str = "rank",
-        overlap: str = "none",
+        overlap: str = "auto",
         gemm: str = "auto",
         max_rows: int | None = None,
         expert_map: Sequence[int] | torch.Tensor | None = None,
@@ -85,6 +86,9 @@ class MoE:
         programmatic_launch: bool = True,
         profile: bool = False,
     ) -> None:
+        if overlap == "auto":
+            tiled, hides = fp8 or gemm == "tiled", config.shared > 0
+            overlap = fastest(exchange, tiled=tiled, shared=hides, combine_by=combine_by)
         options = Options(
             max_tokens=max_tokens,
             exchange=exchange,
@@ -149,6 +153,11 @@ class MoE:
     def gemm(self) -> str:
         """The way the experts multiply: what "auto" came to."""
         return self._workspace.chosen.gemm
+
+    @property
+    def overlap(self) -> str:
+        """What runs beside what: what "auto" came to."""
+        return self._workspace.options.overlap
 
     @property
     def workspace_bytes(self) -> int:
