@@ -11,6 +11,7 @@ PYTEST_ARGS ?=
 OUT ?= build/gpu
 
 BIN := .venv/bin
+RUNS := .venv/.runs
 READY := .venv/.ready
 CPP_FILES = $(shell find weft tests -name '*.cuh' -o -name '*.cu' -o -name '*.cpp' -o -name '*.hpp')
 HAS_GPU_TORCH := import torch; raise SystemExit(not torch.cuda.is_available())
@@ -19,7 +20,7 @@ HAS_GPU_TORCH := import torch; raise SystemExit(not torch.cuda.is_available())
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
-demo: $(READY)
+demo: $(RUNS)
 	$(BIN)/weft demo
 
 # pytest runs last, so that its closing line is the last thing to read.
@@ -51,9 +52,9 @@ clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# A machine whose torch sees a GPU keeps that torch; any other gets $(TORCH). Debian parts ensurepip from python3, so
-# without it the system's pip fills the environment.
-$(READY): pyproject.toml
+# What weft needs to run. A machine whose torch sees a GPU keeps that torch; any other gets $(TORCH). Debian parts
+# ensurepip from python3, so without it the system's pip fills the environment.
+$(RUNS): pyproject.toml
 	@$(PYTHON) -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' || \
 	    { echo 'weft needs Python 3.11 or newer: make PYTHON=python3.12 ...' >&2; exit 1; }
 	@site=; if $(PYTHON) -c '$(HAS_GPU_TORCH)' 2>/dev/null; then site=--system-site-packages; fi; \
@@ -62,5 +63,11 @@ $(READY): pyproject.toml
 	    { $(PYTHON) -m venv --clear --without-pip $$site .venv && \
 	      $(PYTHON) -m pip --python $(BIN)/python install pip; }
 	$(BIN)/python -c '$(HAS_GPU_TORCH)' 2>/dev/null || $(BIN)/python -m pip install $(TORCH)
+	extras=; if $(BIN)/python -c '$(HAS_GPU_TORCH)' 2>/dev/null; then extras='[cuda,gemm]'; fi; \
+	$(BIN)/python -m pip install -e ".$$extras"
+	touch $@
+
+# And what its tests need.
+$(READY): $(RUNS)
 	$(BIN)/python -m pip install -e '.[dev]'
 	touch $@
