@@ -1,0 +1,110 @@
+"""Overlap under replay, lateness and schedules that were made to break it: no word may differ.
+
+The bodies are in tests/moe/overlapping.py and signalled.py, and CPU ranks rehearse them; here they
+run as CUDA graphs, on 2 to 8 GPUs. Each test starts its ranks as processes with a deadline.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.moe.overlapping import MODES, Plan, odd, replay
+from tests.moe.signalled import signalled
+
+triton = pytest.importorskip("triton")
+tl: Any = pytest.importorskip("triton.language")
+globaltimer = pytest.importorskip("triton.language.extra.cuda").globaltimer
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
+
+BF16: dict[str, Any] = {"gemm": "tiled"}
+FP8: dict[str, Any] = {"gemm": "tiled", "fp8": True, "quantize": "fp8"}
+SOUND = dict.fromkeys(MODES, 0)
+LEFT_SMS = 8  # that a filler leaves to everyone else
+
+
+def count() -> int:
+    gpus = torch.cuda.device_count()
+    if gpus < 2:
+        pytest.skip("needs 2 GPUs")
+    return min(8, gpus)
+
+
+def both_dtypes(group: weft.Group, replays: int) -> dict[str, dict[str, int]]:
+    return {
+        "bf16": replay(group, Plan(replays), BF16),
+        "fp8": replay(group, Plan(replays // 4), FP8),
+    }
+
+
+def test_a_hundred_thousand_replays_have_the_bits_of_no_overlap(ranks):
+    ranks_of = count()
+    told = ranks(ranks_of, "cuda")(both_dtypes, 100_000, timeout=140.0)
+    assert told == [{"bf16": SOUND, "fp8": SOUND}] * ranks_of
+
+
+def every_odd_round(group: weft.Group) -> list[dict[str, int]]:
+    return [
+        odd(group, 500, top_k, rows, options, faults)
+        for top_k, rows, options, faults in (
+            (1, 8, BF16, False),
+            (3, 48, BF16, True),
+            (3, 8, FP8, True),
+        )
+    ]
+
+
+def test_late_ranks_and_odd_routing_change_nothing(ranks):
+    ranks_of = count()
+    told = ranks(ranks_of, "cuda")(every_odd_round, timeout=140.0)
+    assert told == [[SOUND] * 3] * ranks_of
+
+
+def serialised(group: weft.Group) -> list[dict[str, int]]:
+    return [replay(group, Plan(400), BF16), odd(group, 60, 3, 8, BF16, True)]
+
+
+@pytest.mark.parametrize("name", ["CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS"])
+def test_a_driver_that_serialises_is_no_deadlock(ranks, monkeypatch, name):
+    monkeypatch.setenv(name, "1")
+    ranks_of = count()
+    told = ranks(ranks_of, "cuda")(serialised, timeout=140.0)
+    assert told == [[SOUND] * 2] * ranks_of
+
+
+@triton.jit
+def occupy(duration_ns):
+    """Keep a place on an SM for so long."""
+    end = globaltimer() + duration_ns
+    now = globaltimer()
+    while now < end:
+        now = globaltimer()
+
+
+def fill(stream: torch.cuda.Stream, sms: int, done: int) -> None:
+    """Before every fourth round: all threads of all but LEFT_SMS SMs are taken for 0.2 ms."""
+    if done % 4 == 0:
+        with torch.cuda.stream(stream):
+            occupy[(2 * (sms - LEFT_SMS),)](200_000, num_warps=32)
+
+
+def crowded(group: weft.Group) -> tuple[list[dict[str, int]], int]:
+    """Rounds beside a filler; then sends that were enqueued before what they wait for."""
+    sms = torch.cuda.get_device_properties(group.device).multi_processor_count
+    told = []
+    for priority in (0, -5):  # as the layer's own streams, and before them
+        filler = functools.partial(fill, torch.cuda.Stream(priority=priority), sms)
+        filler(0)
+        for graphs in (True, False):
+            told.append(replay(group, Plan(1000, graphs=graphs), BF16, filler))
+    return told, signalled(group, 200, True)
+
+
+def test_a_crowded_gpu_and_consumers_that_came_first(ranks):
+    ranks_of = count()
+    told = ranks(ranks_of, "cuda")(crowded, timeout=140.0)
+    assert told == [([SOUND] * 4, 0)] * ranks_of

@@ -1,0 +1,331 @@
+"""Rounds of one overlap beside rounds of none, counted on the device: what all schedules run.
+
+Every round draws or is given new tokens and routing, is poisoned where nothing of it may be read,
+runs one layer without overlap and one with it, and adds the words in which they differ to a counter
+on the device. No host waits between rounds, so fast ranks run ahead of slow ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+import weft
+from tests.moe.layers import EXPERTS, WIDER, Case, bound
+from tests.moe.test_layer import settle
+from tests.ops.test_failures import BEFORE_READ, DISPATCH_ENTER, JITTER, plan_fault
+from weft.moe import ExpertWeights, MoEConfig, Routing, workspace
+from weft.moe.mlp import Columns, Mlp
+from weft.ops.alltoall import AllToAll
+from weft.ops.grouping import Grouped
+
+CONFIG = MoEConfig(WIDER, 128, Routing(EXPERTS, 3), shared=128)
+MODES: dict[str, dict[str, Any]] = {
+    "none": {"overlap": "none", "combine_by": "push"},
+    "shared": {"overlap": "shared"},
+    "columns": {"overlap": "columns", "parts": 3},
+    "push": {"overlap": "push"},
+}
+SIZES = (1, 10, 40)  # tokens a rank
+MOST_TOKENS = max(SIZES)
+LEAN = 30.0  # of logits, that outdoes any that is drawn
+
+
+class Poisoned:
+    """An Mlp that, once its rows are grouped, spoils what they were grouped from.
+
+    There the inbox and the output are this rank's own: all peers have dispatched, so all have done
+    with the last round, and none begins the next before this rank has told them that this one ends.
+    """
+
+    def __init__(self, layer: weft.MoE) -> None:
+        self.mlp: Mlp = layer._workspace._mlp
+        self.on = True
+        place = layer.exchange._workspace
+        self.spoiled = [p.view(torch.uint8) for p in (*place.received.payloads, place.output)]
+        a2a = layer.exchange
+        shape, offset = a2a._geometry.shape, a2a._geometry.layout.returned
+        size = (shape.returned_rows * shape.returned_bytes,)
+        self.returned = place.heap.tensor(size, torch.uint8, offset=offset)
+        self.buffers = self.mlp.buffers
+        layer._workspace._mlp = self  # type: ignore[assignment]
+
+    def begin(self) -> None:
+        """Spoil what the last round left: peers push rows home behind this rank's dispatch."""
+        if self.on:
+            for buffer in (self.returned, *self.buffers):
+                buffer.view(torch.uint8).fill_(0xFF)  # NaN in every float type
+
+    def expect(self, rows: int) -> None:
+        self.mlp.expect(rows)
+
+    def up(self, weights: ExpertWeights, grouped: Grouped) -> None:
+        self.mlp.up(weights, grouped)
+        if self.on:
+            for tensor in self.spoiled:
+                tensor.fill_(0xFF)
+
+    def down(self, weights: ExpertWeights, columns: Columns | None = None) -> torch.Tensor:
+        return self.mlp.down(weights, columns)
+
+    def push(self, weights: ExpertWeights) -> None:
+        self.mlp.push(weights)
+
+
+class Layers:
+    """The layer without overlap, one of each mode, and the words that were wrong in each."""
+
+    def __init__(
+        self, group: weft.Group, case: Case, modes: tuple[str, ...], options: dict[str, Any]
+    ) -> None:
+        self.group, self.case, self.modes = group, case, modes
+        self._stack = contextlib.ExitStack()
+        options = {"timeout": 30.0, "max_tokens": MOST_TOKENS, **options}
+
+        def opened(given: dict[str, Any]) -> weft.MoE:
+            return self._stack.enter_context(case.open(group, **options, **given))
+
+        self.plain = opened({"overlap": "none"})
+        self.others = {name: opened(MODES[name]) for name in modes}
+        every = (self.plain, *self.others.values())
+        self.poisons = {id(layer): Poisoned(layer) for layer in every}
+        self.fp8 = bool(options.get("fp8"))
+        d = group.device
+        self.wrong = {name: torch.zeros((), dtype=torch.int64, device=d) for name in modes}
+
+    def __enter__(self) -> Layers:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            settle(self.group)  # peers may still be reading what is about to go
+        self._stack.close()
+
+    def call(self, layer: weft.MoE, poison: bool, *given: torch.Tensor, **more: Any) -> None:
+        spoiler = self.poisons[id(layer)]
+        spoiler.on = poison
+        spoiler.begin()
+        layer(*given, **more)
+
+    def check(self) -> dict[str, int]:
+        """What was wrong, once everything has run."""
+        settle(self.group)
+        for layer in (self.plain, *self.others.values()):
+            layer.check()
+        return {name: int(count) for name, count in self.wrong.items()}
+
+
+def words(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int16)
+
+
+class Step:
+    """Rounds of one mode and one size in tensors of their own; a call only enqueues."""
+
+    def __init__(
+        self, layers: Layers, mode: str, tokens: int, *, poison: bool, seed: int = 0
+    ) -> None:
+        d, hidden = layers.group.device, layers.case.config.hidden
+        self.layers, self.mode, self.poison = layers, mode, poison
+        self.x = torch.zeros((tokens, hidden), dtype=layers.case.config.dtype, device=d)
+        self.logits = torch.zeros((tokens, EXPERTS), device=d)
+        self.count = torch.full((1,), tokens, dtype=torch.int32, device=d)
+        self.turn = torch.zeros((), dtype=torch.int64, device=d)
+        self.experts = torch.arange(EXPERTS, device=d)
+        self.wanted, self.found = torch.zeros_like(self.x), torch.zeros_like(self.x)
+        # A captured round draws from the device's own generator.
+        self.source: torch.Generator | None = None
+        if d.type == "cpu":
+            self.source = torch.Generator().manual_seed(64 * seed + layers.group.rank)
+
+    def draw(self) -> None:
+        """New tokens, routing and row counts. Every fourth time all ranks want the same experts."""
+        self.turn += 1
+        self.x.normal_(generator=self.source)
+        self.logits.normal_(generator=self.source)
+        wanted = (self.experts + self.turn) % EXPERTS < CONFIG.routing.top_k
+        self.logits += (wanted & (self.turn % 4 == 0)) * LEAN
+        self.count.random_(0, len(self.x) + 1, generator=self.source)
+
+    def compare(self) -> None:
+        """One round of both layers; outputs begin as different numbers, so that both must write."""
+        layers = self.layers
+        given = (self.x, self.logits)
+        self.wanted.fill_(float("nan"))
+        self.found.fill_(float("inf"))
+        layers.call(layers.plain, self.poison, *given, num_tokens=self.count, out=self.wanted)
+        other = layers.others[self.mode]
+        layers.call(other, self.poison, *given, num_tokens=self.count, out=self.found)
+        wrong = (words(self.wanted) != words(self.found)).sum() + (~self.wanted.isfinite()).sum()
+        layers.wrong[self.mode] += wrong
+
+    def __call__(self) -> None:
+        self.draw()
+        self.compare()
+
+
+def against_reference(layers: Layers) -> None:
+    """The layer without overlap is right: then bits that equal its own are."""
+    case, group = layers.case, layers.group
+    x, logits = case.of(group.rank, group.device)
+    layers.call(layers.plain, True, x, logits, out=(out := torch.full_like(x, float("nan"))))
+    settle(group)
+    wanted = case.wanted(layers.plain, x, logits, fp8=layers.fp8)
+    slack = 3.0 if layers.fp8 else 1.0
+    limit = slack * bound(case.config, wanted)
+    torch.testing.assert_close(out.float(), wanted, rtol=0, atol=limit)
+
+
+def captured(step: Step) -> Callable[[], None]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+@dataclass(frozen=True)
+class Plan:
+    """replays: of all modes together.   beside: called before each, with its number."""
+
+    replays: int
+    modes: tuple[str, ...] = tuple(MODES)
+    graphs: bool = True
+
+
+def replay(
+    group: weft.Group,
+    plan: Plan,
+    options: dict[str, Any],
+    beside: Callable[[int], None] = lambda done: None,
+) -> dict[str, int]:
+    """Graphs of every mode and size in an order that all ranks know, eager calls between them."""
+    case = Case(CONFIG, tokens=(10,) * group.size)
+    if group.device.type == "cuda":
+        torch.cuda.manual_seed(group.rank)
+    with Layers(group, case, plan.modes, options) as layers:
+        against_reference(layers)
+        steps = [
+            Step(layers, mode, tokens, poison=poison)
+            for mode in plan.modes
+            for tokens in SIZES
+            for poison in (False, True)
+        ]
+        for step in steps:
+            step()  # everything is compiled and loaded behind it
+        settle(group)
+        plays: list[Callable[[], None]] = list(steps)
+        if group.device.type == "cuda" and plan.graphs:
+            plays = [captured(step) for step in steps]
+        order = random.Random(5)
+        for done in range(plan.replays):
+            which = order.randrange(len(plays))
+            beside(done)
+            if done % 97 == 0:
+                steps[which]()
+            plays[which]()
+            if done % 5000 == 0:
+                layers.check()
+        return layers.check()
+
+
+def odd_round(number: int, ranks: int, block: int) -> tuple[str, tuple[int, ...], int, int]:
+    """What round `number` is: its name, each rank's tokens, the experts that all want: from, count.
+
+    block: rows of a tile.   count 0: no expert in particular.
+    """
+    last, turn = EXPERTS - 1, number // 10
+
+    def spread(rows: int) -> tuple[int, ...]:
+        """So many tokens over the ranks, whoever has one more."""
+        least = [rows // ranks + ((r + turn) % ranks < rows % ranks) for r in range(ranks)]
+        return tuple(min(tokens, MOST_TOKENS) for tokens in least)
+
+    expert = turn % EXPERTS
+    cases = (
+        ("a block less one, to one expert", spread(block - 1), expert, 1),
+        ("a block, to one expert", spread(block), expert, 1),
+        ("a block and one, to one expert", spread(block + 1), expert, 1),
+        ("all to one expert", (MOST_TOKENS,) * ranks, expert, 1),
+        ("all to the last rank", spread(5 * ranks), last - 1, 2),
+        ("one rank has no token", tuple(9 * (r != turn % ranks) for r in range(ranks)), 0, 0),
+        ("one token in all", tuple(int(r == turn % ranks) for r in range(ranks)), expert, 1),
+        ("no token at all", (0,) * ranks, 0, 0),
+        ("experts that nobody wants", spread(7 * ranks), 0, EXPERTS // 2),
+        ("any", tuple((11 * number + 7 * r) % (MOST_TOKENS + 1) for r in range(ranks)), 0, 0),
+    )
+    return cases[number % len(cases)]
+
+
+@contextlib.contextmanager
+def armed(group: weft.Group) -> Iterator[None]:
+    """All-to-alls of layers that are made within have the fault points of protocol/fault.cuh."""
+    group.barrier()
+    vars(workspace)["AllToAll"] = functools.partial(AllToAll, _defines=("WEFT_FAULTS=1",))
+    group.barrier()
+    try:
+        yield
+    finally:
+        group.barrier()
+        vars(workspace)["AllToAll"] = AllToAll
+        group.barrier()
+
+
+def late(group: weft.Group, number: int) -> None:
+    """One rank comes late, on the host or on its device, by up to 2 ms."""
+    chance = random.Random(number)
+    if chance.randrange(group.size) != group.rank:
+        return
+    wait = chance.random() * 2e-3
+    if number % 16 == 0 or group.device.type == "cpu":
+        time.sleep(wait if number % 16 == 0 else 0.0)
+    elif number % 4 == 0:
+        torch.cuda._sleep(int(wait * 1e9))  # cycles, at about 2 GHz: half as long
+
+
+def odd(
+    group: weft.Group, rounds: int, top_k: int, rows: int, options: dict[str, Any], faults: bool
+) -> dict[str, int]:
+    """Late ranks and odd routing, round after round, all poisoned.
+
+    rows: of each expert that products plan for; faults: a rank also falters within kernels.
+    """
+    config = replace(CONFIG, routing=replace(CONFIG.routing, top_k=top_k))
+    with armed(group) if faults else contextlib.nullcontext():
+        layers = Layers(group, Case(config, (4,) * group.size), tuple(MODES), options)
+    with layers:
+        assert bool(layers.plain.exchange._build.defines) == faults
+        block = 16
+        for poison in layers.poisons.values():
+            poison.mlp.expect(rows)
+            poison.expect = lambda rows: None  # type: ignore[method-assign]
+            block = getattr(getattr(poison.mlp, "_down", None), "block_rows", block)
+        if group.device.type == "cuda":
+            torch.cuda.manual_seed(group.rank)
+        for number in range(rounds):
+            if faults and number % 20 == 0:
+                falter(layers, number // 20)
+            for mode in layers.modes:
+                _, tokens, first, count = odd_round(number, group.size, block)
+                step = Step(layers, mode, tokens[group.rank], poison=True, seed=number)
+                step.x.normal_(generator=step.source)
+                step.logits.normal_(generator=step.source)[:, first : first + count] += LEAN
+                late(group, number)
+                step.compare()
+        return layers.check()
+
+
+def falter(layers: Layers, number: int) -> None:
+    """Another rank pauses at another point of its kernels, by up to 60 us, until the next call."""
+    group = layers.group
+    points = range(DISPATCH_ENTER, BEFORE_READ + 1)
+    for layer in (layers.plain, *layers.others.values()):
+        faltering = group.rank == number % group.size
+        point = points[number % len(points)] if faltering else 0
+        plan_fault(layer.exchange, point, JITTER, argument=60_000)

@@ -1,0 +1,72 @@
+"""Rehearsals on CPU ranks of what tests/gpu/test_overlap_graphs.py runs on GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.moe import overlapping
+from tests.moe.layers import Case
+from tests.moe.overlapping import CONFIG, MODES, Layers, Plan, Step, odd, odd_round, replay
+from tests.moe.signalled import signalled
+from weft.moe import Expert
+
+TILED: dict[str, Any] = {"gemm": "tiled"}
+WEIGHTS = {"bf16": TILED, "fp8": {**TILED, "fp8": True, "quantize": "fp8"}}
+SOUND = dict.fromkeys(MODES, 0)
+
+
+@pytest.mark.parametrize("weights", list(WEIGHTS))
+def test_rounds_of_every_overlap_in_any_order(ranks, weights):
+    assert ranks(2, "threads")(replay, Plan(40), WEIGHTS[weights]) == [SOUND] * 2
+
+
+@pytest.mark.parametrize(("top_k", "rows", "faults"), [(1, 8, False), (3, 48, True)])
+def test_late_ranks_and_odd_routing(ranks, top_k, rows, faults):
+    told = ranks(3, "threads")(odd, 40, top_k, rows, TILED, faults)
+    assert told == [SOUND] * 3
+
+
+def test_a_send_that_waits_for_a_tiled_product(ranks):
+    assert ranks(2, "threads")(signalled, 6, False) == [0, 0]
+
+
+def spoiled(group: weft.Group, how: str) -> dict[str, int]:
+    """Something is wrong in a round: the counter must say so."""
+    case = Case(CONFIG, (4,) * group.size)
+    with Layers(group, case, ("push",), TILED) as layers:
+        step = Step(layers, "push", 4, poison=True)
+        other = layers.others["push"]
+        if how == "another shared expert":
+            other._shared = Expert.seeded(CONFIG, 98, shared=True)
+        elif how == "a product that stores nothing":
+            vars(other._workspace._mlp)["push"] = lambda weights: None
+        else:
+            layers.plain._shared = lambda x: torch.full_like(x, torch.nan)
+        step.draw()
+        step.count.fill_(4)
+        step.compare()
+        return layers.check()
+
+
+@pytest.mark.parametrize(
+    "how", ["another shared expert", "a product that stores nothing", "NaN in both"]
+)
+def test_what_is_wrong_is_counted(ranks, how):
+    assert all(told["push"] > 0 for told in ranks(2, "threads")(spoiled, how))
+
+
+def test_odd_rounds_meet_the_edges_of_a_block():
+    for block in (16, 64):
+        found: dict[str, set[int]] = {}
+        for number in range(100):
+            name, tokens, _, _ = odd_round(number, 4, block)
+            assert all(0 <= count <= overlapping.MOST_TOKENS for count in tokens)
+            found.setdefault(name, set()).add(sum(tokens))
+        edges = [found[f"a block{more}, to one expert"] for more in (" less one", "", " and one")]
+        assert edges == [{block - 1}, {block}, {block + 1}]
+        assert found["no token at all"] == {0}
+        assert found["one token in all"] == {1}
