@@ -27,6 +27,7 @@ _OVERLAP = f"any of {', '.join(OVERLAPS)}, with commas; default: all"
 _EXCHANGE = f"{', '.join(EXCHANGES)}: rows by rank (AllToAll) or by expert (LowLatencyAllToAll)"
 _ROUTING = "uniform, perfect, zipf or zipf:EXPONENT: what the logits make the router choose"
 _EXPERTS = "experts of the layer; 0: the model's. 128 on 4 ranks leave each as many as 256 on 8"
+_TRACE = "write one call of each mode, every kernel of all ranks, for ui.perfetto.dev"
 _STAGES = "also time the parts of the layer, each alone"
 
 
@@ -52,6 +53,7 @@ def bench_layer(
     iters: Annotated[int, typer.Option(help=ITERS)] = 0,
     seed: Annotated[int, typer.Option(help="of weights, tokens and logits")] = 0,
     out: Annotated[Path | None, typer.Option(help="write all samples here (JSON)")] = None,
+    trace: Annotated[Path | None, typer.Option(help=_TRACE)] = None,
     quiet: Annotated[bool, typer.Option(help="no progress bar")] = False,
 ) -> None:
     """Time whole MoE layers, from router logits to output, after checking them."""
@@ -87,3 +89,7 @@ def bench_layer(
     print_layer(wide_console(), found, peers)
     if out:
         write_layer_json(out, found, peers)
+    if trace:
+        from weft.bench.layer_trace import trace_layers
+
+        stop_at(trace_layers(trace, settings))

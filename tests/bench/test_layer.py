@@ -192,7 +192,7 @@ def spoiled(group: weft.Group, settings: LayerSettings) -> tuple[str | None, ...
     weights, shared = stack(settings, local, device), shared_expert(settings, device)
     trial = LayerTrial(group, settings, shared, 6)
     found = []
-    with bench._open(group, settings, trial, "none", weights) as layer:
+    with bench.open_layer(group, settings, trial, "none", weights) as layer:
         found.append(trial.check(layer))
         trial.out[2, 5] += 0.125
         found.append(trial.compare(layer))

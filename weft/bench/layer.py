@@ -93,7 +93,7 @@ def rank_body(group: Group, settings: LayerSettings, quiet: bool) -> dict[str, A
             for overlap in words:
                 step(f"{tokens} tokens, overlap {overlap}")
                 try:
-                    layer = _open(group, settings, trial, overlap, weights)
+                    layer = open_layer(group, settings, trial, overlap, weights)
                 except CreationFailed as error:
                     if settings.overlaps:
                         raise  # it was asked for by name
@@ -115,12 +115,14 @@ def rank_body(group: Group, settings: LayerSettings, quiet: bool) -> dict[str, A
     return result
 
 
-def _open(
+def open_layer(
     group: Group,
     settings: LayerSettings,
     trial: LayerTrial,
     overlap: str,
     weights: ExpertWeights,
+    *,
+    profile: bool = False,
 ) -> MoE:
     """The layer of one mode, with room for exactly the trial's tokens. Collective."""
     return MoE(
@@ -129,6 +131,7 @@ def _open(
         weights,
         shared=trial.shared,
         correction=trial.correction,
+        profile=profile,
         **settings.moe_options(overlap, len(trial.x)),
     )
 
