@@ -98,6 +98,24 @@ def measure_call(
     return f"eager, CUDA events, {samples} rounds of {CALLS} calls", times
 
 
+def measure_steps(
+    group: Group, steps: Sequence[Callable[[], object]], *, samples: int, graph: bool
+) -> list[list[float]]:
+    """Return this rank's us of each step of a round, one list a step. Collective.
+
+    As the split of `measure`: events between the steps, inside of the graph where torch has such.
+    """
+    if group.device.type != "cuda":
+        return _host_steps(group, steps, samples)
+
+    def whole() -> None:
+        for step in steps:
+            step()
+
+    _warm_up((whole,))
+    return _split(group, steps, samples, graph=graph and external_events(1) is not None)
+
+
 def replayed_pairs(group: Group, phases: Phases, count: int, *, graph: bool) -> None:
     """Run `count` pairs without a pause, after others that swallow the skew between the ranks.
 

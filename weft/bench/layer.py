@@ -9,6 +9,7 @@ from weft.bench.allreduce import gpu_names
 from weft.bench.clock import measure_call
 from weft.bench.layer_cases import LayerSettings
 from weft.bench.layer_load import Load, load_of
+from weft.bench.layer_overlap import OVERLAPPED, measure_overlap
 from weft.bench.layer_stages import measure_stages
 from weft.bench.layer_trial import LayerTrial
 from weft.bench.layer_weights import shared_expert, stack
@@ -26,7 +27,8 @@ class LayerMeasurement:
     """One size in one mode.
 
     samples: for each rank, us per layer of each sample.   method: how they were taken.
-    stages: part -> the same, where they were asked for, of the first mode alone.
+    stages: part -> the same, where they were asked for: of "none" those of layer_stages.py, of
+        modes that overlap the second product with sending those of layer_overlap.py.
     """
 
     tokens: int
@@ -101,10 +103,7 @@ def rank_body(group: Group, settings: LayerSettings, quiet: bool) -> dict[str, A
                     continue
                 with layer:
                     result["gemm"] = layer.gemm
-                    stages = settings.stages and overlap == "none"
-                    found, problem = _measure(
-                        group, settings, trial, layer, weights if stages else None
-                    )
+                    found, problem = _measure(group, settings, trial, layer, weights, overlap)
                     group.barrier()  # a peer may still be reading what is about to go
                 if problem is not None:
                     result["problem"] = f"{tokens} tokens, overlap {overlap}: {problem}"
@@ -141,12 +140,10 @@ def _measure(
     settings: LayerSettings,
     trial: LayerTrial,
     layer: MoE,
-    weights: ExpertWeights | None,
+    weights: ExpertWeights,
+    overlap: str,
 ) -> tuple[dict[str, Any], str | None]:
-    """Check, time, check again; the measurement, and what any rank found wrong.
-
-    weights: for the stages, or None where nobody asked for them.
-    """
+    """Check, time, check again; the measurement, and what any rank found wrong."""
     if problem := first_problem(group, trial.check(layer)):
         return {}, problem
     trial.poison()
@@ -156,12 +153,16 @@ def _measure(
     )
     if problem := first_problem(group, trial.compare(layer)):
         return {}, f"after timing, {problem}"
-    stages = {}
-    if weights is not None:
-        parts = group.all_gather(measure_stages(group, settings, trial, layer, weights))
-        stages = {name: [each[name] for each in parts] for name in parts[0]}
+    stages: dict[str, list[float]] = {}
+    if settings.stages and overlap == "none":
+        stages = measure_stages(group, settings, trial, layer, weights)
+    elif settings.stages and overlap in OVERLAPPED:
+        stages, problem = measure_overlap(group, settings, trial, layer, weights, overlap)
+        if problem is not None:
+            return {}, f"product and send, {problem}"
+    parts = group.all_gather(stages)
     return {
         "method": method,
         "samples": group.all_gather(times),
-        "stages": stages,
+        "stages": {name: [each[name] for each in parts] for name in stages},
     }, None

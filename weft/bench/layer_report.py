@@ -14,6 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.bench.layer import LayerReport
+from weft.bench.layer_arrival import FIRST, LAST, STORED
+from weft.bench.layer_overlap import ALONE, TOGETHER
 from weft.bench.layer_stages import STAGES
 from weft.bench.limits import (
     HBM_READ_TB_PER_S,
@@ -36,6 +38,7 @@ class LayerRow:
     floor: least us, None where unknown.   ratio: us / the largest floor.
     imbalance: rows of the fullest expert over the mean.
     rivals: others' us.   stages: part -> median us, slowest rank.
+    hiding: together / (product + send) of the stages, None where they were not measured.
     """
 
     tokens: int
@@ -47,6 +50,7 @@ class LayerRow:
     imbalance: float
     rivals: dict[str, float]
     stages: dict[str, float]
+    hiding: float | None
 
 
 def layer_rows(report: LayerReport, peers: Sequence[Peer]) -> list[LayerRow]:
@@ -60,6 +64,9 @@ def layer_rows(report: LayerReport, peers: Sequence[Peer]) -> list[LayerRow]:
         if found.overlap == "none":
             base[found.tokens] = us.median
         first = base.get(found.tokens)
+        stages = {
+            name: max(median(samples) for samples in each) for name, each in found.stages.items()
+        }
         rows.append(
             LayerRow(
                 tokens=found.tokens,
@@ -72,10 +79,10 @@ def layer_rows(report: LayerReport, peers: Sequence[Peer]) -> list[LayerRow]:
                 rivals={p.library: p.us[found.tokens] for p in peers if found.tokens in p.us}
                 if gpus
                 else {},
-                stages={
-                    name: max(median(samples) for samples in each)
-                    for name, each in found.stages.items()
-                },
+                stages=stages,
+                hiding=stages[TOGETHER] / sum(stages[name] for name in ALONE)
+                if TOGETHER in stages
+                else None,
             )
         )
     return rows
@@ -102,8 +109,10 @@ def print_layer(console: Console, report: LayerReport, peers: Sequence[Peer]) ->
         table.add_row(*texts)
     console.print(_title(report))
     console.print(table)
-    if staged := [row for row in rows if row.stages]:
+    if staged := [row for row in rows if row.stages and row.hiding is None]:
         console.print(_stage_table(staged))
+    if hidden := [row for row in rows if row.hiding is not None]:
+        console.print(_hiding_table(hidden))
     console.print(Text(_caption(report, peers if rivals else [], floor=floor), style="dim"))
 
 
@@ -117,6 +126,23 @@ def _stage_table(rows: Sequence[LayerRow]) -> Table:
     for row in rows:
         texts = [us_text(row.stages[name]) if name in row.stages else "" for name in names]
         table.add_row(str(row.tokens), *texts)
+    return table
+
+
+def _hiding_table(rows: Sequence[LayerRow]) -> Table:
+    """The second product and sending, each alone and together; medians, slowest rank."""
+    title = Text("the second product and sending, us", "bold")
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    watched = [name for name in (STORED, FIRST, LAST) if any(name in row.stages for row in rows)]
+    names = ("tokens", "overlap", *ALONE, "sum", TOGETHER, "together\n/ sum", *watched)
+    for name in names:
+        table.add_column(name, justify="left" if name == "overlap" else "right")
+    for row in rows:
+        alone = [row.stages[name] for name in ALONE]
+        figures = [*alone, sum(alone), row.stages[TOGETHER]]
+        texts = [us_text(value) for value in figures] + [f"{row.hiding:.3f}"]
+        texts += [us_text(row.stages[name]) if name in row.stages else "" for name in watched]
+        table.add_row(str(row.tokens), row.overlap, *texts)
     return table
 
 
@@ -141,6 +167,11 @@ def _caption(report: LayerReport, peers: Sequence[Peer], *, floor: bool) -> str:
         *(f"{how}." for how in dict.fromkeys(m.method for m in report.measurements)),
         "Statistics over a rank's samples, slowest rank shown.",
     ]
+    if any(TOGETHER in found.stages for found in report.measurements):
+        lines.append(
+            "Product, send, together: steps of a round with an event behind each, which they hold. "
+            "Rows at a peer: us from the product's start, read over NVLink while it runs."
+        )
     if report.settings.device == "cpu":
         lines.append("CPU ranks: the model's rules with few numbers, a rehearsal.")
     if floor:
