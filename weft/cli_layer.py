@@ -60,6 +60,7 @@ def bench_layer(
     from weft.bench.layer import run
     from weft.bench.layer_cases import LayerSettings
     from weft.bench.layer_report import print_layer, write_layer_json
+    from weft.bench.layer_trace import trace_layers
     from weft.bench.peers import matching_layers
 
     where = chosen_device(device)
@@ -89,7 +90,4 @@ def bench_layer(
     print_layer(wide_console(), found, peers)
     if out:
         write_layer_json(out, found, peers)
-    if trace:
-        from weft.bench.layer_trace import trace_layers
-
-        stop_at(trace_layers(trace, settings))
+    stop_at(trace_layers(trace, settings) if trace else None)

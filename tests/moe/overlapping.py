@@ -27,8 +27,9 @@ from weft.ops.alltoall import AllToAll
 from weft.ops.grouping import Grouped
 
 CONFIG = MoEConfig(WIDER, 128, Routing(EXPERTS, 3), shared=128)
+PLAIN = {"overlap": "none", "combine_by": "pull"}  # what all others are compared with
 MODES: dict[str, dict[str, Any]] = {
-    "none": {"overlap": "none", "combine_by": "push"},
+    "none": {"overlap": "none"},
     "shared": {"overlap": "shared"},
     "columns": {"overlap": "columns", "parts": 3},
     "push": {"overlap": "push"},
@@ -92,7 +93,7 @@ class Layers:
         def opened(given: dict[str, Any]) -> weft.MoE:
             return self._stack.enter_context(case.open(group, **options, **given))
 
-        self.plain = opened({"overlap": "none"})
+        self.plain = opened(PLAIN)
         self.others = {name: opened(MODES[name]) for name in modes}
         every = (self.plain, *self.others.values())
         self.poisons = {id(layer): Poisoned(layer) for layer in every}
