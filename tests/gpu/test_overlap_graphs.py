@@ -100,7 +100,7 @@ def crowded(group: weft.Group) -> tuple[list[dict[str, int]], int]:
         filler = functools.partial(fill, torch.cuda.Stream(priority=priority), sms)
         filler(0)
         for graphs in (True, False):
-            told.append(replay(group, Plan(1000, graphs=graphs), BF16, filler))
+            told.append(replay(group, Plan(600, graphs=graphs), BF16, filler))
     return told, signalled(group, 200, True)
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from weft.bench.layer_overlap import SecondHalf
 
 ROUNDS = 11
+AHEAD = 2_000_000  # cycles, about 1 ms: the host enqueues a round before the device begins it
 LIMIT_NS = 20_000_000
 # The product's time, and when peers saw the first and the last of the rows that it stores there.
 STORED, FIRST, LAST = "storing product", "first row at a peer", "last row"
@@ -48,6 +49,7 @@ def watch_rows(half: SecondHalf) -> Samples:
     torch.cuda.synchronize()
     group.barrier()
     for row in stamps:
+        torch.cuda._sleep(AHEAD)  # type: ignore[no-untyped-call]
         _blank(half)
         half.before()
         beside.wait_stream(torch.cuda.current_stream())
