@@ -65,8 +65,11 @@ def test_bench_layer(weft_command, tmp_path):
     small = ("bench", "layer", "--device", "cpu", "--ranks", "2", "--iters", "2", "--quiet")
     path = tmp_path / "layer.json"
     options = ("--model", "glm-4.5-air", "--tokens", "3", "--routing", "zipf:1.5")
-    code, out, err = weft_command(*small, *options, "--overlap", "none", "--out", str(path))
+    files = ("--out", str(path), "--trace", str(tmp_path / "trace.json"))
+    code, out, err = weft_command(*small, *options, "--overlap", "none", *files)
     assert code == 0, err
+    (mode,) = json.loads((tmp_path / "trace.json").read_text())["metadata"]["modes"]
+    assert mode["overlap"] == "none"
     assert "glm-4.5-air: 2 ranks" in out
     written = json.loads(path.read_text())
     assert [row["overlap"] for row in written["rows"]] == ["none"]

@@ -45,7 +45,8 @@ def spoiled(group: weft.Group, how: str) -> dict[str, int]:
         elif how == "a product that stores nothing":
             vars(other._workspace._mlp)["push"] = lambda weights: None
         else:
-            layers.plain._shared = lambda x: torch.full_like(x, torch.nan)
+            for layer in (layers.plain, other):
+                layer._shared = lambda x: torch.full_like(x, torch.nan)
         step.draw()
         step.count.fill_(4)
         step.compare()
