@@ -84,6 +84,7 @@ tests() {
     fi
     check grid 150 some tests/gpu/test_grid.py
     check graphs 120 some tests/gpu/test_graphs.py
+    check overlap 200 some tests/gpu/test_overlap_graphs.py
     check few 90 some tests/gpu/test_few.py
     check skew 200 some tests/ops/test_skew.py
     step demo 60 "$python" -c 'from weft.cli import main; main()' demo

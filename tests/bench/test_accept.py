@@ -49,10 +49,10 @@ def test_all_steps_run_and_are_told(accept, tmp_path):
     code, out, _ = ended(process)
     assert code == 0, out
     steps = [line.split()[3] for line in out.splitlines() if line.startswith("ok ")]
-    assert len(steps) == 50
+    assert len(steps) == 51
     assert set(steps[:3]) == {"rounds", "failures", "sanitizer"}
-    assert steps[3:10] == ["grid", "graphs", "few", "skew", "demo", "doctor", "perfect"]
-    assert steps[22:26] == ["ar-tests", "ar-tune-8", "ar-tune-4", "ar-tune-2"]
+    assert steps[3:11] == ["grid", "graphs", "overlap", "few", "skew", "demo", "doctor", "perfect"]
+    assert steps[23:27] == ["ar-tests", "ar-tune-8", "ar-tune-4", "ar-tune-2"]
     assert steps[-1] == "ordering"
     assert all((tmp_path / f"{step}.log").read_text() == LAST for step in steps)
     assert "all on 8 GPUs" in out
@@ -117,8 +117,8 @@ def test_a_failure_stops_nothing(accept, tmp_path):
     assert code == 1
     assert out.count("FAILED") == 2, "when it happens and at the end"
     assert f"    | {LAST}" in out
-    assert "7 steps ok, 1 not" in out
-    assert len(notes.read_text().splitlines()) == 8
+    assert "8 steps ok, 1 not" in out
+    assert len(notes.read_text().splitlines()) == 9
 
 
 @pytest.mark.parametrize(
