@@ -27,6 +27,7 @@ _OVERLAP = f"any of {', '.join(OVERLAPS)}, with commas; default: all"
 _EXCHANGE = f"{', '.join(EXCHANGES)}: rows by rank (AllToAll) or by expert (LowLatencyAllToAll)"
 _ROUTING = "uniform, perfect, zipf or zipf:EXPONENT: what the logits make the router choose"
 _EXPERTS = "experts of the layer; 0: the model's. 128 on 4 ranks leave each as many as 256 on 8"
+_QUANTIZE = "as in MoE; fp8 experts make FP8 rows"
 _TRACE = "write one call of each mode, every kernel of all ranks, for ui.perfetto.dev"
 _STAGES = "also time the parts of the layer, each alone"
 
@@ -44,9 +45,7 @@ def bench_layer(
     shared: Annotated[bool, typer.Option(help="the model's shared expert")] = True,
     gemm: Annotated[str, typer.Option(help="how the experts multiply, as in MoE")] = "auto",
     max_rows: Annotated[int | None, typer.Option(help="as in MoE; default: worst case")] = None,
-    quantize: Annotated[
-        str | None, typer.Option(help="as in MoE; fp8 experts make FP8 rows")
-    ] = None,
+    quantize: Annotated[str | None, typer.Option(help=_QUANTIZE)] = None,
     combine_by: Annotated[str | None, typer.Option(help="as in MoE; default: its own")] = None,
     graph: Annotated[bool, typer.Option("--graph/--eager", help="CUDA graphs or calls")] = True,
     stages: Annotated[bool, typer.Option("--stages", help=_STAGES)] = False,
@@ -65,6 +64,7 @@ def bench_layer(
 
     where = chosen_device(device)
     settings = LayerSettings(
+        traced=trace is not None,
         ranks=everyone(ranks, where),
         device=where,
         model=model,
@@ -81,13 +81,13 @@ def bench_layer(
         quantize=quantize,
         combine_by=combine_by,
         graph=graph,
-        samples=chosen_samples(iters, where, graph=graph),
         seed=seed,
+        samples=chosen_samples(iters, where, graph=graph),
     )
-    peers = matching_layers(settings)
-    found = run(settings, quiet=quiet)
+    found, peers = run(settings, quiet=quiet), matching_layers(settings)
     stop_at(found.problem)
     print_layer(wide_console(), found, peers)
     if out:
         write_layer_json(out, found, peers)
-    stop_at(trace_layers(trace, settings) if trace else None)
+    if trace:
+        stop_at(trace_layers(trace, settings))

@@ -155,6 +155,14 @@ def test_names_are_short():
     assert len(short("x" * 100)) == 60
 
 
+def test_an_exchange_without_such_marks_is_refused(tmp_path):
+    settings = LayerSettings(
+        ranks=2, device="cpu", model="deepseek-v3", tokens=(6,), overlaps=(), exchange="expert"
+    )
+    with pytest.raises(InvalidArgument, match="a trace shows layers of exchange 'rank'"):
+        trace_layers(tmp_path / "trace.json", settings)
+
+
 KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 

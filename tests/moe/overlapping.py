@@ -21,7 +21,7 @@ import weft
 from tests.moe.layers import EXPERTS, WIDER, Case, bound
 from tests.moe.test_layer import settle
 from tests.ops.test_failures import BEFORE_READ, DISPATCH_ENTER, JITTER, plan_fault
-from weft.moe import ExpertWeights, MoEConfig, Routing, workspace
+from weft.moe import ExpertWeights, MoEConfig, Routing, rank_major
 from weft.moe.mlp import Columns, Mlp
 from weft.ops.alltoall import AllToAll
 from weft.ops.grouping import Grouped
@@ -39,6 +39,11 @@ MOST_TOKENS = max(SIZES)
 LEAN = 30.0  # of logits, that outdoes any that is drawn
 
 
+def by_rank(layer: weft.MoE) -> AllToAll:
+    assert isinstance(layer.exchange, AllToAll)
+    return layer.exchange
+
+
 class Poisoned:
     """An Mlp that, once its rows are grouped, spoils what they were grouped from.
 
@@ -49,9 +54,9 @@ class Poisoned:
     def __init__(self, layer: weft.MoE) -> None:
         self.mlp: Mlp = layer._workspace._mlp
         self.on = True
-        place = layer.exchange._workspace
+        a2a = by_rank(layer)
+        place = a2a._workspace
         self.spoiled = [p.view(torch.uint8) for p in (*place.received.payloads, place.output)]
-        a2a = layer.exchange
         shape, offset = a2a._geometry.shape, a2a._geometry.layout.returned
         size = (shape.returned_rows * shape.returned_bytes,)
         self.returned = place.heap.tensor(size, torch.uint8, offset=offset)
@@ -268,13 +273,13 @@ def odd_round(number: int, ranks: int, block: int) -> tuple[str, tuple[int, ...]
 def armed(group: weft.Group) -> Iterator[None]:
     """All-to-alls of layers that are made within have the fault points of protocol/fault.cuh."""
     group.barrier()
-    vars(workspace)["AllToAll"] = functools.partial(AllToAll, _defines=("WEFT_FAULTS=1",))
+    vars(rank_major)["AllToAll"] = functools.partial(AllToAll, _defines=("WEFT_FAULTS=1",))
     group.barrier()
     try:
         yield
     finally:
         group.barrier()
-        vars(workspace)["AllToAll"] = AllToAll
+        vars(rank_major)["AllToAll"] = AllToAll
         group.barrier()
 
 
@@ -301,7 +306,7 @@ def odd(
     with armed(group) if faults else contextlib.nullcontext():
         layers = Layers(group, Case(config, (4,) * group.size), tuple(MODES), options)
     with layers:
-        assert bool(layers.plain.exchange._build.defines) == faults
+        assert bool(by_rank(layers.plain)._build.defines) == faults
         block = 16
         for poison in layers.poisons.values():
             poison.mlp.expect(rows)
@@ -329,4 +334,4 @@ def falter(layers: Layers, number: int) -> None:
     for layer in (layers.plain, *layers.others.values()):
         faltering = group.rank == number % group.size
         point = points[number % len(points)] if faltering else 0
-        plan_fault(layer.exchange, point, JITTER, argument=60_000)
+        plan_fault(by_rank(layer), point, JITTER, argument=60_000)

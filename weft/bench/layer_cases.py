@@ -29,7 +29,7 @@ class LayerSettings:
     routing: "uniform", "perfect", "zipf" or "zipf:EXPONENT".
     shared: with the model's shared expert.   stages: also time the layer's parts.
     gemm, max_rows, quantize, combine_by: as in MoE; None leaves the choice to it.
-    samples: timed samples per size.
+    samples: timed samples per size.   traced: a trace of one call will be asked for.
     """
 
     ranks: int
@@ -50,6 +50,7 @@ class LayerSettings:
     graph: bool = True
     samples: int = 15
     seed: int = 0
+    traced: bool = False
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
@@ -69,6 +70,11 @@ class LayerSettings:
         if self.stages and self.exchange != "rank":
             raise InvalidArgument(
                 f"stages are those of exchange 'rank'; this one is {self.exchange!r}: time it whole"
+            )
+        if self.traced and self.exchange != "rank":
+            raise InvalidArgument(
+                f"a trace shows layers of exchange 'rank'; this one is {self.exchange!r}: its "
+                "kernels are those of weft bench lowlatency --trace"
             )
         if self.experts is not None and self.experts < self.ranks:
             raise InvalidArgument(f"{self.experts} experts on {self.ranks} ranks; give each one")

@@ -11,7 +11,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from weft.bench.trace import ROUNDS, Event
 from weft.bench.trace import to_chrome as marks_to_chrome
 from weft.errors import CreationFailed, InvalidArgument
 from weft.memory import Group, launch
+from weft.ops.alltoall import AllToAll
 from weft.ops.placement import Placement
 from weft.ops.timeline import Span
 
@@ -77,9 +78,11 @@ class Call:
 def trace_layers(path: Path, settings: LayerSettings) -> str | None:
     """Run the largest size once more, profiled, in every mode, and write one call of each.
 
-    Returns what a check found wrong, or None. Raises InvalidArgument where the profiler kept no
-    kernels or clocks cannot be aligned, and what `weft.launch` raises.
+    Returns what a check found wrong, or None. Raises InvalidArgument for another exchange than
+    "rank", and where the profiler kept no kernels or clocks cannot be aligned; and what
+    `weft.launch` raises.
     """
+    settings = replace(settings, traced=True)
     results = launch(
         rank_calls,
         settings,
@@ -137,6 +140,7 @@ def _one_mode(
     run = capture(call).replay if graph and cuda else call
     work, marks = record(group, run)
     layer.check()
+    assert isinstance(layer.exchange, AllToAll)  # LayerSettings has refused the other
     spans = layer.exchange.timeline()
     shift, spread = align(work, spans) if cuda else (marks[-1], 0.0)
     return Call(overlap, last_call(work), spans, shift, spread, median(times))
