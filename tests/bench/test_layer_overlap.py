@@ -30,8 +30,7 @@ def halved(group: weft.Group, settings: LayerSettings) -> tuple[str | None, list
     weights, shared = stack(settings, local, device), shared_expert(settings, device)
     trial = LayerTrial(group, settings, shared, 6)
     with bench.open_layer(group, settings, trial, "push", weights) as layer:
-        given = (group, settings, trial, layer, weights, "push")
-        half = SecondHalf(*given)
+        half = SecondHalf(trial, layer, weights)
         half.before()
         places = watched_places(half)
         half.together()
@@ -39,11 +38,9 @@ def halved(group: weft.Group, settings: LayerSettings) -> tuple[str | None, list
         assert places is not None
         base, stride = half.a2a._workspace.heap.base, half.a2a._workspace.heap.stride
         owners = [(int(place) - base) // stride for place in places]
-        group.barrier()
-        half.close()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(SecondHalf, "product", lambda self: setattr(self, "y", self.mlp._y))
-            times, problem = measure_overlap(*given)
+            patch.setattr(SecondHalf, "product", lambda self: setattr(self, "_y", self.mlp._y))
+            times, problem = measure_overlap(group, settings, trial, layer, weights)
         assert set(times) == set(ALONE)
         group.barrier()
     return problem, owners

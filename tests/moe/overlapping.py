@@ -32,6 +32,7 @@ MODES: dict[str, dict[str, Any]] = {
     "none": {"overlap": "none"},
     "shared": {"overlap": "shared"},
     "columns": {"overlap": "columns", "parts": 3},
+    "signals": {"overlap": "signals"},
     "push": {"overlap": "push"},
 }
 SIZES = (1, 10, 40)  # tokens a rank
@@ -80,6 +81,11 @@ class Poisoned:
 
     def down(self, weights: ExpertWeights, columns: Columns | None = None) -> torch.Tensor:
         return self.mlp.down(weights, columns)
+
+    def down_signalled(
+        self, weights: ExpertWeights, cells: torch.Tensor, num_sms: int | None
+    ) -> tuple[torch.Tensor, weft.Signal]:
+        return self.mlp.down_signalled(weights, cells, num_sms)
 
     def push(self, weights: ExpertWeights) -> None:
         self.mlp.push(weights)

@@ -157,7 +157,7 @@ def _measure(
     if settings.stages and overlap == "none":
         stages = measure_stages(group, settings, trial, layer, weights)
     elif settings.stages and overlap in OVERLAPPED:
-        stages, problem = measure_overlap(group, settings, trial, layer, weights, overlap)
+        stages, problem = measure_overlap(group, settings, trial, layer, weights)
         if problem is not None:
             return {}, f"product and send, {problem}"
     parts = group.all_gather(stages)

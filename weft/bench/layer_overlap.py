@@ -1,136 +1,73 @@
 """Does sending hide behind the second product? Each alone, then together, on one round's rows.
 
-Together is what the layer does in its mode: parts sent while the next are multiplied, or rows that
-the product stores at their owners. In every round the steps stand in one stream, with an event
-between two of them, which each step's time holds.
+Together is what the layer does in its mode: parts or blocks of columns sent while the next are
+multiplied, or rows that the product stores at their owners. In every round the steps stand in one
+stream, with an event between two of them, which each step's time holds.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-
-import torch
+from collections.abc import Callable
 
 from weft.bench.clock import measure_steps
 from weft.bench.layer_arrival import watch_rows
 from weft.bench.layer_cases import LayerSettings
 from weft.bench.layer_trial import LayerTrial
 from weft.bench.moe import first_problem
+from weft.errors import InvalidArgument
 from weft.memory import Group
 from weft.moe import ExpertWeights, MoE
-from weft.moe.mlp import Mlp, layout_for, make_mlp
-from weft.moe.overlap import HOME, PARTS, SEND_SMS, Beside, send_by_columns
-from weft.ops.alltoall import AllToAll
-from weft.ops.grouping import ExpertGroups, Grouped
+from weft.moe.rank_major import RankMajor
+from weft.ops.grouping import Grouped
 
-OVERLAPPED = ("columns", "push")  # modes that send while the second product runs
+OVERLAPPED = ("columns", "signals", "push")  # modes that send while the second product runs
 ALONE = ("product", "send")
 TOGETHER = "together"
 
 
 class SecondHalf:
-    """A layer's round in steps, on an exchange of its own that has halves."""
+    """Rounds of a layer in steps: its own exchange, rows, experts and way of overlapping.
 
-    def __init__(
-        self,
-        group: Group,
-        settings: LayerSettings,
-        trial: LayerTrial,
-        layer: MoE,
-        weights: ExpertWeights,
-        overlap: str,
-    ) -> None:
-        self.group, self.trial, self.weights, self.overlap = group, trial, weights, overlap
-        config, routing, device = layer.config, layer.config.routing, group.device
-        self.ids, self.scale = layer.route(trial.logits)
-        self.add = None if trial.shared is None else trial.shared(trial.x)
-        self.a2a = AllToAll(
-            group,
-            max_tokens=len(trial.x),
-            top_k=routing.top_k,
-            num_experts=routing.num_experts,
-            hidden=config.hidden,
-            dtype=config.dtype,
-            timeout=30.0,
-            quantize=settings.wire,
-            combine_by=settings.combine_by or HOME[overlap],
-            halves=True,
-        )
-        layout, align = layout_for(layer.gemm)
-        self.groups = ExpertGroups(self.a2a, max_rows=settings.max_rows, align=align, layout=layout)
-        experts, rows = self.a2a.num_local_experts, self.groups.max_rows
-        shape = (experts, rows) if layout == "masked" else (rows,)
-        fp8 = settings.dtype == "fp8"
-        self.mlp: Mlp = make_mlp(
-            layer.gemm, config, shape, experts, fp8=fp8, quantize=settings.wire,
-            programmatic=True, device=device,
-        )  # fmt: skip
-        total = len(trial.x) * group.size * routing.top_k
-        self.mlp.expect(-(-total // routing.num_experts))
-        self.hidden, self.sends = config.hidden, Beside(device, priority=-1)
-        self.num_sms = SEND_SMS if device.type == "cuda" else None
+    Raises InvalidArgument where the layer's exchange is another than that of rows by rank.
+    """
+
+    def __init__(self, trial: LayerTrial, layer: MoE, weights: ExpertWeights) -> None:
+        work = layer._workspace
+        if not isinstance(work, RankMajor):
+            raise InvalidArgument("sending is measured with exchange 'rank' only")
+        self._work, self._trial, self.weights = work, trial, weights
+        self.group, self.a2a, self.hidden = work.group, work.exchange, layer.config.hidden
+        self.pushes = work.options.overlap == "push"
+        self._choice = layer.route(trial.logits)
+        self._add = None if trial.shared is None else trial.shared(trial.x)
+        work.expect(len(trial.x))
+        self.groups, self.mlp = work._ready(), work._mlp
         self.grouped: Grouped | None = None
-        self.y = trial.x
+        self._y = trial.x
 
     def before(self) -> None:
         """All that comes before the second product."""
-        trial = self.trial
-        self.grouped = self.groups.gather(self.a2a.dispatch(trial.x, self.ids, self.scale))
+        received = self._work.dispatch(self._trial.x, *self._choice, None)
+        self.grouped = self.groups.gather(received)
         self.mlp.up(self.weights, self.grouped)
 
     def product(self) -> None:
         """The second product, all columns."""
-        self.y = self.mlp.down(self.weights)
+        self._y = self.mlp.down(self.weights)
 
     def send(self) -> None:
         """Every result to its owner, on all SMs."""
-        self.groups.send(self.y)
+        self.groups.send(self._y)
 
     def together(self) -> None:
         """Both, as the mode has it."""
-        if self.overlap == "push":
-            self.mlp.push(self.weights)
+        self._work._come_home(self.weights, self.groups)
+        if self.pushes:
             self.groups.sent()
-            return
-        send_by_columns(
-            self.mlp,
-            self.weights,
-            self.groups,
-            self.sends,
-            hidden=self.hidden,
-            parts=PARTS,
-            num_sms=self.num_sms,
-        )
 
     def after(self) -> None:
         """The sums at their owners."""
-        self.a2a.combine_recv(out=self.trial.out, add=self.add)
-
-    def close(self) -> None:
-        """Give everything back."""
-        self.groups.close()
-        self.a2a.close()
-
-
-@contextlib.contextmanager
-def second_half(
-    group: Group,
-    settings: LayerSettings,
-    trial: LayerTrial,
-    layer: MoE,
-    weights: ExpertWeights,
-    overlap: str,
-) -> Iterator[SecondHalf]:
-    """A SecondHalf that is closed when no peer reads it any more. Collective."""
-    half = SecondHalf(group, settings, trial, layer, weights, overlap)
-    try:
-        yield half
-        if group.device.type == "cuda":
-            torch.cuda.synchronize()
-        group.barrier()
-    finally:
-        half.close()
+        self.a2a.combine_recv(out=self._trial.out, add=self._add)
 
 
 def measure_overlap(
@@ -139,7 +76,6 @@ def measure_overlap(
     trial: LayerTrial,
     layer: MoE,
     weights: ExpertWeights,
-    overlap: str,
 ) -> tuple[dict[str, list[float]], str | None]:
     """us by the names of ALONE and TOGETHER for each sample of this rank; what any found wrong.
 
@@ -149,17 +85,16 @@ def measure_overlap(
     graph = settings.graph and layer.gemm != "loop"
     times: dict[str, list[float]] = {}
 
-    with second_half(group, settings, trial, layer, weights, overlap) as half:
+    half = SecondHalf(trial, layer, weights)
 
-        def timed(**steps: Callable[[], None]) -> str | None:
-            trial.poison()
-            every = (half.before, *steps.values(), half.after)
-            found = measure_steps(group, every, samples=settings.samples, graph=graph)
-            times.update(zip(steps, found[1:-1], strict=True))
-            half.a2a.check()
-            return first_problem(group, trial.compare(layer))
+    def timed(**steps: Callable[[], None]) -> str | None:
+        trial.poison()
+        every = (half.before, *steps.values(), half.after)
+        found = measure_steps(group, every, samples=settings.samples, graph=graph)
+        times.update(zip(steps, found[1:-1], strict=True))
+        return first_problem(group, trial.compare(layer))
 
-        problem = timed(product=half.product, send=half.send) or timed(together=half.together)
-        if problem is None and overlap == "push" and group.device.type == "cuda":
-            times |= watch_rows(half)
+    problem = timed(product=half.product, send=half.send) or timed(together=half.together)
+    if problem is None and half.pushes and group.device.type == "cuda":
+        times |= watch_rows(half)
     return times, problem

@@ -136,7 +136,7 @@ class RankMajor(LayerWorkspace[Received]):
             first_timeout=options.first_timeout,
             quantize=self.chosen.quantize,
             combine_by=self.chosen.combine_by,
-            halves=self.chosen.combine_by in ("push", "fp8"),
+            halves=self.chosen.combine_by != "pull",  # sends are calls of their own
             num_sms=options.num_sms,
             programmatic_launch=options.programmatic_launch,
             profile=options.profile,
