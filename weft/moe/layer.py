@@ -206,7 +206,8 @@ class MoE:
         Between dispatch and combine, in their stream. By rank it is written into
         `exchange.output()`, and None returned; by expert it is `[local_experts, rows, hidden]` for
         `exchange.combine`, until the next call. With fewer max_rows than came, the entries that do
-        not fit count as zero, and `check` raises TokenOverflow.
+        not fit count as zero, and `check` raises TokenOverflow. With overlap "push" there is no
+        output() to write into: InvalidArgument.
         """
         return self._workspace.run_experts(self._weights, received)
 
