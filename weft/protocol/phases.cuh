@@ -149,7 +149,8 @@ struct Verdict {
 
 // The slow half of a wait, entered every 1024 turns: has another wait of this rank failed, has a
 // host asked it to leave, its own or a peer's, or has `peer` let the deadline pass? Code ok means:
-// wait on.
+// wait on. A rank that waits for itself has more time: it is held up by a wait for a peer, and that
+// one is to be named.
 WEFT_FN Verdict out_of_patience(Header& header, const Site& site, u32 peer, u64 start, u64 wanted) {
     if (load_relaxed(&header.turn.failed) != 0) return {Code::aborted, site.rank};  // told already
     if (load_acquire(&mailbox(site).abort) != 0) return {Code::aborted, site.rank};
@@ -157,7 +158,8 @@ WEFT_FN Verdict out_of_patience(Header& header, const Site& site, u32 peer, u64 
     if (asked != 0) return {Code::aborted, u32(asked - 1)};
     const bool first = ((wanted - header.first_epoch) & epoch_mask) <= 1;
     const u64 limit = first ? header.first_deadline_ns : header.deadline_ns;
-    return {now_ns() - start > limit ? Code::peer_timeout : Code::ok, peer};
+    const u64 grace = peer == site.rank ? limit / 4 : 0;
+    return {now_ns() - start > limit + grace ? Code::peer_timeout : Code::ok, peer};
 }
 
 // What a wait is for, as an error record tells it.
