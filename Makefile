@@ -23,10 +23,11 @@ HAS_GPU_TORCH := import torch; raise SystemExit(not torch.cuda.is_available())
 demo: $(RUNS)
 	$(BIN)/weft demo
 
-# pytest runs last, so that its closing line is the last thing to read.
+# pytest runs last, so that its closing line is the last thing to read. Two files at a time: most tests wait for a
+# compiler, or for ranks that wait for each other.
 test: check
 	tools/need_spin.sh
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check

@@ -32,7 +32,7 @@ def ranks() -> Callable[[int, str], RunRanks]:
     """
 
     def choose(count: int, device: str) -> RunRanks:
-        def run(body: Callable[..., Any], *args: Any, timeout: float = 110.0) -> list[Any]:
+        def run(body: Callable[..., Any], *args: Any, timeout: float = 220.0) -> list[Any]:
             return weft.launch(body, *args, ranks=count, device=device, timeout=timeout)
 
         return run

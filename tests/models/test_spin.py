@@ -148,7 +148,7 @@ VARIANTS = (
 
 def run(command: list[str], directory: Path) -> str:
     """Runs `command` in `directory` and returns what it printed; fails if it did not succeed."""
-    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=180)
     text = done.stdout + done.stderr
     assert done.returncode == 0, f"{' '.join(command)} returned {done.returncode}:\n{text}"
     return text
