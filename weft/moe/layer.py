@@ -88,7 +88,9 @@ class MoE:
     ) -> None:
         if overlap == "auto":
             tiled, hides = fp8 or gemm == "tiled", config.shared > 0
-            overlap = fastest(exchange, tiled=tiled, shared=hides, combine_by=combine_by)
+            overlap = fastest(
+                exchange, max_tokens, tiled=tiled, shared=hides, combine_by=combine_by
+            )
         options = Options(
             max_tokens=max_tokens,
             exchange=exchange,
