@@ -95,54 +95,31 @@ WEFT_FN bool send_tokens_in_bulk(const Block& team, const DispatchArgs& a, const
     return team.last_of(&mine<S>(a.site).header.arrived);
 }
 
-// One piece of one token, from the peers that have it.
-template <Shape S, u32 rank>
-WEFT_FN void load_piece(PieceRing<S>& ring, const CombineArgs& a, u32 lane, u32 stage, u32 unit,
-                        u32 destinations) {
-    using Ring = PieceRing<S>;
-    const u32 token = unit / Ring::pieces, first = unit % Ring::pieces * Ring::piece_vectors;
-    const u32 count = min(Ring::piece_vectors, Ring::vectors - first);
-    if (lane == 0) {
-        ring.destinations[stage] = destinations;
-        ring.loaded[stage].expect(__popc(destinations) * count * 16);
-    }
-    __syncwarp();
-    const Rows rows = rows_of<S, rank>(a, token);
-    if (lane < S.ranks && (destinations >> lane & 1))
-        bulk_load(ring.piece[stage][lane],
-                  reinterpret_cast<const uint4*>(rows.first + lane * rows.step) + first, count * 16,
-                  ring.loaded[stage]);
-}
-
 // The loading warp: lane p pulls peer p's part of each piece, one stage after the other, and runs
-// ahead of the adders as far as the ring allows. It takes a few stages at a time, for one fence.
+// ahead of the adders as far as the ring allows.
 template <Shape S, u32 rank>
 WEFT_FN void load_pieces(PieceRing<S>& ring, const CombineArgs& a, u32 lane) {
     using Ring = PieceRing<S>;
-    constexpr u32 batch = Ring::stages >= 12 ? 4 : Ring::stages >= 6 ? 2 : 1;
     const Share<S>& own = mine<S>(a.site);
     const u32 units = a.tokens * Ring::pieces, stride = gridDim.x;
-    u32 next[batch];
-    const auto look_ahead = [&](u32 unit) {
-#pragma unroll
-        for (u32 i = 0; i < batch; ++i, unit += stride)
-            next[i] = unit < units ? own.destinations[unit / Ring::pieces] : 0;
-    };
-    look_ahead(blockIdx.x);
-    u32 turn = 0;
-    for (u32 unit = blockIdx.x; unit < units; turn += batch) {
-        u32 destinations[batch];
-#pragma unroll
-        for (u32 i = 0; i < batch; ++i) destinations[i] = next[i];
-        look_ahead(unit + batch * stride);
-        for (u32 i = turn; i < turn + batch; ++i)
-            if (i >= Ring::stages) ring.free[i % Ring::stages].await((i / Ring::stages - 1) & 1);
-        fence_for_bulk();  // behind the peers' flags, and the adders' reads of these stages
-#pragma unroll
-        for (u32 i = 0; i < batch; ++i, unit += stride)
-            if (unit < units)
-                load_piece<S, rank>(ring, a, lane, (turn + i) % Ring::stages, unit,
-                                    destinations[i]);
+    u32 next = blockIdx.x < units ? own.destinations[blockIdx.x / Ring::pieces] : 0, turn = 0;
+    for (u32 unit = blockIdx.x; unit < units; unit += stride, ++turn) {
+        const u32 stage = turn % Ring::stages, destinations = next;
+        const u32 token = unit / Ring::pieces, first = unit % Ring::pieces * Ring::piece_vectors;
+        const u32 count = min(Ring::piece_vectors, Ring::vectors - first);
+        if (unit + stride < units) next = own.destinations[(unit + stride) / Ring::pieces];
+        if (turn >= Ring::stages) ring.free[stage].await((turn / Ring::stages - 1) & 1);
+        if (lane == 0) {
+            ring.destinations[stage] = destinations;
+            ring.loaded[stage].expect(__popc(destinations) * count * 16);
+        }
+        __syncwarp();
+        fence_for_bulk();  // behind the peers' flags, and the adders' reads of this stage
+        const Rows rows = rows_of<S, rank>(a, token);
+        if (lane < S.ranks && (destinations >> lane & 1))
+            bulk_load(ring.piece[stage][lane],
+                      reinterpret_cast<const uint4*>(rows.first + lane * rows.step) + first,
+                      count * 16, ring.loaded[stage]);
     }
 }
 
