@@ -28,11 +28,12 @@ from weft.bench.layer_overlap import ALONE, OVERLAPPED, TOGETHER
 from weft.bench.layer_report import layer_rows, print_layer, write_layer_json
 from weft.bench.layer_stages import GATHER_SCATTER, SPLIT, STAGES
 from weft.bench.layer_trial import LayerTrial
-from weft.bench.layer_weights import draw, expert_bytes, quantize_blocks, shared_expert, stack
+from weft.bench.layer_weights import Matrix, draw, expert_bytes, shared_expert, stack
 from weft.bench.limits import layer_floor_us
 from weft.bench.peers import matching_layers
 from weft.errors import InvalidArgument, RankFailed
 from weft.moe import OVERLAPS, route
+from weft.moe.experts import to_blocks
 
 SETTINGS = LayerSettings(
     ranks=2, device="cpu", model="deepseek-v3", tokens=(1, 6), overlaps=(), samples=3, seed=1
@@ -170,7 +171,7 @@ def test_rows_have_gains_floors_and_published_figures():
 def test_blocks_of_weights_read_back():
     numbers = torch.randn(256, 384, generator=torch.Generator().manual_seed(1))
     numbers[128:, :128] *= 100
-    got = quantize_blocks(numbers)
+    got = Matrix(*(part[0] for part in to_blocks(numbers[None])))
     assert got.values.dtype == torch.float8_e4m3fn
     assert got.scale is not None
     assert got.scale.shape == (2, 3)
@@ -286,15 +287,7 @@ def test_settings_that_cannot_be_are_refused(changes, text):
         replace(SETTINGS, **changes)
 
 
-def test_fp8_experts_need_weights_with_scales(monkeypatch):
-    monkeypatch.setattr(layer_cases, "fields", lambda _: [])
-    with pytest.raises(InvalidArgument, match="ExpertWeights of this weft has no scales"):
-        replace(SETTINGS, dtype="fp8")
-
-
-def test_fp8_experts_take_fp8_rows(monkeypatch):
-    names = [SimpleNamespace(name="gate_up_scale")]
-    monkeypatch.setattr(layer_cases, "fields", lambda _: names)
+def test_fp8_experts_take_fp8_rows():
     settings = replace(SETTINGS, dtype="fp8")
     assert settings.wire == "fp8"
     assert settings.moe_options("none", 6)["fp8"] is True

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from weft.errors import InvalidArgument
-from weft.moe import EXCHANGES, MODELS, OVERLAPS, ExpertWeights, MoEConfig, Routing
+from weft.moe import EXCHANGES, MODELS, OVERLAPS, MoEConfig, Routing
 
 LAYER_MODELS = ("deepseek-v3", "qwen3-30b-a3b", "glm-4.5-air", "gpt-oss-120b")
 WEIGHT_DTYPES = ("bf16", "fp8")
@@ -150,10 +150,6 @@ def check_fp8(config: MoEConfig) -> None:
         raise InvalidArgument(
             f"dtype fp8 needs sizes of whole blocks of {FP8_BLOCK} and no biases; this model has "
             f"hidden {sizes[0]}, intermediate {sizes[1]}, biased={config.biased}: use bf16"
-        )
-    if "gate_up_scale" not in {field.name for field in fields(ExpertWeights)}:
-        raise InvalidArgument(
-            "dtype is fp8, and ExpertWeights of this weft has no scales; use --dtype bf16"
         )
 
 

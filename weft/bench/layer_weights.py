@@ -10,8 +10,8 @@ import torch
 
 from weft.bench.layer_cases import FP8_BLOCK, LayerSettings
 from weft.moe import Expert, ExpertWeights, FP8Expert, MoEConfig
+from weft.moe.experts import to_blocks
 
-FP8_MAX = 448.0
 SHARED = -1  # the shared expert's number
 
 
@@ -51,7 +51,8 @@ def draw(settings: LayerSettings, expert: int, device: torch.device) -> Drawn:
     def matrix(rows: int, columns: int) -> Matrix:
         numbers = normal(rows, columns, fan=columns)
         if settings.dtype == "fp8" and not shared:
-            return quantize_blocks(numbers)
+            values, scale = to_blocks(numbers.unsqueeze(0))
+            return Matrix(values[0], scale[0])
         return Matrix(numbers.to(config.dtype), None)
 
     gate_up, down = matrix(2 * inner, config.hidden), matrix(config.hidden, inner)
@@ -59,15 +60,6 @@ def draw(settings: LayerSettings, expert: int, device: torch.device) -> Drawn:
         return Drawn(gate_up, down, None, None)
     wide, narrow = normal(2 * inner, fan=4), normal(config.hidden, fan=4)
     return Drawn(gate_up, down, wide.to(config.dtype), narrow.to(config.dtype))
-
-
-def quantize_blocks(numbers: torch.Tensor) -> Matrix:
-    """float8_e4m3fn with one scale for 128 x 128 numbers: scale = amax / 448."""
-    rows, columns = (size // FP8_BLOCK for size in numbers.shape)
-    blocks = numbers.view(rows, FP8_BLOCK, columns, FP8_BLOCK)
-    scale = blocks.abs().amax(dim=(1, 3)) / FP8_MAX
-    scaled = blocks / scale[:, None, :, None]
-    return Matrix(scaled.to(torch.float8_e4m3fn).view_as(numbers), scale)
 
 
 def stack(settings: LayerSettings, local: tuple[int, ...], device: torch.device) -> ExpertWeights:
