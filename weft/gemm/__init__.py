@@ -2,6 +2,7 @@
 
 from weft.gemm.call import grouped_gemm
 from weft.gemm.epilogue import STORE, Epilogue, Gated, GatedQuant, Push, Store
+from weft.gemm.hopper import WgmmaPlan
 from weft.gemm.plan import GemmPlan, plan
 from weft.gemm.rows import quantize_rows
 
@@ -13,6 +14,7 @@ __all__ = [
     "GemmPlan",
     "Push",
     "Store",
+    "WgmmaPlan",
     "grouped_gemm",
     "plan",
     "quantize_rows",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from weft.errors import InvalidArgument
-from weft.gemm import launch, reference
+from weft.gemm import hopper, launch, reference
 from weft.gemm.epilogue import STORE, Epilogue, Gated, GatedQuant, Push
+from weft.gemm.hopper import WgmmaPlan, check_wgmma
 from weft.gemm.plan import COLUMNS, FP8, GemmPlan, plan
 from weft.gemm.request import (
     OUTS,
@@ -14,9 +15,10 @@ from weft.gemm.request import (
     check_groups,
     check_operands,
     check_part,
-    check_plan,
+    check_results,
     check_scales,
     check_tensor,
+    check_tiles,
 )
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
@@ -32,7 +34,7 @@ def grouped_gemm(
     b_scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     out: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
-    plan: GemmPlan | None = None,
+    plan: GemmPlan | WgmmaPlan | None = None,
     epilogue: Epilogue = STORE,
     signal: torch.Tensor | None = None,
     columns: tuple[int, int] | None = None,
@@ -74,12 +76,18 @@ def grouped_gemm(
     scales = (a_scale, b_scale)
     request = _request(a, b, counts, offsets, *scales, bias, out, epilogue, signal, columns)
     check_part(request, columns)
+    check_results(request)
     plan = plan or _default_plan(a, b, request.width, request.gated)
-    check_plan(plan, request)
-    if a.device.type == "cuda":
-        launch.launch(request, plan, num_sms, programmatic_launch)
+    if isinstance(plan, WgmmaPlan):
+        check_wgmma(request)
     else:
+        check_tiles(plan, request)
+    if a.device.type != "cuda":
         reference.compute(request, plan)
+    elif isinstance(plan, WgmmaPlan):
+        hopper.launch(request, plan, num_sms, programmatic_launch)
+    else:
+        launch.launch(request, plan, num_sms, programmatic_launch)
     return request.result
 
 

@@ -8,12 +8,13 @@ import torch
 
 from weft.errors import InvalidArgument
 from weft.gemm.epilogue import Gated, GatedQuant, Push
+from weft.gemm.hopper import WgmmaPlan
 from weft.gemm.plan import GemmPlan
 from weft.gemm.request import Request
 from weft.ops.reference import dequantize, quantize
 
 
-def compute(request: Request, plan: GemmPlan) -> None:
+def compute(request: Request, plan: GemmPlan | WgmmaPlan) -> None:
     """Write what the kernel would, one expert after the other; reads counts on the host."""
     counts = request.counts.clamp(min=0, max=request.most)
     starts = None if request.starts is None else request.starts.tolist()
@@ -21,7 +22,7 @@ def compute(request: Request, plan: GemmPlan) -> None:
         first = expert * request.most if starts is None else starts[expert]
         if count := min(count, len(request.a) - first):
             _finish(request, _product(request, expert, first, count), first)
-    if request.signal is not None:
+    if request.signal is not None and isinstance(plan, GemmPlan):
         n = request.b.shape[1]
         blocks = plan.column_blocks(n, request.gated)
         total = int(plan.row_blocks(counts).sum())

@@ -162,7 +162,22 @@ def check_part(request: Request, columns: tuple[int, int] | None) -> None:
         )
 
 
-def check_plan(plan: GemmPlan, request: Request) -> None:
+def check_results(request: Request) -> None:
+    """Refuse results that no plan makes. Raises InvalidArgument."""
+    if isinstance(request.epilogue, GatedQuant) and request.columns % COLUMNS:
+        raise InvalidArgument(
+            f"{request.columns} gated columns; quantising takes a multiple of {COLUMNS}"
+        )
+    if request.gated and request.b.shape[1] % (2 * (128 if request.a.dtype == FP8 else 8)):
+        raise InvalidArgument(f"n is {request.b.shape[1]}: gate and up must be halves of it")
+    if request.out is not None and request.out.data_ptr() % 16:
+        raise InvalidArgument("out must be aligned to 16 bytes")
+    if isinstance(request.epilogue, Push):
+        home = request.epilogue.home
+        check_tensor("home", home, request.a, (len(request.a),), (torch.int64,))
+
+
+def check_tiles(plan: GemmPlan, request: Request) -> None:
     """Refuse a plan that does not fit the call. Raises InvalidArgument."""
     depth = plan.block_depth
     if request.a.dtype == FP8 and depth != 128:
@@ -171,24 +186,13 @@ def check_plan(plan: GemmPlan, request: Request) -> None:
         raise InvalidArgument(
             f"block_columns is {plan.block_columns}; gating needs {2 * COLUMNS}, gate and up"
         )
-    if isinstance(request.epilogue, GatedQuant) and request.columns % COLUMNS:
-        raise InvalidArgument(
-            f"{request.columns} gated columns; quantising takes a multiple of {COLUMNS}"
-        )
-    if request.gated and request.b.shape[1] % (2 * (128 if request.a.dtype == FP8 else 8)):
-        raise InvalidArgument(f"n is {request.b.shape[1]}: gate and up must be halves of it")
     if request.a.dtype == FP8 and not request.gated and request.width % plan.block_columns:
         raise InvalidArgument(
             f"{request.width} columns, block_columns {plan.block_columns}: FP8 needs a multiple"
         )
-    if request.out is not None and request.out.data_ptr() % 16:
-        raise InvalidArgument("out must be aligned to 16 bytes")
     if request.signal is not None:
         cells = plan.cells(len(request.a), len(request.b), request.b.shape[1], request.gated)
         if request.signal.ndim != 1 or request.signal.numel() < cells:
             raise InvalidArgument(
                 f"signal is {list(request.signal.shape)}; this plan needs [{cells}] or more"
             )
-    if isinstance(request.epilogue, Push):
-        home = request.epilogue.home
-        check_tensor("home", home, request.a, (len(request.a),), (torch.int64,))

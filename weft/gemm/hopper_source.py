@@ -1,0 +1,113 @@
+"""The generated entry of the product on Hopper's tensor cores, and its arguments."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from ctypes import c_float, c_int64, c_uint32, c_uint64
+
+from weft.jit import compile_cubin
+from weft.jit.args import table_source
+
+TABLE = "weft_product_args"
+SHARED = "weft_product_shared"
+THREADS = 384  # product_threads in kernels/product_tiles.cuh
+CUDA_OPTIONS = ("-default-device",)
+ROW_BOXES = 4  # of 8, 16, 32 and 64 rows
+
+SOURCE = """\
+#include <weft/kernels/wgmma.cuh>
+namespace weft {{
+{instructions}}}  // namespace weft
+#include <weft/kernels/product.cuh>
+constexpr weft::Product P = {product};
+{table}extern "C" {{ extern __device__ const unsigned long long {shared}[1]; }}
+__device__ const unsigned long long {shared}[1] = {{weft::product_shared_bytes<P>()}};
+extern "C" __global__ void __launch_bounds__({threads}, 1)
+product(const __grid_constant__ weft::ProductArgs a) {{ weft::product<P>(a); }}
+"""
+
+# `multiply` of kernels/wgmma.cuh. NVRTC wants an instruction's text in one piece, so there is one
+# function for each width, with a register for each sum.
+INSTRUCTION = """\
+template <> WEFT_FN void multiply<{n}>(float (&sum)[{sums}], u64 a, u64 b, bool add) {{
+    asm volatile(
+        "{{.reg .pred p; setp.ne.b32 p, %{add}, 0; "
+        "wgmma.mma_async.sync.aligned.m64n{n}k32.f32.e4m3.e4m3 {{{registers}}}, "
+        "%{a}, %{b}, p, 1, 1;}}"
+        : {outputs}
+        : "l"(a), "l"(b), "r"(u32(add)));
+}}
+"""
+
+
+class ProductArgs(ctypes.Structure):
+    """Mirror of `weft::ProductArgs` in kernels/product_tiles.cuh."""
+
+    _fields_ = (
+        ("weights_map", c_uint64 * 16),
+        ("rows_map", c_uint64 * 16 * ROW_BOXES),
+        ("row_scales", c_uint64),
+        ("weight_scales", c_uint64),
+        ("out", c_uint64),
+        ("out_scales", c_uint64),
+        ("home", c_uint64),
+        ("counts", c_uint64),
+        ("starts", c_uint64),
+        ("scale_row", c_int64),
+        ("scale_step", c_int64),
+        ("most", c_uint32),
+        ("rows", c_uint32),
+        ("alpha", c_float),
+        ("offset", c_float),
+        ("limit", c_float),
+        ("reserved", c_uint32 * 9),
+    )
+
+
+def widths(most_rows: int, step: int) -> Iterator[int]:
+    """Rows that one instruction of a kernel is given, each width once."""
+    found = {rows // parts(rows) for rows in range(step, most_rows + 1, step)}
+    yield from sorted(found)
+
+
+def parts(rows: int) -> int:
+    """Mirror of `parts_of` in kernels/product_tiles.cuh."""
+    return 1 if rows <= 64 else 2 if rows <= 128 else 4
+
+
+def instruction(rows: int) -> str:
+    """`multiply` for 64 columns by this many rows and 32 bytes of k."""
+    sums = rows // 2
+    return INSTRUCTION.format(
+        n=rows,
+        sums=sums,
+        a=sums,
+        b=sums + 1,
+        add=sums + 2,
+        registers=", ".join(f"%{i}" for i in range(sums)),
+        outputs=", ".join(f'"+f"(sum[{i}])' for i in range(sums)),
+    )
+
+
+def cuda_source(product: str, most_rows: int, step: int) -> str:
+    """The entry of one `Product`, given as a C++ literal."""
+    return SOURCE.format(
+        instructions="".join(map(instruction, widths(most_rows, step))),
+        product=product,
+        table=table_source(ProductArgs, "weft::ProductArgs", TABLE, device=True),
+        shared=SHARED,
+        threads=THREADS,
+    )
+
+
+def compile_cuda(
+    product: str, most_rows: int, step: int, arch: str, *, options: Sequence[str] = ()
+) -> bytes:
+    """The kernel's cubin; needs no GPU. Raises CompileError showing the entry."""
+    return compile_cubin(
+        cuda_source(product, most_rows, step),
+        name="product",
+        arch=arch,
+        options=(*CUDA_OPTIONS, *options),
+    )

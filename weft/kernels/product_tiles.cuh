@@ -1,0 +1,143 @@
+// The grouped product's tiles: what specialises it, where each tile lies, and what a CTA keeps.
+#pragma once
+#include <weft/kernels/tensor_copy.cuh>
+#include <weft/kernels/wgmma.cuh>
+
+namespace weft {
+
+enum class Finish : u32 { store, push, gated_fp8 };
+
+constexpr u32 product_threads = 3 * group_threads;  // one warpgroup loads, two multiply
+constexpr u32 tile_columns = 128;  // of the product, for one CTA: rows of weights, or of both halves
+constexpr u32 pair_columns = 2 * tile_columns;  // for the two CTAs of a cluster
+constexpr u32 depth = 128;                      // columns of k in a step; a block of scales
+constexpr u32 weight_bytes = tile_columns * tile_bytes;
+constexpr u32 weight_warps = 2 * group_threads / warp_lanes;  // that multiply
+
+constexpr u32 row_boxes = 4;
+
+// What specialises the kernel; mirrored by `WgmmaPlan` and the sizes of a call (gemm/wgmma.py).
+struct Product {
+    u32 experts, n, k;      // weights are [experts, n, k]
+    u32 most_rows, step;    // a tile has a multiple of `step` rows, at most `most_rows`
+    u32 stages;             // steps of k in flight
+    Finish finish;
+    Number number;          // of the result; two bytes wide unless it is FP8
+
+    constexpr u32 pairs() const { return n / pair_columns; }
+    constexpr u32 steps() const { return k / depth; }
+    constexpr u32 stage_bytes() const { return weight_bytes + most_rows * tile_bytes; }
+    constexpr bool gated() const { return finish == Finish::gated_fp8; }
+};
+
+// Mirrored by `ProductArgs` in gemm/wgmma_entry.py. Strides are in elements.
+struct ProductArgs {
+    TensorMap weights_map, rows_map[row_boxes];  // boxes of 8, 16, 32 and 64 rows
+    const float *row_scales, *weight_scales;
+    void* out;
+    float* out_scales;
+    const u64* home;
+    const i32 *counts, *starts;
+    i64 scale_row, scale_step;
+    u32 most, rows;
+    float alpha, offset, limit;  // limit 0: none
+    u32 reserved[9];             // to a multiple of 64 bytes
+};
+
+// The scales of one step: of each row, and of the block of weights, or of both halves' blocks.
+template <Product P> struct StepScales {
+    float rows[P.most_rows];
+    float weights[4];
+};
+
+// What a warpgroup leaves to others on the way out.
+constexpr u32 chunk_rows = 16, chunk_pitch = pair_columns + 16;  // bytes; rows of two-byte numbers
+constexpr u32 wide_chunk_rows = 64, wide_chunk_pitch = tile_columns / 2 + 16;  // and of FP8
+
+template <Product P> struct ProductShared {
+    StepScales<P> scales[P.stages];
+    alignas(16) u8 chunk[2][wide_chunk_rows * wide_chunk_pitch];
+    u64 homes[P.finish == Finish::push ? P.most_rows : 1];
+    u32 amax[P.gated() ? weight_warps : 1][P.gated() ? P.most_rows : 1];  // bits of |x|
+    u32 amax_there[P.gated() ? 2 : 1][P.gated() ? P.most_rows : 1];       // the neighbour's, in turns
+    float inverse[P.gated() ? P.most_rows : 1];
+    u32 ends[P.experts], counts[P.experts], firsts[P.experts];
+    Arrival full[P.stages], empty[P.stages], amax_told[2];
+};
+static_assert(chunk_rows * chunk_pitch <= wide_chunk_rows * wide_chunk_pitch);
+
+template <Product P> constexpr u32 product_shared_bytes() {
+    return P.stages * P.stage_bytes() + sizeof(ProductShared<P>);
+}
+
+// One tile of a cluster: rows of one expert by 256 columns of the product (128 of a gated result).
+struct Tile {
+    u32 expert, pair, first, live, rows;  // rows: of the tile, live and padding
+};
+
+WEFT_FN u32 round_up(u32 x, u32 to) { return (x + to - 1) / to * to; }
+
+// For each expert its rows, the first of them, and how many row blocks end with it. By one warp.
+// A count or a start that lies outside the rows counts as far as it does not.
+template <Product P> WEFT_FN void survey(const ProductArgs& a, ProductShared<P>& s, u32 lane) {
+    u32 end = 0;
+    for (u32 base = 0; base < P.experts; base += warp_lanes) {
+        const u32 e = base + lane;
+        u32 blocks = 0;
+        if (e < P.experts) {
+            const i64 first = a.starts == nullptr ? i64(e) * a.most : a.starts[e];
+            const i64 room = first < 0 ? 0 : max(i64(a.rows) - first, i64(0));
+            const u32 count = u32(min(min(max(i64(a.counts[e]), i64(0)), i64(a.most)), room));
+            s.counts[e] = count;
+            s.firsts[e] = u32(first);
+            blocks = (count + P.most_rows - 1) / P.most_rows;
+        }
+#pragma unroll
+        for (u32 step = 1; step < warp_lanes; step *= 2) {
+            const u32 before = __shfl_up_sync(all_lanes, blocks, step);
+            if (lane >= step) blocks += before;
+        }
+        if (e < P.experts) s.ends[e] = end + blocks;
+        end += __shfl_sync(all_lanes, blocks, warp_lanes - 1);
+    }
+}
+
+// Rows of a tile in parts: while one part is scaled and added, the tensor cores make the next.
+constexpr u32 parts_of(u32 rows) { return rows <= 64 ? 1 : rows <= 128 ? 2 : 4; }
+constexpr u32 part_rows(u32 rows) { return rows / parts_of(rows); }
+
+// From a tile's number to the tile; numbers only rise. Row blocks that share weights are
+// neighbours, and an expert's rows are spread evenly over its blocks.
+template <Product P> struct Walk {
+    const ProductShared<P>& s;
+    u32 expert = 0;
+
+    WEFT_FN bool find(u32 number, Tile& tile) {
+        constexpr u32 pairs = P.pairs();
+        if (number >= s.ends[P.experts - 1] * pairs) return false;
+        while (number >= s.ends[expert] * pairs) ++expert;
+        const u32 before = expert == 0 ? 0 : s.ends[expert - 1], own = s.ends[expert] - before;
+        const u32 place = number - before * pairs, block = place % own, count = s.counts[expert];
+        const u32 each = round_up((count + own - 1) / own, P.step);
+        tile.expert = expert;
+        tile.pair = place / own;
+        tile.first = s.firsts[expert] + block * each;
+        tile.live = min(count - block * each, each);
+        tile.rows = round_up(tile.live, P.step);
+        return true;
+    }
+};
+
+// A place in the ring of stages, and how often it was passed.
+template <u32 stages> struct Ring {
+    u32 at = 0, parity = 0;
+
+    WEFT_FN void next() {
+        if (++at == stages) {
+            at = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+}  // namespace weft
