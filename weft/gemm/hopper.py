@@ -10,7 +10,7 @@ import torch
 
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.gemm.epilogue import GatedQuant, Push
-from weft.gemm.hopper_source import ROW_BOXES, SHARED, TABLE, THREADS, ProductArgs, compile_cuda
+from weft.gemm.hopper_source import NARROW_ROWS, ROW_BOXES, SHARED, TABLE, THREADS, ProductArgs, compile_cuda
 from weft.gemm.plan import COLUMNS, FP8
 from weft.gemm.request import Request
 from weft.gemm.tensor_map import tensor_map
@@ -31,7 +31,7 @@ class WgmmaPlan:
     """Tiles of the product in CUDA for Hopper, FP8 alone: weights are read once for a row block.
 
     block_rows: most rows of a tile: 32, 64, 96, 128, 192 or 256. An expert with no more rows is one
-        tile, padded to a multiple of 16 (32 above 128); one with more is cut evenly.
+        tile, padded to a multiple of 16; one with more is cut evenly.
 
     No field changes what it means. Raises InvalidArgument for a number out of its range.
     """
@@ -45,16 +45,11 @@ class WgmmaPlan:
                 f"block_rows is {self.block_rows}; it must be one of {BLOCK_ROWS}"
             )
 
-    @property
-    def step(self) -> int:
-        """Tiles have multiples of so many rows."""
-        return 16 if self.block_rows <= 128 else 32
-
     def stages(self, experts: int) -> int:
         """Steps of k in flight: as many as fit beside what the epilogues need."""
         rows = self.block_rows
-        spare = 11 * 1024 + 12 * experts + 48 * rows  # ProductShared, in product_tiles.cuh
-        return min(MAX_STAGES, (SHARED_BYTES - spare) // (128 * (COLUMNS + rows) + 4 * rows + 48))
+        spare = 10 * 1024 + 512 + 12 * experts + 36 * NARROW_ROWS + 8 * rows  # ProductShared
+        return min(MAX_STAGES, (SHARED_BYTES - spare) // (128 * (COLUMNS + rows) + 4 * rows + 32))
 
     def max_row_blocks(self, rows: int, experts: int) -> int:
         """As many row blocks as `rows` rows of `experts` experts can at most make."""
@@ -94,7 +89,7 @@ def product_literal(request: Request, plan: WgmmaPlan) -> str:
     if isinstance(request.epilogue, Push):
         finish = "push"
     number = NUMBERS.get(request.out_dtype, "bf16")
-    sizes = f"{experts}, {n}, {k}, {plan.block_rows}, {plan.step}, {plan.stages(experts)}"
+    sizes = f"{experts}, {n}, {k}, {plan.block_rows}, {plan.stages(experts)}"
     return f"{{{sizes}, weft::Finish::{finish}, weft::Number::{number}}}"
 
 
@@ -185,7 +180,7 @@ def _load(literal: str, plan: WgmmaPlan, device: torch.device, programmatic: boo
             "call it once before capturing"
         )
     torch.cuda.synchronize()  # makes the primary context that the module is loaded into
-    code = compile_cuda(literal, plan.block_rows, plan.step, current_arch())
+    code = compile_cuda(literal, plan.block_rows, current_arch())
     module = CudaModule(code, name="product")
     verify(ProductArgs, decode(module.global_bytes(TABLE)))
     (shared,) = decode(module.global_bytes(SHARED))

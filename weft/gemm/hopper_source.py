@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from ctypes import c_float, c_int64, c_uint32, c_uint64
 
+from weft.gemm.plan import COLUMNS
 from weft.jit import compile_cubin
 from weft.jit.args import table_source
 
@@ -14,6 +15,7 @@ SHARED = "weft_product_shared"
 THREADS = 384  # product_threads in kernels/product_tiles.cuh
 CUDA_OPTIONS = ("-default-device",)
 ROW_BOXES = 4  # of 8, 16, 32 and 64 rows
+ROW_STEP, NARROW_ROWS = 16, 96  # as in product_tiles.cuh
 
 SOURCE = """\
 #include <weft/kernels/wgmma.cuh>
@@ -65,19 +67,15 @@ class ProductArgs(ctypes.Structure):
     )
 
 
-def widths(most_rows: int, step: int) -> Iterator[int]:
-    """Rows that one instruction of a kernel is given, each width once."""
-    found = {rows // parts(rows) for rows in range(step, most_rows + 1, step)}
-    yield from sorted(found)
-
-
-def parts(rows: int) -> int:
-    """Mirror of `parts_of` in kernels/product_tiles.cuh."""
-    return 1 if rows <= 64 else 2 if rows <= 128 else 4
+def widths(most_rows: int) -> Iterator[int]:
+    """Rows of the second operand of a kernel's instructions: of narrow tiles; of weights, tall."""
+    yield from range(ROW_STEP, min(most_rows, NARROW_ROWS) + 1, ROW_STEP)
+    if most_rows > NARROW_ROWS:
+        yield COLUMNS
 
 
 def instruction(rows: int) -> str:
-    """`multiply` for 64 columns by this many rows and 32 bytes of k."""
+    """`multiply` for 64 rows of the first operand by so many of the second."""
     sums = rows // 2
     return INSTRUCTION.format(
         n=rows,
@@ -90,10 +88,10 @@ def instruction(rows: int) -> str:
     )
 
 
-def cuda_source(product: str, most_rows: int, step: int) -> str:
+def cuda_source(product: str, most_rows: int) -> str:
     """The entry of one `Product`, given as a C++ literal."""
     return SOURCE.format(
-        instructions="".join(map(instruction, widths(most_rows, step))),
+        instructions="".join(map(instruction, widths(most_rows))),
         product=product,
         table=table_source(ProductArgs, "weft::ProductArgs", TABLE, device=True),
         shared=SHARED,
@@ -102,11 +100,11 @@ def cuda_source(product: str, most_rows: int, step: int) -> str:
 
 
 def compile_cuda(
-    product: str, most_rows: int, step: int, arch: str, *, options: Sequence[str] = ()
+    product: str, most_rows: int, arch: str, *, options: Sequence[str] = ()
 ) -> bytes:
     """The kernel's cubin; needs no GPU. Raises CompileError showing the entry."""
     return compile_cubin(
-        cuda_source(product, most_rows, step),
+        cuda_source(product, most_rows),
         name="product",
         arch=arch,
         options=(*CUDA_OPTIONS, *options),

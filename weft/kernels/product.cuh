@@ -1,11 +1,12 @@
-// The grouped product on Hopper's tensor cores, FP8 with scales: weights are the first operand, so
-// a tile has as many rows as its expert, to a multiple of 16 or 32, and weights are read once.
+// The grouped product on Hopper's tensor cores, FP8 with scales. A tile has as many rows as its
+// expert, to a multiple of 16, so weights are read once.
 //
 // Two CTAs of a cluster share a tile's rows: each loads half of them for both, and its own 128
 // columns of weights. One warpgroup loads, steps ahead of two that multiply, over the borders of
 // tiles too: memory never waits for the end of a tile.
 #pragma once
-#include <weft/kernels/product_finish.cuh>
+#include <weft/kernels/product_narrow.cuh>
+#include <weft/kernels/product_tall.cuh>
 
 namespace weft {
 
@@ -42,125 +43,60 @@ WEFT_FN void load_tiles(const ProductArgs& a, ProductShared<P>& s, u8* stages, u
     }
 }
 
-// One warp: the scales of every step. Rows of padding have those of the last live row.
+// The scales of four steps from `at` on. Vectors where the layout has them side by side.
+WEFT_FN void load_ahead(float (&to)[scale_ahead], const float* at, i64 step, u32 left, bool vectors) {
+    if (vectors) {
+        const float4 v = *reinterpret_cast<const float4*>(at);
+        to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+    } else {
+#pragma unroll
+        for (u32 i = 0; i < scale_ahead; ++i) to[i] = i < left ? at[i * step] : 0.0f;
+    }
+}
+
+// Three warps: the scales of every step. Rows of padding have those of the last live row.
 template <Product P>
-WEFT_FN void load_scales(const ProductArgs& a, ProductShared<P>& s, u32 rank, u32 lane) {
-    constexpr u32 each = (P.most_rows + warp_lanes - 1) / warp_lanes, blocks = P.k / depth;
+WEFT_FN void load_scales(const ProductArgs& a, ProductShared<P>& s, u32 rank, u32 warp, u32 lane) {
+    constexpr u32 lanes = scale_warps * warp_lanes, each = (P.most_rows + lanes - 1) / lanes;
+    constexpr u32 blocks = P.steps(), up = P.gated() ? P.n / 2 / depth * blocks : 0;
+    const bool aligned = reinterpret_cast<u64>(a.row_scales) % 16 == 0 && a.scale_row % 4 == 0;
+    const bool whole = blocks % scale_ahead == 0;
+    const bool vectors = whole && a.scale_step == 1 && aligned;
+    const bool weight_vectors = whole && reinterpret_cast<u64>(a.weight_scales) % 16 == 0;
     Walk<P> walk{s};
     Ring<P.stages> ring;
     Tile tile;
     for (u32 number = blockIdx.x / 2; walk.find(number, tile); number += gridDim.x / 2) {
-        const float* at[each];
-#pragma unroll
-        for (u32 i = 0; i < each; ++i)
-            at[i] = a.row_scales +
-                    i64(tile.first + min(i * warp_lanes + lane, tile.live - 1)) * a.scale_row;
-        // A gated tile takes 64 columns of each half: gate's block by lane 0, up's by lane 1.
-        const u32 block = P.gated() ? tile.pair + lane * (P.n / 2 / depth) : tile.pair * 2 + rank;
-        const float* weights =
-            a.weight_scales + (u64(tile.expert) * (P.n / depth) + block) * blocks;
-        for (u32 k = 0; k < P.steps(); ++k, ring.next()) {
-            s.empty[ring.at].await(ring.parity ^ 1);
-            StepScales<P>& scales = s.scales[ring.at];
+        const u32 block = P.gated() ? tile.pair : tile.pair * 2 + rank;
+        const float* gate = a.weight_scales + (u64(tile.expert) * (P.n / depth) + block) * blocks;
+        for (u32 k = 0; k < blocks; k += scale_ahead) {
+            float row[each][scale_ahead], first[scale_ahead], second[scale_ahead];
+            const u32 left = blocks - k;
+            load_ahead(first, gate + k, 1, left, weight_vectors);
+            load_ahead(second, gate + up + k, 1, left, weight_vectors);
 #pragma unroll
             for (u32 i = 0; i < each; ++i) {
-                if (i * warp_lanes + lane < tile.rows)
-                    copy_word(&scales.rows[i * warp_lanes + lane], at[i]);
-                at[i] += a.scale_step;
+                const u32 r = tile.first + min(i * lanes + warp * warp_lanes + lane, tile.live - 1);
+                load_ahead(row[i], a.row_scales + i64(r) * a.scale_row + k * a.scale_step,
+                           a.scale_step, left, vectors);
             }
-            if (lane < (P.gated() ? 2 : 1)) copy_word(&scales.weights[lane], weights + k);
-            arrive_when_copied(s.full[ring.at]);
+#pragma unroll
+            for (u32 n = 0; n < scale_ahead; ++n) {
+                if (n >= left) break;
+                StepScales<P>& scales = s.scales[ring.at];
+                s.empty[ring.at].await(ring.parity ^ 1);
+#pragma unroll
+                for (u32 i = 0; i < each; ++i) {
+                    const u32 r = i * lanes + warp * warp_lanes + lane;
+                    if (r < tile.rows) scales.rows[scale_place(r)] = row[i][n];
+                }
+                if (warp == 0 && lane < 2) scales.weights[lane] = lane == 0 ? first[n] : second[n];
+                __syncwarp();
+                if (lane == 0) s.full[ring.at].arrive();
+                ring.next();
+            }
         }
     }
-}
-
-// A warp has read all it needs of a stage: both CTAs may load into it again. The neighbour loads
-// rows only, which none but finished products have read; scales are this CTA's own.
-template <Product P> WEFT_FN void release_stage(ProductShared<P>& s, u32 at, u32 rank, u32 lane) {
-    __syncwarp();
-    if (lane == 0) s.empty[at].arrive();
-    if (lane == 1) arrive_at(rank ^ 1, s.empty[at]);
-}
-
-// The tensor cores begin one part of a step: 64 columns of this warpgroup by `width` rows.
-template <u32 width> WEFT_FN void begin_part(float (&part)[width / 2], u32 stage, u32 p) {
-    const u32 group = threadIdx.x / group_threads - 1;
-    const u64 weights = describe_tile(stage + group * (weight_bytes / 2));
-    const u64 rows = describe_tile(stage + weight_bytes + p * width * tile_bytes);
-    begin_products();
-#pragma unroll
-    for (u32 i = 0; i < depth / 32; ++i) multiply<width>(part, weights + i * 2, rows + i * 2, i != 0);
-    commit_products();
-}
-
-// `sum += part * (scale of row * scale of weights)`, rounded once each; rows are the columns here.
-// All but the latest `open` groups of products are waited for first.
-template <Product P, u32 width, u32 open, u32 N>
-WEFT_FN void add_part(float (&sum)[N], float (&part)[width / 2], const StepScales<P>& scales, u32 p) {
-    const float2* const own =
-        reinterpret_cast<const float2*>(scales.rows + p * width) + threadIdx.x % 4;
-    const float first = scales.weights[0], second = scales.weights[P.gated() ? 1 : 0];
-    float2 row[width / 8];
-#pragma unroll
-    for (u32 j = 0; j < width / 8; ++j) row[j] = own[4 * j];
-    await_products<open>();
-    settle_products(part);
-#pragma unroll
-    for (u32 j = 0; j < width / 8; ++j) {
-        const float x = __fmul_rn(row[j].x, first), y = __fmul_rn(row[j].y, first);
-        const float u = P.gated() ? __fmul_rn(row[j].x, second) : x;
-        const float v = P.gated() ? __fmul_rn(row[j].y, second) : y;
-        float* const to = &sum[p * (width / 2) + 4 * j];
-        to[0] = __fmaf_rn(part[4 * j], x, to[0]);
-        to[1] = __fmaf_rn(part[4 * j + 1], y, to[1]);
-        to[2] = __fmaf_rn(part[4 * j + 2], u, to[2]);
-        to[3] = __fmaf_rn(part[4 * j + 3], v, to[3]);
-    }
-}
-
-// A tile of N rows, from the ring to its sums. Of several parts, one is on the tensor cores while
-// another is added. None is left there from one step to the next: ptxas would then wait for each.
-template <Product P, u32 N>
-WEFT_FN void multiply_tile(ProductShared<P>& s, u8* stages, Ring<P.stages>& ring, u32 rank,
-                           float (&sum)[N / 2]) {
-    constexpr u32 parts = parts_of(N), width = part_rows(N);
-    const u32 lane = threadIdx.x % warp_lanes, base = u32(__cvta_generic_to_shared(stages));
-#pragma unroll
-    for (u32 i = 0; i < N / 2; ++i) sum[i] = 0.0f;
-#pragma unroll 1
-    for (u32 k = 0; k < P.steps(); ++k, ring.next()) {
-        const u32 stage = base + ring.at * P.stage_bytes();
-        const StepScales<P>& scales = s.scales[ring.at];
-        float part[parts == 1 ? 1 : 2][width / 2];
-        s.full[ring.at].await(ring.parity);
-        begin_part<width>(part[0], stage, 0);
-#pragma unroll
-        for (u32 p = 1; p < parts; ++p) {
-            begin_part<width>(part[p % 2], stage, p);
-            add_part<P, width, 1>(sum, part[(p - 1) % 2], scales, p - 1);
-        }
-        add_part<P, width, 0>(sum, part[(parts - 1) % 2], scales, parts - 1);
-        release_stage(s, ring.at, rank, lane);
-    }
-}
-
-// Tiles of N rows; those of fewer go to the next narrower form.
-template <Product P, u32 N>
-WEFT_FN void make_tile(const ProductArgs& a, ProductShared<P>& s, u8* stages, Ring<P.stages>& ring,
-                       const Tile& tile, u32 rank, u32& turn) {
-    if constexpr (N > P.step) {
-        if (tile.rows < N) {
-            make_tile<P, N - P.step>(a, s, stages, ring, tile, rank, turn);
-            return;
-        }
-    }
-    float sum[N / 2];
-    const u64 home = load_home(a, tile);
-    multiply_tile<P, N>(s, stages, ring, rank, sum);
-    if constexpr (P.gated())
-        finish_gated<P, N>(a, s, tile, rank, sum, turn);
-    else
-        finish_rows<P, N>(a, s, tile, rank, sum, home, turn);
 }
 
 template <Product P> WEFT_FN void multiply_tiles(const ProductArgs& a, ProductShared<P>& s,
@@ -169,13 +105,20 @@ template <Product P> WEFT_FN void multiply_tiles(const ProductArgs& a, ProductSh
     Ring<P.stages> ring;
     Tile tile;
     u32 turn = 0;
-    for (u32 number = blockIdx.x / 2; walk.find(number, tile); number += gridDim.x / 2)
-        make_tile<P, P.most_rows>(a, s, stages, ring, tile, rank, turn);
+    for (u32 number = blockIdx.x / 2; walk.find(number, tile); number += gridDim.x / 2, ++turn) {
+        constexpr u32 narrow = P.most_rows < narrow_rows ? P.most_rows : narrow_rows;
+        if (tile.rows <= narrow)
+            make_narrow<P, narrow>(a, s, stages, ring, tile, rank, turn);
+        else if constexpr (P.most_rows > 2 * tall_rows)
+            make_tall<P, 2>(a, s, stages, ring, tile, rank, turn);
+        else if constexpr (P.most_rows > narrow_rows)
+            make_tall<P, 1>(a, s, stages, ring, tile, rank, turn);
+    }
 }
 
 template <Product P> WEFT_FN void make_arrivals(ProductShared<P>& s) {
     for (u32 i = 0; i < P.stages; ++i) {
-        s.full[i].init(1 + warp_lanes);      // the tiles' thread, and the scales' warp
+        s.full[i].init(1 + scale_warps);     // the tiles' thread, and the scales' warps
         s.empty[i].init(2 * weight_warps);   // of both CTAs
     }
     s.amax_told[0].init(1);
@@ -199,8 +142,8 @@ template <Product P> WEFT_FN void product(const ProductArgs& a) {
         give_registers<40>();
         if (team.lane() == 0)
             load_tiles(a, s, memory, rank);
-        else if (team.warp() == 1)
-            load_scales(a, s, rank, team.warp_lane());
+        else if (team.warp() != 0)
+            load_scales(a, s, rank, team.warp() - 1, team.warp_lane());
     } else {
         take_registers<232>();
         multiply_tiles(a, s, memory, rank);

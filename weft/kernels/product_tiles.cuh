@@ -15,11 +15,13 @@ constexpr u32 weight_bytes = tile_columns * tile_bytes;
 constexpr u32 weight_warps = 2 * group_threads / warp_lanes;  // that multiply
 
 constexpr u32 row_boxes = 4;
+constexpr u32 row_step = 16;     // a tile has a multiple of so many rows
+constexpr u32 narrow_rows = 96;  // tiles of more are tall: rows are the first operand there
 
 // What specialises the kernel; mirrored by `WgmmaPlan` and the sizes of a call (gemm/wgmma.py).
 struct Product {
     u32 experts, n, k;      // weights are [experts, n, k]
-    u32 most_rows, step;    // a tile has a multiple of `step` rows, at most `most_rows`
+    u32 most_rows;          // of a tile
     u32 stages;             // steps of k in flight
     Finish finish;
     Number number;          // of the result; two bytes wide unless it is FP8
@@ -44,27 +46,32 @@ struct ProductArgs {
     u32 reserved[9];             // to a multiple of 64 bytes
 };
 
-// The scales of one step: of each row, and of the block of weights, or of both halves' blocks.
+constexpr u32 scale_warps = 3, scale_ahead = 4;  // warps that load scales; steps that one load has
+
+// The scale of each row, and of the block of weights; gated: of gate's block, and of up's. Four
+// rows that one thread multiplies with are neighbours: see scale_place.
 template <Product P> struct StepScales {
-    float rows[P.most_rows];
-    float weights[4];
+    float rows[P.most_rows], weights[4];
 };
 
-// What a warpgroup leaves to others on the way out.
-constexpr u32 chunk_rows = 16, chunk_pitch = pair_columns + 16;  // bytes; rows of two-byte numbers
-constexpr u32 wide_chunk_rows = 64, wide_chunk_pitch = tile_columns / 2 + 16;  // and of FP8
+// A thread holds rows 8 j + 2 q and the next, for each j: those of two j lie side by side.
+WEFT_FN u32 scale_place(u32 row) {
+    const u32 j = row / 8, q = row % 8 / 2;
+    return j / 2 * 16 + q * 4 + j % 2 * 2 + row % 2;
+}
+
+constexpr u32 chunk_bytes = 1280;  // of each warp that multiplies, for what it stores
 
 template <Product P> struct ProductShared {
     StepScales<P> scales[P.stages];
-    alignas(16) u8 chunk[2][wide_chunk_rows * wide_chunk_pitch];
+    alignas(16) u8 chunk[weight_warps * chunk_bytes];
     u64 homes[P.finish == Finish::push ? P.most_rows : 1];
-    u32 amax[P.gated() ? weight_warps : 1][P.gated() ? P.most_rows : 1];  // bits of |x|
+    u32 amax[P.gated() ? weight_warps : 1][P.gated() ? narrow_rows : 1];  // bits of |x|
     u32 amax_there[P.gated() ? 2 : 1][P.gated() ? P.most_rows : 1];       // the neighbour's, in turns
-    float inverse[P.gated() ? P.most_rows : 1];
+    float inverse[P.gated() ? narrow_rows : 1];
     u32 ends[P.experts], counts[P.experts], firsts[P.experts];
     Arrival full[P.stages], empty[P.stages], amax_told[2];
 };
-static_assert(chunk_rows * chunk_pitch <= wide_chunk_rows * wide_chunk_pitch);
 
 template <Product P> constexpr u32 product_shared_bytes() {
     return P.stages * P.stage_bytes() + sizeof(ProductShared<P>);
@@ -72,7 +79,7 @@ template <Product P> constexpr u32 product_shared_bytes() {
 
 // One tile of a cluster: rows of one expert by 256 columns of the product (128 of a gated result).
 struct Tile {
-    u32 expert, pair, first, live, rows;  // rows: of the tile, live and padding
+    u32 expert, pair, first, live, rows;  // rows: live ones and padding
 };
 
 WEFT_FN u32 round_up(u32 x, u32 to) { return (x + to - 1) / to * to; }
@@ -102,10 +109,6 @@ template <Product P> WEFT_FN void survey(const ProductArgs& a, ProductShared<P>&
     }
 }
 
-// Rows of a tile in parts: while one part is scaled and added, the tensor cores make the next.
-constexpr u32 parts_of(u32 rows) { return rows <= 64 ? 1 : rows <= 128 ? 2 : 4; }
-constexpr u32 part_rows(u32 rows) { return rows / parts_of(rows); }
-
 // From a tile's number to the tile; numbers only rise. Row blocks that share weights are
 // neighbours, and an expert's rows are spread evenly over its blocks.
 template <Product P> struct Walk {
@@ -118,12 +121,12 @@ template <Product P> struct Walk {
         while (number >= s.ends[expert] * pairs) ++expert;
         const u32 before = expert == 0 ? 0 : s.ends[expert - 1], own = s.ends[expert] - before;
         const u32 place = number - before * pairs, block = place % own, count = s.counts[expert];
-        const u32 each = round_up((count + own - 1) / own, P.step);
+        const u32 each = round_up((count + own - 1) / own, row_step);
         tile.expert = expert;
         tile.pair = place / own;
         tile.first = s.firsts[expert] + block * each;
         tile.live = min(count - block * each, each);
-        tile.rows = round_up(tile.live, P.step);
+        tile.rows = round_up(tile.live, row_step);
         return true;
     }
 };

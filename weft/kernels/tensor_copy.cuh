@@ -1,5 +1,5 @@
-// Tiles of tensors on their way into shared memory: by the copy engine (TMA), for one CTA or for
-// all of a cluster, and four bytes at a time where a stride is in the way.
+// Tiles of tensors on their way into shared memory by the copy engine (TMA), for one CTA or for all
+// of a cluster.
 #pragma once
 #include <weft/kernels/bulk.cuh>
 
@@ -44,20 +44,6 @@ WEFT_FN void load_box5(void* to, const TensorMap& map, u32 x, u32 y, u32 z, Arri
             u32(__cvta_generic_to_shared(to))),
         "l"(&map), "r"(arrival.address()), "r"(x), "r"(y), "r"(z), "r"(0), "l"(hint)
         : "memory");
-}
-
-// Four bytes, without a register on the way.
-WEFT_FN void copy_word(void* to, const void* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(u32(__cvta_generic_to_shared(to))),
-                 "l"(from)
-                 : "memory");
-}
-
-// This thread arrives when all words that it copied before are there; one of the arrivals that the
-// barrier was made for.
-WEFT_FN void arrive_when_copied(Arrival& arrival) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(arrival.address())
-                 : "memory");
 }
 
 // Arrives at the same barrier of a CTA of the cluster, without any order: enough to give back

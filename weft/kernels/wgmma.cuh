@@ -22,16 +22,25 @@ WEFT_FN u64 describe_tile(u32 address) {
 // Order: registers that the next products add to were written before them.
 WEFT_FN void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// All products since the last commit become one group; all but the latest `open` are waited for.
+// All products since the last commit become one group; all groups are waited for.
 WEFT_FN void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <u32 open> WEFT_FN void await_products() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(open) : "memory");
-}
+WEFT_FN void await_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
 // Order: reads of `sum` stay behind the wait above, which the compiler does not know to write it.
 template <u32 N> WEFT_FN void settle_products(float (&sum)[N]) {
 #pragma unroll
     for (u32 i = 0; i < N; ++i) asm volatile("" : "+f"(sum[i])::"memory");
+}
+
+// The product of one step, 128 bytes of k: 64 rows of the tile at `a` by N rows of that at `b`.
+template <u32 N> WEFT_FN void multiply_step(float (&part)[N / 2], u32 a, u32 b) {
+    const u64 first = describe_tile(a), second = describe_tile(b);
+    begin_products();
+#pragma unroll
+    for (u32 i = 0; i < tile_bytes / 32; ++i) multiply<N>(part, first + i * 2, second + i * 2, i != 0);
+    commit_products();
+    await_products();
+    settle_products(part);
 }
 
 // A warpgroup gives registers back, or takes what others gave. All of its threads must call it.
@@ -46,6 +55,14 @@ template <u32 registers> WEFT_FN void take_registers() {
 // lane 8 i + j gives the 16 bytes where column j of block i goes.
 WEFT_FN void store_transposed(void* at, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
+                     u32(__cvta_generic_to_shared(at))),
+                 "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
+}
+
+// The same, stored as they are: lane 8 i + j gives the 16 bytes where row j of block i goes.
+WEFT_FN void store_blocks(void* at, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
                      u32(__cvta_generic_to_shared(at))),
                  "r"(a), "r"(b), "r"(c), "r"(d)
                  : "memory");
