@@ -17,7 +17,17 @@ from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.gemm.cases import SENTINEL, Case, gated, parts_agree
-from weft.gemm import STORE, Epilogue, Gated, GatedQuant, GemmPlan, Push, kernel, reference
+from weft.gemm import (
+    STORE,
+    Epilogue,
+    Gated,
+    GatedQuant,
+    GemmPlan,
+    Push,
+    WgmmaPlan,
+    kernel,
+    reference,
+)
 from weft.gemm.launch import kernel_arguments, kernel_constants, kernel_of
 from weft.gemm.plan import FP8
 from weft.gemm.request import Request
@@ -42,8 +52,9 @@ def plans(dtype: torch.dtype, gating: bool) -> list[GemmPlan]:
     return [few, many, replace(few, order="column"), replace(few, order="column", group=3)]
 
 
-def interpret(request: Request, plan: GemmPlan) -> None:
+def interpret(request: Request, plan: GemmPlan | WgmmaPlan) -> None:
     """`launch`, with three CTAs one after the other."""
+    assert isinstance(plan, GemmPlan)
     arguments = kernel_arguments(request, plan, TensorDescriptor)
     kernel_of()[(3,)](*arguments, **kernel_constants(request, plan))
 

@@ -1,6 +1,7 @@
-"""Grouped matrix products of experts, on GPUs by Triton; knows nothing of peers. docs/gemm.md."""
+"""Grouped matrix products of experts, in Triton and in CUDA; knows no peers. docs/gemm.md."""
 
 from weft.gemm.call import grouped_gemm
+from weft.gemm.choice import fastest_plan
 from weft.gemm.epilogue import STORE, Epilogue, Gated, GatedQuant, Push, Store
 from weft.gemm.hopper import WgmmaPlan
 from weft.gemm.plan import GemmPlan, plan
@@ -15,6 +16,7 @@ __all__ = [
     "Push",
     "Store",
     "WgmmaPlan",
+    "fastest_plan",
     "grouped_gemm",
     "plan",
     "quantize_rows",

@@ -6,8 +6,9 @@ import torch
 
 from weft.errors import InvalidArgument
 from weft.gemm import hopper, launch, reference
+from weft.gemm.choice import fastest_plan
 from weft.gemm.epilogue import STORE, Epilogue, Gated, GatedQuant, Push
-from weft.gemm.hopper import WgmmaPlan, check_wgmma
+from weft.gemm.hopper import WgmmaPlan, check_wgmma, lacks
 from weft.gemm.plan import COLUMNS, FP8, GemmPlan, plan
 from weft.gemm.request import (
     OUTS,
@@ -51,8 +52,8 @@ def grouped_gemm(
     bias: `[experts, n]`, bfloat16, float16 or float32; added in fp32.
     out: where to write, or None for new tensors (bfloat16 for FP8, else a's dtype; rows that are
         nobody's are then undefined). A pair with GatedQuant, none with Push.
-    plan: default `weft.gemm.plan` for as many rows as a has, spread evenly; where a is mostly room,
-        pass the plan for the mean.
+    plan: default `weft.gemm.fastest_plan` for as many rows as a has, spread evenly; where a is
+        mostly room, pass the plan for the mean.
     signal: int32, cells that count finished tiles; see docs/gemm.md.
     columns: (first, end), multiples of 128: the columns to make, with Store or Push; b and out
         stay whole. Equal bits, in parts or in one.
@@ -77,18 +78,24 @@ def grouped_gemm(
     request = _request(a, b, counts, offsets, *scales, bias, out, epilogue, signal, columns)
     check_part(request, columns)
     check_results(request)
-    plan = plan or _default_plan(a, b, request.width, request.gated)
+    _run(request, plan or _default_plan(request), num_sms, programmatic_launch)
+    return request.result
+
+
+def _run(
+    request: Request, plan: GemmPlan | WgmmaPlan, num_sms: int | None, programmatic: bool
+) -> None:
+    """Check the plan, and take the way that it stands for."""
     if isinstance(plan, WgmmaPlan):
         check_wgmma(request)
     else:
         check_tiles(plan, request)
-    if a.device.type != "cuda":
+    if request.a.device.type != "cuda":
         reference.compute(request, plan)
     elif isinstance(plan, WgmmaPlan):
-        hopper.launch(request, plan, num_sms, programmatic_launch)
+        hopper.launch(request, plan, num_sms, programmatic)
     else:
-        launch.launch(request, plan, num_sms, programmatic_launch)
-    return request.result
+        launch.launch(request, plan, num_sms, programmatic)
 
 
 def _request(
@@ -127,10 +134,14 @@ def _request(
     )
 
 
-def _default_plan(a: torch.Tensor, b: torch.Tensor, n: int, gated: bool) -> GemmPlan:
-    experts, k = b.shape[0], b.shape[2]
-    rows = a.shape[1] if a.ndim == 3 else -(-len(a) // max(experts, 1))
-    return plan(experts, rows, n, k, a.dtype, gated=gated)
+def _default_plan(request: Request) -> GemmPlan | WgmmaPlan:
+    experts, _, k = request.b.shape
+    rows = len(request.a) // experts if request.starts is None else -(-len(request.a) // experts)
+    sizes = (experts, rows, request.width, k, request.a.dtype)
+    best = fastest_plan(*sizes, gated=request.gated, device=request.a.device)
+    if isinstance(best, WgmmaPlan) and lacks(request):
+        return plan(*sizes, gated=request.gated)
+    return best
 
 
 def _dtype(a: torch.Tensor) -> torch.dtype:

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.gemm.epilogue import GatedQuant, Push
-from weft.gemm.hopper_source import NARROW_ROWS, ROW_BOXES, SHARED, TABLE, THREADS, ProductArgs, compile_cuda
+from weft.gemm.hopper_source import (
+    NARROW_ROWS,
+    ROW_BOXES,
+    SHARED,
+    TABLE,
+    THREADS,
+    ProductArgs,
+    compile_cuda,
+)
 from weft.gemm.plan import COLUMNS, FP8
 from weft.gemm.request import Request
 from weft.gemm.tensor_map import tensor_map
@@ -22,6 +32,7 @@ BLOCK_ROWS = (32, 64, 96, 128, 192, 256)
 PAIR = 2 * COLUMNS  # columns of a cluster's tile
 MAX_EXPERTS = 512
 MAX_STAGES = 10
+COMPILERS = 4  # at a time
 SHARED_BYTES = 227 * 1024  # of a CTA
 NUMBERS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -82,15 +93,35 @@ def check_wgmma(request: Request) -> None:
         raise InvalidArgument(f"WgmmaPlan {why}: use a GemmPlan, or leave plan out")
 
 
-def product_literal(request: Request, plan: WgmmaPlan) -> str:
-    """`weft::Product` of a call, as C++."""
-    experts, n, k = request.b.shape
-    finish = "gated_fp8" if request.gated else "store"
-    if isinstance(request.epilogue, Push):
-        finish = "push"
-    number = NUMBERS.get(request.out_dtype, "bf16")
-    sizes = f"{experts}, {n}, {k}, {plan.block_rows}, {plan.stages(experts)}"
-    return f"{{{sizes}, weft::Finish::{finish}, weft::Number::{number}}}"
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a kernel is compiled for: the sizes of the weights, the tiles, and what is stored.
+
+    finish: "store", "push" or "gated_fp8".   number: of the result, "bf16" or "fp16".
+    """
+
+    experts: int
+    n: int
+    k: int
+    plan: WgmmaPlan
+    finish: str
+    number: str = "bf16"
+
+    @classmethod
+    def of(cls, request: Request, plan: WgmmaPlan) -> Kind:
+        """The kind that makes a call's product."""
+        experts, n, k = request.b.shape
+        finish = "push" if isinstance(request.epilogue, Push) else "store"
+        if request.gated:
+            return cls(experts, n, k, plan, "gated_fp8")
+        return cls(experts, n, k, plan, finish, NUMBERS[request.out_dtype])
+
+    @property
+    def literal(self) -> str:
+        """`weft::Product`, as C++."""
+        rows, stages = self.plan.block_rows, self.plan.stages(self.experts)
+        sizes = f"{self.experts}, {self.n}, {self.k}, {rows}, {stages}"
+        return f"{{{sizes}, weft::Finish::{self.finish}, weft::Number::{self.number}}}"
 
 
 def launch(request: Request, plan: WgmmaPlan, num_sms: int | None, programmatic: bool) -> None:
@@ -107,21 +138,40 @@ def launch(request: Request, plan: WgmmaPlan, num_sms: int | None, programmatic:
         with torch.cuda.device(device):
             launch(request, plan, num_sms, programmatic)
         return
-    literal = product_literal(request, plan)
-    key = (device.index, literal, programmatic)
-    launcher = _loaded.launchers.get(key)
-    if launcher is None:
-        launcher = _loaded.launchers[key] = _load(literal, plan, device, programmatic)
+    launcher = load(Kind.of(request, plan), programmatic)
     clusters = plan.max_row_blocks(rows, experts) * (request.b.shape[1] // PAIR)
     grid = min(max(num_sms or _sms(device.index), 2) // 2, clusters) * 2
-    args = _arguments(request)
-    launcher(args, (grid, 1, 1), THREADS, current_stream(device.index))
+    launcher(_arguments(request), (grid, 1, 1), THREADS, current_stream(device.index))
+
+
+class _Loaded(threading.local):
+    """Launchers of this thread: a launcher serves one thread at a time."""
+
+    def __init__(self) -> None:
+        self.launchers: dict[tuple[int, Kind, bool], Launcher] = {}
+
+
+_loaded = _Loaded()
+
+
+def load(kind: Kind, programmatic: bool) -> Launcher:
+    """What launches a kind on the current device; compiled and loaded at a thread's first call.
+
+    The module stays for as long as the process. Raises InvalidArgument on another GPU than Hopper,
+    OutOfOrder where that first call is being captured.
+    """
+    key = _key(kind, programmatic)
+    launcher = _loaded.launchers.get(key)
+    if launcher is None:
+        launcher = _loaded.launchers[key] = _load(kind, programmatic)
+    return launcher
 
 
 def _arguments(request: Request) -> ProductArgs:
     rows, k = request.a.shape
     epilogue, starts = request.epilogue, request.starts
-    assert request.a_scale is not None and request.b_scale is not None
+    assert request.a_scale is not None
+    assert request.b_scale is not None
     args = ProductArgs(
         row_scales=request.a_scale.data_ptr(),
         weight_scales=request.b_scale.data_ptr(),
@@ -156,19 +206,24 @@ def _weights_map(request: Request) -> tuple[int, ...]:
     return tensor_map(at, sizes, strides, (COLUMNS, 8, 2, COLUMNS // 16, 1))
 
 
-class _Loaded(threading.local):
-    """Launchers of this thread: a launcher serves one thread at a time."""
+def preload(kinds: Iterable[Kind], programmatic: bool) -> None:
+    """`load` all of them for this thread, compiled several at a time, so that no call has to."""
+    wanted = [kind for kind in kinds if _key(kind, programmatic) not in _loaded.launchers]
+    if wanted and torch.cuda.is_current_stream_capturing():
+        raise OutOfOrder("kernels are loaded before a graph is captured, not in it")
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        arch = current_arch() if wanted else ""
+        list(pool.map(lambda kind: compile_cuda(kind.literal, kind.plan.block_rows, arch), wanted))
+    for kind in wanted:
+        load(kind, programmatic)
 
-    def __init__(self) -> None:
-        self.launchers: dict[tuple[int, str, bool], Launcher] = {}
+
+def _key(kind: Kind, programmatic: bool) -> tuple[int, Kind, bool]:
+    return torch.cuda.current_device(), kind, programmatic
 
 
-_loaded = _Loaded()
-
-
-def _load(literal: str, plan: WgmmaPlan, device: torch.device, programmatic: bool) -> Launcher:
-    """Compile and load for the current device; the module stays for as long as the process."""
-    major, minor = torch.cuda.get_device_capability(device)
+def _load(kind: Kind, programmatic: bool) -> Launcher:
+    major, minor = torch.cuda.get_device_capability()
     if (major, minor) != (9, 0):
         raise InvalidArgument(
             f"WgmmaPlan is for compute capability 9.0, this GPU has {major}.{minor}: use a "
@@ -180,7 +235,7 @@ def _load(literal: str, plan: WgmmaPlan, device: torch.device, programmatic: boo
             "call it once before capturing"
         )
     torch.cuda.synchronize()  # makes the primary context that the module is loaded into
-    code = compile_cuda(literal, plan.block_rows, current_arch())
+    code = compile_cuda(kind.literal, kind.plan.block_rows, current_arch())
     module = CudaModule(code, name="product")
     verify(ProductArgs, decode(module.global_bytes(TABLE)))
     (shared,) = decode(module.global_bytes(SHARED))

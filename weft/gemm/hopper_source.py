@@ -99,9 +99,7 @@ def cuda_source(product: str, most_rows: int) -> str:
     )
 
 
-def compile_cuda(
-    product: str, most_rows: int, arch: str, *, options: Sequence[str] = ()
-) -> bytes:
+def compile_cuda(product: str, most_rows: int, arch: str, *, options: Sequence[str] = ()) -> bytes:
     """The kernel's cubin; needs no GPU. Raises CompileError showing the entry."""
     return compile_cubin(
         cuda_source(product, most_rows),

@@ -44,7 +44,8 @@ WEFT_FN void load_tiles(const ProductArgs& a, ProductShared<P>& s, u8* stages, u
 }
 
 // The scales of four steps from `at` on. Vectors where the layout has them side by side.
-WEFT_FN void load_ahead(float (&to)[scale_ahead], const float* at, i64 step, u32 left, bool vectors) {
+WEFT_FN void load_ahead(float (&to)[scale_ahead], const float* at, i64 step, u32 left,
+                        bool vectors) {
     if (vectors) {
         const float4 v = *reinterpret_cast<const float4*>(at);
         to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
@@ -99,8 +100,8 @@ WEFT_FN void load_scales(const ProductArgs& a, ProductShared<P>& s, u32 rank, u3
     }
 }
 
-template <Product P> WEFT_FN void multiply_tiles(const ProductArgs& a, ProductShared<P>& s,
-                                                 u8* stages, u32 rank) {
+template <Product P>
+WEFT_FN void multiply_tiles(const ProductArgs& a, ProductShared<P>& s, u8* stages, u32 rank) {
     Walk<P> walk{s};
     Ring<P.stages> ring;
     Tile tile;
@@ -118,8 +119,8 @@ template <Product P> WEFT_FN void multiply_tiles(const ProductArgs& a, ProductSh
 
 template <Product P> WEFT_FN void make_arrivals(ProductShared<P>& s) {
     for (u32 i = 0; i < P.stages; ++i) {
-        s.full[i].init(1 + scale_warps);     // the tiles' thread, and the scales' warps
-        s.empty[i].init(2 * weight_warps);   // of both CTAs
+        s.full[i].init(1 + scale_warps);    // the tiles' thread, and the scales' warps
+        s.empty[i].init(2 * weight_warps);  // of both CTAs
     }
     s.amax_told[0].init(1);
     s.amax_told[1].init(1);
@@ -130,14 +131,13 @@ template <Product P> WEFT_FN void product(const ProductArgs& a) {
     extern __shared__ __align__(1024) u8 memory[];
     ProductShared<P>& s = *reinterpret_cast<ProductShared<P>*>(memory + P.stages * P.stage_bytes());
     const Block team;
-    const Cluster cluster;
-    const u32 rank = cluster.rank();
+    const u32 rank = Cluster{}.rank();
     if (team.lane() == 0) make_arrivals(s);
     wait_for_predecessor();
     admit_successor();
     if (team.warp() == 0) survey(a, s, team.warp_lane());
     __syncthreads();
-    cluster.meet_only();  // no CTA arrives at a neighbour's barriers before they are made
+    meet_cluster();  // no CTA arrives at a neighbour's barriers before they are made
     if (team.lane() < group_threads) {
         give_registers<40>();
         if (team.lane() == 0)
@@ -148,7 +148,7 @@ template <Product P> WEFT_FN void product(const ProductArgs& a) {
         take_registers<232>();
         multiply_tiles(a, s, memory, rank);
     }
-    cluster.meet_only();  // a neighbour that is still at work arrives here, and loads for both
+    meet_cluster();  // a neighbour that is still at work arrives here, and loads for both
 }
 
 }  // namespace weft

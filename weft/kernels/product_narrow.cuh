@@ -1,5 +1,5 @@
-// Tiles of up to 96 rows. Weights are the first operand, rows the second, which may be narrow: a tile
-// has as many rows as its expert, to a multiple of 16.
+// Tiles of up to 96 rows. Weights are the first operand, rows the second, which may be narrow: a
+// tile has as many rows as its expert, to a multiple of 16.
 //
 // A thread holds, for rows 8 j + 2 (lane % 4) + {0, 1} of the tile, two columns: sums 4 j and
 // 4 j + 1 of column lane / 4 of its warp, 4 j + 2 and 4 j + 3 of the column eight further on. Where
@@ -15,10 +15,11 @@ constexpr u32 narrow_chunk = weight_warps * chunk_bytes / 2;                   /
 static_assert(chunk_rows * chunk_pitch <= narrow_chunk);
 static_assert(wide_chunk_rows * wide_chunk_pitch <= narrow_chunk);
 
-// `sum += part * (scale of row * scale of weights)`, rounded once each. To multiply twice is cheaper
-// than to load two scales a row: shared memory is busiest.
+// `sum += part * (scale of row * scale of weights)`, rounded once each. To multiply twice is
+// cheaper than to load two scales a row: shared memory is busiest.
 template <Product P, u32 N>
-WEFT_FN void add_narrow(float (&sum)[N / 2], const float (&part)[N / 2], const StepScales<P>& scales) {
+WEFT_FN void add_narrow(float (&sum)[N / 2], const float (&part)[N / 2],
+                        const StepScales<P>& scales) {
     const float4* const rows = reinterpret_cast<const float4*>(scales.rows) + threadIdx.x % 4;
     const float first = scales.weights[0], second = scales.weights[P.gated() ? 1 : 0];
 #pragma unroll
@@ -35,8 +36,8 @@ WEFT_FN void add_narrow(float (&sum)[N / 2], const float (&part)[N / 2], const S
 
 // Sixteen rows at a time through shared memory, then 256 bytes of each row by sixteen threads.
 template <Product P, u32 N>
-WEFT_FN void finish_narrow_rows(const ProductArgs& a, ProductShared<P>& s, const Tile& tile, u32 rank,
-                                const float (&sum)[N / 2], u64 home) {
+WEFT_FN void finish_narrow_rows(const ProductArgs& a, ProductShared<P>& s, const Tile& tile,
+                                u32 rank, const float (&sum)[N / 2], u64 home) {
     const u32 self = multiplier(), lane = self % warp_lanes, warp = self / warp_lanes;
     const u32 at = (lane / 16 * 8 + lane % 8) * chunk_pitch + (warp * 16 + lane / 8 % 2 * 8) * 2;
     const u32 row = self / 16, place = self % 16 * 16;
@@ -94,8 +95,8 @@ WEFT_FN void exchange_amax(const ProductArgs& a, ProductShared<P>& s, const Tile
 
 // Gated in place, scaled by what both CTAs have seen, and stored as FP8.
 template <Product P, u32 N>
-WEFT_FN void finish_narrow_gated(const ProductArgs& a, ProductShared<P>& s, const Tile& tile, u32 rank,
-                                 float (&sum)[N / 2], u32 turn) {
+WEFT_FN void finish_narrow_gated(const ProductArgs& a, ProductShared<P>& s, const Tile& tile,
+                                 u32 rank, float (&sum)[N / 2], u32 turn) {
     const u32 self = multiplier(), lane = self % warp_lanes, warp = self / warp_lanes;
 #pragma unroll
     for (u32 j = 0; j < N / 8; ++j)
@@ -126,8 +127,8 @@ WEFT_FN void finish_narrow_gated(const ProductArgs& a, ProductShared<P>& s, cons
 
 // A tile of N rows; those of fewer go to the next narrower form.
 template <Product P, u32 N>
-WEFT_FN void make_narrow(const ProductArgs& a, ProductShared<P>& s, u8* stages, Ring<P.stages>& ring,
-                         const Tile& tile, u32 rank, u32 turn) {
+WEFT_FN void make_narrow(const ProductArgs& a, ProductShared<P>& s, u8* stages,
+                         Ring<P.stages>& ring, const Tile& tile, u32 rank, u32 turn) {
     if constexpr (N > row_step) {
         if (tile.rows < N) {
             make_narrow<P, N - row_step>(a, s, stages, ring, tile, rank, turn);

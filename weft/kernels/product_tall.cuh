@@ -91,7 +91,8 @@ WEFT_FN void store_tall_gated(const ProductArgs& a, ProductShared<P>& s, const T
 #pragma unroll
         for (u32 i = 0; i < 2; ++i) {
             const float* const x = &sum[8 * j + 2 * i];
-            *reinterpret_cast<u16*>(chunk + (lane / 4 + 8 * i) * gated_pitch + 8 * j + lane % 4 * 2) =
+            *reinterpret_cast<u16*>(chunk + (lane / 4 + 8 * i) * gated_pitch + 8 * j +
+                                    lane % 4 * 2) =
                 u16(pack_e4m3(__fmul_rn(x[0], inverse[i]), __fmul_rn(x[1], inverse[i])));
         }
     __syncwarp();
@@ -106,8 +107,8 @@ WEFT_FN void store_tall_gated(const ProductArgs& a, ProductShared<P>& s, const T
 // Gated in place, scaled by what both CTAs have seen, and stored as FP8. Tiles take turns in what
 // is exchanged, as narrow ones do.
 template <Product P, u32 blocks>
-WEFT_FN void finish_tall_gated(const ProductArgs& a, ProductShared<P>& s, const Tile& tile, u32 rank,
-                               float (&sum)[blocks][tall_sums], u32 turn) {
+WEFT_FN void finish_tall_gated(const ProductArgs& a, ProductShared<P>& s, const Tile& tile,
+                               u32 rank, float (&sum)[blocks][tall_sums], u32 turn) {
     const u32 lane = multiplier() % warp_lanes, half = turn % 2;
     u32 bits[blocks][2];
     meet_multipliers();  // chunks and the other turn of the tile before are free
@@ -152,7 +153,8 @@ WEFT_FN void make_tall(const ProductArgs& a, ProductShared<P>& s, u8* stages, Ri
         for (u32 b = 0; b < blocks; ++b) {
             if (tall_block(b) >= tile.rows) continue;
             float part[tall_sums];
-            multiply_step<tile_columns>(part, stage + weight_bytes + tall_block(b) * tile_bytes, stage);
+            multiply_step<tile_columns>(part, stage + weight_bytes + tall_block(b) * tile_bytes,
+                                        stage);
             add_tall<P>(sum[b], part, s.scales[ring.at], tall_row(b) + lane / 4);
         }
         release_stage(s, ring.at, rank);

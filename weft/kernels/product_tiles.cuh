@@ -8,7 +8,8 @@ namespace weft {
 enum class Finish : u32 { store, push, gated_fp8 };
 
 constexpr u32 product_threads = 3 * group_threads;  // one warpgroup loads, two multiply
-constexpr u32 tile_columns = 128;  // of the product, for one CTA: rows of weights, or of both halves
+constexpr u32 tile_columns =
+    128;  // of the product, for one CTA: rows of weights, or of both halves
 constexpr u32 pair_columns = 2 * tile_columns;  // for the two CTAs of a cluster
 constexpr u32 depth = 128;                      // columns of k in a step; a block of scales
 constexpr u32 weight_bytes = tile_columns * tile_bytes;
@@ -20,11 +21,11 @@ constexpr u32 narrow_rows = 96;  // tiles of more are tall: rows are the first o
 
 // What specialises the kernel; mirrored by `WgmmaPlan` and the sizes of a call (gemm/wgmma.py).
 struct Product {
-    u32 experts, n, k;      // weights are [experts, n, k]
-    u32 most_rows;          // of a tile
-    u32 stages;             // steps of k in flight
+    u32 experts, n, k;  // weights are [experts, n, k]
+    u32 most_rows;      // of a tile
+    u32 stages;         // steps of k in flight
     Finish finish;
-    Number number;          // of the result; two bytes wide unless it is FP8
+    Number number;  // of the result; two bytes wide unless it is FP8
 
     constexpr u32 pairs() const { return n / pair_columns; }
     constexpr u32 steps() const { return k / depth; }
@@ -67,7 +68,7 @@ template <Product P> struct ProductShared {
     alignas(16) u8 chunk[weight_warps * chunk_bytes];
     u64 homes[P.finish == Finish::push ? P.most_rows : 1];
     u32 amax[P.gated() ? weight_warps : 1][P.gated() ? narrow_rows : 1];  // bits of |x|
-    u32 amax_there[P.gated() ? 2 : 1][P.gated() ? P.most_rows : 1];       // the neighbour's, in turns
+    u32 amax_there[P.gated() ? 2 : 1][P.gated() ? P.most_rows : 1];  // the neighbour's, in turns
     float inverse[P.gated() ? narrow_rows : 1];
     u32 ends[P.experts], counts[P.experts], firsts[P.experts];
     Arrival full[P.stages], empty[P.stages], amax_told[2];

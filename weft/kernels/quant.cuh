@@ -15,13 +15,6 @@ WEFT_FN u32 pack_e4m3(float first, float second) {
     return pair;
 }
 
-// x / y within two units in the last place, for all y: an eighth of a division's instructions.
-WEFT_FN float divide_full(float x, float y) {
-    float ratio;
-    asm("div.full.f32 %0, %1, %2;" : "=f"(ratio) : "f"(x), "f"(y));
-    return ratio;
-}
-
 // Sixteen e4m3 numbers of one 16-byte vector, each times `scale`, added to sum[0 .. 15].
 WEFT_FN void add_e4m3(float (&sum)[lane_columns], uint4 v, float scale) {
     const u32 word[4] = {v.x, v.y, v.z, v.w};

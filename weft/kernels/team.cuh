@@ -32,11 +32,6 @@ struct Cluster {
     // that has waited.
     WEFT_FN void arrive() const { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
     WEFT_FN void wait() const { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-    // The same meeting without order, for those who have nothing to show.
-    WEFT_FN void meet_only() const {
-        asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
-        wait();
-    }
     // Stores into the same place of a neighbour's shared memory.
     WEFT_FN void store_at(u32 neighbour, u64* at, u64 value) const {
         asm volatile(

@@ -69,6 +69,11 @@ WEFT_FN void send_word(u32 cta, u32* at, u32 value, Arrival& arrival) {
         : "memory");
 }
 
+// All threads of a cluster meet, without order: for those who have nothing to show.
+WEFT_FN void meet_cluster() {
+    asm volatile("barrier.cluster.arrive.relaxed; barrier.cluster.wait.acquire;" ::: "memory");
+}
+
 // Order: barriers made before are seen as such by the cluster and by the copy engine.
 WEFT_FN void publish_arrivals() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

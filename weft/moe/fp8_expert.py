@@ -6,14 +6,15 @@ import torch
 from torch import nn
 
 from weft.errors import InvalidArgument
-from weft.gemm import GatedQuant, grouped_gemm, plan, quantize_rows
+from weft.gemm import GatedQuant, fastest_plan, grouped_gemm, quantize_rows
+from weft.gemm.choice import is_hopper
+from weft.gemm.hopper import BLOCK_ROWS, NUMBERS, PAIR, Kind, WgmmaPlan, preload
 from weft.moe.experts import FP8, Expert, to_blocks
 from weft.moe.gating import SWIGLU, Gating
 from weft.ops.check import check_tensor
 from weft.shape import FP8_BLOCK
 
 EVERY = 2**31 - 1  # a count that is held to the rows there are
-TILES = 4  # row blocks to aim at: one expert alone must still fill many SMs
 
 
 class FP8Expert(nn.Module):
@@ -63,6 +64,8 @@ class FP8Expert(nn.Module):
         self.register_buffer("_count", torch.tensor([EVERY], dtype=torch.int32, device=device))
         self._epilogue = GatedQuant(gating.alpha, gating.offset, gating.limit)
         self._dtype = dtype
+        if is_hopper(device):
+            self._preload()
 
     @classmethod
     def of(cls, expert: Expert) -> FP8Expert:
@@ -74,9 +77,19 @@ class FP8Expert(nn.Module):
         parts = (gate_up[0], gate_up_scale[0], down[0], down_scale[0])
         return cls(*parts, gating=expert.gating, dtype=expert.down.dtype)
 
+    def _preload(self) -> None:
+        """Load what a call may need: a load waits for kernels, and those may wait for peers."""
+        n, k, hidden = self.gate_up.shape[1], self.gate_up.shape[2], self.down.shape[1]
+        kinds = [Kind(1, n, k, WgmmaPlan(rows), "gated_fp8") for rows in BLOCK_ROWS]
+        if hidden % PAIR == 0 and self._dtype in NUMBERS:
+            number = NUMBERS[self._dtype]
+            kinds += [Kind(1, hidden, n // 2, WgmmaPlan(r), "store", number) for r in BLOCK_ROWS]
+        with torch.cuda.device(self.gate_up.device):
+            preload(kinds, programmatic=False)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[tokens, hidden]` -> `[tokens, hidden]`."""
-        rows, device, count = -(-len(x) // TILES), x.device, self._count
+        rows, device, count = len(x), x.device, self._count
         q, scale = quantize_rows(x)
         n, k, hidden = self.gate_up.shape[1], self.gate_up.shape[2], self.down.shape[1]
         act = torch.empty((1, len(x), n // 2), dtype=FP8, device=device)
@@ -88,7 +101,7 @@ class FP8Expert(nn.Module):
             a_scale=scale.unsqueeze(0),
             b_scale=self.gate_up_scale,
             out=(act, act_scale),
-            plan=plan(1, rows, n, k, FP8, gated=True),
+            plan=fastest_plan(1, rows, n, k, FP8, gated=True, device=device),
             epilogue=self._epilogue,
         )
         out = torch.empty((1, len(x), hidden), dtype=self._dtype, device=device)
@@ -99,6 +112,6 @@ class FP8Expert(nn.Module):
             a_scale=act_scale,
             b_scale=self.down_scale,
             out=out,
-            plan=plan(1, rows, hidden, n // 2, FP8),
+            plan=fastest_plan(1, rows, hidden, n // 2, FP8, device=device),
         )
         return out[0]

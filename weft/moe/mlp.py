@@ -9,7 +9,18 @@ from typing import Any, Protocol
 import torch
 
 from weft.errors import InvalidArgument
-from weft.gemm import Gated, GatedQuant, GemmPlan, Push, grouped_gemm, plan
+from weft.gemm import (
+    Gated,
+    GatedQuant,
+    GemmPlan,
+    Push,
+    WgmmaPlan,
+    fastest_plan,
+    grouped_gemm,
+    plan,
+)
+from weft.gemm.choice import is_hopper, wgmma_plans
+from weft.gemm.hopper import NUMBERS, PAIR, Kind, preload
 from weft.gemm.launch import installed
 from weft.moe.experts import FP8, ExpertWeights
 from weft.moe.models import MoEConfig
@@ -225,17 +236,37 @@ class TiledMlp:
         self._scales = torch.empty((*rows, blocks), device=device)
         self._y = torch.empty((*rows, config.hidden), dtype=config.dtype, device=device)
         self._grouped: RowsByExpert | None = None
+        self._up: GemmPlan | WgmmaPlan
+        self._down: GemmPlan | WgmmaPlan
         self.expect(math.prod(rows) // self._experts)
+        if fp8 and experts and not config.biased and is_hopper(device):
+            self._preload()
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
         return (self._act, self._scales, self._y)
 
+    def _preload(self) -> None:
+        """Load what a call may need: a load waits for kernels, and those may wait for peers."""
+        hidden, inner = self._config.hidden, self._config.intermediate
+        kinds = []
+        for by in wgmma_plans():
+            kinds.append(Kind(self._experts, 2 * inner, hidden, by, "gated_fp8"))
+            for finish in ("store", "push") if hidden % PAIR == 0 else ():
+                number = NUMBERS[self._config.dtype] if finish == "store" else "bf16"
+                kinds.append(Kind(self._experts, hidden, inner, by, finish, number))
+        with torch.cuda.device(self._act.device):
+            preload(kinds, self._programmatic)
+
     def expect(self, rows: int) -> None:
         hidden, inner = self._config.hidden, self._config.intermediate
-        sizes, dtype = (self._experts, rows), self._act.dtype
-        self._up = plan(*sizes, 2 * inner, hidden, dtype, gated=True)
-        self._down = plan(*sizes, hidden, inner, dtype)
+        sizes, dtype, device = (self._experts, rows), self._act.dtype, self._act.device
+        self._tiles = plan(*sizes, hidden, inner, dtype)  # for parts and signals
+        if self._config.biased:
+            self._up, self._down = plan(*sizes, 2 * inner, hidden, dtype, gated=True), self._tiles
+            return
+        self._up = fastest_plan(*sizes, 2 * inner, hidden, dtype, gated=True, device=device)
+        self._down = fastest_plan(*sizes, hidden, inner, dtype, device=device)
 
     def up(self, weights: ExpertWeights, grouped: RowsByExpert) -> None:
         self._grouped = grouped
@@ -254,14 +285,16 @@ class TiledMlp:
         )
 
     def down(self, weights: ExpertWeights, columns: Columns | None = None) -> torch.Tensor:
-        part = {} if columns is None else {"columns": columns}
-        self._multiply(weights, self._down, out=self._y, **part)
+        if columns is None or columns == (0, self._config.hidden):
+            self._multiply(weights, self._down, out=self._y)
+        else:
+            self._multiply(weights, self._tiles, out=self._y, columns=columns)
         return self._y
 
     def down_signalled(
         self, weights: ExpertWeights, cells: torch.Tensor, send_sms: int | None
     ) -> tuple[torch.Tensor, Signal]:
-        by = replace(self._down, order="column")
+        by = replace(self._tiles, order="column")
         num_sms = None if send_sms is None else max(1, self._sms - send_sms)
         cells = cells[: by.column_blocks(self._config.hidden)]
         self._multiply(weights, by, out=self._y, signal=cells, num_sms=num_sms)
@@ -273,7 +306,7 @@ class TiledMlp:
             raise InvalidArgument("these rows have no homes; build the layer with overlap='push'")
         self._multiply(weights, self._down, epilogue=Push(home))
 
-    def _multiply(self, weights: ExpertWeights, by: GemmPlan, **given: Any) -> None:
+    def _multiply(self, weights: ExpertWeights, by: GemmPlan | WgmmaPlan, **given: Any) -> None:
         grouped = self._grouped
         assert grouped is not None
         grouped_gemm(
