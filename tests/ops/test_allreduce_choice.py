@@ -12,10 +12,9 @@ import torch
 import weft
 from tests.compat.calls import refused
 from weft.errors import GeometryMismatch, InvalidArgument, TokenOverflow
-from weft.ops.allreduce_choice import epilogue_of
+from weft.ops.allreduce_choice import common_table, epilogue_of
 from weft.ops.allreduce_curve import Curve
 from weft.ops.allreduce_table import Table
-from weft.ops.allreduce_vote import agreed_table
 
 HIDDEN = 128
 RISING, FLAT = (1.0, 2.0, 3.0), (2.5, 2.5, 2.5)
@@ -161,7 +160,7 @@ def test_gpus_name_the_table(monkeypatch, names, source):
         all_gather=all_gather,
         agree=lambda value, what: gathered.append(value),
     )
-    found = agreed_table(group)
+    found = common_table(group)
     assert found == Table.shipped(", ".join(dict.fromkeys(names)), 8)
     assert source in (None, found.source)
     assert gathered[-1] == {"table": found.digest, "ranks": 8}

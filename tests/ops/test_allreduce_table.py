@@ -11,10 +11,10 @@ import torch
 import weft
 from tests.compat.calls import refused
 from weft.errors import CreationFailed, GeometryMismatch, InvalidArgument
-from weft.ops.allreduce_curve import EPILOGUES, Curve, bands_of
+from weft.ops.allreduce_choice import common_table
+from weft.ops.allreduce_curve import EPILOGUES, Curve
 from weft.ops.allreduce_formula import formula_us, sent_bytes
 from weft.ops.allreduce_table import _LIKE, BACKENDS, SHIPPED, Table
-from weft.ops.allreduce_vote import agreed_table
 
 BF16 = torch.bfloat16
 SIZES = (1, 2, 4, 8, 16)
@@ -30,8 +30,8 @@ def table(*curves, source="measured", ranks=2, gpu=""):
 
 
 def bands(two, one=ONE, row_bytes=128, backends=("oneshot", "twoshot")):
-    found = bands_of(curve(oneshot=one, twoshot=two), row_bytes, backends)
-    return list(zip(found.starts, found.backends, strict=True))
+    found = curve(oneshot=one, twoshot=two).bands(row_bytes, backends)
+    return list(zip(found.starts, found.names, strict=True))
 
 
 def test_the_faster_backend_serves_from_where_the_lines_cross():
@@ -58,7 +58,7 @@ def test_a_backend_that_ends_gives_way():
     assert bands((9.0, 9.0, 9.0, 9.0, 9.0), one=ends) == [(0, "oneshot"), (3, "twoshot")]
     begins = (None, None, 7.0, 7.0, 7.0)
     assert bands(begins) == [(0, "oneshot"), (4, "twoshot")]
-    assert bands_of(curve(), 128, ("twoshot", "twoshot_bulk")).backends == ("twoshot",)
+    assert curve().bands(128, ("twoshot", "twoshot_bulk")).names == ("twoshot",)
 
 
 def test_bands_and_choices_agree_at_every_size():
@@ -137,8 +137,10 @@ def test_files_keep_everything(tmp_path):
         ({"curves": [{}]}, "hidden"),
         ({"ranks": 0}, "0 ranks"),
         ({"tokens": [4, 2, 8, 16, 32]}, "rising"),
+        ({"tokens": [1, 2.5, 4, 8, 16]}, "2.5 stands where a whole number"),
+        ({"ranks": True}, "True stands"),
         ({"tokens": [0, 2, 4, 8, 16]}, "from 1 up"),
-        ({"us": {}}, "one backend"),
+        ({"us": {}}, "one name"),
         ({"us": {"oneshot": [1.0]}}, "1 times for 5 sizes"),
         ({"us": {"oneshot": [1.0, 2.0, 3.0, 4.0, -5.0]}}, "above 0"),
         ({"us": {"oneshot": [1.0, 2.0, 3.0, 4.0, float("inf")]}}, "above 0"),
@@ -189,7 +191,7 @@ def test_the_formula_counts_what_is_sent():
 
 def vote(group, given):
     mine = given.get(group.rank)
-    return agreed_table(group, mine).as_json()
+    return common_table(group, mine).as_json()
 
 
 def test_all_ranks_use_rank_0s_table(ranks, tmp_path):
@@ -217,7 +219,7 @@ def test_all_ranks_use_rank_0s_table(ranks, tmp_path):
 def test_another_table_on_one_rank_is_refused_by_all(ranks, given, error, words):
     def body(group: weft.Group) -> str:
         with pytest.raises(error, match=words) as caught:
-            agreed_table(group, given.get(group.rank))
+            common_table(group, given.get(group.rank))
         return str(caught.value)
 
     texts = ranks(2, "threads")(body)

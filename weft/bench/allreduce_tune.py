@@ -234,5 +234,5 @@ def bands_text(table: Table, curve: Curve) -> str:
     )
     starts: Sequence[int] = (1, *bands.starts[1:])
     return ", ".join(
-        f"{name} from {start}" for name, start in zip(bands.backends, starts, strict=True)
+        f"{name} from {start}" for name, start in zip(bands.names, starts, strict=True)
     )

@@ -12,9 +12,8 @@ from weft.errors import InvalidArgument, OutOfOrder
 from weft.memory import Group
 from weft.memory.header import Record
 from weft.memory.wire import JSON
-from weft.ops.allreduce_choice import Choice, able, choose, epilogue_of
+from weft.ops.allreduce_choice import Choice, able, choose, common_table, epilogue_of
 from weft.ops.allreduce_table import Table
-from weft.ops.allreduce_vote import agreed_table
 from weft.ops.check import check_seconds, check_tokens
 from weft.ops.reduce_args import BACKENDS
 from weft.ops.reduce_collective import CollectiveReduce
@@ -88,7 +87,7 @@ class AllReduce:
             names: list[JSON] = list(self._backends)
             manifest: dict[str, JSON] = {**self.reduction.manifest(), "backends": names}
             group.agree(manifest, what="all-reduce geometry")
-            self._table = agreed_table(group, table)
+            self._table = common_table(group, table)
             self._collective = CollectiveReduce(group) if "collective" in names else None
             self._workspace = ReduceWorkspace(
                 group, self.reduction, seconds=(timeout, first_timeout), first_epoch=_first_epoch

@@ -4,17 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from weft.errors import InvalidArgument
+from weft.memory import Group
 from weft.ops.allreduce_table import MEASURED, NEAREST, ONLY, Choice, Table
 from weft.ops.reduce_spec import Quant, coding_of
 from weft.ops.reduction import Reduction
+from weft.ops.table_vote import agreed_table
 from weft.shape import NUMBERS
 
-__all__ = ["Choice", "able", "choose", "epilogue_of"]
+__all__ = ["Choice", "able", "choose", "common_table", "epilogue_of"]
 
 _DTYPES = {name: dtype for dtype, name in NUMBERS.items()}
 _EPILOGUES = {"none": "norm", "static": "fp8-static", "token": "fp8-token"}
+
+
+def common_table(group: Group, given: Table | Path | str | None = None) -> Table:
+    """The table that all ranks use: rank 0's. Collective.
+
+    given: a table, the path of one, or None for the one that came with weft for this machine.
+    Raises CreationFailed and GeometryMismatch, as agreed_table.
+    """
+
+    def shipped(gpu: str) -> Table:
+        return Table.shipped(gpu, group.size)
+
+    found = agreed_table(group, given, Table, shipped=shipped, what="the all-reduce table")
+    assert found is not None  # there is always the formula
+    return found
 
 
 def able(reduction: Reduction, backends: Sequence[str], tokens: int) -> list[str]:

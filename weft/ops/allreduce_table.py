@@ -7,8 +7,6 @@ size, dtype or epilogue that was not measured is read from the nearest that was,
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,8 +16,10 @@ from typing import Any
 import torch
 
 from weft.errors import InvalidArgument
-from weft.ops.allreduce_curve import HYSTERESIS, Bands, Curve, bands_of
+from weft.ops.allreduce_curve import Curve
 from weft.ops.allreduce_formula import FORMULA, formula_us
+from weft.ops.bands import HYSTERESIS, Bands
+from weft.ops.table_file import digest_of, parsed, read_table, table_text, times_of, whole
 from weft.shape import NUMBERS
 
 BACKENDS = ("oneshot", "twoshot", "twoshot_bulk")  # of one class of bits; ties go to the first
@@ -85,7 +85,7 @@ class Table:
     @property
     def digest(self) -> str:
         """SHA-256 of all that decides; what ranks compare."""
-        return hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()
+        return digest_of(self.as_json())
 
     def bands(
         self, *, hidden: int, dtype: torch.dtype, epilogue: str, backends: Sequence[str]
@@ -94,7 +94,7 @@ class Table:
         key = (hidden, dtype, epilogue, tuple(backends))
         if key not in self._bands:
             curve = self._nearest(hidden, NUMBERS[dtype], epilogue)
-            self._bands[key] = bands_of(curve, hidden * dtype.itemsize, backends)
+            self._bands[key] = curve.bands(hidden * dtype.itemsize, backends)
         return self._bands[key]
 
     def choose(
@@ -157,51 +157,38 @@ class Table:
     @classmethod
     def of_json(cls, found: Any, where: str) -> Table:
         """The table in JSON values. Raises InvalidArgument naming `where` and what is wrong."""
-        try:
-            if found["format"] != FORMAT:
-                raise InvalidArgument(f"format is {found['format']!r}; this weft reads {FORMAT!r}")
-            curves = tuple(
-                Curve(
-                    hidden=int(curve["hidden"]),
-                    dtype=str(curve["dtype"]),
-                    epilogue=str(curve["epilogue"]),
-                    tokens=tuple(int(n) for n in curve["tokens"]),
-                    us={
-                        str(name): tuple(None if us is None else float(us) for us in times)
-                        for name, times in curve["us"].items()
-                    },
-                )
-                for curve in found["curves"]
+        return parsed(found, cls._make, form=FORMAT, where=where, what="all-reduce table")
+
+    @classmethod
+    def _make(cls, found: Any) -> Table:
+        curves = tuple(
+            Curve(
+                hidden=whole(curve["hidden"]),
+                dtype=str(curve["dtype"]),
+                epilogue=str(curve["epilogue"]),
+                tokens=tuple(whole(n) for n in curve["tokens"]),
+                us=times_of(curve["us"]),
             )
-            return cls(
-                gpu=str(found["gpu"]),
-                ranks=int(found["ranks"]),
-                source=str(found["source"]),
-                date=str(found["date"]),
-                machine=str(found["machine"]),
-                method=str(found["method"]),
-                curves=curves,
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            reason = error if isinstance(error, InvalidArgument) else repr(error)
-            raise InvalidArgument(f"{where} is no all-reduce table: {reason}") from error
+            for curve in found["curves"]
+        )
+        return cls(
+            gpu=str(found["gpu"]),
+            ranks=whole(found["ranks"]),
+            source=str(found["source"]),
+            date=str(found["date"]),
+            machine=str(found["machine"]),
+            method=str(found["method"]),
+            curves=curves,
+        )
 
     @classmethod
     def load(cls, path: Path | str) -> Table:
         """Read a file that `weft tune allreduce` wrote. Raises InvalidArgument naming it."""
-        try:
-            found = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
-            raise InvalidArgument(f"cannot read the all-reduce table {path}: {error}") from error
-        return cls.of_json(found, str(path))
+        return cls.of_json(read_table(path, "the all-reduce table"), str(path))
 
     def text(self) -> str:
         """The file's text: one curve's times a line."""
-        head = self.as_json()
-        curves = [f"  {json.dumps(curve)}" for curve in head.pop("curves")]
-        lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
-        body = ",\n".join(curves)
-        return "{\n" + ",\n".join(lines) + f',\n "curves": [\n{body}\n ]\n}}\n'
+        return table_text(self.as_json())
 
     @classmethod
     def formula(cls, gpu: str, ranks: int) -> Table:
