@@ -29,7 +29,7 @@ from weft.bench.cases import (
     plans_of,
 )
 from weft.cli_allreduce import bench_allreduce, tune_allreduce
-from weft.cli_layer import bench_layer
+from weft.cli_layer import bench_layer, tune_layer
 from weft.cli_lowlatency import bench_lowlatency
 from weft.cli_options import (
     DEVICE,
@@ -59,6 +59,7 @@ bench.command("allreduce")(bench_allreduce)
 bench.command("layer")(bench_layer)
 bench.command("lowlatency")(bench_lowlatency)
 tuning.command("allreduce")(tune_allreduce)
+tuning.command("layer")(tune_layer)
 app.add_typer(cache, name="cache")
 
 

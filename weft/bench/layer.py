@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from weft.bench.allreduce import gpu_names
@@ -18,7 +18,7 @@ from weft.bench.moe import LIMIT_SECONDS, first_problem
 from weft.bench.progress import progress
 from weft.errors import CreationFailed
 from weft.memory import Group, launch
-from weft.moe import ExpertWeights, MoE
+from weft.moe import ExpertWeights, LayerChoice, MoE
 from weft.ops.placement import Placement
 
 
@@ -44,7 +44,7 @@ class LayerReport:
 
     loads: by tokens.   refused: modes that weft.MoE does not offer for this layer, in its words,
     where all that there are were asked for.
-    gemm: how the experts multiply.
+    gemm: how the experts multiply.   choices: by tokens, what "auto" takes and why.
     """
 
     settings: LayerSettings
@@ -54,6 +54,12 @@ class LayerReport:
     refused: list[str]
     gemm: str
     problem: str | None = None
+    choices: dict[int, LayerChoice] = field(default_factory=dict)
+
+    @property
+    def nothing_offered(self) -> bool:
+        """Was every mode refused, so that there was nothing to check and to time?"""
+        return not self.measurements and self.problem == "; ".join(self.refused)
 
 
 def run(settings: LayerSettings, *, quiet: bool = False) -> LayerReport:
@@ -72,7 +78,8 @@ def run(settings: LayerSettings, *, quiet: bool = False) -> LayerReport:
     )
     first = results[0]
     measurements = [LayerMeasurement(**found) for found in first.pop("measurements")]
-    return LayerReport(settings, measurements=measurements, loads=loads, **first)
+    choices = {tokens: LayerChoice(**found) for tokens, found in first.pop("choices").items()}
+    return LayerReport(settings, measurements=measurements, loads=loads, choices=choices, **first)
 
 
 def rank_body(group: Group, settings: LayerSettings, quiet: bool) -> dict[str, Any]:
@@ -83,6 +90,7 @@ def rank_body(group: Group, settings: LayerSettings, quiet: bool) -> dict[str, A
         "refused": [],
         "gemm": "",
         "problem": None,
+        "choices": {},
     }
     words = settings.overlap_words
     placement = Placement.blocks(settings.config.routing.num_experts, group.size)
@@ -103,6 +111,7 @@ def rank_body(group: Group, settings: LayerSettings, quiet: bool) -> dict[str, A
                     continue
                 with layer:
                     result["gemm"] = layer.gemm
+                    result["choices"].setdefault(tokens, asdict(layer.explain()))
                     found, problem = _measure(group, settings, trial, layer, weights, overlap)
                     group.barrier()  # a peer may still be reading what is about to go
                 if problem is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from weft.errors import InvalidArgument
-from weft.moe import EXCHANGES, MODELS, OVERLAPS, MoEConfig, Routing
+from weft.moe import EXCHANGES, MODELS, OVERLAPS, LayerTable, MoEConfig, Routing
 
 LAYER_MODELS = ("deepseek-v3", "qwen3-30b-a3b", "glm-4.5-air", "gpt-oss-120b")
 WEIGHT_DTYPES = ("bf16", "fp8")
@@ -29,6 +29,7 @@ class LayerSettings:
     routing: "uniform", "perfect", "zipf" or "zipf:EXPONENT".
     shared: with the model's shared expert.   stages: also time the layer's parts.
     gemm, max_rows, quantize, combine_by: as in MoE; None leaves the choice to it.
+    table: path of the table that "auto" would choose by; None: the one that came with weft.
     samples: timed samples per size.   traced: a trace of one call will be asked for.
     """
 
@@ -47,6 +48,7 @@ class LayerSettings:
     max_rows: int | None = None
     quantize: str | None = None
     combine_by: str | None = None
+    table: str | None = None
     graph: bool = True
     samples: int = 15
     seed: int = 0
@@ -84,6 +86,8 @@ class LayerSettings:
             check_perfect(config.routing)
         if self.dtype == "fp8":
             check_fp8(config)
+        if self.table is not None:
+            LayerTable.load(self.table)  # refuses what is none
 
     @property
     def kind(self) -> tuple[str, float]:
@@ -134,6 +138,7 @@ class LayerSettings:
             "gemm": self.gemm,
             "max_rows": self.max_rows,
             "quantize": self.quantize,
+            "table": self.table,
             "timeout": 30.0,  # ranks that share cores may be late without being dead
         }
         if self.combine_by is not None:

@@ -99,7 +99,8 @@ def print_layer(console: Console, report: LayerReport, peers: Sequence[Peer]) ->
     for name in names + [f"{name}\nus" for name in rivals]:
         table.add_column(name, justify="left" if name == "overlap" else "right")
     for row in rows:
-        texts = [str(row.tokens), row.overlap]
+        taken = row.tokens in report.choices and report.choices[row.tokens].auto == row.overlap
+        texts = [str(row.tokens), f"{row.overlap}, auto" if taken else row.overlap]
         texts += [us_text(value) for value in (row.us.min, row.us.median, row.us.p99)]
         texts += ["" if row.gain is None else f"{row.gain:.3f}", f"{row.imbalance:.2f}"]
         if row.floor is not None and row.ratio is not None:
@@ -113,6 +114,7 @@ def print_layer(console: Console, report: LayerReport, peers: Sequence[Peer]) ->
         console.print(_stage_table(staged))
     if hidden := [row for row in rows if row.hiding is not None]:
         console.print(_hiding_table(hidden))
+    console.print(Text(_choices(report)))
     console.print(Text(_caption(report, peers if rivals else [], floor=floor), style="dim"))
 
 
@@ -159,6 +161,15 @@ def _title(report: LayerReport) -> Text:
     )
 
 
+def _choices(report: LayerReport) -> str:
+    """What "auto" takes at each size and why, and which tables say so."""
+    found = report.choices
+    lines = [f"auto, {tokens} tokens: {choice.reason}" for tokens, choice in found.items()]
+    return "\n".join(
+        lines + [text for text in dict.fromkeys(c.origin for c in found.values()) if text]
+    )
+
+
 def _caption(report: LayerReport, peers: Sequence[Peer], *, floor: bool) -> str:
     lines = [
         machine_line(report.machine),
@@ -200,6 +211,7 @@ def write_layer_json(path: Path, report: LayerReport, peers: Sequence[Peer]) -> 
         "checked": "against weft.reference.moe_layer in float32, before and after timing",
         "loads": {str(tokens): asdict(load) for tokens, load in report.loads.items()},
         "refused": report.refused,
+        "auto": {str(tokens): asdict(choice) for tokens, choice in report.choices.items()},
         "results": [asdict(found) for found in report.measurements],
         "rows": [asdict(row) for row in layer_rows(report, peers)],
     }

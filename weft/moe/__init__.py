@@ -4,10 +4,11 @@ from weft.moe.experts import Expert, ExpertWeights
 from weft.moe.fp8_expert import FP8Expert
 from weft.moe.gating import CLAMPED_SWIGLU, SWIGLU, Gating
 from weft.moe.layer import MoE
+from weft.moe.layer_choice import LayerChoice
+from weft.moe.layer_table import LayerTable
 from weft.moe.models import MODELS, MoEConfig
-from weft.moe.overlap import OVERLAPS
+from weft.moe.overlap import EXCHANGES, OVERLAPS
 from weft.moe.router import Routed, Routing, route, router_logits
-from weft.moe.workspace import EXCHANGES
 
 __all__ = [
     "CLAMPED_SWIGLU",
@@ -19,6 +20,8 @@ __all__ = [
     "ExpertWeights",
     "FP8Expert",
     "Gating",
+    "LayerChoice",
+    "LayerTable",
     "MoE",
     "MoEConfig",
     "Routed",

@@ -9,7 +9,7 @@ import torch
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.moe.experts import ExpertWeights
 from weft.moe.mlp import choose_in_blocks
-from weft.moe.workspace import Chosen, LayerWorkspace
+from weft.moe.workspace import Chosen, LayerWorkspace, Options
 from weft.ops.lowlatency import LowLatencyAllToAll
 from weft.ops.lowlatency_rounds import ExpertRows
 
@@ -91,9 +91,9 @@ class ExpertMajor(LayerWorkspace[ExpertRows]):
             rows = tuple(part.flatten(0, 1) for part in rows)
         return Blocks(rows, self._offsets, received.counts)
 
-    def _choose(self) -> Chosen:
-        options, config, device = self.options, self.config, self.group.device
-        _check_options(self)
+    def _choose(self, options: Options) -> Chosen:
+        config, device = self.config, self.group.device
+        _check_options(options)
         quantize = options.quantize or ("fp8" if options.fp8 else None)
         way = choose_in_blocks(options.gemm, device, config, fp8=options.fp8, quantize=quantize)
         return Chosen(way, quantize, options.combine_by or "push")
@@ -130,9 +130,8 @@ class ExpertMajor(LayerWorkspace[ExpertRows]):
         return self.exchange.memory.results
 
 
-def _check_options(work: ExpertMajor) -> None:
+def _check_options(options: Options) -> None:
     """Raises InvalidArgument for what rows by expert do not have."""
-    options = work.options
     if options.overlap not in OVERLAPS:
         raise InvalidArgument(
             f"overlap is {options.overlap!r}, exchange 'expert', whose rows go home when all are "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -13,8 +14,10 @@ from weft.errors import GroupError, InvalidArgument
 from weft.memory import Group
 from weft.moe.expert_major import ExpertMajor
 from weft.moe.experts import ExpertWeights
+from weft.moe.layer_choice import LayerChoice
+from weft.moe.layer_table import LayerTable
 from weft.moe.models import MoEConfig
-from weft.moe.overlap import PARTS, fastest
+from weft.moe.overlap import PARTS
 from weft.moe.rank_major import RankMajor
 from weft.moe.router import Routed, route
 from weft.moe.workspace import Exchange, LayerWorkspace, Options
@@ -43,7 +46,9 @@ class MoE:
         before combine; "columns": that, and while some columns of the second product are computed,
         those before them are sent home; "signals": by one send that waits for them; "push": or the
         product stores its rows at their owners itself; the last two with gemm="tiled". "auto": the
-        fastest that was measured. Equal bits. (weft/moe/overlap.py)
+        fastest for max_tokens by a measured table (docs/moe.md). Equal bits. (weft/moe/overlap.py)
+    table: what "auto" chooses by: a LayerTable, the path of one that `weft tune layer` wrote, or
+        None for the nearest that came with weft. Rank 0's is sent to everyone.
     parts: of the columns, where overlap sends by them.
     fp8: weights are FP8 with scales (`ExpertWeights.to_fp8`), tokens travel as FP8.
     gemm: "tiled" (weft.gemm), "grouped", "padded" or "loop" (weft/moe/products.py); "auto": tiled
@@ -71,6 +76,7 @@ class MoE:
         correction: torch.Tensor | None = None,
         exchange: str = "rank",
         overlap: str = "auto",
+        table: LayerTable | Path | str | None = None,
         gemm: str = "auto",
         max_rows: int | None = None,
         expert_map: Sequence[int] | torch.Tensor | None = None,
@@ -86,15 +92,11 @@ class MoE:
         programmatic_launch: bool = True,
         profile: bool = False,
     ) -> None:
-        if overlap == "auto":
-            tiled, hides = fp8 or gemm == "tiled", config.shared > 0
-            overlap = fastest(
-                exchange, max_tokens, tiled=tiled, shared=hides, combine_by=combine_by
-            )
         options = Options(
             max_tokens=max_tokens,
             exchange=exchange,
             overlap=overlap,
+            table=table,
             gemm=gemm,
             max_rows=max_rows,
             expert_map=expert_map,
@@ -160,6 +162,10 @@ class MoE:
     def overlap(self) -> str:
         """What runs beside what: what "auto" came to."""
         return self._workspace.options.overlap
+
+    def explain(self) -> LayerChoice:
+        """Which overlap the layer has and why, what the others would take, and by which table."""
+        return self._workspace.choice
 
     @property
     def workspace_bytes(self) -> int:

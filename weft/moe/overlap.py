@@ -19,6 +19,7 @@ from weft.moe.experts import ExpertWeights
 from weft.moe.mlp import Columns, Mlp
 from weft.ops.grouping import ExpertGroups
 
+EXCHANGES = ("rank", "expert")
 OVERLAPS = ("none", "shared", "columns", "signals", "push")
 # How rows come home by default. Sums that their makers send take one kernel less than sums that
 # their owners fetch: a round on 4 x H200 without the products takes 25 us against 31 at 16 tokens,
@@ -26,7 +27,6 @@ OVERLAPS = ("none", "shared", "columns", "signals", "push")
 HOME = dict.fromkeys(OVERLAPS, "push") | {"push": "choices"}
 PARTS = 4  # of the second product's columns
 COLUMNS, WIDE_COLUMNS = 128, 256  # of a tile; parts are multiples of it
-MOST_PUSHED = 512  # tokens of a rank up to which "push" was measured
 FEWEST_SMS, MOST_SMS = 4, 32  # for sends beside a product
 # What an SM sends while a product runs beside it: about 10 GB/s (16 of them, 4 x H200, 2026-11-21)
 # in the 120 us of a down projection of DeepSeek-V3.
@@ -127,21 +127,6 @@ def send_by_signals(
     with beside.after_mark():
         groups.send(y, signal=signal, num_sms=num_sms)
     beside.join()
-
-
-def fastest(
-    exchange: str, max_tokens: int, *, tiled: bool, shared: bool, combine_by: str | None
-) -> str:
-    """What overlap="auto" stands for: the fastest that was measured, where it can be had.
-
-    With tiled products "push" took least at 8 to 512 tokens a rank of DeepSeek-V3 in FP8 on 4 and 2
-    H200s, but for 2 % at 64 (docs/measuring.md). Beyond that nothing was measured, and places for
-    every choice of a token take much memory. All ranks come to the same.
-    """
-    pushes = tiled and combine_by in (None, "choices") and max_tokens <= MOST_PUSHED
-    if exchange == "rank" and pushes:
-        return "push"
-    return "shared" if shared else "none"
 
 
 def check_overlap(overlap: str, combine_by: str | None, gemm: str) -> str:

@@ -15,7 +15,7 @@ from weft.moe.overlap import (
     send_by_signals,
     sms_to_send,
 )
-from weft.moe.workspace import Chosen, LayerWorkspace
+from weft.moe.workspace import Chosen, LayerWorkspace, Options
 from weft.ops.alltoall import AllToAll
 from weft.ops.grouping import ExpertGroups
 from weft.ops.received import Received
@@ -108,8 +108,8 @@ class RankMajor(LayerWorkspace[Received]):
             raise OutOfOrder("this MoE layer was closed; make a new one")
         return self._groups
 
-    def _choose(self) -> Chosen:
-        config, options = self.config, self.options
+    def _choose(self, options: Options) -> Chosen:
+        config = self.config
         for name, value in (("reduce", options.reduce), ("slots", options.slots)):
             if value is not None:
                 raise InvalidArgument(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Generic, TypeAlias, TypeVar
 
 import torch
@@ -12,17 +13,19 @@ import torch
 from weft.errors import InvalidArgument
 from weft.memory import Group
 from weft.moe.experts import ExpertWeights
+from weft.moe.layer_choice import AUTO, agreed_choice
+from weft.moe.layer_table import LayerTable
 from weft.moe.mlp import make_mlp
 from weft.moe.models import MoEConfig
-from weft.moe.overlap import Beside
+from weft.moe.overlap import EXCHANGES, OVERLAPS, Beside
 from weft.ops.alltoall import AllToAll
 from weft.ops.lowlatency import LowLatencyAllToAll
 from weft.ops.lowlatency_rounds import ExpertRows
 from weft.ops.received import Received
+from weft.shape import NUMBERS
 
 Exchange: TypeAlias = AllToAll | LowLatencyAllToAll
 Rows = TypeVar("Rows", Received, ExpertRows)
-EXCHANGES = ("rank", "expert")
 MAX_PARTS = 64
 
 
@@ -33,6 +36,7 @@ class Options:
     max_tokens: int
     exchange: str
     overlap: str
+    table: LayerTable | Path | str | None
     gemm: str
     max_rows: int | None
     expert_map: Sequence[int] | torch.Tensor | None
@@ -72,9 +76,22 @@ class LayerWorkspace(ABC, Generic[Rows]):
     exchange: Exchange
 
     def __init__(self, group: Group, config: MoEConfig, options: Options) -> None:
-        self.group, self.config, self.options = group, config, options
-        self.chosen = group.together(self._checked_choice, doing="preparing an MoE layer")
-        group.agree(self._manifest(), what="MoE layer")
+        self.group, self.config = group, config
+        offers = group.together(lambda: self._offers(options), doing="preparing an MoE layer")
+        group.agree(_manifest(config, options), what="MoE layer")
+        self.choice = agreed_choice(
+            group,
+            config,
+            given=options.table,
+            asked=options.overlap,
+            exchange=options.exchange,
+            gemm=next(iter(offers.values())).gemm,
+            max_tokens=options.max_tokens,
+            fp8=options.fp8,
+            able=tuple(offers),
+        )
+        self.options = replace(options, overlap=self.choice.overlap)
+        self.chosen = offers[self.choice.overlap]
         self._open_exchange()
         try:
             group.together(self._open_buffers, doing="preparing an MoE layer's experts")
@@ -162,8 +179,8 @@ class LayerWorkspace(ABC, Generic[Rows]):
         self.exchange.close()
 
     @abstractmethod
-    def _choose(self) -> Chosen:
-        """What this rank will do. Raises InvalidArgument."""
+    def _choose(self, options: Options) -> Chosen:
+        """What this rank will do with options that name an overlap. Raises InvalidArgument."""
 
     @abstractmethod
     def _open_exchange(self) -> None:
@@ -177,24 +194,26 @@ class LayerWorkspace(ABC, Generic[Rows]):
     def _rows_bytes(self) -> int:
         """Bytes of ordinary memory for rows by expert, as they come."""
 
-    def _checked_choice(self) -> Chosen:
-        options = self.options
-        if options.exchange not in EXCHANGES:
-            words = ", ".join(map(repr, EXCHANGES))
-            raise InvalidArgument(f"exchange is {options.exchange!r}; choose one of {words}")
-        if not isinstance(options.parts, int) or not 1 <= options.parts <= MAX_PARTS:
-            raise InvalidArgument(f"parts is {options.parts!r}; it must be in 1..{MAX_PARTS}")
-        return self._choose()
+    def _offers(self, options: Options) -> dict[str, Chosen]:
+        """What this rank will do with each overlap that it can serve, by its name.
 
-    def _manifest(self) -> dict[str, str]:
-        """What ranks compare beyond the sizes of their exchange: rules that must be one."""
-        options = self.options
-        fields = asdict(self.config) | {
-            "exchange": options.exchange,
-            "overlap": options.overlap,
-            "fp8": options.fp8,
-        }
-        return {name: str(value) for name, value in fields.items()}
+        Raises InvalidArgument where it cannot serve the one that was asked for, or none at all.
+        """
+        _check_options(options, self.config)
+        found: dict[str, Chosen] = {}
+        problems: list[InvalidArgument] = []
+        for word in OVERLAPS:
+            if word == "shared" and not self.config.shared:
+                continue  # there would be nothing to overlap
+            try:
+                found[word] = self._choose(replace(options, overlap=word))
+            except InvalidArgument as error:
+                problems.append(error)
+        if options.overlap != AUTO:
+            return found | {options.overlap: self._choose(options)}
+        if not found:
+            raise problems[0]
+        return found
 
     def _open_buffers(self) -> None:
         config, device = self.config, self.group.device
@@ -215,3 +234,27 @@ class LayerWorkspace(ABC, Generic[Rows]):
         self._weighed = torch.empty(held, dtype=config.dtype, device=device)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # calls may come in another stream
+
+
+def _check_options(options: Options, config: MoEConfig) -> None:
+    """Raises InvalidArgument for what no kind of workspace has."""
+    if config.dtype not in NUMBERS:
+        words = ", ".join(map(str, NUMBERS))
+        raise InvalidArgument(f"dtype is {config.dtype}; choose one of {words}")
+    if options.exchange not in EXCHANGES:
+        words = ", ".join(map(repr, EXCHANGES))
+        raise InvalidArgument(f"exchange is {options.exchange!r}; choose one of {words}")
+    if not isinstance(options.parts, int) or not 1 <= options.parts <= MAX_PARTS:
+        raise InvalidArgument(f"parts is {options.parts!r}; it must be in 1..{MAX_PARTS}")
+    if not isinstance(options.max_tokens, int) or options.max_tokens < 1:
+        raise InvalidArgument(f"max_tokens is {options.max_tokens!r}; it must be at least 1")
+
+
+def _manifest(config: MoEConfig, options: Options) -> dict[str, str]:
+    """What ranks compare beyond the sizes of their exchange: rules that must be one."""
+    fields = asdict(config) | {
+        "exchange": options.exchange,
+        "overlap": options.overlap,
+        "fp8": options.fp8,
+    }
+    return {name: str(value) for name, value in fields.items()}

@@ -11,7 +11,7 @@ from weft.memory import Group
 from weft.ops.allreduce_table import MEASURED, NEAREST, ONLY, Choice, Table
 from weft.ops.reduce_spec import Quant, coding_of
 from weft.ops.reduction import Reduction
-from weft.ops.table_vote import agreed_table
+from weft.ops.table_vote import agreed_table, common_gpu
 from weft.shape import NUMBERS
 
 __all__ = ["Choice", "able", "choose", "common_table", "epilogue_of"]
@@ -27,7 +27,9 @@ def common_table(group: Group, given: Table | Path | str | None = None) -> Table
     Raises CreationFailed and GeometryMismatch, as agreed_table.
     """
 
-    def shipped(gpu: str) -> Table:
+    gpu = common_gpu(group)
+
+    def shipped() -> Table:
         return Table.shipped(gpu, group.size)
 
     found = agreed_table(group, given, Table, shipped=shipped, what="the all-reduce table")

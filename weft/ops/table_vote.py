@@ -41,12 +41,12 @@ def agreed_table(
     given: T | Path | str | None,
     kind: Kind[T],
     *,
-    shipped: Callable[[str], T | None],
+    shipped: Callable[[], T | None],
     what: str,
 ) -> T | None:
     """The table that all ranks use, or None where none was given and none is shipped. Collective.
 
-    given: a table, the path of one, or None for what `shipped` says of the GPUs' name.
+    given: a table, the path of one, or None for what `shipped` returns on rank 0.
     Rank 0's counts and is sent to everyone; a rank that was given another one says so.
 
     Raises CreationFailed on all ranks if one cannot read its table, and GeometryMismatch naming
@@ -57,9 +57,8 @@ def agreed_table(
         return kind.load(given) if isinstance(given, Path | str) else given
 
     mine = group.together(read, doing=f"reading {what}")
-    gpu = common_gpu(group)
     if group.rank == 0 and mine is None:
-        mine = shipped(gpu)
+        mine = shipped()
     told = group.all_gather(mine.as_json() if group.rank == 0 and mine is not None else None)[0]
     table = None if told is None else kind.of_json(told, "rank 0's table")
     first = None if table is None else table.digest

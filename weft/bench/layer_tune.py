@@ -1,0 +1,159 @@
+"""`weft tune layer`: measure every overlap of a layer here, and write the table "auto" reads.
+
+The times are those of `weft bench layer`: whole layers, each with room for exactly its tokens,
+checked before and after. For "auto" nothing else counts than which overlap takes least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as Grid
+
+from weft.bench.layer import LayerReport, run
+from weft.bench.layer_cases import LayerSettings
+from weft.bench.machine import machine_line
+from weft.bench.report import us_text, write_text
+from weft.bench.summary import Spread
+from weft.errors import InvalidArgument
+from weft.moe import EXCHANGES, LayerTable
+from weft.moe.layer_table import LayerCurve, LayerSizes
+from weft.ops.bands import bands_of
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """A table, or what a check found wrong.
+
+    refused: what this layer does not offer, in its words.
+    """
+
+    table: LayerTable | None
+    problem: str | None
+    refused: tuple[str, ...]
+
+
+def tune(settings: LayerSettings, exchanges: Sequence[str], *, quiet: bool = False) -> Tuned:
+    """Measure every overlap with each exchange; settings: all but the exchange.
+
+    Raises InvalidArgument for an exchange that does not exist or options that no table has, and
+    what `weft.launch` raises.
+    """
+    _check(settings, exchanges)
+    reports: list[LayerReport] = []
+    refused: list[str] = []
+    for exchange in exchanges:
+        report = run(replace(settings, exchange=exchange), quiet=quiet)
+        refused += [f"exchange {exchange}, {text}" for text in _gathered(report.refused)]
+        if report.nothing_offered:
+            continue  # this layer does not have the exchange, and says so
+        if report.problem is not None:
+            return Tuned(None, f"exchange {exchange}, {report.problem}", tuple(refused))
+        reports.append(report)
+    if not reports:
+        return Tuned(None, "; ".join(refused), tuple(refused))
+    return Tuned(table_of(reports), None, tuple(refused))
+
+
+def table_of(reports: Sequence[LayerReport]) -> LayerTable:
+    """The table of runs that differ by their exchange.
+
+    Raises InvalidArgument where GPUs of several kinds took part.
+    """
+    first = reports[0]
+    settings, machine = first.settings, first.machine
+    names = sorted(set(machine["gpus"]))
+    if len(names) > 1:
+        raise InvalidArgument(
+            f"GPUs of several kinds take part: {', '.join(names)}; a table is of one kind: choose "
+            "them with CUDA_VISIBLE_DEVICES"
+        )
+    date = str(machine["date"])[:10]
+    methods = dict.fromkeys(each.method for report in reports for each in report.measurements)
+    return LayerTable(
+        sizes=LayerSizes.of(
+            settings.config,
+            gpu=names[0] if names else "",
+            ranks=settings.ranks,
+            fp8=settings.dtype == "fp8",
+        ),
+        model=settings.model,
+        date=date,
+        machine=machine_line(machine).removesuffix(f", {date}"),
+        method=f"{'; '.join(methods)}, median, slowest rank; routing {settings.routing}",
+        curves=tuple(map(curve_of, reports)),
+    )
+
+
+def curve_of(report: LayerReport) -> LayerCurve:
+    """The times of one run: medians, slowest rank."""
+    found = {
+        (each.overlap, each.tokens): round(Spread.of(each.samples).median, 2)
+        for each in report.measurements
+    }
+    words = dict.fromkeys(each.overlap for each in report.measurements)
+    tokens = tuple(sorted({each.tokens for each in report.measurements}))
+    us = {word: tuple(found.get((word, size)) for size in tokens) for word in words}
+    return LayerCurve(report.settings.exchange, report.gemm, tokens, us)
+
+
+def write_table(path: Path, table: LayerTable) -> None:
+    """Write the file that `MoE(table=path)` reads. Raises InvalidArgument naming it."""
+    write_text(path, table.text())
+
+
+def print_table(console: Console, table: LayerTable, refused: Sequence[str]) -> None:
+    """Print every curve, and below it what "auto" makes of it."""
+    console.print(table.origin, style="dim")
+    for curve in table.curves:
+        console.print(f"\n{table.sizes.text}; rows by {curve.exchange}, {curve.gemm} products")
+        grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False)
+        grid.add_column("us")
+        for tokens in curve.tokens:
+            grid.add_column(str(tokens), justify="right")
+        for overlap, times in curve.us.items():
+            grid.add_row(overlap, *("" if us is None else us_text(us) for us in times))
+        console.print(grid)
+        console.print(f"auto: {bands_text(curve)}")
+    for text in refused:
+        console.print(f"Refused: {text}", style="dim")
+
+
+def bands_text(curve: LayerCurve) -> str:
+    """Which overlap serves which tokens of a curve."""
+    bands = bands_of(curve.tokens, curve.us, tuple(curve.us))
+    starts = (1, *bands.starts[1:])
+    return ", ".join(
+        f"{word} from {start}" for word, start in zip(bands.names, starts, strict=True)
+    )
+
+
+def _gathered(refused: Sequence[str]) -> list[str]:
+    """Refusals of a run that differ by their tokens alone, as one."""
+    found: dict[str, list[str]] = {}
+    for text in refused:
+        tokens, _, why = text.partition(" tokens, ")
+        found.setdefault(why, []).append(tokens)
+    return [f"{', '.join(tokens)} tokens, {why}" for why, tokens in found.items()]
+
+
+def _check(settings: LayerSettings, exchanges: Sequence[str]) -> None:
+    """Raises InvalidArgument for what no table can say."""
+    for exchange in exchanges:
+        if exchange not in EXCHANGES:
+            raise InvalidArgument(
+                f"exchange is {exchange!r}; choose some of {', '.join(EXCHANGES)}"
+            )
+    if not exchanges or len(set(exchanges)) != len(exchanges):
+        raise InvalidArgument(f"exchanges are {', '.join(exchanges) or 'none'}: name each once")
+    for name in ("quantize", "combine_by", "max_rows"):
+        if getattr(settings, name) is not None:
+            raise InvalidArgument(
+                f"{name} is {getattr(settings, name)!r}; a table is of the default: leave it out"
+            )
+    if not settings.graph and settings.device == "cuda":
+        raise InvalidArgument("a table is of graphs: leave eager calls out")

@@ -1,0 +1,201 @@
+"""Which overlap "auto" takes: from the nearest measured table, alike on all ranks.
+
+Every overlap gives the same bits, so this decides about time and memory alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from weft.errors import GeometryMismatch, InvalidArgument
+from weft.memory import Group
+from weft.moe.layer_table import LayerCurve, LayerSizes, LayerTable
+from weft.moe.models import MoEConfig
+from weft.ops.bands import HYSTERESIS, bands_of
+from weft.ops.table_vote import agreed_table, common_gpu
+
+AUTO = "auto"
+MEASURED, NEAREST, RULE, ONLY = "measured", "nearest", "rule", "only one"
+MOST_PUSHED = 512  # tokens of a rank up to which the rule of thumb takes "push"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerChoice:
+    """What runs beside what in a layer, and why.
+
+    overlap: what the layer does.   auto: what "auto" takes; the same, unless another was asked for.
+    source: how "auto" chooses: "measured", "nearest" (from times of another layer that is near),
+        "rule" (nothing near was measured) or "only one" (there is nothing to choose).
+    us: exchange -> overlap -> us by the table for max_tokens; empty where there is none.
+    reason: why "auto" takes it.   origin: of the times, "" where there are none.
+    """
+
+    overlap: str
+    auto: str
+    source: str
+    us: Mapping[str, Mapping[str, float]]
+    reason: str
+    origin: str
+
+    @property
+    def text(self) -> str:
+        """All of it in words."""
+        asked = f"{self.overlap}, as asked. auto: " if self.overlap != self.auto else ""
+        return f"{asked}{self.reason} {self.origin}".strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a choice depends on, besides a table.
+
+    exchange, gemm: of the layer, what "auto" came to.   max_tokens: of a rank.
+    able: overlaps that can serve the layer, one at least; ties go to the first.
+    """
+
+    sizes: LayerSizes
+    exchange: str
+    gemm: str
+    max_tokens: int
+    able: tuple[str, ...]
+
+
+def choose(table: LayerTable | None, question: Question) -> LayerChoice:
+    """What "auto" takes. Depends on these arguments alone.
+
+    A table that is not near must not be passed: see `LayerSizes.apart`.
+    """
+    ways = table.curves if table else ()
+    us = {way.exchange: way.times_at(question.max_tokens) for way in _liked(ways, question)}
+    origin = table.origin if table else ""
+    able, tokens = question.able, question.max_tokens
+    if len(able) == 1:
+        reason = f"{able[0]}: no other overlap serves this layer."
+        return LayerChoice(able[0], able[0], ONLY, us, reason, origin)
+    curve = table.curve(question.exchange, question.gemm) if table else None
+    if table is None or curve is None or not any(curve.at(name, tokens) for name in able):
+        word = rule_of_thumb(question)
+        reason = f"{word} by a rule of thumb: {_lack(table, curve, question)}."
+        return LayerChoice(word, word, RULE, us, reason, origin)
+    word = bands_of(curve.tokens, curve.us, able).at(tokens)
+    exact = question.sizes == table.sizes and tokens >= curve.tokens[0]
+    reason = _reason(table, curve, question, word, us)
+    return LayerChoice(word, word, MEASURED if exact else NEAREST, us, reason, origin)
+
+
+def rule_of_thumb(question: Question) -> str:
+    """What "auto" takes where nothing near was measured.
+
+    "push" took least at 8 to 512 tokens a rank of DeepSeek-V3 in FP8 on 4 and 2 H200s, but for 2 %
+    at 64 (docs/measuring.md). Beyond that nothing was measured, and places for every choice of a
+    token take much memory.
+    """
+    able = question.able
+    if "push" in able and question.exchange == "rank" and question.max_tokens <= MOST_PUSHED:
+        return "push"
+    return "shared" if "shared" in able else able[0]
+
+
+def agreed_choice(
+    group: Group,
+    config: MoEConfig,
+    *,
+    given: LayerTable | Path | str | None,
+    asked: str,
+    exchange: str,
+    gemm: str,
+    max_tokens: int,
+    fp8: bool,
+    able: Sequence[str],
+) -> LayerChoice:
+    """What this layer does; the same on all ranks, by rank 0's table and sizes. Collective.
+
+    asked: an overlap, or "auto"; equal on all ranks.   able: overlaps that this rank can serve;
+    "auto" takes one that all can.
+
+    Raises CreationFailed for a table that cannot be read, InvalidArgument for one of another layer,
+    GeometryMismatch where ranks pass unlike tables or have no overlap in common: on all ranks.
+    """
+    gpu = common_gpu(group)
+    sizes = LayerSizes.of(config, gpu=gpu, ranks=group.size, fp8=fp8)
+
+    def shipped() -> LayerTable | None:
+        return LayerTable.shipped(sizes, exchange, gemm)
+
+    table = agreed_table(group, given, LayerTable, shipped=shipped, what="the layer table")
+    told = group.all_gather(
+        {"sizes": asdict(sizes), "gemm": gemm, "max_tokens": max_tokens, "able": list(able)}
+    )
+    first = told[0]
+    sizes = LayerSizes(**first["sizes"])
+    if table is not None and (words := sizes.apart(table.sizes)):
+        raise InvalidArgument(
+            f"the layer table is of another layer ({table.sizes.text}; this is {sizes.text}): "
+            f"{'; '.join(words)}: measure this one with `weft tune layer`, or leave table out"
+        )
+    common = tuple(word for word in first["able"] if all(word in each["able"] for each in told))
+    if asked != AUTO:
+        common = common or (asked,)
+    if not common:
+        lists = "; ".join(f"rank {r} {', '.join(each['able'])}" for r, each in enumerate(told))
+        raise GeometryMismatch(
+            f"no overlap serves all ranks ({lists}): pass the same combine_by and gemm on each"
+        )
+    question = Question(sizes, exchange, first["gemm"], first["max_tokens"], common)
+    found = choose(table, question)
+    return found if asked == AUTO else replace(found, overlap=asked)
+
+
+def _liked(curves: Sequence[LayerCurve], question: Question) -> list[LayerCurve]:
+    """One curve of each exchange, with the question's gemm before others."""
+    found: dict[str, LayerCurve] = {}
+    for curve in sorted(curves, key=lambda each: each.gemm != question.gemm):
+        found.setdefault(curve.exchange, curve)
+    if question.exchange in found and found[question.exchange].gemm != question.gemm:
+        del found[question.exchange]
+    return [found[name] for name in sorted(found, key=lambda name: name != question.exchange)]
+
+
+def _lack(table: LayerTable | None, curve: LayerCurve | None, question: Question) -> str:
+    """Why no time answers, in words."""
+    way = f"exchange {question.exchange!r} with {question.gemm} products"
+    if table is None:
+        return (
+            f"no table is near {question.sizes.text}, {way}; measure one with `weft tune layer` "
+            "and pass it as table="
+        )
+    if curve is None:
+        return f"the table has no times of {way}"
+    if question.max_tokens > curve.tokens[-1]:
+        return (
+            f"the table ends at {curve.tokens[-1]} tokens a rank, this layer has room for "
+            f"{question.max_tokens}"
+        )
+    return f"the table has no times of {', '.join(question.able)} there"
+
+
+def _reason(
+    table: LayerTable,
+    curve: LayerCurve,
+    question: Question,
+    word: str,
+    us: Mapping[str, Mapping[str, float]],
+) -> str:
+    """The time of what was chosen, those of the others, and what was read in their stead."""
+    tokens, mine = question.max_tokens, us[question.exchange]
+    others = {name: time for name, time in mine.items() if name != word}
+    ranked = sorted(others, key=lambda name: others[name])
+    listed = "".join(f", {name} {others[name]:.1f}" for name in ranked)
+    text = f"{word} for up to {tokens} tokens a rank: {mine[word]:.1f} us{listed}"
+    if any(others[name] < mine[word] for name in ranked if name in question.able):
+        text += f"; a change needs {HYSTERESIS:.0%} at two sizes"
+    for exchange, times in us.items():
+        if exchange != question.exchange and times:
+            each = ", ".join(f"{name} {time:.1f}" for name, time in times.items())
+            text += f"; exchange {exchange!r}: {each}"
+    if tokens < curve.tokens[0]:
+        text += f". Times are those of {curve.tokens[0]} tokens"
+    if question.sizes != table.sizes:
+        text += f". Read from {table.sizes.text}; this is {question.sizes.text}"
+    return f"{text}."
