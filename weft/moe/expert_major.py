@@ -9,7 +9,8 @@ import torch
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.moe.experts import ExpertWeights
 from weft.moe.mlp import choose_in_blocks
-from weft.moe.workspace import Chosen, LayerWorkspace, Options
+from weft.moe.options import Chosen, Options
+from weft.moe.workspace import LayerWorkspace
 from weft.ops.lowlatency import LowLatencyAllToAll
 from weft.ops.lowlatency_rounds import ExpertRows
 

@@ -17,10 +17,11 @@ from weft.moe.experts import ExpertWeights
 from weft.moe.layer_choice import LayerChoice
 from weft.moe.layer_table import LayerTable
 from weft.moe.models import MoEConfig
+from weft.moe.options import Options
 from weft.moe.overlap import PARTS
 from weft.moe.rank_major import RankMajor
 from weft.moe.router import Routed, route
-from weft.moe.workspace import Exchange, LayerWorkspace, Options
+from weft.moe.workspace import Exchange, LayerWorkspace
 from weft.ops.check import check_alignment, check_tensor, check_tokens
 from weft.ops.lowlatency_rounds import ExpertRows
 from weft.ops.received import Received

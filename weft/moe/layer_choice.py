@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from weft.errors import GeometryMismatch, InvalidArgument
 from weft.memory import Group
 from weft.moe.layer_table import LayerCurve, LayerSizes, LayerTable
 from weft.moe.models import MoEConfig
+from weft.moe.options import AUTO, Chosen, Options
 from weft.ops.bands import HYSTERESIS, bands_of
 from weft.ops.table_vote import agreed_table, common_gpu
 
-AUTO = "auto"
 MEASURED, NEAREST, RULE, ONLY = "measured", "nearest", "rule", "only one"
 MOST_PUSHED = 512  # tokens of a rank up to which the rule of thumb takes "push"
 
@@ -52,6 +51,7 @@ class Question:
 
     exchange, gemm: of the layer, what "auto" came to.   max_tokens: of a rank.
     able: overlaps that can serve the layer, one at least; ties go to the first.
+    unusual: options that tables do not know, in words; "" for none.
     """
 
     sizes: LayerSizes
@@ -59,6 +59,7 @@ class Question:
     gemm: str
     max_tokens: int
     able: tuple[str, ...]
+    unusual: str = ""
 
 
 def choose(table: LayerTable | None, question: Question) -> LayerChoice:
@@ -79,7 +80,8 @@ def choose(table: LayerTable | None, question: Question) -> LayerChoice:
         reason = f"{word} by a rule of thumb: {_lack(table, curve, question)}."
         return LayerChoice(word, word, RULE, us, reason, origin)
     word = bands_of(curve.tokens, curve.us, able).at(tokens)
-    exact = question.sizes == table.sizes and tokens >= curve.tokens[0]
+    same = question.sizes == table.sizes and not question.unusual
+    exact = same and tokens >= curve.tokens[0]
     reason = _reason(table, curve, question, word, us)
     return LayerChoice(word, word, MEASURED if exact else NEAREST, us, reason, origin)
 
@@ -98,53 +100,49 @@ def rule_of_thumb(question: Question) -> str:
 
 
 def agreed_choice(
-    group: Group,
-    config: MoEConfig,
-    *,
-    given: LayerTable | Path | str | None,
-    asked: str,
-    exchange: str,
-    gemm: str,
-    max_tokens: int,
-    fp8: bool,
-    able: Sequence[str],
+    group: Group, config: MoEConfig, options: Options, offers: Mapping[str, Chosen]
 ) -> LayerChoice:
-    """What this layer does; the same on all ranks, by rank 0's table and sizes. Collective.
+    """What this layer does; the same on all ranks, by rank 0's table and options. Collective.
 
-    asked: an overlap, or "auto"; equal on all ranks.   able: overlaps that this rank can serve;
-    "auto" takes one that all can.
+    options: their overlap is "auto" or one, equal on all ranks.   offers: by the overlaps that this
+    rank can serve, one at least; "auto" takes one that all ranks can.
 
     Raises CreationFailed for a table that cannot be read, InvalidArgument for one of another layer,
     GeometryMismatch where ranks pass unlike tables or have no overlap in common: on all ranks.
     """
-    gpu = common_gpu(group)
-    sizes = LayerSizes.of(config, gpu=gpu, ranks=group.size, fp8=fp8)
+    sizes = LayerSizes.of(config, gpu=common_gpu(group), ranks=group.size, fp8=options.fp8)
+    exchange, gemm = options.exchange, next(iter(offers.values())).gemm
 
     def shipped() -> LayerTable | None:
         return LayerTable.shipped(sizes, exchange, gemm)
 
-    table = agreed_table(group, given, LayerTable, shipped=shipped, what="the layer table")
-    told = group.all_gather(
-        {"sizes": asdict(sizes), "gemm": gemm, "max_tokens": max_tokens, "able": list(able)}
-    )
-    first = told[0]
-    sizes = LayerSizes(**first["sizes"])
-    if table is not None and (words := sizes.apart(table.sizes)):
-        raise InvalidArgument(
-            f"the layer table is of another layer ({table.sizes.text}; this is {sizes.text}): "
-            f"{'; '.join(words)}: measure this one with `weft tune layer`, or leave table out"
-        )
-    common = tuple(word for word in first["able"] if all(word in each["able"] for each in told))
-    if asked != AUTO:
-        common = common or (asked,)
+    table = agreed_table(group, options.table, LayerTable, shipped=shipped, what="the layer table")
+    mine = Question(sizes, exchange, gemm, options.max_tokens, tuple(offers), _unusual(options))
+    told = group.all_gather(asdict(mine))
+    lists = [each["able"] for each in told]
+    common = tuple(word for word in lists[0] if all(word in words for words in lists))
     if not common:
-        lists = "; ".join(f"rank {r} {', '.join(each['able'])}" for r, each in enumerate(told))
+        each = "; ".join(f"rank {rank}: {', '.join(words)}" for rank, words in enumerate(lists))
         raise GeometryMismatch(
-            f"no overlap serves all ranks ({lists}): pass the same combine_by and gemm on each"
+            f"no overlap serves all ranks ({each}): pass the same combine_by and gemm on each"
         )
-    question = Question(sizes, exchange, first["gemm"], first["max_tokens"], common)
+    first = told[0] | {"sizes": LayerSizes(**told[0]["sizes"]), "able": common}
+    question = Question(**first)
+    if table is not None and (words := question.sizes.apart(table.sizes)):
+        raise InvalidArgument(
+            f"the layer table is of another layer ({table.sizes.text}; this is "
+            f"{question.sizes.text}): {'; '.join(words)}: measure this one with `weft tune layer`, "
+            "or leave table out"
+        )
     found = choose(table, question)
-    return found if asked == AUTO else replace(found, overlap=asked)
+    return found if options.overlap == AUTO else replace(found, overlap=options.overlap)
+
+
+def _unusual(options: Options) -> str:
+    """Options that change times and that tables do not know, in words."""
+    names = ("combine_by", "quantize", "reduce", "num_sms")
+    given = {name: getattr(options, name) for name in names}
+    return ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
 
 
 def _liked(curves: Sequence[LayerCurve], question: Question) -> list[LayerCurve]:
@@ -198,4 +196,6 @@ def _reason(
         text += f". Times are those of {curve.tokens[0]} tokens"
     if question.sizes != table.sizes:
         text += f". Read from {table.sizes.text}; this is {question.sizes.text}"
+    if question.unusual:
+        text += f". Times are those of the defaults, not of {question.unusual}"
     return f"{text}."

@@ -7,6 +7,7 @@ import torch
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.moe.experts import ExpertWeights
 from weft.moe.mlp import choose_way, layout_for
+from weft.moe.options import Chosen, Options
 from weft.moe.overlap import (
     COLUMNS,
     Beside,
@@ -15,7 +16,7 @@ from weft.moe.overlap import (
     send_by_signals,
     sms_to_send,
 )
-from weft.moe.workspace import Chosen, LayerWorkspace, Options
+from weft.moe.workspace import LayerWorkspace
 from weft.ops.alltoall import AllToAll
 from weft.ops.grouping import ExpertGroups
 from weft.ops.received import Received

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Generic, TypeAlias, TypeVar
 
 import torch
@@ -13,57 +11,18 @@ import torch
 from weft.errors import InvalidArgument
 from weft.memory import Group
 from weft.moe.experts import ExpertWeights
-from weft.moe.layer_choice import AUTO, agreed_choice
-from weft.moe.layer_table import LayerTable
+from weft.moe.layer_choice import agreed_choice
 from weft.moe.mlp import make_mlp
 from weft.moe.models import MoEConfig
-from weft.moe.overlap import EXCHANGES, OVERLAPS, Beside
+from weft.moe.options import AUTO, Chosen, Options, check_options, manifest
+from weft.moe.overlap import OVERLAPS, Beside
 from weft.ops.alltoall import AllToAll
 from weft.ops.lowlatency import LowLatencyAllToAll
 from weft.ops.lowlatency_rounds import ExpertRows
 from weft.ops.received import Received
-from weft.shape import NUMBERS
 
 Exchange: TypeAlias = AllToAll | LowLatencyAllToAll
 Rows = TypeVar("Rows", Received, ExpertRows)
-MAX_PARTS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How a workspace is built; the names and meanings of `MoE`."""
-
-    max_tokens: int
-    exchange: str
-    overlap: str
-    table: LayerTable | Path | str | None
-    gemm: str
-    max_rows: int | None
-    expert_map: Sequence[int] | torch.Tensor | None
-    fp8: bool
-    parts: int
-    quantize: str | None
-    combine_by: str | None
-    reduce: str | None
-    slots: int | None
-    timeout: float
-    first_timeout: float
-    num_sms: int | None
-    programmatic_launch: bool
-    profile: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """What the options come to on this rank.
-
-    gemm: how experts multiply.   quantize: what dispatch makes of rows.   combine_by: how rows come
-    home.
-    """
-
-    gemm: str
-    quantize: str | None
-    combine_by: str
 
 
 class LayerWorkspace(ABC, Generic[Rows]):
@@ -78,18 +37,8 @@ class LayerWorkspace(ABC, Generic[Rows]):
     def __init__(self, group: Group, config: MoEConfig, options: Options) -> None:
         self.group, self.config = group, config
         offers = group.together(lambda: self._offers(options), doing="preparing an MoE layer")
-        group.agree(_manifest(config, options), what="MoE layer")
-        self.choice = agreed_choice(
-            group,
-            config,
-            given=options.table,
-            asked=options.overlap,
-            exchange=options.exchange,
-            gemm=next(iter(offers.values())).gemm,
-            max_tokens=options.max_tokens,
-            fp8=options.fp8,
-            able=tuple(offers),
-        )
+        group.agree(manifest(config, options), what="MoE layer")
+        self.choice = agreed_choice(group, config, options, offers)
         self.options = replace(options, overlap=self.choice.overlap)
         self.chosen = offers[self.choice.overlap]
         self._open_exchange()
@@ -199,7 +148,7 @@ class LayerWorkspace(ABC, Generic[Rows]):
 
         Raises InvalidArgument where it cannot serve the one that was asked for, or none at all.
         """
-        _check_options(options, self.config)
+        check_options(options, self.config)
         found: dict[str, Chosen] = {}
         problems: list[InvalidArgument] = []
         for word in OVERLAPS:
@@ -234,27 +183,3 @@ class LayerWorkspace(ABC, Generic[Rows]):
         self._weighed = torch.empty(held, dtype=config.dtype, device=device)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # calls may come in another stream
-
-
-def _check_options(options: Options, config: MoEConfig) -> None:
-    """Raises InvalidArgument for what no kind of workspace has."""
-    if config.dtype not in NUMBERS:
-        words = ", ".join(map(str, NUMBERS))
-        raise InvalidArgument(f"dtype is {config.dtype}; choose one of {words}")
-    if options.exchange not in EXCHANGES:
-        words = ", ".join(map(repr, EXCHANGES))
-        raise InvalidArgument(f"exchange is {options.exchange!r}; choose one of {words}")
-    if not isinstance(options.parts, int) or not 1 <= options.parts <= MAX_PARTS:
-        raise InvalidArgument(f"parts is {options.parts!r}; it must be in 1..{MAX_PARTS}")
-    if not isinstance(options.max_tokens, int) or options.max_tokens < 1:
-        raise InvalidArgument(f"max_tokens is {options.max_tokens!r}; it must be at least 1")
-
-
-def _manifest(config: MoEConfig, options: Options) -> dict[str, str]:
-    """What ranks compare beyond the sizes of their exchange: rules that must be one."""
-    fields = asdict(config) | {
-        "exchange": options.exchange,
-        "overlap": options.overlap,
-        "fp8": options.fp8,
-    }
-    return {name: str(value) for name, value in fields.items()}

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 
+from weft.errors import InvalidArgument
 from weft.memory import Group
+
+MOST_BYTES = 1 << 18  # of a table as JSON: it travels in one message
 
 
 class Kept(Protocol):
@@ -21,25 +25,22 @@ class Kept(Protocol):
     def as_json(self) -> dict[str, Any]:
         """The table as JSON values."""
 
-
-T = TypeVar("T", bound=Kept)
-T_co = TypeVar("T_co", bound=Kept, covariant=True)
-
-
-class Kind(Protocol[T_co]):
-    """The class of a table."""
-
-    def load(self, path: Path | str) -> T_co:
+    @classmethod
+    def load(cls, path: Path | str) -> Self:
         """Read a file. Raises InvalidArgument."""
 
-    def of_json(self, found: Any, where: str) -> T_co:
+    @classmethod
+    def of_json(cls, found: Any, where: str) -> Self:
         """The table in JSON values. Raises InvalidArgument."""
+
+
+T = TypeVar("T", bound=Kept)
 
 
 def agreed_table(
     group: Group,
     given: T | Path | str | None,
-    kind: Kind[T],
+    kind: type[T],
     *,
     shipped: Callable[[], T | None],
     what: str,
@@ -54,11 +55,19 @@ def agreed_table(
     """
 
     def read() -> T | None:
-        return kind.load(given) if isinstance(given, Path | str) else given
+        found = kind.load(given) if isinstance(given, Path | str) else given
+        if found is None:
+            return shipped() if group.rank == 0 else None
+        if not isinstance(found, kind):
+            raise InvalidArgument(
+                f"table is a {type(found).__name__}; pass a {kind.__name__}, or the path of one"
+            )
+        size = len(json.dumps(found.as_json()))
+        if size > MOST_BYTES:
+            raise InvalidArgument(f"{what} has {size} bytes; it may have {MOST_BYTES}")
+        return found
 
     mine = group.together(read, doing=f"reading {what}")
-    if group.rank == 0 and mine is None:
-        mine = shipped()
     told = group.all_gather(mine.as_json() if group.rank == 0 and mine is not None else None)[0]
     table = None if told is None else kind.of_json(told, "rank 0's table")
     first = None if table is None else table.digest
