@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeAlias
 
 import typer
 
@@ -20,6 +20,7 @@ from weft.cli_options import (
 )
 from weft.moe import EXCHANGES, OVERLAPS
 
+_Options: TypeAlias = dict[str, Any]
 _MODEL = f"{', '.join(LAYER_MODELS)}; on CPU ranks its rules with few numbers"
 _DTYPE = f"{', '.join(WEIGHT_DTYPES)}: the experts' weights"
 _TOKENS = "tokens per rank: 8,64,128 or 1..512 (doubling)"
@@ -65,27 +66,21 @@ def bench_layer(
     from weft.bench.peers import matching_layers
 
     where = chosen_device(device)
+    layer: _Options = dict(model=model, dtype=dtype, experts=experts or None, shared=shared)
+    ways: _Options = dict(exchange=exchange, overlaps=_words(overlap), gemm=gemm)
+    rows: _Options = dict(max_rows=max_rows, quantize=quantize, combine_by=combine_by)
+    inputs: _Options = dict(tokens=parse_tokens(tokens), routing=routing, seed=seed)
+    timing: _Options = dict(graph=graph, stages=stages, traced=trace is not None)
     settings = LayerSettings(
-        traced=trace is not None,
         ranks=everyone(ranks, where),
         device=where,
-        model=model,
-        tokens=parse_tokens(tokens),
-        exchange=exchange,
-        overlaps=_words(overlap),
-        routing=routing,
-        dtype=dtype,
-        experts=experts or None,
-        shared=shared,
-        stages=stages,
-        gemm=gemm,
-        max_rows=max_rows,
-        quantize=quantize,
-        combine_by=combine_by,
         table=str(table) if table else None,
-        graph=graph,
-        seed=seed,
         samples=chosen_samples(iters, where, graph=graph),
+        **layer,
+        **ways,
+        **rows,
+        **inputs,
+        **timing,
     )
     found, peers = run(settings, quiet=quiet), matching_layers(settings)
     stop_at(found.problem)

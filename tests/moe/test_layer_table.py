@@ -213,6 +213,9 @@ def test_shipped_tables_are_the_records():
             settings["dtype"],
         )
         assert found.text() == path.read_text()
+        told = "docs/measuring.md says push at every size"
+        sizes = [choose(found, question(n, sizes=found.sizes)) for n in range(1, 513)]
+        assert {each.overlap for each in sizes} == {"push"}, told
 
 
 def test_files_keep_everything(tmp_path):
