@@ -282,27 +282,23 @@ def tables(draw: st.DrawFn) -> tuple[LayerTable, Question]:
 @given(tables())
 def test_what_is_chosen_can_be_had_and_no_rival_is_surely_faster(drawn):
     given_, asked = drawn
+    (times,) = given_.curves
     found = choose(given_, asked)
     assert found == choose(LayerTable.of_json(json.loads(given_.text()), "a copy"), asked)
     assert found.overlap == found.auto
     assert found.overlap in asked.able
-    (times,) = given_.curves
-    serving = {name: times.at(name, asked.max_tokens) for name in asked.able}
-    assert found.source == (
-        "measured"
-        if any(serving.values()) and _inside(times, asked)
-        else "nearest"
-        if any(serving.values())
-        else "rule"
-    )
-    if found.source == "rule":
-        return
-    assert serving[found.overlap] is not None, "what was not measured there is not taken"
+    assert found.us == {"rank": times.times_at(asked.max_tokens)}
+    if found.source != "rule":
+        assert found.overlap in found.us["rank"], "what was not measured there is not taken"
+        assert (found.source == "measured") == (asked.max_tokens >= times.tokens[0])
     if asked.max_tokens not in times.tokens:
         return
     place = times.tokens.index(asked.max_tokens)
     here = {name: times.us[name] for name in asked.able if name in times.us}
     known = [name for name in here if here[name][place] is not None]
+    assert (found.source != "rule") == bool(known)
+    if not known:
+        return
     best = min(known, key=lambda name: here[name][place] or 0.0)
     assert not all(
         faster(here[best][i], here[found.overlap][i])
@@ -311,23 +307,26 @@ def test_what_is_chosen_can_be_had_and_no_rival_is_surely_faster(drawn):
     ), f"{best} is faster twice"
 
 
-def _inside(times: LayerCurve, asked: Question) -> bool:
-    return asked.max_tokens >= times.tokens[0]
-
-
 def faster(one: float | None, other: float | None) -> bool:
-    """By more than noise; where there is no time there is no faster one."""
+    """By more than noise; what has no time is beaten by any."""
     return one is not None and (other is None or one < other * (1 - HYSTERESIS))
 
 
-@given(tables(), st.floats(0.5, 2))
-def test_a_slower_machine_chooses_alike(drawn, factor):
-    """Only ratios decide, but for those that rounding moves across a line."""
+def test_what_was_refused_at_some_sizes_is_not_taken_there():
+    gaps = table(curve(us={"push": (None, 50.0, None), "none": (None, None, 90.0)}))
+    assert choose(gaps, question(8)).source == "rule"
+    assert choose(gaps, question(64)).overlap == "push"
+    assert choose(gaps, question(65)).source == "rule", "push has ended, none not begun"
+    assert choose(gaps, question(512)).overlap == "none"
+    assert choose(gaps, question(512)).us == {"rank": {"none": 90.0}}
+
+
+@given(tables(), st.integers(-3, 3))
+def test_only_ratios_decide(drawn, power):
     given_, asked = drawn
     (times,) = given_.curves
-    factor = 2.0 ** round(factor)  # exact
     scaled = {
-        name: tuple(None if us is None else us * factor for us in each)
+        name: tuple(None if us is None else us * 2.0**power for us in each)
         for name, each in times.us.items()
     }
     other = table(curve(tokens=times.tokens, us=scaled))

@@ -75,11 +75,11 @@ def choose(table: LayerTable | None, question: Question) -> LayerChoice:
         reason = f"{able[0]}: no other overlap serves this layer."
         return LayerChoice(able[0], able[0], ONLY, us, reason, origin)
     curve = table.curve(question.exchange, question.gemm) if table else None
-    if table is None or curve is None or not any(curve.at(name, tokens) for name in able):
+    word = bands_of(curve.tokens, curve.us, able).at(tokens) if curve else ""
+    if table is None or curve is None or curve.at(word, tokens) is None:
         word = rule_of_thumb(question)
         reason = f"{word} by a rule of thumb: {_lack(table, curve, question)}."
         return LayerChoice(word, word, RULE, us, reason, origin)
-    word = bands_of(curve.tokens, curve.us, able).at(tokens)
     same = question.sizes == table.sizes and not question.unusual
     exact = same and tokens >= curve.tokens[0]
     reason = _reason(table, curve, question, word, us)
@@ -170,7 +170,7 @@ def _lack(table: LayerTable | None, curve: LayerCurve | None, question: Question
             f"the table ends at {curve.tokens[-1]} tokens a rank, this layer has room for "
             f"{question.max_tokens}"
         )
-    return f"the table has no times of {', '.join(question.able)} there"
+    return f"the table has no times of {', '.join(question.able)} for {question.max_tokens} tokens"
 
 
 def _reason(

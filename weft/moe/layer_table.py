@@ -128,10 +128,16 @@ class LayerCurve:
         check_times(self.tokens, self.us)
 
     def at(self, overlap: str, tokens: int) -> float | None:
-        """us for a rank's tokens; None above the last size that this overlap was measured at."""
+        """us for a rank's tokens, on the lines between sizes; below the first size its time.
+
+        None above the last size that this overlap was measured at, and below the first where it was
+        refused at smaller ones.
+        """
         times = self.us.get(overlap, ())
         known = [size for size, us in zip(self.tokens, times, strict=False) if us is not None]
-        return time_at(self.tokens, times, tokens) if known and tokens <= known[-1] else None
+        if not known or tokens > known[-1] or known[0] > max(tokens, self.tokens[0]):
+            return None
+        return time_at(self.tokens, times, tokens)
 
     def times_at(self, tokens: int) -> dict[str, float]:
         """Overlap -> us for a rank's tokens, of those that are known there."""
