@@ -77,6 +77,17 @@ def test_the_other_exchange_is_told_but_not_taken():
     assert choose(both, question(64, ("none", "shared"), exchange="expert")).overlap == "shared"
 
 
+def test_times_of_other_products_are_not_this_layers():
+    slow: dict[str, Times] = {"none": (500.0, 600.0, 900.0)}
+    mixed = table(curve(gemm="grouped", us=slow), curve(), curve("expert", "padded", us=slow))
+    assert choose(mixed, question(64)).us == {
+        "rank": {"none": 60.0, "shared": 55.0, "push": 50.0},
+        "expert": {"none": 600.0},
+    }
+    found = choose(mixed, question(64, ("none", "push"), gemm="grouped"))
+    assert (found.overlap, found.source, found.us["rank"]) == ("none", "measured", {"none": 600.0})
+
+
 def test_what_was_read_in_its_stead_is_said():
     wide = replace(SIZES, ranks=8, experts=256)
     found = choose(table(), question(64, sizes=wide))

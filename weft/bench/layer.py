@@ -67,7 +67,6 @@ def run(settings: LayerSettings, *, quiet: bool = False) -> LayerReport:
 
     Raises what `weft.launch` raises.
     """
-    loads = {tokens: load_of(settings, tokens) for tokens in settings.tokens}
     results: list[dict[str, Any]] = launch(
         rank_body,
         settings,
@@ -76,10 +75,16 @@ def run(settings: LayerSettings, *, quiet: bool = False) -> LayerReport:
         device=settings.device,
         timeout=LIMIT_SECONDS,
     )
-    first = results[0]
-    measurements = [LayerMeasurement(**found) for found in first.pop("measurements")]
-    choices = {tokens: LayerChoice(**found) for tokens, found in first.pop("choices").items()}
-    return LayerReport(settings, measurements=measurements, loads=loads, choices=choices, **first)
+    return report_of(settings, results[0])
+
+
+def report_of(settings: LayerSettings, result: dict[str, Any]) -> LayerReport:
+    """What rank 0's result of `rank_body` says."""
+    measurements = [LayerMeasurement(**found) for found in result["measurements"]]
+    choices = {tokens: LayerChoice(**found) for tokens, found in result["choices"].items()}
+    parts = {"measurements": measurements, "choices": choices}
+    parts["loads"] = {tokens: load_of(settings, tokens) for tokens in settings.tokens}
+    return LayerReport(settings, **(result | parts))
 
 
 def rank_body(group: Group, settings: LayerSettings, quiet: bool) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -201,9 +202,14 @@ def _caption(report: LayerReport, peers: Sequence[Peer], *, floor: bool) -> str:
 
 def write_layer_json(path: Path, report: LayerReport, peers: Sequence[Peer]) -> None:
     """Write settings, machine, every sample and the table's figures."""
+    write_text(path, json.dumps(as_json(report, peers), indent=1) + "\n")
+
+
+def as_json(report: LayerReport, peers: Sequence[Peer]) -> dict[str, Any]:
+    """A run as JSON values."""
     from weft import __version__
 
-    data = {
+    return {
         "weft": __version__,
         "settings": asdict(report.settings),
         "machine": report.machine,
@@ -215,4 +221,3 @@ def write_layer_json(path: Path, report: LayerReport, peers: Sequence[Peer]) -> 
         "results": [asdict(found) for found in report.measurements],
         "rows": [asdict(row) for row in layer_rows(report, peers)],
     }
-    write_text(path, json.dumps(data, indent=1) + "\n")

@@ -5,7 +5,7 @@ Every overlap gives the same bits, so this decides about time and memory alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 from weft.errors import GeometryMismatch, InvalidArgument
@@ -67,9 +67,7 @@ def choose(table: LayerTable | None, question: Question) -> LayerChoice:
 
     A table that is not near must not be passed: see `LayerSizes.apart`.
     """
-    ways = table.curves if table else ()
-    us = {way.exchange: way.times_at(question.max_tokens) for way in _liked(ways, question)}
-    origin = table.origin if table else ""
+    us, origin = _told(table, question), table.origin if table else ""
     able, tokens = question.able, question.max_tokens
     if len(able) == 1:
         reason = f"{able[0]}: no other overlap serves this layer."
@@ -145,14 +143,16 @@ def _unusual(options: Options) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
 
 
-def _liked(curves: Sequence[LayerCurve], question: Question) -> list[LayerCurve]:
-    """One curve of each exchange, with the question's gemm before others."""
-    found: dict[str, LayerCurve] = {}
-    for curve in sorted(curves, key=lambda each: each.gemm != question.gemm):
-        found.setdefault(curve.exchange, curve)
-    if question.exchange in found and found[question.exchange].gemm != question.gemm:
-        del found[question.exchange]
-    return [found[name] for name in sorted(found, key=lambda name: name != question.exchange)]
+def _told(table: LayerTable | None, question: Question) -> dict[str, dict[str, float]]:
+    """exchange -> overlap -> us: of this exchange and gemm first, of others as they come."""
+    if table is None:
+        return {}
+    mine = table.curve(question.exchange, question.gemm)
+    found = {} if mine is None else {mine.exchange: mine}
+    for curve in table.curves:
+        if curve.exchange != question.exchange:
+            found.setdefault(curve.exchange, curve)
+    return {name: curve.times_at(question.max_tokens) for name, curve in found.items()}
 
 
 def _lack(table: LayerTable | None, curve: LayerCurve | None, question: Question) -> str:
