@@ -1,0 +1,32 @@
+"""A small table of a layer's times, and questions that it can answer."""
+
+from __future__ import annotations
+
+from weft.moe import OVERLAPS, LayerTable
+from weft.moe.layer_choice import Question
+from weft.moe.layer_table import LayerCurve, LayerSizes
+from weft.ops.bands import Times
+
+SIZES = LayerSizes("NVIDIA H200", 4, 128, 8, 7168, 2048, 2048, "fp8")
+TOKENS = (8, 64, 512)
+US: dict[str, Times] = {
+    "none": (50.0, 60.0, 90.0),
+    "shared": (40.0, 55.0, 95.0),
+    "push": (45.0, 50.0, 80.0),
+}
+
+
+def curve(exchange="rank", gemm="tiled", tokens=TOKENS, us=US):
+    return LayerCurve(exchange, gemm, tokens, us)
+
+
+def table(*curves, sizes=SIZES):
+    return LayerTable(sizes, "a model", "2026-01-02", "a machine", "a method", curves or (curve(),))
+
+
+def question(max_tokens=64, able=OVERLAPS, sizes=SIZES, **changes):
+    return Question(
+        sizes,
+        **{"exchange": "rank", "gemm": "tiled", **changes},
+        **{"max_tokens": max_tokens, "able": tuple(able)},
+    )

@@ -1,0 +1,172 @@
+"""What "auto" takes by a table: the choice, its words, and what holds for any table."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.moe.tables import SIZES, curve, question, table
+from weft.moe import EXCHANGES, OVERLAPS, LayerTable
+from weft.moe.layer_choice import LayerChoice, Question, choose
+from weft.ops.bands import HYSTERESIS, Times
+
+
+def test_the_fastest_at_these_tokens_is_taken():
+    assert choose(table(), question(8)).overlap == "shared"
+    # 5 us behind at 8 tokens, 5 ahead at 64: the lines cross at 36.
+    assert choose(table(), question(36)).overlap == "shared"
+    assert choose(table(), question(37)).overlap == "push"
+    assert choose(table(), question(512)).overlap == "push"
+    assert choose(table(), question(1)).overlap == "shared", "below, the first size counts"
+    assert choose(table(), question(512, ("none", "shared"))).overlap == "none"
+
+
+def test_a_choice_says_what_it_took_and_what_the_others_would_take():
+    found = choose(table(), question(64))
+    assert (found.auto, found.source) == ("push", "measured")
+    assert found.us == {"rank": {"none": 60.0, "shared": 55.0, "push": 50.0}}
+    assert "push for up to 64 tokens a rank: 50.0 us, shared 55.0, none 60.0." in found.text
+    assert "Measured 2026-01-02 on a machine: a model. a method." in found.text
+    assert "change needs" not in found.text
+    assert "as asked" in replace(found, overlap="none").text
+    close = {"none": (50.0, 60.0), "shared": (51.0, 59.0)}
+    near = choose(table(curve(tokens=(8, 64), us=close)), question(64))
+    assert near.overlap == "none"
+    assert "none for up to 64 tokens a rank: 60.0 us, shared 59.0; a change needs 3%" in near.text
+
+
+def test_the_other_exchange_is_told_but_not_taken():
+    both = table(curve("expert", us={"shared": (1.0, 2.0, 3.0)}), curve())
+    found = choose(both, question(64))
+    assert found.overlap == "push"
+    assert list(found.us) == ["rank", "expert"]
+    assert "exchange 'expert': shared 2.0" in found.text
+    assert choose(both, question(64, exchange="expert")).us["expert"] == {"shared": 2.0}
+    assert choose(both, question(64, ("none", "shared"), exchange="expert")).overlap == "shared"
+
+
+def test_times_of_other_products_are_not_this_layers():
+    slow: dict[str, Times] = {"none": (500.0, 600.0, 900.0)}
+    mixed = table(curve(gemm="grouped", us=slow), curve(), curve("expert", "padded", us=slow))
+    assert choose(mixed, question(64)).us == {
+        "rank": {"none": 60.0, "shared": 55.0, "push": 50.0},
+        "expert": {"none": 600.0},
+    }
+    found = choose(mixed, question(64, ("none", "push"), gemm="grouped"))
+    assert (found.overlap, found.source, found.us["rank"]) == ("none", "measured", {"none": 600.0})
+
+
+def test_what_was_read_in_its_stead_is_said():
+    wide = replace(SIZES, ranks=8, experts=256)
+    found = choose(table(), question(64, sizes=wide))
+    assert (found.overlap, found.source) == ("push", "nearest")
+    assert "Read from 4 x NVIDIA H200, 128 experts" in found.text
+    assert "this is 8 x NVIDIA H200, 256 experts" in found.text
+    few = choose(table(), question(2))
+    assert (few.source, few.us["rank"]["shared"]) == ("nearest", 40.0)
+    assert "Times are those of 8 tokens" in few.text
+    other = choose(table(), question(64, ("none", "columns"), unusual="combine_by='fp8'"))
+    assert other.source == "nearest"
+    assert "those of the defaults, not of combine_by='fp8'" in other.text
+
+
+@pytest.mark.parametrize(
+    ("given", "asked", "want", "words"),
+    [
+        (None, question(64), "push", "no table is near 4 x NVIDIA H200"),
+        (None, question(512), "push", "weft tune layer"),
+        (None, question(513), "shared", "no table is near"),
+        (None, question(513, ("none", "columns")), "none", "no table is near"),
+        (None, question(64, ("none", "shared"), exchange="expert"), "shared", "exchange 'expert'"),
+        (table(), question(513), "shared", "the table ends at 512 tokens a rank"),
+        (table(), question(64, gemm="grouped"), "push", "no times of exchange 'rank' with grouped"),
+        (table(), question(64, ("columns", "signals")), "columns", "no times of columns, signals"),
+    ],
+)
+def test_without_times_the_rule_of_thumb_chooses(given, asked, want, words):
+    found = choose(given, asked)
+    assert (found.overlap, found.source) == (want, "rule")
+    assert "by a rule of thumb" in found.text
+    assert words in found.text
+    if asked.gemm == "grouped":
+        assert found.us == {}, "times of other products are not this layer's"
+
+
+def test_where_there_is_one_there_is_nothing_to_choose():
+    found = choose(table(), question(4096, ("push",)))
+    assert (found.overlap, found.source) == ("push", "only one")
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[LayerTable, Question]:
+    """Any curve, and a question that it can answer."""
+    tokens = tuple(sorted(draw(st.sets(st.integers(1, 600), min_size=1, max_size=6))))
+    us = st.none() | st.floats(10, 100)
+    times = st.tuples(*[us for _ in tokens])
+    found = draw(st.dictionaries(st.sampled_from(OVERLAPS), times, min_size=1))
+    able = draw(st.lists(st.sampled_from(OVERLAPS), min_size=2, unique=True))
+    return table(curve(tokens=tokens, us=found)), question(draw(st.integers(1, tokens[-1])), able)
+
+
+@given(tables())
+def test_what_is_chosen_can_be_had_and_no_rival_is_surely_faster(drawn):
+    given_, asked = drawn
+    (times,) = given_.curves
+    found = choose(given_, asked)
+    assert found == choose(LayerTable.of_json(json.loads(given_.text()), "a copy"), asked)
+    assert found.overlap == found.auto
+    assert found.overlap in asked.able
+    assert found.us == {"rank": times.times_at(asked.max_tokens)}
+    if found.source != "rule":
+        assert found.overlap in found.us["rank"], "what was not measured there is not taken"
+        assert (found.source == "measured") == (asked.max_tokens >= times.tokens[0])
+    if asked.max_tokens not in times.tokens:
+        return
+    place = times.tokens.index(asked.max_tokens)
+    here = {name: times.us[name] for name in asked.able if name in times.us}
+    known = [name for name in here if here[name][place] is not None]
+    assert (found.source != "rule") == bool(known)
+    if not known:
+        return
+    best = min(known, key=lambda name: here[name][place] or 0.0)
+    assert not all(
+        faster(here[best][i], here[found.overlap][i])
+        for i in (place, place + 1)
+        if i < len(times.tokens)
+    ), f"{best} is faster twice"
+
+
+def faster(one: float | None, other: float | None) -> bool:
+    """By more than noise; what has no time is beaten by any."""
+    return one is not None and (other is None or one < other * (1 - HYSTERESIS))
+
+
+def test_what_was_refused_at_some_sizes_is_not_taken_there():
+    gaps = table(curve(us={"push": (None, 50.0, None), "none": (None, None, 90.0)}))
+    assert choose(gaps, question(8)).source == "rule"
+    assert choose(gaps, question(64)).overlap == "push"
+    assert choose(gaps, question(65)).source == "rule", "push has ended, none not begun"
+    assert choose(gaps, question(512)).overlap == "none"
+    assert choose(gaps, question(512)).us == {"rank": {"none": 90.0}}
+
+
+@given(tables(), st.integers(-3, 3))
+def test_only_ratios_decide(drawn, power):
+    given_, asked = drawn
+    (times,) = given_.curves
+    scaled = {
+        name: tuple(None if us is None else us * 2.0**power for us in each)
+        for name, each in times.us.items()
+    }
+    other = table(curve(tokens=times.tokens, us=scaled))
+    assert choose(other, asked).overlap == choose(given_, asked).overlap
+
+
+def test_words_of_a_choice_are_plain():
+    found = LayerChoice("push", "push", "rule", {}, "push by a rule.", "")
+    assert found.text == "push by a rule."
+    assert set(EXCHANGES) == {"rank", "expert"}
