@@ -32,7 +32,7 @@ def table(
 
 
 def result(layer: weft.MoE, rank: int) -> torch.Tensor:
-    x, logits = CASE.of(rank, torch.device("cpu"))
+    x, logits = CASE.of(rank, layer.exchange.group.device)
     return layer(x, logits).clone()
 
 
@@ -178,3 +178,18 @@ def test_gpus_of_two_kinds_have_no_table(ranks, monkeypatch):
     first, second = ranks(2, "threads")(explained, {})
     assert first == second
     assert "2 x NVIDIA H100, NVIDIA H200" in first.text
+
+
+def on_gpus(group: weft.Group) -> None:
+    name = torch.cuda.get_device_name(group.device)
+    for best in OVERLAPS:
+        found = chosen(group, {0: table(best, gpu=name)})
+        assert found[:2] == [best, "measured"]
+    assert chosen(group, {})[:2] == ["push", "rule"]
+    with pytest.raises(InvalidArgument, match="there ''"):
+        explained(group, {"table": table()})
+
+
+@pytest.mark.gpu
+def test_gpus_take_what_their_table_says(ranks):
+    ranks(2, "cuda")(on_gpus)
