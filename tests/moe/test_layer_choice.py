@@ -118,6 +118,10 @@ def test_ranks_that_multiply_in_other_ways_take_what_all_can(ranks):
         first, second = ranks(2, "threads")(unlike, [{"gemm": way} for way in ways])
         assert first == second
         assert first.overlap == "shared", "push needs tiled products everywhere"
+    mixed = [{"table": table("columns")}, {"gemm": "loop"}]
+    for found in ranks(2, "threads")(unlike, mixed):
+        assert (found.overlap, found.source) == ("columns", "nearest")
+        assert "not of a gemm of its own on each rank" in found.text
 
 
 def refused(group: weft.Group, options: list[dict[str, Any]], kind: type[WeftError]) -> str:

@@ -124,8 +124,11 @@ def agreed_choice(
         raise GeometryMismatch(
             f"no overlap serves all ranks ({each}): pass the same combine_by and gemm on each"
         )
-    first = told[0] | {"sizes": LayerSizes(**told[0]["sizes"]), "able": common}
-    question = Question(**first)
+    sizes = LayerSizes(**told[0]["sizes"])
+    question = Question(**(told[0] | {"sizes": sizes, "able": common}))
+    if len({each["gemm"] for each in told}) > 1:
+        unusual = ", ".join(filter(None, (question.unusual, "a gemm of its own on each rank")))
+        question = replace(question, unusual=unusual)
     if table is not None and (words := question.sizes.apart(table.sizes)):
         raise InvalidArgument(
             f"the layer table is of another layer ({table.sizes.text}; this is "
@@ -138,7 +141,9 @@ def agreed_choice(
 
 def _unusual(options: Options) -> str:
     """Options that change times and that tables do not know, in words."""
-    names = ("combine_by", "quantize", "reduce", "num_sms")
+    names = ["combine_by", "reduce", "num_sms"]
+    if not options.fp8:  # else there is one only
+        names.append("quantize")
     given = {name: getattr(options, name) for name in names}
     return ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
 
