@@ -77,13 +77,18 @@ def emulated_tree(folder: Path) -> Path:
     for name, bodies in BODIES.items():
         room = "protocol" if name == "order.cuh" else "kernels"
         path = folder / "weft" / room / name
-        text = path.read_text()
-        for head, body in bodies.items():
-            text = _replaced(text, head, body)
+        replace_bodies(path, bodies)
         if room == "kernels":
-            assert not re.search(r"\basm\b", text), f"assembly is left in {name}"
-        path.write_text(text)
+            assert not re.search(r"\basm\b", path.read_text()), f"assembly is left in {name}"
     return folder
+
+
+def replace_bodies(path: Path, bodies: dict[str, str]) -> None:
+    """Give functions of a header, by their heads, other bodies."""
+    text = path.read_text()
+    for head, body in bodies.items():
+        text = _replaced(text, head, body)
+    path.write_text(text)
 
 
 def _replaced(text: str, head: str, body: str) -> str:

@@ -66,7 +66,13 @@ template <u32 open> WEFT_FN void bulk_wait_read() {
 WEFT_FN void bulk_wait_written() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Order: what ordinary loads and stores did or acquired comes before what the copy engine does
-// next.
+// next. For global memory that is a barrier of the whole GPU (MEMBAR.ALL.GPU, sm_90a and sm_100a):
+// once behind the flags, never for each row.
 WEFT_FN void fence_for_bulk() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+// The same for this CTA's shared memory alone: no more than a barrier of the CTA.
+WEFT_FN void fence_shared_for_bulk() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 }  // namespace weft
