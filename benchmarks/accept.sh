@@ -65,7 +65,7 @@ lane() { # lane FIRST COUNT COMMAND... &: on these GPUs only; always a job, and 
 }
 
 rounds() { check rounds 300 some tests/ops/test_{alltoall,ways,stats}.py tests/memory; }
-sanitizer() { check sanitizer 420 all tests/gpu/test_sanitizer.py; }
+sanitizer() { check sanitizer 840 all tests/gpu/test_sanitizer.py; }
 ordering() { check ordering 120 all tests/gpu/test_ordering.py; }
 failures() {
     check failures 300 some tests/ops/test_failures.py tests/ops tests/jit tests/bench \

@@ -1,0 +1,84 @@
+"""What compute-sanitizer watches of grouping: sends whole, in parts and by signal, and choices.
+
+Only whole copies move between the CPU and a GPU: the sanitizer patches every module that a torch
+kernel brings, and there are hundreds of kernels in each.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import weft
+from tests.rounds import Round, bits
+from weft.ops.grouping import ExpertGroups, Grouped
+
+CASE = Round(tokens=(16, 9), top_k=5, experts=12, hidden=640, router="holes")
+TILE = 64  # rows and columns of the tiles that a signal counts
+WAYS = (
+    ("push", "scatter"),
+    ("push", "send"),
+    ("push", "parts"),
+    ("push", "signal"),
+    ("choices", "parts"),
+    ("choices", "send"),
+    ("choices", "signal"),
+    ("fp8", "send"),
+)
+
+
+def rows_come_home(group: weft.Group) -> int:
+    """Play every way twice; rows that are not FP8 must have the bits of the first. Collective."""
+    x, ids, weights, _ = CASE.of(group.rank, torch.device("cpu"))
+    given = [t.to(group.device) for t in (x, ids, weights)]
+    wanted: torch.Tensor | None = None
+    for way, sent in WAYS:
+        with weft.AllToAll(
+            group,
+            max_tokens=16,
+            top_k=CASE.top_k,
+            num_experts=CASE.experts,
+            hidden=CASE.hidden,
+            combine_by=way,
+            halves=True,
+            timeout=200.0,
+            first_timeout=200.0,
+        ) as a2a:
+            groups = ExpertGroups(a2a, align=8)
+            for _ in range(2):
+                grouped = groups.gather(a2a.dispatch(*given))
+                send(a2a, groups, grouped, sent)
+                out = a2a.combine_recv().cpu()
+                wanted = out if wanted is None else wanted
+                assert torch.isfinite(out.float()).all()
+                assert way == "fp8" or torch.equal(bits(out), bits(wanted)), (way, sent)
+            a2a.check()
+            groups.close()
+    return len(WAYS)
+
+
+def send(a2a: weft.AllToAll, groups: ExpertGroups, grouped: Grouped, how: str) -> None:
+    """Answer every row with the same random numbers, by its slot, and bring them on their way."""
+    slots = 16 * a2a.group.size
+    answers = torch.randn((slots, CASE.hidden), generator=torch.Generator().manual_seed(a2a.rank))
+    y = answers.bfloat16()[grouped.slot.cpu().long().clamp_min(0)].to(a2a.group.device)
+    if how == "scatter":
+        groups.scatter(y)
+        a2a.combine_send()
+    elif how == "parts":
+        for columns in ((0, 256), (256, 640)):
+            groups.send(y, columns=columns)
+    elif how == "signal":
+        tiles = int((-(-grouped.counts.cpu() // TILE)).sum())
+        cells = torch.full((CASE.hidden // TILE,), tiles, dtype=torch.int32).to(y.device)
+        groups.send(y, signal=weft.Signal(cells, TILE, TILE))
+        assert not bool(cells.cpu().any()), "a replay would not wait"
+    else:
+        groups.send(y)
+
+
+def main() -> None:
+    """One rank of a group that is started from outside."""
+    with weft.Group.from_env(timeout=300.0) as group:
+        torch.cuda.set_device(group.device)
+        rows_come_home(group)
+    print("sound")
