@@ -1,0 +1,209 @@
+// Dispatch and combine on a budget of SMs: the same protocol and slots, moved by the bulk engine.
+// Used when the caller grants few SMs (`num_sms`); see bulk.cuh for what that costs and saves.
+#pragma once
+#include <weft/kernels/bulk.cuh>
+#include <weft/kernels/combine.cuh>
+#include <weft/kernels/dispatch.cuh>
+
+namespace weft {
+
+constexpr u32 adders = 256;  // threads that sum, before one warp that loads
+constexpr u32 most_stages = 16;
+
+// As many stages as shared memory holds, up to 16. Against 8 that gains 4 % of dispatch on 16 SMs
+// and nothing on 8 (4 x H200, 2048 tokens, 2026-11-21).
+constexpr u32 stages_of(u32 bytes) {
+    return bulk_shared_bytes / bytes < most_stages ? bulk_shared_bytes / bytes : most_stages;
+}
+
+// Rows in flight through shared memory: `ahead` arrive, `leaving` leave, one is between.
+template <Shape S> struct RowRing {
+    static constexpr u32 row_bytes = S.pitch(0);
+    static constexpr u32 stages = stages_of(row_bytes);
+    static_assert(stages >= 3, "one row arrives, one leaves, one is between");
+    static constexpr u32 leaving = stages >= 8 ? 3 : 1, ahead = stages - leaving - 1;
+    static_assert(S.way == Way::pull && S.quant == Quant::none, "rows move as they are");
+    alignas(128) u8 row[stages][row_bytes];
+    Arrival loaded[stages];
+};
+
+// Rows of all peers for one piece of one token, and the ring that fits.
+template <Shape S> struct PieceRing {
+    static constexpr u32 vectors = S.out_bytes() / 16;
+    static constexpr u32 pieces = (vectors + adders - 1) / adders;
+    static constexpr u32 piece_vectors = (vectors + pieces - 1) / pieces;
+    static constexpr u32 stage_bytes = S.ranks * piece_vectors * 16;
+    static constexpr u32 stages = stages_of(stage_bytes);
+    static_assert(stages >= 2 && S.ranks <= warp_lanes / 2,
+                  "a lane for each peer, room to run ahead");
+    alignas(128) uint4 piece[stages][S.ranks][piece_vectors];
+    Arrival loaded[stages], free[stages];
+    u32 destinations[stages];
+};
+
+template <Shape S>
+WEFT_FN void load_row(RowRing<S>& ring, const DispatchArgs& a, u32 turn, u32 token) {
+    Arrival& loaded = ring.loaded[turn % RowRing<S>::stages];
+    loaded.expect(S.row_bytes[0]);
+    bulk_load(ring.row[turn % RowRing<S>::stages],
+              static_cast<const u8*>(a.payload[0]) + u64(token) * S.row_bytes[0], S.row_bytes[0],
+              loaded);
+}
+
+template <Shape S>
+WEFT_FN void store_row(RowRing<S>& ring, const Site& site, u32 turn, u32 token, u32 destinations) {
+#pragma unroll
+    for (u32 i = 0; i < S.ranks; ++i) {
+        const u32 peer = site.rank + i < S.ranks ? site.rank + i : site.rank + i - S.ranks;
+        if (destinations >> peer & 1)
+            bulk_store(slot_in<S, 0, u8>(site, peer, token), ring.row[turn % RowRing<S>::stages],
+                       S.row_bytes[0]);
+    }
+    bulk_commit();
+}
+
+// One warp a CTA: lane 0 keeps loads running ahead and stores running behind, all lanes route.
+template <Shape S>
+WEFT_FN bool send_tokens_in_bulk(const Block& team, const DispatchArgs& a, const Turn& turn,
+                                 u32 count, RowRing<S>& ring) {
+    constexpr u32 stages = RowRing<S>::stages, ahead = RowRing<S>::ahead;
+    const u32 lane = team.warp_lane(), stride = gridDim.x;
+    if (lane == 0) {
+        for (u32 i = 0; i < stages; ++i) ring.loaded[i].init(1);
+        fence_for_bulk();
+        for (u32 i = 0; i < ahead && blockIdx.x + i * stride < count; ++i)
+            load_row<S>(ring, a, i, blockIdx.x + i * stride);
+    }
+    u32 i = 0;
+    for (u32 token = blockIdx.x; token < count; token += stride, ++i) {
+        const Parcel<S> parcel = load_ids<S>(a, token, lane);
+        const Routing r = route_token<S>(a, parcel, token, lane, true);
+        if (lane == 0) {
+            ring.loaded[i % stages].await(i / stages & 1);
+            store_row<S>(ring, a.site, i, token, r.destinations);
+            bulk_wait_read<RowRing<S>::leaving>();
+            if (token + ahead * stride < count)
+                load_row<S>(ring, a, i + ahead, token + ahead * stride);
+        }
+        push_planes<S, 1>(a, token, lane, warp_lanes, r.destinations);
+        send_route<S>(a, token, lane, r);
+    }
+    if (lane == 0) bulk_wait_written();
+    clear_rows<S>(team, a, count, turn.rows);
+    send_stats<S>(team, a);
+    return team.last_of(&mine<S>(a.site).header.arrived);
+}
+
+// The loading warp: lane p pulls peer p's part of each piece, one stage after the other, and runs
+// ahead of the adders as far as the ring allows.
+template <Shape S, u32 rank>
+WEFT_FN void load_pieces(PieceRing<S>& ring, const CombineArgs& a, u32 lane) {
+    using Ring = PieceRing<S>;
+    const Share<S>& own = mine<S>(a.site);
+    const u32 units = a.tokens * Ring::pieces, stride = gridDim.x;
+    u32 next = blockIdx.x < units ? own.destinations[blockIdx.x / Ring::pieces] : 0, turn = 0;
+    for (u32 unit = blockIdx.x; unit < units; unit += stride, ++turn) {
+        const u32 stage = turn % Ring::stages, destinations = next;
+        const u32 token = unit / Ring::pieces, first = unit % Ring::pieces * Ring::piece_vectors;
+        const u32 count = min(Ring::piece_vectors, Ring::vectors - first);
+        if (unit + stride < units) next = own.destinations[(unit + stride) / Ring::pieces];
+        if (turn >= Ring::stages) ring.free[stage].await((turn / Ring::stages - 1) & 1);
+        if (lane == 0) {
+            ring.destinations[stage] = destinations;
+            ring.loaded[stage].expect(__popc(destinations) * count * 16);
+        }
+        __syncwarp();
+        fence_for_bulk();  // behind the peers' flags, and the adders' reads of this stage
+        const Rows rows = rows_of<S, rank>(a, token);
+        if (lane < S.ranks && (destinations >> lane & 1))
+            bulk_load(ring.piece[stage][lane],
+                      reinterpret_cast<const uint4*>(rows.first + lane * rows.step) + first,
+                      count * 16, ring.loaded[stage]);
+    }
+}
+
+template <Shape S>
+WEFT_FN void add_piece(const PieceRing<S>& ring, const CombineArgs& a, u32 lane, u32 stage,
+                       u32 unit) {
+    using Ring = PieceRing<S>;
+    const u32 token = unit / Ring::pieces, v = unit % Ring::pieces * Ring::piece_vectors + lane;
+    if (lane >= Ring::piece_vectors || v >= Ring::vectors) return;
+    const u32 destinations = ring.destinations[stage];
+    const u64 at = u64(token) * Ring::vectors + v;
+    float sum[numbers_in_vector(S.number)] = {};
+#pragma unroll
+    for (u32 peer = 0; peer < S.ranks; ++peer)
+        if (destinations >> peer & 1) add_vector<S.number>(sum, ring.piece[stage][peer][lane]);
+    if (a.add) add_vector<S.number>(sum, load_input(static_cast<const uint4*>(a.add) + at));
+    static_cast<uint4*>(a.out)[at] = round_vector<S.number>(sum);
+}
+
+// The adding warps: a stage is free again when each of them has read it.
+template <Shape S> WEFT_FN void add_pieces(PieceRing<S>& ring, const CombineArgs& a, u32 lane) {
+    using Ring = PieceRing<S>;
+    u32 turn = 0;
+    for (u32 unit = blockIdx.x; unit < a.tokens * Ring::pieces; unit += gridDim.x, ++turn) {
+        const u32 stage = turn % Ring::stages;
+        ring.loaded[stage].await(turn / Ring::stages & 1);
+        add_piece<S>(ring, a, lane, stage, unit);
+        __syncwarp();
+        if (lane % warp_lanes == 0) ring.free[stage].arrive();
+    }
+}
+
+template <Shape S, u32 rank>
+WEFT_FN bool receive_rows_in_bulk(const Block& team, const CombineArgs& a, const Turn& turn,
+                                  PieceRing<S>& ring) {
+    if (team.lane() == 0)
+        for (u32 i = 0; i < PieceRing<S>::stages; ++i) {
+            ring.loaded[i].init(1);
+            ring.free[i].init(adders / warp_lanes);
+        }
+    if (!await_all<S>(team, a.site, Phase::combine, turn.epoch)) return false;
+    if (team.lane() >= adders)
+        load_pieces<S, rank>(ring, a, team.warp_lane());
+    else
+        add_pieces<S>(ring, a, team.lane());
+    return true;
+}
+
+template <Shape S> WEFT_FN void dispatch_on_few(const DispatchArgs& a) {
+    extern __shared__ __align__(128) u8 shared[];
+    RowRing<S>& ring = *reinterpret_cast<RowRing<S>*>(shared);
+    const Block team;
+    Header& header = mine<S>(a.site).header;
+    wait_for_predecessor();
+    admit_successor();
+    const Turn turn = header.turn;
+    if (turn.failed != 0) return;
+    const u64 start = team.lane() == 0 ? now_ns() : 0, wanted = (turn.epoch + 1) & epoch_mask;
+    mark_start(team, header, Phase::dispatch, wanted, start);
+    const u32 count = token_count<S>(a, team.first() && team.lane() == 0);
+    if (!send_tokens_in_bulk<S>(team, a, turn, count, ring)) return;
+    publish<S>(team, a.site, Phase::dispatch, wanted, count);
+    if (!await_all<S>(team, a.site, Phase::dispatch, wanted) || team.lane() != 0) return;
+    header.turn = {wanted, 0, count};
+    keep_record(header, Phase::dispatch, wanted, start, count);
+    mark_end(header, Phase::dispatch, wanted);
+}
+
+template <Shape S, u32 rank> WEFT_FN void combine_on_few(const CombineArgs& a) {
+    extern __shared__ __align__(128) u8 shared[];
+    PieceRing<S>& ring = *reinterpret_cast<PieceRing<S>*>(shared);
+    const Block team;
+    Header& header = mine<S>(a.site).header;
+    wait_for_predecessor();
+    admit_successor();
+    const Turn turn = header.turn;
+    // All warps or none: they wait for each other below.
+    if (__syncthreads_or(turn.failed != 0)) return;
+    const u64 start = team.lane() == 0 ? now_ns() : 0;
+    mark_start(team, header, Phase::combine, turn.epoch, start);
+    if (team.first()) publish<S>(team, a.site, Phase::combine, turn.epoch, 0);
+    const bool received = receive_rows_in_bulk<S, rank>(team, a, turn, ring);
+    if (received && team.lane() == 0) mark_end(header, Phase::combine, turn.epoch);
+    if (received && team.first() && team.lane() == 0)
+        keep_record(header, Phase::combine, turn.epoch, start, a.tokens);
+}
+
+}  // namespace weft
