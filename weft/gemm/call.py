@@ -127,7 +127,7 @@ def _request(
         bias=bias,
         out=result,
         out_scale=scales,
-        out_dtype=_dtype(a) if result is None else result.dtype,
+        out_dtype=_dtype(a, epilogue) if result is None else result.dtype,
         epilogue=epilogue,
         signal=signal,
         part=part or (0, columns),
@@ -144,7 +144,9 @@ def _default_plan(request: Request) -> GemmPlan | WgmmaPlan:
     return best
 
 
-def _dtype(a: torch.Tensor) -> torch.dtype:
+def _dtype(a: torch.Tensor, epilogue: Epilogue) -> torch.dtype:
+    if isinstance(epilogue, Push) and epilogue.dtype is not None:
+        return epilogue.dtype
     return torch.bfloat16 if a.dtype == FP8 else a.dtype
 
 
@@ -177,7 +179,7 @@ def _results(
         check_tensor("out[1]", out[1], a, (*rows, columns // COLUMNS), (torch.float32,))
         return out
     if out is None:
-        return torch.empty((*rows, columns), dtype=_dtype(a), device=a.device), None
+        return torch.empty((*rows, columns), dtype=_dtype(a, epilogue), device=a.device), None
     if isinstance(out, tuple):
         raise InvalidArgument("out is a pair; only GatedQuant has scales")
     check_tensor("out", out, a, (*rows, columns), OUTS)

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from weft.gemm.hopper import BLOCK_ROWS, PAIR, WgmmaPlan
+from weft.gemm.hopper import BLOCK_ROWS, MAX_EXPERTS, NUMBERS, PAIR, WgmmaPlan
 from weft.gemm.plan import FP8, GemmPlan, plan
 
 # One H200, DeepSeek-V3's sizes, 32 experts whose rows vary by chance, 2026-11-21: up and down
@@ -26,14 +26,17 @@ def fastest_plan(
     dtype: torch.dtype,
     *,
     gated: bool = False,
+    out: torch.dtype = torch.bfloat16,
     device: torch.device | None = None,
 ) -> GemmPlan | WgmmaPlan:
     """The plan for a mean of about `rows_per_expert` rows; arguments as in `plan`.
 
+    out: dtype of what is stored, if it is not gated.
     device: where it will run. A WgmmaPlan for FP8 on Hopper where memory is the limit, else what
     `plan` says; one expert alone gets so low tiles that they fill the GPU. Equal bits either way.
     """
-    wgmma = dtype == FP8 and n % PAIR == 0 and is_hopper(device)
+    fits = dtype == FP8 and n % PAIR == 0 and experts <= MAX_EXPERTS and (gated or out in NUMBERS)
+    wgmma = fits and is_hopper(device)
     if wgmma and experts == 1:
         return WgmmaPlan(_rows_of_one(rows_per_expert, n // PAIR))
     if not wgmma or rows_per_expert > MOST_ROWS:

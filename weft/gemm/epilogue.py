@@ -54,9 +54,11 @@ class Push:
 
     home: int64 `[*rows]`, where the row's n numbers go, a multiple of 16; 0 for nowhere. It may lie
         in a peer's memory. Stores are weak: who tells the peer must do it in stream order behind.
+    dtype: of the numbers there: bfloat16, float16 or float32; None for bfloat16 from FP8, else a's.
     """
 
     home: torch.Tensor
+    dtype: torch.dtype | None = None
 
 
 Epilogue = Store | Gated | GatedQuant | Push

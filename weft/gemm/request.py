@@ -175,6 +175,8 @@ def check_results(request: Request) -> None:
     if isinstance(request.epilogue, Push):
         home = request.epilogue.home
         check_tensor("home", home, request.a, (len(request.a),), (torch.int64,))
+        if request.out_dtype not in OUTS:
+            raise InvalidArgument(f"Push stores {request.out_dtype}; it must be one of {OUTS}")
 
 
 def check_tiles(plan: GemmPlan, request: Request) -> None:

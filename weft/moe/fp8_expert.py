@@ -112,6 +112,6 @@ class FP8Expert(nn.Module):
             a_scale=act_scale,
             b_scale=self.down_scale,
             out=out,
-            plan=fastest_plan(1, rows, hidden, n // 2, FP8, device=device),
+            plan=fastest_plan(1, rows, hidden, n // 2, FP8, out=self._dtype, device=device),
         )
         return out[0]

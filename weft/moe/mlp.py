@@ -252,9 +252,10 @@ class TiledMlp:
         kinds = []
         for by in wgmma_plans():
             kinds.append(Kind(self._experts, 2 * inner, hidden, by, "gated_fp8"))
-            for finish in ("store", "push") if hidden % PAIR == 0 else ():
-                number = NUMBERS[self._config.dtype] if finish == "store" else "bf16"
-                kinds.append(Kind(self._experts, hidden, inner, by, finish, number))
+            if hidden % PAIR == 0 and self._y.dtype in NUMBERS:
+                number = NUMBERS[self._y.dtype]
+                kinds.append(Kind(self._experts, hidden, inner, by, "store", number))
+                kinds.append(Kind(self._experts, hidden, inner, by, "push", number))
         with torch.cuda.device(self._act.device):
             preload(kinds, self._programmatic)
 
@@ -266,7 +267,7 @@ class TiledMlp:
             self._up, self._down = plan(*sizes, 2 * inner, hidden, dtype, gated=True), self._tiles
             return
         self._up = fastest_plan(*sizes, 2 * inner, hidden, dtype, gated=True, device=device)
-        self._down = fastest_plan(*sizes, hidden, inner, dtype, device=device)
+        self._down = fastest_plan(*sizes, hidden, inner, dtype, out=self._y.dtype, device=device)
 
     def up(self, weights: ExpertWeights, grouped: RowsByExpert) -> None:
         self._grouped = grouped
@@ -304,7 +305,7 @@ class TiledMlp:
         home = self._grouped.home if self._grouped is not None else None
         if home is None:
             raise InvalidArgument("these rows have no homes; build the layer with overlap='push'")
-        self._multiply(weights, self._down, epilogue=Push(home))
+        self._multiply(weights, self._down, epilogue=Push(home, self._config.dtype))
 
     def _multiply(self, weights: ExpertWeights, by: GemmPlan | WgmmaPlan, **given: Any) -> None:
         grouped = self._grouped

@@ -1,0 +1,89 @@
+"""Hopper's product compiles without a GPU, keeps its sums in registers and waits for no memory."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.test_compile import numbers_of
+from weft.gemm.hopper import BLOCK_ROWS, SHARED_BYTES, Kind, WgmmaPlan
+from weft.gemm.hopper_source import (
+    CUDA_OPTIONS,
+    SHARED,
+    TABLE,
+    ProductArgs,
+    cuda_source,
+    widths,
+)
+from weft.jit.args import verify
+from weft.jit.cache import Cache
+from weft.jit.nvrtc import compile_cubin
+
+FINISHES = ("store", "push", "gated_fp8")
+
+
+def kind_of(finish: str, rows: int, experts: int = 32) -> Kind:
+    n, k = (4096, 7168) if finish == "gated_fp8" else (7168, 2048)
+    return Kind(experts, n, k, WgmmaPlan(rows), finish)
+
+
+def compiled(kind: Kind, folder: Path) -> tuple[bytes, str]:
+    """(cubin, what ptxas said)."""
+    cubin = compile_cubin(
+        cuda_source(kind.literal, kind.plan.block_rows),
+        name="product",
+        arch="sm_90a",
+        options=(*CUDA_OPTIONS, "--ptxas-options=-v"),
+        cache=Cache(folder),
+    )
+    (sidecar,) = folder.rglob("*.json")
+    return cubin, json.loads(sidecar.read_text())["log"]
+
+
+@pytest.mark.parametrize("rows", BLOCK_ROWS)
+@pytest.mark.parametrize("finish", FINISHES)
+def test_every_kind_compiles_into_registers_and_shared_memory(
+    finish: str, rows: int, tmp_path: Path
+):
+    cubin, log = compiled(kind_of(finish, rows), tmp_path)
+    verify(ProductArgs, numbers_of(cubin, TABLE.encode()))
+    (shared,) = numbers_of(cubin, SHARED.encode())
+    stage = 128 * (128 + rows) + 4 * rows + 32
+    assert shared <= SHARED_BYTES
+    assert WgmmaPlan(rows).stages(32) == 10 or shared + stage > SHARED_BYTES - 8 * 1024
+    spills = [int(bytes_) for bytes_ in re.findall(r"(\d+) bytes spill stores", log)]
+    assert sum(spills) <= (0 if rows <= 128 else 64), log
+    assert "serialized" not in log, log
+
+
+@pytest.mark.parametrize("experts", [1, 7, 256, 512])
+def test_shared_memory_suffices_for_any_number_of_experts(experts: int, tmp_path: Path):
+    cubin, _ = compiled(kind_of("gated_fp8", 256, experts), tmp_path)
+    assert numbers_of(cubin, SHARED.encode())[0] <= SHARED_BYTES
+
+
+@pytest.mark.parametrize("finish", FINISHES)
+def test_its_code_is_tensor_cores_and_whole_vectors(finish: str, tmp_path: Path):
+    """Every width of a product is there, rows leave by 16 bytes, no fence stands in a loop."""
+    triton = pytest.importorskip("triton")
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    if not tool.exists():
+        assert shutil.which("nvdisasm"), "neither triton nor a toolkit has nvdisasm"
+        tool = Path("nvdisasm")
+    cubin, _ = compiled(kind_of(finish, 128), tmp_path)
+    (tmp_path / "product.cubin").write_bytes(cubin)
+    code = subprocess.run(
+        [tool, "-c", tmp_path / "product.cubin"], capture_output=True, text=True, check=True
+    ).stdout
+    shapes = {int(n) for n in re.findall(r"QGMMA\.64x(\d+)x32\.F32\.E4M3\.E4M3", code)}
+    assert shapes == set(widths(128))
+    assert "UTMALDG.2D.MULTICAST" in code
+    assert ("UTMALDG.5D" in code) == (finish == "gated_fp8")
+    assert re.search(r"STG?\.E\.\S*128", code) or re.search(r"ST\.E\.128", code)
+    # One, before the first load; each would wait for all of a warp's stores.
+    assert len(re.findall(r"MEMBAR\.\S*GPU", code)) <= 1

@@ -1,0 +1,185 @@
+"""Hopper's product on a GPU: every kind of tile has the bits of GemmPlan's, and writes no other row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.gemm.cases import SENTINEL, Case, Made, Output, gated
+from weft.errors import OutOfOrder
+from weft.gemm import STORE, Epilogue, Gated, GatedQuant, Push, WgmmaPlan, grouped_gemm, plan
+from weft.gemm.hopper import BLOCK_ROWS
+from weft.gemm.plan import FP8
+
+pytestmark = pytest.mark.gpu
+
+CASES = {
+    "contiguous": Case(counts=(5, 0, 130, 1, 64), n=512, k=1024),
+    "masked": Case(counts=(17, 0, 3, 129), n=512, k=1024, masked=True),
+    "packed": Case(counts=(3, 1, 7, 0, 200), align=1, slack=0, n=512),
+    "one expert": Case(counts=(300,), n=512, k=2048),
+    "nobody": Case(counts=(0, 0, 0), n=512),
+    "k-major": Case(counts=(40, 9), k_major=True, n=512),
+    "k-major, masked": Case(counts=(40, 9), k_major=True, masked=True, n=512),
+    "many experts": Case(counts=tuple(e % 5 for e in range(200)), n=512, k=128),
+    "odd steps": Case(counts=(33, 100), n=256, k=640),
+    "tall": Case(counts=(97, 112, 128, 129, 192, 191, 256, 224, 257), n=512, k=1024),
+    "deep": Case(counts=(100, 33, 250), n=512, k=7168),
+}
+EVERY_TILE = ("contiguous", "tall", "deep")  # the others: one narrow, one tall
+
+
+def supported() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("WgmmaPlan's kernel is for Hopper")
+
+
+def same_bits(ours: Output, theirs: Output) -> bool:
+    if ours.scales is not None and theirs.scales is not None:
+        scales = torch.equal(ours.scales.view(torch.uint8), theirs.scales.view(torch.uint8))
+    else:
+        scales = True
+    return scales and torch.equal(ours.numbers.view(torch.uint8), theirs.numbers.view(torch.uint8))
+
+
+@pytest.mark.parametrize("epilogue", [STORE, GatedQuant(), GatedQuant(1.702, 1.0, 0.7)])
+@pytest.mark.parametrize("name", CASES)
+def test_bits_are_those_of_the_other_kernel(name: str, epilogue: Epilogue):
+    supported()
+    case = CASES[name]
+    made = case.make("cuda")
+    wanted, tolerance = made.product(), 2.0**-7
+    if isinstance(epilogue, Gated):
+        wanted, tolerance = gated(epilogue, wanted), 0.08
+    theirs = made.call(epilogue, plan(4, 32, case.n, case.k, FP8, gated=epilogue is not STORE))
+    for rows in BLOCK_ROWS if name in EVERY_TILE else (32, 128):
+        ours = made.call(epilogue, WgmmaPlan(rows))
+        ours.agrees(wanted, tolerance)
+        assert same_bits(ours, theirs), rows
+
+
+@pytest.mark.parametrize("rows", BLOCK_ROWS)
+def test_rows_go_home_or_nowhere(rows: int):
+    supported()
+    case = CASES["tall"]
+    made = case.make("cuda")
+    whole = made.call(STORE, WgmmaPlan(rows)).numbers.reshape(case.rows, case.n)
+    order = torch.randperm(case.rows, generator=torch.Generator().manual_seed(1)).cuda()
+    for dtype in (torch.bfloat16, torch.float16):
+        there = torch.full((case.rows, case.n), SENTINEL, dtype=dtype, device="cuda")
+        home = there.data_ptr() + order * (case.n * 2)
+        nowhere = torch.arange(case.rows, device="cuda") % 7 == 3
+        home[nowhere] = 0
+        made.call(Push(home, dtype), WgmmaPlan(rows))
+        live = case.live().cuda() & ~nowhere
+        stored = there[order]
+        if dtype == torch.bfloat16:
+            assert torch.equal(stored[live], whole[live])
+        else:
+            assert torch.allclose(
+                stored[live].float(), whole[live].float(), rtol=2.0**-7, atol=0.02
+            )
+        assert bool((stored[~live] == SENTINEL).all())
+
+
+@pytest.mark.parametrize("rows", [32, 256])
+def test_counts_and_starts_that_lie_touch_no_row_of_others(rows: int):
+    """Counts below zero and beyond the rows, starts outside: as many rows as there are, or none."""
+    supported()
+    made = Case(counts=(40, 9, 20, 30), n=512).make("cuda")
+    honest = made.call(plan=WgmmaPlan(rows)).numbers
+    starts, total = made.case.starts, made.case.rows
+    lying = replace_given(
+        made,
+        counts=[-5, 9, 2**31 - 1, 30],
+        offsets=[starts[0], starts[1], starts[2], -7, total],
+    )
+    got = lying.call(plan=WgmmaPlan(rows)).numbers
+    assert bool((got[: starts[1]] == SENTINEL).all())
+    assert torch.equal(got[starts[1] : starts[1] + 9], honest[starts[1] : starts[1] + 9])
+    assert torch.equal(got[starts[2] : starts[2] + 20], honest[starts[2] : starts[2] + 20])
+    beyond = replace_given(made, counts=[40, 9, 20, 30], offsets=[total, total + 9, 2**30, 0, 0])
+    got = beyond.call(plan=WgmmaPlan(rows)).numbers
+    assert bool((got[30:] == SENTINEL).all())
+
+
+def replace_given(made: Made, **numbers: list[int]) -> Made:
+    changed = {
+        name: torch.tensor(values, dtype=torch.int32, device="cuda")
+        for name, values in numbers.items()
+    }
+    return replace(made, given=made.given | changed)
+
+
+def test_damage_stays_in_its_block():
+    supported()
+    made = CASES["tall"].make("cuda")
+    clean = made.call(GatedQuant(), WgmmaPlan(256))
+    made.given["a_scale"][5, 1] = torch.nan
+    made.given["a_scale"][700, 0] = torch.inf
+    for rows in (32, 128, 256):
+        got = made.call(GatedQuant(), WgmmaPlan(rows))
+        assert got.scales is not None
+        assert clean.scales is not None
+        assert bool(got.scales[[5, 700]].isnan().all())
+        kept = torch.ones(len(got.scales), dtype=torch.bool, device="cuda")
+        kept[[5, 700]] = False
+        assert torch.equal(got.scales[kept], clean.scales[kept])
+        assert torch.equal(
+            got.numbers[kept].view(torch.uint8), clean.numbers[kept].view(torch.uint8)
+        )
+
+
+@pytest.mark.parametrize("num_sms", [1, 2, 7, 40])
+def test_few_sms_make_the_same(num_sms: int):
+    supported()
+    made = CASES["contiguous"].make("cuda")
+    whole = made.call(plan=WgmmaPlan(64))
+    assert same_bits(made.call(plan=WgmmaPlan(64), num_sms=num_sms), whole)
+
+
+@pytest.mark.parametrize("programmatic", [False, True])
+def test_graphs_replay_with_other_counts(programmatic: bool):
+    """Both products behind each other, as a layer has them; counts change between replays."""
+    supported()
+    up = Case(counts=(70, 130, 1), n=1024, k=512, align=1, slack=0).make("cuda")
+    rows = up.case.rows
+    down = torch.randn(3, 512, 512, device="cuda").to(FP8)
+    down_scale = torch.rand(3, 4, 4, device="cuda")
+    out = torch.empty(rows, 512, dtype=torch.bfloat16, device="cuda")
+    act = (
+        torch.empty(rows, 512, dtype=FP8, device="cuda"),
+        torch.empty(rows, 4, device="cuda"),
+    )
+    given = up.given | {"programmatic_launch": programmatic, "plan": WgmmaPlan(128)}
+
+    def both() -> None:
+        grouped_gemm(up.a, up.b, out=act, epilogue=GatedQuant(), **given)
+        mine = given | {"a_scale": act[1], "b_scale": down_scale}
+        grouped_gemm(act[0], down, out=out, **mine)
+
+    both()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            both()
+    for counts in ((70, 130, 1), (0, 0, 1), (70, 97, 0)):
+        up.given["counts"].copy_(torch.tensor(counts))
+        out.fill_(SENTINEL)
+        both()
+        wanted = out.clone()
+        out.fill_(SENTINEL)
+        graph.replay()
+        assert torch.equal(out, wanted)
+
+
+def test_a_capture_does_not_load():
+    supported()
+    made = Case(counts=(3,), n=768, k=384).make("cuda")
+    graph = torch.cuda.CUDAGraph()
+    out = torch.empty(made.case.rows, 768, dtype=torch.bfloat16, device="cuda")
+    with pytest.raises(OutOfOrder, match="before capturing"), torch.cuda.graph(graph):
+        grouped_gemm(made.a, made.b, out=out, plan=WgmmaPlan(32), **made.given)
