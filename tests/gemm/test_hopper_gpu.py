@@ -1,4 +1,4 @@
-"""Hopper's product on a GPU: every kind of tile has the bits of GemmPlan's, and writes no other row."""
+"""Hopper's product on a GPU: each tile has the bits of GemmPlan's, and writes no other row."""
 
 from __future__ import annotations
 
