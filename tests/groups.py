@@ -37,7 +37,8 @@ def entries(received: Received, experts: int) -> list[list[tuple[int, int, int]]
     ids, counts = received.ids.tolist(), received.counts.tolist()
     found: list[list[tuple[int, int, int]]] = [[] for _ in range(experts)]
     for source, rows in enumerate(ids):
-        for token in range(min(max(counts[source], 0), len(rows))):
+        count = counts[source] if 0 <= counts[source] <= len(rows) else len(rows)
+        for token in range(count):
             for k, expert in enumerate(rows[token]):
                 if 0 <= expert < experts:
                     found[expert].append((source, token, k))

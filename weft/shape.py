@@ -110,12 +110,12 @@ class Shape:
 
     @property
     def returned_bytes(self) -> int:
-        """Bytes of a row that is pushed home; 0 where rows are pulled."""
+        """Bytes of a row's place where rows are pushed home; 0 where they are pulled."""
         if self.way == "pull":
             return 0
         if self.way in ("push", "choices"):
             return self.out_bytes
-        return -(-(self.hidden + self.hidden // FP8_BLOCK * 4) // 16) * 16
+        return -(-(self.hidden + self.hidden // FP8_BLOCK * 4) // 128) * 128
 
     @property
     def returned_rows(self) -> int:

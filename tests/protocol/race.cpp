@@ -149,8 +149,12 @@ static void run_rank(Job& job, u32 rank, u64& wrong) {
         }
         wrong += wrong_words(site, round);
         write_outputs<S>(site);
-        const CombineArgs returning{
-            .site = site, .out = out.data(), .add = nullptr, .tokens = tokens, .reserved = 0};
+        const CombineArgs returning{.site = site,
+                                    .out = out.data(),
+                                    .add = nullptr,
+                                    .tokens = tokens,
+                                    .pushers = 0,
+                                    .strips = 0};
         if constexpr (HALVES) {
             combine<S, Part::send>(returning);
             combine<S, Part::receive>(returning);

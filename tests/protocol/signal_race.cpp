@@ -161,8 +161,12 @@ static void run_rank(Job& job, u32 rank, u64& wrong) {
         gather<S, G>(grouped);
         __atomic_store_n(&b.begun, round, __ATOMIC_RELEASE);
         send<S, G>(grouped);
-        const CombineArgs returning{
-            .site = site, .out = out.data(), .add = nullptr, .tokens = tokens, .reserved = 0};
+        const CombineArgs returning{.site = site,
+                                    .out = out.data(),
+                                    .add = nullptr,
+                                    .tokens = tokens,
+                                    .pushers = 0,
+                                    .strips = 0};
         combine<S, Part::receive>(returning);
         wrong += wrong_words(out, ids, rank, tokens, round);
         if (load_acquire(&job.boxes[rank].broken_code) != 0) {

@@ -5,6 +5,7 @@
 // launch either way, or two halves.
 #pragma once
 #include <weft/kernels/choices.cuh>
+#include <weft/kernels/fp8_home.cuh>
 #include <weft/kernels/push.cuh>
 
 namespace weft {
@@ -119,6 +120,7 @@ WEFT_FN void send_rows(const Block& team, const CombineArgs& a, const Turn& turn
 }
 
 template <Shape S, u32 rank, Part part = Part::whole> WEFT_FN void combine(const CombineArgs& a) {
+    if constexpr (S.way == Way::fp8 && !WEFT_SUMS_LAST) return combine_as_they_come<S, part>(a);
     const Block team;
     Header& header = mine<S>(a.site).header;
     wait_for_predecessor();

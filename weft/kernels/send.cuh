@@ -95,10 +95,11 @@ WEFT_FN void save_fp8(const Strip<S>& strip, const uint4 (&v)[Strip<S>::vectors]
     const u32 amax = block_amax_bits<scale_columns>(x), turn = strip.at(0) / Strip<S>::vectors;
     if (!strip.holds(0)) return;
     const BlockScale block = block_scale(amax);
-    store(reinterpret_cast<uint4*>(row) + turn, quantize(x, block.inverse, amax >= infinity_bits));
+    post_vector(reinterpret_cast<uint4*>(row) + turn,
+                quantize(x, block.inverse, amax >= infinity_bits));
     if (turn % (scale_columns / lane_columns) == 0)
-        store(reinterpret_cast<float*>(row + S.hidden) + turn * lane_columns / scale_columns,
-              block.scale);
+        store_relaxed(reinterpret_cast<u32*>(row + S.hidden) + turn * lane_columns / scale_columns,
+                      __float_as_uint(block.scale));
 }
 
 // Each row by itself, to the place of its choice. Two are loaded before the first is stored.

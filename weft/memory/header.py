@@ -12,7 +12,7 @@ from ctypes import c_uint8, c_uint32, c_uint64
 
 from weft.shape import MAX_RANKS
 
-ABI = 5
+ABI = 6
 RING_RECORDS = 256
 RING_TIMELINES = 64
 EPOCH_MASK = (1 << 40) - 1

@@ -44,5 +44,6 @@ class CombineArgs(ctypes.Structure):
         ("out", c_uint64),
         ("add", c_uint64),
         ("tokens", c_uint32),
-        ("reserved", c_uint32),
+        ("pushers", c_uint32),
+        ("strips", c_uint32),
     )

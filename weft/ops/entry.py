@@ -18,7 +18,7 @@ from weft.errors import InvalidArgument
 from weft.jit import CudaModule, Launcher, compile_shared, current_arch
 from weft.ops.args import CombineArgs, DispatchArgs, Site
 from weft.ops.layout import Layout
-from weft.ops.plan import Plan, plan_combine, plan_dispatch
+from weft.ops.plan import Plan, plan_combine, plan_dispatch, plan_home, plan_sums
 from weft.ops.source import FEW, HOST_OPTIONS, compile_cuda, cpu_source, doors
 from weft.ops.stream import current_stream
 from weft.shape import Shape
@@ -30,6 +30,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
 # From so many 16-byte words on, a launch that overlaps its predecessor only takes room from it: at
 # 2048 tokens x 7168 it costs 0.5 %; at 32 it gains 4 %, at 128 up to 1 % (8 x H200, 2026-11-20).
 LONG = 256 * 896
+SUMS_LAST = "WEFT_SUMS_LAST=1"  # a combine by FP8 as it was: rows first, then flags, then sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ class CudaEntries:
         if few:
             rings = self._table("weft_shared")
             self._shared = {"dispatch": rings[0], "combine": rings[1]}
-        self._few = few
+        self._few, self._defines = few, build.defines
         self._launchers: dict[tuple[str, bool], Launcher] = {}
         for name, door in doors(halves=build.halves, few=few).items():
             function = self._module.function(name, shared=self._shared[name])
@@ -134,6 +135,8 @@ class CudaEntries:
             )
         p = self._plans.get((name, tokens)) or self._plan(name, tokens)
         early = self._programmatic and tokens * self._in_vectors < LONG
+        if p.strips:
+            args.pushers, args.strips = p.pushers, p.strips  # type: ignore[attr-defined]
         grid = (p.workers, p.chunks, 1)
         self._launchers[name, early](args, grid, p.threads, current_stream(device))
 
@@ -152,6 +155,15 @@ class CudaEntries:
         p = plan_combine(rows, vectors, sms=self._sms, per_sm=per_sm)
         most = self._sms * max(1, per_sm(p.threads))
         return Plan(p.workers, min(p.chunks, most), p.threads)
+
+    def _plan_home(self, name: str, tokens: int, per_sm: Callable[[int], int]) -> Plan:
+        """Rows of all sources are pushed, about as many as this rank's tokens have slots."""
+        shape = self._shape
+        if name == "combine_receive":
+            return plan_sums(tokens, shape.hidden, sms=self._sms, per_sm=per_sm)
+        slots = max(tokens, min(shape.tokens, 8)) * shape.ranks
+        taken = tokens if name == "combine" else 0
+        return plan_home(taken, slots, shape.hidden, sms=self._sms, per_sm=per_sm)
 
     def _table(self, name: str) -> list[int]:
         raw = self._module.global_bytes(name)
@@ -172,6 +184,8 @@ class CudaEntries:
             found = Plan(workers=1, chunks=1, threads=64)  # flags only
         elif name.startswith("dispatch"):
             found = plan_dispatch(tokens, self._in_vectors, sms=self._sms, per_sm=per_sm)
+        elif shape.way == "fp8" and SUMS_LAST not in self._defines:
+            found = self._plan_home(name, tokens, per_sm)
         elif not pushes or name == "combine_receive":
             found = plan_combine(tokens, out_vectors, sms=self._sms, per_sm=per_sm)
         else:

@@ -14,18 +14,23 @@ SMALLEST = 64
 GRID_LIMIT = 65535  # pieces of a row; a CTA takes more of them in turn
 PIECE = 128  # threads of a combine CTA
 PIECES_PER_SM = 4
+STRIP = 512  # columns that a warp pushes, or sums, at a time
+HOME_PER_SM = 5  # CTAs of a combine by FP8, one of which sums
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A launch: `workers` x `chunks` CTAs of `threads`.
 
-    A worker takes tokens in turn, a chunk takes part of each row.
+    A worker takes tokens in turn, a chunk takes part of each row. Where CTAs differ by what they
+    do: one that heralds, then `pushers`, and the rest sum; a warp pushes `strips` strips at a time.
     """
 
     workers: int
     chunks: int
     threads: int
+    pushers: int = 0
+    strips: int = 0
 
 
 def plan_dispatch(tokens: int, vectors: int, *, sms: int, per_sm: Callable[[int], int]) -> Plan:
@@ -57,6 +62,33 @@ def plan_combine(tokens: int, vectors: int, *, sms: int, per_sm: Callable[[int],
     deep = 1 if tokens * chunks <= 2 * sms else PIECES_PER_SM
     resident = max(1, sms * max(1, min(deep, per_sm(threads))) // chunks)
     return Plan(workers=max(1, min(tokens, resident)), chunks=chunks, threads=threads)
+
+
+def plan_home(
+    tokens: int, slots: int, hidden: int, *, sms: int, per_sm: Callable[[int], int]
+) -> Plan:
+    """Divide the CTAs of a combine by FP8 into those that push rows and those that sum them.
+
+    Those that push come first and wait for nobody, so the grid need not be resident; it is, for
+    what waits outside sums nothing. A warp takes one strip where there are few, else as much of a
+    row as leaves each warp one to do: the scales of strips that go together share a packet.
+
+    slots: rows that may have to be pushed.   per_sm: resident CTAs of one SM, by threads of a CTA.
+    """
+    warps, strips = PIECE // 32, -(-hidden // STRIP)
+    most = max(3, sms * min(HOME_PER_SM, max(1, per_sm(PIECE))))
+    takers = min(-(-tokens * strips // warps), max(1, most // HOME_PER_SM))
+    pushers = max(1, min(-(-slots * strips // warps), most - takers - 1))
+    at_once = min(strips, max(1, slots * strips // (pushers * warps)))
+    at_once = -(-strips // -(-strips // at_once))
+    return Plan(1 + pushers + takers, 1, PIECE, pushers, at_once)
+
+
+def plan_sums(tokens: int, hidden: int, *, sms: int, per_sm: Callable[[int], int]) -> Plan:
+    """The receiving half of a combine by FP8: one CTA that hears the peers, the rest sum."""
+    units = -(-tokens * -(-hidden // STRIP) // (PIECE // 32))
+    resident = sms * max(1, min(PIECES_PER_SM, per_sm(PIECE)))
+    return Plan(1 + min(units, resident), 1, PIECE, 0, 1)
 
 
 def _whole_warps(threads: int) -> int:

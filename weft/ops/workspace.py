@@ -53,6 +53,9 @@ class Workspace(Watched):
         sources = 0 if shape.way == "choices" else shape.ranks
         rows = (sources, shape.tokens, shape.hidden)
         self.output = self.heap.tensor(rows, geometry.dtype, offset=layout.outbox)
+        if shape.way == "fp8":  # blank: a row is there when no word of it is all ones
+            places = (shape.returned_rows * shape.returned_bytes,)
+            self.heap.tensor(places, torch.uint8, offset=layout.returned).fill_(0xFF)
         header.generation = self.heap.generation
         raw = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         self.heap.tensor((HEADER_BYTES,), torch.uint8).copy_(raw)

@@ -30,7 +30,8 @@ struct CombineArgs {
     void* out;
     const void* add;  // [tokens, hidden] added after the sum; null means none
     u32 tokens;
-    u32 reserved;
+    u32 pushers;  // CTAs that push rows, where others sum them as they come
+    u32 strips;   // of a row, that one warp of them pushes
 };
 
 template <Shape S> WEFT_FN Share<S>& share(const Site& site, u32 rank) {

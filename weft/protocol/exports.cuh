@@ -93,9 +93,10 @@ template <Shape S> WEFT_FN void measure(u64 base, u64* to) {
         WEFT_AT(DispatchArgs, placement), WEFT_AT(DispatchArgs, num_tokens),                 \
         WEFT_AT(DispatchArgs, tokens), WEFT_AT(DispatchArgs, ids_bytes),                     \
         WEFT_AT(DispatchArgs, stats)
-#define WEFT_COMBINE_ARGS                                                             \
-    sizeof(weft::CombineArgs), WEFT_AT(CombineArgs, site), WEFT_AT(CombineArgs, out), \
-        WEFT_AT(CombineArgs, add), WEFT_AT(CombineArgs, tokens), WEFT_AT(CombineArgs, reserved)
+#define WEFT_COMBINE_ARGS                                                                       \
+    sizeof(weft::CombineArgs), WEFT_AT(CombineArgs, site), WEFT_AT(CombineArgs, out),           \
+        WEFT_AT(CombineArgs, add), WEFT_AT(CombineArgs, tokens), WEFT_AT(CombineArgs, pushers), \
+        WEFT_AT(CombineArgs, strips)
 
 // After the Shape literal S: `WEFT_EXPORT(S, __device__)` on a GPU, `WEFT_EXPORT(S, )` on a CPU.
 #define WEFT_EXPORT(S, STORAGE)                                                   \

@@ -177,7 +177,7 @@ void send_block(const GroupArgs& a, u32 source, u32 token, u32 at) {
     if constexpr (S.way == Way::fp8) {
         float x[count];
         for (u32 i = 0; i < count; ++i) x[i] = widen<S.number>(sum[i]);
-        quantize_block<Quant::fp8>(x, at / count, to, to + S.hidden);
+        post_block<S>(x, at / count, to);
     } else {
         std::memcpy(to + u64(at) * S.element_bytes(), sum, sizeof sum);
     }

@@ -7,9 +7,11 @@
 
 namespace weft {
 
-constexpr u32 abi = 5;         // raise it whenever a struct below changes
+constexpr u32 abi = 6;         // raise it whenever a struct below changes
 constexpr u32 max_planes = 8;  // opaque payload tensors of one dispatch
 constexpr u32 max_ranks = 32;  // a token's destinations are the bits of one u32
+constexpr u32 absent = ~0u;    // a word of a row that has not come, where rows bring their own news
+constexpr u64 absent_pair = ~0ull;
 constexpr u32 ring_records = 256;
 constexpr u32 ring_timelines = 64;  // the last 32 rounds
 
@@ -55,9 +57,10 @@ struct Shape {
     constexpr u32 element_bytes() const { return number == Number::fp32 ? 4 : 2; }
     constexpr u32 out_bytes() const { return hidden * element_bytes(); }
     constexpr u32 block() const { return quant == Quant::mxfp8 ? 32 : 128; }
-    // Bytes of a pushed row: as it is, or e4m3 numbers and their blocks' scales.
+    // Bytes of a pushed row: as it is, or e4m3 numbers and their blocks' scales, in whole lines: a
+    // warp's store of 512 bytes across five of them is a packet more on the link.
     constexpr u32 returned_bytes() const {
-        return way == Way::fp8 ? (hidden + hidden / 128 * 4 + 15) / 16 * 16 : out_bytes();
+        return way == Way::fp8 ? (hidden + hidden / 128 * 4 + 127) / 128 * 128 : out_bytes();
     }
 };
 

@@ -14,9 +14,6 @@
 
 namespace weft {
 
-constexpr u32 absent = ~0u;  // a word of an inbox that nobody has written: no row contains it
-constexpr u64 absent_pair = ~0ull;
-
 enum class Scales : u32 { fp32_row = 0, fp32_col = 1, ue8m0 = 2 };
 // Who multiplies with the weights and adds: the token's owner, or each expert's rank for its own.
 enum class Reduce : u32 { receiver = 0, sender = 1 };

@@ -30,6 +30,9 @@
 #ifndef WEFT_PROFILE
 #define WEFT_PROFILE 0
 #endif
+#ifndef WEFT_SUMS_LAST
+#define WEFT_SUMS_LAST 0
+#endif
 #ifndef WEFT_ONE_SIDE
 #define WEFT_ONE_SIDE 0
 #endif

@@ -113,10 +113,10 @@ template <Shape S> WEFT_FN u32 token_count(const DispatchArgs& a, bool reports) 
 }
 
 // The tokens that a source brought in this round. A count comes from a peer: never believe more
-// than the inbox holds.
+// than the inbox holds. Of one that cannot be, routes alone decide: -1 behind the last token.
 template <Shape S> WEFT_FN u32 tokens_from(const Inbox<S>& inbox, u32 source) {
-    const i32 count = inbox.counts[source];
-    return count < 0 ? 0 : u32(count) < S.tokens ? u32(count) : S.tokens;
+    const u32 count = u32(inbox.counts[source]);
+    return count < S.tokens ? count : S.tokens;
 }
 
 // Publishes epoch `wanted` at every peer.
