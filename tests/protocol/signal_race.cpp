@@ -190,6 +190,7 @@ int main(int argc, char** argv) {
         own.header.generation = 1;
         own.header.deadline_ns = own.header.first_deadline_ns = 60000000000ull;
         std::memset(own.inbox.route, 0xff, sizeof own.inbox.route);
+        if (S.way == Way::fp8) std::memset(&own.inbox.returned, 0xff, sizeof own.inbox.returned);
     }
     for (u32 rank = 0; rank < ranks; ++rank) {
         threads.emplace_back([&, rank] { run_product(job.bench[rank], job.rounds); });
