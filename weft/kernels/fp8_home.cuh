@@ -8,7 +8,8 @@
 namespace weft {
 
 constexpr u32 blocks_in_strip = warp_lanes * lane_columns / scale_columns;
-constexpr u32 rows_in_flight = 8;  // of one token, in each lane
+constexpr u32 most_strips = warp_lanes / blocks_in_strip;  // of one leg: a lane for each scale
+constexpr u32 rows_in_flight = 8;                          // of one token, in each lane
 
 // A row in strips of 512 columns, sixteen for each lane of a warp.
 template <Shape S> struct Strips {
@@ -19,9 +20,9 @@ template <Shape S> struct Strips {
     WEFT_FN static u32* scales(u8* row) { return reinterpret_cast<u32*>(row + S.hidden); }
 };
 
-// Up to a.strips strips of one slot, as they were loaded before anybody knew whether the row is
-// wanted: cold loads share one round trip. Slots come in the order (token, source), each rank
-// starting with itself, so that peers are not hit in step.
+// Up to a.strips strips of one slot, at most most_strips, as they were loaded before anybody knew
+// whether the row is wanted: cold loads share one round trip. Slots come in the order (token,
+// source), each rank starting with itself, so that peers are not hit in step.
 template <Shape S> struct Leg {
     u32 source, token, strip, end;
     u32 expert, brought;        // lane k: the k-th choice; the tokens of the source
@@ -64,14 +65,14 @@ template <Shape S> struct Leg {
     }
 };
 
-// Pushes one leg. The scales of up to eight strips go together: stores of four bytes for each block
-// would be packets of their own, 6 % of a row's time on the link.
+// Pushes one leg. Its scales go together at its end, a word for each lane: stores of four bytes for
+// each block would be packets of their own, some 6 % of a row's time on the link.
 template <Shape S> WEFT_FN void push_leg(const CombineArgs& a, const Leg<S>& leg) {
     constexpr u32 lanes = scale_columns / lane_columns;
     const u32 lane = threadIdx.x % warp_lanes;
     u8* row = share<S>(a.site, leg.source).inbox.returned.row[a.site.rank][leg.token];
     Columns<S.number> ahead = leg.columns;
-    u32 scale = 0;  // of the block that is this lane's among those to be sent
+    u32 scale = 0;  // of the leg's block that is this lane's
     for (u32 strip = leg.strip; strip < leg.end; ++strip) {
         const Columns<S.number> columns = ahead;
         if (strip + 1 < leg.end) ahead = Leg<S>::load(a.site, leg.source, leg.token, strip + 1);
@@ -82,15 +83,13 @@ template <Shape S> WEFT_FN void push_leg(const CombineArgs& a, const Leg<S>& leg
         if (v < Strips<S>::vectors)
             post_vector(reinterpret_cast<uint4*>(row) + v,
                         quantize(x, block.inverse, amax >= infinity_bits));
-        const u32 kept = (strip - leg.strip) % lanes;
         const u32 found =
             __shfl_sync(all_lanes, __float_as_uint(block.scale), lane % blocks_in_strip * lanes);
-        if (lane / blocks_in_strip == kept) scale = found;
-        if (kept + 1 != lanes && strip + 1 != leg.end) continue;
-        const u32 at = (strip - kept) * blocks_in_strip + lane;
-        if (lane / blocks_in_strip <= kept && at < Strips<S>::blocks)
-            store_relaxed(Strips<S>::scales(row) + at, scale);
+        if (lane / blocks_in_strip == strip - leg.strip) scale = found;
     }
+    const u32 at = leg.strip * blocks_in_strip + lane;
+    if (at < min(leg.end * blocks_in_strip, Strips<S>::blocks))
+        store_relaxed(Strips<S>::scales(row) + at, scale);
 }
 
 // Tokens of the source that brought most, asked for before anything is decided.
@@ -230,10 +229,13 @@ WEFT_FN bool sum_strip(const CombineArgs& a, u64 wanted, u32 token, u32 strip, u
 }
 
 template <Shape S> WEFT_FN bool sum_tokens(const CombineArgs& a, u64 wanted, Turns turns) {
-    const Share<S>& own = mine<S>(a.site);
-    for (u32 unit = turns.first; unit < a.tokens * Strips<S>::count; unit += turns.step) {
-        const u32 token = unit / Strips<S>::count;
-        if (!sum_strip<S>(a, wanted, token, unit % Strips<S>::count, own.destinations[token]))
+    const u32 *peers = mine<S>(a.site).destinations, end = a.tokens * Strips<S>::count;
+    u32 next = turns.first < end ? load_early(peers + turns.first / Strips<S>::count) : 0;
+    for (u32 unit = turns.first; unit < end; unit += turns.step) {
+        const u32 destinations = next, after = unit + turns.step;
+        if (after < end) next = load_early(peers + after / Strips<S>::count);
+        if (!sum_strip<S>(a, wanted, unit / Strips<S>::count, unit % Strips<S>::count,
+                          destinations))
             return false;
     }
     return true;

@@ -15,7 +15,8 @@ GRID_LIMIT = 65535  # pieces of a row; a CTA takes more of them in turn
 PIECE = 128  # threads of a combine CTA
 PIECES_PER_SM = 4
 STRIP = 512  # columns that a warp pushes, or sums, at a time
-HOME_PER_SM = 5  # CTAs of a combine by FP8, one of which sums
+HOME_PER_SM = 4  # CTAs of a combine by FP8, one of which sums
+MOST_STRIPS = 8  # that one warp pushes at once; most_strips in kernels/fp8_home.cuh
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +70,19 @@ def plan_home(
 ) -> Plan:
     """Divide the CTAs of a combine by FP8 into those that push rows and those that sum them.
 
-    Those that push come first and wait for nobody, so the grid need not be resident; it is, for
-    what waits outside sums nothing. A warp takes one strip where there are few, else as much of a
-    row as leaves each warp one to do: the scales of strips that go together share a packet.
+    Those that push come first and wait for nobody, so the grid need not be resident; it is, because
+    who waits outside sums nothing. A warp takes one strip at a time where there are few, else up to
+    eight: scales of strips that go together share a packet, and the sums of the last rows begin
+    when the rows that are pushed at the same time have come.
 
     slots: rows that may have to be pushed.   per_sm: resident CTAs of one SM, by threads of a CTA.
     """
     warps, strips = PIECE // 32, -(-hidden // STRIP)
-    most = max(3, sms * min(HOME_PER_SM, max(1, per_sm(PIECE))))
-    takers = min(-(-tokens * strips // warps), max(1, most // HOME_PER_SM))
-    pushers = max(1, min(-(-slots * strips // warps), most - takers - 1))
-    at_once = min(strips, max(1, slots * strips // (pushers * warps)))
-    at_once = -(-strips // -(-strips // at_once))
+    resident = max(3, sms * max(1, min(HOME_PER_SM, per_sm(PIECE))))
+    takers = min(-(-tokens * strips // warps), resident // HOME_PER_SM or 1)
+    pushers = max(1, min(-(-slots * strips // warps), resident - takers - 1))
+    at_once = min(strips, MOST_STRIPS, max(1, slots * strips // (pushers * warps)))
+    at_once = -(-strips // -(-strips // at_once))  # legs of one length
     return Plan(1 + pushers + takers, 1, PIECE, pushers, at_once)
 
 
