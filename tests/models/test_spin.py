@@ -125,6 +125,18 @@ VARIANTS = (
         r"assertion violated.*\blabels\b",
         "signal",
     ),
+    # Combine by FP8: rows that bring their own news, summed beside the pushes.
+    Variant("fp8 home, two ranks", "ROUNDS=3", None, "fp8_home"),
+    Variant("fp8 home, sparse routing", "ROUNDS=4 SPARSE", None, "fp8_home"),
+    Variant("fp8 home, a rank without tokens", "ROUNDS=3 IDLE", None, "fp8_home"),
+    Variant("fp8 home, three ranks", "N=3 ROUNDS=2 SPARSE COARSE", None, "fp8_home"),
+    Variant("fp8 home, crash, with a deadline", "CRASH DEADLINE", None, "fp8_home"),
+    Variant("fp8 home, crash, without a deadline", "CRASH", DEADLOCK, "fp8_home"),
+    Variant("fp8 home, a taken row stays in its place", "KEEP", STALE_RETURNED, "fp8_home"),
+    Variant("fp8 home, counted before it has read", "SPARSE EAGER", STALE_INBOX, "fp8_home"),
+    Variant("fp8 home, nobody waits for ready", "SPARSE DEAF", STALE_INBOX, "fp8_home"),
+    Variant("fp8 home, rows that nobody is owed", "SPARSE DENSE", STALE_RETURNED, "fp8_home"),
+    Variant("fp8 home, dispatch does not wait", "BLIND", STALE_INBOX, "fp8_home"),
     # The fused all-reduce: slots that are their own flag.
     Variant("all-reduce, two ranks", "N=2 CALLS=5", None, "allreduce"),
     Variant("all-reduce, three ranks", "N=3 CALLS=4", None, "allreduce"),
