@@ -118,7 +118,7 @@ def test_rows_of_zeros_and_of_no_numbers_look_like_no_blank(ranks, tmp_path):
 
 
 def absent(group: weft.Group, folder: str) -> str:
-    """Rank 1 takes no part in the second combine: a row is missing, and nobody hears of its inbox."""
+    """Rank 1 stays away from the second combine: rows are missing, and news of its inbox."""
     case = CASES["bf16"].next(tokens=(4, 4, 4))
     with make(group, case, seconds=0.6) as a2a:
         emulate(a2a, folder).plan = PLANS[1]

@@ -14,7 +14,7 @@ from weft.errors import InvalidArgument, LayoutMismatch
 from weft.jit import compile_shared
 from weft.ops.layout import Layout
 from weft.ops.placement import Placement
-from weft.ops.plan import plan_combine, plan_dispatch
+from weft.ops.plan import MOST_STRIPS, STRIP, plan_combine, plan_dispatch, plan_home, plan_sums
 from weft.ops.source import cpu_source
 from weft.shape import Shape
 
@@ -76,6 +76,31 @@ def test_a_plan_covers_every_row_and_stays_resident(plan, tokens, vectors, sms):
     assert 1 <= p.workers <= max(tokens, 1)
     if p.workers > 1:
         assert p.workers * p.chunks <= sms * (1024 // p.threads)
+
+
+@given(
+    tokens=st.integers(0, 5000),
+    slots=st.integers(1, 40000),
+    blocks=st.integers(1, 200),
+    sms=st.integers(1, 160),
+    fit=st.integers(1, 8),
+)
+def test_a_plan_of_a_combine_by_fp8_has_room_for_all(tokens, slots, blocks, sms, fit):
+    hidden = 128 * blocks
+    strips = -(-hidden // STRIP)
+    p = plan_home(tokens, slots, hidden, sms=sms, per_sm=lambda _: fit)
+    takers = p.workers - 1 - p.pushers
+    assert p.pushers >= 1
+    assert takers >= 1 or tokens == 0
+    assert p.workers <= max(3, sms * fit)
+    assert 1 <= p.strips <= min(MOST_STRIPS, strips)
+    legs = -(-strips // p.strips)
+    assert legs * p.strips - strips < p.strips  # none is empty
+    # As much of a row at a time as leaves each warp some, and no more.
+    assert p.strips == 1 or slots * strips >= p.pushers * (p.threads // 32) * p.strips
+    only = plan_sums(tokens, hidden, sms=sms, per_sm=lambda _: fit)
+    assert only.pushers == 0
+    assert 1 + (tokens > 0) <= only.workers <= 1 + sms * fit
 
 
 def test_rows_beyond_a_grid_are_taken_in_turn():

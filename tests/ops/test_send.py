@@ -271,6 +271,12 @@ def test_a_captured_round_by_columns(ranks, way):
     ranks(2, "cuda")(captured, way)
 
 
+def received_and_checked(a2a: weft.AllToAll) -> None:
+    a2a.combine_recv()
+    settle(a2a.group.device)
+    a2a.check()
+
+
 def lied_to(group: weft.Group, way: str, lies: tuple[int, ...]) -> None:
     """Counts and ids that no honest peer sends reach no memory but the inboxes' own places."""
     case = Round(tokens=(16, 9), hidden=256, top_k=3, experts=10)
@@ -304,9 +310,7 @@ def lied_to(group: weft.Group, way: str, lies: tuple[int, ...]) -> None:
             assert torch.equal(heap[behind], kept)
             if way == "fp8":  # whose owners wait for each row that they are owed: it ends the group
                 with pytest.raises(PeerTimeout):
-                    a2a.combine_recv()
-                    settle(group.device)
-                    a2a.check()
+                    received_and_checked(a2a)
                 return
             a2a.combine_recv()
         settle(group.device)

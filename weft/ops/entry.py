@@ -136,7 +136,7 @@ class CudaEntries:
         p = self._plans.get((name, tokens)) or self._plan(name, tokens)
         early = self._programmatic and tokens * self._in_vectors < LONG
         if p.strips:
-            args.pushers, args.strips = p.pushers, p.strips  # type: ignore[attr-defined]
+            args.pushers, args.strips = p.pushers, p.strips
         grid = (p.workers, p.chunks, 1)
         self._launchers[name, early](args, grid, p.threads, current_stream(device))
 

@@ -22,8 +22,9 @@
 
 // Compile with -DWEFT_FAULTS=1 to arm the named fault points, -DWEFT_PROFILE=1 to keep timelines,
 // -DWEFT_WEAK_FLAGS=1 to break the release on purpose, -DWEFT_ONE_SIDE=1 to take the second buffer
-// away where two are needed, -DWEFT_NO_GRANTS=1 to store into inboxes that nobody has emptied (the
-// race tests must then fail).
+// away where two are needed, -DWEFT_SUMS_LAST=1 to sum FP8 rows when all have come, for comparing
+// times, -DWEFT_NO_GRANTS=1 to store into inboxes that nobody has emptied (the race tests must then
+// fail).
 #ifndef WEFT_FAULTS
 #define WEFT_FAULTS 0
 #endif
