@@ -40,14 +40,23 @@ class Step:
         total = torch.zeros(x.shape, device=x.device)
         for rank in range(self.ranks):
             copies = (owner == rank).sum(dim=1, keepdim=True)
-            total = total + torch.where(copies > 0, (x.float() * copies).bfloat16().float(), 0.0)
+            row = (x.float() * copies).bfloat16()
+            if self.a2a._geometry.shape.way == "fp8":
+                row = weft.reference.dequantize(*weft.reference.quantize(row, "fp8"))
+            total = total + torch.where(copies > 0, row.float(), 0.0)
         self.wrong += (out != total.bfloat16()).sum()
 
 
-def replay(group: weft.Group, replays: int) -> int:
+def replay(group: weft.Group, replays: int, way: str) -> int:
     wrong = torch.zeros((), dtype=torch.int64, device=group.device)
     a2a = weft.AllToAll(
-        group, max_tokens=128, top_k=TOP_K, num_experts=EXPERTS, hidden=HIDDEN, timeout=30.0
+        group,
+        max_tokens=128,
+        top_k=TOP_K,
+        num_experts=EXPERTS,
+        hidden=HIDDEN,
+        timeout=30.0,
+        combine_by=way,
     )
     with a2a:
         steps = [Step(a2a, tokens, wrong) for tokens in SIZES]
@@ -77,7 +86,7 @@ def replay(group: weft.Group, replays: int) -> int:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("replays", [100_000])
-def test_graphs_and_eager_calls_share_a_workspace(ranks, replays):
+@pytest.mark.parametrize(("replays", "way"), [(100_000, "pull"), (40_000, "fp8")])
+def test_graphs_and_eager_calls_share_a_workspace(ranks, replays, way):
     count = min(8, torch.cuda.device_count())
-    assert ranks(count, "cuda")(replay, replays, timeout=580.0) == [0] * count
+    assert ranks(count, "cuda")(replay, replays, way, timeout=580.0) == [0] * count
