@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from weft.gemm import STORE, Epilogue, Gated, GatedQuant, Push, grouped_gemm
+from weft.gemm import STORE, Epilogue, Gated, GatedQuant, Push, WgmmaPlan, grouped_gemm
 from weft.gemm.plan import FP8, GemmPlan
 from weft.ops.reference import dequantize, quantize
 
@@ -115,7 +115,9 @@ class Made:
                 product[start : start + count] += self.given["bias"][expert].cpu().double()
         return product
 
-    def call(self, epilogue: Epilogue = STORE, plan: GemmPlan | None = None, **more: Any) -> Output:
+    def call(
+        self, epilogue: Epilogue = STORE, plan: GemmPlan | WgmmaPlan | None = None, **more: Any
+    ) -> Output:
         """The product by `grouped_gemm`, into tensors full of SENTINEL."""
         case, device = self.case, self.a.device
         gated = isinstance(epilogue, Gated)

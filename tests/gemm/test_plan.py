@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.errors import InvalidArgument
-from weft.gemm import GemmPlan, plan
+from weft.gemm import GemmPlan, WgmmaPlan, choice, fastest_plan, plan
+from weft.gemm.choice import wgmma_plans
 from weft.gemm.plan import FP8
 
 
@@ -82,3 +83,43 @@ def test_groups_divide_the_columns():
     assert made.cells(100, 32, 7168 + 128) == 5  # the last has one block
     assert replace(made, group=1000).cells(100, 32, 7168) == 1
     assert replace(made, order="expert").group_blocks(7168) == 56
+
+
+def hopper(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    monkeypatch.setattr(choice, "is_hopper", lambda device: device is not None)
+    return torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 8, 20, 33, 64, 72, 80])
+def test_on_hopper_most_experts_are_one_tile(rows: int, monkeypatch: pytest.MonkeyPatch):
+    device = hopper(monkeypatch)
+    best = fastest_plan(32, rows, 4096, 7168, FP8, gated=True, device=device)
+    assert isinstance(best, WgmmaPlan)
+    assert best in wgmma_plans()
+    assert best.block_rows >= rows + 2.9 * rows**0.5
+    assert best.block_rows == 32 or best.block_rows <= 2 * (rows + 3 * rows**0.5)
+
+
+def test_one_expert_fills_the_gpu(monkeypatch: pytest.MonkeyPatch):
+    device = hopper(monkeypatch)
+    for rows in (1, 64, 128, 256, 512, 4096):
+        best = fastest_plan(1, rows, 4096, 7168, FP8, gated=True, device=device)
+        assert isinstance(best, WgmmaPlan)
+        clusters = -(-rows // best.block_rows) * 16
+        assert clusters >= 60 or best.block_rows == 32
+
+
+def test_other_products_are_for_other_kernels(monkeypatch: pytest.MonkeyPatch):
+    device = hopper(monkeypatch)
+    sizes: dict[str, Any] = {"experts": 32, "rows_per_expert": 8, "n": 4096, "k": 7168}
+    assert isinstance(fastest_plan(**sizes, dtype=FP8, device=device), WgmmaPlan)
+    for change in (
+        {"dtype": torch.bfloat16},
+        {"n": 4096 + 128},
+        {"rows_per_expert": 81},
+        {"experts": 513},
+        {"out": torch.float32},
+        {"device": None},
+    ):
+        given: dict[str, Any] = {"dtype": FP8, "device": device, **sizes, **change}
+        assert isinstance(fastest_plan(**given), GemmPlan), change

@@ -11,7 +11,7 @@ import torch
 
 from tests.gemm.cases import Case, Made
 from weft.errors import InvalidArgument
-from weft.gemm import Gated, GatedQuant, GemmPlan, Push, grouped_gemm
+from weft.gemm import Gated, GatedQuant, GemmPlan, Push, WgmmaPlan, grouped_gemm
 from weft.gemm.plan import FP8
 
 Change = Callable[[Made, dict[str, Any]], None]
@@ -110,6 +110,44 @@ CHANGES: dict[str, tuple[Case, Change, str]] = {
         "128 columns, block_columns 256",
     ),
     "few cells": (Case(), put("signal", lambda _: torch.zeros(1, dtype=INT)), "signal is"),
+    "a signal of WgmmaPlan": (
+        Case(),
+        lambda _, given: given.update(plan=WgmmaPlan(32), signal=torch.zeros(99, dtype=INT)),
+        "no bias and no signal: use a GemmPlan",
+    ),
+    "a bias of WgmmaPlan": (
+        Case(),
+        lambda _, given: given.update(plan=WgmmaPlan(32), bias=torch.ones(3, 256)),
+        "no bias and no signal",
+    ),
+    "columns of WgmmaPlan": (
+        Case(),
+        lambda _, given: given.update(plan=WgmmaPlan(32), columns=(0, 128)),
+        r"makes all 256 columns; columns is \(0, 128\)",
+    ),
+    "gating of WgmmaPlan": (
+        Case(),
+        lambda _, given: given.update(plan=WgmmaPlan(32), epilogue=Gated()),
+        "GatedQuant only",
+    ),
+    "n of WgmmaPlan": (Case(n=384), put("plan", lambda _: WgmmaPlan(32)), "multiples of 256; it"),
+    "BF16 of WgmmaPlan": (
+        Case(dtype=torch.bfloat16),
+        put("plan", lambda _: WgmmaPlan(32)),
+        "a is torch.bfloat16",
+    ),
+    "float32 of WgmmaPlan": (
+        Case(),
+        lambda m, given: given.update(plan=WgmmaPlan(32), out=torch.ones(m.case.rows, 256)),
+        "out is torch.float32",
+    ),
+    "dtype of Push": (
+        Case(),
+        lambda m, given: given.update(
+            epilogue=Push(torch.zeros(m.case.rows, dtype=torch.int64), torch.int32)
+        ),
+        "Push stores torch.int32",
+    ),
     "wide cells": (Case(), put("signal", lambda _: torch.zeros(99).long()), "signal is"),
 }
 
@@ -132,6 +170,11 @@ def test_gating_with_numbers_that_spoil_rows(kind: type[Gated], numbers: dict[st
         kind(**numbers)
     with pytest.raises(InvalidArgument, match="limit is 0"):
         kind(limit=0.0)
+
+
+def test_tiles_that_hopper_has_not():
+    with pytest.raises(InvalidArgument, match=r"block_rows is 48; it must be one of \(32, 64"):
+        WgmmaPlan(48)
 
 
 def test_without_triton_the_text_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
