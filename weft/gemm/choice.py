@@ -43,13 +43,13 @@ def fastest_plan(
         rows = -(-rows_per_expert // TILES_OF_ONE) if experts == 1 else rows_per_expert
         return plan(experts, rows, n, k, dtype, gated=gated)
     # Most experts have fewer rows than three deviations above the mean: they are one tile.
-    fullest = rows_per_expert + 3 * math.isqrt(rows_per_expert)
+    fullest = rows_per_expert + 3 * math.sqrt(rows_per_expert)
     return WgmmaPlan(next(rows for rows in BLOCK_ROWS if rows >= fullest))
 
 
 def wgmma_plans() -> tuple[WgmmaPlan, ...]:
     """Those that `fastest_plan` may choose for several experts."""
-    most = MOST_ROWS + 3 * math.isqrt(MOST_ROWS)
+    most = MOST_ROWS + 3 * math.sqrt(MOST_ROWS)
     last = next(rows for rows in BLOCK_ROWS if rows >= most)
     return tuple(WgmmaPlan(rows) for rows in BLOCK_ROWS if rows <= last)
 
