@@ -95,6 +95,13 @@ WEFT_FN bool counts_last(Header& header) {
     return true;
 }
 
+// When an operation began, in the lane that writes it down: no other reads the clock of all ranks
+// on its way to its first store.
+WEFT_FN u64 start_of(const Block& team, const Crew& crew) {
+    const bool keeps = crew.takes_first() || (WEFT_PROFILE && crew.heralds());
+    return keeps && team.lane() == 0 ? now_ns() : 0;
+}
+
 constexpr u64 largest(u64 a, u64 b) { return a > b ? a : b; }
 
 // By the herald of every operation, before it waits for anything: a warp for each kind, because a

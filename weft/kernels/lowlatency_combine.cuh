@@ -293,6 +293,7 @@ WEFT_FN void compare_answers(const Block& team, const LowCombineArgs& a, const S
 }
 
 template <LowShape S, Part part = Part::whole> WEFT_FN void low_combine(const LowCombineArgs& a) {
+    __shared__ Track page;
     const Block team;
     LowShare<S>& own = own_share<S>(a.site);
     const Crew crew{0, part == Part::receive ? 0 : a.senders};
@@ -301,15 +302,13 @@ template <LowShape S, Part part = Part::whole> WEFT_FN void low_combine(const Lo
     const Standing standing = Standing::read<S>(own);
     Errand<S> errand{};
     if (crew.sends()) errand = Errand<S>::of(a, crew.of_senders().first);
-    const u64 start = team.lane() == 0 ? now_ns() : 0;
+    const u64 start = start_of(team, crew);
     const u64 done =
         part == Part::receive ? standing.progress.combined : standing.progress.returned;
     const u64 wanted = (done + 1) & epoch_mask;
-    const bool keeps = team.lane() == 0 && !crew.heralds();
-    Diary diary(a.tracks, Phase::combine, wanted, crew.role(), blockIdx.x, keeps);
+    Diary diary(team, page, !crew.heralds());
 
     if constexpr (part != Part::receive) {
-        mark_start(team, own.header, Phase::combine, wanted, start);
         const Action planned = fault(own.header, Point::combine_enter, a.site.rank, wanted);
         if (planned == Action::stay_away) return;
     }
@@ -325,6 +324,8 @@ template <LowShape S, Part part = Part::whole> WEFT_FN void low_combine(const Lo
     if (!crew.sends()) count();
     if (crew.heralds()) {
         grant_all<S>(team, a.site, standing.progress);
+        if constexpr (part != Part::receive)
+            mark_start(team, own.header, Phase::combine, wanted, start);
         compare_answers<S, part>(team, a, standing, wanted);
     } else if (crew.sends()) {
         send_back<S>(a, crew.of_senders(), errand, diary);
@@ -332,11 +333,12 @@ template <LowShape S, Part part = Part::whole> WEFT_FN void low_combine(const Lo
     } else {
         fault(own.header, Point::before_read, a.site.rank, wanted);
         if (!sum_tokens<S>(a, wanted, crew.of_takers(), diary)) return;
-        if (crew.takes_first() && team.lane() == 0)
+        if (crew.takes_first() && team.lane() == 0) {
             keep_record(own.header, Phase::combine, wanted, start, a.tokens);
+            mark_end(own.header, Phase::combine, wanted);
+        }
     }
-    diary.ended();
-    if (team.lane() == 0 && part != Part::send) mark_end(own.header, Phase::combine, wanted);
+    diary.ended(team, a.tracks, Phase::combine, wanted, crew.role(), blockIdx.x);
 }
 
 }  // namespace weft

@@ -175,6 +175,7 @@ WEFT_FN bool take(const Block& team, const LowDispatchArgs& a, u64 wanted, const
 }
 
 template <LowShape S, Part part = Part::whole> WEFT_FN void low_dispatch(const LowDispatchArgs& a) {
+    __shared__ Track page;
     __shared__ __align__(16) u8 scratch[largest(sizeof(TellScratch<S>), sizeof(TakeScratch<S>))];
     TellScratch<S>& telling = *reinterpret_cast<TellScratch<S>*>(scratch);
     TakeScratch<S>& taking = *reinterpret_cast<TakeScratch<S>*>(scratch);
@@ -188,14 +189,12 @@ template <LowShape S, Part part = Part::whole> WEFT_FN void low_dispatch(const L
     Load<S> load{};
     if (crew.sends()) load = Load<S>::of(a, crew.of_senders().first);
     if (crew.tells()) tally<S>(team, a, blockIdx.x - 1, telling);
-    const u64 start = team.lane() == 0 ? now_ns() : 0;
+    const u64 start = start_of(team, crew);
     const u64 done = part == Part::receive ? standing.progress.received : standing.progress.sent;
     const u64 wanted = (done + 1) & epoch_mask;
-    const bool keeps = team.lane() == 0 && !crew.heralds();
-    Diary diary(a.tracks, Phase::dispatch, wanted, crew.role(), blockIdx.x, keeps);
+    Diary diary(team, page, !crew.heralds());
 
     if constexpr (part != Part::receive) {
-        mark_start(team, own.header, Phase::dispatch, wanted, start);
         const Action planned = fault(own.header, Point::dispatch_enter, a.site.rank, wanted);
         if (planned == Action::stay_away) return;
     }
@@ -211,6 +210,8 @@ template <LowShape S, Part part = Part::whole> WEFT_FN void low_dispatch(const L
     if (!stores) count();
     if (crew.heralds()) {
         grant_all<S>(team, a.site, standing.progress);
+        if constexpr (part != Part::receive)
+            mark_start(team, own.header, Phase::dispatch, wanted, start);
         if constexpr (part != Part::send) hear_hello<S>(team, a, wanted);
     } else if (stores) {
         if (crew.tells())
@@ -221,11 +222,12 @@ template <LowShape S, Part part = Part::whole> WEFT_FN void low_dispatch(const L
         fault(own.header, Point::after_payload, a.site.rank, wanted);
     } else {
         if (!take<S>(team, a, wanted, crew, taking, diary)) return;
-        if (crew.takes_first() && team.lane() == 0)
+        if (crew.takes_first() && team.lane() == 0) {
             keep_record(own.header, Phase::dispatch, wanted, start, a.tokens);
+            mark_end(own.header, Phase::dispatch, wanted);
+        }
     }
-    diary.ended();
-    if (team.lane() == 0 && part != Part::send) mark_end(own.header, Phase::dispatch, wanted);
+    diary.ended(team, a.tracks, Phase::dispatch, wanted, crew.role(), blockIdx.x);
 }
 
 }  // namespace weft

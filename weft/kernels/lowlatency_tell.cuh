@@ -29,36 +29,43 @@ WEFT_FN void tally(const Block& team, const LowDispatchArgs& a, u32 chunk,
     }
 }
 
-// The first words of a dispatch: that it has begun, and how many tokens it has. They order nothing,
-// and nothing is read behind them.
+// The first word of a dispatch, by one lane for one peer: how many tokens it has. All takers wait
+// for it. What is planned for the flag that follows.
+template <LowShape S> WEFT_FN Action send_size(const LowDispatchArgs& a, u64 wanted, u32 peer) {
+    const Action planned = fault(own_share<S>(a.site).header, Point::before_flag, peer, wanted);
+    if (planned != Action::drop)
+        store_relaxed(&low_share<S>(a.site, peer).inbox.tokens[a.site.rank],
+                      tagged(wanted, a.tokens));
+    return planned;
+}
+
+// That a dispatch has begun. It orders nothing, and only the herald hears it.
 template <LowShape S>
-WEFT_FN void send_hello(const Block& team, const LowDispatchArgs& a, u64 wanted) {
-    Header& header = own_share<S>(a.site).header;
-    mark_sent(team, header, Phase::dispatch, wanted);
-    if (team.lane() < S.ranks) {
-        const u32 peer = team.lane();
-        const Action planned = fault(header, Point::before_flag, peer, wanted);
-        if (planned != Action::drop) {
-            const u64 lie = planned == Action::lie ? 1ull << 40 : 0;
-            LowInbox<S>& to = low_share<S>(a.site, peer).inbox;
-            store_relaxed(&to.tokens[a.site.rank], tagged(wanted, a.tokens));
-            store_relaxed(&to.hello[a.site.rank],
-                          make_flag(header.generation, a.site.descriptor, wanted) ^ lie);
-        }
-    }
-    mark_published(team, header, Phase::dispatch, wanted);
+WEFT_FN void send_hello(const LowDispatchArgs& a, u64 wanted, u32 peer, Action planned) {
+    if (planned == Action::drop) return;
+    const u64 lie = planned == Action::lie ? 1ull << 40 : 0;
+    const u32 generation = own_share<S>(a.site).header.generation;
+    store_relaxed(&low_share<S>(a.site, peer).inbox.hello[a.site.rank],
+                  make_flag(generation, a.site.descriptor, wanted) ^ lie);
 }
 
 template <LowShape S>
 WEFT_FN void tell(const Block& team, const LowDispatchArgs& a, u64 wanted, u32 chunk,
                   const TellScratch<S>& scratch) {
-    if (chunk == 0) send_hello<S>(team, a, wanted);
+    Header& header = own_share<S>(a.site).header;
+    const bool greets = chunk == 0 && team.lane() < S.ranks;
+    Action planned = Action::drop;
+    if (greets) planned = send_size<S>(a, wanted, team.lane());
     for (u32 expert = team.lane(); expert < S.experts; expert += team.lanes()) {
         const Place place = place_in<S>(a.placement, expert);
         LowInbox<S>& to = low_share<S>(a.site, place.rank).inbox;
         store_relaxed(&to.chosen[a.site.rank][chunk][place.local],
                       tagged(wanted, scratch.chosen[expert]));
     }
+    if (chunk != 0) return;
+    mark_sent(team, header, Phase::dispatch, wanted);
+    if (greets) send_hello<S>(a, wanted, team.lane(), planned);
+    mark_published(team, header, Phase::dispatch, wanted);
 }
 
 // One warp for one token, lane k for the k-th choice: tells every rank which of its experts are

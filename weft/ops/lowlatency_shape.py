@@ -6,7 +6,7 @@ import ctypes
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from ctypes import c_uint32, c_uint64
+from ctypes import c_uint16, c_uint32, c_uint64
 from dataclasses import asdict, dataclass
 
 from weft.errors import InvalidArgument
@@ -101,14 +101,15 @@ class Track(ctypes.Structure):
     _fields_ = (
         ("epoch", c_uint64),
         ("start_ns", c_uint64),
-        ("granted_ns", c_uint64),
-        ("learned_ns", c_uint64),
         ("end_ns", c_uint64),
-        ("phase", c_uint32),
-        ("role", c_uint32),
+        ("granted", c_uint32),
+        ("learned", c_uint32),
+        ("ended", c_uint32),
+        ("phase", c_uint16),
+        ("role", c_uint16),
         ("team", c_uint32),
         ("units", c_uint32),
-        ("waited_ns", c_uint32 * MAX_RANKS),
+        ("waited", c_uint32 * MAX_RANKS),
     )
 
 

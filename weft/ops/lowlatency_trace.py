@@ -36,6 +36,7 @@ STEPS = {
     ("combine", TAKE): (("wait and reduce", "start", "end"),),
 }
 Event = dict[str, Any]
+_STAMPS = (Track.epoch, Track.start_ns, Track.end_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +63,28 @@ class Work:
 
 def read_work(tracks: torch.Tensor, rank: int, ranks: int) -> list[Work]:
     """The finished tracks of a rank, in the order of their starts. Synchronise before reading."""
-    raw = tracks.reshape(-1, tracks.shape[-1])
-    used = raw[raw.view(torch.int64)[:, 4] != 0].cpu()  # those with an end
-    lines = (Track.from_buffer_copy(bytes(row.numpy())) for row in used)
-    return sorted((_work(line, rank, ranks) for line in lines), key=lambda work: work.start_ns)
+    tracks = tracks.cpu()
+    words = tracks.view(torch.int64)
+    epochs, starts, ends = (words[..., name.offset // 8] for name in _STAMPS)
+    # Where an operation has fewer teams, those of an earlier one stand behind them.
+    latest = epochs.gather(1, starts.argmax(dim=1, keepdim=True))
+    used = tracks[(ends != 0) & (epochs == latest)]
+    lines = [Track.from_buffer_copy(bytes(row.numpy())) for row in used]
+    clock = ns_per_tick(lines)
+    works = (_work(line, rank, ranks, clock) for line in lines)
+    return sorted(works, key=lambda work: work.start_ns)
 
 
-def _work(line: Track, rank: int, ranks: int) -> Work:
+def ns_per_tick(lines: Sequence[Track]) -> float:
+    """How long a tick of teams' own clocks is: all tracks together on both clocks."""
+    ticks = sum(line.ended for line in lines)
+    return sum(line.end_ns - line.start_ns for line in lines) / ticks if ticks else 1.0
+
+
+def _work(line: Track, rank: int, ranks: int, clock: float) -> Work:
+    def at(ticks: int) -> int:
+        return line.start_ns + round(ticks * clock) if ticks else 0
+
     return Work(
         rank=rank,
         phase=PHASES[line.phase],
@@ -77,10 +93,10 @@ def _work(line: Track, rank: int, ranks: int) -> Work:
         team=line.team,
         units=line.units,
         start_ns=line.start_ns,
-        granted_ns=line.granted_ns,
-        learned_ns=line.learned_ns,
-        end_ns=line.end_ns,
-        waited_ns=tuple(line.waited_ns[source] for source in range(ranks)),
+        granted_ns=at(line.granted),
+        learned_ns=at(line.learned),
+        end_ns=at(line.ended),
+        waited_ns=tuple(round(line.waited[source] * clock) for source in range(ranks)),
     )
 
 

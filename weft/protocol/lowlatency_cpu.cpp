@@ -154,7 +154,8 @@ template <LowShape S> bool await_grants(const Site& site, const Progress& progre
 
 template <LowShape S>
 bool send_tokens(const LowDispatchArgs& a, const Progress& progress, u64 wanted) {
-    Diary diary(a.tracks, Phase::dispatch, wanted, 1, 0, true);
+    Track page;
+    Diary diary(Solo{}, page, true);
     if (!await_grants<S>(a.site, progress, Phase::dispatch)) return false;
     diary.granted();
     send_hello<S>(a, wanted);
@@ -165,7 +166,7 @@ bool send_tokens(const LowDispatchArgs& a, const Progress& progress, u64 wanted)
             send_token<S>(a, wanted, first + i, chosen);
         send_chosen<S>(a, wanted, chunk, chosen);
     }
-    diary.ended();
+    diary.ended(Solo{}, a.tracks, Phase::dispatch, wanted, 1, 0);
     fault(own_share<S>(a.site).header, Point::after_payload, a.site.rank, wanted);
     return true;
 }
@@ -280,7 +281,8 @@ bool receive_source(const LowDispatchArgs& a, u64 wanted, u32 source, u32 tokens
 }
 
 template <LowShape S> bool receive_tokens(const LowDispatchArgs& a, u64 wanted) {
-    Diary diary(a.tracks, Phase::dispatch, wanted, 2, 1, true);
+    Track page;
+    Diary diary(Solo{}, page, true);
     u32 tokens[S.ranks] = {}, first[S.ranks][S.local] = {};
     if (!learn<S>(a, wanted, tokens, first)) return false;
     diary.learned();
@@ -291,7 +293,7 @@ template <LowShape S> bool receive_tokens(const LowDispatchArgs& a, u64 wanted) 
             return false;
         diary.waited(since, source);
     }
-    diary.ended();
+    diary.ended(Solo{}, a.tracks, Phase::dispatch, wanted, 2, 1);
     return true;
 }
 

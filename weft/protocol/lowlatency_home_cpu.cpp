@@ -32,11 +32,12 @@ void make_row(const LowCombineArgs& a, const i32* position, const float* weights
 }
 
 template <LowShape S> bool send_back(const LowCombineArgs& a, const Progress& progress) {
-    Diary diary(a.tracks, Phase::combine, (progress.returned + 1) & epoch_mask, 1, 0, true);
+    const u64 wanted = (progress.returned + 1) & epoch_mask;
+    Track page;
+    Diary diary(Solo{}, page, true);
     if (!await_grants<S>(a.site, progress, Phase::combine)) return false;
     diary.granted();
-    for (u32 peer = 0; peer < S.ranks; ++peer)
-        send_answer<S>(a, (progress.returned + 1) & epoch_mask, peer);
+    for (u32 peer = 0; peer < S.ranks; ++peer) send_answer<S>(a, wanted, peer);
     alignas(16) u8 row[S.back_vectors() * 16] = {};
     for (u32 i = 0; i < S.ranks; ++i) {
         const u32 source = (a.site.rank + i) % S.ranks;
@@ -58,7 +59,7 @@ template <LowShape S> bool send_back(const LowCombineArgs& a, const Progress& pr
             }
         }
     }
-    diary.ended();
+    diary.ended(Solo{}, a.tracks, Phase::combine, wanted, 1, 0);
     return true;
 }
 
@@ -117,10 +118,11 @@ template <LowShape S, Part part = Part::whole> void low_combine(const LowCombine
         fault(own.header, Point::before_read, a.site.rank, wanted);
         for (u32 peer = 0; peer < S.ranks; ++peer)
             if (!same_answer<S>(a, wanted, peer)) return;
-        Diary diary(a.tracks, Phase::combine, wanted, 2, 1, true);
+        Track page;
+        Diary diary(Solo{}, page, true);
         for (u32 token = 0; token < a.tokens; ++token, diary.worked())
             if (!sum_token<S>(a, wanted, token)) return;
-        diary.ended();
+        diary.ended(Solo{}, a.tracks, Phase::combine, wanted, 2, 1);
         own.progress.combined = wanted;
         keep_record(own.header, Phase::combine, wanted, start, a.tokens);
         mark_end(own.header, Phase::combine, wanted);

@@ -5,64 +5,85 @@
 namespace weft {
 
 // What one team did of one operation, and when (compiled in with -DWEFT_PROFILE=1): a CTA, or on a
-// CPU the sending or the taking half.
+// CPU the sending or the taking half. Its start and its end are on the rank's clock; what lies
+// between is in ticks of the team's own clock, and `ended` says how many of those the whole took.
 struct Track {
-    u64 epoch, start_ns, granted_ns, learned_ns, end_ns;
-    u32 phase, role, team, units;
-    u32 waited_ns[max_ranks];  // by its first warp, for each source; of a combine for all
+    u64 epoch, start_ns, end_ns;
+    u32 granted, learned, ended;  // ticks since the start; 0: not reached
+    u16 phase, role;
+    u32 team, units;
+    u32 waited[max_ranks];  // ticks, of its first warp, for each source; of a combine for all
 };
 constexpr u32 most_tracks = 1024;  // teams that are kept of one operation
+constexpr u32 track_words = sizeof(Track) / 8;
+static_assert(track_words <= 32, "one word a lane: the first warp writes all of it");
 
-// A team's own times. Without WEFT_PROFILE nothing of it is left.
+// A team's own times. All are kept in memory of the team and leave it once, at the end: to add up
+// in the rank's memory costs a trip for each row. Without WEFT_PROFILE nothing of it is left.
+// page: memory of the team, for one track.
 class Diary {
   public:
-    WEFT_FN Diary(Track* tracks, Phase phase, u64 epoch, u32 role, u32 team, bool leads) {
+    template <class Team> WEFT_FN Diary(const Team& team, Track& page, bool keeps) : page(page) {
         if constexpr (WEFT_PROFILE) {
-            const u32 line = (u32(epoch) * 2 + (phase == Phase::combine)) % ring_timelines;
-            track = tracks + u64(line) * most_tracks + team;
-            writes = leads && team < most_tracks;
+            kept = keeps;
+            if (!kept) return;
+            for (u32 i = team.lane(); i < track_words; i += team.lanes())
+                reinterpret_cast<u64*>(&page)[i] = 0;
+            team.meet_publishers();
+            writes = team.lane() == 0;
             if (!writes) return;
-            *track = {.epoch = epoch,
-                      .start_ns = now_ns(),
-                      .granted_ns = 0,
-                      .learned_ns = 0,
-                      .end_ns = 0,
-                      .phase = u32(phase),
-                      .role = role,
-                      .team = team,
-                      .units = 0,
-                      .waited_ns = {}};
+            page.start_ns = now_ns();
+            start = ticks();
         }
     }
     WEFT_FN void granted() {
         if constexpr (WEFT_PROFILE)
-            if (writes) track->granted_ns = now_ns();
+            if (writes) page.granted = since(start);
     }
     WEFT_FN void learned() {
         if constexpr (WEFT_PROFILE)
-            if (writes) track->learned_ns = now_ns();
+            if (writes) page.learned = since(start);
     }
     WEFT_FN void worked() {
         if constexpr (WEFT_PROFILE)
-            if (writes) ++track->units;
+            if (writes) ++page.units;
     }
     // Around a wait that may last.
     WEFT_FN u64 waits() const {
-        if constexpr (WEFT_PROFILE) return writes ? now_ns() : 0;
+        if constexpr (WEFT_PROFILE) return writes ? ticks() : 0;
         return 0;
     }
-    WEFT_FN void waited(u64 since, u32 source) {
+    WEFT_FN void waited(u64 from, u32 source) {
         if constexpr (WEFT_PROFILE)
-            if (writes) track->waited_ns[source] += u32(now_ns() - since);
+            if (writes) page.waited[source] = bounded(u64(page.waited[source]) + since(from));
     }
-    WEFT_FN void ended() {
-        if constexpr (WEFT_PROFILE)
-            if (writes) track->end_ns = now_ns();
+    template <class Team>
+    WEFT_FN void ended(const Team& team, Track* tracks, Phase phase, u64 epoch, u32 role, u32 at) {
+        if constexpr (WEFT_PROFILE) {
+            if (!kept || at >= most_tracks) return;
+            if (writes) {
+                page.epoch = epoch;
+                page.ended = since(start);
+                page.end_ns = now_ns();
+                page.phase = u16(phase);
+                page.role = u16(role);
+                page.team = at;
+            }
+            team.meet_publishers();
+            const u32 line = (u32(epoch) * 2 + (phase == Phase::combine)) % ring_timelines;
+            u64* to = reinterpret_cast<u64*>(tracks + u64(line) * most_tracks + at);
+            for (u32 i = team.lane(); i < track_words; i += team.lanes())
+                to[i] = reinterpret_cast<const u64*>(&page)[i];
+        }
     }
 
   private:
-    Track* track = nullptr;
-    bool writes = false;
+    WEFT_FN static u32 bounded(u64 value) { return value < ~0u ? u32(value) : ~0u; }
+    WEFT_FN static u32 since(u64 from) { return bounded(ticks() - from); }
+
+    Track& page;
+    u64 start = 0;
+    bool kept = false, writes = false;
 };
 
 }  // namespace weft
