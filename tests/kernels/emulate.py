@@ -6,6 +6,7 @@ import ctypes
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from weft.jit.host import find_compiler
@@ -117,7 +118,7 @@ def compile_emulated(reduction: Reduction, folder: Path) -> Path:
     return build_library(root, includes + constants + doors)
 
 
-def build_library(root: Path, text: str) -> Path:
+def build_library(root: Path, text: str, *, defines: Sequence[str] = ()) -> Path:
     """The shared library of an emulated tree and what includes its kernels."""
     source = root / "kernels.cpp"
     source.write_text(f"{EMULATOR.read_text()}\n#include <weft/protocol/cpu.cpp>\n{text}")
@@ -125,6 +126,7 @@ def build_library(root: Path, text: str) -> Path:
     flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-pthread", "-ffp-contract=off"]
     # Hidden: two libraries in one process must not share their thread-local memory.
     flags += ["-fvisibility=hidden", "-fno-strict-aliasing", "-Wno-unknown-pragmas", f"-I{root}"]
+    flags += [f"-D{define}" for define in defines]
     command = [*find_compiler(), *flags, str(source), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr[:4000]

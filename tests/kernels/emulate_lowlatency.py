@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.kernels.emulate import build_library, emulated_tree
-from weft.ops.lowlatency_entry import FEW_THREADS, LowBuild, _doors, plan_low
+from weft.ops.lowlatency_entry import FEW_THREADS, LowBuild, LowPlan, _doors, plan_low
 from weft.ops.lowlatency_shape import LowCombineArgs, LowDispatchArgs, LowShape
 
 SMS, RESIDENT = 2, 8  # of the GPU that is made up: few CTAs, so that each does several units
 
 
-def compile_low(shape: LowShape, folder: Path) -> Path:
+def compile_low(shape: LowShape, folder: Path, *, defines: Sequence[str] = ()) -> Path:
     """The shared library of all kernels of a LowShape."""
     doors = "".join(
         'extern "C" __attribute__((visibility("default"))) '
@@ -25,7 +26,7 @@ def compile_low(shape: LowShape, folder: Path) -> Path:
         "#include <weft/kernels/lowlatency_dispatch.cuh>\n"
         f"constexpr weft::LowShape S = {shape.literal()};\n{doors}"
     )
-    return build_library(emulated_tree(folder), text)
+    return build_library(emulated_tree(folder), text, defines=defines)
 
 
 class EmulatedLow:
@@ -33,12 +34,14 @@ class EmulatedLow:
 
     def __init__(self, library: Path, shape: LowShape) -> None:
         self._library, self._shape = ctypes.CDLL(str(library)), shape
+        self.plans: dict[str, LowPlan] = {}  # the latest of each kind
 
     def run(self, name: str, args: LowDispatchArgs | LowCombineArgs) -> None:
         """Run one operation to its end."""
         build = LowBuild(senders=1, takers=1, halves=True)
         plan = plan_low(self._shape, build, name, args.tokens, FEW_THREADS, SMS, RESIDENT)
         args.senders = plan.senders
+        self.plans[name] = plan
         getattr(self._library, name)(ctypes.byref(args), plan.ctas, plan.threads)
 
     def close(self) -> None:

@@ -15,8 +15,11 @@ import weft
 from tests.kernels.emulate_lowlatency import EmulatedLow, compile_low
 from tests.lowlatency_rounds import Mode, play
 from tests.rounds import Round
+from weft.bench.lowlatency_ladder import VARIANTS
 from weft.ops.lowlatency import LowLatencyAllToAll
 from weft.ops.lowlatency_geometry import LowGeometry
+from weft.ops.lowlatency_trace import ROLES, read_work
+from weft.ops.timeline import DEFINE
 
 MOST = 56  # tokens: three chunks, the last of them cut
 CASE = Round(tokens=(5, 1), hidden=256, experts=9, top_k=4)
@@ -108,3 +111,57 @@ def crowded(group: weft.Group, library: str) -> None:
 def test_tables_that_do_not_hold_every_chunk(ranks, tmp_path):
     library = compile_low(shape_of(Mode(), LARGE, LARGE_MOST).shape, tmp_path)
     ranks(2, "cpu")(crowded, str(library))
+
+
+# Rows that do not fill the last of a warp's vectors: 896 bf16 numbers are 112, of 64 at a time.
+WIDE = Round(tokens=(5, 2), hidden=896, experts=6, top_k=5)
+HOME = {
+    "as they are": Mode(quant=None),
+    "sums": Mode(reduce="sender"),
+    "fp8": Mode(combine_by="fp8"),
+    "sums as fp8": Mode(reduce="sender", combine_by="fp8"),
+}
+
+
+def wide(group: weft.Group, library: str, mode: Mode, case: Round) -> None:
+    with replace(mode, more={"timeout": 20.0}).make(group, case, 8) as a2a:
+        a2a._rounds._entries = EmulatedLow(Path(library), a2a._geometry.shape)  # type: ignore[assignment]
+        for seed in range(2):
+            play(a2a, mode, case.next(seed=seed))
+
+
+@pytest.mark.parametrize("name", HOME)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("before", [False, True])
+def test_rows_of_several_choices_go_home_in_any_form(ranks, tmp_path, name, dtype, before):
+    """With 6 experts on 2 ranks a token has up to 3 rows of one rank: more than go together."""
+    case = replace(WIDE, dtype=dtype)
+    defines = VARIANTS["before"]["defines"] if before else ()
+    library = compile_low(shape_of(HOME[name], case, 8).shape, tmp_path, defines=defines)
+    ranks(2, "cpu")(wide, str(library), HOME[name], case)
+
+
+def profiled(group: weft.Group, library: str) -> None:
+    mode = Mode(more={"timeout": 20.0, "profile": True})
+    with mode.make(group, CASE, MOST) as a2a:
+        entries = EmulatedLow(Path(library), a2a._geometry.shape)
+        a2a._rounds._entries = entries  # type: ignore[assignment]
+        play(a2a, mode, CASE.next(tokens=(50, 26)), poison=False)
+        for phase in ("dispatch", "combine"):
+            plan = entries.plans[phase]
+            done = [w for w in read_work(a2a._rounds.tracks, group.rank, 2) if w.phase == phase]
+            # A page from each CTA but the herald, whole.
+            assert sorted(work.team for work in done) == list(range(1, plan.ctas))
+            roles = [work.role for work in sorted(done, key=lambda work: work.team)]
+            each = (plan.tellers, plan.senders, plan.takers)
+            assert roles == [role for role, n in zip(ROLES, each, strict=True) for _ in range(n)]
+            assert all(0 < work.start_ns < work.end_ns for work in done)
+            assert sum(work.units for work in done if work.role != "tell") > 0
+            assert all(work.granted_ns for work in done if work.role == "send")
+            assert {w.epoch for w in done} == {1}
+        group.barrier()
+
+
+def test_every_cta_of_a_profiled_kernel_leaves_its_page(ranks, tmp_path):
+    library = compile_low(shape_of(Mode(), CASE, MOST).shape, tmp_path, defines=(DEFINE,))
+    ranks(2, "cpu")(profiled, str(library))

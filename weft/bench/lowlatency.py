@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,7 @@ def trace(path: Path, settings: LowSettings) -> str | None:
 
 def trace_body(group: Group, settings: LowSettings, folder: str) -> str | None:
     """What every rank does for a trace: check, run, write its file. Collective."""
-    with make_low(group, settings, profile=True) as a2a:
+    with make_low(group, replace(settings, profile=True)) as a2a:
         trial = LowTrial(group, settings, a2a, max(settings.tokens))
         if problem := first_problem(group, trial.check()):
             return problem

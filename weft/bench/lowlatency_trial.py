@@ -16,6 +16,7 @@ from weft.bench.lowlatency_cases import LowSettings
 from weft.bench.routing import make_ids, token_rows
 from weft.ops import reference_lowlatency as low
 from weft.ops.lowlatency import LowLatencyAllToAll
+from weft.ops.lowlatency_entry import SENDERS_PER_SM, TAKERS_PER_SM
 from weft.ops.lowlatency_rounds import ExpertRows, Handle
 from weft.ops.placement import Placement
 from weft.ops.reference import dequantize
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 _POISON = 0xFF
 
 
-def make_low(group: Group, settings: LowSettings, *, profile: bool = False) -> LowLatencyAllToAll:
+def make_low(group: Group, settings: LowSettings) -> LowLatencyAllToAll:
     """Return an all-to-all of the settings' sizes. Collective."""
     return LowLatencyAllToAll(
         group,
@@ -38,7 +39,9 @@ def make_low(group: Group, settings: LowSettings, *, profile: bool = False) -> L
         num_sms=settings.num_sms,
         programmatic_launch=settings.programmatic_launch,
         halves=settings.halves,
-        profile=profile,
+        profile=settings.profile,
+        _defines=settings.defines,
+        _ctas_per_sm=settings.ctas_per_sm or (SENDERS_PER_SM, TAKERS_PER_SM),
         **settings.options,
     )
 

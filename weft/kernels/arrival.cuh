@@ -26,6 +26,16 @@ template <u32 blocks> WEFT_FN void send_scale(u8* scales, u32 block, float scale
             for (u32 i = blocks; i < (blocks + 3) / 4 * 4; ++i) store_relaxed(words + i, 0u);
 }
 
+// The i-th 16-byte vector of a lane, of 512 columns that a warp sends. Rows that travel as they are
+// lie side by side: a warp's store fills whole lines. Those that are quantised on the way: 16
+// columns of one block in each lane.
+template <Number N, bool quantised> WEFT_FN u32 vector_of(u32 part, u32 i) {
+    constexpr u32 width = Columns<N>::vectors;
+    const u32 lane = threadIdx.x % warp_lanes;
+    if constexpr (quantised || WEFT_STRIDED) return (part * warp_lanes + lane) * width + i;
+    return (part * width + i) * warp_lanes + lane;
+}
+
 // Up to so many tokens, words that are missing are asked for all at once; with more, one at a time:
 // others need the cache, too.
 constexpr u32 few_tokens = 32;

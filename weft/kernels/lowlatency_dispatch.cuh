@@ -11,7 +11,7 @@ namespace weft {
 // asked for at once, and looked at when the grants have come.
 template <LowShape S> struct Load {
     Columns<S.number> columns;
-    u32 token, v;
+    u32 token, part;
     u32 id_low, id_high;
 
     static constexpr u32 turns = S.hidden / lane_columns;
@@ -21,16 +21,17 @@ template <LowShape S> struct Load {
         const u32 lane = threadIdx.x % warp_lanes;
         Load load{.columns = {},
                   .token = unit / units,
-                  .v = unit % units * warp_lanes + lane,
+                  .part = unit % units,
                   .id_low = ~0u,
                   .id_high = ~0u};
         if (load.token >= a.tokens) return load;
-        const uint4* row = static_cast<const uint4*>(a.x) + u64(load.token) * (S.out_bytes() / 16);
-        constexpr u32 width = Columns<S.number>::vectors;
-        if (load.v < turns)
+        constexpr u32 vectors = S.out_bytes() / 16;
+        const uint4* row = static_cast<const uint4*>(a.x) + u64(load.token) * vectors;
 #pragma unroll
-            for (u32 i = 0; i < width; ++i)
-                load.columns.v[i] = load_input(row + load.v * width + i);
+        for (u32 i = 0; i < Columns<S.number>::vectors; ++i) {
+            const u32 at = vector_of<S.number, S.group != 0>(load.part, i);
+            if (at < vectors) load.columns.v[i] = load_input(row + at);
+        }
         if (lane < S.top_k) {
             const u8* id =
                 static_cast<const u8*>(a.ids) + (u64(load.token) * S.top_k + lane) * a.ids_bytes;
@@ -61,26 +62,28 @@ WEFT_FN void for_destinations(const Site& site, u32 token, u32 destinations, con
 template <LowShape S>
 WEFT_FN void send_columns(const Site& site, const Load<S>& load, u32 destinations) {
     if constexpr (S.group == 0) {
-        constexpr u32 width = Columns<S.number>::vectors;
-        if (load.v >= Load<S>::turns) return;
         for_destinations<S>(site, load.token, destinations, [&](u8* row) {
 #pragma unroll
-            for (u32 i = 0; i < width; ++i)
-                post_vector(reinterpret_cast<uint4*>(row) + load.v * width + i,
-                            presentable<S.number>(load.columns.v[i]));
+            for (u32 i = 0; i < Columns<S.number>::vectors; ++i) {
+                const u32 at = vector_of<S.number, false>(load.part, i);
+                if (at < S.number_vectors())
+                    post_vector(reinterpret_cast<uint4*>(row) + at,
+                                presentable<S.number>(load.columns.v[i]));
+            }
         });
     } else {
         float x[lane_columns];
         load.columns.widen(x);
         const u32 amax = block_amax_bits<S.group>(x);
-        if (load.v >= Load<S>::turns) return;
+        const u32 v = load.part * warp_lanes + threadIdx.x % warp_lanes;
+        if (v >= Load<S>::turns) return;
         const BlockScale scale = scale_for<S>(amax);
         const uint4 numbers = quantize(x, scale.inverse, amax >= infinity_bits);
         constexpr u32 lanes = S.group / lane_columns;
-        const bool leads = load.v % lanes == 0;
+        const bool leads = v % lanes == 0;
         for_destinations<S>(site, load.token, destinations, [&](u8* row) {
-            post_vector(reinterpret_cast<uint4*>(row) + load.v, numbers);
-            if (leads) send_scale<S.blocks()>(row + S.hidden, load.v / lanes, scale.scale);
+            post_vector(reinterpret_cast<uint4*>(row) + v, numbers);
+            if (leads) send_scale<S.blocks()>(row + S.hidden, v / lanes, scale.scale);
         });
     }
 }

@@ -255,11 +255,10 @@ def plan_low(
     senders = min(-(-sending // warps), sms * build.senders * wide)
     takers = min(-(-taking // warps), sms * build.takers * wide)
     room = max(2, resident - tellers - 1)
+    # Where room is short, takers go first: senders wait for loads, and takers wait for senders.
     if senders + takers > room:
-        senders, takers = (
-            max(1, room * senders // (senders + takers)) if senders else 0,
-            max(1, room * takers // (senders + takers)) if takers else 0,
-        )
+        senders = min(senders, room // 2 if takers else room)
+        takers = min(takers, room - senders)
     if not name.endswith("_send"):
         takers = max(takers, 1)
     if not tellers:

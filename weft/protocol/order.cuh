@@ -22,9 +22,10 @@
 
 // Compile with -DWEFT_FAULTS=1 to arm the named fault points, -DWEFT_PROFILE=1 to keep timelines,
 // -DWEFT_WEAK_FLAGS=1 to break the release on purpose, -DWEFT_ONE_SIDE=1 to take the second buffer
-// away where two are needed, -DWEFT_SUMS_LAST=1 to sum FP8 rows when all have come, for comparing
-// times, -DWEFT_NO_GRANTS=1 to store into inboxes that nobody has emptied (the race tests must then
-// fail).
+// away where two are needed, -DWEFT_NO_GRANTS=1 to store into inboxes that nobody has emptied (the
+// race tests must then fail). Three are there to be timed against: -DWEFT_SUMS_LAST=1 sums FP8 rows
+// when all have come, -DWEFT_ONE_ROW=1 loads a sender's rows one after the other, -DWEFT_STRIDED=1
+// lets neighbours' stores leave gaps (kernels/lowlatency_home.cuh).
 #ifndef WEFT_FAULTS
 #define WEFT_FAULTS 0
 #endif
@@ -42,6 +43,13 @@
 #endif
 #ifndef WEFT_NO_GRANTS
 #define WEFT_NO_GRANTS 0
+#endif
+
+#ifndef WEFT_ONE_ROW
+#define WEFT_ONE_ROW 0
+#endif
+#ifndef WEFT_STRIDED
+#define WEFT_STRIDED 0
 #endif
 
 namespace weft {
