@@ -109,6 +109,7 @@ def test_an_absent_rank_is_named_within_the_deadline(ranks, kind, point, phase):
         waited, text = results[rank]
         assert 0.5 < waited < 2.5
         assert f"rank {rank}, {phase}: rank 1 did not publish epoch 2" in text
+        assert "(its flag shows epoch 1)" in text
 
 
 def absent_from_the_start(group: weft.Group) -> float:
@@ -116,7 +117,7 @@ def absent_from_the_start(group: weft.Group) -> float:
         if group.rank == 1:
             return 0.0
         start = time.monotonic()
-        with pytest.raises(PeerTimeout, match="rank 1 did not publish epoch 1"):
+        with pytest.raises(PeerTimeout, match=r"rank 1 did not publish epoch 1 .*shows epoch 0\)"):
             one_round(a2a)
         return time.monotonic() - start
 
@@ -144,6 +145,7 @@ def silent(group: weft.Group) -> str:
 def test_a_missing_word_is_named(ranks, kind):
     texts = ranks(3, kind)(silent)
     assert "rank 0, dispatch: rank 2 did not publish epoch 2" in texts[0]
+    assert "(its flag shows epoch 1)" in texts[0]
 
 
 def lying(group: weft.Group) -> str:

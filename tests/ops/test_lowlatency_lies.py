@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
 import weft
+from tests.kernels.emulate_lowlatency import EmulatedLow, compile_low
 from tests.lowlatency_rounds import Mode
 from tests.rounds import Round
+from weft.errors import PeerTimeout
 from weft.memory.header import HEADER_BYTES
 from weft.ops.layout import LINE
 from weft.ops.lowlatency import LowLatencyAllToAll
+from weft.ops.lowlatency_geometry import LowGeometry
 from weft.ops.lowlatency_rounds import TAGGED_BITS, ExpertRows
 
 KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -93,3 +99,54 @@ def check_bounds(a2a: LowLatencyAllToAll, got: ExpertRows) -> None:
 @pytest.mark.parametrize("lie", LIES)
 def test_no_word_of_a_peer_leads_out_of_bounds(ranks, kind, lie):
     ranks(2, kind)(lied_to, LIES[lie])
+
+
+def withheld(group: weft.Group, what: str, library: str = "") -> str:
+    """Rank 1 tells rank 0 of rows and then keeps one word back; how rank 0 says so."""
+    mode = Mode(more={"timeout": 0.6, "first_timeout": 20.0})
+    with mode.make(group, CASE, MOST) as a2a:
+        if library:
+            a2a._rounds._entries = EmulatedLow(Path(library), a2a._geometry.shape)  # type: ignore[assignment]
+        x, ids, weights, _ = CASE.of(group.rank, group.device)
+        got = a2a.dispatch(x, ids, weights)
+        a2a.combine(torch.zeros_like(got.x, dtype=x.dtype), ids, weights, got.handle)
+        group.barrier()
+        if group.rank == 1:
+            forge_dispatch(a2a, chosen=(1 << MOST) - 1, choice=1)
+            shape, layout = a2a._geometry.shape, a2a._geometry.layout
+            if what == "row":
+                rows_out(a2a)[-1:] = -1
+            else:
+                words(a2a, layout.choices, shape.rows * shape.top_k)[-2:-1] = -1
+            if group.device.type == "cuda":
+                torch.cuda.synchronize()
+        group.barrier()
+        said = ""
+        if group.rank == 0:
+            try:
+                a2a.dispatch(x, torch.full_like(ids, -1), weights)
+                if group.device.type == "cuda":
+                    torch.cuda.synchronize()
+                a2a.check()
+            except PeerTimeout as error:
+                said = str(error)
+        group.barrier()
+        return said
+
+
+LATE = r"rank 0, dispatch: rank 1 did not publish epoch 2 within .* \(its flag shows epoch 1\)"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("what", ["row", "choice"])
+def test_who_has_not_come_is_named_with_what_is_there(ranks, kind, what):
+    assert re.match(LATE, ranks(2, kind)(withheld, what)[0])
+
+
+@pytest.mark.parametrize("what", ["row", "choice"])
+def test_kernels_name_who_has_not_come_with_what_is_there(ranks, tmp_path, what):
+    geometry = LowGeometry.of(
+        ranks=2, max_tokens=MOST, hidden=HIDDEN, top_k=CASE.top_k, num_experts=CASE.experts
+    )
+    library = compile_low(geometry.shape, tmp_path)
+    assert re.match(LATE, ranks(2, "cpu")(withheld, what, str(library))[0])

@@ -42,8 +42,10 @@ WEFT_FN bool hear_first(const LowDispatchArgs& a, u64 wanted, u32 source, u32 e,
         word = load_relaxed(&own.inbox.chosen[source][0][e]);
         tokens = believed<S>(value_of(said));
         const bool alone = tokens == 0 || a.own_experts == 0;
-        if (is_of(said, wanted) && (alone || is_of(word, wanted))) return true;
-        const Wait wait{source, Phase::dispatch, wanted, said >> tagged_bits};
+        const bool heard = is_of(said, wanted);
+        if (heard && (alone || is_of(word, wanted))) return true;
+        const u64 seen = epoch_in(heard ? word : said, wanted);
+        const Wait wait{source, Phase::dispatch, wanted, seen};
         if (!patience.lasts(own.header, a.site, wait)) return false;
     }
 }
@@ -202,16 +204,20 @@ WEFT_FN bool await_row(const LowDispatchArgs& a, u64 wanted, u32 source, u32 tok
     for (;;) {
         const bool told = lane >= S.top_k || is_of(taken.word, wanted);
         const u32 left = missing();
-        if (__all_sync(all_lanes, told)) {
+        const bool all_told = __all_sync(all_lanes, told);
+        if (all_told) {
             mine = __any_sync(all_lanes, value_of(taken.word) != 0);
             if (!mine) return true;
             if (__all_sync(all_lanes, left == 0)) break;
         }
-        const Wait wait{source, Phase::dispatch, wanted, told ? wanted : taken.word >> tagged_bits};
-        const bool lasts = (told && left == 0) || patience.lasts(own.header, a.site, wait);
+        // Until all is told, nobody knows whether the row is to come.
+        const bool waits = all_told ? left != 0 : !told;
+        const u64 seen = all_told ? epoch_before(wanted) : epoch_in(taken.word, wanted);
+        const Wait wait{source, Phase::dispatch, wanted, seen};
+        const bool lasts = !waits || patience.lasts(own.header, a.site, wait);
         if (!__all_sync(all_lanes, lasts)) return false;
         if (!told) taken.word = load_relaxed(&own.inbox.choices[source][token][lane]);
-        const u32 next = a.tokens > few_tokens ? left & (0u - left) : left;
+        const u32 next = asked_next(left, a.tokens);
         ask(next);
         if (next != left && missing() != left) ask(missing());
     }

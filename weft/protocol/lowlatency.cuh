@@ -26,6 +26,12 @@ WEFT_FN constexpr bool is_of(u64 word, u64 epoch) {
     return word >> tagged_bits == (epoch & epoch_mask) && word != absent_pair;
 }
 
+// What an error tells of a word that has not come: the epoch that is there in its place.
+WEFT_FN constexpr u64 epoch_before(u64 wanted) { return (wanted - 1) & epoch_mask; }
+WEFT_FN constexpr u64 epoch_in(u64 word, u64 wanted) {
+    return word == absent_pair ? epoch_before(wanted) : word >> tagged_bits;
+}
+
 // A source tells of its choices by expert: a bit for each of `chunk_tokens` tokens. So no sender
 // counts, and the receiver has counts and places alike.
 constexpr u32 chunk_tokens = tagged_bits;
@@ -205,7 +211,8 @@ WEFT_FN bool await_tagged(Header& header, const Site& site, Phase phase, u64* at
         const u64 word = load_relaxed(at);
         value = value_of(word);
         if (is_of(word, wanted)) return true;
-        if (!patience.lasts(header, site, {peer, phase, wanted, word >> tagged_bits})) return false;
+        if (!patience.lasts(header, site, {peer, phase, wanted, epoch_in(word, wanted)}))
+            return false;
     }
 }
 
