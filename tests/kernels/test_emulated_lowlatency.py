@@ -79,6 +79,13 @@ def test_kernels_give_the_reference_s_bytes(ranks, tmp_path, name):
     ranks(2, "cpu")(emulated, str(library), mode)
 
 
+def test_one_lane_of_a_warp_may_look_for_rows(ranks, tmp_path):
+    """Only where tokens are many: 50 of them."""
+    defines = VARIANTS["one-lane"]["defines"]
+    library = compile_low(shape_of(Mode(), CASE, MOST).shape, tmp_path, defines=defines)
+    ranks(2, "cpu")(emulated, str(library), Mode())
+
+
 # Rank 2 has no expert, and hears of tokens only.
 FEW = Round(tokens=(2, 3, 1), hidden=128, experts=2, top_k=1)
 

@@ -55,6 +55,18 @@ def test_where_registers_are_short_few_words_are_spilled(name):
     assert max(frames(compile_cuda(SHAPES[name], "sm_90a")).values()) <= 96
 
 
+def test_where_room_is_short_senders_keep_half_of_it():
+    def plan(resident: int) -> tuple[int, int]:
+        found = plan_low(PLAIN, LowBuild(), "combine", 128, 256, 132, resident)
+        return found.senders, found.takers
+
+    assert plan(132 * 3 + 1) == (132, 264)
+    assert plan(132 * 2) == (131, 132)
+    assert plan(2) == (1, 1)
+    one = plan_low(PLAIN, LowBuild(), "combine_send", 128, 256, 132, 100)
+    assert (one.senders, one.takers) == (99, 0)
+
+
 def test_a_compile_error_shows_the_generated_entry():
     with pytest.raises(CompileError) as caught:
         compile_cuda(PLAIN, "sm_90a", defines=("low_dispatch=",))
