@@ -19,6 +19,9 @@ SHAPES = {
     "deepseek-v3": PLAIN,
     "reduced": replace(PLAIN, reduce="sender"),
     "reduced, fp8 home": replace(PLAIN, reduce="sender", fp8_back=True),
+    "reduced, fp8 home, four ranks": replace(
+        PLAIN, ranks=4, local=64, reduce="sender", fp8_back=True
+    ),
     "fp8 home": replace(PLAIN, fp8_back=True),
     "as they are": replace(PLAIN, group=0),
     "powers of two": replace(PLAIN, scales="ue8m0"),

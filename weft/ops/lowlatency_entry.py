@@ -103,8 +103,11 @@ def cuda_source(shape: LowShape, *, halves: bool = False) -> str:
         _tables(device=True),
     ]
     for name, (struct, call) in _doors(halves).items():
-        # FP8 rows that come home, and many peers, need more registers: two CTAs an SM, not three.
-        hungry = shape.fp8_back if name.startswith("combine") else shape.ranks > 16
+        # Many FP8 rows of a token, and many peers, need more registers: two CTAs an SM, not three.
+        rows = shape.ranks if shape.reduce == "sender" else shape.top_k
+        hungry = shape.ranks > 16
+        if name.startswith("combine"):
+            hungry = shape.fp8_back and rows > 4
         per_sm = 2 if hungry else 3
         lines += [
             f'extern "C" __global__ void __launch_bounds__({THREADS}, {per_sm})',
