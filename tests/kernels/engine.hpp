@@ -155,4 +155,3 @@ inline unsigned char* dynamic_shared(std::size_t bytes) {
 
 }  // namespace emulated
 
-inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
