@@ -10,7 +10,7 @@ import torch
 from tests.gemm.cases import SENTINEL, Case, Made, Output, gated
 from weft.errors import OutOfOrder
 from weft.gemm import STORE, Epilogue, Gated, GatedQuant, Push, WgmmaPlan, grouped_gemm, plan
-from weft.gemm.hopper import BLOCK_ROWS
+from weft.gemm.hopper import BLOCK_ROWS, Kind, preload
 from weft.gemm.plan import FP8
 
 pytestmark = pytest.mark.gpu
@@ -31,9 +31,23 @@ CASES = {
 EVERY_TILE = ("contiguous", "tall", "deep")  # the others: one narrow, one tall
 
 
-def supported() -> None:
+def heights(name: str) -> tuple[int, ...]:
+    return BLOCK_ROWS if name in EVERY_TILE else (32, 128)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """All kinds at once, or the tests would compile one after the other."""
+    torch.zeros(1, device="cuda")  # makes the context that kernels are loaded into
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("WgmmaPlan's kernel is for Hopper")
+    kinds = [
+        Kind(len(case.counts), case.n, case.k, WgmmaPlan(rows), finish)
+        for name, case in CASES.items()
+        for rows in heights(name)
+        for finish in (("store", "gated_fp8", "push") if name == "tall" else ("store", "gated_fp8"))
+    ]
+    preload(kinds, programmatic=False)
 
 
 def same_bits(ours: Output, theirs: Output) -> bool:
@@ -47,14 +61,13 @@ def same_bits(ours: Output, theirs: Output) -> bool:
 @pytest.mark.parametrize("epilogue", [STORE, GatedQuant(), GatedQuant(1.702, 1.0, 0.7)])
 @pytest.mark.parametrize("name", CASES)
 def test_bits_are_those_of_the_other_kernel(name: str, epilogue: Epilogue):
-    supported()
     case = CASES[name]
     made = case.make("cuda")
     wanted, tolerance = made.product(), 2.0**-7
     if isinstance(epilogue, Gated):
         wanted, tolerance = gated(epilogue, wanted), 0.08
     theirs = made.call(epilogue, plan(4, 32, case.n, case.k, FP8, gated=epilogue is not STORE))
-    for rows in BLOCK_ROWS if name in EVERY_TILE else (32, 128):
+    for rows in heights(name):
         ours = made.call(epilogue, WgmmaPlan(rows))
         ours.agrees(wanted, tolerance)
         assert same_bits(ours, theirs), rows
@@ -62,7 +75,6 @@ def test_bits_are_those_of_the_other_kernel(name: str, epilogue: Epilogue):
 
 @pytest.mark.parametrize("rows", BLOCK_ROWS)
 def test_rows_go_home_or_nowhere(rows: int):
-    supported()
     case = CASES["tall"]
     made = case.make("cuda")
     whole = made.call(STORE, WgmmaPlan(rows)).numbers.reshape(case.rows, case.n)
@@ -87,7 +99,6 @@ def test_rows_go_home_or_nowhere(rows: int):
 @pytest.mark.parametrize("rows", [32, 256])
 def test_counts_and_starts_that_lie_touch_no_row_of_others(rows: int):
     """Counts below zero and beyond the rows, starts outside: as many rows as there are, or none."""
-    supported()
     made = Case(counts=(40, 9, 20, 30), n=512).make("cuda")
     honest = made.call(plan=WgmmaPlan(rows)).numbers
     starts, total = made.case.starts, made.case.rows
@@ -114,7 +125,6 @@ def replace_given(made: Made, **numbers: list[int]) -> Made:
 
 
 def test_damage_stays_in_its_block():
-    supported()
     made = CASES["tall"].make("cuda")
     clean = made.call(GatedQuant(), WgmmaPlan(256))
     made.given["a_scale"][5, 1] = torch.nan
@@ -134,7 +144,6 @@ def test_damage_stays_in_its_block():
 
 @pytest.mark.parametrize("num_sms", [1, 2, 7, 40])
 def test_few_sms_make_the_same(num_sms: int):
-    supported()
     made = CASES["contiguous"].make("cuda")
     whole = made.call(plan=WgmmaPlan(64))
     assert same_bits(made.call(plan=WgmmaPlan(64), num_sms=num_sms), whole)
@@ -143,7 +152,6 @@ def test_few_sms_make_the_same(num_sms: int):
 @pytest.mark.parametrize("programmatic", [False, True])
 def test_graphs_replay_with_other_counts(programmatic: bool):
     """Both products behind each other, as a layer has them; counts change between replays."""
-    supported()
     up = Case(counts=(70, 130, 1), n=1024, k=512, align=1, slack=0).make("cuda")
     rows = up.case.rows
     down = torch.randn(3, 512, 512, device="cuda").to(FP8)
@@ -177,7 +185,6 @@ def test_graphs_replay_with_other_counts(programmatic: bool):
 
 
 def test_a_capture_does_not_load():
-    supported()
     made = Case(counts=(3,), n=768, k=384).make("cuda")
     graph = torch.cuda.CUDAGraph()
     out = torch.empty(made.case.rows, 768, dtype=torch.bfloat16, device="cuda")

@@ -11,9 +11,9 @@ from weft.gemm.hopper import BLOCK_ROWS, MAX_EXPERTS, NUMBERS, PAIR, WgmmaPlan
 from weft.gemm.plan import FP8, GemmPlan, plan
 
 # One H200, DeepSeek-V3's sizes, 32 experts whose rows vary by chance, 2026-11-21: up and down
-# together 333 us for 357 of GemmPlan's at a mean of 8 rows, 352 for 354 at 32, 381 for 443 at 64;
-# as fast at 128, and slower at 256, where the tensor cores are the limit and not memory.
-MOST_ROWS = 80
+# together 333 us for 357 of GemmPlan's at a mean of 8 rows, 358 for 363 at 32, 376 for 406 at 64,
+# 649 for 670 at 128; slower at 256, where the tensor cores are the limit and not memory.
+MOST_ROWS = 128
 TILES_OF_ONE = 4  # row blocks to aim at with GemmPlan, where one expert must fill many SMs
 FULL = 60  # clusters that nearly fill a GPU of 132 SMs
 

@@ -207,12 +207,18 @@ def _weights_map(request: Request) -> tuple[int, ...]:
 
 
 def preload(kinds: Iterable[Kind], programmatic: bool) -> None:
-    """`load` all of them for this thread, compiled several at a time, so that no call has to."""
+    """`load` all of them for this thread, compiled several at a time, so that no call has to.
+
+    Raises OutOfOrder while a graph is being captured, and what `load` raises.
+    """
     wanted = [kind for kind in kinds if _key(kind, programmatic) not in _loaded.launchers]
-    if wanted and torch.cuda.is_current_stream_capturing():
+    if not wanted:
+        return
+    if torch.cuda.is_current_stream_capturing():
         raise OutOfOrder("kernels are loaded before a graph is captured, not in it")
+    torch.cuda.synchronize()  # makes the primary context, which is asked for its architecture
+    arch = current_arch()
     with ThreadPoolExecutor(COMPILERS) as pool:
-        arch = current_arch() if wanted else ""
         list(pool.map(lambda kind: compile_cuda(kind.literal, kind.plan.block_rows, arch), wanted))
     for kind in wanted:
         load(kind, programmatic)
