@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from weft.gemm import GatedQuant, GemmPlan, Push, grouped_gemm
+from weft.gemm import GatedQuant, GemmPlan, Push, WgmmaPlan, grouped_gemm
+from weft.gemm.hopper import BLOCK_ROWS
 from weft.gemm.plan import FP8
 from weft.ops.reference import dequantize, quantize
 
@@ -38,8 +39,14 @@ CALLS, REPLAYS = 20, 5
 GROUPS = (1, 7, 14)  # column blocks of a group
 
 
-def plans(rows: int, dtype: torch.dtype, work: str) -> Iterator[GemmPlan]:
+Plan = GemmPlan | WgmmaPlan
+
+
+def plans(rows: int, dtype: torch.dtype, work: str) -> Iterator[Plan]:
     """What is worth a try for so many rows."""
+    if dtype == FP8 and work != "up":
+        high = [height for height in BLOCK_ROWS if height >= rows] or [BLOCK_ROWS[-1]]
+        yield from map(WgmmaPlan, high[:3])
     depth = 128 if dtype == FP8 else 64
     for tile in tiles(rows, work == "quant"):
         for flatten in (True, False):
@@ -121,7 +128,7 @@ class Operands:
 def call(
     tensors: Operands,
     work: str,
-    plan: GemmPlan,
+    plan: Plan,
     counts: torch.Tensor,
     signal: torch.Tensor,
     programmatic: bool,
@@ -135,7 +142,7 @@ def call(
         given |= {"epilogue": Push(tensors.home)}
     else:
         given |= {"out": tensors.out}
-    if plan.order == "column":
+    if isinstance(plan, GemmPlan) and plan.order == "column":
         given |= {"signal": signal}
     return lambda: grouped_gemm(tensors.a, tensors.b, **given)
 
@@ -227,13 +234,13 @@ def measure(args: argparse.Namespace, work: str, dtype_name: str) -> list[dict[s
 def warm(
     tensors: Operands,
     work: str,
-    todo: dict[GemmPlan, torch.Tensor],
+    todo: dict[Plan, torch.Tensor],
     signal: torch.Tensor,
     programmatic: bool,
-) -> dict[GemmPlan, str]:
+) -> dict[Plan, str]:
     """Compile every plan, several at once; returns those that would not, and why."""
 
-    def one(job: tuple[GemmPlan, torch.Tensor]) -> tuple[GemmPlan, str]:
+    def one(job: tuple[Plan, torch.Tensor]) -> tuple[Plan, str]:
         plan, counts = job
         try:
             call(tensors, work, plan, counts, signal, programmatic)()
@@ -253,6 +260,8 @@ def warm(
 
 def label(row: dict[str, Any]) -> str:
     """A plan in few letters."""
+    if "stages" not in row:
+        return f"wgmma, {row['block_rows']} rows"
     marks = "s" * row["swap"] + "f" * row["flatten"]
     marks += f"c{row['group']}" * (row["order"] == "column")
     tile = f"{row['block_rows']}x{row['block_columns']}x{row['block_depth']}"
