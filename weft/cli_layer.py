@@ -55,12 +55,14 @@ def bench_layer(
     iters: Annotated[int, typer.Option(help=ITERS)] = 0,
     seed: Annotated[int, typer.Option(help="of weights, tokens and logits")] = 0,
     out: Annotated[Path | None, typer.Option(help="write all samples here (JSON)")] = None,
+    plot: Annotated[Path | None, typer.Option(help="write a picture here (.png, .svg)")] = None,
     trace: Annotated[Path | None, typer.Option(help=_TRACE)] = None,
     quiet: Annotated[bool, typer.Option(help="no progress bar")] = False,
 ) -> None:
     """Time whole MoE layers, from router logits to output, after checking them."""
     from weft.bench.layer import run
     from weft.bench.layer_cases import LayerSettings
+    from weft.bench.layer_plot import plot_layer
     from weft.bench.layer_report import print_layer, write_layer_json
     from weft.bench.layer_trace import trace_layers
     from weft.bench.peers import matching_layers
@@ -87,6 +89,8 @@ def bench_layer(
     print_layer(wide_console(), found, peers)
     if out:
         write_layer_json(out, found, peers)
+    if plot:
+        plot_layer(plot, found, peers)
     if trace:
         stop_at(trace_layers(trace, settings))
 

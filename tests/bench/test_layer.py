@@ -25,6 +25,7 @@ from weft.bench.layer_cases import (
 )
 from weft.bench.layer_load import Load, count, load_of
 from weft.bench.layer_overlap import ALONE, OVERLAPPED, TOGETHER
+from weft.bench.layer_plot import plot_layer
 from weft.bench.layer_report import layer_rows, print_layer, write_layer_json
 from weft.bench.layer_stages import GATHER_SCATTER, SPLIT, STAGES
 from weft.bench.layer_trial import LayerTrial
@@ -166,6 +167,31 @@ def test_rows_have_gains_floors_and_published_figures():
         assert matching_layers(other) == []
     without = replace(report, measurements=measured[1:])
     assert layer_rows(without, [])[0].gain is None
+
+
+def test_the_picture_has_every_overlap_and_every_library(tmp_path):
+    load = Load(96, 64.0, 256, 4_370_000_000, 334_000)
+    measured = [
+        LayerMeasurement(tokens, overlap, "", [[us], [us]], {})
+        for tokens, us in ((128, 1500.0), (256, 1600.0))
+        for overlap in OVERLAPS
+    ]
+    settings = replace(H200, tokens=(128, 256))
+    day = {"date": "2026-11-21", "torch": "2.11.0", "driver": "580", "cuda": "13.0"}
+    machine = day | {"gpus": ["NVIDIA H200"] * 8}
+    report = LayerReport(settings, machine, measured, {128: load, 256: load}, [], "tiled")
+    picture = tmp_path / "layer.svg"
+    peers = matching_layers(settings)
+    plot_layer(picture, report, peers)
+    drawn = picture.read_text()
+    for words in (*(f'overlap "{overlap}"' for overlap in OVERLAPS), *(p.library for p in peers)):
+        assert words.replace('"', "&quot;") in drawn or words in drawn, words
+    assert "8 ranks of 32 experts" in drawn
+    on_cpus = day | {"gpus": [], "cpus": 2, "cpu": "a CPU"}
+    plot_layer(picture, replace(report, machine=on_cpus), [])
+    assert "floor" not in picture.read_text()
+    with pytest.raises(InvalidArgument, match="cannot write the picture"):
+        plot_layer(tmp_path / "layer.nothing", report, peers)
 
 
 def test_blocks_of_weights_read_back():
