@@ -43,7 +43,7 @@ def plot_layer(path: Path, report: LayerReport, peers: Sequence[Peer]) -> None:
 def draw_layer(
     path: Path, rows: Sequence[LayerRow], title: str, machine: Mapping[str, Any]
 ) -> None:
-    """The same from rows: times on the left; beside them, times over the floor where it is known."""
+    """The same from rows: times on the left; beside them, times over the floor, if it is known."""
     pyplot = matplotlib_pyplot()
     floors = {row.tokens: row.floor.least for row in rows if row.floor is not None}
     panels = 2 if floors else 1
