@@ -1,6 +1,6 @@
 """Time ways of bringing rows home as FP8, side by side in the same ranks, and check every byte.
 
-    python benchmarks/fp8_home.py [--ranks N] [--tokens 1,8,...] [--variants last,now,3+1x7,...]
+    python benchmarks/fp8_home.py [--ranks N] [--tokens 1,8,...] [--variants now,2+1x7,...]
         [--quantize] [--router random] [--json FILE]
 
 All variants are alive at once and take turns at each size; each is checked before its first timing
@@ -8,7 +8,6 @@ and after its last. us a call, median of the slowest rank, from graphs of 50 pai
 
 now     rows are summed as they come, in the launch shape that weft chooses
 P+TxS   the same with P CTAs for each SM that push and T that sum, a warp pushing S strips at a time
-last    rows first, then flags, then sums
 pull    bf16 rows back, pulled
 """
 
@@ -32,12 +31,12 @@ from weft.bench.clock import PHASES, measure
 from weft.bench.machine import describe_machine, machine_line
 from weft.bench.moe import LIMIT_SECONDS, first_problem, gather_samples
 from weft.bench.trial import Trial
-from weft.ops.entry import SUMS_LAST, CudaEntries
+from weft.ops.entry import CudaEntries
 from weft.ops.plan import MOST_STRIPS, PIECE, Plan
 
 TURNS = 3  # times that each variant is timed at each size
 TOKENS = "1,8,32,64,128,256,512,1024,2048"
-VARIANTS = "last,now,2+1x7,3+1x4,4+1x7,3+2x7,pull"
+VARIANTS = "now,2+1x7,3+1x4,4+1x7,3+2x7,pull"
 SHAPE = re.compile(r"(\d+)\+(\d+)x(\d+)")
 
 
@@ -85,7 +84,6 @@ def make(group: weft.Group, settings: Settings, variant: str) -> weft.AllToAll:
         timeout=10.0,
         quantize=settings.quantize,
         combine_by=settings.combine_by,
-        _defines=(SUMS_LAST,) if variant == "last" else (),
     )
     shape, entries = SHAPE.fullmatch(variant), a2a._rounds._entries
     if shape and isinstance(entries, CudaEntries):

@@ -35,7 +35,6 @@ BODIES: dict[str, dict[str, str]] = {
     "copy.cuh": {
         "uint4 load_input(const uint4* at)": "return *at;",
         "uint4 load_shared_row(const uint4* at)": "return *at;",
-        "float load_shared_float(const float* at)": "return *at;",
         "u32 load_early(const void* at)": "return *static_cast<const u32*>(at);",
         "void store(uint4* at, uint4 v)": "*at = v;",
         "uint4 poll_vector(const uint4* at)": (

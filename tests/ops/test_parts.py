@@ -84,11 +84,12 @@ def test_a_plan_covers_every_row_and_stays_resident(plan, tokens, vectors, sms):
     blocks=st.integers(1, 200),
     sms=st.integers(1, 160),
     fit=st.integers(1, 8),
+    whole=st.booleans(),
 )
-def test_a_plan_of_a_combine_by_fp8_has_room_for_all(tokens, slots, blocks, sms, fit):
+def test_a_plan_of_a_combine_by_fp8_has_room_for_all(tokens, slots, blocks, sms, fit, whole):
     hidden = 128 * blocks
     strips = -(-hidden // STRIP)
-    p = plan_home(tokens, slots, hidden, sms=sms, per_sm=lambda _: fit)
+    p = plan_home(tokens, slots, hidden, sms=sms, per_sm=lambda _: fit, whole=whole)
     takers = p.workers - 1 - p.pushers
     assert p.pushers >= 1
     assert takers >= 1 or tokens == 0
@@ -101,6 +102,26 @@ def test_a_plan_of_a_combine_by_fp8_has_room_for_all(tokens, slots, blocks, sms,
     only = plan_sums(tokens, hidden, sms=sms, per_sm=lambda _: fit)
     assert only.pushers == 0
     assert 1 + (tokens > 0) <= only.workers <= 1 + sms * fit
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ranks", "whole", "pushers"),
+    [
+        (128, 4, True, 3 * 132 - 1),
+        (471, 4, True, 3 * 132 - 1),
+        (472, 4, True, 2 * 132 - 1),
+        (512, 4, True, 2 * 132 - 1),
+        (235, 8, True, 3 * 132 - 1),
+        (236, 8, True, 2 * 132 - 1),
+        (512, 4, False, 3 * 132 - 1),
+    ],
+)
+def test_with_many_rows_home_an_sm_has_one_pushing_cta_less(tokens, ranks, whole, pushers):
+    rows = tokens * ranks
+    p = plan_home(tokens, rows, 7168, sms=132, per_sm=lambda _: 4, whole=whole)
+    assert (p.pushers, p.workers - 1 - p.pushers) == (pushers, 132)
+    half = plan_home(0, rows, 7168, sms=132, per_sm=lambda _: 4, whole=whole)
+    assert (half.pushers, half.workers) == (4 * 132 - 1, 4 * 132)
 
 
 def test_rows_beyond_a_grid_are_taken_in_turn():

@@ -1,8 +1,8 @@
 // Combine: every token's rows come home from the ranks whose experts made them, and are summed in
 // rank order. The way is fixed by the Shape: the owner pulls rows out of its peers' outboxes once
-// they are ready, or the experts' ranks push them, as they are or as block-scaled FP8, into the
-// owner's inbox; or each expert's row is there already, and the owner weighs it (choices.cuh). One
-// launch either way, or two halves.
+// they are ready, or the experts' ranks push them into the owner's inbox, as they are or as
+// block-scaled FP8 (fp8_home.cuh); or each expert's row is there already, and the owner weighs it
+// (choices.cuh). One launch either way, or two halves.
 #pragma once
 #include <weft/kernels/choices.cuh>
 #include <weft/kernels/fp8_home.cuh>
@@ -27,64 +27,40 @@ template <Shape S, u32 rank> WEFT_FN Rows rows_of(const CombineArgs& a, u32 toke
     }
 }
 
-// One lane's columns of one peer's row, loaded but not yet added.
-template <Shape S> struct Piece {
-    uint4 v;
-    float scale;
-
-    WEFT_FN void load(u64 row, u32 v_index) {
-        v = load_shared_row(reinterpret_cast<const uint4*>(row) + v_index);
-        if constexpr (S.way == Way::fp8)
-            scale = load_shared_float(reinterpret_cast<const float*>(row + S.hidden) +
-                                      v_index * lane_columns / scale_columns);
-    }
-
-    template <u32 n> WEFT_FN void add_to(float (&sum)[n]) const {
-        if constexpr (S.way == Way::fp8)
-            add_e4m3(sum, v, scale);
-        else
-            add_vector<S.number>(sum, v);
-    }
-};
-
 // Adds the rows of peers first .. first + 7, in that order. The loads start at this rank and go
 // upwards, so that the ranks do not all pull from the same peer at once (7 % at 128 tokens, 8 x
 // H200, 2026-11-20); `rank` is a compile-time constant so that rotated rows stay in registers.
 template <Shape S, u32 rank, u32 n>
 WEFT_FN void add_peers(Rows rows, u32 v, u32 destinations, u32 first, float (&sum)[n]) {
     constexpr u32 in_flight = S.ranks < loads_in_flight ? S.ranks : loads_in_flight;
-    Piece<S> piece[in_flight];
+    uint4 piece[in_flight];
 #pragma unroll
     for (u32 turn = 0; turn < in_flight; ++turn) {
         const u32 i = (turn + rank) % in_flight;
-        if (destinations >> (first + i) & 1) piece[i].load(rows.first + (first + i) * rows.step, v);
+        if (destinations >> (first + i) & 1)
+            piece[i] = load_shared_row(
+                reinterpret_cast<const uint4*>(rows.first + (first + i) * rows.step) + v);
     }
 #pragma unroll
     for (u32 i = 0; i < in_flight; ++i)
-        if (destinations >> (first + i) & 1) piece[i].add_to(sum);
+        if (destinations >> (first + i) & 1) add_vector<S.number>(sum, piece[i]);
 }
 
 // out[token] = the sum of its ranks' rows in rank order, in fp32, then `add`, rounded once.
 template <Shape S, u32 rank>
 WEFT_FN void reduce_token(const Block& team, const CombineArgs& a, u32 token, u32 destinations) {
-    constexpr u32 width = numbers_in_vector(S.number);                 // of an output vector
-    constexpr u32 columns = S.way == Way::fp8 ? lane_columns : width;  // of one lane's turn
-    constexpr u32 out_vectors = S.out_bytes() / 16, turns = S.hidden / columns;
+    constexpr u32 vectors = S.out_bytes() / 16;
     const Rows rows = rows_of<S, rank>(a, token);
-    uint4* out = static_cast<uint4*>(a.out) + u64(token) * out_vectors;
-    const uint4* add = static_cast<const uint4*>(a.add) + u64(token) * out_vectors;
-    for (u32 v = blockIdx.y * team.lanes() + team.lane(); v < turns;
+    uint4* out = static_cast<uint4*>(a.out) + u64(token) * vectors;
+    const uint4* add = static_cast<const uint4*>(a.add) + u64(token) * vectors;
+    for (u32 v = blockIdx.y * team.lanes() + team.lane(); v < vectors;
          v += gridDim.y * team.lanes()) {
-        float sum[columns] = {};
+        float sum[numbers_in_vector(S.number)] = {};
 #pragma unroll
         for (u32 first = 0; first < S.ranks; first += loads_in_flight)
             add_peers<S, rank>(rows, v, destinations, first, sum);
-#pragma unroll
-        for (u32 i = 0; i < columns / width; ++i) {
-            float (&part)[width] = reinterpret_cast<float (&)[width]>(sum[i * width]);
-            if (a.add) add_vector<S.number>(part, load_input(add + v * (columns / width) + i));
-            out[v * (columns / width) + i] = round_vector<S.number>(part);
-        }
+        if (a.add) add_vector<S.number>(sum, load_input(add + v));
+        out[v] = round_vector<S.number>(sum);
     }
 }
 
@@ -112,15 +88,15 @@ WEFT_FN bool receive_rows(const Block& team, const CombineArgs& a, const Turn& t
 template <Shape S>
 WEFT_FN void send_rows(const Block& team, const CombineArgs& a, const Turn& turn) {
     bool publishes = team.first();
-    if constexpr (S.way == Way::push || S.way == Way::fp8) {
+    if constexpr (S.way == Way::push) {
         push_rows<S>(team, a.site);
         publishes = team.last_of(&mine<S>(a.site).header.arrived);
     }
     if (publishes) publish<S>(team, a.site, Phase::combine, turn.epoch, 0);
 }
 
-template <Shape S, u32 rank, Part part = Part::whole> WEFT_FN void combine(const CombineArgs& a) {
-    if constexpr (S.way == Way::fp8 && !WEFT_SUMS_LAST) return combine_as_they_come<S, part>(a);
+// Rows are summed when the flags of all peers have come.
+template <Shape S, u32 rank, Part part> WEFT_FN void combine_behind_flags(const CombineArgs& a) {
     const Block team;
     Header& header = mine<S>(a.site).header;
     wait_for_predecessor();
@@ -140,6 +116,13 @@ template <Shape S, u32 rank, Part part = Part::whole> WEFT_FN void combine(const
         if (received && team.first() && team.lane() == 0)
             keep_record(header, Phase::combine, turn.epoch, start, a.tokens);
     }
+}
+
+template <Shape S, u32 rank, Part part = Part::whole> WEFT_FN void combine(const CombineArgs& a) {
+    if constexpr (S.way == Way::fp8)
+        combine_as_they_come<S, part>(a);
+    else
+        combine_behind_flags<S, rank, part>(a);
 }
 
 }  // namespace weft

@@ -53,12 +53,6 @@ WEFT_FN uint4 load_shared_row(const uint4* at) {
     return v;
 }
 
-WEFT_FN float load_shared_float(const float* at) {
-    float value;
-    asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(at) : "memory");
-    return value;
-}
-
 // A word that is asked for here and looked at later: the compiler may not move the load to where it
 // is needed, behind another one's wait.
 WEFT_FN u32 load_early(const void* at) {

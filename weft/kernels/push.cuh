@@ -1,7 +1,8 @@
 // The pushing half of combine: every row that this rank's experts made goes straight into the inbox
-// of the token's owner, slot (this rank, token), as it is or as block-scaled FP8.
+// of the token's owner, slot (this rank, token), as it is. Rows in FP8: fp8_home.cuh.
 #pragma once
-#include <weft/kernels/quant.cuh>
+#include <weft/kernels/copy.cuh>
+#include <weft/kernels/team.cuh>
 
 namespace weft {
 
@@ -23,45 +24,16 @@ WEFT_FN Errand find_errand(const Block& team, const Site& site, u32 slot, u32 mo
     return {source, token, __any_sync(all_lanes, local && used) != 0};
 }
 
-template <Shape S> WEFT_FN void push_plain(const Block& team, const uint4* from, uint4* to) {
+template <Shape S>
+WEFT_FN void push_row(const Block& team, const Site& site, const Errand& errand) {
     constexpr u32 vectors = S.out_bytes() / 16;
+    const uint4* from =
+        reinterpret_cast<const uint4*>(mine<S>(site).outbox.row[errand.source][errand.token]);
+    uint4* to = reinterpret_cast<uint4*>(
+        share<S>(site, errand.source).inbox.returned.row[site.rank][errand.token]);
     const u32 step = gridDim.y * team.lanes();
     for (u32 v = blockIdx.y * team.lanes() + team.lane(); v < vectors; v += step)
         store(to + v, load_shared_row(from + v));
-}
-
-// Eight lanes make a block of 128 columns. Whole warps stay together: they share their maxima.
-template <Shape S> WEFT_FN void push_fp8(const Block& team, const uint4* from, u64 to) {
-    constexpr u32 turns = S.hidden / lane_columns, lanes = scale_columns / lane_columns;
-    using Source = Columns<S.number>;
-    const u32 step = gridDim.y * team.lanes();
-    for (u32 first = blockIdx.y * team.lanes() + team.warp() * warp_lanes; first < turns;
-         first += step) {
-        const u32 v = first + team.warp_lane();
-        Source source{};
-        if (v < turns)
-#pragma unroll
-            for (u32 i = 0; i < Source::vectors; ++i)
-                source.v[i] = load_shared_row(from + v * Source::vectors + i);
-        float x[lane_columns];
-        source.widen(x);
-        const u32 amax = block_amax_bits<scale_columns>(x);
-        if (v >= turns) continue;
-        const BlockScale block = block_scale(amax);
-        store(reinterpret_cast<uint4*>(to) + v, quantize(x, block.inverse, amax >= infinity_bits));
-        if (v % lanes == 0) store(reinterpret_cast<float*>(to + S.hidden) + v / lanes, block.scale);
-    }
-}
-
-template <Shape S>
-WEFT_FN void push_row(const Block& team, const Site& site, const Errand& errand) {
-    const uint4* from =
-        reinterpret_cast<const uint4*>(mine<S>(site).outbox.row[errand.source][errand.token]);
-    u8* to = share<S>(site, errand.source).inbox.returned.row[site.rank][errand.token];
-    if constexpr (S.way == Way::fp8)
-        push_fp8<S>(team, from, u64(to));
-    else
-        push_plain<S>(team, from, reinterpret_cast<uint4*>(to));
 }
 
 template <Shape S> WEFT_FN void push_rows(const Block& team, const Site& site) {

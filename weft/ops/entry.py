@@ -30,7 +30,6 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
 # From so many 16-byte words on, a launch that overlaps its predecessor only takes room from it: at
 # 2048 tokens x 7168 it costs 0.5 %; at 32 it gains 4 %, at 128 up to 1 % (8 x H200, 2026-11-20).
 LONG = 256 * 896
-SUMS_LAST = "WEFT_SUMS_LAST=1"  # a combine by FP8 as it was: rows first, then flags, then sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +112,7 @@ class CudaEntries:
         if few:
             rings = self._table("weft_shared")
             self._shared = {"dispatch": rings[0], "combine": rings[1]}
-        self._few, self._defines = few, build.defines
+        self._few, self._whole = few, self._sms == available
         self._launchers: dict[tuple[str, bool], Launcher] = {}
         for name, door in doors(halves=build.halves, few=few).items():
             function = self._module.function(name, shared=self._shared[name])
@@ -150,9 +149,8 @@ class CudaEntries:
         A whole combine is resident as a whole, because its CTAs wait for what all of them pushed.
         """
         shape = self._shape
-        vectors = (shape.hidden if shape.way == "fp8" else shape.out_bytes) // 16
         rows = max(tokens, _few_tokens(shape)) * min(shape.ranks, shape.top_k)
-        p = plan_combine(rows, vectors, sms=self._sms, per_sm=per_sm)
+        p = plan_combine(rows, shape.out_bytes // 16, sms=self._sms, per_sm=per_sm)
         most = self._sms * max(1, per_sm(p.threads))
         return Plan(p.workers, min(p.chunks, most), p.threads)
 
@@ -163,7 +161,9 @@ class CudaEntries:
             return plan_sums(tokens, shape.hidden, sms=self._sms, per_sm=per_sm)
         slots = max(tokens, min(shape.tokens, 8)) * shape.ranks
         taken = tokens if name == "combine" else 0
-        return plan_home(taken, slots, shape.hidden, sms=self._sms, per_sm=per_sm)
+        return plan_home(
+            taken, slots, shape.hidden, sms=self._sms, per_sm=per_sm, whole=self._whole
+        )
 
     def _table(self, name: str) -> list[int]:
         raw = self._module.global_bytes(name)
@@ -184,7 +184,7 @@ class CudaEntries:
             found = Plan(workers=1, chunks=1, threads=64)  # flags only
         elif name.startswith("dispatch"):
             found = plan_dispatch(tokens, self._in_vectors, sms=self._sms, per_sm=per_sm)
-        elif shape.way == "fp8" and SUMS_LAST not in self._defines:
+        elif shape.way == "fp8":
             found = self._plan_home(name, tokens, per_sm)
         elif not pushes or name == "combine_receive":
             found = plan_combine(tokens, out_vectors, sms=self._sms, per_sm=per_sm)

@@ -16,6 +16,7 @@ PIECE = 128  # threads of a combine CTA
 PIECES_PER_SM = 4
 STRIP = 512  # columns that a warp pushes, or sums, at a time
 HOME_PER_SM = 4  # CTAs of a combine by FP8, one of which sums
+MANY_PER_SM = 200  # strips that may have to be pushed: from so many on an SM has one CTA less
 MOST_STRIPS = 8  # that one warp pushes at once; most_strips in kernels/fp8_home.cuh
 
 
@@ -66,7 +67,7 @@ def plan_combine(tokens: int, vectors: int, *, sms: int, per_sm: Callable[[int],
 
 
 def plan_home(
-    tokens: int, slots: int, hidden: int, *, sms: int, per_sm: Callable[[int], int]
+    tokens: int, slots: int, hidden: int, *, sms: int, per_sm: Callable[[int], int], whole: bool
 ) -> Plan:
     """Divide the CTAs of a combine by FP8 into those that push rows and those that sum them.
 
@@ -76,10 +77,17 @@ def plan_home(
     when the rows that are pushed at the same time have come.
 
     slots: rows that may have to be pushed.   per_sm: resident CTAs of one SM, by threads of a CTA.
+    whole: `sms` are all that the GPU has.
     """
     warps, strips = PIECE // 32, -(-hidden // STRIP)
-    resident = max(3, sms * max(1, min(HOME_PER_SM, per_sm(PIECE))))
-    takers = min(-(-tokens * strips // warps), resident // HOME_PER_SM or 1)
+    # Measured on 4 x H200, hidden 7168, 2026-11-21, in one run: two CTAs an SM that push took 81.0 us
+    # a pair where three took 83.7, at 512 tokens (217 strips an SM; the same dispatch differed by
+    # 1.9 us); as long at 128 (54), more below. Other sizes, and 8 ranks, where this means 236 tokens
+    # and more, are inferred. Fewer SMs, and a half that only pushes, were not timed: as before.
+    many = whole and tokens > 0 and slots * strips >= MANY_PER_SM * sms
+    most = HOME_PER_SM - 1 if many else HOME_PER_SM
+    resident = max(3, sms * max(1, min(most, per_sm(PIECE))))
+    takers = min(-(-tokens * strips // warps), resident // most or 1)
     pushers = max(1, min(-(-slots * strips // warps), resident - takers - 1))
     at_once = min(strips, MOST_STRIPS, max(1, slots * strips // (pushers * warps)))
     at_once = -(-strips // -(-strips // at_once))  # legs of one length
