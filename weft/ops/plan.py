@@ -80,10 +80,11 @@ def plan_home(
     whole: `sms` are all that the GPU has.
     """
     warps, strips = PIECE // 32, -(-hidden // STRIP)
-    # Measured on 4 x H200, hidden 7168, 2026-11-21, in one run: two CTAs an SM that push took 81.0 us
-    # a pair where three took 83.7, at 512 tokens (217 strips an SM; the same dispatch differed by
-    # 1.9 us); as long at 128 (54), more below. Other sizes, and 8 ranks, where this means 236 tokens
-    # and more, are inferred. Fewer SMs, and a half that only pushes, were not timed: as before.
+    # Measured on 4 x H200, hidden 7168, 2026-11-21, in one run: two CTAs an SM that push took
+    # 81.0 us a pair where three took 83.7, at 512 tokens (217 strips an SM; the same dispatch
+    # differed by 1.9 us); as long at 128 (54), more below. Other sizes, and 8 ranks, where this
+    # means 236 tokens and more, are inferred. Fewer SMs, and a half that only pushes, were not
+    # timed: as before.
     many = whole and tokens > 0 and slots * strips >= MANY_PER_SM * sms
     most = HOME_PER_SM - 1 if many else HOME_PER_SM
     resident = max(3, sms * max(1, min(most, per_sm(PIECE))))
