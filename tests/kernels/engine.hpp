@@ -154,4 +154,3 @@ inline unsigned char* dynamic_shared(std::size_t bytes) {
 }
 
 }  // namespace emulated
-
