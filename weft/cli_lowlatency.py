@@ -31,7 +31,7 @@ _SCALE = f"{', '.join(SCALES)}: where scales lie"
 _REDUCE = f"{', '.join(REDUCES)}: who adds a token's rows"
 _VARIANTS = (
     "time these side by side, in turn: default, halves, fp8-home, sender, lean, plain, no-pdl, "
-    "profile, senders, one-lane, one-row, strided, before"
+    "profile"
 )
 _TRACE = "run the largest size once more, profiled; write all ranks' timeline here (Perfetto)"
 

@@ -38,7 +38,7 @@ class EmulatedLow:
 
     def run(self, name: str, args: LowDispatchArgs | LowCombineArgs) -> None:
         """Run one operation to its end."""
-        build = LowBuild(senders=1, takers=1, halves=True)
+        build = LowBuild(halves=True)
         plan = plan_low(self._shape, build, name, args.tokens, FEW_THREADS, SMS, RESIDENT)
         args.senders = plan.senders
         self.plans[name] = plan

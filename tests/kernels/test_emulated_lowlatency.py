@@ -15,7 +15,6 @@ import weft
 from tests.kernels.emulate_lowlatency import EmulatedLow, compile_low
 from tests.lowlatency_rounds import Mode, play
 from tests.rounds import Round
-from weft.bench.lowlatency_ladder import VARIANTS
 from weft.ops.lowlatency import LowLatencyAllToAll
 from weft.ops.lowlatency_geometry import LowGeometry
 from weft.ops.lowlatency_trace import ROLES, read_work
@@ -79,13 +78,6 @@ def test_kernels_give_the_reference_s_bytes(ranks, tmp_path, name):
     ranks(2, "cpu")(emulated, str(library), mode)
 
 
-def test_one_lane_of_a_warp_may_look_for_rows(ranks, tmp_path):
-    """Only where tokens are many: 50 of them."""
-    defines = VARIANTS["one-lane"]["defines"]
-    library = compile_low(shape_of(Mode(), CASE, MOST).shape, tmp_path, defines=defines)
-    ranks(2, "cpu")(emulated, str(library), Mode())
-
-
 # Rank 2 has no expert, and hears of tokens only.
 FEW = Round(tokens=(2, 3, 1), hidden=128, experts=2, top_k=1)
 
@@ -139,12 +131,10 @@ def wide(group: weft.Group, library: str, mode: Mode, case: Round) -> None:
 
 @pytest.mark.parametrize("name", HOME)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("before", [False, True])
-def test_rows_of_several_choices_go_home_in_any_form(ranks, tmp_path, name, dtype, before):
+def test_rows_of_several_choices_go_home_in_any_form(ranks, tmp_path, name, dtype):
     """With 6 experts on 2 ranks a token has up to 3 rows of one rank: more than go together."""
     case = replace(WIDE, dtype=dtype)
-    defines = VARIANTS["before"]["defines"] if before else ()
-    library = compile_low(shape_of(HOME[name], case, 8).shape, tmp_path, defines=defines)
+    library = compile_low(shape_of(HOME[name], case, 8).shape, tmp_path)
     ranks(2, "cpu")(wide, str(library), HOME[name], case)
 
 

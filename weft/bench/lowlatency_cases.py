@@ -22,9 +22,7 @@ class LowSettings:
     router: as in `weft bench moe`.  quant: "fp8" or "none".
     scale, group_size, reduce, combine_by, halves, num_sms, programmatic_launch: as in
     LowLatencyAllToAll.  samples: timed samples per size.
-    profile: time kernels that keep a trace.  defines: macros for the kernels, such as those of
-    forms that are kept to be timed against.  ctas_per_sm: CTAs of 256 threads that send and that
-    take, or None for the plan's.
+    profile: time kernels that keep a trace.
     """
 
     ranks: int
@@ -48,8 +46,6 @@ class LowSettings:
     num_sms: int | None = None
     programmatic_launch: bool = True
     profile: bool = False
-    defines: tuple[str, ...] = ()
-    ctas_per_sm: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.quant not in QUANTS:

@@ -41,12 +41,6 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "plain": {"quant": "none"},
     "no-pdl": {"programmatic_launch": False},
     "profile": {"profile": True},
-    "senders": {"ctas_per_sm": (2, 1)},
-    "one-lane": {"defines": ("WEFT_ONE_LANE=1",)},
-    # How rows went home until now, one change at a time and both.
-    "one-row": {"defines": ("WEFT_ONE_ROW=1",)},
-    "strided": {"defines": ("WEFT_STRIDED=1",)},
-    "before": {"defines": ("WEFT_ONE_ROW=1", "WEFT_STRIDED=1")},
 }
 ROUNDS = 3  # times that each variant has its turn at each size
 

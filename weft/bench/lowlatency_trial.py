@@ -16,7 +16,6 @@ from weft.bench.lowlatency_cases import LowSettings
 from weft.bench.routing import make_ids, token_rows
 from weft.ops import reference_lowlatency as low
 from weft.ops.lowlatency import LowLatencyAllToAll
-from weft.ops.lowlatency_entry import SENDERS_PER_SM, TAKERS_PER_SM
 from weft.ops.lowlatency_rounds import ExpertRows, Handle
 from weft.ops.placement import Placement
 from weft.ops.reference import dequantize
@@ -40,8 +39,6 @@ def make_low(group: Group, settings: LowSettings) -> LowLatencyAllToAll:
         programmatic_launch=settings.programmatic_launch,
         halves=settings.halves,
         profile=settings.profile,
-        _defines=settings.defines,
-        _ctas_per_sm=settings.ctas_per_sm or (SENDERS_PER_SM, TAKERS_PER_SM),
         **settings.options,
     )
 

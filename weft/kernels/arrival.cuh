@@ -32,7 +32,7 @@ template <u32 blocks> WEFT_FN void send_scale(u8* scales, u32 block, float scale
 template <Number N, bool quantised> WEFT_FN u32 vector_of(u32 part, u32 i) {
     constexpr u32 width = Columns<N>::vectors;
     const u32 lane = threadIdx.x % warp_lanes;
-    if constexpr (quantised || WEFT_STRIDED) return (part * warp_lanes + lane) * width + i;
+    if constexpr (quantised) return (part * warp_lanes + lane) * width + i;
     return (part * width + i) * warp_lanes + lane;
 }
 
@@ -40,14 +40,9 @@ template <Number N, bool quantised> WEFT_FN u32 vector_of(u32 part, u32 i) {
 // others need the cache, too.
 constexpr u32 few_tokens = 32;
 
-// What a lane asks for next of the vectors that it misses (`left`, a bit for each). By all lanes.
+// What a lane asks for next of the vectors that it misses (`left`, a bit for each).
 WEFT_FN u32 asked_next(u32 left, u32 tokens) {
-    if (tokens <= few_tokens) return left;
-    const u32 lowest = left & (0u - left);
-    if constexpr (!WEFT_ONE_LANE) return lowest;
-    // Of a row that has not begun to come only the first lane asks.
-    const u32 awaited = __shfl_sync(all_lanes, lowest, 0);
-    return threadIdx.x % warp_lanes != 0 && lowest == awaited ? 0 : lowest;
+    return tokens > few_tokens ? left & (0u - left) : left;
 }
 
 // What one warp does of a kernel's work: units `first`, `first + step`, ...

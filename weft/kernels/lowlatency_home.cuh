@@ -55,7 +55,7 @@ WEFT_FN void for_choices(const LowCombineArgs& a, const Errand<S>& errand, u32 m
                          const Visit& visit) {
     // What is summed or quantised needs registers of its own.
     constexpr u32 vectors = S.fp8_back || S.reduce == Reduce::sender ? 4 : 8;
-    constexpr u32 together = WEFT_ONE_ROW ? 1 : vectors / Columns<S.number>::vectors;
+    constexpr u32 together = vectors / Columns<S.number>::vectors;
     while (mine != 0) {
         u32 choice[together];
         Columns<S.number> columns[together];

@@ -13,12 +13,7 @@ from weft.errors import InvalidArgument, OutOfOrder
 from weft.memory import Group
 from weft.memory.header import Record
 from weft.ops.check import check_seconds
-from weft.ops.lowlatency_entry import (
-    SENDERS_PER_SM,
-    TAKERS_PER_SM,
-    LowBuild,
-    load_low_entries,
-)
+from weft.ops.lowlatency_entry import LowBuild, load_low_entries
 from weft.ops.lowlatency_geometry import LowGeometry, Memory, memory_bytes
 from weft.ops.lowlatency_rounds import ExpertRows, Handle, open_rounds
 from weft.ops.lowlatency_trace import dump
@@ -87,7 +82,6 @@ class LowLatencyAllToAll(Placed):
         profile: bool = False,
         _defines: Sequence[str] = (),
         _first_epoch: int = 0,
-        _ctas_per_sm: tuple[int, int] = (SENDERS_PER_SM, TAKERS_PER_SM),
     ) -> None:
         problem: Exception | None = None
         try:
@@ -109,7 +103,7 @@ class LowLatencyAllToAll(Placed):
                 expert_map=expert_map,
             )
             defines = (*_defines, *((DEFINE,) if profile else ()))
-            build = LowBuild(num_sms, programmatic_launch, halves, defines, *_ctas_per_sm)
+            build = LowBuild(num_sms, programmatic_launch, halves, defines)
             entries = load_low_entries(group.device, geometry.shape, geometry.layout, build)
         except Exception as error:  # whatever it is, every rank hears of it
             problem = error

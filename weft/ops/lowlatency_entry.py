@@ -46,15 +46,12 @@ class LowBuild:
     programmatic: launch with programmatic dependent launch.
     halves: also build each phase as send and receive.
     defines: macros for the compiler.
-    senders, takers: CTAs of each kind that a kernel has for each SM, at most.
     """
 
     num_sms: int | None = None
     programmatic: bool = True
     halves: bool = False
     defines: Sequence[str] = ()
-    senders: int = SENDERS_PER_SM
-    takers: int = TAKERS_PER_SM
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,8 +252,8 @@ def plan_low(
         tellers = sending = 0
     if name.endswith("_send"):
         taking = 0
-    senders = min(-(-sending // warps), sms * build.senders * wide)
-    takers = min(-(-taking // warps), sms * build.takers * wide)
+    senders = min(-(-sending // warps), sms * SENDERS_PER_SM * wide)
+    takers = min(-(-taking // warps), sms * TAKERS_PER_SM * wide)
     room = max(2, resident - tellers - 1)
     # Where room is short, takers go first: senders wait for loads, and takers wait for senders.
     if senders + takers > room:

@@ -23,10 +23,7 @@
 // Compile with -DWEFT_FAULTS=1 to arm the named fault points, -DWEFT_PROFILE=1 to keep timelines,
 // -DWEFT_WEAK_FLAGS=1 to break the release on purpose, -DWEFT_ONE_SIDE=1 to take the second buffer
 // away where two are needed, -DWEFT_NO_GRANTS=1 to store into inboxes that nobody has emptied (the
-// race tests must then fail). Three are there to be timed against: -DWEFT_ONE_ROW=1 loads a
-// sender's rows one after the other, -DWEFT_STRIDED=1 lets neighbours' stores leave gaps,
-// -DWEFT_ONE_LANE=1 lets one lane of a warp look for a row (kernels/arrival.cuh,
-// lowlatency_home.cuh).
+// race tests must then fail).
 #ifndef WEFT_FAULTS
 #define WEFT_FAULTS 0
 #endif
@@ -41,16 +38,6 @@
 #endif
 #ifndef WEFT_NO_GRANTS
 #define WEFT_NO_GRANTS 0
-#endif
-
-#ifndef WEFT_ONE_ROW
-#define WEFT_ONE_ROW 0
-#endif
-#ifndef WEFT_ONE_LANE
-#define WEFT_ONE_LANE 0
-#endif
-#ifndef WEFT_STRIDED
-#define WEFT_STRIDED 0
 #endif
 
 namespace weft {
