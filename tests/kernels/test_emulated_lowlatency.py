@@ -15,10 +15,12 @@ import weft
 from tests.kernels.emulate_lowlatency import EmulatedLow, compile_low
 from tests.lowlatency_rounds import Mode, play
 from tests.rounds import Round
+from weft.memory.header import PHASES
 from weft.ops.lowlatency import LowLatencyAllToAll
 from weft.ops.lowlatency_geometry import LowGeometry
+from weft.ops.lowlatency_shape import Track
 from weft.ops.lowlatency_trace import ROLES, read_work
-from weft.ops.timeline import DEFINE
+from weft.ops.timeline import DEFINE, read_timeline
 
 MOST = 56  # tokens: three chunks, the last of them cut
 CASE = Round(tokens=(5, 1), hidden=256, experts=9, top_k=4)
@@ -138,6 +140,11 @@ def test_rows_of_several_choices_go_home_in_any_form(ranks, tmp_path, name, dtyp
     ranks(2, "cpu")(wide, str(library), HOME[name], case)
 
 
+def tracks_of(tracks: torch.Tensor, phase: str) -> list[Track]:
+    found = [Track.from_buffer_copy(bytes(row.numpy())) for row in tracks.flatten(0, 1)]
+    return [t for t in found if t.epoch and PHASES[t.phase] == phase]
+
+
 def profiled(group: weft.Group, library: str) -> None:
     mode = Mode(more={"timeout": 20.0, "profile": True})
     with mode.make(group, CASE, MOST) as a2a:
@@ -156,6 +163,14 @@ def profiled(group: weft.Group, library: str) -> None:
             assert sum(work.units for work in done if work.role != "tell") > 0
             assert all(work.granted_ns for work in done if work.role == "send")
             assert {w.epoch for w in done} == {1}
+            # The first that takes has read the rank's clock at its end, once for all who want it.
+            tracks = tracks_of(a2a._rounds.tracks, phase)
+            ends = [track.end_ns for track in tracks if track.end_ns]
+            (record,) = [r for r in a2a.history() if PHASES[r.phase] == phase]
+            spans = read_timeline(a2a._rounds.premises, group.rank)
+            (span,) = [s for s in spans if s.phase == phase]
+            assert ends == [record.end_ns] == [span.end_ns]
+            assert min(track.start_ns for track in tracks) <= record.start_ns < ends[0]
         group.barrier()
 
 

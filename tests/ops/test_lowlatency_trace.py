@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 from pathlib import Path
 
 import pytest
+import torch
 
 import weft
 from tests.lowlatency_rounds import Mode, play
 from tests.rounds import Round
 from weft.errors import InvalidArgument, OutOfOrder
+from weft.ops.lowlatency_shape import Track
 from weft.ops.lowlatency_trace import Work, merge, read_work, to_chrome
 from weft.ops.skew import Skew
 
@@ -58,6 +61,26 @@ def test_every_kept_round_is_there_with_its_steps(ranks, kind, tmp_path):
     assert {event["pid"] for event in slices} == {0, 1}
     assert min(event["ts"] for event in slices) == 0.0
     assert all(event["dur"] > 0 for event in slices)
+
+
+def pages(*tracks: Track) -> torch.Tensor:
+    """`[1, teams, bytes]`: what the teams of one operation left, and one more place."""
+    found = [bytes(track) for track in tracks] + [bytes(ctypes.sizeof(Track))]
+    return torch.tensor([list(page) for page in found], dtype=torch.uint8)[None]
+
+
+SENT = Track(epoch=3, start_ns=1000, granted=500, ended=900, phase=1, role=1, team=1)
+TAKEN = Track(epoch=3, start_ns=1100, end_ns=1600, ended=1000, phase=1, role=2, team=2)
+
+
+def test_ticks_are_told_by_the_teams_that_end_on_both_clocks():
+    sent, taken = read_work(pages(SENT, TAKEN), 0, 2)
+    assert (sent.granted_ns, sent.end_ns) == (1250, 1450)
+    assert taken.end_ns == 1600
+
+
+def test_before_an_operation_has_ended_there_is_no_clock():
+    assert read_work(pages(SENT), 0, 2) == []
 
 
 def test_slices_lie_on_rank_0s_clock():

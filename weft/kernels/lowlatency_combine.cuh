@@ -166,7 +166,8 @@ template <LowShape S, Part part = Part::whole> WEFT_FN void low_combine(const Lo
     const u64 done =
         part == Part::receive ? standing.progress.combined : standing.progress.returned;
     const u64 wanted = (done + 1) & epoch_mask;
-    Diary diary(team, page, !crew.heralds());
+    Diary diary(team, page, !crew.heralds(), start);
+    u64 end = 0;
 
     if constexpr (part != Part::receive) {
         const Action planned = fault(own.header, Point::combine_enter, a.site.rank, wanted);
@@ -194,11 +195,11 @@ template <LowShape S, Part part = Part::whole> WEFT_FN void low_combine(const Lo
         fault(own.header, Point::before_read, a.site.rank, wanted);
         if (!sum_tokens<S>(a, wanted, crew.of_takers(), diary)) return;
         if (crew.takes_first() && team.lane() == 0) {
-            keep_record(own.header, Phase::combine, wanted, start, a.tokens);
-            mark_end(own.header, Phase::combine, wanted);
+            end = keep_record(own.header, Phase::combine, wanted, start, a.tokens);
+            mark_end(own.header, Phase::combine, wanted, end);
         }
     }
-    diary.ended(team, a.tracks, Phase::combine, wanted, crew.role(), blockIdx.x);
+    diary.ended(team, a.tracks, Phase::combine, wanted, crew.role(), blockIdx.x, end);
 }
 
 }  // namespace weft

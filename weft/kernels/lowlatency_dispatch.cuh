@@ -195,7 +195,8 @@ template <LowShape S, Part part = Part::whole> WEFT_FN void low_dispatch(const L
     const u64 start = start_of(team, crew);
     const u64 done = part == Part::receive ? standing.progress.received : standing.progress.sent;
     const u64 wanted = (done + 1) & epoch_mask;
-    Diary diary(team, page, !crew.heralds());
+    Diary diary(team, page, !crew.heralds(), start);
+    u64 end = 0;
 
     if constexpr (part != Part::receive) {
         const Action planned = fault(own.header, Point::dispatch_enter, a.site.rank, wanted);
@@ -226,11 +227,11 @@ template <LowShape S, Part part = Part::whole> WEFT_FN void low_dispatch(const L
     } else {
         if (!take<S>(team, a, wanted, crew, taking, diary)) return;
         if (crew.takes_first() && team.lane() == 0) {
-            keep_record(own.header, Phase::dispatch, wanted, start, a.tokens);
-            mark_end(own.header, Phase::dispatch, wanted);
+            end = keep_record(own.header, Phase::dispatch, wanted, start, a.tokens);
+            mark_end(own.header, Phase::dispatch, wanted, end);
         }
     }
-    diary.ended(team, a.tracks, Phase::dispatch, wanted, crew.role(), blockIdx.x);
+    diary.ended(team, a.tracks, Phase::dispatch, wanted, crew.role(), blockIdx.x, end);
 }
 
 }  // namespace weft

@@ -36,7 +36,7 @@ STEPS = {
     ("combine", TAKE): (("wait and reduce", "start", "end"),),
 }
 Event = dict[str, Any]
-_STAMPS = (Track.epoch, Track.start_ns, Track.end_ns)
+_STAMPS = (Track.epoch, Track.start_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,23 +62,28 @@ class Work:
 
 
 def read_work(tracks: torch.Tensor, rank: int, ranks: int) -> list[Work]:
-    """The finished tracks of a rank, in the order of their starts. Synchronise before reading."""
+    """The finished tracks of a rank, in the order of their starts. Synchronise before reading.
+
+    None as long as no operation has ended on this rank: then teams' clocks cannot be told in ns.
+    """
     tracks = tracks.cpu()
     words = tracks.view(torch.int64)
-    epochs, starts, ends = (words[..., name.offset // 8] for name in _STAMPS)
+    epochs, starts = (words[..., name.offset // 8] for name in _STAMPS)
     # Where an operation has fewer teams, those of an earlier one stand behind them.
     latest = epochs.gather(1, starts.argmax(dim=1, keepdim=True))
-    used = tracks[(ends != 0) & (epochs == latest)]
+    used = tracks[(starts != 0) & (epochs == latest)]  # a team writes all of its track, at its end
     lines = [Track.from_buffer_copy(bytes(row.numpy())) for row in used]
+    if not any(line.end_ns for line in lines):
+        return []
     clock = ns_per_tick(lines)
     works = (_work(line, rank, ranks, clock) for line in lines)
     return sorted(works, key=lambda work: work.start_ns)
 
 
 def ns_per_tick(lines: Sequence[Track]) -> float:
-    """How long a tick of teams' own clocks is: all tracks together on both clocks."""
-    ticks = sum(line.ended for line in lines)
-    return sum(line.end_ns - line.start_ns for line in lines) / ticks if ticks else 1.0
+    """How long a tick of teams' own clocks is: the tracks that end on both clocks, together."""
+    both = [line for line in lines if line.end_ns]
+    return sum(line.end_ns - line.start_ns for line in both) / sum(line.ended for line in both)
 
 
 def _work(line: Track, rank: int, ranks: int, clock: float) -> Work:

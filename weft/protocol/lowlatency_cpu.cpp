@@ -155,7 +155,7 @@ template <LowShape S> bool await_grants(const Site& site, const Progress& progre
 template <LowShape S>
 bool send_tokens(const LowDispatchArgs& a, const Progress& progress, u64 wanted) {
     Track page;
-    Diary diary(Solo{}, page, true);
+    Diary diary(Solo{}, page, true, profiled_now());
     if (!await_grants<S>(a.site, progress, Phase::dispatch)) return false;
     diary.granted();
     send_hello<S>(a, wanted);
@@ -166,7 +166,7 @@ bool send_tokens(const LowDispatchArgs& a, const Progress& progress, u64 wanted)
             send_token<S>(a, wanted, first + i, chosen);
         send_chosen<S>(a, wanted, chunk, chosen);
     }
-    diary.ended(Solo{}, a.tracks, Phase::dispatch, wanted, 1, 0);
+    diary.ended(Solo{}, a.tracks, Phase::dispatch, wanted, 1, 0, profiled_now());
     fault(own_share<S>(a.site).header, Point::after_payload, a.site.rank, wanted);
     return true;
 }
@@ -282,7 +282,7 @@ bool receive_source(const LowDispatchArgs& a, u64 wanted, u32 source, u32 tokens
 
 template <LowShape S> bool receive_tokens(const LowDispatchArgs& a, u64 wanted) {
     Track page;
-    Diary diary(Solo{}, page, true);
+    Diary diary(Solo{}, page, true, profiled_now());
     u32 tokens[S.ranks] = {}, first[S.ranks][S.local] = {};
     if (!learn<S>(a, wanted, tokens, first)) return false;
     diary.learned();
@@ -293,7 +293,7 @@ template <LowShape S> bool receive_tokens(const LowDispatchArgs& a, u64 wanted) 
             return false;
         diary.waited(since, source);
     }
-    diary.ended(Solo{}, a.tracks, Phase::dispatch, wanted, 2, 1);
+    diary.ended(Solo{}, a.tracks, Phase::dispatch, wanted, 2, 1, profiled_now());
     return true;
 }
 

@@ -243,10 +243,13 @@ WEFT_FN bool await_all(const Team& team, const Site& site, Phase phase, u64 want
     return team.all(arrived);
 }
 
-// Leaves a line in the ring for whoever looks after this rank has died.
-WEFT_FN void keep_record(Header& header, Phase phase, u64 epoch, u64 start_ns, u32 tokens) {
-    header.ring[(epoch * 2 + (phase == Phase::combine)) % ring_records] = {
-        epoch, start_ns, now_ns(), u32(phase), tokens};
+// Leaves a line in the ring for whoever looks after this rank has died. Returns the end that it
+// wrote down.
+WEFT_FN u64 keep_record(Header& header, Phase phase, u64 epoch, u64 start_ns, u32 tokens) {
+    const u64 end_ns = now_ns();
+    header.ring[(epoch * 2 + (phase == Phase::combine)) % ring_records] = {epoch, start_ns, end_ns,
+                                                                           u32(phase), tokens};
+    return end_ns;
 }
 
 }  // namespace weft

@@ -58,4 +58,9 @@ WEFT_FN void mark_end(Header& header, Phase phase, u64 epoch) {
     if constexpr (WEFT_PROFILE) raise_to(&timeline(header, phase, epoch).end_ns, now_ns());
 }
 
+// The same by a lane that has just read the clock.
+WEFT_FN void mark_end(Header& header, Phase phase, u64 epoch, u64 end_ns) {
+    if constexpr (WEFT_PROFILE) raise_to(&timeline(header, phase, epoch).end_ns, end_ns);
+}
+
 }  // namespace weft
