@@ -83,7 +83,8 @@ def read_work(tracks: torch.Tensor, rank: int, ranks: int) -> list[Work]:
 def ns_per_tick(lines: Sequence[Track]) -> float:
     """How long a tick of teams' own clocks is: the tracks that end on both clocks, together."""
     both = [line for line in lines if line.end_ns]
-    return sum(line.end_ns - line.start_ns for line in both) / sum(line.ended for line in both)
+    lasted: int = sum(line.end_ns - line.start_ns for line in both)
+    return lasted / sum(line.ended for line in both)
 
 
 def _work(line: Track, rank: int, ranks: int, clock: float) -> Work:
