@@ -110,10 +110,10 @@ WEFT_FN bool counts_last(Header& header) {
     return true;
 }
 
-// When a CTA began, in the lane that writes it down: of those that nobody profiles, the one that
-// keeps the operation's record. No other reads the clock of all ranks.
+// When an operation began, in the lane that writes it down: no other reads the clock of all ranks
+// on its way to its first store.
 WEFT_FN u64 start_of(const Block& team, const Crew& crew) {
-    const bool keeps = crew.takes_first() || WEFT_PROFILE;
+    const bool keeps = crew.takes_first() || (WEFT_PROFILE && crew.heralds());
     return keeps && team.lane() == 0 ? now_ns() : 0;
 }
 

@@ -84,7 +84,8 @@ def ns_per_tick(lines: Sequence[Track]) -> float:
     """How long a tick of teams' own clocks is: the tracks that end on both clocks, together."""
     both = [line for line in lines if line.end_ns]
     lasted: int = sum(line.end_ns - line.start_ns for line in both)
-    return lasted / sum(line.ended for line in both)
+    ticks: int = sum(line.ended for line in both)
+    return lasted / ticks
 
 
 def _work(line: Track, rank: int, ranks: int, clock: float) -> Work:

@@ -155,7 +155,7 @@ template <LowShape S> bool await_grants(const Site& site, const Progress& progre
 template <LowShape S>
 bool send_tokens(const LowDispatchArgs& a, const Progress& progress, u64 wanted) {
     Track page;
-    Diary diary(Solo{}, page, true, profiled_now());
+    Diary diary(Solo{}, page, true);
     if (!await_grants<S>(a.site, progress, Phase::dispatch)) return false;
     diary.granted();
     send_hello<S>(a, wanted);
@@ -282,7 +282,7 @@ bool receive_source(const LowDispatchArgs& a, u64 wanted, u32 source, u32 tokens
 
 template <LowShape S> bool receive_tokens(const LowDispatchArgs& a, u64 wanted) {
     Track page;
-    Diary diary(Solo{}, page, true, profiled_now());
+    Diary diary(Solo{}, page, true);
     u32 tokens[S.ranks] = {}, first[S.ranks][S.local] = {};
     if (!learn<S>(a, wanted, tokens, first)) return false;
     diary.learned();

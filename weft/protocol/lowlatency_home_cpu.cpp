@@ -34,7 +34,7 @@ void make_row(const LowCombineArgs& a, const i32* position, const float* weights
 template <LowShape S> bool send_back(const LowCombineArgs& a, const Progress& progress) {
     const u64 wanted = (progress.returned + 1) & epoch_mask;
     Track page;
-    Diary diary(Solo{}, page, true, profiled_now());
+    Diary diary(Solo{}, page, true);
     if (!await_grants<S>(a.site, progress, Phase::combine)) return false;
     diary.granted();
     for (u32 peer = 0; peer < S.ranks; ++peer) send_answer<S>(a, wanted, peer);
@@ -120,7 +120,7 @@ template <LowShape S, Part part = Part::whole> void low_combine(const LowCombine
         for (u32 peer = 0; peer < S.ranks; ++peer)
             if (!same_answer<S>(a, wanted, peer)) return;
         Track page;
-        Diary diary(Solo{}, page, true, profiled_now());
+        Diary diary(Solo{}, page, true);
         for (u32 token = 0; token < a.tokens; ++token, diary.worked())
             if (!sum_token<S>(a, wanted, token)) return;
         diary.ended(Solo{}, a.tracks, Phase::combine, wanted, 2, 1, profiled_now());

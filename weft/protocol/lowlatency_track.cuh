@@ -28,21 +28,22 @@ WEFT_FN u64 profiled_now() {
 
 // A team's own times. All are kept in memory of the team and leave it once, at the end: to add up
 // in the rank's memory costs a trip for each row. Without WEFT_PROFILE nothing of it is left.
-// page: memory of the team, for one track. start_ns: of the team's first lane. It is not looked at
-// before the end, so nobody waits for the clock.
+// page: memory of the team, for one track. start_ns: the rank's clock, where the first lane has
+// just read it.
 class Diary {
   public:
     template <class Team>
-    WEFT_FN Diary(const Team& team, Track& page, bool keeps, u64 start_ns)
-        : page(page), start_ns(start_ns) {
+    WEFT_FN Diary(const Team& team, Track& page, bool keeps, u64 start_ns = 0) : page(page) {
         if constexpr (WEFT_PROFILE) {
             kept = keeps;
             if (!kept) return;
-            start = ticks();
             for (u32 i = team.lane(); i < track_words; i += team.lanes())
                 reinterpret_cast<u64*>(&page)[i] = 0;
             team.meet_publishers();
             writes = team.lane() == 0;
+            if (!writes) return;
+            page.start_ns = start_ns != 0 ? start_ns : now_ns();
+            start = ticks();
         }
     }
     WEFT_FN void granted() {
@@ -75,7 +76,6 @@ class Diary {
             if (writes) {
                 page.epoch = epoch;
                 page.ended = since(start);
-                page.start_ns = start_ns;
                 page.end_ns = end_ns;
                 page.phase = u16(phase);
                 page.role = u16(role);
@@ -94,7 +94,7 @@ class Diary {
     WEFT_FN static u32 since(u64 from) { return bounded(ticks() - from); }
 
     Track& page;
-    u64 start_ns, start = 0;
+    u64 start = 0;
     bool kept = false, writes = false;
 };
 
