@@ -25,6 +25,9 @@ struct uint4 {
 struct uint2 {
     unsigned x, y;
 };
+struct float4 {
+    float x, y, z, w;
+};
 struct Index {
     unsigned x, y, z;
 };
@@ -44,6 +47,15 @@ struct Warp {
     unsigned arrived = 0, phase = 0, lanes = 0;
 };
 
+// What a thread waits for: it need not run while still(at, from).
+struct Watch {
+    bool (*still)(const void* at, unsigned from) = nullptr;
+    const void* at = nullptr;
+    unsigned from = 0;
+
+    bool blocks() const { return still != nullptr && still(at, from); }
+};
+
 struct Cta {
     Index block, grid, size;
     unsigned rank = 0, neighbours = 1, current = 0, running = 0;
@@ -51,6 +63,7 @@ struct Cta {
     ucontext_t scheduler;
     std::vector<ucontext_t> fiber;
     std::vector<bool> done;
+    std::vector<Watch> watch;
     std::vector<unsigned> awaited;  // the phase that each thread's last arrival belongs to
     std::vector<Warp> warp;
     unsigned arrived = 0, phase = 0;
@@ -62,6 +75,15 @@ inline thread_local Cta* cta = nullptr;
 inline thread_local char anchor = 0;
 
 inline void yield() { swapcontext(&cta->fiber[cta->current], &cta->scheduler); }
+
+// Lets the others run until what `at` holds is no longer `from`.
+template <class T> void await_change(const T& at, unsigned from) {
+    Watch& watch = cta->watch[cta->current];
+    watch = {[](const void* place, unsigned old) { return *static_cast<const T*>(place) == old; },
+             &at, from};
+    while (watch.blocks()) yield();
+    watch = {};
+}
 
 inline void enter() {
     Cta& own = *cta;
@@ -79,7 +101,7 @@ inline void meet_warp() {
         warp.arrived = 0;
         ++warp.phase;
     }
-    while (warp.phase == phase) yield();
+    await_change(warp.phase, phase);
 }
 
 // Both verdicts of a CTA's barrier; two sets in turn, because a fast thread may be in the next one.
@@ -94,7 +116,7 @@ inline int meet_cta(bool mine, bool wants_all) {
         own.any[side ^ 1] = 0;
         ++own.phase;
     }
-    while (own.phase == phase) yield();
+    await_change(own.phase, phase);
     return wants_all ? own.all[side] : own.any[side];
 }
 
@@ -108,7 +130,7 @@ inline void arrive_cluster() {
     }
 }
 inline void wait_cluster() {
-    while (cta->cluster->phase == cta->awaited[cta->current]) yield();
+    await_change(cta->cluster->phase, cta->awaited[cta->current]);
 }
 
 // The same place in the shared memory of a neighbour.
@@ -139,12 +161,13 @@ template <class T, class Visit> void survey(T value, Visit visit) {
     meet_warp();
 }
 
-inline void run_cta(Cta& own) {
-    cta = &own;
+// A fiber for each thread, none of which has begun; returns their stacks.
+inline std::unique_ptr<char[]> make_fibers(Cta& own) {
     constexpr std::size_t stack = 128 * 1024;
     std::unique_ptr<char[]> stacks(new char[stack * own.size.x]);
     own.fiber.resize(own.size.x);
     own.done.assign(own.size.x, false);
+    own.watch.assign(own.size.x, {});
     own.awaited.assign(own.size.x, 0);
     own.warp.resize((own.size.x + 31) / 32);
     own.running = own.size.x;
@@ -156,11 +179,21 @@ inline void run_cta(Cta& own) {
         own.fiber[i].uc_link = &own.scheduler;
         makecontext(&own.fiber[i], enter, 0);
     }
+    return stacks;
+}
+
+// Lets one thread of a CTA run until it waits.
+inline void resume(Cta& own, unsigned thread) {
+    own.current = thread;
+    swapcontext(&own.scheduler, &own.fiber[thread]);
+}
+
+inline void run_cta(Cta& own) {
+    cta = &own;
+    const std::unique_ptr<char[]> stacks = make_fibers(own);
     while (own.running != 0) {
         for (unsigned i = 0; i < own.size.x; ++i) {
-            if (own.done[i]) continue;
-            own.current = i;
-            swapcontext(&own.scheduler, &own.fiber[i]);
+            if (!own.done[i] && !own.watch[i].blocks()) resume(own, i);
         }
         sched_yield();
     }
@@ -251,5 +284,9 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __expf(float x) { return std::exp(x); }
+inline long long max(long long a, long long b) { return a > b ? a : b; }
+inline long long min(long long a, long long b) { return a < b ? a : b; }
 inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }

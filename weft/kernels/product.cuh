@@ -41,6 +41,9 @@ WEFT_FN void load_tiles(const ProductArgs& a, ProductShared<P>& s, u8* stages, u
                                  tile.first + r, full, wanted_again);
         }
     }
+    // The neighbour's last arrivals are here: it would not wait for them, and this CTA's end would
+    // take the barriers away under them.
+    for (u32 i = 0; i < P.stages; ++i, ring.next()) s.empty[ring.at].await(ring.parity ^ 1);
 }
 
 // The scales of four steps from `at` on. Vectors where the layout has them side by side.

@@ -1,0 +1,162 @@
+"""The grouped product for Hopper compiled for a CPU, in the place of the reference."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.kernels.emulate import build_library, emulated_tree, replace_bodies
+from weft.gemm import WgmmaPlan, hopper
+from weft.gemm.hopper_source import THREADS
+from weft.gemm.request import Request
+
+HERE = Path(__file__).parents[1] / "kernels"
+SHARED = "extern __shared__ __align__(1024) u8 memory[];"
+MAP = "reinterpret_cast<const emulated::Map&>(map)"
+FENCED = "emulated::machine->mine().fenced[emulated::cta->current] = true;"
+ORDERED = "emulated::machine->mine().ordered[emulated::cta->current] = true;"
+BODIES = {
+    "bulk.cuh": {
+        "void init(u32 count)": "emulated::make_barrier(&word, count);",
+        "void arrive()": "emulated::arrive(&word);",
+        "void expect(u32 bytes)": "emulated::arrive(&word, bytes);",
+        "void await(u32 parity)": "emulated::await(&word, parity);",
+        "void fence_for_bulk()": FENCED,
+    },
+    "tensor_copy.cuh": {
+        "void load_box(void* to, const TensorMap& map, u32 x, u32 y, Arrival& arrival, u64 hint)": (
+            f"emulated::load_box(1u << emulated::cta->rank, to, {MAP}, {{i32(x), i32(y)}}, "
+            "&arrival.word);"
+        ),
+        "void load_box_for(u16 ctas, void* to, const TensorMap& map, u32 x, u32 y, "
+        "Arrival& arrival,\n                          u64 hint)": (
+            f"emulated::load_box(ctas, to, {MAP}, {{i32(x), i32(y)}}, &arrival.word);"
+        ),
+        "void load_box5(void* to, const TensorMap& map, u32 x, u32 y, u32 z, Arrival& arrival,\n"
+        "                       u64 hint)": (
+            f"emulated::load_box(1u << emulated::cta->rank, to, {MAP}, "
+            "{i32(x), 0, 0, i32(y), i32(z)}, &arrival.word);"
+        ),
+        "void arrive_at(u32 cta, Arrival& arrival)": "emulated::arrive_at(cta, &arrival.word);",
+        "void send_word(u32 cta, u32* at, u32 value, Arrival& arrival)": (
+            "emulated::send_word(cta, at, value, &arrival.word);"
+        ),
+        "void meet_cluster()": "emulated::arrive_cluster(); emulated::wait_cluster();",
+        "void publish_arrivals()": "emulated::machine->mine().published = 1;",
+    },
+    "wgmma.cuh": {
+        "void begin_products()": ORDERED,
+        "void commit_products()": "emulated::commit();",
+        "void await_products()": "emulated::settle_groups();",
+        "void settle_products(float (&sum)[N])": "(void)sum;",
+        "void give_registers()": "",
+        "void take_registers()": "",
+        "void store_transposed(void* at, u32 a, u32 b, u32 c, u32 d)": (
+            "emulated::store_matrices(at, true, {a, b, c, d});"
+        ),
+        "void store_blocks(void* at, u32 a, u32 b, u32 c, u32 d)": (
+            "emulated::store_matrices(at, false, {a, b, c, d});"
+        ),
+        "float divide_full(float x, float y)": "return x / y;",
+        "void meet(u32 id, u32 threads)": "emulated::meet(id, threads);",
+    },
+}
+UNUSED = {  # of the engine that few SMs have: nobody calls them here
+    "void bulk_load(void* to, const void* from, u32 bytes, Arrival& arrival)": "",
+    "void bulk_store(void* to, const void* from, u32 bytes)": "",
+    "void bulk_commit()": "",
+    "void bulk_wait_read()": "",
+    "void bulk_wait_written()": "",
+    "void fence_shared_for_bulk()": "",
+}
+MULTIPLY = """\
+template <weft::u32 N>
+void weft::multiply(float (&sum)[N / 2], u64 a, u64 b, bool add) {
+    emulated::multiply(sum, N, a, b, add);
+}
+"""
+RULES = ("deadlock", "gone", "unmade", "overrun", "misaligned", "unordered", "unlike", "unknown")
+RULES += ("outside",)
+LATE, AT_ONCE, AT_ANY_TIME = range(3)  # when what is on its way lands
+DOOR = """\
+extern "C" __attribute__((visibility("default"))) void product_{i}(
+    const weft::ProductArgs* a, unsigned ctas, unsigned seed, unsigned policy, unsigned* broken) {{
+    constexpr weft::Product P = {literal};
+    emulated::launch_pairs(ctas, {threads}, weft::product_shared_bytes<P>(), seed,
+                           emulated::Policy(policy), broken, [a] {{ weft::product<P>(*a); }});
+}}
+"""
+
+
+def compile_products(
+    kinds: Iterable[hopper.Kind], folder: Path, old: str = "", new: str = "", count: int = 1
+) -> Path:
+    """The shared library of some kinds of product.
+
+    old, new: a text of the kernel, there `count` times, and what it becomes: a mutation.
+    """
+    root = emulated_tree(folder)
+    for name, bodies in (BODIES | {"bulk.cuh": BODIES["bulk.cuh"] | UNUSED}).items():
+        replace_bodies(root / "weft/kernels" / name, bodies)
+    path = root / "weft/kernels/product.cuh"
+    text = path.read_text()
+    assert SHARED in text
+    path.write_text(text.replace(SHARED, "u8* const memory = emulated::dynamic_shared();"))
+    if old:
+        _mutate(root / "weft/kernels", old, new, count)
+    doors = "".join(
+        DOOR.format(i=i, literal=kind.literal, threads=THREADS) for i, kind in enumerate(kinds)
+    )
+    emulator = "".join((HERE / f"{name}.hpp").read_text() for name in ("cluster", "tensor"))
+    includes = "#include <weft/kernels/wgmma.cuh>\n", "#include <weft/kernels/product.cuh>\n"
+    return build_library(root, f"{emulator}{includes[0]}{MULTIPLY}{includes[1]}{doors}")
+
+
+def _mutate(kernels: Path, old: str, new: str, count: int) -> None:
+    found = 0
+    for path in sorted(kernels.glob("*.cuh")):
+        text = path.read_text()
+        found += text.count(old)
+        path.write_text(text.replace(old, new))
+    assert found == count, f"the kernel has {old!r} {found} times"
+
+
+@dataclass
+class EmulatedProducts:
+    """Kinds of product that stand for the reference on a GPU of `sms`; keeps broken rules."""
+
+    library: ctypes.CDLL
+    kinds: tuple[hopper.Kind, ...]
+    seed: int = 1
+    policy: int = LATE
+    sms: int = 4
+
+    def compute(self, request: Request, plan: WgmmaPlan) -> None:
+        """Run one product to its end. Asserts that no rule was broken."""
+        assert isinstance(plan, WgmmaPlan)
+        rows, experts = len(request.a), len(request.b)
+        clusters = plan.max_row_blocks(rows, experts) * (request.b.shape[1] // hopper.PAIR)
+        args, broken = hopper._arguments(request), (ctypes.c_uint32 * len(RULES))()
+        number = self.kinds.index(hopper.Kind.of(request, plan))
+        getattr(self.library, f"product_{number}")(
+            ctypes.byref(args), min(self.sms // 2, clusters) * 2, self.seed, self.policy, broken
+        )
+        assert not any(broken), {r: n for r, n in zip(RULES, broken, strict=True) if n}
+
+
+def tensor_map(
+    address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> tuple[int, ...]:
+    """What tensor.hpp reads; asserts what the driver would insist on."""
+    assert address % 16 == 0
+    assert len(strides) == len(sizes) - 1 == len(box) - 1
+    assert all(stride % 16 == 0 and stride < 2**40 for stride in strides)
+    assert box[0] == 128
+    assert all(0 < edge <= 256 for edge in box)
+    assert all(0 < size <= 2**32 for size in sizes)
+    words = [address, len(sizes)]
+    for values, room in ((sizes, 5), (strides, 4), (box, 5)):
+        words += [*values, *(0,) * (room - len(values))]
+    return tuple(words)

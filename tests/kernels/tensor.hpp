@@ -1,0 +1,125 @@
+// Hopper's tensor cores and its copy engine's boxes on a CPU, for cluster.hpp: operands are found by
+// their descriptors, and read when the product is waited for.
+#pragma once
+
+namespace emulated {
+
+// As tests/gemm/emulate.py encodes it.
+struct Map {
+    unsigned long long address, rank, sizes[5], strides[4], box[5];
+};
+
+// A box lands in every CTA of `ctas` by itself; what lies outside of the tensor is zero.
+inline void load_box(unsigned ctas, void* to, const Map& map, std::vector<long long> from,
+                     const void* barrier) {
+    Core& own = machine->mine();
+    machine->check(map.rank == from.size(), unknown);
+    machine->check(own.fenced[cta->current], unordered);
+    machine->check(address(to) % 1024 == 0, misaligned);
+    std::vector<Byte> data;
+    std::vector<unsigned long long> at(map.rank, 0);
+    for (bool more = true; more;) {
+        const char* place = reinterpret_cast<const char*>(map.address) + from[0];
+        bool inside = from[0] >= 0 && from[0] + map.box[0] <= map.sizes[0];
+        for (unsigned d = 1; d < map.rank; ++d) {
+            const long long x = from[d] + (long long)at[d];
+            inside = inside && x >= 0 && x < (long long)map.sizes[d];
+            place += x * (long long)map.strides[d - 1];
+        }
+        data.resize(data.size() + map.box[0]);
+        if (inside) std::memcpy(data.data() + data.size() - map.box[0], place, map.box[0]);
+        more = false;
+        for (unsigned d = 1; d < map.rank && !more; ++d) {
+            more = ++at[d] < map.box[d];
+            if (!more) at[d] = 0;
+        }
+    }
+    for (unsigned rank = 0; rank < 2; ++rank)
+        if (ctas >> rank & 1)
+            machine->send({rank, address(to), data, true, false, address(barrier)});
+}
+
+// The 32 numbers of one row of a tile.
+inline void read_row(unsigned long long tile, unsigned row, float (&to)[32]) {
+    static const std::vector<float> numbers = [] {
+        std::vector<float> all;
+        for (unsigned i = 0; i < 256; ++i) all.push_back(weft::from_e4m3(weft::u8(i)));
+        return all;
+    }();
+    const unsigned start = unsigned(tile & 0x3fff) * 16, blocks = unsigned(tile >> 32 & 0x3fff) * 16;
+    const unsigned at = start + row / 8 * blocks + row % 8 * 128;
+    for (unsigned k = 0; k < 32; k += 16) {
+        const unsigned there = (at + k) ^ (at + k >> 7 & 7) << 4;
+        const Byte* from = machine->at(cta->rank, there);
+        for (unsigned i = 0; i < 16; ++i) to[k + i] = numbers[from[i]];
+    }
+}
+
+// One wgmma; its sums are whatever they are until somebody waits.
+inline void multiply(float* sum, unsigned columns, unsigned long long a, unsigned long long b,
+                     bool add) {
+    Core& own = machine->mine();
+    const unsigned thread = cta->current, group = thread / 128, n = own.issued[thread]++;
+    machine->check(own.ordered[thread], unordered);
+    machine->check(a >> 49 == 1ull << 13 && b >> 49 == 1ull << 13, unknown);
+    const Operation operation{sum, a, b, columns, add, false};
+    if (n == own.issues[group].size()) own.issues[group].push_back(operation);
+    const Operation& other = own.issues[group][n];
+    machine->check(other.a == a && other.b == b && other.columns == columns && other.add == add,
+                   unlike);
+    if (!add)
+        for (unsigned i = 0; i < columns / 2; ++i) sum[i] = __uint_as_float(0x7fc00000);
+    own.operations[thread].push_back(operation);
+}
+
+// This thread's sums of one product: two rows of it, and two columns of each eight.
+inline void compute(const Operation& operation) {
+    const unsigned lane = cta->current % 32, first = cta->current / 32 % 4 * 16 + lane / 4;
+    float a[2][32], b[32];
+    for (unsigned i = 0; i < 2; ++i) read_row(operation.a, first + 8 * i, a[i]);
+    for (unsigned c = 0; c < operation.columns / 4; ++c) {
+        read_row(operation.b, c / 2 * 8 + lane % 4 * 2 + c % 2, b);
+        for (unsigned i = 0; i < 2; ++i) {
+            float& sum = operation.sum[c / 2 * 4 + i * 2 + c % 2];
+            float total = operation.add ? sum : 0.0f;
+            for (unsigned k = 0; k < 32; ++k) total += a[i][k] * b[k];
+            sum = total;
+        }
+    }
+}
+
+inline void commit() {
+    for (Operation& operation : machine->mine().operations[cta->current])
+        operation.committed = true;
+}
+// All that were committed; a warp waits as one.
+inline void settle_groups() {
+    std::vector<Operation>& open = machine->mine().operations[cta->current];
+    meet_warp();
+    std::vector<Operation> left;
+    for (const Operation& operation : open)
+        if (operation.committed)
+            compute(operation);
+        else
+            left.push_back(operation);
+    open = std::move(left);
+    machine->mine().ordered[cta->current] = false;
+    meet_warp();
+}
+
+// stmatrix: each lane gives the address of a row, and holds two neighbours of each block.
+inline void store_matrices(void* at, bool transposed, const unsigned (&halves)[4]) {
+    void* row[32];
+    machine->check(address(at) % 16 == 0, misaligned);
+    survey(at, [&](unsigned lane, void* theirs) { row[lane] = theirs; });
+    const unsigned lane = cta->current % 32;
+    for (unsigned i = 0; i < 4; ++i)
+        for (unsigned t = 0; t < 2; ++t) {
+            const unsigned r = lane / 4, c = lane % 4 * 2 + t;
+            const unsigned short half = (unsigned short)(halves[i] >> 16 * t);
+            char* to = static_cast<char*>(row[8 * i + (transposed ? c : r)]);
+            std::memcpy(to + 2 * (transposed ? r : c), &half, sizeof half);
+        }
+}
+
+}  // namespace emulated
