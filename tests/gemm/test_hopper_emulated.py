@@ -1,0 +1,219 @@
+"""Hopper's product on a CPU: clusters, copies, tensor cores and barriers, in orders drawn by chance.
+
+The tensor cores' last bits are theirs; those that the GPU tests compare are not looked at here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.gemm.cases import SENTINEL, Case, Made, Output, gated
+from tests.gemm.emulate import (
+    AT_ANY_TIME,
+    AT_ONCE,
+    LATE,
+    EmulatedProducts,
+    compile_products,
+    tensor_map,
+)
+from weft.gemm import STORE, Gated, GatedQuant, Push, WgmmaPlan, hopper, reference
+from weft.gemm.hopper import Kind
+
+# Odd steps of k, scales as vectors and one by one, rows up to the last of the tensor.
+CASES = {
+    "contiguous": Case(counts=(5, 0, 130, 1, 64), n=512, k=384),
+    "masked": Case(counts=(17, 0, 3, 129), n=512, k=128, masked=True),
+    "packed": Case(counts=(3, 1, 7, 0, 200), align=1, slack=0, n=256, k=512),
+    "nobody": Case(counts=(0, 0, 0), n=256, k=128),
+    "k-major": Case(counts=(40, 9), k_major=True, n=256, k=512),
+    "k-major, masked": Case(counts=(40, 9), k_major=True, masked=True, n=256, k=512),
+    "many experts": Case(counts=tuple(e % 5 for e in range(70)), n=256, k=128),
+    "tall": Case(counts=(97, 112, 128, 129, 192, 256, 224, 257), n=256, k=640),
+}
+HEIGHTS = {"contiguous": (32, 64, 256), "tall": (96, 128, 192, 256), "packed": (32, 256)}
+FEW = (32, 128)
+EPILOGUES = {"store": STORE, "gated": GatedQuant(), "limited": GatedQuant(1.702, 1.0, 0.7)}
+
+
+def heights(name: str) -> tuple[int, ...]:
+    return HEIGHTS.get(name, FEW)
+
+
+def all_kinds() -> Iterator[Kind]:
+    for name, case in CASES.items():
+        for rows in heights(name):
+            sizes = (len(case.counts), case.n, case.k, WgmmaPlan(rows))
+            yield Kind(*sizes, "store")
+            yield Kind(*sizes, "gated_fp8")
+            if name == "contiguous":
+                yield Kind(*sizes, "push", "bf16")
+                yield Kind(*sizes, "push", "fp16")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> EmulatedProducts:
+    kinds = tuple(dict.fromkeys(all_kinds()))
+    folder = tmp_path_factory.mktemp("products") / "tree"
+    return EmulatedProducts(ctypes.CDLL(str(compile_products(kinds, folder))), kinds)
+
+
+@pytest.fixture
+def products(library: EmulatedProducts, monkeypatch: pytest.MonkeyPatch) -> EmulatedProducts:
+    """Calls with a WgmmaPlan and tensors of the CPU are emulated."""
+    mine = replace(library)
+    monkeypatch.setattr(reference, "compute", mine.compute)
+    monkeypatch.setattr(hopper, "tensor_map", tensor_map)
+    return mine
+
+
+def same_bits(ours: Output, theirs: Output) -> bool:
+    pairs = [(ours.numbers, theirs.numbers)]
+    if ours.scales is not None and theirs.scales is not None:
+        pairs.append((ours.scales, theirs.scales))
+    return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in pairs)
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("name", CASES)
+def test_rows_are_those_of_the_oracle(products: EmulatedProducts, name: str, epilogue: str):
+    made, how = CASES[name].make(), EPILOGUES[epilogue]
+    wanted, tolerance = made.product(), 2.0**-7
+    if isinstance(how, Gated):
+        wanted, tolerance = gated(how, wanted), 0.08
+    for products.seed, rows in enumerate(heights(name)):
+        products.policy = (products.seed + len(epilogue)) % 3
+        made.call(how, WgmmaPlan(rows)).agrees(wanted, tolerance)
+
+
+def in_integers(case: Case) -> Made:
+    """Operands whose products are exact in fp32, in any order of sums."""
+    made, seed = case.make(), torch.Generator().manual_seed(3)
+    live = case.live().view(made.a.shape[:-1])
+
+    def draw(like: torch.Tensor) -> torch.Tensor:
+        return torch.randint(-3, 4, like.shape, generator=seed).to(like.dtype)
+
+    a = made.a.clone()
+    a[live] = draw(made.a)[live]
+    for name in ("a_scale", "b_scale"):
+        powers = torch.exp2(torch.randint(-3, 1, made.given[name].shape, generator=seed).float())
+        kept = made.given[name].isnan()
+        made.given[name].copy_(torch.where(kept, torch.nan, powers))
+    return replace(made, a=a, b=draw(made.b))
+
+
+@pytest.mark.parametrize("policy", [LATE, AT_ONCE, AT_ANY_TIME])
+@pytest.mark.parametrize("name", ["contiguous", "masked", "tall"])
+def test_integers_are_exact(products: EmulatedProducts, name: str, policy: int):
+    case = CASES[name]
+    made, live = in_integers(case), case.live()
+    wanted = made.product()[live].to(torch.bfloat16)
+    products.policy = policy
+    for rows in heights(name):
+        got = made.call(STORE, WgmmaPlan(rows)).numbers.reshape(case.rows, -1)
+        assert torch.equal(got[live], wanted)
+        assert bool((got[~live] == SENTINEL).all())
+
+
+@pytest.mark.parametrize("epilogue", ["store", "gated"])
+def test_no_order_changes_a_bit(products: EmulatedProducts, epilogue: str):
+    """One cluster makes narrow and tall tiles in turn, or several share them."""
+    made, how, plan = CASES["contiguous"].make(), EPILOGUES[epilogue], WgmmaPlan(256)
+    first = made.call(how, plan)
+    for seed in range(9):
+        products.seed, products.policy, products.sms = seed, seed % 3, (2, 4, 12)[seed // 3]
+        assert same_bits(made.call(how, plan), first), seed
+
+
+@pytest.mark.parametrize("rows", HEIGHTS["contiguous"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_go_home_or_nowhere(products: EmulatedProducts, rows: int, dtype: torch.dtype):
+    case = CASES["contiguous"]
+    made, plan = case.make(), WgmmaPlan(rows)
+    whole = made.call(STORE, plan).numbers.reshape(case.rows, case.n)
+    order = torch.randperm(case.rows, generator=torch.Generator().manual_seed(1))
+    for policy in (LATE, AT_ANY_TIME):
+        products.policy = policy
+        there = torch.full((case.rows, case.n), SENTINEL, dtype=dtype)
+        home = there.data_ptr() + order * (case.n * 2)
+        nowhere = torch.arange(case.rows) % 7 == 3
+        home[nowhere] = 0
+        made.call(Push(home, dtype), plan)
+        live, stored = case.live() & ~nowhere, there[order]
+        spread = {"rtol": 2.0**-7, "atol": 0.02} if dtype == torch.float16 else {}
+        torch.testing.assert_close(stored[live].float(), whole[live].float(), **spread)
+        assert dtype == torch.float16 or torch.equal(stored[live], whole[live])
+        assert bool((stored[~live] == SENTINEL).all())
+
+
+@pytest.mark.parametrize("rows", [32, 256])
+def test_counts_and_starts_that_lie_touch_no_row_of_others(products: EmulatedProducts, rows: int):
+    """Counts below zero and beyond the rows, starts outside: as many rows as there are, or none."""
+    case, plan = CASES["contiguous"], WgmmaPlan(rows)
+    made, starts, total = case.make(), case.starts, case.rows
+    honest = made.call(plan=plan).numbers
+    lying = with_given(made, counts=[-5, 7, 2**31 - 1, 1, 30], offsets=[*starts[:3], -7, total])
+    got = lying.call(plan=plan).numbers
+    assert bool((got[: starts[2]] == SENTINEL).all())
+    assert torch.equal(got[starts[2] :][:130], honest[starts[2] :][:130])
+    starts = [total, total + 9, 2**30, -(2**31), 2**31 - 1]
+    beyond = with_given(made, counts=[40, 9, 20, 30, 2**31 - 1], offsets=starts)
+    assert bool((beyond.call(plan=plan).numbers == SENTINEL).all())
+
+
+def with_given(made: Made, **numbers: list[int]) -> Made:
+    changed = {name: torch.tensor(value, dtype=torch.int32) for name, value in numbers.items()}
+    return replace(made, given=made.given | changed)
+
+
+def test_damage_stays_in_its_row(products: EmulatedProducts):
+    made, plan = CASES["tall"].make(), WgmmaPlan(256)
+    clean = made.call(GatedQuant(), plan)
+    made.given["a_scale"][5, 1] = torch.nan
+    made.given["a_scale"][700, 0] = torch.inf
+    got = made.call(GatedQuant(), plan)
+    assert got.scales is not None
+    assert clean.scales is not None
+    assert bool(got.scales[[5, 700]].isnan().all())
+    got.scales[[5, 700]], got.numbers[[5, 700]] = clean.scales[[5, 700]], clean.numbers[[5, 700]]
+    assert same_bits(got, clean)
+
+
+def at_the_brink(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy whose last byte is the last that may be touched: the page behind it is closed."""
+    size = tensor.numel() * tensor.element_size()
+    pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    room = mmap.mmap(-1, pages + mmap.PAGESIZE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mprotect(ctypes.c_void_p(start + pages), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    bytes_ = torch.frombuffer(room, dtype=torch.uint8, count=size, offset=pages - size)
+    copy = bytes_.view(tensor.dtype).view(tensor.shape)
+    copy.copy_(tensor)
+    return copy
+
+
+@pytest.mark.parametrize("epilogue", ["store", "gated"])
+@pytest.mark.parametrize("name", ["contiguous", "packed"])
+def test_nothing_is_touched_behind_its_end(products: EmulatedProducts, name: str, epilogue: str):
+    case, how = CASES[name], EPILOGUES[epilogue]
+    made = case.make()
+    made = replace(
+        made,
+        a=at_the_brink(made.a),
+        b=at_the_brink(made.b),
+        given={name: at_the_brink(tensor) for name, tensor in made.given.items()},
+    )
+    for rows in heights(name):
+        whole = made.call(how, WgmmaPlan(rows))
+        numbers, out = at_the_brink(whole.numbers), None
+        if whole.scales is not None:
+            out = numbers, at_the_brink(whole.scales)
+        made.call(how, WgmmaPlan(rows), out=numbers if out is None else out)
+        assert torch.equal(numbers.view(torch.uint8), whole.numbers.view(torch.uint8))
