@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ BODIES = {
         "void await(u32 parity)": "emulated::await(&word, parity);",
         "void fence_for_bulk()": FENCED,
     },
+    "copy.cuh": {"void store(uint4* at, uint4 v)": "emulated::store_vector(at, v);"},
     "tensor_copy.cuh": {
         "void load_box(void* to, const TensorMap& map, u32 x, u32 y, Arrival& arrival, u64 hint)": (
             f"emulated::load_box(1u << emulated::cta->rank, to, {MAP}, {{i32(x), i32(y)}}, "
@@ -91,11 +92,11 @@ extern "C" __attribute__((visibility("default"))) void product_{i}(
 
 
 def compile_products(
-    kinds: Iterable[hopper.Kind], folder: Path, old: str = "", new: str = "", count: int = 1
+    kinds: Iterable[hopper.Kind], folder: Path, mutation: Mapping[str, str] | None = None
 ) -> Path:
     """The shared library of some kinds of product.
 
-    old, new: a text of the kernel, there `count` times, and what it becomes: a mutation.
+    mutation: texts of the kernel, and what they become, wherever they stand in it.
     """
     root = emulated_tree(folder)
     for name, bodies in (BODIES | {"bulk.cuh": BODIES["bulk.cuh"] | UNUSED}).items():
@@ -104,8 +105,8 @@ def compile_products(
     text = path.read_text()
     assert SHARED in text
     path.write_text(text.replace(SHARED, "u8* const memory = emulated::dynamic_shared();"))
-    if old:
-        _mutate(root / "weft/kernels", old, new, count)
+    for old, new in (mutation or {}).items():
+        _mutate(root / "weft/kernels", old, new)
     doors = "".join(
         DOOR.format(i=i, literal=kind.literal, threads=THREADS) for i, kind in enumerate(kinds)
     )
@@ -114,13 +115,12 @@ def compile_products(
     return build_library(root, f"{emulator}{includes[0]}{MULTIPLY}{includes[1]}{doors}")
 
 
-def _mutate(kernels: Path, old: str, new: str, count: int) -> None:
-    found = 0
-    for path in sorted(kernels.glob("*.cuh")):
-        text = path.read_text()
-        found += text.count(old)
+def _mutate(kernels: Path, old: str, new: str) -> None:
+    texts = {path: path.read_text() for path in kernels.glob("product*.cuh")}
+    texts[kernels / "wgmma.cuh"] = (kernels / "wgmma.cuh").read_text()
+    assert any(old in text for text in texts.values()), f"the kernel has no {old!r}"
+    for path, text in texts.items():
         path.write_text(text.replace(old, new))
-    assert found == count, f"the kernel has {old!r} {found} times"
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Hopper's product on a CPU: clusters, copies, tensor cores and barriers, in orders drawn by chance.
+"""Hopper's product on a CPU: clusters, copies, tensor cores and barriers, in orders by chance.
 
 The tensor cores' last bits are theirs; those that the GPU tests compare are not looked at here.
 """
@@ -34,7 +34,7 @@ CASES = {
     "k-major": Case(counts=(40, 9), k_major=True, n=256, k=512),
     "k-major, masked": Case(counts=(40, 9), k_major=True, masked=True, n=256, k=512),
     "many experts": Case(counts=tuple(e % 5 for e in range(70)), n=256, k=128),
-    "tall": Case(counts=(97, 112, 128, 129, 192, 256, 224, 257), n=256, k=640),
+    "tall": Case(counts=(97, 128, 129, 192, 257), n=256, k=640),
 }
 HEIGHTS = {"contiguous": (32, 64, 256), "tall": (96, 128, 192, 256), "packed": (32, 256)}
 FEW = (32, 128)
@@ -61,6 +61,15 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> EmulatedProducts:
     kinds = tuple(dict.fromkeys(all_kinds()))
     folder = tmp_path_factory.mktemp("products") / "tree"
     return EmulatedProducts(ctypes.CDLL(str(compile_products(kinds, folder))), kinds)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Torch's threads would spin beside the emulator's one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -176,12 +185,12 @@ def test_damage_stays_in_its_row(products: EmulatedProducts):
     made, plan = CASES["tall"].make(), WgmmaPlan(256)
     clean = made.call(GatedQuant(), plan)
     made.given["a_scale"][5, 1] = torch.nan
-    made.given["a_scale"][700, 0] = torch.inf
+    made.given["a_scale"][500, 0] = torch.inf
     got = made.call(GatedQuant(), plan)
     assert got.scales is not None
     assert clean.scales is not None
-    assert bool(got.scales[[5, 700]].isnan().all())
-    got.scales[[5, 700]], got.numbers[[5, 700]] = clean.scales[[5, 700]], clean.numbers[[5, 700]]
+    assert bool(got.scales[[5, 500]].isnan().all())
+    got.scales[[5, 500]], got.numbers[[5, 500]] = clean.scales[[5, 500]], clean.numbers[[5, 500]]
     assert same_bits(got, clean)
 
 

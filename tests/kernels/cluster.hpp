@@ -28,7 +28,8 @@ enum Rule : unsigned {
 };
 enum Policy : unsigned { late, at_once, at_any_time, policies };
 
-constexpr unsigned window = 1024, shared_bytes = 227 * 1024;  // where shared memory begins; its size
+constexpr unsigned window = 1024,
+                   shared_bytes = 227 * 1024;  // where shared memory begins; its size
 
 struct Barrier {
     Byte phase, made, count, pending;
@@ -114,10 +115,24 @@ struct Machine {
         settle(b);
     }
 
+    unsigned draw_sloths();
     bool turn(unsigned sloths);
     void run();
 };
 inline thread_local Machine* machine = nullptr;
+
+// Who is slow for a while: nobody, some warps, or a whole CTA. A bit for each warp.
+inline unsigned Machine::draw_sloths() {
+    const unsigned warps = unsigned(core[0].cta.warp.size()), one = (1u << warps) - 1;
+    switch (random() % 4) {
+        case 0:
+            return 0;
+        case 1:
+            return one << random() % 2 * warps;
+        default:
+            return random() & random() & one << warps | random() & random() & one;
+    }
+}
 
 // One turn of every warp that is not slow just now; some lanes of it, in any order. Did one run?
 inline bool Machine::turn(unsigned sloths) {
@@ -142,11 +157,12 @@ inline bool Machine::turn(unsigned sloths) {
 // Until all threads have ended, or all wait in vain.
 inline void Machine::run() {
     unsigned sloths = 0;
+    unsigned long next = 0;
     for (unsigned long turns = 0;; ++turns) {
         unsigned running = 0;
         for (const Core& own : core) running += own.cta.running;
         if (running == 0) break;
-        if (turns % 16 == 0) sloths = random() & random() & (random() % 2 ? ~0u : 0);
+        if (turns >= next) sloths = draw_sloths(), next = turns + (16u << random() % 6);
         const bool ran = turn(sloths);
         const bool may = policy == at_any_time && random() % 4 == 0;
         if (!open.empty() && (may || (!ran && sloths == 0))) {

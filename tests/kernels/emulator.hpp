@@ -129,9 +129,7 @@ inline void arrive_cluster() {
         ++cluster.phase;
     }
 }
-inline void wait_cluster() {
-    await_change(cta->cluster->phase, cta->awaited[cta->current]);
-}
+inline void wait_cluster() { await_change(cta->cluster->phase, cta->awaited[cta->current]); }
 
 // The same place in the shared memory of a neighbour.
 template <class T> T* neighbour(unsigned rank, T* at) {

@@ -1,5 +1,5 @@
-// Hopper's tensor cores and its copy engine's boxes on a CPU, for cluster.hpp: operands are found by
-// their descriptors, and read when the product is waited for.
+// Hopper's tensor cores and its copy engine's boxes on a CPU, for cluster.hpp: operands are found
+// by their descriptors, and read when the product is waited for.
 #pragma once
 
 namespace emulated {
@@ -46,7 +46,8 @@ inline void read_row(unsigned long long tile, unsigned row, float (&to)[32]) {
         for (unsigned i = 0; i < 256; ++i) all.push_back(weft::from_e4m3(weft::u8(i)));
         return all;
     }();
-    const unsigned start = unsigned(tile & 0x3fff) * 16, blocks = unsigned(tile >> 32 & 0x3fff) * 16;
+    const unsigned start = unsigned(tile & 0x3fff) * 16,
+                   blocks = unsigned(tile >> 32 & 0x3fff) * 16;
     const unsigned at = start + row / 8 * blocks + row % 8 * 128;
     for (unsigned k = 0; k < 32; k += 16) {
         const unsigned there = (at + k) ^ (at + k >> 7 & 7) << 4;
@@ -105,6 +106,13 @@ inline void settle_groups() {
     open = std::move(left);
     machine->mine().ordered[cta->current] = false;
     meet_warp();
+}
+
+// To global memory; an address out of shared memory that nobody has written is odd.
+inline void store_vector(uint4* to, uint4 vector) {
+    const bool whole = reinterpret_cast<std::size_t>(to) % 16 == 0;
+    machine->check(whole, misaligned);
+    if (whole) *to = vector;
 }
 
 // stmatrix: each lane gives the address of a row, and holds two neighbours of each block.

@@ -1,0 +1,184 @@
+"""What the emulated cluster notices: a product that is broken on purpose fails, each in its way."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gemm.cases import SENTINEL, Case, Output, gated
+from tests.gemm.emulate import EmulatedProducts, compile_products, tensor_map
+from weft.gemm import STORE, GatedQuant, Push, WgmmaPlan, hopper, reference
+from weft.gemm.hopper import Kind
+
+# Narrow and tall tiles in turn, enough for the ring of stages to go round.
+CASE = Case(counts=(40, 130, 100, 70, 5, 30), n=256, k=384)
+WRONG = "wrong rows"
+GATED = GatedQuant()
+HALF = "half = turn % 2;"
+TOLD = "s.amax_told[half].await(turn / 2 % 2);"
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """Texts of the kernel and what they become; what fails then, a rule or WRONG."""
+
+    texts: dict[str, str]
+    error: str
+    finish: str = "store"
+    rows: int = 256
+
+
+MUTATIONS = {
+    # The ring of stages.
+    "one CTA's warps free a stage": Mutation(
+        {"init(2 * weight_warps)": "init(weight_warps)"}, "overrun"
+    ),
+    "one arrival too few on empty": Mutation(
+        {"init(2 * weight_warps)": "init(2 * weight_warps - 1)"}, "overrun|gone"
+    ),
+    "the neighbour is not told": Mutation(
+        {"if (lane == 1) arrive_at(rank ^ 1, s.empty[at]);": ""}, "deadlock"
+    ),
+    "scales are not awaited": Mutation({"init(1 + scale_warps)": "init(1)"}, "overrun"),
+    "a warp frees a stage that its lanes read": Mutation(
+        {"__syncwarp();\n    if (lane == 0) s.empty": "if (lane == 0) s.empty"}, WRONG
+    ),
+    "a stage is freed before its product is there": Mutation(
+        {
+            "add_narrow<P, N>(sum, part, s.scales[ring.at]);\n        release_stage(s, ring.at, "
+            "rank);": "add_narrow<P, N>(sum, part, s.scales[ring.at]);",
+            "        multiply_step<N>(part": "        release_stage(s, ring.at, rank);\n"
+            "        multiply_step<N>(part",
+        },
+        WRONG,
+    ),
+    "the loader does not wait": Mutation(
+        {
+            "s.empty[ring.at].await(ring.parity ^ 1);\n            full.expect": "full.expect",
+        },
+        f"overrun|deadlock|{WRONG}",
+    ),
+    # The end, and the beginning.
+    "the last arrivals are not awaited": Mutation(
+        {"i < P.stages; ++i, ring.next()) s.empty": "i < 0; ++i, ring.next()) s.empty"}, "gone"
+    ),
+    "CTAs do not meet first": Mutation(
+        {"meet_cluster();  // no CTA arrives": "// no CTA arrives"}, "unmade"
+    ),
+    "barriers are not published": Mutation({"    publish_arrivals();\n": ""}, "unmade"),
+    "the copy engine is not fenced": Mutation({"    fence_for_bulk();  // the": "// the"}, "unord"),
+    "products are not fenced": Mutation({"    begin_products();\n": ""}, "unordered"),
+    "products are not committed": Mutation({"    commit_products();\n": ""}, WRONG),
+    # The exchange of the largest numbers.
+    "one half of what is exchanged": Mutation(
+        {HALF: "half = 0;", TOLD: "s.amax_told[half].await(turn % 2);"}, WRONG, "gated_fp8"
+    ),
+    "expected after the wait": Mutation(
+        {
+            "    if (self == 0) s.amax_told[half].expect(N * sizeof(u32));\n": "",
+            f"{TOLD}\n    if (self < N)": f"{TOLD}\n    if (self == 0) "
+            "s.amax_told[half].expect(N * sizeof(u32));\n    if (self < N)",
+        },
+        "deadlock",
+        "gated_fp8",
+    ),
+    "words of rows that the tile has not": Mutation(
+        {"if (tall_row(b) >= tile.rows || lane % 4 != 0) continue;": "if (lane % 4) continue;"},
+        f"deadlock|{WRONG}",
+        "gated_fp8",
+    ),
+    "one CTA's amax alone": Mutation(
+        {"max(bits, s.amax_there[half][self])": "bits"}, WRONG, "gated_fp8", 64
+    ),
+    "warps do not meet before the amax is read": Mutation(
+        {"note_amax<P, N>(s, sum);\n    meet_multipliers();": "note_amax<P, N>(s, sum);"},
+        WRONG,
+        "gated_fp8",
+        64,
+    ),
+    # What is stored.
+    "chunks are read before they are there": Mutation(
+        {"meet_multipliers();\n        const u32 r = c * chunk": "const u32 r = c * chunk"},
+        WRONG,
+        "store",
+        64,
+    ),
+    "homes are read before they are there": Mutation(
+        {"= home;\n        meet_multipliers();": "= home;"}, f"misaligned|{WRONG}", "push"
+    ),
+    "homes are overwritten while they are read": Mutation(
+        {
+            "Tile& tile, u64 home) {\n    meet_multipliers();\n    if constexpr (P.finish == "
+            "Finish::push)": "Tile& tile, u64 home) {\n    if constexpr (P.finish == Finish::push)"
+        },
+        WRONG,
+        "push",
+    ),
+    "tall chunks are read before they are there": Mutation(
+        {"__syncwarp();\n#pragma unroll\n        for (u32 r": "for (u32 r"}, WRONG
+    ),
+    "gated chunks are overwritten while they are read": Mutation(
+        {"gated_pitch + place);\n    __syncwarp();": "gated_pitch + place);"}, WRONG, "gated_fp8"
+    ),
+    "rows of padding are stored": Mutation(
+        {"r < tile.live ? place_of": "r < tile.rows ? place_of"}, WRONG, "store", 64
+    ),
+    "blocks lie untransposed": Mutation(
+        {"store_transposed(chunk + at": "store_blocks(chunk + at"}, WRONG, "store", 64
+    ),
+    "scales lie in order": Mutation(
+        {"return j / 2 * 16 + q * 4 + j % 2 * 2 + row % 2;": "return row + 0 * (j + q);"}, WRONG
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Torch's threads would spin beside the emulator's one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make(mutation: Mutation, folder: Path, monkeypatch: pytest.MonkeyPatch, seeds: int) -> None:
+    """A product in many orders, compared with the oracle. Raises AssertionError."""
+    monkeypatch.setattr(hopper, "tensor_map", tensor_map)
+    plan = WgmmaPlan(mutation.rows)
+    kinds = (Kind(len(CASE.counts), CASE.n, CASE.k, plan, mutation.finish),)
+    library = ctypes.CDLL(str(compile_products(kinds, folder / "tree", mutation.texts)))
+    made = CASE.make()
+    product = made.product()
+    for seed in range(seeds):
+        products = EmulatedProducts(library, kinds, seed, seed % 3, sms=2)
+        monkeypatch.setattr(reference, "compute", products.compute)
+        if mutation.finish == "gated_fp8":
+            got, wanted, tolerance = made.call(GATED, plan), gated(GATED, product), 0.08
+        elif mutation.finish == "store":
+            got, wanted, tolerance = made.call(STORE, plan), product, 2.0**-7
+        else:
+            there = torch.full((CASE.rows, CASE.n), SENTINEL, dtype=torch.bfloat16)
+            order = torch.arange(CASE.rows).flip(0)
+            made.call(Push(there.data_ptr() + order * CASE.n * 2), plan)
+            got, wanted, tolerance = Output(CASE, there[order]), product, 2.0**-7
+        try:
+            got.agrees(wanted, tolerance)
+        except AssertionError as error:
+            raise AssertionError(WRONG) from error
+
+
+@pytest.mark.parametrize("finish", ["store", "push", "gated_fp8"])
+def test_the_kernel_as_it_is_passes(finish: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    make(Mutation({}, "", finish), tmp_path, monkeypatch, 6)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_broken_kernel_is_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    mutation = MUTATIONS[name]
+    with pytest.raises(AssertionError, match=mutation.error):
+        make(mutation, tmp_path, monkeypatch, 40)
