@@ -78,8 +78,10 @@ void weft::multiply(float (&sum)[N / 2], u64 a, u64 b, bool add) {
     emulated::multiply(sum, N, a, b, add);
 }
 """
-RULES = ("deadlock", "gone", "unmade", "overrun", "misaligned", "unordered", "unlike", "unknown")
-RULES += ("outside",)
+RULES = (
+    *("deadlock", "gone", "unmade", "overrun", "misaligned", "unordered", "unlike", "unknown"),
+    "outside",
+)
 LATE, AT_ONCE, AT_ANY_TIME = range(3)  # when what is on its way lands
 DOOR = """\
 extern "C" __attribute__((visibility("default"))) void product_{i}(

@@ -21,6 +21,9 @@ STALE_PLACE = r"assertion violated.*\bplace\b"
 STALE_TILE = r"assertion violated.*\by\b"
 STALE_OR_STUCK = rf"{STALE_PLACE}|{DEADLOCK}"
 WAITED = r"assertion violated.*\bgranted\b"
+STALE_STAGE = r"assertion violated.*\b(readers|rows|scales)\b"
+STALE_WORD = r"assertion violated.*\bword\b"
+ENDED = r"assertion violated.*\brunning\b"
 LOST_ROW = r"assertion violated.*\b(direct|part|whole)\b|invalid end state"
 
 pytestmark = pytest.mark.skipif(
@@ -155,6 +158,19 @@ VARIANTS = (
         r"invalid end state|violated",
         "allreduce",
     ),
+    # The ring of stages and the exchange of a product's cluster.
+    Variant("product, two CTAs", "", None, "product"),
+    Variant("product, a longer tile", "TILES=1 STEPS=4", None, "product"),
+    Variant("product, its exchange alone", "ALONE TILES=5", None, "product"),
+    Variant("product, its exchange alone, two warps", "ALONE TILES=3 WARPS=2", None, "product"),
+    Variant("product, one arrival too few on empty", "FEW", DEADLOCK, "product"),
+    Variant(
+        "product, the neighbour's warps are not awaited", "TILES=3 DEAF", STALE_STAGE, "product"
+    ),
+    Variant("product, scales are not awaited", "BLIND", STALE_STAGE, "product"),
+    Variant("product, one half is exchanged", "TILES=3 SINGLE", STALE_WORD, "product"),
+    Variant("product, a word is expected too late", "LATE", DEADLOCK, "product"),
+    Variant("product, the last arrivals are not awaited", "HASTY", ENDED, "product"),
 )
 
 
