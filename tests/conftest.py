@@ -1,7 +1,8 @@
-"""One fixture: `ranks(n, device)` runs one body on n ranks, whatever they are made of."""
+"""`ranks(n, device)` runs one body on n ranks of any kind; `weft_command` runs the CLI."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import weft
+from weft import cli
 
 RunRanks = Callable[..., list[Any]]
 
@@ -48,3 +50,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(reason)
+
+
+@pytest.fixture
+def weft_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """`weft_command(*arguments)` -> (exit code, stdout, stderr), in this process."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["weft", *arguments])
+        with pytest.raises(SystemExit) as leaving:
+            cli.main()
+        out, err = capsys.readouterr()
+        return int(leaving.value.code or 0), out, err
+
+    return run

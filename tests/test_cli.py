@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 import torch
 
 import weft
-from weft import cli, cli_options, doctor
+from weft import cli_options, doctor
 from weft.bench import moe, trial
 from weft.errors import RankFailed, WeftError
 
 SIZES = ["--tokens", "1,8", "--hidden", "256", "--top-k", "4", "--experts", "16"]
 SMALL = ["bench", "moe", "--device", "cpu", "--quiet", *SIZES]
-
-
-@pytest.fixture
-def weft_command(monkeypatch, capsys):
-    """`weft_command(*arguments)` -> (exit code, stdout, stderr), in this process."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["weft", *arguments])
-        with pytest.raises(SystemExit) as leaving:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(leaving.value.code or 0), out, err
-
-    return run
 
 
 def test_bench_moe(weft_command, tmp_path):

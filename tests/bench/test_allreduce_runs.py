@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 
 import weft
 from tests.bench.test_allreduce_cases import SMALL
-from weft import cli
 from weft.bench.allreduce import run
 from weft.bench.allreduce_tune import tune, tuning_plan
 from weft.errors import InvalidArgument
@@ -19,20 +17,6 @@ from weft.ops.allreduce_table import Table
 
 EPILOGUES = ("none", "norm", "fp8-static", "fp8-token", "fp8-group")
 SHELL = ("--device", "cpu", "--ranks", "2", "--quiet", "--iters", "3", "--hidden", "64")
-
-
-@pytest.fixture
-def weft_command(monkeypatch, capsys):
-    """`weft_command(*arguments)` -> (exit code, stdout, stderr), in this process."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["weft", *arguments])
-        with pytest.raises(SystemExit) as leaving:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(leaving.value.code or 0), out, err
-
-    return call
 
 
 @pytest.fixture

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 import weft
-from weft import cli
 from weft.bench import layer as bench
 from weft.bench.layer import LayerMeasurement, LayerReport, run
 from weft.bench.layer_cases import LayerSettings
@@ -33,20 +31,6 @@ SETTINGS = LayerSettings(
     seed=1,
 )
 SHELL = ("--device", "cpu", "--ranks", "2", "--quiet", "--iters", "3", "--tokens", "1,6")
-
-
-@pytest.fixture
-def weft_command(monkeypatch, capsys):
-    """`weft_command(*arguments)` -> (exit code, stdout, stderr), in this process."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["weft", *arguments])
-        with pytest.raises(SystemExit) as leaving:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(leaving.value.code or 0), out, err
-
-    return call
 
 
 def by_hand(settings: LayerSettings, gpus: tuple[str, ...] = ()) -> LayerReport:

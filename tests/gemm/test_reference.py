@@ -129,3 +129,14 @@ def test_parts_have_the_bits_of_the_whole(dtype: torch.dtype) -> None:
         Case(dtype=dtype, n=1024, counts=(5, 0, 35)),
         GemmPlan(64, block_depth=64 if dtype != FP8 else 128),
     )
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_no_experts_make_nothing(masked: bool):
+    a = torch.empty((0, 4, 128) if masked else (0, 128), dtype=torch.bfloat16)
+    b = torch.empty((0, 256, 128), dtype=torch.bfloat16)
+    counts = torch.empty(0, dtype=torch.int32)
+    offsets = None if masked else torch.zeros(1, dtype=torch.int32)
+    out = grouped_gemm(a, b, counts=counts, offsets=offsets)
+    assert isinstance(out, torch.Tensor)
+    assert out.shape == ((0, 4, 256) if masked else (0, 256))

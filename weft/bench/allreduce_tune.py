@@ -24,7 +24,7 @@ from weft.bench.allreduce import gpu_names
 from weft.bench.allreduce_cases import ReduceSettings
 from weft.bench.allreduce_trial import ReduceTrial, make_reduce
 from weft.bench.clock import measure_call
-from weft.bench.machine import describe_machine, machine_line
+from weft.bench.machine import describe_machine, measured_on
 from weft.bench.moe import first_problem
 from weft.bench.progress import progress
 from weft.bench.report import us_text, write_text
@@ -106,21 +106,14 @@ def tune(plan: TunePlan, *, quiet: bool = False) -> Tuned:
     )
     if first["problem"] is not None:
         return Tuned(None, first["problem"])
-    machine = first["machine"]
-    names = sorted(set(machine["gpus"]))
-    if len(names) > 1:
-        raise InvalidArgument(
-            f"GPUs of several kinds take part: {', '.join(names)}; a table is of one kind: choose "
-            "them with CUDA_VISIBLE_DEVICES"
-        )
-    date = str(machine["date"])[:10]
+    gpu, date, where = measured_on(first["machine"])
     curves = tuple(Curve(**{**found, "tokens": settings.tokens}) for found in first["curves"])
     table = Table(
-        gpu=names[0] if names else "",
+        gpu=gpu,
         ranks=settings.ranks,
         source=MEASURED,
         date=date,
-        machine=machine_line(machine).removesuffix(f", {date}"),
+        machine=where,
         method=first["method"],
         curves=curves,
     )

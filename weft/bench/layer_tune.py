@@ -16,7 +16,7 @@ from rich.table import Table as Grid
 
 from weft.bench.layer import LayerReport, run
 from weft.bench.layer_cases import LayerSettings
-from weft.bench.machine import machine_line
+from weft.bench.machine import measured_on
 from weft.bench.report import us_text, write_text
 from weft.bench.summary import Spread
 from weft.errors import InvalidArgument
@@ -71,25 +71,19 @@ def table_of(reports: Sequence[LayerReport]) -> LayerTable:
     Raises InvalidArgument where GPUs of several kinds took part.
     """
     first = reports[0]
-    settings, machine = first.settings, first.machine
-    names = sorted(set(machine["gpus"]))
-    if len(names) > 1:
-        raise InvalidArgument(
-            f"GPUs of several kinds take part: {', '.join(names)}; a table is of one kind: choose "
-            "them with CUDA_VISIBLE_DEVICES"
-        )
-    date = str(machine["date"])[:10]
+    settings = first.settings
+    gpu, date, where = measured_on(first.machine)
     methods = dict.fromkeys(each.method for report in reports for each in report.measurements)
     return LayerTable(
         sizes=LayerSizes.of(
             settings.config,
-            gpu=names[0] if names else "",
+            gpu=gpu,
             ranks=settings.ranks,
             fp8=settings.dtype == "fp8",
         ),
         model=settings.model,
         date=date,
-        machine=machine_line(machine).removesuffix(f", {date}"),
+        machine=where,
         method=f"{'; '.join(methods)}, median, slowest rank; routing {settings.routing}",
         curves=tuple(map(curve_of, reports)),
     )

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from weft.errors import InvalidArgument
+
 
 def describe_machine(gpus: list[str]) -> dict[str, Any]:
     """Return names and versions as JSON. gpus: name of each rank's GPU; empty for CPU ranks."""
@@ -37,6 +39,21 @@ def machine_line(machine: dict[str, Any]) -> str:
         driver = f"driver {machine['driver'] or 'unknown'}, CUDA {machine['cuda']}"
         return f"{counted}, {driver}, torch {machine['torch']}, {day}"
     return f"CPU ranks on {machine['cpus']} x {machine['cpu']}, torch {machine['torch']}, {day}"
+
+
+def measured_on(machine: dict[str, Any]) -> tuple[str, str, str]:
+    """(name of the GPU, "" for CPU ranks; date; the rest in words), as tables of times keep them.
+
+    Raises InvalidArgument where GPUs of several kinds took part.
+    """
+    names = sorted(set(machine["gpus"]))
+    if len(names) > 1:
+        raise InvalidArgument(
+            f"GPUs of several kinds take part: {', '.join(names)}; a table is of one kind: choose "
+            "them with CUDA_VISIBLE_DEVICES"
+        )
+    date = str(machine["date"])[:10]
+    return names[0] if names else "", date, machine_line(machine).removesuffix(f", {date}")
 
 
 def driver_version() -> str | None:

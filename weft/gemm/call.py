@@ -136,7 +136,7 @@ def _request(
 
 def _default_plan(request: Request) -> GemmPlan | WgmmaPlan:
     experts, _, k = request.b.shape
-    rows = len(request.a) // experts if request.starts is None else -(-len(request.a) // experts)
+    rows = -(-len(request.a) // max(experts, 1))
     sizes = (experts, rows, request.width, k, request.a.dtype)
     best = fastest_plan(*sizes, gated=request.gated, device=request.a.device)
     if isinstance(best, WgmmaPlan) and lacks(request):

@@ -14,6 +14,7 @@ from weft.gemm.plan import FP8, GemmPlan, plan
 # together 333 us for 357 of GemmPlan's at a mean of 8 rows, 358 for 363 at 32, 376 for 406 at 64,
 # 649 for 670 at 128; slower at 256, where the tensor cores are the limit and not memory.
 MOST_ROWS = 128
+MOST_ROWS_OF_ONE = 512  # FP8Expert there: 77 us for 92 at 512 tokens, 117 for 113 at 1024
 TILES_OF_ONE = 4  # row blocks to aim at with GemmPlan, where one expert must fill many SMs
 FULL = 60  # clusters that nearly fill a GPU of 132 SMs
 
@@ -37,7 +38,7 @@ def fastest_plan(
     """
     fits = dtype == FP8 and n % PAIR == 0 and experts <= MAX_EXPERTS and (gated or out in NUMBERS)
     wgmma = fits and is_hopper(device)
-    if wgmma and experts == 1:
+    if wgmma and experts == 1 and rows_per_expert <= MOST_ROWS_OF_ONE:
         return WgmmaPlan(_rows_of_one(rows_per_expert, n // PAIR))
     if not wgmma or rows_per_expert > MOST_ROWS:
         rows = -(-rows_per_expert // TILES_OF_ONE) if experts == 1 else rows_per_expert

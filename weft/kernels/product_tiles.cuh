@@ -8,8 +8,7 @@ namespace weft {
 enum class Finish : u32 { store, push, gated_fp8 };
 
 constexpr u32 product_threads = 3 * group_threads;  // one warpgroup loads, two multiply
-constexpr u32 tile_columns =
-    128;  // of the product, for one CTA: rows of weights, or of both halves
+constexpr u32 tile_columns = 128;  // of the product, for a CTA: rows of weights, or of both halves
 constexpr u32 pair_columns = 2 * tile_columns;  // for the two CTAs of a cluster
 constexpr u32 depth = 128;                      // columns of k in a step; a block of scales
 constexpr u32 weight_bytes = tile_columns * tile_bytes;
@@ -19,7 +18,7 @@ constexpr u32 row_boxes = 4;
 constexpr u32 row_step = 16;     // a tile has a multiple of so many rows
 constexpr u32 narrow_rows = 96;  // tiles of more are tall: rows are the first operand there
 
-// What specialises the kernel; mirrored by `WgmmaPlan` and the sizes of a call (gemm/wgmma.py).
+// What specialises the kernel: `Kind` in gemm/hopper.py writes it.
 struct Product {
     u32 experts, n, k;  // weights are [experts, n, k]
     u32 most_rows;      // of a tile
@@ -33,7 +32,7 @@ struct Product {
     constexpr bool gated() const { return finish == Finish::gated_fp8; }
 };
 
-// Mirrored by `ProductArgs` in gemm/wgmma_entry.py. Strides are in elements.
+// Mirrored by `ProductArgs` in gemm/hopper_source.py. Strides are in elements.
 struct ProductArgs {
     TensorMap weights_map, rows_map[row_boxes];  // boxes of 8, 16, 32 and 64 rows
     const float *row_scales, *weight_scales;

@@ -87,9 +87,9 @@ def choose(table: LayerTable | None, question: Question) -> LayerChoice:
 def rule_of_thumb(question: Question) -> str:
     """What "auto" takes where nothing near was measured.
 
-    "push" took least at 8 to 512 tokens a rank of DeepSeek-V3 in FP8 on 4 and 2 H200s, but for 2 %
-    at 64 (docs/measuring.md). Beyond that nothing was measured, and places for every choice of a
-    token take much memory.
+    "push" took least at 8 to 512 tokens a rank of DeepSeek-V3 in FP8 on 4 and 2 H200s, or within
+    0.5 % of it (docs/measuring.md). Beyond that nothing was measured, and places for every choice
+    of a token take much memory.
     """
     able = question.able
     if "push" in able and question.exchange == "rank" and question.max_tokens <= MOST_PUSHED:
