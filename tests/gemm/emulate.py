@@ -35,10 +35,10 @@ BODIES = {
         "Arrival& arrival,\n                          u64 hint)": (
             f"emulated::load_box(ctas, to, {MAP}, {{i32(x), i32(y)}}, &arrival.word);"
         ),
-        "void load_box5(void* to, const TensorMap& map, u32 x, u32 y, u32 z, Arrival& arrival,\n"
+        "void load_box4(void* to, const TensorMap& map, u32 x, u32 y, u32 z, Arrival& arrival,\n"
         "                       u64 hint)": (
             f"emulated::load_box(1u << emulated::cta->rank, to, {MAP}, "
-            "{i32(x), 0, 0, i32(y), i32(z)}, &arrival.word);"
+            "{i32(x), i32(y), 0, i32(z)}, &arrival.word);"
         ),
         "void arrive_at(u32 cta, Arrival& arrival)": "emulated::arrive_at(cta, &arrival.word);",
         "void send_word(u32 cta, u32* at, u32 value, Arrival& arrival)": (
@@ -51,14 +51,11 @@ BODIES = {
         "void begin_products()": ORDERED,
         "void commit_products()": "emulated::commit();",
         "void await_products()": "emulated::settle_groups();",
-        "void settle_products(float (&sum)[N])": "(void)sum;",
+        "void await_step(float (&part)[N])": "(void)part;\n    await_products();",
         "void give_registers()": "",
         "void take_registers()": "",
         "void store_transposed(void* at, u32 a, u32 b, u32 c, u32 d)": (
             "emulated::store_matrices(at, true, {a, b, c, d});"
-        ),
-        "void store_blocks(void* at, u32 a, u32 b, u32 c, u32 d)": (
-            "emulated::store_matrices(at, false, {a, b, c, d});"
         ),
         "float divide_full(float x, float y)": "return x / y;",
         "void meet(u32 id, u32 threads)": "emulated::meet(id, threads);",

@@ -13,7 +13,6 @@ import torch
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.gemm.epilogue import GatedQuant, Push
 from weft.gemm.hopper_source import (
-    NARROW_ROWS,
     ROW_BOXES,
     SHARED,
     TABLE,
@@ -28,7 +27,7 @@ from weft.jit import CudaModule, Launcher, current_arch
 from weft.jit.args import decode, verify
 from weft.ops.stream import current_stream
 
-BLOCK_ROWS = (32, 64, 96, 128, 192, 256)
+BLOCK_ROWS = (32, 64, 96, 128, 160, 192)
 PAIR = 2 * COLUMNS  # columns of a cluster's tile
 MAX_EXPERTS = 512
 MAX_STAGES = 10
@@ -41,7 +40,7 @@ NUMBERS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 class WgmmaPlan:
     """Tiles of the product in CUDA for Hopper, FP8 alone: weights are read once for a row block.
 
-    block_rows: most rows of a tile: 32, 64, 96, 128, 192 or 256. An expert with no more rows is one
+    block_rows: most rows of a tile: 32, 64, 96, 128, 160 or 192. An expert with no more rows is one
         tile, padded to a multiple of 16; one with more is cut evenly.
 
     No field changes what it means. Raises InvalidArgument for a number out of its range.
@@ -59,8 +58,8 @@ class WgmmaPlan:
     def stages(self, experts: int) -> int:
         """Steps of k in flight: as many as fit beside what the epilogues need."""
         rows = self.block_rows
-        spare = 10 * 1024 + 512 + 12 * experts + 36 * NARROW_ROWS + 8 * rows  # ProductShared
-        return min(MAX_STAGES, (SHARED_BYTES - spare) // (128 * (COLUMNS + rows) + 4 * rows + 32))
+        spare = 10 * 1024 + 512 + 12 * experts + 28 * rows  # ProductShared
+        return min(MAX_STAGES, (SHARED_BYTES - spare) // (128 * (COLUMNS + rows) + 8 * rows + 32))
 
     def max_row_blocks(self, rows: int, experts: int) -> int:
         """As many row blocks as `rows` rows of `experts` experts can at most make."""
@@ -196,14 +195,13 @@ def _arguments(request: Request) -> ProductArgs:
 
 
 def _weights_map(request: Request) -> tuple[int, ...]:
-    """Boxes of 128 rows of one expert's weights; gated: eight of gate, eight of up, and so on."""
+    """Boxes of 128 rows of one expert's weights; gated: of 64 of gate and the same 64 of up."""
     experts, n, k = request.b.shape
     at = request.b.data_ptr()
     if not request.gated:
         return tensor_map(at, (k, experts * n), (k,), (COLUMNS, COLUMNS))
     half = n // 2
-    sizes, strides = (k, 8, 2, half // 8, experts), (k, half * k, 8 * k, n * k)
-    return tensor_map(at, sizes, strides, (COLUMNS, 8, 2, COLUMNS // 16, 1))
+    return tensor_map(at, (k, half, 2, experts), (k, half * k, n * k), (COLUMNS, 64, 2, 1))
 
 
 def preload(kinds: Iterable[Kind], programmatic: bool) -> None:

@@ -5,8 +5,7 @@
 // columns of weights. One warpgroup loads, steps ahead of two that multiply, over the borders of
 // tiles too: memory never waits for the end of a tile.
 #pragma once
-#include <weft/kernels/product_narrow.cuh>
-#include <weft/kernels/product_tall.cuh>
+#include <weft/kernels/product_sums.cuh>
 
 namespace weft {
 
@@ -27,8 +26,8 @@ WEFT_FN void load_tiles(const ProductArgs& a, ProductShared<P>& s, u8* stages, u
             s.empty[ring.at].await(ring.parity ^ 1);
             full.expect(weight_bytes + tile.rows * tile_bytes);
             if constexpr (P.gated())
-                load_box5(weights, a.weights_map, k * depth, tile.pair * 16 + rank * 8, tile.expert,
-                          full, hint);
+                load_box4(weights, a.weights_map, k * depth,
+                          tile.pair * tile_columns + rank * gated_columns, tile.expert, full, hint);
             else
                 load_box(weights, a.weights_map, k * depth,
                          tile.expert * P.n + tile.pair * pair_columns + rank * tile_columns, full,
@@ -92,9 +91,11 @@ WEFT_FN void load_scales(const ProductArgs& a, ProductShared<P>& s, u32 rank, u3
 #pragma unroll
                 for (u32 i = 0; i < each; ++i) {
                     const u32 r = i * lanes + warp * warp_lanes + lane;
-                    if (r < tile.rows) scales.rows[scale_place(r)] = row[i][n];
+                    if (r >= tile.rows) continue;
+                    scales.rows[0][scale_place(r)] = __fmul_rn(row[i][n], first[n]);
+                    if constexpr (P.gated())
+                        scales.rows[1][scale_place(r)] = __fmul_rn(row[i][n], second[n]);
                 }
-                if (warp == 0 && lane < 2) scales.weights[lane] = lane == 0 ? first[n] : second[n];
                 __syncwarp();
                 if (lane == 0) s.full[ring.at].arrive();
                 ring.next();
@@ -109,15 +110,8 @@ WEFT_FN void multiply_tiles(const ProductArgs& a, ProductShared<P>& s, u8* stage
     Ring<P.stages> ring;
     Tile tile;
     u32 turn = 0;
-    for (u32 number = blockIdx.x / 2; walk.find(number, tile); number += gridDim.x / 2, ++turn) {
-        constexpr u32 narrow = P.most_rows < narrow_rows ? P.most_rows : narrow_rows;
-        if (tile.rows <= narrow)
-            make_narrow<P, narrow>(a, s, stages, ring, tile, rank, turn);
-        else if constexpr (P.most_rows > 2 * tall_rows)
-            make_tall<P, 2>(a, s, stages, ring, tile, rank, turn);
-        else if constexpr (P.most_rows > narrow_rows)
-            make_tall<P, 1>(a, s, stages, ring, tile, rank, turn);
-    }
+    for (u32 number = blockIdx.x / 2; walk.find(number, tile); number += gridDim.x / 2, ++turn)
+        make_tile<P, P.most_rows>(a, s, stages, ring, tile, rank, turn);
 }
 
 template <Product P> WEFT_FN void make_arrivals(ProductShared<P>& s) {

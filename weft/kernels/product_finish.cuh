@@ -1,4 +1,7 @@
-// What narrow and tall tiles have in common when their sums are finished.
+// The end of a tile: its sums become numbers, and go where they belong.
+//
+// A thread holds, for rows 8 j + 2 (lane % 4) + {0, 1} of the tile, two columns: sums 4 j and
+// 4 j + 1 of column lane / 4 of its warp, 4 j + 2 and 4 j + 3 of the column eight further on.
 #pragma once
 #include <weft/kernels/product_tiles.cuh>
 #include <weft/kernels/quant.cuh>
@@ -6,6 +9,9 @@
 namespace weft {
 
 constexpr u32 multipliers = 2 * group_threads;
+constexpr u32 chunk_rows = 16, chunk_pitch = pair_columns + 16;  // bytes; rows of two-byte numbers
+constexpr u32 half_chunk = weight_warps * chunk_bytes / 2;       // there are two
+static_assert(chunk_rows * chunk_pitch <= half_chunk);
 
 // Those who multiply wait for each other.
 WEFT_FN void meet_multipliers() { meet(1, multipliers); }
@@ -46,31 +52,28 @@ WEFT_FN u64 place_of(const ProductArgs& a, const ProductShared<P>& s, const Tile
         return reinterpret_cast<u64>(a.out) + (u64(tile.first + row) * P.n + column) * 2;
 }
 
-// `gate * sigmoid(alpha * gate) * (up + offset)`, held to the limit before; NaN stays NaN.
-WEFT_FN float gate_of(const ProductArgs& a, float gate, float up) {
-    if (a.limit > 0.0f) {
-        gate = gate > a.limit ? a.limit : gate;
-        up = up > a.limit ? a.limit : up < -a.limit ? -a.limit : up;
+// Sixteen rows at a time through shared memory, then 256 bytes of each row by sixteen threads.
+template <Product P, u32 N>
+WEFT_FN void finish_rows(const ProductArgs& a, ProductShared<P>& s, const Tile& tile, u32 rank,
+                         const float (&sum)[N / 2], u64 home) {
+    const u32 self = multiplier(), lane = self % warp_lanes, warp = self / warp_lanes;
+    const u32 at = (lane / 16 * 8 + lane % 8) * chunk_pitch + (warp * 16 + lane / 8 % 2 * 8) * 2;
+    const u32 row = self / 16, place = self % 16 * 16;
+    share_homes(s, tile, home);
+#pragma unroll
+    for (u32 c = 0; c < N / chunk_rows; ++c) {
+        const float* const x = &sum[c * chunk_rows / 2];
+        u8* const chunk = s.chunk + c % 2 * half_chunk;
+        store_transposed(chunk + at, pack_halves(P.number, x[0], x[1]),
+                         pack_halves(P.number, x[2], x[3]), pack_halves(P.number, x[4], x[5]),
+                         pack_halves(P.number, x[6], x[7]));
+        meet_multipliers();
+        const u32 r = c * chunk_rows + row;
+        const u64 to = r < tile.live ? place_of(a, s, tile, rank, r) : 0;
+        if (to != 0)
+            store(reinterpret_cast<uint4*>(to + place),
+                  *reinterpret_cast<const uint4*>(chunk + row * chunk_pitch + place));
     }
-    const float sigmoid = divide_full(1.0f, 1.0f + __expf(-(a.alpha * gate)));
-    return gate * sigmoid * (up + a.offset);
-}
-
-// What a row's numbers are multiplied with before they become FP8; times NaN, all of a broken block
-// are NaN. One thread of one CTA keeps the scale.
-template <Product P>
-WEFT_FN float settle_scale(const ProductArgs& a, const Tile& tile, u32 row, u32 bits, bool keep) {
-    const BlockScale scale = block_scale(bits);
-    if (keep && row < tile.live)
-        a.out_scales[u64(tile.first + row) * (P.n / pair_columns) + tile.pair] = scale.scale;
-    return bits >= infinity_bits ? scale.scale : scale.inverse;
-}
-
-// Where this CTA's columns of a gated row begin.
-template <Product P>
-WEFT_FN u8* gated_place(const ProductArgs& a, const Tile& tile, u32 rank, u32 row) {
-    return static_cast<u8*>(a.out) + u64(tile.first + row) * (P.n / 2) + tile.pair * tile_columns +
-           rank * (tile_columns / 2);
 }
 
 }  // namespace weft

@@ -15,8 +15,7 @@ constexpr u32 weight_bytes = tile_columns * tile_bytes;
 constexpr u32 weight_warps = 2 * group_threads / warp_lanes;  // that multiply
 
 constexpr u32 row_boxes = 4;
-constexpr u32 row_step = 16;     // a tile has a multiple of so many rows
-constexpr u32 narrow_rows = 96;  // tiles of more are tall: rows are the first operand there
+constexpr u32 row_step = 16;  // a tile has a multiple of so many rows
 
 // What specialises the kernel: `Kind` in gemm/hopper.py writes it.
 struct Product {
@@ -48,10 +47,10 @@ struct ProductArgs {
 
 constexpr u32 scale_warps = 3, scale_ahead = 4;  // warps that load scales; steps that one load has
 
-// The scale of each row, and of the block of weights; gated: of gate's block, and of up's. Four
-// rows that one thread multiplies with are neighbours: see scale_place.
+// Of each row, its scale times that of the block of weights; gated: times gate's, and times up's.
+// Four rows that one thread multiplies with are neighbours: see scale_place.
 template <Product P> struct StepScales {
-    float rows[P.most_rows], weights[4];
+    float rows[P.gated() ? 2 : 1][P.most_rows];
 };
 
 // A thread holds rows 8 j + 2 q and the next, for each j: those of two j lie side by side.
@@ -66,9 +65,9 @@ template <Product P> struct ProductShared {
     StepScales<P> scales[P.stages];
     alignas(16) u8 chunk[weight_warps * chunk_bytes];
     u64 homes[P.finish == Finish::push ? P.most_rows : 1];
-    u32 amax[P.gated() ? weight_warps : 1][P.gated() ? narrow_rows : 1];  // bits of |x|
+    u32 amax[P.gated() ? weight_warps : 1][P.gated() ? P.most_rows / 2 : 1];  // bits of |x|
     u32 amax_there[P.gated() ? 2 : 1][P.gated() ? P.most_rows : 1];  // the neighbour's, in turns
-    float inverse[P.gated() ? narrow_rows : 1];
+    float inverse[P.gated() ? P.most_rows : 1];
     u32 ends[P.experts], counts[P.experts], firsts[P.experts];
     Arrival full[P.stages], empty[P.stages], amax_told[2];
 };

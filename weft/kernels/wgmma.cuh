@@ -9,7 +9,7 @@ constexpr u32 group_threads = 128;  // of a warpgroup
 constexpr u32 tile_bytes = 128;     // of a row of a tile: what one swizzled row holds
 
 // `sum += a * b^T` over 32 bytes of k, or without the old sum: 64 rows of a, N rows of b. The sum
-// is written some time later: see settle_products.
+// is written some time later: see await_step.
 template <u32 N> WEFT_FN void multiply(float (&sum)[N / 2], u64 a, u64 b, bool add);
 
 // How wgmma is told of a tile: rows of 128 bytes that TMA has swizzled in blocks of eight, each
@@ -26,22 +26,19 @@ WEFT_FN void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "me
 WEFT_FN void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 WEFT_FN void await_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
-// Order: reads of `sum` stay behind the wait above, which the compiler does not know to write it.
-template <u32 N> WEFT_FN void settle_products(float (&sum)[N]) {
-#pragma unroll
-    for (u32 i = 0; i < N; ++i) asm volatile("" : "+f"(sum[i])::"memory");
-}
-
-// The product of one step, 128 bytes of k: 64 rows of the tile at `a` by N rows of that at `b`.
-template <u32 N> WEFT_FN void multiply_step(float (&part)[N / 2], u32 a, u32 b) {
-    const u64 first = describe_tile(a), second = describe_tile(b);
+// Begins the product of one step, 128 bytes of k: 64 rows of tile a by N rows of tile b.
+template <u32 N> WEFT_FN void begin_step(float (&part)[N / 2], u64 a, u64 b) {
     begin_products();
 #pragma unroll
-    for (u32 i = 0; i < tile_bytes / 32; ++i)
-        multiply<N>(part, first + i * 2, second + i * 2, i != 0);
+    for (u32 i = 0; i < tile_bytes / 32; ++i) multiply<N>(part, a + i * 2, b + i * 2, i != 0);
     commit_products();
+}
+
+// Order: reads of `part` stay behind the wait, which the compiler does not know to write it.
+template <u32 N> WEFT_FN void await_step(float (&part)[N]) {
     await_products();
-    settle_products(part);
+#pragma unroll
+    for (u32 i = 0; i < N; ++i) asm volatile("" : "+f"(part[i])::"memory");
 }
 
 // A warpgroup gives registers back, or takes what others gave. All of its threads must call it.
@@ -56,14 +53,6 @@ template <u32 registers> WEFT_FN void take_registers() {
 // lane 8 i + j gives the 16 bytes where column j of block i goes.
 WEFT_FN void store_transposed(void* at, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
-                     u32(__cvta_generic_to_shared(at))),
-                 "r"(a), "r"(b), "r"(c), "r"(d)
-                 : "memory");
-}
-
-// The same, stored as they are: lane 8 i + j gives the 16 bytes where row j of block i goes.
-WEFT_FN void store_blocks(void* at, u32 a, u32 b, u32 c, u32 d) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
                      u32(__cvta_generic_to_shared(at))),
                  "r"(a), "r"(b), "r"(c), "r"(d)
                  : "memory");
