@@ -50,12 +50,15 @@ BODIES = {
     "wgmma.cuh": {
         "void begin_products()": ORDERED,
         "void commit_products()": "emulated::commit();",
-        "void await_products()": "emulated::settle_groups();",
-        "void await_step(float (&part)[N])": "(void)part;\n    await_products();",
+        "void await_products()": "emulated::settle_groups(but);",
+        "void await_step(float (&part)[N])": "(void)part;\n    await_products<but>();",
         "void give_registers()": "",
         "void take_registers()": "",
         "void store_transposed(void* at, u32 a, u32 b, u32 c, u32 d)": (
             "emulated::store_matrices(at, true, {a, b, c, d});"
+        ),
+        "void store_blocks(void* at, u32 a, u32 b, u32 c, u32 d)": (
+            "emulated::store_matrices(at, false, {a, b, c, d});"
         ),
         "float divide_full(float x, float y)": "return x / y;",
         "void meet(u32 id, u32 threads)": "emulated::meet(id, threads);",

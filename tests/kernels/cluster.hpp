@@ -48,7 +48,8 @@ struct Operation {
     float* sum;
     unsigned long long a, b;
     unsigned columns;
-    bool add, committed;
+    bool add;
+    unsigned group;  // 0: not committed yet
 };
 
 struct Core {
@@ -58,7 +59,7 @@ struct Core {
     unsigned named[16] = {}, phase[16] = {}, published = 0;
     std::vector<std::vector<Operation>> operations;  // of each thread
     std::vector<bool> fenced, ordered;               // for the copy engine; for products
-    std::vector<unsigned> issued;                    // products of each thread
+    std::vector<unsigned> issued, groups;            // products of each thread; its commits
     std::vector<std::vector<Operation>> issues;      // of each warpgroup, all
     bool left = false;
 };
@@ -233,7 +234,8 @@ inline void launch_pairs(unsigned ctas, unsigned threads, unsigned bytes, unsign
             core.stacks = make_fibers(core.cta);
             core.operations.resize(threads);
             core.fenced.resize(threads), core.ordered.resize(threads);
-            core.issued.resize(threads), core.issues.resize(threads / 128);
+            core.issued.resize(threads), core.groups.resize(threads),
+                core.issues.resize(threads / 128);
         }
         own.run();
         for (Core& core : own.core) {

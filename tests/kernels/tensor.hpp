@@ -63,7 +63,7 @@ inline void multiply(float* sum, unsigned columns, unsigned long long a, unsigne
     const unsigned thread = cta->current, group = thread / 128, n = own.issued[thread]++;
     machine->check(own.ordered[thread], unordered);
     machine->check(a >> 49 == 1ull << 13 && b >> 49 == 1ull << 13, unknown);
-    const Operation operation{sum, a, b, columns, add, false};
+    const Operation operation{sum, a, b, columns, add, 0};
     if (n == own.issues[group].size()) own.issues[group].push_back(operation);
     const Operation& other = own.issues[group][n];
     machine->check(other.a == a && other.b == b && other.columns == columns && other.add == add,
@@ -90,21 +90,24 @@ inline void compute(const Operation& operation) {
 }
 
 inline void commit() {
-    for (Operation& operation : machine->mine().operations[cta->current])
-        operation.committed = true;
+    Core& own = machine->mine();
+    const unsigned group = ++own.groups[cta->current];
+    for (Operation& operation : own.operations[cta->current])
+        if (operation.group == 0) operation.group = group;
 }
-// All that were committed; a warp waits as one.
-inline void settle_groups() {
-    std::vector<Operation>& open = machine->mine().operations[cta->current];
+// All that were committed, but for the last so many groups; a warp waits as one.
+inline void settle_groups(unsigned but) {
+    Core& own = machine->mine();
+    std::vector<Operation>& open = own.operations[cta->current];
     meet_warp();
     std::vector<Operation> left;
     for (const Operation& operation : open)
-        if (operation.committed)
+        if (operation.group != 0 && operation.group + but <= own.groups[cta->current])
             compute(operation);
         else
             left.push_back(operation);
     open = std::move(left);
-    machine->mine().ordered[cta->current] = false;
+    own.ordered[cta->current] = false;
     meet_warp();
 }
 

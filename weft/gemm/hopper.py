@@ -27,7 +27,7 @@ from weft.jit import CudaModule, Launcher, current_arch
 from weft.jit.args import decode, verify
 from weft.ops.stream import current_stream
 
-BLOCK_ROWS = (32, 64, 96, 128, 160, 192)
+BLOCK_ROWS = (32, 64, 96, 128, 160)
 PAIR = 2 * COLUMNS  # columns of a cluster's tile
 MAX_EXPERTS = 512
 MAX_STAGES = 10
@@ -40,7 +40,7 @@ NUMBERS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 class WgmmaPlan:
     """Tiles of the product in CUDA for Hopper, FP8 alone: weights are read once for a row block.
 
-    block_rows: most rows of a tile: 32, 64, 96, 128, 160 or 192. An expert with no more rows is one
+    block_rows: most rows of a tile: 32, 64, 96, 128 or 160. An expert with no more rows is one
         tile, padded to a multiple of 16; one with more is cut evenly.
 
     No field changes what it means. Raises InvalidArgument for a number out of its range.

@@ -5,7 +5,7 @@
 // columns of weights. One warpgroup loads, steps ahead of two that multiply, over the borders of
 // tiles too: memory never waits for the end of a tile.
 #pragma once
-#include <weft/kernels/product_sums.cuh>
+#include <weft/kernels/product_gated.cuh>
 
 namespace weft {
 
@@ -57,61 +57,114 @@ WEFT_FN void load_ahead(float (&to)[scale_ahead], const float* at, i64 step, u32
     }
 }
 
-// Three warps: the scales of every step. Rows of padding have those of the last live row.
-template <Product P>
-WEFT_FN void load_scales(const ProductArgs& a, ProductShared<P>& s, u32 rank, u32 warp, u32 lane) {
-    constexpr u32 lanes = scale_warps * warp_lanes, each = (P.most_rows + lanes - 1) / lanes;
-    constexpr u32 blocks = P.steps(), up = P.gated() ? P.n / 2 / depth * blocks : 0;
-    const bool aligned = reinterpret_cast<u64>(a.row_scales) % 16 == 0 && a.scale_row % 4 == 0;
-    const bool whole = blocks % scale_ahead == 0;
-    const bool vectors = whole && a.scale_step == 1 && aligned;
-    const bool weight_vectors = whole && reinterpret_cast<u64>(a.weight_scales) % 16 == 0;
+// Scales of some steps: of this lane's rows, and of the blocks of weights.
+template <Product P> struct Scales {
+    static constexpr u32 lanes = scale_warps * warp_lanes, each = (P.most_rows + lanes - 1) / lanes;
+    static constexpr u32 kinds = P.gated() ? 2 : 1, blocks = P.steps();
+    float row[each][scale_ahead], weights[kinds][scale_ahead];
+
+    WEFT_FN static u32 of(u32 i) { return i * lanes + threadIdx.x - warp_lanes; }
+
+    // Rows of padding have those of the last live row.
+    WEFT_FN void load(const ProductArgs& a, const Tile& tile, u32 rank, u32 k) {
+        constexpr bool whole = blocks % scale_ahead == 0;
+        const bool aligned = reinterpret_cast<u64>(a.row_scales) % 16 == 0 && a.scale_row % 4 == 0;
+        const u32 block =
+            tile.expert * (P.n / depth) + (P.gated() ? tile.pair : tile.pair * 2 + rank);
+        const float* const at = a.weight_scales + u64(block) * blocks + k;
+#pragma unroll
+        for (u32 i = 0; i < kinds; ++i)
+            load_ahead(weights[i], at + i * (P.n / 2 / depth * blocks), 1, blocks - k,
+                       whole && reinterpret_cast<u64>(a.weight_scales) % 16 == 0);
+#pragma unroll
+        for (u32 i = 0; i < each; ++i) {
+            const u32 r = tile.first + min(of(i), tile.live - 1);
+            load_ahead(row[i], a.row_scales + i64(r) * a.scale_row + k * a.scale_step, a.scale_step,
+                       blocks - k, whole && a.scale_step == 1 && aligned);
+        }
+    }
+    WEFT_FN void store(StepScales<P>& to, u32 rows, u32 n) const {
+#pragma unroll
+        for (u32 i = 0; i < each; ++i)
+            if (of(i) < rows)
+#pragma unroll
+                for (u32 w = 0; w < kinds; ++w)
+                    to.rows[w][scale_place(of(i))] = __fmul_rn(row[i][n], weights[w][n]);
+    }
+};
+
+// Three warps: the scales of every step.
+template <Product P> WEFT_FN void load_scales(const ProductArgs& a, ProductShared<P>& s, u32 rank) {
     Walk<P> walk{s};
     Ring<P.stages> ring;
     Tile tile;
-    for (u32 number = blockIdx.x / 2; walk.find(number, tile); number += gridDim.x / 2) {
-        const u32 block = P.gated() ? tile.pair : tile.pair * 2 + rank;
-        const float* gate = a.weight_scales + (u64(tile.expert) * (P.n / depth) + block) * blocks;
-        for (u32 k = 0; k < blocks; k += scale_ahead) {
-            float row[each][scale_ahead], first[scale_ahead], second[scale_ahead];
-            const u32 left = blocks - k;
-            load_ahead(first, gate + k, 1, left, weight_vectors);
-            load_ahead(second, gate + up + k, 1, left, weight_vectors);
-#pragma unroll
-            for (u32 i = 0; i < each; ++i) {
-                const u32 r = tile.first + min(i * lanes + warp * warp_lanes + lane, tile.live - 1);
-                load_ahead(row[i], a.row_scales + i64(r) * a.scale_row + k * a.scale_step,
-                           a.scale_step, left, vectors);
-            }
+    for (u32 number = blockIdx.x / 2; walk.find(number, tile); number += gridDim.x / 2)
+        for (u32 k = 0; k < P.steps(); k += scale_ahead) {
+            Scales<P> scales;
+            scales.load(a, tile, rank, k);
 #pragma unroll
             for (u32 n = 0; n < scale_ahead; ++n) {
-                if (n >= left) break;
-                StepScales<P>& scales = s.scales[ring.at];
+                if (k + n >= P.steps()) break;
                 s.empty[ring.at].await(ring.parity ^ 1);
-#pragma unroll
-                for (u32 i = 0; i < each; ++i) {
-                    const u32 r = i * lanes + warp * warp_lanes + lane;
-                    if (r >= tile.rows) continue;
-                    scales.rows[0][scale_place(r)] = __fmul_rn(row[i][n], first[n]);
-                    if constexpr (P.gated())
-                        scales.rows[1][scale_place(r)] = __fmul_rn(row[i][n], second[n]);
-                }
+                scales.store(s.scales[ring.at], tile.rows, n);
                 __syncwarp();
-                if (lane == 0) s.full[ring.at].arrive();
+                if (threadIdx.x % warp_lanes == 0) s.full[ring.at].arrive();
                 ring.next();
             }
         }
+}
+
+// A tile of so many tall rows and N low ones; those of fewer go to the next lower form.
+template <Product P, bool has_tall, u32 N>
+WEFT_FN void make_tile(const ProductArgs& a, ProductShared<P>& s, u8* stages, Ring<P.stages>& ring,
+                       const Tile& tile, u32 rank, u32 turn) {
+    constexpr u32 first = has_tall ? tall_rows : 0;
+    if constexpr (N > row_step) {
+        if (tile.rows < first + N) {
+            make_tile<P, has_tall, N - row_step>(a, s, stages, ring, tile, rank, turn);
+            return;
+        }
+    }
+    float tall[tall_sums] = {}, low[low_sums<N>] = {};
+    const u64 home = load_home<P>(a, tile);
+    const Operands<P> from(stages, first);
+    if constexpr (N == 0)
+        sum_tall<P>(s, ring, from, rank, tall);
+    else if constexpr (has_tall)
+        sum_both<P, N>(s, ring, from, rank, tall, low);
+    else
+        sum_low<P, N>(s, ring, from, rank, low);
+    if constexpr (P.gated()) {
+        finish_gated<P, has_tall, N>(a, s, tile, rank, tall, low, turn);
+    } else {
+        share_homes(s, tile, home);
+        if constexpr (has_tall) store_tall(a, s, tile, rank, tall);
+        if constexpr (has_tall && N != 0) meet_multipliers();  // they share their chunks
+        if constexpr (N != 0) store_low<P, N>(a, s, tile, rank, first, low);
     }
 }
 
 template <Product P>
 WEFT_FN void multiply_tiles(const ProductArgs& a, ProductShared<P>& s, u8* stages, u32 rank) {
+    constexpr u32 low = P.most_rows < low_rows ? P.most_rows : low_rows;
     Walk<P> walk{s};
     Ring<P.stages> ring;
     Tile tile;
     u32 turn = 0;
-    for (u32 number = blockIdx.x / 2; walk.find(number, tile); number += gridDim.x / 2, ++turn)
-        make_tile<P, P.most_rows>(a, s, stages, ring, tile, rank, turn);
+    for (u32 number = blockIdx.x / 2; walk.find(number, tile); number += gridDim.x / 2, ++turn) {
+        if (tile.rows <= low) {
+            make_tile<P, false, low>(a, s, stages, ring, tile, rank, turn);
+            continue;
+        }
+        if constexpr (P.most_rows > tall_rows) {
+            if (tile.rows > tall_rows) {
+                make_tile<P, true, P.most_rows - tall_rows>(a, s, stages, ring, tile, rank, turn);
+                continue;
+            }
+        }
+        if constexpr (P.most_rows > low_rows)
+            make_tile<P, true, 0>(a, s, stages, ring, tile, rank, turn);
+    }
 }
 
 template <Product P> WEFT_FN void make_arrivals(ProductShared<P>& s) {
@@ -140,7 +193,7 @@ template <Product P> WEFT_FN void product(const ProductArgs& a) {
         if (team.lane() == 0)
             load_tiles(a, s, memory, rank);
         else if (team.warp() != 0)
-            load_scales(a, s, rank, team.warp() - 1, team.warp_lane());
+            load_scales(a, s, rank);
     } else {
         take_registers<232>();
         multiply_tiles(a, s, memory, rank);

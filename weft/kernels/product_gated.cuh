@@ -1,19 +1,18 @@
-// The end of a tile of gates and ups: one warpgroup has the gates, the other the ups of the same
-// columns, thread for thread. Each gives the other half of its rows, gates the rest, and stores it
-// as FP8.
+// The end of a tile of gates and ups, which becomes FP8.
 //
-// After that a thread has, for rows 16 i + 8 (its group) + 2 (lane % 4) + {0, 1} of the tile,
-// columns lane / 4 and eight further on of its warp's sixteen, as `gated` 4 i + {0, 1} and
-// 4 i + {2, 3}. Rows of a group are counted from 0 on: 8 i + 2 (lane % 4) + {0, 1}.
+// Tall, a thread has both of a column. Low, one warpgroup has the gates, the other the ups of the
+// same columns, thread for thread: each gives the other half of its rows and gates the rest. A
+// thread then has, for rows 16 i + 8 (its group) + 2 (lane % 4) + {0, 1} of the low part, columns
+// lane / 4 and eight further on of its warp's sixteen, as `gated` 4 i + {0, 1} and 4 i + {2, 3}.
+// Rows of a group are counted from 0 on: 8 i + 2 (lane % 4) + {0, 1}.
 #pragma once
 #include <weft/kernels/product_finish.cuh>
 
 namespace weft {
 
 constexpr u32 group_warps = group_threads / warp_lanes;
-constexpr u32 gated_columns = tile_columns / 2;                   // of a CTA
 constexpr u32 gated_rows = 64, gated_pitch = gated_columns + 16;  // of a group's chunk of FP8
-static_assert(gated_rows * gated_pitch <= half_chunk);
+static_assert(gated_rows * gated_pitch <= half_chunk && 16 * gated_pitch <= chunk_bytes);
 static_assert(group_warps * 4 * warp_lanes * sizeof(float4) <= 2 * half_chunk);
 
 WEFT_FN u32 row_of_group(u32 group, u32 own) { return own / 8 * 16 + group * 8 + own % 8; }
@@ -28,11 +27,11 @@ WEFT_FN float gate_of(const ProductArgs& a, float gate, float up) {
     return gate * sigmoid * (up + a.offset);
 }
 
-// Gates all rows: two warps that have gates and ups of the same columns meet for every sixteen
+// Gates the low rows: two warps that have gates and ups of the same columns meet for every sixteen
 // rows. Turns take two places, so the next is written while the last is read.
 template <Product P, u32 N>
-WEFT_FN void gate_rows(const ProductArgs& a, ProductShared<P>& s, const float (&sum)[N / 2],
-                       float (&gated)[N / 4]) {
+WEFT_FN void gate_low(const ProductArgs& a, ProductShared<P>& s, const float (&sum)[N / 2],
+                      float (&gated)[N / 4]) {
     const u32 lane = multiplier() % warp_lanes, warp = multiplier() / warp_lanes % group_warps;
     const bool up = multiplier() >= group_threads;
     float4* const place = reinterpret_cast<float4*>(s.chunk) + warp * 4 * warp_lanes + lane;
@@ -50,6 +49,22 @@ WEFT_FN void gate_rows(const ProductArgs& a, ProductShared<P>& s, const float (&
         for (u32 c = 0; c < 4; ++c)
             gated[4 * i + c] = gate_of(a, up ? other[c] : upper[c], up ? lower[c] : other[c]);
     }
+}
+
+// Gates the tall rows, and finds the largest |x| of this thread's two, as bits.
+WEFT_FN void gate_tall(const ProductArgs& a, const float (&sum)[tall_sums],
+                       float (&gated)[tall_sums / 2], u32 (&bits)[2]) {
+    bits[0] = bits[1] = 0;
+#pragma unroll
+    for (u32 i = 0; i < tall_sums / 2; ++i) {
+        gated[i] = gate_of(a, sum[i], sum[tall_sums / 2 + i]);
+        bits[i / 2 % 2] = max(bits[i / 2 % 2], __float_as_uint(gated[i]) & 0x7fffffffu);
+    }
+#pragma unroll
+    for (u32 step = 1; step < 4; step *= 2)
+#pragma unroll
+        for (u32 i = 0; i < 2; ++i)
+            bits[i] = max(bits[i], __shfl_xor_sync(all_lanes, bits[i], step));
 }
 
 // The largest |x| of each row over this warp's columns, as bits, for everyone to see.
@@ -79,28 +94,6 @@ WEFT_FN float settle_scale(const ProductArgs& a, const Tile& tile, u32 row, u32 
     return bits >= infinity_bits ? scale.scale : scale.inverse;
 }
 
-// Rows' scales from all 128 columns, half of which the neighbour has; their inverses are kept.
-// Tile after tile takes the other half of what is exchanged: a neighbour is never two tiles ahead,
-// since it needs this tile's amax from here before its next.
-template <Product P, u32 N>
-WEFT_FN void exchange_amax(const ProductArgs& a, ProductShared<P>& s, const Tile& tile, u32 rank,
-                           u32 turn) {
-    const u32 row = multiplier(), half = turn % 2;
-    u32 bits = 0;
-    if (row < N) {
-        const u32 first = row / 8 % 2 * group_warps;
-#pragma unroll
-        for (u32 w = 0; w < group_warps; ++w)
-            bits = max(bits, s.amax[first + w][row / 16 * 8 + row % 8]);
-        send_word(rank ^ 1, &s.amax_there[half][row], bits, s.amax_told[half]);
-    }
-    if (row == 0) s.amax_told[half].expect(N * sizeof(u32));
-    s.amax_told[half].await(turn / 2 % 2);
-    if (row < N)
-        s.inverse[row] =
-            settle_scale<P>(a, tile, row, max(bits, s.amax_there[half][row]), rank == 0);
-}
-
 // Where this CTA's columns of a gated row begin.
 template <Product P>
 WEFT_FN u8* gated_place(const ProductArgs& a, const Tile& tile, u32 rank, u32 row) {
@@ -108,10 +101,37 @@ WEFT_FN u8* gated_place(const ProductArgs& a, const Tile& tile, u32 rank, u32 ro
            rank * gated_columns;
 }
 
+// What both CTAs have seen of a tile's rows. Tile after tile takes the other half of what is
+// exchanged: a neighbour is never two tiles ahead, since it needs this tile's amax from here before
+// its next.
+template <Product P> struct Exchange {
+    ProductShared<P>& s;
+    u32 rank, turn;
+
+    WEFT_FN void expect(u32 rows) {
+        if (multiplier() == 0) s.amax_told[turn % 2].expect(rows * sizeof(u32));
+    }
+    WEFT_FN void tell(u32 row, u32 bits) {
+        send_word(rank ^ 1, &s.amax_there[turn % 2][row], bits, s.amax_told[turn % 2]);
+    }
+    WEFT_FN void await() { s.amax_told[turn % 2].await(turn / 2 % 2); }
+    WEFT_FN u32 with(u32 row, u32 bits) { return max(bits, s.amax_there[turn % 2][row]); }
+};
+
+// The largest |x| of the low row that has this thread's number, over this CTA's columns.
+template <Product P> WEFT_FN u32 largest_of(const ProductShared<P>& s, u32 row) {
+    const u32 first = row / 8 % 2 * group_warps;
+    u32 bits = 0;
+#pragma unroll
+    for (u32 w = 0; w < group_warps; ++w)
+        bits = max(bits, s.amax[first + w][row / 16 * 8 + row % 8]);
+    return bits;
+}
+
 // A group's rows as FP8 through its own half of the chunk, then 64 bytes of each by four lanes.
 template <Product P, u32 N>
-WEFT_FN void store_gated(const ProductArgs& a, ProductShared<P>& s, const Tile& tile, u32 rank,
-                         const float (&gated)[N / 4]) {
+WEFT_FN void store_low_gated(const ProductArgs& a, ProductShared<P>& s, const Tile& tile, u32 rank,
+                             u32 top, const float (&gated)[N / 4]) {
     const u32 self = multiplier() % group_threads, group = multiplier() / group_threads;
     const u32 lane = self % warp_lanes, column = self / warp_lanes * 16 + lane / 4;
     u8* const chunk = s.chunk + group * half_chunk;
@@ -130,7 +150,7 @@ WEFT_FN void store_gated(const ProductArgs& a, ProductShared<P>& s, const Tile& 
         meet(6 + group, group_threads);
 #pragma unroll
         for (u32 own = first + self / 4; own < first + gated_rows; own += group_threads / 4) {
-            const u32 row = row_of_group(group, own), place = self % 4 * 16;
+            const u32 row = top + row_of_group(group, own), place = self % 4 * 16;
             if (own < N / 2 && row < tile.live)
                 *reinterpret_cast<uint4*>(gated_place<P>(a, tile, rank, row) + place) =
                     *reinterpret_cast<const uint4*>(chunk + (own - first) * gated_pitch + place);
@@ -138,18 +158,70 @@ WEFT_FN void store_gated(const ProductArgs& a, ProductShared<P>& s, const Tile& 
     }
 }
 
-// Gated, scaled by what both CTAs have seen, and stored as FP8.
-template <Product P, u32 N>
+// Sixteen tall rows as FP8 through the warp's own memory, then 64 bytes of each by four lanes.
+template <Product P>
+WEFT_FN void store_tall_gated(const ProductArgs& a, ProductShared<P>& s, const Tile& tile, u32 rank,
+                              Exchange<P> exchange, const float (&gated)[tall_sums / 2],
+                              const u32 (&bits)[2]) {
+    const u32 lane = multiplier() % warp_lanes, place = lane % 4 * 16;
+    u8* const chunk = s.chunk + multiplier() / warp_lanes * chunk_bytes;
+    float inverse[2];
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i) {
+        const u32 row = tall_row() + lane / 4 + 8 * i;
+        const u32 both = exchange.with(row, bits[i]);
+        inverse[i] = settle_scale<P>(a, tile, row, both, rank == 0 && lane % 4 == 0);
+    }
+#pragma unroll
+    for (u32 j = 0; j < tall_sums / 8; ++j)
+#pragma unroll
+        for (u32 i = 0; i < 2; ++i) {
+            const float* const x = &gated[4 * j + 2 * i];
+            *reinterpret_cast<u16*>(chunk + (lane / 4 + 8 * i) * gated_pitch + 8 * j +
+                                    lane % 4 * 2) =
+                u16(pack_e4m3(__fmul_rn(x[0], inverse[i]), __fmul_rn(x[1], inverse[i])));
+        }
+    __syncwarp();
+#pragma unroll
+    for (u32 r = lane / 4; r < 16; r += 8)
+        if (tall_row() + r < tile.live)
+            *reinterpret_cast<uint4*>(gated_place<P>(a, tile, rank, tall_row() + r) + place) =
+                *reinterpret_cast<const uint4*>(chunk + r * gated_pitch + place);
+}
+
+// Gated, scaled by what both CTAs have seen, and stored as FP8. Low rows follow the tall ones.
+template <Product P, bool has_tall, u32 N>
 WEFT_FN void finish_gated(const ProductArgs& a, ProductShared<P>& s, const Tile& tile, u32 rank,
-                          const float (&sum)[N / 2], u32 turn) {
-    float gated[N / 4];
-    meet_multipliers();  // chunks of the tile before are free
-    gate_rows<P, N>(a, s, sum, gated);
-    note_amax<P, N>(s, gated);
-    meet_multipliers();
-    exchange_amax<P, N>(a, s, tile, rank, turn);
-    meet_multipliers();
-    store_gated<P, N>(a, s, tile, rank, gated);
+                          const float (&tall)[tall_sums], const float (&low)[low_sums<N>],
+                          u32 turn) {
+    const u32 row = multiplier(), lane = row % warp_lanes, first = has_tall ? tall_rows : 0;
+    Exchange<P> exchange{s, rank, turn};
+    float tall_gated[tall_sums / 2], low_gated[low_sums<N> / 2];
+    u32 bits[2], low_bits = 0;
+    meet_multipliers();  // chunks and the other turn of the tile before are free
+    exchange.expect(tile.rows);
+    const bool mine = has_tall && tall_row() < tile.rows;
+    if constexpr (has_tall) {
+        gate_tall(a, tall, tall_gated, bits);
+        if (mine && lane % 4 == 0)
+            for (u32 i = 0; i < 2; ++i) exchange.tell(tall_row() + lane / 4 + 8 * i, bits[i]);
+    }
+    if constexpr (N != 0) {
+        gate_low<P, N>(a, s, low, low_gated);
+        note_amax<P, N>(s, low_gated);
+        meet_multipliers();
+        if (row < N) exchange.tell(first + row, low_bits = largest_of(s, row));
+    }
+    exchange.await();
+    if constexpr (has_tall)
+        if (mine) store_tall_gated<P>(a, s, tile, rank, exchange, tall_gated, bits);
+    if constexpr (N != 0) {
+        if (row < N)
+            s.inverse[row] = settle_scale<P>(a, tile, first + row,
+                                             exchange.with(first + row, low_bits), rank == 0);
+        meet_multipliers();
+        store_low_gated<P, N>(a, s, tile, rank, first, low_gated);
+    }
 }
 
 }  // namespace weft

@@ -1,64 +1,200 @@
-// A tile from its first step to its end. Weights are the first operand, rows the second, whose
-// width is any multiple of 8: a tile has as many rows as its expert, to a multiple of 16. Each
-// warpgroup has half of a CTA's columns; where gating is wanted, one the gates and one the ups.
+// The sums of a tile, step after step. A tile's rows are multiplied in one of two ways, or the
+// first 128 in one and the rest in the other.
+//
+// Low: weights are the first operand, rows the second, which may be narrow: as many as there are,
+// to a multiple of 16. Each warpgroup has half of the columns. A thread holds, for rows
+// 8 j + 2 (lane % 4) + {0, 1}, two columns: sums 4 j and 4 j + 1 of column lane / 4 of its warp's
+// sixteen, 4 j + 2 and 4 j + 3 of the column eight further on. It needs a quarter of all scales.
+//
+// Tall: rows are the first operand, 64 for each warpgroup. A thread holds rows lane / 4 and eight
+// further on of its warp's sixteen; of the first, columns 8 j + 2 (lane % 4) + {0, 1} in sums 4 j
+// and 4 j + 1, of the second in 4 j + 2 and 4 j + 3. It needs two scales: shared memory, which
+// sixteen bytes a thread and step of scales would fill, is left to the tensor cores.
 #pragma once
-#include <weft/kernels/product_gated.cuh>
+#include <weft/kernels/product_tiles.cuh>
 
 namespace weft {
 
+constexpr u32 multipliers = 2 * group_threads;
+constexpr u32 tall_sums = tile_columns / 2;
+template <u32 N> constexpr u32 low_sums = N == 0 ? 2 : N / 2;  // no array is empty
 constexpr u32 scales_ahead = 3;  // float4s that are read while products are awaited
 
-// The product of one step: `sum += part * scale`, rounded once.
-template <Product P, u32 N>
-WEFT_FN void add_step(float (&sum)[N / 2], u64 weights, u64 rows, const float* scales) {
-    constexpr u32 all = N / 16, ahead = all < scales_ahead ? all : scales_ahead;
-    const float4* const at = reinterpret_cast<const float4*>(scales) + threadIdx.x % 4;
+// Those who multiply wait for each other.
+WEFT_FN void meet_multipliers() { meet(1, multipliers); }
+WEFT_FN u32 multiplier() { return threadIdx.x - group_threads; }
+WEFT_FN u32 multiplier_group() { return multiplier() / group_threads; }
+
+// This warp's first row of the tall part.
+WEFT_FN u32 tall_row() { return multiplier() / warp_lanes * 16; }
+
+// A warp has read all it needs of a stage: both CTAs may load into it again. The neighbour loads
+// rows only, which none but finished products have read; scales are this CTA's own.
+template <Product P> WEFT_FN void release_stage(ProductShared<P>& s, u32 at, u32 rank) {
+    const u32 lane = threadIdx.x % warp_lanes;
+    __syncwarp();
+    if (lane == 0) s.empty[at].arrive();
+    if (lane == 1) arrive_at(rank ^ 1, s.empty[at]);
+}
+
+// The operands of the first stage, as wgmma is told of them, and where a thread's scales lie.
+template <Product P> struct Operands {
+    u64 half, rows;    // low: the group's columns, and the rows from `first` on
+    u64 block, all;    // tall: the group's rows, and all columns
+    u32 low, tall[2];  // the thread's scales
+
+    WEFT_FN Operands(u8* stages, u32 first) {
+        // One value for the whole warp, so that the compiler keeps it as one.
+        const u32 group = __shfl_sync(all_lanes, multiplier_group(), 0), lane = threadIdx.x % 32;
+        const u32 at = u32(__cvta_generic_to_shared(stages));
+        half = describe_tile(at + group * (weight_bytes / 2));
+        rows = describe_tile(at + weight_bytes + first * tile_bytes);
+        block = describe_tile(at + weight_bytes + group * (tall_rows / 2) * tile_bytes);
+        all = describe_tile(at);
+        low = (P.gated() ? group * P.most_rows : 0) + first + lane % 4 * 4;
+        tall[0] = scale_place(tall_row() + lane / 4);
+        tall[1] = scale_place(tall_row() + lane / 4 + 8);
+    }
+};
+
+// How far the descriptors of a stage are from those of the first: they count in 16 bytes.
+template <Product P> WEFT_FN u32 skip_to(u32 stage) { return stage * (P.stage_bytes() / 16); }
+
+// A step of the low part in the making.
+template <Product P, u32 N> struct LowStep {
+    static constexpr u32 ahead = N / 16 < scales_ahead ? N / 16 : scales_ahead;
     float part[N / 2];
     float4 first[ahead];
-    begin_step<N>(part, weights, rows);
+    const float4* scales;
+
+    WEFT_FN void begin(const Operands<P>& from, u32 stage) {
+        begin_step<N>(part, from.half + skip_to<P>(stage), from.rows + skip_to<P>(stage));
+    }
+    WEFT_FN void read(const Operands<P>& from, const ProductShared<P>& s, u32 stage) {
+        scales = reinterpret_cast<const float4*>(s.scales[stage].rows[0] + from.low);
 #pragma unroll
-    for (u32 j = 0; j < ahead; ++j) first[j] = at[4 * j];
-    await_step(part);
+        for (u32 j = 0; j < ahead; ++j) first[j] = scales[4 * j];
+    }
+    // `sum += part * scale`, rounded once.
+    template <u32 but> WEFT_FN void add(float (&sum)[N / 2]) {
+        await_step<but>(part);
 #pragma unroll
-    for (u32 j = 0; j < all; ++j) {
-        const float4 scale = j < ahead ? first[j] : at[4 * j];
-        const float by[4] = {scale.x, scale.y, scale.z, scale.w};
+        for (u32 j = 0; j < N / 16; ++j) {
+            const float4 scale = j < ahead ? first[j] : scales[4 * j];
+            const float by[4] = {scale.x, scale.y, scale.z, scale.w};
 #pragma unroll
-        for (u32 i = 0; i < 8; ++i)
-            sum[8 * j + i] = __fmaf_rn(part[8 * j + i], by[i / 4 * 2 + i % 2], sum[8 * j + i]);
+            for (u32 i = 0; i < 8; ++i)
+                sum[8 * j + i] = __fmaf_rn(part[8 * j + i], by[i / 4 * 2 + i % 2], sum[8 * j + i]);
+        }
+    }
+};
+
+// A step of the tall part.
+template <Product P> struct TallStep {
+    float part[tall_sums], by[2][2];  // of gates' and of ups' columns, for both rows
+
+    WEFT_FN void begin(const Operands<P>& from, u32 stage) {
+        begin_step<tile_columns>(part, from.block + skip_to<P>(stage),
+                                 from.all + skip_to<P>(stage));
+    }
+    WEFT_FN void read(const Operands<P>& from, const ProductShared<P>& s, u32 stage) {
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i)
+            by[i / 2][i % 2] = s.scales[stage].rows[P.gated() ? i / 2 : 0][from.tall[i % 2]];
+    }
+    template <u32 but> WEFT_FN void add(float (&sum)[tall_sums]) {
+        await_step<but>(part);
+#pragma unroll
+        for (u32 i = 0; i < tall_sums; ++i)
+            sum[i] = __fmaf_rn(part[i], by[i / (tall_sums / 2)][i / 2 % 2], sum[i]);
+    }
+};
+
+template <Product P, u32 N>
+WEFT_FN void sum_low(ProductShared<P>& s, Ring<P.stages>& ring, const Operands<P>& from, u32 rank,
+                     float (&sum)[N / 2]) {
+#pragma unroll 1
+    for (u32 k = 0; k < P.steps(); ++k, ring.next()) {
+        LowStep<P, N> step;
+        s.full[ring.at].await(ring.parity);
+        step.begin(from, ring.at);
+        step.read(from, s, ring.at);
+        step.template add<0>(sum);
+        release_stage(s, ring.at, rank);
     }
 }
 
-// A tile of N rows; those of fewer go to the next narrower form.
-template <Product P, u32 N>
-WEFT_FN void make_tile(const ProductArgs& a, ProductShared<P>& s, u8* stages, Ring<P.stages>& ring,
-                       const Tile& tile, u32 rank, u32 turn) {
-    if constexpr (N > row_step) {
-        if (tile.rows < N) {
-            make_tile<P, N - row_step>(a, s, stages, ring, tile, rank, turn);
-            return;
-        }
-    }
-    const u32 group = __shfl_sync(all_lanes, multiplier() / group_threads, 0);
-    const u32 at = u32(__cvta_generic_to_shared(stages));
-    const u64 weights = describe_tile(at + group * (weight_bytes / 2));
-    const u64 rows = describe_tile(at + weight_bytes);
-    const u64 home = load_home<P>(a, tile);
-    float sum[N / 2];
-#pragma unroll
-    for (u32 i = 0; i < N / 2; ++i) sum[i] = 0.0f;
+// Two steps at a time: the first is added while the second is made.
+template <Product P>
+WEFT_FN void sum_tall(ProductShared<P>& s, Ring<P.stages>& ring, const Operands<P>& from, u32 rank,
+                      float (&sum)[tall_sums]) {
+    u32 k = 0;
 #pragma unroll 1
-    for (u32 k = 0; k < P.steps(); ++k, ring.next()) {
-        const u32 skip = ring.at * (P.stage_bytes() / 16);  // descriptors count so
+    for (; k + 1 < P.steps(); k += 2, ring.next()) {
+        TallStep<P> one, two;
+        const u32 stage = ring.at;
+        s.full[stage].await(ring.parity);
+        one.begin(from, stage);
+        ring.next();
         s.full[ring.at].await(ring.parity);
-        add_step<P, N>(sum, weights + skip, rows + skip,
-                       s.scales[ring.at].rows[P.gated() ? group : 0]);
+        two.begin(from, ring.at);
+        one.read(from, s, stage);
+        one.template add<1>(sum);
+        release_stage(s, stage, rank);
+        two.read(from, s, ring.at);
+        two.template add<0>(sum);
         release_stage(s, ring.at, rank);
     }
-    if constexpr (P.gated())
-        finish_gated<P, N>(a, s, tile, rank, sum, turn);
-    else
-        finish_rows<P, N>(a, s, tile, rank, sum, home);
+    if (k == P.steps()) return;
+    TallStep<P> last;
+    s.full[ring.at].await(ring.parity);
+    last.begin(from, ring.at);
+    last.read(from, s, ring.at);
+    last.template add<0>(sum);
+    release_stage(s, ring.at, rank);
+    ring.next();
+}
+
+// Both parts: while one is added, the other is made, up to the end of every second step.
+template <Product P, u32 N>
+WEFT_FN void sum_both(ProductShared<P>& s, Ring<P.stages>& ring, const Operands<P>& from, u32 rank,
+                      float (&tall)[tall_sums], float (&low)[N / 2]) {
+    u32 k = 0;
+#pragma unroll 1
+    for (; k + 1 < P.steps(); k += 2, ring.next()) {
+        TallStep<P> one;
+        LowStep<P, N> rest;
+        const u32 stage = ring.at;
+        s.full[stage].await(ring.parity);
+        one.begin(from, stage);
+        rest.begin(from, stage);
+        one.read(from, s, stage);
+        ring.next();
+        s.full[ring.at].await(ring.parity);
+        one.template add<1>(tall);
+        one.begin(from, ring.at);
+        rest.read(from, s, stage);
+        rest.template add<1>(low);
+        release_stage(s, stage, rank);
+        rest.begin(from, ring.at);
+        one.read(from, s, ring.at);
+        one.template add<1>(tall);
+        rest.read(from, s, ring.at);
+        rest.template add<0>(low);
+        release_stage(s, ring.at, rank);
+    }
+    if (k == P.steps()) return;
+    TallStep<P> one;
+    LowStep<P, N> rest;
+    s.full[ring.at].await(ring.parity);
+    one.begin(from, ring.at);
+    rest.begin(from, ring.at);
+    one.read(from, s, ring.at);
+    one.template add<1>(tall);
+    rest.read(from, s, ring.at);
+    rest.template add<0>(low);
+    release_stage(s, ring.at, rank);
+    ring.next();
 }
 
 }  // namespace weft

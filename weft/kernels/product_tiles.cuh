@@ -9,13 +9,15 @@ enum class Finish : u32 { store, push, gated_fp8 };
 
 constexpr u32 product_threads = 3 * group_threads;  // one warpgroup loads, two multiply
 constexpr u32 tile_columns = 128;  // of the product, for a CTA: rows of weights, or of both halves
-constexpr u32 pair_columns = 2 * tile_columns;  // for the two CTAs of a cluster
-constexpr u32 depth = 128;                      // columns of k in a step; a block of scales
+constexpr u32 gated_columns = tile_columns / 2;  // of a gated result
+constexpr u32 pair_columns = 2 * tile_columns;   // for the two CTAs of a cluster
+constexpr u32 depth = 128;                       // columns of k in a step; a block of scales
 constexpr u32 weight_bytes = tile_columns * tile_bytes;
 constexpr u32 weight_warps = 2 * group_threads / warp_lanes;  // that multiply
 
 constexpr u32 row_boxes = 4;
-constexpr u32 row_step = 16;  // a tile has a multiple of so many rows
+constexpr u32 row_step = 16;                   // a tile has a multiple of so many rows
+constexpr u32 low_rows = 96, tall_rows = 128;  // the highest low tile; rows of a tall part
 
 // What specialises the kernel: `Kind` in gemm/hopper.py writes it.
 struct Product {

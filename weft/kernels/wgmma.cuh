@@ -22,9 +22,11 @@ WEFT_FN u64 describe_tile(u32 address) {
 // Order: registers that the next products add to were written before them.
 WEFT_FN void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// All products since the last commit become one group; all groups are waited for.
+// All products since the last commit become one group; groups but the last few are waited for.
 WEFT_FN void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-WEFT_FN void await_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+template <u32 but> WEFT_FN void await_products() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(but) : "memory");
+}
 
 // Begins the product of one step, 128 bytes of k: 64 rows of tile a by N rows of tile b.
 template <u32 N> WEFT_FN void begin_step(float (&part)[N / 2], u64 a, u64 b) {
@@ -34,9 +36,10 @@ template <u32 N> WEFT_FN void begin_step(float (&part)[N / 2], u64 a, u64 b) {
     commit_products();
 }
 
+// The step is finished that was begun before the last `but` ones.
 // Order: reads of `part` stay behind the wait, which the compiler does not know to write it.
-template <u32 N> WEFT_FN void await_step(float (&part)[N]) {
-    await_products();
+template <u32 but, u32 N> WEFT_FN void await_step(float (&part)[N]) {
+    await_products<but>();
 #pragma unroll
     for (u32 i = 0; i < N; ++i) asm volatile("" : "+f"(part[i])::"memory");
 }
@@ -53,6 +56,14 @@ template <u32 registers> WEFT_FN void take_registers() {
 // lane 8 i + j gives the 16 bytes where column j of block i goes.
 WEFT_FN void store_transposed(void* at, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
+                     u32(__cvta_generic_to_shared(at))),
+                 "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
+}
+
+// The same, stored as they are: lane 8 i + j gives the 16 bytes where row j of block i goes.
+WEFT_FN void store_blocks(void* at, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
                      u32(__cvta_generic_to_shared(at))),
                  "r"(a), "r"(b), "r"(c), "r"(d)
                  : "memory");
