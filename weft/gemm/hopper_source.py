@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from ctypes import c_float, c_int64, c_uint32, c_uint64
 
 from weft.gemm.plan import COLUMNS
@@ -15,7 +15,7 @@ SHARED = "weft_product_shared"
 THREADS = 384  # product_threads in kernels/product_tiles.cuh
 CUDA_OPTIONS = ("-default-device",)
 ROW_BOXES = 4  # of 8, 16, 32 and 64 rows
-ROW_STEP, LOW_ROWS = 16, 96  # as in kernels/product_tiles.cuh
+ROW_STEP = 16  # row_step in kernels/product_tiles.cuh
 
 SOURCE = """\
 #include <weft/kernels/wgmma.cuh>
@@ -67,11 +67,9 @@ class ProductArgs(ctypes.Structure):
     )
 
 
-def widths(most_rows: int) -> Iterator[int]:
-    """Rows of the second operand of a kernel's instructions: of low tiles; of weights, tall."""
-    yield from range(ROW_STEP, min(most_rows, LOW_ROWS) + 1, ROW_STEP)
-    if most_rows > LOW_ROWS:
-        yield COLUMNS
+def widths(most_rows: int) -> range:
+    """Rows of the second operand of a kernel's instructions: of its tiles; 128 of weights, too."""
+    return range(ROW_STEP, most_rows + 1, ROW_STEP)
 
 
 def instruction(rows: int) -> str:

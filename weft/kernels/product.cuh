@@ -114,56 +114,58 @@ template <Product P> WEFT_FN void load_scales(const ProductArgs& a, ProductShare
         }
 }
 
-// A tile of so many tall rows and N low ones; those of fewer go to the next lower form.
-template <Product P, bool has_tall, u32 N>
-WEFT_FN void make_tile(const ProductArgs& a, ProductShared<P>& s, u8* stages, Ring<P.stages>& ring,
-                       const Tile& tile, u32 rank, u32 turn) {
-    constexpr u32 first = has_tall ? tall_rows : 0;
+// Tiles of 128 rows are tall.
+constexpr u32 lower(u32 rows) {
+    return rows - row_step - (rows == tall_rows + row_step) * row_step;
+}
+
+// A tile of N low rows; those of fewer go to the next lower form.
+template <Product P, u32 N>
+WEFT_FN void make_low(const ProductArgs& a, ProductShared<P>& s, const Operands<P>& from,
+                      Ring<P.stages>& ring, const Tile& tile, u32 rank, u32 turn) {
     if constexpr (N > row_step) {
-        if (tile.rows < first + N) {
-            make_tile<P, has_tall, N - row_step>(a, s, stages, ring, tile, rank, turn);
+        if (tile.rows < N) {
+            make_low<P, lower(N)>(a, s, from, ring, tile, rank, turn);
             return;
         }
     }
-    float tall[tall_sums] = {}, low[low_sums<N>] = {};
+    float sum[N / 2] = {};
     const u64 home = load_home<P>(a, tile);
-    const Operands<P> from(stages, first);
-    if constexpr (N == 0)
-        sum_tall<P>(s, ring, from, rank, tall);
-    else if constexpr (has_tall)
-        sum_both<P, N>(s, ring, from, rank, tall, low);
+    sum_low<P, N>(s, ring, from, rank, sum);
+    if constexpr (P.gated())
+        finish_low_gated<P, N>(a, s, tile, rank, sum, turn);
     else
-        sum_low<P, N>(s, ring, from, rank, low);
-    if constexpr (P.gated()) {
-        finish_gated<P, has_tall, N>(a, s, tile, rank, tall, low, turn);
-    } else {
-        share_homes(s, tile, home);
-        if constexpr (has_tall) store_tall(a, s, tile, rank, tall);
-        if constexpr (has_tall && N != 0) meet_multipliers();  // they share their chunks
-        if constexpr (N != 0) store_low<P, N>(a, s, tile, rank, first, low);
-    }
+        finish_low<P, N>(a, s, tile, rank, sum, home);
+}
+
+template <Product P>
+WEFT_FN void make_tall(const ProductArgs& a, ProductShared<P>& s, const Operands<P>& from,
+                       Ring<P.stages>& ring, const Tile& tile, u32 rank, u32 turn) {
+    float sum[tall_sums] = {};
+    const u64 home = load_home<P>(a, tile);
+    sum_tall<P>(s, ring, from, rank, sum);
+    if constexpr (P.gated())
+        finish_tall_gated<P>(a, s, tile, rank, sum, turn);
+    else
+        finish_tall<P>(a, s, tile, rank, sum, home);
 }
 
 template <Product P>
 WEFT_FN void multiply_tiles(const ProductArgs& a, ProductShared<P>& s, u8* stages, u32 rank) {
-    constexpr u32 low = P.most_rows < low_rows ? P.most_rows : low_rows;
+    const Operands<P> from(stages);
     Walk<P> walk{s};
     Ring<P.stages> ring;
     Tile tile;
     u32 turn = 0;
     for (u32 number = blockIdx.x / 2; walk.find(number, tile); number += gridDim.x / 2, ++turn) {
-        if (tile.rows <= low) {
-            make_tile<P, false, low>(a, s, stages, ring, tile, rank, turn);
-            continue;
-        }
-        if constexpr (P.most_rows > tall_rows) {
-            if (tile.rows > tall_rows) {
-                make_tile<P, true, P.most_rows - tall_rows>(a, s, stages, ring, tile, rank, turn);
+        if constexpr (P.most_rows >= tall_rows) {
+            if (tile.rows == tall_rows) {
+                make_tall<P>(a, s, from, ring, tile, rank, turn);
                 continue;
             }
         }
-        if constexpr (P.most_rows > low_rows)
-            make_tile<P, true, 0>(a, s, stages, ring, tile, rank, turn);
+        constexpr u32 highest = P.most_rows == tall_rows ? lower(tall_rows) : P.most_rows;
+        make_low<P, highest>(a, s, from, ring, tile, rank, turn);
     }
 }
 

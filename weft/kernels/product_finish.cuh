@@ -37,13 +37,14 @@ WEFT_FN u64 place_of(const ProductArgs& a, const ProductShared<P>& s, const Tile
         return reinterpret_cast<u64>(a.out) + (u64(tile.first + row) * P.n + column) * 2;
 }
 
-// Low rows, sixteen at a time through shared memory, then 256 bytes of each by sixteen threads.
+// Sixteen low rows at a time through shared memory, then 256 bytes of each by sixteen threads.
 template <Product P, u32 N>
-WEFT_FN void store_low(const ProductArgs& a, ProductShared<P>& s, const Tile& tile, u32 rank,
-                       u32 first, const float (&sum)[N / 2]) {
+WEFT_FN void finish_low(const ProductArgs& a, ProductShared<P>& s, const Tile& tile, u32 rank,
+                        const float (&sum)[N / 2], u64 home) {
     const u32 self = multiplier(), lane = self % warp_lanes, warp = self / warp_lanes;
     const u32 at = (lane / 16 * 8 + lane % 8) * chunk_pitch + (warp * 16 + lane / 8 % 2 * 8) * 2;
     const u32 row = self / 16, place = self % 16 * 16;
+    share_homes(s, tile, home);
 #pragma unroll
     for (u32 c = 0; c < N / chunk_rows; ++c) {
         const float* const x = &sum[c * chunk_rows / 2];
@@ -52,7 +53,7 @@ WEFT_FN void store_low(const ProductArgs& a, ProductShared<P>& s, const Tile& ti
                          pack_halves(P.number, x[2], x[3]), pack_halves(P.number, x[4], x[5]),
                          pack_halves(P.number, x[6], x[7]));
         meet_multipliers();
-        const u32 r = first + c * chunk_rows + row;
+        const u32 r = c * chunk_rows + row;
         const u64 to = r < tile.live ? place_of(a, s, tile, rank, r) : 0;
         if (to != 0)
             store(reinterpret_cast<uint4*>(to + place),
@@ -60,13 +61,14 @@ WEFT_FN void store_low(const ProductArgs& a, ProductShared<P>& s, const Tile& ti
     }
 }
 
-// Tall rows, eight by 64 columns at a time through the warp's own memory, then 128 bytes of each by
+// Eight tall rows by 64 columns at a time through the warp's own memory, then 128 bytes of each by
 // eight lanes.
 template <Product P>
-WEFT_FN void store_tall(const ProductArgs& a, ProductShared<P>& s, const Tile& tile, u32 rank,
-                        const float (&sum)[tall_sums]) {
+WEFT_FN void finish_tall(const ProductArgs& a, ProductShared<P>& s, const Tile& tile, u32 rank,
+                         const float (&sum)[tall_sums], u64 home) {
     const u32 lane = multiplier() % warp_lanes, place = lane % 8 * 16;
     u8* const chunk = s.chunk + multiplier() / warp_lanes * chunk_bytes;
+    share_homes(s, tile, home);
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) {
         const u32 lower = i / 2, right = i % 2, row = tall_row() + lower * 8;

@@ -2,7 +2,7 @@
 //
 // Tall, a thread has both of a column. Low, one warpgroup has the gates, the other the ups of the
 // same columns, thread for thread: each gives the other half of its rows and gates the rest. A
-// thread then has, for rows 16 i + 8 (its group) + 2 (lane % 4) + {0, 1} of the low part, columns
+// thread then has, for rows 16 i + 8 (its group) + 2 (lane % 4) + {0, 1} of the tile, columns
 // lane / 4 and eight further on of its warp's sixteen, as `gated` 4 i + {0, 1} and 4 i + {2, 3}.
 // Rows of a group are counted from 0 on: 8 i + 2 (lane % 4) + {0, 1}.
 #pragma once
@@ -131,7 +131,7 @@ template <Product P> WEFT_FN u32 largest_of(const ProductShared<P>& s, u32 row) 
 // A group's rows as FP8 through its own half of the chunk, then 64 bytes of each by four lanes.
 template <Product P, u32 N>
 WEFT_FN void store_low_gated(const ProductArgs& a, ProductShared<P>& s, const Tile& tile, u32 rank,
-                             u32 top, const float (&gated)[N / 4]) {
+                             const float (&gated)[N / 4]) {
     const u32 self = multiplier() % group_threads, group = multiplier() / group_threads;
     const u32 lane = self % warp_lanes, column = self / warp_lanes * 16 + lane / 4;
     u8* const chunk = s.chunk + group * half_chunk;
@@ -150,7 +150,7 @@ WEFT_FN void store_low_gated(const ProductArgs& a, ProductShared<P>& s, const Ti
         meet(6 + group, group_threads);
 #pragma unroll
         for (u32 own = first + self / 4; own < first + gated_rows; own += group_threads / 4) {
-            const u32 row = top + row_of_group(group, own), place = self % 4 * 16;
+            const u32 row = row_of_group(group, own), place = self % 4 * 16;
             if (own < N / 2 && row < tile.live)
                 *reinterpret_cast<uint4*>(gated_place<P>(a, tile, rank, row) + place) =
                     *reinterpret_cast<const uint4*>(chunk + (own - first) * gated_pitch + place);
@@ -161,17 +161,9 @@ WEFT_FN void store_low_gated(const ProductArgs& a, ProductShared<P>& s, const Ti
 // Sixteen tall rows as FP8 through the warp's own memory, then 64 bytes of each by four lanes.
 template <Product P>
 WEFT_FN void store_tall_gated(const ProductArgs& a, ProductShared<P>& s, const Tile& tile, u32 rank,
-                              Exchange<P> exchange, const float (&gated)[tall_sums / 2],
-                              const u32 (&bits)[2]) {
+                              const float (&gated)[tall_sums / 2], const float (&inverse)[2]) {
     const u32 lane = multiplier() % warp_lanes, place = lane % 4 * 16;
     u8* const chunk = s.chunk + multiplier() / warp_lanes * chunk_bytes;
-    float inverse[2];
-#pragma unroll
-    for (u32 i = 0; i < 2; ++i) {
-        const u32 row = tall_row() + lane / 4 + 8 * i;
-        const u32 both = exchange.with(row, bits[i]);
-        inverse[i] = settle_scale<P>(a, tile, row, both, rank == 0 && lane % 4 == 0);
-    }
 #pragma unroll
     for (u32 j = 0; j < tall_sums / 8; ++j)
 #pragma unroll
@@ -189,39 +181,45 @@ WEFT_FN void store_tall_gated(const ProductArgs& a, ProductShared<P>& s, const T
                 *reinterpret_cast<const uint4*>(chunk + r * gated_pitch + place);
 }
 
-// Gated, scaled by what both CTAs have seen, and stored as FP8. Low rows follow the tall ones.
-template <Product P, bool has_tall, u32 N>
-WEFT_FN void finish_gated(const ProductArgs& a, ProductShared<P>& s, const Tile& tile, u32 rank,
-                          const float (&tall)[tall_sums], const float (&low)[low_sums<N>],
-                          u32 turn) {
-    const u32 row = multiplier(), lane = row % warp_lanes, first = has_tall ? tall_rows : 0;
+// Gated, scaled by what both CTAs have seen, and stored as FP8.
+template <Product P, u32 N>
+WEFT_FN void finish_low_gated(const ProductArgs& a, ProductShared<P>& s, const Tile& tile, u32 rank,
+                              const float (&sum)[N / 2], u32 turn) {
+    const u32 row = multiplier();
     Exchange<P> exchange{s, rank, turn};
-    float tall_gated[tall_sums / 2], low_gated[low_sums<N> / 2];
-    u32 bits[2], low_bits = 0;
+    float gated[N / 4];
     meet_multipliers();  // chunks and the other turn of the tile before are free
     exchange.expect(tile.rows);
-    const bool mine = has_tall && tall_row() < tile.rows;
-    if constexpr (has_tall) {
-        gate_tall(a, tall, tall_gated, bits);
-        if (mine && lane % 4 == 0)
-            for (u32 i = 0; i < 2; ++i) exchange.tell(tall_row() + lane / 4 + 8 * i, bits[i]);
-    }
-    if constexpr (N != 0) {
-        gate_low<P, N>(a, s, low, low_gated);
-        note_amax<P, N>(s, low_gated);
-        meet_multipliers();
-        if (row < N) exchange.tell(first + row, low_bits = largest_of(s, row));
-    }
+    gate_low<P, N>(a, s, sum, gated);
+    note_amax<P, N>(s, gated);
+    meet_multipliers();
+    const u32 bits = row < N ? largest_of(s, row) : 0;
+    if (row < N) exchange.tell(row, bits);
     exchange.await();
-    if constexpr (has_tall)
-        if (mine) store_tall_gated<P>(a, s, tile, rank, exchange, tall_gated, bits);
-    if constexpr (N != 0) {
-        if (row < N)
-            s.inverse[row] = settle_scale<P>(a, tile, first + row,
-                                             exchange.with(first + row, low_bits), rank == 0);
-        meet_multipliers();
-        store_low_gated<P, N>(a, s, tile, rank, first, low_gated);
-    }
+    if (row < N)
+        s.inverse[row] = settle_scale<P>(a, tile, row, exchange.with(row, bits), rank == 0);
+    meet_multipliers();
+    store_low_gated<P, N>(a, s, tile, rank, gated);
+}
+
+template <Product P>
+WEFT_FN void finish_tall_gated(const ProductArgs& a, ProductShared<P>& s, const Tile& tile,
+                               u32 rank, const float (&sum)[tall_sums], u32 turn) {
+    const u32 lane = multiplier() % warp_lanes, first = tall_row() + lane / 4;
+    Exchange<P> exchange{s, rank, turn};
+    float gated[tall_sums / 2], inverse[2];
+    u32 bits[2];
+    meet_multipliers();  // chunks and the other turn of the tile before are free
+    exchange.expect(tall_rows);
+    gate_tall(a, sum, gated, bits);
+    if (lane % 4 == 0)
+        for (u32 i = 0; i < 2; ++i) exchange.tell(first + 8 * i, bits[i]);
+    exchange.await();
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i)
+        inverse[i] = settle_scale<P>(a, tile, first + 8 * i, exchange.with(first + 8 * i, bits[i]),
+                                     rank == 0 && lane % 4 == 0);
+    store_tall_gated(a, s, tile, rank, gated, inverse);
 }
 
 }  // namespace weft

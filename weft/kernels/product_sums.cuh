@@ -1,15 +1,14 @@
-// The sums of a tile, step after step. A tile's rows are multiplied in one of two ways, or the
-// first 128 in one and the rest in the other.
+// The sums of a tile, step after step, in one of two ways.
 //
 // Low: weights are the first operand, rows the second, which may be narrow: as many as there are,
 // to a multiple of 16. Each warpgroup has half of the columns. A thread holds, for rows
 // 8 j + 2 (lane % 4) + {0, 1}, two columns: sums 4 j and 4 j + 1 of column lane / 4 of its warp's
 // sixteen, 4 j + 2 and 4 j + 3 of the column eight further on. It needs a quarter of all scales.
 //
-// Tall: rows are the first operand, 64 for each warpgroup. A thread holds rows lane / 4 and eight
-// further on of its warp's sixteen; of the first, columns 8 j + 2 (lane % 4) + {0, 1} in sums 4 j
-// and 4 j + 1, of the second in 4 j + 2 and 4 j + 3. It needs two scales: shared memory, which
-// sixteen bytes a thread and step of scales would fill, is left to the tensor cores.
+// Tall, for the rows of a full block: rows are the first operand, 64 for each warpgroup. A thread
+// holds rows lane / 4 and eight further on of its warp's sixteen; of the first, columns
+// 8 j + 2 (lane % 4) + {0, 1} in sums 4 j and 4 j + 1, of the second in 4 j + 2 and 4 j + 3. It
+// needs two scales: what shared memory has to give is left to the tensor cores.
 #pragma once
 #include <weft/kernels/product_tiles.cuh>
 
@@ -17,7 +16,6 @@ namespace weft {
 
 constexpr u32 multipliers = 2 * group_threads;
 constexpr u32 tall_sums = tile_columns / 2;
-template <u32 N> constexpr u32 low_sums = N == 0 ? 2 : N / 2;  // no array is empty
 constexpr u32 scales_ahead = 3;  // float4s that are read while products are awaited
 
 // Those who multiply wait for each other.
@@ -25,7 +23,7 @@ WEFT_FN void meet_multipliers() { meet(1, multipliers); }
 WEFT_FN u32 multiplier() { return threadIdx.x - group_threads; }
 WEFT_FN u32 multiplier_group() { return multiplier() / group_threads; }
 
-// This warp's first row of the tall part.
+// This warp's first row of a tall tile.
 WEFT_FN u32 tall_row() { return multiplier() / warp_lanes * 16; }
 
 // A warp has read all it needs of a stage: both CTAs may load into it again. The neighbour loads
@@ -39,19 +37,19 @@ template <Product P> WEFT_FN void release_stage(ProductShared<P>& s, u32 at, u32
 
 // The operands of the first stage, as wgmma is told of them, and where a thread's scales lie.
 template <Product P> struct Operands {
-    u64 half, rows;    // low: the group's columns, and the rows from `first` on
+    u64 half, rows;    // low: the group's columns, and all rows
     u64 block, all;    // tall: the group's rows, and all columns
     u32 low, tall[2];  // the thread's scales
 
-    WEFT_FN Operands(u8* stages, u32 first) {
+    WEFT_FN explicit Operands(u8* stages) {
         // One value for the whole warp, so that the compiler keeps it as one.
         const u32 group = __shfl_sync(all_lanes, multiplier_group(), 0), lane = threadIdx.x % 32;
         const u32 at = u32(__cvta_generic_to_shared(stages));
         half = describe_tile(at + group * (weight_bytes / 2));
-        rows = describe_tile(at + weight_bytes + first * tile_bytes);
+        rows = describe_tile(at + weight_bytes);
         block = describe_tile(at + weight_bytes + group * (tall_rows / 2) * tile_bytes);
         all = describe_tile(at);
-        low = (P.gated() ? group * P.most_rows : 0) + first + lane % 4 * 4;
+        low = (P.gated() ? group * P.most_rows : 0) + lane % 4 * 4;
         tall[0] = scale_place(tall_row() + lane / 4);
         tall[1] = scale_place(tall_row() + lane / 4 + 8);
     }
@@ -60,7 +58,7 @@ template <Product P> struct Operands {
 // How far the descriptors of a stage are from those of the first: they count in 16 bytes.
 template <Product P> WEFT_FN u32 skip_to(u32 stage) { return stage * (P.stage_bytes() / 16); }
 
-// A step of the low part in the making.
+// A step of a low tile in the making.
 template <Product P, u32 N> struct LowStep {
     static constexpr u32 ahead = N / 16 < scales_ahead ? N / 16 : scales_ahead;
     float part[N / 2];
@@ -89,7 +87,7 @@ template <Product P, u32 N> struct LowStep {
     }
 };
 
-// A step of the tall part.
+// A step of a tall tile.
 template <Product P> struct TallStep {
     float part[tall_sums], by[2][2];  // of gates' and of ups' columns, for both rows
 
@@ -151,48 +149,6 @@ WEFT_FN void sum_tall(ProductShared<P>& s, Ring<P.stages>& ring, const Operands<
     last.begin(from, ring.at);
     last.read(from, s, ring.at);
     last.template add<0>(sum);
-    release_stage(s, ring.at, rank);
-    ring.next();
-}
-
-// Both parts: while one is added, the other is made, up to the end of every second step.
-template <Product P, u32 N>
-WEFT_FN void sum_both(ProductShared<P>& s, Ring<P.stages>& ring, const Operands<P>& from, u32 rank,
-                      float (&tall)[tall_sums], float (&low)[N / 2]) {
-    u32 k = 0;
-#pragma unroll 1
-    for (; k + 1 < P.steps(); k += 2, ring.next()) {
-        TallStep<P> one;
-        LowStep<P, N> rest;
-        const u32 stage = ring.at;
-        s.full[stage].await(ring.parity);
-        one.begin(from, stage);
-        rest.begin(from, stage);
-        one.read(from, s, stage);
-        ring.next();
-        s.full[ring.at].await(ring.parity);
-        one.template add<1>(tall);
-        one.begin(from, ring.at);
-        rest.read(from, s, stage);
-        rest.template add<1>(low);
-        release_stage(s, stage, rank);
-        rest.begin(from, ring.at);
-        one.read(from, s, ring.at);
-        one.template add<1>(tall);
-        rest.read(from, s, ring.at);
-        rest.template add<0>(low);
-        release_stage(s, ring.at, rank);
-    }
-    if (k == P.steps()) return;
-    TallStep<P> one;
-    LowStep<P, N> rest;
-    s.full[ring.at].await(ring.parity);
-    one.begin(from, ring.at);
-    rest.begin(from, ring.at);
-    one.read(from, s, ring.at);
-    one.template add<1>(tall);
-    rest.read(from, s, ring.at);
-    rest.template add<0>(low);
     release_stage(s, ring.at, rank);
     ring.next();
 }

@@ -16,8 +16,8 @@ constexpr u32 weight_bytes = tile_columns * tile_bytes;
 constexpr u32 weight_warps = 2 * group_threads / warp_lanes;  // that multiply
 
 constexpr u32 row_boxes = 4;
-constexpr u32 row_step = 16;                   // a tile has a multiple of so many rows
-constexpr u32 low_rows = 96, tall_rows = 128;  // the highest low tile; rows of a tall part
+constexpr u32 row_step = 16;    // a tile has a multiple of so many rows
+constexpr u32 tall_rows = 128;  // of a tall tile; others are low
 
 // What specialises the kernel: `Kind` in gemm/hopper.py writes it.
 struct Product {
