@@ -10,11 +10,6 @@ import torch
 from weft.gemm.hopper import BLOCK_ROWS, MAX_EXPERTS, NUMBERS, PAIR, WgmmaPlan
 from weft.gemm.plan import FP8, GemmPlan, plan
 
-# One H200, DeepSeek-V3's sizes, 32 experts whose rows vary by chance, 2026-11-21: up and down
-# together 333 us for 357 of GemmPlan's at a mean of 8 rows, 358 for 363 at 32, 376 for 406 at 64,
-# 649 for 670 at 128; slower at 256, where the tensor cores are the limit and not memory.
-MOST_ROWS = 128
-MOST_ROWS_OF_ONE = 512  # FP8Expert there: 77 us for 92 at 512 tokens, 117 for 113 at 1024
 TILES_OF_ONE = 4  # row blocks to aim at with GemmPlan, where one expert must fill many SMs
 FULL = 60  # clusters that nearly fill a GPU of 132 SMs
 
@@ -33,26 +28,18 @@ def fastest_plan(
     """The plan for a mean of about `rows_per_expert` rows; arguments as in `plan`.
 
     out: dtype of what is stored, if it is not gated.
-    device: where it will run. A WgmmaPlan for FP8 on Hopper where memory is the limit, else what
-    `plan` says; one expert alone gets so low tiles that they fill the GPU. Equal bits either way.
+    device: where it will run. A WgmmaPlan for FP8 on Hopper, else what `plan` says; one expert
+    alone gets so low tiles that they fill the GPU. Equal bits either way.
     """
     fits = dtype == FP8 and n % PAIR == 0 and experts <= MAX_EXPERTS and (gated or out in NUMBERS)
-    wgmma = fits and is_hopper(device)
-    if wgmma and experts == 1 and rows_per_expert <= MOST_ROWS_OF_ONE:
-        return WgmmaPlan(_rows_of_one(rows_per_expert, n // PAIR))
-    if not wgmma or rows_per_expert > MOST_ROWS:
+    if not fits or not is_hopper(device):
         rows = -(-rows_per_expert // TILES_OF_ONE) if experts == 1 else rows_per_expert
         return plan(experts, rows, n, k, dtype, gated=gated)
+    if experts == 1:
+        return WgmmaPlan(_rows_of_one(rows_per_expert, n // PAIR))
     # Most experts have fewer rows than three deviations above the mean: they are one tile.
     fullest = rows_per_expert + 3 * math.sqrt(rows_per_expert)
-    return WgmmaPlan(next(rows for rows in BLOCK_ROWS if rows >= fullest))
-
-
-def wgmma_plans() -> tuple[WgmmaPlan, ...]:
-    """Those that `fastest_plan` may choose for several experts."""
-    most = MOST_ROWS + 3 * math.sqrt(MOST_ROWS)
-    last = next(rows for rows in BLOCK_ROWS if rows >= most)
-    return tuple(WgmmaPlan(rows) for rows in BLOCK_ROWS if rows <= last)
+    return WgmmaPlan(next((rows for rows in BLOCK_ROWS if rows >= fullest), BLOCK_ROWS[-1]))
 
 
 @functools.cache

@@ -28,6 +28,7 @@ from weft.jit.args import decode, verify
 from weft.ops.stream import current_stream
 
 BLOCK_ROWS = (32, 64, 96, 128, 160)
+TALL_ROWS = 128  # tall_rows in kernels/product_tiles.cuh
 PAIR = 2 * COLUMNS  # columns of a cluster's tile
 MAX_EXPERTS = 512
 MAX_STAGES = 10
@@ -41,7 +42,8 @@ class WgmmaPlan:
     """Tiles of the product in CUDA for Hopper, FP8 alone: weights are read once for a row block.
 
     block_rows: most rows of a tile: 32, 64, 96, 128 or 160. An expert with no more rows is one
-        tile, padded to a multiple of 16; one with more is cut evenly.
+        tile, padded to a multiple of 16; of one with more, all tiles but the last have 128 rows
+        (or block_rows, if that is less).
 
     No field changes what it means. Raises InvalidArgument for a number out of its range.
     """
@@ -63,7 +65,7 @@ class WgmmaPlan:
 
     def max_row_blocks(self, rows: int, experts: int) -> int:
         """As many row blocks as `rows` rows of `experts` experts can at most make."""
-        return rows // self.block_rows + min(rows, experts)
+        return rows // min(self.block_rows, TALL_ROWS) + min(rows, experts)
 
 
 def lacks(request: Request) -> str:

@@ -6,7 +6,6 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import c_float, c_int64, c_uint32, c_uint64
 
-from weft.gemm.plan import COLUMNS
 from weft.jit import compile_cubin
 from weft.jit.args import table_source
 

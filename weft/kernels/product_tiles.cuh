@@ -28,6 +28,7 @@ struct Product {
     Number number;  // of the result; two bytes wide unless it is FP8
 
     constexpr u32 pairs() const { return n / pair_columns; }
+    constexpr u32 full_rows() const { return most_rows < tall_rows ? most_rows : tall_rows; }
     constexpr u32 steps() const { return k / depth; }
     constexpr u32 stage_bytes() const { return weight_bytes + most_rows * tile_bytes; }
     constexpr bool gated() const { return finish == Finish::gated_fp8; }
@@ -98,7 +99,9 @@ template <Product P> WEFT_FN void survey(const ProductArgs& a, ProductShared<P>&
             const u32 count = u32(min(min(max(i64(a.counts[e]), i64(0)), i64(a.most)), room));
             s.counts[e] = count;
             s.firsts[e] = u32(first);
-            blocks = (count + P.most_rows - 1) / P.most_rows;
+            const u32 spare = P.most_rows - P.full_rows();  // what the last may have more
+            blocks = (max(count, spare) - spare + P.full_rows() - 1) / P.full_rows();
+            if (blocks == 0 && count != 0) blocks = 1;
         }
 #pragma unroll
         for (u32 step = 1; step < warp_lanes; step *= 2) {
@@ -111,7 +114,7 @@ template <Product P> WEFT_FN void survey(const ProductArgs& a, ProductShared<P>&
 }
 
 // From a tile's number to the tile; numbers only rise. Row blocks that share weights are
-// neighbours, and an expert's rows are spread evenly over its blocks.
+// neighbours; all of an expert but the last are full ones.
 template <Product P> struct Walk {
     const ProductShared<P>& s;
     u32 expert = 0;
@@ -122,11 +125,11 @@ template <Product P> struct Walk {
         while (number >= s.ends[expert] * pairs) ++expert;
         const u32 before = expert == 0 ? 0 : s.ends[expert - 1], own = s.ends[expert] - before;
         const u32 place = number - before * pairs, block = place % own, count = s.counts[expert];
-        const u32 each = round_up((count + own - 1) / own, row_step);
+        const u32 before_it = block * P.full_rows();
         tile.expert = expert;
         tile.pair = place / own;
-        tile.first = s.firsts[expert] + block * each;
-        tile.live = min(count - block * each, each);
+        tile.first = s.firsts[expert] + before_it;
+        tile.live = block + 1 == own ? count - before_it : P.full_rows();
         tile.rows = round_up(tile.live, row_step);
         return true;
     }

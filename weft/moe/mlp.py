@@ -19,8 +19,8 @@ from weft.gemm import (
     grouped_gemm,
     plan,
 )
-from weft.gemm.choice import is_hopper, wgmma_plans
-from weft.gemm.hopper import NUMBERS, PAIR, Kind, preload
+from weft.gemm.choice import is_hopper
+from weft.gemm.hopper import BLOCK_ROWS, NUMBERS, PAIR, Kind, preload
 from weft.gemm.launch import installed
 from weft.moe.experts import FP8, ExpertWeights
 from weft.moe.models import MoEConfig
@@ -250,7 +250,7 @@ class TiledMlp:
         """Load what a call may need: a load waits for kernels, and those may wait for peers."""
         hidden, inner = self._config.hidden, self._config.intermediate
         kinds = []
-        for by in wgmma_plans():
+        for by in map(WgmmaPlan, BLOCK_ROWS):
             kinds.append(Kind(self._experts, 2 * inner, hidden, by, "gated_fp8"))
             if hidden % PAIR == 0 and self._y.dtype in NUMBERS:
                 number = NUMBERS[self._y.dtype]
