@@ -27,7 +27,7 @@ from weft.jit import CudaModule, Launcher, current_arch
 from weft.jit.args import decode, verify
 from weft.ops.stream import current_stream
 
-BLOCK_ROWS = (32, 64, 96, 128, 160)
+BLOCK_ROWS = (32, 64, 96, 128, 144, 160)
 TALL_ROWS = 128  # tall_rows in kernels/product_tiles.cuh
 PAIR = 2 * COLUMNS  # columns of a cluster's tile
 MAX_EXPERTS = 512
@@ -60,7 +60,7 @@ class WgmmaPlan:
     def stages(self, experts: int) -> int:
         """Steps of k in flight: as many as fit beside what the epilogues need."""
         rows = self.block_rows
-        spare = 10 * 1024 + 512 + 12 * experts + 28 * rows  # ProductShared
+        spare = 10 * 1024 + 512 + 16 * experts + 28 * rows  # ProductShared
         return min(MAX_STAGES, (SHARED_BYTES - spare) // (128 * (COLUMNS + rows) + 8 * rows + 32))
 
     def max_row_blocks(self, rows: int, experts: int) -> int:

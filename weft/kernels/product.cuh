@@ -16,7 +16,7 @@ WEFT_FN void load_tiles(const ProductArgs& a, ProductShared<P>& s, u8* stages, u
     Ring<P.stages> ring;
     Tile tile;
     fence_for_bulk();  // the rows were stored, not copied
-    for (u32 number = blockIdx.x / 2; walk.find(number, tile); number += gridDim.x / 2) {
+    while (walk.next(tile)) {
         const u64 hint = tile.live == s.counts[tile.expert] ? wanted_once : wanted_again;
         const u32 half = tile.rows / 2;
         for (u32 k = 0; k < P.steps(); ++k, ring.next()) {
@@ -98,7 +98,7 @@ template <Product P> WEFT_FN void load_scales(const ProductArgs& a, ProductShare
     Walk<P> walk{s};
     Ring<P.stages> ring;
     Tile tile;
-    for (u32 number = blockIdx.x / 2; walk.find(number, tile); number += gridDim.x / 2)
+    while (walk.next(tile))
         for (u32 k = 0; k < P.steps(); k += scale_ahead) {
             Scales<P> scales;
             scales.load(a, tile, rank, k);
@@ -157,7 +157,7 @@ WEFT_FN void multiply_tiles(const ProductArgs& a, ProductShared<P>& s, u8* stage
     Ring<P.stages> ring;
     Tile tile;
     u32 turn = 0;
-    for (u32 number = blockIdx.x / 2; walk.find(number, tile); number += gridDim.x / 2, ++turn) {
+    for (; walk.next(tile); ++turn) {
         if constexpr (P.most_rows >= tall_rows) {
             if (tile.rows == tall_rows) {
                 make_tall<P>(a, s, from, ring, tile, rank, turn);
@@ -187,7 +187,11 @@ template <Product P> WEFT_FN void product(const ProductArgs& a) {
     if (team.lane() == 0) make_arrivals(s);
     wait_for_predecessor();
     admit_successor();
-    if (team.warp() == 0) survey(a, s, team.warp_lane());
+    if (team.warp() == 0) {
+        count_rows(a, s, team.warp_lane());
+        order_experts(s, team.warp_lane());
+        count_blocks(s, team.warp_lane());
+    }
     __syncthreads();
     meet_cluster();  // no CTA arrives at a neighbour's barriers before they are made
     if (team.lane() < group_threads) {

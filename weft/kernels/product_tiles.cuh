@@ -71,7 +71,7 @@ template <Product P> struct ProductShared {
     u32 amax[P.gated() ? weight_warps : 1][P.gated() ? P.most_rows / 2 : 1];  // bits of |x|
     u32 amax_there[P.gated() ? 2 : 1][P.gated() ? P.most_rows : 1];  // the neighbour's, in turns
     float inverse[P.gated() ? P.most_rows : 1];
-    u32 ends[P.experts], counts[P.experts], firsts[P.experts];
+    u32 ends[P.experts], order[P.experts], counts[P.experts], firsts[P.experts];
     Arrival full[P.stages], empty[P.stages], amax_told[2];
 };
 
@@ -86,50 +86,74 @@ struct Tile {
 
 WEFT_FN u32 round_up(u32 x, u32 to) { return (x + to - 1) / to * to; }
 
-// For each expert its rows, the first of them, and how many row blocks end with it. By one warp.
-// A count or a start that lies outside the rows counts as far as it does not.
-template <Product P> WEFT_FN void survey(const ProductArgs& a, ProductShared<P>& s, u32 lane) {
+// For each expert its rows and the first of them. A count or a start that lies outside the rows
+// counts as far as it does not.
+template <Product P> WEFT_FN void count_rows(const ProductArgs& a, ProductShared<P>& s, u32 lane) {
+    for (u32 e = lane; e < P.experts; e += warp_lanes) {
+        const i64 first = a.starts == nullptr ? i64(e) * a.most : a.starts[e];
+        const i64 room = first < 0 ? 0 : max(i64(a.rows) - first, i64(0));
+        s.counts[e] = u32(min(min(max(i64(a.counts[e]), i64(0)), i64(a.most)), room));
+        s.firsts[e] = u32(first);
+    }
+    __syncwarp();
+}
+
+// Experts in turn: those with most rows first, so that clusters can share them out evenly; more
+// than 64 as they come.
+template <Product P> WEFT_FN void order_experts(ProductShared<P>& s, u32 lane) {
+    for (u32 e = lane; e < P.experts; e += warp_lanes) {
+        u32 place = e;
+        if constexpr (P.experts <= 64) {
+            const u32 count = s.counts[e];
+            place = 0;
+#pragma unroll 8
+            for (u32 other = 0; other < P.experts; ++other)
+                place += s.counts[other] > count || (s.counts[other] == count && other < e);
+        }
+        s.order[place] = e;
+    }
+    __syncwarp();
+}
+
+// How many row blocks end with each expert, in their order. By one warp, as the two above.
+template <Product P> WEFT_FN void count_blocks(ProductShared<P>& s, u32 lane) {
+    constexpr u32 spare = P.most_rows - P.full_rows();  // what an expert's last block may have more
     u32 end = 0;
     for (u32 base = 0; base < P.experts; base += warp_lanes) {
-        const u32 e = base + lane;
-        u32 blocks = 0;
-        if (e < P.experts) {
-            const i64 first = a.starts == nullptr ? i64(e) * a.most : a.starts[e];
-            const i64 room = first < 0 ? 0 : max(i64(a.rows) - first, i64(0));
-            const u32 count = u32(min(min(max(i64(a.counts[e]), i64(0)), i64(a.most)), room));
-            s.counts[e] = count;
-            s.firsts[e] = u32(first);
-            const u32 spare = P.most_rows - P.full_rows();  // what the last may have more
-            blocks = (max(count, spare) - spare + P.full_rows() - 1) / P.full_rows();
-            if (blocks == 0 && count != 0) blocks = 1;
-        }
+        const u32 place = base + lane, count = place < P.experts ? s.counts[s.order[place]] : 0;
+        u32 blocks = (max(count, spare) - spare + P.full_rows() - 1) / P.full_rows();
+        if (blocks == 0 && count != 0) blocks = 1;
 #pragma unroll
         for (u32 step = 1; step < warp_lanes; step *= 2) {
             const u32 before = __shfl_up_sync(all_lanes, blocks, step);
             if (lane >= step) blocks += before;
         }
-        if (e < P.experts) s.ends[e] = end + blocks;
+        if (place < P.experts) s.ends[place] = end + blocks;
         end += __shfl_sync(all_lanes, blocks, warp_lanes - 1);
     }
 }
 
-// From a tile's number to the tile; numbers only rise. Row blocks that share weights are
-// neighbours; all of an expert but the last are full ones.
+// This cluster's tiles, one after the other. Every second round of clusters goes backwards: who had
+// the highest tile of one has the lowest of the next. Row blocks that share weights are neighbours;
+// all of an expert but the last are full ones.
 template <Product P> struct Walk {
     const ProductShared<P>& s;
-    u32 expert = 0;
+    u32 place = 0, round = 0;
 
-    WEFT_FN bool find(u32 number, Tile& tile) {
+    WEFT_FN bool next(Tile& tile) {
         constexpr u32 pairs = P.pairs();
+        const u32 clusters = gridDim.x / 2, self = blockIdx.x / 2;
+        const u32 number = round * clusters + (round % 2 == 0 ? self : clusters - 1 - self);
+        ++round;
         if (number >= s.ends[P.experts - 1] * pairs) return false;
-        while (number >= s.ends[expert] * pairs) ++expert;
-        const u32 before = expert == 0 ? 0 : s.ends[expert - 1], own = s.ends[expert] - before;
-        const u32 place = number - before * pairs, block = place % own, count = s.counts[expert];
-        const u32 before_it = block * P.full_rows();
-        tile.expert = expert;
-        tile.pair = place / own;
-        tile.first = s.firsts[expert] + before_it;
-        tile.live = block + 1 == own ? count - before_it : P.full_rows();
+        while (number >= s.ends[place] * pairs) ++place;
+        const u32 before = place == 0 ? 0 : s.ends[place - 1], own = s.ends[place] - before;
+        const u32 offset = number - before * pairs, block = offset % own;
+        tile.expert = s.order[place];
+        tile.pair = offset / own;
+        const u32 count = s.counts[tile.expert], above = block * P.full_rows();
+        tile.first = s.firsts[tile.expert] + above;
+        tile.live = block + 1 == own ? count - above : P.full_rows();
         tile.rows = round_up(tile.live, row_step);
         return true;
     }
