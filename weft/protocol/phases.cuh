@@ -150,15 +150,17 @@ struct Verdict {
 // The slow half of a wait, entered every 1024 turns: has another wait of this rank failed, has a
 // host asked it to leave, its own or a peer's, or has `peer` let the deadline pass? Code ok means:
 // wait on. A rank that waits for itself has more time: it is held up by a wait for a peer, and that
-// one is to be named.
-WEFT_FN Verdict out_of_patience(Header& header, const Site& site, u32 peer, u64 start, u64 wanted) {
+// one is to be named. So has a wait that follows: for what `peer` may hold back until a third rank
+// has come, for whom another wait of this rank has begun, too.
+WEFT_FN Verdict out_of_patience(Header& header, const Site& site, u32 peer, u64 start, u64 wanted,
+                                bool follows = false) {
     if (load_relaxed(&header.turn.failed) != 0) return {Code::aborted, site.rank};  // told already
     if (load_acquire(&mailbox(site).abort) != 0) return {Code::aborted, site.rank};
     const u64 asked = load_acquire(&header.abort);
     if (asked != 0) return {Code::aborted, u32(asked - 1)};
     const bool first = ((wanted - header.first_epoch) & epoch_mask) <= 1;
     const u64 limit = first ? header.first_deadline_ns : header.deadline_ns;
-    const u64 grace = peer == site.rank ? limit / 4 : 0;
+    const u64 grace = peer == site.rank ? limit / 4 : follows ? limit / 8 : 0;
     return {now_ns() - start > limit + grace ? Code::peer_timeout : Code::ok, peer};
 }
 
@@ -167,6 +169,7 @@ struct Wait {
     u32 peer;
     Phase phase;
     u64 wanted, seen;
+    bool follows = false;
 };
 
 // How long one thread has waited: the slow half is entered every 1024 turns.
@@ -182,7 +185,8 @@ struct Patience {
     WEFT_FN bool lasts(Header& header, const Site& site, const Wait& wait) {
         if (++turns % period == 0) {
             if (start == 0) start = now_ns();
-            const Verdict verdict = out_of_patience(header, site, wait.peer, start, wait.wanted);
+            const Verdict verdict =
+                out_of_patience(header, site, wait.peer, start, wait.wanted, wait.follows);
             if (verdict.code != Code::ok) {
                 fail(header, site,
                      {.code = u32(verdict.code),
@@ -203,7 +207,7 @@ struct Patience {
 // be read by this thread, and by its team once it has met in `all`.
 // expected: the epoch of the flag, where it is not that of the operation (`wanted`).
 WEFT_FN bool await_flag(Header& header, const Site& site, u64* flag, u32 peer, Phase phase,
-                        u64 wanted, u64 expected) {
+                        u64 wanted, u64 expected, bool follows = false) {
     Patience patience;
     for (;;) {
         const u64 seen = load_acquire(flag);
@@ -218,7 +222,8 @@ WEFT_FN bool await_flag(Header& header, const Site& site, u64* flag, u32 peer, P
                   .seen = flag_descriptor(seen)});
             return false;
         }
-        if (!patience.lasts(header, site, {peer, phase, wanted, flag_epoch(seen)})) return false;
+        if (!patience.lasts(header, site, {peer, phase, wanted, flag_epoch(seen), follows}))
+            return false;
     }
 }
 
