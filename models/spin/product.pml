@@ -8,6 +8,7 @@
 
    Size      TILES, STEPS of each, STAGES, WARPS
              ALONE   the exchange alone, of multipliers that never wait for a stage
+             TWO     tall tiles: multipliers hold two stages at a time, while there are two steps
    Mutants   FEW     `empty` takes one arrival too few
              DEAF    `empty` takes the CTA's own warps alone; the neighbour is told nothing
              SINGLE  one half of what is exchanged, instead of two in turn
@@ -140,6 +141,25 @@ active [2] proctype scaler() {
     running[me]--
 }
 
+inline take_stage() {
+    atomic {
+        full_phase[AT(me, at)] != parity ->
+        step++;
+        readers[AT(me, at)]++;
+        assert(rows[AT(me, at) * 2] == step && rows[AT(me, at) * 2 + 1] == step);
+        assert(scales[AT(me, at)] == step)
+    }
+}
+inline release_stage(stage) {
+    readers[AT(me, stage)]--;
+    arrive_empty(AT(me, stage));
+#ifndef DEAF
+    arriving[AT(1 - me, stage)]++;
+    flying++;
+#endif
+    left--
+}
+
 inline expect_word() {
     atomic {
         told_left[TOLD(me, tile)]--;
@@ -149,7 +169,7 @@ inline expect_word() {
 }
 
 active [2 * WARPS] proctype multiplier() {
-    byte me = _pid % 2, step = 0, at = 0, tile = 0, left;
+    byte me = _pid % 2, step = 0, at = 0, tile = 0, left, first;
     byte warp = _pid / 2 - 2;
     bit parity = 0;
     do
@@ -158,24 +178,19 @@ active [2 * WARPS] proctype multiplier() {
         left = STEPS;
         do
         :: left == 0 -> break
+#ifdef TWO
+        :: left >= 2 ->
+            take_stage();
+            atomic { first = at; next_stage() }
+            take_stage();
+            atomic { release_stage(first) }
+            atomic { release_stage(at); next_stage() }
+        :: left == 1 ->
+#else
         :: else ->
-            atomic {
-                full_phase[AT(me, at)] != parity ->
-                step++;
-                readers[AT(me, at)]++;
-                assert(rows[AT(me, at) * 2] == step && rows[AT(me, at) * 2 + 1] == step);
-                assert(scales[AT(me, at)] == step)
-            }
-            atomic {
-                readers[AT(me, at)]--;
-                arrive_empty(AT(me, at));
-#ifndef DEAF
-                arriving[AT(1 - me, at)]++;
-                flying++;
 #endif
-                left--;
-                next_stage()
-            }
+            take_stage();
+            atomic { release_stage(at); next_stage() }
         od;
         /* Warps of a CTA meet before the exchange. */
         met[me]++;

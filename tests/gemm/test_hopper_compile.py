@@ -53,17 +53,17 @@ def test_every_kind_compiles_into_registers_and_shared_memory(
     cubin, log = compiled(kind_of(finish, rows), tmp_path)
     verify(ProductArgs, numbers_of(cubin, TABLE.encode()))
     (shared,) = numbers_of(cubin, SHARED.encode())
-    stage = 128 * (128 + rows) + 4 * rows + 32
+    stage = 128 * (128 + rows) + 8 * rows + 32
     assert shared <= SHARED_BYTES
     assert WgmmaPlan(rows).stages(32) == 10 or shared + stage > SHARED_BYTES - 8 * 1024
     spills = [int(bytes_) for bytes_ in re.findall(r"(\d+) bytes spill stores", log)]
-    assert sum(spills) <= (0 if rows <= 128 else 64), log
+    assert sum(spills) <= (0 if rows <= 128 else 16), log
     assert "serialized" not in log, log
 
 
 @pytest.mark.parametrize("experts", [1, 7, 256, 512])
 def test_shared_memory_suffices_for_any_number_of_experts(experts: int, tmp_path: Path):
-    cubin, _ = compiled(kind_of("gated_fp8", 256, experts), tmp_path)
+    cubin, _ = compiled(kind_of("gated_fp8", 160, experts), tmp_path)
     assert numbers_of(cubin, SHARED.encode())[0] <= SHARED_BYTES
 
 
@@ -83,7 +83,7 @@ def test_its_code_is_tensor_cores_and_whole_vectors(finish: str, tmp_path: Path)
     shapes = {int(n) for n in re.findall(r"QGMMA\.64x(\d+)x32\.F32\.E4M3\.E4M3", code)}
     assert shapes == set(widths(128))
     assert "UTMALDG.2D.MULTICAST" in code
-    assert ("UTMALDG.5D" in code) == (finish == "gated_fp8")
+    assert ("UTMALDG.4D" in code) == (finish == "gated_fp8")
     assert re.search(r"STG?\.E\.\S*128", code) or re.search(r"ST\.E\.128", code)
     # One, before the first load; each would wait for all of a warp's stores.
     assert len(re.findall(r"MEMBAR\.\S*GPU", code)) <= 1

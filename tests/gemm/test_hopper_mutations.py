@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -15,12 +15,11 @@ from tests.gemm.emulate import EmulatedProducts, compile_products, tensor_map
 from weft.gemm import STORE, GatedQuant, Push, WgmmaPlan, hopper, reference
 from weft.gemm.hopper import Kind
 
-# Narrow and tall tiles in turn, enough for the ring of stages to go round.
-CASE = Case(counts=(40, 130, 100, 70, 5, 30), n=256, k=384)
+# Low and tall tiles in turn, enough for the ring of stages to go round.
+CASE = Case(counts=(40, 130, 120, 5, 30), n=256, k=384)
 WRONG = "wrong rows"
 GATED = GatedQuant()
-HALF = "half = turn % 2;"
-TOLD = "s.amax_told[half].await(turn / 2 % 2);"
+TOLD = "s.amax_told[turn % 2].await(turn / 2 % 2);"
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,9 @@ class Mutation:
     texts: dict[str, str]
     error: str
     finish: str = "store"
-    rows: int = 256
+    rows: int = 128
+    sms: int = 2
+    k: int = 384
 
 
 MUTATIONS = {
@@ -43,16 +44,26 @@ MUTATIONS = {
     ),
     "scales are not awaited": Mutation({"init(1 + scale_warps)": "init(1)"}, "overrun"),
     "a warp frees a stage that its lanes read": Mutation(
-        {"__syncwarp();\n    if (lane == 0) s.empty": "if (lane == 0) s.empty"}, WRONG
+        {"__syncwarp();\n    if (lane == 0) s.empty": "if (lane == 0) s.empty"}, WRONG, rows=160
     ),
     "a stage is freed before its product is there": Mutation(
         {
-            "add_narrow<P, N>(sum, part, s.scales[ring.at]);\n        release_stage(s, ring.at, "
-            "rank);": "add_narrow<P, N>(sum, part, s.scales[ring.at]);",
-            "        multiply_step<N>(part": "        release_stage(s, ring.at, rank);\n"
-            "        multiply_step<N>(part",
+            "step.template add<0>(sum);\n        release_stage(s, ring.at, rank);": (
+                "release_stage(s, ring.at, rank);\n        step.template add<0>(sum);"
+            )
         },
         WRONG,
+    ),
+    "a tall stage is freed before its product is there": Mutation(
+        {
+            "one.template add<1>(sum);\n        release_stage(s, stage, rank);": (
+                "release_stage(s, stage, rank);\n        one.template add<1>(sum);"
+            )
+        },
+        WRONG,
+    ),
+    "a step is added before it is made": Mutation(
+        {"one.template add<1>(sum);": "one.template add<2>(sum);"}, WRONG
     ),
     "the loader does not wait": Mutation(
         {
@@ -73,22 +84,40 @@ MUTATIONS = {
     "products are not committed": Mutation({"    commit_products();\n": ""}, WRONG),
     # The exchange of the largest numbers.
     "one half of what is exchanged": Mutation(
-        {HALF: "half = 0;", TOLD: "s.amax_told[half].await(turn % 2);"}, WRONG, "gated_fp8"
+        {"amax_told[turn % 2]": "amax_told[0]", "amax_there[turn % 2]": "amax_there[0]"}
+        | {".await(turn / 2 % 2)": ".await(turn % 2)"},
+        WRONG,
+        "gated_fp8",
     ),
     "expected after the wait": Mutation(
         {
-            "    if (self == 0) s.amax_told[half].expect(N * sizeof(u32));\n": "",
-            f"{TOLD}\n    if (self < N)": f"{TOLD}\n    if (self == 0) "
-            "s.amax_told[half].expect(N * sizeof(u32));\n    if (self < N)",
+            "    exchange.expect(tile.rows);\n": "",
+            "exchange.await();\n    if (row < N)": "exchange.await();\n    "
+            "exchange.expect(tile.rows);\n    if (row < N)",
         },
         "deadlock",
         "gated_fp8",
     ),
     "one CTA's amax alone": Mutation(
-        {"max(bits, s.amax_there[half][self])": "bits"}, WRONG, "gated_fp8", 64
+        {"max(bits, s.amax_there[turn % 2][row])": "bits"}, WRONG, "gated_fp8", 64
+    ),
+    "one CTA's amax alone, tall": Mutation(
+        {"exchange.with(first + 8 * i, bits[i])": "bits[i]"}, WRONG, "gated_fp8"
     ),
     "warps do not meet before the amax is read": Mutation(
-        {"note_amax<P, N>(s, sum);\n    meet_multipliers();": "note_amax<P, N>(s, sum);"},
+        {"note_amax<P, N>(s, gated);\n    meet_multipliers();": "note_amax<P, N>(s, gated);"},
+        WRONG,
+        "gated_fp8",
+        64,
+    ),
+    "gates are read before they are there": Mutation(
+        {"        meet(2 + warp, 2 * warp_lanes);\n": ""}, WRONG, "gated_fp8", 64
+    ),
+    "gates are overwritten while they are read": Mutation(
+        {"place + i % 2 * 2 * warp_lanes": "place"}, WRONG, "gated_fp8", 64
+    ),
+    "gates are ups": Mutation(
+        {"const bool up = multiplier() >= group_threads": "const bool up = multiplier() < 128"},
         WRONG,
         "gated_fp8",
         64,
@@ -100,6 +129,15 @@ MUTATIONS = {
         "store",
         64,
     ),
+    "FP8 chunks are read before they are there": Mutation(
+        {"            }\n        meet(6 + group, group_threads);\n": "            }\n"},
+        WRONG,
+        "gated_fp8",
+        64,
+    ),
+    "FP8 chunks are overwritten while they are read": Mutation(
+        {"        if (first != 0) meet(6 + group, group_threads);\n": ""}, WRONG, "gated_fp8", 160
+    ),
     "homes are read before they are there": Mutation(
         {"= home;\n        meet_multipliers();": "= home;"}, f"misaligned|{WRONG}", "push"
     ),
@@ -110,12 +148,11 @@ MUTATIONS = {
         },
         WRONG,
         "push",
+        64,
+        k=128,
     ),
     "tall chunks are read before they are there": Mutation(
         {"__syncwarp();\n#pragma unroll\n        for (u32 r": "for (u32 r"}, WRONG
-    ),
-    "gated chunks are overwritten while they are read": Mutation(
-        {"gated_pitch + place);\n    __syncwarp();": "gated_pitch + place);"}, WRONG, "gated_fp8"
     ),
     "rows of padding are stored": Mutation(
         {"r < tile.live ? place_of": "r < tile.rows ? place_of"}, WRONG, "store", 64
@@ -125,6 +162,10 @@ MUTATIONS = {
     ),
     "scales lie in order": Mutation(
         {"return j / 2 * 16 + q * 4 + j % 2 * 2 + row % 2;": "return row + 0 * (j + q);"}, WRONG
+    ),
+    # Which tile is whose.
+    "two clusters make the same tiles": Mutation(
+        {"clusters - 1 - self": "clusters - 1"}, WRONG, "store", 64, sms=4
     ),
 }
 
@@ -142,22 +183,23 @@ def make(mutation: Mutation, folder: Path, monkeypatch: pytest.MonkeyPatch, seed
     """A product in many orders, compared with the oracle. Raises AssertionError."""
     monkeypatch.setattr(hopper, "tensor_map", tensor_map)
     plan = WgmmaPlan(mutation.rows)
-    kinds = (Kind(len(CASE.counts), CASE.n, CASE.k, plan, mutation.finish),)
+    case = replace(CASE, k=mutation.k)
+    kinds = (Kind(len(case.counts), case.n, case.k, plan, mutation.finish),)
     library = ctypes.CDLL(str(compile_products(kinds, folder / "tree", mutation.texts)))
-    made = CASE.make()
+    made = case.make()
     product = made.product()
     for seed in range(seeds):
-        products = EmulatedProducts(library, kinds, seed, seed % 3, sms=2)
+        products = EmulatedProducts(library, kinds, seed, seed % 3, mutation.sms)
         monkeypatch.setattr(reference, "compute", products.compute)
         if mutation.finish == "gated_fp8":
             got, wanted, tolerance = made.call(GATED, plan), gated(GATED, product), 0.08
         elif mutation.finish == "store":
             got, wanted, tolerance = made.call(STORE, plan), product, 2.0**-7
         else:
-            there = torch.full((CASE.rows, CASE.n), SENTINEL, dtype=torch.bfloat16)
-            order = torch.arange(CASE.rows).flip(0)
-            made.call(Push(there.data_ptr() + order * CASE.n * 2), plan)
-            got, wanted, tolerance = Output(CASE, there[order]), product, 2.0**-7
+            there = torch.full((case.rows, case.n), SENTINEL, dtype=torch.bfloat16)
+            order = torch.arange(case.rows).flip(0)
+            made.call(Push(there.data_ptr() + order * case.n * 2), plan)
+            got, wanted, tolerance = Output(case, there[order]), product, 2.0**-7
         try:
             got.agrees(wanted, tolerance)
         except AssertionError as error:

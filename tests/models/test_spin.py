@@ -160,7 +160,8 @@ VARIANTS = (
     ),
     # The ring of stages and the exchange of a product's cluster.
     Variant("product, two CTAs", "", None, "product"),
-    Variant("product, a longer tile", "TILES=1 STEPS=4", None, "product"),
+    Variant("product, two steps at a time", "TILES=1 STEPS=5 TWO", None, "product"),
+    Variant("product, two steps of one stage", "TILES=1 STEPS=2 STAGES=1 TWO", DEADLOCK, "product"),
     Variant("product, its exchange alone", "ALONE TILES=5", None, "product"),
     Variant("product, its exchange alone, two warps", "ALONE TILES=3 WARPS=2", None, "product"),
     Variant("product, one arrival too few on empty", "FEW", DEADLOCK, "product"),

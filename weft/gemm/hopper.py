@@ -27,7 +27,7 @@ from weft.jit import CudaModule, Launcher, current_arch
 from weft.jit.args import decode, verify
 from weft.ops.stream import current_stream
 
-BLOCK_ROWS = (32, 64, 96, 128, 144, 160)
+BLOCK_ROWS = (32, 64, 96, 128, 160)
 TALL_ROWS = 128  # tall_rows in kernels/product_tiles.cuh
 PAIR = 2 * COLUMNS  # columns of a cluster's tile
 MAX_EXPERTS = 512

@@ -7,8 +7,8 @@ from torch import nn
 
 from weft.errors import InvalidArgument
 from weft.gemm import GatedQuant, fastest_plan, grouped_gemm, quantize_rows
-from weft.gemm.choice import is_hopper
-from weft.gemm.hopper import BLOCK_ROWS, NUMBERS, PAIR, Kind, WgmmaPlan, preload
+from weft.gemm.choice import HEIGHTS_OF_ONE, is_hopper
+from weft.gemm.hopper import NUMBERS, PAIR, Kind, WgmmaPlan, preload
 from weft.moe.experts import FP8, Expert, to_blocks
 from weft.moe.gating import SWIGLU, Gating
 from weft.ops.check import check_tensor
@@ -80,10 +80,12 @@ class FP8Expert(nn.Module):
     def _preload(self) -> None:
         """Load what a call may need: a load waits for kernels, and those may wait for peers."""
         n, k, hidden = self.gate_up.shape[1], self.gate_up.shape[2], self.down.shape[1]
-        kinds = [Kind(1, n, k, WgmmaPlan(rows), "gated_fp8") for rows in BLOCK_ROWS]
+        kinds = [Kind(1, n, k, WgmmaPlan(rows), "gated_fp8") for rows in HEIGHTS_OF_ONE]
         if hidden % PAIR == 0 and self._dtype in NUMBERS:
             number = NUMBERS[self._dtype]
-            kinds += [Kind(1, hidden, n // 2, WgmmaPlan(r), "store", number) for r in BLOCK_ROWS]
+            kinds += [
+                Kind(1, hidden, n // 2, WgmmaPlan(r), "store", number) for r in HEIGHTS_OF_ONE
+            ]
         with torch.cuda.device(self.gate_up.device):
             preload(kinds, programmatic=False)
 
