@@ -114,7 +114,7 @@ template <Product P> WEFT_FN void load_scales(const ProductArgs& a, ProductShare
         }
 }
 
-// Tiles of 128 rows are tall.
+// The next lower form of a low tile. Those of 128 rows are tall.
 constexpr u32 lower(u32 rows) {
     return rows - row_step - (rows == tall_rows + row_step) * row_step;
 }
