@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from weft.jit import compile_program
 
 SOURCE = Path(__file__).with_name("race.cpp")
 SANITIZED = ("-fsanitize=thread", "-g", "-O1")
+# The first report is the verdict; to print all of them takes seconds.
+ENVIRONMENT = os.environ | {"TSAN_OPTIONS": "halt_on_error=1"}
 
 
 def run(name: str, *options: str, rounds: int, first_epoch: int = 0) -> tuple[int, str]:
@@ -21,6 +24,7 @@ def run(name: str, *options: str, rounds: int, first_epoch: int = 0) -> tuple[in
         text=True,
         timeout=110,
         check=False,
+        env=ENVIRONMENT,
     )
     return done.returncode, done.stdout + done.stderr
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -12,12 +13,19 @@ from weft.jit import compile_program
 SOURCE = Path(__file__).with_name("signal_race.cpp")
 # One rounding for each operation, as the entries are compiled.
 OPTIONS = ("-fsanitize=thread", "-g", "-O1", "-ffp-contract=off")
+# The first report is the verdict; to print all of them takes seconds.
+ENVIRONMENT = os.environ | {"TSAN_OPTIONS": "halt_on_error=1"}
 
 
 def run(*options: str, rounds: int) -> tuple[int, str]:
     program = compile_program(SOURCE, name="signal-race", options=(*OPTIONS, *options))
     done = subprocess.run(
-        [str(program), str(rounds)], capture_output=True, text=True, timeout=110, check=False
+        [str(program), str(rounds)],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+        env=ENVIRONMENT,
     )
     return done.returncode, done.stdout + done.stderr
 
