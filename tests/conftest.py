@@ -12,6 +12,7 @@ import torch
 
 import weft
 from weft import cli
+from weft.memory import processes
 
 RunRanks = Callable[..., list[Any]]
 
@@ -23,6 +24,15 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WEFT_CACHE", str(folder))
         yield folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ranks_find_their_tests_imports() -> Iterator[None]:
+    """Ranks import the modules of their tests: half of the time that a small one runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        preload = [*processes._PRELOAD, "pytest", "hypothesis"]
+        patch.setattr(processes, "_PRELOAD", preload)
+        yield
 
 
 @pytest.fixture
