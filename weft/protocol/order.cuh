@@ -216,9 +216,8 @@ WEFT_FN u32 bits_in(u32 word) {
 
 // One turn of a waiting loop. CPU ranks may outnumber the cores, so after a short spin they hand
 // the core over: 4 ranks on a CI machine of 2 cores took 16.8 us a round with the yield and 11.6 ms
-// without it (2026-11-20). Who still waits sleeps: a thread that goes on yielding beside another
-// program's busy thread takes that thread's share in turns and gives its own away; a round of the
-// same ranks then took 700 us, with sleeps 16 us (2026-11-21).
+// without it (2026-11-20). Who still waits sleeps: beside one busy thread of another program each
+// yield may last a slice of it, and a round then took 700 us, with sleeps 16 us (2026-11-21).
 WEFT_FN void relax(u32 turns) {
 #if defined(__CUDA_ARCH__)
     if (turns > 4096) __nanosleep(64);
