@@ -17,7 +17,7 @@ from weft.ops.bands import HYSTERESIS, bands_of
 from weft.ops.table_vote import agreed_table, common_gpu
 
 MEASURED, NEAREST, RULE, ONLY = "measured", "nearest", "rule", "only one"
-MOST_PUSHED = 512  # tokens of a rank up to which the rule of thumb takes "push"
+MOST_PUSHED = 1024  # tokens of a rank up to which the rule of thumb takes "push"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,8 @@ def choose(table: LayerTable | None, question: Question) -> LayerChoice:
 def rule_of_thumb(question: Question) -> str:
     """What "auto" takes where nothing near was measured.
 
-    "push" took least at 8 to 512 tokens a rank of DeepSeek-V3 in FP8 on 4 and 2 H200s, or within
-    0.5 % of it (docs/measuring.md). Beyond that nothing was measured, and places for every choice
+    "push" took least at 8 to 512 tokens a rank of DeepSeek-V3 in FP8 on 4 H200s, or within 0.5 % of
+    it, and to 1024 on 2 (docs/measuring.md). Beyond that nothing was measured, and places for every choice
     of a token take much memory.
     """
     able = question.able
