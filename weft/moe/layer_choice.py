@@ -88,8 +88,8 @@ def rule_of_thumb(question: Question) -> str:
     """What "auto" takes where nothing near was measured.
 
     "push" took least at 8 to 512 tokens a rank of DeepSeek-V3 in FP8 on 4 H200s, or within 0.5 % of
-    it, and to 1024 on 2 (docs/measuring.md). Beyond that nothing was measured, and places for every choice
-    of a token take much memory.
+    it, and to 1024 on 2 (docs/measuring.md). Beyond that nothing was measured, and places for every
+    choice of a token take much memory.
     """
     able = question.able
     if "push" in able and question.exchange == "rank" and question.max_tokens <= MOST_PUSHED:
