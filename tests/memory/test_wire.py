@@ -118,4 +118,4 @@ def test_waits_end_at_their_deadline(pair):
         right.receive(time.monotonic() + 0.05)
     with pytest.raises(TimeoutError):
         left.send(Kind.VALUE, b"1" * (1 << 24), time.monotonic() + 0.05)
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < 5.0

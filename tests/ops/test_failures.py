@@ -100,7 +100,7 @@ def test_an_absent_rank_is_named_within_the_deadline(ranks, kind, point, phase):
     results = ranks(3, kind)(absent, point)
     for rank in (0, 2):
         waited, text = results[rank]
-        assert 0.5 < waited < 2.5
+        assert 0.5 < waited < 6.0
         assert f"rank {rank}, {phase}: rank 1 did not publish epoch 2" in text
         assert "epoch 1" in text
 
@@ -118,7 +118,7 @@ def absent_from_the_start(group: weft.Group) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_round_has_a_deadline_of_its_own(ranks, kind):
     waited = ranks(3, kind)(absent_from_the_start)
-    assert all(0.5 < waited[rank] < 2.5 for rank in (0, 2))
+    assert all(0.5 < waited[rank] < 6.0 for rank in (0, 2))
 
 
 def deceived(group: weft.Group) -> tuple[str, str]:
@@ -169,7 +169,7 @@ def aborted(group: weft.Group, asker_waits: bool) -> tuple[float, str]:
 @pytest.mark.parametrize("kind", [*KINDS, "threads"])
 def test_abort_ends_the_waits_of_all_ranks_at_once(ranks, kind, asker_waits):
     results = ranks(3, kind)(aborted, asker_waits)
-    assert all(0.2 < waited < 2.0 for waited, _ in results), results
+    assert all(0.2 < waited < 6.0 for waited, _ in results), results
     texts = [text for _, text in results]
     assert "called abort()" in texts[0]
     assert "this rank" in texts[0]
@@ -224,7 +224,7 @@ def test_a_crash_at_any_point_is_named_by_every_survivor(ranks, point, tmp_path)
             ranks(3, "cpu")(killed_at, str(tmp_path), point, victim, peer)
         for survivor in {0, 1, 2} - {victim}:
             waited, text = (tmp_path / str(survivor)).read_text().split(" ", 1)
-            assert float(waited) < 3.0
+            assert float(waited) < 8.0
             assert f"rank {survivor}, " in text
             assert f"rank {victim} did not publish" in text
 
