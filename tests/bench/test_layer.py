@@ -27,7 +27,7 @@ from weft.bench.layer_load import Load, count, load_of
 from weft.bench.layer_overlap import ALONE, OVERLAPPED, TOGETHER
 from weft.bench.layer_plot import plot_layer
 from weft.bench.layer_report import layer_rows, print_layer, write_layer_json
-from weft.bench.layer_stages import GATHER_SCATTER, SPLIT, STAGES
+from weft.bench.layer_stages import SPLIT, STAGES
 from weft.bench.layer_trial import LayerTrial
 from weft.bench.layer_weights import Matrix, draw, expert_bytes, shared_expert, stack
 from weft.bench.limits import layer_floor_us
@@ -67,7 +67,7 @@ def test_a_run_is_checked_timed_and_reported(changes, tmp_path):
         assert [len(samples) for samples in each.samples] == [3, 3]
         parts = set(STAGES) - (set() if settings.config.shared else {"shared"})
         if report.gemm not in SPLIT:
-            parts -= {"gather", GATHER_SCATTER, "up", "gating", "down"}
+            parts -= {"gating"}
         wanted = parts if each.overlap == "none" else set()
         if each.overlap in OVERLAPPED:
             wanted = {*ALONE, TOGETHER}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 
@@ -18,12 +19,14 @@ from weft.errors import InvalidArgument
 from weft.memory import Group
 from weft.moe import ExpertWeights, MoE
 from weft.moe.products import layout_of, make
+from weft.moe.rank_major import RankMajor
 from weft.ops.alltoall import AllToAll
 from weft.ops.grouping import ExpertGroups
 from weft.ops.received import Received
 
 SPLIT = ("grouped", "padded", "loop")  # ways of MoE that weft.moe.products has
 GATHER_SCATTER = "gather + scatter"  # a scatter needs a gather before it
+Call: TypeAlias = Callable[[], object]
 STAGES = (
     *("route", "dispatch", "combine", "pair"),
     *("experts", "gather", GATHER_SCATTER, "up", "gating", "down", "shared"),
@@ -40,12 +43,12 @@ def measure_stages(
     """us of each part by the names of STAGES, one for each sample of this rank. Collective.
 
     pair: dispatch and combine back to back; their split has events between, which cost some us.
-    experts: all between dispatch and combine as the layer does it; gather to down are its parts,
-    where it multiplies by one of SPLIT.
+    experts: all between dispatch and combine as the layer does it; gather to down are its parts.
+    Tiled products gate in the first one's epilogue: there is no "gating" of its own.
     """
     times: dict[str, list[float]] = {}
 
-    def alone(name: str, call: Callable[[], object]) -> None:
+    def alone(name: str, call: Call) -> None:
         samples, graph = settings.samples, settings.graph and layer.gemm != "loop"
         times[name] = measure_call(group, call, samples=samples, graph=graph)[1]
 
@@ -67,6 +70,8 @@ def measure_stages(
     if layer.gemm in SPLIT:
         with contextlib.closing(_groups(settings, layer)) as groups:
             _inside(groups, layer, weights, received, alone)
+    else:
+        _inside_tiled(layer, weights, received, alone)
     exchange.combine(out=trial.out)
     layer.check()
     return times
@@ -85,12 +90,32 @@ def _by_rank(layer: MoE) -> AllToAll:
     return layer.exchange
 
 
+def _inside_tiled(
+    layer: MoE, weights: ExpertWeights, received: Received, alone: Callable[[str, Call], None]
+) -> None:
+    """The parts of `experts` in the layer's own buffers."""
+    work = layer._workspace
+    assert isinstance(work, RankMajor)
+    groups, mlp = work._ready(), work._mlp
+    grouped = groups.gather(received)
+    alone("gather", lambda: groups.gather(received))
+    alone("up", lambda: mlp.up(weights, grouped))
+    alone("down", lambda: mlp.down(weights))
+    y = mlp.down(weights)
+
+    def regroup() -> None:
+        groups.gather(received)
+        groups.scatter(y)
+
+    alone(GATHER_SCATTER, regroup)
+
+
 def _inside(
     groups: ExpertGroups,
     layer: MoE,
     weights: ExpertWeights,
     received: Received,
-    alone: Callable[[str, Callable[[], object]], None],
+    alone: Callable[[str, Call], None],
 ) -> None:
     """The parts of `experts`, on the rows of one round."""
     config = layer.config
