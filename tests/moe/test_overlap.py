@@ -167,7 +167,7 @@ def chosen(group: weft.Group) -> None:
         (plain, {"fp8": True}, "push"),
         (DEEP, {"gemm": "tiled", "combine_by": "pull"}, "shared"),
         (DEEP, {"gemm": "tiled", "exchange": "expert"}, "shared"),
-        (DEEP, {"gemm": "tiled", "max_tokens": 513}, "shared"),
+        (DEEP, {"gemm": "tiled", "max_tokens": 1025}, "shared"),
     ):
         with Case(config, tokens=(4,)).open(group, **options) as layer:
             assert layer.overlap == want
