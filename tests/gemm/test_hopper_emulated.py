@@ -25,6 +25,8 @@ from tests.gemm.emulate import (
 from weft.gemm import STORE, Epilogue, Gated, GatedQuant, Push, WgmmaPlan, hopper, reference
 from weft.gemm.hopper import Kind
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # Odd steps of k, scales as vectors and one by one, rows up to the last of the tensor.
 CASES = {
     "contiguous": Case(counts=(5, 0, 130, 1, 64), n=512, k=384),
@@ -65,15 +67,6 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> EmulatedProducts:
     kinds = tuple(dict.fromkeys(all_kinds()))
     folder = tmp_path_factory.mktemp("products") / "tree"
     return EmulatedProducts(ctypes.CDLL(str(compile_products(kinds, folder))), kinds)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Torch's threads would spin beside the emulator's one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ CASES = {
     "tall": Case(counts=(97, 112, 128, 129, 192, 191, 256, 224, 257), n=512, k=1024),
     "deep": Case(counts=(100, 33, 250), n=512, k=7168),
 }
-EVERY_TILE = ("contiguous", "tall", "deep")  # the others: one narrow, one tall
+EVERY_TILE = ("contiguous", "tall", "deep")  # the others: low tiles alone, and both
 
 
 def heights(name: str) -> tuple[int, ...]:

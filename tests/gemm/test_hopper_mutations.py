@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +14,8 @@ from tests.gemm.emulate import EmulatedProducts, compile_products, tensor_map
 from weft.gemm import STORE, GatedQuant, Push, WgmmaPlan, hopper, reference
 from weft.gemm.hopper import Kind
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # Low and tall tiles in turn, enough for the ring of stages to go round.
 CASE = Case(counts=(40, 130, 120, 5, 30), n=256, k=384)
 WRONG = "wrong rows"
@@ -24,7 +25,10 @@ TOLD = "s.amax_told[turn % 2].await(turn / 2 % 2);"
 
 @dataclass(frozen=True)
 class Mutation:
-    """Texts of the kernel and what they become; what fails then, a rule or WRONG."""
+    """Texts of the kernel and what they become; what fails then, a rule or WRONG.
+
+    rows: most of a tile.   sms: of the GPU.   k: of the case.
+    """
 
     texts: dict[str, str]
     error: str
@@ -168,15 +172,6 @@ MUTATIONS = {
         {"clusters - 1 - self": "clusters - 1"}, WRONG, "store", 64, sms=4
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Torch's threads would spin beside the emulator's one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make(mutation: Mutation, folder: Path, monkeypatch: pytest.MonkeyPatch, seeds: int) -> None:

@@ -169,7 +169,7 @@ struct Wait {
     u32 peer;
     Phase phase;
     u64 wanted, seen;
-    bool follows = false;
+    bool follows = false;  // see out_of_patience
 };
 
 // How long one thread has waited: the slow half is entered every 1024 turns.
@@ -206,6 +206,7 @@ struct Patience {
 // Waits for one peer's flag. Order: after `true`, all that the peer published with that epoch may
 // be read by this thread, and by its team once it has met in `all`.
 // expected: the epoch of the flag, where it is not that of the operation (`wanted`).
+// follows: see out_of_patience.
 WEFT_FN bool await_flag(Header& header, const Site& site, u64* flag, u32 peer, Phase phase,
                         u64 wanted, u64 expected, bool follows = false) {
     Patience patience;
