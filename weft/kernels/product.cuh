@@ -89,8 +89,7 @@ template <Product P> struct Scales {
             if (of(i) < rows)
 #pragma unroll
                 for (u32 w = 0; w < kinds; ++w)
-                    to.rows[w * P.most_rows + scale_place(of(i))] =
-                        __fmul_rn(row[i][n], weights[w][n]);
+                    to.rows[w][scale_place(of(i))] = __fmul_rn(row[i][n], weights[w][n]);
     }
 };
 

@@ -69,7 +69,7 @@ template <Product P, u32 N> struct LowStep {
         begin_step<N>(part, from.half + skip_to<P>(stage), from.rows + skip_to<P>(stage));
     }
     WEFT_FN void read(const Operands<P>& from, const ProductShared<P>& s, u32 stage) {
-        scales = reinterpret_cast<const float4*>(s.scales[stage].rows + from.low);
+        scales = reinterpret_cast<const float4*>(s.scales[stage].rows[0] + from.low);
 #pragma unroll
         for (u32 j = 0; j < ahead; ++j) first[j] = scales[4 * j];
     }
@@ -98,8 +98,7 @@ template <Product P> struct TallStep {
     WEFT_FN void read(const Operands<P>& from, const ProductShared<P>& s, u32 stage) {
 #pragma unroll
         for (u32 i = 0; i < 4; ++i)
-            by[i / 2][i % 2] =
-                s.scales[stage].rows[(P.gated() ? i / 2 * P.most_rows : 0) + from.tall[i % 2]];
+            by[i / 2][i % 2] = s.scales[stage].rows[P.gated() ? i / 2 : 0][from.tall[i % 2]];
     }
     template <u32 but> WEFT_FN void add(float (&sum)[tall_sums]) {
         await_step<but>(part);

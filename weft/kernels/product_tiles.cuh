@@ -50,10 +50,10 @@ struct ProductArgs {
 
 constexpr u32 scale_warps = 3, scale_ahead = 4;  // warps that load scales; steps that one load has
 
-// Of each row, its scale times that of the block of weights; gated: all rows times gate's, then all
-// times up's. Four rows that one thread multiplies with are neighbours: see scale_place.
+// Of each row, its scale times that of the block of weights; gated: times gate's, and times up's.
+// Four rows that one thread multiplies with are neighbours: see scale_place.
 template <Product P> struct StepScales {
-    float rows[(P.gated() ? 2 : 1) * P.most_rows];
+    float rows[P.gated() ? 2 : 1][P.most_rows];
 };
 
 // A thread holds rows 8 j + 2 q and the next, for each j: those of two j lie side by side.
