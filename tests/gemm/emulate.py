@@ -40,6 +40,11 @@ BODIES = {
             f"emulated::load_box(1u << emulated::cta->rank, to, {MAP}, "
             "{i32(x), i32(y), 0, i32(z)}, &arrival.word);"
         ),
+        "void load_box5(void* to, const TensorMap& map, u32 x, u32 y, u32 z, Arrival& arrival,\n"
+        "                       u64 hint)": (
+            f"emulated::load_box(1u << emulated::cta->rank, to, {MAP}, "
+            "{i32(x), 0, 0, i32(y), i32(z)}, &arrival.word);"
+        ),
         "void arrive_at(u32 cta, Arrival& arrival)": "emulated::arrive_at(cta, &arrival.word);",
         "void send_word(u32 cta, u32* at, u32 value, Arrival& arrival)": (
             "emulated::send_word(cta, at, value, &arrival.word);"
@@ -73,9 +78,9 @@ UNUSED = {  # of the engine that few SMs have: nobody calls them here
     "void fence_shared_for_bulk()": "",
 }
 MULTIPLY = """\
-template <weft::u32 N>
+template <weft::Operand O, weft::u32 N>
 void weft::multiply(float (&sum)[N / 2], u64 a, u64 b, bool add) {
-    emulated::multiply(sum, N, a, b, add);
+    emulated::multiply(u32(O), sum, N, a, b, add);
 }
 """
 RULES = (
@@ -139,7 +144,7 @@ class EmulatedProducts:
         """Run one product to its end. Asserts that no rule was broken."""
         assert isinstance(plan, WgmmaPlan)
         rows, experts = len(request.a), len(request.b)
-        clusters = plan.max_row_blocks(rows, experts) * (request.b.shape[1] // hopper.PAIR)
+        clusters = plan.max_row_blocks(rows, experts) * -(-request.b.shape[1] // hopper.PAIR)
         args, broken = hopper._arguments(request), (ctypes.c_uint32 * len(RULES))()
         number = self.kinds.index(hopper.Kind.of(request, plan))
         getattr(self.library, f"product_{number}")(

@@ -24,10 +24,13 @@ from tests.gemm.emulate import (
 )
 from weft.gemm import STORE, Epilogue, Gated, GatedQuant, Push, WgmmaPlan, hopper, reference
 from weft.gemm.hopper import Kind
+from weft.gemm.plan import FP8
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+BF16 = torch.bfloat16
 
-# Odd steps of k, scales as vectors and one by one, rows up to the last of the tensor.
+# Odd steps of k, scales as vectors and one by one, rows up to the last of the tensor; of two bytes
+# a number: steps and tiles that end beyond the tensor.
 CASES = {
     "contiguous": Case(counts=(5, 0, 130, 1, 64), n=512, k=384),
     "masked": Case(counts=(17, 0, 3, 129), n=512, k=128, masked=True),
@@ -37,14 +40,19 @@ CASES = {
     "k-major, masked": Case(counts=(40, 9), k_major=True, masked=True, n=256, k=512),
     "many experts": Case(counts=tuple(e % 5 for e in range(70)), n=256, k=128),
     "tall": Case(counts=(97, 128, 129, 192, 257), n=256, k=640),
+    "bf16": Case(BF16, counts=(5, 0, 130, 1, 64), n=272, k=200, bias=True),
+    "bf16, high": Case(BF16, counts=(150, 257, 192, 48), n=256, k=320),
+    "fp16, masked": Case(torch.float16, counts=(17, 0, 3, 200), n=512, k=64, masked=True),
 }
 HEIGHTS = {"contiguous": (32, 64, 160), "tall": (96, 128, 160), "packed": (32, 160)}
+HEIGHTS |= {"bf16": (32, 64, 160), "bf16, high": (128, 192, 256)}
 FEW = (32, 128)
 EPILOGUES: dict[str, Epilogue] = {
     "store": STORE,
     "gated": GatedQuant(),
     "limited": GatedQuant(1.702, 1.0, 0.7),
 }
+HALVES = {BF16: "bf16", torch.float16: "fp16"}
 
 
 def heights(name: str) -> tuple[int, ...]:
@@ -55,11 +63,25 @@ def all_kinds() -> Iterator[Kind]:
     for name, case in CASES.items():
         for rows in heights(name):
             sizes = (len(case.counts), case.n, case.k, WgmmaPlan(rows))
+            if word := HALVES.get(case.dtype):
+                for finish in ("store", "gated", "push"):
+                    yield Kind(*sizes, finish, word, word, "bf16" if case.bias else "none")
+                continue
             yield Kind(*sizes, "store")
             yield Kind(*sizes, "gated_fp8")
             if name == "contiguous":
                 yield Kind(*sizes, "push", "bf16")
                 yield Kind(*sizes, "push", "fp16")
+
+
+def of(case: Case, name: str) -> tuple[Epilogue, float]:
+    """An epilogue of EPILOGUES for a case's dtype, and how near its result must be."""
+    how = EPILOGUES[name]
+    if not isinstance(how, GatedQuant):
+        return how, 2.0**-7
+    if case.dtype == FP8:
+        return how, 0.08
+    return Gated(how.alpha, how.offset, how.limit), 2.0**-6
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +110,10 @@ def same_bits(ours: Output, theirs: Output) -> bool:
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("name", CASES)
 def test_rows_are_those_of_the_oracle(products: EmulatedProducts, name: str, epilogue: str):
-    made, how = CASES[name].make(), EPILOGUES[epilogue]
-    wanted, tolerance = made.product(), 2.0**-7
+    made, (how, tolerance) = CASES[name].make(), of(CASES[name], epilogue)
+    wanted = made.product()
     if isinstance(how, Gated):
-        wanted, tolerance = gated(how, wanted), 0.08
+        wanted = gated(how, wanted)
     for products.seed, rows in enumerate(heights(name)):
         products.policy = (products.seed + len(epilogue)) % 3
         made.call(how, WgmmaPlan(rows)).agrees(wanted, tolerance)
@@ -107,6 +129,10 @@ def in_integers(case: Case) -> Made:
 
     a = made.a.clone()
     a[live] = draw(made.a)[live]
+    if case.dtype != FP8:
+        if case.bias:
+            made.given["bias"].copy_(draw(made.given["bias"]))
+        return replace(made, a=a, b=draw(made.b))
     for name in ("a_scale", "b_scale"):
         powers = torch.exp2(torch.randint(-3, 1, made.given[name].shape, generator=seed).float())
         kept = made.given[name].isnan()
@@ -115,11 +141,11 @@ def in_integers(case: Case) -> Made:
 
 
 @pytest.mark.parametrize("policy", [LATE, AT_ONCE, AT_ANY_TIME])
-@pytest.mark.parametrize("name", ["contiguous", "masked", "tall"])
+@pytest.mark.parametrize("name", ["contiguous", "masked", "tall", "bf16", "bf16, high"])
 def test_integers_are_exact(products: EmulatedProducts, name: str, policy: int):
     case = CASES[name]
     made, live = in_integers(case), case.live()
-    wanted = made.product()[live].to(torch.bfloat16)
+    wanted = made.product()[live].to(BF16 if case.dtype == FP8 else case.dtype)
     products.policy = policy
     for rows in heights(name):
         got = made.call(STORE, WgmmaPlan(rows)).numbers.reshape(case.rows, -1)
@@ -128,9 +154,10 @@ def test_integers_are_exact(products: EmulatedProducts, name: str, policy: int):
 
 
 @pytest.mark.parametrize("epilogue", ["store", "gated"])
-def test_no_order_changes_a_bit(products: EmulatedProducts, epilogue: str):
+@pytest.mark.parametrize("name", ["contiguous", "bf16"])
+def test_no_order_changes_a_bit(products: EmulatedProducts, name: str, epilogue: str):
     """One cluster makes low and high tiles in turn, or several share them."""
-    made, how, plan = CASES["contiguous"].make(), EPILOGUES[epilogue], WgmmaPlan(160)
+    made, (how, _), plan = CASES[name].make(), of(CASES[name], epilogue), WgmmaPlan(160)
     first = made.call(how, plan)
     for seed in range(9):
         products.seed, products.policy, products.sms = seed, seed % 3, (2, 4, 12)[seed // 3]
@@ -138,9 +165,13 @@ def test_no_order_changes_a_bit(products: EmulatedProducts, epilogue: str):
 
 
 @pytest.mark.parametrize("rows", HEIGHTS["contiguous"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rows_go_home_or_nowhere(products: EmulatedProducts, rows: int, dtype: torch.dtype):
-    case = CASES["contiguous"]
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("contiguous", BF16), ("contiguous", torch.float16), ("bf16", BF16)]
+)
+def test_rows_go_home_or_nowhere(
+    products: EmulatedProducts, name: str, rows: int, dtype: torch.dtype
+):
+    case = CASES[name]
     made, plan = case.make(), WgmmaPlan(rows)
     whole = made.call(STORE, plan).numbers.reshape(case.rows, case.n)
     order = torch.randperm(case.rows, generator=torch.Generator().manual_seed(1))
@@ -207,9 +238,9 @@ def at_the_brink(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("epilogue", ["store", "gated"])
-@pytest.mark.parametrize("name", ["contiguous", "packed"])
+@pytest.mark.parametrize("name", ["contiguous", "packed", "bf16"])
 def test_nothing_is_touched_behind_its_end(products: EmulatedProducts, name: str, epilogue: str):
-    case, how = CASES[name], EPILOGUES[epilogue]
+    case, (how, _) = CASES[name], of(CASES[name], epilogue)
     made = case.make()
     made = replace(
         made,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 from tests.gemm.cases import SENTINEL, Case, Made, Output, gated
 from weft.errors import OutOfOrder
 from weft.gemm import STORE, Epilogue, Gated, GatedQuant, Push, WgmmaPlan, grouped_gemm, plan
-from weft.gemm.hopper import BLOCK_ROWS, Kind, preload
+from weft.gemm.hopper import BLOCK_ROWS, FP8_ROWS, Kind, preload
 from weft.gemm.plan import FP8
 
 pytestmark = pytest.mark.gpu
+BF16 = torch.bfloat16
 
 CASES = {
     "contiguous": Case(counts=(5, 0, 130, 1, 64), n=512, k=1024),
@@ -27,12 +29,29 @@ CASES = {
     "odd steps": Case(counts=(33, 100), n=256, k=640),
     "tall": Case(counts=(97, 112, 128, 129, 192, 191, 256, 224, 257), n=512, k=1024),
     "deep": Case(counts=(100, 33, 250), n=512, k=7168),
+    "bf16": Case(BF16, counts=(5, 0, 130, 1, 64), n=272, k=200, bias=True),
+    "bf16, high": Case(BF16, counts=(150, 257, 192, 48, 224), n=768, k=2880),
+    "fp16, masked": Case(torch.float16, counts=(17, 0, 3, 200), n=512, k=1024, masked=True),
 }
-EVERY_TILE = ("contiguous", "tall", "deep")  # the others: low tiles alone, and both
+EVERY_TILE = ("contiguous", "tall", "deep", "bf16, high")  # the others: low tiles alone, and both
+HALVES = {BF16: "bf16", torch.float16: "fp16"}
+GATINGS = ((1.0, 0.0, None), (1.702, 1.0, 0.7))
 
 
 def heights(name: str) -> tuple[int, ...]:
-    return BLOCK_ROWS if name in EVERY_TILE else (32, 128)
+    if name not in EVERY_TILE:
+        return (32, 128)
+    return FP8_ROWS if CASES[name].dtype == FP8 else BLOCK_ROWS
+
+
+def kinds_of(name: str) -> Iterator[Kind]:
+    case = CASES[name]
+    word = HALVES.get(case.dtype)
+    more = (word, word, "bf16" if case.bias else "none") if word else ()
+    pushes = ("push",) if name in ("tall", "bf16, high") else ()
+    for rows in heights(name):
+        for finish in ("store", "gated" if word else "gated_fp8", *pushes):
+            yield Kind(len(case.counts), case.n, case.k, WgmmaPlan(rows), finish, *more)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,13 +60,7 @@ def compiled() -> None:
     torch.zeros(1, device="cuda")  # makes the context that kernels are loaded into
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("WgmmaPlan's kernel is for Hopper")
-    kinds = [
-        Kind(len(case.counts), case.n, case.k, WgmmaPlan(rows), finish)
-        for name, case in CASES.items()
-        for rows in heights(name)
-        for finish in (("store", "gated_fp8", "push") if name == "tall" else ("store", "gated_fp8"))
-    ]
-    preload(kinds, programmatic=False)
+    preload([kind for name in CASES for kind in kinds_of(name)], programmatic=False)
 
 
 def same_bits(ours: Output, theirs: Output) -> bool:
@@ -58,24 +71,31 @@ def same_bits(ours: Output, theirs: Output) -> bool:
     return scales and torch.equal(ours.numbers.view(torch.uint8), theirs.numbers.view(torch.uint8))
 
 
-@pytest.mark.parametrize("epilogue", [STORE, GatedQuant(), GatedQuant(1.702, 1.0, 0.7)])
+@pytest.mark.parametrize("gating", [None, *GATINGS])
 @pytest.mark.parametrize("name", CASES)
-def test_bits_are_those_of_the_other_kernel(name: str, epilogue: Epilogue):
+def test_bits_are_those_of_the_other_kernel(
+    name: str, gating: tuple[float, float, float | None] | None
+):
     case = CASES[name]
     made = case.make("cuda")
     wanted, tolerance = made.product(), 2.0**-7
-    if isinstance(epilogue, Gated):
-        wanted, tolerance = gated(epilogue, wanted), 0.08
-    theirs = made.call(epilogue, plan(4, 32, case.n, case.k, FP8, gated=epilogue is not STORE))
+    epilogue: Epilogue = STORE
+    if gating is not None:
+        epilogue = how = (GatedQuant if case.dtype == FP8 else Gated)(*gating)
+        wanted, tolerance = gated(how, wanted), 0.08 if case.dtype == FP8 else 2.0**-6
+    theirs = made.call(epilogue, plan(4, 32, case.n, case.k, case.dtype, gated=gating is not None))
     for rows in heights(name):
         ours = made.call(epilogue, WgmmaPlan(rows))
         ours.agrees(wanted, tolerance)
         assert same_bits(ours, theirs), rows
 
 
-@pytest.mark.parametrize("rows", BLOCK_ROWS)
-def test_rows_go_home_or_nowhere(rows: int):
-    case = CASES["tall"]
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [("tall", rows) for rows in FP8_ROWS] + [("bf16, high", rows) for rows in BLOCK_ROWS],
+)
+def test_rows_go_home_or_nowhere(name: str, rows: int):
+    case = CASES[name]
     made = case.make("cuda")
     whole = made.call(STORE, WgmmaPlan(rows)).numbers.reshape(case.rows, case.n)
     order = torch.randperm(case.rows, generator=torch.Generator().manual_seed(1)).cuda()
@@ -143,8 +163,9 @@ def test_damage_stays_in_its_block():
 
 
 @pytest.mark.parametrize("num_sms", [1, 2, 7, 40])
-def test_few_sms_make_the_same(num_sms: int):
-    made = CASES["contiguous"].make("cuda")
+@pytest.mark.parametrize("name", ["contiguous", "bf16"])
+def test_few_sms_make_the_same(name: str, num_sms: int):
+    made = CASES[name].make("cuda")
     whole = made.call(plan=WgmmaPlan(64))
     assert same_bits(made.call(plan=WgmmaPlan(64), num_sms=num_sms), whole)
 

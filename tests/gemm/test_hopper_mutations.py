@@ -11,15 +11,16 @@ import torch
 
 from tests.gemm.cases import SENTINEL, Case, Output, gated
 from tests.gemm.emulate import EmulatedProducts, compile_products, tensor_map
-from weft.gemm import STORE, GatedQuant, Push, WgmmaPlan, hopper, reference
+from weft.gemm import STORE, Gated, GatedQuant, Push, WgmmaPlan, hopper, reference
 from weft.gemm.hopper import Kind
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 # Low and tall tiles in turn, enough for the ring of stages to go round.
 CASE = Case(counts=(40, 130, 120, 5, 30), n=256, k=384)
+HALVES = replace(CASE, dtype=torch.bfloat16, n=272, bias=True)
 WRONG = "wrong rows"
-GATED = GatedQuant()
+GATED, PLAIN = GatedQuant(), Gated()
 TOLD = "s.amax_told[turn % 2].await(turn / 2 % 2);"
 
 
@@ -27,6 +28,7 @@ TOLD = "s.amax_told[turn % 2].await(turn / 2 % 2);"
 class Mutation:
     """Texts of the kernel and what they become; what fails then, a rule or WRONG.
 
+    finish: "gated" has numbers of two bytes, others FP8 unless `halves`.
     rows: most of a tile.   sms: of the GPU.   k: of the case.
     """
 
@@ -36,6 +38,19 @@ class Mutation:
     rows: int = 128
     sms: int = 2
     k: int = 384
+    halves: bool = False
+
+    @property
+    def case(self) -> Case:
+        """What it is tried on."""
+        return replace(HALVES if self.halves or self.finish == "gated" else CASE, k=self.k)
+
+    @property
+    def kind(self) -> Kind:
+        """The kernel for that."""
+        case = self.case
+        kind = Kind(len(case.counts), case.n, case.k, WgmmaPlan(self.rows), self.finish)
+        return replace(kind, operand="bf16", bias="bf16") if case.bias else kind
 
 
 MUTATIONS = {
@@ -46,7 +61,7 @@ MUTATIONS = {
     "the neighbour is not told": Mutation(
         {"if (lane == 1) arrive_at(rank ^ 1, s.empty[at]);": ""}, "deadlock"
     ),
-    "scales are not awaited": Mutation({"init(1 + scale_warps)": "init(1)"}, "overrun"),
+    "scales are not awaited": Mutation({"P.scaled() ? 1 + scale_warps : 1": "1"}, "overrun"),
     "a warp frees a stage that its lanes read": Mutation(
         {"__syncwarp();\n    if (lane == 0) s.empty": "if (lane == 0) s.empty"}, WRONG, rows=160
     ),
@@ -159,13 +174,62 @@ MUTATIONS = {
         {"__syncwarp();\n#pragma unroll\n        for (u32 r": "for (u32 r"}, WRONG
     ),
     "rows of padding are stored": Mutation(
-        {"r < tile.live ? place_of": "r < tile.rows ? place_of"}, WRONG, "store", 64
+        {"r < tile.live && made": "r < tile.rows && made"}, WRONG, "store", 64
     ),
     "blocks lie untransposed": Mutation(
         {"store_transposed(chunk + at": "store_blocks(chunk + at"}, WRONG, "store", 64
     ),
     "scales lie in order": Mutation(
         {"return j / 2 * 16 + q * 4 + j % 2 * 2 + row % 2;": "return row + 0 * (j + q);"}, WRONG
+    ),
+    # Numbers of two bytes.
+    "a stage is freed before its products are read": Mutation(
+        {"        await_products<1>();\n        release_stage": "        release_stage"},
+        WRONG,
+        rows=256,
+        halves=True,
+    ),
+    "sums are read before the last step is made": Mutation(
+        {"    await_step<0>(sum);\n    release_stage(s, last": "    release_stage(s, last"},
+        WRONG,
+        rows=256,
+        halves=True,
+    ),
+    "the last stage is never freed": Mutation(
+        {"    await_step<0>(sum);\n    release_stage(s, last, rank);": "    await_step<0>(sum);"},
+        "deadlock",
+        rows=256,
+        halves=True,
+    ),
+    "steps do not add up": Mutation(
+        {"from.rows + skip, true);": "from.rows + skip, false);"}, WRONG, rows=256, halves=True
+    ),
+    "columns of nobody are stored": Mutation(
+        {"r < tile.live && made ?": "r < tile.live ?"}, WRONG, rows=256, halves=True
+    ),
+    "gated columns of nobody are stored": Mutation(
+        {"r < tile.live && column < P.n / 2": "r < tile.live"}, WRONG, "gated", 256
+    ),
+    "gated chunks are read before they are there": Mutation(
+        {"meet_multipliers();\n        const u32 r = c * halves": "const u32 r = c * halves"},
+        WRONG,
+        "gated",
+        256,
+    ),
+    "gated chunks are overwritten while they are read": Mutation(
+        {"s.chunk + c % 2 * half_chunk;\n        u32 pair": "s.chunk;\n        u32 pair"},
+        WRONG,
+        "gated",
+        256,
+    ),
+    "ups have the bias of gates": Mutation(
+        {"column + (P.gated() ? P.n / 2 : 8)": "column + (P.gated() ? 0 : 8)"}, WRONG, "gated", 256
+    ),
+    "the second column has the bias of the first": Mutation(
+        {"sum[i] += of[i / 2 % 2]": "sum[i] += of[0]"}, WRONG, rows=256, halves=True
+    ),
+    "tiles of an expert overlap": Mutation(
+        {"above = block * full": "above = block * row_step"}, WRONG, rows=64, halves=True
     ),
     # Which tile is whose.
     "two clusters make the same tiles": Mutation(
@@ -177,9 +241,7 @@ MUTATIONS = {
 def make(mutation: Mutation, folder: Path, monkeypatch: pytest.MonkeyPatch, seeds: int) -> None:
     """A product in many orders, compared with the oracle. Raises AssertionError."""
     monkeypatch.setattr(hopper, "tensor_map", tensor_map)
-    plan = WgmmaPlan(mutation.rows)
-    case = replace(CASE, k=mutation.k)
-    kinds = (Kind(len(case.counts), case.n, case.k, plan, mutation.finish),)
+    plan, case, kinds = WgmmaPlan(mutation.rows), mutation.case, (mutation.kind,)
     library = ctypes.CDLL(str(compile_products(kinds, folder / "tree", mutation.texts)))
     made = case.make()
     product = made.product()
@@ -188,6 +250,8 @@ def make(mutation: Mutation, folder: Path, monkeypatch: pytest.MonkeyPatch, seed
         monkeypatch.setattr(reference, "compute", products.compute)
         if mutation.finish == "gated_fp8":
             got, wanted, tolerance = made.call(GATED, plan), gated(GATED, product), 0.08
+        elif mutation.finish == "gated":
+            got, wanted, tolerance = made.call(PLAIN, plan), gated(PLAIN, product), 2.0**-6
         elif mutation.finish == "store":
             got, wanted, tolerance = made.call(STORE, plan), product, 2.0**-7
         else:
@@ -201,9 +265,14 @@ def make(mutation: Mutation, folder: Path, monkeypatch: pytest.MonkeyPatch, seed
             raise AssertionError(WRONG) from error
 
 
-@pytest.mark.parametrize("finish", ["store", "push", "gated_fp8"])
-def test_the_kernel_as_it_is_passes(finish: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    make(Mutation({}, "", finish), tmp_path, monkeypatch, 3)
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("finish", ["store", "push", "gated"])
+def test_the_kernel_as_it_is_passes(
+    finish: str, halves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    word = "gated_fp8" if finish == "gated" and not halves else finish
+    rows = 256 if halves else 128
+    make(Mutation({}, "", word, rows, halves=halves), tmp_path, monkeypatch, 3)
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

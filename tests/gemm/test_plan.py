@@ -119,8 +119,21 @@ def test_many_rows_are_cut(monkeypatch: pytest.MonkeyPatch):
 def test_hopper_tiles_are_no_more_than_the_most(counts: list[int], rows: int):
     made = WgmmaPlan(rows)
     full = min(rows, 128)
-    blocks = sum(-(-max(count - (rows - full), 1) // full) for count in counts if count)
-    assert blocks <= made.max_row_blocks(sum(counts), len(counts))
+    cut = sum(-(-max(count - (rows - full), 1) // full) for count in counts if count)
+    equal = sum(-(-count // rows) for count in counts)
+    assert max(cut, equal) <= made.max_row_blocks(sum(counts), len(counts))
+
+
+@pytest.mark.parametrize("rows", [1, 32, 64, 128, 180, 256, 4096])
+@pytest.mark.parametrize("given", [{"gated": True}, {"biased": True}, {"n": 2880, "k": 200}])
+def test_numbers_of_two_bytes_have_higher_tiles(
+    rows: int, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    sizes: dict[str, Any] = {"n": 4096, "k": 7168, "device": hopper(monkeypatch)} | given
+    for dtype in (torch.bfloat16, torch.float16):
+        best = fastest_plan(16, rows, dtype=dtype, **sizes)
+        assert isinstance(best, WgmmaPlan)
+        assert best.block_rows >= min(rows + 2.9 * rows**0.5, 256)
 
 
 def test_other_products_are_for_other_kernels(monkeypatch: pytest.MonkeyPatch):
@@ -128,7 +141,9 @@ def test_other_products_are_for_other_kernels(monkeypatch: pytest.MonkeyPatch):
     sizes: dict[str, Any] = {"experts": 32, "rows_per_expert": 8, "n": 4096, "k": 7168}
     assert isinstance(fastest_plan(**sizes, dtype=FP8, device=device), WgmmaPlan)
     for change in (
-        {"dtype": torch.bfloat16},
+        {"dtype": torch.bfloat16, "experts": 1},
+        {"dtype": torch.bfloat16, "out": torch.float32},
+        {"biased": True},
         {"n": 4096 + 128},
         {"experts": 513},
         {"out": torch.float32},

@@ -113,12 +113,12 @@ CHANGES: dict[str, tuple[Case, Change, str]] = {
     "a signal of WgmmaPlan": (
         Case(),
         lambda _, given: given.update(plan=WgmmaPlan(32), signal=torch.zeros(99, dtype=INT)),
-        "no bias and no signal: use a GemmPlan",
+        "takes no signal, and no bias for FP8: use a GemmPlan",
     ),
     "a bias of WgmmaPlan": (
         Case(),
         lambda _, given: given.update(plan=WgmmaPlan(32), bias=torch.ones(3, 256)),
-        "no bias and no signal",
+        "no bias for FP8",
     ),
     "columns of WgmmaPlan": (
         Case(),
@@ -128,14 +128,15 @@ CHANGES: dict[str, tuple[Case, Change, str]] = {
     "gating of WgmmaPlan": (
         Case(),
         lambda _, given: given.update(plan=WgmmaPlan(32), epilogue=Gated()),
-        "GatedQuant only",
+        "FP8 with GatedQuant",
     ),
-    "n of WgmmaPlan": (Case(n=384), put("plan", lambda _: WgmmaPlan(32)), "multiples of 256; it"),
-    "BF16 of WgmmaPlan": (
+    "n of WgmmaPlan": (Case(n=384), put("plan", lambda _: WgmmaPlan(32)), "multiples of 256 for"),
+    "FP8 of BF16 by WgmmaPlan": (
         Case(dtype=torch.bfloat16),
-        put("plan", lambda _: WgmmaPlan(32)),
+        lambda _, given: given.update(plan=WgmmaPlan(32), epilogue=GatedQuant()),
         "a is torch.bfloat16",
     ),
+    "high tiles of FP8": (Case(), put("plan", lambda _: WgmmaPlan(256)), "block_rows is 256"),
     "float32 of WgmmaPlan": (
         Case(),
         lambda m, given: given.update(plan=WgmmaPlan(32), out=torch.ones(m.case.rows, 256)),

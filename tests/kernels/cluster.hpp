@@ -50,6 +50,7 @@ struct Operation {
     unsigned columns;
     bool add;
     unsigned group;  // 0: not committed yet
+    unsigned kind;   // of its operands
 };
 
 struct Core {

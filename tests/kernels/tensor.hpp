@@ -20,14 +20,16 @@ inline void load_box(unsigned ctas, void* to, const Map& map, std::vector<long l
     std::vector<unsigned long long> at(map.rank, 0);
     for (bool more = true; more;) {
         const char* place = reinterpret_cast<const char*>(map.address) + from[0];
-        bool inside = from[0] >= 0 && from[0] + map.box[0] <= map.sizes[0];
+        bool inside = from[0] >= 0 && from[0] < (long long)map.sizes[0];
         for (unsigned d = 1; d < map.rank; ++d) {
             const long long x = from[d] + (long long)at[d];
             inside = inside && x >= 0 && x < (long long)map.sizes[d];
             place += x * (long long)map.strides[d - 1];
         }
         data.resize(data.size() + map.box[0]);
-        if (inside) std::memcpy(data.data() + data.size() - map.box[0], place, map.box[0]);
+        if (inside)
+            std::memcpy(data.data() + data.size() - map.box[0], place,
+                        std::min(map.box[0], map.sizes[0] - (unsigned long long)from[0]));
         more = false;
         for (unsigned d = 1; d < map.rank && !more; ++d) {
             more = ++at[d] < map.box[d];
@@ -39,8 +41,11 @@ inline void load_box(unsigned ctas, void* to, const Map& map, std::vector<long l
             machine->send({rank, address(to), data, true, false, address(barrier)});
 }
 
-// The 32 numbers of one row of a tile.
-inline void read_row(unsigned long long tile, unsigned row, float (&to)[32]) {
+// What operands are: weft::Operand, which is not known here yet.
+enum Kind : unsigned { fp8, bf16, fp16 };
+
+// The numbers of 32 bytes of one row of a tile; returns how many there are.
+inline unsigned read_row(unsigned kind, unsigned long long tile, unsigned row, float (&to)[32]) {
     static const std::vector<float> numbers = [] {
         std::vector<float> all;
         for (unsigned i = 0; i < 256; ++i) all.push_back(weft::from_e4m3(weft::u8(i)));
@@ -49,21 +54,35 @@ inline void read_row(unsigned long long tile, unsigned row, float (&to)[32]) {
     const unsigned start = unsigned(tile & 0x3fff) * 16,
                    blocks = unsigned(tile >> 32 & 0x3fff) * 16;
     const unsigned at = start + row / 8 * blocks + row % 8 * 128;
+    const unsigned size = kind == fp8 ? 1 : 2;
     for (unsigned k = 0; k < 32; k += 16) {
         const unsigned there = (at + k) ^ (at + k >> 7 & 7) << 4;
         const Byte* from = machine->at(cta->rank, there);
-        for (unsigned i = 0; i < 16; ++i) to[k + i] = numbers[from[i]];
+        for (unsigned i = 0; i < 16 / size; ++i) {
+            float& number = to[k / size + i];
+            if (kind == fp8) {
+                number = numbers[from[i]];
+            } else if (kind == bf16) {
+                number =
+                    __uint_as_float(unsigned(from[2 * i]) << 16 | unsigned(from[2 * i + 1]) << 24);
+            } else {
+                _Float16 half;
+                std::memcpy(&half, from + 2 * i, sizeof half);
+                number = float(half);
+            }
+        }
     }
+    return 32 / size;
 }
 
 // One wgmma; its sums are whatever they are until somebody waits.
-inline void multiply(float* sum, unsigned columns, unsigned long long a, unsigned long long b,
-                     bool add) {
+inline void multiply(unsigned kind, float* sum, unsigned columns, unsigned long long a,
+                     unsigned long long b, bool add) {
     Core& own = machine->mine();
     const unsigned thread = cta->current, group = thread / 128, n = own.issued[thread]++;
     machine->check(own.ordered[thread], unordered);
     machine->check(a >> 49 == 1ull << 13 && b >> 49 == 1ull << 13, unknown);
-    const Operation operation{sum, a, b, columns, add, 0};
+    const Operation operation{sum, a, b, columns, add, 0, kind};
     if (n == own.issues[group].size()) own.issues[group].push_back(operation);
     const Operation& other = own.issues[group][n];
     machine->check(other.a == a && other.b == b && other.columns == columns && other.add == add,
@@ -77,13 +96,14 @@ inline void multiply(float* sum, unsigned columns, unsigned long long a, unsigne
 inline void compute(const Operation& operation) {
     const unsigned lane = cta->current % 32, first = cta->current / 32 % 4 * 16 + lane / 4;
     float a[2][32], b[32];
-    for (unsigned i = 0; i < 2; ++i) read_row(operation.a, first + 8 * i, a[i]);
+    for (unsigned i = 0; i < 2; ++i) read_row(operation.kind, operation.a, first + 8 * i, a[i]);
     for (unsigned c = 0; c < operation.columns / 4; ++c) {
-        read_row(operation.b, c / 2 * 8 + lane % 4 * 2 + c % 2, b);
+        const unsigned numbers =
+            read_row(operation.kind, operation.b, c / 2 * 8 + lane % 4 * 2 + c % 2, b);
         for (unsigned i = 0; i < 2; ++i) {
             float& sum = operation.sum[c / 2 * 4 + i * 2 + c % 2];
             float total = operation.add ? sum : 0.0f;
-            for (unsigned k = 0; k < 32; ++k) total += a[i][k] * b[k];
+            for (unsigned k = 0; k < numbers; ++k) total += a[i][k] * b[k];
             sum = total;
         }
     }

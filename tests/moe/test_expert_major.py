@@ -33,7 +33,7 @@ from tests.moe.test_layer_failures import (
 )
 from tests.rounds import bits
 from weft.errors import CreationFailed, GeometryMismatch, InvalidArgument, OutOfOrder
-from weft.moe.mlp import choose_in_blocks
+from weft.moe.mlp import choose_in_blocks, choose_way
 
 BY_EXPERT = {"exchange": "expert"}
 SENDER = {**BY_EXPERT, "reduce": "sender"}
@@ -293,16 +293,23 @@ def test_ways_that_a_device_has():
 
     assert (choose(cpu), choose(cpu, fp8=True, quantize="fp8")) == ("loop", "tiled")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("weft.gemm.launch.installed", lambda: None)
         patch.setattr("weft.moe.mlp.installed", lambda: None)
         patch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
         assert (choose(gpu), choose(gpu, half)) == ("tiled", "tiled")
         assert (choose(gpu, wide), choose(gpu, quantize="fp8")) == ("padded", "padded")
         assert choose(gpu, fp8=True, quantize="fp8") == "tiled"
+        given: dict[str, Any] = {"fp8": False, "quantize": None}
+        assert choose_way("auto", gpu, DEEP, **given) == "tiled"
+        assert choose_way("grouped", gpu, DEEP, **given) == "grouped"
 
     def missing() -> None:
         raise InvalidArgument("no Triton here")
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("weft.gemm.launch.installed", missing)
         patch.setattr("weft.moe.mlp.installed", missing)
+        patch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+        assert choose(gpu) == "padded"
         with pytest.raises(InvalidArgument, match="no Triton"):
-            choose(gpu)
+            choose(gpu, fp8=True, quantize="fp8")

@@ -87,7 +87,7 @@ def _run(
 ) -> None:
     """Check the plan, and take the way that it stands for."""
     if isinstance(plan, WgmmaPlan):
-        check_wgmma(request)
+        check_wgmma(request, plan)
     else:
         check_tiles(plan, request)
     if request.a.device.type != "cuda":
@@ -138,7 +138,13 @@ def _default_plan(request: Request) -> GemmPlan | WgmmaPlan:
     experts, _, k = request.b.shape
     rows = -(-len(request.a) // max(experts, 1))
     sizes = (experts, rows, request.width, k, request.a.dtype)
-    best = fastest_plan(*sizes, gated=request.gated, device=request.a.device)
+    best = fastest_plan(
+        *sizes,
+        gated=request.gated,
+        biased=request.bias is not None,
+        out=request.out_dtype,
+        device=request.a.device,
+    )
     if isinstance(best, WgmmaPlan) and lacks(request):
         return plan(*sizes, gated=request.gated)
     return best

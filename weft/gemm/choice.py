@@ -7,7 +7,15 @@ import math
 
 import torch
 
-from weft.gemm.hopper import BLOCK_ROWS, MAX_EXPERTS, NUMBERS, PAIR, TALL_ROWS, WgmmaPlan
+from weft.gemm.hopper import (
+    BLOCK_ROWS,
+    FP8_ROWS,
+    MAX_EXPERTS,
+    NUMBERS,
+    PAIR,
+    TALL_ROWS,
+    WgmmaPlan,
+)
 from weft.gemm.plan import FP8, GemmPlan, plan
 
 # One H200, 2026-11-21: of one expert, tiles of 128 rows beat 160, and 64 or 128 beat 96, at any
@@ -26,25 +34,38 @@ def fastest_plan(
     dtype: torch.dtype,
     *,
     gated: bool = False,
+    biased: bool = False,
     out: torch.dtype = torch.bfloat16,
     device: torch.device | None = None,
 ) -> GemmPlan | WgmmaPlan:
     """The plan for a mean of about `rows_per_expert` rows; arguments as in `plan`.
 
-    out: dtype of what is stored, if it is not gated.
-    device: where it will run. A WgmmaPlan for FP8 on Hopper, else what `plan` says; one expert
-    alone gets so low tiles that they fill the GPU. Equal bits either way.
+    biased: a bias is added.   out: dtype of what is stored, if it is not FP8.
+    device: where it will run. A WgmmaPlan on Hopper wherever there is one, but for one expert alone
+    in FP8 only; else what `plan` says. One expert gets so low tiles that they fill the GPU. Equal
+    bits either way.
     """
-    fits = dtype == FP8 and n % PAIR == 0 and experts <= MAX_EXPERTS and (gated or out in NUMBERS)
-    if not fits or not is_hopper(device):
+    if not is_hopper(device) or not _wgmma_serves(experts, n, dtype, gated, biased, out):
         rows = -(-rows_per_expert // TILES_OF_ONE) if experts == 1 else rows_per_expert
         return plan(experts, rows, n, k, dtype, gated=gated)
     if experts == 1:
         return WgmmaPlan(_rows_of_one(rows_per_expert, n // PAIR))
     # Most experts have fewer rows than three deviations above the mean: they are one tile.
     fullest = rows_per_expert + 3 * math.sqrt(rows_per_expert)
-    most = TALL_ROWS if rows_per_expert >= MANY_ROWS else BLOCK_ROWS[-1]
-    return WgmmaPlan(next((rows for rows in BLOCK_ROWS if rows >= fullest), most))
+    heights = FP8_ROWS if dtype == FP8 else BLOCK_ROWS
+    most = TALL_ROWS if dtype == FP8 and rows_per_expert >= MANY_ROWS else heights[-1]
+    return WgmmaPlan(next((rows for rows in heights if rows >= fullest), most))
+
+
+def _wgmma_serves(
+    experts: int, n: int, dtype: torch.dtype, gated: bool, biased: bool, out: torch.dtype
+) -> bool:
+    """Is there a WgmmaPlan that was measured, and won?"""
+    if experts > MAX_EXPERTS:
+        return False
+    if dtype == FP8:
+        return n % PAIR == 0 and not biased and (gated or out in NUMBERS)
+    return dtype in NUMBERS and out in NUMBERS and experts > 1
 
 
 @functools.cache

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
 from weft.errors import InvalidArgument, OutOfOrder
-from weft.gemm.epilogue import GatedQuant, Push
+from weft.gemm.epilogue import Gated, GatedQuant, Push
 from weft.gemm.hopper_source import (
     ROW_BOXES,
     SHARED,
@@ -27,23 +28,28 @@ from weft.jit import CudaModule, Launcher, current_arch
 from weft.jit.args import decode, verify
 from weft.ops.stream import current_stream
 
-BLOCK_ROWS = (32, 64, 96, 128, 160)
+BLOCK_ROWS = (32, 64, 96, 128, 160, 192, 256)
+FP8_ROWS = BLOCK_ROWS[:5]  # those that tiles of FP8 have
 TALL_ROWS = 128  # tall_rows in kernels/product_tiles.cuh
 PAIR = 2 * COLUMNS  # columns of a cluster's tile
+STEP_BYTES = 128  # of a row of k in a step: depth in kernels/product_tiles.cuh
 MAX_EXPERTS = 512
 MAX_STAGES = 10
 COMPILERS = 4  # at a time
 SHARED_BYTES = 227 * 1024  # of a CTA
 NUMBERS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+OPERANDS = {FP8: "fp8"} | NUMBERS
+BIASES = NUMBERS | {torch.float32: "fp32"}
 
 
 @dataclass(frozen=True, slots=True)
 class WgmmaPlan:
-    """Tiles of the product in CUDA for Hopper, FP8 alone: weights are read once for a row block.
+    """Tiles of the product in CUDA for Hopper: weights are read once for a row block.
 
-    block_rows: most rows of a tile: 32, 64, 96, 128 or 160. An expert with no more rows is one
-        tile, padded to a multiple of 16; of one with more, all tiles but the last have 128 rows
-        (or block_rows, if that is less).
+    block_rows: most rows of a tile: 32, 64, 96, 128 or 160; 192 or 256, too, where numbers have two
+        bytes. An expert with no more rows is one tile, padded to a multiple of 16. One with more is
+        cut: FP8 into tiles of 128 rows (or block_rows, if that is less) and one with the rest,
+        else into tiles of equal height.
 
     No field changes what it means. Raises InvalidArgument for a number out of its range.
     """
@@ -57,40 +63,45 @@ class WgmmaPlan:
                 f"block_rows is {self.block_rows}; it must be one of {BLOCK_ROWS}"
             )
 
-    def stages(self, experts: int) -> int:
-        """Steps of k in flight: as many as fit beside what the epilogues need."""
+    def stages(self, experts: int, operand: str = "fp8") -> int:
+        """Steps of k in flight: as many as fit beside what the epilogues need.
+
+        operand: what is multiplied, a word of OPERANDS.
+        """
         rows = self.block_rows
         spare = 10 * 1024 + 512 + 16 * experts + 28 * rows  # ProductShared
-        return min(MAX_STAGES, (SHARED_BYTES - spare) // (128 * (COLUMNS + rows) + 8 * rows + 32))
+        scales = 8 * rows if operand == "fp8" else 0
+        return min(MAX_STAGES, (SHARED_BYTES - spare) // (128 * (COLUMNS + rows) + scales + 32))
 
     def max_row_blocks(self, rows: int, experts: int) -> int:
         """As many row blocks as `rows` rows of `experts` experts can at most make."""
         return rows // min(self.block_rows, TALL_ROWS) + min(rows, experts)
 
 
-def lacks(request: Request) -> str:
+def lacks(request: Request, block_rows: int = FP8_ROWS[0]) -> str:
     """Why the kernel cannot make this product, or "". Knows nothing of the GPU."""
     experts, n, _ = request.b.shape
-    if request.a.dtype != FP8:
-        return f"multiplies {FP8}; a is {request.a.dtype}"
-    if n % PAIR:
-        return f"takes n in multiples of {PAIR}; it is {n}"
+    fp8 = request.a.dtype == FP8
+    if fp8 and n % PAIR:
+        return f"takes n in multiples of {PAIR} for FP8; it is {n}"
+    if fp8 and block_rows not in FP8_ROWS:
+        return f"has at most {FP8_ROWS[-1]} rows for FP8; block_rows is {block_rows}"
     if experts > MAX_EXPERTS:
         return f"takes at most {MAX_EXPERTS} experts; b has {experts}"
-    if request.bias is not None or request.signal is not None:
-        return "takes no bias and no signal"
-    if request.gated and not isinstance(request.epilogue, GatedQuant):
-        return "gates with GatedQuant only"
+    if request.signal is not None or (fp8 and request.bias is not None):
+        return "takes no signal, and no bias for FP8"
+    if request.gated and isinstance(request.epilogue, GatedQuant) != fp8:
+        return f"gates FP8 with GatedQuant, other numbers with Gated; a is {request.a.dtype}"
     if request.part != (0, request.columns):
         return f"makes all {request.columns} columns; columns is {request.part}"
-    if not request.gated and request.out_dtype not in NUMBERS:
+    if request.out_dtype not in NUMBERS and not (request.gated and fp8):
         return f"stores bfloat16 or float16; out is {request.out_dtype}"
     return ""
 
 
-def check_wgmma(request: Request) -> None:
-    """Refuse a call that WgmmaPlan does not fit. Raises InvalidArgument."""
-    if why := lacks(request):
+def check_wgmma(request: Request, plan: WgmmaPlan) -> None:
+    """Refuse a call that its plan does not fit. Raises InvalidArgument."""
+    if why := lacks(request, plan.block_rows):
         raise InvalidArgument(f"WgmmaPlan {why}: use a GemmPlan, or leave plan out")
 
 
@@ -98,7 +109,8 @@ def check_wgmma(request: Request) -> None:
 class Kind:
     """What a kernel is compiled for: the sizes of the weights, the tiles, and what is stored.
 
-    finish: "store", "push" or "gated_fp8".   number: of the result, "bf16" or "fp16".
+    finish: "store", "push", "gated" or "gated_fp8".   number: of the result, "bf16" or "fp16".
+    operand: "fp8", "bf16" or "fp16".   bias: "none", "bf16", "fp16" or "fp32".
     """
 
     experts: int
@@ -107,22 +119,32 @@ class Kind:
     plan: WgmmaPlan
     finish: str
     number: str = "bf16"
+    operand: str = "fp8"
+    bias: str = "none"
 
     @classmethod
     def of(cls, request: Request, plan: WgmmaPlan) -> Kind:
         """The kind that makes a call's product."""
         experts, n, k = request.b.shape
-        finish = "push" if isinstance(request.epilogue, Push) else "store"
-        if request.gated:
+        if request.gated and request.a.dtype == FP8:
             return cls(experts, n, k, plan, "gated_fp8")
-        return cls(experts, n, k, plan, finish, NUMBERS[request.out_dtype])
+        finish = "push" if isinstance(request.epilogue, Push) else "store"
+        words = ("gated" if request.gated else finish, NUMBERS[request.out_dtype])
+        bias = "none" if request.bias is None else BIASES[request.bias.dtype]
+        return cls(experts, n, k, plan, *words, OPERANDS[request.a.dtype], bias)
 
     @property
     def literal(self) -> str:
         """`weft::Product`, as C++."""
-        rows, stages = self.plan.block_rows, self.plan.stages(self.experts)
+        rows, stages = self.plan.block_rows, self.plan.stages(self.experts, self.operand)
         sizes = f"{self.experts}, {self.n}, {self.k}, {rows}, {stages}"
-        return f"{{{sizes}, weft::Finish::{self.finish}, weft::Number::{self.number}}}"
+        enums = {"Finish": self.finish, "Number": self.number, "Operand": self.operand}
+        words = (enums | {"Bias": self.bias}).items()
+        return f"{{{sizes}, {', '.join(f'weft::{kind}::{word}' for kind, word in words)}}}"
+
+    def compile(self, arch: str, *, options: Sequence[str] = ()) -> bytes:
+        """The kernel's cubin; needs no GPU. Raises CompileError showing the entry."""
+        return compile_cuda(self.literal, self.plan.block_rows, self.operand, arch, options=options)
 
 
 def launch(request: Request, plan: WgmmaPlan, num_sms: int | None, programmatic: bool) -> None:
@@ -140,7 +162,7 @@ def launch(request: Request, plan: WgmmaPlan, num_sms: int | None, programmatic:
             launch(request, plan, num_sms, programmatic)
         return
     launcher = load(Kind.of(request, plan), programmatic)
-    clusters = plan.max_row_blocks(rows, experts) * (request.b.shape[1] // PAIR)
+    clusters = plan.max_row_blocks(rows, experts) * -(-request.b.shape[1] // PAIR)
     grid = min(max(num_sms or _sms(device.index), 2) // 2, clusters) * 2
     launcher(_arguments(request), (grid, 1, 1), THREADS, current_stream(device.index))
 
@@ -170,40 +192,51 @@ def load(kind: Kind, programmatic: bool) -> Launcher:
 
 def _arguments(request: Request) -> ProductArgs:
     rows, k = request.a.shape
-    epilogue, starts = request.epilogue, request.starts
-    assert request.a_scale is not None
-    assert request.b_scale is not None
+    epilogue = request.epilogue
     args = ProductArgs(
-        row_scales=request.a_scale.data_ptr(),
-        weight_scales=request.b_scale.data_ptr(),
-        out=0 if request.out is None else request.out.data_ptr(),
-        out_scales=0 if request.out_scale is None else request.out_scale.data_ptr(),
-        home=epilogue.home.data_ptr() if isinstance(epilogue, Push) else 0,
+        row_scales=_address(request.a_scale),
+        weight_scales=_address(request.b_scale),
+        out=_address(request.out),
+        out_scales=_address(request.out_scale),
+        home=_address(epilogue.home if isinstance(epilogue, Push) else None),
+        bias=_address(request.bias),
         counts=request.counts.data_ptr(),
-        starts=0 if starts is None else starts.data_ptr(),
-        scale_row=request.a_scale.stride(0),
-        scale_step=request.a_scale.stride(1),
+        starts=_address(request.starts),
         most=request.most,
         rows=rows,
     )
-    if isinstance(epilogue, GatedQuant):
-        args.alpha, args.offset, args.limit = epilogue.alpha, epilogue.offset, epilogue.limit or 0.0
+    if request.a_scale is not None:
+        args.scale_row, args.scale_step = request.a_scale.stride()
+    if isinstance(epilogue, Gated):
+        args.alpha, args.offset = epilogue.alpha, epilogue.offset
+        args.limit = math.inf if epilogue.limit is None else epilogue.limit
     args.weights_map[:] = _weights_map(request)
+    row_bytes = k * request.a.element_size()
     for box in range(ROW_BOXES):
         args.rows_map[box][:] = tensor_map(
-            request.a.data_ptr(), (k, rows), (k,), (COLUMNS, 8 << box)
+            request.a.data_ptr(), (row_bytes, rows), (row_bytes,), (STEP_BYTES, 8 << box)
         )
     return args
 
 
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 def _weights_map(request: Request) -> tuple[int, ...]:
-    """Boxes of 128 rows of one expert's weights; gated: of 64 of gate and the same 64 of up."""
+    """Boxes of 128 rows of one expert's weights.
+
+    Gated: of 64 of gate and the same 64 of up, FP8; else of eight of gate, eight of up, and so on.
+    """
     experts, n, k = request.b.shape
-    at = request.b.data_ptr()
+    at, row, half = request.b.data_ptr(), k * request.b.element_size(), n // 2
     if not request.gated:
-        return tensor_map(at, (k, experts * n), (k,), (COLUMNS, COLUMNS))
-    half = n // 2
-    return tensor_map(at, (k, half, 2, experts), (k, half * k, n * k), (COLUMNS, 64, 2, 1))
+        return tensor_map(at, (row, experts * n), (row,), (STEP_BYTES, COLUMNS))
+    strides = row, half * row, n * row
+    if request.b.dtype == FP8:
+        return tensor_map(at, (row, half, 2, experts), strides, (STEP_BYTES, 64, 2, 1))
+    sizes, box = (row, 8, 2, half // 8, experts), (STEP_BYTES, 8, 2, 8, 1)
+    return tensor_map(at, sizes, (row, half * row, 8 * row, n * row), box)
 
 
 def preload(kinds: Iterable[Kind], programmatic: bool) -> None:
@@ -219,7 +252,7 @@ def preload(kinds: Iterable[Kind], programmatic: bool) -> None:
     torch.cuda.synchronize()  # makes the primary context, which is asked for its architecture
     arch = current_arch()
     with ThreadPoolExecutor(COMPILERS) as pool:
-        list(pool.map(lambda kind: compile_cuda(kind.literal, kind.plan.block_rows, arch), wanted))
+        list(pool.map(lambda kind: kind.compile(arch), wanted))
     for kind in wanted:
         load(kind, programmatic)
 
@@ -241,8 +274,7 @@ def _load(kind: Kind, programmatic: bool) -> Launcher:
             "call it once before capturing"
         )
     torch.cuda.synchronize()  # makes the primary context that the module is loaded into
-    code = compile_cuda(kind.literal, kind.plan.block_rows, current_arch())
-    module = CudaModule(code, name="product")
+    module = CudaModule(kind.compile(current_arch()), name="product")
     verify(ProductArgs, decode(module.global_bytes(TABLE)))
     (shared,) = decode(module.global_bytes(SHARED))
     function = module.function("product", shared=shared)

@@ -48,6 +48,15 @@ def installed() -> Any:
     return triton
 
 
+def is_installed() -> bool:
+    """Is there a Triton that can make grouped products?"""
+    try:
+        installed()
+    except InvalidArgument:
+        return False
+    return True
+
+
 @functools.cache
 def kernel_of() -> Any:
     """The kernel; its module needs Triton, so it is not imported before the first call."""

@@ -1,11 +1,11 @@
-// The grouped product on Hopper's tensor cores, FP8 with scales. A tile has as many rows as its
-// expert, to a multiple of 16, so weights are read once.
+// The grouped product on Hopper's tensor cores: FP8 with scales, BF16 or FP16. A tile has as many
+// rows as its expert, to a multiple of 16, so weights are read once.
 //
 // Two CTAs of a cluster share a tile's rows: each loads half of them for both, and its own 128
 // columns of weights. One warpgroup loads, steps ahead of two that multiply, over the borders of
 // tiles too: memory never waits for the end of a tile.
 #pragma once
-#include <weft/kernels/product_gated.cuh>
+#include <weft/kernels/product_halves.cuh>
 
 namespace weft {
 
@@ -25,7 +25,11 @@ WEFT_FN void load_tiles(const ProductArgs& a, ProductShared<P>& s, u8* stages, u
             Arrival& full = s.full[ring.at];
             s.empty[ring.at].await(ring.parity ^ 1);
             full.expect(weight_bytes + tile.rows * tile_bytes);
-            if constexpr (P.gated())
+            if constexpr (P.gated() && !P.scaled())
+                load_box5(weights, a.weights_map, k * depth,
+                          (tile.pair * tile_columns + rank * gated_columns) / 8, tile.expert, full,
+                          hint);
+            else if constexpr (P.gated())
                 load_box4(weights, a.weights_map, k * depth,
                           tile.pair * tile_columns + rank * gated_columns, tile.expert, full, hint);
             else
@@ -114,9 +118,10 @@ template <Product P> WEFT_FN void load_scales(const ProductArgs& a, ProductShare
         }
 }
 
-// The next lower form of a low tile. Those of 128 rows are tall.
-constexpr u32 lower(u32 rows) {
-    return rows - row_step - (rows == tall_rows + row_step) * row_step;
+// The next lower form of a low tile. Those of 128 rows of FP8 are tall.
+template <Product P> constexpr u32 lower(u32 rows) {
+    const u32 next = rows - P.row_step_at(rows);
+    return P.scaled() && next == tall_rows ? next - row_step : next;
 }
 
 // A tile of N low rows; those of fewer go to the next lower form.
@@ -125,15 +130,23 @@ WEFT_FN void make_low(const ProductArgs& a, ProductShared<P>& s, const Operands<
                       Ring<P.stages>& ring, const Tile& tile, u32 rank, u32 turn) {
     if constexpr (N > row_step) {
         if (tile.rows < N) {
-            make_low<P, lower(N)>(a, s, from, ring, tile, rank, turn);
+            make_low<P, lower<P>(N)>(a, s, from, ring, tile, rank, turn);
             return;
         }
     }
     float sum[N / 2] = {};
     const u64 home = load_home<P>(a, tile);
-    sum_low<P, N>(s, ring, from, rank, sum);
-    if constexpr (P.gated())
+    if constexpr (P.scaled()) {
+        sum_low<P, N>(s, ring, from, rank, sum);
+    } else {
+        const Biases<P> biases(a, tile, rank);
+        sum_halves<P, N>(s, ring, from, rank, sum);
+        biases.add_to(sum);
+    }
+    if constexpr (P.quantised())
         finish_low_gated<P, N>(a, s, tile, rank, sum, turn);
+    else if constexpr (P.gated())
+        finish_halves_gated<P, N>(a, s, tile, rank, sum);
     else
         finish_low<P, N>(a, s, tile, rank, sum, home);
 }
@@ -158,20 +171,22 @@ WEFT_FN void multiply_tiles(const ProductArgs& a, ProductShared<P>& s, u8* stage
     Tile tile;
     u32 turn = 0;
     for (; walk.next(tile); ++turn) {
-        if constexpr (P.most_rows >= tall_rows) {
+        if constexpr (P.scaled() && P.most_rows >= tall_rows) {
             if (tile.rows == tall_rows) {
                 make_tall<P>(a, s, from, ring, tile, rank, turn);
                 continue;
             }
         }
-        constexpr u32 highest = P.most_rows == tall_rows ? lower(tall_rows) : P.most_rows;
+        constexpr bool tall = P.scaled() && P.most_rows == tall_rows;
+        constexpr u32 highest = tall ? lower<P>(tall_rows) : P.most_rows;
         make_low<P, highest>(a, s, from, ring, tile, rank, turn);
     }
 }
 
 template <Product P> WEFT_FN void make_arrivals(ProductShared<P>& s) {
     for (u32 i = 0; i < P.stages; ++i) {
-        s.full[i].init(1 + scale_warps);    // the tiles' thread, and the scales' warps
+        // The tiles' thread, and the scales' warps.
+        s.full[i].init(P.scaled() ? 1 + scale_warps : 1);
         s.empty[i].init(2 * weight_warps);  // of both CTAs
     }
     s.amax_told[0].init(1);
@@ -198,7 +213,7 @@ template <Product P> WEFT_FN void product(const ProductArgs& a) {
         give_registers<40>();
         if (team.lane() == 0)
             load_tiles(a, s, memory, rank);
-        else if (team.warp() != 0)
+        else if (P.scaled() && team.warp() != 0)
             load_scales(a, s, rank);
     } else {
         take_registers<232>();

@@ -44,6 +44,8 @@ WEFT_FN void finish_low(const ProductArgs& a, ProductShared<P>& s, const Tile& t
     const u32 self = multiplier(), lane = self % warp_lanes, warp = self / warp_lanes;
     const u32 at = (lane / 16 * 8 + lane % 8) * chunk_pitch + (warp * 16 + lane / 8 % 2 * 8) * 2;
     const u32 row = self / 16, place = self % 16 * 16;
+    const u32 column = tile.pair * pair_columns + rank * tile_columns + place / 2;
+    const bool made = P.n % pair_columns == 0 || column < P.n;  // or it belongs to nobody
     share_homes(s, tile, home);
 #pragma unroll
     for (u32 c = 0; c < N / chunk_rows; ++c) {
@@ -54,7 +56,7 @@ WEFT_FN void finish_low(const ProductArgs& a, ProductShared<P>& s, const Tile& t
                          pack_halves(P.number, x[6], x[7]));
         meet_multipliers();
         const u32 r = c * chunk_rows + row;
-        const u64 to = r < tile.live ? place_of(a, s, tile, rank, r) : 0;
+        const u64 to = r < tile.live && made ? place_of(a, s, tile, rank, r) : 0;
         if (to != 0)
             store(reinterpret_cast<uint4*>(to + place),
                   *reinterpret_cast<const uint4*>(chunk + row * chunk_pitch + place));

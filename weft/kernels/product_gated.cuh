@@ -19,10 +19,8 @@ WEFT_FN u32 row_of_group(u32 group, u32 own) { return own / 8 * 16 + group * 8 +
 
 // `gate * sigmoid(alpha * gate) * (up + offset)`, held to the limit before; NaN stays NaN.
 WEFT_FN float gate_of(const ProductArgs& a, float gate, float up) {
-    if (a.limit > 0.0f) {
-        gate = gate > a.limit ? a.limit : gate;
-        up = up > a.limit ? a.limit : up < -a.limit ? -a.limit : up;
-    }
+    gate = gate > a.limit ? a.limit : gate;
+    up = up > a.limit ? a.limit : up < -a.limit ? -a.limit : up;
     const float sigmoid = divide_full(1.0f, 1.0f + __expf(-(a.alpha * gate)));
     return gate * sigmoid * (up + a.offset);
 }

@@ -66,7 +66,8 @@ template <Product P, u32 N> struct LowStep {
     const float4* scales;
 
     WEFT_FN void begin(const Operands<P>& from, u32 stage) {
-        begin_step<N>(part, from.half + skip_to<P>(stage), from.rows + skip_to<P>(stage));
+        begin_step<P.operand, N>(part, from.half + skip_to<P>(stage), from.rows + skip_to<P>(stage),
+                                 false);
     }
     WEFT_FN void read(const Operands<P>& from, const ProductShared<P>& s, u32 stage) {
         scales = reinterpret_cast<const float4*>(s.scales[stage].rows[0] + from.low);
@@ -92,8 +93,8 @@ template <Product P> struct TallStep {
     float part[tall_sums], by[2][2];  // of gates' and of ups' columns, for both rows
 
     WEFT_FN void begin(const Operands<P>& from, u32 stage) {
-        begin_step<tile_columns>(part, from.block + skip_to<P>(stage),
-                                 from.all + skip_to<P>(stage));
+        begin_step<P.operand, tile_columns>(part, from.block + skip_to<P>(stage),
+                                            from.all + skip_to<P>(stage), false);
     }
     WEFT_FN void read(const Operands<P>& from, const ProductShared<P>& s, u32 stage) {
 #pragma unroll

@@ -5,19 +5,21 @@
 
 namespace weft {
 
-enum class Finish : u32 { store, push, gated_fp8 };
+enum class Finish : u32 { store, push, gated, gated_fp8 };
+enum class Bias : u32 { none, bf16, fp16, fp32 };
 
 constexpr u32 product_threads = 3 * group_threads;  // one warpgroup loads, two multiply
 constexpr u32 tile_columns = 128;  // of the product, for a CTA: rows of weights, or of both halves
 constexpr u32 gated_columns = tile_columns / 2;  // of a gated result
 constexpr u32 pair_columns = 2 * tile_columns;   // for the two CTAs of a cluster
-constexpr u32 depth = 128;                       // columns of k in a step; a block of scales
+constexpr u32 depth = 128;                       // bytes of k in a step; FP8: a block of scales
 constexpr u32 weight_bytes = tile_columns * tile_bytes;
 constexpr u32 weight_warps = 2 * group_threads / warp_lanes;  // that multiply
 
 constexpr u32 row_boxes = 4;
 constexpr u32 row_step = 16;    // a tile has a multiple of so many rows
-constexpr u32 tall_rows = 128;  // of a tall tile; others are low
+constexpr u32 fine_rows = 160;  // above, of twice as many
+constexpr u32 tall_rows = 128;  // of a tall tile; others are low. Only FP8 has tall ones
 
 // What specialises the kernel: `Kind` in gemm/hopper.py writes it.
 struct Product {
@@ -26,12 +28,26 @@ struct Product {
     u32 stages;         // steps of k in flight
     Finish finish;
     Number number;  // of the result; two bytes wide unless it is FP8
+    Operand operand;
+    Bias bias;
 
-    constexpr u32 pairs() const { return n / pair_columns; }
-    constexpr u32 full_rows() const { return most_rows < tall_rows ? most_rows : tall_rows; }
-    constexpr u32 steps() const { return k / depth; }
+    constexpr bool scaled() const { return operand == Operand::fp8; }
+    constexpr u32 pairs() const { return (n + pair_columns - 1) / pair_columns; }
+    constexpr u32 steps() const {
+        const u32 bytes = k * (scaled() ? 1 : 2);
+        return (bytes + depth - 1) / depth;
+    }
     constexpr u32 stage_bytes() const { return weight_bytes + most_rows * tile_bytes; }
-    constexpr bool gated() const { return finish == Finish::gated_fp8; }
+    constexpr bool quantised() const { return finish == Finish::gated_fp8; }
+    constexpr bool gated() const { return quantised() || finish == Finish::gated; }
+    // From the next lower height of a tile to one of so many rows: fewer forms compile faster.
+    constexpr u32 row_step_at(u32 rows) const {
+        return rows <= fine_rows ? row_step : 2 * row_step;
+    }
+    // An expert of more than `most_rows` is cut into tiles of so many, FP8; else into equal ones.
+    constexpr u32 full_rows() const {
+        return scaled() && most_rows > tall_rows ? tall_rows : most_rows;
+    }
 };
 
 // Mirrored by `ProductArgs` in gemm/hopper_source.py. Strides are in elements.
@@ -41,11 +57,12 @@ struct ProductArgs {
     void* out;
     float* out_scales;
     const u64* home;
+    const void* bias;
     const i32 *counts, *starts;
     i64 scale_row, scale_step;
     u32 most, rows;
-    float alpha, offset, limit;  // limit 0: none
-    u32 reserved[9];             // to a multiple of 64 bytes
+    float alpha, offset, limit;  // limit: infinite for none
+    u32 reserved[7];             // to a multiple of 64 bytes
 };
 
 constexpr u32 scale_warps = 3, scale_ahead = 4;  // warps that load scales; steps that one load has
@@ -53,7 +70,7 @@ constexpr u32 scale_warps = 3, scale_ahead = 4;  // warps that load scales; step
 // Of each row, its scale times that of the block of weights; gated: times gate's, and times up's.
 // Four rows that one thread multiplies with are neighbours: see scale_place.
 template <Product P> struct StepScales {
-    float rows[P.gated() ? 2 : 1][P.most_rows];
+    float rows[P.gated() ? 2 : 1][P.scaled() ? P.most_rows : 1];
 };
 
 // A thread holds rows 8 j + 2 q and the next, for each j: those of two j lie side by side.
@@ -65,12 +82,12 @@ WEFT_FN u32 scale_place(u32 row) {
 constexpr u32 chunk_bytes = 1280;  // of each warp that multiplies, for what it stores
 
 template <Product P> struct ProductShared {
-    StepScales<P> scales[P.stages];
+    StepScales<P> scales[P.scaled() ? P.stages : 1];
     alignas(16) u8 chunk[weight_warps * chunk_bytes];
     u64 homes[P.finish == Finish::push ? P.most_rows : 1];
-    u32 amax[P.gated() ? weight_warps : 1][P.gated() ? P.most_rows / 2 : 1];  // bits of |x|
-    u32 amax_there[P.gated() ? 2 : 1][P.gated() ? P.most_rows : 1];  // the neighbour's, in turns
-    float inverse[P.gated() ? P.most_rows : 1];
+    u32 amax[P.quantised() ? weight_warps : 1][P.quantised() ? P.most_rows / 2 : 1];  // bits of |x|
+    u32 amax_there[P.quantised() ? 2 : 1][P.quantised() ? P.most_rows : 1];  // the neighbour's
+    float inverse[P.quantised() ? P.most_rows : 1];
     u32 ends[P.experts], order[P.experts], counts[P.experts], firsts[P.experts];
     Arrival full[P.stages], empty[P.stages], amax_told[2];
 };
@@ -135,7 +152,7 @@ template <Product P> WEFT_FN void count_blocks(ProductShared<P>& s, u32 lane) {
 
 // This cluster's tiles, one after the other. Every second round of clusters goes backwards: who had
 // the highest tile of one has the lowest of the next. Row blocks that share weights are neighbours;
-// all of an expert but the last are full ones.
+// all of an expert but the last are equally high.
 template <Product P> struct Walk {
     const ProductShared<P>& s;
     u32 place = 0, round = 0;
@@ -151,10 +168,12 @@ template <Product P> struct Walk {
         const u32 offset = number - before * pairs, block = offset % own;
         tile.expert = s.order[place];
         tile.pair = offset / own;
-        const u32 count = s.counts[tile.expert], above = block * P.full_rows();
+        const u32 count = s.counts[tile.expert];
+        const u32 full = P.scaled() ? P.full_rows() : round_up((count + own - 1) / own, row_step);
+        const u32 above = block * full;
         tile.first = s.firsts[tile.expert] + above;
-        tile.live = block + 1 == own ? count - above : P.full_rows();
-        tile.rows = round_up(tile.live, row_step);
+        tile.live = block + 1 == own ? count - above : full;
+        tile.rows = round_up(tile.live, P.row_step_at(tile.live));
         return true;
     }
 };

@@ -46,6 +46,17 @@ WEFT_FN void load_box4(void* to, const TensorMap& map, u32 x, u32 y, u32 z, Arri
         : "memory");
 }
 
+// The box at (x, 0, 0, y, z) of a tensor of five dimensions.
+WEFT_FN void load_box5(void* to, const TensorMap& map, u32 x, u32 y, u32 z, Arrival& arrival,
+                       u64 hint) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".L2::cache_hint [%0], [%1, {%3, %6, %6, %4, %5}], [%2], %7;" ::"r"(
+            u32(__cvta_generic_to_shared(to))),
+        "l"(&map), "r"(arrival.address()), "r"(x), "r"(y), "r"(z), "r"(0), "l"(hint)
+        : "memory");
+}
+
 // Arrives at the same barrier of a CTA of the cluster, without any order: enough to give back
 // memory whose reads are known to be over. A release at this scope waits for all stores of the
 // thread, about a microsecond.

@@ -5,12 +5,14 @@
 
 namespace weft {
 
+enum class Operand : u32 { fp8, bf16, fp16 };
+
 constexpr u32 group_threads = 128;  // of a warpgroup
 constexpr u32 tile_bytes = 128;     // of a row of a tile: what one swizzled row holds
 
 // `sum += a * b^T` over 32 bytes of k, or without the old sum: 64 rows of a, N rows of b. The sum
 // is written some time later: see await_step.
-template <u32 N> WEFT_FN void multiply(float (&sum)[N / 2], u64 a, u64 b, bool add);
+template <Operand O, u32 N> WEFT_FN void multiply(float (&sum)[N / 2], u64 a, u64 b, bool add);
 
 // How wgmma is told of a tile: rows of 128 bytes that TMA has swizzled in blocks of eight, each
 // block 1024 bytes behind the last. Fields count in 16 bytes. (PTX ISA, matrix descriptor)
@@ -28,11 +30,13 @@ template <u32 but> WEFT_FN void await_products() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(but) : "memory");
 }
 
-// Begins the product of one step, 128 bytes of k: 64 rows of tile a by N rows of tile b.
-template <u32 N> WEFT_FN void begin_step(float (&part)[N / 2], u64 a, u64 b) {
+// Begins the product of one step, 128 bytes of k: 64 rows of tile a by N rows of tile b. With
+// `add` it goes on from what `part` holds, or what steps before it will have left there.
+template <Operand O, u32 N> WEFT_FN void begin_step(float (&part)[N / 2], u64 a, u64 b, bool add) {
     begin_products();
 #pragma unroll
-    for (u32 i = 0; i < tile_bytes / 32; ++i) multiply<N>(part, a + i * 2, b + i * 2, i != 0);
+    for (u32 i = 0; i < tile_bytes / 32; ++i)
+        multiply<O, N>(part, a + i * 2, b + i * 2, add || i != 0);
     commit_products();
 }
 

@@ -20,8 +20,8 @@ from weft.gemm import (
     plan,
 )
 from weft.gemm.choice import is_hopper
-from weft.gemm.hopper import BLOCK_ROWS, NUMBERS, PAIR, Kind, preload
-from weft.gemm.launch import installed
+from weft.gemm.hopper import BLOCK_ROWS, FP8_ROWS, NUMBERS, Kind, preload
+from weft.gemm.launch import installed, is_installed
 from weft.moe.experts import FP8, ExpertWeights
 from weft.moe.models import MoEConfig
 from weft.moe.products import RowsByExpert, choose, layout_of, make
@@ -71,10 +71,13 @@ def choose_way(
 ) -> str:
     """The way that "auto" stands for here, or the given one.
 
-    fp8: weights are FP8.   quantize: what comes over the wire.   Raises InvalidArgument for a way
-    that this device, dtype or size does not have.
+    fp8: weights are FP8.   quantize: what comes over the wire.   "auto" is tiled on GPUs where it
+    serves, else one of torch's. Raises InvalidArgument for a way that this device, dtype or size
+    does not have.
     """
     lacks = _tiled_lacks(config, fp8, quantize)
+    if way == "auto" and device.type == "cuda" and not lacks and (fp8 or is_installed()):
+        way = "tiled"
     if way == "tiled" or fp8:
         if lacks or way not in ("tiled", "auto"):
             raise InvalidArgument(f"gemm {way!r} {lacks or 'has no FP8 weights; use tiled'}")
@@ -87,18 +90,14 @@ def choose_way(
 def choose_in_blocks(
     way: str, device: torch.device, config: MoEConfig, *, fp8: bool, quantize: str | None
 ) -> str:
-    """As `choose_way`, for rows in blocks of one size, where packed rows have no place.
-
-    "auto" is tiled on GPUs where it serves, else padded; loop on CPUs.
-    """
+    """As `choose_way`, for rows in blocks of one size, where packed rows have no place."""
     if way == "grouped":
         raise InvalidArgument(
             "gemm 'grouped' packs rows, exchange 'expert' brings them in blocks of one size: use "
             "'tiled', 'padded' or 'loop'"
         )
-    if way == "auto" and device.type == "cuda":
-        way = "padded" if _tiled_lacks(config, fp8, quantize) and not fp8 else "tiled"
-    return choose_way(way, device, config, fp8=fp8, quantize=quantize)
+    chosen = choose_way(way, device, config, fp8=fp8, quantize=quantize)
+    return "padded" if chosen == "grouped" else chosen
 
 
 def layout_for(way: str) -> tuple[Layout, int]:
@@ -239,7 +238,7 @@ class TiledMlp:
         self._up: GemmPlan | WgmmaPlan
         self._down: GemmPlan | WgmmaPlan
         self.expect(math.prod(rows) // self._experts)
-        if fp8 and experts and not config.biased and is_hopper(device):
+        if experts and is_hopper(device):
             self._preload()
 
     @property
@@ -248,14 +247,17 @@ class TiledMlp:
 
     def _preload(self) -> None:
         """Load what a call may need: a load waits for kernels, and those may wait for peers."""
-        hidden, inner = self._config.hidden, self._config.intermediate
+        hidden, inner, experts = self._config.hidden, self._config.intermediate, self._experts
+        number = NUMBERS.get(self._y.dtype, "")
+        operands = ("fp8",) if self._fp8 else (number, number if self._config.biased else "none")
+        gated = ("gated_fp8",) if self._fp8 else ("gated", number, *operands)
         kinds = []
-        for by in map(WgmmaPlan, BLOCK_ROWS):
-            kinds.append(Kind(self._experts, 2 * inner, hidden, by, "gated_fp8"))
-            if hidden % PAIR == 0 and self._y.dtype in NUMBERS:
-                number = NUMBERS[self._y.dtype]
-                kinds.append(Kind(self._experts, hidden, inner, by, "store", number))
-                kinds.append(Kind(self._experts, hidden, inner, by, "push", number))
+        for by in map(WgmmaPlan, FP8_ROWS if self._fp8 else BLOCK_ROWS):
+            if isinstance(self._up, WgmmaPlan):
+                kinds.append(Kind(experts, 2 * inner, hidden, by, *gated))
+            if isinstance(self._down, WgmmaPlan):
+                for finish in ("store", "push"):
+                    kinds.append(Kind(experts, hidden, inner, by, finish, number, *operands))
         with torch.cuda.device(self._act.device):
             preload(kinds, self._programmatic)
 
@@ -263,11 +265,10 @@ class TiledMlp:
         hidden, inner = self._config.hidden, self._config.intermediate
         sizes, dtype, device = (self._experts, rows), self._act.dtype, self._act.device
         self._tiles = plan(*sizes, hidden, inner, dtype)  # for parts and signals
-        if self._config.biased:
-            self._up, self._down = plan(*sizes, 2 * inner, hidden, dtype, gated=True), self._tiles
-            return
-        self._up = fastest_plan(*sizes, 2 * inner, hidden, dtype, gated=True, device=device)
-        self._down = fastest_plan(*sizes, hidden, inner, dtype, out=self._y.dtype, device=device)
+        given: dict[str, Any] = {"biased": self._config.biased, "out": self._y.dtype}
+        given["device"] = device
+        self._up = fastest_plan(*sizes, 2 * inner, hidden, dtype, gated=True, **given)
+        self._down = fastest_plan(*sizes, hidden, inner, dtype, **given)
 
     def up(self, weights: ExpertWeights, grouped: RowsByExpert) -> None:
         self._grouped = grouped
