@@ -8,8 +8,8 @@ import functools
 from weft.errors import DriverError
 
 WORDS, ALIGNMENT = 16, 64  # of a CUtensorMap; words of 8 bytes, and what the driver insists on
-# From cuda.h: bytes, no interleaving, 128-byte swizzle, 256-byte promotion to L2, zeros outside.
-_BYTES, _PLAIN, _SWIZZLE_128, _PROMOTE_256, _ZEROS = 0, 0, 3, 3, 0
+# From cuda.h: bytes, no interleaving, 128-byte swizzle, 128-byte promotion to L2, zeros outside.
+_BYTES, _PLAIN, _SWIZZLE_128, _PROMOTE_128, _ZEROS = 0, 0, 3, 2, 0
 
 
 @functools.lru_cache(maxsize=4096)
@@ -35,7 +35,7 @@ def tensor_map(
         (ctypes.c_uint64 * (rank - 1))(*strides),
         (ctypes.c_uint32 * rank)(*box),
         (ctypes.c_uint32 * rank)(*(1,) * rank),
-        *map(ctypes.c_int, (_PLAIN, _SWIZZLE_128, _PROMOTE_256, _ZEROS)),
+        *map(ctypes.c_int, (_PLAIN, _SWIZZLE_128, _PROMOTE_128, _ZEROS)),
     )
     if status:
         raise DriverError(
