@@ -12,6 +12,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.gemm.cases import SENTINEL, Case, Made, Output, gated
 from tests.gemm.emulate import (
@@ -151,6 +153,26 @@ def test_integers_are_exact(products: EmulatedProducts, name: str, policy: int):
         got = made.call(STORE, WgmmaPlan(rows)).numbers.reshape(case.rows, -1)
         assert torch.equal(got[live], wanted)
         assert bool((got[~live] == SENTINEL).all())
+
+
+@pytest.mark.parametrize("name", ["contiguous", "bf16"])
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_any_counts_are_served(products: EmulatedProducts, name: str, data: st.DataObject):
+    """Borders of tiles are where the counts are drawn from, too."""
+    edges = st.sampled_from([0, 1, 15, 16, 17, 32, 33, 64, 127, 128, 129, 160, 161, 256, 257])
+    size = len(CASES[name].counts)
+    counts = data.draw(st.lists(edges | st.integers(0, 300), min_size=size, max_size=size))
+    case = replace(CASES[name], counts=tuple(counts), align=1)
+    rows = data.draw(st.sampled_from(heights(name)))
+    products.seed, products.policy = data.draw(st.integers(0, 99)), data.draw(st.integers(0, 2))
+    products.sms = data.draw(st.sampled_from((2, 4, 6)))
+    made, live = in_integers(case), case.live()
+    got = made.call(STORE, WgmmaPlan(rows)).numbers.reshape(case.rows, -1)
+    assert torch.equal(got[live], made.product()[live].to(BF16))
+    assert bool((got[~live] == SENTINEL).all())
 
 
 @pytest.mark.parametrize("epilogue", ["store", "gated"])
