@@ -295,11 +295,15 @@ def test_ways_that_a_device_has():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("weft.gemm.launch.installed", lambda: None)
         patch.setattr("weft.moe.mlp.installed", lambda: None)
+        patch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+        given: dict[str, Any] = {"fp8": False, "quantize": None}
+        patch.setattr("weft.moe.mlp.is_hopper", lambda _: False)
+        assert (choose(gpu), choose_way("auto", gpu, DEEP, **given)) == ("padded", "grouped")
         patch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+        patch.setattr("weft.moe.mlp.is_hopper", lambda device: device.type == "cuda")
         assert (choose(gpu), choose(gpu, half)) == ("tiled", "tiled")
         assert (choose(gpu, wide), choose(gpu, quantize="fp8")) == ("padded", "padded")
         assert choose(gpu, fp8=True, quantize="fp8") == "tiled"
-        given: dict[str, Any] = {"fp8": False, "quantize": None}
         assert choose_way("auto", gpu, DEEP, **given) == "tiled"
         assert choose_way("grouped", gpu, DEEP, **given) == "grouped"
 
@@ -309,6 +313,7 @@ def test_ways_that_a_device_has():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("weft.gemm.launch.installed", missing)
         patch.setattr("weft.moe.mlp.installed", missing)
+        patch.setattr("weft.moe.mlp.is_hopper", lambda device: device.type == "cuda")
         patch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
         assert choose(gpu) == "padded"
         with pytest.raises(InvalidArgument, match="no Triton"):

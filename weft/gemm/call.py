@@ -145,7 +145,7 @@ def _default_plan(request: Request) -> GemmPlan | WgmmaPlan:
         out=request.out_dtype,
         device=request.a.device,
     )
-    if isinstance(best, WgmmaPlan) and lacks(request):
+    if isinstance(best, WgmmaPlan) and lacks(request, best):
         return plan(*sizes, gated=request.gated)
     return best
 

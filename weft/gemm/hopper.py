@@ -24,7 +24,7 @@ from weft.gemm.hopper_source import (
 from weft.gemm.plan import COLUMNS, FP8
 from weft.gemm.request import Request
 from weft.gemm.tensor_map import tensor_map
-from weft.jit import CudaModule, Launcher, current_arch
+from weft.jit import CudaModule, Function, Launcher, current_arch
 from weft.jit.args import decode, verify
 from weft.ops.stream import current_stream
 
@@ -78,14 +78,14 @@ class WgmmaPlan:
         return rows // min(self.block_rows, TALL_ROWS) + min(rows, experts)
 
 
-def lacks(request: Request, block_rows: int = FP8_ROWS[0]) -> str:
-    """Why the kernel cannot make this product, or "". Knows nothing of the GPU."""
+def lacks(request: Request, plan: WgmmaPlan) -> str:
+    """Why the kernel cannot make this product by its plan, or "". Knows nothing of the GPU."""
     experts, n, _ = request.b.shape
     fp8 = request.a.dtype == FP8
     if fp8 and n % PAIR:
         return f"takes n in multiples of {PAIR} for FP8; it is {n}"
-    if fp8 and block_rows not in FP8_ROWS:
-        return f"has at most {FP8_ROWS[-1]} rows for FP8; block_rows is {block_rows}"
+    if fp8 and plan.block_rows not in FP8_ROWS:
+        return f"has at most {FP8_ROWS[-1]} rows for FP8; block_rows is {plan.block_rows}"
     if experts > MAX_EXPERTS:
         return f"takes at most {MAX_EXPERTS} experts; b has {experts}"
     if request.signal is not None or (fp8 and request.bias is not None):
@@ -101,7 +101,7 @@ def lacks(request: Request, block_rows: int = FP8_ROWS[0]) -> str:
 
 def check_wgmma(request: Request, plan: WgmmaPlan) -> None:
     """Refuse a call that its plan does not fit. Raises InvalidArgument."""
-    if why := lacks(request, plan.block_rows):
+    if why := lacks(request, plan):
         raise InvalidArgument(f"WgmmaPlan {why}: use a GemmPlan, or leave plan out")
 
 
@@ -167,26 +167,33 @@ def launch(request: Request, plan: WgmmaPlan, num_sms: int | None, programmatic:
     launcher(_arguments(request), (grid, 1, 1), THREADS, current_stream(device.index))
 
 
-class _Loaded(threading.local):
+class _Launchers(threading.local):
     """Launchers of this thread: a launcher serves one thread at a time."""
 
     def __init__(self) -> None:
-        self.launchers: dict[tuple[int, Kind, bool], Launcher] = {}
+        self.of: dict[tuple[int, Kind, bool], Launcher] = {}
 
 
-_loaded = _Loaded()
+_launchers = _Launchers()
+_functions: dict[tuple[int, Kind], Function] = {}  # by device; of all threads
 
 
 def load(kind: Kind, programmatic: bool) -> Launcher:
-    """What launches a kind on the current device; compiled and loaded at a thread's first call.
+    """What launches a kind on the current device; compiled and loaded at the first call.
 
-    The module stays for as long as the process. Raises InvalidArgument on another GPU than Hopper,
-    OutOfOrder where that first call is being captured.
+    The module stays for as long as the process, and serves all threads. Raises InvalidArgument on
+    another GPU than Hopper, OutOfOrder where that first call is being captured.
     """
-    key = _key(kind, programmatic)
-    launcher = _loaded.launchers.get(key)
+    device = torch.cuda.current_device()
+    launcher = _launchers.of.get((device, kind, programmatic))
     if launcher is None:
-        launcher = _loaded.launchers[key] = _load(kind, programmatic)
+        function = _functions.get((device, kind))
+        if function is None:
+            # Two threads may both come here; then one's module is left unused. A lock could be held
+            # by one whose load waits for kernels that wait for the other.
+            function = _functions.setdefault((device, kind), _load(kind))
+        launcher = Launcher(function, ProductArgs, programmatic=programmatic, cluster=2)
+        _launchers.of[device, kind, programmatic] = launcher
     return launcher
 
 
@@ -226,7 +233,8 @@ def _address(tensor: torch.Tensor | None) -> int:
 def _weights_map(request: Request) -> tuple[int, ...]:
     """Boxes of 128 rows of one expert's weights.
 
-    Gated: of 64 of gate and the same 64 of up, FP8; else of eight of gate, eight of up, and so on.
+    Gated: of 64 of gate and the same 64 of up, FP8; else of eight of gate, eight of up, and so on:
+    its strides do not ascend, which the driver and the copy engine do not mind.
     """
     experts, n, k = request.b.shape
     at, row, half = request.b.data_ptr(), k * request.b.element_size(), n // 2
@@ -240,11 +248,12 @@ def _weights_map(request: Request) -> tuple[int, ...]:
 
 
 def preload(kinds: Iterable[Kind], programmatic: bool) -> None:
-    """`load` all of them for this thread, compiled several at a time, so that no call has to.
+    """`load` all of them, compiled several at a time, so that no call has to.
 
     Raises OutOfOrder while a graph is being captured, and what `load` raises.
     """
-    wanted = [kind for kind in kinds if _key(kind, programmatic) not in _loaded.launchers]
+    device = torch.cuda.current_device()
+    wanted = [kind for kind in kinds if (device, kind) not in _functions]
     if not wanted:
         return
     if torch.cuda.is_current_stream_capturing():
@@ -257,11 +266,7 @@ def preload(kinds: Iterable[Kind], programmatic: bool) -> None:
         load(kind, programmatic)
 
 
-def _key(kind: Kind, programmatic: bool) -> tuple[int, Kind, bool]:
-    return torch.cuda.current_device(), kind, programmatic
-
-
-def _load(kind: Kind, programmatic: bool) -> Launcher:
+def _load(kind: Kind) -> Function:
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) != (9, 0):
         raise InvalidArgument(
@@ -277,8 +282,7 @@ def _load(kind: Kind, programmatic: bool) -> Launcher:
     module = CudaModule(kind.compile(current_arch()), name="product")
     verify(ProductArgs, decode(module.global_bytes(TABLE)))
     (shared,) = decode(module.global_bytes(SHARED))
-    function = module.function("product", shared=shared)
-    return Launcher(function, ProductArgs, programmatic=programmatic, cluster=2)
+    return module.function("product", shared=shared)
 
 
 @functools.cache

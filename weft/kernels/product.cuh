@@ -213,8 +213,8 @@ template <Product P> WEFT_FN void product(const ProductArgs& a) {
         give_registers<40>();
         if (team.lane() == 0)
             load_tiles(a, s, memory, rank);
-        else if (P.scaled() && team.warp() != 0)
-            load_scales(a, s, rank);
+        else if constexpr (P.scaled())
+            if (team.warp() != 0) load_scales(a, s, rank);
     } else {
         take_registers<232>();
         multiply_tiles(a, s, memory, rank);

@@ -17,6 +17,7 @@ static_assert(halves_rows * halves_pitch <= half_chunk);
 template <Product P, u32 N>
 WEFT_FN void sum_halves(ProductShared<P>& s, Ring<P.stages>& ring, const Operands<P>& from,
                         u32 rank, float (&sum)[N / 2]) {
+    static_assert(P.stages >= 2);  // one is read while the next is awaited
     const auto begin = [&] {
         s.full[ring.at].await(ring.parity);
         const u32 skip = skip_to<P>(ring.at);

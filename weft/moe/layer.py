@@ -53,8 +53,8 @@ class MoE:
     parts: of the columns, where overlap sends by them.
     fp8: weights are FP8 with scales (`ExpertWeights.to_fp8`), tokens travel as FP8.
     gemm: "tiled" (weft.gemm), "grouped", "padded" or "loop" (weft/moe/products.py); "auto": tiled
-        for FP8; else grouped_mm where it leaves row counts on the GPU, padded on other GPUs, and
-        loop on CPUs.
+        for FP8, and on Hopper wherever it serves; else grouped_mm where it leaves row counts on the
+        GPU, padded on other GPUs, and loop on CPUs.
     max_rows: rows for this rank's experts, as in ExpertGroups; default the worst case.
     expert_map, quantize, combine_by, timeout, first_timeout, num_sms, programmatic_launch, profile:
         as in AllToAll; combine_by defaults to what the overlap needs. Rows that travel as FP8 are

@@ -71,12 +71,12 @@ def choose_way(
 ) -> str:
     """The way that "auto" stands for here, or the given one.
 
-    fp8: weights are FP8.   quantize: what comes over the wire.   "auto" is tiled on GPUs where it
-    serves, else one of torch's. Raises InvalidArgument for a way that this device, dtype or size
-    does not have.
+    fp8: weights are FP8.   quantize: what comes over the wire.   "auto" is tiled for FP8, and on
+    Hopper, where it was measured, wherever it serves; else one of torch's. Raises InvalidArgument
+    for a way that this device, dtype or size does not have.
     """
     lacks = _tiled_lacks(config, fp8, quantize)
-    if way == "auto" and device.type == "cuda" and not lacks and (fp8 or is_installed()):
+    if way == "auto" and is_hopper(device) and not lacks and is_installed():
         way = "tiled"
     if way == "tiled" or fp8:
         if lacks or way not in ("tiled", "auto"):

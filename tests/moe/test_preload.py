@@ -1,0 +1,125 @@
+"""What a layer's experts load when they are made is all that its calls can need."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from weft.gemm import GemmPlan, WgmmaPlan, choice, reference
+from weft.gemm.hopper import Kind
+from weft.gemm.plan import FP8
+from weft.gemm.request import Request
+from weft.moe import MODELS, ExpertWeights, MoEConfig, mlp
+
+BIASED, PLAIN = MODELS["gpt-oss-120b"], MODELS["qwen3-30b-a3b"]
+DTYPES = [(dtype, fp8) for dtype in (torch.bfloat16, torch.float16) for fp8 in (False, True)]
+DTYPES.append((torch.float32, True))  # not without: tiled products take no float32
+SIZES = ((256, 256), (384, 128), (264, 72))  # hidden, intermediate
+HINTS = (0, 1, 8, 20, 32, 64, 100, 128, 150, 200, 300, 800, 5000)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows by expert, none of which is anybody's."""
+
+    rows: tuple[torch.Tensor, ...]
+    counts: torch.Tensor
+    offsets: torch.Tensor
+    home: torch.Tensor
+
+    @property
+    def x(self) -> torch.Tensor:
+        return self.rows[0]
+
+
+def weights_of(config: MoEConfig, experts: int, *, fp8: bool) -> ExpertWeights:
+    hidden, inner = config.hidden, config.intermediate
+
+    def zeros(*size: int, dtype: torch.dtype = config.dtype) -> torch.Tensor:
+        return torch.zeros((experts, *size)).to(dtype)
+
+    kind = FP8 if fp8 else config.dtype
+    scales = (2 * inner // 128, hidden // 128), (hidden // 128, inner // 128)
+    return ExpertWeights(
+        zeros(2 * inner, hidden, dtype=kind),
+        zeros(hidden, inner, dtype=kind),
+        zeros(2 * inner) if config.biased else None,
+        zeros(hidden) if config.biased else None,
+        *((torch.zeros(experts, *size) if fp8 else None) for size in scales),
+    )
+
+
+def rows_of(config: MoEConfig, rows: tuple[int, ...], experts: int, *, fp8: bool) -> Rows:
+    x = torch.zeros(*rows, config.hidden).to(FP8 if fp8 else config.dtype)
+    scales = (torch.zeros(*rows, config.hidden // 128),) if fp8 else ()
+    ends = torch.zeros(experts + 1, dtype=torch.int32)
+    home = torch.zeros(rows, dtype=torch.int64).flatten()
+    return Rows((x, *scales), ends[1:].clone(), ends, home)
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> set[Kind]:
+    """What was loaded on a CPU that takes itself for a Hopper."""
+    kinds: set[Kind] = set()
+
+    def preload(wanted: Iterable[Kind], programmatic: bool) -> None:
+        assert programmatic
+        kinds.update(wanted)
+
+    for module in (mlp, choice):
+        monkeypatch.setattr(module, "is_hopper", lambda device: device is not None)
+    monkeypatch.setattr(mlp, "preload", preload)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    return kinds
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> set[Kind]:
+    """Kinds of the products that were called."""
+    kinds: set[Kind] = set()
+
+    def compute(request: Request, plan: GemmPlan | WgmmaPlan) -> None:
+        if isinstance(plan, WgmmaPlan):
+            kinds.add(Kind.of(request, plan))
+
+    monkeypatch.setattr(reference, "compute", compute)
+    return kinds
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("experts", [1, 2, 3])
+@pytest.mark.parametrize(("dtype", "fp8"), DTYPES)
+@pytest.mark.parametrize("model", [BIASED, PLAIN], ids=["biased", "plain"])
+def test_no_call_needs_a_kernel_that_was_not_loaded(
+    loaded: set[Kind],
+    used: set[Kind],
+    model: MoEConfig,
+    dtype: torch.dtype,
+    fp8: bool,
+    experts: int,
+    masked: bool,
+):
+    for hidden, inner in SIZES:
+        if fp8 and (hidden % 128 or inner % 128):
+            continue
+        config = replace(model, dtype=dtype, hidden=hidden, intermediate=inner)
+        rows = (experts, 8) if masked else (24,)
+        options: dict[str, Any] = {"fp8": fp8, "programmatic": True, "device": torch.device("cpu")}
+        loaded.clear()
+        used.clear()
+        layer = mlp.TiledMlp(config, rows, experts, **options)
+        weights = weights_of(config, experts, fp8=fp8)
+        grouped = rows_of(config, rows, experts, fp8=fp8)
+        for hint in HINTS:
+            layer.expect(hint)
+            layer.up(weights, grouped)
+            layer.down(weights)
+            layer.push(weights)
+        assert used <= loaded
+        many = experts > 1 and not (fp8 and config.biased)
+        assert bool(used) == (many or (fp8 and not config.biased))
