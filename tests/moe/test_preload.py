@@ -20,7 +20,8 @@ BIASED, PLAIN = MODELS["gpt-oss-120b"], MODELS["qwen3-30b-a3b"]
 DTYPES = [(dtype, fp8) for dtype in (torch.bfloat16, torch.float16) for fp8 in (False, True)]
 DTYPES.append((torch.float32, True))  # not without: tiled products take no float32
 SIZES = ((256, 256), (384, 128), (264, 72))  # hidden, intermediate
-HINTS = (0, 1, 8, 20, 32, 64, 100, 128, 150, 200, 300, 800, 5000)
+HINTS = (0, 1, 8, 20, 32, 64, 80, 100, 128, 150, 200, 300, 800, 2500, 5000)
+MOST = (0, 8, 64, 5000)
 
 
 @dataclass(frozen=True)
@@ -110,16 +111,19 @@ def test_no_call_needs_a_kernel_that_was_not_loaded(
         config = replace(model, dtype=dtype, hidden=hidden, intermediate=inner)
         rows = (experts, 8) if masked else (24,)
         options: dict[str, Any] = {"fp8": fp8, "programmatic": True, "device": torch.device("cpu")}
-        loaded.clear()
-        used.clear()
-        layer = mlp.TiledMlp(config, rows, experts, **options)
         weights = weights_of(config, experts, fp8=fp8)
         grouped = rows_of(config, rows, experts, fp8=fp8)
-        for hint in HINTS:
-            layer.expect(hint)
-            layer.up(weights, grouped)
-            layer.down(weights)
-            layer.push(weights)
-        assert used <= loaded
+        for most in MOST:
+            loaded.clear()
+            used.clear()
+            layer = mlp.TiledMlp(config, rows, experts, most=most, **options)
+            for hint in (hint for hint in HINTS if hint <= most):
+                layer.expect(hint)
+                layer.up(weights, grouped)
+                layer.down(weights)
+                layer.push(weights)
+            assert used <= loaded
+            heights = {kind.plan.block_rows for kind in loaded}
+            assert heights == {kind.plan.block_rows for kind in used}, "none is loaded in vain"
         many = experts > 1 and not (fp8 and config.biased)
         assert bool(used) == (many or (fp8 and not config.biased))

@@ -19,8 +19,8 @@ from weft.gemm import (
     grouped_gemm,
     plan,
 )
-from weft.gemm.choice import is_hopper
-from weft.gemm.hopper import BLOCK_ROWS, FP8_ROWS, NUMBERS, Kind, preload
+from weft.gemm.choice import MANY_ROWS, is_hopper
+from weft.gemm.hopper import NUMBERS, Kind, preload
 from weft.gemm.launch import installed, is_installed
 from weft.moe.experts import FP8, ExpertWeights
 from weft.moe.models import MoEConfig
@@ -57,7 +57,7 @@ class Mlp(Protocol):
     def down_signalled(
         self, weights: ExpertWeights, cells: torch.Tensor, send_sms: int | None
     ) -> tuple[torch.Tensor, Signal]:
-        """The second product, whose columns are told as they are done. Tiled only.
+        """The second product, which tells of columns as they are done. Tiled only.
 
         send_sms: SMs to leave to whoever waits for them.
         """
@@ -72,8 +72,8 @@ def choose_way(
     """The way that "auto" stands for here, or the given one.
 
     fp8: weights are FP8.   quantize: what comes over the wire.   "auto" is tiled for FP8, and on
-    Hopper, where it was measured, wherever it serves; else one of torch's. Raises InvalidArgument
-    for a way that this device, dtype or size does not have.
+    Hopper wherever it serves; else one of torch's. Raises InvalidArgument for a way that this
+    device, dtype or size does not have.
     """
     lacks = _tiled_lacks(config, fp8, quantize)
     if way == "auto" and is_hopper(device) and not lacks and is_installed():
@@ -113,12 +113,17 @@ def make_mlp(
     *,
     fp8: bool,
     quantize: str | None,
+    most: int,
     programmatic: bool,
     device: torch.device,
 ) -> Mlp:
-    """The buffers of a chosen way.   rows: `[max_rows]`, or `[experts, max_rows]` where masked."""
+    """The buffers of a chosen way.
+
+    rows: `[max_rows]`, or `[experts, max_rows]` where masked.   most: what `expect` says at most.
+    """
     if way == "tiled":
-        return TiledMlp(config, rows, experts, fp8=fp8, programmatic=programmatic, device=device)
+        given: dict[str, Any] = {"programmatic": programmatic, "device": device}
+        return TiledMlp(config, rows, experts, fp8=fp8, most=most, **given)
     return TorchMlp(way, config, rows, experts, quantize=quantize, device=device)
 
 
@@ -217,6 +222,7 @@ class TiledMlp:
         experts: int,
         *,
         fp8: bool,
+        most: int,
         programmatic: bool,
         device: torch.device,
     ) -> None:
@@ -237,36 +243,37 @@ class TiledMlp:
         self._grouped: RowsByExpert | None = None
         self._up: GemmPlan | WgmmaPlan
         self._down: GemmPlan | WgmmaPlan
-        self.expect(math.prod(rows) // self._experts)
         if experts and is_hopper(device):
-            self._preload()
+            self._preload(most)
+        self.expect(most)
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
         return (self._act, self._scales, self._y)
 
-    def _preload(self) -> None:
+    def _preload(self, most: int) -> None:
         """Load what a call may need: a load waits for kernels, and those may wait for peers."""
         hidden, inner, experts = self._config.hidden, self._config.intermediate, self._experts
         number = NUMBERS.get(self._y.dtype, "")
         operands = ("fp8",) if self._fp8 else (number, number if self._config.biased else "none")
         gated = ("gated_fp8",) if self._fp8 else ("gated", number, *operands)
-        kinds = []
-        for by in map(WgmmaPlan, FP8_ROWS if self._fp8 else BLOCK_ROWS):
-            if isinstance(self._up, WgmmaPlan):
-                kinds.append(Kind(experts, 2 * inner, hidden, by, *gated))
-            if isinstance(self._down, WgmmaPlan):
+        kinds: set[Kind] = set()
+        # From MANY_ROWS on plans change at multiples of 64 alone.
+        for rows in {*range(min(most, MANY_ROWS) + 1), *range(0, most + 1, 64), most}:
+            self.expect(rows)
+            if isinstance(up := self._up, WgmmaPlan):
+                kinds.add(Kind(experts, 2 * inner, hidden, up, *gated))
+            if isinstance(down := self._down, WgmmaPlan):
                 for finish in ("store", "push"):
-                    kinds.append(Kind(experts, hidden, inner, by, finish, number, *operands))
+                    kinds.add(Kind(experts, hidden, inner, down, finish, number, *operands))
         with torch.cuda.device(self._act.device):
             preload(kinds, self._programmatic)
 
     def expect(self, rows: int) -> None:
-        hidden, inner = self._config.hidden, self._config.intermediate
-        sizes, dtype, device = (self._experts, rows), self._act.dtype, self._act.device
+        config, dtype, device = self._config, self._act.dtype, self._act.device
+        hidden, inner, sizes = config.hidden, config.intermediate, (self._experts, rows)
         self._tiles = plan(*sizes, hidden, inner, dtype)  # for parts and signals
-        given: dict[str, Any] = {"biased": self._config.biased, "out": self._y.dtype}
-        given["device"] = device
+        given: dict[str, Any] = {"biased": config.biased, "out": self._y.dtype, "device": device}
         self._up = fastest_plan(*sizes, 2 * inner, hidden, dtype, gated=True, **given)
         self._down = fastest_plan(*sizes, hidden, inner, dtype, **given)
 
@@ -303,8 +310,7 @@ class TiledMlp:
         return self._y, Signal(cells, by.block_rows, by.block_columns)
 
     def push(self, weights: ExpertWeights) -> None:
-        home = self._grouped.home if self._grouped is not None else None
-        if home is None:
+        if self._grouped is None or (home := self._grouped.home) is None:
             raise InvalidArgument("these rows have no homes; build the layer with overlap='push'")
         self._multiply(weights, self._down, epilogue=Push(home, self._config.dtype))
 

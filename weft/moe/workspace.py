@@ -79,9 +79,13 @@ class LayerWorkspace(ABC, Generic[Rows]):
 
     def expect(self, tokens: int) -> None:
         """A hint: each rank has about as many tokens as this one."""
+        self._mlp.expect(self._rows_of_an_expert(tokens))
+
+    def _rows_of_an_expert(self, tokens: int) -> int:
+        """The mean, where each rank has so many tokens."""
         routing = self.config.routing
         rows = tokens * self.exchange.ep_size * routing.top_k
-        self._mlp.expect(-(-rows // routing.num_experts))
+        return -(-rows // routing.num_experts)
 
     def check_call(self) -> None:
         """Refuse a capture that would have to wait for the device, before anything is sent."""
@@ -174,6 +178,7 @@ class LayerWorkspace(ABC, Generic[Rows]):
             experts,
             fp8=self.options.fp8,
             quantize=self.chosen.quantize,
+            most=self._rows_of_an_expert(self.options.max_tokens),
             programmatic=self.options.programmatic_launch,
             device=device,
         )
