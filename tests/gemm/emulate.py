@@ -80,6 +80,8 @@ UNUSED = {  # of the engine that few SMs have: nobody calls them here
 MULTIPLY = """\
 template <weft::Operand O, weft::u32 N>
 void weft::multiply(float (&sum)[N / 2], u64 a, u64 b, bool add) {
+    static_assert(u32(weft::Operand::bf16) == emulated::bf16);
+    static_assert(u32(weft::Operand::fp16) == emulated::fp16);
     emulated::multiply(u32(O), sum, N, a, b, add);
 }
 """

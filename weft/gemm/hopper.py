@@ -47,9 +47,9 @@ class WgmmaPlan:
     """Tiles of the product in CUDA for Hopper: weights are read once for a row block.
 
     block_rows: most rows of a tile: 32, 64, 96, 128 or 160; 192 or 256, too, where numbers have two
-        bytes. An expert with no more rows is one tile, padded to a multiple of 16. One with more is
-        cut: FP8 into tiles of 128 rows (or block_rows, if that is less) and one with the rest,
-        else into tiles of equal height.
+        bytes. An expert with no more rows is one tile, padded to a multiple of 16, of 32 above 160.
+        One with more is cut: FP8 into tiles of 128 rows (or block_rows, if that is less) and one
+        with the rest, else into tiles of equal height.
 
     No field changes what it means. Raises InvalidArgument for a number out of its range.
     """
