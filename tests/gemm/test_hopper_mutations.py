@@ -16,8 +16,9 @@ from weft.gemm.hopper import Kind
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# Low and tall tiles in turn, enough for the ring of stages to go round.
+# Low and tall tiles in turn, enough for the ring of stages to go round; twins, cut and whole.
 CASE = Case(counts=(40, 130, 120, 5, 30), n=256, k=384)
+TWINS = replace(CASE, counts=(30, 200, 270))
 HALVES = replace(CASE, dtype=torch.bfloat16, n=272, bias=True)
 WRONG = "wrong rows"
 GATED, PLAIN = GatedQuant(), Gated()
@@ -43,7 +44,9 @@ class Mutation:
     @property
     def case(self) -> Case:
         """What it is tried on."""
-        return replace(HALVES if self.halves or self.finish == "gated" else CASE, k=self.k)
+        if self.halves or self.finish == "gated":
+            return replace(HALVES, k=self.k)
+        return replace(TWINS if self.rows == 256 else CASE, k=self.k)
 
     @property
     def kind(self) -> Kind:
@@ -121,7 +124,7 @@ MUTATIONS = {
         {"max(bits, s.amax_there[turn % 2][row])": "bits"}, WRONG, "gated_fp8", 64
     ),
     "one CTA's amax alone, tall": Mutation(
-        {"exchange.with(first + 8 * i, bits[i])": "bits[i]"}, WRONG, "gated_fp8"
+        {"exchange.with(row, bits[t][i])": "bits[t][i]"}, WRONG, "gated_fp8"
     ),
     "warps do not meet before the amax is read": Mutation(
         {"note_amax<P, N>(s, gated);\n    meet_multipliers();": "note_amax<P, N>(s, gated);"},
@@ -181,6 +184,19 @@ MUTATIONS = {
     ),
     "scales lie in order": Mutation(
         {"return j / 2 * 16 + q * 4 + j % 2 * 2 + row % 2;": "return row + 0 * (j + q);"}, WRONG
+    ),
+    # Twins.
+    "a stage is freed before the second of twins is made": Mutation(
+        {"step.template add<0>(sum[twin]);": "step.template add<1>(sum[twin]);"}, WRONG, rows=256
+    ),
+    "twins have the same scales": Mutation(
+        {"from.tall[i % 2] + twin * tall_rows": "from.tall[i % 2]"}, WRONG, rows=256
+    ),
+    "twins share a chunk": Mutation(
+        {"if (t != 0) __syncwarp();": ""}, WRONG, "gated_fp8", rows=256
+    ),
+    "a low rest leaves rows out": Mutation(
+        {"if (low && block + 1 == own) above -= tall_rows;": ""}, WRONG, rows=256
     ),
     # Numbers of two bytes.
     "a stage is freed before its products are read": Mutation(
@@ -271,8 +287,8 @@ def test_the_kernel_as_it_is_passes(
     finish: str, halves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     word = "gated_fp8" if finish == "gated" and not halves else finish
-    rows = 256 if halves else 128
-    make(Mutation({}, "", word, rows, halves=halves), tmp_path, monkeypatch, 3)
+    for rows in (256,) if halves else (128, 256):
+        make(Mutation({}, "", word, rows, halves=halves), tmp_path / str(rows), monkeypatch, 3)
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import InvalidArgument
@@ -56,6 +56,7 @@ def test_small_tiles_are_swapped():
         GemmPlan(32)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(0, 300), min_size=1, max_size=40),
     st.sampled_from([16, 32, 64, 128]),
@@ -110,11 +111,12 @@ def test_one_expert_fills_the_gpu(monkeypatch: pytest.MonkeyPatch):
 
 def test_many_rows_are_cut(monkeypatch: pytest.MonkeyPatch):
     device = hopper(monkeypatch)
-    for experts, rows, most in ((32, 128, 160), (32, 512, 160), (32, 4096, 128), (1, 4096, 128)):
+    for experts, rows, most in ((32, 124, 160), (32, 128, 256), (32, 4096, 256), (1, 4096, 128)):
         best = fastest_plan(experts, rows, 4096, 7168, FP8, gated=True, device=device)
         assert best == WgmmaPlan(most)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 700), min_size=1, max_size=20), st.sampled_from(BLOCK_ROWS))
 def test_hopper_tiles_are_no_more_than_the_most(counts: list[int], rows: int):
     made = WgmmaPlan(rows)

@@ -29,7 +29,7 @@ from weft.jit.args import decode, verify
 from weft.ops.stream import current_stream
 
 BLOCK_ROWS = (32, 64, 96, 128, 160, 192, 256)
-FP8_ROWS = BLOCK_ROWS[:5]  # those that tiles of FP8 have
+FP8_ROWS = (32, 64, 96, 128, 160, 256)  # those that tiles of FP8 have
 TALL_ROWS = 128  # tall_rows in kernels/product_tiles.cuh
 PAIR = 2 * COLUMNS  # columns of a cluster's tile
 STEP_BYTES = 128  # of a row of k in a step: depth in kernels/product_tiles.cuh
@@ -46,10 +46,10 @@ BIASES = NUMBERS | {torch.float32: "fp32"}
 class WgmmaPlan:
     """Tiles of the product in CUDA for Hopper: weights are read once for a row block.
 
-    block_rows: most rows of a tile: 32, 64, 96, 128 or 160; 192 or 256, too, where numbers have two
+    block_rows: most rows of a tile: 32, 64, 96, 128, 160 or 256; 192, too, where numbers have two
         bytes. An expert with no more rows is one tile, padded to a multiple of 16, of 32 above 160.
-        One with more is cut: FP8 into tiles of 128 rows (or block_rows, if that is less) and one
-        with the rest, else into tiles of equal height.
+        One with more is cut: FP8 into tiles of block_rows (of 128, where that is 160) and one with
+        the rest, else into tiles of equal height.
 
     No field changes what it means. Raises InvalidArgument for a number out of its range.
     """
@@ -85,7 +85,7 @@ def lacks(request: Request, plan: WgmmaPlan) -> str:
     if fp8 and n % PAIR:
         return f"takes n in multiples of {PAIR} for FP8; it is {n}"
     if fp8 and plan.block_rows not in FP8_ROWS:
-        return f"has at most {FP8_ROWS[-1]} rows for FP8; block_rows is {plan.block_rows}"
+        return f"has tiles of {FP8_ROWS} rows for FP8; block_rows is {plan.block_rows}"
     if experts > MAX_EXPERTS:
         return f"takes at most {MAX_EXPERTS} experts; b has {experts}"
     if request.signal is not None or (fp8 and request.bias is not None):

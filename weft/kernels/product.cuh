@@ -49,29 +49,34 @@ WEFT_FN void load_tiles(const ProductArgs& a, ProductShared<P>& s, u8* stages, u
     for (u32 i = 0; i < P.stages; ++i, ring.next()) s.empty[ring.at].await(ring.parity ^ 1);
 }
 
-// The scales of four steps from `at` on. Vectors where the layout has them side by side.
-WEFT_FN void load_ahead(float (&to)[scale_ahead], const float* at, i64 step, u32 left,
-                        bool vectors) {
+template <u32 n> struct alignas(n * sizeof(float)) Ahead {
+    float of[n];
+};
+
+// The scales of n steps from `at` on. Vectors where the layout has them side by side.
+template <u32 n>
+WEFT_FN void load_ahead(float (&to)[n], const float* at, i64 step, u32 left, bool vectors) {
     if (vectors) {
-        const float4 v = *reinterpret_cast<const float4*>(at);
-        to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+        const Ahead<n> v = *reinterpret_cast<const Ahead<n>*>(at);
+#pragma unroll
+        for (u32 i = 0; i < n; ++i) to[i] = v.of[i];
     } else {
 #pragma unroll
-        for (u32 i = 0; i < scale_ahead; ++i) to[i] = i < left ? at[i * step] : 0.0f;
+        for (u32 i = 0; i < n; ++i) to[i] = i < left ? at[i * step] : 0.0f;
     }
 }
 
 // Scales of some steps: of this lane's rows, and of the blocks of weights.
 template <Product P> struct Scales {
     static constexpr u32 lanes = scale_warps * warp_lanes, each = (P.most_rows + lanes - 1) / lanes;
-    static constexpr u32 kinds = P.gated() ? 2 : 1, blocks = P.steps();
-    float row[each][scale_ahead], weights[kinds][scale_ahead];
+    static constexpr u32 kinds = P.gated() ? 2 : 1, blocks = P.steps(), ahead = P.scale_ahead();
+    float row[each][ahead], weights[kinds][ahead];
 
     WEFT_FN static u32 of(u32 i) { return i * lanes + threadIdx.x - warp_lanes; }
 
     // Rows of padding have those of the last live row.
     WEFT_FN void load(const ProductArgs& a, const Tile& tile, u32 rank, u32 k) {
-        constexpr bool whole = blocks % scale_ahead == 0;
+        constexpr bool whole = blocks % ahead == 0;
         const bool aligned = reinterpret_cast<u64>(a.row_scales) % 16 == 0 && a.scale_row % 4 == 0;
         const u32 block =
             tile.expert * (P.n / depth) + (P.gated() ? tile.pair : tile.pair * 2 + rank);
@@ -103,11 +108,11 @@ template <Product P> WEFT_FN void load_scales(const ProductArgs& a, ProductShare
     Ring<P.stages> ring;
     Tile tile;
     while (walk.next(tile))
-        for (u32 k = 0; k < P.steps(); k += scale_ahead) {
+        for (u32 k = 0; k < P.steps(); k += P.scale_ahead()) {
             Scales<P> scales;
             scales.load(a, tile, rank, k);
 #pragma unroll
-            for (u32 n = 0; n < scale_ahead; ++n) {
+            for (u32 n = 0; n < P.scale_ahead(); ++n) {
                 if (k + n >= P.steps()) break;
                 s.empty[ring.at].await(ring.parity ^ 1);
                 scales.store(s.scales[ring.at], tile.rows, n);
@@ -151,16 +156,23 @@ WEFT_FN void make_low(const ProductArgs& a, ProductShared<P>& s, const Operands<
         finish_low<P, N>(a, s, tile, rank, sum, home);
 }
 
-template <Product P>
+// One tall tile, or two that share weights.
+template <Product P, u32 tiles>
 WEFT_FN void make_tall(const ProductArgs& a, ProductShared<P>& s, const Operands<P>& from,
                        Ring<P.stages>& ring, const Tile& tile, u32 rank, u32 turn) {
-    float sum[tall_sums] = {};
+    float sum[tiles][tall_sums] = {};
     const u64 home = load_home<P>(a, tile);
-    sum_tall<P>(s, ring, from, rank, sum);
-    if constexpr (P.gated())
-        finish_tall_gated<P>(a, s, tile, rank, sum, turn);
+    if constexpr (tiles == 1)
+        sum_tall<P>(s, ring, from, rank, sum[0]);
     else
-        finish_tall<P>(a, s, tile, rank, sum, home);
+        sum_twins<P>(s, ring, from, rank, sum);
+    if constexpr (P.gated()) {
+        finish_tall_gated<P, tiles>(a, s, tile, rank, sum, turn);
+    } else {
+        share_homes(s, tile, home);
+#pragma unroll
+        for (u32 t = 0; t < tiles; ++t) finish_tall<P>(a, s, tile, rank, sum[t], t * tall_rows);
+    }
 }
 
 template <Product P>
@@ -171,14 +183,20 @@ WEFT_FN void multiply_tiles(const ProductArgs& a, ProductShared<P>& s, u8* stage
     Tile tile;
     u32 turn = 0;
     for (; walk.next(tile); ++turn) {
+        if constexpr (P.twins()) {
+            if (tile.rows > P.single_rows()) {
+                make_tall<P, 2>(a, s, from, ring, tile, rank, turn);
+                continue;
+            }
+        }
         if constexpr (P.scaled() && P.most_rows >= tall_rows) {
             if (tile.rows == tall_rows) {
-                make_tall<P>(a, s, from, ring, tile, rank, turn);
+                make_tall<P, 1>(a, s, from, ring, tile, rank, turn);
                 continue;
             }
         }
         constexpr bool tall = P.scaled() && P.most_rows == tall_rows;
-        constexpr u32 highest = tall ? lower<P>(tall_rows) : P.most_rows;
+        constexpr u32 highest = tall ? lower<P>(tall_rows) : P.single_rows();
         make_low<P, highest>(a, s, from, ring, tile, rank, turn);
     }
 }

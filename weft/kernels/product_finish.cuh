@@ -67,13 +67,12 @@ WEFT_FN void finish_low(const ProductArgs& a, ProductShared<P>& s, const Tile& t
 // eight lanes.
 template <Product P>
 WEFT_FN void finish_tall(const ProductArgs& a, ProductShared<P>& s, const Tile& tile, u32 rank,
-                         const float (&sum)[tall_sums], u64 home) {
+                         const float (&sum)[tall_sums], u32 above = 0) {
     const u32 lane = multiplier() % warp_lanes, place = lane % 8 * 16;
     u8* const chunk = s.chunk + multiplier() / warp_lanes * chunk_bytes;
-    share_homes(s, tile, home);
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) {
-        const u32 lower = i / 2, right = i % 2, row = tall_row() + lower * 8;
+        const u32 lower = i / 2, right = i % 2, row = above + tall_row() + lower * 8;
         const float* const x = &sum[right * (tall_sums / 2) + lower * 2];
 #pragma unroll
         for (u32 j = 0; j < 2; ++j)

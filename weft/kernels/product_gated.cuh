@@ -159,8 +159,9 @@ WEFT_FN void store_low_gated(const ProductArgs& a, ProductShared<P>& s, const Ti
 // Sixteen tall rows as FP8 through the warp's own memory, then 64 bytes of each by four lanes.
 template <Product P>
 WEFT_FN void store_tall_gated(const ProductArgs& a, ProductShared<P>& s, const Tile& tile, u32 rank,
-                              const float (&gated)[tall_sums / 2], const float (&inverse)[2]) {
-    const u32 lane = multiplier() % warp_lanes, place = lane % 4 * 16;
+                              const float (&gated)[tall_sums / 2], const float (&inverse)[2],
+                              u32 above) {
+    const u32 lane = multiplier() % warp_lanes, place = lane % 4 * 16, first = above + tall_row();
     u8* const chunk = s.chunk + multiplier() / warp_lanes * chunk_bytes;
 #pragma unroll
     for (u32 j = 0; j < tall_sums / 8; ++j)
@@ -174,8 +175,8 @@ WEFT_FN void store_tall_gated(const ProductArgs& a, ProductShared<P>& s, const T
     __syncwarp();
 #pragma unroll
     for (u32 r = lane / 4; r < 16; r += 8)
-        if (tall_row() + r < tile.live)
-            *reinterpret_cast<uint4*>(gated_place<P>(a, tile, rank, tall_row() + r) + place) =
+        if (first + r < tile.live)
+            *reinterpret_cast<uint4*>(gated_place<P>(a, tile, rank, first + r) + place) =
                 *reinterpret_cast<const uint4*>(chunk + r * gated_pitch + place);
 }
 
@@ -200,24 +201,34 @@ WEFT_FN void finish_low_gated(const ProductArgs& a, ProductShared<P>& s, const T
     store_low_gated<P, N>(a, s, tile, rank, gated);
 }
 
-template <Product P>
+// One tall tile, or two, one's rows above the other's.
+template <Product P, u32 tiles>
 WEFT_FN void finish_tall_gated(const ProductArgs& a, ProductShared<P>& s, const Tile& tile,
-                               u32 rank, const float (&sum)[tall_sums], u32 turn) {
+                               u32 rank, const float (&sum)[tiles][tall_sums], u32 turn) {
     const u32 lane = multiplier() % warp_lanes, first = tall_row() + lane / 4;
     Exchange<P> exchange{s, rank, turn};
-    float gated[tall_sums / 2], inverse[2];
-    u32 bits[2];
+    float gated[tiles][tall_sums / 2], inverse[2];
+    u32 bits[tiles][2];
     meet_multipliers();  // chunks and the other turn of the tile before are free
-    exchange.expect(tall_rows);
-    gate_tall(a, sum, gated, bits);
-    if (lane % 4 == 0)
-        for (u32 i = 0; i < 2; ++i) exchange.tell(first + 8 * i, bits[i]);
+    exchange.expect(tiles * tall_rows);
+#pragma unroll
+    for (u32 t = 0; t < tiles; ++t) {
+        gate_tall(a, sum[t], gated[t], bits[t]);
+        if (lane % 4 == 0)
+            for (u32 i = 0; i < 2; ++i) exchange.tell(t * tall_rows + first + 8 * i, bits[t][i]);
+    }
     exchange.await();
 #pragma unroll
-    for (u32 i = 0; i < 2; ++i)
-        inverse[i] = settle_scale<P>(a, tile, first + 8 * i, exchange.with(first + 8 * i, bits[i]),
-                                     rank == 0 && lane % 4 == 0);
-    store_tall_gated(a, s, tile, rank, gated, inverse);
+    for (u32 t = 0; t < tiles; ++t) {
+#pragma unroll
+        for (u32 i = 0; i < 2; ++i) {
+            const u32 row = t * tall_rows + first + 8 * i;
+            inverse[i] = settle_scale<P>(a, tile, row, exchange.with(row, bits[t][i]),
+                                         rank == 0 && lane % 4 == 0);
+        }
+        if (t != 0) __syncwarp();  // the chunk of the tile before was read
+        store_tall_gated(a, s, tile, rank, gated[t], inverse, t * tall_rows);
+    }
 }
 
 }  // namespace weft

@@ -9,6 +9,9 @@
 // holds rows lane / 4 and eight further on of its warp's sixteen; of the first, columns
 // 8 j + 2 (lane % 4) + {0, 1} in sums 4 j and 4 j + 1, of the second in 4 j + 2 and 4 j + 3. It
 // needs two scales: what shared memory has to give is left to the tensor cores.
+//
+// Twins: two tall ones, one's rows behind the other's, for each stage of weights: an expert with
+// many rows asks L2 for a third less.
 #pragma once
 #include <weft/kernels/product_tiles.cuh>
 
@@ -88,18 +91,20 @@ template <Product P, u32 N> struct LowStep {
     }
 };
 
-// A step of a tall tile.
+// A step of a tall tile, or of one of twins: 0 or 1.
 template <Product P> struct TallStep {
     float part[tall_sums], by[2][2];  // of gates' and of ups' columns, for both rows
 
-    WEFT_FN void begin(const Operands<P>& from, u32 stage) {
-        begin_step<P.operand, tile_columns>(part, from.block + skip_to<P>(stage),
-                                            from.all + skip_to<P>(stage), false);
+    WEFT_FN void begin(const Operands<P>& from, u32 stage, u32 twin = 0) {
+        begin_step<P.operand, tile_columns>(
+            part, from.block + skip_to<P>(stage) + twin * (tall_rows * tile_bytes / 16),
+            from.all + skip_to<P>(stage), false);
     }
-    WEFT_FN void read(const Operands<P>& from, const ProductShared<P>& s, u32 stage) {
+    WEFT_FN void read(const Operands<P>& from, const ProductShared<P>& s, u32 stage, u32 twin = 0) {
 #pragma unroll
         for (u32 i = 0; i < 4; ++i)
-            by[i / 2][i % 2] = s.scales[stage].rows[P.gated() ? i / 2 : 0][from.tall[i % 2]];
+            by[i / 2][i % 2] =
+                s.scales[stage].rows[P.gated() ? i / 2 : 0][from.tall[i % 2] + twin * tall_rows];
     }
     template <u32 but> WEFT_FN void add(float (&sum)[tall_sums]) {
         await_step<but>(part);
@@ -119,6 +124,25 @@ WEFT_FN void sum_low(ProductShared<P>& s, Ring<P.stages>& ring, const Operands<P
         step.begin(from, ring.at);
         step.read(from, s, ring.at);
         step.template add<0>(sum);
+        release_stage(s, ring.at, rank);
+    }
+}
+
+// A step of one, then of the other. Sums leave no registers for two steps' products, so it is the
+// other warpgroup whose are made while this one adds.
+template <Product P>
+WEFT_FN void sum_twins(ProductShared<P>& s, Ring<P.stages>& ring, const Operands<P>& from, u32 rank,
+                       float (&sum)[2][tall_sums]) {
+#pragma unroll 1
+    for (u32 k = 0; k < P.steps(); ++k, ring.next()) {
+        s.full[ring.at].await(ring.parity);
+#pragma unroll
+        for (u32 twin = 0; twin < 2; ++twin) {
+            TallStep<P> step;
+            step.begin(from, ring.at, twin);
+            step.read(from, s, ring.at, twin);
+            step.template add<0>(sum[twin]);
+        }
         release_stage(s, ring.at, rank);
     }
 }

@@ -17,9 +17,11 @@ constexpr u32 weight_bytes = tile_columns * tile_bytes;
 constexpr u32 weight_warps = 2 * group_threads / warp_lanes;  // that multiply
 
 constexpr u32 row_boxes = 4;
-constexpr u32 row_step = 16;    // a tile has a multiple of so many rows
-constexpr u32 fine_rows = 160;  // above, of twice as many
-constexpr u32 tall_rows = 128;  // of a tall tile; others are low. Only FP8 has tall ones
+constexpr u32 row_step = 16;              // a tile has a multiple of so many rows
+constexpr u32 fine_rows = 160;            // above, of twice as many
+constexpr u32 tall_rows = 128;            // of a tall tile; others are low. Only FP8 has tall ones
+constexpr u32 twin_rows = 2 * tall_rows;  // of two tall ones that share weights
+constexpr u32 low_rest = fine_rows - tall_rows;  // what one tile has more than a tall one at most
 
 // What specialises the kernel: `Kind` in gemm/hopper.py writes it.
 struct Product {
@@ -44,9 +46,14 @@ struct Product {
     constexpr u32 row_step_at(u32 rows) const {
         return rows <= fine_rows ? row_step : 2 * row_step;
     }
+    constexpr bool twins() const { return scaled() && most_rows == twin_rows; }
+    // Of the highest tile that is not made of two.
+    constexpr u32 single_rows() const { return twins() ? fine_rows : most_rows; }
+    // Steps whose scales are loaded at a time: of 256 rows, registers hold no more.
+    constexpr u32 scale_ahead() const { return twins() ? 2 : 4; }
     // An expert of more than `most_rows` is cut into tiles of so many, FP8; else into equal ones.
     constexpr u32 full_rows() const {
-        return scaled() && most_rows > tall_rows ? tall_rows : most_rows;
+        return scaled() && !twins() && most_rows > tall_rows ? tall_rows : most_rows;
     }
 };
 
@@ -65,7 +72,7 @@ struct ProductArgs {
     u32 reserved[7];             // to a multiple of 64 bytes
 };
 
-constexpr u32 scale_warps = 3, scale_ahead = 4;  // warps that load scales; steps that one load has
+constexpr u32 scale_warps = 3;  // that load scales
 
 // Of each row, its scale times that of the block of weights; gated: times gate's, and times up's.
 // Four rows that one thread multiplies with are neighbours: see scale_place.
@@ -85,9 +92,9 @@ template <Product P> struct ProductShared {
     StepScales<P> scales[P.scaled() ? P.stages : 1];
     alignas(16) u8 chunk[weight_warps * chunk_bytes];
     u64 homes[P.finish == Finish::push ? P.most_rows : 1];
-    u32 amax[P.quantised() ? weight_warps : 1][P.quantised() ? P.most_rows / 2 : 1];  // bits of |x|
+    u32 amax[P.quantised() ? weight_warps : 1][P.quantised() ? P.single_rows() / 2 : 1];  // of |x|
     u32 amax_there[P.quantised() ? 2 : 1][P.quantised() ? P.most_rows : 1];  // the neighbour's
-    float inverse[P.quantised() ? P.most_rows : 1];
+    float inverse[P.quantised() ? P.single_rows() : 1];
     u32 ends[P.experts], order[P.experts], counts[P.experts], firsts[P.experts];
     Arrival full[P.stages], empty[P.stages], amax_told[2];
 };
@@ -115,17 +122,27 @@ template <Product P> WEFT_FN void count_rows(const ProductArgs& a, ProductShared
     __syncwarp();
 }
 
-// Experts in turn: those with most rows first, so that clusters can share them out evenly; more
-// than 64 as they come.
+// Row blocks of an expert with so many rows.
+template <Product P> WEFT_FN u32 blocks_of(u32 count) {
+    constexpr u32 spare = P.most_rows - P.full_rows();  // what the last block may have more
+    const u32 blocks = (max(count, spare) - spare + P.full_rows() - 1) / P.full_rows();
+    return blocks == 0 && count != 0 ? 1 : blocks;
+}
+
+// Experts in turn: those with the highest tiles first, so that clusters can share them out evenly;
+// more than 64 as they come.
 template <Product P> WEFT_FN void order_experts(ProductShared<P>& s, u32 lane) {
+    u32* const height = s.ends;  // the mean of an expert's tiles; free until ends are written
+    for (u32 e = lane; e < P.experts; e += warp_lanes)
+        height[e] = s.counts[e] / max(blocks_of<P>(s.counts[e]), 1u);
+    __syncwarp();
     for (u32 e = lane; e < P.experts; e += warp_lanes) {
         u32 place = e;
         if constexpr (P.experts <= 64) {
-            const u32 count = s.counts[e];
             place = 0;
 #pragma unroll 8
             for (u32 other = 0; other < P.experts; ++other)
-                place += s.counts[other] > count || (s.counts[other] == count && other < e);
+                place += height[other] > height[e] || (height[other] == height[e] && other < e);
         }
         s.order[place] = e;
     }
@@ -134,12 +151,10 @@ template <Product P> WEFT_FN void order_experts(ProductShared<P>& s, u32 lane) {
 
 // How many row blocks end with each expert, in their order. By one warp, as the two above.
 template <Product P> WEFT_FN void count_blocks(ProductShared<P>& s, u32 lane) {
-    constexpr u32 spare = P.most_rows - P.full_rows();  // what an expert's last block may have more
     u32 end = 0;
     for (u32 base = 0; base < P.experts; base += warp_lanes) {
-        const u32 place = base + lane, count = place < P.experts ? s.counts[s.order[place]] : 0;
-        u32 blocks = (max(count, spare) - spare + P.full_rows() - 1) / P.full_rows();
-        if (blocks == 0 && count != 0) blocks = 1;
+        const u32 place = base + lane;
+        u32 blocks = place < P.experts ? blocks_of<P>(s.counts[s.order[place]]) : 0;
 #pragma unroll
         for (u32 step = 1; step < warp_lanes; step *= 2) {
             const u32 before = __shfl_up_sync(all_lanes, blocks, step);
@@ -170,9 +185,16 @@ template <Product P> struct Walk {
         tile.pair = offset / own;
         const u32 count = s.counts[tile.expert];
         const u32 full = P.scaled() ? P.full_rows() : round_up((count + own - 1) / own, row_step);
-        const u32 above = block * full;
+        u32 above = block * full, end = block + 1 == own ? count : above + full;
+        if constexpr (P.twins()) {
+            // A rest that is hardly worth reading weights for is made with half of the twins
+            // before.
+            const bool low = own > 1 && count - (own - 1) * full <= low_rest;
+            if (low && block + 1 == own) above -= tall_rows;
+            if (low && block + 2 == own) end -= tall_rows;
+        }
         tile.first = s.firsts[tile.expert] + above;
-        tile.live = block + 1 == own ? count - above : full;
+        tile.live = end - above;
         tile.rows = round_up(tile.live, P.row_step_at(tile.live));
         return true;
     }

@@ -258,7 +258,6 @@ class TiledMlp:
         operands = ("fp8",) if self._fp8 else (number, number if self._config.biased else "none")
         gated = ("gated_fp8",) if self._fp8 else ("gated", number, *operands)
         kinds: set[Kind] = set()
-        # From MANY_ROWS on plans change at multiples of 64 alone.
         for rows in {*range(min(most, MANY_ROWS) + 1), *range(0, most + 1, 64), most}:
             self.expect(rows)
             if isinstance(up := self._up, WgmmaPlan):
