@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.kernels.emulate import build_library, emulated_tree, replace_bodies
-from weft.gemm import WgmmaPlan, hopper
+from weft.gemm import Push, WgmmaPlan, hopper
 from weft.gemm.hopper_source import THREADS
 from weft.gemm.request import Request
 
@@ -52,6 +52,7 @@ BODIES = {
         "void meet_cluster()": "emulated::arrive_cluster(); emulated::wait_cluster();",
         "void publish_arrivals()": "emulated::machine->mine().published = 1;",
     },
+    "team.cuh": {"void wait_for_predecessor()": "emulated::follow();"},
     "wgmma.cuh": {
         "void begin_products()": ORDERED,
         "void commit_products()": "emulated::commit();",
@@ -88,14 +89,23 @@ void weft::multiply(float (&sum)[N / 2], u64 a, u64 b, bool add) {
 RULES = (
     *("deadlock", "gone", "unmade", "overrun", "misaligned", "unordered", "unlike", "unknown"),
     "outside",
+    "hasty",
 )
 LATE, AT_ONCE, AT_ANY_TIME = range(3)  # when what is on its way lands
+LATE_MEMORY = """\
+static std::vector<emulated::Late> late;
+extern "C" __attribute__((visibility("default"))) void write_late(
+    unsigned regions, unsigned char* const* at, const unsigned long long* bytes) {
+    late.clear();
+    for (unsigned i = 0; i < regions; ++i) late.push_back({at[i], {at[i], at[i] + bytes[i]}});
+}
+"""
 DOOR = """\
 extern "C" __attribute__((visibility("default"))) void product_{i}(
     const weft::ProductArgs* a, unsigned ctas, unsigned seed, unsigned policy, unsigned* broken) {{
     constexpr weft::Product P = {literal};
     emulated::launch_pairs(ctas, {threads}, weft::product_shared_bytes<P>(), seed,
-                           emulated::Policy(policy), broken, [a] {{ weft::product<P>(*a); }});
+                           emulated::Policy(policy), broken, late, [a] {{ weft::product<P>(*a); }});
 }}
 """
 
@@ -121,7 +131,9 @@ def compile_products(
     )
     emulator = "".join((HERE / f"{name}.hpp").read_text() for name in ("cluster", "tensor"))
     includes = "#include <weft/kernels/wgmma.cuh>\n", "#include <weft/kernels/product.cuh>\n"
-    return build_library(root, f"{emulator}{includes[0]}{MULTIPLY}{includes[1]}{doors}")
+    return build_library(
+        root, f"{emulator}{LATE_MEMORY}{includes[0]}{MULTIPLY}{includes[1]}{doors}"
+    )
 
 
 def _mutate(kernels: Path, old: str, new: str) -> None:
@@ -148,11 +160,24 @@ class EmulatedProducts:
         rows, experts = len(request.a), len(request.b)
         clusters = plan.max_row_blocks(rows, experts) * -(-request.b.shape[1] // hopper.PAIR)
         args, broken = hopper._arguments(request), (ctypes.c_uint32 * len(RULES))()
+        self._write_late(request)
         number = self.kinds.index(hopper.Kind.of(request, plan))
         getattr(self.library, f"product_{number}")(
             ctypes.byref(args), min(self.sms // 2, clusters) * 2, self.seed, self.policy, broken
         )
         assert not any(broken), {r: n for r, n in zip(RULES, broken, strict=True) if n}
+
+    def _write_late(self, request: Request) -> None:
+        """What the kernel in front writes until it ends: rows, their scales, their homes."""
+        home = request.epilogue.home if isinstance(request.epilogue, Push) else None
+        found = [t for t in (request.a, request.a_scale, home) if t is not None]
+        at = (ctypes.c_void_p * len(found))(*(t.data_ptr() for t in found))
+        spans = [
+            (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))
+            * t.element_size()
+            for t in found
+        ]
+        self.library.write_late(len(found), at, (ctypes.c_uint64 * len(found))(*spans))
 
 
 def tensor_map(

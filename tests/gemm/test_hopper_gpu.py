@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -170,8 +171,8 @@ def test_few_sms_make_the_same(name: str, num_sms: int):
     assert same_bits(made.call(plan=WgmmaPlan(64), num_sms=num_sms), whole)
 
 
-@pytest.mark.parametrize("programmatic", [False, True])
-def test_graphs_replay_with_other_counts(programmatic: bool):
+@pytest.mark.parametrize(("programmatic", "settled"), [(False, False), (True, False), (True, True)])
+def test_graphs_replay_with_other_counts(programmatic: bool, settled: bool):
     """Both products behind each other, as a layer has them; counts change between replays."""
     up = Case(counts=(70, 130, 1), n=1024, k=512, align=1, slack=0).make("cuda")
     rows = up.case.rows
@@ -183,6 +184,7 @@ def test_graphs_replay_with_other_counts(programmatic: bool):
         torch.empty(rows, 4, device="cuda"),
     )
     given = up.given | {"programmatic_launch": programmatic, "plan": WgmmaPlan(128)}
+    given["settled"] = settled
 
     def both() -> None:
         grouped_gemm(up.a, up.b, out=act, epilogue=GatedQuant(), **given)
@@ -203,6 +205,29 @@ def test_graphs_replay_with_other_counts(programmatic: bool):
         out.fill_(SENTINEL)
         graph.replay()
         assert torch.equal(out, wanted)
+
+
+def test_weights_come_early_and_rows_do_not():
+    """A chain of products in which each one's rows are what the one in front stores at its end."""
+    experts, size = 3, 512
+    rows = torch.randn(400, size, device="cuda").bfloat16()
+    weights = torch.randn(experts, size, size, device="cuda").bfloat16() * size**-0.5
+    counts = torch.tensor([200, 37, 150], dtype=torch.int32, device="cuda")
+    offsets = torch.tensor([0, 200, 240, 400], dtype=torch.int32, device="cuda")
+    given: dict[str, Any] = {"counts": counts, "offsets": offsets, "plan": WgmmaPlan(160)}
+
+    def chain(**how: Any) -> torch.Tensor:
+        x, y = rows.clone(), torch.zeros_like(rows)
+        for _ in range(40):
+            grouped_gemm(x, weights, out=y, **given, **how)
+            x, y = y, x
+        return x
+
+    wanted = chain()
+    live = [slice(0, 200), slice(200, 237), slice(240, 390)]
+    for _ in range(50):
+        got = chain(programmatic_launch=True, settled=True)
+        assert all(torch.equal(got[part], wanted[part]) for part in live)
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")

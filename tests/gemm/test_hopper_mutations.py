@@ -22,6 +22,12 @@ TWINS = replace(CASE, counts=(30, 200, 270))
 HALVES = replace(CASE, dtype=torch.bfloat16, n=272, bias=True)
 WRONG = "wrong rows"
 GATED, PLAIN = GatedQuant(), Gated()
+FOLLOWS, FILLED = "follow_predecessor();\n", "filled < P.stages"
+OPERANDS = "    const Operands<P> from(stages);\n"
+SCALES = (
+    "    Walk<P> walk{s};\n    Ring<P.stages> ring;\n    Tile tile;\n"
+    "    while (walk.next(tile))\n        for (u32 k = 0; k < P.steps(); k += scale_ahead) {"
+)
 TOLD = "s.amax_told[turn % 2].await(turn / 2 % 2);"
 
 
@@ -40,6 +46,7 @@ class Mutation:
     sms: int = 2
     k: int = 384
     halves: bool = False
+    settled: bool = False
 
     @property
     def case(self) -> Case:
@@ -52,7 +59,8 @@ class Mutation:
     def kind(self) -> Kind:
         """The kernel for that."""
         case = self.case
-        kind = Kind(len(case.counts), case.n, case.k, WgmmaPlan(self.rows), self.finish)
+        sizes = (len(case.counts), case.n, case.k, WgmmaPlan(self.rows))
+        kind = Kind(*sizes, self.finish, settled=self.settled)
         return replace(kind, operand="bf16", bias="bf16") if case.bias else kind
 
 
@@ -247,6 +255,27 @@ MUTATIONS = {
     "tiles of an expert overlap": Mutation(
         {"above = block * full": "above = block * row_step"}, WRONG, rows=64, halves=True
     ),
+    # Before the kernel in front has ended.
+    "rows come before they are written": Mutation(
+        {"rank);\n        follow_predecessor();": "rank);"}, "hasty|unordered", settled=True
+    ),
+    "scales are read before they are written": Mutation(
+        {FOLLOWS + SCALES: "{}\n" + SCALES}, WRONG, settled=True
+    ),
+    "results are stored before they may": Mutation(
+        {FOLLOWS + OPERANDS: "{}\n" + OPERANDS}, "hasty", rows=256, halves=True, settled=True
+    ),
+    "early weights are loaded again": Mutation(
+        {"if (early != 0) {\n                --early;": "if (false) {"},
+        "overrun|deadlock",
+        settled=True,
+    ),
+    "weights of the first tile, over and over": Mutation(
+        {f"while ({FILLED} && walk.next(tile))": f"walk.next(tile);\n    while ({FILLED})"},
+        f"deadlock|{WRONG}",
+        k=128,
+        settled=True,
+    ),
     # Which tile is whose.
     "two clusters make the same tiles": Mutation(
         {"clusters - 1 - self": "clusters - 1"}, WRONG, "store", 64, sms=4
@@ -261,19 +290,20 @@ def make(mutation: Mutation, folder: Path, monkeypatch: pytest.MonkeyPatch, seed
     library = ctypes.CDLL(str(compile_products(kinds, folder / "tree", mutation.texts)))
     made = case.make()
     product = made.product()
+    how = {"settled": mutation.settled, "programmatic_launch": True}
     for seed in range(seeds):
         products = EmulatedProducts(library, kinds, seed, seed % 3, mutation.sms)
         monkeypatch.setattr(reference, "compute", products.compute)
         if mutation.finish == "gated_fp8":
-            got, wanted, tolerance = made.call(GATED, plan), gated(GATED, product), 0.08
+            got, wanted, tolerance = made.call(GATED, plan, **how), gated(GATED, product), 0.08
         elif mutation.finish == "gated":
-            got, wanted, tolerance = made.call(PLAIN, plan), gated(PLAIN, product), 2.0**-6
+            got, wanted, tolerance = made.call(PLAIN, plan, **how), gated(PLAIN, product), 2.0**-6
         elif mutation.finish == "store":
-            got, wanted, tolerance = made.call(STORE, plan), product, 2.0**-7
+            got, wanted, tolerance = made.call(STORE, plan, **how), product, 2.0**-7
         else:
             there = torch.full((case.rows, case.n), SENTINEL, dtype=torch.bfloat16)
             order = torch.arange(case.rows).flip(0)
-            made.call(Push(there.data_ptr() + order * case.n * 2), plan)
+            made.call(Push(there.data_ptr() + order * case.n * 2), plan, **how)
             got, wanted, tolerance = Output(case, there[order]), product, 2.0**-7
         try:
             got.agrees(wanted, tolerance)

@@ -24,6 +24,7 @@ enum Rule : unsigned {
     unlike,      // threads of a warpgroup multiplied different tiles
     unknown,     // a descriptor that stands for nothing here
     outside,     // shared memory beyond what was asked for was written
+    hasty,       // memory that the kernel in front may still write was read, or any written
     rules
 };
 enum Policy : unsigned { late, at_once, at_any_time, policies };
@@ -44,6 +45,14 @@ struct Landing {
     unsigned barrier;
 };
 
+// Memory that the kernel in front writes, and what.
+struct Late {
+    Byte* at;
+    std::vector<Byte> data;
+
+    bool holds(const void* place) const { return place >= at && place < at + data.size(); }
+};
+
 struct Operation {
     float* sum;
     unsigned long long a, b;
@@ -60,6 +69,7 @@ struct Core {
     unsigned named[16] = {}, phase[16] = {}, published = 0;
     std::vector<std::vector<Operation>> operations;  // of each thread
     std::vector<bool> fenced, ordered;               // for the copy engine; for products
+    std::vector<bool> followed;                      // has seen the kernel in front end
     std::vector<unsigned> issued, groups;            // products of each thread; its commits
     std::vector<std::vector<Operation>> issues;      // of each warpgroup, all
     bool left = false;
@@ -72,12 +82,22 @@ struct Machine {
     std::vector<Core> core;
     std::vector<Landing> open;
     Cluster cluster;
+    std::vector<Late> late;
+    unsigned over = 0;  // the kernel in front
 
     unsigned random() {
         state ^= state << 13, state ^= state >> 7, state ^= state << 17;
         return unsigned(state >> 32);
     }
     void check(bool good, Rule rule) { broken[rule] += !good; }
+    // The kernel in front is at work again, or at its end.
+    void begin_front() {
+        for (const Late& l : late) std::memset(l.at, 0xff, l.data.size());
+    }
+    void end_front() {
+        for (const Late& l : late) std::memcpy(l.at, l.data.data(), l.data.size());
+        over = 1;
+    }
     Core& mine() { return core[cta->rank]; }
     Byte* at(unsigned rank, unsigned address) { return core[rank].memory + address - window; }
     Barrier& barrier(unsigned rank, unsigned address) {
@@ -167,7 +187,9 @@ inline void Machine::run() {
         if (turns >= next) sloths = draw_sloths(), next = turns + (16u << random() % 6);
         const bool ran = turn(sloths);
         const bool may = policy == at_any_time && random() % 4 == 0;
-        if (!open.empty() && (may || (!ran && sloths == 0))) {
+        if (over == 0 && (random() % 64 == 0 || (!ran && sloths == 0))) {
+            end_front();
+        } else if (!open.empty() && (may || (!ran && sloths == 0))) {
             land(random() % open.size());
         } else if (!ran && sloths == 0) {
             return check(false, deadlock);
@@ -212,13 +234,21 @@ inline void meet(unsigned id, unsigned threads) {
     await_change(own.phase[id], phase);
 }
 
+// Until the kernel in front has ended.
+inline void follow() {
+    await_change(machine->over, 0);
+    machine->mine().followed[cta->current] = true;
+}
+
 inline Byte* dynamic_shared() { return machine->mine().memory; }
 
 // Runs a kernel's clusters of two CTAs one after the other. Counts broken rules.
 inline void launch_pairs(unsigned ctas, unsigned threads, unsigned bytes, unsigned seed,
-                         Policy policy, unsigned* broken, const std::function<void()>& kernel) {
+                         Policy policy, unsigned* broken, const std::vector<Late>& late,
+                         const std::function<void()>& kernel) {
     for (unsigned first = 0; first < ctas; first += 2) {
-        Machine own{policy, seed * 2654435761ull + first + 1, broken, {}, {}, {}};
+        Machine own{policy, seed * 2654435761ull + first + 1, broken, {}, {}, {}, late};
+        own.begin_front();
         own.core.resize(2);
         machine = &own;
         for (unsigned rank = 0; rank < 2; ++rank) {
@@ -235,10 +265,12 @@ inline void launch_pairs(unsigned ctas, unsigned threads, unsigned bytes, unsign
             core.stacks = make_fibers(core.cta);
             core.operations.resize(threads);
             core.fenced.resize(threads), core.ordered.resize(threads);
+            core.followed.resize(threads);
             core.issued.resize(threads), core.groups.resize(threads),
                 core.issues.resize(threads / 128);
         }
         own.run();
+        if (own.over == 0) own.end_front();
         for (Core& core : own.core) {
             for (unsigned i = bytes; i < shared_bytes; ++i)
                 own.check(core.memory[i] == 0xff, outside);

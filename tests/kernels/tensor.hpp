@@ -14,7 +14,10 @@ inline void load_box(unsigned ctas, void* to, const Map& map, std::vector<long l
                      const void* barrier) {
     Core& own = machine->mine();
     machine->check(map.rank == from.size(), unknown);
-    machine->check(own.fenced[cta->current], unordered);
+    const bool followed = own.followed[cta->current];
+    machine->check(own.fenced[cta->current] || !followed, unordered);
+    for (const Late& l : machine->late)
+        machine->check(followed || !l.holds(reinterpret_cast<const void*>(map.address)), hasty);
     machine->check(address(to) % 1024 == 0, misaligned);
     std::vector<Byte> data;
     std::vector<unsigned long long> at(map.rank, 0);
@@ -135,6 +138,7 @@ inline void settle_groups(unsigned but) {
 inline void store_vector(uint4* to, uint4 vector) {
     const bool whole = reinterpret_cast<std::size_t>(to) % 16 == 0;
     machine->check(whole, misaligned);
+    machine->check(machine->mine().followed[cta->current], hasty);
     if (whole) *to = vector;
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from weft.errors import InvalidArgument
@@ -41,6 +43,7 @@ def grouped_gemm(
     columns: tuple[int, int] | None = None,
     num_sms: int | None = None,
     programmatic_launch: bool = False,
+    settled: bool = False,
 ) -> Result:
     """`out[row] = epilogue(a[row] @ b[e].T + bias[e])` for the rows of each expert e. docs/gemm.md
 
@@ -60,6 +63,8 @@ def grouped_gemm(
     num_sms: SMs that the grid may fill; default all.
     programmatic_launch: start while the kernel before ends, and let the next start; every kernel
         behind that was launched so must wait for this one, as weft's do.
+    settled: counts, offsets, b and b_scale were there before the kernel in front of this one began.
+        Then, launched so, a WgmmaPlan loads weights while that one ends.
 
     Returns out. Waits for nobody, allocates only `out`, and may be captured in a graph. Bits: each
     128 columns of k (FP8) are summed by the tensor cores, scaled and added in order of k, in fp32.
@@ -76,6 +81,7 @@ def grouped_gemm(
             check_tensor(name, tensor, a, tuple(shape or tensor.shape), dtypes)
     scales = (a_scale, b_scale)
     request = _request(a, b, counts, offsets, *scales, bias, out, epilogue, signal, columns)
+    request = replace(request, settled=settled and programmatic_launch)
     check_part(request, columns)
     check_results(request)
     _run(request, plan or _default_plan(request), num_sms, programmatic_launch)

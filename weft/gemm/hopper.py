@@ -111,6 +111,7 @@ class Kind:
 
     finish: "store", "push", "gated" or "gated_fp8".   number: of the result, "bf16" or "fp16".
     operand: "fp8", "bf16" or "fp16".   bias: "none", "bf16", "fp16" or "fp32".
+    settled: as in `grouped_gemm`.
     """
 
     experts: int
@@ -121,17 +122,18 @@ class Kind:
     number: str = "bf16"
     operand: str = "fp8"
     bias: str = "none"
+    settled: bool = False
 
     @classmethod
     def of(cls, request: Request, plan: WgmmaPlan) -> Kind:
         """The kind that makes a call's product."""
         experts, n, k = request.b.shape
         if request.gated and request.a.dtype == FP8:
-            return cls(experts, n, k, plan, "gated_fp8")
+            return cls(experts, n, k, plan, "gated_fp8", settled=request.settled)
         finish = "push" if isinstance(request.epilogue, Push) else "store"
         words = ("gated" if request.gated else finish, NUMBERS[request.out_dtype])
         bias = "none" if request.bias is None else BIASES[request.bias.dtype]
-        return cls(experts, n, k, plan, *words, OPERANDS[request.a.dtype], bias)
+        return cls(experts, n, k, plan, *words, OPERANDS[request.a.dtype], bias, request.settled)
 
     @property
     def literal(self) -> str:
@@ -139,8 +141,8 @@ class Kind:
         rows, stages = self.plan.block_rows, self.plan.stages(self.experts, self.operand)
         sizes = f"{self.experts}, {self.n}, {self.k}, {rows}, {stages}"
         enums = {"Finish": self.finish, "Number": self.number, "Operand": self.operand}
-        words = (enums | {"Bias": self.bias}).items()
-        return f"{{{sizes}, {', '.join(f'weft::{kind}::{word}' for kind, word in words)}}}"
+        words = [f"weft::{kind}::{word}" for kind, word in (enums | {"Bias": self.bias}).items()]
+        return f"{{{sizes}, {', '.join(words)}, {str(self.settled).lower()}}}"
 
     def compile(self, arch: str, *, options: Sequence[str] = ()) -> bytes:
         """The kernel's cubin; needs no GPU. Raises CompileError showing the entry."""

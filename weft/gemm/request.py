@@ -20,6 +20,7 @@ class Request:
     part: columns of the result that are made, (first, end).
     starts: int32, each expert's first row, or None where expert e's is `e * most`.
     most: rows that an expert can have; a count that says more counts as that.
+    settled: as in `grouped_gemm`.
     """
 
     a: torch.Tensor
@@ -36,6 +37,7 @@ class Request:
     epilogue: Epilogue
     signal: torch.Tensor | None
     part: tuple[int, int]
+    settled: bool = False
 
     @property
     def gated(self) -> bool:

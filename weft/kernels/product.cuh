@@ -3,47 +3,85 @@
 //
 // Two CTAs of a cluster share a tile's rows: each loads half of them for both, and its own 128
 // columns of weights. One warpgroup loads, steps ahead of two that multiply, over the borders of
-// tiles too: memory never waits for the end of a tile.
+// tiles too: memory never waits for the end of a tile. Nor for that of the kernel in front, where
+// counts and weights were there before: the ring is full of weights when the first rows may come.
 #pragma once
 #include <weft/kernels/product_halves.cuh>
 
 namespace weft {
 
+// What the kernel in front has written is there from here on; the one behind may come.
+WEFT_FN void follow_predecessor() {
+    wait_for_predecessor();
+    admit_successor();
+}
+
+// A stage's weights of one step, and how much will come there with its rows.
+template <Product P>
+WEFT_FN void load_weights(const ProductArgs& a, ProductShared<P>& s, u8* stages, u32 at,
+                          const Tile& tile, u32 rank, u32 k) {
+    const u64 hint = tile.live == s.counts[tile.expert] ? wanted_once : wanted_again;
+    u8* const to = stages + at * P.stage_bytes();
+    Arrival& full = s.full[at];
+    full.expect(weight_bytes + tile.rows * tile_bytes);
+    if constexpr (P.gated() && !P.scaled())
+        load_box5(to, a.weights_map, k * depth,
+                  (tile.pair * tile_columns + rank * gated_columns) / 8, tile.expert, full, hint);
+    else if constexpr (P.gated())
+        load_box4(to, a.weights_map, k * depth, tile.pair * tile_columns + rank * gated_columns,
+                  tile.expert, full, hint);
+    else
+        load_box(to, a.weights_map, k * depth,
+                 tile.expert * P.n + tile.pair * pair_columns + rank * tile_columns, full, hint);
+}
+
+// Of a step's rows this CTA's half, for both.
+template <Product P>
+WEFT_FN void load_rows(const ProductArgs& a, ProductShared<P>& s, u8* stages, u32 at,
+                       const Tile& tile, u32 rank, u32 k) {
+    u8* const to = stages + at * P.stage_bytes() + weight_bytes;
+    u32 r = rank * (tile.rows / 2), left = tile.rows / 2;
+#pragma unroll
+    for (u32 box = row_boxes; box-- > 0;)
+        for (const u32 high = 8 << box; left >= high; left -= high, r += high)
+            load_box_for(3, to + r * tile_bytes, a.rows_map[box], k * depth, tile.first + r,
+                         s.full[at], wanted_again);
+}
+
+// Fills stages with weights while the kernel in front still runs; returns how many.
+template <Product P>
+WEFT_FN u32 load_early(const ProductArgs& a, ProductShared<P>& s, u8* stages, u32 rank) {
+    Walk<P> walk{s};
+    Tile tile;
+    u32 filled = 0;
+    while (filled < P.stages && walk.next(tile))
+        for (u32 k = 0; k < P.steps() && filled < P.stages; ++k, ++filled)
+            load_weights(a, s, stages, filled, tile, rank, k);
+    return filled;
+}
+
 // One thread: weights and rows of every step, into the ring.
 template <Product P>
 WEFT_FN void load_tiles(const ProductArgs& a, ProductShared<P>& s, u8* stages, u32 rank) {
+    u32 early = 0;
+    if constexpr (P.settled) {
+        early = load_early(a, s, stages, rank);
+        follow_predecessor();
+    }
     Walk<P> walk{s};
     Ring<P.stages> ring;
     Tile tile;
     fence_for_bulk();  // the rows were stored, not copied
-    while (walk.next(tile)) {
-        const u64 hint = tile.live == s.counts[tile.expert] ? wanted_once : wanted_again;
-        const u32 half = tile.rows / 2;
+    while (walk.next(tile))
         for (u32 k = 0; k < P.steps(); ++k, ring.next()) {
-            u8* const weights = stages + ring.at * P.stage_bytes();
-            u8* const rows = weights + weight_bytes;
-            Arrival& full = s.full[ring.at];
-            s.empty[ring.at].await(ring.parity ^ 1);
-            full.expect(weight_bytes + tile.rows * tile_bytes);
-            if constexpr (P.gated() && !P.scaled())
-                load_box5(weights, a.weights_map, k * depth,
-                          (tile.pair * tile_columns + rank * gated_columns) / 8, tile.expert, full,
-                          hint);
-            else if constexpr (P.gated())
-                load_box4(weights, a.weights_map, k * depth,
-                          tile.pair * tile_columns + rank * gated_columns, tile.expert, full, hint);
-            else
-                load_box(weights, a.weights_map, k * depth,
-                         tile.expert * P.n + tile.pair * pair_columns + rank * tile_columns, full,
-                         hint);
-            u32 r = rank * half, left = half;
-#pragma unroll
-            for (u32 box = row_boxes; box-- > 0;)
-                for (const u32 high = 8 << box; left >= high; left -= high, r += high)
-                    load_box_for(3, rows + r * tile_bytes, a.rows_map[box], k * depth,
-                                 tile.first + r, full, wanted_again);
+            if (early != 0) {
+                --early;
+            } else {
+                s.empty[ring.at].await(ring.parity ^ 1);
+                load_weights(a, s, stages, ring.at, tile, rank, k);
+            }
+            load_rows(a, s, stages, ring.at, tile, rank, k);
         }
-    }
     // The neighbour's last arrivals are here: it would not wait for them, and this CTA's end would
     // take the barriers away under them.
     for (u32 i = 0; i < P.stages; ++i, ring.next()) s.empty[ring.at].await(ring.parity ^ 1);
@@ -104,6 +142,7 @@ template <Product P> struct Scales {
 
 // Three warps: the scales of every step.
 template <Product P> WEFT_FN void load_scales(const ProductArgs& a, ProductShared<P>& s, u32 rank) {
+    if constexpr (P.settled) follow_predecessor();
     Walk<P> walk{s};
     Ring<P.stages> ring;
     Tile tile;
@@ -177,6 +216,7 @@ WEFT_FN void make_tall(const ProductArgs& a, ProductShared<P>& s, const Operands
 
 template <Product P>
 WEFT_FN void multiply_tiles(const ProductArgs& a, ProductShared<P>& s, u8* stages, u32 rank) {
+    if constexpr (P.settled) follow_predecessor();
     const Operands<P> from(stages);
     Walk<P> walk{s};
     Ring<P.stages> ring;
@@ -218,8 +258,7 @@ template <Product P> WEFT_FN void product(const ProductArgs& a) {
     const Block team;
     const u32 rank = Cluster{}.rank();
     if (team.lane() == 0) make_arrivals(s);
-    wait_for_predecessor();
-    admit_successor();
+    if constexpr (!P.settled) follow_predecessor();
     if (team.warp() == 0) {
         count_rows(a, s, team.warp_lane());
         order_experts(s, team.warp_lane());

@@ -32,6 +32,7 @@ struct Product {
     Number number;  // of the result; two bytes wide unless it is FP8
     Operand operand;
     Bias bias;
+    bool settled;  // counts and weights were there before the kernel in front began
 
     constexpr bool scaled() const { return operand == Operand::fp8; }
     constexpr u32 pairs() const { return (n + pair_columns - 1) / pair_columns; }
@@ -114,9 +115,12 @@ WEFT_FN u32 round_up(u32 x, u32 to) { return (x + to - 1) / to * to; }
 // counts as far as it does not.
 template <Product P> WEFT_FN void count_rows(const ProductArgs& a, ProductShared<P>& s, u32 lane) {
     for (u32 e = lane; e < P.experts; e += warp_lanes) {
-        const i64 first = a.starts == nullptr ? i64(e) * a.most : a.starts[e];
+        const volatile i32* const starts = a.starts;
+        const i64 first = starts == nullptr ? i64(e) * a.most : starts[e];
         const i64 room = first < 0 ? 0 : max(i64(a.rows) - first, i64(0));
-        s.counts[e] = u32(min(min(max(i64(a.counts[e]), i64(0)), i64(a.most)), room));
+        // Volatile: past this SM's cache, which may hold what they were before.
+        const i32 count = *const_cast<const volatile i32*>(a.counts + e);
+        s.counts[e] = u32(min(min(max(i64(count), i64(0)), i64(a.most)), room));
         s.firsts[e] = u32(first);
     }
     __syncwarp();

@@ -261,10 +261,13 @@ class TiledMlp:
         for rows in {*range(min(most, MANY_ROWS) + 1), *range(0, most + 1, 64), most}:
             self.expect(rows)
             if isinstance(up := self._up, WgmmaPlan):
-                kinds.add(Kind(experts, 2 * inner, hidden, up, *gated))
+                early = self._programmatic and not self._masked
+                kinds.add(Kind(experts, 2 * inner, hidden, up, *gated, settled=early))
             if isinstance(down := self._down, WgmmaPlan):
-                for finish in ("store", "push"):
-                    kinds.add(Kind(experts, hidden, inner, down, finish, number, *operands))
+                sizes = experts, hidden, inner, down
+                for how in ("store", "push"):
+                    more = (how, number, *operands)
+                    kinds.add(Kind(*sizes, *more, settled=self._programmatic))
         with torch.cuda.device(self._act.device):
             preload(kinds, self._programmatic)
 
@@ -290,6 +293,7 @@ class TiledMlp:
             plan=self._up,
             epilogue=self._epilogue,
             programmatic_launch=self._programmatic,
+            settled=not self._masked,  # packed: gathered by a kernel behind the one that counts
         )
 
     def down(self, weights: ExpertWeights, columns: Columns | None = None) -> torch.Tensor:
@@ -326,6 +330,7 @@ class TiledMlp:
             bias=weights.down_bias,
             plan=by,
             programmatic_launch=self._programmatic,
+            settled=True,  # the first product is in front, which has waited for the counts
             **given,
         )
 
