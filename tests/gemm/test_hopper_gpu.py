@@ -230,6 +230,39 @@ def test_weights_come_early_and_rows_do_not():
         assert all(torch.equal(got[part], wanted[part]) for part in live)
 
 
+def test_counts_are_read_as_the_kernel_before_the_last_left_them():
+    """In each round of a graph the counts change, then a product runs, then one that is settled."""
+    experts, size, rounds = 3, 512, 20
+    rows = torch.randn(400, size, device="cuda").bfloat16()
+    weights = torch.randn(experts, size, size, device="cuda").bfloat16() * size**-0.5
+    drawn = torch.randint(0, 130, (rounds, experts), device="cuda", dtype=torch.int32)
+    counts = torch.zeros(experts, dtype=torch.int32, device="cuda")
+    offsets = torch.tensor([0, 130, 260, 400], dtype=torch.int32, device="cuda")
+    other = torch.full_like(counts, 100)
+    h, out = torch.empty_like(rows), torch.empty(rounds, *rows.shape, device="cuda").bfloat16()
+    given: dict[str, Any] = {"offsets": offsets, "plan": WgmmaPlan(160)}
+
+    def play(settled: bool) -> torch.Tensor:
+        out.fill_(SENTINEL)
+        for i in range(rounds):
+            counts.copy_(drawn[i])
+            how: dict[str, Any] = {"programmatic_launch": settled}
+            grouped_gemm(rows, weights, counts=other, out=h, **how, **given)
+            how["settled"] = settled
+            grouped_gemm(h, weights, counts=counts, out=out[i], **how, **given)
+        return out.clone()
+
+    wanted = play(False)
+    play(True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = play(True)
+    for _ in range(30):
+        graph.replay()
+        assert torch.equal(got, wanted)
+
+
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_a_capture_does_not_load():
     made = Case(counts=(3,), n=768, k=384).make("cuda")

@@ -63,8 +63,8 @@ def grouped_gemm(
     num_sms: SMs that the grid may fill; default all.
     programmatic_launch: start while the kernel before ends, and let the next start; every kernel
         behind that was launched so must wait for this one, as weft's do.
-    settled: counts, offsets, b and b_scale were there before the kernel in front of this one began.
-        Then, launched so, a WgmmaPlan loads weights while that one ends.
+    settled: counts, offsets and weights were written before the kernel in front lets this one start
+        (docs/gemm.md, early weights): launched so, a WgmmaPlan loads weights while that one ends.
 
     Returns out. Waits for nobody, allocates only `out`, and may be captured in a graph. Bits: each
     128 columns of k (FP8) are summed by the tensor cores, scaled and added in order of k, in fp32.
