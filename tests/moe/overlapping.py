@@ -22,7 +22,8 @@ from tests.moe.layers import EXPERTS, WIDER, Case, bound
 from tests.moe.test_layer import settle
 from tests.ops.test_failures import BEFORE_READ, DISPATCH_ENTER, JITTER, plan_fault
 from weft.moe import ExpertWeights, MoEConfig, Routing, rank_major
-from weft.moe.mlp import Columns, Mlp
+from weft.moe.mlp import Mlp
+from weft.moe.products import Columns
 from weft.ops.alltoall import AllToAll
 from weft.ops.grouping import Grouped
 

@@ -14,7 +14,7 @@ from weft.gemm import GemmPlan, WgmmaPlan, choice, reference
 from weft.gemm.hopper import Kind
 from weft.gemm.plan import FP8
 from weft.gemm.request import Request
-from weft.moe import MODELS, ExpertWeights, MoEConfig, mlp
+from weft.moe import MODELS, ExpertWeights, MoEConfig, tiled_mlp
 
 BIASED, PLAIN = MODELS["gpt-oss-120b"], MODELS["qwen3-30b-a3b"]
 DTYPES = [(dtype, fp8) for dtype in (torch.bfloat16, torch.float16) for fp8 in (False, True)]
@@ -72,9 +72,9 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> set[Kind]:
         assert programmatic
         kinds.update(wanted)
 
-    for module in (mlp, choice):
+    for module in (tiled_mlp, choice):
         monkeypatch.setattr(module, "is_hopper", lambda device: device is not None)
-    monkeypatch.setattr(mlp, "preload", preload)
+    monkeypatch.setattr(tiled_mlp, "preload", preload)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     return kinds
 
@@ -116,7 +116,7 @@ def test_no_call_needs_a_kernel_that_was_not_loaded(
         for most in MOST:
             loaded.clear()
             used.clear()
-            layer = mlp.TiledMlp(config, rows, experts, most=most, **options)
+            layer = tiled_mlp.TiledMlp(config, rows, experts, most=most, **options)
             for hint in (hint for hint in HINTS if hint <= most):
                 layer.expect(hint)
                 layer.up(weights, grouped)

@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
 from weft.errors import InvalidArgument
-from weft.gemm import (
-    Gated,
-    GatedQuant,
-    GemmPlan,
-    Push,
-    WgmmaPlan,
-    fastest_plan,
-    grouped_gemm,
-    plan,
-)
-from weft.gemm.choice import MANY_ROWS, is_hopper
-from weft.gemm.hopper import NUMBERS, Kind, preload
+from weft.gemm.choice import is_hopper
 from weft.gemm.launch import installed, is_installed
-from weft.moe.experts import FP8, ExpertWeights
+from weft.moe.experts import ExpertWeights
 from weft.moe.models import MoEConfig
-from weft.moe.products import RowsByExpert, choose, layout_of, make
+from weft.moe.products import Columns, RowsByExpert, choose, layout_of, make
+from weft.moe.tiled_mlp import TiledMlp
 from weft.ops.grouping import Layout
 from weft.ops.sending import Signal
 from weft.shape import FP8_BLOCK
-
-Columns = tuple[int, int]
 
 
 class Mlp(Protocol):
@@ -204,135 +191,6 @@ class TorchMlp:
         wide = self._wide.copy_(q)  # exact: every e4m3 number is one of the wider type
         wide.view(*scales.shape, -1).mul_(scales.unsqueeze(-1))
         return wide
-
-
-class TiledMlp:
-    """`weft.gemm`: gating and FP8 in the first product's epilogue, parts and homes in the second's.
-
-    FP8 weights take rows as FP8 off the wire; the same bits for any plan.
-    """
-
-    layout: Layout = "contiguous"
-    align = 1
-
-    def __init__(
-        self,
-        config: MoEConfig,
-        rows: tuple[int, ...],
-        experts: int,
-        *,
-        fp8: bool,
-        most: int,
-        programmatic: bool,
-        device: torch.device,
-    ) -> None:
-        self._config, self._experts, self._fp8 = config, max(experts, 1), fp8
-        self._masked = len(rows) == 2
-        self._sms = 0
-        if device.type == "cuda":
-            self._sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self._programmatic = programmatic
-        gating = config.gating
-        kind = GatedQuant if fp8 else Gated
-        self._epilogue = kind(alpha=gating.alpha, offset=gating.offset, limit=gating.limit)
-        dtype = FP8 if fp8 else config.dtype
-        self._act = torch.empty((*rows, config.intermediate), dtype=dtype, device=device)
-        blocks = config.intermediate // FP8_BLOCK if fp8 else 0
-        self._scales = torch.empty((*rows, blocks), device=device)
-        self._y = torch.empty((*rows, config.hidden), dtype=config.dtype, device=device)
-        self._grouped: RowsByExpert | None = None
-        self._up: GemmPlan | WgmmaPlan
-        self._down: GemmPlan | WgmmaPlan
-        if experts and is_hopper(device):
-            self._preload(most)
-        self.expect(most)
-
-    @property
-    def buffers(self) -> tuple[torch.Tensor, ...]:
-        return (self._act, self._scales, self._y)
-
-    def _preload(self, most: int) -> None:
-        """Load what a call may need: a load waits for kernels, and those may wait for peers."""
-        hidden, inner, experts = self._config.hidden, self._config.intermediate, self._experts
-        number = NUMBERS.get(self._y.dtype, "")
-        operands = ("fp8",) if self._fp8 else (number, number if self._config.biased else "none")
-        gated = ("gated_fp8",) if self._fp8 else ("gated", number, *operands)
-        kinds: set[Kind] = set()
-        for rows in {*range(min(most, MANY_ROWS) + 1), *range(0, most + 1, 64), most}:
-            self.expect(rows)
-            if isinstance(up := self._up, WgmmaPlan):
-                early = self._programmatic and not self._masked
-                kinds.add(Kind(experts, 2 * inner, hidden, up, *gated, settled=early))
-            if isinstance(down := self._down, WgmmaPlan):
-                sizes = experts, hidden, inner, down
-                for how in ("store", "push"):
-                    more = (how, number, *operands)
-                    kinds.add(Kind(*sizes, *more, settled=self._programmatic))
-        with torch.cuda.device(self._act.device):
-            preload(kinds, self._programmatic)
-
-    def expect(self, rows: int) -> None:
-        config, dtype, device = self._config, self._act.dtype, self._act.device
-        hidden, inner, sizes = config.hidden, config.intermediate, (self._experts, rows)
-        self._tiles = plan(*sizes, hidden, inner, dtype)  # for parts and signals
-        given: dict[str, Any] = {"biased": config.biased, "out": self._y.dtype, "device": device}
-        self._up = fastest_plan(*sizes, 2 * inner, hidden, dtype, gated=True, **given)
-        self._down = fastest_plan(*sizes, hidden, inner, dtype, **given)
-
-    def up(self, weights: ExpertWeights, grouped: RowsByExpert) -> None:
-        self._grouped = grouped
-        grouped_gemm(
-            grouped.x,
-            weights.gate_up,
-            counts=grouped.counts,
-            offsets=None if self._masked else grouped.offsets,
-            a_scale=grouped.rows[1] if self._fp8 else None,
-            b_scale=weights.gate_up_scale,
-            bias=weights.gate_up_bias,
-            out=(self._act, self._scales) if self._fp8 else self._act,
-            plan=self._up,
-            epilogue=self._epilogue,
-            programmatic_launch=self._programmatic,
-            settled=not self._masked,  # packed: gathered by a kernel behind the one that counts
-        )
-
-    def down(self, weights: ExpertWeights, columns: Columns | None = None) -> torch.Tensor:
-        if columns is None or columns == (0, self._config.hidden):
-            self._multiply(weights, self._down, out=self._y)
-        else:
-            self._multiply(weights, self._tiles, out=self._y, columns=columns)
-        return self._y
-
-    def down_signalled(
-        self, weights: ExpertWeights, cells: torch.Tensor, send_sms: int | None
-    ) -> tuple[torch.Tensor, Signal]:
-        by = replace(self._tiles, order="column")
-        num_sms = None if send_sms is None else max(1, self._sms - send_sms)
-        cells = cells[: by.column_blocks(self._config.hidden)]
-        self._multiply(weights, by, out=self._y, signal=cells, num_sms=num_sms)
-        return self._y, Signal(cells, by.block_rows, by.block_columns)
-
-    def push(self, weights: ExpertWeights) -> None:
-        if self._grouped is None or (home := self._grouped.home) is None:
-            raise InvalidArgument("these rows have no homes; build the layer with overlap='push'")
-        self._multiply(weights, self._down, epilogue=Push(home, self._config.dtype))
-
-    def _multiply(self, weights: ExpertWeights, by: GemmPlan | WgmmaPlan, **given: Any) -> None:
-        grouped = self._grouped
-        assert grouped is not None
-        grouped_gemm(
-            self._act,
-            weights.down,
-            counts=grouped.counts,
-            offsets=None if self._masked else grouped.offsets,
-            a_scale=self._scales if self._fp8 else None,
-            b_scale=weights.down_scale,
-            bias=weights.down_bias,
-            plan=by,
-            programmatic_launch=self._programmatic,
-            settled=True,  # the first product is in front, which has waited for the counts
-            **given,
-        )
 
 
 def _tiled_lacks(config: MoEConfig, fp8: bool, quantize: str | None) -> str:

@@ -16,7 +16,8 @@ import torch
 
 from weft.errors import InvalidArgument
 from weft.moe.experts import ExpertWeights
-from weft.moe.mlp import Columns, Mlp
+from weft.moe.mlp import Mlp
+from weft.moe.products import Columns
 from weft.ops.grouping import ExpertGroups
 
 EXCHANGES = ("rank", "expert")

@@ -16,6 +16,7 @@ from torch.nn import functional
 from weft.errors import InvalidArgument
 from weft.ops.grouping import Layout
 
+Columns = tuple[int, int]  # first, end
 Way = Literal["auto", "grouped", "padded", "loop"]
 FAST = (9, 10)  # compute capabilities, major, whose grouped_mm leaves the offsets on the device
 
