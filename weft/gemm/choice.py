@@ -20,6 +20,9 @@ from weft.gemm.plan import FP8, GemmPlan, plan
 # One H200, 2026-11-21: of one expert, tiles of 128 rows beat 160, and 64 or 128 beat 96, at any
 # number of rows; those of 256 take 1 % less from 4096 rows on.
 HEIGHTS_OF_ONE = (128, 64, 32)
+# Of 32 experts in FP8, rows by chance: the means up to which tiles of so many rows are fastest. Up
+# to 96 rows that is those that nearly every expert fits into; experts with more are cut.
+FP8_MEANS = {128: 120, 160: 136}
 MANY_ROWS = 768  # of each expert: from here on a plan changes at multiples of 64 rows alone
 TILES_OF_ONE = 4  # row blocks to aim at with GemmPlan, where one expert must fill many SMs
 FULL = 60  # clusters that nearly fill a GPU of 132 SMs
@@ -51,8 +54,13 @@ def fastest_plan(
         return WgmmaPlan(_rows_of_one(rows_per_expert, n // PAIR))
     # Most experts have fewer rows than three deviations above the mean: they are one tile.
     fullest = rows_per_expert + 3 * math.sqrt(rows_per_expert)
-    heights = FP8_ROWS if dtype == FP8 else BLOCK_ROWS
-    return WgmmaPlan(next((rows for rows in heights if rows >= fullest), heights[-1]))
+    if dtype != FP8:
+        return WgmmaPlan(next((high for high in BLOCK_ROWS if high >= fullest), BLOCK_ROWS[-1]))
+    for high in FP8_ROWS:
+        mean = FP8_MEANS.get(high)
+        if fullest <= high if mean is None else rows_per_expert <= mean:
+            return WgmmaPlan(high)
+    return WgmmaPlan(FP8_ROWS[-1])
 
 
 def _wgmma_serves(

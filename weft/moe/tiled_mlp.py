@@ -83,8 +83,7 @@ class TiledMlp:
         for rows in {*range(min(most, MANY_ROWS) + 1), *range(0, most + 1, 64), most}:
             self.expect(rows)
             if isinstance(up := self._up, WgmmaPlan):
-                early = self._programmatic and not self._masked
-                kinds.add(replace(Kind(experts, 2 * inner, hidden, up, *gated), settled=early))
+                kinds.add(Kind(experts, 2 * inner, hidden, up, *gated))
             if isinstance(down := self._down, WgmmaPlan):
                 for finish in ("store", "push"):
                     kind = Kind(experts, hidden, inner, down, finish, number, *operands)
@@ -114,7 +113,6 @@ class TiledMlp:
             plan=self._up,
             epilogue=self._epilogue,
             programmatic_launch=self._programmatic,
-            settled=not self._masked,  # packed: gathered by a kernel behind the one that counts
         )
 
     def down(self, weights: ExpertWeights, columns: Columns | None = None) -> torch.Tensor:
