@@ -238,8 +238,8 @@ def test_counts_are_read_as_the_kernel_before_the_last_left_them():
     drawn = torch.randint(0, 130, (rounds, experts), device="cuda", dtype=torch.int32)
     counts = torch.zeros(experts, dtype=torch.int32, device="cuda")
     offsets = torch.tensor([0, 130, 260, 400], dtype=torch.int32, device="cuda")
-    other = torch.full_like(counts, 100)
-    h, out = torch.empty_like(rows), torch.empty(rounds, *rows.shape, device="cuda").bfloat16()
+    other = torch.full_like(counts, 130)  # all rows that any count may ask for
+    h, out = torch.zeros_like(rows), torch.empty(rounds, *rows.shape, device="cuda").bfloat16()
     given: dict[str, Any] = {"offsets": offsets, "plan": WgmmaPlan(160)}
 
     def play(settled: bool) -> torch.Tensor:
