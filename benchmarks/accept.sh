@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs GPUs, in one command:
-#     accept.sh [all|tests|bench|allreduce|lowlatency|sanitizer|ordering] [OUT_DIR]
+#     accept.sh [all|tests|bench|allreduce|lowlatency|layer|sanitizer|ordering] [OUT_DIR]
 #
 # Each step has a deadline, a log OUT_DIR/NAME.log, and a line with its wall time. A step that fails stops nothing; the
 # exit status is 1 if any did. Most valuable first. With 8 GPUs, tests of few ranks run three at a time on GPUs of
@@ -10,8 +10,8 @@ set -uo pipefail
 
 what=${1:-all}
 out=${2:-build/gpu}
-if [[ ! $what =~ ^(all|tests|bench|allreduce|lowlatency|sanitizer|ordering)$ ]]; then
-    echo "accept.sh: '$what' is none of all, tests, bench, allreduce, lowlatency, sanitizer, ordering" >&2
+if [[ ! $what =~ ^(all|tests|bench|allreduce|lowlatency|layer|sanitizer|ordering)$ ]]; then
+    echo "accept.sh: '$what' is none of all, tests, bench, allreduce, lowlatency, layer, sanitizer, ordering" >&2
     exit 2
 fi
 mkdir -p "$out" && out=$(cd "$out" && pwd) || exit 2
@@ -168,11 +168,39 @@ lowlatency() {
     check ll-tests 300 some tests/ops/test_lowlatency*.py
 }
 
+# 32 experts a rank, as 8 ranks have of DeepSeek-V3's 256.
+layers() { # layers NAME SECONDS RANKS OPTIONS...
+    local name=$1 limit=$2 n=$3
+    shift 3
+    weft "$name" "$limit" bench layer --ranks "$n" --experts $((32 * n)) --dtype fp8 --out "$out/$name.json" "$@"
+}
+
+# The layer of DeepSeek-V3 first, then its parts, other routings, by expert, other models, and its tests.
+layer() {
+    local n most=$((${#gpus[@]} > 8 ? 8 : ${#gpus[@]}))
+    if ((most < 2)); then
+        step layer-none 1 bash -c 'echo "a layer that sends needs two GPUs"; exit 1'
+        return
+    fi
+    layers "layer-$most" 120 "$most" --tokens 8,16,64,128,256,512,1024 --overlap none,shared,push \
+        --plot "$out/layer-$most.png"
+    layers layer-stages 60 "$most" --tokens 8,128,256,512 --overlap push --stages
+    layers layer-trace 60 "$most" --tokens 256 --overlap push --trace "$out/layer-256.json"
+    layers layer-zipf 60 "$most" --tokens 8,64,128,512 --overlap none,push --routing zipf
+    layers layer-expert 60 "$most" --tokens 1,8,32,64 --overlap none,shared --exchange expert
+    for n in 4 2; do ((n >= most)) || layers "layer-$n" 60 "$n" --tokens 8,64,128,256,512 --overlap none,push; done
+    step layer-models 180 "$python" benchmarks/layer_models.py --ranks "$most" --budget 150 \
+        --out "$out/layer-models.json" --tables "$out/layer-tables"
+    check layer-tests 300 some tests/moe
+    check layer-product 180 all tests/gemm/test_hopper_gpu.py
+}
+
 if [[ $what == all ]]; then
     tests
     bench
     allreduce
     lowlatency
+    layer
     ((${#gpus[@]} >= 8)) || sanitizer
     ordering
 else

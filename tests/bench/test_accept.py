@@ -49,7 +49,7 @@ def test_all_steps_run_and_are_told(accept, tmp_path):
     code, out, _ = ended(process)
     assert code == 0, out
     steps = [line.split()[3] for line in out.splitlines() if line.startswith("ok ")]
-    assert len(steps) == 51
+    assert len(steps) == 61
     assert set(steps[:3]) == {"rounds", "failures", "sanitizer"}
     assert steps[3:11] == ["grid", "graphs", "overlap", "few", "skew", "demo", "doctor", "perfect"]
     assert steps[23:27] == ["ar-tests", "ar-tune-8", "ar-tune-4", "ar-tune-2"]
@@ -79,6 +79,25 @@ def test_low_latency_is_measured_as_its_targets_are(accept, tmp_path):
     assert len(calls) == 7
     assert sum("--reduce sender --combine-by fp8" in line for line in calls) == 2
     assert sum("--tokens 256,512" in line for line in calls) == 3
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [("0,1,2,3,4,5,6,7", (8, 4, 2)), ("0,1,2", (3, 2))])
+def test_the_layer_is_measured_as_its_targets_are(accept, tmp_path, gpus, ranks):
+    """On as many GPUs as there are first; always 32 experts a rank, as 8 ranks have of 256."""
+    process, notes = accept("layer", str(tmp_path), CUDA_VISIBLE_DEVICES=gpus)
+    code, out, _ = ended(process)
+    assert code == 0, out
+    calls = [line for line in notes.read_text().splitlines() if "bench layer " in line]
+    for n in ranks:
+        assert any(f"--ranks {n} --experts {32 * n} --dtype fp8" in line for line in calls), n
+    most = f"--ranks {ranks[0]} "
+    assert most in calls[0]
+    assert "--tokens 8,16,64,128,256,512,1024 --overlap none,shared,push" in calls[0]
+    for option in ("--stages", "--trace", "--routing zipf", "--exchange expert"):
+        assert sum(option in line and most in line for line in calls) == 1, option
+    code, out, _ = ended(accept("layer", str(tmp_path), CUDA_VISIBLE_DEVICES="0")[0])
+    assert code == 1
+    assert "a layer that sends needs two GPUs" in out
 
 
 def test_the_all_reduce_is_tuned_before_it_is_measured(accept, tmp_path):
