@@ -26,7 +26,7 @@ FOLLOWS, FILLED = "follow_predecessor();\n", "filled < P.stages"
 OPERANDS = "    const Operands<P> from(stages);\n"
 SCALES = (
     "    Walk<P> walk{s};\n    Ring<P.stages> ring;\n    Tile tile;\n"
-    "    while (walk.next(tile))\n        for (u32 k = 0; k < P.steps(); k += scale_ahead) {"
+    "    while (walk.next(tile))\n        for (u32 k = 0; k < P.steps(); k += P.scale_ahead()) {"
 )
 TOLD = "s.amax_told[turn % 2].await(turn / 2 % 2);"
 
@@ -97,7 +97,7 @@ MUTATIONS = {
     ),
     "the loader does not wait": Mutation(
         {
-            "s.empty[ring.at].await(ring.parity ^ 1);\n            full.expect": "full.expect",
+            f"s.empty[ring.at].await(ring.parity ^ 1);\n{' ' * 16}load_weights(": "load_weights(",
         },
         f"overrun|deadlock|{WRONG}",
     ),
@@ -178,7 +178,7 @@ MUTATIONS = {
         },
         WRONG,
         "push",
-        64,
+        32,
         k=128,
     ),
     "tall chunks are read before they are there": Mutation(
