@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import functools
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -122,14 +125,35 @@ def build_library(root: Path, text: str, *, defines: Sequence[str] = ()) -> Path
     source = root / "kernels.cpp"
     source.write_text(f"{EMULATOR.read_text()}\n#include <weft/protocol/cpu.cpp>\n{text}")
     library = root / "kernels.so"
-    flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-pthread", "-ffp-contract=off"]
-    # Hidden: two libraries in one process must not share their thread-local memory.
-    flags += ["-fvisibility=hidden", "-fno-strict-aliasing", "-Wno-unknown-pragmas", f"-I{root}"]
+    flags = ["-shared", "-include", str(_standard_headers()), f"-I{root}"]
     flags += [f"-D{define}" for define in defines]
-    command = [*find_compiler(), *flags, str(source), "-o", str(library)]
+    _compile([*flags, str(source), "-o", str(library)])
+    return library
+
+
+@functools.cache
+def _standard_headers() -> Path:
+    """The standard library's headers, read once for many builds."""
+    folder = tempfile.TemporaryDirectory(prefix="weft-headers-")
+    atexit.register(folder.cleanup)
+    found = {
+        name
+        for path in (EMULATOR, *(PACKAGE / "protocol").iterdir())
+        for name in re.findall(r"^#include <(\w+)>$", path.read_text(), re.MULTILINE)
+    }
+    header = Path(folder.name) / "standard.hpp"
+    header.write_text("".join(f"#include <{name}>\n" for name in sorted(found)))
+    _compile(["-x", "c++-header", str(header), "-o", f"{header}.gch"])
+    return header
+
+
+def _compile(arguments: Sequence[str]) -> None:
+    flags = ["-std=c++20", "-O1", "-fPIC", "-pthread", "-ffp-contract=off", "-Wno-unknown-pragmas"]
+    # Hidden: two libraries in one process must not share their thread-local memory.
+    flags += ["-fvisibility=hidden", "-fno-strict-aliasing"]
+    command = [*find_compiler(), *flags, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr[:4000]
-    return library
 
 
 class EmulatedEntries:
