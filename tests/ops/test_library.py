@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import weft
 from tests.rounds import Round
+from weft.ops import library
 
 CASE = Round(tokens=(6, 4), hidden=32)
 
@@ -64,9 +67,24 @@ def compiled(group: weft.Group, backend: str) -> None:
         assert home(received.x.clone()).shape == x.shape
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_a_compiled_layer_equals_the_eager_one(ranks, backend):
-    ranks(2, "cpu")(compiled, backend)
+@pytest.mark.parametrize(("count", "backend"), [(2, "aot_eager"), (1, "inductor")])
+def test_a_compiled_layer_equals_the_eager_one(ranks, count, backend):
+    """Every rank of inductor would compile the same C++ for half a minute."""
+    ranks(count, "cpu")(compiled, backend)
+
+
+def named(group: weft.Group) -> None:
+    """Graphs stay on disk: another process may have other sizes under the same serial number."""
+    with make(group) as a2a, make(group) as same:
+        sizes: dict[str, Any] = {"max_tokens": 7, "top_k": CASE.top_k, "num_experts": CASE.experts}
+        with weft.AllToAll(group, **sizes, hidden=CASE.hidden) as other:
+            names = [owner._handle >> library.SERIAL_BITS for owner in (a2a, same, other)]
+            assert len({a2a._handle, same._handle, other._handle}) == 3
+    assert names[0] == names[1] != names[2]
+
+
+def test_a_graph_of_other_sizes_is_another_graph(ranks):
+    ranks(1, "threads")(named)
 
 
 def closed(group: weft.Group) -> None:

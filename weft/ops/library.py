@@ -6,7 +6,9 @@ tensor of its all-to-all, which keeps calls in order and keeps equal calls from 
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import weakref
 from typing import TYPE_CHECKING
 
@@ -19,11 +21,18 @@ if TYPE_CHECKING:
 
 _live: weakref.WeakValueDictionary[int, AllToAll] = weakref.WeakValueDictionary()
 _handles = itertools.count(1)
+SERIAL_BITS = 24  # of a handle: which all-to-all of this process
 
 
 def register(owner: AllToAll) -> int:
-    """Give an all-to-all the number by which compiled graphs name it."""
-    handle = next(_handles)
+    """Give an all-to-all the number by which compiled graphs name it.
+
+    Its sizes are in it: inductor keeps graphs on disk, with the shapes that this number had in the
+    process that compiled them.
+    """
+    sizes = json.dumps(owner._geometry.manifest(), sort_keys=True, default=str)
+    named = int.from_bytes(hashlib.sha256(sizes.encode()).digest()[:4], "big")
+    handle = named << SERIAL_BITS | next(_handles)
     _live[handle] = owner
     return handle
 
