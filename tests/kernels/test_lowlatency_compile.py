@@ -45,7 +45,7 @@ def test_kernels_compile_to_the_layout_that_python_expects(name, arch):
 
 
 @pytest.mark.parametrize("name", [name for name in SHAPES if name not in TIGHT])
-@pytest.mark.parametrize("defines", [(), (DEFINE,), ("WEFT_FAULTS=1",)])
+@pytest.mark.parametrize("defines", [(), (DEFINE,)])
 def test_nothing_is_spilled_on_hopper(name, defines):
     found = frames(compile_cuda(SHAPES[name], "sm_90a", halves=True, defines=defines))
     kernels = {name: size for name, size in found.items() if not name.startswith("$")}
