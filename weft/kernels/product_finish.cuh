@@ -64,10 +64,10 @@ WEFT_FN void finish_low(const ProductArgs& a, ProductShared<P>& s, const Tile& t
 }
 
 // Eight tall rows by 64 columns at a time through the warp's own memory, then 128 bytes of each by
-// eight lanes.
+// eight lanes. above: rows of the tile before these.
 template <Product P>
 WEFT_FN void finish_tall(const ProductArgs& a, ProductShared<P>& s, const Tile& tile, u32 rank,
-                         const float (&sum)[tall_sums], u32 above = 0) {
+                         const float (&sum)[tall_sums], u32 above) {
     const u32 lane = multiplier() % warp_lanes, place = lane % 8 * 16;
     u8* const chunk = s.chunk + multiplier() / warp_lanes * chunk_bytes;
 #pragma unroll

@@ -30,7 +30,7 @@ def register(owner: AllToAll) -> int:
     Its sizes are in it: inductor keeps graphs on disk, with the shapes that this number had in the
     process that compiled them.
     """
-    sizes = json.dumps(owner._geometry.manifest(), sort_keys=True, default=str)
+    sizes = json.dumps(owner._geometry.manifest(), sort_keys=True)
     named = int.from_bytes(hashlib.sha256(sizes.encode()).digest()[:4], "big")
     handle = named << SERIAL_BITS | next(_handles)
     _live[handle] = owner
