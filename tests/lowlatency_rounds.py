@@ -8,9 +8,10 @@ import torch
 
 import weft
 from tests.rounds import Round, bits
+from weft.gemm.telling import tell_rows
 from weft.ops import reference_lowlatency as low
 from weft.ops.lowlatency import LowLatencyAllToAll
-from weft.ops.lowlatency_rounds import ExpertRows
+from weft.ops.lowlatency_results import ExpertRows
 from weft.ops.reference import dequantize
 
 
@@ -26,6 +27,7 @@ class Mode:
     more: dict[str, object] = field(default_factory=dict)
 
     def make(self, group: weft.Group, case: Round, max_tokens: int) -> LowLatencyAllToAll:
+        slots = {"slots": 1} if self.combine_by == "choices" else {}
         return LowLatencyAllToAll(
             group,
             max_tokens,
@@ -38,7 +40,7 @@ class Mode:
             reduce=self.reduce,
             combine_by=self.combine_by,
             dtype=case.dtype,
-            **self.more,  # type: ignore[arg-type]
+            **(slots | self.more),  # type: ignore[arg-type]
         )
 
 
@@ -61,6 +63,26 @@ def expert_results(a2a: LowLatencyAllToAll, got: ExpertRows) -> torch.Tensor:
     y = apply_expert(readable(got.x, scales, a2a.dtype), experts.expand(got.x.shape[:2]))
     there = torch.arange(shape.rows, device=y.device)[None] < got.counts[:, None]
     return torch.where(there[..., None], y, torch.full((), float("nan"), dtype=y.dtype).to(y))
+
+
+def store_home(a2a: LowLatencyAllToAll, got: ExpertRows, y: torch.Tensor) -> None:
+    """Store experts' results where they belong, as a product would."""
+    assert got.home is not None
+    assert got.broken is not None
+    if y.device.type == "cpu":
+        there = torch.arange(y.shape[1])[None] < got.counts[:, None]
+        rows = torch.where(there, got.home, 0).flatten()
+        tell_rows(rows, y.flatten(0, 1), 0, got.broken)
+        return
+    heap, layout = a2a._rounds.premises.heap, a2a._geometry.layout
+    shape, words = a2a._geometry.shape, y.view(torch.int32)  # each is there at once
+    size = (shape.tokens * shape.top_k, words.shape[2])
+    back = [heap.address(rank) + layout.back for rank in range(a2a.ep_size)]
+    for e, count in enumerate(got.counts.tolist()):
+        for row, home in enumerate(got.home[e, :count].tolist()):
+            owner = int(got.source[e, row]) // shape.tokens
+            place = heap.tensor(size, torch.int32, offset=layout.back, rank=owner)
+            place[(home - back[owner]) // (4 * size[1])] = words[e, row]
 
 
 def wanted_home(
@@ -149,7 +171,12 @@ def play(
     y = expert_results(a2a, got)
     out = torch.full_like(x, float("nan"))
     more = add if case.add else None
-    if halves:
+    if mode.combine_by == "choices":
+        store_home(a2a, got, y)
+        a2a.combine(None, ids, given, got.handle, out, more)
+        assert got.home is not None
+        assert not got.home.any(), "a row has a home when it is no longer awaited there"
+    elif halves:
         a2a.combine_send(y, ids, given, got.handle, out, more)
         a2a.combine_recv()
     else:

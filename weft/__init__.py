@@ -13,7 +13,7 @@ from weft.ops.capacity import tokens_per_rank
 from weft.ops.collective import CollectiveAllToAll
 from weft.ops.grouping import Compact, Compactor, ExpertGroups, Grouped
 from weft.ops.lowlatency import LowLatencyAllToAll
-from weft.ops.lowlatency_rounds import ExpertRows
+from weft.ops.lowlatency_results import ExpertRows
 from weft.ops.placement import Placement
 from weft.ops.received import Payload, Received
 from weft.ops.reduce_spec import FP8Group, FP8Static, FP8Token, MoEFinalize, Reduced

@@ -25,7 +25,10 @@ BODIES = {
         "void await(u32 parity)": "emulated::await(&word, parity);",
         "void fence_for_bulk()": FENCED,
     },
-    "copy.cuh": {"void store(uint4* at, uint4 v)": "emulated::store_vector(at, v);"},
+    "copy.cuh": {
+        "void store(uint4* at, uint4 v)": "emulated::store_vector(at, v);",
+        "void post_vector(uint4* at, uint4 v)": "emulated::store_vector(at, v);",
+    },
     "tensor_copy.cuh": {
         "void load_box(void* to, const TensorMap& map, u32 x, u32 y, Arrival& arrival, u64 hint)": (
             f"emulated::load_box(1u << emulated::cta->rank, to, {MAP}, {{i32(x), i32(y)}}, "

@@ -83,6 +83,7 @@ def kinds_of(name: str) -> Iterator[Kind]:
         if name == "contiguous":
             yield Kind(*sizes, "push", "bf16")
             yield Kind(*sizes, "push", "fp16")
+            yield Kind(*sizes, "push", "bf16", tells=True)
 
 
 def of(case: Case, name: str) -> tuple[Epilogue, float]:
@@ -234,6 +235,27 @@ def test_rows_go_home_or_nowhere(
         near = torch.allclose(stored[live].float(), whole[live].float(), rtol=2.0**-7, atol=0.02)
         assert near if dtype == torch.float16 else torch.equal(stored[live], whole[live])
         assert bool((stored[~live] == SENTINEL).all())
+
+
+@pytest.mark.parametrize("rows", HEIGHTS["contiguous"])
+@pytest.mark.parametrize("broken", [0, 5])
+def test_rows_that_tell_of_themselves_go_home_unless_the_group_is_broken(
+    products: EmulatedProducts, rows: int, broken: int
+):
+    """A NaN of the result is not a word of all ones, which is what an owner waits to see go."""
+    case, plan = CASES["contiguous"], WgmmaPlan(rows)
+    made = case.make()
+    made.a.view(torch.uint8)[case.live().nonzero()[0]] = 0x7F  # NaN
+    whole = made.call(STORE, plan).numbers.reshape(case.rows, case.n)
+    there = torch.full((case.rows, case.n // 2), -1, dtype=torch.int32)
+    home = there.data_ptr() + torch.arange(case.rows) * (case.n * 2)
+    unless = torch.tensor([broken], dtype=torch.int32)
+    made.call(Push(home, BF16, tells=True, unless=unless), plan)
+    came = case.live() & (broken == 0)
+    assert torch.equal(there[came], whole.view(torch.int32)[came])
+    assert bool(whole[came].isnan().any()) == (broken == 0)
+    assert bool((there[came] != -1).all())
+    assert bool((there[~came] == -1).all())
 
 
 @pytest.mark.parametrize("rows", [32, 256])

@@ -52,7 +52,10 @@ def kinds_of(name: str) -> Iterator[Kind]:
     pushes = ("push",) if name in ("tall", "bf16, high") else ()
     for rows in heights(name):
         for finish in ("store", "gated" if word else "gated_fp8", *pushes):
-            yield Kind(len(case.counts), case.n, case.k, WgmmaPlan(rows), finish, *more)
+            kind = Kind(len(case.counts), case.n, case.k, WgmmaPlan(rows), finish, *more)
+            yield kind
+            if finish == "push":
+                yield replace(kind, tells=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -115,6 +118,13 @@ def test_rows_go_home_or_nowhere(name: str, rows: int):
                 stored[live].float(), whole[live].float(), rtol=2.0**-7, atol=0.02
             )
         assert bool((stored[~live] == SENTINEL).all())
+    for broken in (0, 1):
+        there.fill_(SENTINEL)
+        unless = torch.full((1,), broken, dtype=torch.int32, device="cuda")
+        made.call(Push(home, torch.bfloat16, tells=True, unless=unless), WgmmaPlan(rows))
+        came, stored = live & (broken == 0), there.view(torch.bfloat16)[order]
+        assert torch.equal(stored[came], whole[came])
+        assert bool((there[order][~came] == SENTINEL).all())
 
 
 @pytest.mark.parametrize("rows", [32, 160])

@@ -82,6 +82,29 @@ def test_rows_are_pushed_home_and_rows_without_one_are_not(masked: bool) -> None
             assert bool((there == SENTINEL).all())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("broken", [0, 1])
+def test_rows_that_tell_have_no_word_of_all_ones(dtype: torch.dtype, broken: int) -> None:
+    """A NaN with all bits set loses its sign; where the group is broken, nothing is stored."""
+    made = Case(counts=(3, 2), dtype=torch.bfloat16, n=256).make()
+    case, live = made.case, made.case.live()
+    made.a.view(torch.int16)[live.nonzero()[0]] = -1  # a NaN of all ones
+    stored = made.call().numbers.reshape(case.rows, -1)
+    homes = torch.full((case.rows, case.n), -1.0).to(dtype)
+    homes.view(torch.int32).fill_(-1)
+    home = homes.data_ptr() + torch.arange(case.rows) * case.n * homes.element_size()
+    home[live.nonzero()[1]] = 0
+    unless = torch.tensor([broken], dtype=torch.int32)
+    made.call(Push(home, dtype, tells=True, unless=unless))
+    came = live & (home != 0) & (broken == 0)
+    words = homes.view(torch.int32)
+    assert bool((words[came] != -1).all())
+    assert bool((words[~came] == -1).all())
+    assert torch.equal(homes[came].isnan(), stored[came].isnan())
+    kept, wanted = homes[came].float(), stored[came].float()
+    torch.testing.assert_close(kept, wanted, rtol=2.0**-7, atol=0.02, equal_nan=True)
+
+
 @pytest.mark.parametrize("order", ["expert", "column"])
 @pytest.mark.parametrize("counts", [(5, 0, 19), (0, 0), (64, 65, 63)])
 def test_signals_count_tiles(order: Any, counts: tuple[int, ...]) -> None:

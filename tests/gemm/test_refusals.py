@@ -73,6 +73,29 @@ CHANGES: dict[str, tuple[Case, Change, str]] = {
         "out must be None",
     ),
     "homes": (Case(), put("epilogue", lambda _: Push(torch.zeros(2))), "home is"),
+    "a condition for rows that do not tell": (
+        Case(),
+        put(
+            "epilogue",
+            lambda m: Push(
+                torch.zeros(m.case.rows, dtype=torch.int64),
+                unless=torch.zeros(1, dtype=torch.int32),
+            ),
+        ),
+        "only where tells is set",
+    ),
+    "a condition of another size": (
+        Case(),
+        put(
+            "epilogue",
+            lambda m: Push(
+                torch.zeros(m.case.rows, dtype=torch.int64),
+                tells=True,
+                unless=torch.zeros(2, dtype=torch.int32),
+            ),
+        ),
+        "unless is",
+    ),
     "quantised columns": (
         Case(dtype=torch.bfloat16, n=128),
         put("epilogue", lambda _: GatedQuant()),

@@ -28,6 +28,7 @@ MODES = {
     "default": Mode(),
     "sender, fp8 home": Mode(reduce="sender", combine_by="fp8", scale="ue8m0"),
     "as they are": Mode(quant=None),
+    "choices": Mode(combine_by="choices"),
 }
 
 
@@ -42,18 +43,20 @@ def shape_of(mode: Mode, case: Round, most: int) -> LowGeometry:
         quant=mode.quant,
         group_size=mode.group_size,
         scale=mode.scale,
+        slots=1,
         reduce=mode.reduce,
         combine_by=mode.combine_by,
     )
 
 
 def emulated(group: weft.Group, library: str, mode: Mode) -> None:
-    with replace(mode, more={"timeout": 20.0, "halves": True}).make(group, CASE, MOST) as a2a:
+    sends = mode.combine_by != "choices"
+    with replace(mode, more={"timeout": 20.0, "halves": sends}).make(group, CASE, MOST) as a2a:
         real = a2a._rounds._entries
         a2a._rounds._entries = EmulatedLow(Path(library), a2a._geometry.shape)  # type: ignore[assignment]
         for tokens in ((5, 1), (0, 3), (50, 26)):
             play(a2a, mode, CASE.next(tokens=tokens, seed=tokens[0]))
-        if mode.reduce == "receiver":
+        if sends and mode.reduce == "receiver":
             in_halves(a2a, group)
         a2a._rounds._entries = real  # the CPU's own kernels: both speak the same protocol
         play(a2a, mode, CASE.next(seed=7))

@@ -28,8 +28,11 @@ SHAPES = {
     "by column, of 32": replace(PLAIN, scales="fp32_col", group=32),
     "fp32, fp8 home": replace(PLAIN, number="fp32", fp8_back=True),
     "four ranks, odd blocks": LowShape(4, 512, 4, 128, 32, 2944, "fp16"),
+    "homes": replace(PLAIN, homes=True),
     "one of everything": LowShape(1, 1, 1, 1, 1, 128, "bf16"),
-    "32 ranks, mapped": LowShape(32, 16, 32, 61, 2, 512, "fp32", 32, "ue8m0", "sender", True, True),
+    "32 ranks, mapped": LowShape(
+        *(32, 16, 32, 61, 2, 512, "fp32", 32, "ue8m0", "sender"), fp8_back=True, mapped=True
+    ),
 }
 # 32 ranks with a top k of 32 use all registers.
 TIGHT = ("32 ranks, mapped",)

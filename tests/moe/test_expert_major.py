@@ -212,11 +212,14 @@ def test_options_reach_the_exchange(ranks):
 PLAIN = CONFIGS["softmax"]
 REFUSED: list[tuple[weft.MoEConfig, dict[str, Any], str]] = [
     (PLAIN, {"exchange": "token"}, "exchange is 'token'; choose one of 'rank', 'expert'"),
-    (PLAIN, {**BY_EXPERT, "overlap": "columns"}, "use 'none' or 'shared'"),
-    (PLAIN, {**BY_EXPERT, "overlap": "push", "gemm": "tiled"}, "use 'none' or 'shared'"),
+    (PLAIN, {**BY_EXPERT, "overlap": "columns"}, "use 'none', 'shared' or 'push'"),
+    (PLAIN, {**BY_EXPERT, "overlap": "push", "gemm": "padded"}, "use gemm='tiled'"),
+    (PLAIN, {**BY_EXPERT, "overlap": "push", "gemm": "tiled", "slots": 2}, "leave both out"),
+    (PLAIN, {**BY_EXPERT, "overlap": "push", "reduce": "sender"}, "leave both out"),
+    (PLAIN, {**BY_EXPERT, "overlap": "push", "combine_by": "fp8"}, "use 'choices'"),
     (PLAIN, {**BY_EXPERT, "overlap": "shared"}, "there is nothing to overlap"),
     (PLAIN, {**BY_EXPERT, "combine_by": "pull"}, "use 'push' or 'fp8'"),
-    (PLAIN, {**BY_EXPERT, "combine_by": "choices"}, "use 'push' or 'fp8'"),
+    (PLAIN, {**BY_EXPERT, "overlap": "none", "combine_by": "choices"}, "use 'push' or 'fp8'"),
     (PLAIN, {**BY_EXPERT, "quantize": "mxfp8"}, "use 'fp8' or None"),
     (PLAIN, {**BY_EXPERT, "max_rows": 64}, "leave it out"),
     (PLAIN, {**BY_EXPERT, "gemm": "grouped"}, "brings them in blocks"),
@@ -252,14 +255,14 @@ def test_ranks_have_one_exchange(ranks):
     ranks(2, "threads")(two_exchanges)
 
 
-@pytest.mark.parametrize("overlap", ["none", "shared"])
+@pytest.mark.parametrize("overlap", ["none", "shared", "push"])
 def test_an_absent_peer_is_named_in_time(ranks, overlap):
-    ranks(2, "threads")(absent, {**BY_EXPERT, "overlap": overlap})
+    ranks(2, "threads")(absent, {**BY_EXPERT, "overlap": overlap, "gemm": "tiled"})
 
 
-@pytest.mark.parametrize("overlap", ["none", "shared"])
+@pytest.mark.parametrize("overlap", ["none", "shared", "push"])
 def test_a_shared_expert_that_raises_ends_the_round_everywhere(ranks, overlap):
-    ranks(2, "threads")(failing_shared, {**BY_EXPERT, "overlap": overlap})
+    ranks(2, "threads")(failing_shared, {**BY_EXPERT, "overlap": overlap, "gemm": "tiled"})
 
 
 def test_abort_reaches_the_layer(ranks):

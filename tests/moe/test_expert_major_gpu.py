@@ -11,6 +11,7 @@ import torch
 import weft
 from tests.moe.layers import CONFIGS, Case
 from tests.moe.test_expert_major import BY_EXPERT, DEEP, SENDER, WIRES, by_hand, fp8_rounds
+from tests.moe.test_expert_pushes import pushed_by_hand
 from tests.moe.test_layer import (
     WIDTHS,
     both_overlaps,
@@ -58,6 +59,10 @@ def all_wires(group: weft.Group) -> None:
         case = Case(DEEP, tokens=(9, 4))
         fp8_rounds(group, case, {**BY_EXPERT, "overlap": "shared", **each})
         both_overlaps(group, case, {**BY_EXPERT, "fp8": True, **each})
+    for pushed in ({"fp8": True}, {"gemm": "tiled"}, {"gemm": "tiled", "expert_map": [1] * 8}):
+        both_overlaps(group, case, {**BY_EXPERT, **pushed}, ("none", "shared", "push"))
+    half = replace(case, config=replace(DEEP, dtype=torch.float16))
+    both_overlaps(group, half, {**BY_EXPERT, "gemm": "tiled"}, ("none", "push"))
 
 
 def test_wires_and_overlap(ranks):
@@ -74,6 +79,7 @@ def all_exceptions(group: weft.Group) -> None:
     siblings(group, BY_EXPERT)
     wrong_parts(group, BY_EXPERT)
     by_hand(group)
+    pushed_by_hand(group)
 
 
 def test_padding_nan_siblings_and_refusals(ranks):
@@ -81,9 +87,10 @@ def test_padding_nan_siblings_and_refusals(ranks):
 
 
 def all_failures(group: weft.Group) -> None:
-    for overlap in ("none", "shared"):
-        absent(group, {**BY_EXPERT, "overlap": overlap})
-        failing_shared(group, {**BY_EXPERT, "overlap": overlap})
+    for overlap in ("none", "shared", "push"):
+        options = {**BY_EXPERT, "overlap": overlap, "gemm": "tiled"}
+        absent(group, options)
+        failing_shared(group, options)
     aborted(group, BY_EXPERT)
 
 
@@ -91,10 +98,10 @@ def test_failures(ranks):
     ranks(2, "cuda")(all_failures)
 
 
-def fp8_replays(group: weft.Group) -> None:
+def fp8_replays(group: weft.Group, overlap: str) -> None:
     """One graph of FP8 experts, replayed with new tokens and routing, has the bits of calls."""
     case = Case(DEEP, tokens=(16, 16))
-    with case.open(group, **BY_EXPERT, fp8=True, overlap="shared") as layer:
+    with case.open(group, **BY_EXPERT, fp8=True, overlap=overlap) as layer:
         x, logits = case.of(group.rank, group.device)
         out = torch.empty_like(x)
         layer(x, logits, out=out)
@@ -120,7 +127,10 @@ def all_graphs(group: weft.Group) -> None:
             replayed(group, "deepseek", gemm, overlap, "expert")
     replayed(group, "gpt-oss", "tiled", "none", "expert")
     replayed(group, "llama", "tiled", "shared", "expert")
-    fp8_replays(group)
+    replayed(group, "deepseek", "tiled", "push", "expert")
+    replayed(group, "gpt-oss", "tiled", "push", "expert")
+    for overlap in ("shared", "push"):
+        fp8_replays(group, overlap)
 
 
 def test_a_captured_layer_replays_with_any_routing(ranks):

@@ -12,6 +12,7 @@ from tests.rounds import Round, bits
 KINDS = ["cpu", "threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 UNEVEN = Round(tokens=(5, 0, 16), hidden=256)
 LEAN = Mode(reduce="sender", combine_by="fp8")
+CHOICES = Mode(combine_by="choices")
 CASES = {
     "fp8": (Mode(), UNEVEN.next(add=True)),
     "columns of 32, by column": (Mode(group_size=32, scale="fp32_col"), UNEVEN),
@@ -21,6 +22,9 @@ CASES = {
     "as they are": (Mode(quant=None), UNEVEN.next(weighted=False)),
     "rows of two vectors": (Mode(quant=None), UNEVEN.next(hidden=16)),
     "fp8 home": (Mode(combine_by="fp8"), UNEVEN),
+    "choices": (CHOICES, UNEVEN.next(add=True)),
+    "choices, fp32, top 10": (CHOICES, UNEVEN.next(dtype=torch.float32, top_k=10, experts=13)),
+    "choices, as they are": (Mode(quant=None, combine_by="choices"), UNEVEN.next(hidden=16)),
     "reduced by the sender": (Mode(reduce="sender"), UNEVEN.next(add=True, top_k=6)),
     "reduced, fp8 home": (LEAN, UNEVEN.next(top_k=8)),
     "reduced, no weights": (LEAN, UNEVEN.next(weighted=False)),
@@ -53,7 +57,7 @@ def test_every_byte_of_every_case(ranks, kind):
 def blank_again(group: weft.Group) -> None:
     """Behind rows that end in half a vector, too: 3 scales, 7 weights."""
     case = UNEVEN.next(hidden=384, top_k=7)
-    for mode in (LEAN, Mode(combine_by="fp8"), Mode(quant=None, reduce="sender")):
+    for mode in (LEAN, CHOICES, Mode(combine_by="fp8"), Mode(quant=None, reduce="sender")):
         with mode.make(group, case, 16) as a2a:
             for seed in range(4):
                 play(a2a, mode, case.next(seed=seed))
@@ -90,7 +94,8 @@ def test_all_gpus_at_full_size(ranks):
 
 def play_full(group: weft.Group) -> None:
     case = Round((128,) * group.size, hidden=7168, top_k=8, experts=256)
-    for mode in (Mode(), Mode(reduce="sender"), LEAN, Mode(quant=None), Mode(scale="ue8m0")):
+    modes = Mode(), Mode(reduce="sender"), LEAN, Mode(quant=None), Mode(scale="ue8m0"), CHOICES
+    for mode in modes:
         with mode.make(group, case, 128) as a2a:
             for seed, router in enumerate(("random", "perfect", "zipf", "one-hot", "holes")):
                 play(a2a, mode, case.next(seed=seed, router=router))

@@ -17,7 +17,8 @@ from weft.memory.header import HEADER_BYTES
 from weft.ops.layout import LINE
 from weft.ops.lowlatency import LowLatencyAllToAll
 from weft.ops.lowlatency_geometry import LowGeometry
-from weft.ops.lowlatency_rounds import TAGGED_BITS, ExpertRows
+from weft.ops.lowlatency_results import ExpertRows
+from weft.ops.lowlatency_rounds import TAGGED_BITS
 
 KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 MOST, HIDDEN, EPOCH = 8, 128, 2

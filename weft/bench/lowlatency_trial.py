@@ -16,7 +16,7 @@ from weft.bench.lowlatency_cases import LowSettings
 from weft.bench.routing import make_ids, token_rows
 from weft.ops import reference_lowlatency as low
 from weft.ops.lowlatency import LowLatencyAllToAll
-from weft.ops.lowlatency_rounds import ExpertRows, Handle
+from weft.ops.lowlatency_results import ExpertRows, Handle
 from weft.ops.placement import Placement
 from weft.ops.reference import dequantize
 

@@ -19,7 +19,7 @@ from weft.errors import InvalidArgument, OutOfOrder
 from weft.memory import Group
 from weft.ops import reference_lowlatency
 from weft.ops.lowlatency import LowLatencyAllToAll
-from weft.ops.lowlatency_rounds import ExpertRows, Handle
+from weft.ops.lowlatency_results import ExpertRows, Handle
 
 __all__ = ["Buffer", "EventOverlap"]
 

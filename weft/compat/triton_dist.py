@@ -15,7 +15,7 @@ from weft.compat.refusals import refuse
 from weft.errors import InvalidArgument
 from weft.memory import Group
 from weft.ops.lowlatency import LowLatencyAllToAll
-from weft.ops.lowlatency_rounds import Handle
+from weft.ops.lowlatency_results import Handle
 
 __all__ = ["DispatchMetaInfo", "EPLowLatencyAllToAllLayer"]
 

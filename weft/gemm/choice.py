@@ -38,16 +38,20 @@ def fastest_plan(
     gated: bool = False,
     biased: bool = False,
     out: torch.dtype = torch.bfloat16,
+    tells: bool = False,
     device: torch.device | None = None,
 ) -> GemmPlan | WgmmaPlan:
     """The plan for a mean of about `rows_per_expert` rows; arguments as in `plan`.
 
-    biased: a bias is added.   out: dtype of what is stored, if it is not FP8.
+    biased: a bias is added.   out: dtype of what is stored, if it is not FP8.   tells: as in Push;
+        a WgmmaPlan then where there is one at all.
     device: where it will run. A WgmmaPlan on Hopper wherever there is one, but for one expert alone
     in FP8 only; else what `plan` says. One expert gets so low tiles that they fill the GPU. Equal
     bits either way.
     """
-    if not is_hopper(device) or not _wgmma_serves(experts, n, dtype, gated, biased, out):
+    serves = _wgmma_serves(experts, n, dtype, gated, biased, out)
+    measured = dtype == FP8 or experts > 1  # of one expert in two bytes a number, nothing was
+    if not is_hopper(device) or not serves or not (measured or tells):
         rows = -(-rows_per_expert // TILES_OF_ONE) if experts == 1 else rows_per_expert
         return plan(experts, rows, n, k, dtype, gated=gated)
     if experts == 1:
@@ -66,12 +70,12 @@ def fastest_plan(
 def _wgmma_serves(
     experts: int, n: int, dtype: torch.dtype, gated: bool, biased: bool, out: torch.dtype
 ) -> bool:
-    """Is there a WgmmaPlan for it? Of one expert in two bytes a number none was measured."""
+    """Is there a WgmmaPlan for it?"""
     if experts > MAX_EXPERTS:
         return False
     if dtype == FP8:
         return n % PAIR == 0 and not biased and (gated or out in NUMBERS)
-    return dtype in NUMBERS and out in NUMBERS and experts > 1
+    return dtype in NUMBERS and out in NUMBERS
 
 
 @functools.cache

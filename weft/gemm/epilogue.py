@@ -52,13 +52,21 @@ class GatedQuant(Gated):
 class Push:
     """Each row of Store's result goes to its home, an address; nothing is returned.
 
-    home: int64 `[*rows]`, where the row's n numbers go, a multiple of 16; 0 for nowhere. It may lie
-        in a peer's memory. Stores are weak: who tells the peer must do it in stream order behind.
+    home: int64 `[rows]`, where the row's n numbers go, a multiple of 16; 0 for nowhere. Rows are
+        flat, also where they are masked. It may lie in a peer's memory. Stores are weak: who tells
+        the peer must do it in stream order behind.
     dtype: of the numbers there: bfloat16, float16 or float32; None for bfloat16 from FP8, else a's.
+    tells: rows tell of themselves: stores are relaxed, at system scope, in words of 4 bytes of
+        which none is all ones (a NaN never has all bits set), so an owner may poll a place that it
+        has filled with ones. On GPUs with a WgmmaPlan only.
+    unless: int32 `[1]` on the device; where it is not 0 when a row is done, the row goes nowhere.
+        With `tells` only.
     """
 
     home: torch.Tensor
     dtype: torch.dtype | None = None
+    tells: bool = False
+    unless: torch.Tensor | None = None
 
 
 Epilogue = Store | Gated | GatedQuant | Push

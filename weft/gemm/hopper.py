@@ -111,7 +111,7 @@ class Kind:
 
     finish: "store", "push", "gated" or "gated_fp8".   number: of the result, "bf16" or "fp16".
     operand: "fp8", "bf16" or "fp16".   bias: "none", "bf16", "fp16" or "fp32".
-    settled: as in `grouped_gemm`.
+    settled: as in `grouped_gemm`.   tells: as in `Push`.
     """
 
     experts: int
@@ -123,6 +123,7 @@ class Kind:
     operand: str = "fp8"
     bias: str = "none"
     settled: bool = False
+    tells: bool = False
 
     @classmethod
     def of(cls, request: Request, plan: WgmmaPlan) -> Kind:
@@ -130,10 +131,16 @@ class Kind:
         experts, n, k = request.b.shape
         if request.gated and request.a.dtype == FP8:
             return cls(experts, n, k, plan, "gated_fp8", settled=request.settled)
-        finish = "push" if isinstance(request.epilogue, Push) else "store"
-        words = ("gated" if request.gated else finish, NUMBERS[request.out_dtype])
-        bias = "none" if request.bias is None else BIASES[request.bias.dtype]
-        return cls(experts, n, k, plan, *words, OPERANDS[request.a.dtype], bias, request.settled)
+        push = request.epilogue if isinstance(request.epilogue, Push) else None
+        bias = None if request.bias is None else BIASES[request.bias.dtype]
+        return cls(
+            *(experts, n, k, plan, "gated" if request.gated else "push" if push else "store"),
+            number=NUMBERS[request.out_dtype],
+            operand=OPERANDS[request.a.dtype],
+            bias=bias or "none",
+            settled=request.settled,
+            tells=push is not None and push.tells,
+        )
 
     @property
     def literal(self) -> str:
@@ -142,7 +149,8 @@ class Kind:
         sizes = f"{self.experts}, {self.n}, {self.k}, {rows}, {stages}"
         enums = {"Finish": self.finish, "Number": self.number, "Operand": self.operand}
         words = [f"weft::{kind}::{word}" for kind, word in (enums | {"Bias": self.bias}).items()]
-        return f"{{{sizes}, {', '.join(words)}, {str(self.settled).lower()}}}"
+        flags = ", ".join(str(flag).lower() for flag in (self.settled, self.tells))
+        return f"{{{sizes}, {', '.join(words)}, {flags}}}"
 
     def compile(self, arch: str, *, options: Sequence[str] = ()) -> bytes:
         """The kernel's cubin; needs no GPU. Raises CompileError showing the entry."""
@@ -208,6 +216,7 @@ def _arguments(request: Request) -> ProductArgs:
         out=_address(request.out),
         out_scales=_address(request.out_scale),
         home=_address(epilogue.home if isinstance(epilogue, Push) else None),
+        unless=_address(epilogue.unless if isinstance(epilogue, Push) else None),
         bias=_address(request.bias),
         counts=request.counts.data_ptr(),
         starts=_address(request.starts),

@@ -62,6 +62,7 @@ class ProductArgs(ctypes.Structure):
         ("out", c_uint64),
         ("out_scales", c_uint64),
         ("home", c_uint64),
+        ("unless", c_uint64),
         ("bias", c_uint64),
         ("counts", c_uint64),
         ("starts", c_uint64),
@@ -72,7 +73,7 @@ class ProductArgs(ctypes.Structure):
         ("alpha", c_float),
         ("offset", c_float),
         ("limit", c_float),
-        ("reserved", c_uint32 * 7),
+        ("reserved", c_uint32 * 5),
     )
 
 

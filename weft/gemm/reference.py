@@ -11,6 +11,7 @@ from weft.gemm.epilogue import Gated, GatedQuant, Push
 from weft.gemm.hopper import WgmmaPlan
 from weft.gemm.plan import GemmPlan
 from weft.gemm.request import Request
+from weft.gemm.telling import tell_rows
 from weft.ops.reference import dequantize, quantize
 
 
@@ -59,7 +60,7 @@ def _finish(request: Request, product: torch.Tensor, first: int) -> None:
     rows = slice(first, first + len(product))
     part = slice(*request.part)
     if isinstance(epilogue, Push):
-        _push(epilogue.home[rows], product.to(request.out_dtype)[:, part], request.part[0])
+        _push(epilogue, rows, product.to(request.out_dtype)[:, part], request.part[0])
         return
     if isinstance(epilogue, Gated):
         product = gate(epilogue, product)
@@ -74,11 +75,14 @@ def _finish(request: Request, product: torch.Tensor, first: int) -> None:
     flat[rows, part] = product.to(out.dtype)[:, part]
 
 
-def _push(home: torch.Tensor, rows: torch.Tensor, column: int) -> None:
+def _push(push: Push, where: slice, rows: torch.Tensor, column: int) -> None:
     if rows.device.type != "cpu":
         raise InvalidArgument(f"rows on {rows.device}: the reference pushes on a CPU only")
-    rows = rows.contiguous()
+    rows, home, behind = rows.contiguous(), push.home[where], column * rows.element_size()
+    if push.tells:
+        tell_rows(home, rows, behind, push.unless)
+        return
     width = rows.shape[1] * rows.element_size()
     for row, address in zip(rows, home.tolist(), strict=True):
         if address:
-            ctypes.memmove(address + column * rows.element_size(), row.data_ptr(), width)
+            ctypes.memmove(address + behind, row.data_ptr(), width)

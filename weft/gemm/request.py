@@ -175,8 +175,12 @@ def check_results(request: Request) -> None:
     if request.out is not None and request.out.data_ptr() % 16:
         raise InvalidArgument("out must be aligned to 16 bytes")
     if isinstance(request.epilogue, Push):
-        home = request.epilogue.home
+        home, unless = request.epilogue.home, request.epilogue.unless
         check_tensor("home", home, request.a, (len(request.a),), (torch.int64,))
+        if unless is not None:
+            check_tensor("unless", unless, request.a, (1,), (torch.int32,))
+            if not request.epilogue.tells:
+                raise InvalidArgument("Push takes unless only where tells is set")
         if request.out_dtype not in OUTS:
             raise InvalidArgument(f"Push stores {request.out_dtype}; it must be one of {OUTS}")
 
@@ -193,6 +197,11 @@ def check_tiles(plan: GemmPlan, request: Request) -> None:
     if request.a.dtype == FP8 and not request.gated and request.width % plan.block_columns:
         raise InvalidArgument(
             f"{request.width} columns, block_columns {plan.block_columns}: FP8 needs a multiple"
+        )
+    push = isinstance(request.epilogue, Push) and request.epilogue
+    if push and push.tells and request.a.device.type == "cuda":
+        raise InvalidArgument(
+            "Push tells of its rows with a WgmmaPlan only, which needs Hopper: leave tells out"
         )
     if request.signal is not None:
         cells = plan.cells(len(request.a), len(request.b), request.b.shape[1], request.gated)

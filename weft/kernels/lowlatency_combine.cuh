@@ -145,18 +145,26 @@ template <LowShape S, Part part>
 WEFT_FN void compare_answers(const Block& team, const LowCombineArgs& a, const Standing& standing,
                              u64 wanted) {
     const u32 peer = team.warp_lane();
-    if (peer >= S.ranks) return;
+    if (S.homes || peer >= S.ranks) return;
     if (part != Part::receive && team.warp() == 2 &&
         await_grant<S>(a.site, standing.progress, Phase::combine, peer))
         send_answer<S>(a, wanted, peer);
     if (part != Part::send && team.warp() == 3) same_answer<S>(a, wanted, peer);
 }
 
+// By the herald: a product that comes again before the next dispatch has nowhere to store.
+template <LowShape S> WEFT_FN void forget_homes(const Block& team, const LowCombineArgs& a) {
+    const u32 warps = team.lanes() / warp_lanes;
+    for (u32 e = team.warp(); e < a.own_experts; e += warps)
+        for (u32 row = team.warp_lane(); row < min(u32(a.counts[e]), S.rows()); row += warp_lanes)
+            a.ledger.home[u64(e) * S.rows() + row] = 0;
+}
+
 template <LowShape S, Part part = Part::whole> WEFT_FN void low_combine(const LowCombineArgs& a) {
     __shared__ Track page;
     const Block team;
     LowShare<S>& own = own_share<S>(a.site);
-    const Crew crew{0, part == Part::receive ? 0 : a.senders};
+    const Crew crew{0, S.homes || part == Part::receive ? 0 : a.senders};
     wait_for_predecessor();
     admit_successor();
     const Standing standing = Standing::read<S>(own);
@@ -188,6 +196,7 @@ template <LowShape S, Part part = Part::whole> WEFT_FN void low_combine(const Lo
         if constexpr (part != Part::receive)
             mark_start(team, own.header, Phase::combine, wanted, start);
         compare_answers<S, part>(team, a, standing, wanted);
+        if constexpr (S.homes) forget_homes<S>(team, a);
     } else if (crew.sends()) {
         send_back<S>(a, crew.of_senders(), errand, diary);
         count();

@@ -138,6 +138,14 @@ WEFT_FN void hear_hello(const Block& team, const LowDispatchArgs& a, u64 wanted)
         mark_arrived(team, own.header, Phase::dispatch, wanted, peer);
 }
 
+// Where experts' kernels store their rows at home, the dispatch waits in their stead until the
+// peers' places are blank. Order: the kernel's end puts their stores behind the blanks.
+template <LowShape S>
+WEFT_FN void clear_way_home(const Block& team, const LowDispatchArgs& a, const Progress& progress) {
+    const u32 lane = team.lane() - warp_lanes;  // the second warp: the first one hears peers
+    if (lane < S.ranks) await_grant<S>(a.site, progress, Phase::combine, lane);
+}
+
 // Takers are as many as ranks of many tokens would need. Those whose first unit lies behind this
 // rank's own tokens ask first whether any rank has so many, with a word for each: or at one token
 // all of them would read every word of every source, again and again, for nothing. `idle`: nobody
@@ -217,6 +225,7 @@ template <LowShape S, Part part = Part::whole> WEFT_FN void low_dispatch(const L
         if constexpr (part != Part::receive)
             mark_start(team, own.header, Phase::dispatch, wanted, start);
         if constexpr (part != Part::send) hear_hello<S>(team, a, wanted);
+        if constexpr (S.homes) clear_way_home<S>(team, a, standing.progress);
     } else if (stores) {
         if (crew.tells())
             tell<S>(team, a, wanted, blockIdx.x - 1, telling);

@@ -267,8 +267,11 @@ WEFT_FN bool take_row(const LowDispatchArgs& a, u64 wanted, u32 source, u32 toke
     const auto [e, row] = find_seat<S>(a, scratch, source, token, value_of(taken.word));
     const u64 slot = (u64(source) * S.tokens + token) * S.top_k;
     if (unit % Taken<S>::units == 0 && k < S.top_k) {
-        a.ledger.position[slot + k] = e < 0 ? -1 : i32(u32(e) * S.rows() + row);
-        if (e >= 0) a.source[u64(u32(e)) * S.rows() + row] = i32(source * S.tokens + token);
+        const u64 at = u64(u32(e)) * S.rows() + row;
+        if constexpr (!S.homes) a.ledger.position[slot + k] = e < 0 ? -1 : i32(at);
+        if (e >= 0) a.source[at] = i32(source * S.tokens + token);
+        if constexpr (S.homes)
+            if (e >= 0) a.ledger.home[at] = home_of<S>(a.site, source, token, k);
     }
     if (!mine) return true;
     diary.waited(since, source);

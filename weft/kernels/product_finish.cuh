@@ -14,7 +14,19 @@ static_assert(8 * half_pitch <= chunk_bytes);
 // Where the row goes that has this thread's number; loaded early, for it takes a trip to memory.
 template <Product P> WEFT_FN u64 load_home(const ProductArgs& a, const Tile& tile) {
     const u32 row = multiplier();
-    return P.finish == Finish::push && row < tile.live ? a.home[tile.first + row] : 0;
+    if (P.finish != Finish::push || row >= tile.live) return 0;
+    const u64 home = a.home[tile.first + row];
+    return a.unless != nullptr && *a.unless != 0 ? 0 : home;
+}
+
+// Sixteen bytes of a row that is done. A row that tells of itself has no word of all ones: numbers
+// are packed by conversions whose only NaN is 0x7fff.
+template <Product P> WEFT_FN void put(u64 to, const u8* from) {
+    uint4* const at = reinterpret_cast<uint4*>(to);
+    if constexpr (P.tells)
+        post_vector(at, *reinterpret_cast<const uint4*>(from));
+    else
+        store(at, *reinterpret_cast<const uint4*>(from));
 }
 
 // Every thread that stores may look up every row's home. Chunks of the tile before are free, too.
@@ -57,9 +69,7 @@ WEFT_FN void finish_low(const ProductArgs& a, ProductShared<P>& s, const Tile& t
         meet_multipliers();
         const u32 r = c * chunk_rows + row;
         const u64 to = r < tile.live && made ? place_of(a, s, tile, rank, r) : 0;
-        if (to != 0)
-            store(reinterpret_cast<uint4*>(to + place),
-                  *reinterpret_cast<const uint4*>(chunk + row * chunk_pitch + place));
+        if (to != 0) put<P>(to + place, chunk + row * chunk_pitch + place);
     }
 }
 
@@ -85,9 +95,7 @@ WEFT_FN void finish_tall(const ProductArgs& a, ProductShared<P>& s, const Tile& 
 #pragma unroll
         for (u32 r = lane / 8; r < 8; r += 4) {
             const u64 to = row + r < tile.live ? place_of(a, s, tile, rank, row + r) : 0;
-            if (to != 0)
-                store(reinterpret_cast<uint4*>(to + right * half_row + place),
-                      *reinterpret_cast<const uint4*>(chunk + r * half_pitch + place));
+            if (to != 0) put<P>(to + right * half_row + place, chunk + r * half_pitch + place);
         }
         __syncwarp();
     }

@@ -33,6 +33,7 @@ struct Product {
     Operand operand;
     Bias bias;
     bool settled;  // counts and weights were there before the kernel in front began
+    bool tells;    // push: who waits at home polls the rows themselves
 
     constexpr bool scaled() const { return operand == Operand::fp8; }
     constexpr u32 pairs() const { return (n + pair_columns - 1) / pair_columns; }
@@ -65,12 +66,13 @@ struct ProductArgs {
     void* out;
     float* out_scales;
     const u64* home;
+    const u32* unless;  // push: not 0, and no row goes anywhere; may be null
     const void* bias;
     const i32 *counts, *starts;
     i64 scale_row, scale_step;
     u32 most, rows;
     float alpha, offset, limit;  // limit: infinite for none
-    u32 reserved[7];             // to a multiple of 64 bytes
+    u32 reserved[5];             // to a multiple of 64 bytes
 };
 
 constexpr u32 scale_warps = 3;  // that load scales

@@ -10,12 +10,13 @@ from weft.errors import InvalidArgument, OutOfOrder
 from weft.moe.experts import ExpertWeights
 from weft.moe.mlp import choose_in_blocks
 from weft.moe.options import Chosen, Options
+from weft.moe.tiled_mlp import rows_can_tell
 from weft.moe.workspace import LayerWorkspace
 from weft.ops.lowlatency import LowLatencyAllToAll
-from weft.ops.lowlatency_rounds import ExpertRows
+from weft.ops.lowlatency_results import ExpertRows
 
-OVERLAPS = ("none", "shared")
-HOMES = ("push", "fp8")
+OVERLAPS = ("none", "shared", "push")
+HOMES = ("push", "fp8")  # where combine sends rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,8 @@ class Blocks:
     rows: tuple[torch.Tensor, ...]
     offsets: torch.Tensor
     counts: torch.Tensor
-    home: None = None
+    home: torch.Tensor | None
+    broken: torch.Tensor | None
 
     @property
     def x(self) -> torch.Tensor:
@@ -63,13 +65,22 @@ class ExpertMajor(LayerWorkspace[ExpertRows]):
     ) -> ExpertRows:
         return self.exchange.dispatch(x, ids, weights)
 
-    def run_experts(self, weights: ExpertWeights, received: ExpertRows) -> torch.Tensor:
-        """`[local_experts, rows, hidden]`: what combine takes; overwritten by the next call."""
+    def run_experts(self, weights: ExpertWeights, received: ExpertRows) -> torch.Tensor | None:
+        """`[local_experts, rows, hidden]`: what combine takes; overwritten by the next call.
+
+        None where the rows are at home.
+        """
         self.exchange._check_open()
+        experts, pushes = len(self._offsets) - 1, received.home is not None
         size = (*received.x.shape[:2], self.config.hidden)
-        if not len(self._offsets) > 1:
+        if experts:
+            self._mlp.up(weights, self._blocks(received))
+        if pushes:
+            if experts:
+                self._mlp.push(weights)
+            return None
+        if not experts:
             return torch.empty(size, dtype=self.config.dtype, device=self.group.device)
-        self._mlp.up(weights, self._blocks(received))
         return self._mlp.down(weights).view(size)
 
     def finish(
@@ -90,13 +101,18 @@ class ExpertMajor(LayerWorkspace[ExpertRows]):
         rows: tuple[torch.Tensor, ...] = (received.x, *scales)
         if self.chosen.gemm == "loop":  # which takes them as one
             rows = tuple(part.flatten(0, 1) for part in rows)
-        return Blocks(rows, self._offsets, received.counts)
+        home = None if received.home is None else received.home.view(-1)
+        return Blocks(rows, self._offsets, received.counts, home, received.broken)
 
     def _choose(self, options: Options) -> Chosen:
         config, device = self.config, self.group.device
         _check_options(options)
         quantize = options.quantize or ("fp8" if options.fp8 else None)
         way = choose_in_blocks(options.gemm, device, config, fp8=options.fp8, quantize=quantize)
+        if options.overlap == "push":
+            experts = config.routing.num_experts  # of one rank, at most
+            _check_push(way, rows_can_tell(config, experts, fp8=options.fp8, device=device))
+            return Chosen(way, quantize, "choices")
         return Chosen(way, quantize, options.combine_by or "push")
 
     def _open_exchange(self) -> None:
@@ -135,12 +151,19 @@ def _check_options(options: Options) -> None:
     """Raises InvalidArgument for what rows by expert do not have."""
     if options.overlap not in OVERLAPS:
         raise InvalidArgument(
-            f"overlap is {options.overlap!r}, exchange 'expert', whose rows go home when all are "
-            "made: use 'none' or 'shared', or exchange='rank'"
+            f"overlap is {options.overlap!r}, exchange 'expert', whose rows go home one by one: "
+            "use 'none', 'shared' or 'push', or exchange='rank'"
         )
-    if options.combine_by not in (None, *HOMES):
+    homes = ("choices",) if options.overlap == "push" else HOMES
+    if options.combine_by not in (None, *homes):
         raise InvalidArgument(
-            f"combine_by is {options.combine_by!r}, exchange 'expert': use 'push' or 'fp8'"
+            f"combine_by is {options.combine_by!r}, exchange 'expert', overlap "
+            f"{options.overlap!r}: use {' or '.join(map(repr, homes))}"
+        )
+    if options.overlap == "push" and (options.reduce == "sender" or options.slots not in (None, 1)):
+        raise InvalidArgument(
+            f"reduce is {options.reduce!r}, slots {options.slots!r}, overlap 'push', whose rows go "
+            "home one by one, of one call at a time: leave both out"
         )
     if options.quantize not in (None, "fp8"):
         raise InvalidArgument(
@@ -150,4 +173,19 @@ def _check_options(options: Options) -> None:
         raise InvalidArgument(
             f"max_rows is {options.max_rows}, exchange 'expert', where every expert has room for "
             "all tokens of all ranks: leave it out"
+        )
+
+
+def _check_push(way: str, tells: bool) -> None:
+    """Raises InvalidArgument where no product stores rows that tell of themselves."""
+    if way != "tiled":
+        raise InvalidArgument(
+            f"overlap 'push' needs a product that stores its rows at their homes, gemm is {way!r}: "
+            "use gemm='tiled'"
+        )
+    if not tells:
+        raise InvalidArgument(
+            "overlap 'push', exchange 'expert', whose rows tell of themselves: only Hopper's own "
+            "product stores such rows, and does not serve this layer here: use 'shared' or 'none', "
+            "or exchange='rank'"
         )

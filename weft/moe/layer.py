@@ -23,7 +23,7 @@ from weft.moe.rank_major import RankMajor
 from weft.moe.router import Routed, route
 from weft.moe.workspace import Exchange, LayerWorkspace
 from weft.ops.check import check_alignment, check_tensor, check_tokens
-from weft.ops.lowlatency_rounds import ExpertRows
+from weft.ops.lowlatency_results import ExpertRows
 from weft.ops.received import Received
 
 Shared: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
@@ -42,7 +42,7 @@ class MoE:
     shared: `[tokens, hidden]` -> `[tokens, hidden]`, where the config has a shared expert.
     correction: float32 `[num_experts]`, where the routing has one.
     exchange: "rank": AllToAll, a row to each rank that has an expert for it; "expert":
-        LowLatencyAllToAll, rows by expert, for few tokens: overlap "none" or "shared".
+        LowLatencyAllToAll, rows by expert: overlap "none", "shared" or "push".
     overlap: "none": one thing after the other; "shared": the shared expert beside all that comes
         before combine; "columns": that, and while some columns of the second product are computed,
         those before them are sent home; "signals": by one send that waits for them; "push": or the
@@ -59,7 +59,8 @@ class MoE:
     expert_map, quantize, combine_by, timeout, first_timeout, num_sms, programmatic_launch, profile:
         as in AllToAll; combine_by defaults to what the overlap needs. Rows that travel as FP8 are
         widened to the layer's dtype before the products, unless its weights are FP8 too. With
-        exchange="expert" quantize is "fp8" or None, combine_by "push" or "fp8".
+        exchange="expert" quantize is "fp8" or None, combine_by "push" or "fp8", or "choices" with
+        overlap "push".
     reduce, slots: as in LowLatencyAllToAll, with exchange="expert" only; slots defaults to 1.
 
     Raises InvalidArgument, CreationFailed (on every rank, when one cannot do its part),
@@ -216,7 +217,8 @@ class MoE:
         `exchange.output()`, and None returned; by expert it is `[local_experts, rows, hidden]` for
         `exchange.combine`, until the next call. With fewer max_rows than came, the entries that do
         not fit count as zero, and `check` raises TokenOverflow. With overlap "push" there is no
-        output() to write into: InvalidArgument.
+        output() to write into: by rank InvalidArgument; by expert the rows go home, and combine
+        takes None.
         """
         return self._workspace.run_experts(self._weights, received)
 

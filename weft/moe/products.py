@@ -42,7 +42,11 @@ class RowsByExpert(Protocol):
 
     @property
     def home(self) -> torch.Tensor | None:
-        """int64 `[*rows]`, or None: addresses for `push`."""
+        """int64, one for each row, or None: addresses for `push`."""
+
+    @property
+    def broken(self) -> torch.Tensor | None:
+        """int32 `[1]` where owners poll the rows themselves: not 0, and none may go home."""
 
 
 class Products(Protocol):

@@ -28,6 +28,18 @@ from weft.ops.sending import Signal
 from weft.shape import FP8_BLOCK
 
 
+def rows_can_tell(
+    config: MoEConfig, experts: int, *, fp8: bool, device: torch.device | None
+) -> bool:
+    """Can the second product of so many experts store rows that tell of themselves (`Push`)?"""
+    if device is None or device.type == "cpu":
+        return True
+    dtype, out = FP8 if fp8 else config.dtype, config.dtype
+    sizes = experts, 1, config.hidden, config.intermediate, dtype
+    given: dict[str, Any] = {"biased": config.biased, "out": out, "device": device}
+    return isinstance(fastest_plan(*sizes, tells=True, **given), WgmmaPlan)
+
+
 class TiledMlp:
     """`weft.gemm`: gating and FP8 in the first product's epilogue, parts and homes in the second's.
 
@@ -65,6 +77,7 @@ class TiledMlp:
         self._grouped: RowsByExpert | None = None
         self._up: GemmPlan | WgmmaPlan
         self._down: GemmPlan | WgmmaPlan
+        self._pushing: GemmPlan | WgmmaPlan
         if experts and is_hopper(device):
             self._preload(most)
         self.expect(most)
@@ -84,10 +97,11 @@ class TiledMlp:
             self.expect(rows)
             if isinstance(up := self._up, WgmmaPlan):
                 kinds.add(Kind(experts, 2 * inner, hidden, up, *gated))
-            if isinstance(down := self._down, WgmmaPlan):
-                for finish in ("store", "push"):
+            for finish, down in (("store", self._down), ("push", self._pushing)):
+                if isinstance(down, WgmmaPlan):
                     kind = Kind(experts, hidden, inner, down, finish, number, *operands)
-                    kinds.add(replace(kind, settled=self._programmatic))
+                    tells = finish == "push" and self._masked
+                    kinds.add(replace(kind, settled=self._programmatic, tells=tells))
         with torch.cuda.device(self._act.device):
             preload(kinds, self._programmatic)
 
@@ -98,6 +112,8 @@ class TiledMlp:
         given: dict[str, Any] = {"biased": config.biased, "out": self._y.dtype, "device": device}
         self._up = fastest_plan(*sizes, 2 * inner, hidden, dtype, gated=True, **given)
         self._down = fastest_plan(*sizes, hidden, inner, dtype, **given)
+        # Masked rows are those of exchange "expert", whose owners poll them.
+        self._pushing = fastest_plan(*sizes, hidden, inner, dtype, tells=self._masked, **given)
 
     def up(self, weights: ExpertWeights, grouped: RowsByExpert) -> None:
         self._grouped = grouped
@@ -132,9 +148,11 @@ class TiledMlp:
         return self._y, Signal(cells, by.block_rows, by.block_columns)
 
     def push(self, weights: ExpertWeights) -> None:
-        if self._grouped is None or (home := self._grouped.home) is None:
+        rows = self._grouped
+        if rows is None or rows.home is None:
             raise InvalidArgument("these rows have no homes; build the layer with overlap='push'")
-        self._multiply(weights, self._down, epilogue=Push(home, self._config.dtype))
+        tells, dtype = rows.broken is not None, self._config.dtype
+        self._multiply(weights, self._pushing, epilogue=Push(rows.home, dtype, tells, rows.broken))
 
     def _multiply(self, weights: ExpertWeights, by: GemmPlan | WgmmaPlan, **given: Any) -> None:
         grouped = self._grouped

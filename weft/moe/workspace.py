@@ -18,7 +18,7 @@ from weft.moe.options import AUTO, Chosen, Options, check_options, manifest
 from weft.moe.overlap import OVERLAPS, Beside
 from weft.ops.alltoall import AllToAll
 from weft.ops.lowlatency import LowLatencyAllToAll
-from weft.ops.lowlatency_rounds import ExpertRows
+from weft.ops.lowlatency_results import ExpertRows
 from weft.ops.received import Received
 
 Exchange: TypeAlias = AllToAll | LowLatencyAllToAll

@@ -53,6 +53,10 @@ class Grouped:
     home: torch.Tensor | None = None
 
     @property
+    def broken(self) -> None:
+        """No owner polls these rows: they are told of when all are at home."""
+
+    @property
     def x(self) -> torch.Tensor:
         """The first payload's rows."""
         return self.rows[0]

@@ -15,7 +15,8 @@ from weft.memory.header import Record
 from weft.ops.check import check_seconds
 from weft.ops.lowlatency_entry import LowBuild, load_low_entries
 from weft.ops.lowlatency_geometry import LowGeometry, Memory, memory_bytes
-from weft.ops.lowlatency_rounds import ExpertRows, Handle, open_rounds
+from weft.ops.lowlatency_results import ExpertRows, Handle
+from weft.ops.lowlatency_rounds import open_rounds
 from weft.ops.lowlatency_trace import dump
 from weft.ops.placement import Placed
 from weft.ops.timeline import DEFINE
@@ -41,7 +42,9 @@ class LowLatencyAllToAll(Placed):
     slots: results that may be alive at once, 1..16.
     reduce: "receiver": a token's owner adds its rows, weighted, in fp32 in top-k order; "sender":
         each rank adds those of its own experts first, and fewer rows travel.
-    combine_by: "push": rows come home in dtype; "fp8": as FP8 with a scale for 128 columns.
+    combine_by: "push": rows come home in dtype; "fp8": as FP8 with a scale for 128 columns;
+        "choices": whoever makes a row stores it at its owner (`ExpertRows.home`), and combine sends
+        nothing; with slots=1, reduce="receiver" and without halves.
     dtype: of x, y and out: bfloat16, float16 or float32.
     halves: also build `dispatch_send` .. `combine_recv`: a dispatch and a combine may then be on
         their way at once.
@@ -150,7 +153,7 @@ class LowLatencyAllToAll(Placed):
 
     def combine(
         self,
-        y: torch.Tensor,
+        y: torch.Tensor | None,
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor | None,
         handle: Handle,
@@ -161,6 +164,7 @@ class LowLatencyAllToAll(Placed):
 
         y: `[local_experts, ep_size * max_tokens, hidden]` of dtype, a result for each row of the
             dispatch; rows behind `counts` are not read. Any tensor of this rank; no copy is made.
+            None with combine_by="choices": every row has been stored at its home, in stream order.
         topk_ids, topk_weights: as in the dispatch. reduce="receiver" multiplies with these weights
             (None: ones); reduce="sender" with those of the dispatch.
         handle: of the dispatch; its result may be overwritten from now on.

@@ -246,7 +246,7 @@ def plan_low(
         taking = others * shape.ranks * -(-shape.sent_bytes // (16 * TAKEN))
     else:
         tellers = 0
-        sending = others * min(shape.ranks, shape.top_k) * pieces
+        sending = 0 if shape.homes else others * min(shape.ranks, shape.top_k) * pieces
         taking = tokens * -(-shape.hidden // (512 if shape.fp8_back else 256))
     if name.endswith("_receive"):
         tellers = sending = 0
@@ -261,7 +261,7 @@ def plan_low(
         takers = min(takers, room - senders)
     if not name.endswith("_send"):
         takers = max(takers, 1)
-    if not tellers:
+    if not tellers and not shape.homes:
         senders = max(senders, 0 if name.endswith("_receive") else 1)
     return LowPlan(tellers, senders, takers, threads)
 
@@ -269,7 +269,14 @@ def plan_low(
 def load_low_entries(
     device: torch.device, shape: LowShape, layout: LowLayout, build: LowBuild
 ) -> LowCpuEntries | LowCudaEntries:
-    """Compile and load the operations of a shape for one rank's device."""
+    """Compile and load the operations of a shape for one rank's device.
+
+    Raises InvalidArgument for halves of a combine that sends nothing.
+    """
+    if build.halves and shape.homes:
+        raise InvalidArgument(
+            "halves=True, combine_by 'choices', whose combine sends nothing: leave halves out"
+        )
     if device.type == "cpu":
         return LowCpuEntries(shape, layout, build)
     with torch.cuda.device(device):

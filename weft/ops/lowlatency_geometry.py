@@ -27,6 +27,7 @@ from weft.shape import NUMBERS
 
 # Tracks that profiled kernels keep: of 32 rounds, by phase and team.
 TRACKS = (RING_TIMELINES, MOST_TRACKS, ctypes.sizeof(Track))
+WAYS = ("push", "fp8", "choices")  # of rows home
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +80,7 @@ class LowGeometry:
             raise InvalidArgument(f"dtype is {dtype}; choose one of {', '.join(map(str, NUMBERS))}")
         if quant not in (None, "fp8"):
             raise InvalidArgument(f"quant is {quant!r}; choose 'fp8' or None")
-        if combine_by not in ("push", "fp8"):
-            raise InvalidArgument(f"combine_by is {combine_by!r}; choose 'push' or 'fp8'")
+        _check_ways(combine_by, reduce, slots)
         if quant and group_size not in GROUPS:
             allowed = ", ".join(map(str, GROUPS))
             raise InvalidArgument(f"group_size is {group_size!r}; choose one of {allowed}")
@@ -103,6 +103,7 @@ class LowGeometry:
             scales=scale if quant else "fp32_row",
             reduce=reduce,
             fp8_back=combine_by == "fp8",
+            homes=combine_by == "choices",
             mapped=expert_map is not None,
         )
         return cls(shape, LowLayout.of(shape), dtype, placement, slots)
@@ -164,10 +165,11 @@ class LowGeometry:
             "counts": ((own,), torch.int32),
             "source": ((own, s.rows), torch.int32),
             "ranges": ((own, s.ranks, 2), torch.int32),
-            "position": (entries, torch.int32),
+            "position": ((0,) if s.homes else entries, torch.int32),
             "weights": (entries if s.reduce == "sender" else (0,), torch.float32),
             "brought": ((s.ranks,), torch.int32),
             "expected": ((s.tokens, 2), torch.int32),
+            "home": ((own, s.rows) if s.homes else (0,), torch.int64),
         }
 
     def memory(self, *, view: bool = False, profile: bool = False) -> Memory:
@@ -182,6 +184,17 @@ class LowGeometry:
             shared=self.layout.share_bytes,
             results=self.slots * slot + tracks,
             view=s.local * s.rows * s.hidden * self.dtype.itemsize if view else 0,
+        )
+
+
+def _check_ways(combine_by: str, reduce: str, slots: int) -> None:
+    """Raises InvalidArgument for a way home that there is not, and for what it excludes."""
+    if combine_by not in WAYS:
+        raise InvalidArgument(f"combine_by is {combine_by!r}; choose 'push', 'fp8' or 'choices'")
+    if combine_by == "choices" and (reduce != "receiver" or slots != 1):
+        raise InvalidArgument(
+            f"combine_by is 'choices', reduce {reduce!r}, slots {slots!r}: rows go home one by "
+            "one, of one dispatch at a time: use reduce='receiver' and slots=1"
         )
 
 

@@ -6,8 +6,6 @@ most one dispatch and one combine may be on their way, sent and not yet received
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from weft.errors import InvalidArgument, OutOfOrder
@@ -16,44 +14,11 @@ from weft.memory.header import HEADER_BYTES, Header
 from weft.ops.check import check_alignment, check_tensor
 from weft.ops.lowlatency_entry import LowCpuEntries, LowCudaEntries
 from weft.ops.lowlatency_geometry import TRACKS, LowGeometry
+from weft.ops.lowlatency_results import ExpertRows, Handle, Slot
 from weft.ops.lowlatency_shape import LowCombineArgs, LowDispatchArgs
 from weft.ops.watched import Watched, new_header
 
 TAGGED_BITS = 24  # of value in a tagged word: tagged_bits in protocol/lowlatency.cuh
-
-
-@dataclass(frozen=True, slots=True)
-class Handle:
-    """Which dispatch a combine answers. number: of the dispatch, counted from 1."""
-
-    number: int
-    slot: int
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertRows:
-    """What a dispatch brought to this rank's experts; `R = ep_size * max_tokens` rows for each.
-
-    Expert e's rows are the first `counts[e]`, ordered by source rank, then token; those behind hold
-    what earlier calls left. All of it is this rank's own memory, valid until `handle` is combined.
-
-    x: `[local_experts, R, hidden]`, float8_e4m3fn, or the dtype that was sent where quant is None.
-    scales: float32 `[local_experts, R, hidden / group]` ("fp32_row": contiguous; "fp32_col": column
-        by column, R padded to 4), or int32 `[local_experts, R, hidden / group / 4]` of four UE8M0
-        bytes, column by column ("ue8m0"); None where quant is None.
-    counts: int32 `[local_experts]`.
-    source: int32 `[local_experts, R]`, source rank * max_tokens + token, of the first counts rows.
-    ranges: int32 `[local_experts, ep_size, 2]`: the first row of each source, and how many.
-    handle: what `combine` takes.
-    """
-
-    x: torch.Tensor
-    scales: torch.Tensor | None
-    counts: torch.Tensor
-    source: torch.Tensor
-    ranges: torch.Tensor
-    handle: Handle
 
 
 class LowPremises(Watched):
@@ -82,6 +47,7 @@ class LowPremises(Watched):
     def _initialise(self, geometry: LowGeometry, header: Header) -> None:
         self._watch(geometry.shape.descriptor)
         layout, heap = geometry.layout, self.heap
+        self.broken = heap.tensor((1,), torch.int32, offset=Header.failed.offset)
         blank = layout.share_bytes - layout.tokens
         heap.tensor((blank,), torch.uint8, offset=layout.tokens).fill_(0xFF)
         heap.tensor((4,), torch.int64, offset=layout.progress).fill_(header.first_epoch)
@@ -93,33 +59,8 @@ class LowPremises(Watched):
 
     def close(self) -> None:
         """Give the memory back; local."""
-        del self._mailbox, self._alarm
+        del self._mailbox, self._alarm, self.broken
         self.heap.close()
-
-
-class Slot:
-    """The memory of one result and of what its combine needs."""
-
-    def __init__(self, geometry: LowGeometry, own: int, device: torch.device) -> None:
-        self.tensors = {
-            name: torch.zeros(shape, dtype=torch.uint8, device=device)
-            if dtype is torch.float8_e4m3fn
-            else torch.zeros(shape, dtype=dtype, device=device)
-            for name, (shape, dtype) in geometry.result_shapes(own).items()
-        }
-        shape = geometry.shape
-        x, scales = self.tensors["x"], self.tensors["scales"]
-        self.x = x.view(torch.float8_e4m3fn) if shape.group else x
-        self.scales: torch.Tensor | None = None
-        if shape.group:
-            by_row = shape.scales == "fp32_row"
-            self.scales = scales if by_row else scales.mT[:, : shape.rows]
-        self.alive: Handle | None = None
-
-    def rows(self, handle: Handle) -> ExpertRows:
-        """What a dispatch into this slot returns."""
-        t = self.tensors
-        return ExpertRows(self.x, self.scales, t["counts"], t["source"], t["ranges"], handle)
 
 
 class LowRounds:
@@ -139,13 +80,17 @@ class LowRounds:
         self._halves = halves
         self.device = group.device
         own = len(geometry.placement.experts_of(group.rank))
-        self.slots = [Slot(geometry, own, group.device) for _ in range(geometry.slots)]
+        self.slots = [
+            Slot(geometry, own, group.device, premises.broken) for _ in range(geometry.slots)
+        ]
         size = TRACKS if profile else (0,)
         self.tracks = torch.zeros(size, dtype=torch.uint8, device=group.device)
         self._dispatch_args = LowDispatchArgs(
             site=premises.site, own_experts=own, tracks=self.tracks.data_ptr()
         )
-        self._combine_args = LowCombineArgs(site=premises.site, tracks=self.tracks.data_ptr())
+        self._combine_args = LowCombineArgs(
+            site=premises.site, own_experts=own, tracks=self.tracks.data_ptr()
+        )
         if geometry.placement.explicit:
             self._table = geometry.placement.table(group.device)
             for args in (self._dispatch_args, self._combine_args):
@@ -204,7 +149,7 @@ class LowRounds:
 
     def combine(
         self,
-        y: torch.Tensor,
+        y: torch.Tensor | None,
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor | None,
         handle: Handle,
@@ -224,8 +169,7 @@ class LowRounds:
                 "what it was called with"
             )
         slot = self.slots[handle.slot]
-        check_tensor("y", y, shape=slot.x.shape, dtypes=(dtype,), device=self.device)
-        check_alignment("y", y, 16)
+        self._check_results(y, slot)
         if out is None:
             out = torch.empty((tokens, shape.hidden), dtype=dtype, device=self.device)
         for name, tensor in (("out", out), ("add", add)):
@@ -234,8 +178,10 @@ class LowRounds:
                 check_tensor(name, tensor, shape=size, dtypes=(dtype,), device=self.device)
                 check_alignment(name, tensor, 16)
         args = self._combine_args
-        args.y, args.ids, args.ids_bytes = y.data_ptr(), topk_ids.data_ptr(), topk_ids.itemsize
+        args.y = 0 if y is None else y.data_ptr()
+        args.ids, args.ids_bytes = topk_ids.data_ptr(), topk_ids.itemsize
         args.weights = 0 if topk_weights is None else topk_weights.data_ptr()
+        args.counts = slot.tensors["counts"].data_ptr()
         args.out, args.add = out.data_ptr(), 0 if add is None else add.data_ptr()
         args.tokens, args.number = tokens, handle.number % (1 << TAGGED_BITS)
         self._point(args, slot)
@@ -272,7 +218,7 @@ class LowRounds:
     @staticmethod
     def _point(args: LowDispatchArgs | LowCombineArgs, slot: Slot) -> None:
         """Let arguments speak of a slot's ledger. A dispatch on its way keeps its own."""
-        for name in ("position", "weights", "brought", "expected"):
+        for name in ("position", "weights", "brought", "expected", "home"):
             setattr(args.ledger, name, slot.tensors[name].data_ptr())
 
     def _free_slot(self, entry: str) -> int:
@@ -287,6 +233,20 @@ class LowRounds:
             f"{entry} while {slots} results are alive, the oldest of dispatch {oldest}: combine "
             "one first, or build with more slots"
         )
+
+    def _check_results(self, y: torch.Tensor | None, slot: Slot) -> None:
+        if self.geometry.shape.homes:
+            if y is not None:
+                raise InvalidArgument(
+                    "y is given, combine_by 'choices': rows are stored at their homes by whoever "
+                    "makes them; pass None"
+                )
+            return
+        if y is None:
+            raise InvalidArgument("y is None; pass the results of the dispatch's rows")
+        dtypes = (self.geometry.dtype,)
+        check_tensor("y", y, shape=slot.x.shape, dtypes=dtypes, device=self.device)
+        check_alignment("y", y, 16)
 
     def _check_handle(self, handle: Handle, entry: str) -> None:
         if not isinstance(handle, Handle):

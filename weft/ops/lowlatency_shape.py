@@ -49,6 +49,7 @@ class Ledger(ctypes.Structure):
         ("weights", c_uint64),
         ("brought", c_uint64),
         ("expected", c_uint64),
+        ("home", c_uint64),
     )
 
 
@@ -86,12 +87,15 @@ class LowCombineArgs(ctypes.Structure):
         ("placement", c_uint64),
         ("out", c_uint64),
         ("add", c_uint64),
+        ("counts", c_uint64),
         ("ledger", Ledger),
         ("tracks", c_uint64),
         ("tokens", c_uint32),
         ("ids_bytes", c_uint32),
+        ("own_experts", c_uint32),
         ("senders", c_uint32),
         ("number", c_uint32),
+        ("reserved", c_uint32),
     )
 
 
@@ -131,8 +135,8 @@ class LowShape:
     """Sizes of one low-latency all-to-all; `weft::LowShape` is the same struct.
 
     local: experts of the rank that has most.  group: columns that share a scale, 0 for rows that
-    go out as they are.  fp8_back: rows come home as FP8.  The others as in
-    `weft.LowLatencyAllToAll`.
+    go out as they are.  fp8_back: rows come home as FP8.  homes: from whoever made them.  The
+    others as in `weft.LowLatencyAllToAll`.
 
     Raises InvalidArgument naming the size and its limits.
     """
@@ -148,6 +152,7 @@ class LowShape:
     scales: str = "fp32_row"
     reduce: str = "receiver"
     fp8_back: bool = False
+    homes: bool = False
     mapped: bool = False
 
     def __post_init__(self) -> None:
@@ -238,7 +243,8 @@ class LowShape:
     def literal(self) -> str:
         """The C++ initialiser."""
         flags = ", ".join(
-            f".{name} = {str(getattr(self, name)).lower()}" for name in ("fp8_back", "mapped")
+            f".{name} = {str(getattr(self, name)).lower()}"
+            for name in ("fp8_back", "homes", "mapped")
         )
         return (
             f"weft::LowShape{{.ranks = {self.ranks}, .tokens = {self.tokens}, "

@@ -53,6 +53,7 @@ struct LowShape {
     Scales scales;
     Reduce reduce;
     bool fp8_back;  // rows come home as FP8, a scale for 128 columns
+    bool homes;     // whoever makes a row stores it at home; combine sends nothing
     bool mapped;    // experts lie where a table says
 
     constexpr u32 rows() const { return ranks * tokens; }  // of an expert, at most
@@ -115,6 +116,7 @@ struct Ledger {
     float* weights;  // [ranks, tokens, top_k] where experts' ranks reduce
     i32* brought;    // [ranks] tokens of each source
     u32* expected;   // [tokens, 2] of my own: choices that come home, and the ranks they come from
+    u64* home;       // [local, rows] where a row goes at its token's owner; 0 from combine on
 };
 
 struct LowDispatchArgs {
@@ -142,12 +144,15 @@ struct LowCombineArgs {
     const float* weights;  // [tokens, top_k]; null means 1
     const i32* placement;
     void* out;
-    const void* add;  // [tokens, hidden] added after the sum; null means none
+    const void* add;    // [tokens, hidden] added after the sum; null means none
+    const i32* counts;  // [local], of the dispatch
     Ledger ledger;
     Track* tracks;
     u32 tokens, ids_bytes;
+    u32 own_experts;
     u32 senders;
     u32 number;  // of the dispatch that is answered, in tagged_bits
+    u32 reserved;
 };
 
 template <LowShape S> WEFT_FN LowShare<S>& low_share(const Site& site, u32 rank) {
@@ -259,6 +264,11 @@ WEFT_FN Seat seat_of(i32 expert, u32 token, u32 first, u32 mask) {
     const u32 bit = token % chunk_tokens;
     if ((mask >> bit & 1) == 0) return {-1, 0};
     return {expert, first + bits_in(mask & ((1u << bit) - 1))};
+}
+
+// Where the row of a choice goes at its token's owner, for whoever makes it.
+template <LowShape S> WEFT_FN u64 home_of(const Site& site, u32 source, u32 token, u32 choice) {
+    return reinterpret_cast<u64>(low_share<S>(site, source).inbox.back_row(token, choice));
 }
 
 // The rank that has not sent a row of one of my tokens.

@@ -251,11 +251,15 @@ bool receive_token(const LowDispatchArgs& a, u64 wanted, u32 source, u32 token,
         const i32 expert = local_of(choices[k], a.own_experts);
         Seat seat{-1, 0};
         if (expert >= 0) seat = seat_of(expert, token, first[expert], bits[expert]);
-        a.ledger.position[slot + k] = -1;
+        if constexpr (!S.homes) a.ledger.position[slot + k] = -1;
         if (seat.expert < 0 || seat.row >= S.rows()) continue;
         const u32 e = u32(seat.expert);
-        a.ledger.position[slot + k] = i32(e * S.rows() + seat.row);
-        a.source[u64(e) * S.rows() + seat.row] = i32(source * S.tokens + token);
+        const u64 at = u64(e) * S.rows() + seat.row;
+        a.source[at] = i32(source * S.tokens + token);
+        if constexpr (S.homes)
+            a.ledger.home[at] = home_of<S>(a.site, source, token, k);
+        else
+            a.ledger.position[slot + k] = i32(at);
         unpack_row<S>(a, row, e, seat.row);
         if constexpr (S.reduce == Reduce::sender)
             std::memcpy(&a.ledger.weights[slot + k],
@@ -322,6 +326,8 @@ template <LowShape S, Part part = Part::whole> void low_dispatch(const LowDispat
     }
     if constexpr (part != Part::send) {
         if (!receive_tokens<S>(a, wanted)) return;
+        if constexpr (S.homes)  // in the stead of those who will store there
+            if (!await_grants<S>(a.site, progress, Phase::combine)) return;
         own.progress.received = wanted;
         keep_record(own.header, Phase::dispatch, wanted, start, a.tokens);
         mark_end(own.header, Phase::dispatch, wanted);

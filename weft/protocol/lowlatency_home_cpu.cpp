@@ -99,6 +99,12 @@ template <LowShape S> bool sum_token(const LowCombineArgs& a, u64 wanted, u32 to
     return true;
 }
 
+// A product that comes again before the next dispatch has nowhere to store.
+template <LowShape S> void forget_homes(const LowCombineArgs& a) {
+    for (u32 e = 0; e < a.own_experts; ++e)
+        for (u32 row = 0; row < u32(a.counts[e]); ++row) a.ledger.home[u64(e) * S.rows() + row] = 0;
+}
+
 template <LowShape S, Part part = Part::whole> void low_combine(const LowCombineArgs& a) {
     LowShare<S>& own = own_share<S>(a.site);
     const Progress progress = own.progress;
@@ -112,12 +118,15 @@ template <LowShape S, Part part = Part::whole> void low_combine(const LowCombine
         if (fault(own.header, Point::combine_enter, a.site.rank, wanted) == Action::stay_away)
             return;
         fault(own.header, Point::before_ready, a.site.rank, wanted);
-        if (!send_back<S>(a, progress)) return;
+        if constexpr (S.homes)
+            forget_homes<S>(a);
+        else if (!send_back<S>(a, progress))
+            return;
         own.progress.returned = wanted;
     }
     if constexpr (part != Part::send) {
         fault(own.header, Point::before_read, a.site.rank, wanted);
-        for (u32 peer = 0; peer < S.ranks; ++peer)
+        for (u32 peer = 0; !S.homes && peer < S.ranks; ++peer)
             if (!same_answer<S>(a, wanted, peer)) return;
         Track page;
         Diary diary(Solo{}, page, true);

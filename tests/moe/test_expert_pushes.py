@@ -1,0 +1,66 @@
+"""The layer by expert whose second product stores every row at its token's owner."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import weft
+from tests.moe.layers import Case
+from tests.moe.test_expert_major import BY_EXPERT, DEEP, WIRES, fp8_rounds
+from tests.moe.test_layer import both_overlaps, rounds, settle
+from tests.rounds import bits
+from weft.errors import InvalidArgument, OutOfOrder
+
+PUSHED = ("fp8 out", "a map", "a rank without experts")  # those that rows stored at home have
+
+
+@pytest.mark.parametrize("wire", PUSHED)
+def test_rows_that_the_product_stores_at_home(ranks, wire):
+    options = {**WIRES[wire][0], "gemm": "tiled"}
+    if "quantize" in options:
+        options = {"fp8": True}
+    case = Case(DEEP, tokens=(6, 3, 0))
+    play = fp8_rounds if "fp8" in options else rounds
+    options = {name: value for name, value in options.items() if name != "fp8"}
+    ranks(3, "threads")(play, case, {**BY_EXPERT, **options, "overlap": "push"})
+
+
+@pytest.mark.parametrize("more", [{"gemm": "tiled"}, {"fp8": True}])
+def test_rows_stored_at_home_have_the_same_bits(ranks, more):
+    case, every = Case(DEEP, tokens=(9, 0, 4)), ("none", "shared", "push")
+    ranks(3, "threads")(both_overlaps, case, {**BY_EXPERT, **more}, every)
+
+
+def pushed_by_hand(group: weft.Group) -> None:
+    """Experts of a broken group store nothing; those of a whole one what a call has."""
+    case = Case(DEEP, tokens=(5, 7))
+    with case.open(group, **BY_EXPERT, overlap="push", gemm="tiled") as layer:
+        x, logits = case.of(group.rank, group.device)
+        wanted, (ids, weights) = layer(x, logits), layer.route(logits)
+        exchange, shared = layer.exchange, case.shared(group.device)
+        assert isinstance(exchange, weft.LowLatencyAllToAll)
+        assert shared is not None
+        rows = exchange.dispatch(x, ids)
+        with pytest.raises(OutOfOrder, match="1 results of layer.exchange are alive"):
+            layer(x, logits)
+        assert layer.experts(rows) is None
+        with pytest.raises(InvalidArgument, match="rows are stored at their homes"):
+            exchange.combine(torch.empty(rows.x.shape).to(x), ids, weights, rows.handle)
+        out = exchange.combine(None, ids, weights, rows.handle, add=shared(x))
+        assert torch.equal(bits(out), bits(wanted))
+        settle(group)
+        rows = exchange.dispatch(x, ids)
+        group.barrier()
+        assert rows.broken is not None
+        rows.broken.fill_(1)
+        layer.experts(rows)
+        group.barrier()
+        layout, heap = exchange._geometry.layout, exchange._rounds.premises.heap
+        size = layout.share_bytes - layout.back
+        assert bool((heap.tensor((size,), torch.uint8, offset=layout.back) == 0xFF).all())
+        group.barrier()
+
+
+def test_rows_pushed_by_hand(ranks):
+    ranks(2, "threads")(pushed_by_hand)
