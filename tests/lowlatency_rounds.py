@@ -69,20 +69,19 @@ def store_home(a2a: LowLatencyAllToAll, got: ExpertRows, y: torch.Tensor) -> Non
     """Store experts' results where they belong, as a product would."""
     assert got.home is not None
     assert got.broken is not None
+    there = torch.arange(y.shape[1], device=y.device)[None] < got.counts[:, None]
     if y.device.type == "cpu":
-        there = torch.arange(y.shape[1])[None] < got.counts[:, None]
         rows = torch.where(there, got.home, 0).flatten()
         tell_rows(rows, y.flatten(0, 1), 0, got.broken)
         return
-    heap, layout = a2a._rounds.premises.heap, a2a._geometry.layout
-    shape, words = a2a._geometry.shape, y.view(torch.int32)  # each is there at once
+    heap, layout, shape = a2a._rounds.premises.heap, a2a._geometry.layout, a2a._geometry.shape
+    words = y.view(torch.int32)  # each is there at once
     size = (shape.tokens * shape.top_k, words.shape[2])
-    back = [heap.address(rank) + layout.back for rank in range(a2a.ep_size)]
-    for e, count in enumerate(got.counts.tolist()):
-        for row, home in enumerate(got.home[e, :count].tolist()):
-            owner = int(got.source[e, row]) // shape.tokens
-            place = heap.tensor(size, torch.int32, offset=layout.back, rank=owner)
-            place[(home - back[owner]) // (4 * size[1])] = words[e, row]
+    for owner in range(a2a.ep_size):
+        mine = there & (got.source // shape.tokens == owner)
+        place = heap.tensor(size, torch.int32, offset=layout.back, rank=owner)
+        back = heap.address(owner) + layout.back
+        place[(got.home[mine] - back) // (4 * size[1])] = words[mine]
 
 
 def wanted_home(
