@@ -12,6 +12,10 @@
  *   HALVES     an operation may be one call, or two, send and receive, with others in between.
  *   SPLIT      every operation is two calls.
  *   STEADY     dispatch and combine take turns; asserts that nobody ever waits for a grant.
+ *   HOMES      with STEADY: between dispatch and combine somebody else stores the rows home, behind the
+ *              grants of combines that the dispatch has waited for; the combine stores nothing. The
+ *              next dispatch may then have to wait, for a row comes before its sender's combine begins.
+ *   BLIND      wrong, with HOMES: the rows home are stored when the dispatch begins.
  *   EAGER      wrong: stores without a grant.
  *   HASTY      wrong: grants the operation that begins.
  *   SHARED     one place for both kinds, grants of both waited for; wrong with HALVES or STEADY.
@@ -58,6 +62,25 @@ bool ready = false;
 #define BLANK(k, me, p) AT(k, me, p) = 0
 #endif
 
+#ifdef HOMES
+#define STORES(call) (SENDS(call) && KIND(call) == 0)
+#else
+#define STORES(call) SENDS(call)
+#endif
+
+/* A row for everybody's next combine, by who waits for nobody. */
+#define STORE_HOME \
+    p = 0; \
+    do \
+    :: p < N -> \
+        atomic { \
+            assert(AT(1, p, me) == 0); \
+            AT(1, p, me) = 2 * (sent[1] + 1) + 1; \
+            p++ \
+        } \
+    :: else -> break \
+    od
+
 #ifdef HASTY
 #define EARLY 1
 #else
@@ -94,18 +117,24 @@ proctype Rank(byte me) {
             atomic {
                 GRANTED(0, p, me) = finished[0] + EARLY;
                 GRANTED(1, p, me) = finished[1] + EARLY;
-                stored[p] = !SENDS(call);
+                stored[p] = !STORES(call);
                 taken[p] = !TAKES(call);
                 p++
             }
         :: else -> break
         od;
-        left = N * SENDS(call) + N * TAKES(call);
+        left = N * STORES(call) + N * TAKES(call);
         if
         :: SENDS(call) -> sent[k]++
         :: else -> skip
         fi;
-#ifdef STEADY
+#if defined(HOMES) && defined(BLIND)
+        if
+        :: k == 0 -> STORE_HOME
+        :: else -> skip
+        fi;
+#endif
+#if defined(STEADY) && !defined(HOMES)
         p = 0;
         do
         :: p < N -> assert(MAY_STORE(k, me, p)); p++
@@ -124,6 +153,18 @@ proctype Rank(byte me) {
         :: TAKES(call) -> finished[k]++
         :: else -> skip
         fi;
+#if defined(HOMES) && !defined(BLIND)
+        if
+        :: k == 0 ->
+            p = 0;
+            do
+            :: p < N -> GRANTED(1, me, p) >= sent[1]; p++
+            :: else -> break
+            od;
+            STORE_HOME
+        :: else -> skip
+        fi;
+#endif
         step++
     :: else -> break
     od

@@ -76,8 +76,8 @@ def test_what_is_tuned_is_what_a_layer_chooses_by(weft_command, tmp_path, monkey
     found = LayerTable.load(path)
     rank, expert = found.curves
     assert (rank.exchange, set(rank.us), rank.tokens) == ("rank", set(OVERLAPS), (1, 6))
-    assert (expert.exchange, set(expert.us)) == ("expert", {"none", "shared"})
-    assert "Refused: exchange expert, 1, 6 tokens, overlap push: " in out.replace("\n", " ")
+    assert (expert.exchange, set(expert.us)) == ("expert", {"none", "shared", "push"})
+    assert "Refused: exchange expert, 1, 6 tokens, overlap signals: " in out.replace("\n", " ")
     assert f"auto: {bands_text(rank)}" in out
 
     settings = replace(SETTINGS, table=str(path), tokens=(6, 9), overlaps=("none",))
@@ -128,12 +128,12 @@ def test_an_exchange_that_the_layer_does_not_have_is_told():
 
 
 def test_modes_asked_for_are_those_of_the_exchange_that_has_them():
-    settings = replace(SETTINGS, tokens=(1,), overlaps=("shared", "push"))
+    settings = replace(SETTINGS, tokens=(1,), overlaps=("shared", "columns"))
     found = tune(settings, ("rank", "expert"), quiet=True)
     assert found.table is not None
-    assert [set(curve.us) for curve in found.table.curves] == [{"shared", "push"}, {"shared"}]
-    nothing = tune(replace(settings, overlaps=("push",)), ("expert",), quiet=True)
-    assert nothing.problem == "exchange expert, which has none, shared alone"
+    assert [set(curve.us) for curve in found.table.curves] == [{"shared", "columns"}, {"shared"}]
+    nothing = tune(replace(settings, overlaps=("columns",)), ("expert",), quiet=True)
+    assert nothing.problem == "exchange expert, which has none, shared, push alone"
 
 
 def test_a_wrong_layer_makes_no_table(monkeypatch):

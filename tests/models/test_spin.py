@@ -110,6 +110,8 @@ VARIANTS = (
     Variant("low latency, halves, three ranks", "N=3 CALLS=3 SPLIT", None, "lowlatency"),
     Variant("low latency, in turn nobody waits for a grant", "CALLS=8 STEADY", None, "lowlatency"),
     Variant("the same, three ranks", "N=3 CALLS=3 STEADY", None, "lowlatency", large=True),
+    Variant("in turn, rows stored home by others", "CALLS=6 STEADY HOMES", None, "lowlatency"),
+    Variant("before they may be", "CALLS=6 STEADY HOMES BLIND", STALE_PLACE, "lowlatency"),
     Variant("in turn, in one place", "CALLS=4 STEADY SHARED", WAITED, "lowlatency"),
     Variant("whole calls in one place", "CALLS=6 SHARED", None, "lowlatency"),
     Variant("low latency, stores without a grant", "EAGER", STALE_PLACE, "lowlatency"),

@@ -1,7 +1,8 @@
 // Low-latency rounds with ranks as threads: every number of every row is stamped with source, token
 // and round, checked where it arrives and again in the sum at home. Exit status 0: all are right.
 // With -DWEFT_NO_GRANTS=1 ranks store into inboxes that nobody has emptied, and rows are lost.
-// -DRANKS, -DREDUCE and -DHALVES choose the group, who adds, and whether two results cross.
+// -DRANKS, -DREDUCE and -DHALVES choose the group, who adds, and whether two results cross; -DHOMES=1
+// lets experts store their rows at home themselves.
 #include <cstdio>
 #include <cstdlib>
 #include <thread>
@@ -10,6 +11,7 @@
 #include <weft/protocol/cpu.cpp>
 #include <weft/protocol/lowlatency_cpu.cpp>
 #include <weft/protocol/lowlatency_home_cpu.cpp>
+#include <weft/protocol/tell_cpu.cpp>
 
 #ifndef RANKS
 #define RANKS 4
@@ -19,6 +21,9 @@
 #endif
 #ifndef HALVES
 #define HALVES 0
+#endif
+#ifndef HOMES
+#define HOMES 0
 #endif
 
 using namespace weft;
@@ -35,6 +40,7 @@ constexpr LowShape S{.ranks = RANKS,
                      .scales = Scales::fp32_row,
                      .reduce = Reduce::REDUCE,
                      .fp8_back = false,
+                     .homes = HOMES,
                      .mapped = false};
 constexpr u32 slots = 2;
 
@@ -71,10 +77,13 @@ struct Slot {
     std::vector<i32> position = std::vector<i32>(u64(S.rows()) * S.top_k);
     std::vector<float> weights = std::vector<float>(u64(S.rows()) * S.top_k);
     std::vector<u32> expected = std::vector<u32>(2 * S.tokens);
+    std::vector<u64> home = std::vector<u64>(u64(S.local) * S.rows());
     u64 round = 0;
     u32 tokens = 0;
 
-    Ledger ledger() { return {position.data(), weights.data(), brought.data(), expected.data()}; }
+    Ledger ledger() {
+        return {position.data(), weights.data(), brought.data(), expected.data(), home.data()};
+    }
 };
 
 static LowDispatchArgs out_of(const Site& site, u32 own, Slot& slot) {
@@ -93,15 +102,17 @@ static LowDispatchArgs out_of(const Site& site, u32 own, Slot& slot) {
     return a;
 }
 
-static LowCombineArgs home_of(const Site& site, Slot& slot) {
+static LowCombineArgs back_of(const Site& site, u32 own, Slot& slot) {
     LowCombineArgs a{};
     a.site = site;
     a.y = slot.rows.data();
     a.ids = slot.ids.data();
     a.out = slot.out.data();
+    a.counts = slot.counts.data();
     a.ledger = slot.ledger();
     a.tokens = slot.tokens;
     a.ids_bytes = 4;
+    a.own_experts = own;
     return a;
 }
 
@@ -136,6 +147,16 @@ static u64 wrong_sums(const Slot& slot, u32 rank) {
     return wrong;
 }
 
+// What experts do where combine sends nothing: each row goes home as it is.
+static void store_home(const Site& site, u32 own, Slot& slot) {
+    for (u32 e = 0; HOMES && e < own; ++e) {
+        const u64 first = u64(e) * S.rows();
+        const u8* rows = reinterpret_cast<const u8*>(&slot.rows[first * S.hidden]);
+        tell_rows<S.number>(&slot.home[first], rows, u64(slot.counts[e]), S.hidden * 4, 0,
+                            &own_share<S>(site).header.turn.failed);
+    }
+}
+
 // Two micro-batches; in halves, one's dispatch is on its way while the other goes home.
 static u64 two_rounds(const Site& site, u32 own, Slot (&slot)[slots]) {
     u64 wrong = 0;
@@ -143,17 +164,25 @@ static u64 two_rounds(const Site& site, u32 own, Slot (&slot)[slots]) {
         low_dispatch<S>(out_of(site, own, slot[0]));
         low_dispatch<S, Part::send>(out_of(site, own, slot[1]));
         wrong += wrong_rows(slot[0], own);
-        low_combine<S, Part::send>(home_of(site, slot[0]));
+        low_combine<S, Part::send>(back_of(site, own, slot[0]));
         low_dispatch<S, Part::receive>(out_of(site, own, slot[1]));
-        low_combine<S, Part::receive>(home_of(site, slot[0]));
+        low_combine<S, Part::receive>(back_of(site, own, slot[0]));
+    } else if constexpr (HOMES) {
+        low_dispatch<S>(out_of(site, own, slot[0]));
+        wrong += wrong_rows(slot[0], own);
+        store_home(site, own, slot[0]);
+        low_combine<S>(back_of(site, own, slot[0]));
+        store_home(site, own, slot[0]);  // which no row has any more
+        low_dispatch<S>(out_of(site, own, slot[1]));
     } else {
         low_dispatch<S>(out_of(site, own, slot[0]));
         low_dispatch<S>(out_of(site, own, slot[1]));
         wrong += wrong_rows(slot[0], own);
-        low_combine<S>(home_of(site, slot[0]));
+        low_combine<S>(back_of(site, own, slot[0]));
     }
     wrong += wrong_rows(slot[1], own);
-    low_combine<S>(home_of(site, slot[1]));
+    store_home(site, own, slot[1]);
+    low_combine<S>(back_of(site, own, slot[1]));
     return wrong;
 }
 

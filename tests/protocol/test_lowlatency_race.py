@@ -41,6 +41,12 @@ def test_no_race_in_any_group_way_and_halves(group, reduce, halves):
     assert f"600 rounds of {group} ranks: 0 wrong words" in text
 
 
+def test_no_race_where_experts_store_rows_at_home():
+    status, text = run("low-race-homes", *SANITIZED, "-DRANKS=3", "-DHOMES=1", rounds=600)
+    assert status == 0, text
+    assert "600 rounds of 3 ranks: 0 wrong words" in text
+
+
 @pytest.mark.parametrize("halves", [0, 1])
 def test_without_grants_rows_are_lost(halves):
     status, text = run(

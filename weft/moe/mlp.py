@@ -35,8 +35,11 @@ class Mlp(Protocol):
     def expect(self, rows: int) -> None:
         """A hint: about so many rows will come to each expert."""
 
-    def up(self, weights: ExpertWeights, grouped: RowsByExpert) -> None:
-        """The first product and what stands between the two."""
+    def up(self, weights: ExpertWeights, grouped: RowsByExpert, *, early: bool = True) -> None:
+        """The first product and what stands between the two.
+
+        early: it may take its place on the GPU while the kernel in front still runs.
+        """
 
     def down(self, weights: ExpertWeights, columns: Columns | None = None) -> torch.Tensor:
         """The second product, or these columns of it: `[*rows, hidden]`, the others undefined."""
@@ -153,7 +156,7 @@ class TorchMlp:
     def expect(self, rows: int) -> None:
         """Torch chooses for itself."""
 
-    def up(self, weights: ExpertWeights, grouped: RowsByExpert) -> None:
+    def up(self, weights: ExpertWeights, grouped: RowsByExpert, *, early: bool = True) -> None:
         self._used = used = self._products.begin(grouped)
         x = self._widened(grouped.rows)[:used]
         h = self._products.multiply(x, weights.gate_up, weights.gate_up_bias, self._h[:used])

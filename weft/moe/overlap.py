@@ -55,6 +55,11 @@ class Beside:
         if self._stream is not None:
             self._mark.record(torch.cuda.current_stream(self._device))
 
+    @property
+    def busy(self) -> bool:
+        """Has something been enqueued here since the last `join`? Never on CPU ranks."""
+        return self._busy
+
     def after_mark(self) -> AbstractContextManager[object]:
         """Enqueue here what may run beside all that the caller has enqueued since `mark`."""
         if self._stream is None:

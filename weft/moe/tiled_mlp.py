@@ -115,7 +115,7 @@ class TiledMlp:
         # Masked rows are those of exchange "expert", whose owners poll them.
         self._pushing = fastest_plan(*sizes, hidden, inner, dtype, tells=self._masked, **given)
 
-    def up(self, weights: ExpertWeights, grouped: RowsByExpert) -> None:
+    def up(self, weights: ExpertWeights, grouped: RowsByExpert, *, early: bool = True) -> None:
         self._grouped = grouped
         grouped_gemm(
             grouped.x,
@@ -128,7 +128,7 @@ class TiledMlp:
             out=(self._act, self._scales) if self._fp8 else self._act,
             plan=self._up,
             epilogue=self._epilogue,
-            programmatic_launch=self._programmatic,
+            programmatic_launch=self._programmatic and early,
         )
 
     def down(self, weights: ExpertWeights, columns: Columns | None = None) -> torch.Tensor:
