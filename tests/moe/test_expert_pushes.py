@@ -11,6 +11,9 @@ from tests.moe.test_expert_major import BY_EXPERT, DEEP, WIRES, fp8_rounds
 from tests.moe.test_layer import both_overlaps, rounds, settle
 from tests.rounds import bits
 from weft.errors import InvalidArgument, OutOfOrder
+from weft.moe import ExpertWeights, tiled_mlp
+from weft.moe.expert_major import YIELDS_FROM, Blocks
+from weft.moe.products import RowsByExpert
 
 PUSHED = ("fp8 out", "a map", "a rank without experts")  # those that rows stored at home have
 
@@ -64,3 +67,41 @@ def pushed_by_hand(group: weft.Group) -> None:
 
 def test_rows_pushed_by_hand(ranks):
     ranks(2, "threads")(pushed_by_hand)
+
+
+def who_is_first(group: weft.Group, tokens: int, beside: bool) -> list[bool]:
+    """Whether the first product of a call may begin early."""
+    seen = []
+    case = Case(DEEP, tokens=(tokens,) * group.size)
+    with case.open(group, **BY_EXPERT, overlap="push", gemm="tiled") as layer:
+        work = layer._workspace
+        up = work._mlp.up
+
+        def watched(weights: ExpertWeights, rows: RowsByExpert, *, early: bool = True) -> None:
+            seen.append(early)
+            up(weights, rows, early=early)
+
+        work._mlp.up = watched  # type: ignore[method-assign]
+        work.aside._busy = beside  # as on a GPU, where it has a stream of its own
+        layer(*case.of(group.rank, group.device))
+        settle(group)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("tokens", "beside", "early"),
+    [(YIELDS_FROM - 1, True, True), (YIELDS_FROM, True, False), (YIELDS_FROM, False, True)],
+)
+def test_with_many_tokens_the_shared_expert_goes_first(ranks, tokens, beside, early):
+    assert ranks(2, "threads")(who_is_first, tokens, beside) == [[early]] * 2
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_product_that_is_not_early_is_launched_behind(monkeypatch, early):
+    asked = []
+    monkeypatch.setattr(tiled_mlp, "grouped_gemm", lambda *_, **given: asked.append(given))
+    device, nothing = torch.device("cpu"), torch.zeros(1)
+    mlp = tiled_mlp.TiledMlp(DEEP, (8, 4), 8, fp8=True, most=4, programmatic=True, device=device)
+    rows = Blocks((nothing, nothing), nothing, nothing, None, None)
+    mlp.up(ExpertWeights.stack(DEEP, []).to_fp8(), rows, early=early)
+    assert [given["programmatic_launch"] for given in asked] == [early]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 import weft
 from tests.kernels.emulate_lowlatency import EmulatedLow, compile_low
-from tests.lowlatency_rounds import Mode
+from tests.lowlatency_rounds import Mode, store_home
 from tests.rounds import Round
 from weft.errors import PeerTimeout
 from weft.memory.header import HEADER_BYTES
@@ -56,16 +57,24 @@ def forge_dispatch(
     words(a2a, layout.chosen, 2 * shape.local)[shape.local :] = tag | chosen
     words(a2a, layout.tokens, 2)[1] = tag | tokens
     words(a2a, flags, 2)[1] += 1  # hello
+    words(a2a, flags + 2 * LINE, 2)[1] += 1  # combined
     if a2a.group.device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def lied_to(group: weft.Group, lie: dict[str, int]) -> None:
-    mode = Mode(more={"timeout": 5.0})
+    for mode in (Mode(), Mode(combine_by="choices")):
+        lied_to_in(group, replace(mode, more={"timeout": 5.0}), lie)
+
+
+def lied_to_in(group: weft.Group, mode: Mode, lie: dict[str, int]) -> None:
     with mode.make(group, CASE, MOST) as a2a:
         x, ids, weights, _ = CASE.of(group.rank, group.device)
         got = a2a.dispatch(x, ids, weights)
-        a2a.combine(torch.zeros_like(got.x, dtype=x.dtype), ids, weights, got.handle)
+        y = torch.zeros_like(got.x, dtype=x.dtype)
+        if got.home is not None:
+            store_home(a2a, got, y)
+        a2a.combine(y if got.home is None else None, ids, weights, got.handle)
         group.barrier()
         if group.rank == 1:
             forge_dispatch(a2a, **lie)
@@ -88,12 +97,29 @@ def check_bounds(a2a: LowLatencyAllToAll, got: ExpertRows) -> None:
     assert tensors["brought"].tolist() == [MOST, MOST]
     assert bool((got.counts <= rows).all()), got.counts
     assert bool((got.ranges.sum(dim=-1) <= rows).all()), got.ranges
+    if got.home is not None:
+        check_homes(a2a, got, got.home)
+        return
     taken = tensors["position"][tensors["position"] >= 0]
     assert bool((taken < got.counts[taken // rows] + taken // rows * rows).all())
     # No two tokens share a row, whatever was told of them.
     by_token = tensors["position"][1].unique(dim=1)
     seats = by_token[by_token >= 0]
     assert len(seats) == len(seats.unique())
+
+
+def check_homes(a2a: LowLatencyAllToAll, got: ExpertRows, home: torch.Tensor) -> None:
+    """Every home is the place of a row of the token's owner; no two rows have the same."""
+    shape, heap = a2a._geometry.shape, a2a._rounds.premises.heap
+    behind = torch.arange(shape.rows, device=home.device)[None] >= got.counts[:, None]
+    assert not home[behind].any()
+    homes = home[home != 0]
+    assert len(homes) == len(homes.unique())
+    for rank in range(a2a.ep_size):
+        ours = home[(home != 0) & (got.source // MOST == rank)]
+        place = ours - heap.address(rank) - a2a._geometry.layout.back
+        assert not (place % shape.back_bytes).any()
+        assert bool(((place >= 0) & (place < MOST * shape.top_k * shape.back_bytes)).all())
 
 
 @pytest.mark.parametrize("kind", KINDS)
