@@ -77,9 +77,9 @@ def who_is_first(group: weft.Group, tokens: int, beside: bool) -> list[bool]:
         work = layer._workspace
         up = work._mlp.up
 
-        def watched(weights: ExpertWeights, rows: RowsByExpert, *, early: bool = True) -> None:
+        def watched(weights: ExpertWeights, grouped: RowsByExpert, *, early: bool = True) -> None:
             seen.append(early)
-            up(weights, rows, early=early)
+            up(weights, grouped, early=early)
 
         work._mlp.up = watched  # type: ignore[method-assign]
         work.aside._busy = beside  # as on a GPU, where it has a stream of its own
