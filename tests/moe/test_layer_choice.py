@@ -98,7 +98,8 @@ def test_what_was_asked_for_is_done_and_what_auto_would_take_is_told(ranks):
         ({"combine_by": "pull"}, "none", "nearest"),  # which columns cannot serve
         ({"combine_by": "choices"}, "push", "only one"),
         ({"gemm": "loop"}, "shared", "rule"),  # the table has tiled products
-        ({"exchange": "expert"}, "shared", "rule"),
+        ({"exchange": "expert"}, "push", "rule"),
+        ({"exchange": "expert", "reduce": "sender"}, "shared", "rule"),
         ({"max_tokens": 5}, "push", "rule"),  # the table ends at 4
         ({"combine_by": "fp8"}, "columns", "nearest"),
     ],

@@ -25,6 +25,12 @@ def test_the_fastest_at_these_tokens_is_taken():
     assert choose(table(), question(512, ("none", "shared"))).overlap == "none"
 
 
+@pytest.mark.parametrize(("push", "want"), [(40.9, "push"), (41.3, "shared")])
+def test_push_begins_where_no_other_is_surely_faster(push, want):
+    us = {"none": (50.0, 60.0, 90.0), "shared": (40.0, 55.0, 85.0), "push": (push, 54.9, 84.9)}
+    assert {choose(table(curve(us=us)), question(n)).overlap for n in (1, 8, 64, 512)} == {want}
+
+
 def test_a_choice_says_what_it_took_and_what_the_others_would_take():
     found = choose(table(), question(64))
     assert (found.auto, found.source) == ("push", "measured")

@@ -21,8 +21,8 @@ from weft.bench.report import us_text, write_text
 from weft.bench.summary import Spread
 from weft.errors import InvalidArgument
 from weft.moe import EXCHANGES, OVERLAPS, LayerTable, expert_major
+from weft.moe.layer_choice import overlap_bands
 from weft.moe.layer_table import LayerCurve, LayerSizes
-from weft.ops.bands import bands_of
 
 MODES = {"rank": OVERLAPS, "expert": expert_major.OVERLAPS}
 
@@ -125,7 +125,7 @@ def print_table(console: Console, table: LayerTable, refused: Sequence[str]) -> 
 
 def bands_text(curve: LayerCurve) -> str:
     """Which overlap serves which tokens of a curve."""
-    bands = bands_of(curve.tokens, curve.us, tuple(curve.us))
+    bands = overlap_bands(curve, tuple(curve.us))
     starts = (1, *bands.starts[1:])
     return ", ".join(
         f"{word} from {start}" for word, start in zip(bands.names, starts, strict=True)

@@ -19,9 +19,9 @@ OVERLAPS = ("none", "shared", "push")
 HOMES = ("push", "fp8")  # where combine sends rows
 # Tokens of a rank from which on the first product lets the shared expert begin before it. A product
 # that waits on the SMs while dispatch runs is there first, and keeps them: the shared expert's two
-# products come behind the others' two. With 8 tokens that takes 16 us less of 344, from 64 on 2 to
-# 6 us more (DeepSeek-V3, 4 x H200, 2026-11-22).
-YIELDS_FROM = 64
+# products come behind the others' two. With 8 and 16 tokens that takes 15 us less, with 32 it takes
+# 12 us more, from 64 on 2 to 6 (DeepSeek-V3, 4 x H200, 2026-11-22).
+YIELDS_FROM = 32
 
 
 @dataclass(frozen=True, slots=True)

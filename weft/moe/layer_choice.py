@@ -13,11 +13,12 @@ from weft.memory import Group
 from weft.moe.layer_table import LayerCurve, LayerSizes, LayerTable
 from weft.moe.models import MoEConfig
 from weft.moe.options import AUTO, Chosen, Options
-from weft.ops.bands import HYSTERESIS, bands_of
+from weft.ops.bands import HYSTERESIS, Bands, bands_of
 from weft.ops.table_vote import agreed_table, common_gpu
 
 MEASURED, NEAREST, RULE, ONLY = "measured", "nearest", "rule", "only one"
-MOST_PUSHED = 1024  # tokens of a rank up to which the rule of thumb takes "push"
+FAVOURITE = "push"  # begins where no other is faster by more than the hysteresis
+MOST_PUSHED = {"rank": 1024, "expert": 512}  # tokens up to which the rule of thumb takes "push"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ def choose(table: LayerTable | None, question: Question) -> LayerChoice:
         reason = f"{able[0]}: no other overlap serves this layer."
         return LayerChoice(able[0], able[0], ONLY, us, reason, origin)
     curve = table.curve(question.exchange, question.gemm) if table else None
-    word = bands_of(curve.tokens, curve.us, able).at(tokens) if curve else ""
+    word = overlap_bands(curve, able).at(tokens) if curve else ""
     if table is None or curve is None or curve.at(word, tokens) is None:
         word = rule_of_thumb(question)
         reason = f"{word} by a rule of thumb: {_lack(table, curve, question)}."
@@ -84,15 +85,20 @@ def choose(table: LayerTable | None, question: Question) -> LayerChoice:
     return LayerChoice(word, word, MEASURED if exact else NEAREST, us, reason, origin)
 
 
+def overlap_bands(curve: LayerCurve, able: tuple[str, ...]) -> Bands:
+    """Which of the overlaps that can serve takes which sizes of a curve."""
+    return bands_of(curve.tokens, curve.us, able, favourite=FAVOURITE)
+
+
 def rule_of_thumb(question: Question) -> str:
     """What "auto" takes where nothing near was measured.
 
-    "push" took least at 8 to 512 tokens a rank of DeepSeek-V3 in FP8 on 4 H200s, or within 0.5 % of
-    it, and to 1024 on 2 (docs/measuring.md). Beyond that nothing was measured, and places for every
-    choice of a token take much memory.
+    "push" took least at 8 to 1024 tokens a rank of DeepSeek-V3 in FP8 on 4 H200s, or within 0.5 %
+    of it, and by expert at 1 to 512 (docs/measuring.md). Beyond that nothing was measured, and
+    places for every choice of a token take much memory.
     """
     able = question.able
-    if "push" in able and question.exchange == "rank" and question.max_tokens <= MOST_PUSHED:
+    if "push" in able and question.max_tokens <= MOST_PUSHED[question.exchange]:
         return "push"
     return "shared" if "shared" in able else able[0]
 

@@ -60,17 +60,25 @@ def time_at(sizes: Sequence[int], times: Times, size: int) -> float | None:
 
 
 def bands_of(
-    sizes: Sequence[int], us: Mapping[str, Times], names: Sequence[str], *, unit: int = 1
+    sizes: Sequence[int],
+    us: Mapping[str, Times],
+    names: Sequence[str],
+    *,
+    unit: int = 1,
+    favourite: str = "",
 ) -> Bands:
     """Which of `names` serves when: up the measured sizes, as said above.
 
     unit: of the bands' sizes, in that of the measured ones: bytes of a row, where these are bytes.
+    favourite: begins, if none is more than HYSTERESIS faster at the first size.
     """
     times = {name: us[name] for name in names if name in us}
     count = len(sizes)
     holder = next((name for i in range(count) if (name := _best(times, i))), None)
     if holder is None:
         return Bands((0,), (names[0],))
+    if favourite in times and times[favourite][0] and not _beats(times, holder, favourite, 0):
+        holder = favourite
     starts, found = [0], [holder]
     for i in range(1, count):
         best = _best(times, i)
