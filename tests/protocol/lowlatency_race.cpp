@@ -1,8 +1,8 @@
 // Low-latency rounds with ranks as threads: every number of every row is stamped with source, token
 // and round, checked where it arrives and again in the sum at home. Exit status 0: all are right.
 // With -DWEFT_NO_GRANTS=1 ranks store into inboxes that nobody has emptied, and rows are lost.
-// -DRANKS, -DREDUCE and -DHALVES choose the group, who adds, and whether two results cross; -DHOMES=1
-// lets experts store their rows at home themselves.
+// -DRANKS, -DREDUCE and -DHALVES choose the group, who adds, and whether two results cross;
+// -DHOMES=1 lets experts store their rows at home themselves.
 #include <cstdio>
 #include <cstdlib>
 #include <thread>
