@@ -48,6 +48,10 @@ def pushed_by_hand(group: weft.Group) -> None:
         with pytest.raises(OutOfOrder, match="1 results of layer.exchange are alive"):
             layer(x, logits)
         assert layer.experts(rows) is None
+        assert isinstance(layer._workspace._mlp, tiled_mlp.TiledMlp)
+        with pytest.raises(InvalidArgument, match="no room for them"):
+            layer._workspace._mlp.down(layer._weights)
+        assert layer._workspace._mlp.buffers[-1].numel() == 0
         with pytest.raises(InvalidArgument, match="rows are stored at their homes"):
             exchange.combine(torch.empty(rows.x.shape).to(x), ids, weights, rows.handle)
         out = exchange.combine(None, ids, weights, rows.handle, add=shared(x))

@@ -59,7 +59,7 @@ class Push:
     tells: rows tell of themselves: stores are relaxed, at system scope, in words of 4 bytes of
         which none is all ones (a NaN never has all bits set), so an owner may poll a place that it
         has filled with ones. On GPUs with a WgmmaPlan only.
-    unless: int32 `[1]` on the device; where it is not 0 when a row is done, the row goes nowhere.
+    unless: int32 `[1]` on the device; where it is not 0 when a tile begins, its rows go nowhere.
         With `tells` only.
     """
 

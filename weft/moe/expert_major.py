@@ -50,6 +50,10 @@ class ExpertMajor(LayerWorkspace[ExpertRows]):
     _tokens = 0  # of this rank in this round
 
     @property
+    def keeps_no_results(self) -> bool:
+        return self.options.overlap == "push"
+
+    @property
     def mid_round(self) -> bool:
         return any(slot.alive is not None for slot in self.exchange._rounds.slots)
 

@@ -106,13 +106,15 @@ def make_mlp(
     most: int,
     programmatic: bool,
     device: torch.device,
+    pushes: bool = False,
 ) -> Mlp:
     """The buffers of a chosen way.
 
     rows: `[max_rows]`, or `[experts, max_rows]` where masked.   most: what `expect` says at most.
+    pushes: results are pushed only. Tiled only.
     """
     if way == "tiled":
-        given: dict[str, Any] = {"programmatic": programmatic, "device": device}
+        given: dict[str, Any] = {"programmatic": programmatic, "device": device, "pushes": pushes}
         return TiledMlp(config, rows, experts, fp8=fp8, most=most, **given)
     return TorchMlp(way, config, rows, experts, quantize=quantize, device=device)
 

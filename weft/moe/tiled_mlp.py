@@ -43,7 +43,8 @@ def rows_can_tell(
 class TiledMlp:
     """`weft.gemm`: gating and FP8 in the first product's epilogue, parts and homes in the second's.
 
-    FP8 weights take rows as FP8 off the wire; the same bits for any plan.
+    FP8 weights take rows as FP8 off the wire; the same bits for any plan.   pushes: `push` is
+    called and never `down`, so no results are kept.
     """
 
     layout: Layout = "contiguous"
@@ -59,6 +60,7 @@ class TiledMlp:
         most: int,
         programmatic: bool,
         device: torch.device,
+        pushes: bool = False,
     ) -> None:
         self._config, self._experts, self._fp8 = config, max(experts, 1), fp8
         self._masked = len(rows) == 2
@@ -73,7 +75,9 @@ class TiledMlp:
         self._act = torch.empty((*rows, config.intermediate), dtype=dtype, device=device)
         blocks = config.intermediate // FP8_BLOCK if fp8 else 0
         self._scales = torch.empty((*rows, blocks), device=device)
-        self._y = torch.empty((*rows, config.hidden), dtype=config.dtype, device=device)
+        self._pushes = pushes
+        kept = (0,) if pushes else rows
+        self._y = torch.empty((*kept, config.hidden), dtype=config.dtype, device=device)
         self._grouped: RowsByExpert | None = None
         self._up: GemmPlan | WgmmaPlan
         self._down: GemmPlan | WgmmaPlan
@@ -98,7 +102,7 @@ class TiledMlp:
             if isinstance(up := self._up, WgmmaPlan):
                 kinds.add(Kind(experts, 2 * inner, hidden, up, *gated))
             for finish, down in (("store", self._down), ("push", self._pushing)):
-                if isinstance(down, WgmmaPlan):
+                if isinstance(down, WgmmaPlan) and (finish == "push" or not self._pushes):
                     kind = Kind(experts, hidden, inner, down, finish, number, *operands)
                     tells = finish == "push" and self._masked
                     kinds.add(replace(kind, settled=self._programmatic, tells=tells))
@@ -132,6 +136,8 @@ class TiledMlp:
         )
 
     def down(self, weights: ExpertWeights, columns: Columns | None = None) -> torch.Tensor:
+        if self._pushes:
+            raise InvalidArgument("these rows go home as they are made; there is no room for them")
         if columns is None or columns == (0, self._config.hidden):
             self._multiply(weights, self._down, out=self._y)
         else:

@@ -64,6 +64,11 @@ class LayerWorkspace(ABC, Generic[Rows]):
         return self.options.overlap != "none"
 
     @property
+    def keeps_no_results(self) -> bool:
+        """Do all results of the experts go home as they are made?"""
+        return False
+
+    @property
     def capturing(self) -> bool:
         """Is the current stream being captured into a graph?"""
         return self.group.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -181,6 +186,7 @@ class LayerWorkspace(ABC, Generic[Rows]):
             most=self._rows_of_an_expert(self.options.max_tokens),
             programmatic=self.options.programmatic_launch,
             device=device,
+            pushes=self.keeps_no_results,
         )
         self.aside = Beside(device)
         weighs = config.routing.weigh == "input"
