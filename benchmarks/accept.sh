@@ -187,7 +187,7 @@ layer() {
     layers layer-stages 60 "$most" --tokens 8,128,256,512 --overlap push --stages
     layers layer-trace 60 "$most" --tokens 256 --overlap push --trace "$out/layer-256.json"
     layers layer-zipf 60 "$most" --tokens 8,64,128,512 --overlap none,push --routing zipf
-    layers layer-expert 60 "$most" --tokens 1,8,32,64 --overlap none,shared --exchange expert
+    layers layer-expert 90 "$most" --tokens 1,8,16,32,64,128,256,512 --overlap none,shared,push --exchange expert
     for n in 4 2; do ((n >= most)) || layers "layer-$n" 60 "$n" --tokens 8,64,128,256,512 --overlap none,push; done
     step layer-models 180 "$python" benchmarks/layer_models.py --ranks "$most" --budget 150 \
         --out "$out/layer-models.json" --tables "$out/layer-tables"

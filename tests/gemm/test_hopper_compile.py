@@ -25,11 +25,12 @@ from weft.jit.cache import Cache
 from weft.jit.nvrtc import compile_cubin
 
 FINISHES = ("store", "push", "gated_fp8")
+TOLD = (64, 128, 256)  # heights whose pushed rows tell of themselves here
 
 
 def kind_of(finish: str, rows: int, experts: int = 32) -> Kind:
     n, k = (4096, 7168) if finish == "gated_fp8" else (7168, 2048)
-    return Kind(experts, n, k, WgmmaPlan(rows), finish)
+    return Kind(experts, n, k, WgmmaPlan(rows), finish, tells=finish == "push" and rows in TOLD)
 
 
 def halves_of(finish: str, rows: int, operand: str, experts: int = 32) -> Kind:
@@ -109,6 +110,8 @@ def test_its_code_is_tensor_cores_and_whole_vectors(finish: str, tmp_path: Path)
     assert shapes == set(widths(128))
     assert "UTMALDG.2D.MULTICAST" in code
     assert ("UTMALDG.4D" in code) == (finish == "gated_fp8")
+    strong = re.findall(r"STG?\.E\.128\.STRONG\.SYS", code)
+    assert bool(strong) == (finish == "push"), "rows that tell are stored at system scope"
     assert re.search(r"STG?\.E\.\S*128", code) or re.search(r"ST\.E\.128", code)
     # One, before the first load; each would wait for all of a warp's stores.
     assert len(re.findall(r"MEMBAR\.\S*GPU", code)) <= 1
