@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tests.gemm.cases import Case, Made
 from weft.errors import InvalidArgument
 from weft.gemm import Gated, GatedQuant, GemmPlan, Push, WgmmaPlan, grouped_gemm
 from weft.gemm.plan import FP8
+from weft.gemm.request import check_tiles
 
 Change = Callable[[Made, dict[str, Any]], None]
 
@@ -215,3 +217,13 @@ def test_the_package_does_not_import_triton():
 
     code = "import sys, weft.gemm; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_on_gpus_rows_tell_of_themselves_by_a_wgmma_plan_only() -> None:
+    push = Push(torch.zeros(1, dtype=torch.int64), tells=True)
+    a = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda"))
+    request: Any = SimpleNamespace(a=a, gated=False, signal=None, epilogue=push)
+    with pytest.raises(InvalidArgument, match="with a WgmmaPlan only, which needs Hopper"):
+        check_tiles(GemmPlan(64, block_depth=64), request)
+    request.epilogue = Push(push.home)
+    check_tiles(GemmPlan(64, block_depth=64), request)
