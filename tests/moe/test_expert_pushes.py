@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from tests.moe.test_expert_major import BY_EXPERT, DEEP, WIRES, fp8_rounds
 from tests.moe.test_layer import both_overlaps, rounds, settle
 from tests.rounds import bits
 from weft.errors import InvalidArgument, OutOfOrder
+from weft.gemm import choice
 from weft.moe import ExpertWeights, tiled_mlp
 from weft.moe.expert_major import YIELDS_FROM, Blocks
 from weft.moe.products import RowsByExpert
@@ -71,6 +74,25 @@ def pushed_by_hand(group: weft.Group) -> None:
 
 def test_rows_pushed_by_hand(ranks):
     ranks(2, "threads")(pushed_by_hand)
+
+
+@pytest.mark.parametrize(
+    ("hopper", "config", "fp8", "able"),
+    [
+        (True, DEEP, True, True),
+        (True, DEEP, False, True),
+        (False, DEEP, True, False),
+        (True, replace(DEEP, dtype=torch.float32), True, False),  # it stores two bytes a number
+        (True, replace(DEEP, hidden=384), True, False),  # columns of FP8 come in pairs of blocks
+        (True, replace(DEEP, biased=True), True, False),
+    ],
+)
+def test_which_products_store_rows_that_tell(monkeypatch, hopper, config, fp8, able):
+    monkeypatch.setattr(choice, "is_hopper", lambda _: hopper)
+    for experts in (1, 8):
+        gpu = torch.device("cuda", 0)
+        assert tiled_mlp.rows_can_tell(config, experts, fp8=fp8, device=gpu) == able
+        assert tiled_mlp.rows_can_tell(config, experts, fp8=fp8, device=torch.device("cpu"))
 
 
 def who_is_first(group: weft.Group, tokens: int, beside: bool) -> list[bool]:

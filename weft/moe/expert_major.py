@@ -44,7 +44,7 @@ class Blocks:
 
 
 class ExpertMajor(LayerWorkspace[ExpertRows]):
-    """exchange="expert": for few tokens; results are read where the products left them."""
+    """exchange="expert": results lie where products left them, or go home as they are made."""
 
     exchange: LowLatencyAllToAll
     _tokens = 0  # of this rank in this round
