@@ -94,7 +94,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> set[Kind]:
     return kinds
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("masked", "pushes"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("experts", [1, 2, 3])
 @pytest.mark.parametrize(("dtype", "fp8"), DTYPES)
 @pytest.mark.parametrize("model", [BIASED, PLAIN], ids=["biased", "plain"])
@@ -106,6 +106,7 @@ def test_no_call_needs_a_kernel_that_was_not_loaded(
     fp8: bool,
     experts: int,
     masked: bool,
+    pushes: bool,
 ):
     for hidden, inner in SIZES:
         if fp8 and (hidden % 128 or inner % 128):
@@ -113,6 +114,7 @@ def test_no_call_needs_a_kernel_that_was_not_loaded(
         config = replace(model, dtype=dtype, hidden=hidden, intermediate=inner)
         rows = (experts, 8) if masked else (24,)
         options: dict[str, Any] = {"fp8": fp8, "programmatic": True, "device": torch.device("cpu")}
+        options["pushes"] = pushes
         weights = weights_of(config, experts, fp8=fp8)
         grouped = rows_of(config, rows, experts, fp8=fp8)
         for most in MOST:
@@ -122,7 +124,8 @@ def test_no_call_needs_a_kernel_that_was_not_loaded(
             for hint in (hint for hint in HINTS if hint <= most):
                 layer.expect(hint)
                 layer.up(weights, grouped)
-                layer.down(weights)
+                if not pushes:
+                    layer.down(weights)
                 layer.push(weights)
             assert used <= loaded
             heights = {kind.plan.block_rows for kind in loaded}
