@@ -16,6 +16,8 @@
     │   └── LayoutMismatch         Python and C++ disagree on a struct
     └── GroupError                 the group broke while running; make a new one
         ├── PeerTimeout            a peer's flag did not arrive before the deadline
+        ├── PeerDied               the process of a peer ended
+        ├── PeerLeft               a peer raised or closed before it made its part of a call
         ├── SignalTimeout          tiles of a product did not come before the deadline
         ├── GeometryMismatch       a peer called with another geometry
         ├── Aborted                a rank asked the group to stop
@@ -94,6 +96,14 @@ class GroupError(WeftError, RuntimeError):
 
 class PeerTimeout(GroupError):
     """A peer's flag did not arrive before the deadline."""
+
+
+class PeerDied(GroupError):
+    """The process of a peer ended before it made its part of a call."""
+
+
+class PeerLeft(GroupError):
+    """A peer raised, or closed, before it made its part of a call; the text says why."""
 
 
 class SignalTimeout(GroupError):

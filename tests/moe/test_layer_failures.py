@@ -18,6 +18,7 @@ from weft.errors import (
     GeometryMismatch,
     InvalidArgument,
     OutOfOrder,
+    PeerLeft,
     PeerTimeout,
     TokenOverflow,
 )
@@ -225,9 +226,9 @@ def failing_shared(group: weft.Group, options: dict[str, Any]) -> None:
             with pytest.raises((Aborted, OutOfOrder)):
                 finished(group, layer)
         else:
-            with pytest.raises(Aborted, match="rank 1"):
+            with pytest.raises(PeerLeft, match="rank 1 raised ArithmeticError: no more"):
                 finished(group, layer)
-        assert time.monotonic() - start < 20
+        assert time.monotonic() - start < 60
         group.barrier()
 
 

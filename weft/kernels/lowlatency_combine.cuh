@@ -85,7 +85,7 @@ WEFT_FN bool add_rows(const LowCombineArgs& a, u64 wanted, u32 token, u32 at, u3
         u32 peer = a.site.rank;
         if (left != 0 && patience.is_asked_next())
             peer = missing_rank<S>(a, token, first + u32(__ffs(i32(left)) - 1));
-        const Wait wait{peer, Phase::combine, wanted, epoch_before(wanted), true};
+        const Wait wait{peer, Phase::combine, wanted, epoch_before(wanted)};
         const bool lasts = left == 0 || patience.lasts(own.header, a.site, wait);
         if (!__all_sync(all_lanes, lasts)) return false;
         const u32 next = asked_next(left, a.tokens);

@@ -133,8 +133,8 @@ template <LowShape S>
 WEFT_FN void hear_hello(const Block& team, const LowDispatchArgs& a, u64 wanted) {
     LowShare<S>& own = own_share<S>(a.site);
     const u32 peer = team.lane();
-    if (peer < S.ranks && await_flag(own.header, a.site, &own.inbox.hello[peer], peer,
-                                     Phase::dispatch, wanted, wanted, true))
+    if (peer < S.ranks &&
+        await_flag(own.header, a.site, &own.inbox.hello[peer], peer, Phase::dispatch, wanted))
         mark_arrived(team, own.header, Phase::dispatch, wanted, peer);
 }
 

@@ -45,7 +45,7 @@ WEFT_FN bool hear_first(const LowDispatchArgs& a, u64 wanted, u32 source, u32 e,
         const bool heard = is_of(said, wanted);
         if (heard && (alone || is_of(word, wanted))) return true;
         const u64 seen = epoch_in(heard ? word : said, wanted);
-        const Wait wait{source, Phase::dispatch, wanted, seen, true};
+        const Wait wait{source, Phase::dispatch, wanted, seen};
         if (!patience.lasts(own.header, a.site, wait)) return false;
     }
 }
@@ -213,7 +213,7 @@ WEFT_FN bool await_row(const LowDispatchArgs& a, u64 wanted, u32 source, u32 tok
         // Until all is told, nobody knows whether the row is to come.
         const bool waits = all_told ? left != 0 : !told;
         const u64 seen = all_told ? epoch_before(wanted) : epoch_in(taken.word, wanted);
-        const Wait wait{source, Phase::dispatch, wanted, seen, true};
+        const Wait wait{source, Phase::dispatch, wanted, seen};
         const bool lasts = !waits || patience.lasts(own.header, a.site, wait);
         if (!__all_sync(all_lanes, lasts)) return false;
         if (!told) taken.word = load_relaxed(&own.inbox.choices[source][token][lane]);

@@ -95,11 +95,12 @@ WEFT_FN bool await_vectors(const Calling<R>& call, const Slots& slots, u32 token
             if (is_there(row[i])) missing &= ~(1u << i);
         if (missing == 0) return true;
         wait.peer = __ffs(int(missing)) - 1;
-        while (patient && turns % 1024 != 0 && !is_there(poll_vector(slots.at(me, wait.peer)))) {
+        while (patient && turns % polls_per_check != 0 &&
+               !is_there(poll_vector(slots.at(me, wait.peer)))) {
             relax(turns);
             ++turns;
         }
-        if (turns % 1024 == 0 && call.gives_up_on(wait)) return false;
+        if (turns % polls_per_check == 0 && call.gives_up_on(wait)) return false;
         relax(turns);
     }
 }
@@ -118,7 +119,7 @@ WEFT_FN bool await_vector(const Calling<R>& call, uint4* at, u32 peer, u32 token
     for (u32 turns = 1;; ++turns) {
         row = poll_vector(at);
         if (is_there(row)) return true;
-        if (turns % 1024 == 0 && call.gives_up_on(wait)) return false;
+        if (turns % polls_per_check == 0 && call.gives_up_on(wait)) return false;
         relax(turns);
     }
 }
@@ -132,7 +133,7 @@ WEFT_FN bool await_trailer(const Calling<R>& call, const Trailer* at, u32 peer, 
         const uint4 seen = poll_halves(reinterpret_cast<const uint4*>(at));
         m = {__uint_as_float(seen.x), seen.z};
         if (seen.y == tag && seen.w == tag) return true;
-        if (turns % 1024 == 0 && call.gives_up_on(wait)) return false;
+        if (turns % polls_per_check == 0 && call.gives_up_on(wait)) return false;
         relax(turns);
     }
 }

@@ -187,6 +187,17 @@ class DeviceShares:
             call("cuStreamSynchronize", self._stream)
         return bytes(into)
 
+    def write(self, address: int, data: bytes) -> None:
+        """Store `data` beside whatever kernels run, which may hold every SM: by a copy engine.
+
+        At most 2048 bytes, from one thread at a time.
+        """
+        staged = self.mailbox[0] + MAILBOX_BYTES // 2  # pinned, and behind what kernels write
+        ctypes.memmove(staged, data, len(data))
+        with self._current():
+            call("cuMemcpyHtoDAsync", address, staged, len(data), self._stream)
+            call("cuStreamSynchronize", self._stream)
+
     def free(self) -> None:
         """Wait for this GPU's own work, whose kernels have deadlines, and give everything back.
 

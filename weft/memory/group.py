@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import weakref
 from collections.abc import Callable
 from types import TracebackType
@@ -18,6 +20,7 @@ from weft.errors import (
 )
 from weft.memory.collective import OwnProcessGroup, TorchControl
 from weft.memory.discovery import default_device, environment, find, store_exchange
+from weft.memory.liveness import Liveness, Sign
 from weft.memory.rendezvous import Meeting, meet
 from weft.memory.wire import JSON, encode
 
@@ -31,6 +34,16 @@ class Control(Protocol):
     def gather(self, op: str, value: JSON, timeout: float) -> list[Any]: ...
     def exchange_fds(self, fd: int, timeout: float) -> list[int]: ...
     def close(self) -> None: ...
+
+
+class Member(Protocol):
+    """What shares the fate of a group: an operator on a heap of it."""
+
+    def peer_ended(self, rank: int) -> None:
+        """The process of a rank has ended."""
+
+    def tell_left(self, why: str) -> None:
+        """Tell the peers that this rank makes no more calls."""
 
 
 class Group:
@@ -63,6 +76,11 @@ class Group:
         self._threads = threads
         self._generation = 0
         self._closed = False
+        self._members: weakref.WeakSet[Member] = weakref.WeakSet()
+        self._ended: set[int] = set()  # ranks whose processes have ended
+        self._fate = threading.Lock()  # of the two above
+        self._sign: Sign | None = None
+        self._liveness: Liveness | None = None
         # A group that is dropped unclosed gives its sockets back without a warning. At exit the
         # system does.
         weakref.finalize(self, control.close).atexit = False
@@ -245,6 +263,54 @@ class Group:
         self._process_group = self._own.process_group
         return self._process_group
 
+    def watch(self) -> None:
+        """From now on the end of a peer's process is noticed at once. Collective, idempotent.
+
+        Ranks that are threads share a process: there is nothing to watch.
+        """
+        if self._liveness is not None or self._threads or self.size == 1:
+            return
+        self._sign = self.together(Sign, doing="opening a sign of life")
+        try:
+            fds = self.exchange_fds(self._sign.fd)
+        finally:
+            os.close(self._sign.fd)
+        os.close(fds[self.rank])
+        ended = weakref.WeakMethod(self._peer_ended)
+
+        def tell(rank: int) -> None:
+            method = ended()
+            if method is not None:
+                method(rank)
+
+        peers = {rank: fd for rank, fd in enumerate(fds) if rank != self.rank}
+        self._liveness = Liveness(peers, tell)
+        weakref.finalize(self, self._liveness.close).atexit = False
+
+    def attach(self, member: Member) -> None:
+        """Let `member` hear when a peer's process ends, and leave with this rank."""
+        with self._fate:
+            self._members.add(member)
+            for rank in self._ended:
+                member.peer_ended(rank)
+
+    def pid(self, rank: int) -> int | None:
+        """The process id of a rank as the kernel reported it, where it is known."""
+        pids = getattr(self._control, "pids", None)
+        return None if pids is None else int(pids[rank])
+
+    def _peer_ended(self, rank: int) -> None:
+        with self._fate:
+            self._ended.add(rank)
+            for member in list(self._members):
+                member.peer_ended(rank)
+
+    def _leave(self, why: str) -> None:
+        with self._fate:
+            members = list(self._members)
+        for member in members:
+            member.tell_left(why)
+
     def next_generation(self) -> int:
         """1, 2, ... 65535, 1, ...: the same on every rank, because creations are collective."""
         self._generation = self._generation % 0xFFFF + 1
@@ -261,7 +327,12 @@ class Group:
         if self._closed:
             return
         self._closed = True
+        self._leave("closed its group")
         self._control.close()
+        if self._liveness is not None:
+            self._liveness.close()
+        if self._sign is not None:
+            self._sign.close()
         if self._own is not None:
             self._own.destroy()
             self._own = self._process_group = None
@@ -275,6 +346,8 @@ class Group:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is not None:
+            self._leave(reason(error))
         self.close()
 
     def __repr__(self) -> str:
@@ -282,6 +355,12 @@ class Group:
 
     def _gather(self, op: str, value: JSON, timeout: float | None) -> list[Any]:
         return self._control.gather(op, value, self.timeout if timeout is None else timeout)
+
+
+def reason(error: BaseException) -> str:
+    """An exception that ends a rank, in a line for its peers."""
+    text = " ".join(str(error).split())
+    return f"raised {type(error).__name__}" + (f": {text}" if text else "")
 
 
 def _difference(other: Any, first: Any) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from ctypes import c_uint8, c_uint32, c_uint64
 
 from weft.shape import MAX_RANKS
 
-ABI = 6
+ABI = 7
 RING_RECORDS = 256
 RING_TIMELINES = 64
 EPOCH_MASK = (1 << 40) - 1
@@ -22,6 +22,7 @@ class ErrorRecord(ctypes.Structure):
     """What went wrong, as counters and ids only.
 
     peer: the rank that it is about; for an abort, the rank that asked.
+    told_by: rank + 1 of the peer that found it out, 0 if this rank did.
     """
 
     _fields_ = (
@@ -34,22 +35,25 @@ class ErrorRecord(ctypes.Structure):
         ("elapsed_ns", c_uint64),
         ("token", c_uint32),
         ("slot", c_uint32),
+        ("told_by", c_uint32),
+        ("reserved", c_uint32),
     )
 
 
 class Mailbox(ctypes.Structure):
-    """One page of host memory that kernels can write: errors out, the abort word in."""
+    """One page of host memory that kernels can write: errors out, what the host tells them in."""
 
     _fields_ = (
-        ("abort", c_uint32),
-        ("_pad0", c_uint8 * 124),
+        ("host_word", c_uint64),
+        ("_pad0", c_uint8 * 120),
         ("refusals", c_uint32),
         ("_pad1", c_uint8 * 124),
         ("broken_code", c_uint32),
         ("_pad2", c_uint8 * 4),
         ("broken", ErrorRecord),
-        ("_pad3", c_uint8 * 72),
+        ("_pad3", c_uint8 * 64),
         ("refused", ErrorRecord * 8),
+        ("_pad4", c_uint8 * 64),
     )
 
 
@@ -115,8 +119,10 @@ class Header(ctypes.Structure):
         ("refusals", c_uint32),
         ("sending", c_uint32),
         ("_pad2", c_uint8 * 112),
-        ("abort", c_uint64),
+        ("notices", c_uint64 * MAX_RANKS),
+        ("waiting_ns", c_uint64),
         ("_pad3", c_uint8 * 120),
+        ("last_words", c_uint8 * 512),
         ("fault", Fault),
         ("_pad4", c_uint8 * 96),
         ("ring", Record * RING_RECORDS),
@@ -126,4 +132,6 @@ class Header(ctypes.Structure):
 
 HEADER_BYTES = ctypes.sizeof(Header)
 MAILBOX_BYTES = 4096
+HOST_ASKS_TO_LEAVE = 1 << 63  # in Mailbox.host_word, above one bit for each rank that has ended
+LAST_WORDS_BYTES = Header.last_words.size
 PHASES = {1: "dispatch", 2: "combine", 3: "grouping", 4: "all-reduce"}

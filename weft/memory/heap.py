@@ -26,6 +26,7 @@ class Shares(Protocol):
 
     def view(self, address: int, count: int, keeper: object) -> torch.Tensor: ...
     def read(self, address: int, count: int) -> bytes: ...
+    def write(self, address: int, data: bytes) -> None: ...
     def free(self) -> None: ...
 
 
@@ -82,6 +83,7 @@ class Heap:
         try:
             group.together(lambda: _check_size(size), doing="creating a heap")
             group.agree({"size": size}, what="the heap's size")
+            group.watch()
             generation = group.next_generation()
             shares: Shares
             if group.device.type == "cuda":
@@ -150,6 +152,13 @@ class Heap:
             )
         where = self.address(self.group.rank if rank is None else rank)
         return shares.read(where, HEADER_BYTES)
+
+    def write(self, rank: int, offset: int, data: bytes) -> None:
+        """Write a few bytes into a rank's share beside whatever kernels run, and wait for it.
+
+        Eight bytes at a multiple of eight arrive whole. Raises OutOfOrder after close().
+        """
+        self._open().write(self.address(rank) + offset, data)
 
     def close(self) -> None:
         """Give the memory back, as soon as no view of it is left. Local, idempotent.

@@ -10,6 +10,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,6 +39,8 @@ _libc.mmap.argtypes = (
 )
 _libc.munmap.restype = ctypes.c_int
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.restype = ctypes.c_int
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class HostShares:
@@ -52,6 +55,7 @@ class HostShares:
         self._ranks = ranks
         self._mapped = -(-size // page) * page
         self._fd = -1
+        self._owner = os.getpid()
         self.stride = self._mapped + page  # the page stays unmapped: overruns fault at once
         self._letter = -(-MAILBOX_BYTES // page) * page
         self._reserved = ranks * self.stride + self._letter
@@ -93,6 +97,9 @@ class HostShares:
             where = self.base + rank * self.stride
             writable = mmap.PROT_READ | mmap.PROT_WRITE
             _map(where, self._mapped, writable, mmap.MAP_SHARED | _MAP_FIXED, fd)
+            # A forked child has no share of its own: what it wrote would count as its parent's.
+            if _libc.madvise(where, self._mapped, mmap.MADV_DONTFORK) != 0:
+                raise _error("madvise", self._mapped)
 
     def take_fd(self) -> int:
         """The own share's descriptor, now the caller's to close."""
@@ -107,12 +114,22 @@ class HostShares:
         """A copy of `count` bytes."""
         return ctypes.string_at(address, count)
 
+    def write(self, address: int, data: bytes) -> None:
+        """Store `data`; eight bytes at a multiple of eight by one store."""
+        if len(data) == 8 and address % 8 == 0:
+            ctypes.c_uint64.from_address(address).value = int.from_bytes(data, sys.byteorder)
+        else:
+            ctypes.memmove(address, data, len(data))
+
     def free(self) -> None:
-        """Give everything back. Idempotent. Raises OSError."""
+        """Give everything back. Idempotent. Raises OSError.
+
+        A forked child only forgets: other memory may lie there in its own address space.
+        """
         if self._fd >= 0:
             os.close(self.take_fd())
         base, self.base = self.base, 0
-        if base and _libc.munmap(base, self._reserved) != 0:
+        if base and os.getpid() == self._owner and _libc.munmap(base, self._reserved) != 0:
             raise _error("munmap", self._reserved)
 
 

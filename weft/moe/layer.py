@@ -12,6 +12,7 @@ import torch
 
 from weft.errors import GroupError, InvalidArgument
 from weft.memory import Group
+from weft.memory.group import reason
 from weft.moe.expert_major import ExpertMajor
 from weft.moe.experts import ExpertWeights
 from weft.moe.layer_choice import LayerChoice
@@ -191,8 +192,9 @@ class MoE:
         out: `[tokens, hidden]` to write into; may be x.
 
         What is wrong with a tensor is refused before anything is sent. If the shared expert or a
-        product raises, the round cannot end: all ranks are told to leave their waits, as by
-        `abort`. Raises InvalidArgument, TokenOverflow, OutOfOrder, and what broke the group.
+        product raises, the round cannot end: the peers raise PeerLeft with its text, and later
+        calls on this rank Aborted. Raises InvalidArgument, TokenOverflow, OutOfOrder, and what
+        broke the group.
         """
         self._check_call(x, logits, out)
         ids, weights = self.route(logits, num_tokens=num_tokens)
@@ -200,9 +202,9 @@ class MoE:
             return self._round(x, ids, weights, num_tokens, out)
         except GroupError:
             raise  # peers have their own deadline, and the first error says most
-        except BaseException:
+        except BaseException as error:
             if self._workspace.mid_round and not self._workspace.capturing:
-                self.exchange.abort()
+                self.exchange._watched.leave(reason(error))
             raise
 
     def route(self, logits: torch.Tensor, *, num_tokens: torch.Tensor | None = None) -> Routed:
@@ -244,6 +246,8 @@ class MoE:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is not None:
+            self.exchange._watched.tell_left(reason(error))
         self.close()
 
     def _round(

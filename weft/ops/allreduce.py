@@ -8,8 +8,9 @@ from types import TracebackType
 
 import torch
 
-from weft.errors import InvalidArgument, OutOfOrder
+from weft.errors import InvalidArgument
 from weft.memory import Group
+from weft.memory.group import reason
 from weft.memory.header import Record
 from weft.memory.wire import JSON
 from weft.ops.allreduce_choice import Choice, able, choose, common_table, epilogue_of
@@ -23,6 +24,7 @@ from weft.ops.reduce_request import Checker, Outputs, Request, Wanted
 from weft.ops.reduce_spec import MoEFinalize, Quant, Reduced, coding_of
 from weft.ops.reduce_workspace import ReduceWorkspace
 from weft.ops.reduction import Reduction, memory_bytes, tokens_for
+from weft.ops.watched import Watched, one_call
 
 ALIASES = {"nccl": "collective"}
 
@@ -82,7 +84,7 @@ class AllReduce:
         except Exception as error:  # whatever it is, every rank hears of it
             problem = error
         group.vote(problem, doing="preparing an all-reduce", undo=lambda: self._entries.close())
-        self.group, self.dtype, self._closed = group, dtype, False
+        self.group, self.dtype = group, dtype
         try:
             names: list[JSON] = list(self._backends)
             manifest: dict[str, JSON] = {**self.reduction.manifest(), "backends": names}
@@ -113,6 +115,7 @@ class AllReduce:
         """The backends that were built."""
         return self._backends
 
+    @one_call("fused")
     def fused(
         self,
         x: torch.Tensor | None = None,
@@ -144,8 +147,6 @@ class AllReduce:
 
         Raises InvalidArgument, TokenOverflow, OutOfOrder, and what broke the group.
         """
-        self._check_open()
-        self._workspace.raise_if_broken()
         outputs = (out, residual_out, norm_out, quant_out, scale_out)
         places = places_of((x, residual, weight), outputs, quant, prologue)
         key, addresses = key_of(places, backend, coding_of(quant), eps, weight_bias)
@@ -182,29 +183,24 @@ class AllReduce:
         Reads host memory only, so it costs nothing and sees the past: synchronise first to be sure
         of the last call.
         """
-        self._check_open()
-        self._workspace.raise_if_broken()
-        self._workspace.raise_refusal()
+        self._workspace.check()
 
     def abort(self) -> None:
         """Ask the kernels of all ranks to leave their waits, as `AllToAll.abort`."""
-        self._check_open()
         self._workspace.abort()
 
     def history(self, rank: int | None = None) -> list[Record]:
         """The last 128 calls of a rank (default: this one), oldest first; also of a dead one."""
-        self._check_open()
         return self._workspace.history(rank)
 
     def close(self) -> None:
-        """Give the memory back. Waits for this rank's own work, never for a peer. Idempotent."""
-        if self._closed:
+        """Give the memory back; any thread may call it, as `AllToAll.close`. Idempotent."""
+        if not self._workspace.begin_close():
             return
-        self._closed = True
         if self.group.device.type == "cuda":
             torch.cuda.synchronize(self.group.device)
         self._entries.close()
-        self._workspace.close()
+        self._workspace.free()
 
     def __enter__(self) -> AllReduce:
         return self
@@ -215,6 +211,8 @@ class AllReduce:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is not None:
+            self._workspace.tell_left(reason(error))
         self.close()
 
     def _backend(self, asked: str, request: Request) -> str:
@@ -240,9 +238,12 @@ class AllReduce:
             )
         return self._choices[key]
 
+    @property
+    def _watched(self) -> Watched:
+        return self._workspace
+
     def _check_open(self) -> None:
-        if self._closed:
-            raise OutOfOrder("this all-reduce was closed; make a new one")
+        self._workspace.check_open()
 
 
 def _checked_backends(names: Sequence[str]) -> tuple[str, ...]:

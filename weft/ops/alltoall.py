@@ -7,8 +7,9 @@ from types import TracebackType
 
 import torch
 
-from weft.errors import InvalidArgument, OutOfOrder
+from weft.errors import InvalidArgument
 from weft.memory import Group
+from weft.memory.group import reason
 from weft.memory.header import Record
 from weft.ops import library
 from weft.ops.check import check_seconds
@@ -19,6 +20,7 @@ from weft.ops.received import Payload, Received
 from weft.ops.rounds import Rounds, State
 from weft.ops.timeline import DEFINE, Span, Wait, read_timeline
 from weft.ops.timeline import wait_times as read_wait_times
+from weft.ops.watched import Watched
 from weft.ops.workspace import open_workspace
 
 
@@ -106,7 +108,7 @@ class AllToAll(Placed):
         self._workspace = open_workspace(group, self._geometry, entries, seconds, _first_epoch)
         self.group, self.dtype, self.placement = group, dtype, self._geometry.placement
         self._rounds = Rounds(self._geometry, self._workspace, entries)
-        self._closed, self._traced_tokens, self._build = False, 0, build
+        self._traced_tokens, self._build = 0, build
         self._order = torch.zeros(1, device=group.device)
         self._handle = library.register(self)
 
@@ -233,9 +235,7 @@ class AllToAll(Placed):
         Reads host memory only, so it costs nothing and sees the past: synchronise first to be sure
         of the last call. A refusal is raised once; a broken group stays broken.
         """
-        self._check_open()
-        self._workspace.raise_if_broken()
-        self._workspace.raise_refusal()
+        self._workspace.check()
 
     def abort(self) -> None:
         """Ask the kernels of all ranks to leave their waits. Waits for no peer.
@@ -244,12 +244,10 @@ class AllToAll(Placed):
         would last, ends with Aborted naming this rank; a round whose flags have all arrived may
         still finish, but on this rank every later call raises. Close the group after it.
         """
-        self._check_open()
         self._workspace.abort()
 
     def history(self, rank: int | None = None) -> list[Record]:
         """The last 128 rounds of a rank (default: this one), oldest first; also of a dead one."""
-        self._check_open()
         return self._workspace.history(rank)
 
     def timeline(self, rank: int | None = None) -> list[Span]:
@@ -263,10 +261,11 @@ class AllToAll(Placed):
         return read_wait_times(self._workspace)
 
     def close(self) -> None:
-        """Give the memory back. Waits for this rank's own work, never for a peer. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
+        """Give the memory back. Waits for this rank's own work, never for a peer. Idempotent.
+
+        Any thread may call it. A call that waits in another one ends first, with Aborted. Peers
+        that are in a round which this rank has not finished raise PeerLeft.
+        """
         library.forget(self._handle)
         self._rounds.close()
 
@@ -279,6 +278,8 @@ class AllToAll(Placed):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is not None:
+            self._workspace.tell_left(reason(error))
         self.close()
 
     def _dispatch(
@@ -306,14 +307,16 @@ class AllToAll(Placed):
         return self._rounds.tokens if self._rounds.state is State.RECEIVED else None
 
     def _check_running(self) -> None:
-        self._check_open()
-        self._workspace.raise_if_broken()
+        self._workspace.check_running()
 
     def _check_halves(self, name: str) -> None:
         self._check_open()
         if not self._build.halves:
             raise InvalidArgument(f"{name} of an all-to-all built without halves; pass halves=True")
 
+    @property
+    def _watched(self) -> Watched:
+        return self._workspace
+
     def _check_open(self) -> None:
-        if self._closed:
-            raise OutOfOrder("this all-to-all was closed; make a new one")
+        self._workspace.check_open()

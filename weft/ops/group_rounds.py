@@ -18,6 +18,7 @@ from weft.ops.group_entry import (
 )
 from weft.ops.received import Received
 from weft.ops.sending import Signal, check_columns, check_homes, check_scatters, check_sends
+from weft.ops.watched import one_call
 
 
 class Buffers(NamedTuple):
@@ -77,6 +78,7 @@ class GroupRounds:
         a2a._check_running()
         shape, device = a2a._geometry.shape, a2a.group.device
         self._a2a, self.grouping = a2a, grouping
+        self._watched = a2a._workspace
         self._gathered = 0  # the round whose rows are grouped
         self._entries: GroupEntries | None = None
         sends = grouping.packing != "sources" and shape.way != "pull" and a2a._build.halves
@@ -99,6 +101,7 @@ class GroupRounds:
         for name in b._fields[1:]:
             setattr(self._args, name, getattr(b, name).data_ptr())
 
+    @one_call("gather")
     def gather(self, received: Received) -> None:
         """Group what the round's dispatch brought."""
         entries = self._running("gather")
@@ -111,6 +114,7 @@ class GroupRounds:
         entries.gather(self._args)
         self._gathered, self._sent = self._a2a._rounds.number, 0
 
+    @one_call("scatter")
     def scatter(self, y: torch.Tensor, shape: tuple[int, ...]) -> None:
         """Sum y, of `shape`, into the output rows of the tokens that were gathered."""
         entries = self._running("scatter")
@@ -119,6 +123,7 @@ class GroupRounds:
         entries.scatter(self._args)
         self._gathered = 0
 
+    @one_call("send")
     def send(
         self,
         y: torch.Tensor,

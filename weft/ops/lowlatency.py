@@ -9,8 +9,9 @@ from types import TracebackType
 
 import torch
 
-from weft.errors import InvalidArgument, OutOfOrder
+from weft.errors import InvalidArgument
 from weft.memory import Group
+from weft.memory.group import reason
 from weft.memory.header import Record
 from weft.ops.check import check_seconds
 from weft.ops.lowlatency_entry import LowBuild, load_low_entries
@@ -20,6 +21,7 @@ from weft.ops.lowlatency_rounds import open_rounds
 from weft.ops.lowlatency_trace import dump
 from weft.ops.placement import Placed
 from weft.ops.timeline import DEFINE
+from weft.ops.watched import Watched
 
 Hook = Callable[[], None]
 
@@ -112,7 +114,7 @@ class LowLatencyAllToAll(Placed):
             problem = error
         group.vote(problem, doing="preparing a low-latency all-to-all")
         self.group, self.dtype, self.placement = group, dtype, geometry.placement
-        self._geometry, self._closed = geometry, False
+        self._geometry = geometry
         seconds = (timeout, first_timeout)
         self._rounds = open_rounds(
             group, geometry, entries, seconds, _first_epoch, halves=halves, profile=profile
@@ -241,18 +243,14 @@ class LowLatencyAllToAll(Placed):
         Reads host memory only, so it sees the past: synchronise first to be sure of the last call.
         A refusal is raised once; a broken group stays broken.
         """
-        self._check_open()
-        self._rounds.premises.raise_if_broken()
-        self._rounds.premises.raise_refusal()
+        self._rounds.premises.check()
 
     def abort(self) -> None:
         """Ask the kernels of all ranks to leave their waits. Any thread may call it."""
-        self._check_open()
         self._rounds.premises.abort()
 
     def history(self, rank: int | None = None) -> list[Record]:
         """The last 128 rounds of a rank (default: this one), oldest first; also of a dead one."""
-        self._check_open()
         return self._rounds.premises.history(rank)
 
     def dump_trace(self, path: str | os.PathLike[str]) -> None:
@@ -266,11 +264,9 @@ class LowLatencyAllToAll(Placed):
         dump(Path(path), self._rounds.tracks, self._rounds.premises)
 
     def close(self) -> None:
-        """Give the memory back. Waits for this rank's own work, never for a peer. Idempotent."""
-        if self._closed:
-            return
-        self._closed, self._input = True, None
+        """Give the memory back; any thread may call it, as `AllToAll.close`. Idempotent."""
         self._rounds.close()
+        self._input = None
 
     def __enter__(self) -> LowLatencyAllToAll:
         return self
@@ -281,6 +277,8 @@ class LowLatencyAllToAll(Placed):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is not None:
+            self._rounds.premises.tell_left(reason(error))
         self.close()
 
     def _make_input(self, view: bool) -> torch.Tensor | None:
@@ -304,6 +302,9 @@ class LowLatencyAllToAll(Placed):
 
         return hook
 
+    @property
+    def _watched(self) -> Watched:
+        return self._rounds.premises
+
     def _check_open(self) -> None:
-        if self._closed:
-            raise OutOfOrder("this all-to-all was closed; make a new one")
+        self._rounds.premises.check_open()

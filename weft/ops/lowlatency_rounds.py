@@ -16,7 +16,7 @@ from weft.ops.lowlatency_entry import LowCpuEntries, LowCudaEntries
 from weft.ops.lowlatency_geometry import TRACKS, LowGeometry
 from weft.ops.lowlatency_results import ExpertRows, Handle, Slot
 from weft.ops.lowlatency_shape import LowCombineArgs, LowDispatchArgs
-from weft.ops.watched import Watched, new_header
+from weft.ops.watched import Watched, new_header, one_call
 
 TAGGED_BITS = 24  # of value in a tagged word: tagged_bits in protocol/lowlatency.cuh
 
@@ -45,7 +45,7 @@ class LowPremises(Watched):
         )
 
     def _initialise(self, geometry: LowGeometry, header: Header) -> None:
-        self._watch(geometry.shape.descriptor)
+        self._watch(geometry.shape.descriptor, "low-latency all-to-all")
         layout, heap = geometry.layout, self.heap
         self.broken = heap.tensor((1,), torch.int32, offset=Header.failed.offset)
         blank = layout.share_bytes - layout.tokens
@@ -59,8 +59,8 @@ class LowPremises(Watched):
 
     def close(self) -> None:
         """Give the memory back; local."""
-        del self._mailbox, self._alarm, self.broken
-        self.heap.close()
+        del self.broken
+        self.free()
 
 
 class LowRounds:
@@ -77,6 +77,7 @@ class LowRounds:
         profile: bool,
     ) -> None:
         self.geometry, self.premises, self._entries = geometry, premises, entries
+        self._watched = premises
         self._halves = halves
         self.device = group.device
         own = len(geometry.placement.experts_of(group.rank))
@@ -101,6 +102,7 @@ class LowRounds:
         self._sent: Handle | None = None
         self._returned: Handle | None = None
 
+    @one_call("dispatch")
     def dispatch(
         self,
         x: torch.Tensor,
@@ -110,7 +112,6 @@ class LowRounds:
         entry: str,
     ) -> ExpertRows:
         """Run `dispatch` or `dispatch_send`; the result is there behind it, or its receive."""
-        self.premises.raise_if_broken()
         geometry = self.geometry
         tokens = geometry.check_dispatch(x, topk_ids, topk_weights, self.device)
         if self._sent is not None:
@@ -135,9 +136,9 @@ class LowRounds:
         self.premises.raise_if_broken()
         return slot.rows(handle)
 
+    @one_call("dispatch_recv")
     def receive(self) -> ExpertRows:
         """Run `dispatch_receive`."""
-        self.premises.raise_if_broken()
         handle = self._sent
         if handle is None:
             raise OutOfOrder("dispatch_recv without a dispatch_send")
@@ -147,6 +148,7 @@ class LowRounds:
         self.premises.raise_if_broken()
         return self.slots[handle.slot].rows(handle)
 
+    @one_call("combine")
     def combine(
         self,
         y: torch.Tensor | None,
@@ -159,7 +161,6 @@ class LowRounds:
         entry: str,
     ) -> torch.Tensor:
         """Run `combine` or `combine_send`; the result is there behind it, or its receive."""
-        self.premises.raise_if_broken()
         self._check_handle(handle, entry)
         shape, dtype = self.geometry.shape, self.geometry.dtype
         tokens = self.geometry.check_choices(topk_ids, topk_weights, self.device)
@@ -194,9 +195,9 @@ class LowRounds:
         self.premises.raise_if_broken()
         return out
 
+    @one_call("combine_recv")
     def bring_home(self) -> torch.Tensor:
         """Run `combine_receive`."""
-        self.premises.raise_if_broken()
         handle = self._returned
         if handle is None:
             raise OutOfOrder("combine_recv without a combine_send")
@@ -208,7 +209,9 @@ class LowRounds:
         return out
 
     def close(self) -> None:
-        """Wait for this rank's own work and give everything back."""
+        """Tell the peers, wait for this rank's own work, give everything back. Idempotent."""
+        if not self.premises.begin_close():
+            return
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._entries.close()

@@ -32,7 +32,7 @@ class ReduceWorkspace(Watched):
         )
 
     def _initialise(self, reduction: Reduction, header: Header) -> None:
-        self._watch(0)  # the sizes were compared in full; call words tell calls apart
+        self._watch(0, "all-reduce")  # the sizes were compared in full; call words tell calls apart
         size = (reduction.trailers - reduction.rows,)  # all else stays zero
         self.heap.tensor(size, torch.uint8, offset=reduction.rows).fill_(0xFF)
         header.generation = self.heap.generation
@@ -40,8 +40,3 @@ class ReduceWorkspace(Watched):
         self.heap.tensor((HEADER_BYTES,), torch.uint8).copy_(raw)
         if self.heap.group.device.type == "cuda":
             torch.cuda.synchronize(self.heap.group.device)
-
-    def close(self) -> None:
-        """Give the memory back; local."""
-        del self._mailbox, self._alarm
-        self.heap.close()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from weft.errors import (
     Aborted,
     BadExpertId,
     GeometryMismatch,
     GroupError,
     InvalidArgument,
+    PeerDied,
+    PeerLeft,
     PeerTimeout,
     SignalTimeout,
     TokenOverflow,
@@ -18,7 +22,7 @@ from weft.ops.reduce_args import SLOTS, signature_text
 
 BAD_EXPERT_ID, DUPLICATE_EXPERT, TOKEN_OVERFLOW = 1, 2, 3
 PEER_TIMEOUT, GEOMETRY_MISMATCH, ABORTED, BAD_ROW_INDEX, SIGNAL_TIMEOUT = 4, 5, 6, 7, 8
-OTHER_RESULT = 9
+OTHER_RESULT, PEER_DIED, PEER_LEFT = 9, 10, 11
 GROUPING, ALL_REDUCE = 3, 4  # phases
 
 
@@ -60,10 +64,62 @@ def refusal(record: ErrorRecord, count: int) -> UsageError:
     )
 
 
-def breakage(record: ErrorRecord) -> GroupError:
-    """The error that ended the group."""
+def _heard(record: ErrorRecord) -> str:
+    """By which peer this rank knows, if it has not seen it itself."""
+    return f" (rank {record.told_by - 1} found it out)" if record.told_by else ""
+
+
+def _hearsay(record: ErrorRecord, who: str) -> GroupError:
+    """What a peer found out that this rank has not seen: the peer has left the group for it."""
+    teller, own = f"rank {record.told_by - 1}", record.peer == record.rank
+    culprit = f"this rank, {record.peer}," if own else f"rank {record.peer}"
+    if record.code == PEER_TIMEOUT:
+        return PeerTimeout(
+            f"{who}: {teller} waited in vain for {culprit} and left the group. It is stopped, "
+            "slower than the deadline, or did not make the same call; raise timeout= if it was "
+            "only slow, then make a new group."
+        )
+    if record.code in (GEOMETRY_MISMATCH, OTHER_RESULT):
+        return GeometryMismatch(
+            f"{who}: {teller} found that {culprit} called with other arguments or combined another "
+            "dispatch, and left the group. Make the same calls on every rank."
+        )
+    if record.code == ABORTED:
+        asker = "this rank" if own else f"rank {record.peer}"
+        return Aborted(
+            f"{who}: left its wait for epoch {record.wanted} because {asker} called abort(); make "
+            "a new group."
+        )
+    return PeerLeft(
+        f"{who}: {teller} left the group in the middle of epoch {record.wanted}: tiles of its "
+        "product did not come. Its own error says more; make a new group."
+    )
+
+
+def breakage(
+    record: ErrorRecord, pid_of: Callable[[int], int | None], words_of: Callable[[int], str]
+) -> GroupError:
+    """The error that ended the group.
+
+    pid_of, words_of: the process id of a rank, if it is known, and why a rank said that it left.
+    """
     phase = PHASES.get(record.phase, f"phase {record.phase}")
     who = f"rank {record.rank}, {phase}"
+    if record.code == PEER_DIED:
+        pid = pid_of(record.peer)
+        process = "the process" if pid is None else f"process {pid}"
+        return PeerDied(
+            f"{who}: rank {record.peer} died: {process} ended before it made its part of epoch "
+            f"{record.wanted}{_heard(record)}. Its own output may say why; make a new group."
+        )
+    if record.code == PEER_LEFT:
+        return PeerLeft(
+            f"{who}: rank {record.peer} {words_of(record.peer) or 'left'} before it made its part "
+            f"of epoch {record.wanted}{_heard(record)}. Every rank must make the same calls; mend "
+            "that rank, then make a new group."
+        )
+    if record.told_by:
+        return _hearsay(record, who)
     if record.phase == ALL_REDUCE and record.code == PEER_TIMEOUT:
         return PeerTimeout(
             f"{who}, epoch {record.wanted}: the {SLOTS.get(record.seen, 'slot')} of token "

@@ -16,6 +16,7 @@ from weft.ops.check import check_alignment, check_tensor
 from weft.ops.entry import Entries, place_payload
 from weft.ops.geometry import Geometry
 from weft.ops.received import Received
+from weft.ops.watched import one_call
 from weft.ops.workspace import Workspace
 
 
@@ -34,6 +35,7 @@ class Rounds:
 
     def __init__(self, geometry: Geometry, workspace: Workspace, entries: Entries) -> None:
         self._geometry, self._workspace, self._entries = geometry, workspace, entries
+        self._watched = workspace
         self.device = workspace.heap.group.device
         self._dispatch_args = DispatchArgs(site=workspace.site)
         self._combine_args = CombineArgs(site=workspace.site)
@@ -44,6 +46,7 @@ class Rounds:
         self.tokens = 0
         self.number = 0  # of this round, counted from its dispatch
 
+    @one_call("dispatch")
     def dispatch(
         self,
         entry: str,
@@ -72,6 +75,7 @@ class Rounds:
         self.number += 1
         self._reach(State.RECEIVED if entry == "dispatch" else State.SENT)
 
+    @one_call("dispatch_recv")
     def receive(self) -> Received:
         """Run `dispatch_receive`."""
         self._expect(State.SENT, "dispatch_recv")
@@ -79,6 +83,7 @@ class Rounds:
         self._reach(State.RECEIVED)
         return self._workspace.received
 
+    @one_call("combine_send")
     def give_back(self, y: torch.Tensor | None) -> None:
         """Run `combine_send`."""
         self._expect(State.RECEIVED, "combine_send")
@@ -94,6 +99,7 @@ class Rounds:
         """Experts' rows were sent by another kernel, which told the peers once it had them all."""
         self._reach(State.RETURNED if all_columns else State.RETURNING)
 
+    @one_call("combine")
     def combine(
         self,
         entry: str,
@@ -121,7 +127,9 @@ class Rounds:
         return out
 
     def close(self) -> None:
-        """Wait for this rank's own work and give everything back."""
+        """Tell the peers, wait for this rank's own work, give everything back. Idempotent."""
+        if not self._workspace.begin_close():
+            return
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._entries.close()
@@ -140,7 +148,6 @@ class Rounds:
         output.copy_(y)
 
     def _expect(self, state: State, doing: str) -> None:
-        self._workspace.raise_if_broken()
         if self.state is state:
             return
         away = "" if self.state is State.IDLE else f" while {self.tokens} tokens are away"

@@ -46,7 +46,7 @@ class Workspace(Watched):
 
     def _initialise(self, geometry: Geometry, header: Header) -> None:
         group = self.heap.group
-        self._watch(geometry.shape.descriptor)
+        self._watch(geometry.shape.descriptor, "all-to-all")
         self.received = self._inbox_views(geometry)
         shape, layout = geometry.shape, geometry.layout
         # Choices come home by themselves: there is nothing to write to.
@@ -89,8 +89,8 @@ class Workspace(Watched):
 
     def close(self) -> None:
         """Give the memory back, but for what a caller's views still show; local."""
-        del self._mailbox, self._alarm, self.received, self.output
-        self.heap.close()
+        del self.received, self.output
+        self.free()
 
 
 def open_workspace(

@@ -62,9 +62,9 @@ template <Shape S> WEFT_FN void measure(u64 base, u64* to) {
     sizeof(weft::ErrorRecord), WEFT_AT(ErrorRecord, code), WEFT_AT(ErrorRecord, rank),             \
         WEFT_AT(ErrorRecord, peer), WEFT_AT(ErrorRecord, phase), WEFT_AT(ErrorRecord, wanted),     \
         WEFT_AT(ErrorRecord, seen), WEFT_AT(ErrorRecord, elapsed_ns), WEFT_AT(ErrorRecord, token), \
-        WEFT_AT(ErrorRecord, slot)
-#define WEFT_MAILBOX                                                            \
-    sizeof(weft::Mailbox), WEFT_AT(Mailbox, abort), WEFT_AT(Mailbox, refusals), \
+        WEFT_AT(ErrorRecord, slot), WEFT_AT(ErrorRecord, told_by), WEFT_AT(ErrorRecord, reserved)
+#define WEFT_MAILBOX                                                                \
+    sizeof(weft::Mailbox), WEFT_AT(Mailbox, host_word), WEFT_AT(Mailbox, refusals), \
         WEFT_AT(Mailbox, broken_code), WEFT_AT(Mailbox, broken), WEFT_AT(Mailbox, refused)
 #define WEFT_RECORD                                                          \
     sizeof(weft::Record), WEFT_AT(Record, epoch), WEFT_AT(Record, start_ns), \
@@ -82,8 +82,9 @@ template <Shape S> WEFT_FN void measure(u64 base, u64* to) {
         WEFT_AT(Header, deadline_ns), WEFT_AT(Header, first_deadline_ns),                        \
         WEFT_AT(Header, turn.epoch), WEFT_AT(Header, turn.failed), WEFT_AT(Header, turn.rows),   \
         WEFT_AT(Header, arrived), WEFT_AT(Header, refusing), WEFT_AT(Header, refusals),          \
-        WEFT_AT(Header, sending), WEFT_AT(Header, abort), WEFT_AT(Header, fault),                \
-        WEFT_AT(Header, ring), WEFT_AT(Header, timelines)
+        WEFT_AT(Header, sending), WEFT_AT(Header, notices), WEFT_AT(Header, waiting_ns),         \
+        WEFT_AT(Header, last_words), WEFT_AT(Header, fault), WEFT_AT(Header, ring),              \
+        WEFT_AT(Header, timelines)
 #define WEFT_SITE                                                                           \
     sizeof(weft::Site), WEFT_AT(Site, base), WEFT_AT(Site, stride), WEFT_AT(Site, mailbox), \
         WEFT_AT(Site, rank), WEFT_AT(Site, descriptor)

@@ -7,7 +7,7 @@
 
 namespace weft {
 
-constexpr u32 abi = 6;         // raise it whenever a struct below changes
+constexpr u32 abi = 7;         // raise it whenever a struct below changes
 constexpr u32 max_planes = 8;  // opaque payload tensors of one dispatch
 constexpr u32 max_ranks = 32;  // a token's destinations are the bits of one u32
 constexpr u32 absent = ~0u;    // a word of a row that has not come, where rows bring their own news
@@ -36,6 +36,8 @@ enum class Code : u32 {
     bad_row_index = 7,
     signal_timeout = 8,
     other_result = 9,
+    peer_died = 10,
+    peer_left = 11,
 };
 
 // One name specialises every kernel. All ranks of a group use equal Shapes; creation verifies it.
@@ -84,17 +86,31 @@ struct ErrorRecord {
     u64 wanted = 0, seen = 0;                     // epochs, descriptors, or ids and their limit
     u64 elapsed_ns = 0;
     u32 token = 0, slot = 0;  // which token and which of its top_k entries
+    u32 told_by = 0;          // rank + 1 of the peer that found it out; 0: this rank itself
+    u32 reserved = 0;
 };
+
+// The word in which a rank tells a peer that it has left the group, and because of whom: code 8 |
+// culprit 16 | epoch 40. Zero: it has not left.
+WEFT_FN constexpr u64 make_notice(u32 code, u32 culprit, u64 epoch) {
+    return u64(code) << 56 | u64(culprit & 0xffffu) << 40 | (epoch & epoch_mask);
+}
+WEFT_FN constexpr Code notice_code(u64 notice) { return Code(u32(notice >> 56)); }
+WEFT_FN constexpr u32 notice_culprit(u64 notice) { return u32(notice >> 40) & 0xffffu; }
 
 // Host memory that a kernel can write while it runs: the host polls it without synchronising.
 struct Mailbox {
-    alignas(128) u32 abort;     // this rank's host asks its own kernels to leave
+    // What this rank's host tells its own kernels. Bit 63: leave. Bit r below: the process of rank
+    // r has ended.
+    alignas(128) u64 host_word;
     alignas(128) u32 refusals;  // serial number of the latest refusal; refused[serial % 8] holds it
     alignas(128) u32 broken_code;  // published after `broken`
     ErrorRecord broken;            // the first error that ended the group
     alignas(128)
         ErrorRecord refused[8];  // bad input that touched nobody: dropped, reported, survived
 };
+
+constexpr u64 host_asks_to_leave = 1ull << 63;
 
 // One finished operation, kept for the living after this rank has died.
 struct Record {
@@ -134,8 +150,10 @@ struct alignas(128) Header {
     alignas(128) u32 arrived;  // teams that have finished sending, of the running dispatch
     u32 refusing;              // taken while a refusal is being written
     u32 refusals;
-    u32 sending;             // tokens of a dispatch that was sent and not yet received
-    alignas(128) u64 abort;  // a peer's host asks this rank to leave: that peer's rank + 1
+    u32 sending;                          // tokens of a dispatch that was sent and not yet received
+    alignas(128) u64 notices[max_ranks];  // what each peer tells when it leaves; one writer each
+    alignas(128) u64 waiting_ns;      // when a wait of this rank last looked round; a peer may ask
+    alignas(128) u8 last_words[512];  // why this rank left, in UTF-8, for the peers that it told
     alignas(128) Fault fault;
     alignas(128) Record ring[ring_records];
     alignas(128) Timeline timelines[ring_timelines];
@@ -230,6 +248,6 @@ template <Shape S> struct Share {
 };
 
 static_assert(sizeof(Turn) == 16, "the turn is read in one load");
-static_assert(sizeof(ErrorRecord) == 48 && sizeof(Record) == 32 && sizeof(Mailbox) <= 4096);
+static_assert(sizeof(ErrorRecord) == 56 && sizeof(Record) == 32 && sizeof(Mailbox) <= 4096);
 
 }  // namespace weft

@@ -216,7 +216,7 @@ WEFT_FN bool await_tagged(Header& header, const Site& site, Phase phase, u64* at
         const u64 word = load_relaxed(at);
         value = value_of(word);
         if (is_of(word, wanted)) return true;
-        if (!patience.lasts(header, site, {peer, phase, wanted, epoch_in(word, wanted), true}))
+        if (!patience.lasts(header, site, {peer, phase, wanted, epoch_in(word, wanted)}))
             return false;
     }
 }

@@ -234,7 +234,7 @@ template <LowShape S>
 bool receive_token(const LowDispatchArgs& a, u64 wanted, u32 source, u32 token,
                    const u32 (&first)[S.local], const u32 (&bits)[S.local]) {
     LowShare<S>& own = own_share<S>(a.site);
-    const Wait wait{source, Phase::dispatch, wanted, epoch_before(wanted), true};
+    const Wait wait{source, Phase::dispatch, wanted, epoch_before(wanted)};
     u32 choices[S.top_k], any = 0;
     for (u32 k = 0; k < S.top_k; ++k) {
         u64* at = &own.inbox.choices[source][token][k];

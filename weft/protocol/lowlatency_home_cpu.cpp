@@ -85,7 +85,7 @@ template <LowShape S> bool sum_token(const LowCombineArgs& a, u64 wanted, u32 to
         const u32 which = u32(__builtin_ctz(left));
         alignas(16) u8 row[S.back_vectors() * 16];
         const Wait wait{missing_rank<S>(a, token, which), Phase::combine, wanted,
-                        epoch_before(wanted), true};
+                        epoch_before(wanted)};
         if (!take_words(own.header, a.site, wait, own.inbox.back_row(token, which), row,
                         sizeof(row)))
             return false;

@@ -214,6 +214,14 @@ WEFT_FN u32 bits_in(u32 word) {
 #endif
 }
 
+// Polls between two looks at what may end a wait. On a GPU about a millisecond; on a CPU so few
+// that the clock of a wait starts before it first gives its core away.
+#if defined(__CUDACC__)
+constexpr u32 polls_per_check = 1024;
+#else
+constexpr u32 polls_per_check = 32;
+#endif
+
 // One turn of a waiting loop. CPU ranks may outnumber the cores, so after a short spin they hand
 // the core over: 4 ranks on a CI machine of 2 cores took 16.8 us a round with the yield and 11.6 ms
 // without it (2026-11-20). Who still waits sleeps: beside one busy thread of another program each

@@ -50,13 +50,25 @@ WEFT_FN void refuse(Header& header, const Site& site, ErrorRecord record) {
     claim(&header.refusing, 1, 0);
 }
 
-// The group is broken: the first record wins, and every later kernel of this rank returns at once.
-WEFT_FN void fail(Header& header, const Site& site, ErrorRecord record) {
+// Every share begins with its header, whatever the operator.
+WEFT_FN Header& header_of(const Site& site, u32 rank) {
+    return *reinterpret_cast<Header*>(site.base + rank * site.stride);
+}
+
+// The group is broken: the first record wins, every later kernel of this rank returns at once, and
+// the peers hear whom this rank blames. Otherwise they would go on waiting for this rank, and blame
+// it in their turn.
+WEFT_SLOW_FN void fail(Header& header, const Site& site, const ErrorRecord& record) {
     if (!claim(&header.turn.failed, 0, record.code)) return;
     Mailbox& box = mailbox(site);
-    record.rank = site.rank;
     box.broken = record;
+    box.broken.rank = site.rank;
     store_release(&box.broken_code, record.code);
+    const u64 notice = make_notice(record.code, record.peer, record.wanted);
+    for (u32 i = 1; i < header.ranks; ++i) {
+        const u32 peer = (site.rank + i) % header.ranks;
+        store_release(&header_of(site, peer).notices[site.rank], notice);
+    }
 }
 
 // The id at one place of a tensor of int32 or int64.
@@ -141,62 +153,102 @@ WEFT_FN void publish(const Team& team, const Site& site, Phase phase, u64 wanted
     mark_published(team, header, phase, wanted);
 }
 
-// Why a wait ends without its flag: the code, and the rank to name for it.
-struct Verdict {
-    Code code;
-    u32 rank;
-};
-
-// The slow half of a wait, entered every 1024 turns: has another wait of this rank failed, has a
-// host asked it to leave, its own or a peer's, or has `peer` let the deadline pass? Code ok means:
-// wait on. A rank that waits for itself has more time: it is held up by a wait for a peer, and that
-// one is to be named. So has a wait that follows: for what `peer` may hold back until a third rank
-// has come, for whom another wait of this rank has begun, too.
-WEFT_FN Verdict out_of_patience(Header& header, const Site& site, u32 peer, u64 start, u64 wanted,
-                                bool follows = false) {
-    if (load_relaxed(&header.turn.failed) != 0) return {Code::aborted, site.rank};  // told already
-    if (load_acquire(&mailbox(site).abort) != 0) return {Code::aborted, site.rank};
-    const u64 asked = load_acquire(&header.abort);
-    if (asked != 0) return {Code::aborted, u32(asked - 1)};
-    const bool first = ((wanted - header.first_epoch) & epoch_mask) <= 1;
-    const u64 limit = first ? header.first_deadline_ns : header.deadline_ns;
-    const u64 grace = peer == site.rank ? limit / 4 : follows ? limit / 8 : 0;
-    return {now_ns() - start > limit + grace ? Code::peer_timeout : Code::ok, peer};
-}
-
 // What a wait is for, as an error record tells it.
 struct Wait {
     u32 peer;
     Phase phase;
     u64 wanted, seen;
-    bool follows = false;  // see out_of_patience
 };
 
-// How long one thread has waited: the slow half is entered every 1024 turns.
+WEFT_FN u32 ring_index(Phase phase, u64 epoch) {
+    return u32(epoch * 2 + (phase == Phase::combine)) % ring_records;
+}
+
+// Has a rank ended this operation? Then it has sent all that its peers wait for, and may have
+// closed or exited since.
+WEFT_FN bool has_finished(Header& theirs, Phase phase, u64 epoch) {
+    Record& record = theirs.ring[ring_index(phase, epoch)];
+    return load_relaxed(&record.phase) == u32(phase) && load_relaxed(&record.epoch) == epoch;
+}
+
+// Why a wait ends without what it is for: the code, the rank that caused it, and who found that out
+// (rank + 1; 0: this rank itself).
+struct Verdict {
+    Code code;
+    u32 culprit, told_by;
+};
+
+// Has a peer given up and told why? Or left, or ended, before it made its part of this operation?
+WEFT_FN Verdict check_peers(Header& header, const Site& site, const Wait& wait, u64 host_word) {
+    for (u32 peer = 0; peer < header.ranks; ++peer) {
+        const u64 notice = load_acquire(&header.notices[peer]);
+        const bool ended = (host_word >> peer & 1) != 0;
+        if (notice == 0 && !ended) continue;
+        const Code code = notice_code(notice);
+        const u32 culprit = notice_culprit(notice);
+        const bool left = code == Code::peer_left && culprit == peer;
+        if (notice != 0 && !left) return {code, culprit, peer + 1};
+        if (has_finished(header_of(site, peer), wait.phase, wait.wanted)) continue;
+        return {left ? Code::peer_left : Code::peer_died, peer, 0};
+    }
+    return {Code::ok, wait.peer, 0};
+}
+
+// Is the deadline of a wait over? A wait for this rank itself gets a quarter more, because another
+// wait of this rank holds it up, which knows the culprit. Nor is a peer to blame that waits itself:
+// it knows for whom, and tells when it gives up. Only a circle of waits ends here, at the double.
+WEFT_FN bool is_overdue(Header& header, const Site& site, const Wait& wait, u64 start_ns, u64 now) {
+    const bool first = ((wait.wanted - header.first_epoch) & epoch_mask) <= 1;
+    const u64 limit = first ? header.first_deadline_ns : header.deadline_ns;
+    if (now - start_ns <= limit) return false;
+    if (wait.peer == site.rank) return now - start_ns > limit + limit / 4;
+    const u64 seen = load_relaxed(&header_of(site, wait.peer).waiting_ns);
+    const bool waits_itself = seen != 0 && i64(now - seen) < i64(limit / 2);
+    return !waits_itself || now - start_ns > 2 * limit;
+}
+
+// The slow half of a wait. Code ok means: wait on.
+WEFT_FN Verdict check_wait(Header& header, const Site& site, const Wait& wait, u64 start_ns) {
+    // Another wait of this rank has failed, and told why.
+    if (load_acquire(&header.turn.failed) != 0) return {Code::aborted, site.rank, 0};
+    const u64 host_word = load_acquire(&mailbox(site).host_word);
+    if (host_word & host_asks_to_leave) return {Code::aborted, site.rank, 0};
+    const Verdict verdict = check_peers(header, site, wait, host_word);
+    if (verdict.code != Code::ok) return verdict;
+    const u64 now = now_ns();
+    store_relaxed(&header.waiting_ns, now);
+    if (is_overdue(header, site, wait, start_ns, now)) return {Code::peer_timeout, wait.peer, 0};
+    return {Code::ok, wait.peer, 0};
+}
+
+// Ends a wait where it is to end, with a record; false while it goes on.
+WEFT_SLOW_FN bool gives_up(Header& header, const Site& site, const Wait& wait, u64 start_ns) {
+    const Verdict verdict = check_wait(header, site, wait, start_ns);
+    if (verdict.code == Code::ok) return false;
+    fail(header, site,
+         {.code = u32(verdict.code),
+          .peer = verdict.culprit,
+          .phase = u32(wait.phase),
+          .wanted = wait.wanted,
+          .seen = wait.seen,
+          .elapsed_ns = now_ns() - start_ns,
+          .told_by = verdict.told_by});
+    return true;
+}
+
+// How long one thread has waited.
 struct Patience {
-    static constexpr u32 period = 1024;
     u64 start = 0;
     u32 turns = 0;
 
-    // Will `lasts` look at the clock the next time?
-    WEFT_FN bool is_asked_next() const { return (turns + 1) % period == 0; }
+    // Will `lasts` look round the next time?
+    WEFT_FN bool is_asked_next() const { return (turns + 1) % polls_per_check == 0; }
 
     // False when the wait is over without its end; what ended it is recorded then.
     WEFT_FN bool lasts(Header& header, const Site& site, const Wait& wait) {
-        if (++turns % period == 0) {
+        if (++turns % polls_per_check == 0) {
             if (start == 0) start = now_ns();
-            const Verdict verdict =
-                out_of_patience(header, site, wait.peer, start, wait.wanted, wait.follows);
-            if (verdict.code != Code::ok) {
-                fail(header, site,
-                     {.code = u32(verdict.code),
-                      .peer = verdict.rank,
-                      .phase = u32(wait.phase),
-                      .wanted = wait.wanted,
-                      .seen = wait.seen,
-                      .elapsed_ns = now_ns() - start});
-                return false;
-            }
+            if (gives_up(header, site, wait, start)) return false;
         }
         relax(turns);
         return true;
@@ -206,9 +258,8 @@ struct Patience {
 // Waits for one peer's flag. Order: after `true`, all that the peer published with that epoch may
 // be read by this thread, and by its team once it has met in `all`.
 // expected: the epoch of the flag, where it is not that of the operation (`wanted`).
-// follows: see out_of_patience.
 WEFT_FN bool await_flag(Header& header, const Site& site, u64* flag, u32 peer, Phase phase,
-                        u64 wanted, u64 expected, bool follows = false) {
+                        u64 wanted, u64 expected) {
     Patience patience;
     for (;;) {
         const u64 seen = load_acquire(flag);
@@ -223,8 +274,7 @@ WEFT_FN bool await_flag(Header& header, const Site& site, u64* flag, u32 peer, P
                   .seen = flag_descriptor(seen)});
             return false;
         }
-        if (!patience.lasts(header, site, {peer, phase, wanted, flag_epoch(seen), follows}))
-            return false;
+        if (!patience.lasts(header, site, {peer, phase, wanted, flag_epoch(seen)})) return false;
     }
 }
 
@@ -253,8 +303,7 @@ WEFT_FN bool await_all(const Team& team, const Site& site, Phase phase, u64 want
 // wrote down.
 WEFT_FN u64 keep_record(Header& header, Phase phase, u64 epoch, u64 start_ns, u32 tokens) {
     const u64 end_ns = now_ns();
-    header.ring[(epoch * 2 + (phase == Phase::combine)) % ring_records] = {epoch, start_ns, end_ns,
-                                                                           u32(phase), tokens};
+    header.ring[ring_index(phase, epoch)] = {epoch, start_ns, end_ns, u32(phase), tokens};
     return end_ns;
 }
 

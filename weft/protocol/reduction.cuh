@@ -148,31 +148,31 @@ template <Reduction R> WEFT_FN u32 odd_peer(const Site& site, u64 epoch, u64 wor
     return R.ranks;
 }
 
-// The slow half of a wait for data, entered every 1024 turns: true ends it. Beside what
-// out_of_patience looks at: another wait of this rank may have broken the group already, and a peer
-// may have made another call.
+// The slow half of a wait for data: true ends it. Beside what check_wait looks at, a peer may have
+// made another call.
 template <Reduction R>
 WEFT_SLOW_FN bool gives_up(const Site& site, u64 epoch, u64 signature, SlotWait& wait) {
     ReductionShare<R>& own = mine<R>(site);
     if (wait.start == 0) wait.start = now_ns();
-    if (load_acquire(&own.header.turn.failed) != 0) return true;
     const u64 word = call_word(epoch, signature);
     u64 seen;
     if (const u32 odd = odd_peer<R>(site, epoch, word, seen); odd != R.ranks) {
         fail_call(own.header, site, odd, word, seen);
         return true;
     }
-    const Verdict verdict = out_of_patience(own.header, site, wait.peer, wait.start, epoch);
+    const Wait what{wait.peer, all_reduce_phase, epoch, u64(wait.slot)};
+    const Verdict verdict = check_wait(own.header, site, what, wait.start);
     if (verdict.code == Code::ok) return false;
     fail(own.header, site,
          {.code = u32(verdict.code),
-          .peer = verdict.rank,
+          .peer = verdict.culprit,
           .phase = u32(all_reduce_phase),
           .wanted = epoch,
           .seen = u64(wait.slot),
           .elapsed_ns = now_ns() - wait.start,
           .token = wait.token,
-          .slot = wait.vector});
+          .slot = wait.vector,
+          .told_by = verdict.told_by});
     return true;
 }
 
@@ -195,7 +195,7 @@ WEFT_SLOW_FN bool same_call(const Site& site, u64 epoch, u64 signature, u32 peer
             fail_call(own.header, site, peer, word, seen);
             return false;
         }
-        if (turns % 1024 == 0 && gives_up<R>(site, epoch, signature, wait)) return false;
+        if (turns % polls_per_check == 0 && gives_up<R>(site, epoch, signature, wait)) return false;
         relax(turns);
         seen = load_relaxed(&own.slots.call[side_of(epoch)][peer]);
     }

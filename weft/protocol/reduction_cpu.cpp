@@ -41,8 +41,8 @@ bool take(Calling<R>& call, u8* slot, u8* to, Slot kind, u32 peer, u32 token) {
         SlotWait wait{.slot = kind, .peer = peer, .token = token, .vector = at / 16};
         u64 seen = load_acquire(word);
         for (u32 turns = 1; !is_there(seen); ++turns) {
-            call.broken =
-                turns % 1024 == 0 && gives_up<R>(call.a.site, call.epoch, call.a.signature, wait);
+            call.broken = turns % polls_per_check == 0 &&
+                          gives_up<R>(call.a.site, call.epoch, call.a.signature, wait);
             if (call.broken) return false;
             relax(turns);
             seen = load_acquire(word);
@@ -130,8 +130,8 @@ template <Reduction R> void reduce_part(Calling<R>& call, u32 group) {
 template <Reduction R> bool await_half(Calling<R>& call, u64* half, SlotWait wait, u32& value) {
     u64 seen = load_acquire(half);
     for (u32 turns = 1; u32(seen >> 32) != trailer_tag(call.epoch); ++turns) {
-        call.broken =
-            turns % 1024 == 0 && gives_up<R>(call.a.site, call.epoch, call.a.signature, wait);
+        call.broken = turns % polls_per_check == 0 &&
+                      gives_up<R>(call.a.site, call.epoch, call.a.signature, wait);
         if (call.broken) return false;
         relax(turns);
         seen = load_acquire(half);

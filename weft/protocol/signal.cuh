@@ -29,19 +29,21 @@ WEFT_FN bool await_tiles(const GroupArgs& a, Header& header, u32 block, u32 tile
     for (u32 turns = 1;; ++turns) {
         const u32 seen = load_acquire_local(a.cells + block);
         if (seen >= tiles) return true;
-        if (turns % Patience::period == 0) {
+        if (turns % polls_per_check == 0) {
             if (start == 0) start = now_ns();
-            const Verdict v = out_of_patience(header, a.site, a.site.rank, start, epoch);
+            const Wait wait{a.site.rank, Phase::combine, epoch, seen};
+            const Verdict v = check_wait(header, a.site, wait, start);
             const bool late = v.code == Code::peer_timeout;
             if (v.code != Code::ok) {
                 fail(header, a.site,
                      {.code = u32(late ? Code::signal_timeout : v.code),
-                      .peer = v.rank,
+                      .peer = v.culprit,
                       .phase = u32(Phase::combine),
                       .wanted = late ? tiles : epoch,
                       .seen = seen,
                       .elapsed_ns = now_ns() - start,
-                      .token = block});
+                      .token = block,
+                      .told_by = v.told_by});
                 return false;
             }
         }

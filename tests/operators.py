@@ -1,0 +1,108 @@
+"""The three operators behind one face, for tests of what they have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import weft
+from weft.memory.header import HEADER_BYTES, Fault, Header
+from weft.ops.watched import Watched
+
+ANY_PEER, ANY_EPOCH = 32, (1 << 64) - 1
+DELAY, JITTER, DROP, LIE, STAY_AWAY, DIE = 1, 2, 3, 4, 5, 6
+# Fault points of protocol/fault.cuh, and those of them that are passed once for each peer.
+POINTS = {"alltoall": range(1, 8), "lowlatency": range(1, 8), "allreduce": range(8, 12)}
+FOR_EACH_PEER = {"alltoall": (3, 6), "lowlatency": (3,), "allreduce": (10, 11)}
+HIDDEN, TOKENS, TOP_K, EXPERTS = 128, 4, 2, 12
+LONG = 600.0  # seconds: a deadline that no test waits for
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An operator in one of its modes."""
+
+    name: str
+    options: dict[str, Any]
+
+    def open(self, group: weft.Group, *, faults: bool = False, **more: Any) -> Operator:
+        sizes: dict[str, Any] = {"hidden": HIDDEN, "timeout": LONG, "first_timeout": LONG}
+        if self.name != "allreduce":
+            sizes |= {"top_k": TOP_K, "num_experts": EXPERTS}
+        if faults:
+            sizes["_defines"] = ("WEFT_FAULTS=1",)
+        sizes |= {"max_tokens": TOKENS} | self.options | more
+        made: Any
+        match self.name:
+            case "alltoall":
+                made = weft.AllToAll(group, **sizes)
+            case "lowlatency":
+                made = weft.LowLatencyAllToAll(group, quant=None, **sizes)
+            case _:
+                made = weft.AllReduce(group, **sizes)
+        return Operator(self, made)
+
+
+KINDS = {
+    "pull": Kind("alltoall", {}),
+    "push": Kind("alltoall", {"combine_by": "push"}),
+    "fp8": Kind("alltoall", {"combine_by": "fp8"}),
+    "receiver": Kind("lowlatency", {}),
+    "sender": Kind("lowlatency", {"reduce": "sender"}),
+    "oneshot": Kind("allreduce", {"backends": ("oneshot",)}),
+    "twoshot": Kind("allreduce", {"backends": ("twoshot",)}),
+}
+
+
+@dataclass
+class Operator:
+    """One of them, open."""
+
+    kind: Kind
+    made: Any
+
+    @property
+    def watched(self) -> Watched:
+        return self.made._watched
+
+    def __enter__(self) -> Operator:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.made.__exit__(*error)
+
+    def rounds(self, count: int) -> None:
+        """So many rounds."""
+        for _ in range(count):
+            self.round()
+
+    def round(self, value: float = 1.0) -> torch.Tensor:
+        """One round, or one sum, of rows of `value` from this rank. Returns the result."""
+        group = self.made.group
+        x = torch.full((TOKENS, HIDDEN), value, dtype=torch.bfloat16, device=group.device)
+        if self.kind.name == "allreduce":
+            weight = torch.ones(HIDDEN, dtype=torch.bfloat16, device=group.device)
+            result = self.made.fused(x, weight=weight, out=True).out
+        else:
+            t = torch.arange(TOKENS, device=group.device)
+            ids = torch.stack([t * 3 % EXPERTS, (t * 3 + 5) % EXPERTS], dim=1)
+            got = self.made.dispatch(x, ids)
+            if self.kind.name == "alltoall":
+                result = self.made.combine(weft.reference.identity_experts(got, x.dtype))
+            else:
+                result = self.made.combine(got.x.clone(), ids, None, got.handle)
+        if group.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.made.check()
+        return result
+
+    def plan(
+        self, point: int, action: int, *, peer: int = ANY_PEER, epoch: int = ANY_EPOCH
+    ) -> None:
+        """Let this rank do something at a fault point; needs `faults`."""
+        fault = Fault(point=point, action=action, peer=peer, epoch=epoch)
+        raw = torch.frombuffer(bytearray(fault), dtype=torch.uint8)
+        view = self.watched.heap.tensor((HEADER_BYTES,), torch.uint8)
+        view[Header.fault.offset : Header.fault.offset + len(raw)].copy_(raw)

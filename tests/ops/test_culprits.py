@@ -1,0 +1,217 @@
+"""A rank dies, stops, raises or closes: the others hear of it soon, and blame that rank.
+
+Deadlines are ten minutes here, so an error that comes at all has not waited for one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import weft
+from tests.operators import ANY_PEER, DIE, FOR_EACH_PEER, HIDDEN, KINDS, POINTS, TOP_K
+from weft.errors import GroupError, PeerDied, PeerLeft, PeerTimeout, RankFailed
+
+SOON = 60.0  # seconds: a loaded machine may take long, but a deadline takes ten times that
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def blamed(text: str) -> int:
+    """The rank that an error names, behind its own and the phase."""
+    found = re.search(r"rank (\d+)", re.sub(r"^rank \d+, [^:]*: ", "", text))
+    assert found is not None, text
+    return int(found[1])
+
+
+def dying(group: weft.Group, kind: str, point: int, victim: int, peer: int, folder: str) -> None:
+    """Survivors write down what they heard, because the launch itself fails."""
+    with KINDS[kind].open(group, faults=True) as op:
+        op.round()
+        group.barrier()
+        if group.rank == victim:
+            op.plan(point, DIE, peer=peer)
+        start = time.monotonic()
+        with pytest.raises(PeerDied) as caught:
+            op.rounds(3)  # who dies behind its last flag is missed in the round after
+        Path(folder, str(group.rank)).write_text(f"{time.monotonic() - start} {caught.value}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_survivor_names_the_rank_that_died_at_any_point(ranks, kind, tmp_path):
+    name = KINDS[kind].name
+    for point in POINTS[name]:
+        if (kind, point) == ("oneshot", 11):  # only owners of a token tell its moments
+            continue
+        victim = point % 3
+        # Between two flags: one peer has been told, the other one never is.
+        each = point in FOR_EACH_PEER[name]
+        peers = [(victim + 1) % 3, (victim + 2) % 3] if each else [ANY_PEER]
+        for peer in peers:
+            folder = tmp_path / f"{point}-{peer}"
+            folder.mkdir()
+            with pytest.raises(RankFailed, match=f"rank {victim} of 3 died"):
+                ranks(3, "cpu")(dying, kind, point, victim, peer, str(folder))
+            for survivor in {0, 1, 2} - {victim}:
+                waited, text = (folder / str(survivor)).read_text().split(" ", 1)
+                assert float(waited) < SOON
+                assert text.startswith(f"rank {survivor}, ")
+                assert blamed(text) == victim, (point, peer, text)
+
+
+def killed(group: weft.Group, kind: str, first: bool, folder: str) -> None:
+    with KINDS[kind].open(group) as op:
+        if not first:
+            op.round()
+        group.barrier()
+        if group.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if group.rank == 2:
+            time.sleep(0.5)  # a long expert: rank 0 waits for it, too
+        start = time.monotonic()
+        with pytest.raises(PeerDied) as caught:
+            op.round()
+        Path(folder, str(group.rank)).write_text(f"{time.monotonic() - start} {caught.value}")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
+@pytest.mark.parametrize("kind", ["pull", "receiver", "oneshot"])
+def test_a_killed_rank_is_noticed_without_a_deadline(ranks, kind, first, device, tmp_path):
+    with pytest.raises(RankFailed, match="rank 1 of 3 died"):
+        ranks(3, device)(killed, kind, first, str(tmp_path))
+    for survivor in (0, 2):
+        waited, text = (tmp_path / str(survivor)).read_text().split(" ", 1)
+        assert float(waited) < SOON
+        assert blamed(text) == 1
+        assert re.search(r"process \d+ ended before it made its part of epoch", text)
+
+
+def raising(group: weft.Group, kind: str, how: str) -> str:
+    try:
+        with KINDS[kind].open(group) as op:
+            if how != "skip":
+                op.round()
+            if group.rank == 1:
+                if how == "raise":
+                    raise ValueError("no such expert")
+                if how in ("close", "skip"):
+                    op.made.close()
+                if how == "middle" and kind != "twoshot":  # a dispatch that no combine follows
+                    ids = torch.zeros((0, TOP_K), dtype=torch.int64, device=group.device)
+                    op.made.dispatch(torch.zeros((0, HIDDEN), device=group.device).bfloat16(), ids)
+                return "left"
+            start = time.monotonic()
+            with pytest.raises(PeerLeft) as caught:
+                op.round()
+            assert time.monotonic() - start < SOON
+            return str(caught.value)
+    except ValueError:
+        return "left"
+
+
+@pytest.mark.parametrize("device", [*DEVICES, "threads"])
+@pytest.mark.parametrize("how", ["raise", "close", "skip", "middle"])
+@pytest.mark.parametrize("kind", ["pull", "fp8", "receiver", "twoshot"])
+def test_who_raises_or_closes_tells_the_others(ranks, kind, how, device):
+    texts = ranks(3, device)(raising, kind, how)
+    for rank in (0, 2):
+        assert blamed(texts[rank]) == 1, texts[rank]
+        why = "raised ValueError: no such expert" if how == "raise" else "closed its "
+        assert f"rank 1 {why}" in texts[rank] or "rank 1 left" in texts[rank], texts[rank]
+    if how == "raise":
+        assert any("no such expert" in texts[rank] for rank in (0, 2))
+
+
+def leaving_a_group(group: weft.Group) -> None:
+    """The object outlives its group's `with`: nobody closes it."""
+    op = KINDS["pull"].open(group)
+    op.round()
+    if group.rank == 1:
+        raise ValueError("in the function of a rank")
+    with pytest.raises(PeerLeft, match="rank 1 raised ValueError: in the function of a rank"):
+        op.round()
+
+
+@pytest.mark.parametrize("device", ["cpu", "threads"])
+def test_a_raising_rank_is_the_cause_of_a_launch(ranks, device):
+    start = time.monotonic()
+    with pytest.raises(RankFailed, match="rank 1 of 3 raised ValueError") as caught:
+        ranks(3, device)(leaving_a_group)
+    assert "Also failed" not in str(caught.value)  # the others heard why, and returned
+    assert time.monotonic() - start < SOON
+
+
+def finishing(group: weft.Group, kind: str) -> bool:
+    """Who is done closes and ends at once, while others still wait in the same round."""
+    with KINDS[kind].open(group) as op:
+        for number in range(30):
+            op.round(float(number))
+        last = op.round(3.0)
+    if group.rank == 0:
+        return True
+    return bool((last == last[0, 0]).all())
+
+
+@pytest.mark.parametrize("device", ["cpu", "threads"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_end_in_good_order_disturbs_nobody(ranks, kind, device):
+    for _ in range(3):
+        assert all(ranks(3, device)(finishing, kind))
+
+
+def stopped(group: weft.Group, kind: str, folder: str) -> str:
+    """Rank 1 is stopped before its second call: a deadline, and the right rank."""
+    with KINDS[kind].open(group, timeout=3.0) as op:
+        op.round()
+        pid = group.all_gather(os.getpid())[1]
+        if group.rank == 1:
+            os.kill(pid, signal.SIGSTOP)
+            with pytest.raises(GroupError):  # the others have left by now, and told
+                op.round()
+            return ""
+        try:
+            with pytest.raises(PeerTimeout) as caught:
+                op.rounds(2)
+        finally:
+            Path(folder, str(group.rank)).touch()
+            if group.rank == 0:
+                while not Path(folder, "2").exists():
+                    time.sleep(0.05)
+                os.kill(pid, signal.SIGCONT)
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["pull", "sender", "twoshot"])
+def test_a_stopped_rank_is_named_when_the_deadline_is_over(ranks, kind, device, tmp_path):
+    texts = ranks(3, device)(stopped, kind, str(tmp_path))
+    for rank in (0, 2):
+        assert blamed(texts[rank]) == 1 or "for rank 1" in texts[rank], texts[rank]
+
+
+def late(group: weft.Group, kind: str) -> str:
+    """The clock starts with the wait: what an error tells is what a caller's clock shows."""
+    with KINDS[kind].open(group, timeout=1.0) as op:
+        op.round()
+        if group.rank == 1:
+            group.barrier()
+            return ""
+        start = time.monotonic()
+        with pytest.raises(PeerTimeout) as caught:
+            op.round()
+        waited = time.monotonic() - start
+        group.barrier()
+        told = float(re.search(r"within ([\d.]+) s", str(caught.value))[1])
+        assert 0.99 < told <= waited + 0.01
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["pull", "receiver", "oneshot"])
+def test_an_error_tells_how_long_it_waited(ranks, kind):
+    assert blamed(ranks(2, "cpu")(late, kind)[0]) == 1

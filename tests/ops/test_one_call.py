@@ -1,0 +1,198 @@
+"""One call at a time, from one process; abort and close from any thread."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+
+import weft
+from tests.operators import KINDS, Operator
+from weft.errors import Aborted, OutOfOrder, PeerLeft
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+OPERATORS = ["pull", "receiver", "oneshot"]
+
+
+def from_two_threads(group: weft.Group, kind: str) -> dict[str, int]:
+    """Rank 0 calls from two threads with other values: every result is right, or OutOfOrder."""
+    seen = {"right": 0, "wrong": 0, "refused": 0}
+    with KINDS[kind].open(group, timeout=30.0) as op:
+        op.round()
+        group.barrier()
+        if group.rank == 0:
+            errors: list[BaseException] = []
+            threads = [threading.Thread(target=hammer, args=(op, v, seen, errors)) for v in (1, 5)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert not errors, errors
+        else:
+            try:
+                while True:
+                    op.round(3.0)
+            except (PeerLeft, OutOfOrder):
+                pass  # rank 0 has closed
+    return seen
+
+
+def hammer(op: Operator, value: int, seen: dict[str, int], errors: list[BaseException]) -> None:
+    sums = op.kind.name == "allreduce"
+    for _ in range(300):
+        try:
+            result = op.round(float(value))
+        except OutOfOrder:
+            seen["refused"] += 1
+            continue
+        except BaseException as error:
+            errors.append(error)
+            return
+        wanted = value + 3.0 if sums else value * 2.0
+        seen["right" if bool((result == wanted).all()) else "wrong"] += 1
+
+
+@pytest.mark.parametrize("kind", OPERATORS)
+def test_two_threads_never_get_a_wrong_result(ranks, kind):
+    seen = ranks(2, "cpu")(from_two_threads, kind)[0]
+    assert seen["wrong"] == 0, seen
+    assert seen["refused"] > 0, seen
+    assert seen["right"] > 0, seen
+
+
+def in_the_middle(group: weft.Group, kind: str) -> str:
+    """A second thread comes while the first waits for a peer: it is refused at once."""
+    with KINDS[kind].open(group) as op:
+        op.round()
+        said = []
+        if group.rank == 0:
+            waiting = threading.Thread(target=op.round)
+            waiting.start()
+            while not op.watched._busy.locked():
+                pass
+            with pytest.raises(OutOfOrder, match="while another thread is in a call") as caught:
+                op.round(2.0)
+            said.append(str(caught.value))
+            group.barrier()
+            waiting.join()
+        else:
+            group.barrier()
+            op.round()
+        return "".join(said)
+
+
+@pytest.mark.parametrize("kind", OPERATORS)
+def test_a_second_thread_is_refused_while_one_waits(ranks, kind):
+    assert "make them from one thread" in ranks(2, "cpu")(in_the_middle, kind)[0]
+
+
+def forked(group: weft.Group, kind: str) -> tuple[str, bool]:
+    with KINDS[kind].open(group) as op:
+        op.round()
+        group.barrier()
+        said = ""
+        if group.rank == 0:
+            said = in_a_child(op)
+        result = op.round(2.0)
+        return said, bool((result == result[0, 0]).all()) and float(result[0, 0]) == 4.0
+
+
+def in_a_child(op: Operator) -> str:
+    """What a forked child hears that uses, aborts and closes its parent's object."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        words = []
+        for use in (lambda: op.round(7.0), lambda: op.made.close()):
+            try:
+                use()
+                words.append("done")
+            except OutOfOrder as error:
+                words.append(f"OutOfOrder: {error}")
+            except BaseException as error:
+                words.append(f"{type(error).__name__}: {error}")
+        os.write(writer, "\n".join(words).encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader) as pipe:
+        said = pipe.read()
+    assert os.waitpid(child, 0)[1] == 0
+    return said
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("kind", OPERATORS)
+def test_a_forked_child_never_speaks_for_its_parent(ranks, kind):
+    (said, right), (_, right_too) = ranks(2, "cpu")(forked, kind)
+    used, closed = said.split("\n")
+    assert used.startswith("OutOfOrder: ")
+    assert "a forked child: this " in used
+    assert closed == "done"  # it gives back nothing, and tells nobody
+    assert right
+    assert right_too
+
+
+def has_no_mapping(group: weft.Group) -> bool:
+    """A forked child has no memory of the heap at all."""
+    heap = weft.Heap.create(group, 1 << 16)
+    heap.tensor((4,), torch.int32).fill_(7)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with open("/proc/self/maps") as maps:
+            os.write(writer, b"1" if "weft-share" in maps.read() else b"0")
+        os._exit(0)
+    os.close(writer)
+    mapped = os.read(reader, 1)
+    os.close(reader)
+    os.waitpid(child, 0)
+    assert heap.tensor((4,), torch.int32).tolist() == [7] * 4
+    heap.close()
+    return mapped == b"0"
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_does_not_inherit_the_heap(ranks):
+    assert all(ranks(2, "cpu")(has_no_mapping))
+
+
+def closed_from_a_thread(group: weft.Group, kind: str, aborts: bool) -> str:
+    """A watchdog ends an object while the main thread waits in it."""
+    op = KINDS[kind].open(group)
+    op.round()
+    said = ""
+    if group.rank == 0:
+
+        def watchdog() -> None:
+            while group.device.type == "cpu" and not op.watched._busy.locked():
+                pass
+            if aborts:
+                op.made.abort()
+            op.made.close()
+
+        thread = threading.Thread(target=watchdog)
+        thread.start()
+        with pytest.raises((Aborted, OutOfOrder)) as caught:  # a GPU's call may return before
+            op.round()  # rank 1 does not come
+        said = str(caught.value)
+        thread.join()
+        with pytest.raises((Aborted, OutOfOrder), match="closed"):
+            op.round()
+        group.barrier()
+    else:
+        group.barrier()
+        with pytest.raises((Aborted, PeerLeft), match="rank 0"):
+            op.rounds(2)  # what rank 0 had sent may be enough for a first one
+        op.made.close()
+    return said
+
+
+@pytest.mark.parametrize("device", [*DEVICES, "threads"])
+@pytest.mark.parametrize("aborts", [True, False], ids=["abort and close", "close"])
+@pytest.mark.parametrize("kind", OPERATORS)
+def test_any_thread_may_close_while_a_call_waits(ranks, kind, aborts, device):
+    said = ranks(2, device)(closed_from_a_thread, kind, aborts)[0]
+    assert "this rank" in said
+    assert "called abort()" in said or not aborts

@@ -1,0 +1,78 @@
+"""Notices at once when the process of a peer ends.
+
+Every rank hands its peers a descriptor that becomes readable when its process ends: a pidfd of
+itself, which means the same process in every PID namespace and is not fooled by forked children.
+Where the kernel or a container refuses pidfds it is the end of a pipe, which a forked child that
+outlives its parent keeps open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+from collections.abc import Callable, Mapping
+
+
+class Sign:
+    """This rank's own sign of life. `fd` is for the peers; it is the caller's to close."""
+
+    def __init__(self) -> None:
+        self._kept = -1
+        try:
+            self.fd = os.pidfd_open(os.getpid())
+        except OSError:
+            self.fd, self._kept = os.pipe()
+
+    def close(self) -> None:
+        """Give up what this process keeps open for its peers. Idempotent."""
+        kept, self._kept = self._kept, -1
+        if kept >= 0:
+            os.close(kept)
+
+
+class Liveness:
+    """A thread that calls `ended(rank)` once for each peer whose process ends.
+
+    Takes over the descriptors of `peers`. `ended` is called in that thread, until `close`.
+    """
+
+    def __init__(self, peers: Mapping[int, int], ended: Callable[[int], None]) -> None:
+        self._owner = os.getpid()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        self._lock = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(
+            target=_watch, args=(dict(peers), self._wake, ended), name="weft-liveness", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread and close all descriptors. Idempotent; a forked child does nothing."""
+        with self._lock:
+            if self._closed or os.getpid() != self._owner:
+                return
+            self._closed = True
+        os.eventfd_write(self._wake, 1)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        os.close(self._wake)
+
+
+def _watch(peers: dict[int, int], wake: int, ended: Callable[[int], None]) -> None:
+    poller = select.poll()
+    ranks = {fd: rank for rank, fd in peers.items()}
+    for fd in (wake, *ranks):
+        poller.register(fd, select.POLLIN)
+    try:
+        while True:
+            for fd, _ in poller.poll():
+                if fd == wake:
+                    return
+                poller.unregister(fd)
+                ended(ranks[fd])
+    finally:
+        for fd in ranks:
+            with contextlib.suppress(OSError):
+                os.close(fd)
