@@ -65,7 +65,8 @@ class Operator:
 
     @property
     def watched(self) -> Watched:
-        return self.made._watched
+        watched: Watched = self.made._watched
+        return watched
 
     def __enter__(self) -> Operator:
         return self
@@ -78,7 +79,7 @@ class Operator:
         for _ in range(count):
             self.round()
 
-    def round(self, value: float = 1.0) -> torch.Tensor:
+    def round(self, value: float = 1.0) -> Any:
         """One round, or one sum, of rows of `value` from this rank. Returns the result."""
         group = self.made.group
         x = torch.full((TOKENS, HIDDEN), value, dtype=torch.bfloat16, device=group.device)

@@ -207,7 +207,9 @@ def late(group: weft.Group, kind: str) -> str:
             op.round()
         waited = time.monotonic() - start
         group.barrier()
-        told = float(re.search(r"within ([\d.]+) s", str(caught.value))[1])
+        found = re.search(r"within ([\d.]+) s", str(caught.value))
+        assert found is not None
+        told = float(found[1])
         assert 0.99 < told <= waited + 0.01
         return str(caught.value)
 

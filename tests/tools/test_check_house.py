@@ -47,13 +47,6 @@ REFUSED = {
     "from torch import load": ("weft/a.py", "from torch import load\n", "1: imports torch.load"),
     "shell": ("weft/a.py", "import subprocess as s\ns.run('ls', shell=True)\n", "2: passes shell"),
     "shell by name": ("weft/a.py", "run('ls', shell=flag)\n", "1: passes shell=flag"),
-    "long file": ("weft/a.py", "x = 1\n" * 350, "350: 350 lines: want under 350"),
-    "long function": ("weft/a.py", "def f():\n" + "    x = 1\n" * 59, "1: f has 60 lines"),
-    "long method": (
-        "weft/a.py",
-        "class A:\n    async def f(self):\n" + "        x = 1\n" * 59,
-        "2: f has 60 lines",
-    ),
     "utils.py": ("weft/utils.py", "", "1: the name has 'utils'"),
     "a folder": ("weft/core/a.cuh", "", "1: the name has 'core'"),
     "a second version": ("weft/heap_v2.py", "", "1: the name has 'v2'"),

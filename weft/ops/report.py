@@ -96,6 +96,43 @@ def _hearsay(record: ErrorRecord, who: str) -> GroupError:
     )
 
 
+def _gone(
+    record: ErrorRecord,
+    who: str,
+    pid_of: Callable[[int], int | None],
+    words_of: Callable[[int], str],
+) -> GroupError:
+    """A peer that will make no more calls."""
+    if record.code == PEER_LEFT:
+        return PeerLeft(
+            f"{who}: rank {record.peer} {words_of(record.peer) or 'left'} before it made its part "
+            f"of epoch {record.wanted}{_heard(record)}. Every rank must make the same calls; mend "
+            "that rank, then make a new group."
+        )
+    pid = pid_of(record.peer)
+    process = "the process" if pid is None else f"process {pid}"
+    return PeerDied(
+        f"{who}: rank {record.peer} died: {process} ended before it made its part of epoch "
+        f"{record.wanted}{_heard(record)}. Its own output may say why; make a new group."
+    )
+
+
+def _in_all_reduce(record: ErrorRecord, who: str) -> GroupError:
+    """Slots and signatures of an all-reduce say more than an epoch."""
+    if record.code == PEER_TIMEOUT:
+        return PeerTimeout(
+            f"{who}, epoch {record.wanted}: the {SLOTS.get(record.seen, 'slot')} of token "
+            f"{record.token} (16-byte word {record.slot}) did not come from rank {record.peer} "
+            f"within {record.elapsed_ns / 1e9:.2f} s. It is dead, stopped, slower than the "
+            "deadline, or did not make this call; raise timeout= if it was only slow, then make a "
+            "new group."
+        )
+    return GeometryMismatch(
+        f"{who}: rank {record.peer} called with {signature_text(record.seen)}; this rank with "
+        f"{signature_text(record.wanted)}. Make the same call on every rank."
+    )
+
+
 def breakage(
     record: ErrorRecord, pid_of: Callable[[int], int | None], words_of: Callable[[int], str]
 ) -> GroupError:
@@ -105,34 +142,12 @@ def breakage(
     """
     phase = PHASES.get(record.phase, f"phase {record.phase}")
     who = f"rank {record.rank}, {phase}"
-    if record.code == PEER_DIED:
-        pid = pid_of(record.peer)
-        process = "the process" if pid is None else f"process {pid}"
-        return PeerDied(
-            f"{who}: rank {record.peer} died: {process} ended before it made its part of epoch "
-            f"{record.wanted}{_heard(record)}. Its own output may say why; make a new group."
-        )
-    if record.code == PEER_LEFT:
-        return PeerLeft(
-            f"{who}: rank {record.peer} {words_of(record.peer) or 'left'} before it made its part "
-            f"of epoch {record.wanted}{_heard(record)}. Every rank must make the same calls; mend "
-            "that rank, then make a new group."
-        )
+    if record.code in (PEER_DIED, PEER_LEFT):
+        return _gone(record, who, pid_of, words_of)
     if record.told_by:
         return _hearsay(record, who)
-    if record.phase == ALL_REDUCE and record.code == PEER_TIMEOUT:
-        return PeerTimeout(
-            f"{who}, epoch {record.wanted}: the {SLOTS.get(record.seen, 'slot')} of token "
-            f"{record.token} (16-byte word {record.slot}) did not come from rank {record.peer} "
-            f"within {record.elapsed_ns / 1e9:.2f} s. It is dead, stopped, slower than the "
-            "deadline, or did not make this call; raise timeout= if it was only slow, then make a "
-            "new group."
-        )
-    if record.phase == ALL_REDUCE and record.code == GEOMETRY_MISMATCH:
-        return GeometryMismatch(
-            f"{who}: rank {record.peer} called with {signature_text(record.seen)}; this rank with "
-            f"{signature_text(record.wanted)}. Make the same call on every rank."
-        )
+    if record.phase == ALL_REDUCE and record.code in (PEER_TIMEOUT, GEOMETRY_MISMATCH):
+        return _in_all_reduce(record, who)
     if record.code == SIGNAL_TIMEOUT:
         return SignalTimeout(
             f"{who}: block {record.token} of columns shows {record.seen} of {record.wanted} tiles "

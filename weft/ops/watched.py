@@ -26,7 +26,8 @@ from weft.memory.header import (
 from weft.ops.args import Site
 from weft.ops.report import ABORTED, PEER_LEFT, breakage, refusal
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Watched:
@@ -223,7 +224,7 @@ def one_call(
         method: Callable[Concatenate[Caller, P], T],
     ) -> Callable[Concatenate[Caller, P], T]:
         @functools.wraps(method)
-        def call(self: Caller, *args: P.args, **kwargs: P.kwargs) -> T:
+        def call(self: Caller, /, *args: P.args, **kwargs: P.kwargs) -> T:
             watched = self._watched
             watched.begin(doing)
             try:
