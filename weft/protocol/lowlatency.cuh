@@ -230,12 +230,7 @@ template <LowShape S> WEFT_FN bool same_answer(const LowCombineArgs& a, u64 want
                       number))
         return false;
     if (number == a.number) return true;
-    fail(own.header, a.site,
-         {.code = u32(Code::other_result),
-          .peer = peer,
-          .phase = u32(Phase::combine),
-          .wanted = a.number,
-          .seen = number});
+    fail_call(own.header, a.site, Code::other_result, peer, Phase::combine, a.number, number);
     return false;
 }
 

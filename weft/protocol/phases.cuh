@@ -58,7 +58,7 @@ WEFT_FN Header& header_of(const Site& site, u32 rank) {
 // The group is broken: the first record wins, every later kernel of this rank returns at once, and
 // the peers hear whom this rank blames. Otherwise they would go on waiting for this rank, and blame
 // it in their turn.
-WEFT_SLOW_FN void fail(Header& header, const Site& site, const ErrorRecord& record) {
+WEFT_FN void fail(Header& header, const Site& site, const ErrorRecord& record) {
     if (!claim(&header.turn.failed, 0, record.code)) return;
     Mailbox& box = mailbox(site);
     box.broken = record;
@@ -69,6 +69,13 @@ WEFT_SLOW_FN void fail(Header& header, const Site& site, const ErrorRecord& reco
         const u32 peer = (site.rank + i) % header.ranks;
         store_release(&header_of(site, peer).notices[site.rank], notice);
     }
+}
+
+// A peer called with something else than this rank.
+WEFT_FN void fail_call(Header& header, const Site& site, Code code, u32 peer, Phase phase,
+                       u64 wanted, u64 seen) {
+    fail(header, site,
+         {.code = u32(code), .peer = peer, .phase = u32(phase), .wanted = wanted, .seen = seen});
 }
 
 // The id at one place of a tensor of int32 or int64.
@@ -221,8 +228,9 @@ WEFT_FN Verdict check_wait(Header& header, const Site& site, const Wait& wait, u
     return {Code::ok, wait.peer, 0};
 }
 
-// Ends a wait where it is to end, with a record; false while it goes on.
-WEFT_SLOW_FN bool gives_up(Header& header, const Site& site, const Wait& wait, u64 start_ns) {
+// Ends a wait where it is to end, with a record; false while it goes on. Inlined: a call would have
+// low-latency kernels spill registers that they hold while they wait.
+WEFT_FN bool gives_up(Header& header, const Site& site, const Wait& wait, u64 start_ns) {
     const Verdict verdict = check_wait(header, site, wait, start_ns);
     if (verdict.code == Code::ok) return false;
     fail(header, site,
@@ -266,12 +274,8 @@ WEFT_FN bool await_flag(Header& header, const Site& site, u64* flag, u32 peer, P
         if (flag_generation(seen) == (header.generation & 0xffffu) &&
             not_older(flag_epoch(seen), expected)) {
             if (flag_descriptor(seen) == site.descriptor) return true;
-            fail(header, site,
-                 {.code = u32(Code::geometry_mismatch),
-                  .peer = peer,
-                  .phase = u32(phase),
-                  .wanted = site.descriptor,
-                  .seen = flag_descriptor(seen)});
+            fail_call(header, site, Code::geometry_mismatch, peer, phase, site.descriptor,
+                      flag_descriptor(seen));
             return false;
         }
         if (!patience.lasts(header, site, {peer, phase, wanted, flag_epoch(seen)})) return false;

@@ -122,12 +122,7 @@ WEFT_FN bool disagrees(u64 seen, u64 mine) {
 }
 
 WEFT_FN void fail_call(Header& header, const Site& site, u32 peer, u64 word, u64 seen) {
-    fail(header, site,
-         {.code = u32(Code::geometry_mismatch),
-          .peer = peer,
-          .phase = u32(all_reduce_phase),
-          .wanted = word,
-          .seen = seen});
+    fail_call(header, site, Code::geometry_mismatch, peer, all_reduce_phase, word, seen);
 }
 
 // Where a wait stands, and since when.

@@ -21,9 +21,29 @@ template <Grouping G> WEFT_FN u32 tiles_of_block(const GroupArgs& a) {
     return tiles;
 }
 
-// Waits until a cell shows `tiles`; false, with a record, at the deadline or when a host asks to
-// leave. Order: after `true`, this thread may read what every releasing thread had stored or met in
-// a barrier; its team may once it has met in `all`.
+// Ends a wait for tiles at the deadline, when a host asks to leave, or when a peer has gone: with a
+// record; false while it goes on.
+WEFT_FN bool gives_up_on_tiles(Header& header, const Site& site, u32 block, u32 tiles, u32 seen,
+                               u64 epoch, u64 start_ns) {
+    const Wait wait{site.rank, Phase::combine, epoch, seen};
+    const Verdict v = check_wait(header, site, wait, start_ns);
+    const bool late = v.code == Code::peer_timeout && v.told_by == 0;
+    if (v.code == Code::ok) return false;
+    fail(header, site,
+         {.code = u32(late ? Code::signal_timeout : v.code),
+          .peer = v.culprit,
+          .phase = u32(Phase::combine),
+          .wanted = late ? tiles : epoch,
+          .seen = seen,
+          .elapsed_ns = now_ns() - start_ns,
+          .token = block,
+          .told_by = v.told_by});
+    return true;
+}
+
+// Waits until a cell shows `tiles`; false when it never will. Order: after `true`, this thread may
+// read what every releasing thread had stored or met in a barrier; its team may once it has met in
+// `all`.
 WEFT_FN bool await_tiles(const GroupArgs& a, Header& header, u32 block, u32 tiles, u64 epoch) {
     u64 start = 0;
     for (u32 turns = 1;; ++turns) {
@@ -31,21 +51,7 @@ WEFT_FN bool await_tiles(const GroupArgs& a, Header& header, u32 block, u32 tile
         if (seen >= tiles) return true;
         if (turns % polls_per_check == 0) {
             if (start == 0) start = now_ns();
-            const Wait wait{a.site.rank, Phase::combine, epoch, seen};
-            const Verdict v = check_wait(header, a.site, wait, start);
-            const bool late = v.code == Code::peer_timeout;
-            if (v.code != Code::ok) {
-                fail(header, a.site,
-                     {.code = u32(late ? Code::signal_timeout : v.code),
-                      .peer = v.culprit,
-                      .phase = u32(Phase::combine),
-                      .wanted = late ? tiles : epoch,
-                      .seen = seen,
-                      .elapsed_ns = now_ns() - start,
-                      .token = block,
-                      .told_by = v.told_by});
-                return false;
-            }
+            if (gives_up_on_tiles(header, a.site, block, tiles, seen, epoch, start)) return false;
         }
         relax(turns);
     }

@@ -1,0 +1,94 @@
+"""A rank is killed, or stopped, in the middle of a replayed graph: the others hear of it soon.
+
+The deadline is a minute, so an error within a second has not waited for it. What was measured is
+printed (`pytest -s`) and stands in docs/protocol.md.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import weft
+from tests.operators import HIDDEN, KINDS, TOKENS, TOP_K
+from weft.errors import PeerDied, PeerTimeout, RankFailed
+
+pytestmark = pytest.mark.gpu
+CALLS = 50
+
+
+def captured(op, group: weft.Group) -> torch.cuda.CUDAGraph:
+    """A graph of `CALLS` rounds."""
+    device, made = group.device, op.made
+    x = torch.ones((TOKENS, HIDDEN), dtype=torch.bfloat16, device=device)
+    ids = torch.arange(TOKENS * TOP_K, device=device).view(TOKENS, TOP_K) % 12
+    out = torch.empty_like(x)
+
+    def one() -> None:
+        if op.kind.name == "allreduce":
+            made.fused(x, out=out)
+        elif op.kind.name == "alltoall":
+            made.dispatch(x, ids)
+            made.combine(out=out)
+        else:
+            got = made.dispatch(x, ids)
+            made.combine(got.x, ids, None, got.handle, out=out)
+
+    one()
+    torch.cuda.synchronize()
+    group.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            one()
+    torch.cuda.synchronize()
+    group.barrier()
+    return graph
+
+
+def ended(group: weft.Group, kind: str, how: int, folder: str) -> None:
+    op = KINDS[kind].open(group, timeout=60.0 if how == signal.SIGKILL else 2.0, first_timeout=60.0)
+    with op:
+        graph = captured(op, group)
+        moment = Path(folder, "moment")
+        if group.rank == 1:
+
+            def end() -> None:
+                moment.write_text(str(time.monotonic()))
+                os.kill(os.getpid(), how)
+
+            threading.Timer(1.0, end).start()
+        with pytest.raises(PeerDied if how == signal.SIGKILL else PeerTimeout) as caught:
+            replay_for_ever(op, graph)
+        waited = time.monotonic() - float(moment.read_text())
+        text = str(caught.value)
+        Path(folder, str(group.rank)).write_text(f"{waited} {text}")
+    # The context is whole, and a new group of the living is right.
+    assert float(torch.ones(4, device=group.device).sum()) == 4.0
+
+
+def replay_for_ever(op, graph: torch.cuda.CUDAGraph) -> None:
+    while True:
+        graph.replay()
+        torch.cuda.synchronize()
+        op.made.check()
+
+
+@pytest.mark.parametrize("kind", ["pull", "fp8", "receiver", "sender", "oneshot", "twoshot"])
+def test_a_rank_that_is_killed_in_a_replay_is_named_within_a_tenth_of_a_second(
+    ranks, kind, tmp_path
+):
+    count = max(2, min(4, torch.cuda.device_count()))
+    with pytest.raises(RankFailed, match=f"rank 1 of {count} died"):
+        ranks(count, "cuda")(ended, kind, int(signal.SIGKILL), str(tmp_path))
+    for rank in {*range(count)} - {1}:
+        waited, text = (tmp_path / str(rank)).read_text().split(" ", 1)
+        print(f"{kind}: rank {rank} of {count} raised {float(waited) * 1e3:.1f} ms after the kill")
+        assert "rank 1 died" in text
+        assert float(waited) < 1.0
