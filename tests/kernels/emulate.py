@@ -69,7 +69,8 @@ def compile_emulated(reduction: Reduction, folder: Path) -> Path:
     doors = "".join(
         'extern "C" __attribute__((visibility("default"))) '
         f"void {name}{end}(const weft::ReduceArgs* a, const unsigned* shape) {{ "
-        f"emulated::launch(shape[0], shape[1], shape[2], [a] {{ "
+        "emulated::launch(emulated::seen_from(a->site, R.ranks, "
+        "{shape[0], 1, shape[1], shape[2]}), [a] { "
         f"weft::{kernel.call.format(moe=moe)}(*a); }}); }}\n"
         for name, kernel in KERNELS.items()
         for end, moe in (("", "false"), (MOE, "true"))
@@ -127,7 +128,7 @@ class EmulatedEntries:
     """Entries that run kernels in given launch shapes, by backend and tokens."""
 
     def __init__(self, library: Path) -> None:
-        self._library = ctypes.CDLL(str(library))
+        self.library = ctypes.CDLL(str(library))
         self.plans: dict[tuple[str, int], ReducePlan] = {}
 
     def run(self, name: str, args: ReduceArgs) -> None:
@@ -135,7 +136,7 @@ class EmulatedEntries:
         p = self.plans[name, args.tokens]
         args.pushers, args.reducers, args.pushers_finish = p.pushers, p.reducers, p.pushers_finish
         shape = (ctypes.c_uint32 * 3)(p.ctas, p.threads, p.cluster)
-        getattr(self._library, name if args.x else name + MOE)(ctypes.byref(args), shape)
+        getattr(self.library, name if args.x else name + MOE)(ctypes.byref(args), shape)
 
     def close(self) -> None:
         """Nothing is held."""

@@ -44,9 +44,9 @@ class EmulatedAllToAll:
     """
 
     def __init__(self, library: Path, number: int, a2a: weft.AllToAll) -> None:
-        self._library, self._suffix = ctypes.CDLL(str(library)), f"_{number}_{a2a.rank}"
+        self.library, self._suffix = ctypes.CDLL(str(library)), f"_{number}_{a2a.rank}"
         self._shape, self._rank = a2a._geometry.shape, a2a.rank
-        self.watch = Watch(self._library, a2a._workspace.site.stride)
+        self.watch = Watch(self.library, a2a._workspace.site.stride)
         self._layout, self.dispatch, self.combine = a2a._geometry.layout, FLAGS_ONLY, FLAGS_ONLY
 
     def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
@@ -59,7 +59,7 @@ class EmulatedAllToAll:
         if name.startswith("combine") and not name.endswith("receive") and way != "choices":
             self._host(range(self._layout.outbox, self._layout.destinations), writes=True)
         grid = (ctypes.c_uint32 * 3)(plan.workers, plan.chunks, plan.threads)
-        getattr(self._library, name + self._suffix)(ctypes.byref(args), grid)
+        getattr(self.library, name + self._suffix)(ctypes.byref(args), grid)
         if name in ("dispatch", "dispatch_receive"):
             end = self._layout.returned or self._layout.stats or self._layout.outbox
             self._host(range(self._layout.route, end))

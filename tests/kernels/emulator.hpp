@@ -83,6 +83,7 @@ struct Cta {
     unsigned rank = 0, neighbours = 1, current = 0, running = 0;
     unsigned owner = 0, number = 0;         // the rank of the group; which CTA of the kernel
     unsigned long long base = 0, span = 0;  // where it sees the shares of all ranks
+    void* own_places = nullptr;             // what is known of other memory, until the kernel ends
     bool watched = false;
     std::unordered_set<unsigned long long> told;  // polls that have been written down
     Clock gathered[2];
@@ -274,6 +275,7 @@ inline void launch(const Grid& grid, const std::function<void()>& kernel) {
     if (watched) memory.begin(grid.owner, ctas * grid.threads);
     std::vector<Cluster> clusters(ctas / neighbours);
     for (Cluster& cluster : clusters) cluster.anchors.resize(neighbours);
+    Places own_places;
     std::atomic<unsigned> ready{0};
     std::vector<std::thread> running;
     for (unsigned b = 0; b < ctas; ++b)
@@ -291,6 +293,7 @@ inline void launch(const Grid& grid, const std::function<void()>& kernel) {
             own.number = b;
             own.base = grid.base;
             own.span = grid.span;
+            own.own_places = &own_places;
             own.watched = watched;
             for (++ready; ready < ctas;) sched_yield();
             run_cta(own);

@@ -21,7 +21,7 @@ inline void join(Clock& to, const Clock& from) {
     for (std::size_t i = 0; i < from.size(); ++i) to[i] = std::max(to[i], from[i]);
 }
 
-constexpr unsigned owners = 4, seats = 512;  // ranks; threads of a kernel, and the host
+constexpr unsigned owners = 3, seats = 1536;  // ranks; threads of a kernel, and the host
 
 // Who did something to a word, when by its own clock, and how.
 struct Mark {
@@ -41,6 +41,7 @@ struct Place {
     Mark written;
     std::vector<Mark> read;  // since then
 };
+using Places = std::unordered_map<unsigned long long, Place>;  // words of four bytes
 
 // What the latest release of a word offers to those who acquire it.
 struct Offer {
@@ -48,11 +49,14 @@ struct Offer {
     unsigned owner = ~0u;
 };
 
+// Ranks see their shares at different addresses: those count from here.
+constexpr unsigned long long shares = 1ull << 56;
+
 struct Memory {
     std::mutex mutex;
     std::atomic<bool> watched{false};
     std::vector<Event> events;
-    std::unordered_map<unsigned long long, Place> places;  // words of four bytes
+    Places places;  // of the shares
     std::unordered_map<unsigned long long, Offer> offers;
     Clock clocks[owners * seats], owner_clocks[owners];
     unsigned races = 0;
@@ -88,10 +92,10 @@ struct Memory {
                       one.who % seats, wrote ? "wrote" : "read", unsigned(one.order),
                       unsigned(one.scope));
     }
-    void touch(unsigned long long at, unsigned bytes, bool writing, const Mark& mine,
+    void touch(Places& in, unsigned long long at, unsigned bytes, bool writing, const Mark& mine,
                const Clock& clock) {
         for (unsigned long long word = at & ~3ull; word < at + bytes; word += 4) {
-            Place& place = places[word];
+            Place& place = in[word];
             const Mark& written = place.written;
             if (written.who != ~0u && !written.was(clock) && !written.strong_with(mine))
                 race(written, mine, word, true, writing);
@@ -116,7 +120,7 @@ struct Memory {
         const std::scoped_lock lock(mutex);
         const Clock& clock = own(owner_clocks[owner], host(owner));
         const Mark mine{host(owner), clock[host(owner)], weak, no_scope};
-        touch((1ull << 56) + offset, bytes, writing, mine, clock);
+        touch(places, shares + offset, bytes, writing, mine, clock);
     }
     void acquire_from(unsigned long long at, unsigned owner, Scope scope, Clock& clock) {
         const Offer& offer = offers[at];
@@ -138,8 +142,6 @@ inline Memory memory;
 // This thread's seat.
 inline unsigned self() { return cta->owner * seats + cta->number * cta->size.x + cta->current; }
 
-// Ranks see their shares at different addresses: those count from here.
-constexpr unsigned long long shares = 1ull << 56;
 inline unsigned long long place_of(const void* at) {
     const unsigned long long address = reinterpret_cast<unsigned long long>(at),
                              offset = address - cta->base;
@@ -158,7 +160,9 @@ auto access(const void* at, unsigned bytes, Access kind, Order order, Scope scop
     if (place % bytes != 0 && memory.races++ == 0)
         std::snprintf(memory.first_race, sizeof memory.first_race,
                       "rank %u thread %u: %u bytes at %#llx", owner, who % seats, bytes, place);
-    memory.touch(place, bytes, kind != reads, mine, clock);
+    // Memory of the rank's own is somebody else's after the kernel.
+    Places& in = place < shares ? *static_cast<Places*>(cta->own_places) : memory.places;
+    memory.touch(in, place, bytes, kind != reads, mine, clock);
     if (kind != writes && (order == acquire || order == acq_rel))
         memory.acquire_from(place, owner, scope, clock);
     if (kind != reads && (order == release || order == acq_rel)) {

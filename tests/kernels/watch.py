@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+import weft
 
 ACCESSES = ("reads", "writes", "updates")
 ORDERS = ("weak", "relaxed", "acquire", "release", "acq_rel")
@@ -78,6 +81,25 @@ class Watch:
         if e.address >= SHARES:
             share, offset = divmod(e.address - SHARES, self._stride)
         return Event(" ".join(filter(None, words)), e.owner, e.cta, share, offset, e.bytes)
+
+
+@contextmanager
+def watching(group: weft.Group, library: ctypes.CDLL, stride: int) -> Iterator[Watch]:
+    """Look on while all ranks, which are threads of one process, use one library.
+
+    Nothing may race. What was seen may be asked for afterwards.
+    """
+    watch = Watch(library, stride)
+    group.barrier()
+    if group.rank == 0:
+        watch.begin()
+    group.barrier()
+    yield watch
+    group.barrier()
+    if group.rank == 0:
+        watch.end()
+    group.barrier()
+    assert watch.race == ""
 
 
 def ways(events: Iterable[Event], places: dict[str, range]) -> dict[str, set[str]]:
