@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 import weft
 from weft.compat.deep_ep import Buffer
 from weft.errors import InvalidArgument, OutOfOrder
+from weft.memory.header import HEADER_BYTES, Header
 from weft.ops import reference_lowlatency as low
 from weft.ops.reference import dequantize
 
@@ -165,6 +168,51 @@ def two_at_a_time(group: weft.Group) -> None:
 
 def test_two_results_may_be_alive(ranks):
     ranks(2, "threads")(two_at_a_time)
+
+
+def own_buffers(group: weft.Group) -> None:
+    """The results of two dispatches stand in their combine buffers at one time."""
+    buffer = Buffer(group, low_latency_mode=True)
+    rounds = []
+    for seed in (0, 1):
+        x, ids, weights = inputs(group, seed)
+        x = x * (seed + 1)
+        numbers, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, MOST, EXPERTS, use_fp8=False)
+        y = buffer.get_next_low_latency_combine_buffer(handle)
+        y.copy_(whole(numbers))
+        assert buffer.get_next_low_latency_combine_buffer(handle) is y
+        rounds.append((x, ids, weights, handle, y))
+    for x, ids, weights, handle, y in rounds:
+        out = buffer.low_latency_combine(y, ids, weights, handle, zero_copy=True)[0]
+        kept = torch.where(ids >= 0, weights, 0.0).sum(dim=1, keepdim=True)
+        assert torch.allclose(out.float(), x.float() * kept, rtol=2e-2, atol=2e-2)
+    buffer.destroy()
+
+
+def test_each_live_result_has_a_combine_buffer_of_its_own(ranks):
+    ranks(2, "threads")(own_buffers)
+
+
+def with_options(group: weft.Group, trace: str) -> tuple[int, int]:
+    """Options of weft's own reach the exchange; returns the deadlines that its kernels read."""
+    buffer = Buffer(group, low_latency_mode=True, timeout=40.0, first_timeout=55.0, profile=True)
+    x, ids, weights = inputs(group, 0)
+    numbers, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, MOST, EXPERTS, use_fp8=False)
+    buffer.low_latency_combine(whole(numbers), ids, weights, handle)
+    buffer.dump_trace(f"{trace}-{group.rank}.json")
+    (exchange,) = buffer._exchanges.values()
+    raw = exchange._rounds.premises.heap.tensor((HEADER_BYTES,), torch.uint8)
+    header = Header.from_buffer_copy(raw.numpy().tobytes())
+    group.barrier()
+    buffer.destroy()
+    return header.deadline_ns, header.first_deadline_ns
+
+
+def test_options_of_wefts_own_are_those_of_the_exchange(ranks, tmp_path):
+    deadlines = ranks(2, "threads")(with_options, str(tmp_path / "trace"))
+    assert deadlines == [(40 * 10**9, 55 * 10**9)] * 2
+    for rank in range(2):
+        assert json.loads((tmp_path / f"trace-{rank}.json").read_text())["traceEvents"]
 
 
 def others_handle(group: weft.Group) -> None:

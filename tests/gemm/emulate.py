@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.kernels.emulate import build_library, emulated_tree, replace_bodies
+from tests.kernels.instructions import translated
 from weft.gemm import Push, WgmmaPlan, hopper
 from weft.gemm.hopper_source import THREADS
 from weft.gemm.request import Request
@@ -69,8 +70,6 @@ BODIES = {
         "void store_blocks(void* at, u32 a, u32 b, u32 c, u32 d)": (
             "emulated::store_matrices(at, false, {a, b, c, d});"
         ),
-        "float divide_full(float x, float y)": "return x / y;",
-        "void meet(u32 id, u32 threads)": "emulated::meet(id, threads);",
     },
 }
 UNUSED = {  # of the engine that few SMs have: nobody calls them here
@@ -123,6 +122,8 @@ def compile_products(
     root = emulated_tree(folder)
     for name, bodies in (BODIES | {"bulk.cuh": BODIES["bulk.cuh"] | UNUSED}).items():
         replace_bodies(root / "weft/kernels" / name, bodies)
+    path = root / "weft/kernels/wgmma.cuh"
+    path.write_text(translated(path.read_text()))
     path = root / "weft/kernels/product.cuh"
     text = path.read_text()
     assert SHARED in text

@@ -12,65 +12,25 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.kernels.instructions import translated
 from weft.jit.host import find_compiler
-from weft.jit.source import PACKAGE
+from weft.jit.source import INCLUDE_ROOT, PACKAGE
 from weft.ops.reduce_args import ReduceArgs
 from weft.ops.reduce_plan import ReducePlan
 from weft.ops.reduce_source import KERNELS, MOE
 from weft.ops.reduction import Reduction
 
 EMULATOR = Path(__file__).with_name("emulator.hpp")
-# What stands for each function whose body is the GPU's assembly, by file and head.
+NUMBERS = Path(__file__).with_name("numbers.cpp")
+# What stands for functions whose assembly finds its operands by addresses of a GPU, by head.
 BODIES: dict[str, dict[str, str]] = {
-    # A thread that waits lets the others of its CTA go on.
-    "order.cuh": {"void relax(u32 turns)": "(void)turns; if (emulated::cta) emulated::yield();"},
     "team.cuh": {
-        "void wait_for_predecessor()": "",
-        "void admit_successor()": "",
-        "u32 size() const": "return emulated::cta->neighbours;",
-        "u32 rank() const": "return emulated::cta->rank;",
-        "void arrive() const": "emulated::arrive_cluster();",
-        "void wait() const": "emulated::wait_cluster();",
         "void store_at(u32 neighbour, u64* at, u64 value) const": (
             "__atomic_store_n(emulated::neighbour(neighbour, at), value, __ATOMIC_RELEASE);"
         ),
     },
-    "copy.cuh": {
-        "uint4 load_input(const uint4* at)": "return *at;",
-        "uint4 load_shared_row(const uint4* at)": "return *at;",
-        "u32 load_early(const void* at)": "return *static_cast<const u32*>(at);",
-        "void store(uint4* at, uint4 v)": "*at = v;",
-        "uint4 poll_vector(const uint4* at)": (
-            "emulated::yield(); u64 w[2]; u64* from = (u64*)at; w[0] = load_acquire(from); "
-            "w[1] = load_acquire(from + 1); uint4 v; std::memcpy(&v, w, 16); return v;"
-        ),
-        "void post_vector(uint4* at, uint4 v)": (
-            "u64 w[2]; std::memcpy(w, &v, 16); u64* to = (u64*)at; "
-            "store_release(to, w[0]); store_release(to + 1, w[1]);"
-        ),
-        "uint4 poll_halves(const uint4* at)": "return poll_vector(at);",
-        "void post_halves(uint4* at, uint4 v)": "post_vector(at, v);",
-        "float low_half(Number number, u32 pair)": (
-            "return number == Number::bf16 ? widen<Number::bf16>(u16(pair)) "
-            ": widen<Number::fp16>(u16(pair));"
-        ),
-        "float high_half(Number number, u32 pair)": "return low_half(number, pair >> 16);",
-        "u32 pack_halves(Number number, float low, float high)": (
-            "if (number == Number::bf16) return narrow<Number::bf16>(low) | "
-            "u32(narrow<Number::bf16>(high)) << 16; return narrow<Number::fp16>(low) | "
-            "u32(narrow<Number::fp16>(high)) << 16;"
-        ),
-    },
-    "quant.cuh": {
-        "u32 pack_e4m3(float first, float second)": (
-            "return to_e4m3(first) | u32(to_e4m3(second)) << 8;"
-        ),
-        "void add_e4m3(float (&sum)[lane_columns], uint4 v, float scale)": (
-            "const u8* e = (const u8*)&v; for (u32 i = 0; i < lane_columns; ++i) "
-            "sum[i] += from_e4m3(e[i]) * scale;"
-        ),
-    },
 }
+TRANSLATED = ("protocol/order.cuh", "kernels/team.cuh", "kernels/copy.cuh", "kernels/quant.cuh")
 
 
 def emulated_tree(folder: Path) -> Path:
@@ -78,11 +38,10 @@ def emulated_tree(folder: Path) -> Path:
     for room in ("protocol", "kernels"):
         shutil.copytree(PACKAGE / room, folder / "weft" / room)
     for name, bodies in BODIES.items():
-        room = "protocol" if name == "order.cuh" else "kernels"
-        path = folder / "weft" / room / name
-        replace_bodies(path, bodies)
-        if room == "kernels":
-            assert not re.search(r"\basm\b", path.read_text()), f"assembly is left in {name}"
+        replace_bodies(folder / "weft/kernels" / name, bodies)
+    for name in TRANSLATED:
+        path = folder / "weft" / name
+        path.write_text(translated(path.read_text()))
     return folder
 
 
@@ -110,7 +69,8 @@ def compile_emulated(reduction: Reduction, folder: Path) -> Path:
     doors = "".join(
         'extern "C" __attribute__((visibility("default"))) '
         f"void {name}{end}(const weft::ReduceArgs* a, const unsigned* shape) {{ "
-        f"emulated::launch(shape[0], shape[1], shape[2], [a] {{ "
+        "emulated::launch(emulated::seen_from(a->site, R.ranks, "
+        "{shape[0], 1, shape[1], shape[2]}), [a] { "
         f"weft::{kernel.call.format(moe=moe)}(*a); }}); }}\n"
         for name, kernel in KERNELS.items()
         for end, moe in (("", "false"), (MOE, "true"))
@@ -123,12 +83,20 @@ def compile_emulated(reduction: Reduction, folder: Path) -> Path:
 def build_library(root: Path, text: str, *, defines: Sequence[str] = ()) -> Path:
     """The shared library of an emulated tree and what includes its kernels."""
     source = root / "kernels.cpp"
-    source.write_text(f"{EMULATOR.read_text()}\n#include <weft/protocol/cpu.cpp>\n{text}")
+    source.write_text(f"{EMULATOR.read_text()}\n{text}")
     library = root / "kernels.so"
-    flags = ["-shared", "-include", str(_standard_headers()), f"-I{root}"]
+    flags = ["-shared", "-include", str(_standard_headers()), f"-I{root}", f"-I{EMULATOR.parent}"]
     flags += [f"-D{define}" for define in defines]
-    _compile([*flags, str(source), "-o", str(library)])
+    _compile([*flags, str(source), str(_numbers()), "-o", str(library)])
     return library
+
+
+@functools.cache
+def _numbers() -> Path:
+    """The object file of number conversions, made once for many builds."""
+    made = _standard_headers().with_name("numbers.o")
+    _compile(["-c", f"-I{INCLUDE_ROOT}", str(NUMBERS), "-o", str(made)])
+    return made
 
 
 @functools.cache
@@ -160,7 +128,7 @@ class EmulatedEntries:
     """Entries that run kernels in given launch shapes, by backend and tokens."""
 
     def __init__(self, library: Path) -> None:
-        self._library = ctypes.CDLL(str(library))
+        self.library = ctypes.CDLL(str(library))
         self.plans: dict[tuple[str, int], ReducePlan] = {}
 
     def run(self, name: str, args: ReduceArgs) -> None:
@@ -168,7 +136,7 @@ class EmulatedEntries:
         p = self.plans[name, args.tokens]
         args.pushers, args.reducers, args.pushers_finish = p.pushers, p.reducers, p.pushers_finish
         shape = (ctypes.c_uint32 * 3)(p.ctas, p.threads, p.cluster)
-        getattr(self._library, name if args.x else name + MOE)(ctypes.byref(args), shape)
+        getattr(self.library, name if args.x else name + MOE)(ctypes.byref(args), shape)
 
     def close(self) -> None:
         """Nothing is held."""

@@ -40,9 +40,6 @@ def compile_few(shape: Shape, folder: Path, old: str = "", new: str = "") -> Pat
     """
     root = emulated_tree(folder)
     replace_bodies(root / "weft/kernels/bulk.cuh", BODIES)
-    path = root / "weft/kernels/dispatch.cuh"
-    # cpu.cpp has one of that name, and nobody calls this one.
-    path.write_text(_changed(path.read_text(), "WEFT_FN void dispatch(", "void dispatch_by_all("))
     path = root / "weft/kernels/few.cuh"
     text = path.read_text()
     for ring in ("RowRing", "PieceRing"):

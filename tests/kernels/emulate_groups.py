@@ -15,7 +15,8 @@ from weft.shape import Shape
 
 DOOR = (
     'extern "C" __attribute__((visibility("default"))) void {name}(const weft::{args}* a, '
-    "const unsigned* shape) {{ emulated::launch(shape[0], shape[1], 1, "
+    "const unsigned* shape) {{ "
+    "emulated::launch(emulated::seen_from(a->site, S.ranks, {{shape[0], 1, shape[1]}}), "
     "[a] {{ weft::{call}(*a); }}); }}\n"
 )
 

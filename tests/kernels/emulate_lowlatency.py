@@ -18,7 +18,8 @@ def compile_low(shape: LowShape, folder: Path, *, defines: Sequence[str] = ()) -
     doors = "".join(
         'extern "C" __attribute__((visibility("default"))) '
         f"void {name}(const weft::{struct}* a, unsigned ctas, unsigned threads) {{ "
-        f"emulated::launch(ctas, threads, 1, [a] {{ weft::{call}(*a); }}); }}\n"
+        "emulated::launch(emulated::seen_from(a->site, S.ranks, {ctas, 1, threads}), "
+        f"[a] {{ weft::{call}(*a); }}); }}\n"
         for name, (struct, call) in _doors(True).items()
     )
     text = (
@@ -33,7 +34,7 @@ class EmulatedLow:
     """Entries that run the kernels on a made-up GPU of few SMs."""
 
     def __init__(self, library: Path, shape: LowShape) -> None:
-        self._library, self._shape = ctypes.CDLL(str(library)), shape
+        self.library, self._shape = ctypes.CDLL(str(library)), shape
         self.plans: dict[str, LowPlan] = {}  # the latest of each kind
 
     def run(self, name: str, args: LowDispatchArgs | LowCombineArgs) -> None:
@@ -42,7 +43,7 @@ class EmulatedLow:
         plan = plan_low(self._shape, build, name, args.tokens, FEW_THREADS, SMS, RESIDENT)
         args.senders = plan.senders
         self.plans[name] = plan
-        getattr(self._library, name)(ctypes.byref(args), plan.ctas, plan.threads)
+        getattr(self.library, name)(ctypes.byref(args), plan.ctas, plan.threads)
 
     def close(self) -> None:
         """Nothing is held."""

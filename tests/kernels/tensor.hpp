@@ -51,7 +51,7 @@ enum Kind : unsigned { fp8, bf16, fp16 };
 inline unsigned read_row(unsigned kind, unsigned long long tile, unsigned row, float (&to)[32]) {
     static const std::vector<float> numbers = [] {
         std::vector<float> all;
-        for (unsigned i = 0; i < 256; ++i) all.push_back(weft::from_e4m3(weft::u8(i)));
+        for (unsigned i = 0; i < 256; ++i) all.push_back(from_e4m3(i));
         return all;
     }();
     const unsigned start = unsigned(tile & 0x3fff) * 16,

@@ -12,9 +12,11 @@ import torch
 
 import weft
 from tests.kernels.emulate import EmulatedEntries, compile_emulated
+from tests.kernels.watch import watching, ways
 from tests.ops.test_allreduce import expert_rows
 from tests.sums import BACKENDS, Sum, play, quants, same
 from weft.errors import PeerTimeout
+from weft.memory.header import HEADER_BYTES
 from weft.ops.reduce_plan import ReducePlan
 from weft.ops.reduction import Reduction
 
@@ -51,23 +53,32 @@ def emulated(
         ar._entries = entries
         for backend, plan in zip(BACKENDS, shapes, strict=True):
             entries.plans[backend, TOKENS] = plan
-        for backend in BACKENDS:
-            for quant in quants(group.device, case.hidden) if many else [None]:
-                play(ar, case.next(tokens=TOKENS), backend, quant)
-            play(ar, case.next(tokens=TOKENS, seed=9), backend)
-            x = case.next(tokens=TOKENS).rows(group.rank, group.device)
-            xs = [case.next(tokens=TOKENS).rows(rank, group.device) for rank in range(group.size)]
-            same(ar.fused(x, backend=backend), weft.reference.allreduce_fused(xs))
-            residual, weight = case.next(tokens=TOKENS).shared(group.device)
-            got = ar.fused(x, residual=residual, weight=weight, backend=backend)
-            same(got, weft.reference.allreduce_fused(xs, residual, weight))
-            made = [
-                expert_rows(case.next(tokens=TOKENS), r, group.device) for r in range(group.size)
-            ]
-            xs = [weft.reference.finalize_moe(m) for m in made]
-            got = ar.fused(prologue=made[group.rank], weight=weight, backend=backend)
-            same(got, weft.reference.allreduce_fused(xs, None, weight))
+        with watching(group, entries.library, ar._workspace.site.stride) as watch:
+            calls(ar, case, many)
+        slots = {"slots": range(HEADER_BYTES, 1 << 40)}
+        # Rows, trailers and calls say themselves of which round they are.
+        wanted = {"slots": {"writes relaxed sys", "reads relaxed sys"}}
+        assert ways(watch.events(), slots) == wanted
         ar.check()
+
+
+def calls(ar: weft.AllReduce, case: Sum, many: bool) -> None:
+    """Every backend with every kind of call."""
+    group = ar.group
+    for backend in BACKENDS:
+        for quant in quants(group.device, case.hidden) if many else [None]:
+            play(ar, case.next(tokens=TOKENS), backend, quant)
+        play(ar, case.next(tokens=TOKENS, seed=9), backend)
+        x = case.next(tokens=TOKENS).rows(group.rank, group.device)
+        xs = [case.next(tokens=TOKENS).rows(rank, group.device) for rank in range(group.size)]
+        same(ar.fused(x, backend=backend), weft.reference.allreduce_fused(xs))
+        residual, weight = case.next(tokens=TOKENS).shared(group.device)
+        got = ar.fused(x, residual=residual, weight=weight, backend=backend)
+        same(got, weft.reference.allreduce_fused(xs, residual, weight))
+        made = [expert_rows(case.next(tokens=TOKENS), r, group.device) for r in range(group.size)]
+        xs = [weft.reference.finalize_moe(m) for m in made]
+        got = ar.fused(prologue=made[group.rank], weight=weight, backend=backend)
+        same(got, weft.reference.allreduce_fused(xs, None, weight))
 
 
 def half_a_row(

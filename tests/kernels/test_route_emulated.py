@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
 
 import pytest
 import torch
 
-from tests.kernels.emulate import EMULATOR, emulated_tree
+from tests.kernels.emulate import build_library, emulated_tree
 from tests.moe.routed import RULES, hold_to_torch
-from weft.jit.host import find_compiler
 from weft.moe import Routed, Routing
 from weft.moe.route_entry import THREADS, TOKENS, args_of
 
@@ -22,21 +20,13 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """One function for each rule."""
     root = emulated_tree(tmp_path_factory.mktemp("route"))
     doors = "".join(
-        f'extern "C" void route_{i}(const weft::RouteArgs* a, unsigned ctas) {{ '
+        'extern "C" __attribute__((visibility("default"))) '
+        f"void route_{i}(const weft::RouteArgs* a, unsigned ctas) {{ "
         f"emulated::launch(ctas, {THREADS}, 1, [a] {{ weft::route<{rule.literal()}>(*a); }}); }}\n"
         for i, rule in enumerate(RULES.values())
     )
-    source, library = root / "route.cpp", root / "route.so"
-    source.write_text(
-        f"{EMULATOR.read_text()}\n#include <weft/protocol/cpu.cpp>\n"
-        f"#include <weft/kernels/route.cuh>\n{doors}"
-    )
-    flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-pthread", "-fno-strict-aliasing"]
-    flags += ["-ffp-contract=off", "-Wno-unknown-pragmas", f"-I{root}"]
-    command = [*find_compiler(), *flags, str(source), "-o", str(library)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
-    assert done.returncode == 0, done.stderr[:4000]
-    return ctypes.CDLL(str(library))
+    text = f"#include <weft/kernels/route.cuh>\n{doors}"
+    return ctypes.CDLL(str(build_library(root, text)))
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -14,7 +14,7 @@ from tests.moe.test_layer import poison, settle
 from tests.rounds import bits
 from weft.errors import CreationFailed
 from weft.moe import OVERLAPS
-from weft.moe.overlap import HOME, parts_of
+from weft.moe.overlap import FEWEST_SMS, HOME, MOST_SMS, SENT_BY_AN_SM, parts_of, sms_to_send
 
 DEEP = replace(CONFIGS["deepseek"], hidden=WIDER, intermediate=128, shared=128)
 BIASED = replace(CONFIGS["gpt-oss"], hidden=WIDER, intermediate=128)
@@ -195,3 +195,12 @@ def wrong_weights(group: weft.Group) -> None:
 
 def test_weights_of_the_other_kind(ranks):
     ranks(1, "threads")(wrong_weights)
+
+
+def test_sms_that_send_follow_the_bytes_that_every_rank_gets():
+    one = int(SENT_BY_AN_SM) // 1000  # bytes of a row: 1000 of them are what an SM sends
+    assert sms_to_send(5000, 1, one) == 5
+    assert sms_to_send(5000, 2, one) == 10
+    assert sms_to_send(5001, 4, one) == 21
+    assert sms_to_send(0, 4, one) == sms_to_send(1, 4, one) == FEWEST_SMS
+    assert sms_to_send(5000, 8, one) == MOST_SMS

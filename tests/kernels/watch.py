@@ -1,0 +1,112 @@
+"""What emulated kernels did to memory: every strong access and every vector, and their races."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import weft
+
+ACCESSES = ("reads", "writes", "updates")
+ORDERS = ("weak", "relaxed", "acquire", "release", "acq_rel")
+SCOPES = ("", "cta", "gpu", "sys")
+SHARES = 1 << 56  # of memory.hpp: offsets in the heap count from here
+
+
+class _Event(ctypes.Structure):
+    _fields_ = (
+        ("address", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint32),
+        ("access", ctypes.c_uint32),
+        ("order", ctypes.c_uint32),
+        ("scope", ctypes.c_uint32),
+        ("owner", ctypes.c_uint32),
+        ("cta", ctypes.c_uint32),
+        ("thread", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    )
+
+
+@dataclass(frozen=True)
+class Event:
+    """One access: `how` names what it does, its order and its scope, as "writes release sys".
+
+    rank: that made it.   share, offset: of the heap; share is -1 in memory of the rank's own.
+    """
+
+    how: str
+    rank: int
+    cta: int
+    share: int
+    offset: int
+    size: int
+
+
+class Watch:
+    """The memory of one emulated library, of ranks whose shares are `stride` bytes."""
+
+    def __init__(self, library: ctypes.CDLL, stride: int) -> None:
+        self._library, self._stride = library, stride
+        library.seen_race.restype = ctypes.c_char_p
+
+    def begin(self) -> None:
+        """Forget all, and look on from here. No kernel may run now, nor when it ends."""
+        self._library.watch(1)
+
+    def end(self) -> None:
+        """Look no longer."""
+        self._library.watch(0)
+
+    def host(self, rank: int, share: int, offset: int, size: int, *, writes: bool = False) -> None:
+        """Tell of what a rank's host reads or writes between two kernels."""
+        at = ctypes.c_uint64(share * self._stride + offset)
+        self._library.touched_by_host(rank, at, size, int(writes))
+
+    @property
+    def race(self) -> str:
+        """The first two accesses that nothing orders; "" if there are none."""
+        return bytes(self._library.seen_race()).decode()
+
+    def events(self) -> list[Event]:
+        """All accesses, in an order in which they happened; a poll's first turn only."""
+        first = ctypes.POINTER(_Event)()
+        count = self._library.seen_events(ctypes.byref(first))
+        return [self._event(first[i]) for i in range(count)]
+
+    def _event(self, e: _Event) -> Event:
+        words = (ACCESSES[e.access], ORDERS[e.order], SCOPES[e.scope])
+        share, offset = -1, e.address
+        if e.address >= SHARES:
+            share, offset = divmod(e.address - SHARES, self._stride)
+        return Event(" ".join(filter(None, words)), e.owner, e.cta, share, offset, e.bytes)
+
+
+@contextmanager
+def watching(group: weft.Group, library: ctypes.CDLL, stride: int) -> Iterator[Watch]:
+    """Look on while all ranks, which are threads of one process, use one library.
+
+    Nothing may race. What was seen may be asked for afterwards.
+    """
+    watch = Watch(library, stride)
+    group.barrier()
+    if group.rank == 0:
+        watch.begin()
+    group.barrier()
+    yield watch
+    group.barrier()
+    if group.rank == 0:
+        watch.end()
+    group.barrier()
+    assert watch.race == ""
+
+
+def ways(events: Iterable[Event], places: dict[str, range]) -> dict[str, set[str]]:
+    """How each part of a share was touched, by its name; parts that nobody touched are left out."""
+    found: dict[str, set[str]] = {}
+    for event in events:
+        for name, place in places.items():
+            if event.share >= 0 and event.offset in place:
+                found.setdefault(name, set()).add(event.how)
+    return found
