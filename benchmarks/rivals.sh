@@ -79,6 +79,7 @@ bench rivals-moe-fp8-out 70 "${all[@]}" --payload fp8
 bench rivals-lowlatency 50 lowlatency --router perfect --tokens 1,8,32,64,128,256,512
 bench rivals-lowlatency-lean 50 lowlatency --router perfect --tokens 1,8,32,64,128,256,512 --reduce sender \
     --combine-by fp8
+tar -C "$out" --exclude=rivals.tgz -czf "$out/rivals.tgz" . # one file to carry away
 failed=$(grep -cv '^ok ' "$summary")
 echo "rivals in $SECONDS s: $(grep -c '^ok ' "$summary") steps ok, $failed not; logs in $out"
 ((failed == 0))

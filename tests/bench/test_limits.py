@@ -52,16 +52,17 @@ def _rows(data: Any) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
 
 def _floor(settings: dict[str, Any], row: dict[str, Any]) -> tuple[float, float] | None:
     """(floor, us) of a row that has one."""
-    ranks = row.get("ranks") or settings.get("ranks")
-    gpus, us = ["NVIDIA H200"] * (ranks or 0), row.get("us")
-    median = us["median"] if isinstance(us, dict) else us
+    ranks: int = row.get("ranks") or settings.get("ranks") or 0
+    gpus, us = ["NVIDIA H200"] * ranks, row.get("us", 0.0)
+    median: float = us["median"] if isinstance(us, dict) else us
+    floor: float | None
     if "epilogue" in settings:
         payload = row["tokens"] * settings["hidden"] * 2
         floor = allreduce_floor_us(payload, ranks, gpus)
     elif settings.get("loads"):
         load = settings["loads"][str(row["tokens"])]
         found = layer_floor_us(load["hbm_bytes"], load["wire_bytes"], gpus)
-        floor = found and found.least
+        floor = None if found is None else found.least
     elif row.get("phase") == "pair" and row.get("moved"):
         floor = pair_floor_us(row["moved"], 0, gpus)
     else:
@@ -91,3 +92,7 @@ def test_floors_are_no_slower_than_what_was_measured():
     assert limits["hbm_read_tb_per_s"] <= HBM_READ_TB_PER_S
     gemm = json.loads((RECORDS / "gemm-1xH200-2026-11-21.json").read_text())
     assert gemm["read_bytes_per_us"] / 1e6 <= HBM_READ_TB_PER_S
+    halves = json.loads((RECORDS / "gemm-halves-1xH200-2026-11-21.json").read_text())
+    weights = 32 * (4096 * 7168 + 7168 * 2048) * 2  # DeepSeek-V3's, 32 experts in BF16
+    times = [row["sustained_us"] for row in halves["rows"] if row["model"] == "deepseek-v3"]
+    assert weights / min(times) / 1e6 <= HBM_READ_TB_PER_S

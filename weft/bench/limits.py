@@ -3,13 +3,13 @@
 A floor is a bound, so its numbers are the best that anything reached and a little more, and not
 what one probe did: plain 16-byte stores of 132 CTAs pushed 334 GB/s per GPU and direction on 8
 GPUs, but between 2048 and 4096 tokens a pair of 4 GPUs carried 336, and of 2 GPUs 348. Memory was
-read at 4.37 and at 4.41 TB/s. An empty kernel in a graph takes 0.78 us. A barrier of 8 GPUs takes
+read at 4.37 and 4.41 TB/s by plain sums, and at 4.55 by two grouped products. An empty kernel in a graph takes 0.78 us. A barrier of 8 GPUs takes
 1.5 us, but the fastest all-reduce in two shots, of 32 tokens on 4 GPUs, left 1.35 for each of its
 two ways through the links. A pair of dispatch and combine is two kernels and two such ways, an
 all-reduce one kernel and one or two ways. A figure below its
 floor means that these numbers are wrong: a test looks for one among all that are recorded. Sources:
-`benchmarks/limits-8xH200-2026-11-20.json`, and `benchmarks/alltoall-4xH200-2026-11-21.json` for
-fewer GPUs.
+`benchmarks/limits-8xH200-2026-11-20.json`, `benchmarks/alltoall-4xH200-2026-11-21.json` for fewer
+GPUs, and `benchmarks/gemm-halves-1xH200-2026-11-21.json` for weights.
 
 Kinds of GPU are told apart by their whole names: a GH200 or an H200 NVL is no H200 of an SXM board.
 """
@@ -22,7 +22,7 @@ PAIR_OF_GPUS_GB_PER_S, LINK_GB_PER_S = 350.0, 340.0  # of 2 GPUs, of more: highe
 KERNEL_US, WAY_US = 0.78, 1.2
 PAIR_FIXED_US = 2 * (KERNEL_US + WAY_US)
 ONE_WAY_FIXED_US, TWO_WAY_FIXED_US = KERNEL_US + WAY_US, KERNEL_US + 2 * WAY_US
-HBM_READ_TB_PER_S, HBM_SHEET_TB_PER_S = 4.42, 4.8
+HBM_READ_TB_PER_S, HBM_SHEET_TB_PER_S = 4.6, 4.8
 GPU = "NVIDIA H200"  # by torch.cuda.get_device_name; HBM3e, NVLink4 over NVSwitch
 
 
