@@ -1,7 +1,9 @@
 """Write the tables of the docs anew from the JSON files in benchmarks/.
 
-    python benchmarks/publish.py             # every figure of every table, as benchmarks/tables.py says
-    python benchmarks/publish.py OUT_DIR     # first take in what rivals.sh wrote there, and draw it
+    python benchmarks/publish.py             # every figure, as benchmarks/tables.py says
+    python benchmarks/publish.py OUT_DIR     # first take in what rivals.sh wrote there
+
+`python benchmarks/pictures.py` draws the pictures.
 
 Cells keep their number of decimals; labels and empty cells are left as they are.
 """

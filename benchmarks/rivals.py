@@ -22,9 +22,8 @@ def take_in(out_dir: Path) -> Path:
     paths = {part: out_dir / f"rivals-{part}.json" for part in PARTS}
     found = {part: json.loads(path.read_text()) for part, path in paths.items() if path.is_file()}
     if not found:
-        raise FileNotFoundError(
-            f"{out_dir} has none of {', '.join(p.name for p in paths.values())}"
-        )
+        names = ", ".join(path.name for path in paths.values())
+        raise FileNotFoundError(f"{out_dir} has none of {names}")
     machine = next(iter(found.values()))["machine"]
     name = machine["gpus"][0].removeprefix("NVIDIA ")
     record = RECORDS / f"rivals-{len(machine['gpus'])}x{name}-{machine['date'][:10]}.json"
@@ -55,8 +54,9 @@ def section(record: Path | None) -> str:
         BEGIN,
         f"### Other libraries in the same run, {len(first['gpus'])} GPUs",
         "",
-        f"{len(first['gpus'])} x {first['gpus'][0]}, driver {first['driver']}, CUDA {first['cuda']}, "
-        f"torch {first['torch']}, {first['date'][:10]}, weft {commit}; `benchmarks/rivals.sh`, us, "
+        f"{len(first['gpus'])} x {first['gpus'][0]}, driver {first['driver']}, "
+        f"CUDA {first['cuda']}, torch {first['torch']}, {first['date'][:10]}, weft {commit}; "
+        "`benchmarks/rivals.sh`, us,",
         "median, slowest rank,",
         "graphs of 50 calls, 15 replays; weft's bits are compared with the reference before and "
         "after, others' sums before,",
@@ -68,8 +68,8 @@ def section(record: Path | None) -> str:
         lines += [
             "us for a pair of dispatch and combine, perfect routing. FlashInfer runs without its "
             "sanitize kernel; with FP8 out it is given",
-            "numbers and scales, where weft quantises in dispatch; its low-precision combine casts to "
-            "e4m3 without scales, in its workspace",
+            "numbers and scales, where weft quantises in dispatch; its low-precision combine casts "
+            "to e4m3 without scales, in its workspace",
             'or, "staged", from the experts\' own tensor:',
             "",
         ]
@@ -78,8 +78,9 @@ def section(record: Path | None) -> str:
     if "allreduce" in data:
         found = data["allreduce"]
         lines += [
-            f"us for one all-reduce with residual and RMSNorm, hidden {found['settings']['hidden']}, "
-            "bf16. torch's sums are followed by its own add and `rms_norm`:",
+            "us for one all-reduce with residual and RMSNorm, hidden "
+            f"{found['settings']['hidden']}, bf16. torch's sums are followed by its own add and "
+            "`rms_norm`:",
             "",
             *_table("Tokens", _reduce_rows(found)),
             "",
