@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from weft.bench.machine import describe_machine
 from weft.gemm import GatedQuant, GemmPlan, Push, WgmmaPlan, grouped_gemm
 from weft.gemm.hopper import BLOCK_ROWS
 from weft.gemm.plan import FP8
@@ -328,7 +329,9 @@ def main() -> None:
             words = "  ".join(f"{work} {us:.1f}" for work, us in best.items())
             print(f"best {dtype} {count:4} rows: {words}  together {sum(best.values()):.1f}")
     if args.json:
-        args.json.write_text(json.dumps({"device": device, "rate": rate, "rows": found}, indent=1))
+        machine = describe_machine([device])
+        data = {"device": device, "machine": machine, "rate": rate, "rows": found}
+        args.json.write_text(json.dumps(data, indent=1))
 
 
 if __name__ == "__main__":

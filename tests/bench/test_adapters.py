@@ -71,9 +71,11 @@ class MoeAlltoAll:
         self.answers = self.answers.to(dtype)
         return self.answers
 
-    def combine(self, payload, runtime_max, payload_in_workspace=False):
-        assert payload_in_workspace
-        assert payload is self.answers
+    def combine(self, payload, runtime_max, payload_in_workspace=False, *, use_low_precision=False):
+        assert payload_in_workspace is (payload is self.answers)
+        assert payload.shape == self.answers.shape
+        if use_low_precision:  # casts where the rows lie, without scales
+            payload = payload.to(torch.float8_e4m3fn).to(payload.dtype)
         self.phase = "idle"
         out = torch.zeros(len(self.ids), self.hidden)
         slots = self.group.all_gather(self.slots)
@@ -167,10 +169,27 @@ def stand_ins(monkeypatch):
 @pytest.mark.parametrize("name", ["FlashInfer", "DeepEP v1"])
 def test_adapters(ranks, stand_ins, name, payload):
     settings = replace(SIZES, payload=payload)
-    first, second = ranks(2, "threads")(rival_body, name, settings)
+    first, second = ranks(2, "threads")(rival_body, name, "", settings)
     assert first == second
     assert first["status"] == "measured"
     assert list(first["samples_us"]) == [3, 5]
+
+
+@pytest.mark.parametrize("setting", ["low-precision back", "low-precision back, staged"])
+def test_flashinfer_brings_rows_home_as_fp8(ranks, stand_ins, setting):
+    asked, combine = [], MoeAlltoAll.combine
+
+    def noted(self, payload, *args, payload_in_workspace=False, use_low_precision=False):
+        asked.append((use_low_precision, payload_in_workspace))
+        given = {"payload_in_workspace": payload_in_workspace}
+        return combine(self, payload, *args, use_low_precision=use_low_precision, **given)
+
+    stand_ins.setattr(MoeAlltoAll, "combine", noted)
+    settings = replace(SIZES, payload="fp8")
+    first, second = ranks(2, "threads")(rival_body, "FlashInfer", setting, settings)
+    assert first == second
+    assert first["status"] == "measured"
+    assert set(asked) == {(True, not setting.endswith("staged"))}
 
 
 def test_the_check_sees_a_lost_row(ranks, stand_ins):
@@ -182,5 +201,5 @@ def test_the_check_sees_a_lost_row(ranks, stand_ins):
         return out
 
     stand_ins.setattr(MoeAlltoAll, "combine", loses)
-    for found in ranks(2, "threads")(rival_body, "FlashInfer", SIZES):
+    for found in ranks(2, "threads")(rival_body, "FlashInfer", "", SIZES):
         assert found["status"].startswith("check failed, 3 tokens: rank 0: a sum is off by")

@@ -83,8 +83,9 @@ def test_bytes_and_floor():
     assert wire_bytes("twoshot", payload, 2) == wire_bytes("oneshot", payload, 2)
     gpus = ["NVIDIA H200"] * 8
     row = 7168 * 2
-    assert allreduce_floor_us(row, 8, gpus) == pytest.approx(2.3 + 7 * row / 334e3)
-    assert allreduce_floor_us(2048 * row, 8, gpus) == pytest.approx(3.8 + 1.75 * 2048 * row / 334e3)
+    assert allreduce_floor_us(row, 8, gpus) == pytest.approx(1.98 + 7 * row / 340e3)
+    two_ways = pytest.approx(3.18 + 1.75 * 2048 * row / 340e3)
+    assert allreduce_floor_us(2048 * row, 8, gpus) == two_ways
     assert allreduce_floor_us(row, 8, []) is None
     assert allreduce_floor_us(row, 8, ["NVIDIA H200"] * 7 + ["NVIDIA L4"]) is None
 
@@ -94,7 +95,9 @@ def test_records_of_the_same_sizes_stand_beside():
     assert found["FlashInfer trtllm one-shot"].us[8] == 12.9
     assert found["FlashInfer trtllm two-shot"].us[128] == 40.5
     assert found["torch all_reduce"].us[2048] == 228.9
-    assert "torch symm_mem two-shot" not in found, "recorded without a norm"
+    reckoned = found["torch symm_mem two-shot"]
+    assert reckoned.us[128] == 26.9, "its sum, and what the norm added to NCCL's"
+    assert reckoned.label == "torch symm_mem two-shot, reckoned"
     plain = {peer.library for peer in matching_reduces(replace(H200, epilogue="none"))}
     assert {"torch symm_mem two-shot", "torch symm_mem one-shot"} < plain
     assert matching_reduces(replace(H200, epilogue="fp8-token")) == list(found.values())
@@ -152,7 +155,7 @@ def test_rows_know_floor_rivals_and_what_ran():
     assert first.logical == pytest.approx(payload / 18.0 / 1e3)
     assert first.floor == second.floor == allreduce_floor_us(payload, 8, ["NVIDIA H200"] * 8)
     assert first.ratio == pytest.approx(18.0 / (first.floor or 0))
-    assert first.rivals["FlashInfer trtllm one-shot"] == 12.9
+    assert first.rivals["FlashInfer trtllm one-shot, recorded"] == 12.9
     assert rows[-1].rivals == {}
     cpu = reduce_rows(_report(replace(H200, device="cpu"), ""), peers)
     assert all(row.floor is None and row.rivals == {} for row in cpu)
@@ -172,7 +175,7 @@ def test_table_file_and_picture(tmp_path):
     runs = [measured, absent]
     peers = beside(matching_reduces(H200), runs, "2026-11-20")
     stream = io.StringIO()
-    print_reduce(Console(file=stream, width=200), report, peers, runs)
+    print_reduce(Console(file=stream, width=240), report, peers, runs)
     text = stream.getvalue()
     for words in (
         "weft bench allreduce  8 ranks, hidden 7168, bf16, sum + residual + RMSNorm",

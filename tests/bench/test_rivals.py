@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 from dataclasses import replace
 
 import pytest
@@ -82,7 +83,7 @@ def test_a_library_is_measured(monkeypatch):
     for phases in run.samples_us.values():
         assert [len(samples) for samples in phases["pair"]] == [3, 3]
     peer = run.peer("2026-11-20")
-    assert peer.library == "Loom 2.1, this run"
+    assert peer.label == "Loom 2.1, this run"
     assert peer.measured
     assert all(us > 0 for us in peer.us.values())
 
@@ -119,6 +120,8 @@ def test_libraries_are_looked_for(monkeypatch):
     runs = measure_rivals(replace(SIZES, device="cuda"))
     assert [(run.library, run.status) for run in runs] == [
         ("FlashInfer", "not installed"),
+        ("FlashInfer, low-precision back", "not installed"),
+        ("FlashInfer, low-precision back, staged", "not installed"),
         ("DeepEP v1", "not installed"),
     ]
     _present(monkeypatch, _fake(), replace(_fake("Reed"), refuses=lambda settings: "too few"))
@@ -139,6 +142,12 @@ def test_they_are_asked_for_what_is_like_ours(monkeypatch):
     ours = replace(SIZES, device="cuda", quantize="fp8", combine_by="fp8", halves=True)
     assert [run.status for run in measure_rivals(ours)] == ["seen"]
     assert asked == [("fp8", None, "pull", False)]
+    home = replace(_fake(), refuses=refuses, setting="low-precision back", fp8_home=True)
+    _present(monkeypatch, home)
+    (run,) = measure_rivals(ours)
+    assert (run.library, run.status) == ("Loom 2.1, low-precision back", "seen")
+    (run,) = measure_rivals(replace(ours, combine_by="pull"))
+    assert run.status == "not compared: our rows do not come back as fp8"
     (run,) = measure_rivals(replace(SIZES, device="cuda", quantize="mxfp8"))
     assert run.status == "sends no mxfp8"
 
@@ -167,14 +176,37 @@ def test_measured_figures_replace_recorded_ones():
     ]
     first, second = beside(peers, runs, "2026-11-20")
     assert first == Peer(
-        "FlashInfer 0.8.0, this run", {8: 4.0}, "this machine", "2026-11-20", measured=True
+        "FlashInfer 0.8.0", {8: 4.0}, "this machine", "2026-11-20", source="this run"
     )
     assert second == peers[1]
     assert {rival.name for rival in RIVALS} == {run.name for run in runs}
 
 
+def test_rows_that_come_home_as_fp8_replace_their_like():
+    exact = Peer("FlashInfer 0.7.2", {8: 1.0}, "elsewhere", "2026-01-01")
+    cast = replace(exact, library="FlashInfer 0.7.2, low-precision back", fp8_home=True)
+    run = RivalRun("FlashInfer", "0.7.2", "measured", "by hand", {8: {"pair": [[2.0]]}})
+    home = replace(run, setting="low-precision back", fp8_home=True)
+    assert [peer.label for peer in beside([exact, cast], [run], "2026-11-20")] == [
+        "FlashInfer 0.7.2, this run",
+        "FlashInfer 0.7.2, low-precision back, recorded",
+    ]
+    found = beside([exact, cast], [home], "2026-11-20")
+    assert [(peer.label, peer.fp8_home) for peer in found] == [
+        ("FlashInfer 0.7.2, low-precision back, this run", True),
+        ("FlashInfer 0.7.2, recorded", False),
+    ]
+
+
+def test_nobody_may_use_multicast(ranks, monkeypatch):
+    monkeypatch.setattr(rivals, "RIVALS", (_fake(),))
+    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "0")
+    ranks(2, "threads")(rival_body, "Loom", "", SIZES)
+    assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
+
+
 def test_ranks_find_their_library_by_name(ranks, monkeypatch):
     monkeypatch.setattr(rivals, "RIVALS", (_fake("Reed"), _fake()))
-    first, second = ranks(2, "threads")(rival_body, "Loom", SIZES)
+    first, second = ranks(2, "threads")(rival_body, "Loom", "", SIZES)
     assert first == second
     assert first["status"] == "measured"

@@ -16,6 +16,7 @@ from tests.bench.test_cases import SETTINGS
 from weft import cli
 from weft.bench import cold, session
 from weft.bench.cases import CASES, plans_of
+from weft.bench.machine import describe_code
 from weft.bench.moe import Report
 from weft.bench.session import Outputs, run_cases
 from weft.errors import InvalidArgument
@@ -91,10 +92,11 @@ def test_peers_on_cpu_ranks(bench, monkeypatch, tmp_path):
     assert "FlashInfer: not installed." in out
     data = json.loads(target.read_text())
     assert [found["backend"] for found in data["results"]] == ["onesided", "collective"]
-    assert [(run["name"], run["status"]) for run in data["peers"]] == [
+    assert {(run["name"], run["status"]) for run in data["peers"]} == {
         ("FlashInfer", "not installed"),
         ("DeepEP v1", "not installed"),
-    ]
+    }
+    assert data["machine"]["weft"] == describe_code(), "of what code these figures are"
 
 
 @pytest.mark.parametrize(

@@ -26,16 +26,24 @@ DEEPEP_MOST = 512  # tokens a rank; its queues and its memory are made for few
 
 
 class FlashInfer:
-    """`flashinfer.comm`'s MoeAlltoAll: one-sided, rank-major, answers written in its workspace."""
+    """`flashinfer.comm`'s MoeAlltoAll: one-sided, rank-major, answers written in its workspace.
 
-    tolerance = 2.0**-6  # rounds as we do, in an order of its own
+    Its kernel that replaces ids of other ranks' experts ("sanitize") is left out: dispatch runs it
+    on request only, and ours answers that question in the ids themselves.
 
-    def __init__(self, group: Group, settings: Settings, most: int) -> None:
+    home: how rows come back. "bf16" as they are; "fp8" by its `use_low_precision=True`, which casts
+    them to e4m3 without scales where they lie in its workspace; "fp8-staged" by the same from a
+    tensor of the experts' own, which it then also copies.
+    """
+
+    def __init__(self, group: Group, settings: Settings, most: int, *, home: str = "bf16") -> None:
         memory: Any = importlib.import_module("flashinfer.comm.mnnvl")
         mapping: Any = importlib.import_module("flashinfer.comm.mapping")
         alltoall: Any = importlib.import_module("flashinfer.comm.trtllm_moe_alltoall")
         ranks = group.size
-        self.group, self.settings = group, settings
+        self.group, self.settings, self.home = group, settings, home
+        # It rounds as we do, in an order of its own; e4m3 keeps 3 bits of each row's numbers.
+        self.tolerance = 2.0**-6 if home == "bf16" else 2.0**-3
         backend = memory.TorchDistBackend(group.process_group())
         self.exchange = alltoall.MoeAlltoAll(
             mapping.Mapping(
@@ -67,6 +75,7 @@ class FlashInferCall:
         self._ids = inputs.ids
         self._payloads = [*inputs.payloads, inputs.ids, inputs.weights]
         self._received: list[torch.Tensor] = []
+        self._own: torch.Tensor | None = None
 
     def dispatch(self) -> None:
         """Send the tokens."""
@@ -83,13 +92,25 @@ class FlashInferCall:
         local = torch.where(here, ids, -1)
         rows = rows_of(planes, settings.out_dtype)
         received = Received((rows,), local, weights, torch.empty(0))
-        self._answers().copy_(reference.identity_experts(received, settings.out_dtype))
+        answers = reference.identity_experts(received, settings.out_dtype)
+        if self._library.home == "fp8-staged":
+            self._own = answers
+        else:
+            self._answers().copy_(answers)
 
     def combine(self) -> torch.Tensor:
-        """Fetch the sums, `[tokens, hidden]`."""
+        """Fetch the sums, `[tokens, hidden]`.
+
+        In the workspace, `use_low_precision` overwrites the rows with their casts: calls after the
+        first cast what those bytes then mean, which is as much work.
+        """
         exchange: Any = self._library.exchange
+        low: dict[str, bool] = {}
+        if self._library.home != "bf16":
+            low["use_low_precision"] = True
+        rows = self._answers() if self._own is None else self._own
         out: torch.Tensor = exchange.combine(
-            self._answers(), self._tokens, payload_in_workspace=True
+            rows, self._tokens, payload_in_workspace=self._own is None, **low
         )
         return out
 

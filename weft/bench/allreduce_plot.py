@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from weft.bench.allreduce import ReduceReport
 from weft.bench.allreduce_cases import AUTO, wire_bytes
 from weft.bench.allreduce_summary import ReduceRow, reduce_rows
-from weft.bench.limits import NVLINK_GB_PER_S
+from weft.bench.limits import link_rate
 from weft.bench.machine import machine_line
 from weft.bench.peers import Peer
 from weft.bench.plot import line, scale
@@ -91,8 +91,9 @@ def _draw_rates(axes: Axes, report: ReduceReport, rows: Sequence[ReduceRow]) -> 
         colour, name = _COLOURS[backend], f"weft, {backend}"
         axes.plot(*line(rates(points)), color=colour, lw=1.8, marker="o", ms=4, label=name)
     if any(row.floor is not None for row in rows):
-        name = f"roof: {NVLINK_GB_PER_S:g} GB/s pushed"
-        axes.axhline(NVLINK_GB_PER_S, color=INK, lw=1.1, ls=_DASHES, label=name)
+        roof = link_rate(settings.ranks)
+        name = f"roof: {roof:g} GB/s"
+        axes.axhline(roof, color=INK, lw=1.1, ls=_DASHES, label=name)
     axes.set_title("roofline", loc="left", fontsize=11, color=INK, pad=12)
 
 

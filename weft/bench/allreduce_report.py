@@ -14,7 +14,7 @@ from rich.text import Text
 
 from weft.bench.allreduce import ReduceReport
 from weft.bench.allreduce_summary import ReduceRow, reduce_rows
-from weft.bench.limits import NVLINK_GB_PER_S, ONE_WAY_FIXED_US, TWO_WAY_FIXED_US
+from weft.bench.limits import ONE_WAY_FIXED_US, TWO_WAY_FIXED_US, link_rate, why_no_floor
 from weft.bench.machine import machine_line
 from weft.bench.peers import Peer
 from weft.bench.report import rate_text, us_text, write_text
@@ -96,13 +96,14 @@ def _caption(
         f"{report.settings.capacity} tokens.",
     ]
     if floor:
-        speed = f"{NVLINK_GB_PER_S:g} GB/s"
+        speed = f"{link_rate(report.settings.ranks):g} GB/s"
         lines.append(
             f"floor: the lesser of (N-1) S / {speed} + {ONE_WAY_FIXED_US:g} us and 2 (N-1)/N S / "
             f"{speed} + {TWO_WAY_FIXED_US:g} us, measured on H200 (weft/bench/limits.py)."
         )
     lines += list(dict.fromkeys(found.why for found in report.measurements if found.why))[:1]
     lines += [f"Refused: {text}" for text in report.refused]
+    lines += [text for text in (why_no_floor(report.machine["gpus"]),) if text]
     recorded = [peer for peer in peers if not peer.measured]
     if recorded:
         lines.append(f"Recorded figures: {recorded[0].date} on {recorded[0].machine}.")

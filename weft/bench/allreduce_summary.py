@@ -53,7 +53,7 @@ def reduce_rows(report: ReduceReport, peers: Sequence[Peer]) -> list[ReduceRow]:
                 floor=floor,
                 ratio=None if floor is None else us.median / floor,
                 rivals={
-                    peer.library: peer.us[found.tokens]
+                    peer.label: peer.us[found.tokens]
                     for peer in peers
                     if found.tokens in peer.us and (gpus or peer.measured)
                 },

@@ -51,14 +51,15 @@ def draw_layer(
         1, panels, figsize=(6.5 * panels, 5.0), dpi=160, layout="constrained", squeeze=False
     )
     left = grid[0][0]
+    _draw_rivals(left, rows)
     _draw(left, rows, {})
     left.set_ylabel("one layer, µs")
     if floors:
-        left.plot(*line(floors), color=INK, lw=1.1, ls=_DASHES, label="floor: memory and links")
+        left.plot(*line(floors), color=INK, lw=1.1, ls=_DASHES, label="floor of weft's ranks: memory and links")
         right = grid[0][1]
         _draw(right, rows, floors)
         right.axhline(1.0, color=INK, lw=1.1, ls=_DASHES)
-        right.set_ylabel("times the floor")
+        right.set_ylabel("weft's time over its floor")  # others' had other ranks and other work
     for axes in grid[0]:
         scale(axes, sorted({row.tokens for row in rows}), pyplot)
         axes.set_yscale("linear")
@@ -74,17 +75,20 @@ def draw_layer(
 
 
 def _draw(axes: Axes, rows: Sequence[LayerRow], unit: Mapping[int, float]) -> None:
-    """Every overlap and every other library, over `unit` at its tokens, 1 where it has none."""
+    """Every overlap, over `unit` at its tokens, 1 where it has none."""
+    for overlap in dict.fromkeys(row.overlap for row in rows):
+        mine = {
+            row.tokens: row.us.median / unit.get(row.tokens, 1.0)
+            for row in rows
+            if row.overlap == overlap
+        }
+        name, colour = f'weft, overlap "{overlap}"', _COLOURS[overlap]
+        axes.plot(*line(mine), color=colour, lw=1.8, marker="o", ms=4, label=name)
 
-    def points(times: Mapping[int, float]) -> dict[int, float]:
-        return {tokens: us / unit.get(tokens, 1.0) for tokens, us in times.items()}
 
+def _draw_rivals(axes: Axes, rows: Sequence[LayerRow]) -> None:
+    """Every other library's times."""
     for index, name in enumerate(dict.fromkeys(name for row in rows for name in row.rivals)):
         rival = {row.tokens: row.rivals[name] for row in rows if name in row.rivals}
         colour = RIVALS[index % len(RIVALS)]
-        axes.plot(*line(points(rival)), color=colour, lw=1.4, marker="s", ms=3.5, label=name)
-    for overlap in dict.fromkeys(row.overlap for row in rows):
-        mine = {row.tokens: row.us.median for row in rows if row.overlap == overlap}
-        name = f'weft, overlap "{overlap}"'
-        colour = _COLOURS[overlap]
-        axes.plot(*line(points(mine)), color=colour, lw=1.8, marker="o", ms=4, label=name)
+        axes.plot(*line(rival), color=colour, lw=1.4, marker="s", ms=3.5, label=name)

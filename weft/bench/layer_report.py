@@ -21,9 +21,10 @@ from weft.bench.layer_stages import STAGES
 from weft.bench.limits import (
     HBM_READ_TB_PER_S,
     HBM_SHEET_TB_PER_S,
-    NVLINK_GB_PER_S,
     LayerFloor,
     layer_floor_us,
+    link_rate,
+    why_no_floor,
 )
 from weft.bench.machine import machine_line
 from weft.bench.peers import Peer
@@ -77,7 +78,7 @@ def layer_rows(report: LayerReport, peers: Sequence[Peer]) -> list[LayerRow]:
                 floor=floor,
                 ratio=None if floor is None else us.median / floor.least,
                 imbalance=load.imbalance,
-                rivals={p.library: p.us[found.tokens] for p in peers if found.tokens in p.us}
+                rivals={p.label: p.us[found.tokens] for p in peers if found.tokens in p.us}
                 if gpus
                 else {},
                 stages=stages,
@@ -190,8 +191,10 @@ def _caption(report: LayerReport, peers: Sequence[Peer], *, floor: bool) -> str:
         lines.append(
             "HBM: weights of experts that have rows, and each row that arrives in and out once, on "
             f"the busiest rank, at {HBM_READ_TB_PER_S:g} TB/s (measured) and "
-            f"{HBM_SHEET_TB_PER_S:g}. NVLink: bytes of the busiest rank / {NVLINK_GB_PER_S:g} GB/s."
+            f"{HBM_SHEET_TB_PER_S:g}. NVLink: bytes of the busiest rank / "
+            f"{link_rate(report.settings.ranks):g} GB/s."
         )
+    lines += [text for text in (why_no_floor(report.machine["gpus"]),) if text]
     if peers:
         lines.append(
             f"Published figures: {peers[0].machine}; FP8 experts, 8 ranks, uniform routing, "

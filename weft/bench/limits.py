@@ -1,22 +1,52 @@
 """What the hardware allows, as far as it was measured: the floor that every row is held against.
 
-Source: one host of 8 x NVIDIA H200 (NVLink4, NVSwitch), 2026-11-20; the file in benchmarks/ names
-driver and torch. Plain 16-byte stores of 132 CTAs push 334 GB/s per GPU and direction; loads pull
-306, so a combine that pulls cannot quite reach a floor that counts 334 both ways. A pair of
-dispatch and combine cannot do without two barriers of 8 GPUs (1.5 us each) and two kernels in a
-graph (0.8 us each): 4.6 us, rounded to 5. An all-reduce is one kernel and one or two such ways
-through the links: 2.3 and 3.8 us. Its memory was read at 4.37 TB/s; its data sheet says 4.8.
+A floor is a bound, so its numbers are the best that anything reached and a little more, and not
+what one probe did: plain 16-byte stores of 132 CTAs pushed 334 GB/s per GPU and direction on 8
+GPUs, but between 2048 and 4096 tokens a pair of 4 GPUs carried 336, and of 2 GPUs 348. Memory was
+read at 4.37 and 4.41 TB/s by plain sums, and at 4.55 by two grouped products. An empty kernel in a graph takes 0.78 us. A barrier of 8 GPUs takes
+1.5 us, but the fastest all-reduce in two shots, of 32 tokens on 4 GPUs, left 1.35 for each of its
+two ways through the links. A pair of dispatch and combine is two kernels and two such ways, an
+all-reduce one kernel and one or two ways. A figure below its
+floor means that these numbers are wrong: a test looks for one among all that are recorded. Sources:
+`benchmarks/limits-8xH200-2026-11-20.json`, `benchmarks/alltoall-4xH200-2026-11-21.json` for fewer
+GPUs, and `benchmarks/gemm-halves-1xH200-2026-11-21.json` for weights.
+
+Kinds of GPU are told apart by their whole names: a GH200 or an H200 NVL is no H200 of an SXM board.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-NVLINK_GB_PER_S = 334.0
-PAIR_FIXED_US = 5.0
-ONE_WAY_FIXED_US, TWO_WAY_FIXED_US = 2.3, 3.8
-HBM_READ_TB_PER_S, HBM_SHEET_TB_PER_S = 4.37, 4.8
-GPU = "H200"
+PAIR_OF_GPUS_GB_PER_S, LINK_GB_PER_S = 350.0, 340.0  # of 2 GPUs, of more: highest, rounded up
+KERNEL_US, WAY_US = 0.78, 1.2
+PAIR_FIXED_US = 2 * (KERNEL_US + WAY_US)
+ONE_WAY_FIXED_US, TWO_WAY_FIXED_US = KERNEL_US + WAY_US, KERNEL_US + 2 * WAY_US
+HBM_READ_TB_PER_S, HBM_SHEET_TB_PER_S = 4.6, 4.8
+GPU = "NVIDIA H200"  # by torch.cuda.get_device_name; HBM3e, NVLink4 over NVSwitch
+
+
+def link_rate(ranks: int) -> float:
+    """GB/s of one GPU and direction that no figure of so many ranks was above."""
+    return PAIR_OF_GPUS_GB_PER_S if ranks <= 2 else LINK_GB_PER_S
+
+
+def why_no_floor(gpus: list[str]) -> str | None:
+    """Say why figures of these GPUs stand beside no floor, or None where they do.
+
+    gpus: the ranks' GPU names; empty for CPU ranks, whose figures need no such line.
+    """
+    others = sorted({name for name in gpus if name != GPU})
+    if not others:
+        return None
+    return (
+        f"No floor: what {', '.join(others)} allows was not measured; weft/bench/limits.py has "
+        f"{GPU} alone."
+    )
+
+
+def _known(gpus: list[str]) -> bool:
+    return bool(gpus) and all(name == GPU for name in gpus)
 
 
 def pair_floor_us(dispatch_bytes: int, combine_bytes: int, gpus: list[str]) -> float | None:
@@ -25,9 +55,9 @@ def pair_floor_us(dispatch_bytes: int, combine_bytes: int, gpus: list[str]) -> f
     dispatch_bytes, combine_bytes: bytes that leave or enter the busiest rank, each way.
     gpus: the ranks' GPU names; empty for CPU ranks.
     """
-    if not gpus or any(GPU not in name for name in gpus):
+    if not _known(gpus):
         return None
-    return (dispatch_bytes + combine_bytes) / (NVLINK_GB_PER_S * 1e3) + PAIR_FIXED_US
+    return (dispatch_bytes + combine_bytes) / (link_rate(len(gpus)) * 1e3) + PAIR_FIXED_US
 
 
 def allreduce_floor_us(payload: int, ranks: int, gpus: list[str]) -> float | None:
@@ -38,12 +68,13 @@ def allreduce_floor_us(payload: int, ranks: int, gpus: list[str]) -> float | Non
     The least over what a rank may do: send its rows to every peer, one way through the links; or
     send each row to an owner and each sum to all, two ways.
     """
-    if not gpus or any(GPU not in name for name in gpus):
+    if not _known(gpus):
         return None
+    rate = link_rate(ranks) * 1e3
     once, twice = (ranks - 1) * payload, 2 * (ranks - 1) / ranks * payload
     return min(
-        once / (NVLINK_GB_PER_S * 1e3) + ONE_WAY_FIXED_US,
-        twice / (NVLINK_GB_PER_S * 1e3) + TWO_WAY_FIXED_US,
+        once / rate + ONE_WAY_FIXED_US,
+        twice / rate + TWO_WAY_FIXED_US,
     )
 
 
@@ -68,10 +99,10 @@ def layer_floor_us(hbm_bytes: int, wire_bytes: int, gpus: list[str]) -> LayerFlo
     hbm_bytes: that the busiest rank moves through its memory.   wire_bytes: that leave or enter the
     busiest rank, both ways added.   gpus: as in pair_floor_us.
     """
-    if not gpus or any(GPU not in name for name in gpus):
+    if not _known(gpus):
         return None
     return LayerFloor(
         memory=hbm_bytes / (HBM_READ_TB_PER_S * 1e6),
         memory_sheet=hbm_bytes / (HBM_SHEET_TB_PER_S * 1e6),
-        links=wire_bytes / (NVLINK_GB_PER_S * 1e3),
+        links=wire_bytes / (link_rate(len(gpus)) * 1e3),
     )

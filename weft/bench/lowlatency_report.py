@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from weft.bench.limits import NVLINK_GB_PER_S, PAIR_FIXED_US, pair_floor_us
+from weft.bench.limits import PAIR_FIXED_US, link_rate, pair_floor_us, why_no_floor
 from weft.bench.lowlatency import LowReport
 from weft.bench.machine import machine_line
 from weft.bench.peers import Peer
@@ -47,7 +47,7 @@ def low_rows(report: LowReport, peers: Sequence[Peer]) -> list[LowRow]:
                 floor=floor,
                 ratio=None if floor is None else us["pair"].median / floor,
                 rivals={
-                    peer.library: peer.us[found.tokens]
+                    peer.label: peer.us[found.tokens]
                     for peer in peers
                     if found.tokens in peer.us and (gpus or peer.measured)
                 },
@@ -97,9 +97,10 @@ def _caption(report: LowReport, peers: Sequence[Peer], *, floor: bool) -> str:
     ]
     if floor:
         lines.append(
-            f"floor: bytes off the busiest rank / {NVLINK_GB_PER_S:g} GB/s + {PAIR_FIXED_US:g} us, "
-            "measured on H200 (weft/bench/limits.py)."
+            f"floor: bytes off the busiest rank / {link_rate(report.settings.ranks):g} GB/s + "
+            f"{PAIR_FIXED_US:g} us, measured on H200 (weft/bench/limits.py)."
         )
+    lines += [text for text in (why_no_floor(report.machine["gpus"]),) if text]
     recorded = [peer for peer in peers if not peer.measured]
     if recorded:
         lines.append(f"Recorded figures: {recorded[0].date} on {recorded[0].machine}.")

@@ -1,4 +1,4 @@
-"""What a figure was measured on: without it a figure means nothing."""
+"""What a figure was measured on, and of what code: without both a figure means nothing."""
 
 from __future__ import annotations
 
@@ -13,11 +13,51 @@ from typing import Any
 import torch
 
 from weft.errors import InvalidArgument
+from weft.jit.source import INCLUDE_ROOT, header_digest
+
+COMMIT = "WEFT_COMMIT"  # environment variable: the commit, where the code travels without .git
+
+
+def describe_code() -> dict[str, Any]:
+    """Return what was measured, as JSON: version, commit, and the sha256 of the kernels' headers.
+
+    commit: of the checkout that this package is imported from, with "-dirty" behind it where
+    tracked files differ from it; else what WEFT_COMMIT says; None where neither is there.
+    """
+    from weft import __version__
+
+    commit = _commit_of(INCLUDE_ROOT) or os.environ.get(COMMIT) or None
+    return {"version": __version__, "commit": commit, "headers": header_digest()}
+
+
+def _commit_of(root: Path) -> str | None:
+    """The commit of a checkout whose top is `root`, or None: a package that was installed into
+    somebody's checkout is no part of that one's commit."""
+    top = _ask_git(root, "rev-parse", "--show-toplevel")
+    commit = _ask_git(root, "rev-parse", "HEAD")
+    changes = _ask_git(root, "status", "--porcelain", "--untracked-files=no")
+    if top is None or not commit or changes is None or Path(top).resolve() != root.resolve():
+        return None
+    return f"{commit}-dirty" if changes else commit
+
+
+def _ask_git(root: Path, *arguments: str) -> str | None:
+    """What git prints, or None where it is absent, refuses, or hangs."""
+    command = ["git", "-C", str(root), *arguments]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None
 
 
 def describe_machine(gpus: list[str]) -> dict[str, Any]:
-    """Return names and versions as JSON. gpus: name of each rank's GPU; empty for CPU ranks."""
+    """Return names and versions as JSON, and of what code the figures are.
+
+    gpus: name of each rank's GPU; empty for CPU ranks.
+    """
     return {
+        "weft": describe_code(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "gpus": gpus,
         "driver": driver_version(),
@@ -31,8 +71,10 @@ def describe_machine(gpus: list[str]) -> dict[str, Any]:
 
 
 def machine_line(machine: dict[str, Any]) -> str:
-    """Return the machine in one line, for captions."""
+    """Return the machine and the code in one line, for captions."""
     day = str(machine["date"])[:10]
+    if "weft" in machine:  # records of earlier versions do not know
+        day = f"{_code_line(machine['weft'])}, {day}"
     names: list[str] = machine["gpus"]
     if names:
         counted = ", ".join(f"{names.count(name)}x {name}" for name in dict.fromkeys(names))
@@ -52,8 +94,15 @@ def measured_on(machine: dict[str, Any]) -> tuple[str, str, str]:
             f"GPUs of several kinds take part: {', '.join(names)}; a table is of one kind: choose "
             "them with CUDA_VISIBLE_DEVICES"
         )
-    date = str(machine["date"])[:10]
-    return names[0] if names else "", date, machine_line(machine).removesuffix(f", {date}")
+    date, headers = str(machine["date"])[:10], machine["weft"]["headers"]
+    where = machine_line(machine).removesuffix(f", {date}")
+    return names[0] if names else "", date, f"{where}, headers {headers[:12]}"
+
+
+def _code_line(code: dict[str, Any]) -> str:
+    """Version, and the first letters of the commit, if it is known."""
+    commit, dash, dirty = str(code["commit"] or "").partition("-")
+    return f"weft {code['version']}" + (f" {commit[:12]}{dash}{dirty}" if commit else "")
 
 
 def driver_version() -> str | None:

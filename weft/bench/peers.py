@@ -15,6 +15,7 @@ from weft.errors import InvalidArgument
 
 # The records lie in the repository, not in the wheel; `--recorded` names another.
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "peers-8xH200.json"
+RECORDED, RECKONED, PUBLISHED, THIS_RUN = "recorded", "reckoned", "published", "this run"
 _MATCH = ("ranks", "hidden", "top_k", "experts", "router", "payload", "dtype")
 
 
@@ -22,20 +23,37 @@ _MATCH = ("ranks", "hidden", "top_k", "experts", "router", "payload", "dtype")
 class Peer:
     """One library's times in us by tokens per rank, and where they were taken.
 
-    measured: in the run that shows them, by `weft.bench.rivals`.
+    source: THIS_RUN, the one that shows them, by `weft.bench.rivals`; RECORDED earlier with weft's
+    method; RECKONED from recorded parts, where the whole was not timed; PUBLISHED by others.
+    gpus: of published figures, how many GPUs they are of.
+    fp8_home: its rows come back as FP8.
     """
 
     library: str
     us: Mapping[int, float]
     machine: str
     date: str
-    measured: bool = False
+    source: str = RECORDED
+    gpus: int | None = None
+    fp8_home: bool = False
+
+    @property
+    def measured(self) -> bool:
+        """In the run that shows it."""
+        return self.source == THIS_RUN
+
+    @property
+    def label(self) -> str:
+        """Its name in tables and legends: what it is, and how its figures were come by."""
+        of = "" if self.gpus is None else f", {self.gpus} GPUs"
+        return f"{self.library}, {self.source}{of}"
 
 
 def matching_peers(settings: Settings, path: Path | None = None) -> list[Peer]:
     """Return the records that were taken with the sizes, router and payload of this run.
 
     A payload that dispatch quantises to fp8 is like their fp8 payload; nobody's is like mxfp8.
+    Records whose rows come home as fp8 are shown beside ours that do, not beside others.
 
     path: the file of records; default `RECORDS`, and none if that is not there.
 
@@ -45,7 +63,8 @@ def matching_peers(settings: Settings, path: Path | None = None) -> list[Peer]:
     if asked is None:
         return []
     wanted = {name: getattr(asked, name) for name in _MATCH}
-    return _matching(path, "records", "pair_us", wanted)
+    found = _matching(path, "records", "pair_us", wanted)
+    return [peer for peer in found if settings.combine_by == "fp8" or not peer.fp8_home]
 
 
 def matching_reduces(settings: ReduceSettings, path: Path | None = None) -> list[Peer]:
@@ -91,6 +110,9 @@ def _matching(path: Path | None, section: str, times: str, wanted: dict[str, Any
                 us={int(tokens): float(us) for tokens, us in record[times].items()},
                 machine=record.get("machine", found["machine"]),
                 date=record.get("date", found["date"]),
+                source=record.get("source", RECORDED),
+                gpus=record.get("gpus"),
+                fp8_home=record.get("home") == "fp8",
             )
             for record in found[section]
             if all(record[name] == value for name, value in wanted.items())

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.bench.limits import NVLINK_GB_PER_S, PAIR_FIXED_US
+from weft.bench.limits import PAIR_FIXED_US, link_rate
 from weft.bench.machine import machine_line
 from weft.bench.moe import Report
 from weft.bench.peers import Peer
@@ -29,9 +29,9 @@ def plot(path: Path, report: Report, peers: Sequence[Peer]) -> None:
     figure, (left, right) = pyplot.subplots(
         1, 2, figsize=(13.0, 5.0), dpi=160, layout="constrained"
     )
-    _draw_times(left, report, pairs)
+    _draw_times(left, report, pairs, peers)
     left.set_ylabel("dispatch + combine, µs")
-    _draw_rates(right, report, pairs)
+    _draw_rates(right, report, pairs, peers)
     right.set_ylabel("rows that the routing sends, GB/s for each GPU")
     for axes, place in ((left, "upper left"), (right, "lower right")):
         scale(axes, sorted({row.tokens for row in pairs}), pyplot)
@@ -59,10 +59,12 @@ def scale(axes: Axes, sizes: Sequence[int], pyplot: Any) -> None:
     axes.set_xlabel("tokens per rank")
 
 
-def _draw_times(axes: Axes, report: Report, pairs: Sequence[Row]) -> None:
+def _draw_times(axes: Axes, report: Report, pairs: Sequence[Row], peers: Sequence[Peer]) -> None:
+    exact = {peer.label for peer in peers if not peer.fp8_home}
     home = f" ({report.settings.dtype} back)" if report.settings.combine_by == "fp8" else ""
     for name, colour, points in _rivals(pairs):
-        axes.plot(*line(points), color=colour, lw=1.4, marker="s", ms=3.5, label=name + home)
+        label = name + home if name in exact else name
+        axes.plot(*line(points), color=colour, lw=1.4, marker="s", ms=3.5, label=label)
     for backend in report.settings.backends:
         rows = [row for row in pairs if row.backend == backend]
         if not rows:
@@ -86,15 +88,15 @@ def _draw_times(axes: Axes, report: Report, pairs: Sequence[Row]) -> None:
         axes.plot(*line(floors), color=INK, lw=1.1, ls=_DASHES, label=name)
 
 
-def _draw_rates(axes: Axes, report: Report, pairs: Sequence[Row]) -> None:
+def _draw_rates(axes: Axes, report: Report, pairs: Sequence[Row], peers: Sequence[Peer]) -> None:
     """The roofline: what the links carry, and what two barriers and two kernels leave of it."""
     plain = report.settings.rival or report.settings
-    bytes_of_theirs = plain.sent_bytes + plain.returned_bytes
+    cast = {peer.label for peer in peers if peer.fp8_home}  # e4m3 without scales
     rows_sent = {found.tokens: found.traffic.wire for found in report.measurements}
     for name, colour, points in _rivals(pairs):
-        rates = {
-            tokens: rows_sent[tokens] * bytes_of_theirs / us / 1e3 for tokens, us in points.items()
-        }
+        back = plain.hidden if name in cast else plain.returned_bytes
+        moved = plain.sent_bytes + back
+        rates = {tokens: rows_sent[tokens] * moved / us / 1e3 for tokens, us in points.items()}
         axes.plot(*line(rates), color=colour, lw=1.4, marker="s", ms=3.5, label=name)
     for backend in report.settings.backends:
         rates = {row.tokens: row.wire for row in pairs if row.backend == backend and row.moved}
@@ -103,12 +105,13 @@ def _draw_rates(axes: Axes, report: Report, pairs: Sequence[Row]) -> None:
             axes.plot(*line(rates), color=colour, lw=2.2, marker="o", ms=5, label=name)
     known = {row.tokens: row.moved for row in pairs if row.floor is not None and row.moved}
     if known:
+        roof = link_rate(report.settings.ranks)
         slope = {tokens: moved / PAIR_FIXED_US / 1e3 for tokens, moved in known.items()}
-        below = {tokens: rate for tokens, rate in slope.items() if rate < 2 * NVLINK_GB_PER_S}
+        below = {tokens: rate for tokens, rate in slope.items() if rate < 2 * roof}
         name = f"latency: {PAIR_FIXED_US:g} µs a pair"
         axes.plot(*line(below), color=QUIET, lw=1.1, ls=":", label=name)
-        name = f"roof: {NVLINK_GB_PER_S:g} GB/s pushed"
-        axes.axhline(NVLINK_GB_PER_S, color=INK, lw=1.1, ls=_DASHES, label=name)
+        name = f"roof: {roof:g} GB/s"
+        axes.axhline(roof, color=INK, lw=1.1, ls=_DASHES, label=name)
     axes.set_title("roofline", loc="left", fontsize=11, color=INK, pad=12)
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.bench.cases import Settings
-from weft.bench.limits import NVLINK_GB_PER_S, PAIR_FIXED_US
+from weft.bench.limits import PAIR_FIXED_US, link_rate, why_no_floor
 from weft.bench.machine import machine_line
 from weft.bench.moe import Report
 from weft.bench.peers import Peer
@@ -53,8 +53,9 @@ def print_report(
     beside = report.settings.beside is not None
     for name in ("pair us\nbeside", "matmul\nx alone", "matmul\nx its SMs") * beside:
         table.add_column(name, justify="right")
-    star = " *" if report.settings.combine_by == "fp8" else ""
+    exact = {peer.label for peer in peers if not peer.fp8_home}
     for name in rivals:
+        star = " *" if report.settings.combine_by == "fp8" and name in exact else ""
         table.add_column(f"{name}{star}\nus", justify="right", style="dim")
     for row in rows:
         cells = ([row.backend] if several else []) if row.phase == "dispatch" else [""] * several
@@ -129,9 +130,10 @@ def _caption(report: Report, peers: Sequence[Peer], runs: Sequence[RivalRun], gp
     ]
     if gpu:
         lines.append(
-            f"floor: wire bytes / {NVLINK_GB_PER_S:g} GB/s + {PAIR_FIXED_US:g} us, "
-            "from measurements on H200 (weft/bench/limits.py)."
+            f"floor: wire bytes / {link_rate(report.settings.ranks):g} GB/s + "
+            f"{PAIR_FIXED_US:g} us, from measurements on H200 (weft/bench/limits.py)."
         )
+    lines += [text for text in (why_no_floor(report.machine["gpus"]),) if text]
     lines += _wire_lines(report.settings, rivals=bool(peers))
     lines += [
         f"{row.tokens} tokens beside the product: it takes {row.beside.product:.0f} us, alone "
@@ -246,6 +248,7 @@ def trtllm_report(report: Report) -> dict[str, Any]:
         "max_num_tokens_per_rank": settings.max_tokens or max(settings.tokens),
         "random_seed": settings.seed,
         "device_count": len(report.machine["gpus"]),
+        "weft": report.machine.get("weft"),
         "cuda_graph": settings.graph and cuda,
         "pdl": settings.programmatic_launch and cuda,
         "payload_in_workspace": True,

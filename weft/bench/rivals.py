@@ -12,6 +12,7 @@ import importlib.util
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -23,10 +24,11 @@ from weft.bench.adapters import (
     deepep_refuses,
     flashinfer_refuses,
 )
+from weft.bench.allreduce_adapters import forbid_multicast
 from weft.bench.cases import Settings
 from weft.bench.clock import Phases, measure
 from weft.bench.moe import first_problem, gather_samples
-from weft.bench.peers import Peer
+from weft.bench.peers import THIS_RUN, Peer
 from weft.bench.trial import Inputs, make_inputs, rows_of
 from weft.errors import RankFailed, WeftError
 from weft.memory import launch
@@ -70,6 +72,8 @@ class Rival:
     name: as the records begin.  module: to import.  distribution: to ask for its version.
     make: `(group, settings, most tokens)` to the library; collective.
     refuses: why it cannot run these settings, or None.  most: tokens a rank that it serves.
+    setting: what tells it from others of that name, in words.
+    fp8_home: its rows come back as FP8; measured only where ours do.
     """
 
     name: str
@@ -78,14 +82,35 @@ class Rival:
     make: Callable[[Group, Settings, int], Library]
     refuses: Callable[[Settings], str | None]
     most: int | None = None
+    setting: str = ""
+    fp8_home: bool = False
 
     def sizes(self, settings: Settings) -> list[int]:
         """The sizes of the run that it serves."""
         return [size for size in settings.tokens if self.most is None or size <= self.most]
 
 
+_FLASHINFER = "flashinfer-python"
 RIVALS: tuple[Rival, ...] = (
-    Rival("FlashInfer", "flashinfer", "flashinfer-python", FlashInfer, flashinfer_refuses),
+    Rival("FlashInfer", "flashinfer", _FLASHINFER, FlashInfer, flashinfer_refuses),
+    Rival(
+        "FlashInfer",
+        "flashinfer",
+        _FLASHINFER,
+        partial(FlashInfer, home="fp8"),
+        flashinfer_refuses,
+        setting="low-precision back",
+        fp8_home=True,
+    ),
+    Rival(
+        "FlashInfer",
+        "flashinfer",
+        _FLASHINFER,
+        partial(FlashInfer, home="fp8-staged"),
+        flashinfer_refuses,
+        setting="low-precision back, staged",
+        fp8_home=True,
+    ),
     Rival("DeepEP v1", "deep_ep", "deep_ep", DeepEP, deepep_refuses, most=DEEPEP_MOST),
 )
 
@@ -96,7 +121,7 @@ class RivalRun:
 
     status: "measured", "not installed", or why there is no figure.
     samples_us: tokens -> phase -> for each rank, us per call of each sample.
-    phase: the one that is shown beside ours.
+    phase: the one that is shown beside ours.  setting, fp8_home: as in `Rival`.
     """
 
     name: str
@@ -105,11 +130,14 @@ class RivalRun:
     method: str = ""
     samples_us: dict[int, dict[str, list[list[float]]]] = field(default_factory=dict)
     phase: str = "pair"
+    setting: str = ""
+    fp8_home: bool = False
 
     @property
     def library(self) -> str:
-        """Name and version, as tables show it."""
-        return f"{self.name} {self.version}".strip()
+        """Name, version and setting, as tables show it."""
+        name = f"{self.name} {self.version}".strip()
+        return f"{name}, {self.setting}" if self.setting else name
 
     def peer(self, date: str) -> Peer:
         """The times as they are shown beside ours: median, slowest rank."""
@@ -117,7 +145,9 @@ class RivalRun:
             tokens: max(statistics.median(samples) for samples in phases[self.phase])
             for tokens, phases in self.samples_us.items()
         }
-        return Peer(f"{self.library}, this run", shown, "this machine", date, measured=True)
+        return Peer(
+            self.library, shown, "this machine", date, source=THIS_RUN, fp8_home=self.fp8_home
+        )
 
 
 def measure_rivals(settings: Settings) -> list[RivalRun]:
@@ -129,41 +159,50 @@ def beside(recorded: Sequence[Peer], runs: Sequence[RivalRun], date: str) -> lis
     """Return what to show: the measured libraries, and the records of all others."""
     measured = [run for run in runs if run.status == MEASURED]
     kept = [
-        peer for peer in recorded if not any(peer.library.startswith(run.name) for run in measured)
+        peer
+        for peer in recorded
+        if not any(
+            peer.library.startswith(run.name) and peer.fp8_home == run.fp8_home for run in measured
+        )
     ]
     return [*(run.peer(date) for run in measured), *kept]
 
 
 def _attempt(rival: Rival, settings: Settings) -> RivalRun:
+    told: dict[str, Any] = {"setting": rival.setting, "fp8_home": rival.fp8_home}
     if importlib.util.find_spec(rival.module) is None:
-        return RivalRun(rival.name, "", ABSENT)
+        return RivalRun(rival.name, "", ABSENT, **told)
     version = version_of(rival.distribution)
     asked = settings.rival
     if asked is None:
-        return RivalRun(rival.name, version, f"sends no {settings.quantize}")
-    settings = asked
-    reason = rival.refuses(settings)
+        return RivalRun(rival.name, version, f"sends no {settings.quantize}", **told)
+    reason = rival.refuses(asked)
+    if rival.fp8_home and settings.combine_by != "fp8":
+        reason = "not compared: our rows do not come back as fp8"
     if settings.device != "cuda":
         reason = "needs GPUs"
     if reason is not None:
-        return RivalRun(rival.name, version, reason)
+        return RivalRun(rival.name, version, reason, **told)
+    settings = asked
     try:
         first, *_ = launch(
             rival_body,
             rival.name,
+            rival.setting,
             settings,
             ranks=settings.ranks,
             device=settings.device,
             timeout=LIMIT_SECONDS,
         )
     except WeftError as error:
-        return RivalRun(rival.name, version, failure_text(error))
-    return RivalRun(rival.name, version, **first)
+        return RivalRun(rival.name, version, failure_text(error), **told)
+    return RivalRun(rival.name, version, **first, **told)
 
 
-def rival_body(group: Group, name: str, settings: Settings) -> dict[str, Any]:
+def rival_body(group: Group, name: str, setting: str, settings: Settings) -> dict[str, Any]:
     """What every rank does for one library; all ranks return the same."""
-    rival = next(rival for rival in RIVALS if rival.name == name)
+    forbid_multicast()
+    rival = next(rival for rival in RIVALS if (rival.name, rival.setting) == (name, setting))
     sizes = rival.sizes(settings)
     library = group.together(
         lambda: rival.make(group, settings, max(sizes)), doing=f"making {name}"

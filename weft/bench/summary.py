@@ -119,7 +119,7 @@ def _row(report: Report, found: Measurement, phase: str, peers: Sequence[Peer]) 
     floor, rivals = None, {}
     if phase == "pair":
         floor = floor_of(report, found)
-        rivals = {p.library: p.us[found.tokens] for p in peers if found.tokens in p.us}
+        rivals = {p.label: p.us[found.tokens] for p in peers if found.tokens in p.us}
     return Row(
         backend=found.backend,
         tokens=found.tokens,

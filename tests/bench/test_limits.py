@@ -1,0 +1,98 @@
+"""Floors: of which GPUs, and that no recorded figure lies below one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.bench.limits import (
+    HBM_READ_TB_PER_S,
+    allreduce_floor_us,
+    layer_floor_us,
+    link_rate,
+    pair_floor_us,
+    why_no_floor,
+)
+
+RECORDS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GH200 480GB", "NVIDIA H200 NVL", "NVIDIA H100 80GB HBM3"])
+def test_another_gpu_has_no_floor(name):
+    gpus = [name] * 4
+    assert pair_floor_us(1, 1, gpus) is None
+    assert allreduce_floor_us(1, 4, gpus) is None
+    assert layer_floor_us(1, 1, gpus) is None
+    assert name in str(why_no_floor(gpus))
+    assert name in str(why_no_floor(["NVIDIA H200", name]))
+
+
+def test_an_h200_has_one():
+    gpus = ["NVIDIA H200"] * 4
+    assert why_no_floor(gpus) is None
+    assert why_no_floor([]) is None, "CPU ranks"
+    assert pair_floor_us(340_000, 0, gpus) == pytest.approx(3.96 + 1.0)
+    assert pair_floor_us(350_000, 0, gpus[:2]) == pytest.approx(3.96 + 1.0)
+
+
+def _rows(data: Any) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """(settings of a run, one of its rows), wherever they lie in a file."""
+    if isinstance(data, list):
+        for each in data:
+            yield from _rows(each)
+    elif isinstance(data, dict):
+        for row in data.get("rows", ()) if "settings" in data else ():
+            yield {**data["settings"], "loads": data.get("loads")}, row
+        yield from _rows(data.get("runs", []))
+
+
+def _floor(settings: dict[str, Any], row: dict[str, Any]) -> tuple[float, float] | None:
+    """(floor, us) of a row that has one."""
+    ranks: int = row.get("ranks") or settings.get("ranks") or 0
+    gpus, us = ["NVIDIA H200"] * ranks, row.get("us", 0.0)
+    median: float = us["median"] if isinstance(us, dict) else us
+    floor: float | None
+    if "epilogue" in settings:
+        payload = row["tokens"] * settings["hidden"] * 2
+        floor = allreduce_floor_us(payload, ranks, gpus)
+    elif settings.get("loads"):
+        load = settings["loads"][str(row["tokens"])]
+        found = layer_floor_us(load["hbm_bytes"], load["wire_bytes"], gpus)
+        floor = None if found is None else found.least
+    elif row.get("phase") == "pair" and row.get("moved"):
+        floor = pair_floor_us(row["moved"], 0, gpus)
+    else:
+        return None
+    assert floor is not None
+    return floor, median
+
+
+def test_no_recorded_figure_lies_below_its_floor():
+    below, seen = [], 0
+    for path in sorted(RECORDS.glob("*.json")):
+        for settings, row in _rows(json.loads(path.read_text())):
+            if (found := _floor(settings, row)) is None:
+                continue
+            seen += 1
+            if found[1] < found[0]:
+                below.append(f"{path.name}: {row['tokens']} tokens: {found[1]} < {found[0]:.1f}")
+    assert not below
+    assert seen > 400
+
+
+def test_floors_are_no_slower_than_what_was_measured():
+    limits = json.loads((RECORDS / "limits-8xH200-2026-11-20.json").read_text())
+    rates = limits["gb_per_s_by_ctas"]
+    probed = [max(rates[kind].values()) for kind in rates if kind != "what"]
+    assert max(probed) <= link_rate(8)
+    assert limits["hbm_read_tb_per_s"] <= HBM_READ_TB_PER_S
+    gemm = json.loads((RECORDS / "gemm-1xH200-2026-11-21.json").read_text())
+    assert gemm["read_bytes_per_us"] / 1e6 <= HBM_READ_TB_PER_S
+    halves = json.loads((RECORDS / "gemm-halves-1xH200-2026-11-21.json").read_text())
+    weights = 32 * (4096 * 7168 + 7168 * 2048) * 2  # DeepSeek-V3's, 32 experts in BF16
+    times = [row["sustained_us"] for row in halves["rows"] if row["model"] == "deepseek-v3"]
+    assert weights / min(times) / 1e6 <= HBM_READ_TB_PER_S
