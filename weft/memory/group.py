@@ -17,7 +17,8 @@ from weft.errors import (
     OutOfOrder,
 )
 from weft.memory.collective import OwnProcessGroup, TorchControl
-from weft.memory.discovery import default_device, environment, find, store_exchange
+from weft.memory.discovery import StoreExchange, default_device, environment, find
+from weft.memory.peers import Peers
 from weft.memory.rendezvous import Meeting, meet
 from weft.memory.wire import JSON, encode
 
@@ -30,7 +31,7 @@ class Control(Protocol):
 
     def gather(self, op: str, value: JSON, timeout: float) -> list[Any]: ...
     def exchange_fds(self, fd: int, timeout: float) -> list[int]: ...
-    def close(self) -> None: ...
+    def close(self, why: str | None = None) -> None: ...
 
 
 class Group:
@@ -114,10 +115,12 @@ class Group:
                 control, rank=rank, size=size, device=where, timeout=timeout, process_group=group
             )
 
-        def exchange(value: JSON) -> list[Any]:
-            return control.gather("Group.from_torch", value, timeout)
+        peers = Peers()
 
-        star = find(exchange, rank, size, where.type, timeout)
+        def exchange(value: JSON) -> list[Any]:
+            return control.gather("Group.from_torch", value, timeout, watch=peers.check)
+
+        star = find(exchange, rank, size, where.type, timeout, peers)
         return cls(star, rank=rank, size=size, device=where, timeout=timeout, process_group=group)
 
     @classmethod
@@ -125,14 +128,21 @@ class Group:
         """The ranks that torchrun (or a like launcher) started on this host. Collective.
 
         Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. `device` defaults to
-        cuda:LOCAL_RANK where there is one. Raises RendezvousFailed when a variable is missing, the
-        ranks are on several hosts or do not meet.
+        cuda:LOCAL_RANK where there is one. Without torchrun's agent rank 0 serves the store in
+        which the ranks find each other, on the address of MASTER_ADDR alone: 127.0.0.1 keeps other
+        machines out. WEFT_SECRET, any text that is the same on every rank, authenticates what they
+        write there (docs/meeting.md). Raises RendezvousFailed when a variable is missing, the ranks
+        are on several hosts, one of them dies or they do not meet in time.
         """
         rank, size, local_rank = environment()
         where = default_device(device, local_rank)
-        store, exchange = store_exchange(rank, size, timeout)
-        star = find(exchange, rank, size, where.type, timeout)
-        del store  # rank 0 may serve it: kept until everyone has met
+        peers = Peers()
+        exchange = StoreExchange(rank, size, timeout, peers)
+        try:
+            star = find(exchange, rank, size, where.type, timeout, peers)
+        except Exception:
+            exchange.linger()
+            raise
         return cls(star, rank=rank, size=size, device=where, timeout=timeout)
 
     def all_gather(self, value: JSON, *, timeout: float | None = None) -> list[Any]:
@@ -258,10 +268,14 @@ class Group:
 
     def close(self) -> None:
         """Give up sockets and an own torch group. Local and idempotent; never waits for a peer."""
+        self._leave(None)
+
+    def _leave(self, why: str | None) -> None:
+        """Close; ranks that wait for this one in a control message hear at once, and why."""
         if self._closed:
             return
         self._closed = True
-        self._control.close()
+        self._control.close(why)
         if self._own is not None:
             self._own.destroy()
             self._own = self._process_group = None
@@ -275,7 +289,7 @@ class Group:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        self._leave(None if error is None else f"it raised {type(error).__name__}: {error}")
 
     def __repr__(self) -> str:
         return f"Group(rank={self.rank}, size={self.size}, device={self.device})"
