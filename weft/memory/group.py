@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import weakref
 from collections.abc import Callable
 from types import TracebackType
@@ -154,7 +155,7 @@ class Group:
         try:
             encode(value)
         except (TypeError, ValueError) as error:
-            raise InvalidArgument(f"{value!r:.200} is not JSON: {error}") from error
+            raise InvalidArgument(f"{reprlib.repr(value)} is not JSON: {error}") from error
         return self._gather("all_gather", value, timeout)
 
     def barrier(self, *, timeout: float | None = None) -> None:
