@@ -23,6 +23,7 @@ from weft.errors import InvalidArgument, OutOfOrder, RendezvousFailed
 from weft.memory.wire import JSON, SLACK, VALUE_LIMIT, Malformed, decode, encode, text_of
 
 _DESTROY_SECONDS = 5.0
+_LAST_WORDS = 0.5  # seconds to find out which rank's death ended a gather
 
 
 class TorchControl:
@@ -134,8 +135,10 @@ def _all_gather(
     except RuntimeError as error:
         if isinstance(error, RendezvousFailed):
             raise
-        if watch is not None:
-            watch()  # a dead rank ends its connections a moment before its process
+        until = time.monotonic() + _LAST_WORDS
+        while watch is not None and time.monotonic() < until:
+            watch()  # a dead rank's connections end a moment before its process
+            time.sleep(0.01)
         raise RendezvousFailed(
             f"torch.distributed could not gather within {timeout:g} s: {error}"
         ) from error
