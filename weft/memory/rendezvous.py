@@ -220,7 +220,10 @@ class _Lobby:
                     )
                 self._turn(listener, deadline)
         except OSError as error:
-            self.fail(f"rank 0 cannot host the meeting in {self.meeting.directory}: {error}")
+            self.fail(
+                f"rank 0 cannot host the meeting in {self.meeting.directory}: {error}; it needs a "
+                "local file system (set TMPDIR) and free descriptors (ulimit -n)"
+            )
         except BaseException:
             for channel in self.members.values():
                 channel.close()
