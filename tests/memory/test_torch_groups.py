@@ -1,9 +1,11 @@
 """Groups from torch.distributed and from a launcher's environment, and torch groups from groups."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
+import tempfile
 import time
 
 import pytest
@@ -16,7 +18,8 @@ from weft.errors import (
     RankFailed,
     RendezvousFailed,
 )
-from weft.memory import discovery
+from weft.memory import collective, discovery
+from weft.memory.collective import TorchControl
 from weft.memory.group import Group
 from weft.memory.launch import launch
 
@@ -72,6 +75,47 @@ def test_a_torch_group_with_a_dead_rank_closes_at_once():
     with pytest.raises(RankFailed, match="rank 1 of 2 died"):
         launch(die_in_torch, ranks=2)
     assert time.monotonic() - started < 8.0
+
+
+def die_before_the_others_connect(group, victim, out):
+    pg = group.process_group()
+    os.environ["TMPDIR"] = tempfile.tempdir = out
+    if group.rank == victim:
+        discovery._agree = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    told = raised(Group.from_torch, pg, device="cpu", timeout=100.0)
+    with open(f"{out}/rank-{group.rank}", "w", encoding="utf-8") as file:
+        json.dump(told, file)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_in_from_torch_is_named_at_once(victim, tmp_path, monkeypatch):
+    monkeypatch.setattr("weft.memory.processes.GRACE", 40.0)
+    with pytest.raises(RankFailed, match=f"rank {victim} of 3 died"):
+        launch(die_before_the_others_connect, victim, str(tmp_path), ranks=3)
+    texts = []
+    for rank in {0, 1, 2} - {victim}:
+        kind, text, seconds = json.loads((tmp_path / f"rank-{rank}").read_text())
+        assert kind == RendezvousFailed.__name__
+        assert seconds < 40.0
+        texts.append(text)
+    # The second to notice may find that the first has left already.
+    assert any(f"rank {victim} (pid " in text and "died" in text for text in texts)
+    assert not list(tmp_path.glob("weft-*"))
+
+
+class Said:
+    """A process group whose ranks said these bytes."""
+
+    def __init__(self, *rows):
+        self.rows = list(rows)
+
+
+@pytest.mark.parametrize("row", [b"7", b"{}", b'{"op":"it"}', b"\xff", b"NaN", b"[" * 100_000])
+def test_what_no_rank_of_weft_would_gather_is_an_error_in_words(row, monkeypatch):
+    control = TorchControl(Said(b'{"op":"it","value":1}', row))
+    monkeypatch.setattr(collective, "gather_bytes", lambda group, *_, **__: group.rows)
+    with pytest.raises(RendezvousFailed, match="rank 1 broke the protocol in it"):
+        control.gather("it", 1, 1.0)
 
 
 def want_torch(group):

@@ -7,7 +7,18 @@ import time
 
 import pytest
 
-from weft.memory.wire import HEAD, MAGIC, Channel, Gone, Kind, Malformed, encode
+from weft.memory.wire import (
+    HEAD,
+    MAGIC,
+    TEXT_LIMIT,
+    Channel,
+    Gone,
+    Kind,
+    Malformed,
+    decode,
+    encode,
+    text_of,
+)
 
 
 @pytest.fixture
@@ -90,6 +101,11 @@ def test_a_descriptor_that_was_not_announced_is_refused(pair):
         (head(3) + b"{]}", "not JSON"),
         (head(100_000) + b"[" * 100_000, "not JSON"),
         (head(2) + b"\xff\xfe", "not JSON"),
+        (head(6) + '"x"'.encode("utf-16-le"), "not JSON"),
+        (head(3) + b"NaN", "not JSON"),
+        (head(9) + b"-Infinity", "not JSON"),
+        (head(7) + b"[1e999]", "not JSON: 1e999 is no finite number"),
+        (head(5000) + b"9" * 5000, "not JSON"),
         (head(0, carries=1), "0 descriptors"),
     ],
 )
@@ -99,6 +115,26 @@ def test_what_no_rank_would_send_is_refused(pair, data, text):
     left.socket.sendall(data)
     with pytest.raises(Malformed, match=text):
         right.receive(soon())
+
+
+def test_only_what_can_be_told_on_is_encoded_and_decoded():
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    for value in (deep, float("nan"), {"a": float("inf")}):
+        with pytest.raises(ValueError, match="nested too deep|Out of range"):
+            encode(value)
+    for value in (0.1, -1e308, 5e-324, 1 << 200, "é\ud800", {"a": [None, True]}):
+        assert decode(encode(value)) == value
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [("a\ud800b", r"a\ud800b"), (None, "None"), ([1, "\udfff"], r"[1, '\udfff']"), ("é", "é")],
+)
+def test_a_text_of_a_peer_can_be_printed_whatever_it_is(said, text):
+    assert text_of(said) == text
+    assert len(text_of("x" * 10**6)) == TEXT_LIMIT
 
 
 def test_the_end_of_the_other_side_is_seen_at_once(pair):

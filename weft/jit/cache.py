@@ -2,7 +2,9 @@
 
 An entry is three names in one flat directory: `<key>.data` holds the bytes, `<key>.json` says what
 they are and what they hash to, and `<key>.lock` exists only while somebody builds. Readers take no
-lock: data and sidecar are each renamed into place, and a pair that does not hash is a miss.
+lock: data and sidecar are each renamed into place, and a pair that does not hash is a miss. So is
+whatever stands in an entry's place and is not a regular file that this user alone may write: links
+are not followed, and the next build puts a file there.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
@@ -29,6 +32,9 @@ ABI = 1
 _KEY = re.compile(r"[0-9a-f]{64}")
 _OURS = re.compile(r"\.?([0-9a-f]{64})\.(?:data|json|lock|\w+\.tmp)")
 _NEVER = "remove it, or point WEFT_CACHE at a directory of your own"
+# O_NONBLOCK: a pipe in a file's place must not make its reader wait for a writer.
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def key_of(**parts: str | Sequence[str]) -> str:
@@ -67,6 +73,20 @@ class Entry:
     arch: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A file as it was read, and when it was last modified."""
+
+    data: bytes
+    modified: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Sidecar:
+    fields: dict[str, Any]
+    modified: float
+
+
 class Cache:
     """Compiled code on disk; safe to use from many processes and threads at once.
 
@@ -74,30 +94,31 @@ class Cache:
         path: the directory, made with mode 0700 if absent; default `default_path()`.
         lock_timeout: seconds to wait for another process that builds the same entry.
 
+    The directory may be a symbolic link, or lie behind one, if this user or root made the link. It
+    is followed once, here; from then on `self.path` is the directory itself, so that nobody can
+    lead this process elsewhere later.
+
     Raises:
-        SetupError: the directory cannot be made, belongs to another user, or others may write it.
+        SetupError: the directory cannot be made, belongs to another user, lies behind another
+            user's link, or others may write it.
     """
 
     def __init__(self, path: Path | None = None, *, lock_timeout: float = 300.0) -> None:
-        self.path = default_path() if path is None else Path(path).absolute()
+        self.path = _directory(default_path() if path is None else Path(path).absolute())
         self.lock_timeout = lock_timeout
-        self._open_directory()
 
     def get(self, key: str) -> bytes | None:
         """Return the entry's bytes, or None if it is absent or damaged."""
         sidecar = self._sidecar(key)
         if sidecar is None:
             return None
-        try:
-            data = self._file(key, "data").read_bytes()
-        except FileNotFoundError:
-            return None
-        if hashlib.sha256(data).hexdigest() != sidecar.get("sha256"):
+        found = _read(self._file(key, "data"))
+        if found is None or hashlib.sha256(found.data).hexdigest() != sidecar.fields.get("sha256"):
             return None
         # The sidecar's mtime is the time of last use: a statistic, so a read-only cache may refuse.
         with contextlib.suppress(OSError):
-            os.utime(self._file(key, "json"))
-        return data
+            os.utime(self._file(key, "json"), follow_symlinks=False)
+        return found.data
 
     def put(self, key: str, data: bytes, meta: dict[str, Any]) -> Path:
         """Store `data` under `key` and return its path.
@@ -130,7 +151,7 @@ class Cache:
             if (data := self.get(key)) is not None:  # built while this process waited
                 return data
             for leftover in self.path.glob(f".{key}.*.tmp"):  # of a builder that was killed
-                leftover.unlink(missing_ok=True)
+                _remove(leftover)
             data = build()
             self._write(key, data, meta)
             return data
@@ -143,19 +164,22 @@ class Cache:
             sidecar = self._sidecar(key) if _KEY.fullmatch(key) else None
             if sidecar is None:
                 continue
-            try:
-                used = path.stat().st_mtime
-            except FileNotFoundError:  # cleared by another process meanwhile
+            said = sidecar.fields
+            size, created = said.get("bytes"), said.get("created")
+            # A sidecar that says otherwise is not weft's: Python's own bool is no number here.
+            if type(size) is not int or type(created) not in (int, float):
+                continue
+            if not 0 <= size < 1 << 63 or not 0 <= created < math.inf:
                 continue
             found.append(
                 Entry(
                     key=key,
-                    kind=str(sidecar.get("kind", "")),
-                    name=str(sidecar.get("name", "")),
-                    bytes=int(sidecar.get("bytes", 0)),
-                    created=float(sidecar.get("created", 0.0)),
-                    last_used=used,
-                    arch=str(sidecar.get("arch", "")),
+                    kind=str(said.get("kind", "")),
+                    name=str(said.get("name", "")),
+                    bytes=size,
+                    created=float(created),
+                    last_used=sidecar.modified,
+                    arch=str(said.get("arch", "")),
                 )
             )
         return sorted(found, key=lambda entry: (entry.created, entry.key))
@@ -164,57 +188,40 @@ class Cache:
         """Remove every entry that nobody is building; return how many there were.
 
         Files that weft did not write stay.
+
+        Raises:
+            SetupError: something stands in an entry's place that cannot be removed.
         """
         removed = 0
-        matches = (_OURS.fullmatch(path.name) for path in self.path.iterdir())
+        matches = (_OURS.fullmatch(name) for name in _names(self.path))
         for key in sorted({match[1] for match in matches if match}):
             lock = self._acquire(self._file(key, "lock"), timeout=0.0)
             if lock is None:
                 continue
             try:
-                removed += self._file(key, "json").exists()
+                removed += os.path.lexists(self._file(key, "json"))
                 for part in ("json", "data"):  # the sidecar first: without it there is no entry
-                    self._file(key, part).unlink(missing_ok=True)
+                    _remove(self._file(key, part))
                 for leftover in self.path.glob(f".{key}.*.tmp"):
-                    leftover.unlink(missing_ok=True)
+                    _remove(leftover)
             finally:
                 self._release(self._file(key, "lock"), lock)
         return removed
-
-    def _open_directory(self) -> None:
-        """Make the directory if needed and refuse one into which another user could put code."""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.mkdir(mode=0o700, exist_ok=True)
-            status = self.path.stat()
-        except OSError as error:
-            raise SetupError(
-                f"cannot make {self.path} for compiled code: {error}; "
-                "set WEFT_CACHE to a directory that you can write"
-            ) from error
-        if status.st_uid != os.geteuid():
-            raise SetupError(
-                f"{self.path} belongs to user {status.st_uid}, this process runs as user "
-                f"{os.geteuid()}, and code from it would be run; {_NEVER}"
-            )
-        if (mode := stat.S_IMODE(status.st_mode)) & 0o022:
-            raise SetupError(
-                f"{self.path} has mode {mode:04o}, so others may write code into it; "
-                f"expected 0700: chmod 700 {self.path}"
-            )
 
     def _file(self, key: str, part: str) -> Path:
         if not _KEY.fullmatch(key):
             raise InvalidArgument(f"a cache key is 64 hex digits, not {key!r}; make it with key_of")
         return self.path / f"{key}.{part}"
 
-    def _sidecar(self, key: str) -> dict[str, Any] | None:
-        path = self._file(key, "json")
-        try:
-            found = json.loads(path.read_bytes())
-        except (FileNotFoundError, ValueError):  # absent, or cut short: both are a miss
+    def _sidecar(self, key: str) -> _Sidecar | None:
+        found = _read(self._file(key, "json"))
+        if found is None:
             return None
-        return found if isinstance(found, dict) else None
+        try:
+            fields = json.loads(found.data)
+        except (ValueError, RecursionError):  # cut short, or not weft's: both are a miss
+            return None
+        return _Sidecar(fields, found.modified) if isinstance(fields, dict) else None
 
     def _write(self, key: str, data: bytes, meta: dict[str, Any]) -> Path:
         if missing := {"name", "kind"} - meta.keys():
@@ -242,9 +249,13 @@ class Cache:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
+            if path.is_dir() and not path.is_symlink():  # the only thing a rename cannot replace
+                _remove(path)
             scratch.replace(path)
-        except OSError as error:
+        except BaseException as error:
             scratch.unlink(missing_ok=True)
+            if not isinstance(error, OSError):
+                raise
             raise SetupError(
                 f"cannot write {len(data)} bytes to {path}: {error}; "
                 "free some space or set WEFT_CACHE to another directory"
@@ -255,10 +266,9 @@ class Cache:
         path = self._file(key, "lock")
         lock = self._acquire(path, timeout=self.lock_timeout)
         if lock is None:
-            try:
-                holder = path.read_text().strip() or "unknown"
-            except FileNotFoundError:
-                holder = "gone a moment ago"
+            written = _read(path)
+            said = "" if written is None else written.data.decode("ascii", "replace").strip()
+            holder = said[:20] or "unknown"
             raise SetupError(
                 f"waited {self.lock_timeout:g} s for another process (pid {holder}) to build "
                 f"{name!r}; end that process if it hangs: {path} is then released by itself"
@@ -279,16 +289,21 @@ class Cache:
         pause = 0.002
         while True:
             try:
-                lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                lock = os.open(path, _LOCK_FLAGS, 0o600)
             except OSError as error:
+                if os.path.lexists(path) and not _regular(path):
+                    raise _in_the_way(path) from error
                 raise SetupError(
                     f"cannot open lock file {path}: {error}; "
                     "set WEFT_CACHE to a directory that you can write"
                 ) from error
+            if not stat.S_ISREG(os.fstat(lock).st_mode):
+                os.close(lock)
+                raise _in_the_way(path)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # The last holder unlinks the file: a lock on an unlinked file keeps nobody out.
-                if os.path.samestat(os.fstat(lock), path.stat()):
+                if os.path.samestat(os.fstat(lock), path.lstat()):
                     os.ftruncate(lock, 0)
                     os.pwrite(lock, str(os.getpid()).encode(), 0)
                     return lock
@@ -305,6 +320,102 @@ class Cache:
 
     @staticmethod
     def _release(path: Path, lock: int) -> None:
-        path.unlink(missing_ok=True)  # while still held, so that no lock file is left lying about
+        # While still held, so that no lock file is left lying about. One that stays, because the
+        # directory was closed to writing meanwhile, keeps nobody out.
+        with contextlib.suppress(OSError):
+            path.unlink()
         fcntl.flock(lock, fcntl.LOCK_UN)  # explicitly: a forked child may hold the same open file
         os.close(lock)
+
+
+def _directory(path: Path) -> Path:
+    """Make the directory if needed, refuse one into which another user could put code, resolve it.
+
+    Links are judged before they are followed: whoever owns one can point it elsewhere tomorrow.
+    """
+    for part in (*reversed(path.parents), path):
+        try:
+            status = part.lstat()
+        except OSError:  # to be made, or refused below
+            break
+        if stat.S_ISLNK(status.st_mode) and status.st_uid not in (0, os.geteuid()):
+            raise SetupError(
+                f"{part} is a symbolic link of user {status.st_uid}, this process runs as user "
+                f"{os.geteuid()}, and code from behind it would be run; {_NEVER}"
+            )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+        path = path.resolve(strict=True)
+        status = path.lstat()
+    except (OSError, RuntimeError) as error:  # the latter for links that go in a circle
+        raise SetupError(
+            f"cannot make {path} for compiled code: {error}; "
+            "set WEFT_CACHE to a directory that you can write"
+        ) from error
+    if status.st_uid != os.geteuid():
+        raise SetupError(
+            f"{path} belongs to user {status.st_uid}, this process runs as user "
+            f"{os.geteuid()}, and code from it would be run; {_NEVER}"
+        )
+    if (mode := stat.S_IMODE(status.st_mode)) & 0o022:
+        raise SetupError(
+            f"{path} has mode {mode:04o}, so others may write code into it; "
+            f"expected 0700: chmod 700 {path}"
+        )
+    return path
+
+
+def _read(path: Path) -> _Found | None:
+    """A regular file that this user alone may write, or None: absent, unreadable, or not that."""
+    try:
+        fd = os.open(path, _READ_FLAGS)
+    except OSError:
+        return None
+    try:
+        status = os.fstat(fd)
+        mine = status.st_uid == os.geteuid() and not status.st_mode & 0o022
+        if not stat.S_ISREG(status.st_mode) or not mine:
+            return None
+        with open(fd, "rb", closefd=False) as file:
+            return _Found(file.read(), status.st_mtime)
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+
+
+def _regular(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except FileNotFoundError:  # removed since it was made
+        return []
+    except OSError as error:
+        raise SetupError(f"cannot list {directory}: {error}; set WEFT_CACHE to another") from error
+
+
+def _remove(path: Path) -> None:
+    """Remove what stands at `path`, links themselves, a directory only if it is empty."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            path.rmdir()
+        else:
+            path.unlink(missing_ok=True)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise _in_the_way(path) from error
+
+
+def _in_the_way(path: Path) -> SetupError:
+    return SetupError(
+        f"{path} is in the way of compiled code: it is not a file that weft wrote there and "
+        "cannot be replaced; remove it, or set WEFT_CACHE to another directory"
+    )

@@ -6,10 +6,10 @@ Nothing here unpickles: messages are JSON bytes in uint8 tensors.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from weft.errors import InvalidArgument, OutOfOrder, RendezvousFailed
-from weft.memory.wire import JSON, VALUE_LIMIT, encode
+from weft.memory.wire import JSON, SLACK, VALUE_LIMIT, Malformed, decode, encode, text_of
 
 _DESTROY_SECONDS = 5.0
+_LAST_WORDS = 0.5  # seconds to find out which rank's death ended a gather
 
 
 class TorchControl:
@@ -32,8 +33,18 @@ class TorchControl:
         self._process_group = process_group
         self._closed = False
 
-    def gather(self, op: str, value: JSON, timeout: float) -> list[Any]:
-        """Every rank's `value` in rank order. `op` names the call; all ranks must make the same."""
+    def gather(
+        self,
+        op: str,
+        value: JSON,
+        timeout: float,
+        *,
+        watch: Callable[[], None] | None = None,
+    ) -> list[Any]:
+        """Every rank's `value` in rank order. `op` names the call; all ranks must make the same.
+
+        `watch` is called again and again while this rank waits, and raises to give up.
+        """
         if self._closed:
             raise OutOfOrder("the group is closed; make a new one")
         body = encode(value)
@@ -43,12 +54,13 @@ class TorchControl:
                 "send large data as tensors through process_group()"
             )
         frame = encode({"op": op})[:-1] + b',"value":' + body + b"}"
-        said = [json.loads(each) for each in gather_bytes(self._process_group, frame, timeout)]
+        rows = gather_bytes(self._process_group, frame, timeout, watch=watch)
+        said = [_message(rank, op, row) for rank, row in enumerate(rows)]
         for rank, each in enumerate(said):
             if each["op"] != op:
                 raise RendezvousFailed(
-                    f"this rank is in {op} and rank {rank} is in {each['op']}: every rank must "
-                    "make the same calls in the same order"
+                    f"this rank is in {op} and rank {rank} is in {text_of(each['op'])}: every "
+                    "rank must make the same calls in the same order"
                 )
         return [each["value"] for each in said]
 
@@ -59,41 +71,86 @@ class TorchControl:
             "it with Group.from_torch(group) on ranks of one host"
         )
 
-    def close(self) -> None:
-        """Forget the process group, which belongs to the caller."""
+    def close(self, why: str | None = None) -> None:
+        """Forget the process group, which belongs to the caller. Nobody is told `why`."""
         self._closed = True
 
 
-def gather_bytes(group: dist.ProcessGroup, data: bytes, timeout: float) -> list[bytes]:
-    """`data` of every rank, in rank order. Raises RendezvousFailed after `timeout` seconds."""
+def _message(rank: int, op: str, row: bytes) -> dict[str, Any]:
+    """What rank `rank` sent, if it is a control message of weft."""
+    try:
+        said = decode(row)
+    except Malformed as error:
+        raise RendezvousFailed(f"rank {rank} broke the protocol in {op}: {error}") from error
+    if not isinstance(said, dict) or not {"op", "value"} <= said.keys():
+        raise RendezvousFailed(f"rank {rank} broke the protocol in {op}: it sent {said!r:.200}")
+    return said
+
+
+def gather_bytes(
+    group: dist.ProcessGroup,
+    data: bytes,
+    timeout: float,
+    *,
+    watch: Callable[[], None] | None = None,
+) -> list[bytes]:
+    """`data` of every rank, in rank order. Raises RendezvousFailed after `timeout` seconds.
+
+    `watch` is called again and again while this rank waits, and raises to give up.
+    """
     device = _message_device(group)
     size = dist.get_world_size(group)
     length = torch.tensor([len(data)], dtype=torch.int64, device=device)
     lengths = [torch.empty_like(length) for _ in range(size)]
-    _all_gather(lengths, length, group, timeout)
+    _all_gather(lengths, length, group, timeout, watch)
     counts = [int(each.item()) for each in lengths]
+    for rank, count in enumerate(counts):
+        if not 0 < count <= VALUE_LIMIT + SLACK:
+            raise RendezvousFailed(
+                f"rank {rank} announced a message of {count} bytes, where 1 to "
+                f"{VALUE_LIMIT + SLACK} are accepted"
+            )
     padded = torch.zeros(max(counts), dtype=torch.uint8)
     padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     padded = padded.to(device)
     rows = [torch.empty_like(padded) for _ in range(size)]
-    _all_gather(rows, padded, group, timeout)
+    _all_gather(rows, padded, group, timeout, watch)
     return [bytes(row[:n].tolist()) for row, n in zip(rows, counts, strict=True)]
 
 
 def _all_gather(
-    out: list[torch.Tensor], own: torch.Tensor, group: dist.ProcessGroup, timeout: float
+    out: list[torch.Tensor],
+    own: torch.Tensor,
+    group: dist.ProcessGroup,
+    timeout: float,
+    watch: Callable[[], None] | None,
 ) -> None:
     try:
         work = dist.all_gather(out, own, group=group, async_op=True)
         if work is None:
             raise InvalidArgument("this process is no member of the given process group")
+        if watch is not None:
+            _watch(work, watch, timeout)
         work.wait(timedelta(seconds=timeout))
     except RuntimeError as error:
         if isinstance(error, RendezvousFailed):
             raise
+        until = time.monotonic() + _LAST_WORDS
+        while watch is not None and time.monotonic() < until:
+            watch()  # a dead rank's connections end a moment before its process
+            time.sleep(0.01)
         raise RendezvousFailed(
             f"torch.distributed could not gather within {timeout:g} s: {error}"
         ) from error
+
+
+def _watch(work: dist.Work, watch: Callable[[], None], timeout: float) -> None:
+    """Return when `work` is done, or is to be given up by its own deadline."""
+    deadline, pause = time.monotonic() + timeout, 0.0005
+    while not work.is_completed() and time.monotonic() < deadline:
+        watch()
+        time.sleep(pause)
+        pause = min(2 * pause, 0.02)
 
 
 def _message_device(group: dist.ProcessGroup) -> torch.device:

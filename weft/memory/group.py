@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import reprlib
 import threading
 import weakref
 from collections.abc import Callable
@@ -19,8 +20,9 @@ from weft.errors import (
     OutOfOrder,
 )
 from weft.memory.collective import OwnProcessGroup, TorchControl
-from weft.memory.discovery import default_device, environment, find, store_exchange
+from weft.memory.discovery import StoreExchange, default_device, environment, find
 from weft.memory.liveness import Liveness, Sign
+from weft.memory.peers import Peers
 from weft.memory.rendezvous import Meeting, meet
 from weft.memory.wire import JSON, encode
 
@@ -33,7 +35,7 @@ class Control(Protocol):
 
     def gather(self, op: str, value: JSON, timeout: float) -> list[Any]: ...
     def exchange_fds(self, fd: int, timeout: float) -> list[int]: ...
-    def close(self) -> None: ...
+    def close(self, why: str | None = None) -> None: ...
 
 
 class Member(Protocol):
@@ -132,10 +134,12 @@ class Group:
                 control, rank=rank, size=size, device=where, timeout=timeout, process_group=group
             )
 
-        def exchange(value: JSON) -> list[Any]:
-            return control.gather("Group.from_torch", value, timeout)
+        peers = Peers()
 
-        star = find(exchange, rank, size, where.type, timeout)
+        def exchange(value: JSON) -> list[Any]:
+            return control.gather("Group.from_torch", value, timeout, watch=peers.check)
+
+        star = find(exchange, rank, size, where.type, timeout, peers)
         return cls(star, rank=rank, size=size, device=where, timeout=timeout, process_group=group)
 
     @classmethod
@@ -143,14 +147,21 @@ class Group:
         """The ranks that torchrun (or a like launcher) started on this host. Collective.
 
         Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. `device` defaults to
-        cuda:LOCAL_RANK where there is one. Raises RendezvousFailed when a variable is missing, the
-        ranks are on several hosts or do not meet.
+        cuda:LOCAL_RANK where there is one. Without torchrun's agent rank 0 serves the store in
+        which the ranks find each other, on the address of MASTER_ADDR alone: 127.0.0.1 keeps other
+        machines out. WEFT_SECRET, any text that is the same on every rank, authenticates what they
+        write there (docs/meeting.md). Raises RendezvousFailed when a variable is missing, the ranks
+        are on several hosts, one of them dies or they do not meet in time.
         """
         rank, size, local_rank = environment()
         where = default_device(device, local_rank)
-        store, exchange = store_exchange(rank, size, timeout)
-        star = find(exchange, rank, size, where.type, timeout)
-        del store  # rank 0 may serve it: kept until everyone has met
+        peers = Peers()
+        exchange = StoreExchange(rank, size, timeout, peers)
+        try:
+            star = find(exchange, rank, size, where.type, timeout, peers)
+        except Exception:
+            exchange.linger()
+            raise
         return cls(star, rank=rank, size=size, device=where, timeout=timeout)
 
     def all_gather(self, value: JSON, *, timeout: float | None = None) -> list[Any]:
@@ -162,7 +173,7 @@ class Group:
         try:
             encode(value)
         except (TypeError, ValueError) as error:
-            raise InvalidArgument(f"{value!r:.200} is not JSON: {error}") from error
+            raise InvalidArgument(f"{reprlib.repr(value)} is not JSON: {error}") from error
         return self._gather("all_gather", value, timeout)
 
     def barrier(self, *, timeout: float | None = None) -> None:
@@ -305,12 +316,6 @@ class Group:
             for member in list(self._members):
                 member.peer_ended(rank)
 
-    def _leave(self, why: str) -> None:
-        with self._fate:
-            members = list(self._members)
-        for member in members:
-            member.tell_left(why)
-
     def next_generation(self) -> int:
         """1, 2, ... 65535, 1, ...: the same on every rank, because creations are collective."""
         self._generation = self._generation % 0xFFFF + 1
@@ -324,11 +329,18 @@ class Group:
 
     def close(self) -> None:
         """Give up sockets and an own torch group. Local and idempotent; never waits for a peer."""
+        self._leave(None)
+
+    def _leave(self, why: str | None) -> None:
+        """Close; ranks that wait for this one in a control message hear at once, and why."""
         if self._closed:
             return
         self._closed = True
-        self._leave("closed its group")
-        self._control.close()
+        with self._fate:
+            members = list(self._members)
+        for member in members:
+            member.tell_left(why or "closed its group")
+        self._control.close(None if why is None else f"it {why}")
         if self._liveness is not None:
             self._liveness.close()
         if self._sign is not None:
@@ -346,9 +358,7 @@ class Group:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is not None:
-            self._leave(reason(error))
-        self.close()
+        self._leave(None if error is None else reason(error))
 
     def __repr__(self) -> str:
         return f"Group(rank={self.rank}, size={self.size}, device={self.device})"

@@ -15,7 +15,7 @@ from weft.errors import InvalidArgument
 from weft.memory.group import Group
 from weft.memory.processes import GRACE, GRACE_MEETING, Job, run_processes
 from weft.memory.rendezvous import Meeting
-from weft.memory.reports import Report, failure
+from weft.memory.reports import Report, failure, report_of
 
 T = TypeVar("T")
 _DEVICES = ("cpu", "cuda", "threads")
@@ -36,8 +36,10 @@ def launch(
     must be a function that a new process can import, and it returns plain values or CPU tensors.
 
     Raises RankFailed when a rank raises, dies or runs longer than `timeout` seconds. It names the
-    rank that failed first, with its traceback; that rank's exception is its `__cause__`. The others
-    have 10 s to end and are then killed (threads: their groups are broken).
+    rank that failed first and by itself, with its traceback; that rank's exception is its
+    `__cause__`. Ranks that wait for it in weft hear of it and end at once. Those that do something
+    else have 10 s to end and are then killed (threads: their groups are broken). Where ranks waited
+    for one that had returned, the text says so.
     """
     if type(ranks) is not int or ranks < 1:
         raise InvalidArgument(f"ranks is {ranks!r}: give a positive number")
@@ -87,18 +89,20 @@ class _Threads:
     def run(self, rank: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """One rank's whole life."""
         try:
-            with Group.from_meeting(
+            group = Group.from_meeting(
                 self.meeting,
                 rank=rank,
                 size=self.ranks,
                 device=torch.device("cpu"),
                 timeout=self.group_timeout,
                 threads=True,
-            ) as group:
-                self.groups[rank] = group
-                self.reports.put(Report(rank, "returned", value=fn(group, *args)))
+            )
+            self.groups[rank] = group
+            report = report_of(rank, group, lambda: fn(group, *args))
         except BaseException as error:
-            self.reports.put(Report.raised(rank, error))
+            report = Report.raised(rank, error)
+            self.meeting.end(report.told())
+        self.reports.put(report)
 
     def collect(self, deadline: float) -> list[Report]:
         """One report a rank. A thread cannot be killed: one that still runs is left behind."""

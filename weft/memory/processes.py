@@ -20,7 +20,7 @@ import torch
 
 from weft.memory.group import Group
 from weft.memory.rendezvous import Meeting
-from weft.memory.reports import Report
+from weft.memory.reports import Report, report_of
 
 GRACE = 10.0  # seconds for the other ranks to end after one failed
 GRACE_MEETING = 1.0  # the same while the ranks still meet: no function runs that needs time
@@ -56,7 +56,7 @@ def run_processes(job: Job, timeout: float) -> list[Report]:
     try:
         for rank in range(job.ranks):
             ranks.append(_start(context, job, rank))
-        _watch(ranks, deadline)
+        _watch(job.meeting, ranks, deadline)
         return [
             each.report or Report(rank, "running", name="ended", when=time.monotonic())
             for rank, each in enumerate(ranks)
@@ -78,7 +78,7 @@ def _start(context: multiprocessing.context.ForkServerContext, job: Job, rank: i
     return _Rank(process, mine)
 
 
-def _watch(ranks: Sequence[_Rank], deadline: float) -> None:
+def _watch(meeting: Meeting, ranks: Sequence[_Rank], deadline: float) -> None:
     """Collect reports until every rank has one, or the deadline or the grace is over."""
     while True:
         waiting = {r: each for r, each in enumerate(ranks) if each.report is None}
@@ -95,6 +95,8 @@ def _watch(ranks: Sequence[_Rank], deadline: float) -> None:
                 # A rank that has met shows that all have: the others may be in their functions.
                 grace = GRACE if ranks[r].met else GRACE_MEETING
                 deadline = min(deadline, time.monotonic() + grace)
+                if not ranks[r].met:
+                    meeting.end(report.told())
 
 
 def _hear(rank: int, each: _Rank) -> Report | None:
@@ -147,8 +149,7 @@ def _child(pipe: Connection, job: Job, rank: int) -> None:
     os.environ.clear()  # the server's is as old as the first launch
     os.environ.update(job.environment)
     try:
-        report = Report(rank, "returned", value=_work(pipe, job, rank))
-        message = report.packed()
+        message = _work(pipe, job, rank).packed()
     except BaseException as error:
         message = Report.raised(rank, error).packed()
     with contextlib.suppress(BrokenPipeError):  # the launcher has gone; nobody is left to tell
@@ -164,7 +165,7 @@ def _end_with_launcher() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _work(pipe: Connection, job: Job, rank: int) -> Any:
+def _work(pipe: Connection, job: Job, rank: int) -> Report:
     device = torch.device("cpu")
     if job.device == "cuda":
         device = torch.device("cuda", rank % torch.cuda.device_count())
@@ -175,6 +176,5 @@ def _work(pipe: Connection, job: Job, rank: int) -> Any:
     group = Group.from_meeting(
         job.meeting, rank=rank, size=job.ranks, device=device, timeout=job.group_timeout
     )
-    with group:
-        pipe.send_bytes(b"met")
-        return fn(group, *args)
+    pipe.send_bytes(b"met")
+    return report_of(rank, group, lambda: fn(group, *args))

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import pickle
+import re
 import time
 import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from weft.errors import CreationFailed, GroupError, RankFailed, RendezvousFailed
+from weft.errors import (
+    CreationFailed,
+    GeometryMismatch,
+    GroupError,
+    RankFailed,
+    RendezvousFailed,
+)
 
 
 @dataclass(slots=True)
@@ -24,6 +33,7 @@ class Report:
     trace: str = ""
     when: float = 0.0
     echo: int = 0  # how surely the error only repeats another rank's
+    blamed: tuple[int, ...] = ()  # ranks that this one waited for, as its error names them
 
     @classmethod
     def raised(cls, rank: int, error: BaseException) -> Report:
@@ -38,7 +48,14 @@ class Report:
             trace=trace,
             when=time.monotonic(),
             echo=_echo(error),
+            blamed=_blamed(rank, error),
         )
+
+    def told(self) -> str:
+        """The failure in one line, for the other ranks."""
+        if self.kind == "died":
+            return f"rank {self.rank} died: {self.text}"
+        return f"rank {self.rank} raised {self.name}: {self.text}"
 
     def packed(self) -> bytes:
         """The report for the launcher's own pipe; an error that cannot travel stays behind."""
@@ -50,19 +67,55 @@ class Report:
         return pickle.dumps(self)
 
 
+def report_of(rank: int, group: AbstractContextManager[Any], body: Callable[[], Any]) -> Report:
+    """Run `body` within `group` and say how it ended.
+
+    Its time is taken before the group tells the others: no echo is earlier than its cause.
+    """
+    report: Report | None = None
+    try:
+        with group:
+            try:
+                return Report(rank, "returned", value=body(), when=time.monotonic())
+            except BaseException as error:
+                report = Report.raised(rank, error)
+                raise
+    except BaseException:
+        if report is None:
+            raise
+        return report
+
+
 def _echo(error: BaseException) -> int:
+    """How surely `error` only repeats another rank's: 0 not at all, 1 perhaps, 2 surely."""
     if isinstance(error, GroupError | RendezvousFailed):
         return 2
     if isinstance(error, CreationFailed):
         return 2 if isinstance(error.__cause__, RendezvousFailed) else int(error.__cause__ is None)
-    return 0
+    # What a function raised because of such an error, or while it cleared up after one.
+    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return 0 if before is None else min(1, _echo(before))
+
+
+def _blamed(rank: int, error: BaseException) -> tuple[int, ...]:
+    """The other ranks that `error` names, where it says that the group broke under this rank.
+
+    Every text of weft calls a rank "rank 3". Ranks with another geometry were waited for in vain
+    by nobody.
+    """
+    waited = isinstance(error, GroupError | RendezvousFailed)
+    if not waited or isinstance(error, GeometryMismatch):
+        return ()
+    named = (int(each) for each in re.findall(r"\brank (\d{1,9})\b", str(error)))
+    return tuple(each for each in dict.fromkeys(named) if each != rank)
 
 
 def failure(reports: list[Report], ranks: int, timeout: float) -> RankFailed | None:
     """The error that a launch raises for `reports`, one a rank; None if every rank returned.
 
-    A rank that raised or died on its own comes before ranks that noticed it, and the first in time
-    before the others. The chosen rank's own exception is the cause where it could travel.
+    A rank that raised or died on its own comes before ranks that noticed it; among these, one that
+    names a rank which had returned comes first; else the first in time. The chosen rank's own
+    exception is the cause where it could travel.
     """
     failed = [r for r in reports if r.kind in ("raised", "died")]
     running = [r.rank for r in reports if r.kind == "running"]
@@ -73,11 +126,20 @@ def failure(reports: list[Report], ranks: int, timeout: float) -> RankFailed | N
             f"rank {_list(running)} of {ranks} still ran after {timeout:g} s and was ended; raise "
             "`timeout`, or look for what it waits for"
         )
-    first = min(failed, key=lambda r: (r.echo, r.when))
+    returned = {r.rank: r.when for r in reports if r.kind == "returned"}
+    missed = {
+        r.rank: [each for each in r.blamed if returned.get(each, r.when) < r.when] for r in failed
+    }
+    first = min(failed, key=lambda r: (r.echo, not missed[r.rank], r.when))
     if first.kind == "died":
         text = f"rank {first.rank} of {ranks} died: {first.text}"
     else:
         text = f"rank {first.rank} of {ranks} raised {first.name}: {first.text}"
+    for rank in missed[first.rank]:
+        text += (
+            f"\nRank {rank} had returned from its function {first.when - returned[rank]:.2f} s "
+            "before: every rank must make the same sequence of calls."
+        )
     others = [f"rank {r.rank} ({r.name})" for r in failed if r is not first]
     if others:
         text += f"\nAlso failed: {', '.join(others)}."

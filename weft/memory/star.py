@@ -27,6 +27,7 @@ from weft.memory.wire import (
     Malformed,
     encode,
     milliseconds,
+    text_of,
 )
 
 HUB_SLACK = 1.0  # seconds that members wait longer than the hub, whose error names the culprit
@@ -63,13 +64,20 @@ class Star:
             if self.rank == 0:
                 frames = self._collect(Kind.VALUE, op, timeout, deadline)
                 values = [value] + [frames[r].body["value"] for r in range(1, self.size)]
-                text = encode(values)
+                try:
+                    text = encode(values)
+                except ValueError as error:  # each could be told, but not one level deeper
+                    self._fail(f"the values of {op} cannot be told to every rank: {error}")
                 for rank in self._channels:
                     self._send(rank, Kind.RESULT, text, op, timeout, deadline)
                 return list(json.loads(text))  # the hub's own value too: equal on every rank
             self._send(0, Kind.VALUE, call[:-1] + b',"value":' + body + b"}", op, timeout, deadline)
             frame = self._answer(Kind.RESULT, op, timeout, deadline)
-            return list(frame.body)
+            if not isinstance(frame.body, list) or len(frame.body) != self.size:
+                self._fail(
+                    f"{self._name(0)} broke the protocol in {op}: it sent no list of {self.size}"
+                )
+            return frame.body
 
     def exchange_fds(self, fd: int, timeout: float) -> list[int]:
         """One descriptor of every rank, in rank order; the own entry is a duplicate."""
@@ -91,15 +99,19 @@ class Star:
         for channel in self._channels.values():
             channel.shut()
 
-    def close(self) -> None:
-        """Close the sockets. Local: tells the peers if their buffers have room, never waits."""
+    def close(self, why: str | None = None) -> None:
+        """Close the sockets. Local: tells the peers if their buffers have room, never waits.
+
+        `why` is what made this rank leave; ranks that wait for it, or come to, raise that text.
+        """
         if self._closed:
             return
         self._closed = True
+        body = b"" if why is None else encode(text_of(why))
         for channel in self._channels.values():
             if os.getpid() == self._owner:  # a forked child must not speak for its parent
                 with contextlib.suppress(OSError):
-                    channel.send(Kind.BYE, b"", 0.0)
+                    channel.send(Kind.BYE, body, 0.0)
             channel.close()
 
     def _swap(
@@ -163,13 +175,10 @@ class Star:
             self._fail(f"{self._name(rank)} broke the protocol in {op}: {error}")
 
     def _check(self, rank: int, frame: Frame, kind: Kind, op: str, again: bool) -> None:
-        if frame.kind is Kind.FAIL:
-            self._fail(str(frame.body))
-        if frame.kind is Kind.BYE:
-            self._fail(f"{self._name(rank)} closed its group while the others were in {op}")
+        self._check_end(rank, frame, op)
         body = frame.body if isinstance(frame.body, dict) else {}
         if again or body.get("op") != op or body.get("n") != self._sequence:
-            theirs = f"{body.get('op')} (call {body.get('n')})"
+            theirs = f"{text_of(body.get('op'))} (call {text_of(body.get('n'))})"
             self._fail(
                 f"rank 0 is in {op} (call {self._sequence}) and {self._name(rank)} is in {theirs}: "
                 "every rank must make the same calls in the same order"
@@ -177,6 +186,21 @@ class Star:
         complete = "value" in body if kind is Kind.VALUE else frame.fd is not None
         if frame.kind is not kind or not complete:
             self._fail(f"{self._name(rank)} sent {frame.kind.name} in {op}, not {kind.name}")
+
+    def _check_end(self, rank: int, frame: Frame, op: str) -> None:
+        """Raise if `frame` says that there will be no more of them."""
+        if frame.kind in (Kind.FAIL, Kind.BYE):
+            self._fail(self._farewell(rank, frame, op))
+
+    def _farewell(self, rank: int, frame: Frame, op: str) -> str:
+        if frame.kind is Kind.FAIL:
+            return text_of(frame.body)
+        if frame.body is None:
+            return f"{self._name(rank)} closed its group while the others were in {op}"
+        return (
+            f"{self._name(rank)} left the group while the others were in {op}: "
+            f"{text_of(frame.body)}"
+        )
 
     def _answer(self, kind: Kind, op: str, timeout: float, deadline: float) -> Frame:
         """On a member: the hub's next frame."""
@@ -191,13 +215,10 @@ class Star:
             self._fail(self._broken or f"{self._name(0)} died while the group was in {op}")
         except (Malformed, OSError) as error:
             self._fail(f"{self._name(0)} broke the protocol in {op}: {error}")
-        if frame.kind is Kind.FAIL:
-            self._fail(str(frame.body))
-        if frame.kind is Kind.BYE:
-            self._fail(f"{self._name(0)} closed its group while the others were in {op}")
+        if frame.kind is not kind and frame.fd is not None:
+            os.close(frame.fd)
+        self._check_end(0, frame, op)
         if frame.kind is not kind:
-            if frame.fd is not None:
-                os.close(frame.fd)
             self._fail(f"{self._name(0)} sent {frame.kind.name} in {op}, not {kind.name}")
         return frame
 
@@ -219,18 +240,22 @@ class Star:
             self._fail(f"{self._name(rank)} did not read its part of {op} within {timeout:g} s")
         except Gone:
             # Its last words may still lie in the socket's buffer.
-            self._fail(self._last_words(channel) or f"{self._name(rank)} died before {op}")
+            self._fail(self._last_words(rank, op) or f"{self._name(rank)} died before {op}")
         except OSError as error:
             self._fail(f"{self._name(rank)} cannot be sent its part of {op}: {error}")
 
-    def _last_words(self, channel: Channel) -> str | None:
+    def _last_words(self, rank: int, op: str) -> str | None:
         if self._broken:
             return self._broken
         try:
-            frame = channel.pump()
+            while (frame := self._channels[rank].pump()) is not None:
+                if frame.fd is not None:
+                    os.close(frame.fd)
+                if frame.kind in (Kind.FAIL, Kind.BYE):
+                    return self._farewell(rank, frame, op)
         except (OSError, Malformed):
             return None
-        return str(frame.body) if frame is not None and frame.kind is Kind.FAIL else None
+        return None
 
     def _fail(self, text: str) -> NoReturn:
         """Break the star for good: tell every peer, as far as their buffers have room, and raise.

@@ -11,6 +11,7 @@ import array
 import contextlib
 import enum
 import json
+import math
 import os
 import resource
 import select
@@ -19,7 +20,7 @@ import struct
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 JSON: TypeAlias = "None | bool | int | float | str | Sequence[JSON] | Mapping[str, JSON]"
 
@@ -28,6 +29,7 @@ MAGIC = b"weft"
 HELLO_LIMIT = 4096  # bytes of a frame body from a peer that has not shown the nonce yet
 VALUE_LIMIT = 1 << 20  # bytes of one rank's value
 SLACK = 4096  # bytes that a frame may add around a value
+TEXT_LIMIT = 4000  # characters of a peer's text that are repeated
 _CHUNK = 1 << 16
 # CMSG_LEN, not CMSG_SPACE: the padding of CMSG_SPACE(4) would admit a second descriptor.
 _ONE_FD = socket.CMSG_LEN(4)
@@ -42,7 +44,8 @@ class Kind(enum.IntEnum):
     RESULT = 4  # hub -> member: every rank's part
     DESCRIPTOR = 5  # either way: one file descriptor
     FAIL = 6  # either way: the star is broken, and why
-    BYE = 7  # either way: the sender closed on purpose
+    BYE = 7  # either way: the sender closed on purpose, and why if something made it
+    AGAIN = 8  # hub -> newcomer: not heard, for want of room or time; connect again
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,39 @@ class Malformed(ValueError):
 
 def encode(value: JSON) -> bytes:
     """`value` as JSON bytes. Raises TypeError or ValueError for what JSON cannot say."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    try:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+
+
+def decode(data: bytes) -> Any:
+    """What `encode` wrote. Raises Malformed for everything that it would not write."""
+    try:
+        return _DECODER.decode(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"not JSON: {error}") from error
+
+
+def text_of(value: Any) -> str:
+    """A text that a peer sent, fit for an error: bounded, and without lone surrogates."""
+    text = value if isinstance(value, str) else repr(value)
+    return text[:TEXT_LIMIT].encode(errors="backslashreplace").decode()
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is no finite number")
+    return value
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no JSON number")
+
+
+# NaN and infinities could be read, but not sent on to the others.
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_no_constant)
 
 
 def milliseconds(deadline: float) -> int:
@@ -124,10 +159,7 @@ class Channel:
         fd, body = self._fd, bytes(self._body)
         if (fd is not None) != bool(carries):
             raise Malformed(f"{int(fd is not None)} descriptors came with a frame of {carries}")
-        try:
-            value = json.loads(body) if body else None
-        except (ValueError, RecursionError) as error:
-            raise Malformed(f"a frame body is not JSON: {error}") from error
+        value = decode(body) if body else None
         self._fd = None
         self._head.clear()
         self._body.clear()

@@ -193,7 +193,7 @@ class Watched:
             return
         self._told = True
         rank, heap = self.site.rank, self.heap
-        words = why.encode()[: LAST_WORDS_BYTES - 1] + b"\0"
+        words = why.encode(errors="replace")[: LAST_WORDS_BYTES - 1] + b"\0"
         heap.write(rank, Header.last_words.offset, words)
         notice = (code << 56 | rank << 40).to_bytes(8, "little")
         for peer in range(heap.group.size):
