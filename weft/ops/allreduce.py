@@ -12,6 +12,7 @@ from weft.errors import InvalidArgument, OutOfOrder
 from weft.memory import Group
 from weft.memory.header import Record
 from weft.memory.wire import JSON
+from weft.ops import library, reduce_library
 from weft.ops.allreduce_choice import Choice, able, choose, common_table, epilogue_of
 from weft.ops.allreduce_table import Table
 from weft.ops.check import check_seconds, check_tokens
@@ -100,6 +101,8 @@ class AllReduce:
         self._checker = Checker(self.reduction, dtype, group.device)
         self._choices: dict[tuple[int, str], Choice] = {}
         self._forms = Forms()
+        self._order = library.order_of(group.device)
+        self._handle = library.register(self, manifest)
 
     memory_bytes = staticmethod(memory_bytes)
 
@@ -144,9 +147,12 @@ class AllReduce:
 
         Raises InvalidArgument, TokenOverflow, OutOfOrder, and what broke the group.
         """
+        outputs = (out, residual_out, norm_out, quant_out, scale_out)
+        if torch.compiler.is_dynamo_compiling():
+            specs = (quant, prologue, eps, weight_bias, backend)
+            return reduce_library.traced_fused(self, (x, residual, weight), outputs, *specs)
         self._check_open()
         self._workspace.raise_if_broken()
-        outputs = (out, residual_out, norm_out, quant_out, scale_out)
         places = places_of((x, residual, weight), outputs, quant, prologue)
         key, addresses = key_of(places, backend, coding_of(quant), eps, weight_bias)
         form = self._forms.find(key, addresses)
@@ -201,6 +207,7 @@ class AllReduce:
         if self._closed:
             return
         self._closed = True
+        library.forget(self._handle)
         if self.group.device.type == "cuda":
             torch.cuda.synchronize(self.group.device)
         self._entries.close()
