@@ -201,6 +201,7 @@ class AllToAll(Placed):
         What follows in the stream runs while peers' tokens arrive, for example a shared expert.
         """
         self._check_halves("dispatch_send")
+        self._traced_tokens = topk_ids.shape[0]
         tensors = (x,) if isinstance(x, torch.Tensor) else tuple(x)
         self._rounds.dispatch("dispatch_send", tensors, topk_ids, topk_weights, num_tokens, stats)
 
