@@ -24,12 +24,14 @@ PLAIN: dict[str, Any] = {"backend": "aot_eager"}
 INDUCTOR: dict[str, Any] = {"backend": "inductor"}
 
 
+@pytest.mark.timeout(600)
 def test_all_reduces(ranks):
-    ranks(2, "cpu")(reduces, DYNAMIC, ("none", "static", "ue8m0"))
+    ranks(2, "cpu")(reduces, DYNAMIC, ("none", "static", "ue8m0"), timeout=550.0)
 
 
+@pytest.mark.timeout(600)
 def test_all_to_alls(ranks):
-    ranks(2, "cpu")(exchanges, DYNAMIC)
+    ranks(2, "cpu")(exchanges, DYNAMIC, timeout=550.0)
 
 
 def exchanges(group: weft.Group, options: dict[str, Any]) -> None:
@@ -37,8 +39,9 @@ def exchanges(group: weft.Group, options: dict[str, Any]) -> None:
     low_rounds(group, options, ("fp8", "lean"))
 
 
+@pytest.mark.timeout(600)
 def test_layers(ranks):
-    ranks(2, "cpu")(both_layers)
+    ranks(2, "cpu")(both_layers, timeout=550.0)
 
 
 def both_layers(group: weft.Group) -> None:
@@ -46,17 +49,25 @@ def both_layers(group: weft.Group) -> None:
     layers(group, PLAIN, {"exchange": "expert", "overlap": "shared", "slots": 2})
 
 
-def test_inductor(ranks):
-    """The compiler that moves, fuses and reuses memory. One graph of each: its C++ takes long."""
-    ranks(2, "cpu")(by_inductor)
+# Of the compiler that moves, fuses and reuses memory one graph of each: its C++ takes long.
+ONCE = ((5, 3),)
 
 
-def by_inductor(group: weft.Group) -> None:
-    once = ((5, 3),)
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("body", ["reduces_by_inductor", "exchanges_by_inductor"])
+def test_inductor(ranks, body):
+    ranks(2, "cpu")(globals()[body], timeout=850.0)
+
+
+def reduces_by_inductor(group: weft.Group) -> None:
     reduces(group, INDUCTOR, ("ue8m0",), sizes=(5,))
-    rank_rounds(group, INDUCTOR, once)
-    low_rounds(group, INDUCTOR, ("plain",), once)
-    layers(group, INDUCTOR, {"overlap": "shared"}, once)
+
+
+def exchanges_by_inductor(group: weft.Group) -> None:
+    rank_rounds(group, INDUCTOR, ONCE)
+    low_rounds(group, INDUCTOR, ("plain",), ONCE)
+    layers(group, INDUCTOR, {"overlap": "shared"}, ONCE)
 
 
 SIZES: dict[str, Any] = {"max_tokens": 8, "top_k": 3, "num_experts": 8, "hidden": 128}
@@ -205,8 +216,9 @@ def refusals_and_mixtures(group: weft.Group) -> None:
     while_others_compile(group)
 
 
+@pytest.mark.timeout(600)
 def test_refusals_and_mixtures(ranks):
-    ranks(2, "cpu")(refusals_and_mixtures)
+    ranks(2, "cpu")(refusals_and_mixtures, timeout=550.0)
 
 
 def ordered(group: weft.Group) -> None:
