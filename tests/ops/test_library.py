@@ -49,11 +49,14 @@ def make(group: weft.Group) -> weft.AllToAll:
 
 def compiled(group: weft.Group, backend: str) -> None:
     x, ids, w, _ = CASE.of(group.rank, group.device)
+    cheap = backend != "inductor"  # whose every graph is half a minute of C++
     with make(group) as a2a, make(group) as other:
-        for body in (layer, zero_copy, late_reader):
+        for body in (layer, zero_copy, late_reader) if cheap else (late_reader,):
             traced = torch.compile(body, backend=backend, fullgraph=True)
-            for owner in (a2a, other, a2a):
+            for owner in (a2a, other, a2a) if cheap else (a2a,):
                 torch.testing.assert_close(traced(owner, x, ids, w), body(owner, x, ids, w))
+        if not cheap:
+            return
         twice = torch.compile(
             lambda *t: layer(a2a, *t) + layer(a2a, *t), backend=backend, fullgraph=True
         )
@@ -69,7 +72,7 @@ def compiled(group: weft.Group, backend: str) -> None:
 
 @pytest.mark.parametrize(("count", "backend"), [(2, "aot_eager"), (1, "inductor")])
 def test_a_compiled_layer_equals_the_eager_one(ranks, count, backend):
-    """Every rank of inductor would compile the same C++ for half a minute."""
+    """Every rank of inductor would compile the same C++."""
     ranks(count, "cpu")(compiled, backend)
 
 

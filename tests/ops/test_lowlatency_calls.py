@@ -220,8 +220,8 @@ def crossed(group: weft.Group, halves: bool) -> str:
 @pytest.mark.parametrize("halves", [False, True])
 def test_ranks_that_combine_different_results_are_told(ranks, kind, halves):
     said = ranks(2, kind)(crossed, halves)
-    assert "rank 0, combine: rank 1 combined dispatch 2, this rank dispatch 1" in said[0]
-    assert "rank 1, combine: rank 0 combined dispatch 1, this rank dispatch 2" in said[1]
+    assert "rank 0, combine: rank 1 combined result 2 of those alive, this rank result 1" in said[0]
+    assert "rank 1, combine: rank 0 combined result 1 of those alive, this rank result 2" in said[1]
 
 
 def bad_ids(group: weft.Group) -> list[str]:

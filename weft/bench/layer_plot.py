@@ -55,7 +55,13 @@ def draw_layer(
     _draw(left, rows, {})
     left.set_ylabel("one layer, µs")
     if floors:
-        left.plot(*line(floors), color=INK, lw=1.1, ls=_DASHES, label="floor of weft's ranks: memory and links")
+        left.plot(
+            *line(floors),
+            color=INK,
+            lw=1.1,
+            ls=_DASHES,
+            label="floor of weft's ranks: memory and links",
+        )
         right = grid[0][1]
         _draw(right, rows, floors)
         right.axhline(1.0, color=INK, lw=1.1, ls=_DASHES)

@@ -13,6 +13,7 @@ import torch
 from weft.errors import GroupError, InvalidArgument
 from weft.memory import Group
 from weft.memory.group import reason
+from weft.moe import layer_library
 from weft.moe.expert_major import ExpertMajor
 from weft.moe.experts import ExpertWeights
 from weft.moe.layer_choice import LayerChoice
@@ -23,6 +24,7 @@ from weft.moe.overlap import PARTS
 from weft.moe.rank_major import RankMajor
 from weft.moe.router import Routed, route
 from weft.moe.workspace import Exchange, LayerWorkspace
+from weft.ops import library
 from weft.ops.check import check_alignment, check_tensor, check_tokens
 from weft.ops.lowlatency_results import ExpertRows
 from weft.ops.received import Received
@@ -196,6 +198,9 @@ class MoE:
         calls on this rank Aborted. Raises InvalidArgument, TokenOverflow, OutOfOrder, and what
         broke the group.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return layer_library.traced_call(self, x, logits, num_tokens, out)
+        self._workspace.check_call()
         self._check_call(x, logits, out)
         ids, weights = self.route(logits, num_tokens=num_tokens)
         try:
@@ -209,6 +214,8 @@ class MoE:
 
     def route(self, logits: torch.Tensor, *, num_tokens: torch.Tensor | None = None) -> Routed:
         """The layer's ids and weights for logits `[tokens, num_experts]`; see `weft.moe.route`."""
+        if torch.compiler.is_dynamo_compiling():
+            return Routed(*layer_library.traced_route(self, logits, num_tokens))
         correction = self._correction
         return route(self.config.routing, logits, correction=correction, num_tokens=num_tokens)
 
@@ -222,6 +229,8 @@ class MoE:
         output() to write into: by rank InvalidArgument; by expert the rows go home, and combine
         takes None.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return layer_library.traced_experts(self, received)
         return self._workspace.run_experts(self._weights, received)
 
     def check(self) -> None:
@@ -234,6 +243,7 @@ class MoE:
 
     def close(self) -> None:
         """Give the workspace back, if this layer made it. Idempotent."""
+        library.forget(self._handle)
         if self._owner:
             self._workspace.close()
 
@@ -301,18 +311,20 @@ class MoE:
 
         self._weights = self.exchange.group.together(check, doing="loading an MoE layer")
         self._shared, self._correction = shared, correction
+        self._order = library.order_of(device)
+        self._handle = library.register(self, self._workspace.sizes())
 
     def _check_call(self, x: torch.Tensor, logits: torch.Tensor, out: torch.Tensor | None) -> None:
         """Raises InvalidArgument and TokenOverflow for what the exchange would see too late."""
-        self._workspace.check_call()
         config, device = self.config, self.exchange.group.device
         dtypes, row_bytes = (config.dtype,), config.hidden * config.dtype.itemsize
         check_tensor("x", x, shape=(None, config.hidden), dtypes=dtypes, device=device)
-        check_tokens(len(x), self.exchange.max_tokens)
-        if len(logits) != len(x) or logits.device != device:
+        tokens = x.shape[0]  # while tracing, perhaps a symbol: not len()
+        check_tokens(tokens, self.exchange.max_tokens)
+        if logits.shape[0] != tokens or logits.device != device:
             raise InvalidArgument(
-                f"logits have {len(logits)} rows on {logits.device}; x has {len(x)} on {device}: "
-                "pass the logits of the same tokens"
+                f"logits have {logits.shape[0]} rows on {logits.device}; x has {tokens} on "
+                f"{device}: pass the logits of the same tokens"
             )
         if out is not None:
             check_tensor("out", out, shape=x.shape, dtypes=dtypes, device=device)

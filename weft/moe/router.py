@@ -132,7 +132,7 @@ def route(
     so it may be captured; on a GPU, where it is one kernel without a gradient, a rule's first call
     loads that kernel and may not. Raises InvalidArgument and OutOfOrder.
     """
-    _check(routing, logits, correction, num_tokens)
+    check_route(routing, logits, correction, num_tokens)
     if not _has_kernel(routing, logits):
         return route_in_torch(routing, logits, correction, num_tokens)
     sizes, device = (len(logits), routing.top_k), logits.device
@@ -180,7 +180,7 @@ def _has_kernel(routing: Routing, logits: torch.Tensor) -> bool:
         logits.device.type == "cuda"
         and routing.num_experts <= MAX_EXPERTS
         and routing.top_k <= MAX_TOP_K
-        and not torch.compiler.is_compiling()
+        and not torch.compiler.is_dynamo_compiling()
     )
 
 
@@ -218,7 +218,7 @@ def _within_groups(routing: Routing, choice: torch.Tensor) -> torch.Tensor:
     return by_group.masked_fill(lost.unsqueeze(-1), -torch.inf).view(choice.shape)
 
 
-def _check(
+def check_route(
     routing: Routing,
     logits: torch.Tensor,
     correction: torch.Tensor | None,

@@ -10,6 +10,7 @@ import torch
 
 from weft.errors import InvalidArgument
 from weft.memory import Group
+from weft.memory.wire import JSON
 from weft.moe.experts import ExpertWeights
 from weft.moe.layer_choice import agreed_choice
 from weft.moe.mlp import make_mlp
@@ -47,6 +48,10 @@ class LayerWorkspace(ABC, Generic[Rows]):
         except BaseException:
             self.close()
             raise
+
+    def sizes(self) -> dict[str, JSON]:
+        """What tells this workspace from others: rules, and the sizes of the exchange."""
+        return {**manifest(self.config, self.options), **self.exchange._geometry.manifest()}
 
     @property
     def bytes(self) -> int:

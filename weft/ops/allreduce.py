@@ -13,6 +13,7 @@ from weft.memory import Group
 from weft.memory.group import reason
 from weft.memory.header import Record
 from weft.memory.wire import JSON
+from weft.ops import library, reduce_library
 from weft.ops.allreduce_choice import Choice, able, choose, common_table, epilogue_of
 from weft.ops.allreduce_table import Table
 from weft.ops.check import check_seconds, check_tokens
@@ -24,7 +25,7 @@ from weft.ops.reduce_request import Checker, Outputs, Request, Wanted
 from weft.ops.reduce_spec import MoEFinalize, Quant, Reduced, coding_of
 from weft.ops.reduce_workspace import ReduceWorkspace
 from weft.ops.reduction import Reduction, memory_bytes, tokens_for
-from weft.ops.watched import Watched, one_call
+from weft.ops.watched import Watched
 
 ALIASES = {"nccl": "collective"}
 
@@ -102,6 +103,8 @@ class AllReduce:
         self._checker = Checker(self.reduction, dtype, group.device)
         self._choices: dict[tuple[int, str], Choice] = {}
         self._forms = Forms()
+        self._order = library.order_of(group.device)
+        self._handle = library.register(self, manifest)
 
     memory_bytes = staticmethod(memory_bytes)
 
@@ -115,7 +118,6 @@ class AllReduce:
         """The backends that were built."""
         return self._backends
 
-    @one_call("fused")
     def fused(
         self,
         x: torch.Tensor | None = None,
@@ -148,6 +150,28 @@ class AllReduce:
         Raises InvalidArgument, TokenOverflow, OutOfOrder, and what broke the group.
         """
         outputs = (out, residual_out, norm_out, quant_out, scale_out)
+        if torch.compiler.is_dynamo_compiling():
+            specs = (quant, prologue, eps, weight_bias, backend)
+            return reduce_library.traced_fused(self, (x, residual, weight), outputs, *specs)
+        self._workspace.begin("fused")
+        try:
+            return self._fused(
+                (x, residual, weight), eps, weight_bias, quant, prologue, outputs, backend
+            )
+        finally:
+            self._workspace.end()
+
+    def _fused(
+        self,
+        inputs: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+        eps: float,
+        weight_bias: float,
+        quant: Quant | None,
+        prologue: MoEFinalize | None,
+        outputs: tuple[Wanted, Wanted, Wanted, Wanted, Wanted],
+        backend: str,
+    ) -> Reduced:
+        x, residual, weight = inputs
         places = places_of((x, residual, weight), outputs, quant, prologue)
         key, addresses = key_of(places, backend, coding_of(quant), eps, weight_bias)
         form = self._forms.find(key, addresses)
@@ -197,6 +221,7 @@ class AllReduce:
         """Give the memory back; any thread may call it, as `AllToAll.close`. Idempotent."""
         if not self._workspace.begin_close():
             return
+        library.forget(self._handle)
         if self.group.device.type == "cuda":
             torch.cuda.synchronize(self.group.device)
         self._entries.close()

@@ -11,7 +11,7 @@ from weft.errors import InvalidArgument
 from weft.memory import Group
 from weft.memory.group import reason
 from weft.memory.header import Record
-from weft.ops import library
+from weft.ops import alltoall_library, library
 from weft.ops.check import check_seconds
 from weft.ops.entry import Build, load_entries
 from weft.ops.geometry import Geometry, memory_bytes
@@ -109,8 +109,9 @@ class AllToAll(Placed):
         self.group, self.dtype, self.placement = group, dtype, self._geometry.placement
         self._rounds = Rounds(self._geometry, self._workspace, entries)
         self._traced_tokens, self._build = 0, build
-        self._order = torch.zeros(1, device=group.device)
-        self._handle = library.register(self)
+        self._order = library.order_of(group.device)
+        self._handle = library.register(self, self._geometry.manifest())
+        library.mark_static(self._workspace.output)
 
     memory_bytes = staticmethod(memory_bytes)
 
@@ -145,12 +146,10 @@ class AllToAll(Placed):
         broke the group.
         """
         tensors = (x,) if isinstance(x, torch.Tensor) else tuple(x)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             self._traced_tokens = topk_ids.shape[0]
-            parts = library.traced_dispatch(
-                tensors, topk_ids, topk_weights, num_tokens, stats, self._order, self._handle
-            )
-            return Received(*parts)
+            given = (tensors, topk_ids, topk_weights, num_tokens, stats)
+            return Received(*alltoall_library.traced_dispatch(self, *given))
         return self._dispatch(tensors, topk_ids, topk_weights, num_tokens, stats)
 
     def output(self) -> torch.Tensor:
@@ -186,13 +185,8 @@ class AllToAll(Placed):
         Returns `[tokens, hidden]` for the tokens of the last dispatch; tokens without experts get
         `add`, or zeros. Raises InvalidArgument, OutOfOrder, and what broke the group.
         """
-        if torch.compiler.is_compiling():
-            if out is None:
-                size = (self._traced_tokens, self._geometry.shape.hidden)
-                out = torch.empty(size, dtype=self.dtype, device=self._order.device)
-            # Named as an argument, so that the compiler keeps what was written there before.
-            given = self._workspace.output if y is None else y
-            return library.traced_combine(given, out, add, self._order, self._handle)
+        if torch.compiler.is_dynamo_compiling():
+            return alltoall_library.traced_combine(self, y, out, add)
         return self._combine(y, out, add)
 
     def dispatch_send(
@@ -209,6 +203,7 @@ class AllToAll(Placed):
         What follows in the stream runs while peers' tokens arrive, for example a shared expert.
         """
         self._check_halves("dispatch_send")
+        self._traced_tokens = topk_ids.shape[0]
         tensors = (x,) if isinstance(x, torch.Tensor) else tuple(x)
         self._rounds.dispatch("dispatch_send", tensors, topk_ids, topk_weights, num_tokens, stats)
 
@@ -310,6 +305,7 @@ class AllToAll(Placed):
         self._workspace.check_running()
 
     def _check_halves(self, name: str) -> None:
+        library.refuse_halves(name)
         self._check_open()
         if not self._build.halves:
             raise InvalidArgument(f"{name} of an all-to-all built without halves; pass halves=True")

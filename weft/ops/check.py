@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.errors import InvalidArgument, TokenOverflow
 
 MAX_SECONDS = 10**9  # deadlines are 64-bit nanoseconds
+
+
+class _Tracing(threading.local):
+    """Does a compiler ask, in this thread, what a call would return?"""
+
+    now = False
+
+
+_tracing = _Tracing()
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Inside, fake tensors pass `check_alignment`: they have sizes, but lie nowhere."""
+    before, _tracing.now = _tracing.now, True
+    try:
+        yield
+    finally:
+        _tracing.now = before
 
 
 def check_tensor(
@@ -48,6 +70,9 @@ def check_alignment(name: str, tensor: torch.Tensor, row_bytes: int) -> None:
 
     Raises InvalidArgument naming the address; a tensor that starts inside another needs a clone.
     """
+    if type(tensor) is FakeTensor:
+        _check_fake(name)
+        return
     address = tensor.data_ptr()
     if address % 16 == 0:
         return  # good for every row size
@@ -56,6 +81,14 @@ def check_alignment(name: str, tensor: torch.Tensor, row_bytes: int) -> None:
         raise InvalidArgument(
             f"{name} starts at address {address:#x}, which is not a multiple of "
             f"{unit} bytes; pass {name}.clone()"
+        )
+
+
+def _check_fake(name: str) -> None:
+    if not _tracing.now:
+        raise InvalidArgument(
+            f"{name} is a FakeTensor, which holds no numbers to send; what a call would return is "
+            "found by torch.compile alone"
         )
 
 

@@ -115,7 +115,7 @@ class Geometry:
         top_k = self.shape.top_k
         integers = (torch.int32, torch.int64)
         check_tensor("topk_ids", topk_ids, shape=(None, top_k), dtypes=integers, device=device)
-        tokens = int(topk_ids.shape[0])
+        tokens = topk_ids.shape[0]  # while tracing, perhaps a symbol: not int()
         check_tokens(tokens, self.shape.tokens)
         if len(tensors) != len(self.inputs):
             raise InvalidArgument(

@@ -1,7 +1,14 @@
-"""The two operations as torch.library ops: opaque, ordered and unmergeable for torch.compile.
+"""What torch.compile sees of weft: objects under numbers, and the order of what they do.
 
-Symmetric memory is state that a graph cannot see. Each op therefore claims to mutate a one-element
-tensor of its all-to-all, which keeps calls in order and keeps equal calls from being merged.
+Every public class registers its object here, and has operations in torch's library that name it by
+its number: AllToAll (alltoall_library.py), AllReduce (reduce_library.py), LowLatencyAllToAll
+(lowlatency_library.py), MoE (moe/layer_library.py). A compiler sees the sizes of what they return
+and nothing inside: tracing sends nothing and waits for nobody.
+
+Symmetric memory is state that a graph cannot see. Each operation that touches it therefore claims
+to mutate `order`, one byte that all objects of a device share: that keeps calls in the order in
+which they were written, also those of different objects, whose peers wait for each other; and it
+keeps equal calls from being merged.
 """
 
 from __future__ import annotations
@@ -10,28 +17,27 @@ import hashlib
 import itertools
 import json
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from weft.errors import OutOfOrder
+from weft.errors import InvalidArgument, OutOfOrder
 
-if TYPE_CHECKING:
-    from weft.ops.alltoall import AllToAll
-
-_live: weakref.WeakValueDictionary[int, AllToAll] = weakref.WeakValueDictionary()
+_live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_orders: weakref.WeakValueDictionary[torch.device, torch.Tensor] = weakref.WeakValueDictionary()
 _handles = itertools.count(1)
-SERIAL_BITS = 24  # of a handle: which all-to-all of this process
+SERIAL_BITS = 24  # of a handle: which object of this process
 
 
-def register(owner: AllToAll) -> int:
-    """Give an all-to-all the number by which compiled graphs name it.
+def register(owner: object, sizes: Mapping[str, object]) -> int:
+    """Give an object the number by which compiled graphs name it; it is not kept alive by it.
 
     Its sizes are in it: inductor keeps graphs on disk, with the shapes that this number had in the
     process that compiled them.
     """
-    sizes = json.dumps(owner._geometry.manifest(), sort_keys=True)
-    named = int.from_bytes(hashlib.sha256(sizes.encode()).digest()[:4], "big")
+    text = json.dumps([type(owner).__name__, dict(sizes)], sort_keys=True, default=str)
+    named = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
     handle = named << SERIAL_BITS | next(_handles)
     _live[handle] = owner
     return handle
@@ -42,114 +48,49 @@ def forget(handle: int) -> None:
     _live.pop(handle, None)
 
 
-def _find(handle: int) -> AllToAll:
+def find(handle: int) -> Any:
+    """The object of a number. Raises OutOfOrder when it was closed."""
     owner = _live.get(int(handle))  # a traced integer is no key
     if owner is None:
-        raise OutOfOrder(f"all-to-all {handle} was closed; compile again with a live one")
+        raise OutOfOrder(
+            f"the object that a compiled graph calls, number {handle}, was closed; make a new one, "
+            "and compile with that"
+        )
     return owner
 
 
-@torch.library.custom_op("weft::dispatch", mutates_args=("order",))
-def _dispatch(
-    payloads: list[torch.Tensor],
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor | None,
-    num_tokens: torch.Tensor | None,
-    stats: torch.Tensor | None,
-    order: torch.Tensor,
-    handle: int,
-) -> None:
-    _find(handle)._dispatch(tuple(payloads), topk_ids, topk_weights, num_tokens, stats)
+def order_of(device: torch.device) -> torch.Tensor:
+    """The byte that stands for the order of a device's calls; whoever registers keeps it."""
+    order = _orders.get(device)
+    if order is None:
+        with torch.inference_mode(False):  # else graphs outside of it could not mutate it
+            order = torch.zeros(1, dtype=torch.uint8, device=device)
+        mark_static(order)
+        _orders[device] = order
+    return order
 
 
-@_dispatch.register_fake
-def _(
-    payloads: list[torch.Tensor],
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor | None,
-    num_tokens: torch.Tensor | None,
-    stats: torch.Tensor | None,
-    order: torch.Tensor,
-    handle: int,
-) -> None:
-    owner = _find(handle)
-    # Here too, because what is received depends on it.
-    owner._geometry.check_stats(stats, owner.group.device)
+def mark_static(tensor: torch.Tensor) -> None:
+    """Tell compilers that a tensor stays where it is: CUDA graphs need no copy of it.
+
+    This is torch._dynamo.mark_static_address(tensor, guard=False), without the seconds that
+    importing torch._dynamo takes. Without the mark, graphs that mutate it are not captured.
+    """
+    tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
 
 
-# Apart from dispatch, because an op that mutates may not return a list; reading `order` keeps it
-# behind dispatch. Copies, because a compiler may move a pointwise read of a view behind combine,
-# when peers write there again.
-@torch.library.custom_op("weft::received", mutates_args=())
-def _received(order: torch.Tensor, handle: int) -> list[torch.Tensor]:
-    return [
-        torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device).copy_(v)
-        for v in _views(handle)
-    ]
+def refuse_halves(name: str) -> None:
+    """Raises InvalidArgument while a compiler traces `name`, a half of a dispatch or a combine.
+
+    A half returns while peers still write what it returns, which no graph can be told.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        raise InvalidArgument(
+            f"{name} under torch.compile, which may move what stands between the halves: call "
+            "dispatch and combine there, or the halves outside of the compiled function"
+        )
 
 
-@_received.register_fake
-def _(order: torch.Tensor, handle: int) -> list[torch.Tensor]:
-    return [
-        torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
-        for v in _views(handle)
-    ]
-
-
-def _views(handle: int) -> list[torch.Tensor]:
-    real = _find(handle)._workspace.received
-    stats = [] if real.stats is None else [real.stats]
-    return [*real.payloads, real.ids, real.weights, real.counts, *stats]
-
-
-@torch.library.custom_op("weft::combine", mutates_args=("order", "out"))
-def _combine(
-    y: torch.Tensor | None,
-    out: torch.Tensor,
-    add: torch.Tensor | None,
-    order: torch.Tensor,
-    handle: int,
-) -> None:
-    _find(handle)._combine(y, out, add)
-
-
-@_combine.register_fake
-def _(
-    y: torch.Tensor | None,
-    out: torch.Tensor,
-    add: torch.Tensor | None,
-    order: torch.Tensor,
-    handle: int,
-) -> None:
-    _find(handle)
-
-
-def traced_dispatch(
-    payloads: tuple[torch.Tensor, ...],
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor | None,
-    num_tokens: torch.Tensor | None,
-    stats: torch.Tensor | None,
-    order: torch.Tensor,
-    handle: int,
-) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Dispatch inside a compiled graph: the fields of a Received."""
-    torch.ops.weft.dispatch(
-        list(payloads), topk_ids, topk_weights, num_tokens, stats, order, handle
-    )
-    views = torch.ops.weft.received(order, handle)
-    gathered = None if stats is None else views[-1]
-    *planes, ids, weights, counts = views if stats is None else views[:-1]
-    return tuple(planes), ids, weights, counts, gathered
-
-
-def traced_combine(
-    y: torch.Tensor | None,
-    out: torch.Tensor,
-    add: torch.Tensor | None,
-    order: torch.Tensor,
-    handle: int,
-) -> torch.Tensor:
-    """Combine inside a compiled graph, into `out`."""
-    torch.ops.weft.combine(y, out, add, order, handle)
-    return out
+def plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """A tensor without its history: nothing here has a gradient, compiled or not."""
+    return None if tensor is None else tensor.detach()

@@ -13,6 +13,7 @@ from weft.errors import InvalidArgument
 from weft.memory import Group
 from weft.memory.group import reason
 from weft.memory.header import Record
+from weft.ops import library, lowlatency_library
 from weft.ops.check import check_seconds
 from weft.ops.lowlatency_entry import LowBuild, load_low_entries
 from weft.ops.lowlatency_geometry import LowGeometry, Memory, memory_bytes
@@ -120,6 +121,7 @@ class LowLatencyAllToAll(Placed):
             group, geometry, entries, seconds, _first_epoch, halves=halves, profile=profile
         )
         self._input = self._make_input(view)
+        self._order, self._handle, self._sites = lowlatency_library.enrol(self)
 
     memory_bytes = staticmethod(memory_bytes)
 
@@ -150,6 +152,8 @@ class LowLatencyAllToAll(Placed):
         raises them. Raises InvalidArgument, TokenOverflow, OutOfOrder (when `slots` results are
         alive), and what broke the group.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return lowlatency_library.traced_dispatch(self, x, topk_ids, topk_weights)
         self._check_open()
         return self._rounds.dispatch(x, topk_ids, topk_weights, entry="dispatch")
 
@@ -177,6 +181,9 @@ class LowLatencyAllToAll(Placed):
         token without experts gets `add`, or zeros. Raises InvalidArgument, OutOfOrder, and what
         broke the group.
         """
+        if torch.compiler.is_dynamo_compiling() or lowlatency_library.is_of_graph(handle):
+            given = (y, topk_ids, topk_weights, handle, out, add)
+            return lowlatency_library.traced_combine(self, *given)
         self._check_open()
         return self._rounds.combine(
             y, topk_ids, topk_weights, handle, out=out, add=add, entry="combine"
@@ -203,12 +210,14 @@ class LowLatencyAllToAll(Placed):
         Returns the result, which holds nothing yet, and a function that receives it: call that, or
         `dispatch_recv`.
         """
+        library.refuse_halves("dispatch_send")
         self._check_open()
         rows = self._rounds.dispatch(x, topk_ids, topk_weights, entry="dispatch_send")
         return rows, self._hook(self._rounds.receive)
 
     def dispatch_recv(self) -> ExpertRows:
         """The second half of `dispatch`: wait for all peers' tokens, and lay them out."""
+        library.refuse_halves("dispatch_recv")
         self._check_open()
         return self._rounds.receive()
 
@@ -226,6 +235,7 @@ class LowLatencyAllToAll(Placed):
         `add`, `out`, ids and weights must stay until the second half has run. Returns `out`, which
         holds nothing yet, and a function that receives: call that, or `combine_recv`.
         """
+        library.refuse_halves("combine_send")
         self._check_open()
         result = self._rounds.combine(
             y, topk_ids, topk_weights, handle, out=out, add=add, entry="combine_send"
@@ -234,6 +244,7 @@ class LowLatencyAllToAll(Placed):
 
     def combine_recv(self) -> torch.Tensor:
         """The second half of `combine`: wait for the rows and add them; return `out`."""
+        library.refuse_halves("combine_recv")
         self._check_open()
         return self._rounds.bring_home()
 
@@ -265,6 +276,7 @@ class LowLatencyAllToAll(Placed):
 
     def close(self) -> None:
         """Give the memory back; any thread may call it, as `AllToAll.close`. Idempotent."""
+        library.forget(self._handle)
         self._rounds.close()
         self._input = None
 

@@ -140,7 +140,7 @@ class LowGeometry:
         """Return the number of tokens that ids and weights are of."""
         top_k, integers = self.shape.top_k, (torch.int32, torch.int64)
         check_tensor("topk_ids", topk_ids, shape=(None, top_k), dtypes=integers, device=device)
-        tokens = int(topk_ids.shape[0])
+        tokens = topk_ids.shape[0]  # while tracing, perhaps a symbol: not int()
         if topk_weights is not None:
             row, floats = (tokens, top_k), (torch.float32,)
             check_tensor("topk_weights", topk_weights, shape=row, dtypes=floats, device=device)
@@ -171,6 +171,12 @@ class LowGeometry:
             "expected": ((s.tokens, 2), torch.int32),
             "home": ((own, s.rows) if s.homes else (0,), torch.int64),
         }
+
+    def shown_scales(self, scales: torch.Tensor) -> torch.Tensor | None:
+        """Scales as callers see them, from how they lie in memory; None where there are none."""
+        if not self.shape.group:
+            return None
+        return scales if self.shape.scales == "fp32_row" else scales.mT[:, : self.shape.rows]
 
     def memory(self, *, view: bool = False, profile: bool = False) -> Memory:
         """Bytes of the rank that holds most experts."""

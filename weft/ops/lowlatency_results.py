@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -11,11 +11,16 @@ from weft.ops.lowlatency_geometry import LowGeometry
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """Which dispatch a combine answers. number: of the dispatch, counted from 1."""
+    """Which dispatch a combine answers. number: of the dispatch, counted from 1.
+
+    Of a dispatch in a compiled graph, which knows no count: -1 for the first one alive, -2 for the
+    second. counts: as it brought them, where its results did not go into the slot.
+    """
 
     number: int
     slot: int
     tokens: int
+    counts: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +66,10 @@ class Slot:
             else torch.zeros(shape, dtype=dtype, device=device)
             for name, (shape, dtype) in geometry.result_shapes(own).items()
         }
-        shape = geometry.shape
-        x, scales = self.tensors["x"], self.tensors["scales"]
-        self.x = x.view(torch.float8_e4m3fn) if shape.group else x
-        self.scales: torch.Tensor | None = None
-        if shape.group:
-            by_row = shape.scales == "fp32_row"
-            self.scales = scales if by_row else scales.mT[:, : shape.rows]
-        self._homes = (self.tensors["home"], broken) if shape.homes else (None, None)
+        x = self.tensors["x"]
+        self.x = x.view(torch.float8_e4m3fn) if geometry.shape.group else x
+        self.scales = geometry.shown_scales(self.tensors["scales"])
+        self._homes = (self.tensors["home"], broken) if geometry.shape.homes else (None, None)
         self.alive: Handle | None = None
 
     def rows(self, handle: Handle) -> ExpertRows:

@@ -6,6 +6,8 @@ most one dispatch and one combine may be on their way, sent and not yet received
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from weft.errors import InvalidArgument, OutOfOrder
@@ -110,8 +112,12 @@ class LowRounds:
         topk_weights: torch.Tensor | None,
         *,
         entry: str,
+        results: Mapping[str, torch.Tensor] | None = None,
     ) -> ExpertRows:
-        """Run `dispatch` or `dispatch_send`; the result is there behind it, or its receive."""
+        """Run `dispatch` or `dispatch_send`; the result is there behind it, or its receive.
+
+        results: where the rows and what is told of them go, by name; default, into the slot.
+        """
         geometry = self.geometry
         tokens = geometry.check_dispatch(x, topk_ids, topk_weights, self.device)
         if self._sent is not None:
@@ -121,7 +127,7 @@ class LowRounds:
         self._check_built(entry)
         handle = Handle(self._number + 1, self._free_slot(entry), tokens)
         slot = self.slots[handle.slot]
-        args, t = self._dispatch_args, slot.tensors
+        args, t = self._dispatch_args, slot.tensors if results is None else results
         args.x, args.ids, args.ids_bytes = x.data_ptr(), topk_ids.data_ptr(), topk_ids.itemsize
         args.weights = 0 if topk_weights is None else topk_weights.data_ptr()
         args.tokens = tokens
@@ -159,8 +165,12 @@ class LowRounds:
         out: torch.Tensor | None,
         add: torch.Tensor | None,
         entry: str,
+        counts: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run `combine` or `combine_send`; the result is there behind it, or its receive."""
+        """Run `combine` or `combine_send`; the result is there behind it, or its receive.
+
+        counts: of the dispatch, where its results did not go into the slot.
+        """
         self._check_handle(handle, entry)
         shape, dtype = self.geometry.shape, self.geometry.dtype
         tokens = self.geometry.check_choices(topk_ids, topk_weights, self.device)
@@ -182,9 +192,9 @@ class LowRounds:
         args.y = 0 if y is None else y.data_ptr()
         args.ids, args.ids_bytes = topk_ids.data_ptr(), topk_ids.itemsize
         args.weights = 0 if topk_weights is None else topk_weights.data_ptr()
-        args.counts = slot.tensors["counts"].data_ptr()
+        args.counts = (slot.tensors["counts"] if counts is None else counts).data_ptr()
         args.out, args.add = out.data_ptr(), 0 if add is None else add.data_ptr()
-        args.tokens, args.number = tokens, handle.number % (1 << TAGGED_BITS)
+        args.tokens, args.number = tokens, self._place(handle)
         self._point(args, slot)
         self._entries.run(entry, args)
         if entry == "combine":
@@ -208,6 +218,17 @@ class LowRounds:
         self.premises.raise_if_broken()
         return out
 
+    def handle_of(self, number: int) -> Handle | None:
+        """The handle of dispatch `number`, as long as its result is alive."""
+        alive = (slot.alive for slot in self.slots)
+        return next((h for h in alive if h is not None and h.number == number), None)
+
+    def drop(self, handle: Handle) -> None:
+        """Give up a result that nobody will combine."""
+        slot = self.slots[handle.slot]
+        if slot.alive is handle:
+            slot.alive = None
+
     def close(self) -> None:
         """Tell the peers, wait for this rank's own work, give everything back. Idempotent."""
         if not self.premises.begin_close():
@@ -223,6 +244,17 @@ class LowRounds:
         """Let arguments speak of a slot's ledger. A dispatch on its way keeps its own."""
         for name in ("position", "weights", "brought", "expected", "home"):
             setattr(args.ledger, name, slot.tensors[name].data_ptr())
+
+    def _place(self, handle: Handle) -> int:
+        """Which of the results that are alive this is, the oldest being 1; ranks compare it.
+
+        Not the dispatch's number: graphs replay dispatches that no host counts.
+        """
+        place = 1
+        for slot in self.slots:
+            if slot.alive is not None and slot.alive.number < handle.number:
+                place += 1
+        return place
 
     def _free_slot(self, entry: str) -> int:
         """The next slot in turn that no result lives in; results may be combined in any order."""

@@ -8,6 +8,7 @@ it in words. Nothing here holds a tensor: memory that a caller gives up is free.
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ import torch
 from weft.errors import InvalidArgument
 from weft.ops.args import Site
 from weft.ops.reduce_args import ADDRESSES, BACKENDS, CODINGS, ReduceArgs, signature
-from weft.ops.reduce_request import OUTPUTS, Fresh, Pair, Request, apart, scale_pitch
+from weft.ops.reduce_request import OUTPUTS, Fresh, Pair, Request, apart
 from weft.ops.reduce_spec import FP8Static, MoEFinalize, Quant, Reduced
 
 LIMIT = 512  # forms of one all-reduce; each about 3 KiB
@@ -146,6 +147,14 @@ def _salt(eps: float, weight_bias: float) -> int:
         ) from error
 
 
+def _scale_pitch(request: Request) -> int:
+    """int32 words from one column of packed scales to the next."""
+    scale = request.reduced.scale
+    if scale is None or scale.dtype != torch.int32:
+        return 0
+    return scale.stride(1) if scale.shape[1] > 1 else math.ceil(request.tokens / 4) * 4
+
+
 def _filled(request: Request, name: str, eps: float, weight_bias: float, site: Site) -> ReduceArgs:
     """Arguments of the entries for a request, but for what a launch adds."""
     reduced, prologue, weight = request.reduced, request.prologue, request.weight
@@ -153,7 +162,7 @@ def _filled(request: Request, name: str, eps: float, weight_bias: float, site: S
     a = ReduceArgs(site=site, tokens=request.tokens, eps=eps, weight_bias=weight_bias)
     a.weight_is_fp32 = weight is not None and weight.dtype == torch.float32
     a.coding = CODINGS[request.coding] if reduced.quant is not None else 0
-    a.scale_stride = scale_pitch(request)
+    a.scale_stride = _scale_pitch(request)
     if prologue is not None:
         a.row_limit, a.top_k = prologue.rows.shape[0], prologue.index.shape[1]
         a.scales_are_fp32 = prologue.scales is not None and prologue.scales.dtype == torch.float32

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
 
 from weft.errors import InvalidArgument
-from weft.ops.check import check_alignment, check_tensor, check_tokens
+from weft.ops.check import check_alignment, check_tensor, check_tokens, tracing
 from weft.ops.reduce_args import ADDRESSES
-from weft.ops.reduce_spec import FP8Group, FP8Static, MoEFinalize, Quant, Reduced, coding_of
+from weft.ops.reduce_spec import (
+    FP8Group,
+    FP8Static,
+    MoEFinalize,
+    Quant,
+    Reduced,
+    coding_of,
+    implied_outputs,
+)
 from weft.ops.reduction import Reduction
 
 Wanted = torch.Tensor | bool | None
 Maker = Callable[[], torch.Tensor]
+Maybe = torch.Tensor | None
 Fresh = tuple[int, Maker]  # the place of an output in ADDRESSES, and what makes one
 Pair = tuple[
     int, int, int, int, bool
@@ -41,6 +49,9 @@ class Outputs:
     norm: Wanted = None
     quant: Wanted = None
     scale: Wanted = None
+
+
+Call = tuple[Maybe, Maybe, Maybe, Quant | None, MoEFinalize | None, Outputs]  # x, residual, ..
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +118,19 @@ class Checker:
 
         Raises InvalidArgument and TokenOverflow.
         """
+        request, fresh = self._described((x, residual, weight, quant, prologue, given))
+        request = replace(request, apart=_pairs(request, fresh))
+        _check_overlap(request)
+        return request
+
+    def outputs(self, call: Call) -> Reduced:
+        """What a compiler asks for: the outputs of `request`, of tensors that lie nowhere."""
+        with tracing():
+            return self._described(call)[0].reduced
+
+    def _described(self, call: Call) -> tuple[Request, dict[str, Maker]]:
+        """A request that does not know yet what lies apart, and what made its fresh outputs."""
+        x, residual, weight, quant, prologue, given = call
         coding = coding_of(quant)
         tokens = self._tokens(x, prologue)
         check_tokens(tokens, self.reduction.tokens)
@@ -129,11 +153,9 @@ class Checker:
                 for name, said in wants.items()
             }
         )
-        request = Request(tokens, x, residual, weight, quant, coding, prologue, reduced)
         made = tuple((OUTPUTS[name], maker) for name, maker in fresh.items())
-        request = replace(request, fresh=made, apart=_pairs(request, fresh))
-        _check_overlap(request)
-        return request
+        known = (tokens, x, residual, weight, quant, coding, prologue, reduced, made)
+        return Request(*known), fresh
 
     def _tokens(self, x: torch.Tensor | None, prologue: MoEFinalize | None) -> int:
         if (x is None) == (prologue is None):
@@ -145,7 +167,7 @@ class Checker:
                 raise InvalidArgument(
                     f"x is {_text(x)}; it must be a tensor [tokens, {self.reduction.hidden}]"
                 )
-            return int(x.shape[0])
+            return x.shape[0]
         check_tensor(
             "index", prologue.index, shape=(None, None), dtypes=(torch.int32,), device=self.device
         )
@@ -160,7 +182,7 @@ class Checker:
             )
         if prologue.shared is not None:
             self._check_rows("shared", prologue.shared, tokens)
-        return int(tokens)
+        return tokens
 
     def _check_rows(self, name: str, tensor: torch.Tensor, tokens: int) -> None:
         size = (tokens, self.reduction.hidden)
@@ -192,14 +214,8 @@ class Checker:
         given: Outputs,
     ) -> dict[str, torch.Tensor | bool]:
         """Which outputs to write: those given or asked for, and those that the inputs imply."""
-        makes_scale = quant is not None and not isinstance(quant, FP8Static)
-        implied = {
-            "out": residual is None and weight is None,
-            "residual": residual is not None,
-            "norm": weight is not None and quant is None,
-            "quant": quant is not None,
-            "scale": makes_scale,
-        }
+        implied = implied_outputs(residual, weight, quant)
+        makes_scale = implied["scale"]
         possible = {
             "out": (True, ""),
             "residual": (residual is not None, "residual"),
@@ -328,11 +344,3 @@ def _extent(tensor: torch.Tensor) -> int:
 
 def _text(x: object) -> str:
     return f"{list(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
-
-
-def scale_pitch(request: Request) -> int:
-    """int32 words from one column of packed scales to the next."""
-    scale = request.reduced.scale
-    if scale is None or scale.dtype != torch.int32:
-        return 0
-    return scale.stride(1) if scale.shape[1] > 1 else math.ceil(request.tokens / 4) * 4

@@ -85,16 +85,28 @@ class Reduced:
 
 def coding_of(quant: Quant | None) -> str:
     """The name of a quant spec in the protocol. Raises InvalidArgument for what is none."""
-    match quant:
-        case None:
-            return "none"
-        case FP8Static():
-            return "static"
-        case FP8Token():
-            return "token"
-        case FP8Group():
-            return "group" if quant.scale == "fp32" else "group_ue8m0"
+    if quant is None:
+        return "none"
+    if isinstance(quant, FP8Static):
+        return "static"
+    if isinstance(quant, FP8Token):
+        return "token"
+    if isinstance(quant, FP8Group):
+        return "group" if quant.scale == "fp32" else "group_ue8m0"
     raise InvalidArgument(
         f"quant is {quant!r}; pass FP8Static(scale), FP8Token(), FP8Group(128, scale=...) or None. "
         "NVFP4 needs a Blackwell GPU's conversion and is not offered"
     )
+
+
+def implied_outputs(
+    residual: torch.Tensor | None, weight: torch.Tensor | None, quant: Quant | None
+) -> dict[str, bool]:
+    """Which outputs a call has of which the caller said nothing."""
+    return {
+        "out": residual is None and weight is None,
+        "residual": residual is not None,
+        "norm": weight is not None and quant is None,
+        "quant": quant is not None,
+        "scale": quant is not None and not isinstance(quant, FP8Static),
+    }

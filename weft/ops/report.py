@@ -170,8 +170,9 @@ def breakage(
         )
     if record.code == OTHER_RESULT:
         return GeometryMismatch(
-            f"{who}: rank {record.peer} combined dispatch {record.seen}, this rank dispatch "
-            f"{record.wanted}. Combine the results in the same order on every rank."
+            f"{who}: rank {record.peer} combined result {record.seen} of those alive, this rank "
+            f"result {record.wanted}, the oldest being 1. Combine the results in the same order on "
+            "every rank."
         )
     asker = "this rank" if record.peer == record.rank else f"rank {record.peer}"
     return Aborted(

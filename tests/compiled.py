@@ -1,0 +1,274 @@
+"""Functions around weft's calls, compiled and compared with themselves: what all device kinds run.
+
+Every one has ordinary operations before, between and after weft's, so that a compiler which moved
+or merged a call, or a read of what it changes, would show in the bits. None of them rounds twice
+between two of weft's: there compilers that fuse may leave one rounding out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import weft
+from tests.lowlatency_rounds import Mode
+from tests.moe.layers import CONFIGS, Case
+from tests.rounds import Round
+from tests.sums import Sum, bits
+from weft.ops.lowlatency_results import ExpertRows
+from weft.ops.reduce_spec import FP8Group, FP8Static, FP8Token, MoEFinalize, Quant
+from weft.ops.reference_lowlatency import unpack_scales
+
+PATIENT: dict[str, Any] = {"timeout": 200.0}  # ranks compile for longer than two seconds apart
+Body = Callable[..., tuple[torch.Tensor | None, ...]]
+
+
+def settle(group: weft.Group) -> None:
+    if group.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def same(got: tuple[torch.Tensor | None, ...], wanted: tuple[torch.Tensor | None, ...]) -> None:
+    """Byte for byte, and None where there is nothing."""
+    assert len(got) == len(wanted)
+    for place, (one, other) in enumerate(zip(got, wanted, strict=True)):
+        if one is None or other is None:
+            assert one is other, place
+            continue
+        assert one.shape == other.shape, place
+        assert int((bits(one) != bits(other)).sum()) == 0, place
+
+
+def compiled(body: Body, options: dict[str, Any]) -> Body:
+    """The body as one graph. A captured graph's results last until the next call."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    traced = torch.compile(body, fullgraph=True, **options)
+
+    def call(*given: Any) -> tuple[torch.Tensor | None, ...]:
+        torch.compiler.cudagraph_mark_step_begin()
+        found = traced(*given)
+        skips = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+        assert skips == 0, "not captured, though asked for"
+        return found
+
+    return call
+
+
+def chain(
+    ar: weft.AllReduce,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    quant: Quant | None,
+) -> tuple[torch.Tensor | None, ...]:
+    """Three all-reduces in a row, each of what the last one made."""
+    a = ar.fused(x * 2, residual=residual, weight=weight)
+    assert a.norm is not None
+    b = ar.fused(a.norm + 1, residual=a.residual, weight=weight, quant=quant, norm_out=True)
+    assert b.norm is not None
+    c = ar.fused(b.norm.relu(), backend="twoshot")
+    assert c.out is not None
+    assert a.out is None
+    return a.norm, a.residual, b.residual, b.norm, b.quant, b.scale, c.out * 3
+
+
+def finalized(
+    ar: weft.AllReduce,
+    rows: torch.Tensor,
+    index: torch.Tensor,
+    scales: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+) -> tuple[torch.Tensor | None, ...]:
+    """A prologue; outputs that are given, one of them the residual itself, wanted and unwanted."""
+    kept, norm = residual.clone(), torch.empty_like(residual)
+    spec = MoEFinalize(rows * 2, index, scales, shared=residual - 1)
+    found = ar.fused(
+        prologue=spec,
+        residual=kept,
+        weight=weight,
+        weight_bias=1.0,
+        out=True,
+        residual_out=kept,
+        norm_out=norm,
+    )
+    bare = ar.fused(prologue=spec, residual=residual, residual_out=False, out=True)
+    assert found.quant is None
+    assert bare.residual is None
+    return found.out, kept + 1, found.norm, norm * 2, bare.out
+
+
+TURNS = ((5, 3), (0, 8), (4, 4), (6, 0))  # tokens of the ranks, call by call
+
+
+def reduces(
+    group: weft.Group,
+    options: dict[str, Any],
+    quants: tuple[str, ...],
+    sizes: tuple[int, ...] = (5, 8, 0, 1, 3),
+) -> None:
+    """All forms of a fused all-reduce, by several sizes."""
+    device = group.device
+    specs: dict[str, Quant | None] = {
+        "none": None,
+        "static": FP8Static(torch.tensor([0.037], device=device)),
+        "token": FP8Token(),
+        "group": FP8Group(),
+        "ue8m0": FP8Group(scale="ue8m0"),
+    }
+    with weft.AllReduce(group, max_tokens=16, hidden=256, **PATIENT) as ar:
+        for name in quants:
+            traced = compiled(chain, options)
+            for tokens in sizes:
+                case = Sum(tokens, seed=tokens)
+                residual, weight = case.shared(device)
+                # Eager calls look at no gradients, so neither may compiled ones.
+                given = (case.rows(group.rank, device), residual, torch.nn.Parameter(weight))
+                same(traced(ar, *given, specs[name]), chain(ar, *given, specs[name]))
+                settle(group)
+        traced = compiled(finalized, options)
+        for tokens in sizes[:2]:
+            case = Sum(tokens, seed=tokens)
+            rows = case.next(tokens=9).rows(group.rank, device)
+            index = torch.arange(2 * tokens, dtype=torch.int32, device=device).view(-1, 2) % 9
+            scales = torch.rand(index.shape, device=device)
+            residual, weight = case.shared(device)
+            given = (rows, index, scales, residual, weight)
+            same(traced(ar, *given), finalized(ar, *given))
+            settle(group)
+        ar.check()
+
+
+def own_experts(a2a: weft.LowLatencyAllToAll, got: ExpertRows) -> torch.Tensor:
+    """Every expert's rows times a number of its own; what lies behind the counts comes along."""
+    rows = got.x.float()
+    if got.scales is not None:
+        scales = unpack_scales(got.scales, a2a._geometry.shape.blocks)
+        rows = (rows.view(*scales.shape, -1) * scales[..., None]).view(rows.shape)
+    experts = torch.arange(rows.shape[0], device=rows.device)[:, None, None]
+    return (rows * (1 + experts / 8)).to(a2a.dtype)
+
+
+def two_alive(
+    a2a: weft.LowLatencyAllToAll, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    """Two results alive, combined in the other order; both are read after their combine."""
+    first = a2a.dispatch(x * 2, ids, weights)
+    second = a2a.dispatch(x + 1, ids.flip(0), weights)
+    y, z = own_experts(a2a, first), own_experts(a2a, second)
+    late = a2a.combine(z, ids.flip(0), weights, second.handle)
+    early = a2a.combine(y, ids, weights, first.handle, add=x) * 2
+    return early, late + 1, first.counts + 0, second.ranges * 2
+
+
+LOW_MODES = {
+    "fp8": Mode(),
+    "plain": Mode(quant=None),
+    "ue8m0": Mode(scale="ue8m0"),
+    "lean": Mode(scale="fp32_col", reduce="sender", combine_by="fp8"),
+}
+
+
+def low_rounds(
+    group: weft.Group,
+    options: dict[str, Any],
+    modes: tuple[str, ...],
+    turns: tuple[tuple[int, ...], ...] = TURNS,
+) -> None:
+    """Dispatch, experts and combine in one graph, by several sizes, ranks without tokens too."""
+    for name in modes:
+        mode = replace(LOW_MODES[name], more=PATIENT)
+        case = Round((5, 3), top_k=3, experts=8, hidden=512)
+        with mode.make(group, case, 8) as a2a:
+            traced = compiled(two_alive, options)
+            for seed, tokens in enumerate(turns):
+                now = case.next(tokens=tokens[: group.size], seed=seed)
+                x, ids, weights, _ = now.of(group.rank, group.device)
+                same(traced(a2a, x, ids, weights), two_alive(a2a, x, ids, weights))
+                settle(group)
+            assert a2a._sites.taken == (False, False)
+            assert not a2a._sites.alive
+            a2a.check()
+
+
+def in_place(
+    a2a: weft.AllToAll, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    """Experts write into output() in parts, twice, between dispatch and combine."""
+    outs = []
+    for sent in (x * 2, x - 1):
+        received = a2a.dispatch(sent, ids, weights)
+        mine = (received.ids >= 0).any(dim=2, keepdim=True)
+        y = torch.where(mine, received.x, 0.0)
+        a2a.output()[:1].copy_(y[:1] * 2)
+        a2a.output()[1:].copy_(y[1:])
+        a2a.output()[:, 1:].mul_(4)
+        outs.append(a2a.combine(add=x))
+    return outs[0] * 2, outs[1] + outs[0]
+
+
+def rank_rounds(
+    group: weft.Group, options: dict[str, Any], turns: tuple[tuple[int, ...], ...] = TURNS
+) -> None:
+    """AllToAll, experts in its own output, by several sizes."""
+    case = Round((5, 3), top_k=3, experts=8, hidden=64)
+    sizes = {"top_k": case.top_k, "num_experts": case.experts, "hidden": case.hidden}
+    with weft.AllToAll(group, max_tokens=8, **sizes, **PATIENT) as a2a:
+        traced = compiled(in_place, options)
+        for seed, tokens in enumerate(turns):
+            now = case.next(tokens=tokens[: group.size], seed=seed)
+            x, ids, weights, _ = now.of(group.rank, group.device)
+            same(traced(a2a, x, ids, weights), in_place(a2a, x, ids, weights))
+            settle(group)
+        a2a.check()
+
+
+def stacked(
+    layer: weft.MoE, x: torch.Tensor, logits: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    """A layer after a layer, the second in place; then one by hand, step by step."""
+    first = layer(x * 2, logits)
+    hidden = first + x
+    layer(hidden, logits.flip(1), out=hidden)
+    ids, weights = layer.route(logits)
+    return first * 2, hidden - x, by_hand(layer, hidden, ids, weights)
+
+
+def by_hand(
+    layer: weft.MoE, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    exchange = layer.exchange
+    if isinstance(exchange, weft.AllToAll):
+        received = exchange.dispatch(x, ids, weights)
+        layer.experts(received)
+        exchange.output().mul_(2)
+        return exchange.combine(add=x)
+    rows = exchange.dispatch(x, ids, weights)
+    return exchange.combine(layer.experts(rows), ids, weights, rows.handle, add=x)
+
+
+def layers(
+    group: weft.Group,
+    options: dict[str, Any],
+    built: dict[str, Any],
+    turns: tuple[tuple[int, ...], ...] = TURNS,
+) -> None:
+    """A layer as one operation, by several sizes; eager calls go on between and afterwards."""
+    case = Case(CONFIGS["deepseek"], tokens=(6, 3))
+    with case.open(group, max_tokens=8, **built, **PATIENT) as layer:
+        x, logits = case.next(tokens=case.tokens[: group.size]).of(group.rank, group.device)
+        before = layer(x, logits)
+        traced = compiled(stacked, options)
+        for seed, tokens in enumerate(turns):
+            now = case.next(tokens=tokens[: group.size], seed=seed)
+            given = now.of(group.rank, group.device)
+            same(traced(layer, *given), stacked(layer, *given))
+            settle(group)
+        after = layer(x, logits)
+        settle(group)
+        layer.check()
+        same((after,), (before,))

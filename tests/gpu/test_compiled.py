@@ -1,0 +1,84 @@
+"""Compiled graphs on GPUs: inductor, and its captured CUDA graphs, with the bits of eager calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.compiled import PATIENT, compiled, layers, low_rounds, rank_rounds, reduces, same, settle
+from tests.rounds import Round
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+INDUCTOR: dict[str, Any] = {"backend": "inductor"}
+CAPTURED: dict[str, Any] = {"mode": "reduce-overhead"}
+# A size is warmed up, captured, then replayed, each rank for itself: here one rank replays while
+# the other captures, or calls eagerly.
+STAGGERED = ((5, 3), (5, 8), (5, 3), (5, 3), (5, 8), (4, 3), (5, 8), (4, 3), (0, 8), (4, 0))
+SAME = (5, 5, 5, 5, 8, 8, 8, 8, 5, 1)
+
+
+def run(group: weft.Group, options: dict[str, Any], part: str) -> None:
+    captured = options is CAPTURED or "mode" in options
+    turns = STAGGERED if captured else ((5, 3), (0, 8), (4, 4), (6, 0))
+    if part == "reduces":
+        sizes = SAME if captured else (5, 8, 0, 1, 3)
+        reduces(group, options, ("none", "static", "token", "group", "ue8m0"), sizes)
+    elif part == "rank":
+        rank_rounds(group, options, turns)
+    elif part == "low":
+        low_rounds(group, options, ("fp8", "plain", "ue8m0", "lean"), turns)
+    elif part == "layer":
+        layers(group, options, {"overlap": "shared"}, turns)
+    else:
+        built = {"exchange": "expert", "overlap": "shared", "slots": 2}
+        layers(group, options, built, turns)
+
+
+PARTS = ("reduces", "rank", "low", "layer", "layer by expert")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_inductor(ranks, part):
+    ranks(2, "cuda")(run, INDUCTOR, part, timeout=850.0)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_captured_graphs(ranks, part):
+    ranks(2, "cuda")(run, CAPTURED, part, timeout=850.0)
+
+
+@pytest.mark.parametrize("part", PARTS[1:])
+def test_one_gpu(ranks, part):
+    ranks(1, "cuda")(run, CAPTURED, part, timeout=850.0)
+
+
+def replayed(group: weft.Group) -> None:
+    """Captured graphs run without the host: its count of rounds stands, the device's goes on."""
+    case = Round((5, 3), top_k=3, experts=8, hidden=128)
+    x, ids, weights, _ = case.next(tokens=case.tokens[: group.size]).of(group.rank, group.device)
+    sizes: dict[str, Any] = {"max_tokens": 8, "top_k": 3, "num_experts": 8, "hidden": 128}
+    with weft.AllToAll(group, **sizes, **PATIENT) as a2a:
+
+        def body(x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            received = a2a.dispatch(x * 2, ids, weights)
+            return (a2a.combine(received.x) + 1,)
+
+        wanted, traced = body(x), compiled(body, CAPTURED)
+        for _ in range(3):  # compiled and warmed up, captured, replayed
+            same(traced(x), wanted)
+        settle(group)
+        host, device = a2a._rounds.number, a2a.history()[-1].epoch
+        for _ in range(5):
+            same(traced(x), wanted)
+        settle(group)
+        assert a2a._rounds.number == host
+        assert a2a.history()[-1].epoch == device + 5
+        same(body(x), wanted)
+        a2a.check()
+
+
+def test_replays_run_without_the_host(ranks):
+    ranks(2, "cuda")(replayed, timeout=850.0)
