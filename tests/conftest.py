@@ -11,10 +11,24 @@ import pytest
 import torch
 
 import weft
+from tests.recorded import Recorder
 from weft import cli
 from weft.memory import processes
 
 RunRanks = Callable[..., list[Any]]
+HERE = Path(__file__).parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--record`: tests/recorded.py says what for."""
+    text = "run tests that are on record, too, and write down in tests/recorded.json which passed"
+    parser.addoption("--record", action="store_true", help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Campaigns run when what they read has changed."""
+    recorder = Recorder(HERE.parent, HERE / "recorded.json", record=config.getoption("--record"))
+    config.pluginmanager.register(recorder)
 
 
 @pytest.fixture(scope="session", autouse=True)
