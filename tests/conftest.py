@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import weft
+from tests import patience
 from tests.recorded import Recorder
 from weft import cli
 from weft.memory import processes
@@ -44,7 +45,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def _ranks_find_their_tests_imports() -> Iterator[None]:
     """Ranks import the modules of their tests: half of the time that a small one runs."""
     with pytest.MonkeyPatch.context() as patch:
-        preload = [*processes._PRELOAD, "pytest", "hypothesis"]
+        preload = [*processes._PRELOAD, "pytest", "hypothesis", patience.__name__]
         patch.setattr(processes, "_PRELOAD", preload)
         yield
 
@@ -58,7 +59,9 @@ def ranks() -> Callable[[int, str], RunRanks]:
     """
 
     def choose(count: int, device: str) -> RunRanks:
-        def run(body: Callable[..., Any], *args: Any, timeout: float = 220.0) -> list[Any]:
+        longest = 220.0 if device == "cuda" else 3000.0
+
+        def run(body: Callable[..., Any], *args: Any, timeout: float = longest) -> list[Any]:
             return weft.launch(body, *args, ranks=count, device=device, timeout=timeout)
 
         return run

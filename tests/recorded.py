@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import importlib.metadata
 import json
 import re
 from collections.abc import Iterator
@@ -25,6 +26,17 @@ _HEADER = re.compile(r"weft/[\w/{}' .]+\.(?:cuh|hpp|cpp)\b")
 _FILLED_IN = re.compile(r"\{[^}]*\}")
 _DOTTED = re.compile(r'"((?:weft|tests)(?:\.\w+)+)"')  # as importlib.import_module takes it
 _DIGEST = "digest of what it reads"
+
+
+def _version(package: str) -> str:
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:  # its tests say so, or it is of a toolkit
+        return f"{package} of an unknown version"
+
+
+NVRTC = _version("nvidia-cuda-nvrtc")
+TRITON = _version("triton")
 
 
 def reads(*files: str, tools: tuple[str, ...] = ()) -> pytest.MarkDecorator:

@@ -26,7 +26,6 @@ def run(name: str, *options: str, rounds: int, first_epoch: int = 0) -> tuple[in
         [str(program), str(rounds), str(first_epoch)],
         capture_output=True,
         text=True,
-        timeout=200,
         check=False,
     )
     return done.returncode, done.stdout + done.stderr

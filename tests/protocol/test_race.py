@@ -22,7 +22,6 @@ def run(name: str, *options: str, rounds: int, first_epoch: int = 0) -> tuple[in
         [str(program), str(rounds), str(first_epoch)],
         capture_output=True,
         text=True,
-        timeout=200,
         check=False,
         env=ENVIRONMENT,
     )

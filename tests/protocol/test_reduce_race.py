@@ -19,7 +19,6 @@ def run(name: str, *options: str, calls: int, first_epoch: int = 0) -> tuple[int
         [str(program), str(calls), str(first_epoch)],
         capture_output=True,
         text=True,
-        timeout=200,
         check=False,
     )
     return done.returncode, done.stdout + done.stderr

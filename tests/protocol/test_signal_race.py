@@ -23,7 +23,6 @@ def run(*options: str, rounds: int) -> tuple[int, str]:
         [str(program), str(rounds)],
         capture_output=True,
         text=True,
-        timeout=200,
         check=False,
         env=ENVIRONMENT,
     )
