@@ -11,6 +11,7 @@ Usage: check.py [test ...]    (without one: all of patterns.txt)
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections.abc import Iterator
@@ -180,7 +181,20 @@ class Program:
         }
         text = self.outcome.replace("/\\", " and ").replace("\\/", " or ")
         text = _REGISTER.sub(lambda name: str(found[name[1], name[2]]), text)
-        return bool(eval(text, {"__builtins__": {}}))
+        return _holds(ast.parse(text.strip(), mode="eval").body)
+
+
+def _holds(term: ast.expr) -> bool:
+    match term:
+        case ast.BoolOp(ast.And(), terms):
+            return all(map(_holds, terms))
+        case ast.BoolOp(ast.Or(), terms):
+            return any(map(_holds, terms))
+        case ast.Compare(ast.Constant(left), [ast.Eq()], [ast.Constant(right)]):
+            return left == right
+        case ast.Compare(ast.Constant(left), [ast.NotEq()], [ast.Constant(right)]):
+            return left != right
+    raise ValueError(f"{ast.unparse(term)!r} is no outcome that this checker knows")
 
 
 def verdict(test: Litmus) -> str:
