@@ -163,7 +163,7 @@ class Recorder:
         config = session.config
         if not self._record or hasattr(config, "workerinput"):
             return
-        whole = not (config.option.file_or_dir or config.option.keyword or config.option.markexpr)
+        whole = not (config.option.file_or_dir or config.option.keyword)
         known = {} if whole else self._known
         kept = {name: digest for name, digest in known.items() if name not in self._ran}
         self._file.write_text(f"{json.dumps(kept | self._passed, indent=0, sort_keys=True)}\n")
