@@ -3,11 +3,13 @@
 #   TORCH=...           what pip installs when the interpreter has no torch that sees a GPU, for example
 #                       TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
 #   PYTEST_ARGS='-k x'  passed on to pytest
+#   JOBS=3              tests at a time: one more than cores, since some wait for a deadline, asleep
 #   WEFT_SKIP_SPIN=1    test without the SPIN model checker
 #   OUT=build/gpu       where `make gpu` leaves logs, figures and pictures
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
+JOBS ?= 3
 OUT ?= build/gpu
 
 BIN := .venv/bin
@@ -16,18 +18,25 @@ READY := .venv/.ready
 CPP_FILES = $(shell find weft tests -name '*.cuh' -o -name '*.cu' -o -name '*.cpp' -o -name '*.hpp')
 HAS_GPU_TORCH := import torch; raise SystemExit(not torch.cuda.is_available())
 
-.PHONY: demo test check bench gpu format clean
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+.PHONY: demo test record check bench gpu format clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
 demo: $(RUNS)
 	$(BIN)/weft demo
 
-# pytest runs last, so that its closing line is the last thing to read. Two files at a time: most tests wait for a
-# compiler, or for ranks that wait for each other.
-test: check
-	tools/need_spin.sh
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+# The checks run beside the tests, and are heard of only if they fail: pytest's closing line is the last thing to read.
+test: $(READY)
+	@mkdir -p build; $(MAKE) --no-print-directory check >build/check.txt 2>&1 & check=$$!; \
+	trap "kill $$check" INT TERM; $(PYTEST) $(PYTEST_ARGS); tests=$$?; \
+	wait $$check || { cat build/check.txt >&2; exit 1; }; exit $$tests
+
+# Every campaign (state spaces, broken kernels, machine code, long soaks), also those that `make test` spares itself because
+# they passed on the same files: slow. It writes down in tests/recorded.json which pass.
+record: $(READY)
+	$(PYTEST) --record -m reads $(PYTEST_ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check

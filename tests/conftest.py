@@ -11,16 +11,35 @@ import pytest
 import torch
 
 import weft
+from tests import patience
+from tests.recorded import Recorder
 from weft import cli
 from weft.memory import processes
 
 RunRanks = Callable[..., list[Any]]
+HERE = Path(__file__).parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--record`: tests/recorded.py says what for."""
+    text = "run tests that are on record, too, and write down in tests/recorded.json which passed"
+    parser.addoption("--record", action="store_true", help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Campaigns run when what they read has changed."""
+    recorder = Recorder(HERE.parent, HERE / "recorded.json", record=config.getoption("--record"))
+    config.pluginmanager.register(recorder)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Compile into a cache of this run: a stale entry must not decide a test."""
-    folder = tmp_path_factory.mktemp("weft-cache")
+def _own_cache(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Path]:
+    """Compile into a cache of this run and its workers: a stale entry must not decide a test."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if hasattr(request.config, "workerinput") else base) / "weft-cache"
+    folder.mkdir(mode=0o700, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WEFT_CACHE", str(folder))
         yield folder
@@ -30,7 +49,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def _ranks_find_their_tests_imports() -> Iterator[None]:
     """Ranks import the modules of their tests: half of the time that a small one runs."""
     with pytest.MonkeyPatch.context() as patch:
-        preload = [*processes._PRELOAD, "pytest", "hypothesis"]
+        preload = [*processes._PRELOAD, "pytest", "hypothesis", patience.__name__]
         patch.setattr(processes, "_PRELOAD", preload)
         yield
 
@@ -44,7 +63,9 @@ def ranks() -> Callable[[int, str], RunRanks]:
     """
 
     def choose(count: int, device: str) -> RunRanks:
-        def run(body: Callable[..., Any], *args: Any, timeout: float = 220.0) -> list[Any]:
+        longest = 220.0 if device == "cuda" else 3000.0
+
+        def run(body: Callable[..., Any], *args: Any, timeout: float = longest) -> list[Any]:
             return weft.launch(body, *args, ranks=count, device=device, timeout=timeout)
 
         return run

@@ -28,7 +28,6 @@ def test_cases_are_measured_shown_and_written(tmp_path):
         [sys.executable, str(SCRIPT), *SMALL, *CASES, "--out", str(out), "--tables", str(tables)],
         capture_output=True,
         text=True,
-        timeout=200,
         check=False,
         cwd=SCRIPT.parents[1],
         env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[1])},

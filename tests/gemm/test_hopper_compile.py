@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.kernels.test_compile import numbers_of
+from tests.recorded import NVRTC, reads
 from weft.gemm.hopper import FP8_ROWS, SHARED_BYTES, Kind, WgmmaPlan
 from weft.gemm.hopper_source import (
     CUDA_OPTIONS,
@@ -23,6 +24,8 @@ from weft.gemm.hopper_source import (
 from weft.jit.args import verify
 from weft.jit.cache import Cache
 from weft.jit.nvrtc import compile_cubin
+
+pytestmark = reads(tools=(NVRTC,))
 
 FINISHES = ("store", "push", "gated_fp8")
 TOLD = (64, 128, 256)  # heights whose pushed rows tell of themselves here

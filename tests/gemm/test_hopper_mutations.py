@@ -11,6 +11,7 @@ import torch
 
 from tests.gemm.cases import SENTINEL, Case, Output, gated
 from tests.gemm.emulate import EmulatedProducts, compile_products, tensor_map
+from tests.recorded import reads
 from weft.gemm import STORE, Gated, GatedQuant, Push, WgmmaPlan, hopper, reference
 from weft.gemm.hopper import Kind
 
@@ -321,6 +322,7 @@ def test_the_kernel_as_it_is_passes(
         make(Mutation({}, "", word, rows, halves=halves), tmp_path / str(rows), monkeypatch, 3)
 
 
+@reads("tests/kernels/*.hpp")
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_broken_kernel_is_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     mutation = MUTATIONS[name]

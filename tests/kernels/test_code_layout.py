@@ -8,10 +8,13 @@ import pytest
 from cuda.bindings import nvrtc
 
 from tests.kernels.test_compile import SHAPES
+from tests.recorded import NVRTC, reads
 from weft.errors import LayoutMismatch
 from weft.jit import source
 from weft.ops.layout import Layout
 from weft.ops.source import CUDA_OPTIONS, cuda_source
+
+pytestmark = reads(tools=(NVRTC,))
 
 
 def ptx(text: str) -> str:

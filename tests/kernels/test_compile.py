@@ -7,10 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from tests.recorded import NVRTC, reads
 from weft.errors import CompileError
 from weft.ops.layout import Layout
 from weft.ops.source import compile_cuda
 from weft.shape import Shape
+
+pytestmark = reads(tools=(NVRTC,))
 
 SHAPES = {
     "deepseek-v3": Shape(8, 2048, 8, 256, 7168, "bf16", (14336,)),

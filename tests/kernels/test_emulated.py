@@ -47,7 +47,7 @@ def emulated(
     group: weft.Group, library: str, shapes: tuple[ReducePlan, ...], case: Sum, many: bool
 ) -> None:
     with weft.AllReduce(
-        group, max_tokens=TOKENS, hidden=case.hidden, dtype=case.dtype, first_timeout=60.0
+        group, max_tokens=TOKENS, hidden=case.hidden, dtype=case.dtype, first_timeout=600.0
     ) as ar:
         entries = EmulatedEntries(Path(library))
         ar._entries = entries

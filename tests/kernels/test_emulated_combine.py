@@ -44,7 +44,7 @@ def make(group: weft.Group, case: Round, seconds: float = 60.0) -> weft.AllToAll
         combine_by="fp8",
         halves=True,
         timeout=seconds,
-        first_timeout=60.0,
+        first_timeout=600.0,
     )
 
 

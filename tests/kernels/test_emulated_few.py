@@ -52,7 +52,7 @@ def on_few(group: weft.Group, folder: str, case: Round, old: str, new: str) -> l
         num_experts=case.experts,
         hidden=case.hidden,
         dtype=case.dtype,
-        timeout=60.0,
+        timeout=600.0,
     ) as a2a:
         if group.rank == 0:
             compile_few(a2a._geometry.shape, Path(folder), old, new)

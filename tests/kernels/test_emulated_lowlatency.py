@@ -52,7 +52,7 @@ def shape_of(mode: Mode, case: Round, most: int) -> LowGeometry:
 
 def emulated(group: weft.Group, library: str, mode: Mode) -> None:
     sends = mode.combine_by != "choices"
-    with replace(mode, more={"timeout": 20.0, "halves": sends}).make(group, CASE, MOST) as a2a:
+    with replace(mode, more={"timeout": 600.0, "halves": sends}).make(group, CASE, MOST) as a2a:
         real = a2a._rounds._entries
         a2a._rounds._entries = EmulatedLow(Path(library), a2a._geometry.shape)  # type: ignore[assignment]
         for tokens in ((5, 1), (0, 3), (50, 26)):
@@ -89,7 +89,7 @@ FEW = Round(tokens=(2, 3, 1), hidden=128, experts=2, top_k=1)
 
 
 def deserted(group: weft.Group, library: str) -> None:
-    mode = Mode(more={"timeout": 20.0, "first_timeout": 20.0})
+    mode = Mode(more={"timeout": 600.0, "first_timeout": 600.0})
     with mode.make(group, FEW, 4) as a2a:
         a2a._rounds._entries = EmulatedLow(Path(library), a2a._geometry.shape)  # type: ignore[assignment]
         for seed in range(2):
@@ -106,7 +106,7 @@ LARGE, LARGE_MOST = Round(tokens=(80, 30), hidden=128, experts=512), 450
 
 
 def crowded(group: weft.Group, library: str) -> None:
-    mode = Mode(more={"timeout": 60.0})
+    mode = Mode(more={"timeout": 600.0})
     with mode.make(group, LARGE, LARGE_MOST) as a2a:
         a2a._rounds._entries = EmulatedLow(Path(library), a2a._geometry.shape)  # type: ignore[assignment]
         play(a2a, mode, LARGE)
@@ -130,7 +130,7 @@ HOME = {
 
 def wide(group: weft.Group, library: str, mode: Mode, case: Round) -> dict[str, set[str]]:
     """Returns how flags were touched, and what says itself of which round it is."""
-    with replace(mode, more={"timeout": 20.0}).make(group, case, 8) as a2a:
+    with replace(mode, more={"timeout": 600.0}).make(group, case, 8) as a2a:
         entries = EmulatedLow(Path(library), a2a._geometry.shape)
         a2a._rounds._entries = entries  # type: ignore[assignment]
         with watching(group, entries.library, a2a._rounds.premises.site.stride) as watch:
@@ -160,7 +160,7 @@ def tracks_of(tracks: torch.Tensor, phase: str) -> list[Track]:
 
 
 def profiled(group: weft.Group, library: str) -> None:
-    mode = Mode(more={"timeout": 20.0, "profile": True})
+    mode = Mode(more={"timeout": 600.0, "profile": True})
     with mode.make(group, CASE, MOST) as a2a:
         entries = EmulatedLow(Path(library), a2a._geometry.shape)
         a2a._rounds._entries = entries  # type: ignore[assignment]

@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests.kernels.test_compile import numbers_of
+from tests.recorded import NVRTC, reads
 from weft.jit.args import verify
 from weft.jit.cache import Cache
 from weft.jit.nvrtc import compile_cubin
 from weft.ops.group_entry import CUDA_OPTIONS, TABLE, GroupArgs, Grouping, cuda_source, results
 from weft.shape import Shape
+
+pytestmark = reads(tools=(NVRTC,))
 
 DEEPSEEK = Shape(8, 4096, 8, 256, 7168, "bf16", (14336,))
 PUSHED = replace(DEEPSEEK, tokens=128, way="push")

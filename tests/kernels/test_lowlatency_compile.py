@@ -8,11 +8,14 @@ import pytest
 
 from tests.kernels.test_compile import numbers_of
 from tests.kernels.test_profile_compile import frames
+from tests.recorded import NVRTC, reads
 from weft.errors import CompileError
 from weft.jit.args import verify
 from weft.ops.lowlatency_entry import TABLES, LowBuild, compile_cuda, plan_low
 from weft.ops.lowlatency_shape import CHUNK_TOKENS, LowLayout, LowShape
 from weft.ops.timeline import DEFINE
+
+pytestmark = reads(tools=(NVRTC,))
 
 PLAIN = LowShape(8, 128, 8, 256, 32, 7168, "bf16")
 SHAPES = {

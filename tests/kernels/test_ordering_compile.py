@@ -6,7 +6,10 @@ import pytest
 
 from tests.gpu.test_ordering import Args, Board, compile_litmus
 from tests.kernels.test_compile import numbers_of
+from tests.recorded import NVRTC, reads
 from weft.jit import verify
+
+pytestmark = reads("tests/gpu/ordering.cuh", tools=(NVRTC,))
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

@@ -8,9 +8,12 @@ from dataclasses import replace
 import pytest
 
 from tests.kernels.test_compile import SHAPES, numbers_of
+from tests.recorded import NVRTC, reads
 from weft.ops.layout import Layout
 from weft.ops.source import compile_cuda
 from weft.ops.timeline import DEFINE
+
+pytestmark = reads(tools=(NVRTC,))
 
 FRAME_SIZE = 0x11  # attribute of a kernel in .nv.info: bytes of local memory, where spills go
 PLAIN = SHAPES["deepseek-v3"]

@@ -6,10 +6,13 @@ import pytest
 
 from tests.kernels.test_compile import numbers_of
 from tests.kernels.test_profile_compile import frames
+from tests.recorded import NVRTC, reads
 from weft.jit.args import verify
 from weft.ops.reduce_args import ReduceArgs
 from weft.ops.reduce_source import ARGS_TABLE, KERNELS, MOE, TABLE, compile_cuda
 from weft.ops.reduction import Reduction
+
+pytestmark = reads(tools=(NVRTC,))
 
 REDUCTIONS = {
     "8 ranks": Reduction(8, 2048, 32, 7168, "bf16"),

@@ -9,10 +9,13 @@ import pytest
 
 from tests.kernels.test_compile import numbers_of
 from tests.moe.routed import RULES
+from tests.recorded import NVRTC, reads
 from weft.jit.args import verify
 from weft.jit.cache import Cache
 from weft.jit.nvrtc import compile_cubin
 from weft.moe.route_entry import CUDA_OPTIONS, TABLE, RouteArgs, cuda_source
+
+pytestmark = reads(tools=(NVRTC,))
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

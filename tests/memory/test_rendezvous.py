@@ -32,7 +32,7 @@ def meeting():
     meeting.remove()
 
 
-def gather(meeting, rank, size=3, timeout=5.0, device="cpu"):
+def gather(meeting, rank, size=3, timeout=600.0, device="cpu"):
     """One rank: meet, exchange, leave. Returns what it got, or the error."""
     try:
         star = meet(meeting, rank=rank, size=size, device=device, timeout=timeout)
@@ -46,12 +46,12 @@ def gather(meeting, rank, size=3, timeout=5.0, device="cpu"):
 
 def all_ranks(*calls):
     with ThreadPoolExecutor(len(calls)) as pool:
-        return [each.result(120) for each in [pool.submit(call) for call in calls]]
+        return [each.result() for each in [pool.submit(call) for call in calls]]
 
 
 def connect(meeting, limit=HELLO_LIMIT):
     """A connection to the hub, which may not listen yet."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + 600
     while True:
         stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -84,7 +84,7 @@ def test_one_rank_alone_needs_no_socket(meeting):
 def test_names_are_gone_while_the_star_lives(meeting):
     with ThreadPoolExecutor(2) as pool:
         calls = [
-            pool.submit(meet, meeting, rank=r, size=2, device="cpu", timeout=5.0) for r in (0, 1)
+            pool.submit(meet, meeting, rank=r, size=2, device="cpu", timeout=600.0) for r in (0, 1)
         ]
         stars = [call.result(10) for call in calls]
     assert not os.path.exists(meeting.directory)
@@ -109,21 +109,23 @@ def test_the_directory_may_have_a_long_name(monkeypatch, tmp_path):
 def test_strangers_are_refused_and_the_ranks_still_meet(meeting):
     """A wrong nonce, garbage, silence and a flood of connections at once."""
     answers = []
+    have_come = threading.Event()
 
     def strangers():
         silent = [connect(meeting) for _ in range(3)]
         loud = connect(meeting)
         loud.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
         liar = Channel(connect(meeting), limit=HELLO_LIMIT)
-        liar.send(Kind.HELLO, said(meeting, nonce="0" * 64), time.monotonic() + 1)
-        answers.append(liar.receive(time.monotonic() + 3))
+        liar.send(Kind.HELLO, said(meeting, nonce="0" * 64), time.monotonic() + 600)
+        answers.append(liar.receive(time.monotonic() + 600))
         long = connect(meeting)
         long.sendall(b"weft" + b"\1\0\0\0" + (1 << 31).to_bytes(4, "big"))
+        have_come.set()
         for each in (*silent, loud, liar, long):
             each.close()
 
     def late(rank):
-        time.sleep(0.3)
+        have_come.wait()
         return gather(meeting, rank)
 
     got = all_ranks(lambda: gather(meeting, 0), strangers, lambda: late(1), lambda: late(2))
@@ -135,8 +137,8 @@ def test_strangers_are_refused_and_the_ranks_still_meet(meeting):
 def test_a_rank_with_a_wrong_nonce_learns_why(meeting):
     other = Meeting(meeting.directory, bytes(32))
     hub, liar = all_ranks(
-        lambda: gather(meeting, 0, size=2, timeout=0.5),
-        lambda: gather(other, 1, size=2, timeout=0.5),
+        lambda: gather(meeting, 0, size=2, timeout=2.0),
+        lambda: gather(other, 1, size=2, timeout=2.0),
     )
     assert "nonce is not this job's" in str(liar)
     assert "rank 1 of 2 did not come" in str(hub)
@@ -159,8 +161,8 @@ def test_another_user_is_refused(meeting, monkeypatch):
 
     monkeypatch.setattr(rendezvous, "_peer", of_another_user)
     hub, member = all_ranks(
-        lambda: gather(meeting, 0, size=2, timeout=0.5),
-        lambda: gather(meeting, 1, size=2, timeout=0.5),
+        lambda: gather(meeting, 0, size=2, timeout=2.0),
+        lambda: gather(meeting, 1, size=2, timeout=2.0),
     )
     assert "rank 1 of 2 did not come" in str(hub)
     assert isinstance(member, RendezvousFailed)
@@ -175,8 +177,8 @@ def test_a_hub_of_another_user_is_refused(meeting, monkeypatch):
 
     monkeypatch.setattr(rendezvous, "_peer", of_another_user)
     hub, member = all_ranks(
-        lambda: gather(meeting, 0, size=2, timeout=0.5),
-        lambda: gather(meeting, 1, size=2, timeout=0.5),
+        lambda: gather(meeting, 0, size=2, timeout=2.0),
+        lambda: gather(meeting, 1, size=2, timeout=2.0),
     )
     assert "rank 1 of 2 did not come" in str(hub)
     assert f"runs as user 12345 and rank 1 as user {os.geteuid()}" in str(member)
@@ -201,10 +203,10 @@ def test_a_hub_of_another_user_is_refused(meeting, monkeypatch):
 )
 def test_ranks_that_do_not_fit_together_all_learn_why(meeting, changes, text):
     def misfit():
-        time.sleep(0.1)  # rank 2 is in by then
+        time.sleep(0.5)  # rank 2 is in by then
         channel = Channel(connect(meeting), limit=HELLO_LIMIT)
-        channel.send(Kind.HELLO, said(meeting, **changes), time.monotonic() + 1)
-        frame = channel.receive(time.monotonic() + 3)
+        channel.send(Kind.HELLO, said(meeting, **changes), time.monotonic() + 600)
+        frame = channel.receive(time.monotonic() + 600)
         channel.close()
         return frame.body
 
@@ -218,12 +220,12 @@ def test_ranks_that_do_not_fit_together_all_learn_why(meeting, changes, text):
 def test_missing_ranks_are_named_at_the_deadline(meeting):
     started = time.monotonic()
     hub, member = all_ranks(
-        lambda: gather(meeting, 0, size=4, timeout=0.3),
-        lambda: gather(meeting, 2, size=4, timeout=0.3),
+        lambda: gather(meeting, 0, size=4, timeout=2.0),
+        lambda: gather(meeting, 2, size=4, timeout=2.0),
     )
     assert "rank 1, 3 of 4 did not come" in str(hub)
     assert "rank 1, 3 of 4 did not come" in str(member)
-    assert time.monotonic() - started < 8.0
+    assert time.monotonic() - started < 100.0
     assert not os.path.exists(meeting.directory)
 
 
@@ -234,21 +236,21 @@ def test_without_a_hub_the_members_give_up(meeting):
 def test_a_meeting_that_is_over_is_said_at_once(meeting):
     meeting.remove()
     started = time.monotonic()
-    assert "cannot be opened" in str(gather(meeting, 1, timeout=30.0))
-    assert time.monotonic() - started < 10.0
+    assert "cannot be opened" in str(gather(meeting, 1, timeout=600.0))
+    assert time.monotonic() - started < 100.0
 
 
 def test_a_rank_that_leaves_before_all_have_met(meeting):
     def leaver():
         channel = Channel(connect(meeting), limit=HELLO_LIMIT)
-        channel.send(Kind.HELLO, said(meeting), time.monotonic() + 1)
+        channel.send(Kind.HELLO, said(meeting), time.monotonic() + 600)
         time.sleep(0.1)
         channel.close()
 
     started = time.monotonic()
-    hub, _ = all_ranks(lambda: gather(meeting, 0, timeout=30.0), leaver)
+    hub, _ = all_ranks(lambda: gather(meeting, 0, timeout=600.0), leaver)
     assert f"rank 1 (pid {os.getpid()}) left before all ranks had met" in str(hub)
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 100.0
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -266,7 +268,7 @@ def test_a_link_in_place_of_the_directory_is_refused(meeting, tmp_path):
 
 
 def test_a_second_hub_is_refused(meeting):
-    first = threading.Thread(target=gather, args=(meeting, 0, 3, 0.6))
+    first = threading.Thread(target=gather, args=(meeting, 0, 3, 3.0))
     first.start()
     connect(meeting).close()
     assert "cannot host the meeting" in str(gather(meeting, 0, timeout=0.5))
@@ -315,8 +317,8 @@ def hub_process(meeting, size):
         process.wait()
 
 
-LONG = 100.0  # a deadline that no test waits for
-SOON = 30.0  # much less than that, and enough for a busy machine
+LONG = 1000.0  # a deadline that no test waits for
+SOON = 300.0  # much less than that, and enough for a busy machine
 
 
 def test_a_hub_that_is_killed_while_it_hosts_ends_the_meeting(meeting):
@@ -330,7 +332,7 @@ def test_a_hub_that_is_killed_while_it_hosts_ends_the_meeting(meeting):
         started = time.monotonic()
         assert re.search(
             rf"rank 0 \(pid {hub.pid}\) left before all|rank 0 no longer listens",
-            str(inside.result(60)),
+            str(inside.result()),
         )
         assert not os.path.exists(meeting.directory)
         assert "cannot be opened" in str(gather(meeting, 2, timeout=LONG))
@@ -400,8 +402,8 @@ def test_a_member_that_dies_before_it_comes_ends_the_meeting(meeting):
         started = time.monotonic()
         process.kill()
         text = f"rank 2 (pid {process.pid}) died before all ranks had met"
-        assert text in hub.result(60)
-        assert text in member.result(60)
+        assert text in hub.result()
+        assert text in member.result()
         assert time.monotonic() - started < SOON
     assert not os.path.exists(meeting.directory)
 
@@ -416,7 +418,7 @@ def test_a_member_that_dies_after_half_a_hello_ends_the_meeting(meeting):
         time.sleep(0.1)
         assert not hub.done()
         process.kill()
-        assert "rank 1 (pid " in hub.result(60)
+        assert "rank 1 (pid " in hub.result()
 
 
 @pytest.mark.parametrize("bound", [False, True])
@@ -429,7 +431,7 @@ def test_a_hub_that_dies_before_it_listens_ends_the_meeting(meeting, bound):
         time.sleep(0.1)
         assert not member.done()
         process.kill()
-        assert "rank 0 (pid " in member.result(60)
+        assert "rank 0 (pid " in member.result()
     assert not os.path.exists(meeting.directory)
 
 
@@ -479,7 +481,7 @@ def test_whoever_started_the_ranks_can_end_the_meeting(meeting):
         started = time.monotonic()
         meeting.end("rank 3 had no memory \ud800")
         for rank in ranks:
-            assert "rank 3 had no memory" in str(rank.result(60))
+            assert "rank 3 had no memory" in str(rank.result())
         assert time.monotonic() - started < SOON
     assert not os.path.exists(meeting.directory)
     meeting.end("it is over already")
@@ -519,7 +521,7 @@ def test_a_crowd_of_silent_strangers_delays_nobody(meeting, monkeypatch):
         started = time.monotonic()
         crowd = [connect(meeting) for _ in range(3 * rendezvous.STRANGERS)]
         assert gather(meeting, 1, 2, LONG) == [0, 1]
-        assert hub.result(60) == [0, 1]
+        assert hub.result() == [0, 1]
         assert time.monotonic() - started < SOON
     for each in crowd:
         each.close()
@@ -562,7 +564,7 @@ def test_a_hub_at_its_limit_of_descriptors_makes_room(meeting, monkeypatch):
         hub = pool.submit(gather, meeting, 0, 2, LONG)
         stranger = connect(meeting)
         assert gather(meeting, 1, 2, LONG) == [0, 1]
-        assert hub.result(60) == [0, 1]
+        assert hub.result() == [0, 1]
     assert 2 in full
     stranger.close()
 
@@ -623,7 +625,7 @@ def test_no_bytes_of_a_stranger_end_the_meeting(meeting, monkeypatch):
             attack()
         finally:
             member = gather(meeting, 1, 2, LONG)
-    assert hub.result(60) == member == [0, 1]
+    assert hub.result() == member == [0, 1]
     for each in sockets:
         each.close()
     assert len(os.listdir("/proc/self/fd")) == before

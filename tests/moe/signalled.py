@@ -19,7 +19,7 @@ class Signalled:
     def __init__(self, group: weft.Group, way: str) -> None:
         case = Round(tokens=(MOST_TOKENS,) * group.size, top_k=3, experts=8, hidden=384)
         self.case, self.group, self.turn = case, group, 0
-        self.a2a = make(group, case, combine_by=way, max_tokens=MOST_TOKENS, timeout=20.0)
+        self.a2a = make(group, case, combine_by=way, max_tokens=MOST_TOKENS, timeout=600.0)
         self.groups = ExpertGroups(self.a2a)
         rows, experts, hidden = self.groups.max_rows, self.groups.num_local_experts, case.hidden
         d = group.device

@@ -18,7 +18,7 @@ from weft.ops import table_vote
 
 DEEP = replace(CONFIGS["deepseek"], hidden=WIDER, intermediate=128, shared=128)
 CASE = Case(DEEP, tokens=(4, 0))
-TILED = {"gemm": "tiled", "timeout": 30.0}
+TILED = {"gemm": "tiled", "timeout": 600.0}
 
 
 def table(

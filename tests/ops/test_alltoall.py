@@ -201,7 +201,7 @@ def every_number(group: weft.Group, dtype: torch.dtype) -> None:
     add = add.to(group.device).view(dtype)
     ids = torch.zeros((8, 1), dtype=torch.int32, device=group.device)
     a2a = weft.AllToAll(
-        group, max_tokens=8, top_k=1, num_experts=1, hidden=8192, dtype=dtype, timeout=20.0
+        group, max_tokens=8, top_k=1, num_experts=1, hidden=8192, dtype=dtype, timeout=600.0
     )
     with a2a:
         a2a.dispatch(torch.zeros_like(y), ids)

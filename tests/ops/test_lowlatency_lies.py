@@ -130,7 +130,7 @@ def test_no_word_of_a_peer_leads_out_of_bounds(ranks, kind, lie):
 
 def withheld(group: weft.Group, what: str, library: str = "") -> str:
     """Rank 1 tells rank 0 of rows and then keeps one word back; how rank 0 says so."""
-    mode = Mode(more={"timeout": 0.6, "first_timeout": 20.0})
+    mode = Mode(more={"timeout": 0.6, "first_timeout": 600.0})
     with mode.make(group, CASE, MOST) as a2a:
         if library:
             a2a._rounds._entries = EmulatedLow(Path(library), a2a._geometry.shape)  # type: ignore[assignment]

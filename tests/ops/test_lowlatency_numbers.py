@@ -48,7 +48,7 @@ def delivered(group: weft.Group, name: str) -> None:
     x = strange_rows(group.device)
     ids = torch.zeros((len(x), 1), dtype=torch.int32, device=x.device)
     a2a = LowLatencyAllToAll(
-        group, len(x), HIDDEN, 1, 1, mode.quant, mode.group_size, mode.scale, timeout=20.0
+        group, len(x), HIDDEN, 1, 1, mode.quant, mode.group_size, mode.scale, timeout=600.0
     )
     with a2a:
         got = a2a.dispatch(x, ids)

@@ -146,7 +146,7 @@ def warm(ar: weft.AllReduce) -> None:
 
 
 def refused_again(group: weft.Group) -> None:
-    with weft.AllReduce(group, max_tokens=8, hidden=256, first_timeout=20.0) as ar:
+    with weft.AllReduce(group, max_tokens=8, hidden=256, first_timeout=600.0) as ar:
         warm(ar)
         watch, forms = Watch(ar), len(ar._forms)
         for _ in range(2):

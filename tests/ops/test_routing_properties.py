@@ -104,7 +104,7 @@ def follow(group: weft.Group, case: Exchange) -> None:
         hidden=HIDDEN,
         dtype=case.dtype,
         expert_map=case.owners,
-        timeout=20.0,
+        timeout=600.0,
     )
     with a2a:
         try:

@@ -133,7 +133,7 @@ def soak(group: weft.Group, options: dict[str, Any], rounds: int) -> int:
     ]
     a2a = weft.AllToAll(
         group, max_tokens=64, top_k=6, num_experts=64, hidden=cases[0].hidden,
-        timeout=30.0, **options,
+        timeout=600.0, **options,
     )  # fmt: skip
     with a2a:
         steps = [Step(a2a, case, options) for case in cases]

@@ -63,7 +63,7 @@ def one_round(a2a: weft.AllToAll, round_: int, count: int, *, halves: bool) -> N
 
 def told_each_round(group: weft.Group, options: dict[str, Any], halves: bool) -> None:
     for count in (1, 33, 4099):
-        sizes = {**SIZES, "halves": halves, "timeout": 20.0, **options}
+        sizes = {**SIZES, "halves": halves, "timeout": 600.0, **options}
         with weft.AllToAll(group, stats=count, **sizes) as a2a:
             for round_ in range(9):
                 one_round(a2a, round_, count, halves=halves and round_ != 4)
@@ -91,7 +91,7 @@ def replayed(group: weft.Group) -> None:
     ids = torch.tensor([[0, 4, 8], [-1, 3, 5]], dtype=torch.int32, device=device)
     mine = torch.zeros(count, dtype=torch.int32, device=device)
     seen = torch.zeros((group.size, count), dtype=torch.int32, device=device)
-    with weft.AllToAll(group, stats=count, timeout=20.0, **SIZES) as a2a:
+    with weft.AllToAll(group, stats=count, timeout=600.0, **SIZES) as a2a:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             received = a2a.dispatch(x, ids, stats=mine)

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.recorded import reads
 from weft.jit import compile_program
 
 SOURCE = Path(__file__).with_name("race.cpp")
+# Every run tries a few interleavings; the long campaign runs when these files change.
+CAMPAIGN = reads("tests/protocol/race.cpp")
 SANITIZED = ("-fsanitize=thread", "-g", "-O1")
 # The first report is the verdict; to print all of them takes seconds.
 ENVIRONMENT = os.environ | {"TSAN_OPTIONS": "halt_on_error=1"}
@@ -22,7 +25,6 @@ def run(name: str, *options: str, rounds: int, first_epoch: int = 0) -> tuple[in
         [str(program), str(rounds), str(first_epoch)],
         capture_output=True,
         text=True,
-        timeout=200,
         check=False,
         env=ENVIRONMENT,
     )
@@ -35,6 +37,7 @@ def test_no_race_with_ranks_as_threads():
     assert "3000 rounds of 4 ranks: 0 wrong words" in text
 
 
+@CAMPAIGN
 @pytest.mark.parametrize("way", ["pull", "push", "fp8", "choices"])
 @pytest.mark.parametrize(("group", "halves"), [(1, 1), (4, 1), (9, 0)])
 def test_no_race_in_other_groups_ways_and_halves(way, group, halves):
@@ -44,6 +47,7 @@ def test_no_race_in_other_groups_ways_and_halves(way, group, halves):
     assert f"400 rounds of {group} ranks: 0 wrong words" in text
 
 
+@CAMPAIGN
 @pytest.mark.parametrize("way", ["push", "fp8", "choices"])
 def test_a_weakened_release_of_pushed_rows_is_reported(way):
     choice = (f"-DWAY={way}", "-DWEFT_WEAK_FLAGS=1")
@@ -59,7 +63,14 @@ def test_a_weakened_release_is_reported():
     assert "ThreadSanitizer: data race" in text
 
 
-# The second run crosses the wrap of the 40-bit epochs in its middle.
+def test_rounds_across_the_wrap_of_the_40_bit_epochs():
+    status, text = run("soak", rounds=20_000, first_epoch=2**40 - 10_000)
+    assert status == 0, text
+    assert "20000 rounds of 4 ranks: 0 wrong words" in text
+
+
+# The second run crosses the wrap in its middle.
+@CAMPAIGN
 @pytest.mark.parametrize("first_epoch", [0, 2**40 - 250_000])
 def test_a_million_rounds(first_epoch):
     status, text = run("soak", rounds=500_000, first_epoch=first_epoch)
