@@ -118,7 +118,10 @@ def disturb(group, port, secret, written):
     """Rank 2 does not come; a stranger writes in its place."""
     environment(group, port, secret=secret)
     if group.rank == 2:
-        PrefixStore("weft/0/1", stranger(port)).set("1/2", written)
+        PrefixStore("weft/0/1", stranger(port)).set(
+            "1/2",
+            bytes.fromhex(written),  # type: ignore[arg-type]
+        )
         return None
     return raised(Group.from_env, device="cpu", timeout=LONG)
 

@@ -152,10 +152,10 @@ class StoreExchange:
                 raise Malformed(f"{len(body)} bytes, where at most {VALUE_LIMIT} are accepted")
             return decode(body)
         except Malformed as error:
-            secret = "" if self._secret else f"; {SECRET}, the same on every rank, keeps others out"
             raise RendezvousFailed(
                 f"{named} is not what rank {rank} would write: {text_of(str(error))}. A process "
-                f"that is no rank wrote there, or ranks differ in {SECRET}{secret}"
+                f"that is no rank wrote there, or only some ranks have {SECRET}: set it, the same "
+                "on every rank, to keep others out"
             ) from error
 
     def _mac(self, rank: int, body: bytes) -> bytes:
