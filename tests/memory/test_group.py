@@ -43,7 +43,7 @@ def test_values_up_to_a_mebibyte_pass():
 
 
 def refuse_values(group):
-    deep = []
+    deep: list[object] = []
     for _ in range(100_000):
         deep = [deep]
     refused = [
@@ -193,84 +193,6 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline(sleeper):
     for kind, text, _ in results:
         assert kind == RendezvousFailed.__name__
         assert f"rank {sleeper} (pid {os.getpid()}) did not enter barrier within 2 s" in text
-
-
-def leave(group):
-    if group.rank == 1:
-        group.close()
-        return raised(group.barrier)[:2]
-    return raised(group.barrier)[:2]
-
-
-def test_a_rank_that_closed_its_group_is_named():
-    zero, one, two = launch(leave, ranks=3, device="threads")
-    assert one == ["OutOfOrder", "the group is closed; make a new one"]
-    for kind, text in (zero, two):
-        assert kind == RendezvousFailed.__name__
-        assert f"rank 1 (pid {os.getpid()}) closed its group" in text
-
-
-def raise_in_the_group(group, culprit):
-    """The culprit's function raises; on each other rank, what it was told."""
-    group.barrier()
-    try:
-        with group:
-            if group.rank == culprit:
-                raise KeyError("no such expert")
-            group.barrier(timeout=200.0)
-    except (KeyError, RendezvousFailed) as error:
-        return str(error)
-    return None
-
-
-@pytest.mark.parametrize("culprit", [0, 2])
-def test_a_rank_that_raises_tells_the_others_why(culprit):
-    started = time.monotonic()
-    told = launch(raise_in_the_group, culprit, ranks=3, device="threads")
-    assert time.monotonic() - started < 60.0
-    for rank in {0, 1, 2} - {culprit}:
-        assert told[rank] == (
-            f"rank {culprit} (pid {os.getpid()}) left the group while the others were in barrier: "
-            "it raised KeyError: 'no such expert'"
-        )
-
-
-def come_later(group):
-    """The hub comes to a barrier that one rank has left for good and another waits in."""
-    group.barrier()
-    if group.rank == 1:
-        with contextlib.suppress(ValueError), group:
-            raise ValueError("bad \ud800 weights" + "x" * 10**6)
-    if group.rank == 0:
-        time.sleep(0.3)
-    return raised(group.barrier)[:2]
-
-
-def test_the_reason_waits_for_whoever_comes_later():
-    zero, one, two = launch(come_later, ranks=3, device="threads")
-    assert one[0] == "OutOfOrder"
-    for kind, text in (zero, two):
-        assert kind == RendezvousFailed.__name__
-        assert "rank 1 (pid " in text
-        assert r"it raised ValueError: bad \ud800 weights" in text
-        assert len(text) < 5000
-
-
-def send_to_one_that_left(group):
-    """The reason is read although sending has failed before."""
-    group.barrier()
-    if group.rank == 0:
-        with contextlib.suppress(ValueError), group:
-            raise ValueError("gone")
-        return None
-    time.sleep(0.3)
-    return [raised(group.barrier)[1] for _ in range(2)]
-
-
-def test_a_hub_that_left_has_said_why():
-    told = launch(send_to_one_that_left, ranks=2, device="threads")[1]
-    assert told[0] == told[1]
-    assert "it raised ValueError: gone" in told[0]
 
 
 def different_calls(group):

@@ -251,7 +251,7 @@ import ctypes, os, torch
 from weft.memory.dlpack import tensor_at
 from weft.memory.group import Group
 from weft.memory.heap import Heap
-from weft.memory.rendezvous import Meeting
+from weft.memory.meeting import Meeting
 
 group = Group.from_meeting(
     Meeting.open(), rank=0, size=1, device=torch.device("cpu"), timeout=5.0

@@ -112,7 +112,7 @@ class Said:
 
 @pytest.mark.parametrize("row", [b"7", b"{}", b'{"op":"it"}', b"\xff", b"NaN", b"[" * 100_000])
 def test_what_no_rank_of_weft_would_gather_is_an_error_in_words(row, monkeypatch):
-    control = TorchControl(Said(b'{"op":"it","value":1}', row))
+    control = TorchControl(Said(b'{"op":"it","value":1}', row))  # type: ignore[arg-type]
     monkeypatch.setattr(collective, "gather_bytes", lambda group, *_, **__: group.rows)
     with pytest.raises(RendezvousFailed, match="rank 1 broke the protocol in it"):
         control.gather("it", 1, 1.0)

@@ -4,6 +4,7 @@ import array
 import os
 import socket
 import time
+from typing import Any
 
 import pytest
 
@@ -118,13 +119,15 @@ def test_what_no_rank_would_send_is_refused(pair, data, text):
 
 
 def test_only_what_can_be_told_on_is_encoded_and_decoded():
-    deep = []
+    deep: list[object] = []
     for _ in range(100_000):
         deep = [deep]
-    for value in (deep, float("nan"), {"a": float("inf")}):
+    hopeless: list[Any] = [deep, float("nan"), {"a": float("inf")}]
+    for value in hopeless:
         with pytest.raises(ValueError, match="nested too deep|Out of range"):
             encode(value)
-    for value in (0.1, -1e308, 5e-324, 1 << 200, "é\ud800", {"a": [None, True]}):
+    good: list[Any] = [0.1, -1e308, 5e-324, 1 << 200, "é\ud800", {"a": [None, True]}]
+    for value in good:
         assert decode(encode(value)) == value
 
 

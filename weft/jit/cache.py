@@ -25,15 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import InvalidArgument, SetupError
+from weft.jit.files import in_the_way, names, own_directory, read_own, regular, remove
 
 # Raise this when entries of an older weft must not be used although every other input is equal.
 ABI = 1
 
 _KEY = re.compile(r"[0-9a-f]{64}")
 _OURS = re.compile(r"\.?([0-9a-f]{64})\.(?:data|json|lock|\w+\.tmp)")
-_NEVER = "remove it, or point WEFT_CACHE at a directory of your own"
-# O_NONBLOCK: a pipe in a file's place must not make its reader wait for a writer.
-_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -74,14 +72,6 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """A file as it was read, and when it was last modified."""
-
-    data: bytes
-    modified: float
-
-
-@dataclass(frozen=True, slots=True)
 class _Sidecar:
     fields: dict[str, Any]
     modified: float
@@ -104,7 +94,7 @@ class Cache:
     """
 
     def __init__(self, path: Path | None = None, *, lock_timeout: float = 300.0) -> None:
-        self.path = _directory(default_path() if path is None else Path(path).absolute())
+        self.path = own_directory(default_path() if path is None else Path(path).absolute())
         self.lock_timeout = lock_timeout
 
     def get(self, key: str) -> bytes | None:
@@ -112,7 +102,7 @@ class Cache:
         sidecar = self._sidecar(key)
         if sidecar is None:
             return None
-        found = _read(self._file(key, "data"))
+        found = read_own(self._file(key, "data"))
         if found is None or hashlib.sha256(found.data).hexdigest() != sidecar.fields.get("sha256"):
             return None
         # The sidecar's mtime is the time of last use: a statistic, so a read-only cache may refuse.
@@ -151,7 +141,7 @@ class Cache:
             if (data := self.get(key)) is not None:  # built while this process waited
                 return data
             for leftover in self.path.glob(f".{key}.*.tmp"):  # of a builder that was killed
-                _remove(leftover)
+                remove(leftover)
             data = build()
             self._write(key, data, meta)
             return data
@@ -166,8 +156,10 @@ class Cache:
                 continue
             said = sidecar.fields
             size, created = said.get("bytes"), said.get("created")
-            # A sidecar that says otherwise is not weft's: Python's own bool is no number here.
-            if type(size) is not int or type(created) not in (int, float):
+            # A sidecar that says otherwise is not weft's. To Python a bool is an int, too.
+            if type(size) is not int or isinstance(created, bool):
+                continue
+            if not isinstance(created, int | float):
                 continue
             if not 0 <= size < 1 << 63 or not 0 <= created < math.inf:
                 continue
@@ -193,7 +185,7 @@ class Cache:
             SetupError: something stands in an entry's place that cannot be removed.
         """
         removed = 0
-        matches = (_OURS.fullmatch(name) for name in _names(self.path))
+        matches = (_OURS.fullmatch(name) for name in names(self.path))
         for key in sorted({match[1] for match in matches if match}):
             lock = self._acquire(self._file(key, "lock"), timeout=0.0)
             if lock is None:
@@ -201,9 +193,9 @@ class Cache:
             try:
                 removed += os.path.lexists(self._file(key, "json"))
                 for part in ("json", "data"):  # the sidecar first: without it there is no entry
-                    _remove(self._file(key, part))
+                    remove(self._file(key, part))
                 for leftover in self.path.glob(f".{key}.*.tmp"):
-                    _remove(leftover)
+                    remove(leftover)
             finally:
                 self._release(self._file(key, "lock"), lock)
         return removed
@@ -214,7 +206,7 @@ class Cache:
         return self.path / f"{key}.{part}"
 
     def _sidecar(self, key: str) -> _Sidecar | None:
-        found = _read(self._file(key, "json"))
+        found = read_own(self._file(key, "json"))
         if found is None:
             return None
         try:
@@ -250,7 +242,7 @@ class Cache:
                 file.flush()
                 os.fsync(file.fileno())
             if path.is_dir() and not path.is_symlink():  # the only thing a rename cannot replace
-                _remove(path)
+                remove(path)
             scratch.replace(path)
         except BaseException as error:
             scratch.unlink(missing_ok=True)
@@ -266,7 +258,7 @@ class Cache:
         path = self._file(key, "lock")
         lock = self._acquire(path, timeout=self.lock_timeout)
         if lock is None:
-            written = _read(path)
+            written = read_own(path)
             said = "" if written is None else written.data.decode("ascii", "replace").strip()
             holder = said[:20] or "unknown"
             raise SetupError(
@@ -291,15 +283,15 @@ class Cache:
             try:
                 lock = os.open(path, _LOCK_FLAGS, 0o600)
             except OSError as error:
-                if os.path.lexists(path) and not _regular(path):
-                    raise _in_the_way(path) from error
+                if os.path.lexists(path) and not regular(path):
+                    raise in_the_way(path) from error
                 raise SetupError(
                     f"cannot open lock file {path}: {error}; "
                     "set WEFT_CACHE to a directory that you can write"
                 ) from error
             if not stat.S_ISREG(os.fstat(lock).st_mode):
                 os.close(lock)
-                raise _in_the_way(path)
+                raise in_the_way(path)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # The last holder unlinks the file: a lock on an unlinked file keeps nobody out.
@@ -326,96 +318,3 @@ class Cache:
             path.unlink()
         fcntl.flock(lock, fcntl.LOCK_UN)  # explicitly: a forked child may hold the same open file
         os.close(lock)
-
-
-def _directory(path: Path) -> Path:
-    """Make the directory if needed, refuse one into which another user could put code, resolve it.
-
-    Links are judged before they are followed: whoever owns one can point it elsewhere tomorrow.
-    """
-    for part in (*reversed(path.parents), path):
-        try:
-            status = part.lstat()
-        except OSError:  # to be made, or refused below
-            break
-        if stat.S_ISLNK(status.st_mode) and status.st_uid not in (0, os.geteuid()):
-            raise SetupError(
-                f"{part} is a symbolic link of user {status.st_uid}, this process runs as user "
-                f"{os.geteuid()}, and code from behind it would be run; {_NEVER}"
-            )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir(mode=0o700, exist_ok=True)
-        path = path.resolve(strict=True)
-        status = path.lstat()
-    except (OSError, RuntimeError) as error:  # the latter for links that go in a circle
-        raise SetupError(
-            f"cannot make {path} for compiled code: {error}; "
-            "set WEFT_CACHE to a directory that you can write"
-        ) from error
-    if status.st_uid != os.geteuid():
-        raise SetupError(
-            f"{path} belongs to user {status.st_uid}, this process runs as user "
-            f"{os.geteuid()}, and code from it would be run; {_NEVER}"
-        )
-    if (mode := stat.S_IMODE(status.st_mode)) & 0o022:
-        raise SetupError(
-            f"{path} has mode {mode:04o}, so others may write code into it; "
-            f"expected 0700: chmod 700 {path}"
-        )
-    return path
-
-
-def _read(path: Path) -> _Found | None:
-    """A regular file that this user alone may write, or None: absent, unreadable, or not that."""
-    try:
-        fd = os.open(path, _READ_FLAGS)
-    except OSError:
-        return None
-    try:
-        status = os.fstat(fd)
-        mine = status.st_uid == os.geteuid() and not status.st_mode & 0o022
-        if not stat.S_ISREG(status.st_mode) or not mine:
-            return None
-        with open(fd, "rb", closefd=False) as file:
-            return _Found(file.read(), status.st_mtime)
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
-
-
-def _regular(path: Path) -> bool:
-    try:
-        return stat.S_ISREG(path.lstat().st_mode)
-    except OSError:
-        return False
-
-
-def _names(directory: Path) -> list[str]:
-    try:
-        return os.listdir(directory)
-    except FileNotFoundError:  # removed since it was made
-        return []
-    except OSError as error:
-        raise SetupError(f"cannot list {directory}: {error}; set WEFT_CACHE to another") from error
-
-
-def _remove(path: Path) -> None:
-    """Remove what stands at `path`, links themselves, a directory only if it is empty."""
-    try:
-        if path.is_dir() and not path.is_symlink():
-            path.rmdir()
-        else:
-            path.unlink(missing_ok=True)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise _in_the_way(path) from error
-
-
-def _in_the_way(path: Path) -> SetupError:
-    return SetupError(
-        f"{path} is in the way of compiled code: it is not a file that weft wrote there and "
-        "cannot be replaced; remove it, or set WEFT_CACHE to another directory"
-    )

@@ -20,10 +20,12 @@ from weft.errors import (
     OutOfOrder,
 )
 from weft.memory.collective import OwnProcessGroup, TorchControl
-from weft.memory.discovery import StoreExchange, default_device, environment, find
+from weft.memory.discovery import default_device, find
 from weft.memory.liveness import Liveness, Sign
+from weft.memory.meeting import Meeting
 from weft.memory.peers import Peers
-from weft.memory.rendezvous import Meeting, meet
+from weft.memory.rendezvous import meet
+from weft.memory.store import StoreExchange, environment
 from weft.memory.wire import JSON, encode
 
 T = TypeVar("T")

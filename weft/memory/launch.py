@@ -13,8 +13,8 @@ import torch
 
 from weft.errors import InvalidArgument
 from weft.memory.group import Group
+from weft.memory.meeting import Meeting
 from weft.memory.processes import GRACE, GRACE_MEETING, Job, run_processes
-from weft.memory.rendezvous import Meeting
 from weft.memory.reports import Report, failure, report_of
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from weft.memory.group import Group
-from weft.memory.rendezvous import Meeting
+from weft.memory.meeting import Meeting
 from weft.memory.reports import Report, report_of
 
 GRACE = 10.0  # seconds for the other ranks to end after one failed

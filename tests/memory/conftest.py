@@ -1,0 +1,12 @@
+"""Fixtures of these tests."""
+
+import pytest
+
+from weft.memory.meeting import Meeting
+
+
+@pytest.fixture
+def meeting():
+    meeting = Meeting.open()
+    yield meeting
+    meeting.remove()

@@ -1,0 +1,52 @@
+"""Ranks that meet, in threads of one process, and strangers that connect."""
+
+import os
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from weft.errors import RendezvousFailed
+from weft.memory.meeting import ABI
+from weft.memory.rendezvous import meet
+from weft.memory.wire import encode
+
+LONG = 1000.0  # a deadline that no test waits for
+SOON = 300.0  # much less than that, and enough for a busy machine
+
+
+def gather(meeting, rank, size=3, timeout=5.0, device="cpu"):
+    """One rank: meet, exchange, leave. Returns what it got, or the error."""
+    try:
+        star = meet(meeting, rank=rank, size=size, device=device, timeout=timeout)
+    except RendezvousFailed as error:
+        return error
+    try:
+        return star.gather("test", rank, timeout)
+    finally:
+        star.close()
+
+
+def all_ranks(*calls):
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [each.result() for each in [pool.submit(call) for call in calls]]
+
+
+def connect(meeting):
+    """A connection to the hub, which may not listen yet."""
+    until = time.monotonic() + 600
+    while True:
+        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            stranger.connect(os.path.join(meeting.directory, "hub"))
+            return stranger
+        except OSError:
+            stranger.close()
+            assert time.monotonic() < until
+            time.sleep(0.002)
+
+
+def said(meeting, **changes):
+    hello = {
+        "abi": ABI, "rank": 1, "size": 3, "device": "cpu", "nonce": meeting.nonce.hex()
+    }  # fmt: skip
+    return encode({**hello, **changes})
