@@ -9,6 +9,7 @@ import torch
 
 import weft
 from tests.compiled import PATIENT, compiled, layers, low_rounds, rank_rounds, reduces, same
+from tests.moe.layers import CONFIGS, Case
 from tests.rounds import Round
 from tests.sums import Sum
 from weft.compat.flashinfer import (
@@ -194,6 +195,38 @@ def fusions(group: weft.Group) -> None:
     workspace.destroy()
 
 
+def closed(group: weft.Group) -> None:
+    """What calls a closed object says so: a graph that was compiled before by itself."""
+    case = Round((5, 3), top_k=3, experts=8, hidden=128)
+    x, ids, weights, _ = case.of(group.rank, group.device)
+    deepseek = Case(CONFIGS["deepseek"], tokens=(5, 3))
+    logits = deepseek.of(group.rank, group.device)[1]
+
+    def by_rank(a2a: Any) -> torch.Tensor:
+        return a2a.combine(a2a.dispatch(x, ids, weights).x)
+
+    def by_expert(low: Any) -> torch.Tensor:
+        rows = low.dispatch(x, ids, weights)
+        return low.combine(rows.x, ids, weights, rows.handle)
+
+    def layer(moe: Any) -> torch.Tensor:
+        return moe(x, logits)
+
+    for body, owner in (
+        (by_rank, weft.AllToAll(group, **SIZES, **PATIENT)),
+        (by_expert, weft.LowLatencyAllToAll(group, 8, 128, 3, 8, None, **PATIENT)),
+        (layer, deepseek.open(group, overlap="none", **PATIENT)),
+    ):
+        traced = compiled(body, PLAIN)
+        same((traced(owner),), (body(owner),))
+        group.barrier()
+        owner.close()
+        with pytest.raises(OutOfOrder, match="was closed"):
+            traced(owner)
+        with pytest.raises(Exception, match="OutOfOrder.*was closed"):
+            compiled(body, PLAIN)(owner)
+
+
 def while_others_compile(group: weft.Group) -> None:
     """torch.compiler.is_compiling() is true in all threads while one compiles; calls stay eager."""
     case = Round((5, 3), top_k=3, experts=8, hidden=128)
@@ -213,6 +246,7 @@ def refusals_and_mixtures(group: weft.Group) -> None:
     halves(group)
     handed_over(group)
     fusions(group)
+    closed(group)
     while_others_compile(group)
 
 

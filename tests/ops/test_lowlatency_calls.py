@@ -224,6 +224,26 @@ def test_ranks_that_combine_different_results_are_told(ranks, kind, halves):
     assert "rank 1, combine: rank 0 combined result 1 of those alive, this rank result 2" in said[1]
 
 
+def uncounted(group: weft.Group) -> None:
+    """One rank's graph replayed a dispatch that its host did not count; the other's host did."""
+    x, ids, weights, _ = inputs(group)
+    with make(group) as a2a:
+        got = a2a.dispatch(x, ids, weights)
+        wanted = a2a.combine(expert_results(a2a, got), ids, weights, got.handle)
+        a2a._rounds._number -= group.rank
+        got = a2a.dispatch(x, ids, weights)
+        again = a2a.combine(expert_results(a2a, got), ids, weights, got.handle)
+        if group.device.type == "cuda":
+            torch.cuda.synchronize()
+        a2a.check()
+        assert torch.equal(again, wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_need_not_have_counted_the_same_dispatches(ranks, kind):
+    ranks(2, kind)(uncounted)
+
+
 def bad_ids(group: weft.Group) -> list[str]:
     x, ids, weights, _ = inputs(group)
     said = []

@@ -89,7 +89,7 @@ template <LowShape S> struct LowInbox {
     alignas(128) u64 received[S.ranks];  // grants: a peer has emptied its inbox of a dispatch,
     alignas(128) u64 combined[S.ranks];  // of a combine
     alignas(128) u64 tokens[S.ranks];    // tagged, as all below but the rows
-    alignas(128) u64 answers[S.ranks];   // number of the dispatch that a peer's combine answers
+    alignas(128) u64 answers[S.ranks];   // which of the results alive a peer's combine answers
     alignas(128) u64 chosen[S.ranks][S.chunks()][S.local];  // tokens, as bits, of my experts
     alignas(128) u64 choices[S.ranks][S.tokens][S.top_k];   // my local expert + 1, or 0
     alignas(128) u8 rows[S.sent_bytes() + S.back_bytes()];
@@ -151,7 +151,7 @@ struct LowCombineArgs {
     u32 tokens, ids_bytes;
     u32 own_experts;
     u32 senders;
-    u32 number;  // of the dispatch that is answered, in tagged_bits
+    u32 number;  // which of the results alive is answered, in tagged_bits
     u32 reserved;
 };
 
