@@ -13,6 +13,7 @@ import statistics
 from typing import Any, TypeAlias
 
 from benchmarks.series import Series, least, load, series
+from weft import AllReduce, LowLatencyAllToAll
 from weft.bench.limits import (
     PAIR_FIXED_US,
     allreduce_floor_us,
@@ -20,6 +21,9 @@ from weft.bench.limits import (
     link_rate,
     pair_floor_us,
 )
+from weft.bench.lowlatency_cases import LowSettings
+from weft.bench.lowlatency_trial import low_traffic
+from weft.bench.routing import make_ids
 
 Cells: TypeAlias = "Series | list[Any] | None"
 LADDER = "alltoall-ladder-8xH200-2026-11-20.json"
@@ -189,6 +193,70 @@ def mean_of(selector: str) -> Series:
     """The mean of two runs."""
     first, second = (series(f"{TILES}/{selector}.{index}") for index in (0, 1))
     return Series({size: statistics.fmean((first[size], second[size])) for size in first})
+
+
+def fastest_plan_us(work: str, rows: int) -> float:
+    """us of the fastest plan of a grouped product, as many rows for every expert."""
+    found = load("gemm-1xH200-2026-11-21.json")["equal_rows"]
+    return min(
+        float(row["us"])
+        for row in found
+        if (row["work"], row["dtype"], row["rows"]) == (work, "fp8", rows) and row.get("us")
+    )
+
+
+def low_floors(tokens: int, router: str) -> list[Any]:
+    """Floors of a low-latency pair on 8 ranks by how rows come home, of the routing that bench has."""
+    found = []
+    for options in (
+        {},
+        {"reduce": "sender"},
+        {"combine_by": "fp8"},
+        {"reduce": "sender", "combine_by": "fp8"},
+    ):
+        settings = LowSettings(**{**_LOW, "tokens": (tokens,), "router": router, **options})
+        ids = [make_ids(settings.as_moe, tokens, rank) for rank in range(8)]
+        traffic, shape = low_traffic(settings, ids), settings.geometry.shape
+        out, back = traffic.out * shape.sent_bytes, traffic.back * shape.back_bytes
+        found.append(pair_floor_us(out, back, gpus(8)))
+    return found
+
+
+_LOW: dict[str, Any] = dict(
+    ranks=8,
+    device="cuda",
+    max_tokens=512,
+    hidden=7168,
+    top_k=8,
+    experts=256,
+    quant="fp8",
+    scale="fp32_row",
+    reduce="receiver",
+    combine_by="push",
+    graph=True,
+    samples=15,
+    seed=0,
+    halves=False,
+    num_sms=None,
+    programmatic_launch=True,
+)
+
+
+def low_memory(**options: str) -> list[Any]:
+    """MB of a low-latency all-to-all, shared, results, and both."""
+    sizes = {"ranks": 8, "max_tokens": 128, "top_k": 8, "num_experts": 256, "hidden": 7168}
+    found: Any = LowLatencyAllToAll.memory_bytes(**sizes, **options)  # type: ignore[arg-type]
+    return [part / 1e6 for part in (found.shared, found.results, found.shared + found.results)]
+
+
+def reduce_memory(ranks: int) -> Series:
+    """MiB of an all-reduce by its most tokens."""
+    return Series(
+        {
+            tokens: AllReduce.memory_bytes(ranks=ranks, hidden=7168, max_tokens=tokens) / (1 << 20)
+            for tokens in (128, 512, 2048, 8192)
+        }
+    )
 
 
 TABLES: dict[str, list[tuple[str, Cells]]] = {
@@ -706,5 +774,20 @@ TABLES: dict[str, list[tuple[str, Cells]]] = {
             / 2,
         ),
         ("5. the same, but only below 256 x 896 words", series(LADDER + "/ladder/4/perfect 8/*.0")),
+    ],
+    "gemm-plans": [
+        (str(rows), [fastest_plan_us(work, rows) for work in ("quant", "down")])
+        for rows in (16, 32, 64, 128, 256)
+    ],
+    "allreduce-memory": [(f"{ranks} ranks", reduce_memory(ranks)) for ranks in (8, 4, 2)],
+    "lowlatency-memory": [
+        ("default", low_memory()),
+        ('`combine_by="fp8"`', low_memory(combine_by="fp8")),
+        ('`reduce="sender", combine_by="fp8"`', low_memory(reduce="sender", combine_by="fp8")),
+    ],
+    "lowlatency-floors": [
+        (f"{tokens}, {router}", low_floors(tokens, router))
+        for tokens in (256, 512)
+        for router in ("random", "perfect")
     ],
 }
