@@ -127,6 +127,8 @@ class AllReduceFusionWorkspace:
         reduce, self._reduce = self._reduce, None
         if reduce is not None:
             reduce.close()
+            self._scales.clear()
+            self._indices.clear()
             if self._owns_group:
                 _give_up(self.group)
 

@@ -55,6 +55,9 @@ class Mlp(Protocol):
     def push(self, weights: ExpertWeights) -> None:
         """The second product, every row of it stored at its `home`. Tiled only."""
 
+    def close(self) -> None:
+        """Let go of the buffers, and of what came with the last rows; nothing is called after."""
+
 
 def choose_way(
     way: str, device: torch.device, config: MoEConfig, *, fp8: bool, quantize: str | None
@@ -133,6 +136,7 @@ class TorchMlp:
         device: torch.device,
     ) -> None:
         self.layout, self.align = layout_of(way)
+        self._way = way
         self._gating, self._quantize = config.gating, quantize
 
         def room(columns: int, wanted: bool = True) -> torch.Tensor:
@@ -185,6 +189,12 @@ class TorchMlp:
 
     def push(self, weights: ExpertWeights) -> None:
         raise InvalidArgument("torch's products store no rows at peers; use gemm='tiled'")
+
+    def close(self) -> None:
+        self._products = make(self._way, 0, 1, 0, self._y.new_empty(0))
+        self._wide, self._scales, self._h, self._act, self._y = (
+            t.new_empty(0) for t in self.buffers
+        )
 
     def _widened(self, rows: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """The rows in the layer's dtype: `round(q * scale)` where FP8 came over the wire."""

@@ -93,7 +93,11 @@ class LayerWorkspace(ABC, Generic[Rows]):
         return -(-rows // routing.num_experts)
 
     def check_call(self) -> None:
-        """Refuse a capture that would have to wait for the device, before anything is sent."""
+        """Refuse a capture that would have to wait for the device, before anything is sent.
+
+        Raises OutOfOrder after `close`.
+        """
+        self.exchange._check_open()
         if self.chosen.gemm == "loop" and self.capturing:
             raise InvalidArgument(
                 "gemm 'loop' reads row counts on the host, which a captured graph cannot do; "
@@ -135,6 +139,9 @@ class LayerWorkspace(ABC, Generic[Rows]):
     def close(self) -> None:
         """Give everything back; waits for this rank's own work only. Idempotent."""
         self.exchange.close()
+        if hasattr(self, "_mlp"):  # else opening it failed
+            self._mlp.close()
+            self._weighed = self._weighed.new_empty(0)
 
     @abstractmethod
     def _choose(self, options: Options) -> Chosen:
@@ -159,18 +166,20 @@ class LayerWorkspace(ABC, Generic[Rows]):
         """
         check_options(options, self.config)
         found: dict[str, Chosen] = {}
-        problems: list[InvalidArgument] = []
+        refused: InvalidArgument | None = None
         for word in OVERLAPS:
             if word == "shared" and not self.config.shared:
                 continue  # there would be nothing to overlap
             try:
                 found[word] = self._choose(replace(options, overlap=word))
             except InvalidArgument as error:
-                problems.append(error)
+                # Without its traceback: that holds this frame, which holds the error and the layer.
+                refused = refused or error.with_traceback(None)
         if options.overlap != AUTO:
             return found | {options.overlap: self._choose(options)}
         if not found:
-            raise problems[0]
+            assert refused is not None
+            raise InvalidArgument(str(refused))
         return found
 
     def _open_buffers(self) -> None:

@@ -90,7 +90,8 @@ class GroupRounds:
             self._entries = CpuGroupEntries(shape, grouping, sends=sends, defines=defines)
         self._sent = 0  # columns of this round's results that are away
         on_gpu = device.type == "cuda"
-        self.buffers = b = Buffers.make(a2a, grouping, device, on_gpu=on_gpu)
+        b = Buffers.make(a2a, grouping, device, on_gpu=on_gpu)
+        self.buffers: Buffers | None = b
         if on_gpu:
             torch.cuda.synchronize(device)  # calls may come in another stream
         self._args = GroupArgs(site=a2a._workspace.site)
@@ -160,13 +161,13 @@ class GroupRounds:
         self._gathered = 0
 
     def close(self) -> None:
-        """Unload the kernels, once they have run."""
+        """Unload the kernels, once they have run, and let go of the buffers."""
         if self._entries is None:
             return
         if self._a2a.group.device.type == "cuda":
             torch.cuda.synchronize(self._a2a.group.device)
         self._entries.close()
-        self._entries = None
+        self._entries = self.buffers = None
 
     def _take(self, y: torch.Tensor, shape: tuple[int, ...], doing: str) -> None:
         """Check one result for each row of this round's gather, and where it is."""

@@ -118,6 +118,7 @@ class ExpertGroups:
         grouping = _by_expert(a2a, self.max_rows, align, layout)
         self._rounds = GroupRounds(a2a, grouping, programmatic_launch)
         experts, buffers = self.num_local_experts, self._rounds.buffers
+        assert buffers is not None
         # A rank without experts has the buffers of one, and shows none of it.
         shape: tuple[int, ...]
         if layout == "masked":
@@ -126,7 +127,7 @@ class ExpertGroups:
             shape = (self.max_rows if experts else 0,)
         size = math.prod(shape)
         self._y_shape = (*shape, a2a._geometry.shape.hidden)
-        self._grouped = Grouped(
+        self._grouped: Grouped | None = Grouped(
             rows=tuple(rows[:size].view(*shape, *rows.shape[1:]) for rows in buffers.rows),
             offsets=buffers.offsets[: experts + 1],
             counts=buffers.counts[:experts],
@@ -154,6 +155,7 @@ class ExpertGroups:
         all-to-all's, OutOfOrder outside of a round, and what broke the group.
         """
         self._rounds.gather(received)
+        assert self._grouped is not None
         return self._grouped
 
     def scatter(self, y: torch.Tensor) -> None:
@@ -206,8 +208,9 @@ class ExpertGroups:
         self._rounds.sent()
 
     def close(self) -> None:
-        """Unload the kernels; waits for this rank's own work. Idempotent."""
+        """Give memory and kernels back; waits for this rank's own work. Idempotent."""
         self._rounds.close()
+        self._grouped = None
 
 
 class Compactor:
@@ -223,8 +226,9 @@ class Compactor:
         self._rounds = GroupRounds(a2a, grouping, programmatic_launch)
         shape = (grouping.groups, grouping.rows)
         top_k, buffers = a2a._geometry.shape.top_k, self._rounds.buffers
+        assert buffers is not None
         self._y_shape = (*shape, a2a._geometry.shape.hidden)
-        self._compact = Compact(
+        self._compact: Compact | None = Compact(
             rows=tuple(rows.view(*shape, *rows.shape[1:]) for rows in buffers.rows),
             counts=buffers.counts,
             slot=buffers.slot.view(shape),
@@ -240,6 +244,7 @@ class Compactor:
     def compact(self, received: Received) -> Compact:
         """Pack what the last dispatch brought. Raises as `ExpertGroups.gather` does."""
         self._rounds.gather(received)
+        assert self._compact is not None
         return self._compact
 
     def scatter(self, y: torch.Tensor) -> None:
@@ -250,8 +255,9 @@ class Compactor:
         self._rounds.scatter(y, self._y_shape)
 
     def close(self) -> None:
-        """Unload the kernels; waits for this rank's own work. Idempotent."""
+        """Give memory and kernels back; waits for this rank's own work. Idempotent."""
         self._rounds.close()
+        self._compact = None
 
 
 def _rows(a2a: AllToAll, max_rows: int | None, align: int, layout: str) -> int:

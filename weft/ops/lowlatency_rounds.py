@@ -213,6 +213,7 @@ class LowRounds:
             torch.cuda.synchronize(self.device)
         self._entries.close()
         self.slots.clear()
+        self.tracks = self.tracks.new_empty(0)
         self.premises.close()
 
     @staticmethod
