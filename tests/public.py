@@ -341,3 +341,4 @@ def modes() -> Iterator[tuple[str, Callable[[weft.Group], Made]]]:
 
 
 MODES = dict(modes())
+FAMILIES = sorted({name.split()[0] for name in MODES})  # modes of one run

@@ -72,7 +72,7 @@ def gather_bytes(group: dist.ProcessGroup, data: bytes, timeout: float) -> list[
     lengths = [torch.empty_like(length) for _ in range(size)]
     _all_gather(lengths, length, group, timeout)
     counts = [int(each.item()) for each in lengths]
-    padded = torch.zeros(max(counts), dtype=torch.uint8)
+    padded = torch.zeros(max(counts), dtype=torch.uint8, device="cpu")
     padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     padded = padded.to(device)
     rows = [torch.empty_like(padded) for _ in range(size)]

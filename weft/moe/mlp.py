@@ -152,7 +152,7 @@ class TorchMlp:
         self._act = room(config.intermediate)
         self._y = room(hidden)
         powers = (*rows, hidden // 32) if quantize == "mxfp8" else (0,)
-        self._scales = torch.empty(powers, device=device)
+        self._scales = torch.empty(powers, dtype=torch.float32, device=device)
         self._used = 0
 
     @property

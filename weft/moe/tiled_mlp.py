@@ -74,7 +74,7 @@ class TiledMlp:
         dtype = FP8 if fp8 else config.dtype
         self._act = torch.empty((*rows, config.intermediate), dtype=dtype, device=device)
         blocks = config.intermediate // FP8_BLOCK if fp8 else 0
-        self._scales = torch.empty((*rows, blocks), device=device)
+        self._scales = torch.empty((*rows, blocks), dtype=torch.float32, device=device)
         self._pushes = pushes
         kept = (0,) if pushes else rows
         self._y = torch.empty((*kept, config.hidden), dtype=config.dtype, device=device)

@@ -18,7 +18,7 @@ class Alarm:
 
     def __init__(self, heap: Heap) -> None:
         group = heap.group
-        self._asker = torch.tensor([group.rank + 1], dtype=torch.int64)
+        self._asker = torch.tensor([group.rank + 1], dtype=torch.int64, device="cpu")
         self._stream: torch.cuda.Stream | None = None
         if group.device.type == "cuda":
             self._asker = self._asker.pin_memory()

@@ -107,7 +107,7 @@ class AllToAll(Placed):
         self.group, self.dtype, self.placement = group, dtype, self._geometry.placement
         self._rounds = Rounds(self._geometry, self._workspace, entries)
         self._closed, self._traced_tokens, self._build = False, 0, build
-        self._order = torch.zeros(1, device=group.device)
+        self._order = torch.zeros(1, dtype=torch.float32, device=group.device)
         self._handle = library.register(self)
 
     memory_bytes = staticmethod(memory_bytes)
