@@ -70,7 +70,12 @@ def copies(*tensors: torch.Tensor | None) -> Results:
 
 
 def all_to_all(group: weft.Group, **options: Any) -> weft.AllToAll:
-    sizes = {"max_tokens": MOST, "top_k": TOP_K, "num_experts": EXPERTS, "hidden": HIDDEN}
+    sizes: dict[str, Any] = {
+        "max_tokens": MOST,
+        "top_k": TOP_K,
+        "num_experts": EXPERTS,
+        "hidden": HIDDEN,
+    }
     return weft.AllToAll(group, **sizes, **options)
 
 
@@ -182,7 +187,12 @@ def layer(
     shared: Any = Expert.seeded(CONFIG, 99, shared=True).to(group.device)
     if fp8:
         shared = FP8Expert.of(shared)
-    options = {"max_tokens": MOST, "gemm": "tiled", "exchange": exchange, "overlap": overlap}
+    options: dict[str, Any] = {
+        "max_tokens": MOST,
+        "gemm": "tiled",
+        "exchange": exchange,
+        "overlap": overlap,
+    }
     made = weft.MoE(
         group, CONFIG, experts(group, fp8=fp8), shared=shared, fp8=fp8, **(options | more)
     )
@@ -199,7 +209,12 @@ def layer(
 
 
 def collective(group: weft.Group) -> Made:
-    sizes = {"max_tokens": MOST, "top_k": TOP_K, "num_experts": EXPERTS, "hidden": HIDDEN}
+    sizes: dict[str, Any] = {
+        "max_tokens": MOST,
+        "top_k": TOP_K,
+        "num_experts": EXPERTS,
+        "hidden": HIDDEN,
+    }
     a2a, (x, ids, weights) = weft.CollectiveAllToAll(group, **sizes), tokens(group)
     count = torch.tensor([3], dtype=torch.int32, device=group.device)
 
@@ -221,7 +236,7 @@ def flashinfer_moe(group: weft.Group, *, contiguous: bool) -> Made:
         moe_ep_size: int
 
     place = Mapping(group.rank, group.size)
-    sizes = {"hidden_size": HIDDEN, "group": group, "contiguous": contiguous}
+    sizes: dict[str, Any] = {"hidden_size": HIDDEN, "group": group, "contiguous": contiguous}
     moe = MoeAlltoAll(place, MOST, TOP_K, EXPERTS, eplb_stats_num_experts=EXPERTS, **sizes)
     x, ids, weights = tokens(group)
     ids = ids.int()
@@ -248,7 +263,7 @@ def flashinfer_reduce(group: weft.Group) -> Made:
     rows = draw(group, 12, HIDDEN, seed=5).bfloat16()
 
     def call() -> Results:
-        norm = {"residual_in": residual, "rms_gamma": weight}
+        norm: dict[str, Any] = {"residual_in": residual, "rms_gamma": weight}
         static = allreduce_fusion(
             x, workspace, pattern.kARResidualRMSNormFP8Quant, scale_factor=0.5, **norm
         )
@@ -267,7 +282,7 @@ def flashinfer_reduce(group: weft.Group) -> Made:
     return Made(workspace, call, workspace.destroy)
 
 
-def buffer(group: weft.Group, *, hooks: bool, **options: bool) -> Made:
+def buffer(group: weft.Group, *, hooks: bool, **options: Any) -> Made:
     made, (x, ids, weights) = deep_ep.Buffer(group, low_latency_mode=True), tokens(group)
 
     def call() -> Results:
@@ -326,8 +341,7 @@ def modes() -> Iterator[tuple[str, Callable[[weft.Group], Made]]]:
     for overlap in ("none", "shared", "push"):
         yield f"MoE expert {overlap}", partial(layer, exchange="expert", overlap=overlap)
     for exchange in ("rank", "expert"):
-        name, way = f"MoE {exchange} fp8", partial(layer, exchange=exchange, overlap="push")
-        yield name, partial(way, fp8=True)
+        yield f"MoE {exchange} fp8", partial(layer, exchange=exchange, overlap="push", fp8=True)
     for gemm in ("loop", "padded", "grouped"):
         yield f"MoE {gemm}", partial(layer, exchange="rank", overlap="none", gemm=gemm)
     yield "MoE auto", partial(layer, exchange="rank", overlap="auto", gemm="auto")

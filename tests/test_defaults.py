@@ -16,7 +16,7 @@ import torch
 
 import weft
 from tests.moe import layers
-from tests.public import CONFIG, CPU, EXPERTS, FAMILIES, MODES, TOP_K, Results, tokens
+from tests.public import CONFIG, CPU, EXPERTS, FAMILIES, MODES, TOP_K, Results, copies, tokens
 from weft.errors import Aborted
 from weft.moe import Expert, ExpertWeights, FP8Expert, route, router_logits
 from weft.ops import reference_lowlatency
@@ -137,7 +137,7 @@ def meanings() -> Results:
     made = [Expert.seeded(CONFIG, e) for e in range(EXPERTS)]
     stacked = ExpertWeights.stack(CONFIG, made)
     blocks = stacked.to_fp8()
-    found += [blocks.gate_up, blocks.down, blocks.gate_up_scale, blocks.down_scale]
+    found += copies(blocks.gate_up, blocks.down, blocks.gate_up_scale, blocks.down_scale)
     shared = FP8Expert.of(made[0])(xs[0])
     found.append(
         weft.reference.moe_layer(
@@ -174,5 +174,5 @@ def test_no_object_depends_on_torchs_defaults(
     ranks: Callable[..., Any], family: str, device: str, default: str
 ) -> None:
     names = [name for name in MODES if name.split()[0] == family]
-    for found in ranks(2, device)(under_hostile_defaults, names, default):
+    for found in ranks(2, device)(under_hostile_defaults, names, default, timeout=900.0):
         assert found == {f"{name}, {dtype}": [] for name in names for dtype in DTYPES}

@@ -10,9 +10,10 @@ import torch
 
 from weft.errors import InvalidArgument
 from weft.memory import Group
+from weft.memory.driver import in_relaxed_mode
 from weft.moe.experts import ExpertWeights
 from weft.moe.layer_choice import agreed_choice
-from weft.moe.mlp import make_mlp
+from weft.moe.mlp import Mlp, make_mlp
 from weft.moe.models import MoEConfig
 from weft.moe.options import AUTO, Chosen, Options, check_options, manifest
 from weft.moe.overlap import OVERLAPS, Beside
@@ -20,6 +21,7 @@ from weft.ops.alltoall import AllToAll
 from weft.ops.lowlatency import LowLatencyAllToAll
 from weft.ops.lowlatency_results import ExpertRows
 from weft.ops.received import Received
+from weft.ops.stream import finish
 
 Exchange: TypeAlias = AllToAll | LowLatencyAllToAll
 Rows = TypeVar("Rows", Received, ExpertRows)
@@ -33,7 +35,11 @@ class LayerWorkspace(ABC, Generic[Rows]):
     """
 
     exchange: Exchange
+    aside: Beside
+    _mlp: Mlp
+    _weighed: torch.Tensor
 
+    @in_relaxed_mode
     def __init__(self, group: Group, config: MoEConfig, options: Options) -> None:
         self.group, self.config = group, config
         offers = group.together(lambda: self._offers(options), doing="preparing an MoE layer")
@@ -201,5 +207,4 @@ class LayerWorkspace(ABC, Generic[Rows]):
         weighs = config.routing.weigh == "input"
         held = (self.options.max_tokens if weighs else 0, config.hidden)
         self._weighed = torch.empty(held, dtype=config.dtype, device=device)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # calls may come in another stream
+        finish(device)

@@ -22,7 +22,8 @@ class Alarm:
         self._stream: torch.cuda.Stream | None = None
         if group.device.type == "cuda":
             self._asker = self._asker.pin_memory()
-            self._stream = torch.cuda.Stream(group.device)  # type: ignore[no-untyped-call]
+            # The heap's own: a stream of torch's pool may be one that waits, or is being captured.
+            self._stream = torch.cuda.ExternalStream(heap.stream, group.device)  # type: ignore[no-untyped-call]
         self._words = [
             heap.tensor((1,), torch.int64, offset=Header.abort.offset, rank=peer)
             for peer in range(group.size)

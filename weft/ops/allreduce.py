@@ -10,6 +10,7 @@ import torch
 
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.memory import Group
+from weft.memory.driver import in_relaxed_mode, relaxed
 from weft.memory.header import Record
 from weft.memory.wire import JSON
 from weft.ops.allreduce_choice import Choice, able, choose, common_table, epilogue_of
@@ -51,6 +52,7 @@ class AllReduce:
     GeometryMismatch (when ranks pass different sizes).
     """
 
+    @in_relaxed_mode
     def __init__(
         self,
         group: Group,
@@ -201,10 +203,11 @@ class AllReduce:
         if self._closed:
             return
         self._closed = True
-        if self.group.device.type == "cuda":
-            torch.cuda.synchronize(self.group.device)
-        self._entries.close()
-        self._workspace.close()
+        with relaxed(self.group.device):
+            try:
+                self._entries.close()
+            finally:
+                self._workspace.close()
 
     def __enter__(self) -> AllReduce:
         return self

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from weft.errors import BadExpertId, OutOfOrder
 from weft.memory import Group
+from weft.memory.driver import in_relaxed_mode
 from weft.ops.check import check_tensor
 from weft.ops.geometry import Geometry
 from weft.ops.placement import Placed
@@ -35,6 +36,7 @@ class CollectiveAllToAll(Placed):
     FP8 wires, halves, statistics, timelines or SM budgets.
     """
 
+    @in_relaxed_mode
     def __init__(
         self,
         group: Group,

@@ -118,7 +118,6 @@ class ExpertGroups:
         grouping = _by_expert(a2a, self.max_rows, align, layout)
         self._rounds = GroupRounds(a2a, grouping, programmatic_launch)
         experts, buffers = self.num_local_experts, self._rounds.buffers
-        assert buffers is not None
         # A rank without experts has the buffers of one, and shows none of it.
         shape: tuple[int, ...]
         if layout == "masked":
@@ -127,7 +126,7 @@ class ExpertGroups:
             shape = (self.max_rows if experts else 0,)
         size = math.prod(shape)
         self._y_shape = (*shape, a2a._geometry.shape.hidden)
-        self._grouped: Grouped | None = Grouped(
+        self._grouped = Grouped(
             rows=tuple(rows[:size].view(*shape, *rows.shape[1:]) for rows in buffers.rows),
             offsets=buffers.offsets[: experts + 1],
             counts=buffers.counts[:experts],
@@ -155,7 +154,6 @@ class ExpertGroups:
         all-to-all's, OutOfOrder outside of a round, and what broke the group.
         """
         self._rounds.gather(received)
-        assert self._grouped is not None
         return self._grouped
 
     def scatter(self, y: torch.Tensor) -> None:
@@ -210,7 +208,7 @@ class ExpertGroups:
     def close(self) -> None:
         """Give memory and kernels back; waits for this rank's own work. Idempotent."""
         self._rounds.close()
-        self._grouped = None
+        vars(self).pop("_grouped", None)
 
 
 class Compactor:
@@ -226,9 +224,8 @@ class Compactor:
         self._rounds = GroupRounds(a2a, grouping, programmatic_launch)
         shape = (grouping.groups, grouping.rows)
         top_k, buffers = a2a._geometry.shape.top_k, self._rounds.buffers
-        assert buffers is not None
         self._y_shape = (*shape, a2a._geometry.shape.hidden)
-        self._compact: Compact | None = Compact(
+        self._compact = Compact(
             rows=tuple(rows.view(*shape, *rows.shape[1:]) for rows in buffers.rows),
             counts=buffers.counts,
             slot=buffers.slot.view(shape),
@@ -244,7 +241,6 @@ class Compactor:
     def compact(self, received: Received) -> Compact:
         """Pack what the last dispatch brought. Raises as `ExpertGroups.gather` does."""
         self._rounds.gather(received)
-        assert self._compact is not None
         return self._compact
 
     def scatter(self, y: torch.Tensor) -> None:
@@ -257,7 +253,7 @@ class Compactor:
     def close(self) -> None:
         """Give memory and kernels back; waits for this rank's own work. Idempotent."""
         self._rounds.close()
-        self._compact = None
+        vars(self).pop("_compact", None)
 
 
 def _rows(a2a: AllToAll, max_rows: int | None, align: int, layout: str) -> int:

@@ -39,7 +39,7 @@ class ReduceWorkspace(Watched):
         raw = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         self.heap.tensor((HEADER_BYTES,), torch.uint8).copy_(raw)
         if self.heap.group.device.type == "cuda":
-            torch.cuda.synchronize(self.heap.group.device)
+            torch.cuda.current_stream(self.heap.group.device).synchronize()
 
     def close(self) -> None:
         """Give the memory back; local."""

@@ -11,6 +11,7 @@ from enum import Enum
 import torch
 
 from weft.errors import InvalidArgument, OutOfOrder
+from weft.memory.driver import relaxed
 from weft.ops.args import CombineArgs, DispatchArgs
 from weft.ops.check import check_alignment, check_tensor
 from weft.ops.entry import Entries, place_payload
@@ -122,10 +123,11 @@ class Rounds:
 
     def close(self) -> None:
         """Wait for this rank's own work and give everything back."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self._entries.close()
-        self._workspace.close()
+        with relaxed(self.device):
+            try:
+                self._entries.close()
+            finally:
+                self._workspace.close()
 
     def _stage(self, y: torch.Tensor | None) -> None:
         output = self._workspace.output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weft.errors import Aborted
 from weft.memory import Group, Heap
+from weft.memory.driver import relaxed
 from weft.memory.header import ABI, EPOCH_MASK, Header, Mailbox, Record
 from weft.ops.alarm import Alarm
 from weft.ops.args import Site
@@ -48,7 +49,8 @@ class Watched:
     def abort(self) -> None:
         """Ask the kernels of all ranks to leave their waits."""
         self._mailbox.abort = 1
-        self._alarm.ring()
+        with relaxed(self.heap.group.device):
+            self._alarm.ring()
 
     def history(self, rank: int | None) -> list[Record]:
         """Finished operations of a rank, oldest first."""
