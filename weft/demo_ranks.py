@@ -19,6 +19,7 @@ from weft.moe import OVERLAPS, Expert, ExpertWeights, MoE, MoEConfig, Routing, r
 from weft.ops.alltoall import AllToAll
 
 DTYPE = torch.bfloat16
+PLAIN: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # what is drawn
 ROUNDS = 5  # timed rounds after the first; the tables show their median
 
 Bits = npt.NDArray[np.int16]
@@ -65,8 +66,8 @@ class Plan:
 
     def gate(self) -> torch.Tensor:
         """The router's weight `[experts, hidden]`."""
-        generator = torch.Generator().manual_seed(self.seed)
-        gate = torch.randn(self.experts, self.hidden, generator=generator)
+        generator = torch.Generator("cpu").manual_seed(self.seed)
+        gate = torch.randn(self.experts, self.hidden, generator=generator, **PLAIN)
         return (gate / math.sqrt(self.hidden)).to(DTYPE)
 
     @property
@@ -92,9 +93,9 @@ class Plan:
 
     def x(self, rank: int) -> torch.Tensor:
         """A rank's tokens `[tokens, hidden]`: noise around a direction that the rank likes."""
-        generator = torch.Generator().manual_seed(self.seed * 77 + rank)
-        taste = torch.randn(self.hidden, generator=generator)
-        noise = torch.randn(self.tokens[rank], self.hidden, generator=generator)
+        generator = torch.Generator("cpu").manual_seed(self.seed * 77 + rank)
+        taste = torch.randn(self.hidden, generator=generator, **PLAIN)
+        noise = torch.randn(self.tokens[rank], self.hidden, generator=generator, **PLAIN)
         return (noise + 0.7 * taste).to(DTYPE)
 
 

@@ -1,4 +1,9 @@
-"""A CUDA driver that only counts: what is held, by whom, and which call is to fail."""
+"""A CUDA driver that only counts: what is held, by whom, and which call is to fail.
+
+It plays a process in which some stream is captured all the time, in the global mode: what a thread
+may not do then, unless its own mode is relaxed, is written down in `unsafe`. The call that would
+break that capture in every mode, cuCtxSynchronize, it does not have.
+"""
 
 import ctypes
 import os
@@ -22,6 +27,12 @@ class Attributes(IntEnum):
     CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED = 128
 
 
+class CaptureModes(IntEnum):
+    CU_STREAM_CAPTURE_MODE_GLOBAL = 0
+    CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1
+    CU_STREAM_CAPTURE_MODE_RELAXED = 2
+
+
 class Fabric:
     """A fabric handle; imports find it by its address, as the driver does."""
 
@@ -40,6 +51,7 @@ class Driver:
 
     CUmemAllocationHandleType = Handles
     CUdevice_attribute = Attributes
+    CUstreamCaptureMode = CaptureModes
     CUmemFabricHandle = Fabric
     CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
     CUmemLocationType = SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE=1)
@@ -49,7 +61,7 @@ class Driver:
     CU_MEMHOSTALLOC_PORTABLE, CU_MEMHOSTALLOC_DEVICEMAP = 1, 2
 
     def __init__(self, *, fail=None, lacks=(), fabric=False, peers=True, visible=None):
-        self.fail = fail  # (rank, number of the call of that rank that fails)
+        self.fail = fail  # (rank, number of the call of that rank that fails, or its name)
         self.lacks = lacks
         self.fabric = fabric
         self.peers = peers
@@ -57,6 +69,7 @@ class Driver:
         self.held: Counter[tuple[str, Any]] = Counter()
         self.calls: Counter[int] = Counter()
         self.log: list[tuple[int, str]] = []
+        self.unsafe: list[tuple[int, str]] = []  # calls outside of relaxed mode
         self.rank = threading.local()
         self.lock = threading.Lock()
         self.next = 1 << 40
@@ -72,7 +85,9 @@ class Driver:
             with self.lock:
                 self.calls[rank] += 1
                 self.log.append((rank, name))
-                if self.fail == (rank, self.calls[rank]):
+                if name in _UNSAFE and self.mode is not CaptureModes.CU_STREAM_CAPTURE_MODE_RELAXED:
+                    self.unsafe.append((rank, name))
+                if self.fail in ((rank, self.calls[rank]), (rank, name)):
                     # A call that gives back has given back, whatever it returns.
                     if name in _GIVES_BACK:
                         run(*args)
@@ -86,6 +101,15 @@ class Driver:
         if not hasattr(self.rank, "stack"):
             self.rank.stack = []
         return self.rank.stack
+
+    @property
+    def mode(self):
+        return getattr(self.rank, "mode", CaptureModes.CU_STREAM_CAPTURE_MODE_GLOBAL)
+
+    def quiet(self):
+        """Has the wait been made that nothing of this rank may be given back without?"""
+        return not any(n for (kind, what), n in self.held.items()
+                       if kind == "fence" and what[1] == self.rank.value)  # fmt: skip
 
     def new(self, size=4096):
         self.next += size
@@ -147,8 +171,20 @@ class Driver:
     def _cuCtxPopCurrent(self):  # noqa: N802
         return (self.context.pop(),)
 
-    def _cuCtxSynchronize(self):  # noqa: N802
+    def _cuThreadExchangeStreamCaptureMode(self, mode):  # noqa: N802
+        before, self.rank.mode = self.mode, mode
+        return (before,)
+
+    def _cuMemAlloc(self, size):  # noqa: N802
         assert self.context
+        assert size >= 2 << 20
+        where = self.new(size)
+        self.held["fence", (where, self.rank.value)] += 1
+        return (where,)
+
+    def _cuMemFree(self, address):  # noqa: N802
+        assert self.context
+        self.take("fence", (address, self.rank.value))
         return ()
 
     def _cuMemGetAllocationGranularity(self, properties, option):  # noqa: N802
@@ -206,6 +242,7 @@ class Driver:
         return ()
 
     def _cuMemUnmap(self, address, size):  # noqa: N802
+        assert self.quiet(), "memory is unmapped under what may still run in it"
         self.take("map", (address, size))
         return ()
 
@@ -243,6 +280,7 @@ class Driver:
         return (ctypes.addressof(page),)
 
     def _cuMemFreeHost(self, address):  # noqa: N802
+        assert self.quiet(), "a page is freed under what may still write it"
         self.take("host", address)
         return ()
 
@@ -252,5 +290,13 @@ class Driver:
 
 _GIVES_BACK = {
     "cuCtxPopCurrent", "cuMemRelease", "cuMemAddressFree", "cuMemUnmap", "cuStreamDestroy",
-    "cuMemFreeHost", "cuDevicePrimaryCtxRelease",
+    "cuMemFree", "cuMemFreeHost", "cuDevicePrimaryCtxRelease",
+}  # fmt: skip
+# What allocates, frees, maps, waits or makes; the driver does not say which of it is forbidden.
+_UNSAFE = {
+    "cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease", "cuMemAddressFree",
+    "cuMemAddressReserve", "cuMemAlloc", "cuMemCreate", "cuMemExportToShareableHandle", "cuMemFree",
+    "cuMemFreeHost", "cuMemHostAlloc", "cuMemImportFromShareableHandle", "cuMemMap", "cuMemRelease",
+    "cuMemSetAccess", "cuMemUnmap", "cuMemcpyDtoHAsync", "cuMemsetD8Async", "cuStreamCreate",
+    "cuStreamDestroy", "cuStreamSynchronize",
 }  # fmt: skip

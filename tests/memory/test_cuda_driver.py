@@ -4,17 +4,22 @@ What real GPUs do with the calls is tested in test_cuda.py.
 """
 
 import ctypes
+import gc
 import os
+import threading
 
 import pytest
 import torch
 
-from tests.memory.fake_driver import GRANULE, Attributes, Driver, Handles
+from tests.memory.fake_driver import GRANULE, Attributes, CaptureModes, Driver, Handles
 from weft.errors import CreationFailed, DriverError, HandleUnsupported, PeerAccessDenied
-from weft.memory import cuda, driver
+from weft.memory import cuda, driver, posix
 from weft.memory.header import HEADER_BYTES
 from weft.memory.heap import Heap
 from weft.memory.launch import launch
+
+PAGE = ctypes.create_string_buffer(4096)
+PAGE_ADDRESS = ctypes.addressof(PAGE)
 
 
 @pytest.fixture
@@ -54,6 +59,7 @@ def run(fake, ranks=2):
     before = len(os.listdir("/proc/self/fd"))
     results = launch(make, fake, ranks=ranks, device="threads")
     assert fake.left() == {}
+    assert fake.unsafe == []
     assert len(os.listdir("/proc/self/fd")) == before
     return results
 
@@ -61,8 +67,8 @@ def run(fake, ranks=2):
 @pytest.mark.parametrize("fabric", [False, True])
 def test_every_rank_maps_every_share_and_gives_all_back(install, fabric):
     fake = install(fabric=fabric)
-    # Held at the end of a creation, by a rank: context, range, stream, page and two mappings.
-    assert run(fake) == [(3 * GRANULE, 3 * GRANULE, True, 1 << 44, 12)] * 2
+    # Held at the end of a creation, by a rank: context, range, stream, page, fence, two mappings.
+    assert run(fake) == [(3 * GRANULE, 3 * GRANULE, True, 1 << 44, 14)] * 2
     exports = [name for _, name in fake.log if name == "cuMemExportToShareableHandle"]
     assert len(exports) == (4 if fabric else 2)
 
@@ -72,7 +78,7 @@ def test_a_failure_of_any_call_frees_everything_everywhere(install):
     whole = install()
     run(whole)
     names = [name for rank, name in whole.log if rank == 1]
-    created = names.index("cuStreamSynchronize") + 2  # and the pop behind it
+    created = names.index("cuStreamSynchronize") + 3  # and the pop and the mode behind it
     failed = 0
     for number in range(1, created + 1):
         fake = install(fail=(1, number))
@@ -85,15 +91,15 @@ def test_a_failure_of_any_call_frees_everything_everywhere(install):
         assert "CUDA_ERROR_OUT_OF_MEMORY (out of memory)" in text
         assert outcomes[0][0] == "NoneType"
         failed += 1
-    assert failed == created > 25
+    assert failed == created > 35
 
 
 def close_with_failure(group, fake):
     fake.rank.value = group.rank
     group.device = torch.device("cuda", group.rank)
     heap = Heap.create(group, 64)
-    fake.fail = (0, fake.calls[0] + 2)  # the synchronisation before anything is given back
-    with pytest.raises(DriverError, match=r"cuCtxSynchronize\(\) failed: CUDA_ERROR_OUT"):
+    fake.fail = (0, "cuMemFree")  # the wait before anything is given back
+    with pytest.raises(DriverError, match=r"cuMemFree\(\d+\) failed: CUDA_ERROR_OUT"):
         heap.close()
     heap.close()
 
@@ -102,6 +108,59 @@ def test_a_failing_close_says_so_and_still_frees(install):
     fake = install()
     launch(close_with_failure, fake, ranks=1, device="threads")
     assert fake.left() == {}
+
+
+def let_go(group, fake, how):
+    """Let a heap go in a thread that captures; the driver's calls, and the thread's mode then."""
+    fake.rank.value = group.rank
+    group.device = torch.device("cuda", group.rank)
+    heap = Heap.create(group, 64)
+    views, done = [heap.tensor((8,), torch.uint8, rank=0) if how == "view" else None], []
+    holder = [heap]
+    if how == "cycle":
+        holder.append(holder)
+    if how == "view":
+        heap.close()
+    del heap
+    before = len(fake.log)
+
+    def elsewhere():
+        fake.rank.value = group.rank
+        fake.rank.mode = CaptureModes.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        views.clear()
+        if how == "close":
+            holder[0].close()
+        done.append(fake.mode)
+
+    if how == "cycle":
+        del holder
+        gc.collect()
+        elsewhere()
+    else:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+    return [name for rank, name in fake.log[before:] if rank == group.rank], done
+
+
+@pytest.mark.parametrize("how", ["close", "cycle", "view"])
+def test_memory_is_freed_behind_a_wait_that_no_capture_minds(install, monkeypatch, how):
+    """By close, by the collector, with the last view; the thread's mode is what it was."""
+    fake = install()
+    monkeypatch.setattr(cuda, "tensor_at", cpu_tensor_at)
+    names, done = launch(let_go, fake, how, ranks=1, device="threads")[0]
+    assert fake.left() == {}
+    assert fake.unsafe == []
+    assert done == [CaptureModes.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL]
+    frees = [n for n in names if n.startswith("cuMem") and n != "cuMemRelease"]
+    assert frees[0] == "cuMemFree"
+    assert frees.count("cuMemUnmap") == 1
+    assert "cuCtxSynchronize" not in names
+
+
+def cpu_tensor_at(address, count, device, keeper):
+    """A tensor that keeps its keeper, over memory that is there."""
+    return torch.frombuffer(posix.buffer(PAGE_ADDRESS, count, keeper), dtype=torch.uint8)
 
 
 @pytest.mark.parametrize(
@@ -179,6 +238,7 @@ def test_the_names_and_enums_exist_in_cuda_bindings():
     for ours, theirs in (
         (Handles, real.CUmemAllocationHandleType),
         (Attributes, real.CUdevice_attribute),
+        (CaptureModes, real.CUstreamCaptureMode),
     ):
         for member in ours:
             assert getattr(theirs, member.name) == member.value

@@ -301,7 +301,7 @@ def _numbers(rows: ExpertRows, a2a: LowLatencyAllToAll, *, widen: bool) -> Numbe
     # Powers of two as float32, in the layout of the others: filled when the rows are there.
     shape = a2a._geometry.shape
     size = (rows.x.shape[0], shape.blocks, -(-shape.rows // 4) * 4)
-    wide = torch.zeros(size, device=rows.x.device)
+    wide = torch.zeros(size, dtype=torch.float32, device=rows.x.device)
     return rows.x, wide.mT[:, : shape.rows]
 
 

@@ -94,7 +94,9 @@ class AllReduceFusionWorkspace:
         """
         if value not in self._scales:
             self._refuse_capture(f"scale_factor={value}", "pass it as a float32 tensor [1]")
-            self._scales[value] = torch.full((1,), value, device=self.group.device)
+            self._scales[value] = torch.full(
+                (1,), value, dtype=torch.float32, device=self.group.device
+            )
         return self._scales[value]
 
     def expert_major(self, experts: int, tokens: int) -> torch.Tensor:
@@ -127,6 +129,8 @@ class AllReduceFusionWorkspace:
         reduce, self._reduce = self._reduce, None
         if reduce is not None:
             reduce.close()
+            self._scales.clear()
+            self._indices.clear()
             if self._owns_group:
                 _give_up(self.group)
 

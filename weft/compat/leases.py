@@ -15,6 +15,7 @@ import torch
 
 from weft.errors import InvalidArgument
 from weft.memory import Group
+from weft.memory.driver import relaxed
 from weft.ops.alltoall import AllToAll
 from weft.ops.received import Payload, Received
 
@@ -67,7 +68,8 @@ class SharedWorkspace:
             first_timeout=terms.first_timeout,
         )
         try:
-            terms.group.together(self._allocate, doing="allocating what packs received rows")
+            with relaxed(terms.group.device):
+                terms.group.together(self._allocate, doing="allocating what packs received rows")
         except Exception:
             self.a2a.close()
             raise

@@ -183,7 +183,8 @@ def _results(
         return None, None
     if isinstance(epilogue, GatedQuant):
         if out is None:
-            scales = torch.empty((*rows, columns // COLUMNS), device=a.device)
+            size = (*rows, columns // COLUMNS)
+            scales = torch.empty(size, dtype=torch.float32, device=a.device)
             return torch.empty((*rows, columns), dtype=FP8, device=a.device), scales
         if not isinstance(out, tuple) or len(out) != 2:
             raise InvalidArgument("out must be a pair with GatedQuant: numbers and scales")

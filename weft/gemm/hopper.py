@@ -26,7 +26,7 @@ from weft.gemm.request import Request
 from weft.gemm.tensor_map import tensor_map
 from weft.jit import CudaModule, Function, Launcher, current_arch
 from weft.jit.args import decode, verify
-from weft.ops.stream import current_stream
+from weft.ops.stream import current_stream, loading
 
 BLOCK_ROWS = (32, 64, 96, 128, 160, 192, 256)
 FP8_ROWS = (32, 64, 96, 128, 160, 256)  # those that tiles of FP8 have
@@ -269,8 +269,8 @@ def preload(kinds: Iterable[Kind], programmatic: bool) -> None:
         return
     if torch.cuda.is_current_stream_capturing():
         raise OutOfOrder("kernels are loaded before a graph is captured, not in it")
-    torch.cuda.synchronize()  # makes the primary context, which is asked for its architecture
-    arch = current_arch()
+    with loading(device):
+        arch = current_arch()
     with ThreadPoolExecutor(COMPILERS) as pool:
         list(pool.map(lambda kind: kind.compile(arch), wanted))
     for kind in wanted:
@@ -289,11 +289,11 @@ def _load(kind: Kind) -> Function:
             "the first product of a kind on a device loads its kernel, which a graph cannot hold; "
             "call it once before capturing"
         )
-    torch.cuda.synchronize()  # makes the primary context that the module is loaded into
-    module = CudaModule(kind.compile(current_arch()), name="product")
-    verify(ProductArgs, decode(module.global_bytes(TABLE)))
-    (shared,) = decode(module.global_bytes(SHARED))
-    return module.function("product", shared=shared)
+    with loading(torch.cuda.current_device()):
+        module = CudaModule(kind.compile(current_arch()), name="product", stays=True)
+        verify(ProductArgs, decode(module.global_bytes(TABLE)))
+        (shared,) = decode(module.global_bytes(SHARED))
+        return module.function("product", shared=shared)
 
 
 @functools.cache

@@ -34,7 +34,7 @@ def quantize_rows(
         return quantize(x, "fp8")
     rows, k = x.shape
     out = torch.empty((rows, k), dtype=FP8, device=x.device)
-    scales = torch.empty((rows, k // COLUMNS), device=x.device)
+    scales = torch.empty((rows, k // COLUMNS), dtype=torch.float32, device=x.device)
     if rows:
         installed()
         kernel = importlib.import_module("weft.gemm.rows_kernel").quantize_kernel

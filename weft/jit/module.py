@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from weft.errors import DriverError, OutOfOrder
+from weft.memory.driver import FENCE_BYTES, relaxed
 
 _REMEDIES = {
     "CUDA_ERROR_NO_BINARY_FOR_GPU": "the code is for another GPU: compile for current_arch()",
@@ -41,18 +44,26 @@ class CudaModule:
     Args:
         image: the cubin, as `compile_cubin` returns it.
         name: for error texts.
+        stays: it is never unloaded.
 
     Raises:
         DriverError: there is no current context, or the driver refused the code.
     """
 
-    def __init__(self, image: bytes, *, name: str) -> None:
+    def __init__(self, image: bytes, *, name: str, stays: bool = False) -> None:
         self.name = name
         self._driver = driver()
-        require_context(f"loading {name!r}")
-        self._module: Any = self._call(
-            "cuModuleLoadData", image, doing=f"loading {name!r} ({len(image)} bytes)"
-        )
+        self._context = require_context(f"loading {name!r}")
+        doing = f"loading {name!r} ({len(image)} bytes)"
+        self._fence: Any = None  # what unloading waits by: memory.driver.fence
+        with relaxed():
+            if not stays:
+                self._fence = self._call("cuMemAlloc", FENCE_BYTES, doing=doing)
+            try:
+                self._module: Any = self._call("cuModuleLoadData", image, doing=doing)
+            except DriverError:
+                self._free_fence()
+                raise
         # cuFuncLoad and cuFuncGetParamInfo came with CUDA 12.4; an older driver knows neither.
         version = self._call("cuDriverGetVersion", doing="asking the driver's version")
         self._modern = version >= 12040
@@ -161,9 +172,8 @@ class CudaModule:
         )
 
     def global_bytes(self, name: str) -> bytes:
-        """Return a copy of a `__device__` or `__constant__` variable.
-
-        Waits for the device like any copy on the default stream: not while a graph is captured.
+        """Return a copy of a `__device__` or `__constant__` variable, as kernels have left it that
+        have ended; waits for none.
 
         Raises:
             DriverError: there is no such variable.
@@ -174,29 +184,83 @@ class CudaModule:
             "cuModuleGetGlobal", self._module, name.encode(), doing=f"finding variable {name!r}"
         )
         content = bytearray(size)
-        self._call("cuMemcpyDtoH", content, address, size, doing=f"reading variable {name!r}")
+        doing = f"reading variable {name!r}"
+        with self.own_stream() as stream:
+            self._call("cuMemcpyDtoHAsync", content, address, size, stream, doing=doing)
         return bytes(content)
 
-    def unload(self) -> None:
-        """Remove the code from the GPU; its functions must not be launched again. Idempotent.
+    @contextlib.contextmanager
+    def own_stream(self) -> Iterator[int]:
+        """A CUstream that waits for no other; what was put into it has run at the end.
+
+        The default stream would be an error while one that blocks with it is captured.
 
         Raises:
-            DriverError: the driver refused, for example because a kernel failed before.
+            DriverError: the driver refused, or a kernel failed.
+        """
+        doing = f"a stream for {self.name!r}"
+        with relaxed():
+            flags = self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+            stream = self._call("cuStreamCreate", flags, doing=f"making {doing}")
+            try:
+                yield int(stream)
+                self._call("cuStreamSynchronize", stream, doing=f"waiting for {doing}")
+            finally:
+                self._call("cuStreamDestroy", stream, doing=f"destroying {doing}")
+
+    def unload(self, after: int | None = None) -> None:
+        """Remove the code from the GPU; its functions must not be launched again. Idempotent.
+
+        Waits until the GPU has done all its work, graphs included; any thread may call it at any
+        moment, whatever is being captured there or elsewhere.
+
+        Args:
+            after: a CUstream to wait for beside that, unless it is being captured.
+
+        Raises:
+            DriverError: the driver refused, for example because a kernel failed before; every step
+                was tried.
         """
         if self._module is None:
             return
         module, self._module = self._module, None
         self._handles.clear()
         self._shared.clear()
-        self._call("cuModuleUnload", module, doing=f"unloading {self.name!r}")
+        doing = f"unloading {self.name!r}"
+        with relaxed(), contextlib.ExitStack() as last:
+            self._call("cuCtxPushCurrent", self._context, doing=doing)
+            last.callback(self._call, "cuCtxPopCurrent", doing=doing)
+            last.callback(self._call, "cuModuleUnload", module, doing=doing)
+            last.callback(self._free_fence)
+            if after is not None:
+                self._wait(self._driver.CUstream(after))
+
+    def _free_fence(self) -> None:
+        fence, self._fence = self._fence, None
+        if fence is not None:
+            self._call("cuMemFree", fence, doing=f"waiting to unload {self.name!r}")
+
+    def _wait(self, stream: Any) -> None:
+        """Wait for a stream that is not being captured: to wait for one that is breaks its capture.
+
+        The default stream does not say so of itself, but whether one is that blocks with it.
+        """
+        status, capturing = self._driver.cuStreamIsCapturing(stream)
+        if status == self._driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
+            return
+        doing = f"waiting for the kernels of {self.name!r}"
+        capturing = check((status, capturing), doing)
+        if capturing == self._driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE:
+            self._call("cuStreamSynchronize", stream, doing=doing)
 
     def _handle(self, name: str) -> Any:
         self._check_loaded()
         if name not in self._handles:
             doing = f"loading kernel {name!r} of {self.name!r}"
-            handle = self._call("cuModuleGetFunction", self._module, name.encode(), doing=doing)
-            if self._modern:  # on older drivers cuModuleGetFunction has loaded it already
-                self._call("cuFuncLoad", handle, doing=doing)
+            with relaxed():
+                handle = self._call("cuModuleGetFunction", self._module, name.encode(), doing=doing)
+                if self._modern:  # on older drivers cuModuleGetFunction has loaded it already
+                    self._call("cuFuncLoad", handle, doing=doing)
             self._handles[name] = handle
         return self._handles[name]
 
@@ -250,8 +314,8 @@ def error_text(status: Any) -> str:
     return f"{text}; {_REMEDIES[name]}" if name in _REMEDIES else text
 
 
-def require_context(doing: str) -> None:
-    """Check that this thread has a current CUDA context, torch's in practice.
+def require_context(doing: str) -> Any:
+    """Return this thread's current CUDA context, torch's in practice.
 
     Raises:
         DriverError: it has none, or there is no NVIDIA driver.
@@ -267,7 +331,7 @@ def require_context(doing: str) -> None:
     if status != cuda.CUresult.CUDA_ERROR_NOT_INITIALIZED:
         check((status,), f"{doing}: cuCtxGetCurrent")
         if int(context) != 0:
-            return
+            return context
     raise DriverError(f"{doing}: this thread has no current CUDA context; {remedy}")
 
 

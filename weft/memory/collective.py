@@ -110,7 +110,7 @@ def gather_bytes(
                 f"rank {rank} announced a message of {count} bytes, where 1 to "
                 f"{VALUE_LIMIT + SLACK} are accepted"
             )
-    padded = torch.zeros(max(counts), dtype=torch.uint8)
+    padded = torch.zeros(max(counts), dtype=torch.uint8, device="cpu")
     padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     padded = padded.to(device)
     rows = [torch.empty_like(padded) for _ in range(size)]

@@ -16,7 +16,7 @@ import torch
 
 from weft.errors import DriverError, HandleUnsupported, PeerAccessDenied, SetupError
 from weft.memory.dlpack import tensor_at
-from weft.memory.driver import call, driver
+from weft.memory.driver import call, driver, fence, relaxed
 from weft.memory.header import MAILBOX_BYTES
 
 if TYPE_CHECKING:
@@ -50,17 +50,24 @@ class DeviceShares:
         self._granule = 0
         self._mapped = 0
         self._fd = -1
+        self._fence = 0
         self.stride = 0
         self.base = 0
         self.mailbox = (0, 0)
+
+    @property
+    def stream(self) -> int:
+        """A CUstream that nobody else has: torch's are shared by all who ask for one."""
+        return int(self._stream)
 
     def open(self) -> dict[str, Any]:
         """Retain the GPU's primary context; say what the peers need to know about this GPU."""
         api = driver()
         call("cuInit", 0)
         device = call("cuDeviceGet", self._ordinal)
-        self._context = call("cuDevicePrimaryCtxRetain", device)
-        self._device = device
+        with relaxed(self._torch_device):
+            self._context = call("cuDevicePrimaryCtxRetain", device)
+            self._device = device
         name = call("cuDeviceGetName", 128, device).split(b"\0")[0].decode()
         attributes = api.CUdevice_attribute
         needed = {
@@ -139,6 +146,7 @@ class DeviceShares:
             self._undo.callback(call, "cuMemFreeHost", host)
             ctypes.memset(host, 0, MAILBOX_BYTES)
             self.mailbox = (host, int(call("cuMemHostGetDevicePointer", host, 0)))
+            self._fence = fence()
 
     def export_fd(self) -> None:
         """Make a file descriptor of the own share, for take_fd()."""
@@ -182,7 +190,7 @@ class DeviceShares:
     def read(self, address: int, count: int) -> bytes:
         """A copy of `count` bytes, taken beside whatever kernels run."""
         into = (ctypes.c_ubyte * count)()
-        with self._current():
+        with relaxed(self._torch_device), self._current():
             call("cuMemcpyDtoHAsync", ctypes.addressof(into), address, count, self._stream)
             call("cuStreamSynchronize", self._stream)
         return bytes(into)
@@ -194,12 +202,16 @@ class DeviceShares:
         """
         staged = self.mailbox[0] + MAILBOX_BYTES // 2  # pinned, and behind what kernels write
         ctypes.memmove(staged, data, len(data))
-        with self._current():
+        with relaxed(self._torch_device), self._current():
             call("cuMemcpyHtoDAsync", address, staged, len(data), self._stream)
             call("cuStreamSynchronize", self._stream)
 
     def free(self) -> None:
         """Wait for this GPU's own work, whose kernels have deadlines, and give everything back.
+
+        At any moment, in any thread, whatever is being captured there or elsewhere: the wait is the
+        free of `fence`. A graph that holds kernels of this memory must not be replayed afterwards,
+        whether its capture has ended or not.
 
         Idempotent. A forked child does nothing: the driver's state is its parent's.
         Raises DriverError after having tried every step.
@@ -210,10 +222,11 @@ class DeviceShares:
         device, self._device = self._device, None
         if device is None or os.getpid() != self._owner:
             return
-        with contextlib.ExitStack() as last:
+        with relaxed(self._torch_device), contextlib.ExitStack() as last:
             last.callback(call, "cuDevicePrimaryCtxRelease", device)
             with self._current(), undo:
-                undo.callback(call, "cuCtxSynchronize")
+                if self._fence:  # before it was made, nothing ran in this memory
+                    undo.callback(call, "cuMemFree", self._fence)
 
     def _create(self) -> Any:
         try:
@@ -289,11 +302,13 @@ class DeviceShares:
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:
-        call("cuCtxPushCurrent", self._context)
-        try:
-            yield
-        finally:
-            call("cuCtxPopCurrent")
+        """Within, this GPU's context is current, and the thread's capture mode is relaxed."""
+        with relaxed(self._torch_device):
+            call("cuCtxPushCurrent", self._context)
+            try:
+                yield
+            finally:
+                call("cuCtxPopCurrent")
 
 
 def create(group: Group, size: int) -> DeviceShares:

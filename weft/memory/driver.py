@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from weft.errors import DriverError
+
+if TYPE_CHECKING:
+    import torch
+
+Init = TypeVar("Init", bound=Callable[..., None])
+# Of device memory that is held only to be freed: to free it waits for the GPU. As much as torch's
+# allocator takes at a time, so that it is a piece of its own to the driver, too.
+FENCE_BYTES = 2 << 20
 
 
 def driver() -> Any:
@@ -29,6 +40,59 @@ def call(name: str, *args: Any) -> Any:
         said = ", ".join(str(a) if isinstance(a, int) else type(a).__name__ for a in args)
         raise DriverError(f"{name}({said}) failed: {_reason(api, code)}")
     return results[0] if len(results) == 1 else tuple(results) or None
+
+
+@contextlib.contextmanager
+def relaxed(device: torch.device | None = None) -> Iterator[None]:
+    """Let this thread allocate, load, free and wait while streams of the process are captured.
+
+    Such calls are forbidden to a thread that captures, and to every thread while one captures in
+    the global mode. A forbidden call not only fails: it makes the capture invalid, and whoever
+    captures hears of it at a launch of his own. None of what weft does within is part of a graph,
+    so nothing is lost by leave for it. The thread's mode comes back at the end.
+
+    Even so nothing may wait for what is being captured, nor for what contains it: to synchronise
+    the context (`torch.cuda.synchronize`), to record an event of it, or to use the default stream
+    while a stream that blocks with it is captured, is an error in every mode that makes the capture
+    invalid, and the driver has no call that says whether one is under way. Whoever must know that
+    the GPU has done its work waits with `fence`, or for streams of its own.
+
+    device: on a CPU this does nothing.   Raises DriverError.
+    """
+    if device is not None and device.type != "cuda":
+        yield
+        return
+    call("cuInit", 0)
+    mode = driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = call("cuThreadExchangeStreamCaptureMode", mode)
+    try:
+        yield
+    finally:
+        call("cuThreadExchangeStreamCaptureMode", before)
+
+
+def in_relaxed_mode(init: Init) -> Init:
+    """For constructors on a group: all of it within `relaxed`, what torch allocates for it, too."""
+
+    @functools.wraps(init)
+    def wrapped(self: Any, group: Any, *args: Any, **given: Any) -> None:
+        device = getattr(group, "device", None)  # what is no group is for the constructor to refuse
+        with contextlib.nullcontext() if device is None else relaxed(device):
+            init(self, group, *args, **given)
+
+    return cast("Init", wrapped)
+
+
+def fence() -> int:
+    """Memory of the current context whose `cuMemFree` waits until the GPU has done all its work.
+
+    That is: what any stream of the context held before, graphs that run included. The driver cannot
+    know which of it uses the memory, so it waits for all; `torch.cuda.empty_cache` is right for the
+    same reason. Unlike a synchronisation of the context it is allowed within `relaxed` while
+    streams are captured: what is captured does not run. Made in advance, because memory may be
+    short when the wait is needed. Raises DriverError.
+    """
+    return int(call("cuMemAlloc", FENCE_BYTES))
 
 
 def _reason(api: Any, code: Any) -> str:

@@ -221,7 +221,10 @@ class Group:
             result = step()
         except Exception as error:
             problem = error
-        self.vote(problem, doing=doing)
+        try:
+            self.vote(problem, doing=doing)
+        finally:
+            problem = None  # its traceback holds this frame, and the frames of whoever opens a heap
         return cast("T", result)
 
     def agree(self, value: JSON, *, what: str) -> None:

@@ -24,6 +24,8 @@ class Shares(Protocol):
     stride: int
     mailbox: tuple[int, int]
 
+    @property
+    def stream(self) -> int: ...
     def view(self, address: int, count: int, keeper: object) -> torch.Tensor: ...
     def read(self, address: int, count: int) -> bytes: ...
     def write(self, address: int, data: bytes) -> None: ...
@@ -102,6 +104,11 @@ class Heap:
         if self._mailbox is None:
             raise self._closed()
         return self._mailbox
+
+    @property
+    def stream(self) -> int:
+        """A CUstream of this heap's own, which nobody captures; 0 on CPU ranks."""
+        return self._open().stream
 
     def address(self, rank: int) -> int:
         """Where rank `rank`'s share lies in this process. Raises InvalidArgument, OutOfOrder."""

@@ -49,6 +49,8 @@ class HostShares:
     `mailbox` is the host and device address of one private page; on the CPU they are equal.
     """
 
+    stream = 0  # there is none on a CPU
+
     def __init__(self, rank: int, ranks: int, size: int) -> None:
         page = mmap.PAGESIZE
         self._rank = rank

@@ -49,12 +49,12 @@ class Expert(nn.Module):
 
         shared: the size of the shared expert, which has no biases.
         """
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator("cpu").manual_seed(seed)
         hidden, intermediate = config.hidden, config.shared if shared else config.intermediate
 
         def draw(*shape: int, fan: int) -> torch.Tensor:
-            drawn = torch.randn(*shape, generator=generator) / math.sqrt(fan)
-            return drawn.to(config.dtype)
+            drawn = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+            return (drawn / math.sqrt(fan)).to(config.dtype)
 
         gate_up = draw(2 * intermediate, hidden, fan=hidden)
         down = draw(hidden, intermediate, fan=intermediate)
@@ -109,7 +109,7 @@ class ExpertWeights:
         cls,
         config: MoEConfig,
         experts: Sequence[Expert],
-        device: torch.device | str | None = None,
+        device: torch.device | str = "cpu",
     ) -> ExpertWeights:
         """One tensor from many experts, also from none.
 
@@ -186,7 +186,7 @@ def to_blocks(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         )
     down, across = rows // FP8_BLOCK, columns // FP8_BLOCK
     q = torch.empty(weights.shape, dtype=FP8, device=weights.device)
-    scales = torch.empty((experts, down, across), device=weights.device)
+    scales = torch.empty((experts, down, across), dtype=torch.float32, device=weights.device)
     for expert, matrix in enumerate(weights):  # one at a time: fp32 copies are large
         blocks = matrix.view(down, FP8_BLOCK, across, FP8_BLOCK).transpose(1, 2)
         packed, found = quantize(blocks.flatten(2), "fp8", columns=FP8_BLOCK * FP8_BLOCK)

@@ -95,7 +95,8 @@ class FP8Expert(nn.Module):
         q, scale = quantize_rows(x)
         n, k, hidden = self.gate_up.shape[1], self.gate_up.shape[2], self.down.shape[1]
         act = torch.empty((1, len(x), n // 2), dtype=FP8, device=device)
-        act_scale = torch.empty((1, len(x), n // 2 // FP8_BLOCK), device=device)
+        size = (1, len(x), n // 2 // FP8_BLOCK)
+        act_scale = torch.empty(size, dtype=torch.float32, device=device)
         grouped_gemm(
             q.unsqueeze(0),
             self.gate_up,

@@ -305,7 +305,8 @@ class MoE:
                     "overlap is 'shared' without a shared expert; there is nothing to overlap: "
                     "use overlap='none'"
                 )
-            empty = torch.empty((0, config.routing.num_experts), device=device)
+            size = (0, config.routing.num_experts)
+            empty = torch.empty(size, dtype=torch.float32, device=device)
             route(config.routing, empty, correction=correction)
             return mine
 

@@ -55,6 +55,9 @@ class Mlp(Protocol):
     def push(self, weights: ExpertWeights) -> None:
         """The second product, every row of it stored at its `home`. Tiled only."""
 
+    def close(self) -> None:
+        """Let go of the buffers, and of what came with the last rows; nothing is called after."""
+
 
 def choose_way(
     way: str, device: torch.device, config: MoEConfig, *, fp8: bool, quantize: str | None
@@ -133,6 +136,7 @@ class TorchMlp:
         device: torch.device,
     ) -> None:
         self.layout, self.align = layout_of(way)
+        self._way = way
         self._gating, self._quantize = config.gating, quantize
 
         def room(columns: int, wanted: bool = True) -> torch.Tensor:
@@ -148,7 +152,7 @@ class TorchMlp:
         self._act = room(config.intermediate)
         self._y = room(hidden)
         powers = (*rows, hidden // 32) if quantize == "mxfp8" else (0,)
-        self._scales = torch.empty(powers, device=device)
+        self._scales = torch.empty(powers, dtype=torch.float32, device=device)
         self._used = 0
 
     @property
@@ -185,6 +189,12 @@ class TorchMlp:
 
     def push(self, weights: ExpertWeights) -> None:
         raise InvalidArgument("torch's products store no rows at peers; use gemm='tiled'")
+
+    def close(self) -> None:
+        self._products = make(self._way, 0, 1, 0, self._y.new_empty(0))
+        self._wide, self._scales, self._h, self._act, self._y = (
+            t.new_empty(0) for t in self.buffers
+        )
 
     def _widened(self, rows: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """The rows in the layer's dtype: `round(q * scale)` where FP8 came over the wire."""

@@ -12,7 +12,7 @@ import torch
 from weft.errors import OutOfOrder
 from weft.jit import CudaModule, Launcher, compile_cubin, current_arch
 from weft.jit.args import decode, table_source, verify
-from weft.ops.stream import current_stream
+from weft.ops.stream import current_stream, loading
 
 MAX_EXPERTS, MAX_TOP_K = 512, 32  # static_assert in kernels/route.cuh
 TOKENS = 4  # of a CTA: route_warps in kernels/route.cuh
@@ -118,7 +118,7 @@ def _load(rule: str) -> Launcher:
             "the first route() of a rule on a device loads its kernel, which a graph cannot hold; "
             "call it once before capturing, with zero tokens if you like"
         )
-    torch.cuda.synchronize()  # makes the primary context that the module is loaded into
-    module = CudaModule(compile_cuda(rule, current_arch()), name="route")
-    verify(RouteArgs, decode(module.global_bytes(TABLE)))
-    return Launcher(module.function("route"), RouteArgs, programmatic=True)
+    with loading(torch.cuda.current_device()):
+        module = CudaModule(compile_cuda(rule, current_arch()), name="route", stays=True)
+        verify(RouteArgs, decode(module.global_bytes(TABLE)))
+        return Launcher(module.function("route"), RouteArgs, programmatic=True)

@@ -137,7 +137,7 @@ def route(
         return route_in_torch(routing, logits, correction, num_tokens)
     sizes, device = (len(logits), routing.top_k), logits.device
     ids = torch.empty(sizes, dtype=torch.int32, device=device)
-    weights = torch.empty(sizes, device=device)
+    weights = torch.empty(sizes, dtype=torch.float32, device=device)
     args = args_of(logits, correction, num_tokens, routing.scale, ids, weights)
     enqueue(routing.literal(), args, device)
     return Routed(ids, weights)
@@ -169,7 +169,8 @@ def route_in_torch(
         weights = weights * routing.scale
     ids = places.to(torch.int32, memory_format=torch.contiguous_format)
     if num_tokens is not None:
-        padding = (torch.arange(len(ids), device=ids.device) >= num_tokens)[:, None]
+        rows = torch.arange(len(ids), dtype=torch.int64, device=ids.device)
+        padding = (rows >= num_tokens)[:, None]
         ids, weights = ids.masked_fill(padding, -1), weights.masked_fill(padding, 0.0)
     return Routed(ids, weights.contiguous())
 

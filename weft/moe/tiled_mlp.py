@@ -74,7 +74,7 @@ class TiledMlp:
         dtype = FP8 if fp8 else config.dtype
         self._act = torch.empty((*rows, config.intermediate), dtype=dtype, device=device)
         blocks = config.intermediate // FP8_BLOCK if fp8 else 0
-        self._scales = torch.empty((*rows, blocks), device=device)
+        self._scales = torch.empty((*rows, blocks), dtype=torch.float32, device=device)
         self._pushes = pushes
         kept = (0,) if pushes else rows
         self._y = torch.empty((*kept, config.hidden), dtype=config.dtype, device=device)
@@ -159,6 +159,10 @@ class TiledMlp:
             raise InvalidArgument("these rows have no homes; build the layer with overlap='push'")
         tells, dtype = rows.broken is not None, self._config.dtype
         self._multiply(weights, self._pushing, epilogue=Push(rows.home, dtype, tells, rows.broken))
+
+    def close(self) -> None:
+        self._grouped = None  # with homes it shows a word of the heap
+        self._act, self._scales, self._y = (t.new_empty(0) for t in self.buffers)
 
     def _multiply(self, weights: ExpertWeights, by: GemmPlan | WgmmaPlan, **given: Any) -> None:
         grouped = self._grouped

@@ -10,10 +10,11 @@ import torch
 
 from weft.errors import InvalidArgument
 from weft.memory import Group
+from weft.memory.driver import in_relaxed_mode
 from weft.memory.wire import JSON
 from weft.moe.experts import ExpertWeights
 from weft.moe.layer_choice import agreed_choice
-from weft.moe.mlp import make_mlp
+from weft.moe.mlp import Mlp, make_mlp
 from weft.moe.models import MoEConfig
 from weft.moe.options import AUTO, Chosen, Options, check_options, manifest
 from weft.moe.overlap import OVERLAPS, Beside
@@ -21,6 +22,7 @@ from weft.ops.alltoall import AllToAll
 from weft.ops.lowlatency import LowLatencyAllToAll
 from weft.ops.lowlatency_results import ExpertRows
 from weft.ops.received import Received
+from weft.ops.stream import finish
 
 Exchange: TypeAlias = AllToAll | LowLatencyAllToAll
 Rows = TypeVar("Rows", Received, ExpertRows)
@@ -34,7 +36,11 @@ class LayerWorkspace(ABC, Generic[Rows]):
     """
 
     exchange: Exchange
+    aside: Beside
+    _mlp: Mlp
+    _weighed: torch.Tensor
 
+    @in_relaxed_mode
     def __init__(self, group: Group, config: MoEConfig, options: Options) -> None:
         self.group, self.config = group, config
         offers = group.together(lambda: self._offers(options), doing="preparing an MoE layer")
@@ -98,7 +104,11 @@ class LayerWorkspace(ABC, Generic[Rows]):
         return -(-rows // routing.num_experts)
 
     def check_call(self) -> None:
-        """Refuse a capture that would have to wait for the device, before anything is sent."""
+        """Refuse a capture that would have to wait for the device, before anything is sent.
+
+        Raises OutOfOrder after `close`.
+        """
+        self.exchange._check_open()
         if self.chosen.gemm == "loop" and self.capturing:
             raise InvalidArgument(
                 "gemm 'loop' reads row counts on the host, which a captured graph cannot do; "
@@ -140,6 +150,9 @@ class LayerWorkspace(ABC, Generic[Rows]):
     def close(self) -> None:
         """Give everything back; waits for this rank's own work only. Idempotent."""
         self.exchange.close()
+        if hasattr(self, "_mlp"):  # else opening it failed
+            self._mlp.close()
+            self._weighed = self._weighed.new_empty(0)
 
     @abstractmethod
     def _choose(self, options: Options) -> Chosen:
@@ -164,18 +177,20 @@ class LayerWorkspace(ABC, Generic[Rows]):
         """
         check_options(options, self.config)
         found: dict[str, Chosen] = {}
-        problems: list[InvalidArgument] = []
+        refused: InvalidArgument | None = None
         for word in OVERLAPS:
             if word == "shared" and not self.config.shared:
                 continue  # there would be nothing to overlap
             try:
                 found[word] = self._choose(replace(options, overlap=word))
             except InvalidArgument as error:
-                problems.append(error)
+                # Without its traceback: that holds this frame, which holds the error and the layer.
+                refused = refused or error.with_traceback(None)
         if options.overlap != AUTO:
             return found | {options.overlap: self._choose(options)}
         if not found:
-            raise problems[0]
+            assert refused is not None
+            raise InvalidArgument(str(refused))
         return found
 
     def _open_buffers(self) -> None:
@@ -197,5 +212,4 @@ class LayerWorkspace(ABC, Generic[Rows]):
         weighs = config.routing.weigh == "input"
         held = (self.options.max_tokens if weighs else 0, config.hidden)
         self._weighed = torch.empty(held, dtype=config.dtype, device=device)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # calls may come in another stream
+        finish(device)

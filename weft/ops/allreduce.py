@@ -10,6 +10,7 @@ import torch
 
 from weft.errors import InvalidArgument
 from weft.memory import Group
+from weft.memory.driver import in_relaxed_mode, relaxed
 from weft.memory.group import reason
 from weft.memory.header import Record
 from weft.memory.wire import JSON
@@ -54,6 +55,7 @@ class AllReduce:
     GeometryMismatch (when ranks pass different sizes).
     """
 
+    @in_relaxed_mode
     def __init__(
         self,
         group: Group,
@@ -222,10 +224,11 @@ class AllReduce:
         if not self._workspace.begin_close():
             return
         library.forget(self._handle)
-        if self.group.device.type == "cuda":
-            torch.cuda.synchronize(self.group.device)
-        self._entries.close()
-        self._workspace.free()
+        with relaxed(self.group.device):
+            try:
+                self._entries.close()
+            finally:
+                self._workspace.free()
 
     def __enter__(self) -> AllReduce:
         return self

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from weft.errors import BadExpertId, OutOfOrder
 from weft.memory import Group
+from weft.memory.driver import in_relaxed_mode
 from weft.ops.check import check_tensor
 from weft.ops.geometry import Geometry
 from weft.ops.placement import Placed
@@ -35,6 +36,7 @@ class CollectiveAllToAll(Placed):
     FP8 wires, halves, statistics, timelines or SM budgets.
     """
 
+    @in_relaxed_mode
     def __init__(
         self,
         group: Group,
@@ -64,12 +66,14 @@ class CollectiveAllToAll(Placed):
         group.agree(self._geometry.manifest(), what="all-to-all geometry")
         self._process_group = group.process_group()
         self._pending: int | None = None
+        self._closed = False
         self._allocate()
 
     def _allocate(self) -> None:
         ep, tokens, device = self.group.size, self.max_tokens, self.group.device
         # The last entry answers for id -1: owned by nobody.
-        self._owner = torch.tensor((*self.placement.ranks, -1), device=device)
+        owners = (*self.placement.ranks, -1)
+        self._owner = torch.tensor(owners, dtype=torch.int64, device=device)
         self._local = torch.tensor((*self.placement.local, -1), dtype=torch.int32, device=device)
         self._staged = [
             torch.zeros((tokens, p.row_bytes), dtype=torch.uint8, device=device)
@@ -80,10 +84,11 @@ class CollectiveAllToAll(Placed):
             for p in self.payloads
         ]
         self._ids = torch.full((tokens, self.top_k), -1, dtype=torch.int64, device=device)
-        self._weights = torch.zeros((tokens, self.top_k), device=device)
+        self._weights = torch.zeros((tokens, self.top_k), dtype=torch.float32, device=device)
         self._count = torch.zeros(1, dtype=torch.int32, device=device)
         self._all_ids = torch.empty((ep, *self._ids.shape), dtype=torch.int64, device=device)
-        self._all_weights = torch.empty((ep, *self._weights.shape), device=device)
+        size = (ep, *self._weights.shape)
+        self._all_weights = torch.empty(size, dtype=torch.float32, device=device)
         self._counts = torch.zeros(ep, dtype=torch.int32, device=device)
         self._output = torch.zeros((ep, tokens, self.hidden), dtype=self.dtype, device=device)
         self._bad = torch.zeros((), dtype=torch.int64, device=device)
@@ -98,6 +103,7 @@ class CollectiveAllToAll(Placed):
         num_tokens: torch.Tensor | None = None,
     ) -> Received:
         """See `weft.AllToAll.dispatch`."""
+        self._check_open()
         if self._pending is not None:
             raise OutOfOrder(f"dispatch while {self._pending} tokens are away: call combine first")
         tensors = (x,) if isinstance(x, torch.Tensor) else tuple(x)
@@ -114,7 +120,7 @@ class CollectiveAllToAll(Placed):
         self._count.fill_(tokens)
         if num_tokens is not None:
             self._count.copy_(num_tokens.clamp(0, tokens))
-            rows = torch.arange(self.max_tokens, device=self.group.device)
+            rows = torch.arange(self.max_tokens, dtype=torch.int64, device=self.group.device)
             self._ids.masked_fill_((rows >= self._count)[:, None], -1)
         self._gather()
         self._pending = tokens
@@ -144,6 +150,7 @@ class CollectiveAllToAll(Placed):
 
     def output(self) -> torch.Tensor:
         """See `weft.AllToAll.output`."""
+        self._check_open()
         return self._output
 
     def combine(
@@ -154,6 +161,7 @@ class CollectiveAllToAll(Placed):
         add: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `weft.AllToAll.combine`."""
+        self._check_open()
         if self._pending is None or self._received is None:
             raise OutOfOrder("combine without a dispatch: no tokens of this rank are away")
         tokens, device = self._pending, self.group.device
@@ -165,7 +173,7 @@ class CollectiveAllToAll(Placed):
         self._pending = None
         carries = (self._received.ids >= 0).any(dim=2, keepdim=True)
         rows = torch.where(carries, (self._output if y is None else y).float(), 0.0)
-        mine = torch.empty((self.max_tokens, self.hidden), device=device)
+        mine = torch.empty((self.max_tokens, self.hidden), dtype=torch.float32, device=device)
         reduce_scatter(mine, rows.view(-1, self.hidden), group=self._process_group)
         total = mine[:tokens] if add is None else mine[:tokens] + add.float()
         result = total.to(self.dtype)
@@ -173,6 +181,7 @@ class CollectiveAllToAll(Placed):
 
     def check(self) -> None:
         """Raise BadExpertId for ids out of range since the last check. Waits for the device."""
+        self._check_open()
         bad = int(self._bad)
         if bad:
             self._bad.zero_()
@@ -182,4 +191,15 @@ class CollectiveAllToAll(Placed):
             )
 
     def close(self) -> None:
-        """Nothing is held outside this object."""
+        """Give the memory back. Local, idempotent."""
+        self._closed, self._received = True, None
+        self._staged.clear()
+        self._gathered.clear()
+        self._output, self._ids, self._all_ids, self._weights, self._all_weights = (
+            t.new_empty(0)
+            for t in (self._output, self._ids, self._all_ids, self._weights, self._all_weights)
+        )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise OutOfOrder("this all-to-all was closed; make a new one")

@@ -20,7 +20,7 @@ from weft.ops.args import CombineArgs, DispatchArgs, Site
 from weft.ops.layout import Layout
 from weft.ops.plan import Plan, plan_combine, plan_dispatch, plan_home, plan_sums
 from weft.ops.source import FEW, HOST_OPTIONS, compile_cuda, cpu_source, doors
-from weft.ops.stream import current_stream
+from weft.ops.stream import current_stream, loading
 from weft.shape import Shape
 
 STRUCTS: dict[str, type[ctypes.Structure]] = {
@@ -106,7 +106,8 @@ class CudaEntries:
         self._module = CudaModule(image, name="alltoall")
         layout.verify(self._table("weft_layout"))
         measure = Launcher(self._module.function("weft_measure"), Site)
-        measure(Site(base=layout.share_bytes), (1, 1, 1), 1, 0)
+        with self._module.own_stream() as stream:
+            measure(Site(base=layout.share_bytes), (1, 1, 1), 1, stream)
         layout.verify_code(self._table("weft_measured"))
         self._shared = dict.fromkeys(doors(halves=build.halves, few=few), 0)
         if few:
@@ -140,8 +141,8 @@ class CudaEntries:
         self._launchers[name, early](args, grid, p.threads, current_stream(device))
 
     def close(self) -> None:
-        """Unload the module."""
-        self._module.unload()
+        """Unload the module, once its kernels have run."""
+        self._module.unload(after=current_stream(self._device))
 
     def _plan_push(self, tokens: int, per_sm: Callable[[int], int]) -> Plan:
         """Rows of all sources are pushed, about as many as this rank's tokens have peers.
@@ -200,8 +201,7 @@ def load_entries(
     """Compile and load the operations of a Shape for one rank's device."""
     if device.type == "cpu":
         return CpuEntries(shape, layout, build)
-    with torch.cuda.device(device):
-        torch.cuda.synchronize()  # makes the primary context that the module is loaded into
+    with loading(device):
         return CudaEntries(shape, layout, rank, build)
 
 

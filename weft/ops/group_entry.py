@@ -237,6 +237,7 @@ class CudaGroupEntries:
         defines: Sequence[str],
     ) -> None:
         image = compile_cuda(shape, grouping, current_arch(), sends=sends, defines=defines)
+        self._device = torch.cuda.current_device()
         self._module = CudaModule(image, name="group")
         verify(GroupArgs, decode(self._module.global_bytes(TABLE)))
         self._launchers = {
@@ -291,8 +292,8 @@ class CudaGroupEntries:
         self._launchers[name](args, (ctas, 1, 1), threads, stream)
 
     def close(self) -> None:
-        """Unload the module."""
-        self._module.unload()
+        """Unload the module, once its kernels have run."""
+        self._module.unload(after=current_stream(self._device))
 
     def _resident(self, name: str, threads: int) -> int:
         sms = torch.cuda.get_device_properties().multi_processor_count

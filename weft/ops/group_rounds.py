@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from weft.errors import InvalidArgument, OutOfOrder
+from weft.memory.driver import relaxed
 from weft.ops.alltoall import AllToAll
 from weft.ops.check import check_alignment, check_tensor
 from weft.ops.group_entry import (
@@ -18,6 +19,7 @@ from weft.ops.group_entry import (
 )
 from weft.ops.received import Received
 from weft.ops.sending import Signal, check_columns, check_homes, check_scatters, check_sends
+from weft.ops.stream import finish, loading
 from weft.ops.watched import one_call
 
 
@@ -84,7 +86,7 @@ class GroupRounds:
         sends = grouping.packing != "sources" and shape.way != "pull" and a2a._build.halves
         defines = a2a._build.defines
         if device.type == "cuda":
-            with torch.cuda.device(device):
+            with loading(device):
                 self._entries = CudaGroupEntries(
                     shape, grouping, programmatic=programmatic, sends=sends, defines=defines
                 )
@@ -92,9 +94,10 @@ class GroupRounds:
             self._entries = CpuGroupEntries(shape, grouping, sends=sends, defines=defines)
         self._sent = 0  # columns of this round's results that are away
         on_gpu = device.type == "cuda"
-        self.buffers = b = Buffers.make(a2a, grouping, device, on_gpu=on_gpu)
-        if on_gpu:
-            torch.cuda.synchronize(device)  # calls may come in another stream
+        with relaxed(device):
+            b = Buffers.make(a2a, grouping, device, on_gpu=on_gpu)
+            finish(device)
+        self.buffers = b
         self._args = GroupArgs(site=a2a._workspace.site)
         for plane, rows in enumerate(b.rows):
             self._args.rows[plane] = rows.data_ptr()
@@ -165,13 +168,14 @@ class GroupRounds:
         self._gathered = 0
 
     def close(self) -> None:
-        """Unload the kernels, once they have run."""
+        """Unload the kernels, once they have run, and let go of the buffers."""
         if self._entries is None:
             return
-        if self._a2a.group.device.type == "cuda":
-            torch.cuda.synchronize(self._a2a.group.device)
-        self._entries.close()
-        self._entries = None
+        entries, self._entries = self._entries, None
+        try:
+            entries.close()
+        finally:
+            del self.buffers
 
     def _take(self, y: torch.Tensor, shape: tuple[int, ...], doing: str) -> None:
         """Check one result for each row of this round's gather, and where it is."""

@@ -206,8 +206,9 @@ class ExpertGroups:
         self._rounds.sent()
 
     def close(self) -> None:
-        """Unload the kernels; waits for this rank's own work. Idempotent."""
+        """Give memory and kernels back; waits for this rank's own work. Idempotent."""
         self._rounds.close()
+        vars(self).pop("_grouped", None)
 
 
 class Compactor:
@@ -250,8 +251,9 @@ class Compactor:
         self._rounds.scatter(y, self._y_shape)
 
     def close(self) -> None:
-        """Unload the kernels; waits for this rank's own work. Idempotent."""
+        """Give memory and kernels back; waits for this rank's own work. Idempotent."""
         self._rounds.close()
+        vars(self).pop("_compact", None)
 
 
 def _rows(a2a: AllToAll, max_rows: int | None, align: int, layout: str) -> int:

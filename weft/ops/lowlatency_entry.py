@@ -24,6 +24,7 @@ from weft.ops.lowlatency_shape import (
     Track,
 )
 from weft.ops.source import CUDA_OPTIONS, HOST_OPTIONS
+from weft.ops.stream import current_stream, loading
 
 THREADS = 256  # most_threads in kernels/lowlatency_tell.cuh
 FEW_TOKENS, FEW_THREADS = 32, 128  # up to so many tokens, more and smaller CTAs
@@ -187,7 +188,8 @@ class LowCudaEntries:
         for name, struct in TABLES.items():
             verify(struct, decode(self._module.global_bytes(f"weft_{name}")))
         measure = Launcher(self._module.function("weft_measure"), Site)
-        measure(Site(base=layout.share_bytes), (1, 1, 1), 1, 0)
+        with self._module.own_stream() as stream:
+            measure(Site(base=layout.share_bytes), (1, 1, 1), 1, stream)
         layout.verify_code(decode(self._module.global_bytes("weft_measured")))
         self._launchers = {
             name: Launcher(
@@ -213,8 +215,8 @@ class LowCudaEntries:
         self._launchers[name](args, (plan.ctas, 1, 1), plan.threads, stream)
 
     def close(self) -> None:
-        """Unload the module."""
-        self._module.unload()
+        """Unload the module, once its kernels have run."""
+        self._module.unload(after=current_stream(self._device))
 
     def _plan(self, name: str, tokens: int) -> LowPlan:
         """The launch of an operation on so many tokens; all of it fits on the GPU at once."""
@@ -279,6 +281,5 @@ def load_low_entries(
         )
     if device.type == "cpu":
         return LowCpuEntries(shape, layout, build)
-    with torch.cuda.device(device):
-        torch.cuda.synchronize()  # makes the primary context that the module is loaded into
+    with loading(device):
         return LowCudaEntries(shape, layout, build)

@@ -12,12 +12,14 @@ import torch
 
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.memory import Group, Heap
+from weft.memory.driver import relaxed
 from weft.memory.header import HEADER_BYTES, Header
 from weft.ops.check import check_alignment, check_tensor
 from weft.ops.lowlatency_entry import LowCpuEntries, LowCudaEntries
 from weft.ops.lowlatency_geometry import TRACKS, LowGeometry
 from weft.ops.lowlatency_results import ExpertRows, Handle, Slot
 from weft.ops.lowlatency_shape import LowCombineArgs, LowDispatchArgs
+from weft.ops.stream import finish
 from weft.ops.watched import Watched, new_header, one_call
 
 TAGGED_BITS = 24  # of value in a tagged word: tagged_bits in protocol/lowlatency.cuh
@@ -57,7 +59,7 @@ class LowPremises(Watched):
         raw = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         heap.tensor((HEADER_BYTES,), torch.uint8).copy_(raw)
         if heap.group.device.type == "cuda":
-            torch.cuda.synchronize(heap.group.device)
+            torch.cuda.current_stream(heap.group.device).synchronize()
 
     def close(self) -> None:
         """Give the memory back; local."""
@@ -98,8 +100,7 @@ class LowRounds:
             self._table = geometry.placement.table(group.device)
             for args in (self._dispatch_args, self._combine_args):
                 args.placement = self._table.data_ptr()
-        if group.device.type == "cuda":
-            torch.cuda.synchronize(group.device)  # calls may come in another stream
+        finish(group.device)
         self._number = 0
         self._sent: Handle | None = None
         self._returned: Handle | None = None
@@ -233,11 +234,13 @@ class LowRounds:
         """Tell the peers, wait for this rank's own work, give everything back. Idempotent."""
         if not self.premises.begin_close():
             return
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self._entries.close()
-        self.slots.clear()
-        self.premises.close()
+        with relaxed(self.device):
+            try:
+                self._entries.close()
+            finally:
+                self.slots.clear()
+                self.tracks = self.tracks.new_empty(0)
+                self.premises.close()
 
     @staticmethod
     def _point(args: LowDispatchArgs | LowCombineArgs, slot: Slot) -> None:

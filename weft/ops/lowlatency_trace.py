@@ -19,6 +19,7 @@ from weft.errors import InvalidArgument, OutOfOrder
 from weft.memory.header import PHASES
 from weft.ops.lowlatency_shape import Track
 from weft.ops.skew import Skew, estimate_skew
+from weft.ops.stream import settle
 from weft.ops.timeline import read_timeline
 from weft.ops.watched import Watched
 
@@ -190,8 +191,7 @@ def dump(path: Path, tracks: torch.Tensor, premises: Watched) -> None:
     group = premises.heap.group
     if not tracks.numel():
         raise InvalidArgument("dump_trace of an all-to-all built without profile=True")
-    if group.device.type == "cuda":
-        torch.cuda.synchronize(group.device)
+    settle(group.device)
     works = read_work(tracks, group.rank, group.size)
     if not works:
         raise OutOfOrder("dump_trace before any round has finished: run some first")

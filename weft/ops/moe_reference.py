@@ -52,7 +52,7 @@ def moe_layer(
     All arithmetic is in float32 and in the order of the experts.
     """
     ranks = 1 if placement is None else max(placement.ranks) + 1
-    sums = torch.zeros((ranks, *x.shape), device=x.device)
+    sums = torch.zeros((ranks, *x.shape), dtype=torch.float32, device=x.device)
     for expert in range(len(gate_up)):
         token, k = (topk_ids == expert).nonzero(as_tuple=True)
         rows, weight = x[token].float(), topk_weights[token, k, None]

@@ -29,7 +29,7 @@ from weft.ops.reduce_source import (
     cpu_source,
 )
 from weft.ops.reduction import Reduction
-from weft.ops.stream import current_stream
+from weft.ops.stream import current_stream, loading
 
 # 16-byte words of a call, for each rank, from which on a launch that overlaps its predecessor only
 # takes room from it: it gains 0.5 us up to 32 tokens x 7168 on 8 ranks, and loses 5 % at 128
@@ -117,8 +117,8 @@ class CudaReduceEntries:
         launch.launcher(args, launch.grid, p.threads, current_stream(device))
 
     def close(self) -> None:
-        """Unload the module."""
-        self._module.unload()
+        """Unload the module, once its kernels have run."""
+        self._module.unload(after=current_stream(self._device))
 
     def resident(self, name: str, threads: int, cluster: int) -> int:
         """CTAs of a kernel that fit on the GPU at once; of both kernels of a backend."""
@@ -178,6 +178,5 @@ def load_entries(
     """Compile and load all backends of a Reduction for one rank's device."""
     if device.type == "cpu":
         return CpuReduceEntries(reduction, defines)
-    with torch.cuda.device(device):
-        torch.cuda.synchronize()  # makes the primary context that the module is loaded into
+    with loading(device):
         return CudaReduceEntries(reduction, programmatic, defines)

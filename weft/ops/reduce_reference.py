@@ -51,7 +51,8 @@ def finalize_moe(prologue: MoEFinalize) -> torch.Tensor:
     """The rows `[tokens, hidden]` that a rank brings into the all-reduce."""
     rows, index = prologue.rows, prologue.index.long()
     known = (index >= 0) & (index < rows.shape[0])
-    total = torch.zeros((index.shape[0], rows.shape[1]), device=rows.device)
+    size = (index.shape[0], rows.shape[1])
+    total = torch.zeros(size, dtype=torch.float32, device=rows.device)
     for k in range(index.shape[1]):
         row = rows[torch.where(known[:, k], index[:, k], 0)].float()
         if prologue.scales is not None:
@@ -80,12 +81,12 @@ def inverse_rms(rows: torch.Tensor, eps: float) -> torch.Tensor:
     tokens, hidden = rows.shape
     width = 16 // rows.element_size()
     x = rows.float().view(tokens, hidden // width, width)
-    sums = torch.zeros(x.shape[:2], device=rows.device)
+    sums = torch.zeros(x.shape[:2], dtype=torch.float32, device=rows.device)
     for i in range(width):
         sums = sums + x[:, :, i] * x[:, :, i]
     partials = _butterfly(_in_lanes(sums))
     lanes = _in_lanes(partials)
-    total = torch.zeros((tokens, 32), device=rows.device)
+    total = torch.zeros((tokens, 32), dtype=torch.float32, device=rows.device)
     for i in range(lanes.shape[1]):
         total = total + lanes[:, i]
     squares = _butterfly(total[:, None])
@@ -142,7 +143,7 @@ def _powers(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     mantissa, exponent = torch.frexp(amax)  # amax = mantissa * 2^exponent, mantissa in [0.5, 1)
     power = torch.where(amax == 0, -127, exponent - 9 + (mantissa > 0.875).int()).clamp(min=-127)
     byte = torch.where(broken, 255, power + 127).to(torch.uint8)
-    inverse = torch.ldexp(torch.ones((), device=amax.device), -power.double()).float()
+    inverse = torch.ldexp(torch.ones_like(amax), -power.double()).float()
     q = torch.where(broken[..., None], torch.nan, blocks * inverse[..., None])
     return to_e4m3(q).flatten(1), pack_ue8m0(byte)
 

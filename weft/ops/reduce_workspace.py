@@ -39,4 +39,4 @@ class ReduceWorkspace(Watched):
         raw = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         self.heap.tensor((HEADER_BYTES,), torch.uint8).copy_(raw)
         if self.heap.group.device.type == "cuda":
-            torch.cuda.synchronize(self.heap.group.device)
+            torch.cuda.current_stream(self.heap.group.device).synchronize()

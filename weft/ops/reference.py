@@ -53,7 +53,7 @@ def dispatch(
     ep_size, top_k, device = len(topk_ids), topk_ids[0].shape[1], topk_ids[0].device
     _, local = _tables(placement, device)
     ids = torch.full((ep_size, max_tokens, top_k), -1, dtype=torch.int32, device=device)
-    weights = torch.zeros((ep_size, max_tokens, top_k), device=device)
+    weights = torch.zeros((ep_size, max_tokens, top_k), dtype=torch.float32, device=device)
     planes = tuple(
         torch.zeros((ep_size, max_tokens, *p.shape[1:]), dtype=p.dtype, device=device)
         for p in payloads[0]
@@ -62,7 +62,9 @@ def dispatch(
         tokens = topk_ids[source].shape[0]
         known, here = _owned(topk_ids[source], placement, rank)
         given = topk_weights[source]
-        scale = torch.ones(known.shape, device=device) if given is None else given
+        scale = given
+        if scale is None:
+            scale = torch.ones(known.shape, dtype=torch.float32, device=device)
         ids[source, :tokens] = torch.where(here, local[known], -1).int()
         weights[source, :tokens] = torch.where(here, scale, 0.0)
         wanted = here.any(dim=1)
@@ -114,7 +116,7 @@ def identity_experts(received: Received, dtype: torch.dtype) -> torch.Tensor:
     top-k order, the product is rounded once. Rows without a token are NaN, so that a combine that
     reads one shows it.
     """
-    total = torch.zeros(received.ids.shape[:2], device=received.ids.device)
+    total = torch.zeros(received.ids.shape[:2], dtype=torch.float32, device=received.ids.device)
     for k in range(received.ids.shape[2]):
         total = torch.where(received.ids[..., k] >= 0, total + received.weights[..., k], total)
     y = (received.x.float() * total[..., None]).to(dtype)
@@ -139,7 +141,7 @@ def identity_round_trip(
     rows, carries = [], []
     for rank in range(ranks):
         _, here = _owned(topk_ids, placement, rank)
-        total = torch.zeros(x.shape[0], device=x.device)
+        total = torch.zeros(x.shape[0], dtype=torch.float32, device=x.device)
         for k in range(topk_ids.shape[1]):
             weight = 1.0 if topk_weights is None else topk_weights[:, k]
             total = torch.where(here[:, k], total + weight, total)
@@ -171,7 +173,7 @@ def quantize(
         power = power.clamp(min=-127)
         byte = torch.where(broken, 255, power + 127).to(torch.uint8)
         scales = byte.view(torch.float8_e8m0fnu)
-        inverse = torch.ldexp(torch.ones(()), -power.double()).float()
+        inverse = torch.ldexp(torch.ones_like(safe), -power.double()).float()
     else:
         small = safe < 2.0**-117
         # Tensors on both sides: torch divides by a number as a product with its reciprocal.
@@ -190,8 +192,11 @@ def dequantize(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 def _tables(placement: Placement, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Rank and local id by expert; the last entry answers for id -1."""
-    owner = torch.tensor((*placement.ranks, -1), device=device)
-    return owner, torch.tensor((*placement.local, -1), device=device)
+    owner, local = (
+        torch.tensor((*column, -1), dtype=torch.int64, device=device)
+        for column in (placement.ranks, placement.local)
+    )
+    return owner, local
 
 
 def _owned(

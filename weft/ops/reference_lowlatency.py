@@ -77,7 +77,7 @@ def dispatch(
     numbers = arriving[0][0]
     out = torch.zeros((len(experts), rows, numbers.shape[1]), dtype=numbers.dtype, device=device)
     blocks = 0 if arriving[0][1] is None else arriving[0][1].shape[1]
-    scales = torch.zeros((len(experts), rows, blocks), device=device)
+    scales = torch.zeros((len(experts), rows, blocks), dtype=torch.float32, device=device)
     source = torch.zeros((len(experts), rows), dtype=torch.int32, device=device)
     ranges = torch.zeros((len(experts), ranks, 2), dtype=torch.int32, device=device)
     for e, expert in enumerate(experts):
@@ -119,11 +119,12 @@ def combine(
     """
     chosen = choices(topk_ids, len(placement.ranks))
     tokens, top_k = chosen.shape
-    weights = torch.ones((tokens, top_k), device=rows.device)
+    weights = torch.ones((tokens, top_k), dtype=torch.float32, device=rows.device)
     if topk_weights is not None:
         weights = topk_weights
-    owner = torch.tensor((*placement.ranks, -1), device=rows.device)[chosen]
-    total = torch.zeros((tokens, rows.shape[2]), device=rows.device)
+    owners = torch.tensor((*placement.ranks, -1), dtype=torch.int64, device=rows.device)
+    owner = owners[chosen]
+    total = torch.zeros((tokens, rows.shape[2]), dtype=torch.float32, device=rows.device)
     if reduce == "receiver":
         for k in range(top_k):
             row = _travelled(rows[:, k], combine_by)

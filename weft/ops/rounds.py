@@ -11,6 +11,7 @@ from enum import Enum
 import torch
 
 from weft.errors import InvalidArgument, OutOfOrder
+from weft.memory.driver import relaxed
 from weft.ops.args import CombineArgs, DispatchArgs
 from weft.ops.check import check_alignment, check_tensor
 from weft.ops.entry import Entries, place_payload
@@ -130,10 +131,11 @@ class Rounds:
         """Tell the peers, wait for this rank's own work, give everything back. Idempotent."""
         if not self._workspace.begin_close():
             return
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self._entries.close()
-        self._workspace.close()
+        with relaxed(self.device):
+            try:
+                self._entries.close()
+            finally:
+                self._workspace.close()
 
     def _stage(self, y: torch.Tensor | None) -> None:
         output = self._workspace.output

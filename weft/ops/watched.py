@@ -25,6 +25,7 @@ from weft.memory.header import (
 )
 from weft.ops.args import Site
 from weft.ops.report import ABORTED, PEER_LEFT, breakage, refusal
+from weft.ops.stream import settle
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -172,6 +173,7 @@ class Watched:
 
     def free(self) -> None:
         """Give the memory back, but for what a caller's views still show; local."""
+        settle(self.heap.group.device)  # unlocked: what runs may have to hear of a peer's end
         with self._access:
             self._freed = True
             del self._mailbox

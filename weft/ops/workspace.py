@@ -60,7 +60,7 @@ class Workspace(Watched):
         raw = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         self.heap.tensor((HEADER_BYTES,), torch.uint8).copy_(raw)
         if group.device.type == "cuda":
-            torch.cuda.synchronize(group.device)
+            torch.cuda.current_stream(group.device).synchronize()
 
     def _inbox_views(self, geometry: Geometry) -> Received:
         shape, layout, heap = geometry.shape, geometry.layout, self.heap

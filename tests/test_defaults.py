@@ -1,0 +1,178 @@
+"""Torch's default device and dtype are the caller's business: no object of weft's depends on them.
+
+The defaults are hostile here: what follows the device lands on "meta", where nothing can be read,
+and what follows the dtype has other bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.moe import layers
+from tests.public import CONFIG, CPU, EXPERTS, FAMILIES, MODES, TOP_K, Results, copies, tokens
+from weft.errors import Aborted
+from weft.moe import Expert, ExpertWeights, FP8Expert, route, router_logits
+from weft.ops import reference_lowlatency
+
+DTYPES = [torch.float64, torch.bfloat16]
+
+
+@dataclass
+class Alone:
+    """As much of a group as drawing a rank's tokens takes."""
+
+    rank: int
+    device: torch.device = CPU
+
+
+@contextmanager
+def defaults(device: str, dtype: torch.dtype) -> Iterator[None]:
+    """Torch's defaults, put back at the end: other tests of this process have their own."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):  # what torch.set_default_device does, for as long
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def flat(t: torch.Tensor) -> torch.Tensor:
+    return t.contiguous().view(-1).view(torch.uint8)
+
+
+def differ(got: Results, want: Results) -> list[int]:
+    """The numbers of results that are not the same bits in the same shape, dtype and place."""
+    assert len(got) == len(want) > 0
+    kinds = [[(t.shape, t.dtype, t.device) for t in each] for each in (got, want)]
+    same = [
+        a == b and torch.equal(flat(x), flat(y))
+        for a, b, x, y in zip(*kinds, got, want, strict=True)
+    ]
+    return [number for number, equal in enumerate(same) if not equal]
+
+
+def under_hostile_defaults(group: weft.Group, names: list[str], device: str) -> dict[str, Any]:
+    """Which results of each object differ from those under torch's own defaults."""
+    found = {}
+    for name in names:
+        plain = MODES[name](group)
+        want = plain.call()
+        plain.give_back()
+        for dtype in DTYPES:
+            with defaults(device, dtype):
+                made = MODES[name](group)
+                got = made.call()
+                made.give_back()
+            found[f"{name}, {dtype}"] = differ(got, want)
+    return found
+
+
+def meet_and_abort(group: weft.Group) -> tuple[list[Any], str]:
+    """A group on torch.distributed, and an abort, whose word is a tensor of its own."""
+    with defaults("meta", torch.float64):
+        other = weft.Group.from_torch(group.process_group(), shared_memory=False)
+        met = other.all_gather([group.rank, "x" * group.rank])
+        other.close()
+        made = MODES["AllToAll pull"](group)
+        made.call()
+        if group.rank == 0:
+            made.what.abort()
+        group.barrier()
+        with pytest.raises(Aborted) as told:
+            made.call()
+        group.barrier()
+        made.give_back()
+    return met, str(told.value)
+
+
+def test_groups_and_aborts_do_not_depend_on_torchs_defaults(ranks: Callable[..., Any]) -> None:
+    for rank, (met, told) in enumerate(ranks(2, "cpu")(meet_and_abort)):
+        assert met == [[0, ""], [1, "x"]]
+        assert ("rank 0" in told) if rank else ("this rank, 0" in told)
+
+
+def meanings() -> Results:
+    """Everything that is there in plain torch: references, the router, experts, weights."""
+    everyone = [
+        tokens(Alone(rank))  # type: ignore[arg-type]
+        for rank in range(2)
+    ]
+    xs, ids, weights = ([each[i] for each in everyone] for i in range(3))
+    placement = weft.Placement.blocks(EXPERTS, 2)
+    payloads = [(x,) for x in xs]
+    received = weft.reference.dispatch(
+        payloads, ids, [weights[0], None], placement, rank=1, max_tokens=8
+    )
+    loads = weft.reference.expert_load(ids[0], EXPERTS)
+    y = weft.reference.identity_experts(received, torch.bfloat16).nan_to_num()
+    home = weft.reference.identity_round_trip(
+        xs[0], ids[0], None, placement, ranks=2, combine_by="fp8"
+    )
+    found = [received.x, received.ids, received.weights, received.counts, loads, y, home]
+    for word in ("fp8", "mxfp8"):
+        found += weft.reference.quantize(xs[0], word)
+    for scale in ("fp32_row", "ue8m0"):
+        low = reference_lowlatency.dispatch(xs, ids, placement, rank=0, max_tokens=8, scale=scale)
+        found += [
+            t for t in (low.x, low.scales, low.counts, low.source, low.ranges) if t is not None
+        ]
+    rows = xs[0][:, None].expand(-1, TOP_K, -1)
+    for reduce in ("receiver", "sender"):
+        found.append(reference_lowlatency.combine(rows, ids[0], None, placement, reduce=reduce))
+    size = min(map(len, xs))
+    parts, weight = [x[:size] for x in xs], xs[1][0].abs()
+    for quant in (None, weft.FP8Token(), weft.FP8Group(128), weft.FP8Group(128, scale="ue8m0")):
+        sums = weft.reference.allreduce_fused(parts, parts[0], weight, quant=quant)
+        found += [t for t in (sums.out, sums.residual, sums.norm, sums.quant, sums.scale)
+                  if t is not None]  # fmt: skip
+    found.append(weft.reference.finalize_moe(weft.MoEFinalize(xs[0], ids[1].int() % size)))
+    made = [Expert.seeded(CONFIG, e) for e in range(EXPERTS)]
+    stacked = ExpertWeights.stack(CONFIG, made)
+    blocks = stacked.to_fp8()
+    found += copies(blocks.gate_up, blocks.down, blocks.gate_up_scale, blocks.down_scale)
+    shared = FP8Expert.of(made[0])(xs[0])
+    found.append(
+        weft.reference.moe_layer(
+            xs[0], ids[0], weights[0], stacked.gate_up, stacked.down, shared=shared,
+            placement=placement,
+        )
+    )  # fmt: skip
+    for name in sorted(layers.CONFIGS):
+        routing = layers.CONFIGS[name].routing
+        correction = torch.ones(EXPERTS, dtype=torch.float32, device=CPU) * 0.1
+        logits = router_logits(
+            xs[0][:, :EXPERTS], torch.eye(EXPERTS, dtype=torch.float32, device=CPU)
+        )
+        few = torch.tensor([3], dtype=torch.int32, device=CPU)
+        given = correction if routing.correction else None
+        found += route(routing, logits, correction=given, num_tokens=few)
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_meaning_depends_on_torchs_defaults(dtype: torch.dtype) -> None:
+    want = meanings()
+    with defaults("meta", dtype):
+        got = meanings()
+    assert differ(got, want) == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("device", "default"),
+    [("cpu", "meta"), pytest.param("cuda", "cuda", marks=pytest.mark.gpu)],
+)
+def test_no_object_depends_on_torchs_defaults(
+    ranks: Callable[..., Any], family: str, device: str, default: str
+) -> None:
+    names = [name for name in MODES if name.split()[0] == family]
+    for found in ranks(2, device)(under_hostile_defaults, names, default, timeout=900.0):
+        assert found == {f"{name}, {dtype}": [] for name in names for dtype in DTYPES}
