@@ -17,6 +17,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from weft.arguments import shown
 from weft.errors import InvalidArgument, RendezvousFailed
 from weft.memory.rendezvous import Meeting, meet
 from weft.memory.wire import JSON, encode
@@ -116,8 +117,18 @@ def store_exchange(rank: int, size: int, timeout: float) -> tuple[Store, Exchang
 
 
 def default_device(given: torch.device | str | None, local_rank: int | None = None) -> torch.device:
-    """The rank's device: as given, else cuda:local_rank or the current one, else the CPU."""
-    device = None if given is None else torch.device(given)
+    """The rank's device: as given, else cuda:local_rank or the current one, else the CPU.
+
+    Raises InvalidArgument for what is no device of weft's.
+    """
+    try:
+        if given is not None and not isinstance(given, str | torch.device):
+            raise RuntimeError  # a bare number would be a GPU's, of any kind
+        device = None if given is None else torch.device(given)
+    except RuntimeError as error:
+        raise InvalidArgument(
+            f'device is {shown(given)}: weft runs on "cpu" and "cuda", or "cuda:0" and so on'
+        ) from error
     if device is None and not torch.cuda.is_available():
         return torch.device("cpu")
     if device is None or (device.type == "cuda" and device.index is None):

@@ -10,11 +10,13 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from weft.arguments import flags, instance, seconds
 from weft.errors import (
     CreationFailed,
     GeometryMismatch,
     InvalidArgument,
     OutOfOrder,
+    UsageError,
 )
 from weft.memory.collective import OwnProcessGroup, TorchControl
 from weft.memory.discovery import default_device, environment, find, store_exchange
@@ -104,6 +106,9 @@ class Group:
                 "torch.distributed is not initialised: call init_process_group first, or use "
                 "Group.from_env() or weft.launch"
             )
+        instance("process_group", group, dist.ProcessGroup)
+        timeout = seconds("timeout", timeout)
+        flags(shared_memory=shared_memory)
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         if rank < 0:
             raise InvalidArgument("this process is no member of the given process group")
@@ -128,6 +133,7 @@ class Group:
         cuda:LOCAL_RANK where there is one. Raises RendezvousFailed when a variable is missing, the
         ranks are on several hosts or do not meet.
         """
+        timeout = seconds("timeout", timeout)
         rank, size, local_rank = environment()
         where = default_device(device, local_rank)
         store, exchange = store_exchange(rank, size, timeout)
@@ -156,9 +162,11 @@ class Group:
     ) -> None:
         """Go on only if every rank can.
 
-        Each rank passes what stopped it in `doing`, or None. Raises CreationFailed with the same
-        text on every rank if any passed an error; on that rank the error is the cause. On the
-        others `undo` gives back first what they had made; so it does if the vote itself fails.
+        Each rank passes what stopped it in `doing`, or None. If any passed an error, every rank
+        raises the same: where all passed UsageErrors of one class, that class, with the first
+        rank's text, for then the call is wrong on each; else CreationFailed naming the ranks. A
+        rank's own error is the cause. On ranks that passed none `undo` gives back first what they
+        had made; so it does if the vote itself fails.
         """
         try:
             self._vote(error, doing)
@@ -175,6 +183,10 @@ class Group:
             return
         first = failed[0]
         name, text = votes[first]["error"]
+        if isinstance(error, UsageError) and all(
+            vote["error"] is not None and vote["error"][0] == name for vote in votes
+        ):
+            raise type(error)(text) from error
         others = f" (and on rank {', '.join(map(str, failed[1:]))})" if failed[1:] else ""
         raise CreationFailed(
             f"{votes[first]['doing']} failed on rank {first} of {self.size}{others}: {name}: {text}"
@@ -183,7 +195,7 @@ class Group:
     def together(self, step: Callable[[], T], *, doing: str) -> T:
         """Run `step` on every rank, vote on how it went, and return its result.
 
-        Raises CreationFailed on every rank if `step` raised on any.
+        Raises as `vote` does, the same on every rank, if `step` raised on any.
         """
         result, problem = None, None
         try:
@@ -214,7 +226,7 @@ class Group:
         The caller closes all of them. Raises RendezvousFailed as all_gather does, and
         InvalidArgument for a group without shared memory.
         """
-        return self._control.exchange_fds(fd, self.timeout if timeout is None else timeout)
+        return self._control.exchange_fds(fd, self._deadline(timeout))
 
     def process_group(self) -> dist.ProcessGroup:
         """The torch process group of these ranks. Collective at the first call.
@@ -281,7 +293,10 @@ class Group:
         return f"Group(rank={self.rank}, size={self.size}, device={self.device})"
 
     def _gather(self, op: str, value: JSON, timeout: float | None) -> list[Any]:
-        return self._control.gather(op, value, self.timeout if timeout is None else timeout)
+        return self._control.gather(op, value, self._deadline(timeout))
+
+    def _deadline(self, timeout: float | None) -> float:
+        return self.timeout if timeout is None else seconds("timeout", timeout)
 
 
 def _difference(other: Any, first: Any) -> tuple[str, str]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
-from weft.errors import InvalidArgument
+from weft.arguments import adopt, real
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +26,9 @@ class Gating:
 
     def __post_init__(self) -> None:
         """Refuse numbers that would spoil every row."""
-        for name, value in (("alpha", self.alpha), ("offset", self.offset)):
-            if not math.isfinite(value):
-                raise InvalidArgument(f"{name} is {value}; it must be finite")
-        if self.limit is not None and not 0 < self.limit < math.inf:
-            raise InvalidArgument(f"limit is {self.limit}; it must be above 0 and finite, or None")
+        limit = None if self.limit is None else real("limit", self.limit, above=0.0)
+        alpha, offset = real("alpha", self.alpha), real("offset", self.offset)
+        adopt(self, alpha=alpha, offset=offset, limit=limit)
 
     def apply(self, gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """`[..., 2 * intermediate]`, the gate first -> `[..., intermediate]`; gate_up is spoilt.

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from weft.arguments import function, instance
 from weft.errors import GroupError, InvalidArgument
 from weft.memory import Group
 from weft.moe.expert_major import ExpertMajor
@@ -22,7 +23,7 @@ from weft.moe.overlap import PARTS
 from weft.moe.rank_major import RankMajor
 from weft.moe.router import Routed, route
 from weft.moe.workspace import Exchange, LayerWorkspace
-from weft.ops.check import check_alignment, check_tensor, check_tokens
+from weft.ops.check import check_alignment, check_group, check_tensor, check_tokens, refuse_tensor
 from weft.ops.lowlatency_results import ExpertRows
 from weft.ops.received import Received
 
@@ -94,6 +95,7 @@ class MoE:
         programmatic_launch: bool = True,
         profile: bool = False,
     ) -> None:
+        check_group(group)
         options = Options(
             max_tokens=max_tokens,
             exchange=exchange,
@@ -114,7 +116,8 @@ class MoE:
             programmatic_launch=programmatic_launch,
             profile=profile,
         )
-        kind = ExpertMajor if exchange == "expert" else RankMajor
+        # What is no word at all is refused by either, with a vote.
+        kind = ExpertMajor if isinstance(exchange, str) and exchange == "expert" else RankMajor
         self._workspace: LayerWorkspace[Any] = kind(group, config, options)
         self._owner = True
         try:
@@ -279,7 +282,10 @@ class MoE:
 
         def check() -> ExpertWeights:
             mine = weights(self.local_experts) if callable(weights) else weights
+            instance("weights", mine, ExpertWeights, "or a function that makes them")
             mine.check(config, len(self.local_experts), device, fp8=self._workspace.options.fp8)
+            if shared is not None:
+                function("shared", shared, "[tokens, hidden] -> [tokens, hidden]")
             if (shared is None) == (config.shared > 0):
                 have = "None" if shared is None else "given"
                 raise InvalidArgument(
@@ -305,10 +311,12 @@ class MoE:
         dtypes, row_bytes = (config.dtype,), config.hidden * config.dtype.itemsize
         check_tensor("x", x, shape=(None, config.hidden), dtypes=dtypes, device=device)
         check_tokens(len(x), self.exchange.max_tokens)
-        if len(logits) != len(x) or logits.device != device:
+        if not isinstance(logits, torch.Tensor):
+            refuse_tensor("logits", logits)
+        if logits.dim() != 2 or len(logits) != len(x) or logits.device != device:
             raise InvalidArgument(
-                f"logits have {len(logits)} rows on {logits.device}; x has {len(x)} on {device}: "
-                "pass the logits of the same tokens"
+                f"logits are {list(logits.shape)} on {logits.device}; x has {len(x)} rows on "
+                f"{device}: pass the logits of the same tokens"
             )
         if out is not None:
             check_tensor("out", out, shape=x.shape, dtypes=dtypes, device=device)

@@ -8,6 +8,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 import torch
 
+from weft.arguments import instance
 from weft.errors import InvalidArgument
 from weft.memory import Group
 from weft.moe.experts import ExpertWeights
@@ -157,7 +158,7 @@ class LayerWorkspace(ABC, Generic[Rows]):
 
         Raises InvalidArgument where it cannot serve the one that was asked for, or none at all.
         """
-        check_options(options, self.config)
+        check_options(options, instance("config", self.config, MoEConfig))
         found: dict[str, Chosen] = {}
         problems: list[InvalidArgument] = []
         for word in OVERLAPS:

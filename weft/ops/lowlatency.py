@@ -9,10 +9,11 @@ from types import TracebackType
 
 import torch
 
+from weft.arguments import flags, refuse, seconds
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.memory import Group
 from weft.memory.header import Record
-from weft.ops.check import check_seconds
+from weft.ops.check import check_group
 from weft.ops.lowlatency_entry import LowBuild, load_low_entries
 from weft.ops.lowlatency_geometry import LowGeometry, Memory, memory_bytes
 from weft.ops.lowlatency_results import ExpertRows, Handle
@@ -86,10 +87,12 @@ class LowLatencyAllToAll(Placed):
         _defines: Sequence[str] = (),
         _first_epoch: int = 0,
     ) -> None:
+        check_group(group)
         problem: Exception | None = None
         try:
-            check_seconds("timeout", timeout)
-            check_seconds("first_timeout", first_timeout)
+            limits = seconds("timeout", timeout), seconds("first_timeout", first_timeout)
+            flags(halves=halves, view=view, profile=profile)
+            flags(programmatic_launch=programmatic_launch)
             geometry = LowGeometry.of(
                 ranks=group.size,
                 max_tokens=max_tokens,
@@ -113,9 +116,8 @@ class LowLatencyAllToAll(Placed):
         group.vote(problem, doing="preparing a low-latency all-to-all")
         self.group, self.dtype, self.placement = group, dtype, geometry.placement
         self._geometry, self._closed = geometry, False
-        seconds = (timeout, first_timeout)
         self._rounds = open_rounds(
-            group, geometry, entries, seconds, _first_epoch, halves=halves, profile=profile
+            group, geometry, entries, limits, _first_epoch, halves=halves, profile=profile
         )
         self._input = self._make_input(view)
 
@@ -263,6 +265,8 @@ class LowLatencyAllToAll(Placed):
         finished the same rounds. Raises InvalidArgument, OutOfOrder.
         """
         self._check_open()
+        if not isinstance(path, str | os.PathLike):
+            refuse("path", path, "a str or os.PathLike")
         dump(Path(path), self._rounds.tracks, self._rounds.premises)
 
     def close(self) -> None:

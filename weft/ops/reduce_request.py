@@ -9,8 +9,9 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
+from weft.arguments import instance
 from weft.errors import InvalidArgument
-from weft.ops.check import check_alignment, check_tensor, check_tokens
+from weft.ops.check import check_alignment, check_tensor, check_tokens, refuse_tensor
 from weft.ops.reduce_args import ADDRESSES
 from weft.ops.reduce_spec import FP8Group, FP8Static, MoEFinalize, Quant, Reduced, coding_of
 from weft.ops.reduction import Reduction
@@ -26,6 +27,15 @@ OUTPUTS = {
     name: ADDRESSES.index(name if name == "out" else f"{name}_out")
     for name in ("out", "residual", "norm", "quant", "scale")
 }
+# As callers know them: what a MoEFinalize or a quant spec holds is named with its place there.
+PUBLIC = tuple(
+    f"prologue.{name}"
+    if name in ("rows", "index", "scales", "shared")
+    else "quant.scale"
+    if name == "scale"
+    else name
+    for name in ADDRESSES
+)
 EXACT, NEVER = (  # the inputs that an output may lie on exactly, and those that it may not touch
     tuple(ADDRESSES.index(name) for name in names)
     for names in (("x", "residual", "shared"), ("weight", "rows", "scales", "index"))
@@ -141,25 +151,28 @@ class Checker:
                 "pass either x or prologue=MoEFinalize(...): one of them makes this rank's rows"
             )
         if prologue is None:
-            if not isinstance(x, torch.Tensor) or x.dim() != 2:
+            if not isinstance(x, torch.Tensor):
+                refuse_tensor("x", x)
+            if x.is_nested or x.dim() != 2:
                 raise InvalidArgument(
-                    f"x is {_text(x)}; it must be a tensor [tokens, {self.reduction.hidden}]"
+                    f"x is {_text(x)}; it must be a dense tensor [tokens, {self.reduction.hidden}]"
                 )
             return int(x.shape[0])
-        check_tensor(
-            "index", prologue.index, shape=(None, None), dtypes=(torch.int32,), device=self.device
-        )
-        tokens, top_k = prologue.index.shape
+        instance("prologue", prologue, MoEFinalize)
+        index, rows, scales = prologue.index, prologue.rows, prologue.scales
+        counts, device = (torch.int32,), self.device
+        check_tensor("prologue.index", index, shape=(None, None), dtypes=counts, device=device)
+        check_alignment("prologue.index", index, index.itemsize)
+        tokens, top_k = index.shape
         size = (None, self.reduction.hidden)
-        check_tensor("rows", prologue.rows, shape=size, dtypes=(self.dtype,), device=self.device)
-        check_alignment("rows", prologue.rows, 16)
-        if prologue.scales is not None:
-            kinds = (torch.float32, self.dtype)
-            check_tensor(
-                "scales", prologue.scales, shape=(tokens, top_k), dtypes=kinds, device=self.device
-            )
+        check_tensor("prologue.rows", rows, shape=size, dtypes=(self.dtype,), device=device)
+        check_alignment("prologue.rows", rows, 16)
+        if scales is not None:
+            kinds, each = (torch.float32, self.dtype), (tokens, top_k)
+            check_tensor("prologue.scales", scales, shape=each, dtypes=kinds, device=device)
+            check_alignment("prologue.scales", scales, scales.itemsize)
         if prologue.shared is not None:
-            self._check_rows("shared", prologue.shared, tokens)
+            self._check_rows("prologue.shared", prologue.shared, tokens)
         return int(tokens)
 
     def _check_rows(self, name: str, tensor: torch.Tensor, tokens: int) -> None:
@@ -178,6 +191,7 @@ class Checker:
         if isinstance(quant, FP8Static):
             one = (torch.float32,)
             check_tensor("quant.scale", quant.scale, shape=(1,), dtypes=one, device=self.device)
+            check_alignment("quant.scale", quant.scale, quant.scale.itemsize)
         if isinstance(quant, FP8Group) and self.reduction.hidden % GROUP:
             raise InvalidArgument(
                 f"hidden is {self.reduction.hidden}; FP8Group needs a multiple of {GROUP}: pad "
@@ -210,10 +224,12 @@ class Checker:
         wants: dict[str, torch.Tensor | bool] = {}
         for field in fields(given):
             said = getattr(given, field.name)
+            name = field.name if field.name == "out" else f"{field.name}_out"
+            if said is not None and not isinstance(said, bool | torch.Tensor):
+                refuse_tensor(name, said)
             wants[field.name] = implied[field.name] if said is None else said
             may, needs = possible[field.name]
             if wants[field.name] is not False and not may:
-                name = field.name if field.name == "out" else f"{field.name}_out"
                 raise InvalidArgument(f"{name} without {needs}: there is nothing to write there")
         if (wants["quant"] is False) != (wants["scale"] is False) and makes_scale:
             raise InvalidArgument("quant_out and scale_out belong together: want both or neither")
@@ -241,9 +257,7 @@ class Checker:
             check_tensor("scale_out", wanted, shape=size, dtypes=kinds, device=self.device)
             return wanted
         if not isinstance(wanted, torch.Tensor):
-            raise InvalidArgument(
-                f"scale_out is a {type(wanted).__name__}; it must be a torch.Tensor"
-            )
+            refuse_tensor("scale_out", wanted)
         columns, pitch = -(-self._groups(quant) // 4), -(-tokens // 4) * 4
         right = wanted.dtype == torch.int32 and tuple(wanted.shape) == (tokens, columns)
         lies = (tokens <= 1 or wanted.stride(0) == 1) and (
@@ -298,7 +312,7 @@ def _check_overlap(request: Request) -> None:
     found = apart(request.addresses, request.apart)
     if found is not None:
         raise InvalidArgument(
-            f"output {ADDRESSES[found[0]]!r} overlaps {ADDRESSES[found[2]]!r} in memory; outputs "
+            f"output {PUBLIC[found[0]]!r} overlaps {PUBLIC[found[2]]!r} in memory; outputs "
             "may lie exactly on x or residual, and nowhere else on another tensor of the call"
         )
 

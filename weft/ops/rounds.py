@@ -12,7 +12,7 @@ import torch
 
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.ops.args import CombineArgs, DispatchArgs
-from weft.ops.check import check_alignment, check_tensor
+from weft.ops.check import check_alignment, check_tensor, refuse_tensor
 from weft.ops.entry import Entries, place_payload
 from weft.ops.geometry import Geometry
 from weft.ops.received import Received
@@ -129,6 +129,8 @@ class Rounds:
 
     def _stage(self, y: torch.Tensor | None) -> None:
         output = self._workspace.output
+        if y is not None and not isinstance(y, torch.Tensor):
+            refuse_tensor("y", y)
         if y is not None and self._geometry.shape.way == "choices" and y.numel():
             raise InvalidArgument(
                 "y in an all-to-all with combine_by='choices': every row goes to its home by "
