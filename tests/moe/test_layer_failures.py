@@ -38,7 +38,11 @@ PLAIN = CONFIGS["softmax"]
 ODD = replace(PLAIN, intermediate=20)
 WRONG = [
     (PLAIN, {"overlap": "sbo"}, "overlap is 'sbo'; choose one of 'auto', 'none', 'shared'"),
-    (PLAIN, {"gemm": "triton"}, "gemm is 'triton'; choose one of 'auto', 'tiled', 'grouped', 'padded', 'loop'"),
+    (
+        PLAIN,
+        {"gemm": "triton"},
+        "gemm is 'triton'; choose one of 'auto', 'tiled', 'grouped', 'padded', 'loop'",
+    ),
     (PLAIN, {"overlap": "shared"}, "there is nothing to overlap"),
     (ODD, {"gemm": "grouped"}, "needs intermediate rows of a multiple of 16 bytes"),
     (PLAIN, {"gemm": "padded", "max_rows": 0}, "max_rows is 0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable
 from types import TracebackType
@@ -10,7 +11,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from weft.arguments import flags, instance, seconds
+from weft.arguments import flags, function, instance, integer, seconds, shown
 from weft.errors import (
     CreationFailed,
     GeometryMismatch,
@@ -81,6 +82,11 @@ class Group:
         threads: bool = False,
     ) -> Group:
         """The group of the ranks that come to `meeting`. Collective. Raises RendezvousFailed."""
+        instance("meeting", meeting, Meeting)
+        size = integer("size", size, 1)
+        rank, timeout = integer("rank", rank, 0, size - 1), seconds("timeout", timeout)
+        instance("device", device, torch.device)
+        flags(threads=threads)
         star = meet(meeting, rank=rank, size=size, device=device.type, timeout=timeout)
         return cls(star, rank=rank, size=size, device=device, timeout=timeout, threads=threads)
 
@@ -147,10 +153,7 @@ class Group:
         Tuples come back as lists. Raises InvalidArgument for what JSON cannot say and
         RendezvousFailed when a rank died, closed its group or did not come in time.
         """
-        try:
-            encode(value)
-        except (TypeError, ValueError) as error:
-            raise InvalidArgument(f"{value!r:.200} is not JSON: {error}") from error
+        _check_json(value)
         return self._gather("all_gather", value, timeout)
 
     def barrier(self, *, timeout: float | None = None) -> None:
@@ -168,6 +171,11 @@ class Group:
         rank's own error is the cause. On ranks that passed none `undo` gives back first what they
         had made; so it does if the vote itself fails.
         """
+        if error is not None:
+            instance("error", error, BaseException)
+        instance("doing", doing, str)
+        if undo is not None:
+            function("undo", undo, "which gives back what was made")
         try:
             self._vote(error, doing)
         except BaseException:
@@ -197,6 +205,8 @@ class Group:
 
         Raises as `vote` does, the same on every rank, if `step` raised on any.
         """
+        function("step", step, "which every rank runs")
+        instance("doing", doing, str)
         result, problem = None, None
         try:
             result = step()
@@ -211,6 +221,8 @@ class Group:
         Raises GeometryMismatch with the same text on every rank, naming two ranks and, key by key
         for dicts, both values.
         """
+        instance("what", what, str)
+        _check_json(value)
         values = self._gather(f"agreement on {what}", value, None)
         for rank, other in enumerate(values):
             if other != values[0]:
@@ -226,6 +238,11 @@ class Group:
         The caller closes all of them. Raises RendezvousFailed as all_gather does, and
         InvalidArgument for a group without shared memory.
         """
+        fd = integer("fd", fd, 0, (1 << 31) - 1)
+        try:
+            os.fstat(fd)
+        except OSError as error:
+            raise InvalidArgument(f"fd is {fd}; it must be an open descriptor: {error}") from error
         return self._control.exchange_fds(fd, self._deadline(timeout))
 
     def process_group(self) -> dist.ProcessGroup:
@@ -264,6 +281,7 @@ class Group:
 
     def abort(self, why: str) -> None:
         """Make every later or blocked control call of this rank raise. Callable from any thread."""
+        instance("why", why, str)
         stop = getattr(self._control, "abort", None)
         if stop is not None:
             stop(why)
@@ -297,6 +315,14 @@ class Group:
 
     def _deadline(self, timeout: float | None) -> float:
         return self.timeout if timeout is None else seconds("timeout", timeout)
+
+
+def _check_json(value: JSON) -> None:
+    """Raises InvalidArgument for what no message can carry."""
+    try:
+        encode(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgument(f"value is {shown(value)}, which is not JSON: {error}") from error
 
 
 def _difference(other: Any, first: Any) -> tuple[str, str]:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from weft.arguments import instance, integer, integers
 from weft.errors import CreationFailed, InvalidArgument, OutOfOrder, RendezvousFailed
 from weft.memory import posix
+from weft.memory.group import Group
 from weft.memory.header import HEADER_BYTES, MAILBOX_BYTES
 from weft.memory.room import require_room
 
-if TYPE_CHECKING:
-    from weft.memory.group import Group
-
+INT64 = -(1 << 63), (1 << 63) - 1
 MAX_BYTES = 1 << 48  # of a share: what a process can address
 
 
@@ -84,6 +83,7 @@ class Heap:
         memory for, CreationFailed with the same text on every rank when one rank could not do its
         part or died, and GeometryMismatch when the sizes differ.
         """
+        instance("group", group, Group)
         try:
             size = group.together(
                 lambda: integer("size", size, 1, MAX_BYTES), doing="creating a heap"
@@ -132,8 +132,8 @@ class Heap:
         shares = self._open()
         address = self.address(self.group.rank if rank is None else rank)
         instance("dtype", dtype, torch.dtype)
-        shape, offset = integers("shape", shape), integer("offset", offset, 0)
-        steps = _contiguous(shape) if stride is None else integers("stride", stride)
+        shape, offset = integers("shape", shape, *INT64), integer("offset", offset, 0, MAX_BYTES)
+        steps = _contiguous(shape) if stride is None else integers("stride", stride, *INT64)
         extent = _extent(tuple(shape), steps) * dtype.itemsize
         if offset % dtype.itemsize != 0:
             raise InvalidArgument(
@@ -141,7 +141,7 @@ class Heap:
             )
         if offset + extent > self.size:
             raise InvalidArgument(
-                f"a tensor {tuple(shape)} of {dtype} at offset {offset} ends at byte "
+                f"a tensor of shape {tuple(shape)} of {dtype} at offset {offset} ends at byte "
                 f"{offset + extent} and the share has {self.size}; make the heap larger"
             )
         share = shares.view(address, self.size, self._keeper)

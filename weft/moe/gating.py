@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional
 
 from weft.arguments import adopt, real
+from weft.ops.check import refuse_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,9 @@ class Gating:
 
         out: where to write, or None for a new tensor. Each step is rounded to gate_up's dtype.
         """
+        for name, tensor in (("gate_up", gate_up), ("out", out)):
+            if not isinstance(tensor, torch.Tensor) and not (tensor is None and name == "out"):
+                refuse_tensor(name, tensor)
         gate, up = gate_up.chunk(2, dim=-1)
         if out is None:
             out = torch.empty_like(gate, memory_format=torch.contiguous_format)

@@ -20,6 +20,7 @@ SCALES = {
     "fp8": lambda hidden: Payload((hidden // 128,), torch.float32),
     "mxfp8": lambda hidden: Payload((hidden // 32,), torch.float8_e8m0fnu),
 }
+QUANTISED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,9 @@ class Geometry:
             stats=stats,
         )
         if top_k > num_experts:
-            raise InvalidArgument(f"top_k is {top_k}, but the layer has {num_experts} experts")
+            raise InvalidArgument(
+                f"top_k is {top_k}, but the layer has {num_experts} experts (num_experts)"
+            )
         placement = (
             Placement.blocks(num_experts, ranks)
             if expert_map is None
@@ -124,7 +127,7 @@ class Geometry:
         check_tokens(tokens, self.shape.tokens)
         if len(tensors) != len(self.inputs):
             raise InvalidArgument(
-                f"{len(tensors)} payload tensors; this all-to-all was built for "
+                f"x has {len(tensors)} payload tensors; this all-to-all was built for "
                 f"{len(self.inputs)}: pass one for each declared Payload"
             )
         for plane, (tensor, payload) in enumerate(zip(tensors, self.inputs, strict=True)):
@@ -210,10 +213,8 @@ def declared(payloads: Sequence[Payload]) -> tuple[Payload, ...]:
         instance(name, payload, Payload, "Payload((7168,), torch.bfloat16) has 7168 numbers a row")
         dtype = instance(f"{name}.dtype", payload.dtype, torch.dtype)
         shape = instance(f"{name}.shape", payload.shape, tuple, "a row's, behind the token axis")
-        try:
-            torch.empty(dtype.itemsize, dtype=torch.uint8).view(dtype)
-        except (RuntimeError, TypeError):  # a quantised dtype's scale is nowhere in its bytes
-            refuse(f"{name}.dtype", dtype, "one that bytes can be viewed as")
+        if dtype in QUANTISED:
+            refuse(f"{name}.dtype", dtype, "one whose numbers need no scale beside their bytes")
         found.append(Payload(integers(f"{name}.shape", shape, 1, MAX_ROW_BYTES), dtype))
     return tuple(found)
 

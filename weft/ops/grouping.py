@@ -283,7 +283,7 @@ def _rows(a2a: AllToAll, max_rows: int | None, align: int, layout: Layout) -> tu
             entries = tokens * min(shape.top_k, experts)
             max_rows = (entries + min(experts, entries) * (align - 1)) // align * align
             max_rows = max(max_rows, align)  # also without experts there is a buffer
-    max_rows = integer("max_rows", max_rows, 1)
+    max_rows = integer("max_rows", max_rows, 1, MAX_ROWS)
     if max_rows % align:
         refuse("max_rows", max_rows, f"a positive multiple of align, {align}")
     total = max_rows * (max(experts, 1) if layout == "masked" else 1)

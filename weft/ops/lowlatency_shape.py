@@ -176,7 +176,7 @@ class LowShape:
             )
         if self.top_k > self.experts:
             raise InvalidArgument(
-                f"top_k is {self.top_k}, but the layer has {self.experts} experts"
+                f"top_k is {self.top_k}, but the layer has {self.experts} experts (num_experts)"
             )
         if self.ranks * self.local > MAX_TABLE:
             raise InvalidArgument(

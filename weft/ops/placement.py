@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.arguments import integer, integers
+from weft.arguments import instance, integer, integers
 from weft.errors import InvalidArgument
 from weft.memory import Group
 from weft.shape import LIMITS, MAX_RANKS
@@ -81,6 +81,7 @@ class Placement:
 
     def table(self, device: torch.device) -> torch.Tensor:
         """int32 `[num_experts]` of rank << 16 | local id, as the kernels read it."""
+        instance("device", device, torch.device)
         packed = [rank << 16 | local for rank, local in zip(self.ranks, self.local, strict=True)]
         return torch.tensor(packed, dtype=torch.int32, device=device)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from weft.arguments import instance
+from weft.arguments import instance, shown
 from weft.errors import InvalidArgument
 from weft.ops.check import check_alignment, check_tensor, check_tokens, refuse_tensor
 from weft.ops.reduce_args import ADDRESSES
@@ -148,7 +148,8 @@ class Checker:
     def _tokens(self, x: torch.Tensor | None, prologue: MoEFinalize | None) -> int:
         if (x is None) == (prologue is None):
             raise InvalidArgument(
-                "pass either x or prologue=MoEFinalize(...): one of them makes this rank's rows"
+                f"x is {shown(x)} and prologue is {shown(prologue)}; pass one of them: it makes "
+                "this rank's rows"
             )
         if prologue is None:
             if not isinstance(x, torch.Tensor):
@@ -185,7 +186,7 @@ class Checker:
             return
         if weight is None:
             raise InvalidArgument(
-                "quant without weight: it quantises the normed rows; pass weight (ones for a plain "
+                "quant without weight, which is None: it quantises the normed rows; pass weight (ones for a plain "
                 "RMSNorm)"
             )
         if isinstance(quant, FP8Static):
@@ -216,10 +217,10 @@ class Checker:
         }
         possible = {
             "out": (True, ""),
-            "residual": (residual is not None, "residual"),
-            "norm": (weight is not None, "weight"),
-            "quant": (quant is not None, "quant"),
-            "scale": (makes_scale, "a quant that makes scales"),
+            "residual": (residual is not None, "residual, which is None"),
+            "norm": (weight is not None, "weight, which is None"),
+            "quant": (quant is not None, "quant, which is None"),
+            "scale": (makes_scale, f"a quant that makes scales; it is {shown(quant)}"),
         }
         wants: dict[str, torch.Tensor | bool] = {}
         for field in fields(given):
@@ -255,9 +256,11 @@ class Checker:
         if not _packs(quant):
             size, kinds = (tokens, self._groups(quant)), (torch.float32,)
             check_tensor("scale_out", wanted, shape=size, dtypes=kinds, device=self.device)
+            check_alignment("scale_out", wanted, wanted.itemsize)
             return wanted
         if not isinstance(wanted, torch.Tensor):
             refuse_tensor("scale_out", wanted)
+        check_alignment("scale_out", wanted, wanted.itemsize)  # and that it is dense
         columns, pitch = -(-self._groups(quant) // 4), -(-tokens // 4) * 4
         right = wanted.dtype == torch.int32 and tuple(wanted.shape) == (tokens, columns)
         lies = (tokens <= 1 or wanted.stride(0) == 1) and (
@@ -340,8 +343,8 @@ def _extent(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def _text(x: object) -> str:
-    return f"{list(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+def _text(x: torch.Tensor) -> str:
+    return "nested" if x.is_nested else f"{list(x.shape)}"
 
 
 def scale_pitch(request: Request) -> int:

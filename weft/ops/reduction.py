@@ -42,7 +42,7 @@ class Reduction:
     @classmethod
     def of(cls, *, ranks: int, max_tokens: int, hidden: int, dtype: torch.dtype) -> Reduction:
         """The sizes for a caller's arguments."""
-        dtype, ranks = one_of("dtype", dtype, NUMBERS), integer("ranks", ranks, 1)
+        dtype, ranks = one_of("dtype", dtype, NUMBERS), integer("ranks", ranks, 1, 1 << 16)
         max_tokens, hidden = integer("max_tokens", max_tokens, 1, MAX_TOKENS), _hidden(hidden)
         direct = min(max_tokens, DIRECT.get(ranks, FEWEST_DIRECT))
         return cls(ranks, max_tokens, direct, hidden, NUMBERS[dtype])
