@@ -78,7 +78,7 @@ def body(
             break
         try:
             result = rank_body(group, settings, True)
-        except CreationFailed as error:  # on every rank: the others go on
+        except (CreationFailed, InvalidArgument) as error:  # on every rank: the others go on
             result = {"problem": str(error), "measurements": [], "refused": [], "choices": {}}
             result |= {"machine": {"gpus": [], "date": ""}, "gemm": ""}
         found.append(result)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from weft.arguments import adopt, integer, one_of
 from weft.errors import InvalidArgument
 
 MAX_PLANES = 8
@@ -17,6 +18,16 @@ MAX_TOP_K = 32
 FP8_BLOCK = 128  # columns that share a scale
 WAYS = ("pull", "push", "fp8", "choices")
 QUANTS = ("none", "fp8", "mxfp8")
+# field -> the argument that callers know it by, and its limits
+LIMITS: Mapping[str, tuple[str, int, int]] = {
+    "ranks": ("ranks", 1, MAX_RANKS),
+    "tokens": ("max_tokens", 1, 1 << 20),
+    "top_k": ("top_k", 1, MAX_TOP_K),
+    "experts": ("num_experts", 1, 1 << 16),
+    "hidden": ("hidden", 1, 1 << 20),
+    "stats": ("stats", 0, 1 << 20),
+}
+MAX_ROW_BYTES = 1 << 24
 
 NUMBERS: Mapping[torch.dtype, str] = {
     torch.bfloat16: "bf16",
@@ -54,28 +65,11 @@ class Shape:
     stats: int = 0
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("ranks", 1, MAX_RANKS),
-            ("tokens", 1, 1 << 20),
-            ("top_k", 1, MAX_TOP_K),
-            ("experts", 1, 1 << 16),
-            ("hidden", 1, 1 << 20),
-            ("stats", 0, 1 << 20),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or not low <= value <= high:
-                raise InvalidArgument(
-                    f"{name} is {value!r}; it must be an integer in {low}..{high}"
-                )
-        if self.number not in NUMBERS.values():
-            raise InvalidArgument(
-                f"combine rows of {self.number!r}; choose one of {', '.join(NUMBERS.values())}"
-            )
-        for name, allowed in (("way", WAYS), ("quant", QUANTS)):
-            if getattr(self, name) not in allowed:
-                raise InvalidArgument(
-                    f"{name} is {getattr(self, name)!r}; choose one of {', '.join(allowed)}"
-                )
+        for field in LIMITS:
+            adopt(self, **{field: size(field, getattr(self, field))})
+        one_of("dtype", self.number, NUMBERS.values())
+        one_of("combine_by", self.way, WAYS)
+        one_of("quantize", self.quant, QUANTS)
         if (self.way == "fp8" or self.quant != "none") and self.hidden % FP8_BLOCK:
             raise InvalidArgument(
                 f"hidden is {self.hidden}; FP8 rows are made of blocks of {FP8_BLOCK} columns: "
@@ -90,9 +84,11 @@ class Shape:
             raise InvalidArgument(
                 f"{len(self.row_bytes)} payload tensors; one dispatch carries 1..{MAX_PLANES}"
             )
-        for plane, size in enumerate(self.row_bytes):
-            if not 1 <= size <= 1 << 24:
-                raise InvalidArgument(f"payload {plane} has rows of {size} bytes; allowed: 1..2^24")
+        for plane, row in enumerate(self.row_bytes):
+            if not 1 <= row <= MAX_ROW_BYTES:
+                raise InvalidArgument(
+                    f"payloads[{plane}] has rows of {row} bytes; they may have 1..{MAX_ROW_BYTES}"
+                )
 
     def _padded_hidden(self) -> int:
         per_vector = 16 // self.element_bytes
@@ -145,3 +141,9 @@ class Shape:
             f".quant = weft::Quant::{self.quant}, .mapped = {str(self.mapped).lower()}, "
             f".stats = {self.stats}}}"
         )
+
+
+def size(field: str, value: object) -> int:
+    """A size of a Shape, checked under the name that callers know. Raises InvalidArgument."""
+    name, low, high = LIMITS[field]
+    return integer(name, value, low, high)

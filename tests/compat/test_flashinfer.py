@@ -171,5 +171,5 @@ def test_sizes_are_what_is_allocated(ranks):
     refused(
         InvalidArgument,
         lambda: MoeAlltoAll.get_moe_workspace_size_per_rank(3, 2, 8, 64, 0, -7),
-        "stats is -7",
+        "eplb_stats_num_experts is -7",
     )

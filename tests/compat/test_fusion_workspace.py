@@ -19,7 +19,7 @@ from tests.compat.reduces import (
     same,
 )
 from weft.compat.flashinfer import allreduce_fusion
-from weft.errors import CreationFailed, InvalidArgument, OutOfOrder, TokenOverflow
+from weft.errors import InvalidArgument, OutOfOrder, TokenOverflow
 from weft.ops import reference
 
 
@@ -101,7 +101,7 @@ def refusals(group: weft.Group) -> None:
         lambda: make(group, world_size=3),
         "rank 0 of 3" if group.rank == 0 else "rank 1 of 3",
     )
-    refused(CreationFailed, lambda: make(group, hidden_dim=12), "hidden")
+    refused(InvalidArgument, lambda: make(group, hidden_dim=12), "hidden")
 
 
 def test_refusals(ranks):

@@ -20,7 +20,7 @@ from tests.compat.calls import (
 )
 from weft.compat import leases
 from weft.compat.flashinfer import MoeAlltoAll
-from weft.errors import BadExpertId, CreationFailed, InvalidArgument, OutOfOrder, TokenOverflow
+from weft.errors import BadExpertId, InvalidArgument, OutOfOrder, TokenOverflow
 
 
 def no_construction(group: weft.Group) -> None:
@@ -37,8 +37,8 @@ def no_construction(group: weft.Group) -> None:
         lambda: MoeAlltoAll(bare, 8, 2, 7, hidden_size=HIDDEN),
         "moe_ep_rank is missing",
     )
-    refused(CreationFailed, lambda: make(group, hidden_size=63), "multiples of 16")
-    refused(CreationFailed, lambda: make(group, eplb_stats_num_experts=-1), "stats is -1", "0..")
+    refused(InvalidArgument, lambda: make(group, hidden_size=63), "multiples of 16")
+    refused(InvalidArgument, lambda: make(group, eplb_stats_num_experts=-1), "eplb_stats", "is -1")
 
 
 class Layout(enum.Enum):
@@ -72,7 +72,7 @@ def no_calls(group: weft.Group) -> None:
     send(ids, sent, 4, enable_pdl=True)
     no(OutOfOrder, lambda: send(ids, sent, 4), "3 tokens are away")
     no(InvalidArgument, lambda: workspace(3, HIDDEN, x.dtype), "is 3", "with 4")
-    no(InvalidArgument, lambda: workspace(4, 32, x.dtype), "32 x", "64 x")
+    no(InvalidArgument, lambda: workspace(4, 32, x.dtype), "hidden_size is 32", "64 x")
     no(InvalidArgument, lambda: workspace(4, HIDDEN, torch.float16), "float16", "dtype=")
     no(InvalidArgument, lambda: combine(y, 3), "is 3", "with 4")
     no(InvalidArgument, lambda: combine(y[:, :3], 4), "[3, 3, 64]", "[3, 4, 64]")

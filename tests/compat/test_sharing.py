@@ -27,7 +27,7 @@ from tests.compat.calls import (
 from weft.compat import flashinfer, leases
 from weft.compat import ranks as places
 from weft.compat.flashinfer import MoeAlltoAll
-from weft.errors import CreationFailed, GeometryMismatch, InvalidArgument, OutOfOrder
+from weft.errors import GeometryMismatch, InvalidArgument, OutOfOrder
 
 
 def lists(group: weft.Group) -> None:
@@ -56,7 +56,7 @@ def no_lists(group: weft.Group) -> None:
         refused(GeometryMismatch, lambda: a2a.dispatch(ids, mixed, 2), "payloads", "rank 1")
         refused(OutOfOrder, lambda: a2a.dispatch(ids, quantised, 2), "closed")
     with make(group) as a2a:
-        refused(CreationFailed, lambda: a2a.dispatch(ids, [ids] * 9, 2), "9 payload")
+        refused(InvalidArgument, lambda: a2a.dispatch(ids, [ids] * 9, 2), "9 payload")
 
 
 def test_a_payload_list_that_fails_fails_on_every_rank(ranks):

@@ -91,7 +91,7 @@ def test_views_lie_where_they_say_and_never_outside():
     assert {kind for kind, _ in refused} == {InvalidArgument.__name__}
     assert "ends at byte 257 and the share has 256" in refused[0][1]
     assert "align the offset" in refused[3][1]
-    assert "rank is 1: give one of 0..0" in refused[8][1]
+    assert "rank is 1; it must be an integer in 0..0" in refused[8][1]
 
 
 def overrun(group, rank):

@@ -32,7 +32,7 @@ from tests.moe.test_layer_failures import (
     wrong_parts,
 )
 from tests.rounds import bits
-from weft.errors import CreationFailed, GeometryMismatch, InvalidArgument, OutOfOrder
+from weft.errors import GeometryMismatch, InvalidArgument, OutOfOrder
 from weft.moe.mlp import choose_in_blocks, choose_way
 
 BY_EXPERT = {"exchange": "expert"}
@@ -234,7 +234,7 @@ REFUSED: list[tuple[weft.MoEConfig, dict[str, Any], str]] = [
 
 
 def refused(group: weft.Group, config: weft.MoEConfig, options: dict[str, Any]) -> str:
-    with pytest.raises(CreationFailed) as caught:
+    with pytest.raises(InvalidArgument) as caught:
         Case(config, tokens=(4, 6)).open(group, **options)
     return str(caught.value)
 

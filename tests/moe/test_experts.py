@@ -94,8 +94,10 @@ def test_stacking():
     plain = Expert.seeded(CONFIGS["softmax"], 0)
     with pytest.raises(InvalidArgument, match="expert 0 has gate_up_bias None"):
         ExpertWeights.stack(config, [plain])
-    small = Expert(plain.gate_up, plain.down[:, :16])
-    with pytest.raises(InvalidArgument, match=r"expert 1 has down \[128, 16\]"):
+    with pytest.raises(InvalidArgument, match=r"down \[128, 16\]; they must be"):
+        Expert(plain.gate_up, plain.down[:, :16])
+    small = Expert(plain.gate_up[:32], plain.down[:, :16])
+    with pytest.raises(InvalidArgument, match=r"expert 1 has gate_up \[32, 128\]"):
         ExpertWeights.stack(CONFIGS["softmax"], [plain, small])
     with pytest.raises(InvalidArgument, match="gate_up_bias is a NoneType"):
         replace(stacked, gate_up_bias=None).check(config, 3, torch.device("cpu"))
@@ -107,6 +109,6 @@ def test_configs():
         assert config.routing.num_experts % 8 == 0, name
         assert config.biased == (name == "gpt-oss-120b")
     for hidden, intermediate, shared in ((0, 8, 0), (8, 0, 0), (8, 8, -1)):
-        with pytest.raises(InvalidArgument, match="must be at least"):
+        with pytest.raises(InvalidArgument, match="it must be an integer in [01]"):
             MoEConfig(hidden, intermediate, MODELS["kimi-k2"].routing, shared=shared)
     assert MoEConfig(64, 32, MODELS["qwen3-30b-a3b"].routing).gating is SWIGLU

@@ -169,7 +169,7 @@ def test_a_table_too_long_for_a_message_is_refused(ranks, monkeypatch):
 
 def test_a_dtype_that_no_exchange_has_is_refused(ranks):
     def body(group: weft.Group) -> None:
-        with pytest.raises(CreationFailed, match="dtype is torch.float64"):
+        with pytest.raises(InvalidArgument, match="dtype is torch.float64"):
             Case(replace(DEEP, dtype=torch.float64), tokens=(4,)).open(group)
 
     ranks(1, "threads")(body)

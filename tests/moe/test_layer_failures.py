@@ -30,7 +30,7 @@ CASE = Case(CONFIGS["deepseek"], tokens=(4, 6))
 
 
 def built_wrongly(group: weft.Group, config: MoEConfig, options: dict[str, Any]) -> str:
-    with pytest.raises(CreationFailed) as caught:
+    with pytest.raises(InvalidArgument) as caught:
         CASE.next(config=config).open(group, **options)
     return str(caught.value)
 
@@ -38,8 +38,12 @@ def built_wrongly(group: weft.Group, config: MoEConfig, options: dict[str, Any])
 PLAIN = CONFIGS["softmax"]
 ODD = replace(PLAIN, intermediate=20)
 WRONG = [
-    (PLAIN, {"overlap": "sbo"}, "overlap is 'sbo'; choose one of 'none', 'shared'"),
-    (PLAIN, {"gemm": "triton"}, "gemm is 'triton'; choose one of auto, grouped, padded, loop"),
+    (PLAIN, {"overlap": "sbo"}, "overlap is 'sbo'; choose one of 'auto', 'none', 'shared'"),
+    (
+        PLAIN,
+        {"gemm": "triton"},
+        "gemm is 'triton'; choose one of 'auto', 'tiled', 'grouped', 'padded', 'loop'",
+    ),
     (PLAIN, {"overlap": "shared"}, "there is nothing to overlap"),
     (ODD, {"gemm": "grouped"}, "needs intermediate rows of a multiple of 16 bytes"),
     (PLAIN, {"gemm": "padded", "max_rows": 0}, "max_rows is 0"),
@@ -114,7 +118,7 @@ def called_wrongly(group: weft.Group, name: str, options: dict[str, Any]) -> Non
         refused: list[tuple[tuple[torch.Tensor, ...], dict[str, Any], str]] = [
             ((x.double(), logits), {}, "x has dtype torch.float64"),
             ((x[:, 1:], logits), {}, "x has shape"),
-            ((x, logits[1:]), {}, "logits have"),
+            ((x, logits[1:]), {}, "logits are"),
             ((x, logits[:, 1:]), {}, "logits are"),
             ((x, logits), {"out": many}, "out has shape"),
             ((x, logits), {"num_tokens": torch.ones(1, device=x.device)}, "num_tokens has dtype"),

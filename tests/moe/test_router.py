@@ -176,8 +176,8 @@ def test_no_tokens_and_all_equal():
     [
         ({"groups": 3}, "groups is 3 for 8 experts"),
         ({"groups": 0}, "groups is 0"),
-        ({"num_experts": 0}, "for 0 experts"),
-        ({"groups": 2, "top_groups": 3}, r"top_groups is 3; it must be in 1\.\.2"),
+        ({"num_experts": 0}, "num_experts is 0; it must be an integer in 1"),
+        ({"groups": 2, "top_groups": 3}, r"top_groups is 3; it must be an integer in 1\.\.2"),
         ({"groups": 4, "top_k": 3}, r"top_k is 3; it must be in 1\.\.2, the experts of 1 of 4"),
         ({"top_k": 0}, "top_k is 0"),
         ({"score": "tanh"}, "score is 'tanh'"),

@@ -55,15 +55,18 @@ def inputs(group: weft.Group, tokens: int = 3) -> tuple[torch.Tensor, ...]:
         ({"combine_by": "choices", "slots": 1, "reduce": "sender"}, "reduce 'sender'"),
         ({"combine_by": "choices", "slots": 1, "halves": True}, "leave halves out"),
         ({"dtype": torch.int32}, "dtype is torch.int32"),
-        ({"timeout": 0.0}, "timeout is 0.0 s"),
-        ({"num_sms": 4}, "num_sms=4 on a CPU group"),
+        ({"timeout": 0.0}, "timeout is 0.0; it must be a number of seconds above 0"),
+        ({"num_sms": 4}, "num_sms is 4 on a CPU group"),
         ({"expert_map": [0]}, "expert_map has 1 entries"),
-        ({"num_experts": 3000, "top_k": 1, "expert_map": [0] * 3000}, "local is 3000"),
+        (
+            {"num_experts": 3000, "top_k": 1, "expert_map": [0] * 3000},
+            "3000 experts on one rank; one may hold 1024",
+        ),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(ranks, options, text):
     def body(group: weft.Group) -> None:
-        with pytest.raises(CreationFailed, match=text.replace("[", r"\[")):
+        with pytest.raises(InvalidArgument, match=text.replace("[", r"\[")):
             make(group, **options)
 
     ranks(1, "threads")(body)
@@ -102,7 +105,7 @@ def refused_calls(group: weft.Group) -> None:
             (lambda: a2a.combine(y.float(), ids, weights, got.handle), "y has dtype"),
             (lambda: a2a.combine(y[:1], ids, weights, got.handle), "y has shape"),
             (lambda: a2a.combine(y, ids[:2], None, got.handle), "topk_ids has 2 rows"),
-            (lambda: a2a.combine(y, ids, weights, 7), "handle is a int"),  # type: ignore[arg-type]
+            (lambda: a2a.combine(y, ids, weights, 7), "handle is a int; pass the handle"),  # type: ignore[arg-type]
             (lambda: a2a.combine(y, ids, weights, got.handle, x[:1]), r"out has shape \[1, 128\]"),
             (lambda: a2a.combine(y, ids, weights, got.handle, None, x[:1]), "add has shape"),
             (lambda: a2a.combine_send(y, ids, weights, got.handle), "halves=True"),

@@ -9,7 +9,7 @@ import torch
 
 import weft
 from tests.rounds import Round, play
-from weft.errors import CreationFailed, GeometryMismatch, InvalidArgument
+from weft.errors import GeometryMismatch, InvalidArgument
 
 KINDS = ["cpu", "threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 EXPERTS = 9
@@ -148,7 +148,7 @@ def test_refusals_name_both_and_leave_the_round_alone(ranks, kind):
 
 
 def different(group: weft.Group) -> str:
-    with pytest.raises(CreationFailed, match="stats is 1048577; it must be an integer in 0.."):
+    with pytest.raises(InvalidArgument, match="stats is 1048577; it must be an integer in 0.."):
         weft.AllToAll(group, stats=1048577, **SIZES)
     with pytest.raises(GeometryMismatch) as caught:
         weft.AllToAll(group, stats=5 + group.rank, **SIZES)

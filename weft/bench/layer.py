@@ -16,7 +16,7 @@ from weft.bench.layer_weights import shared_expert, stack
 from weft.bench.machine import describe_machine
 from weft.bench.moe import LIMIT_SECONDS, first_problem
 from weft.bench.progress import progress
-from weft.errors import CreationFailed
+from weft.errors import CreationFailed, InvalidArgument
 from weft.memory import Group, launch
 from weft.moe import ExpertWeights, LayerChoice, MoE
 from weft.ops.placement import Placement
@@ -109,7 +109,7 @@ def rank_body(group: Group, settings: LayerSettings, quiet: bool) -> dict[str, A
                 step(f"{tokens} tokens, overlap {overlap}")
                 try:
                     layer = open_layer(group, settings, trial, overlap, weights)
-                except CreationFailed as error:
+                except (CreationFailed, InvalidArgument) as error:
                     if settings.overlaps:
                         raise  # it was asked for by name
                     result["refused"].append(f"{tokens} tokens, overlap {overlap}: {error}")

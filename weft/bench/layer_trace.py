@@ -114,7 +114,7 @@ def rank_calls(group: Group, settings: LayerSettings) -> tuple[str | None, list[
     for overlap in settings.overlap_words:
         try:
             layer = open_layer(group, settings, trial, overlap, weights, profile=True)
-        except CreationFailed:
+        except (CreationFailed, InvalidArgument):
             if settings.overlaps:
                 raise  # it was asked for by name
             continue

@@ -3,13 +3,14 @@
 A floor is a bound, so its numbers are the best that anything reached and a little more, and not
 what one probe did: plain 16-byte stores of 132 CTAs pushed 334 GB/s per GPU and direction on 8
 GPUs, but between 2048 and 4096 tokens a pair of 4 GPUs carried 336, and of 2 GPUs 348. Memory was
-read at 4.37 and 4.41 TB/s by plain sums, and at 4.55 by two grouped products. An empty kernel in a graph takes 0.78 us. A barrier of 8 GPUs takes
-1.5 us, but the fastest all-reduce in two shots, of 32 tokens on 4 GPUs, left 1.35 for each of its
-two ways through the links. A pair of dispatch and combine is two kernels and two such ways, an
-all-reduce one kernel and one or two ways. A figure below its
-floor means that these numbers are wrong: a test looks for one among all that are recorded. Sources:
-`benchmarks/limits-8xH200-2026-11-20.json`, `benchmarks/alltoall-4xH200-2026-11-21.json` for fewer
-GPUs, and `benchmarks/gemm-halves-1xH200-2026-11-21.json` for weights.
+read at 4.37 and 4.41 TB/s by plain sums, and at 4.55 by two grouped products. An empty kernel in a
+graph takes 0.78 us. A barrier of 8 GPUs takes 1.5 us, but the fastest all-reduce in two shots, of
+32 tokens on 4 GPUs, left 1.35 for each of its two ways through the links. A pair of dispatch and
+combine is two kernels and two such ways, an all-reduce one kernel and one or two ways. A figure
+below its floor means that these numbers are wrong: a test looks for one among all that are
+recorded. Sources: `benchmarks/limits-8xH200-2026-11-20.json`,
+`benchmarks/alltoall-4xH200-2026-11-21.json` for fewer GPUs, and
+`benchmarks/gemm-halves-1xH200-2026-11-21.json` for weights.
 
 Kinds of GPU are told apart by their whole names: a GH200 or an H200 NVL is no H200 of an SXM board.
 """

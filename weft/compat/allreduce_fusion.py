@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from weft.arguments import instance, integer, real
 from weft.compat.fusion_workspace import AllReduceFusionWorkspace
 from weft.compat.refusals import refuse
 from weft.errors import InvalidArgument
+from weft.ops.check import refuse_tensor
 from weft.ops.reduce_spec import FP8Group, FP8Static, FP8Token, MoEFinalize
 
 GROUP = 128  # columns that share a scale
@@ -94,6 +96,12 @@ def allreduce_fusion(
     Returns norm_out, else quant_out, else output; the first that the pattern has.
     Raises InvalidArgument, TokenOverflow, OutOfOrder, what broke the group.
     """
+    instance("workspace", workspace, AllReduceFusionWorkspace)
+    for name, tensor in (("input", input), ("residual_in", residual_in)):
+        if tensor is not None or name == "input":
+            _check_rows(name, tensor)
+    real("rms_eps", rms_eps, least=0.0)
+    real("weight_bias", weight_bias)
     call = _pattern(pattern)
     refuse("moe_finalize_backend", moe_finalize_backend, "trtllm", _FINALIZE)
     refuse("layout_code", layout_code, None, _NVFP4)
@@ -153,10 +161,7 @@ class _Outputs:
 
 
 def _pattern(pattern: int) -> _Pattern:
-    try:
-        call = _Pattern(pattern)
-    except ValueError as error:
-        raise InvalidArgument(f"pattern is {pattern!r}; it must be 0..{max(_Pattern)}") from error
+    call = _Pattern(integer("pattern", pattern, 0, max(_Pattern)))
     if call in _REFUSED:
         raise InvalidArgument(f"pattern is {call.name}, which is refused: {_NVFP4}")
     return call
@@ -224,6 +229,15 @@ def _reduction(
     assert scales is not None
     assert rows is not None
     assert shared is not None
+    experts = integer("moe_reduction_device_num_experts", experts, 1)
+    for name, tensor in (
+        ("moe_reduction_scale_input", scales),
+        ("moe_reduction_active_experts_token_input", rows),
+        ("moe_reduction_token_input", shared),
+    ):
+        if not isinstance(tensor, torch.Tensor):
+            refuse_tensor(name, tensor)
+    _check_rows("moe_reduction_token_input", shared)
     tokens = shared.shape[0]
     for name, tensor, size in (
         ("moe_reduction_scale_input", scales, experts * tokens),
@@ -237,6 +251,15 @@ def _reduction(
     index = workspace.expert_major(experts, tokens)
     weights = scales.reshape(experts, tokens).t().contiguous()
     return MoEFinalize(rows.view(-1, shared.shape[-1]), index, weights, shared=shared)
+
+
+def _check_rows(name: str, tensor: torch.Tensor | None) -> None:
+    """Raises InvalidArgument for what has no rows to count."""
+    if not isinstance(tensor, torch.Tensor):
+        refuse_tensor(name, tensor)
+    if tensor.is_nested or tensor.dim() != 2:
+        shape = "nested" if tensor.is_nested else list(tensor.shape)
+        raise InvalidArgument(f"{name} is {shape}; it must be [tokens, hidden]")
 
 
 def _or(tensor: torch.Tensor | None, default: bool) -> torch.Tensor | bool:

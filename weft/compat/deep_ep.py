@@ -13,19 +13,27 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
+from weft.arguments import flags, integer, seconds
+from weft.arguments import refuse as wrong
 from weft.compat.ranges import packed_ranges, token_indices
-from weft.compat.refusals import refuse
-from weft.errors import InvalidArgument, OutOfOrder
+from weft.compat.refusals import refuse, renamed
+from weft.errors import InvalidArgument, OutOfOrder, UsageError
 from weft.memory import Group
 from weft.ops import reference_lowlatency
+from weft.ops.check import check_tensor
 from weft.ops.lowlatency import LowLatencyAllToAll
 from weft.ops.lowlatency_results import ExpertRows, Handle
+from weft.ops.lowlatency_shape import MAX_EXPERTS, MAX_TOKENS
+from weft.shape import MAX_RANKS
 
 __all__ = ["Buffer", "EventOverlap"]
 
 HINTED_TOP_K = 16  # the size hint does not hear of top_k; this is more than models have
 NORMAL = "weft.compat.deep_ep has the low-latency calls only; weft.AllToAll is the normal mode"
 SHRINK = "a rank that died ends the group: close it and make a new one"
+# What weft's arguments are called here.
+DISPATCHED = {"topk_ids": "topk_idx"}
+COMBINED = {"y": "x", "topk_ids": "topk_idx"}
 LOGFMT = "rows come home as bfloat16, exactly"
 COSTS = "build with profile=True and use dump_trace: waits by source, for each CTA"
 Numbers: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -102,6 +110,9 @@ class Buffer:
     ) -> None:
         refuse("low_latency_mode", low_latency_mode, True, NORMAL)
         refuse("enable_shrink", enable_shrink, False, SHRINK)
+        timeout = seconds("timeout", timeout)
+        first_timeout = seconds("first_timeout", first_timeout)
+        flags(profile=profile)
         self._owns_group = not isinstance(group, Group)
         self.group = group if isinstance(group, Group) else Group.from_torch(group)
         self.rank, self.group_size = self.group.rank, self.group.size
@@ -120,12 +131,14 @@ class Buffer:
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
         """Bytes of shared memory for a top_k of up to 16; results take as much again as they do."""
+        experts = integer("num_experts", num_experts, 1, MAX_EXPERTS)
+        tokens = _most("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank)
         return LowLatencyAllToAll.memory_bytes(
-            ranks=num_ranks,
-            max_tokens=num_max_dispatch_tokens_per_rank,
+            ranks=integer("num_ranks", num_ranks, 1, MAX_RANKS),
+            max_tokens=tokens,
             hidden=hidden,
-            top_k=min(HINTED_TOP_K, num_experts),
-            num_experts=num_experts,
+            top_k=min(HINTED_TOP_K, experts),
+            num_experts=experts,
             scale="fp32_col",
         ).shared
 
@@ -154,19 +167,28 @@ class Buffer:
         Raises InvalidArgument, OutOfOrder (two results are alive), and what broke the group.
         """
         refuse("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, None, COSTS)
+        flags(use_fp8=use_fp8, round_scale=round_scale, use_ue8m0=use_ue8m0)
+        flags(async_finish=async_finish, return_recv_hook=return_recv_hook)
+        self._check_tokens(x, topk_idx, cumulative_local_expert_recv_stats)
+        most = _most("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank)
+        num_experts = integer("num_experts", num_experts, 1, MAX_EXPERTS)
         if use_ue8m0 and not (use_fp8 and round_scale):
             raise InvalidArgument(
                 f"use_ue8m0 with use_fp8={use_fp8}, round_scale={round_scale}; a UE8M0 scale is a "
                 "power of two of FP8 numbers: pass use_fp8=True, round_scale=True"
             )
         scale = ("ue8m0" if round_scale else "fp32_col") if use_fp8 else None
-        sizes = (num_max_dispatch_tokens_per_rank, int(x.shape[-1]), int(topk_idx.shape[-1]))
+        sizes = (most, int(x.shape[-1]), int(topk_idx.shape[-1]))
         key = (*sizes, num_experts, scale)
         a2a = self._exchange(key)
-        if return_recv_hook:
-            rows, receive = a2a.dispatch_send(x, topk_idx)
-        else:
-            rows, receive = a2a.dispatch(x, topk_idx), None
+        receive: Hook | None = None
+        try:
+            if return_recv_hook:
+                rows, receive = a2a.dispatch_send(x, topk_idx)
+            else:
+                rows = a2a.dispatch(x, topk_idx)
+        except UsageError as error:
+            raise renamed(error, DISPATCHED) from error
         widen = round_scale and not use_ue8m0
         numbers = _numbers(rows, a2a, widen=widen)
         ranges = torch.zeros_like(rows.ranges[..., 0], dtype=torch.int64)
@@ -175,7 +197,7 @@ class Buffer:
         def settle() -> None:
             if receive is not None:
                 receive()
-            tokens.copy_(token_indices(rows, num_max_dispatch_tokens_per_rank))
+            tokens.copy_(token_indices(rows, most))
             ranges.copy_(packed_ranges(rows))
             if cumulative_local_expert_recv_stats is not None:
                 cumulative_local_expert_recv_stats.add_(rows.counts)
@@ -184,8 +206,7 @@ class Buffer:
 
         if not return_recv_hook:
             settle()
-        most, hidden, _ = sizes
-        ticket = (tokens, ranges, most, hidden, num_experts, _Round(key, rows.handle))
+        ticket = (tokens, ranges, most, sizes[1], num_experts, _Round(key, rows.handle))
         event = self._event(async_finish)
         return numbers, rows.counts, ticket, event, settle if return_recv_hook else None
 
@@ -209,20 +230,25 @@ class Buffer:
         """
         refuse("use_logfmt", use_logfmt, False, LOGFMT)
         refuse("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, None, COSTS)
-        round_ = handle[-1]
+        flags(async_finish=async_finish, return_recv_hook=return_recv_hook, zero_copy=zero_copy)
+        round_ = _round_of(handle)
         a2a = self._existing(round_.key)
-        if return_recv_hook:
-            result, hook = a2a.combine_send(x, topk_idx, topk_weights, round_.handle, out)
-            return result, self._event(async_finish), hook
-        result = a2a.combine(x, topk_idx, topk_weights, round_.handle, out)
-        return result, self._event(async_finish), None
+        hook: Hook | None = None
+        try:
+            if return_recv_hook:
+                result, hook = a2a.combine_send(x, topk_idx, topk_weights, round_.handle, out)
+            else:
+                result = a2a.combine(x, topk_idx, topk_weights, round_.handle, out)
+        except UsageError as error:
+            raise renamed(error, COMBINED) from error
+        return result, self._event(async_finish), hook
 
     def get_next_low_latency_combine_buffer(self, handle: Ticket) -> torch.Tensor:
         """bfloat16 `[local_experts, num_ranks * most tokens, hidden]` for experts to write.
 
         Combine reads any tensor in place; this is one, made at the first call for each slot.
         """
-        round_ = handle[-1]
+        round_ = _round_of(handle)
         key = (*round_.key, round_.handle.slot)
         if key not in self._inputs:
             rows = self._existing(round_.key)._rounds.slots[round_.handle.slot].x
@@ -256,6 +282,17 @@ class Buffer:
         self._inputs.clear()
         if self._owns_group:
             self.group.close()
+
+    def _check_tokens(self, x: torch.Tensor, ids: torch.Tensor, stats: torch.Tensor | None) -> None:
+        """Refuse what an exchange would be made for before it is looked at."""
+        device = self.group.device
+        shape, kinds = (None, None), (torch.bfloat16,)
+        check_tensor("x", x, shape=shape, dtypes=kinds, device=device)
+        integers = (torch.int32, torch.int64)
+        check_tensor("topk_idx", ids, shape=shape, dtypes=integers, device=device)
+        if stats is not None:
+            name, counts = "cumulative_local_expert_recv_stats", (torch.int32, torch.int64)
+            check_tensor(name, stats, shape=(None,), dtypes=counts, device=device)
 
     def _exchange(self, key: tuple[Any, ...]) -> LowLatencyAllToAll:
         if self._destroyed:
@@ -291,6 +328,17 @@ class Buffer:
         event = make()
         event.record()
         return EventOverlap(event)
+
+
+def _most(name: str, value: int) -> int:
+    return integer(name, value, 1, MAX_TOKENS)
+
+
+def _round_of(handle: Ticket) -> _Round:
+    """Raises InvalidArgument for what is no handle."""
+    if not isinstance(handle, tuple) or not handle or not isinstance(handle[-1], _Round):
+        wrong("handle", handle, "the handle that low_latency_dispatch returned")
+    return handle[-1]
 
 
 def _numbers(rows: ExpertRows, a2a: LowLatencyAllToAll, *, widen: bool) -> Numbers:

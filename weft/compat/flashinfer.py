@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from weft.arguments import flags, instance, integer, one_of, seconds, shown
 from weft.compat.allreduce_fusion import AllReduceFusionPattern, allreduce_fusion
 from weft.compat.fusion_workspace import (
     AllReduceFusionWorkspace,
@@ -28,6 +29,7 @@ from weft.compat.refusals import (
     check_ids,
     check_stats,
     refuse,
+    renamed,
     row_text,
 )
 from weft.compat.sizes import (
@@ -35,9 +37,12 @@ from weft.compat.sizes import (
     moe_a2a_get_workspace_size_per_rank,
     moe_workspace_size,
 )
-from weft.errors import InvalidArgument, OutOfOrder, TokenOverflow
+from weft.errors import InvalidArgument, OutOfOrder, TokenOverflow, UsageError
 from weft.memory import Group
+from weft.ops.check import refuse_tensor, tensors_of
+from weft.ops.geometry import declared
 from weft.ops.received import Payload
+from weft.shape import LIMITS, MAX_TOP_K, NUMBERS
 
 __all__ = ["MoeAlltoAll", "moe_a2a_get_workspace_size_per_rank"]
 __all__ += ["AllReduceFusionPattern", "AllReduceFusionWorkspace"]
@@ -104,13 +109,25 @@ class MoeAlltoAll:
         refuse("backend", backend, "trtllm", BACKEND)
         if hidden_size is None:
             raise InvalidArgument(
-                f"hidden_size is None and workspace_size_per_rank is {workspace_size_per_rank}; "
-                "pass hidden_size: rows are laid out one by one, not carved from a byte count"
+                f"hidden_size is None and workspace_size_per_rank is "
+                f"{shown(workspace_size_per_rank)}; pass hidden_size: rows are laid out one by "
+                "one, not carved from a byte count"
             )
+        limit = LIMITS["tokens"][2]
+        max_num_tokens = integer("max_num_tokens", max_num_tokens, 1, limit)
+        top_k = integer("top_k", top_k, 1, MAX_TOP_K)
+        num_experts = integer("num_experts", num_experts, 1, LIMITS["experts"][2])
+        hidden_size = integer("hidden_size", hidden_size, 1, LIMITS["hidden"][2])
+        stats = integer("eplb_stats_num_experts", eplb_stats_num_experts, 0, LIMITS["stats"][2])
+        dtype = one_of("dtype", dtype, NUMBERS)
+        rows = declared(payloads) if payloads else default_payloads(hidden_size, top_k, dtype)
+        flags(contiguous=contiguous)
+        timeout = seconds("timeout", timeout)
+        first_timeout = seconds("first_timeout", first_timeout)
         self.max_num_tokens, self.top_k, self.num_experts = max_num_tokens, top_k, num_experts
         self.ep_rank, self.ep_size = place(mapping)
-        self.eplb_stats_num_experts = eplb_stats_num_experts
-        self.enable_eplb = eplb_stats_num_experts > 0
+        self.eplb_stats_num_experts = stats
+        self.enable_eplb = stats > 0
         self.enable_rank_mask = enable_rank_mask
         self.group = lease_group(mapping, mnnvl_config, group)
         self._owns_group = group is None
@@ -124,8 +141,8 @@ class MoeAlltoAll:
             num_experts=num_experts,
             hidden=hidden_size,
             dtype=dtype,
-            payloads=tuple(payloads or default_payloads(hidden_size, top_k, dtype)),
-            stats=eplb_stats_num_experts,
+            payloads=rows,
+            stats=stats,
             contiguous=contiguous,
             timeout=timeout,
             first_timeout=first_timeout,
@@ -188,7 +205,10 @@ class MoeAlltoAll:
             )
         limit = runtime_max_tokens_per_rank
         check_batch(token_selected_experts, limit, self.top_k, self.max_num_tokens, device)
-        rows = tuple(Payload(tuple(t.shape[1:]), t.dtype) for t in input_payloads)
+        if isinstance(input_payloads, torch.Tensor):  # its rows would count as payloads
+            refuse("input_payloads", input_payloads, (), "pass a list of tensors")
+        given = tensors_of("input_payloads", input_payloads)
+        rows = tuple(Payload(tuple(t.shape[1:]), t.dtype) for t in given)
         invalid, ids = invalid_token_expert_id, expert_id_payload_index
         if invalid is not None:
             check_ids(rows, self.top_k, invalid, ids)
@@ -213,9 +233,11 @@ class MoeAlltoAll:
         workspace, running = self._dispatched("get_combine_payload_tensor_in_workspace")
         _check_runtime_max(runtime_max_tokens_per_rank, running)
         terms = workspace.terms
+        hidden_size = integer("hidden_size", hidden_size, 1)
+        instance("dtype", dtype, torch.dtype)
         if (hidden_size, dtype) != (terms.hidden, terms.dtype):
             raise InvalidArgument(
-                f"combine rows of {hidden_size} x {dtype}; this all-to-all was built for "
+                f"hidden_size is {hidden_size} and dtype {dtype}; this all-to-all was built for "
                 f"{terms.hidden} x {terms.dtype}: pass hidden_size= and dtype= to it"
             )
         return workspace.results(runtime_max_tokens_per_rank)
@@ -254,8 +276,14 @@ class MoeAlltoAll:
         refuse("sf_layout", getattr(sf_layout, "name", sf_layout), (None, "layout_linear"), RESULT)
         refuse("output_dtype", output_dtype, (None, terms.dtype), RESULT)
         _check_runtime_max(runtime_max_tokens_per_rank, running)
+        flags(payload_in_workspace=payload_in_workspace)
+        if not isinstance(payload, torch.Tensor):
+            refuse_tensor("payload", payload)
         workspace.take(payload, running.runtime_max, payload_in_workspace)
-        result = workspace.a2a.combine(out=output)
+        try:
+            result = workspace.a2a.combine(out=output)
+        except UsageError as error:
+            raise renamed(error, {"out": "output"}) from error
         self._round = None
         return result
 
@@ -337,6 +365,7 @@ class MoeAlltoAll:
 
 
 def _check_runtime_max(given: int, running: _Round) -> None:
+    given = integer("runtime_max_tokens_per_rank", given, 1)
     if given != running.runtime_max:
         raise InvalidArgument(
             f"runtime_max_tokens_per_rank is {given}; dispatch was called with "

@@ -10,14 +10,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.arguments import flags, instance, integer, one_of, real
 from weft.compat.ranks import lease_group, release_group
-from weft.compat.refusals import REMAP, refuse
-from weft.errors import InvalidArgument, OutOfOrder
+from weft.compat.refusals import REMAP, refuse, renamed
+from weft.errors import InvalidArgument, OutOfOrder, UsageError
 from weft.memory import Group
 from weft.ops.allreduce import AllReduce
 from weft.ops.allreduce_table import Table
 from weft.ops.reduce_spec import MoEFinalize
+from weft.ops.reduction import MAX_TOKENS
+from weft.shape import NUMBERS
 
+# What the arguments of `AllReduce.fused` are called in `allreduce_fusion`.
+NAMES = {
+    "x": "input",
+    "residual": "residual_in",
+    "weight": "rms_gamma",
+    "eps": "rms_eps",
+    "out": "output",
+}
 MULTICAST = "weft uses no NVLink multicast, which mnnvl is made of; auto and trtllm are the same"
 
 
@@ -64,6 +75,11 @@ class AllReduceFusionWorkspace:
     ) -> bool:
         """Can this workspace serve such calls? It is made for one hidden size and dtype."""
         reduce = self.open()
+        tp_size, num_tokens = integer("tp_size", tp_size), integer("num_tokens", num_tokens)
+        hidden_dim = integer("hidden_dim", hidden_dim)
+        instance("dtype", dtype, torch.dtype)
+        if use_oneshot is not None:
+            flags(use_oneshot=use_oneshot)
         made = (self.world_size, reduce.reduction.hidden, reduce.dtype)
         return (tp_size, hidden_dim, dtype) == made and 0 <= num_tokens <= self._max_tokens
 
@@ -71,6 +87,7 @@ class AllReduceFusionWorkspace:
         """The backend that a call's use_oneshot means, where it serves the size; else "auto"."""
         if use_oneshot is None:
             return "auto"
+        flags(use_oneshot=use_oneshot)
         if not use_oneshot:
             return "twoshot"
         return "oneshot" if tokens <= self.open().reduction.direct else "auto"
@@ -83,7 +100,10 @@ class AllReduceFusionWorkspace:
         others: dict[str, Any],
     ) -> torch.Tensor:
         """One call of `weft.AllReduce.fused`; return the first of norm, quant and sum it has."""
-        result = self.open().fused(x, prologue=prologue, backend=backend, **others)
+        try:
+            result = self.open().fused(x, prologue=prologue, backend=backend, **others)
+        except UsageError as error:
+            raise renamed(error, NAMES) from error
         answers = (result.norm, result.quant, result.out)
         return next(tensor for tensor in answers if tensor is not None)
 
@@ -92,6 +112,7 @@ class AllReduceFusionWorkspace:
 
         Raises InvalidArgument in a graph capture that meets the number for the first time.
         """
+        value = real("scale_factor", value, above=0.0)
         if value not in self._scales:
             self._refuse_capture(f"scale_factor={value}", "pass it as a float32 tensor [1]")
             self._scales[value] = torch.full(
@@ -182,11 +203,11 @@ def create_allreduce_fusion_workspace(
     }
     if missing := [name for name, value in needed.items() if value is None]:
         raise InvalidArgument(f"{missing[0]} is None; create_allreduce_fusion_workspace needs it")
-    assert world_size is not None
-    assert rank is not None
-    assert max_token_num is not None
-    assert hidden_dim is not None
-    assert dtype is not None
+    world_size = integer("world_size", world_size, 1)
+    rank = integer("rank", rank, 0)
+    max_token_num = integer("max_token_num", max_token_num, 1, MAX_TOKENS)
+    hidden_dim = integer("hidden_dim", hidden_dim, 8)
+    dtype = one_of("dtype", dtype, NUMBERS)
     ranks, owns = _ranks(rank, world_size, comm_backend, group)
     try:
         reduce = AllReduce(

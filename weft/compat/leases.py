@@ -128,6 +128,8 @@ class SharedWorkspace:
         Raises InvalidArgument for another shape, dtype or device, and for memory of the workspace
         that is not that tensor.
         """
+        if payload.layout is not torch.strided or payload.is_nested:
+            raise InvalidArgument("payload is a sparse or nested tensor; pass a dense one")
         home, offered = self.outbox(tokens), self.results(tokens)
         device, terms = self.terms.group.device, self.terms
         if (payload.shape, payload.dtype, payload.device) != (home.shape, terms.dtype, device):

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from weft.arguments import instance, integer, shown
 from weft.errors import InvalidArgument
 from weft.memory import Group
 from weft.memory.discovery import Exchange, default_device, find
@@ -47,12 +48,13 @@ _made: dict[tuple[Any, ...], _Made] = {}
 def place(mapping: EpMapping) -> tuple[int, int]:
     """(rank, size) of a mapping. Raises InvalidArgument naming what it lacks."""
     for name in ("moe_ep_rank", "moe_ep_size"):
-        if not isinstance(getattr(mapping, name, None), int):
+        if not hasattr(mapping, name):
             raise InvalidArgument(
-                f"mapping is {mapping!r} and {name} is {getattr(mapping, name, 'missing')}; pass "
-                "an object with integers moe_ep_rank and moe_ep_size"
+                f"mapping is {shown(mapping)} and {name} is missing; pass an object with integers "
+                "moe_ep_rank and moe_ep_size"
             )
-    return mapping.moe_ep_rank, mapping.moe_ep_size
+    size = integer("mapping.moe_ep_size", mapping.moe_ep_size, 1)
+    return integer("mapping.moe_ep_rank", mapping.moe_ep_rank, 0, size - 1), size
 
 
 def lease_group(mapping: EpMapping, config: Any, given: Group | None) -> Group:
@@ -66,6 +68,7 @@ def lease_group(mapping: EpMapping, config: Any, given: Group | None) -> Group:
     """
     rank, size = place(mapping)
     if given is not None:
+        instance("group", given, Group, "weft.launch, Group.from_env() or from_torch() makes one")
         _compare(rank, size, given.rank, given.size, "group")
         return given
     key = (rank, size, *getattr(mapping, "moe_ep_group", ()))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from weft.errors import InvalidArgument, TokenOverflow
+from weft.arguments import integer, shown
+from weft.errors import InvalidArgument, TokenOverflow, UsageError
 from weft.ops.check import check_tensor
 from weft.ops.received import Payload
 
@@ -23,22 +25,39 @@ def refuse(name: str, value: Any, allowed: Any, why: str) -> None:
     options = allowed if isinstance(allowed, tuple) else (allowed,)
     if isinstance(value, torch.Tensor):
         text = f"a tensor {list(value.shape)}"
-    elif value in options:
+    elif any(_same(value, option) for option in options):
         return
     else:
-        text = repr(value)
+        text = shown(value)
     may = " or ".join(repr(option) for option in options)
     raise InvalidArgument(f"{name} is {text}; it must be {may}: {why}")
 
 
+def renamed(error: UsageError, names: Mapping[str, str]) -> UsageError:
+    """An error of weft's own call in the words of the caller's: it begins with an argument's name.
+
+    names: weft's word -> the caller's.
+    """
+    word = re.match(r"\w*", str(error))[0]  # type: ignore[index]
+    if word not in names:
+        return error
+    text = str(error).replace(f"pass {word}.", f"pass {names[word]}.")
+    return type(error)(names[word] + text[len(word) :])
+
+
 def check_ids(rows: Sequence[Payload], top_k: int, invalid: int, index: int | None) -> None:
     """Raise InvalidArgument unless payload `index` can hold expert ids, to be made `invalid`."""
-    if index is None or not 0 <= index < len(rows):
+    if index is None:
         raise InvalidArgument(
-            f"expert_id_payload_index is {index} with invalid_token_expert_id={invalid}; it must "
-            f"be 0..{len(rows) - 1}, the payload that holds the expert ids"
+            f"expert_id_payload_index is None with invalid_token_expert_id={shown(invalid)}; it "
+            f"must be 0..{len(rows) - 1}, the payload that holds the expert ids"
         )
-    if rows[index] not in [Payload((top_k,), dtype) for dtype in (torch.int32, torch.int64)]:
+    index = integer("expert_id_payload_index", index, 0, len(rows) - 1)
+    kinds = (torch.int32, torch.int64)
+    if rows[index] in [Payload((top_k,), dtype) for dtype in kinds]:
+        limits = torch.iinfo(rows[index].dtype)
+        integer("invalid_token_expert_id", invalid, limits.min, limits.max)
+    else:
         raise InvalidArgument(
             f"payload {index} has rows {row_text(rows[index])}; expert ids are [{top_k}] "
             "torch.int32 or torch.int64: mend expert_id_payload_index"
@@ -60,17 +79,22 @@ def check_batch(
     """Raise unless `ids` `[tokens, top_k]` fit `limit` tokens, and those the all-to-all."""
     integers, shape = (torch.int32, torch.int64), (None, top_k)
     check_tensor("token_selected_experts", ids, shape=shape, dtypes=integers, device=device)
-    if limit < 1:
-        raise InvalidArgument(
-            f"runtime_max_tokens_per_rank is {limit}; it must be at least 1: ranks without "
-            "tokens bring empty tensors"
-        )
+    limit = integer("runtime_max_tokens_per_rank", limit, 1)  # also where nobody has a token
     if limit > max_tokens or ids.shape[0] > limit:
         raise TokenOverflow(
             f"{ids.shape[0]} tokens with runtime_max_tokens_per_rank={limit} and "
             f"max_num_tokens={max_tokens}; neither may be larger than the next: split "
             "the batch, or build the all-to-all larger"
         )
+
+
+def _same(value: object, option: object) -> bool:
+    """Equal, and alike: 1 is not True, though it equals it."""
+    if isinstance(value, bool) != isinstance(option, bool):
+        return False
+    if value is option:
+        return True
+    return isinstance(value, int | float | str | torch.dtype) and value == option
 
 
 def row_text(row: Payload) -> str:

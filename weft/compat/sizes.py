@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from weft.arguments import integer
 from weft.compat.refusals import BACKEND, refuse
 from weft.ops.alltoall import AllToAll
 from weft.ops.received import Payload
-from weft.shape import MAX_PLANES, MAX_TOP_K
+from weft.shape import LIMITS, MAX_PLANES, MAX_RANKS, MAX_ROW_BYTES, MAX_TOP_K
 
 
 def default_payloads(hidden: int, top_k: int, dtype: torch.dtype) -> tuple[Payload, ...]:
@@ -32,9 +33,17 @@ def moe_workspace_size(
     Raises InvalidArgument for sizes that cannot be.
     """
     refuse("backend", backend, "trtllm", BACKEND)
+    ep_size = integer("ep_size", ep_size, 1, MAX_RANKS)
+    top_k = integer("top_k", top_k, 1, MAX_TOP_K)
+    max_num_tokens = integer("max_num_tokens", max_num_tokens, 1, LIMITS["tokens"][2])
+    hidden_size = integer("hidden_size", hidden_size, 1, LIMITS["hidden"][2])
+    extra = integer(
+        "extra_payload_bytes_per_token", extra_payload_bytes_per_token, 0, MAX_ROW_BYTES
+    )
+    stats = integer("eplb_stats_num_experts", eplb_stats_num_experts, 0, LIMITS["stats"][2])
     rows = default_payloads(hidden_size, top_k, torch.bfloat16)
-    if extra_payload_bytes_per_token:
-        rows += (Payload((extra_payload_bytes_per_token,), torch.uint8),)
+    if extra:
+        rows += (Payload((extra,), torch.uint8),)
     return AllToAll.memory_bytes(
         ranks=ep_size,
         max_tokens=max_num_tokens,
@@ -42,7 +51,7 @@ def moe_workspace_size(
         num_experts=max(ep_size, top_k),  # their number takes no symmetric memory
         hidden=hidden_size,
         payloads=rows,
-        stats=eplb_stats_num_experts,
+        stats=stats,
     )
 
 
@@ -61,13 +70,20 @@ def moe_a2a_get_workspace_size_per_rank(
     and `MoeAlltoAll` does not depend on it. Raises InvalidArgument for sizes that cannot be.
     """
     refuse("backend", backend, "trtllm", BACKEND)
-    padded = total_dispatch_payload_size_per_token + 15 * MAX_PLANES  # to 16 bytes, each payload
+    ep_size = integer("ep_size", ep_size, 1, MAX_RANKS)
+    max_num_tokens = integer("max_num_tokens", max_num_tokens, 1, LIMITS["tokens"][2])
+    room = 15 * MAX_PLANES  # to 16 bytes, each payload
+    total, combined = total_dispatch_payload_size_per_token, combine_payload_size_per_token
+    total = integer("total_dispatch_payload_size_per_token", total, 0, MAX_ROW_BYTES - room)
+    most = LIMITS["hidden"][2] * 2  # of bfloat16
+    combined = integer("combine_payload_size_per_token", combined, 0, most)
+    stats = integer("eplb_stats_num_experts", eplb_stats_num_experts, 0, LIMITS["stats"][2])
     return AllToAll.memory_bytes(
         ranks=ep_size,
         max_tokens=max_num_tokens,
         top_k=MAX_TOP_K,
         num_experts=MAX_TOP_K,
-        hidden=max(8, -(-combine_payload_size_per_token // 16) * 8),
-        payloads=[Payload((padded,), torch.uint8)],
-        stats=eplb_stats_num_experts,
+        hidden=max(8, -(-combined // 16) * 8),
+        payloads=[Payload((total + room,), torch.uint8)],
+        stats=stats,
     )

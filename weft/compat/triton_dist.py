@@ -10,12 +10,15 @@ from pathlib import Path
 
 import torch
 
+from weft.arguments import flags, instance, integer, one_of
 from weft.compat.ranges import packed_ranges, token_indices
-from weft.compat.refusals import refuse
-from weft.errors import InvalidArgument
+from weft.compat.refusals import refuse, renamed
+from weft.errors import InvalidArgument, UsageError
 from weft.memory import Group
 from weft.ops.lowlatency import LowLatencyAllToAll
 from weft.ops.lowlatency_results import Handle
+from weft.ops.lowlatency_shape import GROUPS, MAX_TOKENS
+from weft.shape import MAX_TOP_K
 
 __all__ = ["DispatchMetaInfo", "EPLowLatencyAllToAllLayer"]
 
@@ -72,6 +75,15 @@ class EPLowLatencyAllToAllLayer:
         first_timeout: float = 120.0,
     ) -> None:
         refuse("online_quant_fp8", online_quant_fp8, True, ONLINE)
+        local_world_size = integer("local_world_size", local_world_size, 1)
+        world_size = integer("world_size", world_size, 1)
+        rank = integer("rank", rank, 0)
+        max_m = integer("max_m", max_m, 1, MAX_TOKENS)
+        topk = integer("topk", topk, 1, MAX_TOP_K)
+        fp8_gsize = one_of("fp8_gsize", fp8_gsize, GROUPS)
+        flags(enable_profiling=enable_profiling)
+        if group is not None:
+            instance("group", group, Group)
         if local_world_size != world_size:
             raise InvalidArgument(
                 f"local_world_size is {local_world_size} and world_size {world_size}; weft's ranks "
@@ -115,7 +127,10 @@ class EPLowLatencyAllToAllLayer:
         refuse("send_scales", send_scales, None, SCALES)
         if topk_indices is None:
             raise InvalidArgument(f"topk_indices is None; pass int32 [tokens, {self.topk}]")
-        rows = self._a2a.dispatch(send_tokens, topk_indices)
+        try:
+            rows = self._a2a.dispatch(send_tokens, topk_indices)
+        except UsageError as error:
+            raise renamed(error, {"x": "send_tokens", "topk_ids": "topk_indices"}) from error
         assert rows.scales is not None
         meta = DispatchMetaInfo(
             token_indices(rows, self.max_m), packed_ranges(rows), handle=rows.handle
@@ -131,7 +146,13 @@ class EPLowLatencyAllToAllLayer:
         zero_copy: bool = False,
     ) -> torch.Tensor:
         """The weighted sums `[tokens, hidden]` of the experts' rows; none is copied on the way."""
-        return self._a2a.combine(send_tokens, topk_indices, topk_weights, dispatch_meta.handle)
+        flags(zero_copy=zero_copy)
+        instance("dispatch_meta", dispatch_meta, DispatchMetaInfo, "dispatch returns it")
+        handle = dispatch_meta.handle
+        try:
+            return self._a2a.combine(send_tokens, topk_indices, topk_weights, handle)
+        except UsageError as error:
+            raise renamed(error, {"y": "send_tokens", "topk_ids": "topk_indices"}) from error
 
     def dump_dispatch_trace(self) -> None:
         """Write the last rounds to prof/ll_dispatch_RANK_{rank}.json; both phases are in it."""

@@ -6,15 +6,17 @@ from dataclasses import replace
 
 import torch
 
+from weft.arguments import flags, integer, refuse, shown
 from weft.errors import InvalidArgument
 from weft.gemm import hopper, launch, reference
-from weft.gemm.choice import fastest_plan
-from weft.gemm.epilogue import STORE, Epilogue, Gated, GatedQuant, Push
+from weft.gemm.choice import best_plan
+from weft.gemm.epilogue import STORE, Epilogue, Gated, GatedQuant, Push, Store
 from weft.gemm.hopper import WgmmaPlan, check_wgmma, lacks
-from weft.gemm.plan import COLUMNS, FP8, GemmPlan, plan
+from weft.gemm.plan import COLUMNS, FP8, GemmPlan, tile_plan
 from weft.gemm.request import (
     OUTS,
     Request,
+    check_dense,
     check_groups,
     check_operands,
     check_part,
@@ -70,6 +72,13 @@ def grouped_gemm(
     128 columns of k (FP8) are summed by the tensor cores, scaled and added in order of k, in fp32.
     Raises InvalidArgument.
     """
+    if not isinstance(epilogue, Store | Gated | Push):
+        refuse("epilogue", epilogue, "a Store, Gated, GatedQuant or Push of weft.gemm")
+    if plan is not None and not isinstance(plan, GemmPlan | WgmmaPlan):
+        refuse("plan", plan, "a GemmPlan or WgmmaPlan of weft.gemm, or None")
+    if num_sms is not None:
+        num_sms = integer("num_sms", num_sms, 1)
+    flags(programmatic_launch=programmatic_launch, settled=settled)
     check_operands(a, b)
     check_groups(a, len(b), counts, offsets)
     check_scales(a, b, a_scale, b_scale)
@@ -78,6 +87,7 @@ def grouped_gemm(
         ("signal", signal, None, (torch.int32,)),
     ):
         if tensor is not None:
+            check_dense(name, tensor)
             check_tensor(name, tensor, a, tuple(shape or tensor.shape), dtypes)
     scales = (a_scale, b_scale)
     request = _request(a, b, counts, offsets, *scales, bias, out, epilogue, signal, columns)
@@ -144,7 +154,7 @@ def _default_plan(request: Request) -> GemmPlan | WgmmaPlan:
     experts, _, k = request.b.shape
     rows = -(-len(request.a) // max(experts, 1))
     sizes = (experts, rows, request.width, k, request.a.dtype)
-    best = fastest_plan(
+    best = best_plan(
         *sizes,
         gated=request.gated,
         biased=request.bias is not None,
@@ -152,7 +162,7 @@ def _default_plan(request: Request) -> GemmPlan | WgmmaPlan:
         device=request.a.device,
     )
     if isinstance(best, WgmmaPlan) and lacks(request, best):
-        return plan(*sizes, gated=request.gated)
+        return tile_plan(*sizes, gated=request.gated)
     return best
 
 
@@ -179,7 +189,9 @@ def _results(
     rows = tuple(a.shape[:-1])
     if isinstance(epilogue, Push):
         if out is not None:
-            raise InvalidArgument("Push writes to each row's home; out must be None")
+            raise InvalidArgument(
+                f"out is {shown(out)} with Push, which writes to each row's home; it must be None"
+            )
         return None, None
     if isinstance(epilogue, GatedQuant):
         if out is None:
@@ -187,7 +199,9 @@ def _results(
             scales = torch.empty(size, dtype=torch.float32, device=a.device)
             return torch.empty((*rows, columns), dtype=FP8, device=a.device), scales
         if not isinstance(out, tuple) or len(out) != 2:
-            raise InvalidArgument("out must be a pair with GatedQuant: numbers and scales")
+            raise InvalidArgument(
+                f"out is {shown(out)}; with GatedQuant it must be a pair, numbers and scales"
+            )
         check_tensor("out[0]", out[0], a, (*rows, columns), (FP8,))
         check_tensor("out[1]", out[1], a, (*rows, columns // COLUMNS), (torch.float32,))
         return out

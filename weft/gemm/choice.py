@@ -7,6 +7,7 @@ import math
 
 import torch
 
+from weft.arguments import flags, instance, integer, one_of
 from weft.gemm.hopper import (
     BLOCK_ROWS,
     FP8_ROWS,
@@ -15,7 +16,7 @@ from weft.gemm.hopper import (
     PAIR,
     WgmmaPlan,
 )
-from weft.gemm.plan import FP8, GemmPlan, plan
+from weft.gemm.plan import DTYPES, FP8, MAX_SIZE, GemmPlan, tile_plan
 
 # One H200, 2026-11-21: of one expert, tiles of 128 rows beat 160, and 64 or 128 beat 96, at any
 # number of rows; those of 256 take 1 % less from 4096 rows on.
@@ -47,13 +48,46 @@ def fastest_plan(
         a WgmmaPlan then where there is one at all.
     device: where it will run. A WgmmaPlan on Hopper wherever there is one, but for one expert alone
     in FP8 only; else what `plan` says. One expert gets so low tiles that they fill the GPU. Equal
-    bits either way.
+    bits either way. Raises InvalidArgument.
     """
+    one_of("dtype", dtype, DTYPES)
+    flags(gated=gated, biased=biased, tells=tells)
+    instance("out", out, torch.dtype)
+    if device is not None:
+        instance("device", device, torch.device)
+    return best_plan(
+        integer("experts", experts, 0, MAX_SIZE),
+        integer("rows_per_expert", rows_per_expert, 0, MAX_SIZE),
+        integer("n", n, 1, MAX_SIZE),
+        integer("k", k, 1, MAX_SIZE),
+        dtype,
+        gated=gated,
+        biased=biased,
+        out=out,
+        tells=tells,
+        device=device,
+    )
+
+
+def best_plan(
+    experts: int,
+    rows_per_expert: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    *,
+    gated: bool = False,
+    biased: bool = False,
+    out: torch.dtype = torch.bfloat16,
+    tells: bool = False,
+    device: torch.device | None = None,
+) -> GemmPlan | WgmmaPlan:
+    """`fastest_plan` of sizes that were checked: it stands in every call."""
     serves = _wgmma_serves(experts, n, dtype, gated, biased, out)
     measured = dtype == FP8 or experts > 1  # of one expert in two bytes a number, nothing was
     if not is_hopper(device) or not serves or not (measured or tells):
         rows = -(-rows_per_expert // TILES_OF_ONE) if experts == 1 else rows_per_expert
-        return plan(experts, rows, n, k, dtype, gated=gated)
+        return tile_plan(experts, rows, n, k, dtype, gated=gated)
     if experts == 1:
         return WgmmaPlan(_rows_of_one(rows_per_expert, n // PAIR))
     # Most experts have fewer rows than three deviations above the mean: they are one tile.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 
-from weft.errors import InvalidArgument
+from weft.arguments import adopt, flags, real
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +31,9 @@ class Gated:
 
     def __post_init__(self) -> None:
         """Refuse numbers that would spoil every row."""
-        for name, value in (("alpha", self.alpha), ("offset", self.offset)):
-            if not math.isfinite(value):
-                raise InvalidArgument(f"{name} is {value}; it must be finite")
-        if self.limit is not None and not 0 < self.limit < math.inf:
-            raise InvalidArgument(f"limit is {self.limit}; it must be above 0 and finite, or None")
+        limit = None if self.limit is None else real("limit", self.limit, above=0.0)
+        alpha, offset = real("alpha", self.alpha), real("offset", self.offset)
+        adopt(self, alpha=alpha, offset=offset, limit=limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +64,10 @@ class Push:
     dtype: torch.dtype | None = None
     tells: bool = False
     unless: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a word for a flag; tensors are looked at where they are used."""
+        flags(tells=self.tells)
 
 
 Epilogue = Store | Gated | GatedQuant | Push

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from weft.arguments import adopt, one_of
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.gemm.epilogue import Gated, GatedQuant, Push
 from weft.gemm.hopper_source import (
@@ -58,10 +59,7 @@ class WgmmaPlan:
 
     def __post_init__(self) -> None:
         """Refuse what the kernel has no tile for."""
-        if self.block_rows not in BLOCK_ROWS:
-            raise InvalidArgument(
-                f"block_rows is {self.block_rows}; it must be one of {BLOCK_ROWS}"
-            )
+        adopt(self, block_rows=one_of("block_rows", self.block_rows, BLOCK_ROWS))
 
     def stages(self, experts: int, operand: str = "fp8") -> int:
         """Steps of k in flight: as many as fit beside what the epilogues need.

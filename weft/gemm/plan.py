@@ -8,11 +8,13 @@ from typing import Literal, get_args
 
 import torch
 
+from weft.arguments import adopt, flags, integer, one_of
 from weft.errors import InvalidArgument
 
 Order = Literal["expert", "column"]
 FP8 = torch.float8_e4m3fn
 DTYPES = (FP8, torch.bfloat16, torch.float16)
+MAX_GROUP, MAX_SIZE = 2**20 - 1, 2**31 - 1
 COLUMNS = 128  # of the weights that one accumulator covers: a block of their scales
 
 
@@ -50,15 +52,14 @@ class GemmPlan:
             "block_rows": (16, 32, 64, 128),
             "block_columns": (COLUMNS, 2 * COLUMNS),
             "block_depth": (64, 128),
-            "stages": range(1, 17),
             "warps": (4, 8, 16),
-            "ctas_per_sm": range(1, 9),
-            "group": range(1, 2**20),
             "order": get_args(Order),
         }
         for name, allowed in choices.items():
-            if (value := getattr(self, name)) not in allowed:
-                raise InvalidArgument(f"{name} is {value!r}; it must be one of {allowed}")
+            adopt(self, **{name: one_of(name, getattr(self, name), allowed)})
+        for name, high in (("stages", 16), ("ctas_per_sm", 8), ("group", MAX_GROUP)):
+            adopt(self, **{name: integer(name, getattr(self, name), 1, high)})
+        flags(swap=self.swap, flatten=self.flatten)
         if self.block_rows < 64 and not self.swap:
             raise InvalidArgument(
                 f"block_rows is {self.block_rows}: tiles below 64 rows need swap=True"
@@ -103,10 +104,29 @@ def plan(
     """The plan for a mean of about `rows_per_expert` rows over `experts` experts.
 
     n, k: columns of the product and of a.   dtype: of a and b.   gated: for Gated and GatedQuant.
-    Any number of rows is served by any plan. Raises InvalidArgument for another dtype.
+    Any number of rows is served by any plan. Raises InvalidArgument for sizes that cannot be and
+    another dtype.
     """
-    if dtype not in DTYPES:
-        raise InvalidArgument(f"dtype is {dtype}; a grouped product takes {DTYPES}")
+    one_of("dtype", dtype, DTYPES)
+    integer("experts", experts, 0, MAX_SIZE)
+    rows_per_expert = integer("rows_per_expert", rows_per_expert, 0, MAX_SIZE)
+    n, k = integer("n", n, 1, MAX_SIZE), integer("k", k, 1, MAX_SIZE)
+    flags(gated=gated)
+    return tile_plan(experts, rows_per_expert, n, k, dtype, order=order, group=group, gated=gated)
+
+
+def tile_plan(
+    experts: int,
+    rows_per_expert: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    *,
+    order: Order = "expert",
+    group: int = 1,
+    gated: bool = False,
+) -> GemmPlan:
+    """`plan` of sizes that were checked: it stands in every call."""
     depth = 128 if dtype == FP8 else 64
     few_steps = k <= 32 * depth  # a tile is short: its end is worth hiding
     tile = _gated_tile(rows_per_expert) if gated else _tile(rows_per_expert, few_steps)

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from weft.arguments import listed, shown
 from weft.errors import InvalidArgument
 from weft.gemm.epilogue import Epilogue, Gated, GatedQuant, Push
 from weft.gemm.plan import COLUMNS, DTYPES, FP8, GemmPlan
+from weft.ops.check import check_columns, refuse_tensor
 
 OUTS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -65,13 +67,21 @@ class Request:
 
 def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
     """Refuse operands that no kernel takes. Raises InvalidArgument."""
+    for name, tensor in (("a", a), ("b", b)):
+        check_dense(name, tensor)
+        if tensor.is_nested:
+            raise InvalidArgument(f"{name} is a nested tensor; pass {name}.to_padded_tensor(0.0)")
     if a.ndim not in (2, 3) or b.ndim != 3 or a.shape[-1] != b.shape[2]:
         raise InvalidArgument(
             f"a is {list(a.shape)} and b {list(b.shape)}; they must be [rows, k] or "
             "[experts, max_rows, k], and [experts, n, k]"
         )
     if a.dtype not in DTYPES or b.dtype != a.dtype:
-        raise InvalidArgument(f"a is {a.dtype} and b {b.dtype}; both must be one of {DTYPES}")
+        raise InvalidArgument(
+            f"a is {a.dtype} and b {b.dtype}; both must be one of {listed(DTYPES)}"
+        )
+    if a.device != b.device or a.device.type not in ("cpu", "cuda"):
+        raise InvalidArgument(f"a is on {a.device} and b on {b.device}; both must be on one device")
     if a.ndim == 3 and len(a) != len(b):
         raise InvalidArgument(f"a has rows of {len(a)} experts, b weights of {len(b)}")
     n, k = b.shape[1:]
@@ -85,7 +95,10 @@ def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
             )
     for name, tensor in (("a", a), ("b", b)):
         if not tensor.is_contiguous() or tensor.data_ptr() % 16:
-            raise InvalidArgument(f"{name} must be contiguous and aligned to 16 bytes")
+            raise InvalidArgument(
+                f"{name} has strides {tensor.stride()} and starts at {tensor.data_ptr():#x}; it "
+                "must be contiguous and aligned to 16 bytes"
+            )
         if tensor.numel() // k >= 2**31:
             raise InvalidArgument(f"{name} has {tensor.numel() // k} rows; at most 2^31 - 1")
 
@@ -99,6 +112,7 @@ def check_tensor(
     strided: bool = False,
 ) -> None:
     """Refuse a tensor of another shape, dtype or device. Raises InvalidArgument."""
+    check_dense(name, tensor)
     if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
         raise InvalidArgument(
             f"{name} is {list(tensor.shape)} of {tensor.dtype}; it must be {list(shape)} of "
@@ -107,7 +121,23 @@ def check_tensor(
     if tensor.device != like.device:
         raise InvalidArgument(f"{name} is on {tensor.device}, a on {like.device}")
     if not strided and not tensor.is_contiguous():
-        raise InvalidArgument(f"{name} must be contiguous")
+        raise InvalidArgument(
+            f"{name} has strides {tensor.stride()} for shape {list(tensor.shape)}; it must be "
+            "contiguous"
+        )
+
+
+def check_dense(name: str, tensor: torch.Tensor) -> None:
+    """Refuse what is no dense tensor. Raises InvalidArgument."""
+    if not isinstance(tensor, torch.Tensor):
+        refuse_tensor(name, tensor)
+    if tensor.layout is not torch.strided:
+        raise InvalidArgument(f"{name} is a {tensor.layout} tensor; pass {name}.to_dense()")
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise InvalidArgument(
+            f"{name} requires a gradient, and weft makes none: call under torch.no_grad(), or pass "
+            f"{name}.detach()"
+        )
 
 
 def check_groups(
@@ -121,6 +151,7 @@ def check_groups(
             "rows [rows, k] have offsets, blocks [experts, max_rows, k] have none"
         )
     if offsets is not None:
+        check_dense("offsets", offsets)
         if offsets.ndim != 1 or offsets.shape[0] not in (experts, experts + 1):
             raise InvalidArgument(
                 f"offsets are {list(offsets.shape)}; they must be [{experts + 1}] or [{experts}]"
@@ -152,15 +183,10 @@ def check_part(request: Request, columns: tuple[int, int] | None) -> None:
     """Refuse columns that no call makes by themselves. Raises InvalidArgument."""
     if columns is None:
         return
-    numbers = isinstance(columns, tuple) and len(columns) == 2
-    if not numbers or any(type(column) is not int for column in columns):
-        raise InvalidArgument(f"columns is {columns!r}; it must be two integers, (first, end)")
+    check_columns(columns, request.columns, COLUMNS)
     if request.gated or request.signal is not None:
-        raise InvalidArgument("columns go with Store and Push, without a signal")
-    (first, end), n = columns, request.columns
-    if not 0 <= first < end <= n or first % COLUMNS or (end % COLUMNS and end != n):
         raise InvalidArgument(
-            f"columns is {columns}; a part of 0..{n} begins and ends at multiples of {COLUMNS}"
+            f"columns is {columns}: parts go with Store and Push, without a signal"
         )
 
 
@@ -173,16 +199,20 @@ def check_results(request: Request) -> None:
     if request.gated and request.b.shape[1] % (2 * (128 if request.a.dtype == FP8 else 8)):
         raise InvalidArgument(f"n is {request.b.shape[1]}: gate and up must be halves of it")
     if request.out is not None and request.out.data_ptr() % 16:
-        raise InvalidArgument("out must be aligned to 16 bytes")
+        raise InvalidArgument(
+            f"out starts at {request.out.data_ptr():#x}; it must be aligned to 16 bytes"
+        )
     if isinstance(request.epilogue, Push):
         home, unless = request.epilogue.home, request.epilogue.unless
-        check_tensor("home", home, request.a, (len(request.a),), (torch.int64,))
+        check_tensor("epilogue.home", home, request.a, (len(request.a),), (torch.int64,))
         if unless is not None:
-            check_tensor("unless", unless, request.a, (1,), (torch.int32,))
+            check_tensor("epilogue.unless", unless, request.a, (1,), (torch.int32,))
             if not request.epilogue.tells:
                 raise InvalidArgument("Push takes unless only where tells is set")
         if request.out_dtype not in OUTS:
-            raise InvalidArgument(f"Push stores {request.out_dtype}; it must be one of {OUTS}")
+            raise InvalidArgument(
+                f"epilogue.dtype is {shown(request.out_dtype)}; choose one of {listed(OUTS)}"
+            )
 
 
 def check_tiles(plan: GemmPlan, request: Request) -> None:

@@ -6,9 +6,11 @@ import importlib
 
 import torch
 
+from weft.arguments import flags, listed
 from weft.errors import InvalidArgument
 from weft.gemm.launch import installed
 from weft.gemm.plan import COLUMNS, FP8
+from weft.gemm.request import OUTS, check_dense
 from weft.ops.reference import quantize
 
 ROWS = 8  # of a CTA, which is one warp
@@ -23,13 +25,17 @@ def quantize_rows(
     grouped_gemm. The bits of `weft.reference.quantize(x, "fp8")`, in one launch that may be
     captured; allocates its results. Raises InvalidArgument.
     """
+    flags(programmatic_launch=programmatic_launch)
+    check_dense("x", x)
     if x.ndim != 2 or x.shape[1] % COLUMNS or not x.is_contiguous():
         raise InvalidArgument(
             f"x is {list(x.shape)} in strides {x.stride()}; want contiguous [rows, k], k a "
             f"multiple of {COLUMNS}"
         )
-    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise InvalidArgument(f"x is {x.dtype}; want bfloat16, float16 or float32")
+    if x.dtype not in OUTS:
+        raise InvalidArgument(f"x is {x.dtype}; choose one of {listed(OUTS)}")
+    if x.device.type not in ("cpu", "cuda"):
+        raise InvalidArgument(f"x is on {x.device}; rows are quantised on cpu and cuda")
     if x.device.type != "cuda":
         return quantize(x, "fp8")
     rows, k = x.shape

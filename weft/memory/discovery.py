@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from weft.arguments import shown
 from weft.errors import InvalidArgument, RendezvousFailed
 from weft.memory.meeting import Meeting
 from weft.memory.peers import Peers, identity
@@ -124,8 +125,18 @@ def _named(host: dict[str, Any]) -> str:
 
 
 def default_device(given: torch.device | str | None, local_rank: int | None = None) -> torch.device:
-    """The rank's device: as given, else cuda:local_rank or the current one, else the CPU."""
-    device = None if given is None else torch.device(given)
+    """The rank's device: as given, else cuda:local_rank or the current one, else the CPU.
+
+    Raises InvalidArgument for what is no device of weft's.
+    """
+    try:
+        if given is not None and not isinstance(given, str | torch.device):
+            raise RuntimeError  # a bare number would be a GPU's, of any kind
+        device = None if given is None else torch.device(given)
+    except RuntimeError as error:
+        raise InvalidArgument(
+            f'device is {shown(given)}: weft runs on "cpu" and "cuda", or "cuda:0" and so on'
+        ) from error
     if device is None and not torch.cuda.is_available():
         return torch.device("cpu")
     if device is None or (device.type == "cuda" and device.index is None):

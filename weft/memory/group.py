@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import reprlib
 import threading
 import weakref
 from collections.abc import Callable
@@ -13,11 +12,13 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from weft.arguments import flags, function, instance, integer, seconds, shown
 from weft.errors import (
     CreationFailed,
     GeometryMismatch,
     InvalidArgument,
     OutOfOrder,
+    UsageError,
 )
 from weft.memory.collective import OwnProcessGroup, TorchControl
 from weft.memory.discovery import default_device, find
@@ -101,6 +102,11 @@ class Group:
         threads: bool = False,
     ) -> Group:
         """The group of the ranks that come to `meeting`. Collective. Raises RendezvousFailed."""
+        instance("meeting", meeting, Meeting)
+        size = integer("size", size, 1)
+        rank, timeout = integer("rank", rank, 0, size - 1), seconds("timeout", timeout)
+        instance("device", device, torch.device)
+        flags(threads=threads)
         star = meet(meeting, rank=rank, size=size, device=device.type, timeout=timeout)
         return cls(star, rank=rank, size=size, device=device, timeout=timeout, threads=threads)
 
@@ -126,6 +132,9 @@ class Group:
                 "torch.distributed is not initialised: call init_process_group first, or use "
                 "Group.from_env() or weft.launch"
             )
+        instance("process_group", group, dist.ProcessGroup)
+        timeout = seconds("timeout", timeout)
+        flags(shared_memory=shared_memory)
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         if rank < 0:
             raise InvalidArgument("this process is no member of the given process group")
@@ -155,6 +164,7 @@ class Group:
         write there (docs/meeting.md). Raises RendezvousFailed when a variable is missing, the ranks
         are on several hosts, one of them dies or they do not meet in time.
         """
+        timeout = seconds("timeout", timeout)
         rank, size, local_rank = environment()
         where = default_device(device, local_rank)
         peers = Peers()
@@ -172,10 +182,7 @@ class Group:
         Tuples come back as lists. Raises InvalidArgument for what JSON cannot say and
         RendezvousFailed when a rank died, closed its group or did not come in time.
         """
-        try:
-            encode(value)
-        except (TypeError, ValueError) as error:
-            raise InvalidArgument(f"{reprlib.repr(value)} is not JSON: {error}") from error
+        _check_json(value)
         return self._gather("all_gather", value, timeout)
 
     def barrier(self, *, timeout: float | None = None) -> None:
@@ -187,10 +194,17 @@ class Group:
     ) -> None:
         """Go on only if every rank can.
 
-        Each rank passes what stopped it in `doing`, or None. Raises CreationFailed with the same
-        text on every rank if any passed an error; on that rank the error is the cause. On the
-        others `undo` gives back first what they had made; so it does if the vote itself fails.
+        Each rank passes what stopped it in `doing`, or None. If any passed an error, every rank
+        raises the same: where all passed UsageErrors of one class, that class, with the first
+        rank's text, for then the call is wrong on each; else CreationFailed naming the ranks. A
+        rank's own error is the cause. On ranks that passed none `undo` gives back first what they
+        had made; so it does if the vote itself fails.
         """
+        if error is not None:
+            instance("error", error, BaseException)
+        instance("doing", doing, str)
+        if undo is not None:
+            function("undo", undo, "which gives back what was made")
         try:
             self._vote(error, doing)
         except BaseException:
@@ -206,6 +220,10 @@ class Group:
             return
         first = failed[0]
         name, text = votes[first]["error"]
+        if isinstance(error, UsageError) and all(
+            vote["error"] is not None and vote["error"][0] == name for vote in votes
+        ):
+            raise type(error)(text) from error
         others = f" (and on rank {', '.join(map(str, failed[1:]))})" if failed[1:] else ""
         raise CreationFailed(
             f"{votes[first]['doing']} failed on rank {first} of {self.size}{others}: {name}: {text}"
@@ -214,8 +232,10 @@ class Group:
     def together(self, step: Callable[[], T], *, doing: str) -> T:
         """Run `step` on every rank, vote on how it went, and return its result.
 
-        Raises CreationFailed on every rank if `step` raised on any.
+        Raises as `vote` does, the same on every rank, if `step` raised on any.
         """
+        function("step", step, "which every rank runs")
+        instance("doing", doing, str)
         result, problem = None, None
         try:
             result = step()
@@ -233,6 +253,8 @@ class Group:
         Raises GeometryMismatch with the same text on every rank, naming two ranks and, key by key
         for dicts, both values.
         """
+        instance("what", what, str)
+        _check_json(value)
         values = self._gather(f"agreement on {what}", value, None)
         for rank, other in enumerate(values):
             if other != values[0]:
@@ -248,7 +270,12 @@ class Group:
         The caller closes all of them. Raises RendezvousFailed as all_gather does, and
         InvalidArgument for a group without shared memory.
         """
-        return self._control.exchange_fds(fd, self.timeout if timeout is None else timeout)
+        fd = integer("fd", fd, 0, (1 << 31) - 1)
+        try:
+            os.fstat(fd)
+        except OSError as error:
+            raise InvalidArgument(f"fd is {fd}; it must be an open descriptor: {error}") from error
+        return self._control.exchange_fds(fd, self._deadline(timeout))
 
     def process_group(self) -> dist.ProcessGroup:
         """The torch process group of these ranks. Collective at the first call.
@@ -328,6 +355,7 @@ class Group:
 
     def abort(self, why: str) -> None:
         """Make every later or blocked control call of this rank raise. Callable from any thread."""
+        instance("why", why, str)
         stop = getattr(self._control, "abort", None)
         if stop is not None:
             stop(why)
@@ -369,7 +397,18 @@ class Group:
         return f"Group(rank={self.rank}, size={self.size}, device={self.device})"
 
     def _gather(self, op: str, value: JSON, timeout: float | None) -> list[Any]:
-        return self._control.gather(op, value, self.timeout if timeout is None else timeout)
+        return self._control.gather(op, value, self._deadline(timeout))
+
+    def _deadline(self, timeout: float | None) -> float:
+        return self.timeout if timeout is None else seconds("timeout", timeout)
+
+
+def _check_json(value: JSON) -> None:
+    """Raises InvalidArgument for what no message can carry."""
+    try:
+        encode(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgument(f"value is {shown(value)}, which is not JSON: {error}") from error
 
 
 def reason(error: BaseException) -> str:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
+from weft.arguments import instance, integer, integers
 from weft.errors import CreationFailed, InvalidArgument, OutOfOrder, RendezvousFailed
 from weft.memory import posix
+from weft.memory.group import Group
 from weft.memory.header import HEADER_BYTES, MAILBOX_BYTES
+from weft.memory.room import require_room
 
-if TYPE_CHECKING:
-    from weft.memory.group import Group
+INT64 = -(1 << 63), (1 << 63) - 1
+MAX_BYTES = 1 << 48  # of a share: what a process can address
 
 
 class Shares(Protocol):
@@ -79,12 +82,17 @@ class Heap:
     def create(cls, group: Group, size: int) -> Heap:
         """Make a heap of `size` bytes a rank. Collective: all ranks get it or all raise.
 
-        Raises CreationFailed with the same text on every rank when one rank could not do its part
-        or died, and GeometryMismatch when the sizes differ.
+        Raises InvalidArgument for a size that cannot be, or that all CPU ranks together have no
+        memory for, CreationFailed with the same text on every rank when one rank could not do its
+        part or died, and GeometryMismatch when the sizes differ.
         """
+        instance("group", group, Group)
         try:
-            group.together(lambda: _check_size(size), doing="creating a heap")
+            size = group.together(
+                lambda: integer("size", size, 1, MAX_BYTES), doing="creating a heap"
+            )
             group.agree({"size": size}, what="the heap's size")
+            require_room(group, size, what="a heap")
             group.watch()
             generation = group.next_generation()
             shares: Shares
@@ -113,8 +121,7 @@ class Heap:
     def address(self, rank: int) -> int:
         """Where rank `rank`'s share lies in this process. Raises InvalidArgument, OutOfOrder."""
         self._open()
-        if not 0 <= rank < self.group.size:
-            raise InvalidArgument(f"rank is {rank}: give one of 0..{self.group.size - 1}")
+        rank = integer("rank", rank, 0, self.group.size - 1)
         return self.base + rank * self.stride
 
     def tensor(
@@ -133,15 +140,17 @@ class Heap:
         """
         shares = self._open()
         address = self.address(self.group.rank if rank is None else rank)
-        steps = _contiguous(shape) if stride is None else tuple(stride)
+        instance("dtype", dtype, torch.dtype)
+        shape, offset = integers("shape", shape, *INT64), integer("offset", offset, 0, MAX_BYTES)
+        steps = _contiguous(shape) if stride is None else integers("stride", stride, *INT64)
         extent = _extent(tuple(shape), steps) * dtype.itemsize
         if offset % dtype.itemsize != 0:
             raise InvalidArgument(
                 f"offset is {offset} and {dtype} takes {dtype.itemsize} bytes: align the offset"
             )
-        if offset < 0 or offset + extent > self.size:
+        if offset + extent > self.size:
             raise InvalidArgument(
-                f"a tensor {tuple(shape)} of {dtype} at offset {offset} ends at byte "
+                f"a tensor of shape {tuple(shape)} of {dtype} at offset {offset} ends at byte "
                 f"{offset + extent} and the share has {self.size}; make the heap larger"
             )
         share = shares.view(address, self.size, self._keeper)
@@ -205,11 +214,6 @@ def _free(shares: Shares, failures: list[Exception]) -> None:
         shares.free()
     except Exception as error:
         failures.append(error)
-
-
-def _check_size(size: int) -> None:
-    if type(size) is not int or size < 1:
-        raise InvalidArgument(f"size is {size!r}: give a positive number of bytes")
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:

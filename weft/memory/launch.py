@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from weft.arguments import function, integer, one_of, seconds
 from weft.errors import InvalidArgument
 from weft.memory.group import Group
 from weft.memory.meeting import Meeting
@@ -19,6 +20,7 @@ from weft.memory.reports import Report, failure, report_of
 
 T = TypeVar("T")
 _DEVICES = ("cpu", "cuda", "threads")
+MAX_LAUNCHED = 1024  # ranks of one host: more than any of weft's operators serves
 _GROUP_TIMEOUT = 120.0  # seconds, for the group's control messages
 
 
@@ -41,12 +43,10 @@ def launch(
     else have 10 s to end and are then killed (threads: their groups are broken). Where ranks waited
     for one that had returned, the text says so.
     """
-    if type(ranks) is not int or ranks < 1:
-        raise InvalidArgument(f"ranks is {ranks!r}: give a positive number")
-    if device not in _DEVICES:
-        raise InvalidArgument(f"device is {device!r}: give one of {', '.join(_DEVICES)}")
-    if not timeout > 0:
-        raise InvalidArgument(f"timeout is {timeout!r}: give a positive number of seconds")
+    function("fn", fn, "which every rank calls with its group and args")
+    ranks = integer("ranks", ranks, 1, MAX_LAUNCHED)
+    device = one_of("device", device, _DEVICES)
+    timeout = seconds("timeout", timeout)
     if device == "cuda" and torch.cuda.device_count() == 0:
         raise InvalidArgument('device is "cuda" and torch sees no GPU: use device="cpu"')
     work = b"" if device == "threads" else _packed(fn, args)

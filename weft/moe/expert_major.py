@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from weft.arguments import instance
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.moe.experts import ExpertWeights
 from weft.moe.mlp import choose_in_blocks
@@ -82,6 +83,7 @@ class ExpertMajor(LayerWorkspace[ExpertRows]):
         None where the rows are at home.
         """
         self.exchange._check_open()
+        instance("received", received, ExpertRows, "pass what dispatch of layer.exchange returned")
         experts, pushes = len(self._offsets) - 1, received.home is not None
         size = (*received.x.shape[:2], self.config.hidden)
         if experts:

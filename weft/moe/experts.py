@@ -10,10 +10,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from weft.arguments import flags, instance, integer, refuse
 from weft.errors import InvalidArgument
+from weft.memory.discovery import default_device
 from weft.moe.gating import SWIGLU, Gating
 from weft.moe.models import MoEConfig
-from weft.ops.check import check_tensor
+from weft.ops.check import check_alignment, check_tensor, refuse_tensor
 from weft.ops.reference import quantize
 from weft.shape import FP8_BLOCK
 
@@ -37,6 +39,18 @@ class Expert(nn.Module):
         gating: Gating = SWIGLU,
     ) -> None:
         super().__init__()
+        instance("gating", gating, Gating)
+        for name, tensor in (
+            ("gate_up", gate_up),
+            ("down", down),
+            ("gate_up_bias", gate_up_bias),
+            ("down_bias", down_bias),
+        ):
+            if tensor is None and name.endswith("bias"):
+                continue
+            if not isinstance(tensor, torch.Tensor):
+                refuse_tensor(name, tensor)
+        _check_expert(gate_up, down, gate_up_bias, down_bias)
         self.gate_up = nn.Parameter(gate_up, requires_grad=False)
         self.down = nn.Parameter(down, requires_grad=False)
         self.gate_up_bias = _fixed(gate_up_bias)
@@ -49,6 +63,9 @@ class Expert(nn.Module):
 
         shared: the size of the shared expert, which has no biases.
         """
+        instance("config", config, MoEConfig)
+        seed = integer("seed", seed, -(1 << 63), (1 << 63) - 1)
+        flags(shared=shared)
         generator = torch.Generator("cpu").manual_seed(seed)
         hidden, intermediate = config.hidden, config.shared if shared else config.intermediate
 
@@ -115,6 +132,12 @@ class ExpertWeights:
 
         Raises InvalidArgument where the config wants a bias that an expert lacks.
         """
+        instance("config", config, MoEConfig)
+        device = None if device is None else default_device(device)
+        if not isinstance(experts, list | tuple):
+            refuse("experts", experts, "a list of weft.moe.Expert")
+        for place, expert in enumerate(experts):
+            instance(f"experts[{place}]", expert, Expert)
         wide, hidden = 2 * config.intermediate, config.hidden
 
         def join(name: str, *shape: int) -> torch.Tensor:
@@ -170,7 +193,9 @@ class ExpertWeights:
                 dtypes[f"{name}_scale"] = torch.float32
         for name, shape in shapes.items():
             allowed = (dtypes.get(name, config.dtype),)
-            check_tensor(name, getattr(self, name), shape=shape, dtypes=allowed, device=device)
+            tensor = getattr(self, name)
+            check_tensor(name, tensor, shape=shape, dtypes=allowed, device=device, kept=True)
+            check_alignment(name, tensor, tensor.itemsize)
 
 
 def to_blocks(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -179,6 +204,13 @@ def to_blocks(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     A block is 128 x 128 numbers, by the rule of `weft.reference.quantize`. Raises InvalidArgument
     for sizes that are no multiples of 128.
     """
+    if not isinstance(weights, torch.Tensor):
+        refuse_tensor("weights", weights)
+    if weights.dim() != 3 or not weights.is_floating_point():
+        raise InvalidArgument(
+            f"weights are {list(weights.shape)} {weights.dtype}; they must be [experts, rows, "
+            "columns] of floating-point numbers"
+        )
     experts, rows, columns = weights.shape
     if rows % FP8_BLOCK or columns % FP8_BLOCK:
         raise InvalidArgument(
@@ -194,6 +226,35 @@ def to_blocks(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q[expert] = back.reshape(rows, columns)
         scales[expert] = found.squeeze(-1)
     return q, scales
+
+
+def _check_expert(
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+) -> None:
+    """Raises InvalidArgument for tensors that are no MLP together."""
+    fits = gate_up.dim() == 2 and down.dim() == 2 and gate_up.is_floating_point()
+    if not fits or tuple(gate_up.shape) != (2 * down.shape[1], down.shape[0]):
+        raise InvalidArgument(
+            f"gate_up is {list(gate_up.shape)} {gate_up.dtype} and down {list(down.shape)}; they "
+            "must be [2 * intermediate, hidden] and [hidden, intermediate] of one floating-point "
+            "dtype"
+        )
+    for name, tensor, like in (
+        ("down", down, down.shape),
+        ("gate_up_bias", gate_up_bias, gate_up.shape[:1]),
+        ("down_bias", down_bias, down.shape[:1]),
+    ):
+        if tensor is None:
+            continue
+        given = (tensor.shape, tensor.dtype, tensor.device)
+        if given != (like, gate_up.dtype, gate_up.device):
+            raise InvalidArgument(
+                f"{name} is {list(tensor.shape)} {tensor.dtype} on {tensor.device}; it must be "
+                f"{list(like)} {gate_up.dtype} on {gate_up.device}, like gate_up"
+            )
 
 
 def _fixed(tensor: torch.Tensor | None) -> nn.Parameter | None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from weft.arguments import instance, one_of
 from weft.errors import InvalidArgument
-from weft.gemm import GatedQuant, fastest_plan, grouped_gemm, quantize_rows
-from weft.gemm.choice import HEIGHTS_OF_ONE, is_hopper
+from weft.gemm import GatedQuant, grouped_gemm, quantize_rows
+from weft.gemm.choice import HEIGHTS_OF_ONE, best_plan, is_hopper
 from weft.gemm.hopper import NUMBERS, PAIR, Kind, WgmmaPlan, preload
+from weft.gemm.request import OUTS
 from weft.moe.experts import FP8, Expert, to_blocks
 from weft.moe.gating import SWIGLU, Gating
-from weft.ops.check import check_tensor
+from weft.ops.check import check_tensor, refuse_tensor
 from weft.shape import FP8_BLOCK
 
 EVERY = 2**31 - 1  # a count that is held to the rows there are
@@ -44,23 +46,35 @@ class FP8Expert(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__()
+        instance("gating", gating, Gating)
+        dtype = one_of("dtype", dtype, OUTS)
+        if not isinstance(gate_up, torch.Tensor):
+            refuse_tensor("gate_up", gate_up)
         device = gate_up.device
         for name, matrix, scale in (
             ("gate_up", gate_up, gate_up_scale),
             ("down", down, down_scale),
         ):
+            if not isinstance(matrix, torch.Tensor):
+                refuse_tensor(name, matrix)
+            if matrix.dim() != 2:
+                raise InvalidArgument(f"{name} is {list(matrix.shape)}; it must have 2 dimensions")
             rows, columns = matrix.shape
             if rows % FP8_BLOCK or columns % FP8_BLOCK:
                 raise InvalidArgument(
                     f"{name} is {list(matrix.shape)}; blocks are {FP8_BLOCK} x {FP8_BLOCK}"
                 )
-            check_tensor(name, matrix, shape=(rows, columns), dtypes=(FP8,), device=device)
-            blocks = (rows // FP8_BLOCK, columns // FP8_BLOCK)
-            check_tensor(
-                f"{name}_scale", scale, shape=blocks, dtypes=(torch.float32,), device=device
-            )
+            size, blocks = (rows, columns), (rows // FP8_BLOCK, columns // FP8_BLOCK)
+            single = (torch.float32,)
+            check_tensor(name, matrix, shape=size, dtypes=(FP8,), device=device)
+            check_tensor(f"{name}_scale", scale, shape=blocks, dtypes=single, device=device)
             self.register_buffer(name, matrix.unsqueeze(0))
             self.register_buffer(f"{name}_scale", scale.unsqueeze(0))
+        if tuple(gate_up.shape) != (2 * down.shape[1], down.shape[0]):
+            raise InvalidArgument(
+                f"gate_up is {list(gate_up.shape)} and down {list(down.shape)}; they must be "
+                "[2 * intermediate, hidden] and [hidden, intermediate]"
+            )
         self.register_buffer("_count", torch.tensor([EVERY], dtype=torch.int32, device=device))
         self._epilogue = GatedQuant(gating.alpha, gating.offset, gating.limit)
         self._dtype = dtype
@@ -69,7 +83,11 @@ class FP8Expert(nn.Module):
 
     @classmethod
     def of(cls, expert: Expert) -> FP8Expert:
-        """An expert without biases, quantised by `weft.reference.quantize`'s rule."""
+        """An expert without biases, quantised by `weft.reference.quantize`'s rule.
+
+        Raises InvalidArgument for another, or sizes that are no multiples of 128.
+        """
+        instance("expert", expert, Expert)
         if expert.gate_up_bias is not None or expert.down_bias is not None:
             raise InvalidArgument("this expert has biases; FP8Expert has none")
         gate_up, gate_up_scale = to_blocks(expert.gate_up.unsqueeze(0))
@@ -91,12 +109,14 @@ class FP8Expert(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[tokens, hidden]` -> `[tokens, hidden]`."""
+        dtypes, size = OUTS, (None, self.gate_up.shape[2])
+        check_tensor("x", x, shape=size, dtypes=dtypes, device=self.gate_up.device)
         rows, device, count = len(x), x.device, self._count
         q, scale = quantize_rows(x)
         n, k, hidden = self.gate_up.shape[1], self.gate_up.shape[2], self.down.shape[1]
         act = torch.empty((1, len(x), n // 2), dtype=FP8, device=device)
-        size = (1, len(x), n // 2 // FP8_BLOCK)
-        act_scale = torch.empty(size, dtype=torch.float32, device=device)
+        blocks = (1, len(x), n // 2 // FP8_BLOCK)
+        act_scale = torch.empty(blocks, dtype=torch.float32, device=device)
         grouped_gemm(
             q.unsqueeze(0),
             self.gate_up,
@@ -104,7 +124,7 @@ class FP8Expert(nn.Module):
             a_scale=scale.unsqueeze(0),
             b_scale=self.gate_up_scale,
             out=(act, act_scale),
-            plan=fastest_plan(1, rows, n, k, FP8, gated=True, device=device),
+            plan=best_plan(1, rows, n, k, FP8, gated=True, device=device),
             epilogue=self._epilogue,
         )
         out = torch.empty((1, len(x), hidden), dtype=self._dtype, device=device)
@@ -115,6 +135,6 @@ class FP8Expert(nn.Module):
             a_scale=act_scale,
             b_scale=self.down_scale,
             out=out,
-            plan=fastest_plan(1, rows, hidden, n // 2, FP8, out=self._dtype, device=device),
+            plan=best_plan(1, rows, hidden, n // 2, FP8, out=self._dtype, device=device),
         )
         return out[0]

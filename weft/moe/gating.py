@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
-from weft.errors import InvalidArgument
+from weft.arguments import adopt, real
+from weft.ops.check import refuse_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +27,18 @@ class Gating:
 
     def __post_init__(self) -> None:
         """Refuse numbers that would spoil every row."""
-        for name, value in (("alpha", self.alpha), ("offset", self.offset)):
-            if not math.isfinite(value):
-                raise InvalidArgument(f"{name} is {value}; it must be finite")
-        if self.limit is not None and not 0 < self.limit < math.inf:
-            raise InvalidArgument(f"limit is {self.limit}; it must be above 0 and finite, or None")
+        limit = None if self.limit is None else real("limit", self.limit, above=0.0)
+        alpha, offset = real("alpha", self.alpha), real("offset", self.offset)
+        adopt(self, alpha=alpha, offset=offset, limit=limit)
 
     def apply(self, gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """`[..., 2 * intermediate]`, the gate first -> `[..., intermediate]`; gate_up is spoilt.
 
         out: where to write, or None for a new tensor. Each step is rounded to gate_up's dtype.
         """
+        for name, tensor in (("gate_up", gate_up), ("out", out)):
+            if not isinstance(tensor, torch.Tensor) and not (tensor is None and name == "out"):
+                refuse_tensor(name, tensor)
         gate, up = gate_up.chunk(2, dim=-1)
         if out is None:
             out = torch.empty_like(gate, memory_format=torch.contiguous_format)

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from weft.arguments import function, instance
 from weft.errors import GroupError, InvalidArgument
 from weft.memory import Group
 from weft.memory.group import reason
@@ -25,7 +26,7 @@ from weft.moe.rank_major import RankMajor
 from weft.moe.router import Routed, route
 from weft.moe.workspace import Exchange, LayerWorkspace
 from weft.ops import library
-from weft.ops.check import check_alignment, check_tensor, check_tokens
+from weft.ops.check import check_alignment, check_group, check_tensor, check_tokens, refuse_tensor
 from weft.ops.lowlatency_results import ExpertRows
 from weft.ops.received import Received
 
@@ -97,6 +98,7 @@ class MoE:
         programmatic_launch: bool = True,
         profile: bool = False,
     ) -> None:
+        check_group(group)
         options = Options(
             max_tokens=max_tokens,
             exchange=exchange,
@@ -117,7 +119,8 @@ class MoE:
             programmatic_launch=programmatic_launch,
             profile=profile,
         )
-        kind = ExpertMajor if exchange == "expert" else RankMajor
+        # What is no word at all is refused by either, with a vote.
+        kind = ExpertMajor if isinstance(exchange, str) and exchange == "expert" else RankMajor
         self._workspace: LayerWorkspace[Any] = kind(group, config, options)
         self._owner = True
         try:
@@ -293,7 +296,10 @@ class MoE:
 
         def check() -> ExpertWeights:
             mine = weights(self.local_experts) if callable(weights) else weights
+            instance("weights", mine, ExpertWeights, "or a function that makes them")
             mine.check(config, len(self.local_experts), device, fp8=self._workspace.options.fp8)
+            if shared is not None:
+                function("shared", shared, "[tokens, hidden] -> [tokens, hidden]")
             if (shared is None) == (config.shared > 0):
                 have = "None" if shared is None else "given"
                 raise InvalidArgument(
@@ -322,9 +328,11 @@ class MoE:
         check_tensor("x", x, shape=(None, config.hidden), dtypes=dtypes, device=device)
         tokens = x.shape[0]  # while tracing, perhaps a symbol: not len()
         check_tokens(tokens, self.exchange.max_tokens)
-        if logits.shape[0] != tokens or logits.device != device:
+        if not isinstance(logits, torch.Tensor):
+            refuse_tensor("logits", logits)
+        if logits.dim() != 2 or logits.shape[0] != tokens or logits.device != device:
             raise InvalidArgument(
-                f"logits have {logits.shape[0]} rows on {logits.device}; x has {tokens} on "
+                f"logits are {list(logits.shape)} on {logits.device}; x has {tokens} rows on "
                 f"{device}: pass the logits of the same tokens"
             )
         if out is not None:

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.errors import InvalidArgument
+from weft.arguments import adopt, flags, instance, integer
 from weft.moe.gating import CLAMPED_SWIGLU, SWIGLU, Gating
 from weft.moe.router import Routing
+from weft.shape import LIMITS
+
+MAX_COLUMNS = LIMITS["hidden"][2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,7 @@ class MoEConfig:
     biased: the experts' products have biases.
     dtype: of tokens, weights and results: bfloat16, float16 or float32.
 
-    Raises InvalidArgument for a size that is not positive.
+    Raises InvalidArgument for a size that cannot be, or a rule that is none.
     """
 
     hidden: int
@@ -36,11 +39,16 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         """Refuse sizes that no tensor has."""
-        if self.hidden < 1 or self.intermediate < 1 or self.shared < 0:
-            raise InvalidArgument(
-                f"hidden is {self.hidden}, intermediate {self.intermediate}, shared {self.shared}; "
-                "the first two must be at least 1, the last at least 0"
-            )
+        instance("routing", self.routing, Routing)
+        instance("gating", self.gating, Gating)
+        instance("dtype", self.dtype, torch.dtype)
+        flags(biased=self.biased)
+        adopt(
+            self,
+            hidden=integer("hidden", self.hidden, 1, MAX_COLUMNS),
+            intermediate=integer("intermediate", self.intermediate, 1, MAX_COLUMNS),
+            shared=integer("shared", self.shared, 0, MAX_COLUMNS),
+        )
 
 
 MODELS: Mapping[str, MoEConfig] = {

@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import get_args
 
 import torch
 
-from weft.errors import InvalidArgument
+from weft.arguments import flags, integer, one_of, seconds
 from weft.moe.layer_table import LayerTable
 from weft.moe.models import MoEConfig
-from weft.moe.overlap import EXCHANGES
-from weft.shape import NUMBERS
+from weft.moe.overlap import EXCHANGES, OVERLAPS
+from weft.moe.products import Way
+from weft.ops.geometry import SCALES
+from weft.ops.grouping import MAX_ROWS
+from weft.ops.lowlatency_geometry import MAX_SLOTS
+from weft.ops.lowlatency_shape import REDUCES
+from weft.shape import LIMITS, NUMBERS, WAYS
 
 AUTO = "auto"
 MAX_PARTS = 64
@@ -57,16 +63,28 @@ class Chosen:
 
 def check_options(options: Options, config: MoEConfig) -> None:
     """Raises InvalidArgument for what no kind of workspace has."""
-    if config.dtype not in NUMBERS:
-        words = ", ".join(map(str, NUMBERS))
-        raise InvalidArgument(f"dtype is {config.dtype}; choose one of {words}")
-    if options.exchange not in EXCHANGES:
-        words = ", ".join(map(repr, EXCHANGES))
-        raise InvalidArgument(f"exchange is {options.exchange!r}; choose one of {words}")
-    if not isinstance(options.parts, int) or not 1 <= options.parts <= MAX_PARTS:
-        raise InvalidArgument(f"parts is {options.parts!r}; it must be in 1..{MAX_PARTS}")
-    if not isinstance(options.max_tokens, int) or options.max_tokens < 1:
-        raise InvalidArgument(f"max_tokens is {options.max_tokens!r}; it must be at least 1")
+    one_of("dtype", config.dtype, NUMBERS)
+    one_of("exchange", options.exchange, EXCHANGES)
+    one_of("overlap", options.overlap, (AUTO, *OVERLAPS))
+    one_of("gemm", options.gemm, get_args(Way))
+    one_of("quantize", options.quantize, (None, *SCALES))
+    one_of("combine_by", options.combine_by, (None, *WAYS))
+    one_of("reduce", options.reduce, (None, *REDUCES))
+    integer("parts", options.parts, 1, MAX_PARTS)
+    integer("max_tokens", options.max_tokens, 1, LIMITS["tokens"][2])
+    if options.max_rows is not None:
+        integer("max_rows", options.max_rows, 1, MAX_ROWS)
+    if options.slots is not None:
+        integer("slots", options.slots, 1, MAX_SLOTS)
+    if options.num_sms is not None:
+        integer("num_sms", options.num_sms, 1)
+    seconds("timeout", options.timeout)
+    seconds("first_timeout", options.first_timeout)
+    flags(
+        fp8=options.fp8,
+        programmatic_launch=options.programmatic_launch,
+        profile=options.profile,
+    )
 
 
 def manifest(config: MoEConfig, options: Options) -> dict[str, str]:

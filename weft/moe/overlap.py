@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from weft.arguments import one_of
 from weft.errors import InvalidArgument
 from weft.moe.experts import ExpertWeights
 from weft.moe.mlp import Mlp
@@ -140,9 +141,7 @@ def check_overlap(overlap: str, combine_by: str | None, gemm: str) -> str:
 
     Raises InvalidArgument for an overlap that does not exist, and what it excludes.
     """
-    if overlap not in OVERLAPS:
-        words = ", ".join(map(repr, OVERLAPS))
-        raise InvalidArgument(f"overlap is {overlap!r}; choose one of {words}")
+    one_of("overlap", overlap, OVERLAPS)
     home = combine_by or HOME[overlap]
     if overlap in ("columns", "signals") and home not in ("push", "fp8"):
         raise InvalidArgument(

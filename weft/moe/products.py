@@ -13,11 +13,12 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch.nn import functional
 
+from weft.arguments import one_of
 from weft.errors import InvalidArgument
 from weft.ops.grouping import Layout
 
 Columns = tuple[int, int]  # first, end
-Way = Literal["auto", "grouped", "padded", "loop"]
+Way = Literal["auto", "tiled", "grouped", "padded", "loop"]  # "tiled" is not made here
 FAST = (9, 10)  # compute capabilities, major, whose grouped_mm leaves the offsets on the device
 
 
@@ -71,8 +72,7 @@ def choose(way: str, device: torch.device, dtype: torch.dtype, columns: int) -> 
     columns: intermediate columns of an expert.   Raises InvalidArgument for a way that this device,
     dtype or size does not have.
     """
-    if way not in get_args(Way):
-        raise InvalidArgument(f"gemm is {way!r}; choose one of {', '.join(get_args(Way))}")
+    one_of("gemm", way, get_args(Way))
     lacks = _grouped_lacks(device, dtype, columns)
     if way == "grouped" and lacks:
         raise InvalidArgument(f"gemm 'grouped' {lacks}; use gemm='padded' or 'loop'")

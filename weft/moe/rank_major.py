@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from weft.arguments import instance
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.moe.experts import ExpertWeights
 from weft.moe.mlp import choose_way, layout_for
@@ -47,6 +48,7 @@ class RankMajor(LayerWorkspace[Received]):
     def run_experts(self, weights: ExpertWeights, received: Received) -> None:
         """Write the exchange's output: every row's weighted sum over this rank's experts."""
         groups = self._ready()
+        instance("received", received, Received, "pass what dispatch of layer.exchange returned")
         if self.exchange.num_local_experts:
             self._mlp.up(weights, groups.gather(received))
             groups.scatter(self._mlp.down(weights))

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
+from weft.arguments import adopt, flags, instance, integer, one_of, real
 from weft.errors import InvalidArgument
 from weft.moe.route_entry import MAX_EXPERTS, MAX_TOP_K, args_of, enqueue
-from weft.ops.check import check_tensor
+from weft.ops.check import check_alignment, check_tensor, refuse_tensor
+from weft.shape import LIMITS
 
 SMALLEST_SUM = 1e-20  # keeps weights whose scores are all 0 at 0; any other sum swallows it
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 Score = Literal["softmax", "sigmoid", "softmax-chosen"]
+Weigh = Literal["output", "input"]
+GROUP_BESTS = (1, 2)
+EXPERTS = LIMITS["experts"][2]
 
 
 class Routed(NamedTuple):
@@ -52,19 +56,21 @@ class Routing:
     top_groups: int = 1
     group_best: int = 2
     scale: float = 1.0
-    weigh: Literal["output", "input"] = "output"
+    weigh: Weigh = "output"
 
     def __post_init__(self) -> None:
         """Refuse what no router can do."""
-        experts, groups = self.num_experts, self.groups
-        if experts < 1 or not 1 <= groups <= experts or experts % groups:
+        experts = integer("num_experts", self.num_experts, 1, EXPERTS)
+        groups = integer("groups", self.groups, 1, EXPERTS)
+        top_k = integer("top_k", self.top_k, 1, EXPERTS)
+        top_groups = integer("top_groups", self.top_groups, 1, groups)
+        adopt(self, num_experts=experts, groups=groups, top_k=top_k, top_groups=top_groups)
+        if experts % groups:
             raise InvalidArgument(
                 f"groups is {groups} for {experts} experts; it must divide them evenly"
             )
-        if not 1 <= self.top_groups <= groups:
-            raise InvalidArgument(f"top_groups is {self.top_groups}; it must be in 1..{groups}")
         eligible = experts // groups * self.top_groups
-        if not 1 <= self.top_k <= eligible:
+        if self.top_k > eligible:
             raise InvalidArgument(
                 f"top_k is {self.top_k}; it must be in 1..{eligible}, the experts of "
                 f"{self.top_groups} of {groups} groups"
@@ -83,14 +89,14 @@ class Routing:
         )
 
     def _check_rule(self, group_size: int) -> None:
-        for name, value, allowed in (
-            ("score", self.score, ("softmax", "sigmoid", "softmax-chosen")),
-            ("weigh", self.weigh, ("output", "input")),
-            ("group_best", self.group_best, (1, 2)),
-        ):
-            if value not in allowed:
-                words = ", ".join(map(repr, allowed))
-                raise InvalidArgument(f"{name} is {value!r}; choose one of {words}")
+        adopt(
+            self,
+            score=one_of("score", self.score, get_args(Score)),
+            weigh=one_of("weigh", self.weigh, get_args(Weigh)),
+            group_best=one_of("group_best", self.group_best, GROUP_BESTS),
+            scale=real("scale", self.scale, above=0.0),
+        )
+        flags(renormalise=self.renormalise, correction=self.correction)
         if self.groups > 1 and self.group_best > group_size:
             raise InvalidArgument(
                 f"group_best is {self.group_best}, but a group has {group_size} expert(s)"
@@ -100,8 +106,6 @@ class Routing:
                 "score 'softmax-chosen' has no scores before the choice: it goes without "
                 f"correction and groups; correction is {self.correction}, groups {self.groups}"
             )
-        if not (math.isfinite(self.scale) and self.scale > 0):
-            raise InvalidArgument(f"scale is {self.scale}; it must be a finite number above 0")
         if self.weigh == "input" and self.top_k != 1:
             raise InvalidArgument(
                 f"weigh 'input' with top_k {self.top_k}: a token is sent once, so only one weight "
@@ -192,8 +196,21 @@ def router_logits(
 
     gate: `[num_experts, hidden]`, kept in float32 it is not converted in every call.
 
-    In bf16 two experts often tie, and which of them wins would depend on the rounding.
+    In bf16 two experts often tie, and which of them wins would depend on the rounding. Raises
+    InvalidArgument.
     """
+    for name, tensor in (("x", x), ("gate", gate), ("bias", bias)):
+        if not isinstance(tensor, torch.Tensor) and not (tensor is None and name == "bias"):
+            refuse_tensor(name, tensor)
+    if x.dim() != 2 or gate.dim() != 2 or x.shape[1] != gate.shape[1] or x.device != gate.device:
+        raise InvalidArgument(
+            f"x is {list(x.shape)} on {x.device} and gate {list(gate.shape)} on {gate.device}; "
+            "they must be [tokens, hidden] and [num_experts, hidden] on one device"
+        )
+    if bias is not None and (tuple(bias.shape) != (len(gate),) or bias.device != x.device):
+        raise InvalidArgument(
+            f"bias is {list(bias.shape)} on {bias.device}; it must be [{len(gate)}] on {x.device}"
+        )
     wide = None if bias is None else bias.float()
     return torch.nn.functional.linear(x.float(), gate.float(), wide)
 
@@ -226,19 +243,28 @@ def check_route(
     num_tokens: torch.Tensor | None,
 ) -> None:
     """Raises InvalidArgument naming the tensor, what it is and what it must be."""
-    experts = routing.num_experts
+    experts = instance("routing", routing, Routing).num_experts
+    if not isinstance(logits, torch.Tensor):
+        refuse_tensor("logits", logits)
+    if logits.is_nested or logits.layout is not torch.strided:
+        raise InvalidArgument("logits are sparse or nested; pass logits.to_dense()")
     if logits.dim() != 2 or logits.shape[1] != experts or logits.dtype not in FLOATS:
         raise InvalidArgument(
             f"logits are {list(logits.shape)} {logits.dtype}; they must be [tokens, {experts}] in "
             "float32, bfloat16 or float16"
         )
+    if correction is not None and not isinstance(correction, torch.Tensor):
+        refuse_tensor("correction", correction)
     if (correction is None) == routing.correction:
         have = "None" if correction is None else f"a tensor {list(correction.shape)}"
         want = "needs float32" if routing.correction else "is without it; it would be"
         raise InvalidArgument(f"correction is {have}; this routing {want} [{experts}]")
     device, single = logits.device, (torch.float32,)
     if correction is not None:
-        check_tensor("correction", correction, shape=(experts,), dtypes=single, device=device)
+        size = (experts,)
+        check_tensor("correction", correction, shape=size, dtypes=single, device=device, kept=True)
+        check_alignment("correction", correction, correction.itemsize)
     if num_tokens is not None:
         counts = (torch.int32,)
         check_tensor("num_tokens", num_tokens, shape=(1,), dtypes=counts, device=device)
+        check_alignment("num_tokens", num_tokens, num_tokens.itemsize)

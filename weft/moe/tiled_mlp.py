@@ -14,12 +14,11 @@ from weft.gemm import (
     GemmPlan,
     Push,
     WgmmaPlan,
-    fastest_plan,
     grouped_gemm,
-    plan,
 )
-from weft.gemm.choice import MANY_ROWS, is_hopper
+from weft.gemm.choice import MANY_ROWS, best_plan, is_hopper
 from weft.gemm.hopper import NUMBERS, Kind, preload
+from weft.gemm.plan import tile_plan
 from weft.moe.experts import FP8, ExpertWeights
 from weft.moe.models import MoEConfig
 from weft.moe.products import Columns, RowsByExpert
@@ -37,7 +36,7 @@ def rows_can_tell(
     dtype, out = FP8 if fp8 else config.dtype, config.dtype
     sizes = experts, 1, config.hidden, config.intermediate, dtype
     given: dict[str, Any] = {"biased": config.biased, "out": out, "device": device}
-    return isinstance(fastest_plan(*sizes, tells=True, **given), WgmmaPlan)
+    return isinstance(best_plan(*sizes, tells=True, **given), WgmmaPlan)
 
 
 class TiledMlp:
@@ -112,12 +111,12 @@ class TiledMlp:
     def expect(self, rows: int) -> None:
         config, dtype, device = self._config, self._act.dtype, self._act.device
         hidden, inner, sizes = config.hidden, config.intermediate, (self._experts, rows)
-        self._tiles = plan(*sizes, hidden, inner, dtype)  # for parts and signals
+        self._tiles = tile_plan(*sizes, hidden, inner, dtype)  # for parts and signals
         given: dict[str, Any] = {"biased": config.biased, "out": self._y.dtype, "device": device}
-        self._up = fastest_plan(*sizes, 2 * inner, hidden, dtype, gated=True, **given)
-        self._down = fastest_plan(*sizes, hidden, inner, dtype, **given)
+        self._up = best_plan(*sizes, 2 * inner, hidden, dtype, gated=True, **given)
+        self._down = best_plan(*sizes, hidden, inner, dtype, **given)
         # Masked rows are those of exchange "expert", whose owners poll them.
-        self._pushing = fastest_plan(*sizes, hidden, inner, dtype, tells=self._masked, **given)
+        self._pushing = best_plan(*sizes, hidden, inner, dtype, tells=self._masked, **given)
 
     def up(self, weights: ExpertWeights, grouped: RowsByExpert, *, early: bool = True) -> None:
         self._grouped = grouped

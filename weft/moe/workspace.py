@@ -8,6 +8,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 import torch
 
+from weft.arguments import instance
 from weft.errors import InvalidArgument
 from weft.memory import Group
 from weft.memory.driver import in_relaxed_mode
@@ -175,7 +176,7 @@ class LayerWorkspace(ABC, Generic[Rows]):
 
         Raises InvalidArgument where it cannot serve the one that was asked for, or none at all.
         """
-        check_options(options, self.config)
+        check_options(options, instance("config", self.config, MoEConfig))
         found: dict[str, Chosen] = {}
         refused: InvalidArgument | None = None
         for word in OVERLAPS:

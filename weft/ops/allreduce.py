@@ -8,6 +8,7 @@ from types import TracebackType
 
 import torch
 
+from weft.arguments import flags, integer, listed, one_of, real, refuse, seconds
 from weft.errors import InvalidArgument
 from weft.memory import Group
 from weft.memory.driver import in_relaxed_mode, relaxed
@@ -17,7 +18,7 @@ from weft.memory.wire import JSON
 from weft.ops import library, reduce_library
 from weft.ops.allreduce_choice import Choice, able, choose, common_table, epilogue_of
 from weft.ops.allreduce_table import Table
-from weft.ops.check import check_seconds, check_tokens
+from weft.ops.check import check_group, check_tokens
 from weft.ops.reduce_args import BACKENDS
 from weft.ops.reduce_collective import CollectiveReduce
 from weft.ops.reduce_entry import load_entries
@@ -28,6 +29,7 @@ from weft.ops.reduce_workspace import ReduceWorkspace
 from weft.ops.reduction import Reduction, memory_bytes, tokens_for
 from weft.ops.watched import Watched
 
+AUTO = "auto"
 ALIASES = {"nccl": "collective"}
 
 
@@ -72,12 +74,13 @@ class AllReduce:
         _defines: Sequence[str] = (),
         _first_epoch: int = 0,
     ) -> None:
+        check_group(group)
         problem: Exception | None = None
         try:
-            check_seconds("timeout", timeout)
-            check_seconds("first_timeout", first_timeout)
+            limits = seconds("timeout", timeout), seconds("first_timeout", first_timeout)
+            flags(programmatic_launch=programmatic_launch)
             self._backends = _checked_backends(backends)
-            tokens = tokens_for(max_tokens, max_bytes, max(1, hidden) * dtype.itemsize)
+            tokens = tokens_for(max_tokens, max_bytes, hidden, dtype)
             self.reduction = Reduction.of(
                 ranks=group.size, max_tokens=tokens, hidden=hidden, dtype=dtype
             )
@@ -95,7 +98,7 @@ class AllReduce:
             self._table = common_table(group, table)
             self._collective = CollectiveReduce(group) if "collective" in names else None
             self._workspace = ReduceWorkspace(
-                group, self.reduction, seconds=(timeout, first_timeout), first_epoch=_first_epoch
+                group, self.reduction, seconds=limits, first_epoch=_first_epoch
             )
         except BaseException:
             self._entries.close()
@@ -180,6 +183,8 @@ class AllReduce:
         if form is not None:
             reduced = form.make(places, addresses)
         else:
+            real("eps", eps, least=0.0)
+            real("weight_bias", weight_bias)
             given = Outputs(*outputs)
             request = self._checker.request(x, residual, weight, quant, prologue, given)
             name = self._backend(backend, request)
@@ -198,8 +203,10 @@ class AllReduce:
         return reduced
 
     def explain(self, tokens: int, *, quant: Quant | None = None, norm: bool = True) -> Choice:
-        """What "auto" takes for so many tokens, and why."""
+        """What "auto" takes for so many tokens, and why. Raises InvalidArgument, TokenOverflow."""
         self._check_open()
+        tokens = integer("tokens", tokens, 0)
+        flags(norm=norm)
         check_tokens(tokens, self.max_tokens)
         return self._choose(tokens, epilogue_of(quant, norm=norm))
 
@@ -244,13 +251,11 @@ class AllReduce:
         self.close()
 
     def _backend(self, asked: str, request: Request) -> str:
+        names = (AUTO, *self._backends, *(k for k, v in ALIASES.items() if v in self._backends))
+        asked = one_of("backend", asked, names)
         name = ALIASES.get(asked, asked)
-        if name == "auto":
+        if name == AUTO:
             return self._choose(request.tokens, request.epilogue).backend
-        if name not in self._backends:
-            raise InvalidArgument(
-                f"backend is {asked!r}; this all-reduce was built with {', '.join(self._backends)}"
-            )
         if name != "collective" and name not in able(self.reduction, (name,), request.tokens):
             raise InvalidArgument(
                 f"backend 'oneshot' with {request.tokens} tokens; it has slots for "
@@ -275,10 +280,13 @@ class AllReduce:
 
 
 def _checked_backends(names: Sequence[str]) -> tuple[str, ...]:
-    known = (*BACKENDS, "collective")
-    found = tuple(ALIASES.get(name, name) for name in names)
-    if not found or len(set(found)) != len(found) or any(name not in known for name in found):
+    known = (*BACKENDS, "collective", *ALIASES)
+    if not isinstance(names, list | tuple):
+        refuse("backends", names, f"a list of some of {listed(known)}")
+    words = [one_of(f"backends[{i}]", name, known) for i, name in enumerate(names)]
+    found = tuple(ALIASES.get(name, name) for name in words)
+    if not found or len(set(found)) != len(found):
         raise InvalidArgument(
-            f"backends is {tuple(names)!r}; choose some of {', '.join(known)}, each once"
+            f"backends is {list(names)!r}; choose some of {listed(known)}, each once"
         )
     return found

@@ -7,13 +7,14 @@ from types import TracebackType
 
 import torch
 
+from weft.arguments import flags, seconds
 from weft.errors import InvalidArgument
 from weft.memory import Group
 from weft.memory.driver import in_relaxed_mode
 from weft.memory.group import reason
 from weft.memory.header import Record
 from weft.ops import alltoall_library, library
-from weft.ops.check import check_seconds
+from weft.ops.check import check_group, tensors_of
 from weft.ops.entry import Build, load_entries
 from weft.ops.geometry import Geometry, memory_bytes
 from weft.ops.placement import Placed
@@ -81,10 +82,11 @@ class AllToAll(Placed):
         _defines: Sequence[str] = (),
         _first_epoch: int = 0,
     ) -> None:
+        check_group(group)
         problem: Exception | None = None
         try:
-            check_seconds("timeout", timeout)
-            check_seconds("first_timeout", first_timeout)
+            limits = seconds("timeout", timeout), seconds("first_timeout", first_timeout)
+            flags(halves=halves, programmatic_launch=programmatic_launch, profile=profile)
             self._geometry = Geometry.of(
                 ranks=group.size,
                 max_tokens=max_tokens,
@@ -106,8 +108,7 @@ class AllToAll(Placed):
         except Exception as error:  # whatever it is, every rank hears of it
             problem = error
         group.vote(problem, doing="preparing an all-to-all", undo=lambda: entries.close())
-        seconds = (timeout, first_timeout)
-        self._workspace = open_workspace(group, self._geometry, entries, seconds, _first_epoch)
+        self._workspace = open_workspace(group, self._geometry, entries, limits, _first_epoch)
         self.group, self.dtype, self.placement = group, dtype, self._geometry.placement
         self._rounds = Rounds(self._geometry, self._workspace, entries)
         self._traced_tokens, self._build = 0, build
@@ -147,7 +148,7 @@ class AllToAll(Placed):
         never touch anybody's memory. Raises InvalidArgument, TokenOverflow, OutOfOrder, and what
         broke the group.
         """
-        tensors = (x,) if isinstance(x, torch.Tensor) else tuple(x)
+        tensors = tensors_of("x", x)
         if torch.compiler.is_dynamo_compiling():
             self._traced_tokens = topk_ids.shape[0]
             given = (tensors, topk_ids, topk_weights, num_tokens, stats)
@@ -205,8 +206,8 @@ class AllToAll(Placed):
         What follows in the stream runs while peers' tokens arrive, for example a shared expert.
         """
         self._check_halves("dispatch_send")
+        tensors = tensors_of("x", x)
         self._traced_tokens = topk_ids.shape[0]
-        tensors = (x,) if isinstance(x, torch.Tensor) else tuple(x)
         self._rounds.dispatch("dispatch_send", tensors, topk_ids, topk_weights, num_tokens, stats)
 
     def dispatch_recv(self) -> Received:
@@ -288,8 +289,8 @@ class AllToAll(Placed):
         stats: torch.Tensor | None,
     ) -> Received:
         self._check_open()
-        self._traced_tokens = topk_ids.shape[0]  # for a combine that is compiled alone
         self._rounds.dispatch("dispatch", tensors, topk_ids, topk_weights, num_tokens, stats)
+        self._traced_tokens = self._rounds.tokens  # for a combine that is compiled alone
         return self._workspace.received
 
     def _combine(

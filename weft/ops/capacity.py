@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from weft.errors import InvalidArgument
+from weft.arguments import integer
+
+MOST = 1 << 30  # of anything that a server is started with
 
 
 def tokens_per_rank(
@@ -27,19 +29,15 @@ def tokens_per_rank(
     tokens = max(ceil(requests / data_parallel) * (1 + speculative), graph * (1 + speculative),
     prefill) / tensor_parallel, rounded up to `multiple_of`.
 
-    Raises InvalidArgument for sizes that are not positive.
+    Raises InvalidArgument for what is no integer, and sizes that cannot be.
     """
-    for name, value, low in (
-        ("max_running_requests", max_running_requests, 1),
-        ("prefill_tokens", prefill_tokens, 0),
-        ("data_parallel", data_parallel, 1),
-        ("tensor_parallel", tensor_parallel, 1),
-        ("speculative_tokens", speculative_tokens, 0),
-        ("graph_batch_size", graph_batch_size, 0),
-        ("multiple_of", multiple_of, 1),
-    ):
-        if value < low:
-            raise InvalidArgument(f"{name} is {value}; it must be at least {low}")
+    max_running_requests = integer("max_running_requests", max_running_requests, 1, MOST)
+    prefill_tokens = integer("prefill_tokens", prefill_tokens, 0, MOST)
+    data_parallel = integer("data_parallel", data_parallel, 1, MOST)
+    tensor_parallel = integer("tensor_parallel", tensor_parallel, 1, MOST)
+    speculative_tokens = integer("speculative_tokens", speculative_tokens, 0, MOST)
+    graph_batch_size = integer("graph_batch_size", graph_batch_size, 0, MOST)
+    multiple_of = integer("multiple_of", multiple_of, 1, MOST)
     per_sequence = 1 + speculative_tokens
     sequences = max(-(-max_running_requests // data_parallel), graph_batch_size)
     tokens = -(-max(sequences * per_sequence, prefill_tokens) // tensor_parallel)

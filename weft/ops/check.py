@@ -1,17 +1,22 @@
-"""Checks of what callers pass, as declarations; a refusal gives the value and what it may be."""
+"""Checks of tensors that callers pass, as declarations; a refusal gives both values.
+
+Other arguments are declared in weft/arguments.py. These checks stand in every call, so the good
+case reads no more of a tensor than it must, and the bad one explains itself at leisure.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from weft.arguments import instance, integer, shown
 from weft.errors import InvalidArgument, TokenOverflow
-
-MAX_SECONDS = 10**9  # deadlines are 64-bit nanoseconds
+from weft.memory import Group
 
 
 class _Tracing(threading.local):
@@ -40,42 +45,82 @@ def check_tensor(
     shape: Sequence[int | None],
     dtypes: Sequence[torch.dtype],
     device: torch.device,
+    kept: bool = False,
 ) -> None:
     """Require a contiguous tensor of `shape` (None: any size), one of `dtypes`, on `device`.
+
+    kept: for later calls, so that it does not matter whether it requires a gradient now.
 
     Raises InvalidArgument naming the tensor, what it is and what it must be.
     """
     if not isinstance(tensor, torch.Tensor):
-        raise InvalidArgument(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
+        refuse_tensor(name, tensor)
     if tensor.dtype not in dtypes:
         wanted = " or ".join(str(d) for d in dtypes)
         raise InvalidArgument(f"{name} has dtype {tensor.dtype}; it must be {wanted}")
     if tensor.device != device:
         raise InvalidArgument(f"{name} is on {tensor.device}; this group works on {device}")
-    if tensor.shape != shape and (
-        tensor.dim() != len(shape)
-        or any(w is not None and n != w for n, w in zip(tensor.shape, shape, strict=True))
-    ):
-        wanted = ", ".join("tokens" if want is None else str(want) for want in shape)
-        raise InvalidArgument(f"{name} has shape {list(tensor.shape)}; it must be [{wanted}]")
-    if not tensor.is_contiguous():
+    try:
+        if tensor.shape != shape and (
+            tensor.dim() != len(shape)
+            or any(w is not None and n != w for n, w in zip(tensor.shape, shape, strict=True))
+        ):
+            wanted = ", ".join("tokens" if want is None else str(want) for want in shape)
+            raise InvalidArgument(f"{name} has shape {list(tensor.shape)}; it must be [{wanted}]")
+        dense = tensor.is_contiguous()
+    except RuntimeError:  # sparse and nested tensors have no such things
+        dense = False
+    if not dense:
+        _refuse_layout(name, tensor)
+    if tensor.requires_grad and not kept and torch.is_grad_enabled():
         raise InvalidArgument(
-            f"{name} has strides {tensor.stride()} for shape {list(tensor.shape)}; "
-            f"pass {name}.contiguous()"
+            f"{name} requires a gradient, and weft makes none: call under torch.no_grad(), or pass "
+            f"{name}.detach()"
         )
 
 
+def refuse_tensor(name: str, given: object) -> NoReturn:
+    """Raise the InvalidArgument of what is no tensor."""
+    kind = type(given)
+    mend = ""
+    if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
+        mend = f": pass torch.from_numpy({name})"
+    elif isinstance(given, list | tuple | int | float):
+        mend = f": pass torch.tensor({name})"
+    raise InvalidArgument(f"{name} is {_a(given)}; it must be a torch.Tensor{mend}")
+
+
+def tensors_of(name: str, given: torch.Tensor | Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """One tensor, or a list or tuple of them, as a tuple. Raises InvalidArgument for all else."""
+    if isinstance(given, torch.Tensor):
+        return (given,)
+    if not isinstance(given, list | tuple):
+        refuse_tensor(name, given)
+    for place, each in enumerate(given):
+        if not isinstance(each, torch.Tensor):
+            refuse_tensor(f"{name}[{place}]", each)
+    return tuple(given)
+
+
 def check_alignment(name: str, tensor: torch.Tensor, row_bytes: int) -> None:
-    """Require the address to be a multiple of the widest vector that the row size allows.
+    """Require memory whose address is a multiple of the widest vector that the row size allows.
 
     Raises InvalidArgument naming the address; a tensor that starts inside another needs a clone.
     """
     if type(tensor) is FakeTensor:
         _check_fake(name)
         return
-    address = tensor.data_ptr()
-    if address % 16 == 0:
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:
+        _refuse_layout(name, tensor)
+    if address % 16 == 0 and address:
         return  # good for every row size
+    if not address and tensor.numel():
+        raise InvalidArgument(
+            f"{name} has shape {list(tensor.shape)} and no memory (a {type(tensor).__name__} at "
+            "address 0): its storage was given back, or it only stands for tensors elsewhere"
+        )
     unit = next(n for n in (16, 8, 4, 2, 1) if row_bytes % n == 0)
     if tensor.numel() and address % unit:
         raise InvalidArgument(
@@ -92,12 +137,6 @@ def _check_fake(name: str) -> None:
         )
 
 
-def check_seconds(name: str, value: float) -> None:
-    """Raises InvalidArgument for a time that no deadline can be made of."""
-    if not 0 < value <= MAX_SECONDS:
-        raise InvalidArgument(f"{name} is {value} s; it must be above 0 and at most {MAX_SECONDS}")
-
-
 def check_tokens(tokens: int, max_tokens: int) -> None:
     """Raises TokenOverflow when a call brings more tokens than the workspace holds."""
     if tokens > max_tokens:
@@ -105,3 +144,49 @@ def check_tokens(tokens: int, max_tokens: int) -> None:
             f"{tokens} tokens in one call; the workspace was built for max_tokens={max_tokens}: "
             "split the batch, or build it larger (weft.tokens_per_rank computes the size)"
         )
+
+
+def check_group(group: Group) -> None:
+    """Raises InvalidArgument for what is no group: there is nobody to vote with."""
+    instance("group", group, Group, "weft.launch, Group.from_env() or from_torch() makes one")
+
+
+def check_columns(columns: tuple[int, int], total: int, unit: int) -> tuple[int, int]:
+    """(first, end) of a part of 0..total columns that begins and ends at multiples of `unit`.
+
+    Raises InvalidArgument for what is no such part.
+    """
+    if not isinstance(columns, tuple) or len(columns) != 2:
+        raise InvalidArgument(f"columns is {shown(columns)}; it must be two integers, (first, end)")
+    first = integer("columns[0]", columns[0], 0, total)
+    end = integer("columns[1]", columns[1], 0, total)
+    if not first < end or first % unit or (end % unit and end != total):
+        raise InvalidArgument(
+            f"columns is {columns}; a part of 0..{total} begins and ends at multiples of {unit}"
+        )
+    return first, end
+
+
+def _refuse_layout(name: str, tensor: torch.Tensor) -> NoReturn:
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        kind = "nested" if tensor.is_nested else str(tensor.layout)
+        raise InvalidArgument(
+            f"{name} is a {kind} tensor; it must be dense, one block of memory: pass "
+            f"{name}.to_dense()"
+        )
+    raise InvalidArgument(
+        f"{name} has strides {tensor.stride()} for shape {list(tensor.shape)}; "
+        f"pass {name}.contiguous()"
+    )
+
+
+def _a(given: object) -> str:
+    """None and short values as they are, objects by their type."""
+    kind = type(given)
+    plain = kind.__module__ == "builtins"
+    named = kind.__name__ if plain else f"{kind.__module__}.{kind.__name__}"
+    return (
+        f"a {named}"
+        if given is None or not isinstance(given, str | int | float)
+        else (f"a {named}, {shown(given)}")
+    )

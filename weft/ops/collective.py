@@ -16,7 +16,7 @@ import torch.distributed as dist
 from weft.errors import BadExpertId, OutOfOrder
 from weft.memory import Group
 from weft.memory.driver import in_relaxed_mode
-from weft.ops.check import check_tensor
+from weft.ops.check import check_group, check_tensor, tensors_of
 from weft.ops.geometry import Geometry
 from weft.ops.placement import Placed
 from weft.ops.received import Payload, Received
@@ -49,19 +49,26 @@ class CollectiveAllToAll(Placed):
         payloads: Sequence[Payload] | None = None,
         expert_map: Sequence[int] | torch.Tensor | None = None,
     ) -> None:
-        self.group, self.dtype = group, dtype
-        self._geometry = Geometry.of(
-            ranks=group.size,
-            max_tokens=max_tokens,
-            top_k=top_k,
-            num_experts=num_experts,
-            hidden=hidden,
-            dtype=dtype,
-            payloads=payloads,
-            expert_map=expert_map,
-        )
-        self.max_tokens, self.top_k, self.hidden = max_tokens, top_k, hidden
-        self.num_experts = num_experts
+        check_group(group)
+        self.group = group
+
+        def geometry() -> Geometry:
+            return Geometry.of(
+                ranks=group.size,
+                max_tokens=max_tokens,
+                top_k=top_k,
+                num_experts=num_experts,
+                hidden=hidden,
+                dtype=dtype,
+                payloads=payloads,
+                expert_map=expert_map,
+            )
+
+        doing = "preparing a collective all-to-all"
+        self._geometry = group.together(geometry, doing=doing)
+        shape, self.dtype = self._geometry.shape, self._geometry.dtype
+        self.max_tokens, self.top_k, self.hidden = shape.tokens, shape.top_k, shape.hidden
+        self.num_experts = shape.experts
         self.payloads, self.placement = self._geometry.payloads, self._geometry.placement
         group.agree(self._geometry.manifest(), what="all-to-all geometry")
         self._process_group = group.process_group()
@@ -106,7 +113,7 @@ class CollectiveAllToAll(Placed):
         self._check_open()
         if self._pending is not None:
             raise OutOfOrder(f"dispatch while {self._pending} tokens are away: call combine first")
-        tensors = (x,) if isinstance(x, torch.Tensor) else tuple(x)
+        tensors = tensors_of("x", x)
         tokens = self._geometry.check_dispatch(
             tensors, topk_ids, topk_weights, num_tokens, self.group.device
         )

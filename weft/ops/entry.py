@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from weft.arguments import integer, shown
 from weft.errors import InvalidArgument
 from weft.jit import CudaModule, Launcher, compile_shared, current_arch
 from weft.ops.args import CombineArgs, DispatchArgs, Site
@@ -67,10 +68,7 @@ class CpuEntries:
     """The operations as plain functions; they return when they are done."""
 
     def __init__(self, shape: Shape, layout: Layout, build: Build) -> None:
-        if build.num_sms is not None:
-            raise InvalidArgument(
-                f"num_sms={build.num_sms} on a CPU group; it limits GPU kernels: leave it out"
-            )
+        check_sms(build.num_sms, None)
         library = compile_shared(
             cpu_source(shape), name="alltoall", options=HOST_OPTIONS, defines=build.defines
         )
@@ -96,8 +94,7 @@ class CudaEntries:
 
     def __init__(self, shape: Shape, layout: Layout, rank: int, build: Build) -> None:
         available = torch.cuda.get_device_properties().multi_processor_count
-        if build.num_sms is not None and not 1 <= build.num_sms <= available:
-            raise InvalidArgument(f"num_sms is {build.num_sms}; this GPU has 1..{available}")
+        check_sms(build.num_sms, available)
         self._device = torch.cuda.current_device()
         self._sms, self._shape, few = build.num_sms or available, shape, build.few(shape)
         image = compile_cuda(
@@ -193,6 +190,17 @@ class CudaEntries:
             found = self._plan_push(tokens, per_sm)
         self._plans[name, tokens] = found
         return found
+
+
+def check_sms(num_sms: int | None, available: int | None) -> None:
+    """Raises InvalidArgument for SMs that a GPU with so many, or a CPU (None), cannot give."""
+    if num_sms is None:
+        return
+    if available is None:
+        raise InvalidArgument(
+            f"num_sms is {shown(num_sms)} on a CPU group; it limits GPU kernels: leave it out"
+        )
+    integer("num_sms", num_sms, 1, available)
 
 
 def load_entries(

@@ -7,18 +7,20 @@ from dataclasses import dataclass
 
 import torch
 
+from weft.arguments import instance, integers, one_of, refuse, shown
 from weft.errors import InvalidArgument
 from weft.memory.wire import JSON
 from weft.ops.check import check_alignment, check_tensor, check_tokens
 from weft.ops.layout import Layout
 from weft.ops.placement import Placement
 from weft.ops.received import Payload
-from weft.shape import NUMBERS, Shape
+from weft.shape import MAX_PLANES, MAX_ROW_BYTES, NUMBERS, WAYS, Shape, size
 
 SCALES = {
     "fp8": lambda hidden: Payload((hidden // 128,), torch.float32),
     "mxfp8": lambda hidden: Payload((hidden // 32,), torch.float8_e8m0fnu),
 }
+QUANTISED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +54,13 @@ class Geometry:
         stats: int = 0,
     ) -> Geometry:
         """Raises InvalidArgument naming the argument, its value and what it may be."""
-        if dtype not in NUMBERS:
-            allowed = ", ".join(str(d) for d in NUMBERS)
-            raise InvalidArgument(f"combine rows of {dtype}; choose one of {allowed}")
-        inputs = tuple(payloads or (Payload((hidden,), dtype),))
+        ranks, max_tokens = size("ranks", ranks), size("tokens", max_tokens)
+        top_k, num_experts = size("top_k", top_k), size("experts", num_experts)
+        hidden, stats = size("hidden", hidden), size("stats", stats)
+        dtype = one_of("dtype", dtype, NUMBERS)
+        quantize = one_of("quantize", quantize, (None, *SCALES))
+        combine_by = one_of("combine_by", combine_by, WAYS)
+        inputs = (Payload((hidden,), dtype),) if payloads is None else declared(payloads)
         arriving = _arriving(inputs, hidden, dtype, quantize)
         shape = Shape(
             ranks=ranks,
@@ -71,7 +76,9 @@ class Geometry:
             stats=stats,
         )
         if top_k > num_experts:
-            raise InvalidArgument(f"top_k is {top_k}, but the layer has {num_experts} experts")
+            raise InvalidArgument(
+                f"top_k is {top_k}, but the layer has {num_experts} experts (num_experts)"
+            )
         placement = (
             Placement.blocks(num_experts, ranks)
             if expert_map is None
@@ -115,11 +122,12 @@ class Geometry:
         top_k = self.shape.top_k
         integers = (torch.int32, torch.int64)
         check_tensor("topk_ids", topk_ids, shape=(None, top_k), dtypes=integers, device=device)
+        check_alignment("topk_ids", topk_ids, topk_ids.itemsize)
         tokens = topk_ids.shape[0]  # while tracing, perhaps a symbol: not int()
         check_tokens(tokens, self.shape.tokens)
         if len(tensors) != len(self.inputs):
             raise InvalidArgument(
-                f"{len(tensors)} payload tensors; this all-to-all was built for "
+                f"x has {len(tensors)} payload tensors; this all-to-all was built for "
                 f"{len(self.inputs)}: pass one for each declared Payload"
             )
         for plane, (tensor, payload) in enumerate(zip(tensors, self.inputs, strict=True)):
@@ -130,9 +138,11 @@ class Geometry:
         if topk_weights is not None:
             row, floats = (tokens, top_k), (torch.float32,)
             check_tensor("topk_weights", topk_weights, shape=row, dtypes=floats, device=device)
+            check_alignment("topk_weights", topk_weights, topk_weights.itemsize)
         if num_tokens is not None:
             count = (torch.int32,)
             check_tensor("num_tokens", num_tokens, shape=(1,), dtypes=count, device=device)
+            check_alignment("num_tokens", num_tokens, num_tokens.itemsize)
         return tokens
 
     def check_stats(self, stats: torch.Tensor | None, device: torch.device) -> None:
@@ -147,7 +157,7 @@ class Geometry:
                 "every call, zeros where there is nothing to tell"
             )
         if stats is not None and not size:
-            text = list(stats.shape) if isinstance(stats, torch.Tensor) else repr(stats)
+            text = list(stats.shape) if isinstance(stats, torch.Tensor) else shown(stats)
             raise InvalidArgument(
                 f"stats is {text} in an all-to-all built with stats=0; leave it out, or build the "
                 "all-to-all with as many numbers as each rank has to tell"
@@ -170,7 +180,10 @@ def memory_bytes(
     combine_by: str = "pull",
     stats: int = 0,
 ) -> int:
-    """Bytes of symmetric memory that each rank will allocate, before anything is allocated."""
+    """Bytes of symmetric memory that each rank will allocate, before anything is allocated.
+
+    Raises InvalidArgument as the constructor does.
+    """
     geometry = Geometry.of(
         ranks=ranks,
         max_tokens=max_tokens,
@@ -186,15 +199,32 @@ def memory_bytes(
     return geometry.layout.share_bytes
 
 
+def declared(payloads: Sequence[Payload]) -> tuple[Payload, ...]:
+    """A caller's payloads, each what it says it is. Raises InvalidArgument naming the one."""
+    if not isinstance(payloads, list | tuple):
+        refuse("payloads", payloads, "a list of weft.Payload, or None for x alone")
+    if not 1 <= len(payloads) <= MAX_PLANES:
+        raise InvalidArgument(
+            f"payloads has {len(payloads)} payload tensors; one dispatch carries 1..{MAX_PLANES}"
+        )
+    found = []
+    for plane, payload in enumerate(payloads):
+        name = f"payloads[{plane}]"
+        instance(name, payload, Payload, "Payload((7168,), torch.bfloat16) has 7168 numbers a row")
+        dtype = instance(f"{name}.dtype", payload.dtype, torch.dtype)
+        shape = instance(f"{name}.shape", payload.shape, tuple, "a row's, behind the token axis")
+        if dtype in QUANTISED:
+            refuse(f"{name}.dtype", dtype, "one whose numbers need no scale beside their bytes")
+        found.append(Payload(integers(f"{name}.shape", shape, 1, MAX_ROW_BYTES), dtype))
+    return tuple(found)
+
+
 def _arriving(
     inputs: tuple[Payload, ...], hidden: int, dtype: torch.dtype, quantize: str | None
 ) -> tuple[Payload, ...]:
     """The payloads as they arrive: a quantised first one becomes FP8 numbers and their scales."""
     if quantize is None:
         return inputs
-    if quantize not in SCALES:
-        allowed = ", ".join(SCALES)
-        raise InvalidArgument(f"quantize is {quantize!r}; choose one of {allowed}, or None")
     if inputs[0] != Payload((hidden,), dtype):
         raise InvalidArgument(
             f"quantize={quantize!r} with a first payload of {list(inputs[0].shape)} "

@@ -10,10 +10,12 @@ from typing import Any, Protocol
 
 import torch
 
+from weft.arguments import integer
 from weft.errors import InvalidArgument
 from weft.jit import CudaModule, Launcher, compile_cubin, compile_shared, current_arch
 from weft.jit.args import decode, expected, table_source, verify
 from weft.ops.args import Site
+from weft.ops.entry import check_sms
 from weft.ops.stream import current_stream
 from weft.shape import MAX_PLANES, Shape
 
@@ -211,10 +213,7 @@ class CpuGroupEntries:
 
     def send(self, args: GroupArgs, num_sms: int | None) -> None:
         """Run one send to its end."""
-        if num_sms is not None:
-            raise InvalidArgument(
-                f"num_sms={num_sms} on a CPU group; it limits GPU kernels: leave it out"
-            )
+        check_sms(num_sms, None)
         self._functions["send"](ctypes.byref(args))
 
     def close(self) -> None:
@@ -281,7 +280,7 @@ class CudaGroupEntries:
         most = available - (args.cells != 0)
         if args.cells and num_sms is None:
             num_sms = min(WAITING, most)
-        if num_sms is not None and not 1 <= num_sms <= most:
+        if num_sms is not None and integer("num_sms", num_sms, 1) > most:
             kind = " to a send that waits for signals" if args.cells else ""
             raise InvalidArgument(f"num_sms is {num_sms}; this GPU has 1..{most}{kind}")
         columns, stream = args.end - args.first, current_stream(torch.cuda.current_device())

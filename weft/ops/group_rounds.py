@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from weft.arguments import instance
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.memory.driver import relaxed
 from weft.ops.alltoall import AllToAll
@@ -18,7 +19,7 @@ from weft.ops.group_entry import (
     Grouping,
 )
 from weft.ops.received import Received
-from weft.ops.sending import Signal, check_columns, check_homes, check_scatters, check_sends
+from weft.ops.sending import Signal, check_homes, check_scatters, check_sends, next_columns
 from weft.ops.stream import finish, loading
 from weft.ops.watched import one_call
 
@@ -108,6 +109,7 @@ class GroupRounds:
     def gather(self, received: Received) -> None:
         """Group what the round's dispatch brought."""
         entries = self._running("gather")
+        instance("received", received, Received, "pass what dispatch of this all-to-all returned")
         ours, theirs = self._a2a._workspace.received.ids.data_ptr(), received.ids.data_ptr()
         if ours != theirs:
             raise InvalidArgument(
@@ -140,9 +142,9 @@ class GroupRounds:
         check_sends(self._a2a)
         hidden = self._a2a._geometry.shape.hidden
         begun = self._gathered == rounds.number
-        first, end = check_columns(columns, hidden, self._sent if begun else 0)
+        first, end = next_columns(columns, hidden, self._sent if begun else 0)
         if signal is not None:
-            signal.check(self._a2a, columns)
+            instance("signal", signal, Signal).check(self._a2a, columns)
         rounds.expect_send(begun=first > 0)
         self._take(y, shape, "send")
         self._args.first, self._args.end = first, end

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
+from weft.arguments import flags, instance, integer, one_of, refuse
 from weft.errors import InvalidArgument
 from weft.ops.alltoall import AllToAll
 from weft.ops.group_entry import MAX_GROUPS, Grouping
@@ -113,7 +114,9 @@ class ExpertGroups:
         layout: Layout = "contiguous",
         programmatic_launch: bool = True,
     ) -> None:
-        self.max_rows, self.align, self.layout = _rows(a2a, max_rows, align, layout), align, layout
+        flags(programmatic_launch=programmatic_launch)
+        self.max_rows, self.align = _rows(a2a, max_rows, align, layout)
+        self.layout, align = layout, self.align
         self.num_local_experts = a2a.num_local_experts
         grouping = _by_expert(a2a, self.max_rows, align, layout)
         self._rounds = GroupRounds(a2a, grouping, programmatic_launch)
@@ -143,9 +146,11 @@ class ExpertGroups:
         align: int = 1,
         layout: Layout = "contiguous",
     ) -> int:
-        """Bytes that an ExpertGroups of these arguments allocates on this rank."""
-        rows = _rows(a2a, max_rows, align, layout)
-        return buffer_bytes(a2a, _by_expert(a2a, rows, align, layout))
+        """Bytes that an ExpertGroups of these arguments allocates on this rank.
+
+        Raises InvalidArgument as the constructor does.
+        """
+        return buffer_bytes(a2a, _by_expert(a2a, *_rows(a2a, max_rows, align, layout), layout))
 
     def gather(self, received: Received) -> Grouped:
         """Group what the last dispatch of the all-to-all brought.
@@ -219,6 +224,8 @@ class Compactor:
     """
 
     def __init__(self, a2a: AllToAll, *, programmatic_launch: bool = True) -> None:
+        flags(programmatic_launch=programmatic_launch)
+        _check_a2a(a2a)
         check_scatters(a2a)
         grouping = _by_source(a2a)
         self._rounds = GroupRounds(a2a, grouping, programmatic_launch)
@@ -235,7 +242,8 @@ class Compactor:
 
     @staticmethod
     def memory_bytes(a2a: AllToAll) -> int:
-        """Bytes that a Compactor allocates on this rank."""
+        """Bytes that a Compactor allocates on this rank. Raises InvalidArgument."""
+        _check_a2a(a2a)
         return buffer_bytes(a2a, _by_source(a2a))
 
     def compact(self, received: Received) -> Compact:
@@ -256,13 +264,17 @@ class Compactor:
         vars(self).pop("_compact", None)
 
 
-def _rows(a2a: AllToAll, max_rows: int | None, align: int, layout: str) -> int:
-    """max_rows as given or by default. Raises InvalidArgument naming the value and its limits."""
+def _check_a2a(a2a: AllToAll) -> None:
+    instance("a2a", a2a, AllToAll, "rows of a LowLatencyAllToAll lie by expert as they come")
+    a2a._check_open()
+
+
+def _rows(a2a: AllToAll, max_rows: int | None, align: int, layout: Layout) -> tuple[int, int]:
+    """max_rows, as given or by default, and align. Raises InvalidArgument with value and limits."""
+    _check_a2a(a2a)
     shape, experts = a2a._geometry.shape, a2a.num_local_experts
-    if layout not in ("contiguous", "masked"):
-        raise InvalidArgument(f"layout is {layout!r}; it must be 'contiguous' or 'masked'")
-    if type(align) is not int or not 1 <= align <= MAX_ALIGN:
-        raise InvalidArgument(f"align is {align!r}; it must be an integer in 1..{MAX_ALIGN}")
+    one_of("layout", layout, get_args(Layout))
+    align = integer("align", align, 1, MAX_ALIGN)
     if experts > MAX_GROUPS:
         raise InvalidArgument(f"{experts} local experts; grouping serves at most {MAX_GROUPS}")
     if max_rows is None:
@@ -273,17 +285,16 @@ def _rows(a2a: AllToAll, max_rows: int | None, align: int, layout: str) -> int:
             entries = tokens * min(shape.top_k, experts)
             max_rows = (entries + min(experts, entries) * (align - 1)) // align * align
             max_rows = max(max_rows, align)  # also without experts there is a buffer
-    if type(max_rows) is not int or max_rows < 1 or max_rows % align:
-        raise InvalidArgument(
-            f"max_rows is {max_rows!r}; it must be a positive multiple of align, {align}"
-        )
+    max_rows = integer("max_rows", max_rows, 1, MAX_ROWS)
+    if max_rows % align:
+        refuse("max_rows", max_rows, f"a positive multiple of align, {align}")
     total = max_rows * (max(experts, 1) if layout == "masked" else 1)
     if total > MAX_ROWS:
         raise InvalidArgument(
             f"{layout} rows for {experts} experts with max_rows={max_rows} are {total}; at most "
             f"{MAX_ROWS} can be numbered: pass a smaller max_rows"
         )
-    return max_rows
+    return max_rows, align
 
 
 def _by_expert(a2a: AllToAll, rows: int, align: int, layout: str) -> Grouping:

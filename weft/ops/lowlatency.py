@@ -9,13 +9,14 @@ from types import TracebackType
 
 import torch
 
+from weft.arguments import flags, refuse, seconds
 from weft.errors import InvalidArgument
 from weft.memory import Group
 from weft.memory.driver import in_relaxed_mode
 from weft.memory.group import reason
 from weft.memory.header import Record
 from weft.ops import library, lowlatency_library
-from weft.ops.check import check_seconds
+from weft.ops.check import check_group
 from weft.ops.lowlatency_entry import LowBuild, load_low_entries
 from weft.ops.lowlatency_geometry import LowGeometry, Memory, memory_bytes
 from weft.ops.lowlatency_results import ExpertRows, Handle
@@ -91,10 +92,12 @@ class LowLatencyAllToAll(Placed):
         _defines: Sequence[str] = (),
         _first_epoch: int = 0,
     ) -> None:
+        check_group(group)
         problem: Exception | None = None
         try:
-            check_seconds("timeout", timeout)
-            check_seconds("first_timeout", first_timeout)
+            limits = seconds("timeout", timeout), seconds("first_timeout", first_timeout)
+            flags(halves=halves, view=view, profile=profile)
+            flags(programmatic_launch=programmatic_launch)
             geometry = LowGeometry.of(
                 ranks=group.size,
                 max_tokens=max_tokens,
@@ -118,9 +121,8 @@ class LowLatencyAllToAll(Placed):
         group.vote(problem, doing="preparing a low-latency all-to-all")
         self.group, self.dtype, self.placement = group, dtype, geometry.placement
         self._geometry = geometry
-        seconds = (timeout, first_timeout)
         self._rounds = open_rounds(
-            group, geometry, entries, seconds, _first_epoch, halves=halves, profile=profile
+            group, geometry, entries, limits, _first_epoch, halves=halves, profile=profile
         )
         self._input = self._make_input(view)
         self._order, self._handle, self._sites = lowlatency_library.enrol(self)
@@ -274,6 +276,8 @@ class LowLatencyAllToAll(Placed):
         finished the same rounds. Raises InvalidArgument, OutOfOrder.
         """
         self._check_open()
+        if not isinstance(path, str | os.PathLike):
+            refuse("path", path, "a str or os.PathLike")
         dump(Path(path), self._rounds.tracks, self._rounds.premises)
 
     def close(self) -> None:

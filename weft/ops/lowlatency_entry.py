@@ -14,6 +14,7 @@ from weft.errors import InvalidArgument
 from weft.jit import CudaModule, Launcher, compile_cubin, compile_shared, current_arch
 from weft.jit.args import decode, expected, table_source, verify
 from weft.ops.args import Site
+from weft.ops.entry import check_sms
 from weft.ops.lowlatency_shape import (
     CHUNK_TOKENS,
     Ledger,
@@ -147,10 +148,7 @@ class LowCpuEntries:
     """The operations as plain functions; they return when they are done."""
 
     def __init__(self, shape: LowShape, layout: LowLayout, build: LowBuild) -> None:
-        if build.num_sms is not None:
-            raise InvalidArgument(
-                f"num_sms={build.num_sms} on a CPU group; it limits GPU kernels: leave it out"
-            )
+        check_sms(build.num_sms, None)
         library = compile_shared(
             cpu_source(shape), name="lowlatency", options=HOST_OPTIONS, defines=build.defines
         )
@@ -178,8 +176,7 @@ class LowCudaEntries:
 
     def __init__(self, shape: LowShape, layout: LowLayout, build: LowBuild) -> None:
         available = torch.cuda.get_device_properties().multi_processor_count
-        if build.num_sms is not None and not 1 <= build.num_sms <= available:
-            raise InvalidArgument(f"num_sms is {build.num_sms}; this GPU has 1..{available}")
+        check_sms(build.num_sms, available)
         self._device, self._shape = torch.cuda.current_device(), shape
         self._sms, self._build = build.num_sms or available, build
         image = compile_cuda(shape, current_arch(), halves=build.halves, defines=build.defines)

@@ -9,25 +9,29 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from weft.arguments import flags, integer, one_of
 from weft.errors import InvalidArgument
 from weft.memory.header import RING_TIMELINES
 from weft.memory.wire import JSON
 from weft.ops.check import check_alignment, check_tensor, check_tokens
 from weft.ops.lowlatency_shape import (
     GROUPS,
-    MAX_EXPERTS,
     MOST_TRACKS,
+    REDUCES,
+    SCALES,
     LowLayout,
     LowShape,
     Track,
-    check_size,
+    size,
 )
 from weft.ops.placement import Placement
 from weft.shape import NUMBERS
 
 # Tracks that profiled kernels keep: of 32 rounds, by phase and team.
 TRACKS = (RING_TIMELINES, MOST_TRACKS, ctypes.sizeof(Track))
+QUANTS = (None, "fp8")
 WAYS = ("push", "fp8", "choices")  # of rows home
+MAX_SLOTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +80,15 @@ class LowGeometry:
         expert_map: Sequence[int] | torch.Tensor | None = None,
     ) -> LowGeometry:
         """Raises InvalidArgument naming the argument, its value and what it may be."""
-        if dtype not in NUMBERS:
-            raise InvalidArgument(f"dtype is {dtype}; choose one of {', '.join(map(str, NUMBERS))}")
-        if quant not in (None, "fp8"):
-            raise InvalidArgument(f"quant is {quant!r}; choose 'fp8' or None")
+        ranks, max_tokens = size("ranks", ranks), size("tokens", max_tokens)
+        hidden, top_k = size("hidden", hidden), size("top_k", top_k)
+        num_experts = size("experts", num_experts)
+        slots = integer("slots", slots, 1, MAX_SLOTS)
+        dtype = one_of("dtype", dtype, NUMBERS)
+        quant, combine_by = one_of("quant", quant, QUANTS), one_of("combine_by", combine_by, WAYS)
+        reduce, scale = one_of("reduce", reduce, REDUCES), one_of("scale", scale, SCALES)
+        group_size = one_of("group_size", group_size, GROUPS)
         _check_ways(combine_by, reduce, slots)
-        if quant and group_size not in GROUPS:
-            allowed = ", ".join(map(str, GROUPS))
-            raise InvalidArgument(f"group_size is {group_size!r}; choose one of {allowed}")
-        check_size("slots", slots, 1, 16)
-        check_size("num_experts", num_experts, 1, MAX_EXPERTS)
         placement = (
             Placement.blocks(num_experts, ranks)
             if expert_map is None
@@ -140,10 +143,12 @@ class LowGeometry:
         """Return the number of tokens that ids and weights are of."""
         top_k, integers = self.shape.top_k, (torch.int32, torch.int64)
         check_tensor("topk_ids", topk_ids, shape=(None, top_k), dtypes=integers, device=device)
+        check_alignment("topk_ids", topk_ids, topk_ids.itemsize)
         tokens = topk_ids.shape[0]  # while tracing, perhaps a symbol: not int()
         if topk_weights is not None:
             row, floats = (tokens, top_k), (torch.float32,)
             check_tensor("topk_weights", topk_weights, shape=row, dtypes=floats, device=device)
+            check_alignment("topk_weights", topk_weights, topk_weights.itemsize)
         return tokens
 
     def result_shapes(self, own: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -194,9 +199,7 @@ class LowGeometry:
 
 
 def _check_ways(combine_by: str, reduce: str, slots: int) -> None:
-    """Raises InvalidArgument for a way home that there is not, and for what it excludes."""
-    if combine_by not in WAYS:
-        raise InvalidArgument(f"combine_by is {combine_by!r}; choose 'push', 'fp8' or 'choices'")
+    """Raises InvalidArgument for what a way home excludes."""
     if combine_by == "choices" and (reduce != "receiver" or slots != 1):
         raise InvalidArgument(
             f"combine_by is 'choices', reduce {reduce!r}, slots {slots!r}: rows go home one by "
@@ -222,7 +225,11 @@ def memory_bytes(
     view: bool = False,
     profile: bool = False,
 ) -> Memory:
-    """Bytes that the rank with most experts will allocate, before anything is allocated."""
+    """Bytes that the rank with most experts will allocate, before anything is allocated.
+
+    Raises InvalidArgument as the constructor does.
+    """
+    flags(view=view, profile=profile)
     geometry = LowGeometry.of(
         ranks=ranks,
         max_tokens=max_tokens,

@@ -14,6 +14,7 @@ from weft.errors import InvalidArgument, OutOfOrder
 from weft.memory import Group, Heap
 from weft.memory.driver import relaxed
 from weft.memory.header import HEADER_BYTES, Header
+from weft.memory.room import require_room
 from weft.ops.check import check_alignment, check_tensor
 from weft.ops.lowlatency_entry import LowCpuEntries, LowCudaEntries
 from weft.ops.lowlatency_geometry import TRACKS, LowGeometry
@@ -30,6 +31,8 @@ class LowPremises(Watched):
 
     Creation is collective and a vote; every rank leaves it with all ranks' shares initialised.
     """
+
+    _drops_repeats = True  # a row lies once among an expert's
 
     def __init__(
         self,
@@ -326,6 +329,8 @@ def open_rounds(
     """The memory and the calls, once all ranks agree; else nothing stays loaded."""
     try:
         group.agree(geometry.manifest(), what="low-latency geometry")
+        total = geometry.memory(profile=profile).total
+        require_room(group, total, what="a low-latency all-to-all")
         premises = LowPremises(group, geometry, seconds=seconds, first_epoch=first_epoch)
         return group.together(
             lambda: LowRounds(group, geometry, premises, entries, halves=halves, profile=profile),

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from ctypes import c_uint16, c_uint32, c_uint64
 from dataclasses import asdict, dataclass
 
+from weft.arguments import adopt, integer, one_of
 from weft.errors import InvalidArgument
 from weft.memory.header import (
     HEADER_BYTES,
@@ -124,10 +125,20 @@ def _up(size: int, unit: int = LINE) -> int:
     return -(-size // unit) * unit
 
 
-def check_size(name: str, value: object, low: int, high: int) -> None:
-    """Raise InvalidArgument unless value is an integer in low..high."""
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise InvalidArgument(f"{name} is {value!r}; it must be an integer in {low}..{high}")
+# field -> the argument that callers know it by, and its limits
+LIMITS: Mapping[str, tuple[str, int, int]] = {
+    "ranks": ("ranks", 1, MAX_RANKS),
+    "tokens": ("max_tokens", 1, MAX_TOKENS),
+    "top_k": ("top_k", 1, MAX_TOP_K),
+    "experts": ("num_experts", 1, MAX_EXPERTS),
+    "hidden": ("hidden", 16, 1 << 16),
+}
+
+
+def size(field: str, value: object) -> int:
+    """A size of a LowShape, checked under the name that callers know. Raises InvalidArgument."""
+    name, low, high = LIMITS[field]
+    return integer(name, value, low, high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,43 +167,33 @@ class LowShape:
     mapped: bool = False
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("ranks", 1, MAX_RANKS),
-            ("tokens", 1, MAX_TOKENS),
-            ("top_k", 1, MAX_TOP_K),
-            ("experts", 1, MAX_EXPERTS),
-            ("local", 1, MAX_LOCAL),
-            ("hidden", 16, 1 << 16),
-        ):
-            check_size(name, getattr(self, name), low, high)
+        for field in LIMITS:
+            adopt(self, **{field: size(field, getattr(self, field))})
+        if not 1 <= self.local <= MAX_LOCAL:
+            raise InvalidArgument(
+                f"{self.local} experts on one rank; one may hold {MAX_LOCAL}: take more ranks, or "
+                "spread num_experts evenly with expert_map"
+            )
         if self.top_k > self.experts:
             raise InvalidArgument(
-                f"top_k is {self.top_k}, but the layer has {self.experts} experts"
+                f"top_k is {self.top_k}, but the layer has {self.experts} experts (num_experts)"
             )
         if self.ranks * self.local > MAX_TABLE:
             raise InvalidArgument(
                 f"{self.local} experts on one of {self.ranks} ranks; ranks times that number may "
                 f"be {MAX_TABLE} at most: spread the experts evenly"
             )
-        if self.group and self.group not in GROUPS:
-            allowed = ", ".join(map(str, GROUPS))
-            raise InvalidArgument(f"group_size is {self.group}; choose one of {allowed}")
+        if self.group:
+            one_of("group_size", self.group, GROUPS)
         unit = max(self.group, FP8_BLOCK if self.fp8_back else 16)
         if self.hidden % unit:
             raise InvalidArgument(
                 f"hidden is {self.hidden}; it must be a multiple of {unit} (of 16, of group_size, "
                 f"of {FP8_BLOCK} with combine_by='fp8'): pad it to {_up(self.hidden, unit)}"
             )
-        for name, allowed_names in (
-            ("scale", SCALES),
-            ("reduce", REDUCES),
-            ("dtype", tuple(NUMBERS.values())),
-        ):
-            given = getattr(self, {"scale": "scales", "dtype": "number"}.get(name, name))
-            if given not in allowed_names:
-                raise InvalidArgument(
-                    f"{name} is {given!r}; choose one of {', '.join(allowed_names)}"
-                )
+        one_of("scale", self.scales, SCALES)
+        one_of("reduce", self.reduce, REDUCES)
+        one_of("dtype", self.number, NUMBERS.values())
 
     @property
     def rows(self) -> int:

@@ -7,8 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from weft.arguments import instance, integer, integers
 from weft.errors import InvalidArgument
 from weft.memory import Group
+from weft.shape import LIMITS, MAX_RANKS
+
+MAX_EXPERTS = LIMITS["experts"][2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +28,12 @@ class Placement:
 
     @classmethod
     def blocks(cls, num_experts: int, ep_size: int) -> Placement:
-        """Contiguous blocks; the first `num_experts % ep_size` ranks hold one expert more."""
+        """Contiguous blocks; the first `num_experts % ep_size` ranks hold one expert more.
+
+        Raises InvalidArgument for sizes that are not positive.
+        """
+        num_experts = integer("num_experts", num_experts, 1, MAX_EXPERTS)
+        ep_size = integer("ep_size", ep_size, 1, MAX_RANKS)
         low, longer = divmod(num_experts, ep_size)
         owners: list[int] = []
         for rank in range(ep_size):
@@ -37,9 +46,11 @@ class Placement:
     ) -> Placement:
         """An explicit map: `expert_map[e]` is the rank of expert e.
 
-        Raises InvalidArgument for a wrong length or a rank outside the group.
+        Raises InvalidArgument for a wrong length, what is no integer, or a rank outside the group.
         """
-        owners = [int(rank) for rank in expert_map]
+        num_experts = integer("num_experts", num_experts, 1, MAX_EXPERTS)
+        ep_size = integer("ep_size", ep_size, 1, MAX_RANKS)
+        owners = integers("expert_map", expert_map)
         if len(owners) != num_experts:
             raise InvalidArgument(
                 f"expert_map has {len(owners)} entries; num_experts is {num_experts}"
@@ -61,11 +72,16 @@ class Placement:
         return cls(ranks=tuple(owners), local=tuple(local), explicit=explicit)
 
     def experts_of(self, rank: int) -> tuple[int, ...]:
-        """Global ids of a rank's experts, in local order."""
+        """Global ids of a rank's experts, in local order; none for a rank that holds none.
+
+        Raises InvalidArgument for what is no rank.
+        """
+        rank = integer("rank", rank, 0, MAX_RANKS - 1)
         return tuple(e for e, owner in enumerate(self.ranks) if owner == rank)
 
     def table(self, device: torch.device) -> torch.Tensor:
         """int32 `[num_experts]` of rank << 16 | local id, as the kernels read it."""
+        instance("device", device, torch.device)
         packed = [rank << 16 | local for rank, local in zip(self.ranks, self.local, strict=True)]
         return torch.tensor(packed, dtype=torch.int32, device=device)
 

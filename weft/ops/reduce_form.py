@@ -83,7 +83,10 @@ class Forms:
 
     def find(self, key: Key | None, addresses: Sequence[int]) -> Form | None:
         """The form of a call that the checks would pass now; None where they must decide."""
-        form = None if key is None else self._kept.get(key)
+        try:
+            form = None if key is None else self._kept.get(key)
+        except TypeError:  # a backend that cannot be hashed is none: the checks say so
+            form = None
         return form if form is not None and apart(addresses, form.apart) is None else None
 
     def keep(self, key: Key | None, form: Form) -> None:
@@ -117,9 +120,10 @@ def key_of(
     """Everything that the checks read of a call but which memory it is, and the addresses.
 
     Of an address only its alignment counts; constants count by their bits, as 0.0 equals -0.0.
-    The key is None where an argument is not what it should be.
+    The key is None where an argument is not what it should be, has no memory, or wants a gradient.
     """
     addresses: list[int] = []
+    grads = torch.is_grad_enabled()
     try:
         key: list[object] = [backend, coding, _CONSTANTS.pack(eps, weight_bias)]
         for t in places:
@@ -128,6 +132,8 @@ def key_of(
                 addresses.append(0)
             else:
                 address = _address(t)
+                if not address or (grads and t.requires_grad):
+                    return None, addresses
                 addresses.append(address)
                 dense = t.is_contiguous()  # then the shape says all that is ever read
                 key += (t.shape, t.dtype, t.device, address & 15, dense or t.stride())

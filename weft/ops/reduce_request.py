@@ -8,8 +8,9 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
+from weft.arguments import instance, shown
 from weft.errors import InvalidArgument
-from weft.ops.check import check_alignment, check_tensor, check_tokens, tracing
+from weft.ops.check import check_alignment, check_tensor, check_tokens, refuse_tensor, tracing
 from weft.ops.reduce_args import ADDRESSES
 from weft.ops.reduce_spec import (
     FP8Group,
@@ -34,6 +35,15 @@ OUTPUTS = {
     name: ADDRESSES.index(name if name == "out" else f"{name}_out")
     for name in ("out", "residual", "norm", "quant", "scale")
 }
+# As callers know them: what a MoEFinalize or a quant spec holds is named with its place there.
+PUBLIC = tuple(
+    f"prologue.{name}"
+    if name in ("rows", "index", "scales", "shared")
+    else "quant.scale"
+    if name == "scale"
+    else name
+    for name in ADDRESSES
+)
 EXACT, NEVER = (  # the inputs that an output may lie on exactly, and those that it may not touch
     tuple(ADDRESSES.index(name) for name in names)
     for names in (("x", "residual", "shared"), ("weight", "rows", "scales", "index"))
@@ -160,28 +170,32 @@ class Checker:
     def _tokens(self, x: torch.Tensor | None, prologue: MoEFinalize | None) -> int:
         if (x is None) == (prologue is None):
             raise InvalidArgument(
-                "pass either x or prologue=MoEFinalize(...): one of them makes this rank's rows"
+                f"x is {shown(x)} and prologue is {shown(prologue)}; pass one of them: it makes "
+                "this rank's rows"
             )
         if prologue is None:
-            if not isinstance(x, torch.Tensor) or x.dim() != 2:
+            if not isinstance(x, torch.Tensor):
+                refuse_tensor("x", x)
+            if x.is_nested or x.dim() != 2:
                 raise InvalidArgument(
-                    f"x is {_text(x)}; it must be a tensor [tokens, {self.reduction.hidden}]"
+                    f"x is {_text(x)}; it must be a dense tensor [tokens, {self.reduction.hidden}]"
                 )
             return x.shape[0]
-        check_tensor(
-            "index", prologue.index, shape=(None, None), dtypes=(torch.int32,), device=self.device
-        )
-        tokens, top_k = prologue.index.shape
+        instance("prologue", prologue, MoEFinalize)
+        index, rows, scales = prologue.index, prologue.rows, prologue.scales
+        counts, device = (torch.int32,), self.device
+        check_tensor("prologue.index", index, shape=(None, None), dtypes=counts, device=device)
+        check_alignment("prologue.index", index, index.itemsize)
+        tokens, top_k = index.shape
         size = (None, self.reduction.hidden)
-        check_tensor("rows", prologue.rows, shape=size, dtypes=(self.dtype,), device=self.device)
-        check_alignment("rows", prologue.rows, 16)
-        if prologue.scales is not None:
-            kinds = (torch.float32, self.dtype)
-            check_tensor(
-                "scales", prologue.scales, shape=(tokens, top_k), dtypes=kinds, device=self.device
-            )
+        check_tensor("prologue.rows", rows, shape=size, dtypes=(self.dtype,), device=device)
+        check_alignment("prologue.rows", rows, 16)
+        if scales is not None:
+            kinds, each = (torch.float32, self.dtype), (tokens, top_k)
+            check_tensor("prologue.scales", scales, shape=each, dtypes=kinds, device=device)
+            check_alignment("prologue.scales", scales, scales.itemsize)
         if prologue.shared is not None:
-            self._check_rows("shared", prologue.shared, tokens)
+            self._check_rows("prologue.shared", prologue.shared, tokens)
         return tokens
 
     def _check_rows(self, name: str, tensor: torch.Tensor, tokens: int) -> None:
@@ -194,12 +208,13 @@ class Checker:
             return
         if weight is None:
             raise InvalidArgument(
-                "quant without weight: it quantises the normed rows; pass weight (ones for a plain "
-                "RMSNorm)"
+                "quant without weight, which is None: it quantises the normed rows; pass weight "
+                "(ones for a plain RMSNorm)"
             )
         if isinstance(quant, FP8Static):
             one = (torch.float32,)
             check_tensor("quant.scale", quant.scale, shape=(1,), dtypes=one, device=self.device)
+            check_alignment("quant.scale", quant.scale, quant.scale.itemsize)
         if isinstance(quant, FP8Group) and self.reduction.hidden % GROUP:
             raise InvalidArgument(
                 f"hidden is {self.reduction.hidden}; FP8Group needs a multiple of {GROUP}: pad "
@@ -218,18 +233,20 @@ class Checker:
         makes_scale = implied["scale"]
         possible = {
             "out": (True, ""),
-            "residual": (residual is not None, "residual"),
-            "norm": (weight is not None, "weight"),
-            "quant": (quant is not None, "quant"),
-            "scale": (makes_scale, "a quant that makes scales"),
+            "residual": (residual is not None, "residual, which is None"),
+            "norm": (weight is not None, "weight, which is None"),
+            "quant": (quant is not None, "quant, which is None"),
+            "scale": (makes_scale, f"a quant that makes scales; it is {shown(quant)}"),
         }
         wants: dict[str, torch.Tensor | bool] = {}
         for field in fields(given):
             said = getattr(given, field.name)
+            name = field.name if field.name == "out" else f"{field.name}_out"
+            if said is not None and not isinstance(said, bool | torch.Tensor):
+                refuse_tensor(name, said)
             wants[field.name] = implied[field.name] if said is None else said
             may, needs = possible[field.name]
             if wants[field.name] is not False and not may:
-                name = field.name if field.name == "out" else f"{field.name}_out"
                 raise InvalidArgument(f"{name} without {needs}: there is nothing to write there")
         if (wants["quant"] is False) != (wants["scale"] is False) and makes_scale:
             raise InvalidArgument("quant_out and scale_out belong together: want both or neither")
@@ -255,11 +272,11 @@ class Checker:
         if not _packs(quant):
             size, kinds = (tokens, self._groups(quant)), (torch.float32,)
             check_tensor("scale_out", wanted, shape=size, dtypes=kinds, device=self.device)
+            check_alignment("scale_out", wanted, wanted.itemsize)
             return wanted
         if not isinstance(wanted, torch.Tensor):
-            raise InvalidArgument(
-                f"scale_out is a {type(wanted).__name__}; it must be a torch.Tensor"
-            )
+            refuse_tensor("scale_out", wanted)
+        check_alignment("scale_out", wanted, wanted.itemsize)  # and that it is dense
         columns, pitch = -(-self._groups(quant) // 4), -(-tokens // 4) * 4
         right = wanted.dtype == torch.int32 and tuple(wanted.shape) == (tokens, columns)
         lies = (tokens <= 1 or wanted.stride(0) == 1) and (
@@ -314,7 +331,7 @@ def _check_overlap(request: Request) -> None:
     found = apart(request.addresses, request.apart)
     if found is not None:
         raise InvalidArgument(
-            f"output {ADDRESSES[found[0]]!r} overlaps {ADDRESSES[found[2]]!r} in memory; outputs "
+            f"output {PUBLIC[found[0]]!r} overlaps {PUBLIC[found[2]]!r} in memory; outputs "
             "may lie exactly on x or residual, and nowhere else on another tensor of the call"
         )
 
@@ -342,5 +359,5 @@ def _extent(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def _text(x: object) -> str:
-    return f"{list(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+def _text(x: torch.Tensor) -> str:
+    return "nested" if x.is_nested else f"{list(x.shape)}"

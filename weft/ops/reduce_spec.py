@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from weft.arguments import one_of, shown
 from weft.errors import InvalidArgument
+
+GROUP_SIZES, GROUP_SCALES = (128,), ("fp32", "ue8m0")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,10 +43,8 @@ class FP8Group:
     scale: str = "fp32"
 
     def __post_init__(self) -> None:
-        if self.size != 128:
-            raise InvalidArgument(f"groups of {self.size} columns; only 128 are offered")
-        if self.scale not in ("fp32", "ue8m0"):
-            raise InvalidArgument(f"scale is {self.scale!r}; choose 'fp32' or 'ue8m0'")
+        one_of("size", self.size, GROUP_SIZES)
+        one_of("scale", self.scale, GROUP_SCALES)
 
 
 Quant = FP8Static | FP8Token | FP8Group
@@ -94,8 +95,8 @@ def coding_of(quant: Quant | None) -> str:
     if isinstance(quant, FP8Group):
         return "group" if quant.scale == "fp32" else "group_ue8m0"
     raise InvalidArgument(
-        f"quant is {quant!r}; pass FP8Static(scale), FP8Token(), FP8Group(128, scale=...) or None. "
-        "NVFP4 needs a Blackwell GPU's conversion and is not offered"
+        f"quant is {shown(quant)}; pass FP8Static(scale), FP8Token(), FP8Group(128, scale=...) or "
+        "None. NVFP4 needs a Blackwell GPU's conversion and is not offered"
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from weft.arguments import integer, one_of, shown
 from weft.errors import InvalidArgument, LayoutMismatch
 from weft.memory.header import HEADER_BYTES
 from weft.memory.wire import JSON
@@ -41,13 +42,8 @@ class Reduction:
     @classmethod
     def of(cls, *, ranks: int, max_tokens: int, hidden: int, dtype: torch.dtype) -> Reduction:
         """The sizes for a caller's arguments."""
-        if dtype not in NUMBERS:
-            allowed = ", ".join(str(d) for d in NUMBERS)
-            raise InvalidArgument(f"rows of {dtype}; choose one of {allowed}")
-        if type(max_tokens) is not int or not 1 <= max_tokens <= MAX_TOKENS:
-            raise InvalidArgument(
-                f"max_tokens is {max_tokens!r}; it must be an integer in 1..{MAX_TOKENS}"
-            )
+        dtype, ranks = one_of("dtype", dtype, NUMBERS), integer("ranks", ranks, 1, 1 << 16)
+        max_tokens, hidden = integer("max_tokens", max_tokens, 1, MAX_TOKENS), _hidden(hidden)
         direct = min(max_tokens, DIRECT.get(ranks, FEWEST_DIRECT))
         return cls(ranks, max_tokens, direct, hidden, NUMBERS[dtype])
 
@@ -56,11 +52,7 @@ class Reduction:
             raise InvalidArgument(
                 f"an all-reduce of {self.ranks} ranks; it takes {MIN_RANKS} to {MAX_RANKS}"
             )
-        if type(self.hidden) is not int or self.hidden < 8 or self.hidden % 8:
-            raise InvalidArgument(
-                f"hidden is {self.hidden!r}; it must be a positive multiple of 8: pad rows to "
-                f"{max(1, -(-int(self.hidden) // 8)) * 8}"
-            )
+        _hidden(self.hidden)
         if self.vectors > MAX_VECTORS:
             raise InvalidArgument(
                 f"a row of {self.hidden} x {self.number} has {self.row_bytes} bytes; rows may have "
@@ -140,22 +132,26 @@ class Reduction:
         )
 
 
-def tokens_for(max_tokens: int | None, max_bytes: int | None, row_bytes: int) -> int:
+def tokens_for(
+    max_tokens: int | None, max_bytes: int | None, hidden: int, dtype: torch.dtype
+) -> int:
     """Rows of one call, from whichever of the two limits was given.
 
-    Raises InvalidArgument when none or both were.
+    Raises InvalidArgument when none or both were, or they are no such numbers.
     """
+    row_bytes = _hidden(hidden) * one_of("dtype", dtype, NUMBERS).itemsize
     if (max_tokens is None) == (max_bytes is None):
         raise InvalidArgument(
-            f"max_tokens is {max_tokens} and max_bytes is {max_bytes}; pass one of them: rows, or "
-            "bytes of one rank's input"
+            f"max_tokens is {shown(max_tokens)} and max_bytes is {shown(max_bytes)}; pass one of "
+            "them: rows, or bytes of one rank's input"
         )
     if max_tokens is not None:
-        return max_tokens
-    assert max_bytes is not None
-    if max_bytes < row_bytes:
-        raise InvalidArgument(f"max_bytes is {max_bytes}; one row has {row_bytes} bytes")
-    return max_bytes // row_bytes
+        return integer("max_tokens", max_tokens, 1, MAX_TOKENS)
+    most = (MAX_TOKENS + 1) * row_bytes - 1
+    given = integer("max_bytes", max_bytes, 1, most)
+    if given < row_bytes:
+        raise InvalidArgument(f"max_bytes is {given}; one row has {row_bytes} bytes")
+    return given // row_bytes
 
 
 def memory_bytes(
@@ -166,9 +162,21 @@ def memory_bytes(
     max_bytes: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> int:
-    """Bytes of symmetric memory that each rank will allocate, before anything is allocated."""
-    tokens = tokens_for(max_tokens, max_bytes, max(1, hidden) * dtype.itemsize)
+    """Bytes of symmetric memory that each rank will allocate, before anything is allocated.
+
+    Raises InvalidArgument as the constructor does.
+    """
+    tokens = tokens_for(max_tokens, max_bytes, hidden, dtype)
     return Reduction.of(ranks=ranks, max_tokens=tokens, hidden=hidden, dtype=dtype).share_bytes
+
+
+def _hidden(value: object) -> int:
+    hidden = integer("hidden", value, 8, MAX_VECTORS * 8)
+    if hidden % 8:
+        raise InvalidArgument(
+            f"hidden is {hidden}; it must be a multiple of 8: pad rows to {-(-hidden // 8) * 8}"
+        )
+    return hidden
 
 
 def _up(size: int) -> int:

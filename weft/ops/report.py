@@ -30,8 +30,11 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-def refusal(record: ErrorRecord, count: int) -> UsageError:
-    """The error for input that was dropped or reported without harm; `count` reports are new."""
+def refusal(record: ErrorRecord, count: int, *, drops_repeats: bool = False) -> UsageError:
+    """The error for input that was dropped or reported without harm; `count` reports are new.
+
+    drops_repeats: an id that stands twice in a row was sent once.
+    """
     more = f" ({count} reports since the last check)" if count > 1 else ""
     where = f"rank {record.rank}: topk_ids[{record.token}, {record.slot}]"
     if record.code == BAD_EXPERT_ID:
@@ -41,9 +44,12 @@ def refusal(record: ErrorRecord, count: int) -> UsageError:
             "id with -1."
         )
     if record.code == DUPLICATE_EXPERT:
+        kept = "Both were delivered as they stand"
+        if drops_repeats:
+            kept = "It was dropped, and its first place in the row served"
         return BadExpertId(
             f"{where} repeats expert {record.seen} of the same row; a row names an expert once. "
-            f"Both were delivered as they stand{more}. Mend the router's top-k."
+            f"{kept}{more}. Mend the router's top-k."
         )
     if record.code == BAD_ROW_INDEX:
         return InvalidArgument(

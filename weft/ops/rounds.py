@@ -13,7 +13,7 @@ import torch
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.memory.driver import relaxed
 from weft.ops.args import CombineArgs, DispatchArgs
-from weft.ops.check import check_alignment, check_tensor
+from weft.ops.check import check_alignment, check_tensor, refuse_tensor
 from weft.ops.entry import Entries, place_payload
 from weft.ops.geometry import Geometry
 from weft.ops.received import Received
@@ -63,6 +63,8 @@ class Rounds:
             tensors, topk_ids, topk_weights, num_tokens, self.device
         )
         self._geometry.check_stats(stats, self.device)
+        if stats is not None:
+            check_alignment("stats", stats, stats.itemsize)
         args = self._dispatch_args
         place_payload(args, tensors, quantized=self._geometry.quantized)
         args.ids = topk_ids.data_ptr()
@@ -139,14 +141,21 @@ class Rounds:
 
     def _stage(self, y: torch.Tensor | None) -> None:
         output = self._workspace.output
+        if y is not None and not isinstance(y, torch.Tensor):
+            refuse_tensor("y", y)
         if y is not None and self._geometry.shape.way == "choices" and y.numel():
             raise InvalidArgument(
                 "y in an all-to-all with combine_by='choices': every row goes to its home by "
                 "itself, with ExpertGroups.send or from the kernel that makes it"
             )
-        if y is None or y.data_ptr() == output.data_ptr():
+        if y is None or y is output:
             return
-        check_tensor("y", y, shape=output.shape, dtypes=(self._geometry.dtype,), device=self.device)
+        dtypes = (self._geometry.dtype,)
+        strided = y.layout is torch.strided and not y.is_nested
+        if strided and y.data_ptr() == output.data_ptr():
+            return
+        check_tensor("y", y, shape=output.shape, dtypes=dtypes, device=self.device)
+        check_alignment("y", y, y.itemsize)
         output.copy_(y)
 
     def _expect(self, state: State, doing: str) -> None:

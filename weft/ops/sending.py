@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from weft.arguments import integer
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.ops.alltoall import AllToAll
-from weft.ops.check import check_tensor
+from weft.ops.check import check_alignment, check_columns, check_tensor
 
 COLUMNS = 128  # parts begin at multiples of it: a block of FP8
 LANE_COLUMNS = 16  # and tiles at multiples of these, where nothing is made FP8
@@ -45,14 +46,14 @@ class Signal:
             ("block_rows", self.block_rows, 1),
             ("block_columns", self.block_columns, unit),
         ):
-            if type(value) is not int or not 1 <= value <= MAX_BLOCK or value % step:
+            if integer(f"signal.{name}", value, 1, MAX_BLOCK) % step:
                 raise InvalidArgument(
-                    f"{name} is {value!r}; it must be a multiple of {step} in 1..{MAX_BLOCK}"
+                    f"signal.{name} is {value}; it must be a multiple of {step} in 1..{MAX_BLOCK}"
                 )
         blocks = -(-shape.hidden // self.block_columns)
-        check_tensor(
-            "signal", self.cells, shape=(blocks,), dtypes=(torch.int32,), device=a2a.group.device
-        )
+        numbers, device = (torch.int32,), a2a.group.device
+        check_tensor("signal.cells", self.cells, shape=(blocks,), dtypes=numbers, device=device)
+        check_alignment("signal.cells", self.cells, self.cells.itemsize)
 
 
 def check_sends(a2a: AllToAll) -> None:
@@ -86,7 +87,7 @@ def check_homes(a2a: AllToAll) -> None:
         )
 
 
-def check_columns(columns: tuple[int, int] | None, hidden: int, sent: int) -> tuple[int, int]:
+def next_columns(columns: tuple[int, int] | None, hidden: int, sent: int) -> tuple[int, int]:
     """The columns of this send: all of them, or the next part.
 
     sent: columns that earlier parts of this round took.
@@ -95,14 +96,7 @@ def check_columns(columns: tuple[int, int] | None, hidden: int, sent: int) -> tu
     """
     if columns is None:
         columns = (0, hidden)
-    numbers = isinstance(columns, tuple) and len(columns) == 2
-    if not numbers or any(type(column) is not int for column in columns):
-        raise InvalidArgument(f"columns is {columns!r}; it must be two integers, (first, end)")
-    first, end = columns
-    if not 0 <= first < end <= hidden or first % COLUMNS or (end % COLUMNS and end != hidden):
-        raise InvalidArgument(
-            f"columns is {columns}; a part of 0..{hidden} begins and ends at multiples of {COLUMNS}"
-        )
+    first, end = check_columns(columns, hidden, COLUMNS)
     if first != sent:
         raise OutOfOrder(
             f"columns is {columns}, and columns 0..{sent} of this round have been sent: parts come "

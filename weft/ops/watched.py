@@ -37,6 +37,7 @@ class Watched:
     heap: Heap
     site: Site
     _seen_refusals = 0
+    _drops_repeats = False  # does a dispatch drop ids that an earlier one of their row names?
 
     def _watch(self, descriptor: int, what: str) -> None:
         """Open the mailbox and the site of `self.heap`; `what` names its owner in errors."""
@@ -120,7 +121,8 @@ class Watched:
                 return
             count = (serial - self._seen_refusals) & 0xFFFFFFFF
             self._seen_refusals = serial
-            raise refusal(self._mailbox.refused[serial % len(self._mailbox.refused)], count)
+            record = self._mailbox.refused[serial % len(self._mailbox.refused)]
+            raise refusal(record, count, drops_repeats=self._drops_repeats)
 
     def abort(self) -> None:
         """Ask the kernels of all ranks to leave their waits. Any thread may call it."""

@@ -1,0 +1,182 @@
+"""Values that no argument may have, by the kind of argument; and calls that must refuse them all.
+
+A `Row` says of one public call what each of its parameters is. `refuses` passes every hostile value
+of its kind to each parameter and wants a UsageError that names the parameter and shows the value or
+its type. Tests then play a good round, whose bits must be those of a round before.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from weft import Payload
+from weft.arguments import shown
+from weft.errors import UsageError
+
+NAN, INF = float("nan"), float("inf")
+
+
+class Stranger:
+    """An object of nobody's."""
+
+    def __repr__(self) -> str:
+        return "<stranger>"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a parameter takes. values: what it must refuse.   none: may it be None?"""
+
+    values: Callable[[Any], list[Any]]
+    none: bool = False
+
+    def hostile(self, good: Any) -> Iterator[Any]:
+        """Every value that must be refused where `good` is right."""
+        if not self.none:
+            yield None
+        yield from self.values(good)
+
+    def optional(self) -> Kind:
+        """The same, or None."""
+        return Kind(self.values, none=True)
+
+
+def listed(*values: Any) -> Kind:
+    """A kind with these hostile values."""
+    return Kind(lambda _: list(values))
+
+
+WHOLE = (True, 1.5, NAN, "8", b"8", [8], torch.tensor(8), Stranger(), 10**30, 10**5000, -(10**30))
+COUNT = listed(*WHOLE, 0, -1)  # from 1
+AMOUNT = listed(*WHOLE, -1)  # from 0
+FLAG = listed("no", "", 0, 1, 1.0, [], np.bool_(True), torch.tensor(True), Stranger())
+WORD = listed("nope", b"fp8", 3, True, 0.5, ["push"], torch.zeros(2), np.zeros(2), Stranger())
+SECONDS = listed(NAN, INF, -INF, -1.0, 0, "2", True, [1.0], 1e30, 10**400, torch.tensor(1.0))
+REAL = listed(NAN, INF, "1", True, [1.0], 1j, 10**400, torch.tensor(1.0), Stranger())
+POSITIVE = listed(NAN, INF, "1", True, [1.0], 1j, 0.0, -1.0, torch.tensor(1.0), Stranger())
+DTYPE = listed("bfloat16", 7, True, torch.complex64, torch.quint8, torch.int8, np.float32, [])
+ANY_DTYPE = listed("bfloat16", 7, True, np.float32, [])
+THING = listed("x", 7, True, [], torch.zeros(2), Stranger())  # an instance of some class
+CALLED = listed("x", 7, True, [], torch.zeros(2))  # a function
+TEXT = listed(7, True, [], b"x", Stranger())
+FREE = Kind(lambda _: [], none=True)  # whatever it is, it is not used or not refused
+
+
+def tensors(good: torch.Tensor) -> list[Any]:
+    """What stands where a tensor like `good` is wanted."""
+    flat = good.reshape(-1)
+    host = flat.float() if good.dtype == torch.bfloat16 or good.is_floating_point() else flat
+    shifted = good.unsqueeze(0)
+    wrong: list[Any] = [
+        host.tolist(),
+        tuple(host.tolist()),
+        host.numpy(),
+        host[0].item(),
+        "a",
+        True,
+        Stranger(),
+        host[0].clone(),
+        shifted.unsqueeze(0),
+        torch.zeros(good.shape, dtype=torch.complex64),
+        torch.quantize_per_tensor(torch.zeros(good.shape), 1.0, 0, torch.quint8),
+        torch.zeros(good.shape, dtype=torch.float64),
+        good.to("meta"),
+        torch.nested.nested_tensor([torch.zeros(3), torch.zeros(2)]),
+    ]
+    if good.dim() > 1 or len(good) > 1:
+        wide = torch.zeros((*good.shape, 2)).to(good.dtype)
+        wrong.append(wide[..., 0])  # of the right shape, in steps of two
+    if good.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64):
+        wrong.append(good.to_sparse())
+        if good.dim() == 2:
+            wrong.append(good.to_sparse_csr())
+    if good.dtype in (torch.float32, torch.bfloat16):
+        wrong.append(good.clone().requires_grad_())
+        wrong.append(good.to_mkldnn())
+    freed = good.clone()
+    freed.untyped_storage().resize_(0)  # as FSDP leaves a tensor
+    wrong.append(freed)
+    return wrong
+
+
+TENSOR = Kind(tensors)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One public call: how it is made with good arguments, and what each argument is.
+
+    call: what is called with keywords.   good: right arguments.   kinds: of every public parameter.
+    names: how errors name a parameter, where that is another word.
+    """
+
+    call: Callable[..., Any]
+    good: Mapping[str, Any]
+    kinds: Mapping[str, Kind]
+    names: Mapping[str, str] = field(default_factory=dict)
+
+
+def public(call: Callable[..., Any]) -> list[str]:
+    """The parameters that callers know."""
+    parameters = inspect.signature(call).parameters
+    return [name for name in parameters if name != "self" and not name.startswith("_")]
+
+
+def complete(row: Row) -> None:
+    """Every public parameter has a kind, and no other has."""
+    assert sorted(row.kinds) == sorted(public(row.call)), row.call
+
+
+def leaves(value: Any) -> list[Any]:
+    """A value and everything that it is made of."""
+    if isinstance(value, list | tuple):
+        return [value, *(leaf for each in value for leaf in leaves(each))]
+    if isinstance(value, Payload):
+        return [value, *leaves(value.shape), value.dtype]
+    return [value]
+
+
+def shows(text: str, value: Any) -> bool:
+    """Does an error's text show a value, or say what it is?"""
+    words = []
+    for leaf in leaves(value):
+        words.append(type(leaf).__name__)
+        if isinstance(leaf, torch.Tensor):
+            words += [str(leaf.dtype), str(leaf.layout), "gradient", "nested", "address"]
+            words += [] if leaf.is_nested else [str(list(leaf.shape))]
+            words += ["meta"] if leaf.is_meta else []
+        elif isinstance(leaf, np.ndarray):
+            words.append(str(leaf.dtype))
+        elif isinstance(leaf, list | tuple):
+            words += [f"{len(leaf)} ", repr(leaf)[:6]]
+        elif not isinstance(leaf, int) or abs(leaf) < 10**4000:
+            words.append(repr(leaf)[:6])
+    return any(word in text for word in words)
+
+
+def refuses(row: Row) -> int:
+    """Try every hostile value in every argument; how many were refused."""
+    count = 0
+    for name, kind in row.kinds.items():
+        word = row.names.get(name, name)
+        for value in kind.hostile(row.good.get(name)):
+            where = f"{row.call.__qualname__}({name}={shown(value)}"
+            try:
+                row.call(**{**row.good, name: value})
+            except UsageError as error:
+                text = str(error)
+            except Exception as error:
+                pytest.fail(f"{where}) raised {type(error).__name__}: {error}")
+            else:
+                pytest.fail(f"{where}) was taken")
+            assert word in text, f"{where}) does not name it: {text}"
+            assert shows(text, value), f"{where}) does not show it: {text}"
+            count += 1
+    return count

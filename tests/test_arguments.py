@@ -1,0 +1,393 @@
+"""Every argument of every operator's calls, with every value that it must refuse, in words."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import weft
+from tests.hostile import (
+    AMOUNT,
+    ANY_DTYPE,
+    CALLED,
+    COUNT,
+    DTYPE,
+    FLAG,
+    REAL,
+    SECONDS,
+    TENSOR,
+    TEXT,
+    THING,
+    WHOLE,
+    WORD,
+    Kind,
+    Row,
+    Stranger,
+    complete,
+    listed,
+    refuses,
+)
+from weft.errors import InvalidArgument
+
+pytestmark = [  # torch's own, of the tensors that are refused here
+    pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype"),
+    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support"),
+    pytest.mark.filterwarnings("ignore:.*quantize"),
+]
+BF16, HIDDEN, TOKENS = torch.bfloat16, 128, 3
+SIZES: dict[str, Any] = {"max_tokens": 8, "top_k": 2, "num_experts": 4, "hidden": HIDDEN}
+PAYLOAD = weft.Payload((8,), BF16)
+MAP = listed(
+    *("0011", b"0011", 7, [0, 1], [0, 0, 1, 2], [0, 0, 1, -1], [0, 0, 1, 1.0], [True] * 4),
+    *(["0"] * 4, {0: 1}, torch.zeros(4), torch.zeros((2, 2), dtype=torch.int32), np.zeros(4)),
+    *(torch.zeros(4, dtype=torch.bool), torch.zeros(4, dtype=torch.int32, device="meta")),
+    *([[0], [0], [1], [1]], [0, 0, 1, None]),
+).optional()
+ROWS = listed(
+    *("x", 7, [], PAYLOAD, ["x"], [None], [PAYLOAD] * 9, [weft.Payload((0,), BF16)]),
+    *([weft.Payload([8], BF16)], [weft.Payload((8.0,), BF16)]),  # type: ignore[arg-type]
+    *([weft.Payload((8,), "bfloat16")], [weft.Payload((8,), torch.quint8)]),  # type: ignore[arg-type]
+).optional()
+SMS = listed(*WHOLE, 0, -1, 4).optional()  # a CPU group has none to give
+TABLE = listed("/nowhere/t.json", 7, True, [], torch.zeros(2)).optional()
+RANK = listed(*WHOLE, -1, 2).optional()
+GROUP = THING
+X = Kind(lambda good: [*TENSOR.values(good), [good, good], [None], [good.tolist()]])
+A2A = {
+    "group": GROUP,
+    "max_tokens": COUNT,
+    "top_k": listed(*WHOLE, 0, -1, 33, 5),
+    "num_experts": listed(*WHOLE, 0, -1, 1, 1 << 17),
+    "hidden": listed(*WHOLE, 0, -1, 12, 1 << 21),
+    "dtype": DTYPE,
+    "payloads": ROWS,
+    "expert_map": MAP,
+}
+WIRES = {"quantize": WORD.optional(), "combine_by": WORD, "stats": AMOUNT}
+LOW = {
+    "max_tokens": listed(*WHOLE, 0, -1, 8193),
+    "hidden": listed(*WHOLE, 0, -1, 100, 1 << 17),
+    "top_k": listed(*WHOLE, 0, -1, 33, 5),
+    "num_experts": listed(*WHOLE, 0, -1, 1, 4097),
+    "quant": WORD.optional(),
+    "group_size": listed(*WHOLE, 0, -1, 16, 256),
+    "scale": WORD,
+    "slots": listed(*WHOLE, 0, -1, 17),
+    "reduce": WORD,
+    "combine_by": WORD,
+    "dtype": DTYPE,
+    "view": FLAG,
+    "profile": FLAG,
+    "expert_map": MAP,
+}
+TIMES = {"timeout": SECONDS, "first_timeout": SECONDS}
+LAUNCHED = {"num_sms": SMS, "programmatic_launch": FLAG}
+
+
+def inputs(group: weft.Group) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, ids, weights of a rank."""
+    generator = torch.Generator().manual_seed(group.rank)
+    x = torch.randn((TOKENS, HIDDEN), generator=generator).to(BF16)
+    ids = torch.tensor([[0, 3], [2, -1], [1, 2]], dtype=torch.int32)
+    return x, ids, torch.rand((TOKENS, 2), generator=generator)
+
+
+def tried(row: Row) -> None:
+    complete(row)
+    assert refuses(row) > 0
+
+
+def sized_alltoall(group: weft.Group) -> None:
+    built = {**TIMES, **LAUNCHED, "halves": FLAG, "profile": FLAG}
+    tried(Row(weft.AllToAll, {"group": group, **SIZES}, {**A2A, **WIRES, **built}))
+    sizes = {"ranks": listed(*WHOLE, 0, -1, 33), **A2A, **WIRES}
+    kinds = {name: kind for name, kind in sizes.items() if name not in ("group", "expert_map")}
+    tried(Row(weft.AllToAll.memory_bytes, {"ranks": 2, **SIZES}, kinds))
+    weft.AllToAll(group, **{**SIZES, "max_tokens": np.int64(8)}).close()
+
+
+def called_alltoall(group: weft.Group) -> None:
+    x, ids, weights = inputs(group)
+    stats, count = torch.zeros(2, dtype=torch.int32), torch.tensor([TOKENS], dtype=torch.int32)
+    options = {**SIZES, "halves": True, "stats": 2}
+    with weft.AllToAll(group, **options) as a2a:
+
+        def whole() -> torch.Tensor:
+            got = a2a.dispatch(x, ids, weights, stats=stats)
+            a2a.output().copy_(weft.reference.identity_experts(got, x.dtype))
+            return a2a.combine().clone()
+
+        before = whole()
+        good = {"x": x, "topk_ids": ids, "topk_weights": weights}
+        kinds: dict[str, Kind] = {
+            "x": X,
+            "topk_ids": TENSOR,
+            "topk_weights": TENSOR.optional(),
+            "num_tokens": TENSOR.optional(),
+            "stats": TENSOR,
+        }
+        given = {**good, "num_tokens": count, "stats": stats}
+        tried(Row(a2a.dispatch, given, kinds))
+        tried(Row(a2a.dispatch_send, given, kinds))
+        tried(Row(a2a.history, {"rank": 0}, {"rank": RANK}))
+        tried(Row(a2a.timeline, {"rank": 0}, {"rank": RANK}))
+        a2a.dispatch(**given)
+        result = {"y": a2a.output().clone(), "out": torch.zeros_like(x), "add": x}
+        back = {name: TENSOR.optional() for name in result}
+        tried(Row(a2a.combine, result, back))
+        tried(Row(a2a.combine_send, {"y": result["y"]}, {"y": TENSOR.optional()}))
+        a2a.combine_send()
+        del back["y"], result["y"]
+        tried(Row(a2a.combine_recv, result, back))
+        a2a.combine_recv()
+        a2a.check()
+        assert torch.equal(whole(), before)
+        group.barrier()
+
+
+def sized_low_latency(group: weft.Group) -> None:
+    kinds = {"group": GROUP, **LOW, **TIMES, **LAUNCHED, "halves": FLAG}
+    tried(Row(weft.LowLatencyAllToAll, {"group": group, **SIZES}, kinds))
+    sizes = {"ranks": listed(*WHOLE, 0, -1, 33), **LOW}
+    tried(Row(weft.LowLatencyAllToAll.memory_bytes, {"ranks": 2, **SIZES}, sizes))
+
+
+def called_low_latency(group: weft.Group) -> None:
+    x, ids, weights = inputs(group)
+    with weft.LowLatencyAllToAll(group, **SIZES, quant=None, halves=True, profile=True) as a2a:
+        size = (a2a.num_local_experts, a2a.ep_size * a2a.max_tokens, HIDDEN)
+        y = torch.ones(size, dtype=BF16)
+
+        def whole() -> torch.Tensor:
+            got = a2a.dispatch(x, ids)
+            return a2a.combine(got.x.clone(), ids, weights, got.handle)
+
+        before = whole()
+        good = {"x": x, "topk_ids": ids, "topk_weights": weights}
+        kinds = {"x": TENSOR, "topk_ids": TENSOR, "topk_weights": TENSOR.optional()}
+        tried(Row(a2a.dispatch, good, kinds))
+        tried(Row(a2a.dispatch_send, good, kinds))
+        tried(Row(a2a.history, {"rank": 0}, {"rank": RANK}))
+        paths = listed(7, True, [], b"x", torch.zeros(2))
+        tried(Row(a2a.dump_trace, {"path": "trace.json"}, {"path": paths}))
+        handle = a2a.dispatch(x, ids).handle
+        given = {
+            **{"y": y, "topk_ids": ids, "topk_weights": weights, "handle": handle},
+            **{"out": torch.zeros_like(x), "add": x},
+        }
+        back = {
+            "y": TENSOR,
+            "topk_ids": TENSOR,
+            "topk_weights": TENSOR.optional(),
+            "handle": THING,
+            "out": TENSOR.optional(),
+            "add": TENSOR.optional(),
+        }
+        tried(Row(a2a.combine, given, back))
+        tried(Row(a2a.combine_send, given, back))
+        a2a.combine(**given)
+        a2a.check()
+        assert torch.equal(whole(), before)
+        group.barrier()
+
+
+def sized_all_reduce(group: weft.Group) -> None:
+    kinds = {
+        "group": GROUP,
+        "max_tokens": COUNT,
+        "max_bytes": listed(*WHOLE, 0, -1).optional(),
+        "hidden": listed(*WHOLE, 0, -1, 12, 1 << 20),
+        "dtype": DTYPE,
+        "backends": listed("oneshot", 7, [], ["ring"], [3], [["twoshot"]], ["twoshot"] * 2),
+        "table": TABLE,
+        **TIMES,
+        "programmatic_launch": FLAG,
+    }
+    given = {"group": group, "max_tokens": 8, "hidden": HIDDEN}
+    tried(Row(weft.AllReduce, given, kinds))
+    names = ("max_tokens", "max_bytes", "hidden", "dtype")
+    sizes = {"ranks": listed(*WHOLE, 0, -1, 1, 9), **{name: kinds[name] for name in names}}
+    given = {"ranks": 2, "max_tokens": 8, "hidden": HIDDEN}
+    tried(Row(weft.AllReduce.memory_bytes, given, sizes, {"ranks": "ranks"}))
+    tried(
+        Row(
+            weft.FP8Group,
+            {"size": 128, "scale": "fp32"},
+            {"size": listed(*WHOLE, 0, -1, 64), "scale": WORD},
+        )
+    )
+
+
+def called_all_reduce(group: weft.Group) -> None:
+    x, _, _ = inputs(group)
+    weight, residual = torch.ones(HIDDEN, dtype=BF16), torch.ones_like(x)
+    with weft.AllReduce(group, max_tokens=8, hidden=HIDDEN) as reduce:
+
+        def whole() -> torch.Tensor:
+            found = reduce.fused(x, residual=residual, weight=weight).norm
+            assert found is not None
+            return found
+
+        before = whole()
+        wanted = Kind(lambda good: [v for v in TENSOR.values(good) if v is not True], none=True)
+        kinds: dict[str, Kind] = {
+            "x": TENSOR,
+            "residual": TENSOR,
+            "weight": TENSOR,
+            "eps": listed(*REAL.hostile(1e-6), -1e-6),
+            "weight_bias": REAL,
+            "quant": THING.optional(),
+            "prologue": THING.optional(),
+            "out": wanted,
+            "residual_out": wanted,
+            "norm_out": wanted,
+            "quant_out": wanted,
+            "scale_out": wanted,
+            "backend": listed("nope", 3, True, ["auto"], {}, torch.zeros(2), None, "oneshot "),
+        }
+        scale = weft.FP8Group(128)
+        given = {
+            **{"x": x, "residual": residual, "weight": weight, "eps": 1e-6, "weight_bias": 0.0},
+            **{"out": torch.zeros_like(x), "residual_out": torch.zeros_like(x)},
+            **{"norm_out": torch.zeros_like(x), "quant": scale, "backend": "auto"},
+            "quant_out": torch.zeros(x.shape, dtype=torch.float8_e4m3fn),
+            "scale_out": torch.zeros((TOKENS, 1)),
+        }
+        reduce.fused(**given)  # so that the repeated form of this call is kept
+        row = Row(reduce.fused, given, kinds)
+        tried(row)
+        for name in ("rows", "index", "scales", "shared"):
+            parts = {
+                "rows": x.clone(),
+                "index": torch.zeros((TOKENS, 2), dtype=torch.int32),
+                "scales": torch.ones((TOKENS, 2)),
+                "shared": x,
+            }
+            for value in TENSOR.values(parts[name]):
+                with pytest.raises(InvalidArgument, match=rf"prologue\.{name}"):
+                    reduce.fused(prologue=weft.MoEFinalize(**{**parts, name: value}))
+        for value in TENSOR.values(torch.ones(1)):
+            with pytest.raises(InvalidArgument, match=r"quant\.scale"):
+                reduce.fused(x, weight=weight, quant=weft.FP8Static(value))
+        tokens = listed(*WHOLE[:-3], -1)
+        explained = {"tokens": tokens, "quant": THING.optional(), "norm": FLAG}
+        tried(Row(reduce.explain, {"tokens": 3, "norm": True}, explained))
+        tried(Row(reduce.history, {"rank": 0}, {"rank": RANK}))
+        reduce.check()
+        assert torch.equal(whole(), before)
+        group.barrier()
+
+
+def groupings(group: weft.Group) -> None:
+    x, ids, weights = inputs(group)
+    whole = listed(*WHOLE, 0, -1)
+    with weft.AllToAll(group, **SIZES, halves=True, combine_by="push") as a2a:
+        kinds = {
+            "a2a": THING,
+            "max_rows": whole.optional(),
+            "align": listed(*WHOLE, 0, -1, 1 << 17),
+            "layout": WORD,
+            "programmatic_launch": FLAG,
+        }
+        tried(Row(weft.ExpertGroups, {"a2a": a2a}, kinds))
+        del kinds["programmatic_launch"]
+        tried(Row(weft.ExpertGroups.memory_bytes, {"a2a": a2a}, kinds))
+        tried(Row(weft.Compactor, {"a2a": a2a}, {"a2a": THING, "programmatic_launch": FLAG}))
+        tried(Row(weft.Compactor.memory_bytes, {"a2a": a2a}, {"a2a": THING}))
+        groups, compactor = weft.ExpertGroups(a2a), weft.Compactor(a2a)
+
+        def played() -> torch.Tensor:
+            grouped = groups.gather(a2a.dispatch(x, ids, weights))
+            groups.send(grouped.x)
+            return a2a.combine_recv()
+
+        before = played()
+        received = a2a.dispatch(x, ids, weights)
+        for call in (groups.gather, compactor.compact):
+            tried(Row(call, {"received": received}, {"received": THING}))
+        y = compactor.compact(received).x.clone()
+        tried(Row(compactor.scatter, {"y": y}, {"y": TENSOR}))
+        y = groups.gather(received).x.clone()
+        tried(Row(groups.scatter, {"y": y}, {"y": TENSOR}))
+        parts = listed(*("x", 7, [0, 128], (0,), (0, 128.0), (True, 128), (0, 64), (0, 256)))
+        sent = {
+            "y": TENSOR,
+            "columns": parts.optional(),
+            "signal": THING.optional(),
+            "num_sms": SMS,
+        }
+        tried(Row(groups.send, {"y": y}, sent))
+        good = {"cells": torch.zeros(1, dtype=torch.int32), "block_rows": 16, "block_columns": 128}
+        for name in good:
+            values = TENSOR.values(good[name]) if name == "cells" else [*WHOLE, 0, -1, None]
+            for value in values:
+                with pytest.raises(InvalidArgument, match=rf"signal\.{name}"):
+                    groups.send(y, signal=weft.Signal(**{**good, name: value}))
+        groups.send(y)
+        a2a.combine_recv()
+        a2a.check()
+        assert torch.equal(played(), before)
+        groups.close()
+        compactor.close()
+        group.barrier()
+
+
+def meetings(group: weft.Group) -> None:
+    times = SECONDS.optional()
+    values = listed({1, 2}, Stranger(), torch.zeros(2), {"a": {1, 2}})
+    tried(Row(group.all_gather, {"value": 1}, {"value": values.optional(), "timeout": times}))
+    tried(Row(group.barrier, {}, {"timeout": times}))
+    wrong = listed("x", 7, True, [], InvalidArgument).optional()
+    undo = CALLED.optional()
+    voted = {"error": wrong, "doing": TEXT, "undo": undo}
+    tried(Row(group.vote, {"error": None, "doing": "it"}, voted))
+    tried(Row(group.together, {"step": int, "doing": "it"}, {"step": CALLED, "doing": TEXT}))
+    tried(Row(group.agree, {"value": 1, "what": "it"}, {"value": values.optional(), "what": TEXT}))
+    fds = listed(*WHOLE, -1, 10**6)
+    with open(os.devnull) as file:
+        given = {"fd": file.fileno()}
+        tried(Row(group.exchange_fds, given, {"fd": fds, "timeout": times}))
+    tried(Row(group.abort, {"why": "it"}, {"why": TEXT}))
+    sizes = listed(*WHOLE, 0, -1)
+    tried(Row(weft.Heap.create, {"group": group, "size": 1 << 16}, {"group": THING, "size": sizes}))
+    with weft.Heap.create(group, 1 << 16) as heap:
+        tried(Row(heap.address, {"rank": 0}, {"rank": Kind(RANK.values)}))
+        tried(Row(heap.header, {"rank": 0}, {"rank": RANK}))
+        lists = listed("8", 7.0, [1.5], [True], [-8], {8: 1}, [1 << 40])
+        kinds = {
+            "shape": lists,
+            "dtype": ANY_DTYPE,
+            "offset": listed(*WHOLE, -1),
+            "rank": RANK,
+            "stride": listed("8", 7.0, [1.5], [True], [-8], [1, 1]).optional(),
+        }
+        given = {"shape": (8,), "dtype": torch.int32, "offset": 0}
+        tried(Row(heap.tensor, given, kinds))
+        assert heap.tensor((8,), torch.int32).tolist() == [0] * 8
+        group.barrier()
+    assert group.all_gather(group.rank) == list(range(group.size))
+
+
+BODIES: dict[str, Callable[[weft.Group], None]] = {
+    body.__name__: body
+    for body in (
+        sized_alltoall,
+        called_alltoall,
+        sized_low_latency,
+        called_low_latency,
+        sized_all_reduce,
+        called_all_reduce,
+        groupings,
+        meetings,
+    )
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_hostile_arguments_are_refused_in_words(ranks, name):
+    ranks(2, "threads")(BODIES[name])
