@@ -23,7 +23,6 @@ from weft.ops.reduce_spec import FP8Group, FP8Static, FP8Token, MoEFinalize, Qua
 from weft.ops.reference_lowlatency import unpack_scales
 
 PATIENT: dict[str, Any] = {"timeout": 200.0}  # ranks compile for longer than two seconds apart
-Body = Callable[..., tuple[torch.Tensor | None, ...]]
 
 
 def settle(group: weft.Group) -> None:
@@ -42,13 +41,13 @@ def same(got: tuple[torch.Tensor | None, ...], wanted: tuple[torch.Tensor | None
         assert int((bits(one) != bits(other)).sum()) == 0, place
 
 
-def compiled(body: Body, options: dict[str, Any]) -> Body:
+def compiled(body: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     """The body as one graph. A captured graph's results last until the next call."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     traced = torch.compile(body, fullgraph=True, **options)
 
-    def call(*given: Any) -> tuple[torch.Tensor | None, ...]:
+    def call(*given: Any) -> Any:
         torch.compiler.cudagraph_mark_step_begin()
         found = traced(*given)
         skips = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
@@ -137,8 +136,8 @@ def reduces(
             index = torch.arange(2 * tokens, dtype=torch.int32, device=device).view(-1, 2) % 9
             scales = torch.rand(index.shape, device=device)
             residual, weight = case.shared(device)
-            given = (rows, index, scales, residual, weight)
-            same(traced(ar, *given), finalized(ar, *given))
+            parts = (rows, index, scales, residual, weight)
+            same(traced(ar, *parts), finalized(ar, *parts))
             settle(group)
         ar.check()
 
@@ -216,7 +215,11 @@ def rank_rounds(
 ) -> None:
     """AllToAll, experts in its own output, by several sizes."""
     case = Round((5, 3), top_k=3, experts=8, hidden=64)
-    sizes = {"top_k": case.top_k, "num_experts": case.experts, "hidden": case.hidden}
+    sizes: dict[str, Any] = {
+        "top_k": case.top_k,
+        "num_experts": case.experts,
+        "hidden": case.hidden,
+    }
     with weft.AllToAll(group, max_tokens=8, **sizes, **PATIENT) as a2a:
         traced = compiled(in_place, options)
         for seed, tokens in enumerate(turns):

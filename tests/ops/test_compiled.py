@@ -127,13 +127,12 @@ def halves(group: weft.Group) -> None:
         torch._dynamo.reset()
         same((torch.compile(body, backend="aot_eager")(x),), (wanted,))
         a2a.check()
-    sizes = (8, 128, 3, 8)
-    with weft.LowLatencyAllToAll(group, *sizes, halves=True, **PATIENT) as low:
+    with weft.LowLatencyAllToAll(group, halves=True, **SIZES, **PATIENT) as low:
         for name in ("dispatch_recv", "combine_recv"):
             with pytest.raises(Exception, match=f"InvalidArgument.*{name} under torch.compile"):
                 compiled(lambda: getattr(low, name)(), PLAIN)()  # noqa: B023
     homes: dict[str, Any] = {"slots": 1, "combine_by": "choices"}
-    with weft.LowLatencyAllToAll(group, *sizes, **homes, **PATIENT) as low:
+    with weft.LowLatencyAllToAll(group, **SIZES, **homes, **PATIENT) as low:
         with pytest.raises(Exception, match="InvalidArgument.*with combine_by='choices'"):
             compiled(lambda x: low.dispatch(x, ids).counts, PLAIN)(x)
         assert not low.history()
@@ -202,14 +201,14 @@ def closed(group: weft.Group) -> None:
     deepseek = Case(CONFIGS["deepseek"], tokens=(5, 3))
     logits = deepseek.of(group.rank, group.device)[1]
 
-    def by_rank(a2a: Any) -> torch.Tensor:
+    def by_rank(a2a: Any) -> Any:
         return a2a.combine(a2a.dispatch(x, ids, weights).x)
 
-    def by_expert(low: Any) -> torch.Tensor:
+    def by_expert(low: Any) -> Any:
         rows = low.dispatch(x, ids, weights)
         return low.combine(rows.x, ids, weights, rows.handle)
 
-    def layer(moe: Any) -> torch.Tensor:
+    def layer(moe: Any) -> Any:
         return moe(x, logits)
 
     for body, owner in (
