@@ -1,0 +1,51 @@
+"""Ranks that find each other through NCCL, which says nothing of a peer's death by itself."""
+
+import json
+import os
+import signal
+import tempfile
+
+import pytest
+import torch
+
+from tests.memory.baseline import raised
+from weft.errors import RankFailed, RendezvousFailed
+from weft.memory import discovery
+from weft.memory.group import Group
+from weft.memory.launch import launch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each rank"),
+]
+
+
+def meet(group):
+    with Group.from_torch(group.process_group(), timeout=100.0) as found:
+        return found.all_gather(found.rank), found.device.index
+
+
+def test_ranks_meet_over_nccl():
+    assert launch(meet, ranks=2, device="cuda") == [([0, 1], 0), ([0, 1], 1)]
+
+
+def die_on_the_way(group, victim, out):
+    pg = group.process_group()
+    os.environ["TMPDIR"] = tempfile.tempdir = out
+    if group.rank == victim:
+        discovery._agree = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    told = raised(Group.from_torch, pg, timeout=100.0)
+    with open(f"{out}/rank-{group.rank}", "w", encoding="utf-8") as file:
+        json.dump(told, file)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_on_the_way_is_named_at_once(victim, tmp_path, monkeypatch):
+    monkeypatch.setattr("weft.memory.processes.GRACE", 40.0)
+    with pytest.raises(RankFailed, match=f"rank {victim} of 2 died"):
+        launch(die_on_the_way, victim, str(tmp_path), ranks=2, device="cuda")
+    kind, text, seconds = json.loads((tmp_path / f"rank-{1 - victim}").read_text())
+    assert kind == RendezvousFailed.__name__
+    assert f"rank {victim} (pid " in text
+    assert seconds < 40.0
+    assert not list(tmp_path.glob("weft-*"))
