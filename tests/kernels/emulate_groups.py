@@ -41,7 +41,7 @@ class EmulatedGroups:
     """Group entries that run kernels, each with `ctas` CTAs of `threads`."""
 
     def __init__(self, library: Path, groups: ExpertGroups, ctas: int, threads: int) -> None:
-        self._library, self._launch = ctypes.CDLL(str(library)), (ctas, threads)
+        self.library, self._launch = ctypes.CDLL(str(library)), (ctas, threads)
         a2a, grouping = groups._rounds._a2a, groups._rounds.grouping
         shape = a2a._geometry.shape
         entries = (shape.ranks, shape.tokens, grouping.entries(shape))
@@ -71,4 +71,4 @@ class EmulatedGroups:
         """Nothing is held."""
 
     def _run(self, name: str, args: ctypes.Structure, shape: tuple[int, int]) -> None:
-        getattr(self._library, name)(ctypes.byref(args), (ctypes.c_uint32 * 2)(*shape))
+        getattr(self.library, name)(ctypes.byref(args), (ctypes.c_uint32 * 2)(*shape))

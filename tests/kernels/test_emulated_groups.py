@@ -12,7 +12,9 @@ import pytest
 import torch
 
 import weft
+from tests.kernels.emulate_alltoall import places
 from tests.kernels.emulate_groups import EmulatedGroups, compile_groups
+from tests.kernels.watch import watching, ways
 from tests.rounds import Round, bits
 from tests.sending import Late, make, round_trip, scattered, sent_in, stored_at_homes
 from weft.ops.entry import Entries
@@ -22,6 +24,11 @@ CASE = Round(tokens=(16, 5), top_k=5, experts=12, hidden=640, router="holes", ad
 GROUPS: dict[str, dict[str, object]] = {
     "contiguous": {"align": 8},
     "masked": {"layout": "masked", "max_rows": 7},
+}
+SENT = {
+    "push": {"writes weak", "reads weak"},
+    "fp8": {"writes relaxed sys"},
+    "choices": {"writes weak", "reads weak"},
 }
 CASES = {
     "push": CASE,
@@ -67,12 +74,25 @@ def emulated(group: weft.Group, name: str, layout: str, folder: str) -> None:
             groups._rounds._entries = entries
             if way != "fp8":
                 a2a._rounds._entries = Mixed(a2a._rounds._entries, entries)
-            for give_back in (sent_in(1), sent_in(3), Late(3, 128), scattered, stored_at_homes):
-                if give_back is (scattered if way == "choices" else stored_at_homes):
-                    continue
-                wanted = round_trip(plain, others, case, scattered)
-                got = round_trip(a2a, groups, case, give_back)
-                assert torch.equal(bits(got), bits(wanted))
+            stride = a2a._workspace.site.stride
+            with watching(group, entries.library, stride, whole=False) as watch:
+                for give_back in (sent_in(1), sent_in(3), Late(3, 128), scattered, stored_at_homes):
+                    if give_back is (scattered if way == "choices" else stored_at_homes):
+                        continue
+                    wanted = round_trip(plain, others, case, scattered)
+                    got = round_trip(a2a, groups, case, give_back)
+                    assert torch.equal(bits(got), bits(wanted))
+            seen = watch.events()
+            touched = ways(seen, places(a2a._geometry.shape))
+            assert touched["returned"] == SENT[way]
+            assert touched["ready"] - {"reads acquire sys"} == {"writes release sys"}
+            # Counters of CTAs, and cells that a product tells of its tiles: of this GPU alone.
+            own = {event.how for event in seen if event.share < 0}
+            assert {how for how in own if "gpu" in how} == {
+                "updates acq_rel gpu",
+                "reads acquire gpu",
+            }
+            assert "writes relaxed sys" in own
 
 
 @pytest.mark.parametrize("layout", GROUPS)
