@@ -16,7 +16,8 @@ import torch
 
 import weft
 from tests.moe import layers
-from tests.public import CONFIG, CPU, EXPERTS, FAMILIES, MODES, TOP_K, Results, copies, tokens
+from tests.objects import CONFIG, CPU, EXPERTS, TOP_K, Results, copies, tokens
+from tests.public import FAMILIES, MODES
 from weft.errors import Aborted
 from weft.moe import Expert, ExpertWeights, FP8Expert, route, router_logits
 from weft.ops import reference_lowlatency

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import weft
-from tests.public import EXPERTS, HIDDEN, MODES, MOST, TOP_K, Made, all_to_all
+from tests.objects import EXPERTS, HIDDEN, MOST, TOP_K, Made, all_to_all
+from tests.public import MODES
 from weft.errors import WeftError
 from weft.memory.driver import relaxed
 
@@ -125,7 +126,7 @@ def die_in_captures(group: weft.Group, name: str) -> list[str]:
         opened(self, *args)
         shares.append((self._shares, self._failures))
 
-    weft.Heap.__init__ = noted  # type: ignore[method-assign]
+    weft.Heap.__init__ = noted  # type: ignore[method-assign,assignment]
     left = []
     for mode in STRICT:
         for where in ("here", "elsewhere"):

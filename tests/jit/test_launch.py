@@ -7,123 +7,23 @@ import importlib
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.jit.listening import Args, Driver
 from weft.errors import DriverError, InvalidArgument, LayoutMismatch, OutOfOrder
-from weft.jit import launch, module
+from weft.jit import module
 from weft.jit.args import decode, table_source, verify
 from weft.jit.cache import Cache
+from weft.jit.driver import driver
 from weft.jit.launch import Launcher
 from weft.jit.module import CudaModule, Function
 from weft.jit.nvrtc import compile_cubin
-from weft.memory import driver as memory_driver
-
-
-class Args(ctypes.Structure):
-    _fields_ = (("x", ctypes.c_void_p), ("n", ctypes.c_uint32), ("value", ctypes.c_int32))
 
 
 class Other(ctypes.Structure):
     _fields_ = (("x", ctypes.c_void_p), ("y", ctypes.c_void_p))
-
-
-# What allocates, frees, loads or waits: forbidden beside a capture, but in relaxed mode.
-FREE_OF_CAPTURES = {
-    "cuModuleLoadData", "cuModuleUnload", "cuModuleGetFunction", "cuFuncLoad", "cuMemAlloc",
-    "cuMemFree", "cuStreamCreate", "cuStreamDestroy", "cuStreamSynchronize", "cuMemcpyDtoHAsync",
-}  # fmt: skip
-
-
-class Driver:
-    """cuda.bindings.driver without a driver: its types are the real ones, its calls are noted."""
-
-    def __init__(self) -> None:
-        self.real = pytest.importorskip(
-            "cuda.bindings.driver", reason="cuda.bindings is not installed"
-        )
-        self.status: Any = self.real.CUresult.CUDA_SUCCESS
-        self.context: tuple[Any, int] = (self.real.CUresult.CUDA_SUCCESS, 1)
-        self.fails: dict[str, Any] = {}
-        self.modes = self.real.CUstreamCaptureMode
-        self.mode = self.modes.CU_STREAM_CAPTURE_MODE_GLOBAL
-        self.unsafe: list[str] = []  # calls outside of relaxed mode
-        self.capturing = self.real.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
-        self.calls: list[tuple[Any, ...]] = []
-        self.launches: list[SimpleNamespace] = []
-
-    def __getattr__(self, name: str) -> Any:
-        if not name.startswith("cu"):
-            return getattr(self.real, name)
-        answers: dict[str, tuple[Any, ...]] = {
-            "cuModuleLoadData": (11,),
-            "cuMemAlloc": (33,),
-            "cuStreamCreate": (44,),
-            "cuStreamIsCapturing": (self.capturing,),
-            "cuModuleGetFunction": (22,),
-            "cuDriverGetVersion": (13000,),
-            "cuFuncGetParamInfo": (0, ctypes.sizeof(Args)),
-            "cuFuncGetAttribute": (40,),
-            "cuOccupancyMaxActiveBlocksPerMultiprocessor": (3,),
-            "cuOccupancyMaxActiveClusters": (16,),
-            "cuModuleGetGlobal": (0x1000, 8),
-            "cuCtxGetDevice": (0,),
-            "cuDeviceGetAttribute": (9,),
-        }
-
-        def call(*args: Any) -> tuple[Any, ...]:
-            self.calls.append((name, *args))
-            if (
-                name in FREE_OF_CAPTURES
-                and self.mode is not self.modes.CU_STREAM_CAPTURE_MODE_RELAXED
-            ):
-                self.unsafe.append(name)
-            if name in self.fails:
-                return (self.fails[name], *([None] * len(answers.get(name, ()))))
-            return (self.real.CUresult.CUDA_SUCCESS, *answers.get(name, ()))
-
-        return call
-
-    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> tuple[Any, Any]:  # noqa: N802
-        before, self.mode = self.mode, mode
-        return self.real.CUresult.CUDA_SUCCESS, before
-
-    def cuCtxGetCurrent(self) -> tuple[Any, int]:  # noqa: N802
-        return self.context
-
-    def cuGetErrorString(self, status: Any) -> tuple[int, bytes]:  # noqa: N802
-        return 0, b"as the driver says"
-
-    def cuLaunchKernelEx(self, config: Any, function: Any, params: int, extra: int) -> tuple[Any]:  # noqa: N802
-        address = ctypes.c_uint64.from_address(params).value
-        self.launches.append(
-            SimpleNamespace(
-                args=Args.from_buffer_copy(ctypes.string_at(address, ctypes.sizeof(Args))),
-                address=address,
-                grid=(config.gridDimX, config.gridDimY, config.gridDimZ),
-                block=(config.blockDimX, config.blockDimY, config.blockDimZ),
-                shared=config.sharedMemBytes,
-                stream=int(config.hStream),
-                attributes=[attribute.id.name for attribute in config.attrs[: config.numAttrs]],
-                function=function,
-                extra=extra,
-            )
-        )
-        return (self.status,)
-
-    def named(self, name: str) -> list[tuple[Any, ...]]:
-        return [call for call in self.calls if call[0] == name]
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    driver = Driver()
-    monkeypatch.setattr(module, "driver", lambda: driver)
-    monkeypatch.setattr(launch, "driver", lambda: driver)
-    monkeypatch.setattr(memory_driver, "driver", lambda: driver)
-    return driver
 
 
 def kernel(**changes: Any) -> Function:
@@ -239,56 +139,6 @@ def test_unload_is_idempotent_and_final(fake: Driver) -> None:
             use("fill")
 
 
-def test_code_goes_behind_a_wait_that_no_capture_minds(fake: Driver) -> None:
-    """Loading, reading and unloading leave everybody's captures alone, and the thread's mode."""
-    code = CudaModule(b"cubin", name="code")
-    code.function("fill")
-    assert code.global_bytes("table") == bytes(8)
-    with code.own_stream() as stream:
-        assert stream == 44
-    made = len(fake.calls)
-    code.unload(after=0x77)
-    names = [name for name, *_ in fake.calls[made:] if name != "cuInit"]
-    assert names == [
-        "cuCtxPushCurrent", "cuStreamIsCapturing", "cuStreamSynchronize", "cuMemFree",
-        "cuModuleUnload", "cuCtxPopCurrent",
-    ]  # fmt: skip
-    assert fake.unsafe == []
-    assert fake.mode is fake.modes.CU_STREAM_CAPTURE_MODE_GLOBAL
-    streams = [name for name, *_ in fake.calls if name.startswith("cuStream")]
-    assert streams.count("cuStreamCreate") == streams.count("cuStreamDestroy") == 2
-
-
-def test_a_stream_that_is_captured_is_not_waited_for(fake: Driver) -> None:
-    """Nor the default stream while one is captured that blocks with it."""
-    status = fake.real.CUstreamCaptureStatus
-    for capturing in (
-        status.CU_STREAM_CAPTURE_STATUS_ACTIVE,
-        status.CU_STREAM_CAPTURE_STATUS_INVALIDATED,
-    ):
-        fake.capturing = capturing
-        CudaModule(b"cubin", name="code").unload(after=0x77)
-    fake.fails["cuStreamIsCapturing"] = fake.real.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
-    CudaModule(b"cubin", name="code").unload(after=0)
-    assert fake.named("cuStreamSynchronize") == []
-    assert len(fake.named("cuModuleUnload")) == 3
-
-
-def test_a_failing_unload_tries_every_step(fake: Driver) -> None:
-    lost = fake.real.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
-    fake.fails = dict.fromkeys(("cuStreamSynchronize", "cuMemFree", "cuModuleUnload"), lost)
-    code = CudaModule(b"cubin", name="code")
-    with pytest.raises(DriverError, match=r"unloading 'code'.*an earlier kernel failed"):
-        code.unload(after=0x77)
-    assert [len(fake.named(name)) for name in (*fake.fails, "cuCtxPopCurrent")] == [1] * 4
-    assert fake.mode is fake.modes.CU_STREAM_CAPTURE_MODE_GLOBAL
-
-
-def test_code_that_stays_holds_nothing_to_wait_by(fake: Driver) -> None:
-    CudaModule(b"cubin", name="code", stays=True)
-    assert fake.named("cuMemAlloc") == []
-
-
 def test_no_current_context_is_explained(fake: Driver) -> None:
     uninitialised = fake.real.CUresult.CUDA_ERROR_NOT_INITIALIZED
     for status in (fake.real.CUresult.CUDA_SUCCESS, uninitialised):
@@ -318,12 +168,12 @@ def test_absent_binding_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}")
 
     monkeypatch.setattr(importlib, "import_module", absent)
-    module.driver.cache_clear()
+    driver.cache_clear()
     try:
         with pytest.raises(DriverError, match=r"pip install .weft\[cuda\]"):
             module.current_arch()
     finally:
-        module.driver.cache_clear()
+        driver.cache_clear()
 
 
 def test_absent_driver_is_explained(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,9 +116,9 @@ def let_go(group, fake, how):
     group.device = torch.device("cuda", group.rank)
     heap = Heap.create(group, 64)
     views, done = [heap.tensor((8,), torch.uint8, rank=0) if how == "view" else None], []
-    holder = [heap]
+    close, ring = heap.close if how == "close" else None, list[object]()
     if how == "cycle":
-        holder.append(holder)
+        ring += [heap, ring]
     if how == "view":
         heap.close()
     del heap
@@ -128,18 +128,15 @@ def let_go(group, fake, how):
         fake.rank.value = group.rank
         fake.rank.mode = CaptureModes.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         views.clear()
-        if how == "close":
-            holder[0].close()
+        if close is not None:
+            close()
         done.append(fake.mode)
 
-    if how == "cycle":
-        del holder
-        gc.collect()
-        elsewhere()
-    else:
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
+    del ring
+    gc.collect()
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
     return [name for rank, name in fake.log[before:] if rank == group.rank], done
 
 

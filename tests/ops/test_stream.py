@@ -14,6 +14,7 @@ import weft
 from tests.memory.fake_driver import CaptureModes, Driver
 from weft.errors import OutOfOrder
 from weft.memory import driver
+from weft.moe import ExpertWeights
 from weft.ops import stream
 
 GPU = torch.device("cuda", 0)
@@ -23,16 +24,14 @@ RELAXED = CaptureModes.CU_STREAM_CAPTURE_MODE_RELAXED
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """A GPU as far as these functions ask for one; `waited` has the mode of each wait."""
+    """A GPU as far as these functions ask for one."""
     made = Driver()
-    made.rank.value, made.waited = 0, []
+    made.rank.value = 0
     made.context.append("torch's")
     monkeypatch.setattr(driver, "driver", lambda: made)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1, 1))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    current = SimpleNamespace(synchronize=lambda: made.waited.append(made.mode))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     return made
 
 
@@ -48,9 +47,12 @@ def test_kernels_are_loaded_in_relaxed_mode_and_never_into_a_graph(
     assert fake.mode is GLOBAL
 
 
-def test_waits_are_in_relaxed_mode(fake: Driver) -> None:
+def test_waits_are_in_relaxed_mode(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = []
+    current = SimpleNamespace(synchronize=lambda: waited.append(fake.mode))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     stream.finish(GPU)
-    assert fake.waited == [RELAXED]
+    assert waited == [RELAXED]
     stream.settle(GPU)
     assert [name for _, name in fake.log if name.startswith("cuMem")] == ["cuMemAlloc", "cuMemFree"]
     assert fake.unsafe == []
@@ -78,13 +80,17 @@ def test_the_mode_comes_back_behind_an_error(fake: Driver) -> None:
     assert fake.mode is GLOBAL
 
 
+def unmade(local: tuple[int, ...]) -> ExpertWeights:
+    raise AssertionError("a group that cannot vote has come so far")
+
+
 EXCHANGE: dict[str, Any] = {"max_tokens": 4, "hidden": 64, "top_k": 1, "num_experts": 4}
 OPENINGS: dict[str, Callable[[Any], object]] = {
     "AllToAll": lambda group: weft.AllToAll(group, **EXCHANGE),
     "LowLatencyAllToAll": lambda group: weft.LowLatencyAllToAll(group, **EXCHANGE),
     "CollectiveAllToAll": lambda group: weft.CollectiveAllToAll(group, **EXCHANGE),
     "AllReduce": lambda group: weft.AllReduce(group, max_tokens=4, hidden=64),
-    "MoE": lambda group: weft.MoE(group, weft.moe.MODELS["qwen3-30b-a3b"], Any, max_tokens=4),
+    "MoE": lambda group: weft.MoE(group, weft.moe.MODELS["qwen3-30b-a3b"], unmade, max_tokens=4),
 }
 
 

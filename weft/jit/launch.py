@@ -6,7 +6,8 @@ import ctypes
 from typing import Any
 
 from weft.errors import DriverError, InvalidArgument, LayoutMismatch
-from weft.jit.module import Function, driver, error_text
+from weft.jit.driver import driver, error_text
+from weft.jit.module import Function
 
 _THREAD_LIMIT = 1024  # threads of a block, on every GPU so far
 

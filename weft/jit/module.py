@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from weft.errors import DriverError, OutOfOrder
-from weft.memory.driver import FENCE_BYTES, relaxed
-
-_REMEDIES = {
-    "CUDA_ERROR_NO_BINARY_FOR_GPU": "the code is for another GPU: compile for current_arch()",
-    "CUDA_ERROR_INVALID_IMAGE": "the code is damaged or for another GPU: clear the cache",
-    "CUDA_ERROR_OUT_OF_MEMORY": "free some GPU memory",
-    "CUDA_ERROR_NOT_FOUND": 'the name is not in the code: is it declared extern "C"?',
-    "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES": "ask for fewer threads or less shared memory per block",
-    "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE": "ask for a grid that fits the GPU at once: see "
-    "CudaModule.occupancy",
-    "CUDA_ERROR_INVALID_VALUE": "compare the sizes above with the limits of this GPU",
-    "CUDA_ERROR_ILLEGAL_ADDRESS": "an earlier kernel failed; the CUDA context is lost: restart",
-    "CUDA_ERROR_INVALID_CONTEXT": "use the module on the device on which it was loaded",
-    "CUDA_ERROR_INVALID_HANDLE": "use the module before unload() and on the device on which it "
-    "was loaded",
-}
+from weft.jit.driver import check, driver
+from weft.jit.loaded import Loaded
+from weft.memory.driver import relaxed
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +22,7 @@ class Function:
     handle: Any  # CUfunction
     shared: int  # dynamic shared memory of each block, bytes
     argument_bytes: int | None  # size of the one kernel argument; None if the driver cannot say
+    owner: object = None  # its module, kept alive with it
 
 
 class CudaModule:
@@ -53,17 +40,12 @@ class CudaModule:
     def __init__(self, image: bytes, *, name: str, stays: bool = False) -> None:
         self.name = name
         self._driver = driver()
-        self._context = require_context(f"loading {name!r}")
-        doing = f"loading {name!r} ({len(image)} bytes)"
-        self._fence: Any = None  # what unloading waits by: memory.driver.fence
-        with relaxed():
-            if not stays:
-                self._fence = self._call("cuMemAlloc", FENCE_BYTES, doing=doing)
-            try:
-                self._module: Any = self._call("cuModuleLoadData", image, doing=doing)
-            except DriverError:
-                self._free_fence()
-                raise
+        context = require_context(f"loading {name!r}")
+        self._code = Loaded(image, context, name=name, stays=stays)
+        # Whoever drops it unclosed has dropped its functions, which hold it. At exit the system
+        # frees it.
+        if not stays:
+            weakref.finalize(self, self._code.free).atexit = False
         # cuFuncLoad and cuFuncGetParamInfo came with CUDA 12.4; an older driver knows neither.
         version = self._call("cuDriverGetVersion", doing="asking the driver's version")
         self._modern = version >= 12040
@@ -102,7 +84,7 @@ class CudaModule:
             _, size = self._call(
                 "cuFuncGetParamInfo", handle, 0, doing=f"asking for the argument of {name!r}"
             )
-        return Function(name=name, handle=handle, shared=shared, argument_bytes=size)
+        return Function(name, handle, shared, argument_bytes=size, owner=self)
 
     def attributes(self, name: str) -> dict[str, int]:
         """Return what one kernel needs.
@@ -181,7 +163,10 @@ class CudaModule:
         """
         self._check_loaded()
         address, size = self._call(
-            "cuModuleGetGlobal", self._module, name.encode(), doing=f"finding variable {name!r}"
+            "cuModuleGetGlobal",
+            self._code.module,
+            name.encode(),
+            doing=f"finding variable {name!r}",
         )
         content = bytearray(size)
         doing = f"reading variable {name!r}"
@@ -221,51 +206,25 @@ class CudaModule:
             DriverError: the driver refused, for example because a kernel failed before; every step
                 was tried.
         """
-        if self._module is None:
-            return
-        module, self._module = self._module, None
         self._handles.clear()
         self._shared.clear()
-        doing = f"unloading {self.name!r}"
-        with relaxed(), contextlib.ExitStack() as last:
-            self._call("cuCtxPushCurrent", self._context, doing=doing)
-            last.callback(self._call, "cuCtxPopCurrent", doing=doing)
-            last.callback(self._call, "cuModuleUnload", module, doing=doing)
-            last.callback(self._free_fence)
-            if after is not None:
-                self._wait(self._driver.CUstream(after))
-
-    def _free_fence(self) -> None:
-        fence, self._fence = self._fence, None
-        if fence is not None:
-            self._call("cuMemFree", fence, doing=f"waiting to unload {self.name!r}")
-
-    def _wait(self, stream: Any) -> None:
-        """Wait for a stream that is not being captured: to wait for one that is breaks its capture.
-
-        The default stream does not say so of itself, but whether one is that blocks with it.
-        """
-        status, capturing = self._driver.cuStreamIsCapturing(stream)
-        if status == self._driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
-            return
-        doing = f"waiting for the kernels of {self.name!r}"
-        capturing = check((status, capturing), doing)
-        if capturing == self._driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE:
-            self._call("cuStreamSynchronize", stream, doing=doing)
+        self._code.free(after)
 
     def _handle(self, name: str) -> Any:
         self._check_loaded()
         if name not in self._handles:
             doing = f"loading kernel {name!r} of {self.name!r}"
             with relaxed():
-                handle = self._call("cuModuleGetFunction", self._module, name.encode(), doing=doing)
+                handle = self._call(
+                    "cuModuleGetFunction", self._code.module, name.encode(), doing=doing
+                )
                 if self._modern:  # on older drivers cuModuleGetFunction has loaded it already
                     self._call("cuFuncLoad", handle, doing=doing)
             self._handles[name] = handle
         return self._handles[name]
 
     def _check_loaded(self) -> None:
-        if self._module is None:
+        if self._code.module is None:
             raise OutOfOrder(f"module {self.name!r} was unloaded; load it again to use it")
 
     def _shared_limit(self) -> int:
@@ -273,45 +232,6 @@ class CudaModule:
 
     def _call(self, function: str, *args: Any, doing: str) -> Any:
         return check(getattr(self._driver, function)(*args), f"{doing}: {function}")
-
-
-@functools.cache
-def driver() -> Any:
-    """Return `cuda.bindings.driver`.
-
-    Raises:
-        DriverError: it is not installed.
-    """
-    try:
-        return importlib.import_module("cuda.bindings.driver")
-    except ImportError as error:
-        raise DriverError(
-            f"GPU ranks need cuda.bindings: {error}; pip install 'weft[cuda]'"
-        ) from error
-
-
-def check(result: tuple[Any, ...], doing: str) -> Any:
-    """Return the value (or tuple of values, or None) of a driver call's answer.
-
-    Raises:
-        DriverError: the call failed; the text says while `doing` what, and how to mend it.
-    """
-    status, *values = result
-    if int(status) != 0:
-        raise DriverError(f"{doing}: {error_text(status)}")
-    if len(values) == 1:
-        return values[0]
-    return tuple(values) or None
-
-
-def error_text(status: Any) -> str:
-    """Return a driver status as name, number, the driver's words and, where known, a remedy."""
-    known, words = driver().cuGetErrorString(status)
-    name = getattr(status, "name", "unknown error")
-    text = f"{name} ({int(status)})"
-    if int(known) == 0 and words:
-        text += f": {words.decode()}"
-    return f"{text}; {_REMEDIES[name]}" if name in _REMEDIES else text
 
 
 def require_context(doing: str) -> Any:

@@ -1,0 +1,74 @@
+"""Code on its way off a GPU, and what is read back of it, beside other people's captures."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from tests.jit.listening import Driver
+from weft.errors import DriverError
+from weft.jit.module import CudaModule
+
+
+def test_code_goes_behind_a_wait_that_no_capture_minds(fake: Driver) -> None:
+    """Loading, reading and unloading leave everybody's captures alone, and the thread's mode."""
+    code = CudaModule(b"cubin", name="code")
+    code.function("fill")
+    assert code.global_bytes("table") == bytes(8)
+    with code.own_stream() as stream:
+        assert stream == 44
+    made = len(fake.calls)
+    code.unload(after=0x77)
+    names = [name for name, *_ in fake.calls[made:] if name != "cuInit"]
+    assert names == [
+        "cuCtxPushCurrent", "cuStreamIsCapturing", "cuStreamSynchronize", "cuMemFree",
+        "cuModuleUnload", "cuCtxPopCurrent",
+    ]  # fmt: skip
+    assert fake.unsafe == []
+    assert fake.mode is fake.modes.CU_STREAM_CAPTURE_MODE_GLOBAL
+    streams = [name for name, *_ in fake.calls if name.startswith("cuStream")]
+    assert streams.count("cuStreamCreate") == streams.count("cuStreamDestroy") == 2
+
+
+def test_a_stream_that_is_captured_is_not_waited_for(fake: Driver) -> None:
+    """Nor the default stream while one is captured that blocks with it."""
+    status = fake.real.CUstreamCaptureStatus
+    for capturing in (
+        status.CU_STREAM_CAPTURE_STATUS_ACTIVE,
+        status.CU_STREAM_CAPTURE_STATUS_INVALIDATED,
+    ):
+        fake.capturing = capturing
+        CudaModule(b"cubin", name="code").unload(after=0x77)
+    fake.fails["cuStreamIsCapturing"] = fake.real.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
+    CudaModule(b"cubin", name="code").unload(after=0)
+    assert fake.named("cuStreamSynchronize") == []
+    assert len(fake.named("cuModuleUnload")) == 3
+
+
+def test_a_failing_unload_tries_every_step(fake: Driver) -> None:
+    lost = fake.real.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+    fake.fails = dict.fromkeys(("cuStreamSynchronize", "cuMemFree", "cuModuleUnload"), lost)
+    code = CudaModule(b"cubin", name="code")
+    with pytest.raises(DriverError, match=r"unloading 'code'.*an earlier kernel failed"):
+        code.unload(after=0x77)
+    assert [len(fake.named(name)) for name in (*fake.fails, "cuCtxPopCurrent")] == [1] * 4
+    assert fake.mode is fake.modes.CU_STREAM_CAPTURE_MODE_GLOBAL
+
+
+def test_code_that_stays_holds_nothing_to_wait_by(fake: Driver) -> None:
+    CudaModule(b"cubin", name="code", stays=True)
+    assert fake.named("cuMemAlloc") == []
+
+
+def test_code_that_is_dropped_goes_with_its_last_kernel(fake: Driver) -> None:
+    """Not before: a function holds its module, and code that stays is never unloaded."""
+    kernel = CudaModule(b"cubin", name="code").function("fill")
+    gc.collect()
+    assert fake.named("cuModuleUnload") == []
+    del kernel
+    assert len(fake.named("cuModuleUnload")) == len(fake.named("cuMemFree")) == 1
+    CudaModule(b"cubin", name="code", stays=True)
+    CudaModule(b"cubin", name="code").unload()
+    assert len(fake.named("cuModuleUnload")) == 2
+    assert fake.unsafe == []

@@ -1,0 +1,252 @@
+"""Weft's own objects in every mode: made on a rank, called, and given back by their word for it.
+
+Nothing here depends on torch's defaults: each tensor names its device and dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+import weft
+from weft.moe import Expert, ExpertWeights, FP8Expert, MoEConfig, Routing, router_logits
+
+MOST, HIDDEN, TOP_K, EXPERTS, INNER = 8, 256, 3, 8, 128
+CPU = torch.device("cpu")
+CONFIG = MoEConfig(HIDDEN, INNER, Routing(EXPERTS, TOP_K), shared=INNER)
+Results = list[torch.Tensor]
+
+
+@dataclass
+class Made:
+    """An object at work: what it is, one call of it, and how it is given back.
+
+    call: returns copies of all that came out, so nothing that it returns shows a heap.
+    """
+
+    what: Any
+    call: Callable[[], Results]
+    close: Callable[[], None]
+    parts: list[Any] = field(default_factory=list)  # made from it, and closed before it
+
+    def give_back(self) -> None:
+        for part in self.parts:
+            part.close()
+        self.close()
+
+
+def generator(group: weft.Group, seed: int = 0) -> torch.Generator:
+    return torch.Generator(device="cpu").manual_seed(64 * seed + group.rank)
+
+
+def draw(group: weft.Group, *shape: int, seed: int = 0) -> torch.Tensor:
+    """float32 numbers of this rank."""
+    source = generator(group, seed)
+    drawn = torch.randn(shape, generator=source, dtype=torch.float32, device=CPU)
+    return drawn.to(group.device)
+
+
+def tokens(group: weft.Group) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, ids, weights of this rank; rank 1 of 2 has no token less than it may have."""
+    count = (5, MOST)[group.rank % 2]
+    scores = draw(group, count, EXPERTS, seed=1)
+    weights, ids = scores.softmax(dim=1).topk(TOP_K)
+    return draw(group, count, HIDDEN).bfloat16(), ids, weights
+
+
+def copies(*tensors: torch.Tensor | None) -> Results:
+    return [t.clone() for t in tensors if t is not None]
+
+
+def all_to_all(group: weft.Group, **options: Any) -> weft.AllToAll:
+    sizes: dict[str, Any] = {
+        "max_tokens": MOST,
+        "top_k": TOP_K,
+        "num_experts": EXPERTS,
+        "hidden": HIDDEN,
+    }
+    return weft.AllToAll(group, **sizes, **options)
+
+
+def rank_major(group: weft.Group, **options: Any) -> Made:
+    a2a, (x, ids, weights) = all_to_all(group, **options), tokens(group)
+    halves = options.get("halves", False)
+    pushes = options.get("combine_by") == "choices"
+    stats = None
+    if options.get("stats"):
+        stats = weft.reference.expert_load(ids, options["stats"])
+    groups = weft.ExpertGroups(a2a) if pushes else None
+
+    def call() -> Results:
+        if halves:
+            a2a.dispatch_send(x, ids, weights, stats=stats)
+            received = a2a.dispatch_recv()
+        else:
+            received = a2a.dispatch(x, ids, weights, stats=stats)
+        rows = (
+            weft.reference.dequantize(*received.payloads[:2])
+            if a2a._geometry.quantized
+            else (received.x)
+        )
+        seen = copies(received.counts, received.ids, received.stats)
+        if groups is not None:
+            grouped = groups.gather(received)
+            groups.send(grouped.x.clone())
+            return [*seen, a2a.combine_recv()]
+        y = weft.reference.identity_experts(
+            weft.Received((rows, *received.payloads[1:]), received.ids, received.weights,
+                          received.counts),
+            torch.bfloat16,
+        ).nan_to_num()  # fmt: skip
+        if halves:
+            a2a.combine_send(y)
+            return [*seen, a2a.combine_recv()]
+        return [*seen, a2a.combine(y)]
+
+    return Made(a2a, call, a2a.close, [] if groups is None else [groups])
+
+
+def grouping(group: weft.Group, *, compact: bool) -> Made:
+    a2a, (x, ids, weights) = all_to_all(group), tokens(group)
+    by: Any = weft.Compactor(a2a) if compact else weft.ExpertGroups(a2a, align=4)
+
+    def call() -> Results:
+        received = a2a.dispatch(x, ids, weights)
+        packed = by.compact(received) if compact else by.gather(received)
+        by.scatter(packed.x.clone())
+        return [*copies(packed.x, packed.counts, packed.slot), a2a.combine()]
+
+    return Made(by, call, a2a.close, [by])
+
+
+def expert_major(group: weft.Group, **options: Any) -> Made:
+    sizes = (MOST, HIDDEN, TOP_K, EXPERTS)
+    a2a, (x, ids, weights) = weft.LowLatencyAllToAll(group, *sizes, **options), tokens(group)
+    halves = options.get("halves", False)
+
+    def call() -> Results:
+        if halves:
+            rows, receive = a2a.dispatch_send(x, ids, weights)
+            receive()
+        else:
+            rows = a2a.dispatch(x, ids, weights)
+        seen = copies(rows.x.view(torch.uint8), rows.scales, rows.counts, rows.source)
+        y = rows.x.to(torch.bfloat16)
+        if halves:
+            out, receive_home = a2a.combine_send(y, ids, weights, rows.handle)
+            receive_home()
+            return [*seen, out]
+        return [*seen, a2a.combine(y, ids, weights, rows.handle)]
+
+    return Made(a2a, call, a2a.close)
+
+
+def reduce(group: weft.Group, backend: str) -> Made:
+    names = ("oneshot", "twoshot", "twoshot_bulk", "collective")
+    backends = names if backend == "collective" else names[:3]
+    made = weft.AllReduce(group, max_tokens=MOST, hidden=HIDDEN, backends=backends)
+    x, shared = draw(group, 6, HIDDEN).bfloat16(), torch.Generator(device="cpu").manual_seed(9)
+    size = (7, HIDDEN)
+    residual = torch.randn(size, generator=shared, dtype=torch.float32, device=CPU)
+    residual, weight = residual[:6].bfloat16().to(group.device), residual[6].to(group.device)
+
+    def call() -> Results:
+        outs: Results = []
+        for quant in (None, weft.FP8Token(), weft.FP8Group(128), weft.FP8Group(128, scale="ue8m0")):
+            found = made.fused(x, residual=residual, weight=weight, quant=quant, backend=backend)
+            outs += copies(found.norm, found.residual, found.scale)
+            outs += [] if found.quant is None else [found.quant.view(torch.uint8).clone()]
+        return outs
+
+    return Made(made, call, made.close)
+
+
+def experts(group: weft.Group, *, fp8: bool) -> Callable[[tuple[int, ...]], ExpertWeights]:
+    def stack(local: tuple[int, ...]) -> ExpertWeights:
+        made = [Expert.seeded(CONFIG, 100 + e) for e in local]
+        stacked = ExpertWeights.stack(CONFIG, made, group.device)
+        return stacked.to_fp8() if fp8 else stacked
+
+    return stack
+
+
+def layer(
+    group: weft.Group, exchange: str, overlap: str, *, fp8: bool = False, **more: Any
+) -> Made:
+    shared: Any = Expert.seeded(CONFIG, 99, shared=True).to(group.device)
+    if fp8:
+        shared = FP8Expert.of(shared)
+    options: dict[str, Any] = {
+        "max_tokens": MOST,
+        "gemm": "tiled",
+        "exchange": exchange,
+        "overlap": overlap,
+    }
+    made = weft.MoE(
+        group, CONFIG, experts(group, fp8=fp8), shared=shared, fp8=fp8, **(options | more)
+    )
+    x, gate = tokens(group)[0], torch.ones((EXPERTS, HIDDEN), dtype=torch.float32, device=CPU)
+    gate += torch.arange(EXPERTS, dtype=torch.float32, device=CPU)[:, None] / 7
+    gate = gate.to(group.device)
+
+    def call() -> Results:
+        out = made(x, router_logits(x, gate) + draw(group, len(x), EXPERTS, seed=2))
+        made.check()
+        return [out]
+
+    return Made(made, call, made.close)
+
+
+def collective(group: weft.Group) -> Made:
+    sizes: dict[str, Any] = {
+        "max_tokens": MOST,
+        "top_k": TOP_K,
+        "num_experts": EXPERTS,
+        "hidden": HIDDEN,
+    }
+    a2a, (x, ids, weights) = weft.CollectiveAllToAll(group, **sizes), tokens(group)
+    count = torch.tensor([3], dtype=torch.int32, device=group.device)
+
+    def call() -> Results:
+        outs: Results = []
+        for num_tokens in (None, count):
+            received = a2a.dispatch(x, ids, weights, num_tokens=num_tokens)
+            y = weft.reference.identity_experts(received, torch.bfloat16)
+            outs += [*copies(received.ids, received.weights), a2a.combine(y)]
+        return outs
+
+    return Made(a2a, call, a2a.close)
+
+
+def modes() -> Iterator[tuple[str, Callable[[weft.Group], Made]]]:
+    """Every public object in every mode, by a name for each."""
+    for way in ("pull", "push", "fp8"):
+        yield f"AllToAll {way}", partial(rank_major, combine_by=way)
+    yield "AllToAll choices", partial(rank_major, combine_by="choices", halves=True)
+    yield "AllToAll halves", partial(rank_major, combine_by="push", halves=True, stats=EXPERTS)
+    for word in ("fp8", "mxfp8"):
+        yield f"AllToAll {word}", partial(rank_major, quantize=word)
+    explicit = [0] * 5 + [1] * 3
+    yield "AllToAll map", partial(rank_major, expert_map=explicit, profile=True)
+    yield "ExpertGroups", partial(grouping, compact=False)
+    yield "Compactor", partial(grouping, compact=True)
+    yield "LowLatency", expert_major
+    yield "LowLatency halves", partial(expert_major, halves=True, view=True, expert_map=explicit)
+    yield "LowLatency sender", partial(expert_major, reduce="sender", combine_by="fp8")
+    yield "LowLatency plain", partial(expert_major, quant=None, profile=True)
+    for backend in ("oneshot", "twoshot", "twoshot_bulk", "collective"):
+        yield f"AllReduce {backend}", partial(reduce, backend=backend)
+    for overlap in ("none", "shared", "columns", "signals", "push"):
+        yield f"MoE rank {overlap}", partial(layer, exchange="rank", overlap=overlap)
+    for overlap in ("none", "shared", "push"):
+        yield f"MoE expert {overlap}", partial(layer, exchange="expert", overlap=overlap)
+    for exchange in ("rank", "expert"):
+        yield f"MoE {exchange} fp8", partial(layer, exchange=exchange, overlap="push", fp8=True)
+    for gemm in ("loop", "padded", "grouped"):
+        yield f"MoE {gemm}", partial(layer, exchange="rank", overlap="none", gemm=gemm)
+    yield "MoE auto", partial(layer, exchange="rank", overlap="auto", gemm="auto")
+    yield "CollectiveAllToAll", collective
