@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import pytest
@@ -82,22 +83,29 @@ def test_programs_run(tmp_path, sample):
         assert result.stdout.splitlines()[-1] == told[1]
 
 
-def _summed(group: weft.Group, text: str) -> None:
+def _written(folder: Path, document: str) -> Path:
+    """The part of a document as a file; run_path runs it among given names."""
+    path = folder / "part.py"
+    path.write_text(PARTS[document].text)
+    return path
+
+
+def _summed(group: weft.Group, part: str) -> None:
     """The README's part: an all-reduce of one call."""
     names: dict[str, Any] = {"weft": weft, "group": group}
     names["x"] = torch.full((3, 7168), float(group.rank + 1)).bfloat16()
     names["residual"] = torch.ones(3, 7168).bfloat16()
     names["weight"] = torch.ones(7168)
-    exec(text, names)  # noqa: S102
+    names = run_path(part, init_globals=names)
     assert torch.equal(names["residual"], torch.full((3, 7168), 4.0).bfloat16())
     assert torch.equal(names["x"], torch.ones(3, 7168).bfloat16())
 
 
-def test_the_part_that_sums(ranks):
-    ranks(2, "cpu")(_summed, PARTS["README.md"].text)
+def test_the_part_that_sums(ranks, tmp_path):
+    ranks(2, "cpu")(_summed, str(_written(tmp_path, "README.md")))
 
 
-def _grouped(group: weft.Group, text: str) -> None:
+def _grouped(group: weft.Group, part: str) -> None:
     """Rows by expert and back, with experts that multiply by their number + 1."""
     hidden, tokens = 64, 5
 
@@ -122,19 +130,18 @@ def _grouped(group: weft.Group, text: str) -> None:
             "grouped_mm": grouped_mm,
             "experts": (torch.eye(hidden) * own.view(2, 1, 1)).bfloat16(),
         }
-        exec(text, names)  # noqa: S102
+        names = run_path(part, init_globals=names)
         scale = ((ids + 1) * weights).sum(dim=1, keepdim=True)
         assert torch.equal(names["out"], (x.float() * scale).bfloat16())
         group.barrier()
 
 
-def test_the_part_that_groups(ranks):
-    ranks(2, "cpu")(_grouped, PARTS["grouping.md"].text)
+def test_the_part_that_groups(ranks, tmp_path):
+    ranks(2, "cpu")(_grouped, str(_written(tmp_path, "grouping.md")))
 
 
-def test_the_part_that_multiplies():
-    names: dict[str, Any] = {}
-    exec(PARTS["gemm.md"].text, names)  # noqa: S102
+def test_the_part_that_multiplies(tmp_path):
+    names = run_path(str(_written(tmp_path, "gemm.md")))
     config = MoEConfig(hidden=256, intermediate=128, routing=Routing(2, 1))
     rows, groups = 32, torch.tensor([16, 16], dtype=torch.int32)
     offsets = torch.tensor([0, 16, 32], dtype=torch.int32)
