@@ -80,7 +80,7 @@ def expected(cells: Cells, head: list[str], place: int) -> list[float]:
         return []
     if isinstance(cells, Series):
         column = columns(head)[place]
-        return [cells[column]] if column in cells else []
+        return [] if column is None or column not in cells else [cells[column]]
     value = cells[place] if place < len(cells) else None
     if value is None:
         return []

@@ -1,0 +1,201 @@
+"""The samples of the README and the docs: Python is run, commands are understood."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from runpy import run_path
+from typing import Any
+
+import pytest
+import torch
+import typer
+
+import weft
+from weft.cli import app
+from weft.moe import MoEConfig, Routing
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+_BLOCK = re.compile(r"(<!-- not run: ([^>]+) -->\n)?^```python\n(.*?)^```", re.M | re.S)
+_COMMAND = re.compile(r"^    ((?:weft|python|make|benchmarks/\S+) [^#\n]*|weft\b[^#\n]*)", re.M)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A block of Python: where it stands, its text, and why it is not run, if it is not."""
+
+    place: str
+    text: str
+    why_not: str | None
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is a program, and no part of one."""
+        return "__main__" in self.text
+
+
+def _samples() -> list[Sample]:
+    found = []
+    for path in DOCUMENTS:
+        text = path.read_text()
+        for block in _BLOCK.finditer(text):
+            line = text[: block.start(3)].count("\n")
+            found.append(Sample(f"{path.name}:{line}", block[3], block[2]))
+    return found
+
+
+SAMPLES = _samples()
+WHOLE = [sample for sample in SAMPLES if sample.whole and not sample.why_not]
+PARTS = {
+    sample.place.partition(":")[0]: sample
+    for sample in SAMPLES
+    if not sample.whole and not sample.why_not
+}
+COMMANDS = sorted(
+    {match[1].strip() for path in DOCUMENTS for match in _COMMAND.finditer(path.read_text())}
+)
+
+
+def test_every_sample_is_run_or_says_why_not():
+    assert {sample.place.partition(":")[0] for sample in WHOLE} == {"README.md", "allreduce.md"}
+    assert set(PARTS) == {"README.md", "gemm.md", "grouping.md"}, "each has a test below"
+    assert len(WHOLE) + len(PARTS) + sum(bool(each.why_not) for each in SAMPLES) == len(SAMPLES)
+
+
+@pytest.mark.parametrize("sample", WHOLE, ids=lambda sample: sample.place)
+def test_programs_run(tmp_path, sample):
+    program = tmp_path / "program.py"
+    program.write_text(sample.text)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=900
+    )
+    assert result.returncode == 0, result.stderr
+    if told := re.search(r"print\(weft\.launch.*\)  # (\[.*\])$", sample.text, re.M):
+        assert result.stdout.splitlines()[-1] == told[1]
+
+
+def _written(folder: Path, document: str) -> Path:
+    """The part of a document as a file; run_path runs it among given names."""
+    path = folder / "part.py"
+    path.write_text(PARTS[document].text)
+    return path
+
+
+def _summed(group: weft.Group, part: str) -> None:
+    """The README's part: an all-reduce of one call."""
+    names: dict[str, Any] = {"weft": weft, "group": group}
+    names["x"] = torch.full((3, 7168), float(group.rank + 1)).bfloat16()
+    names["residual"] = torch.ones(3, 7168).bfloat16()
+    names["weight"] = torch.ones(7168)
+    names = run_path(part, init_globals=names)
+    assert torch.equal(names["residual"], torch.full((3, 7168), 4.0).bfloat16())
+    assert torch.equal(names["x"], torch.ones(3, 7168).bfloat16())
+
+
+def test_the_part_that_sums(ranks, tmp_path):
+    ranks(2, "cpu")(_summed, str(_written(tmp_path, "README.md")))
+
+
+def _grouped(group: weft.Group, part: str) -> None:
+    """Rows by expert and back, with experts that multiply by their number + 1."""
+    hidden, tokens = 64, 5
+
+    def grouped_mm(x: torch.Tensor, experts: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+        y, begin = torch.zeros_like(x), 0
+        for expert, end in zip(experts, offs.tolist(), strict=True):
+            y[begin:end] = x[begin:end] @ expert
+            begin = end
+        return y
+
+    x = torch.arange(tokens * hidden).view(tokens, hidden).remainder(7).bfloat16()
+    ids = torch.tensor([[token % 4, (token + 1) % 4] for token in range(tokens)], dtype=torch.int32)
+    weights = torch.tensor([[0.5, 0.25]] * tokens)
+    own = torch.arange(2 * group.rank, 2 * group.rank + 2) + 1
+    with weft.AllToAll(group, max_tokens=8, top_k=2, num_experts=4, hidden=hidden) as a2a:
+        names: dict[str, Any] = {
+            "ExpertGroups": weft.ExpertGroups,
+            "a2a": a2a,
+            "x": x,
+            "topk_ids": ids,
+            "topk_weights": weights,
+            "grouped_mm": grouped_mm,
+            "experts": (torch.eye(hidden) * own.view(2, 1, 1)).bfloat16(),
+        }
+        names = run_path(part, init_globals=names)
+        scale = ((ids + 1) * weights).sum(dim=1, keepdim=True)
+        assert torch.equal(names["out"], (x.float() * scale).bfloat16())
+        group.barrier()
+
+
+def test_the_part_that_groups(ranks, tmp_path):
+    ranks(2, "cpu")(_grouped, str(_written(tmp_path, "grouping.md")))
+
+
+def test_the_part_that_multiplies(tmp_path):
+    names = run_path(str(_written(tmp_path, "gemm.md")))
+    config = MoEConfig(hidden=256, intermediate=128, routing=Routing(2, 1))
+    rows, groups = 32, torch.tensor([16, 16], dtype=torch.int32)
+    offsets = torch.tensor([0, 16, 32], dtype=torch.int32)
+    fp8 = torch.float8_e4m3fn
+    grouped = type("Grouped", (), {"counts": groups, "offsets": offsets})()
+    out = names["experts"](
+        torch.ones(rows, config.hidden).to(fp8),
+        torch.ones(rows, config.hidden // 128),
+        grouped,
+        torch.ones(2, 2 * config.intermediate, config.hidden).to(fp8),
+        torch.ones(2, 2 * config.intermediate // 128, config.hidden // 128),
+        torch.ones(2, config.hidden, config.intermediate).to(fp8),
+        torch.ones(2, config.hidden // 128, config.intermediate // 128),
+    )
+    assert (tuple(out.shape), out.dtype) == ((rows, config.hidden), torch.bfloat16)
+    assert bool(out.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    "sample", [each for each in SAMPLES if each.why_not], ids=lambda s: s.place
+)
+def test_what_is_not_run_imports_what_is_there(sample):
+    for node in ast.walk(ast.parse(sample.text)):
+        if isinstance(node, ast.ImportFrom):
+            module = importlib.import_module(str(node.module))
+            for name in node.names:
+                assert hasattr(module, name.name), f"{node.module} has no {name.name}"
+    named = re.search(r"tests/\S+\.py", sample.why_not)
+    assert named is None or (ROOT / named[0]).is_file()
+
+
+def _parse(command: Any, words: list[str], parent: Any = None) -> None:
+    """Let the command line read the options of a command and of those below it, and run none."""
+    context = command.make_context(command.name or "weft", list(words), parent=parent)
+    if hasattr(command, "resolve_command") and (rest := [*context._protected_args, *context.args]):
+        _, below, left = command.resolve_command(context, rest)
+        _parse(below, left, context)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_are_understood(command):
+    first, *words = shlex.split(command)
+    if first == "weft":
+        _parse(typer.main.get_command(app), words)
+    elif first == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+        assert words[0] in targets
+    else:
+        script, *given = words if first == "python" else [first, *words]
+        text = (ROOT / script).read_text()
+        for option in (word for word in given if word.startswith("--")):
+            assert f'"{option}"' in text, f"{script} has no {option}"
+
+
+def test_a_wrong_command_is_not_understood():
+    with pytest.raises(Exception, match="No such option: --no-such-option"):
+        _parse(typer.main.get_command(app), ["bench", "moe", "--no-such-option"])
