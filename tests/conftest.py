@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 import weft
 from tests import patience
@@ -18,6 +19,10 @@ from weft.memory import processes
 
 RunRanks = Callable[..., list[Any]]
 HERE = Path(__file__).parent
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("weft", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("weft")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -167,7 +167,9 @@ def test_integers_are_exact(products: EmulatedProducts, name: str, policy: int):
 
 @pytest.mark.parametrize("name", ["contiguous", "bf16"])
 @settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
 def test_any_counts_are_served(products: EmulatedProducts, name: str, data: st.DataObject):

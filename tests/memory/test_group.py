@@ -183,6 +183,7 @@ def stall(group, sleeper, others_gave_up):
         others_gave_up.wait()
     result = raised(group.barrier)
     if group.rank != sleeper:
+        group.close()  # so the sleeper comes when they have left
         others_gave_up.wait()
     return result
 

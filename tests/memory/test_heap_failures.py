@@ -70,6 +70,7 @@ def inject(group, victim, step, out):
         group.timeout = 2.0
     error = raised(Heap.create, group, 5000)
     after = state()
+    group.close()  # a rank that stalls goes on when the others have left
     with open(f"{out}/{group.rank}", "w", encoding="utf-8") as file:
         file.write(f"{error[0]}|{error[2]}|{before == after}|{error[1]}")
 
