@@ -92,6 +92,7 @@ RULES = (
     *("deadlock", "gone", "unmade", "overrun", "misaligned", "unordered", "unlike", "unknown"),
     "outside",
     "hasty",
+    "strangers",
 )
 LATE, AT_ONCE, AT_ANY_TIME = range(3)  # when what is on its way lands
 LATE_MEMORY = """\

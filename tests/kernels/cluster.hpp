@@ -25,6 +25,7 @@ enum Rule : unsigned {
     unknown,     // a descriptor that stands for nothing here
     outside,     // shared memory beyond what was asked for was written
     hasty,       // memory that the kernel in front may still write was read, or any written
+    strangers,   // a barrier by name was met by others than the first time
     rules
 };
 enum Policy : unsigned { late, at_once, at_any_time, policies };
@@ -67,6 +68,7 @@ struct Core {
     std::unique_ptr<char[]> stacks;
     Cta cta;
     unsigned named[16] = {}, phase[16] = {}, published = 0;
+    std::vector<bool> comes[16], came_first[16];     // threads at each barrier by name
     std::vector<std::vector<Operation>> operations;  // of each thread
     std::vector<bool> fenced, ordered;               // for the copy engine; for products
     std::vector<bool> followed;                      // has seen the kernel in front end
@@ -227,7 +229,13 @@ inline void send_word(unsigned rank, const void* at, unsigned value, const void*
 inline void meet(unsigned id, unsigned threads) {
     Core& own = machine->mine();
     const unsigned phase = own.phase[id];
+    std::vector<bool>& comes = own.comes[id];
+    comes.resize(cta->size.x);
+    comes[cta->current] = true;
     if (++own.named[id] == threads) {
+        if (own.came_first[id].empty()) own.came_first[id] = comes;
+        machine->check(comes == own.came_first[id], strangers);
+        comes.clear();
         own.named[id] = 0;
         ++own.phase[id];
     }
