@@ -125,9 +125,10 @@ def reduces(
             for tokens in sizes:
                 case = Sum(tokens, seed=tokens)
                 residual, weight = case.shared(device)
-                # Eager calls look at no gradients, so neither may compiled ones.
+                # A parameter, as a model has: without gradients it is a tensor like any other.
                 given = (case.rows(group.rank, device), residual, torch.nn.Parameter(weight))
-                same(traced(ar, *given, specs[name]), chain(ar, *given, specs[name]))
+                with torch.no_grad():
+                    same(traced(ar, *given, specs[name]), chain(ar, *given, specs[name]))
                 settle(group)
         traced = compiled(finalized, options)
         for tokens in sizes[:2]:

@@ -81,6 +81,14 @@ class Operator:
 
     def round(self, value: float = 1.0) -> Any:
         """One round, or one sum, of rows of `value` from this rank. Returns the result."""
+        result = self.enqueue(value)
+        if self.made.group.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.made.check()
+        return result
+
+    def enqueue(self, value: float) -> Any:
+        """The same, not waited for on a GPU."""
         group = self.made.group
         x = torch.full((TOKENS, HIDDEN), value, dtype=torch.bfloat16, device=group.device)
         if self.kind.name == "allreduce":
@@ -94,9 +102,6 @@ class Operator:
                 result = self.made.combine(weft.reference.identity_experts(got, x.dtype))
             else:
                 result = self.made.combine(got.x.clone(), ids, None, got.handle)
-        if group.device.type == "cuda":
-            torch.cuda.synchronize()
-        self.made.check()
         return result
 
     def plan(

@@ -175,5 +175,7 @@ def test_no_object_depends_on_torchs_defaults(
     ranks: Callable[..., Any], family: str, device: str, default: str
 ) -> None:
     names = [name for name in MODES if name.split()[0] == family]
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("NCCL needs a GPU for each rank")
     for found in ranks(2, device)(under_hostile_defaults, names, default, timeout=900.0):
         assert found == {f"{name}, {dtype}": [] for name in names for dtype in DTYPES}

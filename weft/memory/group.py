@@ -47,8 +47,8 @@ class Member(Protocol):
     def peer_ended(self, rank: int) -> None:
         """The process of a rank has ended."""
 
-    def tell_left(self, why: str) -> None:
-        """Tell the peers that this rank makes no more calls."""
+    def tell_left(self, why: str, *, settled: bool = False) -> None:
+        """Tell the peers that this rank makes no more calls; `settled`: once those made are done."""
 
 
 class Group:
@@ -372,7 +372,7 @@ class Group:
         with self._fate:
             members = list(self._members)
         for member in members:
-            member.tell_left(why or "closed its group")
+            member.tell_left(why or "closed its group", settled=why is None)
         self._control.close(None if why is None else f"it {why}")
         if self._liveness is not None:
             self._liveness.close()

@@ -140,7 +140,8 @@ def _(
     owner: LowLatencyAllToAll = find(handle)
     geometry, device = owner._geometry, owner.group.device
     dtypes, shape = (owner.dtype,), geometry.shape
-    tokens = geometry.check_choices(topk_ids, topk_weights, device)
+    with tracing():
+        tokens = geometry.check_choices(topk_ids, topk_weights, device)
     for name, tensor in (("out", out), ("add", add)):
         if tensor is not None:
             size = (tokens, shape.hidden)

@@ -140,8 +140,13 @@ class Watched:
                 self._tell_once(PEER_LEFT, why)
                 self._mailbox.host_word |= HOST_ASKS_TO_LEAVE
 
-    def tell_left(self, why: str) -> None:
-        """Tell the peers that this rank begins no more calls. Any thread; what runs goes on."""
+    def tell_left(self, why: str, *, settled: bool = False) -> None:
+        """Tell the peers that this rank begins no more calls. Any thread; what runs goes on.
+
+        settled: only when this GPU has done what is enqueued: peers count on that until they hear.
+        """
+        if settled and os.getpid() == self._owner:
+            settle(self.heap.group.device)
         with self._access:
             if not self._freed:
                 self._tell_once(PEER_LEFT, why)
@@ -163,7 +168,7 @@ class Watched:
             self._closing = True
         if os.getpid() != self._owner:
             return True
-        self.tell_left(f"closed its {self._what}")
+        self.tell_left(f"closed its {self._what}", settled=True)
         if self._caller == threading.get_ident():
             return True  # by a signal handler, or a finalizer, of the calling thread itself
         if not self._busy.acquire(blocking=False):
