@@ -48,7 +48,7 @@ class Member(Protocol):
         """The process of a rank has ended."""
 
     def tell_left(self, why: str, *, settled: bool = False) -> None:
-        """Tell the peers that this rank makes no more calls; `settled`: once those made are done."""
+        """Tell the peers that this rank makes no more calls; settled: when those made are done."""
 
 
 class Group:
