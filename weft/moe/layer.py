@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from weft.arguments import function, instance
+from weft.arguments import function, instance, shown
 from weft.errors import GroupError, InvalidArgument
 from weft.memory import Group
 from weft.moe.expert_major import ExpertMajor
@@ -313,10 +313,15 @@ class MoE:
         check_tokens(len(x), self.exchange.max_tokens)
         if not isinstance(logits, torch.Tensor):
             refuse_tensor("logits", logits)
-        if logits.dim() != 2 or len(logits) != len(x) or logits.device != device:
+        if (
+            logits.is_nested
+            or logits.dim() != 2
+            or len(logits) != len(x)
+            or logits.device != device
+        ):
             raise InvalidArgument(
-                f"logits are {list(logits.shape)} on {logits.device}; x has {len(x)} rows on "
-                f"{device}: pass the logits of the same tokens"
+                f"logits are {shown(logits)}; x has {len(x)} rows on {device}: pass the logits of "
+                "the same tokens, [tokens, num_experts]"
             )
         if out is not None:
             check_tensor("out", out, shape=x.shape, dtypes=dtypes, device=device)

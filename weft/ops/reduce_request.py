@@ -186,8 +186,8 @@ class Checker:
             return
         if weight is None:
             raise InvalidArgument(
-                "quant without weight, which is None: it quantises the normed rows; pass weight (ones for a plain "
-                "RMSNorm)"
+                "quant without weight, which is None: it quantises the normed rows; pass weight "
+                "(ones for a plain RMSNorm)"
             )
         if isinstance(quant, FP8Static):
             one = (torch.float32,)
