@@ -256,7 +256,7 @@ def reduced(group: weft.Group) -> None:
         refused(
             InvalidArgument,
             lambda: allreduce_fusion(rows.xs[1], workspace, call, **short),
-            "moe_reduction_scale_input has 12 elements",
+            "moe_reduction_scale_input is a tensor [2, 6]",
             "need 18",
         )
 

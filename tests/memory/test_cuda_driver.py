@@ -94,6 +94,16 @@ def test_a_failure_of_any_call_frees_everything_everywhere(install):
     assert failed == created > 35
 
 
+def test_a_gpu_without_room_is_told_with_both_numbers(install):
+    whole = install()
+    run(whole)
+    number = [name for rank, name in whole.log if rank == 1].index("cuMemCreate") + 1
+    for _, text in run(install(fail=(1, number))):
+        assert f"takes {2 * GRANULE} bytes in one piece" in text
+        assert f"cuda:1 has {3 << 30} free of {8 << 30}" in text
+        assert "memory_bytes" in text
+
+
 def close_with_failure(group, fake):
     fake.rank.value = group.rank
     group.device = torch.device("cuda", group.rank)

@@ -12,9 +12,11 @@ from tests.memory.baseline import raised
 from weft.errors import (
     CreationFailed,
     GeometryMismatch,
+    InvalidArgument,
     OutOfOrder,
     RankFailed,
     RendezvousFailed,
+    WeftError,
 )
 from weft.memory.launch import launch
 
@@ -278,3 +280,41 @@ def test_a_dropped_group_leaves_no_descriptor():
 
 def drop(group):
     group.barrier()
+
+
+def wrong_everywhere(group, errors):
+    mine = errors[group.rank]
+    try:
+        group.vote(mine, doing="it")
+    except WeftError as failed:
+        group.barrier()
+        return type(failed).__name__, str(failed), failed.__cause__ is mine
+    return None
+
+
+@pytest.mark.parametrize(
+    ("errors", "kind", "text"),
+    [
+        ([InvalidArgument("x is 7"), InvalidArgument("x is 8")], "InvalidArgument", "x is 7"),
+        ([OutOfOrder("now"), OutOfOrder("now")], "OutOfOrder", "now"),
+        (
+            [InvalidArgument("x is 7"), OutOfOrder("now")],
+            "CreationFailed",
+            "it failed on rank 0 of 2 (and on rank 1): InvalidArgument: x is 7",
+        ),
+        (
+            [None, InvalidArgument("x is 8")],
+            "CreationFailed",
+            "it failed on rank 1 of 2: InvalidArgument: x is 8",
+        ),
+        (
+            [ValueError("x"), ValueError("x")],  # not weft's: nobody promised it
+            "CreationFailed",
+            "it failed on rank 0 of 2 (and on rank 1): ValueError: x",
+        ),
+    ],
+)
+def test_what_is_wrong_on_every_rank_is_raised_as_what_it_is(ranks, errors, kind, text):
+    told = ranks(2, "threads")(wrong_everywhere, errors)
+    assert [(k, t) for k, t, _ in told] == [(kind, text)] * 2
+    assert all(cause for (_, _, cause), error in zip(told, errors, strict=True) if error)

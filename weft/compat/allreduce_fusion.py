@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from weft.arguments import instance, integer, real
-from weft.compat.fusion_workspace import AllReduceFusionWorkspace
+from weft.arguments import instance, integer, real, shown
+from weft.compat.fusion_workspace import NAMES, REDUCED, AllReduceFusionWorkspace
 from weft.compat.refusals import refuse
 from weft.errors import InvalidArgument
 from weft.ops.check import refuse_tensor
 from weft.ops.reduce_spec import FP8Group, FP8Static, FP8Token, MoEFinalize
+from weft.shape import LIMITS
 
 GROUP = 128  # columns that share a scale
 _FINALIZE = "weft has one implementation"
@@ -100,6 +101,15 @@ def allreduce_fusion(
     for name, tensor in (("input", input), ("residual_in", residual_in)):
         if tensor is not None or name == "input":
             _check_rows(name, tensor)
+    for name, place in (
+        ("output", output),
+        ("residual_out", residual_out),
+        ("norm_out", norm_out),
+        ("quant_out", quant_out),
+        ("scale_out", scale_out),
+    ):
+        if place is not None and not isinstance(place, torch.Tensor):
+            refuse_tensor(name, place)
     real("rms_eps", rms_eps, least=0.0)
     real("weight_bias", weight_bias)
     call = _pattern(pattern)
@@ -121,7 +131,8 @@ def allreduce_fusion(
     outputs = _Outputs(output, residual_out, norm_out, quant_out, scale_out).wanted(call)
     backend = workspace.backend_for(use_oneshot, len(input if residual_in is None else residual_in))
     x = input if prologue is None else None
-    return workspace.run(x, prologue, backend, epilogue | outputs)
+    names = REDUCED if call is _REDUCTION else NAMES
+    return workspace.run(x, prologue, backend, epilogue | outputs, names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +240,7 @@ def _reduction(
     assert scales is not None
     assert rows is not None
     assert shared is not None
-    experts = integer("moe_reduction_device_num_experts", experts, 1)
+    experts = integer("moe_reduction_device_num_experts", experts, 1, LIMITS["experts"][2])
     for name, tensor in (
         ("moe_reduction_scale_input", scales),
         ("moe_reduction_active_experts_token_input", rows),
@@ -245,8 +256,8 @@ def _reduction(
     ):
         if tensor.numel() != size:
             raise InvalidArgument(
-                f"{name} has {tensor.numel()} elements; {experts} experts and {tokens} tokens need "
-                f"{size}, expert by expert"
+                f"{name} is {shown(tensor)}; {experts} experts and {tokens} tokens need {size} "
+                "elements, expert by expert"
             )
     index = workspace.expert_major(experts, tokens)
     weights = scales.reshape(experts, tokens).t().contiguous()

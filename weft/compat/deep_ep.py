@@ -20,7 +20,7 @@ from weft.compat.refusals import refuse, renamed
 from weft.errors import InvalidArgument, OutOfOrder, UsageError
 from weft.memory import Group
 from weft.ops import reference_lowlatency
-from weft.ops.check import check_tensor
+from weft.ops.check import check_alignment, check_tensor
 from weft.ops.lowlatency import LowLatencyAllToAll
 from weft.ops.lowlatency_results import ExpertRows, Handle
 from weft.ops.lowlatency_shape import MAX_EXPERTS, MAX_TOKENS
@@ -35,6 +35,7 @@ SHRINK = "a rank that died ends the group: close it and make a new one"
 DISPATCHED = {"topk_ids": "topk_idx"}
 COMBINED = {"y": "x", "topk_ids": "topk_idx"}
 LOGFMT = "rows come home as bfloat16, exactly"
+STATS, COUNTS = "cumulative_local_expert_recv_stats", (torch.int32, torch.int64)
 COSTS = "build with profile=True and use dump_trace: waits by source, for each CTA"
 Numbers: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 # Source tokens, ranges, most tokens, hidden, experts; and weft's own handle.
@@ -181,6 +182,10 @@ class Buffer:
         sizes = (most, int(x.shape[-1]), int(topk_idx.shape[-1]))
         key = (*sizes, num_experts, scale)
         a2a = self._exchange(key)
+        if cumulative_local_expert_recv_stats is not None:
+            size, stats = (a2a.num_local_experts,), cumulative_local_expert_recv_stats
+            check_tensor(STATS, stats, shape=size, dtypes=COUNTS, device=self.group.device)
+            check_alignment(STATS, stats, stats.itemsize)
         receive: Hook | None = None
         try:
             if return_recv_hook:
@@ -291,8 +296,7 @@ class Buffer:
         integers = (torch.int32, torch.int64)
         check_tensor("topk_idx", ids, shape=shape, dtypes=integers, device=device)
         if stats is not None:
-            name, counts = "cumulative_local_expert_recv_stats", (torch.int32, torch.int64)
-            check_tensor(name, stats, shape=(None,), dtypes=counts, device=device)
+            check_tensor(STATS, stats, shape=(None,), dtypes=COUNTS, device=device)
 
     def _exchange(self, key: tuple[Any, ...]) -> LowLatencyAllToAll:
         if self._destroyed:

@@ -213,7 +213,11 @@ class MoeAlltoAll:
         if invalid is not None:
             check_ids(rows, self.top_k, invalid, ids)
         workspace = self._settle(rows)
-        received = workspace.dispatch(input_payloads, token_selected_experts, eplb_local_stats)
+        try:
+            received = workspace.dispatch(given, token_selected_experts, eplb_local_stats)
+        except UsageError as error:
+            names = {"topk_ids": "token_selected_experts", "stats": "eplb_local_stats"}
+            raise renamed(error, names) from error
         gathered = None if eplb_local_stats is None else received.stats
         tokens = token_selected_experts.shape[0]
         self._round = _Round(tokens, limit, received.counts, gathered)
@@ -233,7 +237,7 @@ class MoeAlltoAll:
         workspace, running = self._dispatched("get_combine_payload_tensor_in_workspace")
         _check_runtime_max(runtime_max_tokens_per_rank, running)
         terms = workspace.terms
-        hidden_size = integer("hidden_size", hidden_size, 1)
+        hidden_size = integer("hidden_size", hidden_size, 1, LIMITS["hidden"][2])
         instance("dtype", dtype, torch.dtype)
         if (hidden_size, dtype) != (terms.hidden, terms.dtype):
             raise InvalidArgument(
@@ -365,7 +369,7 @@ class MoeAlltoAll:
 
 
 def _check_runtime_max(given: int, running: _Round) -> None:
-    given = integer("runtime_max_tokens_per_rank", given, 1)
+    given = integer("runtime_max_tokens_per_rank", given, 1, LIMITS["tokens"][2])
     if given != running.runtime_max:
         raise InvalidArgument(
             f"runtime_max_tokens_per_rank is {given}; dispatch was called with "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +29,19 @@ NAMES = {
     "weight": "rms_gamma",
     "eps": "rms_eps",
     "out": "output",
+    "quant.scale": "scale_factor",
+    "prologue.rows": "input",
+    "prologue.index": "expanded_idx_to_permuted_idx",
+    "prologue.scales": "expert_scale_factor",
+    "prologue.shared": "shared_expert_output",
 }
+REDUCED = NAMES | {  # in the pattern that reduces experts' rows
+    "prologue.rows": "moe_reduction_active_experts_token_input",
+    "prologue.scales": "moe_reduction_scale_input",
+    "prologue.shared": "moe_reduction_token_input",
+}
+MAX_WORLD = 1 << 16
+INT64 = -(1 << 63), (1 << 63) - 1
 MULTICAST = "weft uses no NVLink multicast, which mnnvl is made of; auto and trtllm are the same"
 
 
@@ -75,8 +88,11 @@ class AllReduceFusionWorkspace:
     ) -> bool:
         """Can this workspace serve such calls? It is made for one hidden size and dtype."""
         reduce = self.open()
-        tp_size, num_tokens = integer("tp_size", tp_size), integer("num_tokens", num_tokens)
-        hidden_dim = integer("hidden_dim", hidden_dim)
+        tp_size, num_tokens = (
+            integer("tp_size", tp_size, *INT64),
+            integer("num_tokens", num_tokens, *INT64),
+        )
+        hidden_dim = integer("hidden_dim", hidden_dim, *INT64)
         instance("dtype", dtype, torch.dtype)
         if use_oneshot is not None:
             flags(use_oneshot=use_oneshot)
@@ -98,12 +114,16 @@ class AllReduceFusionWorkspace:
         prologue: MoEFinalize | None,
         backend: str,
         others: dict[str, Any],
+        names: Mapping[str, str] = NAMES,
     ) -> torch.Tensor:
-        """One call of `weft.AllReduce.fused`; return the first of norm, quant and sum it has."""
+        """One call of `weft.AllReduce.fused`; return the first of norm, quant and sum it has.
+
+        names: what errors call its arguments.
+        """
         try:
             result = self.open().fused(x, prologue=prologue, backend=backend, **others)
         except UsageError as error:
-            raise renamed(error, NAMES) from error
+            raise renamed(error, names) from error
         answers = (result.norm, result.quant, result.out)
         return next(tensor for tensor in answers if tensor is not None)
 
@@ -203,10 +223,10 @@ def create_allreduce_fusion_workspace(
     }
     if missing := [name for name, value in needed.items() if value is None]:
         raise InvalidArgument(f"{missing[0]} is None; create_allreduce_fusion_workspace needs it")
-    world_size = integer("world_size", world_size, 1)
-    rank = integer("rank", rank, 0)
+    world_size = integer("world_size", world_size, 1, MAX_WORLD)
+    rank = integer("rank", rank, 0, MAX_WORLD)
     max_token_num = integer("max_token_num", max_token_num, 1, MAX_TOKENS)
-    hidden_dim = integer("hidden_dim", hidden_dim, 8)
+    hidden_dim = integer("hidden_dim", hidden_dim, 8, 1 << 20)
     dtype = one_of("dtype", dtype, NUMBERS)
     ranks, owns = _ranks(rank, world_size, comm_backend, group)
     try:

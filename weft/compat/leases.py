@@ -17,6 +17,7 @@ from weft.errors import InvalidArgument
 from weft.memory import Group
 from weft.memory.driver import relaxed
 from weft.ops.alltoall import AllToAll
+from weft.ops.check import check_alignment, check_gradient
 from weft.ops.received import Payload, Received
 
 
@@ -130,6 +131,8 @@ class SharedWorkspace:
         """
         if payload.layout is not torch.strided or payload.is_nested:
             raise InvalidArgument("payload is a sparse or nested tensor; pass a dense one")
+        check_gradient("payload", payload)
+        check_alignment("payload", payload, payload.itemsize)
         home, offered = self.outbox(tokens), self.results(tokens)
         device, terms = self.terms.group.device, self.terms
         if (payload.shape, payload.dtype, payload.device) != (home.shape, terms.dtype, device):

@@ -53,7 +53,7 @@ def place(mapping: EpMapping) -> tuple[int, int]:
                 f"mapping is {shown(mapping)} and {name} is missing; pass an object with integers "
                 "moe_ep_rank and moe_ep_size"
             )
-    size = integer("mapping.moe_ep_size", mapping.moe_ep_size, 1)
+    size = integer("mapping.moe_ep_size", mapping.moe_ep_size, 1, 1 << 16)
     return integer("mapping.moe_ep_rank", mapping.moe_ep_rank, 0, size - 1), size
 
 

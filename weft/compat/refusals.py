@@ -12,6 +12,7 @@ from weft.arguments import integer, shown
 from weft.errors import InvalidArgument, TokenOverflow, UsageError
 from weft.ops.check import check_tensor
 from weft.ops.received import Payload
+from weft.shape import LIMITS
 
 BACKEND = "weft has one set of kernels"
 MASK = "weft waits for every rank; when one is gone, close the group and make a new one"
@@ -38,7 +39,7 @@ def renamed(error: UsageError, names: Mapping[str, str]) -> UsageError:
 
     names: weft's word -> the caller's.
     """
-    word = re.match(r"\w*", str(error))[0]  # type: ignore[index]
+    word = re.match(r"[\w.]*", str(error))[0]  # type: ignore[index]
     if word not in names:
         return error
     text = str(error).replace(f"pass {word}.", f"pass {names[word]}.")
@@ -79,7 +80,8 @@ def check_batch(
     """Raise unless `ids` `[tokens, top_k]` fit `limit` tokens, and those the all-to-all."""
     integers, shape = (torch.int32, torch.int64), (None, top_k)
     check_tensor("token_selected_experts", ids, shape=shape, dtypes=integers, device=device)
-    limit = integer("runtime_max_tokens_per_rank", limit, 1)  # also where nobody has a token
+    most = LIMITS["tokens"][2]  # and one at least, also where nobody has a token
+    limit = integer("runtime_max_tokens_per_rank", limit, 1, most)
     if limit > max_tokens or ids.shape[0] > limit:
         raise TokenOverflow(
             f"{ids.shape[0]} tokens with runtime_max_tokens_per_rank={limit} and "

@@ -24,6 +24,7 @@ __all__ = ["DispatchMetaInfo", "EPLowLatencyAllToAllLayer"]
 
 ONLINE = "dispatch quantises; weft.LowLatencyAllToAll(quant=None) sends rows as they are"
 SCALES = "dispatch makes the scales itself; leave send_scales out"
+MAX_WORLD = 1 << 16
 TRACES = Path("prof")
 
 
@@ -75,9 +76,9 @@ class EPLowLatencyAllToAllLayer:
         first_timeout: float = 120.0,
     ) -> None:
         refuse("online_quant_fp8", online_quant_fp8, True, ONLINE)
-        local_world_size = integer("local_world_size", local_world_size, 1)
-        world_size = integer("world_size", world_size, 1)
-        rank = integer("rank", rank, 0)
+        local_world_size = integer("local_world_size", local_world_size, 1, MAX_WORLD)
+        world_size = integer("world_size", world_size, 1, MAX_WORLD)
+        rank = integer("rank", rank, 0, MAX_WORLD)
         max_m = integer("max_m", max_m, 1, MAX_TOKENS)
         topk = integer("topk", topk, 1, MAX_TOP_K)
         fp8_gsize = one_of("fp8_gsize", fp8_gsize, GROUPS)

@@ -77,7 +77,7 @@ def grouped_gemm(
     if plan is not None and not isinstance(plan, GemmPlan | WgmmaPlan):
         refuse("plan", plan, "a GemmPlan or WgmmaPlan of weft.gemm, or None")
     if num_sms is not None:
-        num_sms = integer("num_sms", num_sms, 1)
+        num_sms = integer("num_sms", num_sms, 1, 1 << 16)
     flags(programmatic_launch=programmatic_launch, settled=settled)
     check_operands(a, b)
     check_groups(a, len(b), counts, offsets)
@@ -208,6 +208,8 @@ def _results(
     if out is None:
         return torch.empty((*rows, columns), dtype=_dtype(a, epilogue), device=a.device), None
     if isinstance(out, tuple):
-        raise InvalidArgument("out is a pair; only GatedQuant has scales")
+        raise InvalidArgument(
+            f"out is {shown(out)}; it must be one tensor, or None: only GatedQuant makes a pair"
+        )
     check_tensor("out", out, a, (*rows, columns), OUTS)
     return out, None

@@ -10,7 +10,7 @@ from weft.arguments import listed, shown
 from weft.errors import InvalidArgument
 from weft.gemm.epilogue import Epilogue, Gated, GatedQuant, Push
 from weft.gemm.plan import COLUMNS, DTYPES, FP8, GemmPlan
-from weft.ops.check import check_columns, refuse_tensor
+from weft.ops.check import check_alignment, check_columns, check_gradient, refuse_tensor
 
 OUTS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -69,8 +69,6 @@ def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
     """Refuse operands that no kernel takes. Raises InvalidArgument."""
     for name, tensor in (("a", a), ("b", b)):
         check_dense(name, tensor)
-        if tensor.is_nested:
-            raise InvalidArgument(f"{name} is a nested tensor; pass {name}.to_padded_tensor(0.0)")
     if a.ndim not in (2, 3) or b.ndim != 3 or a.shape[-1] != b.shape[2]:
         raise InvalidArgument(
             f"a is {list(a.shape)} and b {list(b.shape)}; they must be [rows, k] or "
@@ -94,10 +92,11 @@ def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
                 f"{name} is {size}; for {a.dtype} it must be a multiple of {unit}"
             )
     for name, tensor in (("a", a), ("b", b)):
+        check_alignment(name, tensor, tensor.itemsize)
         if not tensor.is_contiguous() or tensor.data_ptr() % 16:
             raise InvalidArgument(
-                f"{name} has strides {tensor.stride()} and starts at {tensor.data_ptr():#x}; it "
-                "must be contiguous and aligned to 16 bytes"
+                f"{name} has strides {tensor.stride()} for shape {list(tensor.shape)} and starts "
+                f"at address {tensor.data_ptr():#x}; it must be contiguous and aligned to 16 bytes"
             )
         if tensor.numel() // k >= 2**31:
             raise InvalidArgument(f"{name} has {tensor.numel() // k} rows; at most 2^31 - 1")
@@ -120,6 +119,7 @@ def check_tensor(
         )
     if tensor.device != like.device:
         raise InvalidArgument(f"{name} is on {tensor.device}, a on {like.device}")
+    check_alignment(name, tensor, tensor.itemsize)
     if not strided and not tensor.is_contiguous():
         raise InvalidArgument(
             f"{name} has strides {tensor.stride()} for shape {list(tensor.shape)}; it must be "
@@ -131,13 +131,10 @@ def check_dense(name: str, tensor: torch.Tensor) -> None:
     """Refuse what is no dense tensor. Raises InvalidArgument."""
     if not isinstance(tensor, torch.Tensor):
         refuse_tensor(name, tensor)
-    if tensor.layout is not torch.strided:
-        raise InvalidArgument(f"{name} is a {tensor.layout} tensor; pass {name}.to_dense()")
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise InvalidArgument(
-            f"{name} requires a gradient, and weft makes none: call under torch.no_grad(), or pass "
-            f"{name}.detach()"
-        )
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else tensor.layout
+        raise InvalidArgument(f"{name} is a {kind} tensor; it must be dense, one block of memory")
+    check_gradient(name, tensor)
 
 
 def check_groups(
@@ -147,7 +144,7 @@ def check_groups(
     check_tensor("counts", counts, a, (experts,), (torch.int32,))
     if (a.ndim == 2) != (offsets is not None):
         raise InvalidArgument(
-            f"a is {list(a.shape)} and offsets are {'given' if offsets is not None else 'not'}; "
+            f"a is {list(a.shape)} and offsets are {'given' if offsets is not None else 'None'}; "
             "rows [rows, k] have offsets, blocks [experts, max_rows, k] have none"
         )
     if offsets is not None:
@@ -165,10 +162,14 @@ def check_scales(
     """Refuse scales that do not fit, or are missing, or too many. Raises InvalidArgument."""
     if a.dtype != FP8:
         if a_scale is not None or b_scale is not None:
-            raise InvalidArgument(f"scales belong to {FP8}; a is {a.dtype}")
+            name, scale = ("b_scale", b_scale) if a_scale is None else ("a_scale", a_scale)
+            raise InvalidArgument(
+                f"{name} is {shown(scale)}; scales belong to {FP8}, and a is {a.dtype}"
+            )
         return
     if a_scale is None or b_scale is None:
-        raise InvalidArgument(f"{FP8} needs a_scale and b_scale")
+        name = "a_scale" if a_scale is None else "b_scale"
+        raise InvalidArgument(f"{name} is None; {FP8} needs a_scale and b_scale")
     experts, n, k = b.shape
     wanted = (*a.shape[:-1], k // 128)
     check_tensor("a_scale", a_scale, a, wanted, (torch.float32,), strided=True)

@@ -11,6 +11,7 @@ from weft.errors import InvalidArgument
 from weft.gemm.launch import installed
 from weft.gemm.plan import COLUMNS, FP8
 from weft.gemm.request import OUTS, check_dense
+from weft.ops.check import check_alignment
 from weft.ops.reference import quantize
 
 ROWS = 8  # of a CTA, which is one warp
@@ -27,6 +28,7 @@ def quantize_rows(
     """
     flags(programmatic_launch=programmatic_launch)
     check_dense("x", x)
+    check_alignment("x", x, x.itemsize)
     if x.ndim != 2 or x.shape[1] % COLUMNS or not x.is_contiguous():
         raise InvalidArgument(
             f"x is {list(x.shape)} in strides {x.stride()}; want contiguous [rows, k], k a "

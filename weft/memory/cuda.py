@@ -232,9 +232,12 @@ class DeviceShares:
         try:
             return call("cuMemCreate", self._mapped, self._properties(self._kind), 0)
         except DriverError as error:
+            free, total = call("cuMemGetInfo")
             raise DriverError(
-                f"{error}; cuda:{self._ordinal} needs {self._mapped} free bytes in one piece: "
-                "`torch.cuda.empty_cache()` gives back what torch only keeps"
+                f"{error}; a share takes {self._mapped} bytes in one piece, and cuda:"
+                f"{self._ordinal} has {free} free of {total}: `torch.cuda.empty_cache()` gives "
+                "back what torch only keeps, and the `memory_bytes` of what you build tells its "
+                "bytes before anything is allocated"
             ) from error
 
     def _map(self, rank: int, shared: int | str) -> None:

@@ -145,5 +145,5 @@ def default_device(given: torch.device | str | None, local_rank: int | None = No
             return torch.device("cuda", local_rank)
         return torch.device("cuda", torch.cuda.current_device())
     if device.type not in ("cpu", "cuda"):
-        raise InvalidArgument(f'device is {device}: weft runs on "cpu" and "cuda"')
+        raise InvalidArgument(f'device is {shown(given)}: weft runs on "cpu" and "cuda"')
     return device

@@ -126,6 +126,8 @@ class Group:
         Unix sockets, for ranks on several hosts: it cannot hold a Heap.
         Raises RendezvousFailed when the ranks are on several hosts or do not meet.
         """
+        timeout, where = seconds("timeout", timeout), default_device(device)
+        flags(shared_memory=shared_memory)
         group = dist.group.WORLD if process_group is None else process_group
         if group is None:
             raise InvalidArgument(
@@ -133,12 +135,9 @@ class Group:
                 "Group.from_env() or weft.launch"
             )
         instance("process_group", group, dist.ProcessGroup)
-        timeout = seconds("timeout", timeout)
-        flags(shared_memory=shared_memory)
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         if rank < 0:
             raise InvalidArgument("this process is no member of the given process group")
-        where = default_device(device)
         control = TorchControl(group)
         if not shared_memory:
             return cls(
@@ -165,6 +164,7 @@ class Group:
         are on several hosts, one of them dies or they do not meet in time.
         """
         timeout = seconds("timeout", timeout)
+        default_device(device)
         rank, size, local_rank = environment()
         where = default_device(device, local_rank)
         peers = Peers()

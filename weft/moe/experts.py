@@ -165,6 +165,10 @@ class ExpertWeights:
 
         fp8: the layer wants weights of FP8, with their scales.
         """
+        instance("config", config, MoEConfig)
+        local_experts = integer("local_experts", local_experts, 0, config.routing.num_experts)
+        instance("device", device, torch.device)
+        flags(fp8=fp8)
         wide, hidden, inner = 2 * config.intermediate, config.hidden, config.intermediate
         shapes: dict[str, tuple[int, ...]] = {
             "gate_up": (local_experts, wide, hidden),

@@ -13,7 +13,7 @@ from weft.gemm.hopper import NUMBERS, PAIR, Kind, WgmmaPlan, preload
 from weft.gemm.request import OUTS
 from weft.moe.experts import FP8, Expert, to_blocks
 from weft.moe.gating import SWIGLU, Gating
-from weft.ops.check import check_tensor, refuse_tensor
+from weft.ops.check import check_alignment, check_tensor, refuse_tensor
 from weft.shape import FP8_BLOCK
 
 EVERY = 2**31 - 1  # a count that is held to the rows there are
@@ -66,8 +66,12 @@ class FP8Expert(nn.Module):
                 )
             size, blocks = (rows, columns), (rows // FP8_BLOCK, columns // FP8_BLOCK)
             single = (torch.float32,)
-            check_tensor(name, matrix, shape=size, dtypes=(FP8,), device=device)
-            check_tensor(f"{name}_scale", scale, shape=blocks, dtypes=single, device=device)
+            check_tensor(name, matrix, shape=size, dtypes=(FP8,), device=device, kept=True)
+            check_alignment(name, matrix, 16)
+            check_tensor(
+                f"{name}_scale", scale, shape=blocks, dtypes=single, device=device, kept=True
+            )
+            check_alignment(f"{name}_scale", scale, scale.itemsize)
             self.register_buffer(name, matrix.unsqueeze(0))
             self.register_buffer(f"{name}_scale", scale.unsqueeze(0))
         if tuple(gate_up.shape) != (2 * down.shape[1], down.shape[0]):
@@ -111,6 +115,7 @@ class FP8Expert(nn.Module):
         """`[tokens, hidden]` -> `[tokens, hidden]`."""
         dtypes, size = OUTS, (None, self.gate_up.shape[2])
         check_tensor("x", x, shape=size, dtypes=dtypes, device=self.gate_up.device)
+        check_alignment("x", x, 16)
         rows, device, count = len(x), x.device, self._count
         q, scale = quantize_rows(x)
         n, k, hidden = self.gate_up.shape[1], self.gate_up.shape[2], self.down.shape[1]

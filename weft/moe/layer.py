@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from weft.arguments import function, instance
+from weft.arguments import function, instance, shown
 from weft.errors import GroupError, InvalidArgument
 from weft.memory import Group
 from weft.memory.group import reason
@@ -330,10 +330,15 @@ class MoE:
         check_tokens(tokens, self.exchange.max_tokens)
         if not isinstance(logits, torch.Tensor):
             refuse_tensor("logits", logits)
-        if logits.dim() != 2 or logits.shape[0] != tokens or logits.device != device:
+        if (
+            logits.is_nested
+            or logits.dim() != 2
+            or logits.shape[0] != tokens
+            or logits.device != device
+        ):
             raise InvalidArgument(
-                f"logits are {list(logits.shape)} on {logits.device}; x has {tokens} rows on "
-                f"{device}: pass the logits of the same tokens"
+                f"logits are {shown(logits)}; x has {tokens} rows on {device}: pass the logits of "
+                "the same tokens, [tokens, num_experts]"
             )
         if out is not None:
             check_tensor("out", out, shape=x.shape, dtypes=dtypes, device=device)

@@ -21,7 +21,7 @@ from weft.ops.lowlatency_shape import REDUCES
 from weft.shape import LIMITS, NUMBERS, WAYS
 
 AUTO = "auto"
-MAX_PARTS = 64
+MAX_PARTS, MAX_SMS = 64, 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def check_options(options: Options, config: MoEConfig) -> None:
     if options.slots is not None:
         integer("slots", options.slots, 1, MAX_SLOTS)
     if options.num_sms is not None:
-        integer("num_sms", options.num_sms, 1)
+        integer("num_sms", options.num_sms, 1, MAX_SMS)
     seconds("timeout", options.timeout)
     seconds("first_timeout", options.first_timeout)
     flags(

@@ -72,7 +72,13 @@ def check_tensor(
         dense = False
     if not dense:
         _refuse_layout(name, tensor)
-    if tensor.requires_grad and not kept and torch.is_grad_enabled():
+    if tensor.requires_grad and not kept:
+        check_gradient(name, tensor)
+
+
+def check_gradient(name: str, tensor: torch.Tensor) -> None:
+    """Raises InvalidArgument for a tensor that wants what weft does not make: a gradient."""
+    if tensor.requires_grad and torch.is_grad_enabled():
         raise InvalidArgument(
             f"{name} requires a gradient, and weft makes none: call under torch.no_grad(), or pass "
             f"{name}.detach()"

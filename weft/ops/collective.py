@@ -16,7 +16,7 @@ import torch.distributed as dist
 from weft.errors import BadExpertId, OutOfOrder
 from weft.memory import Group
 from weft.memory.driver import in_relaxed_mode
-from weft.ops.check import check_group, check_tensor, tensors_of
+from weft.ops.check import check_alignment, check_group, check_tensor, tensors_of
 from weft.ops.geometry import Geometry
 from weft.ops.placement import Placed
 from weft.ops.received import Payload, Received
@@ -177,6 +177,7 @@ class CollectiveAllToAll(Placed):
             if tensor is not None:
                 size = want or self._output.shape
                 check_tensor(name, tensor, shape=size, dtypes=(self.dtype,), device=device)
+                check_alignment(name, tensor, tensor.itemsize)
         self._pending = None
         carries = (self._received.ids >= 0).any(dim=2, keepdim=True)
         rows = torch.where(carries, (self._output if y is None else y).float(), 0.0)

@@ -280,7 +280,7 @@ class CudaGroupEntries:
         most = available - (args.cells != 0)
         if args.cells and num_sms is None:
             num_sms = min(WAITING, most)
-        if num_sms is not None and integer("num_sms", num_sms, 1) > most:
+        if num_sms is not None and integer("num_sms", num_sms, 1, 1 << 16) > most:
             kind = " to a send that waits for signals" if args.cells else ""
             raise InvalidArgument(f"num_sms is {num_sms}; this GPU has 1..{most}{kind}")
         columns, stream = args.end - args.first, current_stream(torch.cuda.current_device())

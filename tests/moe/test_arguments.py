@@ -1,0 +1,374 @@
+"""Every argument of layers, routers, experts and grouped products, with every hostile value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+import weft.gemm
+from tests.hostile import (
+    ANY_DTYPE,
+    CALLED,
+    COUNT,
+    DTYPE,
+    FLAG,
+    POSITIVE,
+    REAL,
+    SECONDS,
+    TENSOR,
+    THING,
+    WHOLE,
+    WORD,
+    Kind,
+    Row,
+    listed,
+)
+from tests.test_arguments import MAP, SMS, TABLE, pytestmark, tried
+from weft import MoEConfig
+from weft.gemm import Gated, GatedQuant, GemmPlan, Push, WgmmaPlan
+from weft.memory import Group
+from weft.moe import Expert, ExpertWeights, FP8Expert, Gating, Routing, route, router_logits
+
+__all__ = ["pytestmark"]
+HIDDEN, EXPERTS, TOKENS, BF16 = 128, 4, 3, torch.bfloat16
+RULE = Routing(EXPERTS, 2, score="sigmoid", correction=True)
+CONFIG = MoEConfig(HIDDEN, 64, RULE, shared=32)
+HOST_DEVICE = listed("somewhere", 7, True, [], torch.zeros(2)).optional()
+# Weights are parameters of some model: that they want gradients does not matter when they are kept.
+KEPT = Kind(lambda good: [v for v in TENSOR.values(good) if not getattr(v, "requires_grad", False)])
+# torch's own layers say what they miss; what weft reads of a tensor is its kind, shape and dtype.
+PLAIN = Kind(lambda good: [good.tolist(), good.float().numpy(), "a", True, good.unsqueeze(0)])
+
+
+def rules() -> list[Row]:
+    """Configurations, which hold nothing."""
+    routing = {
+        "num_experts": listed(*WHOLE, 0, -1, 1 << 17),
+        "top_k": listed(*WHOLE, 0, -1, 5),
+        "score": WORD,
+        "renormalise": FLAG,
+        "correction": FLAG,
+        "groups": listed(*WHOLE, 0, -1, 3),
+        "top_groups": listed(*WHOLE, 0, -1, 3),
+        "group_best": listed(*WHOLE, 0, -1, 3),
+        "scale": POSITIVE,
+        "weigh": WORD,
+    }
+    columns = listed(*WHOLE, 0, -1)
+    config = {
+        **{"hidden": columns, "intermediate": columns, "routing": THING, "gating": THING},
+        **{"shared": listed(*WHOLE, -1), "biased": FLAG, "dtype": ANY_DTYPE},
+    }
+    gating = {"alpha": REAL, "offset": REAL, "limit": POSITIVE.optional()}
+    rows = [
+        Row(Routing, {"num_experts": 4, "top_k": 2, "groups": 2}, routing),
+        Row(MoEConfig, {"hidden": 128, "intermediate": 64, "routing": RULE}, config),
+    ]
+    return [*rows, *(Row(kind, {}, gating) for kind in (Gating, Gated, GatedQuant))]
+
+
+def sizes() -> list[Row]:
+    """Functions of numbers."""
+    amount = listed(*WHOLE, -1)
+    per_rank: dict[str, Kind] = {
+        "max_running_requests": COUNT,
+        **{name: amount for name in ("prefill_tokens", "speculative_tokens", "graph_batch_size")},
+        **{name: COUNT for name in ("data_parallel", "tensor_parallel", "multiple_of")},
+    }
+    good = {"max_running_requests": 8, "prefill_tokens": 8}
+    placement = weft.Placement.blocks(4, 2)
+    blocks = {"num_experts": COUNT, "ep_size": listed(*WHOLE, 0, -1, 33)}
+    mapped = {"expert_map": Kind(MAP.values), "num_experts": COUNT, "ep_size": blocks["ep_size"]}
+    run = {"fn": CALLED, "args": Kind(lambda _: [], none=True), "ranks": COUNT}
+    run |= {"device": listed("meta", 7, True, [], "gpu", torch.zeros(2)), "timeout": SECONDS}
+    started = {"device": listed("meta", 7, True, [], "gpu"), "timeout": SECONDS}
+    return [
+        Row(weft.tokens_per_rank, good, per_rank),
+        Row(weft.Placement.blocks, {"num_experts": 4, "ep_size": 2}, blocks),
+        Row(
+            weft.Placement.mapped,
+            {"expert_map": [0, 0, 1, 1], "num_experts": 4, "ep_size": 2},
+            mapped,
+        ),
+        Row(placement.experts_of, {"rank": 0}, {"rank": listed(*WHOLE, -1, 32)}),
+        Row(placement.table, {"device": torch.device("cpu")}, {"device": THING}),
+        Row(launched, {"fn": print, "args": (), "ranks": 1}, run),
+        Row(Group.from_torch, {}, {**torch_group(), "timeout": SECONDS}),
+        Row(from_env, {}, {"device": started["device"].optional(), "timeout": SECONDS}),
+    ]
+
+
+def torch_group() -> dict[str, Kind]:
+    """A process group that is none; the device and the flag are looked at behind it."""
+    kind = listed("x", 7, True, []).optional()  # None is torch's world, which is not there
+    return {"process_group": kind, "device": HOST_DEVICE, "shared_memory": FLAG}
+
+
+def launched(fn: Any, args: Any, ranks: Any, device: Any = "cpu", timeout: Any = 600.0) -> Any:
+    return weft.launch(fn, *args, ranks=ranks, device=device, timeout=timeout)
+
+
+def from_env(device: Any = None, timeout: Any = 120.0) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "LOCAL_RANK"):
+            patch.setenv(name, "0")
+        patch.setenv("WORLD_SIZE", "1")
+        patch.setenv("MASTER_ADDR", "localhost")
+        patch.setenv("MASTER_PORT", "1")  # nobody listens: a wrong argument is refused before
+        return Group.from_env(device=device, timeout=timeout)
+
+
+def routers() -> list[Row]:
+    """Functions of a rank's own tensors."""
+    logits = torch.randn((TOKENS, EXPERTS))
+    routed = {
+        "routing": THING,
+        "logits": ROUTED,
+        "correction": KEPT,
+        "num_tokens": TENSOR.optional(),
+    }
+    given = {
+        **{"routing": RULE, "logits": logits, "correction": torch.zeros(EXPERTS)},
+        "num_tokens": torch.ones(1, dtype=torch.int32),
+    }
+    x, gate = torch.randn((TOKENS, HIDDEN)), torch.randn((EXPERTS, HIDDEN))
+    linear = {"x": x, "gate": gate, "bias": torch.zeros(EXPERTS)}
+    return [
+        Row(route, given, routed),
+        Row(
+            router_logits,
+            linear,
+            {"x": PLAIN, "gate": PLAIN, "bias": PLAIN.optional()},
+        ),
+    ]
+
+
+def _logits(good: torch.Tensor) -> list[Any]:
+    """Gradients flow through a router on CPUs, in any strides."""
+    wrong = [v for v in KEPT.values(good) if not _dense(v, good)]
+    return [v for v in wrong if not isinstance(v, torch.Tensor) or not v.is_meta]
+
+
+def _dense(value: Any, good: torch.Tensor) -> bool:
+    if not isinstance(value, torch.Tensor) or value.is_nested:
+        return False
+    alike = (value.shape, value.dtype, value.layout, value.device)
+    return alike == (good.shape, good.dtype, good.layout, good.device)
+
+
+ROUTED = Kind(_logits)
+
+
+def experts() -> list[Row]:
+    """Weights."""
+    whole = Expert.seeded(CONFIG, 1)
+    eight = MoEConfig(128, 128, RULE)
+    fp8 = FP8Expert.of(Expert.seeded(eight, 1))
+    parts = {
+        "gate_up": fp8.gate_up[0].clone(),
+        "gate_up_scale": fp8.gate_up_scale[0].clone(),
+        "down": fp8.down[0].clone(),
+        "down_scale": fp8.down_scale[0].clone(),
+    }
+    numbers = Kind(lambda good: [good.float().tolist(), "a", True, good.float(), good[0]])
+    plain = {
+        **{"gate_up": whole.gate_up.data, "down": whole.down.data},
+        **{"gate_up_bias": torch.zeros(128, dtype=BF16), "down_bias": torch.zeros(128, dtype=BF16)},
+    }
+    biases = PLAIN.optional()
+    mine = ExpertWeights.stack(CONFIG, [whole])
+    checked = {"config": CONFIG, "local_experts": 1, "device": torch.device("cpu")}
+    return [
+        Row(
+            Expert,
+            plain,
+            {
+                **{"gate_up": PLAIN, "down": PLAIN, "gating": THING},
+                **{"gate_up_bias": biases, "down_bias": biases},
+            },
+        ),
+        Row(
+            Expert.seeded,
+            {"config": CONFIG, "seed": 1},
+            {"config": THING, "seed": listed(*WHOLE), "shared": FLAG},
+        ),
+        Row(
+            ExpertWeights.stack,
+            {"config": CONFIG, "experts": [whole]},
+            {
+                "config": THING,
+                "experts": listed(7, "x", whole, [None], ["x"]),
+                "device": HOST_DEVICE,
+            },
+        ),
+        Row(
+            mine.check,
+            checked,
+            {"config": THING, "local_experts": listed(*WHOLE, -1), "device": THING, "fp8": FLAG},
+        ),
+        Row(
+            FP8Expert,
+            parts,
+            {
+                **{"gate_up": numbers, "down": numbers, "gating": THING, "dtype": DTYPE},
+                **{"gate_up_scale": KEPT, "down_scale": KEPT},
+            },
+        ),
+        Row(FP8Expert.of, {"expert": Expert.seeded(eight, 1)}, {"expert": THING}),
+        Row(fp8.forward, {"x": torch.randn((TOKENS, 128)).to(BF16)}, {"x": TENSOR}),
+        Row(
+            Gating().apply,
+            {"gate_up": torch.randn((TOKENS, 8))},
+            {
+                "gate_up": listed([1.0], "a", True, 7, torch.zeros(2).numpy()),
+                "out": listed([1.0], "a", True, 7).optional(),
+            },
+        ),
+    ]
+
+
+def products() -> list[Row]:
+    """Grouped products and their plans."""
+    a, b = torch.randn((8, 128)).to(BF16), torch.randn((2, 128, 128)).to(BF16)
+    counts = torch.tensor([4, 4], dtype=torch.int32)
+    offsets = torch.tensor([0, 4, 8], dtype=torch.int32)
+    given = {
+        **{"a": a, "b": b, "counts": counts, "offsets": offsets},
+        **{"bias": torch.zeros((2, 128)), "out": torch.zeros((8, 128), dtype=BF16)},
+    }
+    parts = listed("x", 7, [0, 128], (0,), (0, 128.0), (True, 128), (0, 64), (0, 256))
+    none = TENSOR.optional()
+    signal = Kind(lambda _: [[1], "a", True, torch.zeros(9), torch.zeros(1, dtype=torch.int64)])
+    scales = listed(torch.ones((8, 1)), [1.0], "a", True).optional()
+    products = {
+        **{"a": TENSOR, "b": TENSOR, "counts": TENSOR, "offsets": TENSOR, "bias": none},
+        **{"a_scale": scales, "b_scale": scales, "out": none, "signal": signal.optional()},
+        **{"plan": THING.optional(), "epilogue": THING, "columns": parts.optional()},
+        "num_sms": listed(*WHOLE, 0, -1).optional(),
+        **{"programmatic_launch": FLAG, "settled": FLAG},
+    }
+    size = listed(*WHOLE, 0, -1)
+    amount = listed(*WHOLE, -1)
+    planned = {
+        **{"experts": amount, "rows_per_expert": amount, "n": size, "k": size},
+        "dtype": listed("bfloat16", 7, True, torch.float64, []),
+        "gated": FLAG,
+    }
+    sized = {"experts": 2, "rows_per_expert": 8, "n": 256, "k": 128, "dtype": BF16}
+    tile = {
+        "block_rows": listed(*WHOLE, 0, 48),
+        "block_columns": listed(*WHOLE, 0, 64),
+        "block_depth": listed(*WHOLE, 0, 96),
+        "warps": listed(*WHOLE, 0, 5),
+        **{name: listed(*WHOLE, 0, -1) for name in ("stages", "ctas_per_sm", "group")},
+        **{"swap": FLAG, "flatten": FLAG, "order": WORD},
+    }
+    return [
+        Row(weft.gemm.grouped_gemm, given, products),
+        Row(weft.gemm.plan, sized, {**planned, "order": WORD, "group": size}),
+        Row(
+            weft.gemm.fastest_plan,
+            sized,
+            {
+                **{**planned, "biased": FLAG, "out": ANY_DTYPE, "tells": FLAG},
+                "device": THING.optional(),
+            },
+        ),
+        Row(GemmPlan, {"block_rows": 64}, tile),
+        Row(WgmmaPlan, {"block_rows": 64}, {"block_rows": tile["block_rows"]}),
+        Row(
+            weft.gemm.quantize_rows,
+            {"x": torch.randn((4, 128))},
+            {"x": TENSOR, "programmatic_launch": FLAG},
+        ),
+        Row(
+            pushed,
+            {"home": torch.zeros(8, dtype=torch.int64)},
+            {
+                "home": TENSOR,
+                "dtype": listed("bfloat16", 7, True, torch.int8, []).optional(),
+                "tells": FLAG,
+                "unless": Kind(
+                    lambda g: TENSOR.values(torch.zeros(1, dtype=torch.int32)), none=True
+                ),
+            },
+        ),
+    ]
+
+
+def pushed(home: Any, dtype: Any = None, tells: Any = True, unless: Any = None) -> Any:
+    a, b = torch.randn((8, 128)).to(BF16), torch.randn((2, 128, 128)).to(BF16)
+    counts = torch.tensor([4, 4], dtype=torch.int32)
+    offsets = torch.tensor([0, 4, 8], dtype=torch.int32)
+    push = Push(home, dtype, tells=tells, unless=unless)
+    return weft.gemm.grouped_gemm(a, b, counts=counts, offsets=offsets, epilogue=push)
+
+
+TABLES: dict[str, Callable[[], list[Row]]] = {
+    make.__name__: make for make in (rules, sizes, routers, experts, products)
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_hostile_arguments_of_functions_are_refused_in_words(name):
+    for row in TABLES[name]():
+        tried(row)
+
+
+def layers(group: weft.Group, options: dict[str, Any]) -> None:
+    experts = [Expert.seeded(CONFIG, seed) for seed in range(EXPERTS)]
+    shared = Expert.seeded(CONFIG, 9, shared=True)
+    correction = torch.zeros(EXPERTS)
+
+    def mine(local: tuple[int, ...]) -> ExpertWeights:
+        return ExpertWeights.stack(CONFIG, [experts[e] for e in local])
+
+    given: dict[str, Any] = {
+        **{"group": group, "config": CONFIG, "weights": mine, "max_tokens": 8},
+        **{"shared": shared, "correction": correction, **options},
+    }
+    kinds: dict[str, Kind] = {
+        **{"group": THING, "config": THING, "weights": THING, "max_tokens": COUNT},
+        **{"shared": CALLED, "correction": KEPT, "exchange": WORD, "overlap": WORD},
+        **{"table": TABLE, "gemm": WORD, "max_rows": listed(*WHOLE, 0, -1).optional()},
+        **{"expert_map": MAP, "fp8": FLAG, "parts": listed(*WHOLE, 0, -1, 65)},
+        **{"quantize": WORD.optional(), "combine_by": WORD.optional(), "reduce": WORD.optional()},
+        **{"slots": listed(*WHOLE, 0, -1, 17).optional(), "timeout": SECONDS},
+        **{"first_timeout": SECONDS, "num_sms": SMS, "programmatic_launch": FLAG},
+        "profile": FLAG,
+    }
+    tried(Row(weft.MoE, given, kinds))
+    generator = torch.Generator().manual_seed(group.rank)
+    x = torch.randn((TOKENS, HIDDEN), generator=generator).to(BF16)
+    logits = torch.randn((TOKENS, EXPERTS), generator=generator)
+    with weft.MoE(**given) as layer:
+        before = layer(x, logits)
+        count, out = torch.ones(1, dtype=torch.int32), torch.zeros_like(x)
+        call = {"x": x, "logits": logits, "num_tokens": count, "out": out}
+        none = TENSOR.optional()
+        tried(
+            Row(
+                layer.__call__,
+                call,
+                {"x": TENSOR, "logits": ROUTED, "num_tokens": none, "out": none},
+            )
+        )
+        routed = {"logits": logits, "num_tokens": count}
+        tried(Row(layer.route, routed, {"logits": ROUTED, "num_tokens": none}))
+        tried(Row(layer.experts, {"received": None}, {"received": THING}))
+        other = {"weights": mine, "shared": shared, "correction": correction}
+        names = ("weights", "shared", "correction")
+        tried(Row(layer.sibling, other, {name: kinds[name] for name in names}))
+        layer.check()
+        assert torch.equal(layer(x, logits), before)
+        group.barrier()
+
+
+@pytest.mark.parametrize("exchange", ["rank", "expert"])
+def test_hostile_arguments_of_layers_are_refused_in_words(ranks, exchange):
+    options = {"exchange": exchange, "overlap": "none", "gemm": "loop"}
+    ranks(2, "threads")(layers, options)
