@@ -15,6 +15,7 @@ import pytest
 import torch
 import triton
 
+from tests.recorded import TRITON, reads
 from weft.gemm import GemmPlan, plan
 from weft.gemm.plan import FP8
 
@@ -24,6 +25,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tests.gemm.compiling import Compiled, compiled, described
+
+pytestmark = reads("tests/gemm/interpreted.py", tools=(TRITON,))
 
 BF16 = torch.bfloat16
 ROWS = (8, 32, 64, 128, 256)  # one for each of the default plans

@@ -11,10 +11,11 @@ import torch
 
 from tests.gemm.cases import SENTINEL, Case, Made, Output, gated
 from tests.gemm.emulate import EmulatedProducts, compile_products, tensor_map
+from tests.recorded import reads
 from weft.gemm import STORE, Gated, Push, WgmmaPlan, grouped_gemm, hopper, reference
 from weft.gemm.hopper import BIASES, OPERANDS, Kind
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), reads("tests/kernels/*.hpp")]
 
 BF16, FP16 = torch.bfloat16, torch.float16
 GATED = Gated(1.702, 1.0, 0.7)

@@ -24,11 +24,12 @@ from tests.gemm.emulate import (
     compile_products,
     tensor_map,
 )
+from tests.recorded import reads
 from weft.gemm import STORE, Epilogue, Gated, GatedQuant, Push, WgmmaPlan, hopper, reference
 from weft.gemm.hopper import Kind
 from weft.gemm.plan import FP8
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), reads("tests/kernels/*.hpp")]
 BF16 = torch.bfloat16
 
 # Odd steps of k, scales as vectors and one by one, rows up to the last of the tensor; of two bytes

@@ -14,11 +14,14 @@ import weft
 from tests.kernels.emulate import EmulatedEntries, compile_emulated
 from tests.kernels.watch import watching, ways
 from tests.ops.test_allreduce import expert_rows
+from tests.recorded import reads
 from tests.sums import BACKENDS, Sum, play, quants, same
 from weft.errors import PeerTimeout
 from weft.memory.header import HEADER_BYTES
 from weft.ops.reduce_plan import ReducePlan
 from weft.ops.reduction import Reduction
+
+pytestmark = reads("tests/kernels/*.hpp")
 
 TOKENS = 5
 

@@ -13,9 +13,12 @@ import torch
 import weft
 from tests.kernels.emulate_combine import EmulatedCombine, compile_combine
 from tests.ops.test_ways import one_round, strange_rows
+from tests.recorded import reads
 from tests.rounds import Round
 from weft.errors import PeerTimeout
 from weft.ops.plan import Plan
+
+pytestmark = reads("tests/kernels/*.hpp")
 
 # 1152 columns are two strips and a quarter, 4608 are nine.
 CASES = {

@@ -12,8 +12,11 @@ import torch
 
 import weft
 from tests.kernels.emulate_few import RULES, EmulatedFew, compile_few
+from tests.recorded import reads
 from tests.rounds import Round, play
 from weft.errors import RankFailed
+
+pytestmark = reads("tests/kernels/*.hpp")
 
 # Rings that go round, one piece and several, a last piece that is narrower, rows with holes.
 CASES = {

@@ -15,10 +15,13 @@ import weft
 from tests.kernels.emulate_alltoall import places
 from tests.kernels.emulate_groups import EmulatedGroups, compile_groups
 from tests.kernels.watch import watching, ways
+from tests.recorded import reads
 from tests.rounds import Round, bits
 from tests.sending import Late, make, round_trip, scattered, sent_in, stored_at_homes
 from weft.ops.entry import Entries
 from weft.ops.grouping import ExpertGroups
+
+pytestmark = reads("tests/kernels/*.hpp")
 
 CASE = Round(tokens=(16, 5), top_k=5, experts=12, hidden=640, router="holes", add=True)
 GROUPS: dict[str, dict[str, object]] = {

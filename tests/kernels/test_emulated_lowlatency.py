@@ -15,6 +15,7 @@ import weft
 from tests.kernels.emulate_lowlatency import EmulatedLow, compile_low
 from tests.kernels.watch import watching, ways
 from tests.lowlatency_rounds import Mode, play
+from tests.recorded import reads
 from tests.rounds import Round
 from weft.memory.header import HEADER_BYTES, PHASES
 from weft.ops.lowlatency import LowLatencyAllToAll
@@ -22,6 +23,8 @@ from weft.ops.lowlatency_geometry import LowGeometry
 from weft.ops.lowlatency_shape import Track
 from weft.ops.lowlatency_trace import ROLES, read_work
 from weft.ops.timeline import DEFINE, read_timeline
+
+pytestmark = reads("tests/kernels/*.hpp")
 
 MOST = 56  # tokens: three chunks, the last of them cut
 CASE = Round(tokens=(5, 1), hidden=256, experts=9, top_k=4)

@@ -9,8 +9,11 @@ import torch
 
 from tests.kernels.emulate import build_library, emulated_tree
 from tests.moe.routed import RULES, hold_to_torch
+from tests.recorded import reads
 from weft.moe import Routed, Routing
 from weft.moe.route_entry import THREADS, TOKENS, args_of
+
+pytestmark = reads("tests/kernels/*.hpp")
 
 ROWS = 9  # two CTAs and a quarter
 

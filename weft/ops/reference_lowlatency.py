@@ -150,9 +150,10 @@ def unpack_scales(scales: torch.Tensor, blocks: int) -> torch.Tensor:
     """float32 `[..., R, blocks]` of scales in any layout that dispatch returns."""
     if scales.dtype == torch.float32:
         return scales
-    words = scales.new_empty(scales.shape).copy_(scales)  # contiguous, whatever the strides
-    bytes_ = words.view(torch.uint8)[..., :blocks].contiguous()
-    return bytes_.view(torch.float8_e8m0fnu).float()
+    # By shifts: a view of words as bytes needs them in rows, and inductor may keep the columns.
+    places = torch.arange(0, 32, 8, dtype=torch.int32, device=scales.device)
+    bytes_ = (scales.unsqueeze(-1) >> places & 0xFF).flatten(-2)[..., :blocks]
+    return bytes_.to(torch.uint8).view(torch.float8_e8m0fnu).float()
 
 
 def _travelled(rows: torch.Tensor, combine_by: str) -> torch.Tensor:
