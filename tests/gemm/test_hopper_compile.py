@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.kernels.machine_code import disassemble
 from tests.kernels.test_compile import numbers_of
 from tests.recorded import NVRTC, reads
 from weft.gemm.hopper import FP8_ROWS, SHARED_BYTES, Kind, WgmmaPlan
@@ -83,7 +82,7 @@ def test_numbers_of_two_bytes_stay_on_the_tensor_cores(finish: str, rows: int, t
     assert WgmmaPlan(rows).stages(32, operand) == 10 or full
     assert set(re.findall(r"(\d+) bytes spill stores", log)) == {"0"}, log
     assert "serialized" not in log, log
-    code = machine_code(cubin, tmp_path)
+    code = disassemble(cubin)
     found = re.findall(r"\bHGMMA\.64x(\d+)x16\.F32\.?(BF16|)\b", code)
     assert {(int(n), kind) for n, kind in found} == {(n, type_) for n in widths(rows)}
     assert "UTMALDG.2D.MULTICAST" in code
@@ -108,7 +107,7 @@ def test_shared_memory_suffices_for_any_number_of_experts(kind: Kind, tmp_path: 
 @pytest.mark.parametrize("finish", FINISHES)
 def test_its_code_is_tensor_cores_and_whole_vectors(finish: str, tmp_path: Path):
     """Every width of a product is there, rows leave by 16 bytes, no fence stands in a loop."""
-    code = machine_code(compiled(kind_of(finish, 128), tmp_path)[0], tmp_path)
+    code = disassemble(compiled(kind_of(finish, 128), tmp_path)[0])
     shapes = {int(n) for n in re.findall(r"QGMMA\.64x(\d+)x32\.F32\.E4M3\.E4M3", code)}
     assert shapes == set(widths(128))
     assert "UTMALDG.2D.MULTICAST" in code
@@ -118,16 +117,3 @@ def test_its_code_is_tensor_cores_and_whole_vectors(finish: str, tmp_path: Path)
     assert re.search(r"STG?\.E\.\S*128", code) or re.search(r"ST\.E\.128", code)
     # One, before the first load; each would wait for all of a warp's stores.
     assert len(re.findall(r"MEMBAR\.\S*GPU", code)) <= 1
-
-
-def machine_code(cubin: bytes, folder: Path) -> str:
-    """A kernel as the GPU's instructions."""
-    triton = pytest.importorskip("triton")
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    if not tool.exists():
-        assert shutil.which("nvdisasm"), "neither triton nor a toolkit has nvdisasm"
-        tool = Path("nvdisasm")
-    (folder / "product.cubin").write_bytes(cubin)
-    return subprocess.run(
-        [tool, "-c", folder / "product.cubin"], capture_output=True, text=True, check=True
-    ).stdout

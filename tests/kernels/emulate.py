@@ -20,7 +20,11 @@ from weft.ops.reduce_plan import ReducePlan
 from weft.ops.reduce_source import KERNELS, MOE
 from weft.ops.reduction import Reduction
 
-EMULATOR = Path(__file__).with_name("emulator.hpp")
+# The emulator, in the order of its parts.
+EMULATOR = tuple(
+    Path(__file__).with_name(f"{part}.hpp")
+    for part in ("threads", "memory", "emulator", "intrinsics")
+)
 NUMBERS = Path(__file__).with_name("numbers.cpp")
 # What stands for functions whose assembly finds its operands by addresses of a GPU, by head.
 BODIES: dict[str, dict[str, str]] = {
@@ -83,9 +87,9 @@ def compile_emulated(reduction: Reduction, folder: Path) -> Path:
 def build_library(root: Path, text: str, *, defines: Sequence[str] = ()) -> Path:
     """The shared library of an emulated tree and what includes its kernels."""
     source = root / "kernels.cpp"
-    source.write_text(f"{EMULATOR.read_text()}\n{text}")
+    source.write_text("\n".join([*(part.read_text() for part in EMULATOR), text]))
     library = root / "kernels.so"
-    flags = ["-shared", "-include", str(_standard_headers()), f"-I{root}", f"-I{EMULATOR.parent}"]
+    flags = ["-shared", "-include", str(_standard_headers()), f"-I{root}"]
     flags += [f"-D{define}" for define in defines]
     _compile([*flags, str(source), str(_numbers()), "-o", str(library)])
     return library
@@ -106,7 +110,7 @@ def _standard_headers() -> Path:
     atexit.register(folder.cleanup)
     found = {
         name
-        for path in (EMULATOR, *(PACKAGE / "protocol").iterdir())
+        for path in (*EMULATOR, *(PACKAGE / "protocol").iterdir())
         for name in re.findall(r"^#include <(\w+)>$", path.read_text(), re.MULTILINE)
     }
     header = Path(folder.name) / "standard.hpp"

@@ -17,7 +17,7 @@ from tests.kernels.watch import watching, ways
 from tests.lowlatency_rounds import Mode, play
 from tests.recorded import reads
 from tests.rounds import Round
-from weft.memory.header import HEADER_BYTES, PHASES
+from weft.memory.header import PHASES
 from weft.ops.lowlatency import LowLatencyAllToAll
 from weft.ops.lowlatency_geometry import LowGeometry
 from weft.ops.lowlatency_shape import Track
@@ -132,15 +132,20 @@ HOME = {
 
 
 def wide(group: weft.Group, library: str, mode: Mode, case: Round) -> dict[str, set[str]]:
-    """Returns how flags were touched, and what says itself of which round it is."""
+    """Returns how flags were touched, and what says itself of which round it is, by part."""
     with replace(mode, more={"timeout": 600.0}).make(group, case, 8) as a2a:
         entries = EmulatedLow(Path(library), a2a._geometry.shape)
         a2a._rounds._entries = entries  # type: ignore[assignment]
         with watching(group, entries.library, a2a._rounds.premises.site.stride) as watch:
             for seed in range(2):
                 play(a2a, mode, case.next(seed=seed))
-        words = a2a._geometry.layout.tokens
-        parts = {"flags": range(HEADER_BYTES, words), "words": range(words, 1 << 40)}
+        layout = a2a._geometry.layout
+        grants = layout.tokens - (layout.chosen - layout.tokens)  # two lines, as tokens and answers
+        parts = {
+            "hellos": range(layout.progress + 128, grants),
+            "grants": range(grants, layout.tokens),
+            "words": range(layout.tokens, 1 << 40),
+        }
         return ways(watch.events(), parts)
 
 
@@ -152,7 +157,8 @@ def test_rows_of_several_choices_go_home_in_any_form(ranks, tmp_path, name, dtyp
     library = compile_low(shape_of(HOME[name], case, 8).shape, tmp_path)
     for touched in ranks(2, "threads")(wide, str(library), HOME[name], case):
         assert touched == {
-            "flags": {"writes release sys", "reads acquire sys"},
+            "hellos": {"writes relaxed sys", "reads acquire sys"},  # these bring nothing
+            "grants": {"writes release sys", "reads acquire sys"},
             "words": {"writes relaxed sys", "reads relaxed sys"},
         }
 
