@@ -15,18 +15,18 @@ import torch
 from weft.errors import InvalidArgument
 from weft.jit.source import INCLUDE_ROOT, header_digest
 
-COMMIT = "WEFT_COMMIT"  # environment variable: the commit, where the code travels without .git
+COMMIT = "WEFT_COMMIT"  # environment variable: the commit, where code travels without its .git
 
 
 def describe_code() -> dict[str, Any]:
     """Return what was measured, as JSON: version, commit, and the sha256 of the kernels' headers.
 
-    commit: of the checkout that this package is imported from, with "-dirty" behind it where
-    tracked files differ from it; else what WEFT_COMMIT says; None where neither is there.
+    commit: what WEFT_COMMIT says; else that of the checkout that this package is imported from,
+    with "-dirty" behind it where tracked files differ from it; None where neither is there.
     """
     from weft import __version__
 
-    commit = _commit_of(INCLUDE_ROOT) or os.environ.get(COMMIT) or None
+    commit = os.environ.get(COMMIT) or _commit_of(INCLUDE_ROOT)
     return {"version": __version__, "commit": commit, "headers": header_digest()}
 
 

@@ -91,9 +91,11 @@ def _expert_rows(
     order: torch.Tensor,
     handle: int,
 ) -> None:
+    layer: MoE = find(handle)
     nobody = Handle(0, 0, 0)  # experts do not look at it
-    made = find(handle).experts(ExpertRows(x, scales, counts, source, ranges, nobody))
+    made = layer.experts(ExpertRows(x, scales, counts, source, ranges, nobody))
     y.copy_(made)
+    layer._workspace.forget_rows()  # they lie in the graph's memory
 
 
 @_expert_rows.register_fake

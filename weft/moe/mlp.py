@@ -55,6 +55,9 @@ class Mlp(Protocol):
     def push(self, weights: ExpertWeights) -> None:
         """The second product, every row of it stored at its `home`. Tiled only."""
 
+    def forget(self) -> None:
+        """Let go of the rows of the last call, which may be a graph's to give away."""
+
     def close(self) -> None:
         """Let go of the buffers, and of what came with the last rows; nothing is called after."""
 
@@ -189,6 +192,9 @@ class TorchMlp:
 
     def push(self, weights: ExpertWeights) -> None:
         raise InvalidArgument("torch's products store no rows at peers; use gemm='tiled'")
+
+    def forget(self) -> None:
+        """Nothing of the rows is kept: their offsets are the layer's own."""
 
     def close(self) -> None:
         self._products = make(self._way, 0, 1, 0, self._y.new_empty(0))

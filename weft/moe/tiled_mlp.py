@@ -159,8 +159,11 @@ class TiledMlp:
         tells, dtype = rows.broken is not None, self._config.dtype
         self._multiply(weights, self._pushing, epilogue=Push(rows.home, dtype, tells, rows.broken))
 
+    def forget(self) -> None:
+        self._grouped = None
+
     def close(self) -> None:
-        self._grouped = None  # with homes it shows a word of the heap
+        self.forget()  # with homes it shows a word of the heap
         self._act, self._scales, self._y = (t.new_empty(0) for t in self.buffers)
 
     def _multiply(self, weights: ExpertWeights, by: GemmPlan | WgmmaPlan, **given: Any) -> None:

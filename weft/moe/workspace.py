@@ -104,6 +104,10 @@ class LayerWorkspace(ABC, Generic[Rows]):
         rows = tokens * self.exchange.ep_size * routing.top_k
         return -(-rows // routing.num_experts)
 
+    def forget_rows(self) -> None:
+        """Let go of the rows that the experts took last."""
+        self._mlp.forget()
+
     def check_call(self) -> None:
         """Refuse a capture that would have to wait for the device, before anything is sent.
 
