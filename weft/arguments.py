@@ -53,10 +53,13 @@ def integer(name: str, value: object, low: int | None = None, high: int | None =
         wanted += f" in {low}..{high}" if high is not None else f", at least {low}"
     if isinstance(value, bool | torch.Tensor):
         refuse(name, value, wanted)
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        refuse(name, value, wanted)
+    if isinstance(value, int):
+        number = int(value)  # also where a compiler traces, which cannot follow an enum's index
+    else:
+        try:
+            number = operator.index(value)  # type: ignore[arg-type]
+        except TypeError:
+            refuse(name, value, wanted)
     if (low is not None and number < low) or (high is not None and number > high):
         refuse(name, number, wanted)
     return int(number)

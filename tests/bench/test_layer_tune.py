@@ -42,6 +42,7 @@ def by_hand(settings: LayerSettings, gpus: tuple[str, ...] = ()) -> LayerReport:
     ]
     machine = {"date": "2026-01-02T03:04:05", "gpus": list(gpus), "cpus": 2, "cpu": "CPU"}
     machine |= {"torch": "2.0", "driver": "1", "cuda": "13.0"}
+    machine["weft"] = {"version": "1.2", "commit": "c0ffee", "headers": "0123456789abcdef"}
     return LayerReport(settings, machine, measured, {}, [], "tiled")
 
 
@@ -53,7 +54,8 @@ def test_a_table_has_the_medians_of_the_slowest_rank():
     )
     assert found.sizes == LayerSizes("", 2, 32, 8, 256, 128, 128, "fp8")
     assert (found.date, found.model) == ("2026-01-02", "deepseek-v3")
-    assert found.machine == "CPU ranks on 2 x CPU, torch 2.0"
+    assert found.machine.startswith("CPU ranks on 2 x CPU, torch 2.0")
+    assert "headers 0123456789ab" in found.machine
     assert found.method == "by hand, median, slowest rank; routing uniform"
     # Behind by 2 us at 1 token, ahead by 3 at 6: the lines cross at 3.
     assert bands_text(found.curves[0]) == "none from 1, columns from 4"

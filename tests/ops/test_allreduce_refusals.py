@@ -54,7 +54,7 @@ def calls() -> list[tuple[str, dict[str, object], str]]:
         ("rows", {"prologue": moe(rows(hidden=8), index)}, "rows has shape"),
         ("scales", {"prologue": moe(x, index, torch.ones(4, 3))}, "scales has shape"),
         ("shared", {"prologue": moe(x, index, None, rows(3))}, "shared has shape"),
-        ("backend", {"x": x, "backend": "collective"}, "was built with oneshot"),
+        ("backend", {"x": x, "backend": "collective"}, "choose one of 'auto', 'oneshot'"),
         ("eps", {"x": x, "weight": weight, "eps": 1e39}, "eps is 1e+39"),
         ("eps of text", {"x": x, "weight": weight, "eps": "1e-6"}, "eps is '1e-6'"),
         ("bias", {"x": x, "weight": weight, "weight_bias": None}, "weight_bias is None"),

@@ -112,7 +112,8 @@ def rank_body(group: Group, settings: LayerSettings, quiet: bool) -> dict[str, A
                 except (CreationFailed, InvalidArgument) as error:
                     if settings.overlaps:
                         raise  # it was asked for by name
-                    result["refused"].append(f"{tokens} tokens, overlap {overlap}: {error}")
+                    said = f"{type(error).__name__}: {error}"
+                    result["refused"].append(f"{tokens} tokens, overlap {overlap}: {said}")
                     continue
                 with layer:
                     result["gemm"] = layer.gemm

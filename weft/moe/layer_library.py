@@ -94,6 +94,7 @@ def _expert_rows(
     layer: MoE = find(handle)
     nobody = Handle(0, 0, 0)  # experts do not look at it
     made = layer.experts(ExpertRows(x, scales, counts, source, ranges, nobody))
+    assert made is not None  # rows that go home by themselves are refused while tracing
     y.copy_(made)
     layer._workspace.forget_rows()  # they lie in the graph's memory
 
