@@ -145,8 +145,11 @@ def answer(case: Case, received: weft.Received) -> torch.Tensor:
     return weft.reference.identity_experts(plain, case.round.dtype)
 
 
-def one_round(a2a: weft.AllToAll, case: Case, seed: int) -> None:
-    """Run one round; compare every byte that is defined, and every one that must not change."""
+def one_round(a2a: weft.AllToAll, case: Case, seed: int) -> int:
+    """Run one round; compare every byte that is defined, and every one that must not change.
+
+    Returns how many rows came here.
+    """
     ranks, group = range(a2a.group.size), a2a.group
     sent = [sent_by(case, seed, rank) for rank in ranks]
     mine = sent[a2a.rank]
@@ -193,6 +196,7 @@ def one_round(a2a: weft.AllToAll, case: Case, seed: int) -> None:
     carries = [(w.ids[a2a.rank, :count] >= 0).any(dim=1) for w in wanted]
     total = weft.reference.combine(rows, carries, add=add, dtype=case.round.dtype)
     assert torch.equal(bits(out), bits(total))
+    return int((wanted[a2a.rank].ids >= 0).any(dim=2).sum())
 
 
 def compare(received: weft.Received, wanted: weft.Received) -> None:

@@ -3,6 +3,7 @@ every access that another rank, CTA or thread depends on."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -51,23 +52,25 @@ def launch_as(entries: EmulatedAllToAll, seed: int) -> None:
     entries.dispatch, entries.combine = DISPATCH[turn], plans[turn]
 
 
-def four_rounds(a2a: weft.AllToAll, case: Case, entries: EmulatedAllToAll | None) -> None:
-    """Rounds of every launch shape; what was lost is reported."""
+def four_rounds(a2a: weft.AllToAll, case: Case, entries: EmulatedAllToAll | None) -> int:
+    """Rounds of every launch shape; what was lost is reported. Returns how many rows came here."""
+    rows = 0
     for seed in range(4):
         if entries:
             launch_as(entries, seed)
-        one_round(a2a, case, seed)
+        rows += one_round(a2a, case, seed)
     with pytest.raises(BadExpertId) if case.lost else nullcontext():
         a2a.check()
+    return rows
 
 
-def watched(group: weft.Group, case: Case, library: str, number: int) -> list[Event]:
-    """Rounds of kernels on all ranks; returns what they did to memory."""
+def watched(group: weft.Group, case: Case, library: str, number: int) -> tuple[int, list[Event]]:
+    """Rounds of kernels on all ranks; returns how many rows came, and what memory saw."""
     with case.open(group) as a2a:
         entries = emulate(a2a, library, number)
         with watching(group, entries.library, a2a._workspace.site.stride) as watch:
-            four_rounds(a2a, case, entries)
-        return watch.events()
+            rows = four_rounds(a2a, case, entries)
+        return rows, watch.events()
 
 
 def mixed(group: weft.Group, case: Case, library: str, number: int) -> None:
@@ -91,10 +94,21 @@ def test_every_launch_shape_has_the_bits_of_the_reference(
     ranks: Ranks, library: str, name: str
 ) -> None:
     case, number = CASES[name], list(CASES).index(name)
-    (events, *_) = ranks(RANKS, "threads")(watched, case, library, number)
+    found = ranks(RANKS, "threads")(watched, case, library, number)
+    rows, (_, events) = sum(count for count, _ in found), found[0]
     seen = ways(events, places(case.shape))
     seen.pop("failed", None)  # which only waits that last look at
     assert seen == expected(case)
+    # No vector is stored twice, and none but those of rows that somebody wants.
+    writes = Counter(
+        part
+        for event in events
+        if event.how == "writes weak"
+        for part in ways([event], places(case.shape))
+    )
+    assert writes["plane 0"] == rows * case.shape.row_bytes[0] // 16
+    if case.shape.way == "push":
+        assert writes["returned"] == rows * case.shape.out_bytes // 16
     for phase in ("dispatched", "arrived"):
         assert len([e for e in events if e.offset in places(case.shape)[phase]]) > RANKS
     told = {e.how for e in events if e.share < 0 and e.how.startswith("writes r")}
