@@ -146,8 +146,8 @@ def refusals(group: weft.Group) -> None:
         for columns, words in (
             ((0, 100), "multiples of 128"),
             ((64, 128), "multiples of 128"),
-            ((0, 640), "multiples of 128"),
-            ((-128, 128), "multiples of 128"),
+            ((0, 640), "in 0..512"),
+            ((-128, 128), "in 0..512"),
             ((0, 0), "multiples of 128"),
             ((0.0, 128), "two integers"),
             (128, "two integers"),
@@ -213,7 +213,7 @@ def disturbed(group: weft.Group) -> None:
             with contextlib.suppress(PeerTimeout):  # on a GPU it stays away from its own wait, too
                 finished(a2a, groups, case)
             return
-        with pytest.raises(PeerTimeout, match="rank 1 did not publish"):
+        with pytest.raises(PeerTimeout, match="rank 1 did not publish|rank 1 gave up"):
             finished(a2a, groups, case)
 
 

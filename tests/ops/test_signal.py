@@ -100,9 +100,9 @@ def refusals(group: weft.Group) -> None:
             groups = ExpertGroups(a2a)
             y = results(groups, groups.gather(a2a.dispatch(x, ids, weights)), 1, a2a.dtype)
             for signal, words in (
-                (weft.Signal(cells(4), 8, 128), r"signal has shape \[4\]; it must be \[5\]"),
-                (weft.Signal(cells(5, torch.int64), 8, 128), "signal has dtype"),
-                (weft.Signal(cells(10)[::2], 8, 128), "signal has strides"),
+                (weft.Signal(cells(4), 8, 128), r"signal.cells has shape \[4\]; it must be \[5\]"),
+                (weft.Signal(cells(5, torch.int64), 8, 128), "signal.cells has dtype"),
+                (weft.Signal(cells(10)[::2], 8, 128), "signal.cells has strides"),
                 (weft.Signal(cells(5), 0, 128), "block_rows is 0"),
                 (weft.Signal(cells(5), 8, 100), "block_columns is 100"),
                 (weft.Signal(cells(5), 8, 1 << 17), "block_columns is 131072"),

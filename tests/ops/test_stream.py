@@ -98,8 +98,11 @@ OPENINGS: dict[str, Callable[[Any], object]] = {
 def test_constructors_run_in_relaxed_mode(fake: Driver, name: str) -> None:
     """Torch allocates for them, too; the first thing they do with their group sees the mode."""
 
-    class Group:
+    class Group(weft.Group):
         device = GPU
+
+        def __init__(self) -> None:
+            """It has nothing of a group."""
 
         def __getattr__(self, name: str) -> Any:
             raise LookupError(fake.mode)

@@ -177,8 +177,8 @@ def test_halves_come_in_turn(ranks):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"combine_by": "carrier pigeon"}, ("carrier pigeon", "pull, push, fp8")),
-        ({"quantize": "int4"}, ("int4", "fp8, mxfp8")),
+        ({"combine_by": "carrier pigeon"}, ("carrier pigeon", "'pull', 'push', 'fp8'")),
+        ({"quantize": "int4"}, ("int4", "'fp8', 'mxfp8'")),
         ({"quantize": "fp8", "hidden": 96}, ("96", "pad hidden to 128")),
         ({"combine_by": "fp8", "hidden": 200}, ("200", "pad hidden to 256")),
         (

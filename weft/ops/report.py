@@ -79,6 +79,11 @@ def _hearsay(record: ErrorRecord, who: str) -> GroupError:
     """What a peer found out that this rank has not seen: the peer has left the group for it."""
     teller, own = f"rank {record.told_by - 1}", record.peer == record.rank
     culprit = f"this rank, {record.peer}," if own else f"rank {record.peer}"
+    if record.code == PEER_TIMEOUT and record.peer == record.told_by - 1:
+        return PeerTimeout(
+            f"{who}: {teller} gave up, waiting for its own part of this call, and left the group. "
+            "Its own error says more; make a new group."
+        )
     if record.code == PEER_TIMEOUT:
         return PeerTimeout(
             f"{who}: {teller} waited in vain for {culprit} and left the group. It is stopped, "
