@@ -39,7 +39,7 @@ SHAPES = {
 }
 # Every way of rows, once, in kernels that keep a trace.
 PROFILED = ("deepseek-v3", "homes", "as they are", "reduced", "reduced, fp8 home", "fp8 home")
-# The slow half of a wait costs kernels that trace, and those that send rows as they are, some words.
+# Bytes that the slow half of a wait costs kernels that trace, and those of rows as they are.
 SLOW_HALF = 24
 # 32 ranks with a top k of 32 use all registers.
 TIGHT = ("32 ranks, mapped",)

@@ -7,10 +7,11 @@ import time
 import pytest
 
 from tests.memory.baseline import raised, state
-from weft.errors import (, InvalidArgument
+from weft.errors import (
     CreationFailed,
     GeometryMismatch,
     HandleUnsupported,
+    InvalidArgument,
     RankFailed,
 )
 from weft.memory import posix

@@ -149,9 +149,9 @@ def refusals(group: weft.Group) -> None:
             ((0, 640), "in 0..512"),
             ((-128, 128), "in 0..512"),
             ((0, 0), "multiples of 128"),
-            ((0.0, 128), "two integers"),
-            (128, "two integers"),
-            ((0, 128, 256), "two integers"),
+            ((0.0, 128), "two integers|must be an integer"),
+            (128, "two integers|must be an integer"),
+            ((0, 128, 256), "two integers|must be an integer"),
         ):
             with pytest.raises(InvalidArgument, match=words):
                 groups.send(y, columns=columns)  # type: ignore[arg-type]
@@ -213,7 +213,7 @@ def disturbed(group: weft.Group) -> None:
             with contextlib.suppress(PeerTimeout):  # on a GPU it stays away from its own wait, too
                 finished(a2a, groups, case)
             return
-        with pytest.raises(PeerTimeout, match="rank 1 did not publish|rank 1 gave up"):
+        with pytest.raises(PeerTimeout, match="rank 1 (did not publish|gave up)|for rank 1"):
             finished(a2a, groups, case)
 
 
