@@ -91,6 +91,12 @@ class Poisoned:
     def push(self, weights: ExpertWeights) -> None:
         self.mlp.push(weights)
 
+    def forget(self) -> None:
+        self.mlp.forget()
+
+    def close(self) -> None:
+        self.mlp.close()
+
 
 class Layers:
     """The layer without overlap, one of each mode, and the words that were wrong in each."""

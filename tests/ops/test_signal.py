@@ -66,7 +66,7 @@ def test_a_tile_that_never_comes_is_named(ranks, kind):
     texts = ranks(2, kind)(missing)
     assert texts[0].startswith("SignalTimeout")
     assert "block 5 of columns shows 7 of 8 tiles after 1." in texts[0]
-    assert "rank 0 did not publish epoch 1" in texts[1]
+    assert "rank 0 left the group in the middle of epoch 1: tiles of its product" in texts[1]
 
 
 def aborted(group: weft.Group) -> None:

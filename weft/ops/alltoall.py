@@ -207,8 +207,8 @@ class AllToAll(Placed):
         """
         self._check_halves("dispatch_send")
         tensors = tensors_of("x", x)
-        self._traced_tokens = topk_ids.shape[0]
         self._rounds.dispatch("dispatch_send", tensors, topk_ids, topk_weights, num_tokens, stats)
+        self._traced_tokens = self._rounds.tokens  # for a combine that is compiled alone
 
     def dispatch_recv(self) -> Received:
         """The second half of `dispatch`: wait for all peers' tokens."""
