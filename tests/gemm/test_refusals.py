@@ -37,7 +37,7 @@ CHANGES: dict[str, tuple[Case, Change, str]] = {
     "n of FP8": (Case(n=192 + 64), put("b", lambda m: m.b[:, :192].contiguous()), "n is 192"),
     "experts": (Case(masked=True), put("b", lambda m: m.b[:2]), "rows of 3 experts"),
     "strided a": (Case(), put("a", lambda m: m.a.T.contiguous().T), "contiguous"),
-    "no offsets": (Case(), put("offsets", lambda _: None), "offsets are not"),
+    "no offsets": (Case(), put("offsets", lambda _: None), "offsets are None"),
     "masked with offsets": (
         Case(masked=True),
         put("offsets", lambda _: torch.zeros(4, dtype=INT)),
