@@ -1,7 +1,7 @@
 """A rank is killed, or stopped, in the middle of a replayed graph: the others hear of it soon.
 
 The deadline is a minute, so an error within a second has not waited for it. What was measured is
-printed (`pytest -s`) and stands in docs/protocol.md.
+printed (`pytest -s`).
 """
 
 from __future__ import annotations
