@@ -89,20 +89,30 @@ class Operator:
 
     def enqueue(self, value: float) -> Any:
         """The same, not waited for on a GPU."""
+        return self.end(self.begin(value))
+
+    def begin(self, value: float) -> Any:
+        """The first call of a round, for `end`."""
         group = self.made.group
         x = torch.full((TOKENS, HIDDEN), value, dtype=torch.bfloat16, device=group.device)
         if self.kind.name == "allreduce":
             weight = torch.ones(HIDDEN, dtype=torch.bfloat16, device=group.device)
-            result = self.made.fused(x, weight=weight, out=True).out
-        else:
-            t = torch.arange(TOKENS, device=group.device)
-            ids = torch.stack([t * 3 % EXPERTS, (t * 3 + 5) % EXPERTS], dim=1)
-            got = self.made.dispatch(x, ids)
-            if self.kind.name == "alltoall":
-                result = self.made.combine(weft.reference.identity_experts(got, x.dtype))
-            else:
-                result = self.made.combine(got.x.clone(), ids, None, got.handle)
-        return result
+            return self.made.fused(x, weight=weight, out=True).out
+        return self.made.dispatch(x, self._ids())
+
+    def end(self, got: Any) -> Any:
+        """The last call of a round; its result."""
+        match self.kind.name:
+            case "alltoall":
+                return self.made.combine(weft.reference.identity_experts(got, torch.bfloat16))
+            case "lowlatency":
+                return self.made.combine(got.x.clone(), self._ids(), None, got.handle)
+            case _:
+                return got
+
+    def _ids(self) -> torch.Tensor:
+        t = torch.arange(TOKENS, device=self.made.group.device)
+        return torch.stack([t * 3 % EXPERTS, (t * 3 + 5) % EXPERTS], dim=1)
 
     def plan(
         self, point: int, action: int, *, peer: int = ANY_PEER, epoch: int = ANY_EPOCH

@@ -25,6 +25,7 @@ from tests.kernels.alltoall_rounds import (
 )
 from tests.kernels.emulate_alltoall import EmulatedAllToAll, compile_alltoall, places
 from tests.kernels.watch import Event, watching, ways
+from tests.patience import hurry
 from tests.rounds import bits
 from tests.sending import round_trip, scattered, stored_at_homes
 from weft.errors import BadExpertId, PeerTimeout
@@ -164,9 +165,11 @@ def test_choices_have_the_bits_of_sums(ranks: Ranks, library: str) -> None:
 def alone(group: weft.Group, library: str, number: int) -> str:
     """Rank 1 stays away from the second dispatch."""
     case = CASES["push"]
-    with case.open(group, timeout=0.6) as a2a:
+    with case.open(group) as a2a:
         launch_as(emulate(a2a, library, number), 0)
         one_round(a2a, case, 0)
+        hurry(a2a._watched, 2.0)
+        group.barrier()
         said, mine = "", sent_by(case, 1, group.rank)
         if group.rank != 1:
             for _ in range(2):

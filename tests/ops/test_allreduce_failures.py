@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import weft
+from tests.patience import hurry
 from tests.sums import BACKENDS, Sum, play, settle
 from weft.errors import Aborted, GeometryMismatch, GroupError, PeerDied, PeerTimeout, RankFailed
 from weft.memory.header import HEADER_BYTES, Fault, Header
@@ -63,10 +64,12 @@ def test_delays_change_no_bit(ranks, kind):
 
 
 def absent(group: weft.Group, backend: str) -> tuple[float, str]:
-    with make(group, timeout=0.6) as ar:
+    with make(group) as ar:
         one_call(ar, backend=backend)
+        hurry(ar._watched, 2.0)
         if group.rank == 1:
             plan_fault(ar, ENTER, STAY_AWAY)
+        group.barrier()
         start, text = time.monotonic(), ""
         try:
             one_call(ar, backend=backend)

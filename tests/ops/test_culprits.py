@@ -16,6 +16,7 @@ import torch
 
 import weft
 from tests.operators import ANY_PEER, DIE, FOR_EACH_PEER, HIDDEN, KINDS, POINTS, TOP_K
+from tests.patience import hurry
 from weft.errors import GroupError, PeerDied, PeerLeft, PeerTimeout, RankFailed
 
 SOON = 60.0  # seconds: a loaded machine may take long, but a deadline takes ten times that
@@ -166,8 +167,9 @@ def test_an_end_in_good_order_disturbs_nobody(ranks, kind, device):
 
 def stopped(group: weft.Group, kind: str, folder: str) -> str:
     """Rank 1 is stopped before its second call: a deadline, and the right rank."""
-    with KINDS[kind].open(group, timeout=3.0) as op:
+    with KINDS[kind].open(group) as op:
         op.round()
+        hurry(op.watched, 3.0)
         pid = group.all_gather(os.getpid())[1]
         if group.rank == 1:
             os.kill(pid, signal.SIGSTOP)
@@ -196,8 +198,9 @@ def test_a_stopped_rank_is_named_when_the_deadline_is_over(ranks, kind, device, 
 
 def late(group: weft.Group, kind: str) -> str:
     """The clock starts with the wait: what an error tells is what a caller's clock shows."""
-    with KINDS[kind].open(group, timeout=1.0) as op:
+    with KINDS[kind].open(group) as op:
         op.round()
+        hurry(op.watched, 1.0)
         if group.rank == 1:
             group.barrier()
             return ""

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import weft
+from tests.patience import hurry
 from tests.rounds import Round, play
 from weft.errors import Aborted, GeometryMismatch, GroupError, PeerDied, PeerTimeout, RankFailed
 from weft.memory.header import HEADER_BYTES, Fault, Header
@@ -24,9 +25,7 @@ ANY_PEER, ANY_EPOCH = 32, (1 << 64) - 1
 CASE = Round(tokens=(8, 3, 8))
 
 
-def make(
-    group: weft.Group, *, timeout: float = 600.0, first_timeout: float = 600.0
-) -> weft.AllToAll:
+def make(group: weft.Group, *, timeout: float = LONG, first_timeout: float = LONG) -> weft.AllToAll:
     return weft.AllToAll(
         group,
         max_tokens=8,
@@ -79,10 +78,12 @@ def test_delays_at_every_point_change_no_byte(ranks, kind):
 
 
 def absent(group: weft.Group, point: int) -> tuple[float, str]:
-    with make(group, timeout=0.6) as a2a:
+    with make(group) as a2a:
         one_round(a2a)
+        hurry(a2a._watched, 2.0)
         if group.rank == 1:
             plan_fault(a2a, point, STAY_AWAY)
+        group.barrier()
         start, text = time.monotonic(), ""
         try:
             one_round(a2a)
@@ -114,7 +115,8 @@ def test_an_absent_rank_is_named_within_the_deadline(ranks, kind, point, phase):
 
 
 def absent_from_the_start(group: weft.Group) -> float:
-    with make(group, timeout=20.0, first_timeout=0.6) as a2a:
+    with make(group, first_timeout=2.0) as a2a:
+        group.barrier()
         start = time.monotonic()
         if group.rank != 1:
             with pytest.raises(PeerTimeout, match="rank 1 did not publish epoch 1|for rank 1"):
@@ -131,7 +133,7 @@ def test_the_first_round_has_a_deadline_of_its_own(ranks, kind):
 
 
 def deceived(group: weft.Group) -> tuple[str, str]:
-    with make(group, timeout=0.6) as a2a:
+    with make(group) as a2a:
         one_round(a2a)
         if group.rank == 2:
             plan_fault(a2a, BEFORE_FLAG, LIE, peer=0)

@@ -27,6 +27,7 @@ from tests.ops.test_failures import (
     LIE,
     STAY_AWAY,
 )
+from tests.patience import hurry
 from tests.rounds import Round
 from weft.errors import Aborted, GeometryMismatch, GroupError, PeerDied, PeerTimeout, RankFailed
 from weft.memory.header import HEADER_BYTES, Fault, Header
@@ -84,10 +85,12 @@ def test_delays_at_every_point_change_no_byte(ranks, kind, more):
 
 
 def absent(group: weft.Group, point: int) -> tuple[float, str]:
-    with make(group, timeout=0.6) as a2a:
+    with make(group) as a2a:
         one_round(a2a)
+        hurry(a2a._watched, 2.0)
         if group.rank == 1:
             plan_fault(a2a, point, STAY_AWAY)
+        group.barrier()
         start, text = time.monotonic(), ""
         try:
             if group.rank == 1 and point == DISPATCH_ENTER:
@@ -122,7 +125,7 @@ def test_an_absent_rank_is_named_within_the_deadline(ranks, kind, point, phase):
 def absent_from_the_start(group: weft.Group) -> float:
     with make(group) as loaded:  # a GPU loads torch's kernels at their first call, which takes long
         one_round(loaded)
-    with make(group, first_timeout=0.6) as a2a:
+    with make(group, first_timeout=2.0) as a2a:
         group.barrier()
         start = time.monotonic()
         if group.rank != 1:
@@ -143,10 +146,13 @@ def test_the_first_round_has_a_deadline_of_its_own(ranks, kind):
 
 def silent(group: weft.Group) -> str:
     """Rank 2 tells rank 0 nothing of its dispatch; everybody else hears of it."""
-    with make(group, timeout=0.6) as a2a:
+    with make(group) as a2a:
         one_round(a2a)
+        if group.rank == 0:
+            hurry(a2a._watched, 2.0)
         if group.rank == 2:
             plan_fault(a2a, BEFORE_FLAG, DROP, peer=0)
+        group.barrier()
         try:
             one_round(a2a)
         except GroupError as error:
@@ -162,7 +168,7 @@ def test_a_missing_word_is_named(ranks, kind):
 
 
 def lying(group: weft.Group) -> str:
-    with make(group, timeout=0.6) as a2a:
+    with make(group) as a2a:
         one_round(a2a)
         if group.rank == 2:
             plan_fault(a2a, BEFORE_FLAG, LIE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 
@@ -18,16 +19,25 @@ OPERATORS = ["pull", "receiver", "oneshot"]
 def from_two_threads(group: weft.Group, kind: str) -> dict[str, int]:
     """Rank 0 calls from two threads with other values: every result is right, or OutOfOrder."""
     seen = {"right": 0, "wrong": 0, "refused": 0}
-    with KINDS[kind].open(group, timeout=30.0) as op:
-        op.round()
+    with KINDS[kind].open(group) as op:
+        stale = op.begin(1.0)
+        op.end(stale)
         group.barrier()
         if group.rank == 0:
             errors: list[BaseException] = []
-            threads = [threading.Thread(target=hammer, args=(op, v, seen, errors)) for v in (1, 5)]
+            done = threading.Event()
+            # Two dispatches of low latency may be under way, so there the other thread only ends
+            # a round that is over.
+            other = (meddle, stale, done) if kind == "receiver" else (hammer, 5)
+            threads = [
+                threading.Thread(target=each, args=(op, *given, seen, errors))
+                for each, *given in ((hammer, 1), other)
+            ]
             for thread in threads:
                 thread.start()
-            for thread in threads:
-                thread.join()
+            threads[0].join()
+            done.set()
+            threads[1].join()
             assert not errors, errors
         else:
             try:
@@ -40,17 +50,41 @@ def from_two_threads(group: weft.Group, kind: str) -> dict[str, int]:
 
 def hammer(op: Operator, value: int, seen: dict[str, int], errors: list[BaseException]) -> None:
     sums = op.kind.name == "allreduce"
-    for _ in range(300):
-        try:
-            result = op.round(float(value))
-        except OutOfOrder:
+    wanted = value + 3.0 if sums else value * 2.0
+    got = None  # of a round that this thread has begun
+    try:
+        for _ in range(600):
+            try:
+                if got is None:
+                    got = op.begin(float(value))
+                result = op.end(got)
+            except OutOfOrder:
+                seen["refused"] += 1
+                continue
+            got = None
+            seen["right" if bool((result == wanted).all()) else "wrong"] += 1
+        while got is not None:  # the peer counts on it
+            with contextlib.suppress(OutOfOrder):
+                op.end(got)
+                got = None
+    except BaseException as error:
+        errors.append(error)
+
+
+def meddle(
+    op: Operator,
+    stale: object,
+    done: threading.Event,
+    seen: dict[str, int],
+    errors: list[BaseException],
+) -> None:
+    try:
+        while not done.is_set():
+            with pytest.raises(OutOfOrder):
+                op.end(stale)
             seen["refused"] += 1
-            continue
-        except BaseException as error:
-            errors.append(error)
-            return
-        wanted = value + 3.0 if sums else value * 2.0
-        seen["right" if bool((result == wanted).all()) else "wrong"] += 1
+    except BaseException as error:
+        errors.append(error)
 
 
 @pytest.mark.parametrize("kind", OPERATORS)

@@ -11,6 +11,7 @@ import torch
 import weft
 from tests.ops.test_failures import COMBINE_ENTER, JITTER, plan_fault
 from tests.ops.test_send import CASES
+from tests.patience import hurry
 from tests.rounds import Round, bits
 from tests.sending import Late, make, results, round_trip, scattered
 from weft.errors import Aborted, InvalidArgument, OutOfOrder, SignalTimeout
@@ -50,8 +51,11 @@ def test_tiles_that_come_late_change_no_byte(ranks, kind, way, layout):
 
 def missing(group: weft.Group) -> str:
     case = Round(tokens=(16, 16), router="perfect", hidden=1024)
-    with make(group, case, combine_by="push", timeout=1.0, first_timeout=1.0) as a2a:
+    with make(group, case, combine_by="push") as a2a:
         groups = ExpertGroups(a2a)
+        if group.rank == 0:
+            hurry(a2a._watched, 2.0)
+        group.barrier()
         try:
             round_trip(a2a, groups, case, Late(8, 128, short=5 if group.rank == 0 else -1))
         except weft.errors.GroupError as error:
@@ -65,7 +69,7 @@ def missing(group: weft.Group) -> str:
 def test_a_tile_that_never_comes_is_named(ranks, kind):
     texts = ranks(2, kind)(missing)
     assert texts[0].startswith("SignalTimeout")
-    assert "block 5 of columns shows 7 of 8 tiles after 1." in texts[0]
+    assert "block 5 of columns shows 7 of 8 tiles after 2." in texts[0]
     assert "rank 0 left the group in the middle of epoch 1: tiles of its product" in texts[1]
 
 

@@ -78,10 +78,12 @@ class StoreExchange:
         while True:
             try:
                 found = self._swap(encode(value), deadline)
-                with contextlib.suppress(RuntimeError):  # for `linger`; rank 0 need not live on
-                    self._store.set(f"{self._turn}/{self._rank}/read", "")
+                self._say_read()
+                if self._turn == 1:
+                    self.linger()  # whoever loses the store from now on knows that rank 0 died
                 return found
             except RendezvousFailed:
+                self._say_read()  # enough of it
                 raise
             except DistNetworkError as error:
                 # Before rank 0 was heard, this may have been the store of its last group.
@@ -97,16 +99,23 @@ class StoreExchange:
                 ) from error
 
     def linger(self) -> None:
-        """Keep the store, if this rank serves it, until all have read why the ranks cannot meet."""
+        """Keep the store, if this rank serves it, until all have read from it; 2 s at most."""
         until = time.monotonic() + (_LINGER if self._served is not None else 0.0)
         keys = {r: f"{self._turn}/{r}/read" for r in range(1, self._size)}
+        pause = 0.001
         with contextlib.suppress(RuntimeError):
             while keys and time.monotonic() < until:
                 dead = self._peers.dead()
                 keys = {
                     r: k for r, k in keys.items() if r not in dead and not self._store.check([k])
                 }
-                time.sleep(0.01)
+                time.sleep(pause if keys else 0.0)
+                pause = min(2 * pause, 0.02)
+
+    def _say_read(self) -> None:
+        """Tell rank 0 that it need not keep the store for this rank's sake."""
+        with contextlib.suppress(RuntimeError):  # rank 0 need not live on
+            self._store.set(f"{self._turn}/{self._rank}/read", "")
 
     def _swap(self, body: bytes, deadline: float) -> list[Any]:
         found: dict[int, Any] = {}

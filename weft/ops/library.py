@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import threading
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -26,6 +27,7 @@ from weft.errors import InvalidArgument, OutOfOrder
 
 _live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _orders: weakref.WeakValueDictionary[torch.device, torch.Tensor] = weakref.WeakValueDictionary()
+_making = threading.Lock()  # of an order: threads share that of their device
 _handles = itertools.count(1)
 SERIAL_BITS = 24  # of a handle: which object of this process
 
@@ -61,13 +63,14 @@ def find(handle: int) -> Any:
 
 def order_of(device: torch.device) -> torch.Tensor:
     """The byte that stands for the order of a device's calls; whoever registers keeps it."""
-    order = _orders.get(device)
-    if order is None:
-        with torch.inference_mode(False):  # else graphs outside of it could not mutate it
-            order = torch.zeros(1, dtype=torch.uint8, device=device)
-        mark_static(order)
-        _orders[device] = order
-    return order
+    with _making:
+        order = _orders.get(device)
+        if order is None:
+            with torch.inference_mode(False):  # else graphs outside of it could not mutate it
+                order = torch.zeros(1, dtype=torch.uint8, device=device)
+            mark_static(order)
+            _orders[device] = order
+        return order
 
 
 def mark_static(tensor: torch.Tensor) -> None:
