@@ -51,6 +51,13 @@ def fresh_memory() -> Iterator[None]:
 
 
 @needs_nvrtc
+def test_a_log_of_one_byte_is_written_nowhere_else(cache: Cache) -> None:
+    """CPython has one object for each bytes of length 1: who writes into it changes all of them."""
+    nvrtc.compile_cubin(KERNEL, name="fill", arch="sm_90a", defines=["VALUE=7"], cache=cache)
+    assert [bytes([i])[0] for i in range(256)] == list(range(256))
+
+
+@needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_compiles_without_a_gpu(cache: Cache, arch: str) -> None:
     cubin = nvrtc.compile_cubin(KERNEL, name="fill", arch=arch, defines=["VALUE=7"], cache=cache)

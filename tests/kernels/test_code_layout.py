@@ -26,7 +26,7 @@ def ptx(text: str) -> str:
     (error,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
     assert int(error) == 0
     _, size = nvrtc.nvrtcGetPTXSize(program)
-    code = b" " * size
+    code = bytearray(size)
     nvrtc.nvrtcGetPTX(program, code)
     return str(code.decode())
 

@@ -117,7 +117,10 @@ def _compile(entry: str, *, name: str, flags: Sequence[str]) -> tuple[bytes, str
     try:
         encoded = [flag.encode() for flag in flags]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
-        log = b" " * _value(nvrtc, nvrtc.nvrtcGetProgramLogSize(program), "nvrtcGetProgramLogSize")
+        # Room of its own: the bytes object of a single character is shared by the whole process.
+        log = bytearray(
+            _value(nvrtc, nvrtc.nvrtcGetProgramLogSize(program), "nvrtcGetProgramLogSize")
+        )
         _value(nvrtc, nvrtc.nvrtcGetProgramLog(program, log), "nvrtcGetProgramLog")
         text = clipped(log.decode(errors="replace")) if log.strip(b"\0 \n") else ""
         if int(status) != 0:
@@ -126,9 +129,9 @@ def _compile(entry: str, *, name: str, flags: Sequence[str]) -> tuple[bytes, str
                 f"options: {' '.join(flags)}\n{numbered(entry)}\n{text}\n"
                 "Lines are those of the entry above; mend it or the header that the log names."
             )
-        cubin = b" " * _value(nvrtc, nvrtc.nvrtcGetCUBINSize(program), "nvrtcGetCUBINSize")
+        cubin = bytearray(_value(nvrtc, nvrtc.nvrtcGetCUBINSize(program), "nvrtcGetCUBINSize"))
         _value(nvrtc, nvrtc.nvrtcGetCUBIN(program, cubin), "nvrtcGetCUBIN")
-        return cubin, text
+        return bytes(cubin), text
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 
