@@ -63,6 +63,22 @@ def test_collectives_meet_the_reference(ranks):
     ranks(3, "cpu")(against_the_reference)
 
 
+def negative_zeros(group: weft.Group) -> None:
+    """Each rank sums nothing but -0.0: a sum that begins from 0 is 0.0, with and without `add`."""
+    a2a = weft.CollectiveAllToAll(group, max_tokens=4, top_k=2, num_experts=4, hidden=16)
+    x = torch.full((4, 16), -0.0, dtype=torch.bfloat16)
+    ids = torch.tensor([[0, 2]]).expand(4, 2).contiguous()
+    for add in (None, x):
+        received = a2a.dispatch(x, ids)
+        out = a2a.combine(torch.full_like(received.x, -0.0), add=add)
+        assert not out.signbit().any()
+    a2a.close()
+
+
+def test_sums_begin_from_zero(ranks):
+    ranks(2, "cpu")(negative_zeros)
+
+
 def refusals(group: weft.Group) -> None:
     a2a = weft.CollectiveAllToAll(group, max_tokens=4, top_k=2, num_experts=4, hidden=16)
     x = torch.zeros((2, 16), dtype=torch.bfloat16)

@@ -179,11 +179,12 @@ class Trial:
     def check_out(self) -> str | None:
         """Return how the combined rows differ from the reference, or None; also after timing."""
         got, want = self.out, self._expected
-        unlike = (got.view(torch.uint8) != want.view(torch.uint8)).any(dim=1).nonzero()
+        unlike = (_bytes(got) != _bytes(want)).any(dim=1).nonzero()
         if not len(unlike):
             return None
         token = int(unlike[0])
-        places = (got[token] != want[token]).nonzero().flatten()[:4]
+        differ = (_bytes(got[token]) != _bytes(want[token])).view(-1, got.itemsize).any(dim=1)
+        places = differ.nonzero().flatten()[:4]
         return (
             f"rank {self.group.rank}: combined row of token {token} of {self.tokens} is "
             f"{got[token, places].tolist()} in columns {places.tolist()}, the reference says "

@@ -183,6 +183,7 @@ class CollectiveAllToAll(Placed):
         rows = torch.where(carries, (self._output if y is None else y).float(), 0.0)
         mine = torch.empty((self.max_tokens, self.hidden), dtype=torch.float32, device=device)
         reduce_scatter(mine, rows.view(-1, self.hidden), group=self._process_group)
+        mine += 0.0  # sums begin from 0: a token of nothing but -0.0 gets 0.0
         total = mine[:tokens] if add is None else mine[:tokens] + add.float()
         result = total.to(self.dtype)
         return result if out is None else out.copy_(result)
