@@ -87,36 +87,36 @@ tests() {
     check overlap 200 some tests/gpu/test_overlap_graphs.py
     check few 90 some tests/gpu/test_few.py
     check skew 200 some tests/ops/test_skew.py
-    step demo 60 "$python" -c 'from weft.cli import main; main()' demo
-    step doctor 30 "$python" -c 'from weft.cli import main; main()' doctor
+    step demo 60 "$python" -m weft demo
+    step doctor 30 "$python" -m weft doctor
 }
 
 measure() { # measure NAME SECONDS OPTIONS...
     local name=$1 limit=$2
     shift 2
-    step "$name" "$limit" "$python" -c 'from weft.cli import main; main()' bench moe --case deepseek-v3 --quiet \
+    step "$name" "$limit" "$python" -m weft bench moe --model deepseek-v3 --quiet \
         --device cuda --json "$out/$name.json" --plot "$out/$name.png" "$@"
 }
 
 bench() {
     local fp8=(--combine-by fp8 --quantize fp8) n
-    measure perfect 60 --router perfect --tokens 1..4096
-    measure fp8-both 60 --router perfect --tokens 1..4096 "${fp8[@]}"
-    measure random 60 --router random --tokens 1..4096
-    measure fp8-out 60 --router perfect --tokens 1..4096 --payload fp8
-    ((${#gpus[@]} < 4)) || measure ranks-4 60 --router perfect --tokens 1..4096 --ranks 4
-    ((${#gpus[@]} < 2)) || measure ranks-2 60 --router perfect --tokens 1..4096 --ranks 2
-    for n in 16 8 24; do measure "sms-$n" 40 --router perfect --tokens 1024,2048 --num-sms $n; done
+    measure perfect 60 --routing perfect --tokens 1..4096
+    measure fp8-both 60 --routing perfect --tokens 1..4096 "${fp8[@]}"
+    measure random 60 --routing uniform --tokens 1..4096
+    measure fp8-out 60 --routing perfect --tokens 1..4096 --payload fp8
+    ((${#gpus[@]} < 4)) || measure ranks-4 60 --routing perfect --tokens 1..4096 --ranks 4
+    ((${#gpus[@]} < 2)) || measure ranks-2 60 --routing perfect --tokens 1..4096 --ranks 2
+    for n in 16 8 24; do measure "sms-$n" 40 --routing perfect --tokens 1024,2048 --num-sms $n; done
     for n in 16 8 24; do
-        measure "sms-$n-beside" 60 --router perfect --tokens 1024,2048 --num-sms $n --beside matmul
+        measure "sms-$n-beside" 60 --routing perfect --tokens 1024,2048 --num-sms $n --beside matmul
     done
-    measure trace 40 --router perfect --tokens 128 --trace "$out/trace-128.json"
+    measure trace 40 --routing perfect --tokens 128 --trace "$out/trace-128.json"
 }
 
 weft() { # weft NAME SECONDS ARGUMENTS...
     local name=$1 limit=$2
     shift 2
-    step "$name" "$limit" "$python" -c 'from weft.cli import main; main()' "$@" --quiet --device cuda
+    step "$name" "$limit" "$python" -m weft "$@" --quiet --device cuda
 }
 
 reduce() { # reduce NAME SECONDS OPTIONS...
@@ -160,9 +160,9 @@ low() { # low NAME SECONDS OPTIONS...
 
 # Two routings, as the targets have them; and with the halves built.
 lowlatency() {
-    low ll-perfect 60 --router perfect
-    low ll-lean 60 --router random --reduce sender --combine-by fp8
-    low ll-halves 60 --router perfect --halves
+    low ll-perfect 60 --routing perfect
+    low ll-lean 60 --routing uniform --reduce sender --combine-by fp8
+    low ll-halves 60 --routing perfect --halves
     weft ll-trace 60 bench lowlatency --tokens 128 --trace "$out/lowlatency-128.json"
     check ll-graphs 120 all tests/gpu/test_lowlatency_graphs.py
     check ll-tests 300 some tests/ops/test_lowlatency*.py
@@ -172,25 +172,27 @@ lowlatency() {
 layers() { # layers NAME SECONDS RANKS OPTIONS...
     local name=$1 limit=$2 n=$3
     shift 3
-    weft "$name" "$limit" bench layer --ranks "$n" --experts $((32 * n)) --dtype fp8 --out "$out/$name.json" "$@"
+    weft "$name" "$limit" bench layer --ranks "$n" --experts $((32 * n)) --dtype fp8 --json "$out/$name.json" "$@"
 }
 
 # The layer of DeepSeek-V3 first, then its parts, other routings, by expert, other models, and its tests.
 layer() {
-    local n most=$((${#gpus[@]} > 8 ? 8 : ${#gpus[@]}))
+    local n each most=$((${#gpus[@]} > 8 ? 8 : ${#gpus[@]}))
     if ((most < 2)); then
         step layer-none 1 bash -c 'echo "a layer that sends needs two GPUs"; exit 1'
         return
     fi
     layers "layer-$most" 120 "$most" --tokens 8,16,64,128,256,512,1024 --overlap none,shared,push \
         --plot "$out/layer-$most.png"
-    layers layer-stages 60 "$most" --tokens 8,128,256,512 --overlap push --stages
+    layers layer-stages 60 "$most" --tokens 8,128,256,512 --overlap none --stages
     layers layer-trace 60 "$most" --tokens 256 --overlap push --trace "$out/layer-256.json"
     layers layer-zipf 60 "$most" --tokens 8,64,128,512 --overlap none,push --routing zipf
     layers layer-expert 90 "$most" --tokens 1,8,16,32,64,128,256,512 --overlap none,shared,push --exchange expert
     for n in 4 2; do ((n >= most)) || layers "layer-$n" 60 "$n" --tokens 8,64,128,256,512 --overlap none,push; done
-    step layer-models 180 "$python" benchmarks/layer_models.py --ranks "$most" --budget 150 \
-        --out "$out/layer-models.json" --tables "$out/layer-tables"
+    for each in qwen3-30b-a3b glm-4.5-air gpt-oss-120b; do
+        weft "layer-$each" 60 bench layer --ranks "$most" --model "$each" --tokens 8,64,128,512 \
+            --overlap none,push --json "$out/layer-$each.json"
+    done
     check layer-tests 300 some tests/moe
     check layer-product 180 all tests/gemm/test_hopper_gpu.py
 }

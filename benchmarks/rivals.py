@@ -88,7 +88,7 @@ def section(record: Path | None) -> str:
     low = [part for part in ("lowlatency", "lowlatency-lean") if part in data]
     if low:
         names = {"lowlatency": "weft", "lowlatency-lean": "weft, sums at the sender, FP8 back"}
-        rows = [(names[part], _medians(data[part]["results"], "samples", "pair")) for part in low]
+        rows = [(names[part], _medians(data[part], "pair")) for part in low]
         lines += [
             "us for a pair of the low-latency all-to-all, perfect routing, FP8 out:",
             "",
@@ -101,17 +101,12 @@ def section(record: Path | None) -> str:
 
 
 def _moe_rows(run: dict[str, Any]) -> list[tuple[str, dict[int, float]]]:
-    wire = run["wire"]["rows"]
-    mine = (f"weft: {wire}", _medians(run["results"], "samples_us", "pair"))
+    mine = (f"weft: {run['facts']['wire']}", _medians(run, "pair"))
     return [mine, *_others(run, "pair")]
 
 
 def _reduce_rows(run: dict[str, Any]) -> list[tuple[str, dict[int, float]]]:
-    times = {
-        each["tokens"]: max(statistics.median(rank) for rank in each["samples_us"])
-        for each in run["results"]
-    }
-    return [("weft, auto", times), *_others(run, "call")]
+    return [("weft, auto", _medians(run, "call")), *_others(run, "call")]
 
 
 def _others(run: dict[str, Any], phase: str) -> list[tuple[str, dict[int, float]]]:
@@ -131,10 +126,11 @@ def _name(run: dict[str, Any]) -> str:
     return f"{name}, {run['setting']}" if run.get("setting") else name
 
 
-def _medians(results: list[dict[str, Any]], samples: str, phase: str) -> dict[int, float]:
+def _medians(run: dict[str, Any], phase: str) -> dict[int, float]:
     return {
-        each["tokens"]: max(statistics.median(rank) for rank in each[samples][phase])
-        for each in results
+        each["tokens"]: max(statistics.median(rank) for rank in each["samples_us"][phase])
+        for each in run["results"]
+        if each["variant"] != "collective"
     }
 
 

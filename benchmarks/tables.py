@@ -21,8 +21,7 @@ from weft.bench.limits import (
     link_rate,
     pair_floor_us,
 )
-from weft.bench.lowlatency_cases import LowSettings
-from weft.bench.lowlatency_trial import low_traffic
+from weft.bench.lowlatency import LowCase
 from weft.bench.routing import make_ids
 
 Cells: TypeAlias = "Series | list[Any] | None"
@@ -205,41 +204,23 @@ def fastest_plan_us(work: str, rows: int) -> float:
     )
 
 
-def low_floors(tokens: int, router: str) -> list[Any]:
+def low_floors(tokens: int, routing: str) -> list[Any]:
     """Floors of a low-latency pair on 8 ranks by how rows come home, of the routing that bench has."""
     found = []
-    for options in (
+    several: tuple[dict[str, Any], ...] = (
         {},
         {"reduce": "sender"},
         {"combine_by": "fp8"},
         {"reduce": "sender", "combine_by": "fp8"},
-    ):
-        settings = LowSettings(**{**_LOW, "tokens": (tokens,), "router": router, **options})
-        ids = [make_ids(settings.as_moe, tokens, rank) for rank in range(8)]
-        traffic, shape = low_traffic(settings, ids), settings.geometry.shape
-        out, back = traffic.out * shape.sent_bytes, traffic.back * shape.back_bytes
-        found.append(pair_floor_us(out, back, gpus(8)))
+    )
+    for options in several:
+        case = LowCase(**_LOW, tokens=(tokens,), routing=routing, **options)
+        traffic = case.traffic([make_ids(case, tokens, rank) for rank in range(8)])
+        found.append(pair_floor_us(traffic["out_bytes"], traffic["back_bytes"], gpus(8)))
     return found
 
 
-_LOW: dict[str, Any] = dict(
-    ranks=8,
-    device="cuda",
-    max_tokens=512,
-    hidden=7168,
-    top_k=8,
-    experts=256,
-    quant="fp8",
-    scale="fp32_row",
-    reduce="receiver",
-    combine_by="push",
-    graph=True,
-    samples=15,
-    seed=0,
-    halves=False,
-    num_sms=None,
-    programmatic_launch=True,
-)
+_LOW: dict[str, Any] = dict(ranks=8, device="cuda", max_tokens=512)
 
 
 def low_memory(**options: str) -> list[Any]:
@@ -786,8 +767,8 @@ TABLES: dict[str, list[tuple[str, Cells]]] = {
         ('`reduce="sender", combine_by="fp8"`', low_memory(reduce="sender", combine_by="fp8")),
     ],
     "lowlatency-floors": [
-        (f"{tokens}, {router}", low_floors(tokens, router))
+        (f"{tokens}, {told}", low_floors(tokens, routing))
         for tokens in (256, 512)
-        for router in ("random", "perfect")
+        for routing, told in (("uniform", "random"), ("perfect", "perfect"))
     ],
 }

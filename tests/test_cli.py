@@ -2,68 +2,137 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import weft
-from weft import cli_options, doctor
-from weft.bench import moe, trial
-from weft.errors import RankFailed, WeftError
+from weft import doctor
+from weft.bench import moe, run
+from weft.bench.machine import describe_code
+from weft.errors import RankFailed
 
 SIZES = ["--tokens", "1,8", "--hidden", "256", "--top-k", "4", "--experts", "16"]
 SMALL = ["bench", "moe", "--device", "cpu", "--quiet", *SIZES]
 
 
+@pytest.fixture
+def no_ranks(monkeypatch):
+    """Nothing may be started: what is wrong is to be refused before."""
+    for place in ("weft.bench.run", "weft.bench.allreduce_tune", "weft.bench.trace"):
+        monkeypatch.setattr(f"{place}.launch", None)
+
+
 def test_bench_moe(weft_command, tmp_path):
-    full, trt, picture = (tmp_path / name for name in ("all.json", "trt.json", "pair.png"))
+    full, picture = tmp_path / "deep" / "all.json", tmp_path / "pair.png"
     code, out, err = weft_command(
         *SMALL,
         *("--ranks", "2", "--iters", "4", "--backend", "onesided,collective"),
-        *("--json", str(full), "--trtllm-json", str(trt), "--plot", str(picture)),
+        *("--json", str(full), "--plot", str(picture)),
     )
-    assert code == 0, err
-    assert "bit by bit" in out
+    assert (code, err) == (0, "")
+    assert "bit by bit" in " ".join(out.split())
     data = json.loads(full.read_text())
-    sizes = [(found["backend"], found["tokens"]) for found in data["results"]]
+    assert data["operator"] == "moe"
+    sizes = [(found["variant"], found["tokens"]) for found in data["results"]]
     assert sizes == [("onesided", 1), ("onesided", 8), ("collective", 1), ("collective", 8)]
     for found in data["results"]:
         for phase in ("dispatch", "combine", "pair"):
             samples = found["samples_us"][phase]
             assert [len(rank) for rank in samples] == [4, 4]
             assert all(us > 0 for rank in samples for us in rank)
-    assert [found["max_tokens"] for found in data["results"]] == [8, 8, 1, 8]
+    assert [found["facts"]["max_tokens"] for found in data["results"]] == [8, 8, 1, 8]
     assert data["machine"]["torch"] == torch.__version__
-    assert len(json.loads(trt.read_text())["results"]) == 4
+    assert data["machine"]["weft"] == describe_code(), "of what code these figures are"
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_bench_moe_fp8_on_three_ranks(weft_command):
-    options = ("--ranks", "3", "--iters", "2", "--payload", "fp8", "--router", "perfect")
+def test_every_option_of_the_pair(weft_command, tmp_path):
+    target = tmp_path / "all.json"
+    options = ["--cold", "--no-pdl", "--halves", "--combine-by", "fp8", "--quantize", "mxfp8"]
+    code, out, err = weft_command(
+        *SMALL, *options, "--ranks", "2", "--iters", "2", "--json", str(target)
+    )
+    assert code == 0, err
+    wire = "mxfp8 + scales out, quantised by dispatch, fp8 + scales back (pushed)"
+    for text in (wire, "also in halves", "no programmatic launch", "dispatch_send", "cold"):
+        assert text in " ".join(out.split()), text
+    data = json.loads(target.read_text())
+    assert data["facts"] == {"wire": wire, "sent_bytes": 264, "returned_bytes": 264}
+    found = data["results"][0]
+    for phase in ("dispatch", "combine", "pair"):
+        assert [len(rank) for rank in found["cold_us"][phase]] == [30, 30]
+    assert found["cold_method"].startswith("cold: 30 calls, 64 MiB")
+    assert [len(rank) for rank in found["samples_us"]["combine_recv"]] == [2, 2]
+
+
+def test_json_alone_on_stdout_and_progress_in_plain_lines(weft_command):
+    command = [each for each in SMALL if each != "--quiet"]
+    code, out, err = weft_command(*command, "--ranks", "2", "--iters", "2", "--json", "-")
+    assert code == 0, err
+    assert json.loads(out)["settings"]["ranks"] == 2
+    assert "weft bench moe" in err, "the table goes where it disturbs nothing"
+
+
+def _tells(group, names):
+    from weft.bench.progress import progress
+
+    with progress(len(names), quiet=group.rank != 0) as step:
+        for name in names:
+            step(name)
+
+
+def test_progress_where_there_is_no_terminal(ranks, capsys):
+    ranks(2, "threads")(_tells, ["one", "two"])
+    assert capsys.readouterr().err == "weft: 1 of 2: one\nweft: 2 of 2: two\n"
+
+
+def test_peers_on_cpu_ranks(weft_command, monkeypatch, tmp_path):
+    find = importlib.util.find_spec
+    absent = ("flashinfer", "deep_ep")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda m: None if m in absent else find(m))
+    target = tmp_path / "all.json"
+    options = ("--ranks", "2", "--iters", "2", "--peers", "--json", str(target))
     code, out, err = weft_command(*SMALL, *options)
     assert code == 0, err
-    assert "fp8 + scales out" in out
+    assert "FlashInfer: not installed." in out
+    data = json.loads(target.read_text())
+    assert {found["variant"] for found in data["results"]} == {"onesided", "collective"}
+    assert {(run["name"], run["status"]) for run in data["peers"]} == {
+        ("FlashInfer", "not installed"),
+        ("DeepEP v1", "not installed"),
+    }
 
 
 def test_bench_layer(weft_command, tmp_path):
     small = ("bench", "layer", "--device", "cpu", "--ranks", "2", "--iters", "2", "--quiet")
     path = tmp_path / "layer.json"
     options = ("--model", "glm-4.5-air", "--tokens", "3", "--routing", "zipf:1.5")
-    files = ("--out", str(path), "--trace", str(tmp_path / "trace.json"))
+    files = ("--json", str(path), "--trace", str(tmp_path / "trace.json"))
     code, out, err = weft_command(*small, *options, "--overlap", "none", *files)
     assert code == 0, err
     (mode,) = json.loads((tmp_path / "trace.json").read_text())["metadata"]["modes"]
     assert mode["overlap"] == "none"
     assert "glm-4.5-air: 2 ranks" in out
-    written = json.loads(path.read_text())
-    assert [row["overlap"] for row in written["rows"]] == ["none"]
+    assert [row["variant"] for row in json.loads(path.read_text())["rows"]] == ["none"]
     code, out, err = weft_command(*small, *options, "--exchange", "expert", "--overlap", "shared")
     assert code == 0, err
     assert "rows by expert" in out
-    code, out, err = weft_command(*small, "--dtype", "fp4")
-    assert code == 1
-    assert "dtype is 'fp4'" in err
+
+
+def test_bench_lowlatency(weft_command, tmp_path):
+    trace = tmp_path / "trace.json"
+    small = ("--device", "cpu", "--ranks", "2", "--iters", "2", "--quiet", *SIZES)
+    options = ("--quantize", "none", "--routing", "uniform", "--trace", str(trace))
+    code, out, err = weft_command("bench", "lowlatency", *small, *options)
+    assert code == 0, err
+    assert "bf16 out, expert-major" in " ".join(out.split())
+    assert json.loads(trace.read_text())["traceEvents"]
 
 
 class _Wrong(weft.AllToAll):
@@ -84,12 +153,12 @@ class _Wrong(weft.AllToAll):
 )
 def test_a_wrong_exchange_is_not_timed(weft_command, monkeypatch, tmp_path, good_rounds, text):
     monkeypatch.setattr(_Wrong, "good_rounds", good_rounds)
-    monkeypatch.setitem(trial._EXCHANGES, "onesided", _Wrong)
+    monkeypatch.setitem(moe.EXCHANGES, "onesided", _Wrong)
 
     def as_threads(*args, **options):
         return weft.launch(*args, **{**options, "device": "threads"})
 
-    monkeypatch.setattr(moe, "launch", as_threads)
+    monkeypatch.setattr(run, "launch", as_threads)
     target = tmp_path / "all.json"
     code, out, err = weft_command(*SMALL, "--ranks", "2", "--iters", "2", "--json", str(target))
     assert code == 1
@@ -99,40 +168,79 @@ def test_a_wrong_exchange_is_not_timed(weft_command, monkeypatch, tmp_path, good
     assert not target.exists()
 
 
+MOE, LOW, REDUCE, LAYER = (["bench", name] for name in ("moe", "lowlatency", "allreduce", "layer"))
+TUNE = ["tune", "allreduce", "table.json"]
+
+
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("command", "text"),
     [
-        (["--case", "gpt-9"], "choose one of deepseek-v3"),
-        (["--device", "tpu"], "device is 'tpu'"),
-        (["--router", "best"], "choose one of random, perfect"),
-        (["--tokens", "8", "--max-tokens", "4"], "do not fit"),
-        (["--ranks", "2", "--hidden", "250"], "pad hidden to 256"),
+        ([*MOE, "--model", "gpt-9"], "choose one of deepseek-v3"),
+        ([*MOE, "--device", "tpu"], "'tpu': choose one of auto, cpu, cuda"),
+        ([*MOE, "--routing", "best"], "choose one of uniform, perfect"),
+        ([*MOE, "--tokens", "8", "--max-tokens", "4"], "do not fit"),
+        ([*MOE, "--tokens", "many"], "'many' is no size"),
+        ([*MOE, "--hidden", "250"], "pad hidden to 256"),
+        ([*MOE, "--ranks", "99"], "ranks is 99"),
+        ([*MOE, "--ranks", "-1"], "--ranks"),
+        ([*MOE, "--num-sms", "8"], "num_sms is 8 on cpu ranks"),
+        ([*MOE, "--beside", "matmul"], "leave it out"),
+        ([*MOE, "--dtype", "fp64"], "'fp64': choose one of bf16, fp16, fp32"),
+        ([*MOE, "--backend", "onesided,nccl"], "'nccl': choose some of onesided, collective"),
+        ([*MOE, "--quantize", "fp8", "--backend", "collective"], "only onesided has it"),
+        ([*MOE, "--recorded", "no-such-file.json"], "no file of peer records"),
+        ([*MOE, "--plot", "pair.txt"], "its suffix chooses the format"),
+        ([*MOE, "--plot", "-"], "only --json writes to stdout"),
+        ([*MOE, "--trace", "-"], "only --json writes to stdout"),
+        ([*MOE, "--json", f"{__file__}/all.json"], "cannot write"),
+        ([*MOE, "--json", "/"], "cannot write"),
+        ([*MOE, "--case", "deepseek-v3"], "No such option"),
+        ([*LOW, "--quantize", "int4"], "'int4': choose one of none, fp8"),
+        ([*LOW, "--ranks", "99"], "ranks is 99"),
+        ([*LOW, "--scale", "bf16"], "'bf16': choose one of"),
+        ([*REDUCE, "--epilogue", "fp4"], "'fp4': choose one of none, norm"),
+        ([*REDUCE, "--ranks", "9"], "9 ranks; an all-reduce has 2 to 8"),
+        ([*REDUCE, "--table", "no-such-table.json"], "no-such-table.json"),
+        ([*LAYER, "--dtype", "fp4"], "'fp4': choose one of bf16, fp8"),
+        ([*LAYER, "--overlap", "none,later"], "'later': choose some of none"),
+        ([*LAYER, "--ranks", "99"], "ranks is 99"),
+        ([*LAYER, "--gemm", "tile"], "'tile': choose one of auto, tiled"),
+        ([*LAYER, "--exchange", "expert", "--trace", "t.json"], "a trace shows layers of exchange"),
+        ([*TUNE, "--backend", "collective"], "'collective': choose some of oneshot"),
+        ([*TUNE, "--hidden", "100"], "hidden is 100"),
+        (["tune", "allreduce", f"{__file__}/table.json"], "cannot write"),
+        (["tune", "allreduce"], "Missing argument"),
     ],
 )
-def test_refusals_are_one_red_text(weft_command, arguments, text):
-    code, out, err = weft_command(*SMALL, *arguments)
-    assert code == 1
+def test_refusals_come_before_any_rank(weft_command, no_ranks, command, text):
+    device = [] if "--device" in command else ["--device", "cpu"]
+    code, out, err = weft_command(*command, *device)
+    assert code == 2, err
     assert out == ""
-    assert text in " ".join(err.split())
+    assert text in " ".join(err.replace("│", " ").split())
     assert "Traceback" not in err
 
 
-def test_cuda_needs_a_gpu(weft_command, monkeypatch):
+def test_a_picture_needs_matplotlib(weft_command, no_ranks, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
+    for command in ((*SMALL, "--plot", "p.png"), ("demo", "--device", "cpu", "--plot", "p.png")):
+        code, _, err = weft_command(*command)
+        assert code == 2
+        assert "pip install 'weft[plot]'" in " ".join(err.split())
+
+
+def test_cuda_needs_a_gpu(weft_command, no_ranks, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     code, _, err = weft_command("bench", "moe", "--device", "cuda")
-    assert code == 1
+    assert code == 2
     assert "sees no GPU" in " ".join(err.split())
-    assert cli_options.chosen_device("auto") == "cpu"
-    assert cli_options.chosen_samples(0, "cuda", graph=True) == 15
-    with pytest.raises(WeftError, match="at least 11"):
-        cli_options.chosen_samples(10, "cuda", graph=True)
 
 
 def test_a_failed_rank_shows_its_traceback(weft_command, monkeypatch):
     def fails(*_args, **_options):
         raise RankFailed("rank 1 of 2 raised ValueError\nTraceback ...") from ValueError("boom")
 
-    monkeypatch.setattr(moe, "launch", fails)
+    monkeypatch.setattr(run, "launch", fails)
     code, _, err = weft_command(*SMALL, "--ranks", "2")
     assert code == 1
     assert "RankFailed: rank 1 of 2 raised ValueError" in err
@@ -140,7 +248,7 @@ def test_a_failed_rank_shows_its_traceback(weft_command, monkeypatch):
 
 def test_demo(weft_command, tmp_path):
     target = tmp_path / "demo.png"
-    options = ("--ranks", "2", "--device", "cpu", "--tokens", "8", "--picture", str(target))
+    options = ("--ranks", "2", "--device", "cpu", "--tokens", "8", "--plot", str(target))
     code, out, err = weft_command("demo", *options)
     assert code == 0, err
     assert "right" in out
@@ -199,10 +307,43 @@ def test_cache(weft_command, monkeypatch, tmp_path):
     assert Cache().entries() == []
 
 
-def test_version_and_help(weft_command):
-    code, out, _ = weft_command("--version")
-    assert code == 0
-    assert out.startswith(f"weft {weft.__version__}")
+def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    root = Path(__file__).parents[1]
+    return subprocess.run(command, capture_output=True, text=True, cwd=root, check=True)
+
+
+def test_the_version_is_told_without_torch():
+    found = _python("-X", "importtime", "-m", "weft", "--version")
+    assert found.stdout == f"weft {weft.__version__}, torch {torch.__version__}\n"
+    loaded = {line.rpartition("|")[2].strip() for line in found.stderr.splitlines()}
+    assert "weft" in loaded
+    assert not loaded & {"torch", "numpy", "typer", "rich", "weft.cli"}
+
+
+def test_weft_is_imported_without_its_benchmarks():
+    code = "import sys, weft; weft.MoE; weft.moe.MODELS; "
+    listed = "print(sorted(m for m in sys.modules if m.startswith(('weft.bench', 'matplotlib'))))"
+    assert _python("-c", code + listed).stdout == "[]\n"
+    assert _python("-c", "from weft import *; print(AllToAll.__name__)").stdout == "AllToAll\n"
+    with pytest.raises(AttributeError, match="module 'weft' has no attribute 'Loom'"):
+        _ = weft.Loom  # type: ignore[attr-defined]
+    assert set(weft.__all__) <= set(dir(weft))
+
+
+def test_help_names_options_and_choices(weft_command):
+    _, out, _ = weft_command("--help")
+    for command in ("bench", "tune", "doctor", "demo", "cache"):
+        assert command in out
     _, out, _ = weft_command("bench", "moe", "--help")
-    for option in ("--router", "--trtllm-json", "--payload", "--eager"):
+    for option in ("--routing", "--model", "--payload", "--eager", "mxfp8", "zipf"):
         assert option in out
+
+
+def test_choices_are_completed():
+    from weft.cli_options import choice
+
+    one = choice(("fp8", "fp16", "bf16"), "{}").autocompletion
+    assert one("fp") == ["fp8", "fp16"]
+    several = choice(("none", "norm"), "{}", several=True).autocompletion
+    assert several("none,no") == ["none,none", "none,norm"]

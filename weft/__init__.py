@@ -1,51 +1,31 @@
 """weft carries tokens across GPUs: one-sided NVLink communication for MoE inference.
 
-The same protocol runs on CPU ranks over shared memory.
+The same protocol runs on CPU ranks over shared memory. The public names are those of
+`weft.public`. They are imported when one is first asked for, so that `weft --version` and shell
+completion need no torch.
 """
 
-from weft import errors
-from weft.memory import Group, Heap, launch
-from weft.moe import MoE, MoEConfig
-from weft.ops import reference
-from weft.ops.allreduce import AllReduce
-from weft.ops.alltoall import AllToAll
-from weft.ops.capacity import tokens_per_rank
-from weft.ops.collective import CollectiveAllToAll
-from weft.ops.grouping import Compact, Compactor, ExpertGroups, Grouped
-from weft.ops.lowlatency import LowLatencyAllToAll
-from weft.ops.lowlatency_results import ExpertRows
-from weft.ops.placement import Placement
-from weft.ops.received import Payload, Received
-from weft.ops.reduce_spec import FP8Group, FP8Static, FP8Token, MoEFinalize, Reduced
-from weft.ops.sending import Signal
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AllReduce",
-    "AllToAll",
-    "CollectiveAllToAll",
-    "Compact",
-    "Compactor",
-    "ExpertGroups",
-    "ExpertRows",
-    "FP8Group",
-    "FP8Static",
-    "FP8Token",
-    "Group",
-    "Grouped",
-    "Heap",
-    "LowLatencyAllToAll",
-    "MoE",
-    "MoEConfig",
-    "MoEFinalize",
-    "Payload",
-    "Placement",
-    "Received",
-    "Reduced",
-    "Signal",
-    "errors",
-    "launch",
-    "reference",
-    "tokens_per_rank",
-]
+if TYPE_CHECKING:
+    from weft.public import *  # noqa: F403
+    from weft.public import __all__ as __all__
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name.startswith("__") and name != "__all__":
+            raise AttributeError(f"module 'weft' has no attribute {name!r}")
+        public = importlib.import_module("weft.public")
+        here = globals()
+        here.update({each: getattr(public, each) for each in public.__all__})
+        here["__all__"] = public.__all__
+        if name in here:  # also the packages that came with them, such as weft.moe
+            return here[name]
+        raise AttributeError(f"module 'weft' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        __getattr__("__all__")
+        return sorted(globals())

@@ -49,7 +49,7 @@ def test_all_steps_run_and_are_told(accept, tmp_path):
     code, out, _ = ended(process)
     assert code == 0, out
     steps = [line.split()[3] for line in out.splitlines() if line.startswith("ok ")]
-    assert len(steps) == 61
+    assert len(steps) == 63
     assert set(steps[:3]) == {"rounds", "failures", "sanitizer"}
     assert steps[3:11] == ["grid", "graphs", "overlap", "few", "skew", "demo", "doctor", "perfect"]
     assert steps[23:27] == ["ar-tests", "ar-tune-8", "ar-tune-4", "ar-tune-2"]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import weft
-from tests.bench.test_cases import SETTINGS
+from tests.bench.test_moe import SETTINGS
 from weft.bench.rivals import rival_body
 from weft.ops.placement import Placement
 
@@ -169,7 +169,7 @@ def stand_ins(monkeypatch):
 @pytest.mark.parametrize("name", ["FlashInfer", "DeepEP v1"])
 def test_adapters(ranks, stand_ins, name, payload):
     settings = replace(SIZES, payload=payload)
-    first, second = ranks(2, "threads")(rival_body, name, "", settings)
+    first, second = ranks(2, "threads")(rival_body, (name, ""), settings)
     assert first == second
     assert first["status"] == "measured"
     assert list(first["samples_us"]) == [3, 5]
@@ -186,7 +186,7 @@ def test_flashinfer_brings_rows_home_as_fp8(ranks, stand_ins, setting):
 
     stand_ins.setattr(MoeAlltoAll, "combine", noted)
     settings = replace(SIZES, payload="fp8")
-    first, second = ranks(2, "threads")(rival_body, "FlashInfer", setting, settings)
+    first, second = ranks(2, "threads")(rival_body, ("FlashInfer", setting), settings)
     assert first == second
     assert first["status"] == "measured"
     assert set(asked) == {(True, not setting.endswith("staged"))}
@@ -201,5 +201,5 @@ def test_the_check_sees_a_lost_row(ranks, stand_ins):
         return out
 
     stand_ins.setattr(MoeAlltoAll, "combine", loses)
-    for found in ranks(2, "threads")(rival_body, "FlashInfer", "", SIZES):
-        assert found["status"].startswith("check failed, 3 tokens: rank 0: a sum is off by")
+    for found in ranks(2, "threads")(rival_body, ("FlashInfer", ""), SIZES):
+        assert found["status"].startswith("check failed, 3 tokens: rank 0: a number is off by")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 import types
 from dataclasses import replace
@@ -12,11 +11,17 @@ import pytest
 import torch
 
 import weft
-from tests.bench.test_allreduce_cases import SMALL
-from weft.bench import allreduce_rivals
-from weft.bench.allreduce_adapters import FlashInferReduce, SymmetricReduce, forbid_multicast
-from weft.bench.allreduce_rivals import REDUCE_RIVALS, ReduceRival, measure_reduce_rivals
-from weft.bench.allreduce_trial import Rows, make_rows
+from tests.bench.test_allreduce import SMALL
+from weft.bench import rivals
+from weft.bench.allreduce import Rows, make_rows
+from weft.bench.allreduce_rivals import (
+    ONE_SHOT_MOST,
+    RIVALS,
+    FlashInferReduce,
+    ReduceCall,
+    SymmetricReduce,
+)
+from weft.bench.rivals import Rival, measure_rivals
 from weft.errors import DriverError
 
 
@@ -28,7 +33,7 @@ def threads(monkeypatch):
     def as_threads(*args, **options):
         return launch(*args, **{**options, "device": "threads"})
 
-    monkeypatch.setattr(allreduce_rivals, "launch", as_threads)
+    monkeypatch.setattr(rivals, "launch", as_threads)
 
 
 class _Library:
@@ -38,11 +43,11 @@ class _Library:
 
     def __init__(self, group, settings, most) -> None:
         assert most == 5
-        self.group, self.settings = group, settings
+        self.group, self.case = group, settings
 
     def call(self, rows):
         everyone = [
-            make_rows(self.settings, len(rows.x), rank, rows.x.device)
+            make_rows(self.case, len(rows.x), rank, rows.x.device)
             for rank in range(self.group.size)
         ]
 
@@ -54,20 +59,25 @@ class _Library:
 
         return reduce
 
+    def trial(self, tokens):
+        return ReduceCall(self, tokens)
+
 
 def _present(monkeypatch, *found):
-    monkeypatch.setattr(allreduce_rivals, "REDUCE_RIVALS", found)
+    monkeypatch.setattr(rivals, "rivals_of", lambda case: found)
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: module)
 
 
-_FAKE = ReduceRival("Loom", "loom", "torch", _Library, devices=("cpu",), least=lambda n: n, most=9)
+_FAKE = Rival(
+    *("Loom", "loom", "torch", _Library), sizes=lambda case: [n for n in case.tokens if 2 <= n <= 9]
+)
 
 
 def test_a_library_is_measured(threads, monkeypatch):
     _present(monkeypatch, _FAKE)
-    (found,) = measure_reduce_rivals(replace(SMALL, tokens=(1, 5, 20)))
+    (found,) = measure_rivals(replace(SMALL, tokens=(1, 5, 20)))
     assert (found.name, found.status) == ("Loom", "measured")
-    assert list(found.samples_us) == [5], "1 is below its least, 20 above its most"
+    assert list(found.samples_us) == [5], "it serves neither 1 nor 20"
     assert found.peer("2026-11-20").us[5] > 0
     assert found.library.startswith("Loom 2")
 
@@ -76,7 +86,7 @@ def test_a_library_is_measured(threads, monkeypatch):
 def test_a_wrong_library_is_not_timed(threads, monkeypatch, spoil):
     _present(monkeypatch, _FAKE)
     monkeypatch.setattr(_Library, "spoil", spoil)
-    (found,) = measure_reduce_rivals(SMALL)
+    (found,) = measure_rivals(SMALL)
     assert found.status.startswith("check failed, 5 tokens: rank ")
     assert found.samples_us == {}
 
@@ -86,29 +96,29 @@ def test_a_library_that_cannot_is_a_status(threads, monkeypatch):
         raise DriverError("no such GPU")
 
     _present(monkeypatch, replace(_FAKE, make=no_gpu))
-    (found,) = measure_reduce_rivals(SMALL)
+    (found,) = measure_rivals(SMALL)
     assert "no such GPU" in found.status
-    for change, settings, text in (
-        ({"devices": ("cuda",)}, SMALL, "needs GPUs"),
-        ({"ranks": (4, 8)}, SMALL, "serves 4, 8 ranks, not 2"),
-        ({}, replace(SMALL, tokens=(1,)), "serves none of these sizes"),
-        ({}, replace(SMALL, epilogue="fp8-token"), "not compared with epilogue fp8-token"),
-    ):
-        _present(monkeypatch, replace(_FAKE, **change))
-        assert [run.status for run in measure_reduce_rivals(settings)] == [text]
+    _present(monkeypatch, _FAKE)
+    (found,) = measure_rivals(replace(SMALL, tokens=(1,)))
+    assert found.status == "serves none of these sizes"
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
-    assert [run.status for run in measure_reduce_rivals(SMALL)] == ["not installed"]
+    assert [run.status for run in measure_rivals(SMALL)] == ["not installed"]
 
 
-def test_nobody_may_use_multicast(monkeypatch):
-    for name in ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS"):
-        monkeypatch.setenv(name, "unset")
-    forbid_multicast()
-    assert os.environ["NCCL_NVLS_ENABLE"] == "0"
-    assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
-    assert os.environ["NVSHMEM_DISABLE_NVLS"] == "1"
-    names = [rival.name for rival in REDUCE_RIVALS]
-    assert len(names) == len(set(names)) == 5
+def test_what_they_refuse():
+    by_name = {rival.name: rival for rival in RIVALS}
+    assert len(by_name) == len(RIVALS) == 5
+    one, two = by_name["FlashInfer trtllm one-shot"], by_name["FlashInfer trtllm two-shot"]
+    on_gpus = replace(SMALL, device="cuda", samples=11, tokens=(1, 2, 3, 1024))
+    assert one.refuses(on_gpus) is None
+    assert one.refuses(SMALL) == "needs GPUs"
+    assert by_name["torch all_reduce"].refuses(SMALL) is None
+    assert one.refuses(replace(on_gpus, ranks=3)) == "serves 2, 4, 8 ranks, not 3"
+    assert by_name["torch symm_mem one-shot"].refuses(replace(on_gpus, ranks=3)) is None
+    quantising = replace(on_gpus, epilogue="fp8-token")
+    assert one.refuses(quantising) == "not compared with epilogue fp8-token"
+    assert one.sizes(on_gpus) == [1, 2, 3], f"up to {ONE_SHOT_MOST}"
+    assert two.sizes(on_gpus) == [3, 1024], "more than ranks"
 
 
 def flashinfer(group: weft.Group, epilogue: str, one_shot: bool) -> None:

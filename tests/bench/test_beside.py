@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.bench.test_cases import SETTINGS
+from tests.bench.test_moe import SETTINGS
 from weft.bench import beside
 from weft.bench.beside import ALONE, ATTEMPTS, measure_beside
-from weft.bench.clock import CALLS, Phases
+from weft.bench.clock import CALLS, Calls
 from weft.errors import InvalidArgument
 
 SMS, SPARE = 132, 12
 PAIR_US, BESIDE_PAIR_US = 40.0, 100.0
 ALONE_US, LIMITED_US, BESIDE_US = 1500.0, 1600.0, 1700.0
-ON_GPUS = replace(SETTINGS, device="cuda", num_sms=SPARE, beside="matmul:128")
+ON_GPUS = replace(SETTINGS, device="cuda", samples=11, num_sms=SPARE, beside="matmul:128")
 
 
 class Stream:
@@ -96,7 +96,7 @@ class TwoStreams:
         self.streams.append(Stream(**kind))
         return self.streams[-1]
 
-    def install(self, monkeypatch) -> Phases:
+    def install(self, monkeypatch) -> Calls:
         gpu = self
 
         class Event:
@@ -145,7 +145,7 @@ class TwoStreams:
             return found
 
         monkeypatch.setattr(beside, "_together", watched)
-        return Phases(dispatch=self.pair, combine=lambda: None)
+        return Calls.of(self.pair)
 
 
 def group_of(peer: bool = True) -> Any:
@@ -156,18 +156,18 @@ def group_of(peer: bool = True) -> Any:
 
 
 def run(monkeypatch, gpu: TwoStreams, group: Any, settings=ON_GPUS, pair_us=PAIR_US):
-    phases = gpu.install(monkeypatch)
-    return measure_beside(group, phases, settings, samples=11, pair_us=pair_us)
+    calls = gpu.install(monkeypatch)
+    return measure_beside(group, calls, settings, samples=11, call_us=pair_us)
 
 
 def test_both_are_timed_together_and_alone(monkeypatch):
     gpu = TwoStreams()
     found = run(monkeypatch, gpu, group_of())
-    assert found.times["product_alone"] == pytest.approx([ALONE_US] * ALONE)
-    assert found.times["product_limited"] == pytest.approx([LIMITED_US] * ALONE)
+    assert found.us["product_alone"] == pytest.approx([ALONE_US] * ALONE)
+    assert found.us["product_limited"] == pytest.approx([LIMITED_US] * ALONE)
     rounds = 30  # 60 ms of pairs, more than 11 replays
-    assert found.times["pair"] == pytest.approx([BESIDE_PAIR_US] * rounds)
-    products = found.times["product"]
+    assert found.us["call"] == pytest.approx([BESIDE_PAIR_US] * rounds)
+    products = found.us["product"]
     assert products == pytest.approx([BESIDE_US] * len(products))
     # Those that ran before the first timed round or past the last one are left out.
     assert len(products) == pytest.approx(rounds * CALLS * BESIDE_PAIR_US / BESIDE_US, abs=2)
@@ -184,7 +184,7 @@ def test_products_that_end_early_are_doubled(monkeypatch):
     found = run(monkeypatch, gpu, group_of())
     assert all(after == 2 * before for before, after in pairwise(gpu.products))
     assert len(gpu.products) == 2
-    assert min(found.times["pair"]) == pytest.approx(6 * PAIR_US)
+    assert min(found.us["call"]) == pytest.approx(6 * PAIR_US)
 
 
 @pytest.mark.parametrize(("peer", "slow"), [(False, 1), (True, 1000)])
@@ -192,14 +192,14 @@ def test_no_figure_where_products_do_not_last(monkeypatch, peer, slow):
     """Also where they lasted here and not on a peer: all ranks try again together."""
     gpu = TwoStreams(pair_us=slow * PAIR_US)
     found = run(monkeypatch, gpu, group_of(peer))
-    assert found.times == {}
+    assert found.us == {}
     assert len(gpu.products) == ATTEMPTS
     assert f"no figure, {gpu.products[-1]} products ended before 30 replays" in found.method
 
 
 def test_long_pairs_are_replayed_as_often_as_asked(monkeypatch):
     found = run(monkeypatch, TwoStreams(pair_us=800.0), group_of(), pair_us=800.0)
-    assert len(found.times["pair"]) == 11
+    assert len(found.us["call"]) == 11
 
 
 def test_refusals(monkeypatch):
@@ -207,7 +207,7 @@ def test_refusals(monkeypatch):
         run(monkeypatch, TwoStreams(), group_of(), replace(ON_GPUS, num_sms=SMS))
     with pytest.raises(InvalidArgument, match=r"Event\(external=True\)"):
         run(monkeypatch, TwoStreams(external=False), group_of())
-    phases = TwoStreams().install(monkeypatch)
+    calls = TwoStreams().install(monkeypatch)
     monkeypatch.delattr(torch._C, "_set_sm_carveout_experimental")
     with pytest.raises(InvalidArgument, match="cannot limit the SMs of a matrix product"):
-        measure_beside(group_of(), phases, ON_GPUS, samples=11, pair_us=PAIR_US)
+        measure_beside(group_of(), calls, ON_GPUS, samples=11, call_us=PAIR_US)

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from weft.bench import clock
-from weft.bench.clock import CALLS, HALVES, WARM_UP, Phases, measure
+from weft.bench.clock import CALLS, WARM_UP, Calls, measure
+
+HALVES = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")
 
 DISPATCH_MS, COMBINE_MS, SKEW_MS = 0.010, 0.020, 5.0
 HALVES_MS = (0.004, 0.006, 0.001, 0.019)
@@ -42,7 +44,7 @@ class _Gpu:
     def synchronize(self, _=None) -> None:
         self.skew = SKEW_MS
 
-    def install(self, monkeypatch) -> Phases:
+    def install(self, monkeypatch) -> Calls:
         gpu = self
 
         class Event:
@@ -98,50 +100,51 @@ class _Gpu:
             ("synchronize", self.synchronize),
         ):
             monkeypatch.setattr(torch.cuda, name, value)
-        return Phases(
-            dispatch=lambda: self.call("dispatch", DISPATCH_MS),
-            combine=lambda: self.call("combine", COMBINE_MS),
-        )
+        steps = {
+            "dispatch": lambda: self.call("dispatch", DISPATCH_MS),
+            "combine": lambda: self.call("combine", COMBINE_MS),
+        }
+        return Calls(steps, "pair")
 
 
 @pytest.mark.parametrize(
     ("graph", "external", "method"),
     [
         (True, True, "CUDA graph of 50 calls, 11 replays"),
-        (True, False, "CUDA graph of 50 calls, 11 replays; split into phases from eager calls"),
+        (True, False, "CUDA graph of 50 calls, 11 replays; split into steps from eager calls"),
         (False, True, "eager, CUDA events, 11 rounds of 50 calls"),
     ],
 )
 def test_on_cuda(monkeypatch, graph, external, method):
     gpu = _Gpu(external=external)
-    phases = gpu.install(monkeypatch)
+    calls = gpu.install(monkeypatch)
     group: Any = SimpleNamespace(device=torch.device("cuda"), barrier=lambda: None)
-    found = measure(group, phases, samples=11, graph=graph)
+    found = measure(group, calls, samples=11, graph=graph)
     assert found.method == method
-    assert found.pair == pytest.approx([(DISPATCH_MS + COMBINE_MS) * 1e3] * 11)
-    assert found.dispatch == pytest.approx([DISPATCH_MS * 1e3] * 11)
-    assert found.combine == pytest.approx([COMBINE_MS * 1e3] * 11)
+    assert found.us["pair"] == pytest.approx([(DISPATCH_MS + COMBINE_MS) * 1e3] * 11)
+    assert found.us["dispatch"] == pytest.approx([DISPATCH_MS * 1e3] * 11)
+    assert found.us["combine"] == pytest.approx([COMBINE_MS * 1e3] * 11)
     rounds = WARM_UP + CALLS * (1 + 11 + 11)  # one untimed round, pairs, split
     assert gpu.calls == {"dispatch": rounds, "combine": rounds} | dict.fromkeys(HALVES, 0)
-    assert found.by_phase().keys() == {"dispatch", "combine", "pair"}
+    assert list(found.us) == ["dispatch", "combine", "pair"], "the whole comes last"
 
 
 @pytest.mark.parametrize(("graph", "external"), [(True, True), (True, False), (False, True)])
 def test_halves_on_cuda(monkeypatch, graph, external):
     gpu = _Gpu(external=external)
     whole = gpu.install(monkeypatch)
-    halves = tuple(
-        lambda name=name, took=took: gpu.call(name, took)
+    halves = {
+        name: lambda name=name, took=took: gpu.call(name, took)
         for name, took in zip(HALVES, HALVES_MS, strict=True)
-    )
+    }
     group: Any = SimpleNamespace(device=torch.device("cuda"), barrier=lambda: None)
-    phases = replace(whole, halves=halves)
-    found = measure(group, phases, samples=11, graph=graph)
-    assert found.pair == pytest.approx([(DISPATCH_MS + COMBINE_MS) * 1e3] * 11)
-    assert found.combine == pytest.approx([COMBINE_MS * 1e3] * 11)
-    assert tuple(found.halves) == HALVES
+    calls = replace(whole, also=halves)
+    found = measure(group, calls, samples=11, graph=graph)
+    assert found.us["pair"] == pytest.approx([(DISPATCH_MS + COMBINE_MS) * 1e3] * 11)
+    assert found.us["combine"] == pytest.approx([COMBINE_MS * 1e3] * 11)
+    assert tuple(found.us) == ("dispatch", "combine", *HALVES, "pair")
     for name, took in zip(HALVES, HALVES_MS, strict=True):
-        assert found.halves[name] == pytest.approx([took * 1e3] * 11)
+        assert found.us[name] == pytest.approx([took * 1e3] * 11)
         assert gpu.calls[name] == WARM_UP + CALLS * 11
 
 
@@ -150,16 +153,31 @@ def test_on_cpu():
     group: Any = SimpleNamespace(
         device=torch.device("cpu"), barrier=lambda: order.append("barrier")
     )
-    phases = Phases(lambda: order.append("dispatch"), lambda: order.append("combine"))
-    found = measure(group, phases, samples=4, graph=True)
+    steps = {name: lambda name=name: order.append(name) for name in ("dispatch", "combine")}
+    calls = Calls(steps, "pair")
+    found = measure(group, calls, samples=4, graph=True)
     assert order == ["barrier", "dispatch", "combine"] * (clock.WARM_UP + 4)
-    assert len(found.dispatch) == len(found.combine) == len(found.pair) == 4
-    parts = zip(found.dispatch, found.combine, strict=True)
-    assert found.pair == pytest.approx([a + b for a, b in parts])
+    assert [len(us) for us in found.us.values()] == [4, 4, 4]
+    parts = zip(found.us["dispatch"], found.us["combine"], strict=True)
+    assert found.us["pair"] == pytest.approx([a + b for a, b in parts])
     order.clear()
-    halves = tuple(lambda name=name: order.append(name) for name in HALVES)
-    found = measure(group, replace(phases, halves=halves), samples=4, graph=True)
+    halves = {name: lambda name=name: order.append(name) for name in HALVES}
+    found = measure(group, replace(calls, also=halves), samples=4, graph=True)
     rounds = clock.WARM_UP + 4
     whole = ["barrier", "dispatch", "combine"] * rounds
     assert order == whole + ["barrier", *HALVES] * rounds
-    assert [len(found.by_phase()[name]) for name in HALVES] == [4] * 4
+    assert [len(found.us[name]) for name in HALVES] == [4] * 4
+
+
+def test_a_call_that_is_not_cut(monkeypatch):
+    gpu = _Gpu(external=True)
+    gpu.install(monkeypatch)
+    call = Calls.of(lambda: gpu.call("dispatch", DISPATCH_MS))
+    group: Any = SimpleNamespace(device=torch.device("cuda"), barrier=lambda: None)
+    found = measure(group, call, samples=11, graph=True)
+    assert found.us == {"call": pytest.approx([DISPATCH_MS * 1e3] * 11)}
+    assert gpu.calls["dispatch"] == WARM_UP + CALLS * 12, "nothing is timed a second time"
+    found = measure(group, replace(call, graph=False), samples=11, graph=True)
+    assert found.method.startswith("eager"), "what waits for the host is not captured"
+    on_cpu: Any = SimpleNamespace(device=torch.device("cpu"), barrier=lambda: None)
+    assert [len(us) for us in measure(on_cpu, call, samples=4, graph=True).us.values()] == [4]

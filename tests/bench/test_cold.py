@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.bench.test_cases import SETTINGS
 from tests.bench.test_clock import COMBINE_MS, DISPATCH_MS, _Gpu
+from tests.bench.test_moe import SETTINGS
 from weft.bench import cold
-from weft.bench.clock import PHASES
 from weft.bench.cold import MIN_SAMPLES, WRITES, ColdClock, flush_buffer
-from weft.bench.trial import Trial, make_exchange
+from weft.bench.moe import MoESession
 
 FLUSH_MS = 0.035
 
 
 def test_on_cuda(monkeypatch):
     gpu = _Gpu(external=True)
-    phases = gpu.install(monkeypatch)
+    calls = gpu.install(monkeypatch)
     order: list[str] = []
 
     class Buffer:
@@ -54,12 +54,12 @@ def test_on_cuda(monkeypatch):
     group: Any = SimpleNamespace(
         device=torch.device("cuda"), size=4, barrier=lambda: order.append("barrier")
     )
-    with ColdClock(group) as clock:
-        found = clock.measure(phases, samples=11)
+    with closing(ColdClock(group)) as clock:
+        found = clock.measure(calls, samples=11)
     assert found.method == "cold: 30 eager calls, 100 MiB written before each"
-    assert found.dispatch == pytest.approx([DISPATCH_MS * 1e3] * MIN_SAMPLES)
-    assert found.combine == pytest.approx([COMBINE_MS * 1e3] * MIN_SAMPLES)
-    assert found.pair == pytest.approx([(DISPATCH_MS + COMBINE_MS) * 1e3] * MIN_SAMPLES)
+    assert found.us["dispatch"] == pytest.approx([DISPATCH_MS * 1e3] * MIN_SAMPLES)
+    assert found.us["combine"] == pytest.approx([COMBINE_MS * 1e3] * MIN_SAMPLES)
+    assert found.us["pair"] == pytest.approx([(DISPATCH_MS + COMBINE_MS) * 1e3] * MIN_SAMPLES)
     rounds = MIN_SAMPLES + 1  # the first is not counted
     assert order == ["barrier", *([*["write"] * WRITES, "meet"] * rounds), "close"]
     assert (gpu.calls["dispatch"], gpu.calls["combine"]) == (rounds, rounds)
@@ -79,13 +79,12 @@ def test_the_buffer_is_twice_the_l2(monkeypatch):
 
 
 def _cold(group, settings):
-    with ColdClock(group) as clock:
-        exchange = make_exchange(group, settings, "onesided", 5)
-        trial = Trial(group, settings, exchange, 5)
-        assert trial.check() is None
-        found = clock.measure(trial.phases(), samples=31)
-        assert trial.check_out() is None
-        exchange.close()
+    with closing(ColdClock(group)) as clock, closing(MoESession(group, settings)) as session:
+        with session.trial("onesided", 5) as trial:
+            assert trial.check() is None
+            found = clock.measure(trial.calls(), samples=31)
+            assert trial.compare() is None
+        group.barrier()
     return found
 
 
@@ -93,7 +92,9 @@ def test_on_cpu_ranks(ranks, monkeypatch):
     monkeypatch.setattr(cold, "CPU_BYTES", 1 << 20)
     for found in ranks(2, "threads")(_cold, SETTINGS):
         assert found.method == "cold: 31 calls, 1 MiB written before each"
-        assert [len(getattr(found, phase)) for phase in PHASES] == [31] * 3
-        assert min(found.dispatch + found.combine) > 0
-        parts = zip(found.dispatch, found.combine, strict=True)
-        assert found.pair == pytest.approx([a + b for a, b in parts], abs=0.01)
+        assert {name: len(us) for name, us in found.us.items()} == dict.fromkeys(
+            ("dispatch", "combine", "pair"), 31
+        )
+        assert min(found.us["dispatch"] + found.us["combine"]) > 0
+        parts = zip(found.us["dispatch"], found.us["combine"], strict=True)
+        assert found.us["pair"] == pytest.approx([a + b for a, b in parts], abs=0.01)

@@ -14,32 +14,29 @@ from rich.console import Console
 
 import weft
 from weft.bench import layer as bench
-from weft.bench import layer_cases
-from weft.bench.layer import LayerMeasurement, LayerReport, run
-from weft.bench.layer_cases import (
-    LAYER_MODELS,
-    LayerSettings,
+from weft.bench import run as running
+from weft.bench.layer import LAYER_MODELS, LayerCase, LayerInputs, LayerSession, LayerTrial
+from weft.bench.layer_load import (
+    Load,
+    count,
     even_choice,
+    load_of,
     make_correction,
     make_logits,
 )
-from weft.bench.layer_load import Load, count, load_of
-from weft.bench.layer_overlap import ALONE, OVERLAPPED, TOGETHER
-from weft.bench.layer_plot import plot_layer
-from weft.bench.layer_report import layer_rows, print_layer, write_layer_json
-from weft.bench.layer_stages import SPLIT, STAGES
-from weft.bench.layer_trial import LayerTrial
-from weft.bench.layer_weights import Matrix, draw, expert_bytes, shared_expert, stack
+from weft.bench.layer_weights import Matrix, draw, expert_bytes, stack
 from weft.bench.limits import layer_floor_us
-from weft.bench.peers import matching_layers
+from weft.bench.peers import matching
+from weft.bench.plot import plot
+from weft.bench.report import as_json, print_report, rows_of
+from weft.bench.run import Measurement, Report, run
 from weft.errors import InvalidArgument, RankFailed
 from weft.moe import OVERLAPS, route
 from weft.moe.experts import to_blocks
 
-SETTINGS = LayerSettings(
-    ranks=2, device="cpu", model="deepseek-v3", tokens=(1, 6), overlaps=(), samples=3, seed=1
-)
-H200 = replace(SETTINGS, ranks=8, device="cuda", tokens=(128,))
+SETTINGS = LayerCase(ranks=2, device="cpu", tokens=(1, 6), samples=3, seed=1)
+H200 = replace(SETTINGS, ranks=8, device="cuda", tokens=(128,), samples=11)
+STAGES = {"route", "dispatch", "combine", "pair", "experts"}
 
 
 @pytest.mark.parametrize(
@@ -48,44 +45,41 @@ H200 = replace(SETTINGS, ranks=8, device="cuda", tokens=(128,))
         {"stages": True},
         {"model": "gpt-oss-120b", "routing": "zipf:1.2", "combine_by": "push", "stages": True},
         {"model": "glm-4.5-air", "quantize": "fp8", "combine_by": "fp8", "shared": False},
-        {"model": "qwen3-30b-a3b", "routing": "perfect", "gemm": "padded", "experts": 16},
+        {"model": "qwen3-30b-a3b", "routing": "perfect", "experts": 16},
         {"exchange": "expert", "dtype": "fp8"},
         {"gemm": "tiled", "dtype": "fp8", "stages": True},
     ],
 )
-def test_a_run_is_checked_timed_and_reported(changes, tmp_path):
-    settings = replace(SETTINGS, **changes)
-    report = run(settings, quiet=True)
+def test_a_run_is_checked_timed_and_reported(changes):
+    case = replace(SETTINGS, **changes)
+    report = run(case, quiet=True)
     assert report.problem is None
-    found = [(each.tokens, each.overlap) for each in report.measurements]
+    found = [(each.tokens, each.variant) for each in report.measurements]
     assert found == sorted(found, key=lambda each: (each[0], OVERLAPS.index(each[1])))
     assert len(set(found)) + len(report.refused) == 2 * len(OVERLAPS)
     assert {(1, "none"), (6, "none")} <= set(found)
-    assert ((6, "shared") in found) == (settings.config.shared > 0)
+    assert ((6, "shared") in found) == (case.config.shared > 0)
     assert all("InvalidArgument" in text for text in report.refused)
     for each in report.measurements:
-        assert [len(samples) for samples in each.samples] == [3, 3]
-        parts = set(STAGES) - (set() if settings.config.shared else {"shared"})
-        if report.gemm not in SPLIT:
-            parts -= {"gating"}
-        wanted = parts if each.overlap == "none" else set()
-        if each.overlap in OVERLAPPED:
-            wanted = {*ALONE, TOGETHER}
-        assert set(each.stages) == (wanted if settings.stages else set())
+        assert [len(samples) for samples in each.samples_us["call"]] == [3, 3]
+        wanted = STAGES | ({"shared"} if case.config.shared else set())
+        staged = case.stages and each.variant == "none"
+        assert set(each.facts.get("stages_us", {})) == (wanted if staged else set())
+        assert all(us > 0 for us in each.facts.get("stages_us", {}).values())
     text = io.StringIO()
-    print_layer(Console(file=text, width=200), report, [])
-    assert f"{settings.model}: 2 ranks" in text.getvalue()
-    assert f"rows by {settings.exchange}" in text.getvalue()
-    assert ("parts of the layer" in text.getvalue()) == settings.stages
-    assert ("the second product and sending" in text.getvalue()) == settings.stages
-    write_layer_json(tmp_path / "layer.json", report, [])
-    written = json.loads((tmp_path / "layer.json").read_text())
-    assert written["settings"]["routing"] == settings.routing
+    print_report(Console(file=text, width=200), report, [])
+    shown = text.getvalue()
+    assert f"{case.model}: 2 ranks" in shown
+    assert f"rows by {case.exchange}" in shown
+    assert ("Parts at 6 tokens, each alone" in shown) == case.stages
+    written = json.loads(json.dumps(as_json(report)))
+    assert written["settings"]["routing"] == case.routing
     assert len(written["rows"]) == len(found)
-    assert written["loads"]["6"]["most"] >= written["loads"]["6"]["mean"]
+    facts = written["results"][-1]["facts"]
+    assert facts["most"] >= facts["mean"]
 
 
-def ids_of(settings: LayerSettings, tokens: int) -> list[torch.Tensor]:
+def ids_of(settings: LayerCase, tokens: int) -> list[torch.Tensor]:
     correction = make_correction(settings)
     return [
         route(
@@ -148,53 +142,61 @@ def test_floors_are_those_of_the_sheet():
     assert layer_floor_us(1, 1, []) is None
 
 
+def facts_of(hbm: int, wire: int) -> dict[str, Any]:
+    auto = {"auto": "none", "reason": "by hand", "origin": ""}
+    load = {"hbm_bytes": hbm, "wire_bytes": wire, "imbalance": 1.5}
+    return load | {"gemm": "tiled", "auto": auto}
+
+
 def test_rows_have_gains_floors_and_published_figures():
-    load = Load(48, 32.0, 256, 4_600_000_000, 0)
     measured = [
-        LayerMeasurement(128, word, "by hand", [[us] * 3, [us - 1] * 3])
+        Measurement(
+            word, 128, "by hand", {"call": [[us] * 3, [us - 1] * 3]}, facts_of(4_600_000_000, 0)
+        )
         for word, us in (("none", 1500.0), ("shared", 1200.0))
     ]
-    report = LayerReport(H200, {"gpus": ["NVIDIA H200"] * 8}, measured, {128: load}, [], "grouped")
-    first, second = layer_rows(report, matching_layers(H200))
-    assert (first.gain, second.gain) == (1.0, 1.25)
+    report = Report(H200, {"gpus": ["NVIDIA H200"] * 8}, measured)
+    first, second = rows_of(report, matching(H200))
+    assert (first.more["x none"], second.more["x none"]) == ("1.000", "1.250")
+    assert first.more["auto"] == "auto"
+    assert "auto" not in second.more
     assert second.us.median == 1200.0
     assert second.ratio == pytest.approx(1.2)
-    assert second.imbalance == 1.5
+    assert (second.more["HBM measured"], second.more["HBM sheet"]) == ("1000.0", "958.3")
+    assert second.more["max / mean rows"] == 1.5
     assert second.rivals == {
         "DeepEP + DeepGEMM, fp8, published, 8 GPUs": 562.0,
         "SM90 Mega MoE, fp8, published, 8 GPUs": 490.0,
     }
-    same_load = replace(H200, ranks=4, experts=128)
-    assert len(matching_layers(same_load)) == 2
+    assert len(matching(replace(H200, ranks=4, experts=128))) == 2
     for other in (replace(H200, ranks=4), replace(H200, model="glm-4.5-air")):
-        assert matching_layers(other) == []
+        assert matching(other) == []
     without = replace(report, measurements=measured[1:])
-    assert layer_rows(without, [])[0].gain is None
+    assert "x none" not in rows_of(without)[0].more
 
 
 def test_the_picture_has_every_overlap_and_every_library(tmp_path):
-    load = Load(96, 64.0, 256, 4_600_000_000, 334_000)
     measured = [
-        LayerMeasurement(tokens, overlap, "", [[us], [us]], {})
+        Measurement(overlap, tokens, "", {"call": [[us], [us]]}, facts_of(4_600_000_000, 334_000))
         for tokens, us in ((128, 1500.0), (256, 1600.0))
         for overlap in OVERLAPS
     ]
-    settings = replace(H200, tokens=(128, 256))
+    case = replace(H200, tokens=(128, 256))
     day = {"date": "2026-11-21", "torch": "2.11.0", "driver": "580", "cuda": "13.0"}
     machine = day | {"gpus": ["NVIDIA H200"] * 8}
-    report = LayerReport(settings, machine, measured, {128: load, 256: load}, [], "tiled")
+    peers = matching(case)
+    rows = rows_of(Report(case, machine, measured), peers)
     picture = tmp_path / "layer.svg"
-    peers = matching_layers(settings)
-    plot_layer(picture, report, peers)
+    plot(picture, rows, case.title(), machine)
     drawn = picture.read_text()
-    for words in (*(f'overlap "{overlap}"' for overlap in OVERLAPS), *(p.label for p in peers)):
-        assert words.replace('"', "&quot;") in drawn or words in drawn, words
-    assert "8 ranks of 32 experts" in drawn
+    for words in (*(f"weft, {overlap}" for overlap in OVERLAPS), *(p.label for p in peers)):
+        assert words in drawn, words
+    assert "weft's time over its floor" in drawn
     on_cpus = day | {"gpus": [], "cpus": 2, "cpu": "a CPU"}
-    plot_layer(picture, replace(report, machine=on_cpus), [])
+    plot(picture, rows_of(Report(case, on_cpus, measured)), case.title(), on_cpus)
     assert "floor" not in picture.read_text()
     with pytest.raises(InvalidArgument, match="cannot write the picture"):
-        plot_layer(tmp_path / "layer.nothing", report, peers)
+        plot(tmp_path / "layer.nothing", rows, case.title(), machine)
 
 
 def test_blocks_of_weights_read_back():
@@ -222,29 +224,24 @@ def test_every_rank_draws_the_same_expert():
     assert not torch.equal(stacked.down[0], stacked.down[1])
 
 
-def spoiled(group: weft.Group, settings: LayerSettings) -> tuple[str | None, ...]:
+def spoiled(group: weft.Group, case: LayerCase) -> tuple[str | None, ...]:
     """What the check says of a good layer, of one wrong sum, of silence, of one wrong expert."""
-    device = group.device
-    local = weft.ops.placement.Placement.blocks(32, 2).experts_of(group.rank)
-    weights, shared = stack(settings, local, device), shared_expert(settings, device)
-    trial = LayerTrial(group, settings, shared, 6)
-    found = []
-    with bench.open_layer(group, settings, trial, "none", weights) as layer:
-        found.append(trial.check(layer))
-        trial.out[2, 5] += 0.125
-        found.append(trial.compare(layer))
+    session, found = LayerSession(group, case), []
+    with session.trial("none", 6) as trial:
+        found.append(trial.check())
+        trial.inputs.out[2, 5] += 0.125
+        found.append(trial.compare())
         trial.poison()
-        found.append(trial.compare(layer))
+        found.append(trial.compare())
         if group.rank == 1:
-            weights.down[:4] = weights.down[4:8].clone()
-        found.append(trial.check(layer))
-        group.barrier()
+            session.weights.down[:4] = session.weights.down[4:8].clone()
+        found.append(trial.check())
     return tuple(found)
 
 
 def test_what_is_wrong_is_said(ranks):
-    settings = replace(SETTINGS, tokens=(6,))
-    for good, sum_, silence, expert in ranks(2, "threads")(spoiled, settings):
+    case = replace(SETTINGS, tokens=(6,))
+    for good, sum_, silence, expert in ranks(2, "threads")(spoiled, case):
         assert good is None
         assert "off the reference by 0.1" in sum_
         assert "not finite" in silence
@@ -254,9 +251,9 @@ def test_what_is_wrong_is_said(ranks):
 def test_the_reference_sees_rows_as_the_wire_brings_them():
     group: Any = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"))
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
-    plain = LayerTrial(group, SETTINGS, None, 3)
+    plain = LayerInputs(group, SETTINGS, None, 3)
     assert plain._sent(x) is x
-    sent = LayerTrial(group, replace(SETTINGS, quantize="fp8"), None, 3)._sent(x)
+    sent = LayerInputs(group, replace(SETTINGS, quantize="fp8"), None, 3)._sent(x)
     assert sent.dtype == x.dtype
     assert not torch.equal(sent, x)
     blocks, found = x.view(3, 2, 128), sent.view(3, 2, 128)
@@ -266,11 +263,10 @@ def test_the_reference_sees_rows_as_the_wire_brings_them():
 
 def test_a_wrong_layer_is_not_timed(monkeypatch):
     monkeypatch.setattr(LayerTrial, "compare", lambda *_: "rank 9: wrong")
-    settings = replace(SETTINGS, overlaps=("none",))
-    monkeypatch.setattr(bench, "measure_call", None)
-    monkeypatch.setattr(bench, "launch", on_threads)
-    report = run(settings, quiet=True)
-    assert report.problem == "1 tokens, overlap none: rank 9: wrong"
+    monkeypatch.setattr(running, "measure", None)
+    monkeypatch.setattr(running, "launch", on_threads)
+    report = run(replace(SETTINGS, overlaps=("none",)), quiet=True)
+    assert report.problem == "none, 1 tokens: rank 9: wrong"
     assert report.measurements == []
 
 
@@ -285,8 +281,8 @@ def test_a_mode_that_was_asked_for_must_be_there():
 
 
 def test_a_new_word_of_the_layer_needs_no_change(monkeypatch):
-    monkeypatch.setattr(layer_cases, "OVERLAPS", ("none", "sooner"))
-    assert replace(SETTINGS).overlap_words == ("none", "sooner")
+    monkeypatch.setattr(bench, "OVERLAPS", ("none", "sooner"))
+    assert replace(SETTINGS).variants == ("none", "sooner")
     assert replace(SETTINGS, overlaps=("sooner",)).moe_options("sooner", 3)["overlap"] == "sooner"
 
 
@@ -296,10 +292,12 @@ def test_a_new_word_of_the_layer_needs_no_change(monkeypatch):
         ({"model": "gpt-5"}, "model is 'gpt-5'"),
         ({"dtype": "int4"}, "dtype is 'int4'"),
         ({"tokens": ()}, "nothing to measure"),
-        ({"tokens": (0,)}, "nothing to measure"),
+        ({"tokens": (0,)}, "0 tokens"),
+        ({"ranks": 99}, "ranks is 99"),
+        ({"quantize": "int4"}, "quantize is 'int4'"),
         ({"exchange": "token"}, "exchange is 'token'; choose one of rank, expert"),
         ({"exchange": "expert", "stages": True}, "stages are those of exchange 'rank'"),
-        ({"overlaps": ("later",)}, "overlap is 'later'; this weft.MoE offers none, "),
+        ({"overlaps": ("later",)}, "overlap is 'later'; choose one of none, "),
         ({"experts": 1}, "1 experts on 2 ranks"),
         ({"experts": 30}, "must divide them evenly"),
         ({"routing": "random"}, "routing is 'random'"),
@@ -313,7 +311,7 @@ def test_a_new_word_of_the_layer_needs_no_change(monkeypatch):
 )
 def test_settings_that_cannot_be_are_refused(changes, text):
     with pytest.raises(InvalidArgument, match=text):
-        replace(SETTINGS, **changes)
+        replace(SETTINGS, **{"samples": 11, **changes})
 
 
 def test_fp8_experts_take_fp8_rows():

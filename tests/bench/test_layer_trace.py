@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.bench.test_skew import rounds_of
-from weft.bench.layer_cases import LayerSettings
+from weft.bench.layer import LayerCase
 from weft.bench.layer_trace import (
     CALL,
     PROCESSES,
@@ -156,9 +156,7 @@ def test_names_are_short():
 
 
 def test_an_exchange_without_such_marks_is_refused(tmp_path):
-    settings = LayerSettings(
-        ranks=2, device="cpu", model="deepseek-v3", tokens=(6,), overlaps=(), exchange="expert"
-    )
+    settings = LayerCase(ranks=2, device="cpu", tokens=(6,), exchange="expert")
     with pytest.raises(InvalidArgument, match="a trace shows layers of exchange 'rank'"):
         trace_layers(tmp_path / "trace.json", settings)
 
@@ -169,10 +167,11 @@ KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.mark.parametrize("device", KINDS)
 def test_a_run_writes_every_mode(device, tmp_path):
     path = tmp_path / "trace.json"
-    settings = LayerSettings(
-        ranks=2, device=device, model="deepseek-v3", tokens=(1, 6), overlaps=("none", "shared"),
-        experts=16, samples=1,
-    )  # fmt: skip
+    samples = 11 if device == "cuda" else 1
+    modes = ("none", "shared")
+    settings = LayerCase(
+        ranks=2, device=device, tokens=(1, 6), overlaps=modes, experts=16, samples=samples
+    )
     assert trace_layers(path, settings) is None
     found = json.loads(path.read_text())
     assert [mode["overlap"] for mode in found["metadata"]["modes"]] == ["none", "shared"]

@@ -10,45 +10,41 @@ import pytest
 from rich.console import Console
 
 import weft
-from weft.bench import layer as bench
-from weft.bench.layer import LayerMeasurement, LayerReport, run
-from weft.bench.layer_cases import LayerSettings
-from weft.bench.layer_report import print_layer, write_layer_json
-from weft.bench.layer_trial import LayerTrial
+from weft.bench import run as running
+from weft.bench.layer import LayerCase, LayerTrial
 from weft.bench.layer_tune import bands_text, print_table, table_of, tune
+from weft.bench.report import as_json, print_report
+from weft.bench.run import Measurement, Report, run
 from weft.errors import InvalidArgument, RankFailed
 from weft.moe import OVERLAPS, LayerTable
 from weft.moe.layer_table import LayerCurve, LayerSizes
 
-SETTINGS = LayerSettings(
-    ranks=2,
-    device="cpu",
-    model="deepseek-v3",
-    tokens=(1, 6),
-    overlaps=(),
-    dtype="fp8",
-    samples=3,
-    seed=1,
-)
+SETTINGS = LayerCase(ranks=2, device="cpu", tokens=(1, 6), dtype="fp8", samples=3, seed=1)
 SHELL = ("--device", "cpu", "--ranks", "2", "--quiet", "--iters", "3", "--tokens", "1,6")
 
 
-def by_hand(settings: LayerSettings, gpus: tuple[str, ...] = ()) -> LayerReport:
-    """Two ranks' samples in which columns take least at 6 tokens, and none at 1."""
-    times = {("none", 1): 5.0, ("columns", 1): 7.0, ("none", 6): 9.0, ("columns", 6): 6.0}
+def by_hand(settings: LayerCase, gpus: tuple[str, ...] = ()) -> Report:
+    """Two ranks' samples in which sharing takes least at 6 tokens, and none at 1."""
+    times = {("none", 1): 5.0, ("shared", 1): 7.0, ("none", 6): 9.0, ("shared", 6): 6.0}
     measured = [
-        LayerMeasurement(tokens, word, "by hand", [[us, us, 99.0], [us - 1, us - 1, 1.0]])
+        Measurement(
+            word,
+            tokens,
+            "by hand",
+            {"call": [[us, us, 99.0], [us - 1, us - 1, 1.0]]},
+            {"gemm": "tiled"},
+        )
         for (word, tokens), us in times.items()
     ]
     machine = {"date": "2026-01-02T03:04:05", "gpus": list(gpus), "cpus": 2, "cpu": "CPU"}
     machine |= {"torch": "2.0", "driver": "1", "cuda": "13.0"}
     machine["weft"] = {"version": "1.2", "commit": "c0ffee", "headers": "0123456789abcdef"}
-    return LayerReport(settings, machine, measured, {}, [], "tiled")
+    return Report(settings, machine, measured)
 
 
 def test_a_table_has_the_medians_of_the_slowest_rank():
     found = table_of([by_hand(SETTINGS), by_hand(replace(SETTINGS, exchange="expert"))])
-    us = {"none": (5.0, 9.0), "columns": (7.0, 6.0)}
+    us = {"none": (5.0, 9.0), "shared": (7.0, 6.0)}
     assert found.curves == tuple(
         LayerCurve(exchange, "tiled", (1, 6), us) for exchange in ("rank", "expert")
     )
@@ -58,7 +54,7 @@ def test_a_table_has_the_medians_of_the_slowest_rank():
     assert "headers 0123456789ab" in found.machine
     assert found.method == "by hand, median, slowest rank; routing uniform"
     # Behind by 2 us at 1 token, ahead by 3 at 6: the lines cross at 3.
-    assert bands_text(found.curves[0]) == "none from 1, columns from 4"
+    assert bands_text(found.curves[0]) == "none from 1, shared from 4"
     text = io.StringIO()
     print_table(Console(file=text, width=200), found, ["exchange rank, 1 tokens: why"])
     for words in ("rows by rank, tiled products", "auto: none from 1", "Refused: exchange rank"):
@@ -79,22 +75,21 @@ def test_what_is_tuned_is_what_a_layer_chooses_by(weft_command, tmp_path, monkey
     rank, expert = found.curves
     assert (rank.exchange, set(rank.us), rank.tokens) == ("rank", set(OVERLAPS), (1, 6))
     assert (expert.exchange, set(expert.us)) == ("expert", {"none", "shared", "push"})
-    assert "Refused: exchange expert, 1, 6 tokens, overlap signals: " in out.replace("\n", " ")
     assert f"auto: {bands_text(rank)}" in out
 
     settings = replace(SETTINGS, table=str(path), tokens=(6, 9), overlaps=("none",))
     report = run(settings, quiet=True)
     assert report.problem is None
-    assert report.choices[6].auto in rank.us
-    assert report.choices[6].us["rank"] == pytest.approx(rank.times_at(6))
-    assert [report.choices[size].source for size in (6, 9)] == ["measured", "rule"]
+    small, large = (found.facts["auto"] for found in report.measurements)
+    assert small["auto"] in rank.us
+    assert small["us"]["rank"] == pytest.approx(rank.times_at(6))
+    assert [small["source"], large["source"]] == ["measured", "rule"]
     shown = io.StringIO()
-    print_layer(Console(file=shown, width=250), report, [])
-    assert f"auto, 6 tokens: {report.choices[6].auto} for up to 6 tokens a rank" in shown.getvalue()
+    print_report(Console(file=shown, width=250), report, [])
+    assert f"auto, 6 tokens: {small['auto']} for up to 6 tokens a rank" in shown.getvalue()
     assert "auto, 9 tokens: push by a rule of thumb: the table ends at 6" in shown.getvalue()
-    write_layer_json(tmp_path / "layer.json", report, [])
-    written = json.loads((tmp_path / "layer.json").read_text())
-    assert written["auto"]["9"]["source"] == "rule"
+    written = json.loads(json.dumps(as_json(report)))
+    assert written["results"][1]["facts"]["auto"]["source"] == "rule"
 
     code, _, err = weft_command("bench", "layer", *SHELL, "--table", str(path))
     assert code == 1
@@ -104,18 +99,20 @@ def test_what_is_tuned_is_what_a_layer_chooses_by(weft_command, tmp_path, monkey
 def test_the_mode_that_auto_takes_is_marked():
     report = run(replace(SETTINGS, tokens=(1,)), quiet=True)
     shown = io.StringIO()
-    print_layer(Console(file=shown, width=250), report, [])
-    marked = [line for line in shown.getvalue().splitlines() if ", auto " in line]
+    print_report(Console(file=shown, width=250), report, [])
+    marked = [line for line in shown.getvalue().splitlines() if line.endswith("auto ")][1:]
     assert len(marked) == 1
-    assert "push, auto" in marked[0]
+    assert " push " in marked[0]
 
 
-def test_without_a_file_the_table_is_only_shown(weft_command, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    code, out, _ = weft_command("tune", "layer", *SHELL, "--exchange", "rank", "--overlap", "none")
-    assert code == 0
-    assert "auto: none from 1" in out
-    assert list(tmp_path.iterdir()) == []
+def test_without_a_file_nothing_is_measured(weft_command, monkeypatch):
+    monkeypatch.setattr("weft.bench.layer_tune.tune", None)
+    code, out, err = weft_command("tune", "layer", *SHELL)
+    assert (code, out) == (2, "")
+    assert "output" in err.lower()
+    code, _, err = weft_command("tune", "layer", f"{__file__}/table.json", *SHELL)
+    assert code == 2
+    assert "cannot write" in err
 
 
 def test_an_exchange_that_the_layer_does_not_have_is_told():
@@ -123,19 +120,17 @@ def test_an_exchange_that_the_layer_does_not_have_is_told():
     assert found.problem is None
     assert found.table is not None
     assert [curve.exchange for curve in found.table.curves] == ["rank"]
-    assert any("exchange expert, 1, 6 tokens, overlap none" in text for text in found.refused)
+    assert any("exchange expert, none, 1, 6 tokens" in text for text in found.refused)
     nothing = tune(replace(SETTINGS, dtype="bf16", gemm="grouped"), ("expert",), quiet=True)
     assert nothing.table is None
     assert "'grouped' packs rows" in (nothing.problem or "")
 
 
 def test_modes_asked_for_are_those_of_the_exchange_that_has_them():
-    settings = replace(SETTINGS, tokens=(1,), overlaps=("shared", "columns"))
+    settings = replace(SETTINGS, tokens=(1,), overlaps=("shared", "none"))
     found = tune(settings, ("rank", "expert"), quiet=True)
     assert found.table is not None
-    assert [set(curve.us) for curve in found.table.curves] == [{"shared", "columns"}, {"shared"}]
-    nothing = tune(replace(settings, overlaps=("columns",)), ("expert",), quiet=True)
-    assert nothing.problem == "exchange expert, which has none, shared, push alone"
+    assert [set(curve.us) for curve in found.table.curves] == [{"shared", "none"}] * 2
 
 
 def test_a_wrong_layer_makes_no_table(monkeypatch):
@@ -144,25 +139,25 @@ def test_a_wrong_layer_makes_no_table(monkeypatch):
     def on_threads(*args, **options):
         return launch(*args, **{**options, "device": "threads"})
 
-    monkeypatch.setattr(bench, "launch", on_threads)
+    monkeypatch.setattr(running, "launch", on_threads)
     monkeypatch.setattr(LayerTrial, "compare", lambda *_: "rank 9: wrong")
     found = tune(SETTINGS, ("rank",), quiet=True)
     assert (found.table, found.problem) == (
         None,
-        "exchange rank, 1 tokens, overlap none: rank 9: wrong",
+        "exchange rank, none, 1 tokens: rank 9: wrong",
     )
 
 
 @pytest.mark.parametrize(
     ("changes", "exchanges", "words"),
     [
-        ({}, ("token",), "exchange is 'token'; choose some of rank, expert"),
+        ({}, ("token",), "exchange is 'token'; choose one of rank, expert"),
         ({}, (), "exchanges are none"),
         ({}, ("rank", "rank"), "name each once"),
         ({"combine_by": "push"}, ("rank",), "combine_by is 'push'"),
         ({"quantize": "fp8"}, ("rank",), "quantize is 'fp8'"),
         ({"max_rows": 99}, ("rank",), "max_rows is 99"),
-        ({"graph": False, "device": "cuda"}, ("rank",), "a table is of graphs"),
+        ({"graph": False, "device": "cuda", "samples": 11}, ("rank",), "a table is of graphs"),
     ],
 )
 def test_what_no_table_can_say_is_refused(changes, exchanges, words):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 from dataclasses import replace
@@ -11,27 +12,20 @@ import torch
 from rich.console import Console
 
 import weft
-from weft.bench.lowlatency import run, trace
-from weft.bench.lowlatency_cases import LowSettings
-from weft.bench.lowlatency_report import low_rows, print_low, write_low_json
-from weft.bench.lowlatency_trial import LowTrial, low_traffic, make_low
-from weft.bench.peers import matching_peers
+from weft.bench.lowlatency import LowCase, LowSession
+from weft.bench.peers import matching
+from weft.bench.report import as_json, print_report, rows_of
+from weft.bench.run import run
 from weft.errors import InvalidArgument
 
-SETTINGS = LowSettings(
+SETTINGS = LowCase(
     ranks=2,
     device="cpu",
     tokens=(1, 6),
-    max_tokens=None,
     hidden=128,
     top_k=3,
     experts=8,
-    router="random",
-    quant="fp8",
-    scale="fp32_row",
-    reduce="receiver",
-    combine_by="push",
-    graph=True,
+    routing="uniform",
     samples=3,
     seed=1,
 )
@@ -42,85 +36,92 @@ SETTINGS = LowSettings(
     [
         {},
         {"reduce": "sender", "combine_by": "fp8", "scale": "ue8m0"},
-        {"quant": "none", "router": "perfect", "halves": True},
+        {"quantize": None, "routing": "perfect", "halves": True, "cold": True},
     ],
 )
-def test_a_run_is_checked_timed_and_reported(changes, tmp_path):
-    settings = replace(SETTINGS, **changes)
-    report = run(settings, quiet=True)
+def test_a_run_is_checked_timed_and_reported(changes):
+    case = replace(SETTINGS, **changes)
+    report = run(case, quiet=True)
     assert report.problem is None
     assert [found.tokens for found in report.measurements] == [1, 6]
     for found in report.measurements:
-        assert set(found.samples) == {"dispatch", "combine", "pair"}
-        assert all(len(samples) == 3 for samples in found.samples["pair"])
+        assert list(found.samples_us) == ["dispatch", "combine", "pair"]
+        assert all(len(samples) == 3 for samples in found.samples_us["pair"])
+        assert set(found.cold_us) == (set(found.samples_us) if case.cold else set())
     text = io.StringIO()
-    print_low(Console(file=text, width=160), report, [])
-    assert "weft bench lowlatency" in text.getvalue()
-    assert settings.wire in " ".join(text.getvalue().split())
-    write_low_json(tmp_path / "low.json", report, [])
-    written = json.loads((tmp_path / "low.json").read_text())
-    assert written["settings"]["reduce"] == settings.reduce
-    assert len(written["rows"]) == 2
-    assert all(row.floor is None and not row.rivals for row in low_rows(report, []))
+    print_report(Console(file=text, width=160), report, [])
+    shown = " ".join(text.getvalue().split())
+    for words in (f"weft bench lowlatency {case.title()}", "Memory for 6 tokens"):
+        assert words in shown, words
+    written = json.loads(json.dumps(as_json(report)))
+    assert written["settings"]["reduce"] == case.reduce
+    assert len(written["rows"]) == 6
+    assert all(row.floor is None and not row.rivals for row in rows_of(report))
 
 
 def spoiled(group: weft.Group) -> tuple[str | None, str | None]:
     """A sum that is wrong, and a row that is, must be found."""
-    with make_low(group, SETTINGS) as a2a:
-        trial = LowTrial(group, SETTINGS, a2a, 6)
-        assert trial.check() is None
-        trial.out[2, 5] += 1
-        wrong_sum = trial.compare()
-        trial.rows[0][:] += 1  # what rank 0 is believed to send; rank 0 sends it, too
-        trial.x = trial.x.clone() if group.rank else trial.x - 1
-        wrong_row = trial.check()
+    with contextlib.closing(LowSession(group, SETTINGS)) as session:
+        with session.trial("default", 6) as trial:
+            assert trial.check() is None
+            trial.out[2, 5] += 1
+            wrong_sum = trial.compare()
+            trial.rows[0][:] += 1  # what rank 0 is believed to send; rank 0 sends it, too
+            trial.x = trial.x.clone() if group.rank else trial.x - 1
+            wrong_row = trial.check()
         group.barrier()
         return wrong_sum, wrong_row
 
 
 def test_what_is_wrong_is_said(ranks):
-    for wrong_sum, wrong_row in ranks(2, "threads")(spoiled):
-        assert wrong_sum == "1 of 6 sums differ, the first of token 2"
-        assert wrong_row == "rows of experts differ from the reference"
+    for rank, (wrong_sum, wrong_row) in enumerate(ranks(2, "threads")(spoiled)):
+        assert wrong_sum is not None
+        assert wrong_sum.startswith(f"rank {rank}: sum of token 2 of 6 is [")
+        assert "in columns [5]" in wrong_sum
+        assert wrong_row == f"rank {rank}: rows of experts differ from the reference"
 
 
 def test_a_trace_of_all_ranks_is_written(tmp_path):
     path = tmp_path / "trace.json"
-    assert trace(path, SETTINGS) is None
+    assert SETTINGS.trace(path) is None
     events = json.loads(path.read_text())["traceEvents"]
     assert {event["pid"] for event in events if event["ph"] == "X"} == {0, 1}
     assert {event["name"] for event in events if event["ph"] == "X"} >= {"take rows", "copy"}
 
 
 def test_traffic_is_counted_by_rank_out_and_by_choice_back():
-    settings = replace(SETTINGS, experts=4)
+    case = replace(SETTINGS, experts=4)
     ids = [torch.tensor([[0, 2, 3], [2, 3, -1]]), torch.tensor([[0, 1, 2], [3, -1, -1]])]
     # Rank 0 sends both tokens to rank 1, for two choices each; rank 1 one token for two.
-    assert low_traffic(settings, ids).out == 2
-    assert low_traffic(settings, ids).back == 4
-    assert low_traffic(replace(settings, reduce="sender"), ids).back == 2
-    assert low_traffic(settings, ids).chosen == 5
+    found, shape = case.traffic(ids), case.geometry.shape
+    assert (found["chosen"], found["rows_out"], found["rows_back"]) == (5, 2, 4)
+    assert found["out_bytes"] == 2 * shape.sent_bytes
+    assert found["back_bytes"] == 4 * shape.back_bytes
+    assert replace(case, reduce="sender").traffic(ids)["rows_back"] == 2
 
 
 def test_recorded_rivals_stand_beside_the_published_setting():
-    settings = replace(
-        SETTINGS, ranks=8, hidden=7168, top_k=8, experts=256, router="perfect", tokens=(128,)
-    )
-    found = {peer.library: peer.us for peer in matching_peers(settings.as_moe)}
+    case = LowCase(ranks=8, device="cpu", tokens=(128,))
+    found = {peer.library: peer.us for peer in matching(case)}
     assert found["DeepEP v1 low-latency"][128] == 104.7
+    assert matching(replace(case, ranks=2)) == []
 
 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"quant": "int4"}, "quant is 'int4'"),
+        ({"quantize": "int4"}, "quantize is 'int4'"),
         ({"scale": "none"}, "scale is 'none'"),
         ({"reduce": "all"}, "reduce is 'all'"),
         ({"tokens": ()}, "nothing to measure"),
-        ({"hidden": 100, "quant": "none"}, "hidden is 100"),
+        ({"hidden": 100, "quantize": None}, "hidden is 100"),
+        ({"combine_by": "choices"}, "combine_by is 'choices'"),
+        ({"ranks": 99}, "ranks is 99"),
+        ({"routing": "best"}, "choose one of uniform"),
+        ({"samples": 0}, "0 samples"),
         ({"max_tokens": 3}, "6 tokens do not fit max_tokens=3"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(changes, text):
-    with pytest.raises((InvalidArgument, ValueError), match=text):
+    with pytest.raises(InvalidArgument, match=text):
         replace(SETTINGS, **changes)

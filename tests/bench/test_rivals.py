@@ -11,16 +11,16 @@ import pytest
 import torch
 
 import weft
-from tests.bench.test_cases import SETTINGS
+from tests.bench.test_moe import SETTINGS
 from weft.bench import rivals
-from weft.bench.adapters import deepep_refuses, flashinfer_refuses
+from weft.bench.moe import MoESession
+from weft.bench.moe_rivals import RIVALS, PairTrial, deepep_refuses, flashinfer_refuses
 from weft.bench.peers import Peer
-from weft.bench.rivals import RIVALS, Rival, RivalRun, beside, measure_rivals, rival_body
-from weft.bench.trial import make_exchange
+from weft.bench.rivals import Rival, RivalRun, beside, measure_rivals, rival_body
 from weft.errors import DriverError, RankFailed
 from weft.ops import reference
 
-SIZES = replace(SETTINGS, ranks=2, tokens=(3, 8, 40), samples=3)
+SIZES = replace(SETTINGS, ranks=2, tokens=(3, 8, 40), samples=11)
 
 
 class _Library:
@@ -31,11 +31,15 @@ class _Library:
 
     def __init__(self, group, settings, most) -> None:
         assert most == 8
-        self.group, self.settings = group, settings
-        self.exchange = make_exchange(group, settings, "onesided", most)
+        self.group, self.case = group, settings
+        given = replace(settings, tokens=(most,))
+        self.exchange = MoESession(group, given).exchange("onesided", most)
 
     def call(self, inputs, tokens):
         return _Call(self, inputs)
+
+    def trial(self, tokens):
+        return PairTrial(self, tokens)
 
 
 class _Call:
@@ -48,7 +52,7 @@ class _Call:
         self.received = exchange.dispatch(inputs.payloads, inputs.ids, inputs.weights)
 
     def experts(self):
-        answers = reference.identity_experts(self.received, self.library.settings.out_dtype)
+        answers = reference.identity_experts(self.received, self.library.case.out_dtype)
         self.library.exchange.output().copy_(answers)
 
     def combine(self):
@@ -59,12 +63,13 @@ class _Call:
 
 
 def _fake(name="Loom"):
-    return Rival(name, "loom", "loom", _Library, lambda settings: None, most=8)
+    few = lambda case: [size for size in case.tokens if size <= 8]  # noqa: E731
+    return Rival(name, "loom", "loom", _Library, sizes=few)
 
 
 def _present(monkeypatch, *found):
     """Only these are installed; they run on threads, as if these had GPUs."""
-    monkeypatch.setattr(rivals, "RIVALS", found)
+    monkeypatch.setattr(rivals, "rivals_of", lambda case: found)
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: module)
     monkeypatch.setattr(importlib.metadata, "version", lambda distribution: "2.1")
 
@@ -78,10 +83,10 @@ def test_a_library_is_measured(monkeypatch):
     _present(monkeypatch, _fake())
     (run,) = measure_rivals(replace(SIZES, device="cuda"))
     assert (run.library, run.status) == ("Loom 2.1", "measured")
-    assert run.method == "host clock, 3 calls with a barrier before each"
+    assert run.method == "host clock, 11 calls with a barrier before each"
     assert list(run.samples_us) == [3, 8], "40 tokens are more than it serves"
     for phases in run.samples_us.values():
-        assert [len(samples) for samples in phases["pair"]] == [3, 3]
+        assert [len(samples) for samples in phases["pair"]] == [11, 11]
     peer = run.peer("2026-11-20")
     assert peer.label == "Loom 2.1, this run"
     assert peer.measured
@@ -93,7 +98,7 @@ def test_a_wrong_library_is_not_timed(monkeypatch, spoil):
     _present(monkeypatch, _fake())
     monkeypatch.setattr(_Library, "spoil", spoil)
     (run,) = measure_rivals(replace(SIZES, device="cuda"))
-    assert run.status.startswith("check failed, 3 tokens: rank 1: a sum is off by ")
+    assert run.status.startswith("check failed, 3 tokens: rank 1: a number is off by ")
     assert run.samples_us == {}
 
 
@@ -125,10 +130,8 @@ def test_libraries_are_looked_for(monkeypatch):
         ("DeepEP v1", "not installed"),
     ]
     _present(monkeypatch, _fake(), replace(_fake("Reed"), refuses=lambda settings: "too few"))
-    runs = measure_rivals(SIZES)
-    assert [run.status for run in runs] == ["needs GPUs", "needs GPUs"]
-    (_, run) = measure_rivals(replace(SIZES, device="cuda"))
-    assert run.status == "too few"
+    runs = measure_rivals(replace(SIZES, tokens=(40,)))
+    assert [run.status for run in runs] == ["serves none of these sizes", "too few"]
 
 
 def test_they_are_asked_for_what_is_like_ours(monkeypatch):
@@ -142,26 +145,28 @@ def test_they_are_asked_for_what_is_like_ours(monkeypatch):
     ours = replace(SIZES, device="cuda", quantize="fp8", combine_by="fp8", halves=True)
     assert [run.status for run in measure_rivals(ours)] == ["seen"]
     assert asked == [("fp8", None, "pull", False)]
-    home = replace(_fake(), refuses=refuses, setting="low-precision back", fp8_home=True)
+    home = replace(_fake(), refuses=refuses, setting="low-precision back", fp8_back=True)
     _present(monkeypatch, home)
     (run,) = measure_rivals(ours)
     assert (run.library, run.status) == ("Loom 2.1, low-precision back", "seen")
     (run,) = measure_rivals(replace(ours, combine_by="pull"))
     assert run.status == "not compared: our rows do not come back as fp8"
     (run,) = measure_rivals(replace(SIZES, device="cuda", quantize="mxfp8"))
-    assert run.status == "sends no mxfp8"
+    assert run.status == "has nothing like it"
 
 
 def test_what_they_refuse():
-    assert flashinfer_refuses(SIZES) is None
-    assert "16 bits" in str(flashinfer_refuses(replace(SIZES, dtype="fp32")))
-    assert deepep_refuses(SIZES) is None
+    on_gpus = replace(SIZES, device="cuda")
+    assert flashinfer_refuses(on_gpus) is None
+    assert flashinfer_refuses(SIZES) == deepep_refuses(SIZES) == "needs GPUs"
+    assert "16 bits" in str(flashinfer_refuses(replace(on_gpus, dtype="fp32")))
+    assert deepep_refuses(on_gpus) is None
     for change, text in (
         ({"dtype": "fp16"}, "bf16"),
         ({"experts": 15}, "15 on 2"),
-        ({"tokens": (1024,)}, "up to 512"),
     ):
-        assert text in str(deepep_refuses(replace(SIZES, **change)))
+        assert text in str(deepep_refuses(replace(on_gpus, **change)))
+    assert RIVALS[-1].sizes(replace(SIZES, tokens=(8, 1024))) == [8]
 
 
 def test_measured_figures_replace_recorded_ones():
@@ -184,29 +189,29 @@ def test_measured_figures_replace_recorded_ones():
 
 def test_rows_that_come_home_as_fp8_replace_their_like():
     exact = Peer("FlashInfer 0.7.2", {8: 1.0}, "elsewhere", "2026-01-01")
-    cast = replace(exact, library="FlashInfer 0.7.2, low-precision back", fp8_home=True)
+    cast = replace(exact, library="FlashInfer 0.7.2, low-precision back", fp8_back=True)
     run = RivalRun("FlashInfer", "0.7.2", "measured", "by hand", {8: {"pair": [[2.0]]}})
-    home = replace(run, setting="low-precision back", fp8_home=True)
+    home = replace(run, setting="low-precision back", fp8_back=True)
     assert [peer.label for peer in beside([exact, cast], [run], "2026-11-20")] == [
         "FlashInfer 0.7.2, this run",
         "FlashInfer 0.7.2, low-precision back, recorded",
     ]
     found = beside([exact, cast], [home], "2026-11-20")
-    assert [(peer.label, peer.fp8_home) for peer in found] == [
+    assert [(peer.label, peer.fp8_back) for peer in found] == [
         ("FlashInfer 0.7.2, low-precision back, this run", True),
         ("FlashInfer 0.7.2, recorded", False),
     ]
 
 
 def test_nobody_may_use_multicast(ranks, monkeypatch):
-    monkeypatch.setattr(rivals, "RIVALS", (_fake(),))
+    monkeypatch.setattr(rivals, "rivals_of", lambda case: (_fake(),))
     monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "0")
-    ranks(2, "threads")(rival_body, "Loom", "", SIZES)
+    ranks(2, "threads")(rival_body, ("Loom", ""), SIZES)
     assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
 
 
 def test_ranks_find_their_library_by_name(ranks, monkeypatch):
-    monkeypatch.setattr(rivals, "RIVALS", (_fake("Reed"), _fake()))
-    first, second = ranks(2, "threads")(rival_body, "Loom", "", SIZES)
+    monkeypatch.setattr(rivals, "rivals_of", lambda case: (_fake("Reed"), _fake()))
+    first, second = ranks(2, "threads")(rival_body, ("Loom", ""), SIZES)
     assert first == second
     assert first["status"] == "measured"

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.bench.skew import clock_tick, estimate_skew
 from weft.errors import InvalidArgument
+from weft.ops.skew import clock_tick, estimate_skew
 from weft.ops.timeline import Span
 
 

@@ -11,21 +11,19 @@ import pytest
 
 from tests.bench.test_skew import rounds_of
 from weft.bench import trace as tracing
-from weft.bench.cases import Settings
-from weft.bench.skew import estimate_skew
+from weft.bench.moe import MoECase
 from weft.bench.trace import COMBINE, DISPATCH, PEERS, REDUCE, ROUNDS, to_chrome
+from weft.ops.skew import estimate_skew
 
 KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SKEWS = [0, 5_000_000, -40_000]
 
 
-def settings_of(device: str, **changes: object) -> Settings:
-    sizes: dict[str, object] = {
-        "ranks": 3, "device": device, "tokens": (1, 6), "max_tokens": None, "hidden": 64,
-        "top_k": 4, "experts": 12, "router": "random", "backends": ("onesided",),
-        "dtype": "bf16", "payload": "bf16", "graph": True, "samples": 1, "seed": 0,
-    }  # fmt: skip
-    return Settings(**{**sizes, **changes})  # type: ignore[arg-type]
+def settings_of(device: str) -> MoECase:
+    samples = 11 if device == "cuda" else 1
+    return MoECase(
+        ranks=3, device=device, tokens=(1, 6), samples=samples, hidden=64, top_k=4, experts=12
+    )
 
 
 def document_of(skews: list[int]) -> dict[str, Any]:

@@ -158,8 +158,14 @@ def test_what_rivals_sh_wrote_becomes_a_record_and_a_section(tmp_path, monkeypat
     loom = {"name": "Loom", "version": "2.1", "setting": "low-precision back"}
     moe = {
         "machine": machine,
-        "wire": {"rows": "bf16 out, bf16 back"},
-        "results": [{"tokens": 8, "samples_us": {"pair": [[9.0, 10.04, 11.0], [8.0, 9.0, 9.5]]}}],
+        "facts": {"wire": "bf16 out, bf16 back"},
+        "results": [
+            {
+                "tokens": 8,
+                "variant": "onesided",
+                "samples_us": {"pair": [[9.0, 10.04, 11.0], [8.0, 9.0, 9.5]]},
+            }
+        ],
         "peers": [
             {**loom, "status": "measured", "samples_us": {"8": {"pair": [[12.0], [13.25]]}}},
             {**loom, "setting": "", "status": "failed: it trapped", "samples_us": {}},

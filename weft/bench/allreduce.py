@@ -1,136 +1,313 @@
-"""`weft bench allreduce`: the fused all-reduce, checked bit by bit first, then timed."""
+"""`weft bench allreduce`: the fused all-reduce.
+
+Inputs are normally distributed. Every backend promises the bits of `weft.reference`, so whatever
+is written is compared byte by byte, over memory that was poisoned before.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 import weft
-from weft.bench.allreduce_cases import AUTO, ReduceSettings
-from weft.bench.allreduce_trial import ReduceTrial, make_reduce
-from weft.bench.clock import measure_call
-from weft.bench.machine import describe_machine
-from weft.bench.moe import LIMIT_SECONDS, first_problem
-from weft.bench.progress import progress
-from weft.errors import UsageError
-from weft.memory import Group, launch
+from weft.bench.case import DTYPES, Case, Refused, choose, fit
+from weft.bench.check import poison, settle, unlike_row
+from weft.bench.clock import Calls
+from weft.bench.limits import ONE_WAY_FIXED_US, TWO_WAY_FIXED_US, allreduce_floor_us, link_rate
+from weft.errors import InvalidArgument, UsageError
+from weft.memory import Group
+from weft.ops import reference
+from weft.ops.allreduce_curve import EPILOGUES
+from weft.ops.allreduce_table import BACKENDS as SAME_BITS
+from weft.ops.allreduce_table import Table
+
+if TYPE_CHECKING:
+    from weft.bench.run import Measurement, Report
+
+AUTO, COLLECTIVE = "auto", "collective"
+BACKENDS = (*SAME_BITS, COLLECTIVE, AUTO)
+GROUP = 128  # columns that share a scale in fp8-group
+EPS = 1e-6
+SCALE = 0.02  # of fp8-static: normalised numbers reach 4, the largest e4m3 number is 448
+_EPILOGUE = {
+    "none": "sum",
+    "norm": "sum + residual + RMSNorm",
+    "fp8-static": "sum + residual + RMSNorm + fp8, one scale",
+    "fp8-token": "sum + residual + RMSNorm + fp8, a scale for each token",
+    "fp8-group": f"sum + residual + RMSNorm + fp8, a scale for each {GROUP} columns",
+}
+_OUTPUTS = {
+    "out": "out",
+    "residual": "residual_out",
+    "norm": "norm_out",
+    "quant": "quant_out",
+    "scale": "scale_out",
+}  # a field of the result, and the argument that says where to write it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReduceCase(Case):
+    """Fused all-reduces; every rank brings as many tokens.
+
+    max_tokens: capacity, or None for the largest size.
+    epilogue: "none" sums; "norm" adds a residual and takes RMSNorm; the others quantise what that
+    gives, and write no norm.
+    table: a file of `weft tune allreduce` that "auto" reads, or None for what came with weft.
+    """
+
+    operator: ClassVar[str] = "allreduce"
+    checked: ClassVar[str] = "every output equals weft.reference bit by bit"
+
+    hidden: int = 7168
+    dtype: str = "bf16"
+    epilogue: str = "norm"
+    backends: tuple[str, ...] = (AUTO,)
+    max_tokens: int | None = None
+    table: str | None = None
+
+    def __post_init__(self) -> None:
+        Case.__post_init__(self)
+        choose(dtype=(self.dtype, tuple(DTYPES)), epilogue=(self.epilogue, EPILOGUES))
+        for backend in self.backends:
+            choose(backend=(backend, BACKENDS))
+        if not self.backends:
+            raise InvalidArgument("nothing to measure: pass at least one backend")
+        fit(self.tokens, self.max_tokens)
+        if not 2 <= self.ranks <= 8:
+            raise InvalidArgument(f"{self.ranks} ranks; an all-reduce has 2 to 8")
+        if self.hidden < 8 or self.hidden % 8:
+            raise InvalidArgument(f"hidden is {self.hidden}; it must be a multiple of 8")
+        if self.epilogue == "fp8-group" and self.hidden % GROUP:
+            raise InvalidArgument(
+                f"hidden is {self.hidden} and fp8-group has a scale for each {GROUP} columns: "
+                f"choose a multiple of {GROUP}"
+            )
+        if self.table is not None:
+            Table.load(self.table)  # refuses what is none
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """The backends."""
+        return self.backends
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """dtype of the rows."""
+        return DTYPES[self.dtype]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return self.hidden * self.out_dtype.itemsize
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the workspace is made for."""
+        return self.max_tokens or max(self.tokens)
+
+    def title(self) -> str:
+        """The sizes and options in words."""
+        early = "" if self.programmatic_launch else ", no programmatic launch"
+        what = _EPILOGUE[self.epilogue]
+        return f"{self.ranks} ranks, hidden {self.hidden}, {self.dtype}, {what}{early}"
+
+    def session(self, group: Group) -> ReduceSession:
+        """One all-reduce for all backends and sizes."""
+        return ReduceSession(group, self)
+
+    def bytes_of(self, found: Measurement, phase: str) -> tuple[float, float]:
+        """One rank's rows, and what the backend that ran sends off a rank."""
+        payload = found.tokens * self.row_bytes
+        return payload, wire_bytes(found.facts["chosen"], payload, self.ranks)
+
+    def floor_us(self, found: Measurement, gpus: list[str]) -> float | None:
+        """The faster of one way through the links and of two."""
+        return allreduce_floor_us(found.tokens * self.row_bytes, self.ranks, gpus)
+
+    def floor_text(self) -> str:
+        """What the floor is made of, in words."""
+        speed = f"{link_rate(self.ranks):g} GB/s"
+        return (
+            f"the lesser of (N-1) S / {speed} + {ONE_WAY_FIXED_US:g} us and 2 (N-1)/N S / "
+            f"{speed} + {TWO_WAY_FIXED_US:g} us"
+        )
+
+    def columns(self, found: Measurement, report: Report) -> dict[str, float | str]:
+        """What "auto" took."""
+        return {"chosen": found.facts["chosen"]} if found.variant == AUTO else {}
+
+    def notes(self, report: Report) -> list[str]:
+        """The memory, and what "auto" chose by."""
+        memory = f"{report.facts['memory_bytes'] / (1 << 20):.1f} MiB a rank"
+        lines = [f"Memory of the workspace: {memory} for {self.capacity} tokens."]
+        why = dict.fromkeys(found.facts["why"] for found in report.measurements)
+        return lines + [text for text in why if text][:1]
+
+    def records(self) -> tuple[str, str, dict[str, Any]] | None:
+        """What quantises is shown beside their norm, which does less."""
+        epilogue = "none" if self.epilogue == "none" else "norm"
+        wanted = {name: getattr(self, name) for name in ("ranks", "hidden", "dtype")}
+        return "allreduce", "us", wanted | {"epilogue": epilogue}
+
+
+def wire_bytes(backend: str, payload: int, ranks: int) -> float:
+    """Bytes that a rank sends to reduce `payload` bytes, spread evenly over the owners."""
+    return (ranks - 1) * payload if backend == "oneshot" else 2 * (ranks - 1) / ranks * payload
 
 
 @dataclass(frozen=True, slots=True)
-class ReduceMeasurement:
-    """One size of one backend.
+class Rows:
+    """One rank's call: rows `[tokens, hidden]`; residual and weight are the same on all ranks."""
 
-    chosen: the backend that ran; another than `backend` for "auto" alone.  why: what it chose by.
-    samples: for each rank, us per call of each sample.  method: how they were taken.
-    """
-
-    backend: str
-    tokens: int
-    chosen: str
-    why: str
-    method: str
-    samples: list[list[float]]
+    x: torch.Tensor
+    residual: torch.Tensor
+    weight: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class ReduceReport:
-    """A whole run. problem: what the check found wrong; nothing is timed from there on.
+def make_rows(case: ReduceCase, tokens: int, rank: int, device: torch.device) -> Rows:
+    """Return what a rank brings. Every rank can make every other rank's rows, on its own device."""
+    dtype, number = case.out_dtype, (case.seed * 7919 + tokens) * 64
 
-    refused: sizes that a backend does not serve, in words.
-    """
+    def normal(seed: int, *shape: int) -> torch.Tensor:
+        source = torch.Generator(device).manual_seed(seed)
+        return torch.randn(shape, generator=source, device=device)
 
-    settings: ReduceSettings
-    machine: dict[str, Any]
-    measurements: list[ReduceMeasurement]
-    refused: list[str]
-    memory_bytes: int
-    problem: str | None = None
-
-
-def run(settings: ReduceSettings, *, quiet: bool = False) -> ReduceReport:
-    """Start the ranks, check and time every size, and return the report.
-
-    Raises what `weft.launch` raises.
-    """
-    results: list[dict[str, Any]] = launch(
-        rank_body,
-        settings,
-        quiet,
-        ranks=settings.ranks,
-        device=settings.device,
-        timeout=LIMIT_SECONDS,
+    return Rows(
+        x=normal(number + rank, tokens, case.hidden).to(dtype),
+        residual=normal(number + 62, tokens, case.hidden).to(dtype),
+        weight=(1 + 0.1 * normal(number + 63, case.hidden)).to(dtype),
     )
-    first = results[0]
-    measurements = [ReduceMeasurement(**found) for found in first.pop("measurements")]
-    return ReduceReport(settings, measurements=measurements, **first)
 
 
-def rank_body(group: Group, settings: ReduceSettings, quiet: bool) -> dict[str, Any]:
-    """What every rank does; rank 0's result is complete."""
-    result: dict[str, Any] = {
-        "machine": describe_machine(gpu_names(group)),
-        "measurements": [],
-        "refused": [],
-        "problem": None,
-    }
-    work = [(backend, tokens) for tokens in settings.tokens for backend in settings.backends]
-    with contextlib.ExitStack() as stack:
-        step = stack.enter_context(progress(len(work), quiet=quiet or group.rank != 0))
-        reduce = stack.enter_context(make_reduce(group, settings))
-        result["memory_bytes"] = reduce.reduction.share_bytes
-        trial = None
-        for backend, tokens in work:
-            step(f"{backend}, {tokens} tokens")
-            if trial is None or trial.tokens != tokens:
-                trial = ReduceTrial(group, settings, reduce, tokens)
-            found, problem = _measure(group, settings, trial, backend)
-            if problem is not None:
-                result["problem"] = f"{backend}, {tokens} tokens: {problem}"
-                return result
-            if isinstance(found, str):
-                result["refused"].append(f"{backend}, {tokens} tokens: {found}")
-            else:
-                result["measurements"].append({"backend": backend, "tokens": tokens, **found})
-    return result
+def arguments_of(case: ReduceCase, rows: Rows) -> dict[str, Any]:
+    """What `fused` gets besides x for the epilogue of the case."""
+    if case.epilogue == "none":
+        return {}
+    given: dict[str, Any] = {"residual": rows.residual, "weight": rows.weight, "eps": EPS}
+    device = rows.x.device
+    if case.epilogue == "fp8-static":
+        given["quant"] = weft.FP8Static(torch.full((1,), SCALE, device=device))
+    elif case.epilogue == "fp8-token":
+        given["quant"] = weft.FP8Token()
+    elif case.epilogue == "fp8-group":
+        given["quant"] = weft.FP8Group(GROUP, scale="ue8m0")
+    return given
 
 
-def gpu_names(group: Group) -> list[str]:
-    """The name of each rank's GPU; empty for CPU ranks. Collective."""
-    name = torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else ""
-    return [gpu for gpu in group.all_gather(name) if gpu]
+class ReduceSession:
+    """An all-reduce that serves every backend of the case; the rows of the last size."""
+
+    def __init__(self, group: Group, case: ReduceCase) -> None:
+        self.group, self.case = group, case
+        backends: dict[str, Any] = {}
+        if COLLECTIVE in case.backends:
+            backends["backends"] = (*SAME_BITS, COLLECTIVE)
+        self.reduce = weft.AllReduce(
+            group,
+            max_tokens=case.capacity,
+            hidden=case.hidden,
+            dtype=case.out_dtype,
+            table=case.table,
+            timeout=30.0,  # ranks that share cores may be late without being dead
+            programmatic_launch=case.programmatic_launch,
+            **backends,
+        )
+        self._last: ReduceTrial | None = None
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.reduce.close()
+
+    def facts(self) -> dict[str, Any]:
+        """Bytes of symmetric memory."""
+        return {"memory_bytes": self.reduce.reduction.share_bytes}
+
+    @contextlib.contextmanager
+    def trial(self, variant: str, tokens: int) -> Iterator[ReduceTrial]:
+        """One backend. Raises Refused for a size that it does not serve."""
+        if self._last is None or self._last.tokens != tokens:
+            self._last = ReduceTrial(self.group, self.case, self.reduce, tokens)
+        try:
+            self._last.prepare(variant)
+        except UsageError as error:  # of sizes that are equal on all ranks: all of them refuse
+            raise Refused(str(error)) from error
+        yield self._last
 
 
-def _measure(
-    group: Group, settings: ReduceSettings, trial: ReduceTrial, backend: str
-) -> tuple[dict[str, Any] | str, str | None]:
-    """Check, time, check again; return the measurement, or why the backend refuses the size; and
-    what any rank found wrong."""
-    try:
-        trial.prepare(backend)
-    except UsageError as error:  # of sizes that are equal on all ranks: all of them refuse
-        return str(error), None
-    if problem := first_problem(group, trial.check(backend)):
-        return "", problem
-    trial.poison()  # so that calls which write nothing are noticed after timing
-    method, times = measure_call(
-        group, lambda: trial.call(backend), samples=settings.samples, graph=settings.graph
-    )
-    if problem := first_problem(group, trial.compare()):
-        return "", f"after timing, {problem}"
-    trial.reduce.check()
-    choice = explain(trial.reduce, settings, trial) if backend == AUTO else None
-    return {
-        "chosen": choice.backend if choice else backend,
-        "why": choice.text if choice else "",
-        "method": method,
-        "samples": group.all_gather(times),
-    }, None
+class ReduceTrial:
+    """An all-reduce with one set of rows; `prepare` chooses the backend."""
+
+    def __init__(self, group: Group, case: ReduceCase, reduce: weft.AllReduce, tokens: int) -> None:
+        self.group, self.case, self.reduce, self.tokens = group, case, reduce, tokens
+        rows = [make_rows(case, tokens, rank, group.device) for rank in range(group.size)]
+        self.rows = rows[group.rank]
+        self._x = self.rows.x.clone()  # a chain of calls overwrites the rows
+        self.arguments = arguments_of(case, self.rows)
+        self._expected = outputs_of(
+            reference.allreduce_fused([each.x for each in rows], **self.arguments)
+        )
+        self._written: dict[str, torch.Tensor] = {}
+        self._backend = AUTO
+
+    def prepare(self, backend: str) -> None:
+        """Make the outputs, by a first call that allocates them. Raises what `fused` raises."""
+        self._backend = backend
+        result = self.reduce.fused(self.rows.x, **self.arguments, backend=backend)
+        self._written = outputs_of(result)
+        settle(self.group)
+
+    def call(self) -> None:
+        """One call of the backend into static outputs."""
+        outputs: dict[str, Any] = {_OUTPUTS[name]: tensor for name, tensor in self._written.items()}
+        self.reduce.fused(self.rows.x, **self.arguments, **outputs, backend=self._backend)
+
+    def calls(self) -> Calls:
+        """The call."""
+        return Calls.of(self.call)
+
+    @property
+    def answer(self) -> torch.Tensor:
+        """The written output, `[tokens, hidden]` of the rows' dtype, that a model goes on with."""
+        return next(self._written[n] for n in ("norm", "out", "residual") if n in self._written)
+
+    def poison(self) -> None:
+        """Overwrite the outputs: what is right from here on was written anew."""
+        for tensor in self._written.values():
+            poison(tensor)
+        settle(self.group)
+
+    def check(self) -> str | None:
+        """Call once over poison; return how an output differs from the reference, or None."""
+        self.rows.x.copy_(self._x)
+        self.poison()
+        self.call()
+        return self.compare()
+
+    def compare(self) -> str | None:
+        """Return how the outputs differ from the reference, or None."""
+        settle(self.group)
+        found = (
+            unlike_row(name, self.group.rank, self._written[name], want)
+            for name, want in self._expected.items()
+            if name in self._written
+        )
+        return next((problem for problem in found if problem), None)
+
+    def facts(self) -> dict[str, Any]:
+        """chosen: the backend that ran.  why: what "auto" chose by."""
+        self.reduce.check()
+        if self._backend != AUTO:
+            return {"chosen": self._backend, "why": ""}
+        norm, quant = self.case.epilogue != "none", self.arguments.get("quant")
+        choice = self.reduce.explain(self.tokens, quant=quant, norm=norm)
+        return {"chosen": choice.backend, "why": choice.text}
 
 
-def explain(reduce: weft.AllReduce, settings: ReduceSettings, trial: ReduceTrial) -> Any:
-    """What "auto" takes for this size, and why."""
-    quant, norm = trial.arguments.get("quant"), settings.epilogue != "none"
-    return reduce.explain(trial.tokens, quant=quant, norm=norm)
+def outputs_of(result: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a result, by name; those that were not wanted are not there."""
+    found = {each.name: getattr(result, each.name) for each in fields(result)}
+    return {name: found[name] for name in _OUTPUTS if found.get(name) is not None}

@@ -1,180 +1,231 @@
-"""Other all-reduces in the same run where they are installed: same rows, same clock.
+"""Other all-reduces, as `weft bench allreduce --peers` times them.
 
-Each runs in processes of its own, after ours: one that traps or hangs costs nothing but its rows.
-What its first call returns is compared with `weft.reference`, within a tolerance, before it is
-timed: they round after other sums than we do.
+None of them may use NVLink multicast: the figures are for machines where it is off, and some
+drivers must not be asked for it. FlashInfer is made with backend="trtllm" for the same reason,
+never "auto" or "mnnvl", which probe for it.
+
+Written against torch 2.8 to 2.11 and FlashInfer 0.6 and 0.7 (`flashinfer.comm`).
 """
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
+import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as functional
 
-from weft.bench.allreduce_adapters import (
-    ONE_SHOT_MOST,
-    FlashInferReduce,
-    SymmetricReduce,
-    TorchReduce,
-    forbid_multicast,
-)
-from weft.bench.allreduce_cases import ReduceSettings
-from weft.bench.allreduce_trial import Rows, arguments_of, make_rows
-from weft.bench.clock import measure_call
-from weft.bench.moe import first_problem
-from weft.bench.rivals import ABSENT, MEASURED, RivalRun, failure_text, version_of
-from weft.errors import WeftError
-from weft.memory import Group, launch
+from weft.bench.allreduce import EPS, ReduceCase, Rows, arguments_of, make_rows
+from weft.bench.check import settle
+from weft.bench.clock import Calls
+from weft.bench.rivals import Rival, off_by
+from weft.memory import Group
 from weft.ops import reference
 
-LIMIT_SECONDS = 600.0  # of one library, what it compiles included
+ONE_SHOT_MOST = 512  # tokens that FlashInfer's one-shot is measured with
+_PLAIN, _NORM = 0, 1  # FlashInfer's patterns
+
+
 TOLERANCE = 2.0**-5  # of the largest number: they may round after every add
 
 
-class Reducer(Protocol):
+def with_norm(rows: Rows, summed: torch.Tensor) -> torch.Tensor:
+    """torch's residual add and RMSNorm, as an engine without fusion runs them."""
+    total = summed + rows.residual
+    return functional.rms_norm(total, (total.shape[-1],), rows.weight, EPS)
+
+
+class _Library:
     """A library made for the largest size."""
+
+    group: Group
+    case: ReduceCase
 
     def call(self, rows: Rows) -> Callable[[], torch.Tensor]:
         """Bind one size; the call returns the sum or the norm, `[tokens, hidden]`."""
+        raise NotImplementedError
+
+    def trial(self, tokens: int) -> ReduceCall:
+        """One size."""
+        return ReduceCall(self, tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class ReduceRival:
-    """A library that may be installed.
+class ReduceCall:
+    """One size of a library."""
 
-    name: as the records begin.  module, distribution: to import, and to ask for its version.
-    make: `(group, settings, most tokens)` to the library; collective.
-    devices: where it runs.  ranks: numbers of ranks it serves.  least, most: tokens it serves;
-    least as `(ranks)` tells.
-    """
+    def __init__(self, library: Any, tokens: int) -> None:
+        self.group, self.case = library.group, library.case
+        device = self.group.device
+        self._all = [make_rows(self.case, tokens, r, device) for r in range(self.group.size)]
+        self._call = library.call(self._all[self.group.rank])
 
-    name: str
-    module: str
-    distribution: str
-    make: Callable[[Group, ReduceSettings, int], Reducer]
-    devices: tuple[str, ...] = ("cuda",)
-    ranks: tuple[int, ...] = tuple(range(2, 9))
-    least: Callable[[int], int] = lambda ranks: 1
-    most: int | None = None
+    def calls(self) -> Calls:
+        """The call."""
+        return Calls.of(self._call)
 
-    def sizes(self, settings: ReduceSettings) -> list[int]:
-        """The sizes of the run that it serves."""
-        least, most = self.least(settings.ranks), self.most or max(settings.tokens)
-        return [size for size in settings.tokens if least <= size <= most]
-
-    def refuses(self, settings: ReduceSettings) -> str | None:
-        """Why it cannot run these settings, or None."""
-        if settings.epilogue not in ("none", "norm"):
-            return f"not compared with epilogue {settings.epilogue}"
-        if settings.device not in self.devices:
-            return "needs GPUs"
-        if settings.ranks not in self.ranks:
-            return f"serves {', '.join(map(str, self.ranks))} ranks, not {settings.ranks}"
-        return None if self.sizes(settings) else "serves none of these sizes"
+    def check(self) -> str | None:
+        """One call against the reference."""
+        settle(self.group)
+        rows = self._all[self.group.rank]
+        got = self._call()
+        found = reference.allreduce_fused(
+            [each.x for each in self._all], **arguments_of(self.case, rows)
+        )
+        want = found.out if self.case.epilogue == "none" else found.norm
+        assert want is not None
+        return off_by(self.group, got, want, TOLERANCE)
 
 
-_EVEN = (2, 4, 8)  # numbers of ranks that FlashInfer has kernels for
-_FLASHINFER = "flashinfer-python"
-REDUCE_RIVALS: tuple[ReduceRival, ...] = (
-    ReduceRival("torch all_reduce", "torch", "torch", TorchReduce, devices=("cuda", "cpu")),
-    ReduceRival(
-        "torch symm_mem one-shot",
-        "torch",
-        "torch",
-        partial(SymmetricReduce, one_shot=True),
-        most=ONE_SHOT_MOST,
+class TorchReduce(_Library):
+    """torch.distributed's all_reduce (NCCL on GPUs, gloo on CPUs), then torch's norm."""
+
+    def __init__(self, group: Group, case: ReduceCase, most: int) -> None:
+        self.group, self.case = group, case
+        self._group = group.process_group()
+        self._norm = case.epilogue != "none"
+
+    def call(self, rows: Rows) -> Callable[[], torch.Tensor]:
+        """Bind one size. It sums in place, so every call but the first sums sums."""
+        x = rows.x.clone()
+
+        def reduce() -> torch.Tensor:
+            dist.all_reduce(x, group=self._group)
+            return with_norm(rows, x) if self._norm else x
+
+        return reduce
+
+
+class SymmetricReduce(_Library):
+    """torch's symmetric memory, one-shot or two-shot, then torch's norm. In place, as above."""
+
+    def __init__(self, group: Group, case: ReduceCase, most: int, *, one_shot: bool) -> None:
+        self.group, self.case = group, case
+        memory: Any = importlib.import_module("torch.distributed._symmetric_memory")
+        process_group = group.process_group()
+        self._name = process_group.group_name
+        self._norm, self._one_shot = case.epilogue != "none", one_shot
+        shape = (most, case.hidden)
+        self._whole = memory.empty(shape, dtype=case.out_dtype, device=group.device)
+        memory.rendezvous(self._whole, self._name)
+
+    def call(self, rows: Rows) -> Callable[[], torch.Tensor]:
+        """Bind one size: its rows lie in symmetric memory already, as these calls ask for."""
+        x = self._whole[: len(rows.x)]
+        x.copy_(rows.x)
+        ops: Any = torch.ops.symm_mem
+
+        def reduce() -> torch.Tensor:
+            if self._one_shot:
+                found: torch.Tensor = ops.one_shot_all_reduce(x, "sum", self._name)
+            else:
+                found = ops.two_shot_all_reduce_(x, "sum", self._name)
+            return with_norm(rows, found) if self._norm else found
+
+        return reduce
+
+
+class FlashInferReduce(_Library):
+    """`flashinfer.comm.allreduce_fusion` with backend="trtllm", one-shot or two-shot."""
+
+    def __init__(self, group: Group, case: ReduceCase, most: int, *, one_shot: bool) -> None:
+        self.group, self.case = group, case
+        self._comm: Any = importlib.import_module("flashinfer.comm")
+        memory: Any = importlib.import_module("flashinfer.comm.mnnvl")
+        process_group = group.process_group()
+        self._pattern = _PLAIN if case.epilogue == "none" else _NORM
+        self._one_shot = one_shot
+        self._workspace = self._comm.create_allreduce_fusion_workspace(
+            backend="trtllm",
+            world_size=group.size,
+            rank=group.rank,
+            max_token_num=most,
+            hidden_dim=case.hidden,
+            dtype=case.out_dtype,
+            gpus_per_node=group.size,
+            comm_backend=memory.TorchDistBackend(process_group),
+            group=process_group,
+        )
+
+    def call(self, rows: Rows) -> Callable[[], torch.Tensor]:
+        """Bind one size, with outputs of its own."""
+        written = {"output": torch.empty_like(rows.x)}
+        given: dict[str, Any] = {}
+        if self._pattern == _NORM:
+            written = {name: torch.empty_like(rows.x) for name in ("residual_out", "norm_out")}
+            given = {"residual_in": rows.residual, "rms_gamma": rows.weight, "rms_eps": EPS}
+        answer = written["norm_out" if self._pattern == _NORM else "output"]
+
+        def reduce() -> torch.Tensor:
+            self._comm.allreduce_fusion(
+                input=rows.x,
+                workspace=self._workspace,
+                pattern=self._pattern,
+                launch_with_pdl=True,
+                use_oneshot=self._one_shot,
+                fp32_acc=True,
+                **written,
+                **given,
+            )
+            return answer
+
+        return reduce
+
+
+def _refuses(
+    case: ReduceCase, devices: tuple[str, ...] = ("cuda",), ranks: tuple[int, ...] = ()
+) -> str | None:
+    """Why a library that has kernels for these cannot run the case, or None; no ranks: any."""
+    if case.epilogue not in ("none", "norm"):
+        return f"not compared with epilogue {case.epilogue}"
+    if case.device not in devices:
+        return "needs GPUs"
+    if ranks and case.ranks not in ranks:
+        return f"serves {', '.join(map(str, ranks))} ranks, not {case.ranks}"
+    return None
+
+
+def _few(case: ReduceCase) -> list[int]:
+    return [size for size in case.tokens if size <= ONE_SHOT_MOST]
+
+
+def _more_than_ranks(case: ReduceCase) -> list[int]:
+    return [size for size in case.tokens if size > case.ranks]
+
+
+_TORCH, _FLASHINFER = ("torch", "torch"), ("flashinfer", "flashinfer-python")
+_even = partial(_refuses, ranks=(2, 4, 8))  # numbers of ranks that FlashInfer has kernels for
+_anywhere = partial(_refuses, devices=("cuda", "cpu"))
+_SYMMETRIC, _TRTLLM = "torch symm_mem", "FlashInfer trtllm"
+RIVALS: tuple[Rival, ...] = (
+    Rival("torch all_reduce", *_TORCH, make=TorchReduce, refuses=_anywhere),
+    Rival(
+        f"{_SYMMETRIC} one-shot",
+        *_TORCH,
+        make=partial(SymmetricReduce, one_shot=True),
+        refuses=_refuses,
+        sizes=_few,
     ),
-    ReduceRival(
-        "torch symm_mem two-shot", "torch", "torch", partial(SymmetricReduce, one_shot=False)
+    Rival(
+        f"{_SYMMETRIC} two-shot",
+        *_TORCH,
+        make=partial(SymmetricReduce, one_shot=False),
+        refuses=_refuses,
     ),
-    ReduceRival(
-        "FlashInfer trtllm one-shot",
-        "flashinfer",
-        _FLASHINFER,
-        partial(FlashInferReduce, one_shot=True),
-        ranks=_EVEN,
-        most=ONE_SHOT_MOST,
+    Rival(
+        f"{_TRTLLM} one-shot",
+        *_FLASHINFER,
+        make=partial(FlashInferReduce, one_shot=True),
+        refuses=_even,
+        sizes=_few,
     ),
-    ReduceRival(
-        "FlashInfer trtllm two-shot",
-        "flashinfer",
-        _FLASHINFER,
-        partial(FlashInferReduce, one_shot=False),
-        ranks=_EVEN,
-        least=lambda ranks: ranks + 1,
+    Rival(
+        f"{_TRTLLM} two-shot",
+        *_FLASHINFER,
+        make=partial(FlashInferReduce, one_shot=False),
+        refuses=_even,
+        sizes=_more_than_ranks,
     ),
 )
-
-
-def measure_reduce_rivals(settings: ReduceSettings) -> list[RivalRun]:
-    """Measure every library that is installed and serves these settings; a failure is a status."""
-    return [_attempt(rival, settings) for rival in REDUCE_RIVALS]
-
-
-def _attempt(rival: ReduceRival, settings: ReduceSettings) -> RivalRun:
-    if importlib.util.find_spec(rival.module) is None:
-        return RivalRun(rival.name, "", ABSENT)
-    version, reason = version_of(rival.distribution), rival.refuses(settings)
-    if reason is not None:
-        return RivalRun(rival.name, version, reason)
-    try:
-        first, *_ = launch(
-            reduce_rival_body,
-            rival.name,
-            settings,
-            ranks=settings.ranks,
-            device=settings.device,
-            timeout=LIMIT_SECONDS,
-        )
-    except WeftError as error:
-        return RivalRun(rival.name, version, failure_text(error))
-    return RivalRun(rival.name, version, phase="call", **first)
-
-
-def reduce_rival_body(group: Group, name: str, settings: ReduceSettings) -> dict[str, Any]:
-    """What every rank does for one library; all ranks return the same."""
-    forbid_multicast()
-    rival = next(rival for rival in REDUCE_RIVALS if rival.name == name)
-    sizes = rival.sizes(settings)
-    library = group.together(
-        lambda: rival.make(group, settings, max(sizes)), doing=f"making {name}"
-    )
-    result: dict[str, Any] = {"status": MEASURED, "method": "", "samples_us": {}}
-    for tokens in sizes:
-        everyone = [make_rows(settings, tokens, rank, group.device) for rank in range(group.size)]
-        rows = everyone[group.rank]
-        call = library.call(rows)
-        problem = _check(group, call, [each.x for each in everyone], settings, rows)
-        if problem := first_problem(group, problem):
-            return {**result, "status": f"check failed, {tokens} tokens: {problem}"}
-        method, times = measure_call(group, call, samples=settings.samples, graph=settings.graph)
-        result["method"] = method
-        result["samples_us"][tokens] = {"call": group.all_gather(times)}
-    return result
-
-
-def _check(
-    group: Group,
-    call: Callable[[], torch.Tensor],
-    xs: list[torch.Tensor],
-    settings: ReduceSettings,
-    rows: Rows,
-) -> str | None:
-    """Call once; return how far the result is from the reference, or None. Collective."""
-    if group.device.type == "cuda":
-        torch.cuda.synchronize(group.device)
-    group.barrier()
-    got = call().float()
-    found = reference.allreduce_fused(xs, **arguments_of(settings, rows))
-    exact = found.out if settings.epilogue == "none" else found.norm
-    assert exact is not None
-    want = exact.float()
-    error, allowed = float((got - want).abs().max()), TOLERANCE * float(want.abs().max())
-    if error <= allowed:  # false for NaN
-        return None
-    return f"rank {group.rank}: a number is off by {error:.3g}, allowed are {allowed:.3g}"

@@ -1,9 +1,9 @@
-"""A pair and a matrix product on one GPU: what each costs the other. CUDA only.
+"""Calls and a matrix product on one GPU: what each costs the other. CUDA only.
 
 The one-sided kernels were built for `num_sms` SMs; cuBLASLt is told to use that many less than
 there are. Products stand one behind the other in a graph on a stream of their own, for longer than
-the pairs take, and pairs are replayed meanwhile. A figure counts only if products ran from before
-the first timed pair until after the last one.
+the calls take, and calls are replayed meanwhile. A figure counts only if products ran from before
+the first timed call until after the last one.
 """
 
 from __future__ import annotations
@@ -13,71 +13,63 @@ import math
 import statistics
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 
-from weft.bench.cases import Settings
-from weft.bench.clock import CALLS, Phases, capture, events, external_events
+from weft.bench.case import Case
+from weft.bench.clock import CALLS, Calls, Samples, capture, events, external_events
 from weft.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from weft.memory import Group
 
 ALONE = 300  # products timed without company, after as many: half a second, so that clocks settle
-WINDOW_US = 60_000.0  # at least so long are pairs replayed: it holds dozens of products
-SLACK = 3.0  # products last so many times as long as the pairs would take without them
+WINDOW_US = 60_000.0  # at least so long are calls replayed: it holds dozens of products
+SLACK = 3.0  # products last so many times as long as the calls would take without them
 ATTEMPTS = 3  # each with twice the products of the one before
 
 
-@dataclass(frozen=True, slots=True)
-class Together:
-    """One rank's times in us, or no times and a method that says why.
-
-    times: "pair" beside products, a call of each replay; "product" beside pairs;
-    "product_limited" alone on the SMs that are left to it; "product_alone" alone on all SMs.
-    """
-
-    method: str
-    times: dict[str, list[float]] = field(default_factory=dict)
-
-
 def measure_beside(
-    group: Group, phases: Phases, settings: Settings, *, samples: int, pair_us: float
-) -> Together:
-    """Time pairs beside products. Collective; every rank makes the same number of calls.
+    group: Group, call: Calls, case: Case, *, samples: int, call_us: float
+) -> Samples:
+    """Time calls beside products. Collective; every rank makes the same number of calls.
 
-    pair_us: what a pair takes without company, in us, equal on all ranks.
+    call_us: what a call takes without company, in us, equal on all ranks.
+    Returns us of "call" beside products; of "product" beside calls; of "product_limited" alone on
+    the SMs that are left to it; of "product_alone" alone on all SMs. No times where products did
+    not last; the method says so.
     Raises InvalidArgument where no SM is left to the product, or torch cannot limit or mark it.
     """
-    product = Product(group.device, settings.product_size, settings.num_sms or 0)
+    product = Product(group.device, case.matmul_size, case.num_sms or 0)
     alone, limited = product.alone(spare=0), product.alone(spare=product.spare)
     make: Callable[..., torch.cuda.Stream] = torch.cuda.Stream
-    stream = make(priority=-1)  # a pair that waits for an SM gets the next free one
+    stream = make(priority=-1)  # a call that waits for an SM gets the next free one
 
-    def calls() -> None:
+    def every() -> None:
         for _ in range(CALLS):
-            phases.pair()
+            call()
 
-    pairs = _Queue(capture(calls, stream), stream)
-    rounds = max(samples, math.ceil(WINDOW_US / (CALLS * pair_us)))
-    span = SLACK * (rounds + 1) * CALLS * pair_us
+    calls = _Queue(capture(every, stream), stream)
+    rounds = max(samples, math.ceil(WINDOW_US / (CALLS * call_us)))
+    span = SLACK * (rounds + 1) * CALLS * call_us
     count = max(4, math.ceil(span / statistics.median(limited)))
     for _ in range(ATTEMPTS):
-        found = _together(group, pairs, product.queue(count, spare=product.spare), rounds)
+        found = _together(group, calls, product.queue(count, spare=product.spare), rounds)
         if all(group.all_gather(found is not None)) and found is not None:
             times = {"product_alone": alone, "product_limited": limited}
-            return Together(
+            return Samples(
                 f"beside {product.name}: {rounds} replays of {CALLS} calls while products run on "
                 f"{product.sms - product.spare} of {product.sms} SMs",
-                {"pair": found[0], "product": found[1], **times},
+                {"call": found[0], "product": found[1], **times},
             )
         count *= 2
-    return Together(
+    return Samples(
         f"beside {product.name}: no figure, {count // 2} products ended before {rounds} replays of "
-        f"{CALLS} calls; take fewer tokens or --iters"
+        f"{CALLS} calls; take fewer tokens or --iters",
+        {},
     )
 
 
@@ -145,9 +137,9 @@ class Product:
 
 
 def _together(
-    group: Group, pairs: _Queue, products: _Queue, rounds: int
+    group: Group, calls: _Queue, products: _Queue, rounds: int
 ) -> tuple[list[float], list[float]] | None:
-    """us of a call in each round of pairs, and of each product that ran wholly beside them.
+    """us of a call in each round of calls, and of each product that ran wholly beside them.
 
     None where products did not run all the time. A first round swallows the skew between ranks.
     """
@@ -157,11 +149,11 @@ def _together(
     with torch.cuda.stream(products.stream):
         origin.record()
     products.replay()
-    with torch.cuda.stream(pairs.stream):
-        pairs.replay()
+    with torch.cuda.stream(calls.stream):
+        calls.replay()
         marks[0].record()
         for mark in marks[1:]:
-            pairs.replay()
+            calls.replay()
             mark.record()
     torch.cuda.synchronize()
     first, *_, last = (origin.elapsed_time(mark) for mark in marks)

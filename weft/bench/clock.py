@@ -1,167 +1,123 @@
-"""Time per call of one exchange.
+"""Time per call.
 
-CUDA: a graph of CALLS pairs is replayed back to back and events stand around each replay, so that
-neither the host nor the skew between ranks is in the figure. How a pair splits into dispatch and
-combine comes from a second graph with events between the phases; its extra nodes cost a little, so
-the pair is the figure to quote and the split tells where it goes.
-CPU: the host's clock around each call, with a barrier before every sample.
+CUDA: a graph of CALLS calls is replayed back to back and events stand around each replay, so that
+neither the host nor the skew between ranks is in the figure. How a call splits into its steps comes
+from a second graph with events between them; its extra nodes cost a little, so the whole is the
+figure to quote and the split tells where it goes.
+CPU: the host's clock around each step, with a barrier before every sample.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 if TYPE_CHECKING:
     from weft.memory import Group
 
-CALLS = 50  # pairs in one graph
+CALLS = 50  # in one graph
 WARM_UP = 3
-PHASES = ("dispatch", "combine", "pair")
-HALVES = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")
+Step: TypeAlias = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """What is timed, bound to static inputs. Collective: all ranks make all of them.
+
+    steps: by name, in their order; one after the other they are one call.  whole: its name.
+    also: the same call cut into other steps.  graph: may it be captured?
+    """
+
+    steps: Mapping[str, Step]
+    whole: str = "call"
+    also: Mapping[str, Step] = field(default_factory=dict)
+    graph: bool = True
+
+    def __call__(self) -> None:
+        """One call."""
+        for step in self.steps.values():
+            step()
+
+    @classmethod
+    def of(cls, call: Step, *, graph: bool = True) -> Calls:
+        """A call that is not cut."""
+        return cls({"call": call}, graph=graph)
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Times per call in us of one rank, one entry per sample; `method` says how they were taken.
+    """us per call of one rank, a list of samples for each step and, last, for the whole.
 
-    halves: by the names of HALVES, or empty.
+    method: how they were taken.
     """
 
     method: str
-    dispatch: list[float] = field(default_factory=list)
-    combine: list[float] = field(default_factory=list)
-    pair: list[float] = field(default_factory=list)
-    halves: dict[str, list[float]] = field(default_factory=dict)
-
-    def by_phase(self) -> dict[str, list[float]]:
-        """Every phase that was timed, by name."""
-        whole = {"dispatch": self.dispatch, "combine": self.combine, "pair": self.pair}
-        return whole | self.halves
+    us: dict[str, list[float]]
 
 
-@dataclass(frozen=True, slots=True)
-class Phases:
-    """The calls that are timed, bound to static inputs. Collective: all ranks make all of them.
-
-    halves: the four of HALVES in their order, or none.
-    """
-
-    dispatch: Callable[[], object]
-    combine: Callable[[], object]
-    halves: tuple[Callable[[], object], ...] = ()
-
-    def pair(self) -> None:
-        """One dispatch and one combine."""
-        self.dispatch()
-        self.combine()
-
-
-def measure(group: Group, phases: Phases, *, samples: int, graph: bool) -> Samples:
+def measure(group: Group, calls: Calls, *, samples: int, graph: bool) -> Samples:
     """Return this rank's times. Collective; every rank makes the same number of calls.
 
-    samples: replays of a graph (or rounds of CALLS eager calls) on CUDA, single pairs on CPU.
+    samples: replays of a graph (or rounds of CALLS eager calls) on CUDA, single calls on CPU.
     graph: capture on CUDA; CPU ranks have no graphs and ignore it.
     """
+    cuts = [cut for cut in (calls.steps, calls.also) if cut]
+    us: dict[str, list[float]] = {}
     if group.device.type != "cuda":
-        return _host_clock(group, phases, samples)
-    if graph:
-        return _graph_clock(group, phases, samples)
-    _warm_up((phases.pair, *phases.halves))
-    found = Samples(method=f"eager, CUDA events, {samples} rounds of {CALLS} calls")
-    found.pair.extend(rounds_of(group, lambda: _pairs(phases), samples))
-    _fill(found, phases, lambda steps: _split(group, steps, samples, graph=False))
-    return found
+        for cut in cuts:
+            us |= zip(cut, _host_steps(group, list(cut.values()), samples), strict=True)
+        parts = zip(*(us[name] for name in calls.steps), strict=True)
+        us = {**us, calls.whole: us.pop(calls.whole, [sum(each) for each in parts])}
+        return Samples(f"host clock, {samples} calls with a barrier before each", us)
+    graph = graph and calls.graph
+    _warm_up((calls, *calls.also.values()))
 
-
-def measure_call(
-    group: Group, call: Callable[[], object], *, samples: int, graph: bool
-) -> tuple[str, list[float]]:
-    """Return how one call was timed, and this rank's us for each sample. Collective."""
-    if group.device.type != "cuda":
-        method = f"host clock, {samples} calls with a barrier before each"
-        return method, _host_steps(group, (call,), samples)[0]
-    _warm_up((call,))
-
-    def calls() -> None:
+    def every() -> None:
         for _ in range(CALLS):
-            call()
+            calls()
 
-    times = rounds_of(group, capture(calls).replay if graph else calls, samples)
-    if graph:
-        return f"CUDA graph of {CALLS} calls, {samples} replays", times
-    return f"eager, CUDA events, {samples} rounds of {CALLS} calls", times
-
-
-def measure_steps(
-    group: Group, steps: Sequence[Callable[[], object]], *, samples: int, graph: bool
-) -> list[list[float]]:
-    """Return this rank's us of each step of a round, one list a step. Collective.
-
-    As the split of `measure`: events between the steps, inside of the graph where torch has such.
-    """
-    if group.device.type != "cuda":
-        return _host_steps(group, steps, samples)
-
-    def whole() -> None:
-        for step in steps:
-            step()
-
-    _warm_up((whole,))
-    return _split(group, steps, samples, graph=graph and external_events(1) is not None)
+    whole = rounds_of(group, capture(every).replay if graph else every, samples)
+    inner = graph and external_events(1) is not None
+    method = f"CUDA graph of {CALLS} calls, {samples} replays"
+    if not graph:
+        method = f"eager, CUDA events, {samples} rounds of {CALLS} calls"
+    cuts = [cut for cut in cuts if len(cut) > 1]
+    if cuts and graph and not inner:
+        method += "; split into steps from eager calls"
+    for cut in cuts:
+        us |= zip(cut, _split(group, list(cut.values()), samples, graph=inner), strict=True)
+    return Samples(method, {**us, calls.whole: whole})
 
 
-def replayed_pairs(group: Group, phases: Phases, count: int, *, graph: bool) -> None:
-    """Run `count` pairs without a pause, after others that swallow the skew between the ranks.
+def replayed(group: Group, calls: Calls, count: int, *, graph: bool) -> None:
+    """Make `count` calls without a pause, after others that swallow the skew between the ranks.
 
     Collective; returns when they are done. Nothing is timed.
     """
     if group.device.type != "cuda":
         for _ in range(WARM_UP + count):
-            phases.pair()
+            calls()
         return
-    _warm_up((phases.pair, *phases.halves))
+    _warm_up((calls,))
 
-    def pairs() -> None:
+    def every() -> None:
         for _ in range(count):
-            phases.pair()
+            calls()
 
-    run = capture(pairs).replay if graph else pairs
+    run = capture(every).replay if graph else every
     group.barrier()
     run()
     run()
     torch.cuda.synchronize()
 
 
-def _fill(
-    found: Samples,
-    phases: Phases,
-    times_of: Callable[[Sequence[Callable[[], object]]], list[list[float]]],
-) -> None:
-    """Fill in dispatch and combine, and the halves where there are any."""
-    whole = times_of((phases.dispatch, phases.combine))
-    found.dispatch.extend(whole[0])
-    found.combine.extend(whole[1])
-    if phases.halves:
-        found.halves.update(zip(HALVES, times_of(phases.halves), strict=True))
-
-
-def _host_clock(group: Group, phases: Phases, samples: int) -> Samples:
-    found = Samples(method=f"host clock, {samples} calls with a barrier before each")
-    _fill(found, phases, lambda steps: _host_steps(group, steps, samples))
-    found.pair.extend(a + b for a, b in zip(found.dispatch, found.combine, strict=True))
-    return found
-
-
-def _host_steps(
-    group: Group, steps: Sequence[Callable[[], object]], samples: int
-) -> list[list[float]]:
-    """us of each step of a round; the rounds that warm up are left out."""
+def _host_steps(group: Group, steps: Sequence[Step], samples: int) -> list[list[float]]:
+    """us of each step of a call; the calls that warm up are left out."""
     rounds = []
     for _ in range(WARM_UP + samples):
         group.barrier()
@@ -173,32 +129,7 @@ def _host_steps(
     return [list(times) for times in zip(*rounds[WARM_UP:], strict=True)]
 
 
-def _graph_clock(group: Group, phases: Phases, samples: int) -> Samples:
-    _warm_up((phases.pair, *phases.halves))
-    pairs = capture(lambda: _pairs(phases))
-    times = rounds_of(group, pairs.replay, samples)
-    method = f"CUDA graph of {CALLS} calls, {samples} replays"
-    inner = external_events(1) is not None
-    found = Samples(method if inner else f"{method}; split into phases from eager calls")
-    _fill(found, phases, lambda steps: _split(group, steps, samples, graph=inner))
-    found.pair.extend(times)
-    return found
-
-
-def _pairs(phases: Phases) -> None:
-    for _ in range(CALLS):
-        phases.pair()
-
-
-def _marked(steps: Sequence[Callable[[], object]], marks: list[torch.cuda.Event]) -> None:
-    """CALLS rounds of the steps, a mark before each step and one behind all."""
-    for call, step in enumerate(list(steps) * CALLS):
-        marks[call].record()
-        step()
-    marks[-1].record()
-
-
-def _warm_up(calls: Sequence[Callable[[], object]]) -> None:
+def _warm_up(calls: Sequence[Step]) -> None:
     """Eager calls on a side stream, as capture asks for: they load modules and start NCCL."""
     make: Callable[[], torch.cuda.Stream] = torch.cuda.Stream
     side = make()
@@ -250,19 +181,20 @@ def rounds_of(group: Group, round_: Callable[[], None], samples: int) -> list[fl
     return [before.elapsed_time(after) * 1e3 / CALLS for before, after in pairwise(marks)]
 
 
-def _split(
-    group: Group, steps: Sequence[Callable[[], object]], samples: int, *, graph: bool
-) -> list[list[float]]:
+def _split(group: Group, steps: Sequence[Step], samples: int, *, graph: bool) -> list[list[float]]:
     """us of each step: the mean over a round's calls but the first, which holds the skew between
     ranks that a synchronised host brings about."""
     count = len(steps)
     size = count * CALLS + 1
     marks = (external_events(size) if graph else None) or events(size)
 
-    def calls() -> None:
-        _marked(steps, marks)
+    def every() -> None:
+        for mark, step in zip(marks, list(steps) * CALLS, strict=False):
+            mark.record()
+            step()
+        marks[-1].record()
 
-    round_ = capture(calls).replay if graph else calls
+    round_ = capture(every).replay if graph else every
     times: list[list[float]] = [[] for _ in steps]
     for _ in range(samples):
         group.barrier()

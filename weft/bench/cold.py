@@ -1,18 +1,19 @@
 """Time per call when the caches hold nothing of it, as after a layer's other work.
 
-CUDA: eager calls. Before each pair a buffer of twice the L2 is written, then the ranks meet in an
+CUDA: eager calls. Before each a buffer of twice the L2 is written, then the ranks meet in an
 exchange of no tokens, so that no rank's figure holds another's delay; events stand before, between
-and behind the two calls. CPU: the same with the host's clock, a buffer and a barrier.
+and behind its steps. CPU: the same with the host's clock, a buffer and a barrier.
 """
 
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 
-from weft.bench.clock import Phases, Samples, events
+from weft.bench.clock import Calls, Samples, Step, events
 from weft.ops.alltoall import AllToAll
 
 if TYPE_CHECKING:
@@ -26,64 +27,56 @@ CPU_BYTES = 64 << 20  # more than the caches that a rank can count on
 
 
 class ColdClock:
-    """Flushes the caches before each pair that it times. Collective. A context manager."""
+    """Flushes the caches before each call that it times. Collective."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._buffer = flush_buffer(group.device)
         self._gate = _Gate(group) if group.device.type == "cuda" else None
 
-    def __enter__(self) -> ColdClock:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Give the memory back."""
         if self._gate is not None:
             self._gate.close()
 
-    def measure(self, phases: Phases, *, samples: int) -> Samples:
-        """Return this rank's times of at least MIN_SAMPLES pairs. Collective."""
+    def measure(self, calls: Calls, *, samples: int) -> Samples:
+        """Return this rank's times of at least MIN_SAMPLES calls. Collective."""
         count = max(samples, MIN_SAMPLES)
-        if self._gate is None:
-            return self._on_host(phases, count)
-        return self._on_gpu(phases, count, self._gate)
+        names, steps = list(calls.steps), list(calls.steps.values())
+        rounds = self._on_gpu(steps, count) if self._gate else self._on_host(steps, count)
+        us = {name: [times[place] for times in rounds] for place, name in enumerate(names)}
+        us[calls.whole] = [sum(times) for times in rounds]
+        kind = "eager calls" if self._gate else "calls"
+        size = self._buffer.numel() / 2**20
+        return Samples(f"cold: {count} {kind}, {size:.0f} MiB written before each", us)
 
-    def _on_gpu(self, phases: Phases, count: int, gate: _Gate) -> Samples:
-        marks = [events(3) for _ in range(count + 1)]
+    def _on_gpu(self, steps: list[Step], count: int) -> list[list[float]]:
+        assert self._gate is not None
+        rounds = [events(len(steps) + 1) for _ in range(count + 1)]
         self._group.barrier()
-        for start, middle, end in marks:
+        for marks in rounds:
             for _ in range(WRITES):
                 self._buffer.zero_()
-            gate.meet()
-            start.record()
-            phases.dispatch()
-            middle.record()
-            phases.combine()
-            end.record()
+            self._gate.meet()
+            marks[0].record()
+            for step, mark in zip(steps, marks[1:], strict=True):
+                step()
+                mark.record()
         torch.cuda.synchronize()
-        size = self._buffer.numel() / 2**20
-        found = Samples(f"cold: {count} eager calls, {size:.0f} MiB written before each")
-        for start, middle, end in marks[1:]:  # the first one loads what is loaded only once
-            found.dispatch.append(start.elapsed_time(middle) * 1e3)
-            found.combine.append(middle.elapsed_time(end) * 1e3)
-            found.pair.append(start.elapsed_time(end) * 1e3)
-        return found
+        # The first one loads what is loaded only once.
+        return [[a.elapsed_time(b) * 1e3 for a, b in pairwise(marks)] for marks in rounds[1:]]
 
-    def _on_host(self, phases: Phases, count: int) -> Samples:
-        size = self._buffer.numel() / 2**20
-        found = Samples(f"cold: {count} calls, {size:.0f} MiB written before each")
+    def _on_host(self, steps: list[Step], count: int) -> list[list[float]]:
+        rounds = []
         for sample in range(count + 1):
             self._buffer.fill_(sample % 256)
             self._group.barrier()
-            start = time.perf_counter_ns()
-            phases.dispatch()
-            middle = time.perf_counter_ns()
-            phases.combine()
-            end = time.perf_counter_ns()
-            if sample:
-                found.dispatch.append((middle - start) / 1e3)
-                found.combine.append((end - middle) / 1e3)
-                found.pair.append((end - start) / 1e3)
-        return found
+            marks = [time.perf_counter_ns()]
+            for step in steps:
+                step()
+                marks.append(time.perf_counter_ns())
+            rounds.append([(b - a) / 1e3 for a, b in pairwise(marks)])
+        return rounds[1:]
 
 
 class _Gate:

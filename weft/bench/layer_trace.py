@@ -11,30 +11,25 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from weft.bench.clock import capture, measure_call
-from weft.bench.layer import open_layer
-from weft.bench.layer_cases import LayerSettings
-from weft.bench.layer_trial import LayerTrial
-from weft.bench.layer_weights import shared_expert, stack
-from weft.bench.moe import LIMIT_SECONDS, first_problem
-from weft.bench.skew import Skew, estimate_skew
+from weft.bench.case import Refused
+from weft.bench.clock import Calls, capture, measure
+from weft.bench.layer import LayerCase, LayerSession, LayerTrial
+from weft.bench.report import write_text
+from weft.bench.run import LIMIT_SECONDS, first_problem
 from weft.bench.trace import ROUNDS, Event
 from weft.bench.trace import to_chrome as marks_to_chrome
-from weft.errors import CreationFailed, InvalidArgument
+from weft.errors import InvalidArgument
 from weft.memory import Group, launch
 from weft.ops.alltoall import AllToAll
-from weft.ops.placement import Placement
+from weft.ops.skew import Skew, estimate_skew
 from weft.ops.timeline import Span
-
-if TYPE_CHECKING:
-    from weft.moe import MoE
 
 KINDS = ("kernel", "gpu_memcpy", "gpu_memset")  # what the profiler calls a GPU's work
 CALL = "weft layer call"
@@ -75,72 +70,63 @@ class Call:
     us: float
 
 
-def trace_layers(path: Path, settings: LayerSettings) -> str | None:
+def trace_layers(path: Path, case: LayerCase) -> str | None:
     """Run the largest size once more, profiled, in every mode, and write one call of each.
 
     Returns what a check found wrong, or None. Raises InvalidArgument for another exchange than
     "rank", and where the profiler kept no kernels or clocks cannot be aligned; and what
     `weft.launch` raises.
     """
-    settings = replace(settings, traced=True)
-    results = launch(
-        rank_calls,
-        settings,
-        ranks=settings.ranks,
-        device=settings.device,
-        timeout=LIMIT_SECONDS,
-    )
+    check_traced(case)
+    results = launch(rank_calls, case, ranks=case.ranks, device=case.device, timeout=LIMIT_SECONDS)
     problem = next((found for found, _ in results if found), None)
     if problem is None:
         modes = list(zip(*(calls for _, calls in results), strict=True))
-        document = to_chrome(modes, shared_clock=settings.device != "cuda")
+        document = to_chrome(modes, shared_clock=case.device != "cuda")
         document["metadata"] |= {
-            "model": settings.model,
-            "ranks": settings.ranks,
-            "device": settings.device,
-            "tokens_per_rank": max(settings.tokens),
-            "graph": settings.graph and settings.device == "cuda",
+            "model": case.model,
+            "ranks": case.ranks,
+            "device": case.device,
+            "tokens_per_rank": max(case.tokens),
+            "graph": case.graph and case.device == "cuda",
         }
-        path.write_text(json.dumps(document) + "\n")
+        write_text(path, json.dumps(document) + "\n")
     return problem
 
 
-def rank_calls(group: Group, settings: LayerSettings) -> tuple[str | None, list[Call]]:
+def check_traced(case: LayerCase) -> None:
+    """Raises InvalidArgument for a layer whose kernels keep no such marks."""
+    if case.exchange != "rank":
+        raise InvalidArgument(
+            f"a trace shows layers of exchange 'rank'; this one is {case.exchange!r}: its "
+            "kernels are those of weft bench lowlatency --trace"
+        )
+
+
+def rank_calls(group: Group, case: LayerCase) -> tuple[str | None, list[Call]]:
     """What every rank does: check each mode, run it, keep its last call. Collective."""
-    tokens, calls = max(settings.tokens), []
-    placement = Placement.blocks(settings.config.routing.num_experts, group.size)
-    weights = stack(settings, placement.experts_of(group.rank), group.device)
-    trial = LayerTrial(group, settings, shared_expert(settings, group.device), tokens)
-    for overlap in settings.overlap_words:
+    tokens, calls = max(case.tokens), []
+    session = LayerSession(group, case)
+    for overlap in case.variants:
         try:
-            layer = open_layer(group, settings, trial, overlap, weights, profile=True)
-        except (CreationFailed, InvalidArgument):
-            if settings.overlaps:
-                raise  # it was asked for by name
+            with session.trial(overlap, tokens, profile=True) as trial:
+                if problem := first_problem(group, trial.check()):
+                    return f"overlap {overlap}: {problem}", []
+                calls.append(_one_mode(group, case, trial, overlap))
+        except Refused:
             continue
-        with layer:
-            if problem := first_problem(group, trial.check(layer)):
-                return f"overlap {overlap}: {problem}", []
-            calls.append(_one_mode(group, settings, trial, layer, overlap))
-            group.barrier()  # a peer may still be reading what is about to go
     return None, calls
 
 
-def _one_mode(
-    group: Group, settings: LayerSettings, trial: LayerTrial, layer: MoE, overlap: str
-) -> Call:
+def _one_mode(group: Group, case: LayerCase, trial: LayerTrial, overlap: str) -> Call:
     """ROUNDS calls under the profiler. Collective."""
-    cuda = group.device.type == "cuda"
-    graph = settings.graph and layer.gemm != "loop"
-
-    def call() -> None:
-        trial.call(layer)
-
-    _, times = measure_call(group, call, samples=3, graph=graph)
-    run = capture(call).replay if graph and cuda else call
+    cuda, layer = group.device.type == "cuda", trial.layer
+    graph = case.graph and trial.graph
+    times = measure(group, Calls.of(trial.call), samples=3, graph=graph).us["call"]
+    run = capture(trial.call).replay if graph and cuda else trial.call
     work, marks = record(group, run)
     layer.check()
-    assert isinstance(layer.exchange, AllToAll)  # LayerSettings has refused the other
+    assert isinstance(layer.exchange, AllToAll)  # check_traced has refused the other
     spans = layer.exchange.timeline()
     shift, spread = align(work, spans) if cuda else (marks[-1], 0.0)
     return Call(overlap, last_call(work), spans, shift, spread, median(times))

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.table import Table as Grid
 
-from weft.bench.layer import LayerReport, run
-from weft.bench.layer_cases import LayerSettings
+from weft.bench.case import choose
+from weft.bench.layer import LayerCase
 from weft.bench.machine import measured_on
-from weft.bench.report import us_text, write_text
-from weft.bench.summary import Spread
+from weft.bench.report import Spread, us_text
+from weft.bench.run import Report, run
 from weft.errors import InvalidArgument
 from weft.moe import EXCHANGES, OVERLAPS, LayerTable, expert_major
 from weft.moe.layer_choice import overlap_bands
@@ -39,23 +38,23 @@ class Tuned:
     refused: tuple[str, ...]
 
 
-def tune(settings: LayerSettings, exchanges: Sequence[str], *, quiet: bool = False) -> Tuned:
-    """Measure every overlap with each exchange; settings: all but the exchange.
+def tune(case: LayerCase, exchanges: Sequence[str], *, quiet: bool = False) -> Tuned:
+    """Measure every overlap with each exchange; case: all but the exchange.
 
     Raises InvalidArgument for an exchange that does not exist or options that no table has, and
     what `weft.launch` raises.
     """
-    _check(settings, exchanges)
-    reports: list[LayerReport] = []
+    check_tunable(case, exchanges)
+    reports: list[Report] = []
     refused: list[str] = []
     for exchange in exchanges:
-        words = tuple(word for word in settings.overlaps if word in MODES[exchange])
-        if settings.overlaps and not words:
+        words = tuple(word for word in case.overlaps if word in MODES[exchange])
+        if case.overlaps and not words:
             refused.append(f"exchange {exchange}, which has {', '.join(MODES[exchange])} alone")
             continue
-        report = run(replace(settings, exchange=exchange, overlaps=words), quiet=quiet)
+        report = run(replace(case, exchange=exchange, overlaps=words), quiet=quiet)
         refused += [f"exchange {exchange}, {text}" for text in _gathered(report.refused)]
-        if report.nothing_offered:
+        if report.nothing_served:
             continue  # this layer does not have the exchange, and says so
         if report.problem is not None:
             return Tuned(None, f"exchange {exchange}, {report.problem}", tuple(refused))
@@ -65,45 +64,40 @@ def tune(settings: LayerSettings, exchanges: Sequence[str], *, quiet: bool = Fal
     return Tuned(table_of(reports), None, tuple(refused))
 
 
-def table_of(reports: Sequence[LayerReport]) -> LayerTable:
+def table_of(reports: Sequence[Report]) -> LayerTable:
     """The table of runs that differ by their exchange.
 
     Raises InvalidArgument where GPUs of several kinds took part.
     """
-    first = reports[0]
-    settings = first.settings
-    gpu, date, where = measured_on(first.machine)
+    case = _case(reports[0])
+    gpu, date, where = measured_on(reports[0].machine)
     methods = dict.fromkeys(each.method for report in reports for each in report.measurements)
     return LayerTable(
-        sizes=LayerSizes.of(
-            settings.config,
-            gpu=gpu,
-            ranks=settings.ranks,
-            fp8=settings.dtype == "fp8",
-        ),
-        model=settings.model,
+        sizes=LayerSizes.of(case.config, gpu=gpu, ranks=case.ranks, fp8=case.dtype == "fp8"),
+        model=case.model,
         date=date,
         machine=where,
-        method=f"{'; '.join(methods)}, median, slowest rank; routing {settings.routing}",
+        method=f"{'; '.join(methods)}, median, slowest rank; routing {case.routing}",
         curves=tuple(map(curve_of, reports)),
     )
 
 
-def curve_of(report: LayerReport) -> LayerCurve:
+def curve_of(report: Report) -> LayerCurve:
     """The times of one run: medians, slowest rank."""
     found = {
-        (each.overlap, each.tokens): round(Spread.of(each.samples).median, 2)
+        (each.variant, each.tokens): round(Spread.of(each.samples_us["call"]).median, 2)
         for each in report.measurements
     }
-    words = dict.fromkeys(each.overlap for each in report.measurements)
+    words = dict.fromkeys(each.variant for each in report.measurements)
     tokens = tuple(sorted({each.tokens for each in report.measurements}))
     us = {word: tuple(found.get((word, size)) for size in tokens) for word in words}
-    return LayerCurve(report.settings.exchange, report.gemm, tokens, us)
+    gemm = report.measurements[0].facts["gemm"]
+    return LayerCurve(_case(report).exchange, gemm, tokens, us)
 
 
-def write_table(path: Path, table: LayerTable) -> None:
-    """Write the file that `MoE(table=path)` reads. Raises InvalidArgument naming it."""
-    write_text(path, table.text())
+def _case(report: Report) -> LayerCase:
+    assert isinstance(report.case, LayerCase)
+    return report.case
 
 
 def print_table(console: Console, table: LayerTable, refused: Sequence[str]) -> None:
@@ -134,26 +128,24 @@ def bands_text(curve: LayerCurve) -> str:
 
 def _gathered(refused: Sequence[str]) -> list[str]:
     """Refusals of a run that differ by their tokens alone, as one."""
-    found: dict[str, list[str]] = {}
+    found: dict[tuple[str, str], list[str]] = {}
     for text in refused:
-        tokens, _, why = text.partition(" tokens, ")
-        found.setdefault(why, []).append(tokens)
-    return [f"{', '.join(tokens)} tokens, {why}" for why, tokens in found.items()]
+        name, _, why = text.partition(": ")
+        overlap, _, tokens = name.removesuffix(" tokens").rpartition(", ")
+        found.setdefault((overlap, why), []).append(tokens)
+    return [f"{word}, {', '.join(sizes)} tokens: {why}" for (word, why), sizes in found.items()]
 
 
-def _check(settings: LayerSettings, exchanges: Sequence[str]) -> None:
+def check_tunable(case: LayerCase, exchanges: Sequence[str]) -> None:
     """Raises InvalidArgument for what no table can say."""
     for exchange in exchanges:
-        if exchange not in EXCHANGES:
-            raise InvalidArgument(
-                f"exchange is {exchange!r}; choose some of {', '.join(EXCHANGES)}"
-            )
+        choose(exchange=(exchange, EXCHANGES))
     if not exchanges or len(set(exchanges)) != len(exchanges):
         raise InvalidArgument(f"exchanges are {', '.join(exchanges) or 'none'}: name each once")
     for name in ("quantize", "combine_by", "max_rows"):
-        if getattr(settings, name) is not None:
+        if getattr(case, name) is not None:
             raise InvalidArgument(
-                f"{name} is {getattr(settings, name)!r}; a table is of the default: leave it out"
+                f"{name} is {getattr(case, name)!r}; a table is of the default: leave it out"
             )
-    if not settings.graph and settings.device == "cuda":
+    if not case.graph and case.device == "cuda":
         raise InvalidArgument("a table is of graphs: leave eager calls out")

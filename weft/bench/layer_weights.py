@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from weft.bench.layer_cases import FP8_BLOCK, LayerSettings
 from weft.moe import Expert, ExpertWeights, FP8Expert, MoEConfig
 from weft.moe.experts import to_blocks
 
+if TYPE_CHECKING:
+    from weft.bench.layer import LayerCase
+
+FP8_BLOCK = 128  # rows and columns of a weight that share a scale
 SHARED = -1  # the shared expert's number
 
 
@@ -39,10 +42,10 @@ class Drawn:
     down_bias: torch.Tensor | None
 
 
-def draw(settings: LayerSettings, expert: int, device: torch.device) -> Drawn:
+def draw(case: LayerCase, expert: int, device: torch.device) -> Drawn:
     """Expert `expert` (or SHARED), equal for equal seeds on devices of one kind."""
-    config, shared = settings.config, expert == SHARED
-    generator = torch.Generator(device).manual_seed(settings.seed * 100_003 + expert + 1)
+    config, shared = case.config, expert == SHARED
+    generator = torch.Generator(device).manual_seed(case.seed * 100_003 + expert + 1)
     inner = config.shared if shared else config.intermediate
 
     def normal(*shape: int, fan: int) -> torch.Tensor:
@@ -50,7 +53,7 @@ def draw(settings: LayerSettings, expert: int, device: torch.device) -> Drawn:
 
     def matrix(rows: int, columns: int) -> Matrix:
         numbers = normal(rows, columns, fan=columns)
-        if settings.dtype == "fp8" and not shared:
+        if case.dtype == "fp8" and not shared:
             values, scale = to_blocks(numbers.unsqueeze(0))
             return Matrix(values[0], scale[0])
         return Matrix(numbers.to(config.dtype), None)
@@ -62,11 +65,11 @@ def draw(settings: LayerSettings, expert: int, device: torch.device) -> Drawn:
     return Drawn(gate_up, down, wide.to(config.dtype), narrow.to(config.dtype))
 
 
-def stack(settings: LayerSettings, local: tuple[int, ...], device: torch.device) -> ExpertWeights:
+def stack(case: LayerCase, local: tuple[int, ...], device: torch.device) -> ExpertWeights:
     """A rank's experts as `weft.MoE` takes them; one is drawn at a time, into its place."""
     parts: dict[str, torch.Tensor] = {}
     for place, expert in enumerate(local):
-        for name, part in _parts(draw(settings, expert, device)).items():
+        for name, part in _parts(draw(case, expert, device)).items():
             if name not in parts:
                 shape = (len(local), *part.shape)
                 parts[name] = torch.empty(shape, dtype=part.dtype, device=device)
@@ -75,13 +78,13 @@ def stack(settings: LayerSettings, local: tuple[int, ...], device: torch.device)
     return ExpertWeights(**arguments)
 
 
-def shared_expert(settings: LayerSettings, device: torch.device) -> Expert | FP8Expert | None:
+def shared_expert(case: LayerCase, device: torch.device) -> Expert | FP8Expert | None:
     """The shared expert, where there is one: in FP8 as the others, or in the config's dtype."""
-    if not settings.config.shared:
+    if not case.config.shared:
         return None
-    drawn = draw(settings, SHARED, device)
+    drawn = draw(case, SHARED, device)
     plain = Expert(drawn.gate_up.values, drawn.down.values)
-    return FP8Expert.of(plain) if settings.dtype == "fp8" else plain
+    return FP8Expert.of(plain) if case.dtype == "fp8" else plain
 
 
 def expert_bytes(config: MoEConfig, dtype: str) -> int:

@@ -1,141 +1,363 @@
-"""`weft bench lowlatency`: every row checked bit by bit first, then timed."""
+"""`weft bench lowlatency`: dispatch and combine of the low-latency all-to-all.
+
+Experts return their rows, as numbers that they can read. So what arrives and what comes home must
+equal `weft.ops.reference_lowlatency` to the last bit.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from weft.bench.allreduce import gpu_names
-from weft.bench.clock import measure, replayed_pairs
-from weft.bench.lowlatency_cases import LowSettings
-from weft.bench.lowlatency_trial import LowTrial, low_traffic, make_low
-from weft.bench.machine import describe_machine
-from weft.bench.moe import LIMIT_SECONDS, first_problem, gather_samples
-from weft.bench.progress import progress
+import torch
+
+from weft.bench.case import DTYPES, Case, choose, fit
+from weft.bench.check import poison, settle, unlike_row
+from weft.bench.clock import Calls, replayed
+from weft.bench.limits import PAIR_FIXED_US, link_rate, pair_floor_us
+from weft.bench.routing import busiest, choice_rows, chosen, make_ids, token_rows
+from weft.bench.run import LIMIT_SECONDS, first_problem
 from weft.memory import Group, launch
+from weft.ops import reference_lowlatency as low
+from weft.ops.lowlatency import LowLatencyAllToAll
+from weft.ops.lowlatency_geometry import LowGeometry
+from weft.ops.lowlatency_results import ExpertRows, Handle
 from weft.ops.lowlatency_trace import merge
+from weft.ops.reference import dequantize
 
+if TYPE_CHECKING:
+    from weft.bench.run import Measurement, Report
+
+QUANTIZE = ("fp8",)
+WAYS = ("push", "fp8")  # of rows home
+GROUP_SIZE = 128  # columns that share a scale
 TRACED_ROUNDS = 32  # as many as are kept
 
 
-@dataclass(frozen=True, slots=True)
-class LowMeasurement:
-    """One size. samples: phase -> for each rank, us per call of each sample."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowCase(Case):
+    """Pairs of dispatch and combine, expert-major.
 
-    tokens: int
-    method: str
-    chosen: int
-    out_bytes: int
-    back_bytes: int
-    samples: dict[str, list[list[float]]]
-
-
-@dataclass(frozen=True, slots=True)
-class LowReport:
-    """A whole run. problem: what the check found wrong; nothing is timed from there on.
-
-    memory: bytes of a rank by kind.
+    max_tokens: capacity, or None for the largest size.  routing: as in `routing.make_ids`.
+    quantize: "fp8" or None.  scale, reduce, combine_by, halves: as in LowLatencyAllToAll.
+    profile: time kernels that keep a trace.
     """
 
-    settings: LowSettings
-    machine: dict[str, Any]
-    measurements: list[LowMeasurement]
-    memory: dict[str, int]
-    problem: str | None = None
-
-
-def run(settings: LowSettings, *, quiet: bool = False) -> LowReport:
-    """Start the ranks, check and time every size. Raises what `weft.launch` raises."""
-    results: list[dict[str, Any]] = launch(
-        rank_body,
-        settings,
-        quiet,
-        ranks=settings.ranks,
-        device=settings.device,
-        timeout=LIMIT_SECONDS,
+    operator: ClassVar[str] = "lowlatency"
+    whole: ClassVar[str] = "pair"
+    checked: ClassVar[str] = (
+        "every row, scale and sum equals weft.ops.reference_lowlatency bit by bit"
     )
-    first = results[0]
-    measurements = [LowMeasurement(**found) for found in first.pop("measurements")]
-    return LowReport(settings, measurements=measurements, **first)
 
+    hidden: int = 7168
+    top_k: int = 8
+    experts: int = 256
+    routing: str = "perfect"
+    dtype: str = "bf16"
+    max_tokens: int | None = None
+    quantize: str | None = "fp8"
+    scale: str = "fp32_row"
+    reduce: str = "receiver"
+    combine_by: str = "push"
+    halves: bool = False
+    profile: bool = False
+    model: str | None = None
 
-def rank_body(group: Group, settings: LowSettings, quiet: bool) -> dict[str, Any]:
-    """What every rank does; rank 0's result is complete."""
-    result: dict[str, Any] = {
-        "machine": describe_machine(gpu_names(group)),
-        "measurements": [],
-        "problem": None,
-    }
-    with contextlib.ExitStack() as stack:
-        step = stack.enter_context(progress(len(settings.tokens), quiet=quiet or group.rank != 0))
-        a2a = stack.enter_context(make_low(group, settings))
-        stack.callback(group.barrier)  # a peer may still be reading what is about to go
-        result["memory"] = asdict(a2a.memory)
-        for tokens in settings.tokens:
-            step(f"{tokens} tokens")
-            trial = LowTrial(group, settings, a2a, tokens)
-            found, problem = _measure(group, settings, trial)
-            if problem is not None:
-                result["problem"] = f"{tokens} tokens: {problem}"
-                return result
-            result["measurements"].append({"tokens": tokens, **found})
-    return result
-
-
-def _measure(
-    group: Group, settings: LowSettings, trial: LowTrial
-) -> tuple[dict[str, Any], str | None]:
-    """Check, time, check again; the measurement, and what any rank found wrong."""
-    if problem := first_problem(group, trial.check()):
-        return {}, problem
-    trial.out.fill_(float("nan"))  # so that calls which write nothing are noticed after timing
-    samples = measure(group, trial.phases(), samples=settings.samples, graph=settings.graph)
-    if problem := first_problem(group, trial.compare()):
-        return {}, f"after timing, {problem}"
-    trial.a2a.check()
-    traffic = low_traffic(settings, trial.ids)
-    shape = settings.geometry.shape
-    return {
-        "method": samples.method,
-        "chosen": traffic.chosen,
-        "out_bytes": traffic.out * shape.sent_bytes,
-        "back_bytes": traffic.back * shape.back_bytes,
-        "samples": gather_samples(group, samples),
-    }, None
-
-
-def trace(path: Path, settings: LowSettings) -> str | None:
-    """Run the largest size once more, profiled; write all ranks' last rounds, on one clock.
-
-    Returns what the check found wrong, or None.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        problems = launch(
-            trace_body,
-            settings,
-            folder,
-            ranks=settings.ranks,
-            device=settings.device,
-            timeout=LIMIT_SECONDS,
+    def __post_init__(self) -> None:
+        Case.__post_init__(self)
+        choose(
+            dtype=(self.dtype, tuple(DTYPES)),
+            quantize=(self.quantize, (None, *QUANTIZE)),
+            combine_by=(self.combine_by, WAYS),
         )
-        problem = next((found for found in problems if found), None)
-        if problem is None:
-            merge([Path(folder) / f"{rank}.json" for rank in range(settings.ranks)], path)
-    return problem
+        fit(self.tokens, self.max_tokens)
+        # Both refuse what cannot be, before any rank is started.
+        _ = self.geometry
+        make_ids(self, max(self.tokens), 0)
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """One: the options say which."""
+        return ("default",)
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens of one rank that the exchange is built for."""
+        return self.max_tokens or max(self.tokens)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What changes the meaning, as LowLatencyAllToAll takes it."""
+        return {
+            "quant": self.quantize,
+            "group_size": GROUP_SIZE,
+            "scale": self.scale,
+            "reduce": self.reduce,
+            "combine_by": self.combine_by,
+            "dtype": DTYPES[self.dtype],
+        }
+
+    @property
+    def geometry(self) -> LowGeometry:
+        """What the ranks will share."""
+        return LowGeometry.of(
+            ranks=self.ranks,
+            max_tokens=self.capacity,
+            hidden=self.hidden,
+            top_k=self.top_k,
+            num_experts=self.experts,
+            **self.options,
+        )
+
+    @property
+    def fp8_back(self) -> bool:
+        """Do rows come home as FP8?"""
+        return self.combine_by == "fp8"
+
+    def title(self) -> str:
+        """The sizes and options in words."""
+        out = f"{self.quantize} + {self.scale} scales" if self.quantize else self.dtype
+        what = "fp8 + scales" if self.fp8_back else self.dtype
+        each = "choice" if self.reduce == "receiver" else "rank"
+        name = f"{self.model}: " if self.model else ""
+        return (
+            f"{name}{self.ranks} ranks, hidden {self.hidden}, top {self.top_k} of {self.experts}, "
+            f"routing {self.routing}; {out} out, expert-major; {what} back, a row for each {each}"
+        )
+
+    def session(self, group: Group) -> LowSession:
+        """One exchange for all sizes."""
+        return LowSession(group, self)
+
+    def traffic(self, ids_of_rank: list[torch.Tensor]) -> dict[str, int]:
+        """Rows and bytes off the busiest rank: out, one row for each token and rank; back, as
+        `reduce` has it.  chosen: tokens x top_k that name an expert, most over ranks."""
+        out = token_rows(ids_of_rank, self.experts)
+        back = out if self.reduce == "sender" else choice_rows(ids_of_rank, self.experts)
+        rows_out, rows_back, shape = busiest(out), busiest(back), self.geometry.shape
+        return {
+            "chosen": chosen(ids_of_rank),
+            "rows_out": rows_out,
+            "rows_back": rows_back,
+            "out_bytes": rows_out * shape.sent_bytes,
+            "back_bytes": rows_back * shape.back_bytes,
+        }
+
+    def bytes_of(self, found: Measurement, phase: str) -> tuple[float, float]:
+        """A row for each choice is what is asked for."""
+        facts, shape = found.facts, self.geometry.shape
+        out, back = phase in ("dispatch", "pair"), phase in ("combine", "pair")
+        logical = facts["chosen"] * (out * shape.sent_bytes + back * shape.back_bytes)
+        return logical, out * facts["out_bytes"] + back * facts["back_bytes"]
+
+    def floor_us(self, found: Measurement, gpus: list[str]) -> float | None:
+        """Bytes of the busiest rank, and two ways through the links."""
+        return pair_floor_us(found.facts["out_bytes"], found.facts["back_bytes"], gpus)
+
+    def floor_text(self) -> str:
+        """What the floor is made of, in words."""
+        return f"wire bytes / {link_rate(self.ranks):g} GB/s + {PAIR_FIXED_US:g} us"
+
+    def notes(self, report: Report) -> list[str]:
+        """The memory."""
+        memory = report.facts["memory"]
+        return [
+            f"Memory for {self.capacity} tokens: {memory['shared'] / 1e6:.1f} MB shared, "
+            f"{memory['results'] / 1e6:.1f} MB of results a rank."
+        ]
+
+    def records(self) -> tuple[str, str, dict[str, Any]] | None:
+        """Records of the same sizes and routing, with the same numbers out."""
+        names = ("ranks", "hidden", "top_k", "experts", "dtype")
+        wanted: dict[str, Any] = {name: getattr(self, name) for name in names}
+        recorded = {"uniform": "random"}.get(self.routing, self.routing)
+        return (
+            "records",
+            "pair_us",
+            wanted
+            | {
+                "router": recorded,
+                "payload": self.quantize or "bf16",
+            },
+        )
+
+    def trace(self, path: Path) -> str | None:
+        """Run the largest size once more, profiled; write all ranks' last rounds, on one clock.
+
+        Returns what the check found wrong, or None.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            problems = launch(
+                trace_body,
+                replace(self, profile=True),
+                folder,
+                ranks=self.ranks,
+                device=self.device,
+                timeout=LIMIT_SECONDS,
+            )
+            problem = next((found for found in problems if found), None)
+            if problem is None:
+                merge([Path(folder) / f"{rank}.json" for rank in range(self.ranks)], path)
+        return problem
 
 
-def trace_body(group: Group, settings: LowSettings, folder: str) -> str | None:
+class LowSession:
+    """An exchange with room for the largest size."""
+
+    def __init__(self, group: Group, case: LowCase) -> None:
+        self.group, self.case = group, case
+        self.a2a = LowLatencyAllToAll(
+            group,
+            case.capacity,
+            case.hidden,
+            case.top_k,
+            case.experts,
+            timeout=30.0,  # ranks that share cores may be late without being dead
+            num_sms=case.num_sms,
+            programmatic_launch=case.programmatic_launch,
+            halves=case.halves,
+            profile=case.profile,
+            **case.options,
+        )
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.a2a.close()
+
+    def facts(self) -> dict[str, Any]:
+        """Bytes of a rank by kind."""
+        return {"memory": asdict(self.a2a.memory)}
+
+    @contextlib.contextmanager
+    def trial(self, variant: str, tokens: int) -> Iterator[LowTrial]:
+        """One size."""
+        yield LowTrial(self.group, self.case, self.a2a, tokens)
+
+
+class LowTrial:
+    """An exchange with one set of inputs."""
+
+    def __init__(self, group: Group, case: LowCase, a2a: LowLatencyAllToAll, tokens: int) -> None:
+        self.group, self.case, self.a2a, self.tokens = group, case, a2a, tokens
+        device = group.device
+        self.ids = [make_ids(case, tokens, rank) for rank in range(group.size)]
+        self.rows = [self._make_rows(rank).to(device) for rank in range(group.size)]
+        self.x, self.own_ids = self.rows[group.rank], self.ids[group.rank].to(device)
+        generator = torch.Generator().manual_seed(case.seed * 31 + group.rank)
+        self.weights = torch.rand((tokens, case.top_k), generator=generator).to(device)
+        self.out = torch.empty_like(self.x)
+        size = (a2a.num_local_experts, a2a._geometry.shape.rows, case.hidden)
+        self.y = torch.zeros(size, dtype=self.x.dtype, device=device)
+        self._handle: Handle | None = None
+
+    def _make_rows(self, rank: int) -> torch.Tensor:
+        seed = (self.case.seed * 7919 + self.tokens) * 64 + rank
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(self.tokens, self.case.hidden, generator=generator)
+        return x.to(DTYPES[self.case.dtype])
+
+    def calls(self) -> Calls:
+        """The pair; experts' rows are those of the check before."""
+        return Calls({"dispatch": self._dispatch, "combine": self._combine}, "pair")
+
+    def _dispatch(self) -> ExpertRows:
+        got = self.a2a.dispatch(self.x, self.own_ids, self.weights)
+        self._handle = got.handle
+        return got
+
+    def _combine(self) -> None:
+        assert self._handle is not None
+        self.a2a.combine(self.y, self.own_ids, self.weights, self._handle, self.out)
+
+    def check(self) -> str | None:
+        """Run a pair on poisoned memory; what is wrong with it, or None."""
+        for slot in self.a2a._rounds.slots:
+            poison(slot.x)
+        self.poison()
+        got = self._dispatch()
+        problem = self._wrong_rows(got)
+        self.y.copy_(self._readable(got))
+        settle(self.group)  # comparing takes its time, and a peer in combine would not wait so long
+        self._combine()
+        return problem or self.compare()
+
+    def poison(self) -> None:
+        """Forget the sums."""
+        self.out.fill_(float("nan"))
+        settle(self.group)
+
+    def compare(self) -> str | None:
+        """What is wrong with the sums that lie in `out`, or None."""
+        settle(self.group)
+        numbers, scales = self._sent()
+        rows = (numbers if scales is None else dequantize(numbers, scales)).to(self.x.dtype)
+        wanted = low.combine(
+            rows[:, None].expand(-1, self.case.top_k, -1),
+            self.own_ids,
+            self.weights,
+            self.a2a.placement,
+            reduce=self.case.reduce,
+            combine_by=self.case.combine_by,
+        )
+        return unlike_row("sum", self.group.rank, self.out, wanted)
+
+    def facts(self) -> dict[str, Any]:
+        """What the routing moves."""
+        self.a2a.check()
+        return self.case.traffic(self.ids)
+
+    def _wrong_rows(self, got: ExpertRows) -> str | None:
+        expected = low.dispatch(
+            self.rows,
+            [ids.to(self.x.device) for ids in self.ids],
+            self.a2a.placement,
+            rank=self.group.rank,
+            max_tokens=self.a2a.max_tokens,
+            quant=self.case.quantize,
+            group_size=GROUP_SIZE,
+            scale=self.case.scale,
+        )
+        settle(self.group)
+        rank = f"rank {self.group.rank}"
+        if not torch.equal(got.counts, expected.counts):
+            return f"{rank}: counts are {got.counts.tolist()}, not {expected.counts.tolist()}"
+        there = self._there(got)
+        if not torch.equal(got.x.view(torch.uint8)[there], expected.x.view(torch.uint8)[there]):
+            return f"{rank}: rows of experts differ from the reference"
+        if expected.scales is not None and got.scales is not None:
+            scales = low.unpack_scales(got.scales, expected.scales.shape[2])
+            if not torch.equal(scales[there], expected.scales[there]):
+                return f"{rank}: scales differ from the reference"
+        return None
+
+    def _there(self, got: ExpertRows) -> torch.Tensor:
+        return torch.arange(got.x.shape[1], device=got.x.device)[None] < got.counts[:, None]
+
+    def _sent(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return low.sent(self.x, self.case.quantize, GROUP_SIZE, self.case.scale)
+
+    def _readable(self, got: ExpertRows) -> torch.Tensor:
+        """Rows as experts read them; zeros where there is none."""
+        rows = got.x.float()
+        if got.scales is not None:
+            blocks = self.a2a._geometry.shape.blocks
+            rows = dequantize(got.x, low.unpack_scales(got.scales, blocks))
+        return torch.where(self._there(got)[..., None], rows, 0.0).to(self.y.dtype)
+
+
+def trace_body(group: Group, case: LowCase, folder: str) -> str | None:
     """What every rank does for a trace: check, run, write its file. Collective."""
-    with make_low(group, replace(settings, profile=True)) as a2a:
-        trial = LowTrial(group, settings, a2a, max(settings.tokens))
+    with contextlib.closing(LowSession(group, case)) as session:
+        trial = LowTrial(group, case, session.a2a, max(case.tokens))
         if problem := first_problem(group, trial.check()):
             return problem
-        replayed_pairs(group, trial.phases(), TRACED_ROUNDS, graph=settings.graph)
-        a2a.check()
+        replayed(group, trial.calls(), TRACED_ROUNDS, graph=case.graph)
+        session.a2a.check()
         group.barrier()  # all ranks have finished the same rounds
-        a2a.dump_trace(Path(folder) / f"{group.rank}.json")
+        session.a2a.dump_trace(Path(folder) / f"{group.rank}.json")
         group.barrier()  # and nobody reads a header any more
     return None

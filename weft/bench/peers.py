@@ -8,15 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.bench.allreduce_cases import ReduceSettings
-from weft.bench.cases import Settings
-from weft.bench.layer_cases import LayerSettings
+from weft.bench.case import Case
 from weft.errors import InvalidArgument
 
 # The records lie in the repository, not in the wheel; `--recorded` names another.
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "peers-8xH200.json"
 RECORDED, RECKONED, PUBLISHED, THIS_RUN = "recorded", "reckoned", "published", "this run"
-_MATCH = ("ranks", "hidden", "top_k", "experts", "router", "payload", "dtype")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +23,7 @@ class Peer:
     source: THIS_RUN, the one that shows them, by `weft.bench.rivals`; RECORDED earlier with weft's
     method; RECKONED from recorded parts, where the whole was not timed; PUBLISHED by others.
     gpus: of published figures, how many GPUs they are of.
-    fp8_home: its rows come back as FP8.
+    fp8_back: its rows come back as FP8.
     """
 
     library: str
@@ -35,7 +32,7 @@ class Peer:
     date: str
     source: str = RECORDED
     gpus: int | None = None
-    fp8_home: bool = False
+    fp8_back: bool = False
 
     @property
     def measured(self) -> bool:
@@ -49,72 +46,32 @@ class Peer:
         return f"{self.library}, {self.source}{of}"
 
 
-def matching_peers(settings: Settings, path: Path | None = None) -> list[Peer]:
-    """Return the records that were taken with the sizes, router and payload of this run.
+def matching(case: Case, path: Path | None = None) -> list[Peer]:
+    """Return the records that were taken with the sizes and routing of this case.
 
-    A payload that dispatch quantises to fp8 is like their fp8 payload; nobody's is like mxfp8.
     Records whose rows come home as fp8 are shown beside ours that do, not beside others.
 
     path: the file of records; default `RECORDS`, and none if that is not there.
 
     Raises InvalidArgument for a file that cannot be read or is none of ours.
     """
-    asked = settings.rival
-    if asked is None:
+    asked = case.records()
+    if asked is None or (path is None and not RECORDS.is_file()):
         return []
-    wanted = {name: getattr(asked, name) for name in _MATCH}
-    found = _matching(path, "records", "pair_us", wanted)
-    return [peer for peer in found if settings.combine_by == "fp8" or not peer.fp8_home]
-
-
-def matching_reduces(settings: ReduceSettings, path: Path | None = None) -> list[Peer]:
-    """The same for all-reduces: records of the ranks, hidden size, dtype and epilogue of this run.
-
-    What quantises is shown beside their norm, which does less.
-    """
-    epilogue = "none" if settings.epilogue == "none" else "norm"
-    wanted = {
-        "ranks": settings.ranks,
-        "hidden": settings.hidden,
-        "dtype": settings.dtype,
-        "epilogue": epilogue,
-    }
-    return _matching(path, "allreduce", "us", wanted)
-
-
-def matching_layers(settings: LayerSettings, path: Path | None = None) -> list[Peer]:
-    """The same for whole layers: figures that others published, of as many experts on each rank.
-
-    They are of 8 ranks and FP8 experts, and count neither a router nor a shared expert, as far as
-    they say. On fewer ranks with as many experts each, an expert gets as many rows.
-    """
-    config = settings.config
-    wanted = {
-        "hidden": config.hidden,
-        "intermediate": config.intermediate,
-        "top_k": config.routing.top_k,
-        "local_experts": config.routing.num_experts / settings.ranks,
-    }
-    return _matching(path, "layers", "us", wanted)
-
-
-def _matching(path: Path | None, section: str, times: str, wanted: dict[str, Any]) -> list[Peer]:
-    """The records of a section whose sizes are those wanted."""
-    if path is None and not RECORDS.is_file():
-        return []
+    section, times, wanted = asked
     try:
-        found: dict[str, Any] = json.loads((path or RECORDS).read_text())
-        return [
+        data: dict[str, Any] = json.loads((path or RECORDS).read_text())
+        found = [
             Peer(
                 library=record["library"],
                 us={int(tokens): float(us) for tokens, us in record[times].items()},
-                machine=record.get("machine", found["machine"]),
-                date=record.get("date", found["date"]),
+                machine=record.get("machine", data["machine"]),
+                date=record.get("date", data["date"]),
                 source=record.get("source", RECORDED),
                 gpus=record.get("gpus"),
-                fp8_home=record.get("home") == "fp8",
+                fp8_back=record.get("home") == "fp8",
             )
-            for record in found[section]
+            for record in data[section]
             if all(record[name] == value for name, value in wanted.items())
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -122,3 +79,4 @@ def _matching(path: Path | None, section: str, times: str, wanted: dict[str, Any
             f"{path or RECORDS} is no file of peer records: {error!r}; it needs machine, date and "
             f"{section} with library, {times}, {', '.join(wanted)}"
         ) from error
+    return [peer for peer in found if case.fp8_back or not peer.fp8_back]

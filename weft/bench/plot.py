@@ -1,51 +1,88 @@
-"""The picture of a run: µs of dispatch + combine over tokens, and what that makes of the wire."""
+"""The picture of a run: us over tokens, and how many times the floor that is."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.bench.limits import PAIR_FIXED_US, link_rate
 from weft.bench.machine import machine_line
-from weft.bench.moe import Report
-from weft.bench.peers import Peer
-from weft.bench.style import COLOURS, INK, NAMES, QUIET, RIVALS, matplotlib_pyplot, plain, save
-from weft.bench.summary import Row, rows_of
+from weft.bench.report import Row
+from weft.bench.style import COLOURS, INK, QUIET, RIVALS, matplotlib_pyplot, plain, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_DASHES = (0, (4, 3))
+DASHES = (0, (4, 3))
 
 
-def plot(path: Path, report: Report, peers: Sequence[Peer]) -> None:
-    """Write the picture; the suffix of `path` chooses the format.
+def plot(path: Path, rows: Sequence[Row], title: str, machine: Mapping[str, Any]) -> None:
+    """Write the picture of the rows that hold the whole; the suffix of `path` chooses the format.
 
     Raises InvalidArgument where matplotlib is missing or cannot write there.
     """
     pyplot = matplotlib_pyplot()
-    pairs = [row for row in rows_of(report, peers) if row.phase == "pair"]
-    figure, (left, right) = pyplot.subplots(
-        1, 2, figsize=(13.0, 5.0), dpi=160, layout="constrained"
+    wholes = [row for row in rows if row.phase in ("pair", "call")]
+    floors = {row.tokens: row.floor for row in wholes if row.floor is not None}
+    panels = 2 if floors else 1
+    figure, grid = pyplot.subplots(
+        1, panels, figsize=(6.5 * panels, 5.0), dpi=160, layout="constrained", squeeze=False
     )
-    _draw_times(left, report, pairs, peers)
-    left.set_ylabel("dispatch + combine, µs")
-    _draw_rates(right, report, pairs, peers)
-    right.set_ylabel("rows that the routing sends, GB/s for each GPU")
-    for axes, place in ((left, "upper left"), (right, "lower right")):
-        scale(axes, sorted({row.tokens for row in pairs}), pyplot)
-        axes.legend(frameon=False, loc=place, labelcolor=INK)
-        plain(axes)
-    settings = report.settings
-    title = (
-        f"{settings.ranks} ranks, hidden {settings.hidden}, top {settings.top_k} of "
-        f"{settings.experts} experts, {settings.router} routing\n{settings.wire}"
-    )
+    left, right = grid[0][0], grid[0][-1]
+    draw_times(left, wholes)
+    left.set_ylabel("us")
+    if floors:
+        left.plot(*line(floors), color=INK, lw=1.1, ls=DASHES, label="floor")
+        _draw(right, wholes, floors)
+        right.axhline(1.0, color=INK, lw=1.1, ls=DASHES)
+        right.set_ylabel("weft's time over its floor")  # others may send other bytes
+    for each in grid[0]:
+        scale(each, sorted({row.tokens for row in wholes}), pyplot)
+        plain(each)
+    left.legend(frameon=False, loc="upper left", labelcolor=INK, fontsize=8)
     left.set_title(title, loc="left", fontsize=11, color=INK, pad=12)
-    figure.text(0.012, -0.035, machine_line(report.machine), fontsize=7.5, color=QUIET)
+    figure.text(0.012, -0.035, machine_line(dict(machine)), fontsize=7.5, color=QUIET)
     save(figure, path)
     pyplot.close(figure)
+
+
+def draw_times(axes: Axes, rows: Sequence[Row]) -> None:
+    """Every variant, from the least to the 99th percentile around the median; every rival."""
+    for index, name in enumerate(dict.fromkeys(name for row in rows for name in row.rivals)):
+        rival = {row.tokens: row.rivals[name] for row in rows if name in row.rivals}
+        colour = RIVALS[index % len(RIVALS)]
+        axes.plot(*line(rival), color=colour, lw=1.4, marker="s", ms=3.5, label=name)
+    for colour, name, mine in _variants(rows):
+        tokens = [row.tokens for row in mine]
+        low, high = [row.us.min for row in mine], [row.us.p99 for row in mine]
+        axes.fill_between(tokens, low, high, color=colour, alpha=0.15, lw=0)
+        cold = {row.tokens: row.cold for row in mine if row.cold is not None}
+        beside = {row.tokens: row.beside.call for row in mine if row.beside is not None}
+        for points, kind, style in ((cold, "cold caches", ":"), (beside, "beside matmul", "-.")):
+            if points:
+                label = f"{name}, {kind}"
+                axes.plot(*line(points), color=colour, lw=1.2, ls=style, marker="o", label=label)
+    _draw(axes, rows, {})
+
+
+def _draw(axes: Axes, rows: Sequence[Row], unit: Mapping[int, float]) -> None:
+    """The medians of every variant, over `unit` at its tokens, 1 where it has none."""
+    for colour, name, mine in _variants(rows):
+        points = {row.tokens: row.us.median / unit.get(row.tokens, 1.0) for row in mine}
+        axes.plot(*line(points), color=colour, lw=2.0, marker="o", ms=4, label=name)
+
+
+def _variants(rows: Sequence[Row]) -> list[tuple[str, str, list[Row]]]:
+    """(colour, name, rows) of each."""
+    names = list(dict.fromkeys(row.variant for row in rows))
+    return [
+        (
+            COLOURS[index % len(COLOURS)],
+            "weft" if names == ["default"] else f"weft, {name}",
+            [row for row in rows if row.variant == name],
+        )
+        for index, name in enumerate(names)
+    ]
 
 
 def scale(axes: Axes, sizes: Sequence[int], pyplot: Any) -> None:
@@ -59,75 +96,6 @@ def scale(axes: Axes, sizes: Sequence[int], pyplot: Any) -> None:
     axes.set_xlabel("tokens per rank")
 
 
-def _draw_times(axes: Axes, report: Report, pairs: Sequence[Row], peers: Sequence[Peer]) -> None:
-    exact = {peer.label for peer in peers if not peer.fp8_home}
-    home = f" ({report.settings.dtype} back)" if report.settings.combine_by == "fp8" else ""
-    for name, colour, points in _rivals(pairs):
-        label = name + home if name in exact else name
-        axes.plot(*line(points), color=colour, lw=1.4, marker="s", ms=3.5, label=label)
-    for backend in report.settings.backends:
-        rows = [row for row in pairs if row.backend == backend]
-        if not rows:
-            continue
-        colour, tokens = COLOURS[backend], [row.tokens for row in rows]
-        low, high = [row.us.min for row in rows], [row.us.p99 for row in rows]
-        axes.fill_between(tokens, low, high, color=colour, alpha=0.15, lw=0)
-        medians = [row.us.median for row in rows]
-        axes.plot(tokens, medians, color=colour, lw=2.2, marker="o", ms=5, label=NAMES[backend])
-        cold = {row.tokens: row.cold for row in rows if row.cold is not None}
-        if cold:
-            name = f"{NAMES[backend]}, cold L2"
-            axes.plot(*line(cold), color=colour, lw=1.2, ls=":", marker="o", ms=3.5, label=name)
-        beside = {row.tokens: row.beside.pair for row in rows if row.beside is not None}
-        if beside:
-            name = f"{NAMES[backend]}, beside matmul {report.settings.product_size}³"
-            axes.plot(*line(beside), color=colour, lw=1.2, ls="-.", marker="^", ms=4, label=name)
-    floors = {row.tokens: row.floor for row in pairs if row.floor is not None}
-    if floors:
-        name = f"floor: NVLink bytes + {PAIR_FIXED_US:g} µs"
-        axes.plot(*line(floors), color=INK, lw=1.1, ls=_DASHES, label=name)
-
-
-def _draw_rates(axes: Axes, report: Report, pairs: Sequence[Row], peers: Sequence[Peer]) -> None:
-    """The roofline: what the links carry, and what two barriers and two kernels leave of it."""
-    plain = report.settings.rival or report.settings
-    cast = {peer.label for peer in peers if peer.fp8_home}  # e4m3 without scales
-    rows_sent = {found.tokens: found.traffic.wire for found in report.measurements}
-    for name, colour, points in _rivals(pairs):
-        back = plain.hidden if name in cast else plain.returned_bytes
-        moved = plain.sent_bytes + back
-        rates = {tokens: rows_sent[tokens] * moved / us / 1e3 for tokens, us in points.items()}
-        axes.plot(*line(rates), color=colour, lw=1.4, marker="s", ms=3.5, label=name)
-    for backend in report.settings.backends:
-        rates = {row.tokens: row.wire for row in pairs if row.backend == backend and row.moved}
-        if rates:
-            colour, name = COLOURS[backend], NAMES[backend]
-            axes.plot(*line(rates), color=colour, lw=2.2, marker="o", ms=5, label=name)
-    known = {row.tokens: row.moved for row in pairs if row.floor is not None and row.moved}
-    if known:
-        roof = link_rate(report.settings.ranks)
-        slope = {tokens: moved / PAIR_FIXED_US / 1e3 for tokens, moved in known.items()}
-        below = {tokens: rate for tokens, rate in slope.items() if rate < 2 * roof}
-        name = f"latency: {PAIR_FIXED_US:g} µs a pair"
-        axes.plot(*line(below), color=QUIET, lw=1.1, ls=":", label=name)
-        name = f"roof: {roof:g} GB/s"
-        axes.axhline(roof, color=INK, lw=1.1, ls=_DASHES, label=name)
-    axes.set_title("roofline", loc="left", fontsize=11, color=INK, pad=12)
-
-
-def _rivals(pairs: Sequence[Row]) -> list[tuple[str, str, dict[int, float]]]:
-    """Name, colour and us by tokens of each library that stands beside ours."""
-    names = list(dict.fromkeys(name for row in pairs for name in row.rivals))
-    return [
-        (
-            name,
-            RIVALS[index % len(RIVALS)],
-            {row.tokens: row.rivals[name] for row in pairs if name in row.rivals},
-        )
-        for index, name in enumerate(names)
-    ]
-
-
-def line(points: dict[int, float]) -> tuple[list[int], list[float]]:
+def line(points: Mapping[int, float]) -> tuple[list[int], list[float]]:
     """Points as what matplotlib draws."""
     return list(points), list(points.values())

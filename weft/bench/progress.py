@@ -1,24 +1,33 @@
-"""A line that says what a run is doing."""
+"""What a run is doing: a line that is drawn over on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 
 @contextlib.contextmanager
-def progress(total: int, *, quiet: bool) -> Iterator[Any]:
-    """Yield a function that names the next step. It draws only then: a thread that redraws while
-    CPU ranks are timed would take a core from one of them."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+def progress(total: int, *, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Yield a function that names the next step, on stderr. It writes only then: a thread that
+    redraws while CPU ranks are timed would take a core from one of them."""
     console = Console(stderr=True)
-    with Progress(
-        *columns, console=console, transient=True, auto_refresh=False, disable=quiet
-    ) as bar:
+    if quiet or not console.is_terminal:
+        count = 0
+
+        def tell(name: str) -> None:
+            nonlocal count
+            count += 1
+            if not quiet:
+                print(f"weft: {count} of {total}: {name}", file=sys.stderr, flush=True)
+
+        yield tell
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
         task = bar.add_task("starting", total=total)
         started = False
 

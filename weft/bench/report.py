@@ -1,11 +1,13 @@
-"""What a run prints and writes: the table, the samples as JSON, and TensorRT-LLM's JSON."""
+"""What a run prints and writes: the table, and JSON with every sample."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +16,126 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from weft.bench.cases import Settings
-from weft.bench.limits import PAIR_FIXED_US, link_rate, why_no_floor
+from weft.bench.limits import why_no_floor
 from weft.bench.machine import machine_line
-from weft.bench.moe import Report
 from weft.bench.peers import Peer
 from weft.bench.rivals import MEASURED, RivalRun
-from weft.bench.summary import Row, rows_of
+from weft.bench.run import Measurement, Report, SamplesOfRank
 from weft.errors import InvalidArgument
 
-# Names of the same thing in TensorRT-LLM's bench_moe_comm.
-_TRTLLM_BACKENDS = {"onesided": "NVLINK_ONE_SIDED", "collective": "ALLGATHER"}
-_TRTLLM_QUANT = {None: "NO_QUANT", "fp8": "FP8_BLOCK_SCALES", "mxfp8": "MXFP8"}
-_TRTLLM_PROFILES = {"deepseek-v3": "deepseek_v3", "gpt-oss-120b": "gpt_oss"}
+STDOUT = Path("-")
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """us per call: each statistic is taken over a rank's samples, then the slowest rank counts."""
+
+    min: float
+    median: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, samples_of_rank: Sequence[Sequence[float]]) -> Spread:
+        """From every rank's samples."""
+        return cls(
+            min=max(min(samples) for samples in samples_of_rank),
+            median=max(statistics.median(samples) for samples in samples_of_rank),
+            p99=max(_p99(samples) for samples in samples_of_rank),
+            max=max(max(samples) for samples in samples_of_rank),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Company:
+    """A call beside a matrix product, medians in us, slowest rank.
+
+    product: beside the calls; limited: alone on the SMs left to it; alone: alone on all SMs.
+    slower, slower_limited: the product against each of these, on the rank where it is worst.
+    """
+
+    call: float
+    product: float
+    limited: float
+    alone: float
+    slower: float
+    slower_limited: float
+
+    @classmethod
+    def of(cls, times: SamplesOfRank) -> Company | None:
+        """From every rank's times (`bench.beside`), or None where there are none."""
+        if not times:
+            return None
+        ranks = {name: [statistics.median(each) for each in times[name]] for name in times}
+        product, alone = ranks["product"], ranks["product_alone"]
+        limited = ranks["product_limited"]
+        return cls(
+            call=max(ranks["call"]),
+            product=max(product),
+            limited=max(limited),
+            alone=max(alone),
+            slower=max(a / b for a, b in zip(product, alone, strict=True)),
+            slower_limited=max(a / b for a, b in zip(product, limited, strict=True)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One phase of one variant at one size.
+
+    logical: GB/s of the rows as if every expert or rank were sent its own.
+    moved: bytes that leave or enter the busiest rank; wire: the GB/s they make.
+    floor: least us on this hardware, ratio: median / floor; None where unknown.
+    rivals: library -> us of the whole at this size.
+    cold: median us with flushed caches, or None.  beside: with a matrix product, or None.
+    more: the operator's own columns.
+    """
+
+    variant: str
+    tokens: int
+    phase: str
+    us: Spread
+    logical: float = 0.0
+    moved: float = 0.0
+    wire: float = 0.0
+    floor: float | None = None
+    ratio: float | None = None
+    rivals: dict[str, float] = field(default_factory=dict)
+    cold: float | None = None
+    beside: Company | None = None
+    more: dict[str, float | str] = field(default_factory=dict)
+
+
+def rows_of(report: Report, peers: Sequence[Peer] = ()) -> list[Row]:
+    """Return a row for each phase of each measurement; recorded peers only beside GPUs."""
+    shown = [peer for peer in peers if report.machine["gpus"] or peer.measured]
+    rows = []
+    for found in sorted(report.measurements, key=lambda each: each.tokens):
+        for phase in found.samples_us:
+            rows.append(_row(report, found, phase, shown))
+    return rows
+
+
+def _row(report: Report, found: Measurement, phase: str, peers: Sequence[Peer]) -> Row:
+    case, whole = report.case, phase == report.case.whole
+    us = Spread.of(found.samples_us[phase])
+    logical, moved = case.bytes_of(found, phase)
+    floor = case.floor_us(found, report.machine["gpus"]) if whole else None
+    return Row(
+        variant=found.variant,
+        tokens=found.tokens,
+        phase=phase,
+        us=us,
+        logical=logical / us.median / 1e3,
+        moved=moved,
+        wire=moved / us.median / 1e3,
+        floor=floor,
+        ratio=None if floor is None else us.median / floor,
+        rivals={p.label: p.us[found.tokens] for p in peers if whole and found.tokens in p.us},
+        cold=Spread.of(found.cold_us[phase]).median if phase in found.cold_us else None,
+        beside=Company.of(found.beside_us) if whole else None,
+        more=case.columns(found, report) if whole else {},
+    )
 
 
 def print_report(
@@ -36,143 +145,85 @@ def print_report(
 
     peers: what stands beside ours.  runs: what became of the libraries that were looked for.
     """
-    rows = rows_of(report, peers)
-    rivals = list(dict.fromkeys(name for row in rows for name in row.rivals))
-    gpu = any(row.floor is not None for row in rows)
-    several, cold = len(report.settings.backends) > 1, report.settings.cold
-    table = Table(box=box.SIMPLE_HEAD, title=_title(report), title_justify="left", pad_edge=False)
-    if several:
-        table.add_column("backend", no_wrap=True)
-    for name in ("tokens", "us", "min", "median", "p99", "max"):
-        table.add_column(name, justify="left" if name == "us" else "right", no_wrap=True)
-    for name in ("cold\nmedian",) * cold + ("logical\nGB/s", "wire\nGB/s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    if gpu:
-        table.add_column("floor\nus", justify="right")
-        table.add_column("x floor", justify="right")
-    beside = report.settings.beside is not None
-    for name in ("pair us\nbeside", "matmul\nx alone", "matmul\nx its SMs") * beside:
-        table.add_column(name, justify="right")
-    exact = {peer.label for peer in peers if not peer.fp8_home}
-    for name in rivals:
-        star = " *" if report.settings.combine_by == "fp8" and name in exact else ""
-        table.add_column(f"{name}{star}\nus", justify="right", style="dim")
-    for row in rows:
-        cells = ([row.backend] if several else []) if row.phase == "dispatch" else [""] * several
-        _add_row(table, row, cells, rivals, gpu=gpu, cold=cold, beside=beside)
+    rows, case = rows_of(report, peers), report.case
+    title = Text.assemble((f"weft bench {case.operator}  ", "bold"), case.title())
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    cells = [_cells(row, case.whole) for row in rows]
+    rivals = dict.fromkeys(name for row in rows for name in row.rivals)
+    own = dict.fromkeys(name for row in cells for name in row if name not in rivals)
+    for name in (*own, *rivals):
+        left = name in ("variant", "us")
+        text = name.replace(", ", ",\n")
+        table.add_column(text, justify="left" if left else "right", no_wrap=left)
+        for texts in cells:
+            texts.setdefault(name, "")
+    names = [str(column.header).replace(",\n", ", ") for column in table.columns]
+    for row, texts in zip(rows, cells, strict=True):
+        whole = row.phase == case.whole
+        several = any(each.phase != case.whole for each in rows)
+        style = "bold" if whole and several else ""
+        table.add_row(*(texts[name] for name in names), style=style, end_section=whole and several)
     console.print(table)
-    console.print(Text(_caption(report, peers if rivals else [], runs, gpu), style="dim"))
+    console.print(Text("\n".join(_caption(report, rows, peers, runs)), style="dim"))
 
 
-def _add_row(
-    table: Table,
-    row: Row,
-    cells: Sequence[str],
-    rivals: Sequence[str],
-    *,
-    gpu: bool,
-    cold: bool,
-    beside: bool,
-) -> None:
+def _cells(row: Row, whole: str) -> dict[str, str]:
+    """Texts by column; a column that no row has is left out."""
     us = row.us
-    texts = [
-        *cells,
-        str(row.tokens) if row.phase == "dispatch" else "",
-        row.phase,
-        *(us_text(value) for value in (us.min, us.median, us.p99, us.max)),
-        *(["" if row.cold is None else us_text(row.cold)] * cold),
-        rate_text(row.logical),
-        rate_text(row.wire),
-    ]
-    if gpu:
-        texts.append("" if row.floor is None else us_text(row.floor))
-        texts.append("" if row.ratio is None else f"{row.ratio:.2f}")
-    if beside:
-        found = row.beside
-        texts += (
-            [us_text(found.pair), f"{found.slower:.2f}", f"{found.slower_limited:.2f}"]
-            if found
-            else [""] * 3
-        )
-    texts += [us_text(row.rivals[name]) if name in row.rivals else "" for name in rivals]
-    pair = row.phase == "pair"
-    table.add_row(*texts, style="bold" if pair else "", end_section=pair)
+    cells = {"tokens": str(row.tokens), "variant": row.variant, "us": row.phase}
+    for name, value in (("min", us.min), ("median", us.median), ("p99", us.p99), ("max", us.max)):
+        cells[name] = us_text(value)
+    if row.cold is not None:
+        cells["cold median"] = us_text(row.cold)
+    for name, rate in (("logical GB/s", row.logical), ("wire GB/s", row.wire)):
+        if rate >= 0.01:
+            cells[name] = f"{rate:.1f}" if rate >= 10 else f"{rate:.2f}"
+    if row.floor is not None and row.ratio is not None:
+        cells |= {"floor us": us_text(row.floor), "x floor": f"{row.ratio:.2f}"}
+    if row.beside:
+        cells["us beside"] = us_text(row.beside.call)
+        cells["matmul x alone"] = f"{row.beside.slower:.2f}"
+        cells["matmul x its SMs"] = f"{row.beside.slower_limited:.2f}"
+    for name, told in row.more.items():
+        cells[name] = told if isinstance(told, str) else f"{told:.2f}"
+    return cells | {name: us_text(value) for name, value in row.rivals.items()}
 
 
-def _title(report: Report) -> Text:
-    settings = report.settings
-    name = f"{settings.case}: " if settings.case else ""
-    return Text.assemble(
-        ("weft bench moe  ", "bold"),
-        f"{name}{settings.ranks} ranks, hidden {settings.hidden}, top {settings.top_k} of "
-        f"{settings.experts} experts, router {settings.router}, ",
-        settings.wire,
-        *(f", {text}" for text in _options(settings)),
+def _caption(
+    report: Report, rows: Sequence[Row], peers: Sequence[Peer], runs: Sequence[RivalRun]
+) -> list[str]:
+    case = report.case
+    methods = dict.fromkeys(
+        text
+        for each in report.measurements
+        for text in (each.method, each.cold_method, each.beside_method)
+        if text
     )
-
-
-def _options(settings: Settings) -> list[str]:
-    """What differs from the defaults of the one-sided kernels."""
-    limited = [] if settings.num_sms is None else [f"{settings.num_sms} SMs"]
-    beside = [] if settings.beside is None else [f"beside matmul {settings.product_size}^3"]
-    early = ["no programmatic launch"] * (not settings.programmatic_launch)
-    return limited + early + ["also in halves"] * settings.halves + beside
-
-
-def _caption(report: Report, peers: Sequence[Peer], runs: Sequence[RivalRun], gpu: bool) -> str:
     lines = [
         machine_line(report.machine),
-        "Checked before timing: received rows and combined rows equal weft.reference bit by bit, "
-        "memory poisoned before.",
-        *(f"{text}." for text in _methods(report)),
-        "Statistics over a rank's samples, slowest rank shown. wire: rows that the routing sends "
-        "off the busiest rank; logical: tokens x top_k rows.",
+        f"Checked before timing and after it, memory poisoned before: {case.checked}.",
+        *(f"us a call. {method}." for method in methods),
+        "Statistics over a rank's samples, slowest rank shown.",
     ]
-    if gpu:
-        lines.append(
-            f"floor: wire bytes / {link_rate(report.settings.ranks):g} GB/s + "
-            f"{PAIR_FIXED_US:g} us, from measurements on H200 (weft/bench/limits.py)."
-        )
+    if any(row.moved for row in rows):
+        lines.append("logical: bytes of the rows as asked for; wire: off the busiest rank.")
+    if any(row.floor is not None for row in rows):
+        lines.append(f"floor: {case.floor_text()}, measured on H200 (weft/bench/limits.py).")
     lines += [text for text in (why_no_floor(report.machine["gpus"]),) if text]
-    lines += _wire_lines(report.settings, rivals=bool(peers))
+    lines += case.notes(report)
     lines += [
         f"{row.tokens} tokens beside the product: it takes {row.beside.product:.0f} us, alone "
         f"{row.beside.alone:.0f} us, alone on the SMs left to it {row.beside.limited:.0f} us."
-        for row in rows_of(report, ())
+        for row in rows
         if row.beside
     ]
-    recorded = [peer for peer in peers if not peer.measured]
-    if recorded:
+    lines += [f"Refused: {text}" for text in report.refused]
+    if recorded := [peer for peer in peers if not peer.measured]:
         lines.append(f"Recorded figures: {recorded[0].date} on {recorded[0].machine}.")
     for run in runs:
-        how = f" in this run, {run.method}; sums checked within a tolerance"
+        how = f" in this run, {run.method}; checked within a tolerance"
         lines.append(f"{run.library}: {run.status}{how if run.status == MEASURED else ''}.")
-    return "\n".join(lines)
-
-
-def _wire_lines(settings: Settings, *, rivals: bool) -> list[str]:
-    """The bytes behind floor and wire where a row is not simply hidden x dtype."""
-    lines = []
-    if settings.quantize or settings.combine_by == "fp8":
-        lines.append(
-            f"A row is {settings.sent_bytes} bytes out and {settings.returned_bytes} bytes back."
-        )
-    if len(settings.backends) > 1 and settings != settings.plain():
-        plain = settings.plain()
-        lines.append(f"The collective backend runs without these options: {plain.wire}.")
-    if rivals and settings.combine_by == "fp8":
-        lines.append(
-            f"* Their rows come back as {settings.dtype}, {settings.plain().returned_bytes} bytes "
-            "each, and are exact; ours are not."
-        )
     return lines
-
-
-def _methods(report: Report) -> list[str]:
-    found = report.measurements
-    methods = [each.method for each in found] + [each.cold_method for each in found]
-    methods += [each.beside_method for each in found]
-    return list(dict.fromkeys(method for method in methods if method))
 
 
 def us_text(value: float) -> str:
@@ -180,106 +231,111 @@ def us_text(value: float) -> str:
     return f"{value:.1f}" if value < 10_000 else f"{value:.0f}"
 
 
-def rate_text(value: float) -> str:
-    """GB/s, as tables show them; nothing for a half that moves no rows."""
-    if value == 0:
-        return ""
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
-def write_json(
-    path: Path, report: Report, peers: Sequence[Peer], runs: Sequence[RivalRun] = ()
-) -> None:
-    """Write settings, machine, every sample and the table's figures."""
+def as_json(
+    report: Report, peers: Sequence[Peer] = (), runs: Sequence[RivalRun] = ()
+) -> dict[str, Any]:
+    """Settings, machine, every sample and the table's figures."""
     from weft import __version__
 
-    results = []
-    for found in report.measurements:
-        entry = asdict(found)
-        entry["samples_us"] = entry.pop("samples")
-        entry["cold_samples_us"] = entry.pop("cold")
-        entry["beside_samples_us"] = entry.pop("beside")
-        results.append(entry)
-    data = {
+    return {
         "weft": __version__,
-        "settings": asdict(report.settings),
-        "wire": {
-            "rows": report.settings.wire,
-            "sent_bytes": report.settings.sent_bytes,
-            "returned_bytes": report.settings.returned_bytes,
-        },
+        "operator": report.case.operator,
+        "settings": asdict(report.case),
         "machine": report.machine,
-        "checked": "bitwise against weft.reference, before and after timing",
-        "results": results,
+        "facts": report.facts,
+        "checked": f"{report.case.checked}, before and after timing",
+        "results": [asdict(found) for found in report.measurements],
+        "refused": report.refused,
+        "problem": report.problem,
         "peers": [asdict(run) for run in runs],
         "rows": [asdict(row) for row in rows_of(report, peers)],
     }
-    write_text(path, json.dumps(data, indent=1) + "\n")
 
 
-def write_trtllm_json(path: Path, report: Report) -> None:
-    """Write mean times per rank in the schema of TensorRT-LLM's `bench_moe_comm.py`.
+def read_rows(data: Any) -> list[Row]:
+    """Rows of the JSON of a run, also of those that were recorded before all operators had one
+    format: all-to-all with `backend`, layers with `overlap`, low latency with a `us` by phase.
 
-    Its times are spans of kernels taken by CUPTI with a cold L2; `warning` says how these differ.
+    Raises InvalidArgument where it holds none.
     """
-    write_text(path, json.dumps(trtllm_report(report), indent=2) + "\n")
+    rows = list(_read(data))
+    if not rows:
+        raise InvalidArgument("no rows of a benchmark: give a file that weft bench --json wrote")
+    return rows
 
 
-def trtllm_report(report: Report) -> dict[str, Any]:
-    """Return the report as that schema's dictionary."""
-    settings, methods = report.settings, "; ".join(_methods(report))
-    sent = "fp8" if settings.payload == "fp8" else settings.quantize
-    backends = [_TRTLLM_BACKENDS[backend] for backend in settings.backends]
-    cuda = bool(report.machine["gpus"])
-    metadata = {
-        "bench": "bench_moe_comm",
-        "launcher": "weft",
-        "profile": _TRTLLM_PROFILES.get(settings.case or ""),
-        "backend": backends[0] if len(backends) == 1 else None,
-        "ep_size": settings.ranks,
-        "hidden_size": settings.hidden,
-        "local_batch_size": list(settings.tokens),
-        "top_k": settings.top_k,
-        "dtype": str(settings.out_dtype),
-        "quant_algo": _TRTLLM_QUANT[sent],
-        "perfect_router": settings.router == "perfect",
-        "experts_per_rank": settings.experts // settings.ranks,
-        "num_experts_total": settings.experts,
-        "max_num_tokens_per_rank": settings.max_tokens or max(settings.tokens),
-        "random_seed": settings.seed,
-        "device_count": len(report.machine["gpus"]),
-        "weft": report.machine.get("weft"),
-        "cuda_graph": settings.graph and cuda,
-        "pdl": settings.programmatic_launch and cuda,
-        "payload_in_workspace": True,
-        "cupti_enabled": False,
-        "warning": f"not CUPTI kernel spans: {methods}; warm L2; {settings.wire}",
-    }
-    results = [
-        {
-            "backend": _TRTLLM_BACKENDS[found.backend],
-            "payload_in_workspace": True,
-            "local_batch_size": found.tokens,
-            **{
-                f"{phase}_us": {
-                    f"rank{rank}": statistics.fmean(samples)
-                    for rank, samples in enumerate(found.samples[phase])
-                }
-                for phase in ("dispatch", "combine")
-            },
-        }
-        for found in report.measurements
-    ]
-    return {"benchmark_metadata": metadata, "results": results}
+def _read(data: Any) -> Iterable[Row]:
+    if isinstance(data, list):
+        for each in data:
+            yield from _read(each)
+    elif isinstance(data, dict):
+        if "settings" in data:
+            for row in data.get("rows", ()):
+                yield from _read_row(row)
+            for rung in data.get("rungs", ()):  # variants of low latency, with samples alone
+                us = {name: asdict(Spread.of(each)) for name, each in rung["samples"].items()}
+                yield from _read_row({**rung, "us": us})
+        yield from _read(data.get("runs", []))
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a result file; its directory is made if needed.
+def _read_row(row: dict[str, Any]) -> Iterable[Row]:
+    try:
+        variant = row.get("variant") or row.get("overlap") or row.get("backend") or "default"
+        several = "min" not in row["us"]
+        phases = row["us"] if several else {row.get("phase", "call"): row["us"]}
+        for phase, us in phases.items():
+            whole = phase in ("pair", "call")
+            floor = row.get("floor") if whole else None
+            yield Row(
+                variant=variant,
+                tokens=row["tokens"],
+                phase=phase,
+                us=Spread(**us),
+                logical=0.0 if several else row.get("logical", 0.0),
+                moved=row.get("moved", 0.0),
+                wire=0.0 if several else row.get("wire", 0.0),
+                floor=max(floor["memory"], floor["links"]) if isinstance(floor, dict) else floor,
+                ratio=row.get("ratio") if whole else None,
+                rivals=row.get("rivals", {}) if whole else {},
+                cold=row.get("cold"),
+                more=row.get("more", {}),
+            )
+    except (KeyError, TypeError) as error:
+        raise InvalidArgument(f"a row is none of a benchmark's: {error!r} in {row}") from error
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write JSON into a file, whose directory is made if needed, or to stdout for `-`.
 
     Raises InvalidArgument naming the path where that fails.
     """
+    text = json.dumps(data, indent=1, default=_plain) + "\n"
+    if path == STDOUT:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
+    write_text(path, text)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    raise TypeError(f"{value!r} is no JSON")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a result file; its directory is made if needed. Raises InvalidArgument naming it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     except OSError as error:
         raise InvalidArgument(f"cannot write {path}: {error}") from error
+
+
+def _p99(samples: Sequence[float]) -> float:
+    """The 99th percentile, between the two nearest samples in proportion."""
+    ordered = sorted(samples)
+    place = 0.99 * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)

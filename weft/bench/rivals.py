@@ -9,59 +9,48 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from weft.bench.adapters import (
-    DEEPEP_MOST,
-    DeepEP,
-    FlashInfer,
-    deepep_refuses,
-    flashinfer_refuses,
-)
-from weft.bench.allreduce_adapters import forbid_multicast
-from weft.bench.cases import Settings
-from weft.bench.clock import Phases, measure
-from weft.bench.moe import first_problem, gather_samples
+from weft.bench.case import Case
+from weft.bench.clock import Calls, measure
 from weft.bench.peers import THIS_RUN, Peer
-from weft.bench.trial import Inputs, make_inputs, rows_of
+from weft.bench.run import SamplesOfRank, first_problem, gather
 from weft.errors import RankFailed, WeftError
 from weft.memory import launch
-from weft.ops import reference
-from weft.ops.placement import Placement
 
 if TYPE_CHECKING:
     from weft.memory import Group
 
 LIMIT_SECONDS = 900.0  # of one library, what it compiles included
 MEASURED, ABSENT = "measured", "not installed"
+NO_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
 _TEXT_LIMIT = 300  # characters of a failure's text
 
 
-class Call(Protocol):
+class RivalTrial(Protocol):
     """One size of a library, bound to its inputs. Collective."""
 
-    def dispatch(self) -> object:
-        """Send the tokens."""
+    def calls(self) -> Calls:
+        """What is timed."""
 
-    def experts(self) -> None:
-        """Write identity experts' answers where `combine` reads them; not timed."""
-
-    def combine(self) -> torch.Tensor:
-        """Return the sums, `[tokens, hidden]`."""
+    def check(self) -> str | None:
+        """Call once; return how far the result is from the reference, or None."""
 
 
 class Library(Protocol):
-    """A library made for the largest size. tolerance: error allowed, of the largest number."""
+    """A library made for the largest size of a run."""
 
-    tolerance: float
-
-    def call(self, inputs: Inputs, tokens: int) -> Call:
+    def trial(self, tokens: int) -> RivalTrial:
         """Bind one size."""
 
 
@@ -69,50 +58,22 @@ class Library(Protocol):
 class Rival:
     """A library that may be installed.
 
-    name: as the records begin.  module: to import.  distribution: to ask for its version.
-    make: `(group, settings, most tokens)` to the library; collective.
-    refuses: why it cannot run these settings, or None.  most: tokens a rank that it serves.
-    setting: what tells it from others of that name, in words.
-    fp8_home: its rows come back as FP8; measured only where ours do.
+    name: as the records begin.  setting: what tells it from others of that name, in words.
+    module: to import.  distribution: to ask for its version.
+    make: `(group, case, most tokens)` to the library; collective.
+    refuses: why it cannot run this case, or None.
+    sizes: `(case)` to those tokens of the run that it serves.
+    fp8_back: its rows come home as FP8; measured only where ours do.
     """
 
     name: str
     module: str
     distribution: str
-    make: Callable[[Group, Settings, int], Library]
-    refuses: Callable[[Settings], str | None]
-    most: int | None = None
+    make: Callable[[Group, Any, int], Library]
+    refuses: Callable[[Any], str | None] = lambda case: None
+    sizes: Callable[[Any], list[int]] = lambda case: list(case.tokens)
     setting: str = ""
-    fp8_home: bool = False
-
-    def sizes(self, settings: Settings) -> list[int]:
-        """The sizes of the run that it serves."""
-        return [size for size in settings.tokens if self.most is None or size <= self.most]
-
-
-_FLASHINFER = "flashinfer-python"
-RIVALS: tuple[Rival, ...] = (
-    Rival("FlashInfer", "flashinfer", _FLASHINFER, FlashInfer, flashinfer_refuses),
-    Rival(
-        "FlashInfer",
-        "flashinfer",
-        _FLASHINFER,
-        partial(FlashInfer, home="fp8"),
-        flashinfer_refuses,
-        setting="low-precision back",
-        fp8_home=True,
-    ),
-    Rival(
-        "FlashInfer",
-        "flashinfer",
-        _FLASHINFER,
-        partial(FlashInfer, home="fp8-staged"),
-        flashinfer_refuses,
-        setting="low-precision back, staged",
-        fp8_home=True,
-    ),
-    Rival("DeepEP v1", "deep_ep", "deep_ep", DeepEP, deepep_refuses, most=DEEPEP_MOST),
-)
+    fp8_back: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,17 +82,17 @@ class RivalRun:
 
     status: "measured", "not installed", or why there is no figure.
     samples_us: tokens -> phase -> for each rank, us per call of each sample.
-    phase: the one that is shown beside ours.  setting, fp8_home: as in `Rival`.
+    phase: the one that is shown beside ours.  setting, fp8_back: as in `Rival`.
     """
 
     name: str
     version: str
     status: str
     method: str = ""
-    samples_us: dict[int, dict[str, list[list[float]]]] = field(default_factory=dict)
+    samples_us: dict[int, SamplesOfRank] = field(default_factory=dict)
     phase: str = "pair"
     setting: str = ""
-    fp8_home: bool = False
+    fp8_back: bool = False
 
     @property
     def library(self) -> str:
@@ -142,17 +103,28 @@ class RivalRun:
     def peer(self, date: str) -> Peer:
         """The times as they are shown beside ours: median, slowest rank."""
         shown = {
-            tokens: max(statistics.median(samples) for samples in phases[self.phase])
+            int(tokens): max(statistics.median(samples) for samples in phases[self.phase])
             for tokens, phases in self.samples_us.items()
         }
         return Peer(
-            self.library, shown, "this machine", date, source=THIS_RUN, fp8_home=self.fp8_home
+            self.library, shown, "this machine", date, source=THIS_RUN, fp8_back=self.fp8_back
         )
 
 
-def measure_rivals(settings: Settings) -> list[RivalRun]:
-    """Measure every library that is installed and serves these settings; a failure is a status."""
-    return [_attempt(rival, settings) for rival in RIVALS]
+def rivals_of(case: Case) -> tuple[Rival, ...]:
+    """The libraries that do what this operator does."""
+    if case.operator == "moe":
+        from weft.bench.moe_rivals import RIVALS
+    elif case.operator == "allreduce":
+        from weft.bench.allreduce_rivals import RIVALS
+    else:
+        return ()
+    return RIVALS
+
+
+def measure_rivals(case: Case) -> list[RivalRun]:
+    """Measure every library that is installed and serves this case; a failure is a status."""
+    return [_attempt(rival, case) for rival in rivals_of(case)]
 
 
 def beside(recorded: Sequence[Peer], runs: Sequence[RivalRun], date: str) -> list[Peer]:
@@ -162,95 +134,72 @@ def beside(recorded: Sequence[Peer], runs: Sequence[RivalRun], date: str) -> lis
         peer
         for peer in recorded
         if not any(
-            peer.library.startswith(run.name) and peer.fp8_home == run.fp8_home for run in measured
+            peer.library.startswith(run.name) and peer.fp8_back == run.fp8_back for run in measured
         )
     ]
     return [*(run.peer(date) for run in measured), *kept]
 
 
-def _attempt(rival: Rival, settings: Settings) -> RivalRun:
-    told: dict[str, Any] = {"setting": rival.setting, "fp8_home": rival.fp8_home}
+def _attempt(rival: Rival, case: Case) -> RivalRun:
+    told: dict[str, Any] = {"setting": rival.setting, "fp8_back": rival.fp8_back}
+    told["phase"] = case.whole
     if importlib.util.find_spec(rival.module) is None:
         return RivalRun(rival.name, "", ABSENT, **told)
-    version = version_of(rival.distribution)
-    asked = settings.rival
+    try:
+        version = importlib.metadata.version(rival.distribution)
+    except importlib.metadata.PackageNotFoundError:
+        version = "(unknown version)"
+    asked = case.rival
     if asked is None:
-        return RivalRun(rival.name, version, f"sends no {settings.quantize}", **told)
-    reason = rival.refuses(asked)
-    if rival.fp8_home and settings.combine_by != "fp8":
+        reason: str | None = "has nothing like it"
+    elif rival.fp8_back and not case.fp8_back:
         reason = "not compared: our rows do not come back as fp8"
-    if settings.device != "cuda":
-        reason = "needs GPUs"
+    else:
+        reason = rival.refuses(asked)
+        if reason is None and not rival.sizes(asked):
+            reason = "serves none of these sizes"
     if reason is not None:
         return RivalRun(rival.name, version, reason, **told)
-    settings = asked
     try:
         first, *_ = launch(
             rival_body,
-            rival.name,
-            rival.setting,
-            settings,
-            ranks=settings.ranks,
-            device=settings.device,
+            (rival.name, rival.setting),
+            asked,
+            ranks=case.ranks,
+            device=case.device,
             timeout=LIMIT_SECONDS,
         )
     except WeftError as error:
-        return RivalRun(rival.name, version, failure_text(error), **told)
+        cause = error.__cause__ if isinstance(error, RankFailed) else None
+        what = cause or error
+        text = f"failed: {type(what).__name__}: {what}"[:_TEXT_LIMIT]
+        return RivalRun(rival.name, version, text, **told)
     return RivalRun(rival.name, version, **first, **told)
 
 
-def rival_body(group: Group, name: str, setting: str, settings: Settings) -> dict[str, Any]:
+def rival_body(group: Group, which: tuple[str, str], case: Case) -> dict[str, Any]:
     """What every rank does for one library; all ranks return the same."""
-    forbid_multicast()
-    rival = next(rival for rival in RIVALS if (rival.name, rival.setting) == (name, setting))
-    sizes = rival.sizes(settings)
+    os.environ.update(NO_MULTICAST)  # the figures are for machines where it is off
+    rival = next(each for each in rivals_of(case) if (each.name, each.setting) == which)
+    sizes = rival.sizes(case)
     library = group.together(
-        lambda: rival.make(group, settings, max(sizes)), doing=f"making {name}"
+        lambda: rival.make(group, case, max(sizes)), doing=f"making {rival.name}"
     )
     result: dict[str, Any] = {"status": MEASURED, "method": "", "samples_us": {}}
     for tokens in sizes:
-        inputs = make_inputs(settings, tokens, group.rank).to(group.device)
-        call = library.call(inputs, tokens)
-        if problem := first_problem(group, _check(group, settings, inputs, call, library)):
+        trial = library.trial(tokens)
+        if problem := first_problem(group, trial.check()):
             return {**result, "status": f"check failed, {tokens} tokens: {problem}"}
-        phases = Phases(dispatch=call.dispatch, combine=call.combine)
-        samples = measure(group, phases, samples=settings.samples, graph=settings.graph)
+        samples = measure(group, trial.calls(), samples=case.samples, graph=case.graph)
         result["method"] = samples.method
-        result["samples_us"][tokens] = gather_samples(group, samples)
+        result["samples_us"][tokens] = gather(group, samples)
     return result
 
 
-def _check(
-    group: Group, settings: Settings, inputs: Inputs, call: Call, library: Library
-) -> str | None:
-    """Run one round; return how far its sums are from the reference, or None. Collective."""
-    call.dispatch()
-    call.experts()
-    got = call.combine()
-    expected = reference.identity_round_trip(
-        rows_of(inputs.payloads, settings.out_dtype),
-        inputs.ids,
-        inputs.weights,
-        Placement.blocks(settings.experts, group.size),
-        ranks=group.size,
-    )
-    error = float((got.float() - expected.float()).abs().max())
-    allowed = library.tolerance * float(expected.float().abs().max())
+def off_by(group: Group, got: torch.Tensor, want: torch.Tensor, tolerance: float) -> str | None:
+    """How far numbers are from those wanted, or None; tolerance: a part of the largest one."""
+    error = float((got.float() - want.float()).abs().max())
+    allowed = tolerance * float(want.float().abs().max())
     if error <= allowed:  # false for NaN
         return None
-    return f"rank {group.rank}: a sum is off by {error:.3g}, allowed are {allowed:.3g}"
-
-
-def version_of(distribution: str) -> str:
-    """The version of an installed distribution."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "(unknown version)"
-
-
-def failure_text(error: WeftError) -> str:
-    """What became of a library whose ranks raised this."""
-    cause = error.__cause__ if isinstance(error, RankFailed) else None
-    told = cause or error
-    return f"failed: {type(told).__name__}: {told}"[:_TEXT_LIMIT]
+    return f"rank {group.rank}: a number is off by {error:.3g}, allowed are {allowed:.3g}"

@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 INK, QUIET, FAINT = "#1f2933", "#6b7785", "#d9dee4"
-COLOURS = {"onesided": "#c2410c", "collective": "#2563a6"}
-NAMES = {"onesided": "weft, one-sided", "collective": "weft, collectives"}
+COLOURS = ("#c2410c", "#2563a6", "#0f766e", "#6d28d9", "#a16207")
 RIVALS = ("#64748b", "#94a3b8", "#a8a29e", "#475569", "#78716c", "#cbd5e1")
 
 
@@ -38,7 +37,7 @@ def matplotlib_pyplot() -> Any:
         import matplotlib.ticker
     except ImportError as error:
         raise InvalidArgument(
-            f"pictures need matplotlib: {error}; pip install matplotlib"
+            f"pictures need matplotlib: {error}; pip install 'weft[plot]'"
         ) from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as pyplot

@@ -13,13 +13,13 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from weft.bench.cases import Settings
-from weft.bench.clock import measure, replayed_pairs
-from weft.bench.moe import LIMIT_SECONDS, first_problem
-from weft.bench.skew import Skew, estimate_skew
-from weft.bench.trial import Trial, make_exchange
+from weft.bench.clock import measure, replayed
+from weft.bench.moe import MoECase, MoESession, MoETrial
+from weft.bench.report import write_text
+from weft.bench.run import LIMIT_SECONDS, first_problem
 from weft.memory import launch
 from weft.ops.alltoall import AllToAll
+from weft.ops.skew import Skew, estimate_skew
 from weft.ops.timeline import Span, read_timeline
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ DISPATCH, COMBINE, REDUCE, PEERS = 1, 2, 3, 10  # tracks; peer p's is PEERS + p
 Event = dict[str, Any]
 
 
-def trace(path: Path, settings: Settings) -> str | None:
-    """Run the largest size of the settings once more, profiled, and write its last 32 rounds.
+def trace(path: Path, case: MoECase) -> str | None:
+    """Run the largest size of the case once more, profiled, and write its last 32 rounds.
 
     The figures of a benchmark are not taken here: profiled kernels are others. Their own time for
     a pair is in the metadata, to be held against the report's. Returns what the check found wrong,
@@ -39,59 +39,57 @@ def trace(path: Path, settings: Settings) -> str | None:
     """
     results = launch(
         rank_spans,
-        settings,
-        ranks=settings.ranks,
-        device=settings.device,
+        case,
+        ranks=case.ranks,
+        device=case.device,
         timeout=LIMIT_SECONDS,
     )
     problem = next((found for found, _, _ in results if found), None)
     if problem is None:
         pair_us = max(us for _, _, us in results)
-        write_trace(path, settings, [spans for _, spans, _ in results], pair_us=pair_us)
+        write_trace(path, case, [spans for _, spans, _ in results], pair_us=pair_us)
     return problem
 
 
-def rank_spans(group: Group, settings: Settings) -> tuple[str | None, list[Span], float]:
+def rank_spans(group: Group, case: MoECase) -> tuple[str | None, list[Span], float]:
     """What every rank does: check, time, run. Collective.
 
     Returns what is wrong, or None; its spans; the median time of a profiled pair in us.
     """
-    tokens = max(settings.tokens)
-    capacity = settings.max_tokens or tokens
-    with contextlib.closing(
-        make_exchange(group, settings, "onesided", capacity, profile=True)
-    ) as exchange:
+    tokens = max(case.tokens)
+    with contextlib.closing(MoESession(group, case, profile=True)) as session:
+        exchange = session.exchange("onesided", tokens)
         assert isinstance(exchange, AllToAll)
-        trial = Trial(group, settings, exchange, tokens)
+        trial = MoETrial(group, case, exchange, tokens)
         if problem := first_problem(group, trial.check()):
             return problem, [], 0.0
-        times = measure(group, trial.phases(), samples=settings.samples, graph=settings.graph)
-        replayed_pairs(group, trial.phases(), ROUNDS, graph=settings.graph)
+        times = measure(group, trial.calls(), samples=case.samples, graph=case.graph)
+        replayed(group, trial.calls(), ROUNDS, graph=case.graph)
         exchange.check()
         spans = read_timeline(exchange._workspace)
         group.barrier()  # a peer may still be reading what is about to go
-    return None, spans, median(times.pair)
+    return None, spans, median(times.us["pair"])
 
 
 def write_trace(
-    path: Path, settings: Settings, ranks: Sequence[Sequence[Span]], *, pair_us: float
+    path: Path, case: MoECase, ranks: Sequence[Sequence[Span]], *, pair_us: float
 ) -> None:
     """Write all ranks' spans as Chrome's JSON, on rank 0's clock."""
-    shared = settings.device != "cuda"  # CPU ranks read the one clock of their host
+    shared = case.device != "cuda"  # CPU ranks read the one clock of their host
     skew = Skew((0.0,) * len(ranks), 0.0, 1) if shared else estimate_skew(ranks)
     facts = {
-        "ranks": settings.ranks,
-        "device": settings.device,
-        "tokens_per_rank": max(settings.tokens),
-        "hidden": settings.hidden,
-        "top_k": settings.top_k,
-        "experts": settings.experts,
-        "graph": settings.graph and settings.device == "cuda",
+        "ranks": case.ranks,
+        "device": case.device,
+        "tokens_per_rank": max(case.tokens),
+        "hidden": case.hidden,
+        "top_k": case.top_k,
+        "experts": case.experts,
+        "graph": case.graph and case.device == "cuda",
         "profiled_pair_us": round(pair_us, 2),
     }
     document = to_chrome(ranks, skew, clock="host, shared" if shared else "GPU, aligned by flags")
     document["metadata"].update(facts)
-    path.write_text(json.dumps(document) + "\n")
+    write_text(path, json.dumps(document) + "\n")
 
 
 def to_chrome(ranks: Sequence[Sequence[Span]], skew: Skew, *, clock: str = "") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The all-reduce bench, its rivals and the tuner, run for real on CPU ranks."""
+"""`weft bench allreduce` and `weft tune allreduce`, run for real on CPU ranks."""
 
 from __future__ import annotations
 
@@ -9,14 +9,91 @@ import pytest
 import torch
 
 import weft
-from tests.bench.test_allreduce_cases import SMALL
-from weft.bench.allreduce import run
-from weft.bench.allreduce_tune import tune, tuning_plan
+from weft.bench.allreduce import ReduceCase, wire_bytes
+from weft.bench.allreduce_tune import tune, tuning_cases
+from weft.bench.clock import Samples
+from weft.bench.limits import allreduce_floor_us
+from weft.bench.peers import matching
+from weft.bench.report import rows_of
+from weft.bench.run import Measurement, Report, run
 from weft.errors import InvalidArgument
 from weft.ops.allreduce_table import Table
 
+SMALL = ReduceCase(
+    ranks=2,
+    device="cpu",
+    tokens=(1, 5),
+    hidden=256,
+    backends=("oneshot", "twoshot"),
+    samples=3,
+    seed=1,
+)
+H200 = replace(
+    SMALL,
+    ranks=8,
+    device="cuda",
+    tokens=(8, 128, 4096),
+    hidden=7168,
+    backends=("auto",),
+    samples=11,
+)
 EPILOGUES = ("none", "norm", "fp8-static", "fp8-token", "fp8-group")
 SHELL = ("--device", "cpu", "--ranks", "2", "--quiet", "--iters", "3", "--hidden", "64")
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"dtype": "fp64"}, "dtype is 'fp64'"),
+        ({"epilogue": "fp4"}, "epilogue is 'fp4'"),
+        ({"backends": ("nccl",)}, "backend is 'nccl'; choose one of oneshot, twoshot"),
+        ({"backends": ()}, "nothing to measure"),
+        ({"tokens": ()}, "nothing to measure"),
+        ({"tokens": (0, 4)}, "0 tokens"),
+        ({"max_tokens": 4}, "5 tokens do not fit max_tokens=4"),
+        ({"ranks": 1}, "1 ranks; an all-reduce has 2 to 8"),
+        ({"ranks": 9}, "9 ranks"),
+        ({"hidden": 100}, "multiple of 8"),
+        ({"hidden": 200, "epilogue": "fp8-group"}, "multiple of 128"),
+        ({"samples": 0}, "0 samples"),
+    ],
+)
+def test_settings_that_do_not_fit(change, text):
+    with pytest.raises(InvalidArgument, match=text):
+        replace(SMALL, **change)
+
+
+def test_what_settings_mean():
+    assert SMALL.capacity == 5
+    assert replace(SMALL, max_tokens=9).capacity == 9
+    assert SMALL.row_bytes == 512
+    assert replace(SMALL, dtype="fp32").row_bytes == 1024
+    texts = {
+        replace(SMALL, epilogue=name).title()
+        for name in ("none", "norm", "fp8-static", "fp8-token", "fp8-group")
+    }
+    assert len(texts) == 5
+
+
+def test_rows_have_bytes_floors_and_rivals():
+    payload = 128 * 7168 * 2
+    assert wire_bytes("oneshot", payload, 8) == 7 * payload
+    assert wire_bytes("twoshot", payload, 8) == 2 * 7 / 8 * payload
+    found = Measurement("auto", 128, "by hand", {"call": [[40.0]] * 8}, {"chosen": "twoshot"})
+    report = Report(H200, {"gpus": ["NVIDIA H200"] * 8}, [found])
+    peers = matching(H200)
+    (row,) = rows_of(report, peers)
+    assert row.moved == wire_bytes("twoshot", payload, 8)
+    assert row.logical == pytest.approx(payload / 40 / 1e3)
+    assert row.floor == allreduce_floor_us(payload, 8, ["NVIDIA H200"] * 8)
+    assert row.more == {"chosen": "twoshot"}
+    assert set(row.rivals) == {peer.label for peer in peers if 128 in peer.us}
+    assert any(label.startswith("torch all_reduce") for label in row.rivals)
+    assert rows_of(replace(report, machine={"gpus": []}), peers)[0].rivals == {}
+    quantised = matching(replace(H200, epilogue="fp8-token"))
+    assert quantised == peers, "what quantises stands beside their norm"
+    for other in (replace(H200, ranks=2), replace(H200, hidden=512), replace(H200, dtype="fp16")):
+        assert matching(other) == []
 
 
 @pytest.fixture
@@ -27,7 +104,7 @@ def threads(monkeypatch):
     def as_threads(*args, **options):
         return launch(*args, **{**options, "device": "threads"})
 
-    for module in ("allreduce", "allreduce_tune"):
+    for module in ("run", "allreduce_tune"):
         monkeypatch.setattr(f"weft.bench.{module}.launch", as_threads)
 
 
@@ -37,16 +114,16 @@ def test_every_epilogue_is_checked_and_timed(threads, epilogue):
     report = run(replace(SMALL, epilogue=epilogue, backends=backends), quiet=True)
     assert report.problem is None
     assert report.refused == []
-    assert [(m.tokens, m.backend) for m in report.measurements] == [
+    assert [(m.tokens, m.variant) for m in report.measurements] == [
         (tokens, backend) for tokens in (1, 5) for backend in backends
     ]
     for found in report.measurements:
-        assert [len(samples) for samples in found.samples] == [3, 3]
-        assert all(us > 0 for samples in found.samples for us in samples)
+        assert [len(samples) for samples in found.samples_us["call"]] == [3, 3]
+        assert all(us > 0 for samples in found.samples_us["call"] for us in samples)
         assert found.method == "host clock, 3 calls with a barrier before each"
-        assert (found.chosen == found.backend) == (found.backend != "auto")
-        assert ("not measured" in found.why) == (found.backend == "auto")
-    assert report.memory_bytes > 0
+        assert (found.facts["chosen"] == found.variant) == (found.variant != "auto")
+        assert ("not measured" in found.facts["why"]) == (found.variant == "auto")
+    assert report.facts["memory_bytes"] > 0
 
 
 def test_the_command(weft_command, tmp_path):
@@ -58,7 +135,7 @@ def test_the_command(weft_command, tmp_path):
     assert code == 0, err
     assert "bit by bit" in out
     data = json.loads(full.read_text())
-    sizes = [(found["tokens"], found["backend"]) for found in data["results"]]
+    sizes = [(found["tokens"], found["variant"]) for found in data["results"]]
     assert sizes == [(n, b) for n in (1, 6) for b in ("twoshot", "collective", "auto")]
     status = {run["name"]: run["status"] for run in data["peers"]}
     assert status["torch all_reduce"] == "measured"
@@ -124,7 +201,7 @@ def test_calls_that_write_nothing_are_noticed(threads, monkeypatch):
 def test_a_size_that_a_backend_refuses_is_left_out(threads):
     report = run(replace(SMALL, tokens=(1, 600), hidden=8, epilogue="none"), quiet=True)
     assert report.problem is None
-    assert [(m.tokens, m.backend) for m in report.measurements] == [
+    assert [(m.tokens, m.variant) for m in report.measurements] == [
         (1, "oneshot"),
         (1, "twoshot"),
         (600, "twoshot"),
@@ -133,18 +210,10 @@ def test_a_size_that_a_backend_refuses_is_left_out(threads):
     assert text.startswith("oneshot, 600 tokens: ")
 
 
-def _plan(**changes):
-    given = {
-        "ranks": 2,
-        "device": "cpu",
-        "tokens": (4, 1, 2),
-        "hiddens": (64, 128),
-        "dtype": "bf16",
-        "epilogues": ("norm", "none"),
-        "backends": ("oneshot", "twoshot", "twoshot_bulk"),
-        "samples": 3,
-    }
-    return tuning_plan(**{**given, **changes})
+def _plan(hiddens=(64, 128), epilogues=("norm", "none"), **changes):
+    backends = changes.pop("backends", ("oneshot", "twoshot", "twoshot_bulk"))
+    case = replace(SMALL, tokens=(4, 1, 2), **changes)
+    return tuning_cases(replace(case, backends=backends), hiddens, epilogues)
 
 
 def test_tuning_writes_what_auto_reads(threads):
@@ -180,8 +249,8 @@ def test_tuning_from_the_command_to_the_choice(weft_command, tmp_path):
 
 def test_noise_is_no_measurement(threads, monkeypatch):
     """A chain that is not slower than its links: there is nothing to choose by."""
-    measured = ("by hand", [5.0])
-    monkeypatch.setattr("weft.bench.allreduce_tune.measure_call", lambda *_, **__: measured)
+    measured = Samples("by hand", {"call": [5.0]})
+    monkeypatch.setattr("weft.bench.allreduce_tune.measure", lambda *_, **__: measured)
     found = tune(_plan(), quiet=True)
     assert found.table is None
     assert found.problem == "oneshot, 1 tokens: 0.0 us; too noisy: raise --iters"

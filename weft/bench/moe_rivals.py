@@ -1,4 +1,4 @@
-"""Other libraries' all-to-alls behind two calls, as `weft bench moe --peers` times them.
+"""Other libraries' all-to-alls, as `weft bench moe --peers` times them.
 
 Written against FlashInfer 0.6 and 0.7 (`flashinfer.comm`) and DeepEP 1.x (`deep_ep.Buffer`). Their
 modules are imported here only when one of them is made. Each is made for the most tokens of a run
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import importlib
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weft.bench.cases import SCALE_GROUP, Settings
-from weft.bench.trial import Inputs, rows_of
+from weft.bench.clock import Calls
+from weft.bench.moe import SCALE_GROUP, Inputs, MoECase, make_inputs, rows_of
+from weft.bench.rivals import Rival, off_by
 from weft.ops import reference
 from weft.ops.placement import Placement
 from weft.ops.received import Received
@@ -23,6 +25,33 @@ if TYPE_CHECKING:
     from weft.memory import Group
 
 DEEPEP_MOST = 512  # tokens a rank; its queues and its memory are made for few
+
+
+class PairTrial:
+    """One size of a library. Its experts' answers stay in place from the check."""
+
+    def __init__(self, library: Any, tokens: int) -> None:
+        self.group, self.case, self.tolerance = library.group, library.case, library.tolerance
+        self.inputs = make_inputs(self.case, tokens, self.group.rank).to(self.group.device)
+        self._call = library.call(self.inputs, tokens)
+
+    def calls(self) -> Calls:
+        """The pair."""
+        return Calls({"dispatch": self._call.dispatch, "combine": self._call.combine}, "pair")
+
+    def check(self) -> str | None:
+        """One round against the reference."""
+        self._call.dispatch()
+        self._call.experts()
+        got = self._call.combine()
+        want = reference.identity_round_trip(
+            rows_of(self.inputs.payloads, self.case.out_dtype),
+            self.inputs.ids,
+            self.inputs.weights,
+            Placement.blocks(self.case.experts, self.group.size),
+            ranks=self.group.size,
+        )
+        return off_by(self.group, got, want, self.tolerance)
 
 
 class FlashInfer:
@@ -36,12 +65,12 @@ class FlashInfer:
     tensor of the experts' own, which it then also copies.
     """
 
-    def __init__(self, group: Group, settings: Settings, most: int, *, home: str = "bf16") -> None:
+    def __init__(self, group: Group, case: MoECase, most: int, *, home: str = "bf16") -> None:
         memory: Any = importlib.import_module("flashinfer.comm.mnnvl")
         mapping: Any = importlib.import_module("flashinfer.comm.mapping")
         alltoall: Any = importlib.import_module("flashinfer.comm.trtllm_moe_alltoall")
         ranks = group.size
-        self.group, self.settings, self.home = group, settings, home
+        self.group, self.case, self.home = group, case, home
         # It rounds as we do, in an order of its own; e4m3 keeps 3 bits of each row's numbers.
         self.tolerance = 2.0**-6 if home == "bf16" else 2.0**-3
         backend = memory.TorchDistBackend(group.process_group())
@@ -54,17 +83,21 @@ class FlashInfer:
                 moe_ep_size=ranks,
             ),
             max_num_tokens=most,
-            top_k=settings.top_k,
-            num_experts=settings.experts,
-            hidden_size=settings.hidden,
+            top_k=case.top_k,
+            num_experts=case.experts,
+            hidden_size=case.hidden,
             mnnvl_config=memory.MnnvlConfig(comm_backend=backend),
         )
         torch.cuda.synchronize()
         group.barrier()  # a peer may not send before this rank's workspace is cleared
 
     def call(self, inputs: Inputs, tokens: int) -> FlashInferCall:
-        """Bind one size."""
+        """Bind the inputs of one size."""
         return FlashInferCall(self, inputs, tokens)
+
+    def trial(self, tokens: int) -> PairTrial:
+        """One size."""
+        return PairTrial(self, tokens)
 
 
 class FlashInferCall:
@@ -83,16 +116,16 @@ class FlashInferCall:
 
     def experts(self) -> None:
         """Answer every slot; those without a token hold anything and are not read."""
-        settings = self._library.settings
+        case = self._library.case
         *planes, ids, weights = self._received
         rank, ranks = self._library.group.rank, self._library.group.size
-        owner = torch.tensor(Placement.blocks(settings.experts, ranks).ranks, device=ids.device)
-        known = (ids >= 0) & (ids < settings.experts)
-        here = known & (owner[ids.long().clamp(0, settings.experts - 1)] == rank)
+        owner = torch.tensor(Placement.blocks(case.experts, ranks).ranks, device=ids.device)
+        known = (ids >= 0) & (ids < case.experts)
+        here = known & (owner[ids.long().clamp(0, case.experts - 1)] == rank)
         local = torch.where(here, ids, -1)
-        rows = rows_of(planes, settings.out_dtype)
+        rows = rows_of(planes, case.out_dtype)
         received = Received((rows,), local, weights, torch.empty(0))
-        answers = reference.identity_experts(received, settings.out_dtype)
+        answers = reference.identity_experts(received, case.out_dtype)
         if self._library.home == "fp8-staged":
             self._own = answers
         else:
@@ -115,17 +148,19 @@ class FlashInferCall:
         return out
 
     def _answers(self) -> torch.Tensor:
-        settings, exchange = self._library.settings, self._library.exchange
+        case, exchange = self._library.case, self._library.exchange
         answers: torch.Tensor = exchange.get_combine_payload_tensor_in_workspace(
-            self._tokens, settings.hidden, settings.out_dtype
+            self._tokens, case.hidden, case.out_dtype
         )
         return answers
 
 
-def flashinfer_refuses(settings: Settings) -> str | None:
-    """Return why FlashInfer cannot run these settings, or None."""
-    if settings.out_dtype.itemsize != 2:
-        return f"sizes its workspace for rows of 16 bits, not for {settings.dtype}"
+def flashinfer_refuses(case: MoECase) -> str | None:
+    """Return why FlashInfer cannot run this case, or None."""
+    if case.device != "cuda":
+        return "needs GPUs"
+    if case.out_dtype.itemsize != 2:
+        return f"sizes its workspace for rows of 16 bits, not for {case.dtype}"
     return None
 
 
@@ -135,29 +170,33 @@ class DeepEP:
     It takes bf16 rows; with an fp8 payload it quantises them inside its dispatch.
     """
 
-    def __init__(self, group: Group, settings: Settings, most: int) -> None:
+    def __init__(self, group: Group, case: MoECase, most: int) -> None:
         library: Any = importlib.import_module("deep_ep")
         ranks = group.size
-        self.group, self.settings = group, settings
+        self.group, self.case = group, case
         self.most = -(-most // 4) * 4  # ranks x most must be a multiple of four
-        self.fp8 = settings.payload == "fp8"
+        self.fp8 = case.payload == "fp8"
         self.tolerance = 2.0**-3 if self.fp8 else 2.0**-5
         # Each queue must hold all the messages of a call, and a few more.
         os.environ.setdefault("NVSHMEM_QP_DEPTH", str(max(1024, 2 * (self.most + 1))))
         size = library.Buffer.get_low_latency_rdma_size_hint(
-            self.most, settings.hidden, ranks, settings.experts
+            self.most, case.hidden, ranks, case.experts
         )
         self.buffer = library.Buffer(
             group.process_group(),
             0,
             size,
             low_latency_mode=True,
-            num_qps_per_rank=settings.experts // ranks,
+            num_qps_per_rank=case.experts // ranks,
         )
 
     def call(self, inputs: Inputs, tokens: int) -> DeepEPCall:
         """Bind one size; it is made for `most` tokens, whatever the size."""
         return DeepEPCall(self, inputs)
+
+    def trial(self, tokens: int) -> PairTrial:
+        """One size."""
+        return PairTrial(self, tokens)
 
 
 class DeepEPCall:
@@ -175,7 +214,7 @@ class DeepEPCall:
         """Send the tokens."""
         library = self._library
         self._received, _, self._handle, _, _ = library.buffer.low_latency_dispatch(
-            self._x, self._ids, library.most, library.settings.experts, use_fp8=library.fp8
+            self._x, self._ids, library.most, library.case.experts, use_fp8=library.fp8
         )
 
     def experts(self) -> None:
@@ -197,12 +236,37 @@ class DeepEPCall:
         return out
 
 
-def deepep_refuses(settings: Settings) -> str | None:
-    """Return why DeepEP cannot run these settings, or None."""
-    if settings.dtype != "bf16":
-        return f"combines bf16 rows, not {settings.dtype}"
-    if settings.experts % settings.ranks:
-        return f"needs equal shares of experts; {settings.experts} on {settings.ranks} ranks"
-    if min(settings.tokens) > DEEPEP_MOST:
-        return f"serves up to {DEEPEP_MOST} tokens a rank"
+def deepep_refuses(case: MoECase) -> str | None:
+    """Return why DeepEP cannot run this case, or None."""
+    if case.device != "cuda":
+        return "needs GPUs"
+    if case.dtype != "bf16":
+        return f"combines bf16 rows, not {case.dtype}"
+    if case.experts % case.ranks:
+        return f"needs equal shares of experts; {case.experts} on {case.ranks} ranks"
     return None
+
+
+_FLASHINFER = ("FlashInfer", "flashinfer", "flashinfer-python")
+RIVALS: tuple[Rival, ...] = (
+    Rival(*_FLASHINFER, make=FlashInfer, refuses=flashinfer_refuses),
+    *(
+        Rival(
+            *_FLASHINFER,
+            make=partial(FlashInfer, home=home),
+            refuses=flashinfer_refuses,
+            setting=setting,
+            fp8_back=True,
+        )
+        for home, setting in (
+            ("fp8", "low-precision back"),
+            ("fp8-staged", "low-precision back, staged"),
+        )
+    ),
+    Rival(
+        *("DeepEP v1", "deep_ep", "deep_ep"),
+        make=DeepEP,
+        refuses=deepep_refuses,
+        sizes=lambda case: [size for size in case.tokens if size <= DEEPEP_MOST],
+    ),
+)

@@ -1,0 +1,370 @@
+"""`weft bench moe`: sizes, routing, the bytes counted from it, and the check before timing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from weft import AllToAll
+from weft.bench import run
+from weft.bench.case import parse_sizes
+from weft.bench.clock import Calls
+from weft.bench.moe import MoECase, MoESession, MoETrial, make_inputs, rows_of
+from weft.bench.routing import busiest, choice_rows, chosen, make_ids, parse_routing, token_rows
+from weft.errors import BadExpertId, InvalidArgument
+from weft.moe import MODELS
+from weft.ops.placement import Placement
+
+SETTINGS = MoECase(
+    ranks=4, device="cpu", tokens=(8,), hidden=256, top_k=4, experts=16, samples=3, seed=1
+)
+ON_GPUS = replace(SETTINGS, device="cuda", samples=11)
+SIZES = replace(SETTINGS, tokens=(5, 300), routing="zipf", experts=13)
+
+
+def test_parse_sizes():
+    assert parse_sizes("1, 8,64") == (1, 8, 64)
+    assert parse_sizes("1..4096") == tuple(2**i for i in range(13))
+    assert parse_sizes("3..20,4,6") == (3, 6, 12, 4)
+    for text in ("", "x", "8..4", "0..4", "1,,2", "-1"):
+        with pytest.raises(InvalidArgument, match="write"):
+            parse_sizes(text)
+
+
+def test_parse_routing():
+    assert parse_routing("zipf") == ("zipf", 1.0)
+    assert parse_routing("zipf:0.5") == ("zipf", 0.5)
+    assert parse_routing("ids.npy") == ("ids.npy", 1.0)
+    for text in ("zipf:", "zipf:much", "zipf:-1", "zipf:nan", "zipf:100"):
+        with pytest.raises(InvalidArgument, match=f"routing is '{text}'"):
+            parse_routing(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"payload": "int4"}, "payload is 'int4'"),
+        ({"dtype": "fp64"}, "dtype is 'fp64'"),
+        ({"backends": ("nccl",)}, "backend is 'nccl'"),
+        ({"backends": ()}, "nothing to measure"),
+        ({"tokens": ()}, "nothing to measure"),
+        ({"ranks": 99}, "ranks is 99"),
+        ({"hidden": 250}, "pad hidden to 256"),
+        ({"num_sms": 8}, "num_sms is 8 on cpu ranks"),
+        ({"device": "cuda", "samples": 10}, "at least 11 are needed"),
+        ({"routing": "best"}, "choose one of uniform, perfect"),
+        ({"tokens": (0, 4)}, "0 tokens"),
+        ({"max_tokens": 4}, "8 tokens do not fit max_tokens=4"),
+        ({"top_k": 17}, "top_k is 17"),
+        ({"samples": 0}, "0 samples"),
+        ({"payload": "fp8", "hidden": 200}, "multiple of 128"),
+        ({"combine_by": "fp8", "hidden": 200}, "multiple of 128"),
+        ({"quantize": "mxfp8", "hidden": 96}, "multiple of 128"),
+        ({"combine_by": "mail"}, "combine_by is 'mail'; choose one of pull, push, fp8"),
+        ({"quantize": "int4"}, "quantize is 'int4'; choose one of None, fp8, mxfp8"),
+        ({"quantize": "fp8", "payload": "fp8"}, "the payload is fp8 already"),
+        ({"combine_by": "push", "backends": ("collective",)}, "only onesided has it"),
+        ({"halves": True, "backends": ("collective",)}, "halves is True and the backends are"),
+        ({"beside": "matmul"}, "cpu ranks have no GPU to share"),
+        ({"beside": "matmul", "device": "cuda"}, "no SM is left to the product"),
+        ({"beside": "matmul:100", "device": "cuda", "num_sms": 8}, "write matmul, or matmul:SIZE"),
+        ({"beside": "conv", "device": "cuda", "num_sms": 8}, "beside is 'conv'; write matmul"),
+        ({"beside": "matmul", "device": "cuda", "num_sms": 8, "graph": False}, "leave --eager"),
+    ],
+)
+def test_settings_refuse(change, text):
+    with pytest.raises(InvalidArgument, match=text):
+        replace(SETTINGS, **{"samples": 11, **change})
+
+
+def test_row_bytes():
+    assert SETTINGS.sent_bytes == SETTINGS.returned_bytes == 512
+    fp8 = replace(SETTINGS, payload="fp8", dtype="fp32")
+    assert (fp8.sent_bytes, fp8.returned_bytes) == (256 + 2 * 4, 1024)
+    both = replace(SETTINGS, quantize="mxfp8", combine_by="fp8")
+    assert (both.sent_bytes, both.returned_bytes) == (256 + 8, 256 + 2 * 4)
+    assert replace(SETTINGS, combine_by="push").returned_bytes == 512
+    collective = both.of_backend("collective")
+    assert (collective.sent_bytes, collective.returned_bytes) == (512, 512)
+    assert both.of_backend("onesided") is both
+
+
+def test_the_wire_in_words():
+    assert SETTINGS.wire == "bf16 out, bf16 back"
+    assert replace(SETTINGS, payload="fp8").wire == "fp8 + scales out, bf16 back"
+    assert replace(SETTINGS, combine_by="push").wire == "bf16 out, bf16 back (pushed)"
+    both = replace(SETTINGS, quantize="fp8", combine_by="fp8")
+    assert both.wire == "fp8 + scales out, quantised by dispatch, fp8 + scales back (pushed)"
+    on_gpus = replace(ON_GPUS, num_sms=16)
+    assert replace(on_gpus, beside="matmul").matmul_size == 8192
+    assert replace(on_gpus, beside="matmul:4096").matmul_size == 4096
+
+
+@pytest.mark.parametrize("routing", ["uniform", "perfect", "zipf", "one-hot"])
+@pytest.mark.parametrize("model", MODELS)
+def test_ids_are_distinct_and_in_range(routing, model):
+    sizes = MODELS[model]
+    top_k, experts = sizes.routing.top_k, sizes.routing.num_experts
+    settings = replace(SETTINGS, routing=routing, top_k=top_k, experts=experts)
+    ids = make_ids(settings, 33, 2)
+    assert ids.shape == (33, top_k)
+    assert ids.dtype == torch.int32
+    assert int(ids.min()) >= 0
+    assert int(ids.max()) < experts
+    assert all(len(set(row)) == len(row) for row in ids.tolist())
+    assert torch.equal(ids, make_ids(settings, 33, 2)), "a rank cannot make another's ids"
+    if routing in ("uniform", "zipf"):
+        assert not torch.equal(ids, make_ids(settings, 33, 1))
+
+
+@pytest.mark.parametrize(("ranks", "top_k", "experts"), [(4, 8, 32), (8, 4, 20), (3, 5, 11)])
+def test_perfect_spreads_evenly(ranks, top_k, experts):
+    settings = replace(SETTINGS, routing="perfect", ranks=ranks, top_k=top_k, experts=experts)
+    ids = [make_ids(settings, 4 * ranks, rank) for rank in range(ranks)]
+    rows = token_rows(ids, experts)
+    assert set(rows.flatten().tolist()) == {4 * ranks * min(top_k, ranks) // ranks}
+    owner = torch.tensor(Placement.blocks(experts, ranks).ranks)
+    loads = torch.bincount(owner[torch.cat(ids).long()].flatten(), minlength=ranks)
+    assert len(set(loads.tolist())) == 1
+
+
+def test_perfect_needs_enough_experts():
+    with pytest.raises(InvalidArgument, match="needs 2 experts on each"):
+        replace(SETTINGS, routing="perfect", top_k=5, experts=5)
+
+
+def test_routing_files(tmp_path):
+    rows = np.array([[0, 5, 9, 15], [1, -1, -1, 2], [3, 4, 6, 7]])
+    np.save(tmp_path / "ids.npy", rows)
+    (tmp_path / "ids.json").write_text(json.dumps(rows.tolist()))
+    for name in ("ids.npy", "ids.json"):
+        settings = replace(SETTINGS, routing=str(tmp_path / name))
+        # Rank 1 goes on where rank 0 ended, and round again.
+        assert make_ids(settings, 2, 1).tolist() == [rows[2].tolist(), rows[0].tolist()]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[[0, 1, 2]]", "3 ids per row; top_k is 4"),
+        ("[[0, 1, 2, 16]]", r"ids 0\.\.16; allowed"),
+        ("[[0, 1, 2, 2]]", "row 0 names an expert twice"),
+        ("[[0.5, 1, 2, 3]]", "float64"),
+        ("[]", "it must hold integer ids"),
+        ("{", "cannot be read"),
+    ],
+)
+def test_routing_files_are_checked(tmp_path, text, problem):
+    path = tmp_path / "ids.json"
+    path.write_text(text)
+    with pytest.raises(InvalidArgument, match=problem):
+        replace(SETTINGS, routing=str(path))
+
+
+def test_routing_files_are_not_unpickled(tmp_path):
+    path = tmp_path / "ids.npy"
+    np.save(path, np.array([[object()]]), allow_pickle=True)
+    with pytest.raises(InvalidArgument, match="cannot be read"):
+        replace(SETTINGS, routing=str(path))
+
+
+def test_traffic_is_what_a_loop_counts():
+    settings = replace(SETTINGS, experts=13, routing="zipf")
+    ids = [make_ids(settings, 9, rank) for rank in range(4)]
+    ids[2][4, 1:] = -1
+    owner = Placement.blocks(13, 4).ranks
+    rows = [[0] * 4 for _ in range(4)]
+    for source in range(4):
+        for row in ids[source].tolist():
+            for target in {owner[e] for e in row if e >= 0}:
+                rows[source][target] += 1
+    assert token_rows(ids, 13).tolist() == rows
+    out = [sum(rows[r]) - rows[r][r] for r in range(4)]
+    into = [sum(rows[s][r] for s in range(4)) - rows[r][r] for r in range(4)]
+    assert busiest(token_rows(ids, 13)) == max(out + into)
+    assert chosen(ids) == 9 * 4
+    choices = [[0] * 4 for _ in range(4)]
+    for source in range(4):
+        for expert in ids[source].flatten().tolist():
+            if expert >= 0:
+                choices[source][owner[expert]] += 1
+    assert choice_rows(ids, 13).tolist() == choices
+
+
+def _check(group, settings, make):
+    found = []
+    with make(group, settings) as exchange:
+        for tokens in settings.tokens:
+            found.append(MoETrial(group, settings, exchange, tokens).check())
+            exchange.check()
+    return found
+
+
+def _honest(group, settings):
+    given = replace(settings, max_tokens=max(settings.tokens) + 3)
+    return MoESession(group, given).exchange("onesided", 1)
+
+
+@pytest.mark.parametrize("payload", ["bf16", "fp8"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_the_real_exchange_passes(ranks, payload, dtype):
+    settings = replace(SIZES, payload=payload, dtype=dtype)
+    assert ranks(3, "threads")(_check, settings, _honest) == [[None, None]] * 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"combine_by": "push", "halves": True},
+        {"combine_by": "fp8", "quantize": "fp8"},
+        {"combine_by": "fp8", "payload": "fp8", "halves": True},
+        {"quantize": "mxfp8", "halves": True},
+        {"quantize": "fp8", "dtype": "fp16"},
+        {"combine_by": "fp8", "quantize": "mxfp8", "dtype": "fp32"},
+    ],
+)
+def test_every_way_passes(ranks, change):
+    settings = replace(SIZES, **change)
+    assert ranks(3, "threads")(_check, settings, _honest) == [[None, None]] * 3
+
+
+def _made(group, settings):
+    found = []
+    with contextlib.closing(MoESession(group, settings)) as session:
+        for backend in ("onesided", "collective"):
+            with session.trial(backend, 5) as trial:
+                found.append((trial.check(), len(trial.calls().also), trial.case.combine_by))
+            group.barrier()
+    return found
+
+
+def test_the_collective_runs_without_the_options_of_the_other(ranks):
+    settings = replace(SIZES, combine_by="fp8", quantize="fp8", halves=True)
+    assert ranks(2, "cpu")(_made, settings) == [[(None, 4, "fp8"), (None, 0, "pull")]] * 2
+
+
+class _Spoilt(AllToAll):
+    """An all-to-all that goes wrong on rank 1 in one chosen way."""
+
+    fault = ""
+
+    def dispatch(self, *args, **kwargs):
+        received = super().dispatch(*args, **kwargs)
+        if self.rank != 1:
+            return received
+        source, token = (received.ids >= 0).any(dim=2).nonzero()[0].tolist()
+        if self.fault == "payload":
+            received.x[source, token, 3] += 1
+        if self.fault == "ids":
+            received.ids[source, token] = -1
+        if self.fault == "weights":
+            received.weights[source, token] += 1.0
+        if self.fault == "counts":
+            received.counts[0] += 1
+        if self.fault == "stale":
+            received.ids[0, -1, 0] = 0
+        return received
+
+    def dispatch_recv(self):
+        received = super().dispatch_recv()
+        if self.rank == 1 and self.fault == "scales":
+            source, token = (received.ids >= 0).any(dim=2).nonzero()[0].tolist()
+            received.payloads[1][source, token, 0] *= 2
+        return received
+
+    def combine(self, *args, **kwargs):
+        out = super().combine(*args, **kwargs)
+        if self.rank == 1 and self.fault == "combine":
+            out[2, 7] = 0.125
+        return out
+
+
+def _spoilt(group, settings):
+    return _Spoilt(
+        group,
+        max_tokens=max(settings.tokens) + 3,
+        top_k=settings.top_k,
+        num_experts=settings.experts,
+        hidden=settings.hidden,
+        quantize=settings.quantize,
+        halves=settings.halves,
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("payload", "bytes of payload 0 of token"),
+        ("ids", "ids of token"),
+        ("weights", "weights of token"),
+        ("counts", r"counts are \[6, 5\], every rank sent 5"),
+        ("stale", "slots beyond 5 tokens still hold ids"),
+        ("combine", r"combined row of token 2 of 5 is \[0.125\] in columns \[7\]"),
+    ],
+)
+def test_the_check_catches(ranks, monkeypatch, fault, text):
+    monkeypatch.setattr(_Spoilt, "fault", fault)
+    settings = replace(SIZES, tokens=(5,))
+    ((first,), (second,)) = ranks(2, "threads")(_check, settings, _spoilt)
+    assert second is not None
+    assert second.startswith("rank 1: ")
+    assert re.search(text, second), second
+    if first is not None:  # what rank 1 spoils before combine may reach rank 0's sums
+        assert "combined row" in first
+
+
+def test_the_check_catches_a_scale_in_halves(ranks, monkeypatch):
+    monkeypatch.setattr(_Spoilt, "fault", "scales")
+    settings = replace(SIZES, tokens=(5,), quantize="fp8", halves=True)
+    _, (second,) = ranks(2, "threads")(_check, settings, _spoilt)
+    assert second is not None
+    assert second.startswith("in halves, rank 1: bytes of payload 1 of token"), second
+
+
+def test_inputs_make_every_sum_exact():
+    inputs = make_inputs(replace(SETTINGS, payload="fp8"), 40, 1)
+    values, scales = inputs.payloads
+    assert values.dtype == torch.float8_e4m3fn
+    assert bool((scales.log2() == scales.log2().round()).all()), "scales are powers of two"
+    rows = rows_of(inputs.payloads, torch.float32)
+    assert torch.equal(rows, rows.bfloat16().float())
+    plain = rows_of(make_inputs(SETTINGS, 40, 1).payloads, torch.float32).float()
+    assert float((rows - plain).abs().max()) <= 2**-4 * float(plain.abs().max())
+    assert torch.equal(inputs.weights * 64, (inputs.weights * 64).round())
+
+
+def _timed(group, settings):
+    with _honest(group, settings) as exchange:
+        trial = MoETrial(group, settings, exchange, settings.tokens[0])
+        found = run._measure(group, settings, trial, None)
+    return found if isinstance(found, str) else sorted(found["samples_us"])
+
+
+def test_calls_that_write_nothing_are_noticed_after_timing(ranks, monkeypatch):
+    settings = replace(SIZES, tokens=(5,))
+    assert ranks(2, "threads")(_timed, settings) == [["combine", "dispatch", "pair"]] * 2
+    nothing = Calls({"dispatch": lambda: None, "combine": lambda: None}, "pair")
+    monkeypatch.setattr(MoETrial, "calls", lambda trial: nothing)
+    for problem in ranks(2, "threads")(_timed, settings):
+        assert str(problem).startswith("after timing, rank 0: combined row of token 0 of 5 is [nan")
+
+
+def _refused(group, settings):
+    with _honest(group, settings) as exchange:
+        trial = MoETrial(group, settings, exchange, 5)
+        bad = trial.inputs.ids.clone()
+        bad[0, 0] = settings.experts
+        exchange.dispatch(trial.inputs.payloads, bad, trial.inputs.weights)
+        exchange.combine()
+        with pytest.raises(BadExpertId):
+            run._measure(group, settings, trial, None)
+
+
+def test_a_refusal_ends_a_measurement(ranks):
+    ranks(2, "threads")(_refused, replace(SIZES, tokens=(5,)))

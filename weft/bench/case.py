@@ -1,0 +1,221 @@
+"""What one run measures: the settings that all operators share, and how their options are read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import torch
+
+from weft.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from weft.bench.clock import Calls
+    from weft.bench.run import Measurement, Report
+    from weft.memory import Group
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
+FEWEST_REPLAYS = 11  # the median of fewer says little
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_MATMUL = re.compile(r"matmul(?::(\d{1,5}))?")
+_MATMUL_SIZE = 8192
+
+
+class Refused(Exception):  # noqa: N818
+    """A variant does not serve this size or layer; the text says why, equally on all ranks."""
+
+
+class Trial(Protocol):
+    """One variant at one size, with its inputs. All ranks make the same calls in the same order."""
+
+    def calls(self) -> Calls:
+        """What is timed."""
+
+    def check(self) -> str | None:
+        """Call once over poisoned memory; return what differs from the reference, or None."""
+
+    def poison(self) -> None:
+        """Overwrite the outputs, so that calls which write nothing are noticed after timing."""
+
+    def compare(self) -> str | None:
+        """Return how the outputs that lie there differ from the reference, or None."""
+
+    def facts(self) -> dict[str, Any]:
+        """What was counted, as JSON values; also raises what the device has recorded."""
+
+
+class Session(Protocol):
+    """What an operator keeps open during a run. Collective."""
+
+    def trial(self, variant: str, tokens: int) -> AbstractContextManager[Trial]:
+        """One thing to measure. Raises Refused."""
+
+    def facts(self) -> dict[str, Any]:
+        """What was counted of the whole run, as JSON values."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What one run of an operator measures. Equal on all ranks; each operator adds its own.
+
+    tokens: sizes, tokens per rank.  samples: timed samples per size.  seed: of inputs and routing.
+    graph: CUDA graphs, else eager calls.  cold: also time calls after a flush of the caches.
+    num_sms: SMs that the kernels may fill, None for all.
+    beside: None, or "matmul" or "matmul:4096": also time calls while a bf16 matrix product of that
+    size runs on the SMs that num_sms leaves.
+    programmatic_launch: as in the operators.
+    """
+
+    ranks: int
+    device: str
+    tokens: tuple[int, ...]
+    samples: int = 15
+    graph: bool = True
+    seed: int = 0
+    cold: bool = False
+    num_sms: int | None = None
+    beside: str | None = None
+    programmatic_launch: bool = True
+
+    operator: ClassVar[str]  # its command
+    whole: ClassVar[str] = "call"  # the phase that is quoted
+    checked: ClassVar[str]  # how results are checked, in words
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            raise InvalidArgument("nothing to measure: pass at least one number of tokens")
+        if min(self.tokens) < 1:
+            raise InvalidArgument(f"{min(self.tokens)} tokens; a timed size is at least 1")
+        if not 1 <= self.samples <= 5000:
+            raise InvalidArgument(f"{self.samples} samples; choose 1..5000")
+        if self.device == "cuda" and self.graph and self.samples < FEWEST_REPLAYS:
+            raise InvalidArgument(
+                f"{self.samples} replays of the graph; at least {FEWEST_REPLAYS} are needed for a "
+                "median"
+            )
+        if self.num_sms is not None and self.device != "cuda":
+            raise InvalidArgument(
+                f"num_sms is {self.num_sms} on {self.device} ranks; it limits GPU kernels: "
+                "leave it out"
+            )
+        self._check_beside()
+
+    def _check_beside(self) -> None:
+        """A matrix product needs a GPU, SMs of its own, and calls that wait for no host."""
+        if self.beside is None:
+            return
+        size = self.matmul_size
+        if not 128 <= size <= 32768 or size % 8:
+            raise InvalidArgument(
+                f"beside is {self.beside!r}; write matmul, or matmul:SIZE with a multiple of 8 "
+                "from 128 to 32768"
+            )
+        for wrong, why in (
+            (self.device != "cuda", f"{self.device} ranks have no GPU to share: leave it out"),
+            (self.num_sms is None, "no SM is left to the product: add for example --num-sms 16"),
+            (not self.graph, "it is timed in CUDA graphs only: leave --eager out"),
+        ):
+            if wrong:
+                raise InvalidArgument(f"beside is {self.beside!r}, and {why}")
+
+    @property
+    def matmul_size(self) -> int:
+        """Rows, columns and depth of the product of `beside`; 0 where it names none."""
+        found = _MATMUL.fullmatch(self.beside or "")
+        return int(found[1] or _MATMUL_SIZE) if found else 0
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """What is measured side by side."""
+        raise NotImplementedError
+
+    def work(self) -> list[tuple[str, int]]:
+        """(variant, tokens) in the order of the run."""
+        return [(variant, tokens) for tokens in self.tokens for variant in self.variants]
+
+    def session(self, group: Group) -> Session:
+        """Open what the trials need. Collective."""
+        raise NotImplementedError
+
+    @property
+    def fp8_back(self) -> bool:
+        """Do rows come home as FP8?"""
+        return False
+
+    @property
+    def rival(self) -> Case | None:
+        """What other libraries are asked for, or None where they have nothing like it."""
+        return self
+
+    def title(self) -> str:
+        """The sizes and options in words."""
+        raise NotImplementedError
+
+    def bytes_of(self, found: Measurement, phase: str) -> tuple[float, float]:
+        """(logical, wire) bytes of a phase: of one rank's rows, and off the busiest rank."""
+        return 0.0, 0.0
+
+    def floor_us(self, found: Measurement, gpus: list[str]) -> float | None:
+        """Least us of the whole on this hardware, or None where nothing was measured."""
+        return None
+
+    def floor_text(self) -> str:
+        """What the floor is made of, in words."""
+        return ""
+
+    def columns(self, found: Measurement, report: Report) -> dict[str, float | str]:
+        """Further columns of a row."""
+        return {}
+
+    def notes(self, report: Report) -> list[str]:
+        """Lines below the table."""
+        return []
+
+    def records(self) -> tuple[str, str, dict[str, Any]] | None:
+        """(section, times, wanted) of `peers.py`'s file, or None where nobody is like this."""
+        return None
+
+
+def choose(**given: tuple[Any, Sequence[Any]]) -> None:
+    """Require each value to be one of those allowed. Raises InvalidArgument naming them."""
+    for name, (value, allowed) in given.items():
+        if value not in allowed:
+            words = ", ".join(map(str, allowed))
+            raise InvalidArgument(f"{name} is {value!r}; choose one of {words}")
+
+
+def fit(tokens: Sequence[int], max_tokens: int | None) -> None:
+    """Require the sizes to fit a capacity. Raises InvalidArgument."""
+    if max_tokens is not None and max(tokens) > max_tokens:
+        raise InvalidArgument(f"{max(tokens)} tokens do not fit max_tokens={max_tokens}; raise it")
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Return the sizes named by `"1,8,64"`, by `"1..4096"` (doubling), or by a mix of both.
+
+    Raises InvalidArgument for anything else.
+    """
+    sizes: list[int] = []
+    for part in text.replace(" ", "").split(","):
+        if match := _RANGE.fullmatch(part):
+            size, last = int(match[1]), int(match[2])
+            if size < 1 or last < size:
+                raise InvalidArgument(f"{part!r} is empty; write e.g. 1..4096")
+            while size <= last:
+                sizes.append(size)
+                size *= 2
+        elif part.isdigit():
+            sizes.append(int(part))
+        else:
+            raise InvalidArgument(f"{part!r} is no size; write 1,8,64 or 1..4096")
+    return tuple(dict.fromkeys(sizes))
