@@ -204,6 +204,8 @@ TUNE = ["tune", "allreduce", "table.json"]
         ([*LAYER, "--dtype", "fp4"], "'fp4': choose one of bf16, fp8"),
         ([*LAYER, "--overlap", "none,later"], "'later': choose some of none"),
         ([*LAYER, "--ranks", "99"], "ranks is 99"),
+        ([*LAYER, "--tokens", "99999999"], "tokens is 99999999"),
+        ([*LAYER, "--combine-by", "mail"], "'mail': choose one of pull"),
         ([*LAYER, "--gemm", "tile"], "'tile': choose one of auto, tiled"),
         ([*LAYER, "--exchange", "expert", "--trace", "t.json"], "a trace shows layers of exchange"),
         ([*TUNE, "--backend", "collective"], "'collective': choose some of oneshot"),
@@ -319,6 +321,11 @@ def test_the_version_is_told_without_torch():
     loaded = {line.rpartition("|")[2].strip() for line in found.stderr.splitlines()}
     assert "weft" in loaded
     assert not loaded & {"torch", "numpy", "typer", "rich", "weft.cli"}
+
+
+def test_the_version_beside_other_words(weft_command):
+    code, out, _ = weft_command("--version", "bench")
+    assert (code, out) == (0, f"weft {weft.__version__}, torch {torch.__version__}\n")
 
 
 def test_weft_is_imported_without_its_benchmarks():

@@ -56,15 +56,18 @@ def main() -> None:
         sys.exit(2 if isinstance(error, InvalidArgument) else 1)
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def options(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and leave.")
     ] = False,
 ) -> None:
-    """`--version` is answered by `weft.__main__`, unless other words stand beside it."""
+    """`weft --version`, which `weft.__main__` answers sooner where nothing stands beside it."""
     if version:
-        raise typer.BadParameter("--version stands alone")
+        from weft.__main__ import version_text
+
+        print(version_text())
+        raise typer.Exit
 
 
 @app.command("bench")

@@ -28,6 +28,7 @@ from weft.moe.products import Way
 from weft.ops.allreduce_curve import EPILOGUES
 from weft.ops.allreduce_table import BACKENDS as TUNED
 from weft.ops.lowlatency_shape import REDUCES, SCALES
+from weft.shape import WAYS
 
 bench = typer.Typer(
     add_completion=False, help="Check, then time, weft's operations; without a name, moe."
@@ -245,7 +246,7 @@ def bench_layer(
     gemm: Gemm = "auto",
     max_rows: Annotated[int | None, typer.Option(help="as in MoE; default: worst case")] = None,
     quantize: Annotated[_Text, choice(moe.QUANTIZE, "{}; fp8 experts make FP8 rows")] = None,
-    combine_by: Annotated[_Text, typer.Option(help="as in MoE; default: its own")] = None,
+    combine_by: Annotated[_Text, choice(WAYS, "{}, as in MoE; default: its own")] = None,
     table: Table = None,
     graph: Graph = True,
     num_sms: NumSms = None,

@@ -101,6 +101,7 @@ class LayerCase(Case):
         for word in self.overlaps:
             choose(overlap=(word, OVERLAPS))
         size("ranks", self.ranks)
+        size("tokens", max(self.tokens))
         if self.stages and self.exchange != "rank":
             raise InvalidArgument(
                 f"stages are those of exchange 'rank'; this one is {self.exchange!r}: time it whole"
