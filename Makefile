@@ -73,7 +73,7 @@ $(RUNS): pyproject.toml
 	    { $(PYTHON) -m venv --clear --without-pip $$site .venv && \
 	      $(PYTHON) -m pip --python $(BIN)/python install pip; }
 	$(BIN)/python -c '$(HAS_GPU_TORCH)' 2>/dev/null || $(BIN)/python -m pip install $(TORCH)
-	extras=; if $(BIN)/python -c '$(HAS_GPU_TORCH)' 2>/dev/null; then extras='[cuda,gemm]'; fi; \
+	extras=; if $(BIN)/python -c '$(HAS_GPU_TORCH)' 2>/dev/null; then extras='[gpu]'; fi; \
 	$(BIN)/python -m pip install -e ".$$extras"
 	touch $@
 
