@@ -3,7 +3,7 @@
 The same protocol runs on CPU ranks over shared memory.
 """
 
-from weft import errors
+from weft import errors, logs
 from weft.memory import Group, Heap, launch
 from weft.moe import MoE, MoEConfig
 from weft.ops import reference
@@ -20,6 +20,8 @@ from weft.ops.reduce_spec import FP8Group, FP8Static, FP8Token, MoEFinalize, Red
 from weft.ops.sending import Signal
 
 __version__ = "0.1.0"
+
+logs.set_up()
 
 __all__ = [
     "AllReduce",
