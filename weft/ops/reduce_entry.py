@@ -132,9 +132,9 @@ class CudaReduceEntries:
     def _overlaps(self, name: str, tokens: int, p: ReducePlan) -> bool:
         """May a launch take its place while its predecessor runs?
 
-        One shot only where three launches fit on the GPU. Where two hardly do, their clusters get in
-        each other's way (7168, 2 x H200): 448 CTAs on a GPU that holds 660 took 907 us instead of
-        6.8 (64 tokens, 2026-11-20), 256 CTAs 1663 us instead of 11.8 (128 tokens, 2026-11-22).
+        One shot only where three launches fit on the GPU. Where two hardly do, their clusters get
+        in each other's way (7168, 2 x H200): 448 CTAs on a GPU that holds 660 took 907 us instead
+        of 6.8 (64 tokens, 2026-11-20), 256 CTAs 1663 us instead of 11.8 (128, 2026-11-22).
         """
         if tokens * self._reduction.vectors >= LONG * self._reduction.ranks:
             return False
