@@ -131,11 +131,11 @@ def main() -> None:
     draw_moe(folder / "moe-8xH200.png", load(MOE_8))
     draw_layers(folder / "layer-4xH200.png")
     draw_reduces(folder / "allreduce-8xH200.png")
-    for name in sorted((ROOT / "benchmarks").glob("rivals-*.json")):
-        data = load(name.name)
-        draw_run(folder / "rivals-moe-4xH200.png", data["moe"])
-        draw_run(folder / "rivals-moe-fp8-4xH200.png", data["moe-fp8-both"])
-        draw_run(folder / "rivals-allreduce-4xH200.png", data["allreduce"])
+    for record in sorted((ROOT / "benchmarks").glob("rivals-*.json")):
+        data, gpus = load(record.name), record.stem.split("-")[1]
+        draw_run(folder / f"rivals-moe-{gpus}.png", data["moe"])
+        draw_run(folder / f"rivals-moe-fp8-{gpus}.png", data["moe-fp8-both"])
+        draw_run(folder / f"rivals-allreduce-{gpus}.png", data["allreduce"])
     print(f"drew {folder}")
 
 

@@ -49,13 +49,14 @@ def section(record: Path | None) -> str:
     data = json.loads(record.read_text())
     first = next(iter(data.values()))["machine"]
     code = first.get("weft") or {}
-    commit = str(code.get("commit") or code.get("version"))[:12]
+    commit, headers = str(code.get("commit", "unknown"))[:12], str(code.get("headers"))[:12]
+    source = f"kernels of digest {headers}" if commit == "unknown" else f"weft {commit}"
     lines = [
         BEGIN,
         f"### Other libraries in the same run, {len(first['gpus'])} GPUs",
         "",
         f"{len(first['gpus'])} x {first['gpus'][0]}, driver {first['driver']}, "
-        f"CUDA {first['cuda']}, torch {first['torch']}, {first['date'][:10]}, weft {commit}; "
+        f"CUDA {first['cuda']}, torch {first['torch']}, {first['date'][:10]}, {source}; "
         "`benchmarks/rivals.sh`, us,",
         "median, slowest rank,",
         "graphs of 50 calls, 15 replays; weft's bits are compared with the reference before and "
@@ -101,8 +102,10 @@ def section(record: Path | None) -> str:
 
 
 def _moe_rows(run: dict[str, Any]) -> list[tuple[str, dict[int, float]]]:
-    mine = (f"weft: {run['facts']['wire']}", _medians(run, "pair"))
-    return [mine, *_others(run, "pair")]
+    wire = run["facts"]["wire"] if "facts" in run else run["wire"]["rows"]
+    ours = (("onesided", f"weft: {wire}"), ("collective", "weft on NCCL, bf16 back"))
+    rows = [(name, _medians(run, "pair", backend)) for backend, name in ours]
+    return [*(row for row in rows if row[1]), *_others(run, "pair")]
 
 
 def _reduce_rows(run: dict[str, Any]) -> list[tuple[str, dict[int, float]]]:
@@ -126,12 +129,15 @@ def _name(run: dict[str, Any]) -> str:
     return f"{name}, {run['setting']}" if run.get("setting") else name
 
 
-def _medians(run: dict[str, Any], phase: str) -> dict[int, float]:
-    return {
-        each["tokens"]: max(statistics.median(rank) for rank in each["samples_us"][phase])
-        for each in run["results"]
-        if each["variant"] != "collective"
-    }
+def _medians(run: dict[str, Any], phase: str, variant: str | None = None) -> dict[int, float]:
+    """Of one variant by tokens; records before 2026-11-23 have it as backend, and samples apart."""
+    found = {}
+    for each in run["results"]:
+        if variant in (None, each.get("variant", each.get("backend"))):
+            samples = each.get("samples_us") or each["samples"]
+            ranks = samples[phase] if isinstance(samples, dict) else samples
+            found[each["tokens"]] = max(statistics.median(rank) for rank in ranks)
+    return found
 
 
 def _failed(data: dict[str, Any]) -> list[str]:

@@ -199,7 +199,7 @@ TUNE = ["tune", "allreduce", "table.json"]
         ([*LOW, "--ranks", "99"], "ranks is 99"),
         ([*LOW, "--scale", "bf16"], "'bf16': choose one of"),
         ([*REDUCE, "--epilogue", "fp4"], "'fp4': choose one of none, norm"),
-        ([*REDUCE, "--ranks", "9"], "9 ranks; an all-reduce has 2 to 8"),
+        ([*REDUCE, "--ranks", "9"], "all-reduce of 9 ranks; it takes 2 to 8"),
         ([*REDUCE, "--table", "no-such-table.json"], "no-such-table.json"),
         ([*LAYER, "--dtype", "fp4"], "'fp4': choose one of bf16, fp8"),
         ([*LAYER, "--overlap", "none,later"], "'later': choose some of none"),

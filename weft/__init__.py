@@ -1,14 +1,24 @@
 """weft carries tokens across GPUs: one-sided NVLink communication for MoE inference.
 
-The same protocol runs on CPU ranks over shared memory. The public names are those of
-`weft.public`. They are imported when one is first asked for, so that `weft --version` and shell
-completion need no torch.
+The same protocol runs on CPU ranks over shared memory.
+
+Every error is in `weft.errors`. `weft.reference`, which is `weft.ops.reference`, says in plain
+torch what each operation means. The parts of a layer are in `weft.moe`, the experts' products in
+`weft.gemm`. Other projects' calls are in `weft.compat.flashinfer`, `weft.compat.deep_ep` and
+`weft.compat.triton_dist`.
+
+The public names are those of `weft.public`. They are imported when one is first asked for, so that
+`weft --version` and shell completion need no torch.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from weft import logs
+
 __version__ = "0.1.0"
+
+logs.set_up()
 
 if TYPE_CHECKING:
     from weft.public import *  # noqa: F403

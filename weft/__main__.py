@@ -1,4 +1,4 @@
-"""The command `weft`, also as `python -m weft`. Its version needs no more than this file."""
+"""The command `weft`, also as `python -m weft`. Its version is told without loading the others."""
 
 import sys
 
@@ -6,20 +6,13 @@ import sys
 def main() -> None:
     """Answer `weft --version`, or run the command line."""
     if sys.argv[1:] == ["--version"]:
+        from weft.cli_version import version_text
+
         print(version_text())
         return
     from weft import cli
 
     cli.main()
-
-
-def version_text() -> str:
-    """The versions of weft and torch, without importing torch."""
-    from importlib.metadata import version
-
-    from weft import __version__
-
-    return f"weft {__version__}, torch {version('torch')}"
 
 
 if __name__ == "__main__":

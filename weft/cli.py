@@ -64,7 +64,7 @@ def options(
 ) -> None:
     """`weft --version`, which `weft.__main__` answers sooner where nothing stands beside it."""
     if version:
-        from weft.__main__ import version_text
+        from weft.cli_version import version_text
 
         print(version_text())
         raise typer.Exit
@@ -80,16 +80,24 @@ def tune() -> None:
     """Measure this machine, so that weft chooses right on it."""
 
 
+_REPORT = "write what a bug report needs here (- for stdout, .json for JSON); it names nobody"
+
+
 @app.command()
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
+    report: Annotated[str | None, typer.Option(help=_REPORT)] = None,
 ) -> None:
     """Say whether this machine has what weft needs, and what to do where it has not."""
     from weft.cli_options import wide_console
     from weft.doctor import examine, print_findings, to_json
 
     findings = examine()
-    if json:
+    if report is not None:
+        from weft.doctor_report import write
+
+        write(report, findings, as_json=json)
+    elif json:
         print(to_json(findings))
     else:
         print_findings(wide_console(), findings)

@@ -51,8 +51,8 @@ SHELL = ("--device", "cpu", "--ranks", "2", "--quiet", "--iters", "3", "--hidden
         ({"tokens": ()}, "nothing to measure"),
         ({"tokens": (0, 4)}, "0 tokens"),
         ({"max_tokens": 4}, "5 tokens do not fit max_tokens=4"),
-        ({"ranks": 1}, "1 ranks; an all-reduce has 2 to 8"),
-        ({"ranks": 9}, "9 ranks"),
+        ({"ranks": 1}, "all-reduce of 1 ranks; it takes 2 to 8"),
+        ({"ranks": 9}, "of 9 ranks"),
         ({"hidden": 100}, "multiple of 8"),
         ({"hidden": 200, "epilogue": "fp8-group"}, "multiple of 128"),
         ({"samples": 0}, "0 samples"),
@@ -261,7 +261,7 @@ def test_what_cannot_be_tuned_is_refused():
         ({"backends": ("oneshot", "collective")}, "backend is 'collective'; auto chooses among"),
         ({"epilogues": ("norm", "fp4")}, "epilogue is 'fp4'"),
         ({"hiddens": (64, 100)}, "hidden is 100"),
-        ({"ranks": 1}, "1 ranks"),
+        ({"ranks": 1}, "of 1 ranks"),
     ):
         with pytest.raises(InvalidArgument, match=text):
             _plan(**change)

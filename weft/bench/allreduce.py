@@ -24,6 +24,7 @@ from weft.ops import reference
 from weft.ops.allreduce_curve import EPILOGUES
 from weft.ops.allreduce_table import BACKENDS as SAME_BITS
 from weft.ops.allreduce_table import Table
+from weft.ops.reduction import Reduction
 
 if TYPE_CHECKING:
     from weft.bench.run import Measurement, Report
@@ -77,10 +78,8 @@ class ReduceCase(Case):
         if not self.backends:
             raise InvalidArgument("nothing to measure: pass at least one backend")
         fit(self.tokens, self.max_tokens)
-        if not 2 <= self.ranks <= 8:
-            raise InvalidArgument(f"{self.ranks} ranks; an all-reduce has 2 to 8")
-        if self.hidden < 8 or self.hidden % 8:
-            raise InvalidArgument(f"hidden is {self.hidden}; it must be a multiple of 8")
+        sizes: dict[str, Any] = {"ranks": self.ranks, "max_tokens": self.capacity}
+        Reduction.of(**sizes, hidden=self.hidden, dtype=self.out_dtype)  # refuses what cannot be
         if self.epilogue == "fp8-group" and self.hidden % GROUP:
             raise InvalidArgument(
                 f"hidden is {self.hidden} and fp8-group has a scale for each {GROUP} columns: "
