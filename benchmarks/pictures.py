@@ -47,8 +47,9 @@ def with_records(rows: Sequence[Row], case: Case) -> list[Row]:
     ]
 
 
-def draw_moe(path: Path, data: dict[str, Any]) -> None:
-    """The recorded all-to-all beside the records of other libraries."""
+def recorded_moe() -> tuple[MoECase, list[Row]]:
+    """The recorded all-to-all of 8 ranks, beside the records of other libraries."""
+    data = load(MOE_8)
     given, gpus = data["settings"], data["machine"]["gpus"]
     names = ("ranks", "hidden", "top_k", "experts", "dtype", "payload")
     case = MoECase(
@@ -57,9 +58,14 @@ def draw_moe(path: Path, data: dict[str, Any]) -> None:
         routing=given["router"],
         **{name: given[name] for name in names},
     )
-    found = [row for row in read_rows(data) if row.phase == "pair"]
-    rows = [replace(row, floor=pair_floor_us(int(row.moved), 0, gpus)) for row in found]
-    plot(path, with_records(rows, case), case.title(), data["machine"])
+    sent = {each["tokens"]: each["traffic"]["wire"] for each in data["results"]}
+    rows = []
+    for row in read_rows(data):
+        if row.phase == "pair":
+            wire = sent[row.tokens]
+            out, back = wire * case.sent_bytes, wire * case.returned_bytes
+            rows.append(replace(row, floor=pair_floor_us(out, back, gpus)))
+    return case, with_records(rows, case)
 
 
 def draw_run(path: Path, data: dict[str, Any]) -> None:
@@ -128,7 +134,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", nargs="?", type=Path, default=IMAGES)
     folder = parser.parse_args().folder
-    draw_moe(folder / "moe-8xH200.png", load(MOE_8))
+    case, rows = recorded_moe()
+    plot(folder / "moe-8xH200.png", rows, case.title(), load(MOE_8)["machine"])
     draw_layers(folder / "layer-4xH200.png")
     draw_reduces(folder / "allreduce-8xH200.png")
     for record in sorted((ROOT / "benchmarks").glob("rivals-*.json")):

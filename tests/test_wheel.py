@@ -86,7 +86,7 @@ def test_the_wheel_is_the_package_and_nothing_else(wheel):
     suffixes = {Path(name).suffix for name in inside}
     assert {".py", ".cuh", ".hpp", ".cpp", ".json"} <= suffixes
     assert "weft/py.typed" in inside
-    assert "weft = weft.cli:main" in entry_points
+    assert "weft = weft.__main__:main" in entry_points
 
 
 def test_the_metadata_says_what_it_is(wheel):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import rivals
+from benchmarks import pictures, rivals
 from benchmarks.publish import NUMBER, ROOT, Found, documents, expected, rewritten, says, tables_of
 from benchmarks.series import Series, least, load, series
 from benchmarks.tables import TABLES
@@ -196,3 +196,12 @@ def test_what_rivals_sh_wrote_becomes_a_record_and_a_section(tmp_path, monkeypat
         "No figure of: Loom 2.1 (moe: failed: it trapped).",
     ):
         assert piece in text, piece
+
+
+def test_the_picture_of_the_pair_has_floors_and_rivals():
+    case, rows = pictures.recorded_moe()
+    assert [row.tokens for row in rows] == list(case.tokens)
+    ratios = [row.us.median / row.floor for row in rows if row.floor]
+    assert len(ratios) == len(rows)
+    assert 1 <= ratios[-1] < ratios[0] < 3, "what is sent, and no fixed cost alone, is the floor"
+    assert any(label.startswith("FlashInfer") for label in rows[0].rivals)

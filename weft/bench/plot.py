@@ -23,7 +23,10 @@ def plot(path: Path, rows: Sequence[Row], title: str, machine: Mapping[str, Any]
     """
     pyplot = matplotlib_pyplot()
     wholes = [row for row in rows if row.phase in ("pair", "call")]
-    floors = {row.tokens: row.floor for row in wholes if row.floor is not None}
+    floors: dict[int, float] = {}  # the least, where variants send different bytes
+    for row in wholes:
+        if row.floor is not None:
+            floors[row.tokens] = min(row.floor, floors.get(row.tokens, row.floor))
     panels = 2 if floors else 1
     figure, grid = pyplot.subplots(
         1, panels, figsize=(6.5 * panels, 5.0), dpi=160, layout="constrained", squeeze=False
@@ -33,12 +36,16 @@ def plot(path: Path, rows: Sequence[Row], title: str, machine: Mapping[str, Any]
     left.set_ylabel("us")
     if floors:
         left.plot(*line(floors), color=INK, lw=1.1, ls=DASHES, label="floor")
-        _draw(right, wholes, floors)
+        _draw(right, [row for row in wholes if row.floor], over_floor=True)
         right.axhline(1.0, color=INK, lw=1.1, ls=DASHES)
         right.set_ylabel("weft's time over its floor")  # others may send other bytes
     for each in grid[0]:
         scale(each, sorted({row.tokens for row in wholes}), pyplot)
         plain(each)
+    if all(row.us.median < 5 * row.floor for row in wholes if row.floor) and floors:
+        right.set_yscale("linear")
+        right.yaxis.set_major_locator(pyplot.matplotlib.ticker.MaxNLocator(6))
+        right.yaxis.set_major_formatter(pyplot.matplotlib.ticker.ScalarFormatter())
     left.legend(frameon=False, loc="upper left", labelcolor=INK, fontsize=8)
     left.set_title(title, loc="left", fontsize=11, color=INK, pad=12)
     figure.text(0.012, -0.035, machine_line(dict(machine)), fontsize=7.5, color=QUIET)
@@ -62,13 +69,14 @@ def draw_times(axes: Axes, rows: Sequence[Row]) -> None:
             if points:
                 label = f"{name}, {kind}"
                 axes.plot(*line(points), color=colour, lw=1.2, ls=style, marker="o", label=label)
-    _draw(axes, rows, {})
+    _draw(axes, rows, over_floor=False)
 
 
-def _draw(axes: Axes, rows: Sequence[Row], unit: Mapping[int, float]) -> None:
-    """The medians of every variant, over `unit` at its tokens, 1 where it has none."""
+def _draw(axes: Axes, rows: Sequence[Row], *, over_floor: bool) -> None:
+    """The medians of every variant in us, or over its own floor."""
     for colour, name, mine in _variants(rows):
-        points = {row.tokens: row.us.median / unit.get(row.tokens, 1.0) for row in mine}
+        unit = {row.tokens: row.floor or 1.0 if over_floor else 1.0 for row in mine}
+        points = {row.tokens: row.us.median / unit[row.tokens] for row in mine}
         axes.plot(*line(points), color=colour, lw=2.0, marker="o", ms=4, label=name)
 
 

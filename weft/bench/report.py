@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import statistics
 import sys
@@ -309,18 +308,12 @@ def write_json(path: Path, data: Any) -> None:
 
     Raises InvalidArgument naming the path where that fails.
     """
-    text = json.dumps(data, indent=1, default=_plain) + "\n"
+    text = json.dumps(data, indent=1) + "\n"
     if path == STDOUT:
         sys.stdout.write(text)
         sys.stdout.flush()
         return
     write_text(path, text)
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
-    raise TypeError(f"{value!r} is no JSON")
 
 
 def write_text(path: Path, text: str) -> None:
