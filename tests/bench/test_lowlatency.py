@@ -59,26 +59,34 @@ def test_a_run_is_checked_timed_and_reported(changes):
     assert all(row.floor is None and not row.rivals for row in rows_of(report))
 
 
-def spoiled(group: weft.Group) -> tuple[str | None, str | None]:
-    """A sum that is wrong, and a row that is, must be found."""
+ROWS = "rows of experts differ from the reference"
+
+
+def spoiled(group: weft.Group) -> tuple[str | None, str | None, str | None]:
+    """A sum that is wrong, and a row that is, must be found; also by one rank alone."""
     with contextlib.closing(LowSession(group, SETTINGS)) as session:
         with session.trial("default", 6) as trial:
             assert trial.check() is None
             trial.out[2, 5] += 1
             wrong_sum = trial.compare()
+            sent = trial.rows[0].clone()
+            trial.rows[0][:] += group.rank
+            one_rank = trial.check()
+            trial.rows[0].copy_(sent)
             trial.rows[0][:] += 1  # what rank 0 is believed to send; rank 0 sends it, too
             trial.x = trial.x.clone() if group.rank else trial.x - 1
             wrong_row = trial.check()
         group.barrier()
-        return wrong_sum, wrong_row
+        return wrong_sum, one_rank, wrong_row
 
 
 def test_what_is_wrong_is_said(ranks):
-    for rank, (wrong_sum, wrong_row) in enumerate(ranks(2, "threads")(spoiled)):
+    for rank, (wrong_sum, one_rank, wrong_row) in enumerate(ranks(2, "threads")(spoiled)):
         assert wrong_sum is not None
         assert wrong_sum.startswith(f"rank {rank}: sum of token 2 of 6 is [")
         assert "in columns [5]" in wrong_sum
-        assert wrong_row == f"rank {rank}: rows of experts differ from the reference"
+        assert one_rank == (f"rank 1: {ROWS}" if rank else None)
+        assert wrong_row == f"rank {rank}: {ROWS}"
 
 
 def test_a_trace_of_all_ranks_is_written(tmp_path):

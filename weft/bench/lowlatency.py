@@ -283,7 +283,8 @@ class LowTrial:
         self.y.copy_(self._readable(got))
         settle(self.group)  # comparing takes its time, and a peer in combine would not wait so long
         self._combine()
-        return problem or self.compare()
+        found = self.compare()  # by all ranks, also where one has found something already
+        return problem or found
 
     def poison(self) -> None:
         """Forget the sums."""
