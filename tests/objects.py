@@ -240,7 +240,7 @@ def modes() -> Iterator[tuple[str, Callable[[weft.Group], Made]]]:
     yield "LowLatency plain", partial(expert_major, quant=None, profile=True)
     for backend in ("oneshot", "twoshot", "twoshot_bulk", "collective"):
         yield f"AllReduce {backend}", partial(reduce, backend=backend)
-    for overlap in ("none", "shared", "columns", "signals", "push"):
+    for overlap in ("none", "shared", "push"):
         yield f"MoE rank {overlap}", partial(layer, exchange="rank", overlap=overlap)
     for overlap in ("none", "shared", "push"):
         yield f"MoE expert {overlap}", partial(layer, exchange="expert", overlap=overlap)

@@ -34,8 +34,8 @@ SHELL = ("--device", "cpu", "--ranks", "2", "--quiet", "--iters", "3", "--tokens
 
 
 def by_hand(settings: LayerSettings, gpus: tuple[str, ...] = ()) -> LayerReport:
-    """Two ranks' samples in which columns take least at 6 tokens, and none at 1."""
-    times = {("none", 1): 5.0, ("columns", 1): 7.0, ("none", 6): 9.0, ("columns", 6): 6.0}
+    """Two ranks' samples in which push takes least at 6 tokens, and none at 1."""
+    times = {("none", 1): 5.0, ("push", 1): 7.0, ("none", 6): 9.0, ("push", 6): 6.0}
     measured = [
         LayerMeasurement(tokens, word, "by hand", [[us, us, 99.0], [us - 1, us - 1, 1.0]])
         for (word, tokens), us in times.items()
@@ -48,7 +48,7 @@ def by_hand(settings: LayerSettings, gpus: tuple[str, ...] = ()) -> LayerReport:
 
 def test_a_table_has_the_medians_of_the_slowest_rank():
     found = table_of([by_hand(SETTINGS), by_hand(replace(SETTINGS, exchange="expert"))])
-    us = {"none": (5.0, 9.0), "columns": (7.0, 6.0)}
+    us = {"none": (5.0, 9.0), "push": (7.0, 6.0)}
     assert found.curves == tuple(
         LayerCurve(exchange, "tiled", (1, 6), us) for exchange in ("rank", "expert")
     )
@@ -58,7 +58,7 @@ def test_a_table_has_the_medians_of_the_slowest_rank():
     assert "headers 0123456789ab" in found.machine
     assert found.method == "by hand, median, slowest rank; routing uniform"
     # Behind by 2 us at 1 token, ahead by 3 at 6: the lines cross at 3.
-    assert bands_text(found.curves[0]) == "none from 1, columns from 4"
+    assert bands_text(found.curves[0]) == "none from 1, push from 4"
     text = io.StringIO()
     print_table(Console(file=text, width=200), found, ["exchange rank, 1 tokens: why"])
     for words in ("rows by rank, tiled products", "auto: none from 1", "Refused: exchange rank"):
@@ -79,7 +79,6 @@ def test_what_is_tuned_is_what_a_layer_chooses_by(weft_command, tmp_path, monkey
     rank, expert = found.curves
     assert (rank.exchange, set(rank.us), rank.tokens) == ("rank", set(OVERLAPS), (1, 6))
     assert (expert.exchange, set(expert.us)) == ("expert", {"none", "shared", "push"})
-    assert "Refused: exchange expert, 1, 6 tokens, overlap signals: " in out.replace("\n", " ")
     assert f"auto: {bands_text(rank)}" in out
 
     settings = replace(SETTINGS, table=str(path), tokens=(6, 9), overlaps=("none",))
@@ -127,15 +126,6 @@ def test_an_exchange_that_the_layer_does_not_have_is_told():
     nothing = tune(replace(SETTINGS, dtype="bf16", gemm="grouped"), ("expert",), quiet=True)
     assert nothing.table is None
     assert "'grouped' packs rows" in (nothing.problem or "")
-
-
-def test_modes_asked_for_are_those_of_the_exchange_that_has_them():
-    settings = replace(SETTINGS, tokens=(1,), overlaps=("shared", "columns"))
-    found = tune(settings, ("rank", "expert"), quiet=True)
-    assert found.table is not None
-    assert [set(curve.us) for curve in found.table.curves] == [{"shared", "columns"}, {"shared"}]
-    nothing = tune(replace(settings, overlaps=("columns",)), ("expert",), quiet=True)
-    assert nothing.problem == "exchange expert, which has none, shared, push alone"
 
 
 def test_a_wrong_layer_makes_no_table(monkeypatch):

@@ -212,7 +212,6 @@ def test_options_reach_the_exchange(ranks):
 PLAIN = CONFIGS["softmax"]
 REFUSED: list[tuple[weft.MoEConfig, dict[str, Any], str]] = [
     (PLAIN, {"exchange": "token"}, "exchange is 'token'; choose one of 'rank', 'expert'"),
-    (PLAIN, {**BY_EXPERT, "overlap": "columns"}, "use 'none', 'shared' or 'push'"),
     (PLAIN, {**BY_EXPERT, "overlap": "push", "gemm": "padded"}, "use gemm='tiled'"),
     (PLAIN, {**BY_EXPERT, "overlap": "push", "gemm": "tiled", "slots": 2}, "leave both out"),
     (PLAIN, {**BY_EXPERT, "overlap": "push", "reduce": "sender"}, "leave both out"),

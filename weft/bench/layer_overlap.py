@@ -1,8 +1,8 @@
 """Does sending hide behind the second product? Each alone, then together, on one round's rows.
 
-Together is what the layer does in its mode: parts or blocks of columns sent while the next are
-multiplied, or rows that the product stores at their owners. In every round the steps stand in one
-stream, with an event between two of them, which each step's time holds.
+Together is what the layer does in its mode: rows that the product stores at their owners. In every
+round the steps stand in one stream, with an event between two of them, which each step's time
+holds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weft.moe import ExpertWeights, MoE
 from weft.moe.rank_major import RankMajor
 from weft.ops.grouping import Grouped
 
-OVERLAPPED = ("columns", "signals", "push")  # modes that send while the second product runs
+OVERLAPPED = ("push",)  # modes that send while the second product runs
 ALONE = ("product", "send")
 TOGETHER = "together"
 
@@ -52,7 +52,7 @@ class SecondHalf:
         self.mlp.up(self.weights, self.grouped)
 
     def product(self) -> None:
-        """The second product, all columns."""
+        """The second product."""
         self._y = self.mlp.down(self.weights)
 
     def send(self) -> None:

@@ -20,8 +20,6 @@ _DASHES = (0, (4, 3))
 _COLOURS = {
     "none": "#2563a6",
     "shared": "#0f766e",
-    "columns": "#6d28d9",
-    "signals": "#a16207",
     "push": "#c2410c",
 }
 

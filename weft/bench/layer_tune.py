@@ -20,11 +20,9 @@ from weft.bench.machine import measured_on
 from weft.bench.report import us_text, write_text
 from weft.bench.summary import Spread
 from weft.errors import InvalidArgument
-from weft.moe import EXCHANGES, OVERLAPS, LayerTable, expert_major
+from weft.moe import EXCHANGES, LayerTable
 from weft.moe.layer_choice import overlap_bands
 from weft.moe.layer_table import LayerCurve, LayerSizes
-
-MODES = {"rank": OVERLAPS, "expert": expert_major.OVERLAPS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +47,7 @@ def tune(settings: LayerSettings, exchanges: Sequence[str], *, quiet: bool = Fal
     reports: list[LayerReport] = []
     refused: list[str] = []
     for exchange in exchanges:
-        words = tuple(word for word in settings.overlaps if word in MODES[exchange])
-        if settings.overlaps and not words:
-            refused.append(f"exchange {exchange}, which has {', '.join(MODES[exchange])} alone")
-            continue
-        report = run(replace(settings, exchange=exchange, overlaps=words), quiet=quiet)
+        report = run(replace(settings, exchange=exchange), quiet=quiet)
         refused += [f"exchange {exchange}, {text}" for text in _gathered(report.refused)]
         if report.nothing_offered:
             continue  # this layer does not have the exchange, and says so

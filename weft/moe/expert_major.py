@@ -16,7 +16,6 @@ from weft.moe.workspace import LayerWorkspace
 from weft.ops.lowlatency import LowLatencyAllToAll
 from weft.ops.lowlatency_results import ExpertRows
 
-OVERLAPS = ("none", "shared", "push")
 HOMES = ("push", "fp8")  # where combine sends rows
 # Tokens of a rank from which on the first product lets the shared expert begin before it. A product
 # that waits on the SMs while dispatch runs is there first, and keeps them: the shared expert's two
@@ -163,11 +162,6 @@ class ExpertMajor(LayerWorkspace[ExpertRows]):
 
 def _check_options(options: Options) -> None:
     """Raises InvalidArgument for what rows by expert do not have."""
-    if options.overlap not in OVERLAPS:
-        raise InvalidArgument(
-            f"overlap is {options.overlap!r}, exchange 'expert', whose rows go home one by one: "
-            "use 'none', 'shared' or 'push', or exchange='rank'"
-        )
     homes = ("choices",) if options.overlap == "push" else HOMES
     if options.combine_by not in (None, *homes):
         raise InvalidArgument(

@@ -21,7 +21,6 @@ from weft.moe.layer_choice import LayerChoice
 from weft.moe.layer_table import LayerTable
 from weft.moe.models import MoEConfig
 from weft.moe.options import Options
-from weft.moe.overlap import PARTS
 from weft.moe.rank_major import RankMajor
 from weft.moe.router import Routed, route
 from weft.moe.workspace import Exchange, LayerWorkspace
@@ -46,15 +45,13 @@ class MoE:
     shared: `[tokens, hidden]` -> `[tokens, hidden]`, where the config has a shared expert.
     correction: float32 `[num_experts]`, where the routing has one.
     exchange: "rank": AllToAll, a row to each rank that has an expert for it; "expert":
-        LowLatencyAllToAll, rows by expert: overlap "none", "shared" or "push".
+        LowLatencyAllToAll, rows by expert.
     overlap: "none": one thing after the other; "shared": the shared expert beside all that comes
-        before combine; "columns": that, and while some columns of the second product are computed,
-        those before them are sent home; "signals": by one send that waits for them; "push": or the
-        product stores its rows at their owners itself; the last two with gemm="tiled". "auto": the
-        fastest for max_tokens by a measured table (docs/moe.md). Equal bits. (weft/moe/overlap.py)
+        before combine; "push": that, and the second product stores its rows at their owners
+        itself, with gemm="tiled". "auto": the fastest for max_tokens by a measured table
+        (docs/moe.md). Equal bits. (weft/moe/overlap.py)
     table: what "auto" chooses by: a LayerTable, the path of one that `weft tune layer` wrote, or
         None for the nearest that came with weft. Rank 0's is sent to everyone.
-    parts: of the columns, where overlap sends by them.
     fp8: weights are FP8 with scales (`ExpertWeights.to_fp8`), tokens travel as FP8.
     gemm: "tiled" (weft.gemm), "grouped", "padded" or "loop" (weft/moe/products.py); "auto": tiled
         for FP8, and on Hopper wherever it serves; else grouped_mm where it leaves row counts on the
@@ -87,7 +84,6 @@ class MoE:
         max_rows: int | None = None,
         expert_map: Sequence[int] | torch.Tensor | None = None,
         fp8: bool = False,
-        parts: int = PARTS,
         quantize: str | None = None,
         combine_by: str | None = None,
         reduce: str | None = None,
@@ -108,7 +104,6 @@ class MoE:
             max_rows=max_rows,
             expert_map=expert_map,
             fp8=fp8,
-            parts=parts,
             quantize=quantize,
             combine_by=combine_by,
             reduce=reduce,

@@ -12,17 +12,16 @@ from weft.gemm.choice import is_hopper
 from weft.gemm.launch import installed, is_installed
 from weft.moe.experts import ExpertWeights
 from weft.moe.models import MoEConfig
-from weft.moe.products import Columns, RowsByExpert, choose, layout_of, make
+from weft.moe.products import RowsByExpert, choose, layout_of, make
 from weft.moe.tiled_mlp import TiledMlp
 from weft.ops.grouping import Layout
-from weft.ops.sending import Signal
 from weft.shape import FP8_BLOCK
 
 
 class Mlp(Protocol):
     """The experts of one layer after the other, in buffers of their own.
 
-    up, then down: once, or once for each part of the columns. Both only enqueue.
+    up, then down or push; all only enqueue.
     """
 
     layout: Layout
@@ -41,16 +40,8 @@ class Mlp(Protocol):
         early: it may take its place on the GPU while the kernel in front still runs.
         """
 
-    def down(self, weights: ExpertWeights, columns: Columns | None = None) -> torch.Tensor:
-        """The second product, or these columns of it: `[*rows, hidden]`, the others undefined."""
-
-    def down_signalled(
-        self, weights: ExpertWeights, cells: torch.Tensor, send_sms: int | None
-    ) -> tuple[torch.Tensor, Signal]:
-        """The second product, which tells of columns as they are done. Tiled only.
-
-        send_sms: SMs to leave to whoever waits for them.
-        """
+    def down(self, weights: ExpertWeights) -> torch.Tensor:
+        """The second product: `[*rows, hidden]`."""
 
     def push(self, weights: ExpertWeights) -> None:
         """The second product, every row of it stored at its `home`. Tiled only."""
@@ -171,24 +162,12 @@ class TorchMlp:
         h = self._products.multiply(x, weights.gate_up, weights.gate_up_bias, self._h[:used])
         self._gating.apply(h, out=self._act[:used])
 
-    def down(self, weights: ExpertWeights, columns: Columns | None = None) -> torch.Tensor:
-        first, end = columns or (0, self._y.shape[-1])
-        bias, used = weights.down_bias, self._used
-        part = self._y[:used, ..., first:end]
-        y = self._products.multiply(
-            self._act[:used],
-            weights.down[:, first:end],
-            None if bias is None else bias[:, first:end],
-            part,
-        )
+    def down(self, weights: ExpertWeights) -> torch.Tensor:
+        act, rows = self._act[: self._used], self._y[: self._used]
+        y = self._products.multiply(act, weights.down, weights.down_bias, rows)
         if self._products.allocates:
-            part.copy_(y)
+            rows.copy_(y)
         return self._y
-
-    def down_signalled(
-        self, weights: ExpertWeights, cells: torch.Tensor, send_sms: int | None
-    ) -> tuple[torch.Tensor, Signal]:
-        raise InvalidArgument("torch's products tell nobody of their columns; use gemm='tiled'")
 
     def push(self, weights: ExpertWeights) -> None:
         raise InvalidArgument("torch's products store no rows at peers; use gemm='tiled'")

@@ -21,7 +21,7 @@ from weft.ops.lowlatency_shape import REDUCES
 from weft.shape import LIMITS, NUMBERS, WAYS
 
 AUTO = "auto"
-MAX_PARTS, MAX_SMS = 64, 1 << 16
+MAX_SMS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,6 @@ class Options:
     max_rows: int | None
     expert_map: Sequence[int] | torch.Tensor | None
     fp8: bool
-    parts: int
     quantize: str | None
     combine_by: str | None
     reduce: str | None
@@ -70,7 +69,6 @@ def check_options(options: Options, config: MoEConfig) -> None:
     one_of("quantize", options.quantize, (None, *SCALES))
     one_of("combine_by", options.combine_by, (None, *WAYS))
     one_of("reduce", options.reduce, (None, *REDUCES))
-    integer("parts", options.parts, 1, MAX_PARTS)
     integer("max_tokens", options.max_tokens, 1, LIMITS["tokens"][2])
     if options.max_rows is not None:
         integer("max_rows", options.max_rows, 1, MAX_ROWS)

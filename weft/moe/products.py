@@ -17,7 +17,6 @@ from weft.arguments import one_of
 from weft.errors import InvalidArgument
 from weft.ops.grouping import Layout
 
-Columns = tuple[int, int]  # first, end
 Way = Literal["auto", "tiled", "grouped", "padded", "loop"]  # "tiled" is not made here
 FAST = (9, 10)  # compute capabilities, major, whose grouped_mm leaves the offsets on the device
 

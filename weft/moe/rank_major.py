@@ -9,14 +9,7 @@ from weft.errors import InvalidArgument, OutOfOrder
 from weft.moe.experts import ExpertWeights
 from weft.moe.mlp import choose_way, layout_for
 from weft.moe.options import Chosen, Options
-from weft.moe.overlap import (
-    COLUMNS,
-    Beside,
-    check_overlap,
-    send_by_columns,
-    send_by_signals,
-    sms_to_send,
-)
+from weft.moe.overlap import check_overlap
 from weft.moe.workspace import LayerWorkspace
 from weft.ops.alltoall import AllToAll
 from weft.ops.grouping import ExpertGroups
@@ -29,7 +22,6 @@ class RankMajor(LayerWorkspace[Received]):
 
     exchange: AllToAll
     _groups: ExpertGroups | None = None
-    _tokens = 0  # of this rank in this round
 
     @property
     def mid_round(self) -> bool:
@@ -42,7 +34,6 @@ class RankMajor(LayerWorkspace[Received]):
         weights: torch.Tensor | None,
         num_tokens: torch.Tensor | None,
     ) -> Received:
-        self._tokens = len(x)
         return self.exchange.dispatch(x, ids, weights, num_tokens=num_tokens)
 
     def run_experts(self, weights: ExpertWeights, received: Received) -> None:
@@ -86,25 +77,10 @@ class RankMajor(LayerWorkspace[Received]):
 
     def _come_home(self, weights: ExpertWeights, groups: ExpertGroups) -> None:
         """The second product, and its sending where the owners do not fetch."""
-        overlap = self.options.overlap
-        if overlap == "push":
+        if self.options.overlap == "push":
             self._mlp.push(weights)
-        elif overlap == "columns":
-            sizes = {"hidden": self.config.hidden, "parts": self.options.parts}
-            beside, num_sms = self._sends, self._send_sms()
-            send_by_columns(self._mlp, weights, groups, beside, num_sms=num_sms, **sizes)
-        elif overlap == "signals":
-            beside, num_sms = self._sends, self._send_sms()
-            send_by_signals(self._mlp, weights, groups, beside, cells=self._cells, num_sms=num_sms)
         else:
             groups.send(self._mlp.down(weights))
-
-    def _send_sms(self) -> int | None:
-        if self.group.device.type != "cuda":
-            return None
-        ranks = min(self.exchange.ep_size, self.config.routing.top_k)
-        row_bytes = self.exchange._geometry.shape.returned_bytes
-        return sms_to_send(self._tokens, ranks, row_bytes)
 
     def _ready(self) -> ExpertGroups:
         if self._groups is None:
@@ -154,11 +130,6 @@ class RankMajor(LayerWorkspace[Received]):
             layout=layout,
             programmatic_launch=self.options.programmatic_launch,
         )
-        # Few CTAs that wait for memory go before many that compute.
-        self._sends = Beside(self.group.device, priority=-1)
-        signals = self.options.overlap == "signals"
-        blocks = -(-self.config.hidden // COLUMNS) if signals else 0
-        self._cells = torch.zeros(blocks, dtype=torch.int32, device=self.group.device)
         self._max_rows = groups.max_rows
         experts = self.exchange.num_local_experts
         if layout == "masked":
