@@ -235,7 +235,7 @@ def modes() -> Iterator[tuple[str, Callable[[weft.Group], Made]]]:
     yield "ExpertGroups", partial(grouping, compact=False)
     yield "Compactor", partial(grouping, compact=True)
     yield "LowLatency", expert_major
-    yield "LowLatency halves", partial(expert_major, halves=True, view=True, expert_map=explicit)
+    yield "LowLatency halves", partial(expert_major, halves=True, expert_map=explicit)
     yield "LowLatency sender", partial(expert_major, reduce="sender", combine_by="fp8")
     yield "LowLatency plain", partial(expert_major, quant=None, profile=True)
     for backend in ("oneshot", "twoshot", "twoshot_bulk", "collective"):

@@ -78,11 +78,10 @@ LOW = {
     "quant": WORD.optional(),
     "group_size": listed(*WHOLE, 0, -1, 16, 256),
     "scale": WORD,
-    "slots": listed(*WHOLE, 0, -1, 17),
+    "slots": listed(*WHOLE, 0, -1, 3),
     "reduce": WORD,
     "combine_by": WORD,
     "dtype": DTYPE,
-    "view": FLAG,
     "profile": FLAG,
     "expert_map": MAP,
 }

@@ -335,7 +335,7 @@ def layers(group: weft.Group, options: dict[str, Any]) -> None:
         **{"table": TABLE, "gemm": WORD, "max_rows": listed(*WHOLE, 0, -1).optional()},
         **{"expert_map": MAP, "fp8": FLAG},
         **{"quantize": WORD.optional(), "combine_by": WORD.optional(), "reduce": WORD.optional()},
-        **{"slots": listed(*WHOLE, 0, -1, 17).optional(), "timeout": SECONDS},
+        **{"timeout": SECONDS},
         **{"first_timeout": SECONDS, "num_sms": SMS, "programmatic_launch": FLAG},
         "profile": FLAG,
     }

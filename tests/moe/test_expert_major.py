@@ -61,7 +61,6 @@ WIRES: dict[str, tuple[dict[str, Any], float]] = {
     "fp8 both ways": ({"quantize": "fp8", "combine_by": "fp8"}, 16.0 / 5),
     "sums travel": ({"reduce": "sender"}, 1.0),
     "sums travel as fp8": ({"reduce": "sender", "combine_by": "fp8"}, 16.0 / 5),
-    "more slots": ({"slots": 3}, 1.0),
     "a map": ({"expert_map": [1, 0, 1, 1, 0, 0, 1, 1]}, 1.0),
     "a rank without experts": ({"expert_map": [1] * 8}, 1.0),
 }
@@ -133,25 +132,23 @@ def test_processes(ranks):
 
 
 def by_hand(group: weft.Group) -> None:
-    """Two micro-batches alive have the bits of calls; a call that finds no slot is refused."""
+    """A round by hand has the bits of a call; a call in the middle of it is refused."""
     case = Case(DEEP, tokens=(5, 7))
-    with case.open(group, **BY_EXPERT, slots=2) as layer:
+    with case.open(group, **BY_EXPERT) as layer:
         exchange, shared = layer.exchange, case.shared(group.device)
         assert isinstance(exchange, weft.LowLatencyAllToAll)
         assert shared is not None
-        inputs = [case.next(seed=seed).of(group.rank, group.device) for seed in range(2)]
-        wanted = [layer(x, logits) for x, logits in inputs]
-        routed = [layer.route(logits) for _, logits in inputs]
-        alive = [exchange.dispatch(x, ids) for (x, _), (ids, _) in zip(inputs, routed, strict=True)]
-        with pytest.raises(OutOfOrder, match="2 results of layer.exchange are alive"):
-            layer(*inputs[0])
+        x, logits = case.of(group.rank, group.device)
+        wanted, (ids, weights) = layer(x, logits), layer.route(logits)
+        rows = exchange.dispatch(x, ids)
+        with pytest.raises(OutOfOrder, match="a result of layer.exchange is alive"):
+            layer(x, logits)
         layer.check()  # the refusal has told nobody to leave
-        for i, rows in enumerate(alive):
-            y = layer.experts(rows)
-            assert y is not None
-            out = exchange.combine(y, *routed[i], rows.handle, add=shared(inputs[i][0]))
-            assert torch.equal(bits(out), bits(wanted[i]))
-        assert torch.equal(bits(layer(*inputs[0])), bits(wanted[0]))
+        y = layer.experts(rows)
+        assert y is not None
+        out = exchange.combine(y, ids, weights, rows.handle, add=shared(x))
+        assert torch.equal(bits(out), bits(wanted))
+        assert torch.equal(bits(layer(x, logits)), bits(wanted))
         settle(group)
 
 
@@ -186,14 +183,13 @@ def test_sizes_are_known(ranks):
 
 def options_reach(group: weft.Group) -> None:
     case = Case(CONFIGS["softmax"], tokens=(4, 4))
-    options: dict[str, Any] = {"combine_by": "fp8", "quantize": "fp8", "slots": 3, "profile": True}
+    options: dict[str, Any] = {"combine_by": "fp8", "quantize": "fp8", "profile": True}
     owners = [1, 0, 1, 1, 0, 0, 1, 1]
     with case.open(group, **SENDER, **options, expert_map=owners) as layer:
         exchange = layer.exchange
         assert isinstance(exchange, weft.LowLatencyAllToAll)
         shape = exchange._geometry.shape
         assert (shape.fp8_back, shape.group, shape.reduce) == (True, 128, "sender")
-        assert len(exchange._rounds.slots) == 3
         assert exchange._rounds.tracks.numel() > 0
         assert exchange.placement.ranks == tuple(owners)
         assert layer.local_experts == tuple(e for e in range(8) if owners[e] == group.rank)
@@ -213,8 +209,7 @@ PLAIN = CONFIGS["softmax"]
 REFUSED: list[tuple[weft.MoEConfig, dict[str, Any], str]] = [
     (PLAIN, {"exchange": "token"}, "exchange is 'token'; choose one of 'rank', 'expert'"),
     (PLAIN, {**BY_EXPERT, "overlap": "push", "gemm": "padded"}, "use gemm='tiled'"),
-    (PLAIN, {**BY_EXPERT, "overlap": "push", "gemm": "tiled", "slots": 2}, "leave both out"),
-    (PLAIN, {**BY_EXPERT, "overlap": "push", "reduce": "sender"}, "leave both out"),
+    (PLAIN, {**BY_EXPERT, "overlap": "push", "reduce": "sender"}, "leave it out"),
     (PLAIN, {**BY_EXPERT, "overlap": "push", "combine_by": "fp8"}, "use 'choices'"),
     (PLAIN, {**BY_EXPERT, "overlap": "shared"}, "there is nothing to overlap"),
     (PLAIN, {**BY_EXPERT, "combine_by": "pull"}, "use 'push' or 'fp8'"),
@@ -225,9 +220,7 @@ REFUSED: list[tuple[weft.MoEConfig, dict[str, Any], str]] = [
     (PLAIN, {**BY_EXPERT, "gemm": "tiled", "quantize": "fp8"}, "needs FP8 weights"),
     (DEEP, {**BY_EXPERT, "gemm": "loop", "fp8": True}, "has no FP8 weights"),
     (PLAIN, {**BY_EXPERT, "reduce": "both"}, "reduce"),
-    (PLAIN, {**BY_EXPERT, "slots": 0}, "slots"),
     (PLAIN, {"reduce": "sender"}, "use exchange='expert'"),
-    (PLAIN, {"slots": 2}, "use exchange='expert'"),
     (replace(PLAIN, hidden=72), {**BY_EXPERT}, "hidden"),
 ]
 

@@ -132,7 +132,6 @@ def chosen(group: weft.Group) -> None:
         (plain, {"fp8": True}, "push"),
         (DEEP, {"gemm": "tiled", "combine_by": "pull"}, "shared"),
         (DEEP, {"gemm": "tiled", "exchange": "expert"}, "push"),
-        (DEEP, {"gemm": "tiled", "exchange": "expert", "slots": 2}, "shared"),
         (DEEP, {"gemm": "tiled", "max_tokens": 1025}, "shared"),
     ):
         with Case(config, tokens=(4,)).open(group, **options) as layer:

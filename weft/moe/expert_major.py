@@ -59,12 +59,8 @@ class ExpertMajor(LayerWorkspace[ExpertRows]):
 
     def check_call(self) -> None:
         super().check_call()
-        slots = self.exchange._rounds.slots
-        if slots and all(slot.alive is not None for slot in slots):
-            raise OutOfOrder(
-                f"a call while {len(slots)} results of layer.exchange are alive: combine one "
-                "first, or build the layer with more slots"
-            )
+        if self.mid_round:
+            raise OutOfOrder("a call while a result of layer.exchange is alive: combine it first")
 
     def dispatch(
         self,
@@ -137,7 +133,7 @@ class ExpertMajor(LayerWorkspace[ExpertRows]):
             routing.top_k,
             routing.num_experts,
             self.chosen.quantize,
-            slots=1 if options.slots is None else options.slots,
+            slots=1,
             reduce=options.reduce or "receiver",
             combine_by=self.chosen.combine_by,
             dtype=config.dtype,
@@ -168,10 +164,9 @@ def _check_options(options: Options) -> None:
             f"combine_by is {options.combine_by!r}, exchange 'expert', overlap "
             f"{options.overlap!r}: use {' or '.join(map(repr, homes))}"
         )
-    if options.overlap == "push" and (options.reduce == "sender" or options.slots not in (None, 1)):
+    if options.overlap == "push" and options.reduce == "sender":
         raise InvalidArgument(
-            f"reduce is {options.reduce!r}, slots {options.slots!r}, overlap 'push', whose rows go "
-            "home one by one, of one call at a time: leave both out"
+            "reduce is 'sender', overlap 'push', whose rows go home one by one: leave it out"
         )
     if options.quantize not in (None, "fp8"):
         raise InvalidArgument(

@@ -62,7 +62,7 @@ class MoE:
         widened to the layer's dtype before the products, unless its weights are FP8 too. With
         exchange="expert" quantize is "fp8" or None, combine_by "push" or "fp8", or "choices" with
         overlap "push".
-    reduce, slots: as in LowLatencyAllToAll, with exchange="expert" only; slots defaults to 1.
+    reduce: as in LowLatencyAllToAll, with exchange="expert" only.
 
     Raises InvalidArgument, CreationFailed (on every rank, when one cannot do its part),
     GeometryMismatch (when ranks pass different sizes or rules).
@@ -87,7 +87,6 @@ class MoE:
         quantize: str | None = None,
         combine_by: str | None = None,
         reduce: str | None = None,
-        slots: int | None = None,
         timeout: float = 2.0,
         first_timeout: float = 120.0,
         num_sms: int | None = None,
@@ -107,7 +106,6 @@ class MoE:
             quantize=quantize,
             combine_by=combine_by,
             reduce=reduce,
-            slots=slots,
             timeout=timeout,
             first_timeout=first_timeout,
             num_sms=num_sms,

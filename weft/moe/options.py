@@ -16,7 +16,6 @@ from weft.moe.overlap import EXCHANGES, OVERLAPS
 from weft.moe.products import Way
 from weft.ops.geometry import SCALES
 from weft.ops.grouping import MAX_ROWS
-from weft.ops.lowlatency_geometry import MAX_SLOTS
 from weft.ops.lowlatency_shape import REDUCES
 from weft.shape import LIMITS, NUMBERS, WAYS
 
@@ -39,7 +38,6 @@ class Options:
     quantize: str | None
     combine_by: str | None
     reduce: str | None
-    slots: int | None
     timeout: float
     first_timeout: float
     num_sms: int | None
@@ -72,8 +70,6 @@ def check_options(options: Options, config: MoEConfig) -> None:
     integer("max_tokens", options.max_tokens, 1, LIMITS["tokens"][2])
     if options.max_rows is not None:
         integer("max_rows", options.max_rows, 1, MAX_ROWS)
-    if options.slots is not None:
-        integer("slots", options.slots, 1, MAX_SLOTS)
     if options.num_sms is not None:
         integer("num_sms", options.num_sms, 1, MAX_SMS)
     seconds("timeout", options.timeout)

@@ -89,12 +89,11 @@ class RankMajor(LayerWorkspace[Received]):
 
     def _choose(self, options: Options) -> Chosen:
         config = self.config
-        for name, value in (("reduce", options.reduce), ("slots", options.slots)):
-            if value is not None:
-                raise InvalidArgument(
-                    f"{name} is {value!r}, exchange 'rank', which has one way only: leave it out, "
-                    "or use exchange='expert'"
-                )
+        if options.reduce is not None:
+            raise InvalidArgument(
+                f"reduce is {options.reduce!r}, exchange 'rank', which has one way only: leave it "
+                "out, or use exchange='expert'"
+            )
         quantize = options.quantize or ("fp8" if options.fp8 else None)
         device = self.group.device
         way = choose_way(options.gemm, device, config, fp8=options.fp8, quantize=quantize)
