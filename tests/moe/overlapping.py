@@ -27,9 +27,8 @@ from weft.ops.alltoall import AllToAll
 from weft.ops.grouping import Grouped
 
 CONFIG = MoEConfig(WIDER, 128, Routing(EXPERTS, 3), shared=128)
-PLAIN = {"overlap": "none", "combine_by": "pull"}  # what all others are compared with
+PLAIN = {"overlap": "none"}  # what all others are compared with
 MODES: dict[str, dict[str, Any]] = {
-    "none": {"overlap": "none"},
     "shared": {"overlap": "shared"},
     "push": {"overlap": "push"},
 }

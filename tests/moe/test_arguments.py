@@ -334,7 +334,7 @@ def layers(group: weft.Group, options: dict[str, Any]) -> None:
         **{"shared": CALLED, "correction": KEPT, "exchange": WORD, "overlap": WORD},
         **{"table": TABLE, "gemm": WORD, "max_rows": listed(*WHOLE, 0, -1).optional()},
         **{"expert_map": MAP, "fp8": FLAG},
-        **{"quantize": WORD.optional(), "combine_by": WORD.optional(), "reduce": WORD.optional()},
+        **{"quantize": WORD.optional(), "combine_by": WORD.optional()},
         **{"timeout": SECONDS},
         **{"first_timeout": SECONDS, "num_sms": SMS, "programmatic_launch": FLAG},
         "profile": FLAG,

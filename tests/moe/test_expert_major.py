@@ -36,7 +36,6 @@ from weft.errors import GeometryMismatch, InvalidArgument, OutOfOrder
 from weft.moe.mlp import choose_in_blocks, choose_way
 
 BY_EXPERT = {"exchange": "expert"}
-SENDER = {**BY_EXPERT, "reduce": "sender"}
 DEEP = replace(CONFIGS["deepseek"], hidden=256, intermediate=128, shared=128)
 
 
@@ -59,8 +58,6 @@ WIRES: dict[str, tuple[dict[str, Any], float]] = {
     "fp8 out": ({"quantize": "fp8"}, 1.0),
     "fp8 home": ({"combine_by": "fp8"}, 16.0 / 5),
     "fp8 both ways": ({"quantize": "fp8", "combine_by": "fp8"}, 16.0 / 5),
-    "sums travel": ({"reduce": "sender"}, 1.0),
-    "sums travel as fp8": ({"reduce": "sender", "combine_by": "fp8"}, 16.0 / 5),
     "a map": ({"expert_map": [1, 0, 1, 1, 0, 0, 1, 1]}, 1.0),
     "a rank without experts": ({"expert_map": [1] * 8}, 1.0),
 }
@@ -91,7 +88,7 @@ def fp8_rounds(group: weft.Group, case: Case, options: dict[str, Any]) -> None:
             layer.check()
 
 
-@pytest.mark.parametrize("more", [{}, {"reduce": "sender"}, {"expert_map": [1] * 8}])
+@pytest.mark.parametrize("more", [{}, {"expert_map": [1] * 8}])
 def test_fp8_experts(ranks, more):
     case = Case(DEEP, tokens=(9, 0, 4))
     ranks(3, "threads")(fp8_rounds, case, {**BY_EXPERT, "overlap": "shared", **more})
@@ -101,7 +98,7 @@ def test_any_routing(ranks):
     ranks(3, "threads")(any_routing, BY_EXPERT)
 
 
-@pytest.mark.parametrize("more", [{}, {"gemm": "padded"}, {"fp8": True}, {"reduce": "sender"}])
+@pytest.mark.parametrize("more", [{}, {"gemm": "padded"}, {"fp8": True}])
 def test_overlap_changes_no_bit(ranks, more):
     ranks(3, "threads")(both_overlaps, Case(DEEP, tokens=(9, 0, 4)), {**BY_EXPERT, **more})
 
@@ -110,10 +107,9 @@ def test_tokens_go_before_the_shared_expert(ranks):
     ranks(2, "threads")(order_of_calls, BY_EXPERT)
 
 
-@pytest.mark.parametrize("options", [BY_EXPERT, SENDER], ids=["receiver", "sender"])
 @pytest.mark.parametrize("name", ["softmax", "llama"])
-def test_padding_reaches_no_expert(ranks, name, options):
-    ranks(2, "threads")(padded_tokens, name, options)
+def test_padding_reaches_no_expert(ranks, name):
+    ranks(2, "threads")(padded_tokens, name, BY_EXPERT)
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))
@@ -185,11 +181,11 @@ def options_reach(group: weft.Group) -> None:
     case = Case(CONFIGS["softmax"], tokens=(4, 4))
     options: dict[str, Any] = {"combine_by": "fp8", "quantize": "fp8", "profile": True}
     owners = [1, 0, 1, 1, 0, 0, 1, 1]
-    with case.open(group, **SENDER, **options, expert_map=owners) as layer:
+    with case.open(group, **BY_EXPERT, **options, expert_map=owners) as layer:
         exchange = layer.exchange
         assert isinstance(exchange, weft.LowLatencyAllToAll)
         shape = exchange._geometry.shape
-        assert (shape.fp8_back, shape.group, shape.reduce) == (True, 128, "sender")
+        assert (shape.fp8_back, shape.group, shape.reduce) == (True, 128, "receiver")
         assert exchange._rounds.tracks.numel() > 0
         assert exchange.placement.ranks == tuple(owners)
         assert layer.local_experts == tuple(e for e in range(8) if owners[e] == group.rank)
@@ -209,18 +205,13 @@ PLAIN = CONFIGS["softmax"]
 REFUSED: list[tuple[weft.MoEConfig, dict[str, Any], str]] = [
     (PLAIN, {"exchange": "token"}, "exchange is 'token'; choose one of 'rank', 'expert'"),
     (PLAIN, {**BY_EXPERT, "overlap": "push", "gemm": "padded"}, "use gemm='tiled'"),
-    (PLAIN, {**BY_EXPERT, "overlap": "push", "reduce": "sender"}, "leave it out"),
-    (PLAIN, {**BY_EXPERT, "overlap": "push", "combine_by": "fp8"}, "use 'choices'"),
+    (PLAIN, {**BY_EXPERT, "overlap": "push", "combine_by": "fp8"}, "leave combine_by out"),
     (PLAIN, {**BY_EXPERT, "overlap": "shared"}, "there is nothing to overlap"),
-    (PLAIN, {**BY_EXPERT, "combine_by": "pull"}, "use 'push' or 'fp8'"),
-    (PLAIN, {**BY_EXPERT, "overlap": "none", "combine_by": "choices"}, "use 'push' or 'fp8'"),
     (PLAIN, {**BY_EXPERT, "quantize": "mxfp8"}, "use 'fp8' or None"),
     (PLAIN, {**BY_EXPERT, "max_rows": 64}, "leave it out"),
     (PLAIN, {**BY_EXPERT, "gemm": "grouped"}, "brings them in blocks"),
     (PLAIN, {**BY_EXPERT, "gemm": "tiled", "quantize": "fp8"}, "needs FP8 weights"),
     (DEEP, {**BY_EXPERT, "gemm": "loop", "fp8": True}, "has no FP8 weights"),
-    (PLAIN, {**BY_EXPERT, "reduce": "both"}, "reduce"),
-    (PLAIN, {"reduce": "sender"}, "use exchange='expert'"),
     (replace(PLAIN, hidden=72), {**BY_EXPERT}, "hidden"),
 ]
 

@@ -93,11 +93,8 @@ def test_what_was_asked_for_is_done_and_what_auto_would_take_is_told(ranks):
 @pytest.mark.parametrize(
     ("options", "want", "source"),
     [
-        ({"combine_by": "pull"}, "shared", "nearest"),
-        ({"combine_by": "choices"}, "push", "only one"),
         ({"gemm": "loop"}, "shared", "rule"),  # the table has tiled products
         ({"exchange": "expert"}, "push", "rule"),
-        ({"exchange": "expert", "reduce": "sender"}, "shared", "rule"),
         ({"max_tokens": 5}, "push", "rule"),  # the table ends at 4
         ({"combine_by": "fp8"}, "shared", "nearest"),
     ],
@@ -140,7 +137,6 @@ REFUSED: list[tuple[list[dict[str, Any]], type[WeftError], str]] = [
     ([{}, {"table": "/nowhere/t.json"}], CreationFailed, "/nowhere/t.json"),
     ([{"table": 5}, {}], CreationFailed, "table is a int; pass a LayerTable, or the path"),
     ([{}, {"overlap": "none"}], GeometryMismatch, "overlap"),
-    ([{"combine_by": "choices"}, {"combine_by": "pull"}], GeometryMismatch, "rank 0: push; rank 1"),
     ([{"max_tokens": "4"}, {}], CreationFailed, "max_tokens is '4'"),
     ([{"max_tokens": 0}, {}], CreationFailed, "max_tokens is 0"),
     *(

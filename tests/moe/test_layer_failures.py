@@ -48,7 +48,7 @@ WRONG = [
     (ODD, {"gemm": "grouped"}, "needs intermediate rows of a multiple of 16 bytes"),
     (PLAIN, {"gemm": "padded", "max_rows": 0}, "max_rows is 0"),
     (PLAIN, {"quantize": "int4"}, "quantize is 'int4'"),
-    (PLAIN, {"combine_by": "choices"}, "'push' and 'choices' go together"),
+    (PLAIN, {"combine_by": "choices"}, "choose one of None, 'push', 'fp8'"),
     (replace(PLAIN, hidden=12), {}, "multiples of 16 bytes"),
 ]
 

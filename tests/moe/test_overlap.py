@@ -14,13 +14,11 @@ from tests.moe.test_layer import poison, settle
 from tests.rounds import bits
 from weft.errors import InvalidArgument
 from weft.moe import OVERLAPS
-from weft.moe.overlap import HOME
 
 DEEP = replace(CONFIGS["deepseek"], hidden=WIDER, intermediate=128, shared=128)
 BIASED = replace(CONFIGS["gpt-oss"], hidden=WIDER, intermediate=128)
 MODES: dict[str, dict[str, Any]] = {
     "none": {"overlap": "none"},
-    "none, pushed": {"overlap": "none", "combine_by": "push"},
     "shared": {"overlap": "shared"},
     "push": {"overlap": "push"},
 }
@@ -104,8 +102,9 @@ def test_rows_without_room(ranks, overlap):
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"overlap": "sideways"}, "choose one of"),
-    ({"overlap": "push", "combine_by": "push", "gemm": "tiled"}, "go together"),
-    ({"overlap": "none", "combine_by": "choices"}, "go together"),
+    ({"overlap": "push", "combine_by": "push", "gemm": "tiled"}, "leave combine_by out"),
+    ({"overlap": "none", "combine_by": "choices"}, "choose one of None, 'push', 'fp8'"),
+    ({"overlap": "none", "combine_by": "pull"}, "choose one of None, 'push', 'fp8'"),
     ({"overlap": "push", "gemm": "loop"}, "use gemm='tiled'"),
     ({"fp8": True, "gemm": "loop"}, "no FP8 weights"),
     ({"fp8": True, "quantize": "mxfp8"}, "takes FP8 rows"),
@@ -130,7 +129,7 @@ def chosen(group: weft.Group) -> None:
         (plain, {}, "none"),
         (DEEP, {"gemm": "tiled"}, "push"),
         (plain, {"fp8": True}, "push"),
-        (DEEP, {"gemm": "tiled", "combine_by": "pull"}, "shared"),
+        (DEEP, {"gemm": "tiled", "combine_by": "fp8"}, "shared"),
         (DEEP, {"gemm": "tiled", "exchange": "expert"}, "push"),
         (DEEP, {"gemm": "tiled", "max_tokens": 1025}, "shared"),
     ):
@@ -142,8 +141,8 @@ def test_what_auto_comes_to(ranks):
     ranks(1, "threads")(chosen)
 
 
-def test_every_overlap_has_a_way_home_and_a_test():
-    assert set(HOME) == set(OVERLAPS) == {given["overlap"] for given in MODES.values()}
+def test_every_overlap_has_a_test():
+    assert set(OVERLAPS) == {given["overlap"] for given in MODES.values()}
 
 
 def wrong_weights(group: weft.Group) -> None:

@@ -11,12 +11,12 @@ from weft.errors import InvalidArgument, OutOfOrder
 from weft.moe.experts import ExpertWeights
 from weft.moe.mlp import choose_in_blocks
 from weft.moe.options import Chosen, Options
+from weft.moe.overlap import check_overlap
 from weft.moe.tiled_mlp import rows_can_tell
 from weft.moe.workspace import LayerWorkspace
 from weft.ops.lowlatency import LowLatencyAllToAll
 from weft.ops.lowlatency_results import ExpertRows
 
-HOMES = ("push", "fp8")  # where combine sends rows
 # Tokens of a rank from which on the first product lets the shared expert begin before it. A product
 # that waits on the SMs while dispatch runs is there first, and keeps them: the shared expert's two
 # products come behind the others' two. With 8 and 16 tokens that takes 15 us less, with 32 it takes
@@ -118,11 +118,15 @@ class ExpertMajor(LayerWorkspace[ExpertRows]):
         _check_options(options)
         quantize = options.quantize or ("fp8" if options.fp8 else None)
         way = choose_in_blocks(options.gemm, device, config, fp8=options.fp8, quantize=quantize)
-        if options.overlap == "push":
-            experts = config.routing.num_experts  # of one rank, at most
-            _check_push(way, rows_can_tell(config, experts, fp8=options.fp8, device=device))
-            return Chosen(way, quantize, "choices")
-        return Chosen(way, quantize, options.combine_by or "push")
+        home = check_overlap(options.overlap, options.combine_by, way)
+        experts = config.routing.num_experts  # of one rank, at most
+        if home == "choices" and not rows_can_tell(config, experts, fp8=options.fp8, device=device):
+            raise InvalidArgument(
+                "overlap 'push', exchange 'expert', whose rows tell of themselves: only Hopper's "
+                "own product stores such rows, and does not serve this layer here: use 'shared' or "
+                "'none', or exchange='rank'"
+            )
+        return Chosen(way, quantize, home)
 
     def _open_exchange(self) -> None:
         config, options, routing = self.config, self.options, self.config.routing
@@ -134,7 +138,6 @@ class ExpertMajor(LayerWorkspace[ExpertRows]):
             routing.num_experts,
             self.chosen.quantize,
             slots=1,
-            reduce=options.reduce or "receiver",
             combine_by=self.chosen.combine_by,
             dtype=config.dtype,
             expert_map=options.expert_map,
@@ -158,16 +161,6 @@ class ExpertMajor(LayerWorkspace[ExpertRows]):
 
 def _check_options(options: Options) -> None:
     """Raises InvalidArgument for what rows by expert do not have."""
-    homes = ("choices",) if options.overlap == "push" else HOMES
-    if options.combine_by not in (None, *homes):
-        raise InvalidArgument(
-            f"combine_by is {options.combine_by!r}, exchange 'expert', overlap "
-            f"{options.overlap!r}: use {' or '.join(map(repr, homes))}"
-        )
-    if options.overlap == "push" and options.reduce == "sender":
-        raise InvalidArgument(
-            "reduce is 'sender', overlap 'push', whose rows go home one by one: leave it out"
-        )
     if options.quantize not in (None, "fp8"):
         raise InvalidArgument(
             f"quantize is {options.quantize!r}, exchange 'expert': use 'fp8' or None"
@@ -176,19 +169,4 @@ def _check_options(options: Options) -> None:
         raise InvalidArgument(
             f"max_rows is {options.max_rows}, exchange 'expert', where every expert has room for "
             "all tokens of all ranks: leave it out"
-        )
-
-
-def _check_push(way: str, tells: bool) -> None:
-    """Raises InvalidArgument where no product stores rows that tell of themselves."""
-    if way != "tiled":
-        raise InvalidArgument(
-            f"overlap 'push' needs a product that stores its rows at their homes, gemm is {way!r}: "
-            "use gemm='tiled'"
-        )
-    if not tells:
-        raise InvalidArgument(
-            "overlap 'push', exchange 'expert', whose rows tell of themselves: only Hopper's own "
-            "product stores such rows, and does not serve this layer here: use 'shared' or 'none', "
-            "or exchange='rank'"
         )

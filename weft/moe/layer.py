@@ -58,11 +58,9 @@ class MoE:
         GPU, padded on other GPUs, and loop on CPUs.
     max_rows: rows for this rank's experts, as in ExpertGroups; default the worst case.
     expert_map, quantize, combine_by, timeout, first_timeout, num_sms, programmatic_launch, profile:
-        as in AllToAll; combine_by defaults to what the overlap needs. Rows that travel as FP8 are
-        widened to the layer's dtype before the products, unless its weights are FP8 too. With
-        exchange="expert" quantize is "fp8" or None, combine_by "push" or "fp8", or "choices" with
-        overlap "push".
-    reduce: as in LowLatencyAllToAll, with exchange="expert" only.
+        as in AllToAll; combine_by is "push" or "fp8", and left out with overlap "push". Rows that
+        travel as FP8 are widened to the layer's dtype before the products, unless its weights are
+        FP8 too. With exchange="expert" quantize is "fp8" or None.
 
     Raises InvalidArgument, CreationFailed (on every rank, when one cannot do its part),
     GeometryMismatch (when ranks pass different sizes or rules).
@@ -86,7 +84,6 @@ class MoE:
         fp8: bool = False,
         quantize: str | None = None,
         combine_by: str | None = None,
-        reduce: str | None = None,
         timeout: float = 2.0,
         first_timeout: float = 120.0,
         num_sms: int | None = None,
@@ -105,7 +102,6 @@ class MoE:
             fp8=fp8,
             quantize=quantize,
             combine_by=combine_by,
-            reduce=reduce,
             timeout=timeout,
             first_timeout=first_timeout,
             num_sms=num_sms,

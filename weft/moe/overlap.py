@@ -11,15 +11,14 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from weft.arguments import one_of
 from weft.errors import InvalidArgument
 
 EXCHANGES = ("rank", "expert")
 OVERLAPS = ("none", "shared", "push")
-# How rows come home by default. Sums that their makers send take one kernel less than sums that
-# their owners fetch: a round on 4 x H200 without the products takes 25 us against 31 at 16 tokens,
-# 169 against 201 at 512 (2026-11-21).
-HOME = dict.fromkeys(OVERLAPS, "push") | {"push": "choices"}
+# How sums come home, or by expert each row. Sums that their makers send take one kernel less than
+# sums that their owners fetch: a round on 4 x H200 without the products takes 25 us against 31 at
+# 16 tokens, 169 against 201 at 512 (2026-11-21).
+HOMES = ("push", "fp8")
 
 
 class Beside:
@@ -65,20 +64,20 @@ class Beside:
 
 
 def check_overlap(overlap: str, combine_by: str | None, gemm: str) -> str:
-    """How rows come home with this overlap: combine_by as given, or its default.
+    """How rows come home with this overlap: combine_by of the exchange.
 
-    Raises InvalidArgument for an overlap that does not exist, and what it excludes.
+    Raises InvalidArgument for what an overlap excludes.
     """
-    one_of("overlap", overlap, OVERLAPS)
-    home = combine_by or HOME[overlap]
-    if (overlap == "push") != (home == "choices"):
+    if overlap != "push":
+        return combine_by or "push"
+    if combine_by is not None:
         raise InvalidArgument(
-            f"overlap is {overlap!r}, combine_by {home!r}; 'push' and 'choices' go together: "
-            "leave combine_by out"
+            f"combine_by is {combine_by!r}, overlap 'push', whose rows the second product stores "
+            "at home: leave combine_by out"
         )
-    if overlap == "push" and gemm != "tiled":
+    if gemm != "tiled":
         raise InvalidArgument(
-            f"overlap 'push' needs a product that stores its rows at their homes, gemm is {gemm!r}:"
-            " use gemm='tiled'"
+            "overlap 'push' needs a product that stores its rows at their homes, gemm is "
+            f"{gemm!r}: use gemm='tiled'"
         )
-    return home
+    return "choices"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from weft.arguments import instance
-from weft.errors import InvalidArgument, OutOfOrder
+from weft.errors import OutOfOrder
 from weft.moe.experts import ExpertWeights
 from weft.moe.mlp import choose_way, layout_for
 from weft.moe.options import Chosen, Options
@@ -54,10 +54,6 @@ class RankMajor(LayerWorkspace[Received]):
         add: torch.Tensor | None,
     ) -> torch.Tensor:
         exchange, overlap = self.exchange, self.options.overlap
-        if overlap in ("none", "shared") and self.chosen.combine_by == "pull":
-            self.run_experts(weights, received)
-            self.aside.join()
-            return exchange.combine(out=out, add=add)
         groups = self._ready()
         grouped = groups.gather(received)
         if exchange.num_local_experts:
@@ -89,11 +85,6 @@ class RankMajor(LayerWorkspace[Received]):
 
     def _choose(self, options: Options) -> Chosen:
         config = self.config
-        if options.reduce is not None:
-            raise InvalidArgument(
-                f"reduce is {options.reduce!r}, exchange 'rank', which has one way only: leave it "
-                "out, or use exchange='expert'"
-            )
         quantize = options.quantize or ("fp8" if options.fp8 else None)
         device = self.group.device
         way = choose_way(options.gemm, device, config, fp8=options.fp8, quantize=quantize)
@@ -114,7 +105,7 @@ class RankMajor(LayerWorkspace[Received]):
             first_timeout=options.first_timeout,
             quantize=self.chosen.quantize,
             combine_by=self.chosen.combine_by,
-            halves=self.chosen.combine_by != "pull",  # sends are calls of their own
+            halves=True,  # sends are calls of their own
             num_sms=options.num_sms,
             programmatic_launch=options.programmatic_launch,
             profile=options.profile,
