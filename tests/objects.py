@@ -246,7 +246,7 @@ def modes() -> Iterator[tuple[str, Callable[[weft.Group], Made]]]:
         yield f"MoE expert {overlap}", partial(layer, exchange="expert", overlap=overlap)
     for exchange in ("rank", "expert"):
         yield f"MoE {exchange} fp8", partial(layer, exchange=exchange, overlap="push", fp8=True)
-    for gemm in ("loop", "padded", "grouped"):
+    for gemm in ("loop", "padded"):
         yield f"MoE {gemm}", partial(layer, exchange="rank", overlap="none", gemm=gemm)
     yield "MoE auto", partial(layer, exchange="rank", overlap="auto", gemm="auto")
     yield "CollectiveAllToAll", collective

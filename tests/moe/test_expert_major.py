@@ -33,7 +33,7 @@ from tests.moe.test_layer_failures import (
 )
 from tests.rounds import bits
 from weft.errors import GeometryMismatch, InvalidArgument, OutOfOrder
-from weft.moe.mlp import choose_in_blocks, choose_way
+from weft.moe.mlp import choose_way
 
 BY_EXPERT = {"exchange": "expert"}
 DEEP = replace(CONFIGS["deepseek"], hidden=256, intermediate=128, shared=128)
@@ -209,7 +209,6 @@ REFUSED: list[tuple[weft.MoEConfig, dict[str, Any], str]] = [
     (PLAIN, {**BY_EXPERT, "overlap": "shared"}, "there is nothing to overlap"),
     (PLAIN, {**BY_EXPERT, "quantize": "mxfp8"}, "use 'fp8' or None"),
     (PLAIN, {**BY_EXPERT, "max_rows": 64}, "leave it out"),
-    (PLAIN, {**BY_EXPERT, "gemm": "grouped"}, "brings them in blocks"),
     (PLAIN, {**BY_EXPERT, "gemm": "tiled", "quantize": "fp8"}, "needs FP8 weights"),
     (DEEP, {**BY_EXPERT, "gemm": "loop", "fp8": True}, "has no FP8 weights"),
     (replace(PLAIN, hidden=72), {**BY_EXPERT}, "hidden"),
@@ -275,23 +274,15 @@ def test_ways_that_a_device_has():
 
     def choose(device: torch.device, config: weft.MoEConfig = DEEP, **given: Any) -> str:
         options = {"fp8": False, "quantize": None, **given}
-        return choose_in_blocks("auto", device, config, **options)
+        return choose_way("auto", device, config, **options)
 
     assert (choose(cpu), choose(cpu, fp8=True, quantize="fp8")) == ("loop", "tiled")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("weft.gemm.launch.installed", lambda: None)
         patch.setattr("weft.moe.mlp.installed", lambda: None)
-        patch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
-        given: dict[str, Any] = {"fp8": False, "quantize": None}
-        patch.setattr("weft.moe.mlp.is_hopper", lambda _: False)
-        assert (choose(gpu), choose_way("auto", gpu, DEEP, **given)) == ("padded", "grouped")
-        patch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-        patch.setattr("weft.moe.mlp.is_hopper", lambda device: device.type == "cuda")
         assert (choose(gpu), choose(gpu, half)) == ("tiled", "tiled")
         assert (choose(gpu, wide), choose(gpu, quantize="fp8")) == ("padded", "padded")
         assert choose(gpu, fp8=True, quantize="fp8") == "tiled"
-        assert choose_way("auto", gpu, DEEP, **given) == "tiled"
-        assert choose_way("grouped", gpu, DEEP, **given) == "grouped"
 
     def missing() -> None:
         raise InvalidArgument("no Triton here")
@@ -299,8 +290,6 @@ def test_ways_that_a_device_has():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("weft.gemm.launch.installed", missing)
         patch.setattr("weft.moe.mlp.installed", missing)
-        patch.setattr("weft.moe.mlp.is_hopper", lambda device: device.type == "cuda")
-        patch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
         assert choose(gpu) == "padded"
         with pytest.raises(InvalidArgument, match="no Triton"):
             choose(gpu, fp8=True, quantize="fp8")

@@ -72,7 +72,7 @@ def test_the_nearest_shipped_table_is_read(monkeypatch, tmp_path):
         {"gpu": "NVIDIA B200"},
         {"fp8": False},
         {"exchange": "expert", "gemm": "padded"},
-        {"gemm": "grouped"},
+        {"gemm": "padded"},
         {"config": MODELS["qwen3-30b-a3b"]},
     ):
         assert read(8, **unlike) is None, unlike

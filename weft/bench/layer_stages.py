@@ -18,13 +18,13 @@ from weft.bench.layer_trial import LayerTrial
 from weft.errors import InvalidArgument
 from weft.memory import Group
 from weft.moe import ExpertWeights, MoE
-from weft.moe.products import layout_of, make
+from weft.moe.products import make
 from weft.moe.rank_major import RankMajor
 from weft.ops.alltoall import AllToAll
 from weft.ops.grouping import ExpertGroups
 from weft.ops.received import Received
 
-SPLIT = ("grouped", "padded", "loop")  # ways of MoE that weft.moe.products has
+SPLIT = ("padded", "loop")  # ways of MoE that weft.moe.products has
 GATHER_SCATTER = "gather + scatter"  # a scatter needs a gather before it
 Call: TypeAlias = Callable[[], object]
 STAGES = (
@@ -79,8 +79,8 @@ def measure_stages(
 
 def _groups(settings: LayerSettings, layer: MoE) -> ExpertGroups:
     """Groups of our own over the layer's exchange, as the layer has them."""
-    layout, align = layout_of(layer.gemm)
-    return ExpertGroups(_by_rank(layer), max_rows=settings.max_rows, align=align, layout=layout)
+    layout = make(layer.gemm).layout
+    return ExpertGroups(_by_rank(layer), max_rows=settings.max_rows, layout=layout)
 
 
 def _by_rank(layer: MoE) -> AllToAll:
@@ -122,8 +122,7 @@ def _inside(
     grouped = groups.gather(received)
     alone("gather", lambda: groups.gather(received))
     x = grouped.x if grouped.x.dtype == config.dtype else grouped.x.to(config.dtype)
-    widest = max(2 * config.intermediate, config.hidden) if config.biased else 0
-    products = make(layer.gemm, x[..., 0].numel(), groups.num_local_experts, widest, x.new_empty(0))
+    products = make(layer.gemm)
     used = products.begin(grouped)
 
     def rows(columns: int) -> torch.Tensor:
@@ -133,11 +132,11 @@ def _inside(
     h, act, y = rows(2 * config.intermediate), rows(config.intermediate), rows(config.hidden)
     before, inner, after = (buffer[:used] for buffer in (h, act, y))
 
-    def up() -> torch.Tensor:
-        return products.multiply(x[:used], weights.gate_up, weights.gate_up_bias, before)
+    def up() -> None:
+        products.multiply(x[:used], weights.gate_up, weights.gate_up_bias, before)
 
-    def down() -> torch.Tensor:
-        return products.multiply(inner, weights.down, weights.down_bias, after)
+    def down() -> None:
+        products.multiply(inner, weights.down, weights.down_bias, after)
 
     alone("up", up)
     alone("gating", lambda: config.gating.apply(before, out=inner))

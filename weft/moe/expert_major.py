@@ -9,7 +9,7 @@ import torch
 from weft.arguments import instance
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.moe.experts import ExpertWeights
-from weft.moe.mlp import choose_in_blocks
+from weft.moe.mlp import choose_way
 from weft.moe.options import Chosen, Options
 from weft.moe.overlap import check_overlap
 from weft.moe.tiled_mlp import rows_can_tell
@@ -117,7 +117,7 @@ class ExpertMajor(LayerWorkspace[ExpertRows]):
         config, device = self.config, self.group.device
         _check_options(options)
         quantize = options.quantize or ("fp8" if options.fp8 else None)
-        way = choose_in_blocks(options.gemm, device, config, fp8=options.fp8, quantize=quantize)
+        way = choose_way(options.gemm, device, config, fp8=options.fp8, quantize=quantize)
         home = check_overlap(options.overlap, options.combine_by, way)
         experts = config.routing.num_experts  # of one rank, at most
         if home == "choices" and not rows_can_tell(config, experts, fp8=options.fp8, device=device):

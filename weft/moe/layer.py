@@ -53,9 +53,8 @@ class MoE:
     table: what "auto" chooses by: a LayerTable, the path of one that `weft tune layer` wrote, or
         None for the nearest that came with weft. Rank 0's is sent to everyone.
     fp8: weights are FP8 with scales (`ExpertWeights.to_fp8`), tokens travel as FP8.
-    gemm: "tiled" (weft.gemm), "grouped", "padded" or "loop" (weft/moe/products.py); "auto": tiled
-        for FP8, and on Hopper wherever it serves; else grouped_mm where it leaves row counts on the
-        GPU, padded on other GPUs, and loop on CPUs.
+    gemm: "tiled" (weft.gemm), "padded" or "loop" (weft/moe/products.py); "auto": tiled for FP8, and
+        on GPUs wherever it serves; else padded on GPUs and loop on CPUs.
     max_rows: rows for this rank's experts, as in ExpertGroups; default the worst case.
     expert_map, quantize, combine_by, timeout, first_timeout, num_sms, programmatic_launch, profile:
         as in AllToAll; combine_by is "push" or "fp8", and left out with overlap "push". Rows that

@@ -112,11 +112,10 @@ class RankMajor(LayerWorkspace[Received]):
         )
 
     def _open_rows(self) -> tuple[int, ...]:
-        layout, align = layout_for(self.chosen.gemm)
+        layout = layout_for(self.chosen.gemm)
         self._groups = groups = ExpertGroups(
             self.exchange,
             max_rows=self.options.max_rows,
-            align=align,
             layout=layout,
             programmatic_launch=self.options.programmatic_launch,
         )
@@ -127,7 +126,5 @@ class RankMajor(LayerWorkspace[Received]):
         return (groups.max_rows if experts else 0,)
 
     def _rows_bytes(self) -> int:
-        layout, align = layout_for(self.chosen.gemm)
-        return ExpertGroups.memory_bytes(
-            self.exchange, max_rows=self._max_rows, align=align, layout=layout
-        )
+        layout = layout_for(self.chosen.gemm)
+        return ExpertGroups.memory_bytes(self.exchange, max_rows=self._max_rows, layout=layout)

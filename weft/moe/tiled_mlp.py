@@ -45,7 +45,6 @@ class TiledMlp:
     """
 
     layout: Layout = "contiguous"
-    align = 1
 
     def __init__(
         self,
