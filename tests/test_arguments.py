@@ -201,7 +201,6 @@ def sized_all_reduce(group: weft.Group) -> None:
     kinds = {
         "group": GROUP,
         "max_tokens": COUNT,
-        "max_bytes": listed(*WHOLE, 0, -1).optional(),
         "hidden": listed(*WHOLE, 0, -1, 12, 1 << 20),
         "dtype": DTYPE,
         "backends": listed("oneshot", 7, [], ["ring"], [3], [["twoshot"]], ["twoshot"] * 2),
@@ -211,7 +210,7 @@ def sized_all_reduce(group: weft.Group) -> None:
     }
     given = {"group": group, "max_tokens": 8, "hidden": HIDDEN}
     tried(Row(weft.AllReduce, given, kinds))
-    names = ("max_tokens", "max_bytes", "hidden", "dtype")
+    names = ("max_tokens", "hidden", "dtype")
     sizes = {"ranks": listed(*WHOLE, 0, -1, 1, 9), **{name: kinds[name] for name in names}}
     given = {"ranks": 2, "max_tokens": 8, "hidden": HIDDEN}
     tried(Row(weft.AllReduce.memory_bytes, given, sizes, {"ranks": "ranks"}))
