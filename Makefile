@@ -20,7 +20,7 @@ HAS_GPU_TORCH := import torch; raise SystemExit(not torch.cuda.is_available())
 
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo test record check bench gpu format clean
+.PHONY: demo test record check docs bench gpu format clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -45,6 +45,10 @@ check: $(READY)
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_house.py
 	$(if $(CPP_FILES),$(BIN)/clang-format --dry-run -Werror $(CPP_FILES))
+
+# The API reference, from docstrings.
+docs: $(READY)
+	$(BIN)/python tools/api_reference.py build/docs
 
 bench: $(READY)
 	$(BIN)/weft bench
@@ -73,7 +77,7 @@ $(RUNS): pyproject.toml
 	    { $(PYTHON) -m venv --clear --without-pip $$site .venv && \
 	      $(PYTHON) -m pip --python $(BIN)/python install pip; }
 	$(BIN)/python -c '$(HAS_GPU_TORCH)' 2>/dev/null || $(BIN)/python -m pip install $(TORCH)
-	extras=; if $(BIN)/python -c '$(HAS_GPU_TORCH)' 2>/dev/null; then extras='[cuda,gemm]'; fi; \
+	extras=; if $(BIN)/python -c '$(HAS_GPU_TORCH)' 2>/dev/null; then extras='[gpu]'; fi; \
 	$(BIN)/python -m pip install -e ".$$extras"
 	touch $@
 

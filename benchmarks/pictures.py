@@ -182,11 +182,11 @@ def main() -> None:
     draw_moe(IMAGES / "moe-8xH200.png", {**load(MOE_8), "peers": load(MOE_8).get("peers", [])})
     draw_layers(IMAGES / "layer-4xH200.png")
     draw_reduces(IMAGES / "allreduce-8xH200.png")
-    for name in sorted((ROOT / "benchmarks").glob("rivals-*.json")):
-        data = load(name.name)
-        draw_moe(IMAGES / "rivals-moe-4xH200.png", data["moe"])
-        draw_moe(IMAGES / "rivals-moe-fp8-4xH200.png", data["moe-fp8-both"])
-        draw_reduce(IMAGES / "rivals-allreduce-4xH200.png", data["allreduce"])
+    for record in sorted((ROOT / "benchmarks").glob("rivals-*.json")):
+        data, gpus = load(record.name), record.stem.split("-")[1]
+        draw_moe(IMAGES / f"rivals-moe-{gpus}.png", data["moe"])
+        draw_moe(IMAGES / f"rivals-moe-fp8-{gpus}.png", data["moe-fp8-both"])
+        draw_reduce(IMAGES / f"rivals-allreduce-{gpus}.png", data["allreduce"])
     print(f"drew {IMAGES.relative_to(ROOT)}")
 
 

@@ -49,13 +49,14 @@ def section(record: Path | None) -> str:
     data = json.loads(record.read_text())
     first = next(iter(data.values()))["machine"]
     code = first.get("weft") or {}
-    commit = str(code.get("commit") or code.get("version"))[:12]
+    commit, headers = str(code.get("commit", "unknown"))[:12], str(code.get("headers"))[:12]
+    source = f"kernels of digest {headers}" if commit == "unknown" else f"weft {commit}"
     lines = [
         BEGIN,
         f"### Other libraries in the same run, {len(first['gpus'])} GPUs",
         "",
         f"{len(first['gpus'])} x {first['gpus'][0]}, driver {first['driver']}, "
-        f"CUDA {first['cuda']}, torch {first['torch']}, {first['date'][:10]}, weft {commit}; "
+        f"CUDA {first['cuda']}, torch {first['torch']}, {first['date'][:10]}, {source}; "
         "`benchmarks/rivals.sh`, us,",
         "median, slowest rank,",
         "graphs of 50 calls, 15 replays; weft's bits are compared with the reference before and "
@@ -102,8 +103,12 @@ def section(record: Path | None) -> str:
 
 def _moe_rows(run: dict[str, Any]) -> list[tuple[str, dict[int, float]]]:
     wire = run["wire"]["rows"]
-    mine = (f"weft: {wire}", _medians(run["results"], "samples_us", "pair"))
-    return [mine, *_others(run, "pair")]
+    rows = []
+    for backend, name in (("onesided", f"weft: {wire}"), ("collective", "weft on NCCL, bf16 back")):
+        results = [each for each in run["results"] if each["backend"] == backend]
+        if results:
+            rows.append((name, _medians(results, "samples_us", "pair")))
+    return [*rows, *_others(run, "pair")]
 
 
 def _reduce_rows(run: dict[str, Any]) -> list[tuple[str, dict[int, float]]]:

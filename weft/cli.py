@@ -155,15 +155,23 @@ def bench_default(context: typer.Context) -> None:
         bench_moe()
 
 
+_REPORT = "write what a bug report needs here (- for stdout, .json for JSON); it names nobody"
+
+
 @app.command()
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
+    report: Annotated[str | None, typer.Option(help=_REPORT)] = None,
 ) -> None:
     """Say whether this machine has what weft needs, and what to do where it has not."""
     from weft.doctor import examine, print_findings, to_json
 
     findings = examine()
-    if json:
+    if report is not None:
+        from weft.doctor_report import write
+
+        write(report, findings, as_json=json)
+    elif json:
         print(to_json(findings))
     else:
         print_findings(wide_console(), findings)

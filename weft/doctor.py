@@ -81,7 +81,7 @@ def _software() -> Iterator[Finding]:
         bindings = importlib.metadata.version("cuda-bindings")
         yield Finding(section, "cuda-bindings", "ok", bindings)
     except importlib.metadata.PackageNotFoundError:
-        remedy = "pip install 'cuda-bindings>=13'"
+        remedy = "pip install 'weft[gpu]'"
         yield Finding(section, "cuda-bindings", _if_gpus("fail"), "not installed", remedy)
 
 

@@ -159,7 +159,14 @@ def test_what_rivals_sh_wrote_becomes_a_record_and_a_section(tmp_path, monkeypat
     moe = {
         "machine": machine,
         "wire": {"rows": "bf16 out, bf16 back"},
-        "results": [{"tokens": 8, "samples_us": {"pair": [[9.0, 10.04, 11.0], [8.0, 9.0, 9.5]]}}],
+        "results": [
+            {
+                "backend": "onesided",
+                "tokens": 8,
+                "samples_us": {"pair": [[9.0, 10.04, 11.0], [8.0, 9.0, 9.5]]},
+            },
+            {"backend": "collective", "tokens": 8, "samples_us": {"pair": [[110.0], [120.0]]}},
+        ],
         "peers": [
             {**loom, "status": "measured", "samples_us": {"8": {"pair": [[12.0], [13.25]]}}},
             {**loom, "setting": "", "status": "failed: it trapped", "samples_us": {}},
@@ -183,6 +190,7 @@ def test_what_rivals_sh_wrote_becomes_a_record_and_a_section(tmp_path, monkeypat
     assert text == f"before\n{rivals.section(record)}\nafter\n"
     for piece in (
         "| weft: bf16 out, bf16 back | 10.0 |",
+        "| weft on NCCL, bf16 back | 120.0 |",
         "| Loom 2.1, low-precision back | 13.2 |",
         "weft c0ffee00c0ff;",
         "No figure of: Loom 2.1 (moe: failed: it trapped).",

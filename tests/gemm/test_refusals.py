@@ -177,7 +177,7 @@ def test_without_triton_the_text_says_what_to_install(monkeypatch: pytest.Monkey
 
     launch.installed.cache_clear()
     monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(InvalidArgument, match=r"pip install 'weft\[gemm\]'"):
+    with pytest.raises(InvalidArgument, match=r"pip install 'weft\[gpu\]'"):
         launch.installed()
 
 

@@ -230,7 +230,7 @@ def test_a_missing_driver_or_package_is_named(monkeypatch):
         driver.call("cuInit", 0)
     monkeypatch.undo()
     monkeypatch.setitem(__import__("sys").modules, "cuda.bindings", None)
-    with pytest.raises(DriverError, match=r"pip install weft\[cuda\]"):
+    with pytest.raises(DriverError, match=r"pip install 'weft\[gpu\]'"):
         driver.driver()
 
 

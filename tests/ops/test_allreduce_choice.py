@@ -36,7 +36,7 @@ def table(ranks: int = 2) -> Table:
 
 def chosen(group: weft.Group) -> None:
     rows = torch.ones((3, HIDDEN), dtype=torch.bfloat16)
-    with weft.AllReduce(group, max_tokens=300, hidden=HIDDEN, table=table()) as reduce:
+    with weft.AllReduce(group, max_tokens=700, hidden=HIDDEN, table=table()) as reduce:
         assert [reduce.explain(n).backend for n in (1, 2, 3, 4)] == [
             "oneshot",
             "oneshot",
@@ -48,8 +48,8 @@ def chosen(group: weft.Group) -> None:
         assert reduce.explain(1, norm=False).backend == "twoshot_bulk"
         assert (reduce.explain(3).source, reduce.explain(9).source) == ("measured", "nearest")
         assert "2026-01-02" in reduce.explain(3).text
-        with pytest.raises(TokenOverflow, match="301 tokens in one call"):
-            reduce.explain(301)
+        with pytest.raises(TokenOverflow, match="701 tokens in one call"):
+            reduce.explain(701)
         most = reduce.reduction.direct
         assert reduce.explain(most, quant=quant).backend == "oneshot"
         assert reduce.explain(most + 1, quant=quant).backend != "oneshot", "it has no more slots"
@@ -95,16 +95,16 @@ def test_a_table_of_another_machine_is_called_so(ranks):
 
 def beyond_one_shot(group: weft.Group) -> None:
     """One shot has no slots for these rows: storing them all the same would hit other slots."""
-    rows = torch.ones((150, HIDDEN), dtype=torch.bfloat16)
-    sizes: dict[str, Any] = {"max_tokens": 150, "hidden": HIDDEN}
+    rows = torch.ones((550, HIDDEN), dtype=torch.bfloat16)
+    sizes: dict[str, Any] = {"max_tokens": 550, "hidden": HIDDEN}
     with weft.AllReduce(group, **sizes, backends=("oneshot",)) as reduce:
-        assert reduce.explain(128).backend == "oneshot"
-        for call in (lambda: reduce.fused(rows), lambda: reduce.explain(150)):
-            refused(InvalidArgument, call, "150 tokens", "has slots for 128", "'twoshot' too")
-        assert torch.equal(reduce.fused(rows[:128]).out, rows[:128] * 2)  # type: ignore[arg-type]
+        assert reduce.explain(512).backend == "oneshot"
+        for call in (lambda: reduce.fused(rows), lambda: reduce.explain(550)):
+            refused(InvalidArgument, call, "550 tokens", "has slots for 512", "'twoshot' too")
+        assert torch.equal(reduce.fused(rows[:512]).out, rows[:512] * 2)  # type: ignore[arg-type]
         reduce.check()
     with weft.AllReduce(group, **sizes, backends=("oneshot", "nccl")) as reduce:
-        assert [reduce.explain(n).backend for n in (128, 129)] == ["oneshot", "collective"]
+        assert [reduce.explain(n).backend for n in (512, 513)] == ["oneshot", "collective"]
         assert torch.equal(reduce.fused(rows).out, rows * 2)  # type: ignore[arg-type]
 
 

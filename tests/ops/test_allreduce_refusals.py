@@ -114,10 +114,10 @@ def test_packed_scales_lie_columns_first(ranks):
 
 def too_direct(group: weft.Group) -> None:
     with (
-        weft.AllReduce(group, max_tokens=200, hidden=64, first_timeout=600.0) as ar,
-        pytest.raises(InvalidArgument, match="oneshot' with 150 tokens; it has slots for 128"),
+        weft.AllReduce(group, max_tokens=600, hidden=64, first_timeout=600.0) as ar,
+        pytest.raises(InvalidArgument, match="oneshot' with 550 tokens; it has slots for 512"),
     ):
-        ar.fused(rows(150, 64), backend="oneshot")
+        ar.fused(rows(550, 64), backend="oneshot")
 
 
 def test_one_shot_has_a_limit(ranks):

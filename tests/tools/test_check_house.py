@@ -60,6 +60,7 @@ ALLOWED = {
         "#include <weft/protocol/b.cuh>\n#include <weft/kernels/b.cuh>",
     ),
     "a test includes a source": ("tests/protocol/a.cpp", "#include <weft/protocol/b.cpp>"),
+    "a program that stands alone": ("models/a/b.cu", '#include <cuda_runtime.h>\nasm("nop;");'),
     "asm where it belongs": ("weft/protocol/order.cuh", 'asm volatile("nop;");'),
     "asm in a comment": ("weft/kernels/a.cuh", "// no asm here\n/* asm\n asm */ int x;"),
     "asm in a string": ("weft/kernels/a.cuh", 'const char* s = "asm";'),

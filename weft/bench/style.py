@@ -38,7 +38,7 @@ def matplotlib_pyplot() -> Any:
         import matplotlib.ticker
     except ImportError as error:
         raise InvalidArgument(
-            f"pictures need matplotlib: {error}; pip install matplotlib"
+            f"pictures need matplotlib: {error}; pip install 'weft[plot]'"
         ) from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as pyplot

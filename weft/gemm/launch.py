@@ -43,7 +43,7 @@ def installed() -> Any:
         importlib.import_module("triton.tools.tensor_descriptor")
     except ImportError as error:
         raise InvalidArgument(
-            f"grouped products on a GPU need Triton 3.6 or newer: {error}; pip install 'weft[gemm]'"
+            f"grouped products on a GPU need Triton 3.6 or newer: {error}; pip install 'weft[gpu]'"
         ) from error
     return triton
 

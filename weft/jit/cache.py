@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import logging
 import math
 import os
 import re
@@ -30,6 +31,7 @@ from weft.jit.files import in_the_way, names, own_directory, read_own, regular, 
 # Raise this when entries of an older weft must not be used although every other input is equal.
 ABI = 1
 
+_log = logging.getLogger(__name__)
 _KEY = re.compile(r"[0-9a-f]{64}")
 _OURS = re.compile(r"\.?([0-9a-f]{64})\.(?:data|json|lock|\w+\.tmp)")
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -135,15 +137,24 @@ class Cache:
 
     def fetch(self, key: str, build: Callable[[], bytes], meta: dict[str, Any]) -> bytes:
         """Like `get_or_build`, but return the entry's bytes."""
+        began = time.monotonic()
+        what = f"{meta.get('name')} ({meta.get('kind')}, {meta.get('arch')})"
         if (data := self.get(key)) is not None:
+            _log.info("%s: read from %s in %.3f s", what, self.path, time.monotonic() - began)
+            _log.debug("%s: its key is %s", what, key)
             return data
         with self._locked(key, str(meta.get("name"))):
             if (data := self.get(key)) is not None:  # built while this process waited
+                waited = time.monotonic() - began
+                _log.info("%s: another process compiled it, waited %.3f s", what, waited)
                 return data
             for leftover in self.path.glob(f".{key}.*.tmp"):  # of a builder that was killed
                 remove(leftover)
             data = build()
             self._write(key, data, meta)
+            took = time.monotonic() - began
+            _log.info("%s: compiled in %.3f s, %d bytes", what, took, len(data))
+            _log.debug("%s: by %s, kept in %s as %s", what, meta.get("compiler"), self.path, key)
             return data
 
     def entries(self) -> list[Entry]:

@@ -35,7 +35,7 @@ def driver() -> Any:
         return importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
         raise DriverError(
-            f"GPU ranks need cuda.bindings: {error}; pip install 'weft[cuda]'"
+            f"GPU ranks need cuda.bindings: {error}; pip install 'weft[gpu]'"
         ) from error
 
 

@@ -87,7 +87,7 @@ def nvrtc_version() -> str:
         answer = nvrtc.nvrtcVersion()
     except (RuntimeError, OSError) as error:  # the binding looks for libnvrtc at its first call
         raise CompileError(
-            f"the NVRTC library was not found: {error}; pip install 'weft[cuda]', "
+            f"the NVRTC library was not found: {error}; pip install 'weft[gpu]', "
             "or let LD_LIBRARY_PATH name its directory"
         ) from error
     major, minor = _value(nvrtc, answer, "nvrtcVersion")
@@ -102,7 +102,7 @@ def _bindings() -> Any:
         return importlib.import_module("cuda.bindings.nvrtc")
     except ImportError as error:
         raise CompileError(
-            f"CUDA kernels need cuda.bindings: {error}; pip install 'weft[cuda]'"
+            f"CUDA kernels need cuda.bindings: {error}; pip install 'weft[gpu]'"
         ) from error
 
 

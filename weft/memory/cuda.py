@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from weft.memory.header import MAILBOX_BYTES
 if TYPE_CHECKING:
     from weft.memory.group import Group
 
+_log = logging.getLogger(__name__)
 _REMEDY = (
     "check `nvidia-smi topo -p2p r`, the IOMMU and PCIe ACS settings, that CUDA_VISIBLE_DEVICES "
     "shows the GPUs of all ranks, and that a container has all GPUs and one IPC namespace"
@@ -321,6 +323,8 @@ def create(group: Group, size: int) -> DeviceShares:
         peers = group.all_gather(group.together(shares.open, doing=f"opening {group.device}"))
         group.together(lambda: shares.check(peers), doing="checking that GPUs reach each other")
         fabric = all(peer["fabric"] for peer in peers)
+        how = "fabric handles" if fabric else "POSIX file descriptors"
+        _log.debug("rank %d: GPU memory goes between ranks as %s", group.rank, how)
         group.together(
             lambda: shares.allocate(fabric=fabric), doing=f"allocating {size} bytes of GPU memory"
         )

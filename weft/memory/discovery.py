@@ -6,7 +6,9 @@ serves only to say who they are and to hand out the meeting's directory and nonc
 
 from __future__ import annotations
 
+import logging
 import socket
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,7 @@ from weft.memory.wire import JSON, text_of
 if TYPE_CHECKING:
     from weft.memory.star import Star
 
+_log = logging.getLogger(__name__)
 Exchange = Callable[[JSON], list[Any]]
 
 
@@ -45,8 +48,11 @@ def find(
             problem = f"rank 0: {error}"
         # The directory is made after its name was told: whoever outlives rank 0 can remove it.
         place = {"directory": mine.directory, "nonce": mine.nonce.hex()} if mine else None
+        began = time.monotonic()
         said = exchange({**_host(), "place": place, "problem": problem})
+        waited = time.monotonic() - began
         hosts = [_checked_host(r, each) for r, each in enumerate(said)]
+        _log.debug("all %d ranks told where they run within %.3f s", size, waited)
         if hosts[0]["problem"] is not None:
             raise RendezvousFailed(text_of(hosts[0]["problem"]))
         other = next((r for r, host in enumerate(hosts) if host["boot"] != hosts[0]["boot"]), None)

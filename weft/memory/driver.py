@@ -24,7 +24,7 @@ def driver() -> Any:
         from cuda.bindings import driver as module
     except ImportError as error:
         raise DriverError(
-            f"cuda-bindings cannot be imported ({error}): install it with `pip install weft[cuda]`"
+            f"cuda-bindings cannot be imported ({error}): install it with `pip install 'weft[gpu]'`"
         ) from error
     return module
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
@@ -16,6 +18,7 @@ from weft.memory.group import Group
 from weft.memory.header import HEADER_BYTES, MAILBOX_BYTES
 from weft.memory.room import require_room
 
+_log = logging.getLogger(__name__)
 INT64 = -(1 << 63), (1 << 63) - 1
 MAX_BYTES = 1 << 48  # of a share: what a process can address
 
@@ -87,6 +90,7 @@ class Heap:
         part or died, and GeometryMismatch when the sizes differ.
         """
         instance("group", group, Group)
+        began = time.monotonic()
         try:
             size = group.together(
                 lambda: integer("size", size, 1, MAX_BYTES), doing="creating a heap"
@@ -102,6 +106,11 @@ class Heap:
                 shares = cuda.create(group, size)
             else:
                 shares = posix.create(group, size)
+            _log.info(
+                "heap %d: %d bytes on each of %d ranks (%s), %d mapped here, made in %.3f s",
+                *(generation, size, group.size, group.device.type, group.size * shares.stride),
+                time.monotonic() - began,
+            )
         except RendezvousFailed as error:
             raise CreationFailed(f"creating a heap failed: {error}") from error
         return cls(group, size, generation, shares)

@@ -9,10 +9,13 @@ outlives its parent keeps open.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import threading
 from collections.abc import Callable, Mapping
+
+_log = logging.getLogger(__name__)
 
 
 class Sign:
@@ -22,7 +25,12 @@ class Sign:
         self._kept = -1
         try:
             self.fd = os.pidfd_open(os.getpid())
-        except OSError:
+        except OSError as error:
+            _log.warning(
+                "pidfd_open is refused (%s): peers see by a pipe when this process ends, and only "
+                "when its forked children have ended, too",
+                error.strerror,
+            )
             self.fd, self._kept = os.pipe()
 
     def close(self) -> None:

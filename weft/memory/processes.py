@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from weft import logs
 from weft.memory.group import Group
 from weft.memory.meeting import Meeting
 from weft.memory.reports import Report, report_of
@@ -149,6 +150,7 @@ def _child(pipe: Connection, job: Job, rank: int) -> None:
     os.environ.clear()  # the server's is as old as the first launch
     os.environ.update(job.environment)
     try:
+        logs.set_up()
         message = _work(pipe, job, rank).packed()
     except BaseException as error:
         message = Report.raised(rank, error).packed()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import socket
 import time
@@ -38,6 +39,7 @@ from weft.memory.wire import (
     text_of,
 )
 
+_log = logging.getLogger(__name__)
 _CANNOT_CONNECT_YET = (errno.ENOENT, errno.EAGAIN)
 
 
@@ -58,16 +60,23 @@ def meet(
     """
     if not 0 <= rank < size:
         raise InvalidArgument(f"rank is {rank} and size is {size}: give 0 <= rank < size")
-    deadline = time.monotonic() + timeout
+    began = time.monotonic()
+    deadline = began + timeout
     peers = Peers() if peers is None else peers
     if rank > 0:
-        return _Newcomer(meeting, rank, size, device, peers, timeout, deadline).join()
-    if size == 1:
+        star = _Newcomer(meeting, rank, size, device, peers, timeout, deadline).join()
+    elif size == 1:
         meeting.remove()
-        return Star(0, 1, {}, [os.getpid()])
-    lobby = Lobby(meeting, size, device, peers)
-    lobby.gather(deadline, timeout)
-    return lobby.star(deadline)
+        star = Star(0, 1, {}, [os.getpid()])
+    else:
+        lobby = Lobby(meeting, size, device, peers)
+        lobby.gather(deadline, timeout)
+        star = lobby.star(deadline)
+    _log.info(
+        "rank %d of %d on %s met the others in %s after %.3f s; processes by rank: %s",
+        *(rank, size, device, meeting.directory, time.monotonic() - began, star.pids),
+    )
+    return star
 
 
 @dataclass(frozen=True, slots=True)

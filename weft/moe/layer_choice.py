@@ -5,6 +5,7 @@ Every overlap gives the same bits, so this decides about time and memory alone.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
@@ -16,6 +17,7 @@ from weft.moe.options import AUTO, Chosen, Options
 from weft.ops.bands import HYSTERESIS, Bands, bands_of
 from weft.ops.table_vote import agreed_table, common_gpu
 
+_log = logging.getLogger(__name__)
 MEASURED, NEAREST, RULE, ONLY = "measured", "nearest", "rule", "only one"
 FAVOURITE = "push"  # begins where no other is faster by more than the hysteresis
 MOST_PUSHED = {"rank": 1024, "expert": 512}  # tokens up to which the rule of thumb takes "push"
@@ -142,7 +144,11 @@ def agreed_choice(
             "or leave table out"
         )
     found = choose(table, question)
-    return found if options.overlap == AUTO else replace(found, overlap=options.overlap)
+    if options.overlap != AUTO:
+        found = replace(found, overlap=options.overlap)
+    if group.rank == 0:
+        _log.info("MoE layer, exchange %r, %s products: %s", exchange, gemm, found.text)
+    return found
 
 
 def _unusual(options: Options) -> str:

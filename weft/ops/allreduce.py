@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +30,7 @@ from weft.ops.reduce_workspace import ReduceWorkspace
 from weft.ops.reduction import Reduction, memory_bytes
 from weft.ops.watched import Watched
 
+_log = logging.getLogger(__name__)
 AUTO = "auto"
 ALIASES = {"nccl": "collective"}
 
@@ -264,9 +266,14 @@ class AllReduce:
     def _choose(self, tokens: int, epilogue: str) -> Choice:
         key = (tokens, epilogue)
         if key not in self._choices:
-            self._choices[key] = choose(
+            choice = choose(
                 self._table, self.reduction, self._backends, tokens, epilogue, gpu=self._gpu
             )
+            if self.group.rank == 0:  # of the many sizes of eager calls, tell what is news
+                known = {each.backend for each in self._choices.values()}
+                level = logging.DEBUG if choice.backend in known else logging.INFO
+                _log.log(level, "all-reduce: %s", choice.text)
+            self._choices[key] = choice
         return self._choices[key]
 
     @property

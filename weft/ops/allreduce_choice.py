@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from weft.shape import NUMBERS
 
 __all__ = ["Choice", "able", "choose", "common_table", "epilogue_of"]
 
+_log = logging.getLogger(__name__)
 _DTYPES = {name: dtype for dtype, name in NUMBERS.items()}
 _EPILOGUES = {"none": "norm", "static": "fp8-static", "token": "fp8-token"}
 
@@ -34,6 +36,12 @@ def common_table(group: Group, given: Table | Path | str | None = None) -> Table
 
     found = agreed_table(group, given, Table, shipped=shipped, what="the all-reduce table")
     assert found is not None  # there is always the formula
+    if group.rank == 0:
+        there, here = (found.gpu, found.ranks), (gpu, group.size)
+        _log.info("the all-reduce chooses its backend by this table: %s", found.origin)
+        if found.source == MEASURED and there != here:
+            told, mine = (f"{n} x {name or 'CPU'}" for name, n in (there, here))
+            _log.warning("the all-reduce table is of %s, but these ranks are %s", told, mine)
     return found
 
 

@@ -132,12 +132,13 @@ class CudaReduceEntries:
     def _overlaps(self, name: str, tokens: int, p: ReducePlan) -> bool:
         """May a launch take its place while its predecessor runs?
 
-        One shot only where two launches fit on the GPU: 448 CTAs on one that holds 660 took 907 us
-        instead of 6.8 (64 tokens x 7168, 2 x H200, 2026-11-20).
+        One shot only where three launches fit on the GPU. Where two hardly do, their clusters get
+        in each other's way (7168, 2 x H200): 448 CTAs on a GPU that holds 660 took 907 us instead
+        of 6.8 (64 tokens, 2026-11-20), 256 CTAs 1663 us instead of 11.8 (128, 2026-11-22).
         """
         if tokens * self._reduction.vectors >= LONG * self._reduction.ranks:
             return False
-        return name != "oneshot" or 2 * p.ctas <= self.resident(name, p.threads, p.cluster)
+        return name != "oneshot" or 3 * p.ctas <= self.resident(name, p.threads, p.cluster)
 
     def _launch(self, name: str, tokens: int, plain: bool) -> Launch:
         """How a backend runs on so many tokens, with rows or with a prologue; found once, kept."""

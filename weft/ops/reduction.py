@@ -16,9 +16,10 @@ from weft.shape import NUMBERS
 MIN_RANKS, MAX_RANKS = 2, 8
 MAX_TOKENS = (1 << 20) - 1  # a call word has 20 bits for them
 MAX_VECTORS = 4096  # 16-byte words of a row: eight CTAs of 512 threads
-# Rows that one shot has slots for: beyond, two shots move fewer bytes. Sizes where it still wins
-# end at about 7 tokens of 7168 on 8 ranks and 24 on 4; the slots leave room to measure.
-DIRECT = {2: 128, 3: 64, 4: 64}
+# Rows that one shot has slots for: beyond, two shots move fewer bytes, or on two ranks the same and
+# faster. One shot wins up to about 7 tokens of 7168 on 8 ranks, 24 on 4 and 270 on 2 (512 of 4096);
+# the slots leave room to measure.
+DIRECT = {2: 512, 3: 64, 4: 64}
 FEWEST_DIRECT = 32
 LINE = 128
 

@@ -1,0 +1,61 @@
+"""Every link of README and docs that is no address leads to a file, and to a heading in it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "models/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.M | re.S)
+
+
+def _anchors(text: str) -> set[str]:
+    """The names that renderers give to headings."""
+    headings = re.findall(r"^#+ (.*)", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in headings}
+
+
+def _broken(path: Path, text: str) -> list[str]:
+    found = []
+    for target in LINK.findall(CODE.sub("", text)):
+        if re.match(r"https?://", target):
+            continue
+        name, _, anchor = target.partition("#")
+        there = path.parent / name if name else path
+        if not there.exists():
+            found.append(f"{target}: there is no such file")
+        elif anchor and anchor not in _anchors(there.read_text() if name else text):
+            found.append(f"{target}: there is no such heading")
+    return found
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(path):
+    assert _broken(path, path.read_text()) == []
+
+
+def test_every_page_is_reached_from_the_readme():
+    reached, todo = set(), [ROOT / "README.md"]
+    while todo:
+        path = todo.pop()
+        if path in reached or path not in DOCUMENTS:
+            continue
+        reached.add(path)
+        for target in LINK.findall(path.read_text()):
+            todo.append((path.parent / target.partition("#")[0]).resolve())
+    assert set(DOCUMENTS) - reached == {ROOT / "CHANGELOG.md"}
+
+
+def test_a_broken_link_is_found():
+    text = "# A b-c, d\n[x](no.md) [y](#a-b-c-d) [z](#nowhere) `[c](d)` [w](https://a.example)"
+    assert _broken(ROOT / "README.md", text) == [
+        "no.md: there is no such file",
+        "#nowhere: there is no such heading",
+    ]

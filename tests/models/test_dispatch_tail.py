@@ -1,0 +1,43 @@
+"""models/ordering/tail.cu: it compiles, and on two GPUs the ordered tails lose nothing."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+SOURCE = Path(__file__).resolve().parents[2] / "models" / "ordering" / "tail.cu"
+NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+pytestmark = pytest.mark.skipif(NVCC is None, reason="needs nvcc")
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program, compiled without a warning."""
+    assert NVCC is not None
+    path = tmp_path_factory.mktemp("ordering") / "tail"
+    strict = ("-std=c++17", "-Werror", "all-warnings", "-Xcompiler", "-Wall,-Wextra")
+    subprocess.run([NVCC, "-arch=sm_90", *strict, "-o", str(path), str(SOURCE)], check=True)
+    return path
+
+
+def test_without_two_gpus_it_says_so(program: Path) -> None:
+    if torch.cuda.device_count() >= 2:
+        pytest.skip("there are two GPUs")
+    done = subprocess.run([str(program)], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "needs two GPUs" in done.stderr or "cudaGetDeviceCount" in done.stderr
+
+
+@pytest.mark.gpu
+def test_ordered_tails_lose_nothing(program: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    done = subprocess.run([str(program), "1", "50000"], capture_output=True, text=True, check=False)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("50000 rounds") == 3

@@ -1,0 +1,195 @@
+"""What weft tells of its decisions, and when it says nothing."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import weft
+from tests.moe.layers import CONFIGS, Case
+from weft import logs
+from weft.errors import InvalidArgument
+from weft.memory.liveness import Sign
+from weft.ops.allreduce_table import Table
+
+ROOT = Path(__file__).parents[1]
+PROGRAM = """
+import weft
+
+def rank(group):
+    weft.AllReduce(group, max_tokens=8, hidden=64).close()
+
+if __name__ == "__main__":
+    weft.launch(rank, ranks=2)
+    weft.launch(rank, ranks=2)
+"""
+
+
+@pytest.fixture
+def own_logger(monkeypatch):
+    """The logger `weft` as it was, whatever a test does to it."""
+    logger = logging.getLogger("weft")
+    level, handlers = logger.level, list(logger.handlers)
+    yield monkeypatch
+    logger.setLevel(level)
+    logger.handlers[:] = handlers
+
+
+def _ours():
+    return [each for each in logging.getLogger("weft").handlers if isinstance(each, logs._ToStderr)]
+
+
+def _told(caplog, level=logging.DEBUG):
+    return [record.getMessage() for record in caplog.records if record.levelno >= level]
+
+
+def test_ranks_tell_what_they_decided(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "WEFT_CACHE": str(tmp_path / "cache"),
+        "WEFT_LOG": "info",
+    }
+    result = subprocess.run(
+        [sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=900
+    )
+    assert result.returncode == 0, result.stderr
+    for pattern, times in (
+        (r"INFO weft\.jit\.cache, process \d+: allreduce \(shared, \S+\): compiled in [\d.]+ s", 1),
+        (r"allreduce \(shared, \S+\): another process compiled it, waited|read from", 3),
+        (r"rank 0 of 2 on cpu met the others in \S+ after [\d.]+ s; processes by rank: \[", 2),
+        (r"heap 1: \d+ bytes on each of 2 ranks \(cpu\)", 4),
+        (r"the all-reduce chooses its backend by this table: Computed, not measured", 2),
+    ):
+        assert len(re.findall(pattern, result.stderr)) == times, (pattern, result.stderr)
+    assert "DEBUG" not in result.stderr
+
+
+def test_a_choice_is_told_once(ranks, caplog):
+    caplog.set_level(logging.DEBUG, "weft")
+    rows = torch.ones(4, 64, dtype=torch.bfloat16)
+
+    def body(group):
+        with weft.AllReduce(group, max_tokens=8, hidden=64) as reduce:
+            reduce.fused(rows[:1])
+            reduce.fused(rows)
+            group.barrier()
+            before = len(caplog.records)
+            group.barrier()
+            for _ in range(20):
+                reduce.fused(rows[:1])
+                reduce.fused(rows)
+            group.barrier()
+            return len(caplog.records) - before
+
+    assert ranks(2, "threads")(body) == [0, 0]
+    choices = [each for each in caplog.records if each.name == "weft.ops.allreduce"]
+    assert [each.levelname for each in choices] == ["INFO", "DEBUG"], "one backend, two sizes"
+    assert "oneshot for 1 tokens x 64 bf16" in choices[0].getMessage()
+
+
+def test_a_round_of_the_all_to_all_tells_nothing(ranks, caplog):
+    caplog.set_level(logging.DEBUG, "weft")
+
+    def body(group):
+        x, ids = torch.ones(2, 64, dtype=torch.bfloat16), torch.tensor([[0, 1]] * 2)
+        with weft.AllToAll(group, max_tokens=2, top_k=2, num_experts=4, hidden=64) as a2a:
+            group.barrier()
+            before = len(caplog.records)
+            group.barrier()
+            received = a2a.dispatch(x, ids, torch.ones(2, 2))
+            a2a.combine(weft.reference.identity_experts(received, x.dtype))
+            group.barrier()
+            return before > 0, len(caplog.records) - before
+
+    assert ranks(2, "threads")(body) == [(True, 0)] * 2
+
+
+def test_a_layer_tells_its_choice(ranks, caplog):
+    caplog.set_level(logging.DEBUG, "weft")
+    case = Case(CONFIGS["softmax"], tokens=(2, 1))
+
+    def body(group):
+        with case.open(group, timeout=600.0) as layer:
+            group.barrier()
+            before = len(caplog.records)
+            group.barrier()
+            for _ in range(3):
+                layer(*case.of(group.rank, group.device))
+            group.barrier()
+            return layer.explain().text, len(caplog.records) - before
+
+    (text, later), (_, more) = ranks(2, "threads")(body)
+    choices = [each for each in caplog.records if each.name == "weft.moe.layer_choice"]
+    assert [each.levelname for each in choices] == ["INFO"], "by rank 0, for both"
+    assert choices[0].getMessage().endswith(f"products: {text}")
+    assert (later, more) == (0, 0)
+
+
+def test_a_table_of_another_machine_is_odd(ranks, caplog):
+    table = replace(
+        Table.formula("NVIDIA H200", 4),
+        source="measured",
+        date="2026-11-20",
+        machine="elsewhere",
+        method="by hand",
+    )
+
+    def body(group):
+        weft.AllReduce(group, max_tokens=8, hidden=64, table=table).close()
+
+    ranks(2, "threads")(body)
+    assert _told(caplog, logging.WARNING) == [
+        "the all-reduce table is of 4 x NVIDIA H200, but these ranks are 2 x CPU"
+    ]
+
+
+def test_refused_pidfds_are_odd(monkeypatch, caplog):
+    def refuses(pid):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "pidfd_open", refuses)
+    sign = Sign()
+    os.close(sign.fd)
+    sign.close()
+    (told,) = _told(caplog, logging.WARNING)
+    assert told.startswith("pidfd_open is refused (Operation not permitted): peers see by a pipe")
+
+
+def test_nothing_is_said_unasked(own_logger):
+    own_logger.delenv(logs.VARIABLE, raising=False)
+    logs.set_up()
+    assert not _ours()
+    handlers = logging.getLogger("weft").handlers
+    assert any(isinstance(each, logging.NullHandler) for each in handlers)
+
+
+def test_the_variable_adds_one_handler_and_takes_it_away(own_logger, capsys):
+    logger = logging.getLogger("weft")
+    for level in ("debug", "Info"):
+        own_logger.setenv(logs.VARIABLE, level)
+        logs.set_up()
+        assert logging.getLevelName(logger.level) == level.upper()
+    logging.getLogger("weft.jit.cache").info("here")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"INFO weft.jit.cache, process {os.getpid()}: here")
+    own_logger.setenv(logs.VARIABLE, "")
+    logs.set_up()
+    assert not _ours()
+    assert logger.level == logging.NOTSET
+
+
+def test_a_level_that_is_none_is_refused(own_logger):
+    own_logger.setenv(logs.VARIABLE, "loud")
+    with pytest.raises(InvalidArgument, match=r"WEFT_LOG is 'loud'; set it to debug, info"):
+        logs.set_up()
