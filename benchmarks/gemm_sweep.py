@@ -37,7 +37,6 @@ SHAPES = {
 ROWS = (4, 8, 16, 32, 64, 128)
 DTYPES = {"fp8": FP8, "bf16": torch.bfloat16}
 CALLS, REPLAYS = 20, 5
-GROUPS = (1, 7, 14)  # column blocks of a group
 
 
 Plan = GemmPlan | WgmmaPlan
@@ -52,9 +51,6 @@ def plans(rows: int, dtype: torch.dtype, work: str) -> Iterator[Plan]:
     for tile in tiles(rows, work == "quant"):
         for flatten in (True, False):
             yield GemmPlan(block_depth=depth, flatten=flatten, **tile)
-        for group in GROUPS if work == "down" else ():
-            kind: dict[str, Any] = {"order": "column", "group": group, "flatten": False}
-            yield GemmPlan(block_depth=depth, **kind, **tile)
 
 
 def tiles(rows: int, gated: bool) -> Iterator[dict[str, Any]]:
@@ -131,7 +127,6 @@ def call(
     work: str,
     plan: Plan,
     counts: torch.Tensor,
-    signal: torch.Tensor,
     programmatic: bool,
 ) -> Callable[[], object]:
     """The call that is timed."""
@@ -143,8 +138,6 @@ def call(
         given |= {"epilogue": Push(tensors.home)}
     else:
         given |= {"out": tensors.out}
-    if isinstance(plan, GemmPlan) and plan.order == "column":
-        given |= {"signal": signal}
     return lambda: grouped_gemm(tensors.a, tensors.b, **given)
 
 
@@ -207,11 +200,10 @@ def measure(args: argparse.Namespace, work: str, dtype_name: str) -> list[dict[s
     dtype, found = DTYPES[dtype_name], []
     most = max(int(drawn(r, args.even).max()) for r in args.rows)
     tensors = Operands.make(work, dtype, most)
-    signal = torch.zeros(1024, dtype=torch.int32, device="cuda")
     n, k = SHAPES[work]
     counts = {r: drawn(r, args.even) for r in args.rows}
     jobs = [(r, p) for r in args.rows for p in plans(r, dtype, work)]
-    failed = warm(tensors, work, {p: counts[r] for r, p in jobs}, signal, args.programmatic)
+    failed = warm(tensors, work, {p: counts[r] for r, p in jobs}, args.programmatic)
     known: list[torch.Tensor] = []
     for rows, plan in jobs:
         row: dict[str, Any] = {"work": work, "dtype": dtype_name, "rows": rows, **asdict(plan)}
@@ -221,7 +213,7 @@ def measure(args: argparse.Namespace, work: str, dtype_name: str) -> list[dict[s
         if time.monotonic() > args.deadline:
             found.append(row | {"failed": "out of time"})
             continue
-        body = call(tensors, work, plan, counts[rows], signal, args.programmatic)
+        body = call(tensors, work, plan, counts[rows], args.programmatic)
         tensors.out.view(torch.uint8).fill_(255)
         body()
         error, same, rest = check(tensors, work, counts[rows], known)
@@ -236,7 +228,6 @@ def warm(
     tensors: Operands,
     work: str,
     todo: dict[Plan, torch.Tensor],
-    signal: torch.Tensor,
     programmatic: bool,
 ) -> dict[Plan, str]:
     """Compile every plan, several at once; returns those that would not, and why."""
@@ -244,7 +235,7 @@ def warm(
     def one(job: tuple[Plan, torch.Tensor]) -> tuple[Plan, str]:
         plan, counts = job
         try:
-            call(tensors, work, plan, counts, signal, programmatic)()
+            call(tensors, work, plan, counts, programmatic)()
         except Exception as error:  # a sweep goes on, and says what failed
             return plan, repr(error)[:160]
         return plan, ""
@@ -264,7 +255,6 @@ def label(row: dict[str, Any]) -> str:
     if "stages" not in row:
         return f"wgmma, {row['block_rows']} rows"
     marks = "s" * row["swap"] + "f" * row["flatten"]
-    marks += f"c{row['group']}" * (row["order"] == "column")
     tile = f"{row['block_rows']}x{row['block_columns']}x{row['block_depth']}"
     return f"{tile} st{row['stages']} w{row['warps']} x{row['ctas_per_sm']} {marks}"
 

@@ -72,7 +72,7 @@ def store_home(a2a: LowLatencyAllToAll, got: ExpertRows, y: torch.Tensor) -> Non
     there = torch.arange(y.shape[1], device=y.device)[None] < got.counts[:, None]
     if y.device.type == "cpu":
         rows = torch.where(there, got.home, 0).flatten()
-        tell_rows(rows, y.flatten(0, 1), 0, got.broken)
+        tell_rows(rows, y.flatten(0, 1), got.broken)
         return
     heap, layout, shape = a2a._rounds.premises.heap, a2a._geometry.layout, a2a._geometry.shape
     words = y.view(torch.int32)  # each is there at once

@@ -235,18 +235,18 @@ def modes() -> Iterator[tuple[str, Callable[[weft.Group], Made]]]:
     yield "ExpertGroups", partial(grouping, compact=False)
     yield "Compactor", partial(grouping, compact=True)
     yield "LowLatency", expert_major
-    yield "LowLatency halves", partial(expert_major, halves=True, view=True, expert_map=explicit)
+    yield "LowLatency halves", partial(expert_major, halves=True, expert_map=explicit)
     yield "LowLatency sender", partial(expert_major, reduce="sender", combine_by="fp8")
     yield "LowLatency plain", partial(expert_major, quant=None, profile=True)
     for backend in ("oneshot", "twoshot", "twoshot_bulk", "collective"):
         yield f"AllReduce {backend}", partial(reduce, backend=backend)
-    for overlap in ("none", "shared", "columns", "signals", "push"):
+    for overlap in ("none", "shared", "push"):
         yield f"MoE rank {overlap}", partial(layer, exchange="rank", overlap=overlap)
     for overlap in ("none", "shared", "push"):
         yield f"MoE expert {overlap}", partial(layer, exchange="expert", overlap=overlap)
     for exchange in ("rank", "expert"):
         yield f"MoE {exchange} fp8", partial(layer, exchange=exchange, overlap="push", fp8=True)
-    for gemm in ("loop", "padded", "grouped"):
+    for gemm in ("loop", "padded"):
         yield f"MoE {gemm}", partial(layer, exchange="rank", overlap="none", gemm=gemm)
     yield "MoE auto", partial(layer, exchange="rank", overlap="auto", gemm="auto")
     yield "CollectiveAllToAll", collective

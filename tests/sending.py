@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import threading
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -74,67 +71,6 @@ def stored_at_homes(a2a: weft.AllToAll, groups: ExpertGroups, y: torch.Tensor) -
     groups.sent()
 
 
-@dataclass(frozen=True)
-class Late:
-    """A product that stores one tile after the other, beside the send that waits for them.
-
-    missing: tiles that it leaves out at the end of the block of columns `short`.
-    """
-
-    block_rows: int
-    block_columns: int
-    short: int = -1
-    missing: int = 1
-
-    def __call__(self, a2a: weft.AllToAll, groups: ExpertGroups, y: torch.Tensor) -> None:
-        """Send y while a thread writes it."""
-        grouped, hidden = groups._grouped, y.shape[-1]
-        blocks = -(-hidden // self.block_columns)
-        cells = torch.zeros(blocks, dtype=torch.int32)
-        written = torch.full_like(y, torch.nan)
-        product = threading.Thread(target=self._store, args=(grouped, y, written, cells))
-        product.start()
-        try:
-            groups.send(written, signal=weft.Signal(cells, self.block_rows, self.block_columns))
-        finally:
-            product.join()
-        assert not bool(cells.any()), "a replay would not wait"
-
-    def _store(
-        self, grouped: Grouped, y: torch.Tensor, written: torch.Tensor, cells: torch.Tensor
-    ) -> None:
-        rows, to = y.view(-1, y.shape[-1]), written.view(-1, y.shape[-1])
-        tiles = [
-            (start + row, start + min(row + self.block_rows, count))
-            for start, count in zip(grouped.offsets.tolist(), grouped.counts.tolist(), strict=False)
-            for row in range(0, count, self.block_rows)
-        ]
-        for block in range(len(cells)):
-            first = block * self.block_columns
-            left = tiles[: -self.missing] if block == self.short else tiles
-            for number, (begin, end) in enumerate(left):
-                if (number + block) % 5 == 0:
-                    time.sleep(0.001)
-                columns = slice(first, first + self.block_columns)
-                to[begin:end, columns] = rows[begin:end, columns]
-                cells[block] += 1
-
-
-def bounds(hidden: int, parts: int) -> list[tuple[int, int]]:
-    """Columns 0..hidden in so many parts, or fewer where they are too few."""
-    blocks = -(-hidden // 128)
-    edges = sorted({128 * (blocks * i // parts) for i in range(parts)} | {0}) + [hidden]
-    return list(zip(edges, edges[1:], strict=False))
-
-
-def sent_in(parts: int) -> Return:
-    """The way of `send`, in so many parts."""
-
-    def give_back(a2a: weft.AllToAll, groups: ExpertGroups, y: torch.Tensor) -> None:
-        if parts == 1:
-            groups.send(y)
-            return
-        for columns in bounds(y.shape[-1], parts):
-            groups.send(y, columns=columns)
-
-    return give_back
+def sent(a2a: weft.AllToAll, groups: ExpertGroups, y: torch.Tensor) -> None:
+    """The way of one kernel."""
+    groups.send(y)

@@ -205,7 +205,7 @@ TUNE = ["tune", "allreduce", "table.json"]
         ([*LAYER, "--overlap", "none,later"], "'later': choose some of none"),
         ([*LAYER, "--ranks", "99"], "ranks is 99"),
         ([*LAYER, "--tokens", "99999999"], "tokens is 99999999"),
-        ([*LAYER, "--combine-by", "mail"], "'mail': choose one of pull"),
+        ([*LAYER, "--combine-by", "mail"], "'mail': choose one of"),
         ([*LAYER, "--gemm", "tile"], "'tile': choose one of auto, tiled"),
         ([*LAYER, "--exchange", "expert", "--trace", "t.json"], "a trace shows layers of exchange"),
         ([*TUNE, "--backend", "collective"], "'collective': choose some of oneshot"),

@@ -29,7 +29,7 @@ RESULTS = {
 }
 # Declarations that hold what they are given, and are checked by the call that they are given to:
 # tests/test_arguments.py tries every field there.
-DECLARED = {"FP8Static", "MoEFinalize", "Payload", "Signal", "Push", "ExpertWeights"}
+DECLARED = {"FP8Static", "MoEFinalize", "Payload", "Push", "ExpertWeights"}
 ELSEWHERE = {
     "Group.from_meeting": "tests/memory/test_rendezvous.py",
     "Group.attach": "tests/ops/test_culprits.py",
@@ -42,9 +42,9 @@ ELSEWHERE = {
 }
 # Named by no document as a call of users: parts of weft, or of what they stand for.
 INTERNAL = {
-    *("LayerTable", "LayerTable.curve", "LayerTable.shipped", "Signal.check", "Expert.forward"),
-    *("GemmPlan.column_blocks", "GemmPlan.group_blocks", "GemmPlan.row_blocks", "GemmPlan.cells"),
-    *("GemmPlan.max_row_blocks", "WgmmaPlan.max_row_blocks", "WgmmaPlan.stages"),
+    *("LayerTable", "LayerTable.curve", "LayerTable.shipped", "Expert.forward"),
+    *("GemmPlan.column_blocks", "GemmPlan.max_row_blocks"),
+    *("WgmmaPlan.max_row_blocks", "WgmmaPlan.stages"),
     *("AllReduceFusionWorkspace.backend_for", "AllReduceFusionWorkspace.run"),
     *("AllReduceFusionWorkspace.scale", "AllReduceFusionWorkspace.expert_major"),
     *("Buffer.clean_low_latency_buffer", "AllReduceFusionPattern"),

@@ -24,11 +24,11 @@ from weft.cli_options import (
 )
 from weft.errors import InvalidArgument
 from weft.moe import EXCHANGES, MODELS, OVERLAPS
+from weft.moe.overlap import HOMES
 from weft.moe.products import Way
 from weft.ops.allreduce_curve import EPILOGUES
 from weft.ops.allreduce_table import BACKENDS as TUNED
 from weft.ops.lowlatency_shape import REDUCES, SCALES
-from weft.shape import WAYS
 
 bench = typer.Typer(
     add_completion=False, help="Check, then time, weft's operations; without a name, moe."
@@ -246,7 +246,7 @@ def bench_layer(
     gemm: Gemm = "auto",
     max_rows: Annotated[int | None, typer.Option(help="as in MoE; default: worst case")] = None,
     quantize: Annotated[_Text, choice(moe.QUANTIZE, "{}; fp8 experts make FP8 rows")] = None,
-    combine_by: Annotated[_Text, choice(WAYS, "{}, as in MoE; default: its own")] = None,
+    combine_by: Annotated[_Text, choice(HOMES, "{}, as in MoE; default: its own")] = None,
     table: Table = None,
     graph: Graph = True,
     num_sms: NumSms = None,

@@ -18,7 +18,6 @@
         ├── PeerTimeout            a peer's flag did not arrive before the deadline
         ├── PeerDied               the process of a peer ended
         ├── PeerLeft               a peer raised or closed before it made its part of a call
-        ├── SignalTimeout          tiles of a product did not come before the deadline
         ├── GeometryMismatch       a peer called with another geometry
         ├── Aborted                a rank asked the group to stop
         └── RankFailed             a launched rank raised or died
@@ -104,10 +103,6 @@ class PeerDied(GroupError):
 
 class PeerLeft(GroupError):
     """A peer raised, or closed, before it made its part of a call; the text says why."""
-
-
-class SignalTimeout(GroupError):
-    """Tiles of a product that a send waits for did not come before the deadline."""
 
 
 class GeometryMismatch(GroupError):

@@ -14,7 +14,6 @@ from weft.ops.lowlatency_results import ExpertRows
 from weft.ops.placement import Placement
 from weft.ops.received import Payload, Received
 from weft.ops.reduce_spec import FP8Group, FP8Static, FP8Token, MoEFinalize, Reduced
-from weft.ops.sending import Signal
 
 __all__ = [
     "AllReduce",
@@ -38,7 +37,6 @@ __all__ = [
     "Placement",
     "Received",
     "Reduced",
-    "Signal",
     "errors",
     "launch",
     "reference",

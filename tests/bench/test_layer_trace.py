@@ -56,7 +56,7 @@ def calls_of(overlap: str) -> list[Call]:
 
 
 def document() -> dict[str, Any]:
-    modes = [calls_of("none"), calls_of("columns")]
+    modes = [calls_of("none"), calls_of("push")]
     return dict(json.loads(json.dumps(to_chrome(modes, shared_clock=False))))
 
 
@@ -73,7 +73,7 @@ def test_kernels_lie_where_their_marks_are():
             assert kernels[0]["args"]["grid"] == [16, 1, 1]
     assert min(e["ts"] for e in slices) == 0
     facts = found["metadata"]["modes"]
-    assert [mode["overlap"] for mode in facts] == ["none", "columns"]
+    assert [mode["overlap"] for mode in facts] == ["none", "push"]
     for mode in facts:
         assert mode["kernels_against_marks_ns"] == 0
         assert mode["profiled_us"] == 12.5
@@ -90,7 +90,7 @@ def test_tracks_have_names_and_no_overlaps():
     named = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert named == {
         PROCESSES * mode + rank: f"{word}: rank {rank}"
-        for mode, word in enumerate(("none", "columns"))
+        for mode, word in enumerate(("none", "push"))
         for rank in range(3)
     }
     tracks: dict[tuple[int, int], list[tuple[float, float]]] = {}

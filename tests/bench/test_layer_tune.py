@@ -17,6 +17,7 @@ from weft.bench.report import as_json, print_report
 from weft.bench.run import Measurement, Report, run
 from weft.errors import InvalidArgument, RankFailed
 from weft.moe import OVERLAPS, LayerTable
+from weft.moe.expert_major import ExpertMajor
 from weft.moe.layer_table import LayerCurve, LayerSizes
 
 SETTINGS = LayerCase(ranks=2, device="cpu", tokens=(1, 6), dtype="fp8", samples=3, seed=1)
@@ -115,31 +116,34 @@ def test_without_a_file_nothing_is_measured(weft_command, monkeypatch):
     assert "cannot write" in err
 
 
-def test_an_exchange_that_the_layer_does_not_have_is_told():
-    found = tune(replace(SETTINGS, dtype="bf16", gemm="grouped"), ("rank", "expert"), quiet=True)
+def on_threads(monkeypatch):
+    """Ranks share this process, and what was patched in it."""
+    launch = weft.launch
+
+    def threads(*args, **options):
+        return launch(*args, **{**options, "device": "threads"})
+
+    monkeypatch.setattr(running, "launch", threads)
+
+
+def test_an_exchange_that_the_layer_does_not_have_is_told(monkeypatch):
+    def refuse(self, options):
+        raise InvalidArgument("no rows by expert")
+
+    on_threads(monkeypatch)
+    monkeypatch.setattr(ExpertMajor, "_choose", refuse)
+    found = tune(SETTINGS, ("rank", "expert"), quiet=True)
     assert found.problem is None
     assert found.table is not None
     assert [curve.exchange for curve in found.table.curves] == ["rank"]
     assert any("exchange expert, none, 1, 6 tokens" in text for text in found.refused)
-    nothing = tune(replace(SETTINGS, dtype="bf16", gemm="grouped"), ("expert",), quiet=True)
+    nothing = tune(SETTINGS, ("expert",), quiet=True)
     assert nothing.table is None
-    assert "'grouped' packs rows" in (nothing.problem or "")
-
-
-def test_modes_asked_for_are_those_of_the_exchange_that_has_them():
-    settings = replace(SETTINGS, tokens=(1,), overlaps=("shared", "none"))
-    found = tune(settings, ("rank", "expert"), quiet=True)
-    assert found.table is not None
-    assert [set(curve.us) for curve in found.table.curves] == [{"shared", "none"}] * 2
+    assert "no rows by expert" in (nothing.problem or "")
 
 
 def test_a_wrong_layer_makes_no_table(monkeypatch):
-    launch = weft.launch
-
-    def on_threads(*args, **options):
-        return launch(*args, **{**options, "device": "threads"})
-
-    monkeypatch.setattr(running, "launch", on_threads)
+    on_threads(monkeypatch)
     monkeypatch.setattr(LayerTrial, "compare", lambda *_: "rank 9: wrong")
     found = tune(SETTINGS, ("rank",), quiet=True)
     assert (found.table, found.problem) == (

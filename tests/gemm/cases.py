@@ -174,27 +174,3 @@ def gated(gating: Gated, product: torch.Tensor) -> torch.Tensor:
     if gating.limit is not None:
         gate, up = gate.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit)
     return gate / (1 + torch.exp(-gating.alpha * gate)) * (up + gating.offset)
-
-
-def parts_agree(case: Case, plan: GemmPlan, device: str = "cpu") -> None:
-    """Columns by parts are those of the whole, and each part leaves the others alone."""
-    made, step = case.make(device), 384
-    whole = made.call(STORE, plan).numbers.reshape(case.rows, -1).cpu()
-    order = torch.randperm(case.rows, generator=torch.Generator().manual_seed(2))
-    homes = torch.full((case.rows, case.n), SENTINEL, dtype=whole.dtype, device=device)
-    push = Push((homes.data_ptr() + order * case.n * 2).to(device))
-    for first in range(0, case.n, step):
-        columns = (first, min(first + step, case.n))
-        part = made.call(STORE, plan, columns=columns).numbers.reshape(case.rows, -1).cpu()
-        made.call(push, plan, columns=columns)
-        inside = torch.zeros(case.n, dtype=torch.bool)
-        inside[slice(*columns)] = True
-        live = case.live()
-        assert torch.equal(part[live][:, inside], whole[live][:, inside])
-        assert bool((part[~live] == SENTINEL).all())
-        assert bool((part[:, ~inside] == SENTINEL).all())
-        behind = homes.cpu()[:, columns[1] :]
-        assert bool((behind == SENTINEL).all())
-    there = homes.cpu()[order]
-    assert torch.equal(there[live], whole[live])
-    assert bool((there[~live] == SENTINEL).all())

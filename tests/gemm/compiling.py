@@ -48,11 +48,9 @@ def described(
     experts: int = 32,
     n: int = 4096,
     k: int = 7168,
-    signal: bool = False,
     bias: bool = False,
     masked: bool = False,
     k_major: bool = False,
-    part: tuple[int, int] | None = None,
 ) -> Request:
     """A request without memory."""
 
@@ -79,8 +77,6 @@ def described(
         out_scale=empty(rows, width // 128) if quant else None,
         out_dtype=out_dtype,
         epilogue=made[epilogue],
-        signal=empty(128, of=torch.int32) if signal else None,
-        part=part or (0, width),
     )
 
 

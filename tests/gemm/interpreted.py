@@ -16,7 +16,7 @@ import torch
 from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests.gemm.cases import SENTINEL, Case, gated, parts_agree
+from tests.gemm.cases import SENTINEL, Case, gated
 from weft.gemm import (
     STORE,
     Epilogue,
@@ -25,7 +25,6 @@ from weft.gemm import (
     GemmPlan,
     Push,
     WgmmaPlan,
-    kernel,
     reference,
 )
 from weft.gemm.launch import kernel_arguments, kernel_constants, kernel_of
@@ -48,8 +47,7 @@ def plans(dtype: torch.dtype, gating: bool) -> list[GemmPlan]:
     """A tile of each kind."""
     depth = 128 if dtype == FP8 else 64
     few = GemmPlan(16, 256 if gating else 128, depth, swap=True, stages=2)
-    many = GemmPlan(64, 256, depth, order="column")
-    return [few, many, replace(few, order="column"), replace(few, order="column", group=3)]
+    return [few, GemmPlan(64, 256, depth)]
 
 
 def interpret(request: Request, plan: GemmPlan | WgmmaPlan) -> None:
@@ -68,18 +66,14 @@ def interpreting() -> Iterator[None]:
     reference.compute = compute
 
 
-def signalled(case: Case, epilogue: Epilogue, plan: GemmPlan) -> None:
-    """A call's numbers and signals are those of the reference, and its numbers the oracle's."""
-    gating = isinstance(epilogue, Gated)
+def agreed(case: Case, epilogue: Epilogue, plan: GemmPlan) -> None:
+    """A call's numbers are the oracle's, and so are the reference's."""
     made = case.make()
-    cells = plan.cells(case.rows, len(case.counts), case.n, gating)
-    ours, theirs = (torch.zeros(cells, dtype=torch.int32) for _ in range(2))
     wanted = gated(epilogue, made.product()) if isinstance(epilogue, Gated) else made.product()
     tolerance = 0.08 if isinstance(epilogue, GatedQuant) else 2.0**-7
-    made.call(epilogue, plan, signal=theirs).agrees(wanted, tolerance)
+    made.call(epilogue, plan).agrees(wanted, tolerance)
     with interpreting():
-        made.call(epilogue, plan, signal=ours).agrees(wanted, tolerance)
-    assert ours.tolist() == theirs.tolist(), (ours, theirs)
+        made.call(epilogue, plan).agrees(wanted, tolerance)
 
 
 def pushed(case: Case, plan: GemmPlan) -> None:
@@ -154,32 +148,26 @@ def main() -> None:
     """Every case with every kind of tile and epilogue."""
     interpreter._patch_lang_tensor = patched_index(interpreter._patch_lang_tensor)
     interpreter._convert_float = patched_rounding(interpreter._convert_float)
-    kernel.meet = lambda: None  # no inline PTX here; CTAs run one after the other
     warnings.filterwarnings("ignore", category=RuntimeWarning)  # NaN rows of nobody
     for dtype in (FP8, HALF):
         for name, case in CASES.items():
             for plan in plans(dtype, gating=False):
-                signalled(replace(case, dtype=dtype), STORE, plan)
+                agreed(replace(case, dtype=dtype), STORE, plan)
             print(f"agreed: {name}, {dtype}", flush=True)
         for gating in (Gated(), Gated(1.702, 1.0, 0.7)):
-            for plan in plans(dtype, gating=True)[:2]:
-                signalled(Case(dtype=dtype, n=512, bias=True), gating, plan)
+            for plan in plans(dtype, gating=True):
+                agreed(Case(dtype=dtype, n=512, bias=True), gating, plan)
         print(f"agreed: gated, {dtype}", flush=True)
-    for plan in plans(FP8, gating=True)[:2]:
-        signalled(Case(n=512), GatedQuant(), plan)
+    for plan in plans(FP8, gating=True):
+        agreed(Case(n=512), GatedQuant(), plan)
     exact_quantising()
     print("agreed: quantised", flush=True)
     for plan in plans(HALF, gating=False):
-        signalled(ODD, STORE, plan)
+        agreed(ODD, STORE, plan)
         pushed(Case(dtype=HALF), plan)
-    signalled(replace(ODD, n=208), Gated(), plans(HALF, gating=True)[0])
+    agreed(replace(ODD, n=208), Gated(), plans(HALF, gating=True)[0])
     held()
     print("agreed: odd and pushed", flush=True)
-    with interpreting():
-        for plan in plans(HALF, gating=False)[:2]:
-            parts_agree(Case(dtype=HALF, n=712, counts=(5, 0, 35)), plan)  # the last part is ragged
-        parts_agree(Case(n=768, counts=(5, 0, 35)), plans(FP8, gating=False)[0])
-    print("agreed: parts", flush=True)
 
 
 if __name__ == "__main__":

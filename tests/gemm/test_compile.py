@@ -7,9 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -78,26 +76,6 @@ def stores(code: Compiled) -> set[str]:
     return set(re.findall(r"st\.global\.((?:v\d\.)?\w+)", code.ptx))
 
 
-@pytest.mark.parametrize("order", ["expert", "column"])
-@pytest.mark.parametrize("epilogue", ["store", "push", "quant"])
-@pytest.mark.parametrize("rows", [16, 128])
-def test_a_tile_is_signalled_once_all_its_warps_have_stored(
-    rows: int, epilogue: str, order: Any, tmp_path: Path
-):
-    made = replace(chosen(rows, FP8, epilogue), order=order, flatten=True)
-    silent = compiled(described(FP8, epilogue), made, tmp_path)
-    code = compiled(described(FP8, epilogue, signal=True), made, tmp_path)
-    lines = code.ptx.splitlines()
-    last = max(at for at, line in enumerate(lines) if "st.global" in line)
-    (atomic,) = [at for at, line in enumerate(lines) if re.search(r"\b(atom|red)\.", line)]
-    assert "release" in lines[atomic]
-    assert ".gpu." in lines[atomic]
-    assert any("bar.sync" in line for line in lines[last:atomic])
-    assert not any(re.search(r"\bbra\b|^\$L__BB", line) for line in lines[last:atomic])
-    assert "cp.async.bulk.global" not in code.ptx  # stores that a barrier would not cover
-    assert code.shared >= silent.shared, "the loop lost its stages"
-
-
 def test_loads_run_ahead_over_tiles(tmp_path: Path):
     made = chosen(32, FP8, "store")
     code = compiled(described(FP8), made, tmp_path)
@@ -143,4 +121,4 @@ def test_the_source_agrees_with_the_reference_in_the_interpreter():
     script = root / "tests/gemm/interpreted.py"
     run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.count("agreed") == 17, run.stdout
+    assert run.stdout.count("agreed") == 16, run.stdout

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
-from tests.gemm.cases import SENTINEL, Case, gated, parts_agree
-from weft.gemm import Gated, GatedQuant, GemmPlan, Push, grouped_gemm
+from tests.gemm.cases import SENTINEL, Case, gated
+from weft.gemm import Gated, GatedQuant, Push, grouped_gemm
 from weft.gemm.plan import FP8
 from weft.moe.gating import CLAMPED_SWIGLU, SWIGLU
 from weft.ops.reference import quantize
@@ -105,28 +104,6 @@ def test_rows_that_tell_have_no_word_of_all_ones(dtype: torch.dtype, broken: int
     torch.testing.assert_close(kept, wanted, rtol=2.0**-7, atol=0.02, equal_nan=True)
 
 
-@pytest.mark.parametrize("order", ["expert", "column"])
-@pytest.mark.parametrize("counts", [(5, 0, 19), (0, 0), (64, 65, 63)])
-def test_signals_count_tiles(order: Any, counts: tuple[int, ...]) -> None:
-    made = Case(counts=counts, dtype=torch.bfloat16, n=384).make()
-    plan = GemmPlan(64, block_depth=64, order=order)
-    cells = plan.cells(made.case.rows, len(counts), 384)
-    signal = torch.zeros(cells, dtype=torch.int32)
-    made.call(plan=plan, signal=signal)
-    blocks = [-(-count // 64) for count in counts]
-    if order == "column":
-        assert signal.tolist() == [sum(blocks)] * 3
-    else:
-        assert signal.tolist() == [3] * sum(blocks) + [0] * (cells - sum(blocks))
-        assert cells >= sum(blocks)
-    pairs = replace(plan, order="column", group=2)  # three blocks: a group of two, and one
-    grouped = torch.zeros(2, dtype=torch.int32)
-    made.call(plan=pairs, signal=grouped)
-    assert grouped.tolist() == [2 * sum(blocks), sum(blocks)]
-    made.call(plan=plan, signal=signal)  # it adds
-    assert int(signal.sum()) == 2 * 3 * sum(blocks)
-
-
 def test_counts_are_held_to_the_rows_there_are() -> None:
     made = Case(masked=True, counts=(4, 2), slack=0, dtype=torch.bfloat16).make()
     whole = made.call().numbers
@@ -144,14 +121,6 @@ def test_results_may_be_of_any_width() -> None:
         assert back is out
         assert torch.equal(out[~made.case.live()].float().unique(), torch.tensor([SENTINEL]))
     assert grouped_gemm(made.a, made.b, **made.given).dtype == torch.float16  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("dtype", [FP8, torch.bfloat16])
-def test_parts_have_the_bits_of_the_whole(dtype: torch.dtype) -> None:
-    parts_agree(
-        Case(dtype=dtype, n=1024, counts=(5, 0, 35)),
-        GemmPlan(64, block_depth=64 if dtype != FP8 else 128),
-    )
 
 
 @pytest.mark.parametrize("masked", [False, True])

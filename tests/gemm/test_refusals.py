@@ -115,40 +115,10 @@ CHANGES: dict[str, tuple[Case, Change, str]] = {
         "block_columns is 128",
     ),
     "FP8 in half pairs": (Case(n=384), put("plan", lambda _: GemmPlan(64, 256)), "384 columns"),
-    "no pair of columns": (Case(), put("columns", lambda _: 128), "two integers"),
-    "columns off the blocks": (Case(), put("columns", lambda _: (64, 128)), "multiples of 128"),
-    "columns beyond": (Case(), put("columns", lambda _: (128, 384)), "is 384; .* 0..256"),
-    "no columns": (Case(), put("columns", lambda _: (128, 128)), "a part of 0..256"),
-    "gated columns": (
-        Case(),
-        lambda _, given: given.update(epilogue=Gated(), columns=(0, 128)),
-        "Store and Push",
-    ),
-    "columns and a signal": (
-        Case(),
-        lambda _, given: given.update(signal=torch.zeros(99, dtype=INT), columns=(0, 128)),
-        "without a signal",
-    ),
-    "half a pair of columns": (
-        Case(n=512),
-        lambda _, given: given.update(plan=GemmPlan(64, 256), columns=(0, 128)),
-        "128 columns, block_columns 256",
-    ),
-    "few cells": (Case(), put("signal", lambda _: torch.zeros(1, dtype=INT)), "signal is"),
-    "a signal of WgmmaPlan": (
-        Case(),
-        lambda _, given: given.update(plan=WgmmaPlan(32), signal=torch.zeros(99, dtype=INT)),
-        "takes no signal, and no bias for FP8: use a GemmPlan",
-    ),
     "a bias of WgmmaPlan": (
         Case(),
         lambda _, given: given.update(plan=WgmmaPlan(32), bias=torch.ones(3, 256)),
         "no bias for FP8",
-    ),
-    "columns of WgmmaPlan": (
-        Case(),
-        lambda _, given: given.update(plan=WgmmaPlan(32), columns=(0, 128)),
-        r"makes all 256 columns; columns is \(0, 128\)",
     ),
     "gating of WgmmaPlan": (
         Case(),
@@ -174,7 +144,6 @@ CHANGES: dict[str, tuple[Case, Change, str]] = {
         ),
         "epilogue.dtype is torch.int32; choose one of torch.bfloat16",
     ),
-    "wide cells": (Case(), put("signal", lambda _: torch.zeros(99).long()), "signal is"),
 }
 
 
@@ -222,7 +191,7 @@ def test_the_package_does_not_import_triton():
 def test_on_gpus_rows_tell_of_themselves_by_a_wgmma_plan_only() -> None:
     push = Push(torch.zeros(1, dtype=torch.int64), tells=True)
     a = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda"))
-    request: Any = SimpleNamespace(a=a, gated=False, signal=None, epilogue=push)
+    request: Any = SimpleNamespace(a=a, gated=False, epilogue=push)
     with pytest.raises(InvalidArgument, match="with a WgmmaPlan only, which needs Hopper"):
         check_tiles(GemmPlan(64, block_depth=64), request)
     request.epilogue = Push(push.home)

@@ -1,4 +1,4 @@
-"""What compute-sanitizer watches of grouping: sends whole, in parts and by signal, and choices.
+"""What compute-sanitizer watches of grouping: sums that are scattered and sent, and choices.
 
 Only whole copies move between the CPU and a GPU: the sanitizer patches every module that a torch
 kernel brings, and there are hundreds of kernels in each.
@@ -13,15 +13,10 @@ from tests.rounds import Round, bits
 from weft.ops.grouping import ExpertGroups, Grouped
 
 CASE = Round(tokens=(16, 9), top_k=5, experts=12, hidden=640, router="holes")
-TILE = 64  # rows and columns of the tiles that a signal counts
 WAYS = (
     ("push", "scatter"),
     ("push", "send"),
-    ("push", "parts"),
-    ("push", "signal"),
-    ("choices", "parts"),
     ("choices", "send"),
-    ("choices", "signal"),
     ("fp8", "send"),
 )
 
@@ -64,14 +59,6 @@ def send(a2a: weft.AllToAll, groups: ExpertGroups, grouped: Grouped, how: str) -
     if how == "scatter":
         groups.scatter(y)
         a2a.combine_send()
-    elif how == "parts":
-        for columns in ((0, 256), (256, 640)):
-            groups.send(y, columns=columns)
-    elif how == "signal":
-        tiles = int((-(-grouped.counts.cpu() // TILE)).sum())
-        cells = torch.full((CASE.hidden // TILE,), tiles, dtype=torch.int32).to(y.device)
-        groups.send(y, signal=weft.Signal(cells, TILE, TILE))
-        assert not bool(cells.cpu().any()), "a replay would not wait"
     else:
         groups.send(y)
 

@@ -33,7 +33,7 @@ def run(group: weft.Group, options: dict[str, Any], part: str) -> None:
     elif part == "layer":
         layers(group, options, {"overlap": "shared"}, turns)
     else:
-        built = {"exchange": "expert", "overlap": "shared", "slots": 2}
+        built = {"exchange": "expert", "overlap": "shared"}
         layers(group, options, built, turns)
 
 

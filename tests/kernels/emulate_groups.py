@@ -59,7 +59,7 @@ class EmulatedGroups:
         """Run one scatter."""
         self._run("scatter", args, self._launch)
 
-    def send(self, args: GroupArgs, num_sms: int | None) -> None:
+    def send(self, args: GroupArgs) -> None:
         """Run one send."""
         self._run("send", args, self._launch)
 

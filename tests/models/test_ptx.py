@@ -16,9 +16,6 @@ LITMUS = {test.name: test for test in read()}
 # Not yet put to Dartagnan: run models/ptx/run.sh, then take the name off this list.
 NOT_RUN = {
     "A14-the-tail-of-dispatch",
-    "G1-tile_bar_atom.release.gpu_ld.acquire.gpu_bar",
-    "G2-two-tiles-in-one-cell",
-    "G3-tile_relaxed-add",
 }
 # What the model says of shapes that the field knows, so that every axiom of the checker is needed.
 CLASSIC = """

@@ -22,7 +22,6 @@ STALE_OUTBOX = r"assertion violated.*\boutbox\b"
 STALE_RETURNED = r"assertion violated.*\breturned\b"
 STALE_ROW = r"assertion violated.*\brow\b"
 STALE_PLACE = r"assertion violated.*\bplace\b"
-STALE_TILE = r"assertion violated.*\by\b"
 STALE_OR_STUCK = rf"{STALE_PLACE}|{DEADLOCK}"
 WAITED = r"assertion violated.*\bgranted\b"
 STALE_STAGE = r"assertion violated.*\b(readers|rows|scales)\b"
@@ -124,20 +123,6 @@ VARIANTS = (
     Variant("one place, grants of one kind", "SHARED LAX", STALE_PLACE, "lowlatency"),
     Variant("halves in one place", "CALLS=6 HALVES SHARED", STALE_OR_STUCK, "lowlatency"),
     Variant("low latency, calls in another order", "UNEQUAL", DEADLOCK, "lowlatency"),
-    # Sends that wait for the tiles of a product.
-    Variant("signal", "", None, "signal"),
-    Variant("signal, three senders", "CTAS=3 ROUNDS=2", None, "signal"),
-    Variant("signal, rounds without rows", "IDLE ROUNDS=4", None, "signal"),
-    Variant("signal, cells are not emptied", "KEEP", STALE_TILE, "signal"),
-    Variant("signal, emptied by who reads first", "HASTY", DEADLOCK, "signal"),
-    Variant("signal, told before it is stored", "EAGER", STALE_TILE, "signal"),
-    Variant("signal, a product that runs ahead", "LOOSE", STALE_TILE, "signal"),
-    Variant(
-        "signal, the next gather does not wait for the product",
-        "IDLE DETACHED",
-        r"assertion violated.*\blabels\b",
-        "signal",
-    ),
     # Combine by FP8: rows that bring their own news, summed beside the pushes.
     Variant("fp8 home, two ranks", "ROUNDS=3", None, "fp8_home"),
     Variant("fp8 home, sparse routing", "ROUNDS=4 SPARSE", None, "fp8_home"),

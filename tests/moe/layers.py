@@ -115,7 +115,7 @@ class Case:
             def gating(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
                 return weft.reference.dequantize(*weft.reference.quantize(plain(gate, up), "fp8"))
 
-        shared = self.shared(device)
+        shared, exchange = self.shared(device), layer.exchange
         sent = x
         if quantize:
             q, scales = weft.reference.quantize(x.cpu(), quantize)
@@ -133,14 +133,8 @@ class Case:
             weigh_input=config.routing.weigh == "input",
             shared=None if shared is None else shared(x),
             # Rows that come home one by one are summed unrounded.
-            placement=layer.exchange.placement if sums_travel(layer) else None,
+            placement=exchange.placement if isinstance(exchange, weft.AllToAll) else None,
         )
-
-
-def sums_travel(layer: weft.MoE) -> bool:
-    """Does each rank round its sum of a token to the wire's dtype?"""
-    exchange = layer.exchange
-    return isinstance(exchange, weft.AllToAll) or exchange._geometry.shape.reduce == "sender"
 
 
 def widened(q: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:

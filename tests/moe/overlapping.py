@@ -23,17 +23,13 @@ from tests.moe.test_layer import settle
 from tests.ops.test_failures import BEFORE_READ, DISPATCH_ENTER, JITTER, plan_fault
 from weft.moe import ExpertWeights, MoEConfig, Routing, rank_major
 from weft.moe.mlp import Mlp
-from weft.moe.products import Columns
 from weft.ops.alltoall import AllToAll
 from weft.ops.grouping import Grouped
 
 CONFIG = MoEConfig(WIDER, 128, Routing(EXPERTS, 3), shared=128)
-PLAIN = {"overlap": "none", "combine_by": "pull"}  # what all others are compared with
+PLAIN = {"overlap": "none"}  # what all others are compared with
 MODES: dict[str, dict[str, Any]] = {
-    "none": {"overlap": "none"},
     "shared": {"overlap": "shared"},
-    "columns": {"overlap": "columns", "parts": 3},
-    "signals": {"overlap": "signals"},
     "push": {"overlap": "push"},
 }
 SIZES = (1, 10, 40)  # tokens a rank
@@ -80,13 +76,8 @@ class Poisoned:
             for tensor in self.spoiled:
                 tensor.fill_(0xFF)
 
-    def down(self, weights: ExpertWeights, columns: Columns | None = None) -> torch.Tensor:
-        return self.mlp.down(weights, columns)
-
-    def down_signalled(
-        self, weights: ExpertWeights, cells: torch.Tensor, num_sms: int | None
-    ) -> tuple[torch.Tensor, weft.Signal]:
-        return self.mlp.down_signalled(weights, cells, num_sms)
+    def down(self, weights: ExpertWeights) -> torch.Tensor:
+        return self.mlp.down(weights)
 
     def push(self, weights: ExpertWeights) -> None:
         self.mlp.push(weights)

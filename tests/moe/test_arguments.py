@@ -240,14 +240,12 @@ def products() -> list[Row]:
         **{"a": a, "b": b, "counts": counts, "offsets": offsets},
         **{"bias": torch.zeros((2, 128)), "out": torch.zeros((8, 128), dtype=BF16)},
     }
-    parts = listed("x", 7, [0, 128], (0,), (0, 128.0), (True, 128), (0, 64), (0, 256))
     none = TENSOR.optional()
-    signal = Kind(lambda _: [[1], "a", True, torch.zeros(9), torch.zeros(1, dtype=torch.int64)])
     scales = listed(torch.ones((8, 1)), [1.0], "a", True).optional()
     products = {
         **{"a": TENSOR, "b": TENSOR, "counts": TENSOR, "offsets": TENSOR, "bias": none},
-        **{"a_scale": scales, "b_scale": scales, "out": none, "signal": signal.optional()},
-        **{"plan": THING.optional(), "epilogue": THING, "columns": parts.optional()},
+        **{"a_scale": scales, "b_scale": scales, "out": none},
+        **{"plan": THING.optional(), "epilogue": THING},
         "num_sms": listed(*WHOLE, 0, -1).optional(),
         **{"programmatic_launch": FLAG, "settled": FLAG},
     }
@@ -264,12 +262,12 @@ def products() -> list[Row]:
         "block_columns": listed(*WHOLE, 0, 64),
         "block_depth": listed(*WHOLE, 0, 96),
         "warps": listed(*WHOLE, 0, 5),
-        **{name: listed(*WHOLE, 0, -1) for name in ("stages", "ctas_per_sm", "group")},
-        **{"swap": FLAG, "flatten": FLAG, "order": WORD},
+        **{name: listed(*WHOLE, 0, -1) for name in ("stages", "ctas_per_sm")},
+        **{"swap": FLAG, "flatten": FLAG},
     }
     return [
         Row(weft.gemm.grouped_gemm, given, products),
-        Row(weft.gemm.plan, sized, {**planned, "order": WORD, "group": size}),
+        Row(weft.gemm.plan, sized, planned),
         Row(
             weft.gemm.fastest_plan,
             sized,
@@ -335,9 +333,9 @@ def layers(group: weft.Group, options: dict[str, Any]) -> None:
         **{"group": THING, "config": THING, "weights": THING, "max_tokens": COUNT},
         **{"shared": CALLED, "correction": KEPT, "exchange": WORD, "overlap": WORD},
         **{"table": TABLE, "gemm": WORD, "max_rows": listed(*WHOLE, 0, -1).optional()},
-        **{"expert_map": MAP, "fp8": FLAG, "parts": listed(*WHOLE, 0, -1, 65)},
-        **{"quantize": WORD.optional(), "combine_by": WORD.optional(), "reduce": WORD.optional()},
-        **{"slots": listed(*WHOLE, 0, -1, 17).optional(), "timeout": SECONDS},
+        **{"expert_map": MAP, "fp8": FLAG},
+        **{"quantize": WORD.optional(), "combine_by": WORD.optional()},
+        **{"timeout": SECONDS},
         **{"first_timeout": SECONDS, "num_sms": SMS, "programmatic_launch": FLAG},
         "profile": FLAG,
     }

@@ -33,10 +33,9 @@ from tests.moe.test_layer_failures import (
 )
 from tests.rounds import bits
 from weft.errors import GeometryMismatch, InvalidArgument, OutOfOrder
-from weft.moe.mlp import choose_in_blocks, choose_way
+from weft.moe.mlp import choose_way
 
 BY_EXPERT = {"exchange": "expert"}
-SENDER = {**BY_EXPERT, "reduce": "sender"}
 DEEP = replace(CONFIGS["deepseek"], hidden=256, intermediate=128, shared=128)
 
 
@@ -59,9 +58,6 @@ WIRES: dict[str, tuple[dict[str, Any], float]] = {
     "fp8 out": ({"quantize": "fp8"}, 1.0),
     "fp8 home": ({"combine_by": "fp8"}, 16.0 / 5),
     "fp8 both ways": ({"quantize": "fp8", "combine_by": "fp8"}, 16.0 / 5),
-    "sums travel": ({"reduce": "sender"}, 1.0),
-    "sums travel as fp8": ({"reduce": "sender", "combine_by": "fp8"}, 16.0 / 5),
-    "more slots": ({"slots": 3}, 1.0),
     "a map": ({"expert_map": [1, 0, 1, 1, 0, 0, 1, 1]}, 1.0),
     "a rank without experts": ({"expert_map": [1] * 8}, 1.0),
 }
@@ -92,7 +88,7 @@ def fp8_rounds(group: weft.Group, case: Case, options: dict[str, Any]) -> None:
             layer.check()
 
 
-@pytest.mark.parametrize("more", [{}, {"reduce": "sender"}, {"expert_map": [1] * 8}])
+@pytest.mark.parametrize("more", [{}, {"expert_map": [1] * 8}])
 def test_fp8_experts(ranks, more):
     case = Case(DEEP, tokens=(9, 0, 4))
     ranks(3, "threads")(fp8_rounds, case, {**BY_EXPERT, "overlap": "shared", **more})
@@ -102,7 +98,7 @@ def test_any_routing(ranks):
     ranks(3, "threads")(any_routing, BY_EXPERT)
 
 
-@pytest.mark.parametrize("more", [{}, {"gemm": "padded"}, {"fp8": True}, {"reduce": "sender"}])
+@pytest.mark.parametrize("more", [{}, {"gemm": "padded"}, {"fp8": True}])
 def test_overlap_changes_no_bit(ranks, more):
     ranks(3, "threads")(both_overlaps, Case(DEEP, tokens=(9, 0, 4)), {**BY_EXPERT, **more})
 
@@ -111,10 +107,9 @@ def test_tokens_go_before_the_shared_expert(ranks):
     ranks(2, "threads")(order_of_calls, BY_EXPERT)
 
 
-@pytest.mark.parametrize("options", [BY_EXPERT, SENDER], ids=["receiver", "sender"])
 @pytest.mark.parametrize("name", ["softmax", "llama"])
-def test_padding_reaches_no_expert(ranks, name, options):
-    ranks(2, "threads")(padded_tokens, name, options)
+def test_padding_reaches_no_expert(ranks, name):
+    ranks(2, "threads")(padded_tokens, name, BY_EXPERT)
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))
@@ -133,25 +128,23 @@ def test_processes(ranks):
 
 
 def by_hand(group: weft.Group) -> None:
-    """Two micro-batches alive have the bits of calls; a call that finds no slot is refused."""
+    """A round by hand has the bits of a call; a call in the middle of it is refused."""
     case = Case(DEEP, tokens=(5, 7))
-    with case.open(group, **BY_EXPERT, slots=2) as layer:
+    with case.open(group, **BY_EXPERT) as layer:
         exchange, shared = layer.exchange, case.shared(group.device)
         assert isinstance(exchange, weft.LowLatencyAllToAll)
         assert shared is not None
-        inputs = [case.next(seed=seed).of(group.rank, group.device) for seed in range(2)]
-        wanted = [layer(x, logits) for x, logits in inputs]
-        routed = [layer.route(logits) for _, logits in inputs]
-        alive = [exchange.dispatch(x, ids) for (x, _), (ids, _) in zip(inputs, routed, strict=True)]
-        with pytest.raises(OutOfOrder, match="2 results of layer.exchange are alive"):
-            layer(*inputs[0])
+        x, logits = case.of(group.rank, group.device)
+        wanted, (ids, weights) = layer(x, logits), layer.route(logits)
+        rows = exchange.dispatch(x, ids)
+        with pytest.raises(OutOfOrder, match="a result of layer.exchange is alive"):
+            layer(x, logits)
         layer.check()  # the refusal has told nobody to leave
-        for i, rows in enumerate(alive):
-            y = layer.experts(rows)
-            assert y is not None
-            out = exchange.combine(y, *routed[i], rows.handle, add=shared(inputs[i][0]))
-            assert torch.equal(bits(out), bits(wanted[i]))
-        assert torch.equal(bits(layer(*inputs[0])), bits(wanted[0]))
+        y = layer.experts(rows)
+        assert y is not None
+        out = exchange.combine(y, ids, weights, rows.handle, add=shared(x))
+        assert torch.equal(bits(out), bits(wanted))
+        assert torch.equal(bits(layer(x, logits)), bits(wanted))
         settle(group)
 
 
@@ -186,14 +179,13 @@ def test_sizes_are_known(ranks):
 
 def options_reach(group: weft.Group) -> None:
     case = Case(CONFIGS["softmax"], tokens=(4, 4))
-    options: dict[str, Any] = {"combine_by": "fp8", "quantize": "fp8", "slots": 3, "profile": True}
+    options: dict[str, Any] = {"combine_by": "fp8", "quantize": "fp8", "profile": True}
     owners = [1, 0, 1, 1, 0, 0, 1, 1]
-    with case.open(group, **SENDER, **options, expert_map=owners) as layer:
+    with case.open(group, **BY_EXPERT, **options, expert_map=owners) as layer:
         exchange = layer.exchange
         assert isinstance(exchange, weft.LowLatencyAllToAll)
         shape = exchange._geometry.shape
-        assert (shape.fp8_back, shape.group, shape.reduce) == (True, 128, "sender")
-        assert len(exchange._rounds.slots) == 3
+        assert (shape.fp8_back, shape.group, shape.reduce) == (True, 128, "receiver")
         assert exchange._rounds.tracks.numel() > 0
         assert exchange.placement.ranks == tuple(owners)
         assert layer.local_experts == tuple(e for e in range(8) if owners[e] == group.rank)
@@ -212,23 +204,13 @@ def test_options_reach_the_exchange(ranks):
 PLAIN = CONFIGS["softmax"]
 REFUSED: list[tuple[weft.MoEConfig, dict[str, Any], str]] = [
     (PLAIN, {"exchange": "token"}, "exchange is 'token'; choose one of 'rank', 'expert'"),
-    (PLAIN, {**BY_EXPERT, "overlap": "columns"}, "use 'none', 'shared' or 'push'"),
     (PLAIN, {**BY_EXPERT, "overlap": "push", "gemm": "padded"}, "use gemm='tiled'"),
-    (PLAIN, {**BY_EXPERT, "overlap": "push", "gemm": "tiled", "slots": 2}, "leave both out"),
-    (PLAIN, {**BY_EXPERT, "overlap": "push", "reduce": "sender"}, "leave both out"),
-    (PLAIN, {**BY_EXPERT, "overlap": "push", "combine_by": "fp8"}, "use 'choices'"),
+    (PLAIN, {**BY_EXPERT, "overlap": "push", "combine_by": "fp8"}, "leave combine_by out"),
     (PLAIN, {**BY_EXPERT, "overlap": "shared"}, "there is nothing to overlap"),
-    (PLAIN, {**BY_EXPERT, "combine_by": "pull"}, "use 'push' or 'fp8'"),
-    (PLAIN, {**BY_EXPERT, "overlap": "none", "combine_by": "choices"}, "use 'push' or 'fp8'"),
     (PLAIN, {**BY_EXPERT, "quantize": "mxfp8"}, "use 'fp8' or None"),
     (PLAIN, {**BY_EXPERT, "max_rows": 64}, "leave it out"),
-    (PLAIN, {**BY_EXPERT, "gemm": "grouped"}, "brings them in blocks"),
     (PLAIN, {**BY_EXPERT, "gemm": "tiled", "quantize": "fp8"}, "needs FP8 weights"),
     (DEEP, {**BY_EXPERT, "gemm": "loop", "fp8": True}, "has no FP8 weights"),
-    (PLAIN, {**BY_EXPERT, "reduce": "both"}, "reduce"),
-    (PLAIN, {**BY_EXPERT, "slots": 0}, "slots"),
-    (PLAIN, {"reduce": "sender"}, "use exchange='expert'"),
-    (PLAIN, {"slots": 2}, "use exchange='expert'"),
     (replace(PLAIN, hidden=72), {**BY_EXPERT}, "hidden"),
 ]
 
@@ -292,23 +274,15 @@ def test_ways_that_a_device_has():
 
     def choose(device: torch.device, config: weft.MoEConfig = DEEP, **given: Any) -> str:
         options = {"fp8": False, "quantize": None, **given}
-        return choose_in_blocks("auto", device, config, **options)
+        return choose_way("auto", device, config, **options)
 
     assert (choose(cpu), choose(cpu, fp8=True, quantize="fp8")) == ("loop", "tiled")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("weft.gemm.launch.installed", lambda: None)
         patch.setattr("weft.moe.mlp.installed", lambda: None)
-        patch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
-        given: dict[str, Any] = {"fp8": False, "quantize": None}
-        patch.setattr("weft.moe.mlp.is_hopper", lambda _: False)
-        assert (choose(gpu), choose_way("auto", gpu, DEEP, **given)) == ("padded", "grouped")
-        patch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-        patch.setattr("weft.moe.mlp.is_hopper", lambda device: device.type == "cuda")
         assert (choose(gpu), choose(gpu, half)) == ("tiled", "tiled")
         assert (choose(gpu, wide), choose(gpu, quantize="fp8")) == ("padded", "padded")
         assert choose(gpu, fp8=True, quantize="fp8") == "tiled"
-        assert choose_way("auto", gpu, DEEP, **given) == "tiled"
-        assert choose_way("grouped", gpu, DEEP, **given) == "grouped"
 
     def missing() -> None:
         raise InvalidArgument("no Triton here")
@@ -316,8 +290,6 @@ def test_ways_that_a_device_has():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("weft.gemm.launch.installed", missing)
         patch.setattr("weft.moe.mlp.installed", missing)
-        patch.setattr("weft.moe.mlp.is_hopper", lambda device: device.type == "cuda")
-        patch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
         assert choose(gpu) == "padded"
         with pytest.raises(InvalidArgument, match="no Triton"):
             choose(gpu, fp8=True, quantize="fp8")

@@ -10,7 +10,7 @@ import torch
 
 import weft
 from tests.moe.layers import CONFIGS, Case
-from tests.moe.test_expert_major import BY_EXPERT, DEEP, SENDER, WIRES, by_hand, fp8_rounds
+from tests.moe.test_expert_major import BY_EXPERT, DEEP, WIRES, by_hand, fp8_rounds
 from tests.moe.test_expert_pushes import pushed_by_hand
 from tests.moe.test_layer import (
     WIDTHS,
@@ -54,7 +54,7 @@ def all_wires(group: weft.Group) -> None:
         for overlap in ("none", "shared"):
             case = Case(CONFIGS["deepseek"], tokens=(6, 3))
             rounds(group, case, {**BY_EXPERT, **options, "overlap": overlap}, slack)
-    more: list[dict[str, Any]] = [{}, {"reduce": "sender"}, {"combine_by": "fp8"}]
+    more: list[dict[str, Any]] = [{}, {"combine_by": "fp8"}]
     for each in more:
         case = Case(DEEP, tokens=(9, 4))
         fp8_rounds(group, case, {**BY_EXPERT, "overlap": "shared", **each})
@@ -71,8 +71,7 @@ def test_wires_and_overlap(ranks):
 
 def all_exceptions(group: weft.Group) -> None:
     for name in ("softmax", "llama"):
-        for options in (BY_EXPERT, SENDER):
-            padded_tokens(group, name, options)
+        padded_tokens(group, name, BY_EXPERT)
         called_wrongly(group, name, BY_EXPERT)
     for name in CONFIGS:
         nan_logits(group, name, BY_EXPERT)

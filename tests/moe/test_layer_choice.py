@@ -21,9 +21,7 @@ CASE = Case(DEEP, tokens=(4, 0))
 TILED = {"gemm": "tiled", "timeout": 600.0}
 
 
-def table(
-    best: str = "columns", ranks: int = 2, exchange: str = "rank", **sizes: Any
-) -> LayerTable:
+def table(best: str = "shared", ranks: int = 2, exchange: str = "rank", **sizes: Any) -> LayerTable:
     """One of the CPU layer, in which `best` takes least."""
     us = {word: (9.0 if word == best else 20.0 + place,) for place, word in enumerate(OVERLAPS)}
     made = replace(LayerSizes.of(DEEP, gpu="", ranks=2, fp8=False), **sizes)
@@ -66,10 +64,10 @@ def test_all_ranks_take_what_rank_0s_table_says(ranks, tmp_path, best):
 
 def test_ranks_that_are_processes_agree_too(ranks, tmp_path):
     path = tmp_path / "table.json"
-    path.write_text(table("columns").text())
+    path.write_text(table("shared").text())
     first, second = ranks(2, "cpu")(chosen, {0: path})
     assert first == second
-    assert first[0] == "columns"
+    assert first[0] == "shared"
 
 
 def test_without_a_table_the_rule_of_thumb_says_so(ranks):
@@ -85,27 +83,24 @@ def explained(group: weft.Group, options: dict[str, Any]) -> Any:
 
 
 def test_what_was_asked_for_is_done_and_what_auto_would_take_is_told(ranks):
-    options = {"overlap": "push", "table": table("columns")}
+    options = {"overlap": "push", "table": table("shared")}
     for found in ranks(2, "threads")(explained, options):
-        assert (found.overlap, found.auto, found.source) == ("push", "columns", "measured")
-        assert found.text.startswith("push, as asked. auto: columns for up to 4 tokens")
-        assert found.us["rank"]["push"] == 24.0
+        assert (found.overlap, found.auto, found.source) == ("push", "shared", "measured")
+        assert found.text.startswith("push, as asked. auto: shared for up to 4 tokens")
+        assert found.us["rank"]["push"] == 22.0
 
 
 @pytest.mark.parametrize(
     ("options", "want", "source"),
     [
-        ({"combine_by": "pull"}, "none", "nearest"),  # which columns cannot serve
-        ({"combine_by": "choices"}, "push", "only one"),
         ({"gemm": "loop"}, "shared", "rule"),  # the table has tiled products
         ({"exchange": "expert"}, "push", "rule"),
-        ({"exchange": "expert", "reduce": "sender"}, "shared", "rule"),
         ({"max_tokens": 5}, "push", "rule"),  # the table ends at 4
-        ({"combine_by": "fp8"}, "columns", "nearest"),
+        ({"combine_by": "fp8"}, "shared", "nearest"),
     ],
 )
 def test_options_narrow_the_choice(ranks, options, want, source):
-    first, second = ranks(2, "threads")(explained, {"table": table("columns"), **options})
+    first, second = ranks(2, "threads")(explained, {"table": table("shared"), **options})
     assert first == second
     assert (first.overlap, first.source) == (want, source)
 
@@ -119,9 +114,9 @@ def test_ranks_that_multiply_in_other_ways_take_what_all_can(ranks):
         first, second = ranks(2, "threads")(unlike, [{"gemm": way} for way in ways])
         assert first == second
         assert first.overlap == "shared", "push needs tiled products everywhere"
-    mixed = [{"table": table("columns")}, {"gemm": "loop"}]
+    mixed = [{"table": table("shared")}, {"gemm": "loop"}]
     for found in ranks(2, "threads")(unlike, mixed):
-        assert (found.overlap, found.source) == ("columns", "nearest")
+        assert (found.overlap, found.source) == ("shared", "nearest")
         assert "not of a gemm of its own on each rank" in found.text
 
 
@@ -142,7 +137,6 @@ REFUSED: list[tuple[list[dict[str, Any]], type[WeftError], str]] = [
     ([{}, {"table": "/nowhere/t.json"}], CreationFailed, "/nowhere/t.json"),
     ([{"table": 5}, {}], CreationFailed, "table is a int; pass a LayerTable, or the path"),
     ([{}, {"overlap": "none"}], GeometryMismatch, "overlap"),
-    ([{"combine_by": "choices"}, {"combine_by": "pull"}], GeometryMismatch, "rank 0: push; rank 1"),
     ([{"max_tokens": "4"}, {}], CreationFailed, "max_tokens is '4'"),
     ([{"max_tokens": 0}, {}], CreationFailed, "max_tokens is 0"),
     *(

@@ -23,7 +23,6 @@ from weft.errors import (
     TokenOverflow,
 )
 from weft.moe import Expert, ExpertWeights, MoEConfig, Routing
-from weft.moe.products import choose
 from weft.moe.workspace import LayerWorkspace
 
 CASE = Case(CONFIGS["deepseek"], tokens=(4, 6))
@@ -42,13 +41,12 @@ WRONG = [
     (
         PLAIN,
         {"gemm": "triton"},
-        "gemm is 'triton'; choose one of 'auto', 'tiled', 'grouped', 'padded', 'loop'",
+        "gemm is 'triton'; choose one of 'auto', 'tiled', 'padded', 'loop'",
     ),
     (PLAIN, {"overlap": "shared"}, "there is nothing to overlap"),
-    (ODD, {"gemm": "grouped"}, "needs intermediate rows of a multiple of 16 bytes"),
     (PLAIN, {"gemm": "padded", "max_rows": 0}, "max_rows is 0"),
     (PLAIN, {"quantize": "int4"}, "quantize is 'int4'"),
-    (PLAIN, {"combine_by": "choices"}, "'push' and 'choices' go together"),
+    (PLAIN, {"combine_by": "choices"}, "choose one of None, 'push', 'fp8'"),
     (replace(PLAIN, hidden=12), {}, "multiples of 16 bytes"),
 ]
 
@@ -276,20 +274,3 @@ def closed(group: weft.Group, options: dict[str, Any]) -> None:
 
 def test_a_closed_layer_says_so(ranks):
     ranks(2, "threads")(closed, {})
-
-
-def test_ways_that_a_device_has():
-    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    assert choose("auto", cpu, torch.bfloat16, 32) == "loop"
-    for major, minor, dtype, want in (
-        (9, 0, torch.bfloat16, "grouped"),
-        (10, 0, torch.bfloat16, "grouped"),
-        (12, 0, torch.bfloat16, "padded"),
-        (9, 0, torch.float16, "padded"),
-    ):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.cuda, "get_device_capability", lambda _, have=(major, minor): have)
-            assert choose("auto", gpu, dtype, 32) == want
-            if want == "padded":
-                with pytest.raises(InvalidArgument, match="'grouped' (keeps|reads) row counts"):
-                    choose("grouped", gpu, dtype, 32)

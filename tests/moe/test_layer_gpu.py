@@ -38,7 +38,7 @@ def all_rules_and_ways(group: weft.Group) -> None:
         for dtype in WIDTHS:
             rounds(group, Case(replace(config, dtype=dtype), tokens=(9, 4)), {})
     for name in ("softmax", "gpt-oss"):
-        for gemm in ("grouped", "padded", "loop"):
+        for gemm in ("tiled", "padded", "loop"):
             rounds(group, Case(CONFIGS[name], tokens=(5, 0)), {"gemm": gemm})
     half = replace(CONFIGS["gpt-oss"], dtype=torch.float16)
     rounds(group, Case(half, tokens=(5, 7)), {"gemm": "padded"})
@@ -54,7 +54,7 @@ def all_wires(group: weft.Group) -> None:
             case = Case(CONFIGS["deepseek"], tokens=(6, 3))
             rounds(group, case, {**options, "overlap": overlap}, slack)
     for name in ("deepseek", "llama"):
-        for gemm in ("grouped", "padded"):
+        for gemm in ("tiled", "padded"):
             both_overlaps(group, Case(CONFIGS[name], tokens=(9, 4)), {"gemm": gemm})
 
 
@@ -122,10 +122,10 @@ def replayed(group: weft.Group, name: str, gemm: str, overlap: str, exchange: st
 
 def all_graphs(group: weft.Group) -> None:
     for overlap in ("none", "shared"):
-        for gemm in ("grouped", "padded"):
+        for gemm in ("tiled", "padded"):
             replayed(group, "deepseek", gemm, overlap)
-    replayed(group, "gpt-oss", "grouped", "none")
-    replayed(group, "llama", "grouped", "shared")
+    replayed(group, "gpt-oss", "tiled", "none")
+    replayed(group, "llama", "tiled", "shared")
 
 
 def test_a_captured_layer_replays_with_any_routing(ranks):

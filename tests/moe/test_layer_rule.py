@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.moe.tables import SIZES, curve, question, table
+from tests.moe.tables import SIZES, US, curve, question, table
 from weft.moe import EXCHANGES, OVERLAPS, LayerTable
 from weft.moe.layer_choice import LayerChoice, Question, choose
 from weft.ops.bands import HYSTERESIS, Times
+
+BARE = {"none": US["none"]}
 
 
 def test_the_fastest_at_these_tokens_is_taken():
@@ -57,12 +59,12 @@ def test_the_other_exchange_is_told_but_not_taken():
 
 def test_times_of_other_products_are_not_this_layers():
     slow: dict[str, Times] = {"none": (500.0, 600.0, 900.0)}
-    mixed = table(curve(gemm="grouped", us=slow), curve(), curve("expert", "padded", us=slow))
+    mixed = table(curve(gemm="padded", us=slow), curve(), curve("expert", "padded", us=slow))
     assert choose(mixed, question(64)).us == {
         "rank": {"none": 60.0, "shared": 55.0, "push": 50.0},
         "expert": {"none": 600.0},
     }
-    found = choose(mixed, question(64, ("none", "push"), gemm="grouped"))
+    found = choose(mixed, question(64, ("none", "push"), gemm="padded"))
     assert (found.overlap, found.source, found.us["rank"]) == ("none", "measured", {"none": 600.0})
 
 
@@ -75,7 +77,7 @@ def test_what_was_read_in_its_stead_is_said():
     few = choose(table(), question(2))
     assert (few.source, few.us["rank"]["shared"]) == ("nearest", 40.0)
     assert "Times are those of 8 tokens" in few.text
-    other = choose(table(), question(64, ("none", "columns"), unusual="combine_by='fp8'"))
+    other = choose(table(), question(64, ("none", "shared"), unusual="combine_by='fp8'"))
     assert other.source == "nearest"
     assert "those of the defaults, not of combine_by='fp8'" in other.text
 
@@ -86,11 +88,11 @@ def test_what_was_read_in_its_stead_is_said():
         (None, question(64), "push", "no table is near 4 x NVIDIA H200"),
         (None, question(1024), "push", "weft tune layer"),
         (None, question(1025), "shared", "no table is near"),
-        (None, question(1025, ("none", "columns")), "none", "no table is near"),
+        (None, question(1025, ("none", "push")), "none", "no table is near"),
         (None, question(64, ("none", "shared"), exchange="expert"), "shared", "exchange 'expert'"),
         (table(), question(513), "push", "the table ends at 512 tokens a rank"),
-        (table(), question(64, gemm="grouped"), "push", "no times of exchange 'rank' with grouped"),
-        (table(), question(64, ("columns", "signals")), "columns", "no times of columns, signals"),
+        (table(), question(64, gemm="padded"), "push", "no times of exchange 'rank' with padded"),
+        (table(curve(us=BARE)), question(64, ("shared", "push")), "push", "times of shared, push"),
     ],
 )
 def test_without_times_the_rule_of_thumb_chooses(given, asked, want, words):
@@ -98,7 +100,7 @@ def test_without_times_the_rule_of_thumb_chooses(given, asked, want, words):
     assert (found.overlap, found.source) == (want, "rule")
     assert "by a rule of thumb" in found.text
     assert words in found.text
-    if asked.gemm == "grouped":
+    if asked.gemm == "padded":
         assert found.us == {}, "times of other products are not this layer's"
 
 

@@ -11,7 +11,6 @@ import weft
 from tests.moe import overlapping
 from tests.moe.layers import Case
 from tests.moe.overlapping import CONFIG, MODES, Layers, Plan, Step, odd, odd_round, replay
-from tests.moe.signalled import signalled
 from weft.moe import Expert
 
 TILED: dict[str, Any] = {"gemm": "tiled"}
@@ -28,10 +27,6 @@ def test_rounds_of_every_overlap_in_any_order(ranks, weights):
 def test_late_ranks_and_odd_routing(ranks, top_k, rows, faults):
     told = ranks(3, "threads")(odd, 40, top_k, rows, TILED, faults)
     assert told == [SOUND] * 3
-
-
-def test_a_send_that_waits_for_a_tiled_product(ranks):
-    assert ranks(2, "threads")(signalled, 6, False) == [0, 0]
 
 
 def spoiled(group: weft.Group, how: str) -> dict[str, int]:

@@ -235,13 +235,12 @@ def test_the_collective_has_the_same_bits(ranks, kind):
 
 
 def memory(group: weft.Group) -> int:
-    with weft.AllReduce(group, max_bytes=40 * 512, hidden=256) as ar:
-        assert ar.max_tokens == 40
+    with weft.AllReduce(group, max_tokens=40, hidden=256) as ar:
         return ar._workspace.heap.size
 
 
 def test_memory_is_known_before(ranks):
-    told = weft.AllReduce.memory_bytes(ranks=2, hidden=256, max_bytes=40 * 512)
+    told = weft.AllReduce.memory_bytes(ranks=2, hidden=256, max_tokens=40)
     assert ranks(2, "threads")(memory) == [told] * 2
     assert weft.AllReduce.memory_bytes(ranks=8, hidden=7168, max_tokens=2048) < 90e6
 

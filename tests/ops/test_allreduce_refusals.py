@@ -16,7 +16,7 @@ BF16 = torch.bfloat16
 
 def test_a_size_of_nothing_is_named():
     with pytest.raises(InvalidArgument, match="hidden is 0; it must be an integer in 8..32768"):
-        weft.AllReduce.memory_bytes(ranks=2, hidden=0, max_bytes=4096)
+        weft.AllReduce.memory_bytes(ranks=2, hidden=0, max_tokens=4)
 
 
 def rows(tokens: int = 4, hidden: int = 256, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -147,9 +147,7 @@ def test_sizes_are_refused_with_their_limits(given, text):
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"max_tokens": 8, "max_bytes": 512}, "pass one of them"),
-        ({}, "pass one of them"),
-        ({"max_bytes": 100}, "one row has 512 bytes"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": 8, "backends": ("twoshot", "ring")}, "backends[1] is 'ring'"),
         ({"max_tokens": 8, "backends": ()}, "choose some of 'oneshot'"),
         ({"max_tokens": 8, "timeout": 0.0}, "timeout is 0.0"),

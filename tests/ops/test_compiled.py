@@ -47,7 +47,7 @@ def test_layers(ranks):
 
 def both_layers(group: weft.Group) -> None:
     layers(group, DYNAMIC, {"overlap": "none"})
-    layers(group, PLAIN, {"exchange": "expert", "overlap": "shared", "slots": 2})
+    layers(group, PLAIN, {"exchange": "expert", "overlap": "shared"})
 
 
 # Of the compiler that moves, fuses and reuses memory one graph of each: its C++ takes long.

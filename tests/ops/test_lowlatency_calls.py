@@ -12,7 +12,6 @@ from tests.lowlatency_rounds import Mode, expert_results
 from tests.rounds import Round
 from weft.errors import (
     BadExpertId,
-    CreationFailed,
     GeometryMismatch,
     InvalidArgument,
     OutOfOrder,
@@ -20,7 +19,6 @@ from weft.errors import (
 )
 from weft.ops.lowlatency import LowLatencyAllToAll
 from weft.ops.lowlatency_geometry import LowGeometry
-from weft.ops.lowlatency_rounds import LowRounds
 
 KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 SIZES = {"max_tokens": 16, "hidden": 128, "top_k": 4, "num_experts": 16}
@@ -49,6 +47,7 @@ def inputs(group: weft.Group, tokens: int = 3) -> tuple[torch.Tensor, ...]:
         ({"group_size": 48}, "group_size is 48; choose one of 32, 64, 128"),
         ({"scale": "rows"}, "scale is 'rows'"),
         ({"slots": 0}, "slots is 0"),
+        ({"slots": 3}, "slots is 3; it must be an integer in 1..2"),
         ({"reduce": "nobody"}, "reduce is 'nobody'"),
         ({"combine_by": "pull"}, "combine_by is 'pull'"),
         ({"combine_by": "choices"}, "use reduce='receiver' and slots=1"),
@@ -89,7 +88,6 @@ def refused_calls(group: weft.Group) -> None:
             (lambda: a2a.dispatch(x, ids.float()), "topk_ids has dtype"),
             (lambda: a2a.dispatch(x, ids, weights.half()), "topk_weights has dtype"),
             (lambda: a2a.dispatch(x, ids.T.contiguous().T), "strides"),
-            (lambda: a2a.combine_input(), "view=True"),
             (lambda: a2a.dispatch_send(x, ids), "halves=True"),
             (lambda: a2a.dump_trace("trace.json"), "profile=True"),
         ]
@@ -277,45 +275,6 @@ def bad_ids(group: weft.Group) -> list[str]:
 def test_bad_ids_are_dropped_and_reported(ranks, kind):
     for rank, said in enumerate(ranks(2, kind)(bad_ids)):
         assert all(text.startswith(f"rank {rank}: topk_ids[1, ") for text in said)
-
-
-def unequal_views(group: weft.Group) -> None:
-    x, ids, weights, _ = inputs(group)
-    with make(group, view=group.rank == 0) as a2a:
-        got = a2a.dispatch(x, ids, weights)
-        y = expert_results(a2a, got)
-        if group.rank == 0:
-            y = a2a.combine_input().copy_(y)
-        a2a.combine(y, ids, weights, got.handle)
-        group.barrier()
-
-
-def test_a_view_is_a_matter_of_each_rank(ranks):
-    ranks(2, "threads")(unequal_views)
-
-
-def test_what_was_opened_is_closed_when_the_input_cannot_be_allocated(ranks, monkeypatch):
-    closed: list[int] = []
-    together, close = weft.Group.together, LowRounds.close
-
-    def no_memory(group: weft.Group, step: Callable[[], object], *, doing: str) -> object:
-        if "input of combines" in doing:
-            raise CreationFailed("no memory")
-        return together(group, step, doing=doing)
-
-    def closing(rounds: LowRounds) -> None:
-        close(rounds)
-        closed.append(1)
-
-    monkeypatch.setattr(weft.Group, "together", no_memory)
-    monkeypatch.setattr(LowRounds, "close", closing)
-
-    def body(group: weft.Group) -> None:
-        with pytest.raises(CreationFailed, match="no memory"):
-            make(group, view=True)
-
-    ranks(2, "threads")(body)
-    assert closed == [1, 1]
 
 
 def test_shapes_that_differ_have_descriptors_that_differ():

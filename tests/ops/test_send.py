@@ -1,4 +1,4 @@
-"""Results that are summed and sent in one kernel, whole or by columns: the bits of scatter."""
+"""Results that are summed and sent in one kernel: the bits of scatter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.groups import random_ids, settle
 from tests.ops.test_failures import COMBINE_ENTER, JITTER, STAY_AWAY, plan_fault
 from tests.patience import hurry
 from tests.rounds import Round, bits
-from tests.sending import make, results, round_trip, scattered, sent_in, stored_at_homes
+from tests.sending import make, results, round_trip, scattered, sent, stored_at_homes
 from weft.errors import InvalidArgument, OutOfOrder, PeerTimeout, TokenOverflow
 from weft.ops.grouping import Compactor, ExpertGroups
 
@@ -37,7 +37,7 @@ GROUPS: dict[str, dict[str, object]] = {
 
 def same_bits(group: weft.Group, way: str, names: list[str], options: dict[str, object]) -> None:
     """Rounds that are sent, against those of another all-to-all that are scattered."""
-    returns = {"whole": sent_in(1), "three parts": sent_in(3)}
+    returns = {"sent": sent}
     if way == "choices" and group.device.type == "cpu":
         returns["stored"] = stored_at_homes
     beside = "fp8" if way == "fp8" else "pull"
@@ -89,16 +89,14 @@ def test_experts_where_a_map_says(ranks, way):
 
 
 def odd_rows(group: weft.Group) -> None:
-    """Rows that are no whole number of parts, or of warps."""
+    """Rows that are no whole number of a warp's pieces."""
     case = Round(tokens=(9, 16), hidden=264)
     with make(group, case, combine_by="pull") as plain:
         wanted = round_trip(plain, ExpertGroups(plain), case, scattered)
     for way in ("push", "choices"):
         with make(group, case, combine_by=way) as a2a:
-            groups = ExpertGroups(a2a)
-            for parts in (1, 2, 3):
-                got = round_trip(a2a, groups, case, sent_in(parts))
-                assert torch.equal(bits(got), bits(wanted))
+            got = round_trip(a2a, ExpertGroups(a2a), case, sent)
+            assert torch.equal(bits(got), bits(wanted))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,7 +108,7 @@ def profiled(group: weft.Group) -> None:
     """A send stands in the timeline as the first half of combine."""
     case = Round(tokens=(4, 9), hidden=512)
     with make(group, case, combine_by="push", profile=True) as a2a:
-        round_trip(a2a, ExpertGroups(a2a), case, sent_in(2))
+        round_trip(a2a, ExpertGroups(a2a), case, sent)
         settle(group.device)
         (span,) = (s for s in a2a.timeline() if s.phase == "combine")
         assert span.start_ns <= span.sent_ns <= span.published_ns <= span.end_ns
@@ -144,42 +142,20 @@ def refusals(group: weft.Group) -> None:
         with pytest.raises(OutOfOrder, match="send without a gather"):
             groups.send(y)
         y = results(groups, groups.gather(received), 1, a2a.dtype)
-        for columns, words in (
-            ((0, 100), "multiples of 128"),
-            ((64, 128), "multiples of 128"),
-            ((0, 640), "in 0..512"),
-            ((-128, 128), "in 0..512"),
-            ((0, 0), "multiples of 128"),
-            ((0.0, 128), "two integers|must be an integer"),
-            (128, "two integers|must be an integer"),
-            ((0, 128, 256), "two integers|must be an integer"),
-        ):
-            with pytest.raises(InvalidArgument, match=words):
-                groups.send(y, columns=columns)  # type: ignore[arg-type]
-        with pytest.raises(OutOfOrder, match="the next begins at 0"):
-            groups.send(y, columns=(128, 256))
         with pytest.raises(InvalidArgument, match="y has shape"):
-            groups.send(y[:, :128].contiguous(), columns=(0, 128))
-        with pytest.raises(InvalidArgument, match="num_sms is 0|num_sms=0"):
-            groups.send(y, num_sms=0)
-        groups.send(y, columns=(0, 256))
-        for call in (a2a.combine, a2a.combine_send, a2a.combine_recv):
-            with pytest.raises(OutOfOrder, match="expects the next columns"):
+            groups.send(y[:, :128].contiguous())
+        groups.send(y)
+        for call in (a2a.combine, a2a.combine_send):
+            with pytest.raises(OutOfOrder, match="expects combine_recv"):
                 call()
         with pytest.raises(OutOfOrder, match="outside of a round"):
             groups.scatter(y)
         with pytest.raises(OutOfOrder, match="outside of a round"):
             groups.gather(received)
-        with pytest.raises(OutOfOrder, match="expects the next columns"):
+        with pytest.raises(OutOfOrder, match="expects combine_recv"):
             other.send(y)
-        for part in (None, (0, 256), (384, 512)):
-            with pytest.raises(OutOfOrder, match="the next begins at 256"):
-                groups.send(y, columns=part)
-        groups.send(y, columns=(256, 512))
         with pytest.raises(OutOfOrder, match="expects combine_recv"):
             groups.send(y)
-        with pytest.raises(OutOfOrder, match="expects combine_recv"):
-            a2a.combine_send()
         a2a.combine_recv()
         received = a2a.dispatch(x, ids, weights)
         with pytest.raises(OutOfOrder, match="send without a gather"):
@@ -199,7 +175,7 @@ def test_what_the_host_refuses(ranks, kind):
 
 
 def disturbed(group: weft.Group) -> None:
-    """A rank whose parts are late changes no byte; one that stays away is named."""
+    """A rank whose sums are late changes no byte; one that stays away is named."""
     case = Round(tokens=(8, 16, 3), hidden=512)
     options = {"combine_by": "push", "timeout": 2.0, "_defines": ("WEFT_FAULTS=1",)}
     with make(group, case, **options) as a2a:
@@ -208,7 +184,7 @@ def disturbed(group: weft.Group) -> None:
         if group.rank == 1:
             plan_fault(a2a, COMBINE_ENTER, JITTER, argument=400_000)
         for _ in range(8):
-            assert torch.equal(bits(round_trip(a2a, groups, case, sent_in(3))), bits(wanted))
+            assert torch.equal(bits(round_trip(a2a, groups, case, sent)), bits(wanted))
         if group.rank == 1:
             plan_fault(a2a, COMBINE_ENTER, STAY_AWAY)
             with contextlib.suppress(PeerTimeout):  # on a GPU it stays away from its own wait, too
@@ -219,57 +195,14 @@ def disturbed(group: weft.Group) -> None:
 
 
 def finished(a2a: weft.AllToAll, groups: ExpertGroups, case: Round) -> None:
-    round_trip(a2a, groups, case, sent_in(3))
+    round_trip(a2a, groups, case, sent)
     settle(a2a.group.device)
     a2a.check()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_late_and_absent_parts(ranks, kind):
+def test_late_and_absent_sums(ranks, kind):
     ranks(3, kind)(disturbed)
-
-
-def captured(group: weft.Group, way: str) -> None:
-    """Products in one stream, sends in another, in one graph, replayed with other tokens."""
-    case = Round(tokens=(16, 16), hidden=2048, top_k=4)
-    with make(group, case, combine_by=way) as a2a, make(group, case, combine_by=way) as plain:
-        groups, beside = ExpertGroups(a2a), ExpertGroups(plain)
-        x, ids, weights, _ = (t.clone() for t in case.of(group.rank, group.device))
-        y = torch.zeros(groups._y_shape, dtype=a2a.dtype, device=group.device)
-        w = torch.randn((case.hidden, case.hidden), device=group.device).to(a2a.dtype) / 45
-        out, other = torch.empty_like(x), torch.cuda.Stream()
-
-        def overlapped() -> None:
-            grouped = groups.gather(a2a.dispatch(x, ids, weights))
-            for first in range(0, case.hidden, 512):
-                y[:, first : first + 512] = grouped.x @ w[:, first : first + 512]
-                other.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(other):
-                    groups.send(y, columns=(first, first + 512), num_sms=8)
-            with torch.cuda.stream(other):
-                a2a.combine_recv(out=out)
-            torch.cuda.current_stream().wait_stream(other)
-
-        overlapped()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            overlapped()
-        for seed in range(6):
-            fresh = case.next(seed=seed).of(group.rank, group.device)
-            for mine, new in zip((x, ids, weights), fresh[:3], strict=True):
-                mine.copy_(new)
-            graph.replay()
-            beside.gather(plain.dispatch(x, ids, weights))
-            beside.scatter(y)
-            assert torch.equal(bits(plain.combine()), bits(out))
-        a2a.check()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("way", ["push", "fp8"])
-def test_a_captured_round_by_columns(ranks, way):
-    ranks(2, "cuda")(captured, way)
 
 
 def received_and_checked(a2a: weft.AllToAll) -> None:
@@ -318,7 +251,7 @@ def lied_to(group: weft.Group, way: str, lies: tuple[int, ...]) -> None:
         settle(group.device)
         group.barrier()
         wanted = round_trip(plain, others, case, scattered)
-        assert torch.equal(bits(round_trip(a2a, groups, case, sent_in(1))), bits(wanted))
+        assert torch.equal(bits(round_trip(a2a, groups, case, sent)), bits(wanted))
 
 
 @pytest.mark.parametrize("kind", KINDS)

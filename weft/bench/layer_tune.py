@@ -19,11 +19,9 @@ from weft.bench.machine import measured_on
 from weft.bench.report import Spread, us_text
 from weft.bench.run import Report, run
 from weft.errors import InvalidArgument
-from weft.moe import EXCHANGES, OVERLAPS, LayerTable, expert_major
+from weft.moe import EXCHANGES, LayerTable
 from weft.moe.layer_choice import overlap_bands
 from weft.moe.layer_table import LayerCurve, LayerSizes
-
-MODES = {"rank": OVERLAPS, "expert": expert_major.OVERLAPS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +46,7 @@ def tune(case: LayerCase, exchanges: Sequence[str], *, quiet: bool = False) -> T
     reports: list[Report] = []
     refused: list[str] = []
     for exchange in exchanges:
-        words = tuple(word for word in case.overlaps if word in MODES[exchange])
-        if case.overlaps and not words:
-            refused.append(f"exchange {exchange}, which has {', '.join(MODES[exchange])} alone")
-            continue
-        report = run(replace(case, exchange=exchange, overlaps=words), quiet=quiet)
+        report = run(replace(case, exchange=exchange), quiet=quiet)
         refused += [f"exchange {exchange}, {text}" for text in _gathered(report.refused)]
         if report.nothing_served:
             continue  # this layer does not have the exchange, and says so

@@ -16,10 +16,8 @@ from weft.gemm.plan import COLUMNS, FP8, GemmPlan, tile_plan
 from weft.gemm.request import (
     OUTS,
     Request,
-    check_dense,
     check_groups,
     check_operands,
-    check_part,
     check_results,
     check_scales,
     check_tensor,
@@ -41,8 +39,6 @@ def grouped_gemm(
     out: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
     plan: GemmPlan | WgmmaPlan | None = None,
     epilogue: Epilogue = STORE,
-    signal: torch.Tensor | None = None,
-    columns: tuple[int, int] | None = None,
     num_sms: int | None = None,
     programmatic_launch: bool = False,
     settled: bool = False,
@@ -59,9 +55,6 @@ def grouped_gemm(
         nobody's are then undefined). A pair with GatedQuant, none with Push.
     plan: default `weft.gemm.fastest_plan` for as many rows as a has, spread evenly; where a is
         mostly room, pass the plan for the mean.
-    signal: int32, cells that count finished tiles; see docs/gemm.md.
-    columns: (first, end), multiples of 128: the columns to make, with Store or Push; b and out
-        stay whole. Equal bits, in parts or in one.
     num_sms: SMs that the grid may fill; default all.
     programmatic_launch: start while the kernel before ends, and let the next start; every kernel
         behind that was launched so must wait for this one, as weft's do.
@@ -82,17 +75,11 @@ def grouped_gemm(
     check_operands(a, b)
     check_groups(a, len(b), counts, offsets)
     check_scales(a, b, a_scale, b_scale)
-    for name, tensor, shape, dtypes in (
-        ("bias", bias, b.shape[:2], OUTS),
-        ("signal", signal, None, (torch.int32,)),
-    ):
-        if tensor is not None:
-            check_dense(name, tensor)
-            check_tensor(name, tensor, a, tuple(shape or tensor.shape), dtypes)
+    if bias is not None:
+        check_tensor("bias", bias, a, tuple(b.shape[:2]), OUTS)
     scales = (a_scale, b_scale)
-    request = _request(a, b, counts, offsets, *scales, bias, out, epilogue, signal, columns)
+    request = _request(a, b, counts, offsets, *scales, bias, out, epilogue)
     request = replace(request, settled=settled and programmatic_launch)
-    check_part(request, columns)
     check_results(request)
     _run(request, plan or _default_plan(request), num_sms, programmatic_launch)
     return request.result
@@ -124,8 +111,6 @@ def _request(
     bias: torch.Tensor | None,
     out: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None,
     epilogue: Epilogue,
-    signal: torch.Tensor | None,
-    part: tuple[int, int] | None,
 ) -> Request:
     """The call with flat rows and the tensors that it writes."""
     n, k = b.shape[1:]
@@ -145,15 +130,13 @@ def _request(
         out_scale=scales,
         out_dtype=_dtype(a, epilogue) if result is None else result.dtype,
         epilogue=epilogue,
-        signal=signal,
-        part=part or (0, columns),
     )
 
 
 def _default_plan(request: Request) -> GemmPlan | WgmmaPlan:
     experts, _, k = request.b.shape
     rows = -(-len(request.a) // max(experts, 1))
-    sizes = (experts, rows, request.width, k, request.a.dtype)
+    sizes = (experts, rows, int(request.b.shape[1]), k, request.a.dtype)
     best = best_plan(
         *sizes,
         gated=request.gated,

@@ -10,13 +10,13 @@ from weft.gemm.scaling import quantize
 
 @triton.jit
 def finish(
-    acc, other, expert, column, end, row, live, bias, out, out_scale, home,
+    acc, other, expert, column, row, live, bias, out, out_scale, home,
     N: tl.constexpr, RAGGED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     PAIR: tl.constexpr, SWAP: tl.constexpr, EPILOGUE: tl.constexpr, OUT: tl.constexpr,
     ALPHA: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile. Rows from `live` on belong to nobody and are not written; nor are columns from
-    `end` on, which only the last tile has, and only where RAGGED."""
+    """Write a tile. Rows from `live` on belong to nobody and are not written; nor are columns
+    beyond the result's, which only the last tile has, and only where RAGGED."""
     GATED: tl.constexpr = EPILOGUE == "gated" or EPILOGUE == "quant"
     WIDTH: tl.constexpr = N // 2 if GATED else N  # columns of a row of the result
     here = tl.arange(0, ROWS)
@@ -35,11 +35,11 @@ def finish(
         place = tl.multiple_of(address.to(tl.pointer_type(OUT)), 16)
     else:
         place = tl.multiple_of(out + at * WIDTH, 16)
-    put(place, alive, column, end, acc.to(OUT), RAGGED, COLUMNS)
+    put(place, alive, column, WIDTH, acc.to(OUT), RAGGED, COLUMNS)
     if PAIR and not GATED:
         column += COLUMNS
         other = widened(other, bias, expert * N + column, N - column, COLUMNS, SWAP)
-        put(place, alive, column, end, other.to(OUT), RAGGED, COLUMNS)
+        put(place, alive, column, WIDTH, other.to(OUT), RAGGED, COLUMNS)
 
 
 @triton.jit
@@ -63,10 +63,13 @@ def gate(gate, up, ALPHA: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexp
 
 
 @triton.jit
-def put(place, alive, column, end, values, RAGGED: tl.constexpr, COLUMNS: tl.constexpr):
+def put(
+    place, alive, column, WIDTH: tl.constexpr, values,
+    RAGGED: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Store a block of columns at each row's place, 16 bytes at a time."""
     at = column + tl.arange(0, COLUMNS)
     mask = alive[:, None]
     if RAGGED:
-        mask = mask & (at < end)[None, :]
+        mask = mask & (at < WIDTH)[None, :]
     tl.store(place[:, None] + at[None, :], values, mask=mask)

@@ -86,12 +86,10 @@ def lacks(request: Request, plan: WgmmaPlan) -> str:
         return f"has tiles of {FP8_ROWS} rows for FP8; block_rows is {plan.block_rows}"
     if experts > MAX_EXPERTS:
         return f"takes at most {MAX_EXPERTS} experts; b has {experts}"
-    if request.signal is not None or (fp8 and request.bias is not None):
-        return "takes no signal, and no bias for FP8"
+    if fp8 and request.bias is not None:
+        return "takes no bias for FP8"
     if request.gated and isinstance(request.epilogue, GatedQuant) != fp8:
         return f"gates FP8 with GatedQuant, other numbers with Gated; a is {request.a.dtype}"
-    if request.part != (0, request.columns):
-        return f"makes all {request.columns} columns; columns is {request.part}"
     if request.out_dtype not in NUMBERS and not (request.gated and fp8):
         return f"stores bfloat16 or float16; out is {request.out_dtype}"
     return ""

@@ -32,29 +32,21 @@ def scaled(part, scale, acc, SWAP: tl.constexpr):
 
 
 @triton.jit
-def meet():
-    """A barrier of the CTA. As text, because `tl.debug_barrier` in a loop ends its pipelining."""
-    tl.inline_asm_elementwise(
-        "bar.sync 0; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def grouped_kernel(
-    a, b, a_scale, b_scale, bias, out, out_scale, home, signal, counts, starts,
-    most, rows, scale_row, scale_step, begin,
+    a, b, a_scale, b_scale, bias, out, out_scale, home, counts, starts,
+    most, rows, scale_row, scale_step,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    PART: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    STAGES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
     SCALED: tl.constexpr, PAIR: tl.constexpr, SWAP: tl.constexpr, FLATTEN: tl.constexpr,
-    GROUP: tl.constexpr, BY_COLUMN: tl.constexpr, EPILOGUE: tl.constexpr, OUT: tl.constexpr,
+    EPILOGUE: tl.constexpr, OUT: tl.constexpr,
     ALPHA: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr, PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip
     """`out[row] = epilogue(a[row] @ b[expert of row].T)`; see call.py for what each pointer is."""
     GATED: tl.constexpr = EPILOGUE == "gated" or EPILOGUE == "quant"
     STEP: tl.constexpr = COLUMNS if GATED or not PAIR else 2 * COLUMNS  # from tile to tile
     OTHER: tl.constexpr = N // 2 if GATED else COLUMNS  # from one block of a pair to the other
-    BLOCKS: tl.constexpr = (PART + STEP - 1) // STEP  # of the columns begin .. begin + PART
+    WIDTH: tl.constexpr = N // 2 if GATED else N  # columns of the result
+    BLOCKS: tl.constexpr = (WIDTH + STEP - 1) // STEP
     if PROGRAMMATIC:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
@@ -62,10 +54,8 @@ def grouped_kernel(
     tiles = tl.max(ends) * BLOCKS
     here = tl.arange(0, ROWS)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
-        expert, group, column, block, row, live = locate(
-            tile, ends, counts, starts, most, rows, BLOCKS, GROUP, ROWS
-        )
-        column = begin + column * STEP
+        expert, column, row, live = locate(tile, ends, counts, starts, most, rows, BLOCKS, ROWS)
+        column *= STEP
         first = expert * N + column
         row_scale = a_scale
         block_scale = b_scale
@@ -91,9 +81,6 @@ def grouped_kernel(
                 else:
                     other = dot(x, v, other, SWAP)
         finish(
-            acc, other, expert, column, begin + PART, row, live, bias, out, out_scale, home,
-            N, PART % STEP != 0, ROWS, COLUMNS, PAIR, SWAP, EPILOGUE, OUT, ALPHA, OFFSET, LIMIT,
+            acc, other, expert, column, row, live, bias, out, out_scale, home,
+            N, WIDTH % STEP != 0, ROWS, COLUMNS, PAIR, SWAP, EPILOGUE, OUT, ALPHA, OFFSET, LIMIT,
         )  # fmt: skip
-        if signal is not None:
-            meet()  # every warp has stored before one thread says so
-            tl.atomic_add(signal + (group if BY_COLUMN else block), 1, sem="release", scope="gpu")

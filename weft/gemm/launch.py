@@ -22,7 +22,7 @@ def launch(request: Request, plan: GemmPlan, num_sms: int | None, programmatic: 
     triton = installed()
     device = request.a.device
     sms = num_sms or torch.cuda.get_device_properties(device).multi_processor_count
-    blocks = plan.column_blocks(request.width, request.gated)
+    blocks = plan.column_blocks(request.b.shape[1], request.gated)
     grid = min(sms * plan.ctas_per_sm, plan.max_row_blocks(rows, experts) * blocks)
     constants = kernel_constants(request, plan, programmatic)
     with torch.cuda.device(device):
@@ -77,8 +77,8 @@ def kernel_arguments(request: Request, plan: GemmPlan, descriptor: Any) -> tuple
     home = request.epilogue.home if isinstance(request.epilogue, Push) else None
     return (
         *(a, b, request.a_scale, request.b_scale, request.bias, request.out, request.out_scale),
-        *(home, request.signal, request.counts, request.starts, request.most, rows),
-        *(scale_row, scale_step, request.part[0]),
+        *(home, request.counts, request.starts, request.most, rows),
+        *(scale_row, scale_step),
     )
 
 
@@ -94,7 +94,6 @@ def kernel_constants(
         "PADDED": 1 << (experts - 1).bit_length(),
         "N": n,
         "K": k,
-        "PART": request.part[1] - request.part[0],
         "ROWS": plan.block_rows,
         "COLUMNS": COLUMNS,
         "DEPTH": plan.block_depth,
@@ -103,8 +102,6 @@ def kernel_constants(
         "PAIR": plan.block_columns > COLUMNS,
         "SWAP": plan.swap,
         "FLATTEN": plan.flatten,
-        "GROUP": plan.group_blocks(request.width, request.gated),
-        "BY_COLUMN": plan.order == "column",
         "EPILOGUE": _word(epilogue),
         "OUT": _triton_type(request.out_dtype),
         "ALPHA": gating.alpha,

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
 
 import torch
 
 from weft.arguments import adopt, flags, integer, one_of
 from weft.errors import InvalidArgument
 
-Order = Literal["expert", "column"]
 FP8 = torch.float8_e4m3fn
 DTYPES = (FP8, torch.bfloat16, torch.float16)
-MAX_GROUP, MAX_SIZE = 2**20 - 1, 2**31 - 1
+MAX_SIZE = 2**31 - 1
 COLUMNS = 128  # of the weights that one accumulator covers: a block of their scales
 
 
@@ -28,8 +26,6 @@ class GemmPlan:
     block_depth: columns of k in a step, 64 or 128; FP8 has 128.
     swap: the weights are the first operand, so few rows waste no work; needs at most 64 rows.
     stages: steps in flight.   warps: 4, 8 or 16.   ctas_per_sm: of the persistent grid.
-    order: "expert": (expert, columns, rows); "column": (group of columns, expert, columns, rows).
-    group: column blocks of a group, for "column": those are finished and signalled together.
     flatten: loads of the next tile start before this one is stored.
 
     Raises InvalidArgument for a number out of its range.
@@ -42,8 +38,6 @@ class GemmPlan:
     stages: int = 4
     warps: int = 4
     ctas_per_sm: int = 1
-    order: Order = "expert"
-    group: int = 1
     flatten: bool = True
 
     def __post_init__(self) -> None:
@@ -53,11 +47,10 @@ class GemmPlan:
             "block_columns": (COLUMNS, 2 * COLUMNS),
             "block_depth": (64, 128),
             "warps": (4, 8, 16),
-            "order": get_args(Order),
         }
         for name, allowed in choices.items():
             adopt(self, **{name: one_of(name, getattr(self, name), allowed)})
-        for name, high in (("stages", 16), ("ctas_per_sm", 8), ("group", MAX_GROUP)):
+        for name, high in (("stages", 16), ("ctas_per_sm", 8)):
             adopt(self, **{name: integer(name, getattr(self, name), 1, high)})
         flags(swap=self.swap, flatten=self.flatten)
         if self.block_rows < 64 and not self.swap:
@@ -70,24 +63,9 @@ class GemmPlan:
         step = COLUMNS if gated else self.block_columns
         return -(-(columns // 2 if gated else columns) // step)
 
-    def group_blocks(self, columns: int, gated: bool = False) -> int:
-        """Column blocks of a group, but the last, which has the rest; by expert: all."""
-        blocks = self.column_blocks(columns, gated)
-        return min(self.group, blocks) if self.order == "column" else blocks
-
-    def row_blocks(self, counts: torch.Tensor) -> torch.Tensor:
-        """Tiles above each other of each expert: int32 `[experts]`, on the device of `counts`."""
-        return (counts + (self.block_rows - 1)) // self.block_rows
-
     def max_row_blocks(self, rows: int, experts: int) -> int:
         """As many row blocks as `rows` rows of `experts` experts can at most make."""
         return rows // self.block_rows + min(rows, experts)
-
-    def cells(self, rows: int, experts: int, columns: int, gated: bool = False) -> int:
-        """Cells of a signal: one for each group, or for as many row blocks as can be."""
-        if self.order == "column":
-            return -(-self.column_blocks(columns, gated) // self.group_blocks(columns, gated))
-        return self.max_row_blocks(rows, experts)
 
 
 def plan(
@@ -97,8 +75,6 @@ def plan(
     k: int,
     dtype: torch.dtype,
     *,
-    order: Order = "expert",
-    group: int = 1,
     gated: bool = False,
 ) -> GemmPlan:
     """The plan for a mean of about `rows_per_expert` rows over `experts` experts.
@@ -112,7 +88,7 @@ def plan(
     rows_per_expert = integer("rows_per_expert", rows_per_expert, 0, MAX_SIZE)
     n, k = integer("n", n, 1, MAX_SIZE), integer("k", k, 1, MAX_SIZE)
     flags(gated=gated)
-    return tile_plan(experts, rows_per_expert, n, k, dtype, order=order, group=group, gated=gated)
+    return tile_plan(experts, rows_per_expert, n, k, dtype, gated=gated)
 
 
 def tile_plan(
@@ -122,8 +98,6 @@ def tile_plan(
     k: int,
     dtype: torch.dtype,
     *,
-    order: Order = "expert",
-    group: int = 1,
     gated: bool = False,
 ) -> GemmPlan:
     """`plan` of sizes that were checked: it stands in every call."""
@@ -132,7 +106,7 @@ def tile_plan(
     tile = _gated_tile(rows_per_expert) if gated else _tile(rows_per_expert, few_steps)
     if not gated and n % tile.block_columns:  # half of the last tile would be nobody's
         tile = replace(tile, block_columns=COLUMNS, stages=6)
-    return replace(tile, block_depth=depth, order=order, group=group)
+    return replace(tile, block_depth=depth)
 
 
 # Near the fastest on one H200 for FP8 and 32 experts of DeepSeek-V3 whose rows vary by chance about

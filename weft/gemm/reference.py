@@ -16,23 +16,13 @@ from weft.ops.reference import dequantize, quantize
 
 
 def compute(request: Request, plan: GemmPlan | WgmmaPlan) -> None:
-    """Write what the kernel would, one expert after the other; reads counts on the host."""
+    """Write what the kernel would by any plan, expert by expert; reads counts on the host."""
     counts = request.counts.clamp(min=0, max=request.most)
     starts = None if request.starts is None else request.starts.tolist()
     for expert, count in enumerate(counts.tolist()):
         first = expert * request.most if starts is None else starts[expert]
         if count := min(count, len(request.a) - first):
             _finish(request, _product(request, expert, first, count), first)
-    if request.signal is not None and isinstance(plan, GemmPlan):
-        n = request.b.shape[1]
-        blocks = plan.column_blocks(n, request.gated)
-        total = int(plan.row_blocks(counts).sum())
-        if plan.order == "column":
-            size = plan.group_blocks(n, request.gated)
-            for group, first in enumerate(range(0, blocks, size)):
-                request.signal[group] += total * min(size, blocks - first)
-        else:
-            request.signal[:total] += blocks
 
 
 def _product(request: Request, expert: int, first: int, count: int) -> torch.Tensor:
@@ -58,9 +48,8 @@ def gate(gating: Gated, product: torch.Tensor) -> torch.Tensor:
 def _finish(request: Request, product: torch.Tensor, first: int) -> None:
     epilogue = request.epilogue
     rows = slice(first, first + len(product))
-    part = slice(*request.part)
     if isinstance(epilogue, Push):
-        _push(epilogue, rows, product.to(request.out_dtype)[:, part], request.part[0])
+        _push(epilogue, rows, product.to(request.out_dtype))
         return
     if isinstance(epilogue, Gated):
         product = gate(epilogue, product)
@@ -71,18 +60,17 @@ def _finish(request: Request, product: torch.Tensor, first: int) -> None:
         product, scales = quantize(product, "fp8")
         assert request.out_scale is not None
         request.out_scale.view(-1, scales.shape[1])[rows] = scales
-    # A product of fewer columns may have other bits: the whole one is made, and a part is kept.
-    flat[rows, part] = product.to(out.dtype)[:, part]
+    flat[rows] = product.to(out.dtype)
 
 
-def _push(push: Push, where: slice, rows: torch.Tensor, column: int) -> None:
+def _push(push: Push, where: slice, rows: torch.Tensor) -> None:
     if rows.device.type != "cpu":
         raise InvalidArgument(f"rows on {rows.device}: the reference pushes on a CPU only")
-    rows, home, behind = rows.contiguous(), push.home[where], column * rows.element_size()
+    rows, home = rows.contiguous(), push.home[where]
     if push.tells:
-        tell_rows(home, rows, behind, push.unless)
+        tell_rows(home, rows, push.unless)
         return
     width = rows.shape[1] * rows.element_size()
     for row, address in zip(rows, home.tolist(), strict=True):
         if address:
-            ctypes.memmove(address + behind, row.data_ptr(), width)
+            ctypes.memmove(address, row.data_ptr(), width)

@@ -10,7 +10,7 @@ from weft.arguments import listed, shown
 from weft.errors import InvalidArgument
 from weft.gemm.epilogue import Epilogue, Gated, GatedQuant, Push
 from weft.gemm.plan import COLUMNS, DTYPES, FP8, GemmPlan
-from weft.ops.check import check_alignment, check_columns, check_gradient, refuse_tensor
+from weft.ops.check import check_alignment, check_gradient, refuse_tensor
 
 OUTS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -19,7 +19,6 @@ OUTS = (torch.bfloat16, torch.float16, torch.float32)
 class Request:
     """Tensors of one product; rows are flat, `[rows, ...]`, masked ones expert after expert.
 
-    part: columns of the result that are made, (first, end).
     starts: int32, each expert's first row, or None where expert e's is `e * most`.
     most: rows that an expert can have; a count that says more counts as that.
     settled: as in `grouped_gemm`.
@@ -37,8 +36,6 @@ class Request:
     out_scale: torch.Tensor | None
     out_dtype: torch.dtype
     epilogue: Epilogue
-    signal: torch.Tensor | None
-    part: tuple[int, int]
     settled: bool = False
 
     @property
@@ -58,11 +55,6 @@ class Request:
         if self.out is None or self.out_scale is None:
             return self.out
         return self.out, self.out_scale
-
-    @property
-    def width(self) -> int:
-        """Rows of each expert's weights that take part: all, or as many as `part` has columns."""
-        return int(self.b.shape[1]) if self.gated else self.part[1] - self.part[0]
 
 
 def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -180,17 +172,6 @@ def check_scales(
         )
 
 
-def check_part(request: Request, columns: tuple[int, int] | None) -> None:
-    """Refuse columns that no call makes by themselves. Raises InvalidArgument."""
-    if columns is None:
-        return
-    check_columns(columns, request.columns, COLUMNS)
-    if request.gated or request.signal is not None:
-        raise InvalidArgument(
-            f"columns is {columns}: parts go with Store and Push, without a signal"
-        )
-
-
 def check_results(request: Request) -> None:
     """Refuse results that no plan makes. Raises InvalidArgument."""
     if isinstance(request.epilogue, GatedQuant) and request.columns % COLUMNS:
@@ -225,18 +206,12 @@ def check_tiles(plan: GemmPlan, request: Request) -> None:
         raise InvalidArgument(
             f"block_columns is {plan.block_columns}; gating needs {2 * COLUMNS}, gate and up"
         )
-    if request.a.dtype == FP8 and not request.gated and request.width % plan.block_columns:
+    if request.a.dtype == FP8 and not request.gated and request.columns % plan.block_columns:
         raise InvalidArgument(
-            f"{request.width} columns, block_columns {plan.block_columns}: FP8 needs a multiple"
+            f"{request.columns} columns, block_columns {plan.block_columns}: FP8 needs a multiple"
         )
     push = isinstance(request.epilogue, Push) and request.epilogue
     if push and push.tells and request.a.device.type == "cuda":
         raise InvalidArgument(
             "Push tells of its rows with a WgmmaPlan only, which needs Hopper: leave tells out"
         )
-    if request.signal is not None:
-        cells = plan.cells(len(request.a), len(request.b), request.b.shape[1], request.gated)
-        if request.signal.ndim != 1 or request.signal.numel() < cells:
-            raise InvalidArgument(
-                f"signal is {list(request.signal.shape)}; this plan needs [{cells}] or more"
-            )

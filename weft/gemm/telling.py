@@ -13,24 +13,21 @@ from weft.jit import compile_shared
 SOURCE = """\
 #include <weft/protocol/tell_cpu.cpp>
 extern "C" void tell_rows(const weft::u64* home, const weft::u8* from, weft::u64 rows,
-                          weft::u64 bytes, weft::u64 behind, weft::u64 wide,
-                          weft::u32* unless) {
+                          weft::u64 bytes, weft::u64 wide, weft::u32* unless) {
     (wide ? weft::tell_rows<weft::Number::fp32> : weft::tell_rows<weft::Number::bf16>)(
-        home, from, rows, bytes, behind, unless);
+        home, from, rows, bytes, unless);
 }
 """
 
 
-def tell_rows(
-    home: torch.Tensor, rows: torch.Tensor, behind: int, unless: torch.Tensor | None
-) -> None:
-    """Store rows `[rows, columns]` at home, int64 `[rows]`, `behind` bytes in; see `Push`.
+def tell_rows(home: torch.Tensor, rows: torch.Tensor, unless: torch.Tensor | None) -> None:
+    """Store rows `[rows, columns]` at home, int64 `[rows]`; see `Push`.
 
     columns: as many as make whole words of 8 bytes.
     """
     rows, home = rows.contiguous(), home.contiguous()
     size = rows.element_size()
-    sizes = len(rows), rows.shape[1] * size, behind, size == 4
+    sizes = len(rows), rows.shape[1] * size, size == 4
     _tell()(
         home.data_ptr(), rows.data_ptr(), *sizes, unless.data_ptr() if unless is not None else 0
     )
@@ -40,5 +37,5 @@ def tell_rows(
 def _tell() -> Any:
     function = compile_shared(SOURCE, name="tell").tell_rows
     function.restype = None
-    function.argtypes = (c_void_p, c_void_p, *(c_uint64,) * 4, c_void_p)
+    function.argtypes = (c_void_p, c_void_p, *(c_uint64,) * 3, c_void_p)
     return function

@@ -24,25 +24,19 @@ def block_ends(counts, most, EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: 
 
 @triton.jit
 def locate(
-    tile, ends, counts, starts, most, rows,
-    BLOCKS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    tile, ends, counts, starts, most, rows, BLOCKS: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """(expert, group, column block, row block, first row, rows that live) of a tile.
+    """(expert, column block, first row, rows that live) of a tile.
 
-    Tiles go by (group of GROUP column blocks, expert, column block, row block): the row blocks that
-    share weights run together. One group of all is the order by experts.
+    Tiles go by (expert, column block, row block): the row blocks that share weights run together.
     """
-    total = tl.max(ends)
-    group = tile // (total * GROUP)
-    place = tile - group * (total * GROUP)
-    wide = tl.minimum(BLOCKS - group * GROUP, GROUP)  # the last group may be smaller
-    passed = ends * wide <= place
+    passed = ends * BLOCKS <= tile
     expert = tl.sum(passed.to(tl.int32))
     before = tl.max(tl.where(passed, ends, 0))
     count = tl.minimum(tl.load(counts + expert), most)
     own = tl.cdiv(count, ROWS)
-    place -= before * wide
-    column = group * GROUP + place // own
+    place = tile - before * BLOCKS
+    column = place // own
     within = place % own
     if starts is None:
         first = expert * most
@@ -50,4 +44,4 @@ def locate(
         first = tl.load(starts + expert)
     row = first + within * ROWS
     live = tl.minimum(count, rows - first) - within * ROWS
-    return expert, group, column, before + within, row, live
+    return expert, column, row, live

@@ -1,11 +1,10 @@
 // Experts' results straight home: `scatter` and the pushing half of combine in one kernel. A warp
 // takes 512 columns of one token at a time, sums its rows of y and stores the sum into the inbox of
 // the token's owner, with no trip through the outbox; where choices come home one by one, it copies
-// the rows. A launch sends all columns, or a part of them.
+// the rows.
 #pragma once
 #include <weft/kernels/group_rows.cuh>
 #include <weft/kernels/quant.cuh>
-#include <weft/protocol/signal.cuh>
 
 namespace weft {
 
@@ -15,12 +14,13 @@ namespace weft {
 template <Shape S> struct Strip {
     static constexpr u32 width = numbers_in_vector(S.number), vectors = lane_columns / width;
     static constexpr u32 warp_vectors = warp_lanes * vectors, row_vectors = S.out_bytes() / 16;
-    u32 first, end, lane;
+    static constexpr u32 pieces = (row_vectors + warp_vectors - 1) / warp_vectors;  // of a row
+    u32 first, lane;
 
     WEFT_FN u32 at(u32 i) const {
         return first + (S.way == Way::fp8 ? lane * vectors + i : i * warp_lanes + lane);
     }
-    WEFT_FN bool holds(u32 i) const { return at(i) < end; }
+    WEFT_FN bool holds(u32 i) const { return at(i) < row_vectors; }
     WEFT_FN void load(uint4 (&v)[vectors], const void* rows, u64 row) const {
 #pragma unroll
         for (u32 i = 0; i < vectors; ++i)
@@ -44,9 +44,8 @@ struct Delivery {
 
 // Tokens in the order (token, source), each rank starting with itself, so that peers are not hit in
 // step. Beyond the last token there are no entries.
-template <Shape S, Grouping G>
-WEFT_FN Delivery find_delivery(const GroupArgs& a, u32 unit, u32 pieces, u32 k) {
-    constexpr u32 entries = entries_of(S, G);
+template <Shape S, Grouping G> WEFT_FN Delivery find_delivery(const GroupArgs& a, u32 unit, u32 k) {
+    constexpr u32 entries = entries_of(S, G), pieces = Strip<S>::pieces;
     const u32 turn = unit / pieces, token = turn / S.ranks, source = (a.site.rank + turn) % S.ranks;
     Delivery d{.at = {source, token}, .piece = unit % pieces, .entry = {no_group, 0.0f}, .row = -1};
     if (token >= tokens_from<S>(mine<S>(a.site).inbox, source)) return d;
@@ -125,9 +124,8 @@ WEFT_FN void copy_rows(const Strip<S>& strip, const GroupArgs& a, const Delivery
 }
 
 // What a token's experts made here, to its owner.
-template <Shape S>
-WEFT_FN void deliver(const GroupArgs& a, const Delivery& d, u32 first, u32 end, u32 lane) {
-    const Strip<S> strip{first + d.piece * Strip<S>::warp_vectors, end, lane};
+template <Shape S> WEFT_FN void deliver(const GroupArgs& a, const Delivery& d, u32 lane) {
+    const Strip<S> strip{d.piece * Strip<S>::warp_vectors, lane};
     const u32 wanted = __ballot_sync(all_lanes, d.row >= 0);
     if constexpr (S.way == Way::choices) {
         copy_rows<S>(strip, a, d, wanted);
@@ -142,46 +140,35 @@ WEFT_FN void deliver(const GroupArgs& a, const Delivery& d, u32 first, u32 end, 
     }
 }
 
-// Columns first .. end of all tokens. Indices of the next strip are loaded before this one is sent.
-template <Shape S, Grouping G>
-WEFT_FN void send_columns(const Block& team, const GroupArgs& a, u32 first_column, u32 end_column) {
+// All tokens. Indices of the next strip are loaded before this one is sent.
+template <Shape S, Grouping G> WEFT_FN void send_tokens(const Block& team, const GroupArgs& a) {
     static_assert(u64(S.tokens) * S.ranks * (S.hidden / 512 + 1) < 1ull << 31, "units are a u32");
-    const u32 first = first_column / Strip<S>::width, end = end_column / Strip<S>::width;
-    const u32 pieces = (end - first + Strip<S>::warp_vectors - 1) / Strip<S>::warp_vectors;
     const u32 lane = team.warp_lane(), warps = team.lanes() / warp_lanes;
     u32 most = 0;
 #pragma unroll
     for (u32 source = 0; source < S.ranks; ++source)
         most = max(most, tokens_from<S>(mine<S>(a.site).inbox, source));
     u32 unit = blockIdx.x * warps + team.warp();
-    Delivery next = find_delivery<S, G>(a, unit, pieces, lane);
-    while (unit < most * S.ranks * pieces) {
+    Delivery next = find_delivery<S, G>(a, unit, lane);
+    while (unit < most * S.ranks * Strip<S>::pieces) {
         const Delivery d = next;
         unit += gridDim.x * warps;
-        next = find_delivery<S, G>(a, unit, pieces, lane);
-        if (__any_sync(all_lanes, d.entry.group != no_group)) deliver<S>(a, d, first, end, lane);
+        next = find_delivery<S, G>(a, unit, lane);
+        if (__any_sync(all_lanes, d.entry.group != no_group)) deliver<S>(a, d, lane);
     }
 }
 
-// The last part tells the peers, for all parts: those before it have ended in the stream. Waiting
-// for signals, it admits no successor: that one's CTAs could take the place of the product's.
 template <Shape S, Grouping G> WEFT_FN void send(const GroupArgs& a) {
     const Block team;
     Header& header = mine<S>(a.site).header;
     wait_for_predecessor();
-    if (a.cells == nullptr) admit_successor();
+    admit_successor();
     const Turn turn = header.turn;
     if (turn.failed != 0) return;
-    if (a.first == 0)
-        mark_start(team, header, Phase::combine, turn.epoch, team.lane() == 0 ? now_ns() : 0);
+    mark_start(team, header, Phase::combine, turn.epoch, team.lane() == 0 ? now_ns() : 0);
     if (fault(header, Point::combine_enter, a.site.rank, turn.epoch) == Action::stay_away) return;
-    const auto send_part = [&](u32 first, u32 end) { send_columns<S, G>(team, a, first, end); };
-    if (a.cells == nullptr)
-        send_part(a.first, a.end);
-    else if (!send_when_signalled<S, G>(team, a, turn.epoch, send_part))
-        return;
-    if (a.end != S.hidden || !team.last_of(a.arrived)) return;
-    empty_cells<S>(team, a);
+    send_tokens<S, G>(team, a);
+    if (!team.last_of(a.arrived)) return;
     publish<S>(team, a.site, Phase::combine, turn.epoch, 0);
 }
 

@@ -9,15 +9,14 @@ import torch
 from weft.arguments import instance
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.moe.experts import ExpertWeights
-from weft.moe.mlp import choose_in_blocks
+from weft.moe.mlp import choose_way
 from weft.moe.options import Chosen, Options
+from weft.moe.overlap import check_overlap
 from weft.moe.tiled_mlp import rows_can_tell
 from weft.moe.workspace import LayerWorkspace
 from weft.ops.lowlatency import LowLatencyAllToAll
 from weft.ops.lowlatency_results import ExpertRows
 
-OVERLAPS = ("none", "shared", "push")
-HOMES = ("push", "fp8")  # where combine sends rows
 # Tokens of a rank from which on the first product lets the shared expert begin before it. A product
 # that waits on the SMs while dispatch runs is there first, and keeps them: the shared expert's two
 # products come behind the others' two. With 8 and 16 tokens that takes 15 us less, with 32 it takes
@@ -60,12 +59,8 @@ class ExpertMajor(LayerWorkspace[ExpertRows]):
 
     def check_call(self) -> None:
         super().check_call()
-        slots = self.exchange._rounds.slots
-        if slots and all(slot.alive is not None for slot in slots):
-            raise OutOfOrder(
-                f"a call while {len(slots)} results of layer.exchange are alive: combine one "
-                "first, or build the layer with more slots"
-            )
+        if self.mid_round:
+            raise OutOfOrder("a call while a result of layer.exchange is alive: combine it first")
 
     def dispatch(
         self,
@@ -122,12 +117,16 @@ class ExpertMajor(LayerWorkspace[ExpertRows]):
         config, device = self.config, self.group.device
         _check_options(options)
         quantize = options.quantize or ("fp8" if options.fp8 else None)
-        way = choose_in_blocks(options.gemm, device, config, fp8=options.fp8, quantize=quantize)
-        if options.overlap == "push":
-            experts = config.routing.num_experts  # of one rank, at most
-            _check_push(way, rows_can_tell(config, experts, fp8=options.fp8, device=device))
-            return Chosen(way, quantize, "choices")
-        return Chosen(way, quantize, options.combine_by or "push")
+        way = choose_way(options.gemm, device, config, fp8=options.fp8, quantize=quantize)
+        home = check_overlap(options.overlap, options.combine_by, way)
+        experts = config.routing.num_experts  # of one rank, at most
+        if home == "choices" and not rows_can_tell(config, experts, fp8=options.fp8, device=device):
+            raise InvalidArgument(
+                "overlap 'push', exchange 'expert', whose rows tell of themselves: only Hopper's "
+                "own product stores such rows, and does not serve this layer here: use 'shared' or "
+                "'none', or exchange='rank'"
+            )
+        return Chosen(way, quantize, home)
 
     def _open_exchange(self) -> None:
         config, options, routing = self.config, self.options, self.config.routing
@@ -138,8 +137,7 @@ class ExpertMajor(LayerWorkspace[ExpertRows]):
             routing.top_k,
             routing.num_experts,
             self.chosen.quantize,
-            slots=1 if options.slots is None else options.slots,
-            reduce=options.reduce or "receiver",
+            slots=1,
             combine_by=self.chosen.combine_by,
             dtype=config.dtype,
             expert_map=options.expert_map,
@@ -163,22 +161,6 @@ class ExpertMajor(LayerWorkspace[ExpertRows]):
 
 def _check_options(options: Options) -> None:
     """Raises InvalidArgument for what rows by expert do not have."""
-    if options.overlap not in OVERLAPS:
-        raise InvalidArgument(
-            f"overlap is {options.overlap!r}, exchange 'expert', whose rows go home one by one: "
-            "use 'none', 'shared' or 'push', or exchange='rank'"
-        )
-    homes = ("choices",) if options.overlap == "push" else HOMES
-    if options.combine_by not in (None, *homes):
-        raise InvalidArgument(
-            f"combine_by is {options.combine_by!r}, exchange 'expert', overlap "
-            f"{options.overlap!r}: use {' or '.join(map(repr, homes))}"
-        )
-    if options.overlap == "push" and (options.reduce == "sender" or options.slots not in (None, 1)):
-        raise InvalidArgument(
-            f"reduce is {options.reduce!r}, slots {options.slots!r}, overlap 'push', whose rows go "
-            "home one by one, of one call at a time: leave both out"
-        )
     if options.quantize not in (None, "fp8"):
         raise InvalidArgument(
             f"quantize is {options.quantize!r}, exchange 'expert': use 'fp8' or None"
@@ -187,19 +169,4 @@ def _check_options(options: Options) -> None:
         raise InvalidArgument(
             f"max_rows is {options.max_rows}, exchange 'expert', where every expert has room for "
             "all tokens of all ranks: leave it out"
-        )
-
-
-def _check_push(way: str, tells: bool) -> None:
-    """Raises InvalidArgument where no product stores rows that tell of themselves."""
-    if way != "tiled":
-        raise InvalidArgument(
-            f"overlap 'push' needs a product that stores its rows at their homes, gemm is {way!r}: "
-            "use gemm='tiled'"
-        )
-    if not tells:
-        raise InvalidArgument(
-            "overlap 'push', exchange 'expert', whose rows tell of themselves: only Hopper's own "
-            "product stores such rows, and does not serve this layer here: use 'shared' or 'none', "
-            "or exchange='rank'"
         )

@@ -21,7 +21,6 @@ from weft.moe.layer_choice import LayerChoice
 from weft.moe.layer_table import LayerTable
 from weft.moe.models import MoEConfig
 from weft.moe.options import Options
-from weft.moe.overlap import PARTS
 from weft.moe.rank_major import RankMajor
 from weft.moe.router import Routed, route
 from weft.moe.workspace import Exchange, LayerWorkspace
@@ -46,26 +45,21 @@ class MoE:
     shared: `[tokens, hidden]` -> `[tokens, hidden]`, where the config has a shared expert.
     correction: float32 `[num_experts]`, where the routing has one.
     exchange: "rank": AllToAll, a row to each rank that has an expert for it; "expert":
-        LowLatencyAllToAll, rows by expert: overlap "none", "shared" or "push".
+        LowLatencyAllToAll, rows by expert.
     overlap: "none": one thing after the other; "shared": the shared expert beside all that comes
-        before combine; "columns": that, and while some columns of the second product are computed,
-        those before them are sent home; "signals": by one send that waits for them; "push": or the
-        product stores its rows at their owners itself; the last two with gemm="tiled". "auto": the
-        fastest for max_tokens by a measured table (docs/moe.md). Equal bits. (weft/moe/overlap.py)
+        before combine; "push": that, and the second product stores its rows at their owners
+        itself, with gemm="tiled". "auto": the fastest for max_tokens by a measured table
+        (docs/moe.md). Equal bits. (weft/moe/overlap.py)
     table: what "auto" chooses by: a LayerTable, the path of one that `weft tune layer` wrote, or
         None for the nearest that came with weft. Rank 0's is sent to everyone.
-    parts: of the columns, where overlap sends by them.
     fp8: weights are FP8 with scales (`ExpertWeights.to_fp8`), tokens travel as FP8.
-    gemm: "tiled" (weft.gemm), "grouped", "padded" or "loop" (weft/moe/products.py); "auto": tiled
-        for FP8, and on Hopper wherever it serves; else grouped_mm where it leaves row counts on the
-        GPU, padded on other GPUs, and loop on CPUs.
+    gemm: "tiled" (weft.gemm), "padded" or "loop" (weft/moe/products.py); "auto": tiled for FP8, and
+        on GPUs wherever it serves; else padded on GPUs and loop on CPUs.
     max_rows: rows for this rank's experts, as in ExpertGroups; default the worst case.
     expert_map, quantize, combine_by, timeout, first_timeout, num_sms, programmatic_launch, profile:
-        as in AllToAll; combine_by defaults to what the overlap needs. Rows that travel as FP8 are
-        widened to the layer's dtype before the products, unless its weights are FP8 too. With
-        exchange="expert" quantize is "fp8" or None, combine_by "push" or "fp8", or "choices" with
-        overlap "push".
-    reduce, slots: as in LowLatencyAllToAll, with exchange="expert" only; slots defaults to 1.
+        as in AllToAll; combine_by is "push" or "fp8", and left out with overlap "push". Rows that
+        travel as FP8 are widened to the layer's dtype before the products, unless its weights are
+        FP8 too. With exchange="expert" quantize is "fp8" or None.
 
     Raises InvalidArgument, CreationFailed (on every rank, when one cannot do its part),
     GeometryMismatch (when ranks pass different sizes or rules).
@@ -87,11 +81,8 @@ class MoE:
         max_rows: int | None = None,
         expert_map: Sequence[int] | torch.Tensor | None = None,
         fp8: bool = False,
-        parts: int = PARTS,
         quantize: str | None = None,
         combine_by: str | None = None,
-        reduce: str | None = None,
-        slots: int | None = None,
         timeout: float = 2.0,
         first_timeout: float = 120.0,
         num_sms: int | None = None,
@@ -108,11 +99,8 @@ class MoE:
             max_rows=max_rows,
             expert_map=expert_map,
             fp8=fp8,
-            parts=parts,
             quantize=quantize,
             combine_by=combine_by,
-            reduce=reduce,
-            slots=slots,
             timeout=timeout,
             first_timeout=first_timeout,
             num_sms=num_sms,

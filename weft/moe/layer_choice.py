@@ -153,7 +153,7 @@ def agreed_choice(
 
 def _unusual(options: Options) -> str:
     """Options that change times and that tables do not know, in words."""
-    names = ["combine_by", "reduce", "num_sms"]
+    names = ["combine_by", "num_sms"]
     if not options.fp8:  # else there is one only
         names.append("quantize")
     given = {name: getattr(options, name) for name in names}

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Protocol
 
 import torch
 
 from weft.errors import InvalidArgument
-from weft.gemm.choice import is_hopper
 from weft.gemm.launch import installed, is_installed
 from weft.moe.experts import ExpertWeights
 from weft.moe.models import MoEConfig
-from weft.moe.products import Columns, RowsByExpert, choose, layout_of, make
+from weft.moe.products import RowsByExpert, choose, make
 from weft.moe.tiled_mlp import TiledMlp
 from weft.ops.grouping import Layout
-from weft.ops.sending import Signal
 from weft.shape import FP8_BLOCK
 
 
 class Mlp(Protocol):
     """The experts of one layer after the other, in buffers of their own.
 
-    up, then down: once, or once for each part of the columns. Both only enqueue.
+    up, then down or push; all only enqueue.
     """
 
     layout: Layout
-    align: int
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
@@ -41,16 +37,8 @@ class Mlp(Protocol):
         early: it may take its place on the GPU while the kernel in front still runs.
         """
 
-    def down(self, weights: ExpertWeights, columns: Columns | None = None) -> torch.Tensor:
-        """The second product, or these columns of it: `[*rows, hidden]`, the others undefined."""
-
-    def down_signalled(
-        self, weights: ExpertWeights, cells: torch.Tensor, send_sms: int | None
-    ) -> tuple[torch.Tensor, Signal]:
-        """The second product, which tells of columns as they are done. Tiled only.
-
-        send_sms: SMs to leave to whoever waits for them.
-        """
+    def down(self, weights: ExpertWeights) -> torch.Tensor:
+        """The second product: `[*rows, hidden]`."""
 
     def push(self, weights: ExpertWeights) -> None:
         """The second product, every row of it stored at its `home`. Tiled only."""
@@ -68,11 +56,11 @@ def choose_way(
     """The way that "auto" stands for here, or the given one.
 
     fp8: weights are FP8.   quantize: what comes over the wire.   "auto" is tiled for FP8, and on
-    Hopper wherever it serves; else one of torch's. Raises InvalidArgument for a way that this
-    device, dtype or size does not have.
+    GPUs wherever it serves; else one of torch's. Raises InvalidArgument for a way that this device,
+    dtype or size does not have.
     """
     lacks = _tiled_lacks(config, fp8, quantize)
-    if way == "auto" and is_hopper(device) and not lacks and is_installed():
+    if way == "auto" and device.type == "cuda" and not lacks and is_installed():
         way = "tiled"
     if way == "tiled" or fp8:
         if lacks or way not in ("tiled", "auto"):
@@ -80,25 +68,12 @@ def choose_way(
         if device.type == "cuda":
             installed()  # refuses here, not in the middle of a round
         return "tiled"
-    return choose(way, device, config.dtype, config.intermediate)
+    return choose(way, device)
 
 
-def choose_in_blocks(
-    way: str, device: torch.device, config: MoEConfig, *, fp8: bool, quantize: str | None
-) -> str:
-    """As `choose_way`, for rows in blocks of one size, where packed rows have no place."""
-    if way == "grouped":
-        raise InvalidArgument(
-            "gemm 'grouped' packs rows, exchange 'expert' brings them in blocks of one size: use "
-            "'tiled', 'padded' or 'loop'"
-        )
-    chosen = choose_way(way, device, config, fp8=fp8, quantize=quantize)
-    return "padded" if chosen == "grouped" else chosen
-
-
-def layout_for(way: str) -> tuple[Layout, int]:
-    """What `ExpertGroups` needs to know of a chosen way: layout and align."""
-    return (TiledMlp.layout, TiledMlp.align) if way == "tiled" else layout_of(way)
+def layout_for(way: str) -> Layout:
+    """How `ExpertGroups` is to lay rows out for a chosen way."""
+    return TiledMlp.layout if way == "tiled" else make(way).layout
 
 
 def make_mlp(
@@ -122,7 +97,7 @@ def make_mlp(
     if way == "tiled":
         given: dict[str, Any] = {"programmatic": programmatic, "device": device, "pushes": pushes}
         return TiledMlp(config, rows, experts, fp8=fp8, most=most, **given)
-    return TorchMlp(way, config, rows, experts, quantize=quantize, device=device)
+    return TorchMlp(way, config, rows, quantize=quantize, device=device)
 
 
 class TorchMlp:
@@ -133,25 +108,21 @@ class TorchMlp:
         way: str,
         config: MoEConfig,
         rows: tuple[int, ...],
-        experts: int,
         *,
         quantize: str | None,
         device: torch.device,
     ) -> None:
-        self.layout, self.align = layout_of(way)
-        self._way = way
+        self._products = make(way)
+        self.layout = self._products.layout
         self._gating, self._quantize = config.gating, quantize
 
         def room(columns: int, wanted: bool = True) -> torch.Tensor:
-            # Products that make their own results leave these empty.
             size = (*rows, columns) if wanted else (0, columns)
             return torch.empty(size, dtype=config.dtype, device=device)
 
-        wide, hidden = 2 * config.intermediate, config.hidden
-        widest = max(wide, hidden) if config.biased else 0
-        self._products = make(way, math.prod(rows), experts, widest, room(0, False))
+        hidden = config.hidden
         self._wide = room(hidden, quantize is not None)
-        self._h = room(wide, not self._products.allocates)
+        self._h = room(2 * config.intermediate)
         self._act = room(config.intermediate)
         self._y = room(hidden)
         powers = (*rows, hidden // 32) if quantize == "mxfp8" else (0,)
@@ -168,27 +139,14 @@ class TorchMlp:
     def up(self, weights: ExpertWeights, grouped: RowsByExpert, *, early: bool = True) -> None:
         self._used = used = self._products.begin(grouped)
         x = self._widened(grouped.rows)[:used]
-        h = self._products.multiply(x, weights.gate_up, weights.gate_up_bias, self._h[:used])
+        h = self._h[:used]
+        self._products.multiply(x, weights.gate_up, weights.gate_up_bias, h)
         self._gating.apply(h, out=self._act[:used])
 
-    def down(self, weights: ExpertWeights, columns: Columns | None = None) -> torch.Tensor:
-        first, end = columns or (0, self._y.shape[-1])
-        bias, used = weights.down_bias, self._used
-        part = self._y[:used, ..., first:end]
-        y = self._products.multiply(
-            self._act[:used],
-            weights.down[:, first:end],
-            None if bias is None else bias[:, first:end],
-            part,
-        )
-        if self._products.allocates:
-            part.copy_(y)
+    def down(self, weights: ExpertWeights) -> torch.Tensor:
+        act, rows = self._act[: self._used], self._y[: self._used]
+        self._products.multiply(act, weights.down, weights.down_bias, rows)
         return self._y
-
-    def down_signalled(
-        self, weights: ExpertWeights, cells: torch.Tensor, send_sms: int | None
-    ) -> tuple[torch.Tensor, Signal]:
-        raise InvalidArgument("torch's products tell nobody of their columns; use gemm='tiled'")
 
     def push(self, weights: ExpertWeights) -> None:
         raise InvalidArgument("torch's products store no rows at peers; use gemm='tiled'")
@@ -197,7 +155,6 @@ class TorchMlp:
         """Nothing of the rows is kept: their offsets are the layer's own."""
 
     def close(self) -> None:
-        self._products = make(self._way, 0, 1, 0, self._y.new_empty(0))
         self._wide, self._scales, self._h, self._act, self._y = (
             t.new_empty(0) for t in self.buffers
         )

@@ -12,16 +12,14 @@ import torch
 from weft.arguments import flags, integer, one_of, seconds
 from weft.moe.layer_table import LayerTable
 from weft.moe.models import MoEConfig
-from weft.moe.overlap import EXCHANGES, OVERLAPS
+from weft.moe.overlap import EXCHANGES, HOMES, OVERLAPS
 from weft.moe.products import Way
 from weft.ops.geometry import SCALES
 from weft.ops.grouping import MAX_ROWS
-from weft.ops.lowlatency_geometry import MAX_SLOTS
-from weft.ops.lowlatency_shape import REDUCES
-from weft.shape import LIMITS, NUMBERS, WAYS
+from weft.shape import LIMITS, NUMBERS
 
 AUTO = "auto"
-MAX_PARTS, MAX_SMS = 64, 1 << 16
+MAX_SMS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +34,8 @@ class Options:
     max_rows: int | None
     expert_map: Sequence[int] | torch.Tensor | None
     fp8: bool
-    parts: int
     quantize: str | None
     combine_by: str | None
-    reduce: str | None
-    slots: int | None
     timeout: float
     first_timeout: float
     num_sms: int | None
@@ -68,14 +63,10 @@ def check_options(options: Options, config: MoEConfig) -> None:
     one_of("overlap", options.overlap, (AUTO, *OVERLAPS))
     one_of("gemm", options.gemm, get_args(Way))
     one_of("quantize", options.quantize, (None, *SCALES))
-    one_of("combine_by", options.combine_by, (None, *WAYS))
-    one_of("reduce", options.reduce, (None, *REDUCES))
-    integer("parts", options.parts, 1, MAX_PARTS)
+    one_of("combine_by", options.combine_by, (None, *HOMES))
     integer("max_tokens", options.max_tokens, 1, LIMITS["tokens"][2])
     if options.max_rows is not None:
         integer("max_rows", options.max_rows, 1, MAX_ROWS)
-    if options.slots is not None:
-        integer("slots", options.slots, 1, MAX_SLOTS)
     if options.num_sms is not None:
         integer("num_sms", options.num_sms, 1, MAX_SMS)
     seconds("timeout", options.timeout)

@@ -5,18 +5,11 @@ from __future__ import annotations
 import torch
 
 from weft.arguments import instance
-from weft.errors import InvalidArgument, OutOfOrder
+from weft.errors import OutOfOrder
 from weft.moe.experts import ExpertWeights
 from weft.moe.mlp import choose_way, layout_for
 from weft.moe.options import Chosen, Options
-from weft.moe.overlap import (
-    COLUMNS,
-    Beside,
-    check_overlap,
-    send_by_columns,
-    send_by_signals,
-    sms_to_send,
-)
+from weft.moe.overlap import check_overlap
 from weft.moe.workspace import LayerWorkspace
 from weft.ops.alltoall import AllToAll
 from weft.ops.grouping import ExpertGroups
@@ -29,7 +22,6 @@ class RankMajor(LayerWorkspace[Received]):
 
     exchange: AllToAll
     _groups: ExpertGroups | None = None
-    _tokens = 0  # of this rank in this round
 
     @property
     def mid_round(self) -> bool:
@@ -42,7 +34,6 @@ class RankMajor(LayerWorkspace[Received]):
         weights: torch.Tensor | None,
         num_tokens: torch.Tensor | None,
     ) -> Received:
-        self._tokens = len(x)
         return self.exchange.dispatch(x, ids, weights, num_tokens=num_tokens)
 
     def run_experts(self, weights: ExpertWeights, received: Received) -> None:
@@ -63,10 +54,6 @@ class RankMajor(LayerWorkspace[Received]):
         add: torch.Tensor | None,
     ) -> torch.Tensor:
         exchange, overlap = self.exchange, self.options.overlap
-        if overlap in ("none", "shared") and self.chosen.combine_by == "pull":
-            self.run_experts(weights, received)
-            self.aside.join()
-            return exchange.combine(out=out, add=add)
         groups = self._ready()
         grouped = groups.gather(received)
         if exchange.num_local_experts:
@@ -86,25 +73,10 @@ class RankMajor(LayerWorkspace[Received]):
 
     def _come_home(self, weights: ExpertWeights, groups: ExpertGroups) -> None:
         """The second product, and its sending where the owners do not fetch."""
-        overlap = self.options.overlap
-        if overlap == "push":
+        if self.options.overlap == "push":
             self._mlp.push(weights)
-        elif overlap == "columns":
-            sizes = {"hidden": self.config.hidden, "parts": self.options.parts}
-            beside, num_sms = self._sends, self._send_sms()
-            send_by_columns(self._mlp, weights, groups, beside, num_sms=num_sms, **sizes)
-        elif overlap == "signals":
-            beside, num_sms = self._sends, self._send_sms()
-            send_by_signals(self._mlp, weights, groups, beside, cells=self._cells, num_sms=num_sms)
         else:
             groups.send(self._mlp.down(weights))
-
-    def _send_sms(self) -> int | None:
-        if self.group.device.type != "cuda":
-            return None
-        ranks = min(self.exchange.ep_size, self.config.routing.top_k)
-        row_bytes = self.exchange._geometry.shape.returned_bytes
-        return sms_to_send(self._tokens, ranks, row_bytes)
 
     def _ready(self) -> ExpertGroups:
         if self._groups is None:
@@ -113,12 +85,6 @@ class RankMajor(LayerWorkspace[Received]):
 
     def _choose(self, options: Options) -> Chosen:
         config = self.config
-        for name, value in (("reduce", options.reduce), ("slots", options.slots)):
-            if value is not None:
-                raise InvalidArgument(
-                    f"{name} is {value!r}, exchange 'rank', which has one way only: leave it out, "
-                    "or use exchange='expert'"
-                )
         quantize = options.quantize or ("fp8" if options.fp8 else None)
         device = self.group.device
         way = choose_way(options.gemm, device, config, fp8=options.fp8, quantize=quantize)
@@ -139,26 +105,20 @@ class RankMajor(LayerWorkspace[Received]):
             first_timeout=options.first_timeout,
             quantize=self.chosen.quantize,
             combine_by=self.chosen.combine_by,
-            halves=self.chosen.combine_by != "pull",  # sends are calls of their own
+            halves=True,  # sends are calls of their own
             num_sms=options.num_sms,
             programmatic_launch=options.programmatic_launch,
             profile=options.profile,
         )
 
     def _open_rows(self) -> tuple[int, ...]:
-        layout, align = layout_for(self.chosen.gemm)
+        layout = layout_for(self.chosen.gemm)
         self._groups = groups = ExpertGroups(
             self.exchange,
             max_rows=self.options.max_rows,
-            align=align,
             layout=layout,
             programmatic_launch=self.options.programmatic_launch,
         )
-        # Few CTAs that wait for memory go before many that compute.
-        self._sends = Beside(self.group.device, priority=-1)
-        signals = self.options.overlap == "signals"
-        blocks = -(-self.config.hidden // COLUMNS) if signals else 0
-        self._cells = torch.zeros(blocks, dtype=torch.int32, device=self.group.device)
         self._max_rows = groups.max_rows
         experts = self.exchange.num_local_experts
         if layout == "masked":
@@ -166,7 +126,5 @@ class RankMajor(LayerWorkspace[Received]):
         return (groups.max_rows if experts else 0,)
 
     def _rows_bytes(self) -> int:
-        layout, align = layout_for(self.chosen.gemm)
-        return ExpertGroups.memory_bytes(
-            self.exchange, max_rows=self._max_rows, align=align, layout=layout
-        )
+        layout = layout_for(self.chosen.gemm)
+        return ExpertGroups.memory_bytes(self.exchange, max_rows=self._max_rows, layout=layout)

@@ -18,12 +18,10 @@ from weft.gemm import (
 )
 from weft.gemm.choice import MANY_ROWS, best_plan, is_hopper
 from weft.gemm.hopper import NUMBERS, Kind, preload
-from weft.gemm.plan import tile_plan
 from weft.moe.experts import FP8, ExpertWeights
 from weft.moe.models import MoEConfig
-from weft.moe.products import Columns, RowsByExpert
+from weft.moe.products import RowsByExpert
 from weft.ops.grouping import Layout
-from weft.ops.sending import Signal
 from weft.shape import FP8_BLOCK
 
 
@@ -40,14 +38,13 @@ def rows_can_tell(
 
 
 class TiledMlp:
-    """`weft.gemm`: gating and FP8 in the first product's epilogue, parts and homes in the second's.
+    """`weft.gemm`: gating and FP8 in the first product's epilogue, homes in the second's.
 
     FP8 weights take rows as FP8 off the wire; the same bits for any plan.   pushes: `push` is
     called and never `down`, so no results are kept.
     """
 
     layout: Layout = "contiguous"
-    align = 1
 
     def __init__(
         self,
@@ -63,9 +60,6 @@ class TiledMlp:
     ) -> None:
         self._config, self._experts, self._fp8 = config, max(experts, 1), fp8
         self._masked = len(rows) == 2
-        self._sms = 0
-        if device.type == "cuda":
-            self._sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._programmatic = programmatic
         gating = config.gating
         kind = GatedQuant if fp8 else Gated
@@ -111,7 +105,6 @@ class TiledMlp:
     def expect(self, rows: int) -> None:
         config, dtype, device = self._config, self._act.dtype, self._act.device
         hidden, inner, sizes = config.hidden, config.intermediate, (self._experts, rows)
-        self._tiles = tile_plan(*sizes, hidden, inner, dtype)  # for parts and signals
         given: dict[str, Any] = {"biased": config.biased, "out": self._y.dtype, "device": device}
         self._up = best_plan(*sizes, 2 * inner, hidden, dtype, gated=True, **given)
         self._down = best_plan(*sizes, hidden, inner, dtype, **given)
@@ -134,23 +127,11 @@ class TiledMlp:
             programmatic_launch=self._programmatic and early,
         )
 
-    def down(self, weights: ExpertWeights, columns: Columns | None = None) -> torch.Tensor:
+    def down(self, weights: ExpertWeights) -> torch.Tensor:
         if self._pushes:
             raise InvalidArgument("these rows go home as they are made; there is no room for them")
-        if columns is None or columns == (0, self._config.hidden):
-            self._multiply(weights, self._down, out=self._y)
-        else:
-            self._multiply(weights, self._tiles, out=self._y, columns=columns)
+        self._multiply(weights, self._down, out=self._y)
         return self._y
-
-    def down_signalled(
-        self, weights: ExpertWeights, cells: torch.Tensor, send_sms: int | None
-    ) -> tuple[torch.Tensor, Signal]:
-        by = replace(self._tiles, order="column")
-        num_sms = None if send_sms is None else max(1, self._sms - send_sms)
-        cells = cells[: by.column_blocks(self._config.hidden)]
-        self._multiply(weights, by, out=self._y, signal=cells, num_sms=num_sms)
-        return self._y, Signal(cells, by.block_rows, by.block_columns)
 
     def push(self, weights: ExpertWeights) -> None:
         rows = self._grouped

@@ -117,7 +117,7 @@ class LayerWorkspace(ABC, Generic[Rows]):
         if self.chosen.gemm == "loop" and self.capturing:
             raise InvalidArgument(
                 "gemm 'loop' reads row counts on the host, which a captured graph cannot do; "
-                "build the layer with gemm='grouped' or 'padded'"
+                "build the layer with gemm='tiled' or 'padded'"
             )
 
     @abstractmethod

@@ -27,7 +27,7 @@ from weft.ops.reduce_form import Form, Forms, key_of, places_of
 from weft.ops.reduce_request import Checker, Outputs, Request, Wanted
 from weft.ops.reduce_spec import MoEFinalize, Quant, Reduced, coding_of
 from weft.ops.reduce_workspace import ReduceWorkspace
-from weft.ops.reduction import Reduction, memory_bytes, tokens_for
+from weft.ops.reduction import Reduction, memory_bytes
 from weft.ops.watched import Watched
 
 _log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class AllReduce:
     for no host, and may be captured in CUDA graphs that replay between eager calls. Every rank
     makes the same calls, with as many tokens and the same residual, weight, eps and weight_bias.
 
-    max_tokens or max_bytes: the most rows, or bytes, of one rank in one call.
+    max_tokens: the most rows of one rank in one call.
     hidden, dtype: a row; bfloat16, float16 or float32, hidden a multiple of 8.
     backends: "oneshot" (every rank sums everything; up to 32 tokens on 8 ranks), "twoshot" and
         "twoshot_bulk" (each token is summed by one rank; bulk is for prefill), and "collective"
@@ -64,8 +64,7 @@ class AllReduce:
         self,
         group: Group,
         *,
-        max_tokens: int | None = None,
-        max_bytes: int | None = None,
+        max_tokens: int,
         hidden: int,
         dtype: torch.dtype = torch.bfloat16,
         backends: Sequence[str] = ("oneshot", "twoshot", "twoshot_bulk"),
@@ -82,9 +81,8 @@ class AllReduce:
             limits = seconds("timeout", timeout), seconds("first_timeout", first_timeout)
             flags(programmatic_launch=programmatic_launch)
             self._backends = _checked_backends(backends)
-            tokens = tokens_for(max_tokens, max_bytes, hidden, dtype)
             self.reduction = Reduction.of(
-                ranks=group.size, max_tokens=tokens, hidden=hidden, dtype=dtype
+                ranks=group.size, max_tokens=max_tokens, hidden=hidden, dtype=dtype
             )
             self._entries = load_entries(
                 group.device, self.reduction, programmatic_launch, _defines

@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from weft.arguments import instance, integer, shown
+from weft.arguments import instance, shown
 from weft.errors import InvalidArgument, TokenOverflow
 from weft.memory import Group
 
@@ -155,22 +155,6 @@ def check_tokens(tokens: int, max_tokens: int) -> None:
 def check_group(group: Group) -> None:
     """Raises InvalidArgument for what is no group: there is nobody to vote with."""
     instance("group", group, Group, "weft.launch, Group.from_env() or from_torch() makes one")
-
-
-def check_columns(columns: tuple[int, int], total: int, unit: int) -> tuple[int, int]:
-    """(first, end) of a part of 0..total columns that begins and ends at multiples of `unit`.
-
-    Raises InvalidArgument for what is no such part.
-    """
-    if not isinstance(columns, tuple) or len(columns) != 2:
-        raise InvalidArgument(f"columns is {shown(columns)}; it must be two integers, (first, end)")
-    first = integer("columns[0]", columns[0], 0, total)
-    end = integer("columns[1]", columns[1], 0, total)
-    if not first < end or first % unit or (end % unit and end != total):
-        raise InvalidArgument(
-            f"columns is {columns}; a part of 0..{total} begins and ends at multiples of {unit}"
-        )
-    return first, end
 
 
 def _refuse_layout(name: str, tensor: torch.Tensor) -> NoReturn:

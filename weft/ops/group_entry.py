@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_uint32, c_uint64
+from ctypes import c_uint64
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from weft.arguments import integer
-from weft.errors import InvalidArgument
 from weft.jit import CudaModule, Launcher, compile_cubin, compile_shared, current_arch
 from weft.jit.args import decode, expected, table_source, verify
 from weft.ops.args import Site
-from weft.ops.entry import check_sms
 from weft.ops.stream import current_stream
 from weft.shape import MAX_PLANES, Shape
 
@@ -25,8 +22,6 @@ COUNTING = 512  # threads of a CTA that counts: group_threads in kernels/group.c
 GATHERING = 512  # most threads of a CTA that copies rows
 SCATTERING = 256  # and of one that sums them
 SENDING = 256  # and of one that sums and sends them
-ALONE = 512  # threads of a sending CTA that is to have an SM for itself
-WAITING = 16  # CTAs that send while a product runs, where the caller names no number
 SEND_COLUMNS = 512  # of a row, that one warp sends: kernels/send.cuh
 IN_FLIGHT = 4  # vectors that a copying thread holds: vectors_in_flight in kernels/group_rows.cuh
 
@@ -76,12 +71,7 @@ class GroupArgs(ctypes.Structure):
         ("before", c_uint64),
         ("arrived", c_uint64),
         ("y", c_uint64),
-        ("first", c_uint32),
-        ("end", c_uint32),
         ("home", c_uint64),
-        ("cells", c_uint64),
-        ("block_rows", c_uint32),
-        ("block_columns", c_uint32),
     )
 
 
@@ -129,8 +119,8 @@ class GroupEntries(Protocol):
     def scatter(self, args: GroupArgs) -> None:
         """Run, or enqueue, one scatter."""
 
-    def send(self, args: GroupArgs, num_sms: int | None) -> None:
-        """Run, or enqueue, one send of some columns."""
+    def send(self, args: GroupArgs) -> None:
+        """Run, or enqueue, one send."""
 
     def close(self) -> None:
         """Give back what was loaded."""
@@ -146,7 +136,7 @@ def cuda_source(shape: Shape, grouping: Grouping, *, sends: bool = False) -> str
         counting=COUNTING,
         gathering=GATHERING,
     )
-    bounds = {"scatter": (SCATTERING, 4), "send": (ALONE, 1)}
+    bounds = {"scatter": (SCATTERING, 4), "send": (SENDING, 2)}
     for name in results(shape, sends):
         threads, per_sm = bounds[name]
         source += CUDA_DOOR.format(name=name, threads=threads, per_sm=per_sm)
@@ -211,9 +201,8 @@ class CpuGroupEntries:
         """Run one scatter to its end."""
         self._functions["scatter"](ctypes.byref(args))
 
-    def send(self, args: GroupArgs, num_sms: int | None) -> None:
+    def send(self, args: GroupArgs) -> None:
         """Run one send to its end."""
-        check_sms(num_sms, None)
         self._functions["send"](ctypes.byref(args))
 
     def close(self) -> None:
@@ -248,17 +237,14 @@ class CudaGroupEntries:
         self._tiles = grouping.tiles(shape)
         self._gather_threads = _threads(-(-copied // IN_FLIGHT), GATHERING)
         self._scatter_threads = _threads(summed, SCATTERING)
-        self._slots, self._hidden = shape.ranks * shape.tokens, shape.hidden
+        slots = shape.ranks * shape.tokens
         padding = grouping.groups * (grouping.align - 1)
-        self._gather_ctas = min(
-            max(self._slots, padding), self._resident("gather", self._gather_threads)
-        )
+        self._gather_ctas = min(max(slots, padding), self._resident("gather", self._gather_threads))
         if "scatter" in self._launchers:
-            self._scatter_ctas = min(self._slots, self._resident("scatter", self._scatter_threads))
+            self._scatter_ctas = min(slots, self._resident("scatter", self._scatter_threads))
         if sends:
-            # A part follows an event of another stream, and has no predecessor to overlap.
-            self._launchers["part"] = Launcher(self._module.function("send"), GroupArgs)
-            self._send_ctas = self._resident("send", SENDING)
+            warps = slots * -(-shape.hidden // SEND_COLUMNS)
+            self._send_ctas = min(-(-warps * 32 // SENDING), self._resident("send", SENDING))
 
     def gather(self, args: GroupArgs) -> None:
         """Enqueue one gather."""
@@ -273,22 +259,10 @@ class CudaGroupEntries:
         grid = (self._scatter_ctas, 1, 1)
         self._launchers["scatter"](args, grid, self._scatter_threads, stream)
 
-    def send(self, args: GroupArgs, num_sms: int | None) -> None:
-        """Enqueue one send; a CTA fills no more than one SM, so `num_sms` of them no more SMs."""
-        available = torch.cuda.get_device_properties().multi_processor_count
-        # A sender that waits leaves an SM to the product at least, or it might wait for ever.
-        most = available - (args.cells != 0)
-        if args.cells and num_sms is None:
-            num_sms = min(WAITING, most)
-        if num_sms is not None and integer("num_sms", num_sms, 1, 1 << 16) > most:
-            kind = " to a send that waits for signals" if args.cells else ""
-            raise InvalidArgument(f"num_sms is {num_sms}; this GPU has 1..{most}{kind}")
-        columns, stream = args.end - args.first, current_stream(torch.cuda.current_device())
-        warps = self._slots * -(-columns // SEND_COLUMNS)
-        name = "send" if columns == self._hidden and not args.cells else "part"
-        threads = SENDING if num_sms is None else ALONE
-        ctas = min(-(-warps * 32 // threads), num_sms or self._send_ctas)
-        self._launchers[name](args, (ctas, 1, 1), threads, stream)
+    def send(self, args: GroupArgs) -> None:
+        """Enqueue one send."""
+        stream = current_stream(torch.cuda.current_device())
+        self._launchers["send"](args, (self._send_ctas, 1, 1), SENDING, stream)
 
     def close(self) -> None:
         """Unload the module, once its kernels have run."""

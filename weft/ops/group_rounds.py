@@ -19,7 +19,7 @@ from weft.ops.group_entry import (
     Grouping,
 )
 from weft.ops.received import Received
-from weft.ops.sending import Signal, check_homes, check_scatters, check_sends, next_columns
+from weft.ops.sending import check_homes, check_scatters, check_sends
 from weft.ops.stream import finish, loading
 from weft.ops.watched import one_call
 
@@ -93,7 +93,6 @@ class GroupRounds:
                 )
         else:
             self._entries = CpuGroupEntries(shape, grouping, sends=sends, defines=defines)
-        self._sent = 0  # columns of this round's results that are away
         on_gpu = device.type == "cuda"
         with relaxed(device):
             b = Buffers.make(a2a, grouping, device, on_gpu=on_gpu)
@@ -117,7 +116,7 @@ class GroupRounds:
                 "pass what its own dispatch returned, not a copy"
             )
         entries.gather(self._args)
-        self._gathered, self._sent = self._a2a._rounds.number, 0
+        self._gathered = self._a2a._rounds.number
 
     @one_call("scatter")
     def scatter(self, y: torch.Tensor, shape: tuple[int, ...]) -> None:
@@ -129,36 +128,15 @@ class GroupRounds:
         self._gathered = 0
 
     @one_call("send")
-    def send(
-        self,
-        y: torch.Tensor,
-        shape: tuple[int, ...],
-        columns: tuple[int, int] | None,
-        num_sms: int | None,
-        signal: Signal | None,
-    ) -> None:
-        """Bring columns of y, of `shape`, to the inboxes of the tokens' owners."""
+    def send(self, y: torch.Tensor, shape: tuple[int, ...]) -> None:
+        """Bring the sums of y, of `shape`, to the inboxes of the tokens' owners."""
         entries, rounds = self._open("send"), self._a2a._rounds
         check_sends(self._a2a)
-        hidden = self._a2a._geometry.shape.hidden
-        begun = self._gathered == rounds.number
-        first, end = next_columns(columns, hidden, self._sent if begun else 0)
-        if signal is not None:
-            instance("signal", signal, Signal).check(self._a2a, columns)
-        rounds.expect_send(begun=first > 0)
+        rounds.expect_send()
         self._take(y, shape, "send")
-        self._args.first, self._args.end = first, end
-        self._args.cells = 0 if signal is None else signal.cells.data_ptr()
-        if signal is not None:
-            self._args.block_rows, self._args.block_columns = (
-                signal.block_rows,
-                signal.block_columns,
-            )
-        entries.send(self._args, num_sms)
-        self._sent = end
-        rounds.sent(all_columns=end == hidden)
-        if end == hidden:
-            self._gathered = 0
+        entries.send(self._args)
+        rounds.sent()
+        self._gathered = 0
 
     def sent(self) -> None:
         """Tell the peers that what the last gather grouped is at its homes."""

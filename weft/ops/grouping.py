@@ -20,7 +20,7 @@ from weft.ops.alltoall import AllToAll
 from weft.ops.group_entry import MAX_GROUPS, Grouping
 from weft.ops.group_rounds import GroupRounds, buffer_bytes
 from weft.ops.received import Received
-from weft.ops.sending import Signal, check_scatters
+from weft.ops.sending import check_scatters
 
 Layout = Literal["contiguous", "masked"]
 MAX_ALIGN = 1 << 16
@@ -173,33 +173,17 @@ class ExpertGroups:
         """
         self._rounds.scatter(y, self._y_shape)
 
-    def send(
-        self,
-        y: torch.Tensor,
-        *,
-        columns: tuple[int, int] | None = None,
-        signal: Signal | None = None,
-        num_sms: int | None = None,
-    ) -> None:
+    def send(self, y: torch.Tensor) -> None:
         """Scatter and `combine_send` in one: every token's sum straight into its owner's inbox, or
         with combine_by="choices" every row to its home.
 
-        y: as in scatter, `[..., hidden]` also when a part of its columns is sent.
-        columns: (first, end), the next part, multiples of 128: while one is sent, a product in
-            another stream may make the next. Parts come in order and cover 0..hidden; the last one
-            tells the peers. The stream of the sends must be ordered behind what made the columns.
-        signal: y is still being made, in another stream: send each block of columns when its tiles
-            are there. The product begins behind this round's gather, is enqueued before this call,
-            and ends before the next gather; it must not need all SMs at once.
-        num_sms: SMs that the kernel may fill; default all, with a signal 16. A send that waits
-            must leave one to the product.
+        y: as in scatter.
 
         Bits are those of scatter, then `combine_send`; `output()` is not written, and
         `combine_recv` is the next call. Needs `halves=True` and rows that are not pulled. Raises
-        InvalidArgument, OutOfOrder without a gather in this round or for a part that is not the
-        next one, and what broke the group; SignalTimeout when tiles do not come.
+        InvalidArgument, OutOfOrder without a gather in this round, and what broke the group.
         """
-        self._rounds.send(y, self._y_shape, columns, num_sms, signal)
+        self._rounds.send(y, self._y_shape)
 
     def sent(self) -> None:
         """Tell the peers that every result has been stored at its `Grouped.home`.

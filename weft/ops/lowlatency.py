@@ -10,7 +10,6 @@ from types import TracebackType
 import torch
 
 from weft.arguments import flags, refuse, seconds
-from weft.errors import InvalidArgument
 from weft.memory import Group
 from weft.memory.driver import in_relaxed_mode
 from weft.memory.group import reason
@@ -44,7 +43,7 @@ class LowLatencyAllToAll(Placed):
     group_size: columns that share a scale: 32, 64 or 128.
     scale: "fp32_row", "fp32_col" (column by column, as TMA wants them), "ue8m0" (powers of two,
         four to an int32, column by column).
-    slots: results that may be alive at once, 1..16.
+    slots: results that may be alive at once, 1 or 2.
     reduce: "receiver": a token's owner adds its rows, weighted, in fp32 in top-k order; "sender":
         each rank adds those of its own experts first, and fewer rows travel.
     combine_by: "push": rows come home in dtype; "fp8": as FP8 with a scale for 128 columns;
@@ -53,7 +52,6 @@ class LowLatencyAllToAll(Placed):
     dtype: of x, y and out: bfloat16, float16 or float32.
     halves: also build `dispatch_send` .. `combine_recv`: a dispatch and a combine may then be on
         their way at once.
-    view: also allocate `combine_input`, a buffer for experts' results.
     expert_map: rank of each expert; default contiguous blocks, the first ranks holding one more.
     timeout, first_timeout: seconds that a wait for a peer may take, and the first one.
     num_sms: SMs that the kernels may fill; default all.
@@ -82,7 +80,6 @@ class LowLatencyAllToAll(Placed):
         combine_by: str = "push",
         dtype: torch.dtype = torch.bfloat16,
         halves: bool = False,
-        view: bool = False,
         expert_map: Sequence[int] | torch.Tensor | None = None,
         timeout: float = 2.0,
         first_timeout: float = 120.0,
@@ -96,8 +93,7 @@ class LowLatencyAllToAll(Placed):
         problem: Exception | None = None
         try:
             limits = seconds("timeout", timeout), seconds("first_timeout", first_timeout)
-            flags(halves=halves, view=view, profile=profile)
-            flags(programmatic_launch=programmatic_launch)
+            flags(halves=halves, programmatic_launch=programmatic_launch, profile=profile)
             geometry = LowGeometry.of(
                 ranks=group.size,
                 max_tokens=max_tokens,
@@ -124,7 +120,6 @@ class LowLatencyAllToAll(Placed):
         self._rounds = open_rounds(
             group, geometry, entries, limits, _first_epoch, halves=halves, profile=profile
         )
-        self._input = self._make_input(view)
         self._order, self._handle, self._sites = lowlatency_library.enrol(self)
 
     memory_bytes = staticmethod(memory_bytes)
@@ -138,7 +133,7 @@ class LowLatencyAllToAll(Placed):
     def memory(self) -> Memory:
         """Bytes that the rank with most experts holds for this object."""
         profiled = bool(self._rounds.tracks.numel())
-        return self._geometry.memory(view=self._input is not None, profile=profiled)
+        return self._geometry.memory(profile=profiled)
 
     def dispatch(
         self,
@@ -192,16 +187,6 @@ class LowLatencyAllToAll(Placed):
         return self._rounds.combine(
             y, topk_ids, topk_weights, handle, out=out, add=add, entry="combine"
         )
-
-    def combine_input(self) -> torch.Tensor:
-        """`[local_experts, ep_size * max_tokens, hidden]` of dtype for experts to write into.
-
-        Needs view=True; any other tensor serves `combine` as well. Raises InvalidArgument.
-        """
-        self._check_open()
-        if self._input is None:
-            raise InvalidArgument("combine_input of an all-to-all built without it; pass view=True")
-        return self._input
 
     def dispatch_send(
         self,
@@ -284,7 +269,6 @@ class LowLatencyAllToAll(Placed):
         """Give the memory back; any thread may call it, as `AllToAll.close`. Idempotent."""
         library.forget(self._handle)
         self._rounds.close()
-        self._input = None
 
     def __enter__(self) -> LowLatencyAllToAll:
         return self
@@ -298,20 +282,6 @@ class LowLatencyAllToAll(Placed):
         if error is not None:
             self._rounds.premises.tell_left(reason(error))
         self.close()
-
-    def _make_input(self, view: bool) -> torch.Tensor | None:
-        """All ranks vote, whatever their `view`: it need not be equal on all of them."""
-        shape = self._geometry.shape
-        size = (self.num_local_experts, shape.rows, shape.hidden)
-        device = self.group.device
-        try:
-            return self.group.together(
-                lambda: torch.zeros(size, dtype=self.dtype, device=device) if view else None,
-                doing="allocating the input of combines",
-            )
-        except BaseException:
-            self._rounds.close()
-            raise
 
     def _hook(self, receive: Callable[[], object]) -> Hook:
         def hook() -> None:

@@ -31,24 +31,20 @@ from weft.shape import NUMBERS
 TRACKS = (RING_TIMELINES, MOST_TRACKS, ctypes.sizeof(Track))
 QUANTS = (None, "fp8")
 WAYS = ("push", "fp8", "choices")  # of rows home
-MAX_SLOTS = 16
+MAX_SLOTS = 2  # one is filled while the experts multiply the other's rows
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one rank. shared: peers write it.  results: what dispatches return and keep.
-
-    view: `combine_input`, where it was asked for.
-    """
+    """Bytes of one rank. shared: peers write it.  results: what dispatches return and keep."""
 
     shared: int
     results: int
-    view: int
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.shared + self.results + self.view
+        return self.shared + self.results
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +179,7 @@ class LowGeometry:
             return None
         return scales if self.shape.scales == "fp32_row" else scales.mT[:, : self.shape.rows]
 
-    def memory(self, *, view: bool = False, profile: bool = False) -> Memory:
+    def memory(self, *, profile: bool = False) -> Memory:
         """Bytes of the rank that holds most experts."""
         s = self.shape
         slot = sum(
@@ -194,7 +190,6 @@ class LowGeometry:
         return Memory(
             shared=self.layout.share_bytes,
             results=self.slots * slot + tracks,
-            view=s.local * s.rows * s.hidden * self.dtype.itemsize if view else 0,
         )
 
 
@@ -222,14 +217,13 @@ def memory_bytes(
     reduce: str = "receiver",
     combine_by: str = "push",
     expert_map: Sequence[int] | torch.Tensor | None = None,
-    view: bool = False,
     profile: bool = False,
 ) -> Memory:
     """Bytes that the rank with most experts will allocate, before anything is allocated.
 
     Raises InvalidArgument as the constructor does.
     """
-    flags(view=view, profile=profile)
+    flags(profile=profile)
     geometry = LowGeometry.of(
         ranks=ranks,
         max_tokens=max_tokens,
@@ -245,4 +239,4 @@ def memory_bytes(
         combine_by=combine_by,
         expert_map=expert_map,
     )
-    return geometry.memory(view=view, profile=profile)
+    return geometry.memory(profile=profile)

@@ -14,7 +14,7 @@ import torch
 
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.ops.check import check_tensor, tracing
-from weft.ops.library import find, mark_static, order_of, plain, register
+from weft.ops.library import find, order_of, plain, register
 from weft.ops.lowlatency_results import ExpertRows, Handle
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Sites:
                 return -1 - site
         raise OutOfOrder(
             f"dispatch while {len(self.taken)} results of compiled graphs are alive: combine one "
-            "first, or build with more slots"
+            "first"
         )
 
     def give_back(self, number: int) -> None:
@@ -55,8 +55,6 @@ class Sites:
 
 def enrol(owner: LowLatencyAllToAll) -> tuple[torch.Tensor, int, Sites]:
     """What compiled graphs need to know of a new object."""
-    if owner._input is not None:
-        mark_static(owner._input)
     handle = register(owner, owner._geometry.manifest())
     return order_of(owner.group.device), handle, Sites(owner._geometry.slots)
 

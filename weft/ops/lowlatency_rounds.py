@@ -272,7 +272,7 @@ class LowRounds:
         oldest = min(slot.alive.number for slot in self.slots if slot.alive is not None)
         raise OutOfOrder(
             f"{entry} while {slots} results are alive, the oldest of dispatch {oldest}: combine "
-            "one first, or build with more slots"
+            "one first"
         )
 
     def _check_results(self, y: torch.Tensor | None, slot: Slot) -> None:

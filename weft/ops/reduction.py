@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from weft.arguments import integer, one_of, shown
+from weft.arguments import integer, one_of
 from weft.errors import InvalidArgument, LayoutMismatch
 from weft.memory.header import HEADER_BYTES
 from weft.memory.wire import JSON
@@ -133,42 +133,18 @@ class Reduction:
         )
 
 
-def tokens_for(
-    max_tokens: int | None, max_bytes: int | None, hidden: int, dtype: torch.dtype
-) -> int:
-    """Rows of one call, from whichever of the two limits was given.
-
-    Raises InvalidArgument when none or both were, or they are no such numbers.
-    """
-    row_bytes = _hidden(hidden) * one_of("dtype", dtype, NUMBERS).itemsize
-    if (max_tokens is None) == (max_bytes is None):
-        raise InvalidArgument(
-            f"max_tokens is {shown(max_tokens)} and max_bytes is {shown(max_bytes)}; pass one of "
-            "them: rows, or bytes of one rank's input"
-        )
-    if max_tokens is not None:
-        return integer("max_tokens", max_tokens, 1, MAX_TOKENS)
-    most = (MAX_TOKENS + 1) * row_bytes - 1
-    given = integer("max_bytes", max_bytes, 1, most)
-    if given < row_bytes:
-        raise InvalidArgument(f"max_bytes is {given}; one row has {row_bytes} bytes")
-    return given // row_bytes
-
-
 def memory_bytes(
     *,
     ranks: int,
     hidden: int,
-    max_tokens: int | None = None,
-    max_bytes: int | None = None,
+    max_tokens: int,
     dtype: torch.dtype = torch.bfloat16,
 ) -> int:
     """Bytes of symmetric memory that each rank will allocate, before anything is allocated.
 
     Raises InvalidArgument as the constructor does.
     """
-    tokens = tokens_for(max_tokens, max_bytes, hidden, dtype)
-    return Reduction.of(ranks=ranks, max_tokens=tokens, hidden=hidden, dtype=dtype).share_bytes
+    return Reduction.of(ranks=ranks, max_tokens=max_tokens, hidden=hidden, dtype=dtype).share_bytes
 
 
 def _hidden(value: object) -> int:

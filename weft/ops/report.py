@@ -13,7 +13,6 @@ from weft.errors import (
     PeerDied,
     PeerLeft,
     PeerTimeout,
-    SignalTimeout,
     TokenOverflow,
     UsageError,
 )
@@ -21,7 +20,7 @@ from weft.memory.header import PHASES, ErrorRecord
 from weft.ops.reduce_args import SLOTS, signature_text
 
 BAD_EXPERT_ID, DUPLICATE_EXPERT, TOKEN_OVERFLOW = 1, 2, 3
-PEER_TIMEOUT, GEOMETRY_MISMATCH, ABORTED, BAD_ROW_INDEX, SIGNAL_TIMEOUT = 4, 5, 6, 7, 8
+PEER_TIMEOUT, GEOMETRY_MISMATCH, ABORTED, BAD_ROW_INDEX = 4, 5, 6, 7
 OTHER_RESULT, PEER_DIED, PEER_LEFT = 9, 10, 11
 GROUPING, ALL_REDUCE = 3, 4  # phases
 
@@ -95,15 +94,10 @@ def _hearsay(record: ErrorRecord, who: str) -> GroupError:
             f"{who}: {teller} found that {culprit} called with other arguments or combined another "
             "dispatch, and left the group. Make the same calls on every rank."
         )
-    if record.code == ABORTED:
-        asker = "this rank" if own else f"rank {record.peer}"
-        return Aborted(
-            f"{who}: left its wait for epoch {record.wanted} because {asker} called abort(); make "
-            "a new group."
-        )
-    return PeerLeft(
-        f"{who}: {teller} left the group in the middle of epoch {record.wanted}: tiles of its "
-        "product did not come. Its own error says more; make a new group."
+    asker = "this rank" if own else f"rank {record.peer}"
+    return Aborted(
+        f"{who}: left its wait for epoch {record.wanted} because {asker} called abort(); make "
+        "a new group."
     )
 
 
@@ -159,13 +153,6 @@ def breakage(
         return _hearsay(record, who)
     if record.phase == ALL_REDUCE and record.code in (PEER_TIMEOUT, GEOMETRY_MISMATCH):
         return _in_all_reduce(record, who)
-    if record.code == SIGNAL_TIMEOUT:
-        return SignalTimeout(
-            f"{who}: block {record.token} of columns shows {record.seen} of {record.wanted} tiles "
-            f"after {record.elapsed_ns / 1e9:.2f} s. The product did not run beside the send, has "
-            "other tiles than block_rows and block_columns say, or is slower than the deadline; "
-            "mend it, zero the cells, then make a new group."
-        )
     if record.code == PEER_TIMEOUT:
         return PeerTimeout(
             f"{who}: rank {record.peer} did not publish epoch {record.wanted} within "

@@ -27,7 +27,6 @@ class State(Enum):
     IDLE = "dispatch or dispatch_send"
     SENT = "dispatch_recv"
     RECEIVED = "combine or combine_send"
-    RETURNING = "the next columns of ExpertGroups.send"
     RETURNED = "combine_recv"
 
 
@@ -94,13 +93,13 @@ class Rounds:
         self._entries.run("combine_send", self._combine_args, self.tokens)
         self._reach(State.RETURNED)
 
-    def expect_send(self, *, begun: bool) -> None:
-        """Raise OutOfOrder unless experts' rows may be sent now; `begun`: some columns are away."""
-        self._expect(State.RETURNING if begun else State.RECEIVED, "send")
+    def expect_send(self) -> None:
+        """Raise OutOfOrder unless experts' rows may be sent now."""
+        self._expect(State.RECEIVED, "send")
 
-    def sent(self, *, all_columns: bool) -> None:
-        """Experts' rows were sent by another kernel, which told the peers once it had them all."""
-        self._reach(State.RETURNED if all_columns else State.RETURNING)
+    def sent(self) -> None:
+        """Experts' rows were sent by another kernel, which told the peers."""
+        self._reach(State.RETURNED)
 
     @one_call("combine")
     def combine(

@@ -19,7 +19,6 @@ enum class Point : u32 {
     after_rows = 9,
     before_rows = 10,
     before_moments = 11,
-    before_tiles = 12,
 };
 enum class Action : u32 { delay = 1, jitter = 2, drop = 3, lie = 4, stay_away = 5, die = 6 };
 constexpr u64 every_epoch = ~0ull;

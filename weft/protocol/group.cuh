@@ -53,10 +53,7 @@ struct GroupArgs {
     u32* before;             // [ranks * tiles, groups] entries of the group in earlier tiles
     u32* arrived;            // CTAs that have counted their tile; 0 between calls
     const void* y;           // [total, hidden] results, to scatter or to send
-    u32 first, end;          // the columns of them that are sent
     i64* home;               // choices: [total] address of each row's place at its owner, or 0
-    u32* cells;              // tiles of y that are there, by blocks of columns; null: y is there
-    u32 block_rows, block_columns;  // of a tile
 };
 
 // The place of choice k of a token at its owner, in this process's mapping.

@@ -2,7 +2,7 @@
 // includes this file behind cpu.cpp, whose numbers it uses.
 #include <cstring>
 
-#include <weft/protocol/signal.cuh>
+#include <weft/protocol/group.cuh>
 
 namespace weft {
 
@@ -183,52 +183,37 @@ void send_block(const GroupArgs& a, u32 source, u32 token, u32 at) {
     }
 }
 
-// Columns first .. end of each row of one token, to the places of its choices.
-template <Shape S> void copy_rows(const GroupArgs& a, u32 source, u32 token, u32 first, u32 end) {
+// Each row of one token, to the place of its choice.
+template <Shape S> void copy_rows(const GroupArgs& a, u32 source, u32 token) {
     const i32* position = a.position + (u64(source) * S.tokens + token) * S.top_k;
-    const u64 from = first * S.element_bytes(), size = (end - first) * S.element_bytes();
     for (u32 k = 0; k < S.top_k; ++k) {
         if (position[k] < 0) continue;
         const u8* row = static_cast<const u8*>(a.y) + u64(position[k]) * S.out_bytes();
-        std::memcpy(home_of<S>(a.site, source, token, k) + from, row + from, size);
+        std::memcpy(home_of<S>(a.site, source, token, k), row, S.out_bytes());
     }
 }
 
-// Columns first .. end of one token's sum, to its owner.
-template <Shape S, Grouping G>
-void send_sum(const GroupArgs& a, u32 source, u32 token, u32 first, u32 end) {
-    constexpr u32 rest = S.hidden % send_numbers;
-    u32 at = first;
-    for (; at + send_numbers <= end; at += send_numbers)
+// One token's sum, to its owner.
+template <Shape S, Grouping G> void send_sum(const GroupArgs& a, u32 source, u32 token) {
+    constexpr u32 rest = S.hidden % send_numbers, whole = S.hidden - rest;
+    for (u32 at = 0; at < whole; at += send_numbers)
         send_block<S, G, send_numbers>(a, source, token, at);
-    if constexpr (rest != 0)
-        if (at < end) send_block<S, G, rest>(a, source, token, at);
+    if constexpr (rest != 0) send_block<S, G, rest>(a, source, token, whole);
 }
 
-// The same of every token, straight into its owner's inbox.
-template <Shape S, Grouping G> void send_columns(const GroupArgs& a, u32 first, u32 end) {
-    for_carried<S, G>(mine<S>(a.site).inbox, [&](u32 source, u32 token) {
-        if constexpr (S.way == Way::choices)
-            copy_rows<S>(a, source, token, first, end);
-        else
-            send_sum<S, G>(a, source, token, first, end);
-    });
-}
-
-// The last part tells the peers, for all parts.
+// Every token's rows or sum, straight into its owner's inbox; then the peers are told.
 template <Shape S, Grouping G> void send(const GroupArgs& a) {
     Header& header = mine<S>(a.site).header;
     const Turn turn = header.turn;
     if (turn.failed != 0) return;
-    if (a.first == 0) mark_start(Solo{}, header, Phase::combine, turn.epoch, now_ns());
+    mark_start(Solo{}, header, Phase::combine, turn.epoch, now_ns());
     if (fault(header, Point::combine_enter, a.site.rank, turn.epoch) == Action::stay_away) return;
-    const auto send_part = [&](u32 first, u32 end) { send_columns<S, G>(a, first, end); };
-    if (a.cells == nullptr)
-        send_part(a.first, a.end);
-    else if (!send_when_signalled<S, G>(Solo{}, a, turn.epoch, send_part))
-        return;
-    if (a.end != S.hidden) return;
-    empty_cells<S>(Solo{}, a);
+    for_carried<S, G>(mine<S>(a.site).inbox, [&](u32 source, u32 token) {
+        if constexpr (S.way == Way::choices)
+            copy_rows<S>(a, source, token);
+        else
+            send_sum<S, G>(a, source, token);
+    });
     publish<S>(Solo{}, a.site, Phase::combine, turn.epoch, 0);
 }
 

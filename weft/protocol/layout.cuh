@@ -34,7 +34,6 @@ enum class Code : u32 {
     geometry_mismatch = 5,
     aborted = 6,
     bad_row_index = 7,
-    signal_timeout = 8,
     other_result = 9,
     peer_died = 10,
     peer_left = 11,

@@ -6,15 +6,15 @@
 
 namespace weft {
 
-// Rows `from`, one after the other, to their homes, 0 for nowhere, so many bytes behind each: in
-// words of eight bytes, each whole or not at all, none with all bits set. Where *unless is not 0
-// they go nowhere. N: of the numbers.
+// Rows `from`, one after the other, to their homes, 0 for nowhere: in words of eight bytes, each
+// whole or not at all, none with all bits set. Where *unless is not 0 they go nowhere. N: of the
+// numbers.
 template <Number N>
-void tell_rows(const u64* home, const u8* from, u64 rows, u64 bytes, u64 behind, u32* unless) {
+void tell_rows(const u64* home, const u8* from, u64 rows, u64 bytes, u32* unless) {
     if (unless != nullptr && load_relaxed(unless) != 0) return;
     for (u64 row = 0; row < rows; ++row) {
         if (home[row] == 0) continue;
-        u8* to = reinterpret_cast<u8*>(home[row]) + behind;
+        u8* to = reinterpret_cast<u8*>(home[row]);
         for (u64 at = 0; at < bytes; at += 8) {
             u32 word[2];
             std::memcpy(word, from + row * bytes + at, 8);
