@@ -39,7 +39,8 @@ class Found:
 
 def documents() -> list[Path]:
     """What may hold result tables."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    notebook = ROOT / "benchmarks" / "notebook.md"
+    return [ROOT / "README.md", notebook, *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def tables_of(text: str) -> Iterator[Found]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import statistics
+import textwrap
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks"
 DOCUMENT = ROOT / "docs" / "measuring.md"
+WIDTH = 140  # columns of prose in docs
 BEGIN, END = "<!-- rivals: begin -->", "<!-- rivals: end -->"
 PARTS = ("moe", "moe-fp8-out", "moe-fp8-both", "allreduce", "lowlatency", "lowlatency-lean")
 
@@ -55,13 +57,15 @@ def section(record: Path | None) -> str:
         BEGIN,
         f"### Other libraries in the same run, {len(first['gpus'])} GPUs",
         "",
-        f"{len(first['gpus'])} x {first['gpus'][0]}, driver {first['driver']}, "
-        f"CUDA {first['cuda']}, torch {first['torch']}, {first['date'][:10]}, {source}; "
-        "`benchmarks/rivals.sh`, us,",
-        "median, slowest rank,",
-        "graphs of 50 calls, 15 replays; weft's bits are compared with the reference before and "
-        "after, others' sums before,",
-        f"within a tolerance (`benchmarks/{record.name}`).",
+        textwrap.fill(
+            f"{len(first['gpus'])} x {first['gpus'][0]}, driver {first['driver']}, "
+            f"CUDA {first['cuda']}, torch {first['torch']}, {first['date'][:10]}, {source}; "
+            "`benchmarks/rivals.sh`, us, median, slowest rank, graphs of 50 calls, 15 replays; "
+            "weft's bits are compared with the reference before and after, others' sums before, "
+            f"within a tolerance (`benchmarks/{record.name}`).",
+            WIDTH,
+            break_on_hyphens=False,
+        ),
         "",
     ]
     moe = [part for part in ("moe", "moe-fp8-out", "moe-fp8-both") if part in data]

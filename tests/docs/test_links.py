@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "models/README.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
-]
+PAGES = ("README.md", "CHANGELOG.md", "models/README.md", "benchmarks/notebook.md")
+DOCUMENTS = [*(ROOT / name for name in PAGES), *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.M | re.S)
 
