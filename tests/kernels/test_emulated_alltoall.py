@@ -168,7 +168,7 @@ def alone(group: weft.Group, library: str, number: int) -> str:
     with case.open(group) as a2a:
         launch_as(emulate(a2a, library, number), 0)
         one_round(a2a, case, 0)
-        hurry(a2a._watched, 2.0)
+        hurry(a2a._watched, 4.0)
         group.barrier()
         said, mine = "", sent_by(case, 1, group.rank)
         if group.rank != 1:

@@ -13,6 +13,7 @@ import torch
 import weft
 from tests.kernels.emulate_combine import EmulatedCombine, compile_combine
 from tests.ops.test_ways import one_round, strange_rows
+from tests.patience import hurry
 from tests.recorded import reads
 from tests.rounds import Round
 from weft.errors import PeerTimeout
@@ -36,7 +37,7 @@ PLANS = (
 )
 
 
-def make(group: weft.Group, case: Round, seconds: float = 60.0) -> weft.AllToAll:
+def make(group: weft.Group, case: Round) -> weft.AllToAll:
     return weft.AllToAll(
         group,
         max_tokens=16,
@@ -46,7 +47,7 @@ def make(group: weft.Group, case: Round, seconds: float = 60.0) -> weft.AllToAll
         dtype=case.dtype,
         combine_by="fp8",
         halves=True,
-        timeout=seconds,
+        timeout=600.0,
         first_timeout=600.0,
     )
 
@@ -123,9 +124,11 @@ def test_rows_of_zeros_and_of_no_numbers_look_like_no_blank(ranks, tmp_path):
 def absent(group: weft.Group, folder: str) -> str:
     """Rank 1 stays away from the second combine: rows are missing, and news of its inbox."""
     case = CASES["bf16"].next(tokens=(4, 4, 4))
-    with make(group, case, seconds=0.6) as a2a:
+    with make(group, case) as a2a:
         emulate(a2a, folder).plan = PLANS[1]
         one_round(a2a, case, "fp8", halves=False)
+        hurry(a2a._watched, 4.0)
+        group.barrier()
         x, ids, weights, _ = case.of(group.rank, group.device)
         a2a.dispatch(x, ids, weights)
         said = ""

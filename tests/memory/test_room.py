@@ -124,7 +124,7 @@ LARGE: dict[str, Callable[[weft.Group], object]] = {
     "lowlatency": lambda group: weft.LowLatencyAllToAll(group, **SIZES),
     # The share would fit; what its dispatches return would not.
     "results": lambda group: weft.LowLatencyAllToAll(
-        group, **{**SIZES, "max_tokens": 512, "hidden": 8192, "slots": 16}
+        group, **{**SIZES, "max_tokens": 512, "num_experts": 256, "hidden": 16384}
     ),
     "allreduce": lambda group: weft.AllReduce(group, max_tokens=1 << 19, hidden=32768),
     "heap": lambda group: weft.Heap.create(group, 60_000_000_000),
