@@ -26,12 +26,15 @@ from tests.kernels.alltoall_rounds import (
 from tests.kernels.emulate_alltoall import EmulatedAllToAll, compile_alltoall, places
 from tests.kernels.watch import Event, watching, ways
 from tests.patience import hurry
+from tests.recorded import reads
 from tests.rounds import bits
 from tests.sending import round_trip, scattered, stored_at_homes
 from weft.errors import BadExpertId, PeerTimeout
 from weft.ops.grouping import ExpertGroups
 from weft.ops.plan import Plan
 from weft.ops.timeline import DEFINE, read_timeline
+
+pytestmark = reads("tests/kernels/*.hpp")
 
 PROFILED = ("pull", "push", "fp8")
 # Workers, parts of a row, threads.
