@@ -15,6 +15,7 @@ import pytest
 from tests.memory.meetings import LONG, SOON, all_ranks, connect, gather
 from weft.errors import RendezvousFailed
 from weft.memory import peers
+from weft.memory.lobby import Lobby
 from weft.memory.rendezvous import meet
 
 HUB = """
@@ -191,10 +192,18 @@ def test_peers_leave_no_descriptor():
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_whoever_started_the_ranks_can_end_the_meeting(meeting):
+def test_whoever_started_the_ranks_can_end_the_meeting(meeting, monkeypatch):
+    admitted, admit = threading.Event(), Lobby._admit
+
+    def admits(self, *hello):
+        admit(self, *hello)
+        admitted.set()
+
+    monkeypatch.setattr(Lobby, "_admit", admits)
     with ThreadPoolExecutor(3) as pool:
         ranks = [pool.submit(gather, meeting, r, 4, LONG) for r in (0, 1)]
         connect(meeting).close()
+        assert admitted.wait(LONG)  # who comes later finds no meeting, and cannot know why
         started = time.monotonic()
         meeting.end("rank 3 had no memory \ud800")
         for rank in ranks:
