@@ -68,7 +68,7 @@ rounds() { check rounds 300 some tests/ops/test_{alltoall,ways,stats}.py tests/m
 sanitizer() { check sanitizer 840 all tests/gpu/test_sanitizer.py; }
 ordering() { check ordering 120 all tests/gpu/test_ordering.py; }
 failures() {
-    check failures 300 some tests/ops/test_failures.py tests/ops tests/jit tests/bench \
+    check failures 300 some tests/alltoall/test_failures.py tests/ops tests/jit tests/bench \
         --deselect=tests/ops/test_{alltoall,ways,stats,skew}.py
 }
 
@@ -86,7 +86,7 @@ tests() {
     check graphs 120 some tests/gpu/test_graphs.py
     check overlap 200 some tests/gpu/test_overlap_graphs.py
     check few 90 some tests/gpu/test_few.py
-    check skew 200 some tests/ops/test_skew.py
+    check skew 200 some tests/runtime/test_skew.py
     step demo 60 "$python" -m weft demo
     step doctor 30 "$python" -m weft doctor
 }

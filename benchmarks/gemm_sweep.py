@@ -25,7 +25,7 @@ from weft.bench.machine import describe_machine
 from weft.gemm import GatedQuant, GemmPlan, Push, WgmmaPlan, grouped_gemm
 from weft.gemm.hopper import BLOCK_ROWS
 from weft.gemm.plan import FP8
-from weft.ops.reference import dequantize, quantize
+from weft.reference import dequantize, quantize
 
 EXPERTS, HIDDEN, WIDE = 32, 7168, 4096  # DeepSeek-V3 on 8 ranks: gate and up are 4096 columns
 SHAPES = {

@@ -18,9 +18,9 @@ from tests.lowlatency_rounds import Mode
 from tests.moe.layers import CONFIGS, Case
 from tests.rounds import Round
 from tests.sums import Sum, bits
-from weft.ops.lowlatency_results import ExpertRows
-from weft.ops.reduce_spec import FP8Group, FP8Static, FP8Token, MoEFinalize, Quant
-from weft.ops.reference_lowlatency import unpack_scales
+from weft.allreduce.spec import FP8Group, FP8Static, FP8Token, MoEFinalize, Quant
+from weft.lowlatency.reference import unpack_scales
+from weft.lowlatency.results import ExpertRows
 
 PATIENT: dict[str, Any] = {"timeout": 200.0}  # ranks compile for longer than two seconds apart
 

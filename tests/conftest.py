@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 import weft
 from tests import patience
 from tests.recorded import Recorder
-from weft import cli
+from weft.cli import commands as cli
 from weft.memory import processes
 
 RunRanks = Callable[..., list[Any]]

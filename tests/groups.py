@@ -9,9 +9,9 @@ import torch
 
 import weft
 from tests.rounds import bits
+from weft.alltoall.received import Received
 from weft.errors import TokenOverflow
-from weft.ops.grouping import ExpertGroups
-from weft.ops.received import Received
+from weft.grouping.api import ExpertGroups
 
 MARK = 0xA5  # bytes that nobody may write
 PAYLOADS = [

@@ -8,11 +8,11 @@ import torch
 
 import weft
 from tests.rounds import Round, bits
-from weft.gemm.telling import tell_rows
-from weft.ops import reference_lowlatency as low
-from weft.ops.lowlatency import LowLatencyAllToAll
-from weft.ops.lowlatency_results import ExpertRows
-from weft.ops.reference import dequantize
+from weft.gemm.push_cpu import tell_rows
+from weft.lowlatency import reference as low
+from weft.lowlatency.api import LowLatencyAllToAll
+from weft.lowlatency.results import ExpertRows
+from weft.reference import dequantize
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ import torch
 
 import weft
 from weft.memory.header import HEADER_BYTES, Fault, Header
-from weft.ops.watched import Watched
+from weft.runtime.watched import Watched
 
 ANY_PEER, ANY_EPOCH = 32, (1 << 64) - 1
 DELAY, JITTER, DROP, LIE, STAY_AWAY, DIE = 1, 2, 3, 4, 5, 6
-# Fault points of protocol/fault.cuh, and those of them that are passed once for each peer.
+# Fault points of device/fault.cuh, and those of them that are passed once for each peer.
 POINTS = {"alltoall": range(1, 8), "lowlatency": range(1, 8), "allreduce": range(8, 12)}
 FOR_EACH_PEER = {"alltoall": (3, 6), "lowlatency": (3,), "allreduce": (10, 11)}
 HIDDEN, TOKENS, TOP_K, EXPERTS = 128, 4, 2, 12

@@ -10,7 +10,7 @@ import inspect
 
 import weft
 from weft.memory.header import Header
-from weft.ops.watched import Watched
+from weft.runtime.watched import Watched
 
 SECONDS = 600.0
 PATIENT = (weft.AllToAll, weft.LowLatencyAllToAll, weft.AllReduce, weft.MoE)

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 REASON = "on record: it passed with the same files; `make record` runs it again"
-# As in `#include <weft/kernels/copy.cuh>`, also where a part of it is filled in.
+# As in `#include <weft/device/copy.cuh>`, also where a part of it is filled in.
 _HEADER = re.compile(r"weft/[\w/{}' .]+\.(?:cuh|hpp|cpp)\b")
 _FILLED_IN = re.compile(r"\{[^}]*\}")
 _DOTTED = re.compile(r'"((?:weft|tests)(?:\.\w+)+)"')  # as importlib.import_module takes it

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 import weft
-from weft.ops import reference
+from weft import reference
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import weft
-from weft.ops.reduce_spec import FP8Group, FP8Static, FP8Token, Quant, Reduced
+from weft.allreduce.spec import FP8Group, FP8Static, FP8Token, Quant, Reduced
 
 BACKENDS = ("oneshot", "twoshot", "twoshot_bulk")
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import weft
-from weft import doctor
 from weft.bench import moe, run
 from weft.bench.machine import describe_code
+from weft.cli import doctor
 from weft.errors import RankFailed
 
 SIZES = ["--tokens", "1,8", "--hidden", "256", "--top-k", "4", "--experts", "16"]
@@ -320,7 +320,7 @@ def test_the_version_is_told_without_torch():
     assert found.stdout == f"weft {weft.__version__}, torch {torch.__version__}\n"
     loaded = {line.rpartition("|")[2].strip() for line in found.stderr.splitlines()}
     assert "weft" in loaded
-    assert not loaded & {"torch", "numpy", "typer", "rich", "weft.cli"}
+    assert not loaded & {"torch", "numpy", "typer", "rich", "weft.cli.commands"}
 
 
 def test_the_version_beside_other_words(weft_command):
@@ -348,7 +348,7 @@ def test_help_names_options_and_choices(weft_command):
 
 
 def test_choices_are_completed():
-    from weft.cli_options import choice
+    from weft.cli.options import choice
 
     one = choice(("fp8", "fp16", "bf16"), "{}").autocompletion
     assert one("fp") == ["fp8", "fp16"]

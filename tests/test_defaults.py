@@ -19,8 +19,8 @@ from tests.moe import layers
 from tests.objects import CONFIG, CPU, EXPERTS, TOP_K, Results, copies, tokens
 from tests.public import FAMILIES, MODES
 from weft.errors import Aborted
+from weft.lowlatency import reference as reference_lowlatency
 from weft.moe import Expert, ExpertWeights, FP8Expert, route, router_logits
-from weft.ops import reference_lowlatency
 
 DTYPES = [torch.float64, torch.bfloat16]
 

@@ -11,8 +11,8 @@ import torch
 from rich.console import Console
 
 import weft
-from weft import demo, demo_report
-from weft.demo_ranks import MODES, Outcome, Plan
+from weft.cli import demo, demo_report
+from weft.cli.demo_ranks import MODES, Outcome, Plan
 from weft.errors import InvalidArgument
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from weft import doctor, doctor_report
+from weft.cli import doctor, doctor_report
 from weft.errors import DriverError, InvalidArgument
 
 TOPOLOGY = """\

@@ -15,7 +15,7 @@ import torch
 import weft
 from tests.public import FAMILIES, MODES
 from weft.errors import CreationFailed
-from weft.ops import watched
+from weft.runtime import watched
 
 FEW = 1024  # bytes: tables of experts and single words may stay
 Apart = (type, ModuleType, FunctionType, weft.Group)  # from there on all of the process is reached
@@ -132,7 +132,11 @@ def test_close_gives_the_memory_back_there_and_then(ranks: Callable[..., Any], f
 def test_nothing_waits_for_a_whole_context() -> None:
     """What would make every capture of the process invalid, whatever the thread's mode."""
     root = Path(weft.__file__).parent
-    visitors = ("bench", "demo_ranks.py", "doctor.py")  # own processes, in which nobody captures
+    visitors = (
+        "bench",
+        "cli/demo_ranks.py",
+        "cli/doctor.py",
+    )  # in processes of their own
     words = re.compile(
         r"cuda\.synchronize\(|cuCtxSynchronize\"|\"cuMemcpy\w*toH\"|\"cuMemcpyHtoD\"|cuCtxRecordEvent"
     )

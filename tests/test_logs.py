@@ -16,9 +16,9 @@ import torch
 import weft
 from tests.moe.layers import CONFIGS, Case
 from weft import logs
+from weft.allreduce.table import Table
 from weft.errors import InvalidArgument
 from weft.memory.liveness import Sign
-from weft.ops.allreduce_table import Table
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
@@ -93,7 +93,7 @@ def test_a_choice_is_told_once(ranks, caplog):
             return len(caplog.records) - before
 
     assert ranks(2, "threads")(body) == [0, 0]
-    choices = [each for each in caplog.records if each.name == "weft.ops.allreduce"]
+    choices = [each for each in caplog.records if each.name == "weft.allreduce.api"]
     assert [each.levelname for each in choices] == ["INFO", "DEBUG"], "one backend, two sizes"
     assert "oneshot for 1 tokens x 64 bf16" in choices[0].getMessage()
 
@@ -130,7 +130,7 @@ def test_a_layer_tells_its_choice(ranks, caplog):
             return layer.explain().text, len(caplog.records) - before
 
     (text, later), (_, more) = ranks(2, "threads")(body)
-    choices = [each for each in caplog.records if each.name == "weft.moe.layer_choice"]
+    choices = [each for each in caplog.records if each.name == "weft.moe.choice"]
     assert [each.levelname for each in choices] == ["INFO"], "by rank 0, for both"
     assert choices[0].getMessage().endswith(f"products: {text}")
     assert (later, more) == (0, 0)

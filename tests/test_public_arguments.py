@@ -32,9 +32,9 @@ RESULTS = {
 DECLARED = {"FP8Static", "MoEFinalize", "Payload", "Push", "ExpertWeights"}
 ELSEWHERE = {
     "Group.from_meeting": "tests/memory/test_rendezvous.py",
-    "Group.attach": "tests/ops/test_culprits.py",
-    "Group.pid": "tests/ops/test_culprits.py",
-    "Heap.write": "tests/ops/test_culprits.py",
+    "Group.attach": "tests/runtime/test_culprits.py",
+    "Group.pid": "tests/runtime/test_culprits.py",
+    "Heap.write": "tests/runtime/test_culprits.py",
     "LayerTable.load": "tests/moe/test_layer_table.py",
     "LayerTable.of_json": "tests/moe/test_layer_table.py",
     "AllReduceFusionWorkspace.checkpoint_restore": "tests/compat/test_fusion_workspace.py",

@@ -17,10 +17,10 @@ from types import ModuleType
 import pdoc
 import pdoc.render
 
-# pdoc adds weft.errors by itself, because weft.__all__ names it. A module without __all__ shows
+# pdoc adds weft.errors and weft.reference by itself, because weft.__all__ names them. A module without __all__ shows
 # what its file defines.
 MODULES = (
-    *("weft", "weft.ops.reference", "weft.moe", "weft.gemm"),
+    *("weft", "weft.moe", "weft.gemm"),
     *("weft.compat.flashinfer", "weft.compat.deep_ep", "weft.compat.triton_dist"),
 )
 

@@ -2,7 +2,7 @@
 
 The same protocol runs on CPU ranks over shared memory.
 
-Every error is in `weft.errors`. `weft.reference`, which is `weft.ops.reference`, says in plain
+Every error is in `weft.errors`. `weft.reference`, which is `weft.reference`, says in plain
 torch what each operation means. The parts of a layer are in `weft.moe`, the experts' products in
 `weft.gemm`. Other projects' calls are in `weft.compat.flashinfer`, `weft.compat.deep_ep` and
 `weft.compat.triton_dist`.

@@ -6,11 +6,11 @@ import sys
 def main() -> None:
     """Answer `weft --version`, or run the command line."""
     if sys.argv[1:] == ["--version"]:
-        from weft.cli_version import version_text
+        from weft.cli.version import version_text
 
         print(version_text())
         return
-    from weft import cli
+    from weft.cli import commands as cli
 
     cli.main()
 

@@ -1,19 +1,18 @@
 """The public names of weft; `weft` itself offers them and imports them at first use."""
 
-from weft import errors
+from weft import errors, reference
+from weft.allreduce.api import AllReduce
+from weft.allreduce.spec import FP8Group, FP8Static, FP8Token, MoEFinalize, Reduced
+from weft.alltoall.api import AllToAll
+from weft.alltoall.capacity import tokens_per_rank
+from weft.alltoall.collective import CollectiveAllToAll
+from weft.alltoall.received import Payload, Received
+from weft.grouping.api import Compact, Compactor, ExpertGroups, Grouped
+from weft.lowlatency.api import LowLatencyAllToAll
+from weft.lowlatency.results import ExpertRows
 from weft.memory import Group, Heap, launch
 from weft.moe import MoE, MoEConfig
-from weft.ops import reference
-from weft.ops.allreduce import AllReduce
-from weft.ops.alltoall import AllToAll
-from weft.ops.capacity import tokens_per_rank
-from weft.ops.collective import CollectiveAllToAll
-from weft.ops.grouping import Compact, Compactor, ExpertGroups, Grouped
-from weft.ops.lowlatency import LowLatencyAllToAll
-from weft.ops.lowlatency_results import ExpertRows
-from weft.ops.placement import Placement
-from weft.ops.received import Payload, Received
-from weft.ops.reduce_spec import FP8Group, FP8Static, FP8Token, MoEFinalize, Reduced
+from weft.placement import Placement
 
 __all__ = [
     "AllReduce",

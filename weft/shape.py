@@ -38,7 +38,7 @@ NUMBERS: Mapping[torch.dtype, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of one all-to-all. `weft::Shape` in protocol/layout.cuh is the same struct.
+    """Sizes of one all-to-all. `weft::Shape` in alltoall/layout.cuh is the same struct.
 
     ranks: ranks of the group (ep_size), 1..32.   tokens: most tokens of one rank in one call.
     top_k: experts per token, 1..32.              experts: experts of the whole layer.

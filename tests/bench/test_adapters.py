@@ -17,7 +17,7 @@ import torch
 import weft
 from tests.bench.test_moe import SETTINGS
 from weft.bench.rivals import rival_body
-from weft.ops.placement import Placement
+from weft.placement import Placement
 
 SIZES = replace(SETTINGS, ranks=2, tokens=(3, 5), hidden=128, top_k=3, experts=4, samples=2)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import weft
+from weft.allreduce.table import Table
 from weft.bench.allreduce import ReduceCase, wire_bytes
 from weft.bench.allreduce_tune import tune, tuning_cases
 from weft.bench.clock import Samples
@@ -17,7 +18,6 @@ from weft.bench.peers import matching
 from weft.bench.report import rows_of
 from weft.bench.run import Measurement, Report, run
 from weft.errors import InvalidArgument
-from weft.ops.allreduce_table import Table
 
 SMALL = ReduceCase(
     ranks=2,

@@ -26,7 +26,7 @@ from weft.bench.layer_trace import (
 )
 from weft.bench.trace import ROUNDS
 from weft.errors import InvalidArgument
-from weft.ops.timeline import Span
+from weft.runtime.timeline import Span
 
 SKEWS = [0, 5_000_000, -40_000]
 PROFILER = 7_000_000_000  # its clock against a rank's own

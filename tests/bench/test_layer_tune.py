@@ -18,7 +18,7 @@ from weft.bench.run import Measurement, Report, run
 from weft.errors import InvalidArgument, RankFailed
 from weft.moe import OVERLAPS, LayerTable
 from weft.moe.expert_major import ExpertMajor
-from weft.moe.layer_table import LayerCurve, LayerSizes
+from weft.moe.table import LayerCurve, LayerSizes
 
 SETTINGS = LayerCase(ranks=2, device="cpu", tokens=(1, 6), dtype="fp8", samples=3, seed=1)
 SHELL = ("--device", "cpu", "--ranks", "2", "--quiet", "--iters", "3", "--tokens", "1,6")

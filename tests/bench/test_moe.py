@@ -19,7 +19,7 @@ from weft.bench.moe import MoECase, MoESession, MoETrial, make_inputs, rows_of
 from weft.bench.routing import busiest, choice_rows, chosen, make_ids, parse_routing, token_rows
 from weft.errors import BadExpertId, InvalidArgument
 from weft.moe import MODELS
-from weft.ops.placement import Placement
+from weft.placement import Placement
 
 SETTINGS = MoECase(
     ranks=4, device="cpu", tokens=(8,), hidden=256, top_k=4, experts=16, samples=3, seed=1

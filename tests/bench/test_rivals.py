@@ -12,13 +12,13 @@ import torch
 
 import weft
 from tests.bench.test_moe import SETTINGS
+from weft import reference
 from weft.bench import rivals
 from weft.bench.moe import MoESession
 from weft.bench.moe_rivals import RIVALS, PairTrial, deepep_refuses, flashinfer_refuses
 from weft.bench.peers import Peer
 from weft.bench.rivals import Rival, RivalRun, beside, measure_rivals, rival_body
 from weft.errors import DriverError, RankFailed
-from weft.ops import reference
 
 SIZES = replace(SETTINGS, ranks=2, tokens=(3, 8, 40), samples=11)
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import InvalidArgument
-from weft.ops.skew import clock_tick, estimate_skew
-from weft.ops.timeline import Span
+from weft.runtime.skew import clock_tick, estimate_skew
+from weft.runtime.timeline import Span
 
 
 def rounds_of(

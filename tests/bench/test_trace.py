@@ -13,7 +13,7 @@ from tests.bench.test_skew import rounds_of
 from weft.bench import trace as tracing
 from weft.bench.moe import MoECase
 from weft.bench.trace import COMBINE, DISPATCH, PEERS, REDUCE, ROUNDS, to_chrome
-from weft.ops.skew import estimate_skew
+from weft.runtime.skew import estimate_skew
 
 KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SKEWS = [0, 5_000_000, -40_000]

@@ -11,9 +11,9 @@ import torch
 
 import weft
 from tests.rounds import bits
+from weft import reference
 from weft.compat import leases
 from weft.compat.flashinfer import MoeAlltoAll
-from weft.ops import reference
 
 RANKS, MAX, TOP_K, EXPERTS, HIDDEN = 3, 8, 2, 7, 64  # rank 0 holds three experts, 1 and 2 two
 INVALID = EXPERTS  # what engines pass whose kernels skip ids at and above their count

@@ -22,10 +22,10 @@ from tests.compat.reduces import (
     rows_for,
     same,
 )
+from weft import reference
+from weft.allreduce.spec import FP8Group, FP8Static, FP8Token, MoEFinalize, Reduced
 from weft.compat.flashinfer import allreduce_fusion
 from weft.errors import InvalidArgument
-from weft.ops import reference
-from weft.ops.reduce_spec import FP8Group, FP8Static, FP8Token, MoEFinalize, Reduced
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 

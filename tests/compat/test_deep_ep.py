@@ -10,9 +10,9 @@ import torch
 import weft
 from weft.compat.deep_ep import Buffer
 from weft.errors import InvalidArgument, OutOfOrder
+from weft.lowlatency import reference as low
 from weft.memory.header import HEADER_BYTES, Header
-from weft.ops import reference_lowlatency as low
-from weft.ops.reference import dequantize
+from weft.reference import dequantize
 
 KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 MOST, HIDDEN, TOP_K, EXPERTS = 8, 512, 4, 8

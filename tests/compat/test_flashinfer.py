@@ -23,9 +23,9 @@ from tests.compat.calls import (
     refused,
     routing,
 )
+from weft import reference
 from weft.compat.flashinfer import MoeAlltoAll, moe_a2a_get_workspace_size_per_rank
 from weft.errors import InvalidArgument
-from weft.ops import reference
 
 
 def rounds(group: weft.Group, contiguous: bool) -> None:

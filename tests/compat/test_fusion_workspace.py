@@ -18,9 +18,9 @@ from tests.compat.reduces import (
     rows_for,
     same,
 )
+from weft import reference
 from weft.compat.flashinfer import allreduce_fusion
 from weft.errors import InvalidArgument, OutOfOrder, TokenOverflow
-from weft.ops import reference
 
 
 def strategies(group: weft.Group) -> None:

@@ -11,9 +11,9 @@ import torch
 import weft
 from weft.compat.triton_dist import EPLowLatencyAllToAllLayer
 from weft.errors import InvalidArgument
-from weft.ops import reference_lowlatency as low
-from weft.ops.placement import Placement
-from weft.ops.reference import dequantize
+from weft.lowlatency import reference as low
+from weft.placement import Placement
+from weft.reference import dequantize
 
 KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 MOST, HIDDEN, TOP_K, EXPERTS = 16, 256, 4, 8

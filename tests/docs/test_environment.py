@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from weft.doctor_report import VARIABLES
+from weft.cli.doctor_report import VARIABLES
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/environment.md").read_text()
 TREES = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "weft").rglob("*.py"))}
 # Read by Python, CUDA and the loader, not by weft: they matter all the same.
 BENEATH = {"CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "TMPDIR"}
-REPORT = ROOT / "weft/doctor_report.py"  # it shows those of a list, and looks for its user's name
+REPORT = ROOT / "weft/cli/doctor_report.py"  # it shows those of a list
 
 
 def _sections() -> dict[str, str]:

@@ -19,7 +19,7 @@ import torch
 import typer
 
 import weft
-from weft.cli import app
+from weft.cli.commands import app
 from weft.moe import MoEConfig, Routing
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ import torch
 
 from weft.gemm import STORE, Epilogue, Gated, GatedQuant, Push, WgmmaPlan, grouped_gemm
 from weft.gemm.plan import FP8, GemmPlan
-from weft.ops.reference import dequantize, quantize
+from weft.reference import dequantize, quantize
 
 SENTINEL = 77.0  # what rows hold that belong to nobody
 

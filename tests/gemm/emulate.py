@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.kernels.emulate import build_library, emulated_tree, replace_bodies
-from tests.kernels.instructions import translated
+from tests.emulator.emulate import build_library, emulated_tree, replace_bodies
+from tests.emulator.instructions import translated
 from weft.gemm import Push, WgmmaPlan, hopper
 from weft.gemm.hopper_source import THREADS
 from weft.gemm.request import Request
 
-HERE = Path(__file__).parents[1] / "kernels"
+HERE = Path(__file__).parents[1] / "emulator"
 SHARED = "extern __shared__ __align__(1024) u8 memory[];"
 MAP = "reinterpret_cast<const emulated::Map&>(map)"
 FENCED = "emulated::machine->mine().fenced[emulated::cta->current] = true;"
@@ -122,28 +122,27 @@ def compile_products(
     """
     root = emulated_tree(folder)
     for name, bodies in (BODIES | {"bulk.cuh": BODIES["bulk.cuh"] | UNUSED}).items():
-        replace_bodies(root / "weft/kernels" / name, bodies)
-    path = root / "weft/kernels/wgmma.cuh"
+        replace_bodies(root / "weft/device" / name, bodies)
+    path = root / "weft/gemm/wgmma.cuh"
     path.write_text(translated(path.read_text()))
-    path = root / "weft/kernels/product.cuh"
+    path = root / "weft/gemm/grouped_gemm.cuh"
     text = path.read_text()
     assert SHARED in text
     path.write_text(text.replace(SHARED, "u8* const memory = emulated::dynamic_shared();"))
     for old, new in (mutation or {}).items():
-        _mutate(root / "weft/kernels", old, new)
+        _mutate(root / "weft/gemm", old, new)
     doors = "".join(
         DOOR.format(i=i, literal=kind.literal, threads=THREADS) for i, kind in enumerate(kinds)
     )
     emulator = "".join((HERE / f"{name}.hpp").read_text() for name in ("cluster", "tensor"))
-    includes = "#include <weft/kernels/wgmma.cuh>\n", "#include <weft/kernels/product.cuh>\n"
+    includes = "#include <weft/gemm/wgmma.cuh>\n", "#include <weft/gemm/grouped_gemm.cuh>\n"
     return build_library(
         root, f"{emulator}{LATE_MEMORY}{includes[0]}{MULTIPLY}{includes[1]}{doors}"
     )
 
 
 def _mutate(kernels: Path, old: str, new: str) -> None:
-    texts = {path: path.read_text() for path in kernels.glob("product*.cuh")}
-    texts[kernels / "wgmma.cuh"] = (kernels / "wgmma.cuh").read_text()
+    texts = {path: path.read_text() for path in kernels.glob("*.cuh")}
     assert any(old in text for text in texts.values()), f"the kernel has no {old!r}"
     for path, text in texts.items():
         path.write_text(text.replace(old, new))

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.machine_code import disassemble
-from tests.kernels.test_compile import numbers_of
+from tests.alltoall.test_compile import numbers_of
+from tests.emulator.machine_code import disassemble
 from tests.recorded import NVRTC, reads
 from weft.gemm.hopper import FP8_ROWS, SHARED_BYTES, Kind, WgmmaPlan
 from weft.gemm.hopper_source import (
-    CUDA_OPTIONS,
     SHARED,
     TABLE,
     ProductArgs,
@@ -22,7 +21,7 @@ from weft.gemm.hopper_source import (
 )
 from weft.jit.args import verify
 from weft.jit.cache import Cache
-from weft.jit.nvrtc import compile_cubin
+from weft.jit.nvrtc import CUDA_OPTIONS, compile_cubin
 
 pytestmark = reads(tools=(NVRTC,))
 

@@ -15,7 +15,7 @@ from tests.recorded import reads
 from weft.gemm import STORE, Gated, Push, WgmmaPlan, grouped_gemm, hopper, reference
 from weft.gemm.hopper import BIASES, OPERANDS, Kind
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), reads("tests/kernels/*.hpp")]
+pytestmark = [pytest.mark.usefixtures("one_thread"), reads("tests/emulator/*.hpp")]
 
 BF16, FP16 = torch.bfloat16, torch.float16
 GATED = Gated(1.702, 1.0, 0.7)

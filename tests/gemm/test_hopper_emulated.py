@@ -29,7 +29,7 @@ from weft.gemm import STORE, Epilogue, Gated, GatedQuant, Push, WgmmaPlan, hoppe
 from weft.gemm.hopper import Kind
 from weft.gemm.plan import FP8
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), reads("tests/kernels/*.hpp")]
+pytestmark = [pytest.mark.usefixtures("one_thread"), reads("tests/emulator/*.hpp")]
 BF16 = torch.bfloat16
 
 # Odd steps of k, scales as vectors and one by one, rows up to the last of the tensor; of two bytes

@@ -322,7 +322,7 @@ def test_the_kernel_as_it_is_passes(
         make(Mutation({}, "", word, rows, halves=halves), tmp_path / str(rows), monkeypatch, 3)
 
 
-@reads("tests/kernels/*.hpp")
+@reads("tests/emulator/*.hpp")
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_broken_kernel_is_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     mutation = MUTATIONS[name]

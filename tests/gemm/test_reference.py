@@ -11,7 +11,7 @@ from tests.gemm.cases import SENTINEL, Case, gated
 from weft.gemm import Gated, GatedQuant, Push, grouped_gemm
 from weft.gemm.plan import FP8
 from weft.moe.gating import CLAMPED_SWIGLU, SWIGLU
-from weft.ops.reference import quantize
+from weft.reference import quantize
 
 DTYPES = [FP8, torch.bfloat16, torch.float16]
 SHAPES = {

@@ -3,8 +3,8 @@
 // consumer there counts 16-byte vectors of another round. Other NVLink traffic runs beside it, both
 // ways. The verbs are the package's own.
 #pragma once
-#include <weft/kernels/copy.cuh>
-#include <weft/kernels/team.cuh>
+#include <weft/device/copy.cuh>
+#include <weft/device/team.cuh>
 
 namespace ordering {
 

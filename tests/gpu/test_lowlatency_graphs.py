@@ -10,7 +10,7 @@ import weft
 from tests.lowlatency_rounds import Mode, play
 from tests.rounds import Round
 from weft.bench.clock import CALLS, capture, rounds_of
-from weft.ops.lowlatency import LowLatencyAllToAll
+from weft.lowlatency.api import LowLatencyAllToAll
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(600)]
 HIDDEN, TOP_K, EXPERTS, ROUNDS = 1024, 8, 64, 4

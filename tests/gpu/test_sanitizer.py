@@ -20,7 +20,7 @@ LIMIT = 240  # seconds for one tool
 RANK_PROGRAM = """
 import time, torch, weft
 from tests.rounds import Round, bits
-from weft.ops.layout import Layout
+from weft.alltoall.layout import Layout
 begin, cpu = time.monotonic(), torch.device("cpu")
 
 def say(*words):

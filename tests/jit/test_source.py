@@ -12,7 +12,7 @@ from weft.jit import source
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for room in ("protocol", "kernels", "memory"):
+    for room in ("device", "alltoall", "memory"):
         (tmp_path / room).mkdir()
     monkeypatch.setattr(source, "PACKAGE", tmp_path)
     return tmp_path
@@ -25,24 +25,23 @@ def digest() -> str:
 def test_header_digest_covers_path_and_content(tree: Path) -> None:
     seen = [digest()]
     for path, text in (
-        ("protocol/a.cuh", "1"),
-        ("protocol/a.cuh", "2"),
-        ("protocol/cpu.cpp", "1"),
-        ("kernels/deep/b.hpp", "1"),
+        ("device/a.cuh", "1"),
+        ("device/a.cuh", "2"),
+        ("alltoall/cpu.cpp", "1"),
+        ("alltoall/deep/b.hpp", "1"),
     ):
         (tree / path).parent.mkdir(exist_ok=True)
         (tree / path).write_text(text)
         seen.append(digest())
-    (tree / "protocol/a.cuh").rename(tree / "kernels/a.cuh")
+    (tree / "device/a.cuh").rename(tree / "alltoall/a.cuh")
     seen.append(digest())
     assert len(set(seen)) == len(seen)
 
 
 def test_header_digest_leaves_out_what_no_entry_includes(tree: Path) -> None:
     before = digest()
-    (tree / "memory/x.cuh").write_text("1")
-    (tree / "protocol/notes.md").write_text("1")
-    (tree / "protocol/x.py").write_text("1")
+    (tree / "device/notes.md").write_text("1")
+    (tree / "device/x.py").write_text("1")
     assert digest() == before
 
 
@@ -50,7 +49,7 @@ def test_header_digest_is_read_once(tree: Path) -> None:
     source.header_digest.cache_clear()
     try:
         before = source.header_digest()
-        (tree / "protocol/a.cuh").write_text("1")
+        (tree / "device/a.cuh").write_text("1")
         assert source.header_digest() == before
     finally:
         source.header_digest.cache_clear()

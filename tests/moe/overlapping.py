@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 import weft
+from tests.alltoall.test_failures import BEFORE_READ, DISPATCH_ENTER, JITTER, plan_fault
 from tests.moe.layers import EXPERTS, WIDER, Case, bound
 from tests.moe.test_layer import settle
-from tests.ops.test_failures import BEFORE_READ, DISPATCH_ENTER, JITTER, plan_fault
+from weft.alltoall.api import AllToAll
+from weft.grouping.api import Grouped
 from weft.moe import ExpertWeights, MoEConfig, Routing, rank_major
 from weft.moe.mlp import Mlp
-from weft.ops.alltoall import AllToAll
-from weft.ops.grouping import Grouped
 
 CONFIG = MoEConfig(WIDER, 128, Routing(EXPERTS, 3), shared=128)
 PLAIN = {"overlap": "none"}  # what all others are compared with
@@ -275,7 +275,7 @@ def odd_round(number: int, ranks: int, block: int) -> tuple[str, tuple[int, ...]
 
 @contextlib.contextmanager
 def armed(group: weft.Group) -> Iterator[None]:
-    """All-to-alls of layers that are made within have the fault points of protocol/fault.cuh."""
+    """All-to-alls of layers that are made within have the fault points of device/fault.cuh."""
     group.barrier()
     vars(rank_major)["AllToAll"] = functools.partial(AllToAll, _defines=("WEFT_FAULTS=1",))
     group.barrier()

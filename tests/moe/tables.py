@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from weft.moe import OVERLAPS, LayerTable
-from weft.moe.layer_choice import Question
-from weft.moe.layer_table import LayerCurve, LayerSizes
-from weft.ops.bands import Times
+from weft.moe.choice import Question
+from weft.moe.table import LayerCurve, LayerSizes
+from weft.tuning.thresholds import Times
 
 SIZES = LayerSizes("NVIDIA H200", 4, 128, 8, 7168, 2048, 2048, "fp8")
 TOKENS = (8, 64, 512)

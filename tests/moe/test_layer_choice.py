@@ -13,8 +13,8 @@ import weft
 from tests.moe.layers import CONFIGS, EXPERTS, WIDER, Case
 from weft.errors import CreationFailed, GeometryMismatch, InvalidArgument, WeftError
 from weft.moe import OVERLAPS, LayerTable
-from weft.moe.layer_table import LayerCurve, LayerSizes
-from weft.ops import table_vote
+from weft.moe.table import LayerCurve, LayerSizes
+from weft.tuning import table_vote
 
 DEEP = replace(CONFIGS["deepseek"], hidden=WIDER, intermediate=128, shared=128)
 CASE = Case(DEEP, tokens=(4, 0))
@@ -171,9 +171,7 @@ def test_a_dtype_that_no_exchange_has_is_refused(ranks):
 
 def test_gpus_of_two_kinds_have_no_table(ranks, monkeypatch):
     """Rank 0 looks for the table of both names together, which nobody has measured."""
-    monkeypatch.setattr(
-        "weft.moe.layer_choice.common_gpu", lambda group: "NVIDIA H100, NVIDIA H200"
-    )
+    monkeypatch.setattr("weft.moe.choice.common_gpu", lambda group: "NVIDIA H100, NVIDIA H200")
     first, second = ranks(2, "threads")(explained, {})
     assert first == second
     assert "2 x NVIDIA H100, NVIDIA H200" in first.text

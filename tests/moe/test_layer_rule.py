@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.moe.tables import SIZES, US, curve, question, table
 from weft.moe import EXCHANGES, OVERLAPS, LayerTable
-from weft.moe.layer_choice import LayerChoice, Question, choose
-from weft.ops.bands import HYSTERESIS, Times
+from weft.moe.choice import LayerChoice, Question, choose
+from weft.tuning.thresholds import HYSTERESIS, Times
 
 BARE = {"none": US["none"]}
 

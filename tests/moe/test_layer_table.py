@@ -13,8 +13,8 @@ from tests.compat.calls import refused
 from tests.moe.tables import SIZES, curve, question, table
 from weft.errors import InvalidArgument
 from weft.moe import MODELS, OVERLAPS, LayerTable
-from weft.moe.layer_choice import choose
-from weft.moe.layer_table import DTYPES, SHIPPED, LayerSizes
+from weft.moe.choice import choose
+from weft.moe.table import DTYPES, SHIPPED, LayerSizes
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NEAR = {
@@ -76,7 +76,7 @@ def test_the_nearest_shipped_table_is_read(monkeypatch, tmp_path):
         {"config": MODELS["qwen3-30b-a3b"]},
     ):
         assert read(8, **unlike) is None, unlike
-    monkeypatch.setattr("weft.moe.layer_table.SHIPPED", tmp_path)
+    monkeypatch.setattr("weft.moe.table.SHIPPED", tmp_path)
     for name, model in (("b", "second"), ("a", "first")):
         (tmp_path / f"{name}.json").write_text(replace(table(), model=model).text())
     found = LayerTable.shipped(SIZES, "rank", "tiled")

@@ -19,7 +19,7 @@ def test_every_public_name_is_on_a_page(tmp_path):
     page = (tmp_path / "weft.html").read_text()
     names = set(weft.__all__) - {"errors", "reference"}
     assert [name for name in names if f'<section id="{name}">' not in page] == []
-    for linked in ("weft/errors.html", "weft/ops/reference.html", "weft/moe.html"):
+    for linked in ("weft/errors.html", "weft/reference.html", "weft/moe.html"):
         assert f'href="{linked}' in page
         assert (tmp_path / linked).is_file()
     assert "PeerTimeout" in (tmp_path / "weft/errors.html").read_text()

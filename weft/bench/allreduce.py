@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 import weft
+from weft import reference
+from weft.allreduce.curve import EPILOGUES
+from weft.allreduce.reduction import Reduction
+from weft.allreduce.table import BACKENDS as SAME_BITS
+from weft.allreduce.table import Table
 from weft.bench.case import DTYPES, Case, Refused, choose, fit
 from weft.bench.check import poison, settle, unlike_row
 from weft.bench.clock import Calls
 from weft.bench.limits import ONE_WAY_FIXED_US, TWO_WAY_FIXED_US, allreduce_floor_us, link_rate
 from weft.errors import InvalidArgument, UsageError
 from weft.memory import Group
-from weft.ops import reference
-from weft.ops.allreduce_curve import EPILOGUES
-from weft.ops.allreduce_table import BACKENDS as SAME_BITS
-from weft.ops.allreduce_table import Table
-from weft.ops.reduction import Reduction
 
 if TYPE_CHECKING:
     from weft.bench.run import Measurement, Report

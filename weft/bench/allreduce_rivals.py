@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as functional
 
+from weft import reference
 from weft.bench.allreduce import EPS, ReduceCase, Rows, arguments_of, make_rows
 from weft.bench.check import settle
 from weft.bench.clock import Calls
 from weft.bench.rivals import Rival, off_by
 from weft.memory import Group
-from weft.ops import reference
 
 ONE_SHOT_MOST = 512  # tokens that FlashInfer's one-shot is measured with
 _PLAIN, _NORM = 0, 1  # FlashInfer's patterns

@@ -19,6 +19,8 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 import weft
+from weft.allreduce.curve import Curve
+from weft.allreduce.table import BACKENDS, MEASURED, Table
 from weft.bench.allreduce import ReduceCase, ReduceSession, ReduceTrial
 from weft.bench.clock import Calls, measure
 from weft.bench.machine import describe_machine, measured_on
@@ -27,8 +29,6 @@ from weft.bench.report import us_text
 from weft.bench.run import LIMIT_SECONDS, first_problem, gpu_names
 from weft.errors import InvalidArgument, UsageError
 from weft.memory import Group, launch
-from weft.ops.allreduce_curve import Curve
-from weft.ops.allreduce_table import BACKENDS, MEASURED, Table
 from weft.shape import NUMBERS
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from weft.alltoall.api import AllToAll
 from weft.bench.clock import Calls, Samples, Step, events
-from weft.ops.alltoall import AllToAll
 
 if TYPE_CHECKING:
     from weft.memory import Group

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from weft import reference
+from weft.alltoall.api import AllToAll
 from weft.bench.case import Case, Refused, choose
 from weft.bench.check import settle
 from weft.bench.clock import Calls, measure
@@ -37,9 +39,7 @@ from weft.moe import (
     MoEConfig,
 )
 from weft.moe.router import route_in_torch
-from weft.ops import reference
-from weft.ops.alltoall import AllToAll
-from weft.ops.placement import Placement
+from weft.placement import Placement
 from weft.shape import size
 
 if TYPE_CHECKING:

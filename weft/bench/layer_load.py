@@ -13,7 +13,7 @@ from weft.bench.routing import busiest, parse_routing, token_rows
 from weft.errors import InvalidArgument
 from weft.moe import Routing
 from weft.moe.router import route_in_torch
-from weft.ops.placement import Placement
+from weft.placement import Placement
 
 if TYPE_CHECKING:
     from weft.bench.layer import LayerCase

@@ -1,7 +1,7 @@
 """One call of a layer in every overlap mode, for Perfetto: each kernel in its stream, all ranks.
 
 torch.profiler says what ran when, by a clock of its own on every rank; the marks of profiled
-dispatches (ops/timeline.py) bring all ranks to one clock, as in trace.py. A rank's kernels are
+dispatches (runtime/timeline.py) bring all ranks to one clock, as in trace.py. A rank's kernels are
 brought to its marks by its dispatches, which are in both.
 """
 
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from weft.alltoall.api import AllToAll
 from weft.bench.case import Refused
 from weft.bench.clock import Calls, capture, measure
 from weft.bench.layer import LayerCase, LayerSession, LayerTrial
@@ -27,9 +28,8 @@ from weft.bench.trace import ROUNDS, Event
 from weft.bench.trace import to_chrome as marks_to_chrome
 from weft.errors import InvalidArgument
 from weft.memory import Group, launch
-from weft.ops.alltoall import AllToAll
-from weft.ops.skew import Skew, estimate_skew
-from weft.ops.timeline import Span
+from weft.runtime.skew import Skew, estimate_skew
+from weft.runtime.timeline import Span
 
 KINDS = ("kernel", "gpu_memcpy", "gpu_memset")  # what the profiler calls a GPU's work
 CALL = "weft layer call"

@@ -20,8 +20,8 @@ from weft.bench.report import Spread, us_text
 from weft.bench.run import Report, run
 from weft.errors import InvalidArgument
 from weft.moe import EXCHANGES, LayerTable
-from weft.moe.layer_choice import overlap_bands
-from weft.moe.layer_table import LayerCurve, LayerSizes
+from weft.moe.choice import overlap_bands
+from weft.moe.table import LayerCurve, LayerSizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """`weft bench lowlatency`: dispatch and combine of the low-latency all-to-all.
 
 Experts return their rows, as numbers that they can read. So what arrives and what comes home must
-equal `weft.ops.reference_lowlatency` to the last bit.
+equal `weft.lowlatency.reference` to the last bit.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from weft.bench.clock import Calls, replayed
 from weft.bench.limits import PAIR_FIXED_US, link_rate, pair_floor_us
 from weft.bench.routing import busiest, choice_rows, chosen, make_ids, token_rows
 from weft.bench.run import LIMIT_SECONDS, first_problem
+from weft.lowlatency import reference as low
+from weft.lowlatency.api import LowLatencyAllToAll
+from weft.lowlatency.geometry import LowGeometry
+from weft.lowlatency.results import ExpertRows, Handle
+from weft.lowlatency.trace import merge
 from weft.memory import Group, launch
-from weft.ops import reference_lowlatency as low
-from weft.ops.lowlatency import LowLatencyAllToAll
-from weft.ops.lowlatency_geometry import LowGeometry
-from weft.ops.lowlatency_results import ExpertRows, Handle
-from weft.ops.lowlatency_trace import merge
-from weft.ops.reference import dequantize
+from weft.reference import dequantize
 
 if TYPE_CHECKING:
     from weft.bench.run import Measurement, Report
@@ -49,9 +49,7 @@ class LowCase(Case):
 
     operator: ClassVar[str] = "lowlatency"
     whole: ClassVar[str] = "pair"
-    checked: ClassVar[str] = (
-        "every row, scale and sum equals weft.ops.reference_lowlatency bit by bit"
-    )
+    checked: ClassVar[str] = "every row, scale and sum equals weft.lowlatency.reference bit by bit"
 
     hidden: int = 7168
     top_k: int = 8

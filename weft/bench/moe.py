@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 
 import torch
 
+from weft import reference
+from weft.alltoall.api import AllToAll
+from weft.alltoall.collective import CollectiveAllToAll
+from weft.alltoall.geometry import Geometry
+from weft.alltoall.received import Payload, Received
 from weft.bench.case import DTYPES, Case, choose, fit
 from weft.bench.check import poison, settle, unlike_row
 from weft.bench.clock import Calls, Step
 from weft.bench.limits import PAIR_FIXED_US, link_rate, pair_floor_us
 from weft.bench.routing import busiest, chosen, make_ids, token_rows
 from weft.errors import InvalidArgument
-from weft.ops import reference
-from weft.ops.alltoall import AllToAll
-from weft.ops.collective import CollectiveAllToAll
-from weft.ops.geometry import Geometry
-from weft.ops.placement import Placement
-from weft.ops.received import Payload, Received
+from weft.placement import Placement
 
 if TYPE_CHECKING:
     from weft.bench.run import Measurement, Report

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from weft import reference
+from weft.alltoall.received import Received
 from weft.bench.clock import Calls
 from weft.bench.moe import SCALE_GROUP, Inputs, MoECase, make_inputs, rows_of
 from weft.bench.rivals import Rival, off_by
-from weft.ops import reference
-from weft.ops.placement import Placement
-from weft.ops.received import Received
+from weft.placement import Placement
 
 if TYPE_CHECKING:
     from weft.memory import Group

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from weft.errors import InvalidArgument
-from weft.ops.placement import Placement
+from weft.placement import Placement
 
 ROUTINGS = ("uniform", "perfect", "zipf", "one-hot")
 

@@ -13,14 +13,14 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from weft.alltoall.api import AllToAll
 from weft.bench.clock import measure, replayed
 from weft.bench.moe import MoECase, MoESession, MoETrial
 from weft.bench.report import write_text
 from weft.bench.run import LIMIT_SECONDS, first_problem
 from weft.memory import launch
-from weft.ops.alltoall import AllToAll
-from weft.ops.skew import Skew, estimate_skew
-from weft.ops.timeline import Span, read_timeline
+from weft.runtime.skew import Skew, estimate_skew
+from weft.runtime.timeline import Span, read_timeline
 
 if TYPE_CHECKING:
     from weft.memory import Group

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from weft.allreduce.spec import FP8Group, FP8Static, FP8Token, MoEFinalize
 from weft.arguments import instance, integer, real, shown
 from weft.compat.fusion_workspace import NAMES, REDUCED, AllReduceFusionWorkspace
 from weft.compat.refusals import refuse
 from weft.errors import InvalidArgument
-from weft.ops.check import refuse_tensor
-from weft.ops.reduce_spec import FP8Group, FP8Static, FP8Token, MoEFinalize
+from weft.runtime.check import refuse_tensor
 from weft.shape import LIMITS
 
 GROUP = 128  # columns that share a scale

@@ -18,12 +18,12 @@ from weft.arguments import refuse as wrong
 from weft.compat.ranges import packed_ranges, token_indices
 from weft.compat.refusals import refuse, renamed
 from weft.errors import InvalidArgument, OutOfOrder, UsageError
+from weft.lowlatency import reference as reference_lowlatency
+from weft.lowlatency.api import LowLatencyAllToAll
+from weft.lowlatency.results import ExpertRows, Handle
+from weft.lowlatency.shape import MAX_EXPERTS, MAX_TOKENS
 from weft.memory import Group
-from weft.ops import reference_lowlatency
-from weft.ops.check import check_alignment, check_tensor
-from weft.ops.lowlatency import LowLatencyAllToAll
-from weft.ops.lowlatency_results import ExpertRows, Handle
-from weft.ops.lowlatency_shape import MAX_EXPERTS, MAX_TOKENS
+from weft.runtime.check import check_alignment, check_tensor
 from weft.shape import MAX_RANKS
 
 __all__ = ["Buffer", "EventOverlap"]

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from weft.alltoall.geometry import declared
+from weft.alltoall.received import Payload
 from weft.arguments import flags, instance, integer, one_of, seconds, shown
 from weft.compat.allreduce_fusion import AllReduceFusionPattern, allreduce_fusion
 from weft.compat.fusion_workspace import (
@@ -39,9 +41,7 @@ from weft.compat.sizes import (
 )
 from weft.errors import InvalidArgument, OutOfOrder, TokenOverflow, UsageError
 from weft.memory import Group
-from weft.ops.check import refuse_tensor, tensors_of
-from weft.ops.geometry import declared
-from weft.ops.received import Payload
+from weft.runtime.check import refuse_tensor, tensors_of
 from weft.shape import LIMITS, MAX_TOP_K, NUMBERS
 
 __all__ = ["MoeAlltoAll", "moe_a2a_get_workspace_size_per_rank"]

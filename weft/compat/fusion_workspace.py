@@ -11,15 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.allreduce.api import AllReduce
+from weft.allreduce.reduction import MAX_TOKENS
+from weft.allreduce.spec import MoEFinalize
+from weft.allreduce.table import Table
 from weft.arguments import flags, instance, integer, one_of, real
 from weft.compat.ranks import lease_group, release_group
 from weft.compat.refusals import REMAP, refuse, renamed
 from weft.errors import InvalidArgument, OutOfOrder, UsageError
 from weft.memory import Group
-from weft.ops.allreduce import AllReduce
-from weft.ops.allreduce_table import Table
-from weft.ops.reduce_spec import MoEFinalize
-from weft.ops.reduction import MAX_TOKENS
 from weft.shape import NUMBERS
 
 # What the arguments of `AllReduce.fused` are called in `allreduce_fusion`.

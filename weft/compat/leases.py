@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
+from weft.alltoall.api import AllToAll
+from weft.alltoall.received import Payload, Received
 from weft.errors import InvalidArgument
 from weft.memory import Group
 from weft.memory.driver import relaxed
-from weft.ops.alltoall import AllToAll
-from weft.ops.check import check_alignment, check_gradient
-from weft.ops.received import Payload, Received
+from weft.runtime.check import check_alignment, check_gradient
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.ops.lowlatency_results import ExpertRows
+from weft.lowlatency.results import ExpertRows
 
 
 def packed_ranges(rows: ExpertRows) -> torch.Tensor:

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from weft.alltoall.received import Payload
 from weft.arguments import integer, shown
 from weft.errors import InvalidArgument, TokenOverflow, UsageError
-from weft.ops.check import check_tensor
-from weft.ops.received import Payload
+from weft.runtime.check import check_tensor
 from weft.shape import LIMITS
 
 BACKEND = "weft has one set of kernels"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from weft.alltoall.api import AllToAll
+from weft.alltoall.received import Payload
 from weft.arguments import integer
 from weft.compat.refusals import BACKEND, refuse
-from weft.ops.alltoall import AllToAll
-from weft.ops.received import Payload
 from weft.shape import LIMITS, MAX_PLANES, MAX_RANKS, MAX_ROW_BYTES, MAX_TOP_K
 
 

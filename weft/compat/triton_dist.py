@@ -14,10 +14,10 @@ from weft.arguments import flags, instance, integer, one_of
 from weft.compat.ranges import packed_ranges, token_indices
 from weft.compat.refusals import refuse, renamed
 from weft.errors import InvalidArgument, UsageError
+from weft.lowlatency.api import LowLatencyAllToAll
+from weft.lowlatency.results import Handle
+from weft.lowlatency.shape import GROUPS, MAX_TOKENS
 from weft.memory import Group
-from weft.ops.lowlatency import LowLatencyAllToAll
-from weft.ops.lowlatency_results import Handle
-from weft.ops.lowlatency_shape import GROUPS, MAX_TOKENS
 from weft.shape import MAX_TOP_K
 
 __all__ = ["DispatchMetaInfo", "EPLowLatencyAllToAllLayer"]

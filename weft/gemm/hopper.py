@@ -27,13 +27,13 @@ from weft.gemm.request import Request
 from weft.gemm.tensor_map import tensor_map
 from weft.jit import CudaModule, Function, Launcher, current_arch
 from weft.jit.args import decode, verify
-from weft.ops.stream import current_stream, loading
+from weft.runtime.stream import current_stream, loading
 
 BLOCK_ROWS = (32, 64, 96, 128, 160, 192, 256)
 FP8_ROWS = (32, 64, 96, 128, 160, 256)  # those that tiles of FP8 have
-TALL_ROWS = 128  # tall_rows in kernels/product_tiles.cuh
+TALL_ROWS = 128  # tall_rows in gemm/tiles.cuh
 PAIR = 2 * COLUMNS  # columns of a cluster's tile
-STEP_BYTES = 128  # of a row of k in a step: depth in kernels/product_tiles.cuh
+STEP_BYTES = 128  # of a row of k in a step: depth in gemm/tiles.cuh
 MAX_EXPERTS = 512
 MAX_STAGES = 10
 COMPILERS = 4  # at a time

@@ -6,21 +6,20 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import c_float, c_int64, c_uint32, c_uint64
 
-from weft.jit import compile_cubin
+from weft.jit import CUDA_OPTIONS, compile_cubin
 from weft.jit.args import table_source
 
 TABLE = "weft_product_args"
 SHARED = "weft_product_shared"
-THREADS = 384  # product_threads in kernels/product_tiles.cuh
-CUDA_OPTIONS = ("-default-device",)
+THREADS = 384  # product_threads in gemm/tiles.cuh
 ROW_BOXES = 4  # of 8, 16, 32 and 64 rows
-ROW_STEP, FINE_ROWS = 16, 160  # row_step, fine_rows in kernels/product_tiles.cuh
+ROW_STEP, FINE_ROWS = 16, 160  # row_step, fine_rows in gemm/tiles.cuh
 
 SOURCE = """\
-#include <weft/kernels/wgmma.cuh>
+#include <weft/gemm/wgmma.cuh>
 namespace weft {{
 {instructions}}}  // namespace weft
-#include <weft/kernels/product.cuh>
+#include <weft/gemm/grouped_gemm.cuh>
 constexpr weft::Product P = {product};
 {table}extern "C" {{ extern __device__ const unsigned long long {shared}[1]; }}
 __device__ const unsigned long long {shared}[1] = {{weft::product_shared_bytes<P>()}};
@@ -36,7 +35,7 @@ OPERANDS = {
     "fp16": ("k16.f32.f16.f16", "1, 1, 0, 0"),
 }
 
-# `multiply` of kernels/wgmma.cuh. NVRTC wants an instruction's text in one piece, so there is one
+# `multiply` of gemm/wgmma.cuh. NVRTC wants an instruction's text in one piece, so there is one
 # function for each width, with a register for each sum.
 INSTRUCTION = """\
 template <> WEFT_FN void multiply<Operand::{operand}, {n}>(float (&sum)[{sums}], u64 a, u64 b,
@@ -52,7 +51,7 @@ template <> WEFT_FN void multiply<Operand::{operand}, {n}>(float (&sum)[{sums}],
 
 
 class ProductArgs(ctypes.Structure):
-    """Mirror of `weft::ProductArgs` in kernels/product_tiles.cuh."""
+    """Mirror of `weft::ProductArgs` in gemm/tiles.cuh."""
 
     _fields_ = (
         ("weights_map", c_uint64 * 16),

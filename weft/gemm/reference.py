@@ -10,9 +10,9 @@ from weft.errors import InvalidArgument
 from weft.gemm.epilogue import Gated, GatedQuant, Push
 from weft.gemm.hopper import WgmmaPlan
 from weft.gemm.plan import GemmPlan
+from weft.gemm.push_cpu import tell_rows
 from weft.gemm.request import Request
-from weft.gemm.telling import tell_rows
-from weft.ops.reference import dequantize, quantize
+from weft.reference import dequantize, quantize
 
 
 def compute(request: Request, plan: GemmPlan | WgmmaPlan) -> None:

@@ -10,7 +10,7 @@ from weft.arguments import listed, shown
 from weft.errors import InvalidArgument
 from weft.gemm.epilogue import Epilogue, Gated, GatedQuant, Push
 from weft.gemm.plan import COLUMNS, DTYPES, FP8, GemmPlan
-from weft.ops.check import check_alignment, check_gradient, refuse_tensor
+from weft.runtime.check import check_alignment, check_gradient, refuse_tensor
 
 OUTS = (torch.bfloat16, torch.float16, torch.float32)
 

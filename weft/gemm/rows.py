@@ -11,8 +11,8 @@ from weft.errors import InvalidArgument
 from weft.gemm.launch import installed
 from weft.gemm.plan import COLUMNS, FP8
 from weft.gemm.request import OUTS, check_dense
-from weft.ops.check import check_alignment
-from weft.ops.reference import quantize
+from weft.reference import quantize
+from weft.runtime.check import check_alignment
 
 ROWS = 8  # of a CTA, which is one warp
 

@@ -5,12 +5,14 @@ Nothing here needs CUDA to be imported; `nvrtc`, `module` and `launch` look for 
 
 from weft.jit.args import table_source, verify
 from weft.jit.cache import Cache, Entry
-from weft.jit.host import compile_program, compile_shared
+from weft.jit.host import HOST_OPTIONS, compile_program, compile_shared
 from weft.jit.launch import Launcher
 from weft.jit.module import CudaModule, Function, current_arch
-from weft.jit.nvrtc import compile_cubin
+from weft.jit.nvrtc import CUDA_OPTIONS, compile_cubin
 
 __all__ = [
+    "CUDA_OPTIONS",
+    "HOST_OPTIONS",
     "Cache",
     "CudaModule",
     "Entry",

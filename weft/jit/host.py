@@ -33,6 +33,9 @@ _FLAGS = (
 _TIMEOUT = 300.0  # seconds for one compile; cpu.cpp takes about one
 _REMEDY = "install g++ or clang++ (Debian, Ubuntu: apt install g++), or set CXX to a C++20 compiler"
 
+# One rounding for each operation, as in the kernels: a fused multiply-add has one for two.
+HOST_OPTIONS = ("-ffp-contract=off",)
+
 
 def compile_shared(
     entry: str,
@@ -48,7 +51,7 @@ def compile_shared(
     Calls through it release the interpreter lock, so ranks that are threads can wait in it.
 
     Args:
-        entry: C++20 with `extern "C"` functions; headers are `<weft/protocol/layout.cuh>`.
+        entry: C++20 with `extern "C"` functions; headers are `<weft/device/layout.cuh>`.
         name: shown in errors and by the cache's listing.
         options: more compiler options; they come last and win.
         defines: macros, each `"NAME"` or `"NAME=VALUE"`.

@@ -16,6 +16,9 @@ from weft.jit.source import INCLUDE_ROOT, checked_name, clipped, include_key, nu
 # A real architecture, never compute_*: the driver's own compiler must have nothing left to do.
 _ARCH = re.compile(r"sm_\d+[af]?")
 
+# Functions that say nothing are for the device: the headers are those of the CPU backend, too.
+CUDA_OPTIONS = ("-default-device",)
+
 
 def compile_cubin(
     entry: str,
@@ -30,7 +33,7 @@ def compile_cubin(
     """Return the cubin of a generated entry, from the cache if it was compiled before.
 
     Args:
-        entry: CUDA C++20; weft's headers are included as `<weft/kernels/dispatch.cuh>`.
+        entry: CUDA C++20; weft's headers are included as `<weft/alltoall/dispatch.cuh>`.
         name: shown in errors and by the cache's listing, e.g. `"dispatch"`.
         arch: a real architecture, e.g. `"sm_90a"`.
         options: more NVRTC options, e.g. `("--maxrregcount=64", "-lineinfo")`.

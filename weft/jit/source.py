@@ -12,9 +12,8 @@ from pathlib import Path
 from weft.errors import InvalidArgument
 
 PACKAGE = Path(__file__).resolve().parents[1]
-INCLUDE_ROOT = PACKAGE.parent  # so that headers are named <weft/protocol/layout.cuh>
+INCLUDE_ROOT = PACKAGE.parent  # so that headers are named <weft/device/layout.cuh>
 
-_ROOMS = ("protocol", "kernels")
 _SUFFIXES = frozenset((".cuh", ".hpp", ".cpp"))
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _LOG_LIMIT = 16_000  # characters; template errors can be megabytes
@@ -22,13 +21,12 @@ _LOG_LIMIT = 16_000  # characters; template errors can be megabytes
 
 @functools.cache
 def header_digest() -> str:
-    """Return the sha256 of every header below weft/protocol and weft/kernels, paths included.
+    """Return the sha256 of every C++ file below weft/, paths included.
 
     Read once per process: edit a header and start anew.
     """
-    files = (path for room in _ROOMS for path in (PACKAGE / room).rglob("*"))
     digest = hashlib.sha256()
-    for path in sorted(path for path in files if path.suffix in _SUFFIXES and path.is_file()):
+    for path in sorted(p for p in PACKAGE.rglob("*") if p.suffix in _SUFFIXES and p.is_file()):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(PACKAGE).as_posix()}\0{len(content)}\0".encode())
         digest.update(content)

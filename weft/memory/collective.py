@@ -22,6 +22,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from weft.errors import InvalidArgument, OutOfOrder, RendezvousFailed
 from weft.memory.wire import JSON, SLACK, VALUE_LIMIT, Malformed, decode, encode, text_of
 
+# torch 2.13 renamed both; the old names still work there, but warn.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 _DESTROY_SECONDS = 5.0
 _LAST_WORDS = 0.5  # seconds to find out which rank's death ended a gather
 

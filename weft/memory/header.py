@@ -1,8 +1,8 @@
-"""Mirrors of the structs in protocol/layout.cuh that the host reads or writes.
+"""Mirrors of the structs in device/header.cuh that the host reads or writes.
 
 Their sizes and the offset of every field are compared with the numbers that every compiled entry
-exports (ops/layout.py). Types are not: a field that changes its type and keeps its place is to be
-changed here by hand.
+exports (runtime/layout.py). Types are not: a field that changes its type and keeps its place is to
+be changed here by hand.
 """
 
 from __future__ import annotations

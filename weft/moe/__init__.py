@@ -1,14 +1,14 @@
 """MoE layers on weft: router, experts, and the layer that sends tokens between ranks."""
 
+from weft.moe.choice import LayerChoice
 from weft.moe.experts import Expert, ExpertWeights
 from weft.moe.fp8_expert import FP8Expert
 from weft.moe.gating import CLAMPED_SWIGLU, SWIGLU, Gating
 from weft.moe.layer import MoE
-from weft.moe.layer_choice import LayerChoice
-from weft.moe.layer_table import LayerTable
 from weft.moe.models import MODELS, MoEConfig
 from weft.moe.overlap import EXCHANGES, OVERLAPS
 from weft.moe.router import Routed, Routing, route, router_logits
+from weft.moe.table import LayerTable
 
 __all__ = [
     "CLAMPED_SWIGLU",

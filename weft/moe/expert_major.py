@@ -8,14 +8,14 @@ import torch
 
 from weft.arguments import instance
 from weft.errors import InvalidArgument, OutOfOrder
+from weft.lowlatency.api import LowLatencyAllToAll
+from weft.lowlatency.results import ExpertRows
 from weft.moe.experts import ExpertWeights
 from weft.moe.mlp import choose_way
 from weft.moe.options import Chosen, Options
 from weft.moe.overlap import check_overlap
 from weft.moe.tiled_mlp import rows_can_tell
 from weft.moe.workspace import LayerWorkspace
-from weft.ops.lowlatency import LowLatencyAllToAll
-from weft.ops.lowlatency_results import ExpertRows
 
 # Tokens of a rank from which on the first product lets the shared expert begin before it. A product
 # that waits on the SMs while dispatch runs is there first, and keeps them: the shared expert's two

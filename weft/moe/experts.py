@@ -15,8 +15,8 @@ from weft.errors import InvalidArgument
 from weft.memory.discovery import default_device
 from weft.moe.gating import SWIGLU, Gating
 from weft.moe.models import MoEConfig
-from weft.ops.check import check_alignment, check_tensor, refuse_tensor
-from weft.ops.reference import quantize
+from weft.reference import quantize
+from weft.runtime.check import check_alignment, check_tensor, refuse_tensor
 from weft.shape import FP8_BLOCK
 
 FP8 = torch.float8_e4m3fn

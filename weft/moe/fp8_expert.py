@@ -13,7 +13,7 @@ from weft.gemm.hopper import NUMBERS, PAIR, Kind, WgmmaPlan, preload
 from weft.gemm.request import OUTS
 from weft.moe.experts import FP8, Expert, to_blocks
 from weft.moe.gating import SWIGLU, Gating
-from weft.ops.check import check_alignment, check_tensor, refuse_tensor
+from weft.runtime.check import check_alignment, check_tensor, refuse_tensor
 from weft.shape import FP8_BLOCK
 
 EVERY = 2**31 - 1  # a count that is held to the rows there are

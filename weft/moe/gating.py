@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from weft.arguments import adopt, real
-from weft.ops.check import refuse_tensor
+from weft.runtime.check import refuse_tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,24 +10,30 @@ from typing import Any, TypeAlias
 
 import torch
 
+from weft.alltoall.received import Received
 from weft.arguments import function, instance, shown
 from weft.errors import GroupError, InvalidArgument
+from weft.lowlatency.results import ExpertRows
 from weft.memory import Group
 from weft.memory.group import reason
-from weft.moe import layer_library
+from weft.moe import library as layer_library
+from weft.moe.choice import LayerChoice
 from weft.moe.expert_major import ExpertMajor
 from weft.moe.experts import ExpertWeights
-from weft.moe.layer_choice import LayerChoice
-from weft.moe.layer_table import LayerTable
 from weft.moe.models import MoEConfig
 from weft.moe.options import Options
 from weft.moe.rank_major import RankMajor
 from weft.moe.router import Routed, route
+from weft.moe.table import LayerTable
 from weft.moe.workspace import Exchange, LayerWorkspace
-from weft.ops import library
-from weft.ops.check import check_alignment, check_group, check_tensor, check_tokens, refuse_tensor
-from weft.ops.lowlatency_results import ExpertRows
-from weft.ops.received import Received
+from weft.runtime import library
+from weft.runtime.check import (
+    check_alignment,
+    check_group,
+    check_tensor,
+    check_tokens,
+    refuse_tensor,
+)
 
 Shared: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 

@@ -8,11 +8,11 @@ import torch
 
 from weft.errors import InvalidArgument
 from weft.gemm.launch import installed, is_installed
+from weft.grouping.api import Layout
 from weft.moe.experts import ExpertWeights
 from weft.moe.models import MoEConfig
 from weft.moe.products import RowsByExpert, choose, make
 from weft.moe.tiled_mlp import TiledMlp
-from weft.ops.grouping import Layout
 from weft.shape import FP8_BLOCK
 
 

@@ -9,13 +9,13 @@ from typing import get_args
 
 import torch
 
+from weft.alltoall.geometry import SCALES
 from weft.arguments import flags, integer, one_of, seconds
-from weft.moe.layer_table import LayerTable
+from weft.grouping.api import MAX_ROWS
 from weft.moe.models import MoEConfig
 from weft.moe.overlap import EXCHANGES, HOMES, OVERLAPS
 from weft.moe.products import Way
-from weft.ops.geometry import SCALES
-from weft.ops.grouping import MAX_ROWS
+from weft.moe.table import LayerTable
 from weft.shape import LIMITS, NUMBERS
 
 AUTO = "auto"

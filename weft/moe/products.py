@@ -12,7 +12,7 @@ from typing import Literal, Protocol, get_args
 import torch
 
 from weft.arguments import one_of
-from weft.ops.grouping import Layout
+from weft.grouping.api import Layout
 
 Way = Literal["auto", "tiled", "padded", "loop"]  # "tiled" is not made here
 

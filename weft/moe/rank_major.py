@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch
 
+from weft.alltoall.api import AllToAll
+from weft.alltoall.received import Received
+from weft.alltoall.rounds import State
 from weft.arguments import instance
 from weft.errors import OutOfOrder
+from weft.grouping.api import ExpertGroups
 from weft.moe.experts import ExpertWeights
 from weft.moe.mlp import choose_way, layout_for
 from weft.moe.options import Chosen, Options
 from weft.moe.overlap import check_overlap
 from weft.moe.workspace import LayerWorkspace
-from weft.ops.alltoall import AllToAll
-from weft.ops.grouping import ExpertGroups
-from weft.ops.received import Received
-from weft.ops.rounds import State
 
 
 class RankMajor(LayerWorkspace[Received]):

@@ -10,19 +10,18 @@ from ctypes import c_float, c_int64, c_uint32, c_uint64
 import torch
 
 from weft.errors import OutOfOrder
-from weft.jit import CudaModule, Launcher, compile_cubin, current_arch
+from weft.jit import CUDA_OPTIONS, CudaModule, Launcher, compile_cubin, current_arch
 from weft.jit.args import decode, table_source, verify
-from weft.ops.stream import current_stream, loading
+from weft.runtime.stream import current_stream, loading
 
-MAX_EXPERTS, MAX_TOP_K = 512, 32  # static_assert in kernels/route.cuh
-TOKENS = 4  # of a CTA: route_warps in kernels/route.cuh
+MAX_EXPERTS, MAX_TOP_K = 512, 32  # static_assert in moe/route.cuh
+TOKENS = 4  # of a CTA: route_warps in moe/route.cuh
 THREADS = 32 * TOKENS
-NUMBERS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # Number in protocol/layout.cuh
+NUMBERS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # Number in device/layout.cuh
 TABLE = "weft_route_args"
-CUDA_OPTIONS = ("-default-device",)
 
 SOURCE = """\
-#include <weft/kernels/route.cuh>
+#include <weft/moe/route.cuh>
 constexpr weft::Routing R = {rule};
 {table}extern "C" __global__ void __launch_bounds__({threads})
 route(const __grid_constant__ weft::RouteArgs a) {{ weft::route<R>(a); }}
@@ -30,7 +29,7 @@ route(const __grid_constant__ weft::RouteArgs a) {{ weft::route<R>(a); }}
 
 
 class RouteArgs(ctypes.Structure):
-    """Mirror of `weft::RouteArgs` in kernels/route.cuh."""
+    """Mirror of `weft::RouteArgs` in moe/route.cuh."""
 
     _fields_ = (
         ("logits", c_uint64),

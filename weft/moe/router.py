@@ -10,7 +10,7 @@ import torch
 from weft.arguments import adopt, flags, instance, integer, one_of, real
 from weft.errors import InvalidArgument
 from weft.moe.route_entry import MAX_EXPERTS, MAX_TOP_K, args_of, enqueue
-from weft.ops.check import check_alignment, check_tensor, refuse_tensor
+from weft.runtime.check import check_alignment, check_tensor, refuse_tensor
 from weft.shape import LIMITS
 
 SMALLEST_SUM = 1e-20  # keeps weights whose scores are all 0 at 0; any other sum swallows it

@@ -18,10 +18,10 @@ from weft.gemm import (
 )
 from weft.gemm.choice import MANY_ROWS, best_plan, is_hopper
 from weft.gemm.hopper import NUMBERS, Kind, preload
+from weft.grouping.api import Layout
 from weft.moe.experts import FP8, ExpertWeights
 from weft.moe.models import MoEConfig
 from weft.moe.products import RowsByExpert
-from weft.ops.grouping import Layout
 from weft.shape import FP8_BLOCK
 
 

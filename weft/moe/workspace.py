@@ -8,22 +8,22 @@ from typing import Generic, TypeAlias, TypeVar
 
 import torch
 
+from weft.alltoall.api import AllToAll
+from weft.alltoall.received import Received
 from weft.arguments import instance
 from weft.errors import InvalidArgument
+from weft.lowlatency.api import LowLatencyAllToAll
+from weft.lowlatency.results import ExpertRows
 from weft.memory import Group
 from weft.memory.driver import in_relaxed_mode
 from weft.memory.wire import JSON
+from weft.moe.choice import agreed_choice
 from weft.moe.experts import ExpertWeights
-from weft.moe.layer_choice import agreed_choice
 from weft.moe.mlp import Mlp, make_mlp
 from weft.moe.models import MoEConfig
 from weft.moe.options import AUTO, Chosen, Options, check_options, manifest
 from weft.moe.overlap import OVERLAPS, Beside
-from weft.ops.alltoall import AllToAll
-from weft.ops.lowlatency import LowLatencyAllToAll
-from weft.ops.lowlatency_results import ExpertRows
-from weft.ops.received import Received
-from weft.ops.stream import finish
+from weft.runtime.stream import finish
 
 Exchange: TypeAlias = AllToAll | LowLatencyAllToAll
 Rows = TypeVar("Rows", Received, ExpertRows)

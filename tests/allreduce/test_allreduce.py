@@ -1,0 +1,257 @@
+"""The fused all-reduce gives the reference's bits: every backend, size, type, epilogue, order."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import weft
+from tests.sums import BACKENDS, Sum, bits, fits, play, quants, same, settle
+from weft.allreduce.spec import FP8Token
+
+KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def make(group: weft.Group, tokens: int, case: Sum, **changes: object) -> weft.AllReduce:
+    given = {"max_tokens": tokens, "hidden": case.hidden, "dtype": case.dtype, **changes}
+    return weft.AllReduce(group, timeout=600.0, first_timeout=600.0, **given)  # type: ignore[arg-type]
+
+
+def epilogues(group: weft.Group, case: Sum, sizes: tuple[int, ...]) -> None:
+    with make(group, max(sizes), case) as ar:
+        for seed, tokens in enumerate(sizes):
+            for quant in quants(group.device, case.hidden):
+                for backend in BACKENDS:
+                    if fits(ar, backend, tokens):
+                        play(ar, case.next(tokens=tokens, seed=seed), backend, quant)
+
+
+SHAPES = [
+    Sum(0, 256, special=True),
+    Sum(0, 2880),
+    Sum(0, 264, torch.float16, special=True, weight_dtype=torch.float32),
+    Sum(0, 1152, torch.float32, special=True, bias=1.0),
+    Sum(0, 7168, special=True, weight_dtype=torch.float32, bias=1.0),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", SHAPES, ids=lambda case: f"{case.hidden} {case.dtype}")
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_every_backend_and_epilogue_has_the_bits_of_the_reference(ranks, kind, case, count):
+    sizes = (0, 1, count - 1, count, count + 1, 7, 9, 33) if case.hidden < 1000 else (1, count + 1)
+    ranks(count, kind)(epilogues, case, sizes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_eight_ranks(ranks, kind):
+    ranks(8, kind)(epilogues, Sum(0, 512, special=True), (1, 7, 8, 9))
+
+
+def large(group: weft.Group, sizes: tuple[int, ...]) -> None:
+    case = Sum(0, 128)
+    with make(group, max(sizes), case) as ar:
+        for tokens in sizes:
+            for backend in BACKENDS:
+                if fits(ar, backend, tokens):
+                    play(ar, case.next(tokens=tokens, seed=tokens), backend, FP8Token())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sizes_around_the_limits(ranks, kind):
+    ranks(3, kind)(large, (31, 32, 33, 63, 64, 65, 127, 128, 200))
+
+
+def sequence(group: weft.Group, calls: int) -> None:
+    """Backends and sizes in any order share slots; a second object runs in between."""
+    order, case = random.Random(7), Sum(0, 128)
+    with make(group, 24, case) as first, make(group, 24, case) as second:
+        for call in range(calls):
+            ar = first if order.random() < 0.7 else second
+            tokens = order.choice((0, 1, 2, 3, 5, 8, 13, 24))
+            backend = order.choice((*BACKENDS, "auto"))
+            drawn = case.next(tokens=tokens, seed=call, special=order.random() < 0.2)
+            play(ar, drawn, backend)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "threads"])
+def test_backends_and_sizes_in_any_order(ranks, kind):
+    ranks(3, kind)(sequence, 150)
+
+
+@pytest.mark.parametrize("first_epoch", [(1 << 40) - 20, (1 << 32) - 20, (1 << 24) - 20])
+def test_epochs_wrap(ranks, first_epoch):
+    ranks(2, "cpu")(wraps, first_epoch)
+
+
+def wraps(group: weft.Group, first_epoch: int) -> None:
+    case = Sum(3, 128)
+    with make(group, 8, case, _first_epoch=first_epoch) as ar:
+        for call in range(40):
+            play(ar, case.next(seed=call), BACKENDS[call % 3])
+
+
+def alone(group: weft.Group) -> None:
+    """Row i of a batch is the row alone: nothing depends on the batch."""
+    case = Sum(13, 640)
+    with make(group, 13, case) as ar:
+        x, (residual, weight) = case.rows(group.rank, group.device), case.shared(group.device)
+        whole = ar.fused(x, residual=residual, weight=weight, quant=FP8Token(), norm_out=True)
+        for backend in BACKENDS:
+            for t in (0, 5, 12):
+                row = slice(t, t + 1)
+                one = ar.fused(
+                    x[row].clone(),
+                    residual=residual[row].clone(),
+                    weight=weight,
+                    quant=FP8Token(),
+                    norm_out=True,
+                    backend=backend,
+                )
+                settle(group)
+                for name in ("residual", "norm", "quant", "scale"):
+                    assert torch.equal(bits(getattr(one, name)), bits(getattr(whole, name)[row]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_of_a_batch_is_the_row_alone(ranks, kind):
+    ranks(4, kind)(alone)
+
+
+def subsets(group: weft.Group) -> None:
+    """Outputs that nobody asked for are not made; inputs may be overwritten in place."""
+    case = Sum(5, 256)
+    xs = [case.rows(rank, group.device) for rank in range(group.size)]
+    residual, weight = case.shared(group.device)
+    with make(group, 8, case) as ar:
+        for backend in BACKENDS:
+            x = xs[group.rank].clone()
+            got = ar.fused(x, backend=backend)
+            assert got.out is not None
+            assert (got.residual, got.norm, got.quant, got.scale) == (None,) * 4
+            same(got, weft.reference.allreduce_fused(xs))
+            got = ar.fused(x, residual=residual, backend=backend)
+            assert got.out is None
+            same(got, weft.reference.allreduce_fused(xs, residual))
+            got = ar.fused(x, weight=weight, out=True, backend=backend)
+            same(got, weft.reference.allreduce_fused(xs, None, weight))
+            got = ar.fused(
+                x, residual=residual, weight=weight, residual_out=False, norm_out=True,
+                quant=FP8Token(), quant_out=False, scale_out=False, backend=backend,
+            )  # fmt: skip
+            assert (got.residual, got.quant, got.scale) == (None,) * 3
+            same(got, weft.reference.allreduce_fused(xs, residual, weight))
+            kept = residual.clone()
+            got = ar.fused(
+                x, residual=kept, weight=weight, residual_out=kept, norm_out=x, backend=backend
+            )
+            settle(group)
+            assert got.norm is x
+            assert got.residual is kept
+            same(got, weft.reference.allreduce_fused(xs, residual, weight))
+            x = xs[group.rank].clone()
+            assert ar.fused(x, out=x, backend=backend).out is x
+            settle(group)
+            same(weft.Reduced(out=x), weft.reference.allreduce_fused(xs))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_subset_of_outputs_also_in_place(ranks, kind):
+    ranks(3, kind)(subsets)
+
+
+def finalized(group: weft.Group, dtype: torch.dtype) -> None:
+    case = Sum(9, 256, dtype)
+    residual, weight = case.shared(group.device)
+    with make(group, 16, case) as ar:
+        prologues = [expert_rows(case, rank, group.device) for rank in range(group.size)]
+        xs = [weft.reference.finalize_moe(p) for p in prologues]
+        want = weft.reference.allreduce_fused(xs, residual, weight)
+        for backend in BACKENDS:
+            got = ar.fused(
+                prologue=prologues[group.rank], residual=residual, weight=weight, backend=backend
+            )
+            settle(group)
+            ar.check()
+            same(got, want)
+
+
+def expert_rows(case: Sum, rank: int, device: torch.device) -> weft.MoEFinalize:
+    generator = torch.Generator(device=device).manual_seed(rank)
+    rows = torch.randn((20, case.hidden), generator=generator, device=device).to(case.dtype)
+    size = (case.tokens, 4)
+    index = torch.randint(-1, 20, size, generator=generator, device=device).int()
+    scales = torch.rand(size, generator=generator, device=device)
+    shared = rows[: case.tokens].clone() if rank != 1 else None
+    return weft.MoEFinalize(rows, index, scales.to(case.dtype) if rank == 2 else scales, shared)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rows_made_of_experts_rows(ranks, kind, dtype):
+    ranks(3, kind)(finalized, dtype)
+
+
+def dropped(group: weft.Group) -> str:
+    case = Sum(2, 128)
+    with make(group, 2, case) as ar:
+        rows = torch.ones((3, 128), dtype=case.dtype, device=group.device)
+        bad = 7 if group.rank == 0 else 2
+        index = torch.tensor([[0, bad], [1, -1]], dtype=torch.int32, device=group.device)
+        got = ar.fused(prologue=weft.MoEFinalize(rows, index))
+        settle(group)
+        assert got.out is not None
+        assert got.out[0, 0].item() == 2 * group.size - 1
+        try:
+            ar.check()
+        except weft.errors.InvalidArgument as error:
+            ar.check()  # raised once
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_index_out_of_range_is_dropped_and_named(ranks, kind):
+    texts = ranks(2, kind)(dropped)
+    assert "index[0, 1] of a MoEFinalize is 7; its rows are 0..2" in texts[0]
+    assert texts[1] == ""
+
+
+def collective(group: weft.Group) -> None:
+    case = Sum(0, 256, special=True)
+    with make(group, 20, case, backends=("oneshot", "nccl")) as ar:
+        assert ar.backends == ("oneshot", "collective")
+        for seed, tokens in enumerate((1, 2, 3, 4, 17)):
+            for quant in quants(group.device, case.hidden):
+                play(ar, case.next(tokens=tokens, seed=seed), "collective", quant)
+                play(ar, case.next(tokens=tokens, seed=seed), "nccl", quant)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_collective_has_the_same_bits(ranks, kind):
+    ranks(3, kind)(collective)
+
+
+def memory(group: weft.Group) -> int:
+    with weft.AllReduce(group, max_tokens=40, hidden=256) as ar:
+        return ar._workspace.heap.size
+
+
+def test_memory_is_known_before(ranks):
+    told = weft.AllReduce.memory_bytes(ranks=2, hidden=256, max_tokens=40)
+    assert ranks(2, "threads")(memory) == [told] * 2
+    assert weft.AllReduce.memory_bytes(ranks=8, hidden=7168, max_tokens=2048) < 90e6
+
+
+def history(group: weft.Group) -> list[tuple[int, int, int]]:
+    with make(group, 8, Sum(0)) as ar:
+        for tokens in (3, 0, 5):
+            play(ar, Sum(tokens), "twoshot")
+        return [(r.epoch, r.phase, r.tokens) for r in ar.history()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_history_holds_what_was_summed(ranks, kind):
+    assert ranks(2, kind)(history) == [[(1, 4, 3), (2, 4, 5)]] * 2

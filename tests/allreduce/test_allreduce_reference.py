@@ -1,0 +1,145 @@
+"""The reference of the fused all-reduce against other people's arithmetic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.sums import Sum
+from weft import reference
+from weft.allreduce.reference import inverse_rms, pack_ue8m0, quantize_norm, round_to, to_e4m3
+from weft.allreduce.spec import FP8Group, FP8Static, FP8Token, MoEFinalize
+
+CPU = torch.device("cpu")
+
+
+def fused(*given: Any) -> Any:
+    return reference.allreduce_fused(*given)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("hidden", [8, 264, 2880, 7168])
+def test_sums_and_norms_are_those_of_torch(dtype, hidden):
+    case = Sum(7, hidden, dtype, bias=1.0)
+    xs = [case.rows(rank, CPU) for rank in range(5)]
+    residual, weight = case.shared(CPU)
+    got = fused(xs, residual, weight, 1e-5, 1.0)
+    total = torch.stack([x.double() for x in xs]).sum(dim=0)
+    assert torch.allclose(got.out.double(), total, rtol=1e-2, atol=2e-2)
+    assert torch.equal(got.residual, (got.out.float() + residual.float()).to(dtype))
+    norm = torch.nn.functional.rms_norm(
+        got.residual.double(), (hidden,), weight.double() + 1.0, 1e-5
+    )
+    assert torch.allclose(got.norm.double(), norm, rtol=2e-2 if dtype != torch.float32 else 1e-5)
+
+
+def test_the_order_of_ranks_decides_what_cancels():
+    big, one = torch.full((1, 8), 2.0**24), torch.ones(1, 8)
+    for xs, want in (([big, one, -big], 0.0), ([big, -big, one], 1.0), ([one, big, -big], 0.0)):
+        assert fused(xs).out.unique().tolist() == [want]
+
+
+def test_zeros_keep_their_sign_and_nans_become_one():
+    negative = torch.full((1, 8), -0.0)
+    out = fused([negative, negative]).out
+    assert torch.signbit(out).all()
+    odd = torch.full((1, 8), -1, dtype=torch.int16).view(torch.bfloat16)
+    out = fused([odd, odd]).out
+    assert out.view(torch.int16).unique().tolist() == [0x7FFF]
+
+
+def test_the_tree_of_squares():
+    """In plain loops: vectors, a butterfly over 32 of them, partials by lanes, a butterfly."""
+    x = torch.randn(1, 32 * 8 * 40 + 64, generator=torch.Generator().manual_seed(1))
+    row = x.bfloat16().float()[0]
+    vectors = [row[i : i + 8] for i in range(0, len(row), 8)]
+    zero = torch.zeros(())
+    sums = []
+    for v in vectors:
+        s = zero
+        for value in v:
+            s = s + value * value
+        sums.append(s)
+
+    def butterfly(lanes: list[torch.Tensor]) -> torch.Tensor:
+        for step in (16, 8, 4, 2, 1):
+            lanes = [lanes[i] + lanes[i ^ step] for i in range(32)]
+        assert all(torch.equal(lane, lanes[0]) for lane in lanes)
+        return lanes[0]
+
+    partials = []
+    for w in range(0, len(sums), 32):
+        lanes = sums[w : w + 32]
+        partials.append(butterfly(lanes + [zero] * (32 - len(lanes))))
+    totals = [zero] * 32
+    for i, partial in enumerate(partials):
+        totals[i % 32] = totals[i % 32] + partial
+    mean = butterfly(totals) / torch.tensor(float(len(row)))
+    want = torch.tensor(1.0) / (mean + torch.tensor(1e-5)).double().sqrt().float()
+    assert torch.equal(inverse_rms(x.bfloat16(), 1e-5)[0, 0], want)
+
+
+def test_groups_are_quantised_as_dispatch_does():
+    norm = Sum(6, 1280, special=True).rows(1, CPU)
+    for kind, scale in (("fp8", "fp32"),):
+        q, scales = quantize_norm(norm, FP8Group(128, scale))
+        other, others = reference.quantize(norm, kind)
+        assert torch.equal(scales.isnan(), others.isnan())
+        assert torch.equal(scales.nan_to_num(7.0), others.nan_to_num(7.0))
+        assert torch.equal(q.float().nan_to_num(500.0), other.float().nan_to_num(500.0))
+
+
+def test_powers_of_two_are_the_smallest_that_fit():
+    norm = torch.randn(5, 640, generator=torch.Generator().manual_seed(2)) * 1000
+    norm[0, :128] = 0
+    q, packed = quantize_norm(norm, FP8Group(128, "ue8m0"))
+    assert packed.shape == (5, 2)
+    assert packed.stride() == (1, 8)
+    raw = packed.contiguous().view(torch.uint8)
+    assert bool((raw[:, 5:] == 0).all())
+    for t in range(5):
+        for group in range(5):
+            amax = norm[t, 128 * group : 128 * group + 128].abs().max()
+            power = 2.0 ** (int(raw[t, group]) - 127)
+            assert amax / power <= 448
+            assert amax == 0 or amax / (power / 2) > 448
+            back = q[t, 128 * group : 128 * group + 128].float() * power
+            assert torch.allclose(
+                back, norm[t, 128 * group : 128 * group + 128], 0.07, 2**-7 * power
+            )
+
+
+def test_one_scale_for_a_row():
+    norm = torch.randn(4, 64).bfloat16()
+    norm[1] = 0
+    norm[2, 5] = float("inf")
+    q, scale = quantize_norm(norm, FP8Token())
+    assert scale[1].item() == 1.0
+    assert scale[2].isnan()
+    assert q[2].float().isnan().all()
+    amax = norm[[0, 3]].float().abs().amax(dim=1, keepdim=True)
+    assert torch.equal(scale[[0, 3]], amax / torch.full_like(amax, 448.0))
+    fixed, same = quantize_norm(norm, FP8Static(torch.tensor([0.001])))
+    assert fixed[0].float().abs().max() == 448
+    assert same.item() == pytest.approx(0.001)
+
+
+def test_rounding_and_packing():
+    x = torch.tensor([500.0, -500.0, float("nan"), 447.9])
+    assert to_e4m3(x).view(torch.uint8).tolist() == [0x7E, 0xFE, 0x7F, 0x7E]
+    assert (
+        round_to(torch.tensor([float("nan")]), torch.float32).view(torch.int32).item() == 2**31 - 1
+    )
+    packed = pack_ue8m0(torch.tensor([[1, 2, 3, 4, 5]], dtype=torch.uint8))
+    assert packed.tolist() == [[0x04030201, 5]]
+
+
+def test_experts_rows_are_added_in_order():
+    rows = torch.tensor([[2.0**24] * 8, [1.0] * 8, [-(2.0**24)] * 8])
+    index = torch.tensor([[0, 1, 2], [0, 2, 1], [-1, 9, 1]], dtype=torch.int32)
+    out = reference.finalize_moe(MoEFinalize(rows, index, None, torch.ones(3, 8)))
+    assert out[:, 0].tolist() == [1.0, 2.0, 2.0]
+    scaled = reference.finalize_moe(MoEFinalize(rows, index, torch.full((3, 3), 0.5)))
+    assert scaled[:, 0].tolist() == [0.0, 0.5, 0.5]

@@ -1,0 +1,184 @@
+"""What the host can see to be wrong is refused before anything is sent, with the remedy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import weft
+from tests.sums import Sum, play
+from weft.allreduce.reduction import Reduction
+from weft.errors import InvalidArgument, OutOfOrder, TokenOverflow, UsageError
+
+CASE = Sum(4, 256)
+BF16 = torch.bfloat16
+
+
+def test_a_size_of_nothing_is_named():
+    with pytest.raises(InvalidArgument, match="hidden is 0; it must be an integer in 8..32768"):
+        weft.AllReduce.memory_bytes(ranks=2, hidden=0, max_tokens=4)
+
+
+def rows(tokens: int = 4, hidden: int = 256, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.zeros((tokens, hidden), dtype=dtype)
+
+
+def calls() -> list[tuple[str, dict[str, object], str]]:
+    x, weight = rows(), torch.ones(256)
+    fp8 = torch.zeros((4, 256), dtype=torch.float8_e4m3fn)
+    token, static = weft.FP8Token(), weft.FP8Static(torch.ones(1))
+    index = torch.zeros((4, 2), dtype=torch.int32)
+    moe = weft.MoEFinalize
+    return [
+        ("no rows", {}, "pass one of them: it makes"),
+        ("both", {"x": x, "prologue": moe(x, index)}, "pass one of them: it makes"),
+        ("x is a list", {"x": [1]}, "x is a list; it must be a torch.Tensor"),
+        ("dtype", {"x": rows(dtype=torch.float16)}, "x has dtype torch.float16"),
+        ("hidden", {"x": rows(hidden=248)}, "x has shape [4, 248]; it must be [4, 256]"),
+        ("strides", {"x": rows(8)[::2]}, "pass x.contiguous()"),
+        ("alignment", {"x": torch.zeros(1032, dtype=BF16)[1:1025].view(4, 256)}, "x.clone()"),
+        ("device", {"x": rows().to("meta")}, "x is on meta"),
+        ("residual", {"x": x, "residual": rows(5)}, "residual has shape [5, 256]"),
+        ("weight", {"x": x, "weight": torch.ones(128)}, "weight has shape [128]"),
+        ("weight dtype", {"x": x, "weight": torch.ones(256).half()}, "weight has dtype"),
+        ("quant alone", {"x": x, "quant": token}, "quant without weight"),
+        ("quant", {"x": x, "weight": weight, "quant": "fp4"}, "NVFP4"),
+        ("scale", {"x": x, "weight": weight, "quant": weft.FP8Static(torch.ones(2))}, "[1]"),
+        ("residual_out", {"x": x, "residual_out": True}, "residual_out without residual"),
+        ("norm_out", {"x": x, "norm_out": True}, "norm_out without weight"),
+        ("quant_out", {"x": x, "weight": weight, "quant_out": fp8}, "quant_out without quant"),
+        ("scale_out", {"x": x, "weight": weight, "quant": static, "scale_out": True}, "scale_out"),
+        ("half", {"x": x, "weight": weight, "quant": token, "scale_out": False}, "both or neither"),
+        ("out dtype", {"x": x, "out": rows(dtype=torch.float16)}, "out has dtype"),
+        ("index", {"prologue": moe(x, index.long())}, "index has dtype"),
+        ("rows", {"prologue": moe(rows(hidden=8), index)}, "rows has shape"),
+        ("scales", {"prologue": moe(x, index, torch.ones(4, 3))}, "scales has shape"),
+        ("shared", {"prologue": moe(x, index, None, rows(3))}, "shared has shape"),
+        ("backend", {"x": x, "backend": "collective"}, "choose one of 'auto', 'oneshot'"),
+        ("eps", {"x": x, "weight": weight, "eps": 1e39}, "eps is 1e+39"),
+        ("eps of text", {"x": x, "weight": weight, "eps": "1e-6"}, "eps is '1e-6'"),
+        ("bias", {"x": x, "weight": weight, "weight_bias": None}, "weight_bias is None"),
+    ]
+
+
+def overlaps() -> list[dict[str, object]]:
+    x, weight = rows(8), torch.ones(256, dtype=BF16)
+    table = rows(8)
+    index = torch.zeros((4, 1), dtype=torch.int32)
+    return [
+        {"x": x[:4], "out": x[2:6]},
+        {"x": x[:4], "residual": table[:4], "weight": weight, "norm_out": table[1:5]},
+        {"x": x[:4], "weight": weight, "out": table[:4], "norm_out": table[:4]},
+        {"prologue": weft.MoEFinalize(table, index), "out": table[:4]},
+        {"x": x[:1], "weight": weight, "out": weight.view(1, 256)},
+    ]
+
+
+def refused(group: weft.Group) -> None:
+    with weft.AllReduce(group, max_tokens=8, hidden=256, first_timeout=600.0) as ar:
+        for name, given, text in calls():
+            with pytest.raises(InvalidArgument) as caught:
+                ar.fused(**given)  # type: ignore[arg-type]
+            assert text in str(caught.value), name
+        for given in overlaps():
+            with pytest.raises(InvalidArgument, match="overlaps"):
+                ar.fused(**given)  # type: ignore[arg-type]
+        with pytest.raises(TokenOverflow, match="9 tokens in one call"):
+            ar.fused(rows(9))
+        play(ar, CASE, "oneshot")  # nothing was sent, nothing is broken
+    for late in (lambda: ar.fused(rows()), ar.check, ar.abort, ar.history):
+        with pytest.raises(OutOfOrder, match="closed"):
+            late()
+    ar.close()
+
+
+def test_wrong_calls_are_refused_and_harm_nobody(ranks):
+    ranks(2, "threads")(refused)
+
+
+def packed(group: weft.Group) -> None:
+    with weft.AllReduce(group, max_tokens=8, hidden=640, first_timeout=600.0) as ar:
+        x, weight, quant = rows(4, 640), torch.ones(640), weft.FP8Group(128, "ue8m0")
+        for wrong in (torch.zeros((4, 2), dtype=torch.int32), torch.zeros((2, 4)).t()):
+            with pytest.raises(InvalidArgument, match="with strides"):
+                ar.fused(x, weight=weight, quant=quant, scale_out=wrong)
+        right = torch.full((2, 8), -1, dtype=torch.int32)
+        ar.fused(x + 1, weight=weight, quant=quant, scale_out=right.t()[:4])
+        assert bool((right[:, :4] != -1).all())
+        assert bool((right[:, 4:] == -1).all()), "padding is the caller's"
+
+
+def test_packed_scales_lie_columns_first(ranks):
+    ranks(2, "threads")(packed)
+
+
+def too_direct(group: weft.Group) -> None:
+    with (
+        weft.AllReduce(group, max_tokens=600, hidden=64, first_timeout=600.0) as ar,
+        pytest.raises(InvalidArgument, match="oneshot' with 550 tokens; it has slots for 512"),
+    ):
+        ar.fused(rows(550, 64), backend="oneshot")
+
+
+def test_one_shot_has_a_limit(ranks):
+    ranks(2, "threads")(too_direct)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"ranks": 1}, "an all-reduce of 1 ranks"),
+        ({"ranks": 9}, "an all-reduce of 9 ranks"),
+        ({"hidden": 12}, "pad rows to 16"),
+        ({"hidden": 0}, "an integer in 8..32768"),
+        ({"hidden": 65536}, "an integer in 8..32768"),
+        ({"dtype": torch.float64}, "dtype is torch.float64"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": 1 << 20}, "it must be an integer in 1..1048575"),
+    ],
+)
+def test_sizes_are_refused_with_their_limits(given, text):
+    sizes = {"ranks": 4, "max_tokens": 8, "hidden": 256, "dtype": BF16, **given}
+    with pytest.raises(InvalidArgument) as caught:
+        Reduction.of(**sizes)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": 8, "backends": ("twoshot", "ring")}, "backends[1] is 'ring'"),
+        ({"max_tokens": 8, "backends": ()}, "choose some of 'oneshot'"),
+        ({"max_tokens": 8, "timeout": 0.0}, "timeout is 0.0"),
+    ],
+)
+def test_wrong_constructions_fail_on_every_rank(ranks, given, text):
+    for said in ranks(2, "threads")(constructed, given):
+        assert text in said
+
+
+def constructed(group: weft.Group, given: dict[str, object]) -> str:
+    try:
+        weft.AllReduce(group, hidden=256, **given)  # type: ignore[arg-type]
+    except InvalidArgument as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("size", "scale"), [(64, "fp32"), (128, "bf16")])
+def test_groups_that_are_not_offered(size, scale):
+    with pytest.raises(UsageError, match="128|fp32"):
+        weft.FP8Group(size, scale)
+
+
+def grouped(group: weft.Group) -> None:
+    with (
+        weft.AllReduce(group, max_tokens=8, hidden=264, first_timeout=600.0) as ar,
+        pytest.raises(InvalidArgument, match="pad hidden to 384"),
+    ):
+        ar.fused(rows(4, 264), weight=torch.ones(264), quant=weft.FP8Group())
+
+
+def test_groups_need_whole_groups(ranks):
+    ranks(2, "threads")(grouped)

@@ -1,0 +1,40 @@
+"""The kernels of the fused all-reduce compile everywhere, and keep their rows in registers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.alltoall.test_compile import numbers_of
+from tests.emulator.test_profile_compile import frames
+from tests.recorded import NVRTC, reads
+from weft.allreduce.args import ReduceArgs
+from weft.allreduce.reduction import Reduction
+from weft.allreduce.source import ARGS_TABLE, KERNELS, MOE, TABLE, compile_cuda
+from weft.jit.args import verify
+
+pytestmark = reads(tools=(NVRTC,))
+
+REDUCTIONS = {
+    "8 ranks": Reduction(8, 2048, 32, 7168, "bf16"),
+    "3 ranks, odd rows": Reduction(3, 100, 64, 2888, "fp16"),
+    "2 ranks, fp32": Reduction(2, 64, 64, 4096, "fp32"),
+}
+# A wait's record is handed to the slow path by its address: that is no spill.
+WAIT_BYTES = 48
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_kernels_compile_to_what_python_expects(name, arch):
+    reduction = REDUCTIONS[name]
+    cubin = compile_cuda(reduction, arch)
+    reduction.verify(numbers_of(cubin, TABLE.encode()))
+    verify(ReduceArgs, numbers_of(cubin, ARGS_TABLE.encode()))
+    found = frames(cubin)
+    assert {name + end for name in KERNELS for end in ("", MOE)} <= set(found)
+    for kernel in KERNELS:
+        assert found[kernel] <= 2 * WAIT_BYTES, f"{kernel} spills"
+
+
+def test_they_compile_with_fault_points():
+    assert compile_cuda(REDUCTIONS["8 ranks"], "sm_90a", defines=("WEFT_FAULTS=1",))

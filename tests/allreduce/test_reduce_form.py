@@ -1,0 +1,285 @@
+"""Calls of a form that was checked skip the checks: the same bits, and the same refusals."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.allreduce.test_allreduce import KINDS, expert_rows, make
+from tests.allreduce.test_allreduce_refusals import calls, overlaps, rows
+from tests.sums import BACKENDS, Sum, play, quants, same, settle
+from weft.allreduce import form as reduce_form
+from weft.allreduce.args import ADDRESSES, ReduceArgs
+from weft.errors import Aborted, InvalidArgument, TokenOverflow
+from weft.runtime.stream import current_stream
+
+CASE = Sum(4, 256)
+BF16 = torch.bfloat16
+
+
+class Watch:
+    """Counts the calls that the checks of an all-reduce see."""
+
+    def __init__(self, ar: weft.AllReduce) -> None:
+        self.checker, self.seen = ar._checker, 0
+        ar._checker = self  # type: ignore[assignment]
+
+    def request(self, *args: Any) -> object:
+        self.seen += 1
+        return self.checker.request(*args)
+
+    def checks(self, call: Callable[[], object]) -> int:
+        before = self.seen
+        call()
+        return self.seen - before
+
+
+def again(group: weft.Group) -> None:
+    """Other numbers at other addresses in calls of the same form: checked once, always right."""
+    with make(group, 8, CASE) as ar:
+        watch = Watch(ar)
+        for seed in range(3):
+            for tokens in (1, 4):
+                for quant in quants(group.device, CASE.hidden):
+                    for backend in (*BACKENDS, "auto"):
+                        play(ar, CASE.next(tokens=tokens, seed=seed), backend, quant)
+            assert watch.seen == len(ar._forms) == 2 * 5 * 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_call_of_a_checked_form_has_the_bits_of_the_reference(ranks, kind):
+    ranks(2, kind)(again)
+
+
+def allocated(group: weft.Group) -> None:
+    """Outputs that were not given are new in every call; a prologue's tensors are those passed."""
+    with make(group, 8, CASE) as ar:
+        watch = Watch(ar)
+        kept: list[tuple[weft.Reduced, weft.Reduced]] = []
+        for seed in range(3):
+            case = CASE.next(seed=seed, tokens=3)
+            made = [expert_rows(case, rank, group.device) for rank in range(group.size)]
+            for p in made:
+                p.rows.mul_(seed + 1)
+            xs, (residual, weight) = (
+                [weft.reference.finalize_moe(p) for p in made],
+                case.shared(group.device),
+            )
+            for quant in quants(group.device, case.hidden):
+                got = ar.fused(
+                    prologue=made[group.rank],
+                    residual=residual,
+                    weight=weight,
+                    quant=quant,
+                    out=True,
+                )
+                want = weft.reference.allreduce_fused(xs, residual, weight, quant=quant)
+                assert (got.norm is None) == (quant is not None)
+                kept.append((got, want))
+        settle(group)
+        assert watch.seen == 5
+        for got, want in kept:
+            same(got, want)
+        packed = [got.scale for got, _ in kept if got.scale is not None]
+        packed = [scale for scale in packed if scale.dtype == torch.int32]
+        assert len({scale.data_ptr() for scale in packed}) == 3
+        for scale in packed:
+            assert int(scale.as_strided((4,), (1,))[3]) == 0, "the padding is zero"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_that_were_not_given_are_new_each_time(ranks, kind):
+    ranks(3, kind)(allocated)
+
+
+def constants(group: weft.Group) -> None:
+    """0.0 equals -0.0, and True equals 1, but they are not the same call."""
+    with make(group, 8, CASE) as ar:
+        zeros = [torch.zeros((1, 256), dtype=BF16, device=group.device) for _ in range(group.size)]
+        weight = torch.full((256,), -0.0, dtype=BF16, device=group.device)
+        x = torch.ones_like(zeros[0])
+        for bias in (0.0, -0.0, 0.0, -0.0, 1.0):
+            got = ar.fused(x, weight=weight, weight_bias=bias, backend="oneshot")
+            xs = [x] * group.size
+            same(got, weft.reference.allreduce_fused(xs, None, weight, weight_bias=bias))
+        assert len(ar._forms) == 3
+        for eps in (1e-6, 1.0):
+            got = ar.fused(x, weight=weight, weight_bias=1.0, eps=eps, backend="oneshot")
+            same(got, weft.reference.allreduce_fused([x] * group.size, None, weight, eps, 1.0))
+        ar.fused(x, out=True)
+        for _ in range(2):
+            with pytest.raises(InvalidArgument, match="out is a int"):
+                ar.fused(x, out=1)  # type: ignore[arg-type]
+
+
+def test_equal_is_not_the_same(ranks):
+    ranks(2, "cpu")(constants)
+
+
+def warm(ar: weft.AllReduce) -> None:
+    """Forms that every refused call resembles."""
+    x, weight, token = rows(), torch.ones(256), weft.FP8Token()
+    index = torch.zeros((4, 2), dtype=torch.int32)
+    one = torch.zeros((4, 1), dtype=torch.int32)
+    moe = weft.MoEFinalize
+    for _ in range(2):
+        ar.fused(x)
+        ar.fused(x, out=rows())
+        ar.fused(x, residual=rows())
+        for other in (weight, weight.bfloat16()):
+            ar.fused(x, weight=other)
+            ar.fused(x, weight=other, norm_out=rows(), residual=rows())
+            ar.fused(x, weight=other, norm_out=rows(), out=rows())
+            ar.fused(x[:1].clone(), weight=other, out=rows(1))
+        ar.fused(x, weight=weight, quant=token)
+        ar.fused(x, weight=weight, quant=weft.FP8Static(torch.ones(1)))
+        ar.fused(prologue=moe(rows(), index))
+        ar.fused(prologue=moe(rows(), index, torch.ones(4, 2), rows()))
+        ar.fused(prologue=moe(rows(8), one), out=rows())
+
+
+def refused_again(group: weft.Group) -> None:
+    with weft.AllReduce(group, max_tokens=8, hidden=256, first_timeout=600.0) as ar:
+        warm(ar)
+        watch, forms = Watch(ar), len(ar._forms)
+        for _ in range(2):
+            for name, given, text in calls():
+                with pytest.raises(InvalidArgument) as caught:
+                    ar.fused(**given)  # type: ignore[arg-type]
+                assert text in str(caught.value), name
+            for given in overlaps():
+                with pytest.raises(InvalidArgument, match="overlaps"):
+                    ar.fused(**given)  # type: ignore[arg-type]
+            with pytest.raises(TokenOverflow, match="9 tokens in one call"):
+                ar.fused(rows(9))
+        assert len(ar._forms) == forms, "what was refused is not remembered"
+        assert watch.checks(lambda: warm(ar)) == 0, "what was checked still is"
+
+
+def test_refusals_hold_for_calls_that_resemble_a_checked_one(ranks):
+    ranks(2, "threads")(refused_again)
+
+
+def moved(group: weft.Group) -> None:
+    """One form, whose outputs wander over its inputs: only exactly on x or residual is allowed."""
+    with make(group, 8, CASE) as ar:
+        watch, weight = Watch(ar), torch.ones(256, dtype=BF16)
+        pool = torch.zeros((40, 256), dtype=BF16)
+
+        def call(x: int, residual: int, residual_out: int, norm_out: int) -> object:
+            place = [pool[at : at + 4] for at in (x, residual, residual_out, norm_out)]
+            return ar.fused(
+                place[0], residual=place[1], weight=weight,
+                residual_out=place[2], norm_out=place[3], backend="twoshot",
+            )  # fmt: skip
+
+        assert watch.checks(lambda: call(0, 4, 8, 12)) == 1
+        for good in ((0, 4, 8, 12), (20, 30, 8, 12), (4, 8, 0, 12), (0, 0, 4, 8)):
+            assert watch.checks(partial(call, *good)) == 0
+        # Exactly on x and residual is of the same form, and needs no check either.
+        assert watch.checks(lambda: call(0, 4, 4, 0)) == 0
+        for bad in ((0, 4, 8, 8), (0, 4, 8, 9), (0, 4, 1, 12), (0, 4, 5, 12), (0, 4, 8, 7)):
+            for _ in range(2):
+                with pytest.raises(InvalidArgument, match="overlaps"):
+                    call(*bad)
+        assert len(ar._forms) == 1
+        odd = torch.zeros(5 * 256 + 8, dtype=BF16)[1 : 1 + 4 * 256].view(4, 256)
+        with pytest.raises(InvalidArgument, match="multiple of 16 bytes"):
+            ar.fused(
+                odd, residual=pool[4:8], weight=weight,
+                residual_out=pool[8:12], norm_out=pool[12:16], backend="twoshot",
+            )  # fmt: skip
+
+
+def test_an_overlap_is_found_by_the_addresses_of_each_call(ranks):
+    ranks(2, "threads")(moved)
+
+
+def bounded(group: weft.Group) -> None:
+    with make(group, 8, CASE) as ar:
+        watch = Watch(ar)
+        for seed in range(2):
+            for tokens in range(1, 9):
+                play(ar, CASE.next(tokens=tokens, seed=seed), "twoshot")
+                assert len(ar._forms) == min(tokens + 8 * seed, 3)
+        assert watch.seen == 16, "each went before it came again"
+        play(ar, CASE.next(tokens=7, seed=5), "twoshot")
+        assert watch.seen == 16
+
+
+def test_forms_are_few(ranks, monkeypatch):
+    monkeypatch.setattr(reduce_form, "LIMIT", 3)
+    ranks(2, "threads")(bounded)
+
+
+def released(group: weft.Group) -> None:
+    with make(group, 8, CASE) as ar:
+        for _ in range(2):
+            case = CASE.next(tokens=4)
+            moe, (residual, weight) = expert_rows(case, 0, group.device), case.shared(group.device)
+            static = weft.FP8Static(torch.ones(1))
+            tensors = [moe.rows, moe.index, moe.scales, moe.shared, residual, weight, static.scale]
+            outputs = [torch.empty_like(residual), torch.empty((4, 256), dtype=torch.float8_e4m3fn)]
+            got = ar.fused(
+                prologue=moe, residual=residual, weight=weight, quant=static, out=True,
+                residual_out=outputs[0], quant_out=outputs[1],
+            )  # fmt: skip
+            tensors += [*outputs, got.out]
+            alive = [weakref.ref(t) for t in tensors if t is not None]
+            del moe, residual, weight, static, tensors, outputs, got
+            assert [ref() for ref in alive] == [None] * 10
+        assert len(ar._forms) == 1
+
+
+def test_no_tensor_is_held(ranks):
+    ranks(2, "threads")(released)
+
+
+def nothing_kept(group: weft.Group) -> None:
+    with make(group, 8, CASE, backends=("twoshot", "collective")) as ar:
+        for seed in range(2):
+            play(ar, CASE.next(seed=seed), "collective")
+            play(ar, CASE.next(seed=seed, tokens=0), "twoshot")
+        assert len(ar._forms) == 0
+
+
+def test_empty_and_collective_calls_are_always_checked(ranks):
+    ranks(2, "cpu")(nothing_kept)
+
+
+def stopped(group: weft.Group) -> None:
+    with make(group, 8, CASE) as ar:
+        for seed in range(2):
+            play(ar, CASE.next(seed=seed), "twoshot")
+        group.barrier()
+        ar.abort()
+        with pytest.raises(Aborted):
+            play(ar, CASE, "twoshot")
+        assert len(ar.history()) == 2
+
+
+def test_a_broken_group_is_noticed_before_a_known_call(ranks):
+    ranks(2, "cpu")(stopped)
+
+
+def test_addresses_lie_without_a_gap():
+    size = ctypes.sizeof(ctypes.c_uint64)
+    offsets = [getattr(ReduceArgs, name).offset for name in ADDRESSES]
+    start = ReduceArgs.x.offset
+    assert offsets == [start + size * i for i in range(len(ADDRESSES))]
+    assert offsets[-1] + size == ReduceArgs.signature.offset
+
+
+@pytest.mark.gpu
+def test_the_current_stream_is_that_of_torch():
+    device = torch.cuda.current_device()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert current_stream(device) == torch.cuda.current_stream().cuda_stream != 0
+    assert current_stream(device) == torch.cuda.current_stream().cuda_stream

@@ -1,0 +1,111 @@
+"""What the GPU entries hand to the driver, with a driver that only listens: no GPU is needed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from weft.allreduce import entry as reduce_entry
+from weft.allreduce.args import ReduceArgs
+from weft.allreduce.reduction import Reduction
+from weft.errors import InvalidArgument
+
+REDUCTION = Reduction.of(ranks=8, max_tokens=4096, hidden=7168, dtype=torch.bfloat16)
+STREAM = 0x7F00
+
+
+class Module:
+    """A loaded module whose kernels fit four CTAs of 512 threads on each of 132 SMs."""
+
+    def __init__(self, image: bytes, *, name: str) -> None:
+        self.asked = 0
+
+    def global_bytes(self, name: str) -> bytes:
+        return b""
+
+    def function(self, name: str) -> str:
+        return name
+
+    def resident_clusters(self, name: str, threads: int, cluster: int) -> int:
+        self.asked += 1
+        return 132 * (2048 // threads) // cluster
+
+
+class Launcher:
+    """Keeps what it is launched with."""
+
+    made: list[Launcher]
+
+    def __init__(self, function: str, struct: object, *, programmatic: bool, cluster: int) -> None:
+        self.what = (function, programmatic, cluster)
+        Launcher.made.append(self)
+
+    def __call__(self, args: ReduceArgs, grid: Any, block: int, stream: int) -> None:
+        counts = (args.pushers, args.reducers, bool(args.pushers_finish))
+        self.last = (grid, block, stream, counts)
+
+
+@pytest.fixture
+def entries(monkeypatch):
+    Launcher.made = []
+    gpu = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: gpu)
+    for name, stand_in in (
+        ("Launcher", Launcher),
+        ("CudaModule", Module),
+        ("current_arch", lambda: "sm_90a"),
+        ("compile_cuda", lambda *_, **__: b""),
+        ("decode", lambda raw: []),
+        ("verify", lambda *_: None),
+        ("current_stream", lambda device: STREAM + device),
+    ):
+        monkeypatch.setattr(reduce_entry, name, stand_in)
+    monkeypatch.setattr(Reduction, "verify", lambda *_: None)
+    return reduce_entry.CudaReduceEntries(REDUCTION, True, ())
+
+
+@pytest.mark.parametrize("name", ["oneshot", "twoshot", "twoshot_bulk"])
+@pytest.mark.parametrize("tokens", [1, 32, 128])
+def test_a_launch_is_found_once(entries, name, tokens):
+    for x in (256, 0):
+        for _ in range(3):
+            entries.run(name, ReduceArgs(x=x, tokens=tokens))
+    rows, moe = Launcher.made
+    assert (rows.what[0], moe.what[0]) == (name, f"{name}_moe")
+    asked = entries._module.asked
+    plan = entries._plan(name, tokens)
+    assert entries._module.asked == asked, "what fits on the GPU is asked once"
+    early = tokens * 896 < reduce_entry.LONG * 8
+    if name == "oneshot":
+        early = early and 3 * plan.ctas <= entries.resident(name, plan.threads, plan.cluster)
+    counts = (plan.pushers, plan.reducers, plan.pushers_finish)
+    for launcher in (rows, moe):
+        assert launcher.what[1:] == (early, plan.cluster)
+        assert launcher.last == ((plan.ctas, 1, 1), plan.threads, STREAM + 3, counts)
+
+
+def test_sizes_and_backends_do_not_mix(entries):
+    seen = set()
+    for _ in range(2):
+        for name in ("twoshot", "twoshot_bulk"):
+            for tokens in (1, 64, 2048):
+                args = ReduceArgs(x=256, tokens=tokens)
+                entries.run(name, args)
+                plan = entries._plan(name, tokens)
+                assert (args.pushers, args.reducers) == (plan.pushers, plan.reducers)
+                seen.add((name, tokens, plan))
+    assert len(seen) == 6
+    assert len({plan for *_, plan in seen}) > 2
+
+
+def test_another_device_is_refused_also_after_a_launch(entries, monkeypatch):
+    args = ReduceArgs(x=256, tokens=4)
+    entries.run("twoshot", args)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    for _ in range(2):
+        with pytest.raises(InvalidArgument, match=r"cuda:1, this all-reduce works on cuda:3"):
+            entries.run("twoshot", args)

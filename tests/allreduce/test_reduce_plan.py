@@ -1,0 +1,63 @@
+"""Launches of the fused all-reduce: every vector has a thread, and what waits fits on the GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft.allreduce.plan import plan_oneshot, plan_twoshot
+from weft.errors import InvalidArgument
+
+SMS = 132
+
+
+def resident(threads: int, cluster: int) -> int:
+    """An H200 with kernels of 104 registers."""
+    return SMS * min(2048 // threads, 65536 // (threads * 104)) // cluster * cluster
+
+
+@pytest.mark.parametrize("vectors", [1, 31, 33, 360, 512, 896, 1024, 1792, 4096])
+@pytest.mark.parametrize("tokens", [1, 3, 8, 32, 128])
+def test_one_shot_has_a_thread_for_every_vector(vectors, tokens):
+    p = plan_oneshot(tokens, vectors, sms=SMS, resident=resident)
+    assert p.ctas == tokens * p.cluster
+    assert p.threads % 32 == 0
+    assert p.threads <= 512
+    assert 1 <= p.cluster <= 8
+    assert vectors <= p.threads * p.cluster < vectors + 32 * p.cluster + p.threads
+    assert p.cluster == 8 or vectors > 32 * p.cluster * (p.threads // 32 - 1)
+
+
+@pytest.mark.parametrize("vectors", [1, 33, 360, 512, 896, 1792, 4096])
+@pytest.mark.parametrize("tokens", [1, 3, 8, 64, 500, 2048])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_two_shots_fit_on_the_gpu_at_once(vectors, tokens, ranks, pieces):
+    p = plan_twoshot(tokens, vectors, ranks, pieces=pieces, resident=resident)
+    assert vectors <= p.threads * p.cluster * pieces
+    assert p.ctas == p.pushers + p.reducers <= resident(p.threads, p.cluster)
+    assert p.pushers % p.cluster == p.reducers % p.cluster == 0
+    assert min(p.pushers, p.reducers) >= p.cluster
+    assert p.pushers_finish
+
+
+def test_few_tokens_are_spread_over_many_sms():
+    assert plan_oneshot(1, 896, sms=SMS, resident=resident).ctas >= 7
+    assert plan_oneshot(16, 896, sms=SMS, resident=resident).ctas >= 112
+
+
+def test_a_gpu_that_forms_only_powers_of_two():
+    def picky(threads: int, cluster: int) -> int:
+        return resident(threads, cluster) if cluster in (1, 2, 4, 8) else 0
+
+    assert plan_oneshot(1, 896, sms=SMS, resident=picky).cluster == 8
+    for pieces in (1, 2):
+        p = plan_twoshot(64, 896, 8, pieces=pieces, resident=picky)
+        assert p.cluster == (8 if pieces == 1 else 1)
+        assert p.threads * p.cluster * pieces >= 896
+
+
+def test_a_gpu_without_such_clusters_is_named():
+    with pytest.raises(InvalidArgument, match="no cluster of this GPU holds a row of 14336 bytes"):
+        plan_oneshot(1, 896, sms=SMS, resident=lambda threads, cluster: 0)
+    with pytest.raises(InvalidArgument, match="no cluster of this GPU"):
+        plan_twoshot(1, 896, 8, pieces=1, resident=lambda threads, cluster: 0)

@@ -1,0 +1,94 @@
+"""Dispatch and combine compiled for a CPU, whole and in halves, behind the entries' interface."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+
+import weft
+from tests.emulator.emulate import build_library, emulated_tree
+from tests.emulator.watch import Watch
+from weft.alltoall.layout import Layout
+from weft.alltoall.plan import Plan
+from weft.alltoall.source import doors
+from weft.memory.header import HEADER_BYTES, Header
+from weft.shape import Shape
+
+FLAGS_ONLY = Plan(1, 1, 64)
+
+
+def compile_alltoall(shapes: Sequence[Shape], folder: Path, *, defines: Sequence[str] = ()) -> Path:
+    """The shared library of all entries of some Shapes."""
+    lines = ["#include <weft/alltoall/combine.cuh>", "#include <weft/alltoall/dispatch.cuh>"]
+    for i, shape in enumerate(shapes):
+        lines += [f"namespace shape_{i} {{", f"constexpr weft::Shape S = {shape.literal()};"]
+        for rank in range(shape.ranks):
+            lines += [
+                'extern "C" __attribute__((visibility("default"))) '
+                f"void {name}_{i}_{rank}(const weft::{door.struct}* a, const unsigned* grid) {{ "
+                f"constexpr weft::u32 rank = {rank if shape.way == 'pull' else 0}; (void)rank; "
+                "emulated::launch(emulated::seen_from(a->site, S.ranks, "
+                "{grid[0], grid[1], grid[2]}), "
+                f"[a] {{ weft::{door.call}(*a); }}); }}"
+                for name, door in doors(halves=True, few=False).items()
+            ]
+        lines.append("}")
+    return build_library(emulated_tree(folder), "\n".join(lines) + "\n", defines=defines)
+
+
+class EmulatedAllToAll:
+    """Entries that run the kernels of one rank in given launch shapes.
+
+    dispatch, combine: how the next kernels are launched.
+    """
+
+    def __init__(self, library: Path, number: int, a2a: weft.AllToAll) -> None:
+        self.library, self._suffix = ctypes.CDLL(str(library)), f"_{number}_{a2a.rank}"
+        self._shape, self._rank = a2a._geometry.shape, a2a.rank
+        self.watch = Watch(self.library, a2a._workspace.site.stride)
+        self._layout, self.dispatch, self.combine = a2a._geometry.layout, FLAGS_ONLY, FLAGS_ONLY
+
+    def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
+        """Run one operation to its end."""
+        way, plan = self._shape.way, self.dispatch if name.startswith("dispatch") else self.combine
+        if name == "dispatch_receive" or (name == "combine_send" and way in ("pull", "choices")):
+            plan = FLAGS_ONLY  # as on a GPU
+        if way == "fp8" and name.startswith("combine"):
+            args.pushers, args.strips = plan.pushers, plan.strips
+        if name.startswith("combine") and not name.endswith("receive") and way != "choices":
+            self._host(range(self._layout.outbox, self._layout.destinations), writes=True)
+        grid = (ctypes.c_uint32 * 3)(plan.workers, plan.chunks, plan.threads)
+        getattr(self.library, name + self._suffix)(ctypes.byref(args), grid)
+        if name in ("dispatch", "dispatch_receive"):
+            end = self._layout.returned or self._layout.stats or self._layout.outbox
+            self._host(range(self._layout.route, end))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _host(self, place: range, *, writes: bool = False) -> None:
+        """The experts between the two kernels: they read what came, and write what goes home."""
+        self.watch.host(self._rank, self._rank, place.start, len(place), writes=writes)
+
+
+def places(shape: Shape) -> dict[str, range]:
+    """The parts of a share by name."""
+    layout = Layout.of(shape)
+    flags = 8 * shape.ranks
+    ready = HEADER_BYTES + -(-flags // 128) * 128
+    found = {
+        "dispatched": range(HEADER_BYTES, HEADER_BYTES + flags),
+        "ready": range(ready, ready + flags),
+        "arrived": range(Header.arrived.offset, Header.arrived.offset + 4),
+        "failed": range(Header.failed.offset, Header.failed.offset + 4),
+        "refusing": range(Header.refusing.offset, Header.refusing.offset + 4),
+        "route": range(layout.route, layout.planes[0]),
+        "outbox": range(layout.outbox, layout.destinations),
+    }
+    if layout.returned:
+        size = shape.returned_rows * shape.returned_bytes
+        found["returned"] = range(layout.returned, layout.returned + size)
+    for i, (at, pitch) in enumerate(zip(layout.planes, layout.pitches, strict=True)):
+        found[f"plane {i}"] = range(at, at + shape.ranks * shape.tokens * pitch)
+    return found

@@ -1,0 +1,52 @@
+"""The kernels of a combine by FP8 compiled for a CPU, behind the entries' interface."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+from tests.emulator.emulate import build_library, emulated_tree
+from tests.grouping.emulate_groups import DOOR
+from weft.alltoall.args import CombineArgs
+from weft.alltoall.entry import Entries
+from weft.alltoall.plan import Plan
+from weft.shape import Shape
+
+CALLS = {
+    "combine": "combine<S, 0>",
+    "combine_send": "combine<S, 0, weft::Part::send>",
+    "combine_receive": "combine<S, 0, weft::Part::receive>",
+}
+
+
+def compile_combine(shape: Shape, folder: Path) -> Path:
+    """The shared library of combine and its halves."""
+    doors = "".join(DOOR.format(name=n, args="CombineArgs", call=c) for n, c in CALLS.items())
+    return build_library(
+        emulated_tree(folder),
+        "#include <weft/alltoall/combine.cuh>\n"
+        f"constexpr weft::Shape S = {shape.literal()};\n{doors}",
+    )
+
+
+class EmulatedCombine:
+    """The entries of an all-to-all, but for combine, whose kernels run in a given launch shape."""
+
+    def __init__(self, library: Path, entries: Entries) -> None:
+        self._library, self._entries = ctypes.CDLL(str(library)), entries
+        self.plan = Plan(3, 1, 32, 1, 1)
+
+    def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
+        """Run one operation to its end."""
+        if not isinstance(args, CombineArgs):
+            return self._entries.run(name, args, tokens)
+        p = self.plan
+        args.pushers, args.strips = p.pushers, p.strips
+        getattr(self._library, name)(
+            ctypes.byref(args), (ctypes.c_uint32 * 2)(p.workers, p.threads)
+        )
+        return None
+
+    def close(self) -> None:
+        """Give back the others."""
+        self._entries.close()

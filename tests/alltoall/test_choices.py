@@ -1,0 +1,98 @@
+"""Expert rows that come home one by one: their homes, and what the owner keeps to sum them by."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import weft
+from tests.groups import settle
+from tests.rounds import Round, bits
+from tests.sending import make, results
+from weft.errors import InvalidArgument, OutOfOrder
+from weft.grouping.api import Compactor, ExpertGroups
+
+KINDS = ["cpu", "threads", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def own_homes(group: weft.Group) -> None:
+    """What is refused where choices come home, and what a home is."""
+    case = Round(tokens=(4, 9), hidden=256, top_k=3)
+    x, ids, weights, add = case.of(group.rank, group.device)
+    y_shape = (group.size, 16, case.hidden)
+    with make(group, case, combine_by="choices", halves=False) as a2a:
+        for call in (a2a.output, lambda: Compactor(a2a)):
+            with pytest.raises(InvalidArgument, match="combine_by='choices'"):
+                call()
+        groups = ExpertGroups(a2a)
+        assert ExpertGroups.memory_bytes(a2a) == groups._rounds.buffers.bytes()
+        grouped = groups.gather(a2a.dispatch(x, ids, weights))
+        y = results(groups, grouped, 1, a2a.dtype)
+        with pytest.raises(InvalidArgument, match="scatter on an all-to-all with"):
+            groups.scatter(y)
+        for refused in (lambda: groups.send(y), groups.sent):
+            with pytest.raises(InvalidArgument, match="halves=True"):
+                refused()
+        with pytest.raises(InvalidArgument, match="goes to its home"):
+            a2a.combine(torch.zeros(y_shape, dtype=a2a.dtype, device=group.device))
+        home = grouped.home
+        assert home is not None
+        settle(group.device)
+        assert torch.equal(home != 0, grouped.slot >= 0)
+        used = home[home != 0]
+        assert used.unique().numel() == used.numel()
+        at, rows = a2a._workspace.site, a2a._geometry.shape.returned_rows
+        place = used - at.base - a2a._geometry.layout.returned
+        owner = torch.div(place, at.stride, rounding_mode="floor")
+        assert torch.equal(owner, grouped.slot[home != 0].long() // a2a.max_tokens)
+        within = (place - owner * at.stride) // (2 * case.hidden)
+        assert bool(((within >= 0) & (within < rows)).all())
+        a2a.combine()
+    with make(group, case, combine_by="push") as a2a:
+        groups = ExpertGroups(a2a)
+        grouped = groups.gather(a2a.dispatch(x, ids, weights))
+        assert grouped.home is None
+        with pytest.raises(InvalidArgument, match="no homes to store rows at"):
+            groups.sent()
+        groups.send(results(groups, grouped, 1, a2a.dtype))
+        a2a.combine_recv()
+    with make(group, case, combine_by="choices") as a2a:
+        groups = ExpertGroups(a2a)
+        a2a.dispatch(x, ids, weights)
+        with pytest.raises(OutOfOrder, match="sent without a gather"):
+            groups.sent()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_homes(ranks, kind):
+    ranks(2, kind)(own_homes)
+
+
+def changed(group: weft.Group) -> None:
+    """The caller's ids and weights may change once dispatch has read them."""
+    case = Round(tokens=(16, 9), hidden=256)
+    x, ids, weights, _ = case.of(group.rank, group.device)
+    outs = []
+    with make(group, case, combine_by="choices") as a2a:
+        groups = ExpertGroups(a2a)
+        for spoils in (False, True):
+            mine, scale = ids.clone(), weights.clone()
+            grouped = groups.gather(a2a.dispatch(x, mine, scale))
+            if spoils:
+                mine.fill_(-1)
+                scale.fill_(float("nan"))
+            groups.send(results(groups, grouped, 3, a2a.dtype))
+            outs.append(a2a.combine_recv())
+        # Fewer tokens than before: the device's own count says so, and the rest is zero.
+        count = torch.tensor([3], dtype=torch.int32, device=group.device)
+        grouped = groups.gather(a2a.dispatch(x, ids, weights, num_tokens=count))
+        groups.send(results(groups, grouped, 3, a2a.dtype))
+        few = a2a.combine_recv()
+    assert torch.equal(bits(outs[0]), bits(outs[1]))
+    assert bool(few[:3].any())
+    assert not bool(few[3:].any())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_choices_are_kept_from_dispatch(ranks, kind):
+    ranks(2, kind)(changed)

@@ -1,0 +1,81 @@
+"""Every kernel compiles for every architecture without a GPU; a refusal shows the entry."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+
+import pytest
+
+from tests.recorded import NVRTC, reads
+from weft.alltoall.layout import Layout
+from weft.alltoall.source import compile_cuda
+from weft.errors import CompileError
+from weft.shape import Shape
+
+pytestmark = reads(tools=(NVRTC,))
+
+SHAPES = {
+    "deepseek-v3": Shape(8, 2048, 8, 256, 7168, "bf16", (14336,)),
+    "fp8 out": Shape(8, 2048, 8, 256, 7168, "bf16", (7168, 224)),
+    "gpt-oss-120b": Shape(4, 512, 4, 128, 2880, "bf16", (5760,)),
+    "three ranks, odd rows": Shape(3, 33, 9, 18, 264, "fp16", (528, 20, 7)),
+    "pushed": Shape(8, 128, 8, 256, 7168, "bf16", (14336,), way="push"),
+    "fp8 both ways": Shape(8, 128, 8, 256, 7168, "bf16", (7168, 224), way="fp8", quant="fp8"),
+    "mxfp8 of fp32": Shape(8, 128, 8, 256, 7168, "fp32", (7168, 224), quant="mxfp8"),
+    "choices": Shape(8, 128, 8, 256, 7168, "bf16", (14336,), way="choices"),
+    "choices, odd": Shape(3, 33, 9, 18, 264, "fp16", (528, 20, 7), way="choices", stats=3),
+    "32 ranks, mapped": Shape(32, 16, 32, 61, 512, "fp32", (2048,), mapped=True),
+    "statistics, pulled": Shape(8, 2048, 8, 256, 7168, "bf16", (14336,), stats=256),
+    "statistics, pushed": Shape(8, 128, 8, 256, 7168, "bf16", (14336,), way="fp8", stats=7),
+}
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_kernels_compile_to_the_layout_that_python_expects(name, arch):
+    cubin = compile_cuda(SHAPES[name], 1, arch)
+    Layout.of(SHAPES[name]).verify(numbers_of(cubin, b"weft_layout"))
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_halves_and_few_sms_compile(arch):
+    shape = SHAPES["deepseek-v3"]
+    assert compile_cuda(shape, 3, arch, halves=True)
+    told = replace(shape, stats=256)
+    assert compile_cuda(told, 3, arch, halves=True)
+    assert compile_cuda(told, 3, arch, few=True)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 16])
+def test_rings_of_few_sms_fill_shared_memory(arch, ranks):
+    few = compile_cuda(replace(SHAPES["deepseek-v3"], ranks=ranks), 0, arch, few=True)
+    rows, pieces = numbers_of(few, b"weft_shared")
+    # A row less than 200 KiB for those in flight, then 24 bytes a stage.
+    assert 186 * 1024 <= rows <= 201 * 1024
+    assert (168 if ranks == 16 else 176) * 1024 <= pieces <= 201 * 1024
+
+
+def numbers_of(elf: bytes, symbol: bytes) -> tuple[int, ...]:
+    """The 64-bit numbers of an initialised array in an ELF file."""
+    (start,) = struct.unpack_from("<Q", elf, 40)
+    size, count = struct.unpack_from("<HH", elf, 58)
+    # Of each section: type, offset, bytes, and for a symbol table which section holds its names.
+    heads = [struct.unpack_from("<4xI16xQQI", elf, start + size * i) for i in range(count)]
+    _, table, length, names = next(h for h in heads if h[0] == 2)
+    for entry in range(table, table + length, 24):
+        name, section, value, extent = struct.unpack_from("<I2xHQQ", elf, entry)
+        if elf[heads[names][1] + name :].startswith(symbol + b"\0"):
+            return struct.unpack_from(f"<{extent // 8}Q", elf, heads[section][1] + value)
+    raise AssertionError(f"no symbol {symbol!r}")
+
+
+def test_kernels_compile_with_fault_points():
+    assert compile_cuda(SHAPES["deepseek-v3"], 0, "sm_90a", defines=("WEFT_FAULTS=1",))
+
+
+def test_a_compile_error_shows_the_generated_entry():
+    with pytest.raises(CompileError) as caught:
+        compile_cuda(SHAPES["deepseek-v3"], 0, "sm_90a", defines=("payload=",))
+    assert "__launch_bounds__" in str(caught.value)

@@ -1,0 +1,296 @@
+"""Compiled graphs around every public class have the bits of eager calls, and harm no group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.compiled import PATIENT, compiled, layers, low_rounds, rank_rounds, reduces, same
+from tests.moe.layers import CONFIGS, Case
+from tests.rounds import Round
+from tests.sums import Sum
+from weft.compat.flashinfer import (
+    AllReduceFusionPattern,
+    AllReduceFusionWorkspace,
+    allreduce_fusion,
+)
+from weft.errors import InvalidArgument, OutOfOrder
+from weft.runtime import library
+
+DYNAMIC: dict[str, Any] = {"backend": "aot_eager", "dynamic": True}
+PLAIN: dict[str, Any] = {"backend": "aot_eager"}
+INDUCTOR: dict[str, Any] = {"backend": "inductor"}
+
+
+@pytest.mark.timeout(600)
+def test_all_reduces(ranks):
+    ranks(2, "cpu")(reduces, DYNAMIC, ("none", "static", "ue8m0"), timeout=550.0)
+
+
+@pytest.mark.timeout(600)
+def test_all_to_alls(ranks):
+    ranks(2, "cpu")(exchanges, DYNAMIC, timeout=550.0)
+
+
+def exchanges(group: weft.Group, options: dict[str, Any]) -> None:
+    rank_rounds(group, options)
+    low_rounds(group, options, ("fp8", "lean"))
+
+
+@pytest.mark.timeout(600)
+def test_layers(ranks):
+    ranks(2, "cpu")(both_layers, timeout=550.0)
+
+
+def both_layers(group: weft.Group) -> None:
+    layers(group, DYNAMIC, {"overlap": "none"})
+    layers(group, PLAIN, {"exchange": "expert", "overlap": "shared"})
+
+
+# Of the compiler that moves, fuses and reuses memory one graph of each: its C++ takes long.
+ONCE = ((5, 3),)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("body", ["reduces_by_inductor", "exchanges_by_inductor"])
+def test_inductor(ranks, body):
+    ranks(2, "cpu")(globals()[body], timeout=850.0)
+
+
+def reduces_by_inductor(group: weft.Group) -> None:
+    reduces(group, INDUCTOR, ("ue8m0",), sizes=(5,))
+
+
+def exchanges_by_inductor(group: weft.Group) -> None:
+    rank_rounds(group, INDUCTOR, ONCE)
+    low_rounds(group, INDUCTOR, ("plain",), ONCE)
+    layers(group, INDUCTOR, {"overlap": "shared"}, ONCE)
+
+
+SIZES: dict[str, Any] = {"max_tokens": 8, "top_k": 3, "num_experts": 8, "hidden": 128}
+
+
+def wrong(group: weft.Group) -> None:
+    """A refusal is weft's own, while tracing in the compiler's words; the group goes on."""
+    case = Sum(4, 256)
+    with weft.AllReduce(group, max_tokens=8, hidden=256, **PATIENT) as ar:
+        x = case.rows(group.rank, group.device)
+
+        def body(x: torch.Tensor, **given: Any) -> torch.Tensor:
+            out = ar.fused(x, **given).out
+            assert out is not None
+            return out * 2
+
+        traced = torch.compile(body, backend="aot_eager", fullgraph=True, dynamic=False)
+        wanted = body(x)
+        refused: list[tuple[torch.Tensor, dict[str, Any], str]] = [
+            (x.float(), {}, "InvalidArgument.*x has dtype torch.float32"),
+            (x[:, :128].contiguous(), {}, r"InvalidArgument.*x has shape \[4, 128\]"),
+            (x.repeat(3, 1), {}, "TokenOverflow.*12 tokens in one call"),
+            (x, {"residual_out": True}, "InvalidArgument.*residual_out without residual"),
+            (x, {"out": "yes"}, "InvalidArgument.*out is 'yes'"),
+        ]
+        for given, more, words in refused:
+            with pytest.raises(Exception, match=words):
+                traced(given, **more)
+        same((traced(x),), (wanted,))
+        # What only a run can see comes as itself.
+        shifted = torch.empty(4 * 256 + 1, dtype=x.dtype)[1:].view(4, 256).copy_(x)
+        with pytest.raises(InvalidArgument, match="x starts at address"):
+            traced(shifted)
+        with pytest.raises(InvalidArgument, match="backend is 'fast'"):
+            traced(x, backend="fast")
+        same((traced(x),), (wanted,))
+        ar.check()
+    with pytest.raises(OutOfOrder, match="was closed"):
+        traced(x)
+
+
+def halves(group: weft.Group) -> None:
+    """Halves are refused inside a graph, and served where a graph may break."""
+    case = Round((5, 3), top_k=3, experts=8, hidden=128)
+    x, ids, weights, _ = case.of(group.rank, group.device)
+    with weft.AllToAll(group, **SIZES, halves=True, **PATIENT) as a2a:
+
+        def body(x: torch.Tensor) -> torch.Tensor:
+            a2a.dispatch_send(x * 2, ids, weights)
+            received = a2a.dispatch_recv()
+            return a2a.combine(received.x) + 1
+
+        wanted = body(x)
+        with pytest.raises(Exception, match="InvalidArgument.*dispatch_send under torch.compile"):
+            compiled(body, PLAIN)(x)
+        torch._dynamo.reset()
+        same((torch.compile(body, backend="aot_eager")(x),), (wanted,))
+        a2a.check()
+    with weft.LowLatencyAllToAll(group, halves=True, **SIZES, **PATIENT) as low:
+        for name in ("dispatch_recv", "combine_recv"):
+            with pytest.raises(Exception, match=f"InvalidArgument.*{name} under torch.compile"):
+                compiled(lambda: getattr(low, name)(), PLAIN)()  # noqa: B023
+    homes: dict[str, Any] = {"slots": 1, "combine_by": "choices"}
+    with weft.LowLatencyAllToAll(group, **SIZES, **homes, **PATIENT) as low:
+        with pytest.raises(Exception, match="InvalidArgument.*with combine_by='choices'"):
+            compiled(lambda x: low.dispatch(x, ids).counts, PLAIN)(x)
+        assert not low.history()
+
+
+def handed_over(group: weft.Group) -> None:
+    """A dispatch in one graph, its combine in another, in eager code, or the other way round."""
+    case = Round((5, 3), top_k=3, experts=8, hidden=128)
+    x, ids, weights, _ = case.of(group.rank, group.device)
+    with weft.LowLatencyAllToAll(group, 8, 128, 3, 8, None, **PATIENT) as low:
+
+        def dispatch(x: torch.Tensor) -> Any:
+            return low.dispatch(x, ids, weights)
+
+        def combine(y: torch.Tensor, handle: Any) -> Any:
+            return low.combine(y, ids, weights, handle)
+
+        rows = dispatch(x)
+        wanted = combine(rows.x, rows.handle)
+        for one in (dispatch, compiled(dispatch, PLAIN)):
+            for other in (combine, torch.compile(combine, backend="aot_eager", fullgraph=True)):
+                rows = one(x)
+                same((other(rows.x.clone(), rows.handle),), (wanted,))
+                with pytest.raises(OutOfOrder, match="not alive"):
+                    other(rows.x.clone(), rows.handle)
+
+        def fails(x: torch.Tensor, bad: torch.Tensor) -> torch.Tensor:
+            rows = low.dispatch(x, ids, weights)
+            return low.combine(rows.x, ids, weights, rows.handle, add=bad)
+
+        traced = compiled(fails, PLAIN)
+        good = torch.zeros_like(x)
+        shifted = torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view_as(x)
+        for _ in range(3):  # more often than there are slots
+            with pytest.raises(InvalidArgument, match="add starts at address"):
+                traced(x, shifted)
+        same((traced(x, good),), (wanted,))
+        low.check()
+
+
+def fusions(group: weft.Group) -> None:
+    """The calls of another project's name compile because those underneath do."""
+    case = Sum(5, 256)
+    x, (residual, weight) = case.rows(group.rank, group.device), case.shared(group.device)
+    reduce = weft.AllReduce(group, max_tokens=8, hidden=256, **PATIENT)
+    workspace = AllReduceFusionWorkspace(reduce, group, max_tokens=8, owns=False)
+    pattern = AllReduceFusionPattern.kARResidualRMSNormOutDynamicFP8Quant
+
+    def body(x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        kept, quant = residual.clone(), torch.empty(x.shape, dtype=torch.float8_e4m3fn)
+        more: dict[str, Any] = {"residual_out": kept, "quant_out": quant}
+        norm = allreduce_fusion(
+            x * 2, workspace, pattern, residual_in=kept, rms_gamma=weight, **more
+        )
+        plain = allreduce_fusion(norm, workspace, AllReduceFusionPattern.kAllReduce)
+        return norm, kept + 1, quant, plain * 2
+
+    same(compiled(body, PLAIN)(x), body(x))
+    workspace.destroy()
+
+
+def closed(group: weft.Group) -> None:
+    """What calls a closed object says so: a graph that was compiled before by itself."""
+    case = Round((5, 3), top_k=3, experts=8, hidden=128)
+    x, ids, weights, _ = case.of(group.rank, group.device)
+    deepseek = Case(CONFIGS["deepseek"], tokens=(5, 3))
+    logits = deepseek.of(group.rank, group.device)[1]
+
+    def by_rank(a2a: Any) -> Any:
+        return a2a.combine(a2a.dispatch(x, ids, weights).x)
+
+    def by_expert(low: Any) -> Any:
+        rows = low.dispatch(x, ids, weights)
+        return low.combine(rows.x, ids, weights, rows.handle)
+
+    def layer(moe: Any) -> Any:
+        return moe(x, logits)
+
+    for body, owner in (
+        (by_rank, weft.AllToAll(group, **SIZES, **PATIENT)),
+        (by_expert, weft.LowLatencyAllToAll(group, 8, 128, 3, 8, None, **PATIENT)),
+        (layer, deepseek.open(group, overlap="none", **PATIENT)),
+    ):
+        traced = compiled(body, PLAIN)
+        same((traced(owner),), (body(owner),))
+        group.barrier()
+        owner.close()
+        with pytest.raises(OutOfOrder, match="was closed"):
+            traced(owner)
+        with pytest.raises(Exception, match="OutOfOrder.*was closed"):
+            compiled(body, PLAIN)(owner)
+
+
+def while_others_compile(group: weft.Group) -> None:
+    """torch.compiler.is_compiling() is true in all threads while one compiles; calls stay eager."""
+    case = Round((5, 3), top_k=3, experts=8, hidden=128)
+    x, ids, weights, _ = case.of(group.rank, group.device)
+    with weft.AllToAll(group, **SIZES, **PATIENT) as a2a:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.compiler, "_is_compiling_flag", True)
+            assert torch.compiler.is_compiling()
+            received = a2a.dispatch(x, ids, weights)
+            assert received.x.data_ptr() == a2a._workspace.received.x.data_ptr()
+            a2a.combine(received.x)
+        a2a.check()
+
+
+def refusals_and_mixtures(group: weft.Group) -> None:
+    wrong(group)
+    halves(group)
+    handed_over(group)
+    fusions(group)
+    closed(group)
+    while_others_compile(group)
+
+
+@pytest.mark.timeout(600)
+def test_refusals_and_mixtures(ranks):
+    ranks(2, "cpu")(refusals_and_mixtures, timeout=550.0)
+
+
+def ordered(group: weft.Group) -> None:
+    """Calls of different objects share one order, and none is kept alive by its number."""
+    with weft.AllReduce(group, max_tokens=8, hidden=256) as ar:
+        a2a = weft.AllToAll(group, **SIZES)
+        low = weft.LowLatencyAllToAll(group, 8, 128, 3, 8)
+        assert ar._order is a2a._order is low._order
+        handles = [owner._handle for owner in (ar, a2a, low)]
+        assert all(handle in library._live for handle in handles)
+        a2a.close()
+        assert handles[1] not in library._live
+        low._rounds.close()  # not closed itself, only dropped
+        del low
+        assert handles[2] not in library._live
+    assert not any(handle in library._live for handle in handles)
+
+
+def test_objects_share_an_order_and_die_alone(ranks):
+    ranks(2, "threads")(ordered)
+
+
+def test_static_tensors_are_marked_as_torch_marks_them():
+    ours, theirs = torch.zeros(1), torch.zeros(1)
+    library.mark_static(ours)
+    torch._dynamo.mark_static_address(theirs, guard=False)
+    assert vars(ours) == vars(theirs) != {}
+
+
+def test_fake_tensors_are_refused_outside_of_a_compiler(ranks):
+    ranks(1, "threads")(faked)
+
+
+def faked(group: weft.Group) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with weft.AllToAll(group, **SIZES) as a2a, FakeTensorMode():
+        with pytest.raises(InvalidArgument, match="is a FakeTensor"):
+            a2a.dispatch(
+                torch.zeros(2, 128, dtype=torch.bfloat16), torch.zeros(2, 3, dtype=torch.int32)
+            )
+        assert not a2a.history()

@@ -1,0 +1,150 @@
+"""The kernels of a combine by FP8 on a CPU give the reference's bits in every launch shape.
+
+Whether a GPU orders memory as they need is for the tests with the gpu marker.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import weft
+from tests.alltoall.emulate_combine import EmulatedCombine, compile_combine
+from tests.alltoall.test_ways import one_round, strange_rows
+from tests.patience import hurry
+from tests.recorded import reads
+from tests.rounds import Round
+from weft.alltoall.plan import Plan
+from weft.errors import PeerTimeout
+
+pytestmark = reads("tests/emulator/*.hpp")
+
+# 1152 columns are two strips and a quarter, 4608 are nine.
+CASES = {
+    "bf16": Round(tokens=(7, 0, 16), hidden=1152, top_k=3, experts=9, add=True),
+    "fp32": Round(tokens=(3, 5, 2), hidden=640, dtype=torch.float32, router="holes"),
+    "fp16": Round(tokens=(4, 1, 3), hidden=4608, dtype=torch.float16, router="perfect", add=True),
+    "ten ranks": Round(tokens=(2, 3) * 5, hidden=128, top_k=10, experts=10, router="perfect"),
+}
+# herald + pushers + those that sum, threads, strips at once.
+PLANS = (
+    Plan(3, 1, 64, 1, 1),
+    Plan(6, 1, 32, 3, 2),
+    Plan(4, 1, 96, 2, 8),
+    Plan(20, 1, 64, 12, 4),
+)
+
+
+def make(group: weft.Group, case: Round) -> weft.AllToAll:
+    return weft.AllToAll(
+        group,
+        max_tokens=16,
+        top_k=case.top_k,
+        num_experts=case.experts,
+        hidden=case.hidden,
+        dtype=case.dtype,
+        combine_by="fp8",
+        halves=True,
+        timeout=600.0,
+        first_timeout=600.0,
+    )
+
+
+def emulate(a2a: weft.AllToAll, folder: str) -> EmulatedCombine:
+    """Let this rank's combine run as kernels; rank 0 compiles them for all."""
+    library = Path(folder) / "kernels.so"
+    if a2a.rank == 0:
+        library = compile_combine(a2a._geometry.shape, Path(folder))
+    a2a.group.barrier()
+    entries = EmulatedCombine(library, a2a._rounds._entries)
+    a2a._rounds._entries = entries
+    return entries
+
+
+def blank(a2a: weft.AllToAll) -> bool:
+    """Is every word of every place absent, as the next round must find it?"""
+    shape = a2a._geometry.shape
+    size = (shape.returned_rows * shape.returned_bytes,)
+    places = a2a._workspace.heap.tensor(size, torch.uint8, offset=a2a._geometry.layout.returned)
+    return bool((places == 0xFF).all())
+
+
+def every_shape(group: weft.Group, case: Round, folder: str, mixed: bool) -> None:
+    with make(group, case) as a2a:
+        # In a mixed group odd ranks run the CPU's own protocol: it is the same.
+        entries = None
+        if mixed and group.rank % 2:
+            group.barrier()
+        else:
+            entries = emulate(a2a, folder)
+        for seed, plan in enumerate(PLANS):
+            if entries:
+                entries.plan = plan
+            turn = case.next(seed=seed, tokens=case.tokens[seed:] + case.tokens[:seed])
+            one_round(a2a, turn, "fp8", halves=bool(seed % 2))
+            group.barrier()
+            assert blank(a2a)
+            group.barrier()
+        a2a.check()
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_every_launch_shape_has_the_bits_of_the_reference(ranks, tmp_path, name, mixed):
+    case = CASES[name]
+    ranks(len(case.tokens), "threads")(every_shape, case, str(tmp_path), mixed)
+
+
+def strange(group: weft.Group, folder: str) -> None:
+    case = Round(tokens=(16, 16), hidden=640, top_k=2, experts=4)
+    with make(group, case) as a2a:
+        emulate(a2a, folder).plan = PLANS[1]
+        x = strange_rows(640).bfloat16()
+        ids = torch.tensor([[0, 2]], dtype=torch.int32).repeat(16, 1)
+        for _ in range(2):
+            received = a2a.dispatch(x, ids)
+            a2a.output().copy_(weft.reference.identity_experts(received, a2a.dtype))
+            out = a2a.combine()
+            wanted = weft.reference.identity_round_trip(
+                x, ids, None, a2a.placement, ranks=2, combine_by="fp8"
+            )
+            assert torch.equal(out.isnan(), wanted.isnan())
+            assert torch.equal(out.nan_to_num(7.0), wanted.nan_to_num(7.0))
+            group.barrier()
+            assert blank(a2a)
+            group.barrier()
+
+
+def test_rows_of_zeros_and_of_no_numbers_look_like_no_blank(ranks, tmp_path):
+    ranks(2, "threads")(strange, str(tmp_path))
+
+
+def absent(group: weft.Group, folder: str) -> str:
+    """Rank 1 stays away from the second combine: rows are missing, and news of its inbox."""
+    case = CASES["bf16"].next(tokens=(4, 4, 4))
+    with make(group, case) as a2a:
+        emulate(a2a, folder).plan = PLANS[1]
+        one_round(a2a, case, "fp8", halves=False)
+        hurry(a2a._watched, 4.0)
+        group.barrier()
+        x, ids, weights, _ = case.of(group.rank, group.device)
+        a2a.dispatch(x, ids, weights)
+        said = ""
+        if group.rank != 1:
+            with pytest.raises(PeerTimeout) as caught:
+                a2a.combine()
+            said = str(caught.value)
+            with pytest.raises(PeerTimeout):
+                a2a.dispatch(x, ids, weights)
+        group.barrier()
+        return said
+
+
+def test_a_combine_ends_when_rows_do_not_come(ranks, tmp_path):
+    said = ranks(3, "threads")(absent, str(tmp_path))
+    for rank in (0, 2):
+        seen = f"rank {rank}, combine: rank 1 did not publish epoch 2"
+        told = f"rank {rank}, combine: rank {2 - rank} waited in vain for rank 1"
+        assert seen in said[rank] or told in said[rank], said[rank]

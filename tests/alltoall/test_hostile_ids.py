@@ -1,0 +1,201 @@
+"""Ids that name no expert, in every call that takes ids: dropped, reported, and nobody's bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import weft
+from tests.rounds import bits
+from weft.compat import deep_ep, triton_dist
+from weft.errors import BadExpertId, TokenOverflow
+from weft.lowlatency import reference as meaning
+from weft.moe import Expert, ExpertWeights, Routing, route
+
+KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
+EXPERTS, TOP_K, HIDDEN, TOKENS = 10, 4, 128, 24
+EXTREMES = (
+    *(-(2**63), -(2**63) + 1, -(2**32), -(2**31) - 1, -(2**31), -(2**16), -2, -1),
+    *(EXPERTS, EXPERTS + 1, 2**16, 2**24, 2**31 - 1, 2**31, 2**32, 2**32 + 1, 2**63 - 1),
+)
+MARK = 0xA5  # where nobody may write
+
+
+def wild(seed: int, *, wide: bool) -> torch.Tensor:
+    """Ids of which a third are extremes; int64, or int32 with those that it can say."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, EXPERTS, (TOKENS, TOP_K), generator=generator)
+    limits = torch.iinfo(torch.int64 if wide else torch.int32)
+    extremes = torch.tensor([e for e in EXTREMES if limits.min <= e <= limits.max])
+    pick = torch.randint(0, len(extremes), ids.shape, generator=generator)
+    ids = torch.where(torch.rand(ids.shape, generator=generator) < 0.3, extremes[pick], ids)
+    return ids if wide else ids.int()
+
+
+def tokens(seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn((TOKENS, HIDDEN), generator=generator).bfloat16()
+
+
+def settle(group: weft.Group) -> None:
+    if group.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def low_latency(group: weft.Group, rounds: int, options: dict[str, object]) -> None:
+    sizes = {"max_tokens": TOKENS, "hidden": HIDDEN, "top_k": TOP_K, "num_experts": EXPERTS}
+    with weft.LowLatencyAllToAll(group, **sizes, quant=None, **options) as a2a:  # type: ignore[arg-type]
+        for number in range(rounds):
+            wide = number % 2 == 0
+            seeds = [1000 * number + rank for rank in range(group.size)]
+            ids = wild(seeds[group.rank], wide=wide).to(group.device)
+            x = tokens(seeds[group.rank]).to(group.device)
+            slot = a2a._rounds.slots[number % len(a2a._rounds.slots)]
+            slot.x.view(torch.uint8).fill_(MARK)
+            settle(group)
+            group.barrier()
+            got = a2a.dispatch(x, ids)
+            settle(group)
+            want = meaning.dispatch(
+                [tokens(seed) for seed in seeds],
+                [wild(seed, wide=wide) for seed in seeds],
+                a2a.placement,
+                rank=group.rank,
+                max_tokens=TOKENS,
+                quant=None,
+            )
+            assert torch.equal(got.counts.cpu(), want.counts)
+            assert torch.equal(got.ranges.cpu(), want.ranges)
+            for expert, count in enumerate(want.counts.tolist()):
+                rows = got.x[expert].cpu()
+                assert torch.equal(bits(rows[:count]), bits(want.x[expert, :count]))
+                assert bool((rows[count:].view(torch.uint8) == MARK).all())
+                assert torch.equal(got.source[expert, :count].cpu(), want.source[expert, :count])
+            out = a2a.combine(torch.ones_like(got.x), ids, None, got.handle)
+            settle(group)
+            served = (meaning.choices(ids.cpu(), EXPERTS) >= 0).sum(dim=1)
+            assert torch.equal(out.cpu().float(), served[:, None].expand(-1, HIDDEN).float())
+            with pytest.raises(BadExpertId):
+                a2a.check()
+            group.barrier()
+
+
+@pytest.mark.parametrize("options", [{}, {"halves": True, "reduce": "sender"}], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_wild_ids_of_low_latency_touch_nothing(ranks, kind, options):
+    ranks(2, kind)(low_latency, 24, options)
+
+
+def repeats(group: weft.Group) -> tuple[str, str]:
+    """What each operator makes of an id that stands twice in a row, and what it says of it."""
+    x, d = tokens(group.rank)[:1].to(group.device), group.device
+    ids = torch.tensor([[5, 9, 5, 2]], dtype=torch.int32, device=d)
+    sizes = {"max_tokens": 4, "top_k": TOP_K, "num_experts": EXPERTS, "hidden": HIDDEN}
+    said = []
+    with weft.AllToAll(group, **sizes) as a2a:
+        received = a2a.dispatch(x, ids)
+        settle(group)
+        mine = received.ids[group.rank, 0].tolist()
+        here = [e in a2a.local_experts for e in ids[0].tolist()]
+        assert [i >= 0 for i in mine] == here  # both as they stand
+        a2a.combine()
+        settle(group)
+        with pytest.raises(BadExpertId) as caught:
+            a2a.check()
+        said.append(str(caught.value))
+    with weft.LowLatencyAllToAll(group, **sizes, quant=None) as low:
+        got = low.dispatch(x, ids)
+        settle(group)
+        counts = dict(zip(low.local_experts, got.counts.tolist(), strict=True))
+        assert all(counts.get(e, group.size) == group.size for e in (5, 9, 2))  # once a rank
+        out = low.combine(torch.ones_like(got.x), ids, None, got.handle)
+        settle(group)
+        assert out[0].tolist() == [3.0] * HIDDEN
+        with pytest.raises(BadExpertId) as caught:
+            low.check()
+        said.append(str(caught.value))
+    return said[0], said[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_said_of_repeated_ids_is_what_happened(ranks, kind):
+    for rank, (plain, low) in enumerate(ranks(2, kind)(repeats)):
+        for text in (plain, low):
+            assert f"rank {rank}: topk_ids[0, 2] repeats expert 5 of the same row" in text
+        assert "Both were delivered as they stand" in plain
+        assert "It was dropped, and its first place in the row served" in low
+
+
+def other_names(group: weft.Group) -> None:
+    """The same ids through other projects' calls."""
+    ones = torch.ones((TOKENS, TOP_K), device=group.device)
+    buffer = deep_ep.Buffer(group, low_latency_mode=True)
+    layer = triton_dist.EPLowLatencyAllToAllLayer(
+        *(TOKENS, HIDDEN, TOP_K, True, group.rank, EXPERTS, group.size, group.size), group=group
+    )
+    for number in range(4):
+        ids = wild(100 * number + group.rank, wide=True).to(group.device)
+        x = tokens(group.rank).to(group.device)
+        served = (meaning.choices(ids.cpu(), EXPERTS) >= 0).sum(dim=1)
+        want = served[:, None].expand(-1, HIDDEN).float()
+        numbers, _, handle, _, _ = buffer.low_latency_dispatch(
+            x, ids, TOKENS, EXPERTS, use_fp8=False
+        )
+        assert isinstance(numbers, torch.Tensor)
+        out = buffer.low_latency_combine(torch.ones_like(numbers), ids, ones, handle)[0]
+        rows, _, _, meta = layer.dispatch(x, None, ids)
+        y = torch.ones(rows.shape, dtype=x.dtype, device=x.device)
+        again = layer.combine(y, ids, ones, meta)
+        settle(group)
+        assert torch.equal(out.cpu().float(), want)
+        assert torch.equal(again.cpu().float(), want)
+        for each in (buffer, layer):
+            with pytest.raises(BadExpertId):
+                each.check()
+    group.barrier()
+    buffer.destroy()
+    layer.finalize()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_wild_ids_of_other_projects_calls_touch_nothing(ranks, kind):
+    ranks(2, kind)(other_names)
+
+
+def padded_layers(group: weft.Group, exchange: str) -> None:
+    """Counts on the device that no batch has; a router's ids are its own, whatever the logits."""
+    config = weft.MoEConfig(HIDDEN, 64, Routing(EXPERTS, TOP_K))
+    device = group.device
+
+    def mine(local: tuple[int, ...]) -> ExpertWeights:
+        return ExpertWeights.stack(config, [Expert.seeded(config, e) for e in local], device)
+
+    x = tokens(group.rank).to(device)
+    logits = torch.randn((TOKENS, EXPERTS), generator=torch.Generator().manual_seed(5)).to(device)
+    options = {"exchange": exchange, "overlap": "none", "gemm": "padded"}
+    with weft.MoE(group, config, mine, max_tokens=TOKENS, **options) as layer:  # type: ignore[arg-type]
+        before = layer(x, logits)
+        for count, rows in ((-(2**31), 0), (-1, 0), (TOKENS + 1, TOKENS), (2**31 - 1, TOKENS)):
+            number = torch.tensor([count], dtype=torch.int32, device=device)
+            out = layer(x, logits, num_tokens=number)
+            settle(group)
+            assert torch.equal(bits(out[:rows]), bits(before[:rows]))
+            assert not out[rows:].any()
+            if exchange == "rank":
+                with pytest.raises(TokenOverflow, match=f"num_tokens on the device is {count}; "):
+                    layer.check()
+        odd = logits.clone()
+        odd[0], odd[1], odd[2] = float("nan"), float("inf"), -float("inf")
+        ids, _ = route(config.routing, odd)
+        assert bool(((ids >= 0) & (ids < EXPERTS)).all())
+        layer(x, odd)
+        settle(group)
+        layer.check()
+        assert torch.equal(bits(layer(x, logits)), bits(before))
+        group.barrier()
+
+
+@pytest.mark.parametrize("exchange", ["rank", "expert"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_wild_counts_of_layers_touch_nothing(ranks, kind, exchange):
+    ranks(2, kind)(padded_layers, exchange)

@@ -1,0 +1,146 @@
+"""Layout, placement, plan and capacity: the small parts, with properties instead of examples."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import weft
+from weft.alltoall.layout import Layout
+from weft.alltoall.plan import MOST_STRIPS, STRIP, plan_combine, plan_dispatch, plan_home, plan_sums
+from weft.alltoall.source import cpu_source
+from weft.errors import InvalidArgument, LayoutMismatch
+from weft.jit import compile_shared
+from weft.placement import Placement
+from weft.shape import Shape
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(1, 1, 1, 1, 8, "bf16", (16,)),
+        Shape(4, 33, 6, 18, 264, "fp16", (528, 20, 7)),
+        Shape(8, 5, 32, 61, 4, "fp32", (1, 2, 3, 4, 5, 6, 7, 8), mapped=True),
+        Shape(32, 3, 9, 32, 16, "bf16", (32,)),
+        Shape(32, 32, 9, 32, 16, "bf16", (32,), stats=7),
+        Shape(3, 5, 2, 9, 256, "bf16", (512, 4), way="fp8", stats=64),
+        Shape(2, 5, 2, 9, 256, "bf16", (512,), way="push", stats=1),
+        Shape(2, 32, 2, 9, 256, "bf16", (512,), way="choices"),
+        Shape(3, 33, 9, 18, 264, "fp16", (528, 20, 7), way="choices", stats=3),
+    ],
+)
+def test_python_and_cpp_agree_on_the_layout(shape):
+    layout = Layout.of(shape)
+    library = compile_shared(cpu_source(shape), name="layout")
+    exported = list((ctypes.c_uint64 * len(layout.expected())).in_dll(library, "weft_layout"))
+    layout.verify(exported)
+    for place in range(len(exported)):
+        wrong = [n + (i == place) for i, n in enumerate(exported)]
+        with pytest.raises(LayoutMismatch, match=str(wrong[place])):
+            layout.verify(wrong)
+    with pytest.raises(LayoutMismatch):
+        layout.verify(exported[:-1])
+
+
+@given(experts=st.integers(1, 400), ranks=st.integers(1, 32))
+def test_blocks_cover_every_expert_once_and_evenly(experts, ranks):
+    placement = Placement.blocks(experts, ranks)
+    owned = [placement.experts_of(r) for r in range(ranks)]
+    assert [e for block in owned for e in block] == list(range(experts))
+    assert max(map(len, owned)) - min(map(len, owned)) <= 1
+    for rank, block in enumerate(owned):
+        assert [placement.local[e] for e in block] == list(range(len(block)))
+        assert all(placement.ranks[e] == rank for e in block)
+
+
+@given(owners=st.lists(st.integers(0, 7), min_size=1, max_size=64))
+def test_a_map_counts_local_ids_in_global_order(owners):
+    placement = Placement.mapped(owners, len(owners), 8)
+    table = placement.table(torch.device("cpu")).tolist()
+    for expert, owner in enumerate(owners):
+        assert table[expert] >> 16 == owner
+        assert placement.experts_of(owner)[table[expert] & 0xFFFF] == expert
+
+
+@pytest.mark.parametrize("plan", [plan_dispatch, plan_combine])
+@given(tokens=st.integers(0, 5000), vectors=st.integers(1, 4000), sms=st.integers(1, 160))
+def test_a_plan_covers_every_row_and_stays_resident(plan, tokens, vectors, sms):
+    p = plan(tokens, vectors, sms=sms, per_sm=lambda threads: 1024 // threads)
+    assert p.threads % 32 == 0
+    assert 64 <= p.threads <= 512
+    assert p.chunks * p.threads >= vectors  # none of these rows is beyond a grid
+    assert 1 <= p.workers <= max(tokens, 1)
+    if p.workers > 1:
+        assert p.workers * p.chunks <= sms * (1024 // p.threads)
+
+
+@given(
+    tokens=st.integers(0, 5000),
+    slots=st.integers(1, 40000),
+    blocks=st.integers(1, 200),
+    sms=st.integers(1, 160),
+    fit=st.integers(1, 8),
+    whole=st.booleans(),
+)
+def test_a_plan_of_a_combine_by_fp8_has_room_for_all(tokens, slots, blocks, sms, fit, whole):
+    hidden = 128 * blocks
+    strips = -(-hidden // STRIP)
+    p = plan_home(tokens, slots, hidden, sms=sms, per_sm=lambda _: fit, whole=whole)
+    takers = p.workers - 1 - p.pushers
+    assert p.pushers >= 1
+    assert takers >= 1 or tokens == 0
+    assert p.workers <= max(3, sms * fit)
+    assert 1 <= p.strips <= min(MOST_STRIPS, strips)
+    legs = -(-strips // p.strips)
+    assert legs * p.strips - strips < p.strips  # none is empty
+    # As much of a row at a time as leaves each warp some, and no more.
+    assert p.strips == 1 or slots * strips >= p.pushers * (p.threads // 32) * p.strips
+    only = plan_sums(tokens, hidden, sms=sms, per_sm=lambda _: fit)
+    assert only.pushers == 0
+    assert 1 + (tokens > 0) <= only.workers <= 1 + sms * fit
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ranks", "whole", "pushers"),
+    [
+        (128, 4, True, 3 * 132 - 1),
+        (471, 4, True, 3 * 132 - 1),
+        (472, 4, True, 2 * 132 - 1),
+        (512, 4, True, 2 * 132 - 1),
+        (235, 8, True, 3 * 132 - 1),
+        (236, 8, True, 2 * 132 - 1),
+        (512, 4, False, 3 * 132 - 1),
+    ],
+)
+def test_with_many_rows_home_an_sm_has_one_pushing_cta_less(tokens, ranks, whole, pushers):
+    rows = tokens * ranks
+    p = plan_home(tokens, rows, 7168, sms=132, per_sm=lambda _: 4, whole=whole)
+    assert (p.pushers, p.workers - 1 - p.pushers) == (pushers, 132)
+    half = plan_home(0, rows, 7168, sms=132, per_sm=lambda _: 4, whole=whole)
+    assert (half.pushers, half.workers) == (4 * 132 - 1, 4 * 132)
+
+
+def test_rows_beyond_a_grid_are_taken_in_turn():
+    p = plan_dispatch(4, 3 << 24, sms=132, per_sm=lambda threads: 1024 // threads)
+    assert p.chunks <= 65535
+
+
+def test_capacity_follows_the_larger_of_prefill_and_decode():
+    size = weft.tokens_per_rank
+    assert size(max_running_requests=256, prefill_tokens=2048) == 2048
+    assert size(max_running_requests=256, prefill_tokens=0, data_parallel=8) == 32
+    assert size(max_running_requests=250, prefill_tokens=0, data_parallel=8) == 32
+    assert size(max_running_requests=64, prefill_tokens=0, speculative_tokens=3) == 256
+    assert size(max_running_requests=8, prefill_tokens=0, graph_batch_size=160) == 160
+    assert size(max_running_requests=8, prefill_tokens=4096, tensor_parallel=4) == 1024
+    with pytest.raises(InvalidArgument, match="data_parallel is 0"):
+        size(max_running_requests=8, prefill_tokens=1, data_parallel=0)
+
+
+def test_descriptors_differ_between_geometries():
+    shapes = [Shape(4, 8, k, 64, 64, "bf16", (128,)) for k in range(1, 33)]
+    assert len({s.descriptor for s in shapes}) > 24

@@ -1,0 +1,231 @@
+"""Bad input: refused in words, harmless to everybody's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.rounds import Round, bits, play
+from weft.errors import (
+    BadExpertId,
+    GeometryMismatch,
+    InvalidArgument,
+    OutOfOrder,
+    TokenOverflow,
+)
+
+KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SIZES: dict[str, Any] = {"max_tokens": 8, "top_k": 2, "num_experts": 4, "hidden": 16}
+
+
+def refused(error: type[Exception], call: Callable[[], object], *words: str) -> None:
+    with pytest.raises(error) as caught:
+        call()
+    for word in words:
+        assert word in str(caught.value), f"{word!r} is not in {caught.value}"
+
+
+def host_checks(group: weft.Group) -> None:
+    d = group.device
+    x = torch.zeros((3, 16), dtype=torch.bfloat16, device=d)
+    ids = torch.tensor([[0, 1], [2, 3], [1, -1]], dtype=torch.int32, device=d)
+    w = torch.ones((3, 2), device=d)
+    with weft.AllToAll(group, **SIZES) as a2a:
+        send = a2a.dispatch
+        refused(InvalidArgument, lambda: send(x.float(), ids), "float32", "bfloat16")
+        refused(InvalidArgument, lambda: send(x[:, :8].contiguous(), ids), "[3, 8]", "[3, 16]")
+        refused(InvalidArgument, lambda: send(x.t().contiguous().t(), ids), "strides", "contiguous")
+        refused(InvalidArgument, lambda: send(x, ids.short()), "int16", "int64")
+        refused(InvalidArgument, lambda: send(x, ids[:, :1].contiguous()), "[3, 1]", "2")
+        refused(InvalidArgument, lambda: send(x, ids, w.bfloat16()), "topk_weights", "float32")
+        refused(InvalidArgument, lambda: send(x[:2], ids), "[2, 16]", "[3, 16]")
+        refused(InvalidArgument, lambda: send([x, x], ids), "2 payload", "1")
+        refused(InvalidArgument, lambda: send(x.to("meta"), ids), "meta", str(d))
+        flat = torch.zeros(16 * 4 + 1, dtype=torch.bfloat16, device=d)
+        refused(InvalidArgument, lambda: send(flat[1:49].view(3, 16), ids), "16 bytes", "clone")
+        many = torch.zeros((9, 16), dtype=torch.bfloat16, device=d)
+        nine = torch.zeros((9, 2), dtype=torch.int32, device=d)
+        refused(TokenOverflow, lambda: send(many, nine), "9 tokens", "max_tokens=8")
+        n = torch.zeros(1, dtype=torch.int64, device=d)
+        refused(InvalidArgument, lambda: send(x, ids, num_tokens=n), "num_tokens", "int32")
+        refused(OutOfOrder, a2a.combine, "combine out of turn", "expects dispatch")
+        send(x, ids, w)
+        refused(OutOfOrder, lambda: send(x, ids), "3 tokens are away")
+        refused(InvalidArgument, lambda: a2a.combine(out=x.float()), "out", "float32")
+        refused(InvalidArgument, lambda: a2a.combine(add=x[:2]), "add", "[2, 16]")
+        refused(InvalidArgument, lambda: a2a.combine(x), "y", "[3, 16]")
+        a2a.combine()
+        a2a.check()
+    refused(OutOfOrder, a2a.output, "closed")
+    refused(OutOfOrder, lambda: a2a.dispatch(x, ids), "closed")
+    a2a.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_host_can_see(ranks, kind):
+    ranks(2, kind)(host_checks)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"top_k": 0}, ("top_k", "0", "1..32")),
+        ({"top_k": 33}, ("top_k", "33", "1..32")),
+        ({"top_k": 5}, ("top_k", "5", "4 experts")),
+        ({"hidden": 12}, ("24 bytes", "pad hidden to 16")),
+        ({"max_tokens": 0}, ("tokens", "0")),
+        ({"dtype": torch.int8}, ("int8", "bfloat16")),
+        ({"expert_map": [0, 1]}, ("2 entries", "4")),
+        ({"expert_map": [0, 1, 2, 0]}, ("expert_map[2]", "rank 2", "0..1")),
+        ({"payloads": [weft.Payload((1,), torch.uint8)] * 9}, ("9 payload", "1..8")),
+    ],
+)
+def test_sizes_that_cannot_be(change, words):
+    with pytest.raises(InvalidArgument) as caught:
+        weft.alltoall.geometry.Geometry.of(
+            ranks=2,
+            **{"dtype": torch.bfloat16, "payloads": None, "expert_map": None, **SIZES, **change},
+        )
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def impossible_deadlines(group: weft.Group) -> None:
+    for name in ("timeout", "first_timeout"):
+        for value in (0.0, -1.0, float("inf"), float("nan")):
+            with pytest.raises(InvalidArgument, match=rf"^{name} is {value}; "):
+                weft.AllToAll(group, **{**SIZES, name: value})
+
+
+def test_deadlines_that_cannot_be(ranks):
+    ranks(2, "threads")(impossible_deadlines)
+
+
+def different_sizes(group: weft.Group) -> str:
+    with pytest.raises(GeometryMismatch) as caught:
+        weft.AllToAll(group, **{**SIZES, "hidden": 16 + 16 * (group.rank == 1)})
+    return str(caught.value)
+
+
+def test_ranks_that_disagree_hear_it_at_creation(ranks):
+    texts = ranks(3, "threads")(different_sizes)
+    assert len(set(texts)) == 1
+    assert "hidden" in texts[0]
+    assert "16" in texts[0]
+    assert "32" in texts[0]
+
+
+def bad_ids(group: weft.Group) -> None:
+    d = group.device
+    case = Round(tokens=(8, 8), top_k=2, experts=4, hidden=16)
+    with weft.AllToAll(group, **SIZES) as a2a:
+        for wide, bad in ((False, 4), (False, -2), (True, 2**32), (True, -(2**63)), (True, 2**31)):
+            x, ids, weights, _ = case.of(group.rank, d)
+            ids = ids.long() if wide else ids
+            ids[3, 1] = bad
+            received = a2a.dispatch(x, ids, weights)
+            a2a.output().copy_(weft.reference.identity_experts(received, case.dtype))
+            out = a2a.combine()
+            wanted = weft.reference.identity_round_trip(
+                x, ids, weights, a2a.placement, ranks=group.size
+            )
+            assert torch.equal(bits(out), bits(wanted))
+            settle(d)
+            where = f"topk_ids[3, 1] is {bad}"
+            refused(BadExpertId, a2a.check, f"rank {group.rank}", where, "0..3")
+            a2a.check()
+        x, ids, weights, _ = case.of(group.rank, d)
+        ids[5] = 2
+        a2a.dispatch(x, ids, weights)
+        a2a.combine()
+        settle(d)
+        refused(BadExpertId, a2a.check, "topk_ids[5, 1]", "repeats expert 2")
+        for count in (9, -1):
+            n = torch.tensor([count], dtype=torch.int32, device=d)
+            received = a2a.dispatch(*case.of(group.rank, d)[:3], num_tokens=n)
+            settle(d)
+            group.barrier()
+            assert received.counts.tolist() == [8 if count == 9 else 0] * 2
+            a2a.combine()
+            settle(d)
+            refused(TokenOverflow, a2a.check, f"is {count}", "0..8")
+        play(a2a, case.next(seed=5))
+        a2a.check()
+
+
+def settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_only_the_device_can_see(ranks, kind):
+    ranks(2, kind)(bad_ids)
+
+
+def fuzz(group: weft.Group, vectors: int) -> int:
+    """Arbitrary id vectors; everything outside the slots of routed tokens is a guard band."""
+    tokens, top_k, experts, d = 64, 4, 10, group.device
+    generator = torch.Generator().manual_seed(17 + group.rank)
+    extremes = torch.tensor(
+        [
+            -(2**63),
+            -(2**31),
+            -2,
+            -1,
+            experts,
+            experts + 1,
+            2**16,
+            2**31,
+            2**32,
+            2**32 + 1,
+            2**63 - 1,
+        ]
+    )
+    done = 0
+    a2a = weft.AllToAll(group, max_tokens=tokens, top_k=top_k, num_experts=experts, hidden=16)
+    with a2a:
+        heap = a2a._workspace.heap
+        layout = a2a._geometry.layout
+        while done < vectors:
+            ids = torch.randint(0, experts, (tokens, top_k), generator=generator)
+            wild = torch.rand(ids.shape, generator=generator) < 0.3
+            pick = torch.randint(0, len(extremes), ids.shape, generator=generator)
+            ids = torch.where(wild, extremes[pick], ids).to(d)
+            x = torch.randn((tokens, 16), generator=generator).bfloat16().to(d)
+            inbox = heap.tensor(
+                (layout.outbox - layout.planes[0],), torch.uint8, offset=layout.planes[0]
+            )
+            inbox.fill_(0xA5)
+            a2a.output().view(torch.uint8).fill_(0xA5)
+            settle(d)
+            group.barrier()
+            received = a2a.dispatch(x, ids)
+            carried = (received.ids >= 0).any(dim=2)
+            assert bool(((received.ids >= -1) & (received.ids < a2a.num_local_experts)).all())
+            rows = received.x.view(torch.uint8).view(group.size, tokens, -1)
+            assert bool((rows[~carried] == 0xA5).all())
+            used = received.x.numel() * 2
+            assert bool((inbox[used:] == 0xA5).all())
+            assert bool((a2a.output().view(torch.uint8) == 0xA5).all())
+            a2a.output().copy_(weft.reference.identity_experts(received, torch.bfloat16))
+            out = a2a.combine()
+            wanted = weft.reference.identity_round_trip(
+                x, ids, None, a2a.placement, ranks=group.size
+            )
+            assert torch.equal(bits(out), bits(wanted))
+            settle(d)
+            with pytest.raises(BadExpertId):
+                a2a.check()
+            done += tokens
+            group.barrier()
+    return done
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hundred_thousand_id_vectors_stay_in_their_slots(ranks, kind):
+    done = ranks(2, kind)(fuzz, 50_000)
+    assert sum(done) >= 100_000

@@ -1,0 +1,148 @@
+"""The CUDA kernels of the fused all-reduce compiled for a CPU, behind the entries' interface."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.emulator.instructions import translated
+from weft.allreduce.args import ReduceArgs
+from weft.allreduce.plan import ReducePlan
+from weft.allreduce.reduction import Reduction
+from weft.allreduce.source import KERNELS, MOE
+from weft.jit.host import find_compiler
+from weft.jit.source import INCLUDE_ROOT, PACKAGE
+
+# The emulator, in the order of its parts.
+EMULATOR = tuple(
+    Path(__file__).with_name(f"{part}.hpp")
+    for part in ("threads", "memory", "emulator", "intrinsics")
+)
+NUMBERS = Path(__file__).with_name("numbers.cpp")
+# What stands for functions whose assembly finds its operands by addresses of a GPU, by head.
+BODIES: dict[str, dict[str, str]] = {
+    "team.cuh": {
+        "void store_at(u32 neighbour, u64* at, u64 value) const": (
+            "__atomic_store_n(emulated::neighbour(neighbour, at), value, __ATOMIC_RELEASE);"
+        ),
+    },
+}
+TRANSLATED = ("device/order.cuh", "device/team.cuh", "device/copy.cuh", "device/quantize_warp.cuh")
+
+
+def emulated_tree(folder: Path) -> Path:
+    """A copy of weft's headers in which no assembly is left; returns the include root."""
+    for header in (path for end in ("cuh", "hpp", "cpp") for path in PACKAGE.rglob(f"*.{end}")):
+        copy = folder / "weft" / header.relative_to(PACKAGE)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(header, copy)
+    for name, bodies in BODIES.items():
+        replace_bodies(folder / "weft/device" / name, bodies)
+    for name in TRANSLATED:
+        path = folder / "weft" / name
+        path.write_text(translated(path.read_text()))
+    return folder
+
+
+def replace_bodies(path: Path, bodies: dict[str, str]) -> None:
+    """Give functions of a header, by their heads, other bodies."""
+    text = path.read_text()
+    for head, body in bodies.items():
+        text = _replaced(text, head, body)
+    path.write_text(text)
+
+
+def _replaced(text: str, head: str, body: str) -> str:
+    at = text.index(f"WEFT_FN {head} {{") + len(f"WEFT_FN {head} ")
+    depth, end = 0, at
+    while True:
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        end += 1
+        if depth == 0:
+            return f"{text[:at]}{{ {body} }}{text[end:]}"
+
+
+def compile_emulated(reduction: Reduction, folder: Path) -> Path:
+    """The shared library of all kernels of a Reduction."""
+    root = emulated_tree(folder)
+    doors = "".join(
+        'extern "C" __attribute__((visibility("default"))) '
+        f"void {name}{end}(const weft::ReduceArgs* a, const unsigned* shape) {{ "
+        "emulated::launch(emulated::seen_from(a->site, R.ranks, "
+        "{shape[0], 1, shape[1], shape[2]}), [a] { "
+        f"weft::{kernel.call.format(moe=moe)}(*a); }}); }}\n"
+        for name, kernel in KERNELS.items()
+        for end, moe in (("", "false"), (MOE, "true"))
+    )
+    includes = "".join(f"#include <weft/allreduce/{name}.cuh>\n" for name in ("oneshot", "twoshot"))
+    constants = f"constexpr weft::Reduction R = {reduction.literal()};\n"
+    return build_library(root, includes + constants + doors)
+
+
+def build_library(root: Path, text: str, *, defines: Sequence[str] = ()) -> Path:
+    """The shared library of an emulated tree and what includes its kernels."""
+    source = root / "kernels.cpp"
+    source.write_text("\n".join([*(part.read_text() for part in EMULATOR), text]))
+    library = root / "kernels.so"
+    flags = ["-shared", "-include", str(_standard_headers()), f"-I{root}"]
+    flags += [f"-D{define}" for define in defines]
+    _compile([*flags, str(source), str(_numbers()), "-o", str(library)])
+    return library
+
+
+@functools.cache
+def _numbers() -> Path:
+    """The object file of number conversions, made once for many builds."""
+    made = _standard_headers().with_name("numbers.o")
+    _compile(["-c", f"-I{INCLUDE_ROOT}", str(NUMBERS), "-o", str(made)])
+    return made
+
+
+@functools.cache
+def _standard_headers() -> Path:
+    """The standard library's headers, read once for many builds."""
+    folder = tempfile.TemporaryDirectory(prefix="weft-headers-")
+    atexit.register(folder.cleanup)
+    found = {
+        name
+        for path in (*EMULATOR, *(PACKAGE / "device").iterdir())
+        for name in re.findall(r"^#include <(\w+)>$", path.read_text(), re.MULTILINE)
+    }
+    header = Path(folder.name) / "standard.hpp"
+    header.write_text("".join(f"#include <{name}>\n" for name in sorted(found)))
+    _compile(["-x", "c++-header", str(header), "-o", f"{header}.gch"])
+    return header
+
+
+def _compile(arguments: Sequence[str]) -> None:
+    flags = ["-std=c++20", "-O1", "-fPIC", "-pthread", "-ffp-contract=off", "-Wno-unknown-pragmas"]
+    # Hidden: two libraries in one process must not share their thread-local memory.
+    flags += ["-fvisibility=hidden", "-fno-strict-aliasing"]
+    command = [*find_compiler(), *flags, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:4000]
+
+
+class EmulatedEntries:
+    """Entries that run kernels in given launch shapes, by backend and tokens."""
+
+    def __init__(self, library: Path) -> None:
+        self.library = ctypes.CDLL(str(library))
+        self.plans: dict[tuple[str, int], ReducePlan] = {}
+
+    def run(self, name: str, args: ReduceArgs) -> None:
+        """Run one all-reduce to its end."""
+        p = self.plans[name, args.tokens]
+        args.pushers, args.reducers, args.pushers_finish = p.pushers, p.reducers, p.pushers_finish
+        shape = (ctypes.c_uint32 * 3)(p.ctas, p.threads, p.cluster)
+        getattr(self.library, name if args.x else name + MOE)(ctypes.byref(args), shape)
+
+    def close(self) -> None:
+        """Nothing is held."""

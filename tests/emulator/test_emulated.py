@@ -1,0 +1,153 @@
+"""The all-reduce's kernels on a CPU give the reference's bits in every launch shape.
+
+Whether a GPU orders memory as they need is for the tests with the gpu marker.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import weft
+from tests.allreduce.test_allreduce import expert_rows
+from tests.emulator.emulate import EmulatedEntries, compile_emulated
+from tests.emulator.watch import watching, ways
+from tests.recorded import reads
+from tests.sums import BACKENDS, Sum, play, quants, same
+from weft.allreduce.plan import ReducePlan
+from weft.allreduce.reduction import Reduction
+from weft.errors import PeerTimeout
+from weft.memory.header import HEADER_BYTES
+
+pytestmark = reads("tests/emulator/*.hpp")
+
+TOKENS = 5
+
+
+def oneshot(tokens: int, threads: int, cluster: int) -> ReducePlan:
+    return ReducePlan(tokens * cluster, threads, cluster)
+
+
+def twoshot(
+    threads: int, cluster: int, pushers: int, reducers: int, finishers: int = 0
+) -> ReducePlan:
+    ctas = (pushers + reducers + finishers) * cluster
+    return ReducePlan(ctas, threads, cluster, pushers * cluster, reducers * cluster, finishers == 0)
+
+
+# 384 bf16 are 48 vectors: a warp and a half.
+SHAPES = [
+    (oneshot(TOKENS, 64, 1), twoshot(64, 1, 1, 1), twoshot(32, 1, 1, 1)),
+    (oneshot(TOKENS, 32, 2), twoshot(32, 2, 1, 1), twoshot(32, 1, 2, 1, 1)),
+    (oneshot(TOKENS, 32, 3), twoshot(32, 2, 1, 2, 1), twoshot(32, 2, 1, 1)),
+    (oneshot(TOKENS, 32, 4), twoshot(64, 1, 2, 1, 2), twoshot(64, 1, 1, 2)),
+]
+
+
+def emulated(
+    group: weft.Group, library: str, shapes: tuple[ReducePlan, ...], case: Sum, many: bool
+) -> None:
+    with weft.AllReduce(
+        group, max_tokens=TOKENS, hidden=case.hidden, dtype=case.dtype, first_timeout=600.0
+    ) as ar:
+        entries = EmulatedEntries(Path(library))
+        ar._entries = entries
+        for backend, plan in zip(BACKENDS, shapes, strict=True):
+            entries.plans[backend, TOKENS] = plan
+        with watching(group, entries.library, ar._workspace.site.stride) as watch:
+            calls(ar, case, many)
+        slots = {"slots": range(HEADER_BYTES, 1 << 40)}
+        # Rows, trailers and calls say themselves of which round they are.
+        wanted = {"slots": {"writes relaxed sys", "reads relaxed sys"}}
+        assert ways(watch.events(), slots) == wanted
+        ar.check()
+
+
+def calls(ar: weft.AllReduce, case: Sum, many: bool) -> None:
+    """Every backend with every kind of call."""
+    group = ar.group
+    for backend in BACKENDS:
+        for quant in quants(group.device, case.hidden) if many else [None]:
+            play(ar, case.next(tokens=TOKENS), backend, quant)
+        play(ar, case.next(tokens=TOKENS, seed=9), backend)
+        x = case.next(tokens=TOKENS).rows(group.rank, group.device)
+        xs = [case.next(tokens=TOKENS).rows(rank, group.device) for rank in range(group.size)]
+        same(ar.fused(x, backend=backend), weft.reference.allreduce_fused(xs))
+        residual, weight = case.next(tokens=TOKENS).shared(group.device)
+        got = ar.fused(x, residual=residual, weight=weight, backend=backend)
+        same(got, weft.reference.allreduce_fused(xs, residual, weight))
+        made = [expert_rows(case.next(tokens=TOKENS), r, group.device) for r in range(group.size)]
+        xs = [weft.reference.finalize_moe(m) for m in made]
+        got = ar.fused(prologue=made[group.rank], weight=weight, backend=backend)
+        same(got, weft.reference.allreduce_fused(xs, None, weight))
+
+
+def half_a_row(
+    group: weft.Group, library: str, shapes: tuple[ReducePlan, ...], case: Sum, backend: str
+) -> str:
+    """Rank 1 brings the first half of each row and no more: some lanes get theirs, others never."""
+    with weft.AllReduce(
+        group, max_tokens=TOKENS, hidden=case.hidden, dtype=case.dtype, first_timeout=0.5
+    ) as ar:
+        entries = EmulatedEntries(Path(library))
+        ar._entries = entries
+        entries.plans[backend, TOKENS] = shapes[BACKENDS.index(backend)]
+        x = case.rows(group.rank, group.device)
+        said = ""
+        if group.rank == 0:
+            sizes = ar.reduction
+            slots = ar._workspace.heap.tensor(
+                (2 * (sizes.direct + sizes.owned), sizes.row_bytes), torch.uint8, offset=sizes.rows
+            )
+            slots[:, : sizes.row_bytes // 2] = 0
+            try:
+                ar.fused(x, weight=case.shared(group.device)[1], backend=backend)
+            except PeerTimeout as error:
+                said = str(error)
+            with pytest.raises(PeerTimeout):
+                ar.fused(x, backend=backend)
+        group.barrier()
+        return said
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """Compiles a case's kernels, once."""
+    made: dict[tuple[int, int, torch.dtype], str] = {}
+
+    def get(count: int, case: Sum) -> str:
+        key = (count, case.hidden, case.dtype)
+        if key not in made:
+            reduction = Reduction.of(
+                ranks=count, max_tokens=TOKENS, hidden=case.hidden, dtype=case.dtype
+            )
+            made[key] = str(compile_emulated(reduction, tmp_path_factory.mktemp("emulated")))
+        return made[key]
+
+    return get
+
+
+@pytest.mark.parametrize("shapes", range(len(SHAPES)))
+def test_every_launch_shape_has_the_bits_of_the_reference(ranks, library, shapes):
+    case = Sum(TOKENS, 384, special=True, bias=1.0)
+    ranks(2, "threads")(emulated, library(2, case), SHAPES[shapes], case, shapes == 1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shapes", [0, 2])
+def test_kernels_end_when_half_of_every_row_does_not_come(ranks, library, shapes, backend):
+    case = Sum(TOKENS, 384)
+    said = ranks(2, "threads")(half_a_row, library(2, case), SHAPES[shapes], case, backend)
+    assert "did not come from rank 1" in said[0]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Sum(TOKENS, 384, torch.float16, weight_dtype=torch.float32), Sum(TOKENS, 256, torch.float32)],
+    ids=lambda case: str(case.dtype),
+)
+def test_other_numbers(ranks, library, case):
+    shapes = (oneshot(TOKENS, 32, 2), twoshot(32, 2, 1, 2, 1), twoshot(32, 1, 1, 1))
+    ranks(3, "threads")(emulated, library(3, case), shapes, case, True)

@@ -1,0 +1,158 @@
+"""In machine code every flag, counter, poll and posted row has the order and the scope it needs.
+
+Which word is touched by which verb, the emulated kernels show (watch.py). Here is what the verbs
+become, on each architecture, and that every operator's kernels have kept theirs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from tests.allreduce.test_reduce_compile import REDUCTIONS
+from tests.alltoall.test_compile import SHAPES
+from tests.emulator.machine_code import strong_accesses, verbs
+from tests.grouping.test_group_compile import CASES as GROUPINGS
+from tests.lowlatency.test_lowlatency_compile import SHAPES as LOW_SHAPES
+from weft.allreduce import source as reduce_source
+from weft.alltoall.source import compile_cuda
+from weft.grouping import entry as group_entry
+from weft.jit.nvrtc import CUDA_OPTIONS, compile_cubin
+from weft.lowlatency import entry as lowlatency_entry
+
+ARCHITECTURES = ("sm_90a", "sm_100a")
+# Each as a kernel of its own: a statement, and all that it does to memory that others see.
+VERBS = {
+    "weft::store_release(words, wide)": ["fence.SYS", "ST.64.SYS"],
+    "weft::store_release(word, narrow)": ["fence.SYS", "ST.32.SYS"],
+    "weft::store_relaxed(words, wide)": ["ST.64.SYS"],
+    "weft::store_relaxed(word, narrow)": ["ST.32.SYS"],
+    "*to = weft::load_acquire(words)": ["LD.64.SYS", "drop"],
+    "*to = weft::load_acquire(word)": ["LD.32.SYS", "drop"],
+    "*to = weft::load_acquire_local(word)": ["LD.32.GPU", "drop"],
+    "*to = weft::load_relaxed(words)": ["LD.64.SYS"],
+    "*to = weft::load_relaxed(word)": ["LD.32.SYS"],
+    "*to = weft::add_acq_rel(word, narrow)": ["fence.GPU", "ATOM.ADD.32.GPU", "drop"],
+    "*to = weft::add_relaxed(word, narrow)": ["ATOM.ADD.32.GPU"],
+    "*to = weft::claim(word, 0, 1)": ["fence.GPU", "ATOM.CAS.32.GPU", "drop"],
+    "weft::raise_to(words, wide)": ["ATOM.MAX.64.GPU"],
+    "*row = weft::poll_vector(from)": ["LD.128.SYS"],
+    "weft::post_vector(row, vector)": ["ST.128.SYS"],
+    "*row = weft::poll_halves(from)": ["LD.128.SYS"],
+    "weft::post_halves(row, vector)": ["ST.128.SYS"],
+}
+PARAMETERS = (
+    "weft::u64* words, weft::u64 wide, weft::u32* word, weft::u32 narrow, weft::u64* to, "
+    "uint4* row, const uint4* from, uint4 vector"
+)
+
+FLAG = {"release ST.64.SYS": 1}
+HEARD = {"acquire LD.64.SYS": 2}  # a peer's flag, and whether a peer asks this rank to leave
+LAST = {"acq_rel ATOM.ADD.32.GPU": 1}
+TOLD = {"relaxed ST.64.SYS": 1}  # words that name their round
+ASKED = {"relaxed LD.64.SYS": 2}
+POLLED, POSTED = {"relaxed LD.128.SYS": 8}, {"relaxed ST.128.SYS": 2}
+SCALES = {"relaxed LD.32.SYS": 2, "relaxed ST.32.SYS": 2}
+COUNTED = {"relaxed ATOM.ADD.32.GPU": 1}
+WHOLE = {"dispatch": LAST | FLAG | HEARD, "combine": FLAG | HEARD}
+LOW = FLAG | HEARD | COUNTED | POLLED | POSTED
+LOW_HALVES = {
+    "dispatch": LOW | TOLD | ASKED,
+    "dispatch_send": LOW | TOLD,
+    "dispatch_receive": LOW | ASKED,
+    "combine": LOW | TOLD | ASKED,
+    "combine_send": LOW | TOLD,
+    "combine_receive": LOW | ASKED,
+}
+SUM = HEARD | COUNTED | POLLED | POSTED | TOLD | {"release ST.32.SYS": 2}
+SEND = LAST | FLAG
+# What each kernel of an operator has at least. A shape is one that other tests compile, too.
+KERNELS: dict[str, Mapping[str, Mapping[str, int]]] = {
+    "pulled, in halves": WHOLE
+    | {
+        "dispatch_send": LAST | FLAG,
+        "dispatch_receive": HEARD,
+        "combine_send": FLAG,
+        "combine_receive": HEARD,
+    },
+    "pushed": WHOLE | {"combine": LAST | FLAG | HEARD},
+    "fp8 both ways": WHOLE
+    | {
+        "combine": LAST | FLAG | HEARD | POLLED | POSTED | SCALES | {"acquire LD.32.GPU": 1},
+    },
+    "choices": WHOLE,
+    "statistics, pulled": WHOLE,
+    "few SMs": WHOLE,
+    "low latency": LOW_HALVES,
+    "low latency, reduced, fp8 home": LOW_HALVES,
+    "low latency, homes": {
+        "dispatch": LOW | TOLD | ASKED,
+        "combine": LOW | {"acquire LD.64.SYS": 1},
+    },
+    "all-reduce": {
+        name + end: SUM for name in reduce_source.KERNELS for end in ("", reduce_source.MOE)
+    },
+    "sends, pushed": {"send": SEND, "group": LAST},
+    "sends, fp8 of fp32": {
+        "send": SEND | {"relaxed ST.128.SYS": 1, "relaxed ST.32.SYS": 1},
+        "group": LAST,
+    },
+    "sends, choices": {"send": SEND, "group": LAST},
+}
+
+
+def compiled(name: str, arch: str) -> bytes:
+    """The kernels of an operator."""
+    kind, _, rest = name.partition(", ")
+    if kind == "all-reduce":
+        return reduce_source.compile_cuda(REDUCTIONS["8 ranks"], arch)
+    if kind == "low latency":
+        shape = LOW_SHAPES[rest or "deepseek-v3"]
+        return lowlatency_entry.compile_cuda(shape, arch, halves=not shape.homes)
+    if kind == "sends":
+        sends, grouping = GROUPINGS[rest]
+        source = group_entry.cuda_source(sends, grouping, sends=True)
+        options = CUDA_OPTIONS
+        return compile_cubin(source, name="group", arch=arch, options=options)
+    if kind == "few SMs":
+        return compile_cuda(replace(SHAPES["deepseek-v3"], stats=256), 3, arch, few=True)
+    if kind == "pulled":
+        return compile_cuda(SHAPES["deepseek-v3"], 3, arch, halves=True)
+    return compile_cuda(SHAPES[name], 1, arch)
+
+
+@functools.cache
+def found(name: str, arch: str) -> dict[str, Counter[str]]:
+    """What each of its kernels does."""
+    kernels = strong_accesses(compiled(name, arch))
+    return {kernel: verbs(code) for kernel, code in kernels.items()}
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_verbs_become_these_instructions(arch: str) -> None:
+    source = "#include <weft/device/copy.cuh>\n" + "".join(
+        f'extern "C" __global__ void verb_{i}({PARAMETERS}) {{ {statement}; }}\n'
+        for i, statement in enumerate(VERBS)
+    )
+    cubin = compile_cubin(source, name="verbs", arch=arch, options=("-default-device",))
+    code = strong_accesses(cubin)
+    assert {s: code[f"verb_{i}"] for i, s in enumerate(VERBS)} == VERBS
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_keep_what_orders_them(name: str, arch: str) -> None:
+    kernels = found(name, arch)
+    for kernel, wanted in KERNELS[name].items():
+        few = {
+            verb: kernels[kernel][verb] for verb, n in wanted.items() if kernels[kernel][verb] < n
+        }
+        assert not few, f"{kernel} has too few of these: {few}, wanted {dict(wanted)}"
+    for kernel, has in kernels.items():
+        # Peers see nothing that stops at the GPU; nothing that is the GPU's own goes further.
+        assert not [v for v in has if v.endswith((".64.GPU", ".128.GPU", "CTA", "CLUSTER"))], kernel
+        assert not [v for v in has if "ATOM" in v and not v.endswith(".GPU")], kernel

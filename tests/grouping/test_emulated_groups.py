@@ -1,0 +1,104 @@
+"""The kernels of grouping and sending on a CPU give the bits of the CPU's own, in several grids.
+
+Whether a GPU orders memory as they need is for the tests with the gpu marker.
+"""
+
+from __future__ import annotations
+
+from ctypes import Structure
+from pathlib import Path
+
+import pytest
+import torch
+
+import weft
+from tests.alltoall.emulate_alltoall import places
+from tests.emulator.watch import Event, watching, ways
+from tests.grouping.emulate_groups import EmulatedGroups, compile_groups
+from tests.recorded import reads
+from tests.rounds import Round, bits
+from tests.sending import make, round_trip, scattered, sent, stored_at_homes
+from weft.alltoall.entry import Entries
+from weft.grouping.api import ExpertGroups
+
+pytestmark = reads("tests/emulator/*.hpp")
+
+CASE = Round(tokens=(16, 5), top_k=5, experts=12, hidden=640, router="holes", add=True)
+GROUPS: dict[str, dict[str, object]] = {
+    "contiguous": {"align": 8},
+    "masked": {"layout": "masked", "max_rows": 7},
+}
+SENT = {
+    "push": {"writes weak", "reads weak"},
+    "fp8": {"writes relaxed sys"},
+    "choices": {"writes weak", "reads weak"},
+}
+CASES = {
+    "push": CASE,
+    "fp8": CASE,
+    "choices": CASE,
+    "choices fp32": CASE.next(dtype=torch.float32, hidden=264),
+    "choices top 16": CASE.next(top_k=16, experts=24, tokens=(3, 16)),
+}
+
+
+class Mixed:
+    """The entries of an all-to-all, but for the receiving half of combine."""
+
+    def __init__(self, entries: Entries, groups: EmulatedGroups) -> None:
+        self._entries, self._groups = entries, groups
+
+    def run(self, name: str, args: Structure, tokens: int) -> None:
+        if name == "combine_receive":
+            self._groups.combine_receive(args)  # type: ignore[arg-type]
+        else:
+            self._entries.run(name, args, tokens)
+
+    def close(self) -> None:
+        self._entries.close()
+
+
+def emulated(group: weft.Group, name: str, layout: str, folder: str) -> None:
+    case, way = CASES[name], name.split()[0]
+    with (
+        make(group, case, combine_by=way, timeout=600.0) as a2a,
+        make(group, case, combine_by="fp8" if way == "fp8" else "pull", timeout=600.0) as plain,
+    ):
+        groups, others = (
+            ExpertGroups(each, **GROUPS[layout])  # type: ignore[arg-type]
+            for each in (a2a, plain)
+        )
+        library = Path(folder) / "kernels.so"
+        if group.rank == 0:
+            library = compile_groups(a2a._geometry.shape, groups._rounds.grouping, Path(folder))
+        group.barrier()
+        for ctas, threads in ((1, 32), (3, 96)):
+            entries = EmulatedGroups(library, groups, ctas, threads)
+            groups._rounds._entries = entries
+            if way != "fp8":
+                a2a._rounds._entries = Mixed(a2a._rounds._entries, entries)
+            for give_back in (sent, scattered, stored_at_homes):
+                if give_back is (scattered if way == "choices" else stored_at_homes):
+                    continue
+                wanted = round_trip(plain, others, case, scattered)
+                got = round_trip(a2a, groups, case, give_back)
+                assert torch.equal(bits(got), bits(wanted))
+        with watching(group, entries.library, a2a._workspace.site.stride, whole=False) as watch:
+            round_trip(a2a, groups, case, sent)
+        check_touched(watch.events(), a2a, way)
+
+
+def check_touched(seen: list[Event], a2a: weft.AllToAll, way: str) -> None:
+    """Rows, flags and counters have the order and the scope that they need."""
+    touched = ways(seen, places(a2a._geometry.shape))
+    assert touched["returned"] == SENT[way]
+    assert touched["ready"] - {"reads acquire sys"} == {"writes release sys"}
+    # Counters of CTAs: of this GPU alone.
+    own = {event.how for event in seen if event.share < 0}
+    assert {how for how in own if "gpu" in how} == {"updates acq_rel gpu"}
+
+
+@pytest.mark.parametrize("layout", GROUPS)
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_send_what_the_cpu_sends(ranks, tmp_path, name, layout):
+    ranks(2, "threads")(emulated, name, layout, str(tmp_path))

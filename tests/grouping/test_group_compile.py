@@ -1,0 +1,65 @@
+"""The kernels of grouping compile for every architecture, keep everything in registers, and agree
+with Python on their arguments."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.alltoall.test_compile import numbers_of
+from tests.recorded import NVRTC, reads
+from weft.grouping.entry import TABLE, GroupArgs, Grouping, cuda_source, results
+from weft.jit.args import verify
+from weft.jit.cache import Cache
+from weft.jit.nvrtc import CUDA_OPTIONS, compile_cubin
+from weft.shape import Shape
+
+pytestmark = reads(tools=(NVRTC,))
+
+DEEPSEEK = Shape(8, 4096, 8, 256, 7168, "bf16", (14336,))
+PUSHED = replace(DEEPSEEK, tokens=128, way="push")
+CASES: dict[str, tuple[Shape, Grouping]] = {
+    "deepseek-v3": (DEEPSEEK, Grouping("contiguous", 32, 8 * 4096 * 8, 1)),
+    "fp8, masked": (
+        Shape(8, 128, 8, 256, 7168, "bf16", (7168, 224)),
+        Grouping("masked", 32, 1024, 128),
+    ),
+    "by source": (DEEPSEEK, Grouping("sources", 8, 4096, 1)),
+    "pushed": (PUSHED, Grouping("contiguous", 32, 8 * 128 * 8, 16)),
+    "fp8 of fp32": (replace(PUSHED, way="fp8", number="fp32"), Grouping("masked", 32, 1024, 16)),
+    "choices": (replace(PUSHED, way="choices"), Grouping("masked", 32, 1024, 16)),
+    "choices, odd": (
+        Shape(3, 33, 9, 18, 264, "fp16", (528, 20, 7), way="choices"),
+        Grouping("contiguous", 6, 640, 16),
+    ),
+    "odd rows": (
+        Shape(3, 33, 9, 18, 264, "fp16", (528, 20, 7)),
+        Grouping("contiguous", 6, 640, 16),
+    ),
+    "one rank holds all": (
+        Shape(1, 16, 32, 1024, 512, "fp32", (2048,)),
+        Grouping("masked", 1024, 16, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_compile_without_spills(name: str, arch: str, tmp_path: Path) -> None:
+    cache, (shape, grouping) = Cache(tmp_path), CASES[name]
+    sends = shape.way != "pull"
+    cubin = compile_cubin(
+        cuda_source(shape, grouping, sends=sends),
+        name="group",
+        arch=arch,
+        options=(*CUDA_OPTIONS, "--ptxas-options=-v"),
+        cache=cache,
+    )
+    verify(GroupArgs, numbers_of(cubin, TABLE.encode()))
+    (sidecar,) = tmp_path.rglob("*.json")
+    log = sidecar.read_text()
+    spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log)
+    assert spills == [("0", "0")] * (2 + len(results(shape, sends))), log

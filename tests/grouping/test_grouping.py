@@ -1,0 +1,198 @@
+"""Grouping and compaction of inboxes filled by hand: every row, place and untouched byte."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import weft
+from tests.groups import (
+    MARK,
+    VARIANTS,
+    check_round,
+    empty_round,
+    fill,
+    host,
+    make,
+    random_ids,
+    settle,
+)
+from tests.rounds import bits
+from weft.grouping.api import Compactor, ExpertGroups, Grouped
+
+KINDS = ["cpu", "threads", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def chosen_ids(group: weft.Group, names: list[str]) -> None:
+    with make(group) as a2a:
+        received, experts = empty_round(a2a), a2a.num_local_experts
+        full = [a2a.max_tokens] * group.size
+        shape = received.ids.shape
+        for name in names:
+            groups = ExpertGroups(a2a, **VARIANTS[name])  # type: ignore[arg-type]
+            none = torch.full(shape, -1, dtype=torch.int32)
+            fill(received, none, full, 1)
+            check_round(a2a, groups, received)
+            to_one = none.clone()
+            to_one[..., 1] = experts - 1
+            fill(received, to_one, full, 2)
+            check_round(a2a, groups, received)
+            fill(received, random_ids(shape, experts, 3, 0.3, 0.0), [0] * group.size, 3)
+            check_round(a2a, groups, received)
+            for seed, counts in enumerate(([7, 128, 129], [150, 0, 1], full), 10):
+                ids = random_ids(shape, experts, seed, 0.2, 0.1)
+                fill(received, ids, counts[: group.size], seed)
+                check_round(a2a, groups, received)
+            groups.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_chosen_ids(ranks, kind, name):
+    ranks(2, kind)(chosen_ids, [name])
+
+
+def any_routing(group: weft.Group, names: list[str]) -> None:
+    with make(group, max_tokens=9, num_experts=4 * group.size) as a2a:
+        received, experts = empty_round(a2a), a2a.num_local_experts
+        options = {name: dict(VARIANTS[name]) for name in names}
+        for name, option in options.items():
+            if "too few" in name:
+                option["max_rows"] = 16 if "aligned" in name else 5
+        made = {n: ExpertGroups(a2a, **o) for n, o in options.items()}  # type: ignore[arg-type]
+        chance = st.sampled_from([0.0, 0.1, 0.5, 0.9])
+
+        @settings(
+            max_examples=60,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(
+            seed=st.integers(0, 2**20),
+            counts=st.lists(st.integers(-1, 11), min_size=group.size, max_size=group.size),
+            holes=chance,
+            wild=chance,
+            repeats=st.booleans(),
+        )
+        def check(seed: int, counts: list[int], holes: float, wild: float, repeats: bool) -> None:
+            ids = random_ids(received.ids.shape, experts, seed, holes, wild)
+            if repeats:
+                ids[..., 2] = ids[..., 0]
+            fill(received, ids, counts, seed)
+            for groups in made.values():
+                check_round(a2a, groups, received)
+
+        if group.rank == 0:
+            check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_routing(ranks, kind):
+    ranks(3, kind)(any_routing, ["contiguous", "aligned", "masked", "too few rows"])
+
+
+def other_sizes(group: weft.Group) -> None:
+    for changes in (
+        {"top_k": 1, "max_tokens": 1},
+        {"top_k": 9, "num_experts": 13, "hidden": 264, "dtype": torch.float16},
+        {"top_k": 32, "num_experts": 500, "dtype": torch.float32, "max_tokens": 20},
+        {"num_experts": 600, "payloads": None, "hidden": 1040},
+        {"num_experts": 4, "expert_map": [1, 1, 0, 1]},
+        {"payloads": None, "hidden": 256, "quantize": "fp8", "max_tokens": 30},
+        {"payloads": None, "hidden": 256, "quantize": "mxfp8", "combine_by": "push"},
+    ):
+        with make(group, **changes) as a2a:
+            received = empty_round(a2a)
+            groups = ExpertGroups(a2a, align=2)
+            for seed, holes in enumerate((0.0, 0.7)):
+                ids = random_ids(received.ids.shape, a2a.num_local_experts, seed, holes, 0.0)
+                fill(received, ids, [a2a.max_tokens] * group.size, seed)
+                check_round(a2a, groups, received)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_sizes(ranks, kind):
+    ranks(2, kind)(other_sizes)
+
+
+def no_experts(group: weft.Group) -> tuple[int, ...]:
+    with make(group, num_experts=4, expert_map=[0, 0, 0, 0]) as a2a:
+        groups, packed = ExpertGroups(a2a), Compactor(a2a)
+        received = empty_round(a2a)
+        grouped = groups.gather(received)
+        settle(group.device)
+        assert grouped.offsets.tolist() == [0] * (a2a.num_local_experts + 1)
+        assert packed.compact(received).counts.tolist() == [0] * group.size
+        groups.scatter(torch.zeros(groups._y_shape, dtype=a2a.dtype, device=group.device))
+        a2a.combine()
+        a2a.check()
+        return tuple(grouped.x.shape)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_without_experts(ranks, kind):
+    assert ranks(2, kind)(no_experts) == [(2 * 150 * 3, 24), (0, 24)]
+
+
+def compaction(group: weft.Group) -> None:
+    with make(group) as a2a:
+        received, tokens = empty_round(a2a), a2a.max_tokens
+        packed = Compactor(a2a)
+        for seed, counts in enumerate(([150, 129, 0], [1, 150, 128], [0, 0, 0])):
+            ids = random_ids(received.ids.shape, a2a.num_local_experts, seed, 0.7, 0.0)
+            fill(received, ids, counts[: group.size], seed)
+            for rows in packed._rounds.buffers.rows:
+                rows.view(torch.uint8).fill_(MARK)
+            got, given = packed.compact(received), host(received)
+            y = torch.randn((*ids.shape[:2], 24), generator=torch.Generator().manual_seed(seed))
+            y = y.to(a2a.dtype)
+            out = torch.full(y.shape, 77.0, dtype=a2a.dtype)
+            a2a.output().copy_(out)
+            for s in range(group.size):
+                live = [t for t in range(counts[s]) if bool((given.ids[s, t] >= 0).any())]
+                rest = tokens - len(live)
+                assert int(got.counts[s]) == len(live)
+                assert got.slot[s].tolist() == [s * tokens + t for t in live] + [-1] * rest
+                assert torch.equal(got.ids[s, : len(live)].cpu(), given.ids[s, live])
+                assert bool((got.ids[s, len(live) :] == -1).all())
+                kept = torch.where(given.ids[s, live] >= 0, given.weights[s, live], 0.0)
+                assert torch.equal(got.weights[s, : len(live)].cpu(), kept)
+                assert not bool(got.weights[s, len(live) :].any())
+                for mine, theirs in zip(got.rows, given.payloads, strict=True):
+                    assert torch.equal(bits(mine[s, : len(live)].cpu()), bits(theirs[s, live]))
+                    assert bool((bits(mine[s, len(live) :].cpu()) == MARK).all())
+                out[s, live] = y[s, : len(live)]
+            packed.scatter(y.to(group.device))
+            assert torch.equal(bits(a2a.output().cpu()), bits(out))
+            settle(group.device)
+            a2a.check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compaction(ranks, kind):
+    ranks(2, kind)(compaction)
+
+
+def broken(group: weft.Group) -> None:
+    """A group that broke: the device writes nothing, the host raises."""
+    with make(group) as a2a:
+        received, groups = empty_round(a2a), ExpertGroups(a2a)
+        ids = random_ids(received.ids.shape, a2a.num_local_experts, 1, 0.0, 0.0)
+        fill(received, ids, [150] * group.size, 1)
+        header = a2a._workspace.heap.tensor((8192,), torch.uint8)
+        failed = weft.memory.header.Header.failed.offset
+        header[failed] = 4
+        grouped: Grouped = groups.gather(received)
+        settle(group.device)
+        assert not bool(grouped.counts.any())
+        assert not bool(grouped.x.any())
+        header[failed] = 0
+        check_round(a2a, groups, received)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_broken_group_writes_nothing(ranks, kind):
+    ranks(2, kind)(broken)

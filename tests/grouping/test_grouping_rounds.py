@@ -1,0 +1,167 @@
+"""Grouping as part of whole rounds: exact sums, a grouped GEMM, graphs, refusals, memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import weft
+from tests.groups import VARIANTS, empty_round, fill, host, make, random_ids, settle
+from tests.rounds import Round, bits
+from weft.errors import InvalidArgument, OutOfOrder
+from weft.grouping.api import Compactor, ExpertGroups
+
+KINDS = ["cpu", "threads", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def whole_rounds(group: weft.Group) -> None:
+    """Dispatch, gather, experts that return their token, scatter, combine."""
+    case = Round(tokens=(16, 5, 0)[: group.size], top_k=4, experts=10, router="holes", add=True)
+    options = {"max_tokens": 16, "top_k": 4, "num_experts": 10, "hidden": case.hidden}
+    with weft.AllToAll(group, **options) as a2a:  # type: ignore[arg-type]
+        groups, packed = ExpertGroups(a2a, align=8), Compactor(a2a)
+        for seed in range(6):
+            now = case.next(seed=seed, tokens=case.tokens[seed % 3 :] + case.tokens[: seed % 3])
+            x, ids, _, add = now.of(group.rank, group.device)
+            received = a2a.dispatch(x, ids)
+            a2a.output().fill_(float("nan"))
+            if seed % 2:
+                groups.scatter(groups.gather(received).x)
+            else:
+                compact = packed.compact(received)
+                many = (compact.ids >= 0).sum(dim=2, keepdim=True)
+                packed.scatter((compact.x.float() * many).to(a2a.dtype))
+            out = a2a.combine(add=add)
+            wanted = weft.reference.identity_round_trip(
+                x, ids, None, a2a.placement, ranks=group.size, add=add
+            )
+            assert torch.equal(bits(out), bits(wanted))
+            settle(group.device)
+            a2a.check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_rounds(ranks, kind):
+    ranks(3, kind)(whole_rounds)
+
+
+def grouped_gemm(group: weft.Group) -> None:
+    case = Round(tokens=(16, 9), experts=8)
+    with weft.AllToAll(group, max_tokens=16, top_k=4, num_experts=8, hidden=64) as a2a:
+        x, ids, weights, _ = case.of(group.rank, group.device)
+        matrix = torch.randn((8, 64, 64), generator=torch.Generator().manual_seed(1)) / 8
+        matrix = matrix.to(group.device, torch.bfloat16)
+        groups = ExpertGroups(a2a, align=16)
+        grouped = groups.gather(a2a.dispatch(x, ids, weights))
+        mine = matrix[list(a2a.local_experts)].contiguous()
+        groups.scatter(torch.nn.functional.grouped_mm(grouped.x, mine, offs=grouped.offsets[1:]))
+        out = a2a.combine()
+        each = torch.einsum("th,tkho->tko", x.float(), matrix[ids].float())
+        torch.testing.assert_close(
+            out.float(), (each * weights[..., None]).sum(1), atol=0.1, rtol=0.05
+        )
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.nn.functional, "grouped_mm"), reason="this torch has no grouped_mm"
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_feed_a_grouped_gemm(ranks, kind):
+    ranks(2, kind)(grouped_gemm)
+
+
+def refusals(group: weft.Group) -> None:
+    with make(group) as a2a, make(group) as other:
+        for options, words in (
+            ({"align": 0}, "align is 0"),
+            ({"align": 16, "max_rows": 40}, "max_rows is 40"),
+            ({"max_rows": 0}, "max_rows is 0"),
+            ({"layout": "sparse"}, "'sparse'"),
+            ({"layout": "masked", "max_rows": 2**30}, "can be numbered"),
+        ):
+            with pytest.raises(InvalidArgument, match=words):
+                ExpertGroups(a2a, **options)
+        groups = ExpertGroups(a2a)
+        y = torch.zeros(groups._y_shape, dtype=a2a.dtype, device=group.device)
+        with pytest.raises(OutOfOrder, match="gather outside of a round"):
+            groups.gather(other._workspace.received)
+        received = empty_round(a2a)
+        with pytest.raises(InvalidArgument, match="pass what its own dispatch returned"):
+            groups.gather(other._workspace.received)
+        with pytest.raises(OutOfOrder, match="scatter without a gather"):
+            groups.scatter(y)
+        groups.gather(received)
+        with pytest.raises(InvalidArgument, match="y has shape"):
+            groups.scatter(y[1:])
+        with pytest.raises(InvalidArgument, match="y has dtype"):
+            groups.scatter(y.float())
+        groups.scatter(y)
+        with pytest.raises(OutOfOrder, match="scatter without a gather"):
+            groups.scatter(y)
+        groups.gather(received)
+        a2a.combine()
+        empty_round(a2a)
+        with pytest.raises(OutOfOrder, match="scatter without a gather"):
+            groups.scatter(y)  # the rows of the round before
+        groups.close()
+        groups.close()
+        with pytest.raises(OutOfOrder, match="after close"):
+            groups.gather(received)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_host_refuses(ranks, kind):
+    ranks(2, kind)(refusals)
+
+
+def memory(group: weft.Group) -> None:
+    with make(group) as a2a:
+        for options in VARIANTS.values():
+            groups = ExpertGroups(a2a, **options)  # type: ignore[arg-type]
+            said = ExpertGroups.memory_bytes(a2a, **options)  # type: ignore[arg-type]
+            assert said == groups._rounds.buffers.bytes()
+            assert said > sum(rows.nbytes for rows in groups._rounds.buffers.rows)
+        assert Compactor.memory_bytes(a2a) == Compactor(a2a)._rounds.buffers.bytes()
+        assert ExpertGroups(a2a).max_rows == group.size * 150 * 3
+        assert ExpertGroups(a2a, align=16).max_rows == (group.size * 450 + 5 * 15) // 16 * 16
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_is_known_before_it_is_allocated(ranks, kind):
+    ranks(2, kind)(memory)
+
+
+def captured(group: weft.Group) -> None:
+    with make(group) as a2a:
+        received, groups = empty_round(a2a), ExpertGroups(a2a, align=16)
+        y = torch.zeros(groups._y_shape, dtype=a2a.dtype, device=group.device)
+        grouped = groups.gather(received)
+        groups.scatter(y)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            groups.gather(received)
+            y.copy_(grouped.x * 2)
+            groups.scatter(y)
+        for seed, counts in enumerate(([150, 3], [0, 0], [77, 150])):
+            ids = random_ids(received.ids.shape, a2a.num_local_experts, seed, 0.3, 0.0)
+            fill(received, ids, counts, seed)
+            received.payloads[0].copy_(torch.rand(received.payloads[0].shape))
+            graph.replay()
+            torch.cuda.synchronize()
+            given = host(received)
+            out = a2a.output().cpu()
+            for s, count in enumerate(counts):
+                for t in range(count):
+                    total = torch.zeros(24)
+                    for k in range(3):
+                        if given.ids[s, t, k] >= 0:
+                            total = total + given.weights[s, t, k] * (given.x[s, t] * 2).float()
+                    if bool((given.ids[s, t] >= 0).any()):
+                        assert torch.equal(out[s, t], total.bfloat16())
+        a2a.check()
+
+
+@pytest.mark.gpu
+def test_a_captured_round_replays_with_any_routing(ranks):
+    ranks(2, "cuda")(captured)

@@ -1,0 +1,262 @@
+"""Results that are summed and sent in one kernel: the bits of scatter."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+import weft
+from tests.alltoall.test_failures import COMBINE_ENTER, JITTER, STAY_AWAY, plan_fault
+from tests.groups import random_ids, settle
+from tests.patience import hurry
+from tests.rounds import Round, bits
+from tests.sending import make, results, round_trip, scattered, sent, stored_at_homes
+from weft.errors import InvalidArgument, OutOfOrder, PeerTimeout, TokenOverflow
+from weft.grouping.api import Compactor, ExpertGroups
+
+KINDS = ["cpu", "threads", pytest.param("cuda", marks=pytest.mark.gpu)]
+CASES = {
+    "holes": Round(tokens=(16, 5, 0), router="holes", hidden=640, add=True),
+    "top 1": Round(tokens=(3, 16, 9), top_k=1, hidden=2048),
+    "top 16": Round(tokens=(16, 16, 16), top_k=16, experts=40, hidden=1152),
+    "one rank's experts": Round(tokens=(7, 1, 16), router="one-hot", hidden=384),
+    "nobody": Round(tokens=(0, 0, 0), hidden=128),
+    "fp16": Round(tokens=(2, 16, 3), dtype=torch.float16, hidden=512, add=True),
+    "fp32": Round(tokens=(16, 4, 8), dtype=torch.float32, hidden=896),
+    "large": Round(tokens=(4, 5, 6), hidden=7168, top_k=8, experts=256),
+}
+GROUPS: dict[str, dict[str, object]] = {
+    "contiguous": {"align": 16},
+    "masked": {"layout": "masked"},
+    "too few rows": {"max_rows": 24},
+    "too few masked rows": {"layout": "masked", "max_rows": 2},
+}
+
+
+def same_bits(group: weft.Group, way: str, names: list[str], options: dict[str, object]) -> None:
+    """Rounds that are sent, against those of another all-to-all that are scattered."""
+    returns = {"sent": sent}
+    if way == "choices" and group.device.type == "cpu":
+        returns["stored"] = stored_at_homes
+    beside = "fp8" if way == "fp8" else "pull"
+    for case in (CASES[name] for name in names):
+        with (
+            make(group, case, combine_by=way, **options) as a2a,
+            make(group, case, combine_by=beside, **options) as plain,
+        ):
+            wide = case.top_k < 16 and case.router != "holes"
+            for option in list(GROUPS.values())[: 1 if wide else None]:
+                groups, others = ExpertGroups(a2a, **option), ExpertGroups(plain, **option)  # type: ignore[arg-type]
+                for seed in range(2):
+                    turned = case.tokens[seed:] + case.tokens[:seed]
+                    now = case.next(seed=seed, tokens=turned)
+                    wanted = round_trip(plain, others, now, scattered)
+                    for name, give_back in returns.items():
+                        got = round_trip(a2a, groups, now, give_back)
+                        assert torch.equal(bits(got), bits(wanted)), (case, option, name)
+                groups.close()
+                others.close()
+                settle(group.device)
+                same_refusals(a2a, plain)
+
+
+def same_refusals(*exchanges: weft.AllToAll) -> None:
+    """Too few rows are reported on both or on none."""
+    texts = []
+    for a2a in exchanges:
+        texts.append("")
+        try:
+            a2a.check()
+        except TokenOverflow as error:
+            texts[-1] = str(error).split(" (")[0]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", ["push", "fp8", "choices"])
+def test_sums_that_are_sent_have_the_bits_of_scatter(ranks, kind, way):
+    ranks(3, kind)(same_bits, way, list(CASES), {})
+
+
+@pytest.mark.parametrize("way", ["push", "choices"])
+def test_experts_where_a_map_says(ranks, way):
+    options = {"expert_map": [2, 0, 0, 1, 2, 0, 2, 2, 1, 0, 0, 0, 2, 2, 1, 0]}
+    ranks(3, "threads")(same_bits, way, ["holes"], options)
+    # A rank without experts has nothing to send, and tells so.
+    ranks(3, "threads")(same_bits, way, ["holes"], {"expert_map": [0, 2] * 8})
+
+
+def odd_rows(group: weft.Group) -> None:
+    """Rows that are no whole number of a warp's pieces."""
+    case = Round(tokens=(9, 16), hidden=264)
+    with make(group, case, combine_by="pull") as plain:
+        wanted = round_trip(plain, ExpertGroups(plain), case, scattered)
+    for way in ("push", "choices"):
+        with make(group, case, combine_by=way) as a2a:
+            got = round_trip(a2a, ExpertGroups(a2a), case, sent)
+            assert torch.equal(bits(got), bits(wanted))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_any_length(ranks, kind):
+    ranks(2, kind)(odd_rows)
+
+
+def profiled(group: weft.Group) -> None:
+    """A send stands in the timeline as the first half of combine."""
+    case = Round(tokens=(4, 9), hidden=512)
+    with make(group, case, combine_by="push", profile=True) as a2a:
+        round_trip(a2a, ExpertGroups(a2a), case, sent)
+        settle(group.device)
+        (span,) = (s for s in a2a.timeline() if s.phase == "combine")
+        assert span.start_ns <= span.sent_ns <= span.published_ns <= span.end_ns
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_send_is_in_the_timeline(ranks, kind):
+    ranks(2, kind)(profiled)
+
+
+def refusals(group: weft.Group) -> None:
+    case = Round(tokens=(4, 4), hidden=512)
+    x, ids, weights, _ = case.of(group.rank, group.device)
+    for options, words in (
+        ({"combine_by": "pull"}, "combine_by='push', 'fp8' or 'choices'"),
+        ({"combine_by": "push", "halves": False}, "halves=True"),
+    ):
+        with make(group, case, **options) as a2a:
+            groups = ExpertGroups(a2a)
+            grouped = groups.gather(a2a.dispatch(x, ids, weights))
+            with pytest.raises(InvalidArgument, match=words):
+                groups.send(grouped.x)
+            groups.scatter(grouped.x)
+            a2a.combine()
+    with make(group, case, combine_by="push") as a2a:
+        groups, other = ExpertGroups(a2a), ExpertGroups(a2a)
+        y = torch.zeros(groups._y_shape, dtype=a2a.dtype, device=group.device)
+        with pytest.raises(OutOfOrder, match="expects dispatch"):
+            groups.send(y)
+        received = a2a.dispatch(x, ids, weights)
+        with pytest.raises(OutOfOrder, match="send without a gather"):
+            groups.send(y)
+        y = results(groups, groups.gather(received), 1, a2a.dtype)
+        with pytest.raises(InvalidArgument, match="y has shape"):
+            groups.send(y[:, :128].contiguous())
+        groups.send(y)
+        for call in (a2a.combine, a2a.combine_send):
+            with pytest.raises(OutOfOrder, match="expects combine_recv"):
+                call()
+        with pytest.raises(OutOfOrder, match="outside of a round"):
+            groups.scatter(y)
+        with pytest.raises(OutOfOrder, match="outside of a round"):
+            groups.gather(received)
+        with pytest.raises(OutOfOrder, match="expects combine_recv"):
+            other.send(y)
+        with pytest.raises(OutOfOrder, match="expects combine_recv"):
+            groups.send(y)
+        a2a.combine_recv()
+        received = a2a.dispatch(x, ids, weights)
+        with pytest.raises(OutOfOrder, match="send without a gather"):
+            groups.send(y)
+        groups.gather(received)
+        groups.send(y)
+        a2a.combine_recv()
+        groups.close()
+        with pytest.raises(OutOfOrder, match="after close"):
+            groups.send(y)
+        assert not hasattr(Compactor(a2a), "send")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_host_refuses(ranks, kind):
+    ranks(2, kind)(refusals)
+
+
+def disturbed(group: weft.Group) -> None:
+    """A rank whose sums are late changes no byte; one that stays away is named."""
+    case = Round(tokens=(8, 16, 3), hidden=512)
+    options = {"combine_by": "push", "timeout": 2.0, "_defines": ("WEFT_FAULTS=1",)}
+    with make(group, case, **options) as a2a:
+        groups = ExpertGroups(a2a)
+        wanted = round_trip(a2a, groups, case, scattered)
+        if group.rank == 1:
+            plan_fault(a2a, COMBINE_ENTER, JITTER, argument=400_000)
+        for _ in range(8):
+            assert torch.equal(bits(round_trip(a2a, groups, case, sent)), bits(wanted))
+        if group.rank == 1:
+            plan_fault(a2a, COMBINE_ENTER, STAY_AWAY)
+            with contextlib.suppress(PeerTimeout):  # on a GPU it stays away from its own wait, too
+                finished(a2a, groups, case)
+            return
+        with pytest.raises(PeerTimeout, match="rank 1 (did not publish|gave up)|for rank 1"):
+            finished(a2a, groups, case)
+
+
+def finished(a2a: weft.AllToAll, groups: ExpertGroups, case: Round) -> None:
+    round_trip(a2a, groups, case, sent)
+    settle(a2a.group.device)
+    a2a.check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_late_and_absent_sums(ranks, kind):
+    ranks(3, kind)(disturbed)
+
+
+def received_and_checked(a2a: weft.AllToAll) -> None:
+    a2a.combine_recv()
+    settle(a2a.group.device)
+    a2a.check()
+
+
+def lied_to(group: weft.Group, way: str, lies: tuple[int, ...]) -> None:
+    """Counts and ids that no honest peer sends reach no memory but the inboxes' own places."""
+    case = Round(tokens=(16, 9), hidden=256, top_k=3, experts=10)
+    with (
+        make(group, case, combine_by=way) as a2a,
+        make(group, case, combine_by="fp8" if way == "fp8" else "pull") as plain,
+    ):
+        groups, others = ExpertGroups(a2a, align=4), ExpertGroups(plain, align=4)
+        x, ids, weights, _ = case.of(group.rank, group.device)
+        size, shape = a2a._workspace.heap.size, a2a._geometry.shape
+        heap = a2a._workspace.heap.tensor((size,), torch.uint8)
+        begin = a2a._geometry.layout.returned
+        end = begin + shape.returned_rows * shape.returned_bytes
+        behind = slice(end, size)
+        for seed, lie in enumerate(lies):
+            received = a2a.dispatch(x, ids, weights)
+            settle(group.device)
+            group.barrier()  # all have dispatched: nobody stores behind the inbox now
+            kept = heap[behind].clone()
+            received.counts.fill_(lie)
+            wild = random_ids(received.ids.shape, a2a.num_local_experts, seed, 0.1, 0.5)
+            received.ids.copy_(wild)
+            grouped = groups.gather(received)
+            settle(group.device)
+            if way == "choices":
+                assert grouped.home is not None
+                assert torch.equal(grouped.home != 0, grouped.slot >= 0)
+            groups.send(results(groups, grouped, seed, a2a.dtype))
+            settle(group.device)
+            group.barrier()
+            assert torch.equal(heap[behind], kept)
+            if way == "fp8":  # whose owners wait for each row that they are owed: it ends the group
+                hurry(a2a._watched, 2.0)
+                with pytest.raises(PeerTimeout):
+                    received_and_checked(a2a)
+                return
+            a2a.combine_recv()
+        settle(group.device)
+        group.barrier()
+        wanted = round_trip(plain, others, case, scattered)
+        assert torch.equal(bits(round_trip(a2a, groups, case, sent)), bits(wanted))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", ["push", "fp8", "choices"])
+def test_lies_of_peers_stay_in_their_places(ranks, kind, way):
+    lies = (-1, 2**31 - 1, 17)
+    for some in [(lie,) for lie in lies] if way == "fp8" else [lies]:
+        ranks(2, kind)(lied_to, way, some)

@@ -1,0 +1,237 @@
+// Low-latency rounds with ranks as threads: every number of every row is stamped with source, token
+// and round, checked where it arrives and again in the sum at home. Exit status 0: all are right.
+// With -DWEFT_NO_GRANTS=1 ranks store into inboxes that nobody has emptied, and rows are lost.
+// -DRANKS, -DREDUCE and -DHALVES choose the group, who adds, and whether two results cross;
+// -DHOMES=1 lets experts store their rows at home themselves.
+#include <cstdio>
+#include <cstdlib>
+#include <thread>
+#include <vector>
+
+#include <weft/gemm/push_cpu.cpp>
+#include <weft/lowlatency/combine_cpu.hpp>
+#include <weft/lowlatency/dispatch_cpu.hpp>
+
+#ifndef RANKS
+#define RANKS 4
+#endif
+#ifndef REDUCE
+#define REDUCE receiver
+#endif
+#ifndef HALVES
+#define HALVES 0
+#endif
+#ifndef HOMES
+#define HOMES 0
+#endif
+
+using namespace weft;
+
+constexpr u32 local_experts = (10 + RANKS - 1) / RANKS;
+constexpr LowShape S{.ranks = RANKS,
+                     .tokens = 12,
+                     .top_k = 3,
+                     .experts = 10,
+                     .local = local_experts,
+                     .hidden = 32,
+                     .number = Number::fp32,
+                     .group = 0,
+                     .scales = Scales::fp32_row,
+                     .reduce = Reduce::REDUCE,
+                     .fp8_back = false,
+                     .homes = HOMES,
+                     .mapped = false};
+constexpr u32 slots = 2;
+
+struct Job {
+    u64 base = 0;
+    u64 rounds = 0;
+    Mailbox boxes[S.ranks] = {};
+};
+
+// Small whole numbers: sums of a few of them are exact.
+static float stamp(u32 source, u32 token, u64 round) {
+    return float(u32(round) % 1024 * 512 + source * 32 + token + 1);
+}
+static u32 tokens_of(u32 rank, u64 round) {
+    return u32(scramble(round * 8 + rank) % (S.tokens + 1));
+}
+// Ids of a row: distinct, or none.
+static void fill_ids(std::vector<i32>& ids, u32 rank, u64 round) {
+    for (u32 t = 0; t < S.tokens; ++t)
+        for (u32 k = 0; k < S.top_k; ++k)
+            ids[t * S.top_k + k] =
+                i32((scramble(round * 64 + rank * 16 + t) + k * 3) % (S.experts + 1)) - 1;
+}
+
+// One result and what its combine needs.
+struct Slot {
+    std::vector<float> rows = std::vector<float>(u64(S.local) * S.rows() * S.hidden);
+    std::vector<float> x = std::vector<float>(u64(S.tokens) * S.hidden);
+    std::vector<float> out = x;
+    std::vector<i32> counts = std::vector<i32>(S.local), ids = std::vector<i32>(S.tokens * S.top_k);
+    std::vector<i32> source = std::vector<i32>(u64(S.local) * S.rows());
+    std::vector<i32> ranges = std::vector<i32>(S.local * S.ranks * 2),
+                     brought = std::vector<i32>(S.ranks);
+    std::vector<i32> position = std::vector<i32>(u64(S.rows()) * S.top_k);
+    std::vector<float> weights = std::vector<float>(u64(S.rows()) * S.top_k);
+    std::vector<u32> expected = std::vector<u32>(2 * S.tokens);
+    std::vector<u64> home = std::vector<u64>(u64(S.local) * S.rows());
+    u64 round = 0;
+    u32 tokens = 0;
+
+    Ledger ledger() {
+        return {position.data(), weights.data(), brought.data(), expected.data(), home.data()};
+    }
+};
+
+static LowDispatchArgs out_of(const Site& site, u32 own, Slot& slot) {
+    LowDispatchArgs a{};
+    a.site = site;
+    a.x = slot.x.data();
+    a.ids = slot.ids.data();
+    a.rows = slot.rows.data();
+    a.counts = slot.counts.data();
+    a.source = slot.source.data();
+    a.ranges = slot.ranges.data();
+    a.ledger = slot.ledger();
+    a.tokens = slot.tokens;
+    a.ids_bytes = 4;
+    a.own_experts = own;
+    return a;
+}
+
+static LowCombineArgs back_of(const Site& site, u32 own, Slot& slot) {
+    LowCombineArgs a{};
+    a.site = site;
+    a.y = slot.rows.data();
+    a.ids = slot.ids.data();
+    a.out = slot.out.data();
+    a.counts = slot.counts.data();
+    a.ledger = slot.ledger();
+    a.tokens = slot.tokens;
+    a.ids_bytes = 4;
+    a.own_experts = own;
+    return a;
+}
+
+static void prepare(Slot& slot, u32 rank, u64 round) {
+    slot.round = round;
+    slot.tokens = tokens_of(rank, round);
+    for (u32 t = 0; t < slot.tokens; ++t)
+        for (u32 i = 0; i < S.hidden; ++i) slot.x[t * S.hidden + i] = stamp(rank, t, round);
+    fill_ids(slot.ids, rank, round);
+}
+
+static u64 wrong_rows(const Slot& slot, u32 own) {
+    u64 wrong = 0;
+    for (u32 e = 0; e < own; ++e)
+        for (u32 row = 0; row < u32(slot.counts[e]); ++row) {
+            const u32 source = u32(slot.source[e * S.rows() + row]);
+            const float want = stamp(source / S.tokens, source % S.tokens, slot.round);
+            const float* at = &slot.rows[(u64(e) * S.rows() + row) * S.hidden];
+            for (u32 i = 0; i < S.hidden; ++i) wrong += at[i] != want;
+            wrong += row > 0 && slot.source[e * S.rows() + row - 1] >= i32(source);
+        }
+    return wrong;
+}
+
+static u64 wrong_sums(const Slot& slot, u32 rank) {
+    u64 wrong = 0;
+    for (u32 t = 0; t < slot.tokens; ++t) {
+        const u32 choices = u32(__builtin_popcount(slot.expected[2 * t]));
+        const float want = stamp(rank, t, slot.round) * float(choices);
+        for (u32 i = 0; i < S.hidden; ++i) wrong += slot.out[t * S.hidden + i] != want;
+    }
+    return wrong;
+}
+
+// What experts do where combine sends nothing: each row goes home as it is.
+static void store_home(const Site& site, u32 own, Slot& slot) {
+    for (u32 e = 0; HOMES && e < own; ++e) {
+        const u64 first = u64(e) * S.rows();
+        const u8* rows = reinterpret_cast<const u8*>(&slot.rows[first * S.hidden]);
+        tell_rows<S.number>(&slot.home[first], rows, u64(slot.counts[e]), S.hidden * 4,
+                            &own_share<S>(site).header.turn.failed);
+    }
+}
+
+// Two micro-batches; in halves, one's dispatch is on its way while the other goes home.
+static u64 two_rounds(const Site& site, u32 own, Slot (&slot)[slots]) {
+    u64 wrong = 0;
+    if constexpr (HALVES) {
+        low_dispatch<S>(out_of(site, own, slot[0]));
+        low_dispatch<S, Part::send>(out_of(site, own, slot[1]));
+        wrong += wrong_rows(slot[0], own);
+        low_combine<S, Part::send>(back_of(site, own, slot[0]));
+        low_dispatch<S, Part::receive>(out_of(site, own, slot[1]));
+        low_combine<S, Part::receive>(back_of(site, own, slot[0]));
+    } else if constexpr (HOMES) {
+        low_dispatch<S>(out_of(site, own, slot[0]));
+        wrong += wrong_rows(slot[0], own);
+        store_home(site, own, slot[0]);
+        low_combine<S>(back_of(site, own, slot[0]));
+        store_home(site, own, slot[0]);  // which no row has any more
+        low_dispatch<S>(out_of(site, own, slot[1]));
+    } else {
+        low_dispatch<S>(out_of(site, own, slot[0]));
+        low_dispatch<S>(out_of(site, own, slot[1]));
+        wrong += wrong_rows(slot[0], own);
+        low_combine<S>(back_of(site, own, slot[0]));
+    }
+    wrong += wrong_rows(slot[1], own);
+    store_home(site, own, slot[1]);
+    low_combine<S>(back_of(site, own, slot[1]));
+    return wrong;
+}
+
+static void run_rank(Job& job, u32 rank, u64& wrong) {
+    const Site site{.base = job.base,
+                    .stride = sizeof(LowShare<S>),
+                    .mailbox = u64(&job.boxes[rank]),
+                    .rank = rank,
+                    .descriptor = 7};
+    u32 own = 0;
+    for (u32 e = 0; e < S.experts; ++e) own += place_in<S>(nullptr, e).rank == rank;
+    Slot slot[slots];
+    for (u64 round = 1; round <= job.rounds; round += slots) {
+        for (u32 i = 0; i < slots; ++i) prepare(slot[i], rank, round + i);
+        wrong += two_rounds(site, own, slot);
+        for (u32 i = 0; i < slots; ++i) wrong += wrong_sums(slot[i], rank);
+        if (load_acquire(&job.boxes[rank].broken_code) != 0) {
+            std::printf("rank %u broke with code %u in round %llu\n", rank,
+                        job.boxes[rank].broken_code, round);
+            wrong += 1;
+            return;
+        }
+    }
+}
+
+int main(int argc, char** argv) {
+    Job job;
+    job.rounds = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 200;
+    const u64 first_epoch = argc > 2 ? std::strtoull(argv[2], nullptr, 10) & epoch_mask : 0;
+    void* memory = std::aligned_alloc(128, sizeof(LowShare<S>) * S.ranks);
+    if (memory == nullptr) return 2;
+    std::memset(memory, 0, sizeof(LowShare<S>) * S.ranks);
+    job.base = reinterpret_cast<u64>(memory);
+    for (u32 rank = 0; rank < S.ranks; ++rank) {
+        LowShare<S>& own = *reinterpret_cast<LowShare<S>*>(job.base + rank * sizeof(LowShare<S>));
+        own.header.generation = 1;
+        own.header.deadline_ns = own.header.first_deadline_ns =
+            (WEFT_NO_GRANTS ? 1 : 60) * 1000000000ull;
+        own.header.first_epoch = first_epoch;
+        own.progress = {first_epoch, first_epoch, first_epoch, first_epoch};
+        std::memset(own.inbox.tokens, 0xff, u64(&own + 1) - u64(own.inbox.tokens));
+    }
+    std::vector<u64> wrong(S.ranks);
+    std::vector<std::thread> threads;
+    for (u32 rank = 0; rank < S.ranks; ++rank)
+        threads.emplace_back([&, rank] { run_rank(job, rank, wrong[rank]); });
+    for (std::thread& thread : threads) thread.join();
+    u64 total = 0;
+    for (u64 w : wrong) total += w;
+    std::printf("%llu rounds of %u ranks: %llu wrong words\n", job.rounds, S.ranks, total);
+    std::free(memory);
+    return total != 0;
+}

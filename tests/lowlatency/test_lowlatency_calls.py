@@ -1,0 +1,305 @@
+"""What callers may do with a low-latency all-to-all, what is refused, and what is said of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import weft
+from tests.lowlatency_rounds import Mode, expert_results
+from tests.rounds import Round
+from weft.errors import (
+    BadExpertId,
+    GeometryMismatch,
+    InvalidArgument,
+    OutOfOrder,
+    TokenOverflow,
+)
+from weft.lowlatency.api import LowLatencyAllToAll
+from weft.lowlatency.geometry import LowGeometry
+
+KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
+SIZES = {"max_tokens": 16, "hidden": 128, "top_k": 4, "num_experts": 16}
+
+
+def make(group: weft.Group, **options: object) -> LowLatencyAllToAll:
+    return LowLatencyAllToAll(group, **{**SIZES, **options})  # type: ignore[arg-type]
+
+
+def inputs(group: weft.Group, tokens: int = 3) -> tuple[torch.Tensor, ...]:
+    return Round((tokens,) * group.size, hidden=128).of(group.rank, group.device)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"max_tokens": 0}, "tokens is 0; it must be an integer in 1..8192"),
+        ({"max_tokens": 8193}, "tokens is 8193"),
+        ({"hidden": 100}, "hidden is 100; it must be a multiple of 128"),
+        ({"hidden": 144, "group_size": 32}, "hidden is 144; it must be a multiple of 32"),
+        ({"hidden": 96, "group_size": 32, "combine_by": "fp8"}, "a multiple of 128"),
+        ({"top_k": 33}, "top_k is 33"),
+        ({"top_k": 17}, "top_k is 17, but the layer has 16 experts"),
+        ({"num_experts": 4097}, "num_experts is 4097"),
+        ({"quant": "int8"}, "quant is 'int8'"),
+        ({"group_size": 48}, "group_size is 48; choose one of 32, 64, 128"),
+        ({"scale": "rows"}, "scale is 'rows'"),
+        ({"slots": 0}, "slots is 0"),
+        ({"slots": 3}, "slots is 3; it must be an integer in 1..2"),
+        ({"reduce": "nobody"}, "reduce is 'nobody'"),
+        ({"combine_by": "pull"}, "combine_by is 'pull'"),
+        ({"combine_by": "choices"}, "use reduce='receiver' and slots=1"),
+        ({"combine_by": "choices", "slots": 1, "reduce": "sender"}, "reduce 'sender'"),
+        ({"combine_by": "choices", "slots": 1, "halves": True}, "leave halves out"),
+        ({"dtype": torch.int32}, "dtype is torch.int32"),
+        ({"timeout": 0.0}, "timeout is 0.0; it must be a number of seconds above 0"),
+        ({"num_sms": 4}, "num_sms is 4 on a CPU group"),
+        ({"expert_map": [0]}, "expert_map has 1 entries"),
+        (
+            {"num_experts": 3000, "top_k": 1, "expert_map": [0] * 3000},
+            "3000 experts on one rank; one may hold 1024",
+        ),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(ranks, options, text):
+    def body(group: weft.Group) -> None:
+        with pytest.raises(InvalidArgument, match=text.replace("[", r"\[")):
+            make(group, **options)
+
+    ranks(1, "threads")(body)
+
+
+def test_ranks_that_differ_are_told_both_values(ranks):
+    def body(group: weft.Group) -> None:
+        with pytest.raises(GeometryMismatch, match=r"slots=\d"):
+            make(group, slots=1 + group.rank)
+
+    ranks(2, "threads")(body)
+
+
+def refused_calls(group: weft.Group) -> None:
+    x, ids, weights, _ = inputs(group)
+    with make(group) as a2a:
+        wrong: list[tuple[Callable[[], object], str]] = [
+            (lambda: a2a.dispatch(x.float(), ids), "x has dtype torch.float32"),
+            (lambda: a2a.dispatch(x[:2], ids), r"x has shape \[2, 128\]"),
+            (lambda: a2a.dispatch(x, ids.float()), "topk_ids has dtype"),
+            (lambda: a2a.dispatch(x, ids, weights.half()), "topk_weights has dtype"),
+            (lambda: a2a.dispatch(x, ids.T.contiguous().T), "strides"),
+            (lambda: a2a.dispatch_send(x, ids), "halves=True"),
+            (lambda: a2a.dump_trace("trace.json"), "profile=True"),
+        ]
+        for call, text in wrong:
+            with pytest.raises(InvalidArgument, match=text):
+                call()
+        big, many, _, _ = inputs(group, 17)
+        with pytest.raises(TokenOverflow, match="17 tokens in one call"):
+            a2a.dispatch(big, many)
+        got = a2a.dispatch(x, ids, weights)
+        y = expert_results(a2a, got)
+        combines: list[tuple[Callable[[], object], str]] = [
+            (lambda: a2a.combine(y.float(), ids, weights, got.handle), "y has dtype"),
+            (lambda: a2a.combine(y[:1], ids, weights, got.handle), "y has shape"),
+            (lambda: a2a.combine(y, ids[:2], None, got.handle), "topk_ids has 2 rows"),
+            (lambda: a2a.combine(y, ids, weights, 7), "handle is a int; pass the handle"),  # type: ignore[arg-type]
+            (lambda: a2a.combine(y, ids, weights, got.handle, x[:1]), r"out has shape \[1, 128\]"),
+            (lambda: a2a.combine(y, ids, weights, got.handle, None, x[:1]), "add has shape"),
+            (lambda: a2a.combine_send(y, ids, weights, got.handle), "halves=True"),
+        ]
+        for call, text in combines:
+            with pytest.raises(InvalidArgument, match=text):
+                call()
+        a2a.combine(y, ids, weights, got.handle)  # nothing of the above has reached a peer
+    with pytest.raises(OutOfOrder, match="was closed"):
+        a2a.dispatch(x, ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_wrong_tensors_are_refused_before_anything_is_sent(ranks, kind):
+    ranks(2, kind)(refused_calls)
+
+
+def out_of_order(group: weft.Group) -> None:
+    x, ids, weights, _ = inputs(group)
+    with make(group, halves=True) as a2a:
+        for call, text in (
+            (a2a.dispatch_recv, "without a dispatch_send"),
+            (a2a.combine_recv, "without a combine_send"),
+        ):
+            with pytest.raises(OutOfOrder, match=text):
+                call()
+        early = a2a.dispatch_send(x, ids, weights)[0].handle
+        with pytest.raises(OutOfOrder, match="dispatch 1 is on its way"):
+            a2a.dispatch(x, ids, weights)
+        y = torch.zeros_like(a2a._rounds.slots[0].x, dtype=x.dtype)
+        with pytest.raises(OutOfOrder, match="it has not been received"):
+            a2a.combine(y, ids, weights, early)
+        first = a2a.dispatch_recv()
+        second = a2a.dispatch(x, ids, weights)
+        with pytest.raises(OutOfOrder, match="2 results are alive, the oldest of dispatch 1"):
+            a2a.dispatch(x, ids, weights)
+        a2a.combine_send(y, ids, weights, first.handle)
+        with pytest.raises(OutOfOrder, match="the combine of dispatch 1 is on its way"):
+            a2a.combine(y, ids, weights, second.handle)
+        a2a.combine_recv()
+        with pytest.raises(OutOfOrder, match="dispatch 1: it is not alive"):
+            a2a.combine(y, ids, weights, first.handle)
+        a2a.combine(y, ids, weights, second.handle)
+        a2a.check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_out_of_order_are_refused(ranks, kind):
+    ranks(2, kind)(out_of_order)
+
+
+def others_handle(group: weft.Group) -> None:
+    """Two layers' first dispatches have the same numbers; each is combined by its own object."""
+    x, ids, weights, _ = inputs(group)
+    with make(group) as one, make(group) as other:
+        mine, theirs = one.dispatch(x, ids, weights), other.dispatch(x, ids, weights)
+        assert mine.handle == theirs.handle
+        y = expert_results(one, mine)
+        with pytest.raises(OutOfOrder, match="by the all-to-all that made it"):
+            one.combine(y, ids, weights, theirs.handle)
+        one.combine(y, ids, weights, mine.handle)
+        other.combine(y, ids, weights, theirs.handle)
+
+
+def test_another_all_to_alls_handle_is_refused(ranks):
+    ranks(2, "threads")(others_handle)
+
+
+def combined_in_any_order(group: weft.Group) -> list[int]:
+    """A result that stays alive keeps its own slot, and no other."""
+    x, ids, weights, _ = inputs(group)
+    with make(group) as a2a:
+        kept = a2a.dispatch(x, ids, weights)
+        counts, rows = kept.counts.tolist(), kept.x.view(torch.uint8).clone()
+        slots = []
+        for _ in range(3):
+            got = a2a.dispatch(-x, ids.flip(0), weights)
+            slots.append(got.handle.slot)
+            a2a.combine(expert_results(a2a, got), ids.flip(0), weights, got.handle)
+        assert kept.counts.tolist() == counts
+        assert torch.equal(kept.x.view(torch.uint8), rows)
+        a2a.combine(expert_results(a2a, kept), ids, weights, kept.handle)
+        a2a.check()
+        return slots
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_may_be_combined_in_any_order(ranks, kind):
+    assert ranks(2, kind)(combined_in_any_order) == [[1, 1, 1]] * 2
+
+
+def crossed(group: weft.Group, halves: bool) -> str:
+    """Rank 1 combines its two results the other way round."""
+    x, ids, weights, _ = inputs(group)
+    with make(group, halves=halves) as a2a:
+        both = [a2a.dispatch(x, ids, weights), a2a.dispatch(x, ids, weights)]
+        got = both[group.rank]
+        y = expert_results(a2a, got)
+        try:
+            if halves:
+                a2a.combine_send(y, ids, weights, got.handle)[1]()
+            else:
+                a2a.combine(y, ids, weights, got.handle)
+            if group.device.type == "cuda":
+                torch.cuda.synchronize()
+            a2a.check()
+        except GeometryMismatch as error:
+            return str(error)
+        finally:
+            group.barrier()
+        return ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("halves", [False, True])
+def test_ranks_that_combine_different_results_are_told(ranks, kind, halves):
+    said = ranks(2, kind)(crossed, halves)
+    assert "rank 0, combine: rank 1 combined result 2 of those alive, this rank result 1" in said[0]
+    assert "rank 1, combine: rank 0 combined result 1 of those alive, this rank result 2" in said[1]
+
+
+def uncounted(group: weft.Group) -> None:
+    """One rank's graph replayed a dispatch that its host did not count; the other's host did."""
+    x, ids, weights, _ = inputs(group)
+    with make(group) as a2a:
+        got = a2a.dispatch(x, ids, weights)
+        wanted = a2a.combine(expert_results(a2a, got), ids, weights, got.handle)
+        a2a._rounds._number -= group.rank
+        got = a2a.dispatch(x, ids, weights)
+        again = a2a.combine(expert_results(a2a, got), ids, weights, got.handle)
+        if group.device.type == "cuda":
+            torch.cuda.synchronize()
+        a2a.check()
+        assert torch.equal(again, wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_need_not_have_counted_the_same_dispatches(ranks, kind):
+    ranks(2, kind)(uncounted)
+
+
+def bad_ids(group: weft.Group) -> list[str]:
+    x, ids, weights, _ = inputs(group)
+    said = []
+    with make(group) as a2a:
+        for row, text in (
+            ([1, 16, 2, -1], "is 16; expert ids are 0..15"),
+            ([1, -7, 2, 3], "is -7; expert ids are 0..15"),
+            ([5, 9, 5, 2], "repeats expert 5"),
+            ([2**40, 1, 2, 3], f"is {2**40}"),
+        ):
+            mixed = ids.long()
+            mixed[1] = torch.tensor(row, device=x.device)
+            got = a2a.dispatch(x, mixed, weights)
+            y = torch.ones_like(got.x, dtype=x.dtype)
+            out = a2a.combine(y, mixed, None, got.handle)
+            if group.device.type == "cuda":
+                torch.cuda.synchronize()
+            with pytest.raises(BadExpertId, match=text) as caught:
+                a2a.check()
+            said.append(str(caught.value))
+            served = len({i for i in row if 0 <= i < 16})
+            assert out[1].tolist() == [float(served)] * 128
+            a2a.check()
+    return said
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bad_ids_are_dropped_and_reported(ranks, kind):
+    for rank, said in enumerate(ranks(2, kind)(bad_ids)):
+        assert all(text.startswith(f"rank {rank}: topk_ids[1, ") for text in said)
+
+
+def test_shapes_that_differ_have_descriptors_that_differ():
+    sizes = {"ranks": 8, **SIZES}
+    some = [
+        LowGeometry.of(**{**sizes, **more}).shape  # type: ignore[arg-type]
+        for more in ({}, {"reduce": "sender"}, {"scale": "ue8m0"}, {"top_k": 5})
+    ]
+    assert len({shape.literal() for shape in some}) == len(some)
+    assert len({shape.descriptor for shape in some}) == len(some)
+
+
+def results_of_modes(group: weft.Group) -> list[list[int]]:
+    strides = []
+    for mode in (Mode(), Mode(scale="fp32_col"), Mode(scale="ue8m0")):
+        case = Round((5,) * group.size, hidden=256)
+        with mode.make(group, case, 5) as a2a:
+            x, ids, weights, _ = case.of(group.rank, group.device)
+            got = a2a.dispatch(x, ids, weights)
+            assert got.scales is not None
+            strides.append(list(got.scales.stride()))
+            a2a.combine(expert_results(a2a, got), ids, weights, got.handle)
+    return strides
+
+
+def test_scales_lie_as_grouped_products_want_them(ranks):
+    # Two ranks of 5 tokens: 10 rows, padded to 12 in columns.
+    assert ranks(2, "threads")(results_of_modes)[0] == [[20, 2, 1], [24, 1, 12], [12, 1, 12]]

@@ -1,0 +1,110 @@
+"""Every low-latency kernel compiles for every architecture without a GPU, and spills nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.alltoall.test_compile import numbers_of
+from tests.emulator.test_profile_compile import frames
+from tests.recorded import NVRTC, reads
+from weft.errors import CompileError
+from weft.jit.args import verify
+from weft.lowlatency.entry import TABLES, LowBuild, compile_cuda, plan_low
+from weft.lowlatency.shape import CHUNK_TOKENS, LowLayout, LowShape
+from weft.runtime.timeline import DEFINE
+
+pytestmark = reads(tools=(NVRTC,))
+
+PLAIN = LowShape(8, 128, 8, 256, 32, 7168, "bf16")
+SHAPES = {
+    "deepseek-v3": PLAIN,
+    "reduced": replace(PLAIN, reduce="sender"),
+    "reduced, fp8 home": replace(PLAIN, reduce="sender", fp8_back=True),
+    "reduced, fp8 home, four ranks": replace(
+        PLAIN, ranks=4, local=64, reduce="sender", fp8_back=True
+    ),
+    "fp8 home": replace(PLAIN, fp8_back=True),
+    "as they are": replace(PLAIN, group=0),
+    "powers of two": replace(PLAIN, scales="ue8m0"),
+    "by column, of 32": replace(PLAIN, scales="fp32_col", group=32),
+    "fp32, fp8 home": replace(PLAIN, number="fp32", fp8_back=True),
+    "four ranks, odd blocks": LowShape(4, 512, 4, 128, 32, 2944, "fp16"),
+    "homes": replace(PLAIN, homes=True),
+    "one of everything": LowShape(1, 1, 1, 1, 1, 128, "bf16"),
+    "32 ranks, mapped": LowShape(
+        *(32, 16, 32, 61, 2, 512, "fp32", 32, "ue8m0", "sender"), fp8_back=True, mapped=True
+    ),
+}
+# Every way of rows, once, in kernels that keep a trace.
+PROFILED = ("deepseek-v3", "homes", "as they are", "reduced", "reduced, fp8 home", "fp8 home")
+# Bytes that the slow half of a wait costs kernels that trace, and those of rows as they are.
+SLOW_HALF = 24
+# 32 ranks with a top k of 32 use all registers.
+TIGHT = ("32 ranks, mapped",)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_kernels_compile_to_the_layout_that_python_expects(name, arch):
+    cubin = compile_cuda(SHAPES[name], arch, halves=not SHAPES[name].homes)
+    LowLayout.of(SHAPES[name]).verify(numbers_of(cubin, b"weft_layout"))
+    for table, struct in TABLES.items():
+        verify(struct, numbers_of(cubin, f"weft_{table}".encode()))
+
+
+@pytest.mark.parametrize(
+    ("name", "defines"),
+    [(name, ()) for name in SHAPES if name not in TIGHT] + [(name, (DEFINE,)) for name in PROFILED],
+)
+def test_nothing_is_spilled_on_hopper(name, defines):
+    halves = not SHAPES[name].homes
+    found = frames(compile_cuda(SHAPES[name], "sm_90a", halves=halves, defines=defines))
+    kernels = {name: size for name, size in found.items() if not name.startswith("$")}
+    assert {"dispatch", "combine_receive" if halves else "combine"} <= kernels.keys()
+    most = SLOW_HALF if defines or name == "as they are" else 0
+    assert max(kernels.values()) <= most, kernels
+
+
+@pytest.mark.parametrize("name", TIGHT)
+def test_where_registers_are_short_few_words_are_spilled(name):
+    assert max(frames(compile_cuda(SHAPES[name], "sm_90a")).values()) <= 96
+
+
+def test_where_room_is_short_senders_keep_half_of_it():
+    def plan(resident: int) -> tuple[int, int]:
+        found = plan_low(PLAIN, LowBuild(), "combine", 128, 256, 132, resident)
+        return found.senders, found.takers
+
+    assert plan(132 * 3 + 1) == (132, 264)
+    assert plan(132 * 2) == (131, 132)
+    assert plan(2) == (1, 1)
+    one = plan_low(PLAIN, LowBuild(), "combine_send", 128, 256, 132, 100)
+    assert (one.senders, one.takers) == (99, 0)
+
+
+def test_a_compile_error_shows_the_generated_entry():
+    with pytest.raises(CompileError) as caught:
+        compile_cuda(PLAIN, "sm_90a", defines=("low_dispatch=",))
+    assert "__launch_bounds__" in str(caught.value)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 8, 32, 33, 128, 512, 8192])
+@pytest.mark.parametrize("name", ["dispatch", "combine"])
+@pytest.mark.parametrize("part", ["", "_send", "_receive"])
+def test_plans_fit_on_the_gpu_and_leave_nobody_out(tokens, name, part):
+    shape = replace(PLAIN, tokens=8192)
+    threads = 128 if tokens <= 32 else 256
+    resident = 132 * 3 * (256 // threads)
+    plan = plan_low(shape, LowBuild(), name + part, tokens, threads, 132, resident)
+    assert plan.ctas >= 1
+    waits = plan.senders + plan.takers
+    assert waits <= max(resident, 2)
+    if part != "_send":
+        assert plan.takers >= 1  # peers' tokens come even where there are none of one's own
+    if part != "_receive":
+        assert plan.tellers + plan.senders >= 1  # somebody grants
+        assert plan.tellers * CHUNK_TOKENS >= tokens or name == "combine"
+    else:
+        assert plan.tellers == plan.senders == 0

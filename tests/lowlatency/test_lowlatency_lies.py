@@ -1,0 +1,179 @@
+"""A peer's words may say anything: what it tells of its rows never leads outside of this rank's."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import weft
+from tests.lowlatency.emulate_lowlatency import EmulatedLow, compile_low
+from tests.lowlatency_rounds import Mode, store_home
+from tests.rounds import Round
+from weft.errors import PeerTimeout
+from weft.lowlatency.api import LowLatencyAllToAll
+from weft.lowlatency.geometry import LowGeometry
+from weft.lowlatency.results import ExpertRows
+from weft.lowlatency.rounds import TAGGED_BITS
+from weft.memory.header import HEADER_BYTES
+from weft.runtime.layout import LINE
+
+KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+MOST, HIDDEN, EPOCH = 8, 128, 2
+CASE = Round(tokens=(8, 8), hidden=HIDDEN)
+LIES = {
+    "tokens": {"tokens": 1 << 20, "chosen": (1 << 24) - 1},
+    "more chosen than tokens": {"chosen": (1 << 24) - 1},
+    "an expert that is none": {"choice": 2000},
+    "a choice that was not told": {"choice": 1},
+    "some choices that were not told": {"choice": 1, "chosen": 0b10100110},
+}
+
+
+def words(a2a: LowLatencyAllToAll, offset: int, count: int) -> torch.Tensor:
+    """`count` 64-bit words of rank 0's share."""
+    heap = a2a._rounds.premises.heap
+    return heap.tensor((count,), torch.int64, offset=offset, rank=0)
+
+
+def rows_out(a2a: LowLatencyAllToAll) -> torch.Tensor:
+    """The places of rows out in rank 0's inbox."""
+    shape, layout = a2a._geometry.shape, a2a._geometry.layout
+    return words(a2a, layout.rows, shape.rows * shape.sent_bytes // 8)
+
+
+def forge_dispatch(
+    a2a: LowLatencyAllToAll, *, tokens: int = MOST, chosen: int = 0, choice: int = 0
+) -> None:
+    """Write by hand what rank 1 tells rank 0 in its second dispatch."""
+    shape, layout = a2a._geometry.shape, a2a._geometry.layout
+    tag = EPOCH << TAGGED_BITS
+    flags = HEADER_BYTES + LINE
+    rows_out(a2a)[MOST * shape.sent_bytes // 8 :] = 0
+    words(a2a, layout.choices, shape.rows * shape.top_k)[MOST * shape.top_k :] = tag | choice
+    words(a2a, layout.chosen, 2 * shape.local)[shape.local :] = tag | chosen
+    words(a2a, layout.tokens, 2)[1] = tag | tokens
+    words(a2a, flags, 2)[1] += 1  # hello
+    words(a2a, flags + 2 * LINE, 2)[1] += 1  # combined
+    if a2a.group.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def lied_to(group: weft.Group, lie: dict[str, int]) -> None:
+    for mode in (Mode(), Mode(combine_by="choices")):
+        lied_to_in(group, replace(mode, more={"timeout": 5.0}), lie)
+
+
+def lied_to_in(group: weft.Group, mode: Mode, lie: dict[str, int]) -> None:
+    with mode.make(group, CASE, MOST) as a2a:
+        x, ids, weights, _ = CASE.of(group.rank, group.device)
+        got = a2a.dispatch(x, ids, weights)
+        y = torch.zeros_like(got.x, dtype=x.dtype)
+        if got.home is not None:
+            store_home(a2a, got, y)
+        a2a.combine(y if got.home is None else None, ids, weights, got.handle)
+        group.barrier()
+        if group.rank == 1:
+            forge_dispatch(a2a, **lie)
+        group.barrier()
+        if group.rank == 0:
+            nobody = torch.full_like(ids, -1)
+            got = a2a.dispatch(x, nobody, weights)
+            if group.device.type == "cuda":
+                torch.cuda.synchronize()
+            a2a.check()
+            check_bounds(a2a, got)
+            if "choice" in lie:  # a row that is refused is taken out all the same
+                assert bool((rows_out(a2a) == -1).all())
+        group.barrier()
+
+
+def check_bounds(a2a: LowLatencyAllToAll, got: ExpertRows) -> None:
+    tensors = a2a._rounds.slots[got.handle.slot].tensors
+    rows = a2a._geometry.shape.rows
+    assert tensors["brought"].tolist() == [MOST, MOST]
+    assert bool((got.counts <= rows).all()), got.counts
+    assert bool((got.ranges.sum(dim=-1) <= rows).all()), got.ranges
+    if got.home is not None:
+        check_homes(a2a, got, got.home)
+        return
+    taken = tensors["position"][tensors["position"] >= 0]
+    assert bool((taken < got.counts[taken // rows] + taken // rows * rows).all())
+    # No two tokens share a row, whatever was told of them.
+    by_token = tensors["position"][1].unique(dim=1)
+    seats = by_token[by_token >= 0]
+    assert len(seats) == len(seats.unique())
+
+
+def check_homes(a2a: LowLatencyAllToAll, got: ExpertRows, home: torch.Tensor) -> None:
+    """Every home is the place of a row of the token's owner; no two rows have the same."""
+    shape, heap = a2a._geometry.shape, a2a._rounds.premises.heap
+    behind = torch.arange(shape.rows, device=home.device)[None] >= got.counts[:, None]
+    assert not home[behind].any()
+    homes = home[home != 0]
+    assert len(homes) == len(homes.unique())
+    for rank in range(a2a.ep_size):
+        ours = home[(home != 0) & (got.source // MOST == rank)]
+        place = ours - heap.address(rank) - a2a._geometry.layout.back
+        assert not (place % shape.back_bytes).any()
+        assert bool(((place >= 0) & (place < MOST * shape.top_k * shape.back_bytes)).all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lie", LIES)
+def test_no_word_of_a_peer_leads_out_of_bounds(ranks, kind, lie):
+    ranks(2, kind)(lied_to, LIES[lie])
+
+
+def withheld(group: weft.Group, what: str, library: str = "") -> str:
+    """Rank 1 tells rank 0 of rows and then keeps one word back; how rank 0 says so."""
+    mode = Mode(more={"timeout": 0.6, "first_timeout": 600.0})
+    with mode.make(group, CASE, MOST) as a2a:
+        if library:
+            a2a._rounds._entries = EmulatedLow(Path(library), a2a._geometry.shape)  # type: ignore[assignment]
+        x, ids, weights, _ = CASE.of(group.rank, group.device)
+        got = a2a.dispatch(x, ids, weights)
+        a2a.combine(torch.zeros_like(got.x, dtype=x.dtype), ids, weights, got.handle)
+        group.barrier()
+        if group.rank == 1:
+            forge_dispatch(a2a, chosen=(1 << MOST) - 1, choice=1)
+            shape, layout = a2a._geometry.shape, a2a._geometry.layout
+            if what == "row":
+                rows_out(a2a)[-1:] = -1
+            else:
+                words(a2a, layout.choices, shape.rows * shape.top_k)[-2:-1] = -1
+            if group.device.type == "cuda":
+                torch.cuda.synchronize()
+        group.barrier()
+        said = ""
+        if group.rank == 0:
+            try:
+                a2a.dispatch(x, torch.full_like(ids, -1), weights)
+                if group.device.type == "cuda":
+                    torch.cuda.synchronize()
+                a2a.check()
+            except PeerTimeout as error:
+                said = str(error)
+        group.barrier()
+        return said
+
+
+LATE = r"rank 0, dispatch: rank 1 did not publish epoch 2 within .* \(its flag shows epoch 1\)"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("what", ["row", "choice"])
+def test_who_has_not_come_is_named_with_what_is_there(ranks, kind, what):
+    assert re.match(LATE, ranks(2, kind)(withheld, what)[0])
+
+
+@pytest.mark.parametrize("what", ["row", "choice"])
+def test_kernels_name_who_has_not_come_with_what_is_there(ranks, tmp_path, what):
+    geometry = LowGeometry.of(
+        ranks=2, max_tokens=MOST, hidden=HIDDEN, top_k=CASE.top_k, num_experts=CASE.experts
+    )
+    library = compile_low(geometry.shape, tmp_path)
+    assert re.match(LATE, ranks(2, "cpu")(withheld, what, str(library))[0])

@@ -1,0 +1,40 @@
+"""What a low-latency all-to-all will allocate is known before, to the byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import weft
+from tests.lowlatency.test_lowlatency_calls import SIZES, make
+from weft.lowlatency.api import LowLatencyAllToAll
+
+
+def memory_of(group: weft.Group) -> tuple[int, int, int]:
+    with make(group) as a2a:
+        slots = a2a._rounds.slots
+        results = sum(t.numel() * t.element_size() for slot in slots for t in slot.tensors.values())
+        sizes: dict[str, Any] = {"ranks": group.size, **SIZES}
+        said = LowLatencyAllToAll.memory_bytes(**sizes)
+        assert said == a2a.memory
+        assert said.shared == a2a._rounds.premises.heap.size
+        assert said.results == results
+        return said.shared, said.results, said.total
+
+
+def test_memory_is_known_before_it_is_allocated(ranks):
+    assert len(set(ranks(2, "threads")(memory_of))) == 1
+
+
+def test_an_expert_map_counts_in_what_memory_is_told():
+    sizes: dict[str, Any] = {"ranks": 2, **SIZES}
+    uneven = [0] * (SIZES["num_experts"] - 1) + [1]
+    told = LowLatencyAllToAll.memory_bytes(**sizes, expert_map=uneven)
+    assert told.results > 1.5 * LowLatencyAllToAll.memory_bytes(**sizes).results
+
+
+def test_the_published_setting_takes_less_than_half_a_gibibyte():
+    memory = LowLatencyAllToAll.memory_bytes(
+        ranks=8, max_tokens=128, hidden=7168, top_k=8, num_experts=256, slots=2
+    )
+    assert memory.total < 2**29
+    assert memory.shared < 23e6

@@ -1,0 +1,112 @@
+"""Profiled low-latency rounds: what teams write down, and the files for Perfetto."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import weft
+from tests.lowlatency_rounds import Mode, play
+from tests.rounds import Round
+from weft.errors import InvalidArgument, OutOfOrder
+from weft.lowlatency.shape import Track
+from weft.lowlatency.trace import Work, merge, read_work, to_chrome
+from weft.runtime.skew import Skew
+
+KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+MODE = Mode(more={"profile": True})
+CASE = Round(tokens=(5, 9), hidden=128)
+
+
+def traced(group: weft.Group, folder: str) -> list[Work]:
+    case = CASE.next(tokens=CASE.tokens[: group.size])
+    with MODE.make(group, case, 16) as a2a:
+        with pytest.raises(OutOfOrder, match="run some first"):
+            a2a.dump_trace(Path(folder) / "early.json")
+        for seed in range(40):  # more than are kept
+            play(a2a, MODE, case.next(seed=seed), poison=False)
+        group.barrier()
+        a2a.dump_trace(Path(folder) / f"{group.rank}.json")
+        found = read_work(a2a._rounds.tracks, group.rank, group.size)
+        group.barrier()
+        return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kept_round_is_there_with_its_steps(ranks, kind, tmp_path):
+    works = ranks(2, kind)(traced, str(tmp_path))
+    for rank, found in enumerate(works):
+        assert {work.epoch for work in found} == set(range(9, 41))
+        assert {(w.phase, w.role) for w in found} >= {
+            ("dispatch", "send"),
+            ("dispatch", "take"),
+            ("combine", "send"),
+            ("combine", "take"),
+        }
+        for work in found:
+            assert work.rank == rank
+            assert 0 < work.start_ns <= work.end_ns
+            if work.role == "send":
+                assert work.start_ns <= work.granted_ns <= work.end_ns
+            if work.role == "take" and work.phase == "dispatch":
+                assert work.start_ns <= work.learned_ns <= work.end_ns
+    merged = tmp_path / "all.json"
+    merge([tmp_path / "0.json", tmp_path / "1.json"], merged)
+    document = json.loads(merged.read_text())
+    slices = [event for event in document["traceEvents"] if event["ph"] == "X"]
+    assert {event["pid"] for event in slices} == {0, 1}
+    assert min(event["ts"] for event in slices) == 0.0
+    assert all(event["dur"] > 0 for event in slices)
+
+
+def pages(*tracks: Track) -> torch.Tensor:
+    """`[1, teams, bytes]`: what the teams of one operation left, and one more place."""
+    found = [bytes(track) for track in tracks] + [bytes(ctypes.sizeof(Track))]
+    return torch.tensor([list(page) for page in found], dtype=torch.uint8)[None]
+
+
+SENT = Track(epoch=3, start_ns=1000, granted=500, ended=900, phase=1, role=1, team=1)
+TAKEN = Track(epoch=3, start_ns=1100, end_ns=1600, ended=1000, phase=1, role=2, team=2)
+
+
+def test_ticks_are_told_by_the_teams_that_end_on_both_clocks():
+    sent, taken = read_work(pages(SENT, TAKEN), 0, 2)
+    assert (sent.granted_ns, sent.end_ns) == (1250, 1450)
+    assert taken.end_ns == 1600
+
+
+def test_before_an_operation_has_ended_there_is_no_clock():
+    assert read_work(pages(SENT), 0, 2) == []
+
+
+def test_slices_lie_on_rank_0s_clock():
+    work = Work(1, "dispatch", 3, "take", 7, 2, 1000, 0, 1500, 4000, (0, 800))
+    document = to_chrome([work], Skew((0.0, 500.0), 20.0, 32))
+    found = [(e["name"], e["ts"], e["dur"]) for e in document["traceEvents"] if e["ph"] == "X"]
+    assert found == [("learn counts", 1.5, 0.5), ("take rows", 2.0, 2.5)]
+    waits = [e["args"]["waited_us"] for e in document["traceEvents"] if e["ph"] == "X"]
+    assert waits == [{"rank 1": 0.8}] * 2
+    assert document["metadata"]["uncertainty_ns"] == 20
+
+
+def test_a_file_that_is_no_trace_is_named(tmp_path):
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text("[]")
+    with pytest.raises(InvalidArgument, match=r"wrong\.json is no trace"):
+        merge([wrong], tmp_path / "out.json")
+
+
+def unprofiled(group: weft.Group) -> int:
+    with Mode().make(group, CASE, 16) as a2a:
+        with pytest.raises(InvalidArgument, match="without profile=True"):
+            a2a.dump_trace("never.json")
+        return int(a2a._rounds.tracks.numel())
+
+
+def test_without_profile_nothing_is_kept(ranks):
+    assert ranks(2, "threads")(unprofiled) == [0, 0]
+    assert not Path("never.json").exists()

@@ -1,0 +1,35 @@
+"""The routing kernel compiles for every architecture and rule, and keeps all in registers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.alltoall.test_compile import numbers_of
+from tests.moe.routed import RULES
+from tests.recorded import NVRTC, reads
+from weft.jit.args import verify
+from weft.jit.cache import Cache
+from weft.jit.nvrtc import CUDA_OPTIONS, compile_cubin
+from weft.moe.route_entry import TABLE, RouteArgs, cuda_source
+
+pytestmark = reads(tools=(NVRTC,))
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("name", RULES)
+def test_kernels_compile_without_spills(name: str, arch: str, tmp_path: Path) -> None:
+    cubin = compile_cubin(
+        cuda_source(RULES[name].literal()),
+        name="route",
+        arch=arch,
+        options=(*CUDA_OPTIONS, "--ptxas-options=-v"),
+        cache=Cache(tmp_path),
+    )
+    verify(RouteArgs, numbers_of(cubin, TABLE.encode()))
+    (sidecar,) = tmp_path.rglob("*.json")
+    log = sidecar.read_text()
+    spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log)
+    assert spills == [("0", "0")], log

@@ -1,0 +1,113 @@
+"""Loading and waiting beside other streams' captures, with a driver that only listens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.memory.fake_driver import CaptureModes, Driver
+from weft.errors import OutOfOrder
+from weft.memory import driver
+from weft.moe import ExpertWeights
+from weft.runtime import stream
+
+GPU = torch.device("cuda", 0)
+GLOBAL = CaptureModes.CU_STREAM_CAPTURE_MODE_GLOBAL
+RELAXED = CaptureModes.CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """A GPU as far as these functions ask for one."""
+    made = Driver()
+    made.rank.value = 0
+    made.context.append("torch's")
+    monkeypatch.setattr(driver, "driver", lambda: made)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1, 1))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return made
+
+
+def test_kernels_are_loaded_in_relaxed_mode_and_never_into_a_graph(
+    fake: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with stream.loading(GPU):
+        assert fake.mode is RELAXED
+    assert fake.mode is GLOBAL
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(OutOfOrder, match="before a graph is captured, not in it"):
+        stream.loading(GPU).__enter__()
+    assert fake.mode is GLOBAL
+
+
+def test_waits_are_in_relaxed_mode(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = []
+    current = SimpleNamespace(synchronize=lambda: waited.append(fake.mode))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    stream.finish(GPU)
+    assert waited == [RELAXED]
+    stream.settle(GPU)
+    assert [name for _, name in fake.log if name.startswith("cuMem")] == ["cuMemAlloc", "cuMemFree"]
+    assert fake.unsafe == []
+    assert fake.left() == {}
+    assert fake.mode is GLOBAL
+
+
+def test_a_cpu_asks_no_driver(fake: Driver) -> None:
+    cpu = torch.device("cpu")
+    stream.finish(cpu)
+    stream.settle(cpu)
+    with driver.relaxed(cpu):
+        pass
+    assert fake.log == []
+
+
+def test_the_mode_comes_back_behind_an_error(fake: Driver) -> None:
+    def fail() -> None:
+        with driver.relaxed(GPU):
+            assert fake.mode is RELAXED
+            raise KeyError("in the middle")
+
+    with pytest.raises(KeyError, match="in the middle"):
+        fail()
+    assert fake.mode is GLOBAL
+
+
+def unmade(local: tuple[int, ...]) -> ExpertWeights:
+    raise AssertionError("a group that cannot vote has come so far")
+
+
+EXCHANGE: dict[str, Any] = {"max_tokens": 4, "hidden": 64, "top_k": 1, "num_experts": 4}
+OPENINGS: dict[str, Callable[[Any], object]] = {
+    "AllToAll": lambda group: weft.AllToAll(group, **EXCHANGE),
+    "LowLatencyAllToAll": lambda group: weft.LowLatencyAllToAll(group, **EXCHANGE),
+    "CollectiveAllToAll": lambda group: weft.CollectiveAllToAll(group, **EXCHANGE),
+    "AllReduce": lambda group: weft.AllReduce(group, max_tokens=4, hidden=64),
+    "MoE": lambda group: weft.MoE(group, weft.moe.MODELS["qwen3-30b-a3b"], unmade, max_tokens=4),
+}
+
+
+@pytest.mark.parametrize("name", OPENINGS)
+def test_constructors_run_in_relaxed_mode(fake: Driver, name: str) -> None:
+    """Torch allocates for them, too; the first thing they do with their group sees the mode."""
+
+    class Group(weft.Group):
+        device = GPU
+
+        def __init__(self) -> None:
+            """It has nothing of a group."""
+
+        def __getattr__(self, name: str) -> Any:
+            raise LookupError(fake.mode)
+
+    with pytest.raises(LookupError) as seen:
+        OPENINGS[name](Group())
+    assert seen.value.args == (RELAXED,)
+    assert fake.mode is GLOBAL

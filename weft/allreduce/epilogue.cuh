@@ -1,0 +1,107 @@
+// What is elementwise once a row's statistics are known: the norm, and its FP8. Whole warps come
+// here together, because lanes of a group share their maximum; a lane without a vector is not
+// valid.
+#pragma once
+#include <weft/allreduce/row.cuh>
+
+namespace weft {
+
+template <u32 n> WEFT_FN void store_e4m3(u8* to, const float (&x)[n], bool broken) {
+    u32 word[n / 4];
+#pragma unroll
+    for (u32 i = 0; i < n / 4; ++i)
+        word[i] = broken ? 0x7f7f7f7fu
+                         : pack_e4m3(x[4 * i], x[4 * i + 1]) | pack_e4m3(x[4 * i + 2], x[4 * i + 3])
+                                                                   << 16;
+    if constexpr (n == 8)
+        store(reinterpret_cast<uint2*>(to), make_uint2(word[0], word[1]));
+    else
+        store(reinterpret_cast<u32*>(to), word[0]);
+}
+
+template <u32 n> WEFT_FN void scale_by(float (&x)[n], float by) {
+#pragma unroll
+    for (u32 i = 0; i < n; ++i) x[i] = __fmul_rn(x[i], by);
+}
+
+// The largest |x| of 128 columns, in each of the lanes that hold them.
+template <u32 n> WEFT_FN u32 group_amax(const float (&x)[n]) {
+    u32 bits = 0;
+#pragma unroll
+    for (u32 i = 0; i < n; ++i) bits = max(bits, __float_as_uint(x[i]) & 0x7fffffffu);
+#pragma unroll
+    for (u32 step = 1; step < scale_columns / n; step *= 2)
+        bits = max(bits, __shfl_xor_sync(all_lanes, bits, step));
+    return bits;
+}
+
+// A power of two for each group, packed by four; the last group pads its word with zeros.
+template <Reduction R>
+WEFT_FN void store_exponent(const ReduceArgs& a, u32 token, u32 group, u32 exponent) {
+    u8* bytes = static_cast<u8*>(a.scale_out) + 4 * (u64(group / 4) * a.scale_stride + token);
+    bytes[group % 4] = u8(exponent);
+    if (group == R.hidden / scale_columns - 1)
+        for (u32 i = group % 4 + 1; i < 4; ++i) bytes[i] = 0;
+}
+
+template <Reduction R>
+WEFT_FN void quantize_groups(const ReduceArgs& a, u32 token, u32 v, bool valid,
+                             float (&x)[R.width()]) {
+    constexpr u32 lanes = scale_columns / R.width();
+    const u32 amax = group_amax(x), group = v / lanes;
+    const bool leads = valid && v % lanes == 0;
+    if (a.coding == Coding::group) {
+        const BlockScale scale = block_scale(amax);
+        scale_by(x, scale.inverse);
+        if (leads)
+            static_cast<float*>(a.scale_out)[u64(token) * (R.hidden / scale_columns) + group] =
+                scale.scale;
+    } else {
+        const u32 exponent = mx_exponent(amax);
+        scale_by(x, mx_inverse(exponent));
+        if (leads) store_exponent<R>(a, token, group, exponent);
+    }
+    if (valid)
+        store_e4m3(static_cast<u8*>(a.quant_out) + u64(token) * R.hidden + v * R.width(), x,
+                   amax >= infinity_bits);
+}
+
+template <Reduction R>
+WEFT_FN void quantize_vector(const ReduceArgs& a, u32 token, u32 v, bool valid, uint4 norm,
+                             const Gain& gain, const Moments& m) {
+    float x[R.width()];
+    widen_vector<R>(x, norm);
+    if (a.coding == Coding::group || a.coding == Coding::group_ue8m0)
+        return quantize_groups<R>(a, token, v, valid, x);
+    u32 amax = 0;
+    if (a.coding == Coding::fixed) {
+        scale_by(x, gain.inverse);
+    } else {
+        // Rounding is monotonic: the largest normed number is the largest product, normed.
+        float most[R.width()] = {};
+        most[0] = __fmul_rn(__uint_as_float(m.peak), m.rstd);
+        widen_vector<R>(most, round_vector<R.number>(most));
+        amax = __float_as_uint(most[0]) & 0x7fffffffu;
+        const BlockScale scale = row_scale(amax);
+        scale_by(x, scale.inverse);
+        if (valid && v == 0) static_cast<float*>(a.scale_out)[token] = scale.scale;
+    }
+    if (valid)
+        store_e4m3(static_cast<u8*>(a.quant_out) + u64(token) * R.hidden + v * R.width(), x,
+                   amax >= infinity_bits);
+}
+
+// norm = (row * (weight_bias + weight)) * rstd, rounded once, and its FP8.
+template <Reduction R>
+WEFT_FN void finish_vector(const ReduceArgs& a, u32 token, u32 v, bool valid, uint4 row,
+                           const Gain& gain, const Moments& m) {
+    float x[R.width()];
+    widen_vector<R>(x, row);
+    weigh<R>(x, a, gain);
+    scale_by(x, m.rstd);
+    const uint4 norm = round_vector<R.number>(x);
+    if (valid && a.norm_out != nullptr) store(vector_of<R>(a.norm_out, token, v), norm);
+    if (a.coding != Coding::none) quantize_vector<R>(a, token, v, valid, norm, gain, m);
+}
+
+}  // namespace weft

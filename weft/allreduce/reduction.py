@@ -1,0 +1,160 @@
+"""Reduction: the sizes that specialise the fused all-reduce, and what its share holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from weft.arguments import integer, one_of
+from weft.errors import InvalidArgument, LayoutMismatch
+from weft.memory.header import HEADER_BYTES
+from weft.memory.wire import JSON
+from weft.shape import NUMBERS
+
+MIN_RANKS, MAX_RANKS = 2, 8
+MAX_TOKENS = (1 << 20) - 1  # a call word has 20 bits for them
+MAX_VECTORS = 4096  # 16-byte words of a row: eight CTAs of 512 threads
+# Rows that one shot has slots for: beyond, two shots move fewer bytes, or on two ranks the same and
+# faster. One shot wins up to about 7 tokens of 7168 on 8 ranks, 24 on 4 and 270 on 2 (512 of 4096);
+# the slots leave room to measure.
+DIRECT = {2: 512, 3: 64, 4: 64}
+FEWEST_DIRECT = 32
+LINE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """`weft::Reduction` in allreduce/layout.cuh is the same struct.
+
+    ranks: 2..8.   tokens: most of one call.   direct: most of one call in one shot.
+    hidden, number: elements and type of a row.
+
+    Raises InvalidArgument naming the size and its limits.
+    """
+
+    ranks: int
+    tokens: int
+    direct: int
+    hidden: int
+    number: str
+
+    @classmethod
+    def of(cls, *, ranks: int, max_tokens: int, hidden: int, dtype: torch.dtype) -> Reduction:
+        """The sizes for a caller's arguments."""
+        dtype, ranks = one_of("dtype", dtype, NUMBERS), integer("ranks", ranks, 1, 1 << 16)
+        max_tokens, hidden = integer("max_tokens", max_tokens, 1, MAX_TOKENS), _hidden(hidden)
+        direct = min(max_tokens, DIRECT.get(ranks, FEWEST_DIRECT))
+        return cls(ranks, max_tokens, direct, hidden, NUMBERS[dtype])
+
+    def __post_init__(self) -> None:
+        if not MIN_RANKS <= self.ranks <= MAX_RANKS:
+            raise InvalidArgument(
+                f"an all-reduce of {self.ranks} ranks; it takes {MIN_RANKS} to {MAX_RANKS}"
+            )
+        _hidden(self.hidden)
+        if self.vectors > MAX_VECTORS:
+            raise InvalidArgument(
+                f"a row of {self.hidden} x {self.number} has {self.row_bytes} bytes; rows may have "
+                f"up to {16 * MAX_VECTORS}"
+            )
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element."""
+        return 4 if self.number == "fp32" else 2
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return self.hidden * self.element_bytes
+
+    @property
+    def vectors(self) -> int:
+        """16-byte words of one row."""
+        return self.row_bytes // 16
+
+    @property
+    def owned(self) -> int:
+        """Most tokens that one rank sums in two shots."""
+        return -(-self.tokens // self.ranks)
+
+    @property
+    def slots(self) -> int:
+        """Where the part of a share that peers write begins."""
+        return HEADER_BYTES
+
+    @property
+    def rows(self) -> int:
+        """Where the slots for rows begin, behind the call words: what sentinels fill."""
+        return self.slots + 2 * 8 * MAX_RANKS
+
+    @property
+    def trailers(self) -> int:
+        """Where the slots for statistics begin, behind those for rows."""
+        row = (self.ranks - 1) * self.row_bytes
+        sizes = (2 * self.direct, 2 * self.owned, self.owned)
+        return self.rows + sum(_up(count * row) for count in sizes)
+
+    @property
+    def share_bytes(self) -> int:
+        """Bytes of symmetric memory of one rank."""
+        return self.trailers + _up(16 * (self.ranks - 1) * self.owned)
+
+    def expected(self) -> list[tuple[str, int]]:
+        """What `weft_reduction` of a compiled entry must hold, in its order."""
+        return [
+            ("sizeof(ReductionShare)", self.share_bytes),
+            ("slots", self.slots),
+            ("rows", self.rows),
+            ("trailers", self.trailers),
+        ]
+
+    def verify(self, exported: Sequence[int]) -> None:
+        """Raise LayoutMismatch naming the first number on which Python and C++ differ."""
+        for (name, ours), theirs in zip(self.expected(), exported, strict=True):
+            if ours != theirs:
+                raise LayoutMismatch(
+                    f"{name}: Python says {ours}, the compiled entry says {theirs}; "
+                    "reinstall weft and run `weft cache clear`"
+                )
+
+    def manifest(self) -> dict[str, JSON]:
+        """What the ranks compare at creation, name by name."""
+        return asdict(self)
+
+    def literal(self) -> str:
+        """The C++ initialiser."""
+        return (
+            f"weft::Reduction{{.ranks = {self.ranks}, .tokens = {self.tokens}, "
+            f".direct = {self.direct}, .hidden = {self.hidden}, "
+            f".number = weft::Number::{self.number}}}"
+        )
+
+
+def memory_bytes(
+    *,
+    ranks: int,
+    hidden: int,
+    max_tokens: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> int:
+    """Bytes of symmetric memory that each rank will allocate, before anything is allocated.
+
+    Raises InvalidArgument as the constructor does.
+    """
+    return Reduction.of(ranks=ranks, max_tokens=max_tokens, hidden=hidden, dtype=dtype).share_bytes
+
+
+def _hidden(value: object) -> int:
+    hidden = integer("hidden", value, 8, MAX_VECTORS * 8)
+    if hidden % 8:
+        raise InvalidArgument(
+            f"hidden is {hidden}; it must be a multiple of 8: pad rows to {-(-hidden // 8) * 8}"
+        )
+    return hidden
+
+
+def _up(size: int) -> int:
+    return -(-size // LINE) * LINE

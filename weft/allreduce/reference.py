@@ -1,0 +1,169 @@
+"""What the fused all-reduce means, in plain torch: the specification, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from weft.allreduce.spec import FP8Group, FP8Static, FP8Token, MoEFinalize, Quant, Reduced
+
+CANONICAL = {
+    torch.bfloat16: (torch.int16, 0x7FFF),
+    torch.float16: (torch.int16, 0x7FFF),
+    torch.float32: (torch.int32, 0x7FFFFFFF),
+    torch.float8_e4m3fn: (torch.uint8, 0x7F),
+}
+SMALLEST = 2.0**-117  # device/quantize.cuh: amax / 448 is still a normal number
+
+
+def allreduce_fused(
+    xs: Sequence[torch.Tensor],
+    residual: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    weight_bias: float = 0.0,
+    quant: Quant | None = None,
+) -> Reduced:
+    """All outputs of a fused all-reduce of `xs`, every rank's rows `[tokens, hidden]`.
+
+    residual: `[tokens, hidden]`.   weight: `[hidden]`, of the rows' dtype or float32.
+    quant: needs a weight.   Every NaN is the one NaN that GPUs write, so bytes can be compared.
+    """
+    dtype = xs[0].dtype
+    total = xs[0].float()
+    for x in xs[1:]:
+        total = total + x.float()
+    out = round_to(total, dtype)
+    rows = out if residual is None else round_to(out.float() + residual.float(), dtype)
+    kept = None if residual is None else rows
+    if weight is None:
+        return Reduced(out=out, residual=kept)
+    product = rows.float() * (full_like(weight, weight_bias) + weight.float())
+    norm = round_to(product * inverse_rms(rows, eps), dtype)
+    if quant is None:
+        return Reduced(out=out, residual=kept, norm=norm)
+    q, scale = quantize_norm(norm, quant)
+    return Reduced(out=out, residual=kept, norm=norm, quant=q, scale=scale)
+
+
+def finalize_moe(prologue: MoEFinalize) -> torch.Tensor:
+    """The rows `[tokens, hidden]` that a rank brings into the all-reduce."""
+    rows, index = prologue.rows, prologue.index.long()
+    known = (index >= 0) & (index < rows.shape[0])
+    size = (index.shape[0], rows.shape[1])
+    total = torch.zeros(size, dtype=torch.float32, device=rows.device)
+    for k in range(index.shape[1]):
+        row = rows[torch.where(known[:, k], index[:, k], 0)].float()
+        if prologue.scales is not None:
+            row = row * prologue.scales[:, k : k + 1].float()
+        total = torch.where(known[:, k : k + 1], total + row, total)
+    if prologue.shared is not None:
+        total = total + prologue.shared.float()
+    return round_to(total, rows.dtype)
+
+
+def round_to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x rounded to nearest even; every NaN becomes the one that GPUs write."""
+    integer, bits = CANONICAL[dtype]
+    rounded = x.to(dtype)
+    one = torch.tensor(bits, dtype=integer, device=x.device)
+    return torch.where(x.isnan(), one, rounded.view(integer)).view(dtype)
+
+
+def full_like(x: torch.Tensor, value: float) -> torch.Tensor:
+    """`value` as float32 beside x: torch divides by a number as a product with its reciprocal."""
+    return torch.full(x.shape, value, dtype=torch.float32, device=x.device)
+
+
+def inverse_rms(rows: torch.Tensor, eps: float) -> torch.Tensor:
+    """`[tokens, 1]`: 1 / sqrt(mean of squares + eps), with the tree of allreduce/rmsnorm.cuh."""
+    tokens, hidden = rows.shape
+    width = 16 // rows.element_size()
+    x = rows.float().view(tokens, hidden // width, width)
+    sums = torch.zeros(x.shape[:2], dtype=torch.float32, device=rows.device)
+    for i in range(width):
+        sums = sums + x[:, :, i] * x[:, :, i]
+    partials = _butterfly(_in_lanes(sums))
+    lanes = _in_lanes(partials)
+    total = torch.zeros((tokens, 32), dtype=torch.float32, device=rows.device)
+    for i in range(lanes.shape[1]):
+        total = total + lanes[:, i]
+    squares = _butterfly(total[:, None])
+    mean = squares / full_like(squares, hidden)
+    # In float32 torch's sqrt on CPUs is off by one place at times (2.13); a float64 root, rounded,
+    # is the right one.
+    root = (mean + full_like(mean, eps)).double().sqrt().float()
+    return full_like(root, 1.0) / root
+
+
+def quantize_norm(norm: torch.Tensor, quant: Quant) -> tuple[torch.Tensor, torch.Tensor]:
+    """(float8_e4m3fn `[tokens, hidden]`, scales) of normed rows, as the quant spec says."""
+    match quant:
+        case FP8Static():
+            one = torch.ones_like(quant.scale, dtype=torch.float32)
+            scaled = norm.float() * (one / quant.scale.float())
+            return to_e4m3(scaled), quant.scale
+        case FP8Token():
+            return _scaled(norm.float()[:, None], zero_scale=1.0)
+        case FP8Group():
+            groups = norm.float().view(norm.shape[0], norm.shape[1] // 128, 128)
+            if quant.scale == "fp32":
+                return _scaled(groups, zero_scale=0.0)
+            return _powers(groups)
+
+
+def to_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """x as e4m3, saturating at 448."""
+    return round_to(x.clamp(-448.0, 448.0), torch.float8_e4m3fn)
+
+
+def pack_ue8m0(exponents: torch.Tensor) -> torch.Tensor:
+    """Bytes `[tokens, groups]` as int32 `[tokens, ceil(groups / 4)]`, columns first."""
+    tokens, groups = exponents.shape
+    columns, pitch = -(-groups // 4), -(-tokens // 4) * 4
+    packed = torch.zeros((columns, pitch, 4), dtype=torch.uint8, device=exponents.device)
+    for group in range(groups):
+        packed[group // 4, :tokens, group % 4] = exponents[:, group]
+    return packed.view(torch.int32).view(columns, pitch).t()[:tokens]
+
+
+def _scaled(blocks: torch.Tensor, *, zero_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    amax, broken = _amax(blocks)
+    small = amax < SMALLEST
+    scale = torch.where(small, zero_scale, amax / full_like(amax, 448.0))
+    scale = torch.where(broken, torch.nan, scale)
+    inverse = torch.where(small, 0.0, full_like(amax, 448.0) / amax)
+    q = torch.where(broken[..., None], torch.nan, blocks * inverse[..., None])
+    return to_e4m3(q).flatten(1), scale
+
+
+def _powers(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    amax, broken = _amax(blocks)
+    mantissa, exponent = torch.frexp(amax)  # amax = mantissa * 2^exponent, mantissa in [0.5, 1)
+    power = torch.where(amax == 0, -127, exponent - 9 + (mantissa > 0.875).int()).clamp(min=-127)
+    byte = torch.where(broken, 255, power + 127).to(torch.uint8)
+    inverse = torch.ldexp(torch.ones_like(amax), -power.double()).float()
+    q = torch.where(broken[..., None], torch.nan, blocks * inverse[..., None])
+    return to_e4m3(q).flatten(1), pack_ue8m0(byte)
+
+
+def _amax(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest |x| of each block, 1 where it is no number; and where that is."""
+    amax = torch.where(blocks.isnan(), torch.inf, blocks.abs()).amax(dim=-1)
+    broken = amax.isinf()
+    return torch.where(broken, 1.0, amax), broken
+
+
+def _in_lanes(sums: torch.Tensor) -> torch.Tensor:
+    """`[tokens, n]` as `[tokens, ceil(n / 32), 32]`, missing ones 0."""
+    tokens, count = sums.shape
+    padded = torch.nn.functional.pad(sums, (0, -count % 32))
+    return padded.view(tokens, -(-count // 32), 32)
+
+
+def _butterfly(lanes: torch.Tensor) -> torch.Tensor:
+    """`[tokens, n, 32]` summed over the lanes: xor 16, 8, 4, 2, 1."""
+    for step in (16, 8, 4, 2, 1):
+        lanes = lanes[..., :step] + lanes[..., step : 2 * step]
+    return lanes[..., 0]

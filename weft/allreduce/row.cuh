@@ -1,0 +1,168 @@
+// One 16-byte vector of a row in the fused all-reduce: where it comes from, its sum over the ranks,
+// the statistics of its row, and what is made of it. A thread holds a vector; 32 neighbouring
+// vectors are a warp's, in every launch shape, so that the tree of the norm never changes.
+#pragma once
+#include <weft/allreduce/layout.cuh>
+#include <weft/allreduce/rmsnorm.cuh>
+#include <weft/device/quantize_warp.cuh>
+#include <weft/device/sentinel_vector.cuh>
+
+namespace weft {
+
+template <Reduction R> WEFT_FN uint4* vector_of(const void* rows, u32 token, u32 v) {
+    return static_cast<uint4*>(const_cast<void*>(rows)) + u64(token) * R.vectors() + v;
+}
+
+template <Reduction R> WEFT_FN void widen_vector(float (&x)[R.width()], uint4 v) {
+    const u32 word[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) {
+        if constexpr (R.number == Number::fp32) {
+            x[i] = __uint_as_float(word[i]);
+        } else {
+            x[2 * i] = low_half(R.number, word[i]);
+            x[2 * i + 1] = high_half(R.number, word[i]);
+        }
+    }
+}
+
+// A number of a tensor that may be fp32 or of the row's type.
+template <Reduction R> WEFT_FN float factor(const void* from, u64 at, bool is_fp32) {
+    if (is_fp32 || R.number == Number::fp32) return static_cast<const float*>(from)[at];
+    return low_half(R.number, static_cast<const u16*>(from)[at]);
+}
+
+// This rank's row as the weighted sum of experts' rows.
+template <Reduction R> WEFT_FN uint4 finalize_vector(const ReduceArgs& a, u32 token, u32 v) {
+    float sum[R.width()] = {}, x[R.width()];
+    for (u32 k = 0; k < a.top_k; ++k) {
+        const u64 entry = u64(token) * a.top_k + k;
+        const u32 row = source_row<R>(a, a.index[entry], token, k, v == 0);
+        if (row == a.row_limit) continue;
+        const float scale = a.scales ? factor<R>(a.scales, entry, a.scales_are_fp32) : 1.0f;
+        widen_vector<R>(x, load_input(vector_of<R>(a.rows, row, v)));
+#pragma unroll
+        for (u32 i = 0; i < R.width(); ++i) sum[i] = __fadd_rn(sum[i], __fmul_rn(x[i], scale));
+    }
+    if (a.shared != nullptr)
+        add_vector<R.number>(sum, load_input(vector_of<R>(a.shared, token, v)));
+    return round_vector<R.number>(sum);
+}
+
+// moe: the rows are made of experts' rows; an entry of its own, because it costs registers.
+template <Reduction R, bool moe> WEFT_FN uint4 load_own(const ReduceArgs& a, u32 token, u32 v) {
+    if constexpr (moe) return finalize_vector<R>(a, token, v);
+    return load_input(vector_of<R>(a.x, token, v));
+}
+
+// What the epilogue reads beside the row: loaded early, so that its latency hides in a wait.
+struct Gain {
+    uint4 low, high;  // the weights of the vector's columns
+    float inverse;    // of the scale of Coding::fixed
+};
+
+template <Reduction R> WEFT_FN Gain load_gain(const ReduceArgs& a, u32 v) {
+    Gain gain{};
+    if (a.weight == nullptr) return gain;
+    const uint4* weight = static_cast<const uint4*>(a.weight);
+    if (R.number == Number::fp32 || !a.weight_is_fp32) {
+        gain.low = load_input(weight + v);
+    } else {
+        gain.low = load_input(weight + 2 * v);
+        gain.high = load_input(weight + 2 * v + 1);
+    }
+    if (a.coding == Coding::fixed) gain.inverse = __fdiv_rn(1.0f, *a.scale);
+    return gain;
+}
+
+// x *= weight_bias + weight
+template <Reduction R>
+WEFT_FN void weigh(float (&x)[R.width()], const ReduceArgs& a, const Gain& gain) {
+    float weight[R.width()];
+    if (R.number == Number::fp32 || !a.weight_is_fp32) {
+        widen_vector<R>(weight, gain.low);
+    } else {
+        const uint4 v[2] = {gain.low, gain.high};
+#pragma unroll
+        for (u32 i = 0; i < R.width(); ++i) {
+            const u32 word[4] = {v[i / 4].x, v[i / 4].y, v[i / 4].z, v[i / 4].w};
+            weight[i] = __uint_as_float(word[i % 4]);
+        }
+    }
+#pragma unroll
+    for (u32 i = 0; i < R.width(); ++i) x[i] = __fmul_rn(x[i], __fadd_rn(a.weight_bias, weight[i]));
+}
+
+// The sum of all ranks' vectors in rank order, in fp32, rounded once.
+template <Reduction R> WEFT_FN uint4 sum_in_order(const uint4 (&row)[R.ranks]) {
+    float sum[R.width()];
+    widen_vector<R>(sum, row[0]);
+#pragma unroll
+    for (u32 rank = 1; rank < R.ranks; ++rank) add_vector<R.number>(sum, row[rank]);
+    return round_vector<R.number>(sum);
+}
+
+template <Reduction R> WEFT_FN uint4 add_rounded(uint4 sum, uint4 residual) {
+    float x[R.width()];
+    widen_vector<R>(x, sum);
+    add_vector<R.number>(x, residual);
+    return round_vector<R.number>(x);
+}
+
+// The statistics of a row: what warps exchange (a partial), and what they come to.
+struct Moments {
+    float rstd;
+    u32 peak;  // bits of the largest |row * weight|; Coding::token needs it
+};
+
+WEFT_FN float butterfly(float sum) {
+#pragma unroll
+    for (u32 step = 16; step != 0; step /= 2)
+        sum = __fadd_rn(sum, __shfl_xor_sync(all_lanes, sum, step));
+    return sum;
+}
+
+// 32 vectors' squares and peak, in every lane; a lane outside the row brings zeros.
+template <Reduction R> WEFT_FN u64 partial_of(const ReduceArgs& a, uint4 row, const Gain& gain) {
+    float x[R.width()];
+    widen_vector<R>(x, row);
+    const float squares = butterfly(square_sum(x));
+    u32 peak = 0;
+    if (a.coding == Coding::token) {
+        weigh<R>(x, a, gain);
+#pragma unroll
+        for (u32 i = 0; i < R.width(); ++i) peak = max(peak, __float_as_uint(x[i]) & 0x7fffffffu);
+        peak = __reduce_max_sync(all_lanes, peak);
+    }
+    return u64(peak) << 32 | __float_as_uint(squares);
+}
+
+// The partials of a row, two rows in turn: a row's may still be read while the next one's come.
+template <Reduction R> struct Board {
+    u64 partial[2][R.partials()];
+};
+
+// One warp's partial to all CTAs of its cluster.
+template <Reduction R>
+WEFT_FN void tell_partial(const Block& team, const Cluster& cluster, u64* at, u64 partial) {
+    const u32 neighbours = cluster.size();
+    if (neighbours == 1) {
+        if (team.warp_lane() == 0) *at = partial;
+    } else if (team.warp_lane() < neighbours) {
+        cluster.store_at(team.warp_lane(), at, partial);
+    }
+}
+
+template <Reduction R>
+WEFT_FN Moments gather_moments(const Block& team, const ReduceArgs& a,
+                               const u64 (&partial)[R.partials()]) {
+    float total = 0.0f;
+    u32 peak = 0;
+    for (u32 i = team.warp_lane(); i < R.partials(); i += warp_lanes) {
+        total = __fadd_rn(total, __uint_as_float(u32(partial[i])));
+        peak = max(peak, u32(partial[i] >> 32));
+    }
+    return {inverse_rms(butterfly(total), R.hidden, a.eps), __reduce_max_sync(all_lanes, peak)};
+}
+
+}  // namespace weft

@@ -1,0 +1,234 @@
+"""What one all-to-all carries: its Shape, payloads and expert placement, from its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weft.alltoall.layout import Layout
+from weft.alltoall.received import Payload
+from weft.arguments import instance, integers, one_of, refuse, shown
+from weft.errors import InvalidArgument
+from weft.memory.wire import JSON
+from weft.placement import Placement
+from weft.runtime.check import check_alignment, check_tensor, check_tokens
+from weft.shape import MAX_PLANES, MAX_ROW_BYTES, NUMBERS, WAYS, Shape, size
+
+SCALES = {
+    "fp8": lambda hidden: Payload((hidden // 128,), torch.float32),
+    "mxfp8": lambda hidden: Payload((hidden // 32,), torch.float8_e8m0fnu),
+}
+QUANTISED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """All that ranks must agree on before they share memory.
+
+    inputs: what callers hand over.   payloads: what arrives; they differ where dispatch quantises.
+    """
+
+    shape: Shape
+    layout: Layout
+    dtype: torch.dtype
+    inputs: tuple[Payload, ...]
+    payloads: tuple[Payload, ...]
+    placement: Placement
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        ranks: int,
+        max_tokens: int,
+        top_k: int,
+        num_experts: int,
+        hidden: int,
+        dtype: torch.dtype = torch.bfloat16,
+        payloads: Sequence[Payload] | None = None,
+        expert_map: Sequence[int] | torch.Tensor | None = None,
+        quantize: str | None = None,
+        combine_by: str = "pull",
+        stats: int = 0,
+    ) -> Geometry:
+        """Raises InvalidArgument naming the argument, its value and what it may be."""
+        ranks, max_tokens = size("ranks", ranks), size("tokens", max_tokens)
+        top_k, num_experts = size("top_k", top_k), size("experts", num_experts)
+        hidden, stats = size("hidden", hidden), size("stats", stats)
+        dtype = one_of("dtype", dtype, NUMBERS)
+        quantize = one_of("quantize", quantize, (None, *SCALES))
+        combine_by = one_of("combine_by", combine_by, WAYS)
+        inputs = (Payload((hidden,), dtype),) if payloads is None else declared(payloads)
+        arriving = _arriving(inputs, hidden, dtype, quantize)
+        shape = Shape(
+            ranks=ranks,
+            tokens=max_tokens,
+            top_k=top_k,
+            experts=num_experts,
+            hidden=hidden,
+            number=NUMBERS[dtype],
+            row_bytes=tuple(p.row_bytes for p in arriving),
+            way=combine_by,
+            quant=quantize or "none",
+            mapped=expert_map is not None,
+            stats=stats,
+        )
+        if top_k > num_experts:
+            raise InvalidArgument(
+                f"top_k is {top_k}, but the layer has {num_experts} experts (num_experts)"
+            )
+        placement = (
+            Placement.blocks(num_experts, ranks)
+            if expert_map is None
+            else Placement.mapped(expert_map, num_experts, ranks)
+        )
+        return cls(shape, Layout.of(shape), dtype, inputs, arriving, placement)
+
+    @property
+    def quantized(self) -> bool:
+        """Does dispatch quantise the first payload?"""
+        return self.shape.quant != "none"
+
+    def manifest(self) -> dict[str, JSON]:
+        """What the ranks compare at creation, name by name."""
+        s = self.shape
+        return {
+            "max_tokens": s.tokens,
+            "top_k": s.top_k,
+            "num_experts": s.experts,
+            "hidden": s.hidden,
+            "dtype": str(self.dtype),
+            "payloads": [f"{list(p.shape)} {p.dtype}" for p in self.payloads],
+            "quantize": s.quant,
+            "combine_by": s.way,
+            "stats": s.stats,
+            "expert_map": list(self.placement.ranks),
+        }
+
+    def check_dispatch(
+        self,
+        tensors: Sequence[torch.Tensor],
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        num_tokens: torch.Tensor | None,
+        device: torch.device,
+    ) -> int:
+        """Return the number of tokens.
+
+        Raises InvalidArgument and TokenOverflow for what the host can see.
+        """
+        top_k = self.shape.top_k
+        integers = (torch.int32, torch.int64)
+        check_tensor("topk_ids", topk_ids, shape=(None, top_k), dtypes=integers, device=device)
+        check_alignment("topk_ids", topk_ids, topk_ids.itemsize)
+        tokens = topk_ids.shape[0]  # while tracing, perhaps a symbol: not int()
+        check_tokens(tokens, self.shape.tokens)
+        if len(tensors) != len(self.inputs):
+            raise InvalidArgument(
+                f"x has {len(tensors)} payload tensors; this all-to-all was built for "
+                f"{len(self.inputs)}: pass one for each declared Payload"
+            )
+        for plane, (tensor, payload) in enumerate(zip(tensors, self.inputs, strict=True)):
+            name = "x" if len(tensors) == 1 else f"x[{plane}]"
+            row = (tokens, *payload.shape)
+            check_tensor(name, tensor, shape=row, dtypes=(payload.dtype,), device=device)
+            check_alignment(name, tensor, payload.row_bytes)
+        if topk_weights is not None:
+            row, floats = (tokens, top_k), (torch.float32,)
+            check_tensor("topk_weights", topk_weights, shape=row, dtypes=floats, device=device)
+            check_alignment("topk_weights", topk_weights, topk_weights.itemsize)
+        if num_tokens is not None:
+            count = (torch.int32,)
+            check_tensor("num_tokens", num_tokens, shape=(1,), dtypes=count, device=device)
+            check_alignment("num_tokens", num_tokens, num_tokens.itemsize)
+        return tokens
+
+    def check_stats(self, stats: torch.Tensor | None, device: torch.device) -> None:
+        """Require this rank's statistics where there are any, and nothing where there are none.
+
+        Raises InvalidArgument naming what was passed and what this all-to-all was built with.
+        """
+        size = self.shape.stats
+        if stats is None and size:
+            raise InvalidArgument(
+                f"stats is None in an all-to-all built with stats={size}; pass int32 [{size}] in "
+                "every call, zeros where there is nothing to tell"
+            )
+        if stats is not None and not size:
+            text = list(stats.shape) if isinstance(stats, torch.Tensor) else shown(stats)
+            raise InvalidArgument(
+                f"stats is {text} in an all-to-all built with stats=0; leave it out, or build the "
+                "all-to-all with as many numbers as each rank has to tell"
+            )
+        if stats is not None:
+            number = (torch.int32,)
+            check_tensor("stats", stats, shape=(size,), dtypes=number, device=device)
+
+
+def memory_bytes(
+    *,
+    ranks: int,
+    max_tokens: int,
+    top_k: int,
+    num_experts: int,
+    hidden: int,
+    dtype: torch.dtype = torch.bfloat16,
+    payloads: Sequence[Payload] | None = None,
+    quantize: str | None = None,
+    combine_by: str = "pull",
+    stats: int = 0,
+) -> int:
+    """Bytes of symmetric memory that each rank will allocate, before anything is allocated.
+
+    Raises InvalidArgument as the constructor does.
+    """
+    geometry = Geometry.of(
+        ranks=ranks,
+        max_tokens=max_tokens,
+        top_k=top_k,
+        num_experts=num_experts,
+        hidden=hidden,
+        dtype=dtype,
+        payloads=payloads,
+        quantize=quantize,
+        combine_by=combine_by,
+        stats=stats,
+    )
+    return geometry.layout.share_bytes
+
+
+def declared(payloads: Sequence[Payload]) -> tuple[Payload, ...]:
+    """A caller's payloads, each what it says it is. Raises InvalidArgument naming the one."""
+    if not isinstance(payloads, list | tuple):
+        refuse("payloads", payloads, "a list of weft.Payload, or None for x alone")
+    if not 1 <= len(payloads) <= MAX_PLANES:
+        raise InvalidArgument(
+            f"payloads has {len(payloads)} payload tensors; one dispatch carries 1..{MAX_PLANES}"
+        )
+    found = []
+    for plane, payload in enumerate(payloads):
+        name = f"payloads[{plane}]"
+        instance(name, payload, Payload, "Payload((7168,), torch.bfloat16) has 7168 numbers a row")
+        dtype = instance(f"{name}.dtype", payload.dtype, torch.dtype)
+        shape = instance(f"{name}.shape", payload.shape, tuple, "a row's, behind the token axis")
+        if dtype in QUANTISED:
+            refuse(f"{name}.dtype", dtype, "one whose numbers need no scale beside their bytes")
+        found.append(Payload(integers(f"{name}.shape", shape, 1, MAX_ROW_BYTES), dtype))
+    return tuple(found)
+
+
+def _arriving(
+    inputs: tuple[Payload, ...], hidden: int, dtype: torch.dtype, quantize: str | None
+) -> tuple[Payload, ...]:
+    """The payloads as they arrive: a quantised first one becomes FP8 numbers and their scales."""
+    if quantize is None:
+        return inputs
+    if inputs[0] != Payload((hidden,), dtype):
+        raise InvalidArgument(
+            f"quantize={quantize!r} with a first payload of {list(inputs[0].shape)} "
+            f"{inputs[0].dtype}; it must be [{hidden}] {dtype}, like the rows of combine"
+        )
+    numbers = Payload((hidden,), torch.float8_e4m3fn)
+    return (numbers, SCALES[quantize](hidden), *inputs[1:])

@@ -1,0 +1,121 @@
+// A token's payload on its way into peers' inboxes: opaque rows as they are, or the first row as
+// FP8 quantised in registers. A Cargo holds what a thread loads before anything is decided, so that
+// all cold loads of a token share one round trip.
+#pragma once
+#include <weft/alltoall/phases.cuh>
+#include <weft/device/quantize_warp.cuh>
+
+namespace weft {
+
+// This thread's place in a row that is cut over the CTAs of a worker, and the stride to its next.
+struct Cut {
+    u32 place, step;
+
+    WEFT_FN explicit Cut(const Block& team)
+        : place(blockIdx.y * team.lanes() + team.lane()), step(gridDim.y * team.lanes()) {}
+};
+
+template <Shape S, u32 P, class V> WEFT_FN V* slot_in(const Site& site, u32 peer, u32 token) {
+    return reinterpret_cast<V*>(plane<P>(share<S>(site, peer).inbox.payload).row[site.rank][token]);
+}
+
+// One vector of plane P to all destinations; own rank first, then upwards, so that peers are not
+// hit in step.
+template <Shape S, u32 P, class V>
+WEFT_FN void push_vector(const Site& site, u32 token, u32 v, u32 destinations, V data) {
+#pragma unroll
+    for (u32 i = 0; i < S.ranks; ++i) {
+        const u32 peer = site.rank + i < S.ranks ? site.rank + i : site.rank + i - S.ranks;
+        if (destinations >> peer & 1) store(slot_in<S, P, V>(site, peer, token) + v, data);
+    }
+}
+
+// This thread's vectors of planes P and on. The planes form one flat index space, so that small
+// ones ride along with the threads that a large one leaves idle.
+template <Shape S, u32 P>
+WEFT_FN void push_planes(const DispatchArgs& a, u32 token, u32 v, u32 step, u32 destinations) {
+    if constexpr (P < S.planes) {
+        using V = typename Vector<vector_bytes(S.row_bytes[P])>::type;
+        constexpr u32 vectors = S.row_bytes[P] / sizeof(V);
+        const V* row = static_cast<const V*>(a.payload[P]) + u64(token) * vectors;
+        for (; v < vectors; v += step)
+            push_vector<S, P>(a.site, token, v, destinations, load_input(row + v));
+        push_planes<S, P + 1>(a, token, v - vectors, step, destinations);
+    }
+}
+
+template <Shape S> struct Cargo {
+    using V = typename Vector<vector_bytes(S.row_bytes[0])>::type;
+    static constexpr u32 vectors = S.row_bytes[0] / sizeof(V);
+    V data;
+
+    WEFT_FN void load(const Cut& cut, const DispatchArgs& a, u32 token) {
+        if (cut.place < vectors)
+            data =
+                load_input(static_cast<const V*>(a.payload[0]) + u64(token) * vectors + cut.place);
+    }
+
+    WEFT_FN void push(const Cut& cut, const DispatchArgs& a, u32 token, u32 destinations) const {
+        if (cut.place < vectors) {
+            push_vector<S, 0>(a.site, token, cut.place, destinations, data);
+            push_planes<S, 0>(a, token, cut.place + cut.step, cut.step, destinations);
+        } else {
+            push_planes<S, 1>(a, token, cut.place - vectors, cut.step, destinations);
+        }
+    }
+};
+
+// Quantised: plane 0 holds e4m3 numbers, plane 1 the scales of their blocks.
+template <Shape S>
+    requires(S.quant != Quant::none)
+struct Cargo<S> {
+    using Source = Columns<S.number>;
+    static constexpr u32 turns = S.hidden / lane_columns;
+    Source source;
+
+    WEFT_FN static Source fetch(const DispatchArgs& a, u32 token, u32 v) {
+        Source columns{};
+        const uint4* row =
+            static_cast<const uint4*>(a.payload[0]) + u64(token) * (S.out_bytes() / 16);
+        if (v < turns)
+#pragma unroll
+            for (u32 i = 0; i < Source::vectors; ++i)
+                columns.v[i] = load_input(row + v * Source::vectors + i);
+        return columns;
+    }
+
+    WEFT_FN static void push_columns(const DispatchArgs& a, u32 token, u32 v, u32 destinations,
+                                     const Source& columns) {
+        float x[lane_columns];
+        columns.widen(x);
+        const u32 amax = block_amax_bits<S.block()>(x);
+        if (v >= turns) return;
+        const u32 block = v * lane_columns / S.block();
+        const bool leads = v % (S.block() / lane_columns) == 0, broken = amax >= infinity_bits;
+        if constexpr (S.quant == Quant::mxfp8) {
+            const u32 exponent = mx_exponent(amax);
+            push_vector<S, 0>(a.site, token, v, destinations,
+                              quantize(x, mx_inverse(exponent), broken));
+            if (leads) push_vector<S, 1>(a.site, token, block, destinations, u8(exponent));
+        } else {
+            const BlockScale scale = block_scale(amax);
+            push_vector<S, 0>(a.site, token, v, destinations, quantize(x, scale.inverse, broken));
+            if (leads) push_vector<S, 1>(a.site, token, block, destinations, scale.scale);
+        }
+    }
+
+    WEFT_FN void load(const Cut& cut, const DispatchArgs& a, u32 token) {
+        source = fetch(a, token, cut.place);
+    }
+
+    // Whole warps stay together, because the lanes of a block share their maximum.
+    WEFT_FN void push(const Cut& cut, const DispatchArgs& a, u32 token, u32 destinations) const {
+        const u32 lane = cut.place % warp_lanes;
+        push_columns(a, token, cut.place, destinations, source);
+        for (u32 v = cut.place + cut.step; v - lane < turns; v += cut.step)
+            push_columns(a, token, v, destinations, fetch(a, token, v));
+        push_planes<S, 2>(a, token, cut.place, cut.step, destinations);
+    }
+};
+
+}  // namespace weft

@@ -1,0 +1,97 @@
+// The protocol: who writes what, in which order, and what may be read afterwards. A Team is the set
+// of threads that act as one (a CTA on a GPU, one thread on a CPU) with the verbs lane, lanes and
+// all; a profiled one also has first, teams and meet_publishers.
+//
+// Why single buffers are safe: both phases are barriers of all ranks. I overwrite a peer's inbox in
+// round e + 1 only after its `ready` flag of round e, which it sends when its experts have read
+// that inbox; and my experts overwrite my outbox in round e + 1 only after every peer's
+// `dispatched` flag of e + 1, sent after its combine e has read it.
+#pragma once
+#include <weft/alltoall/layout.cuh>
+#include <weft/device/wait.cuh>
+
+namespace weft {
+
+template <Shape S> WEFT_FN Place place_of(const DispatchArgs& a, u32 expert) {
+    if constexpr (S.mapped) {
+        const u32 entry = u32(a.placement[expert]);
+        return {entry >> 16, entry & 0xffffu};
+    } else {
+        return block_place<S.experts, S.ranks>(expert);
+    }
+}
+
+template <Shape S> WEFT_FN i64 raw_id(const DispatchArgs& a, u32 token, u32 k) {
+    return id_at(a.ids, a.ids_bytes, u64(token) * S.top_k + k);
+}
+
+// The id as an index, or -1 for "no expert". Ids come from users' prompts: anything outside
+// [0, experts) is refused here and never becomes an address.
+template <Shape S>
+WEFT_FN i32 expert_id(const DispatchArgs& a, i64 id, u32 token, u32 k, bool reports) {
+    if (id >= 0 && id < i64(S.experts)) return i32(id);
+    if (id != -1 && reports) refuse_id(mine<S>(a.site).header, a.site, S.experts, id, token, k);
+    return -1;
+}
+
+// How many tokens this round has: the device-side count where there is one, never more than the
+// tensors hold.
+template <Shape S> WEFT_FN u32 token_count(const DispatchArgs& a, bool reports) {
+    if (a.num_tokens == nullptr) return a.tokens;
+    const i32 count = *a.num_tokens;
+    if (count >= 0 && u32(count) <= a.tokens) return u32(count);
+    if (reports)
+        refuse(mine<S>(a.site).header, a.site,
+               {.code = u32(Code::token_overflow),
+                .phase = u32(Phase::dispatch),
+                .wanted = a.tokens,
+                .seen = u64(i64(count))});
+    return count < 0 ? 0 : a.tokens;
+}
+
+// The tokens that a source brought in this round. A count comes from a peer: never believe more
+// than the inbox holds. Of one that cannot be, routes alone decide: -1 behind the last token.
+template <Shape S> WEFT_FN u32 tokens_from(const Inbox<S>& inbox, u32 source) {
+    const u32 count = u32(inbox.counts[source]);
+    return count < S.tokens ? count : S.tokens;
+}
+
+// Publishes epoch `wanted` at every peer.
+// Order: each release covers all that this team wrote or acquired: the whole rank's payload, routes
+// and counts.
+template <Shape S, class Team>
+WEFT_FN void publish(const Team& team, const Site& site, Phase phase, u64 wanted, u32 count) {
+    Header& header = mine<S>(site).header;
+    const u64 flag = make_flag(header.generation, site.descriptor, wanted);
+    mark_sent(team, header, phase, wanted);
+    for (u32 i = team.lane(); i < S.ranks; i += team.lanes()) {
+        const u32 peer = (site.rank + i) % S.ranks;
+        Inbox<S>& to = share<S>(site, peer).inbox;
+        const bool sending = phase == Phase::dispatch;
+        const Action planned =
+            fault(header, sending ? Point::before_flag : Point::before_ready, peer, wanted);
+        if (planned == Action::drop) continue;
+        if (sending) to.counts[site.rank] = i32(count);
+        const u64 lie = planned == Action::lie ? 1ull << 40 : 0;
+        store_release(sending ? &to.dispatched[site.rank] : &to.ready[site.rank], flag ^ lie);
+    }
+    mark_published(team, header, phase, wanted);
+}
+
+// Waits for every peer; false, for the whole team, when one of them did not come.
+template <Shape S, class Team>
+WEFT_FN bool await_all(const Team& team, const Site& site, Phase phase, u64 wanted) {
+    Share<S>& own = mine<S>(site);
+    bool arrived = true;
+    for (u32 peer = team.lane(); peer < S.ranks; peer += team.lanes()) {
+        fault(own.header, phase == Phase::dispatch ? Point::before_poll : Point::before_read, peer,
+              wanted);
+        u64* flag = phase == Phase::dispatch ? &own.inbox.dispatched[peer] : &own.inbox.ready[peer];
+        const bool came = await_flag(own.header, site, flag, peer, phase, wanted);
+        arrived = came && arrived;
+        if (came) mark_arrived(team, own.header, phase, wanted, peer);
+    }
+    return team.all(arrived);
+}
+
+}  // namespace weft

@@ -1,0 +1,221 @@
+// Errors and waits of every operator: how a rank refuses bad input, how it tells its peers that it
+// has failed, how long it waits and whom it blames.
+#pragma once
+#include <weft/device/fault.cuh>
+#include <weft/device/timeline.cuh>
+
+namespace weft {
+
+struct Place {
+    u32 rank, local;
+};
+
+// Contiguous blocks: the first experts % ranks ranks hold one expert more than the others.
+template <u32 experts, u32 ranks> WEFT_FN Place block_place(u32 expert) {
+    constexpr u32 low = experts / ranks, longer = experts % ranks, edge = longer * (low + 1);
+    if constexpr (longer == 0) {
+        return {expert / low, expert % low};
+    } else if constexpr (low == 0) {
+        return {expert, 0};
+    } else {
+        if (expert < edge) return {expert / (low + 1), expert % (low + 1)};
+        return {longer + (expert - edge) / low, (expert - edge) % low};
+    }
+}
+
+// Bad input: drop it, tell the host, go on. One refusal is written at a time; others of that moment
+// are only lost as reports, never as checks.
+WEFT_FN void refuse(Header& header, const Site& site, ErrorRecord record) {
+    if (!claim(&header.refusing, 0, 1)) return;
+    const u32 serial = ++header.refusals;
+    Mailbox& box = mailbox(site);
+    record.rank = site.rank;
+    box.refused[serial % 8] = record;
+    store_release(&box.refusals, serial);
+    claim(&header.refusing, 1, 0);
+}
+
+// The group is broken: the first record wins, every later kernel of this rank returns at once, and
+// the peers hear whom this rank blames. Otherwise they would go on waiting for this rank, and blame
+// it in their turn.
+WEFT_FN void fail(Header& header, const Site& site, const ErrorRecord& record) {
+    if (!claim(&header.turn.failed, 0, record.code)) return;
+    Mailbox& box = mailbox(site);
+    box.broken = record;
+    box.broken.rank = site.rank;
+    store_release(&box.broken_code, record.code);
+    const u64 notice = make_notice(record.code, record.peer, record.wanted);
+    for (u32 i = 1; i < header.ranks; ++i) {
+        const u32 peer = (site.rank + i) % header.ranks;
+        store_release(&header_of(site, peer).notices[site.rank], notice);
+    }
+}
+
+// A peer called with something else than this rank.
+WEFT_FN void fail_call(Header& header, const Site& site, Code code, u32 peer, Phase phase,
+                       u64 wanted, u64 seen) {
+    fail(header, site,
+         {.code = u32(code), .peer = peer, .phase = u32(phase), .wanted = wanted, .seen = seen});
+}
+
+// The id at one place of a tensor of int32 or int64.
+WEFT_FN i64 id_at(const void* ids, u32 bytes, u64 at) {
+    return bytes == 8 ? static_cast<const i64*>(ids)[at] : static_cast<const i32*>(ids)[at];
+}
+
+WEFT_FN void refuse_id(Header& header, const Site& site, u32 experts, i64 id, u32 token, u32 k) {
+    refuse(header, site,
+           {.code = u32(Code::bad_expert_id),
+            .phase = u32(Phase::dispatch),
+            .wanted = experts,
+            .seen = u64(id),
+            .token = token,
+            .slot = k});
+}
+
+WEFT_FN void refuse_duplicate(Header& header, const Site& site, u32 token, u32 k, i32 id) {
+    refuse(header, site,
+           {.code = u32(Code::duplicate_expert),
+            .phase = u32(Phase::dispatch),
+            .wanted = 1,
+            .seen = u64(id),
+            .token = token,
+            .slot = k});
+}
+
+// What a wait is for, as an error record tells it.
+struct Wait {
+    u32 peer;
+    Phase phase;
+    u64 wanted, seen;
+};
+
+WEFT_FN u32 ring_index(Phase phase, u64 epoch) {
+    return u32(epoch * 2 + (phase == Phase::combine)) % ring_records;
+}
+
+// Has a rank ended this operation? Then it has sent all that its peers wait for, and may have
+// closed or exited since.
+WEFT_FN bool has_finished(Header& theirs, Phase phase, u64 epoch) {
+    Record& record = theirs.ring[ring_index(phase, epoch)];
+    return load_relaxed(&record.phase) == u32(phase) && load_relaxed(&record.epoch) == epoch;
+}
+
+// Why a wait ends without what it is for: the code, the rank that caused it, and who found that out
+// (rank + 1; 0: this rank itself).
+struct Verdict {
+    Code code;
+    u32 culprit, told_by;
+};
+
+// Has a peer given up and told why? Or left, or ended, before it made its part of this operation?
+WEFT_FN Verdict check_peers(Header& header, const Site& site, const Wait& wait, u64 host_word) {
+    for (u32 peer = 0; peer < header.ranks; ++peer) {
+        const u64 notice = load_acquire(&header.notices[peer]);
+        const bool ended = (host_word >> peer & 1) != 0;
+        if (notice == 0 && !ended) continue;
+        const Code code = notice_code(notice);
+        const u32 culprit = notice_culprit(notice);
+        const bool left = code == Code::peer_left && culprit == peer;
+        if (notice != 0 && !left) return {code, culprit, peer + 1};
+        if (has_finished(header_of(site, peer), wait.phase, wait.wanted)) continue;
+        return {left ? Code::peer_left : Code::peer_died, peer, 0};
+    }
+    return {Code::ok, wait.peer, 0};
+}
+
+// Is the deadline of a wait over? A wait for this rank itself gets a quarter more, because another
+// wait of this rank holds it up, which knows the culprit. Nor is a peer to blame that waits itself:
+// it knows for whom, and tells when it gives up. Only a circle of waits ends here, at the double.
+WEFT_FN bool is_overdue(Header& header, const Site& site, const Wait& wait, u64 start_ns, u64 now) {
+    const bool first = ((wait.wanted - header.first_epoch) & epoch_mask) <= 1;
+    const u64 limit = first ? header.first_deadline_ns : header.deadline_ns;
+    if (now - start_ns <= limit) return false;
+    if (wait.peer == site.rank) return now - start_ns > limit + limit / 4;
+    const u64 seen = load_relaxed(&header_of(site, wait.peer).waiting_ns);
+    const bool waits_itself = seen != 0 && i64(now - seen) < i64(limit / 2);
+    return !waits_itself || now - start_ns > 2 * limit;
+}
+
+// The slow half of a wait. Code ok means: wait on.
+WEFT_FN Verdict check_wait(Header& header, const Site& site, const Wait& wait, u64 start_ns) {
+    // Another wait of this rank has failed, and told why.
+    if (load_acquire(&header.turn.failed) != 0) return {Code::aborted, site.rank, 0};
+    const u64 host_word = load_acquire(&mailbox(site).host_word);
+    if (host_word & host_asks_to_leave) return {Code::aborted, site.rank, 0};
+    const Verdict verdict = check_peers(header, site, wait, host_word);
+    if (verdict.code != Code::ok) return verdict;
+    const u64 now = now_ns();
+    store_relaxed(&header.waiting_ns, now);
+    if (is_overdue(header, site, wait, start_ns, now)) return {Code::peer_timeout, wait.peer, 0};
+    return {Code::ok, wait.peer, 0};
+}
+
+// Ends a wait where it is to end, with a record; false while it goes on. Inlined: a call would have
+// low-latency kernels spill registers that they hold while they wait.
+WEFT_FN bool gives_up(Header& header, const Site& site, const Wait& wait, u64 start_ns) {
+    const Verdict verdict = check_wait(header, site, wait, start_ns);
+    if (verdict.code == Code::ok) return false;
+    fail(header, site,
+         {.code = u32(verdict.code),
+          .peer = verdict.culprit,
+          .phase = u32(wait.phase),
+          .wanted = wait.wanted,
+          .seen = wait.seen,
+          .elapsed_ns = now_ns() - start_ns,
+          .told_by = verdict.told_by});
+    return true;
+}
+
+// How long one thread has waited.
+struct Patience {
+    u64 start = 0;
+    u32 turns = 0;
+
+    // Will `lasts` look round the next time?
+    WEFT_FN bool is_asked_next() const { return (turns + 1) % polls_per_check == 0; }
+
+    // False when the wait is over without its end; what ended it is recorded then.
+    WEFT_FN bool lasts(Header& header, const Site& site, const Wait& wait) {
+        if (++turns % polls_per_check == 0) {
+            if (start == 0) start = now_ns();
+            if (gives_up(header, site, wait, start)) return false;
+        }
+        relax(turns);
+        return true;
+    }
+};
+
+// Waits for one peer's flag. Order: after `true`, all that the peer published with that epoch may
+// be read by this thread, and by its team once it has met in `all`.
+// expected: the epoch of the flag, where it is not that of the operation (`wanted`).
+WEFT_FN bool await_flag(Header& header, const Site& site, u64* flag, u32 peer, Phase phase,
+                        u64 wanted, u64 expected) {
+    Patience patience;
+    for (;;) {
+        const u64 seen = load_acquire(flag);
+        if (flag_generation(seen) == (header.generation & 0xffffu) &&
+            not_older(flag_epoch(seen), expected)) {
+            if (flag_descriptor(seen) == site.descriptor) return true;
+            fail_call(header, site, Code::geometry_mismatch, peer, phase, site.descriptor,
+                      flag_descriptor(seen));
+            return false;
+        }
+        if (!patience.lasts(header, site, {peer, phase, wanted, flag_epoch(seen)})) return false;
+    }
+}
+
+WEFT_FN bool await_flag(Header& header, const Site& site, u64* flag, u32 peer, Phase phase,
+                        u64 wanted) {
+    return await_flag(header, site, flag, peer, phase, wanted, wanted);
+}
+
+// Leaves a line in the ring for whoever looks after this rank has died. Returns the end that it
+// wrote down.
+WEFT_FN u64 keep_record(Header& header, Phase phase, u64 epoch, u64 start_ns, u32 tokens) {
+    const u64 end_ns = now_ns();
+    header.ring[ring_index(phase, epoch)] = {epoch, start_ns, end_ns, u32(phase), tokens};
+    return end_ns;
+}
+
+}  // namespace weft

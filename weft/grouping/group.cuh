@@ -1,0 +1,208 @@
+// The first of the three kernels of grouping: how many rows each group has, and where they go.
+// Every CTA counts the entries of one tile with ballots; the last one turns the counts into places
+// by prefix sums. No atomic ever decides an order.
+#pragma once
+#include <weft/device/team.cuh>
+#include <weft/grouping/layout.cuh>
+
+namespace weft {
+
+constexpr u32 group_threads = 512, group_warps = group_threads / warp_lanes;
+constexpr u32 most_segments = 32;  // of the tiles, each summed by a thread of its own
+
+// Counts of one CTA, then of all tiles.
+template <Shape S, Grouping G> struct Scratch {
+    static constexpr u32 tiles = S.ranks * tiles_of(S, G);
+    static constexpr u32 fit = G.groups < group_threads ? group_threads / G.groups : 1;
+    static constexpr u32 most = tiles < most_segments ? tiles : most_segments;
+    static constexpr u32 segments = fit < most ? fit : most;
+    static constexpr u32 tiles_each = (tiles + segments - 1) / segments;
+
+    u16 count[group_warps][G.groups];
+    u32 partial[segments][G.groups];
+    u32 total[G.groups];
+};
+
+// The group of entry k of a token, or no_group.
+template <Shape S, Grouping G> WEFT_FN u32 group_of(const Route<S>& route, u32 source, u32 k) {
+    if constexpr (G.packing == Packing::sources) {
+        bool carries = false;
+#pragma unroll
+        for (u32 i = 0; i < S.top_k; ++i) carries = carries || route.expert[i] >= 0;
+        return carries ? source : no_group;
+    } else {
+        const u32 expert = u32(route.expert[k]);
+        return expert < G.groups ? expert : no_group;
+    }
+}
+
+// Places of this warp's entries among themselves: `within[c]` counts the equal entries before it.
+template <u32 chunks, u32 groups>
+WEFT_FN void rank_entries(const u32 (&group)[chunks], u32 (&within)[chunks], u16 (&count)[groups],
+                          u32 lane) {
+#pragma unroll
+    for (u32 c = 0; c < chunks; ++c) {
+        const u32 same = __match_any_sync(all_lanes, group[c]);
+        const u32 earlier = __popc(same & ((1u << lane) - 1u));
+        const u32 old = group[c] != no_group ? count[group[c]] : 0;
+        __syncwarp();
+        if (group[c] != no_group && earlier == 0) count[group[c]] = u16(old + __popc(same));
+        __syncwarp();
+        within[c] = old + earlier;
+    }
+}
+
+// Counts the tile of this CTA and keeps each entry's place in it.
+template <Shape S, Grouping G>
+WEFT_FN void count_tile(const Block& team, const GroupArgs& a, Scratch<S, G>& scratch) {
+    constexpr u32 entries = entries_of(S, G), tiles = tiles_of(S, G);
+    constexpr u32 chunks = (G.tile * entries + group_threads - 1) / group_threads;
+    const Inbox<S>& inbox = mine<S>(a.site).inbox;
+    const u32 source = blockIdx.x / tiles, first = blockIdx.x % tiles * G.tile;
+    const u32 arrived = tokens_from<S>(inbox, source);
+    const u32 end = arrived < first + G.tile ? arrived : first + G.tile;
+    const u32 start = team.warp() * chunks * warp_lanes + team.warp_lane();
+    u32 group[chunks], within[chunks];
+#pragma unroll
+    for (u32 c = 0; c < chunks; ++c) {
+        const u32 j = start + c * warp_lanes, token = first + j / entries;
+        group[c] = token < end ? group_of<S, G>(inbox.route[source][token], source, j % entries)
+                               : no_group;
+    }
+    for (u32 g = team.warp_lane(); g < G.groups; g += warp_lanes) scratch.count[team.warp()][g] = 0;
+    __syncwarp();
+    rank_entries(group, within, scratch.count[team.warp()], team.warp_lane());
+    __syncthreads();
+    for (u32 g = team.lane(); g < G.groups; g += team.lanes()) {
+        u32 sum = 0;
+#pragma unroll
+        for (u32 w = 0; w < group_warps; ++w) {
+            const u32 count = scratch.count[w][g];
+            scratch.count[w][g] = u16(sum);
+            sum += count;
+        }
+        a.before[blockIdx.x * G.groups + g] = sum;
+    }
+    __syncthreads();
+    i32* out = a.within + (u64(source) * S.tokens + first) * entries;
+#pragma unroll
+    for (u32 c = 0; c < chunks; ++c)
+        if (group[c] != no_group)
+            out[start + c * warp_lanes] = i32(within[c] + scratch.count[team.warp()][group[c]]);
+}
+
+// Every row begins as nobody's; gather writes over those that somebody has.
+template <Shape S, Grouping G> WEFT_FN void blank_rows(const Block& team, const GroupArgs& a) {
+    const u32 first = blockIdx.x * team.lanes() + team.lane(), step = gridDim.x * team.lanes();
+    for (u32 row = first; row < G.total(); row += step) {
+        a.slot[row] = -1;
+        if constexpr (S.way == Way::choices) a.home[row] = 0;
+    }
+    for (u32 i = first; i < G.total() * weights_of(S, G); i += step) {
+        a.weight[i] = 0.0f;
+        if constexpr (G.packing == Packing::sources) a.ids[i] = -1;
+    }
+}
+
+// Calls visit(count of a tile, for one group) over a segment of the tiles, in order. Eight loads
+// are in flight before the first visit.
+template <Shape S, Grouping G, class Visit>
+WEFT_FN void for_tiles(u32* before, u32 segment, u32 group, Visit visit) {
+    using Sizes = Scratch<S, G>;
+    constexpr u32 in_flight = 8;
+    const u32 first = segment * Sizes::tiles_each;
+    const u32 end =
+        first + Sizes::tiles_each < Sizes::tiles ? first + Sizes::tiles_each : Sizes::tiles;
+    for (u32 tile = first; tile < end; tile += in_flight) {
+        u32* at = before + u64(tile) * G.groups + group;
+        u32 count[in_flight];
+#pragma unroll
+        for (u32 i = 0; i < in_flight; ++i) count[i] = tile + i < end ? at[i * G.groups] : 0;
+#pragma unroll
+        for (u32 i = 0; i < in_flight; ++i)
+            if (tile + i < end) visit(at + i * G.groups, count[i]);
+    }
+}
+
+// Counts of tiles become the entries before each tile, and scratch.total those of all.
+template <Shape S, Grouping G>
+WEFT_FN void scan_tiles(const Block& team, const GroupArgs& a, Scratch<S, G>& scratch) {
+    constexpr u32 segments = Scratch<S, G>::segments, items = segments * G.groups;
+    for (u32 i = team.lane(); i < items; i += team.lanes()) {
+        u32 sum = 0;
+        for_tiles<S, G>(a.before, i / G.groups, i % G.groups, [&](u32*, u32 n) { sum += n; });
+        scratch.partial[i / G.groups][i % G.groups] = sum;
+    }
+    __syncthreads();
+    for (u32 g = team.lane(); g < G.groups; g += team.lanes()) {
+        u32 sum = 0;
+#pragma unroll
+        for (u32 s = 0; s < segments; ++s) {
+            const u32 count = scratch.partial[s][g];
+            scratch.partial[s][g] = sum;
+            sum += count;
+        }
+        scratch.total[g] = sum;
+    }
+    __syncthreads();
+    for (u32 i = team.lane(); i < items; i += team.lanes()) {
+        u32 sum = scratch.partial[i / G.groups][i % G.groups];
+        for_tiles<S, G>(a.before, i / G.groups, i % G.groups, [&](u32* at, u32 n) {
+            *at = sum;
+            sum += n;
+        });
+    }
+}
+
+// One warp writes where each group begins and how many rows it has, cut to what the buffer holds.
+template <Shape S, Grouping G>
+WEFT_FN void place_groups(const GroupArgs& a, const Scratch<S, G>& scratch, u32 lane) {
+    Header& header = mine<S>(a.site).header;
+    u32 begin = 0;
+    bool reported = false;
+    for (u32 first = 0; first < G.groups; first += warp_lanes) {
+        const u32 g = first + lane, count = g < G.groups ? scratch.total[g] : 0;
+        u32 end = G.padded(count);
+#pragma unroll
+        for (u32 step = 1; step < warp_lanes; step *= 2) {
+            const u32 earlier = __shfl_up_sync(all_lanes, end, step);
+            if (lane >= step) end += earlier;
+        }
+        u32 at = begin + end - G.padded(count);
+        begin += __shfl_sync(all_lanes, end, warp_lanes - 1);
+        if constexpr (G.packing == Packing::contiguous) {
+            at = at < G.rows ? at : G.rows;
+        } else {
+            at = g * G.rows;
+            const u32 full = __ballot_sync(all_lanes, count > G.rows);
+            if (!reported && full != 0 && lane == __ffs(full) - 1)
+                refuse_rows(header, a.site, G.rows, count, g);
+            reported = reported || full != 0;
+        }
+        if (g >= G.groups) continue;
+        const u32 room = G.limit(g) - at;
+        a.offsets[g] = i32(at);
+        a.counts[g] = i32(count < room ? count : room);
+    }
+    if (lane != 0) return;
+    if (G.packing == Packing::contiguous && begin > G.rows)
+        refuse_rows(header, a.site, G.rows, begin, 0);
+    a.offsets[G.groups] =
+        i32(G.packing == Packing::contiguous && begin < G.rows ? begin : G.total());
+}
+
+template <Shape S, Grouping G> WEFT_FN void group(const GroupArgs& a) {
+    static_assert(G.groups >= 1 && G.groups <= max_groups && G.rows % G.align == 0);
+    const Block team;
+    __shared__ Scratch<S, G> scratch;
+    wait_for_predecessor();
+    admit_successor();
+    if (mine<S>(a.site).header.turn.failed != 0) return;
+    count_tile<S, G>(team, a, scratch);
+    blank_rows<S, G>(team, a);
+    if (!team.last_of(a.arrived)) return;
+    scan_tiles<S, G>(team, a, scratch);
+    if (team.warp() == 0) place_groups<S, G>(a, scratch, team.warp_lane());
+}
+
+}  // namespace weft

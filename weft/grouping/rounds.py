@@ -1,0 +1,188 @@
+"""Grouping of one all-to-all's rounds: buffers, kernels, and the order of calls."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from weft.alltoall.api import AllToAll
+from weft.alltoall.received import Received
+from weft.arguments import instance
+from weft.errors import InvalidArgument, OutOfOrder
+from weft.grouping.entry import (
+    CpuGroupEntries,
+    CudaGroupEntries,
+    GroupArgs,
+    GroupEntries,
+    Grouping,
+)
+from weft.grouping.sending import check_homes, check_scatters, check_sends
+from weft.memory.driver import relaxed
+from weft.runtime.check import check_alignment, check_tensor
+from weft.runtime.stream import finish, loading
+from weft.runtime.watched import one_call
+
+
+class Buffers(NamedTuple):
+    """Everything that one grouping allocates; sizes in grouping/layout.cuh."""
+
+    rows: tuple[torch.Tensor, ...]
+    slot: torch.Tensor
+    weight: torch.Tensor
+    ids: torch.Tensor
+    offsets: torch.Tensor
+    counts: torch.Tensor
+    position: torch.Tensor
+    within: torch.Tensor
+    before: torch.Tensor
+    arrived: torch.Tensor
+    home: torch.Tensor
+
+    @classmethod
+    def make(
+        cls, a2a: AllToAll, grouping: Grouping, device: torch.device, *, on_gpu: bool
+    ) -> Buffers:
+        """Zeroed, so that a masked GEMM meets finite numbers in rows that nobody has written."""
+        shape, total, by_source = a2a._geometry.shape, grouping.total, grouping.packing == "sources"
+        entries = (shape.ranks, shape.tokens, grouping.entries(shape))
+
+        def zeros(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        return cls(
+            rows=tuple(
+                zeros(total * size, dtype=torch.uint8).view(p.dtype).view(total, *p.shape[2:])
+                for p, size in zip(a2a._workspace.received.payloads, shape.row_bytes, strict=True)
+            ),
+            slot=zeros(total),
+            weight=zeros(total * (shape.top_k if by_source else 1), dtype=torch.float32),
+            ids=zeros(total * shape.top_k if by_source else 0),
+            offsets=zeros(grouping.groups + 1),
+            counts=zeros(grouping.groups),
+            position=zeros(*entries),
+            # Only the GPU's two passes keep what they have counted.
+            within=zeros(*(entries if on_gpu else (0,))),
+            before=zeros(grouping.tiles(shape) if on_gpu else 0, grouping.groups),
+            arrived=zeros(1),
+            home=zeros(total if shape.way == "choices" else 0, dtype=torch.int64),
+        )
+
+    def bytes(self) -> int:
+        """Bytes of all of them."""
+        tensors = (*self.rows, *self[1:])
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+
+class GroupRounds:
+    """One grouping of one all-to-all: its buffers, its kernels, and the order of calls."""
+
+    def __init__(self, a2a: AllToAll, grouping: Grouping, programmatic: bool) -> None:
+        a2a._check_running()
+        shape, device = a2a._geometry.shape, a2a.group.device
+        self._a2a, self.grouping = a2a, grouping
+        self._watched = a2a._workspace
+        self._gathered = 0  # the round whose rows are grouped
+        self._entries: GroupEntries | None = None
+        sends = grouping.packing != "sources" and shape.way != "pull" and a2a._build.halves
+        defines = a2a._build.defines
+        if device.type == "cuda":
+            with loading(device):
+                self._entries = CudaGroupEntries(
+                    shape, grouping, programmatic=programmatic, sends=sends, defines=defines
+                )
+        else:
+            self._entries = CpuGroupEntries(shape, grouping, sends=sends, defines=defines)
+        on_gpu = device.type == "cuda"
+        with relaxed(device):
+            b = Buffers.make(a2a, grouping, device, on_gpu=on_gpu)
+            finish(device)
+        self.buffers = b
+        self._args = GroupArgs(site=a2a._workspace.site)
+        for plane, rows in enumerate(b.rows):
+            self._args.rows[plane] = rows.data_ptr()
+        for name in b._fields[1:]:
+            setattr(self._args, name, getattr(b, name).data_ptr())
+
+    @one_call("gather")
+    def gather(self, received: Received) -> None:
+        """Group what the round's dispatch brought."""
+        entries = self._running("gather")
+        instance("received", received, Received, "pass what dispatch of this all-to-all returned")
+        ours, theirs = self._a2a._workspace.received.ids.data_ptr(), received.ids.data_ptr()
+        if ours != theirs:
+            raise InvalidArgument(
+                f"received has its ids at {theirs:#x}, this all-to-all at {ours:#x}: "
+                "pass what its own dispatch returned, not a copy"
+            )
+        entries.gather(self._args)
+        self._gathered = self._a2a._rounds.number
+
+    @one_call("scatter")
+    def scatter(self, y: torch.Tensor, shape: tuple[int, ...]) -> None:
+        """Sum y, of `shape`, into the output rows of the tokens that were gathered."""
+        entries = self._running("scatter")
+        check_scatters(self._a2a)
+        self._take(y, shape, "scatter")
+        entries.scatter(self._args)
+        self._gathered = 0
+
+    @one_call("send")
+    def send(self, y: torch.Tensor, shape: tuple[int, ...]) -> None:
+        """Bring the sums of y, of `shape`, to the inboxes of the tokens' owners."""
+        entries, rounds = self._open("send"), self._a2a._rounds
+        check_sends(self._a2a)
+        rounds.expect_send()
+        self._take(y, shape, "send")
+        entries.send(self._args)
+        rounds.sent()
+        self._gathered = 0
+
+    def sent(self) -> None:
+        """Tell the peers that what the last gather grouped is at its homes."""
+        self._running("sent")
+        check_sends(self._a2a)
+        check_homes(self._a2a)
+        self._check_gathered("sent")
+        self._a2a.combine_send()
+        self._gathered = 0
+
+    def close(self) -> None:
+        """Unload the kernels, once they have run, and let go of the buffers."""
+        if self._entries is None:
+            return
+        entries, self._entries = self._entries, None
+        try:
+            entries.close()
+        finally:
+            del self.buffers
+
+    def _take(self, y: torch.Tensor, shape: tuple[int, ...], doing: str) -> None:
+        """Check one result for each row of this round's gather, and where it is."""
+        self._check_gathered(doing)
+        a2a = self._a2a
+        check_tensor("y", y, shape=shape, dtypes=(a2a.dtype,), device=a2a.group.device)
+        check_alignment("y", y, a2a._geometry.shape.out_bytes)
+        self._args.y = y.data_ptr()
+
+    def _check_gathered(self, doing: str) -> None:
+        if self._gathered != self._a2a._rounds.number:
+            raise OutOfOrder(f"{doing} without a gather: gather what this round's dispatch brought")
+
+    def _open(self, doing: str) -> GroupEntries:
+        if self._entries is None:
+            raise OutOfOrder(f"{doing} after close: make a new one")
+        self._a2a._check_running()
+        return self._entries
+
+    def _running(self, doing: str) -> GroupEntries:
+        entries = self._open(doing)
+        if self._a2a._pending is None:
+            raise OutOfOrder(f"{doing} outside of a round: call it after dispatch, before combine")
+        return entries
+
+
+def buffer_bytes(a2a: AllToAll, grouping: Grouping) -> int:
+    """Bytes that this grouping allocates on this rank."""
+    on_gpu = a2a.group.device.type == "cuda"
+    return Buffers.make(a2a, grouping, torch.device("meta"), on_gpu=on_gpu).bytes()

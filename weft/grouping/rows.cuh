@@ -1,0 +1,214 @@
+// The other two kernels of grouping. `gather` reads each received row once and writes it to the
+// rows of all its entries; `scatter` sums each token's results back in top-k order. A CTA takes one
+// token at a time; every warp of it finds the token's rows for itself, one entry in each lane.
+#pragma once
+#include <weft/device/copy.cuh>
+#include <weft/grouping/group.cuh>
+
+namespace weft {
+
+constexpr u32 vectors_in_flight = 4;  // of a row, in each thread
+
+// Rows that a peer wrote: never through the non-coherent path.
+WEFT_FN uint4 load_row(const uint4* at) { return load_shared_row(at); }
+template <class V> WEFT_FN V load_row(const V* at) { return *const_cast<const volatile V*>(at); }
+WEFT_FN uint2 load_row(const uint2* at) {
+    const u64 v = *reinterpret_cast<const volatile u64*>(at);
+    return make_uint2(u32(v), u32(v >> 32));
+}
+
+struct Slot {
+    u32 source, token;
+};
+
+// All tokens of the round as one row of numbers; lane s of every warp holds source s.
+struct Tokens {
+    u32 count, until;  // of this source; of it and all sources before it
+
+    template <Shape S> WEFT_FN static Tokens of(const Inbox<S>& inbox, u32 lane) {
+        Tokens t{.count = lane < S.ranks ? tokens_from<S>(inbox, lane) : 0, .until = 0};
+        t.until = t.count;
+#pragma unroll
+        for (u32 step = 1; step < warp_lanes; step *= 2) {
+            const u32 earlier = __shfl_up_sync(all_lanes, t.until, step);
+            if (lane >= step) t.until += earlier;
+        }
+        return t;
+    }
+    WEFT_FN u32 total() const { return __shfl_sync(all_lanes, until, warp_lanes - 1); }
+    WEFT_FN Slot slot(u32 i) const {
+        const u32 source = __popc(__ballot_sync(all_lanes, until <= i));
+        return {source, i - __shfl_sync(all_lanes, until - count, source)};
+    }
+};
+
+// One entry of a token, in its lane.
+struct Entry {
+    u32 group;
+    float weight;
+};
+
+template <Shape S, Grouping G> WEFT_FN Entry load_entry(const GroupArgs& a, Slot at, u32 k) {
+    if (k >= entries_of(S, G)) return {no_group, 0.0f};
+    const Route<S>& route = mine<S>(a.site).inbox.route[at.source][at.token];
+    const float weight = G.packing == Packing::sources ? 1.0f : route.weight[k];
+    return {group_of<S, G>(route, at.source, k), weight};
+}
+
+// The row of an entry, or -1 where it has none or the buffer has no room for it.
+template <Shape S, Grouping G>
+WEFT_FN i32 place_entry(const GroupArgs& a, Slot at, u32 k, u32 group) {
+    if (group == no_group) return -1;
+    const u64 slot = u64(at.source) * S.tokens + at.token;
+    const u32 tile = at.source * tiles_of(S, G) + at.token / G.tile;
+    const u32 row = u32(a.offsets[group]) + a.before[tile * G.groups + group] +
+                    u32(a.within[slot * entries_of(S, G) + k]);
+    return row < G.limit(group) ? i32(row) : -1;
+}
+
+// One warp says which rows the token got, and what they are.
+template <Shape S, Grouping G>
+WEFT_FN void label_rows(const GroupArgs& a, Slot at, u32 k, const Entry& entry, i32 row) {
+    constexpr u32 entries = entries_of(S, G);
+    const u32 slot = at.source * S.tokens + at.token;
+    if (k < entries) a.position[u64(slot) * entries + k] = row;
+    if (row >= 0) a.slot[row] = i32(slot);
+    if constexpr (S.way == Way::choices)
+        if (row >= 0) a.home[row] = i64(home_of<S>(a.site, at.source, at.token, k));
+    if constexpr (G.packing == Packing::sources) {
+        const Route<S>& route = mine<S>(a.site).inbox.route[at.source][at.token];
+        const i32 only = __shfl_sync(all_lanes, row, 0), id = k < S.top_k ? route.expert[k] : -1;
+        if (only < 0 || id < 0) return;
+        a.ids[u64(u32(only)) * S.top_k + k] = id;
+        a.weight[u64(u32(only)) * S.top_k + k] = route.weight[k];
+    } else if (row >= 0) {
+        a.weight[row] = entry.weight;
+    }
+}
+
+// One row of plane P and on to the rows that the lanes in `wanted` name.
+template <Shape S, u32 P>
+WEFT_FN void copy_planes(const Block& team, const GroupArgs& a, Slot at, i32 row, u32 wanted) {
+    if constexpr (P < S.planes) {
+        using V = typename Vector<vector_bytes(S.row_bytes[P])>::type;
+        constexpr u32 vectors = S.row_bytes[P] / sizeof(V);
+        const V* from = reinterpret_cast<const V*>(
+            plane<P>(mine<S>(a.site).inbox.payload).row[at.source][at.token]);
+        for (u32 first = 0; first < vectors; first += vectors_in_flight * team.lanes()) {
+            V data[vectors_in_flight];
+            const u32 v = first + team.lane();
+#pragma unroll
+            for (u32 i = 0; i < vectors_in_flight; ++i)
+                if (v + i * team.lanes() < vectors) data[i] = load_row(from + v + i * team.lanes());
+            for (u32 left = wanted; left != 0; left &= left - 1) {
+                const u32 to_row = u32(__shfl_sync(all_lanes, row, __ffs(left) - 1));
+                V* to = static_cast<V*>(a.rows[P]) + u64(to_row) * vectors + v;
+#pragma unroll
+                for (u32 i = 0; i < vectors_in_flight; ++i)
+                    if (v + i * team.lanes() < vectors) store(to + i * team.lanes(), data[i]);
+            }
+        }
+        copy_planes<S, P + 1>(team, a, at, row, wanted);
+    }
+}
+
+template <Shape S, u32 P> WEFT_FN void zero_planes(const Block& team, const GroupArgs& a, u32 row) {
+    if constexpr (P < S.planes) {
+        using V = typename Vector<vector_bytes(S.row_bytes[P])>::type;
+        constexpr u32 vectors = S.row_bytes[P] / sizeof(V);
+        V* to = static_cast<V*>(a.rows[P]) + u64(row) * vectors;
+        for (u32 v = team.lane(); v < vectors; v += team.lanes()) store(to + v, V{});
+        zero_planes<S, P + 1>(team, a, row);
+    }
+}
+
+// The rows between a group's last and the next multiple of `align`.
+template <Shape S, Grouping G> WEFT_FN void pad_groups(const Block& team, const GroupArgs& a) {
+    if constexpr (G.align > 1) {
+        for (u32 i = blockIdx.x; i < G.groups * (G.align - 1); i += gridDim.x) {
+            const u32 g = i / (G.align - 1), begin = u32(a.offsets[g]), count = u32(a.counts[g]);
+            const u32 row = begin + count + i % (G.align - 1);
+            if (row < begin + G.padded(count)) zero_planes<S, 0>(team, a, row);
+        }
+    }
+}
+
+// Entries that got no row count as zero: their owner must not read what an earlier round left
+// there.
+template <Shape S>
+WEFT_FN void zero_homes(const Block& team, const GroupArgs& a, Slot at, u32 missing) {
+    for (; missing != 0; missing &= missing - 1) {
+        u8* home = home_of<S>(a.site, at.source, at.token, __ffs(missing) - 1);
+        for (u32 v = team.lane(); v < S.out_bytes() / 16; v += team.lanes())
+            store(reinterpret_cast<uint4*>(home) + v, uint4{});
+    }
+}
+
+template <Shape S, Grouping G> WEFT_FN void gather(const GroupArgs& a) {
+    const Block team;
+    wait_for_predecessor();
+    admit_successor();
+    if (mine<S>(a.site).header.turn.failed != 0) return;
+    const u32 k = team.warp_lane();
+    const Tokens tokens = Tokens::of<S>(mine<S>(a.site).inbox, k);
+    for (u32 i = blockIdx.x, total = tokens.total(); i < total; i += gridDim.x) {
+        const Slot at = tokens.slot(i);
+        const Entry entry = load_entry<S, G>(a, at, k);
+        const i32 row = place_entry<S, G>(a, at, k, entry.group);
+        if (team.warp() == 0) label_rows<S, G>(a, at, k, entry, row);
+        copy_planes<S, 0>(team, a, at, row, __ballot_sync(all_lanes, row >= 0));
+        if constexpr (S.way == Way::choices)
+            zero_homes<S>(team, a, at,
+                          __ballot_sync(all_lanes, entry.group != no_group && row < 0));
+    }
+    pad_groups<S, G>(team, a);
+}
+
+// The output row of one token: its rows of y that the lanes in `wanted` name, in their order. Two
+// rows are in flight before the first is added.
+template <Shape S>
+WEFT_FN void sum_rows(const Block& team, const GroupArgs& a, Slot at, i32 row, float weight,
+                      u32 wanted) {
+    constexpr u32 vectors = S.out_bytes() / 16;
+    uint4* out = reinterpret_cast<uint4*>(mine<S>(a.site).outbox.row[at.source][at.token]);
+    const uint4* y = static_cast<const uint4*>(a.y);
+    for (u32 first = 0; first < vectors; first += team.lanes()) {
+        const u32 v = first + team.lane();
+        float sum[numbers_in_vector(S.number)] = {};
+        for (u32 left = wanted; left != 0;) {
+            uint4 data[2];
+            float scale[2];
+            const bool pair = (left & (left - 1)) != 0;
+#pragma unroll
+            for (u32 i = 0; i < 2; ++i) {
+                const u32 lane = (__ffs(left) - 1) % warp_lanes;
+                const u64 from = u64(u32(__shfl_sync(all_lanes, row, lane)));
+                scale[i] = __shfl_sync(all_lanes, weight, lane);
+                if (left != 0 && v < vectors) data[i] = load_input(y + from * vectors + v);
+                left &= left - 1;
+            }
+            if (v < vectors) add_weighted<S.number>(sum, scale[0], data[0]);
+            if (v < vectors && pair) add_weighted<S.number>(sum, scale[1], data[1]);
+        }
+        if (v < vectors) store(out + v, round_vector<S.number>(sum));
+    }
+}
+
+template <Shape S, Grouping G> WEFT_FN void scatter(const GroupArgs& a) {
+    const Block team;
+    wait_for_predecessor();
+    admit_successor();
+    if (mine<S>(a.site).header.turn.failed != 0) return;
+    const u32 k = team.warp_lane();
+    const Tokens tokens = Tokens::of<S>(mine<S>(a.site).inbox, k);
+    for (u32 i = blockIdx.x, total = tokens.total(); i < total; i += gridDim.x) {
+        const Slot at = tokens.slot(i);
+        const Entry entry = load_entry<S, G>(a, at, k);
+        const u64 slot = u64(at.source) * S.tokens + at.token;
+        const i32 row = k < entries_of(S, G) ? a.position[slot * entries_of(S, G) + k] : -1;
+        if (!__any_sync(all_lanes, entry.group != no_group)) continue;
+        sum_rows<S>(team, a, at, row, entry.weight, __ballot_sync(all_lanes, row >= 0));
+    }
+}
+
+}  // namespace weft

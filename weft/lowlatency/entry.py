@@ -1,0 +1,288 @@
+"""Compiled low-latency dispatch and combine for one shape, on a CPU or a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_uint64
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weft.errors import InvalidArgument
+from weft.jit import (
+    CUDA_OPTIONS,
+    HOST_OPTIONS,
+    CudaModule,
+    Launcher,
+    compile_cubin,
+    compile_shared,
+    current_arch,
+)
+from weft.jit.args import decode, expected, table_source, verify
+from weft.lowlatency.shape import (
+    CHUNK_TOKENS,
+    Ledger,
+    LowCombineArgs,
+    LowDispatchArgs,
+    LowLayout,
+    LowShape,
+    Track,
+)
+from weft.runtime.args import Site
+from weft.runtime.check import check_sms
+from weft.runtime.stream import current_stream, loading
+
+THREADS = 256  # most_threads in lowlatency/metadata.cuh
+FEW_TOKENS, FEW_THREADS = 32, 128  # up to so many tokens, more and smaller CTAs
+SENDERS_PER_SM, TAKERS_PER_SM = 1, 2  # CTAs of THREADS
+TAKEN = 128  # 16-byte vectors of a row that a warp takes at once: Taken::span
+PARTS = ("", "_send", "_receive")
+TABLES: dict[str, type[ctypes.Structure]] = {
+    "Ledger": Ledger,
+    "Track": Track,
+    "LowDispatchArgs": LowDispatchArgs,
+    "LowCombineArgs": LowCombineArgs,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LowBuild:
+    """How kernels are made and launched; it may differ from rank to rank.
+
+    num_sms: SMs that the kernels may fill; None for all.
+    programmatic: launch with programmatic dependent launch.
+    halves: also build each phase as send and receive.
+    defines: macros for the compiler.
+    """
+
+    num_sms: int | None = None
+    programmatic: bool = True
+    halves: bool = False
+    defines: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LowPlan:
+    """A launch: CTAs that tell, that send and that take, of so many threads; and the herald."""
+
+    tellers: int
+    senders: int
+    takers: int
+    threads: int
+
+    @property
+    def ctas(self) -> int:
+        """All of them."""
+        return 1 + self.tellers + self.senders + self.takers
+
+
+def _doors(halves: bool) -> dict[str, tuple[str, str]]:
+    """Entries by name: the argument struct, and the template behind it."""
+    found = {}
+    for part in PARTS if halves else PARTS[:1]:
+        extra = f", weft::Part::{part[1:]}" if part else ""
+        found[f"dispatch{part}"] = ("LowDispatchArgs", f"low_dispatch<S{extra}>")
+        found[f"combine{part}"] = ("LowCombineArgs", f"low_combine<S{extra}>")
+    return found
+
+
+def _tables(*, device: bool) -> str:
+    return "".join(
+        table_source(struct, f"weft::{name}", f"weft_{name}", device=device)
+        for name, struct in TABLES.items()
+    )
+
+
+def cuda_source(shape: LowShape, *, halves: bool = False) -> str:
+    """The generated CUDA entries of a shape."""
+    lines = [
+        "#include <weft/lowlatency/combine.cuh>",
+        "#include <weft/lowlatency/dispatch.cuh>",
+        "#include <weft/lowlatency/exports.cuh>",
+        f"constexpr weft::LowShape S = {shape.literal()};",
+        "WEFT_LOW_EXPORT(S, __device__);",
+        'extern "C" __device__ weft::u64 weft_measured[weft::low_places] = {};',
+        'extern "C" __global__ void weft_measure(const __grid_constant__ weft::Site a) '
+        "{ weft::measure_low<S>(a.base, weft_measured); }",
+        _tables(device=True),
+    ]
+    for name, (struct, call) in _doors(halves).items():
+        # Many FP8 rows of a token, and many peers, need more registers: two CTAs an SM, not three.
+        rows = shape.ranks if shape.reduce == "sender" else shape.top_k
+        hungry = shape.ranks > 16
+        if name.startswith("combine"):
+            hungry = shape.fp8_back and rows > 4
+        per_sm = 2 if hungry else 3
+        lines += [
+            f'extern "C" __global__ void __launch_bounds__({THREADS}, {per_sm})',
+            f"{name}(const __grid_constant__ weft::{struct} a) {{ weft::{call}(a); }}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def cpu_source(shape: LowShape) -> str:
+    """The generated C++ entries of a shape; halves included, they cost nothing."""
+    lines = [
+        "#include <weft/lowlatency/dispatch_cpu.hpp>",
+        "#include <weft/lowlatency/combine_cpu.hpp>",
+        "#include <weft/lowlatency/exports.cuh>",
+        f"constexpr weft::LowShape S = {shape.literal()};",
+        "WEFT_LOW_EXPORT(S, );",
+        _tables(device=False),
+    ]
+    for name, (struct, call) in _doors(True).items():
+        lines.append(f'extern "C" void {name}(const weft::{struct}* a) {{ weft::{call}(*a); }}')
+    return "\n".join(lines) + "\n"
+
+
+def compile_cuda(
+    shape: LowShape, arch: str, *, halves: bool = False, defines: Sequence[str] = ()
+) -> bytes:
+    """The cubin of all kernels; needs no GPU. Raises CompileError showing the entries."""
+    return compile_cubin(
+        cuda_source(shape, halves=halves),
+        name="lowlatency",
+        arch=arch,
+        options=CUDA_OPTIONS,
+        defines=defines,
+    )
+
+
+class LowCpuEntries:
+    """The operations as plain functions; they return when they are done."""
+
+    def __init__(self, shape: LowShape, layout: LowLayout, build: LowBuild) -> None:
+        check_sms(build.num_sms, None)
+        library = compile_shared(
+            cpu_source(shape), name="lowlatency", options=HOST_OPTIONS, defines=build.defines
+        )
+        numbers = (c_uint64 * len(layout.expected())).in_dll(library, "weft_layout")
+        layout.verify(list(numbers))
+        for name, struct in TABLES.items():
+            verify(struct, list((c_uint64 * len(expected(struct))).in_dll(library, f"weft_{name}")))
+        self._functions: dict[str, Any] = {}
+        for name, (struct_name, _) in _doors(True).items():
+            function = getattr(library, name)
+            function.restype = None
+            function.argtypes = (ctypes.POINTER(TABLES[struct_name]),)
+            self._functions[name] = function
+
+    def run(self, name: str, args: LowDispatchArgs | LowCombineArgs) -> None:
+        """Run one operation to its end."""
+        self._functions[name](ctypes.byref(args))
+
+    def close(self) -> None:
+        """Nothing is held: the library stays loaded for the next object of this shape."""
+
+
+class LowCudaEntries:
+    """The operations as kernels on the current device, enqueued on the current stream."""
+
+    def __init__(self, shape: LowShape, layout: LowLayout, build: LowBuild) -> None:
+        available = torch.cuda.get_device_properties().multi_processor_count
+        check_sms(build.num_sms, available)
+        self._device, self._shape = torch.cuda.current_device(), shape
+        self._sms, self._build = build.num_sms or available, build
+        image = compile_cuda(shape, current_arch(), halves=build.halves, defines=build.defines)
+        self._module = CudaModule(image, name="lowlatency")
+        layout.verify(decode(self._module.global_bytes("weft_layout")))
+        for name, struct in TABLES.items():
+            verify(struct, decode(self._module.global_bytes(f"weft_{name}")))
+        measure = Launcher(self._module.function("weft_measure"), Site)
+        with self._module.own_stream() as stream:
+            measure(Site(base=layout.share_bytes), (1, 1, 1), 1, stream)
+        layout.verify_code(decode(self._module.global_bytes("weft_measured")))
+        self._launchers = {
+            name: Launcher(
+                self._module.function(name), TABLES[struct], programmatic=build.programmatic
+            )
+            for name, (struct, _) in _doors(build.halves).items()
+        }
+        self._plans: dict[tuple[str, int], LowPlan] = {}
+
+    def run(self, name: str, args: LowDispatchArgs | LowCombineArgs) -> None:
+        """Enqueue one operation."""
+        if torch.cuda.current_device() != self._device:
+            raise InvalidArgument(
+                f"the current device is cuda:{torch.cuda.current_device()}, this all-to-all works "
+                f"on cuda:{self._device}: call torch.cuda.set_device({self._device}) first"
+            )
+        key = (name, int(args.tokens))
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._plan(*key)
+        args.senders = plan.senders
+        stream = torch.cuda.current_stream().cuda_stream
+        self._launchers[name](args, (plan.ctas, 1, 1), plan.threads, stream)
+
+    def close(self) -> None:
+        """Unload the module, once its kernels have run."""
+        self._module.unload(after=current_stream(self._device))
+
+    def _plan(self, name: str, tokens: int) -> LowPlan:
+        """The launch of an operation on so many tokens; all of it fits on the GPU at once."""
+        threads = FEW_THREADS if tokens <= FEW_TOKENS else THREADS
+        resident = self._sms * max(1, self._module.occupancy(name, threads))
+        return plan_low(self._shape, self._build, name, tokens, threads, self._sms, resident)
+
+
+def plan_low(
+    shape: LowShape,
+    build: LowBuild,
+    name: str,
+    tokens: int,
+    threads: int,
+    sms: int,
+    resident: int,
+) -> LowPlan:
+    """How many CTAs tell, send and take.
+
+    Sizes of other ranks are not known here: rows of theirs are planned for as if they had as many
+    tokens as this one, and 16 at least. All CTAs together fit on the GPU (`resident`).
+    """
+    warps, wide = threads // 32, THREADS // threads
+    others = max(tokens, min(shape.tokens, 16))
+    pieces = -(-shape.hidden // 512)  # warps that send one row
+    if name.startswith("dispatch"):
+        tellers = max(1, -(-tokens // CHUNK_TOKENS))
+        sending = tokens * pieces
+        taking = others * shape.ranks * -(-shape.sent_bytes // (16 * TAKEN))
+    else:
+        tellers = 0
+        sending = 0 if shape.homes else others * min(shape.ranks, shape.top_k) * pieces
+        taking = tokens * -(-shape.hidden // (512 if shape.fp8_back else 256))
+    if name.endswith("_receive"):
+        tellers = sending = 0
+    if name.endswith("_send"):
+        taking = 0
+    senders = min(-(-sending // warps), sms * SENDERS_PER_SM * wide)
+    takers = min(-(-taking // warps), sms * TAKERS_PER_SM * wide)
+    room = max(2, resident - tellers - 1)
+    # Where room is short, takers go first: senders wait for loads, and takers wait for senders.
+    if senders + takers > room:
+        senders = min(senders, room // 2 if takers else room)
+        takers = min(takers, room - senders)
+    if not name.endswith("_send"):
+        takers = max(takers, 1)
+    if not tellers and not shape.homes:
+        senders = max(senders, 0 if name.endswith("_receive") else 1)
+    return LowPlan(tellers, senders, takers, threads)
+
+
+def load_low_entries(
+    device: torch.device, shape: LowShape, layout: LowLayout, build: LowBuild
+) -> LowCpuEntries | LowCudaEntries:
+    """Compile and load the operations of a shape for one rank's device.
+
+    Raises InvalidArgument for halves of a combine that sends nothing.
+    """
+    if build.halves and shape.homes:
+        raise InvalidArgument(
+            "halves=True, combine_by 'choices', whose combine sends nothing: leave halves out"
+        )
+    if device.type == "cpu":
+        return LowCpuEntries(shape, layout, build)
+    with loading(device):
+        return LowCudaEntries(shape, layout, build)

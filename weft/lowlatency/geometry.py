@@ -1,0 +1,242 @@
+"""From a caller's sizes to a low-latency all-to-all's shape and memory."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from weft.arguments import flags, integer, one_of
+from weft.errors import InvalidArgument
+from weft.lowlatency.shape import (
+    GROUPS,
+    MOST_TRACKS,
+    REDUCES,
+    SCALES,
+    LowLayout,
+    LowShape,
+    Track,
+    size,
+)
+from weft.memory.header import RING_TIMELINES
+from weft.memory.wire import JSON
+from weft.placement import Placement
+from weft.runtime.check import check_alignment, check_tensor, check_tokens
+from weft.shape import NUMBERS
+
+# Tracks that profiled kernels keep: of 32 rounds, by phase and team.
+TRACKS = (RING_TIMELINES, MOST_TRACKS, ctypes.sizeof(Track))
+QUANTS = (None, "fp8")
+WAYS = ("push", "fp8", "choices")  # of rows home
+MAX_SLOTS = 2  # one is filled while the experts multiply the other's rows
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one rank. shared: peers write it.  results: what dispatches return and keep."""
+
+    shared: int
+    results: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.shared + self.results
+
+
+@dataclass(frozen=True, slots=True)
+class LowGeometry:
+    """All that ranks must agree on, from a caller's sizes."""
+
+    shape: LowShape
+    layout: LowLayout
+    dtype: torch.dtype
+    placement: Placement
+    slots: int
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        ranks: int,
+        max_tokens: int,
+        hidden: int,
+        top_k: int,
+        num_experts: int,
+        dtype: torch.dtype = torch.bfloat16,
+        quant: str | None = "fp8",
+        group_size: int = 128,
+        scale: str = "fp32_row",
+        slots: int = 2,
+        reduce: str = "receiver",
+        combine_by: str = "push",
+        expert_map: Sequence[int] | torch.Tensor | None = None,
+    ) -> LowGeometry:
+        """Raises InvalidArgument naming the argument, its value and what it may be."""
+        ranks, max_tokens = size("ranks", ranks), size("tokens", max_tokens)
+        hidden, top_k = size("hidden", hidden), size("top_k", top_k)
+        num_experts = size("experts", num_experts)
+        slots = integer("slots", slots, 1, MAX_SLOTS)
+        dtype = one_of("dtype", dtype, NUMBERS)
+        quant, combine_by = one_of("quant", quant, QUANTS), one_of("combine_by", combine_by, WAYS)
+        reduce, scale = one_of("reduce", reduce, REDUCES), one_of("scale", scale, SCALES)
+        group_size = one_of("group_size", group_size, GROUPS)
+        _check_ways(combine_by, reduce, slots)
+        placement = (
+            Placement.blocks(num_experts, ranks)
+            if expert_map is None
+            else Placement.mapped(expert_map, num_experts, ranks)
+        )
+        shape = LowShape(
+            ranks=ranks,
+            tokens=max_tokens,
+            top_k=top_k,
+            experts=num_experts,
+            local=max(len(placement.experts_of(rank)) for rank in range(ranks)),
+            hidden=hidden,
+            number=NUMBERS[dtype],
+            group=group_size if quant else 0,
+            scales=scale if quant else "fp32_row",
+            reduce=reduce,
+            fp8_back=combine_by == "fp8",
+            homes=combine_by == "choices",
+            mapped=expert_map is not None,
+        )
+        return cls(shape, LowLayout.of(shape), dtype, placement, slots)
+
+    def manifest(self) -> dict[str, JSON]:
+        """What the ranks compare at creation, name by name."""
+        return {
+            **asdict(self.shape),
+            "slots": self.slots,
+            "expert_map": list(self.placement.ranks),
+        }
+
+    def check_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        device: torch.device,
+    ) -> int:
+        """Return the number of tokens.
+
+        Raises InvalidArgument and TokenOverflow for what the host can see.
+        """
+        tokens = self.check_choices(topk_ids, topk_weights, device)
+        check_tokens(tokens, self.shape.tokens)
+        shape = (tokens, self.shape.hidden)
+        check_tensor("x", x, shape=shape, dtypes=(self.dtype,), device=device)
+        check_alignment("x", x, 16)
+        return tokens
+
+    def check_choices(
+        self, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None, device: torch.device
+    ) -> int:
+        """Return the number of tokens that ids and weights are of."""
+        top_k, integers = self.shape.top_k, (torch.int32, torch.int64)
+        check_tensor("topk_ids", topk_ids, shape=(None, top_k), dtypes=integers, device=device)
+        check_alignment("topk_ids", topk_ids, topk_ids.itemsize)
+        tokens = topk_ids.shape[0]  # while tracing, perhaps a symbol: not int()
+        if topk_weights is not None:
+            row, floats = (tokens, top_k), (torch.float32,)
+            check_tensor("topk_weights", topk_weights, shape=row, dtypes=floats, device=device)
+            check_alignment("topk_weights", topk_weights, topk_weights.itemsize)
+        return tokens
+
+    def result_shapes(self, own: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Every tensor that one slot of a rank with `own` experts holds, by name.
+
+        Column-major scales are laid out here as they lie in memory.
+        """
+        s = self.shape
+        padded, words = -(-s.rows // 4) * 4, -(-s.blocks // 4)
+        scales = {
+            "fp32_row": ((own, s.rows, s.blocks), torch.float32),
+            "fp32_col": ((own, s.blocks, padded), torch.float32),
+            "ue8m0": ((own, words, padded), torch.int32),
+        }
+        entries = (s.ranks, s.tokens, s.top_k)
+        return {
+            "x": ((own, s.rows, s.hidden), torch.float8_e4m3fn if s.group else self.dtype),
+            "scales": scales[s.scales] if s.group else ((0,), torch.float32),
+            "counts": ((own,), torch.int32),
+            "source": ((own, s.rows), torch.int32),
+            "ranges": ((own, s.ranks, 2), torch.int32),
+            "position": ((0,) if s.homes else entries, torch.int32),
+            "weights": (entries if s.reduce == "sender" else (0,), torch.float32),
+            "brought": ((s.ranks,), torch.int32),
+            "expected": ((s.tokens, 2), torch.int32),
+            "home": ((own, s.rows) if s.homes else (0,), torch.int64),
+        }
+
+    def shown_scales(self, scales: torch.Tensor) -> torch.Tensor | None:
+        """Scales as callers see them, from how they lie in memory; None where there are none."""
+        if not self.shape.group:
+            return None
+        return scales if self.shape.scales == "fp32_row" else scales.mT[:, : self.shape.rows]
+
+    def memory(self, *, profile: bool = False) -> Memory:
+        """Bytes of the rank that holds most experts."""
+        s = self.shape
+        slot = sum(
+            math.prod(shape) * dtype.itemsize
+            for shape, dtype in self.result_shapes(s.local).values()
+        )
+        tracks = math.prod(TRACKS) if profile else 0
+        return Memory(
+            shared=self.layout.share_bytes,
+            results=self.slots * slot + tracks,
+        )
+
+
+def _check_ways(combine_by: str, reduce: str, slots: int) -> None:
+    """Raises InvalidArgument for what a way home excludes."""
+    if combine_by == "choices" and (reduce != "receiver" or slots != 1):
+        raise InvalidArgument(
+            f"combine_by is 'choices', reduce {reduce!r}, slots {slots!r}: rows go home one by "
+            "one, of one dispatch at a time: use reduce='receiver' and slots=1"
+        )
+
+
+def memory_bytes(
+    *,
+    ranks: int,
+    max_tokens: int,
+    hidden: int,
+    top_k: int,
+    num_experts: int,
+    dtype: torch.dtype = torch.bfloat16,
+    quant: str | None = "fp8",
+    group_size: int = 128,
+    scale: str = "fp32_row",
+    slots: int = 2,
+    reduce: str = "receiver",
+    combine_by: str = "push",
+    expert_map: Sequence[int] | torch.Tensor | None = None,
+    profile: bool = False,
+) -> Memory:
+    """Bytes that the rank with most experts will allocate, before anything is allocated.
+
+    Raises InvalidArgument as the constructor does.
+    """
+    flags(profile=profile)
+    geometry = LowGeometry.of(
+        ranks=ranks,
+        max_tokens=max_tokens,
+        hidden=hidden,
+        top_k=top_k,
+        num_experts=num_experts,
+        dtype=dtype,
+        quant=quant,
+        group_size=group_size,
+        scale=scale,
+        slots=slots,
+        reduce=reduce,
+        combine_by=combine_by,
+        expert_map=expert_map,
+    )
+    return geometry.memory(profile=profile)

@@ -1,0 +1,210 @@
+"""LowLatencyAllToAll's dispatch and combine as operations of torch's library (library.py).
+
+In a graph what a dispatch brings lies in tensors of its own, which the kernel writes: nothing is
+copied, and a compiler sees when it is read for the last time. What only combine needs stays in the
+slot. Which slot that is, a graph cannot know: a traced handle says which of the results that graphs
+keep alive it is, a number that is the same in every call.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft.errors import InvalidArgument, OutOfOrder
+from weft.lowlatency.results import ExpertRows, Handle
+from weft.runtime.check import check_tensor, tracing
+from weft.runtime.library import find, order_of, plain, register
+
+if TYPE_CHECKING:
+    from weft.lowlatency.api import LowLatencyAllToAll
+
+Five = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Sites:
+    """The results that graphs keep alive.
+
+    taken: while tracing, by number; written when a graph has run, as any attribute is.
+    alive: while running, the dispatch behind each number.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.taken = (False,) * slots
+        self.alive: dict[int, Handle] = {}
+
+    def take(self) -> int:
+        """The number of a traced dispatch: -1 for the first that is free. Raises OutOfOrder."""
+        for site, taken in enumerate(self.taken):
+            if not taken:
+                self._note(site, True)
+                return -1 - site
+        raise OutOfOrder(
+            f"dispatch while {len(self.taken)} results of compiled graphs are alive: combine one "
+            "first"
+        )
+
+    def give_back(self, number: int) -> None:
+        """The traced dispatch of this number is combined."""
+        self._note(-1 - number, False)
+
+    def _note(self, site: int, taken: bool) -> None:
+        self.taken = (*self.taken[:site], taken, *self.taken[site + 1 :])
+
+
+def enrol(owner: LowLatencyAllToAll) -> tuple[torch.Tensor, int, Sites]:
+    """What compiled graphs need to know of a new object."""
+    handle = register(owner, owner._geometry.manifest())
+    return order_of(owner.group.device), handle, Sites(owner._geometry.slots)
+
+
+def is_of_graph(handle: object) -> bool:
+    """Is this the handle of a traced dispatch?"""
+    return isinstance(handle, Handle) and handle.number < 0
+
+
+@torch.library.custom_op("weft::lowlatency_dispatch", mutates_args=("order",))
+def _dispatch(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    number: int,
+    order: torch.Tensor,
+    handle: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    owner: LowLatencyAllToAll = find(handle)
+    alive, rounds = owner._sites.alive, owner._rounds
+    if number in alive:  # an earlier run of the graph raised: nobody has that handle any more
+        rounds.drop(alive.pop(number))
+    results = _results(owner)
+    rows = rounds.dispatch(x, topk_ids, topk_weights, entry="dispatch", results=results)
+    alive[number] = rows.handle
+    return _shown(owner, results)
+
+
+@_dispatch.register_fake
+def _(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    number: int,
+    order: torch.Tensor,
+    handle: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    owner: LowLatencyAllToAll = find(handle)
+    with tracing():
+        owner._geometry.check_dispatch(x, topk_ids, topk_weights, owner.group.device)
+    return _shown(owner, _results(owner))
+
+
+@torch.library.custom_op("weft::lowlatency_combine", mutates_args=("out", "order"))
+def _combine(
+    y: torch.Tensor | None,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    out: torch.Tensor,
+    add: torch.Tensor | None,
+    counts: torch.Tensor | None,
+    number: int,
+    order: torch.Tensor,
+    handle: int,
+) -> None:
+    owner: LowLatencyAllToAll = find(handle)
+    alive, rounds = owner._sites.alive, owner._rounds
+    real = alive.get(number) if number < 0 else rounds.handle_of(number)
+    if real is None:
+        raise OutOfOrder(
+            f"combine of dispatch {number}, which is not alive (below 0: of a compiled graph); "
+            "each dispatch is combined once, by the all-to-all that made it"
+        )
+    given = (y, topk_ids, topk_weights, real)
+    rounds.combine(*given, out=out, add=add, entry="combine", counts=counts)
+    alive.pop(number, None)
+
+
+@_combine.register_fake
+def _(
+    y: torch.Tensor | None,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    out: torch.Tensor,
+    add: torch.Tensor | None,
+    counts: torch.Tensor | None,
+    number: int,
+    order: torch.Tensor,
+    handle: int,
+) -> None:
+    owner: LowLatencyAllToAll = find(handle)
+    geometry, device = owner._geometry, owner.group.device
+    dtypes, shape = (owner.dtype,), geometry.shape
+    with tracing():
+        tokens = geometry.check_choices(topk_ids, topk_weights, device)
+    for name, tensor in (("out", out), ("add", add)):
+        if tensor is not None:
+            size = (tokens, shape.hidden)
+            check_tensor(name, tensor, shape=size, dtypes=dtypes, device=device)
+    if y is not None:
+        rows = (owner.num_local_experts, shape.rows, shape.hidden)
+        check_tensor("y", y, shape=rows, dtypes=dtypes, device=device)
+
+
+def traced_dispatch(
+    owner: LowLatencyAllToAll,
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+) -> ExpertRows:
+    """Dispatch inside a compiled graph."""
+    if owner._geometry.shape.homes:
+        raise InvalidArgument(
+            "dispatch under torch.compile with combine_by='choices': what stores rows at their "
+            "homes is outside of what a compiler sees; use combine_by='push', or weft.MoE with "
+            "overlap='push', which is one operation to it"
+        )
+    number = owner._sites.take()
+    names = (number, owner._order, owner._handle)
+    rows, scales, counts, source, ranges = torch.ops.weft.lowlatency_dispatch(
+        x.detach(), topk_ids, plain(topk_weights), *names
+    )
+    handle = Handle(number, -1 - number, topk_ids.shape[0], counts)
+    shown = scales if owner._geometry.shape.group else None
+    return ExpertRows(rows, shown, counts, source, ranges, handle)
+
+
+def traced_combine(
+    owner: LowLatencyAllToAll,
+    y: torch.Tensor | None,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    handle: Handle,
+    out: torch.Tensor | None,
+    add: torch.Tensor | None,
+) -> torch.Tensor:
+    """Combine inside a compiled graph, or of what one has dispatched."""
+    if out is None:
+        size = (topk_ids.shape[0], owner._geometry.shape.hidden)
+        out = torch.empty(size, dtype=owner.dtype, device=owner._order.device)
+    given = (plain(y), topk_ids, plain(topk_weights), out, plain(add))
+    names = (handle.number, owner._order, owner._handle)
+    torch.ops.weft.lowlatency_combine(*given, handle.counts, *names)
+    if handle.number < 0:
+        owner._sites.give_back(handle.number)
+    return out
+
+
+def _results(owner: LowLatencyAllToAll) -> dict[str, torch.Tensor]:
+    """New memory for what a dispatch brings, by the names that a slot has for it."""
+    shapes = owner._geometry.result_shapes(owner.num_local_experts)
+    device = owner._order.device
+    return {
+        name: torch.empty(shapes[name][0], dtype=shapes[name][1], device=device)
+        for name in ("x", "scales", "counts", "source", "ranges")
+    }
+
+
+def _shown(owner: LowLatencyAllToAll, results: dict[str, torch.Tensor]) -> Five:
+    """As callers see it; scales that there are not are empty."""
+    scales = owner._geometry.shown_scales(results["scales"])
+    told = (results["counts"], results["source"], results["ranges"])
+    return (results["x"], results["scales"] if scales is None else scales, *told)

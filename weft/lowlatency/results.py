@@ -1,0 +1,79 @@
+"""What a low-latency dispatch returns, and the memory that it lies in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from weft.lowlatency.geometry import LowGeometry
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """Which dispatch a combine answers. number: of the dispatch, counted from 1.
+
+    Of a dispatch in a compiled graph, which knows no count: -1 for the first one alive, -2 for the
+    second. counts: as it brought them, where its results did not go into the slot.
+    """
+
+    number: int
+    slot: int
+    tokens: int
+    counts: torch.Tensor | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """What a dispatch brought to this rank's experts; `R = ep_size * max_tokens` rows for each.
+
+    Expert e's rows are the first `counts[e]`, ordered by source rank, then token; those behind hold
+    what earlier calls left. All of it is this rank's own memory, valid until `handle` is combined.
+
+    x: `[local_experts, R, hidden]`, float8_e4m3fn, or the dtype that was sent where quant is None.
+    scales: float32 `[local_experts, R, hidden / group]` ("fp32_row": contiguous; "fp32_col": column
+        by column, R padded to 4), or int32 `[local_experts, R, hidden / group / 4]` of four UE8M0
+        bytes, column by column ("ue8m0"); None where quant is None.
+    counts: int32 `[local_experts]`.
+    source: int32 `[local_experts, R]`, source rank * max_tokens + token, of the first counts rows.
+    ranges: int32 `[local_experts, ep_size, 2]`: the first row of each source, and how many.
+    handle: what `combine` takes.
+    home: int64 `[local_experts, R]`, with combine_by="choices" only: of the first counts rows, the
+        address of hidden numbers at the token's owner, where whoever makes the row's result stores
+        it, once, before `combine`: `weft.gemm.Push(home, tells=True, unless=broken)`.
+    broken: int32 `[1]`, not 0 once the group is broken: then nothing may be stored at home.
+    """
+
+    x: torch.Tensor
+    scales: torch.Tensor | None
+    counts: torch.Tensor
+    source: torch.Tensor
+    ranges: torch.Tensor
+    handle: Handle
+    home: torch.Tensor | None = None
+    broken: torch.Tensor | None = None
+
+
+class Slot:
+    """The memory of one result and of what its combine needs."""
+
+    def __init__(
+        self, geometry: LowGeometry, own: int, device: torch.device, broken: torch.Tensor
+    ) -> None:
+        self.tensors = {
+            name: torch.zeros(shape, dtype=torch.uint8, device=device)
+            if dtype is torch.float8_e4m3fn
+            else torch.zeros(shape, dtype=dtype, device=device)
+            for name, (shape, dtype) in geometry.result_shapes(own).items()
+        }
+        x = self.tensors["x"]
+        self.x = x.view(torch.float8_e4m3fn) if geometry.shape.group else x
+        self.scales = geometry.shown_scales(self.tensors["scales"])
+        self._homes = (self.tensors["home"], broken) if geometry.shape.homes else (None, None)
+        self.alive: Handle | None = None
+
+    def rows(self, handle: Handle) -> ExpertRows:
+        """What a dispatch into this slot returns."""
+        t = self.tensors
+        told = t["counts"], t["source"], t["ranges"]
+        return ExpertRows(self.x, self.scales, *told, handle, *self._homes)

@@ -1,0 +1,308 @@
+"""LowShape: the sizes of a low-latency all-to-all, told to C++ as one literal, and its layout."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from ctypes import c_uint16, c_uint32, c_uint64
+from dataclasses import asdict, dataclass
+
+from weft.arguments import adopt, integer, one_of
+from weft.errors import InvalidArgument
+from weft.memory.header import (
+    HEADER_BYTES,
+    ErrorRecord,
+    Fault,
+    Header,
+    Mailbox,
+    Record,
+    Timeline,
+)
+from weft.runtime.args import Site
+from weft.runtime.layout import LINE, compare, struct_numbers
+from weft.shape import FP8_BLOCK, MAX_RANKS, MAX_TOP_K, NUMBERS
+
+MIRRORS: tuple[type[ctypes.Structure], ...] = (
+    ErrorRecord,
+    Mailbox,
+    Record,
+    Timeline,
+    Fault,
+    Header,
+    Site,
+)
+MAX_TOKENS, MAX_LOCAL, MAX_EXPERTS = 8192, 1024, 4096
+CHUNK_TOKENS = 24  # chunk_tokens in lowlatency/layout.cuh
+MAX_TABLE = 8192  # ranks x local experts: a CTA keeps a number for each in shared memory
+GROUPS = (32, 64, 128)
+SCALES = ("fp32_row", "fp32_col", "ue8m0")
+REDUCES = ("receiver", "sender")
+_ITEM: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+class Ledger(ctypes.Structure):
+    """Mirror of `weft::Ledger` in lowlatency/layout.cuh."""
+
+    _fields_ = (
+        ("position", c_uint64),
+        ("weights", c_uint64),
+        ("brought", c_uint64),
+        ("expected", c_uint64),
+        ("home", c_uint64),
+    )
+
+
+class LowDispatchArgs(ctypes.Structure):
+    """Mirror of `weft::LowDispatchArgs`."""
+
+    _fields_ = (
+        ("site", Site),
+        ("x", c_uint64),
+        ("ids", c_uint64),
+        ("weights", c_uint64),
+        ("placement", c_uint64),
+        ("rows", c_uint64),
+        ("scales", c_uint64),
+        ("counts", c_uint64),
+        ("source", c_uint64),
+        ("ranges", c_uint64),
+        ("ledger", Ledger),
+        ("tracks", c_uint64),
+        ("tokens", c_uint32),
+        ("ids_bytes", c_uint32),
+        ("own_experts", c_uint32),
+        ("senders", c_uint32),
+    )
+
+
+class LowCombineArgs(ctypes.Structure):
+    """Mirror of `weft::LowCombineArgs`."""
+
+    _fields_ = (
+        ("site", Site),
+        ("y", c_uint64),
+        ("ids", c_uint64),
+        ("weights", c_uint64),
+        ("placement", c_uint64),
+        ("out", c_uint64),
+        ("add", c_uint64),
+        ("counts", c_uint64),
+        ("ledger", Ledger),
+        ("tracks", c_uint64),
+        ("tokens", c_uint32),
+        ("ids_bytes", c_uint32),
+        ("own_experts", c_uint32),
+        ("senders", c_uint32),
+        ("number", c_uint32),
+        ("reserved", c_uint32),
+    )
+
+
+class Track(ctypes.Structure):
+    """Mirror of `weft::Track`."""
+
+    _fields_ = (
+        ("epoch", c_uint64),
+        ("start_ns", c_uint64),
+        ("end_ns", c_uint64),
+        ("granted", c_uint32),
+        ("learned", c_uint32),
+        ("ended", c_uint32),
+        ("phase", c_uint16),
+        ("role", c_uint16),
+        ("team", c_uint32),
+        ("units", c_uint32),
+        ("waited", c_uint32 * MAX_RANKS),
+    )
+
+
+MOST_TRACKS = 1024  # most_tracks in lowlatency/layout.cuh
+
+
+def _up(size: int, unit: int = LINE) -> int:
+    return -(-size // unit) * unit
+
+
+# field -> the argument that callers know it by, and its limits
+LIMITS: Mapping[str, tuple[str, int, int]] = {
+    "ranks": ("ranks", 1, MAX_RANKS),
+    "tokens": ("max_tokens", 1, MAX_TOKENS),
+    "top_k": ("top_k", 1, MAX_TOP_K),
+    "experts": ("num_experts", 1, MAX_EXPERTS),
+    "hidden": ("hidden", 16, 1 << 16),
+}
+
+
+def size(field: str, value: object) -> int:
+    """A size of a LowShape, checked under the name that callers know. Raises InvalidArgument."""
+    name, low, high = LIMITS[field]
+    return integer(name, value, low, high)
+
+
+@dataclass(frozen=True, slots=True)
+class LowShape:
+    """Sizes of one low-latency all-to-all; `weft::LowShape` is the same struct.
+
+    local: experts of the rank that has most.  group: columns that share a scale, 0 for rows that
+    go out as they are.  fp8_back: rows come home as FP8.  homes: from whoever made them.  The
+    others as in `weft.LowLatencyAllToAll`.
+
+    Raises InvalidArgument naming the size and its limits.
+    """
+
+    ranks: int
+    tokens: int
+    top_k: int
+    experts: int
+    local: int
+    hidden: int
+    number: str
+    group: int = 128
+    scales: str = "fp32_row"
+    reduce: str = "receiver"
+    fp8_back: bool = False
+    homes: bool = False
+    mapped: bool = False
+
+    def __post_init__(self) -> None:
+        for field in LIMITS:
+            adopt(self, **{field: size(field, getattr(self, field))})
+        if not 1 <= self.local <= MAX_LOCAL:
+            raise InvalidArgument(
+                f"{self.local} experts on one rank; one may hold {MAX_LOCAL}: take more ranks, or "
+                "spread num_experts evenly with expert_map"
+            )
+        if self.top_k > self.experts:
+            raise InvalidArgument(
+                f"top_k is {self.top_k}, but the layer has {self.experts} experts (num_experts)"
+            )
+        if self.ranks * self.local > MAX_TABLE:
+            raise InvalidArgument(
+                f"{self.local} experts on one of {self.ranks} ranks; ranks times that number may "
+                f"be {MAX_TABLE} at most: spread the experts evenly"
+            )
+        if self.group:
+            one_of("group_size", self.group, GROUPS)
+        unit = max(self.group, FP8_BLOCK if self.fp8_back else 16)
+        if self.hidden % unit:
+            raise InvalidArgument(
+                f"hidden is {self.hidden}; it must be a multiple of {unit} (of 16, of group_size, "
+                f"of {FP8_BLOCK} with combine_by='fp8'): pad it to {_up(self.hidden, unit)}"
+            )
+        one_of("scale", self.scales, SCALES)
+        one_of("reduce", self.reduce, REDUCES)
+        one_of("dtype", self.number, NUMBERS.values())
+
+    @property
+    def rows(self) -> int:
+        """Rows that one expert can get."""
+        return self.ranks * self.tokens
+
+    @property
+    def blocks(self) -> int:
+        """Scales of a row."""
+        return self.hidden // self.group if self.group else 0
+
+    @property
+    def item(self) -> int:
+        """Bytes of a number as callers pass it."""
+        return _ITEM[self.number]
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of a row on its way out: numbers, scales, weights, each in whole 16 bytes."""
+        numbers = self.hidden if self.group else self.hidden * self.item
+        weights = 4 * self.top_k if self.reduce == "sender" else 0
+        return _up(numbers, 16) + _up(4 * self.blocks, 16) + _up(weights, 16)
+
+    @property
+    def back_bytes(self) -> int:
+        """Bytes of a row on its way home."""
+        if self.fp8_back:
+            return self.hidden + _up(4 * (self.hidden // FP8_BLOCK), 16)
+        return self.hidden * self.item
+
+    @property
+    def chunks(self) -> int:
+        """Words in which a source tells of its choices of one expert."""
+        return -(-self.tokens // CHUNK_TOKENS)
+
+    @property
+    def rows_bytes(self) -> tuple[int, int]:
+        """Bytes of an inbox where rows out lie, and where rows home do."""
+        back_rows = self.ranks if self.reduce == "sender" else self.top_k
+        return self.rows * self.sent_bytes, self.tokens * back_rows * self.back_bytes
+
+    @property
+    def descriptor(self) -> int:
+        """Eight bits of this shape's hash; they travel in every flag."""
+        text = "low " + json.dumps(asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).digest()[0]
+
+    def literal(self) -> str:
+        """The C++ initialiser."""
+        flags = ", ".join(
+            f".{name} = {str(getattr(self, name)).lower()}"
+            for name in ("fp8_back", "homes", "mapped")
+        )
+        return (
+            f"weft::LowShape{{.ranks = {self.ranks}, .tokens = {self.tokens}, "
+            f".top_k = {self.top_k}, .experts = {self.experts}, .local = {self.local}, "
+            f".hidden = {self.hidden}, .number = weft::Number::{self.number}, "
+            f".group = {self.group}, .scales = weft::Scales::{self.scales}, "
+            f".reduce = weft::Reduce::{self.reduce}, {flags}}}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LowLayout:
+    """Where the parts of a share lie, in bytes; flags stand before `tokens`.
+
+    tokens: the first word that is all ones while it is blank; so is everything behind it.
+    """
+
+    share_bytes: int
+    progress: int
+    tokens: int
+    chosen: int
+    choices: int
+    rows: int
+    back: int
+
+    @classmethod
+    def of(cls, shape: LowShape) -> LowLayout:
+        """The layout of a shape; `LowShare` in lowlatency/layout.cuh is the same."""
+        flags = _up(8 * shape.ranks)
+        tokens = HEADER_BYTES + LINE + 3 * flags
+        chosen = tokens + 2 * flags
+        choices = chosen + _up(8 * shape.ranks * shape.chunks * shape.local)
+        rows = choices + _up(8 * shape.rows * shape.top_k)
+        out, home = shape.rows_bytes
+        share = rows + _up(out + home)
+        return cls(share, HEADER_BYTES, tokens, chosen, choices, rows, rows + out)
+
+    def places(self) -> list[tuple[str, int]]:
+        """What `weft_measured` of a loaded cubin must hold."""
+        return [
+            ("sizeof(LowShare)", self.share_bytes),
+            ("progress", self.progress),
+            ("tokens", self.tokens),
+            ("chosen", self.chosen),
+            ("choices", self.choices),
+            ("rows", self.rows),
+            ("rows back", self.back),
+        ]
+
+    def expected(self) -> list[tuple[str, int]]:
+        """What `weft_layout` of a compiled entry must hold, in its order."""
+        return struct_numbers(MIRRORS) + self.places()
+
+    def verify(self, exported: Sequence[int]) -> None:
+        """Raise LayoutMismatch naming the first number on which Python and C++ differ."""
+        compare(self.expected(), exported, "the compiled entry")
+
+    def verify_code(self, measured: Sequence[int]) -> None:
+        """As `verify`, for the places that the machine code itself uses."""
+        compare(self.places(), measured, "the code of the compiled entry")

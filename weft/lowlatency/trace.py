@@ -1,0 +1,221 @@
+"""What profiled low-latency kernels wrote down, as a timeline for Perfetto (ui.perfetto.dev).
+
+Each rank writes a file of its own; all files are on rank 0's clock, so that several can be loaded
+together, or merged. Clocks are aligned by the flags of dispatches (runtime/skew.py), which every
+rank can read in all ranks' headers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.errors import InvalidArgument, OutOfOrder
+from weft.lowlatency.shape import Track
+from weft.memory.header import PHASES
+from weft.runtime.skew import Skew, estimate_skew
+from weft.runtime.stream import settle
+from weft.runtime.timeline import read_timeline
+from weft.runtime.watched import Watched
+
+TELL, SEND, TAKE = 0, 1, 2  # roles of teams
+ROLES = ("tell", "send", "take")
+# What a team does: (name, begin, end) by phase and role; stamps by their names in Track.
+STEPS = {
+    ("dispatch", TELL): (("wait for grants", "start", "granted"), ("tell", "granted", "end")),
+    ("dispatch", SEND): (
+        ("load, wait for grants", "start", "granted"),
+        ("quantise and put", "granted", "end"),
+    ),
+    ("dispatch", TAKE): (("learn counts", "start", "learned"), ("take rows", "learned", "end")),
+    ("combine", SEND): (("load, wait for grants", "start", "granted"), ("copy", "granted", "end")),
+    ("combine", TAKE): (("wait and reduce", "start", "end"),),
+}
+Event = dict[str, Any]
+_STAMPS = (Track.epoch, Track.start_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one team of one rank did in one operation; nanoseconds of that rank's clock.
+
+    role: "tell", "send" or "take".   units: pieces of work of its first warp.
+    waited_ns: how long that warp waited, by source (of a combine all of it is under its own rank).
+    A stamp is 0 where the team has none of its kind.
+    """
+
+    rank: int
+    phase: str
+    epoch: int
+    role: str
+    team: int
+    units: int
+    start_ns: int
+    granted_ns: int
+    learned_ns: int
+    end_ns: int
+    waited_ns: tuple[int, ...]
+
+
+def read_work(tracks: torch.Tensor, rank: int, ranks: int) -> list[Work]:
+    """The finished tracks of a rank, in the order of their starts. Synchronise before reading.
+
+    None as long as no operation has ended on this rank: then teams' clocks cannot be told in ns.
+    """
+    tracks = tracks.cpu()
+    words = tracks.view(torch.int64)
+    epochs, starts = (words[..., name.offset // 8] for name in _STAMPS)
+    # Where an operation has fewer teams, those of an earlier one stand behind them.
+    latest = epochs.gather(1, starts.argmax(dim=1, keepdim=True))
+    used = tracks[(starts != 0) & (epochs == latest)]  # a team writes all of its track, at its end
+    lines = [Track.from_buffer_copy(bytes(row.numpy())) for row in used]
+    if not any(line.end_ns for line in lines):
+        return []
+    clock = ns_per_tick(lines)
+    works = (_work(line, rank, ranks, clock) for line in lines)
+    return sorted(works, key=lambda work: work.start_ns)
+
+
+def ns_per_tick(lines: Sequence[Track]) -> float:
+    """How long a tick of teams' own clocks is: the tracks that end on both clocks, together."""
+    both = [line for line in lines if line.end_ns]
+    lasted: int = sum(line.end_ns - line.start_ns for line in both)
+    ticks: int = sum(line.ended for line in both)
+    return lasted / ticks
+
+
+def _work(line: Track, rank: int, ranks: int, clock: float) -> Work:
+    def at(ticks: int) -> int:
+        return line.start_ns + round(ticks * clock) if ticks else 0
+
+    return Work(
+        rank=rank,
+        phase=PHASES[line.phase],
+        epoch=line.epoch,
+        role=ROLES[line.role],
+        team=line.team,
+        units=line.units,
+        start_ns=line.start_ns,
+        granted_ns=at(line.granted),
+        learned_ns=at(line.learned),
+        end_ns=at(line.ended),
+        waited_ns=tuple(round(line.waited[source] * clock) for source in range(ranks)),
+    )
+
+
+def common_clock(premises: Watched) -> Skew:
+    """How all ranks' clocks stand to rank 0's. CPU ranks read one clock.
+
+    Raises InvalidArgument when two ranks share no finished dispatch, or their clocks drifted.
+    """
+    group = premises.heap.group
+    if group.device.type != "cuda":
+        return Skew((0.0,) * group.size, 0.0, 1)
+    spans = [
+        [span for span in read_timeline(premises, rank) if span.phase == "dispatch"]
+        for rank in range(group.size)
+    ]
+    return estimate_skew(spans)
+
+
+def to_chrome(works: Iterable[Work], skew: Skew, *, first_ns: float = 0.0) -> dict[str, Any]:
+    """The trace as a JSON object; times in us, `first_ns` of rank 0's clock is their zero."""
+    works = list(works)
+    events = [event for team in _teams(works) for event in _names(*team)]
+    for work in works:
+        events += _slices(work, skew.offsets_ns[work.rank] - first_ns)
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ns",
+        "metadata": {
+            "offsets_ns": [round(offset) for offset in skew.offsets_ns],
+            "uncertainty_ns": round(skew.uncertainty_ns),
+            "tick_ns": skew.tick_ns,
+            "first_ns": first_ns,
+        },
+    }
+
+
+def _teams(works: Sequence[Work]) -> list[tuple[int, str, int]]:
+    return sorted({(work.rank, work.phase, work.team) for work in works})
+
+
+def _names(rank: int, phase: str, team: int) -> Iterator[Event]:
+    track = _track(phase, team)
+    yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+    name = {"name": f"{phase}, team {team}"}
+    yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": track, "args": name}
+
+
+def _track(phase: str, team: int) -> int:
+    return (1 if phase == "dispatch" else 2) * 10_000 + team
+
+
+def _slices(work: Work, shift_ns: float) -> Iterator[Event]:
+    stamps = {
+        "start": work.start_ns,
+        "granted": work.granted_ns,
+        "learned": work.learned_ns,
+        "end": work.end_ns,
+    }
+    for name, begin, end in STEPS[work.phase, ROLES.index(work.role)]:
+        if not stamps[begin] or stamps[end] <= stamps[begin]:
+            continue
+        args: Event = {"epoch": work.epoch, "role": work.role, "units": work.units}
+        if work.role == "take":
+            args["waited_us"] = {
+                f"rank {source}": ns / 1e3 for source, ns in enumerate(work.waited_ns) if ns
+            }
+        yield {
+            "ph": "X",
+            "name": name,
+            "cat": work.phase,
+            "pid": work.rank,
+            "tid": _track(work.phase, work.team),
+            "ts": (stamps[begin] + shift_ns) / 1e3,
+            "dur": (stamps[end] - stamps[begin]) / 1e3,
+            "args": args,
+        }
+
+
+def dump(path: Path, tracks: torch.Tensor, premises: Watched) -> None:
+    """Write one rank's last rounds.
+
+    Raises InvalidArgument without profile, OutOfOrder before any round has finished.
+    """
+    group = premises.heap.group
+    if not tracks.numel():
+        raise InvalidArgument("dump_trace of an all-to-all built without profile=True")
+    settle(group.device)
+    works = read_work(tracks, group.rank, group.size)
+    if not works:
+        raise OutOfOrder("dump_trace before any round has finished: run some first")
+    skew = common_clock(premises)
+    path.write_text(json.dumps(to_chrome(works, skew)) + "\n")
+
+
+def merge(paths: Sequence[Path], path: Path) -> None:
+    """One file of several ranks' traces; the earliest slice begins at 0.
+
+    Raises InvalidArgument for a file that is no trace of `dump_trace`.
+    """
+    events: list[Event] = []
+    metadata: dict[str, Any] = {}
+    for each in paths:
+        try:
+            document = json.loads(each.read_text())
+            events += document["traceEvents"]
+            metadata = document["metadata"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InvalidArgument(f"{each} is no trace of dump_trace: {error!r}") from error
+    first = min((event["ts"] for event in events if "ts" in event), default=0.0)
+    for event in events:
+        if "ts" in event:
+            event["ts"] -= first
+    document = {"traceEvents": events, "displayTimeUnit": "ns", "metadata": metadata}
+    path.write_text(json.dumps(document) + "\n")

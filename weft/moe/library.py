@@ -1,0 +1,151 @@
+"""A layer's calls as operations of torch's library, in which nothing is traced."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft.alltoall.api import AllToAll
+from weft.alltoall.received import Received
+from weft.lowlatency.results import ExpertRows, Handle
+from weft.moe.router import check_route
+from weft.runtime.check import tracing
+from weft.runtime.library import find, plain
+
+if TYPE_CHECKING:
+    from weft.moe.layer import MoE
+
+
+@torch.library.custom_op("weft::moe", mutates_args=("out", "order"))
+def _call(
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    num_tokens: torch.Tensor | None,
+    out: torch.Tensor,
+    order: torch.Tensor,
+    handle: int,
+) -> None:
+    find(handle)(x, logits, num_tokens=num_tokens, out=out)
+
+
+@_call.register_fake
+def _(
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    num_tokens: torch.Tensor | None,
+    out: torch.Tensor,
+    order: torch.Tensor,
+    handle: int,
+) -> None:
+    layer: MoE = find(handle)
+    with tracing():
+        layer._check_call(x, logits, out)
+        check_route(layer.config.routing, logits, layer._correction, num_tokens)
+
+
+@torch.library.custom_op("weft::moe_route", mutates_args=())
+def _route(
+    logits: torch.Tensor, num_tokens: torch.Tensor | None, handle: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    ids, weights = find(handle).route(logits, num_tokens=num_tokens)
+    return ids, weights
+
+
+@_route.register_fake
+def _(
+    logits: torch.Tensor, num_tokens: torch.Tensor | None, handle: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    layer: MoE = find(handle)
+    routing = layer.config.routing
+    check_route(routing, logits, layer._correction, num_tokens)
+    size = (logits.shape[0], routing.top_k)
+    return logits.new_empty(size, dtype=torch.int32), logits.new_empty(size, dtype=torch.float32)
+
+
+@torch.library.custom_op("weft::moe_experts", mutates_args=("output", "order"))
+def _experts(output: torch.Tensor, order: torch.Tensor, handle: int) -> None:
+    layer: MoE = find(handle)
+    exchange = layer.exchange
+    assert isinstance(exchange, AllToAll)
+    # What a graph holds of the received rows are copies; experts take them where they came.
+    layer.experts(exchange._workspace.received)
+    written = exchange._workspace.output
+    if output.data_ptr() != written.data_ptr():  # the compiler's copy, which combine will be given
+        output.copy_(written)
+
+
+@_experts.register_fake
+def _(output: torch.Tensor, order: torch.Tensor, handle: int) -> None:
+    find(handle)
+
+
+@torch.library.custom_op("weft::moe_expert_rows", mutates_args=("y", "order"))
+def _expert_rows(
+    x: torch.Tensor,
+    scales: torch.Tensor | None,
+    counts: torch.Tensor,
+    source: torch.Tensor,
+    ranges: torch.Tensor,
+    y: torch.Tensor,
+    order: torch.Tensor,
+    handle: int,
+) -> None:
+    layer: MoE = find(handle)
+    nobody = Handle(0, 0, 0)  # experts do not look at it
+    made = layer.experts(ExpertRows(x, scales, counts, source, ranges, nobody))
+    assert made is not None  # rows that go home by themselves are refused while tracing
+    y.copy_(made)
+    layer._workspace.forget_rows()  # they lie in the graph's memory
+
+
+@_expert_rows.register_fake
+def _(
+    x: torch.Tensor,
+    scales: torch.Tensor | None,
+    counts: torch.Tensor,
+    source: torch.Tensor,
+    ranges: torch.Tensor,
+    y: torch.Tensor,
+    order: torch.Tensor,
+    handle: int,
+) -> None:
+    find(handle)
+
+
+def traced_call(
+    layer: MoE,
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    num_tokens: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """A whole layer inside a compiled graph: one operation."""
+    out = torch.empty_like(x.detach()) if out is None else out
+    given = (x.detach(), logits.detach(), num_tokens, out)
+    torch.ops.weft.moe(*given, layer._order, layer._handle)
+    return out
+
+
+def traced_route(
+    layer: MoE, logits: torch.Tensor, num_tokens: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`MoE.route` inside a compiled graph: ids and weights, by the kernel that eager calls run."""
+    ids, weights = torch.ops.weft.moe_route(logits.detach(), num_tokens, layer._handle)
+    return ids, weights
+
+
+def traced_experts(layer: MoE, received: Received | ExpertRows) -> torch.Tensor | None:
+    """`MoE.experts` inside a compiled graph; by expert what it returns is a copy."""
+    names = (layer._order, layer._handle)
+    if isinstance(received, Received):
+        exchange = layer.exchange
+        assert isinstance(exchange, AllToAll)
+        torch.ops.weft.moe_experts(exchange.output(), *names)
+        return None
+    rows = received
+    size = (*rows.x.shape[:2], layer.config.hidden)
+    y = torch.empty(size, dtype=layer.config.dtype, device=rows.x.device)
+    told = (rows.counts, rows.source, rows.ranges)
+    torch.ops.weft.moe_expert_rows(rows.x, plain(rows.scales), *told, y, *names)
+    return y

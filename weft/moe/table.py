@@ -1,0 +1,243 @@
+"""Measured times of a layer's overlaps, and which measurement is near enough to choose by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.errors import InvalidArgument
+from weft.moe.models import MoEConfig
+from weft.moe.overlap import EXCHANGES, OVERLAPS
+from weft.shape import NUMBERS
+from weft.tuning.table_file import digest_of, parsed, read_table, table_text, times_of, whole
+from weft.tuning.thresholds import Times, check_times, time_at
+
+FORMAT = "weft layer table 1"
+SHIPPED = Path(__file__).with_name("tables")
+NEAR = 2.0  # how many times larger or smaller a near layer's sizes may be
+DTYPES = ("fp8", *NUMBERS.values())
+_COUNTS = ("ranks", "experts", "top_k", "hidden", "intermediate")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSizes:
+    """What a layer's times hang on besides its tokens.
+
+    gpu: the GPUs' name as torch tells it, "" for CPU ranks.   ranks: of the group.
+    experts: on all ranks.   top_k: of a token.   hidden, intermediate: as in MoEConfig.
+    shared: intermediate size of the shared expert, 0 for none.
+    dtype: of the experts' weights, "fp8", "bf16", "fp16" or "fp32".
+
+    Raises InvalidArgument for a size that no layer has.
+    """
+
+    gpu: str
+    ranks: int
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    shared: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        low = [name for name in _COUNTS if getattr(self, name) < 1]
+        if low or self.shared < 0 or self.dtype not in DTYPES:
+            raise InvalidArgument(
+                f"{self.text}: sizes must be at least 1, shared at least 0, dtype one of "
+                f"{', '.join(DTYPES)}"
+            )
+
+    @classmethod
+    def of(cls, config: MoEConfig, *, gpu: str, ranks: int, fp8: bool) -> LayerSizes:
+        """The sizes of a layer on this many ranks.   fp8: its weights are FP8."""
+        return cls(
+            gpu=gpu,
+            ranks=ranks,
+            experts=config.routing.num_experts,
+            top_k=config.routing.top_k,
+            hidden=config.hidden,
+            intermediate=config.intermediate,
+            shared=config.shared,
+            dtype="fp8" if fp8 else NUMBERS[config.dtype],
+        )
+
+    @property
+    def text(self) -> str:
+        """All of it in words."""
+        shared = f"shared expert of {self.shared}" if self.shared else "no shared expert"
+        return (
+            f"{self.ranks} x {self.gpu or 'CPU'}, {self.experts} experts, top {self.top_k}, hidden "
+            f"{self.hidden}, intermediate {self.intermediate}, {shared}, {self.dtype}"
+        )
+
+    def ratios(self, other: LayerSizes) -> dict[str, float]:
+        """Size -> theirs over ours, for each that a near layer may have larger or smaller."""
+        names = ("ranks", "top_k", "hidden", "intermediate")
+        found = {name: getattr(other, name) / getattr(self, name) for name in names}
+        found["experts a rank"] = other.experts / other.ranks * self.ranks / self.experts
+        if self.shared and other.shared:
+            found["shared"] = other.shared / self.shared
+        return found
+
+    def apart(self, other: LayerSizes) -> list[str]:
+        """What makes times of `other` say nothing of this layer, in words; none: it is near."""
+        found = []
+        for name, mine, theirs in (
+            ("gpu", self.gpu, other.gpu),
+            ("dtype", self.dtype, other.dtype),
+            ("shared expert", self.shared > 0, other.shared > 0),
+        ):
+            if mine != theirs:
+                found.append(f"{name} is {mine!r}, there {theirs!r}")
+        for name, ratio in self.ratios(other).items():
+            if not 1 / NEAR <= ratio <= NEAR:
+                found.append(f"{name} is {ratio:.3g} times as large there")
+        return found
+
+    def distance(self, other: LayerSizes) -> float:
+        """How far a near one is: the sum of its sizes' ratios, in powers of two."""
+        return sum(abs(math.log2(ratio)) for ratio in self.ratios(other).values())
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCurve:
+    """Times of every overlap with one exchange.
+
+    exchange: one of EXCHANGES.   gemm: how the experts multiply, as `MoE.gemm` says.
+    tokens: max_tokens of a rank, rising.   us: overlap -> us for each, None where it was refused.
+    """
+
+    exchange: str
+    gemm: str
+    tokens: tuple[int, ...]
+    us: Mapping[str, Times]
+
+    def __post_init__(self) -> None:
+        if self.exchange not in EXCHANGES:
+            raise InvalidArgument(
+                f"exchange is {self.exchange!r}; choose one of {', '.join(EXCHANGES)}"
+            )
+        if strange := [name for name in self.us if name not in OVERLAPS]:
+            raise InvalidArgument(
+                f"overlap is {strange[0]!r}; this weft.MoE offers {', '.join(OVERLAPS)}"
+            )
+        check_times(self.tokens, self.us)
+
+    def at(self, overlap: str, tokens: int) -> float | None:
+        """us for a rank's tokens, on the lines between sizes; below the first size its time.
+
+        None above the last size that this overlap was measured at, and below the first where it was
+        refused at smaller ones.
+        """
+        times = self.us.get(overlap, ())
+        known = [size for size, us in zip(self.tokens, times, strict=False) if us is not None]
+        if not known or tokens > known[-1] or known[0] > max(tokens, self.tokens[0]):
+            return None
+        return time_at(self.tokens, times, tokens)
+
+    def times_at(self, tokens: int) -> dict[str, float]:
+        """Overlap -> us for a rank's tokens, of those that are known there."""
+        found = {name: self.at(name, tokens) for name in self.us}
+        return {name: us for name, us in found.items() if us is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTable:
+    """Times of one layer on one machine; what `MoE(table=...)` takes.
+
+    sizes: of the layer.   model: its name.   date, machine, method: when, on what and how it was
+    measured.   curves: one for each exchange and way of multiplying.
+
+    Raises InvalidArgument naming what is wrong.
+    """
+
+    sizes: LayerSizes
+    model: str
+    date: str
+    machine: str
+    method: str
+    curves: tuple[LayerCurve, ...]
+
+    def __post_init__(self) -> None:
+        if not (self.date and self.machine and self.method):
+            raise InvalidArgument("a layer table needs date, machine and method")
+        ways = [(curve.exchange, curve.gemm) for curve in self.curves]
+        if not ways or len(set(ways)) != len(ways):
+            raise InvalidArgument(
+                f"curves are of {ways}: write one at least, each exchange and gemm once"
+            )
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all that decides; what ranks compare."""
+        return digest_of(self.as_json())
+
+    @property
+    def origin(self) -> str:
+        """Where the times come from, in two sentences."""
+        return f"Measured {self.date} on {self.machine}: {self.model}. {self.method}."
+
+    def curve(self, exchange: str, gemm: str) -> LayerCurve | None:
+        """The times of one exchange and way of multiplying, if they were measured."""
+        ways = {(curve.exchange, curve.gemm): curve for curve in self.curves}
+        return ways.get((exchange, gemm))
+
+    def as_json(self) -> dict[str, Any]:
+        """The table as JSON values."""
+        names = ("model", "date", "machine", "method")
+        plain = {name: getattr(self, name) for name in names}
+        curves = [asdict(curve) for curve in self.curves]
+        return {"format": FORMAT, **plain, **asdict(self.sizes), "curves": curves}
+
+    @classmethod
+    def of_json(cls, found: Any, where: str) -> LayerTable:
+        """The table in JSON values. Raises InvalidArgument naming `where` and what is wrong."""
+        return parsed(found, cls._make, form=FORMAT, where=where, what="layer table")
+
+    @classmethod
+    def _make(cls, found: Any) -> LayerTable:
+        counts = {name: whole(found[name]) for name in (*_COUNTS, "shared")}
+        curves = tuple(
+            LayerCurve(
+                exchange=str(curve["exchange"]),
+                gemm=str(curve["gemm"]),
+                tokens=tuple(whole(n) for n in curve["tokens"]),
+                us=times_of(curve["us"]),
+            )
+            for curve in found["curves"]
+        )
+        return cls(
+            sizes=LayerSizes(gpu=str(found["gpu"]), dtype=str(found["dtype"]), **counts),
+            model=str(found["model"]),
+            date=str(found["date"]),
+            machine=str(found["machine"]),
+            method=str(found["method"]),
+            curves=curves,
+        )
+
+    @classmethod
+    def load(cls, path: Path | str) -> LayerTable:
+        """Read a file that `weft tune layer` wrote. Raises InvalidArgument naming it."""
+        return cls.of_json(read_table(path, "the layer table"), str(path))
+
+    def text(self) -> str:
+        """The file's text: one curve a line."""
+        return table_text(self.as_json())
+
+    @classmethod
+    def shipped(cls, sizes: LayerSizes, exchange: str, gemm: str) -> LayerTable | None:
+        """The nearest table that came with weft and has this exchange and gemm; None: none is near.
+
+        Of equally near ones the first by name.
+        """
+        tables = [cls.load(path) for path in sorted(SHIPPED.glob("*.json"))]
+        near = [
+            table
+            for table in tables
+            if table.curve(exchange, gemm) and not sizes.apart(table.sizes)
+        ]
+        return min(near, key=lambda table: sizes.distance(table.sizes), default=None)

@@ -1,0 +1,272 @@
+"""What each operation means, in plain torch: the specification, and the oracle of every test.
+
+All ranks' tensors are given as lists indexed by rank; results lie on the device of the inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.nn import functional
+
+from weft.allreduce.reference import allreduce_fused, finalize_moe
+from weft.alltoall.received import Received
+from weft.placement import Placement
+
+__all__ = [
+    "allreduce_fused",
+    "clamped_swiglu",
+    "combine",
+    "dequantize",
+    "dispatch",
+    "expert_load",
+    "finalize_moe",
+    "identity_experts",
+    "identity_round_trip",
+    "moe_layer",
+    "quantize",
+    "swiglu",
+]
+
+Gate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def dispatch(
+    payloads: Sequence[Sequence[torch.Tensor]],
+    topk_ids: Sequence[torch.Tensor],
+    topk_weights: Sequence[torch.Tensor | None],
+    placement: Placement,
+    *,
+    rank: int,
+    max_tokens: int,
+    stats: Sequence[torch.Tensor] | None = None,
+) -> Received:
+    """What `rank` receives.
+
+    payloads: for each rank, its payload tensors `[tokens, ...]`.
+    topk_ids: for each rank, int32 or int64 `[tokens, top_k]`; ids outside the experts count as -1.
+    topk_weights: for each rank, float32 `[tokens, top_k]`, or None for ones.
+    stats: for each rank, int32 `[n]`, or None without statistics.
+
+    Slots that carry no token for the rank hold zeros here; in the real thing their payload is
+    undefined.
+    """
+    ep_size, top_k, device = len(topk_ids), topk_ids[0].shape[1], topk_ids[0].device
+    _, local = _tables(placement, device)
+    ids = torch.full((ep_size, max_tokens, top_k), -1, dtype=torch.int32, device=device)
+    weights = torch.zeros((ep_size, max_tokens, top_k), dtype=torch.float32, device=device)
+    planes = tuple(
+        torch.zeros((ep_size, max_tokens, *p.shape[1:]), dtype=p.dtype, device=device)
+        for p in payloads[0]
+    )
+    for source in range(ep_size):
+        tokens = topk_ids[source].shape[0]
+        known, here = _owned(topk_ids[source], placement, rank)
+        given = topk_weights[source]
+        scale = given
+        if scale is None:
+            scale = torch.ones(known.shape, dtype=torch.float32, device=device)
+        ids[source, :tokens] = torch.where(here, local[known], -1).int()
+        weights[source, :tokens] = torch.where(here, scale, 0.0)
+        wanted = here.any(dim=1)
+        for plane, tensor in zip(planes, payloads[source], strict=True):
+            plane[source, :tokens][wanted] = tensor[wanted]
+    counts = torch.tensor([t.shape[0] for t in topk_ids], dtype=torch.int32, device=device)
+    gathered = None if stats is None else torch.stack(tuple(stats))
+    return Received(planes, ids, weights, counts, gathered)
+
+
+def expert_load(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """int32 `[num_experts]`: how often each expert was chosen, one way to make `stats`.
+
+    topk_ids: int32 or int64 `[tokens, top_k]`; ids outside the experts do not count.
+
+    bincount waits for the device. In a captured graph let `zeros(num_experts + 1).scatter_add_`
+    count instead, with the last number for the ids that name no expert.
+    """
+    known = (topk_ids >= 0) & (topk_ids < num_experts)
+    return torch.bincount(topk_ids[known], minlength=num_experts).int()
+
+
+def combine(
+    rows: Sequence[torch.Tensor],
+    carries: Sequence[torch.Tensor],
+    *,
+    add: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """`out[t] = round(sum of float(rows[r][t]) over the ranks r that carry t + float(add[t]))`.
+
+    rows: for each rank, `[tokens, hidden]`, what its experts made of one source's tokens.
+    carries: for each rank, bool `[tokens]`: was the token for it? Other rows are not read.
+
+    The sum is in fp32, from +0 and in rank order, then `add`, then one rounding to nearest even.
+    """
+    total = torch.zeros(rows[0].shape, dtype=torch.float32, device=rows[0].device)
+    for row, carried in zip(rows, carries, strict=True):
+        total = torch.where(carried[:, None], total + row.float(), total)
+    if add is not None:
+        total = total + add.float()
+    return total.to(dtype or rows[0].dtype)
+
+
+def identity_experts(received: Received, dtype: torch.dtype) -> torch.Tensor:
+    """`y[s, t] = x[s, t] * sum of its local weights`, `[ep_size, max_tokens, hidden]`.
+
+    Experts that return their token: their answer is known exactly. The weights are added in fp32 in
+    top-k order, the product is rounded once. Rows without a token are NaN, so that a combine that
+    reads one shows it.
+    """
+    total = torch.zeros(received.ids.shape[:2], dtype=torch.float32, device=received.ids.device)
+    for k in range(received.ids.shape[2]):
+        total = torch.where(received.ids[..., k] >= 0, total + received.weights[..., k], total)
+    y = (received.x.float() * total[..., None]).to(dtype)
+    carries = (received.ids >= 0).any(dim=2, keepdim=True)
+    return torch.where(carries, y, torch.full((), float("nan"), dtype=dtype, device=y.device))
+
+
+def identity_round_trip(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    placement: Placement,
+    *,
+    ranks: int,
+    add: torch.Tensor | None = None,
+    combine_by: str = "pull",
+) -> torch.Tensor:
+    """What dispatch, `identity_experts` and combine make of one rank's x `[tokens, hidden]`.
+
+    Needs only that rank's own tensors, so a rank can check itself. Bitwise equal to the exchange.
+    """
+    rows, carries = [], []
+    for rank in range(ranks):
+        _, here = _owned(topk_ids, placement, rank)
+        total = torch.zeros(x.shape[0], dtype=torch.float32, device=x.device)
+        for k in range(topk_ids.shape[1]):
+            weight = 1.0 if topk_weights is None else topk_weights[:, k]
+            total = torch.where(here[:, k], total + weight, total)
+        row = (x.float() * total[:, None]).to(x.dtype)
+        rows.append(dequantize(*quantize(row, "fp8")) if combine_by == "fp8" else row)
+        carries.append(here.any(dim=1))
+    return combine(rows, carries, add=add, dtype=x.dtype)
+
+
+def quantize(
+    x: torch.Tensor, kind: str, columns: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Block-scaled FP8 of x `[..., hidden]`: (float8_e4m3fn `[..., hidden]`, scales).
+
+    columns: of a block; default 128 for "fp8" and 32 for "mxfp8".
+    "fp8": float32 `[..., hidden / columns]`; scale = amax / 448, q = round(x * (448 / amax)).
+    "mxfp8": float8_e8m0fnu, as many; the smallest power of two that brings amax to 448.
+    A block of zeros (fp8: amax below 2^-117) is stored as zeros. A block that holds an Inf or a NaN
+    has a NaN scale and NaN numbers. (device/quantize.cuh)
+    """
+    columns = columns or (32 if kind == "mxfp8" else 128)
+    blocks = x.float().reshape(*x.shape[:-1], x.shape[-1] // columns, columns)
+    amax = torch.where(blocks.isnan(), torch.inf, blocks.abs()).amax(dim=-1)
+    broken = amax.isinf()
+    safe = torch.where(broken, 1.0, amax)
+    if kind == "mxfp8":
+        mantissa, exponent = torch.frexp(safe)  # amax = mantissa * 2^exponent, mantissa in [0.5, 1)
+        power = torch.where(safe == 0, -127, exponent - 9 + (mantissa > 0.875).int())
+        power = power.clamp(min=-127)
+        byte = torch.where(broken, 255, power + 127).to(torch.uint8)
+        scales = byte.view(torch.float8_e8m0fnu)
+        inverse = torch.ldexp(torch.ones_like(safe), -power.double()).float()
+    else:
+        small = safe < 2.0**-117
+        # Tensors on both sides: torch divides by a number as a product with its reciprocal.
+        scales = torch.where(small, 0.0, safe / torch.full_like(safe, 448.0))
+        scales = torch.where(broken, torch.nan, scales)
+        inverse = torch.where(small, 0.0, torch.full_like(safe, 448.0) / safe)
+    q = torch.where(broken[..., None], torch.nan, blocks * inverse[..., None])
+    return q.to(torch.float8_e4m3fn).flatten(-2), scales
+
+
+def dequantize(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """`q * scale` in float32, as combine reads pushed FP8 rows."""
+    columns = q.shape[-1] // scales.shape[-1]
+    return q.float() * scales.float().repeat_interleave(columns, dim=-1)
+
+
+def _tables(placement: Placement, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rank and local id by expert; the last entry answers for id -1."""
+    owner, local = (
+        torch.tensor((*column, -1), dtype=torch.int64, device=device)
+        for column in (placement.ranks, placement.local)
+    )
+    return owner, local
+
+
+def _owned(
+    topk_ids: torch.Tensor, placement: Placement, rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids with everything unknown as -1, where the expert is `rank`'s)."""
+    ids = topk_ids.long()
+    known = torch.where((ids >= 0) & (ids < len(placement.ranks)), ids, -1)
+    owner, _ = _tables(placement, topk_ids.device)
+    return known, owner[known] == rank
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """`gate * sigmoid(gate) * up`."""
+    return gate * gate.sigmoid() * up
+
+
+def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """GPT-OSS: `g * sigmoid(1.702 g) * (u + 1)`, g at most 7, u in -7..7."""
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * (1.702 * gate).sigmoid() * (up + 1.0)
+
+
+def moe_layer(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    gating: Gate = swiglu,
+    weigh_input: bool = False,
+    shared: torch.Tensor | None = None,
+    placement: Placement | None = None,
+) -> torch.Tensor:
+    """float32 `[tokens, hidden]`: `sum over k of weight[k] * expert[ids[k]](x) + shared`.
+
+    x: `[tokens, hidden]`.   topk_ids: integers `[tokens, top_k]`, -1 for none.
+    topk_weights: float32 `[tokens, top_k]`.
+    gate_up: ALL experts' `[num_experts, 2 * intermediate, hidden]`, the gate's rows first.
+    down: `[num_experts, hidden, intermediate]`.   biases: `[num_experts, columns]`, or None.
+    weigh_input: weights multiply the experts' inputs, not their results.
+    shared: `[tokens, hidden]`, what a shared expert made of x, or None.
+    placement: round each rank's sum to x's dtype, as it goes over the wire; None: round nothing.
+
+        h = x @ gate_up[e].T + gate_up_bias[e];  y = gating(gate(h), up(h)) @ down[e].T + down_bias
+
+    All arithmetic is in float32 and in the order of the experts.
+    """
+    ranks = 1 if placement is None else max(placement.ranks) + 1
+    sums = torch.zeros((ranks, *x.shape), dtype=torch.float32, device=x.device)
+    for expert in range(len(gate_up)):
+        token, k = (topk_ids == expert).nonzero(as_tuple=True)
+        rows, weight = x[token].float(), topk_weights[token, k, None]
+        if weigh_input:
+            rows = (rows * weight).to(x.dtype).float()
+        bias = None if gate_up_bias is None else gate_up_bias[expert].float()
+        h = functional.linear(rows, gate_up[expert].float(), bias)
+        bias = None if down_bias is None else down_bias[expert].float()
+        y = functional.linear(gating(*h.chunk(2, dim=-1)), down[expert].float(), bias)
+        owner = 0 if placement is None else placement.ranks[expert]
+        # A token has an expert once at most, so no row is added to twice.
+        sums[owner, token] += y if weigh_input else y * weight
+    if placement is not None:
+        sums = sums.to(x.dtype).float()
+    total = torch.zeros_like(sums[0])
+    for rank in range(ranks):
+        total = total + sums[rank]
+    return total if shared is None else total + shared.float()

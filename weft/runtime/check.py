@@ -1,0 +1,193 @@
+"""Checks of tensors that callers pass, as declarations; a refusal gives both values.
+
+Other arguments are declared in weft/arguments.py. These checks stand in every call, so the good
+case reads no more of a tensor than it must, and the bad one explains itself at leisure.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from weft.arguments import instance, integer, shown
+from weft.errors import InvalidArgument, TokenOverflow
+from weft.memory import Group
+
+
+class _Tracing(threading.local):
+    """Does a compiler ask, in this thread, what a call would return?"""
+
+    now = False
+
+
+_tracing = _Tracing()
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Inside, fake tensors pass `check_alignment`: they have sizes, but lie nowhere."""
+    before, _tracing.now = _tracing.now, True
+    try:
+        yield
+    finally:
+        _tracing.now = before
+
+
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    *,
+    shape: Sequence[int | None],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+    kept: bool = False,
+) -> None:
+    """Require a contiguous tensor of `shape` (None: any size), one of `dtypes`, on `device`.
+
+    kept: for later calls, so that it does not matter whether it requires a gradient now.
+
+    Raises InvalidArgument naming the tensor, what it is and what it must be.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        refuse_tensor(name, tensor)
+    if tensor.dtype not in dtypes:
+        wanted = " or ".join(str(d) for d in dtypes)
+        raise InvalidArgument(f"{name} has dtype {tensor.dtype}; it must be {wanted}")
+    if tensor.device != device:
+        raise InvalidArgument(f"{name} is on {tensor.device}; this group works on {device}")
+    try:
+        if tensor.shape != shape and (
+            tensor.dim() != len(shape)
+            or any(w is not None and n != w for n, w in zip(tensor.shape, shape, strict=True))
+        ):
+            wanted = ", ".join("tokens" if want is None else str(want) for want in shape)
+            raise InvalidArgument(f"{name} has shape {list(tensor.shape)}; it must be [{wanted}]")
+        dense = tensor.is_contiguous()
+    except RuntimeError:  # sparse and nested tensors have no such things
+        dense = False
+    if not dense:
+        _refuse_layout(name, tensor)
+    if tensor.requires_grad and not kept:
+        check_gradient(name, tensor)
+
+
+def check_gradient(name: str, tensor: torch.Tensor) -> None:
+    """Raises InvalidArgument for a tensor that wants what weft does not make: a gradient."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise InvalidArgument(
+            f"{name} requires a gradient, and weft makes none: call under torch.no_grad(), or pass "
+            f"{name}.detach()"
+        )
+
+
+def refuse_tensor(name: str, given: object) -> NoReturn:
+    """Raise the InvalidArgument of what is no tensor."""
+    kind = type(given)
+    mend = ""
+    if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
+        mend = f": pass torch.from_numpy({name})"
+    elif isinstance(given, list | tuple | int | float):
+        mend = f": pass torch.tensor({name})"
+    raise InvalidArgument(f"{name} is {_a(given)}; it must be a torch.Tensor{mend}")
+
+
+def tensors_of(name: str, given: torch.Tensor | Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """One tensor, or a list or tuple of them, as a tuple. Raises InvalidArgument for all else."""
+    if isinstance(given, torch.Tensor):
+        return (given,)
+    if not isinstance(given, list | tuple):
+        refuse_tensor(name, given)
+    for place, each in enumerate(given):
+        if not isinstance(each, torch.Tensor):
+            refuse_tensor(f"{name}[{place}]", each)
+    return tuple(given)
+
+
+def check_alignment(name: str, tensor: torch.Tensor, row_bytes: int) -> None:
+    """Require memory whose address is a multiple of the widest vector that the row size allows.
+
+    Raises InvalidArgument naming the address; a tensor that starts inside another needs a clone.
+    """
+    if type(tensor) is FakeTensor:
+        _check_fake(name)
+        return
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:
+        _refuse_layout(name, tensor)
+    if address % 16 == 0 and address:
+        return  # good for every row size
+    if not address and tensor.numel():
+        raise InvalidArgument(
+            f"{name} has shape {list(tensor.shape)} and no memory (a {type(tensor).__name__} at "
+            "address 0): its storage was given back, or it only stands for tensors elsewhere"
+        )
+    unit = next(n for n in (16, 8, 4, 2, 1) if row_bytes % n == 0)
+    if tensor.numel() and address % unit:
+        raise InvalidArgument(
+            f"{name} starts at address {address:#x}, which is not a multiple of "
+            f"{unit} bytes; pass {name}.clone()"
+        )
+
+
+def _check_fake(name: str) -> None:
+    if not _tracing.now:
+        raise InvalidArgument(
+            f"{name} is a FakeTensor, which holds no numbers to send; what a call would return is "
+            "found by torch.compile alone"
+        )
+
+
+def check_tokens(tokens: int, max_tokens: int) -> None:
+    """Raises TokenOverflow when a call brings more tokens than the workspace holds."""
+    if tokens > max_tokens:
+        raise TokenOverflow(
+            f"{tokens} tokens in one call; the workspace was built for max_tokens={max_tokens}: "
+            "split the batch, or build it larger (weft.tokens_per_rank computes the size)"
+        )
+
+
+def check_group(group: Group) -> None:
+    """Raises InvalidArgument for what is no group: there is nobody to vote with."""
+    instance("group", group, Group, "weft.launch, Group.from_env() or from_torch() makes one")
+
+
+def _refuse_layout(name: str, tensor: torch.Tensor) -> NoReturn:
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        kind = "nested" if tensor.is_nested else str(tensor.layout)
+        raise InvalidArgument(
+            f"{name} is a {kind} tensor; it must be dense, one block of memory: pass "
+            f"{name}.to_dense()"
+        )
+    raise InvalidArgument(
+        f"{name} has strides {tensor.stride()} for shape {list(tensor.shape)}; "
+        f"pass {name}.contiguous()"
+    )
+
+
+def _a(given: object) -> str:
+    """None and short values as they are, objects by their type."""
+    kind = type(given)
+    plain = kind.__module__ == "builtins"
+    named = kind.__name__ if plain else f"{kind.__module__}.{kind.__name__}"
+    return (
+        f"a {named}"
+        if given is None or not isinstance(given, str | int | float)
+        else (f"a {named}, {shown(given)}")
+    )
+
+
+def check_sms(num_sms: int | None, available: int | None) -> None:
+    """Raises InvalidArgument for SMs that a GPU with so many, or a CPU (None), cannot give."""
+    if num_sms is None:
+        return
+    if available is None:
+        raise InvalidArgument(
+            f"num_sms is {shown(num_sms)} on a CPU group; it limits GPU kernels: leave it out"
+        )
+    integer("num_sms", num_sms, 1, available)

@@ -1,0 +1,179 @@
+"""From error records to exceptions: what the device saw, in words, with the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from weft.errors import (
+    Aborted,
+    BadExpertId,
+    GeometryMismatch,
+    GroupError,
+    InvalidArgument,
+    PeerDied,
+    PeerLeft,
+    PeerTimeout,
+    TokenOverflow,
+    UsageError,
+)
+from weft.memory.header import PHASES, ErrorRecord
+from weft.runtime.call_word import SLOTS, signature_text
+
+BAD_EXPERT_ID, DUPLICATE_EXPERT, TOKEN_OVERFLOW = 1, 2, 3
+PEER_TIMEOUT, GEOMETRY_MISMATCH, ABORTED, BAD_ROW_INDEX = 4, 5, 6, 7
+OTHER_RESULT, PEER_DIED, PEER_LEFT = 9, 10, 11
+GROUPING, ALL_REDUCE = 3, 4  # phases
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def refusal(record: ErrorRecord, count: int, *, drops_repeats: bool = False) -> UsageError:
+    """The error for input that was dropped or reported without harm; `count` reports are new.
+
+    drops_repeats: an id that stands twice in a row was sent once.
+    """
+    more = f" ({count} reports since the last check)" if count > 1 else ""
+    where = f"rank {record.rank}: topk_ids[{record.token}, {record.slot}]"
+    if record.code == BAD_EXPERT_ID:
+        return BadExpertId(
+            f"{where} is {_signed(record.seen)}; expert ids are 0..{record.wanted - 1}, or -1 for "
+            f"none. The id was dropped, all others were served{more}. Mend the router or mask the "
+            "id with -1."
+        )
+    if record.code == DUPLICATE_EXPERT:
+        kept = "Both were delivered as they stand"
+        if drops_repeats:
+            kept = "It was dropped, and its first place in the row served"
+        return BadExpertId(
+            f"{where} repeats expert {record.seen} of the same row; a row names an expert once. "
+            f"{kept}{more}. Mend the router's top-k."
+        )
+    if record.code == BAD_ROW_INDEX:
+        return InvalidArgument(
+            f"rank {record.rank}: index[{record.token}, {record.slot}] of a MoEFinalize is "
+            f"{_signed(record.seen)}; its rows are 0..{record.wanted - 1}, or -1 for none. The "
+            f"entry was dropped{more}. Mend what makes the index."
+        )
+    if record.phase == GROUPING:
+        return TokenOverflow(
+            f"rank {record.rank}: grouping needs {record.seen} rows (masked: for local expert "
+            f"{record.slot}; contiguous: padding included), the buffer has "
+            f"max_rows={record.wanted}. Entries beyond it were dropped{more}. "
+            "Build ExpertGroups with a larger max_rows."
+        )
+    return TokenOverflow(
+        f"rank {record.rank}: num_tokens on the device is {_signed(record.seen)}; "
+        f"the tensors of this call hold 0..{record.wanted} tokens. The count was clamped{more}."
+    )
+
+
+def _heard(record: ErrorRecord) -> str:
+    """By which peer this rank knows, if it has not seen it itself."""
+    return f" (rank {record.told_by - 1} found it out)" if record.told_by else ""
+
+
+def _hearsay(record: ErrorRecord, who: str) -> GroupError:
+    """What a peer found out that this rank has not seen: the peer has left the group for it."""
+    teller, own = f"rank {record.told_by - 1}", record.peer == record.rank
+    culprit = f"this rank, {record.peer}," if own else f"rank {record.peer}"
+    if record.code == PEER_TIMEOUT and record.peer == record.told_by - 1:
+        return PeerTimeout(
+            f"{who}: {teller} gave up, waiting for its own part of this call, and left the group. "
+            "Its own error says more; make a new group."
+        )
+    if record.code == PEER_TIMEOUT:
+        return PeerTimeout(
+            f"{who}: {teller} waited in vain for {culprit} and left the group. It is stopped, "
+            "slower than the deadline, or did not make the same call; raise timeout= if it was "
+            "only slow, then make a new group."
+        )
+    if record.code in (GEOMETRY_MISMATCH, OTHER_RESULT):
+        return GeometryMismatch(
+            f"{who}: {teller} found that {culprit} called with other arguments or combined another "
+            "dispatch, and left the group. Make the same calls on every rank."
+        )
+    asker = "this rank" if own else f"rank {record.peer}"
+    return Aborted(
+        f"{who}: left its wait for epoch {record.wanted} because {asker} called abort(); make "
+        "a new group."
+    )
+
+
+def _gone(
+    record: ErrorRecord,
+    who: str,
+    pid_of: Callable[[int], int | None],
+    words_of: Callable[[int], str],
+) -> GroupError:
+    """A peer that will make no more calls."""
+    if record.code == PEER_LEFT:
+        return PeerLeft(
+            f"{who}: rank {record.peer} {words_of(record.peer) or 'left'} before it made its part "
+            f"of epoch {record.wanted}{_heard(record)}. Every rank must make the same calls; mend "
+            "that rank, then make a new group."
+        )
+    pid = pid_of(record.peer)
+    process = "the process" if pid is None else f"process {pid}"
+    return PeerDied(
+        f"{who}: rank {record.peer} died: {process} ended before it made its part of epoch "
+        f"{record.wanted}{_heard(record)}. Its own output may say why; make a new group."
+    )
+
+
+def _in_all_reduce(record: ErrorRecord, who: str) -> GroupError:
+    """Slots and signatures of an all-reduce say more than an epoch."""
+    if record.code == PEER_TIMEOUT:
+        return PeerTimeout(
+            f"{who}, epoch {record.wanted}: the {SLOTS.get(record.seen, 'slot')} of token "
+            f"{record.token} (16-byte word {record.slot}) did not come from rank {record.peer} "
+            f"within {record.elapsed_ns / 1e9:.2f} s. It is dead, stopped, slower than the "
+            "deadline, or did not make this call; raise timeout= if it was only slow, then make a "
+            "new group."
+        )
+    return GeometryMismatch(
+        f"{who}: rank {record.peer} called with {signature_text(record.seen)}; this rank with "
+        f"{signature_text(record.wanted)}. Make the same call on every rank."
+    )
+
+
+def breakage(
+    record: ErrorRecord, pid_of: Callable[[int], int | None], words_of: Callable[[int], str]
+) -> GroupError:
+    """The error that ended the group.
+
+    pid_of, words_of: the process id of a rank, if it is known, and why a rank said that it left.
+    """
+    phase = PHASES.get(record.phase, f"phase {record.phase}")
+    who = f"rank {record.rank}, {phase}"
+    if record.code in (PEER_DIED, PEER_LEFT):
+        return _gone(record, who, pid_of, words_of)
+    if record.told_by:
+        return _hearsay(record, who)
+    if record.phase == ALL_REDUCE and record.code in (PEER_TIMEOUT, GEOMETRY_MISMATCH):
+        return _in_all_reduce(record, who)
+    if record.code == PEER_TIMEOUT:
+        return PeerTimeout(
+            f"{who}: rank {record.peer} did not publish epoch {record.wanted} within "
+            f"{record.elapsed_ns / 1e9:.2f} s (its flag shows epoch {record.seen}). It is dead, "
+            "stopped, slower than the deadline, or did not make this call; raise timeout= if it "
+            "was only slow, then make a new group."
+        )
+    if record.code == GEOMETRY_MISMATCH:
+        return GeometryMismatch(
+            f"{who}: rank {record.peer} called with geometry {record.seen:#04x}, this rank with "
+            f"{record.wanted:#04x} (hashes of ranks, tokens, top_k, experts, hidden, dtype and "
+            "payload rows). Give every rank the same arguments."
+        )
+    if record.code == OTHER_RESULT:
+        return GeometryMismatch(
+            f"{who}: rank {record.peer} combined result {record.seen} of those alive, this rank "
+            f"result {record.wanted}, the oldest being 1. Combine the results in the same order on "
+            "every rank."
+        )
+    asker = "this rank" if record.peer == record.rank else f"rank {record.peer}"
+    return Aborted(
+        f"{who}: left its wait for epoch {record.wanted} because {asker} called abort(); make a "
+        "new group."
+    )
