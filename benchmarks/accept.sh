@@ -64,12 +64,13 @@ lane() { # lane FIRST COUNT COMMAND... &: on these GPUs only; always a job, and 
     CUDA_VISIBLE_DEVICES=$(IFS=, && echo "${few[*]}") "$@"
 }
 
-rounds() { check rounds 300 some tests/ops/test_{alltoall,ways,stats}.py tests/memory; }
+rounds() { check rounds 300 some tests/alltoall/test_{alltoall,ways,stats}.py tests/memory; }
 sanitizer() { check sanitizer 840 all tests/gpu/test_sanitizer.py; }
 ordering() { check ordering 120 all tests/gpu/test_ordering.py; }
 failures() {
-    check failures 300 some tests/alltoall/test_failures.py tests/ops tests/jit tests/bench \
-        --deselect=tests/ops/test_{alltoall,ways,stats,skew}.py
+    check failures 300 some tests/alltoall/test_failures.py tests/alltoall tests/grouping tests/lowlatency \
+        tests/allreduce tests/runtime tests/jit tests/bench \
+        --deselect=tests/alltoall/test_{alltoall,ways,stats}.py --deselect=tests/runtime/test_skew.py
 }
 
 tests() {
@@ -99,7 +100,7 @@ measure() { # measure NAME SECONDS OPTIONS...
 }
 
 bench() {
-    local fp8=(--combine-by fp8 --quantize fp8) n
+    local fp8=(--combine-dtype fp8 --quantize fp8) n
     measure perfect 60 --routing perfect --tokens 1..4096
     measure fp8-both 60 --routing perfect --tokens 1..4096 "${fp8[@]}"
     measure random 60 --routing uniform --tokens 1..4096
@@ -134,7 +135,7 @@ allreduce() {
         step ar-none 1 bash -c 'echo "an all-reduce needs two GPUs"; exit 1'
         return
     fi
-    check ar-tests 300 some tests/ops/test_*reduc*.py tests/compat
+    check ar-tests 300 some tests/allreduce tests/compat
     for n in "${ranks[@]}"; do weft "ar-tune-$n" 120 tune allreduce "$out/ar-table-$n.json" --ranks "$n"; done
     for n in "${ranks[@]}"; do
         for hidden in 7168 4096; do
@@ -161,11 +162,11 @@ low() { # low NAME SECONDS OPTIONS...
 # Two routings, as the targets have them; and with the halves built.
 lowlatency() {
     low ll-perfect 60 --routing perfect
-    low ll-lean 60 --routing uniform --reduce sender --combine-by fp8
-    low ll-halves 60 --routing perfect --halves
+    low ll-lean 60 --routing uniform --reduce sender --combine-dtype fp8
+    low ll-halves 60 --routing perfect --split-phase
     weft ll-trace 60 bench lowlatency --tokens 128 --trace "$out/lowlatency-128.json"
     check ll-graphs 120 all tests/gpu/test_lowlatency_graphs.py
-    check ll-tests 300 some tests/ops/test_lowlatency*.py
+    check ll-tests 300 some tests/lowlatency
 }
 
 # 32 experts a rank, as 8 ranks have of DeepSeek-V3's 256.
@@ -182,16 +183,16 @@ layer() {
         step layer-none 1 bash -c 'echo "a layer that sends needs two GPUs"; exit 1'
         return
     fi
-    layers "layer-$most" 120 "$most" --tokens 8,16,64,128,256,512,1024 --overlap none,shared,push \
+    layers "layer-$most" 120 "$most" --tokens 8,16,64,128,256,512,1024 --overlap none,shared_expert,gemm_push \
         --plot "$out/layer-$most.png"
     layers layer-stages 60 "$most" --tokens 8,128,256,512 --overlap none --stages
-    layers layer-trace 60 "$most" --tokens 256 --overlap push --trace "$out/layer-256.json"
-    layers layer-zipf 60 "$most" --tokens 8,64,128,512 --overlap none,push --routing zipf
-    layers layer-expert 90 "$most" --tokens 1,8,16,32,64,128,256,512 --overlap none,shared,push --exchange expert
-    for n in 4 2; do ((n >= most)) || layers "layer-$n" 60 "$n" --tokens 8,64,128,256,512 --overlap none,push; done
+    layers layer-trace 60 "$most" --tokens 256 --overlap gemm_push --trace "$out/layer-256.json"
+    layers layer-zipf 60 "$most" --tokens 8,64,128,512 --overlap none,gemm_push --routing zipf
+    layers layer-expert 90 "$most" --tokens 1,8,16,32,64,128,256,512 --overlap none,shared_expert,gemm_push --mode low_latency
+    for n in 4 2; do ((n >= most)) || layers "layer-$n" 60 "$n" --tokens 8,64,128,256,512 --overlap none,gemm_push; done
     for each in qwen3-30b-a3b glm-4.5-air gpt-oss-120b; do
         weft "layer-$each" 60 bench layer --ranks "$most" --model "$each" --tokens 8,64,128,512 \
-            --overlap none,push --json "$out/layer-$each.json"
+            --overlap none,gemm_push --json "$out/layer-$each.json"
     done
     check layer-tests 300 some tests/moe
     check layer-product 180 all tests/gemm/test_hopper_gpu.py

@@ -72,13 +72,13 @@ build_jit_specs([gen_moe_alltoall_module(), gen_trtllm_comm_module()])
 
 sizes=1,8,32,64,128,256,512,1024,2048,4096
 all=(moe --model deepseek-v3 --routing perfect --tokens "$sizes" --peers)
-bench rivals-moe-fp8-both 100 "${all[@]}" --quantize fp8 --combine-by fp8
+bench rivals-moe-fp8-both 100 "${all[@]}" --quantize fp8 --combine-dtype fp8
 bench rivals-moe 80 "${all[@]}"
 bench rivals-allreduce 110 allreduce --tokens 1,8,32,128,512,2048 --backend auto --peers
 bench rivals-moe-fp8-out 70 "${all[@]}" --payload fp8
 bench rivals-lowlatency 50 lowlatency --routing perfect --tokens 1,8,32,64,128,256,512
 bench rivals-lowlatency-lean 50 lowlatency --routing perfect --tokens 1,8,32,64,128,256,512 --reduce sender \
-    --combine-by fp8
+    --combine-dtype fp8
 tar -C "$out" --exclude=rivals.tgz -czf "$out/rivals.tgz" . # one file to carry away
 failed=$(grep -cv '^ok ' "$summary")
 echo "rivals in $SECONDS s: $(grep -c '^ok ' "$summary") steps ok, $failed not; logs in $out"

@@ -40,7 +40,7 @@ def test_demo_is_right(outcome):
     for name, mode in verdict.modes.items():
         assert mode.right, name
         assert 0 < mode.error < (0.3 if "FP8" in name else 0.1), name
-    assert {mode.bits_of for mode in verdict.modes.values()} == {None, "none", "by expert"}
+    assert {mode.bits_of for mode in verdict.modes.values()} == {None, "none", "low latency"}
     assert plan.tokens == (20, 18, 15, 0), "the last rank brings no token, and takes part"
     assert verdict.rows[3].tolist() == [0, 0, 0, 0]
     assert int(verdict.rows.max()) <= 20
@@ -107,7 +107,7 @@ def test_demo_shows_and_draws(outcome, tmp_path):
     differs = replace(verdict.modes["gemm_push"], equal=False)
     modes = {**verdict.modes, "gemm_push": differs}
     demo_report.print_verdict(Console(file=text, width=110), replace(verdict, modes=modes))
-    assert "WRONG: push" in text.getvalue()
+    assert "WRONG: gemm_push" in text.getvalue()
     assert "DIFFER from none" in text.getvalue()
 
 

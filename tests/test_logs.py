@@ -132,7 +132,7 @@ def test_a_layer_tells_its_choice(ranks, caplog):
     (text, later), (_, more) = ranks(2, "threads")(body)
     choices = [each for each in caplog.records if each.name == "weft.moe.choice"]
     assert [each.levelname for each in choices] == ["INFO"], "by rank 0, for both"
-    assert choices[0].getMessage().endswith(f"products: {text}")
+    assert choices[0].getMessage().endswith(f"GEMM: {text}")
     assert (later, more) == (0, 0)
 
 

@@ -52,7 +52,7 @@ def own_homes(group: weft.Group) -> None:
         groups = ExpertGroups(a2a)
         grouped = groups.gather(a2a.dispatch(x, ids, weights))
         assert grouped.dst_addr is None
-        with pytest.raises(InvalidArgument, match="no homes to store rows at"):
+        with pytest.raises(InvalidArgument, match="whose rows have no addresses"):
             groups.sent()
         groups.send(results(groups, grouped, 1, a2a.dtype))
         a2a.combine_recv()

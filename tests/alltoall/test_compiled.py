@@ -47,7 +47,7 @@ def test_layers(ranks):
 
 def both_layers(group: weft.Group) -> None:
     layers(group, DYNAMIC, {"overlap": "none"})
-    layers(group, PLAIN, {"exchange": "expert", "overlap": "shared"})
+    layers(group, PLAIN, {"mode": "low_latency", "overlap": "shared_expert"})
 
 
 # Of the compiler that moves, fuses and reuses memory one graph of each: its C++ takes long.
@@ -68,7 +68,7 @@ def reduces_by_inductor(group: weft.Group) -> None:
 def exchanges_by_inductor(group: weft.Group) -> None:
     rank_rounds(group, INDUCTOR, ONCE)
     low_rounds(group, INDUCTOR, ("plain",), ONCE)
-    layers(group, INDUCTOR, {"overlap": "shared"}, ONCE)
+    layers(group, INDUCTOR, {"overlap": "shared_expert"}, ONCE)
 
 
 SIZES: dict[str, Any] = {"max_tokens": 8, "top_k": 3, "num_experts": 8, "hidden": 128}

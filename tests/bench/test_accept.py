@@ -59,13 +59,13 @@ def test_all_steps_run_and_are_told(accept, tmp_path):
     calls = notes.read_text().splitlines()
     place = {line.split("tests/")[1].split()[0]: line.split(":")[0] for line in calls[:3]}
     assert place == {
-        "ops/test_alltoall.py": "0,1,2",
-        "ops/test_failures.py": "3,4,5",
+        "alltoall/test_alltoall.py": "0,1,2",
+        "alltoall/test_failures.py": "3,4,5",
         "gpu/test_sanitizer.py": "6,7",
     }
     assert all(line.startswith("0,1,2,3,4,5,6,7: ") for line in calls[3:])
     (both,) = [line for line in calls if "fp8-both.json" in line]
-    assert "--tokens 1..4096 --combine-by fp8 --quantize fp8" in both
+    assert "--tokens 1..4096 --combine-dtype fp8 --quantize fp8" in both
     assert sum("--num-sms" in line for line in calls) == 6
     assert sum("--num-sms" in line and "--beside matmul" in line for line in calls) == 3
     assert sum("--plot" in line for line in calls if " moe " in line) == 13
@@ -77,7 +77,7 @@ def test_low_latency_is_measured_as_its_targets_are(accept, tmp_path):
     assert code == 0, out
     calls = [line for line in notes.read_text().splitlines() if "bench lowlatency" in line]
     assert len(calls) == 7
-    assert sum("--reduce sender --combine-by fp8" in line for line in calls) == 2
+    assert sum("--reduce sender --combine-dtype fp8" in line for line in calls) == 2
     assert sum("--tokens 256,512" in line for line in calls) == 3
 
 
@@ -92,8 +92,8 @@ def test_the_layer_is_measured_as_its_targets_are(accept, tmp_path, gpus, ranks)
         assert any(f"--ranks {n} --experts {32 * n} --dtype fp8" in line for line in calls), n
     most = f"--ranks {ranks[0]} "
     assert most in calls[0]
-    assert "--tokens 8,16,64,128,256,512,1024 --overlap none,shared,push" in calls[0]
-    for option in ("--stages", "--trace", "--routing zipf", "--exchange expert"):
+    assert "--tokens 8,16,64,128,256,512,1024 --overlap none,shared_expert,gemm_push" in calls[0]
+    for option in ("--stages", "--trace", "--routing zipf", "--mode low_latency"):
         assert sum(option in line and most in line for line in calls) == 1, option
     code, out, _ = ended(accept("layer", str(tmp_path), CUDA_VISIBLE_DEVICES="0")[0])
     assert code == 1

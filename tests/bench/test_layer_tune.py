@@ -59,10 +59,10 @@ def test_a_table_has_the_medians_of_the_slowest_rank():
     assert "headers 0123456789ab" in found.machine
     assert found.method == "by hand, median, slowest rank; routing uniform"
     # Behind by 2 us at 1 token, ahead by 3 at 6: the lines cross at 3.
-    assert bands_text(found.curves[0]) == "none from 1, shared from 4"
+    assert bands_text(found.curves[0]) == "none from 1, shared_expert from 4"
     text = io.StringIO()
     print_table(Console(file=text, width=200), found, ["mode throughput, 1 tokens: why"])
-    for words in ("rows by rank, tiled products", "auto: none from 1", "Refused: mode throughput"):
+    for words in ("mode throughput, grouped GEMM", "auto: none from 1", "Refused: mode throughput"):
         assert words in text.getvalue()
 
 
@@ -92,7 +92,7 @@ def test_what_is_tuned_is_what_a_layer_chooses_by(weft_command, tmp_path, monkey
     shown = io.StringIO()
     print_report(Console(file=shown, width=250), report, [])
     assert f"auto, 6 tokens: {small['auto']} for up to 6 tokens a rank" in shown.getvalue()
-    assert "auto, 9 tokens: push by a rule of thumb: the table ends at 6" in shown.getvalue()
+    assert "auto, 9 tokens: gemm_push by a rule of thumb: the table ends at 6" in shown.getvalue()
     written = json.loads(json.dumps(as_json(report)))
     assert written["results"][1]["facts"]["auto"]["source"] == "rule"
 
@@ -107,7 +107,7 @@ def test_the_mode_that_auto_takes_is_marked():
     print_report(Console(file=shown, width=250), report, [])
     marked = [line for line in shown.getvalue().splitlines() if line.endswith("auto ")][1:]
     assert len(marked) == 1
-    assert " push " in marked[0]
+    assert " gemm_push " in marked[0]
 
 
 def test_without_a_file_nothing_is_measured(weft_command, monkeypatch):

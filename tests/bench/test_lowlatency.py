@@ -123,7 +123,7 @@ def test_recorded_rivals_stand_beside_the_published_setting():
         ({"reduce": "all"}, "reduce is 'all'"),
         ({"tokens": ()}, "nothing to measure"),
         ({"hidden": 100, "quantize": None}, "hidden is 100"),
-        ({"combine": "gemm_push"}, "combine is 'gemm_push'"),
+        ({"combine_dtype": "fp4"}, "combine_dtype is 'fp4'"),
         ({"ranks": 99}, "ranks is 99"),
         ({"routing": "best"}, "choose one of uniform"),
         ({"samples": 0}, "0 samples"),

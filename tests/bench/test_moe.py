@@ -70,7 +70,10 @@ def test_parse_routing():
         ({"quantize": "int4"}, "quantize is 'int4'; choose one of None, fp8, mxfp8"),
         ({"quantize": "fp8", "payload": "fp8"}, "the payload is fp8 already"),
         ({"combine": "push", "backends": ("collective",)}, "only onesided has it"),
-        ({"split_phase": True, "backends": ("collective",)}, "halves is True and the backends are"),
+        (
+            {"split_phase": True, "backends": ("collective",)},
+            "split_phase is True and the backends are",
+        ),
         ({"beside": "matmul"}, "cpu ranks have no GPU to share"),
         ({"beside": "matmul", "device": "cuda"}, "no SM is left to the product"),
         ({"beside": "matmul:100", "device": "cuda", "num_sms": 8}, "write matmul, or matmul:SIZE"),
@@ -246,7 +249,7 @@ def _made(group, settings):
 
 def test_the_collective_runs_without_the_options_of_the_other(ranks):
     settings = replace(SIZES, combine_dtype="fp8", quantize="fp8", split_phase=True)
-    assert ranks(2, "cpu")(_made, settings) == [[(None, 4, "fp8"), (None, 0, "pull")]] * 2
+    assert ranks(2, "cpu")(_made, settings) == [[(None, 4, "fp8"), (None, 0, None)]] * 2
 
 
 class _Spoilt(AllToAll):

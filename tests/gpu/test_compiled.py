@@ -33,7 +33,7 @@ def run(group: weft.Group, options: dict[str, Any], part: str) -> None:
     elif part == "layer":
         layers(group, options, {"overlap": "shared"}, turns)
     else:
-        built = {"exchange": "expert", "overlap": "shared"}
+        built = {"mode": "low_latency", "overlap": "shared_expert"}
         layers(group, options, built, turns)
 
 

@@ -62,7 +62,7 @@ def emulated(group: weft.Group, name: str, layout: str, folder: str) -> None:
     case, way = CASES[name], name.split()[0]
     with (
         make(group, case, **combining(way), timeout=600.0) as a2a,
-        make(group, case, combine_dtype="fp8" if way == "fp8" else "pull", timeout=600.0) as plain,
+        make(group, case, combine_dtype="fp8" if way == "fp8" else None, timeout=600.0) as plain,
     ):
         groups, others = (
             ExpertGroups(each, **GROUPS[layout])  # type: ignore[arg-type]

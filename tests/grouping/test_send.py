@@ -123,7 +123,7 @@ def refusals(group: weft.Group) -> None:
     case = Round(tokens=(4, 4), hidden=512)
     x, ids, weights, _ = case.of(group.rank, group.device)
     for options, words in (
-        ({"combine": "pull"}, "combine='push', 'fp8' or 'choices'"),
+        ({"combine": "pull"}, "combine='push' or 'gemm_push'"),
         ({"combine": "push", "split_phase": False}, "split_phase=True"),
     ):
         with make(group, case, **options) as a2a:
@@ -216,7 +216,7 @@ def lied_to(group: weft.Group, way: str, lies: tuple[int, ...]) -> None:
     case = Round(tokens=(16, 9), hidden=256, top_k=3, experts=10)
     with (
         make(group, case, **combining(way)) as a2a,
-        make(group, case, combine_dtype="fp8" if way == "fp8" else "pull") as plain,
+        make(group, case, combine_dtype="fp8" if way == "fp8" else None) as plain,
     ):
         groups, others = ExpertGroups(a2a, align=4), ExpertGroups(plain, align=4)
         x, ids, weights, _ = case.of(group.rank, group.device)

@@ -49,6 +49,7 @@ def shape_of(mode: Mode, case: Round, most: int) -> LowGeometry:
         scale=mode.scale,
         slots=1,
         reduce=mode.reduce,
+        combine=mode.combine,
         combine_dtype=mode.combine_dtype,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -40,9 +41,7 @@ FAULTS: dict[str, object] = {"_defines": ("WEFT_FAULTS=1",)}
 
 def make(group: weft.Group, mode: Mode = Mode(), **more: object) -> LowLatencyAllToAll:  # noqa: B008
     options = {"timeout": 600.0, "first_timeout": 600.0, **FAULTS, **mode.more, **more}
-    return Mode(reduce=mode.reduce, combine_dtype=mode.combine_dtype, more=options).make(
-        group, CASE, 8
-    )
+    return replace(mode, more=options).make(group, CASE, 8)
 
 
 def plan_fault(

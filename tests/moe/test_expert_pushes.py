@@ -52,7 +52,7 @@ def pushed_by_hand(group: weft.Group) -> None:
             layer(x, logits)
         assert layer.experts(rows) is None
         assert isinstance(layer._workspace._experts, grouped_experts.GroupedExperts)
-        with pytest.raises(InvalidArgument, match="no room for them"):
+        with pytest.raises(InvalidArgument, match="nothing keeps them"):
             layer._workspace._experts.down(layer._weights)
         assert layer._workspace._experts.buffers[-1].numel() == 0
         with pytest.raises(InvalidArgument, match="rows are stored at their homes"):

@@ -92,7 +92,7 @@ def test_what_was_asked_for_is_done_and_what_auto_would_take_is_told(ranks):
             "shared_expert",
             "measured",
         )
-        assert found.text.startswith("push, as asked. auto: shared for up to 4 tokens")
+        assert found.text.startswith("gemm_push, as asked. auto: shared_expert for up to 4 tokens")
         assert found.us["throughput"]["gemm_push"] == 22.0
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from tests.moe.tables import SIZES, US, curve, question, table
 from weft.moe import MODES, OVERLAPS, LayerTable
-from weft.moe.choice import LayerChoice, Question, choose
+from weft.moe.choice import LayerChoice, Question, choose, choose_mode
+from weft.moe.table import LayerCurve
 from weft.tuning.thresholds import HYSTERESIS, Times
 
 BARE = {"none": US["none"]}
@@ -27,7 +28,7 @@ def test_the_fastest_at_these_tokens_is_taken():
     assert choose(table(), question(512, ("none", "shared_expert"))).overlap == "none"
 
 
-@pytest.mark.parametrize(("gemm_push", "want"), [(40.9, "gemm_push"), (41.3, "shared_expert")])
+@pytest.mark.parametrize(("push", "want"), [(40.9, "gemm_push"), (41.3, "shared_expert")])
 def test_push_begins_where_no_other_is_surely_faster(push, want):
     us = {
         "none": (50.0, 60.0, 90.0),
@@ -40,15 +41,21 @@ def test_push_begins_where_no_other_is_surely_faster(push, want):
 def test_a_choice_says_what_it_took_and_what_the_others_would_take():
     found = choose(table(), question(64))
     assert (found.auto, found.source) == ("gemm_push", "measured")
-    assert found.us == {"throughput": {"none": 60.0, "shared": 55.0, "gemm_push": 50.0}}
-    assert "push for up to 64 tokens a rank: 50.0 us, shared 55.0, none 60.0." in found.text
+    assert found.us == {"throughput": {"none": 60.0, "shared_expert": 55.0, "gemm_push": 50.0}}
+    assert (
+        "gemm_push for up to 64 tokens a rank: 50.0 us, shared_expert 55.0, none 60.0."
+        in found.text
+    )
     assert "Measured 2026-01-02 on a machine: a model. a method." in found.text
     assert "change needs" not in found.text
     assert "as asked" in replace(found, overlap="none").text
     close = {"none": (50.0, 60.0), "shared_expert": (51.0, 59.0)}
     near = choose(table(curve(tokens=(8, 64), us=close)), question(64))
     assert near.overlap == "none"
-    assert "none for up to 64 tokens a rank: 60.0 us, shared 59.0; a change needs 3%" in near.text
+    assert (
+        "none for up to 64 tokens a rank: 60.0 us, shared_expert 59.0; a change needs 3%"
+        in near.text
+    )
 
 
 def test_the_other_exchange_is_told_but_not_taken():
@@ -56,8 +63,10 @@ def test_the_other_exchange_is_told_but_not_taken():
     found = choose(both, question(64))
     assert found.overlap == "gemm_push"
     assert list(found.us) == ["throughput", "low_latency"]
-    assert "mode 'low_latency': shared 2.0" in found.text
-    assert choose(both, question(64, mode="low_latency")).us["low_latency"] == {"shared": 2.0}
+    assert "mode 'low_latency': shared_expert 2.0" in found.text
+    assert choose(both, question(64, mode="low_latency")).us["low_latency"] == {
+        "shared_expert": 2.0
+    }
     assert (
         choose(both, question(64, ("none", "shared_expert"), mode="low_latency")).overlap
         == "shared_expert"
@@ -68,7 +77,7 @@ def test_times_of_other_products_are_not_this_layers():
     slow: dict[str, Times] = {"none": (500.0, 600.0, 900.0)}
     mixed = table(curve(gemm="torch", us=slow), curve(), curve("low_latency", "torch", us=slow))
     assert choose(mixed, question(64)).us == {
-        "throughput": {"none": 60.0, "shared": 55.0, "gemm_push": 50.0},
+        "throughput": {"none": 60.0, "shared_expert": 55.0, "gemm_push": 50.0},
         "low_latency": {"none": 600.0},
     }
     found = choose(mixed, question(64, ("none", "gemm_push"), gemm="torch"))
@@ -111,13 +120,13 @@ def test_what_was_read_in_its_stead_is_said():
             table(),
             question(64, gemm="torch"),
             "gemm_push",
-            "no times of mode 'throughput' with padded",
+            "no times of mode 'throughput' with the torch GEMM",
         ),
         (
             table(curve(us=BARE)),
             question(64, ("shared_expert", "gemm_push")),
             "gemm_push",
-            "times of shared, push",
+            "times of shared_expert, gemm_push",
         ),
     ],
 )
@@ -201,6 +210,28 @@ def test_only_ratios_decide(drawn, power):
 
 
 def test_words_of_a_choice_are_plain():
-    found = LayerChoice("throughput", "gemm_push", "gemm_push", "rule", {}, "push by a rule.", "")
-    assert found.text == "push by a rule."
+    found = LayerChoice(
+        "throughput", "gemm_push", "gemm_push", "rule", {}, "gemm_push by a rule.", ""
+    )
+    assert found.text == "gemm_push by a rule."
     assert set(MODES) == {"throughput", "low_latency"}
+
+
+def of_mode(mode: str, us: float) -> LayerCurve:
+    return curve(mode, us={"none": (us, us, us)})
+
+
+@pytest.mark.parametrize(
+    ("low", "want"), [(50.0, "low_latency"), (59.5, "throughput"), (70.0, "throughput")]
+)
+def test_low_latency_is_taken_where_it_was_measured_faster(low, want):
+    both = table(of_mode("throughput", 60.0), of_mode("low_latency", low))
+    questions = [question(64, ("none",), mode=mode) for mode in MODES]
+    assert choose_mode(both, questions).mode == want
+    assert choose_mode(both, questions[1:]).mode == "low_latency", "nothing else serves"
+
+
+def test_low_latency_is_not_taken_unmeasured():
+    questions = [question(64, mode=mode) for mode in MODES]
+    for known in (None, table(), table(curve("low_latency", us={"none": (1.0, 1.0, 1.0)}))):
+        assert choose_mode(known, questions).mode == "throughput"

@@ -100,9 +100,11 @@ def test_rows_without_room(ranks, overlap):
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"overlap": "sideways"}, "choose one of"),
-    ({"overlap": "push", "combine": "push", "gemm": "grouped"}, "leave combine_by out"),
-    ({"overlap": "none", "combine": "gemm_push"}, "choose one of None, 'gemm_push', 'fp8'"),
-    ({"overlap": "none", "combine": "pull"}, "choose one of None, 'gemm_push', 'fp8'"),
+    (
+        {"overlap": "gemm_push", "combine_dtype": "fp8", "gemm": "grouped"},
+        "leave combine_dtype out",
+    ),
+    ({"overlap": "none", "combine_dtype": "bf16"}, "choose one of None, 'fp8'"),
     ({"overlap": "gemm_push", "gemm": "torch"}, "use gemm='grouped'"),
     ({"fp8": True, "gemm": "torch"}, "no FP8 weights"),
     ({"fp8": True, "quantize": "mxfp8"}, "takes FP8 rows"),

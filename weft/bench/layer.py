@@ -171,7 +171,7 @@ class LayerCase(Case):
         return (
             f"{self.model}: {self.ranks} ranks, hidden {config.hidden}, intermediate "
             f"{config.intermediate}, top {config.routing.top_k} of {config.routing.num_experts}, "
-            f"{self.dtype} experts, {shared}, routing {self.routing}, rows by {self.mode}, "
+            f"{self.dtype} experts, {shared}, routing {self.routing}, mode {self.mode}, "
             f"{self.wire or 'bf16'} out, {self.combine_dtype or self.dtype} back"
         )
 

@@ -98,7 +98,7 @@ def print_table(console: Console, table: LayerTable, refused: Sequence[str]) -> 
     """Print every curve, and below it what "auto" makes of it."""
     console.print(table.origin, style="dim")
     for curve in table.curves:
-        console.print(f"\n{table.sizes.text}; rows by {curve.mode}, {curve.gemm} products")
+        console.print(f"\n{table.sizes.text}; mode {curve.mode}, {curve.gemm} GEMM")
         grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False)
         grid.add_column("us")
         for tokens in curve.tokens:

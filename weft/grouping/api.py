@@ -42,8 +42,8 @@ class Grouped:
     slot: int32 `[*R]`, `source * max_tokens + token`; -1 where a row carries none.
     weight: float32 `[*R]`, the token's weight for this expert; 0 where a row carries none.
     dst_addr: with combine="gemm_push": int64 `[*R]`, where the row's result is stored at the
-        token's owner: an address in this process, for `[hidden]` of the all-to-all's dtype in 16-byte vectors; 0
-        where a row carries none. Whatever kernel makes the result may store it there.
+        token's owner: an address in this process, for `[hidden]` of the all-to-all's dtype in
+        16-byte vectors; 0 where a row carries none. Any kernel may store the result there.
     """
 
     rows: tuple[torch.Tensor, ...]

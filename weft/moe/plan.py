@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -91,26 +92,29 @@ class LayerPlan:
 
 
 def plans_of(group: Group, config: MoEConfig, options: Options) -> dict[tuple[str, str], LayerPlan]:
-    """Every plan that serves these options on this rank, by mode and overlap.
+    """The plans that serve on this rank, by mode and overlap, whatever overlap was asked for.
 
-    Raises InvalidArgument where there is none, or none as was asked.
+    Raises InvalidArgument where none serves that was asked for.
     """
     options.check(instance("config", config, MoEConfig))
+    modes = MODES if options.mode == AUTO else (options.mode,)
     found: dict[tuple[str, str], LayerPlan] = {}
-    refused: InvalidArgument | None = None
-    for mode in MODES if options.mode == AUTO else (options.mode,):
-        for overlap in OVERLAPS if options.overlap == AUTO else (options.overlap,):
-            if overlap == "shared_expert" and not config.shared and options.overlap == AUTO:
-                continue  # there would be nothing to overlap
-            asked = replace(options, mode=mode, overlap=overlap)
-            try:
-                found[mode, overlap] = plan_for(asked, config, group.device)
-            except InvalidArgument as error:
-                # Without its traceback: that holds this frame, which holds the error.
-                refused = refused or error.with_traceback(None)
+    refused: dict[tuple[str, str], InvalidArgument] = {}
+    for mode, overlap in itertools.product(modes, OVERLAPS):
+        if overlap == "shared_expert" and not config.shared and options.overlap != overlap:
+            continue  # there would be nothing to overlap
+        asked = replace(options, mode=mode, overlap=overlap)
+        try:
+            found[mode, overlap] = plan_for(asked, config, group.device)
+        except InvalidArgument as error:
+            # Without its traceback: that holds this frame, which holds the error.
+            refused[mode, overlap] = error.with_traceback(None)
+    if options.overlap != AUTO:
+        serve = {mode for mode, overlap in found if overlap == options.overlap}
+        found = {key: plan for key, plan in found.items() if key[0] in serve}
     if not found:
-        assert refused is not None
-        raise InvalidArgument(str(refused))
+        first = options.overlap if options.overlap != AUTO else OVERLAPS[0]
+        raise InvalidArgument(str(refused[modes[0], first]))
     return found
 
 
