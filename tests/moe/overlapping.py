@@ -315,7 +315,7 @@ def odd(
         for poison in layers.poisons.values():
             poison.mlp.expect(rows)
             poison.expect = lambda rows: None  # type: ignore[method-assign]
-            block = getattr(getattr(poison.mlp, "_down", None), "block_rows", block)
+            block = getattr(getattr(poison.mlp, "_down", None), "block_m", block)
         if group.device.type == "cuda":
             torch.cuda.manual_seed(group.rank)
         for number in range(rounds):

@@ -278,7 +278,7 @@ def test_ways_that_a_device_has():
 
     assert (choose(cpu), choose(cpu, fp8=True, quantize="fp8")) == ("loop", "tiled")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("weft.gemm.launch.installed", lambda: None)
+        patch.setattr("weft.gemm.triton_launch.installed", lambda: None)
         patch.setattr("weft.moe.mlp.installed", lambda: None)
         assert (choose(gpu), choose(gpu, half)) == ("tiled", "tiled")
         assert (choose(gpu, wide), choose(gpu, quantize="fp8")) == ("padded", "padded")
@@ -288,7 +288,7 @@ def test_ways_that_a_device_has():
         raise InvalidArgument("no Triton here")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("weft.gemm.launch.installed", missing)
+        patch.setattr("weft.gemm.triton_launch.installed", missing)
         patch.setattr("weft.moe.mlp.installed", missing)
         assert choose(gpu) == "padded"
         with pytest.raises(InvalidArgument, match="no Triton"):

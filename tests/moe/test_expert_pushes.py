@@ -13,7 +13,7 @@ from tests.moe.test_expert_major import BY_EXPERT, DEEP, WIRES, fp8_rounds
 from tests.moe.test_layer import both_overlaps, rounds, settle
 from tests.rounds import bits
 from weft.errors import InvalidArgument, OutOfOrder
-from weft.gemm import choice
+from weft.gemm import plans
 from weft.moe import ExpertWeights, tiled_mlp
 from weft.moe.expert_major import YIELDS_FROM, Blocks
 from weft.moe.products import RowsByExpert
@@ -82,17 +82,17 @@ def test_rows_pushed_by_hand(ranks):
         (True, DEEP, True, True),
         (True, DEEP, False, True),
         (False, DEEP, True, False),
-        (True, replace(DEEP, dtype=torch.float32), True, False),  # it stores two bytes a number
-        (True, replace(DEEP, hidden=384), True, False),  # columns of FP8 come in pairs of blocks
+        (True, replace(DEEP, dtype=torch.float32), True, False),  # it stores 16-bit results
+        (True, replace(DEEP, hidden=384), True, False),  # in FP8 n is a multiple of 256
         (True, replace(DEEP, biased=True), True, False),
     ],
 )
-def test_which_products_store_rows_that_tell(monkeypatch, hopper, config, fp8, able):
-    monkeypatch.setattr(choice, "is_hopper", lambda _: hopper)
+def test_which_gemms_store_rows_with_flag_in_data(monkeypatch, hopper, config, fp8, able):
+    monkeypatch.setattr(plans, "is_hopper", lambda _: hopper)
     for experts in (1, 8):
         gpu = torch.device("cuda", 0)
-        assert tiled_mlp.rows_can_tell(config, experts, fp8=fp8, device=gpu) == able
-        assert tiled_mlp.rows_can_tell(config, experts, fp8=fp8, device=torch.device("cpu"))
+        assert tiled_mlp.can_push_rows(config, experts, fp8=fp8, device=gpu) == able
+        assert tiled_mlp.can_push_rows(config, experts, fp8=fp8, device=torch.device("cpu"))
 
 
 def who_is_first(group: weft.Group, tokens: int, beside: bool) -> list[bool]:

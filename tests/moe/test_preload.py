@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from weft.gemm import GemmPlan, WgmmaPlan, choice, reference
-from weft.gemm.hopper import Kind
-from weft.gemm.plan import FP8
-from weft.gemm.request import Request
+from weft.gemm import GemmPlan, WgmmaPlan, plans, reference
+from weft.gemm.hopper import GemmShape
+from weft.gemm.plans import FP8
+from weft.gemm.problem import GemmProblem
 from weft.moe import MODELS, ExpertWeights, MoEConfig, tiled_mlp
 
 BIASED, PLAIN = MODELS["gpt-oss-120b"], MODELS["qwen3-30b-a3b"]
 DTYPES = [(dtype, fp8) for dtype in (torch.bfloat16, torch.float16) for fp8 in (False, True)]
-DTYPES.append((torch.float32, True))  # not without: tiled products take no float32
+DTYPES.append((torch.float32, True))  # not without: weft.gemm takes no float32
 SIZES = ((256, 256), (384, 128), (264, 72))  # hidden, intermediate
 HINTS = (0, 1, 8, 20, 32, 64, 80, 100, 128, 150, 200, 300, 800, 2500, 5000)
 MOST = (0, 8, 64, 5000)
@@ -66,32 +66,32 @@ def rows_of(config: MoEConfig, rows: tuple[int, ...], experts: int, *, fp8: bool
 
 
 @pytest.fixture
-def loaded(monkeypatch: pytest.MonkeyPatch) -> set[Kind]:
+def loaded(monkeypatch: pytest.MonkeyPatch) -> set[GemmShape]:
     """What was loaded on a CPU that takes itself for a Hopper."""
-    kinds: set[Kind] = set()
+    shapes: set[GemmShape] = set()
 
-    def preload(wanted: Iterable[Kind], programmatic: bool) -> None:
+    def preload(wanted: Iterable[GemmShape], programmatic: bool) -> None:
         assert programmatic
-        kinds.update(wanted)
+        shapes.update(wanted)
 
-    for module in (tiled_mlp, choice):
+    for module in (tiled_mlp, plans):
         monkeypatch.setattr(module, "is_hopper", lambda device: device is not None)
     monkeypatch.setattr(tiled_mlp, "preload", preload)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    return kinds
+    return shapes
 
 
 @pytest.fixture
-def used(monkeypatch: pytest.MonkeyPatch) -> set[Kind]:
-    """Kinds of the products that were called."""
-    kinds: set[Kind] = set()
+def used(monkeypatch: pytest.MonkeyPatch) -> set[GemmShape]:
+    """Shapes of the GEMMs that were called."""
+    shapes: set[GemmShape] = set()
 
-    def compute(request: Request, plan: GemmPlan | WgmmaPlan) -> None:
+    def compute(problem: GemmProblem, plan: GemmPlan | WgmmaPlan) -> None:
         if isinstance(plan, WgmmaPlan):
-            kinds.add(Kind.of(request, plan))
+            shapes.add(GemmShape.of(problem, plan))
 
     monkeypatch.setattr(reference, "compute", compute)
-    return kinds
+    return shapes
 
 
 @pytest.mark.parametrize(("masked", "pushes"), [(False, False), (True, False), (True, True)])
@@ -99,8 +99,8 @@ def used(monkeypatch: pytest.MonkeyPatch) -> set[Kind]:
 @pytest.mark.parametrize(("dtype", "fp8"), DTYPES)
 @pytest.mark.parametrize("model", [BIASED, PLAIN], ids=["biased", "plain"])
 def test_no_call_needs_a_kernel_that_was_not_loaded(
-    loaded: set[Kind],
-    used: set[Kind],
+    loaded: set[GemmShape],
+    used: set[GemmShape],
     model: MoEConfig,
     dtype: torch.dtype,
     fp8: bool,
@@ -128,7 +128,7 @@ def test_no_call_needs_a_kernel_that_was_not_loaded(
                     layer.down(weights)
                 layer.push(weights)
             assert used <= loaded
-            heights = {kind.plan.block_rows for kind in loaded}
-            assert heights == {kind.plan.block_rows for kind in used}, "none is loaded in vain"
+            block_ms = {shape.plan.block_m for shape in loaded}
+            assert block_ms == {shape.plan.block_m for shape in used}, "none is loaded in vain"
         many = (experts > 1 or masked) and not (fp8 and config.biased)
         assert bool(used) == (many or (fp8 and not config.biased))

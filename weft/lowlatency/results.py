@@ -40,7 +40,7 @@ class ExpertRows:
     handle: what `combine` takes.
     home: int64 `[local_experts, R]`, with combine_by="choices" only: of the first counts rows, the
         address of hidden numbers at the token's owner, where whoever makes the row's result stores
-        it, once, before `combine`: `weft.gemm.Push(home, tells=True, unless=broken)`.
+        it, once, before `combine`: `weft.gemm.Push(home, flag_in_data=True, abort_flag=broken)`.
     broken: int32 `[1]`, not 0 once the group is broken: then nothing may be stored at home.
     """
 

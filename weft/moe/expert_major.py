@@ -14,7 +14,7 @@ from weft.moe.experts import ExpertWeights
 from weft.moe.mlp import choose_way
 from weft.moe.options import Chosen, Options
 from weft.moe.overlap import check_overlap
-from weft.moe.tiled_mlp import rows_can_tell
+from weft.moe.tiled_mlp import can_push_rows
 from weft.moe.workspace import LayerWorkspace
 
 # Tokens of a rank from which on the first product lets the shared expert begin before it. A product
@@ -120,7 +120,7 @@ class ExpertMajor(LayerWorkspace[ExpertRows]):
         way = choose_way(options.gemm, device, config, fp8=options.fp8, quantize=quantize)
         home = check_overlap(options.overlap, options.combine_by, way)
         experts = config.routing.num_experts  # of one rank, at most
-        if home == "choices" and not rows_can_tell(config, experts, fp8=options.fp8, device=device):
+        if home == "choices" and not can_push_rows(config, experts, fp8=options.fp8, device=device):
             raise InvalidArgument(
                 "overlap 'push', exchange 'expert', whose rows tell of themselves: only Hopper's "
                 "own product stores such rows, and does not serve this layer here: use 'shared' or "

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from weft.errors import InvalidArgument
-from weft.gemm.launch import installed, is_installed
+from weft.gemm.triton_launch import installed, is_installed
 from weft.grouping.api import Layout
 from weft.moe.experts import ExpertWeights
 from weft.moe.models import MoEConfig

@@ -1,4 +1,4 @@
-"""The experts' products by `weft.gemm`: in tiles, gated and quantised where they are made."""
+"""The experts' grouped GEMMs by `weft.gemm`, gated and quantised in the epilogue."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from weft.gemm import (
     WgmmaPlan,
     grouped_gemm,
 )
-from weft.gemm.choice import MANY_ROWS, best_plan, is_hopper
-from weft.gemm.hopper import NUMBERS, Kind, preload
+from weft.gemm.hopper import GemmShape, preload
+from weft.gemm.plans import COARSE_ROWS, DTYPES_16BIT, best_plan, is_hopper
 from weft.grouping.api import Layout
 from weft.moe.experts import FP8, ExpertWeights
 from weft.moe.models import MoEConfig
@@ -25,20 +25,20 @@ from weft.moe.products import RowsByExpert
 from weft.shape import FP8_BLOCK
 
 
-def rows_can_tell(
+def can_push_rows(
     config: MoEConfig, experts: int, *, fp8: bool, device: torch.device | None
 ) -> bool:
-    """Can the second product of so many experts store rows that tell of themselves (`Push`)?"""
+    """Whether the second GEMM of so many experts can store rows with flag-in-data (`Push`)."""
     if device is None or device.type == "cpu":
         return True
     dtype, out = FP8 if fp8 else config.dtype, config.dtype
     sizes = experts, 1, config.hidden, config.intermediate, dtype
     given: dict[str, Any] = {"biased": config.biased, "out": out, "device": device}
-    return isinstance(best_plan(*sizes, tells=True, **given), WgmmaPlan)
+    return isinstance(best_plan(*sizes, flag_in_data=True, **given), WgmmaPlan)
 
 
 class TiledMlp:
-    """`weft.gemm`: gating and FP8 in the first product's epilogue, homes in the second's.
+    """`weft.gemm`: gating and FP8 in the first GEMM's epilogue, dst_addr in the second's.
 
     FP8 weights take rows as FP8 off the wire; the same bits for any plan.   pushes: `push` is
     called and never `down`, so no results are kept.
@@ -86,21 +86,22 @@ class TiledMlp:
     def _preload(self, most: int) -> None:
         """Load what a call may need: a load waits for kernels, and those may wait for peers."""
         hidden, inner, experts = self._config.hidden, self._config.intermediate, self._experts
-        number = NUMBERS.get(self._y.dtype, "")
-        operands = ("fp8",) if self._fp8 else (number, number if self._config.biased else "none")
-        gated = ("gated_fp8",) if self._fp8 else ("gated", number, *operands)
-        kinds: set[Kind] = set()
-        for rows in {*range(min(most, MANY_ROWS) + 1), *range(0, most + 1, 64), most}:
+        out = DTYPES_16BIT.get(self._y.dtype, "")
+        operands = ("fp8",) if self._fp8 else (out, out if self._config.biased else "none")
+        gated = ("gated_fp8",) if self._fp8 else ("gated", out, *operands)
+        shapes: set[GemmShape] = set()
+        for rows in {*range(min(most, COARSE_ROWS) + 1), *range(0, most + 1, 64), most}:
             self.expect(rows)
             if isinstance(up := self._up, WgmmaPlan):
-                kinds.add(Kind(experts, 2 * inner, hidden, up, *gated))
-            for finish, down in (("store", self._down), ("push", self._pushing)):
-                if isinstance(down, WgmmaPlan) and (finish == "push" or not self._pushes):
-                    kind = Kind(experts, hidden, inner, down, finish, number, *operands)
-                    tells = finish == "push" and self._masked
-                    kinds.add(replace(kind, settled=self._programmatic, tells=tells))
+                shapes.add(GemmShape(experts, 2 * inner, hidden, up, *gated))
+            for epilogue, down in (("store", self._down), ("push", self._pushing)):
+                if isinstance(down, WgmmaPlan) and (epilogue == "push" or not self._pushes):
+                    shape = GemmShape(experts, hidden, inner, down, epilogue, out, *operands)
+                    flag_in_data = epilogue == "push" and self._masked
+                    prefetch = self._programmatic
+                    shapes.add(replace(shape, prefetch_weights=prefetch, flag_in_data=flag_in_data))
         with torch.cuda.device(self._act.device):
-            preload(kinds, self._programmatic)
+            preload(shapes, self._programmatic)
 
     def expect(self, rows: int) -> None:
         config, dtype, device = self._config, self._act.dtype, self._act.device
@@ -109,7 +110,7 @@ class TiledMlp:
         self._up = best_plan(*sizes, 2 * inner, hidden, dtype, gated=True, **given)
         self._down = best_plan(*sizes, hidden, inner, dtype, **given)
         # Masked rows are those of exchange "expert", whose owners poll them.
-        self._pushing = best_plan(*sizes, hidden, inner, dtype, tells=self._masked, **given)
+        self._pushing = best_plan(*sizes, hidden, inner, dtype, flag_in_data=self._masked, **given)
 
     def up(self, weights: ExpertWeights, grouped: RowsByExpert, *, early: bool = True) -> None:
         self._grouped = grouped
@@ -137,8 +138,13 @@ class TiledMlp:
         rows = self._grouped
         if rows is None or rows.home is None:
             raise InvalidArgument("these rows have no homes; build the layer with overlap='push'")
-        tells, dtype = rows.broken is not None, self._config.dtype
-        self._multiply(weights, self._pushing, epilogue=Push(rows.home, dtype, tells, rows.broken))
+        push = Push(
+            rows.home,
+            self._config.dtype,
+            flag_in_data=rows.broken is not None,
+            abort_flag=rows.broken,
+        )
+        self._multiply(weights, self._pushing, epilogue=push)
 
     def forget(self) -> None:
         self._grouped = None
@@ -160,6 +166,6 @@ class TiledMlp:
             bias=weights.down_bias,
             plan=by,
             programmatic_launch=self._programmatic,
-            settled=True,  # the first product is in front, which has waited for the counts
+            prefetch_weights=True,  # the first GEMM is in front, which has waited for the counts
             **given,
         )
