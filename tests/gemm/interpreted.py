@@ -37,7 +37,7 @@ CASES = {
     "masked": Case(masked=True, counts=(17, 0, 3)),
     "bias": Case(bias=True, counts=(1, 2)),
     "one expert": Case(counts=(70,)),
-    "nobody": Case(counts=(0, 0, 0)),
+    "no rows": Case(counts=(0, 0, 0)),
     "k-major, masked": Case(k_major=True, masked=True),
 }
 ODD = Case(dtype=HALF, n=1000, k=200)  # neither columns nor k fill their last block
@@ -148,7 +148,7 @@ def main() -> None:
     """Every case with every kind of tile and epilogue."""
     interpreter._patch_lang_tensor = patched_index(interpreter._patch_lang_tensor)
     interpreter._convert_float = patched_rounding(interpreter._convert_float)
-    warnings.filterwarnings("ignore", category=RuntimeWarning)  # NaN rows of nobody
+    warnings.filterwarnings("ignore", category=RuntimeWarning)  # NaN rows of no expert
     for dtype in (FP8, HALF):
         for name, case in CASES.items():
             for plan in plans(dtype, gating=False):

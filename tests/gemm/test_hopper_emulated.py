@@ -38,7 +38,7 @@ CASES = {
     "contiguous": Case(counts=(5, 0, 130, 1, 170), n=512, k=384),
     "masked": Case(counts=(17, 0, 3, 129), n=512, k=128, masked=True),
     "packed": Case(counts=(3, 1, 7, 0, 200), align=1, slack=0, n=256, k=512),
-    "nobody": Case(counts=(0, 0, 0), n=256, k=128),
+    "no rows": Case(counts=(0, 0, 0), n=256, k=128),
     "k-major": Case(counts=(40, 9), k_major=True, n=256, k=512),
     "k-major, masked": Case(counts=(40, 9), k_major=True, masked=True, n=256, k=512),
     "many experts": Case(counts=tuple(e % 5 for e in range(70)), n=256, k=128),
@@ -55,7 +55,7 @@ EPILOGUES: dict[str, Epilogue] = {
     "limited": GatedQuant(1.702, 1.0, 0.7),
 }
 NAMES_16BIT = {BF16: "bf16", torch.float16: "fp16"}
-PREFETCHED = ("nobody", "normal", "bf16", "k-major")
+PREFETCHED = ("no rows", "normal", "bf16", "k-major")
 
 
 def block_ms(name: str) -> tuple[int, ...]:

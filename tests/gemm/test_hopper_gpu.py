@@ -23,7 +23,7 @@ CASES = {
     "masked": Case(counts=(17, 0, 3, 129), n=512, k=1024, masked=True),
     "packed": Case(counts=(3, 1, 7, 0, 200), align=1, slack=0, n=512),
     "one expert": Case(counts=(300,), n=512, k=2048),
-    "nobody": Case(counts=(0, 0, 0), n=512),
+    "no rows": Case(counts=(0, 0, 0), n=512),
     "k-major": Case(counts=(40, 9), k_major=True, n=512),
     "k-major, masked": Case(counts=(40, 9), k_major=True, masked=True, n=512),
     "many experts": Case(counts=tuple(e % 5 for e in range(200)), n=512, k=128),

@@ -19,7 +19,7 @@ SHAPES = {
     "masked": Case(masked=True),
     "packed": Case(align=1, slack=0, counts=(3, 1, 7, 0, 2)),
     "one expert": Case(counts=(9,)),
-    "nobody": Case(counts=(0, 0)),
+    "no rows": Case(counts=(0, 0)),
     "bias": Case(bias=True),
     "k-major scales": Case(k_major=True),
     "k-major, masked": Case(k_major=True, masked=True),

@@ -3,8 +3,8 @@
 // swapped, up to 256 rows high: which sums a thread holds is said in mainloop_fp8.cuh.
 //
 // Gated, weights lie as eight rows of gate, then the eight of up for the same columns, and so on.
-// So a thread has both: of column lane / 4 of its warp's eight, for rows 8 j + 2 (lane % 4) + {0,
-// 1}, gates in sums 4 j and 4 j + 1, ups in 4 j + 2 and 4 j + 3.
+// So a thread has both, of column lane / 4 of its warp's eight: for rows
+// 8 j + 2 (lane % 4) + {0, 1}, gates in sums 4 j and 4 j + 1, ups in 4 j + 2 and 4 j + 3.
 #pragma once
 #include <weft/gemm/math_warps.cuh>
 #include <weft/gemm/pipeline.cuh>

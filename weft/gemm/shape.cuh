@@ -1,4 +1,4 @@
-// What specialises the grouped GEMM for Hopper: sizes, tiles, dtypes, epilogue. And its arguments.
+// What specialises the grouped GEMM for Hopper (sizes, tiles, dtypes, epilogue), and its arguments.
 #pragma once
 #include <weft/device/header.cuh>
 #include <weft/device/tma.cuh>
@@ -54,7 +54,7 @@ struct GemmShape {
     constexpr u32 stage_bytes() const { return weight_tile_bytes + block_m * block_k_bytes; }
     constexpr bool gated_fp8() const { return epilogue == Epilogue::gated_fp8; }
     constexpr bool gated() const { return gated_fp8() || epilogue == Epilogue::gated; }
-    // From one height of tiles to the next lower one. Fewer heights compile faster.
+    // The step from a height of tiles down to the next one. Fewer heights compile faster.
     constexpr u32 m_granularity(u32 m) const {
         return m <= max_swap_ab_m ? block_m_granularity : 2 * block_m_granularity;
     }

@@ -108,8 +108,8 @@ template <GemmShape S> struct TileScheduler {
                                : round_up((count + m_blocks - 1) / m_blocks, block_m_granularity);
         u32 begin = m_block * full_m, end = m_block + 1 == m_blocks ? count : begin + full_m;
         if constexpr (S.has_dual_m()) {
-            // A short tail is not worth reading weights for: the last dual tile keeps one of its
-            // two M-tiles, and the tail takes over the other.
+            // A short tail is hardly worth reading weights for: the last dual tile keeps one of
+            // its two M-tiles, and the tail takes over the other.
             const bool short_tail = m_blocks > 1 && count - (m_blocks - 1) * full_m <= max_tail_m;
             if (short_tail && m_block + 1 == m_blocks) begin -= normal_m;
             if (short_tail && m_block + 2 == m_blocks) end -= normal_m;
