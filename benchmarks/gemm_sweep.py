@@ -1,4 +1,4 @@
-"""Time every plan of the grouped product on one GPU, and check it against fp32.
+"""Time every plan of the grouped GEMM on one GPU, and check it against fp32.
 
     python benchmarks/gemm_sweep.py [--json FILE] [--rows 4 16 ...] [--dtypes fp8 bf16] [--even]
         [--work up down quant push] [--programmatic] [--limit SECONDS]
@@ -23,8 +23,7 @@ import torch
 
 from weft.bench.machine import describe_machine
 from weft.gemm import GatedQuant, GemmPlan, Push, WgmmaPlan, grouped_gemm
-from weft.gemm.hopper import BLOCK_ROWS
-from weft.gemm.plan import FP8
+from weft.gemm.plans import BLOCK_MS, FP8
 from weft.reference import dequantize, quantize
 
 EXPERTS, HIDDEN, WIDE = 32, 7168, 4096  # DeepSeek-V3 on 8 ranks: gate and up are 4096 columns
@@ -45,36 +44,36 @@ Plan = GemmPlan | WgmmaPlan
 def plans(rows: int, dtype: torch.dtype, work: str) -> Iterator[Plan]:
     """What is worth a try for so many rows."""
     if dtype == FP8 and work != "up":
-        high = [height for height in BLOCK_ROWS if height >= rows] or [BLOCK_ROWS[-1]]
-        yield from map(WgmmaPlan, high[:3])
-    depth = 128 if dtype == FP8 else 64
+        fitting = [m for m in BLOCK_MS if m >= rows] or [BLOCK_MS[-1]]
+        yield from map(WgmmaPlan, fitting[:3])
+    block_k = 128 if dtype == FP8 else 64
     for tile in tiles(rows, work == "quant"):
         for flatten in (True, False):
-            yield GemmPlan(block_depth=depth, flatten=flatten, **tile)
+            yield GemmPlan(block_k=block_k, flatten=flatten, **tile)
 
 
 def tiles(rows: int, gated: bool) -> Iterator[dict[str, Any]]:
     """Tiles, stages, warps and CTAs."""
-    for height in (16, 32):
-        few = {"block_rows": height, "swap": True}
-        if rows > 2 * height:
+    for block_m in (16, 32):
+        few = {"block_m": block_m, "swap": True}
+        if rows > 2 * block_m:
             continue
         if not gated:
-            yield few | {"stages": 6 - height // 32, "ctas_per_sm": 2}
+            yield few | {"stages": 6 - block_m // 32, "ctas_per_sm": 2}
             yield few | {"stages": 3, "ctas_per_sm": 3}
         else:
-            yield few | {"block_columns": 256, "stages": 5}
-            yield few | {"block_columns": 256, "stages": 3, "ctas_per_sm": 2}
+            yield few | {"block_n": 256, "stages": 5}
+            yield few | {"block_n": 256, "stages": 3, "ctas_per_sm": 2}
     if rows >= 16 and not gated:
-        yield {"block_rows": 64, "stages": 4, "ctas_per_sm": 2}
-        yield {"block_rows": 64, "stages": 3, "ctas_per_sm": 3}
+        yield {"block_m": 64, "stages": 4, "ctas_per_sm": 2}
+        yield {"block_m": 64, "stages": 3, "ctas_per_sm": 3}
     elif rows >= 16:
-        yield {"block_rows": 64, "block_columns": 256, "stages": 5}
-        yield {"block_rows": 64, "block_columns": 256, "stages": 5, "warps": 8}
+        yield {"block_m": 64, "block_n": 256, "stages": 5}
+        yield {"block_m": 64, "block_n": 256, "stages": 5, "warps": 8}
     if rows >= 64:
-        yield {"block_rows": 128, "block_columns": 256, "stages": 4, "warps": 8}
+        yield {"block_m": 128, "block_n": 256, "stages": 4, "warps": 8}
         if not gated:
-            yield {"block_rows": 128, "stages": 6, "warps": 8}
+            yield {"block_m": 128, "stages": 6, "warps": 8}
 
 
 @dataclass
@@ -85,10 +84,10 @@ class Operands:
     b: torch.Tensor
     a_scale: torch.Tensor | None
     b_scale: torch.Tensor | None
-    wanted: torch.Tensor  # the product in fp32, or what gating makes of it
+    wanted: torch.Tensor  # a @ b.T in fp32, or what gating makes of it
     out: torch.Tensor
     scales: torch.Tensor | None
-    home: torch.Tensor
+    dst_addr: torch.Tensor
 
     @classmethod
     def make(cls, work: str, dtype: torch.dtype, rows: int) -> Operands:
@@ -118,8 +117,8 @@ class Operands:
         kind = FP8 if work == "quant" else torch.bfloat16
         out = torch.empty(EXPERTS, rows, width, device="cuda", dtype=kind)
         scales = torch.empty(EXPERTS, rows, width // 128, device="cuda")
-        home = torch.arange(EXPERTS * rows, device="cuda") * (width * 2) + out.data_ptr()
-        return cls(a, b, a_scale, b_scale, wanted, out, scales, home)
+        dst_addr = torch.arange(EXPERTS * rows, device="cuda") * (width * 2) + out.data_ptr()
+        return cls(a, b, a_scale, b_scale, wanted, out, scales, dst_addr)
 
 
 def call(
@@ -135,7 +134,7 @@ def call(
     if work == "quant":
         given |= {"epilogue": GatedQuant(), "out": (tensors.out, tensors.scales)}
     elif work == "push":
-        given |= {"epilogue": Push(tensors.home)}
+        given |= {"epilogue": Push(tensors.dst_addr)}
     else:
         given |= {"out": tensors.out}
     return lambda: grouped_gemm(tensors.a, tensors.b, **given)
@@ -176,7 +175,7 @@ def drawn(rows: int, even: bool) -> torch.Tensor:
 def check(
     tensors: Operands, work: str, counts: torch.Tensor, known: list[torch.Tensor]
 ) -> tuple[float, bool, bool]:
-    """(relative error, bits equal to those of every call before, rows of nobody untouched)."""
+    """(relative error, bits equal to those of every call before, rows of no expert untouched)."""
     most = tensors.out.shape[1]
     live = torch.arange(most, device="cuda") < counts[:, None]
     number = tensors.out.float()
@@ -253,9 +252,9 @@ def warm(
 def label(row: dict[str, Any]) -> str:
     """A plan in few letters."""
     if "stages" not in row:
-        return f"wgmma, {row['block_rows']} rows"
+        return f"wgmma, {row['block_m']} rows"
     marks = "s" * row["swap"] + "f" * row["flatten"]
-    tile = f"{row['block_rows']}x{row['block_columns']}x{row['block_depth']}"
+    tile = f"{row['block_m']}x{row['block_n']}x{row['block_k']}"
     return f"{tile} st{row['stages']} w{row['warps']} x{row['ctas_per_sm']} {marks}"
 
 

@@ -8,7 +8,7 @@ import torch
 
 import weft
 from tests.rounds import Round, bits
-from weft.gemm.push_cpu import tell_rows
+from weft.gemm.reference import push_rows
 from weft.lowlatency import reference as low
 from weft.lowlatency.api import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows
@@ -68,13 +68,13 @@ def expert_results(a2a: LowLatencyAllToAll, got: ExpertRows) -> torch.Tensor:
 
 
 def store_home(a2a: LowLatencyAllToAll, got: ExpertRows, y: torch.Tensor) -> None:
-    """Store experts' results where they belong, as a product would."""
+    """Store experts' results where they belong, as a grouped GEMM would."""
     assert got.dst_addr is not None
     assert got.abort_flag is not None
     there = torch.arange(y.shape[1], device=y.device)[None] < got.counts[:, None]
     if y.device.type == "cpu":
         rows = torch.where(there, got.dst_addr, 0).flatten()
-        tell_rows(rows, y.flatten(0, 1), got.abort_flag)
+        push_rows(rows, y.flatten(0, 1), got.abort_flag)
         return
     heap, layout, shape = a2a._rounds.premises.heap, a2a._geometry.layout, a2a._geometry.shape
     words = y.view(torch.int32)  # each is there at once

@@ -43,8 +43,8 @@ ELSEWHERE = {
 # Named by no document as a call of users: parts of weft, or of what they stand for.
 INTERNAL = {
     *("LayerTable", "LayerTable.curve", "LayerTable.shipped", "Expert.forward"),
-    *("GemmPlan.column_blocks", "GemmPlan.max_row_blocks"),
-    *("WgmmaPlan.max_row_blocks", "WgmmaPlan.stages"),
+    *("GemmPlan.n_blocks", "GemmPlan.max_m_blocks"),
+    *("WgmmaPlan.max_m_blocks", "WgmmaPlan.stages"),
     *("AllReduceFusionWorkspace.backend_for", "AllReduceFusionWorkspace.run"),
     *("AllReduceFusionWorkspace.scale", "AllReduceFusionWorkspace.expert_major"),
     *("Buffer.clean_low_latency_buffer", "AllReduceFusionPattern"),

@@ -43,7 +43,7 @@ POSIX = {
 }
 ASM_FILES = {
     *("bulk.cuh", "order.cuh", "copy.cuh", "quantize_warp.cuh", "team.cuh"),
-    *("tensor_copy.cuh", "wgmma.cuh"),
+    *("tma.cuh", "wgmma.cuh"),
 }
 BAD_MODULES = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle"}
 # A launcher and the children that it started itself speak over pipes that nobody else can open.

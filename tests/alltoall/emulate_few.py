@@ -16,10 +16,10 @@ BODIES = {
     "u32 address()": "return 0;",
     "void init(u32 count)": f"{BARRIER.format('&word')}->init(count);",
     "void arrive()": f"{BARRIER.format('&word')}->arrive();",
-    "void expect(u32 bytes)": f"{BARRIER.format('&word')}->expect(bytes);",
-    "void await(u32 parity)": f"emulated::engine.await(*{BARRIER.format('&word')}, parity);",
-    "void bulk_load(void* to, const void* from, u32 bytes, Arrival& arrival)": (
-        f"emulated::engine.load(to, from, bytes, {BARRIER.format('&arrival.word')});"
+    "void arrive_expect_tx(u32 bytes)": f"{BARRIER.format('&word')}->expect(bytes);",
+    "void wait(u32 parity)": f"emulated::engine.await(*{BARRIER.format('&word')}, parity);",
+    "void bulk_load(void* to, const void* from, u32 bytes, Mbarrier& mbarrier)": (
+        f"emulated::engine.load(to, from, bytes, {BARRIER.format('&mbarrier.word')});"
     ),
     "void bulk_store(void* to, const void* from, u32 bytes)": (
         "emulated::engine.store(to, from, bytes);"

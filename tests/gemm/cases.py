@@ -1,4 +1,4 @@
-"""Grouped products with known results: operands with traps, and an oracle that knows no tiles."""
+"""Grouped GEMMs with known results: operands with traps, and an oracle that knows no tiles."""
 
 from __future__ import annotations
 
@@ -7,16 +7,25 @@ from typing import Any
 
 import torch
 
-from weft.gemm import STORE, Epilogue, Gated, GatedQuant, Push, WgmmaPlan, grouped_gemm
-from weft.gemm.plan import FP8, GemmPlan
+from weft.gemm import (
+    STORE,
+    Epilogue,
+    Gated,
+    GatedQuant,
+    GemmPlan,
+    Push,
+    WgmmaPlan,
+    grouped_gemm,
+)
+from weft.gemm.plans import FP8
 from weft.reference import dequantize, quantize
 
-SENTINEL = 77.0  # what rows hold that belong to nobody
+UNTOUCHED = 77.0  # what rows hold that belong to no expert
 
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of one product. Rows of nobody hold NaN, and so do their scales."""
+    """Sizes of one grouped GEMM. Rows of no expert hold NaN, and so do their scales."""
 
     dtype: torch.dtype = FP8
     counts: tuple[int, ...] = (5, 0, 19)
@@ -33,21 +42,21 @@ class Case:
     def starts(self) -> list[int]:
         """Each expert's first row."""
         if self.masked:
-            return [expert * self.most for expert in range(len(self.counts))]
+            return [expert * self.max_rows for expert in range(len(self.counts))]
         starts = [0]
         for count in self.counts:
             starts.append(starts[-1] + -(-count // self.align) * self.align)
         return starts
 
     @property
-    def most(self) -> int:
+    def max_rows(self) -> int:
         """Rows of an expert's block, masked."""
         return max(self.counts) + self.slack
 
     @property
     def rows(self) -> int:
         """Rows of all."""
-        return len(self.counts) * self.most if self.masked else self.starts[-1] + self.slack
+        return len(self.counts) * self.max_rows if self.masked else self.starts[-1] + self.slack
 
     def live(self) -> torch.Tensor:
         """bool `[rows]`: rows that belong to an expert."""
@@ -78,9 +87,9 @@ class Case:
         if self.bias:
             given["bias"] = torch.randn(experts, self.n, generator=seed).to(torch.bfloat16)
         if self.masked:
-            a = a.view(experts, self.most, self.k)
+            a = a.view(experts, self.max_rows, self.k)
             if self.dtype == FP8:
-                given["a_scale"] = given["a_scale"].unflatten(0, (experts, self.most))
+                given["a_scale"] = given["a_scale"].unflatten(0, (experts, self.max_rows))
         else:
             given["offsets"] = torch.tensor(self.starts, dtype=torch.int32)
         moved = {name: tensor.to(device) for name, tensor in given.items()}
@@ -96,7 +105,7 @@ class Made:
     b: torch.Tensor
     given: dict[str, Any]
 
-    def product(self) -> torch.Tensor:
+    def oracle(self) -> torch.Tensor:
         """`a @ b.T + bias`, float64 `[rows, n]` on the CPU, row by row of each expert; NaN else."""
         case = self.case
         a, b = self.a.reshape(case.rows, case.k).cpu(), self.b.cpu()
@@ -104,31 +113,31 @@ class Made:
         if case.dtype == FP8:
             scales = self.given["a_scale"].reshape(case.rows, -1).cpu()
             wide = wide * scales.double().repeat_interleave(128, dim=1)
-        product = torch.full((case.rows, case.n), torch.nan, dtype=torch.float64)
+        y = torch.full((case.rows, case.n), torch.nan, dtype=torch.float64)
         for expert, (start, count) in enumerate(zip(case.starts, case.counts, strict=False)):
             weight = b[expert].double()
             if case.dtype == FP8:
                 blocks = self.given["b_scale"][expert].cpu().double()
                 weight = weight * blocks.repeat_interleave(128, 0).repeat_interleave(128, 1)
-            product[start : start + count] = wide[start : start + count] @ weight.T
+            y[start : start + count] = wide[start : start + count] @ weight.T
             if case.bias:
-                product[start : start + count] += self.given["bias"][expert].cpu().double()
-        return product
+                y[start : start + count] += self.given["bias"][expert].cpu().double()
+        return y
 
     def call(
         self, epilogue: Epilogue = STORE, plan: GemmPlan | WgmmaPlan | None = None, **more: Any
     ) -> Output:
-        """The product by `grouped_gemm`, into tensors full of SENTINEL."""
+        """Call `grouped_gemm`, with results in tensors full of UNTOUCHED."""
         case, device = self.case, self.a.device
         gated = isinstance(epilogue, Gated)
         rows, width = tuple(self.a.shape[:-1]), case.n // 2 if gated else case.n
         dtype = torch.bfloat16 if case.dtype == FP8 else case.dtype
         if isinstance(epilogue, GatedQuant):
-            numbers = torch.full((*rows, width), SENTINEL, device=device).to(FP8)
-            scales = torch.full((*rows, width // 128), SENTINEL, device=device)
+            numbers = torch.full((*rows, width), UNTOUCHED, device=device).to(FP8)
+            scales = torch.full((*rows, width // 128), UNTOUCHED, device=device)
             more["out"] = (numbers, scales)
         else:
-            numbers = torch.full((*rows, width), SENTINEL, dtype=dtype, device=device)
+            numbers = torch.full((*rows, width), UNTOUCHED, dtype=dtype, device=device)
             scales = None
         if isinstance(epilogue, Push):
             result = grouped_gemm(
@@ -157,20 +166,20 @@ class Output:
         return dequantize(numbers, self.scales.reshape(self.case.rows, -1).cpu()).double()
 
     def agrees(self, wanted: torch.Tensor, tolerance: float = 2.0**-7) -> None:
-        """Rows of experts are near `wanted`, and rows of nobody as they were."""
+        """Rows of experts are near `wanted`, and rows of no expert as they were."""
         live, got = self.case.live(), self.read()
         error = (got - wanted)[live].abs()
         scale = wanted[live].square().mean().sqrt()
         assert bool((error <= tolerance * (wanted[live].abs() + scale / 4)).all()), error.max()
         rest = self.numbers.reshape(self.case.rows, -1).cpu()[~live].float()
-        assert bool((rest == torch.tensor(SENTINEL).to(self.numbers.dtype).float()).all())
+        assert bool((rest == torch.tensor(UNTOUCHED).to(self.numbers.dtype).float()).all())
         if self.scales is not None:
-            assert bool((self.scales.reshape(self.case.rows, -1).cpu()[~live] == SENTINEL).all())
+            assert bool((self.scales.reshape(self.case.rows, -1).cpu()[~live] == UNTOUCHED).all())
 
 
-def gated(gating: Gated, product: torch.Tensor) -> torch.Tensor:
-    """What gating makes of a product, in its precision."""
-    gate, up = product.chunk(2, dim=-1)
+def gated(gating: Gated, y: torch.Tensor) -> torch.Tensor:
+    """What gating makes of `a @ b.T`, in its precision."""
+    gate, up = y.chunk(2, dim=-1)
     if gating.limit is not None:
         gate, up = gate.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit)
     return gate / (1 + torch.exp(-gating.alpha * gate)) * (up + gating.offset)

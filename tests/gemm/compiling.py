@@ -14,9 +14,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from weft.gemm import STORE, Epilogue, Gated, GatedQuant, GemmPlan, Push
-from weft.gemm.launch import kernel_arguments, kernel_constants, kernel_of
-from weft.gemm.plan import FP8
-from weft.gemm.request import Request
+from weft.gemm.plans import FP8
+from weft.gemm.problem import GemmProblem
+from weft.gemm.triton_launch import grouped_kernel, kernel_arguments, kernel_constants
 
 TYPES = {
     torch.float32: "fp32",
@@ -51,8 +51,8 @@ def described(
     bias: bool = False,
     masked: bool = False,
     k_major: bool = False,
-) -> Request:
-    """A request without memory."""
+) -> GemmProblem:
+    """A problem without memory."""
 
     def empty(*shape: int, of: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=of, device="meta")
@@ -64,12 +64,12 @@ def described(
     width = n // 2 if gated else n
     out_dtype = FP8 if quant else torch.bfloat16 if scaled else dtype
     a_scale = empty(k // 128, rows).T if k_major else empty(rows, k // 128)
-    return Request(
+    return GemmProblem(
         a=empty(rows, k, of=dtype),
         b=empty(experts, n, k, of=dtype),
         counts=empty(experts, of=torch.int32),
         starts=None if masked else empty(experts + 1, of=torch.int32),
-        most=128 if masked else rows,
+        max_rows=128 if masked else rows,
         a_scale=a_scale if scaled else None,
         b_scale=empty(experts, n // 128, k // 128) if scaled else None,
         bias=empty(experts, n, of=torch.bfloat16) if bias else None,
@@ -80,11 +80,11 @@ def described(
     )
 
 
-def compiled(request: Request, plan: GemmPlan, folder: Path) -> Compiled:
+def compiled(problem: GemmProblem, plan: GemmPlan, folder: Path) -> Compiled:
     """Compile for sm_90a; `folder` gets the cubin."""
-    function = kernel_of()
-    arguments = kernel_arguments(request, plan, lambda t, _shape, _strides, block: (t, block))
-    constants = kernel_constants(request, plan)
+    function = grouped_kernel()
+    arguments = kernel_arguments(problem, plan, lambda t, _shape, _strides, block: (t, block))
+    constants = kernel_constants(problem, plan)
     names = function.arg_names
     signature: dict[str, str] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}

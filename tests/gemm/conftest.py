@@ -1,4 +1,4 @@
-"""What the emulated products have in common."""
+"""What the emulated GEMMs have in common."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The grouped product for Hopper compiled for a CPU, in the place of the reference."""
+"""The grouped GEMM for Hopper compiled for a CPU, in the place of the reference."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from tests.emulator.emulate import build_library, emulated_tree, replace_bodies
 from tests.emulator.instructions import translated
 from weft.gemm import Push, WgmmaPlan, hopper
 from weft.gemm.hopper_source import THREADS
-from weft.gemm.request import Request
+from weft.gemm.plans import CLUSTER_N
+from weft.gemm.problem import GemmProblem
 
 HERE = Path(__file__).parents[1] / "emulator"
 SHARED = "extern __shared__ __align__(1024) u8 memory[];"
@@ -22,70 +23,73 @@ BODIES = {
     "bulk.cuh": {
         "void init(u32 count)": "emulated::make_barrier(&word, count);",
         "void arrive()": "emulated::arrive(&word);",
-        "void expect(u32 bytes)": "emulated::arrive(&word, bytes);",
-        "void await(u32 parity)": "emulated::await(&word, parity);",
+        "void arrive_expect_tx(u32 bytes)": "emulated::arrive(&word, bytes);",
+        "void wait(u32 parity)": "emulated::await(&word, parity);",
         "void fence_for_bulk()": FENCED,
     },
     "copy.cuh": {
         "void store(uint4* at, uint4 v)": "emulated::store_vector(at, v);",
         "void post_vector(uint4* at, uint4 v)": "emulated::store_vector(at, v);",
     },
-    "tensor_copy.cuh": {
-        "void load_box(void* to, const TensorMap& map, u32 x, u32 y, Arrival& arrival, u64 hint)": (
+    "tma.cuh": {
+        "void tma_load_2d(void* to, const TensorMap& map, u32 x, u32 y, Mbarrier& mbarrier,\n"
+        "                         u64 hint)": (
             f"emulated::load_box(1u << emulated::cta->rank, to, {MAP}, {{i32(x), i32(y)}}, "
-            "&arrival.word);"
+            "&mbarrier.word);"
         ),
-        "void load_box_for(u16 ctas, void* to, const TensorMap& map, u32 x, u32 y, "
-        "Arrival& arrival,\n                          u64 hint)": (
-            f"emulated::load_box(ctas, to, {MAP}, {{i32(x), i32(y)}}, &arrival.word);"
+        "void tma_load_2d_multicast(u16 ctas, void* to, const TensorMap& map, u32 x, u32 y,\n"
+        "                                   Mbarrier& mbarrier, u64 hint)": (
+            f"emulated::load_box(ctas, to, {MAP}, {{i32(x), i32(y)}}, &mbarrier.word);"
         ),
-        "void load_box4(void* to, const TensorMap& map, u32 x, u32 y, u32 z, Arrival& arrival,\n"
-        "                       u64 hint)": (
+        "void tma_load_4d(void* to, const TensorMap& map, u32 x, u32 y, u32 z, "
+        "Mbarrier& mbarrier,\n                         u64 hint)": (
             f"emulated::load_box(1u << emulated::cta->rank, to, {MAP}, "
-            "{i32(x), i32(y), 0, i32(z)}, &arrival.word);"
+            "{i32(x), i32(y), 0, i32(z)}, &mbarrier.word);"
         ),
-        "void load_box5(void* to, const TensorMap& map, u32 x, u32 y, u32 z, Arrival& arrival,\n"
-        "                       u64 hint)": (
+        "void tma_load_5d(void* to, const TensorMap& map, u32 x, u32 y, u32 z, "
+        "Mbarrier& mbarrier,\n                         u64 hint)": (
             f"emulated::load_box(1u << emulated::cta->rank, to, {MAP}, "
-            "{i32(x), 0, 0, i32(y), i32(z)}, &arrival.word);"
+            "{i32(x), 0, 0, i32(y), i32(z)}, &mbarrier.word);"
         ),
-        "void arrive_at(u32 cta, Arrival& arrival)": "emulated::arrive_at(cta, &arrival.word);",
-        "void send_word(u32 cta, u32* at, u32 value, Arrival& arrival)": (
-            "emulated::send_word(cta, at, value, &arrival.word);"
+        "void arrive_remote(u32 cta, Mbarrier& mbarrier)": (
+            "emulated::arrive_at(cta, &mbarrier.word);"
         ),
-        "void meet_cluster()": "emulated::arrive_cluster(); emulated::wait_cluster();",
-        "void publish_arrivals()": "emulated::machine->mine().published = 1;",
+        "void store_remote(u32 cta, u32* at, u32 value, Mbarrier& mbarrier)": (
+            "emulated::send_word(cta, at, value, &mbarrier.word);"
+        ),
+        "void sync_cluster_relaxed()": "emulated::arrive_cluster(); emulated::wait_cluster();",
+        "void fence_mbarrier_init()": "emulated::machine->mine().published = 1;",
     },
     "team.cuh": {"void wait_for_predecessor()": "emulated::follow();"},
-    "wgmma.cuh": {
-        "void begin_products()": ORDERED,
-        "void commit_products()": "emulated::commit();",
-        "void await_products()": "emulated::settle_groups(but);",
-        "void await_step(float (&part)[N])": "(void)part;\n    await_products<but>();",
-        "void give_registers()": "",
-        "void take_registers()": "",
-        "void store_transposed(void* at, u32 a, u32 b, u32 c, u32 d)": (
-            "emulated::store_matrices(at, true, {a, b, c, d});"
-        ),
-        "void store_blocks(void* at, u32 a, u32 b, u32 c, u32 d)": (
-            "emulated::store_matrices(at, false, {a, b, c, d});"
-        ),
-    },
 }
-UNUSED = {  # of the engine that few SMs have: nobody calls them here
-    "void bulk_load(void* to, const void* from, u32 bytes, Arrival& arrival)": "",
+WGMMA_BODIES = {
+    "void wgmma_fence()": ORDERED,
+    "void wgmma_commit()": "emulated::commit();",
+    "void wgmma_wait()": "emulated::settle_groups(pending);",
+    "void wait_accumulator(float (&acc)[N])": "(void)acc;\n    wgmma_wait<pending>();",
+    "void setmaxnreg_dec()": "",
+    "void setmaxnreg_inc()": "",
+    "void stmatrix_x4_trans(void* at, u32 a, u32 b, u32 c, u32 d)": (
+        "emulated::store_matrices(at, true, {a, b, c, d});"
+    ),
+    "void stmatrix_x4(void* at, u32 a, u32 b, u32 c, u32 d)": (
+        "emulated::store_matrices(at, false, {a, b, c, d});"
+    ),
+}
+UNUSED = {  # of the bulk engine: the GEMM does not call them
+    "void bulk_load(void* to, const void* from, u32 bytes, Mbarrier& mbarrier)": "",
     "void bulk_store(void* to, const void* from, u32 bytes)": "",
     "void bulk_commit()": "",
     "void bulk_wait_read()": "",
     "void bulk_wait_written()": "",
     "void fence_shared_for_bulk()": "",
 }
-MULTIPLY = """\
+WGMMA = """\
 template <weft::Operand O, weft::u32 N>
-void weft::multiply(float (&sum)[N / 2], u64 a, u64 b, bool add) {
+void weft::wgmma(float (&acc)[N / 2], u64 a, u64 b, bool accumulate) {
     static_assert(u32(weft::Operand::bf16) == emulated::bf16);
     static_assert(u32(weft::Operand::fp16) == emulated::fp16);
-    emulated::multiply(u32(O), sum, N, a, b, add);
+    emulated::multiply(u32(O), acc, N, a, b, accumulate);
 }
 """
 RULES = (
@@ -104,19 +108,20 @@ extern "C" __attribute__((visibility("default"))) void write_late(
 }
 """
 DOOR = """\
-extern "C" __attribute__((visibility("default"))) void product_{i}(
-    const weft::ProductArgs* a, unsigned ctas, unsigned seed, unsigned policy, unsigned* broken) {{
-    constexpr weft::Product P = {literal};
-    emulated::launch_pairs(ctas, {threads}, weft::product_shared_bytes<P>(), seed,
-                           emulated::Policy(policy), broken, late, [a] {{ weft::product<P>(*a); }});
+extern "C" __attribute__((visibility("default"))) void grouped_gemm_{i}(
+    const weft::GemmArgs* a, unsigned ctas, unsigned seed, unsigned policy, unsigned* broken) {{
+    constexpr weft::GemmShape S = {literal};
+    emulated::launch_pairs(ctas, {threads}, weft::gemm_shared_bytes<S>(), seed,
+                           emulated::Policy(policy), broken, late,
+                           [a] {{ weft::grouped_gemm<S>(*a); }});
 }}
 """
 
 
-def compile_products(
-    kinds: Iterable[hopper.Kind], folder: Path, mutation: Mapping[str, str] | None = None
+def compile_gemms(
+    shapes: Iterable[hopper.GemmShape], folder: Path, mutation: Mapping[str, str] | None = None
 ) -> Path:
-    """The shared library of some kinds of product.
+    """The shared library of the kernels of some shapes.
 
     mutation: texts of the kernel, and what they become, wherever they stand in it.
     """
@@ -124,6 +129,7 @@ def compile_products(
     for name, bodies in (BODIES | {"bulk.cuh": BODIES["bulk.cuh"] | UNUSED}).items():
         replace_bodies(root / "weft/device" / name, bodies)
     path = root / "weft/gemm/wgmma.cuh"
+    replace_bodies(path, WGMMA_BODIES)
     path.write_text(translated(path.read_text()))
     path = root / "weft/gemm/grouped_gemm.cuh"
     text = path.read_text()
@@ -132,13 +138,11 @@ def compile_products(
     for old, new in (mutation or {}).items():
         _mutate(root / "weft/gemm", old, new)
     doors = "".join(
-        DOOR.format(i=i, literal=kind.literal, threads=THREADS) for i, kind in enumerate(kinds)
+        DOOR.format(i=i, literal=shape.literal, threads=THREADS) for i, shape in enumerate(shapes)
     )
     emulator = "".join((HERE / f"{name}.hpp").read_text() for name in ("cluster", "tensor"))
     includes = "#include <weft/gemm/wgmma.cuh>\n", "#include <weft/gemm/grouped_gemm.cuh>\n"
-    return build_library(
-        root, f"{emulator}{LATE_MEMORY}{includes[0]}{MULTIPLY}{includes[1]}{doors}"
-    )
+    return build_library(root, f"{emulator}{LATE_MEMORY}{includes[0]}{WGMMA}{includes[1]}{doors}")
 
 
 def _mutate(kernels: Path, old: str, new: str) -> None:
@@ -149,32 +153,32 @@ def _mutate(kernels: Path, old: str, new: str) -> None:
 
 
 @dataclass
-class EmulatedProducts:
-    """Kinds of product that stand for the reference on a GPU of `sms`; keeps broken rules."""
+class EmulatedGemms:
+    """Kernels of some shapes that stand for the reference, on a GPU of `sms`."""
 
     library: ctypes.CDLL
-    kinds: tuple[hopper.Kind, ...]
+    shapes: tuple[hopper.GemmShape, ...]
     seed: int = 1
     policy: int = LATE
     sms: int = 4
 
-    def compute(self, request: Request, plan: WgmmaPlan) -> None:
-        """Run one product to its end. Asserts that no rule was broken."""
+    def compute(self, problem: GemmProblem, plan: WgmmaPlan) -> None:
+        """Run one grouped GEMM to its end. Asserts that no rule was broken."""
         assert isinstance(plan, WgmmaPlan)
-        rows, experts = len(request.a), len(request.b)
-        clusters = plan.max_row_blocks(rows, experts) * -(-request.b.shape[1] // hopper.PAIR)
-        args, broken = hopper._arguments(request), (ctypes.c_uint32 * len(RULES))()
-        self._write_late(request)
-        number = self.kinds.index(hopper.Kind.of(request, plan))
-        getattr(self.library, f"product_{number}")(
+        rows, experts = len(problem.a), len(problem.b)
+        clusters = plan.max_m_blocks(rows, experts) * -(-problem.b.shape[1] // CLUSTER_N)
+        args, broken = hopper._arguments(problem), (ctypes.c_uint32 * len(RULES))()
+        self._write_late(problem)
+        number = self.shapes.index(hopper.GemmShape.of(problem, plan))
+        getattr(self.library, f"grouped_gemm_{number}")(
             ctypes.byref(args), min(self.sms // 2, clusters) * 2, self.seed, self.policy, broken
         )
         assert not any(broken), {r: n for r, n in zip(RULES, broken, strict=True) if n}
 
-    def _write_late(self, request: Request) -> None:
-        """What the kernel in front writes until it ends: rows, their scales, their homes."""
-        home = request.epilogue.home if isinstance(request.epilogue, Push) else None
-        found = [t for t in (request.a, request.a_scale, home) if t is not None]
+    def _write_late(self, problem: GemmProblem) -> None:
+        """What the previous kernel writes until it ends: rows, their scales, their dst_addr."""
+        dst_addr = problem.epilogue.dst_addr if isinstance(problem.epilogue, Push) else None
+        found = [t for t in (problem.a, problem.a_scale, dst_addr) if t is not None]
         at = (ctypes.c_void_p * len(found))(*(t.data_ptr() for t in found))
         spans = [
             (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))

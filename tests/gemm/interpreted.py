@@ -16,7 +16,7 @@ import torch
 from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests.gemm.cases import SENTINEL, Case, gated
+from tests.gemm.cases import UNTOUCHED, Case, gated
 from weft.gemm import (
     STORE,
     Epilogue,
@@ -27,9 +27,9 @@ from weft.gemm import (
     WgmmaPlan,
     reference,
 )
-from weft.gemm.launch import kernel_arguments, kernel_constants, kernel_of
-from weft.gemm.plan import FP8
-from weft.gemm.request import Request
+from weft.gemm.plans import FP8
+from weft.gemm.problem import GemmProblem
+from weft.gemm.triton_launch import grouped_kernel, kernel_arguments, kernel_constants
 
 HALF = torch.float16
 CASES = {
@@ -37,7 +37,7 @@ CASES = {
     "masked": Case(masked=True, counts=(17, 0, 3)),
     "bias": Case(bias=True, counts=(1, 2)),
     "one expert": Case(counts=(70,)),
-    "nobody": Case(counts=(0, 0, 0)),
+    "no rows": Case(counts=(0, 0, 0)),
     "k-major, masked": Case(k_major=True, masked=True),
 }
 ODD = Case(dtype=HALF, n=1000, k=200)  # neither columns nor k fill their last block
@@ -45,16 +45,16 @@ ODD = Case(dtype=HALF, n=1000, k=200)  # neither columns nor k fill their last b
 
 def plans(dtype: torch.dtype, gating: bool) -> list[GemmPlan]:
     """A tile of each kind."""
-    depth = 128 if dtype == FP8 else 64
-    few = GemmPlan(16, 256 if gating else 128, depth, swap=True, stages=2)
-    return [few, GemmPlan(64, 256, depth)]
+    block_k = 128 if dtype == FP8 else 64
+    few = GemmPlan(16, 256 if gating else 128, block_k, swap=True, stages=2)
+    return [few, GemmPlan(64, 256, block_k)]
 
 
-def interpret(request: Request, plan: GemmPlan | WgmmaPlan) -> None:
+def interpret(problem: GemmProblem, plan: GemmPlan | WgmmaPlan) -> None:
     """`launch`, with three CTAs one after the other."""
     assert isinstance(plan, GemmPlan)
-    arguments = kernel_arguments(request, plan, TensorDescriptor)
-    kernel_of()[(3,)](*arguments, **kernel_constants(request, plan))
+    arguments = kernel_arguments(problem, plan, TensorDescriptor)
+    grouped_kernel()[(3,)](*arguments, **kernel_constants(problem, plan))
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def interpreting() -> Iterator[None]:
 def agreed(case: Case, epilogue: Epilogue, plan: GemmPlan) -> None:
     """A call's numbers are the oracle's, and so are the reference's."""
     made = case.make()
-    wanted = gated(epilogue, made.product()) if isinstance(epilogue, Gated) else made.product()
+    wanted = gated(epilogue, made.oracle()) if isinstance(epilogue, Gated) else made.oracle()
     tolerance = 0.08 if isinstance(epilogue, GatedQuant) else 2.0**-7
     made.call(epilogue, plan).agrees(wanted, tolerance)
     with interpreting():
@@ -77,19 +77,19 @@ def agreed(case: Case, epilogue: Epilogue, plan: GemmPlan) -> None:
 
 
 def pushed(case: Case, plan: GemmPlan) -> None:
-    """Rows arrive at their homes; one has none."""
+    """Rows arrive at their dst_addr; one has none."""
     made, live = case.make(), case.live()
-    homes = torch.full((case.rows, case.n), SENTINEL, dtype=HALF)
+    there = torch.full((case.rows, case.n), UNTOUCHED, dtype=HALF)
     order = torch.randperm(case.rows, generator=torch.Generator().manual_seed(1))
-    home = homes.data_ptr() + order * case.n * 2
+    dst_addr = there.data_ptr() + order * case.n * 2
     absent = live.nonzero()[0, 0]
-    home[absent] = 0
+    dst_addr[absent] = 0
     with interpreting():
         stored = made.call(STORE, plan).numbers.reshape(case.rows, -1)
-        made.call(Push(home), plan)
+        made.call(Push(dst_addr), plan)
     live[absent] = False
-    assert torch.equal(homes[order][live], stored[live])
-    assert bool((homes[order][~live] == SENTINEL).all())
+    assert torch.equal(there[order][live], stored[live])
+    assert bool((there[order][~live] == UNTOUCHED).all())
 
 
 def held() -> None:
@@ -98,9 +98,9 @@ def held() -> None:
     whole = made.call().numbers
     made.given["counts"].copy_(torch.tensor([1000, 0]))
     with interpreting():
-        got = made.call(plan=GemmPlan(16, block_depth=64, swap=True)).numbers
+        got = made.call(plan=GemmPlan(16, block_k=64, swap=True)).numbers
     torch.testing.assert_close(got[0], whole[0])
-    assert bool((got[1] == SENTINEL).all())
+    assert bool((got[1] == UNTOUCHED).all())
 
 
 def exact_quantising() -> None:
@@ -148,7 +148,7 @@ def main() -> None:
     """Every case with every kind of tile and epilogue."""
     interpreter._patch_lang_tensor = patched_index(interpreter._patch_lang_tensor)
     interpreter._convert_float = patched_rounding(interpreter._convert_float)
-    warnings.filterwarnings("ignore", category=RuntimeWarning)  # NaN rows of nobody
+    warnings.filterwarnings("ignore", category=RuntimeWarning)  # NaN rows of no expert
     for dtype in (FP8, HALF):
         for name, case in CASES.items():
             for plan in plans(dtype, gating=False):

@@ -15,7 +15,7 @@ import triton
 
 from tests.recorded import TRITON, reads
 from weft.gemm import GemmPlan, plan
-from weft.gemm.plan import FP8
+from weft.gemm.plans import FP8
 
 pytest.importorskip("triton", reason="pip install 'weft[gpu]'")
 
@@ -53,7 +53,7 @@ def test_default_plans_fit_the_sm_and_store_16_bytes(
 ):
     made = chosen(rows, dtype, epilogue)
     code = compiled(described(dtype, epilogue), made, tmp_path)
-    narrow = made.block_rows if made.swap else 128
+    narrow = made.block_m if made.swap else 128
     assert code.wgmma == {f"m64n{narrow}k{32 if dtype == FP8 else 16}"}
     assert "cp.async.bulk.tensor" in code.ptx
     fits(code, made)
@@ -98,13 +98,13 @@ def test_layouts_and_odd_sizes_compile(masked: bool, k_major: bool, tmp_path: Pa
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_rows_to_fp8_compile(dtype: str):
-    from weft.gemm.rows_kernel import quantize_kernel
+    from weft.gemm.triton_kernels import quantize_rows_kernel
 
     source = ASTSource(
-        quantize_kernel,
+        quantize_rows_kernel,
         signature={
             **{"x": f"*{dtype}", "out": "*fp8e4nv", "out_scale": "*fp32", "rows": "i32"},
-            **dict.fromkeys(("K", "ROWS", "PROGRAMMATIC"), "constexpr"),
+            **dict.fromkeys(("K", "BLOCK_M", "PROGRAMMATIC"), "constexpr"),
         },
         constexprs={(4,): 7168, (5,): 8, (6,): True},
         attrs={(place,): [["tt.divisibility", 16]] for place in range(3)},

@@ -1,4 +1,4 @@
-"""Grouped products on a GPU: every layout and epilogue with every kind of tile, bits and graphs."""
+"""Grouped GEMM on a GPU: every layout and epilogue with every kind of tile, bits and graphs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.gemm.cases import SENTINEL, Case, Made, gated
+from tests.gemm.cases import UNTOUCHED, Case, Made, gated
 from weft.gemm import STORE, Epilogue, Gated, GatedQuant, GemmPlan, Push, grouped_gemm, plan
-from weft.gemm.plan import FP8
+from weft.gemm.plans import FP8
 
 pytestmark = pytest.mark.gpu
 
@@ -21,7 +21,7 @@ CASES = {
     "packed": Case(counts=(3, 1, 7, 0, 200), align=1, slack=0, n=512),
     "bias": Case(counts=(33, 2), bias=True, n=512),
     "one expert": Case(counts=(300,), n=512, k=2048),
-    "nobody": Case(counts=(0, 0, 0), n=512),
+    "no rows": Case(counts=(0, 0, 0), n=512),
     "k-major": Case(counts=(40, 9), k_major=True, n=512),
     "k-major, masked": Case(counts=(40, 9), k_major=True, masked=True, n=512),
     "many experts": Case(counts=tuple(e % 5 for e in range(200)), n=512, k=128),
@@ -30,16 +30,16 @@ CASES = {
 
 def tiles(dtype: torch.dtype, gating: bool) -> Iterator[GemmPlan]:
     """One plan of each kind; results must not depend on it."""
-    depth, columns = 128 if dtype == FP8 else 64, 256 if gating else 128
-    few = GemmPlan(16, columns, depth, swap=True, stages=3)
-    many = GemmPlan(128, 256, depth, stages=3, warps=8)
+    block_k, block_n = 128 if dtype == FP8 else 64, 256 if gating else 128
+    few = GemmPlan(16, block_n, block_k, swap=True, stages=3)
+    many = GemmPlan(128, 256, block_k, stages=3, warps=8)
     yield few
-    yield replace(few, block_rows=32, flatten=False)
-    yield replace(few, block_rows=64, ctas_per_sm=2)
-    yield GemmPlan(64, columns, depth, stages=3, ctas_per_sm=2)
+    yield replace(few, block_m=32, flatten=False)
+    yield replace(few, block_m=64, ctas_per_sm=2)
+    yield GemmPlan(64, block_n, block_k, stages=3, ctas_per_sm=2)
     yield many
     yield replace(many, flatten=False)
-    yield GemmPlan(64, columns, depth, stages=3, flatten=False)
+    yield GemmPlan(64, block_n, block_k, stages=3, flatten=False)
 
 
 def agreed(
@@ -57,7 +57,7 @@ def agreed(
 @pytest.mark.parametrize("epilogue", [STORE, Gated(1.702, 1.0, 0.7), GatedQuant()])
 def test_every_tile_makes_the_same_bits(epilogue: Epilogue, dtype: torch.dtype):
     made = replace(CASES["contiguous"], dtype=dtype).make("cuda")
-    wanted = made.product()
+    wanted = made.oracle()
     first: tuple[torch.Tensor, ...] = ()
     for tile in tiles(dtype, isinstance(epilogue, Gated)):
         got = agreed(made, wanted, epilogue, tile)
@@ -70,7 +70,7 @@ def test_every_tile_makes_the_same_bits(epilogue: Epilogue, dtype: torch.dtype):
 @pytest.mark.parametrize("name", CASES)
 def test_layouts(name: str, dtype: torch.dtype):
     made = replace(CASES[name], dtype=dtype).make("cuda")
-    wanted = made.product()
+    wanted = made.oracle()
     for rows in (16, 128):
         for epilogue in (STORE, GatedQuant()) if dtype == FP8 else (STORE,):
             tile = plan(4, rows, 512, 1024, dtype, gated=epilogue is not STORE)
@@ -110,39 +110,39 @@ def test_quantising_has_the_bits_of_the_reference():
 
 @pytest.mark.parametrize("dtype", [FP8, BF16])
 @pytest.mark.parametrize("masked", [False, True])
-def test_rows_are_pushed_home(masked: bool, dtype: torch.dtype):
+def test_rows_are_pushed_to_their_dst_addr(masked: bool, dtype: torch.dtype):
     case = Case(counts=(40, 0, 19), n=512, masked=masked, dtype=dtype)
     made, live = case.make("cuda"), case.live()
     order = torch.randperm(case.rows, generator=torch.Generator().manual_seed(1))
     stored = made.call().numbers.reshape(case.rows, -1).cpu()
     absent = live.nonzero()[::3, 0]
     for tile in tiles(dtype, gating=False):
-        homes = torch.full((case.rows, case.n), SENTINEL, dtype=BF16, device="cuda")
-        home = (homes.data_ptr() + order * case.n * 2).cuda()
-        home[absent] = 0
-        made.call(Push(home), tile)
-        there, kept = homes.cpu()[order], live.clone()
+        remote = torch.full((case.rows, case.n), UNTOUCHED, dtype=BF16, device="cuda")
+        dst_addr = (remote.data_ptr() + order * case.n * 2).cuda()
+        dst_addr[absent] = 0
+        made.call(Push(dst_addr), tile)
+        there, kept = remote.cpu()[order], live.clone()
         kept[absent] = False
         assert torch.equal(there[kept], stored[kept])
-        assert bool((there[~kept] == SENTINEL).all())
+        assert bool((there[~kept] == UNTOUCHED).all())
 
 
-def test_odd_columns_and_depths():
+def test_odd_n_and_k():
     for dtype in (BF16, HALF):
         made = Case(counts=(70, 3), n=208, k=200, dtype=dtype, bias=True).make("cuda")
         for tile in tiles(dtype, gating=False):
-            made.call(plan=tile).agrees(made.product())
+            made.call(plan=tile).agrees(made.oracle())
         for tile in tiles(dtype, gating=True):
-            made.call(Gated(), tile).agrees(gated(Gated(), made.product()))
+            made.call(Gated(), tile).agrees(gated(Gated(), made.oracle()))
 
 
 @pytest.mark.parametrize("programmatic", [False, True])
 def test_a_captured_graph_follows_its_counts(programmatic: bool):
     case = Case(counts=(60, 60, 60), n=512, k=1024, masked=True)
     made = case.make("cuda")
-    up = torch.empty(3, case.most, 512, device="cuda", dtype=BF16)
+    up = torch.empty(3, case.max_rows, 512, device="cuda", dtype=BF16)
     second = Case(counts=(60, 60, 60), n=256, k=512, masked=True, dtype=BF16).make("cuda")
-    down = torch.empty(3, case.most, 256, device="cuda", dtype=BF16)
+    down = torch.empty(3, case.max_rows, 256, device="cuda", dtype=BF16)
 
     def both() -> None:
         grouped_gemm(made.a, made.b, out=up, programmatic_launch=programmatic, **made.given)
@@ -157,11 +157,11 @@ def test_a_captured_graph_follows_its_counts(programmatic: bool):
     whole = down.clone()
     for counts in ((60, 60, 60), (0, 0, 0), (1, 60, 17), (33, 0, 2)):
         made.given["counts"].copy_(torch.tensor(counts))
-        down.fill_(SENTINEL)
+        down.fill_(UNTOUCHED)
         graph.replay()
         for expert, count in enumerate(counts):
             assert torch.equal(down[expert, :count], whole[expert, :count])
-            assert bool((down[expert, count:] == SENTINEL).all())
+            assert bool((down[expert, count:] == UNTOUCHED).all())
 
 
 def test_results_beyond_two_to_the_31():
@@ -183,7 +183,7 @@ def test_counts_are_held_to_the_rows_there_are():
     made.given["counts"].copy_(torch.tensor([1000, 0]))
     got = made.call().numbers
     assert torch.equal(got[0], whole[0])
-    assert bool((got[1] == SENTINEL).all())
+    assert bool((got[1] == UNTOUCHED).all())
 
 
 def test_no_rows_at_all():

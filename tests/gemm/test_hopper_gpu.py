@@ -1,4 +1,4 @@
-"""Hopper's product on a GPU: each tile has the bits of GemmPlan's, and writes no other row."""
+"""Hopper's grouped GEMM on a GPU: the bits of Triton's with any tile, and no other row written."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gemm.cases import SENTINEL, Case, Made, Output, gated
+from tests.gemm.cases import UNTOUCHED, Case, Made, Output, gated
 from weft.errors import OutOfOrder
 from weft.gemm import STORE, Epilogue, Gated, GatedQuant, Push, WgmmaPlan, grouped_gemm, plan
-from weft.gemm.hopper import BLOCK_ROWS, FP8_ROWS, Kind, preload
-from weft.gemm.plan import FP8
+from weft.gemm.hopper import GemmShape, preload
+from weft.gemm.plans import BLOCK_MS, FP8, FP8_BLOCK_MS
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -23,48 +23,54 @@ CASES = {
     "masked": Case(counts=(17, 0, 3, 129), n=512, k=1024, masked=True),
     "packed": Case(counts=(3, 1, 7, 0, 200), align=1, slack=0, n=512),
     "one expert": Case(counts=(300,), n=512, k=2048),
-    "nobody": Case(counts=(0, 0, 0), n=512),
+    "no rows": Case(counts=(0, 0, 0), n=512),
     "k-major": Case(counts=(40, 9), k_major=True, n=512),
     "k-major, masked": Case(counts=(40, 9), k_major=True, masked=True, n=512),
     "many experts": Case(counts=tuple(e % 5 for e in range(200)), n=512, k=128),
     "odd steps": Case(counts=(33, 100), n=256, k=640),
-    "tall": Case(counts=(97, 112, 128, 129, 192, 191, 256, 224, 257, 289, 545), n=512, k=1024),
+    "normal": Case(counts=(97, 112, 128, 129, 192, 191, 256, 224, 257, 289, 545), n=512, k=1024),
     "deep": Case(counts=(100, 33, 250), n=512, k=7168),
     "bf16": Case(BF16, counts=(5, 0, 130, 1, 64), n=272, k=200, bias=True),
     "bf16, high": Case(BF16, counts=(150, 257, 192, 48, 224), n=768, k=2880),
     "fp16, masked": Case(torch.float16, counts=(17, 0, 3, 200), n=512, k=1024, masked=True),
 }
-EVERY_TILE = ("contiguous", "tall", "deep", "bf16, high")  # the others: low tiles alone, and both
-HALVES = {BF16: "bf16", torch.float16: "fp16"}
+EVERY_TILE = (
+    "contiguous",
+    "normal",
+    "deep",
+    "bf16, high",
+)  # the others: swapped tiles alone, and both
+NAMES_16BIT = {BF16: "bf16", torch.float16: "fp16"}
 GATINGS = ((1.0, 0.0, None), (1.702, 1.0, 0.7))
 
 
-def heights(name: str) -> tuple[int, ...]:
+def block_ms(name: str) -> tuple[int, ...]:
     if name not in EVERY_TILE:
         return (32, 128)
-    return FP8_ROWS if CASES[name].dtype == FP8 else BLOCK_ROWS
+    return FP8_BLOCK_MS if CASES[name].dtype == FP8 else BLOCK_MS
 
 
-def kinds_of(name: str) -> Iterator[Kind]:
+def shapes_of(name: str) -> Iterator[GemmShape]:
     case = CASES[name]
-    word = HALVES.get(case.dtype)
+    word = NAMES_16BIT.get(case.dtype)
     more = (word, word, "bf16" if case.bias else "none") if word else ()
-    pushes = ("push",) if name in ("tall", "bf16, high") else ()
-    for rows in heights(name):
-        for finish in ("store", "gated" if word else "gated_fp8", *pushes):
-            kind = Kind(len(case.counts), case.n, case.k, WgmmaPlan(rows), finish, *more)
-            yield kind
-            if finish == "push":
-                yield replace(kind, tells=True)
+    pushes = ("push",) if name in ("normal", "bf16, high") else ()
+    for rows in block_ms(name):
+        for epilogue in ("store", "gated" if word else "gated_fp8", *pushes):
+            sizes = (len(case.counts), case.n, case.k, WgmmaPlan(rows))
+            shape = GemmShape(*sizes, epilogue, *more)
+            yield shape
+            if epilogue == "push":
+                yield replace(shape, flag_in_data=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    """All kinds at once, or the tests would compile one after the other."""
+    """All shapes at once, or the tests would compile one after the other."""
     torch.zeros(1, device="cuda")  # makes the context that kernels are loaded into
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("WgmmaPlan's kernel is for Hopper")
-    preload([kind for name in CASES for kind in kinds_of(name)], programmatic=False)
+    preload([shape for name in CASES for shape in shapes_of(name)], programmatic=False)
 
 
 def same_bits(ours: Output, theirs: Output) -> bool:
@@ -82,13 +88,13 @@ def test_bits_are_those_of_the_other_kernel(
 ):
     case = CASES[name]
     made = case.make("cuda")
-    wanted, tolerance = made.product(), 2.0**-7
+    wanted, tolerance = made.oracle(), 2.0**-7
     epilogue: Epilogue = STORE
     if gating is not None:
         epilogue = how = (GatedQuant if case.dtype == FP8 else Gated)(*gating)
         wanted, tolerance = gated(how, wanted), 0.08 if case.dtype == FP8 else 2.0**-6
     theirs = made.call(epilogue, plan(4, 32, case.n, case.k, case.dtype, gated=gating is not None))
-    for rows in heights(name):
+    for rows in block_ms(name):
         ours = made.call(epilogue, WgmmaPlan(rows))
         ours.agrees(wanted, tolerance)
         assert same_bits(ours, theirs), rows
@@ -96,19 +102,19 @@ def test_bits_are_those_of_the_other_kernel(
 
 @pytest.mark.parametrize(
     ("name", "rows"),
-    [("tall", rows) for rows in FP8_ROWS] + [("bf16, high", rows) for rows in BLOCK_ROWS],
+    [("normal", rows) for rows in FP8_BLOCK_MS] + [("bf16, high", rows) for rows in BLOCK_MS],
 )
-def test_rows_go_home_or_nowhere(name: str, rows: int):
+def test_rows_are_pushed_to_dst_addr_or_nowhere(name: str, rows: int):
     case = CASES[name]
     made = case.make("cuda")
     whole = made.call(STORE, WgmmaPlan(rows)).numbers.reshape(case.rows, case.n)
     order = torch.randperm(case.rows, generator=torch.Generator().manual_seed(1)).cuda()
     for dtype in (torch.bfloat16, torch.float16):
-        there = torch.full((case.rows, case.n), SENTINEL, dtype=dtype, device="cuda")
-        home = there.data_ptr() + order * (case.n * 2)
+        there = torch.full((case.rows, case.n), UNTOUCHED, dtype=dtype, device="cuda")
+        dst_addr = there.data_ptr() + order * (case.n * 2)
         nowhere = torch.arange(case.rows, device="cuda") % 7 == 3
-        home[nowhere] = 0
-        made.call(Push(home, dtype), WgmmaPlan(rows))
+        dst_addr[nowhere] = 0
+        made.call(Push(dst_addr, dtype), WgmmaPlan(rows))
         live = case.live().cuda() & ~nowhere
         stored = there[order]
         if dtype == torch.bfloat16:
@@ -117,14 +123,15 @@ def test_rows_go_home_or_nowhere(name: str, rows: int):
             assert torch.allclose(
                 stored[live].float(), whole[live].float(), rtol=2.0**-7, atol=0.02
             )
-        assert bool((stored[~live] == SENTINEL).all())
-    for broken in (0, 1):
-        there.fill_(SENTINEL)
-        unless = torch.full((1,), broken, dtype=torch.int32, device="cuda")
-        made.call(Push(home, torch.bfloat16, tells=True, unless=unless), WgmmaPlan(rows))
-        came, stored = live & (broken == 0), there.view(torch.bfloat16)[order]
+        assert bool((stored[~live] == UNTOUCHED).all())
+    for aborted in (0, 1):
+        there.fill_(UNTOUCHED)
+        abort_flag = torch.full((1,), aborted, dtype=torch.int32, device="cuda")
+        push = Push(dst_addr, torch.bfloat16, flag_in_data=True, abort_flag=abort_flag)
+        made.call(push, WgmmaPlan(rows))
+        came, stored = live & (aborted == 0), there.view(torch.bfloat16)[order]
         assert torch.equal(stored[came], whole[came])
-        assert bool((there[order][~came] == SENTINEL).all())
+        assert bool((there[order][~came] == UNTOUCHED).all())
 
 
 @pytest.mark.parametrize("rows", [32, 160])
@@ -139,12 +146,12 @@ def test_counts_and_starts_that_lie_touch_no_row_of_others(rows: int):
         offsets=[starts[0], starts[1], starts[2], -7, total],
     )
     got = lying.call(plan=WgmmaPlan(rows)).numbers
-    assert bool((got[: starts[1]] == SENTINEL).all())
+    assert bool((got[: starts[1]] == UNTOUCHED).all())
     assert torch.equal(got[starts[1] : starts[1] + 9], honest[starts[1] : starts[1] + 9])
     assert torch.equal(got[starts[2] : starts[2] + 20], honest[starts[2] : starts[2] + 20])
     beyond = replace_given(made, counts=[40, 9, 20, 30], offsets=[total, total + 9, 2**30, 0, 0])
     got = beyond.call(plan=WgmmaPlan(rows)).numbers
-    assert bool((got[30:] == SENTINEL).all())
+    assert bool((got[30:] == UNTOUCHED).all())
 
 
 def replace_given(made: Made, **numbers: list[int]) -> Made:
@@ -156,7 +163,7 @@ def replace_given(made: Made, **numbers: list[int]) -> Made:
 
 
 def test_damage_stays_in_its_block():
-    made = CASES["tall"].make("cuda")
+    made = CASES["normal"].make("cuda")
     clean = made.call(GatedQuant(), WgmmaPlan(160))
     made.given["a_scale"][5, 1] = torch.nan
     made.given["a_scale"][700, 0] = torch.inf
@@ -181,9 +188,11 @@ def test_few_sms_make_the_same(name: str, num_sms: int):
     assert same_bits(made.call(plan=WgmmaPlan(64), num_sms=num_sms), whole)
 
 
-@pytest.mark.parametrize(("programmatic", "settled"), [(False, False), (True, False), (True, True)])
-def test_graphs_replay_with_other_counts(programmatic: bool, settled: bool):
-    """Both products behind each other, as a layer has them; counts change between replays."""
+@pytest.mark.parametrize(
+    ("programmatic", "prefetch"), [(False, False), (True, False), (True, True)]
+)
+def test_graphs_replay_with_other_counts(programmatic: bool, prefetch: bool):
+    """Both GEMMs one after the other, as a layer has them; counts change between replays."""
     up = Case(counts=(70, 130, 1), n=1024, k=512, align=1, slack=0).make("cuda")
     rows = up.case.rows
     down = torch.randn(3, 512, 512, device="cuda").to(FP8)
@@ -194,7 +203,7 @@ def test_graphs_replay_with_other_counts(programmatic: bool, settled: bool):
         torch.empty(rows, 4, device="cuda"),
     )
     given = up.given | {"programmatic_launch": programmatic, "plan": WgmmaPlan(128)}
-    given["settled"] = settled
+    given["prefetch_weights"] = prefetch
 
     def both() -> None:
         grouped_gemm(up.a, up.b, out=act, epilogue=GatedQuant(), **given)
@@ -209,16 +218,16 @@ def test_graphs_replay_with_other_counts(programmatic: bool, settled: bool):
             both()
     for counts in ((70, 130, 1), (0, 0, 1), (70, 97, 0)):
         up.given["counts"].copy_(torch.tensor(counts))
-        out.fill_(SENTINEL)
+        out.fill_(UNTOUCHED)
         both()
         wanted = out.clone()
-        out.fill_(SENTINEL)
+        out.fill_(UNTOUCHED)
         graph.replay()
         assert torch.equal(out, wanted)
 
 
 def test_weights_come_early_and_rows_do_not():
-    """A chain of products in which each one's rows are what the one in front stores at its end."""
+    """A chain of GEMMs in which each one's rows are what the previous one stores at its end."""
     experts, size = 3, 512
     rows = torch.randn(400, size, device="cuda").bfloat16()
     weights = torch.randn(experts, size, size, device="cuda").bfloat16() * size**-0.5
@@ -236,12 +245,12 @@ def test_weights_come_early_and_rows_do_not():
     wanted = chain()
     live = [slice(0, 200), slice(200, 237), slice(240, 390)]
     for _ in range(50):
-        got = chain(programmatic_launch=True, settled=True)
+        got = chain(programmatic_launch=True, prefetch_weights=True)
         assert all(torch.equal(got[part], wanted[part]) for part in live)
 
 
 def test_counts_are_read_as_the_kernel_before_the_last_left_them():
-    """In each round of a graph the counts change, then a product runs, then one that is settled."""
+    """In each round of a graph the counts change, then a GEMM runs, then one that prefetches."""
     experts, size, rounds = 3, 512, 20
     rows = torch.randn(400, size, device="cuda").bfloat16()
     weights = torch.randn(experts, size, size, device="cuda").bfloat16() * size**-0.5
@@ -252,13 +261,13 @@ def test_counts_are_read_as_the_kernel_before_the_last_left_them():
     h, out = torch.zeros_like(rows), torch.empty(rounds, *rows.shape, device="cuda").bfloat16()
     given: dict[str, Any] = {"offsets": offsets, "plan": WgmmaPlan(160)}
 
-    def play(settled: bool) -> torch.Tensor:
-        out.fill_(SENTINEL)
+    def play(prefetch: bool) -> torch.Tensor:
+        out.fill_(UNTOUCHED)
         for i in range(rounds):
             counts.copy_(drawn[i])
-            how: dict[str, Any] = {"programmatic_launch": settled}
+            how: dict[str, Any] = {"programmatic_launch": prefetch}
             grouped_gemm(rows, weights, counts=other, out=h, **how, **given)
-            how["settled"] = settled
+            how["prefetch_weights"] = prefetch
             grouped_gemm(h, weights, counts=counts, out=out[i], **how, **given)
         return out.clone()
 

@@ -1,4 +1,4 @@
-"""What the emulated cluster notices: a product that is broken on purpose fails, each in its way."""
+"""What the emulated cluster notices: a GEMM that is broken on purpose fails, each in its way."""
 
 from __future__ import annotations
 
@@ -9,317 +9,345 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gemm.cases import SENTINEL, Case, Output, gated
-from tests.gemm.emulate import EmulatedProducts, compile_products, tensor_map
+from tests.gemm.cases import UNTOUCHED, Case, Output, gated
+from tests.gemm.emulate import EmulatedGemms, compile_gemms, tensor_map
 from tests.recorded import reads
 from weft.gemm import STORE, Gated, GatedQuant, Push, WgmmaPlan, hopper, reference
-from weft.gemm.hopper import Kind
+from weft.gemm.hopper import GemmShape
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# Low and tall tiles in turn, enough for the ring of stages to go round; twins, cut and whole.
+# Swapped and normal tiles in turn, enough for the ring of stages to wrap; dual tiles cut and whole.
 CASE = Case(counts=(40, 130, 120, 5, 30), n=256, k=384)
-TWINS = replace(CASE, counts=(30, 200, 270))
-HALVES = replace(CASE, dtype=torch.bfloat16, n=272, bias=True)
+DUAL_M = replace(CASE, counts=(30, 200, 270))
+CASE_16BIT = replace(CASE, dtype=torch.bfloat16, n=272, bias=True)
 WRONG = "wrong rows"
 GATED, PLAIN = GatedQuant(), Gated()
-FOLLOWS, FILLED = "follow_predecessor();\n", "filled < P.stages"
-OPERANDS = "    const Operands<P> from(stages);\n"
+PDL_WAIT, FILLED = "pdl_wait();\n", "filled < S.stages"
+OPERANDS = "    const Operands<S> operands(tiles);\n"
 SCALES = (
-    "    Walk<P> walk{s};\n    Ring<P.stages> ring;\n    Tile tile;\n"
-    "    while (walk.next(tile))\n        for (u32 k = 0; k < P.steps(); k += P.scale_ahead()) {"
+    "    TileScheduler<S> scheduler{smem};\n    PipelineState<S.stages> pipeline;\n    Tile tile;\n"
+    "    while (scheduler.next(tile))\n"
+    "        for (u32 k = 0; k < S.k_blocks(); k += S.scale_k_blocks()) {"
 )
-TOLD = "s.amax_told[turn % 2].await(turn / 2 % 2);"
+GROUP_BARRIER = "        named_barrier(warpgroup_barrier + group, warpgroup_threads);\n"
 
 
 @dataclass(frozen=True)
 class Mutation:
     """Texts of the kernel and what they become; what fails then, a rule or WRONG.
 
-    finish: "gated" has numbers of two bytes, others FP8 unless `halves`.
-    rows: most of a tile.   sms: of the GPU.   k: of the case.
+    epilogue: "gated" is in bfloat16, others in FP8 unless `bf16`.
+    block_m: of the plan.   sms: of the GPU.   k: of the case.
     """
 
     texts: dict[str, str]
     error: str
-    finish: str = "store"
-    rows: int = 128
+    epilogue: str = "store"
+    block_m: int = 128
     sms: int = 2
     k: int = 384
-    halves: bool = False
-    settled: bool = False
+    bf16: bool = False
+    prefetch_weights: bool = False
 
     @property
     def case(self) -> Case:
         """What it is tried on."""
-        if self.halves or self.finish == "gated":
-            return replace(HALVES, k=self.k)
-        return replace(TWINS if self.rows == 256 else CASE, k=self.k)
+        if self.bf16 or self.epilogue == "gated":
+            return replace(CASE_16BIT, k=self.k)
+        return replace(DUAL_M if self.block_m == 256 else CASE, k=self.k)
 
     @property
-    def kind(self) -> Kind:
+    def shape(self) -> GemmShape:
         """The kernel for that."""
         case = self.case
-        sizes = (len(case.counts), case.n, case.k, WgmmaPlan(self.rows))
-        kind = Kind(*sizes, self.finish, settled=self.settled)
-        return replace(kind, operand="bf16", bias="bf16") if case.bias else kind
+        sizes = (len(case.counts), case.n, case.k, WgmmaPlan(self.block_m))
+        shape = GemmShape(*sizes, self.epilogue, prefetch_weights=self.prefetch_weights)
+        return replace(shape, operand="bf16", bias="bf16") if case.bias else shape
 
 
 MUTATIONS = {
     # The ring of stages.
     "one arrival too few on empty": Mutation(
-        {"init(2 * weight_warps)": "init(2 * weight_warps - 1)"}, "overrun|gone"
+        {"init(2 * math_warps)": "init(2 * math_warps - 1)"}, "overrun|gone"
     ),
-    "the neighbour is not told": Mutation(
-        {"if (lane == 1) arrive_at(rank ^ 1, s.empty[at]);": ""}, "deadlock"
+    "the other CTA is not told of a released stage": Mutation(
+        {"if (lane == 1) arrive_remote(rank ^ 1, smem.empty[stage]);": ""}, "deadlock"
     ),
-    "scales are not awaited": Mutation({"P.scaled() ? 1 + scale_warps : 1": "1"}, "overrun"),
-    "a warp frees a stage that its lanes read": Mutation(
-        {"__syncwarp();\n    if (lane == 0) s.empty": "if (lane == 0) s.empty"}, WRONG, rows=160
+    "scales are not awaited": Mutation({"S.is_fp8() ? 1 + scale_warps : 1": "1"}, "overrun"),
+    "a warp releases a stage that its lanes read": Mutation(
+        {"__syncwarp();\n    if (lane == 0) smem.empty": "if (lane == 0) smem.empty"},
+        WRONG,
+        block_m=160,
     ),
-    "a stage is freed before its product is there": Mutation(
+    "a stage is released before its wgmma is complete": Mutation(
         {
-            "step.template add<0>(sum);\n        release_stage(s, ring.at, rank);": (
-                "release_stage(s, ring.at, rank);\n        step.template add<0>(sum);"
+            "block.template promote<0>(sum);\n        release_stage(smem, pipeline.stage, rank);": (
+                "release_stage(smem, pipeline.stage, rank);\n"
+                "        block.template promote<0>(sum);"
             )
         },
         WRONG,
     ),
-    "a tall stage is freed before its product is there": Mutation(
+    "a normal tile's stage is released before its wgmma is complete": Mutation(
         {
-            "one.template add<1>(sum);\n        release_stage(s, stage, rank);": (
-                "release_stage(s, stage, rank);\n        one.template add<1>(sum);"
+            "one.template promote<1>(sum);\n        release_stage(smem, stage, rank);": (
+                "release_stage(smem, stage, rank);\n        one.template promote<1>(sum);"
             )
         },
         WRONG,
     ),
-    "a step is added before it is made": Mutation(
-        {"one.template add<1>(sum);": "one.template add<2>(sum);"}, WRONG
+    "a k block is added before it is complete": Mutation(
+        {"one.template promote<1>(sum);": "one.template promote<2>(sum);"}, WRONG
     ),
     "the loader does not wait": Mutation(
         {
-            f"s.empty[ring.at].await(ring.parity ^ 1);\n{' ' * 16}load_weights(": "load_weights(",
+            f"smem.empty[pipeline.stage].wait(pipeline.parity ^ 1);\n{' ' * 16}load_weights(": (
+                "load_weights("
+            ),
         },
         f"overrun|deadlock|{WRONG}",
     ),
     # The end, and the beginning.
     "the last arrivals are not awaited": Mutation(
-        {"i < P.stages; ++i, ring.next()) s.empty": "i < 0; ++i, ring.next()) s.empty"}, "gone"
+        {"i < S.stages; ++i, pipeline.advance())": "i < 0; ++i, pipeline.advance())"}, "gone"
     ),
-    "CTAs do not meet first": Mutation(
-        {"meet_cluster();  // no CTA arrives": "// no CTA arrives"}, "unmade"
+    "the CTAs of a cluster do not meet first": Mutation(
+        {"sync_cluster_relaxed();  // no CTA arrives": "// no CTA arrives"}, "unmade"
     ),
-    "barriers are not published": Mutation({"    publish_arrivals();\n": ""}, "unmade"),
+    "mbarriers are not published": Mutation({"    fence_mbarrier_init();\n": ""}, "unmade"),
     "the copy engine is not fenced": Mutation({"    fence_for_bulk();  // the": "// the"}, "unord"),
-    "products are not fenced": Mutation({"    begin_products();\n": ""}, "unordered"),
-    "products are not committed": Mutation({"    commit_products();\n": ""}, WRONG),
-    # The exchange of the largest numbers.
-    "one half of what is exchanged": Mutation(
-        {"amax_told[turn % 2]": "amax_told[0]", "amax_there[turn % 2]": "amax_there[0]"}
-        | {".await(turn / 2 % 2)": ".await(turn % 2)"},
+    "wgmma is not fenced": Mutation({"    wgmma_fence();\n": ""}, "unordered"),
+    "wgmma is not committed": Mutation({"    wgmma_commit();\n": ""}, WRONG),
+    # The exchange of amax.
+    "one exchange buffer": Mutation(
+        {"amax_full[tile_idx % 2]": "amax_full[0]", "peer_amax[tile_idx % 2]": "peer_amax[0]"}
+        | {".wait(tile_idx / 2 % 2)": ".wait(tile_idx % 2)"},
         WRONG,
         "gated_fp8",
     ),
     "expected after the wait": Mutation(
         {
-            "    exchange.expect(tile.rows);\n": "",
-            "exchange.await();\n    if (row < N)": "exchange.await();\n    "
-            "exchange.expect(tile.rows);\n    if (row < N)",
+            "    exchange.expect(tile.m);\n": "",
+            "exchange.wait();\n    if (row < N)": "exchange.wait();\n    "
+            "exchange.expect(tile.m);\n    if (row < N)",
         },
         "deadlock",
         "gated_fp8",
     ),
     "one CTA's amax alone": Mutation(
-        {"max(bits, s.amax_there[turn % 2][row])": "bits"}, WRONG, "gated_fp8", 64
+        {"max(bits, smem.peer_amax[tile_idx % 2][row])": "bits"}, WRONG, "gated_fp8", 64
     ),
-    "one CTA's amax alone, tall": Mutation(
-        {"exchange.with(row, bits[t][i])": "bits[t][i]"}, WRONG, "gated_fp8"
+    "one CTA's amax alone, normal": Mutation(
+        {"exchange.merged(row, bits[t][i])": "bits[t][i]"}, WRONG, "gated_fp8"
     ),
     "warps do not meet before the amax is read": Mutation(
-        {"note_amax<P, N>(s, gated);\n    meet_multipliers();": "note_amax<P, N>(s, gated);"},
+        {"<S, N>(smem, gated);\n    sync_math_warps();": "<S, N>(smem, gated);"},
         WRONG,
         "gated_fp8",
         64,
     ),
-    "gates are read before they are there": Mutation(
-        {"        meet(2 + warp, 2 * warp_lanes);\n": ""}, WRONG, "gated_fp8", 64
+    "gates are read before they are written": Mutation(
+        {"        named_barrier(gate_barrier + warp, 2 * warp_lanes);\n": ""},
+        WRONG,
+        "gated_fp8",
+        64,
     ),
     "gates are overwritten while they are read": Mutation(
-        {"place + i % 2 * 2 * warp_lanes": "place"}, WRONG, "gated_fp8", 64
+        {"buffers + i % 2 * 2 * warp_lanes": "buffers"}, WRONG, "gated_fp8", 64
     ),
     "gates are ups": Mutation(
-        {"const bool up = multiplier() >= group_threads": "const bool up = multiplier() < 128"},
+        {"bool up = math_thread() >= warpgroup_threads": "bool up = math_thread() < 128"},
         WRONG,
         "gated_fp8",
         64,
     ),
     # What is stored.
-    "chunks are read before they are there": Mutation(
-        {"meet_multipliers();\n        const u32 r = c * chunk": "const u32 r = c * chunk"},
+    "staging memory is read before it is written": Mutation(
+        {"sync_math_warps();\n        const u32 r = c * swap": "const u32 r = c * swap"},
         WRONG,
         "store",
         64,
     ),
-    "FP8 chunks are read before they are there": Mutation(
-        {"            }\n        meet(6 + group, group_threads);\n": "            }\n"},
+    "FP8 staging is read before it is written": Mutation(
+        {f"            }}\n{GROUP_BARRIER}": "            }\n"},
         WRONG,
         "gated_fp8",
         64,
     ),
-    "FP8 chunks are overwritten while they are read": Mutation(
-        {"        if (first != 0) meet(6 + group, group_threads);\n": ""}, WRONG, "gated_fp8", 160
+    "FP8 staging is overwritten while it is read": Mutation(
+        {f"        if (first != 0) {GROUP_BARRIER.strip()}\n": ""}, WRONG, "gated_fp8", 160
     ),
-    "homes are read before they are there": Mutation(
-        {"= home;\n        meet_multipliers();": "= home;"}, f"misaligned|{WRONG}", "push"
+    "dst_addr is read before it is shared": Mutation(
+        {"= dst_addr;\n        sync_math_warps();": "= dst_addr;"}, f"misaligned|{WRONG}", "push"
     ),
-    "homes are overwritten while they are read": Mutation(
+    "dst_addr is overwritten while it is read": Mutation(
         {
-            "Tile& tile, u64 home) {\n    meet_multipliers();\n    if constexpr (P.finish == "
-            "Finish::push)": "Tile& tile, u64 home) {\n    if constexpr (P.finish == Finish::push)"
+            "Tile& tile, u64 dst_addr) {\n    sync_math_warps();\n    if": (
+                "Tile& tile, u64 dst_addr) {\n    if"
+            )
         },
         WRONG,
         "push",
         32,
         k=128,
     ),
-    "tall chunks are read before they are there": Mutation(
+    "normal staging is read before it is written": Mutation(
         {"__syncwarp();\n#pragma unroll\n        for (u32 r": "for (u32 r"}, WRONG
     ),
     "rows of padding are stored": Mutation(
-        {"r < tile.live && made": "r < tile.rows && made"}, WRONG, "store", 64
+        {"r < tile.valid_m && exists": "r < tile.m && exists"}, WRONG, "store", 64
     ),
     "blocks lie untransposed": Mutation(
-        {"store_transposed(chunk + at": "store_blocks(chunk + at"}, WRONG, "store", 64
+        {"stmatrix_x4_trans(staging + at": "stmatrix_x4(staging + at"}, WRONG, "store", 64
     ),
     "scales lie in order": Mutation(
         {"return j / 2 * 16 + q * 4 + j % 2 * 2 + row % 2;": "return row + 0 * (j + q);"}, WRONG
     ),
-    # Twins.
-    "a stage is freed before the second of twins is made": Mutation(
-        {"step.template add<0>(sum[twin]);": "step.template add<1>(sum[twin]);"}, WRONG, rows=256
+    # Dual M-tiles.
+    "a stage is released before its second M-tile is complete": Mutation(
+        {"promote<0>(sum[m_tile]);": "promote<1>(sum[m_tile]);"}, WRONG, block_m=256
     ),
-    "twins have the same scales": Mutation(
-        {"from.tall[i % 2] + twin * tall_rows": "from.tall[i % 2]"}, WRONG, rows=256
+    "both M-tiles have the same scales": Mutation(
+        {"normal_scales[i % 2] + m_tile * normal_m": "normal_scales[i % 2]"}, WRONG, block_m=256
     ),
-    "twins share a chunk": Mutation(
-        {"if (t != 0) __syncwarp();": ""}, WRONG, "gated_fp8", rows=256
+    "both M-tiles share staging memory": Mutation(
+        {"if (t != 0) __syncwarp();": ""}, WRONG, "gated_fp8", block_m=256
     ),
-    "a low rest leaves rows out": Mutation(
-        {"if (low && block + 1 == own) above -= tall_rows;": ""}, WRONG, rows=256
+    "a short tail leaves rows out": Mutation(
+        {"if (short_tail && m_block + 1 == m_blocks) begin -= normal_m;": ""}, WRONG, block_m=256
     ),
-    # Numbers of two bytes.
-    "a stage is freed before its products are read": Mutation(
-        {"        await_products<1>();\n        release_stage": "        release_stage"},
+    # BF16.
+    "a stage is released before the last k block is complete": Mutation(
+        {"        wgmma_wait<1>();\n        release_stage": "        release_stage"},
         WRONG,
-        rows=256,
-        halves=True,
+        block_m=256,
+        bf16=True,
     ),
-    "sums are read before the last step is made": Mutation(
-        {"    await_step<0>(sum);\n    release_stage(s, last": "    release_stage(s, last"},
+    "sums are read before the last k block is complete": Mutation(
+        {"    wait_accumulator<0>(sum);\n    release_stage": "    release_stage"},
         WRONG,
-        rows=256,
-        halves=True,
+        block_m=256,
+        bf16=True,
     ),
-    "the last stage is never freed": Mutation(
-        {"    await_step<0>(sum);\n    release_stage(s, last, rank);": "    await_step<0>(sum);"},
+    "the last stage is never released": Mutation(
+        {"(sum);\n    release_stage(smem, last, rank);": "(sum);"},
         "deadlock",
-        rows=256,
-        halves=True,
+        block_m=256,
+        bf16=True,
     ),
-    "steps do not add up": Mutation(
-        {"from.rows + skip, true);": "from.rows + skip, false);"}, WRONG, rows=256, halves=True
+    "k blocks do not add up": Mutation(
+        {"operands.swap_b + offset, true);": "operands.swap_b + offset, false);"},
+        WRONG,
+        block_m=256,
+        bf16=True,
     ),
-    "columns of nobody are stored": Mutation(
-        {"r < tile.live && made ?": "r < tile.live ?"}, WRONG, rows=256, halves=True
+    "columns beyond n are stored": Mutation(
+        {"r < tile.valid_m && exists ?": "r < tile.valid_m ?"}, WRONG, block_m=256, bf16=True
     ),
-    "gated columns of nobody are stored": Mutation(
-        {"r < tile.live && column < P.n / 2": "r < tile.live"}, WRONG, "gated", 256
+    "gated columns beyond n are stored": Mutation(
+        {"r < tile.valid_m && column < S.n / 2": "r < tile.valid_m"}, WRONG, "gated", 256
     ),
-    "gated chunks are read before they are there": Mutation(
-        {"meet_multipliers();\n        const u32 r = c * halves": "const u32 r = c * halves"},
+    "gated staging is read before it is written": Mutation(
+        {"sync_math_warps();\n        const u32 r = c * gated": "const u32 r = c * gated"},
         WRONG,
         "gated",
         256,
     ),
-    "gated chunks are overwritten while they are read": Mutation(
-        {"s.chunk + c % 2 * half_chunk;\n        u32 pair": "s.chunk;\n        u32 pair"},
+    "gated staging is overwritten while it is read": Mutation(
+        {
+            "smem.staging + c % 2 * staging_buffer_bytes;\n        u32 pair": (
+                "smem.staging;\n        u32 pair"
+            )
+        },
         WRONG,
         "gated",
         256,
     ),
     "ups have the bias of gates": Mutation(
-        {"column + (P.gated() ? P.n / 2 : 8)": "column + (P.gated() ? 0 : 8)"}, WRONG, "gated", 256
+        {"column + (S.gated() ? S.n / 2 : 8)": "column + (S.gated() ? 0 : 8)"}, WRONG, "gated", 256
     ),
     "the second column has the bias of the first": Mutation(
-        {"sum[i] += of[i / 2 % 2]": "sum[i] += of[0]"}, WRONG, rows=256, halves=True
+        {"sum[i] += bias[i / 2 % 2]": "sum[i] += bias[0]"}, WRONG, block_m=256, bf16=True
     ),
     "tiles of an expert overlap": Mutation(
-        {"above = block * full": "above = block * row_step"}, WRONG, rows=64, halves=True
+        {"begin = m_block * full_m": "begin = m_block * block_m_granularity"},
+        WRONG,
+        block_m=64,
+        bf16=True,
     ),
-    # Before the kernel in front has ended.
-    "rows come before they are written": Mutation(
-        {"rank);\n        follow_predecessor();": "rank);"}, "hasty|unordered", settled=True
+    # Before the previous kernel has ended.
+    "rows are loaded before they are written": Mutation(
+        {"rank);\n        pdl_wait();": "rank);"}, "hasty|unordered", prefetch_weights=True
     ),
     "scales are read before they are written": Mutation(
-        {FOLLOWS + SCALES: "{}\n" + SCALES}, WRONG, settled=True
+        {PDL_WAIT + SCALES: "{}\n" + SCALES}, WRONG, prefetch_weights=True
     ),
     "results are stored before they may": Mutation(
-        {FOLLOWS + OPERANDS: "{}\n" + OPERANDS}, "hasty", rows=256, halves=True, settled=True
+        {PDL_WAIT + OPERANDS: "{}\n" + OPERANDS},
+        "hasty",
+        block_m=256,
+        bf16=True,
+        prefetch_weights=True,
     ),
-    "early weights are loaded again": Mutation(
-        {"if (early != 0) {\n                --early;": "if (false) {"},
+    "prefetched weights are loaded again": Mutation(
+        {"if (prefetched != 0) {\n                --prefetched;": "if (false) {"},
         "overrun|deadlock",
-        settled=True,
+        prefetch_weights=True,
     ),
     "weights of the first tile, over and over": Mutation(
-        {f"while ({FILLED} && walk.next(tile))": f"walk.next(tile);\n    while ({FILLED})"},
+        {
+            f"while ({FILLED} && scheduler.next(tile))": (
+                f"scheduler.next(tile);\n    while ({FILLED})"
+            )
+        },
         f"deadlock|{WRONG}",
         k=128,
-        settled=True,
+        prefetch_weights=True,
     ),
     # Which tile is whose.
-    "two clusters make the same tiles": Mutation(
+    "two clusters compute the same tiles": Mutation(
         {"clusters - 1 - self": "clusters - 1"}, WRONG, "store", 64, sms=4
     ),
 }
 
 
 def make(mutation: Mutation, folder: Path, monkeypatch: pytest.MonkeyPatch, seeds: int) -> None:
-    """A product in many orders, compared with the oracle. Raises AssertionError."""
+    """A grouped GEMM in many orders, compared with the oracle. Raises AssertionError."""
     monkeypatch.setattr(hopper, "tensor_map", tensor_map)
-    plan, case, kinds = WgmmaPlan(mutation.rows), mutation.case, (mutation.kind,)
-    library = ctypes.CDLL(str(compile_products(kinds, folder / "tree", mutation.texts)))
+    plan, case, shapes = WgmmaPlan(mutation.block_m), mutation.case, (mutation.shape,)
+    library = ctypes.CDLL(str(compile_gemms(shapes, folder / "tree", mutation.texts)))
     made = case.make()
-    product = made.product()
-    how = {"settled": mutation.settled, "programmatic_launch": True}
+    y = made.oracle()
+    how = {"prefetch_weights": mutation.prefetch_weights, "programmatic_launch": True}
     for seed in range(seeds):
-        products = EmulatedProducts(library, kinds, seed, seed % 3, mutation.sms)
-        monkeypatch.setattr(reference, "compute", products.compute)
-        if mutation.finish == "gated_fp8":
-            got, wanted, tolerance = made.call(GATED, plan, **how), gated(GATED, product), 0.08
-        elif mutation.finish == "gated":
-            got, wanted, tolerance = made.call(PLAIN, plan, **how), gated(PLAIN, product), 2.0**-6
-        elif mutation.finish == "store":
-            got, wanted, tolerance = made.call(STORE, plan, **how), product, 2.0**-7
+        gemms = EmulatedGemms(library, shapes, seed, seed % 3, mutation.sms)
+        monkeypatch.setattr(reference, "compute", gemms.compute)
+        if mutation.epilogue == "gated_fp8":
+            got, wanted, tolerance = made.call(GATED, plan, **how), gated(GATED, y), 0.08
+        elif mutation.epilogue == "gated":
+            got, wanted, tolerance = made.call(PLAIN, plan, **how), gated(PLAIN, y), 2.0**-6
+        elif mutation.epilogue == "store":
+            got, wanted, tolerance = made.call(STORE, plan, **how), y, 2.0**-7
         else:
-            there = torch.full((case.rows, case.n), SENTINEL, dtype=torch.bfloat16)
+            there = torch.full((case.rows, case.n), UNTOUCHED, dtype=torch.bfloat16)
             order = torch.arange(case.rows).flip(0)
             made.call(Push(there.data_ptr() + order * case.n * 2), plan, **how)
-            got, wanted, tolerance = Output(case, there[order]), product, 2.0**-7
+            got, wanted, tolerance = Output(case, there[order]), y, 2.0**-7
         try:
             got.agrees(wanted, tolerance)
         except AssertionError as error:
             raise AssertionError(WRONG) from error
 
 
-@pytest.mark.parametrize("halves", [False, True])
-@pytest.mark.parametrize("finish", ["store", "push", "gated"])
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("epilogue", ["store", "push", "gated"])
 def test_the_kernel_as_it_is_passes(
-    finish: str, halves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    epilogue: str, bf16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    word = "gated_fp8" if finish == "gated" and not halves else finish
-    for rows in (256,) if halves else (128, 256):
-        make(Mutation({}, "", word, rows, halves=halves), tmp_path / str(rows), monkeypatch, 3)
+    name = "gated_fp8" if epilogue == "gated" and not bf16 else epilogue
+    for block_m in (256,) if bf16 else (128, 256):
+        make(Mutation({}, "", name, block_m, bf16=bf16), tmp_path / str(block_m), monkeypatch, 3)
 
 
 @reads("tests/emulator/*.hpp")

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import InvalidArgument
-from weft.gemm import GemmPlan, WgmmaPlan, choice, fastest_plan, plan
-from weft.gemm.hopper import BLOCK_ROWS
-from weft.gemm.plan import FP8
+from weft.gemm import GemmPlan, WgmmaPlan, fastest_plan, plan, plans
+from weft.gemm.plans import BLOCK_MS, FP8
 
 
 @pytest.mark.parametrize("dtype", [FP8, torch.bfloat16, torch.float16])
@@ -21,9 +20,9 @@ from weft.gemm.plan import FP8
 def test_there_is_a_plan_for_any_number_of_rows(dtype: torch.dtype, gated: bool):
     for rows in (0, 1, 16, 17, 32, 33, 64, 65, 128, 4096):
         made = plan(32, rows, 4096, 7168, dtype, gated=gated)
-        assert made.block_depth == (128 if dtype == FP8 else 64)
-        assert gated or made.block_rows >= min(rows, 64)
-        assert made.block_columns == 256 or not gated
+        assert made.block_k == (128 if dtype == FP8 else 64)
+        assert gated or made.block_m >= min(rows, 64)
+        assert made.block_n == 256 or not gated
 
 
 def test_another_dtype_is_refused():
@@ -34,9 +33,9 @@ def test_another_dtype_is_refused():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("block_rows", 48),
-        ("block_columns", 64),
-        ("block_depth", 32),
+        ("block_m", 48),
+        ("block_n", 64),
+        ("block_k", 32),
         ("stages", 0),
         ("warps", 3),
         ("ctas_per_sm", 0),
@@ -58,22 +57,22 @@ def test_small_tiles_are_swapped():
     st.sampled_from([16, 32, 64, 128]),
     st.integers(0, 200),
 )
-def test_no_counts_make_more_row_blocks_than_the_most(counts: list[int], rows: int, slack: int):
+def test_no_counts_make_more_m_blocks_than_the_most(counts: list[int], rows: int, slack: int):
     made = GemmPlan(rows, swap=rows < 64)
     blocks = sum(-(-count // rows) for count in counts)
-    assert blocks <= made.max_row_blocks(sum(counts) + slack, len(counts))
+    assert blocks <= made.max_m_blocks(sum(counts) + slack, len(counts))
 
 
-def test_column_blocks_cover_the_columns():
-    assert GemmPlan(64).column_blocks(7168) == 56
-    assert GemmPlan(64, 256).column_blocks(7168) == 28
-    assert GemmPlan(64, 256).column_blocks(2880) == 12  # the last is not full
-    assert GemmPlan(64, 256).column_blocks(4096, gated=True) == 16
-    assert GemmPlan(64, 256).column_blocks(5760, gated=True) == 23
+def test_n_blocks_cover_the_columns():
+    assert GemmPlan(64).n_blocks(7168) == 56
+    assert GemmPlan(64, 256).n_blocks(7168) == 28
+    assert GemmPlan(64, 256).n_blocks(2880) == 12  # the last is not full
+    assert GemmPlan(64, 256).n_blocks(4096, gated=True) == 16
+    assert GemmPlan(64, 256).n_blocks(5760, gated=True) == 23
 
 
 def hopper(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    monkeypatch.setattr(choice, "is_hopper", lambda device: device is not None)
+    monkeypatch.setattr(plans, "is_hopper", lambda device: device is not None)
     return torch.device("cuda", 0)
 
 
@@ -82,8 +81,8 @@ def test_on_hopper_most_experts_are_one_tile(rows: int, monkeypatch: pytest.Monk
     device = hopper(monkeypatch)
     best = fastest_plan(32, rows, 4096, 7168, FP8, gated=True, device=device)
     assert isinstance(best, WgmmaPlan)
-    assert best.block_rows >= rows + 2.9 * rows**0.5
-    assert best.block_rows == 32 or best.block_rows <= 2 * (rows + 3 * rows**0.5)
+    assert best.block_m >= rows + 2.9 * rows**0.5
+    assert best.block_m == 32 or best.block_m <= 2 * (rows + 3 * rows**0.5)
 
 
 def test_one_expert_fills_the_gpu(monkeypatch: pytest.MonkeyPatch):
@@ -91,8 +90,8 @@ def test_one_expert_fills_the_gpu(monkeypatch: pytest.MonkeyPatch):
     for rows in (1, 64, 128, 256, 512):
         best = fastest_plan(1, rows, 4096, 7168, FP8, gated=True, device=device)
         assert isinstance(best, WgmmaPlan)
-        clusters = -(-rows // best.block_rows) * 16
-        assert clusters >= 60 or best.block_rows == 32
+        clusters = -(-rows // best.block_m) * 16
+        assert clusters >= 60 or best.block_m == 32
 
 
 def test_many_rows_are_cut(monkeypatch: pytest.MonkeyPatch):
@@ -106,18 +105,18 @@ def test_many_rows_are_cut(monkeypatch: pytest.MonkeyPatch):
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(0, 700), min_size=1, max_size=20), st.sampled_from(BLOCK_ROWS))
+@given(st.lists(st.integers(0, 700), min_size=1, max_size=20), st.sampled_from(BLOCK_MS))
 def test_hopper_tiles_are_no_more_than_the_most(counts: list[int], rows: int):
     made = WgmmaPlan(rows)
     full = min(rows, 128)
     cut = sum(-(-max(count - (rows - full), 1) // full) for count in counts if count)
     equal = sum(-(-count // rows) for count in counts)
-    assert max(cut, equal) <= made.max_row_blocks(sum(counts), len(counts))
+    assert max(cut, equal) <= made.max_m_blocks(sum(counts), len(counts))
 
 
 @pytest.mark.parametrize("rows", [1, 32, 64, 128, 180, 256, 4096])
 @pytest.mark.parametrize("given", [{"gated": True}, {"biased": True}, {"n": 2880, "k": 200}])
-def test_numbers_of_two_bytes_have_higher_tiles(
+def test_16_bit_dtypes_have_higher_tiles(
     rows: int, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
     sizes: dict[str, Any] = {"n": 4096, "k": 7168, "device": hopper(monkeypatch)} | given
@@ -125,12 +124,12 @@ def test_numbers_of_two_bytes_have_higher_tiles(
         best = fastest_plan(16, rows, dtype=dtype, **sizes)
         assert isinstance(best, WgmmaPlan)
         fullest = rows + 3 * rows**0.5
-        assert best.block_rows >= min(fullest - 0.1 * rows**0.5, 256)
-        assert best.block_rows == 32 or best.block_rows <= max(2 * fullest, 64)
-        assert best.block_rows - fullest < 64, "heights are at most 64 rows apart"
+        assert best.block_m >= min(fullest - 0.1 * rows**0.5, 256)
+        assert best.block_m == 32 or best.block_m <= max(2 * fullest, 64)
+        assert best.block_m - fullest < 64, "heights are at most 64 rows apart"
 
 
-def test_other_products_are_for_other_kernels(monkeypatch: pytest.MonkeyPatch):
+def test_other_problems_are_for_the_other_kernel(monkeypatch: pytest.MonkeyPatch):
     device = hopper(monkeypatch)
     sizes: dict[str, Any] = {"experts": 32, "rows_per_expert": 8, "n": 4096, "k": 7168}
     assert isinstance(fastest_plan(**sizes, dtype=FP8, device=device), WgmmaPlan)

@@ -1,4 +1,4 @@
-"""What a grouped product means, on CPU tensors."""
+"""What a grouped GEMM means, on CPU tensors."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.gemm.cases import SENTINEL, Case, gated
+from tests.gemm.cases import UNTOUCHED, Case, gated
 from weft.gemm import Gated, GatedQuant, Push, grouped_gemm
-from weft.gemm.plan import FP8
+from weft.gemm.plans import FP8
 from weft.moe.gating import CLAMPED_SWIGLU, SWIGLU
 from weft.reference import quantize
 
@@ -19,7 +19,7 @@ SHAPES = {
     "masked": Case(masked=True),
     "packed": Case(align=1, slack=0, counts=(3, 1, 7, 0, 2)),
     "one expert": Case(counts=(9,)),
-    "nobody": Case(counts=(0, 0)),
+    "no rows": Case(counts=(0, 0)),
     "bias": Case(bias=True),
     "k-major scales": Case(k_major=True),
     "k-major, masked": Case(k_major=True, masked=True),
@@ -30,23 +30,23 @@ SHAPES = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_row_meets_its_experts_weights(name: str, dtype: torch.dtype) -> None:
     made = replace(SHAPES[name], dtype=dtype).make()
-    made.call().agrees(made.product())
+    made.call().agrees(made.oracle())
 
 
 @pytest.mark.parametrize("gating", [Gated(), Gated(1.702, 1.0, 7.0), Gated(limit=0.5)])
 def test_gating_is_the_layers(gating: Gated) -> None:
     made = Case(dtype=torch.bfloat16, bias=True).make()
     got = made.call(gating)
-    got.agrees(gated(gating, made.product()))
+    got.agrees(gated(gating, made.oracle()))
 
 
 def test_the_numbers_of_gating_are_those_of_the_layer() -> None:
     from weft.gemm.reference import gate
 
-    product = torch.randn(7, 64) * 5
+    y = torch.randn(7, 64) * 5
     for theirs in (SWIGLU, CLAMPED_SWIGLU):
-        ours = gate(Gated(theirs.alpha, theirs.offset, theirs.limit), product)
-        torch.testing.assert_close(ours, theirs.apply(product.clone()), rtol=1e-6, atol=1e-6)
+        ours = gate(Gated(theirs.alpha, theirs.offset, theirs.limit), y)
+        torch.testing.assert_close(ours, theirs.apply(y.clone()), rtol=1e-6, atol=1e-6)
 
 
 def test_quantised_gating_has_the_bits_of_the_quantiser() -> None:
@@ -59,48 +59,48 @@ def test_quantised_gating_has_the_bits_of_the_quantiser() -> None:
     assert got.scales is not None
     assert torch.equal(got.numbers[live].view(torch.uint8), numbers.view(torch.uint8))
     assert torch.equal(got.scales[live], scales)
-    got.agrees(gated(Gated(), made.product()), tolerance=0.08)
+    got.agrees(gated(Gated(), made.oracle()), tolerance=0.08)
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_rows_are_pushed_home_and_rows_without_one_are_not(masked: bool) -> None:
+def test_rows_are_pushed_to_dst_addr_and_rows_without_one_are_not(masked: bool) -> None:
     made = Case(masked=masked).make()
     case, live = made.case, made.case.live()
-    homes = torch.full((case.rows, case.n), SENTINEL, dtype=torch.bfloat16)
+    remote = torch.full((case.rows, case.n), UNTOUCHED, dtype=torch.bfloat16)
     order = torch.randperm(case.rows, generator=torch.Generator().manual_seed(1))
-    home = homes.data_ptr() + order * case.n * 2
+    dst_addr = remote.data_ptr() + order * case.n * 2
     absent = live.nonzero()[::3, 0]
-    home[absent] = 0
-    made.call(Push(home))
+    dst_addr[absent] = 0
+    made.call(Push(dst_addr))
     stored = made.call().numbers.reshape(case.rows, -1)
     for row in range(case.rows):
-        there = homes[order[row]]
-        if live[row] and home[row]:
+        there = remote[order[row]]
+        if live[row] and dst_addr[row]:
             assert torch.equal(there, stored[row])
         else:
-            assert bool((there == SENTINEL).all())
+            assert bool((there == UNTOUCHED).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("broken", [0, 1])
-def test_rows_that_tell_have_no_word_of_all_ones(dtype: torch.dtype, broken: int) -> None:
-    """A NaN with all bits set loses its sign; where the group is broken, nothing is stored."""
+@pytest.mark.parametrize("aborted", [0, 1])
+def test_rows_with_flag_in_data_have_no_sentinel(dtype: torch.dtype, aborted: int) -> None:
+    """A NaN with all bits set loses its sign; with the abort flag set, nothing is stored."""
     made = Case(counts=(3, 2), dtype=torch.bfloat16, n=256).make()
     case, live = made.case, made.case.live()
     made.a.view(torch.int16)[live.nonzero()[0]] = -1  # a NaN of all ones
     stored = made.call().numbers.reshape(case.rows, -1)
-    homes = torch.full((case.rows, case.n), -1.0).to(dtype)
-    homes.view(torch.int32).fill_(-1)
-    home = homes.data_ptr() + torch.arange(case.rows) * case.n * homes.element_size()
-    home[live.nonzero()[1]] = 0
-    unless = torch.tensor([broken], dtype=torch.int32)
-    made.call(Push(home, dtype, tells=True, unless=unless))
-    came = live & (home != 0) & (broken == 0)
-    words = homes.view(torch.int32)
+    remote = torch.full((case.rows, case.n), -1.0).to(dtype)
+    remote.view(torch.int32).fill_(-1)
+    dst_addr = remote.data_ptr() + torch.arange(case.rows) * case.n * remote.element_size()
+    dst_addr[live.nonzero()[1]] = 0
+    abort_flag = torch.tensor([aborted], dtype=torch.int32)
+    made.call(Push(dst_addr, dtype, flag_in_data=True, abort_flag=abort_flag))
+    came = live & (dst_addr != 0) & (aborted == 0)
+    words = remote.view(torch.int32)
     assert bool((words[came] != -1).all())
     assert bool((words[~came] == -1).all())
-    assert torch.equal(homes[came].isnan(), stored[came].isnan())
-    kept, wanted = homes[came].float(), stored[came].float()
+    assert torch.equal(remote[came].isnan(), stored[came].isnan())
+    kept, wanted = remote[came].float(), stored[came].float()
     torch.testing.assert_close(kept, wanted, rtol=2.0**-7, atol=0.02, equal_nan=True)
 
 
@@ -110,16 +110,16 @@ def test_counts_are_held_to_the_rows_there_are() -> None:
     made.given["counts"].copy_(torch.tensor([1000, 0]))
     got = made.call().numbers
     assert torch.equal(got[0], whole[0])
-    assert bool((got[1] == SENTINEL).all())
+    assert bool((got[1] == UNTOUCHED).all())
 
 
 def test_results_may_be_of_any_width() -> None:
     made = Case(dtype=torch.float16).make()
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        out = torch.full((made.case.rows, made.case.n), SENTINEL, dtype=dtype)
+        out = torch.full((made.case.rows, made.case.n), UNTOUCHED, dtype=dtype)
         back = grouped_gemm(made.a, made.b, out=out, **made.given)
         assert back is out
-        assert torch.equal(out[~made.case.live()].float().unique(), torch.tensor([SENTINEL]))
+        assert torch.equal(out[~made.case.live()].float().unique(), torch.tensor([UNTOUCHED]))
     assert grouped_gemm(made.a, made.b, **made.given).dtype == torch.float16  # type: ignore[union-attr]
 
 

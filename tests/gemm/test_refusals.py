@@ -1,4 +1,4 @@
-"""What a grouped product refuses before anything runs, each with both values in its text."""
+"""What a grouped GEMM refuses before anything runs, each with both values in its text."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from tests.gemm.cases import Case, Made
 from weft.errors import InvalidArgument
 from weft.gemm import Gated, GatedQuant, GemmPlan, Push, WgmmaPlan, grouped_gemm
-from weft.gemm.plan import FP8
-from weft.gemm.request import check_tiles
+from weft.gemm.plans import FP8
+from weft.gemm.triton_launch import check_plan
 
 Change = Callable[[Made, dict[str, Any]], None]
 
@@ -55,7 +55,7 @@ CHANGES: dict[str, tuple[Case, Change, str]] = {
     ),
     "uneven scales": (
         Case(masked=True),
-        put("a_scale", lambda m: torch.ones(3, 2 * m.case.most, 2)[:, : m.case.most]),
+        put("a_scale", lambda m: torch.ones(3, 2 * m.case.max_rows, 2)[:, : m.case.max_rows]),
         "strides",
     ),
     "bias": (Case(), put("bias", lambda _: torch.ones(3, 5)), r"\[3, 5\]"),
@@ -74,29 +74,29 @@ CHANGES: dict[str, tuple[Case, Change, str]] = {
         ),
         "out is a tensor .* with Push",
     ),
-    "homes": (Case(), put("epilogue", lambda _: Push(torch.zeros(2))), "home is"),
-    "a condition for rows that do not tell": (
+    "dst_addr": (Case(), put("epilogue", lambda _: Push(torch.zeros(2))), "dst_addr is"),
+    "an abort flag without flag-in-data": (
         Case(),
         put(
             "epilogue",
             lambda m: Push(
                 torch.zeros(m.case.rows, dtype=torch.int64),
-                unless=torch.zeros(1, dtype=torch.int32),
+                abort_flag=torch.zeros(1, dtype=torch.int32),
             ),
         ),
-        "only where tells is set",
+        "only with flag_in_data=True",
     ),
-    "a condition of another size": (
+    "an abort flag of another size": (
         Case(),
         put(
             "epilogue",
             lambda m: Push(
                 torch.zeros(m.case.rows, dtype=torch.int64),
-                tells=True,
-                unless=torch.zeros(2, dtype=torch.int32),
+                flag_in_data=True,
+                abort_flag=torch.zeros(2, dtype=torch.int32),
             ),
         ),
-        "unless is",
+        "abort_flag is",
     ),
     "quantised columns": (
         Case(dtype=torch.bfloat16, n=128),
@@ -108,13 +108,17 @@ CHANGES: dict[str, tuple[Case, Change, str]] = {
         put("epilogue", lambda _: Gated()),
         "halves",
     ),
-    "FP8 in steps of 64": (Case(), put("plan", lambda _: GemmPlan(64, block_depth=64)), "depth"),
+    "FP8 with block_k 64": (Case(), put("plan", lambda _: GemmPlan(64, block_k=64)), "block_k"),
     "gating in single blocks": (
         Case(),
         lambda _, given: given.update(epilogue=Gated(), plan=GemmPlan(64)),
-        "block_columns is 128",
+        "block_n is 128",
     ),
-    "FP8 in half pairs": (Case(n=384), put("plan", lambda _: GemmPlan(64, 256)), "384 columns"),
+    "FP8 and half of block_n": (
+        Case(n=384),
+        put("plan", lambda _: GemmPlan(64, 256)),
+        "384 columns",
+    ),
     "a bias of WgmmaPlan": (
         Case(),
         lambda _, given: given.update(plan=WgmmaPlan(32), bias=torch.ones(3, 256)),
@@ -131,7 +135,7 @@ CHANGES: dict[str, tuple[Case, Change, str]] = {
         lambda _, given: given.update(plan=WgmmaPlan(32), epilogue=GatedQuant()),
         "a is torch.bfloat16",
     ),
-    "tiles that FP8 lacks": (Case(), put("plan", lambda _: WgmmaPlan(192)), "block_rows is 192"),
+    "tiles that FP8 lacks": (Case(), put("plan", lambda _: WgmmaPlan(192)), "block_m is 192"),
     "float32 of WgmmaPlan": (
         Case(),
         lambda m, given: given.update(plan=WgmmaPlan(32), out=torch.ones(m.case.rows, 256)),
@@ -168,17 +172,17 @@ def test_gating_with_numbers_that_spoil_rows(kind: type[Gated], numbers: dict[st
 
 
 def test_tiles_that_hopper_has_not():
-    with pytest.raises(InvalidArgument, match="block_rows is 48; choose one of 32, 64"):
+    with pytest.raises(InvalidArgument, match="block_m is 48; choose one of 32, 64"):
         WgmmaPlan(48)
 
 
 def test_without_triton_the_text_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
-    from weft.gemm import launch
+    from weft.gemm import triton_launch
 
-    launch.installed.cache_clear()
+    triton_launch.installed.cache_clear()
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(InvalidArgument, match=r"pip install 'weft\[gpu\]'"):
-        launch.installed()
+        triton_launch.installed()
 
 
 def test_the_package_does_not_import_triton():
@@ -188,11 +192,11 @@ def test_the_package_does_not_import_triton():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_on_gpus_rows_tell_of_themselves_by_a_wgmma_plan_only() -> None:
-    push = Push(torch.zeros(1, dtype=torch.int64), tells=True)
+def test_on_gpus_flag_in_data_needs_a_wgmma_plan() -> None:
+    push = Push(torch.zeros(1, dtype=torch.int64), flag_in_data=True)
     a = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda"))
-    request: Any = SimpleNamespace(a=a, gated=False, epilogue=push)
-    with pytest.raises(InvalidArgument, match="with a WgmmaPlan only, which needs Hopper"):
-        check_tiles(GemmPlan(64, block_depth=64), request)
-    request.epilogue = Push(push.home)
-    check_tiles(GemmPlan(64, block_depth=64), request)
+    problem: Any = SimpleNamespace(a=a, gated=False, epilogue=push)
+    with pytest.raises(InvalidArgument, match="needs a WgmmaPlan, which runs on Hopper only"):
+        check_plan(problem, GemmPlan(64, block_k=64))
+    problem.epilogue = Push(push.dst_addr)
+    check_plan(problem, GemmPlan(64, block_k=64))

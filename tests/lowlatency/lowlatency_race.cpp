@@ -151,7 +151,7 @@ static void store_home(const Site& site, u32 own, Slot& slot) {
     for (u32 e = 0; HOMES && e < own; ++e) {
         const u64 first = u64(e) * S.rows();
         const u8* rows = reinterpret_cast<const u8*>(&slot.rows[first * S.hidden]);
-        tell_rows<S.number>(&slot.home[first], rows, u64(slot.counts[e]), S.hidden * 4,
+        push_rows<S.number>(&slot.home[first], rows, u64(slot.counts[e]), S.hidden * 4,
                             &own_share<S>(site).header.turn.failed);
     }
 }

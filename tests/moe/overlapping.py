@@ -314,7 +314,7 @@ def odd(
         for poison in layers.poisons.values():
             if isinstance(poison.mlp, GroupedExperts):
                 poison.mlp._rows_of_an_expert = lambda tokens: rows  # type: ignore[method-assign]
-                block = getattr(poison.mlp._plans_for(4).down, "block_rows", block)
+                block = getattr(poison.mlp._plans_for(4).down, "block_m", block)
                 poison.mlp._plans.clear()
         if group.device.type == "cuda":
             torch.cuda.manual_seed(group.rank)

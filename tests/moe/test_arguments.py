@@ -1,4 +1,4 @@
-"""Every argument of layers, routers, experts and grouped products, with every hostile value."""
+"""Every argument of layers, routers, experts and the grouped GEMM, with every hostile value."""
 
 from __future__ import annotations
 
@@ -231,8 +231,8 @@ def experts() -> list[Row]:
     ]
 
 
-def products() -> list[Row]:
-    """Grouped products and their plans."""
+def grouped_gemms() -> list[Row]:
+    """Grouped GEMM and its plans."""
     a, b = torch.randn((8, 128)).to(BF16), torch.randn((2, 128, 128)).to(BF16)
     counts = torch.tensor([4, 4], dtype=torch.int32)
     offsets = torch.tensor([0, 4, 8], dtype=torch.int32)
@@ -242,12 +242,12 @@ def products() -> list[Row]:
     }
     none = TENSOR.optional()
     scales = listed(torch.ones((8, 1)), [1.0], "a", True).optional()
-    products = {
+    arguments = {
         **{"a": TENSOR, "b": TENSOR, "counts": TENSOR, "offsets": TENSOR, "bias": none},
         **{"a_scale": scales, "b_scale": scales, "out": none},
         **{"plan": THING.optional(), "epilogue": THING},
         "num_sms": listed(*WHOLE, 0, -1).optional(),
-        **{"programmatic_launch": FLAG, "settled": FLAG},
+        **{"programmatic_launch": FLAG, "prefetch_weights": FLAG},
     }
     size = listed(*WHOLE, 0, -1)
     amount = listed(*WHOLE, -1)
@@ -258,26 +258,26 @@ def products() -> list[Row]:
     }
     sized = {"experts": 2, "rows_per_expert": 8, "n": 256, "k": 128, "dtype": BF16}
     tile = {
-        "block_rows": listed(*WHOLE, 0, 48),
-        "block_columns": listed(*WHOLE, 0, 64),
-        "block_depth": listed(*WHOLE, 0, 96),
+        "block_m": listed(*WHOLE, 0, 48),
+        "block_n": listed(*WHOLE, 0, 64),
+        "block_k": listed(*WHOLE, 0, 96),
         "warps": listed(*WHOLE, 0, 5),
         **{name: listed(*WHOLE, 0, -1) for name in ("stages", "ctas_per_sm")},
         **{"swap": FLAG, "flatten": FLAG},
     }
     return [
-        Row(weft.gemm.grouped_gemm, given, products),
+        Row(weft.gemm.grouped_gemm, given, arguments),
         Row(weft.gemm.plan, sized, planned),
         Row(
             weft.gemm.fastest_plan,
             sized,
             {
-                **{**planned, "biased": FLAG, "out": ANY_DTYPE, "tells": FLAG},
+                **{**planned, "biased": FLAG, "out": ANY_DTYPE, "flag_in_data": FLAG},
                 "device": THING.optional(),
             },
         ),
-        Row(GemmPlan, {"block_rows": 64}, tile),
-        Row(WgmmaPlan, {"block_rows": 64}, {"block_rows": tile["block_rows"]}),
+        Row(GemmPlan, {"block_m": 64}, tile),
+        Row(WgmmaPlan, {"block_m": 64}, {"block_m": tile["block_m"]}),
         Row(
             weft.gemm.quantize_rows,
             {"x": torch.randn((4, 128))},
@@ -285,12 +285,12 @@ def products() -> list[Row]:
         ),
         Row(
             pushed,
-            {"home": torch.zeros(8, dtype=torch.int64)},
+            {"dst_addr": torch.zeros(8, dtype=torch.int64)},
             {
-                "home": TENSOR,
+                "dst_addr": TENSOR,
                 "dtype": listed("bfloat16", 7, True, torch.int8, []).optional(),
-                "tells": FLAG,
-                "unless": Kind(
+                "flag_in_data": FLAG,
+                "abort_flag": Kind(
                     lambda g: TENSOR.values(torch.zeros(1, dtype=torch.int32)), none=True
                 ),
             },
@@ -298,16 +298,18 @@ def products() -> list[Row]:
     ]
 
 
-def pushed(home: Any, dtype: Any = None, tells: Any = True, unless: Any = None) -> Any:
+def pushed(
+    dst_addr: Any, dtype: Any = None, flag_in_data: Any = True, abort_flag: Any = None
+) -> Any:
     a, b = torch.randn((8, 128)).to(BF16), torch.randn((2, 128, 128)).to(BF16)
     counts = torch.tensor([4, 4], dtype=torch.int32)
     offsets = torch.tensor([0, 4, 8], dtype=torch.int32)
-    push = Push(home, dtype, tells=tells, unless=unless)
+    push = Push(dst_addr, dtype, flag_in_data=flag_in_data, abort_flag=abort_flag)
     return weft.gemm.grouped_gemm(a, b, counts=counts, offsets=offsets, epilogue=push)
 
 
 TABLES: dict[str, Callable[[], list[Row]]] = {
-    make.__name__: make for make in (rules, sizes, routers, experts, products)
+    make.__name__: make for make in (rules, sizes, routers, experts, grouped_gemms)
 }
 
 

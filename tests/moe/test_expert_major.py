@@ -281,7 +281,7 @@ def test_ways_that_a_device_has():
 
     assert (choose(cpu), choose(cpu, fp8=True, quantize="fp8")) == ("torch", "grouped")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("weft.gemm.launch.installed", lambda: None)
+        patch.setattr("weft.gemm.triton_launch.installed", lambda: None)
         patch.setattr("weft.moe.plan.installed", lambda: None)
         assert (choose(gpu), choose(gpu, half)) == ("grouped", "grouped")
         assert (choose(gpu, wide), choose(gpu, quantize="fp8")) == ("torch", "torch")
@@ -291,7 +291,7 @@ def test_ways_that_a_device_has():
         raise InvalidArgument("no Triton here")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("weft.gemm.launch.installed", missing)
+        patch.setattr("weft.gemm.triton_launch.installed", missing)
         patch.setattr("weft.moe.plan.installed", missing)
         assert choose(gpu) == "torch"
         with pytest.raises(InvalidArgument, match="no Triton"):

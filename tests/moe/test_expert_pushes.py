@@ -13,7 +13,7 @@ from tests.moe.test_expert_major import BY_EXPERT, DEEP, WIRES, fp8_rounds
 from tests.moe.test_layer import both_overlaps, rounds, settle
 from tests.rounds import bits
 from weft.errors import InvalidArgument, OutOfOrder
-from weft.gemm import choice
+from weft.gemm import plans
 from weft.moe import ExpertWeights, grouped_experts, plan
 from weft.moe.low_latency import YIELDS_FROM, Blocks
 from weft.moe.torch_experts import RowsByExpert
@@ -87,8 +87,8 @@ def test_rows_pushed_by_hand(ranks):
         (True, replace(DEEP, biased=True), True, False),
     ],
 )
-def test_which_products_store_rows_that_tell(monkeypatch, hopper, config, fp8, able):
-    monkeypatch.setattr(choice, "is_hopper", lambda _: hopper)
+def test_which_gemms_store_rows_with_flag_in_data(monkeypatch, hopper, config, fp8, able):
+    monkeypatch.setattr(plans, "is_hopper", lambda _: hopper)
     for experts in (1, 8):
         gpu = torch.device("cuda", 0)
         assert plan.pushes_in_place(config, experts, fp8=fp8, device=gpu) == able

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tests.moe.tables import SIZES, US, curve, question, table
 from weft.moe import MODES, OVERLAPS, LayerTable
 from weft.moe.choice import LayerChoice, Question, choose, choose_mode
-from weft.moe.table import LayerCurve
 from weft.tuning.thresholds import HYSTERESIS, Times
 
 BARE = {"none": US["none"]}
@@ -217,7 +216,7 @@ def test_words_of_a_choice_are_plain():
     assert set(MODES) == {"throughput", "low_latency"}
 
 
-def of_mode(mode: str, us: float) -> LayerCurve:
+def of_mode(mode: str, us: float) -> Any:
     return curve(mode, us={"none": (us, us, us)})
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from weft.gemm import GemmPlan, WgmmaPlan, choice, reference
-from weft.gemm.hopper import Kind
-from weft.gemm.plan import FP8
-from weft.gemm.request import Request
+from weft.gemm import GemmPlan, WgmmaPlan, plans, reference
+from weft.gemm.hopper import GemmShape
+from weft.gemm.plans import FP8
+from weft.gemm.problem import GemmProblem
 from weft.moe import MODELS, ExpertWeights, MoEConfig, grouped_experts
 
 BIASED, PLAIN = MODELS["gpt-oss-120b"], MODELS["qwen3-30b-a3b"]
@@ -66,15 +66,15 @@ def rows_of(config: MoEConfig, rows: tuple[int, ...], experts: int, *, fp8: bool
 
 
 @pytest.fixture
-def loaded(monkeypatch: pytest.MonkeyPatch) -> set[Kind]:
+def loaded(monkeypatch: pytest.MonkeyPatch) -> set[GemmShape]:
     """What was loaded on a CPU that takes itself for a Hopper."""
-    kinds: set[Kind] = set()
+    kinds: set[GemmShape] = set()
 
-    def preload(wanted: Iterable[Kind], programmatic: bool) -> None:
+    def preload(wanted: Iterable[GemmShape], programmatic: bool) -> None:
         assert programmatic
         kinds.update(wanted)
 
-    for module in (grouped_experts, choice):
+    for module in (grouped_experts, plans):
         monkeypatch.setattr(module, "is_hopper", lambda device: device is not None)
     monkeypatch.setattr(grouped_experts, "preload", preload)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
@@ -82,13 +82,13 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> set[Kind]:
 
 
 @pytest.fixture
-def used(monkeypatch: pytest.MonkeyPatch) -> set[Kind]:
-    """Kinds of the products that were called."""
-    kinds: set[Kind] = set()
+def used(monkeypatch: pytest.MonkeyPatch) -> set[GemmShape]:
+    """Shapes of the GEMMs that were called."""
+    kinds: set[GemmShape] = set()
 
-    def compute(request: Request, plan: GemmPlan | WgmmaPlan) -> None:
+    def compute(problem: GemmProblem, plan: GemmPlan | WgmmaPlan) -> None:
         if isinstance(plan, WgmmaPlan):
-            kinds.add(Kind.of(request, plan))
+            kinds.add(GemmShape.of(problem, plan))
 
     monkeypatch.setattr(reference, "compute", compute)
     return kinds
@@ -99,8 +99,8 @@ def used(monkeypatch: pytest.MonkeyPatch) -> set[Kind]:
 @pytest.mark.parametrize(("dtype", "fp8"), DTYPES)
 @pytest.mark.parametrize("model", [BIASED, PLAIN], ids=["biased", "plain"])
 def test_no_call_needs_a_kernel_that_was_not_loaded(
-    loaded: set[Kind],
-    used: set[Kind],
+    loaded: set[GemmShape],
+    used: set[GemmShape],
     model: MoEConfig,
     dtype: torch.dtype,
     fp8: bool,
@@ -130,7 +130,7 @@ def test_no_call_needs_a_kernel_that_was_not_loaded(
                     layer.down(weights)
                 layer.push(weights)
             assert used <= loaded
-            heights = {kind.plan.block_rows for kind in loaded}
-            assert heights == {kind.plan.block_rows for kind in used}, "none is loaded in vain"
+            heights = {kind.plan.block_m for kind in loaded}
+            assert heights == {kind.plan.block_m for kind in used}, "none is loaded in vain"
         many = (experts > 1 or masked) and not (fp8 and config.biased)
         assert bool(used) == (many or (fp8 and not config.biased))

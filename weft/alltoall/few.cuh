@@ -25,7 +25,7 @@ template <Shape S> struct RowRing {
     static constexpr u32 leaving = stages >= 8 ? 3 : 1, ahead = stages - leaving - 1;
     static_assert(S.way == Way::pull && S.quant == Quant::none, "rows move as they are");
     alignas(128) u8 row[stages][row_bytes];
-    Arrival loaded[stages];
+    Mbarrier loaded[stages];
 };
 
 // Rows of all peers for one piece of one token, and the ring that fits. A piece costs waits and
@@ -42,7 +42,7 @@ template <Shape S> struct PieceRing {
     static_assert(stages >= 2 && S.ranks <= warp_lanes / 2,
                   "a lane for each peer, room to run ahead");
     alignas(128) uint4 piece[stages][S.ranks][piece_vectors];
-    Arrival loaded[stages], free[stages];
+    Mbarrier loaded[stages], free[stages];
     u32 destinations[stages];
 };
 
@@ -59,8 +59,8 @@ template <Shape S> struct Unit {
 template <Shape S>
 WEFT_FN void load_row(RowRing<S>& ring, const DispatchArgs& a, u32 turn, u32 token) {
     constexpr u32 bytes = S.row_bytes[0];
-    Arrival& loaded = ring.loaded[turn % RowRing<S>::stages];
-    loaded.expect(bytes);
+    Mbarrier& loaded = ring.loaded[turn % RowRing<S>::stages];
+    loaded.arrive_expect_tx(bytes);
     bulk_load(ring.row[turn % RowRing<S>::stages],
               static_cast<const u8*>(a.payload[0]) + u64(token) * bytes, bytes, loaded);
 }
@@ -99,7 +99,7 @@ WEFT_FN bool send_tokens_in_bulk(const Block& team, const DispatchArgs& a, const
         if (token + stride < count) next = load_ids<S>(a, token + stride, lane);
         const Routing r = route_token<S>(a, parcel, token, lane, true);
         if (lane == 0) {
-            ring.loaded[i % stages].await(i / stages & 1);
+            ring.loaded[i % stages].wait(i / stages & 1);
             store_row<S>(ring, a.site, i, token, r.destinations);
             bulk_wait_read<RowRing<S>::leaving>();
             if (token + ahead * stride < count)
@@ -128,12 +128,12 @@ WEFT_FN void load_pieces(PieceRing<S>& ring, const CombineArgs& a, u32 lane) {
         const Unit<S> unit(index);
         if (index + stride < units) next = own.destinations[(index + stride) / Ring::pieces];
         if (turn >= Ring::stages) {
-            ring.free[stage].await((turn / Ring::stages - 1) & 1);
+            ring.free[stage].wait((turn / Ring::stages - 1) & 1);
             fence_shared_for_bulk();  // behind the adders' reads of this stage
         }
         if (lane == 0) {
             ring.destinations[stage] = destinations;
-            ring.loaded[stage].expect(__popc(destinations) * unit.count * 16);
+            ring.loaded[stage].arrive_expect_tx(__popc(destinations) * unit.count * 16);
         }
         __syncwarp();
         const Rows rows = rows_of<S, rank>(a, unit.token);
@@ -196,7 +196,7 @@ template <Shape S> WEFT_FN void add_pieces(PieceRing<S>& ring, const CombineArgs
         const Unit<S> unit(index);
         Addends<S> addends;
         addends.load_extra(a, unit, lane);
-        ring.loaded[stage].await(turn / Ring::stages & 1);
+        ring.loaded[stage].wait(turn / Ring::stages & 1);
         addends.load_rows(ring, stage, unit.count, lane);
         __syncwarp();
         if (lane % warp_lanes == 0) ring.free[stage].arrive();

@@ -8,12 +8,12 @@ namespace weft {
 
 constexpr u32 bulk_shared_bytes = 200 * 1024;
 
-// A barrier in shared memory that counts the bytes of bulk loads.
-struct Arrival {
+// An mbarrier in shared memory: it counts arrivals of threads and bytes of bulk loads.
+struct Mbarrier {
     u64 word;
 
     WEFT_FN u32 address() { return u32(__cvta_generic_to_shared(&word)); }
-    // Complete when `count` threads have arrived and all expected bytes are there.
+    // A phase completes when `count` threads have arrived and all expected bytes are there.
     WEFT_FN void init(u32 count) {
         asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(count)
                      : "memory");
@@ -21,13 +21,13 @@ struct Arrival {
     WEFT_FN void arrive() {
         asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address()) : "memory");
     }
-    WEFT_FN void expect(u32 bytes) {
+    WEFT_FN void arrive_expect_tx(u32 bytes) {
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()),
                      "r"(bytes)
                      : "memory");
     }
     // Order: the bytes that were expected are in shared memory, readable by this thread.
-    WEFT_FN void await(u32 parity) {
+    WEFT_FN void wait(u32 parity) {
         u32 done = 0;
         while (!done)
             asm volatile(
@@ -39,11 +39,11 @@ struct Arrival {
     }
 };
 
-WEFT_FN void bulk_load(void* to, const void* from, u32 bytes, Arrival& arrival) {
+WEFT_FN void bulk_load(void* to, const void* from, u32 bytes, Mbarrier& mbarrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
             "r"(u32(__cvta_generic_to_shared(to))),
-        "l"(from), "r"(bytes), "r"(arrival.address())
+        "l"(from), "r"(bytes), "r"(mbarrier.address())
         : "memory");
 }
 

@@ -1,11 +1,9 @@
-"""Grouped matrix products of experts, in Triton and in CUDA; knows no peers. docs/gemm.md."""
+"""Grouped GEMM of experts, in Triton and in CUDA for Hopper. docs/gemm.md."""
 
-from weft.gemm.call import grouped_gemm
-from weft.gemm.choice import fastest_plan
+from weft.gemm.api import grouped_gemm
 from weft.gemm.epilogue import STORE, Epilogue, Gated, GatedQuant, Push, Store
-from weft.gemm.hopper import WgmmaPlan
-from weft.gemm.plan import GemmPlan, plan
-from weft.gemm.rows import quantize_rows
+from weft.gemm.plans import GemmPlan, WgmmaPlan, fastest_plan, plan
+from weft.gemm.quantize_rows import quantize_rows
 
 __all__ = [
     "STORE",

@@ -1,101 +1,144 @@
-// The end of a tile that is stored as it is: sums become numbers, and go where their rows belong.
+// Epilogues that store sums as they are: into the result, or (push) to each row's own address.
 #pragma once
-#include <weft/device/quantize_warp.cuh>
-#include <weft/gemm/mainloop.cuh>
+#include <weft/device/copy.cuh>
+#include <weft/gemm/mainloop_fp8.cuh>
+#include <weft/gemm/math_warps.cuh>
+#include <weft/gemm/pipeline.cuh>
+#include <weft/gemm/shape.cuh>
+#include <weft/gemm/tile_scheduler.cuh>
 
 namespace weft {
 
-constexpr u32 chunk_rows = 16, chunk_pitch = pair_columns + 16;  // bytes; rows of two-byte numbers
-constexpr u32 half_chunk = weight_warps * chunk_bytes / 2;       // there are two
-constexpr u32 half_row = tile_columns, half_pitch = half_row + 16;  // bytes; two make a row
-static_assert(chunk_rows * chunk_pitch <= half_chunk);
-static_assert(8 * half_pitch <= chunk_bytes);
+// Sums pass through staging memory, so that rows leave in vectors of 16 bytes. Pitches are in
+// bytes; 16 more than a row avoid bank conflicts.
+constexpr u32 staging_buffer_bytes = math_warps * staging_bytes / 2;  // of all warps: there are two
+constexpr u32 swap_staging_rows = 16, swap_staging_pitch = block_n * 2 + 16;
+constexpr u32 half_row_bytes = block_n / 2 * 2, half_row_pitch = half_row_bytes + 16;
+static_assert(swap_staging_rows * swap_staging_pitch <= staging_buffer_bytes);
+static_assert(8 * half_row_pitch <= staging_bytes);
 
-// Where the row goes that has this thread's number; loaded early, for it takes a trip to memory.
-template <Product P> WEFT_FN u64 load_home(const ProductArgs& a, const Tile& tile) {
-    const u32 row = multiplier();
-    if (P.finish != Finish::push || row >= tile.live) return 0;
-    const u64 home = a.home[tile.first + row];
-    return a.unless != nullptr && *a.unless != 0 ? 0 : home;
+// What a thread adds to its two columns of a 16-bit tile. Loaded before the mainloop, for it takes
+// a trip to memory.
+template <GemmShape S> struct BiasColumns {
+    float bias[2] = {};
+
+    WEFT_FN static float load(const GemmArgs& a, u32 expert, u32 column) {
+        if (column >= S.n) return 0.0f;
+        const u64 at = u64(expert) * S.n + column;
+        if constexpr (S.bias == Bias::fp32) return static_cast<const float*>(a.bias)[at];
+        constexpr Number dtype = S.bias == Bias::bf16 ? Number::bf16 : Number::fp16;
+        return low_half(dtype, static_cast<const u16*>(a.bias)[at]);
+    }
+    WEFT_FN BiasColumns(const GemmArgs& a, const Tile& tile, u32 rank) {
+        if constexpr (S.bias != Bias::none) {
+            const u32 warp = math_thread() / warp_lanes, lane = math_thread() % warp_lanes;
+            constexpr u32 width = S.gated() ? 8 : 16;  // a warp's columns of the result
+            const u32 first = (tile.n_block * 2 + rank) * (width * math_warps);
+            const u32 column = first + warp * width + lane / 4;
+            bias[0] = load(a, tile.expert, column);
+            bias[1] = load(a, tile.expert, column + (S.gated() ? S.n / 2 : 8));
+        }
+    }
+    template <u32 sums> WEFT_FN void add_to(float (&sum)[sums]) const {
+        if constexpr (S.bias != Bias::none)
+#pragma unroll
+            for (u32 i = 0; i < sums; ++i) sum[i] += bias[i / 2 % 2];
+    }
+};
+
+// The destination of the row with this thread's index. Loaded before the mainloop, for it takes a
+// trip to memory.
+template <GemmShape S> WEFT_FN u64 load_dst_addr(const GemmArgs& a, const Tile& tile) {
+    const u32 row = math_thread();
+    if (S.epilogue != Epilogue::push || row >= tile.valid_m) return 0;
+    const u64 dst_addr = a.dst_addr[tile.first_row + row];
+    return a.abort_flag != nullptr && *a.abort_flag != 0 ? 0 : dst_addr;
 }
 
-// Sixteen bytes of a row that is done. A row that tells of itself has no word of all ones: numbers
-// are packed by conversions whose only NaN is 0x7fff.
-template <Product P> WEFT_FN void put(u64 to, const u8* from) {
+// Makes every row's destination known to every math thread. The barrier also frees the staging
+// memory of the tile before.
+template <GemmShape S>
+WEFT_FN void share_dst_addrs(GemmShared<S>& smem, const Tile& tile, u64 dst_addr) {
+    sync_math_warps();
+    if constexpr (S.epilogue == Epilogue::push) {
+        if (math_thread() < tile.m) smem.dst_addrs[math_thread()] = dst_addr;
+        sync_math_warps();
+    }
+}
+
+// Stores sixteen bytes of a result row. With flag-in-data no word may be all ones, the sentinel:
+// numbers are packed by conversions whose only NaN is 0x7fff.
+template <GemmShape S> WEFT_FN void store_vector(u64 to, const u8* from) {
     uint4* const at = reinterpret_cast<uint4*>(to);
-    if constexpr (P.tells)
+    if constexpr (S.flag_in_data)
         post_vector(at, *reinterpret_cast<const uint4*>(from));
     else
         store(at, *reinterpret_cast<const uint4*>(from));
 }
 
-// Every thread that stores may look up every row's home. Chunks of the tile before are free, too.
-template <Product P> WEFT_FN void share_homes(ProductShared<P>& s, const Tile& tile, u64 home) {
-    meet_multipliers();
-    if constexpr (P.finish == Finish::push) {
-        if (multiplier() < tile.rows) s.homes[multiplier()] = home;
-        meet_multipliers();
-    }
-}
-
 // Where this CTA's columns of a row begin; 0 for nowhere.
-template <Product P>
-WEFT_FN u64 place_of(const ProductArgs& a, const ProductShared<P>& s, const Tile& tile, u32 rank,
-                     u32 row) {
-    const u32 column = tile.pair * pair_columns + rank * tile_columns;
-    if constexpr (P.finish == Finish::push)
-        return s.homes[row] == 0 ? 0 : s.homes[row] + column * 2;
+template <GemmShape S>
+WEFT_FN u64 row_address(const GemmArgs& a, const GemmShared<S>& smem, const Tile& tile, u32 rank,
+                        u32 row) {
+    const u32 column = tile.n_block * cluster_n + rank * block_n;
+    if constexpr (S.epilogue == Epilogue::push)
+        return smem.dst_addrs[row] == 0 ? 0 : smem.dst_addrs[row] + column * 2;
     else
-        return reinterpret_cast<u64>(a.out) + (u64(tile.first + row) * P.n + column) * 2;
+        return reinterpret_cast<u64>(a.out) + (u64(tile.first_row + row) * S.n + column) * 2;
 }
 
-// Sixteen low rows at a time through shared memory, then 256 bytes of each by sixteen threads.
-template <Product P, u32 N>
-WEFT_FN void finish_low(const ProductArgs& a, ProductShared<P>& s, const Tile& tile, u32 rank,
-                        const float (&sum)[N / 2], u64 home) {
-    const u32 self = multiplier(), lane = self % warp_lanes, warp = self / warp_lanes;
-    const u32 at = (lane / 16 * 8 + lane % 8) * chunk_pitch + (warp * 16 + lane / 8 % 2 * 8) * 2;
-    const u32 row = self / 16, place = self % 16 * 16;
-    const u32 column = tile.pair * pair_columns + rank * tile_columns + place / 2;
-    const bool made = P.n % pair_columns == 0 || column < P.n;  // or it belongs to nobody
-    share_homes(s, tile, home);
+// A swapped tile: sixteen rows at a time through staging memory, then 256 bytes of each row by
+// sixteen threads.
+template <GemmShape S, u32 N>
+WEFT_FN void store_swap_ab(const GemmArgs& a, GemmShared<S>& smem, const Tile& tile, u32 rank,
+                           const float (&sum)[N / 2], u64 dst_addr) {
+    const u32 self = math_thread(), lane = self % warp_lanes, warp = self / warp_lanes;
+    const u32 at =
+        (lane / 16 * 8 + lane % 8) * swap_staging_pitch + (warp * 16 + lane / 8 % 2 * 8) * 2;
+    const u32 row = self / 16, offset = self % 16 * 16;
+    const u32 column = tile.n_block * cluster_n + rank * block_n + offset / 2;
+    const bool exists = S.n % cluster_n == 0 || column < S.n;  // columns beyond n do not
+    share_dst_addrs(smem, tile, dst_addr);
 #pragma unroll
-    for (u32 c = 0; c < N / chunk_rows; ++c) {
-        const float* const x = &sum[c * chunk_rows / 2];
-        u8* const chunk = s.chunk + c % 2 * half_chunk;
-        store_transposed(chunk + at, pack_halves(P.number, x[0], x[1]),
-                         pack_halves(P.number, x[2], x[3]), pack_halves(P.number, x[4], x[5]),
-                         pack_halves(P.number, x[6], x[7]));
-        meet_multipliers();
-        const u32 r = c * chunk_rows + row;
-        const u64 to = r < tile.live && made ? place_of(a, s, tile, rank, r) : 0;
-        if (to != 0) put<P>(to + place, chunk + row * chunk_pitch + place);
+    for (u32 c = 0; c < N / swap_staging_rows; ++c) {
+        const float* const x = &sum[c * swap_staging_rows / 2];
+        u8* const staging = smem.staging + c % 2 * staging_buffer_bytes;
+        stmatrix_x4_trans(staging + at, pack_halves(S.out_dtype, x[0], x[1]),
+                          pack_halves(S.out_dtype, x[2], x[3]),
+                          pack_halves(S.out_dtype, x[4], x[5]),
+                          pack_halves(S.out_dtype, x[6], x[7]));
+        sync_math_warps();
+        const u32 r = c * swap_staging_rows + row;
+        const u64 to = r < tile.valid_m && exists ? row_address(a, smem, tile, rank, r) : 0;
+        if (to != 0) store_vector<S>(to + offset, staging + row * swap_staging_pitch + offset);
     }
 }
 
-// Eight tall rows by 64 columns at a time through the warp's own memory, then 128 bytes of each by
-// eight lanes. above: rows of the tile before these.
-template <Product P>
-WEFT_FN void finish_tall(const ProductArgs& a, ProductShared<P>& s, const Tile& tile, u32 rank,
-                         const float (&sum)[tall_sums], u32 above) {
-    const u32 lane = multiplier() % warp_lanes, place = lane % 8 * 16;
-    u8* const chunk = s.chunk + multiplier() / warp_lanes * chunk_bytes;
+// A normal M-tile: eight rows by 64 columns at a time through the warp's own staging memory, then
+// 128 bytes of each row by eight lanes. first_row: of the M-tile in its tile.
+template <GemmShape S>
+WEFT_FN void store_normal(const GemmArgs& a, GemmShared<S>& smem, const Tile& tile, u32 rank,
+                          const float (&sum)[normal_sums], u32 first_row) {
+    const u32 lane = math_thread() % warp_lanes, offset = lane % 8 * 16;
+    u8* const staging = smem.staging + math_thread() / warp_lanes * staging_bytes;
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) {
-        const u32 lower = i / 2, right = i % 2, row = above + tall_row() + lower * 8;
-        const float* const x = &sum[right * (tall_sums / 2) + lower * 2];
+        const u32 lower = i / 2, right = i % 2, row = first_row + normal_row() + lower * 8;
+        const float* const x = &sum[right * (normal_sums / 2) + lower * 2];
 #pragma unroll
         for (u32 j = 0; j < 2; ++j)
-            store_blocks(chunk + lane % 8 * half_pitch + j * 64 + lane / 8 * 16,
-                         pack_halves(P.number, x[16 * j], x[16 * j + 1]),
-                         pack_halves(P.number, x[16 * j + 4], x[16 * j + 5]),
-                         pack_halves(P.number, x[16 * j + 8], x[16 * j + 9]),
-                         pack_halves(P.number, x[16 * j + 12], x[16 * j + 13]));
+            stmatrix_x4(staging + lane % 8 * half_row_pitch + j * 64 + lane / 8 * 16,
+                        pack_halves(S.out_dtype, x[16 * j], x[16 * j + 1]),
+                        pack_halves(S.out_dtype, x[16 * j + 4], x[16 * j + 5]),
+                        pack_halves(S.out_dtype, x[16 * j + 8], x[16 * j + 9]),
+                        pack_halves(S.out_dtype, x[16 * j + 12], x[16 * j + 13]));
         __syncwarp();
 #pragma unroll
         for (u32 r = lane / 8; r < 8; r += 4) {
-            const u64 to = row + r < tile.live ? place_of(a, s, tile, rank, row + r) : 0;
-            if (to != 0) put<P>(to + right * half_row + place, chunk + r * half_pitch + place);
+            const u64 to = row + r < tile.valid_m ? row_address(a, smem, tile, rank, row + r) : 0;
+            if (to != 0)
+                store_vector<S>(to + right * half_row_bytes + offset,
+                                staging + r * half_row_pitch + offset);
         }
         __syncwarp();
     }

@@ -1,8 +1,8 @@
-"""What a grouped product does with its sums before it writes them."""
+"""What a grouped GEMM does with its fp32 sums before it stores them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 
@@ -18,11 +18,13 @@ class Store:
 class Gated:
     """`gate * sigmoid(alpha * gate) * (up + offset)`, `[*rows, n / 2]`, rounded once.
 
-    gate: columns 0..n/2 of the product, at most `limit`.   up: the others, in -limit..limit.
+    gate: columns 0..n/2 of `a @ b.T`, clamped to at most `limit`.   up: the others, clamped to
+        -limit..limit.
     limit: above 0, or None for no limit.
 
-    alpha, offset: 1 and 0 give SwiGLU; 1.702, 1 and limit 7 GPT-OSS's. Everything is fp32 until the
-    result. Raises InvalidArgument for a number that is not finite or a limit that is not positive.
+    alpha 1 and offset 0 give SwiGLU; 1.702, 1 and limit 7 that of GPT-OSS. Everything is fp32 until
+    the result. Raises InvalidArgument for a number that is not finite or a limit that is not
+    positive.
     """
 
     alpha: float = 1.0
@@ -40,34 +42,36 @@ class Gated:
 class GatedQuant(Gated):
     """Gated, then FP8 in blocks of 128 columns: `(float8_e4m3fn [*rows, n / 2], float32 scales)`.
 
-    The scales are `[*rows, n / 256]`. The rule and the bits of `weft.reference.quantize(x, "fp8")`,
-    applied to the fp32 result of the gating. (docs/quantisation.md)
+    The scales are `[*rows, n / 256]`. Rule and bits are those of
+    `weft.reference.quantize(x, "fp8")`, applied to the fp32 result of the gating.
+    (docs/quantisation.md)
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Each row of Store's result goes to its home, an address; nothing is returned.
+    """Stores each row of Store's result at an address of its own; nothing is returned.
 
-    home: int64 `[rows]`, where the row's n numbers go, a multiple of 16; 0 for nowhere. Rows are
-        flat, also where they are masked. It may lie in a peer's memory. Stores are weak: who tells
-        the peer must do it in stream order behind.
+    dst_addr: int64 `[rows]`, where the row's n numbers go, a multiple of 16; 0 for nowhere. Rows
+        are flat, also where they are masked. The address may lie in a peer's memory. The stores
+        are weak: whoever signals the peer must do it behind this call in stream order.
     dtype: of the numbers there: bfloat16, float16 or float32; None for bfloat16 from FP8, else a's.
-    tells: rows tell of themselves: stores are relaxed, at system scope, in words of 4 bytes of
-        which none is all ones (a NaN never has all bits set), so an owner may poll a place that it
-        has filled with ones. On GPUs with a WgmmaPlan only.
-    unless: int32 `[1]` on the device; where it is not 0 when a tile begins, its rows go nowhere.
-        With `tells` only.
+    flag_in_data: the data is its own flag. Stores are relaxed, at system scope, in words of 4 bytes
+        of which none is all ones (a NaN never has all bits set), so an owner that has filled a row
+        with ones may poll it. On GPUs this needs a WgmmaPlan.
+    abort_flag: int32 `[1]` on the device; where it is not 0 when a tile begins, the tile's rows are
+        not stored. With `flag_in_data` only.
     """
 
-    home: torch.Tensor
+    dst_addr: torch.Tensor
     dtype: torch.dtype | None = None
-    tells: bool = False
-    unless: torch.Tensor | None = None
+    _: KW_ONLY
+    flag_in_data: bool = False
+    abort_flag: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a word for a flag; tensors are looked at where they are used."""
-        flags(tells=self.tells)
+        """Refuse a word for a flag; tensors are checked by the call that gets them."""
+        flags(flag_in_data=self.flag_in_data)
 
 
 Epilogue = Store | Gated | GatedQuant | Push

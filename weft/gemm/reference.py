@@ -1,76 +1,107 @@
-"""What a grouped product means, in plain torch: the CPU's way, and the oracle of every test."""
+"""What a grouped GEMM means, in plain torch: the CPU's implementation, and the tests' oracle."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
+from ctypes import c_uint64, c_void_p
+from typing import Any
 
 import torch
 
 from weft.errors import InvalidArgument
 from weft.gemm.epilogue import Gated, GatedQuant, Push
-from weft.gemm.hopper import WgmmaPlan
-from weft.gemm.plan import GemmPlan
-from weft.gemm.push_cpu import tell_rows
-from weft.gemm.request import Request
+from weft.gemm.plans import GemmPlan, WgmmaPlan
+from weft.gemm.problem import GemmProblem
+from weft.jit import compile_shared
 from weft.reference import dequantize, quantize
 
+PUSH_SOURCE = """\
+#include <weft/gemm/push_cpu.cpp>
+extern "C" void push_rows(const weft::u64* dst_addr, const weft::u8* from, weft::u64 rows,
+                          weft::u64 bytes, weft::u64 fp32, weft::u32* abort_flag) {
+    (fp32 ? weft::push_rows<weft::Number::fp32> : weft::push_rows<weft::Number::bf16>)(
+        dst_addr, from, rows, bytes, abort_flag);
+}
+"""
 
-def compute(request: Request, plan: GemmPlan | WgmmaPlan) -> None:
-    """Write what the kernel would by any plan, expert by expert; reads counts on the host."""
-    counts = request.counts.clamp(min=0, max=request.most)
-    starts = None if request.starts is None else request.starts.tolist()
+
+def compute(problem: GemmProblem, plan: GemmPlan | WgmmaPlan) -> None:
+    """Store what the kernels would with any plan, expert by expert; reads counts on the host."""
+    counts = problem.counts.clamp(min=0, max=problem.max_rows)
+    starts = None if problem.starts is None else problem.starts.tolist()
     for expert, count in enumerate(counts.tolist()):
-        first = expert * request.most if starts is None else starts[expert]
-        if count := min(count, len(request.a) - first):
-            _finish(request, _product(request, expert, first, count), first)
+        first = expert * problem.max_rows if starts is None else starts[expert]
+        if count := min(count, len(problem.a) - first):
+            _store(problem, _multiply(problem, expert, first, count), first)
 
 
-def _product(request: Request, expert: int, first: int, count: int) -> torch.Tensor:
+def _multiply(problem: GemmProblem, expert: int, first: int, count: int) -> torch.Tensor:
     """`a @ b.T + bias` of one expert in fp32."""
     rows = slice(first, first + count)
-    x, w = request.a[rows], request.b[expert]
-    if request.a_scale is not None and request.b_scale is not None:
-        scales = request.b_scale[expert].repeat_interleave(128, dim=0)
-        product = dequantize(x, request.a_scale[rows]) @ dequantize(w, scales).T
+    x, w = problem.a[rows], problem.b[expert]
+    if problem.a_scale is not None and problem.b_scale is not None:
+        scales = problem.b_scale[expert].repeat_interleave(128, dim=0)
+        y = dequantize(x, problem.a_scale[rows]) @ dequantize(w, scales).T
     else:
-        product = x.float() @ w.float().T
-    return product if request.bias is None else product + request.bias[expert].float()
+        y = x.float() @ w.float().T
+    return y if problem.bias is None else y + problem.bias[expert].float()
 
 
-def gate(gating: Gated, product: torch.Tensor) -> torch.Tensor:
+def gate(gating: Gated, y: torch.Tensor) -> torch.Tensor:
     """`gate * sigmoid(alpha * gate) * (up + offset)` in fp32."""
-    first, up = product.chunk(2, dim=-1)
+    first, up = y.chunk(2, dim=-1)
     if gating.limit is not None:
         first, up = first.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit)
     return first * torch.sigmoid(gating.alpha * first) * (up + gating.offset)
 
 
-def _finish(request: Request, product: torch.Tensor, first: int) -> None:
-    epilogue = request.epilogue
-    rows = slice(first, first + len(product))
+def _store(problem: GemmProblem, y: torch.Tensor, first: int) -> None:
+    epilogue = problem.epilogue
+    rows = slice(first, first + len(y))
     if isinstance(epilogue, Push):
-        _push(epilogue, rows, product.to(request.out_dtype))
+        _push(epilogue, rows, y.to(problem.out_dtype))
         return
     if isinstance(epilogue, Gated):
-        product = gate(epilogue, product)
-    out = request.out
+        y = gate(epilogue, y)
+    out = problem.out
     assert out is not None
-    flat = out.view(-1, request.columns)
+    flat = out.view(-1, problem.out_columns)
     if isinstance(epilogue, GatedQuant):
-        product, scales = quantize(product, "fp8")
-        assert request.out_scale is not None
-        request.out_scale.view(-1, scales.shape[1])[rows] = scales
-    flat[rows] = product.to(out.dtype)
+        y, scales = quantize(y, "fp8")
+        assert problem.out_scale is not None
+        problem.out_scale.view(-1, scales.shape[1])[rows] = scales
+    flat[rows] = y.to(out.dtype)
 
 
 def _push(push: Push, where: slice, rows: torch.Tensor) -> None:
     if rows.device.type != "cpu":
         raise InvalidArgument(f"rows on {rows.device}: the reference pushes on a CPU only")
-    rows, home = rows.contiguous(), push.home[where]
-    if push.tells:
-        tell_rows(home, rows, push.unless)
+    rows, dst_addr = rows.contiguous(), push.dst_addr[where]
+    if push.flag_in_data:
+        push_rows(dst_addr, rows, push.abort_flag)
         return
     width = rows.shape[1] * rows.element_size()
-    for row, address in zip(rows, home.tolist(), strict=True):
+    for row, address in zip(rows, dst_addr.tolist(), strict=True):
         if address:
             ctypes.memmove(address, row.data_ptr(), width)
+
+
+def push_rows(dst_addr: torch.Tensor, rows: torch.Tensor, abort_flag: torch.Tensor | None) -> None:
+    """Store rows `[rows, columns]` at dst_addr, int64 `[rows]`, as Push with flag_in_data does.
+
+    columns: as many as fill whole words of 8 bytes.
+    """
+    rows, dst_addr = rows.contiguous(), dst_addr.contiguous()
+    size = rows.element_size()
+    sizes = len(rows), rows.shape[1] * size, size == 4
+    flag = 0 if abort_flag is None else abort_flag.data_ptr()
+    _compiled_push()(dst_addr.data_ptr(), rows.data_ptr(), *sizes, flag)
+
+
+@functools.cache
+def _compiled_push() -> Any:
+    function = compile_shared(PUSH_SOURCE, name="push").push_rows
+    function.restype = None
+    function.argtypes = (c_void_p, c_void_p, *(c_uint64,) * 3, c_void_p)
+    return function

@@ -40,7 +40,7 @@ class ExpertRows:
     handle: what `combine` takes.
     dst_addr: int64 `[local_experts, R]`, with combine="gemm_push": of the first counts rows, the
         address of hidden numbers at the token's owner, where whoever makes the row's result stores
-        it, once, before `combine`: `weft.gemm.Push(dst_addr, tells=True, unless=abort_flag)`.
+        it, once, before `combine`: `weft.gemm.Push(dst_addr, flag_in_data=True, ...)`.
     abort_flag: int32 `[1]`, not 0 once the group is broken: then no row may be stored.
     """
 

@@ -8,9 +8,16 @@ from torch import nn
 from weft.arguments import instance, one_of
 from weft.errors import InvalidArgument
 from weft.gemm import GatedQuant, grouped_gemm, quantize_rows
-from weft.gemm.choice import HEIGHTS_OF_ONE, best_plan, is_hopper
-from weft.gemm.hopper import NUMBERS, PAIR, Kind, WgmmaPlan, preload
-from weft.gemm.request import OUTS
+from weft.gemm.hopper import GemmShape, preload
+from weft.gemm.plans import (
+    CLUSTER_N,
+    DTYPES_16BIT,
+    ONE_EXPERT_BLOCK_MS,
+    WgmmaPlan,
+    best_plan,
+    is_hopper,
+)
+from weft.gemm.problem import OUT_DTYPES
 from weft.moe.experts import FP8, Expert, to_blocks
 from weft.moe.gating import SWIGLU, Gating
 from weft.runtime.check import check_alignment, check_tensor, refuse_tensor
@@ -47,7 +54,7 @@ class FP8Expert(nn.Module):
     ) -> None:
         super().__init__()
         instance("gating", gating, Gating)
-        dtype = one_of("dtype", dtype, OUTS)
+        dtype = one_of("dtype", dtype, OUT_DTYPES)
         if not isinstance(gate_up, torch.Tensor):
             refuse_tensor("gate_up", gate_up)
         device = gate_up.device
@@ -102,18 +109,17 @@ class FP8Expert(nn.Module):
     def _preload(self) -> None:
         """Load what a call may need: a load waits for kernels, and those may wait for peers."""
         n, k, hidden = self.gate_up.shape[1], self.gate_up.shape[2], self.down.shape[1]
-        kinds = [Kind(1, n, k, WgmmaPlan(rows), "gated_fp8") for rows in HEIGHTS_OF_ONE]
-        if hidden % PAIR == 0 and self._dtype in NUMBERS:
-            number = NUMBERS[self._dtype]
-            kinds += [
-                Kind(1, hidden, n // 2, WgmmaPlan(r), "store", number) for r in HEIGHTS_OF_ONE
-            ]
+        plans = [WgmmaPlan(block_m) for block_m in ONE_EXPERT_BLOCK_MS]
+        shapes = [GemmShape(1, n, k, plan, "gated_fp8") for plan in plans]
+        if hidden % CLUSTER_N == 0 and self._dtype in DTYPES_16BIT:
+            out = DTYPES_16BIT[self._dtype]
+            shapes += [GemmShape(1, hidden, n // 2, plan, "store", out) for plan in plans]
         with torch.cuda.device(self.gate_up.device):
-            preload(kinds, programmatic=False)
+            preload(shapes, programmatic=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[tokens, hidden]` -> `[tokens, hidden]`."""
-        dtypes, size = OUTS, (None, self.gate_up.shape[2])
+        dtypes, size = OUT_DTYPES, (None, self.gate_up.shape[2])
         check_tensor("x", x, shape=size, dtypes=dtypes, device=self.gate_up.device)
         check_alignment("x", x, 16)
         rows, device, count = len(x), x.device, self._count

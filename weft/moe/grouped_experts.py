@@ -16,8 +16,8 @@ from weft.gemm import (
     WgmmaPlan,
     grouped_gemm,
 )
-from weft.gemm.choice import MANY_ROWS, best_plan, is_hopper
-from weft.gemm.hopper import NUMBERS, Kind, preload
+from weft.gemm.hopper import GemmShape, preload
+from weft.gemm.plans import COARSE_ROWS, DTYPES_16BIT, best_plan, is_hopper
 from weft.moe.experts import FP8, ExpertWeights
 from weft.moe.models import MoEConfig
 from weft.moe.torch_experts import RowsByExpert
@@ -83,21 +83,22 @@ class GroupedExperts:
     def _preload(self, most: int) -> None:
         """Load what a call may need: a load waits for kernels, and those may wait for peers."""
         hidden, inner, experts = self._config.hidden, self._config.intermediate, self._experts
-        number = NUMBERS.get(self._y.dtype, "")
-        operands = ("fp8",) if self._fp8 else (number, number if self._config.biased else "none")
-        gated = ("gated_fp8",) if self._fp8 else ("gated", number, *operands)
-        kinds: set[Kind] = set()
-        for rows in {*range(min(most, MANY_ROWS) + 1), *range(0, most + 1, 64), most}:
+        out = DTYPES_16BIT.get(self._y.dtype, "")
+        operands = ("fp8",) if self._fp8 else (out, out if self._config.biased else "none")
+        gated = ("gated_fp8",) if self._fp8 else ("gated", out, *operands)
+        shapes: set[GemmShape] = set()
+        for rows in {*range(min(most, COARSE_ROWS) + 1), *range(0, most + 1, 64), most}:
             plans = self._make_plans(rows)
             if isinstance(plans.up, WgmmaPlan):
-                kinds.add(Kind(experts, 2 * inner, hidden, plans.up, *gated))
-            for finish, down in (("store", plans.down), ("push", plans.push)):
-                if isinstance(down, WgmmaPlan) and (finish == "push" or not self._pushes):
-                    kind = Kind(experts, hidden, inner, down, finish, number, *operands)
-                    tells = finish == "push" and self._masked
-                    kinds.add(replace(kind, settled=self._programmatic, tells=tells))
+                shapes.add(GemmShape(experts, 2 * inner, hidden, plans.up, *gated))
+            for epilogue, down in (("store", plans.down), ("push", plans.push)):
+                if isinstance(down, WgmmaPlan) and (epilogue == "push" or not self._pushes):
+                    shape = GemmShape(experts, hidden, inner, down, epilogue, out, *operands)
+                    flag_in_data = epilogue == "push" and self._masked
+                    prefetch = self._programmatic
+                    shapes.add(replace(shape, prefetch_weights=prefetch, flag_in_data=flag_in_data))
         with torch.cuda.device(self._act.device):
-            preload(kinds, self._programmatic)
+            preload(shapes, self._programmatic)
 
     def _rows_of_an_expert(self, tokens: int) -> int:
         """The mean, where each rank has so many tokens."""
@@ -118,7 +119,7 @@ class GroupedExperts:
         return Plans(
             up=best_plan(*sizes, 2 * inner, hidden, dtype, gated=True, **given),
             down=best_plan(*sizes, hidden, inner, dtype, **given),
-            push=best_plan(*sizes, hidden, inner, dtype, tells=self._masked, **given),
+            push=best_plan(*sizes, hidden, inner, dtype, flag_in_data=self._masked, **given),
         )
 
     def up(
@@ -152,10 +153,13 @@ class GroupedExperts:
                 "these rows have no addresses at their owners; build the layer with "
                 "overlap='gemm_push'"
             )
-        tells, dtype = rows.abort_flag is not None, self._config.dtype
-        self._multiply(
-            weights, self._plan.push, epilogue=Push(rows.dst_addr, dtype, tells, rows.abort_flag)
+        push = Push(
+            rows.dst_addr,
+            self._config.dtype,
+            flag_in_data=rows.abort_flag is not None,
+            abort_flag=rows.abort_flag,
         )
+        self._multiply(weights, self._plan.push, epilogue=push)
 
     def forget(self) -> None:
         self._grouped = None
@@ -177,6 +181,6 @@ class GroupedExperts:
             bias=weights.down_bias,
             plan=by,
             programmatic_launch=self._programmatic,
-            settled=True,  # the first product is in front, which has waited for the counts
+            prefetch_weights=True,  # the first GEMM is in front, which has waited for the counts
             **given,
         )

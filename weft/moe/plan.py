@@ -14,8 +14,8 @@ from weft.alltoall.geometry import SCALES
 from weft.arguments import flags, instance, integer, one_of, seconds
 from weft.errors import InvalidArgument
 from weft.gemm import WgmmaPlan
-from weft.gemm.choice import best_plan
-from weft.gemm.launch import installed, is_installed
+from weft.gemm.plans import best_plan
+from weft.gemm.triton_launch import installed, is_installed
 from weft.grouping.api import MAX_ROWS
 from weft.lowlatency.shape import MAX_TOKENS
 from weft.memory import Group
@@ -178,7 +178,7 @@ def pushes_in_place(
     dtype, out = FP8 if fp8 else config.dtype, config.dtype
     sizes = experts, 1, config.hidden, config.intermediate, dtype
     given: dict[str, Any] = {"biased": config.biased, "out": out, "device": device}
-    return isinstance(best_plan(*sizes, tells=True, **given), WgmmaPlan)
+    return isinstance(best_plan(*sizes, flag_in_data=True, **given), WgmmaPlan)
 
 
 def _check_low_latency(options: Options) -> None:

@@ -1,4 +1,4 @@
-"""`quantize_rows`: rows to FP8 where no dispatch has done it."""
+"""`quantize_rows`: rows to FP8 that no dispatch has quantised."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import torch
 
 from weft.arguments import flags, listed
 from weft.errors import InvalidArgument
-from weft.gemm.launch import installed
-from weft.gemm.plan import COLUMNS, FP8
-from weft.gemm.request import OUTS, check_dense
+from weft.gemm.plans import FP8
+from weft.gemm.problem import OUT_DTYPES, check_dense
+from weft.gemm.triton_launch import installed
 from weft.reference import quantize
 from weft.runtime.check import check_alignment
+from weft.shape import FP8_BLOCK
 
-ROWS = 8  # of a CTA, which is one warp
+BLOCK_M = 8  # rows of a CTA, which is one warp
 
 
 def quantize_rows(
@@ -29,28 +30,28 @@ def quantize_rows(
     flags(programmatic_launch=programmatic_launch)
     check_dense("x", x)
     check_alignment("x", x, x.itemsize)
-    if x.ndim != 2 or x.shape[1] % COLUMNS or not x.is_contiguous():
+    if x.ndim != 2 or x.shape[1] % FP8_BLOCK or not x.is_contiguous():
         raise InvalidArgument(
             f"x is {list(x.shape)} in strides {x.stride()}; want contiguous [rows, k], k a "
-            f"multiple of {COLUMNS}"
+            f"multiple of {FP8_BLOCK}"
         )
-    if x.dtype not in OUTS:
-        raise InvalidArgument(f"x is {x.dtype}; choose one of {listed(OUTS)}")
+    if x.dtype not in OUT_DTYPES:
+        raise InvalidArgument(f"x is {x.dtype}; choose one of {listed(OUT_DTYPES)}")
     if x.device.type not in ("cpu", "cuda"):
         raise InvalidArgument(f"x is on {x.device}; rows are quantised on cpu and cuda")
     if x.device.type != "cuda":
         return quantize(x, "fp8")
     rows, k = x.shape
     out = torch.empty((rows, k), dtype=FP8, device=x.device)
-    scales = torch.empty((rows, k // COLUMNS), dtype=torch.float32, device=x.device)
+    scales = torch.empty((rows, k // FP8_BLOCK), dtype=torch.float32, device=x.device)
     if rows:
         installed()
-        kernel = importlib.import_module("weft.gemm.rows_kernel").quantize_kernel
+        kernel = importlib.import_module("weft.gemm.triton_kernels").quantize_rows_kernel
         with torch.cuda.device(x.device):
-            kernel[(-(-rows // ROWS), k // COLUMNS)](
+            kernel[(-(-rows // BLOCK_M), k // FP8_BLOCK)](
                 *(x, out, scales, rows),
                 K=k,
-                ROWS=ROWS,
+                BLOCK_M=BLOCK_M,
                 PROGRAMMATIC=programmatic_launch,
                 num_warps=1,
                 launch_pdl=programmatic_launch,

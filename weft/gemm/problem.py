@@ -1,4 +1,4 @@
-"""One grouped product, checked: what the reference and the kernel are both given."""
+"""One grouped GEMM, checked: what the reference and both kernels are given."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import torch
 from weft.arguments import listed, shown
 from weft.errors import InvalidArgument
 from weft.gemm.epilogue import Epilogue, Gated, GatedQuant, Push
-from weft.gemm.plan import COLUMNS, DTYPES, FP8, GemmPlan
+from weft.gemm.plans import BLOCK_N, DTYPES, FP8
 from weft.runtime.check import check_alignment, check_gradient, refuse_tensor
 
-OUTS = (torch.bfloat16, torch.float16, torch.float32)
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """Tensors of one product; rows are flat, `[rows, ...]`, masked ones expert after expert.
+class GemmProblem:
+    """Tensors of one grouped GEMM; rows are flat, `[rows, ...]`, masked ones expert after expert.
 
-    starts: int32, each expert's first row, or None where expert e's is `e * most`.
-    most: rows that an expert can have; a count that says more counts as that.
-    settled: as in `grouped_gemm`.
+    starts: int32, each expert's first row, or None where expert e's is `e * max_rows`.
+    max_rows: the most rows of an expert; a larger count is cut to it.
+    prefetch_weights: as in `grouped_gemm`.
     """
 
     a: torch.Tensor
     b: torch.Tensor
     counts: torch.Tensor
     starts: torch.Tensor | None
-    most: int
+    max_rows: int
     a_scale: torch.Tensor | None
     b_scale: torch.Tensor | None
     bias: torch.Tensor | None
@@ -36,22 +36,22 @@ class Request:
     out_scale: torch.Tensor | None
     out_dtype: torch.dtype
     epilogue: Epilogue
-    settled: bool = False
+    prefetch_weights: bool = False
 
     @property
     def gated(self) -> bool:
-        """Are the product's columns a gate and an up?"""
+        """Whether the columns of `a @ b.T` are a gate and an up."""
         return isinstance(self.epilogue, Gated)
 
     @property
-    def columns(self) -> int:
+    def out_columns(self) -> int:
         """Columns of the result."""
         n = int(self.b.shape[1])
         return n // 2 if self.gated else n
 
     @property
     def result(self) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
-        """What a caller gets: numbers, with their scales where there are some."""
+        """What a caller gets: numbers, with their scales if there are any."""
         if self.out is None or self.out_scale is None:
             return self.out
         return self.out, self.out_scale
@@ -78,7 +78,7 @@ def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
     if not n or not k:
         raise InvalidArgument(f"b is {list(b.shape)}; n and k must be positive")
     for name, size in (("n", n), ("k", k)):
-        unit = COLUMNS if a.dtype == FP8 else 8
+        unit = BLOCK_N if a.dtype == FP8 else 8
         if size % unit:
             raise InvalidArgument(
                 f"{name} is {size}; for {a.dtype} it must be a multiple of {unit}"
@@ -120,7 +120,7 @@ def check_tensor(
 
 
 def check_dense(name: str, tensor: torch.Tensor) -> None:
-    """Refuse what is no dense tensor. Raises InvalidArgument."""
+    """Refuse what is not a dense tensor. Raises InvalidArgument."""
     if not isinstance(tensor, torch.Tensor):
         refuse_tensor(name, tensor)
     if tensor.layout is not torch.strided or tensor.is_nested:
@@ -172,46 +172,27 @@ def check_scales(
         )
 
 
-def check_results(request: Request) -> None:
+def check_results(problem: GemmProblem) -> None:
     """Refuse results that no plan makes. Raises InvalidArgument."""
-    if isinstance(request.epilogue, GatedQuant) and request.columns % COLUMNS:
+    if isinstance(problem.epilogue, GatedQuant) and problem.out_columns % BLOCK_N:
         raise InvalidArgument(
-            f"{request.columns} gated columns; quantising takes a multiple of {COLUMNS}"
+            f"{problem.out_columns} gated columns; quantising takes a multiple of {BLOCK_N}"
         )
-    if request.gated and request.b.shape[1] % (2 * (128 if request.a.dtype == FP8 else 8)):
-        raise InvalidArgument(f"n is {request.b.shape[1]}: gate and up must be halves of it")
-    if request.out is not None and request.out.data_ptr() % 16:
+    if problem.gated and problem.b.shape[1] % (2 * (128 if problem.a.dtype == FP8 else 8)):
+        raise InvalidArgument(f"n is {problem.b.shape[1]}: gate and up must be halves of it")
+    if problem.out is not None and problem.out.data_ptr() % 16:
         raise InvalidArgument(
-            f"out starts at {request.out.data_ptr():#x}; it must be aligned to 16 bytes"
+            f"out starts at {problem.out.data_ptr():#x}; it must be aligned to 16 bytes"
         )
-    if isinstance(request.epilogue, Push):
-        home, unless = request.epilogue.home, request.epilogue.unless
-        check_tensor("epilogue.home", home, request.a, (len(request.a),), (torch.int64,))
-        if unless is not None:
-            check_tensor("epilogue.unless", unless, request.a, (1,), (torch.int32,))
-            if not request.epilogue.tells:
-                raise InvalidArgument("Push takes unless only where tells is set")
-        if request.out_dtype not in OUTS:
+    if isinstance(problem.epilogue, Push):
+        push = problem.epilogue
+        size = (len(problem.a),)
+        check_tensor("epilogue.dst_addr", push.dst_addr, problem.a, size, (torch.int64,))
+        if push.abort_flag is not None:
+            check_tensor("epilogue.abort_flag", push.abort_flag, problem.a, (1,), (torch.int32,))
+            if not push.flag_in_data:
+                raise InvalidArgument("Push takes abort_flag only with flag_in_data=True")
+        if problem.out_dtype not in OUT_DTYPES:
             raise InvalidArgument(
-                f"epilogue.dtype is {shown(request.out_dtype)}; choose one of {listed(OUTS)}"
+                f"epilogue.dtype is {shown(problem.out_dtype)}; choose one of {listed(OUT_DTYPES)}"
             )
-
-
-def check_tiles(plan: GemmPlan, request: Request) -> None:
-    """Refuse a plan that does not fit the call. Raises InvalidArgument."""
-    depth = plan.block_depth
-    if request.a.dtype == FP8 and depth != 128:
-        raise InvalidArgument(f"block_depth is {depth}; FP8 has scales by 128 columns")
-    if request.gated and plan.block_columns != 2 * COLUMNS:
-        raise InvalidArgument(
-            f"block_columns is {plan.block_columns}; gating needs {2 * COLUMNS}, gate and up"
-        )
-    if request.a.dtype == FP8 and not request.gated and request.columns % plan.block_columns:
-        raise InvalidArgument(
-            f"{request.columns} columns, block_columns {plan.block_columns}: FP8 needs a multiple"
-        )
-    push = isinstance(request.epilogue, Push) and request.epilogue
-    if push and push.tells and request.a.device.type == "cuda":
-        raise InvalidArgument(
-            "Push tells of its rows with a WgmmaPlan only, which needs Hopper: leave tells out"
-        )

@@ -1,0 +1,248 @@
+// The epilogue of FP8 that gates and quantises: a row's 128 gated columns, of both CTAs, share one
+// scale, so the CTAs exchange the largest |x| of each row.
+//
+// Normal, a thread has gate and up of a column. Swapped, one warpgroup has the gates, the other the
+// ups of the same columns, thread for thread: each gives the other half of its rows and gates the
+// rest. A thread then has, for rows 16 i + 8 (its warpgroup) + 2 (lane % 4) + {0, 1} of the tile,
+// columns lane / 4 and eight further on of its warp's sixteen, as `gated` 4 i + {0, 1} and
+// 4 i + {2, 3}. Rows of a warpgroup are counted from 0 on: 8 i + 2 (lane % 4) + {0, 1}.
+#pragma once
+#include <weft/device/quantize_warp.cuh>
+#include <weft/device/tma.cuh>
+#include <weft/gemm/epilogue.cuh>
+#include <weft/gemm/epilogue_gated.cuh>
+#include <weft/gemm/mainloop_fp8.cuh>
+#include <weft/gemm/math_warps.cuh>
+#include <weft/gemm/pipeline.cuh>
+#include <weft/gemm/shape.cuh>
+#include <weft/gemm/tile_scheduler.cuh>
+
+namespace weft {
+
+// FP8 rows in staging memory: 64 of a warpgroup's, or 16 of a warp's.
+constexpr u32 fp8_staging_rows = 64, fp8_staging_pitch = gated_block_n + 16;
+static_assert(fp8_staging_rows * fp8_staging_pitch <= staging_buffer_bytes);
+static_assert(16 * fp8_staging_pitch <= staging_bytes);
+// Sums on their way to the other warpgroup: two buffers of two float4 for each lane.
+static_assert(math_warps_per_group * 4 * warp_lanes * sizeof(float4) <= 2 * staging_buffer_bytes);
+
+// The row in the tile of a warpgroup's row.
+WEFT_FN u32 row_in_tile(u32 group, u32 own) { return own / 8 * 16 + group * 8 + own % 8; }
+
+// The exchange of the largest |x| of a tile's rows between the CTAs. Two buffers, used in turn, are
+// enough: the other CTA is never two tiles ahead, since before its next tile it needs this tile's
+// amax from here.
+template <GemmShape S> struct AmaxExchange {
+    GemmShared<S>& smem;
+    u32 rank, tile_idx;
+
+    WEFT_FN void expect(u32 rows) {
+        if (math_thread() == 0)
+            smem.peer_amax_full[tile_idx % 2].arrive_expect_tx(rows * sizeof(u32));
+    }
+    WEFT_FN void send(u32 row, u32 bits) {
+        store_remote(rank ^ 1, &smem.peer_amax[tile_idx % 2][row], bits,
+                     smem.peer_amax_full[tile_idx % 2]);
+    }
+    WEFT_FN void wait() { smem.peer_amax_full[tile_idx % 2].wait(tile_idx / 2 % 2); }
+    WEFT_FN u32 merged(u32 row, u32 bits) { return max(bits, smem.peer_amax[tile_idx % 2][row]); }
+};
+
+// What a row's numbers are multiplied with before they become FP8; for a block with an Inf or a NaN
+// that is NaN, so that all of it is NaN. One thread of one CTA stores the scale (`keep`).
+template <GemmShape S>
+WEFT_FN float inverse_scale(const GemmArgs& a, const Tile& tile, u32 row, u32 bits, bool keep) {
+    const BlockScale scale = block_scale(bits);
+    if (keep && row < tile.valid_m)
+        a.out_scales[u64(tile.first_row + row) * (S.n / cluster_n) + tile.n_block] = scale.scale;
+    return bits >= infinity_bits ? scale.scale : scale.inverse;
+}
+
+// Where this CTA's columns of a gated row begin.
+template <GemmShape S>
+WEFT_FN u8* gated_row(const GemmArgs& a, const Tile& tile, u32 rank, u32 row) {
+    return static_cast<u8*>(a.out) + u64(tile.first_row + row) * (S.n / 2) +
+           tile.n_block * block_n + rank * gated_block_n;
+}
+
+// Swapped: the two warps that have gates and ups of the same columns meet for every sixteen rows.
+// The buffers alternate, so the next one is written while the last is read.
+template <GemmShape S, u32 N>
+WEFT_FN void gate_swap_ab(const GemmArgs& a, GemmShared<S>& smem, const float (&sum)[N / 2],
+                          float (&gated)[N / 4]) {
+    const u32 lane = math_thread() % warp_lanes;
+    const u32 warp = math_thread() / warp_lanes % math_warps_per_group;
+    const bool up = math_thread() >= warpgroup_threads;
+    float4* const buffers = reinterpret_cast<float4*>(smem.staging) + warp * 4 * warp_lanes + lane;
+#pragma unroll
+    for (u32 i = 0; i < N / 16; ++i) {
+        const float *const upper = &sum[8 * i], *const lower = &sum[8 * i + 4];
+        const float4 given = up ? float4{upper[0], upper[1], upper[2], upper[3]}
+                                : float4{lower[0], lower[1], lower[2], lower[3]};
+        float4* const buffer = buffers + i % 2 * 2 * warp_lanes;
+        buffer[up * warp_lanes] = given;
+        named_barrier(gate_barrier + warp, 2 * warp_lanes);
+        const float4 got = buffer[!up * warp_lanes];
+        const float other[4] = {got.x, got.y, got.z, got.w};
+#pragma unroll
+        for (u32 c = 0; c < 4; ++c)
+            gated[4 * i + c] = gate_of(a, up ? other[c] : upper[c], up ? lower[c] : other[c]);
+    }
+}
+
+// Stores the largest |x| of each row over this warp's columns, as bits, in shared memory.
+template <GemmShape S, u32 N>
+WEFT_FN void store_warp_amax(GemmShared<S>& smem, const float (&gated)[N / 4]) {
+    const u32 warp = math_thread() / warp_lanes, lane = math_thread() % warp_lanes;
+#pragma unroll
+    for (u32 i = 0; i < N / 16; ++i)
+#pragma unroll
+        for (u32 t = 0; t < 2; ++t) {
+            u32 bits = max(__float_as_uint(gated[4 * i + t]) & 0x7fffffffu,
+                           __float_as_uint(gated[4 * i + 2 + t]) & 0x7fffffffu);
+#pragma unroll
+            for (u32 step = 4; step < warp_lanes; step *= 2)
+                bits = max(bits, __shfl_xor_sync(all_lanes, bits, step));
+            if (lane < 4) smem.amax[warp][8 * i + 2 * lane + t] = bits;
+        }
+}
+
+// The largest |x| of one row of a swapped tile over this CTA's columns.
+template <GemmShape S> WEFT_FN u32 row_amax(const GemmShared<S>& smem, u32 row) {
+    const u32 first = row / 8 % 2 * math_warps_per_group;
+    u32 bits = 0;
+#pragma unroll
+    for (u32 w = 0; w < math_warps_per_group; ++w)
+        bits = max(bits, smem.amax[first + w][row / 16 * 8 + row % 8]);
+    return bits;
+}
+
+// A warpgroup's rows as FP8 through its own buffer, then 64 bytes of each row by four lanes.
+template <GemmShape S, u32 N>
+WEFT_FN void store_fp8_swap_ab(const GemmArgs& a, GemmShared<S>& smem, const Tile& tile, u32 rank,
+                               const float (&gated)[N / 4]) {
+    const u32 self = math_thread() % warpgroup_threads, group = math_warpgroup();
+    const u32 lane = self % warp_lanes, column = self / warp_lanes * 16 + lane / 4;
+    u8* const staging = smem.staging + group * staging_buffer_bytes;
+#pragma unroll
+    for (u32 first = 0; first < N / 2; first += fp8_staging_rows) {
+        if (first != 0) named_barrier(warpgroup_barrier + group, warpgroup_threads);
+#pragma unroll
+        for (u32 i = first / 8; i < (first + fp8_staging_rows) / 8 && i < N / 16; ++i)
+#pragma unroll
+            for (u32 c = 0; c < 4; ++c) {
+                const u32 own = 8 * i + 2 * (lane % 4) + c % 2;
+                const float by = smem.inverse_scales[row_in_tile(group, own)];
+                staging[(own - first) * fp8_staging_pitch + column + c / 2 * 8] =
+                    u8(pack_e4m3(__fmul_rn(gated[4 * i + c], by), 0.0f));
+            }
+        named_barrier(warpgroup_barrier + group, warpgroup_threads);
+#pragma unroll
+        for (u32 own = first + self / 4; own < first + fp8_staging_rows;
+             own += warpgroup_threads / 4) {
+            const u32 row = row_in_tile(group, own), offset = self % 4 * 16;
+            if (own < N / 2 && row < tile.valid_m)
+                *reinterpret_cast<uint4*>(gated_row<S>(a, tile, rank, row) + offset) =
+                    *reinterpret_cast<const uint4*>(staging + (own - first) * fp8_staging_pitch +
+                                                    offset);
+        }
+    }
+}
+
+// A swapped tile: gate, find the scales together with the other CTA, store as FP8.
+template <GemmShape S, u32 N>
+WEFT_FN void store_gated_fp8_swap_ab(const GemmArgs& a, GemmShared<S>& smem, const Tile& tile,
+                                     u32 rank, const float (&sum)[N / 2], u32 tile_idx) {
+    const u32 row = math_thread();
+    AmaxExchange<S> exchange{smem, rank, tile_idx};
+    float gated[N / 4];
+    sync_math_warps();  // staging memory and the other exchange buffer of the tile before are free
+    exchange.expect(tile.m);
+    gate_swap_ab<S, N>(a, smem, sum, gated);
+    store_warp_amax<S, N>(smem, gated);
+    sync_math_warps();
+    const u32 bits = row < N ? row_amax(smem, row) : 0;
+    if (row < N) exchange.send(row, bits);
+    exchange.wait();
+    if (row < N)
+        smem.inverse_scales[row] =
+            inverse_scale<S>(a, tile, row, exchange.merged(row, bits), rank == 0);
+    sync_math_warps();
+    store_fp8_swap_ab<S, N>(a, smem, tile, rank, gated);
+}
+
+// Normal: gates this thread's two rows, and finds the largest |x| of each over its four lanes, as
+// bits.
+WEFT_FN void gate_normal(const GemmArgs& a, const float (&sum)[normal_sums],
+                         float (&gated)[normal_sums / 2], u32 (&bits)[2]) {
+    bits[0] = bits[1] = 0;
+#pragma unroll
+    for (u32 i = 0; i < normal_sums / 2; ++i) {
+        gated[i] = gate_of(a, sum[i], sum[normal_sums / 2 + i]);
+        bits[i / 2 % 2] = max(bits[i / 2 % 2], __float_as_uint(gated[i]) & 0x7fffffffu);
+    }
+#pragma unroll
+    for (u32 step = 1; step < 4; step *= 2)
+#pragma unroll
+        for (u32 i = 0; i < 2; ++i)
+            bits[i] = max(bits[i], __shfl_xor_sync(all_lanes, bits[i], step));
+}
+
+// Sixteen rows as FP8 through the warp's own staging memory, then 64 bytes of each row by four
+// lanes. first_row: of the M-tile in its tile.
+template <GemmShape S>
+WEFT_FN void store_fp8_normal(const GemmArgs& a, GemmShared<S>& smem, const Tile& tile, u32 rank,
+                              const float (&gated)[normal_sums / 2], const float (&inverse)[2],
+                              u32 first_row) {
+    const u32 lane = math_thread() % warp_lanes, offset = lane % 4 * 16;
+    const u32 first = first_row + normal_row();
+    u8* const staging = smem.staging + math_thread() / warp_lanes * staging_bytes;
+#pragma unroll
+    for (u32 j = 0; j < normal_sums / 8; ++j)
+#pragma unroll
+        for (u32 i = 0; i < 2; ++i) {
+            const float* const x = &gated[4 * j + 2 * i];
+            *reinterpret_cast<u16*>(staging + (lane / 4 + 8 * i) * fp8_staging_pitch + 8 * j +
+                                    lane % 4 * 2) =
+                u16(pack_e4m3(__fmul_rn(x[0], inverse[i]), __fmul_rn(x[1], inverse[i])));
+        }
+    __syncwarp();
+#pragma unroll
+    for (u32 r = lane / 4; r < 16; r += 8)
+        if (first + r < tile.valid_m)
+            *reinterpret_cast<uint4*>(gated_row<S>(a, tile, rank, first + r) + offset) =
+                *reinterpret_cast<const uint4*>(staging + r * fp8_staging_pitch + offset);
+}
+
+// One normal M-tile, or the two of a dual tile.
+template <GemmShape S, u32 m_tiles>
+WEFT_FN void store_gated_fp8_normal(const GemmArgs& a, GemmShared<S>& smem, const Tile& tile,
+                                    u32 rank, const float (&sum)[m_tiles][normal_sums],
+                                    u32 tile_idx) {
+    const u32 lane = math_thread() % warp_lanes, first = normal_row() + lane / 4;
+    AmaxExchange<S> exchange{smem, rank, tile_idx};
+    float gated[m_tiles][normal_sums / 2], inverse[2];
+    u32 bits[m_tiles][2];
+    sync_math_warps();  // staging memory and the other exchange buffer of the tile before are free
+    exchange.expect(m_tiles * normal_m);
+#pragma unroll
+    for (u32 t = 0; t < m_tiles; ++t) {
+        gate_normal(a, sum[t], gated[t], bits[t]);
+        if (lane % 4 == 0)
+            for (u32 i = 0; i < 2; ++i) exchange.send(t * normal_m + first + 8 * i, bits[t][i]);
+    }
+    exchange.wait();
+#pragma unroll
+    for (u32 t = 0; t < m_tiles; ++t) {
+#pragma unroll
+        for (u32 i = 0; i < 2; ++i) {
+            const u32 row = t * normal_m + first + 8 * i;
+            inverse[i] = inverse_scale<S>(a, tile, row, exchange.merged(row, bits[t][i]),
+                                          rank == 0 && lane % 4 == 0);
+        }
+        if (t != 0) __syncwarp();  // the staging memory of the M-tile before has been read
+        store_fp8_normal(a, smem, tile, rank, gated[t], inverse, t * normal_m);
+    }
+}
+
+}  // namespace weft

@@ -1,0 +1,166 @@
+// The loading warpgroup: one thread brings weights and rows by TMA, three warps bring scales.
+#pragma once
+#include <weft/device/bulk.cuh>
+#include <weft/device/tma.cuh>
+#include <weft/gemm/pipeline.cuh>
+#include <weft/gemm/shape.cuh>
+#include <weft/gemm/tile_scheduler.cuh>
+
+namespace weft {
+
+// Loads a k block of weights, and tells the stage how many bytes will come, its rows included.
+template <GemmShape S>
+WEFT_FN void load_weights(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 stage,
+                          const Tile& tile, u32 rank, u32 k_block) {
+    const u64 hint = tile.valid_m == smem.counts[tile.expert] ? l2_evict_first : l2_evict_last;
+    u8* const to = tiles + stage * S.stage_bytes();
+    Mbarrier& full = smem.full[stage];
+    full.arrive_expect_tx(weight_tile_bytes + tile.m * block_k_bytes);
+    if constexpr (S.gated() && !S.is_fp8())
+        tma_load_5d(to, a.weights_map, k_block * block_k_bytes,
+                    (tile.n_block * block_n + rank * gated_block_n) / 8, tile.expert, full, hint);
+    else if constexpr (S.gated())
+        tma_load_4d(to, a.weights_map, k_block * block_k_bytes,
+                    tile.n_block * block_n + rank * gated_block_n, tile.expert, full, hint);
+    else
+        tma_load_2d(to, a.weights_map, k_block * block_k_bytes,
+                    tile.expert * S.n + tile.n_block * cluster_n + rank * block_n, full, hint);
+}
+
+// Loads this CTA's half of a k block of rows, into both CTAs.
+template <GemmShape S>
+WEFT_FN void load_rows(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 stage,
+                       const Tile& tile, u32 rank, u32 k_block) {
+    u8* const to = tiles + stage * S.stage_bytes() + weight_tile_bytes;
+    u32 r = rank * (tile.m / 2), left = tile.m / 2;
+#pragma unroll
+    for (u32 box = row_boxes; box-- > 0;)
+        for (const u32 m = 8 << box; left >= m; left -= m, r += m)
+            tma_load_2d_multicast(3, to + r * block_k_bytes, a.rows_map[box],
+                                  k_block * block_k_bytes, tile.first_row + r, smem.full[stage],
+                                  l2_evict_last);
+}
+
+// With PDL, fills stages with weights while the previous kernel still runs; returns how many.
+template <GemmShape S>
+WEFT_FN u32 prefetch_weights(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 rank) {
+    TileScheduler<S> scheduler{smem};
+    Tile tile;
+    u32 filled = 0;
+    while (filled < S.stages && scheduler.next(tile))
+        for (u32 k = 0; k < S.k_blocks() && filled < S.stages; ++k, ++filled)
+            load_weights(a, smem, tiles, filled, tile, rank, k);
+    return filled;
+}
+
+// One thread: weights and rows of every k block, into the ring of stages.
+template <GemmShape S>
+WEFT_FN void load_tiles(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 rank) {
+    u32 prefetched = 0;
+    if constexpr (S.prefetch_weights) {
+        prefetched = prefetch_weights(a, smem, tiles, rank);
+        pdl_wait();
+    }
+    TileScheduler<S> scheduler{smem};
+    PipelineState<S.stages> pipeline;
+    Tile tile;
+    fence_for_bulk();  // the previous kernel wrote the rows by ordinary stores
+    while (scheduler.next(tile))
+        for (u32 k = 0; k < S.k_blocks(); ++k, pipeline.advance()) {
+            if (prefetched != 0) {
+                --prefetched;
+            } else {
+                smem.empty[pipeline.stage].wait(pipeline.parity ^ 1);
+                load_weights(a, smem, tiles, pipeline.stage, tile, rank, k);
+            }
+            load_rows(a, smem, tiles, pipeline.stage, tile, rank, k);
+        }
+    // Wait for the last arrivals of the other CTA: they would reach mbarriers that this CTA's end
+    // has taken away.
+    for (u32 i = 0; i < S.stages; ++i, pipeline.advance())
+        smem.empty[pipeline.stage].wait(pipeline.parity ^ 1);
+}
+
+template <u32 n> struct alignas(n * sizeof(float)) FloatVector {
+    float at[n];
+};
+
+// Loads n scales, `stride` apart: as one vector where they are adjacent and aligned, else one by
+// one, zeros from `left` on.
+template <u32 n>
+WEFT_FN void load_scale_vector(float (&to)[n], const float* from, i64 stride, u32 left,
+                               bool vector) {
+    if (vector) {
+        const FloatVector<n> v = *reinterpret_cast<const FloatVector<n>*>(from);
+#pragma unroll
+        for (u32 i = 0; i < n; ++i) to[i] = v.at[i];
+    } else {
+#pragma unroll
+        for (u32 i = 0; i < n; ++i) to[i] = i < left ? from[i * stride] : 0.0f;
+    }
+}
+
+// Scales of a few k blocks in a lane's registers: of its rows, and of the blocks of weights.
+template <GemmShape S> struct ScaleRegisters {
+    static constexpr u32 lanes = scale_warps * warp_lanes;
+    static constexpr u32 rows_per_lane = (S.block_m + lanes - 1) / lanes;
+    static constexpr u32 matrices = S.gated() ? 2 : 1;  // gate and up
+    static constexpr u32 k_blocks = S.k_blocks(), ahead = S.scale_k_blocks();
+    float row[rows_per_lane][ahead], weights[matrices][ahead];
+
+    WEFT_FN static u32 row_of(u32 i) { return i * lanes + threadIdx.x - warp_lanes; }
+
+    // Rows of padding take the scales of the last valid row.
+    WEFT_FN void load(const GemmArgs& a, const Tile& tile, u32 rank, u32 k) {
+        constexpr bool whole = k_blocks % ahead == 0;
+        const bool aligned =
+            reinterpret_cast<u64>(a.row_scales) % 16 == 0 && a.row_scale_stride % 4 == 0;
+        const u32 block = tile.expert * (S.n / scale_block) +
+                          (S.gated() ? tile.n_block : tile.n_block * 2 + rank);
+        const float* const at = a.weight_scales + u64(block) * k_blocks + k;
+#pragma unroll
+        for (u32 i = 0; i < matrices; ++i)
+            load_scale_vector(weights[i], at + i * (S.n / 2 / scale_block * k_blocks), 1,
+                              k_blocks - k,
+                              whole && reinterpret_cast<u64>(a.weight_scales) % 16 == 0);
+#pragma unroll
+        for (u32 i = 0; i < rows_per_lane; ++i) {
+            const u32 r = tile.first_row + min(row_of(i), tile.valid_m - 1);
+            load_scale_vector(
+                row[i], a.row_scales + i64(r) * a.row_scale_stride + k * a.k_scale_stride,
+                a.k_scale_stride, k_blocks - k, whole && a.k_scale_stride == 1 && aligned);
+        }
+    }
+    WEFT_FN void store(StageScales<S>& to, u32 m, u32 n) const {
+#pragma unroll
+        for (u32 i = 0; i < rows_per_lane; ++i)
+            if (row_of(i) < m)
+#pragma unroll
+                for (u32 w = 0; w < matrices; ++w)
+                    to.rows[w][scale_slot(row_of(i))] = __fmul_rn(row[i][n], weights[w][n]);
+    }
+};
+
+// Three warps: the scales of every k block, each multiplied by its weights' scale once for all.
+template <GemmShape S> WEFT_FN void load_scales(const GemmArgs& a, GemmShared<S>& smem, u32 rank) {
+    if constexpr (S.prefetch_weights) pdl_wait();
+    TileScheduler<S> scheduler{smem};
+    PipelineState<S.stages> pipeline;
+    Tile tile;
+    while (scheduler.next(tile))
+        for (u32 k = 0; k < S.k_blocks(); k += S.scale_k_blocks()) {
+            ScaleRegisters<S> scales;
+            scales.load(a, tile, rank, k);
+#pragma unroll
+            for (u32 n = 0; n < S.scale_k_blocks(); ++n) {
+                if (k + n >= S.k_blocks()) break;
+                smem.empty[pipeline.stage].wait(pipeline.parity ^ 1);
+                scales.store(smem.scales[pipeline.stage], tile.m, n);
+                __syncwarp();
+                if (threadIdx.x % warp_lanes == 0) smem.full[pipeline.stage].arrive();
+                pipeline.advance();
+            }
+        }
+}
+
+}  // namespace weft

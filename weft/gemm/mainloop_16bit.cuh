@@ -1,0 +1,41 @@
+// The mainloop of BF16 and FP16. There are no scales: a k block's product adds to the sums of those
+// before on the tensor cores, and nothing stands between one k block and the next. All tiles are
+// swapped, up to 256 rows high: which sums a thread holds is said in mainloop_fp8.cuh.
+//
+// Gated, weights lie as eight rows of gate, then the eight of up for the same columns, and so on.
+// So a thread has both, of column lane / 4 of its warp's eight: for rows
+// 8 j + 2 (lane % 4) + {0, 1}, gates in sums 4 j and 4 j + 1, ups in 4 j + 2 and 4 j + 3.
+#pragma once
+#include <weft/gemm/math_warps.cuh>
+#include <weft/gemm/pipeline.cuh>
+#include <weft/gemm/shape.cuh>
+#include <weft/gemm/wgmma.cuh>
+
+namespace weft {
+
+// Each k block is issued before the last one is complete: the tensor cores never wait for a stage
+// to be released.
+template <GemmShape S, u32 N>
+WEFT_FN void mainloop_16bit(GemmShared<S>& smem, PipelineState<S.stages>& pipeline,
+                            const Operands<S>& operands, u32 rank, float (&sum)[N / 2]) {
+    static_assert(S.stages >= 2);  // one is read while the next is awaited
+    const auto issue = [&] {
+        smem.full[pipeline.stage].wait(pipeline.parity);
+        const u32 offset = descriptor_offset<S>(pipeline.stage);
+        issue_k_block<S.operand, N>(sum, operands.swap_a + offset, operands.swap_b + offset, true);
+    };
+    u32 last = pipeline.stage;
+    issue();
+    pipeline.advance();
+#pragma unroll 1
+    for (u32 k = 1; k < S.k_blocks(); ++k, pipeline.advance()) {
+        issue();
+        wgmma_wait<1>();
+        release_stage(smem, last, rank);
+        last = pipeline.stage;
+    }
+    wait_accumulator<0>(sum);
+    release_stage(smem, last, rank);
+}
+
+}  // namespace weft

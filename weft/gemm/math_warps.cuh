@@ -1,0 +1,48 @@
+// The two math warpgroups: who a thread is among them, where they meet, and their operands.
+#pragma once
+#include <weft/gemm/pipeline.cuh>
+#include <weft/gemm/shape.cuh>
+#include <weft/gemm/wgmma.cuh>
+
+namespace weft {
+
+constexpr u32 math_warps_per_group = warpgroup_threads / warp_lanes;
+
+// Named barriers; 0 is __syncthreads.
+constexpr u32 math_barrier = 1;
+constexpr u32 gate_barrier = 2;       // + warp of its warpgroup: 2 to 5
+constexpr u32 warpgroup_barrier = 6;  // + warpgroup: 6 and 7
+
+WEFT_FN void sync_math_warps() { named_barrier(math_barrier, math_threads); }
+WEFT_FN u32 math_thread() { return threadIdx.x - warpgroup_threads; }
+WEFT_FN u32 math_warpgroup() { return math_thread() / warpgroup_threads; }
+
+// The first of the 16 rows that this warp has of a normal tile.
+WEFT_FN u32 normal_row() { return math_thread() / warp_lanes * 16; }
+
+// The operands of the first stage as wgmma descriptors, and where a thread's scales lie.
+template <GemmShape S> struct Operands {
+    u64 swap_a, swap_b;      // swapped: the warpgroup's half of the weights, and all rows
+    u64 normal_a, normal_b;  // normal: the warpgroup's half of the rows, and all weights
+    u32 swap_scales, normal_scales[2];
+
+    WEFT_FN explicit Operands(u8* tiles) {
+        // One value for the whole warp, so that the compiler keeps it in a uniform register.
+        const u32 group = __shfl_sync(all_lanes, math_warpgroup(), 0), lane = threadIdx.x % 32;
+        const u32 at = u32(__cvta_generic_to_shared(tiles));
+        swap_a = smem_descriptor(at + group * (weight_tile_bytes / 2));
+        swap_b = smem_descriptor(at + weight_tile_bytes);
+        normal_a = smem_descriptor(at + weight_tile_bytes + group * (normal_m / 2) * block_k_bytes);
+        normal_b = smem_descriptor(at);
+        swap_scales = (S.gated() ? group * S.block_m : 0) + lane % 4 * 4;
+        normal_scales[0] = scale_slot(normal_row() + lane / 4);
+        normal_scales[1] = scale_slot(normal_row() + lane / 4 + 8);
+    }
+};
+
+// From the descriptors of the first stage to those of another: they count in 16 bytes.
+template <GemmShape S> WEFT_FN u32 descriptor_offset(u32 stage) {
+    return stage * (S.stage_bytes() / 16);
+}
+
+}  // namespace weft

@@ -1,0 +1,79 @@
+// What the warps of a CTA share: the ring of stages with its mbarriers, scales, and the memory of
+// the epilogues. The tiles of the stages lie in front of it, on a boundary of 1024 bytes.
+#pragma once
+#include <weft/device/bulk.cuh>
+#include <weft/device/tma.cuh>
+#include <weft/gemm/shape.cuh>
+
+namespace weft {
+
+// The scales of one k block: each row's scale times that of its block of weights. Gated, times that
+// of gate and times that of up. The order of rows is that of scale_slot.
+template <GemmShape S> struct StageScales {
+    float rows[S.gated() ? 2 : 1][S.is_fp8() ? S.block_m : 1];
+};
+
+// Where a row's scale lies. A thread of a swapped tile holds, for each j, row 8 j + 2 q and the
+// next: those of two neighbouring j lie side by side, so that it reads four scales at once.
+WEFT_FN u32 scale_slot(u32 row) {
+    const u32 j = row / 8, q = row % 8 / 2;
+    return j / 2 * 16 + q * 4 + j % 2 * 2 + row % 2;
+}
+
+constexpr u32 staging_bytes = 1280;  // per math warp, for results on their way to global memory
+
+template <GemmShape S> struct GemmShared {
+    StageScales<S> scales[S.is_fp8() ? S.stages : 1];
+    alignas(16) u8 staging[math_warps * staging_bytes];
+    u64 dst_addrs[S.epilogue == Epilogue::push ? S.block_m : 1];
+    // The largest |x| of each row, as bits: by warp, and what the other CTA has seen.
+    u32 amax[S.gated_fp8() ? math_warps : 1][S.gated_fp8() ? S.max_single_m() / 2 : 1];
+    u32 peer_amax[S.gated_fp8() ? 2 : 1][S.gated_fp8() ? S.block_m : 1];
+    float inverse_scales[S.gated_fp8() ? S.max_single_m() : 1];
+    u32 block_ends[S.experts], expert_order[S.experts];  // see tile_scheduler.cuh
+    u32 counts[S.experts], first_rows[S.experts];
+    Mbarrier full[S.stages], empty[S.stages], peer_amax_full[2];
+};
+
+template <GemmShape S> constexpr u32 gemm_shared_bytes() {
+    return S.stages * S.stage_bytes() + sizeof(GemmShared<S>);
+}
+
+// A position in the ring of stages, and the parity of its current phase.
+template <u32 stages> struct PipelineState {
+    u32 stage = 0, parity = 0;
+
+    WEFT_FN void advance() {
+        if (++stage == stages) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+template <GemmShape S> WEFT_FN void init_mbarriers(GemmShared<S>& smem) {
+    for (u32 i = 0; i < S.stages; ++i) {
+        smem.full[i].init(S.is_fp8() ? 1 + scale_warps : 1);  // the TMA thread and the scale warps
+        smem.empty[i].init(2 * math_warps);                   // of both CTAs
+    }
+    smem.peer_amax_full[0].init(1);
+    smem.peer_amax_full[1].init(1);
+    fence_mbarrier_init();
+}
+
+// A math warp has read all it needs of a stage: both CTAs may load into it again. The other CTA
+// loads only rows, which nothing but finished wgmmas has read; scales are this CTA's own.
+template <GemmShape S> WEFT_FN void release_stage(GemmShared<S>& smem, u32 stage, u32 rank) {
+    const u32 lane = threadIdx.x % warp_lanes;
+    __syncwarp();
+    if (lane == 0) smem.empty[stage].arrive();
+    if (lane == 1) arrive_remote(rank ^ 1, smem.empty[stage]);
+}
+
+// With PDL: what the previous kernel wrote is there from here on, and the next one may start.
+WEFT_FN void pdl_wait() {
+    wait_for_predecessor();
+    admit_successor();
+}
+
+}  // namespace weft

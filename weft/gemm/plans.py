@@ -1,0 +1,281 @@
+"""Which kernel and which tiles a grouped GEMM runs with: frozen plans, and the fastest measured."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+import torch
+
+from weft.arguments import adopt, flags, instance, integer, one_of
+from weft.errors import InvalidArgument
+
+FP8 = torch.float8_e4m3fn
+DTYPES = (FP8, torch.bfloat16, torch.float16)
+DTYPES_16BIT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+MAX_SIZE = 2**31 - 1
+BLOCK_N = 128  # weight rows that one accumulator covers, and a block of their scales
+
+# Of WgmmaPlan; the C++ side is gemm/shape.cuh.
+BLOCK_MS = (32, 64, 96, 128, 160, 192, 256)
+FP8_BLOCK_MS = (32, 64, 96, 128, 160, 256)
+NORMAL_M = 128
+CLUSTER_N = 2 * BLOCK_N
+MAX_EXPERTS = 512
+MAX_STAGES = 10
+SHARED_BYTES = 227 * 1024  # of a CTA
+
+# One H200, 2026-11-21: with one expert, tiles of 128 rows beat 160, and 64 or 128 beat 96, at any
+# number of rows; those of 256 take 1 % less from 4096 rows on.
+ONE_EXPERT_BLOCK_MS = (128, 64, 32)
+# Of 32 experts in FP8 whose rows vary by chance: the largest mean for which a block_m is fastest.
+# For those of up to 96 rows it follows from the rows that nearly every expert fits into.
+FP8_MAX_MEAN = {128: 120, 160: 136}
+COARSE_ROWS = 768  # from this mean on, a plan changes only at multiples of 64 rows
+ONE_EXPERT_M_BLOCKS = 4  # to aim at with GemmPlan, where one expert must fill many SMs
+FULL_CLUSTERS = 60  # clusters that nearly fill a GPU of 132 SMs
+
+
+@dataclass(frozen=True, slots=True)
+class GemmPlan:
+    """Tiles and threads of the Triton kernel. No field changes the results.
+
+    block_m: rows of a tile: 16, 32, 64 or 128.
+    block_n: rows of the weights per tile: 128 or 256. With gating it must be 256, half of it up.
+    block_k: columns of k per pipeline stage, 64 or 128; 128 for FP8.
+    swap: A and B are swapped, the weights are the first operand, so few rows waste no work; needs
+        at most 64 rows.
+    stages: pipeline stages.   warps: 4, 8 or 16.   ctas_per_sm: of the persistent grid.
+    flatten: loads of the next tile start before this one is stored.
+
+    Raises InvalidArgument for a number out of its range.
+    """
+
+    block_m: int
+    block_n: int = BLOCK_N
+    block_k: int = 128
+    swap: bool = False
+    stages: int = 4
+    warps: int = 4
+    ctas_per_sm: int = 1
+    flatten: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse what the kernel has no tile for."""
+        choices: dict[str, Collection[object]] = {
+            "block_m": (16, 32, 64, 128),
+            "block_n": (BLOCK_N, 2 * BLOCK_N),
+            "block_k": (64, 128),
+            "warps": (4, 8, 16),
+        }
+        for name, allowed in choices.items():
+            adopt(self, **{name: one_of(name, getattr(self, name), allowed)})
+        for name, high in (("stages", 16), ("ctas_per_sm", 8)):
+            adopt(self, **{name: integer(name, getattr(self, name), 1, high)})
+        flags(swap=self.swap, flatten=self.flatten)
+        if self.block_m < 64 and not self.swap:
+            raise InvalidArgument(f"block_m is {self.block_m}: tiles below 64 rows need swap=True")
+
+    def n_blocks(self, n: int, gated: bool = False) -> int:
+        """Tiles that n rows of the weights take, for one block of rows."""
+        step = BLOCK_N if gated else self.block_n
+        return -(-(n // 2 if gated else n) // step)
+
+    def max_m_blocks(self, rows: int, experts: int) -> int:
+        """The most blocks of rows that `rows` rows of `experts` experts can make."""
+        return rows // self.block_m + min(rows, experts)
+
+
+@dataclass(frozen=True, slots=True)
+class WgmmaPlan:
+    """Tiles of the CUDA kernel for Hopper: weights are read once for each block of rows.
+
+    block_m: most rows of a tile: 32, 64, 96, 128, 160 or 256; for bfloat16 and float16 192, too. An
+        expert with no more rows is one tile, padded to a multiple of 16, above 160 of 32. One with
+        more is cut: in FP8 into tiles of block_m (of 128, where that is 160) and one with the rest,
+        else into tiles of equal height.
+
+    The plan does not change the results. Raises InvalidArgument for a number out of its range.
+    """
+
+    block_m: int
+
+    def __post_init__(self) -> None:
+        """Refuse what the kernel has no tile for."""
+        adopt(self, block_m=one_of("block_m", self.block_m, BLOCK_MS))
+
+    def stages(self, experts: int, operand: str = "fp8") -> int:
+        """Pipeline stages, as many as fit beside what the epilogues need.
+
+        operand: "fp8", "bf16" or "fp16".
+        """
+        m = self.block_m
+        spare = 10 * 1024 + 512 + 16 * experts + 28 * m  # GemmShared
+        scales = 8 * m if operand == "fp8" else 0
+        return min(MAX_STAGES, (SHARED_BYTES - spare) // (128 * (BLOCK_N + m) + scales + 32))
+
+    def max_m_blocks(self, rows: int, experts: int) -> int:
+        """The most blocks of rows that `rows` rows of `experts` experts can make."""
+        return rows // min(self.block_m, NORMAL_M) + min(rows, experts)
+
+
+def plan(
+    experts: int,
+    rows_per_expert: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    *,
+    gated: bool = False,
+) -> GemmPlan:
+    """The Triton plan for a mean of about `rows_per_expert` rows over `experts` experts.
+
+    n, k: of the weights, `[experts, n, k]`.   dtype: of a and b.   gated: for Gated and GatedQuant.
+    Any plan serves any number of rows. Raises InvalidArgument for impossible sizes and another
+    dtype.
+    """
+    one_of("dtype", dtype, DTYPES)
+    integer("experts", experts, 0, MAX_SIZE)
+    rows_per_expert = integer("rows_per_expert", rows_per_expert, 0, MAX_SIZE)
+    n, k = integer("n", n, 1, MAX_SIZE), integer("k", k, 1, MAX_SIZE)
+    flags(gated=gated)
+    return triton_plan(rows_per_expert, n, k, dtype, gated=gated)
+
+
+def fastest_plan(
+    experts: int,
+    rows_per_expert: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    *,
+    gated: bool = False,
+    biased: bool = False,
+    out: torch.dtype = torch.bfloat16,
+    flag_in_data: bool = False,
+    device: torch.device | None = None,
+) -> GemmPlan | WgmmaPlan:
+    """The fastest plan for a mean of about `rows_per_expert` rows; arguments as in `plan`.
+
+    biased: a bias is added.   out: dtype of what is stored, if it is not FP8.
+    flag_in_data: as in Push; a WgmmaPlan wherever there is one.
+    device: where it will run. On Hopper that is a WgmmaPlan wherever there is one, with one expert
+    alone only in FP8; elsewhere what `plan` says. The tiles of one expert are low enough to fill
+    the GPU. Either kernel computes equal bits. Raises InvalidArgument.
+    """
+    one_of("dtype", dtype, DTYPES)
+    flags(gated=gated, biased=biased, flag_in_data=flag_in_data)
+    instance("out", out, torch.dtype)
+    if device is not None:
+        instance("device", device, torch.device)
+    return best_plan(
+        integer("experts", experts, 0, MAX_SIZE),
+        integer("rows_per_expert", rows_per_expert, 0, MAX_SIZE),
+        integer("n", n, 1, MAX_SIZE),
+        integer("k", k, 1, MAX_SIZE),
+        dtype,
+        gated=gated,
+        biased=biased,
+        out=out,
+        flag_in_data=flag_in_data,
+        device=device,
+    )
+
+
+def best_plan(
+    experts: int,
+    rows_per_expert: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    *,
+    gated: bool = False,
+    biased: bool = False,
+    out: torch.dtype = torch.bfloat16,
+    flag_in_data: bool = False,
+    device: torch.device | None = None,
+) -> GemmPlan | WgmmaPlan:
+    """`fastest_plan` without checks, since every call needs it."""
+    served = _wgmma_serves(experts, n, dtype, gated, biased, out)
+    measured = dtype == FP8 or experts > 1  # one expert alone was measured only in FP8
+    if not is_hopper(device) or not served or not (measured or flag_in_data):
+        rows = -(-rows_per_expert // ONE_EXPERT_M_BLOCKS) if experts == 1 else rows_per_expert
+        return triton_plan(rows, n, k, dtype, gated=gated)
+    if experts == 1:
+        return WgmmaPlan(_one_expert_block_m(rows_per_expert, n // CLUSTER_N))
+    # Most experts have fewer rows than three deviations above the mean: they are one tile.
+    fullest = rows_per_expert + 3 * math.sqrt(rows_per_expert)
+    if dtype != FP8:
+        return WgmmaPlan(next((m for m in BLOCK_MS if m >= fullest), BLOCK_MS[-1]))
+    for block_m in FP8_BLOCK_MS:
+        max_mean = FP8_MAX_MEAN.get(block_m)
+        if fullest <= block_m if max_mean is None else rows_per_expert <= max_mean:
+            return WgmmaPlan(block_m)
+    return WgmmaPlan(FP8_BLOCK_MS[-1])
+
+
+def _wgmma_serves(
+    experts: int, n: int, dtype: torch.dtype, gated: bool, biased: bool, out: torch.dtype
+) -> bool:
+    if experts > MAX_EXPERTS:
+        return False
+    if dtype == FP8:
+        return n % CLUSTER_N == 0 and not biased and (gated or out in DTYPES_16BIT)
+    return dtype in DTYPES_16BIT and out in DTYPES_16BIT
+
+
+@functools.cache
+def is_hopper(device: torch.device | None) -> bool:
+    """Whether the device has the instructions that WgmmaPlan's kernel is made of."""
+    if device is None or device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _one_expert_block_m(rows: int, n_blocks: int) -> int:
+    """The highest tiles that are still enough to fill the GPU; the lowest, if none are."""
+    return next(
+        (m for m in ONE_EXPERT_BLOCK_MS if -(-rows // m) * n_blocks >= FULL_CLUSTERS),
+        ONE_EXPERT_BLOCK_MS[-1],
+    )
+
+
+def triton_plan(
+    rows_per_expert: int, n: int, k: int, dtype: torch.dtype, *, gated: bool = False
+) -> GemmPlan:
+    """`plan` without checks, since every call needs it."""
+    block_k = 128 if dtype == FP8 else 64
+    few_k_blocks = k <= 32 * block_k  # a tile is short: its end is worth hiding
+    tile = _gated_tile(rows_per_expert) if gated else _tile(rows_per_expert, few_k_blocks)
+    if not gated and n % tile.block_n:  # half of the last tile would lie beyond n
+        tile = replace(tile, block_n=BLOCK_N, stages=6)
+    return replace(tile, block_k=block_k)
+
+
+# Near the fastest on one H200 for FP8 and 32 experts of DeepSeek-V3 whose rows vary by chance about
+# the mean, each plan with six drawings of rows, 2026-11-21. A tile holds more than the mean, so
+# that most experts are one M-block: 16 x 32 tiles then are just below whole waves of the grid,
+# and a few second M-blocks would cost a wave (at a mean of 32, tiles of 32 rows took 282 us in a
+# layer, not 247). BF16 has the same tiles in bytes, and was not measured for this.
+def _tile(rows: int, few_k_blocks: bool) -> GemmPlan:
+    if rows <= 8:
+        return GemmPlan(16, swap=True, stages=3, ctas_per_sm=3, flatten=False)
+    if rows <= 20:
+        return GemmPlan(32, swap=True, stages=5, ctas_per_sm=2, flatten=few_k_blocks)
+    if rows <= 80:
+        return GemmPlan(64, stages=4, ctas_per_sm=2, flatten=few_k_blocks)
+    if rows <= 192:
+        return GemmPlan(64, stages=3, ctas_per_sm=3, flatten=False)
+    return GemmPlan(128, 2 * BLOCK_N, stages=4, warps=8, flatten=False)
+
+
+def _gated_tile(rows: int) -> GemmPlan:
+    if rows <= 8:
+        return GemmPlan(16, 2 * BLOCK_N, swap=True, stages=5)
+    if rows <= 20:
+        return GemmPlan(32, 2 * BLOCK_N, swap=True, stages=3, ctas_per_sm=2, flatten=False)
+    if rows <= 72:
+        return GemmPlan(64, 2 * BLOCK_N, stages=5, flatten=False)
+    return GemmPlan(128, 2 * BLOCK_N, stages=4, warps=8, flatten=False)

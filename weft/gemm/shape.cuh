@@ -1,0 +1,91 @@
+// What specialises the grouped GEMM for Hopper (sizes, tiles, dtypes, epilogue), and its arguments.
+#pragma once
+#include <weft/device/header.cuh>
+#include <weft/device/tma.cuh>
+#include <weft/gemm/wgmma.cuh>
+
+namespace weft {
+
+enum class Epilogue : u32 { store, push, gated, gated_fp8 };
+enum class Bias : u32 { none, bf16, fp16, fp32 };
+
+constexpr u32 block_n = 128;                  // weight rows per CTA; gated: half gate, half up
+constexpr u32 gated_block_n = block_n / 2;    // columns per CTA of a gated result
+constexpr u32 cluster_n = 2 * block_n;        // weight rows of the two CTAs of a cluster
+constexpr u32 block_k_bytes = swizzle_bytes;  // of k per stage; in FP8 also one scale block
+constexpr u32 scale_block = 128;              // FP8: weights have a scale per block of 128 x 128
+constexpr u32 weight_tile_bytes = block_n * block_k_bytes;
+
+constexpr u32 block_m_granularity = 16;
+// Up to here tile heights are multiples of 16, above of 32. In FP8 this is also the highest tile
+// with A and B swapped; BF16 and FP16 swap all tiles.
+constexpr u32 max_swap_ab_m = 160;
+constexpr u32 normal_m = 128;         // FP8: rows are wgmma's A operand
+constexpr u32 dual_m = 2 * normal_m;  // FP8: two normal M-tiles share each stage of weights
+// A tail of up to so many rows behind a dual tile takes over one of its two M-tiles.
+constexpr u32 max_tail_m = max_swap_ab_m - normal_m;
+
+constexpr u32 math_warpgroups = 2;
+constexpr u32 math_threads = math_warpgroups * warpgroup_threads;
+constexpr u32 math_warps = math_threads / warp_lanes;
+constexpr u32 gemm_threads = warpgroup_threads + math_threads;  // one warpgroup loads
+constexpr u32 scale_warps = 3;                                  // of those that load
+
+constexpr u32 row_boxes = 4;  // TMA boxes of 8, 16, 32 and 64 rows
+
+// Mirrored by `GemmShape` in gemm/hopper.py.
+struct GemmShape {
+    u32 experts, n, k;  // weights are [experts, n, k]
+    u32 block_m;        // the highest tile
+    u32 stages;         // k blocks in flight
+    Epilogue epilogue;
+    Number out_dtype;  // of 16-bit results
+    Operand operand;
+    Bias bias;
+    bool prefetch_weights;  // counts and weights were written before the previous kernel started
+    bool flag_in_data;      // push: the owner polls the rows themselves
+
+    constexpr bool is_fp8() const { return operand == Operand::fp8; }
+    constexpr u32 n_blocks() const { return (n + cluster_n - 1) / cluster_n; }
+    constexpr u32 k_blocks() const {
+        const u32 bytes = k * (is_fp8() ? 1 : 2);
+        return (bytes + block_k_bytes - 1) / block_k_bytes;
+    }
+    constexpr u32 stage_bytes() const { return weight_tile_bytes + block_m * block_k_bytes; }
+    constexpr bool gated_fp8() const { return epilogue == Epilogue::gated_fp8; }
+    constexpr bool gated() const { return gated_fp8() || epilogue == Epilogue::gated; }
+    // The step from a height of tiles down to the next one. Fewer heights compile faster.
+    constexpr u32 m_granularity(u32 m) const {
+        return m <= max_swap_ab_m ? block_m_granularity : 2 * block_m_granularity;
+    }
+    constexpr bool has_dual_m() const { return is_fp8() && block_m == dual_m; }
+    // The highest tile that is not made of two M-tiles.
+    constexpr u32 max_single_m() const { return has_dual_m() ? max_swap_ab_m : block_m; }
+    // K blocks whose scales are loaded at a time. With 256 rows, registers hold no more than two.
+    constexpr u32 scale_k_blocks() const { return has_dual_m() ? 2 : 4; }
+    // An expert with more than block_m rows is cut: in FP8 into tiles of this many rows and a last
+    // one with the rest, else into tiles of equal height.
+    constexpr u32 full_m() const {
+        return is_fp8() && !has_dual_m() && block_m > normal_m ? normal_m : block_m;
+    }
+};
+
+// Mirrored by `GemmArgs` in gemm/hopper_source.py. Strides are in elements.
+struct GemmArgs {
+    TensorMap weights_map, rows_map[row_boxes];
+    const float *row_scales, *weight_scales;
+    void* out;
+    float* out_scales;
+    const u64* dst_addr;    // push: where each row goes, 0 for nowhere
+    const u32* abort_flag;  // push: where it is not 0, no row goes anywhere; may be null
+    const void* bias;
+    const i32 *counts, *starts;
+    i64 row_scale_stride, k_scale_stride;
+    u32 max_rows, rows;          // of an expert; of all
+    float alpha, offset, limit;  // limit: infinite for none
+    u32 reserved[5];             // to a multiple of 64 bytes
+};
+
+WEFT_FN u32 round_up(u32 x, u32 to) { return (x + to - 1) / to * to; }
+
+}  // namespace weft

@@ -1,0 +1,232 @@
+"""The grouped GEMM as one persistent Triton kernel, and rows to FP8 as another.
+
+`grouped_kernel` loops over tiles: `locate` says which tile comes next, the inner loop is the
+mainloop, `epilogue` stores. The compiler sees the loop over tiles and the loop over k as one
+(`flatten`), so loads of the next tile run while this one is stored.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+
+@triton.jit
+def grouped_kernel(
+    a, b, a_scale, b_scale, bias, out, out_scale, dst_addr, counts, starts,
+    max_rows, rows, row_scale_stride, k_scale_stride,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    SCALED: tl.constexpr, DUAL_N: tl.constexpr, SWAP: tl.constexpr, FLATTEN: tl.constexpr,
+    EPILOGUE: tl.constexpr, OUT_DTYPE: tl.constexpr,
+    ALPHA: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr, PROGRAMMATIC: tl.constexpr,
+):  # fmt: skip
+    """`out[row] = epilogue(a[row] @ b[expert of row].T)`; api.py says what each pointer is.
+
+    A tile is a block of one expert's rows times one block of its weights, or two (DUAL_N): a gate
+    and its up, else neighbours.
+    """
+    GATED: tl.constexpr = EPILOGUE == "gated" or EPILOGUE == "quant"
+    STEP: tl.constexpr = BLOCK_N if GATED or not DUAL_N else 2 * BLOCK_N  # from tile to tile
+    OTHER: tl.constexpr = (
+        N // 2 if GATED else BLOCK_N
+    )  # from the first block of weights to the other
+    WIDTH: tl.constexpr = N // 2 if GATED else N  # columns of the result
+    N_BLOCKS: tl.constexpr = (WIDTH + STEP - 1) // STEP
+    if PROGRAMMATIC:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    ends = m_block_ends(counts, max_rows, EXPERTS, PADDED, BLOCK_M)
+    tiles = tl.max(ends) * N_BLOCKS
+    here = tl.arange(0, BLOCK_M)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
+        expert, n_block, row, valid = locate(
+            tile, ends, counts, starts, max_rows, rows, N_BLOCKS, BLOCK_M
+        )
+        column = n_block * STEP
+        first = expert * N + column
+        row_scale = a_scale
+        block_scale = b_scale
+        if SCALED:
+            row_scale += (row + here).to(tl.int64) * row_scale_stride
+            block_scale += (first // 128) * (K // 128)
+        zeros = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), dtype=tl.float32)
+        acc, other = zeros, zeros
+        for k in tl.range(0, (K + BLOCK_K - 1) // BLOCK_K, num_stages=STAGES):
+            x = a.load([row, k * BLOCK_K])
+            w = b.load([first, k * BLOCK_K])
+            if SCALED:
+                s = tl.load(row_scale + k * k_scale_stride, mask=here < valid, other=0.0)
+                t = tl.load(block_scale + k)
+                acc = promote(dot(x, w, zeros, SWAP), s * t, acc, SWAP)
+            else:
+                acc = dot(x, w, acc, SWAP)
+            if DUAL_N:
+                v = b.load([first + OTHER, k * BLOCK_K])
+                if SCALED:
+                    t = tl.load(block_scale + OTHER // 128 * (K // 128) + k)
+                    other = promote(dot(x, v, zeros, SWAP), s * t, other, SWAP)
+                else:
+                    other = dot(x, v, other, SWAP)
+        epilogue(
+            acc, other, expert, column, row, valid, bias, out, out_scale, dst_addr,
+            N, WIDTH % STEP != 0, BLOCK_M, BLOCK_N, DUAL_N, SWAP, EPILOGUE, OUT_DTYPE,
+            ALPHA, OFFSET, LIMIT,
+        )  # fmt: skip
+
+
+@triton.jit
+def m_block_ends(
+    counts, max_rows, EXPERTS: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr
+):  # fmt: skip
+    """The inclusive prefix sum of the experts' M-blocks; int32 `[PADDED]`, a power of two.
+
+    No table of tiles is built: every CTA keeps these sums, and finds its tiles by counting. Empty
+    experts have no M-block. max_rows: the most rows of an expert; a larger count is cut to it.
+    """
+    expert = tl.arange(0, PADDED)
+    count = tl.load(counts + expert, mask=expert < EXPERTS, other=0)
+    return tl.cumsum(tl.cdiv(tl.minimum(tl.maximum(count, 0), max_rows), BLOCK_M), 0)
+
+
+@triton.jit
+def locate(
+    tile, ends, counts, starts, max_rows, rows, N_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr
+):  # fmt: skip
+    """(expert, N-block, first row, valid rows) of a tile.
+
+    Tiles go by (expert, N-block, M-block): the M-blocks that share weights run together.
+    """
+    passed = ends * N_BLOCKS <= tile
+    expert = tl.sum(passed.to(tl.int32))
+    before = tl.max(tl.where(passed, ends, 0))
+    count = tl.minimum(tl.load(counts + expert), max_rows)
+    m_blocks = tl.cdiv(count, BLOCK_M)
+    offset = tile - before * N_BLOCKS
+    n_block = offset // m_blocks
+    m_block = offset % m_blocks
+    if starts is None:
+        first = expert * max_rows
+    else:
+        first = tl.load(starts + expert)
+    row = first + m_block * BLOCK_M
+    valid = tl.minimum(count, rows - first) - m_block * BLOCK_M
+    return expert, n_block, row, valid
+
+
+@triton.jit
+def dot(x, w, acc, SWAP: tl.constexpr):
+    """`acc + x @ w.T`, swapped: transposed."""
+    if SWAP:
+        return tl.dot(w, x.T, acc)
+    else:
+        return tl.dot(x, w.T, acc)
+
+
+@triton.jit
+def promote(part, scale, acc, SWAP: tl.constexpr):
+    """`acc + part * scale`, rounded once. Scales belong to rows, swapped to columns."""
+    scale = scale[None, :] if SWAP else scale[:, None]
+    return tl.fma(part, tl.broadcast_to(scale, part.shape), acc)
+
+
+@triton.jit
+def epilogue(
+    acc, other, expert, column, row, valid, bias, out, out_scale, dst_addr,
+    N: tl.constexpr, RAGGED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    DUAL_N: tl.constexpr, SWAP: tl.constexpr, EPILOGUE: tl.constexpr, OUT_DTYPE: tl.constexpr,
+    ALPHA: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Store a tile. Rows from `valid` on are padding and are not stored; nor are columns beyond the
+    result's, which only the last tile has, and only where RAGGED."""
+    GATED: tl.constexpr = EPILOGUE == "gated" or EPILOGUE == "quant"
+    WIDTH: tl.constexpr = N // 2 if GATED else N  # columns of a row of the result
+    here = tl.arange(0, BLOCK_M)
+    mask = here < valid
+    at = (row + here).to(tl.int64)
+    acc = with_bias(acc, bias, expert * N + column, N - column, BLOCK_N, SWAP)
+    if GATED:
+        other = with_bias(other, bias, expert * N + WIDTH + column, WIDTH - column, BLOCK_N, SWAP)
+        acc = gate(acc, other, ALPHA, OFFSET, LIMIT)
+    if EPILOGUE == "quant":
+        acc, scale = quantize(acc)
+        tl.store(out_scale + at * (WIDTH // 128) + column // 128, scale, mask=mask)
+    if EPILOGUE == "push":
+        address = tl.load(dst_addr + at, mask=mask, other=0)
+        mask = mask & (address != 0)
+        to = tl.multiple_of(address.to(tl.pointer_type(OUT_DTYPE)), 16)
+    else:
+        to = tl.multiple_of(out + at * WIDTH, 16)
+    store(to, mask, column, WIDTH, acc.to(OUT_DTYPE), RAGGED, BLOCK_N)
+    if DUAL_N and not GATED:
+        column += BLOCK_N
+        other = with_bias(other, bias, expert * N + column, N - column, BLOCK_N, SWAP)
+        store(to, mask, column, WIDTH, other.to(OUT_DTYPE), RAGGED, BLOCK_N)
+
+
+@triton.jit
+def with_bias(acc, bias, first, left, BLOCK_N: tl.constexpr, SWAP: tl.constexpr):
+    """Sums as rows of the result, with the expert's bias if there is one."""
+    if SWAP:
+        acc = acc.T
+    if bias is not None:
+        at = tl.arange(0, BLOCK_N)
+        acc += tl.load(bias + first + at, mask=at < left, other=0.0).to(tl.float32)[None, :]
+    return acc
+
+
+@triton.jit
+def gate(gate, up, ALPHA: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr):
+    """`gate * sigmoid(ALPHA * gate) * (up + OFFSET)`, clamped to LIMIT before; NaN stays NaN."""
+    if LIMIT is not None:
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return gate * tl.sigmoid(ALPHA * gate) * (up + OFFSET)
+
+
+@triton.jit
+def store(
+    to, mask, column, WIDTH: tl.constexpr, values, RAGGED: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Store a block of columns of every row, 16 bytes at a time."""
+    at = column + tl.arange(0, BLOCK_N)
+    mask = mask[:, None]
+    if RAGGED:
+        mask = mask & (at < WIDTH)[None, :]
+    tl.store(to[:, None] + at[None, :], values, mask=mask)
+
+
+@triton.jit
+def quantize(x):
+    """A tile of one block of columns -> (numbers before their rounding to e4m3, scale by row).
+
+    The bits of weft.reference.quantize. (docs/quantisation.md)
+    """
+    amax = tl.max(tl.where(x == x, tl.abs(x), float("inf")), axis=1)
+    broken = amax == float("inf")
+    small = amax < 6.018531076210112e-36  # 2^-117
+    top = tl.full(amax.shape, 448.0, tl.float32)
+    scale = tl.where(small, 0.0, tl.div_rn(amax, top))
+    inverse = tl.where(small, 0.0, tl.div_rn(top, amax))
+    scale = tl.where(broken, float("nan"), scale)
+    return tl.where(broken[:, None], float("nan"), x * inverse[:, None]), scale
+
+
+@triton.jit
+def quantize_rows_kernel(
+    x, out, out_scale, rows,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, PROGRAMMATIC: tl.constexpr,
+):  # fmt: skip
+    """A block of BLOCK_M rows and 128 columns to FP8."""
+    if PROGRAMMATIC:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(1) * 128 + tl.arange(0, 128)
+    mask = row < rows
+    at = row.to(tl.int64)[:, None] * K + column[None, :]
+    numbers = tl.load(x + at, mask=mask[:, None], other=0.0).to(tl.float32)
+    numbers, scale = quantize(numbers)
+    tl.store(out + at, numbers.to(out.dtype.element_ty), mask=mask[:, None])
+    tl.store(out_scale + row.to(tl.int64) * (K // 128) + tl.program_id(1), scale, mask=mask)
