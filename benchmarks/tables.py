@@ -341,7 +341,7 @@ TABLES: dict[str, list[tuple[str, Cells]]] = {
     ],
     "pairs-4": [
         ("4 ranks, perfect", series(A2A_4 + "/runs/0/rows[phase=pair]@tokens.us.median")),
-        ("target", target("pair, 4 ranks, perfect, bf16")),
+        ("floor", pair_floors(4)),
         ("FlashInfer 0.7.2, recorded", series(PEERS + "/records/3/pair_us/*")),
         ("4 ranks, random", series(A2A_4 + "/runs/1/rows[phase=pair]@tokens.us.median")),
         ("FlashInfer, the same", series(PEERS + "/records/4/pair_us/*")),
@@ -350,8 +350,11 @@ TABLES: dict[str, list[tuple[str, Cells]]] = {
             series(A2A_4 + "/runs/3/rows[phase=pair]@tokens.us.median"),
         ),
         ("FlashInfer, the same", series(PEERS + "/records/5/pair_us/*")),
+    ],
+    "pairs-4-other": [
+        ("target", target("pair, 4 ranks, perfect, bf16")),
         (
-            "4 ranks, perfect, quantised, fp8 both ways (the form before, see below)",
+            "4 ranks, perfect, quantised, fp8 both ways (the form before)",
             series(A2A_4 + "/runs/2/rows[phase=pair]@tokens.us.median"),
         ),
         ("2 ranks, perfect", series(A2A_4 + "/runs/4/rows[phase=pair]@tokens.us.median")),
@@ -470,9 +473,11 @@ TABLES: dict[str, list[tuple[str, Cells]]] = {
     ],
     "allreduce-4": [
         ("weft, auto", series(R4 + "/runs/0/rows[backend=auto]@tokens.us.median")),
-        ("target", target("all-reduce, 4 ranks, 7168")),
         ("best of others, recorded", best_of_others(4, 7168)),
         ("floor", reduce_floors(4, 7168)),
+    ],
+    "allreduce-4-other": [
+        ("target", target("all-reduce, 4 ranks, 7168")),
         ("hidden 4096, auto", series(R4 + "/runs/1/rows[backend=auto]@tokens.us.median")),
     ],
     "allreduce-beside": [
@@ -530,6 +535,8 @@ TABLES: dict[str, list[tuple[str, Cells]]] = {
             series(LOW_4 + "/4/medians[variant=default]@tokens.pair"),
         ),
         ("its floor", refloored(LOW_4 + "/4/rungs[variant=default]@tokens.floor")),
+    ],
+    "lowlatency-4-before": [
         ("one row at a time, same day", series(LOW_4 + "/0/medians[variant=default]@tokens.pair")),
         (
             "the same without programmatic launch",
@@ -581,14 +588,10 @@ TABLES: dict[str, list[tuple[str, Cells]]] = {
         ("without programmatic launch", sweep("no pdl @128")),
     ],
     "layer-4": [
-        ("by expert: none", series(EXCHANGES_4 + "/1/rows[overlap=none]@tokens.us.median")),
-        ("shared", series(EXCHANGES_4 + "/1/rows[overlap=shared]@tokens.us.median")),
-        ("push", series(EXCHANGES_4 + "/1/rows[overlap=push]@tokens.us.median")),
-        ("none / push", layer(EXCHANGES_4, 1, "none") / layer(EXCHANGES_4, 1, "push")),
-        ("by rank: none", series(EXCHANGES_4 + "/0/rows[overlap=none]@tokens.us.median")),
-        ("shared", series(EXCHANGES_4 + "/0/rows[overlap=shared]@tokens.us.median")),
-        ("push", series(EXCHANGES_4 + "/0/rows[overlap=push]@tokens.us.median")),
-        ("target, best mode, 8 ranks", target("layer, deepseek-v3, fp8, 8 ranks")),
+        ("low_latency: none", series(EXCHANGES_4 + "/1/rows[overlap=none]@tokens.us.median")),
+        ("shared_expert", series(EXCHANGES_4 + "/1/rows[overlap=shared]@tokens.us.median")),
+        ("gemm_push", series(EXCHANGES_4 + "/1/rows[overlap=push]@tokens.us.median")),
+        ("throughput: gemm_push", series(EXCHANGES_4 + "/0/rows[overlap=push]@tokens.us.median")),
         ("DeepEP + DeepGEMM, published", series(PEERS + "/layers/0/us/*")),
         ("one-kernel Mega MoE, published", series(PEERS + "/layers/1/us/*")),
         (
@@ -596,19 +599,28 @@ TABLES: dict[str, list[tuple[str, Cells]]] = {
             layer_floors(EXCHANGES_4, 1).beside(layer_floors(EXCHANGES_4, 0)),
         ),
     ],
+    "layer-4-other": [
+        (
+            "low_latency: none / gemm_push",
+            layer(EXCHANGES_4, 1, "none") / layer(EXCHANGES_4, 1, "push"),
+        ),
+        ("throughput: none", series(EXCHANGES_4 + "/0/rows[overlap=none]@tokens.us.median")),
+        ("shared_expert", series(EXCHANGES_4 + "/0/rows[overlap=shared]@tokens.us.median")),
+        ("target, best mode, 8 ranks", target("layer, deepseek-v3, fp8, 8 ranks")),
+    ],
     "layer-models-4": [
         (
-            "qwen3-30b-a3b, FP8, by expert: none",
+            "qwen3-30b-a3b, FP8, low_latency: none",
             series(EXCHANGES_4 + "/2/rows[overlap=none]@tokens.us.median"),
         ),
-        ("push", series(EXCHANGES_4 + "/2/rows[overlap=push]@tokens.us.median")),
-        ("by rank: push", series(TURNS + "/qwen3-30b-a3b by rank, with the last group/*")),
+        ("gemm_push", series(EXCHANGES_4 + "/2/rows[overlap=push]@tokens.us.median")),
+        ("throughput: gemm_push", series(TURNS + "/qwen3-30b-a3b by rank, with the last group/*")),
         (
-            "glm-4.5-air, FP8, by expert: shared",
+            "glm-4.5-air, FP8, low_latency: shared_expert",
             series(EXCHANGES_4 + "/3/rows[overlap=shared]@tokens.us.median"),
         ),
-        ("push", series(EXCHANGES_4 + "/3/rows[overlap=push]@tokens.us.median")),
-        ("by rank: push", series(EXCHANGES_4 + "/4/rows[]@tokens.us.median")),
+        ("gemm_push", series(EXCHANGES_4 + "/3/rows[overlap=push]@tokens.us.median")),
+        ("throughput: gemm_push", series(EXCHANGES_4 + "/4/rows[]@tokens.us.median")),
     ],
     "layer-turns": [
         (
@@ -763,8 +775,8 @@ TABLES: dict[str, list[tuple[str, Cells]]] = {
     "allreduce-memory": [(f"{ranks} ranks", reduce_memory(ranks)) for ranks in (8, 4, 2)],
     "lowlatency-memory": [
         ("default", low_memory()),
-        ('`combine_by="fp8"`', low_memory(combine_by="fp8")),
-        ('`reduce="sender", combine_by="fp8"`', low_memory(reduce="sender", combine_by="fp8")),
+        ("FP8 back", low_memory(combine_by="fp8")),
+        ("sums at the sender, FP8 back", low_memory(reduce="sender", combine_by="fp8")),
     ],
     "lowlatency-floors": [
         (f"{tokens}, {told}", low_floors(tokens, routing))

@@ -54,20 +54,19 @@ def _samples() -> list[Sample]:
 
 SAMPLES = _samples()
 WHOLE = [sample for sample in SAMPLES if sample.whole and not sample.why_not]
-PARTS = {
-    sample.place.partition(":")[0]: sample
-    for sample in SAMPLES
-    if not sample.whole and not sample.why_not
-}
+PARTS: dict[str, list[str]] = {}  # by document; those of one document are one program, in order
+for _sample in SAMPLES:
+    if not _sample.whole and not _sample.why_not:
+        PARTS.setdefault(_sample.place.partition(":")[0], []).append(_sample.text)
 COMMANDS = sorted(
     {match[1].strip() for path in DOCUMENTS for match in _COMMAND.finditer(path.read_text())}
 )
 
 
 def test_every_sample_is_run_or_says_why_not():
-    assert {sample.place.partition(":")[0] for sample in WHOLE} == {"README.md", "allreduce.md"}
-    assert set(PARTS) == {"README.md", "gemm.md", "grouping.md"}, "each has a test below"
-    assert len(WHOLE) + len(PARTS) + sum(bool(each.why_not) for each in SAMPLES) == len(SAMPLES)
+    whole = {sample.place.partition(":")[0] for sample in WHOLE}
+    assert whole == {"README.md", "allreduce.md", "moe.md"}
+    assert set(PARTS) == {"gemm.md", "grouping.md", "which-class.md"}, "each has a test below"
 
 
 @pytest.mark.parametrize("sample", WHOLE, ids=lambda sample: sample.place)
@@ -84,25 +83,32 @@ def test_programs_run(tmp_path, sample):
 
 
 def _written(folder: Path, document: str) -> Path:
-    """The part of a document as a file; run_path runs it among given names."""
+    """The parts of a document as a file; run_path runs it among given names."""
     path = folder / "part.py"
-    path.write_text(PARTS[document].text)
+    path.write_text("\n".join(PARTS[document]))
     return path
 
 
-def _summed(group: weft.Group, part: str) -> None:
-    """The README's part: an all-reduce of one call."""
-    names: dict[str, Any] = {"weft": weft, "group": group}
-    names["x"] = torch.full((3, 7168), float(group.rank + 1)).bfloat16()
-    names["residual"] = torch.ones(3, 7168).bfloat16()
-    names["weight"] = torch.ones(7168)
+def _chosen(group: weft.Group, part: str) -> None:
+    """A sample of each class, one after the other."""
+    tokens = 3 + group.rank
+    x = torch.arange(tokens * 512).view(tokens, 512).remainder(7).bfloat16()
+    ids = torch.tensor([[(t + 5 * k) % 16 for k in range(4)] for t in range(tokens)])
+    names: dict[str, Any] = {"group": group, "x": x, "topk_ids": ids.int()}
+    names["topk_weights"] = torch.full((tokens, 4), 0.5)
+    names["logits"] = torch.randn(tokens, 16)
     names = run_path(part, init_globals=names)
-    assert torch.equal(names["residual"], torch.full((3, 7168), 4.0).bfloat16())
-    assert torch.equal(names["x"], torch.ones(3, 7168).bfloat16())
+    assert torch.equal(names["out"], 2 * x), "four experts that copy, of weight 0.5"
+    assert bool(names["mixed"].isfinite().all())
+    assert torch.allclose(names["decoded"].float(), 2 * x.float(), rtol=1 / 16)
+    assert torch.equal(names["residual"], torch.full((4, 512), float(group.size)).bfloat16())
+    assert torch.equal(names["normed"], torch.ones(4, 512).bfloat16())
+    assert names["layered"].shape == x.shape
+    group.barrier()
 
 
-def test_the_part_that_sums(ranks, tmp_path):
-    ranks(2, "cpu")(_summed, str(_written(tmp_path, "README.md")))
+def test_a_sample_of_each_class(ranks, tmp_path):
+    ranks(2, "cpu")(_chosen, str(_written(tmp_path, "which-class.md")))
 
 
 def _grouped(group: weft.Group, part: str) -> None:
