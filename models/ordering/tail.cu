@@ -1,7 +1,7 @@
 // Does a dispatch tail lose rows? Two GPUs of one host, no library: nvcc -arch=sm_90 -o tail
 // tail.cu
 //
-// tail [RUNS] [ROUNDS]   (8 runs of 400,000 rounds: two minutes)
+// tail [RUNS] [ROUNDS]   (8 runs of 400,000 rounds: five minutes)
 //
 // The producer's CTAs each store a row into the other GPU's memory, every vector stamped with the
 // number of the round. They count themselves; the last one raises a flag there. The consumer waits
