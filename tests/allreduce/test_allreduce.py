@@ -231,7 +231,10 @@ def collective(group: weft.Group) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_collective_has_the_same_bits(ranks, kind):
-    ranks(3, kind)(collective)
+    count = min(3, torch.cuda.device_count()) if kind == "cuda" else 3
+    if count < 2:
+        pytest.skip("NCCL needs a GPU for each rank")
+    ranks(count, kind)(collective)
 
 
 def memory(group: weft.Group) -> int:

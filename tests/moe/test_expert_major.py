@@ -129,7 +129,7 @@ def test_processes(ranks):
 def by_hand(group: weft.Group) -> None:
     """A round by hand has the bits of a call; a call in the middle of it is refused."""
     case = Case(DEEP, tokens=(5, 7))
-    with case.open(group, **BY_EXPERT) as layer:
+    with case.open(group, **BY_EXPERT, overlap="none") as layer:
         exchange, shared = layer.exchange, case.shared(group.device)
         assert isinstance(exchange, weft.LowLatencyAllToAll)
         assert shared is not None

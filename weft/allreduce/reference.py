@@ -67,7 +67,7 @@ def round_to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """x rounded to nearest even; every NaN becomes the one that GPUs write."""
     integer, bits = CANONICAL[dtype]
     rounded = x.to(dtype)
-    one = torch.tensor(bits, dtype=integer, device=x.device)
+    one = torch.full((), bits, dtype=integer, device=x.device)  # torch.tensor is not captured
     return torch.where(x.isnan(), one, rounded.view(integer)).view(dtype)
 
 

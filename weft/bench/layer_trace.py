@@ -140,7 +140,8 @@ def record(group: Group, run: Callable[[], None]) -> tuple[list[Work], list[floa
     cuda = group.device.type == "cuda"
     kind = torch.profiler.ProfilerActivity
     begins = []
-    with torch.profiler.profile(activities=[kind.CUDA if cuda else kind.CPU]) as profiler:
+    watched = [kind.CUDA if cuda else kind.CPU]
+    with torch.profiler.profile(activities=watched, acc_events=True) as profiler:
         group.barrier()
         for _ in range(ROUNDS):
             begins.append(time.monotonic_ns())
