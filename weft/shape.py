@@ -17,6 +17,7 @@ MAX_RANKS = 32
 MAX_TOP_K = 32
 FP8_BLOCK = 128  # columns that share a scale
 WAYS = ("pull", "push", "fp8", "choices")
+COMBINES = dict(zip(WAYS, ("pull", "push", "push_fp8", "gemm_push"), strict=True))  # in C++
 QUANTS = ("none", "fp8", "mxfp8")
 # field -> the argument that callers know it by, and its limits
 LIMITS: Mapping[str, tuple[str, int, int]] = {
@@ -136,8 +137,8 @@ class Shape:
         return (
             f"weft::Shape{{.ranks = {self.ranks}, .tokens = {self.tokens}, .top_k = {self.top_k}, "
             f".experts = {self.experts}, .hidden = {self.hidden}, "
-            f".number = weft::Number::{self.number}, .planes = {len(self.row_bytes)}, "
-            f".row_bytes = {{{rows}}}, .way = weft::Way::{self.way}, "
+            f".dtype = weft::DType::{self.number}, .planes = {len(self.row_bytes)}, "
+            f".row_bytes = {{{rows}}}, .combine = weft::Combine::{COMBINES[self.way]}, "
             f".quant = weft::Quant::{self.quant}, .mapped = {str(self.mapped).lower()}, "
             f".stats = {self.stats}}}"
         )

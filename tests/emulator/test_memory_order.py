@@ -42,8 +42,8 @@ VERBS = {
     "weft::raise_to(words, wide)": ["ATOM.MAX.64.GPU"],
     "*row = weft::poll_vector(from)": ["LD.128.SYS"],
     "weft::post_vector(row, vector)": ["ST.128.SYS"],
-    "*row = weft::poll_halves(from)": ["LD.128.SYS"],
-    "weft::post_halves(row, vector)": ["ST.128.SYS"],
+    "*row = weft::poll_u64_pair(from)": ["LD.128.SYS"],
+    "weft::post_u64_pair(row, vector)": ["ST.128.SYS"],
 }
 PARAMETERS = (
     "weft::u64* words, weft::u64 wide, weft::u32* word, weft::u32 narrow, weft::u64* to, "

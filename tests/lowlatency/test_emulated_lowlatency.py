@@ -19,7 +19,7 @@ from tests.recorded import reads
 from tests.rounds import Round
 from weft.lowlatency.api import LowLatencyAllToAll
 from weft.lowlatency.geometry import LowGeometry
-from weft.lowlatency.shape import Track
+from weft.lowlatency.shape import TraceRecord
 from weft.lowlatency.trace import ROLES, read_work
 from weft.memory.header import PHASES
 from weft.runtime.timeline import DEFINE, read_timeline
@@ -140,7 +140,9 @@ def wide(group: weft.Group, library: str, mode: Mode, case: Round) -> dict[str, 
             for seed in range(2):
                 play(a2a, mode, case.next(seed=seed))
         layout = a2a._geometry.layout
-        grants = layout.tokens - (layout.chosen - layout.tokens)  # two lines, as tokens and answers
+        grants = layout.tokens - (
+            layout.token_masks - layout.tokens
+        )  # two lines, as tokens and answers
         parts = {
             "hellos": range(layout.progress + 128, grants),
             "grants": range(grants, layout.tokens),
@@ -163,8 +165,8 @@ def test_rows_of_several_choices_go_home_in_any_form(ranks, tmp_path, name, dtyp
         }
 
 
-def tracks_of(tracks: torch.Tensor, phase: str) -> list[Track]:
-    found = [Track.from_buffer_copy(bytes(row.numpy())) for row in tracks.flatten(0, 1)]
+def tracks_of(tracks: torch.Tensor, phase: str) -> list[TraceRecord]:
+    found = [TraceRecord.from_buffer_copy(bytes(row.numpy())) for row in tracks.flatten(0, 1)]
     return [t for t in found if t.epoch and PHASES[t.phase] == phase]
 
 

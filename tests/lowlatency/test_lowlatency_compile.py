@@ -86,7 +86,7 @@ def test_where_room_is_short_senders_keep_half_of_it():
 
 def test_a_compile_error_shows_the_generated_entry():
     with pytest.raises(CompileError) as caught:
-        compile_cuda(PLAIN, "sm_90a", defines=("low_dispatch=",))
+        compile_cuda(PLAIN, "sm_90a", defines=("low_latency_dispatch=",))
     assert "__launch_bounds__" in str(caught.value)
 
 

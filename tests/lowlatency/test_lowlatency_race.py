@@ -36,7 +36,7 @@ def run(name: str, *options: str, rounds: int, first_epoch: int = 0) -> tuple[in
 
 @pytest.mark.parametrize(("group", "reduce", "halves"), CHOICES)
 def test_no_race_in_any_group_way_and_halves(group, reduce, halves):
-    choice = (f"-DRANKS={group}", f"-DREDUCE={reduce}", f"-DHALVES={halves}")
+    choice = (f"-DRANKS={group}", f"-DREDUCE={reduce}", f"-DSPLIT_PHASE={halves}")
     name = f"low-race-{group}-{reduce}-{halves}"
     status, text = run(name, *SANITIZED, *choice, rounds=600)
     assert status == 0, text
@@ -45,7 +45,7 @@ def test_no_race_in_any_group_way_and_halves(group, reduce, halves):
 
 @CAMPAIGN
 def test_no_race_where_experts_store_rows_at_home():
-    status, text = run("low-race-homes", *SANITIZED, "-DRANKS=3", "-DHOMES=1", rounds=600)
+    status, text = run("low-race-gemm-push", *SANITIZED, "-DRANKS=3", "-DGEMM_PUSH=1", rounds=600)
     assert status == 0, text
     assert "600 rounds of 3 ranks: 0 wrong words" in text
 
@@ -53,7 +53,7 @@ def test_no_race_where_experts_store_rows_at_home():
 @pytest.mark.parametrize("halves", [0, 1])
 def test_without_grants_rows_are_lost(halves):
     status, text = run(
-        f"low-race-hasty-{halves}", "-DWEFT_NO_GRANTS=1", f"-DHALVES={halves}", rounds=20_000
+        f"low-race-hasty-{halves}", "-DWEFT_NO_GRANTS=1", f"-DSPLIT_PHASE={halves}", rounds=20_000
     )
     assert status != 0
     assert ": 0 wrong words" not in text
@@ -75,5 +75,7 @@ def test_many_rounds(first_epoch):
 
 
 def test_undefined_behaviour_and_bounds():
-    status, text = run("low-asan", "-fsanitize=address,undefined", "-g", "-DHALVES=1", rounds=1000)
+    status, text = run(
+        "low-asan", "-fsanitize=address,undefined", "-g", "-DSPLIT_PHASE=1", rounds=1000
+    )
     assert status == 0, text

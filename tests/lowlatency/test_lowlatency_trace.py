@@ -13,7 +13,7 @@ import weft
 from tests.lowlatency_rounds import Mode, play
 from tests.rounds import Round
 from weft.errors import InvalidArgument, OutOfOrder
-from weft.lowlatency.shape import Track
+from weft.lowlatency.shape import TraceRecord
 from weft.lowlatency.trace import Work, merge, read_work, to_chrome
 from weft.runtime.skew import Skew
 
@@ -63,14 +63,14 @@ def test_every_kept_round_is_there_with_its_steps(ranks, kind, tmp_path):
     assert all(event["dur"] > 0 for event in slices)
 
 
-def pages(*tracks: Track) -> torch.Tensor:
+def pages(*tracks: TraceRecord) -> torch.Tensor:
     """`[1, teams, bytes]`: what the teams of one operation left, and one more place."""
-    found = [bytes(track) for track in tracks] + [bytes(ctypes.sizeof(Track))]
+    found = [bytes(track) for track in tracks] + [bytes(ctypes.sizeof(TraceRecord))]
     return torch.tensor([list(page) for page in found], dtype=torch.uint8)[None]
 
 
-SENT = Track(epoch=3, start_ns=1000, granted=500, ended=900, phase=1, role=1, team=1)
-TAKEN = Track(epoch=3, start_ns=1100, end_ns=1600, ended=1000, phase=1, role=2, team=2)
+SENT = TraceRecord(epoch=3, start_ns=1000, granted=500, ended=900, phase=1, role=1, team=1)
+TAKEN = TraceRecord(epoch=3, start_ns=1100, end_ns=1600, ended=1000, phase=1, role=2, team=2)
 
 
 def test_ticks_are_told_by_the_teams_that_end_on_both_clocks():

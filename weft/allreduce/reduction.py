@@ -129,7 +129,7 @@ class Reduction:
         return (
             f"weft::Reduction{{.ranks = {self.ranks}, .tokens = {self.tokens}, "
             f".direct = {self.direct}, .hidden = {self.hidden}, "
-            f".number = weft::Number::{self.number}}}"
+            f".dtype = weft::DType::{self.number}}}"
         )
 
 

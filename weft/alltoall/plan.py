@@ -17,7 +17,7 @@ PIECES_PER_SM = 4
 STRIP = 512  # columns that a warp pushes, or sums, at a time
 HOME_PER_SM = 4  # CTAs of a combine by FP8, one of which sums
 MANY_PER_SM = 200  # strips that may have to be pushed: from so many on an SM has one CTA less
-MOST_STRIPS = 8  # that one warp pushes at once; most_strips in alltoall/combine_fp8.cuh
+MOST_STRIPS = 8  # that one warp pushes at once; max_strips in alltoall/combine_fp8.cuh
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,7 +135,7 @@ class ExpertGroups:
             counts=buffers.counts[:experts],
             slot=buffers.slot[:size].view(shape),
             weight=buffers.weight[:size].view(shape),
-            home=buffers.home[:size].view(shape) if buffers.home.numel() else None,
+            home=buffers.dst_addr[:size].view(shape) if buffers.dst_addr.numel() else None,
         )
 
     @staticmethod

@@ -74,7 +74,7 @@ class GroupArgs(ctypes.Structure):
         ("before", c_uint64),
         ("arrived", c_uint64),
         ("y", c_uint64),
-        ("home", c_uint64),
+        ("dst_addr", c_uint64),
     )
 
 

@@ -37,7 +37,7 @@ class Buffers(NamedTuple):
     within: torch.Tensor
     before: torch.Tensor
     arrived: torch.Tensor
-    home: torch.Tensor
+    dst_addr: torch.Tensor
 
     @classmethod
     def make(
@@ -65,7 +65,7 @@ class Buffers(NamedTuple):
             within=zeros(*(entries if on_gpu else (0,))),
             before=zeros(grouping.tiles(shape) if on_gpu else 0, grouping.groups),
             arrived=zeros(1),
-            home=zeros(total if shape.way == "choices" else 0, dtype=torch.int64),
+            dst_addr=zeros(total if shape.way == "choices" else 0, dtype=torch.int64),
         )
 
     def bytes(self) -> int:

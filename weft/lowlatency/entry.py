@@ -23,27 +23,27 @@ from weft.jit import (
 from weft.jit.args import decode, expected, table_source, verify
 from weft.lowlatency.shape import (
     CHUNK_TOKENS,
-    Ledger,
-    LowCombineArgs,
-    LowDispatchArgs,
+    LowLatencyCombineArgs,
+    LowLatencyDispatchArgs,
     LowLayout,
     LowShape,
-    Track,
+    RoutingRecord,
+    TraceRecord,
 )
 from weft.runtime.args import Site
 from weft.runtime.check import check_sms
 from weft.runtime.stream import current_stream, loading
 
-THREADS = 256  # most_threads in lowlatency/metadata.cuh
+THREADS = 256  # max_threads in lowlatency/metadata.cuh
 FEW_TOKENS, FEW_THREADS = 32, 128  # up to so many tokens, more and smaller CTAs
 SENDERS_PER_SM, TAKERS_PER_SM = 1, 2  # CTAs of THREADS
-TAKEN = 128  # 16-byte vectors of a row that a warp takes at once: Taken::span
-PARTS = ("", "_send", "_receive")
+TAKEN = 128  # 16-byte vectors of a row that a warp takes at once: RowFragment::span
+PARTS = {"": "whole", "_send": "send", "_receive": "recv"}  # entry: weft::PhasePart
 TABLES: dict[str, type[ctypes.Structure]] = {
-    "Ledger": Ledger,
-    "Track": Track,
-    "LowDispatchArgs": LowDispatchArgs,
-    "LowCombineArgs": LowCombineArgs,
+    "RoutingRecord": RoutingRecord,
+    "TraceRecord": TraceRecord,
+    "LowLatencyDispatchArgs": LowLatencyDispatchArgs,
+    "LowLatencyCombineArgs": LowLatencyCombineArgs,
 }
 
 
@@ -81,10 +81,12 @@ class LowPlan:
 def _doors(halves: bool) -> dict[str, tuple[str, str]]:
     """Entries by name: the argument struct, and the template behind it."""
     found = {}
-    for part in PARTS if halves else PARTS[:1]:
-        extra = f", weft::Part::{part[1:]}" if part else ""
-        found[f"dispatch{part}"] = ("LowDispatchArgs", f"low_dispatch<S{extra}>")
-        found[f"combine{part}"] = ("LowCombineArgs", f"low_combine<S{extra}>")
+    for part, cpp in PARTS.items():
+        if part and not halves:
+            continue
+        extra = f", weft::PhasePart::{cpp}"
+        found[f"dispatch{part}"] = ("LowLatencyDispatchArgs", f"low_latency_dispatch<S{extra}>")
+        found[f"combine{part}"] = ("LowLatencyCombineArgs", f"low_latency_combine<S{extra}>")
     return found
 
 
@@ -101,11 +103,11 @@ def cuda_source(shape: LowShape, *, halves: bool = False) -> str:
         "#include <weft/lowlatency/combine.cuh>",
         "#include <weft/lowlatency/dispatch.cuh>",
         "#include <weft/lowlatency/exports.cuh>",
-        f"constexpr weft::LowShape S = {shape.literal()};",
-        "WEFT_LOW_EXPORT(S, __device__);",
-        'extern "C" __device__ weft::u64 weft_measured[weft::low_places] = {};',
+        f"constexpr weft::LowLatencyShape S = {shape.literal()};",
+        "WEFT_LOW_LATENCY_EXPORT(S, __device__);",
+        'extern "C" __device__ weft::u64 weft_measured[weft::measured_offsets] = {};',
         'extern "C" __global__ void weft_measure(const __grid_constant__ weft::Site a) '
-        "{ weft::measure_low<S>(a.base, weft_measured); }",
+        "{ weft::measure_low_latency<S>(a.base, weft_measured); }",
         _tables(device=True),
     ]
     for name, (struct, call) in _doors(halves).items():
@@ -128,8 +130,8 @@ def cpu_source(shape: LowShape) -> str:
         "#include <weft/lowlatency/dispatch_cpu.hpp>",
         "#include <weft/lowlatency/combine_cpu.hpp>",
         "#include <weft/lowlatency/exports.cuh>",
-        f"constexpr weft::LowShape S = {shape.literal()};",
-        "WEFT_LOW_EXPORT(S, );",
+        f"constexpr weft::LowLatencyShape S = {shape.literal()};",
+        "WEFT_LOW_LATENCY_EXPORT(S, );",
         _tables(device=False),
     ]
     for name, (struct, call) in _doors(True).items():
@@ -169,7 +171,7 @@ class LowCpuEntries:
             function.argtypes = (ctypes.POINTER(TABLES[struct_name]),)
             self._functions[name] = function
 
-    def run(self, name: str, args: LowDispatchArgs | LowCombineArgs) -> None:
+    def run(self, name: str, args: LowLatencyDispatchArgs | LowLatencyCombineArgs) -> None:
         """Run one operation to its end."""
         self._functions[name](ctypes.byref(args))
 
@@ -202,7 +204,7 @@ class LowCudaEntries:
         }
         self._plans: dict[tuple[str, int], LowPlan] = {}
 
-    def run(self, name: str, args: LowDispatchArgs | LowCombineArgs) -> None:
+    def run(self, name: str, args: LowLatencyDispatchArgs | LowLatencyCombineArgs) -> None:
         """Enqueue one operation."""
         if torch.cuda.current_device() != self._device:
             raise InvalidArgument(

@@ -13,12 +13,12 @@ from weft.arguments import flags, integer, one_of
 from weft.errors import InvalidArgument
 from weft.lowlatency.shape import (
     GROUPS,
-    MOST_TRACKS,
+    MAX_TRACES,
     REDUCES,
     SCALES,
     LowLayout,
     LowShape,
-    Track,
+    TraceRecord,
     size,
 )
 from weft.memory.header import RING_TIMELINES
@@ -28,7 +28,7 @@ from weft.runtime.check import check_alignment, check_tensor, check_tokens
 from weft.shape import NUMBERS
 
 # Tracks that profiled kernels keep: of 32 rounds, by phase and team.
-TRACKS = (RING_TIMELINES, MOST_TRACKS, ctypes.sizeof(Track))
+TRACKS = (RING_TIMELINES, MAX_TRACES, ctypes.sizeof(TraceRecord))
 QUANTS = (None, "fp8")
 WAYS = ("push", "fp8", "choices")  # of rows home
 MAX_SLOTS = 2  # one is filled while the experts multiply the other's rows
@@ -168,9 +168,9 @@ class LowGeometry:
             "ranges": ((own, s.ranks, 2), torch.int32),
             "position": ((0,) if s.homes else entries, torch.int32),
             "weights": (entries if s.reduce == "sender" else (0,), torch.float32),
-            "brought": ((s.ranks,), torch.int32),
+            "source_tokens": ((s.ranks,), torch.int32),
             "expected": ((s.tokens, 2), torch.int32),
-            "home": ((own, s.rows) if s.homes else (0,), torch.int64),
+            "dst_addr": ((own, s.rows) if s.homes else (0,), torch.int64),
         }
 
     def shown_scales(self, scales: torch.Tensor) -> torch.Tensor | None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from weft.errors import InvalidArgument, OutOfOrder
-from weft.lowlatency.shape import Track
+from weft.lowlatency.shape import TraceRecord
 from weft.memory.header import PHASES
 from weft.runtime.skew import Skew, estimate_skew
 from weft.runtime.stream import settle
@@ -25,7 +25,7 @@ from weft.runtime.watched import Watched
 
 TELL, SEND, TAKE = 0, 1, 2  # roles of teams
 ROLES = ("tell", "send", "take")
-# What a team does: (name, begin, end) by phase and role; stamps by their names in Track.
+# What a team does: (name, begin, end) by phase and role; stamps by their names in TraceRecord.
 STEPS = {
     ("dispatch", TELL): (("wait for grants", "start", "granted"), ("tell", "granted", "end")),
     ("dispatch", SEND): (
@@ -37,7 +37,7 @@ STEPS = {
     ("combine", TAKE): (("wait and reduce", "start", "end"),),
 }
 Event = dict[str, Any]
-_STAMPS = (Track.epoch, Track.start_ns)
+_STAMPS = (TraceRecord.epoch, TraceRecord.start_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def read_work(tracks: torch.Tensor, rank: int, ranks: int) -> list[Work]:
     # Where an operation has fewer teams, those of an earlier one stand behind them.
     latest = epochs.gather(1, starts.argmax(dim=1, keepdim=True))
     used = tracks[(starts != 0) & (epochs == latest)]  # a team writes all of its track, at its end
-    lines = [Track.from_buffer_copy(bytes(row.numpy())) for row in used]
+    lines = [TraceRecord.from_buffer_copy(bytes(row.numpy())) for row in used]
     if not any(line.end_ns for line in lines):
         return []
     clock = ns_per_tick(lines)
@@ -81,7 +81,7 @@ def read_work(tracks: torch.Tensor, rank: int, ranks: int) -> list[Work]:
     return sorted(works, key=lambda work: work.start_ns)
 
 
-def ns_per_tick(lines: Sequence[Track]) -> float:
+def ns_per_tick(lines: Sequence[TraceRecord]) -> float:
     """How long a tick of teams' own clocks is: the tracks that end on both clocks, together."""
     both = [line for line in lines if line.end_ns]
     lasted: int = sum(line.end_ns - line.start_ns for line in both)
@@ -89,7 +89,7 @@ def ns_per_tick(lines: Sequence[Track]) -> float:
     return lasted / ticks
 
 
-def _work(line: Track, rank: int, ranks: int, clock: float) -> Work:
+def _work(line: TraceRecord, rank: int, ranks: int, clock: float) -> Work:
     def at(ticks: int) -> int:
         return line.start_ns + round(ticks * clock) if ticks else 0
 
