@@ -33,10 +33,11 @@ struct CtaRoles {
             return blockIdx.x > metadata_ctas && blockIdx.x <= metadata_ctas + sender_ctas;
         return blockIdx.x > metadata_ctas + sender_ctas;
     }
-    WEFT_FN CtaRole mine() const {
-        if (is<CtaRole::coordinator>()) return CtaRole::coordinator;
-        if (is<CtaRole::metadata>()) return CtaRole::metadata;
-        return is<CtaRole::sender>() ? CtaRole::sender : CtaRole::receiver;
+    // The role of any CTA but the coordinator.
+    WEFT_FN CtaRole worker_role() const {
+        return is<CtaRole::metadata>() ? CtaRole::metadata
+               : is<CtaRole::sender>() ? CtaRole::sender
+                                       : CtaRole::receiver;
     }
     WEFT_FN bool is_first_receiver() const { return blockIdx.x == metadata_ctas + sender_ctas + 1; }
     WEFT_FN u32 warps() const { return blockDim.x / warp_lanes; }

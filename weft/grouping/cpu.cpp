@@ -2,6 +2,7 @@
 // includes this file.
 #include <cstring>
 
+#include <weft/alltoall/combine_fp8_cpu.hpp>
 #include <weft/device/cpu.hpp>
 #include <weft/grouping/layout.cuh>
 

@@ -221,7 +221,7 @@ WEFT_FN void low_latency_combine(const LowLatencyCombineArgs& a) {
             mark_end(own.header, Phase::combine, wanted, end);
         }
     }
-    recorder.ended(team, a.traces, Phase::combine, wanted, roles.mine(), blockIdx.x, end);
+    recorder.ended(team, a.traces, Phase::combine, wanted, roles.worker_role(), blockIdx.x, end);
 }
 
 }  // namespace weft

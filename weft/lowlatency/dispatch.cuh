@@ -253,7 +253,7 @@ WEFT_FN void low_latency_dispatch(const LowLatencyDispatchArgs& a) {
             mark_end(own.header, Phase::dispatch, wanted, end);
         }
     }
-    recorder.ended(team, a.traces, Phase::dispatch, wanted, roles.mine(), blockIdx.x, end);
+    recorder.ended(team, a.traces, Phase::dispatch, wanted, roles.worker_role(), blockIdx.x, end);
 }
 
 }  // namespace weft
