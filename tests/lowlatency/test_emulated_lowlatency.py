@@ -185,8 +185,8 @@ def profiled(group: weft.Group, library: str) -> None:
             each = (plan.tellers, plan.senders, plan.takers)
             assert roles == [role for role, n in zip(ROLES, each, strict=True) for _ in range(n)]
             assert all(0 < work.start_ns < work.end_ns for work in done)
-            assert sum(work.units for work in done if work.role != "tell") > 0
-            assert all(work.granted_ns for work in done if work.role == "send")
+            assert sum(work.units for work in done if work.role != "metadata") > 0
+            assert all(work.granted_ns for work in done if work.role == "sender")
             assert {w.epoch for w in done} == {1}
             # The first that takes has read the rank's clock twice, once for all who want it.
             tracks = tracks_of(a2a._rounds.tracks, phase)

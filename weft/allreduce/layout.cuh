@@ -174,8 +174,8 @@ WEFT_FN void send_call_word(const Site& site, u64 epoch, u64 signature, u32 peer
                   call_word(epoch, signature));
 }
 
-// Waits for a peer's call word; false if the calls differ or the word does not come. `seen` may
-// have been read early, off the critical path.
+// Waits for a peer's call word; false if the calls differ or the word does not come.
+// `seen` may have been read early, off the critical path.
 template <Reduction R>
 WEFT_SLOW_FN bool same_call(const Site& site, u64 epoch, u64 signature, u32 peer, u64 seen) {
     ReductionShare<R>& own = mine<R>(site);

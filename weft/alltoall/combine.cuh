@@ -103,7 +103,7 @@ WEFT_FN void send_rows(const Block& team, const CombineArgs& a, const EpochState
     if (publishes) publish<S>(team, a.site, Phase::combine, state.epoch, 0);
 }
 
-// All ways but push_fp8: rows are summed once the flags of all peers have come.
+// Every way but push_fp8: rows are summed once the flags of all peers have come.
 template <Shape S, u32 rank, PhasePart part>
 WEFT_FN void combine_after_flags(const CombineArgs& a) {
     const Block team;

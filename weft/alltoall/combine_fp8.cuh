@@ -112,8 +112,8 @@ template <Shape S> WEFT_FN u32 max_source_tokens(const Site& site) {
 }
 
 // Pushes all fragments of one CTA; `fragment` is each warp's first, loaded already. Before the last
-// ones the CTA counts itself: by then it has read everything that it reads of the inbox. Order: the
-// barrier gathers the CTA's loads to lane 0, whose add releases them to the coordinator.
+// ones the CTA counts itself: by then it has read everything that it reads of the inbox.
+// Order: the barrier gathers the CTA's loads to lane 0, whose add releases them to the coordinator.
 template <Shape S>
 WEFT_FN void push_fragments(const Block& team, const CombineArgs& a, WarpUnits warp_units,
                             PushFragment<S> fragment, u32 max_tokens) {
@@ -209,7 +209,7 @@ WEFT_FN bool await_rows(const CombineArgs& a, u64 wanted, u32 first, ReceivedStr
         const Wait wait{peer, Phase::combine, wanted, (wanted - 1) & epoch_mask};
         const bool waiting = left == 0 || spin.keep_waiting(header, a.site, wait);
         if (!__all_sync(all_lanes, waiting)) return false;
-        const u32 next = a.tokens > small_batch_tokens ? left & (0u - left) : left;
+        const u32 next = next_polled(left, a.tokens);
         rows.poll(next);
         if (next != left && rows.missing() != left) rows.poll(rows.missing());
     }
@@ -256,8 +256,8 @@ template <Shape S> WEFT_FN bool sum_tokens(const CombineArgs& a, u64 wanted, War
 }
 
 // The coordinator publishes once every sending CTA has read its last route, because then nobody
-// here reads the inbox any more. It has stored no row itself. Order: lane 0 acquires all CTAs'
-// counts, and the barrier gathers that to the lanes that release.
+// here reads the inbox any more. It has stored no row itself.
+// Order: lane 0 acquires all CTAs' counts, and the barrier gathers that to the lanes that release.
 template <Shape S>
 WEFT_FN bool publish_inbox_read(const Block& team, const CombineArgs& a, const EpochState& state) {
     Header& header = mine<S>(a.site).header;

@@ -27,9 +27,7 @@ struct Shape {
     bool mapped = false;  // experts are placed by a table, not in contiguous blocks
     u32 stats = 0;        // integers that each rank sends to all ranks with its tokens
 
-    constexpr u32 padded_top_k() const {
-        return (top_k + 3) / 4 * 4;
-    }  // top_k padded to whole 16-byte vectors
+    constexpr u32 padded_top_k() const { return (top_k + 3) / 4 * 4; }  // whole 16-byte vectors
     constexpr u32 pitch(u32 plane) const { return (row_bytes[plane] + 15) / 16 * 16; }
     constexpr u32 element_bytes() const { return dtype == DType::fp32 ? 4 : 2; }
     constexpr u32 out_bytes() const { return hidden * element_bytes(); }
@@ -128,8 +126,7 @@ template <Shape S> struct Share {
     Header header;
     Inbox<S> inbox;
     Outbox<S> outbox;
-    alignas(128) u32
-        destinations[S.tokens];  // bits: the ranks of each own token, from dispatch for combine
+    alignas(128) u32 destinations[S.tokens];  // of own tokens: ranks as bits, saved for combine
     SavedRouting<S> saved_routing;
 };
 

@@ -57,8 +57,9 @@ template <Shape S> WEFT_FN u32 tokens_from(const Inbox<S>& inbox, u32 source) {
     return count < S.tokens ? count : S.tokens;
 }
 
-// Publishes epoch `wanted` at every peer. Order: each release covers everything that this team
-// wrote or acquired: the whole rank's payload, routes and counts.
+// Publishes epoch `wanted` at every peer.
+// Order: each release covers everything that this team wrote or acquired: the whole rank's payload,
+// routes and counts.
 template <Shape S, class Team>
 WEFT_FN void publish(const Team& team, const Site& site, Phase phase, u64 wanted, u32 count) {
     Header& header = mine<S>(site).header;

@@ -48,9 +48,8 @@ WEFT_FN constexpr bool not_older(u64 epoch, u64 wanted) {
 
 // An error, as counters and ids only. The device writes it, the host reads it.
 struct ErrorRecord {
-    u32 code = 0, rank = 0, peer = 0,
-        phase = 0;             // peer: the rank it is about; for an abort, the rank that asked
-    u64 wanted = 0, seen = 0;  // epochs, descriptors, or ids and their limit
+    u32 code = 0, rank = 0, peer = 0, phase = 0;  // peer: whom it is about; who asked, if aborted
+    u64 wanted = 0, seen = 0;                     // epochs, descriptors, or ids and their limit
     u64 elapsed_ns = 0;
     u32 token = 0, slot = 0;  // which token and which of its top_k entries
     u32 reported_by = 0;      // rank + 1 of the peer that detected it; 0: this rank itself
@@ -118,10 +117,8 @@ struct alignas(128) Header {
     u32 refusals;
     u32 sending;                          // tokens of a dispatch that is sent and not yet received
     alignas(128) u64 notices[max_ranks];  // notice of each peer that has left; one writer each
-    alignas(128) u64
-        waiting_ns;  // when a wait of this rank last checked its deadline; peers read it
-    alignas(128) u8
-        last_words[512];  // why this rank left, in UTF-8, for the peers that it notified
+    alignas(128) u64 waiting_ns;          // a wait's last check of its deadline; peers read it
+    alignas(128) u8 last_words[512];      // why this rank left, in UTF-8, for the notified peers
     alignas(128) Fault fault;
     alignas(128) Record ring[ring_records];
     alignas(128) Timeline timelines[ring_timelines];

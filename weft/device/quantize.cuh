@@ -1,10 +1,13 @@
 // Block-scaled FP8 (e4m3) in plain arithmetic: the same bits on CPU and GPU.
 //
-// fp8: a block is 128 columns with one fp32 scale: scale = amax / 448, q = round(x * (448 / amax)),
-// and x reads back as q * scale. mxfp8: a block is 32 columns with one power of two, stored as its
-// exponent + 127 (UE8M0): the smallest that brings amax down to 448 or less. A block of zeros is
-// stored as zeros; fp8 treats a block below 2^-117 as one. A block that holds an Inf or a NaN has
-// scale NaN, so all of it reads back as NaN: the error stays visible and stays in its block.
+// fp8    a block is 128 columns with one fp32 scale: scale = amax / 448,
+//        q = round(x * (448 / amax)), and x reads back as q * scale.
+// mxfp8  a block is 32 columns with one power of two, stored as its exponent + 127 (UE8M0): the
+//        smallest that brings amax down to 448 or less.
+//
+// A block of zeros is stored as zeros; fp8 treats a block below 2^-117 as one. A block that holds
+// an Inf or a NaN has scale NaN, so all of it reads back as NaN: the error stays visible and stays
+// in its block.
 #pragma once
 #include <weft/device/order.cuh>
 

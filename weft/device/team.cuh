@@ -60,9 +60,10 @@ struct Block {
 
     WEFT_FN bool any(bool mine) const { return __syncthreads_or(mine); }
 
-    // True in every lane of the last team to arrive. Order: the barrier gathers this team's writes
-    // to lane 0, whose add releases them and acquires the earlier teams'. So a release by the last
-    // team publishes what all teams wrote (models/ptx A4, A12).
+    // True in every lane of the last team to arrive.
+    // Order: the barrier gathers this team's writes to lane 0, whose add releases them and acquires
+    // the earlier teams'. So a release by the last team publishes what all teams wrote (models/ptx
+    // A4, A12).
     WEFT_FN bool last_of(u32* arrived) const {
         __syncthreads();
         if (teams() == 1) return true;

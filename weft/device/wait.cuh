@@ -190,9 +190,10 @@ struct SpinWait {
     }
 };
 
-// Waits for one peer's flag. Order: after `true`, this thread may read everything that the peer
-// published with that epoch, and so may its team once it has met in `all`. expected: the flag's
-// epoch, where it differs from the operation's (`wanted`).
+// Waits for one peer's flag.
+// Order: after `true`, this thread may read everything that the peer published with that epoch, and
+// so may its team once it has met in `all`.
+// expected: the flag's epoch, where it differs from the operation's (`wanted`).
 WEFT_FN bool await_flag(Header& header, const Site& site, u64* flag, u32 peer, Phase phase,
                         u64 wanted, u64 expected) {
     SpinWait spin;

@@ -148,8 +148,8 @@ WEFT_FN void check_hello(const Block& team, const LowLatencyDispatchArgs& a, u64
 }
 
 // With gemm_push the experts' kernels store rows at the owners, so the dispatch waits for the
-// combine grants in their place. Order: the end of this kernel orders their stores behind the
-// restored sentinels.
+// combine grants in their place.
+// Order: the end of this kernel orders their stores behind the restored sentinels.
 template <LowLatencyShape S>
 WEFT_FN void await_combine_grants(const Block& team, const LowLatencyDispatchArgs& a,
                                   const Progress& progress) {
@@ -157,13 +157,13 @@ WEFT_FN void await_combine_grants(const Block& team, const LowLatencyDispatchArg
     if (lane < S.ranks) await_grant<S>(a.site, progress, Phase::combine, lane);
 }
 
-// Does any rank have so many tokens that this CTA gets work? There are as many receivers as ranks
-// with many tokens would need. Those whose first unit lies behind this rank's own tokens first read
-// every rank's token count; otherwise at one token all of them would read every word of every
-// source, again and again, for nothing. `idle`: no rank has so many.
+// Finds out whether this CTA has work; false when a wait has failed. There are as many receivers as
+// ranks with many tokens would need. Those whose first unit lies behind this rank's own tokens read
+// every rank's token count first; otherwise at one token all of them would read every word of every
+// source, again and again, for nothing. `idle`: no rank has so many tokens.
 template <LowLatencyShape S>
-WEFT_FN bool any_rank_has(const Block& team, const LowLatencyDispatchArgs& a, u64 wanted, u32 first,
-                          bool& idle) {
+WEFT_FN bool find_work(const Block& team, const LowLatencyDispatchArgs& a, u64 wanted, u32 first,
+                       bool& idle) {
     LowLatencyShare<S>& own = own_share<S>(a.site);
     const u32 token = ReceiveUnit<S>::of(first, a.site.rank).token, peer = team.lane();
     if (token < a.tokens) return true;
@@ -183,7 +183,7 @@ WEFT_FN bool receive(const Block& team, const LowLatencyDispatchArgs& a, u64 wan
     const WarpUnits warp_units = roles.receiver_units();
     bool idle = false;
     const u32 first = warp_units.first - team.warp();  // of this CTA
-    if (!roles.is_first_receiver() && !any_rank_has<S>(team, a, wanted, first, idle)) return false;
+    if (!roles.is_first_receiver() && !find_work<S>(team, a, wanted, first, idle)) return false;
     if (idle) {
         recorder.learned();
         return true;

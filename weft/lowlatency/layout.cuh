@@ -90,12 +90,11 @@ struct alignas(32) Progress {
 };
 
 template <LowLatencyShape S> struct LowLatencyInbox {
-    alignas(128) u64 hello[S.ranks];     // flags: a peer's dispatch has begun
-    alignas(128) u64 received[S.ranks];  // grants: a peer has emptied its inbox of a dispatch,
-    alignas(128) u64 combined[S.ranks];  // of a combine
-    alignas(128) u64 tokens[S.ranks];    // tagged, like everything below but the rows
-    alignas(128) u64
-        dispatch_ids[S.ranks];  // which of the results alive a peer's combine dispatch_ids
+    alignas(128) u64 hello[S.ranks];         // flags: a peer's dispatch has begun
+    alignas(128) u64 received[S.ranks];      // grants: a peer has emptied its inbox of a dispatch,
+    alignas(128) u64 combined[S.ranks];      // of a combine
+    alignas(128) u64 tokens[S.ranks];        // tagged, like everything below but the rows
+    alignas(128) u64 dispatch_ids[S.ranks];  // the result alive that a peer combines
     alignas(128) u64 token_masks[S.ranks][S.chunks()][S.local];  // of this rank's experts
     alignas(128) u64 choices[S.ranks][S.tokens][S.top_k];        // local expert + 1, or 0
     alignas(128) u8 rows[S.sent_bytes() + S.returned_bytes()];
@@ -119,12 +118,11 @@ template <LowLatencyShape S> struct LowLatencyShare {
 // What a dispatch records for its combine, one for each result that may be alive. All of it is
 // local memory.
 struct RoutingRecord {
-    i32* position;  // [ranks, tokens, top_k] row of each entry among this rank's expert rows, or -1
+    i32* position;       // [ranks, tokens, top_k] of expert rows of this rank, or -1
     float* weights;      // [ranks, tokens, top_k], with Reduce::sender
     i32* source_tokens;  // [ranks] tokens of each source
-    u32*
-        expected;  // [tokens, 2] of own tokens: entries that return a row, and their ranks, as bits
-    u64* dst_addr;  // [local, rows] address of a row's slot at its token's owner; 0 after combine
+    u32* expected;       // [tokens, 2] of own tokens: entries that return a row, and their ranks
+    u64* dst_addr;       // [local, rows] of each row's slot at its token's owner; 0 after combine
 };
 
 struct LowLatencyDispatchArgs {
@@ -187,7 +185,8 @@ WEFT_FN i32 known_id(const LowLatencyDispatchArgs& a, u32 token, u32 k) {
 }
 
 // Grants to one peer: publishes how many operations of a kind this rank has read out of its own
-// inbox. Order: the release covers the sentinels that those operations have restored.
+// inbox.
+// Order: the release covers the sentinels that those operations have restored.
 template <LowLatencyShape S>
 WEFT_FN void grant(const Site& site, const Progress& progress, Phase phase, u32 peer) {
     const bool out = phase == Phase::dispatch;
@@ -206,9 +205,9 @@ WEFT_FN u64 granted_by(const Progress& progress, Phase phase) {
     return phase == Phase::dispatch ? progress.sent : progress.returned;
 }
 
-// Waits until a peer's inbox is empty where the next operation of this phase stores. Order: after
-// `true`, the stores of this thread, and of its team once it has met in `all`, come after the
-// restored sentinels.
+// Waits until a peer's inbox is empty where the next operation of this phase stores.
+// Order: after `true`, the stores of this thread, and of its team once it has met in `all`, come
+// after the restored sentinels.
 template <LowLatencyShape S>
 WEFT_FN bool await_grant(const Site& site, const Progress& progress, Phase phase, u32 peer) {
     if constexpr (WEFT_NO_GRANTS) return true;

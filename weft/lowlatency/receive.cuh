@@ -7,7 +7,7 @@ namespace weft {
 
 constexpr u32 lane_vectors = 4;  // of a row, in each lane
 
-constexpr u32 masks_in_flight = 4;  // masks that a thread loads at once
+constexpr u32 masks_in_flight = 4;  // of a thread
 
 // The first row of each source at each expert, chunk by chunk of its tokens, and the masks of the
 // chunks if they fit. If they do not, entries are kept for spans of several chunks, and masks are

@@ -143,7 +143,7 @@ def size(field: str, value: object) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LowShape:
-    """Sizes of one low-latency all-to-all; `weft::LowShape` is the same struct.
+    """Sizes of one low-latency all-to-all; `weft::LowLatencyShape` is the same struct.
 
     local: experts of the rank that has most.  group: columns that share a scale, 0 for rows that
     go out as they are.  fp8_back: rows come home as FP8.  homes: from whoever made them.  The

@@ -28,7 +28,8 @@ WEFT_FN u64 profiled_now() {
 
 // Records a team's times. They are kept in the team's own memory (`record`) and stored once, at the
 // end: to add them up in the rank's memory would cost a round trip per row. Without WEFT_PROFILE
-// nothing of it is compiled. start_ns: the rank's clock, if the first lane has just read it.
+// nothing of it is compiled.
+// start_ns: the rank's clock, if the first lane has just read it.
 class TraceRecorder {
   public:
     template <class Team>

@@ -23,18 +23,27 @@ from weft.runtime.stream import settle
 from weft.runtime.timeline import read_timeline
 from weft.runtime.watched import Watched
 
-TELL, SEND, TAKE = 0, 1, 2  # roles of teams
-ROLES = ("tell", "send", "take")
+METADATA, SENDER, RECEIVER = 0, 1, 2  # weft::CtaRole in device/header.cuh
+ROLES = ("metadata", "sender", "receiver")
 # What a team does: (name, begin, end) by phase and role; stamps by their names in TraceRecord.
 STEPS = {
-    ("dispatch", TELL): (("wait for grants", "start", "granted"), ("tell", "granted", "end")),
-    ("dispatch", SEND): (
-        ("load, wait for grants", "start", "granted"),
-        ("quantise and put", "granted", "end"),
+    ("dispatch", METADATA): (
+        ("wait for grants", "start", "granted"),
+        ("send metadata", "granted", "end"),
     ),
-    ("dispatch", TAKE): (("learn counts", "start", "learned"), ("take rows", "learned", "end")),
-    ("combine", SEND): (("load, wait for grants", "start", "granted"), ("copy", "granted", "end")),
-    ("combine", TAKE): (("wait and reduce", "start", "end"),),
+    ("dispatch", SENDER): (
+        ("load, wait for grants", "start", "granted"),
+        ("quantise and send", "granted", "end"),
+    ),
+    ("dispatch", RECEIVER): (
+        ("receive metadata", "start", "learned"),
+        ("receive rows", "learned", "end"),
+    ),
+    ("combine", SENDER): (
+        ("load, wait for grants", "start", "granted"),
+        ("copy", "granted", "end"),
+    ),
+    ("combine", RECEIVER): (("wait and reduce", "start", "end"),),
 }
 Event = dict[str, Any]
 _STAMPS = (TraceRecord.epoch, TraceRecord.start_ns)
@@ -44,7 +53,7 @@ _STAMPS = (TraceRecord.epoch, TraceRecord.start_ns)
 class Work:
     """What one team of one rank did in one operation; nanoseconds of that rank's clock.
 
-    role: "tell", "send" or "take".   units: pieces of work of its first warp.
+    role: "metadata", "sender" or "receiver".   units: pieces of work of its first warp.
     waited_ns: how long that warp waited, by source (of a combine all of it is under its own rank).
     A stamp is 0 where the team has none of its kind.
     """
@@ -167,7 +176,7 @@ def _slices(work: Work, shift_ns: float) -> Iterator[Event]:
         if not stamps[begin] or stamps[end] <= stamps[begin]:
             continue
         args: Event = {"epoch": work.epoch, "role": work.role, "units": work.units}
-        if work.role == "take":
+        if work.role == "receiver":
             args["waited_us"] = {
                 f"rank {source}": ns / 1e3 for source, ns in enumerate(work.waited_ns) if ns
             }
