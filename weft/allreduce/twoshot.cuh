@@ -7,6 +7,7 @@
 //            launch says so
 // reducers   sum the rows that this rank owns
 // finishers  make the outputs of the other ranks' summed rows
+//
 // Pushing waits for no rank, reducing only for pushing, finishing only for reducing. All CTAs of a
 // launch fit on the GPU at once, and all go through the tokens in order, so that both shots share
 // the links and one token's latency hides behind the others'.

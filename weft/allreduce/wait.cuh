@@ -9,7 +9,7 @@ template <Reduction R> struct Call {
     const ReduceArgs& a;
     Header& header;
     u64 start, epoch;
-    bool live;  // nobody has broken the group
+    bool live;  // the group is not broken
 
     WEFT_FN explicit Call(const ReduceArgs& args)
         : a(args), header(mine<R>(args.site).header), start(0) {
