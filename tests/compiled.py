@@ -167,9 +167,9 @@ def two_alive(
 
 LOW_MODES = {
     "fp8": Mode(),
-    "plain": Mode(quant=None),
+    "plain": Mode(quantize=None),
     "ue8m0": Mode(scale="ue8m0"),
-    "lean": Mode(scale="fp32_col", reduce="sender", combine_by="fp8"),
+    "lean": Mode(scale="fp32_col", reduce="sender", combine_dtype="fp8"),
 }
 
 

@@ -19,26 +19,28 @@ from weft.reference import dequantize
 class Mode:
     """How a low-latency all-to-all is built: whatever changes what arrives."""
 
-    quant: str | None = "fp8"
+    quantize: str | None = "fp8"
     group_size: int = 128
     scale: str = "fp32_row"
     reduce: str = "receiver"
-    combine_by: str = "push"
+    combine: str = "push"
+    combine_dtype: str | None = None
     more: dict[str, object] = field(default_factory=dict)
 
     def make(self, group: weft.Group, case: Round, max_tokens: int) -> LowLatencyAllToAll:
-        slots = {"slots": 1} if self.combine_by == "choices" else {}
+        slots = {"slots": 1} if self.combine == "gemm_push" else {}
         return LowLatencyAllToAll(
             group,
             max_tokens,
             case.hidden,
             case.top_k,
             case.experts,
-            self.quant,
+            self.quantize,
             self.group_size,
             self.scale,
             reduce=self.reduce,
-            combine_by=self.combine_by,
+            combine=self.combine,
+            combine_dtype=self.combine_dtype,
             dtype=case.dtype,
             **(slots | self.more),  # type: ignore[arg-type]
         )
@@ -67,12 +69,12 @@ def expert_results(a2a: LowLatencyAllToAll, got: ExpertRows) -> torch.Tensor:
 
 def store_home(a2a: LowLatencyAllToAll, got: ExpertRows, y: torch.Tensor) -> None:
     """Store experts' results where they belong, as a product would."""
-    assert got.home is not None
-    assert got.broken is not None
+    assert got.dst_addr is not None
+    assert got.abort_flag is not None
     there = torch.arange(y.shape[1], device=y.device)[None] < got.counts[:, None]
     if y.device.type == "cpu":
-        rows = torch.where(there, got.home, 0).flatten()
-        tell_rows(rows, y.flatten(0, 1), got.broken)
+        rows = torch.where(there, got.dst_addr, 0).flatten()
+        tell_rows(rows, y.flatten(0, 1), got.abort_flag)
         return
     heap, layout, shape = a2a._rounds.premises.heap, a2a._geometry.layout, a2a._geometry.shape
     words = y.view(torch.int32)  # each is there at once
@@ -81,7 +83,7 @@ def store_home(a2a: LowLatencyAllToAll, got: ExpertRows, y: torch.Tensor) -> Non
         mine = there & (got.source // shape.tokens == owner)
         place = heap.tensor(size, torch.int32, offset=layout.back, rank=owner)
         back = heap.address(owner) + layout.back
-        place[(got.home[mine] - back) // (4 * size[1])] = words[mine]
+        place[(got.dst_addr[mine] - back) // (4 * size[1])] = words[mine]
 
 
 def wanted_home(
@@ -89,7 +91,7 @@ def wanted_home(
 ) -> torch.Tensor:
     """What combine must return for this rank's inputs."""
     x, ids, weights, add = inputs
-    rows = readable(*low.sent(x, mode.quant, mode.group_size, mode.scale), x.dtype)
+    rows = readable(*low.sent(x, mode.quantize, mode.group_size, mode.scale), x.dtype)
     chosen = low.choices(ids, case.experts)
     each = rows[:, None].expand(-1, case.top_k, -1)
     return low.combine(
@@ -98,7 +100,7 @@ def wanted_home(
         weights if case.weighted else None,
         a2a.placement,
         reduce=mode.reduce,
-        combine_by=mode.combine_by,
+        combine_dtype=mode.combine_dtype,
         add=add if case.add else None,
     )
 
@@ -119,7 +121,7 @@ def check_rows(
         a2a.placement,
         rank=a2a.rank,
         max_tokens=a2a.max_tokens,
-        quant=mode.quant,
+        quantize=mode.quantize,
         group_size=mode.group_size,
         scale=mode.scale,
     )
@@ -147,7 +149,7 @@ def play(
     case: Round,
     *,
     poison: bool = True,
-    halves: bool = False,
+    split_phase: bool = False,
     wide_ids: bool = False,
 ) -> torch.Tensor:
     """Run one round and compare everything that is defined; return what came home."""
@@ -158,7 +160,7 @@ def play(
         for slot in a2a._rounds.slots:
             slot.x.view(torch.uint8).fill_(0xFF)
     given = weights if case.weighted else None
-    if halves:
+    if split_phase:
         a2a.dispatch_send(x, ids, given)
         got = a2a.dispatch_recv()
     else:
@@ -170,12 +172,12 @@ def play(
     y = expert_results(a2a, got)
     out = torch.full_like(x, float("nan"))
     more = add if case.add else None
-    if mode.combine_by == "choices":
+    if mode.combine == "gemm_push":
         store_home(a2a, got, y)
         a2a.combine(None, ids, given, got.handle, out, more)
-        assert got.home is not None
-        assert not got.home.any(), "a row has a home when it is no longer awaited there"
-    elif halves:
+        assert got.dst_addr is not None
+        assert not got.dst_addr.any(), "a row has a home when it is no longer awaited there"
+    elif split_phase:
         a2a.combine_send(y, ids, given, got.handle, out, more)
         a2a.combine_recv()
     else:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import weft
+from tests.rounds import combining
 from weft.moe import Expert, ExpertWeights, FP8Expert, MoEConfig, Routing, router_logits
 
 MOST, HIDDEN, TOP_K, EXPERTS, INNER = 8, 256, 3, 8, 128
@@ -74,15 +75,15 @@ def all_to_all(group: weft.Group, **options: Any) -> weft.AllToAll:
 
 def rank_major(group: weft.Group, **options: Any) -> Made:
     a2a, (x, ids, weights) = all_to_all(group, **options), tokens(group)
-    halves = options.get("halves", False)
-    pushes = options.get("combine_by") == "choices"
+    split_phase = options.get("split_phase", False)
+    pushes = options.get("combine") == "gemm_push"
     stats = None
     if options.get("stats"):
         stats = weft.reference.expert_load(ids, options["stats"])
     groups = weft.ExpertGroups(a2a) if pushes else None
 
     def call() -> Results:
-        if halves:
+        if split_phase:
             a2a.dispatch_send(x, ids, weights, stats=stats)
             received = a2a.dispatch_recv()
         else:
@@ -102,7 +103,7 @@ def rank_major(group: weft.Group, **options: Any) -> Made:
                           received.counts),
             torch.bfloat16,
         ).nan_to_num()  # fmt: skip
-        if halves:
+        if split_phase:
             a2a.combine_send(y)
             return [*seen, a2a.combine_recv()]
         return [*seen, a2a.combine(y)]
@@ -126,17 +127,17 @@ def grouping(group: weft.Group, *, compact: bool) -> Made:
 def expert_major(group: weft.Group, **options: Any) -> Made:
     sizes = (MOST, HIDDEN, TOP_K, EXPERTS)
     a2a, (x, ids, weights) = weft.LowLatencyAllToAll(group, *sizes, **options), tokens(group)
-    halves = options.get("halves", False)
+    split_phase = options.get("split_phase", False)
 
     def call() -> Results:
-        if halves:
+        if split_phase:
             rows, receive = a2a.dispatch_send(x, ids, weights)
             receive()
         else:
             rows = a2a.dispatch(x, ids, weights)
         seen = copies(rows.x.view(torch.uint8), rows.scales, rows.counts, rows.source)
         y = rows.x.to(torch.bfloat16)
-        if halves:
+        if split_phase:
             out, receive_home = a2a.combine_send(y, ids, weights, rows.handle)
             receive_home()
             return [*seen, out]
@@ -174,16 +175,14 @@ def experts(group: weft.Group, *, fp8: bool) -> Callable[[tuple[int, ...]], Expe
     return stack
 
 
-def layer(
-    group: weft.Group, exchange: str, overlap: str, *, fp8: bool = False, **more: Any
-) -> Made:
+def layer(group: weft.Group, mode: str, overlap: str, *, fp8: bool = False, **more: Any) -> Made:
     shared: Any = Expert.seeded(CONFIG, 99, shared=True).to(group.device)
     if fp8:
         shared = FP8Expert.of(shared)
     options: dict[str, Any] = {
         "max_tokens": MOST,
-        "gemm": "tiled",
-        "exchange": exchange,
+        "gemm": "grouped",
+        "mode": mode,
         "overlap": overlap,
     }
     made = weft.MoE(
@@ -225,9 +224,9 @@ def collective(group: weft.Group) -> Made:
 def modes() -> Iterator[tuple[str, Callable[[weft.Group], Made]]]:
     """Every public object in every mode, by a name for each."""
     for way in ("pull", "push", "fp8"):
-        yield f"AllToAll {way}", partial(rank_major, combine_by=way)
-    yield "AllToAll choices", partial(rank_major, combine_by="choices", halves=True)
-    yield "AllToAll halves", partial(rank_major, combine_by="push", halves=True, stats=EXPERTS)
+        yield f"AllToAll {way}", partial(rank_major, **combining(way))
+    yield "AllToAll choices", partial(rank_major, combine="gemm_push", split_phase=True)
+    yield "AllToAll halves", partial(rank_major, combine="push", split_phase=True, stats=EXPERTS)
     for word in ("fp8", "mxfp8"):
         yield f"AllToAll {word}", partial(rank_major, quantize=word)
     explicit = [0] * 5 + [1] * 3
@@ -235,18 +234,18 @@ def modes() -> Iterator[tuple[str, Callable[[weft.Group], Made]]]:
     yield "ExpertGroups", partial(grouping, compact=False)
     yield "Compactor", partial(grouping, compact=True)
     yield "LowLatency", expert_major
-    yield "LowLatency halves", partial(expert_major, halves=True, expert_map=explicit)
-    yield "LowLatency sender", partial(expert_major, reduce="sender", combine_by="fp8")
-    yield "LowLatency plain", partial(expert_major, quant=None, profile=True)
+    yield "LowLatency halves", partial(expert_major, split_phase=True, expert_map=explicit)
+    yield "LowLatency sender", partial(expert_major, reduce="sender", combine_dtype="fp8")
+    yield "LowLatency plain", partial(expert_major, quantize=None, profile=True)
     for backend in ("oneshot", "twoshot", "twoshot_bulk", "collective"):
         yield f"AllReduce {backend}", partial(reduce, backend=backend)
-    for overlap in ("none", "shared", "push"):
-        yield f"MoE rank {overlap}", partial(layer, exchange="rank", overlap=overlap)
-    for overlap in ("none", "shared", "push"):
-        yield f"MoE expert {overlap}", partial(layer, exchange="expert", overlap=overlap)
-    for exchange in ("rank", "expert"):
-        yield f"MoE {exchange} fp8", partial(layer, exchange=exchange, overlap="push", fp8=True)
-    for gemm in ("loop", "padded"):
-        yield f"MoE {gemm}", partial(layer, exchange="rank", overlap="none", gemm=gemm)
-    yield "MoE auto", partial(layer, exchange="rank", overlap="auto", gemm="auto")
+    for overlap in ("none", "shared_expert", "gemm_push"):
+        yield f"MoE rank {overlap}", partial(layer, mode="throughput", overlap=overlap)
+    for overlap in ("none", "shared_expert", "gemm_push"):
+        yield f"MoE expert {overlap}", partial(layer, mode="low_latency", overlap=overlap)
+    for mode in ("throughput", "low_latency"):
+        yield f"MoE {mode} fp8", partial(layer, mode=mode, overlap="gemm_push", fp8=True)
+    for gemm in ("torch", "torch"):
+        yield f"MoE {gemm}", partial(layer, mode="throughput", overlap="none", gemm=gemm)
+    yield "MoE auto", partial(layer, mode="throughput", overlap="auto", gemm="auto")
     yield "CollectiveAllToAll", collective

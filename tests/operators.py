@@ -39,7 +39,7 @@ class Kind:
             case "alltoall":
                 made = weft.AllToAll(group, **sizes)
             case "lowlatency":
-                made = weft.LowLatencyAllToAll(group, quant=None, **sizes)
+                made = weft.LowLatencyAllToAll(group, quantize=None, **sizes)
             case _:
                 made = weft.AllReduce(group, **sizes)
         return Operator(self, made)
@@ -47,8 +47,8 @@ class Kind:
 
 KINDS = {
     "pull": Kind("alltoall", {}),
-    "push": Kind("alltoall", {"combine_by": "push"}),
-    "fp8": Kind("alltoall", {"combine_by": "fp8"}),
+    "push": Kind("alltoall", {"combine": "push"}),
+    "fp8": Kind("alltoall", {"combine_dtype": "fp8"}),
     "receiver": Kind("lowlatency", {}),
     "sender": Kind("lowlatency", {"reduce": "sender"}),
     "oneshot": Kind("allreduce", {"backends": ("oneshot",)}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -110,3 +111,10 @@ def _settle(group: weft.Group) -> None:
     if group.device.type == "cuda":
         torch.cuda.synchronize()
     group.barrier()
+
+
+def combining(way: str) -> dict[str, Any]:
+    """The options of an AllToAll whose Shape has this `way`."""
+    if way == "fp8":
+        return {"combine_dtype": "fp8"}
+    return {"combine": "gemm_push" if way == "choices" else way}

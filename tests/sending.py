@@ -17,7 +17,7 @@ Return = Callable[[weft.AllToAll, ExpertGroups, torch.Tensor], None]
 
 def make(group: weft.Group, case: Round, **options: object) -> weft.AllToAll:
     sizes = {"max_tokens": 16, "top_k": case.top_k, "num_experts": case.experts}
-    sizes |= {"hidden": case.hidden, "halves": True}
+    sizes |= {"hidden": case.hidden, "split_phase": True}
     return weft.AllToAll(group, dtype=case.dtype, **{**sizes, **options})  # type: ignore[arg-type]
 
 
@@ -62,7 +62,7 @@ def scattered(a2a: weft.AllToAll, groups: ExpertGroups, y: torch.Tensor) -> None
 
 def stored_at_homes(a2a: weft.AllToAll, groups: ExpertGroups, y: torch.Tensor) -> None:
     """What a kernel of the caller's does that stores its rows at their homes."""
-    home, rows = groups._grouped.home, y.view(-1, y.shape[-1])
+    home, rows = groups._grouped.dst_addr, y.view(-1, y.shape[-1])
     assert home is not None
     size = y.shape[-1] * y.element_size()
     for row, address in enumerate(home.flatten().tolist()):

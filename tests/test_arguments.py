@@ -69,7 +69,10 @@ A2A = {
     "payloads": ROWS,
     "expert_map": MAP,
 }
-WIRES = {"quantize": WORD.optional(), "combine_by": WORD, "stats": AMOUNT}
+WIRES = {
+    **{"quantize": WORD.optional(), "combine": WORD.optional()},
+    **{"combine_dtype": WORD.optional(), "stats": AMOUNT},
+}
 LOW = {
     "max_tokens": listed(*WHOLE, 0, -1, 8193),
     "hidden": listed(*WHOLE, 0, -1, 100, 1 << 17),
@@ -80,7 +83,8 @@ LOW = {
     "scale": WORD,
     "slots": listed(*WHOLE, 0, -1, 3),
     "reduce": WORD,
-    "combine_by": WORD,
+    "combine": WORD,
+    "combine_dtype": WORD.optional(),
     "dtype": DTYPE,
     "profile": FLAG,
     "expert_map": MAP,
@@ -103,7 +107,7 @@ def tried(row: Row) -> None:
 
 
 def sized_alltoall(group: weft.Group) -> None:
-    built = {**TIMES, **LAUNCHED, "halves": FLAG, "profile": FLAG}
+    built = {**TIMES, **LAUNCHED, "split_phase": FLAG, "profile": FLAG}
     tried(Row(weft.AllToAll, {"group": group, **SIZES}, {**A2A, **WIRES, **built}))
     sizes = {"ranks": listed(*WHOLE, 0, -1, 33), **A2A, **WIRES}
     kinds = {name: kind for name, kind in sizes.items() if name not in ("group", "expert_map")}
@@ -115,7 +119,7 @@ def sized_alltoall(group: weft.Group) -> None:
 def called_alltoall(group: weft.Group) -> None:
     x, ids, weights = inputs(group)
     stats, count = torch.zeros(2, dtype=torch.int32), torch.tensor([TOKENS], dtype=torch.int32)
-    options = {**SIZES, "halves": True, "stats": 2}
+    options = {**SIZES, "split_phase": True, "stats": 2}
     with weft.AllToAll(group, **options) as a2a:
 
         def whole() -> torch.Tensor:
@@ -152,7 +156,7 @@ def called_alltoall(group: weft.Group) -> None:
 
 
 def sized_low_latency(group: weft.Group) -> None:
-    kinds = {"group": GROUP, **LOW, **TIMES, **LAUNCHED, "halves": FLAG}
+    kinds = {"group": GROUP, **LOW, **TIMES, **LAUNCHED, "split_phase": FLAG}
     tried(Row(weft.LowLatencyAllToAll, {"group": group, **SIZES}, kinds))
     sizes = {"ranks": listed(*WHOLE, 0, -1, 33), **LOW}
     tried(Row(weft.LowLatencyAllToAll.memory_bytes, {"ranks": 2, **SIZES}, sizes))
@@ -160,7 +164,9 @@ def sized_low_latency(group: weft.Group) -> None:
 
 def called_low_latency(group: weft.Group) -> None:
     x, ids, weights = inputs(group)
-    with weft.LowLatencyAllToAll(group, **SIZES, quant=None, halves=True, profile=True) as a2a:
+    with weft.LowLatencyAllToAll(
+        group, **SIZES, quantize=None, split_phase=True, profile=True
+    ) as a2a:
         size = (a2a.num_local_experts, a2a.ep_size * a2a.max_tokens, HIDDEN)
         y = torch.ones(size, dtype=BF16)
 
@@ -286,7 +292,7 @@ def called_all_reduce(group: weft.Group) -> None:
 def groupings(group: weft.Group) -> None:
     x, ids, weights = inputs(group)
     whole = listed(*WHOLE, 0, -1)
-    with weft.AllToAll(group, **SIZES, halves=True, combine_by="push") as a2a:
+    with weft.AllToAll(group, **SIZES, split_phase=True, combine="push") as a2a:
         kinds = {
             "a2a": THING,
             "max_rows": whole.optional(),

@@ -54,7 +54,7 @@ def test_bench_moe(weft_command, tmp_path):
 
 def test_every_option_of_the_pair(weft_command, tmp_path):
     target = tmp_path / "all.json"
-    options = ["--cold", "--no-pdl", "--halves", "--combine-by", "fp8", "--quantize", "mxfp8"]
+    options = ["--cold", "--no-pdl", "--split-phase", "--combine-by", "fp8", "--quantize", "mxfp8"]
     code, out, err = weft_command(
         *SMALL, *options, "--ranks", "2", "--iters", "2", "--json", str(target)
     )
@@ -120,7 +120,9 @@ def test_bench_layer(weft_command, tmp_path):
     assert mode["overlap"] == "none"
     assert "glm-4.5-air: 2 ranks" in out
     assert [row["variant"] for row in json.loads(path.read_text())["rows"]] == ["none"]
-    code, out, err = weft_command(*small, *options, "--exchange", "expert", "--overlap", "shared")
+    code, out, err = weft_command(
+        *small, *options, "--mode", "low_latency", "--overlap", "shared_expert"
+    )
     assert code == 0, err
     assert "rows by expert" in out
 
@@ -207,7 +209,7 @@ TUNE = ["tune", "allreduce", "table.json"]
         ([*LAYER, "--tokens", "99999999"], "tokens is 99999999"),
         ([*LAYER, "--combine-by", "mail"], "'mail': choose one of"),
         ([*LAYER, "--gemm", "tile"], "'tile': choose one of auto, tiled"),
-        ([*LAYER, "--exchange", "expert", "--trace", "t.json"], "a trace shows layers of exchange"),
+        ([*LAYER, "--mode", "low_latency", "--trace", "t.json"], "a trace shows layers of mode"),
         ([*TUNE, "--backend", "collective"], "'collective': choose some of oneshot"),
         ([*TUNE, "--hidden", "100"], "hidden is 100"),
         (["tune", "allreduce", f"{__file__}/table.json"], "cannot write"),

@@ -104,8 +104,8 @@ def test_demo_shows_and_draws(outcome, tmp_path):
     demo_report.print_verdict(Console(file=text, width=110), replace(verdict, exact=False))
     assert "WRONG" in text.getvalue()
     text = io.StringIO()
-    differs = replace(verdict.modes["push"], equal=False)
-    modes = {**verdict.modes, "push": differs}
+    differs = replace(verdict.modes["gemm_push"], equal=False)
+    modes = {**verdict.modes, "gemm_push": differs}
     demo_report.print_verdict(Console(file=text, width=110), replace(verdict, modes=modes))
     assert "WRONG: push" in text.getvalue()
     assert "DIFFER from none" in text.getvalue()

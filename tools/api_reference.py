@@ -17,8 +17,8 @@ from types import ModuleType
 import pdoc
 import pdoc.render
 
-# pdoc adds weft.errors and weft.reference by itself, because weft.__all__ names them. A module without __all__ shows
-# what its file defines.
+# pdoc adds weft.errors and weft.reference by itself, because weft.__all__ names them. A module
+# without __all__ shows what its file defines.
 MODULES = (
     *("weft", "weft.moe", "weft.gemm"),
     *("weft.compat.flashinfer", "weft.compat.deep_ep", "weft.compat.triton_dist"),

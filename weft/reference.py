@@ -134,7 +134,7 @@ def identity_round_trip(
     *,
     ranks: int,
     add: torch.Tensor | None = None,
-    combine_by: str = "pull",
+    combine_dtype: str | None = None,
 ) -> torch.Tensor:
     """What dispatch, `identity_experts` and combine make of one rank's x `[tokens, hidden]`.
 
@@ -148,7 +148,7 @@ def identity_round_trip(
             weight = 1.0 if topk_weights is None else topk_weights[:, k]
             total = torch.where(here[:, k], total + weight, total)
         row = (x.float() * total[:, None]).to(x.dtype)
-        rows.append(dequantize(*quantize(row, "fp8")) if combine_by == "fp8" else row)
+        rows.append(dequantize(*quantize(row, "fp8")) if combine_dtype == "fp8" else row)
         carries.append(here.any(dim=1))
     return combine(rows, carries, add=add, dtype=x.dtype)
 

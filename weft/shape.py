@@ -69,7 +69,7 @@ class Shape:
         for field in LIMITS:
             adopt(self, **{field: size(field, getattr(self, field))})
         one_of("dtype", self.number, NUMBERS.values())
-        one_of("combine_by", self.way, WAYS)
+        one_of("way", self.way, WAYS)
         one_of("quantize", self.quant, QUANTS)
         if (self.way == "fp8" or self.quant != "none") and self.hidden % FP8_BLOCK:
             raise InvalidArgument(

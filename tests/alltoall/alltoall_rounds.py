@@ -45,7 +45,7 @@ class Case:
 
     def open(self, group: weft.Group, **more: Any) -> weft.AllToAll:
         """A new all-to-all, which may wait long."""
-        options = {"timeout": 60.0, "first_timeout": 60.0, "halves": True, **more}
+        options = {"timeout": 60.0, "first_timeout": 60.0, "split_phase": True, **more}
         return weft.AllToAll(group, **self.sizes, **options)
 
 
@@ -60,13 +60,13 @@ CASES = {
     ),
     "push": Case(
         Round((8, 1, 4), top_k=5, experts=10, hidden=136, dtype=torch.float16, router="holes"),
-        {"combine_by": "push", "stats": 3},
+        {"combine": "push", "stats": 3},
         (3,),
         cut=True,
     ),
     "fp8": Case(
         Round((3, 0, 8), top_k=4, experts=9, hidden=640, add=True),
-        {"combine_by": "fp8", "quantize": "fp8"},
+        {"combine_dtype": "fp8", "quantize": "fp8"},
         (12, 5),
     ),
     "mxfp8 of fp32": Case(
@@ -79,7 +79,7 @@ CASES = {
 }
 CHOICES = Case(
     Round((8, 3, 5), top_k=5, experts=9, hidden=264, router="holes", dtype=torch.float16, add=True),
-    {"combine_by": "choices"},
+    {"combine": "gemm_push"},
 )
 
 
@@ -190,7 +190,7 @@ def one_round(a2a: weft.AllToAll, case: Case, seed: int) -> int:
         a2a.combine_recv(out=out, add=add)
     count = len(mine.ids)
     rows = [answer(case, w)[a2a.rank, :count] for w in wanted]
-    if case.options.get("combine_by") == "fp8":
+    if case.options.get("combine_dtype") == "fp8":
         kept = [weft.reference.quantize(row.nan_to_num(0.0), "fp8") for row in rows]
         rows = [weft.reference.dequantize(*k) for k in kept]
     carries = [(w.ids[a2a.rank, :count] >= 0).any(dim=1) for w in wanted]

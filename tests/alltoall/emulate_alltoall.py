@@ -31,7 +31,7 @@ def compile_alltoall(shapes: Sequence[Shape], folder: Path, *, defines: Sequence
                 "emulated::launch(emulated::seen_from(a->site, S.ranks, "
                 "{grid[0], grid[1], grid[2]}), "
                 f"[a] {{ weft::{door.call}(*a); }}); }}"
-                for name, door in doors(halves=True, few=False).items()
+                for name, door in doors(split_phase=True, few=False).items()
             ]
         lines.append("}")
     return build_library(emulated_tree(folder), "\n".join(lines) + "\n", defines=defines)

@@ -20,9 +20,9 @@ def own_homes(group: weft.Group) -> None:
     case = Round(tokens=(4, 9), hidden=256, top_k=3)
     x, ids, weights, add = case.of(group.rank, group.device)
     y_shape = (group.size, 16, case.hidden)
-    with make(group, case, combine_by="choices", halves=False) as a2a:
+    with make(group, case, combine="gemm_push", split_phase=False) as a2a:
         for call in (a2a.output, lambda: Compactor(a2a)):
-            with pytest.raises(InvalidArgument, match="combine_by='choices'"):
+            with pytest.raises(InvalidArgument, match="combine='gemm_push'"):
                 call()
         groups = ExpertGroups(a2a)
         assert ExpertGroups.memory_bytes(a2a) == groups._rounds.buffers.bytes()
@@ -31,11 +31,11 @@ def own_homes(group: weft.Group) -> None:
         with pytest.raises(InvalidArgument, match="scatter on an all-to-all with"):
             groups.scatter(y)
         for refused in (lambda: groups.send(y), groups.sent):
-            with pytest.raises(InvalidArgument, match="halves=True"):
+            with pytest.raises(InvalidArgument, match="split_phase=True"):
                 refused()
         with pytest.raises(InvalidArgument, match="goes to its home"):
             a2a.combine(torch.zeros(y_shape, dtype=a2a.dtype, device=group.device))
-        home = grouped.home
+        home = grouped.dst_addr
         assert home is not None
         settle(group.device)
         assert torch.equal(home != 0, grouped.slot >= 0)
@@ -48,15 +48,15 @@ def own_homes(group: weft.Group) -> None:
         within = (place - owner * at.stride) // (2 * case.hidden)
         assert bool(((within >= 0) & (within < rows)).all())
         a2a.combine()
-    with make(group, case, combine_by="push") as a2a:
+    with make(group, case, combine="push") as a2a:
         groups = ExpertGroups(a2a)
         grouped = groups.gather(a2a.dispatch(x, ids, weights))
-        assert grouped.home is None
+        assert grouped.dst_addr is None
         with pytest.raises(InvalidArgument, match="no homes to store rows at"):
             groups.sent()
         groups.send(results(groups, grouped, 1, a2a.dtype))
         a2a.combine_recv()
-    with make(group, case, combine_by="choices") as a2a:
+    with make(group, case, combine="gemm_push") as a2a:
         groups = ExpertGroups(a2a)
         a2a.dispatch(x, ids, weights)
         with pytest.raises(OutOfOrder, match="sent without a gather"):
@@ -73,7 +73,7 @@ def changed(group: weft.Group) -> None:
     case = Round(tokens=(16, 9), hidden=256)
     x, ids, weights, _ = case.of(group.rank, group.device)
     outs = []
-    with make(group, case, combine_by="choices") as a2a:
+    with make(group, case, combine="gemm_push") as a2a:
         groups = ExpertGroups(a2a)
         for spoils in (False, True):
             mine, scale = ids.clone(), weights.clone()

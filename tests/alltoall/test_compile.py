@@ -41,9 +41,9 @@ def test_kernels_compile_to_the_layout_that_python_expects(name, arch):
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_halves_and_few_sms_compile(arch):
     shape = SHAPES["deepseek-v3"]
-    assert compile_cuda(shape, 3, arch, halves=True)
+    assert compile_cuda(shape, 3, arch, split_phase=True)
     told = replace(shape, stats=256)
-    assert compile_cuda(told, 3, arch, halves=True)
+    assert compile_cuda(told, 3, arch, split_phase=True)
     assert compile_cuda(told, 3, arch, few=True)
 
 

@@ -110,11 +110,11 @@ def wrong(group: weft.Group) -> None:
         traced(x)
 
 
-def halves(group: weft.Group) -> None:
+def split_phase(group: weft.Group) -> None:
     """Halves are refused inside a graph, and served where a graph may break."""
     case = Round((5, 3), top_k=3, experts=8, hidden=128)
     x, ids, weights, _ = case.of(group.rank, group.device)
-    with weft.AllToAll(group, **SIZES, halves=True, **PATIENT) as a2a:
+    with weft.AllToAll(group, **SIZES, split_phase=True, **PATIENT) as a2a:
 
         def body(x: torch.Tensor) -> torch.Tensor:
             a2a.dispatch_send(x * 2, ids, weights)
@@ -127,13 +127,13 @@ def halves(group: weft.Group) -> None:
         torch._dynamo.reset()
         same((torch.compile(body, backend="aot_eager")(x),), (wanted,))
         a2a.check()
-    with weft.LowLatencyAllToAll(group, halves=True, **SIZES, **PATIENT) as low:
+    with weft.LowLatencyAllToAll(group, split_phase=True, **SIZES, **PATIENT) as low:
         for name in ("dispatch_recv", "combine_recv"):
             with pytest.raises(Exception, match=f"InvalidArgument.*{name} under torch.compile"):
                 compiled(lambda: getattr(low, name)(), PLAIN)()  # noqa: B023
-    homes: dict[str, Any] = {"slots": 1, "combine_by": "choices"}
+    homes: dict[str, Any] = {"slots": 1, "combine": "gemm_push"}
     with weft.LowLatencyAllToAll(group, **SIZES, **homes, **PATIENT) as low:
-        with pytest.raises(Exception, match="InvalidArgument.*with combine_by='choices'"):
+        with pytest.raises(Exception, match="InvalidArgument.*with combine='gemm_push'"):
             compiled(lambda x: low.dispatch(x, ids).counts, PLAIN)(x)
         assert not low.history()
 
@@ -242,7 +242,7 @@ def while_others_compile(group: weft.Group) -> None:
 
 def refusals_and_mixtures(group: weft.Group) -> None:
     wrong(group)
-    halves(group)
+    split_phase(group)
     handed_over(group)
     fusions(group)
     closed(group)

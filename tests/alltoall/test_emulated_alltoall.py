@@ -148,7 +148,7 @@ def expected(case: Case) -> dict[str, set[str]]:
 
 def by_choices(group: weft.Group, library: str, number: int) -> None:
     """Rows that each choice's expert stores at home, beside rows that are summed there."""
-    plain = {"combine_by": "pull"}
+    plain = {"combine": "pull"}
     with CHOICES.open(group) as a2a, replace(CHOICES, options=plain).open(group) as other:
         groups, others = ExpertGroups(a2a), ExpertGroups(other)
         entries = emulate(a2a, library, number)

@@ -45,8 +45,8 @@ def make(group: weft.Group, case: Round) -> weft.AllToAll:
         num_experts=case.experts,
         hidden=case.hidden,
         dtype=case.dtype,
-        combine_by="fp8",
-        halves=True,
+        combine_dtype="fp8",
+        split_phase=True,
         timeout=600.0,
         first_timeout=600.0,
     )
@@ -83,7 +83,7 @@ def every_shape(group: weft.Group, case: Round, folder: str, mixed: bool) -> Non
             if entries:
                 entries.plan = plan
             turn = case.next(seed=seed, tokens=case.tokens[seed:] + case.tokens[:seed])
-            one_round(a2a, turn, "fp8", halves=bool(seed % 2))
+            one_round(a2a, turn, "fp8", split_phase=bool(seed % 2))
             group.barrier()
             assert blank(a2a)
             group.barrier()
@@ -108,7 +108,7 @@ def strange(group: weft.Group, folder: str) -> None:
             a2a.output().copy_(weft.reference.identity_experts(received, a2a.dtype))
             out = a2a.combine()
             wanted = weft.reference.identity_round_trip(
-                x, ids, None, a2a.placement, ranks=2, combine_by="fp8"
+                x, ids, None, a2a.placement, ranks=2, combine_dtype="fp8"
             )
             assert torch.equal(out.isnan(), wanted.isnan())
             assert torch.equal(out.nan_to_num(7.0), wanted.nan_to_num(7.0))
@@ -126,7 +126,7 @@ def absent(group: weft.Group, folder: str) -> str:
     case = CASES["bf16"].next(tokens=(4, 4, 4))
     with make(group, case) as a2a:
         emulate(a2a, folder).plan = PLANS[1]
-        one_round(a2a, case, "fp8", halves=False)
+        one_round(a2a, case, "fp8", split_phase=False)
         hurry(a2a._watched, 4.0)
         group.barrier()
         x, ids, weights, _ = case.of(group.rank, group.device)

@@ -44,7 +44,7 @@ def settle(group: weft.Group) -> None:
 
 def low_latency(group: weft.Group, rounds: int, options: dict[str, object]) -> None:
     sizes = {"max_tokens": TOKENS, "hidden": HIDDEN, "top_k": TOP_K, "num_experts": EXPERTS}
-    with weft.LowLatencyAllToAll(group, **sizes, quant=None, **options) as a2a:  # type: ignore[arg-type]
+    with weft.LowLatencyAllToAll(group, **sizes, quantize=None, **options) as a2a:  # type: ignore[arg-type]
         for number in range(rounds):
             wide = number % 2 == 0
             seeds = [1000 * number + rank for rank in range(group.size)]
@@ -62,7 +62,7 @@ def low_latency(group: weft.Group, rounds: int, options: dict[str, object]) -> N
                 a2a.placement,
                 rank=group.rank,
                 max_tokens=TOKENS,
-                quant=None,
+                quantize=None,
             )
             assert torch.equal(got.counts.cpu(), want.counts)
             assert torch.equal(got.ranges.cpu(), want.ranges)
@@ -80,7 +80,7 @@ def low_latency(group: weft.Group, rounds: int, options: dict[str, object]) -> N
             group.barrier()
 
 
-@pytest.mark.parametrize("options", [{}, {"halves": True, "reduce": "sender"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"split_phase": True, "reduce": "sender"}], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_wild_ids_of_low_latency_touch_nothing(ranks, kind, options):
     ranks(2, kind)(low_latency, 24, options)
@@ -103,7 +103,7 @@ def repeats(group: weft.Group) -> tuple[str, str]:
         with pytest.raises(BadExpertId) as caught:
             a2a.check()
         said.append(str(caught.value))
-    with weft.LowLatencyAllToAll(group, **sizes, quant=None) as low:
+    with weft.LowLatencyAllToAll(group, **sizes, quantize=None) as low:
         got = low.dispatch(x, ids)
         settle(group)
         counts = dict(zip(low.local_experts, got.counts.tolist(), strict=True))
@@ -162,7 +162,7 @@ def test_wild_ids_of_other_projects_calls_touch_nothing(ranks, kind):
     ranks(2, kind)(other_names)
 
 
-def padded_layers(group: weft.Group, exchange: str) -> None:
+def padded_layers(group: weft.Group, mode: str) -> None:
     """Counts on the device that no batch has; a router's ids are its own, whatever the logits."""
     config = weft.MoEConfig(HIDDEN, 64, Routing(EXPERTS, TOP_K))
     device = group.device
@@ -172,7 +172,7 @@ def padded_layers(group: weft.Group, exchange: str) -> None:
 
     x = tokens(group.rank).to(device)
     logits = torch.randn((TOKENS, EXPERTS), generator=torch.Generator().manual_seed(5)).to(device)
-    options = {"exchange": exchange, "overlap": "none", "gemm": "padded"}
+    options = {"mode": mode, "overlap": "none", "gemm": "torch"}
     with weft.MoE(group, config, mine, max_tokens=TOKENS, **options) as layer:  # type: ignore[arg-type]
         before = layer(x, logits)
         for count, rows in ((-(2**31), 0), (-1, 0), (TOKENS + 1, TOKENS), (2**31 - 1, TOKENS)):
@@ -181,7 +181,7 @@ def padded_layers(group: weft.Group, exchange: str) -> None:
             settle(group)
             assert torch.equal(bits(out[:rows]), bits(before[:rows]))
             assert not out[rows:].any()
-            if exchange == "rank":
+            if mode == "throughput":
                 with pytest.raises(TokenOverflow, match=f"num_tokens on the device is {count}; "):
                     layer.check()
         odd = logits.clone()
@@ -195,7 +195,7 @@ def padded_layers(group: weft.Group, exchange: str) -> None:
         group.barrier()
 
 
-@pytest.mark.parametrize("exchange", ["rank", "expert"])
+@pytest.mark.parametrize("mode", ["throughput", "low_latency"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_wild_counts_of_layers_touch_nothing(ranks, kind, exchange):
-    ranks(2, kind)(padded_layers, exchange)
+def test_wild_counts_of_layers_touch_nothing(ranks, kind, mode):
+    ranks(2, kind)(padded_layers, mode)

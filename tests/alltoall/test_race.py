@@ -39,9 +39,9 @@ def test_no_race_with_ranks_as_threads():
 
 @CAMPAIGN
 @pytest.mark.parametrize("combine", ["pull", "push", "push_fp8", "gemm_push"])
-@pytest.mark.parametrize(("group", "halves"), [(1, 1), (4, 1), (9, 0)])
-def test_no_race_in_other_groups_ways_and_halves(combine, group, halves):
-    choice = (f"-DRANKS={group}", f"-DCOMBINE={combine}", f"-DSPLIT_PHASE={halves}")
+@pytest.mark.parametrize(("group", "split_phase"), [(1, 1), (4, 1), (9, 0)])
+def test_no_race_in_other_groups_ways_and_halves(combine, group, split_phase):
+    choice = (f"-DRANKS={group}", f"-DCOMBINE={combine}", f"-DSPLIT_PHASE={split_phase}")
     status, text = run(f"race-{combine}-{group}", *SANITIZED, *choice, rounds=400)
     assert status == 0, text
     assert f"400 rounds of {group} ranks: 0 wrong words" in text

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import weft
-from tests.rounds import Round, play
+from tests.rounds import Round, combining, play
 from weft.errors import GeometryMismatch, InvalidArgument
 
 KINDS = ["cpu", "threads", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -22,7 +22,7 @@ def numbers(rank: int, round_: int, count: int, device: torch.device) -> torch.T
     return (spread % 2**32 - 2**31).to(torch.int32).to(device)
 
 
-def one_round(a2a: weft.AllToAll, round_: int, count: int, *, halves: bool) -> None:
+def one_round(a2a: weft.AllToAll, round_: int, count: int, *, split_phase: bool) -> None:
     group, ranks = a2a.group, range(a2a.group.size)
     # Every third round nobody has a token, in others one rank has none.
     tokens = tuple(0 if round_ % 3 == 2 else (5 * r + 7 * round_) % 17 for r in ranks)
@@ -31,7 +31,7 @@ def one_round(a2a: weft.AllToAll, round_: int, count: int, *, halves: bool) -> N
     told = [numbers(r, round_, count, group.device) for r in ranks]
     x, ids, weights, _ = inputs[group.rank]
     mine = told[group.rank].clone()
-    if halves:
+    if split_phase:
         a2a.dispatch_send(x, ids, weights, stats=mine)
         mine.zero_()  # it has been read, or will be before this in the stream
         received = a2a.dispatch_recv()
@@ -54,29 +54,29 @@ def one_round(a2a: weft.AllToAll, round_: int, count: int, *, halves: bool) -> N
     assert torch.equal(received.counts, wanted.counts)
     assert torch.equal(received.ids, wanted.ids)
     a2a.output().copy_(weft.reference.identity_experts(received, case.dtype))
-    if halves:
+    if split_phase:
         a2a.combine_send()
         a2a.combine_recv()
     else:
         a2a.combine()
 
 
-def told_each_round(group: weft.Group, options: dict[str, Any], halves: bool) -> None:
+def told_each_round(group: weft.Group, options: dict[str, Any], split_phase: bool) -> None:
     for count in (1, 33, 4099):
-        sizes = {**SIZES, "halves": halves, "timeout": 600.0, **options}
+        sizes = {**SIZES, "split_phase": split_phase, "timeout": 600.0, **options}
         with weft.AllToAll(group, stats=count, **sizes) as a2a:
             for round_ in range(9):
-                one_round(a2a, round_, count, halves=halves and round_ != 4)
+                one_round(a2a, round_, count, split_phase=split_phase and round_ != 4)
             if group.device.type == "cuda":
                 torch.cuda.synchronize()
             a2a.check()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("split_phase", [False, True])
 @pytest.mark.parametrize("way", ["pull", "fp8"])
-def test_numbers_change_every_round(ranks, kind, halves, way):
-    ranks(3, kind)(told_each_round, {"combine_by": way}, halves)
+def test_numbers_change_every_round(ranks, kind, split_phase, way):
+    ranks(3, kind)(told_each_round, combining(way), split_phase)
 
 
 @pytest.mark.gpu
@@ -122,14 +122,14 @@ def refusals(group: weft.Group) -> None:
                 call(x, ids, weights, stats=stats)  # type: ignore[arg-type]
             assert all(word in str(caught.value) for word in words), caught.value
 
-    with weft.AllToAll(group, halves=True, **SIZES) as a2a:
+    with weft.AllToAll(group, split_phase=True, **SIZES) as a2a:
         no(a2a, good, "stats is [7]", "stats=0", "leave it out")
         no(a2a, 3, "stats is 3", "stats=0")
         play(a2a, case)
         received = a2a.dispatch(x, ids)
         assert received.stats is None
         a2a.combine()
-    with weft.AllToAll(group, halves=True, stats=7, **SIZES) as a2a:
+    with weft.AllToAll(group, split_phase=True, stats=7, **SIZES) as a2a:
         no(a2a, None, "stats is None", "stats=7", "int32 [7]")
         no(a2a, good[:6].clone(), "stats has shape [6]", "[7]")
         no(a2a, good.view(7, 1), "stats has shape [7, 1]", "[7]")
@@ -138,7 +138,7 @@ def refusals(group: weft.Group) -> None:
         no(a2a, good.repeat(2)[::2], "stats has strides (2,)", "contiguous()")
         no(a2a, [1] * 7, "stats is a list", "torch.Tensor")
         for round_ in range(2):  # no refusal has moved the round
-            one_round(a2a, round_, 7, halves=bool(round_))
+            one_round(a2a, round_, 7, split_phase=bool(round_))
         a2a.check()
 
 

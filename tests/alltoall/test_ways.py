@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import weft
-from tests.rounds import Round, bits
+from tests.rounds import Round, bits, combining
 from weft.errors import InvalidArgument, OutOfOrder
 
 KINDS = ["cpu", "threads", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -32,43 +32,43 @@ def make(group: weft.Group, case: Round, **options: object) -> weft.AllToAll:
     )
 
 
-def send_home(group: weft.Group, way: str, halves: bool) -> None:
+def send_home(group: weft.Group, way: str, split_phase: bool) -> None:
     for case in CASES:
-        with make(group, case, combine_by=way, halves=halves) as a2a:
+        with make(group, case, **combining(way), split_phase=split_phase) as a2a:
             for seed in range(3):
                 turn = case.next(seed=seed, tokens=case.tokens[seed:] + case.tokens[:seed])
-                one_round(a2a, turn, way, halves)
+                one_round(a2a, turn, way, split_phase)
             a2a.check()
 
 
-def one_round(a2a: weft.AllToAll, case: Round, way: str, halves: bool) -> None:
+def one_round(a2a: weft.AllToAll, case: Round, way: str, split_phase: bool) -> None:
     group = a2a.group
     x, ids, weights, add = case.of(group.rank, group.device)
     given, out = add if case.add else None, torch.full_like(x, float("nan"))
-    if halves:
+    if split_phase:
         a2a.dispatch_send(x, ids, weights)
         between = x.float().sum()  # anything at all fits between the halves
         received = a2a.dispatch_recv()
     else:
         received = a2a.dispatch(x, ids, weights)
     a2a.output().copy_(weft.reference.identity_experts(received, case.dtype))
-    if halves:
+    if split_phase:
         a2a.combine_send()
         between = between + 1
         a2a.combine_recv(out=out, add=given)
     else:
         a2a.combine(out=out, add=given)
     wanted = weft.reference.identity_round_trip(
-        x, ids, weights, a2a.placement, ranks=group.size, add=given, combine_by=way
+        x, ids, weights, a2a.placement, ranks=group.size, add=given, **combining(way)
     )
     assert torch.equal(bits(out), bits(wanted))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("split_phase", [False, True])
 @pytest.mark.parametrize("way", ["pull", "push", "fp8"])
-def test_rows_come_home_bit_by_bit(ranks, kind, way, halves):
-    ranks(3, kind)(send_home, way, halves)
+def test_rows_come_home_bit_by_bit(ranks, kind, way, split_phase):
+    ranks(3, kind)(send_home, way, split_phase)
 
 
 def strange_rows(hidden: int) -> torch.Tensor:
@@ -135,14 +135,14 @@ def test_errors_are_bounded(kind):
 
 def lying_counts(group: weft.Group, way: str) -> None:
     case = CASES[1]
-    with make(group, case, combine_by=way) as a2a:
+    with make(group, case, **combining(way)) as a2a:
         for lie in (-1, 2**31 - 1):
             x, ids, weights, _ = case.of(group.rank, group.device)
             received = a2a.dispatch(x, ids, weights)
             a2a.output().zero_()
             received.counts.fill_(lie)
             a2a.combine()
-        one_round(a2a, case, way, halves=False)
+        one_round(a2a, case, way, split_phase=False)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -154,9 +154,9 @@ def test_a_count_is_never_believed_beyond_the_inbox(ranks, kind, way):
 def out_of_turn(group: weft.Group) -> None:
     case = CASES[0]
     x, ids, weights, _ = case.of(group.rank, group.device)
-    with make(group, case) as a2a, pytest.raises(InvalidArgument, match="halves=True"):
+    with make(group, case) as a2a, pytest.raises(InvalidArgument, match="split_phase=True"):
         a2a.dispatch_send(x, ids, weights)
-    with make(group, case, halves=True) as a2a:
+    with make(group, case, split_phase=True) as a2a:
         for call in (a2a.dispatch_recv, a2a.combine_send, a2a.combine_recv, a2a.combine):
             with pytest.raises(OutOfOrder, match="expects dispatch"):
                 call()
@@ -177,10 +177,10 @@ def test_halves_come_in_turn(ranks):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"combine_by": "carrier pigeon"}, ("carrier pigeon", "'pull', 'push', 'fp8'")),
+        ({"combine": "carrier pigeon"}, ("carrier pigeon", "'pull', 'push', 'fp8'")),
         ({"quantize": "int4"}, ("int4", "'fp8', 'mxfp8'")),
         ({"quantize": "fp8", "hidden": 96}, ("96", "pad hidden to 128")),
-        ({"combine_by": "fp8", "hidden": 200}, ("200", "pad hidden to 256")),
+        ({"combine_dtype": "fp8", "hidden": 200}, ("200", "pad hidden to 256")),
         (
             {"quantize": "fp8", "payloads": [weft.Payload((64,), torch.uint8)]},
             ("[64]", "uint8", "[128]"),

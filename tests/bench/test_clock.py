@@ -133,12 +133,12 @@ def test_on_cuda(monkeypatch, graph, external, method):
 def test_halves_on_cuda(monkeypatch, graph, external):
     gpu = _Gpu(external=external)
     whole = gpu.install(monkeypatch)
-    halves = {
+    split_phase = {
         name: lambda name=name, took=took: gpu.call(name, took)
         for name, took in zip(HALVES, HALVES_MS, strict=True)
     }
     group: Any = SimpleNamespace(device=torch.device("cuda"), barrier=lambda: None)
-    calls = replace(whole, also=halves)
+    calls = replace(whole, also=split_phase)
     found = measure(group, calls, samples=11, graph=graph)
     assert found.us["pair"] == pytest.approx([(DISPATCH_MS + COMBINE_MS) * 1e3] * 11)
     assert found.us["combine"] == pytest.approx([COMBINE_MS * 1e3] * 11)
@@ -161,8 +161,8 @@ def test_on_cpu():
     parts = zip(found.us["dispatch"], found.us["combine"], strict=True)
     assert found.us["pair"] == pytest.approx([a + b for a, b in parts])
     order.clear()
-    halves = {name: lambda name=name: order.append(name) for name in HALVES}
-    found = measure(group, replace(calls, also=halves), samples=4, graph=True)
+    split_phase = {name: lambda name=name: order.append(name) for name in HALVES}
+    found = measure(group, replace(calls, also=split_phase), samples=4, graph=True)
     rounds = clock.WARM_UP + 4
     whole = ["barrier", "dispatch", "combine"] * rounds
     assert order == whole + ["barrier", *HALVES] * rounds

@@ -43,11 +43,11 @@ STAGES = {"route", "dispatch", "combine", "pair", "experts"}
     "changes",
     [
         {"stages": True},
-        {"model": "gpt-oss-120b", "routing": "zipf:1.2", "combine_by": "push", "stages": True},
-        {"model": "glm-4.5-air", "quantize": "fp8", "combine_by": "fp8", "shared": False},
+        {"model": "gpt-oss-120b", "routing": "zipf:1.2", "combine": "push", "stages": True},
+        {"model": "glm-4.5-air", "quantize": "fp8", "combine_dtype": "fp8", "shared": False},
         {"model": "qwen3-30b-a3b", "routing": "perfect", "experts": 16},
-        {"exchange": "expert", "dtype": "fp8"},
-        {"gemm": "tiled", "dtype": "fp8", "stages": True},
+        {"mode": "low_latency", "dtype": "fp8"},
+        {"gemm": "grouped", "dtype": "fp8", "stages": True},
     ],
 )
 def test_a_run_is_checked_timed_and_reported(changes):
@@ -58,7 +58,7 @@ def test_a_run_is_checked_timed_and_reported(changes):
     assert found == sorted(found, key=lambda each: (each[0], OVERLAPS.index(each[1])))
     assert len(set(found)) + len(report.refused) == 2 * len(OVERLAPS)
     assert {(1, "none"), (6, "none")} <= set(found)
-    assert ((6, "shared") in found) == (case.config.shared > 0)
+    assert ((6, "shared_expert") in found) == (case.config.shared > 0)
     assert all("InvalidArgument" in text for text in report.refused)
     for each in report.measurements:
         assert [len(samples) for samples in each.samples_us["call"]] == [3, 3]
@@ -70,7 +70,7 @@ def test_a_run_is_checked_timed_and_reported(changes):
     print_report(Console(file=text, width=200), report, [])
     shown = text.getvalue()
     assert f"{case.model}: 2 ranks" in shown
-    assert f"rows by {case.exchange}" in shown
+    assert f"rows by {case.mode}" in shown
     assert ("Parts at 6 tokens, each alone" in shown) == case.stages
     written = json.loads(json.dumps(as_json(report)))
     assert written["settings"]["routing"] == case.routing
@@ -125,7 +125,7 @@ def test_a_load_is_counted_by_hand():
     memory = 2 * weights + 3 * 2 * row + 2 * 2 * row
     # One row goes from rank 0 to rank 1, one from rank 1 to rank 0; both come back.
     assert count(settings, ids) == Load(3, 6 / 8, 3, memory, 2 * row)
-    fp8 = replace(settings, quantize="fp8", combine_by="fp8")
+    fp8 = replace(settings, quantize="fp8", combine_dtype="fp8")
     assert count(fp8, ids).wire_bytes == 2 * (256 + 8)
 
 
@@ -145,7 +145,7 @@ def test_floors_are_those_of_the_sheet():
 def facts_of(hbm: int, wire: int) -> dict[str, Any]:
     auto = {"auto": "none", "reason": "by hand", "origin": ""}
     load = {"hbm_bytes": hbm, "wire_bytes": wire, "imbalance": 1.5}
-    return load | {"gemm": "tiled", "auto": auto}
+    return load | {"gemm": "grouped", "auto": auto}
 
 
 def test_rows_have_gains_floors_and_published_figures():
@@ -153,7 +153,7 @@ def test_rows_have_gains_floors_and_published_figures():
         Measurement(
             word, 128, "by hand", {"call": [[us] * 3, [us - 1] * 3]}, facts_of(4_600_000_000, 0)
         )
-        for word, us in (("none", 1500.0), ("shared", 1200.0))
+        for word, us in (("none", 1500.0), ("shared_expert", 1200.0))
     ]
     report = Report(H200, {"gpus": ["NVIDIA H200"] * 8}, measured)
     first, second = rows_of(report, matching(H200))
@@ -275,7 +275,7 @@ def on_threads(body: Any, *args: Any, **options: Any) -> Any:
 
 
 def test_a_mode_that_was_asked_for_must_be_there():
-    settings = replace(SETTINGS, shared=False, overlaps=("shared",))
+    settings = replace(SETTINGS, shared=False, overlaps=("shared_expert",))
     with pytest.raises(RankFailed, match="nothing to overlap"):
         run(settings, quiet=True)
 
@@ -295,8 +295,8 @@ def test_a_new_word_of_the_layer_needs_no_change(monkeypatch):
         ({"tokens": (0,)}, "0 tokens"),
         ({"ranks": 99}, "ranks is 99"),
         ({"quantize": "int4"}, "quantize is 'int4'"),
-        ({"exchange": "token"}, "exchange is 'token'; choose one of rank, expert"),
-        ({"exchange": "expert", "stages": True}, "stages are those of exchange 'rank'"),
+        ({"mode": "token"}, "mode is 'token'; choose one of throughput, low_latency"),
+        ({"mode": "low_latency", "stages": True}, "stages are those of mode 'throughput'"),
         ({"overlaps": ("later",)}, "overlap is 'later'; choose one of none, "),
         ({"experts": 1}, "1 experts on 2 ranks"),
         ({"experts": 30}, "must divide them evenly"),

@@ -56,7 +56,7 @@ def calls_of(overlap: str) -> list[Call]:
 
 
 def document() -> dict[str, Any]:
-    modes = [calls_of("none"), calls_of("push")]
+    modes = [calls_of("none"), calls_of("gemm_push")]
     return dict(json.loads(json.dumps(to_chrome(modes, shared_clock=False))))
 
 
@@ -73,7 +73,7 @@ def test_kernels_lie_where_their_marks_are():
             assert kernels[0]["args"]["grid"] == [16, 1, 1]
     assert min(e["ts"] for e in slices) == 0
     facts = found["metadata"]["modes"]
-    assert [mode["overlap"] for mode in facts] == ["none", "push"]
+    assert [mode["overlap"] for mode in facts] == ["none", "gemm_push"]
     for mode in facts:
         assert mode["kernels_against_marks_ns"] == 0
         assert mode["profiled_us"] == 12.5
@@ -90,7 +90,7 @@ def test_tracks_have_names_and_no_overlaps():
     named = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert named == {
         PROCESSES * mode + rank: f"{word}: rank {rank}"
-        for mode, word in enumerate(("none", "push"))
+        for mode, word in enumerate(("none", "gemm_push"))
         for rank in range(3)
     }
     tracks: dict[tuple[int, int], list[tuple[float, float]]] = {}
@@ -156,8 +156,8 @@ def test_names_are_short():
 
 
 def test_an_exchange_without_such_marks_is_refused(tmp_path):
-    settings = LayerCase(ranks=2, device="cpu", tokens=(6,), exchange="expert")
-    with pytest.raises(InvalidArgument, match="a trace shows layers of exchange 'rank'"):
+    settings = LayerCase(ranks=2, device="cpu", tokens=(6,), mode="low_latency")
+    with pytest.raises(InvalidArgument, match="a trace shows layers of mode 'throughput'"):
         trace_layers(tmp_path / "trace.json", settings)
 
 
@@ -168,13 +168,13 @@ KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 def test_a_run_writes_every_mode(device, tmp_path):
     path = tmp_path / "trace.json"
     samples = 11 if device == "cuda" else 1
-    modes = ("none", "shared")
+    modes = ("none", "shared_expert")
     settings = LayerCase(
         ranks=2, device=device, tokens=(1, 6), overlaps=modes, experts=16, samples=samples
     )
     assert trace_layers(path, settings) is None
     found = json.loads(path.read_text())
-    assert [mode["overlap"] for mode in found["metadata"]["modes"]] == ["none", "shared"]
+    assert [mode["overlap"] for mode in found["metadata"]["modes"]] == ["none", "shared_expert"]
     assert found["metadata"]["tokens_per_rank"] == 6
     slices = [e for e in found["traceEvents"] if e["ph"] == "X"]
     for pid in (0, 1, PROCESSES, PROCESSES + 1):

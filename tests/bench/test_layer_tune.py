@@ -16,8 +16,7 @@ from weft.bench.layer_tune import bands_text, print_table, table_of, tune
 from weft.bench.report import as_json, print_report
 from weft.bench.run import Measurement, Report, run
 from weft.errors import InvalidArgument, RankFailed
-from weft.moe import OVERLAPS, LayerTable
-from weft.moe.expert_major import ExpertMajor
+from weft.moe import OVERLAPS, LayerTable, plan
 from weft.moe.table import LayerCurve, LayerSizes
 
 SETTINGS = LayerCase(ranks=2, device="cpu", tokens=(1, 6), dtype="fp8", samples=3, seed=1)
@@ -26,14 +25,19 @@ SHELL = ("--device", "cpu", "--ranks", "2", "--quiet", "--iters", "3", "--tokens
 
 def by_hand(settings: LayerCase, gpus: tuple[str, ...] = ()) -> Report:
     """Two ranks' samples in which sharing takes least at 6 tokens, and none at 1."""
-    times = {("none", 1): 5.0, ("shared", 1): 7.0, ("none", 6): 9.0, ("shared", 6): 6.0}
+    times = {
+        ("none", 1): 5.0,
+        ("shared_expert", 1): 7.0,
+        ("none", 6): 9.0,
+        ("shared_expert", 6): 6.0,
+    }
     measured = [
         Measurement(
             word,
             tokens,
             "by hand",
             {"call": [[us, us, 99.0], [us - 1, us - 1, 1.0]]},
-            {"gemm": "tiled"},
+            {"gemm": "grouped"},
         )
         for (word, tokens), us in times.items()
     ]
@@ -44,10 +48,10 @@ def by_hand(settings: LayerCase, gpus: tuple[str, ...] = ()) -> Report:
 
 
 def test_a_table_has_the_medians_of_the_slowest_rank():
-    found = table_of([by_hand(SETTINGS), by_hand(replace(SETTINGS, exchange="expert"))])
-    us = {"none": (5.0, 9.0), "shared": (7.0, 6.0)}
+    found = table_of([by_hand(SETTINGS), by_hand(replace(SETTINGS, mode="low_latency"))])
+    us = {"none": (5.0, 9.0), "shared_expert": (7.0, 6.0)}
     assert found.curves == tuple(
-        LayerCurve(exchange, "tiled", (1, 6), us) for exchange in ("rank", "expert")
+        LayerCurve(mode, "grouped", (1, 6), us) for mode in ("throughput", "low_latency")
     )
     assert found.sizes == LayerSizes("", 2, 32, 8, 256, 128, 128, "fp8")
     assert (found.date, found.model) == ("2026-01-02", "deepseek-v3")
@@ -57,8 +61,8 @@ def test_a_table_has_the_medians_of_the_slowest_rank():
     # Behind by 2 us at 1 token, ahead by 3 at 6: the lines cross at 3.
     assert bands_text(found.curves[0]) == "none from 1, shared from 4"
     text = io.StringIO()
-    print_table(Console(file=text, width=200), found, ["exchange rank, 1 tokens: why"])
-    for words in ("rows by rank, tiled products", "auto: none from 1", "Refused: exchange rank"):
+    print_table(Console(file=text, width=200), found, ["mode throughput, 1 tokens: why"])
+    for words in ("rows by rank, tiled products", "auto: none from 1", "Refused: mode throughput"):
         assert words in text.getvalue()
 
 
@@ -74,8 +78,8 @@ def test_what_is_tuned_is_what_a_layer_chooses_by(weft_command, tmp_path, monkey
     assert (code, err) == (0, "")
     found = LayerTable.load(path)
     rank, expert = found.curves
-    assert (rank.exchange, set(rank.us), rank.tokens) == ("rank", set(OVERLAPS), (1, 6))
-    assert (expert.exchange, set(expert.us)) == ("expert", {"none", "shared", "push"})
+    assert (rank.mode, set(rank.us), rank.tokens) == ("throughput", set(OVERLAPS), (1, 6))
+    assert (expert.mode, set(expert.us)) == ("low_latency", {"none", "shared_expert", "gemm_push"})
     assert f"auto: {bands_text(rank)}" in out
 
     settings = replace(SETTINGS, table=str(path), tokens=(6, 9), overlaps=("none",))
@@ -83,7 +87,7 @@ def test_what_is_tuned_is_what_a_layer_chooses_by(weft_command, tmp_path, monkey
     assert report.problem is None
     small, large = (found.facts["auto"] for found in report.measurements)
     assert small["auto"] in rank.us
-    assert small["us"]["rank"] == pytest.approx(rank.times_at(6))
+    assert small["us"]["throughput"] == pytest.approx(rank.times_at(6))
     assert [small["source"], large["source"]] == ["measured", "rule"]
     shown = io.StringIO()
     print_report(Console(file=shown, width=250), report, [])
@@ -127,17 +131,17 @@ def on_threads(monkeypatch):
 
 
 def test_an_exchange_that_the_layer_does_not_have_is_told(monkeypatch):
-    def refuse(self, options):
+    def refuse(options):
         raise InvalidArgument("no rows by expert")
 
     on_threads(monkeypatch)
-    monkeypatch.setattr(ExpertMajor, "_choose", refuse)
-    found = tune(SETTINGS, ("rank", "expert"), quiet=True)
+    monkeypatch.setattr(plan, "_check_low_latency", refuse)
+    found = tune(SETTINGS, ("throughput", "low_latency"), quiet=True)
     assert found.problem is None
     assert found.table is not None
-    assert [curve.exchange for curve in found.table.curves] == ["rank"]
-    assert any("exchange expert, none, 1, 6 tokens" in text for text in found.refused)
-    nothing = tune(SETTINGS, ("expert",), quiet=True)
+    assert [curve.mode for curve in found.table.curves] == ["throughput"]
+    assert any("mode low_latency, none, 1, 6 tokens" in text for text in found.refused)
+    nothing = tune(SETTINGS, ("low_latency",), quiet=True)
     assert nothing.table is None
     assert "no rows by expert" in (nothing.problem or "")
 
@@ -145,28 +149,32 @@ def test_an_exchange_that_the_layer_does_not_have_is_told(monkeypatch):
 def test_a_wrong_layer_makes_no_table(monkeypatch):
     on_threads(monkeypatch)
     monkeypatch.setattr(LayerTrial, "compare", lambda *_: "rank 9: wrong")
-    found = tune(SETTINGS, ("rank",), quiet=True)
+    found = tune(SETTINGS, ("throughput",), quiet=True)
     assert (found.table, found.problem) == (
         None,
-        "exchange rank, none, 1 tokens: rank 9: wrong",
+        "mode throughput, none, 1 tokens: rank 9: wrong",
     )
 
 
 @pytest.mark.parametrize(
-    ("changes", "exchanges", "words"),
+    ("changes", "modes", "words"),
     [
-        ({}, ("token",), "exchange is 'token'; choose one of rank, expert"),
-        ({}, (), "exchanges are none"),
-        ({}, ("rank", "rank"), "name each once"),
-        ({"combine_by": "push"}, ("rank",), "combine_by is 'push'"),
-        ({"quantize": "fp8"}, ("rank",), "quantize is 'fp8'"),
-        ({"max_rows": 99}, ("rank",), "max_rows is 99"),
-        ({"graph": False, "device": "cuda", "samples": 11}, ("rank",), "a table is of graphs"),
+        ({}, ("token",), "mode is 'token'; choose one of throughput, low_latency"),
+        ({}, (), "modes are none"),
+        ({}, ("throughput", "throughput"), "name each once"),
+        ({"combine_dtype": "fp8"}, ("throughput",), "combine_dtype is 'fp8'"),
+        ({"quantize": "fp8"}, ("throughput",), "quantize is 'fp8'"),
+        ({"max_rows": 99}, ("throughput",), "max_rows is 99"),
+        (
+            {"graph": False, "device": "cuda", "samples": 11},
+            ("throughput",),
+            "a table is of graphs",
+        ),
     ],
 )
-def test_what_no_table_can_say_is_refused(changes, exchanges, words):
+def test_what_no_table_can_say_is_refused(changes, modes, words):
     with pytest.raises(InvalidArgument, match=words):
-        tune(replace(SETTINGS, **changes), exchanges, quiet=True)
+        tune(replace(SETTINGS, **changes), modes, quiet=True)
 
 
 def test_a_bad_table_is_refused_before_anything_starts(tmp_path):
@@ -178,4 +186,8 @@ def test_a_bad_table_is_refused_before_anything_starts(tmp_path):
 
 def test_a_mode_asked_for_by_name_must_be_there():
     with pytest.raises(RankFailed, match="nothing to overlap"):
-        tune(replace(SETTINGS, shared=False, overlaps=("shared",)), ("rank",), quiet=True)
+        tune(
+            replace(SETTINGS, shared=False, overlaps=("shared_expert",)),
+            ("throughput",),
+            quiet=True,
+        )

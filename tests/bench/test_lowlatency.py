@@ -35,8 +35,8 @@ SETTINGS = LowCase(
     "changes",
     [
         {},
-        {"reduce": "sender", "combine_by": "fp8", "scale": "ue8m0"},
-        {"quantize": None, "routing": "perfect", "halves": True, "cold": True},
+        {"reduce": "sender", "combine_dtype": "fp8", "scale": "ue8m0"},
+        {"quantize": None, "routing": "perfect", "split_phase": True, "cold": True},
     ],
 )
 def test_a_run_is_checked_timed_and_reported(changes):
@@ -123,7 +123,7 @@ def test_recorded_rivals_stand_beside_the_published_setting():
         ({"reduce": "all"}, "reduce is 'all'"),
         ({"tokens": ()}, "nothing to measure"),
         ({"hidden": 100, "quantize": None}, "hidden is 100"),
-        ({"combine_by": "choices"}, "combine_by is 'choices'"),
+        ({"combine": "gemm_push"}, "combine is 'gemm_push'"),
         ({"ranks": 99}, "ranks is 99"),
         ({"routing": "best"}, "choose one of uniform"),
         ({"samples": 0}, "0 samples"),

@@ -64,13 +64,13 @@ def test_parse_routing():
         ({"top_k": 17}, "top_k is 17"),
         ({"samples": 0}, "0 samples"),
         ({"payload": "fp8", "hidden": 200}, "multiple of 128"),
-        ({"combine_by": "fp8", "hidden": 200}, "multiple of 128"),
+        ({"combine_dtype": "fp8", "hidden": 200}, "multiple of 128"),
         ({"quantize": "mxfp8", "hidden": 96}, "multiple of 128"),
-        ({"combine_by": "mail"}, "combine_by is 'mail'; choose one of pull, push, fp8"),
+        ({"combine": "mail"}, "combine is 'mail'; choose one of"),
         ({"quantize": "int4"}, "quantize is 'int4'; choose one of None, fp8, mxfp8"),
         ({"quantize": "fp8", "payload": "fp8"}, "the payload is fp8 already"),
-        ({"combine_by": "push", "backends": ("collective",)}, "only onesided has it"),
-        ({"halves": True, "backends": ("collective",)}, "halves is True and the backends are"),
+        ({"combine": "push", "backends": ("collective",)}, "only onesided has it"),
+        ({"split_phase": True, "backends": ("collective",)}, "halves is True and the backends are"),
         ({"beside": "matmul"}, "cpu ranks have no GPU to share"),
         ({"beside": "matmul", "device": "cuda"}, "no SM is left to the product"),
         ({"beside": "matmul:100", "device": "cuda", "num_sms": 8}, "write matmul, or matmul:SIZE"),
@@ -87,9 +87,9 @@ def test_row_bytes():
     assert SETTINGS.sent_bytes == SETTINGS.returned_bytes == 512
     fp8 = replace(SETTINGS, payload="fp8", dtype="fp32")
     assert (fp8.sent_bytes, fp8.returned_bytes) == (256 + 2 * 4, 1024)
-    both = replace(SETTINGS, quantize="mxfp8", combine_by="fp8")
+    both = replace(SETTINGS, quantize="mxfp8", combine_dtype="fp8")
     assert (both.sent_bytes, both.returned_bytes) == (256 + 8, 256 + 2 * 4)
-    assert replace(SETTINGS, combine_by="push").returned_bytes == 512
+    assert replace(SETTINGS, combine="push").returned_bytes == 512
     collective = both.of_backend("collective")
     assert (collective.sent_bytes, collective.returned_bytes) == (512, 512)
     assert both.of_backend("onesided") is both
@@ -98,8 +98,8 @@ def test_row_bytes():
 def test_the_wire_in_words():
     assert SETTINGS.wire == "bf16 out, bf16 back"
     assert replace(SETTINGS, payload="fp8").wire == "fp8 + scales out, bf16 back"
-    assert replace(SETTINGS, combine_by="push").wire == "bf16 out, bf16 back (pushed)"
-    both = replace(SETTINGS, quantize="fp8", combine_by="fp8")
+    assert replace(SETTINGS, combine="push").wire == "bf16 out, bf16 back (pushed)"
+    both = replace(SETTINGS, quantize="fp8", combine_dtype="fp8")
     assert both.wire == "fp8 + scales out, quantised by dispatch, fp8 + scales back (pushed)"
     on_gpus = replace(ON_GPUS, num_sms=16)
     assert replace(on_gpus, beside="matmul").matmul_size == 8192
@@ -221,12 +221,12 @@ def test_the_real_exchange_passes(ranks, payload, dtype):
 @pytest.mark.parametrize(
     "change",
     [
-        {"combine_by": "push", "halves": True},
-        {"combine_by": "fp8", "quantize": "fp8"},
-        {"combine_by": "fp8", "payload": "fp8", "halves": True},
-        {"quantize": "mxfp8", "halves": True},
+        {"combine": "push", "split_phase": True},
+        {"combine_dtype": "fp8", "quantize": "fp8"},
+        {"combine_dtype": "fp8", "payload": "fp8", "split_phase": True},
+        {"quantize": "mxfp8", "split_phase": True},
         {"quantize": "fp8", "dtype": "fp16"},
-        {"combine_by": "fp8", "quantize": "mxfp8", "dtype": "fp32"},
+        {"combine_dtype": "fp8", "quantize": "mxfp8", "dtype": "fp32"},
     ],
 )
 def test_every_way_passes(ranks, change):
@@ -239,13 +239,13 @@ def _made(group, settings):
     with contextlib.closing(MoESession(group, settings)) as session:
         for backend in ("onesided", "collective"):
             with session.trial(backend, 5) as trial:
-                found.append((trial.check(), len(trial.calls().also), trial.case.combine_by))
+                found.append((trial.check(), len(trial.calls().also), trial.case.combine_dtype))
             group.barrier()
     return found
 
 
 def test_the_collective_runs_without_the_options_of_the_other(ranks):
-    settings = replace(SIZES, combine_by="fp8", quantize="fp8", halves=True)
+    settings = replace(SIZES, combine_dtype="fp8", quantize="fp8", split_phase=True)
     assert ranks(2, "cpu")(_made, settings) == [[(None, 4, "fp8"), (None, 0, "pull")]] * 2
 
 
@@ -293,7 +293,7 @@ def _spoilt(group, settings):
         num_experts=settings.experts,
         hidden=settings.hidden,
         quantize=settings.quantize,
-        halves=settings.halves,
+        split_phase=settings.split_phase,
     )
 
 
@@ -321,7 +321,7 @@ def test_the_check_catches(ranks, monkeypatch, fault, text):
 
 def test_the_check_catches_a_scale_in_halves(ranks, monkeypatch):
     monkeypatch.setattr(_Spoilt, "fault", "scales")
-    settings = replace(SIZES, tokens=(5,), quantize="fp8", halves=True)
+    settings = replace(SIZES, tokens=(5,), quantize="fp8", split_phase=True)
     _, (second,) = ranks(2, "threads")(_check, settings, _spoilt)
     assert second is not None
     assert second.startswith("in halves, rank 1: bytes of payload 1 of token"), second

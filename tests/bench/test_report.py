@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from tests.bench.test_moe import ON_GPUS
+from tests.rounds import combining
 from weft.bench.compare import compare
 from weft.bench.limits import pair_floor_us
 from weft.bench.moe import MoECase
@@ -107,17 +108,17 @@ def test_records_stand_beside_their_like():
     fp8 = {peer.library: peer.us[128] for peer in matching(replace(H200, payload="fp8"))}
     assert fp8 == {"FlashInfer 0.7.2": 85.4, "DeepEP v1 low-latency": 104.7}
     quantised = replace(H200, quantize="fp8")
-    for settings in (quantised, replace(quantised, combine_by="fp8")):
+    for settings in (quantised, replace(quantised, combine_dtype="fp8")):
         found = matching(settings)
         assert {peer.library: peer.us[128] for peer in found} == fp8
     assert matching(replace(H200, quantize="mxfp8")) == []
-    pushed = matching(replace(H200, combine_by="push"))
+    pushed = matching(replace(H200, combine="push"))
     assert [peer.us[128] for peer in pushed] == [104.3, 127.6]
 
 
 def test_rows_count_the_bytes_of_the_wire():
     backends = ("onesided", "collective")
-    case = replace(H200, quantize="fp8", combine_by="fp8", backends=backends)
+    case = replace(H200, quantize="fp8", combine_dtype="fp8", backends=backends)
     report = _report(case, "NVIDIA H200")
     row = 7168 + 4 * 7168 // 128
     peers = matching(case)
@@ -139,10 +140,12 @@ def test_rows_count_the_bytes_of_the_wire():
 
 @pytest.mark.parametrize(("way", "carrier"), [("pull", "recv"), ("push", "send"), ("fp8", "send")])
 def test_halves_stand_between_the_whole_and_the_pair(way, carrier):
-    report = _report(replace(H200, tokens=(128,), halves=True, combine_by=way), "NVIDIA H200")
+    report = _report(
+        replace(H200, tokens=(128,), split_phase=True, **combining(way)), "NVIDIA H200"
+    )
     (found,) = report.measurements
-    halves = {name: [[4.0]] * 8 for name in HALVES}
-    samples = {**found.samples_us, **halves, "pair": found.samples_us["pair"]}
+    split_phase = {name: [[4.0]] * 8 for name in HALVES}
+    samples = {**found.samples_us, **split_phase, "pair": found.samples_us["pair"]}
     report = replace(report, measurements=[replace(found, samples_us=samples)])
     rows = {row.phase: row for row in rows_of(report, [])}
     assert set(rows) == {"dispatch", "combine", *HALVES, "pair"}

@@ -138,18 +138,20 @@ def test_they_are_asked_for_what_is_like_ours(monkeypatch):
     asked = []
 
     def refuses(settings):
-        asked.append((settings.payload, settings.quantize, settings.combine_by, settings.halves))
+        asked.append(
+            (settings.payload, settings.quantize, settings.combine_dtype, settings.split_phase)
+        )
         return "seen"
 
     _present(monkeypatch, replace(_fake(), refuses=refuses))
-    ours = replace(SIZES, device="cuda", quantize="fp8", combine_by="fp8", halves=True)
+    ours = replace(SIZES, device="cuda", quantize="fp8", combine_dtype="fp8", split_phase=True)
     assert [run.status for run in measure_rivals(ours)] == ["seen"]
     assert asked == [("fp8", None, "pull", False)]
     home = replace(_fake(), refuses=refuses, setting="low-precision back", fp8_back=True)
     _present(monkeypatch, home)
     (run,) = measure_rivals(ours)
     assert (run.library, run.status) == ("Loom 2.1, low-precision back", "seen")
-    (run,) = measure_rivals(replace(ours, combine_by="pull"))
+    (run,) = measure_rivals(replace(ours, combine="pull"))
     assert run.status == "not compared: our rows do not come back as fp8"
     (run,) = measure_rivals(replace(SIZES, device="cuda", quantize="mxfp8"))
     assert run.status == "has nothing like it"

@@ -112,7 +112,7 @@ def compiled(name: str, arch: str) -> bytes:
         return reduce_source.compile_cuda(REDUCTIONS["8 ranks"], arch)
     if kind == "low latency":
         shape = LOW_SHAPES[rest or "deepseek-v3"]
-        return lowlatency_entry.compile_cuda(shape, arch, halves=not shape.homes)
+        return lowlatency_entry.compile_cuda(shape, arch, split_phase=not shape.homes)
     if kind == "sends":
         sends, grouping = GROUPINGS[rest]
         source = group_entry.cuda_source(sends, grouping, sends=True)
@@ -121,7 +121,7 @@ def compiled(name: str, arch: str) -> bytes:
     if kind == "few SMs":
         return compile_cuda(replace(SHAPES["deepseek-v3"], stats=256), 3, arch, few=True)
     if kind == "pulled":
-        return compile_cuda(SHAPES["deepseek-v3"], 3, arch, halves=True)
+        return compile_cuda(SHAPES["deepseek-v3"], 3, arch, split_phase=True)
     return compile_cuda(SHAPES[name], 1, arch)
 
 

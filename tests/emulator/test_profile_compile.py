@@ -49,7 +49,7 @@ def _text(raw: bytes, at: int) -> str:
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_profiled_kernels_have_the_layout_that_python_expects(name, arch):
-    cubin = compile_cuda(SHAPES[name], 1, arch, halves=True, defines=(DEFINE,))
+    cubin = compile_cuda(SHAPES[name], 1, arch, split_phase=True, defines=(DEFINE,))
     Layout.of(SHAPES[name]).verify(numbers_of(cubin, b"weft_layout"))
 
 
@@ -64,7 +64,7 @@ def test_profiled_kernels_have_the_layout_that_python_expects(name, arch):
     ],
 )
 def test_profiling_spills_nothing_on_hopper(shape, few):
-    options = {"few": few, "halves": not few}
+    options = {"few": few, "split_phase": not few}
     plain = frames(compile_cuda(shape, 1, "sm_90a", **options))
     profiled = frames(compile_cuda(shape, 1, "sm_90a", defines=(DEFINE,), **options))
     assert {"dispatch", "combine"} <= plain.keys()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 import weft
-from tests.rounds import Round, bits
+from tests.rounds import Round, bits, combining
 from weft.grouping.api import ExpertGroups, Grouped
 
 CASE = Round(tokens=(16, 9), top_k=5, experts=12, hidden=640, router="holes")
@@ -33,8 +33,8 @@ def rows_come_home(group: weft.Group) -> int:
             top_k=CASE.top_k,
             num_experts=CASE.experts,
             hidden=CASE.hidden,
-            combine_by=way,
-            halves=True,
+            **combining(way),
+            split_phase=True,
             timeout=200.0,
             first_timeout=200.0,
         ) as a2a:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import weft
+from tests.rounds import combining
 
 pytestmark = pytest.mark.gpu
 
@@ -56,7 +57,7 @@ def replay(group: weft.Group, replays: int, way: str) -> int:
         num_experts=EXPERTS,
         hidden=HIDDEN,
         timeout=30.0,
-        combine_by=way,
+        **combining(way),
     )
     with a2a:
         steps = [Step(a2a, tokens, wrong) for tokens in SIZES]

@@ -79,7 +79,11 @@ def late(group: weft.Group, rounds: int) -> None:
     """Ranks come late on the device, by up to 0.2 ms."""
     case = Round((32,) * group.size, hidden=1024, top_k=8, experts=64)
     generator = torch.Generator().manual_seed(group.rank)
-    for mode in (Mode(), Mode(reduce="sender", combine_by="fp8"), Mode(more={"halves": True})):
+    for mode in (
+        Mode(),
+        Mode(reduce="sender", combine_dtype="fp8"),
+        Mode(more={"split_phase": True}),
+    ):
         with mode.make(group, case, 32) as a2a:
             for seed in range(rounds):
                 torch.cuda._sleep(int(torch.randint(0, 400_000, (), generator=generator)))

@@ -20,8 +20,8 @@ tl: Any = pytest.importorskip("triton.language")
 globaltimer = pytest.importorskip("triton.language.extra.cuda").globaltimer
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 
-BF16: dict[str, Any] = {"gemm": "tiled"}
-FP8: dict[str, Any] = {"gemm": "tiled", "fp8": True, "quantize": "fp8"}
+BF16: dict[str, Any] = {"gemm": "grouped"}
+FP8: dict[str, Any] = {"gemm": "grouped", "fp8": True, "quantize": "fp8"}
 SOUND = dict.fromkeys(MODES, 0)
 LEFT_SMS = 8  # that a filler leaves to everyone else
 

@@ -43,7 +43,7 @@ with weft.Group.from_env(timeout=300.0) as group:
     for case, options in (
         (Round(tokens=(16, 9), hidden=7168, top_k=8, experts=256), {}),
         (Round(tokens=(3, 0), router="holes", top_k=9, experts=19, hidden=264), {}),
-        (Round(tokens=(5, 7), hidden=256), {"combine_by": "fp8", "quantize": "fp8"}),
+        (Round(tokens=(5, 7), hidden=256), {"combine_dtype": "fp8", "quantize": "fp8"}),
         # One CTA, so that the rings in shared memory go round.
         (Round(tokens=(16, 9), hidden=7168), {"num_sms": 1}),
     ):
@@ -82,7 +82,7 @@ with weft.Group.from_env(timeout=300.0) as group:
 
     case = Round(tokens=(16, 9), hidden=1024, top_k=4, experts=16)
     x, ids, weights, _ = (t.to(group.device) for t in case.of(group.rank, cpu))
-    for options in ({}, {"reduce": "sender", "combine_by": "fp8", "halves": True}):
+    for options in ({}, {"reduce": "sender", "combine_dtype": "fp8", "halves": True}):
         with weft.LowLatencyAllToAll(group, 16, 1024, 4, 16, timeout=200.0, **options) as low:
             y = torch.randn(low.num_local_experts, 32, 1024).bfloat16().to(group.device)
             for _ in range(3):

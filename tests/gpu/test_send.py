@@ -41,8 +41,8 @@ class Layer:
     """One all-to-all whose rows are stored at home, and one that scatters the same."""
 
     def __init__(self, group: weft.Group) -> None:
-        self.a2a = make(group, CASE, combine_by="choices", max_tokens=64, timeout=10.0)
-        self.beside = make(group, CASE, combine_by="pull", max_tokens=64, timeout=10.0)
+        self.a2a = make(group, CASE, combine="gemm_push", max_tokens=64, timeout=10.0)
+        self.beside = make(group, CASE, combine="pull", max_tokens=64, timeout=10.0)
         self.groups, self.others = ExpertGroups(self.a2a), ExpertGroups(self.beside)
         self.source = torch.randn(self.groups._y_shape, device=group.device).bfloat16()
         self.inputs = tuple(t.clone() for t in CASE.of(group.rank, group.device)[:3])
@@ -51,8 +51,14 @@ class Layer:
     def product(self, grouped: Grouped) -> None:
         grid = (len(grouped.counts), -(-len(self.source) // ROWS), CASE.hidden // COLUMNS)
         store_home[grid](
-            self.source, grouped.offsets, grouped.counts, grouped.home, CASE.hidden, ROWS, COLUMNS
-        )  # fmt: skip
+            self.source,
+            grouped.offsets,
+            grouped.counts,
+            grouped.dst_addr,
+            CASE.hidden,
+            ROWS,
+            COLUMNS,
+        )
 
     def run(self) -> None:
         """The product stores every row at its home."""

@@ -16,7 +16,7 @@ from tests.alltoall.emulate_alltoall import places
 from tests.emulator.watch import Event, watching, ways
 from tests.grouping.emulate_groups import EmulatedGroups, compile_groups
 from tests.recorded import reads
-from tests.rounds import Round, bits
+from tests.rounds import Round, bits, combining
 from tests.sending import make, round_trip, scattered, sent, stored_at_homes
 from weft.alltoall.entry import Entries
 from weft.grouping.api import ExpertGroups
@@ -61,8 +61,8 @@ class Mixed:
 def emulated(group: weft.Group, name: str, layout: str, folder: str) -> None:
     case, way = CASES[name], name.split()[0]
     with (
-        make(group, case, combine_by=way, timeout=600.0) as a2a,
-        make(group, case, combine_by="fp8" if way == "fp8" else "pull", timeout=600.0) as plain,
+        make(group, case, **combining(way), timeout=600.0) as a2a,
+        make(group, case, combine_dtype="fp8" if way == "fp8" else "pull", timeout=600.0) as plain,
     ):
         groups, others = (
             ExpertGroups(each, **GROUPS[layout])  # type: ignore[arg-type]

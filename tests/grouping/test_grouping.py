@@ -102,7 +102,7 @@ def other_sizes(group: weft.Group) -> None:
         {"num_experts": 600, "payloads": None, "hidden": 1040},
         {"num_experts": 4, "expert_map": [1, 1, 0, 1]},
         {"payloads": None, "hidden": 256, "quantize": "fp8", "max_tokens": 30},
-        {"payloads": None, "hidden": 256, "quantize": "mxfp8", "combine_by": "push"},
+        {"payloads": None, "hidden": 256, "quantize": "mxfp8", "combine": "push"},
     ):
         with make(group, **changes) as a2a:
             received = empty_round(a2a)

@@ -11,7 +11,7 @@ import weft
 from tests.alltoall.test_failures import COMBINE_ENTER, JITTER, STAY_AWAY, plan_fault
 from tests.groups import random_ids, settle
 from tests.patience import hurry
-from tests.rounds import Round, bits
+from tests.rounds import Round, bits, combining
 from tests.sending import make, results, round_trip, scattered, sent, stored_at_homes
 from weft.errors import InvalidArgument, OutOfOrder, PeerTimeout, TokenOverflow
 from weft.grouping.api import Compactor, ExpertGroups
@@ -43,8 +43,8 @@ def same_bits(group: weft.Group, way: str, names: list[str], options: dict[str, 
     beside = "fp8" if way == "fp8" else "pull"
     for case in (CASES[name] for name in names):
         with (
-            make(group, case, combine_by=way, **options) as a2a,
-            make(group, case, combine_by=beside, **options) as plain,
+            make(group, case, **combining(way), **options) as a2a,
+            make(group, case, **combining(beside), **options) as plain,
         ):
             wide = case.top_k < 16 and case.router != "holes"
             for option in list(GROUPS.values())[: 1 if wide else None]:
@@ -91,10 +91,10 @@ def test_experts_where_a_map_says(ranks, way):
 def odd_rows(group: weft.Group) -> None:
     """Rows that are no whole number of a warp's pieces."""
     case = Round(tokens=(9, 16), hidden=264)
-    with make(group, case, combine_by="pull") as plain:
+    with make(group, case, combine="pull") as plain:
         wanted = round_trip(plain, ExpertGroups(plain), case, scattered)
     for way in ("push", "choices"):
-        with make(group, case, combine_by=way) as a2a:
+        with make(group, case, **combining(way)) as a2a:
             got = round_trip(a2a, ExpertGroups(a2a), case, sent)
             assert torch.equal(bits(got), bits(wanted))
 
@@ -107,7 +107,7 @@ def test_rows_of_any_length(ranks, kind):
 def profiled(group: weft.Group) -> None:
     """A send stands in the timeline as the first half of combine."""
     case = Round(tokens=(4, 9), hidden=512)
-    with make(group, case, combine_by="push", profile=True) as a2a:
+    with make(group, case, combine="push", profile=True) as a2a:
         round_trip(a2a, ExpertGroups(a2a), case, sent)
         settle(group.device)
         (span,) = (s for s in a2a.timeline() if s.phase == "combine")
@@ -123,8 +123,8 @@ def refusals(group: weft.Group) -> None:
     case = Round(tokens=(4, 4), hidden=512)
     x, ids, weights, _ = case.of(group.rank, group.device)
     for options, words in (
-        ({"combine_by": "pull"}, "combine_by='push', 'fp8' or 'choices'"),
-        ({"combine_by": "push", "halves": False}, "halves=True"),
+        ({"combine": "pull"}, "combine='push', 'fp8' or 'choices'"),
+        ({"combine": "push", "split_phase": False}, "split_phase=True"),
     ):
         with make(group, case, **options) as a2a:
             groups = ExpertGroups(a2a)
@@ -133,7 +133,7 @@ def refusals(group: weft.Group) -> None:
                 groups.send(grouped.x)
             groups.scatter(grouped.x)
             a2a.combine()
-    with make(group, case, combine_by="push") as a2a:
+    with make(group, case, combine="push") as a2a:
         groups, other = ExpertGroups(a2a), ExpertGroups(a2a)
         y = torch.zeros(groups._y_shape, dtype=a2a.dtype, device=group.device)
         with pytest.raises(OutOfOrder, match="expects dispatch"):
@@ -177,7 +177,7 @@ def test_what_the_host_refuses(ranks, kind):
 def disturbed(group: weft.Group) -> None:
     """A rank whose sums are late changes no byte; one that stays away is named."""
     case = Round(tokens=(8, 16, 3), hidden=512)
-    options = {"combine_by": "push", "timeout": 2.0, "_defines": ("WEFT_FAULTS=1",)}
+    options = {"combine": "push", "timeout": 2.0, "_defines": ("WEFT_FAULTS=1",)}
     with make(group, case, **options) as a2a:
         groups = ExpertGroups(a2a)
         wanted = round_trip(a2a, groups, case, scattered)
@@ -215,8 +215,8 @@ def lied_to(group: weft.Group, way: str, lies: tuple[int, ...]) -> None:
     """Counts and ids that no honest peer sends reach no memory but the inboxes' own places."""
     case = Round(tokens=(16, 9), hidden=256, top_k=3, experts=10)
     with (
-        make(group, case, combine_by=way) as a2a,
-        make(group, case, combine_by="fp8" if way == "fp8" else "pull") as plain,
+        make(group, case, **combining(way)) as a2a,
+        make(group, case, combine_dtype="fp8" if way == "fp8" else "pull") as plain,
     ):
         groups, others = ExpertGroups(a2a, align=4), ExpertGroups(plain, align=4)
         x, ids, weights, _ = case.of(group.rank, group.device)
@@ -236,8 +236,8 @@ def lied_to(group: weft.Group, way: str, lies: tuple[int, ...]) -> None:
             grouped = groups.gather(received)
             settle(group.device)
             if way == "choices":
-                assert grouped.home is not None
-                assert torch.equal(grouped.home != 0, grouped.slot >= 0)
+                assert grouped.dst_addr is not None
+                assert torch.equal(grouped.dst_addr != 0, grouped.slot >= 0)
             groups.send(results(groups, grouped, seed, a2a.dtype))
             settle(group.device)
             group.barrier()

@@ -39,7 +39,7 @@ class EmulatedLow:
 
     def run(self, name: str, args: LowLatencyDispatchArgs | LowLatencyCombineArgs) -> None:
         """Run one operation to its end."""
-        build = LowBuild(halves=True)
+        build = LowBuild(split_phase=True)
         plan = plan_low(self._shape, build, name, args.tokens, FEW_THREADS, SMS, RESIDENT)
         args.senders = plan.senders
         self.plans[name] = plan

@@ -30,9 +30,9 @@ MOST = 56  # tokens: three chunks, the last of them cut
 CASE = Round(tokens=(5, 1), hidden=256, experts=9, top_k=4)
 MODES = {
     "default": Mode(),
-    "sender, fp8 home": Mode(reduce="sender", combine_by="fp8", scale="ue8m0"),
-    "as they are": Mode(quant=None),
-    "choices": Mode(combine_by="choices"),
+    "sender, fp8 home": Mode(reduce="sender", combine_dtype="fp8", scale="ue8m0"),
+    "as they are": Mode(quantize=None),
+    "choices": Mode(combine="gemm_push"),
 }
 
 
@@ -44,18 +44,20 @@ def shape_of(mode: Mode, case: Round, most: int) -> LowGeometry:
         top_k=case.top_k,
         num_experts=case.experts,
         dtype=case.dtype,
-        quant=mode.quant,
+        quantize=mode.quantize,
         group_size=mode.group_size,
         scale=mode.scale,
         slots=1,
         reduce=mode.reduce,
-        combine_by=mode.combine_by,
+        combine_dtype=mode.combine_dtype,
     )
 
 
 def emulated(group: weft.Group, library: str, mode: Mode) -> None:
-    sends = mode.combine_by != "choices"
-    with replace(mode, more={"timeout": 600.0, "halves": sends}).make(group, CASE, MOST) as a2a:
+    sends = mode.combine != "gemm_push"
+    with replace(mode, more={"timeout": 600.0, "split_phase": sends}).make(
+        group, CASE, MOST
+    ) as a2a:
         real = a2a._rounds._entries
         a2a._rounds._entries = EmulatedLow(Path(library), a2a._geometry.shape)  # type: ignore[assignment]
         for tokens in ((5, 1), (0, 3), (50, 26)):
@@ -124,10 +126,10 @@ def test_tables_that_do_not_hold_every_chunk(ranks, tmp_path):
 # Rows that do not fill the last of a warp's vectors: 896 bf16 numbers are 112, of 64 at a time.
 WIDE = Round(tokens=(5, 2), hidden=896, experts=6, top_k=5)
 HOME = {
-    "as they are": Mode(quant=None),
+    "as they are": Mode(quantize=None),
     "sums": Mode(reduce="sender"),
-    "fp8": Mode(combine_by="fp8"),
-    "sums as fp8": Mode(reduce="sender", combine_by="fp8"),
+    "fp8": Mode(combine_dtype="fp8"),
+    "sums as fp8": Mode(reduce="sender", combine_dtype="fp8"),
 }
 
 

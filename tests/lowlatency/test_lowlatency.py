@@ -11,26 +11,26 @@ from tests.rounds import Round, bits
 
 KINDS = ["cpu", "threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 UNEVEN = Round(tokens=(5, 0, 16), hidden=256)
-LEAN = Mode(reduce="sender", combine_by="fp8")
-CHOICES = Mode(combine_by="choices")
+LEAN = Mode(reduce="sender", combine_dtype="fp8")
+CHOICES = Mode(combine="gemm_push")
 CASES = {
     "fp8": (Mode(), UNEVEN.next(add=True)),
     "columns of 32, by column": (Mode(group_size=32, scale="fp32_col"), UNEVEN),
     "columns of 64, holes": (Mode(group_size=64), UNEVEN.next(router="holes", add=True)),
     "powers of two": (Mode(scale="ue8m0"), UNEVEN.next(hidden=640)),
     "powers of two of 32": (Mode(scale="ue8m0", group_size=32), UNEVEN.next(hidden=96)),
-    "as they are": (Mode(quant=None), UNEVEN.next(weighted=False)),
-    "rows of two vectors": (Mode(quant=None), UNEVEN.next(hidden=16)),
-    "fp8 home": (Mode(combine_by="fp8"), UNEVEN),
+    "as they are": (Mode(quantize=None), UNEVEN.next(weighted=False)),
+    "rows of two vectors": (Mode(quantize=None), UNEVEN.next(hidden=16)),
+    "fp8 home": (Mode(combine_dtype="fp8"), UNEVEN),
     "choices": (CHOICES, UNEVEN.next(add=True)),
     "choices, fp32, top 10": (CHOICES, UNEVEN.next(dtype=torch.float32, top_k=10, experts=13)),
-    "choices, as they are": (Mode(quant=None, combine_by="choices"), UNEVEN.next(hidden=16)),
+    "choices, as they are": (Mode(quantize=None, combine="gemm_push"), UNEVEN.next(hidden=16)),
     "reduced by the sender": (Mode(reduce="sender"), UNEVEN.next(add=True, top_k=6)),
     "reduced, fp8 home": (LEAN, UNEVEN.next(top_k=8)),
     "reduced, no weights": (LEAN, UNEVEN.next(weighted=False)),
     "fp16": (Mode(), UNEVEN.next(dtype=torch.float16)),
     "fp32, wide ids": (Mode(), UNEVEN.next(dtype=torch.float32, ids_dtype=torch.int64)),
-    "fp32 as it is": (Mode(quant=None, combine_by="fp8"), UNEVEN.next(dtype=torch.float32)),
+    "fp32 as it is": (Mode(quantize=None, combine_dtype="fp8"), UNEVEN.next(dtype=torch.float32)),
     "all to the last rank": (Mode(), Round((16, 7, 16), hidden=256, router="one-hot")),
     "nobody has tokens": (Mode(), Round((0, 0, 0), hidden=256)),
     "top 1": (Mode(), UNEVEN.next(top_k=1)),
@@ -57,7 +57,7 @@ def test_every_byte_of_every_case(ranks, kind):
 def blank_again(group: weft.Group) -> None:
     """Behind rows that end in half a vector, too: 3 scales, 7 weights."""
     case = UNEVEN.next(hidden=384, top_k=7)
-    for mode in (LEAN, CHOICES, Mode(combine_by="fp8"), Mode(quant=None, reduce="sender")):
+    for mode in (LEAN, CHOICES, Mode(combine_dtype="fp8"), Mode(quantize=None, reduce="sender")):
         with mode.make(group, case, 16) as a2a:
             for seed in range(4):
                 play(a2a, mode, case.next(seed=seed))
@@ -94,7 +94,7 @@ def test_all_gpus_at_full_size(ranks):
 
 def play_full(group: weft.Group) -> None:
     case = Round((128,) * group.size, hidden=7168, top_k=8, experts=256)
-    modes = Mode(), Mode(reduce="sender"), LEAN, Mode(quant=None), Mode(scale="ue8m0"), CHOICES
+    modes = Mode(), Mode(reduce="sender"), LEAN, Mode(quantize=None), Mode(scale="ue8m0"), CHOICES
     for mode in modes:
         with mode.make(group, case, 128) as a2a:
             for seed, router in enumerate(("random", "perfect", "zipf", "one-hot", "holes")):
@@ -134,10 +134,15 @@ def test_epochs_cross_their_wrap(ranks, kind):
 def in_halves(group: weft.Group) -> None:
     case = Round(tokens=(5, 0, 16)[: group.size], hidden=256, add=True)
     for base in (Mode(), LEAN):
-        mode = Mode(reduce=base.reduce, combine_by=base.combine_by, more={"halves": True})
+        mode = Mode(
+            reduce=base.reduce,
+            combine=base.combine,
+            combine_dtype=base.combine_dtype,
+            more={"split_phase": True},
+        )
         with mode.make(group, case, 16) as a2a:
             for seed in range(4):  # ranks that call whole meet ranks that call halves
-                play(a2a, mode, case.next(seed=seed), halves=(seed + group.rank) % 2 == 0)
+                play(a2a, mode, case.next(seed=seed), split_phase=(seed + group.rank) % 2 == 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -147,7 +152,7 @@ def test_halves_meet_whole_calls(ranks, kind):
 
 def two_alive(group: weft.Group) -> int:
     """Two micro-batches interleaved, with one's dispatch on its way while the other goes home."""
-    mode = Mode(more={"halves": True})
+    mode = Mode(more={"split_phase": True})
     case = Round(tokens=(5, 9, 16)[: group.size], hidden=256)
     outs = []
     with mode.make(group, case, 16) as a2a:
@@ -175,7 +180,7 @@ def test_two_results_are_alive_and_cross_on_the_way(ranks, kind):
 
 
 def by_hooks(group: weft.Group) -> None:
-    mode = Mode(more={"halves": True})
+    mode = Mode(more={"split_phase": True})
     case = Round(tokens=(5, 9)[: group.size], hidden=128)
     with mode.make(group, case, 16) as a2a:
         inputs = case.of(a2a.rank, group.device)
@@ -196,12 +201,12 @@ def same_bits(group: weft.Group) -> list[int]:
     """Equal rounds give equal bits, in slots, modes and halves that do not change the meaning."""
     case = Round(tokens=(7, 12)[: group.size], hidden=256)
     found = set()
-    options: list[dict[str, object]] = [{}, {"slots": 1}, {"halves": True}]
+    options: list[dict[str, object]] = [{}, {"slots": 1}, {"split_phase": True}]
     for more in options:
         mode = Mode(more=more)
         with mode.make(group, case, 16) as a2a:
             for _ in range(4):
-                out = play(a2a, mode, case, poison=False, halves="halves" in more)
+                out = play(a2a, mode, case, poison=False, split_phase="split_phase" in more)
                 found.add(hash(out.view(torch.int16).cpu().numpy().tobytes()))
     return sorted(found)
 

@@ -39,20 +39,20 @@ def inputs(group: weft.Group, tokens: int = 3) -> tuple[torch.Tensor, ...]:
         ({"max_tokens": 8193}, "tokens is 8193"),
         ({"hidden": 100}, "hidden is 100; it must be a multiple of 128"),
         ({"hidden": 144, "group_size": 32}, "hidden is 144; it must be a multiple of 32"),
-        ({"hidden": 96, "group_size": 32, "combine_by": "fp8"}, "a multiple of 128"),
+        ({"hidden": 96, "group_size": 32, "combine_dtype": "fp8"}, "a multiple of 128"),
         ({"top_k": 33}, "top_k is 33"),
         ({"top_k": 17}, "top_k is 17, but the layer has 16 experts"),
         ({"num_experts": 4097}, "num_experts is 4097"),
-        ({"quant": "int8"}, "quant is 'int8'"),
+        ({"quantize": "int8"}, "quantize is 'int8'"),
         ({"group_size": 48}, "group_size is 48; choose one of 32, 64, 128"),
         ({"scale": "rows"}, "scale is 'rows'"),
         ({"slots": 0}, "slots is 0"),
         ({"slots": 3}, "slots is 3; it must be an integer in 1..2"),
         ({"reduce": "nobody"}, "reduce is 'nobody'"),
-        ({"combine_by": "pull"}, "combine_by is 'pull'"),
-        ({"combine_by": "choices"}, "use reduce='receiver' and slots=1"),
-        ({"combine_by": "choices", "slots": 1, "reduce": "sender"}, "reduce 'sender'"),
-        ({"combine_by": "choices", "slots": 1, "halves": True}, "leave halves out"),
+        ({"combine": "pull"}, "combine is 'pull'"),
+        ({"combine": "gemm_push"}, "use reduce='receiver' and slots=1"),
+        ({"combine": "gemm_push", "slots": 1, "reduce": "sender"}, "reduce 'sender'"),
+        ({"combine": "gemm_push", "slots": 1, "split_phase": True}, "leave split_phase out"),
         ({"dtype": torch.int32}, "dtype is torch.int32"),
         ({"timeout": 0.0}, "timeout is 0.0; it must be a number of seconds above 0"),
         ({"num_sms": 4}, "num_sms is 4 on a CPU group"),
@@ -88,7 +88,7 @@ def refused_calls(group: weft.Group) -> None:
             (lambda: a2a.dispatch(x, ids.float()), "topk_ids has dtype"),
             (lambda: a2a.dispatch(x, ids, weights.half()), "topk_weights has dtype"),
             (lambda: a2a.dispatch(x, ids.T.contiguous().T), "strides"),
-            (lambda: a2a.dispatch_send(x, ids), "halves=True"),
+            (lambda: a2a.dispatch_send(x, ids), "split_phase=True"),
             (lambda: a2a.dump_trace("trace.json"), "profile=True"),
         ]
         for call, text in wrong:
@@ -106,7 +106,7 @@ def refused_calls(group: weft.Group) -> None:
             (lambda: a2a.combine(y, ids, weights, 7), "handle is a int; pass the handle"),  # type: ignore[arg-type]
             (lambda: a2a.combine(y, ids, weights, got.handle, x[:1]), r"out has shape \[1, 128\]"),
             (lambda: a2a.combine(y, ids, weights, got.handle, None, x[:1]), "add has shape"),
-            (lambda: a2a.combine_send(y, ids, weights, got.handle), "halves=True"),
+            (lambda: a2a.combine_send(y, ids, weights, got.handle), "split_phase=True"),
         ]
         for call, text in combines:
             with pytest.raises(InvalidArgument, match=text):
@@ -123,7 +123,7 @@ def test_wrong_tensors_are_refused_before_anything_is_sent(ranks, kind):
 
 def out_of_order(group: weft.Group) -> None:
     x, ids, weights, _ = inputs(group)
-    with make(group, halves=True) as a2a:
+    with make(group, split_phase=True) as a2a:
         for call, text in (
             (a2a.dispatch_recv, "without a dispatch_send"),
             (a2a.combine_recv, "without a combine_send"),
@@ -195,15 +195,15 @@ def test_results_may_be_combined_in_any_order(ranks, kind):
     assert ranks(2, kind)(combined_in_any_order) == [[1, 1, 1]] * 2
 
 
-def crossed(group: weft.Group, halves: bool) -> str:
+def crossed(group: weft.Group, split_phase: bool) -> str:
     """Rank 1 combines its two results the other way round."""
     x, ids, weights, _ = inputs(group)
-    with make(group, halves=halves) as a2a:
+    with make(group, split_phase=split_phase) as a2a:
         both = [a2a.dispatch(x, ids, weights), a2a.dispatch(x, ids, weights)]
         got = both[group.rank]
         y = expert_results(a2a, got)
         try:
-            if halves:
+            if split_phase:
                 a2a.combine_send(y, ids, weights, got.handle)[1]()
             else:
                 a2a.combine(y, ids, weights, got.handle)
@@ -218,9 +218,9 @@ def crossed(group: weft.Group, halves: bool) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("halves", [False, True])
-def test_ranks_that_combine_different_results_are_told(ranks, kind, halves):
-    said = ranks(2, kind)(crossed, halves)
+@pytest.mark.parametrize("split_phase", [False, True])
+def test_ranks_that_combine_different_results_are_told(ranks, kind, split_phase):
+    said = ranks(2, kind)(crossed, split_phase)
     assert "rank 0, combine: rank 1 combined result 2 of those alive, this rank result 1" in said[0]
     assert "rank 1, combine: rank 0 combined result 1 of those alive, this rank result 2" in said[1]
 

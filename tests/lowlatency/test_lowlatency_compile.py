@@ -48,7 +48,7 @@ TIGHT = ("32 ranks, mapped",)
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_kernels_compile_to_the_layout_that_python_expects(name, arch):
-    cubin = compile_cuda(SHAPES[name], arch, halves=not SHAPES[name].homes)
+    cubin = compile_cuda(SHAPES[name], arch, split_phase=not SHAPES[name].homes)
     LowLayout.of(SHAPES[name]).verify(numbers_of(cubin, b"weft_layout"))
     for table, struct in TABLES.items():
         verify(struct, numbers_of(cubin, f"weft_{table}".encode()))
@@ -59,10 +59,10 @@ def test_kernels_compile_to_the_layout_that_python_expects(name, arch):
     [(name, ()) for name in SHAPES if name not in TIGHT] + [(name, (DEFINE,)) for name in PROFILED],
 )
 def test_nothing_is_spilled_on_hopper(name, defines):
-    halves = not SHAPES[name].homes
-    found = frames(compile_cuda(SHAPES[name], "sm_90a", halves=halves, defines=defines))
+    split_phase = not SHAPES[name].homes
+    found = frames(compile_cuda(SHAPES[name], "sm_90a", split_phase=split_phase, defines=defines))
     kernels = {name: size for name, size in found.items() if not name.startswith("$")}
-    assert {"dispatch", "combine_receive" if halves else "combine"} <= kernels.keys()
+    assert {"dispatch", "combine_receive" if split_phase else "combine"} <= kernels.keys()
     most = SLOW_HALF if defines or name == "as they are" else 0
     assert max(kernels.values()) <= most, kernels
 

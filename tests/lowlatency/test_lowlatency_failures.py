@@ -40,7 +40,9 @@ FAULTS: dict[str, object] = {"_defines": ("WEFT_FAULTS=1",)}
 
 def make(group: weft.Group, mode: Mode = Mode(), **more: object) -> LowLatencyAllToAll:  # noqa: B008
     options = {"timeout": 600.0, "first_timeout": 600.0, **FAULTS, **mode.more, **more}
-    return Mode(reduce=mode.reduce, combine_by=mode.combine_by, more=options).make(group, CASE, 8)
+    return Mode(reduce=mode.reduce, combine_dtype=mode.combine_dtype, more=options).make(
+        group, CASE, 8
+    )
 
 
 def plan_fault(
@@ -74,12 +76,12 @@ def disturbed(group: weft.Group, rounds: int, longest_ns: int, more: dict[str, o
             if group.rank == point % group.size:
                 plan_fault(a2a, point, JITTER, argument=longest_ns)
             for seed in range(rounds):
-                halves = "halves" in more and seed % 2 == 0
-                play(a2a, mode, CASE.next(seed=seed), poison=seed % 8 == 0, halves=halves)
+                split_phase = "split_phase" in more and seed % 2 == 0
+                play(a2a, mode, CASE.next(seed=seed), poison=seed % 8 == 0, split_phase=split_phase)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "threads"])
-@pytest.mark.parametrize("more", [{}, {"halves": True}], ids=["whole", "halves"])
+@pytest.mark.parametrize("more", [{}, {"split_phase": True}], ids=["whole", "split_phase"])
 def test_delays_at_every_point_change_no_byte(ranks, kind, more):
     ranks(3, kind)(disturbed, 12, 400_000, more)
 

@@ -63,7 +63,7 @@ def forge_dispatch(
 
 
 def lied_to(group: weft.Group, lie: dict[str, int]) -> None:
-    for mode in (Mode(), Mode(combine_by="choices")):
+    for mode in (Mode(), Mode(combine="gemm_push")):
         lied_to_in(group, replace(mode, more={"timeout": 5.0}), lie)
 
 
@@ -72,9 +72,9 @@ def lied_to_in(group: weft.Group, mode: Mode, lie: dict[str, int]) -> None:
         x, ids, weights, _ = CASE.of(group.rank, group.device)
         got = a2a.dispatch(x, ids, weights)
         y = torch.zeros_like(got.x, dtype=x.dtype)
-        if got.home is not None:
+        if got.dst_addr is not None:
             store_home(a2a, got, y)
-        a2a.combine(y if got.home is None else None, ids, weights, got.handle)
+        a2a.combine(y if got.dst_addr is None else None, ids, weights, got.handle)
         group.barrier()
         if group.rank == 1:
             forge_dispatch(a2a, **lie)
@@ -97,8 +97,8 @@ def check_bounds(a2a: LowLatencyAllToAll, got: ExpertRows) -> None:
     assert tensors["source_tokens"].tolist() == [MOST, MOST]
     assert bool((got.counts <= rows).all()), got.counts
     assert bool((got.ranges.sum(dim=-1) <= rows).all()), got.ranges
-    if got.home is not None:
-        check_homes(a2a, got, got.home)
+    if got.dst_addr is not None:
+        check_homes(a2a, got, got.dst_addr)
         return
     taken = tensors["position"][tensors["position"] >= 0]
     assert bool((taken < got.counts[taken // rows] + taken // rows * rows).all())

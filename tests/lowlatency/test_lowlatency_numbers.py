@@ -18,7 +18,7 @@ MODES = {
     "fp8 of 32": Mode(group_size=32),
     "by column": Mode(scale="fp32_col", group_size=64),
     "powers of two": Mode(scale="ue8m0"),
-    "as they are": Mode(quant=None),
+    "as they are": Mode(quantize=None),
 }
 
 
@@ -48,11 +48,11 @@ def delivered(group: weft.Group, name: str) -> None:
     x = strange_rows(group.device)
     ids = torch.zeros((len(x), 1), dtype=torch.int32, device=x.device)
     a2a = LowLatencyAllToAll(
-        group, len(x), HIDDEN, 1, 1, mode.quant, mode.group_size, mode.scale, timeout=600.0
+        group, len(x), HIDDEN, 1, 1, mode.quantize, mode.group_size, mode.scale, timeout=600.0
     )
     with a2a:
         got = a2a.dispatch(x, ids)
-        numbers, scales = low.sent(x, mode.quant, mode.group_size, mode.scale)
+        numbers, scales = low.sent(x, mode.quantize, mode.group_size, mode.scale)
         assert torch.equal(bits(got.x[0]), bits(numbers))
         if scales is not None:
             assert got.scales is not None
@@ -77,7 +77,7 @@ def test_every_number_arrives_as_the_reference_says(ranks, kind, name):
     ranks(1, kind)(delivered, name)
 
 
-def weighted_sums(group: weft.Group, reduce: str, combine_by: str) -> None:
+def weighted_sums(group: weft.Group, reduce: str, combine_dtype: str | None) -> None:
     """Sums in top-k order, each product rounded: with weights that would show any other order."""
     generator = torch.Generator().manual_seed(9)
     tokens, top_k, hidden = 6, 8, 128
@@ -88,7 +88,7 @@ def weighted_sums(group: weft.Group, reduce: str, combine_by: str) -> None:
     weights = weights.to(group.device)
     ids = torch.arange(top_k, dtype=torch.int64).repeat(tokens, 1).to(group.device)
     a2a = LowLatencyAllToAll(
-        group, tokens, hidden, top_k, top_k, None, reduce=reduce, combine_by=combine_by
+        group, tokens, hidden, top_k, top_k, None, reduce=reduce, combine_dtype=combine_dtype
     )
     with a2a:
         got = a2a.dispatch(x, ids, weights)
@@ -97,7 +97,7 @@ def weighted_sums(group: weft.Group, reduce: str, combine_by: str) -> None:
         local = torch.tensor(a2a.placement.local, device=x.device)[ids]
         rows = x[:, None] * (local + 1)[..., None].to(x.dtype)
         wanted = low.combine(
-            rows, ids, weights, a2a.placement, reduce=reduce, combine_by=combine_by
+            rows, ids, weights, a2a.placement, reduce=reduce, combine_dtype=combine_dtype
         )
         both_nan = out.isnan() & wanted.isnan()
         assert torch.equal(bits(out[~both_nan]), bits(wanted[~both_nan]))
@@ -106,6 +106,6 @@ def weighted_sums(group: weft.Group, reduce: str, combine_by: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("reduce", ["receiver", "sender"])
-@pytest.mark.parametrize("combine_by", ["push", "fp8"])
-def test_sums_are_weighted_in_top_k_order(ranks, kind, reduce, combine_by):
-    ranks(2, kind)(weighted_sums, reduce, combine_by)
+@pytest.mark.parametrize("combine_dtype", [None, "fp8"])
+def test_sums_are_weighted_in_top_k_order(ranks, kind, reduce, combine_dtype):
+    ranks(2, kind)(weighted_sums, reduce, combine_dtype)

@@ -34,10 +34,10 @@ def run(name: str, *options: str, rounds: int, first_epoch: int = 0) -> tuple[in
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("group", "reduce", "halves"), CHOICES)
-def test_no_race_in_any_group_way_and_halves(group, reduce, halves):
-    choice = (f"-DRANKS={group}", f"-DREDUCE={reduce}", f"-DSPLIT_PHASE={halves}")
-    name = f"low-race-{group}-{reduce}-{halves}"
+@pytest.mark.parametrize(("group", "reduce", "split_phase"), CHOICES)
+def test_no_race_in_any_group_way_and_halves(group, reduce, split_phase):
+    choice = (f"-DRANKS={group}", f"-DREDUCE={reduce}", f"-DSPLIT_PHASE={split_phase}")
+    name = f"low-race-{group}-{reduce}-{split_phase}"
     status, text = run(name, *SANITIZED, *choice, rounds=600)
     assert status == 0, text
     assert f"600 rounds of {group} ranks: 0 wrong words" in text
@@ -50,10 +50,13 @@ def test_no_race_where_experts_store_rows_at_home():
     assert "600 rounds of 3 ranks: 0 wrong words" in text
 
 
-@pytest.mark.parametrize("halves", [0, 1])
-def test_without_grants_rows_are_lost(halves):
+@pytest.mark.parametrize("split_phase", [0, 1])
+def test_without_grants_rows_are_lost(split_phase):
     status, text = run(
-        f"low-race-hasty-{halves}", "-DWEFT_NO_GRANTS=1", f"-DSPLIT_PHASE={halves}", rounds=20_000
+        f"low-race-hasty-{split_phase}",
+        "-DWEFT_NO_GRANTS=1",
+        f"-DSPLIT_PHASE={split_phase}",
+        rounds=20_000,
     )
     assert status != 0
     assert ": 0 wrong words" not in text

@@ -153,5 +153,5 @@ def bound(config: MoEConfig, wanted: torch.Tensor) -> float:
     more, and sixteen halves hold it.
     """
     largest = max(1.0, float(wanted.abs().max()) if wanted.numel() else 0.0)
-    halves = 16 if config.dtype == torch.float32 else 5
-    return halves * torch.finfo(config.dtype).eps / 2 * largest
+    split_phase = 16 if config.dtype == torch.float32 else 5
+    return split_phase * torch.finfo(config.dtype).eps / 2 * largest

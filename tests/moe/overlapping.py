@@ -22,15 +22,15 @@ from tests.alltoall.test_failures import BEFORE_READ, DISPATCH_ENTER, JITTER, pl
 from tests.moe.layers import EXPERTS, WIDER, Case, bound
 from tests.moe.test_layer import settle
 from weft.alltoall.api import AllToAll
-from weft.grouping.api import Grouped
-from weft.moe import ExpertWeights, MoEConfig, Routing, rank_major
-from weft.moe.mlp import Mlp
+from weft.moe import ExpertWeights, MoEConfig, Routing, throughput
+from weft.moe.grouped_experts import GroupedExperts
+from weft.moe.torch_experts import Experts, RowsByExpert
 
 CONFIG = MoEConfig(WIDER, 128, Routing(EXPERTS, 3), shared=128)
 PLAIN = {"overlap": "none"}  # what all others are compared with
 MODES: dict[str, dict[str, Any]] = {
-    "shared": {"overlap": "shared"},
-    "push": {"overlap": "push"},
+    "shared_expert": {"overlap": "shared_expert"},
+    "gemm_push": {"overlap": "gemm_push"},
 }
 SIZES = (1, 10, 40)  # tokens a rank
 MOST_TOKENS = max(SIZES)
@@ -43,14 +43,14 @@ def by_rank(layer: weft.MoE) -> AllToAll:
 
 
 class Poisoned:
-    """An Mlp that, once its rows are grouped, spoils what they were grouped from.
+    """Experts that, once its rows are grouped, spoils what they were grouped from.
 
     There the inbox and the output are this rank's own: all peers have dispatched, so all have done
     with the last round, and none begins the next before this rank has told them that this one ends.
     """
 
     def __init__(self, layer: weft.MoE) -> None:
-        self.mlp: Mlp = layer._workspace._mlp
+        self.mlp: Experts = layer._workspace._experts
         self.on = True
         a2a = by_rank(layer)
         place = a2a._workspace
@@ -59,7 +59,7 @@ class Poisoned:
         size = (shape.returned_rows * shape.returned_bytes,)
         self.returned = place.heap.tensor(size, torch.uint8, offset=offset)
         self.buffers = self.mlp.buffers
-        layer._workspace._mlp = self  # type: ignore[assignment]
+        layer._workspace._experts = self
 
     def begin(self) -> None:
         """Spoil what the last round left: peers push rows home behind this rank's dispatch."""
@@ -67,11 +67,10 @@ class Poisoned:
             for buffer in (self.returned, *self.buffers):
                 buffer.view(torch.uint8).fill_(0xFF)  # NaN in every float type
 
-    def expect(self, rows: int) -> None:
-        self.mlp.expect(rows)
-
-    def up(self, weights: ExpertWeights, grouped: Grouped) -> None:
-        self.mlp.up(weights, grouped)
+    def up(
+        self, weights: ExpertWeights, rows: RowsByExpert, *, tokens: int, early: bool = True
+    ) -> None:
+        self.mlp.up(weights, rows, tokens=tokens, early=early)
         if self.on:
             for tensor in self.spoiled:
                 tensor.fill_(0xFF)
@@ -277,13 +276,13 @@ def odd_round(number: int, ranks: int, block: int) -> tuple[str, tuple[int, ...]
 def armed(group: weft.Group) -> Iterator[None]:
     """All-to-alls of layers that are made within have the fault points of device/fault.cuh."""
     group.barrier()
-    vars(rank_major)["AllToAll"] = functools.partial(AllToAll, _defines=("WEFT_FAULTS=1",))
+    vars(throughput)["AllToAll"] = functools.partial(AllToAll, _defines=("WEFT_FAULTS=1",))
     group.barrier()
     try:
         yield
     finally:
         group.barrier()
-        vars(rank_major)["AllToAll"] = AllToAll
+        vars(throughput)["AllToAll"] = AllToAll
         group.barrier()
 
 
@@ -313,9 +312,10 @@ def odd(
         assert bool(by_rank(layers.plain)._build.defines) == faults
         block = 16
         for poison in layers.poisons.values():
-            poison.mlp.expect(rows)
-            poison.expect = lambda rows: None  # type: ignore[method-assign]
-            block = getattr(getattr(poison.mlp, "_down", None), "block_rows", block)
+            if isinstance(poison.mlp, GroupedExperts):
+                poison.mlp._rows_of_an_expert = lambda tokens: rows  # type: ignore[method-assign]
+                block = getattr(poison.mlp._plans_for(4).down, "block_rows", block)
+                poison.mlp._plans.clear()
         if group.device.type == "cuda":
             torch.cuda.manual_seed(group.rank)
         for number in range(rounds):

@@ -11,13 +11,13 @@ SIZES = LayerSizes("NVIDIA H200", 4, 128, 8, 7168, 2048, 2048, "fp8")
 TOKENS = (8, 64, 512)
 US: dict[str, Times] = {
     "none": (50.0, 60.0, 90.0),
-    "shared": (40.0, 55.0, 95.0),
-    "push": (45.0, 50.0, 80.0),
+    "shared_expert": (40.0, 55.0, 95.0),
+    "gemm_push": (45.0, 50.0, 80.0),
 }
 
 
-def curve(exchange="rank", gemm="tiled", tokens=TOKENS, us=US):
-    return LayerCurve(exchange, gemm, tokens, us)
+def curve(mode="throughput", gemm="grouped", tokens=TOKENS, us=US):
+    return LayerCurve(mode, gemm, tokens, us)
 
 
 def table(*curves, sizes=SIZES):
@@ -27,6 +27,6 @@ def table(*curves, sizes=SIZES):
 def question(max_tokens=64, able=OVERLAPS, sizes=SIZES, **changes):
     return Question(
         sizes,
-        **{"exchange": "rank", "gemm": "tiled", **changes},
+        **{"mode": "throughput", "gemm": "grouped", **changes},
         **{"max_tokens": max_tokens, "able": tuple(able)},
     )

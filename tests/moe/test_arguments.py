@@ -331,10 +331,10 @@ def layers(group: weft.Group, options: dict[str, Any]) -> None:
     }
     kinds: dict[str, Kind] = {
         **{"group": THING, "config": THING, "weights": THING, "max_tokens": COUNT},
-        **{"shared": CALLED, "correction": KEPT, "exchange": WORD, "overlap": WORD},
+        **{"shared": CALLED, "correction": KEPT, "mode": WORD, "overlap": WORD},
         **{"table": TABLE, "gemm": WORD, "max_rows": listed(*WHOLE, 0, -1).optional()},
         **{"expert_map": MAP, "fp8": FLAG},
-        **{"quantize": WORD.optional(), "combine_by": WORD.optional()},
+        **{"quantize": WORD.optional(), "combine_dtype": WORD.optional()},
         **{"timeout": SECONDS},
         **{"first_timeout": SECONDS, "num_sms": SMS, "programmatic_launch": FLAG},
         "profile": FLAG,
@@ -366,7 +366,7 @@ def layers(group: weft.Group, options: dict[str, Any]) -> None:
         group.barrier()
 
 
-@pytest.mark.parametrize("exchange", ["rank", "expert"])
-def test_hostile_arguments_of_layers_are_refused_in_words(ranks, exchange):
-    options = {"exchange": exchange, "overlap": "none", "gemm": "loop"}
+@pytest.mark.parametrize("mode", ["throughput", "low_latency"])
+def test_hostile_arguments_of_layers_are_refused_in_words(ranks, mode):
+    options = {"mode": mode, "overlap": "none", "gemm": "torch"}
     ranks(2, "threads")(layers, options)

@@ -33,9 +33,9 @@ from tests.moe.test_layer_failures import (
 )
 from tests.rounds import bits
 from weft.errors import GeometryMismatch, InvalidArgument, OutOfOrder
-from weft.moe.mlp import choose_way
+from weft.moe.plan import choose_gemm
 
-BY_EXPERT = {"exchange": "expert"}
+BY_EXPERT = {"mode": "low_latency"}
 DEEP = replace(CONFIGS["deepseek"], hidden=256, intermediate=128, shared=128)
 
 
@@ -47,7 +47,7 @@ def test_every_rule(ranks, name, dtype):
 
 
 @pytest.mark.parametrize("name", ["softmax", "gpt-oss"])
-@pytest.mark.parametrize("gemm", ["tiled", "padded", "loop"])
+@pytest.mark.parametrize("gemm", ["grouped", "torch"])
 def test_every_way_to_multiply(ranks, gemm, name):
     case = Case(CONFIGS[name], tokens=(5, 7, 0))
     ranks(3, "threads")(rounds, case, {**BY_EXPERT, "gemm": gemm})
@@ -56,15 +56,15 @@ def test_every_way_to_multiply(ranks, gemm, name):
 # As of the layer by rank: a row that comes home as FP8 is off by 2^-4 of itself at worst.
 WIRES: dict[str, tuple[dict[str, Any], float]] = {
     "fp8 out": ({"quantize": "fp8"}, 1.0),
-    "fp8 home": ({"combine_by": "fp8"}, 16.0 / 5),
-    "fp8 both ways": ({"quantize": "fp8", "combine_by": "fp8"}, 16.0 / 5),
+    "fp8 home": ({"combine_dtype": "fp8"}, 16.0 / 5),
+    "fp8 both ways": ({"quantize": "fp8", "combine_dtype": "fp8"}, 16.0 / 5),
     "a map": ({"expert_map": [1, 0, 1, 1, 0, 0, 1, 1]}, 1.0),
     "a rank without experts": ({"expert_map": [1] * 8}, 1.0),
 }
 
 
 @pytest.mark.parametrize("wire", list(WIRES))
-@pytest.mark.parametrize("overlap", ["none", "shared"])
+@pytest.mark.parametrize("overlap", ["none", "shared_expert"])
 def test_every_wire(ranks, overlap, wire):
     options, slack = WIRES[wire]
     case = Case(CONFIGS["deepseek"], tokens=(6, 3, 0))
@@ -73,7 +73,7 @@ def test_every_wire(ranks, overlap, wire):
 
 def fp8_rounds(group: weft.Group, case: Case, options: dict[str, Any]) -> None:
     with case.open(group, fp8=True, **options) as layer:
-        assert (layer.gemm, layer._workspace.chosen.quantize) == ("tiled", "fp8")
+        assert (layer.gemm, layer._workspace.plan.quantize) == ("grouped", "fp8")
         for seed in range(3):
             now = case.next(seed=seed)
             x, logits = now.of(group.rank, group.device)
@@ -91,14 +91,14 @@ def fp8_rounds(group: weft.Group, case: Case, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("more", [{}, {"expert_map": [1] * 8}])
 def test_fp8_experts(ranks, more):
     case = Case(DEEP, tokens=(9, 0, 4))
-    ranks(3, "threads")(fp8_rounds, case, {**BY_EXPERT, "overlap": "shared", **more})
+    ranks(3, "threads")(fp8_rounds, case, {**BY_EXPERT, "overlap": "shared_expert", **more})
 
 
 def test_any_routing(ranks):
     ranks(3, "threads")(any_routing, BY_EXPERT)
 
 
-@pytest.mark.parametrize("more", [{}, {"gemm": "padded"}, {"fp8": True}])
+@pytest.mark.parametrize("more", [{}, {"gemm": "torch"}, {"fp8": True}])
 def test_overlap_changes_no_bit(ranks, more):
     ranks(3, "threads")(both_overlaps, Case(DEEP, tokens=(9, 0, 4)), {**BY_EXPERT, **more})
 
@@ -124,7 +124,7 @@ def test_siblings_share_one_workspace(ranks):
 def test_processes(ranks):
     """The default device of `weft.launch`: processes, not threads."""
     case = Case(DEEP, tokens=(5, 0))
-    ranks(2, "cpu")(fp8_rounds, case, {**BY_EXPERT, "overlap": "shared"})
+    ranks(2, "cpu")(fp8_rounds, case, {**BY_EXPERT, "overlap": "shared_expert"})
 
 
 def by_hand(group: weft.Group) -> None:
@@ -154,7 +154,7 @@ def test_rounds_by_hand(ranks):
 
 def sizes(group: weft.Group) -> None:
     case = Case(replace(CONFIGS["softmax"], dtype=torch.float32), tokens=(4, 4))
-    with case.open(group, **BY_EXPERT, gemm="loop") as layer:
+    with case.open(group, **BY_EXPERT, gemm="torch") as layer:
         assert isinstance(layer.exchange, weft.LowLatencyAllToAll)
         rows = 4 * 2 * 4  # local experts, ranks, tokens
         buffers = rows * (2 * 32 + 32 + HIDDEN) * 4
@@ -166,7 +166,7 @@ def sizes(group: weft.Group) -> None:
             top_k=3,
             num_experts=EXPERTS,
             dtype=torch.float32,
-            quant=None,
+            quantize=None,
             slots=1,
         )
         assert layer.exchange.memory == one
@@ -179,7 +179,7 @@ def test_sizes_are_known(ranks):
 
 def options_reach(group: weft.Group) -> None:
     case = Case(CONFIGS["softmax"], tokens=(4, 4))
-    options: dict[str, Any] = {"combine_by": "fp8", "quantize": "fp8", "profile": True}
+    options: dict[str, Any] = {"combine_dtype": "fp8", "quantize": "fp8", "profile": True}
     owners = [1, 0, 1, 1, 0, 0, 1, 1]
     with case.open(group, **BY_EXPERT, **options, expert_map=owners) as layer:
         exchange = layer.exchange
@@ -203,14 +203,18 @@ def test_options_reach_the_exchange(ranks):
 
 PLAIN = CONFIGS["softmax"]
 REFUSED: list[tuple[weft.MoEConfig, dict[str, Any], str]] = [
-    (PLAIN, {"exchange": "token"}, "exchange is 'token'; choose one of 'rank', 'expert'"),
-    (PLAIN, {**BY_EXPERT, "overlap": "push", "gemm": "padded"}, "use gemm='tiled'"),
-    (PLAIN, {**BY_EXPERT, "overlap": "push", "combine_by": "fp8"}, "leave combine_by out"),
-    (PLAIN, {**BY_EXPERT, "overlap": "shared"}, "there is nothing to overlap"),
+    (PLAIN, {"mode": "token"}, "mode is 'token'; choose one of 'throughput', 'low_latency'"),
+    (PLAIN, {**BY_EXPERT, "overlap": "gemm_push", "gemm": "torch"}, "use gemm='grouped'"),
+    (
+        PLAIN,
+        {**BY_EXPERT, "overlap": "gemm_push", "combine_dtype": "fp8"},
+        "leave combine_dtype out",
+    ),
+    (PLAIN, {**BY_EXPERT, "overlap": "shared_expert"}, "there is nothing to overlap"),
     (PLAIN, {**BY_EXPERT, "quantize": "mxfp8"}, "use 'fp8' or None"),
     (PLAIN, {**BY_EXPERT, "max_rows": 64}, "leave it out"),
-    (PLAIN, {**BY_EXPERT, "gemm": "tiled", "quantize": "fp8"}, "needs FP8 weights"),
-    (DEEP, {**BY_EXPERT, "gemm": "loop", "fp8": True}, "has no FP8 weights"),
+    (PLAIN, {**BY_EXPERT, "gemm": "grouped", "quantize": "fp8"}, "needs FP8 weights"),
+    (DEEP, {**BY_EXPERT, "gemm": "torch", "fp8": True}, "has no FP8 weights"),
     (replace(PLAIN, hidden=72), {**BY_EXPERT}, "hidden"),
 ]
 
@@ -229,22 +233,22 @@ def test_what_cannot_be_built(ranks, config, options, words):
 
 
 def two_exchanges(group: weft.Group) -> None:
-    with pytest.raises(GeometryMismatch, match=r"MoE layer differs.*exchange"):
-        Case(PLAIN, tokens=(4, 4)).open(group, exchange=("rank", "expert")[group.rank])
+    with pytest.raises(GeometryMismatch, match=r"MoE layer differs.*mode"):
+        Case(PLAIN, tokens=(4, 4)).open(group, mode=("throughput", "low_latency")[group.rank])
 
 
 def test_ranks_have_one_exchange(ranks):
     ranks(2, "threads")(two_exchanges)
 
 
-@pytest.mark.parametrize("overlap", ["none", "shared", "push"])
+@pytest.mark.parametrize("overlap", ["none", "shared_expert", "gemm_push"])
 def test_an_absent_peer_is_named_in_time(ranks, overlap):
-    ranks(2, "threads")(absent, {**BY_EXPERT, "overlap": overlap, "gemm": "tiled"})
+    ranks(2, "threads")(absent, {**BY_EXPERT, "overlap": overlap, "gemm": "grouped"})
 
 
-@pytest.mark.parametrize("overlap", ["none", "shared", "push"])
+@pytest.mark.parametrize("overlap", ["none", "shared_expert", "gemm_push"])
 def test_a_shared_expert_that_raises_ends_the_round_everywhere(ranks, overlap):
-    ranks(2, "threads")(failing_shared, {**BY_EXPERT, "overlap": overlap, "gemm": "tiled"})
+    ranks(2, "threads")(failing_shared, {**BY_EXPERT, "overlap": overlap, "gemm": "grouped"})
 
 
 def test_abort_reaches_the_layer(ranks):
@@ -274,22 +278,22 @@ def test_ways_that_a_device_has():
 
     def choose(device: torch.device, config: weft.MoEConfig = DEEP, **given: Any) -> str:
         options = {"fp8": False, "quantize": None, **given}
-        return choose_way("auto", device, config, **options)
+        return choose_gemm("auto", device, config, **options)
 
-    assert (choose(cpu), choose(cpu, fp8=True, quantize="fp8")) == ("loop", "tiled")
+    assert (choose(cpu), choose(cpu, fp8=True, quantize="fp8")) == ("torch", "grouped")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("weft.gemm.launch.installed", lambda: None)
-        patch.setattr("weft.moe.mlp.installed", lambda: None)
-        assert (choose(gpu), choose(gpu, half)) == ("tiled", "tiled")
-        assert (choose(gpu, wide), choose(gpu, quantize="fp8")) == ("padded", "padded")
-        assert choose(gpu, fp8=True, quantize="fp8") == "tiled"
+        patch.setattr("weft.moe.plan.installed", lambda: None)
+        assert (choose(gpu), choose(gpu, half)) == ("grouped", "grouped")
+        assert (choose(gpu, wide), choose(gpu, quantize="fp8")) == ("torch", "torch")
+        assert choose(gpu, fp8=True, quantize="fp8") == "grouped"
 
     def missing() -> None:
         raise InvalidArgument("no Triton here")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("weft.gemm.launch.installed", missing)
-        patch.setattr("weft.moe.mlp.installed", missing)
-        assert choose(gpu) == "padded"
+        patch.setattr("weft.moe.plan.installed", missing)
+        assert choose(gpu) == "torch"
         with pytest.raises(InvalidArgument, match="no Triton"):
             choose(gpu, fp8=True, quantize="fp8")

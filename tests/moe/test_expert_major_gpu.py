@@ -39,7 +39,7 @@ def all_rules_and_ways(group: weft.Group) -> None:
         for dtype in WIDTHS:
             rounds(group, Case(replace(config, dtype=dtype), tokens=(9, 4)), BY_EXPERT)
     for name in ("softmax", "gpt-oss"):
-        for gemm in ("tiled", "padded", "loop"):
+        for gemm in ("grouped", "torch", "torch"):
             rounds(group, Case(CONFIGS[name], tokens=(5, 0)), {**BY_EXPERT, "gemm": gemm})
     half = replace(CONFIGS["gpt-oss"], dtype=torch.float16)
     rounds(group, Case(half, tokens=(5, 7)), BY_EXPERT)
@@ -51,18 +51,18 @@ def test_rules_and_ways(ranks):
 
 def all_wires(group: weft.Group) -> None:
     for options, slack in WIRES.values():
-        for overlap in ("none", "shared"):
+        for overlap in ("none", "shared_expert"):
             case = Case(CONFIGS["deepseek"], tokens=(6, 3))
             rounds(group, case, {**BY_EXPERT, **options, "overlap": overlap}, slack)
-    more: list[dict[str, Any]] = [{}, {"combine_by": "fp8"}]
+    more: list[dict[str, Any]] = [{}, {"combine_dtype": "fp8"}]
     for each in more:
         case = Case(DEEP, tokens=(9, 4))
-        fp8_rounds(group, case, {**BY_EXPERT, "overlap": "shared", **each})
+        fp8_rounds(group, case, {**BY_EXPERT, "overlap": "shared_expert", **each})
         both_overlaps(group, case, {**BY_EXPERT, "fp8": True, **each})
-    for pushed in ({"fp8": True}, {"gemm": "tiled"}, {"gemm": "tiled", "expert_map": [1] * 8}):
-        both_overlaps(group, case, {**BY_EXPERT, **pushed}, ("none", "shared", "push"))
+    for pushed in ({"fp8": True}, {"gemm": "grouped"}, {"gemm": "grouped", "expert_map": [1] * 8}):
+        both_overlaps(group, case, {**BY_EXPERT, **pushed}, ("none", "shared_expert", "gemm_push"))
     half = replace(case, config=replace(DEEP, dtype=torch.float16))
-    both_overlaps(group, half, {**BY_EXPERT, "gemm": "tiled"}, ("none", "push"))
+    both_overlaps(group, half, {**BY_EXPERT, "gemm": "grouped"}, ("none", "gemm_push"))
 
 
 def test_wires_and_overlap(ranks):
@@ -86,8 +86,8 @@ def test_padding_nan_siblings_and_refusals(ranks):
 
 
 def all_failures(group: weft.Group) -> None:
-    for overlap in ("none", "shared", "push"):
-        options = {**BY_EXPERT, "overlap": overlap, "gemm": "tiled"}
+    for overlap in ("none", "shared_expert", "gemm_push"):
+        options = {**BY_EXPERT, "overlap": overlap, "gemm": "grouped"}
         absent(group, options)
         failing_shared(group, options)
     aborted(group, BY_EXPERT)
@@ -121,14 +121,14 @@ def fp8_replays(group: weft.Group, overlap: str) -> None:
 
 
 def all_graphs(group: weft.Group) -> None:
-    for overlap in ("none", "shared"):
-        for gemm in ("tiled", "padded"):
-            replayed(group, "deepseek", gemm, overlap, "expert")
-    replayed(group, "gpt-oss", "tiled", "none", "expert")
-    replayed(group, "llama", "tiled", "shared", "expert")
-    replayed(group, "deepseek", "tiled", "push", "expert")
-    replayed(group, "gpt-oss", "tiled", "push", "expert")
-    for overlap in ("shared", "push"):
+    for overlap in ("none", "shared_expert"):
+        for gemm in ("grouped", "torch"):
+            replayed(group, "deepseek", gemm, overlap, "low_latency")
+    replayed(group, "gpt-oss", "grouped", "none", "low_latency")
+    replayed(group, "llama", "grouped", "shared_expert", "low_latency")
+    replayed(group, "deepseek", "grouped", "gemm_push", "low_latency")
+    replayed(group, "gpt-oss", "grouped", "gemm_push", "low_latency")
+    for overlap in ("shared_expert", "gemm_push"):
         fp8_replays(group, overlap)
 
 

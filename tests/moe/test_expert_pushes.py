@@ -14,34 +14,34 @@ from tests.moe.test_layer import both_overlaps, rounds, settle
 from tests.rounds import bits
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.gemm import choice
-from weft.moe import ExpertWeights, tiled_mlp
-from weft.moe.expert_major import YIELDS_FROM, Blocks
-from weft.moe.products import RowsByExpert
+from weft.moe import ExpertWeights, grouped_experts, plan
+from weft.moe.low_latency import YIELDS_FROM, Blocks
+from weft.moe.torch_experts import RowsByExpert
 
 PUSHED = ("fp8 out", "a map", "a rank without experts")  # those that rows stored at home have
 
 
 @pytest.mark.parametrize("wire", PUSHED)
 def test_rows_that_the_product_stores_at_home(ranks, wire):
-    options = {**WIRES[wire][0], "gemm": "tiled"}
+    options = {**WIRES[wire][0], "gemm": "grouped"}
     if "quantize" in options:
         options = {"fp8": True}
     case = Case(DEEP, tokens=(6, 3, 0))
     play = fp8_rounds if "fp8" in options else rounds
     options = {name: value for name, value in options.items() if name != "fp8"}
-    ranks(3, "threads")(play, case, {**BY_EXPERT, **options, "overlap": "push"})
+    ranks(3, "threads")(play, case, {**BY_EXPERT, **options, "overlap": "gemm_push"})
 
 
-@pytest.mark.parametrize("more", [{"gemm": "tiled"}, {"fp8": True}])
+@pytest.mark.parametrize("more", [{"gemm": "grouped"}, {"fp8": True}])
 def test_rows_stored_at_home_have_the_same_bits(ranks, more):
-    case, every = Case(DEEP, tokens=(9, 0, 4)), ("none", "shared", "push")
+    case, every = Case(DEEP, tokens=(9, 0, 4)), ("none", "shared_expert", "gemm_push")
     ranks(3, "threads")(both_overlaps, case, {**BY_EXPERT, **more}, every)
 
 
 def pushed_by_hand(group: weft.Group) -> None:
     """Experts of a broken group store nothing; those of a whole one what a call has."""
     case = Case(DEEP, tokens=(5, 7))
-    with case.open(group, **BY_EXPERT, overlap="push", gemm="tiled") as layer:
+    with case.open(group, **BY_EXPERT, overlap="gemm_push", gemm="grouped") as layer:
         x, logits = case.of(group.rank, group.device)
         wanted, (ids, weights) = layer(x, logits), layer.route(logits)
         exchange, shared = layer.exchange, case.shared(group.device)
@@ -51,10 +51,10 @@ def pushed_by_hand(group: weft.Group) -> None:
         with pytest.raises(OutOfOrder, match="a result of layer.exchange is alive"):
             layer(x, logits)
         assert layer.experts(rows) is None
-        assert isinstance(layer._workspace._mlp, tiled_mlp.TiledMlp)
+        assert isinstance(layer._workspace._experts, grouped_experts.GroupedExperts)
         with pytest.raises(InvalidArgument, match="no room for them"):
-            layer._workspace._mlp.down(layer._weights)
-        assert layer._workspace._mlp.buffers[-1].numel() == 0
+            layer._workspace._experts.down(layer._weights)
+        assert layer._workspace._experts.buffers[-1].numel() == 0
         with pytest.raises(InvalidArgument, match="rows are stored at their homes"):
             exchange.combine(torch.empty(rows.x.shape).to(x), ids, weights, rows.handle)
         out = exchange.combine(None, ids, weights, rows.handle, add=shared(x))
@@ -62,8 +62,8 @@ def pushed_by_hand(group: weft.Group) -> None:
         settle(group)
         rows = exchange.dispatch(x, ids)
         group.barrier()
-        assert rows.broken is not None
-        rows.broken.fill_(1)
+        assert rows.abort_flag is not None
+        rows.abort_flag.fill_(1)
         layer.experts(rows)
         group.barrier()
         layout, heap = exchange._geometry.layout, exchange._rounds.premises.heap
@@ -91,24 +91,26 @@ def test_which_products_store_rows_that_tell(monkeypatch, hopper, config, fp8, a
     monkeypatch.setattr(choice, "is_hopper", lambda _: hopper)
     for experts in (1, 8):
         gpu = torch.device("cuda", 0)
-        assert tiled_mlp.rows_can_tell(config, experts, fp8=fp8, device=gpu) == able
-        assert tiled_mlp.rows_can_tell(config, experts, fp8=fp8, device=torch.device("cpu"))
+        assert plan.pushes_in_place(config, experts, fp8=fp8, device=gpu) == able
+        assert plan.pushes_in_place(config, experts, fp8=fp8, device=torch.device("cpu"))
 
 
 def who_is_first(group: weft.Group, tokens: int, beside: bool) -> list[bool]:
     """Whether the first product of a call may begin early."""
     seen = []
     case = Case(DEEP, tokens=(tokens,) * group.size)
-    with case.open(group, **BY_EXPERT, overlap="push", gemm="tiled") as layer:
+    with case.open(group, **BY_EXPERT, overlap="gemm_push", gemm="grouped") as layer:
         work = layer._workspace
-        up = work._mlp.up
+        up = work._experts.up
 
-        def watched(weights: ExpertWeights, grouped: RowsByExpert, *, early: bool = True) -> None:
+        def watched(
+            weights: ExpertWeights, rows: RowsByExpert, *, tokens: int, early: bool = True
+        ) -> None:
             seen.append(early)
-            up(weights, grouped, early=early)
+            up(weights, rows, tokens=tokens, early=early)
 
-        work._mlp.up = watched  # type: ignore[method-assign]
-        work.aside._busy = beside  # as on a GPU, where it has a stream of its own
+        work._experts.up = watched  # type: ignore[method-assign]
+        work.side_stream._busy = beside  # as on a GPU, where it has a stream of its own
         layer(*case.of(group.rank, group.device))
         settle(group)
     return seen
@@ -125,9 +127,11 @@ def test_with_many_tokens_the_shared_expert_goes_first(ranks, tokens, beside, ea
 @pytest.mark.parametrize("early", [False, True])
 def test_a_product_that_is_not_early_is_launched_behind(monkeypatch, early):
     asked = []
-    monkeypatch.setattr(tiled_mlp, "grouped_gemm", lambda *_, **given: asked.append(given))
+    monkeypatch.setattr(grouped_experts, "grouped_gemm", lambda *_, **given: asked.append(given))
     device, nothing = torch.device("cpu"), torch.zeros(1)
-    mlp = tiled_mlp.TiledMlp(DEEP, (8, 4), 8, fp8=True, most=4, programmatic=True, device=device)
+    mlp = grouped_experts.GroupedExperts(
+        DEEP, (8, 4), 8, fp8=True, ranks=2, max_tokens=4, programmatic=True, device=device
+    )
     rows = Blocks((nothing, nothing), nothing, nothing, None, None)
-    mlp.up(ExpertWeights.stack(DEEP, []).to_fp8(), rows, early=early)
+    mlp.up(ExpertWeights.stack(DEEP, []).to_fp8(), rows, tokens=4, early=early)
     assert [given["programmatic_launch"] for given in asked] == [early]

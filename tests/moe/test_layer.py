@@ -74,7 +74,7 @@ def test_every_rule(ranks, name, dtype):
 
 
 @pytest.mark.parametrize("name", ["softmax", "gpt-oss"])
-@pytest.mark.parametrize("gemm", ["padded", "loop"])
+@pytest.mark.parametrize("gemm", ["torch"])
 def test_every_way_to_multiply(ranks, gemm, name):
     case = Case(CONFIGS[name], tokens=(5, 7, 0))
     ranks(3, "threads")(rounds, case, {"gemm": gemm})
@@ -83,17 +83,17 @@ def test_every_way_to_multiply(ranks, gemm, name):
 # Dispatch quantises as the reference does, to the bit. A row pushed home as FP8 is rounded to 2^-4
 # of itself at worst, sixteen halves of a bf16 unit.
 WIRES: dict[str, tuple[dict[str, Any], float]] = {
-    "push": ({"combine_by": "push"}, 1.0),
+    "push": ({"combine": "push"}, 1.0),
     "fp8 out": ({"quantize": "fp8"}, 1.0),
     "mxfp8 out": ({"quantize": "mxfp8"}, 1.0),
-    "fp8 both ways": ({"quantize": "fp8", "combine_by": "fp8"}, 16.0 / 5),
+    "fp8 both ways": ({"quantize": "fp8", "combine_dtype": "fp8"}, 16.0 / 5),
     "a map": ({"expert_map": [1, 0, 1, 1, 0, 0, 1, 1]}, 1.0),
     "a rank without experts": ({"expert_map": [1] * 8}, 1.0),
 }
 
 
 @pytest.mark.parametrize("wire", list(WIRES))
-@pytest.mark.parametrize("overlap", ["none", "shared"])
+@pytest.mark.parametrize("overlap", ["none", "shared_expert"])
 def test_every_wire(ranks, overlap, wire):
     options, slack = WIRES[wire]
     case = Case(CONFIGS["deepseek"], tokens=(6, 3, 0))
@@ -130,7 +130,7 @@ def both_overlaps(
     group: weft.Group,
     case: Case,
     options: dict[str, Any],
-    overlaps: tuple[str, ...] = ("none", "shared"),
+    overlaps: tuple[str, ...] = ("none", "shared_expert"),
 ) -> None:
     results = []
     for overlap in overlaps:
@@ -141,7 +141,7 @@ def both_overlaps(
     assert all(torch.equal(bits(results[0]), bits(result)) for result in results[1:])
 
 
-@pytest.mark.parametrize("gemm", ["auto", "padded"])
+@pytest.mark.parametrize("gemm", ["auto", "torch"])
 @pytest.mark.parametrize("name", ["deepseek", "llama"])
 def test_overlap_changes_no_bit(ranks, name, gemm):
     ranks(3, "threads")(both_overlaps, Case(CONFIGS[name], tokens=(9, 0, 4)), {"gemm": gemm})
@@ -152,7 +152,7 @@ def order_of_calls(group: weft.Group, options: dict[str, Any]) -> None:
     case, seen = Case(CONFIGS["deepseek"], tokens=(3, 2)), []
     shared = case.shared(group.device)
     assert shared is not None
-    for overlap in ("none", "shared"):
+    for overlap in ("none", "shared_expert"):
         with case.open(group, overlap=overlap, **options) as layer:
 
             def watched(x: torch.Tensor, layer: weft.MoE = layer) -> torch.Tensor:
@@ -256,19 +256,19 @@ def test_siblings_share_one_workspace(ranks):
 
 def test_processes(ranks):
     """The default device of `weft.launch`: processes, not threads."""
-    ranks(2, "cpu")(rounds, Case(CONFIGS["deepseek"], tokens=(5, 0)), {"overlap": "shared"})
+    ranks(2, "cpu")(rounds, Case(CONFIGS["deepseek"], tokens=(5, 0)), {"overlap": "shared_expert"})
 
 
 def sizes(group: weft.Group) -> None:
     case = Case(replace(CONFIGS["softmax"], dtype=torch.float32), tokens=(4, 4))
-    with case.open(group, gemm="loop") as layer:
+    with case.open(group, gemm="torch") as layer:
         rows = 2 * 4 * 3
         buffers = rows * (2 * 32 + 32 + HIDDEN) * 4
         assert layer.workspace_bytes > buffers
         assert isinstance(layer.exchange, weft.AllToAll)
         assert layer.workspace_bytes == buffers + weft.ExpertGroups.memory_bytes(layer.exchange)
         assert layer.local_experts == tuple(range(EXPERTS))[group.rank * 4 : group.rank * 4 + 4]
-        assert (layer.gemm, layer.config) == ("loop", case.config)
+        assert (layer.gemm, layer.config) == ("torch", case.config)
 
 
 def test_sizes_are_known(ranks):

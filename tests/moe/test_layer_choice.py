@@ -18,14 +18,16 @@ from weft.tuning import table_vote
 
 DEEP = replace(CONFIGS["deepseek"], hidden=WIDER, intermediate=128, shared=128)
 CASE = Case(DEEP, tokens=(4, 0))
-TILED = {"gemm": "tiled", "timeout": 600.0}
+TILED = {"gemm": "grouped", "timeout": 600.0}
 
 
-def table(best: str = "shared", ranks: int = 2, exchange: str = "rank", **sizes: Any) -> LayerTable:
+def table(
+    best: str = "shared_expert", ranks: int = 2, mode: str = "throughput", **sizes: Any
+) -> LayerTable:
     """One of the CPU layer, in which `best` takes least."""
     us = {word: (9.0 if word == best else 20.0 + place,) for place, word in enumerate(OVERLAPS)}
     made = replace(LayerSizes.of(DEEP, gpu="", ranks=2, fp8=False), **sizes)
-    curves = (LayerCurve("rank", "tiled", (4,), us),)
+    curves = (LayerCurve("throughput", "grouped", (4,), us),)
     return LayerTable(made, "small", "2026-01-02", "a machine", "a method", curves)
 
 
@@ -64,16 +66,16 @@ def test_all_ranks_take_what_rank_0s_table_says(ranks, tmp_path, best):
 
 def test_ranks_that_are_processes_agree_too(ranks, tmp_path):
     path = tmp_path / "table.json"
-    path.write_text(table("shared").text())
+    path.write_text(table("shared_expert").text())
     first, second = ranks(2, "cpu")(chosen, {0: path})
     assert first == second
-    assert first[0] == "shared"
+    assert first[0] == "shared_expert"
 
 
 def test_without_a_table_the_rule_of_thumb_says_so(ranks):
     first, second = ranks(2, "threads")(chosen, {})
     assert first == second
-    assert first[:2] == ["push", "rule"]
+    assert first[:2] == ["gemm_push", "rule"]
     assert "no table is near 2 x CPU, 8 experts" in first[2]
 
 
@@ -83,24 +85,28 @@ def explained(group: weft.Group, options: dict[str, Any]) -> Any:
 
 
 def test_what_was_asked_for_is_done_and_what_auto_would_take_is_told(ranks):
-    options = {"overlap": "push", "table": table("shared")}
+    options = {"overlap": "gemm_push", "table": table("shared_expert")}
     for found in ranks(2, "threads")(explained, options):
-        assert (found.overlap, found.auto, found.source) == ("push", "shared", "measured")
+        assert (found.overlap, found.auto, found.source) == (
+            "gemm_push",
+            "shared_expert",
+            "measured",
+        )
         assert found.text.startswith("push, as asked. auto: shared for up to 4 tokens")
-        assert found.us["rank"]["push"] == 22.0
+        assert found.us["throughput"]["gemm_push"] == 22.0
 
 
 @pytest.mark.parametrize(
     ("options", "want", "source"),
     [
-        ({"gemm": "loop"}, "shared", "rule"),  # the table has tiled products
-        ({"exchange": "expert"}, "push", "rule"),
-        ({"max_tokens": 5}, "push", "rule"),  # the table ends at 4
-        ({"combine_by": "fp8"}, "shared", "nearest"),
+        ({"gemm": "torch"}, "shared_expert", "rule"),  # the table has tiled products
+        ({"mode": "low_latency"}, "gemm_push", "rule"),
+        ({"max_tokens": 5}, "gemm_push", "rule"),  # the table ends at 4
+        ({"combine_dtype": "fp8"}, "shared_expert", "nearest"),
     ],
 )
 def test_options_narrow_the_choice(ranks, options, want, source):
-    first, second = ranks(2, "threads")(explained, {"table": table("shared"), **options})
+    first, second = ranks(2, "threads")(explained, {"table": table("shared_expert"), **options})
     assert first == second
     assert (first.overlap, first.source) == (want, source)
 
@@ -110,13 +116,13 @@ def unlike(group: weft.Group, options: list[dict[str, Any]]) -> Any:
 
 
 def test_ranks_that_multiply_in_other_ways_take_what_all_can(ranks):
-    for ways in (("tiled", "loop"), ("loop", "tiled")):
+    for ways in (("grouped", "torch"), ("torch", "grouped")):
         first, second = ranks(2, "threads")(unlike, [{"gemm": way} for way in ways])
         assert first == second
-        assert first.overlap == "shared", "push needs tiled products everywhere"
-    mixed = [{"table": table("shared")}, {"gemm": "loop"}]
+        assert first.overlap == "shared_expert", "push needs tiled products everywhere"
+    mixed = [{"table": table("shared_expert")}, {"gemm": "torch"}]
     for found in ranks(2, "threads")(unlike, mixed):
-        assert (found.overlap, found.source) == ("shared", "nearest")
+        assert (found.overlap, found.source) == ("shared_expert", "nearest")
         assert "not of a gemm of its own on each rank" in found.text
 
 
@@ -132,7 +138,11 @@ FOREIGN: dict[str, dict[str, Any]] = {
     "gpu is '', there 'NVIDIA H200'": {"gpu": "NVIDIA H200"},
 }
 REFUSED: list[tuple[list[dict[str, Any]], type[WeftError], str]] = [
-    ([{"table": table()}, {"table": table("push")}], GeometryMismatch, "the layer table differs"),
+    (
+        [{"table": table()}, {"table": table("gemm_push")}],
+        GeometryMismatch,
+        "the layer table differs",
+    ),
     ([{}, {"table": table()}], GeometryMismatch, "rank 1 has table="),
     ([{}, {"table": "/nowhere/t.json"}], CreationFailed, "/nowhere/t.json"),
     ([{"table": 5}, {}], CreationFailed, "table is a int; pass a LayerTable, or the path"),
@@ -182,7 +192,7 @@ def on_gpus(group: weft.Group) -> None:
     for best in OVERLAPS:
         found = chosen(group, {0: table(best, gpu=name)})
         assert found[:2] == [best, "measured"]
-    assert chosen(group, {})[:2] == ["push", "rule"]
+    assert chosen(group, {})[:2] == ["gemm_push", "rule"]
     with pytest.raises(InvalidArgument, match="there ''"):
         explained(group, {"table": table()})
 

@@ -37,16 +37,16 @@ def built_wrongly(group: weft.Group, config: MoEConfig, options: dict[str, Any])
 PLAIN = CONFIGS["softmax"]
 ODD = replace(PLAIN, intermediate=20)
 WRONG = [
-    (PLAIN, {"overlap": "sbo"}, "overlap is 'sbo'; choose one of 'auto', 'none', 'shared'"),
+    (PLAIN, {"overlap": "sbo"}, "overlap is 'sbo'; choose one of 'auto', 'none', 'shared_expert'"),
     (
         PLAIN,
         {"gemm": "triton"},
-        "gemm is 'triton'; choose one of 'auto', 'tiled', 'padded', 'loop'",
+        "gemm is 'triton'; choose one of 'auto', 'grouped', 'torch', 'torch'",
     ),
-    (PLAIN, {"overlap": "shared"}, "there is nothing to overlap"),
-    (PLAIN, {"gemm": "padded", "max_rows": 0}, "max_rows is 0"),
+    (PLAIN, {"overlap": "shared_expert"}, "there is nothing to overlap"),
+    (PLAIN, {"gemm": "torch", "max_rows": 0}, "max_rows is 0"),
     (PLAIN, {"quantize": "int4"}, "quantize is 'int4'"),
-    (PLAIN, {"combine_by": "choices"}, "choose one of None, 'push', 'fp8'"),
+    (PLAIN, {"combine": "gemm_push"}, "choose one of None, 'gemm_push', 'fp8'"),
     (replace(PLAIN, hidden=12), {}, "multiples of 16 bytes"),
 ]
 
@@ -142,7 +142,7 @@ def test_a_refused_call_sends_nothing(ranks, name):
 
 
 def no_loop_in_a_graph(group: weft.Group, options: dict[str, Any]) -> None:
-    with CASE.open(group, gemm="loop", **options) as layer:
+    with CASE.open(group, gemm="torch", **options) as layer:
         x, logits = CASE.of(group.rank, group.device)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(LayerWorkspace, "capturing", True)
@@ -161,7 +161,7 @@ def test_a_loop_is_not_captured(ranks):
 def few_rows(group: weft.Group) -> None:
     """Entries without a row count as zero and are reported; the next round is whole again."""
     case = CASE.next(config=PLAIN)
-    with case.open(group, max_rows=16, gemm="loop") as layer:
+    with case.open(group, max_rows=16, gemm="torch") as layer:
         x, logits = case.of(group.rank, group.device)
         hot = torch.full_like(logits, -9.0)
         hot[:, :3] = 9.0 - torch.arange(3.0, device=x.device)  # all of rank 0's, 30 rows of 16
@@ -205,7 +205,7 @@ def finished(group: weft.Group, layer: weft.MoE) -> None:
     layer.check()
 
 
-@pytest.mark.parametrize("overlap", ["none", "shared"])
+@pytest.mark.parametrize("overlap", ["none", "shared_expert"])
 def test_an_absent_peer_is_named_in_time(ranks, overlap):
     ranks(2, "threads")(absent, {"overlap": overlap})
 
@@ -234,7 +234,7 @@ def failing_shared(group: weft.Group, options: dict[str, Any]) -> None:
         group.barrier()
 
 
-@pytest.mark.parametrize("overlap", ["none", "shared"])
+@pytest.mark.parametrize("overlap", ["none", "shared_expert"])
 def test_a_shared_expert_that_raises_ends_the_round_everywhere(ranks, overlap):
     ranks(2, "threads")(failing_shared, {"overlap": overlap})
 

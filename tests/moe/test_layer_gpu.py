@@ -38,10 +38,10 @@ def all_rules_and_ways(group: weft.Group) -> None:
         for dtype in WIDTHS:
             rounds(group, Case(replace(config, dtype=dtype), tokens=(9, 4)), {})
     for name in ("softmax", "gpt-oss"):
-        for gemm in ("tiled", "padded", "loop"):
+        for gemm in ("grouped", "torch", "torch"):
             rounds(group, Case(CONFIGS[name], tokens=(5, 0)), {"gemm": gemm})
     half = replace(CONFIGS["gpt-oss"], dtype=torch.float16)
-    rounds(group, Case(half, tokens=(5, 7)), {"gemm": "padded"})
+    rounds(group, Case(half, tokens=(5, 7)), {"gemm": "torch"})
 
 
 def test_rules_and_ways(ranks):
@@ -50,11 +50,11 @@ def test_rules_and_ways(ranks):
 
 def all_wires(group: weft.Group) -> None:
     for options, slack in WIRES.values():
-        for overlap in ("none", "shared"):
+        for overlap in ("none", "shared_expert"):
             case = Case(CONFIGS["deepseek"], tokens=(6, 3))
             rounds(group, case, {**options, "overlap": overlap}, slack)
     for name in ("deepseek", "llama"):
-        for gemm in ("tiled", "padded"):
+        for gemm in ("grouped", "torch"):
             both_overlaps(group, Case(CONFIGS[name], tokens=(9, 4)), {"gemm": gemm})
 
 
@@ -78,7 +78,7 @@ def test_padding_nan_siblings_and_refusals(ranks):
 
 
 def all_failures(group: weft.Group) -> None:
-    for overlap in ("none", "shared"):
+    for overlap in ("none", "shared_expert"):
         absent(group, {"overlap": overlap})
         failing_shared(group, {"overlap": overlap})
     aborted(group, {})
@@ -88,10 +88,12 @@ def test_failures(ranks):
     ranks(2, "cuda")(all_failures)
 
 
-def replayed(group: weft.Group, name: str, gemm: str, overlap: str, exchange: str = "rank") -> None:
+def replayed(
+    group: weft.Group, name: str, gemm: str, overlap: str, mode: str = "throughput"
+) -> None:
     """One graph, replayed with new tokens, routing and counts."""
     case = Case(CONFIGS[name], tokens=(16, 16))
-    with case.open(group, gemm=gemm, overlap=overlap, exchange=exchange) as layer:
+    with case.open(group, gemm=gemm, overlap=overlap, mode=mode) as layer:
         x, logits = case.of(group.rank, group.device)
         count = torch.tensor([16], dtype=torch.int32, device=group.device)
         out = torch.empty_like(x)
@@ -121,11 +123,11 @@ def replayed(group: weft.Group, name: str, gemm: str, overlap: str, exchange: st
 
 
 def all_graphs(group: weft.Group) -> None:
-    for overlap in ("none", "shared"):
-        for gemm in ("tiled", "padded"):
+    for overlap in ("none", "shared_expert"):
+        for gemm in ("grouped", "torch"):
             replayed(group, "deepseek", gemm, overlap)
-    replayed(group, "gpt-oss", "tiled", "none")
-    replayed(group, "llama", "tiled", "shared")
+    replayed(group, "gpt-oss", "grouped", "none")
+    replayed(group, "llama", "grouped", "shared_expert")
 
 
 def test_a_captured_layer_replays_with_any_routing(ranks):
@@ -134,7 +136,7 @@ def test_a_captured_layer_replays_with_any_routing(ranks):
 
 def captured_loop(group: weft.Group) -> None:
     case = Case(CONFIGS["softmax"], tokens=(4,))
-    with case.open(group, gemm="loop") as layer:
+    with case.open(group, gemm="torch") as layer:
         x, logits = case.of(0, group.device)
         layer(x, logits)
         graph = torch.cuda.CUDAGraph()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.moe.tables import SIZES, US, curve, question, table
-from weft.moe import EXCHANGES, OVERLAPS, LayerTable
+from weft.moe import MODES, OVERLAPS, LayerTable
 from weft.moe.choice import LayerChoice, Question, choose
 from weft.tuning.thresholds import HYSTERESIS, Times
 
@@ -18,81 +18,107 @@ BARE = {"none": US["none"]}
 
 
 def test_the_fastest_at_these_tokens_is_taken():
-    assert choose(table(), question(8)).overlap == "shared"
+    assert choose(table(), question(8)).overlap == "shared_expert"
     # 5 us behind at 8 tokens, 5 ahead at 64: the lines cross at 36.
-    assert choose(table(), question(36)).overlap == "shared"
-    assert choose(table(), question(37)).overlap == "push"
-    assert choose(table(), question(512)).overlap == "push"
-    assert choose(table(), question(1)).overlap == "shared", "below, the first size counts"
-    assert choose(table(), question(512, ("none", "shared"))).overlap == "none"
+    assert choose(table(), question(36)).overlap == "shared_expert"
+    assert choose(table(), question(37)).overlap == "gemm_push"
+    assert choose(table(), question(512)).overlap == "gemm_push"
+    assert choose(table(), question(1)).overlap == "shared_expert", "below, the first size counts"
+    assert choose(table(), question(512, ("none", "shared_expert"))).overlap == "none"
 
 
-@pytest.mark.parametrize(("push", "want"), [(40.9, "push"), (41.3, "shared")])
+@pytest.mark.parametrize(("gemm_push", "want"), [(40.9, "gemm_push"), (41.3, "shared_expert")])
 def test_push_begins_where_no_other_is_surely_faster(push, want):
-    us = {"none": (50.0, 60.0, 90.0), "shared": (40.0, 55.0, 85.0), "push": (push, 54.9, 84.9)}
+    us = {
+        "none": (50.0, 60.0, 90.0),
+        "shared_expert": (40.0, 55.0, 85.0),
+        "gemm_push": (push, 54.9, 84.9),
+    }
     assert {choose(table(curve(us=us)), question(n)).overlap for n in (1, 8, 64, 512)} == {want}
 
 
 def test_a_choice_says_what_it_took_and_what_the_others_would_take():
     found = choose(table(), question(64))
-    assert (found.auto, found.source) == ("push", "measured")
-    assert found.us == {"rank": {"none": 60.0, "shared": 55.0, "push": 50.0}}
+    assert (found.auto, found.source) == ("gemm_push", "measured")
+    assert found.us == {"throughput": {"none": 60.0, "shared": 55.0, "gemm_push": 50.0}}
     assert "push for up to 64 tokens a rank: 50.0 us, shared 55.0, none 60.0." in found.text
     assert "Measured 2026-01-02 on a machine: a model. a method." in found.text
     assert "change needs" not in found.text
     assert "as asked" in replace(found, overlap="none").text
-    close = {"none": (50.0, 60.0), "shared": (51.0, 59.0)}
+    close = {"none": (50.0, 60.0), "shared_expert": (51.0, 59.0)}
     near = choose(table(curve(tokens=(8, 64), us=close)), question(64))
     assert near.overlap == "none"
     assert "none for up to 64 tokens a rank: 60.0 us, shared 59.0; a change needs 3%" in near.text
 
 
 def test_the_other_exchange_is_told_but_not_taken():
-    both = table(curve("expert", us={"shared": (1.0, 2.0, 3.0)}), curve())
+    both = table(curve("low_latency", us={"shared_expert": (1.0, 2.0, 3.0)}), curve())
     found = choose(both, question(64))
-    assert found.overlap == "push"
-    assert list(found.us) == ["rank", "expert"]
-    assert "exchange 'expert': shared 2.0" in found.text
-    assert choose(both, question(64, exchange="expert")).us["expert"] == {"shared": 2.0}
-    assert choose(both, question(64, ("none", "shared"), exchange="expert")).overlap == "shared"
+    assert found.overlap == "gemm_push"
+    assert list(found.us) == ["throughput", "low_latency"]
+    assert "mode 'low_latency': shared 2.0" in found.text
+    assert choose(both, question(64, mode="low_latency")).us["low_latency"] == {"shared": 2.0}
+    assert (
+        choose(both, question(64, ("none", "shared_expert"), mode="low_latency")).overlap
+        == "shared_expert"
+    )
 
 
 def test_times_of_other_products_are_not_this_layers():
     slow: dict[str, Times] = {"none": (500.0, 600.0, 900.0)}
-    mixed = table(curve(gemm="padded", us=slow), curve(), curve("expert", "padded", us=slow))
+    mixed = table(curve(gemm="torch", us=slow), curve(), curve("low_latency", "torch", us=slow))
     assert choose(mixed, question(64)).us == {
-        "rank": {"none": 60.0, "shared": 55.0, "push": 50.0},
-        "expert": {"none": 600.0},
+        "throughput": {"none": 60.0, "shared": 55.0, "gemm_push": 50.0},
+        "low_latency": {"none": 600.0},
     }
-    found = choose(mixed, question(64, ("none", "push"), gemm="padded"))
-    assert (found.overlap, found.source, found.us["rank"]) == ("none", "measured", {"none": 600.0})
+    found = choose(mixed, question(64, ("none", "gemm_push"), gemm="torch"))
+    assert (found.overlap, found.source, found.us["throughput"]) == (
+        "none",
+        "measured",
+        {"none": 600.0},
+    )
 
 
 def test_what_was_read_in_its_stead_is_said():
     wide = replace(SIZES, ranks=8, experts=256)
     found = choose(table(), question(64, sizes=wide))
-    assert (found.overlap, found.source) == ("push", "nearest")
+    assert (found.overlap, found.source) == ("gemm_push", "nearest")
     assert "Read from 4 x NVIDIA H200, 128 experts" in found.text
     assert "this is 8 x NVIDIA H200, 256 experts" in found.text
     few = choose(table(), question(2))
-    assert (few.source, few.us["rank"]["shared"]) == ("nearest", 40.0)
+    assert (few.source, few.us["throughput"]["shared_expert"]) == ("nearest", 40.0)
     assert "Times are those of 8 tokens" in few.text
-    other = choose(table(), question(64, ("none", "shared"), unusual="combine_by='fp8'"))
+    other = choose(table(), question(64, ("none", "shared_expert"), unusual="combine_dtype='fp8'"))
     assert other.source == "nearest"
-    assert "those of the defaults, not of combine_by='fp8'" in other.text
+    assert "those of the defaults, not of combine_dtype='fp8'" in other.text
 
 
 @pytest.mark.parametrize(
     ("given", "asked", "want", "words"),
     [
-        (None, question(64), "push", "no table is near 4 x NVIDIA H200"),
-        (None, question(1024), "push", "weft tune layer"),
-        (None, question(1025), "shared", "no table is near"),
-        (None, question(1025, ("none", "push")), "none", "no table is near"),
-        (None, question(64, ("none", "shared"), exchange="expert"), "shared", "exchange 'expert'"),
-        (table(), question(513), "push", "the table ends at 512 tokens a rank"),
-        (table(), question(64, gemm="padded"), "push", "no times of exchange 'rank' with padded"),
-        (table(curve(us=BARE)), question(64, ("shared", "push")), "push", "times of shared, push"),
+        (None, question(64), "gemm_push", "no table is near 4 x NVIDIA H200"),
+        (None, question(1024), "gemm_push", "weft tune layer"),
+        (None, question(1025), "shared_expert", "no table is near"),
+        (None, question(1025, ("none", "gemm_push")), "none", "no table is near"),
+        (
+            None,
+            question(64, ("none", "shared_expert"), mode="low_latency"),
+            "shared_expert",
+            "mode 'low_latency'",
+        ),
+        (table(), question(513), "gemm_push", "the table ends at 512 tokens a rank"),
+        (
+            table(),
+            question(64, gemm="torch"),
+            "gemm_push",
+            "no times of mode 'throughput' with padded",
+        ),
+        (
+            table(curve(us=BARE)),
+            question(64, ("shared_expert", "gemm_push")),
+            "gemm_push",
+            "times of shared, push",
+        ),
     ],
 )
 def test_without_times_the_rule_of_thumb_chooses(given, asked, want, words):
@@ -100,13 +126,13 @@ def test_without_times_the_rule_of_thumb_chooses(given, asked, want, words):
     assert (found.overlap, found.source) == (want, "rule")
     assert "by a rule of thumb" in found.text
     assert words in found.text
-    if asked.gemm == "padded":
+    if asked.gemm == "torch":
         assert found.us == {}, "times of other products are not this layer's"
 
 
 def test_where_there_is_one_there_is_nothing_to_choose():
-    found = choose(table(), question(4096, ("push",)))
-    assert (found.overlap, found.source) == ("push", "only one")
+    found = choose(table(), question(4096, ("gemm_push",)))
+    assert (found.overlap, found.source) == ("gemm_push", "only one")
 
 
 @st.composite
@@ -128,9 +154,9 @@ def test_what_is_chosen_can_be_had_and_no_rival_is_surely_faster(drawn):
     assert found == choose(LayerTable.of_json(json.loads(given_.text()), "a copy"), asked)
     assert found.overlap == found.auto
     assert found.overlap in asked.able
-    assert found.us == {"rank": times.times_at(asked.max_tokens)}
+    assert found.us == {"throughput": times.times_at(asked.max_tokens)}
     if found.source != "rule":
-        assert found.overlap in found.us["rank"], "what was not measured there is not taken"
+        assert found.overlap in found.us["throughput"], "what was not measured there is not taken"
         assert (found.source == "measured") == (asked.max_tokens >= times.tokens[0])
     if asked.max_tokens not in times.tokens:
         return
@@ -154,12 +180,12 @@ def faster(one: float | None, other: float | None) -> bool:
 
 
 def test_what_was_refused_at_some_sizes_is_not_taken_there():
-    gaps = table(curve(us={"push": (None, 50.0, None), "none": (None, None, 90.0)}))
+    gaps = table(curve(us={"gemm_push": (None, 50.0, None), "none": (None, None, 90.0)}))
     assert choose(gaps, question(8)).source == "rule"
-    assert choose(gaps, question(64)).overlap == "push"
+    assert choose(gaps, question(64)).overlap == "gemm_push"
     assert choose(gaps, question(65)).source == "rule", "push has ended, none not begun"
     assert choose(gaps, question(512)).overlap == "none"
-    assert choose(gaps, question(512)).us == {"rank": {"none": 90.0}}
+    assert choose(gaps, question(512)).us == {"throughput": {"none": 90.0}}
 
 
 @given(tables(), st.integers(-3, 3))
@@ -175,6 +201,6 @@ def test_only_ratios_decide(drawn, power):
 
 
 def test_words_of_a_choice_are_plain():
-    found = LayerChoice("push", "push", "rule", {}, "push by a rule.", "")
+    found = LayerChoice("throughput", "gemm_push", "gemm_push", "rule", {}, "push by a rule.", "")
     assert found.text == "push by a rule."
-    assert set(EXCHANGES) == {"rank", "expert"}
+    assert set(MODES) == {"throughput", "low_latency"}

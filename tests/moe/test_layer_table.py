@@ -58,43 +58,45 @@ def test_far_is_named(words, changes):
 def test_the_nearest_shipped_table_is_read(monkeypatch, tmp_path):
     deep = MODELS["deepseek-v3"]
 
-    def read(ranks: int, exchange="rank", gemm="tiled", fp8=True, gpu="NVIDIA H200", config=deep):
+    def read(
+        ranks: int, mode="throughput", gemm="grouped", fp8=True, gpu="NVIDIA H200", config=deep
+    ):
         sizes = LayerSizes.of(config, gpu=gpu, ranks=ranks, fp8=fp8)
-        found = LayerTable.shipped(sizes, exchange, gemm)
+        found = LayerTable.shipped(sizes, mode, gemm)
         return found and found.sizes.ranks
 
     assert read(8) == 4, "32 experts a rank, as 4 ranks of 128 have"
     assert read(4) == 4
-    assert read(8, "expert") == read(4, "expert") == 4
+    assert read(8, "low_latency") == read(4, "low_latency") == 4
     assert read(2) == 2, "GLM's, with 64 experts a rank"
     assert read(1) is None, "256 experts a rank are more than twice 64"
     for unlike in (
         {"gpu": "NVIDIA B200"},
         {"fp8": False},
-        {"exchange": "expert", "gemm": "padded"},
-        {"gemm": "padded"},
+        {"mode": "low_latency", "gemm": "torch"},
+        {"gemm": "torch"},
         {"config": MODELS["qwen3-30b-a3b"]},
     ):
         assert read(8, **unlike) is None, unlike
     monkeypatch.setattr("weft.moe.table.SHIPPED", tmp_path)
     for name, model in (("b", "second"), ("a", "first")):
         (tmp_path / f"{name}.json").write_text(replace(table(), model=model).text())
-    found = LayerTable.shipped(SIZES, "rank", "tiled")
+    found = LayerTable.shipped(SIZES, "throughput", "grouped")
     assert found is not None
     assert found.model == "first", "of equally near ones the first by name"
 
 
-def record_of(found: LayerTable, exchange: str) -> dict[str, Any]:
+def record_of(found: LayerTable, mode: str) -> dict[str, Any]:
     """What was recorded of the run that a table's times come from."""
     kind = "2xH200-2026-11-21" if found.model == "deepseek-v3" else "models-2xH200-2026-11-21"
-    kind = "exchanges-4xH200-2026-11-22" if found.sizes.ranks == 4 else kind
+    kind = "modes-4xH200-2026-11-22" if found.sizes.ranks == 4 else kind
     path = BENCHMARKS / f"layer-{kind}.json"
     found_there = json.loads(path.read_text())
     records: list[dict[str, Any]] = found_there if isinstance(found_there, list) else [found_there]
     for record in records:
         settings = record["settings"]
-        is_of = settings["model"], settings["dtype"], settings["exchange"]
-        if is_of == (found.model, found.sizes.dtype, exchange):
+        is_of = settings["model"], settings["dtype"], settings["mode"]
+        if is_of == (found.model, found.sizes.dtype, mode):
             return record
     raise AssertionError(f"{path.name} has no {found.model} in {found.sizes.dtype}")
 
@@ -105,7 +107,7 @@ def test_shipped_tables_are_the_records():
     for path in paths:
         found = LayerTable.load(path)
         for times in found.curves:
-            record = record_of(found, times.exchange)
+            record = record_of(found, times.mode)
             got = {
                 (tokens, word): us
                 for word, column in times.us.items()
@@ -129,13 +131,13 @@ def test_shipped_tables_are_the_records():
         told = "docs/measuring.md says push at every size"
         for each in found.curves:
             asked = range(1, each.tokens[-1] + 1)
-            given = {"exchange": each.exchange, "sizes": found.sizes, "able": tuple(each.us)}
+            given = {"mode": each.mode, "sizes": found.sizes, "able": tuple(each.us)}
             chosen = [choose(found, question(n, **given)) for n in asked]
-            assert {choice.overlap for choice in chosen} == {"push"}, told
+            assert {choice.overlap for choice in chosen} == {"gemm_push"}, told
 
 
 def test_files_keep_everything(tmp_path):
-    found = table(curve(us={"none": (None, 60.25, 90.0)}), curve("expert"))
+    found = table(curve(us={"none": (None, 60.25, 90.0)}), curve("low_latency"))
     path = tmp_path / "table.json"
     path.write_text(found.text())
     assert LayerTable.load(path) == found
@@ -149,13 +151,13 @@ def test_files_keep_everything(tmp_path):
         ({"format": "weft all-reduce table 1"}, "all-reduce table 1"),
         ({"date": ""}, "needs date"),
         ({"curves": []}, "curves are of []"),
-        ({"curves": [{}]}, "exchange"),
-        ({"curves": [asdict(curve()), asdict(curve())]}, "each exchange and gemm once"),
+        ({"curves": [{}]}, "mode"),
+        ({"curves": [asdict(curve()), asdict(curve())]}, "each mode and gemm once"),
         ({"ranks": 0}, "at least 1"),
         ({"hidden": 71.5}, "71.5 stands where a whole number"),
         ({"shared": -1}, "shared at least 0"),
         ({"dtype": "fp4"}, ", ".join(DTYPES)),
-        ({"exchange": "token"}, "choose one of rank, expert"),
+        ({"mode": "token"}, "choose one of rank, expert"),
         ({"tokens": [8, 8, 512]}, "rising"),
         ({"us": {}}, "one name"),
         ({"us": {"later": [1.0, 2.0, 3.0]}}, "overlap is 'later'"),

@@ -19,15 +19,15 @@ DEEP = replace(CONFIGS["deepseek"], hidden=WIDER, intermediate=128, shared=128)
 BIASED = replace(CONFIGS["gpt-oss"], hidden=WIDER, intermediate=128)
 MODES: dict[str, dict[str, Any]] = {
     "none": {"overlap": "none"},
-    "shared": {"overlap": "shared"},
-    "push": {"overlap": "push"},
+    "shared_expert": {"overlap": "shared_expert"},
+    "gemm_push": {"overlap": "gemm_push"},
 }
 
 
 def modes_of(config: weft.moe.MoEConfig, gemm: str) -> dict[str, dict[str, Any]]:
-    left_out = {"push"} if gemm != "tiled" else set()
+    left_out = {"gemm_push"} if gemm != "grouped" else set()
     if not config.shared:
-        left_out.add("shared")
+        left_out.add("shared_expert")
     return {name: given for name, given in MODES.items() if name not in left_out}
 
 
@@ -59,30 +59,30 @@ def one_result(group: weft.Group, case: Case, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("config", [DEEP, BIASED], ids=["deepseek", "gpt-oss"])
 @pytest.mark.parametrize(
     "options",
-    [{"gemm": "tiled"}, {"gemm": "tiled", "fp8": True}, {"gemm": "loop"}],
+    [{"gemm": "grouped"}, {"gemm": "grouped", "fp8": True}, {"gemm": "torch"}],
     ids=["bf16", "fp8", "torch"],
 )
 def test_every_overlap_gives_the_same_bits(ranks, options, config, kind):
-    if kind != "threads" and (config is BIASED or options["gemm"] == "loop"):
+    if kind != "threads" and (config is BIASED or options["gemm"] == "torch"):
         pytest.skip("once with processes is enough")
     ranks(3, kind)(one_result, Case(config, tokens=(9, 0, 4)), options)
 
 
-@pytest.mark.parametrize("gemm", ["padded", "loop"])
+@pytest.mark.parametrize("gemm", ["torch"])
 def test_overlaps_with_torchs_products(ranks, gemm):
     ranks(2, "threads")(one_result, Case(DEEP, tokens=(5, 7)), {"gemm": gemm})
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_a_rank_without_experts(ranks, fp8):
-    options = {"gemm": "tiled", "fp8": fp8, "expert_map": [1] * EXPERTS}
+    options = {"gemm": "grouped", "fp8": fp8, "expert_map": [1] * EXPERTS}
     ranks(2, "threads")(one_result, Case(DEEP, tokens=(5, 7)), options)
 
 
 def few_rows(group: weft.Group, given: dict[str, Any]) -> None:
     """Rows that find no room count as nothing, and are not what lay there before."""
     case = Case(replace(DEEP, shared=0), tokens=(16, 16))
-    with case.open(group, gemm="tiled", max_rows=8, **given) as layer:
+    with case.open(group, gemm="grouped", max_rows=8, **given) as layer:
         x, logits = case.of(group.rank, group.device)
         poison(layer)
         out = layer(x, logits)
@@ -93,20 +93,20 @@ def few_rows(group: weft.Group, given: dict[str, Any]) -> None:
     group.barrier()
 
 
-@pytest.mark.parametrize("overlap", ["none", "push"])
+@pytest.mark.parametrize("overlap", ["none", "gemm_push"])
 def test_rows_without_room(ranks, overlap):
     ranks(2, "threads")(few_rows, {"overlap": overlap})
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"overlap": "sideways"}, "choose one of"),
-    ({"overlap": "push", "combine_by": "push", "gemm": "tiled"}, "leave combine_by out"),
-    ({"overlap": "none", "combine_by": "choices"}, "choose one of None, 'push', 'fp8'"),
-    ({"overlap": "none", "combine_by": "pull"}, "choose one of None, 'push', 'fp8'"),
-    ({"overlap": "push", "gemm": "loop"}, "use gemm='tiled'"),
-    ({"fp8": True, "gemm": "loop"}, "no FP8 weights"),
+    ({"overlap": "push", "combine": "push", "gemm": "grouped"}, "leave combine_by out"),
+    ({"overlap": "none", "combine": "gemm_push"}, "choose one of None, 'gemm_push', 'fp8'"),
+    ({"overlap": "none", "combine": "pull"}, "choose one of None, 'gemm_push', 'fp8'"),
+    ({"overlap": "gemm_push", "gemm": "torch"}, "use gemm='grouped'"),
+    ({"fp8": True, "gemm": "torch"}, "no FP8 weights"),
     ({"fp8": True, "quantize": "mxfp8"}, "takes FP8 rows"),
-    ({"gemm": "tiled", "quantize": "fp8"}, "needs FP8 weights"),
+    ({"gemm": "grouped", "quantize": "fp8"}, "needs FP8 weights"),
 ]
 
 
@@ -123,13 +123,13 @@ def test_refusals(ranks, options, words):
 def chosen(group: weft.Group) -> None:
     plain = replace(DEEP, shared=0)
     for config, options, want in (
-        (DEEP, {}, "shared"),
+        (DEEP, {}, "shared_expert"),
         (plain, {}, "none"),
-        (DEEP, {"gemm": "tiled"}, "push"),
-        (plain, {"fp8": True}, "push"),
-        (DEEP, {"gemm": "tiled", "combine_by": "fp8"}, "shared"),
-        (DEEP, {"gemm": "tiled", "exchange": "expert"}, "push"),
-        (DEEP, {"gemm": "tiled", "max_tokens": 1025}, "shared"),
+        (DEEP, {"gemm": "grouped"}, "gemm_push"),
+        (plain, {"fp8": True}, "gemm_push"),
+        (DEEP, {"gemm": "grouped", "combine_dtype": "fp8"}, "shared_expert"),
+        (DEEP, {"gemm": "grouped", "mode": "low_latency"}, "gemm_push"),
+        (DEEP, {"gemm": "grouped", "max_tokens": 1025}, "shared_expert"),
     ):
         with Case(config, tokens=(4,)).open(group, **options) as layer:
             assert layer.overlap == want
@@ -150,7 +150,12 @@ def wrong_weights(group: weft.Group) -> None:
         weft.MoE(group, DEEP, plain, max_tokens=4, shared=case.shared(group.device), fp8=True)
     with pytest.raises(InvalidArgument, match="gate_up"):
         weft.MoE(
-            group, DEEP, plain.to_fp8(), max_tokens=4, shared=case.shared(group.device), gemm="loop"
+            group,
+            DEEP,
+            plain.to_fp8(),
+            max_tokens=4,
+            shared=case.shared(group.device),
+            gemm="torch",
         )
 
 

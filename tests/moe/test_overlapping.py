@@ -13,7 +13,7 @@ from tests.moe.layers import Case
 from tests.moe.overlapping import CONFIG, MODES, Layers, Plan, Step, odd, odd_round, replay
 from weft.moe import Expert
 
-TILED: dict[str, Any] = {"gemm": "tiled"}
+TILED: dict[str, Any] = {"gemm": "grouped"}
 WEIGHTS = {"bf16": TILED, "fp8": {**TILED, "fp8": True, "quantize": "fp8"}}
 SOUND = dict.fromkeys(MODES, 0)
 
@@ -32,13 +32,13 @@ def test_late_ranks_and_odd_routing(ranks, top_k, rows, faults):
 def spoiled(group: weft.Group, how: str) -> dict[str, int]:
     """Something is wrong in a round: the counter must say so."""
     case = Case(CONFIG, (4,) * group.size)
-    with Layers(group, case, ("push",), TILED) as layers:
-        step = Step(layers, "push", 4, poison=True)
-        other = layers.others["push"]
+    with Layers(group, case, ("gemm_push",), TILED) as layers:
+        step = Step(layers, "gemm_push", 4, poison=True)
+        other = layers.others["gemm_push"]
         if how == "another shared expert":
             other._shared = Expert.seeded(CONFIG, 98, shared=True)
         elif how == "a product that stores nothing":
-            vars(other._workspace._mlp)["push"] = lambda weights: None
+            vars(other._workspace._experts)["push"] = lambda weights: None
         else:
             for layer in (layers.plain, other):
                 layer._shared = lambda x: torch.full_like(x, torch.nan)
@@ -52,7 +52,7 @@ def spoiled(group: weft.Group, how: str) -> dict[str, int]:
     "how", ["another shared expert", "a product that stores nothing", "NaN in both"]
 )
 def test_what_is_wrong_is_counted(ranks, how):
-    assert all(told["push"] > 0 for told in ranks(2, "threads")(spoiled, how))
+    assert all(told["gemm_push"] > 0 for told in ranks(2, "threads")(spoiled, how))
 
 
 def test_odd_rounds_meet_the_edges_of_a_block():

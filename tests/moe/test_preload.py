@@ -14,7 +14,7 @@ from weft.gemm import GemmPlan, WgmmaPlan, choice, reference
 from weft.gemm.hopper import Kind
 from weft.gemm.plan import FP8
 from weft.gemm.request import Request
-from weft.moe import MODELS, ExpertWeights, MoEConfig, tiled_mlp
+from weft.moe import MODELS, ExpertWeights, MoEConfig, grouped_experts
 
 BIASED, PLAIN = MODELS["gpt-oss-120b"], MODELS["qwen3-30b-a3b"]
 DTYPES = [(dtype, fp8) for dtype in (torch.bfloat16, torch.float16) for fp8 in (False, True)]
@@ -31,8 +31,8 @@ class Rows:
     rows: tuple[torch.Tensor, ...]
     counts: torch.Tensor
     offsets: torch.Tensor
-    home: torch.Tensor
-    broken: torch.Tensor | None
+    dst_addr: torch.Tensor
+    abort_flag: torch.Tensor | None
 
     @property
     def x(self) -> torch.Tensor:
@@ -74,9 +74,9 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> set[Kind]:
         assert programmatic
         kinds.update(wanted)
 
-    for module in (tiled_mlp, choice):
+    for module in (grouped_experts, choice):
         monkeypatch.setattr(module, "is_hopper", lambda device: device is not None)
-    monkeypatch.setattr(tiled_mlp, "preload", preload)
+    monkeypatch.setattr(grouped_experts, "preload", preload)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     return kinds
 
@@ -111,19 +111,21 @@ def test_no_call_needs_a_kernel_that_was_not_loaded(
     for hidden, inner in SIZES:
         if fp8 and (hidden % 128 or inner % 128):
             continue
-        config = replace(model, dtype=dtype, hidden=hidden, intermediate=inner)
+        routing = replace(model.routing, top_k=1)  # and so a row of each expert for each token
+        config = replace(model, routing=routing, dtype=dtype, hidden=hidden, intermediate=inner)
         rows = (experts, 8) if masked else (24,)
         options: dict[str, Any] = {"fp8": fp8, "programmatic": True, "device": torch.device("cpu")}
-        options["pushes"] = pushes
+        options |= {"gemm_push": pushes, "ranks": config.routing.num_experts}
         weights = weights_of(config, experts, fp8=fp8)
         grouped = rows_of(config, rows, experts, fp8=fp8)
         for most in MOST:
             loaded.clear()
             used.clear()
-            layer = tiled_mlp.TiledMlp(config, rows, experts, most=most, **options)
+            layer = grouped_experts.GroupedExperts(
+                config, rows, experts, max_tokens=most, **options
+            )
             for hint in (hint for hint in HINTS if hint <= most):
-                layer.expect(hint)
-                layer.up(weights, grouped)
+                layer.up(weights, grouped, tokens=hint)
                 if not pushes:
                     layer.down(weights)
                 layer.push(weights)

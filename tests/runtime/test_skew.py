@@ -21,11 +21,11 @@ from tests.rounds import Round, bits
 
 MODES: dict[str, dict[str, Any]] = {
     "pull": {},
-    "push": {"combine_by": "push"},
-    "fp8": {"combine_by": "fp8", "quantize": "fp8"},
+    "push": {"combine": "push"},
+    "fp8": {"combine_dtype": "fp8", "quantize": "fp8"},
     "mxfp8": {"quantize": "mxfp8"},
-    "halves": {"halves": True},
-    "halves-fp8": {"halves": True, "combine_by": "fp8", "quantize": "fp8"},
+    "split_phase": {"split_phase": True},
+    "halves-fp8": {"split_phase": True, "combine_dtype": "fp8", "quantize": "fp8"},
     "few-sms": {"num_sms": 16},
     "mapped": {"expert_map": [7 * e % 64 // 8 for e in range(64)]},
     "stats": {"stats": 4},
@@ -62,7 +62,7 @@ class Step:
                 self.weights.cpu(),
                 a2a.placement,
                 ranks=a2a.ep_size,
-                combine_by=options.get("combine_by", "pull"),
+                combine_dtype=options.get("combine_dtype"),
             )
         ).to(self.device)
         # One rank is late, and another one later in the round.
@@ -75,9 +75,9 @@ class Step:
             delay(self.device, self.pauses[point])
 
     def __call__(self, wrong: torch.Tensor) -> None:
-        a2a, halves = self.a2a, self.options.get("halves", False)
+        a2a, split_phase = self.a2a, self.options.get("split_phase", False)
         self.pause(0)
-        if halves:
+        if split_phase:
             a2a.dispatch_send(self.x, self.ids, self.weights)
             self.pause(1)
             received = a2a.dispatch_recv()
@@ -85,7 +85,7 @@ class Step:
             received = a2a.dispatch(self.x, self.ids, self.weights, stats=self.stats)
             self.pause(1)
         a2a.output().copy_(self.experts(received))
-        if halves:
+        if split_phase:
             a2a.combine_send()
             self.pause(2)
             out = a2a.combine_recv()

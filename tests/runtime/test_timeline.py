@@ -10,7 +10,7 @@ import torch
 
 import weft
 from tests.patience import hurry
-from tests.rounds import Round
+from tests.rounds import Round, combining
 from weft.errors import OutOfOrder, PeerTimeout
 from weft.memory.header import HEADER_BYTES, RING_TIMELINES, Header, Timeline
 from weft.runtime.timeline import DEFINE, Span, read_timeline, summarise, wait_times
@@ -47,7 +47,7 @@ def run(a2a: weft.AllToAll, rounds: int, *, late_rank: int | None = None) -> Non
 
 
 def spans_of(group: weft.Group, rounds: int, way: str) -> list[Span]:
-    with make(group, DEFINE, combine_by=way) as a2a:
+    with make(group, DEFINE, **combining(way)) as a2a:
         run(a2a, rounds)
         group.barrier()  # the ranks read each other's
         own = read_timeline(a2a._workspace)
@@ -81,17 +81,17 @@ def test_every_round_is_there_and_its_stamps_are_in_order(ranks, kind, way, roun
 
 
 def test_halves_make_one_span(ranks):
-    for spans in ranks(2, "cpu")(halves):
+    for spans in ranks(2, "cpu")(split_phase):
         assert [span.phase for span in spans] == ["dispatch", "combine"] * 3
         for span in spans:
             assert span.start_ns <= span.sent_ns <= span.published_ns
             assert span.published_ns + LATE * 1e9 <= min(span.arrived_ns) <= span.end_ns
 
 
-def halves(group: weft.Group) -> list[Span]:
+def split_phase(group: weft.Group) -> list[Span]:
     case = Round(tokens=(8, 3))
     x, ids, weights, _ = case.of(group.rank, group.device)
-    with make(group, DEFINE, halves=True) as a2a:
+    with make(group, DEFINE, split_phase=True) as a2a:
         for _ in range(3):
             a2a.dispatch_send(x, ids, weights)
             time.sleep(LATE)

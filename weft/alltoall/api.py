@@ -45,10 +45,11 @@ class AllToAll(Placed):
     quantize: None, or "fp8" (one fp32 scale for 128 columns) or "mxfp8" (one power of two for 32):
         dispatch takes the first payload as x `[tokens, hidden]` of dtype and delivers FP8 numbers
         and scales, quantised on the way.
-    combine_by: "pull": owners read peers' rows (exact, the default); "push": the experts' ranks
-        write them home (exact); "fp8": they write them as FP8 with a scale for 128 columns;
-        "choices": every expert's row comes home by itself, weighed there (exact, `ExpertGroups`).
-    halves: also build `dispatch_send` .. `combine_recv`.
+    combine: "pull": a token's owner reads its rows from the ranks that made them (the default);
+        "push": those ranks store them at the owner; "gemm_push": the kernel that makes an expert's
+        row stores it at the owner (`Grouped.dst_addr`), which weighs and sums. All are exact.
+    combine_dtype: None: rows travel in dtype; "fp8": pushed as FP8, a scale for 128 columns.
+    split_phase: also build `dispatch_send` .. `combine_recv`.
     stats: int32 numbers of its own that each rank tells all ranks in every dispatch; default none.
     num_sms: SMs that the kernels may fill; default all. Up to 32, the bulk copy engine moves rows.
     programmatic_launch: let a short kernel take its place on the GPU while its predecessor in the
@@ -74,8 +75,9 @@ class AllToAll(Placed):
         timeout: float = 2.0,
         first_timeout: float = 120.0,
         quantize: str | None = None,
-        combine_by: str = "pull",
-        halves: bool = False,
+        combine: str | None = None,
+        combine_dtype: str | None = None,
+        split_phase: bool = False,
         stats: int = 0,
         num_sms: int | None = None,
         programmatic_launch: bool = True,
@@ -87,7 +89,7 @@ class AllToAll(Placed):
         problem: Exception | None = None
         try:
             limits = seconds("timeout", timeout), seconds("first_timeout", first_timeout)
-            flags(halves=halves, programmatic_launch=programmatic_launch, profile=profile)
+            flags(split_phase=split_phase, programmatic_launch=programmatic_launch, profile=profile)
             self._geometry = Geometry.of(
                 ranks=group.size,
                 max_tokens=max_tokens,
@@ -98,11 +100,12 @@ class AllToAll(Placed):
                 payloads=payloads,
                 expert_map=expert_map,
                 quantize=quantize,
-                combine_by=combine_by,
+                combine=combine,
+                combine_dtype=combine_dtype,
                 stats=stats,
             )
             defines = (*_defines, *((DEFINE,) if profile else ()))
-            build = Build(num_sms, programmatic_launch, halves, defines)
+            build = Build(num_sms, programmatic_launch, split_phase, defines)
             entries = load_entries(
                 group.device, group.rank, self._geometry.shape, self._geometry.layout, build
             )
@@ -162,12 +165,12 @@ class AllToAll(Placed):
         Row `[s, t]` must hold the sum over this rank's experts of token t of source s, weighted by
         the received weights; rows whose ids are all -1 are never read. Write it between dispatch
         and combine only: from combine until the next dispatch has returned (on a GPU: has run in
-        the stream) peers may still be reading it. There is none with combine_by="choices".
+        the stream) peers may still be reading it. There is none with combine="gemm_push".
         """
         self._check_open()
         if self._geometry.shape.way == "choices":
             raise InvalidArgument(
-                "output() of an all-to-all with combine_by='choices': every row goes to its home "
+                "output() of an all-to-all with combine='gemm_push': every row goes to its home "
                 "by itself, see ExpertGroups"
             )
         return self._workspace.output
@@ -311,8 +314,10 @@ class AllToAll(Placed):
     def _check_halves(self, name: str) -> None:
         library.refuse_halves(name)
         self._check_open()
-        if not self._build.halves:
-            raise InvalidArgument(f"{name} of an all-to-all built without halves; pass halves=True")
+        if not self._build.split_phase:
+            raise InvalidArgument(
+                f"{name} of an all-to-all built without split_phase; pass split_phase=True"
+            )
 
     @property
     def _watched(self) -> Watched:

@@ -40,19 +40,19 @@ class Build:
 
     num_sms: SMs that the kernels may fill; None for all. Up to 32, the bulk engine moves the rows.
     programmatic: launch short kernels with programmatic dependent launch.
-    halves: also build each phase as send and receive.
+    split_phase: also build each phase as send and receive.
     defines: macros for the compiler.
     """
 
     num_sms: int | None = None
     programmatic: bool = True
-    halves: bool = False
+    split_phase: bool = False
     defines: Sequence[str] = ()
 
     def few(self, shape: Shape) -> bool:
         """Does the bulk engine move the rows?"""
         granted = self.num_sms is not None and self.num_sms <= FEW
-        return granted and not self.halves and _fits_bulk(shape)
+        return granted and not self.split_phase and _fits_bulk(shape)
 
 
 class Entries(Protocol):
@@ -76,7 +76,7 @@ class CpuEntries:
         table = (ctypes.c_uint64 * len(layout.expected())).in_dll(library, "weft_layout")
         layout.verify(list(table))
         self._functions: dict[str, Any] = {}
-        for name, door in doors(halves=True, few=False).items():
+        for name, door in doors(split_phase=True, few=False).items():
             function = getattr(library, name)
             function.restype = None
             function.argtypes = (ctypes.POINTER(STRUCTS[door.struct]),)
@@ -99,7 +99,12 @@ class CudaEntries:
         self._device = torch.cuda.current_device()
         self._sms, self._shape, few = build.num_sms or available, shape, build.few(shape)
         image = compile_cuda(
-            shape, rank, current_arch(), halves=build.halves, few=few, defines=build.defines
+            shape,
+            rank,
+            current_arch(),
+            split_phase=build.split_phase,
+            few=few,
+            defines=build.defines,
         )
         self._module = CudaModule(image, name="alltoall")
         layout.verify(self._table("weft_layout"))
@@ -107,13 +112,13 @@ class CudaEntries:
         with self._module.own_stream() as stream:
             measure(Site(base=layout.share_bytes), (1, 1, 1), 1, stream)
         layout.verify_code(self._table("weft_measured"))
-        self._shared = dict.fromkeys(doors(halves=build.halves, few=few), 0)
+        self._shared = dict.fromkeys(doors(split_phase=build.split_phase, few=few), 0)
         if few:
             rings = self._table("weft_shared")
             self._shared = {"dispatch": rings[0], "combine": rings[1]}
         self._few, self._whole = few, self._sms == available
         self._launchers: dict[tuple[str, bool], Launcher] = {}
-        for name, door in doors(halves=build.halves, few=few).items():
+        for name, door in doors(split_phase=build.split_phase, few=few).items():
             function = self._module.function(name, shared=self._shared[name])
             for early in {False, build.programmatic}:
                 self._launchers[name, early] = Launcher(
@@ -177,7 +182,7 @@ class CudaEntries:
             return self._module.occupancy(name, threads, shared=self._shared[name])
 
         if self._few:
-            threads = doors(halves=False, few=True)[name].threads
+            threads = doors(split_phase=False, few=True)[name].threads
             found = Plan(workers=self._sms, chunks=1, threads=threads)
         elif name == "dispatch_receive" or (name == "combine_send" and not pushes):
             found = Plan(workers=1, chunks=1, threads=64)  # flags only

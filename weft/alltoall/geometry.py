@@ -14,12 +14,14 @@ from weft.errors import InvalidArgument
 from weft.memory.wire import JSON
 from weft.placement import Placement
 from weft.runtime.check import check_alignment, check_tensor, check_tokens
-from weft.shape import MAX_PLANES, MAX_ROW_BYTES, NUMBERS, WAYS, Shape, size
+from weft.shape import MAX_PLANES, MAX_ROW_BYTES, NUMBERS, Shape, size
 
 SCALES = {
     "fp8": lambda hidden: Payload((hidden // 128,), torch.float32),
     "mxfp8": lambda hidden: Payload((hidden // 32,), torch.float8_e8m0fnu),
 }
+COMBINES = ("pull", "push", "gemm_push")
+COMBINE_DTYPES = (None, "fp8")
 QUANTISED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 
@@ -50,7 +52,8 @@ class Geometry:
         payloads: Sequence[Payload] | None = None,
         expert_map: Sequence[int] | torch.Tensor | None = None,
         quantize: str | None = None,
-        combine_by: str = "pull",
+        combine: str | None = None,
+        combine_dtype: str | None = None,
         stats: int = 0,
     ) -> Geometry:
         """Raises InvalidArgument naming the argument, its value and what it may be."""
@@ -59,7 +62,7 @@ class Geometry:
         hidden, stats = size("hidden", hidden), size("stats", stats)
         dtype = one_of("dtype", dtype, NUMBERS)
         quantize = one_of("quantize", quantize, (None, *SCALES))
-        combine_by = one_of("combine_by", combine_by, WAYS)
+        way = combine_way(combine, combine_dtype)
         inputs = (Payload((hidden,), dtype),) if payloads is None else declared(payloads)
         arriving = _arriving(inputs, hidden, dtype, quantize)
         shape = Shape(
@@ -70,7 +73,7 @@ class Geometry:
             hidden=hidden,
             number=NUMBERS[dtype],
             row_bytes=tuple(p.row_bytes for p in arriving),
-            way=combine_by,
+            way=way,
             quant=quantize or "none",
             mapped=expert_map is not None,
             stats=stats,
@@ -102,7 +105,7 @@ class Geometry:
             "dtype": str(self.dtype),
             "payloads": [f"{list(p.shape)} {p.dtype}" for p in self.payloads],
             "quantize": s.quant,
-            "combine_by": s.way,
+            "combine": s.way,
             "stats": s.stats,
             "expert_map": list(self.placement.ranks),
         }
@@ -167,6 +170,23 @@ class Geometry:
             check_tensor("stats", stats, shape=(size,), dtypes=number, device=device)
 
 
+def combine_way(combine: str | None, combine_dtype: str | None) -> str:
+    """How the Shape says that rows are combined, from what callers say.
+
+    Raises InvalidArgument for words that are none, and for FP8 rows that nobody pushes.
+    """
+    one_of("combine", combine, (None, *COMBINES))
+    one_of("combine_dtype", combine_dtype, COMBINE_DTYPES)
+    if combine_dtype is None:
+        return {None: "pull", "gemm_push": "choices"}.get(combine, combine or "pull")
+    if combine not in (None, "push"):
+        raise InvalidArgument(
+            f"combine_dtype is {combine_dtype!r}, combine {combine!r}: rows become FP8 where they "
+            "are pushed: use combine='push', or leave it out"
+        )
+    return "fp8"
+
+
 def memory_bytes(
     *,
     ranks: int,
@@ -177,7 +197,8 @@ def memory_bytes(
     dtype: torch.dtype = torch.bfloat16,
     payloads: Sequence[Payload] | None = None,
     quantize: str | None = None,
-    combine_by: str = "pull",
+    combine: str | None = None,
+    combine_dtype: str | None = None,
     stats: int = 0,
 ) -> int:
     """Bytes of symmetric memory that each rank will allocate, before anything is allocated.
@@ -193,7 +214,8 @@ def memory_bytes(
         dtype=dtype,
         payloads=payloads,
         quantize=quantize,
-        combine_by=combine_by,
+        combine=combine,
+        combine_dtype=combine_dtype,
         stats=stats,
     )
     return geometry.layout.share_bytes

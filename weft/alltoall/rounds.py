@@ -144,7 +144,7 @@ class Rounds:
             refuse_tensor("y", y)
         if y is not None and self._geometry.shape.way == "choices" and y.numel():
             raise InvalidArgument(
-                "y in an all-to-all with combine_by='choices': every row goes to its home by "
+                "y in an all-to-all with combine='gemm_push': every row goes to its home by "
                 "itself, with ExpertGroups.send or from the kernel that makes it"
             )
         if y is None or y is output:

@@ -23,10 +23,10 @@ class Door:
     per_sm: int = 1
 
 
-def doors(*, halves: bool, few: bool) -> dict[str, Door]:
+def doors(*, split_phase: bool, few: bool) -> dict[str, Door]:
     """The entries of an all-to-all, by name.
 
-    halves: also each phase as send and receive.   few: move rows with the bulk engine.
+    split_phase: also each phase as send and receive.   few: move rows with the bulk engine.
     """
     if few:
         return {
@@ -38,7 +38,7 @@ def doors(*, halves: bool, few: bool) -> dict[str, Door]:
         "dispatch": Door("DispatchArgs", "dispatch<S>", per_sm=2),
         "combine": Door("CombineArgs", "combine<S, rank>"),
     }
-    if halves:
+    if split_phase:
         for part, cpp in SPLIT_PARTS.items():
             found[f"dispatch_{part}"] = Door(
                 "DispatchArgs", f"dispatch<S, weft::PhasePart::{cpp}>", per_sm=2
@@ -49,7 +49,7 @@ def doors(*, halves: bool, few: bool) -> dict[str, Door]:
     return found
 
 
-def cuda_source(shape: Shape, rank: int, *, halves: bool = False, few: bool = False) -> str:
+def cuda_source(shape: Shape, rank: int, *, split_phase: bool = False, few: bool = False) -> str:
     """The generated CUDA entries of a Shape on one rank."""
     lines = [
         f"#include <weft/alltoall/{'dispatch_combine_tma' if few else 'combine'}.cuh>",
@@ -67,7 +67,7 @@ def cuda_source(shape: Shape, rank: int, *, halves: bool = False, few: bool = Fa
             'extern "C" __device__ const weft::u64 weft_shared[] = '
             "{sizeof(weft::RowRing<S>), sizeof(weft::PieceRing<S>)};"
         )
-    for name, door in doors(halves=halves, few=few).items():
+    for name, door in doors(split_phase=split_phase, few=few).items():
         lines += [
             f'extern "C" __global__ void __launch_bounds__({door.threads}, {door.per_sm})',
             f"{name}(const __grid_constant__ weft::{door.struct} a) {{ weft::{door.call}(a); }}",
@@ -82,7 +82,7 @@ def cpu_source(shape: Shape) -> str:
         f"constexpr weft::Shape S = {shape.literal()};",
         "WEFT_EXPORT(S, );",
     ]
-    for name, door in doors(halves=True, few=False).items():
+    for name, door in doors(split_phase=True, few=False).items():
         call = door.call.replace("S, rank", "S")
         lines.append(
             f'extern "C" void {name}(const weft::{door.struct}* a) {{ weft::{call}(*a); }}'
@@ -95,13 +95,13 @@ def compile_cuda(
     rank: int,
     arch: str,
     *,
-    halves: bool = False,
+    split_phase: bool = False,
     few: bool = False,
     defines: Sequence[str] = (),
 ) -> bytes:
     """The cubin of all kernels; needs no GPU. Raises CompileError showing the entries."""
     return compile_cubin(
-        cuda_source(shape, rank, halves=halves, few=few),
+        cuda_source(shape, rank, split_phase=split_phase, few=few),
         name="alltoall",
         arch=arch,
         options=CUDA_OPTIONS,

@@ -31,8 +31,8 @@ from weft.errors import CreationFailed, InvalidArgument
 from weft.memory import Group
 from weft.moe import (
     CLAMPED_SWIGLU,
-    EXCHANGES,
     MODELS,
+    MODES,
     OVERLAPS,
     LayerTable,
     MoE,
@@ -62,11 +62,11 @@ class LayerCase(Case):
     """Whole MoE layers, by overlap.
 
     model: one of LAYER_MODELS.   experts: of the layer, or None for the model's own number.
-    dtype: of the experts' weights, "bf16" or "fp8".   exchange: as in MoE.
+    dtype: of the experts' weights, "bf16" or "fp8".   mode: as in MoE.
     overlaps: words of `weft.MoE`; none: all that it offers, less those that this layer refuses.
     routing: "uniform", "perfect", "zipf" or "zipf:EXPONENT".
     shared: with the model's shared expert.   stages: also time the layer's parts, each alone.
-    gemm, max_rows, quantize, combine_by: as in MoE; None leaves the choice to it.
+    gemm, max_rows, quantize, combine_dtype: as in MoE; None leaves the choice to it.
     table: path of the table that "auto" would choose by; None: the one that came with weft.
     """
 
@@ -77,7 +77,7 @@ class LayerCase(Case):
 
     model: str = "deepseek-v3"
     overlaps: tuple[str, ...] = ()
-    exchange: str = "rank"
+    mode: str = "throughput"
     routing: str = "uniform"
     dtype: str = "bf16"
     experts: int | None = None
@@ -86,7 +86,7 @@ class LayerCase(Case):
     gemm: str = "auto"
     max_rows: int | None = None
     quantize: str | None = None
-    combine_by: str | None = None
+    combine_dtype: str | None = None
     table: str | None = None
 
     def __post_init__(self) -> None:
@@ -94,7 +94,7 @@ class LayerCase(Case):
         choose(
             model=(self.model, LAYER_MODELS),
             dtype=(self.dtype, WEIGHT_DTYPES),
-            exchange=(self.exchange, EXCHANGES),
+            mode=(self.mode, MODES),
             routing=(parse_routing(self.routing)[0], ROUTINGS),
             quantize=(self.quantize, (None, *QUANTIZE)),
         )
@@ -102,9 +102,9 @@ class LayerCase(Case):
             choose(overlap=(word, OVERLAPS))
         size("ranks", self.ranks)
         size("tokens", max(self.tokens))
-        if self.stages and self.exchange != "rank":
+        if self.stages and self.mode != "throughput":
             raise InvalidArgument(
-                f"stages are those of exchange 'rank'; this one is {self.exchange!r}: time it whole"
+                f"stages are those of mode 'throughput'; this one is {self.mode!r}: time it whole"
             )
         if self.experts is not None and self.experts < self.ranks:
             raise InvalidArgument(f"{self.experts} experts on {self.ranks} ranks; give each one")
@@ -142,13 +142,13 @@ class LayerCase(Case):
     @property
     def fp8_back(self) -> bool:
         """Do rows come home as FP8?"""
-        return self.combine_by == "fp8"
+        return self.combine_dtype == "fp8"
 
     def moe_options(self, overlap: str, tokens: int) -> dict[str, Any]:
         """What `weft.MoE` is built with, beside its weights."""
         options: dict[str, Any] = {
             "max_tokens": tokens,
-            "exchange": self.exchange,
+            "mode": self.mode,
             "overlap": overlap,
             "gemm": self.gemm,
             "max_rows": self.max_rows,
@@ -158,8 +158,8 @@ class LayerCase(Case):
             "programmatic_launch": self.programmatic_launch,
             "timeout": 30.0,  # ranks that share cores may be late without being dead
         }
-        if self.combine_by is not None:
-            options["combine_by"] = self.combine_by
+        if self.combine_dtype is not None:
+            options["combine_dtype"] = self.combine_dtype
         if self.dtype == "fp8":
             options["fp8"] = True  # which makes FP8 of the tokens, too
         return options
@@ -171,8 +171,8 @@ class LayerCase(Case):
         return (
             f"{self.model}: {self.ranks} ranks, hidden {config.hidden}, intermediate "
             f"{config.intermediate}, top {config.routing.top_k} of {config.routing.num_experts}, "
-            f"{self.dtype} experts, {shared}, routing {self.routing}, rows by {self.exchange}, "
-            f"{self.wire or 'bf16'} out, back by {self.combine_by or 'default'}"
+            f"{self.dtype} experts, {shared}, routing {self.routing}, rows by {self.mode}, "
+            f"{self.wire or 'bf16'} out, {self.combine_dtype or self.dtype} back"
         )
 
     def session(self, group: Group) -> LayerSession:
@@ -339,8 +339,8 @@ class LayerInputs:
     def bound(self, wanted: torch.Tensor) -> float:
         """The largest difference that roundings on the way explain."""
         largest = max(1.0, float(wanted.abs().max()))
-        halves = HALVES_FP8_BACK if self.case.fp8_back else HALVES
-        rounding = halves * torch.finfo(self.case.config.dtype).eps / 2 * largest
+        split_phase = HALVES_FP8_BACK if self.case.fp8_back else HALVES
+        rounding = split_phase * torch.finfo(self.case.config.dtype).eps / 2 * largest
         part = FP8_PART * float(wanted.abs().max()) if self.case.dtype == "fp8" else 0.0
         return rounding + part
 
@@ -388,7 +388,7 @@ class LayerTrial:
 
     def __init__(self, inputs: LayerInputs, layer: MoE) -> None:
         self.inputs, self.layer, self.group = inputs, layer, inputs.group
-        self.graph = layer.gemm != "loop"  # which waits for the host
+        self.graph = layer.gemm != "torch"  # which waits for the host
 
     def call(self) -> None:
         """What is timed: from logits to output."""

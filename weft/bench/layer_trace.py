@@ -74,7 +74,7 @@ def trace_layers(path: Path, case: LayerCase) -> str | None:
     """Run the largest size once more, profiled, in every mode, and write one call of each.
 
     Returns what a check found wrong, or None. Raises InvalidArgument for another exchange than
-    "rank", and where the profiler kept no kernels or clocks cannot be aligned; and what
+    "throughput", and where the profiler kept no kernels or clocks cannot be aligned; and what
     `weft.launch` raises.
     """
     check_traced(case)
@@ -96,9 +96,9 @@ def trace_layers(path: Path, case: LayerCase) -> str | None:
 
 def check_traced(case: LayerCase) -> None:
     """Raises InvalidArgument for a layer whose kernels keep no such marks."""
-    if case.exchange != "rank":
+    if case.mode != "throughput":
         raise InvalidArgument(
-            f"a trace shows layers of exchange 'rank'; this one is {case.exchange!r}: its "
+            f"a trace shows layers of mode 'throughput'; this one is {case.mode!r}: its "
             "kernels are those of weft bench lowlatency --trace"
         )
 

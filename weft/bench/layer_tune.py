@@ -19,7 +19,7 @@ from weft.bench.machine import measured_on
 from weft.bench.report import Spread, us_text
 from weft.bench.run import Report, run
 from weft.errors import InvalidArgument
-from weft.moe import EXCHANGES, LayerTable
+from weft.moe import MODES, LayerTable
 from weft.moe.choice import overlap_bands
 from weft.moe.table import LayerCurve, LayerSizes
 
@@ -36,22 +36,22 @@ class Tuned:
     refused: tuple[str, ...]
 
 
-def tune(case: LayerCase, exchanges: Sequence[str], *, quiet: bool = False) -> Tuned:
-    """Measure every overlap with each exchange; case: all but the exchange.
+def tune(case: LayerCase, modes: Sequence[str], *, quiet: bool = False) -> Tuned:
+    """Measure every overlap with each mode; case: all but the mode.
 
-    Raises InvalidArgument for an exchange that does not exist or options that no table has, and
+    Raises InvalidArgument for an mode that does not exist or options that no table has, and
     what `weft.launch` raises.
     """
-    check_tunable(case, exchanges)
+    check_tunable(case, modes)
     reports: list[Report] = []
     refused: list[str] = []
-    for exchange in exchanges:
-        report = run(replace(case, exchange=exchange), quiet=quiet)
-        refused += [f"exchange {exchange}, {text}" for text in _gathered(report.refused)]
+    for mode in modes:
+        report = run(replace(case, mode=mode), quiet=quiet)
+        refused += [f"mode {mode}, {text}" for text in _gathered(report.refused)]
         if report.nothing_served:
-            continue  # this layer does not have the exchange, and says so
+            continue  # this layer does not have the mode, and says so
         if report.problem is not None:
-            return Tuned(None, f"exchange {exchange}, {report.problem}", tuple(refused))
+            return Tuned(None, f"mode {mode}, {report.problem}", tuple(refused))
         reports.append(report)
     if not reports:
         return Tuned(None, "; ".join(refused), tuple(refused))
@@ -59,7 +59,7 @@ def tune(case: LayerCase, exchanges: Sequence[str], *, quiet: bool = False) -> T
 
 
 def table_of(reports: Sequence[Report]) -> LayerTable:
-    """The table of runs that differ by their exchange.
+    """The table of runs that differ by their mode.
 
     Raises InvalidArgument where GPUs of several kinds took part.
     """
@@ -86,7 +86,7 @@ def curve_of(report: Report) -> LayerCurve:
     tokens = tuple(sorted({each.tokens for each in report.measurements}))
     us = {word: tuple(found.get((word, size)) for size in tokens) for word in words}
     gemm = report.measurements[0].facts["gemm"]
-    return LayerCurve(_case(report).exchange, gemm, tokens, us)
+    return LayerCurve(_case(report).mode, gemm, tokens, us)
 
 
 def _case(report: Report) -> LayerCase:
@@ -98,7 +98,7 @@ def print_table(console: Console, table: LayerTable, refused: Sequence[str]) -> 
     """Print every curve, and below it what "auto" makes of it."""
     console.print(table.origin, style="dim")
     for curve in table.curves:
-        console.print(f"\n{table.sizes.text}; rows by {curve.exchange}, {curve.gemm} products")
+        console.print(f"\n{table.sizes.text}; rows by {curve.mode}, {curve.gemm} products")
         grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False)
         grid.add_column("us")
         for tokens in curve.tokens:
@@ -130,13 +130,13 @@ def _gathered(refused: Sequence[str]) -> list[str]:
     return [f"{word}, {', '.join(sizes)} tokens: {why}" for (word, why), sizes in found.items()]
 
 
-def check_tunable(case: LayerCase, exchanges: Sequence[str]) -> None:
+def check_tunable(case: LayerCase, modes: Sequence[str]) -> None:
     """Raises InvalidArgument for what no table can say."""
-    for exchange in exchanges:
-        choose(exchange=(exchange, EXCHANGES))
-    if not exchanges or len(set(exchanges)) != len(exchanges):
-        raise InvalidArgument(f"exchanges are {', '.join(exchanges) or 'none'}: name each once")
-    for name in ("quantize", "combine_by", "max_rows"):
+    for mode in modes:
+        choose(mode=(mode, MODES))
+    if not modes or len(set(modes)) != len(modes):
+        raise InvalidArgument(f"modes are {', '.join(modes) or 'none'}: name each once")
+    for name in ("quantize", "combine_dtype", "max_rows"):
         if getattr(case, name) is not None:
             raise InvalidArgument(
                 f"{name} is {getattr(case, name)!r}; a table is of the default: leave it out"

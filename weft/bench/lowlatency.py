@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from weft.bench.run import Measurement, Report
 
 QUANTIZE = ("fp8",)
-WAYS = ("push", "fp8")  # of rows home
+COMBINE_DTYPES = (None, "fp8")
 GROUP_SIZE = 128  # columns that share a scale
 TRACED_ROUNDS = 32  # as many as are kept
 
@@ -43,7 +43,7 @@ class LowCase(Case):
     """Pairs of dispatch and combine, expert-major.
 
     max_tokens: capacity, or None for the largest size.  routing: as in `routing.make_ids`.
-    quantize: "fp8" or None.  scale, reduce, combine_by, halves: as in LowLatencyAllToAll.
+    quantize: "fp8" or None.  scale, reduce, combine_dtype, split_phase: as in LowLatencyAllToAll.
     profile: time kernels that keep a trace.
     """
 
@@ -60,8 +60,8 @@ class LowCase(Case):
     quantize: str | None = "fp8"
     scale: str = "fp32_row"
     reduce: str = "receiver"
-    combine_by: str = "push"
-    halves: bool = False
+    combine_dtype: str | None = None
+    split_phase: bool = False
     profile: bool = False
     model: str | None = None
 
@@ -70,7 +70,7 @@ class LowCase(Case):
         choose(
             dtype=(self.dtype, tuple(DTYPES)),
             quantize=(self.quantize, (None, *QUANTIZE)),
-            combine_by=(self.combine_by, WAYS),
+            combine_dtype=(self.combine_dtype, COMBINE_DTYPES),
         )
         fit(self.tokens, self.max_tokens)
         # Both refuse what cannot be, before any rank is started.
@@ -91,11 +91,11 @@ class LowCase(Case):
     def options(self) -> dict[str, Any]:
         """What changes the meaning, as LowLatencyAllToAll takes it."""
         return {
-            "quant": self.quantize,
+            "quantize": self.quantize,
             "group_size": GROUP_SIZE,
             "scale": self.scale,
             "reduce": self.reduce,
-            "combine_by": self.combine_by,
+            "combine_dtype": self.combine_dtype,
             "dtype": DTYPES[self.dtype],
         }
 
@@ -114,7 +114,7 @@ class LowCase(Case):
     @property
     def fp8_back(self) -> bool:
         """Do rows come home as FP8?"""
-        return self.combine_by == "fp8"
+        return self.combine_dtype == "fp8"
 
     def title(self) -> str:
         """The sizes and options in words."""
@@ -217,7 +217,7 @@ class LowSession:
             timeout=30.0,  # ranks that share cores may be late without being dead
             num_sms=case.num_sms,
             programmatic_launch=case.programmatic_launch,
-            halves=case.halves,
+            split_phase=case.split_phase,
             profile=case.profile,
             **case.options,
         )
@@ -300,7 +300,7 @@ class LowTrial:
             self.weights,
             self.a2a.placement,
             reduce=self.case.reduce,
-            combine_by=self.case.combine_by,
+            combine_dtype=self.case.combine_dtype,
         )
         return unlike_row("sum", self.group.rank, self.out, wanted)
 
@@ -316,7 +316,7 @@ class LowTrial:
             self.a2a.placement,
             rank=self.group.rank,
             max_tokens=self.a2a.max_tokens,
-            quant=self.case.quantize,
+            quantize=self.case.quantize,
             group_size=GROUP_SIZE,
             scale=self.case.scale,
         )

@@ -40,7 +40,8 @@ EXCHANGES: dict[str, type[AllToAll] | type[CollectiveAllToAll]] = {
 }
 BACKENDS = tuple(EXCHANGES)
 PAYLOADS = ("bf16", "fp8")
-WAYS = ("pull", "push", "fp8")  # AllToAll's combine_by
+COMBINES = ("pull", "push")
+COMBINE_DTYPES = (None, "fp8")
 QUANTIZE = ("fp8", "mxfp8")  # AllToAll's quantize
 SCALE_GROUP = 128  # elements of an fp8 payload that share one float32 scale
 _SCALE_BYTES = {"fp8": 4 / SCALE_GROUP, "mxfp8": 1 / 32}  # of a row's element
@@ -59,7 +60,7 @@ class MoECase(Case):
     routing: as in `routing.make_ids`.
     payload: "bf16" sends rows of `dtype`; "fp8" sends float8_e4m3fn with float32 scales per 128.
     dtype: type of the rows that come back.
-    combine_by, quantize: as in AllToAll.  halves: also time the four halves of a pair.  All three
+    combine, combine_dtype, quantize: as in AllToAll.  split_phase: also time its phases.  All three
     are the one-sided backend's alone; what stands beside it runs without (`of_backend`).
     """
 
@@ -75,9 +76,10 @@ class MoECase(Case):
     dtype: str = "bf16"
     payload: str = "bf16"
     max_tokens: int | None = None
-    combine_by: str = "pull"
+    combine: str | None = None
+    combine_dtype: str | None = None
     quantize: str | None = None
-    halves: bool = False
+    split_phase: bool = False
     model: str | None = None
 
     def __post_init__(self) -> None:
@@ -85,7 +87,8 @@ class MoECase(Case):
         choose(
             payload=(self.payload, PAYLOADS),
             dtype=(self.dtype, tuple(DTYPES)),
-            combine_by=(self.combine_by, WAYS),
+            combine=(self.combine, (None, *COMBINES)),
+            combine_dtype=(self.combine_dtype, COMBINE_DTYPES),
             quantize=(self.quantize, (None, *QUANTIZE)),
         )
         for backend in self.backends:
@@ -93,7 +96,7 @@ class MoECase(Case):
         if not self.backends:
             raise InvalidArgument("nothing to measure: pass at least one backend")
         fit(self.tokens, self.max_tokens)
-        fp8 = self.payload == "fp8" or self.quantize or self.combine_by == "fp8"
+        fp8 = self.payload == "fp8" or self.quantize or self.combine_dtype == "fp8"
         if fp8 and self.hidden % SCALE_GROUP:
             raise InvalidArgument(
                 f"hidden is {self.hidden}; fp8 rows have one scale per {SCALE_GROUP}: "
@@ -103,8 +106,13 @@ class MoECase(Case):
             raise InvalidArgument(
                 f"quantize is {self.quantize!r} and the payload is fp8 already: choose one of them"
             )
-        asked = {"combine_by": self.combine_by != "pull", "quantize": self.quantize is not None}
-        for name, given in (asked | {"halves": self.halves, "beside": bool(self.beside)}).items():
+        asked = {
+            name: getattr(self, name) is not None
+            for name in ("combine", "combine_dtype", "quantize")
+        }
+        for name, given in (
+            asked | {"split_phase": self.split_phase, "beside": bool(self.beside)}
+        ).items():
             if given and "onesided" not in self.backends:
                 raise InvalidArgument(
                     f"{name} is {getattr(self, name)!r} and the backends are "
@@ -113,7 +121,8 @@ class MoECase(Case):
         Geometry.of(
             ranks=self.ranks,
             **self.arguments(max(self.tokens)),
-            combine_by=self.combine_by,
+            combine=self.combine,
+            combine_dtype=self.combine_dtype,
             quantize=self.quantize,
         )
         make_ids(self, max(self.tokens), 0)
@@ -148,7 +157,9 @@ class MoECase(Case):
 
     def plain(self) -> MoECase:
         """The same sizes and payload without the options of the one-sided backend."""
-        return replace(self, combine_by="pull", quantize=None, halves=False, beside=None)
+        return replace(
+            self, combine=None, combine_dtype=None, quantize=None, split_phase=False, beside=None
+        )
 
     @property
     def rival(self) -> MoECase | None:
@@ -175,13 +186,18 @@ class MoECase(Case):
     @property
     def returned_bytes(self) -> int:
         """Bytes that combine brings home of one token from one rank."""
-        kind = "fp8" if self.combine_by == "fp8" else None
+        kind = self.combine_dtype
         return row_bytes(self.hidden, self.out_dtype.itemsize, kind)
+
+    @property
+    def pulls(self) -> bool:
+        """Do owners read their rows, instead of being sent them?"""
+        return self.combine_dtype is None and self.combine != "push"
 
     @property
     def fp8_back(self) -> bool:
         """Do rows come home as FP8?"""
-        return self.combine_by == "fp8"
+        return self.combine_dtype == "fp8"
 
     @property
     def wire(self) -> str:
@@ -192,7 +208,7 @@ class MoECase(Case):
             out = f"{self.quantize} + scales out, quantised by dispatch"
         else:
             out = f"{self.dtype} out"
-        back = {"pull": "", "push": " (pushed)", "fp8": " (pushed)"}[self.combine_by]
+        back = "" if self.pulls else " (pushed)"
         what = "fp8 + scales" if self.fp8_back else self.dtype
         return f"{out}, {what} back{back}"
 
@@ -201,7 +217,7 @@ class MoECase(Case):
         options = [
             *([f"{self.num_sms} SMs"] if self.num_sms else []),
             *(["no programmatic launch"] if not self.programmatic_launch else []),
-            *(["also in halves"] if self.halves else []),
+            *(["also in halves"] if self.split_phase else []),
             *([f"beside matmul {self.matmul_size}^3"] if self.beside else []),
         ]
         name = f"{self.model}: " if self.model else ""
@@ -219,7 +235,7 @@ class MoECase(Case):
         """A half that only tells or only waits moves nothing."""
         case = self.of_backend(found.variant)
         sent, returned = case.sent_bytes, case.returned_bytes
-        carrier = "combine_recv" if case.combine_by == "pull" else "combine_send"
+        carrier = "combine_recv" if case.pulls else "combine_send"
         known = {"dispatch": sent, "dispatch_send": sent, "combine": returned, carrier: returned}
         row = sent + returned if phase == "pair" else known.get(phase, 0)
         return found.facts["chosen"] * row, found.facts["wire"] * row
@@ -261,7 +277,7 @@ class MoECase(Case):
         """Write a timeline; see `trace.py`."""
         from weft.bench.trace import trace
 
-        return trace(path, replace(self, halves=False, beside=None))
+        return trace(path, replace(self, split_phase=False, beside=None))
 
 
 class MoESession:
@@ -307,8 +323,12 @@ class MoESession:
                 # Ranks that share cores may be late without being dead.
                 own = {"timeout": 30.0, "num_sms": case.num_sms, "profile": self._profile}
                 own["programmatic_launch"] = case.programmatic_launch
-                own["combine_by"], own["quantize"] = case.combine_by, case.quantize
-                own["halves"] = case.halves
+                own |= {
+                    "combine": case.combine,
+                    "combine_dtype": case.combine_dtype,
+                    "quantize": case.quantize,
+                }
+                own["split_phase"] = case.split_phase
             self._exchange = kind(self._group, **case.arguments(key[1]), **own)
             self._key = key
         return self._exchange
@@ -355,7 +375,7 @@ class MoETrial:
             self.inputs.weights,
             self.placement,
             ranks=group.size,
-            combine_by=case.combine_by,
+            combine_dtype=case.combine_dtype,
         )
 
     def calls(self) -> Calls:
@@ -365,7 +385,7 @@ class MoETrial:
 
     def _halves(self) -> dict[str, Step]:
         exchange, inputs = self.exchange, self.inputs
-        if not (self.case.halves and isinstance(exchange, AllToAll)):
+        if not (self.case.split_phase and isinstance(exchange, AllToAll)):
             return {}
         return {
             "dispatch_send": lambda: exchange.dispatch_send(
@@ -379,9 +399,9 @@ class MoETrial:
     def check(self) -> str | None:
         """Send a round through poisoned memory. With halves, a second one goes through these."""
         problem = self._check_calls(self._dispatch, self._combine)
-        if not (halves := list(self._halves().values())):
+        if not (split_phase := list(self._halves().values())):
             return problem
-        send, receive, give, fetch = halves
+        send, receive, give, fetch = split_phase
 
         def dispatch() -> Received:
             send()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, get_args
+from typing import Annotated, Any, TypeAlias
 
 import typer
 
@@ -26,9 +26,8 @@ from weft.cli.options import (
 )
 from weft.errors import InvalidArgument
 from weft.lowlatency.shape import REDUCES, SCALES
-from weft.moe import EXCHANGES, MODELS, OVERLAPS
-from weft.moe.overlap import HOMES
-from weft.moe.products import Way
+from weft.moe import MODELS, MODES, OVERLAPS
+from weft.moe.plan import GEMMS
 
 bench = typer.Typer(
     add_completion=False, help="Check, then time, weft's operations; without a name, moe."
@@ -54,7 +53,7 @@ Experts = Annotated[int | None, typer.Option(help="experts on all ranks [256]")]
 Routing = Annotated[str, choice(ROUTINGS, _ROUTE, free=True)]
 Dtype = Annotated[str, choice(tuple(DTYPES), "{}: of rows that come back")]
 NumSms = Annotated[int | None, typer.Option(min=1, help="SMs that the kernels may fill")]
-Halves = Annotated[bool, typer.Option("--halves", help="with send and receive apart")]
+Halves = Annotated[bool, typer.Option("--split-phase", help="with send and receive apart")]
 Graph = Annotated[bool, typer.Option("--graph/--eager", help="CUDA graphs or calls")]
 Pdl = Annotated[bool, typer.Option("--pdl/--no-pdl", help="programmatic dependent launch")]
 Cold = Annotated[bool, typer.Option("--cold", help="also time calls after a flush of the caches")]
@@ -79,7 +78,7 @@ Weights = Annotated[str, choice(layer.WEIGHT_DTYPES, "{}: the experts' weights")
 LayerRouting = Annotated[str, choice(layer.ROUTINGS, "{} or zipf:EXPONENT", free=True)]
 LayerExperts = Annotated[int | None, typer.Option(min=1, help="experts of the layer [the model's]")]
 Shared = Annotated[bool, typer.Option(help="with the model's shared expert")]
-Gemm = Annotated[str, choice(get_args(Way), "how the experts multiply: {}")]
+Gemm = Annotated[str, choice(GEMMS, "how the experts multiply: {}")]
 Epilogue = "{}: what follows the sum"
 
 
@@ -99,11 +98,12 @@ def bench_moe(
     payload: Annotated[
         str, choice(moe.PAYLOADS, "{}: rows of --dtype, or float8 rows and scales")
     ] = "bf16",
-    combine_by: Annotated[str, choice(moe.WAYS, "{}: how one-sided rows come home")] = "pull",
+    combine: Annotated[_Text, choice(moe.COMBINES, "{}: who moves one-sided rows back")] = None,
+    combine_dtype: Annotated[_Text, choice(("fp8",), "{}: rows travel back as FP8")] = None,
     quantize: Annotated[
         _Text, choice(moe.QUANTIZE, "{}: the one-sided dispatch quantises rows of --dtype")
     ] = None,
-    halves: Halves = False,
+    split_phase: Halves = False,
     graph: Graph = True,
     cold: Cold = False,
     num_sms: NumSms = None,
@@ -132,9 +132,10 @@ def bench_moe(
         backends=words(f"{backend},collective" if peers else backend),
         dtype=dtype,
         payload=payload,
-        combine_by=combine_by,
+        combine=combine,
+        combine_dtype=combine_dtype,
         quantize=quantize,
-        halves=halves,
+        split_phase=split_phase,
         cold=cold,
         num_sms=num_sms,
         beside=beside,
@@ -157,8 +158,8 @@ def bench_lowlatency(
     quantize: Annotated[str, choice(("none", *lowlatency.QUANTIZE), "{}: rows out")] = "fp8",
     scale: Annotated[str, choice(SCALES, "{}: where scales lie")] = "fp32_row",
     reduce: Annotated[str, choice(REDUCES, "{}: who adds a token's rows")] = "receiver",
-    combine_by: Annotated[str, choice(lowlatency.WAYS, "{}: how rows come home")] = "push",
-    halves: Halves = False,
+    combine_dtype: Annotated[_Text, choice(("fp8",), "{}: rows travel back as FP8")] = None,
+    split_phase: Halves = False,
     graph: Graph = True,
     cold: Cold = False,
     num_sms: NumSms = None,
@@ -184,8 +185,8 @@ def bench_lowlatency(
         quantize=None if quantize == "none" else quantize,
         scale=scale,
         reduce=reduce,
-        combine_by=combine_by,
-        halves=halves,
+        combine_dtype=combine_dtype,
+        split_phase=split_phase,
         cold=cold,
         num_sms=num_sms,
     )
@@ -238,7 +239,7 @@ def bench_layer(
     model: LayerModel = "deepseek-v3",
     dtype: Weights = "bf16",
     tokens: Tokens = "8,64,128",
-    exchange: Annotated[str, choice(EXCHANGES, "{}: rows by rank or by expert")] = "rank",
+    mode: Annotated[str, choice(MODES, "{}: rank-major rows, or expert-major")] = "throughput",
     overlap: Annotated[str, choice(OVERLAPS, _OVERLAP, several=True)] = "",
     routing: LayerRouting = "uniform",
     experts: LayerExperts = None,
@@ -246,7 +247,7 @@ def bench_layer(
     gemm: Gemm = "auto",
     max_rows: Annotated[int | None, typer.Option(help="as in MoE; default: worst case")] = None,
     quantize: Annotated[_Text, choice(moe.QUANTIZE, "{}; fp8 experts make FP8 rows")] = None,
-    combine_by: Annotated[_Text, choice(HOMES, "{}, as in MoE; default: its own")] = None,
+    combine_dtype: Annotated[_Text, choice(("fp8",), "{}: rows travel back as FP8")] = None,
     table: Table = None,
     graph: Graph = True,
     num_sms: NumSms = None,
@@ -269,7 +270,7 @@ def bench_layer(
         **given,
         model=model,
         dtype=dtype,
-        exchange=exchange,
+        mode=mode,
         overlaps=words(overlap),
         routing=routing,
         experts=experts,
@@ -277,7 +278,7 @@ def bench_layer(
         gemm=gemm,
         max_rows=max_rows,
         quantize=quantize,
-        combine_by=combine_by,
+        combine_dtype=combine_dtype,
         table=str(table) if table else None,
         num_sms=num_sms,
         stages=stages,
@@ -349,7 +350,7 @@ def tune_layer(
     model: LayerModel = "deepseek-v3",
     dtype: Weights = "bf16",
     tokens: Tokens = "8,16,32,64,128,256,512",
-    exchange: Annotated[str, choice(EXCHANGES, "some of {}", several=True)] = "rank,expert",
+    mode: Annotated[str, choice(MODES, "some of {}", several=True)] = "throughput,low_latency",
     overlap: Annotated[str, choice(OVERLAPS, _OVERLAP, several=True)] = "",
     routing: LayerRouting = "uniform",
     experts: LayerExperts = None,
@@ -379,7 +380,7 @@ def tune_layer(
         shared=shared,
         gemm=gemm,
     )
-    found = tune(case, words(exchange), quiet=quiet)
+    found = tune(case, words(mode), quiet=quiet)
     stop_at(found.problem)
     if found.table is not None:
         write_text(output, found.table.text())

@@ -33,14 +33,14 @@ class Mode:
     bits_of: str | None = None
 
 
-TILED = {"gemm": "tiled"}
+GROUPED = {"gemm": "grouped", "mode": "throughput"}
 MODES: dict[str, Mode] = {
-    **{word: Mode({**TILED, "overlap": word}, bits_of="none") for word in OVERLAPS},
-    "by expert": Mode({**TILED, "exchange": "expert"}),
-    "by expert, shared": Mode(
-        {**TILED, "exchange": "expert", "overlap": "shared"}, bits_of="by expert"
+    **{word: Mode({**GROUPED, "overlap": word}, bits_of="none") for word in OVERLAPS},
+    "low latency": Mode({**GROUPED, "mode": "low_latency"}),
+    "low latency, shared": Mode(
+        {**GROUPED, "mode": "low_latency", "overlap": "shared_expert"}, bits_of="low latency"
     ),
-    "by expert, FP8": Mode({"exchange": "expert", "overlap": "shared", "fp8": True}),
+    "low latency, FP8": Mode({"mode": "low_latency", "overlap": "shared_expert", "fp8": True}),
 }
 
 

@@ -311,7 +311,7 @@ class Buffer:
                 experts,
                 None if scale is None else "fp8",
                 scale=scale or "fp32_row",
-                halves=True,
+                split_phase=True,
                 **self._options,
             )
         return self._exchanges[key]

@@ -22,7 +22,7 @@ from weft.shape import MAX_TOP_K
 
 __all__ = ["DispatchMetaInfo", "EPLowLatencyAllToAllLayer"]
 
-ONLINE = "dispatch quantises; weft.LowLatencyAllToAll(quant=None) sends rows as they are"
+ONLINE = "dispatch quantises; weft.LowLatencyAllToAll(quantize=None) sends rows as they are"
 SCALES = "dispatch makes the scales itself; leave send_scales out"
 MAX_WORLD = 1 << 16
 TRACES = Path("prof")

@@ -41,8 +41,8 @@ class Grouped:
     counts: int32 `[local_experts]`, rows that carry a token.
     slot: int32 `[*R]`, `source * max_tokens + token`; -1 where a row carries none.
     weight: float32 `[*R]`, the token's weight for this expert; 0 where a row carries none.
-    home: with combine_by="choices": int64 `[*R]`, the address in this process of the place that the
-        row's result has at its owner, `[hidden]` of the all-to-all's dtype in 16-byte vectors; 0
+    dst_addr: with combine="gemm_push": int64 `[*R]`, where the row's result is stored at the
+        token's owner: an address in this process, for `[hidden]` of the all-to-all's dtype in 16-byte vectors; 0
         where a row carries none. Whatever kernel makes the result may store it there.
     """
 
@@ -51,11 +51,11 @@ class Grouped:
     counts: torch.Tensor
     slot: torch.Tensor
     weight: torch.Tensor
-    home: torch.Tensor | None = None
+    dst_addr: torch.Tensor | None = None
 
     @property
-    def broken(self) -> None:
-        """No owner polls these rows: they are told of when all are at home."""
+    def abort_flag(self) -> None:
+        """None: no owner polls these rows; `sent` says when all are stored."""
 
     @property
     def x(self) -> torch.Tensor:
@@ -135,7 +135,7 @@ class ExpertGroups:
             counts=buffers.counts[:experts],
             slot=buffers.slot[:size].view(shape),
             weight=buffers.weight[:size].view(shape),
-            home=buffers.dst_addr[:size].view(shape) if buffers.dst_addr.numel() else None,
+            dst_addr=buffers.dst_addr[:size].view(shape) if buffers.dst_addr.numel() else None,
         )
 
     @staticmethod
@@ -175,22 +175,22 @@ class ExpertGroups:
 
     def send(self, y: torch.Tensor) -> None:
         """Scatter and `combine_send` in one: every token's sum straight into its owner's inbox, or
-        with combine_by="choices" every row to its home.
+        with combine="gemm_push" every row to its `dst_addr`.
 
         y: as in scatter.
 
         Bits are those of scatter, then `combine_send`; `output()` is not written, and
-        `combine_recv` is the next call. Needs `halves=True` and rows that are not pulled. Raises
-        InvalidArgument, OutOfOrder without a gather in this round, and what broke the group.
+        `combine_recv` is the next call. Needs `split_phase=True` and rows that are not pulled.
+        Raises InvalidArgument, OutOfOrder without a gather in this round, and what broke the group.
         """
         self._rounds.send(y, self._y_shape)
 
     def sent(self) -> None:
-        """Tell the peers that every result has been stored at its `Grouped.home`.
+        """Tell the peers that every result has been stored at its `Grouped.dst_addr`.
 
         For kernels that store their rows there themselves, before this call in the stream; then
-        `combine_recv` follows. (`combine` is both in one.) Needs `halves=True` and
-        combine_by="choices". Raises InvalidArgument, OutOfOrder, and what broke the group.
+        `combine_recv` follows. (`combine` is both in one.) Needs `split_phase=True` and
+        combine="gemm_push". Raises InvalidArgument, OutOfOrder, and what broke the group.
         """
         self._rounds.sent()
 
@@ -204,7 +204,7 @@ class Compactor:
     """Pack the rows that carry a token, per source, and put results back into their slots.
 
     What ExpertGroups says of memory, graphs and errors holds; there is room for every token. It
-    needs an `output()`, so it refuses an all-to-all with combine_by="choices".
+    needs an `output()`, so it refuses an all-to-all with combine="gemm_push".
     """
 
     def __init__(self, a2a: AllToAll, *, programmatic_launch: bool = True) -> None:

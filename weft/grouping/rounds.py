@@ -84,7 +84,7 @@ class GroupRounds:
         self._watched = a2a._workspace
         self._gathered = 0  # the round whose rows are grouped
         self._entries: GroupEntries | None = None
-        sends = grouping.packing != "sources" and shape.way != "pull" and a2a._build.halves
+        sends = grouping.packing != "sources" and shape.way != "pull" and a2a._build.split_phase
         defines = a2a._build.defines
         if device.type == "cuda":
             with loading(device):

@@ -11,27 +11,28 @@ def check_sends(a2a: AllToAll) -> None:
     way = a2a._geometry.shape.way
     if way == "pull":
         raise InvalidArgument(
-            "send on an all-to-all with combine_by='pull', whose owners fetch the rows: build it "
-            "with combine_by='push', 'fp8' or 'choices', or use scatter"
+            "send on an all-to-all with combine='pull', whose owners fetch the rows: build it "
+            "with combine='push' or 'gemm_push', or use scatter"
         )
-    if not a2a._build.halves:
-        raise InvalidArgument("send on an all-to-all built without halves; pass halves=True")
+    if not a2a._build.split_phase:
+        raise InvalidArgument(
+            "send on an all-to-all built without split_phase; pass split_phase=True"
+        )
 
 
 def check_scatters(a2a: AllToAll) -> None:
     """Raise InvalidArgument for an all-to-all without an output to scatter into."""
     if a2a._geometry.shape.way == "choices":
         raise InvalidArgument(
-            "scatter on an all-to-all with combine_by='choices', whose rows are summed at their "
-            "owners: use send, or build it with combine_by='pull', 'push' or 'fp8'"
+            "scatter on an all-to-all with combine='gemm_push', whose rows are summed at their "
+            "owners: use send, or build it with combine='pull' or 'push'"
         )
 
 
 def check_homes(a2a: AllToAll) -> None:
     """Raise InvalidArgument for an all-to-all whose rows have no homes of their own."""
-    way = a2a._geometry.shape.way
-    if way != "choices":
+    if a2a._geometry.shape.way != "choices":
         raise InvalidArgument(
-            f"sent on an all-to-all with combine_by={way!r}, which has no homes to store rows at: "
-            "use send, or build it with combine_by='choices'"
+            "sent on an all-to-all without combine='gemm_push', whose rows have no addresses: "
+            "use send, or build it with combine='gemm_push'"
         )

@@ -39,7 +39,7 @@ class LowLatencyAllToAll(Placed):
     max_tokens: most tokens of this rank in one call, 1..8192, equal on all ranks.
     hidden: numbers of a token, a multiple of 16 and of group_size.
     top_k: experts per token, 1..32.   num_experts: experts of the layer, on all ranks together.
-    quant: "fp8": dispatch takes x `[tokens, hidden]` of dtype and delivers e4m3 numbers and
+    quantize: "fp8": dispatch takes x `[tokens, hidden]` of dtype and delivers e4m3 numbers and
         scales; None: it delivers rows as they are.
     group_size: columns that share a scale: 32, 64 or 128.
     scale: "fp32_row", "fp32_col" (column by column, as TMA wants them), "ue8m0" (powers of two,
@@ -47,12 +47,13 @@ class LowLatencyAllToAll(Placed):
     slots: results that may be alive at once, 1 or 2.
     reduce: "receiver": a token's owner adds its rows, weighted, in fp32 in top-k order; "sender":
         each rank adds those of its own experts first, and fewer rows travel.
-    combine_by: "push": rows come home in dtype; "fp8": as FP8 with a scale for 128 columns;
-        "choices": whoever makes a row stores it at its owner (`ExpertRows.home`), and combine sends
-        nothing; with slots=1, reduce="receiver" and without halves.
+    combine: "push": combine sends the experts' rows to the tokens' owners; "gemm_push": the kernel
+        that makes a row stores it at its owner (`ExpertRows.dst_addr`), and combine sends nothing;
+        with slots=1, reduce="receiver", and without combine_dtype and split_phase.
+    combine_dtype: None: rows travel in dtype; "fp8": as FP8 with a scale for 128 columns.
     dtype: of x, y and out: bfloat16, float16 or float32.
-    halves: also build `dispatch_send` .. `combine_recv`: a dispatch and a combine may then be on
-        their way at once.
+    split_phase: also build `dispatch_send` .. `combine_recv`: a dispatch and a combine may then be
+        on their way at once.
     expert_map: rank of each expert; default contiguous blocks, the first ranks holding one more.
     timeout, first_timeout: seconds that a wait for a peer may take, and the first one.
     num_sms: SMs that the kernels may fill; default all.
@@ -72,15 +73,16 @@ class LowLatencyAllToAll(Placed):
         hidden: int,
         top_k: int,
         num_experts: int,
-        quant: str | None = "fp8",
+        quantize: str | None = "fp8",
         group_size: int = 128,
         scale: str = "fp32_row",
         slots: int = 2,
         *,
         reduce: str = "receiver",
-        combine_by: str = "push",
+        combine: str = "push",
+        combine_dtype: str | None = None,
         dtype: torch.dtype = torch.bfloat16,
-        halves: bool = False,
+        split_phase: bool = False,
         expert_map: Sequence[int] | torch.Tensor | None = None,
         timeout: float = 2.0,
         first_timeout: float = 120.0,
@@ -94,7 +96,7 @@ class LowLatencyAllToAll(Placed):
         problem: Exception | None = None
         try:
             limits = seconds("timeout", timeout), seconds("first_timeout", first_timeout)
-            flags(halves=halves, programmatic_launch=programmatic_launch, profile=profile)
+            flags(split_phase=split_phase, programmatic_launch=programmatic_launch, profile=profile)
             geometry = LowGeometry.of(
                 ranks=group.size,
                 max_tokens=max_tokens,
@@ -102,16 +104,17 @@ class LowLatencyAllToAll(Placed):
                 top_k=top_k,
                 num_experts=num_experts,
                 dtype=dtype,
-                quant=quant,
+                quantize=quantize,
                 group_size=group_size,
                 scale=scale,
                 slots=slots,
                 reduce=reduce,
-                combine_by=combine_by,
+                combine=combine,
+                combine_dtype=combine_dtype,
                 expert_map=expert_map,
             )
             defines = (*_defines, *((DEFINE,) if profile else ()))
-            build = LowBuild(num_sms, programmatic_launch, halves, defines)
+            build = LowBuild(num_sms, programmatic_launch, split_phase, defines)
             entries = load_low_entries(group.device, geometry.shape, geometry.layout, build)
         except Exception as error:  # whatever it is, every rank hears of it
             problem = error
@@ -119,7 +122,7 @@ class LowLatencyAllToAll(Placed):
         self.group, self.dtype, self.placement = group, dtype, geometry.placement
         self._geometry = geometry
         self._rounds = open_rounds(
-            group, geometry, entries, limits, _first_epoch, halves=halves, profile=profile
+            group, geometry, entries, limits, _first_epoch, split_phase=split_phase, profile=profile
         )
         self._order, self._handle, self._sites = lowlatency_library.enrol(self)
 
@@ -170,7 +173,7 @@ class LowLatencyAllToAll(Placed):
 
         y: `[local_experts, ep_size * max_tokens, hidden]` of dtype, a result for each row of the
             dispatch; rows behind `counts` are not read. Any tensor of this rank; no copy is made.
-            None with combine_by="choices": every row has been stored at its home, in stream order.
+            None with combine="gemm_push": every row has been stored at its home, in stream order.
         topk_ids, topk_weights: as in the dispatch. reduce="receiver" multiplies with these weights
             (None: ones); reduce="sender" with those of the dispatch.
         handle: of the dispatch; its result may be overwritten from now on.

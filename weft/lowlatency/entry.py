@@ -53,13 +53,13 @@ class LowBuild:
 
     num_sms: SMs that the kernels may fill; None for all.
     programmatic: launch with programmatic dependent launch.
-    halves: also build each phase as send and receive.
+    split_phase: also build each phase as send and receive.
     defines: macros for the compiler.
     """
 
     num_sms: int | None = None
     programmatic: bool = True
-    halves: bool = False
+    split_phase: bool = False
     defines: Sequence[str] = ()
 
 
@@ -78,11 +78,11 @@ class LowPlan:
         return 1 + self.tellers + self.senders + self.takers
 
 
-def _doors(halves: bool) -> dict[str, tuple[str, str]]:
+def _doors(split_phase: bool) -> dict[str, tuple[str, str]]:
     """Entries by name: the argument struct, and the template behind it."""
     found = {}
     for part, cpp in PARTS.items():
-        if part and not halves:
+        if part and not split_phase:
             continue
         extra = f", weft::PhasePart::{cpp}"
         found[f"dispatch{part}"] = ("LowLatencyDispatchArgs", f"low_latency_dispatch<S{extra}>")
@@ -97,7 +97,7 @@ def _tables(*, device: bool) -> str:
     )
 
 
-def cuda_source(shape: LowShape, *, halves: bool = False) -> str:
+def cuda_source(shape: LowShape, *, split_phase: bool = False) -> str:
     """The generated CUDA entries of a shape."""
     lines = [
         "#include <weft/lowlatency/combine.cuh>",
@@ -110,7 +110,7 @@ def cuda_source(shape: LowShape, *, halves: bool = False) -> str:
         "{ weft::measure_low_latency<S>(a.base, weft_measured); }",
         _tables(device=True),
     ]
-    for name, (struct, call) in _doors(halves).items():
+    for name, (struct, call) in _doors(split_phase).items():
         # Many FP8 rows of a token, and many peers, need more registers: two CTAs an SM, not three.
         rows = shape.ranks if shape.reduce == "sender" else shape.top_k
         hungry = shape.ranks > 16
@@ -140,11 +140,11 @@ def cpu_source(shape: LowShape) -> str:
 
 
 def compile_cuda(
-    shape: LowShape, arch: str, *, halves: bool = False, defines: Sequence[str] = ()
+    shape: LowShape, arch: str, *, split_phase: bool = False, defines: Sequence[str] = ()
 ) -> bytes:
     """The cubin of all kernels; needs no GPU. Raises CompileError showing the entries."""
     return compile_cubin(
-        cuda_source(shape, halves=halves),
+        cuda_source(shape, split_phase=split_phase),
         name="lowlatency",
         arch=arch,
         options=CUDA_OPTIONS,
@@ -187,7 +187,9 @@ class LowCudaEntries:
         check_sms(build.num_sms, available)
         self._device, self._shape = torch.cuda.current_device(), shape
         self._sms, self._build = build.num_sms or available, build
-        image = compile_cuda(shape, current_arch(), halves=build.halves, defines=build.defines)
+        image = compile_cuda(
+            shape, current_arch(), split_phase=build.split_phase, defines=build.defines
+        )
         self._module = CudaModule(image, name="lowlatency")
         layout.verify(decode(self._module.global_bytes("weft_layout")))
         for name, struct in TABLES.items():
@@ -200,7 +202,7 @@ class LowCudaEntries:
             name: Launcher(
                 self._module.function(name), TABLES[struct], programmatic=build.programmatic
             )
-            for name, (struct, _) in _doors(build.halves).items()
+            for name, (struct, _) in _doors(build.split_phase).items()
         }
         self._plans: dict[tuple[str, int], LowPlan] = {}
 
@@ -280,9 +282,10 @@ def load_low_entries(
 
     Raises InvalidArgument for halves of a combine that sends nothing.
     """
-    if build.halves and shape.homes:
+    if build.split_phase and shape.homes:
         raise InvalidArgument(
-            "halves=True, combine_by 'choices', whose combine sends nothing: leave halves out"
+            "split_phase=True, combine='gemm_push', whose combine sends nothing: leave "
+            "split_phase out"
         )
     if device.type == "cpu":
         return LowCpuEntries(shape, layout, build)

@@ -30,7 +30,8 @@ from weft.shape import NUMBERS
 # Tracks that profiled kernels keep: of 32 rounds, by phase and team.
 TRACKS = (RING_TIMELINES, MAX_TRACES, ctypes.sizeof(TraceRecord))
 QUANTS = (None, "fp8")
-WAYS = ("push", "fp8", "choices")  # of rows home
+COMBINES = ("push", "gemm_push")
+COMBINE_DTYPES = (None, "fp8")
 MAX_SLOTS = 2  # one is filled while the experts multiply the other's rows
 
 
@@ -67,12 +68,13 @@ class LowGeometry:
         top_k: int,
         num_experts: int,
         dtype: torch.dtype = torch.bfloat16,
-        quant: str | None = "fp8",
+        quantize: str | None = "fp8",
         group_size: int = 128,
         scale: str = "fp32_row",
         slots: int = 2,
         reduce: str = "receiver",
-        combine_by: str = "push",
+        combine: str = "push",
+        combine_dtype: str | None = None,
         expert_map: Sequence[int] | torch.Tensor | None = None,
     ) -> LowGeometry:
         """Raises InvalidArgument naming the argument, its value and what it may be."""
@@ -81,10 +83,14 @@ class LowGeometry:
         num_experts = size("experts", num_experts)
         slots = integer("slots", slots, 1, MAX_SLOTS)
         dtype = one_of("dtype", dtype, NUMBERS)
-        quant, combine_by = one_of("quant", quant, QUANTS), one_of("combine_by", combine_by, WAYS)
+        quantize, combine = (
+            one_of("quantize", quantize, QUANTS),
+            one_of("combine", combine, COMBINES),
+        )
+        combine_dtype = one_of("combine_dtype", combine_dtype, COMBINE_DTYPES)
         reduce, scale = one_of("reduce", reduce, REDUCES), one_of("scale", scale, SCALES)
         group_size = one_of("group_size", group_size, GROUPS)
-        _check_ways(combine_by, reduce, slots)
+        _check_gemm_push(combine, combine_dtype, reduce, slots)
         placement = (
             Placement.blocks(num_experts, ranks)
             if expert_map is None
@@ -98,11 +104,11 @@ class LowGeometry:
             local=max(len(placement.experts_of(rank)) for rank in range(ranks)),
             hidden=hidden,
             number=NUMBERS[dtype],
-            group=group_size if quant else 0,
-            scales=scale if quant else "fp32_row",
+            group=group_size if quantize else 0,
+            scales=scale if quantize else "fp32_row",
             reduce=reduce,
-            fp8_back=combine_by == "fp8",
-            homes=combine_by == "choices",
+            fp8_back=combine_dtype == "fp8",
+            homes=combine == "gemm_push",
             mapped=expert_map is not None,
         )
         return cls(shape, LowLayout.of(shape), dtype, placement, slots)
@@ -193,12 +199,13 @@ class LowGeometry:
         )
 
 
-def _check_ways(combine_by: str, reduce: str, slots: int) -> None:
-    """Raises InvalidArgument for what a way home excludes."""
-    if combine_by == "choices" and (reduce != "receiver" or slots != 1):
+def _check_gemm_push(combine: str, combine_dtype: str | None, reduce: str, slots: int) -> None:
+    """Raises InvalidArgument for what rows exclude that the caller's kernel pushes."""
+    if combine == "gemm_push" and (combine_dtype, reduce, slots) != (None, "receiver", 1):
         raise InvalidArgument(
-            f"combine_by is 'choices', reduce {reduce!r}, slots {slots!r}: rows go home one by "
-            "one, of one dispatch at a time: use reduce='receiver' and slots=1"
+            f"combine is 'gemm_push', combine_dtype {combine_dtype!r}, reduce {reduce!r}, slots "
+            f"{slots!r}: the caller's kernel stores the rows of one dispatch at a time, one by one "
+            "and in dtype: use reduce='receiver' and slots=1, and leave combine_dtype out"
         )
 
 
@@ -210,12 +217,13 @@ def memory_bytes(
     top_k: int,
     num_experts: int,
     dtype: torch.dtype = torch.bfloat16,
-    quant: str | None = "fp8",
+    quantize: str | None = "fp8",
     group_size: int = 128,
     scale: str = "fp32_row",
     slots: int = 2,
     reduce: str = "receiver",
-    combine_by: str = "push",
+    combine: str = "push",
+    combine_dtype: str | None = None,
     expert_map: Sequence[int] | torch.Tensor | None = None,
     profile: bool = False,
 ) -> Memory:
@@ -231,12 +239,13 @@ def memory_bytes(
         top_k=top_k,
         num_experts=num_experts,
         dtype=dtype,
-        quant=quant,
+        quantize=quantize,
         group_size=group_size,
         scale=scale,
         slots=slots,
         reduce=reduce,
-        combine_by=combine_by,
+        combine=combine,
+        combine_dtype=combine_dtype,
         expert_map=expert_map,
     )
     return geometry.memory(profile=profile)

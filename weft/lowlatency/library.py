@@ -158,8 +158,8 @@ def traced_dispatch(
     """Dispatch inside a compiled graph."""
     if owner._geometry.shape.homes:
         raise InvalidArgument(
-            "dispatch under torch.compile with combine_by='choices': what stores rows at their "
-            "homes is outside of what a compiler sees; use combine_by='push', or weft.MoE with "
+            "dispatch under torch.compile with combine='gemm_push': what stores rows at their "
+            "homes is outside of what a compiler sees; use combine='push', or weft.MoE with "
             "overlap='push', which is one operation to it"
         )
     number = owner._sites.take()

@@ -39,14 +39,14 @@ def choices(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 
 def sent(
-    x: torch.Tensor, quant: str | None, group_size: int, scale: str
+    x: torch.Tensor, kind: str | None, group_size: int, scale: str
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A token's row as it arrives: numbers, and float32 scales `[tokens, hidden / group_size]`.
 
     "ue8m0" scales are powers of two, the smallest that bring a block down to 448 or less. Rows that
     are not quantised arrive as they are, but that a NaN whose bits are all ones has no sign.
     """
-    if quant is None:
+    if kind is None:
         words = {2: torch.int16, 4: torch.int32}[x.element_size()]
         bits = x.view(words)
         return torch.where(bits == -1, torch.iinfo(words).max, bits).view(x.dtype), None
@@ -63,7 +63,7 @@ def dispatch(
     *,
     rank: int,
     max_tokens: int,
-    quant: str | None = "fp8",
+    quantize: str | None = "fp8",
     group_size: int = 128,
     scale: str = "fp32_row",
 ) -> Expected:
@@ -73,7 +73,7 @@ def dispatch(
     """
     ranks, experts = len(x), placement.experts_of(rank)
     rows, device = ranks * max_tokens, x[0].device
-    arriving = [sent(tokens, quant, group_size, scale) for tokens in x]
+    arriving = [sent(tokens, quantize, group_size, scale) for tokens in x]
     numbers = arriving[0][0]
     out = torch.zeros((len(experts), rows, numbers.shape[1]), dtype=numbers.dtype, device=device)
     blocks = 0 if arriving[0][1] is None else arriving[0][1].shape[1]
@@ -94,7 +94,7 @@ def dispatch(
             ranges[e, s, 0], ranges[e, s, 1] = at, len(tokens)
             at = until
     counts = ranges[..., 1].sum(dim=1).int()
-    return Expected(out, scales if quant else None, counts, source, ranges)
+    return Expected(out, scales if quantize else None, counts, source, ranges)
 
 
 def combine(
@@ -104,7 +104,7 @@ def combine(
     placement: Placement,
     *,
     reduce: str = "receiver",
-    combine_by: str = "push",
+    combine_dtype: str | None = None,
     add: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What one rank's tokens get, `[tokens, hidden]` in the dtype of rows.
@@ -113,9 +113,9 @@ def combine(
     choices that are none are not read.
 
     receiver: `sum over k of weight * row`, each product and sum rounded to fp32, from 0 in top-k
-    order; with combine_by="fp8", row is what its FP8 reads back as. sender: the same sum over the
-    choices of each rank, rounded to dtype (or FP8), and the sum of these in rank order. Then `add`,
-    and one rounding to dtype.
+    order; with combine_dtype="fp8", row is what its FP8 reads back as. sender: the same sum over
+    the choices of each rank, rounded to dtype (or FP8), and the sum of these in rank order. Then
+    `add`, and one rounding to dtype.
     """
     chosen = choices(topk_ids, len(placement.ranks))
     tokens, top_k = chosen.shape
@@ -127,7 +127,7 @@ def combine(
     total = torch.zeros((tokens, rows.shape[2]), dtype=torch.float32, device=rows.device)
     if reduce == "receiver":
         for k in range(top_k):
-            row = _travelled(rows[:, k], combine_by)
+            row = _travelled(rows[:, k], combine_dtype)
             here = (chosen[:, k] >= 0)[:, None]
             total = torch.where(here, total + weights[:, k : k + 1] * row, total)
     else:
@@ -137,10 +137,10 @@ def combine(
                 here = (owner[:, k] == rank)[:, None]
                 product = weights[:, k : k + 1] * rows[:, k].float()
                 part = torch.where(here, part + product, part)
-            if combine_by != "fp8":
+            if combine_dtype != "fp8":
                 part = part.to(rows.dtype)
             comes = (owner == rank).any(dim=1)[:, None]
-            total = torch.where(comes, total + _travelled(part, combine_by), total)
+            total = torch.where(comes, total + _travelled(part, combine_dtype), total)
     if add is not None:
         total = total + add.float()
     return total.to(rows.dtype)
@@ -156,6 +156,6 @@ def unpack_scales(scales: torch.Tensor, blocks: int) -> torch.Tensor:
     return bytes_.to(torch.uint8).view(torch.float8_e8m0fnu).float()
 
 
-def _travelled(rows: torch.Tensor, combine_by: str) -> torch.Tensor:
+def _travelled(rows: torch.Tensor, combine_dtype: str | None) -> torch.Tensor:
     """Rows in float32 as their owner reads them."""
-    return dequantize(*quantize(rows, "fp8")) if combine_by == "fp8" else rows.float()
+    return dequantize(*quantize(rows, "fp8")) if combine_dtype == "fp8" else rows.float()

@@ -30,18 +30,18 @@ class ExpertRows:
     Expert e's rows are the first `counts[e]`, ordered by source rank, then token; those behind hold
     what earlier calls left. All of it is this rank's own memory, valid until `handle` is combined.
 
-    x: `[local_experts, R, hidden]`, float8_e4m3fn, or the dtype that was sent where quant is None.
+    x: `[local_experts, R, hidden]`, float8_e4m3fn, or what was sent where quantize is None.
     scales: float32 `[local_experts, R, hidden / group]` ("fp32_row": contiguous; "fp32_col": column
         by column, R padded to 4), or int32 `[local_experts, R, hidden / group / 4]` of four UE8M0
-        bytes, column by column ("ue8m0"); None where quant is None.
+        bytes, column by column ("ue8m0"); None where quantize is None.
     counts: int32 `[local_experts]`.
     source: int32 `[local_experts, R]`, source rank * max_tokens + token, of the first counts rows.
     ranges: int32 `[local_experts, ep_size, 2]`: the first row of each source, and how many.
     handle: what `combine` takes.
-    home: int64 `[local_experts, R]`, with combine_by="choices" only: of the first counts rows, the
+    dst_addr: int64 `[local_experts, R]`, with combine="gemm_push": of the first counts rows, the
         address of hidden numbers at the token's owner, where whoever makes the row's result stores
-        it, once, before `combine`: `weft.gemm.Push(home, tells=True, unless=broken)`.
-    broken: int32 `[1]`, not 0 once the group is broken: then nothing may be stored at home.
+        it, once, before `combine`: `weft.gemm.Push(dst_addr, tells=True, unless=abort_flag)`.
+    abort_flag: int32 `[1]`, not 0 once the group is broken: then no row may be stored.
     """
 
     x: torch.Tensor
@@ -50,8 +50,8 @@ class ExpertRows:
     source: torch.Tensor
     ranges: torch.Tensor
     handle: Handle
-    home: torch.Tensor | None = None
-    broken: torch.Tensor | None = None
+    dst_addr: torch.Tensor | None = None
+    abort_flag: torch.Tensor | None = None
 
 
 class Slot:

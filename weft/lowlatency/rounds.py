@@ -80,12 +80,12 @@ class LowRounds:
         premises: LowPremises,
         entries: LowCpuEntries | LowCudaEntries,
         *,
-        halves: bool,
+        split_phase: bool,
         profile: bool,
     ) -> None:
         self.geometry, self.premises, self._entries = geometry, premises, entries
         self._watched = premises
-        self._halves = halves
+        self._halves = split_phase
         self.device = group.device
         own = len(geometry.placement.experts_of(group.rank))
         self.slots = [
@@ -279,7 +279,7 @@ class LowRounds:
         if self.geometry.shape.homes:
             if y is not None:
                 raise InvalidArgument(
-                    "y is given, combine_by 'choices': rows are stored at their homes by whoever "
+                    "y is given, combine='gemm_push': rows are stored at their homes by whoever "
                     "makes them; pass None"
                 )
             return
@@ -312,7 +312,7 @@ class LowRounds:
     def _check_built(self, entry: str) -> None:
         if entry.endswith("_send") and not self._halves:
             raise InvalidArgument(
-                f"{entry} of an all-to-all built without halves; pass halves=True"
+                f"{entry} of an all-to-all built without split_phase; pass split_phase=True"
             )
 
 
@@ -323,7 +323,7 @@ def open_rounds(
     seconds: tuple[float, float],
     first_epoch: int,
     *,
-    halves: bool,
+    split_phase: bool,
     profile: bool,
 ) -> LowRounds:
     """The memory and the calls, once all ranks agree; else nothing stays loaded."""
@@ -333,7 +333,9 @@ def open_rounds(
         require_room(group, total, what="a low-latency all-to-all")
         premises = LowPremises(group, geometry, seconds=seconds, first_epoch=first_epoch)
         return group.together(
-            lambda: LowRounds(group, geometry, premises, entries, halves=halves, profile=profile),
+            lambda: LowRounds(
+                group, geometry, premises, entries, split_phase=split_phase, profile=profile
+            ),
             doing="allocating the results of a low-latency all-to-all",
         )
     except BaseException:

@@ -189,7 +189,7 @@ class LowShape:
         if self.hidden % unit:
             raise InvalidArgument(
                 f"hidden is {self.hidden}; it must be a multiple of {unit} (of 16, of group_size, "
-                f"of {FP8_BLOCK} with combine_by='fp8'): pad it to {_up(self.hidden, unit)}"
+                f"of {FP8_BLOCK} with combine_dtype='fp8'): pad it to {_up(self.hidden, unit)}"
             )
         one_of("scale", self.scales, SCALES)
         one_of("reduce", self.reduce, REDUCES)

@@ -6,14 +6,13 @@ from weft.moe.fp8_expert import FP8Expert
 from weft.moe.gating import CLAMPED_SWIGLU, SWIGLU, Gating
 from weft.moe.layer import MoE
 from weft.moe.models import MODELS, MoEConfig
-from weft.moe.overlap import EXCHANGES, OVERLAPS
 from weft.moe.router import Routed, Routing, route, router_logits
-from weft.moe.table import LayerTable
+from weft.moe.table import MODES, OVERLAPS, LayerTable
 
 __all__ = [
     "CLAMPED_SWIGLU",
-    "EXCHANGES",
     "MODELS",
+    "MODES",
     "OVERLAPS",
     "SWIGLU",
     "Expert",

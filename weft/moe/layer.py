@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -17,15 +16,15 @@ from weft.lowlatency.results import ExpertRows
 from weft.memory import Group
 from weft.memory.group import reason
 from weft.moe import library as layer_library
-from weft.moe.choice import LayerChoice
-from weft.moe.expert_major import ExpertMajor
+from weft.moe.choice import LayerChoice, agreed_choice
 from weft.moe.experts import ExpertWeights
+from weft.moe.low_latency import LowLatencyWorkspace
 from weft.moe.models import MoEConfig
-from weft.moe.options import Options
-from weft.moe.rank_major import RankMajor
+from weft.moe.plan import Options, plans_of
 from weft.moe.router import Routed, route
 from weft.moe.table import LayerTable
-from weft.moe.workspace import Exchange, LayerWorkspace
+from weft.moe.throughput import ThroughputWorkspace
+from weft.moe.workspace import Exchange, LayerWorkspace, Shared
 from weft.runtime import library
 from weft.runtime.check import (
     check_alignment,
@@ -35,37 +34,36 @@ from weft.runtime.check import (
     refuse_tensor,
 )
 
-Shared: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-
 
 class MoE:
     """`out = sum over k of weights[k] * expert[ids[k]](x) + shared(x)`, experts spread over ranks.
 
     Meaning: `weft.reference.moe_layer`. Collective: every rank makes the same sequence of calls, a
     rank without tokens calls with zero of them. Workspaces are allocated here, once; a call waits
-    for no host and may be captured in CUDA graphs, except with gemm="loop".
+    for no host and may be captured in CUDA graphs.
 
     config: the layer's sizes and rules, equal on all ranks; `weft.moe.MODELS` has some by name.
     weights: this rank's experts, in the order of `local_experts`; or what makes them of that tuple.
     max_tokens: most tokens of this rank in one call, equal on all ranks.
     shared: `[tokens, hidden]` -> `[tokens, hidden]`, where the config has a shared expert.
     correction: float32 `[num_experts]`, where the routing has one.
-    exchange: "rank": AllToAll, a row to each rank that has an expert for it; "expert":
-        LowLatencyAllToAll, rows by expert.
-    overlap: "none": one thing after the other; "shared": the shared expert beside all that comes
-        before combine; "push": that, and the second product stores its rows at their owners
-        itself, with gemm="tiled". "auto": the fastest for max_tokens by a measured table
-        (docs/moe.md). Equal bits. (weft/moe/overlap.py)
+    mode: "throughput": AllToAll, rank-major, for any batch; "low_latency": LowLatencyAllToAll,
+        expert-major, for small batches, with more memory; "auto": low latency where a measured
+        table has it faster for max_tokens, else throughput.
+    overlap: "none": one thing after the other; "shared_expert": the shared expert runs beside
+        dispatch and the routed experts; "gemm_push": that, and the down projection stores its rows
+        at the tokens' owners itself, so combine only reduces; with gemm="grouped". "auto": the
+        fastest for max_tokens by a measured table (docs/moe.md). Equal bits.
     table: what "auto" chooses by: a LayerTable, the path of one that `weft tune layer` wrote, or
         None for the nearest that came with weft. Rank 0's is sent to everyone.
     fp8: weights are FP8 with scales (`ExpertWeights.to_fp8`), tokens travel as FP8.
-    gemm: "tiled" (weft.gemm), "padded" or "loop" (weft/moe/products.py); "auto": tiled for FP8, and
-        on GPUs wherever it serves; else padded on GPUs and loop on CPUs.
+    gemm: "grouped" (weft.gemm) or "torch" (any dtype and device); "auto": grouped for FP8, and on
+        GPUs wherever it serves.
     max_rows: rows for this rank's experts, as in ExpertGroups; default the worst case.
-    expert_map, quantize, combine_by, timeout, first_timeout, num_sms, programmatic_launch, profile:
-        as in AllToAll; combine_by is "push" or "fp8", and left out with overlap "push". Rows that
-        travel as FP8 are widened to the layer's dtype before the products, unless its weights are
-        FP8 too. With exchange="expert" quantize is "fp8" or None.
+    expert_map, quantize, combine_dtype, timeout, first_timeout, num_sms, programmatic_launch,
+        profile: as in AllToAll; combine_dtype is left out with overlap="gemm_push". Rows that
+        travel as FP8 are widened to the layer's dtype before the GEMMs, unless the weights are FP8
+        too. With mode="low_latency" quantize is "fp8" or None.
 
     Raises InvalidArgument, CreationFailed (on every rank, when one cannot do its part),
     GeometryMismatch (when ranks pass different sizes or rules).
@@ -80,7 +78,7 @@ class MoE:
         max_tokens: int,
         shared: Shared | None = None,
         correction: torch.Tensor | None = None,
-        exchange: str = "rank",
+        mode: str = "auto",
         overlap: str = "auto",
         table: LayerTable | Path | str | None = None,
         gemm: str = "auto",
@@ -88,7 +86,7 @@ class MoE:
         expert_map: Sequence[int] | torch.Tensor | None = None,
         fp8: bool = False,
         quantize: str | None = None,
-        combine_by: str | None = None,
+        combine_dtype: str | None = None,
         timeout: float = 2.0,
         first_timeout: float = 120.0,
         num_sms: int | None = None,
@@ -98,7 +96,7 @@ class MoE:
         check_group(group)
         options = Options(
             max_tokens=max_tokens,
-            exchange=exchange,
+            mode=mode,
             overlap=overlap,
             table=table,
             gemm=gemm,
@@ -106,16 +104,21 @@ class MoE:
             expert_map=expert_map,
             fp8=fp8,
             quantize=quantize,
-            combine_by=combine_by,
+            combine_dtype=combine_dtype,
             timeout=timeout,
             first_timeout=first_timeout,
             num_sms=num_sms,
             programmatic_launch=programmatic_launch,
             profile=profile,
         )
-        # What is no word at all is refused by either, with a vote.
-        kind = ExpertMajor if isinstance(exchange, str) and exchange == "expert" else RankMajor
-        self._workspace: LayerWorkspace[Any] = kind(group, config, options)
+        plans = group.together(
+            lambda: plans_of(group, config, options), doing="preparing an MoE layer"
+        )
+        group.agree(options.manifest(config), what="MoE layer")
+        choice = agreed_choice(group, config, options, plans)
+        plan = plans[choice.mode, choice.overlap]
+        kind = LowLatencyWorkspace if plan.mode == "low_latency" else ThroughputWorkspace
+        self._workspace: LayerWorkspace[Any] = kind(group, config, options, plan, choice)
         self._owner = True
         try:
             self._load(weights, shared, correction)
@@ -157,16 +160,21 @@ class MoE:
 
     @property
     def gemm(self) -> str:
-        """The way the experts multiply: what "auto" came to."""
-        return self._workspace.chosen.gemm
+        """The GEMM of the experts: what "auto" came to."""
+        return self._workspace.plan.gemm
+
+    @property
+    def mode(self) -> str:
+        """ "throughput" or "low_latency": what "auto" came to."""
+        return self._workspace.plan.mode
 
     @property
     def overlap(self) -> str:
         """What runs beside what: what "auto" came to."""
-        return self._workspace.options.overlap
+        return self._workspace.plan.overlap
 
     def explain(self) -> LayerChoice:
-        """Which overlap the layer has and why, what the others would take, and by which table."""
+        """Which mode and overlap the layer has and why, what others would take, by which table."""
         return self._workspace.choice
 
     @property
@@ -201,7 +209,14 @@ class MoE:
         self._check_call(x, logits, out)
         ids, weights = self.route(logits, num_tokens=num_tokens)
         try:
-            return self._round(x, ids, weights, num_tokens, out)
+            return self._workspace.run(
+                self._weights,
+                x,
+                (ids, weights),
+                self._shared,
+                num_tokens=num_tokens,
+                out=out,
+            )
         except GroupError:
             raise  # peers have their own deadline, and the first error says most
         except BaseException as error:
@@ -219,12 +234,12 @@ class MoE:
     def experts(self, received: Received | ExpertRows) -> torch.Tensor | None:
         """What this rank's experts make of what a dispatch of `exchange` brought.
 
-        Between dispatch and combine, in their stream. By rank it is written into
-        `exchange.output()`, and None returned; by expert it is `[local_experts, rows, hidden]` for
-        `exchange.combine`, until the next call. With fewer max_rows than came, the entries that do
-        not fit count as zero, and `check` raises TokenOverflow. With overlap "push" there is no
-        output() to write into: by rank InvalidArgument; by expert the rows go home, and combine
-        takes None.
+        Between dispatch and combine, in their stream. In throughput mode it is written into
+        `exchange.output()`, and None returned; in low-latency mode it is
+        `[local_experts, rows, hidden]` for `exchange.combine`, until the next call. With fewer
+        max_rows than came, the entries that do not fit count as zero, and `check` raises
+        TokenOverflow. With overlap "gemm_push" there is no output() to write into: in throughput
+        mode InvalidArgument; in low-latency mode the rows are pushed, and combine takes None.
         """
         if torch.compiler.is_dynamo_compiling():
             return layer_library.traced_experts(self, received)
@@ -257,28 +272,6 @@ class MoE:
             self.exchange._watched.tell_left(reason(error))
         self.close()
 
-    def _round(
-        self,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        num_tokens: torch.Tensor | None,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
-        work, shared = self._workspace, self._shared
-        add: torch.Tensor | None = None
-        scale: torch.Tensor | None = weights
-        sent = x
-        if self.config.routing.weigh == "input":
-            sent, scale = work.weigh(x, weights), None
-        work.expect(len(x))
-        work.aside.mark()
-        received = work.dispatch(sent, ids, scale, num_tokens)
-        if shared is not None:
-            with work.aside.after_mark() if work.hides_shared else nullcontext():
-                add = shared(x)
-        return work.finish(self._weights, received, (ids, scale), out=out, add=add)
-
     def _load(
         self,
         weights: ExpertWeights | Callable[[tuple[int, ...]], ExpertWeights],
@@ -300,10 +293,10 @@ class MoE:
                     f"shared is {have}, the config has shared={config.shared}; pass one where it "
                     "is above 0, or dataclasses.replace(config, shared=0)"
                 )
-            if self._workspace.options.overlap == "shared" and shared is None:
+            if self._workspace.plan.overlap == "shared_expert" and shared is None:
                 raise InvalidArgument(
-                    "overlap is 'shared' without a shared expert; there is nothing to overlap: "
-                    "use overlap='none'"
+                    "overlap is 'shared_expert' without a shared expert; there is nothing to "
+                    "overlap: use overlap='none'"
                 )
             size = (0, config.routing.num_experts)
             empty = torch.empty(size, dtype=torch.float32, device=device)

@@ -10,7 +10,6 @@ from typing import Any
 
 from weft.errors import InvalidArgument
 from weft.moe.models import MoEConfig
-from weft.moe.overlap import EXCHANGES, OVERLAPS
 from weft.shape import NUMBERS
 from weft.tuning.table_file import digest_of, parsed, read_table, table_text, times_of, whole
 from weft.tuning.thresholds import Times, check_times, time_at
@@ -20,6 +19,9 @@ SHIPPED = Path(__file__).with_name("tables")
 NEAR = 2.0  # how many times larger or smaller a near layer's sizes may be
 DTYPES = ("fp8", *NUMBERS.values())
 _COUNTS = ("ranks", "experts", "top_k", "hidden", "intermediate")
+
+MODES = ("throughput", "low_latency")
+OVERLAPS = ("none", "shared_expert", "gemm_push")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,22 +107,20 @@ class LayerSizes:
 
 @dataclass(frozen=True, slots=True)
 class LayerCurve:
-    """Times of every overlap with one exchange.
+    """Times of every overlap with one mode.
 
-    exchange: one of EXCHANGES.   gemm: how the experts multiply, as `MoE.gemm` says.
+    mode: one of MODES.   gemm: how the experts multiply, as `MoE.gemm` says.
     tokens: max_tokens of a rank, rising.   us: overlap -> us for each, None where it was refused.
     """
 
-    exchange: str
+    mode: str
     gemm: str
     tokens: tuple[int, ...]
     us: Mapping[str, Times]
 
     def __post_init__(self) -> None:
-        if self.exchange not in EXCHANGES:
-            raise InvalidArgument(
-                f"exchange is {self.exchange!r}; choose one of {', '.join(EXCHANGES)}"
-            )
+        if self.mode not in MODES:
+            raise InvalidArgument(f"mode is {self.mode!r}; choose one of {', '.join(MODES)}")
         if strange := [name for name in self.us if name not in OVERLAPS]:
             raise InvalidArgument(
                 f"overlap is {strange[0]!r}; this weft.MoE offers {', '.join(OVERLAPS)}"
@@ -150,7 +150,7 @@ class LayerTable:
     """Times of one layer on one machine; what `MoE(table=...)` takes.
 
     sizes: of the layer.   model: its name.   date, machine, method: when, on what and how it was
-    measured.   curves: one for each exchange and way of multiplying.
+    measured.   curves: one for each mode and way of multiplying.
 
     Raises InvalidArgument naming what is wrong.
     """
@@ -165,10 +165,10 @@ class LayerTable:
     def __post_init__(self) -> None:
         if not (self.date and self.machine and self.method):
             raise InvalidArgument("a layer table needs date, machine and method")
-        ways = [(curve.exchange, curve.gemm) for curve in self.curves]
+        ways = [(curve.mode, curve.gemm) for curve in self.curves]
         if not ways or len(set(ways)) != len(ways):
             raise InvalidArgument(
-                f"curves are of {ways}: write one at least, each exchange and gemm once"
+                f"curves are of {ways}: write one at least, each mode and gemm once"
             )
 
     @property
@@ -181,10 +181,10 @@ class LayerTable:
         """Where the times come from, in two sentences."""
         return f"Measured {self.date} on {self.machine}: {self.model}. {self.method}."
 
-    def curve(self, exchange: str, gemm: str) -> LayerCurve | None:
-        """The times of one exchange and way of multiplying, if they were measured."""
-        ways = {(curve.exchange, curve.gemm): curve for curve in self.curves}
-        return ways.get((exchange, gemm))
+    def curve(self, mode: str, gemm: str) -> LayerCurve | None:
+        """The times of one mode and way of multiplying, if they were measured."""
+        ways = {(curve.mode, curve.gemm): curve for curve in self.curves}
+        return ways.get((mode, gemm))
 
     def as_json(self) -> dict[str, Any]:
         """The table as JSON values."""
@@ -203,7 +203,7 @@ class LayerTable:
         counts = {name: whole(found[name]) for name in (*_COUNTS, "shared")}
         curves = tuple(
             LayerCurve(
-                exchange=str(curve["exchange"]),
+                mode=str(curve["mode"]),
                 gemm=str(curve["gemm"]),
                 tokens=tuple(whole(n) for n in curve["tokens"]),
                 us=times_of(curve["us"]),
@@ -229,15 +229,13 @@ class LayerTable:
         return table_text(self.as_json())
 
     @classmethod
-    def shipped(cls, sizes: LayerSizes, exchange: str, gemm: str) -> LayerTable | None:
-        """The nearest table that came with weft and has this exchange and gemm; None: none is near.
+    def shipped(cls, sizes: LayerSizes, mode: str, gemm: str) -> LayerTable | None:
+        """The nearest table that came with weft and has this mode and gemm; None: none is near.
 
         Of equally near ones the first by name.
         """
         tables = [cls.load(path) for path in sorted(SHIPPED.glob("*.json"))]
         near = [
-            table
-            for table in tables
-            if table.curve(exchange, gemm) and not sizes.apart(table.sizes)
+            table for table in tables if table.curve(mode, gemm) and not sizes.apart(table.sizes)
         ]
         return min(near, key=lambda table: sizes.distance(table.sizes), default=None)

@@ -1,9 +1,9 @@
-"""The experts' products by `weft.gemm`: in tiles, gated and quantised where they are made."""
+"""A rank's experts by `weft.gemm`: gating and FP8 in the epilogue of the first grouped GEMM."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,33 +18,30 @@ from weft.gemm import (
 )
 from weft.gemm.choice import MANY_ROWS, best_plan, is_hopper
 from weft.gemm.hopper import NUMBERS, Kind, preload
-from weft.grouping.api import Layout
 from weft.moe.experts import FP8, ExpertWeights
 from weft.moe.models import MoEConfig
-from weft.moe.products import RowsByExpert
+from weft.moe.torch_experts import RowsByExpert
 from weft.shape import FP8_BLOCK
 
 
-def rows_can_tell(
-    config: MoEConfig, experts: int, *, fp8: bool, device: torch.device | None
-) -> bool:
-    """Can the second product of so many experts store rows that tell of themselves (`Push`)?"""
-    if device is None or device.type == "cpu":
-        return True
-    dtype, out = FP8 if fp8 else config.dtype, config.dtype
-    sizes = experts, 1, config.hidden, config.intermediate, dtype
-    given: dict[str, Any] = {"biased": config.biased, "out": out, "device": device}
-    return isinstance(best_plan(*sizes, tells=True, **given), WgmmaPlan)
+class Plans(NamedTuple):
+    """How the GEMMs of a batch run: gate and up, down, and down that pushes its rows."""
+
+    up: GemmPlan | WgmmaPlan
+    down: GemmPlan | WgmmaPlan
+    push: GemmPlan | WgmmaPlan
 
 
-class TiledMlp:
-    """`weft.gemm`: gating and FP8 in the first product's epilogue, homes in the second's.
+class GroupedExperts:
+    """Two grouped GEMMs; the first gates and quantises in its epilogue, the second may push.
 
-    FP8 weights take rows as FP8 off the wire; the same bits for any plan.   pushes: `push` is
-    called and never `down`, so no results are kept.
+    FP8 weights take rows as FP8 off the wire. Every plan of a GEMM gives the same bits; which is
+    fastest depends on how many rows an expert has, and is looked up once for each number of tokens.
+
+    rows: `[max_rows]`, or `[experts, max_rows]` of expert-major rows, which their owners poll when
+    they are pushed.   max_tokens: of a rank in one call.   gemm_push: `push` is called and never
+    `down`, so no results are kept.
     """
-
-    layout: Layout = "contiguous"
 
     def __init__(
         self,
@@ -53,10 +50,11 @@ class TiledMlp:
         experts: int,
         *,
         fp8: bool,
-        most: int,
+        ranks: int,
+        max_tokens: int,
         programmatic: bool,
         device: torch.device,
-        pushes: bool = False,
+        gemm_push: bool = False,
     ) -> None:
         self._config, self._experts, self._fp8 = config, max(experts, 1), fp8
         self._masked = len(rows) == 2
@@ -68,16 +66,15 @@ class TiledMlp:
         self._act = torch.empty((*rows, config.intermediate), dtype=dtype, device=device)
         blocks = config.intermediate // FP8_BLOCK if fp8 else 0
         self._scales = torch.empty((*rows, blocks), dtype=torch.float32, device=device)
-        self._pushes = pushes
-        kept = (0,) if pushes else rows
+        self._pushes = gemm_push
+        kept = (0,) if gemm_push else rows
         self._y = torch.empty((*kept, config.hidden), dtype=config.dtype, device=device)
         self._grouped: RowsByExpert | None = None
-        self._up: GemmPlan | WgmmaPlan
-        self._down: GemmPlan | WgmmaPlan
-        self._pushing: GemmPlan | WgmmaPlan
+        self._ranks = ranks
+        self._plans: dict[int, Plans] = {}
+        self._plan = self._plans_for(0)
         if experts and is_hopper(device):
-            self._preload(most)
-        self.expect(most)
+            self._preload(self._rows_of_an_expert(max_tokens))
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
@@ -91,10 +88,10 @@ class TiledMlp:
         gated = ("gated_fp8",) if self._fp8 else ("gated", number, *operands)
         kinds: set[Kind] = set()
         for rows in {*range(min(most, MANY_ROWS) + 1), *range(0, most + 1, 64), most}:
-            self.expect(rows)
-            if isinstance(up := self._up, WgmmaPlan):
-                kinds.add(Kind(experts, 2 * inner, hidden, up, *gated))
-            for finish, down in (("store", self._down), ("push", self._pushing)):
+            plans = self._make_plans(rows)
+            if isinstance(plans.up, WgmmaPlan):
+                kinds.add(Kind(experts, 2 * inner, hidden, plans.up, *gated))
+            for finish, down in (("store", plans.down), ("push", plans.push)):
                 if isinstance(down, WgmmaPlan) and (finish == "push" or not self._pushes):
                     kind = Kind(experts, hidden, inner, down, finish, number, *operands)
                     tells = finish == "push" and self._masked
@@ -102,49 +99,69 @@ class TiledMlp:
         with torch.cuda.device(self._act.device):
             preload(kinds, self._programmatic)
 
-    def expect(self, rows: int) -> None:
+    def _rows_of_an_expert(self, tokens: int) -> int:
+        """The mean, where each rank has so many tokens."""
+        routing = self._config.routing
+        return -(-tokens * self._ranks * routing.top_k // routing.num_experts)
+
+    def _plans_for(self, tokens: int) -> Plans:
+        """The plans of a batch, found once for each number of tokens."""
+        plans = self._plans.get(tokens)
+        if plans is None:
+            plans = self._plans[tokens] = self._make_plans(self._rows_of_an_expert(tokens))
+        return plans
+
+    def _make_plans(self, rows: int) -> Plans:
         config, dtype, device = self._config, self._act.dtype, self._act.device
         hidden, inner, sizes = config.hidden, config.intermediate, (self._experts, rows)
         given: dict[str, Any] = {"biased": config.biased, "out": self._y.dtype, "device": device}
-        self._up = best_plan(*sizes, 2 * inner, hidden, dtype, gated=True, **given)
-        self._down = best_plan(*sizes, hidden, inner, dtype, **given)
-        # Masked rows are those of exchange "expert", whose owners poll them.
-        self._pushing = best_plan(*sizes, hidden, inner, dtype, tells=self._masked, **given)
+        return Plans(
+            up=best_plan(*sizes, 2 * inner, hidden, dtype, gated=True, **given),
+            down=best_plan(*sizes, hidden, inner, dtype, **given),
+            push=best_plan(*sizes, hidden, inner, dtype, tells=self._masked, **given),
+        )
 
-    def up(self, weights: ExpertWeights, grouped: RowsByExpert, *, early: bool = True) -> None:
-        self._grouped = grouped
+    def up(
+        self, weights: ExpertWeights, rows: RowsByExpert, *, tokens: int, early: bool = True
+    ) -> None:
+        self._grouped, self._plan = rows, self._plans_for(tokens)
         grouped_gemm(
-            grouped.x,
+            rows.x,
             weights.gate_up,
-            counts=grouped.counts,
-            offsets=None if self._masked else grouped.offsets,
-            a_scale=grouped.rows[1] if self._fp8 else None,
+            counts=rows.counts,
+            offsets=None if self._masked else rows.offsets,
+            a_scale=rows.rows[1] if self._fp8 else None,
             b_scale=weights.gate_up_scale,
             bias=weights.gate_up_bias,
             out=(self._act, self._scales) if self._fp8 else self._act,
-            plan=self._up,
+            plan=self._plan.up,
             epilogue=self._epilogue,
             programmatic_launch=self._programmatic and early,
         )
 
     def down(self, weights: ExpertWeights) -> torch.Tensor:
         if self._pushes:
-            raise InvalidArgument("these rows go home as they are made; there is no room for them")
-        self._multiply(weights, self._down, out=self._y)
+            raise InvalidArgument("these rows are pushed as they are made; nothing keeps them")
+        self._multiply(weights, self._plan.down, out=self._y)
         return self._y
 
     def push(self, weights: ExpertWeights) -> None:
         rows = self._grouped
-        if rows is None or rows.home is None:
-            raise InvalidArgument("these rows have no homes; build the layer with overlap='push'")
-        tells, dtype = rows.broken is not None, self._config.dtype
-        self._multiply(weights, self._pushing, epilogue=Push(rows.home, dtype, tells, rows.broken))
+        if rows is None or rows.dst_addr is None:
+            raise InvalidArgument(
+                "these rows have no addresses at their owners; build the layer with "
+                "overlap='gemm_push'"
+            )
+        tells, dtype = rows.abort_flag is not None, self._config.dtype
+        self._multiply(
+            weights, self._plan.push, epilogue=Push(rows.dst_addr, dtype, tells, rows.abort_flag)
+        )
 
     def forget(self) -> None:
         self._grouped = None
 
     def close(self) -> None:
-        self.forget()  # with homes it shows a word of the heap
+        self.forget()  # its abort_flag is a word of the heap
         self._act, self._scales, self._y = (t.new_empty(0) for t in self.buffers)
 
     def _multiply(self, weights: ExpertWeights, by: GemmPlan | WgmmaPlan, **given: Any) -> None:

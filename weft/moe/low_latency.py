@@ -1,0 +1,140 @@
+"""mode="low_latency": LowLatencyAllToAll brings rows by expert, and sends each back by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from weft.arguments import instance
+from weft.errors import OutOfOrder
+from weft.lowlatency.api import LowLatencyAllToAll
+from weft.lowlatency.results import ExpertRows
+from weft.moe.experts import ExpertWeights
+from weft.moe.torch_experts import torch_layout
+from weft.moe.workspace import LayerWorkspace, Shared
+
+# Tokens of a rank from which on the first GEMM lets the shared expert begin before it. A GEMM that
+# waits on the SMs while dispatch runs is there first, and keeps them: the shared expert's two
+# products come behind the others' two. With 8 and 16 tokens that takes 15 us less, with 32 it takes
+# 12 us more, from 64 on 2 to 6 (DeepSeek-V3, 4 x H200, 2026-11-22).
+YIELDS_FROM = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Rows as experts take them (`weft.moe.torch_experts.RowsByExpert`); nothing was copied.
+
+    offsets: int32 `[local_experts + 1]`: of blocks that follow each other.
+    """
+
+    rows: tuple[torch.Tensor, ...]
+    offsets: torch.Tensor
+    counts: torch.Tensor
+    dst_addr: torch.Tensor | None
+    abort_flag: torch.Tensor | None
+
+    @property
+    def x(self) -> torch.Tensor:
+        """The numbers, without their scales."""
+        return self.rows[0]
+
+
+class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
+    """Results lie where the GEMMs left them, or are pushed to their owners as they are made."""
+
+    exchange: LowLatencyAllToAll
+
+    def run(
+        self,
+        weights: ExpertWeights,
+        x: torch.Tensor,
+        choice: tuple[torch.Tensor, torch.Tensor],
+        shared: Shared | None,
+        *,
+        num_tokens: torch.Tensor | None,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        ids, scales = choice
+        sent, scale = self._sent(x, scales)
+        self._tokens = len(x)
+        self.side_stream.mark()
+        received = self.exchange.dispatch(sent, ids, scale)
+        add = self._run_shared(shared, x)
+        y = self.run_experts(weights, received)
+        self.side_stream.join()
+        return self.exchange.combine(y, ids, scale, received.handle, out=out, add=add)
+
+    def run_experts(self, weights: ExpertWeights, received: ExpertRows) -> torch.Tensor | None:
+        """`[local_experts, rows, hidden]`: what combine takes; overwritten by the next call.
+
+        None where the rows were pushed.
+        """
+        self.exchange._check_open()
+        instance("received", received, ExpertRows, "pass what dispatch of layer.exchange returned")
+        experts = len(self._offsets) - 1
+        if experts:
+            yields = self.side_stream.busy and self._tokens >= YIELDS_FROM
+            rows = self._blocks(received)
+            self._experts.up(weights, rows, tokens=self._tokens, early=not yields)
+        if received.dst_addr is not None:
+            if experts:
+                self._experts.push(weights)
+            return None
+        size = (*received.x.shape[:2], self.config.hidden)
+        if not experts:
+            return torch.empty(size, dtype=self.config.dtype, device=self.group.device)
+        return self._experts.down(weights).view(size)
+
+    def check_call(self) -> None:
+        super().check_call()
+        if self.mid_round:
+            raise OutOfOrder("a call while a result of layer.exchange is alive: combine it first")
+
+    @property
+    def mid_round(self) -> bool:
+        return any(slot.alive is not None for slot in self.exchange._rounds.slots)
+
+    @property
+    def _packed(self) -> bool:
+        """Do the experts take the blocks as one?"""
+        return self.plan.gemm == "torch" and torch_layout(self.group.device) == "contiguous"
+
+    def _blocks(self, received: ExpertRows) -> Blocks:
+        scales = () if received.scales is None else (received.scales,)
+        rows: tuple[torch.Tensor, ...] = (received.x, *scales)
+        if self._packed:
+            rows = tuple(part.flatten(0, 1) for part in rows)
+        dst_addr = None if received.dst_addr is None else received.dst_addr.view(-1)
+        return Blocks(rows, self._offsets, received.counts, dst_addr, received.abort_flag)
+
+    def _open_exchange(self) -> LowLatencyAllToAll:
+        config, options, plan, routing = self.config, self.options, self.plan, self.config.routing
+        return LowLatencyAllToAll(
+            self.group,
+            options.max_tokens,
+            config.hidden,
+            routing.top_k,
+            routing.num_experts,
+            plan.quantize,
+            slots=1,
+            combine="gemm_push" if plan.gemm_push else "push",
+            combine_dtype=plan.combine_dtype,
+            dtype=config.dtype,
+            expert_map=options.expert_map,
+            timeout=options.timeout,
+            first_timeout=options.first_timeout,
+            num_sms=options.num_sms,
+            programmatic_launch=options.programmatic_launch,
+            profile=options.profile,
+        )
+
+    def _open_rows(self) -> tuple[int, ...]:
+        exchange = self.exchange
+        experts, rows = exchange.num_local_experts, exchange.ep_size * exchange.max_tokens
+        starts = torch.arange(experts + 1, dtype=torch.int32, device=self.group.device)
+        self._offsets = starts * rows
+        return (experts * rows,) if self._packed else (experts, rows)
+
+    def _rows_bytes(self) -> int:
+        return self.exchange.memory.results

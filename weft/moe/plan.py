@@ -1,0 +1,213 @@
+"""How a layer runs: what the caller asked for, and what that comes to, decided once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.alltoall.geometry import SCALES
+from weft.arguments import flags, instance, integer, one_of, seconds
+from weft.errors import InvalidArgument
+from weft.gemm import WgmmaPlan
+from weft.gemm.choice import best_plan
+from weft.gemm.launch import installed, is_installed
+from weft.grouping.api import MAX_ROWS
+from weft.lowlatency.shape import MAX_TOKENS
+from weft.memory import Group
+from weft.moe.experts import FP8
+from weft.moe.models import MoEConfig
+from weft.moe.table import MODES, OVERLAPS, LayerTable
+from weft.shape import FP8_BLOCK, LIMITS, NUMBERS
+
+AUTO = "auto"
+GEMMS = (AUTO, "grouped", "torch")
+MAX_SMS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a layer is built; the names and meanings of `MoE`."""
+
+    max_tokens: int
+    mode: str
+    overlap: str
+    table: LayerTable | Path | str | None
+    gemm: str
+    max_rows: int | None
+    expert_map: Sequence[int] | torch.Tensor | None
+    fp8: bool
+    quantize: str | None
+    combine_dtype: str | None
+    timeout: float
+    first_timeout: float
+    num_sms: int | None
+    programmatic_launch: bool
+    profile: bool
+
+    def check(self, config: MoEConfig) -> None:
+        """Raises InvalidArgument for what no layer has."""
+        one_of("dtype", config.dtype, NUMBERS)
+        one_of("mode", self.mode, (AUTO, *MODES))
+        one_of("overlap", self.overlap, (AUTO, *OVERLAPS))
+        one_of("gemm", self.gemm, GEMMS)
+        one_of("quantize", self.quantize, (None, *SCALES))
+        one_of("combine_dtype", self.combine_dtype, (None, "fp8"))
+        integer("max_tokens", self.max_tokens, 1, LIMITS["tokens"][2])
+        if self.max_rows is not None:
+            integer("max_rows", self.max_rows, 1, MAX_ROWS)
+        if self.num_sms is not None:
+            integer("num_sms", self.num_sms, 1, MAX_SMS)
+        seconds("timeout", self.timeout)
+        seconds("first_timeout", self.first_timeout)
+        flags(fp8=self.fp8, programmatic_launch=self.programmatic_launch, profile=self.profile)
+
+    def manifest(self, config: MoEConfig) -> dict[str, str]:
+        """What ranks compare beyond the sizes of their all-to-all: rules that must be one."""
+        fields = asdict(config) | {"mode": self.mode, "overlap": self.overlap, "fp8": self.fp8}
+        return {name: str(value) for name, value in fields.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """What a rank's layer does. All ranks have the same but for the GEMM.
+
+    gemm: "grouped" or "torch".   quantize: what dispatch makes of rows.
+    """
+
+    mode: str
+    overlap: str
+    gemm: str
+    quantize: str | None
+    combine_dtype: str | None
+
+    @property
+    def gemm_push(self) -> bool:
+        """Does the down projection store its rows at the tokens' owners?"""
+        return self.overlap == "gemm_push"
+
+
+def plans_of(group: Group, config: MoEConfig, options: Options) -> dict[tuple[str, str], LayerPlan]:
+    """Every plan that serves these options on this rank, by mode and overlap.
+
+    Raises InvalidArgument where there is none, or none as was asked.
+    """
+    options.check(instance("config", config, MoEConfig))
+    found: dict[tuple[str, str], LayerPlan] = {}
+    refused: InvalidArgument | None = None
+    for mode in MODES if options.mode == AUTO else (options.mode,):
+        for overlap in OVERLAPS if options.overlap == AUTO else (options.overlap,):
+            if overlap == "shared_expert" and not config.shared and options.overlap == AUTO:
+                continue  # there would be nothing to overlap
+            asked = replace(options, mode=mode, overlap=overlap)
+            try:
+                found[mode, overlap] = plan_for(asked, config, group.device)
+            except InvalidArgument as error:
+                # Without its traceback: that holds this frame, which holds the error.
+                refused = refused or error.with_traceback(None)
+    if not found:
+        assert refused is not None
+        raise InvalidArgument(str(refused))
+    return found
+
+
+def plan_for(options: Options, config: MoEConfig, device: torch.device) -> LayerPlan:
+    """The plan of options that name a mode and an overlap. Raises InvalidArgument."""
+    low_latency = options.mode == "low_latency"
+    if low_latency:
+        _check_low_latency(options)
+    quantize = options.quantize or ("fp8" if options.fp8 else None)
+    gemm = choose_gemm(options.gemm, device, config, fp8=options.fp8, quantize=quantize)
+    plan = LayerPlan(options.mode, options.overlap, gemm, quantize, options.combine_dtype)
+    if not plan.gemm_push:
+        return plan
+    if options.combine_dtype is not None:
+        raise InvalidArgument(
+            f"combine_dtype is {options.combine_dtype!r}, overlap 'gemm_push', whose rows the down "
+            "projection stores at their owners in the layer's dtype: leave combine_dtype out"
+        )
+    if gemm != "grouped":
+        raise InvalidArgument(
+            "overlap 'gemm_push' needs a GEMM that stores its rows at their owners, gemm is "
+            f"{gemm!r}: use gemm='grouped'"
+        )
+    experts = config.routing.num_experts  # of one rank, at most
+    if low_latency and not pushes_in_place(config, experts, fp8=options.fp8, device=device):
+        raise InvalidArgument(
+            "overlap 'gemm_push', mode 'low_latency': only the Hopper GEMM stores rows whose "
+            "arrival their owner polls, and it does not serve this layer here: use "
+            "'shared_expert' or 'none', or mode='throughput'"
+        )
+    return plan
+
+
+def choose_gemm(
+    gemm: str, device: torch.device, config: MoEConfig, *, fp8: bool, quantize: str | None
+) -> str:
+    """The GEMM that "auto" stands for here, or the given one.
+
+    fp8: weights are FP8.   quantize: what comes over the wire.   "auto" is "grouped" for FP8, and
+    on GPUs wherever it serves; else "torch". Raises InvalidArgument for one that this device, dtype
+    or size does not have.
+    """
+    lacks = _grouped_lacks(config, fp8, quantize)
+    if gemm == AUTO and device.type == "cuda" and not lacks and is_installed():
+        gemm = "grouped"
+    if gemm == "grouped" or fp8:
+        if lacks or gemm == "torch":
+            raise InvalidArgument(f"gemm {gemm!r} {lacks or 'has no FP8 weights; use grouped'}")
+        if device.type == "cuda":
+            installed()  # refuses here, not in the middle of a round
+        return "grouped"
+    return "torch"
+
+
+def pushes_in_place(
+    config: MoEConfig, experts: int, *, fp8: bool, device: torch.device | None
+) -> bool:
+    """Can the down projection of so many experts store rows whose arrival their owner polls?"""
+    if device is None or device.type == "cpu":
+        return True
+    dtype, out = FP8 if fp8 else config.dtype, config.dtype
+    sizes = experts, 1, config.hidden, config.intermediate, dtype
+    given: dict[str, Any] = {"biased": config.biased, "out": out, "device": device}
+    return isinstance(best_plan(*sizes, tells=True, **given), WgmmaPlan)
+
+
+def _check_low_latency(options: Options) -> None:
+    """Raises InvalidArgument for what expert-major rows do not have."""
+    if options.quantize not in (None, "fp8"):
+        raise InvalidArgument(
+            f"quantize is {options.quantize!r}, mode 'low_latency': use 'fp8' or None"
+        )
+    if options.max_rows is not None:
+        raise InvalidArgument(
+            f"max_rows is {options.max_rows}, mode 'low_latency', where every expert has room for "
+            "all tokens of all ranks: leave it out"
+        )
+    if options.max_tokens > MAX_TOKENS:
+        raise InvalidArgument(
+            f"max_tokens is {options.max_tokens}, mode 'low_latency' has at most {MAX_TOKENS}: use "
+            "mode='throughput'"
+        )
+
+
+def _grouped_lacks(config: MoEConfig, fp8: bool, quantize: str | None) -> str:
+    """Why weft.gemm will not do, or ""."""
+    if fp8:
+        if quantize != "fp8":
+            return f"with FP8 weights takes FP8 rows; quantize is {quantize!r}: use 'fp8'"
+        for name, size in (("hidden", config.hidden), ("intermediate", config.intermediate)):
+            if size % FP8_BLOCK:
+                return f"has scales by {FP8_BLOCK} columns; {name} is {size}"
+        return ""
+    if quantize is not None:
+        return f"multiplies rows as they come; quantize={quantize!r} needs FP8 weights"
+    if config.dtype not in (torch.bfloat16, torch.float16):
+        return f"multiplies FP8, bfloat16 and float16; the layer has {config.dtype}"
+    if config.hidden % 8 or config.intermediate % 8:
+        return f"needs rows of a multiple of 8; {config.hidden} and {config.intermediate} are not"
+    return ""
