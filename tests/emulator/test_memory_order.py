@@ -112,7 +112,7 @@ def compiled(name: str, arch: str) -> bytes:
         return reduce_source.compile_cuda(REDUCTIONS["8 ranks"], arch)
     if kind == "low latency":
         shape = LOW_SHAPES[rest or "deepseek-v3"]
-        return lowlatency_entry.compile_cuda(shape, arch, split_phase=not shape.homes)
+        return lowlatency_entry.compile_cuda(shape, arch, split_phase=not shape.gemm_push)
     if kind == "sends":
         sends, grouping = GROUPINGS[rest]
         source = group_entry.cuda_source(sends, grouping, sends=True)

@@ -21,20 +21,20 @@ PLAIN = LowShape(8, 128, 8, 256, 32, 7168, "bf16")
 SHAPES = {
     "deepseek-v3": PLAIN,
     "reduced": replace(PLAIN, reduce="sender"),
-    "reduced, fp8 home": replace(PLAIN, reduce="sender", fp8_back=True),
+    "reduced, fp8 home": replace(PLAIN, reduce="sender", combine_fp8=True),
     "reduced, fp8 home, four ranks": replace(
-        PLAIN, ranks=4, local=64, reduce="sender", fp8_back=True
+        PLAIN, ranks=4, local=64, reduce="sender", combine_fp8=True
     ),
-    "fp8 home": replace(PLAIN, fp8_back=True),
+    "fp8 home": replace(PLAIN, combine_fp8=True),
     "as they are": replace(PLAIN, group=0),
     "powers of two": replace(PLAIN, scales="ue8m0"),
     "by column, of 32": replace(PLAIN, scales="fp32_col", group=32),
-    "fp32, fp8 home": replace(PLAIN, number="fp32", fp8_back=True),
+    "fp32, fp8 home": replace(PLAIN, number="fp32", combine_fp8=True),
     "four ranks, odd blocks": LowShape(4, 512, 4, 128, 32, 2944, "fp16"),
-    "homes": replace(PLAIN, homes=True),
+    "homes": replace(PLAIN, gemm_push=True),
     "one of everything": LowShape(1, 1, 1, 1, 1, 128, "bf16"),
     "32 ranks, mapped": LowShape(
-        *(32, 16, 32, 61, 2, 512, "fp32", 32, "ue8m0", "sender"), fp8_back=True, mapped=True
+        *(32, 16, 32, 61, 2, 512, "fp32", 32, "ue8m0", "sender"), combine_fp8=True, mapped=True
     ),
 }
 # Every way of rows, once, in kernels that keep a trace.
@@ -48,7 +48,7 @@ TIGHT = ("32 ranks, mapped",)
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_kernels_compile_to_the_layout_that_python_expects(name, arch):
-    cubin = compile_cuda(SHAPES[name], arch, split_phase=not SHAPES[name].homes)
+    cubin = compile_cuda(SHAPES[name], arch, split_phase=not SHAPES[name].gemm_push)
     LowLayout.of(SHAPES[name]).verify(numbers_of(cubin, b"weft_layout"))
     for table, struct in TABLES.items():
         verify(struct, numbers_of(cubin, f"weft_{table}".encode()))
@@ -59,7 +59,7 @@ def test_kernels_compile_to_the_layout_that_python_expects(name, arch):
     [(name, ()) for name in SHAPES if name not in TIGHT] + [(name, (DEFINE,)) for name in PROFILED],
 )
 def test_nothing_is_spilled_on_hopper(name, defines):
-    split_phase = not SHAPES[name].homes
+    split_phase = not SHAPES[name].gemm_push
     found = frames(compile_cuda(SHAPES[name], "sm_90a", split_phase=split_phase, defines=defines))
     kernels = {name: size for name, size in found.items() if not name.startswith("$")}
     assert {"dispatch", "combine_receive" if split_phase else "combine"} <= kernels.keys()

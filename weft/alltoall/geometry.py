@@ -62,7 +62,7 @@ class Geometry:
         hidden, stats = size("hidden", hidden), size("stats", stats)
         dtype = one_of("dtype", dtype, NUMBERS)
         quantize = one_of("quantize", quantize, (None, *SCALES))
-        way = combine_way(combine, combine_dtype)
+        returns = combine_of(combine, combine_dtype)
         inputs = (Payload((hidden,), dtype),) if payloads is None else declared(payloads)
         arriving = _arriving(inputs, hidden, dtype, quantize)
         shape = Shape(
@@ -73,7 +73,7 @@ class Geometry:
             hidden=hidden,
             number=NUMBERS[dtype],
             row_bytes=tuple(p.row_bytes for p in arriving),
-            way=way,
+            combine=returns,
             quant=quantize or "none",
             mapped=expert_map is not None,
             stats=stats,
@@ -105,7 +105,7 @@ class Geometry:
             "dtype": str(self.dtype),
             "payloads": [f"{list(p.shape)} {p.dtype}" for p in self.payloads],
             "quantize": s.quant,
-            "combine": s.way,
+            "combine": s.combine,
             "stats": s.stats,
             "expert_map": list(self.placement.ranks),
         }
@@ -170,7 +170,7 @@ class Geometry:
             check_tensor("stats", stats, shape=(size,), dtypes=number, device=device)
 
 
-def combine_way(combine: str | None, combine_dtype: str | None) -> str:
+def combine_of(combine: str | None, combine_dtype: str | None) -> str:
     """How the Shape says that rows are combined, from what callers say.
 
     Raises InvalidArgument for words that are none, and for FP8 rows that nobody pushes.
@@ -178,13 +178,13 @@ def combine_way(combine: str | None, combine_dtype: str | None) -> str:
     one_of("combine", combine, (None, *COMBINES))
     one_of("combine_dtype", combine_dtype, COMBINE_DTYPES)
     if combine_dtype is None:
-        return {None: "pull", "gemm_push": "choices"}.get(combine, combine or "pull")
+        return combine or "pull"
     if combine not in (None, "push"):
         raise InvalidArgument(
             f"combine_dtype is {combine_dtype!r}, combine {combine!r}: rows become FP8 where they "
             "are pushed: use combine='push', or leave it out"
         )
-    return "fp8"
+    return "push_fp8"
 
 
 def memory_bytes(

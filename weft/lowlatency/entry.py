@@ -115,7 +115,7 @@ def cuda_source(shape: LowShape, *, split_phase: bool = False) -> str:
         rows = shape.ranks if shape.reduce == "sender" else shape.top_k
         hungry = shape.ranks > 16
         if name.startswith("combine"):
-            hungry = shape.fp8_back and rows > 4
+            hungry = shape.combine_fp8 and rows > 4
         per_sm = 2 if hungry else 3
         lines += [
             f'extern "C" __global__ void __launch_bounds__({THREADS}, {per_sm})',
@@ -255,8 +255,8 @@ def plan_low(
         taking = others * shape.ranks * -(-shape.sent_bytes // (16 * TAKEN))
     else:
         tellers = 0
-        sending = 0 if shape.homes else others * min(shape.ranks, shape.top_k) * pieces
-        taking = tokens * -(-shape.hidden // (512 if shape.fp8_back else 256))
+        sending = 0 if shape.gemm_push else others * min(shape.ranks, shape.top_k) * pieces
+        taking = tokens * -(-shape.hidden // (512 if shape.combine_fp8 else 256))
     if name.endswith("_receive"):
         tellers = sending = 0
     if name.endswith("_send"):
@@ -270,7 +270,7 @@ def plan_low(
         takers = min(takers, room - senders)
     if not name.endswith("_send"):
         takers = max(takers, 1)
-    if not tellers and not shape.homes:
+    if not tellers and not shape.gemm_push:
         senders = max(senders, 0 if name.endswith("_receive") else 1)
     return LowPlan(tellers, senders, takers, threads)
 
@@ -282,7 +282,7 @@ def load_low_entries(
 
     Raises InvalidArgument for halves of a combine that sends nothing.
     """
-    if build.split_phase and shape.homes:
+    if build.split_phase and shape.gemm_push:
         raise InvalidArgument(
             "split_phase=True, combine='gemm_push', whose combine sends nothing: leave "
             "split_phase out"

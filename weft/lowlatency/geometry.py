@@ -107,8 +107,8 @@ class LowGeometry:
             group=group_size if quantize else 0,
             scales=scale if quantize else "fp32_row",
             reduce=reduce,
-            fp8_back=combine_dtype == "fp8",
-            homes=combine == "gemm_push",
+            combine_fp8=combine_dtype == "fp8",
+            gemm_push=combine == "gemm_push",
             mapped=expert_map is not None,
         )
         return cls(shape, LowLayout.of(shape), dtype, placement, slots)
@@ -172,11 +172,11 @@ class LowGeometry:
             "counts": ((own,), torch.int32),
             "source": ((own, s.rows), torch.int32),
             "ranges": ((own, s.ranks, 2), torch.int32),
-            "position": ((0,) if s.homes else entries, torch.int32),
+            "position": ((0,) if s.gemm_push else entries, torch.int32),
             "weights": (entries if s.reduce == "sender" else (0,), torch.float32),
             "source_tokens": ((s.ranks,), torch.int32),
             "expected": ((s.tokens, 2), torch.int32),
-            "dst_addr": ((own, s.rows) if s.homes else (0,), torch.int64),
+            "dst_addr": ((own, s.rows) if s.gemm_push else (0,), torch.int64),
         }
 
     def shown_scales(self, scales: torch.Tensor) -> torch.Tensor | None:

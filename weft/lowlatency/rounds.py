@@ -276,7 +276,7 @@ class LowRounds:
         )
 
     def _check_results(self, y: torch.Tensor | None, slot: Slot) -> None:
-        if self.geometry.shape.homes:
+        if self.geometry.shape.gemm_push:
             if y is not None:
                 raise InvalidArgument(
                     "y is given, combine='gemm_push': rows are stored at their homes by whoever "

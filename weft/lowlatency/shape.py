@@ -146,8 +146,8 @@ class LowShape:
     """Sizes of one low-latency all-to-all; `weft::LowLatencyShape` is the same struct.
 
     local: experts of the rank that has most.  group: columns that share a scale, 0 for rows that
-    go out as they are.  fp8_back: rows come home as FP8.  homes: from whoever made them.  The
-    others as in `weft.LowLatencyAllToAll`.
+    are not quantised.  combine_fp8: returned rows are FP8.  gemm_push: whoever makes a row stores
+    it at its owner.  The others as in `weft.LowLatencyAllToAll`.
 
     Raises InvalidArgument naming the size and its limits.
     """
@@ -162,8 +162,8 @@ class LowShape:
     group: int = 128
     scales: str = "fp32_row"
     reduce: str = "receiver"
-    fp8_back: bool = False
-    homes: bool = False
+    combine_fp8: bool = False
+    gemm_push: bool = False
     mapped: bool = False
 
     def __post_init__(self) -> None:
@@ -185,7 +185,7 @@ class LowShape:
             )
         if self.group:
             one_of("group_size", self.group, GROUPS)
-        unit = max(self.group, FP8_BLOCK if self.fp8_back else 16)
+        unit = max(self.group, FP8_BLOCK if self.combine_fp8 else 16)
         if self.hidden % unit:
             raise InvalidArgument(
                 f"hidden is {self.hidden}; it must be a multiple of {unit} (of 16, of group_size, "
@@ -220,7 +220,7 @@ class LowShape:
     @property
     def back_bytes(self) -> int:
         """Bytes of a row on its way home."""
-        if self.fp8_back:
+        if self.combine_fp8:
             return self.hidden + _up(4 * (self.hidden // FP8_BLOCK), 16)
         return self.hidden * self.item
 
@@ -243,12 +243,10 @@ class LowShape:
 
     def literal(self) -> str:
         """The C++ initialiser."""
-        named = {
-            "combine_fp8": self.fp8_back,
-            "gemm_push": self.homes,
-            "mapped": self.mapped,
-        }
-        flags = ", ".join(f".{name} = {str(value).lower()}" for name, value in named.items())
+        flags = ", ".join(
+            f".{name} = {str(getattr(self, name)).lower()}"
+            for name in ("combine_fp8", "gemm_push", "mapped")
+        )
         return (
             f"weft::LowLatencyShape{{.ranks = {self.ranks}, .tokens = {self.tokens}, "
             f".top_k = {self.top_k}, .experts = {self.experts}, .local = {self.local}, "
