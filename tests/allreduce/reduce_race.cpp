@@ -110,9 +110,9 @@ int main(int argc, char** argv) {
         own.header.deadline_ns = own.header.first_deadline_ns =
             WEFT_ONE_SIDE ? 1000000000ull : 60000000000ull;
         own.header.first_epoch = own.header.state.epoch = first_epoch & epoch_mask;
-        std::memset(own.slots.direct, 0xff, sizeof own.slots.direct);
-        std::memset(own.slots.part, 0xff, sizeof own.slots.part);
-        std::memset(own.slots.whole, 0xff, sizeof own.slots.whole);
+        std::memset(own.inbox.direct, 0xff, sizeof own.inbox.direct);
+        std::memset(own.inbox.part, 0xff, sizeof own.inbox.part);
+        std::memset(own.inbox.whole, 0xff, sizeof own.inbox.whole);
     }
     std::vector<u64> wrong(R.ranks);
     std::vector<std::thread> threads;
