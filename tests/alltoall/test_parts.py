@@ -90,9 +90,9 @@ def test_a_plan_of_a_combine_by_fp8_has_room_for_all(tokens, slots, blocks, sms,
     hidden = 128 * blocks
     strips = -(-hidden // STRIP)
     p = plan_home(tokens, slots, hidden, sms=sms, per_sm=lambda _: fit, whole=whole)
-    takers = p.workers - 1 - p.pushers
+    receivers = p.workers - 1 - p.pushers
     assert p.pushers >= 1
-    assert takers >= 1 or tokens == 0
+    assert receivers >= 1 or tokens == 0
     assert p.workers <= max(3, sms * fit)
     assert 1 <= p.strips <= min(MOST_STRIPS, strips)
     legs = -(-strips // p.strips)

@@ -184,7 +184,7 @@ def profiled(group: weft.Group, library: str) -> None:
             # A page from each CTA but the herald, whole.
             assert sorted(work.team for work in done) == list(range(1, plan.ctas))
             roles = [work.role for work in sorted(done, key=lambda work: work.team)]
-            each = (plan.tellers, plan.senders, plan.takers)
+            each = (plan.metadata, plan.senders, plan.receivers)
             assert roles == [role for role, n in zip(ROLES, each, strict=True) for _ in range(n)]
             assert all(0 < work.start_ns < work.end_ns for work in done)
             assert sum(work.units for work in done if work.role != "metadata") > 0

@@ -75,13 +75,13 @@ def test_where_registers_are_short_few_words_are_spilled(name):
 def test_where_room_is_short_senders_keep_half_of_it():
     def plan(resident: int) -> tuple[int, int]:
         found = plan_low(PLAIN, LowBuild(), "combine", 128, 256, 132, resident)
-        return found.senders, found.takers
+        return found.senders, found.receivers
 
     assert plan(132 * 3 + 1) == (132, 264)
     assert plan(132 * 2) == (131, 132)
     assert plan(2) == (1, 1)
     one = plan_low(PLAIN, LowBuild(), "combine_send", 128, 256, 132, 100)
-    assert (one.senders, one.takers) == (99, 0)
+    assert (one.senders, one.receivers) == (99, 0)
 
 
 def test_a_compile_error_shows_the_generated_entry():
@@ -99,12 +99,12 @@ def test_plans_fit_on_the_gpu_and_leave_nobody_out(tokens, name, part):
     resident = 132 * 3 * (256 // threads)
     plan = plan_low(shape, LowBuild(), name + part, tokens, threads, 132, resident)
     assert plan.ctas >= 1
-    waits = plan.senders + plan.takers
+    waits = plan.senders + plan.receivers
     assert waits <= max(resident, 2)
     if part != "_send":
-        assert plan.takers >= 1  # peers' tokens come even where there are none of one's own
+        assert plan.receivers >= 1  # peers' tokens come even where there are none of one's own
     if part != "_receive":
-        assert plan.tellers + plan.senders >= 1  # somebody grants
-        assert plan.tellers * CHUNK_TOKENS >= tokens or name == "combine"
+        assert plan.metadata + plan.senders >= 1  # somebody grants
+        assert plan.metadata * CHUNK_TOKENS >= tokens or name == "combine"
     else:
-        assert plan.tellers == plan.senders == 0
+        assert plan.metadata == plan.senders == 0

@@ -36,8 +36,8 @@ from weft.runtime.stream import current_stream, loading
 
 THREADS = 256  # max_threads in lowlatency/metadata.cuh
 FEW_TOKENS, FEW_THREADS = 32, 128  # up to so many tokens, more and smaller CTAs
-SENDERS_PER_SM, TAKERS_PER_SM = 1, 2  # CTAs of THREADS
-TAKEN = 128  # 16-byte vectors of a row that a warp takes at once: RowFragment::span
+SENDERS_PER_SM, RECEIVERS_PER_SM = 1, 2  # CTAs of THREADS
+RECEIVED_VECTORS = 128  # 16-byte vectors of a row that a warp receives at once: RowFragment::span
 PARTS = {"": "whole", "_send": "send", "_receive": "recv"}  # entry: weft::PhasePart
 TABLES: dict[str, type[ctypes.Structure]] = {
     "RoutingRecord": RoutingRecord,
@@ -65,17 +65,17 @@ class LowBuild:
 
 @dataclass(frozen=True, slots=True)
 class LowPlan:
-    """A launch: CTAs that tell, that send and that take, of so many threads; and the herald."""
+    """A launch: CTAs by role (weft::CtaRoles), of so many threads, and the coordinator."""
 
-    tellers: int
+    metadata: int
     senders: int
-    takers: int
+    receivers: int
     threads: int
 
     @property
     def ctas(self) -> int:
         """All of them."""
-        return 1 + self.tellers + self.senders + self.takers
+        return 1 + self.metadata + self.senders + self.receivers
 
 
 def _doors(split_phase: bool) -> dict[str, tuple[str, str]]:
@@ -241,7 +241,7 @@ def plan_low(
     sms: int,
     resident: int,
 ) -> LowPlan:
-    """How many CTAs tell, send and take.
+    """How many CTAs send metadata, send rows and receive.
 
     Sizes of other ranks are not known here: rows of theirs are planned for as if they had as many
     tokens as this one, and 16 at least. All CTAs together fit on the GPU (`resident`).
@@ -250,29 +250,29 @@ def plan_low(
     others = max(tokens, min(shape.tokens, 16))
     pieces = -(-shape.hidden // 512)  # warps that send one row
     if name.startswith("dispatch"):
-        tellers = max(1, -(-tokens // CHUNK_TOKENS))
+        metadata = max(1, -(-tokens // CHUNK_TOKENS))
         sending = tokens * pieces
-        taking = others * shape.ranks * -(-shape.sent_bytes // (16 * TAKEN))
+        receiving = others * shape.ranks * -(-shape.sent_bytes // (16 * RECEIVED_VECTORS))
     else:
-        tellers = 0
+        metadata = 0
         sending = 0 if shape.gemm_push else others * min(shape.ranks, shape.top_k) * pieces
-        taking = tokens * -(-shape.hidden // (512 if shape.combine_fp8 else 256))
+        receiving = tokens * -(-shape.hidden // (512 if shape.combine_fp8 else 256))
     if name.endswith("_receive"):
-        tellers = sending = 0
+        metadata = sending = 0
     if name.endswith("_send"):
-        taking = 0
+        receiving = 0
     senders = min(-(-sending // warps), sms * SENDERS_PER_SM * wide)
-    takers = min(-(-taking // warps), sms * TAKERS_PER_SM * wide)
-    room = max(2, resident - tellers - 1)
-    # Where room is short, takers go first: senders wait for loads, and takers wait for senders.
-    if senders + takers > room:
-        senders = min(senders, room // 2 if takers else room)
-        takers = min(takers, room - senders)
+    receivers = min(-(-receiving // warps), sms * RECEIVERS_PER_SM * wide)
+    room = max(2, resident - metadata - 1)
+    # Where room is short, receivers go first: senders wait for loads, receivers for senders.
+    if senders + receivers > room:
+        senders = min(senders, room // 2 if receivers else room)
+        receivers = min(receivers, room - senders)
     if not name.endswith("_send"):
-        takers = max(takers, 1)
-    if not tellers and not shape.gemm_push:
+        receivers = max(receivers, 1)
+    if not metadata and not shape.gemm_push:
         senders = max(senders, 0 if name.endswith("_receive") else 1)
-    return LowPlan(tellers, senders, takers, threads)
+    return LowPlan(metadata, senders, receivers, threads)
 
 
 def load_low_entries(
