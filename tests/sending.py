@@ -46,7 +46,7 @@ def round_trip(
 ) -> torch.Tensor:
     """One round; `give_back` brings y on its way."""
     x, ids, weights, add = case.of(a2a.rank, a2a.group.device)
-    if a2a._geometry.shape.way != "pull":
+    if a2a._geometry.shape.combine != "pull":
         poison(a2a)
     grouped = groups.gather(a2a.dispatch(x, ids, weights))
     give_back(a2a, groups, results(groups, grouped, case.seed + 31 * a2a.rank, case.dtype))

@@ -16,7 +16,7 @@ MAX_PLANES = 8
 MAX_RANKS = 32
 MAX_TOP_K = 32
 FP8_BLOCK = 128  # columns that share a scale
-WAYS = ("pull", "push", "fp8", "choices")
+COMBINES = ("pull", "push", "push_fp8", "gemm_push")  # weft::Combine
 QUANTS = ("none", "fp8", "mxfp8")
 # field -> the argument that callers know it by, and its limits
 LIMITS: Mapping[str, tuple[str, int, int]] = {
@@ -29,7 +29,7 @@ LIMITS: Mapping[str, tuple[str, int, int]] = {
 }
 MAX_ROW_BYTES = 1 << 24
 
-NUMBERS: Mapping[torch.dtype, str] = {
+DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float32: "fp32",
@@ -42,9 +42,9 @@ class Shape:
 
     ranks: ranks of the group (ep_size), 1..32.   tokens: most tokens of one rank in one call.
     top_k: experts per token, 1..32.              experts: experts of the whole layer.
-    hidden, number: elements and type of a combine row ("bf16", "fp16", "fp32").
+    hidden, dtype: elements and type of a combine row ("bf16", "fp16", "fp32").
     row_bytes: bytes of one token's row, for each payload tensor (1..8 of them).
-    way: how combine's rows come home: "pull", "push", "fp8" or "choices".
+    combine: how rows are returned: "pull", "push", "push_fp8" or "gemm_push".
     quant: what dispatch makes of the first payload: "none", "fp8" or "mxfp8".
     mapped: experts lie where a table says instead of in contiguous blocks.
     stats: numbers that each rank tells all ranks with its tokens, 0..2^20.
@@ -57,9 +57,9 @@ class Shape:
     top_k: int
     experts: int
     hidden: int
-    number: str
+    dtype: str
     row_bytes: tuple[int, ...]
-    way: str = "pull"
+    combine: str = "pull"
     quant: str = "none"
     mapped: bool = False
     stats: int = 0
@@ -67,17 +67,17 @@ class Shape:
     def __post_init__(self) -> None:
         for field in LIMITS:
             adopt(self, **{field: size(field, getattr(self, field))})
-        one_of("dtype", self.number, NUMBERS.values())
-        one_of("way", self.way, WAYS)
+        one_of("dtype", self.dtype, DTYPE_NAMES.values())
+        one_of("combine", self.combine, COMBINES)
         one_of("quantize", self.quant, QUANTS)
-        if (self.way == "fp8" or self.quant != "none") and self.hidden % FP8_BLOCK:
+        if (self.combine == "push_fp8" or self.quant != "none") and self.hidden % FP8_BLOCK:
             raise InvalidArgument(
                 f"hidden is {self.hidden}; FP8 rows are made of blocks of {FP8_BLOCK} columns: "
                 f"pad hidden to {-(-self.hidden // FP8_BLOCK) * FP8_BLOCK}"
             )
         if self.out_bytes % 16:
             raise InvalidArgument(
-                f"a combine row of {self.hidden} x {self.number} has {self.out_bytes} bytes; "
+                f"a combine row of {self.hidden} x {self.dtype} has {self.out_bytes} bytes; "
                 f"rows must be multiples of 16 bytes: pad hidden to {self._padded_hidden()}"
             )
         if not 1 <= len(self.row_bytes) <= MAX_PLANES:
@@ -97,7 +97,7 @@ class Shape:
     @property
     def element_bytes(self) -> int:
         """Bytes of one element of a combine row."""
-        return 4 if self.number == "fp32" else 2
+        return 4 if self.dtype == "fp32" else 2
 
     @property
     def out_bytes(self) -> int:
@@ -107,16 +107,16 @@ class Shape:
     @property
     def returned_bytes(self) -> int:
         """Bytes of a row's place where rows are pushed home; 0 where they are pulled."""
-        if self.way == "pull":
+        if self.combine == "pull":
             return 0
-        if self.way in ("push", "choices"):
+        if self.combine in ("push", "gemm_push"):
             return self.out_bytes
         return -(-(self.hidden + self.hidden // FP8_BLOCK * 4) // 128) * 128
 
     @property
     def returned_rows(self) -> int:
         """Rows that have a place of their own at their owner: of each rank, or of each choice."""
-        return self.tokens * (self.top_k if self.way == "choices" else self.ranks)
+        return self.tokens * (self.top_k if self.combine == "gemm_push" else self.ranks)
 
     @property
     def slots(self) -> int:
@@ -136,8 +136,8 @@ class Shape:
         return (
             f"weft::Shape{{.ranks = {self.ranks}, .tokens = {self.tokens}, .top_k = {self.top_k}, "
             f".experts = {self.experts}, .hidden = {self.hidden}, "
-            f".number = weft::Number::{self.number}, .planes = {len(self.row_bytes)}, "
-            f".row_bytes = {{{rows}}}, .way = weft::Way::{self.way}, "
+            f".dtype = weft::DType::{self.dtype}, .planes = {len(self.row_bytes)}, "
+            f".row_bytes = {{{rows}}}, .combine = weft::Combine::{self.combine}, "
             f".quant = weft::Quant::{self.quant}, .mapped = {str(self.mapped).lower()}, "
             f".stats = {self.stats}}}"
         )

@@ -1,8 +1,8 @@
 // The fused all-reduce with ranks as threads: backends and sizes in an order that all ranks draw
-// alike, every number of every output checked. Exit status 0: all right. Slots are atomic words, so
-// ThreadSanitizer has nothing to say of them; what it watches is all else that ranks might share.
-// With -DWEFT_ONE_SIDE=1 rows that are pushed to be summed have one buffer instead of two, and a
-// fast rank must be caught writing into what a slow one has not read.
+// alike, every element of every output checked. Exit status 0: all are right. Slots are atomic
+// words, so ThreadSanitizer has nothing to say of them; what it watches is everything else that
+// ranks might share. With -DWEFT_ONE_SIDE=1 rows that are pushed to be summed have one buffer
+// instead of two, and the test must catch a fast rank that overwrites what a slow one has not read.
 #include <cstdio>
 #include <cstdlib>
 #include <thread>
@@ -17,7 +17,7 @@
 using namespace weft;
 
 constexpr Reduction R{
-    .ranks = RANKS, .tokens = 10, .direct = 6, .hidden = 16, .number = Number::fp32};
+    .ranks = RANKS, .tokens = 10, .direct = 6, .hidden = 16, .dtype = DType::fp32};
 using Shares = ReductionShare<R>;
 
 struct Job {
@@ -109,10 +109,10 @@ int main(int argc, char** argv) {
         own.header.generation = 1;
         own.header.deadline_ns = own.header.first_deadline_ns =
             WEFT_ONE_SIDE ? 1000000000ull : 60000000000ull;
-        own.header.first_epoch = own.header.turn.epoch = first_epoch & epoch_mask;
-        std::memset(own.slots.direct, 0xff, sizeof own.slots.direct);
-        std::memset(own.slots.part, 0xff, sizeof own.slots.part);
-        std::memset(own.slots.whole, 0xff, sizeof own.slots.whole);
+        own.header.first_epoch = own.header.state.epoch = first_epoch & epoch_mask;
+        std::memset(own.inbox.direct, 0xff, sizeof own.inbox.direct);
+        std::memset(own.inbox.part, 0xff, sizeof own.inbox.part);
+        std::memset(own.inbox.whole, 0xff, sizeof own.inbox.whole);
     }
     std::vector<u64> wrong(R.ranks);
     std::vector<std::thread> threads;

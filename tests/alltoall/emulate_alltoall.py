@@ -27,7 +27,7 @@ def compile_alltoall(shapes: Sequence[Shape], folder: Path, *, defines: Sequence
             lines += [
                 'extern "C" __attribute__((visibility("default"))) '
                 f"void {name}_{i}_{rank}(const weft::{door.struct}* a, const unsigned* grid) {{ "
-                f"constexpr weft::u32 rank = {rank if shape.way == 'pull' else 0}; (void)rank; "
+                f"constexpr weft::u32 rank = {rank if shape.combine == 'pull' else 0}; (void)rank; "
                 "emulated::launch(emulated::seen_from(a->site, S.ranks, "
                 "{grid[0], grid[1], grid[2]}), "
                 f"[a] {{ weft::{door.call}(*a); }}); }}"
@@ -51,12 +51,17 @@ class EmulatedAllToAll:
 
     def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
         """Run one operation to its end."""
-        way, plan = self._shape.way, self.dispatch if name.startswith("dispatch") else self.combine
-        if name == "dispatch_receive" or (name == "combine_send" and way in ("pull", "choices")):
+        combine, plan = (
+            self._shape.combine,
+            self.dispatch if name.startswith("dispatch") else self.combine,
+        )
+        if name == "dispatch_receive" or (
+            name == "combine_send" and combine in ("pull", "gemm_push")
+        ):
             plan = FLAGS_ONLY  # as on a GPU
-        if way == "fp8" and name.startswith("combine"):
+        if combine == "push_fp8" and name.startswith("combine"):
             args.pushers, args.strips = plan.pushers, plan.strips
-        if name.startswith("combine") and not name.endswith("receive") and way != "choices":
+        if name.startswith("combine") and not name.endswith("receive") and combine != "gemm_push":
             self._host(range(self._layout.outbox, self._layout.destinations), writes=True)
         grid = (ctypes.c_uint32 * 3)(plan.workers, plan.chunks, plan.threads)
         getattr(self.library, name + self._suffix)(ctypes.byref(args), grid)

@@ -14,8 +14,8 @@ from weft.shape import Shape
 
 CALLS = {
     "combine": "combine<S, 0>",
-    "combine_send": "combine<S, 0, weft::Part::send>",
-    "combine_receive": "combine<S, 0, weft::Part::receive>",
+    "combine_send": "combine<S, 0, weft::PhasePart::send>",
+    "combine_receive": "combine<S, 0, weft::PhasePart::recv>",
 }
 
 

@@ -10,6 +10,7 @@ from weft.alltoall.source import doors
 from weft.shape import Shape
 
 ENGINE = Path(__file__).parents[1] / "emulator/engine.hpp"
+HEADER = "alltoall/dispatch_combine_tma.cuh"
 SHARED = "extern __shared__ __align__(128) u8 shared[];"
 BARRIER = "reinterpret_cast<emulated::Barrier*>({})"
 BODIES = {
@@ -36,11 +37,11 @@ RULES = ("behind_the_flags", "behind_the_readers", "aligned", "finished", "one_w
 def compile_few(shape: Shape, folder: Path, old: str = "", new: str = "") -> Path:
     """The shared library of both kernels for every rank of a Shape.
 
-    old, new: a text of few.cuh and what it becomes: a mutation that a test must notice.
+    old, new: a text of the header and what it becomes: a mutation that a test must notice.
     """
     root = emulated_tree(folder)
     replace_bodies(root / "weft/device/bulk.cuh", BODIES)
-    path = root / "weft/alltoall/few.cuh"
+    path = root / "weft" / HEADER
     text = path.read_text()
     for ring in ("RowRing", "PieceRing"):
         text = _changed(text, SHARED, f"u8* shared = emulated::dynamic_shared(sizeof({ring}<S>));")
@@ -61,7 +62,7 @@ def compile_few(shape: Shape, folder: Path, old: str = "", new: str = "") -> Pat
     constants = f"constexpr weft::Shape S = {shape.literal()};\n"
     return build_library(
         root,
-        f"{ENGINE.read_text()}\n#include <weft/alltoall/few.cuh>\n{constants}{exports}{entries}",
+        f"{ENGINE.read_text()}\n#include <weft/{HEADER}>\n{constants}{exports}{entries}",
     )
 
 
@@ -84,5 +85,5 @@ class EmulatedFew:
 
 
 def _changed(text: str, old: str, new: str) -> str:
-    assert old in text, f"few.cuh has no {old!r}"
+    assert old in text, f"{HEADER} has no {old!r}"
     return text.replace(old, new, 1)

@@ -1,8 +1,8 @@
 // The protocol with ranks as threads, for ThreadSanitizer: every payload word is stamped with
 // (source, token, round) and verified at the receiver and again after combine. Exit status 0: all
-// words right. With -DWEFT_WEAK_FLAGS=1 the flags publish nothing, which x86 hides from the words
-// but not from ThreadSanitizer. -DRANKS, -DWAY and -DHALVES choose the group, how rows come home,
-// and whether each phase is two halves.
+// words are right. With -DWEFT_WEAK_FLAGS=1 the flags publish nothing, which x86 hides from the
+// words but not from ThreadSanitizer. -DRANKS, -DCOMBINE and -DSPLIT_PHASE choose the group, how
+// combine returns rows, and whether each phase is split.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -15,11 +15,11 @@
 #ifndef RANKS
 #define RANKS 4
 #endif
-#ifndef WAY
-#define WAY pull
+#ifndef COMBINE
+#define COMBINE pull
 #endif
-#ifndef HALVES
-#define HALVES 0
+#ifndef SPLIT_PHASE
+#define SPLIT_PHASE 0
 #endif
 
 using namespace weft;
@@ -29,10 +29,10 @@ constexpr Shape S{.ranks = RANKS,
                   .top_k = 3,
                   .experts = 10,
                   .hidden = 128,
-                  .number = Number::fp32,
+                  .dtype = DType::fp32,
                   .planes = 2,
                   .row_bytes = {32, 12},
-                  .way = Way::WAY,
+                  .combine = Combine::COMBINE,
                   .stats = 5};
 
 struct Job {
@@ -76,19 +76,19 @@ static u64 wrong_words(const Site& site, u64 round) {
     return wrong;
 }
 
-// Another number in each round: a row that an earlier one left behind is not this one's.
+// Another value in each round: a row that an earlier round left behind differs from this one's.
 static float value_of(u32 token, u64 round) { return float(token + 1 + round % 50 * S.tokens); }
 
 static void write_row(u8* row, u32 token, u64 round) {
     for (u32 i = 0; i < S.hidden; ++i) reinterpret_cast<float*>(row)[i] = value_of(token, round);
 }
 
-// Choices go to their homes one by one, as whatever kernel made them would store them.
+// With gemm_push each expert row is stored at its owner, as the kernel that makes it would do.
 template <Shape S> static void write_outputs(const Site& site, u64 round) {
     Share<S>& own = mine<S>(site);
     for (u32 source = 0; source < S.ranks; ++source)
         for (u32 t = 0; t < S.tokens; ++t) {
-            if constexpr (S.way == Way::choices) {
+            if constexpr (S.combine == Combine::gemm_push) {
                 for (u32 k = 0; k < S.top_k; ++k)
                     if (own.inbox.route[source][t].expert[k] >= 0)
                         write_row(share<S>(site, source).inbox.returned.row[t][k], t, round);
@@ -98,13 +98,14 @@ template <Shape S> static void write_outputs(const Site& site, u64 round) {
         }
 }
 
-// Rows that a token's sum is made of: one of each rank, or one of each choice.
+// The rows of a token's sum: one of each rank, or one of each entry.
 template <Shape S> static u32 rows_of(const Site& site, u32 token) {
     const Share<S>& own = mine<S>(site);
     u32 rows = u32(__builtin_popcount(own.destinations[token]));
-    if constexpr (S.way == Way::choices)
+    if constexpr (S.combine == Combine::gemm_push)
         if (rows != 0)
-            for (u32 k = rows = 0; k < S.top_k; ++k) rows += own.choices.rank[token][k] < S.ranks;
+            for (u32 k = rows = 0; k < S.top_k; ++k)
+                rows += own.saved_routing.rank[token][k] < S.ranks;
     return rows;
 }
 
@@ -112,7 +113,7 @@ static u64 wrong_sums(const Site& site, const std::vector<float>& out, u32 token
     u64 wrong = 0;
     for (u32 t = 0; t < tokens; ++t) {
         const float expected = value_of(t, round) * float(rows_of<S>(site, t));
-        // A block of equal numbers is exact in FP8 but for the rounding of its scale.
+        // A block of equal values is exact in FP8 but for the rounding of its scale.
         for (u32 i = 0; i < S.hidden; ++i)
             wrong += std::abs(out[t * S.hidden + i] - expected) > 1e-5f * expected;
     }
@@ -144,9 +145,9 @@ static void run_rank(Job& job, u32 rank, u64& wrong) {
         sending.stats = stats.data();
         sending.tokens = tokens;
         sending.ids_bytes = 4;
-        if constexpr (HALVES) {
-            dispatch<S, Part::send>(sending);
-            dispatch<S, Part::receive>(sending);
+        if constexpr (SPLIT_PHASE) {
+            dispatch<S, PhasePart::send>(sending);
+            dispatch<S, PhasePart::recv>(sending);
         } else {
             dispatch<S>(sending);
         }
@@ -158,9 +159,9 @@ static void run_rank(Job& job, u32 rank, u64& wrong) {
                                     .tokens = tokens,
                                     .pushers = 0,
                                     .strips = 0};
-        if constexpr (HALVES) {
-            combine<S, Part::send>(returning);
-            combine<S, Part::receive>(returning);
+        if constexpr (SPLIT_PHASE) {
+            combine<S, PhasePart::send>(returning);
+            combine<S, PhasePart::recv>(returning);
         } else {
             combine<S>(returning);
         }
@@ -186,9 +187,10 @@ int main(int argc, char** argv) {
         Share<S>& own = *reinterpret_cast<Share<S>*>(job.base + rank * sizeof(Share<S>));
         own.header.generation = 1;
         own.header.deadline_ns = own.header.first_deadline_ns = 60000000000ull;
-        own.header.first_epoch = own.header.turn.epoch = first_epoch & epoch_mask;
+        own.header.first_epoch = own.header.state.epoch = first_epoch & epoch_mask;
         std::memset(own.inbox.route, 0xff, sizeof own.inbox.route);
-        if (S.way == Way::fp8) std::memset(&own.inbox.returned, 0xff, sizeof own.inbox.returned);
+        if (S.combine == Combine::push_fp8)
+            std::memset(&own.inbox.returned, 0xff, sizeof own.inbox.returned);
     }
     std::vector<u64> wrong(S.ranks);
     std::vector<std::thread> threads;

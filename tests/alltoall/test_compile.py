@@ -20,14 +20,18 @@ SHAPES = {
     "fp8 out": Shape(8, 2048, 8, 256, 7168, "bf16", (7168, 224)),
     "gpt-oss-120b": Shape(4, 512, 4, 128, 2880, "bf16", (5760,)),
     "three ranks, odd rows": Shape(3, 33, 9, 18, 264, "fp16", (528, 20, 7)),
-    "pushed": Shape(8, 128, 8, 256, 7168, "bf16", (14336,), way="push"),
-    "fp8 both ways": Shape(8, 128, 8, 256, 7168, "bf16", (7168, 224), way="fp8", quant="fp8"),
+    "pushed": Shape(8, 128, 8, 256, 7168, "bf16", (14336,), combine="push"),
+    "fp8 both ways": Shape(
+        8, 128, 8, 256, 7168, "bf16", (7168, 224), combine="push_fp8", quant="fp8"
+    ),
     "mxfp8 of fp32": Shape(8, 128, 8, 256, 7168, "fp32", (7168, 224), quant="mxfp8"),
-    "choices": Shape(8, 128, 8, 256, 7168, "bf16", (14336,), way="choices"),
-    "choices, odd": Shape(3, 33, 9, 18, 264, "fp16", (528, 20, 7), way="choices", stats=3),
+    "choices": Shape(8, 128, 8, 256, 7168, "bf16", (14336,), combine="gemm_push"),
+    "choices, odd": Shape(3, 33, 9, 18, 264, "fp16", (528, 20, 7), combine="gemm_push", stats=3),
     "32 ranks, mapped": Shape(32, 16, 32, 61, 512, "fp32", (2048,), mapped=True),
     "statistics, pulled": Shape(8, 2048, 8, 256, 7168, "bf16", (14336,), stats=256),
-    "statistics, pushed": Shape(8, 128, 8, 256, 7168, "bf16", (14336,), way="fp8", stats=7),
+    "statistics, pushed": Shape(
+        8, 128, 8, 256, 7168, "bf16", (14336,), combine="push_fp8", stats=7
+    ),
 }
 
 

@@ -51,7 +51,7 @@ def emulate(a2a: weft.AllToAll, library: str, number: int) -> EmulatedAllToAll:
 
 
 def launch_as(entries: EmulatedAllToAll, seed: int) -> None:
-    plans = HOME if entries._shape.way == "fp8" else COMBINE
+    plans = HOME if entries._shape.combine == "push_fp8" else COMBINE
     turn = (seed + entries._rank) % len(DISPATCH)
     entries.dispatch, entries.combine = DISPATCH[turn], plans[turn]
 
@@ -111,7 +111,7 @@ def test_every_launch_shape_has_the_bits_of_the_reference(
         for part in ways([event], places(case.shape))
     )
     assert writes["plane 0"] == rows * case.shape.row_bytes[0] // 16
-    if case.shape.way == "push":
+    if case.shape.combine == "push":
         assert writes["returned"] == rows * case.shape.out_bytes // 16
     for phase in ("dispatched", "arrived"):
         assert len([e for e in events if e.offset in places(case.shape)[phase]]) > RANKS
@@ -137,9 +137,9 @@ def expected(case: Case) -> dict[str, set[str]]:
     }
     if case.lost:
         ways["refusing"] = {"updates acq_rel gpu"}
-    if shape.way == "push":
+    if shape.combine == "push":
         ways["returned"] = {"writes weak", "reads weak"}
-    if shape.way == "fp8":
+    if shape.combine == "push_fp8":
         ways["returned"] = {"writes relaxed sys", "reads relaxed sys"}
         ways["arrived"] = {"updates acq_rel gpu", "reads acquire gpu"}
         ways["route"] = {"writes weak", "reads weak"}

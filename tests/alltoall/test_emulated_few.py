@@ -28,12 +28,12 @@ CASES = {
     ),
     "four ranks, two pieces": Round(tokens=(9, 3, 0, 5), hidden=7168, router="holes"),
 }
-UNORDERED = {  # mutation: a text of few.cuh, what it becomes, the rule that this breaks
+UNORDERED = {  # mutation: a text of HEADER, what it becomes, the rule that this breaks
     "no fence behind the flags": ("fence_for_bulk();  // behind the peers'", "//", RULES[0]),
     "no fence behind the readers": ("fence_shared_for_bulk();", "", RULES[1]),
     "a fence of the GPU for each piece": ("fence_shared_for_bulk", "fence_for_bulk", RULES[4]),
 }
-READ = "addends.load_rows(ring, stage, unit.count, lane);"
+READ = "fragment.load_rows(ring, stage, unit.count, lane);"
 FREE = "if (lane % warp_lanes == 0) ring.free[stage].arrive();"
 WRONG = {  # and those that lose bytes
     "stores that are not awaited": ("if (lane == 0) bulk_wait_written();", ""),

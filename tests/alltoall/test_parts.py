@@ -27,10 +27,10 @@ from weft.shape import Shape
         Shape(8, 5, 32, 61, 4, "fp32", (1, 2, 3, 4, 5, 6, 7, 8), mapped=True),
         Shape(32, 3, 9, 32, 16, "bf16", (32,)),
         Shape(32, 32, 9, 32, 16, "bf16", (32,), stats=7),
-        Shape(3, 5, 2, 9, 256, "bf16", (512, 4), way="fp8", stats=64),
-        Shape(2, 5, 2, 9, 256, "bf16", (512,), way="push", stats=1),
-        Shape(2, 32, 2, 9, 256, "bf16", (512,), way="choices"),
-        Shape(3, 33, 9, 18, 264, "fp16", (528, 20, 7), way="choices", stats=3),
+        Shape(3, 5, 2, 9, 256, "bf16", (512, 4), combine="push_fp8", stats=64),
+        Shape(2, 5, 2, 9, 256, "bf16", (512,), combine="push", stats=1),
+        Shape(2, 32, 2, 9, 256, "bf16", (512,), combine="gemm_push"),
+        Shape(3, 33, 9, 18, 264, "fp16", (528, 20, 7), combine="gemm_push", stats=3),
     ],
 )
 def test_python_and_cpp_agree_on_the_layout(shape):
@@ -90,9 +90,9 @@ def test_a_plan_of_a_combine_by_fp8_has_room_for_all(tokens, slots, blocks, sms,
     hidden = 128 * blocks
     strips = -(-hidden // STRIP)
     p = plan_home(tokens, slots, hidden, sms=sms, per_sm=lambda _: fit, whole=whole)
-    takers = p.workers - 1 - p.pushers
+    receivers = p.workers - 1 - p.pushers
     assert p.pushers >= 1
-    assert takers >= 1 or tokens == 0
+    assert receivers >= 1 or tokens == 0
     assert p.workers <= max(3, sms * fit)
     assert 1 <= p.strips <= min(MOST_STRIPS, strips)
     legs = -(-strips // p.strips)

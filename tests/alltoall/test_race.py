@@ -38,20 +38,20 @@ def test_no_race_with_ranks_as_threads():
 
 
 @CAMPAIGN
-@pytest.mark.parametrize("way", ["pull", "push", "fp8", "choices"])
+@pytest.mark.parametrize("combine", ["pull", "push", "push_fp8", "gemm_push"])
 @pytest.mark.parametrize(("group", "split_phase"), [(1, 1), (4, 1), (9, 0)])
-def test_no_race_in_other_groups_ways_and_halves(way, group, split_phase):
-    choice = (f"-DRANKS={group}", f"-DWAY={way}", f"-DHALVES={split_phase}")
-    status, text = run(f"race-{way}-{group}", *SANITIZED, *choice, rounds=400)
+def test_no_race_in_other_groups_ways_and_halves(combine, group, split_phase):
+    choice = (f"-DRANKS={group}", f"-DCOMBINE={combine}", f"-DSPLIT_PHASE={split_phase}")
+    status, text = run(f"race-{combine}-{group}", *SANITIZED, *choice, rounds=400)
     assert status == 0, text
     assert f"400 rounds of {group} ranks: 0 wrong words" in text
 
 
 @CAMPAIGN
-@pytest.mark.parametrize("way", ["push", "fp8", "choices"])
-def test_a_weakened_release_of_pushed_rows_is_reported(way):
-    choice = (f"-DWAY={way}", "-DWEFT_WEAK_FLAGS=1")
-    status, text = run(f"race-weak-{way}", *SANITIZED, *choice, rounds=300)
+@pytest.mark.parametrize("combine", ["push", "push_fp8", "gemm_push"])
+def test_a_weakened_release_of_pushed_rows_is_reported(combine):
+    choice = (f"-DCOMBINE={combine}", "-DWEFT_WEAK_FLAGS=1")
+    status, text = run(f"race-weak-{combine}", *SANITIZED, *choice, rounds=300)
     assert status != 0
     assert "ThreadSanitizer: data race" in text
 

@@ -94,7 +94,7 @@ def test_a_trace_of_all_ranks_is_written(tmp_path):
     assert SETTINGS.trace(path) is None
     events = json.loads(path.read_text())["traceEvents"]
     assert {event["pid"] for event in events if event["ph"] == "X"} == {0, 1}
-    assert {event["name"] for event in events if event["ph"] == "X"} >= {"take rows", "copy"}
+    assert {event["name"] for event in events if event["ph"] == "X"} >= {"receive rows", "copy"}
 
 
 def test_traffic_is_counted_by_rank_out_and_by_choice_back():

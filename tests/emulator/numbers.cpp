@@ -7,9 +7,9 @@ namespace emulated {
 
 using namespace weft;
 
-u32 narrow_bf16(float x) { return narrow<Number::bf16>(x); }
-u32 narrow_fp16(float x) { return narrow<Number::fp16>(x); }
-float widen_fp16(u32 bits) { return widen<Number::fp16>(u16(bits)); }
+u32 narrow_bf16(float x) { return narrow<DType::bf16>(x); }
+u32 narrow_fp16(float x) { return narrow<DType::fp16>(x); }
+float widen_fp16(u32 bits) { return widen<DType::fp16>(u16(bits)); }
 u32 to_e4m3(float x) { return weft::to_e4m3(x); }
 float from_e4m3(u32 bits) { return weft::from_e4m3(u8(bits)); }
 

@@ -42,8 +42,8 @@ VERBS = {
     "weft::raise_to(words, wide)": ["ATOM.MAX.64.GPU"],
     "*row = weft::poll_vector(from)": ["LD.128.SYS"],
     "weft::post_vector(row, vector)": ["ST.128.SYS"],
-    "*row = weft::poll_halves(from)": ["LD.128.SYS"],
-    "weft::post_halves(row, vector)": ["ST.128.SYS"],
+    "*row = weft::poll_u64_pair(from)": ["LD.128.SYS"],
+    "weft::post_u64_pair(row, vector)": ["ST.128.SYS"],
 }
 PARAMETERS = (
     "weft::u64* words, weft::u64 wide, weft::u32* word, weft::u32 narrow, weft::u64* to, "
@@ -112,7 +112,7 @@ def compiled(name: str, arch: str) -> bytes:
         return reduce_source.compile_cuda(REDUCTIONS["8 ranks"], arch)
     if kind == "low latency":
         shape = LOW_SHAPES[rest or "deepseek-v3"]
-        return lowlatency_entry.compile_cuda(shape, arch, split_phase=not shape.homes)
+        return lowlatency_entry.compile_cuda(shape, arch, split_phase=not shape.gemm_push)
     if kind == "sends":
         sends, grouping = GROUPINGS[rest]
         source = group_entry.cuda_source(sends, grouping, sends=True)

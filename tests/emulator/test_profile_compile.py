@@ -58,8 +58,8 @@ def test_profiled_kernels_have_the_layout_that_python_expects(name, arch):
     [
         *((SHAPES[name], False) for name in SHAPES if name not in TIGHT),
         (PLAIN, True),
-        (replace(PLAIN, way="push"), False),
-        (replace(PLAIN, way="fp8"), False),
+        (replace(PLAIN, combine="push"), False),
+        (replace(PLAIN, combine="push_fp8"), False),
         (replace(PLAIN, quant="fp8", row_bytes=(7168, 224)), False),
     ],
 )

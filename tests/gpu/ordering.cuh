@@ -63,12 +63,12 @@ WEFT_FN Share& peer(const Args& a) { return share(a, 1 - a.rank); }
 WEFT_FN bool await(const Block& team, Word& word, u64 round, u64 deadline) {
     bool arrived = true;
     if (team.lane() == 0) {
-        for (u32 turns = 1; load_acquire(&word.value) < round; ++turns) {
-            if (turns % 256 == 0 && now_ns() > deadline) {
+        for (u32 polls = 1; load_acquire(&word.value) < round; ++polls) {
+            if (polls % 256 == 0 && now_ns() > deadline) {
                 arrived = false;
                 break;
             }
-            relax(turns);
+            relax(polls);
         }
     }
     return team.all(arrived);

@@ -26,8 +26,8 @@ def compile_groups(shape: Shape, grouping: Grouping, folder: Path) -> Path:
     names = ("group", "gather", *results(shape, True))
     doors = [DOOR.format(name=n, args="GroupArgs", call=f"{n}<S, G>") for n in names]
     # Rows in FP8 are read by assembly.
-    if shape.way != "fp8":
-        call = "combine<S, 0, weft::Part::receive>"
+    if shape.combine != "push_fp8":
+        call = "combine<S, 0, weft::PhasePart::recv>"
         doors.append(DOOR.format(name="combine_receive", args="CombineArgs", call=call))
     return build_library(
         emulated_tree(folder),

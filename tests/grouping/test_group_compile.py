@@ -20,7 +20,7 @@ from weft.shape import Shape
 pytestmark = reads(tools=(NVRTC,))
 
 DEEPSEEK = Shape(8, 4096, 8, 256, 7168, "bf16", (14336,))
-PUSHED = replace(DEEPSEEK, tokens=128, way="push")
+PUSHED = replace(DEEPSEEK, tokens=128, combine="push")
 CASES: dict[str, tuple[Shape, Grouping]] = {
     "deepseek-v3": (DEEPSEEK, Grouping("contiguous", 32, 8 * 4096 * 8, 1)),
     "fp8, masked": (
@@ -29,10 +29,13 @@ CASES: dict[str, tuple[Shape, Grouping]] = {
     ),
     "by source": (DEEPSEEK, Grouping("sources", 8, 4096, 1)),
     "pushed": (PUSHED, Grouping("contiguous", 32, 8 * 128 * 8, 16)),
-    "fp8 of fp32": (replace(PUSHED, way="fp8", number="fp32"), Grouping("masked", 32, 1024, 16)),
-    "choices": (replace(PUSHED, way="choices"), Grouping("masked", 32, 1024, 16)),
+    "fp8 of fp32": (
+        replace(PUSHED, combine="push_fp8", dtype="fp32"),
+        Grouping("masked", 32, 1024, 16),
+    ),
+    "choices": (replace(PUSHED, combine="gemm_push"), Grouping("masked", 32, 1024, 16)),
     "choices, odd": (
-        Shape(3, 33, 9, 18, 264, "fp16", (528, 20, 7), way="choices"),
+        Shape(3, 33, 9, 18, 264, "fp16", (528, 20, 7), combine="gemm_push"),
         Grouping("contiguous", 6, 640, 16),
     ),
     "odd rows": (
@@ -50,7 +53,7 @@ CASES: dict[str, tuple[Shape, Grouping]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_compile_without_spills(name: str, arch: str, tmp_path: Path) -> None:
     cache, (shape, grouping) = Cache(tmp_path), CASES[name]
-    sends = shape.way != "pull"
+    sends = shape.combine != "pull"
     cubin = compile_cubin(
         cuda_source(shape, grouping, sends=sends),
         name="group",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.emulator.emulate import build_library, emulated_tree
 from weft.lowlatency.entry import FEW_THREADS, LowBuild, LowPlan, _doors, plan_low
-from weft.lowlatency.shape import LowCombineArgs, LowDispatchArgs, LowShape
+from weft.lowlatency.shape import LowLatencyCombineArgs, LowLatencyDispatchArgs, LowShape
 
 SMS, RESIDENT = 2, 8  # of the GPU that is made up: few CTAs, so that each does several units
 
@@ -25,7 +25,7 @@ def compile_low(shape: LowShape, folder: Path, *, defines: Sequence[str] = ()) -
     text = (
         "#include <weft/lowlatency/combine.cuh>\n"
         "#include <weft/lowlatency/dispatch.cuh>\n"
-        f"constexpr weft::LowShape S = {shape.literal()};\n{doors}"
+        f"constexpr weft::LowLatencyShape S = {shape.literal()};\n{doors}"
     )
     return build_library(emulated_tree(folder), text, defines=defines)
 
@@ -37,7 +37,7 @@ class EmulatedLow:
         self.library, self._shape = ctypes.CDLL(str(library)), shape
         self.plans: dict[str, LowPlan] = {}  # the latest of each kind
 
-    def run(self, name: str, args: LowDispatchArgs | LowCombineArgs) -> None:
+    def run(self, name: str, args: LowLatencyDispatchArgs | LowLatencyCombineArgs) -> None:
         """Run one operation to its end."""
         build = LowBuild(split_phase=True)
         plan = plan_low(self._shape, build, name, args.tokens, FEW_THREADS, SMS, RESIDENT)

@@ -1,8 +1,8 @@
-// Low-latency rounds with ranks as threads: every number of every row is stamped with source, token
-// and round, checked where it arrives and again in the sum at home. Exit status 0: all are right.
-// With -DWEFT_NO_GRANTS=1 ranks store into inboxes that nobody has emptied, and rows are lost.
-// -DRANKS, -DREDUCE and -DHALVES choose the group, who adds, and whether two results cross;
-// -DHOMES=1 lets experts store their rows at home themselves.
+// Low-latency rounds with ranks as threads: every element of every row is stamped with source,
+// token and round, checked where it arrives and again in the owner's sum. Exit status 0: all are
+// right. With -DWEFT_NO_GRANTS=1 ranks store into inboxes that nobody has emptied, and rows are
+// lost. -DRANKS, -DREDUCE and -DSPLIT_PHASE choose the group, which rank adds, and whether two
+// results cross; with -DGEMM_PUSH=1 experts store their rows at the owners themselves.
 #include <cstdio>
 #include <cstdlib>
 #include <thread>
@@ -18,29 +18,29 @@
 #ifndef REDUCE
 #define REDUCE receiver
 #endif
-#ifndef HALVES
-#define HALVES 0
+#ifndef SPLIT_PHASE
+#define SPLIT_PHASE 0
 #endif
-#ifndef HOMES
-#define HOMES 0
+#ifndef GEMM_PUSH
+#define GEMM_PUSH 0
 #endif
 
 using namespace weft;
 
 constexpr u32 local_experts = (10 + RANKS - 1) / RANKS;
-constexpr LowShape S{.ranks = RANKS,
-                     .tokens = 12,
-                     .top_k = 3,
-                     .experts = 10,
-                     .local = local_experts,
-                     .hidden = 32,
-                     .number = Number::fp32,
-                     .group = 0,
-                     .scales = Scales::fp32_row,
-                     .reduce = Reduce::REDUCE,
-                     .fp8_back = false,
-                     .homes = HOMES,
-                     .mapped = false};
+constexpr LowLatencyShape S{.ranks = RANKS,
+                            .tokens = 12,
+                            .top_k = 3,
+                            .experts = 10,
+                            .local = local_experts,
+                            .hidden = 32,
+                            .dtype = DType::fp32,
+                            .group = 0,
+                            .scales = Scales::fp32_row,
+                            .reduce = Reduce::REDUCE,
+                            .combine_fp8 = false,
+                            .gemm_push = GEMM_PUSH,
+                            .mapped = false};
 constexpr u32 slots = 2;
 
 struct Job {
@@ -72,21 +72,22 @@ struct Slot {
     std::vector<i32> counts = std::vector<i32>(S.local), ids = std::vector<i32>(S.tokens * S.top_k);
     std::vector<i32> source = std::vector<i32>(u64(S.local) * S.rows());
     std::vector<i32> ranges = std::vector<i32>(S.local * S.ranks * 2),
-                     brought = std::vector<i32>(S.ranks);
+                     source_tokens = std::vector<i32>(S.ranks);
     std::vector<i32> position = std::vector<i32>(u64(S.rows()) * S.top_k);
     std::vector<float> weights = std::vector<float>(u64(S.rows()) * S.top_k);
     std::vector<u32> expected = std::vector<u32>(2 * S.tokens);
-    std::vector<u64> home = std::vector<u64>(u64(S.local) * S.rows());
+    std::vector<u64> dst_addr = std::vector<u64>(u64(S.local) * S.rows());
     u64 round = 0;
     u32 tokens = 0;
 
-    Ledger ledger() {
-        return {position.data(), weights.data(), brought.data(), expected.data(), home.data()};
+    RoutingRecord routing() {
+        return {position.data(), weights.data(), source_tokens.data(), expected.data(),
+                dst_addr.data()};
     }
 };
 
-static LowDispatchArgs out_of(const Site& site, u32 own, Slot& slot) {
-    LowDispatchArgs a{};
+static LowLatencyDispatchArgs dispatch_args(const Site& site, u32 own, Slot& slot) {
+    LowLatencyDispatchArgs a{};
     a.site = site;
     a.x = slot.x.data();
     a.ids = slot.ids.data();
@@ -94,21 +95,21 @@ static LowDispatchArgs out_of(const Site& site, u32 own, Slot& slot) {
     a.counts = slot.counts.data();
     a.source = slot.source.data();
     a.ranges = slot.ranges.data();
-    a.ledger = slot.ledger();
+    a.routing = slot.routing();
     a.tokens = slot.tokens;
     a.ids_bytes = 4;
     a.own_experts = own;
     return a;
 }
 
-static LowCombineArgs back_of(const Site& site, u32 own, Slot& slot) {
-    LowCombineArgs a{};
+static LowLatencyCombineArgs combine_args(const Site& site, u32 own, Slot& slot) {
+    LowLatencyCombineArgs a{};
     a.site = site;
     a.y = slot.rows.data();
     a.ids = slot.ids.data();
     a.out = slot.out.data();
     a.counts = slot.counts.data();
-    a.ledger = slot.ledger();
+    a.routing = slot.routing();
     a.tokens = slot.tokens;
     a.ids_bytes = 4;
     a.own_experts = own;
@@ -146,53 +147,53 @@ static u64 wrong_sums(const Slot& slot, u32 rank) {
     return wrong;
 }
 
-// What experts do where combine sends nothing: each row goes home as it is.
-static void store_home(const Site& site, u32 own, Slot& slot) {
-    for (u32 e = 0; HOMES && e < own; ++e) {
+// With gemm_push the experts' kernel stores each row at its owner, unquantised.
+static void store_rows(const Site& site, u32 own, Slot& slot) {
+    for (u32 e = 0; GEMM_PUSH && e < own; ++e) {
         const u64 first = u64(e) * S.rows();
         const u8* rows = reinterpret_cast<const u8*>(&slot.rows[first * S.hidden]);
-        push_rows<S.number>(&slot.home[first], rows, u64(slot.counts[e]), S.hidden * 4,
-                            &own_share<S>(site).header.turn.failed);
+        push_rows<S.dtype>(&slot.dst_addr[first], rows, u64(slot.counts[e]), S.hidden * 4,
+                           &own_share<S>(site).header.state.failed);
     }
 }
 
-// Two micro-batches; in halves, one's dispatch is on its way while the other goes home.
+// Two micro-batches; with split phases one is dispatched while the other is combined.
 static u64 two_rounds(const Site& site, u32 own, Slot (&slot)[slots]) {
     u64 wrong = 0;
-    if constexpr (HALVES) {
-        low_dispatch<S>(out_of(site, own, slot[0]));
-        low_dispatch<S, Part::send>(out_of(site, own, slot[1]));
+    if constexpr (SPLIT_PHASE) {
+        low_latency_dispatch<S>(dispatch_args(site, own, slot[0]));
+        low_latency_dispatch<S, PhasePart::send>(dispatch_args(site, own, slot[1]));
         wrong += wrong_rows(slot[0], own);
-        low_combine<S, Part::send>(back_of(site, own, slot[0]));
-        low_dispatch<S, Part::receive>(out_of(site, own, slot[1]));
-        low_combine<S, Part::receive>(back_of(site, own, slot[0]));
-    } else if constexpr (HOMES) {
-        low_dispatch<S>(out_of(site, own, slot[0]));
+        low_latency_combine<S, PhasePart::send>(combine_args(site, own, slot[0]));
+        low_latency_dispatch<S, PhasePart::recv>(dispatch_args(site, own, slot[1]));
+        low_latency_combine<S, PhasePart::recv>(combine_args(site, own, slot[0]));
+    } else if constexpr (GEMM_PUSH) {
+        low_latency_dispatch<S>(dispatch_args(site, own, slot[0]));
         wrong += wrong_rows(slot[0], own);
-        store_home(site, own, slot[0]);
-        low_combine<S>(back_of(site, own, slot[0]));
-        store_home(site, own, slot[0]);  // which no row has any more
-        low_dispatch<S>(out_of(site, own, slot[1]));
+        store_rows(site, own, slot[0]);
+        low_latency_combine<S>(combine_args(site, own, slot[0]));
+        store_rows(site, own, slot[0]);  // combine has cleared the addresses
+        low_latency_dispatch<S>(dispatch_args(site, own, slot[1]));
     } else {
-        low_dispatch<S>(out_of(site, own, slot[0]));
-        low_dispatch<S>(out_of(site, own, slot[1]));
+        low_latency_dispatch<S>(dispatch_args(site, own, slot[0]));
+        low_latency_dispatch<S>(dispatch_args(site, own, slot[1]));
         wrong += wrong_rows(slot[0], own);
-        low_combine<S>(back_of(site, own, slot[0]));
+        low_latency_combine<S>(combine_args(site, own, slot[0]));
     }
     wrong += wrong_rows(slot[1], own);
-    store_home(site, own, slot[1]);
-    low_combine<S>(back_of(site, own, slot[1]));
+    store_rows(site, own, slot[1]);
+    low_latency_combine<S>(combine_args(site, own, slot[1]));
     return wrong;
 }
 
 static void run_rank(Job& job, u32 rank, u64& wrong) {
     const Site site{.base = job.base,
-                    .stride = sizeof(LowShare<S>),
+                    .stride = sizeof(LowLatencyShare<S>),
                     .mailbox = u64(&job.boxes[rank]),
                     .rank = rank,
                     .descriptor = 7};
     u32 own = 0;
-    for (u32 e = 0; e < S.experts; ++e) own += place_in<S>(nullptr, e).rank == rank;
+    for (u32 e = 0; e < S.experts; ++e) own += locate_expert<S>(nullptr, e).rank == rank;
     Slot slot[slots];
     for (u64 round = 1; round <= job.rounds; round += slots) {
         for (u32 i = 0; i < slots; ++i) prepare(slot[i], rank, round + i);
@@ -211,12 +212,13 @@ int main(int argc, char** argv) {
     Job job;
     job.rounds = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 200;
     const u64 first_epoch = argc > 2 ? std::strtoull(argv[2], nullptr, 10) & epoch_mask : 0;
-    void* memory = std::aligned_alloc(128, sizeof(LowShare<S>) * S.ranks);
+    void* memory = std::aligned_alloc(128, sizeof(LowLatencyShare<S>) * S.ranks);
     if (memory == nullptr) return 2;
-    std::memset(memory, 0, sizeof(LowShare<S>) * S.ranks);
+    std::memset(memory, 0, sizeof(LowLatencyShare<S>) * S.ranks);
     job.base = reinterpret_cast<u64>(memory);
     for (u32 rank = 0; rank < S.ranks; ++rank) {
-        LowShare<S>& own = *reinterpret_cast<LowShare<S>*>(job.base + rank * sizeof(LowShare<S>));
+        LowLatencyShare<S>& own =
+            *reinterpret_cast<LowLatencyShare<S>*>(job.base + rank * sizeof(LowLatencyShare<S>));
         own.header.generation = 1;
         own.header.deadline_ns = own.header.first_deadline_ns =
             (WEFT_NO_GRANTS ? 1 : 60) * 1000000000ull;

@@ -19,7 +19,7 @@ from tests.recorded import reads
 from tests.rounds import Round
 from weft.lowlatency.api import LowLatencyAllToAll
 from weft.lowlatency.geometry import LowGeometry
-from weft.lowlatency.shape import Track
+from weft.lowlatency.shape import TraceRecord
 from weft.lowlatency.trace import ROLES, read_work
 from weft.memory.header import PHASES
 from weft.runtime.timeline import DEFINE, read_timeline
@@ -143,7 +143,9 @@ def wide(group: weft.Group, library: str, mode: Mode, case: Round) -> dict[str, 
             for seed in range(2):
                 play(a2a, mode, case.next(seed=seed))
         layout = a2a._geometry.layout
-        grants = layout.tokens - (layout.chosen - layout.tokens)  # two lines, as tokens and answers
+        grants = layout.tokens - (
+            layout.token_masks - layout.tokens
+        )  # two lines, as tokens and answers
         parts = {
             "hellos": range(layout.progress + 128, grants),
             "grants": range(grants, layout.tokens),
@@ -166,8 +168,8 @@ def test_rows_of_several_choices_go_home_in_any_form(ranks, tmp_path, name, dtyp
         }
 
 
-def tracks_of(tracks: torch.Tensor, phase: str) -> list[Track]:
-    found = [Track.from_buffer_copy(bytes(row.numpy())) for row in tracks.flatten(0, 1)]
+def tracks_of(tracks: torch.Tensor, phase: str) -> list[TraceRecord]:
+    found = [TraceRecord.from_buffer_copy(bytes(row.numpy())) for row in tracks.flatten(0, 1)]
     return [t for t in found if t.epoch and PHASES[t.phase] == phase]
 
 
@@ -183,11 +185,11 @@ def profiled(group: weft.Group, library: str) -> None:
             # A page from each CTA but the herald, whole.
             assert sorted(work.team for work in done) == list(range(1, plan.ctas))
             roles = [work.role for work in sorted(done, key=lambda work: work.team)]
-            each = (plan.tellers, plan.senders, plan.takers)
+            each = (plan.metadata, plan.senders, plan.receivers)
             assert roles == [role for role, n in zip(ROLES, each, strict=True) for _ in range(n)]
             assert all(0 < work.start_ns < work.end_ns for work in done)
-            assert sum(work.units for work in done if work.role != "tell") > 0
-            assert all(work.granted_ns for work in done if work.role == "send")
+            assert sum(work.units for work in done if work.role != "metadata") > 0
+            assert all(work.granted_ns for work in done if work.role == "sender")
             assert {w.epoch for w in done} == {1}
             # The first that takes has read the rank's clock twice, once for all who want it.
             tracks = tracks_of(a2a._rounds.tracks, phase)

@@ -21,20 +21,20 @@ PLAIN = LowShape(8, 128, 8, 256, 32, 7168, "bf16")
 SHAPES = {
     "deepseek-v3": PLAIN,
     "reduced": replace(PLAIN, reduce="sender"),
-    "reduced, fp8 home": replace(PLAIN, reduce="sender", fp8_back=True),
+    "reduced, fp8 home": replace(PLAIN, reduce="sender", combine_fp8=True),
     "reduced, fp8 home, four ranks": replace(
-        PLAIN, ranks=4, local=64, reduce="sender", fp8_back=True
+        PLAIN, ranks=4, local=64, reduce="sender", combine_fp8=True
     ),
-    "fp8 home": replace(PLAIN, fp8_back=True),
+    "fp8 home": replace(PLAIN, combine_fp8=True),
     "as they are": replace(PLAIN, group=0),
     "powers of two": replace(PLAIN, scales="ue8m0"),
     "by column, of 32": replace(PLAIN, scales="fp32_col", group=32),
-    "fp32, fp8 home": replace(PLAIN, number="fp32", fp8_back=True),
+    "fp32, fp8 home": replace(PLAIN, dtype="fp32", combine_fp8=True),
     "four ranks, odd blocks": LowShape(4, 512, 4, 128, 32, 2944, "fp16"),
-    "homes": replace(PLAIN, homes=True),
+    "homes": replace(PLAIN, gemm_push=True),
     "one of everything": LowShape(1, 1, 1, 1, 1, 128, "bf16"),
     "32 ranks, mapped": LowShape(
-        *(32, 16, 32, 61, 2, 512, "fp32", 32, "ue8m0", "sender"), fp8_back=True, mapped=True
+        *(32, 16, 32, 61, 2, 512, "fp32", 32, "ue8m0", "sender"), combine_fp8=True, mapped=True
     ),
 }
 # Every way of rows, once, in kernels that keep a trace.
@@ -48,7 +48,7 @@ TIGHT = ("32 ranks, mapped",)
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_kernels_compile_to_the_layout_that_python_expects(name, arch):
-    cubin = compile_cuda(SHAPES[name], arch, split_phase=not SHAPES[name].homes)
+    cubin = compile_cuda(SHAPES[name], arch, split_phase=not SHAPES[name].gemm_push)
     LowLayout.of(SHAPES[name]).verify(numbers_of(cubin, b"weft_layout"))
     for table, struct in TABLES.items():
         verify(struct, numbers_of(cubin, f"weft_{table}".encode()))
@@ -59,7 +59,7 @@ def test_kernels_compile_to_the_layout_that_python_expects(name, arch):
     [(name, ()) for name in SHAPES if name not in TIGHT] + [(name, (DEFINE,)) for name in PROFILED],
 )
 def test_nothing_is_spilled_on_hopper(name, defines):
-    split_phase = not SHAPES[name].homes
+    split_phase = not SHAPES[name].gemm_push
     found = frames(compile_cuda(SHAPES[name], "sm_90a", split_phase=split_phase, defines=defines))
     kernels = {name: size for name, size in found.items() if not name.startswith("$")}
     assert {"dispatch", "combine_receive" if split_phase else "combine"} <= kernels.keys()
@@ -75,18 +75,18 @@ def test_where_registers_are_short_few_words_are_spilled(name):
 def test_where_room_is_short_senders_keep_half_of_it():
     def plan(resident: int) -> tuple[int, int]:
         found = plan_low(PLAIN, LowBuild(), "combine", 128, 256, 132, resident)
-        return found.senders, found.takers
+        return found.senders, found.receivers
 
     assert plan(132 * 3 + 1) == (132, 264)
     assert plan(132 * 2) == (131, 132)
     assert plan(2) == (1, 1)
     one = plan_low(PLAIN, LowBuild(), "combine_send", 128, 256, 132, 100)
-    assert (one.senders, one.takers) == (99, 0)
+    assert (one.senders, one.receivers) == (99, 0)
 
 
 def test_a_compile_error_shows_the_generated_entry():
     with pytest.raises(CompileError) as caught:
-        compile_cuda(PLAIN, "sm_90a", defines=("low_dispatch=",))
+        compile_cuda(PLAIN, "sm_90a", defines=("low_latency_dispatch=",))
     assert "__launch_bounds__" in str(caught.value)
 
 
@@ -99,12 +99,12 @@ def test_plans_fit_on_the_gpu_and_leave_nobody_out(tokens, name, part):
     resident = 132 * 3 * (256 // threads)
     plan = plan_low(shape, LowBuild(), name + part, tokens, threads, 132, resident)
     assert plan.ctas >= 1
-    waits = plan.senders + plan.takers
+    waits = plan.senders + plan.receivers
     assert waits <= max(resident, 2)
     if part != "_send":
-        assert plan.takers >= 1  # peers' tokens come even where there are none of one's own
+        assert plan.receivers >= 1  # peers' tokens come even where there are none of one's own
     if part != "_receive":
-        assert plan.tellers + plan.senders >= 1  # somebody grants
-        assert plan.tellers * CHUNK_TOKENS >= tokens or name == "combine"
+        assert plan.metadata + plan.senders >= 1  # somebody grants
+        assert plan.metadata * CHUNK_TOKENS >= tokens or name == "combine"
     else:
-        assert plan.tellers == plan.senders == 0
+        assert plan.metadata == plan.senders == 0

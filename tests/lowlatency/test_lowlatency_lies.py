@@ -54,7 +54,7 @@ def forge_dispatch(
     flags = HEADER_BYTES + LINE
     rows_out(a2a)[MOST * shape.sent_bytes // 8 :] = 0
     words(a2a, layout.choices, shape.rows * shape.top_k)[MOST * shape.top_k :] = tag | choice
-    words(a2a, layout.chosen, 2 * shape.local)[shape.local :] = tag | chosen
+    words(a2a, layout.token_masks, 2 * shape.local)[shape.local :] = tag | chosen
     words(a2a, layout.tokens, 2)[1] = tag | tokens
     words(a2a, flags, 2)[1] += 1  # hello
     words(a2a, flags + 2 * LINE, 2)[1] += 1  # combined
@@ -94,7 +94,7 @@ def lied_to_in(group: weft.Group, mode: Mode, lie: dict[str, int]) -> None:
 def check_bounds(a2a: LowLatencyAllToAll, got: ExpertRows) -> None:
     tensors = a2a._rounds.slots[got.handle.slot].tensors
     rows = a2a._geometry.shape.rows
-    assert tensors["brought"].tolist() == [MOST, MOST]
+    assert tensors["source_tokens"].tolist() == [MOST, MOST]
     assert bool((got.counts <= rows).all()), got.counts
     assert bool((got.ranges.sum(dim=-1) <= rows).all()), got.ranges
     if got.dst_addr is not None:

@@ -36,7 +36,7 @@ def run(name: str, *options: str, rounds: int, first_epoch: int = 0) -> tuple[in
 
 @pytest.mark.parametrize(("group", "reduce", "split_phase"), CHOICES)
 def test_no_race_in_any_group_way_and_halves(group, reduce, split_phase):
-    choice = (f"-DRANKS={group}", f"-DREDUCE={reduce}", f"-DHALVES={split_phase}")
+    choice = (f"-DRANKS={group}", f"-DREDUCE={reduce}", f"-DSPLIT_PHASE={split_phase}")
     name = f"low-race-{group}-{reduce}-{split_phase}"
     status, text = run(name, *SANITIZED, *choice, rounds=600)
     assert status == 0, text
@@ -45,7 +45,7 @@ def test_no_race_in_any_group_way_and_halves(group, reduce, split_phase):
 
 @CAMPAIGN
 def test_no_race_where_experts_store_rows_at_home():
-    status, text = run("low-race-homes", *SANITIZED, "-DRANKS=3", "-DHOMES=1", rounds=600)
+    status, text = run("low-race-gemm-push", *SANITIZED, "-DRANKS=3", "-DGEMM_PUSH=1", rounds=600)
     assert status == 0, text
     assert "600 rounds of 3 ranks: 0 wrong words" in text
 
@@ -55,7 +55,7 @@ def test_without_grants_rows_are_lost(split_phase):
     status, text = run(
         f"low-race-hasty-{split_phase}",
         "-DWEFT_NO_GRANTS=1",
-        f"-DHALVES={split_phase}",
+        f"-DSPLIT_PHASE={split_phase}",
         rounds=20_000,
     )
     assert status != 0
@@ -78,5 +78,7 @@ def test_many_rounds(first_epoch):
 
 
 def test_undefined_behaviour_and_bounds():
-    status, text = run("low-asan", "-fsanitize=address,undefined", "-g", "-DHALVES=1", rounds=1000)
+    status, text = run(
+        "low-asan", "-fsanitize=address,undefined", "-g", "-DSPLIT_PHASE=1", rounds=1000
+    )
     assert status == 0, text

@@ -13,7 +13,7 @@ import weft
 from tests.lowlatency_rounds import Mode, play
 from tests.rounds import Round
 from weft.errors import InvalidArgument, OutOfOrder
-from weft.lowlatency.shape import Track
+from weft.lowlatency.shape import TraceRecord
 from weft.lowlatency.trace import Work, merge, read_work, to_chrome
 from weft.runtime.skew import Skew
 
@@ -42,17 +42,17 @@ def test_every_kept_round_is_there_with_its_steps(ranks, kind, tmp_path):
     for rank, found in enumerate(works):
         assert {work.epoch for work in found} == set(range(9, 41))
         assert {(w.phase, w.role) for w in found} >= {
-            ("dispatch", "send"),
-            ("dispatch", "take"),
-            ("combine", "send"),
-            ("combine", "take"),
+            ("dispatch", "sender"),
+            ("dispatch", "receiver"),
+            ("combine", "sender"),
+            ("combine", "receiver"),
         }
         for work in found:
             assert work.rank == rank
             assert 0 < work.start_ns <= work.end_ns
-            if work.role == "send":
+            if work.role == "sender":
                 assert work.start_ns <= work.granted_ns <= work.end_ns
-            if work.role == "take" and work.phase == "dispatch":
+            if work.role == "receiver" and work.phase == "dispatch":
                 assert work.start_ns <= work.learned_ns <= work.end_ns
     merged = tmp_path / "all.json"
     merge([tmp_path / "0.json", tmp_path / "1.json"], merged)
@@ -63,14 +63,14 @@ def test_every_kept_round_is_there_with_its_steps(ranks, kind, tmp_path):
     assert all(event["dur"] > 0 for event in slices)
 
 
-def pages(*tracks: Track) -> torch.Tensor:
+def pages(*tracks: TraceRecord) -> torch.Tensor:
     """`[1, teams, bytes]`: what the teams of one operation left, and one more place."""
-    found = [bytes(track) for track in tracks] + [bytes(ctypes.sizeof(Track))]
+    found = [bytes(track) for track in tracks] + [bytes(ctypes.sizeof(TraceRecord))]
     return torch.tensor([list(page) for page in found], dtype=torch.uint8)[None]
 
 
-SENT = Track(epoch=3, start_ns=1000, granted=500, ended=900, phase=1, role=1, team=1)
-TAKEN = Track(epoch=3, start_ns=1100, end_ns=1600, ended=1000, phase=1, role=2, team=2)
+SENT = TraceRecord(epoch=3, start_ns=1000, granted=500, ended=900, phase=1, role=1, team=1)
+TAKEN = TraceRecord(epoch=3, start_ns=1100, end_ns=1600, ended=1000, phase=1, role=2, team=2)
 
 
 def test_ticks_are_told_by_the_teams_that_end_on_both_clocks():
@@ -84,10 +84,10 @@ def test_before_an_operation_has_ended_there_is_no_clock():
 
 
 def test_slices_lie_on_rank_0s_clock():
-    work = Work(1, "dispatch", 3, "take", 7, 2, 1000, 0, 1500, 4000, (0, 800))
+    work = Work(1, "dispatch", 3, "receiver", 7, 2, 1000, 0, 1500, 4000, (0, 800))
     document = to_chrome([work], Skew((0.0, 500.0), 20.0, 32))
     found = [(e["name"], e["ts"], e["dur"]) for e in document["traceEvents"] if e["ph"] == "X"]
-    assert found == [("learn counts", 1.5, 0.5), ("take rows", 2.0, 2.5)]
+    assert found == [("receive metadata", 1.5, 0.5), ("receive rows", 2.0, 2.5)]
     waits = [e["args"]["waited_us"] for e in document["traceEvents"] if e["ph"] == "X"]
     assert waits == [{"rank 1": 0.8}] * 2
     assert document["metadata"]["uncertainty_ns"] == 20

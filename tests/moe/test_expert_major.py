@@ -184,7 +184,7 @@ def options_reach(group: weft.Group) -> None:
         exchange = layer.exchange
         assert isinstance(exchange, weft.LowLatencyAllToAll)
         shape = exchange._geometry.shape
-        assert (shape.fp8_back, shape.group, shape.reduce) == (True, 128, "receiver")
+        assert (shape.combine_fp8, shape.group, shape.reduce) == (True, 128, "receiver")
         assert exchange._rounds.tracks.numel() > 0
         assert exchange.placement.ranks == tuple(owners)
         assert layer.local_experts == tuple(e for e in range(8) if owners[e] == group.rank)
@@ -192,7 +192,7 @@ def options_reach(group: weft.Group) -> None:
         exchange = layer.exchange
         assert isinstance(exchange, weft.LowLatencyAllToAll)
         shape = exchange._geometry.shape
-        assert (shape.fp8_back, shape.group, shape.reduce) == (False, 0, "receiver")
+        assert (shape.combine_fp8, shape.group, shape.reduce) == (False, 0, "receiver")
         assert len(exchange._rounds.slots) == 1
 
 

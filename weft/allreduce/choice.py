@@ -12,13 +12,13 @@ from weft.allreduce.spec import Quant, coding_of
 from weft.allreduce.table import MEASURED, NEAREST, ONLY, Choice, Table
 from weft.errors import InvalidArgument
 from weft.memory import Group
-from weft.shape import NUMBERS
+from weft.shape import DTYPE_NAMES
 from weft.tuning.table_vote import agreed_table, common_gpu
 
 __all__ = ["Choice", "able", "choose", "common_table", "epilogue_of"]
 
 _log = logging.getLogger(__name__)
-_DTYPES = {name: dtype for dtype, name in NUMBERS.items()}
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _EPILOGUES = {"none": "norm", "static": "fp8-static", "token": "fp8-token"}
 
 
@@ -86,7 +86,7 @@ def choose(
     found = table.choose(
         tokens,
         hidden=reduction.hidden,
-        dtype=_DTYPES[reduction.number],
+        dtype=_DTYPES[reduction.dtype],
         epilogue=epilogue,
         backends=names,
     )

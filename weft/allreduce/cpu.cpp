@@ -4,22 +4,22 @@
 
 namespace weft {
 
-// One call of one rank: its epoch, and whether it has been given up.
-template <Reduction R> struct Calling {
+// One call of one rank: its epoch, and whether a wait of it has failed.
+template <Reduction R> struct Call {
     const ReduceArgs& a;
     u64 epoch;
     bool broken = false;
 
-    Summands<R>& at(u32 rank) const { return share<R>(a.site, rank).slots; }
+    ReductionInbox<R>& at(u32 rank) const { return share<R>(a.site, rank).inbox; }
     u32 side() const { return side_of(epoch); }
     u32 tokens_owned() const {
         return a.tokens > a.site.rank ? (a.tokens - a.site.rank - 1) / R.ranks + 1 : 0;
     }
 };
 
-// Two words, with each that is the sentinel replaced by another NaN.
-template <Number N> u64 canonical(u64 words) {
-    constexpr u32 other = N == Number::fp32 ? 0x7fffffffu : 0x7fff7fffu;
+// Two words, in which each one that equals the sentinel is replaced by another NaN.
+template <DType D> u64 canonical(u64 words) {
+    constexpr u32 other = D == DType::fp32 ? 0x7fffffffu : 0x7fff7fffu;
     const u32 low = u32(words) == sentinel ? other : u32(words);
     const u32 high = u32(words >> 32) == sentinel ? other : u32(words >> 32);
     return u64(high) << 32 | low;
@@ -29,22 +29,22 @@ template <Reduction R> void push_row(u8* slot, const u8* row) {
     for (u32 at = 0; at < R.row_bytes(); at += 8) {
         u64 words;
         std::memcpy(&words, row + at, 8);
-        store_release(reinterpret_cast<u64*>(slot + at), canonical<R.number>(words));
+        store_release(reinterpret_cast<u64*>(slot + at), canonical<R.dtype>(words));
     }
 }
 
-// Waits for the row of a slot, takes it and leaves sentinels; false when they did not come.
+// Waits for the row of a slot, copies it and restores the sentinels; false when a wait has failed.
 template <Reduction R>
-bool take(Calling<R>& call, u8* slot, u8* to, Slot kind, u32 peer, u32 token) {
+bool receive_row(Call<R>& call, u8* slot, u8* to, Slot kind, u32 peer, u32 token) {
     for (u32 at = 0; at < R.row_bytes(); at += 8) {
         u64* word = reinterpret_cast<u64*>(slot + at);
         SlotWait wait{.slot = kind, .peer = peer, .token = token, .vector = at / 16};
         u64 seen = load_acquire(word);
-        for (u32 turns = 1; !is_ready(seen); ++turns) {
-            call.broken = turns % polls_per_check == 0 &&
-                          gives_up<R>(call.a.site, call.epoch, call.a.signature, wait);
+        for (u32 polls = 1; !is_ready(seen); ++polls) {
+            call.broken = polls % polls_per_check == 0 &&
+                          wait_failed<R>(call.a.site, call.epoch, call.a.signature, wait);
             if (call.broken) return false;
-            relax(turns);
+            relax(polls);
             seen = load_acquire(word);
         }
         std::memcpy(to + at, &seen, 8);
@@ -53,58 +53,58 @@ bool take(Calling<R>& call, u8* slot, u8* to, Slot kind, u32 peer, u32 token) {
     return true;
 }
 
-template <Reduction R> void oneshot(Calling<R>& call) {
+template <Reduction R> void oneshot(Call<R>& call) {
     const ReduceArgs& a = call.a;
     const u32 me = a.site.rank;
     Row<R> row;
     for (u32 token = 0; token < a.tokens; ++token) {
         load_row<R>(a, token, row.data());
-        for (u32 turn = 1; turn < R.ranks; ++turn) {
-            const u32 peer = next_rank<R>(me, turn);
-            push_row<R>(call.at(peer).direct[call.side()][place_at(peer, me)][token], row.data());
+        for (u32 offset = 1; offset < R.ranks; ++offset) {
+            const u32 peer = next_rank<R>(me, offset);
+            push_row<R>(call.at(peer).direct[call.side()][slot_index(peer, me)][token], row.data());
         }
     }
     fault(mine<R>(a.site).header, Point::after_rows, me, call.epoch);
     std::vector<Row<R>> rows(R.ranks);
     for (u32 token = 0; token < a.tokens; ++token) {
         load_row<R>(a, token, rows[me].data());
-        for (u32 turn = 1; turn < R.ranks; ++turn) {
-            const u32 peer = next_rank<R>(me, turn);
+        for (u32 offset = 1; offset < R.ranks; ++offset) {
+            const u32 peer = next_rank<R>(me, offset);
             fault(mine<R>(a.site).header, Point::before_rows, peer, call.epoch);
-            u8* slot = call.at(me).direct[call.side()][place_at(me, peer)][token];
-            if (!take<R>(call, slot, rows[peer].data(), Slot::direct, peer, token)) return;
+            u8* slot = call.at(me).direct[call.side()][slot_index(me, peer)][token];
+            if (!receive_row<R>(call, slot, rows[peer].data(), Slot::direct, peer, token)) return;
         }
         sum_rows<R>(rows, row);
         finish_sum<R>(a, token, row);
     }
 }
 
-// Every peer's tokens of a group of `ranks` neighbouring ones, to their owners.
-template <Reduction R> void push_parts(Calling<R>& call, u32 group) {
+// Pushes the rows of a group of `ranks` neighbouring tokens to the tokens' owners.
+template <Reduction R> void push_parts(Call<R>& call, u32 group) {
     const u32 me = call.a.site.rank;
     Row<R> row;
-    for (u32 turn = 1; turn < R.ranks; ++turn) {
-        const u32 owner = next_rank<R>(me, turn), token = group * R.ranks + owner;
+    for (u32 offset = 1; offset < R.ranks; ++offset) {
+        const u32 owner = next_rank<R>(me, offset), token = group * R.ranks + owner;
         if (token >= call.a.tokens) continue;
         load_row<R>(call.a, token, row.data());
-        push_row<R>(call.at(owner).part[call.side()][place_at(owner, me)][group], row.data());
+        push_row<R>(call.at(owner).part[call.side()][slot_index(owner, me)][group], row.data());
     }
     fault(mine<R>(call.a.site).header, Point::after_rows, me, call.epoch);
 }
 
-// Sums this rank's token of a group and tells its peers. They get the row that they cannot make
-// themselves: the sum where somebody wants it, else the sum plus residual.
-template <Reduction R> void reduce_part(Calling<R>& call, u32 group) {
+// Sums this rank's token of a group and sends it to the peers. They get the row that they cannot
+// compute themselves: the sum if `out` is wanted, else the sum plus residual.
+template <Reduction R> void reduce_part(Call<R>& call, u32 group) {
     const ReduceArgs& a = call.a;
     const u32 me = a.site.rank, token = group * R.ranks + me;
     if (token >= a.tokens) return;
     std::vector<Row<R>> rows(R.ranks);
     load_row<R>(a, token, rows[me].data());
-    for (u32 turn = 1; turn < R.ranks; ++turn) {
-        const u32 peer = next_rank<R>(me, turn);
+    for (u32 offset = 1; offset < R.ranks; ++offset) {
+        const u32 peer = next_rank<R>(me, offset);
         fault(mine<R>(a.site).header, Point::before_rows, peer, call.epoch);
-        u8* slot = call.at(me).part[call.side()][place_at(me, peer)][group];
-        if (!take<R>(call, slot, rows[peer].data(), Slot::part, peer, token)) return;
+        u8* slot = call.at(me).part[call.side()][slot_index(me, peer)][group];
+        if (!receive_row<R>(call, slot, rows[peer].data(), Slot::part, peer, token)) return;
     }
     Row<R> row;
     sum_rows<R>(rows, row);
@@ -113,12 +113,12 @@ template <Reduction R> void reduce_part(Calling<R>& call, u32 group) {
     add_residual<R>(a, token, row);
     store_row<R>(a.residual_out, token, row);
     const Moments m = a.weight ? measure<R>(a, row) : Moments{};
-    for (u32 turn = 1; turn < R.ranks; ++turn) {
-        const u32 peer = next_rank<R>(me, turn), place = place_at(peer, me);
-        push_row<R>(call.at(peer).whole[place][group], (a.out ? sum : row).data());
+    for (u32 offset = 1; offset < R.ranks; ++offset) {
+        const u32 peer = next_rank<R>(me, offset), slot_idx = slot_index(peer, me);
+        push_row<R>(call.at(peer).whole[slot_idx][group], (a.out ? sum : row).data());
         if (a.weight == nullptr) continue;
         fault(mine<R>(a.site).header, Point::before_moments, peer, call.epoch);
-        u64* words = reinterpret_cast<u64*>(&call.at(peer).trailer[place][group]);
+        u64* words = reinterpret_cast<u64*>(&call.at(peer).trailer[slot_idx][group]);
         const u64 tag = u64(trailer_tag(call.epoch)) << 32;
         store_release(words, tag | std::bit_cast<u32>(m.rstd));
         store_release(words + 1, tag | m.peak);
@@ -126,41 +126,42 @@ template <Reduction R> void reduce_part(Calling<R>& call, u32 group) {
     finish_row<R>(a, token, row, m);
 }
 
-// Waits for one half of a trailer.
-template <Reduction R> bool await_half(Calling<R>& call, u64* half, SlotWait wait, u32& value) {
-    u64 seen = load_acquire(half);
-    for (u32 turns = 1; u32(seen >> 32) != trailer_tag(call.epoch); ++turns) {
-        call.broken = turns % polls_per_check == 0 &&
-                      gives_up<R>(call.a.site, call.epoch, call.a.signature, wait);
+// Waits for one u64 of a trailer.
+template <Reduction R>
+bool await_trailer_word(Call<R>& call, u64* word, SlotWait wait, u32& value) {
+    u64 seen = load_acquire(word);
+    for (u32 polls = 1; u32(seen >> 32) != trailer_tag(call.epoch); ++polls) {
+        call.broken = polls % polls_per_check == 0 &&
+                      wait_failed<R>(call.a.site, call.epoch, call.a.signature, wait);
         if (call.broken) return false;
-        relax(turns);
-        seen = load_acquire(half);
+        relax(polls);
+        seen = load_acquire(word);
     }
     value = u32(seen);
     return true;
 }
 
 template <Reduction R>
-bool read_moments(Calling<R>& call, Trailer& trailer, Moments& m, u32 peer, u32 token) {
-    u64* half = reinterpret_cast<u64*>(&trailer);
+bool read_moments(Call<R>& call, Trailer& trailer, Moments& m, u32 peer, u32 token) {
+    u64* word = reinterpret_cast<u64*>(&trailer);
     const SlotWait wait{.slot = Slot::trailer, .peer = peer, .token = token, .vector = 0};
     u32 rstd = 0;
-    if (!await_half<R>(call, half, wait, rstd)) return false;
+    if (!await_trailer_word<R>(call, word, wait, rstd)) return false;
     m.rstd = std::bit_cast<float>(rstd);
-    return await_half<R>(call, half + 1, wait, m.peak);
+    return await_trailer_word<R>(call, word + 1, wait, m.peak);
 }
 
-// Takes the summed rows of a group's other tokens and makes their outputs.
-template <Reduction R> void finish_parts(Calling<R>& call, u32 group) {
+// Receives the summed rows of a group's other tokens and makes their outputs.
+template <Reduction R> void finish_parts(Call<R>& call, u32 group) {
     const ReduceArgs& a = call.a;
     const u32 me = a.site.rank;
     Row<R> row;
-    for (u32 turn = 1; turn < R.ranks; ++turn) {
-        const u32 owner = next_rank<R>(me, turn), token = group * R.ranks + owner;
+    for (u32 offset = 1; offset < R.ranks; ++offset) {
+        const u32 owner = next_rank<R>(me, offset), token = group * R.ranks + owner;
         if (token >= a.tokens) continue;
-        const u32 place = place_at(me, owner);
-        u8* slot = call.at(me).whole[place][group];
-        if (!take<R>(call, slot, row.data(), Slot::whole, owner, token)) return;
+        const u32 slot_idx = slot_index(me, owner);
+        u8* slot = call.at(me).whole[slot_idx][group];
+        if (!receive_row<R>(call, slot, row.data(), Slot::whole, owner, token)) return;
         if (a.out != nullptr) {
             store_row<R>(a.out, token, row);
             add_residual<R>(a, token, row);
@@ -168,14 +169,14 @@ template <Reduction R> void finish_parts(Calling<R>& call, u32 group) {
         store_row<R>(a.residual_out, token, row);
         if (a.weight == nullptr) continue;
         Moments m;
-        if (!read_moments<R>(call, call.at(me).trailer[place][group], m, owner, token)) return;
+        if (!read_moments<R>(call, call.at(me).trailer[slot_idx][group], m, owner, token)) return;
         finish_row<R>(a, token, row, m);
     }
 }
 
-// `ahead`: groups that are pushed before the first one is summed. Nothing waits for what its rank
-// has not pushed earlier, so no order of ranks can lock.
-template <Reduction R> void twoshot(Calling<R>& call, u32 ahead) {
+// `ahead`: groups that are pushed before the first one is summed. A rank waits for a group only
+// after it has pushed its own rows of that group, so no order of ranks can deadlock.
+template <Reduction R> void twoshot(Call<R>& call, u32 ahead) {
     const u32 groups = (call.a.tokens + R.ranks - 1) / R.ranks;
     for (u32 step = 0; step < groups + ahead + 1 && !call.broken; ++step) {
         if (step < groups) push_parts<R>(call, step);
@@ -186,14 +187,14 @@ template <Reduction R> void twoshot(Calling<R>& call, u32 ahead) {
 
 template <Reduction R, Backend backend> void reduce(const ReduceArgs& a) {
     Header& header = mine<R>(a.site).header;
-    const Turn turn = header.turn;
-    if (turn.failed != 0) return;
+    const EpochState state = header.state;
+    if (state.failed != 0) return;
     const u64 start = now_ns();
     const u32 me = a.site.rank;
-    Calling<R> call{a, (turn.epoch + 1) & epoch_mask};
+    Call<R> call{a, (state.epoch + 1) & epoch_mask};
     if (fault(header, Point::reduce_enter, me, call.epoch) == Action::stay_away) return;
     for (u32 i = 1; i < R.ranks; ++i)
-        tell_call<R>(a.site, call.epoch, a.signature, next_rank<R>(me, i));
+        send_call_word<R>(a.site, call.epoch, a.signature, next_rank<R>(me, i));
     if constexpr (backend == Backend::oneshot)
         oneshot<R>(call);
     else
@@ -201,7 +202,7 @@ template <Reduction R, Backend backend> void reduce(const ReduceArgs& a) {
     for (u32 peer = 0; peer < R.ranks && !call.broken; ++peer)
         call.broken = peer != me && !same_call<R>(a.site, call.epoch, a.signature, peer, 0);
     if (call.broken) return;
-    header.turn.epoch = call.epoch;
+    header.state.epoch = call.epoch;
     keep_record(header, all_reduce_phase, call.epoch, start, a.tokens);
 }
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from weft.errors import InvalidArgument
-from weft.shape import NUMBERS
+from weft.shape import DTYPE_NAMES
 from weft.tuning.thresholds import Bands, Times, bands_of, check_times, time_at
 
 EPILOGUES = ("none", "norm", "fp8-static", "fp8-token", "fp8-group")
 
-_BYTES = {number: dtype.itemsize for dtype, number in NUMBERS.items()}
+_BYTES = {number: dtype.itemsize for dtype, number in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True, slots=True)

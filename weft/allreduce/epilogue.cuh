@@ -1,6 +1,6 @@
-// What is elementwise once a row's statistics are known: the norm, and its FP8. Whole warps come
-// here together, because lanes of a group share their maximum; a lane without a vector is not
-// valid.
+// The epilogue: what is elementwise once a row's statistics are known, that is the norm and its
+// FP8. Whole warps come here together, because the lanes of a group share their maximum; a lane
+// without a vector is not valid.
 #pragma once
 #include <weft/allreduce/row.cuh>
 
@@ -35,7 +35,7 @@ template <u32 n> WEFT_FN u32 group_amax(const float (&x)[n]) {
     return bits;
 }
 
-// A power of two for each group, packed by four; the last group pads its word with zeros.
+// One power of two per group, packed by four; the last group pads its word with zeros.
 template <Reduction R>
 WEFT_FN void store_exponent(const ReduceArgs& a, u32 token, u32 group, u32 exponent) {
     u8* bytes = static_cast<u8*>(a.scale_out) + 4 * (u64(group / 4) * a.scale_stride + token);
@@ -77,11 +77,11 @@ WEFT_FN void quantize_vector(const ReduceArgs& a, u32 token, u32 v, bool valid, 
     if (a.coding == Coding::fixed) {
         scale_by(x, gain.inverse);
     } else {
-        // Rounding is monotonic: the largest normed number is the largest product, normed.
-        float most[R.width()] = {};
-        most[0] = __fmul_rn(__uint_as_float(m.peak), m.rstd);
-        widen_vector<R>(most, round_vector<R.number>(most));
-        amax = __float_as_uint(most[0]) & 0x7fffffffu;
+        // Rounding is monotonic, so the largest |norm| is the largest |row * weight|, normed.
+        float largest[R.width()] = {};
+        largest[0] = __fmul_rn(__uint_as_float(m.peak), m.rstd);
+        widen_vector<R>(largest, round_vector<R.dtype>(largest));
+        amax = __float_as_uint(largest[0]) & 0x7fffffffu;
         const BlockScale scale = row_scale(amax);
         scale_by(x, scale.inverse);
         if (valid && v == 0) static_cast<float*>(a.scale_out)[token] = scale.scale;
@@ -99,7 +99,7 @@ WEFT_FN void finish_vector(const ReduceArgs& a, u32 token, u32 v, bool valid, ui
     widen_vector<R>(x, row);
     weigh<R>(x, a, gain);
     scale_by(x, m.rstd);
-    const uint4 norm = round_vector<R.number>(x);
+    const uint4 norm = round_vector<R.dtype>(x);
     if (valid && a.norm_out != nullptr) store(vector_of<R>(a.norm_out, token, v), norm);
     if (a.coding != Coding::none) quantize_vector<R>(a, token, v, valid, norm, gain, m);
 }

@@ -1,41 +1,43 @@
-// The fused all-reduce in one shot: every rank stores its rows at every peer and sums all of them
-// itself. One trip over NVLink, no flag, no barrier of ranks. A token is a cluster's, a vector a
-// thread's: one SM pushes about 36 GB/s and a GPU 334, so few tokens are spread over many SMs.
+// The fused all-reduce by oneshot: every rank stores its rows at every peer and sums all rows
+// itself. One trip over NVLink, no flag, no barrier of ranks.
+//
+// Roles: all CTAs do the same. A cluster has one token, a thread has one vector of it, because one
+// SM pushes about 36 GB/s and a GPU 334: a few tokens are spread over many SMs. The first CTA also
+// exchanges call words.
 #pragma once
 #include <weft/allreduce/epilogue.cuh>
 #include <weft/allreduce/wait.cuh>
 
 namespace weft {
 
-template <Reduction R>
-WEFT_FN void push_direct(const Calling<R>& call, u32 token, u32 v, uint4 own) {
+template <Reduction R> WEFT_FN void push_direct(const Call<R>& call, u32 token, u32 v, uint4 own) {
     const u32 me = call.me();
-    const uint4 row = without_sentinel<R.number>(own);
+    const uint4 row = without_sentinel<R.dtype>(own);
 #pragma unroll
-    for (u32 turn = 1; turn < R.ranks; ++turn) {
-        const u32 peer = next_rank<R>(me, turn);
-        auto& slots = call.at(peer).direct[call.side()][place_at(peer, me)];
+    for (u32 offset = 1; offset < R.ranks; ++offset) {
+        const u32 peer = next_rank<R>(me, offset);
+        auto& slots = call.at(peer).direct[call.side()][slot_index(peer, me)];
         post_vector(reinterpret_cast<uint4*>(slots[token]) + v, row);
     }
 }
 
-template <Reduction R> WEFT_FN Slots direct_slots(const Calling<R>& call, u32 token, u32 v) {
+template <Reduction R> WEFT_FN PeerSlots direct_slots(const Call<R>& call, u32 token, u32 v) {
     auto& slots = call.at(call.me()).direct[call.side()];
     return {reinterpret_cast<uint4*>(slots[0][token]) + v, sizeof(slots[0]), Slot::direct};
 }
 
-// Sum, residual and statistics of this thread's vector; false when a peer did not come.
+// The sum and residual of this thread's vector; false when a wait has failed.
 template <Reduction R>
-WEFT_FN bool sum_direct(const Calling<R>& call, u32 token, u32 v, uint4 own, uint4& row) {
+WEFT_FN bool sum_direct(const Call<R>& call, u32 token, u32 v, uint4 own, uint4& row) {
     const ReduceArgs& a = call.a;
-    const Slots slots = direct_slots<R>(call, token, v);
+    const PeerSlots slots = direct_slots<R>(call, token, v);
     uint4 rows[R.ranks];
 #pragma unroll
     for (u32 i = 0; i < R.ranks; ++i) rows[i] = i == call.me() ? own : sentinel_vector();
     const uint4 residual = a.residual ? load_input(vector_of<R>(a.residual, token, v)) : uint4{};
     fault(call.header, Point::before_rows, call.me(), call.epoch);
     if (!await_vectors<R, false>(call, slots, token, v, rows)) return false;
-    // The own vector may be a NaN that looks like an empty slot; it was never missing.
+    // This rank's own vector may be a NaN that looks like an empty slot; it was never waited for.
     const uint4 sum = sum_in_order<R>(rows);
     row = a.residual ? add_rounded<R>(sum, residual) : sum;
     clear_slots<R>(call, slots);
@@ -45,7 +47,7 @@ WEFT_FN bool sum_direct(const Calling<R>& call, u32 token, u32 v, uint4 own, uin
 }
 
 template <Reduction R, bool moe> WEFT_FN void oneshot(const ReduceArgs& a) {
-    __shared__ Board<R> board;
+    __shared__ PartialBuffer<R> buffer;
     const Block team;
     const Cluster cluster;
     wait_for_predecessor();
@@ -54,28 +56,28 @@ template <Reduction R, bool moe> WEFT_FN void oneshot(const ReduceArgs& a) {
     if (neighbours != 1) cluster.arrive();
     const u32 token = blockIdx.x / neighbours, v = cluster.rank() * team.lanes() + team.lane();
     const bool inside = v < R.vectors();
-    Calling<R> call(a);
+    Call<R> call(a);
     const uint4 own = inside ? load_own<R, moe>(a, token, v) : uint4{};
-    call.tell(team);
+    call.send_call_words(team);
     if (call.live && inside) push_direct<R>(call, token, v, own);
     fault(call.header, Point::after_rows, call.me(), call.epoch);
-    const u32 before = call.count(team);
+    const u32 before = call.arrive(team);
     const Gain gain = inside ? load_gain<R>(a, v) : Gain{};
 
     uint4 row{};
     const bool valid = call.live && inside && sum_direct<R>(call, token, v, own, row);
-    const u64 heard = call.hear(team);
+    const u64 seen = call.load_call_word(team);
     if (neighbours != 1) cluster.wait();
     if (a.weight != nullptr) {
         const u64 partial = partial_of<R>(a, row, gain);
         if (v / warp_lanes < R.partials())
-            tell_partial<R>(team, cluster, &board.partial[0][v / warp_lanes], partial);
-        meet(cluster, neighbours);
-        const Moments m = gather_moments<R>(team, a, board.partial[0]);
+            send_partial<R>(team, cluster, &buffer.partial[0][v / warp_lanes], partial);
+        sync_cluster(cluster, neighbours);
+        const Moments m = gather_moments<R>(team, a, buffer.partial[0]);
         finish_vector<R>(a, token, v, valid, row, gain, m);
     }
     call.advance(team, before);
-    call.compare(team, heard);
+    call.check_call_word(team, seen);
 }
 
 }  // namespace weft

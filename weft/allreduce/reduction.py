@@ -11,7 +11,7 @@ from weft.arguments import integer, one_of
 from weft.errors import InvalidArgument, LayoutMismatch
 from weft.memory.header import HEADER_BYTES
 from weft.memory.wire import JSON
-from weft.shape import NUMBERS
+from weft.shape import DTYPE_NAMES
 
 MIN_RANKS, MAX_RANKS = 2, 8
 MAX_TOKENS = (1 << 20) - 1  # a call word has 20 bits for them
@@ -29,7 +29,7 @@ class Reduction:
     """`weft::Reduction` in allreduce/layout.cuh is the same struct.
 
     ranks: 2..8.   tokens: most of one call.   direct: most of one call in one shot.
-    hidden, number: elements and type of a row.
+    hidden, dtype: elements and type of a row.
 
     Raises InvalidArgument naming the size and its limits.
     """
@@ -38,15 +38,15 @@ class Reduction:
     tokens: int
     direct: int
     hidden: int
-    number: str
+    dtype: str
 
     @classmethod
     def of(cls, *, ranks: int, max_tokens: int, hidden: int, dtype: torch.dtype) -> Reduction:
         """The sizes for a caller's arguments."""
-        dtype, ranks = one_of("dtype", dtype, NUMBERS), integer("ranks", ranks, 1, 1 << 16)
+        dtype, ranks = one_of("dtype", dtype, DTYPE_NAMES), integer("ranks", ranks, 1, 1 << 16)
         max_tokens, hidden = integer("max_tokens", max_tokens, 1, MAX_TOKENS), _hidden(hidden)
         direct = min(max_tokens, DIRECT.get(ranks, FEWEST_DIRECT))
-        return cls(ranks, max_tokens, direct, hidden, NUMBERS[dtype])
+        return cls(ranks, max_tokens, direct, hidden, DTYPE_NAMES[dtype])
 
     def __post_init__(self) -> None:
         if not MIN_RANKS <= self.ranks <= MAX_RANKS:
@@ -56,14 +56,14 @@ class Reduction:
         _hidden(self.hidden)
         if self.vectors > MAX_VECTORS:
             raise InvalidArgument(
-                f"a row of {self.hidden} x {self.number} has {self.row_bytes} bytes; rows may have "
+                f"a row of {self.hidden} x {self.dtype} has {self.row_bytes} bytes; rows may have "
                 f"up to {16 * MAX_VECTORS}"
             )
 
     @property
     def element_bytes(self) -> int:
         """Bytes of one element."""
-        return 4 if self.number == "fp32" else 2
+        return 4 if self.dtype == "fp32" else 2
 
     @property
     def row_bytes(self) -> int:
@@ -129,7 +129,7 @@ class Reduction:
         return (
             f"weft::Reduction{{.ranks = {self.ranks}, .tokens = {self.tokens}, "
             f".direct = {self.direct}, .hidden = {self.hidden}, "
-            f".number = weft::Number::{self.number}}}"
+            f".dtype = weft::DType::{self.dtype}}}"
         )
 
 

@@ -1,6 +1,6 @@
-// One 16-byte vector of a row in the fused all-reduce: where it comes from, its sum over the ranks,
-// the statistics of its row, and what is made of it. A thread holds a vector; 32 neighbouring
-// vectors are a warp's, in every launch shape, so that the tree of the norm never changes.
+// One 16-byte vector of a row in the fused all-reduce: its source, its sum over the ranks, and the
+// statistics of its row. A thread holds one vector and a warp 32 neighbouring ones, in every launch
+// shape, so that the tree of the norm never changes.
 #pragma once
 #include <weft/allreduce/layout.cuh>
 #include <weft/allreduce/rmsnorm.cuh>
@@ -17,19 +17,19 @@ template <Reduction R> WEFT_FN void widen_vector(float (&x)[R.width()], uint4 v)
     const u32 word[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) {
-        if constexpr (R.number == Number::fp32) {
+        if constexpr (R.dtype == DType::fp32) {
             x[i] = __uint_as_float(word[i]);
         } else {
-            x[2 * i] = low_half(R.number, word[i]);
-            x[2 * i + 1] = high_half(R.number, word[i]);
+            x[2 * i] = low_half(R.dtype, word[i]);
+            x[2 * i + 1] = high_half(R.dtype, word[i]);
         }
     }
 }
 
-// A number of a tensor that may be fp32 or of the row's type.
+// An element of a tensor that may be fp32 or of the row's dtype.
 template <Reduction R> WEFT_FN float factor(const void* from, u64 at, bool is_fp32) {
-    if (is_fp32 || R.number == Number::fp32) return static_cast<const float*>(from)[at];
-    return low_half(R.number, static_cast<const u16*>(from)[at]);
+    if (is_fp32 || R.dtype == DType::fp32) return static_cast<const float*>(from)[at];
+    return low_half(R.dtype, static_cast<const u16*>(from)[at]);
 }
 
 // This rank's row as the weighted sum of experts' rows.
@@ -44,28 +44,27 @@ template <Reduction R> WEFT_FN uint4 finalize_vector(const ReduceArgs& a, u32 to
 #pragma unroll
         for (u32 i = 0; i < R.width(); ++i) sum[i] = __fadd_rn(sum[i], __fmul_rn(x[i], scale));
     }
-    if (a.shared != nullptr)
-        add_vector<R.number>(sum, load_input(vector_of<R>(a.shared, token, v)));
-    return round_vector<R.number>(sum);
+    if (a.shared != nullptr) add_vector<R.dtype>(sum, load_input(vector_of<R>(a.shared, token, v)));
+    return round_vector<R.dtype>(sum);
 }
 
-// moe: the rows are made of experts' rows; an entry of its own, because it costs registers.
+// moe: the rows are made of experts' rows. It has an entry of its own, because it costs registers.
 template <Reduction R, bool moe> WEFT_FN uint4 load_own(const ReduceArgs& a, u32 token, u32 v) {
     if constexpr (moe) return finalize_vector<R>(a, token, v);
     return load_input(vector_of<R>(a.x, token, v));
 }
 
-// What the epilogue reads beside the row: loaded early, so that its latency hides in a wait.
+// What the epilogue reads beside the row. It is loaded early, so that a wait hides its latency.
 struct Gain {
     uint4 low, high;  // the weights of the vector's columns
-    float inverse;    // of the scale of Coding::fixed
+    float inverse;    // of the scale, with Coding::fixed
 };
 
 template <Reduction R> WEFT_FN Gain load_gain(const ReduceArgs& a, u32 v) {
     Gain gain{};
     if (a.weight == nullptr) return gain;
     const uint4* weight = static_cast<const uint4*>(a.weight);
-    if (R.number == Number::fp32 || !a.weight_is_fp32) {
+    if (R.dtype == DType::fp32 || !a.weight_is_fp32) {
         gain.low = load_input(weight + v);
     } else {
         gain.low = load_input(weight + 2 * v);
@@ -79,7 +78,7 @@ template <Reduction R> WEFT_FN Gain load_gain(const ReduceArgs& a, u32 v) {
 template <Reduction R>
 WEFT_FN void weigh(float (&x)[R.width()], const ReduceArgs& a, const Gain& gain) {
     float weight[R.width()];
-    if (R.number == Number::fp32 || !a.weight_is_fp32) {
+    if (R.dtype == DType::fp32 || !a.weight_is_fp32) {
         widen_vector<R>(weight, gain.low);
     } else {
         const uint4 v[2] = {gain.low, gain.high};
@@ -98,18 +97,18 @@ template <Reduction R> WEFT_FN uint4 sum_in_order(const uint4 (&row)[R.ranks]) {
     float sum[R.width()];
     widen_vector<R>(sum, row[0]);
 #pragma unroll
-    for (u32 rank = 1; rank < R.ranks; ++rank) add_vector<R.number>(sum, row[rank]);
-    return round_vector<R.number>(sum);
+    for (u32 rank = 1; rank < R.ranks; ++rank) add_vector<R.dtype>(sum, row[rank]);
+    return round_vector<R.dtype>(sum);
 }
 
 template <Reduction R> WEFT_FN uint4 add_rounded(uint4 sum, uint4 residual) {
     float x[R.width()];
     widen_vector<R>(x, sum);
-    add_vector<R.number>(x, residual);
-    return round_vector<R.number>(x);
+    add_vector<R.dtype>(x, residual);
+    return round_vector<R.dtype>(x);
 }
 
-// The statistics of a row: what warps exchange (a partial), and what they come to.
+// The statistics of a row; warps exchange partials of them.
 struct Moments {
     float rstd;
     u32 peak;  // bits of the largest |row * weight|; Coding::token needs it
@@ -122,7 +121,8 @@ WEFT_FN float butterfly(float sum) {
     return sum;
 }
 
-// 32 vectors' squares and peak, in every lane; a lane outside the row brings zeros.
+// The sum of squares and the peak of 32 vectors, in every lane; a lane outside the row brings
+// zeros.
 template <Reduction R> WEFT_FN u64 partial_of(const ReduceArgs& a, uint4 row, const Gain& gain) {
     float x[R.width()];
     widen_vector<R>(x, row);
@@ -137,14 +137,15 @@ template <Reduction R> WEFT_FN u64 partial_of(const ReduceArgs& a, uint4 row, co
     return u64(peak) << 32 | __float_as_uint(squares);
 }
 
-// The partials of a row, two rows in turn: a row's may still be read while the next one's come.
-template <Reduction R> struct Board {
+// The partials of a row, for two rows alternately: those of one row may still be read while those
+// of the next one arrive.
+template <Reduction R> struct PartialBuffer {
     u64 partial[2][R.partials()];
 };
 
-// One warp's partial to all CTAs of its cluster.
+// Sends one warp's partial to all CTAs of its cluster.
 template <Reduction R>
-WEFT_FN void tell_partial(const Block& team, const Cluster& cluster, u64* at, u64 partial) {
+WEFT_FN void send_partial(const Block& team, const Cluster& cluster, u64* at, u64 partial) {
     const u32 neighbours = cluster.size();
     if (neighbours == 1) {
         if (team.warp_lane() == 0) *at = partial;

@@ -1,5 +1,4 @@
-// Rows of the fused all-reduce on a CPU: where they come from, their sums, and what is made of
-// them.
+// Rows of the fused all-reduce on a CPU: their source, their sums, and their outputs.
 #pragma once
 #include <vector>
 
@@ -9,14 +8,14 @@
 
 namespace weft {
 
-template <Number N> float factor(const void* from, u64 at, bool is_fp32) {
+template <DType D> float factor(const void* from, u64 at, bool is_fp32) {
     return is_fp32 ? static_cast<const float*>(from)[at]
-                   : widen<N>(static_cast<const Bits<N>*>(from)[at]);
+                   : widen<D>(static_cast<const Bits<D>*>(from)[at]);
 }
 
-// This rank's row of a token: as it is, or the weighted sum of experts' rows.
+// This rank's row of a token: the input, or the weighted sum of experts' rows.
 template <Reduction R> void load_row(const ReduceArgs& a, u32 token, u8* to) {
-    using Element = Bits<R.number>;
+    using Element = Bits<R.dtype>;
     const u64 first = u64(token) * R.hidden;
     if (a.x != nullptr) {
         std::memcpy(to, static_cast<const Element*>(a.x) + first, R.row_bytes());
@@ -27,23 +26,23 @@ template <Reduction R> void load_row(const ReduceArgs& a, u32 token, u8* to) {
         const u64 entry = u64(token) * a.top_k + k;
         const u32 row = source_row<R>(a, a.index[entry], token, k, true);
         if (row == a.row_limit) continue;
-        const float scale = a.scales ? factor<R.number>(a.scales, entry, a.scales_are_fp32) : 1.0f;
+        const float scale = a.scales ? factor<R.dtype>(a.scales, entry, a.scales_are_fp32) : 1.0f;
         const Element* from = static_cast<const Element*>(a.rows) + u64(row) * R.hidden;
-        for (u32 i = 0; i < R.hidden; ++i) sum[i] = sum[i] + widen<R.number>(from[i]) * scale;
+        for (u32 i = 0; i < R.hidden; ++i) sum[i] = sum[i] + widen<R.dtype>(from[i]) * scale;
     }
     const Element* shared = static_cast<const Element*>(a.shared) + first;
     Element* row = reinterpret_cast<Element*>(to);
     for (u32 i = 0; i < R.hidden; ++i)
-        row[i] = narrow<R.number>(a.shared ? sum[i] + widen<R.number>(shared[i]) : sum[i]);
+        row[i] = narrow<R.dtype>(a.shared ? sum[i] + widen<R.dtype>(shared[i]) : sum[i]);
 }
 
-// One row on its way through the call.
+// One row of a call.
 template <Reduction R> struct Row {
     std::vector<u8> bytes = std::vector<u8>(R.row_bytes());
     u8* data() { return bytes.data(); }
-    Bits<R.number>* numbers() { return reinterpret_cast<Bits<R.number>*>(bytes.data()); }
+    Bits<R.dtype>* numbers() { return reinterpret_cast<Bits<R.dtype>*>(bytes.data()); }
     float operator[](u32 i) const {
-        return widen<R.number>(reinterpret_cast<const Bits<R.number>*>(bytes.data())[i]);
+        return widen<R.dtype>(reinterpret_cast<const Bits<R.dtype>*>(bytes.data())[i]);
     }
 };
 
@@ -52,15 +51,15 @@ template <Reduction R> void sum_rows(const std::vector<Row<R>>& rows, Row<R>& to
     for (u32 i = 0; i < R.hidden; ++i) {
         float sum = rows[0][i];
         for (u32 rank = 1; rank < R.ranks; ++rank) sum = sum + rows[rank][i];
-        to.numbers()[i] = narrow<R.number>(sum);
+        to.numbers()[i] = narrow<R.dtype>(sum);
     }
 }
 
 template <Reduction R> void add_residual(const ReduceArgs& a, u32 token, Row<R>& row) {
     if (a.residual == nullptr) return;
-    const auto* from = static_cast<const Bits<R.number>*>(a.residual) + u64(token) * R.hidden;
+    const auto* from = static_cast<const Bits<R.dtype>*>(a.residual) + u64(token) * R.hidden;
     for (u32 i = 0; i < R.hidden; ++i)
-        row.numbers()[i] = narrow<R.number>(row[i] + widen<R.number>(from[i]));
+        row.numbers()[i] = narrow<R.dtype>(row[i] + widen<R.dtype>(from[i]));
 }
 
 inline float butterfly(float (&lane)[32]) {
@@ -70,7 +69,7 @@ inline float butterfly(float (&lane)[32]) {
 }
 
 template <Reduction R> float weighted(const ReduceArgs& a, const Row<R>& row, u32 i) {
-    return row[i] * (a.weight_bias + factor<R.number>(a.weight, i, a.weight_is_fp32));
+    return row[i] * (a.weight_bias + factor<R.dtype>(a.weight, i, a.weight_is_fp32));
 }
 
 // 1 / rms of a row, and its largest |row * weight|.
@@ -103,7 +102,7 @@ template <Reduction R> void store_row(void* to, u32 token, Row<R>& row) {
         std::memcpy(static_cast<u8*>(to) + u64(token) * R.row_bytes(), row.data(), R.row_bytes());
 }
 
-// The FP8 of one block of normed numbers, with its scale.
+// The FP8 of one block of normed values, with its scale.
 template <Reduction R>
 void quantize_group(const ReduceArgs& a, u32 token, u32 group, const float (&x)[scale_columns]) {
     u8* to = static_cast<u8*>(a.quant_out) + u64(token) * R.hidden + group * scale_columns;
@@ -141,14 +140,14 @@ void quantize_normed(const ReduceArgs& a, u32 token, Row<R>& norm, u32 peak) {
                                           : to_e4m3(norm[i] * scale.inverse);
 }
 
-// Everything that is elementwise once the row's statistics are known.
+// The epilogue: everything that is elementwise once the row's statistics are known.
 template <Reduction R> void finish_row(const ReduceArgs& a, u32 token, Row<R>& row, Moments m) {
     if (a.weight == nullptr) return;
     Row<R> norm;
     for (u32 i = 0; i < R.hidden; ++i)
-        norm.numbers()[i] = narrow<R.number>(weighted<R>(a, row, i) * m.rstd);
+        norm.numbers()[i] = narrow<R.dtype>(weighted<R>(a, row, i) * m.rstd);
     store_row<R>(a.norm_out, token, norm);
-    const float peak = widen<R.number>(narrow<R.number>(std::bit_cast<float>(m.peak) * m.rstd));
+    const float peak = widen<R.dtype>(narrow<R.dtype>(std::bit_cast<float>(m.peak) * m.rstd));
     if (a.coding != Coding::none)
         quantize_normed<R>(a, token, norm, std::bit_cast<u32>(peak) & 0x7fffffffu);
 }

@@ -41,11 +41,11 @@ MOE = "_moe"  # at the end of an entry's name: rows are made by a prologue
 def numbers(*, device: bool) -> str:
     """C++ that exports what `Reduction.expected` and `ReduceArgs` are compared with."""
     space = "__device__ " if device else ""
-    slots = "WEFT_OFFSET(weft::ReductionShare<R>, slots)"
+    inbox = "WEFT_OFFSET(weft::ReductionShare<R>, inbox)"
     return (
         f'extern "C" {space}const weft::u64 {TABLE}[] = {{sizeof(weft::ReductionShare<R>), '
-        f"{slots}, {slots} + WEFT_OFFSET(weft::Summands<R>, direct), "
-        f"{slots} + WEFT_OFFSET(weft::Summands<R>, trailer)}};\n"
+        f"{inbox}, {inbox} + WEFT_OFFSET(weft::ReductionInbox<R>, direct), "
+        f"{inbox} + WEFT_OFFSET(weft::ReductionInbox<R>, trailer)}};\n"
         + table_source(ReduceArgs, "weft::ReduceArgs", ARGS_TABLE, device=device)
     )
 

@@ -18,7 +18,7 @@ import torch
 from weft.allreduce.curve import Curve
 from weft.allreduce.formula import FORMULA, formula_us
 from weft.errors import InvalidArgument
-from weft.shape import NUMBERS
+from weft.shape import DTYPE_NAMES
 from weft.tuning.table_file import digest_of, parsed, read_table, table_text, times_of, whole
 from weft.tuning.thresholds import HYSTERESIS, Bands
 
@@ -93,7 +93,7 @@ class Table:
         """Which of `backends` serves which tokens; worked out once for each question."""
         key = (hidden, dtype, epilogue, tuple(backends))
         if key not in self._bands:
-            curve = self._nearest(hidden, NUMBERS[dtype], epilogue)
+            curve = self._nearest(hidden, DTYPE_NAMES[dtype], epilogue)
             self._bands[key] = curve.bands(hidden * dtype.itemsize, backends)
         return self._bands[key]
 
@@ -115,7 +115,7 @@ class Table:
             return Choice(backends[0], ONLY, f"{backends[0]}: no other backend serves this call")
         bands = self.bands(hidden=hidden, dtype=dtype, epilogue=epilogue, backends=backends)
         chosen = bands.at(tokens)
-        number = NUMBERS[dtype]
+        number = DTYPE_NAMES[dtype]
         curve = self._nearest(hidden, number, epilogue)
         payload = tokens * hidden * dtype.itemsize
         same = (curve.hidden, curve.dtype, curve.epilogue) == (hidden, number, epilogue)

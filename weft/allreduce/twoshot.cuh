@@ -1,13 +1,16 @@
-// The fused all-reduce in two shots: token t is summed by rank t % ranks, which adds the residual,
-// takes the row's statistics and tells its peers; they only finish what is elementwise. Twice the
-// trips of one shot, 2 / ranks of its bytes.
+// The fused all-reduce by twoshot: token t is summed by rank t % ranks, which adds the residual,
+// computes the row's statistics and sends row and statistics to its peers; they do only what is
+// elementwise. Twice the trips of oneshot, 2 / ranks of its bytes.
 //
-// One launch, three kinds of CTAs in this order: pushers store this rank's rows at their owners,
-// reducers sum the rows that this rank owns, finishers take the summed rows of the others; pushers
-// may be finishers when they have pushed. Pushing waits for nobody, reducing only for pushing,
-// finishing only for reducing. All CTAs of a launch fit on the GPU at once, and all go through the
-// tokens in order, so that both halves share the links and one token's latency hides in the
-// others'.
+// Roles, in grid order:
+// pushers    store this rank's rows at their tokens' owners, and then finish rows, too, if the
+//            launch says so
+// reducers   sum the rows that this rank owns
+// finishers  make the outputs of the other ranks' summed rows
+//
+// Pushing waits for no rank, reducing only for pushing, finishing only for reducing. All CTAs of a
+// launch fit on the GPU at once, and all go through the tokens in order, so that both shots share
+// the links and one token's latency hides behind the others'.
 #pragma once
 #include <weft/allreduce/epilogue.cuh>
 #include <weft/allreduce/wait.cuh>
@@ -16,12 +19,13 @@ namespace weft {
 
 constexpr u32 pushes_in_flight = 4;
 
-// One vector of a token that a peer owns. `f` counts vectors, then peers, each rank starting with
-// its right neighbour so that ranks do not hit one peer in step, then groups of `ranks` tokens.
-template <Reduction R> struct Foreign {
+// One vector of a token that a peer owns. `f` counts vectors, then peers, then groups of `ranks`
+// tokens. Each rank starts with its right neighbour, so that ranks do not store to the same peer at
+// once.
+template <Reduction R> struct PeerVector {
     u32 v, group, owner, token;
 
-    WEFT_FN Foreign(u32 me, u32 f) {
+    WEFT_FN PeerVector(u32 me, u32 f) {
         const u32 row = f / R.vectors();
         v = f % R.vectors();
         group = row / R.peers();
@@ -33,61 +37,60 @@ template <Reduction R> struct Foreign {
     }
 };
 
-template <Reduction R, bool moe>
-WEFT_FN void push_parts(const Block& team, const Calling<R>& call) {
+template <Reduction R, bool moe> WEFT_FN void push_parts(const Block& team, const Call<R>& call) {
     const ReduceArgs& a = call.a;
-    const u32 me = call.me(), step = a.pushers * team.lanes(), total = Foreign<R>::total(a.tokens);
+    const u32 me = call.me(), step = a.pushers * team.lanes(),
+              total = PeerVector<R>::total(a.tokens);
     for (u32 first = blockIdx.x * team.lanes() + team.lane(); first < total;
          first += step * pushes_in_flight) {
         uint4 row[pushes_in_flight];
 #pragma unroll
         for (u32 i = 0; i < pushes_in_flight; ++i) {
-            const Foreign<R> at(me, first + i * step);
+            const PeerVector<R> at(me, first + i * step);
             if (at.token < a.tokens) row[i] = load_own<R, moe>(a, at.token, at.v);
         }
-        if (!call.live) break;  // not before the loads: they and the turn's share their latency
+        if (!call.live) break;  // after the loads, which share latency with the state
 #pragma unroll
         for (u32 i = 0; i < pushes_in_flight; ++i) {
-            const Foreign<R> at(me, first + i * step);
-            auto& slots = call.at(at.owner).part[call.side()][place_at(at.owner, me)];
+            const PeerVector<R> at(me, first + i * step);
+            auto& slots = call.at(at.owner).part[call.side()][slot_index(at.owner, me)];
             if (at.token < a.tokens)
                 post_vector(reinterpret_cast<uint4*>(slots[at.group]) + at.v,
-                            without_sentinel<R.number>(row[i]));
+                            without_sentinel<R.dtype>(row[i]));
         }
     }
     fault(call.header, Point::after_rows, me, call.epoch);
 }
 
-template <Reduction R> WEFT_FN Slots part_slots(const Calling<R>& call, u32 group, u32 v) {
+template <Reduction R> WEFT_FN PeerSlots part_slots(const Call<R>& call, u32 group, u32 v) {
     auto& slots = call.at(call.me()).part[call.side()];
     return {reinterpret_cast<uint4*>(slots[0][group]) + v, sizeof(slots[0]), Slot::part};
 }
 
-// Peers get the row that they cannot make themselves: the sum where somebody wants it, else the sum
-// plus residual. Rounded rows hold no sentinel: every NaN of a conversion is another one.
-template <Reduction R>
-WEFT_FN void push_whole(const Calling<R>& call, u32 group, u32 v, uint4 row) {
+// Peers get the row that they cannot compute themselves: the sum if `out` is wanted, else the sum
+// plus residual. Rounded rows hold no sentinel, because every NaN of a conversion is another one.
+template <Reduction R> WEFT_FN void push_whole(const Call<R>& call, u32 group, u32 v, uint4 row) {
 #pragma unroll
-    for (u32 turn = 1; turn < R.ranks; ++turn) {
-        const u32 peer = next_rank<R>(call.me(), turn);
-        auto& slots = call.at(peer).whole[place_at(peer, call.me())];
+    for (u32 offset = 1; offset < R.ranks; ++offset) {
+        const u32 peer = next_rank<R>(call.me(), offset);
+        auto& slots = call.at(peer).whole[slot_index(peer, call.me())];
         post_vector(reinterpret_cast<uint4*>(slots[group]) + v, row);
     }
 }
 
-// This thread's vector of a token that this rank owns, summed and told; false when a peer did not
-// come.
-template <Reduction R, bool moe, bool patient>
-WEFT_FN bool sum_part(const Calling<R>& call, u32 token, u32 group, u32 v, uint4& row) {
+// Sums this thread's vector of a token that this rank owns, and sends it; false when a wait has
+// failed.
+template <Reduction R, bool moe, bool polls_one>
+WEFT_FN bool sum_part(const Call<R>& call, u32 token, u32 group, u32 v, uint4& row) {
     const ReduceArgs& a = call.a;
-    const Slots slots = part_slots<R>(call, group, v);
+    const PeerSlots slots = part_slots<R>(call, group, v);
     const uint4 own = load_own<R, moe>(a, token, v);
     const uint4 residual = a.residual ? load_input(vector_of<R>(a.residual, token, v)) : uint4{};
     uint4 rows[R.ranks];
 #pragma unroll
     for (u32 i = 0; i < R.ranks; ++i) rows[i] = i == call.me() ? own : sentinel_vector();
     fault(call.header, Point::before_rows, call.me(), call.epoch);
-    if (!await_vectors<R, patient>(call, slots, token, v, rows)) return false;
+    if (!await_vectors<R, polls_one>(call, slots, token, v, rows)) return false;
     const uint4 sum = sum_in_order<R>(rows);
     row = a.residual ? add_rounded<R>(sum, residual) : sum;
     push_whole<R>(call, group, v, a.out ? sum : row);
@@ -98,19 +101,20 @@ WEFT_FN bool sum_part(const Calling<R>& call, u32 token, u32 group, u32 v, uint4
 }
 
 template <Reduction R>
-WEFT_FN void tell_moments(const Block& team, const Calling<R>& call, u32 group, const Moments& m) {
-    const u32 turn = team.lane() + 1, tag = trailer_tag(call.epoch);
-    if (turn >= R.ranks) return;
-    const u32 peer = next_rank<R>(call.me(), turn);
+WEFT_FN void send_moments(const Block& team, const Call<R>& call, u32 group, const Moments& m) {
+    const u32 offset = team.lane() + 1, tag = trailer_tag(call.epoch);
+    if (offset >= R.ranks) return;
+    const u32 peer = next_rank<R>(call.me(), offset);
     fault(call.header, Point::before_moments, peer, call.epoch);
-    post_halves(reinterpret_cast<uint4*>(&call.at(peer).trailer[place_at(peer, call.me())][group]),
-                make_uint4(__float_as_uint(m.rstd), tag, m.peak, tag));
+    post_u64_pair(
+        reinterpret_cast<uint4*>(&call.at(peer).trailer[slot_index(peer, call.me())][group]),
+        make_uint4(__float_as_uint(m.rstd), tag, m.peak, tag));
 }
 
 // A cluster sums one token after the other; a thread has `pieces` of its vectors.
-template <Reduction R, bool moe, u32 pieces, bool patient>
-WEFT_FN void reduce_parts(const Block& team, const Cluster& cluster, const Calling<R>& call,
-                          Board<R>& board) {
+template <Reduction R, bool moe, u32 pieces, bool polls_one>
+WEFT_FN void reduce_parts(const Block& team, const Cluster& cluster, const Call<R>& call,
+                          PartialBuffer<R>& buffer) {
     const ReduceArgs& a = call.a;
     const u32 neighbours = cluster.size(), rank = cluster.rank();
     u32 side = 0;
@@ -126,16 +130,16 @@ WEFT_FN void reduce_parts(const Block& team, const Cluster& cluster, const Calli
             valid[i] = call.live && v < R.vectors();
             gain[i] = valid[i] ? load_gain<R>(a, v) : Gain{};
             row[i] = uint4{};
-            valid[i] = valid[i] && sum_part<R, moe, patient>(call, token, group, v, row[i]);
+            valid[i] = valid[i] && sum_part<R, moe, polls_one>(call, token, group, v, row[i]);
             if (a.weight == nullptr) continue;
             const u64 partial = partial_of<R>(a, row[i], gain[i]);
             if (v / warp_lanes < R.partials())
-                tell_partial<R>(team, cluster, &board.partial[side][v / warp_lanes], partial);
+                send_partial<R>(team, cluster, &buffer.partial[side][v / warp_lanes], partial);
         }
         if (a.weight == nullptr) continue;
-        meet(cluster, neighbours);
-        const Moments m = gather_moments<R>(team, a, board.partial[side]);
-        if (rank == 0 && call.live) tell_moments<R>(team, call, group, m);
+        sync_cluster(cluster, neighbours);
+        const Moments m = gather_moments<R>(team, a, buffer.partial[side]);
+        if (rank == 0 && call.live) send_moments<R>(team, call, group, m);
 #pragma unroll
         for (u32 i = 0; i < pieces; ++i)
             finish_vector<R>(a, token, (i * neighbours + rank) * team.lanes() + team.lane(),
@@ -143,17 +147,17 @@ WEFT_FN void reduce_parts(const Block& team, const Cluster& cluster, const Calli
     }
 }
 
-// One vector of a summed row: taken, and made into this rank's outputs.
+// Receives one vector of a summed row and makes this rank's outputs from it.
 template <Reduction R>
-WEFT_FN void finish_part(const Calling<R>& call, const Foreign<R>& at, bool valid) {
+WEFT_FN void finish_part(const Call<R>& call, const PeerVector<R>& at, bool valid) {
     const ReduceArgs& a = call.a;
     const bool adds = a.out != nullptr && a.residual != nullptr;
     const Gain gain = valid ? load_gain<R>(a, at.v) : Gain{};
     uint4 residual{}, row{};
     if (valid && adds) residual = load_input(vector_of<R>(a.residual, at.token, at.v));
-    const u32 place = place_at(call.me(), at.owner);
-    Summands<R>& own = call.at(call.me());
-    uint4* slot = reinterpret_cast<uint4*>(own.whole[place][at.group]) + at.v;
+    const u32 slot_idx = slot_index(call.me(), at.owner);
+    ReductionInbox<R>& own = call.at(call.me());
+    uint4* slot = reinterpret_cast<uint4*>(own.whole[slot_idx][at.group]) + at.v;
     valid = valid && await_vector<R>(call, slot, at.owner, at.token, at.v, row);
     if (valid) {
         post_vector(slot, sentinel_vector());
@@ -163,43 +167,44 @@ WEFT_FN void finish_part(const Calling<R>& call, const Foreign<R>& at, bool vali
     }
     if (a.weight == nullptr) return;
     Moments m{};
-    valid = valid && await_trailer<R>(call, &own.trailer[place][at.group], at.owner, at.token, m);
+    valid =
+        valid && await_trailer<R>(call, &own.trailer[slot_idx][at.group], at.owner, at.token, m);
     __syncwarp();
     finish_vector<R>(a, at.token, at.v, valid, row, gain, m);
 }
 
-// `worker` of `workers` CTAs that finish rows.
+// CTA `worker` of `workers` that finish rows.
 template <Reduction R>
-WEFT_FN void finish_parts(const Block& team, const Calling<R>& call, u32 worker, u32 workers) {
-    const u32 total = Foreign<R>::total(call.a.tokens);
+WEFT_FN void finish_parts(const Block& team, const Call<R>& call, u32 worker, u32 workers) {
+    const u32 total = PeerVector<R>::total(call.a.tokens);
     for (u32 first = worker * team.lanes() + team.warp() * warp_lanes; first < total;
          first += workers * team.lanes()) {
         const u32 f = first + team.warp_lane();
-        const Foreign<R> at(call.me(), f);
+        const PeerVector<R> at(call.me(), f);
         finish_part<R>(call, at, call.live && f < total && at.token < call.a.tokens);
     }
 }
 
-template <Reduction R, bool moe, u32 pieces, bool patient>
+template <Reduction R, bool moe, u32 pieces, bool polls_one>
 WEFT_FN void twoshot(const ReduceArgs& a) {
-    __shared__ Board<R> board;
+    __shared__ PartialBuffer<R> buffer;
     const Block team;
     const Cluster cluster;
     wait_for_predecessor();
     admit_successor();
     if (cluster.size() != 1) cluster.arrive();
-    Calling<R> call(a);
-    call.tell(team);
+    Call<R> call(a);
+    call.send_call_words(team);
     const bool pushes = blockIdx.x < a.pushers, reduces = blockIdx.x - a.pushers < a.reducers;
     const u32 others = a.reducers + (a.pushers_finish ? 0 : a.pushers);
     if (pushes) push_parts<R, moe>(team, call);
-    const u32 before = call.count(team);
+    const u32 before = call.arrive(team);
     if (!reduces && (!pushes || a.pushers_finish))
         finish_parts<R>(team, call, blockIdx.x - (pushes ? 0 : others), gridDim.x - others);
     if (cluster.size() != 1) cluster.wait();
-    if (reduces) reduce_parts<R, moe, pieces, patient>(team, cluster, call, board);
+    if (reduces) reduce_parts<R, moe, pieces, polls_one>(team, cluster, call, buffer);
     call.advance(team, before);
-    call.compare(team, call.hear(team));
+    call.check_call_word(team, call.load_call_word(team));
 }
 
 }  // namespace weft

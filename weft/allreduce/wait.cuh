@@ -1,92 +1,93 @@
-// A call of the fused all-reduce as its threads see it: the epoch, the slots, and the waits for
-// data that is its own flag. Every poll is of this rank's own memory.
+// A call of the fused all-reduce as its threads see it: the epoch, the slots, and the waits with
+// flag-in-data. Every poll reads this rank's own memory.
 #pragma once
 #include <weft/allreduce/row.cuh>
 
 namespace weft {
 
-template <Reduction R> struct Calling {
+template <Reduction R> struct Call {
     const ReduceArgs& a;
     Header& header;
     u64 start, epoch;
-    bool live;  // nobody has broken the group
+    bool live;  // the group is not broken
 
-    WEFT_FN explicit Calling(const ReduceArgs& args)
+    WEFT_FN explicit Call(const ReduceArgs& args)
         : a(args), header(mine<R>(args.site).header), start(0) {
-        // One instruction, which a compiler does not make of a struct: whoever has seen `failed`,
-        // and counts itself, has the epoch too. The last one to count may write the next epoch.
-        const uint4 turn = load_input(reinterpret_cast<const uint4*>(&header.turn));
-        epoch = ((u64(turn.y) << 32 | turn.x) + 1) & epoch_mask;
-        live = turn.z == 0;
+        // One load instruction, which a compiler does not make of a struct: a team that has read
+        // `failed` and counts itself has read the epoch, too. The last team to count may write the
+        // next epoch.
+        const uint4 state = load_input(reinterpret_cast<const uint4*>(&header.state));
+        epoch = ((u64(state.y) << 32 | state.x) + 1) & epoch_mask;
+        live = state.z == 0;
         if (fault(header, Point::reduce_enter, a.site.rank, epoch) == Action::stay_away)
             live = false;
     }
 
     WEFT_FN u32 me() const { return a.site.rank; }
     WEFT_FN u32 side() const { return side_of(epoch); }
-    WEFT_FN Summands<R>& at(u32 rank) const { return share<R>(a.site, rank).slots; }
+    WEFT_FN ReductionInbox<R>& at(u32 rank) const { return share<R>(a.site, rank).inbox; }
 
-    // Counts the teams that have read the turn; the last one may advance it. Lane 0 gets how many
-    // came before it, and needs that no earlier than in `advance`. Nothing is published here: no
-    // team comes so far without the turn, and that is all the order there must be.
-    WEFT_FN u32 count(const Block& team) {
+    // Counts the teams that have read the epoch state; the last one may advance it. Lane 0 gets the
+    // number of teams before it and needs it no earlier than in `advance`. Nothing is published
+    // here: a team comes here only with the epoch state, and no other order is needed.
+    WEFT_FN u32 arrive(const Block& team) {
         live = team.all(live);
         if (team.lane() != 0 || !live) return 0;
         start = now_ns();
         return add_relaxed(&header.arrived, 1);
     }
 
-    // `failed` is another word of the turn, and stays.
+    // `failed` is another word of the epoch state and stays as it is.
     WEFT_FN void advance(const Block& team, u32 before) {
         if (team.lane() != 0 || !live || before != team.teams() - 1) return;
         header.arrived = 0;
-        header.turn.epoch = epoch;
+        header.state.epoch = epoch;
         keep_record(header, all_reduce_phase, epoch, start, a.tokens);
     }
 
-    // One lane tells each peer what this call is; the same lane compares with what the peer told.
-    WEFT_FN void tell(const Block& team) const {
-        const u32 turn = team.lane() + 1;
-        if (live && blockIdx.x == 0 && turn < R.ranks)
-            tell_call<R>(a.site, epoch, a.signature, next_rank<R>(me(), turn));
+    // One lane per peer sends this call's word; the same lane compares the peer's.
+    WEFT_FN void send_call_words(const Block& team) const {
+        const u32 offset = team.lane() + 1;
+        if (live && blockIdx.x == 0 && offset < R.ranks)
+            send_call_word<R>(a.site, epoch, a.signature, next_rank<R>(me(), offset));
     }
-    WEFT_FN u64 hear(const Block& team) const {
-        const u32 turn = team.lane() + 1;
-        if (blockIdx.x != 0 || turn >= R.ranks) return 0;
-        return load_relaxed(&at(me()).call[side()][next_rank<R>(me(), turn)]);
+    WEFT_FN u64 load_call_word(const Block& team) const {
+        const u32 offset = team.lane() + 1;
+        if (blockIdx.x != 0 || offset >= R.ranks) return 0;
+        return load_relaxed(&at(me()).call[side()][next_rank<R>(me(), offset)]);
     }
-    WEFT_FN void compare(const Block& team, u64 heard) const {
-        const u32 turn = team.lane() + 1;
-        if (live && blockIdx.x == 0 && turn < R.ranks)
-            same_call<R>(a.site, epoch, a.signature, next_rank<R>(me(), turn), heard);
+    WEFT_FN void check_call_word(const Block& team, u64 seen) const {
+        const u32 offset = team.lane() + 1;
+        if (live && blockIdx.x == 0 && offset < R.ranks)
+            same_call<R>(a.site, epoch, a.signature, next_rank<R>(me(), offset), seen);
     }
 
-    WEFT_FN bool gives_up_on(SlotWait& wait) const {
-        return gives_up<R>(a.site, epoch, a.signature, wait);
+    WEFT_FN bool should_stop(SlotWait& wait) const {
+        return wait_failed<R>(a.site, epoch, a.signature, wait);
     }
 };
 
-// The same vector of one row in the slots of all peers: peer p's at `first + place_at(me, p) *
+// The same vector of one row in the slots of all peers: peer p's is at `first + slot_index(me, p) *
 // step`.
-struct Slots {
+struct PeerSlots {
     uint4* first;
     u64 step;  // bytes
     Slot kind;
 
     WEFT_FN uint4* at(u32 me, u32 peer) const {
-        return reinterpret_cast<uint4*>(reinterpret_cast<u64>(first) + place_at(me, peer) * step);
+        return reinterpret_cast<uint4*>(reinterpret_cast<u64>(first) + slot_index(me, peer) * step);
     }
 };
 
-// Waits for every peer's vector; row[me] is the caller's. Patient: while one is missing, only that
-// one is polled, so that many waiting threads leave the memory to those that work.
-template <Reduction R, bool patient>
-WEFT_FN bool await_vectors(const Calling<R>& call, const Slots& slots, u32 token, u32 v,
+// Waits for every peer's vector; row[me] is the caller's own. polls_one: while a vector is missing,
+// only that one is polled, so that many waiting threads leave the memory to those that work.
+template <Reduction R, bool polls_one>
+WEFT_FN bool await_vectors(const Call<R>& call, const PeerSlots& slots, u32 token, u32 v,
                            uint4 (&row)[R.ranks]) {
     const u32 me = call.me();
     u32 missing = ((1u << R.ranks) - 1) & ~(1u << me);
     SlotWait wait{.slot = slots.kind, .peer = 0, .token = token, .vector = v};
-    for (u32 turns = 1;; ++turns) {
+    for (u32 polls = 1;; ++polls) {
 #pragma unroll
         for (u32 i = 0; i < R.ranks; ++i)
             if (missing >> i & 1) row[i] = poll_vector(slots.at(me, i));
@@ -95,51 +96,50 @@ WEFT_FN bool await_vectors(const Calling<R>& call, const Slots& slots, u32 token
             if (is_ready(row[i])) missing &= ~(1u << i);
         if (missing == 0) return true;
         wait.peer = __ffs(int(missing)) - 1;
-        while (patient && turns % polls_per_check != 0 &&
+        while (polls_one && polls % polls_per_check != 0 &&
                !is_ready(poll_vector(slots.at(me, wait.peer)))) {
-            relax(turns);
-            ++turns;
+            relax(polls);
+            ++polls;
         }
-        if (turns % polls_per_check == 0 && call.gives_up_on(wait)) return false;
-        relax(turns);
+        if (polls % polls_per_check == 0 && call.should_stop(wait)) return false;
+        relax(polls);
     }
 }
 
-// Leaves the slots empty for the next call that uses them.
-template <Reduction R> WEFT_FN void clear_slots(const Calling<R>& call, const Slots& slots) {
+// Restores the sentinels for the next call that uses the slots.
+template <Reduction R> WEFT_FN void clear_slots(const Call<R>& call, const PeerSlots& slots) {
 #pragma unroll
-    for (u32 turn = 1; turn < R.ranks; ++turn)
-        post_vector(slots.at(call.me(), next_rank<R>(call.me(), turn)), sentinel_vector());
+    for (u32 offset = 1; offset < R.ranks; ++offset)
+        post_vector(slots.at(call.me(), next_rank<R>(call.me(), offset)), sentinel_vector());
 }
 
 template <Reduction R>
-WEFT_FN bool await_vector(const Calling<R>& call, uint4* at, u32 peer, u32 token, u32 v,
-                          uint4& row) {
+WEFT_FN bool await_vector(const Call<R>& call, uint4* at, u32 peer, u32 token, u32 v, uint4& row) {
     SlotWait wait{.slot = Slot::whole, .peer = peer, .token = token, .vector = v};
-    for (u32 turns = 1;; ++turns) {
+    for (u32 polls = 1;; ++polls) {
         row = poll_vector(at);
         if (is_ready(row)) return true;
-        if (turns % polls_per_check == 0 && call.gives_up_on(wait)) return false;
-        relax(turns);
+        if (polls % polls_per_check == 0 && call.should_stop(wait)) return false;
+        relax(polls);
     }
 }
 
 template <Reduction R>
-WEFT_FN bool await_trailer(const Calling<R>& call, const Trailer* at, u32 peer, u32 token,
+WEFT_FN bool await_trailer(const Call<R>& call, const Trailer* at, u32 peer, u32 token,
                            Moments& m) {
     SlotWait wait{.slot = Slot::trailer, .peer = peer, .token = token, .vector = 0};
     const u32 tag = trailer_tag(call.epoch);
-    for (u32 turns = 1;; ++turns) {
-        const uint4 seen = poll_halves(reinterpret_cast<const uint4*>(at));
+    for (u32 polls = 1;; ++polls) {
+        const uint4 seen = poll_u64_pair(reinterpret_cast<const uint4*>(at));
         m = {__uint_as_float(seen.x), seen.z};
         if (seen.y == tag && seen.w == tag) return true;
-        if (turns % polls_per_check == 0 && call.gives_up_on(wait)) return false;
-        relax(turns);
+        if (polls % polls_per_check == 0 && call.should_stop(wait)) return false;
+        relax(polls);
     }
 }
 
-// Meets the cluster, or the CTA where a cluster is one.
-WEFT_FN void meet(const Cluster& cluster, u32 neighbours) {
+// A barrier of the cluster, or of the CTA where a cluster is one CTA.
+WEFT_FN void sync_cluster(const Cluster& cluster, u32 neighbours) {
     if (neighbours == 1) return __syncthreads();
     cluster.arrive();
     cluster.wait();

@@ -168,7 +168,7 @@ class AllToAll(Placed):
         the stream) peers may still be reading it. There is none with combine="gemm_push".
         """
         self._check_open()
-        if self._geometry.shape.way == "choices":
+        if self._geometry.shape.combine == "gemm_push":
             raise InvalidArgument(
                 "output() of an all-to-all with combine='gemm_push': every row goes to its home "
                 "by itself, see ExpertGroups"

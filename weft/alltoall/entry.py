@@ -176,7 +176,7 @@ class CudaEntries:
     def _plan(self, name: str, tokens: int) -> Plan:
         """The launch of an operation on so many tokens; found once, kept."""
         shape, out_vectors = self._shape, self._shape.out_bytes // 16
-        pushes = shape.way in ("push", "fp8")
+        pushes = shape.combine in ("push", "push_fp8")
 
         def per_sm(threads: int) -> int:
             return self._module.occupancy(name, threads, shared=self._shared[name])
@@ -188,7 +188,7 @@ class CudaEntries:
             found = Plan(workers=1, chunks=1, threads=64)  # flags only
         elif name.startswith("dispatch"):
             found = plan_dispatch(tokens, self._in_vectors, sms=self._sms, per_sm=per_sm)
-        elif shape.way == "fp8":
+        elif shape.combine == "push_fp8":
             found = self._plan_home(name, tokens, per_sm)
         elif not pushes or name == "combine_receive":
             found = plan_combine(tokens, out_vectors, sms=self._sms, per_sm=per_sm)
@@ -216,7 +216,7 @@ def _few_tokens(shape: Shape) -> int:
 def _fits_bulk(shape: Shape) -> bool:
     """Rows that the bulk engine can take: whole 16-byte words, opaque, three of them in 200 KiB."""
     row = shape.row_bytes[0]
-    plain = shape.way == "pull" and shape.quant == "none"
+    plain = shape.combine == "pull" and shape.quant == "none"
     return plain and row % 16 == 0 and row <= 66 * 1024 and shape.ranks <= 16
 
 

@@ -1,5 +1,5 @@
-// The numbers that Python checks its mirrors of an all-to-all against (alltoall/layout.py): its
-// structs, and where the parts of this Shape's share lie.
+// The numbers that Python compares its mirrors of an all-to-all with (alltoall/layout.py): the
+// structs, and the offsets of the parts of this Shape's share.
 #pragma once
 #include <weft/alltoall/layout.cuh>
 #include <weft/device/exports.cuh>
@@ -23,13 +23,13 @@ template <Shape S> constexpr u64 stats_offset() {
 }
 
 template <Shape S> constexpr u64 returned_offset() {
-    if constexpr (S.way == Way::pull)
+    if constexpr (S.combine == Combine::pull)
         return 0;
     else
         return WEFT_OFFSET(Share<S>, inbox) + WEFT_OFFSET(Inbox<S>, returned);
 }
 
-constexpr u32 places = 8 + max_planes;
+constexpr u32 measured_offsets = 8 + max_planes;
 
 template <Shape S, u32 P = 0> WEFT_FN void measure_planes(Share<S>& share, u64* to) {
     if constexpr (P < S.planes) {
@@ -38,8 +38,8 @@ template <Shape S, u32 P = 0> WEFT_FN void measure_planes(Share<S>& share, u64* 
     }
 }
 
-// The offsets that code uses, of a share that need not exist: the constants above come from the
-// compiler's front end, these from its back end, and a broken compiler tells two stories.
+// The offsets that the machine code uses, of a share that need not exist. The constants above come
+// from the compiler's front end and these from its back end; with a broken compiler the two differ.
 template <Shape S> WEFT_FN void measure(u64 base, u64* to) {
     Share<S>& share = *reinterpret_cast<Share<S>*>(base);
     const u64 found[8] = {u64(&share + 1),
@@ -49,7 +49,7 @@ template <Shape S> WEFT_FN void measure(u64 base, u64* to) {
                           u64(&share.outbox),
                           u64(&share.destinations),
                           S.stats == 0 ? base : u64(&share.inbox.stats),
-                          S.way == Way::pull ? base : u64(&share.inbox.returned)};
+                          S.combine == Combine::pull ? base : u64(&share.inbox.returned)};
     for (u32 i = 0; i < 8; ++i) to[i] = found[i] - base;
     measure_planes<S>(share, to + 8);
 }

@@ -14,7 +14,7 @@ from weft.errors import InvalidArgument
 from weft.memory.wire import JSON
 from weft.placement import Placement
 from weft.runtime.check import check_alignment, check_tensor, check_tokens
-from weft.shape import MAX_PLANES, MAX_ROW_BYTES, NUMBERS, Shape, size
+from weft.shape import DTYPE_NAMES, MAX_PLANES, MAX_ROW_BYTES, Shape, size
 
 SCALES = {
     "fp8": lambda hidden: Payload((hidden // 128,), torch.float32),
@@ -60,9 +60,9 @@ class Geometry:
         ranks, max_tokens = size("ranks", ranks), size("tokens", max_tokens)
         top_k, num_experts = size("top_k", top_k), size("experts", num_experts)
         hidden, stats = size("hidden", hidden), size("stats", stats)
-        dtype = one_of("dtype", dtype, NUMBERS)
+        dtype = one_of("dtype", dtype, DTYPE_NAMES)
         quantize = one_of("quantize", quantize, (None, *SCALES))
-        way = combine_way(combine, combine_dtype)
+        returns = combine_of(combine, combine_dtype)
         inputs = (Payload((hidden,), dtype),) if payloads is None else declared(payloads)
         arriving = _arriving(inputs, hidden, dtype, quantize)
         shape = Shape(
@@ -71,9 +71,9 @@ class Geometry:
             top_k=top_k,
             experts=num_experts,
             hidden=hidden,
-            number=NUMBERS[dtype],
+            dtype=DTYPE_NAMES[dtype],
             row_bytes=tuple(p.row_bytes for p in arriving),
-            way=way,
+            combine=returns,
             quant=quantize or "none",
             mapped=expert_map is not None,
             stats=stats,
@@ -105,7 +105,7 @@ class Geometry:
             "dtype": str(self.dtype),
             "payloads": [f"{list(p.shape)} {p.dtype}" for p in self.payloads],
             "quantize": s.quant,
-            "combine": s.way,
+            "combine": s.combine,
             "stats": s.stats,
             "expert_map": list(self.placement.ranks),
         }
@@ -170,7 +170,7 @@ class Geometry:
             check_tensor("stats", stats, shape=(size,), dtypes=number, device=device)
 
 
-def combine_way(combine: str | None, combine_dtype: str | None) -> str:
+def combine_of(combine: str | None, combine_dtype: str | None) -> str:
     """How the Shape says that rows are combined, from what callers say.
 
     Raises InvalidArgument for words that are none, and for FP8 rows that nobody pushes.
@@ -178,13 +178,13 @@ def combine_way(combine: str | None, combine_dtype: str | None) -> str:
     one_of("combine", combine, (None, *COMBINES))
     one_of("combine_dtype", combine_dtype, COMBINE_DTYPES)
     if combine_dtype is None:
-        return {None: "pull", "gemm_push": "choices"}.get(combine, combine or "pull")
+        return combine or "pull"
     if combine not in (None, "push"):
         raise InvalidArgument(
             f"combine_dtype is {combine_dtype!r}, combine {combine!r}: rows become FP8 where they "
             "are pushed: use combine='push', or leave it out"
         )
-    return "fp8"
+    return "push_fp8"
 
 
 def memory_bytes(

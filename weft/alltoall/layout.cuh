@@ -1,5 +1,5 @@
-// What lies where in a rank's share of an all-to-all, and the arguments of its entries. A layout is
-// a struct: `sizeof` is its size and `->` its only address arithmetic. Nothing that changes from
+// The layout of a rank's share of an all-to-all, and the arguments of its entries. A layout is a
+// struct: `sizeof` is its size, and `->` is its only address arithmetic. Nothing that changes from
 // call to call of a replayed graph is an argument: epochs live in the heap. Python mirrors the
 // structs in alltoall/layout.py and runtime/args.py.
 #pragma once
@@ -10,48 +10,48 @@ namespace weft {
 
 constexpr u32 max_planes = 8;  // opaque payload tensors of one dispatch
 
-// How combine's rows come home: pulled by the owner, pushed by the experts' ranks, or pushed as FP8
-// with one scale for 128 columns. Or each of a token's choices by itself: whatever kernel makes the
-// row of an expert stores it at the owner, who weighs and sums.
-enum class Way : u32 { pull = 0, push = 1, fp8 = 2, choices = 3 };
+// How combine returns rows to the tokens' owners. pull: the owner loads them. push: the experts'
+// ranks store them; push_fp8: as FP8 with one scale per 128 columns. gemm_push: the kernel that
+// makes an expert's row stores it at the owner, row by row, and the owner weights and sums them.
+enum class Combine : u32 { pull = 0, push = 1, push_fp8 = 2, gemm_push = 3 };
 
-// One name specialises every kernel. All ranks of a group use equal Shapes; creation verifies it.
+// One Shape specialises every kernel. All ranks of a group use equal Shapes; creation verifies it.
 struct Shape {
     u32 ranks, tokens, top_k, experts;
-    u32 hidden;                 // elements of a combine row
-    Number number;              // and their type
+    u32 hidden;                 // columns of a combine row
+    DType dtype;                // of a combine row
     u32 planes;                 // payload tensors
     u32 row_bytes[max_planes];  // bytes of one token's row of each
-    Way way = Way::pull;
+    Combine combine = Combine::pull;
     Quant quant = Quant::none;
-    bool mapped = false;  // experts lie where a table says, not in contiguous blocks
-    u32 stats = 0;        // numbers that each rank tells all ranks with its tokens
+    bool mapped = false;  // experts are placed by a table, not in contiguous blocks
+    u32 stats = 0;        // integers that each rank sends to all ranks with its tokens
 
-    constexpr u32 slots() const {
-        return (top_k + 3) / 4 * 4;
-    }  // top_k padded to whole 16-byte vectors
+    constexpr u32 padded_top_k() const { return (top_k + 3) / 4 * 4; }  // whole 16-byte vectors
     constexpr u32 pitch(u32 plane) const { return (row_bytes[plane] + 15) / 16 * 16; }
-    constexpr u32 element_bytes() const { return number == Number::fp32 ? 4 : 2; }
+    constexpr u32 element_bytes() const { return dtype == DType::fp32 ? 4 : 2; }
     constexpr u32 out_bytes() const { return hidden * element_bytes(); }
     constexpr u32 block() const { return quant == Quant::mxfp8 ? 32 : 128; }
-    // Bytes of a pushed row: as it is, or e4m3 numbers and their blocks' scales, in whole lines: a
-    // warp's store of 512 bytes across five of them is a packet more on the link.
+    // Bytes of a pushed row: the row itself, or e4m3 values and their blocks' scales, padded to
+    // whole lines: a warp's store of 512 bytes that touches five lines costs one packet more on the
+    // link.
     constexpr u32 returned_bytes() const {
-        return way == Way::fp8 ? (hidden + hidden / 128 * 4 + 127) / 128 * 128 : out_bytes();
+        return combine == Combine::push_fp8 ? (hidden + hidden / 128 * 4 + 127) / 128 * 128
+                                            : out_bytes();
     }
 };
 
-// One token's routing as the receiver sees it: LOCAL expert ids or -1, and the weights.
+// One token's routing as the receiver reads it: LOCAL expert ids or -1, and the weights.
 template <Shape S> struct alignas(16) Route {
-    i32 expert[S.slots()];
-    float weight[S.slots()];
+    i32 expert[S.padded_top_k()];
+    float weight[S.padded_top_k()];
 };
 
 template <Shape S, u32 P> struct alignas(128) Plane {
     u8 row[S.ranks][S.tokens][S.pitch(P)];
 };
 
-// The payload tensors, one plane after the other; `plane<P>(planes)` names one.
+// The payload tensors, one plane after the other; `plane<P>(planes)` is one of them.
 template <Shape S, u32 P = 0> struct Planes {
     Plane<S, P> first;
     Planes<S, P + 1> rest;
@@ -67,22 +67,23 @@ template <u32 P, class T> WEFT_FN auto& plane(T& planes) {
         return plane<P - 1>(planes.rest);
 }
 
-// Rows that peers push home: slot (the pushing rank, my token).
+// Rows that peers push to their tokens' owner: slot (pushing rank, token). With gemm_push: slot
+// (token, entry of its top k).
 template <Shape S> struct Returned {
     alignas(128) u8 row[S.ranks][S.tokens][S.returned_bytes()];
 };
 template <Shape S>
-    requires(S.way == Way::pull)
+    requires(S.combine == Combine::pull)
 struct Returned<S> {};
 template <Shape S>
-    requires(S.way == Way::choices)
+    requires(S.combine == Combine::gemm_push)
 struct Returned<S> {
     alignas(128) u8 row[S.tokens][S.top_k][S.returned_bytes()];
 };
 
-// Numbers that each rank tells every rank, for example the load of its experts. An empty struct
-// takes a line: NVRTC 13.0 lays out [[no_unique_address]] one way in offsets and another way in
-// code.
+// Integers that each rank sends to every rank, for example the load of its experts. An empty struct
+// takes a line, because NVRTC 13.0 lays out [[no_unique_address]] one way in offsets and another
+// way in code.
 template <Shape S> struct Stats {
     alignas(128) i32 row[S.ranks][S.stats];
 };
@@ -90,12 +91,12 @@ template <Shape S>
     requires(S.stats == 0)
 struct Stats<S> {};
 
-// Written by peers. The slot of a token is its index at the source, so no counter is shared and no
-// order is lost.
+// Written by peers. The slot of a token is its index at the source, so no counter is shared and the
+// order is kept.
 template <Shape S> struct Inbox {
-    alignas(128) u64 dispatched[S.ranks];  // flags, one writer each, one line for one poll
-    alignas(128) u64 ready[S.ranks];       // a peer's experts are done: its outbox may be read
-    alignas(128) i32 counts[S.ranks];      // tokens of each source in this round
+    alignas(128) u64 dispatched[S.ranks];  // flags; one writer each
+    alignas(128) u64 ready[S.ranks];   // flags: a peer's experts are done, its outbox may be read
+    alignas(128) i32 counts[S.ranks];  // tokens of each source in this round
     alignas(128) Route<S> route[S.ranks][S.tokens];
     Planes<S> payload;
     Returned<S> returned;
@@ -107,26 +108,26 @@ template <Shape S> struct Outbox {
     alignas(128) u8 row[S.ranks][S.tokens][S.out_bytes()];
 };
 template <Shape S>
-    requires(S.way == Way::choices)
+    requires(S.combine == Combine::gemm_push)
 struct Outbox<S> {};
 
-// What combine needs to know of my own tokens' choices: the rank of each (max_ranks: none), and its
-// weight. Kept from dispatch, because the caller's tensors may have changed.
-template <Shape S> struct Choices {};
+// The routing of this rank's own tokens that combine needs with gemm_push: the rank of each entry
+// (max_ranks: none) and its weight. Dispatch saves it, because the caller's tensors may have
+// changed by then.
+template <Shape S> struct SavedRouting {};
 template <Shape S>
-    requires(S.way == Way::choices)
-struct Choices<S> {
-    alignas(128) u32 rank[S.tokens][S.slots()];
-    float weight[S.tokens][S.slots()];
+    requires(S.combine == Combine::gemm_push)
+struct SavedRouting<S> {
+    alignas(128) u32 rank[S.tokens][S.padded_top_k()];
+    float weight[S.tokens][S.padded_top_k()];
 };
 
 template <Shape S> struct Share {
     Header header;
     Inbox<S> inbox;
     Outbox<S> outbox;
-    alignas(128) u32
-        destinations[S.tokens];  // my own tokens' peers, kept from dispatch for combine
-    Choices<S> choices;
+    alignas(128) u32 destinations[S.tokens];  // of own tokens: ranks as bits, saved for combine
+    SavedRouting<S> saved_routing;
 };
 
 struct DispatchArgs {
@@ -135,7 +136,7 @@ struct DispatchArgs {
     const void* ids;        // [tokens, top_k] int32 or int64
     const float* weights;   // [tokens, top_k]; null means 1
     const i32* placement;   // [experts] of rank << 16 | local id, when the Shape is mapped
-    const i32* num_tokens;  // device-side count; null means `tokens`
+    const i32* num_tokens;  // count on the device; null means `tokens`
     u32 tokens;
     u32 ids_bytes;     // 4 or 8
     const i32* stats;  // [stats], when the Shape has any
@@ -144,10 +145,10 @@ struct DispatchArgs {
 struct CombineArgs {
     Site site;
     void* out;
-    const void* add;  // [tokens, hidden] added after the sum; null means none
+    const void* add;  // [tokens, hidden], added after the sum; null means none
     u32 tokens;
-    u32 pushers;  // CTAs that push rows, where others sum them as they come
-    u32 strips;   // of a row, that one warp of them pushes
+    u32 pushers;  // push_fp8: CTAs that push rows; others sum them meanwhile
+    u32 strips;   // push_fp8: strips of a row that one warp pushes
 };
 
 template <Shape S> WEFT_FN Share<S>& share(const Site& site, u32 rank) {

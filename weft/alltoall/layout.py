@@ -60,7 +60,7 @@ class Layout:
         In order: header, inbox (flags, counts, routes, payload planes, returned rows, stats),
         outbox, destinations, choices.
         """
-        slots, chosen = shape.ranks * shape.tokens, shape.way == "choices"
+        slots, chosen = shape.ranks * shape.tokens, shape.combine == "gemm_push"
         counts = HEADER_BYTES + 2 * up(8 * shape.ranks)
         route = counts + up(4 * shape.ranks)
         route_bytes = 8 * shape.slots

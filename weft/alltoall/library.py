@@ -93,7 +93,7 @@ def _(
     check_tensor("out", out, shape=size, dtypes=dtypes, device=device)
     if add is not None:
         check_tensor("add", add, shape=out.shape, dtypes=dtypes, device=device)
-    if y is not None and owner._geometry.shape.way != "choices":
+    if y is not None and owner._geometry.shape.combine != "gemm_push":
         wanted = owner._workspace.output.shape
         check_tensor("y", y, shape=wanted, dtypes=dtypes, device=device)
 

@@ -1,37 +1,37 @@
-// A token's payload on its way into peers' inboxes: opaque rows as they are, or the first row as
-// FP8 quantised in registers. A Cargo holds what a thread loads before anything is decided, so that
-// all cold loads of a token share one round trip.
+// A token's payload on its way into peers' inboxes: opaque rows, or the first row quantised to FP8
+// in registers. A PayloadFragment holds what a thread loads before anything is decided, so that all
+// cold loads of a token share one round trip.
 #pragma once
 #include <weft/alltoall/phases.cuh>
 #include <weft/device/quantize_warp.cuh>
 
 namespace weft {
 
-// This thread's place in a row that is cut over the CTAs of a worker, and the stride to its next.
-struct Cut {
-    u32 place, step;
+// This thread's first vector of a row that the CTAs of a worker share, and the stride to its next.
+struct RowSlice {
+    u32 first, step;
 
-    WEFT_FN explicit Cut(const Block& team)
-        : place(blockIdx.y * team.lanes() + team.lane()), step(gridDim.y * team.lanes()) {}
+    WEFT_FN explicit RowSlice(const Block& team)
+        : first(blockIdx.y * team.lanes() + team.lane()), step(gridDim.y * team.lanes()) {}
 };
 
-template <Shape S, u32 P, class V> WEFT_FN V* slot_in(const Site& site, u32 peer, u32 token) {
+template <Shape S, u32 P, class V> WEFT_FN V* inbox_slot(const Site& site, u32 peer, u32 token) {
     return reinterpret_cast<V*>(plane<P>(share<S>(site, peer).inbox.payload).row[site.rank][token]);
 }
 
-// One vector of plane P to all destinations; own rank first, then upwards, so that peers are not
-// hit in step.
+// One vector of plane P to all destinations. Each rank starts with itself and goes upwards, so that
+// ranks do not store to the same peer at once.
 template <Shape S, u32 P, class V>
 WEFT_FN void push_vector(const Site& site, u32 token, u32 v, u32 destinations, V data) {
 #pragma unroll
     for (u32 i = 0; i < S.ranks; ++i) {
         const u32 peer = site.rank + i < S.ranks ? site.rank + i : site.rank + i - S.ranks;
-        if (destinations >> peer & 1) store(slot_in<S, P, V>(site, peer, token) + v, data);
+        if (destinations >> peer & 1) store(inbox_slot<S, P, V>(site, peer, token) + v, data);
     }
 }
 
-// This thread's vectors of planes P and on. The planes form one flat index space, so that small
-// ones ride along with the threads that a large one leaves idle.
+// This thread's vectors of plane P and the following ones. The planes form one flat index space, so
+// small planes use the threads that a large one leaves idle.
 template <Shape S, u32 P>
 WEFT_FN void push_planes(const DispatchArgs& a, u32 token, u32 v, u32 step, u32 destinations) {
     if constexpr (P < S.planes) {
@@ -44,40 +44,41 @@ WEFT_FN void push_planes(const DispatchArgs& a, u32 token, u32 v, u32 step, u32 
     }
 }
 
-template <Shape S> struct Cargo {
+template <Shape S> struct PayloadFragment {
     using V = typename Vector<vector_bytes(S.row_bytes[0])>::type;
     static constexpr u32 vectors = S.row_bytes[0] / sizeof(V);
     V data;
 
-    WEFT_FN void load(const Cut& cut, const DispatchArgs& a, u32 token) {
-        if (cut.place < vectors)
-            data =
-                load_input(static_cast<const V*>(a.payload[0]) + u64(token) * vectors + cut.place);
+    WEFT_FN void load(const RowSlice& slice, const DispatchArgs& a, u32 token) {
+        if (slice.first < vectors)
+            data = load_input(static_cast<const V*>(a.payload[0]) + u64(token) * vectors +
+                              slice.first);
     }
 
-    WEFT_FN void push(const Cut& cut, const DispatchArgs& a, u32 token, u32 destinations) const {
-        if (cut.place < vectors) {
-            push_vector<S, 0>(a.site, token, cut.place, destinations, data);
-            push_planes<S, 0>(a, token, cut.place + cut.step, cut.step, destinations);
+    WEFT_FN void push(const RowSlice& slice, const DispatchArgs& a, u32 token,
+                      u32 destinations) const {
+        if (slice.first < vectors) {
+            push_vector<S, 0>(a.site, token, slice.first, destinations, data);
+            push_planes<S, 0>(a, token, slice.first + slice.step, slice.step, destinations);
         } else {
-            push_planes<S, 1>(a, token, cut.place - vectors, cut.step, destinations);
+            push_planes<S, 1>(a, token, slice.first - vectors, slice.step, destinations);
         }
     }
 };
 
-// Quantised: plane 0 holds e4m3 numbers, plane 1 the scales of their blocks.
+// Quantised: plane 0 holds e4m3 values, plane 1 the scales of their blocks.
 template <Shape S>
     requires(S.quant != Quant::none)
-struct Cargo<S> {
-    using Source = Columns<S.number>;
-    static constexpr u32 turns = S.hidden / lane_columns;
+struct PayloadFragment<S> {
+    using Source = Columns<S.dtype>;
+    static constexpr u32 row_lanes = S.hidden / lane_columns;
     Source source;
 
     WEFT_FN static Source fetch(const DispatchArgs& a, u32 token, u32 v) {
         Source columns{};
         const uint4* row =
             static_cast<const uint4*>(a.payload[0]) + u64(token) * (S.out_bytes() / 16);
-        if (v < turns)
+        if (v < row_lanes)
 #pragma unroll
             for (u32 i = 0; i < Source::vectors; ++i)
                 columns.v[i] = load_input(row + v * Source::vectors + i);
@@ -89,7 +90,7 @@ struct Cargo<S> {
         float x[lane_columns];
         columns.widen(x);
         const u32 amax = block_amax_bits<S.block()>(x);
-        if (v >= turns) return;
+        if (v >= row_lanes) return;
         const u32 block = v * lane_columns / S.block();
         const bool leads = v % (S.block() / lane_columns) == 0, broken = amax >= infinity_bits;
         if constexpr (S.quant == Quant::mxfp8) {
@@ -104,17 +105,18 @@ struct Cargo<S> {
         }
     }
 
-    WEFT_FN void load(const Cut& cut, const DispatchArgs& a, u32 token) {
-        source = fetch(a, token, cut.place);
+    WEFT_FN void load(const RowSlice& slice, const DispatchArgs& a, u32 token) {
+        source = fetch(a, token, slice.first);
     }
 
     // Whole warps stay together, because the lanes of a block share their maximum.
-    WEFT_FN void push(const Cut& cut, const DispatchArgs& a, u32 token, u32 destinations) const {
-        const u32 lane = cut.place % warp_lanes;
-        push_columns(a, token, cut.place, destinations, source);
-        for (u32 v = cut.place + cut.step; v - lane < turns; v += cut.step)
+    WEFT_FN void push(const RowSlice& slice, const DispatchArgs& a, u32 token,
+                      u32 destinations) const {
+        const u32 lane = slice.first % warp_lanes;
+        push_columns(a, token, slice.first, destinations, source);
+        for (u32 v = slice.first + slice.step; v - lane < row_lanes; v += slice.step)
             push_columns(a, token, v, destinations, fetch(a, token, v));
-        push_planes<S, 2>(a, token, cut.place, cut.step, destinations);
+        push_planes<S, 2>(a, token, slice.first, slice.step, destinations);
     }
 };
 

@@ -1,23 +1,24 @@
-// The protocol: who writes what, in which order, and what may be read afterwards. A Team is the set
-// of threads that act as one (a CTA on a GPU, one thread on a CPU) with the verbs lane, lanes and
-// all; a profiled one also has first, teams and meet_publishers.
+// The protocol: what each rank writes, in which order, and what it may read afterwards. A Team is
+// the set of threads that act as one (a CTA on a GPU, one thread on a CPU). It has the functions
+// lane, lanes and all; a profiled one also has first, teams and meet_publishers.
 //
-// Why single buffers are safe: both phases are barriers of all ranks. I overwrite a peer's inbox in
-// round e + 1 only after its `ready` flag of round e, which it sends when its experts have read
-// that inbox; and my experts overwrite my outbox in round e + 1 only after every peer's
-// `dispatched` flag of e + 1, sent after its combine e has read it.
+// Why single buffers are safe: both phases are barriers of all ranks. This rank overwrites a peer's
+// inbox in round e + 1 only after it has that peer's `ready` flag of round e, which the peer sends
+// when its experts have read the inbox. This rank's experts overwrite its outbox in round e + 1
+// only after every peer's `dispatched` flag of e + 1, which each peer sends after its combine e has
+// read the outbox.
 #pragma once
 #include <weft/alltoall/layout.cuh>
 #include <weft/device/wait.cuh>
 
 namespace weft {
 
-template <Shape S> WEFT_FN Place place_of(const DispatchArgs& a, u32 expert) {
+template <Shape S> WEFT_FN ExpertLocation locate_expert(const DispatchArgs& a, u32 expert) {
     if constexpr (S.mapped) {
         const u32 entry = u32(a.placement[expert]);
         return {entry >> 16, entry & 0xffffu};
     } else {
-        return block_place<S.experts, S.ranks>(expert);
+        return block_location<S.experts, S.ranks>(expert);
     }
 }
 
@@ -25,8 +26,8 @@ template <Shape S> WEFT_FN i64 raw_id(const DispatchArgs& a, u32 token, u32 k) {
     return id_at(a.ids, a.ids_bytes, u64(token) * S.top_k + k);
 }
 
-// The id as an index, or -1 for "no expert". Ids come from users' prompts: anything outside
-// [0, experts) is refused here and never becomes an address.
+// The id as an index, or -1 for "no expert". Ids come from users' prompts: anything outside [0,
+// experts) is refused here and never becomes an address.
 template <Shape S>
 WEFT_FN i32 expert_id(const DispatchArgs& a, i64 id, u32 token, u32 k, bool reports) {
     if (id >= 0 && id < i64(S.experts)) return i32(id);
@@ -34,8 +35,8 @@ WEFT_FN i32 expert_id(const DispatchArgs& a, i64 id, u32 token, u32 k, bool repo
     return -1;
 }
 
-// How many tokens this round has: the device-side count where there is one, never more than the
-// tensors hold.
+// The tokens of this round: the count on the device if there is one, never more than the tensors
+// hold.
 template <Shape S> WEFT_FN u32 token_count(const DispatchArgs& a, bool reports) {
     if (a.num_tokens == nullptr) return a.tokens;
     const i32 count = *a.num_tokens;
@@ -49,16 +50,16 @@ template <Shape S> WEFT_FN u32 token_count(const DispatchArgs& a, bool reports) 
     return count < 0 ? 0 : a.tokens;
 }
 
-// The tokens that a source brought in this round. A count comes from a peer: never believe more
-// than the inbox holds. Of one that cannot be, routes alone decide: -1 behind the last token.
+// The tokens that a source sent in this round. A count comes from a peer, so it is clamped to what
+// the inbox holds. If it is wrong, routes decide: they are -1 behind the last token.
 template <Shape S> WEFT_FN u32 tokens_from(const Inbox<S>& inbox, u32 source) {
     const u32 count = u32(inbox.counts[source]);
     return count < S.tokens ? count : S.tokens;
 }
 
 // Publishes epoch `wanted` at every peer.
-// Order: each release covers all that this team wrote or acquired: the whole rank's payload, routes
-// and counts.
+// Order: each release covers everything that this team wrote or acquired: the whole rank's payload,
+// routes and counts.
 template <Shape S, class Team>
 WEFT_FN void publish(const Team& team, const Site& site, Phase phase, u64 wanted, u32 count) {
     Header& header = mine<S>(site).header;
@@ -78,7 +79,7 @@ WEFT_FN void publish(const Team& team, const Site& site, Phase phase, u64 wanted
     mark_published(team, header, phase, wanted);
 }
 
-// Waits for every peer; false, for the whole team, when one of them did not come.
+// Waits for every peer's flag; false, for the whole team, when one wait has failed.
 template <Shape S, class Team>
 WEFT_FN bool await_all(const Team& team, const Site& site, Phase phase, u64 wanted) {
     Share<S>& own = mine<S>(site);
@@ -87,9 +88,9 @@ WEFT_FN bool await_all(const Team& team, const Site& site, Phase phase, u64 want
         fault(own.header, phase == Phase::dispatch ? Point::before_poll : Point::before_read, peer,
               wanted);
         u64* flag = phase == Phase::dispatch ? &own.inbox.dispatched[peer] : &own.inbox.ready[peer];
-        const bool came = await_flag(own.header, site, flag, peer, phase, wanted);
-        arrived = came && arrived;
-        if (came) mark_arrived(team, own.header, phase, wanted, peer);
+        const bool ok = await_flag(own.header, site, flag, peer, phase, wanted);
+        arrived = ok && arrived;
+        if (ok) mark_arrived(team, own.header, phase, wanted, peer);
     }
     return team.all(arrived);
 }

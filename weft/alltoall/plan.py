@@ -17,7 +17,7 @@ PIECES_PER_SM = 4
 STRIP = 512  # columns that a warp pushes, or sums, at a time
 HOME_PER_SM = 4  # CTAs of a combine by FP8, one of which sums
 MANY_PER_SM = 200  # strips that may have to be pushed: from so many on an SM has one CTA less
-MOST_STRIPS = 8  # that one warp pushes at once; most_strips in alltoall/combine_fp8.cuh
+MOST_STRIPS = 8  # that one warp pushes at once; max_strips in alltoall/combine_fp8.cuh
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Plan:
     """A launch: `workers` x `chunks` CTAs of `threads`.
 
     A worker takes tokens in turn, a chunk takes part of each row. Where CTAs differ by what they
-    do: one that heralds, then `pushers`, and the rest sum; a warp pushes `strips` strips at a time.
+    do: a coordinator, then `pushers`, and the rest sum; a warp pushes `strips` strips at a time.
     """
 
     workers: int
@@ -88,11 +88,11 @@ def plan_home(
     many = whole and tokens > 0 and slots * strips >= MANY_PER_SM * sms
     most = HOME_PER_SM - 1 if many else HOME_PER_SM
     resident = max(3, sms * max(1, min(most, per_sm(PIECE))))
-    takers = min(-(-tokens * strips // warps), resident // most or 1)
-    pushers = max(1, min(-(-slots * strips // warps), resident - takers - 1))
+    receivers = min(-(-tokens * strips // warps), resident // most or 1)
+    pushers = max(1, min(-(-slots * strips // warps), resident - receivers - 1))
     at_once = min(strips, MOST_STRIPS, max(1, slots * strips // (pushers * warps)))
-    at_once = -(-strips // -(-strips // at_once))  # legs of one length
-    return Plan(1 + pushers + takers, 1, PIECE, pushers, at_once)
+    at_once = -(-strips // -(-strips // at_once))  # fragments of one length
+    return Plan(1 + pushers + receivers, 1, PIECE, pushers, at_once)
 
 
 def plan_sums(tokens: int, hidden: int, *, sms: int, per_sm: Callable[[int], int]) -> Plan:

@@ -142,7 +142,7 @@ class Rounds:
         output = self._workspace.output
         if y is not None and not isinstance(y, torch.Tensor):
             refuse_tensor("y", y)
-        if y is not None and self._geometry.shape.way == "choices" and y.numel():
+        if y is not None and self._geometry.shape.combine == "gemm_push" and y.numel():
             raise InvalidArgument(
                 "y in an all-to-all with combine='gemm_push': every row goes to its home by "
                 "itself, with ExpertGroups.send or from the kernel that makes it"

@@ -9,6 +9,7 @@ from weft.alltoall.plan import LARGEST
 from weft.jit import CUDA_OPTIONS, compile_cubin
 from weft.shape import Shape
 
+SPLIT_PARTS = {"send": "send", "receive": "recv"}  # entry -> weft::PhasePart
 FEW = 32  # up to so many SMs, the bulk engine moves the rows
 
 
@@ -29,33 +30,35 @@ def doors(*, split_phase: bool, few: bool) -> dict[str, Door]:
     """
     if few:
         return {
-            "dispatch": Door("DispatchArgs", "dispatch_on_few<S>", threads=32),
-            # The adders of few.cuh and their loading warp.
-            "combine": Door("CombineArgs", "combine_on_few<S, rank>", threads=256 + 32),
+            "dispatch": Door("DispatchArgs", "dispatch_tma<S>", threads=32),
+            # Reducing threads, and the warp that loads.
+            "combine": Door("CombineArgs", "combine_tma<S, rank>", threads=256 + 32),
         }
     found = {
         "dispatch": Door("DispatchArgs", "dispatch<S>", per_sm=2),
         "combine": Door("CombineArgs", "combine<S, rank>"),
     }
     if split_phase:
-        for part in ("send", "receive"):
+        for part, cpp in SPLIT_PARTS.items():
             found[f"dispatch_{part}"] = Door(
-                "DispatchArgs", f"dispatch<S, weft::Part::{part}>", per_sm=2
+                "DispatchArgs", f"dispatch<S, weft::PhasePart::{cpp}>", per_sm=2
             )
-            found[f"combine_{part}"] = Door("CombineArgs", f"combine<S, rank, weft::Part::{part}>")
+            found[f"combine_{part}"] = Door(
+                "CombineArgs", f"combine<S, rank, weft::PhasePart::{cpp}>"
+            )
     return found
 
 
 def cuda_source(shape: Shape, rank: int, *, split_phase: bool = False, few: bool = False) -> str:
     """The generated CUDA entries of a Shape on one rank."""
     lines = [
-        f"#include <weft/alltoall/{'few' if few else 'combine'}.cuh>",
+        f"#include <weft/alltoall/{'dispatch_combine_tma' if few else 'combine'}.cuh>",
         "#include <weft/alltoall/dispatch.cuh>",
         "#include <weft/alltoall/exports.cuh>",
         f"constexpr weft::Shape S = {shape.literal()};",
         f"constexpr weft::u32 rank = {rank};",
         "WEFT_EXPORT(S, __device__);",
-        'extern "C" __device__ weft::u64 weft_measured[weft::places] = {};',
+        'extern "C" __device__ weft::u64 weft_measured[weft::measured_offsets] = {};',
         'extern "C" __global__ void weft_measure(const __grid_constant__ weft::Site a) '
         "{ weft::measure<S>(a.base, weft_measured); }",
     ]

@@ -50,10 +50,10 @@ class Workspace(Watched):
         self.received = self._inbox_views(geometry)
         shape, layout = geometry.shape, geometry.layout
         # Choices come home by themselves: there is nothing to write to.
-        sources = 0 if shape.way == "choices" else shape.ranks
+        sources = 0 if shape.combine == "gemm_push" else shape.ranks
         rows = (sources, shape.tokens, shape.hidden)
         self.output = self.heap.tensor(rows, geometry.dtype, offset=layout.outbox)
-        if shape.way == "fp8":  # blank: a row is there when no word of it is all ones
+        if shape.combine == "push_fp8":  # blank: a row is there when no word of it is all ones
             places = (shape.returned_rows * shape.returned_bytes,)
             self.heap.tensor(places, torch.uint8, offset=layout.returned).fill_(0xFF)
         header.generation = self.heap.generation

@@ -29,7 +29,7 @@ from weft.bench.report import us_text
 from weft.bench.run import LIMIT_SECONDS, first_problem, gpu_names
 from weft.errors import InvalidArgument, UsageError
 from weft.memory import Group, launch
-from weft.shape import NUMBERS
+from weft.shape import DTYPE_NAMES
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ def print_table(console: Console, table: Table) -> None:
 
 def bands_text(table: Table, curve: Curve) -> str:
     """Which backend serves which tokens of a curve."""
-    dtype = next(kind for kind, name in NUMBERS.items() if name == curve.dtype)
+    dtype = next(kind for kind, name in DTYPE_NAMES.items() if name == curve.dtype)
     bands = table.bands(
         hidden=curve.hidden, dtype=dtype, epilogue=curve.epilogue, backends=tuple(curve.us)
     )

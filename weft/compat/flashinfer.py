@@ -42,7 +42,7 @@ from weft.compat.sizes import (
 from weft.errors import InvalidArgument, OutOfOrder, TokenOverflow, UsageError
 from weft.memory import Group
 from weft.runtime.check import refuse_tensor, tensors_of
-from weft.shape import LIMITS, MAX_TOP_K, NUMBERS
+from weft.shape import DTYPE_NAMES, LIMITS, MAX_TOP_K
 
 __all__ = ["MoeAlltoAll", "moe_a2a_get_workspace_size_per_rank"]
 __all__ += ["AllReduceFusionPattern", "AllReduceFusionWorkspace"]
@@ -119,7 +119,7 @@ class MoeAlltoAll:
         num_experts = integer("num_experts", num_experts, 1, LIMITS["experts"][2])
         hidden_size = integer("hidden_size", hidden_size, 1, LIMITS["hidden"][2])
         stats = integer("eplb_stats_num_experts", eplb_stats_num_experts, 0, LIMITS["stats"][2])
-        dtype = one_of("dtype", dtype, NUMBERS)
+        dtype = one_of("dtype", dtype, DTYPE_NAMES)
         rows = declared(payloads) if payloads else default_payloads(hidden_size, top_k, dtype)
         flags(contiguous=contiguous)
         timeout = seconds("timeout", timeout)

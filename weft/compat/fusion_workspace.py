@@ -20,7 +20,7 @@ from weft.compat.ranks import lease_group, release_group
 from weft.compat.refusals import REMAP, refuse, renamed
 from weft.errors import InvalidArgument, OutOfOrder, UsageError
 from weft.memory import Group
-from weft.shape import NUMBERS
+from weft.shape import DTYPE_NAMES
 
 # What the arguments of `AllReduce.fused` are called in `allreduce_fusion`.
 NAMES = {
@@ -227,7 +227,7 @@ def create_allreduce_fusion_workspace(
     rank = integer("rank", rank, 0, MAX_WORLD)
     max_token_num = integer("max_token_num", max_token_num, 1, MAX_TOKENS)
     hidden_dim = integer("hidden_dim", hidden_dim, 8, 1 << 20)
-    dtype = one_of("dtype", dtype, NUMBERS)
+    dtype = one_of("dtype", dtype, DTYPE_NAMES)
     ranks, owns = _ranks(rank, world_size, comm_backend, group)
     try:
         reduce = AllReduce(

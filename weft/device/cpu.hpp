@@ -1,5 +1,4 @@
-// What every CPU backend stands on: a team of one thread, memcpy for the data mover, and number
-// conversion in plain C++.
+// What all CPU backends share: a team of one thread and the conversion of elements in plain C++.
 #pragma once
 #include <bit>
 #include <cstring>
@@ -19,9 +18,9 @@ struct Solo {
     void meet_publishers() const {}
 };
 
-template <Number N> using Bits = std::conditional_t<N == Number::fp32, u32, u16>;
+template <DType D> using Bits = std::conditional_t<D == DType::fp32, u32, u16>;
 
-// Half precision in integers: it vectorises, and g++ 11 has no _Float16.
+// fp16 by integer operations: they vectorise, and g++ 11 has no _Float16.
 inline float widen_half(u16 bits) {
     const u32 shifted = (bits & 0x7fffu) << 13;
     const u32 finite = std::bit_cast<u32>(std::bit_cast<float>(shifted) * 0x1p112f);
@@ -31,64 +30,64 @@ inline float widen_half(u16 bits) {
 
 inline u32 narrow_half(u32 wide) {
     const u32 size = wide & 0x7fffffffu;
-    // Below 2^-14 a half is a multiple of 2^-24, and so is a float just above 0.5.
+    // Below 2^-14 an fp16 is a multiple of 2^-24, and so is a float just above 0.5.
     const u32 small = std::bit_cast<u32>(std::bit_cast<float>(size) + 0.5f) - 0x3f000000u;
     const u32 normal = (size - (112u << 23) + 0xfffu + (size >> 13 & 1u)) >> 13;
     const u32 finite = size < 0x38800000u ? small : normal;
     return (wide >> 16 & 0x8000u) | (size < 0x47800000u ? finite : 0x7c00u);
 }
 
-template <Number N> float widen(Bits<N> bits) {
-    if constexpr (N == Number::bf16)
+template <DType D> float widen(Bits<D> bits) {
+    if constexpr (D == DType::bf16)
         return std::bit_cast<float>(u32(bits) << 16);
-    else if constexpr (N == Number::fp16)
+    else if constexpr (D == DType::fp16)
         return widen_half(bits);
     else
         return std::bit_cast<float>(bits);
 }
 
-// Rounds to nearest even, as the GPU's cvt.rn does; every NaN becomes the one NaN that the GPU
+// Rounds to nearest even, as the GPU's cvt.rn does. Every NaN becomes the one NaN that the GPU
 // writes.
-template <Number N> Bits<N> narrow(float value) {
+template <DType D> Bits<D> narrow(float value) {
     const u32 wide = std::bit_cast<u32>(value);
     const bool is_nan = (wide & 0x7fffffffu) > 0x7f800000u;
-    if constexpr (N == Number::bf16)
+    if constexpr (D == DType::bf16)
         return u16(is_nan ? 0x7fffu : (wide + 0x7fffu + (wide >> 16 & 1u)) >> 16);
-    else if constexpr (N == Number::fp16)
+    else if constexpr (D == DType::fp16)
         return u16(is_nan ? 0x7fffu : narrow_half(wide));
     else
         return is_nan ? 0x7fffffffu : wide;
 }
 
-template <Number N, u32 count> void read_block(float (&x)[count], const u8* row, u32 at) {
-    for (u32 i = 0; i < count; ++i) x[i] = widen<N>(reinterpret_cast<const Bits<N>*>(row)[at + i]);
+template <DType D, u32 count> void read_block(float (&x)[count], const u8* row, u32 at) {
+    for (u32 i = 0; i < count; ++i) x[i] = widen<D>(reinterpret_cast<const Bits<D>*>(row)[at + i]);
 }
 
-// One block of a row as FP8: e4m3 numbers to `numbers`, its scale to `scales`.
+// One block of a row as FP8: e4m3 values to `values`, its scale to `scales`.
 template <Quant quant, u32 columns>
-void quantize_block(const float (&x)[columns], u32 block, u8* numbers, u8* scales) {
+void quantize_block(const float (&x)[columns], u32 block, u8* values, u8* scales) {
     const u32 amax = amax_bits_of(x);
     const bool broken = amax >= infinity_bits;
     if constexpr (quant == Quant::mxfp8) {
         scales[block] = u8(mx_exponent(amax));
-        store_block(x, mx_inverse(scales[block]), broken, numbers + block * columns);
+        store_block(x, mx_inverse(scales[block]), broken, values + block * columns);
     } else {
         const BlockScale scale = block_scale(amax);
         std::memcpy(scales + 4 * block, &scale.scale, 4);
-        store_block(x, scale.inverse, broken, numbers + block * columns);
+        store_block(x, scale.inverse, broken, values + block * columns);
     }
 }
 
-template <Number N, u32 count>
-void add_block(float (&__restrict__ sum)[count], const Bits<N>* __restrict__ from) {
-    for (u32 i = 0; i < count; ++i) sum[i] += widen<N>(from[i]);
+template <DType D, u32 count>
+void add_block(float (&__restrict__ sum)[count], const Bits<D>* __restrict__ from) {
+    for (u32 i = 0; i < count; ++i) sum[i] += widen<D>(from[i]);
 }
 
-// Product and sum are rounded apart, as on a GPU: entries are compiled with -ffp-contract=off.
-template <Number N, u32 count>
+// Product and sum are rounded separately, as on a GPU: entries are compiled with -ffp-contract=off.
+template <DType D, u32 count>
 void add_weighted(float (&__restrict__ sum)[count], float weight,
-                  const Bits<N>* __restrict__ from) {
-    for (u32 i = 0; i < count; ++i) sum[i] += weight * widen<N>(from[i]);
+                  const Bits<D>* __restrict__ from) {
+    for (u32 i = 0; i < count; ++i) sum[i] += weight * widen<D>(from[i]);
 }
 
 }  // namespace weft

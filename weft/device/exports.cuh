@@ -1,5 +1,5 @@
-// The numbers that Python checks its mirrors against (runtime/layout.py): every struct of the
-// header that Python reads or writes, its size and then every field in the order of the mirror.
+// The numbers that Python compares its mirrors with (runtime/layout.py): for every struct of the
+// header that Python reads or writes, its size and then every field in the mirror's order.
 #pragma once
 #include <weft/device/header.cuh>
 
@@ -8,7 +8,8 @@
     sizeof(weft::ErrorRecord), WEFT_AT(ErrorRecord, code), WEFT_AT(ErrorRecord, rank),             \
         WEFT_AT(ErrorRecord, peer), WEFT_AT(ErrorRecord, phase), WEFT_AT(ErrorRecord, wanted),     \
         WEFT_AT(ErrorRecord, seen), WEFT_AT(ErrorRecord, elapsed_ns), WEFT_AT(ErrorRecord, token), \
-        WEFT_AT(ErrorRecord, slot), WEFT_AT(ErrorRecord, told_by), WEFT_AT(ErrorRecord, reserved)
+        WEFT_AT(ErrorRecord, slot), WEFT_AT(ErrorRecord, reported_by),                             \
+        WEFT_AT(ErrorRecord, reserved)
 #define WEFT_MAILBOX                                                                \
     sizeof(weft::Mailbox), WEFT_AT(Mailbox, host_word), WEFT_AT(Mailbox, refusals), \
         WEFT_AT(Mailbox, broken_code), WEFT_AT(Mailbox, broken), WEFT_AT(Mailbox, refused)
@@ -22,14 +23,14 @@
 #define WEFT_FAULT                                                                            \
     sizeof(weft::Fault), WEFT_AT(Fault, point), WEFT_AT(Fault, action), WEFT_AT(Fault, peer), \
         WEFT_AT(Fault, reserved), WEFT_AT(Fault, epoch), WEFT_AT(Fault, argument)
-#define WEFT_HEADER                                                                              \
-    sizeof(weft::Header), WEFT_AT(Header, abi), WEFT_AT(Header, rank), WEFT_AT(Header, ranks),   \
-        WEFT_AT(Header, generation), WEFT_AT(Header, share_bytes), WEFT_AT(Header, first_epoch), \
-        WEFT_AT(Header, deadline_ns), WEFT_AT(Header, first_deadline_ns),                        \
-        WEFT_AT(Header, turn.epoch), WEFT_AT(Header, turn.failed), WEFT_AT(Header, turn.rows),   \
-        WEFT_AT(Header, arrived), WEFT_AT(Header, refusing), WEFT_AT(Header, refusals),          \
-        WEFT_AT(Header, sending), WEFT_AT(Header, notices), WEFT_AT(Header, waiting_ns),         \
-        WEFT_AT(Header, last_words), WEFT_AT(Header, fault), WEFT_AT(Header, ring),              \
+#define WEFT_HEADER                                                                               \
+    sizeof(weft::Header), WEFT_AT(Header, abi), WEFT_AT(Header, rank), WEFT_AT(Header, ranks),    \
+        WEFT_AT(Header, generation), WEFT_AT(Header, share_bytes), WEFT_AT(Header, first_epoch),  \
+        WEFT_AT(Header, deadline_ns), WEFT_AT(Header, first_deadline_ns),                         \
+        WEFT_AT(Header, state.epoch), WEFT_AT(Header, state.failed), WEFT_AT(Header, state.rows), \
+        WEFT_AT(Header, arrived), WEFT_AT(Header, refusing), WEFT_AT(Header, refusals),           \
+        WEFT_AT(Header, sending), WEFT_AT(Header, notices), WEFT_AT(Header, waiting_ns),          \
+        WEFT_AT(Header, last_words), WEFT_AT(Header, fault), WEFT_AT(Header, ring),               \
         WEFT_AT(Header, timelines)
 #define WEFT_SITE                                                                           \
     sizeof(weft::Site), WEFT_AT(Site, base), WEFT_AT(Site, stride), WEFT_AT(Site, mailbox), \

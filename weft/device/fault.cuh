@@ -1,6 +1,6 @@
 // Named fault points, compiled in only with -DWEFT_FAULTS=1. A test writes one Fault into its own
-// header; the protocol passes the points by name and the matching one acts: it delays, drops a
-// flag, lies in it, or kills the rank.
+// header. The protocol passes the points by name, and the planned one acts: it delays, drops a
+// flag, corrupts it, or kills the rank.
 #pragma once
 #include <weft/device/header.cuh>
 
@@ -36,7 +36,7 @@ WEFT_FN void pause_ns(u64 duration) {
     while (now_ns() < until) relax(1u << 16);
 }
 
-// The action planned for this point, or none. Delays are served here.
+// The action planned for this point, or none. Delays are executed here.
 WEFT_FN Action fault(Header& header, Point point, u32 peer, u64 epoch) {
     if constexpr (WEFT_FAULTS) {
         const Fault plan = header.fault;

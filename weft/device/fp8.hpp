@@ -1,4 +1,5 @@
-// e4m3 on a CPU: the rounding of the GPU's cvt.rn.satfinite, and quantize.cuh's blocks in memory.
+// e4m3 on a CPU: the rounding of the GPU's cvt.rn.satfinite, and the blocks of quantize.cuh in
+// memory.
 #pragma once
 #include <bit>
 #include <cstring>
@@ -37,7 +38,7 @@ template <u32 columns> u32 amax_bits_of(const float (&x)[columns]) {
     return bits;
 }
 
-// One block as e4m3 numbers; a block that is not a number is stored as NaN.
+// One block as e4m3 values. A block that holds an Inf or a NaN is stored as NaN.
 template <u32 columns>
 void store_block(const float (&x)[columns], float inverse, bool broken, u8* to) {
     for (u32 i = 0; i < columns; ++i) to[i] = broken ? 0x7f : to_e4m3(x[i] * inverse);

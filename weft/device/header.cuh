@@ -1,20 +1,22 @@
-// What every operator's share of the symmetric heap begins with: the header, and the words in it.
-// Python mirrors these structs in memory/header.py and compares the mirrors with the numbers that
-// each compiled entry exports.
+// The header that begins every rank's share of the symmetric heap, whatever the operator, and the
+// words in it. Python mirrors these structs in memory/header.py and compares the mirrors with the
+// numbers that each compiled entry exports.
 #pragma once
 #include <weft/device/order.cuh>
 
 namespace weft {
 
-constexpr u32 abi = 7;         // raise it whenever a struct below changes
+constexpr u32 abi = 7;         // to be raised whenever a struct below changes
 constexpr u32 max_ranks = 32;  // a token's destinations are the bits of one u32
 constexpr u32 ring_records = 256;
 constexpr u32 ring_timelines = 64;  // the last 32 rounds
 
-enum class Number : u32 { bf16 = 0, fp16 = 1, fp32 = 2 };
+enum class DType : u32 { bf16 = 0, fp16 = 1, fp32 = 2 };
 enum class Phase : u32 { dispatch = 1, combine = 2 };
-// A phase in one kernel, or as two halves with something else between.
-enum class Part : u32 { whole = 0, send = 1, receive = 2 };
+// A phase runs as one kernel, or split into a sending and a receiving kernel.
+enum class PhasePart : u32 { whole = 0, send = 1, recv = 2 };
+// What a CTA does in a kernel of several roles (roles.cuh); trace records hold the number.
+enum class CtaRole : u32 { metadata = 0, sender = 1, receiver = 2, coordinator = 3 };
 enum class Code : u32 {
     ok = 0,
     bad_expert_id = 1,
@@ -43,18 +45,18 @@ WEFT_FN constexpr bool not_older(u64 epoch, u64 wanted) {
     return ((epoch - wanted) & epoch_mask) < (1ull << 39);
 }
 
-// What went wrong, as counters and ids only. Written by the device, read by the host.
+// An error, as counters and ids only. The device writes it, the host reads it.
 struct ErrorRecord {
     u32 code = 0, rank = 0, peer = 0, phase = 0;  // peer: whom it is about; who asked, if aborted
     u64 wanted = 0, seen = 0;                     // epochs, descriptors, or ids and their limit
     u64 elapsed_ns = 0;
     u32 token = 0, slot = 0;  // which token and which of its top_k entries
-    u32 told_by = 0;          // rank + 1 of the peer that found it out; 0: this rank itself
+    u32 reported_by = 0;      // rank + 1 of the peer that detected it; 0: this rank itself
     u32 reserved = 0;
 };
 
-// The word in which a rank tells a peer that it has left the group, and because of whom: code 8 |
-// culprit 16 | epoch 40. Zero: it has not left.
+// The word by which a rank tells a peer that it has left the group, and which rank caused that:
+// code 8 | culprit 16 | epoch 40. Zero: it has not left.
 WEFT_FN constexpr u64 make_notice(u32 code, u32 culprit, u64 epoch) {
     return u64(code) << 56 | u64(culprit & 0xffffu) << 40 | (epoch & epoch_mask);
 }
@@ -63,26 +65,25 @@ WEFT_FN constexpr u32 notice_culprit(u64 notice) { return u32(notice >> 40) & 0x
 
 // Host memory that a kernel can write while it runs: the host polls it without synchronising.
 struct Mailbox {
-    // What this rank's host tells its own kernels. Bit 63: leave. Bit r below: the process of rank
-    // r has ended.
+    // From this rank's host to its own kernels. Bit 63: leave. Bit r below: the process of rank r
+    // has ended.
     alignas(128) u64 host_word;
     alignas(128) u32 refusals;  // serial number of the latest refusal; refused[serial % 8] holds it
-    alignas(128) u32 broken_code;  // published after `broken`
-    ErrorRecord broken;            // the first error that ended the group
-    alignas(128)
-        ErrorRecord refused[8];  // bad input that touched nobody: dropped, reported, survived
+    alignas(128) u32 broken_code;         // published after `broken`
+    ErrorRecord broken;                   // the first error that ended the group
+    alignas(128) ErrorRecord refused[8];  // bad input that reached no peer: dropped and reported
 };
 
 constexpr u64 host_asks_to_leave = 1ull << 63;
 
-// One finished operation, kept for the living after this rank has died.
+// One finished operation, kept for the surviving ranks to read after this rank has died.
 struct Record {
     u64 epoch, start_ns, end_ns;
     u32 phase, tokens;
 };
 
-// When an operation did what, in nanoseconds of this rank's clock; written by profiled kernels only
-// (timeline.cuh).
+// The time stamps of an operation, in nanoseconds of this rank's clock. Only profiled kernels write
+// it (timeline.cuh).
 struct Timeline {
     u64 epoch, start_ns;
     u64 sent_ns, published_ns;  // before the first flag went out, and after the last
@@ -91,14 +92,14 @@ struct Timeline {
     u64 arrived_ns[max_ranks];  // when each peer's flag was seen
 };
 
-// What every kernel reads first, in one 16-byte load.
-struct alignas(16) Turn {
-    u64 epoch;   // dispatches finished
-    u32 failed;  // a Code: the group is broken and kernels return at once
-    u32 rows;    // rows that my last dispatch left in each peer's inbox
+// The epoch state: what every kernel reads first, in one 16-byte load.
+struct alignas(16) EpochState {
+    u64 epoch;   // finished dispatches
+    u32 failed;  // a Code; not 0: the group is broken and kernels return at once
+    u32 rows;    // rows that this rank's last dispatch left in each peer's inbox
 };
 
-// A planned disturbance for tests (see fault.cuh); all zero means none.
+// A disturbance that a test has planned (fault.cuh); all zero: none.
 struct Fault {
     u32 point, action;
     u32 peer, reserved;
@@ -109,20 +110,20 @@ struct alignas(128) Header {
     u32 abi, rank, ranks, generation;
     u64 share_bytes, first_epoch;
     u64 deadline_ns, first_deadline_ns;
-    alignas(128) Turn turn;
-    alignas(128) u32 arrived;  // teams that have finished sending, of the running dispatch
-    u32 refusing;              // taken while a refusal is being written
+    alignas(128) EpochState state;
+    alignas(128) u32 arrived;  // teams of the running dispatch that have finished sending
+    u32 refusing;              // lock, held while a refusal is written
     u32 refusals;
-    u32 sending;                          // tokens of a dispatch that was sent and not yet received
-    alignas(128) u64 notices[max_ranks];  // what each peer tells when it leaves; one writer each
-    alignas(128) u64 waiting_ns;      // when a wait of this rank last looked round; a peer may ask
-    alignas(128) u8 last_words[512];  // why this rank left, in UTF-8, for the peers that it told
+    u32 sending;                          // tokens of a dispatch that is sent and not yet received
+    alignas(128) u64 notices[max_ranks];  // notice of each peer that has left; one writer each
+    alignas(128) u64 waiting_ns;          // a wait's last check of its deadline; peers read it
+    alignas(128) u8 last_words[512];      // why this rank left, in UTF-8, for the notified peers
     alignas(128) Fault fault;
     alignas(128) Record ring[ring_records];
     alignas(128) Timeline timelines[ring_timelines];
 };
 
-// Where the shares lie and who I am. Rank r's share starts at base + r * stride.
+// Where the shares lie, and which rank this is. Rank r's share starts at base + r * stride.
 struct Site {
     u64 base, stride;
     u64 mailbox;
@@ -131,12 +132,11 @@ struct Site {
 
 WEFT_FN Mailbox& mailbox(const Site& site) { return *reinterpret_cast<Mailbox*>(site.mailbox); }
 
-// Every share begins with its header, whatever the operator.
 WEFT_FN Header& header_of(const Site& site, u32 rank) {
     return *reinterpret_cast<Header*>(site.base + rank * site.stride);
 }
 
-static_assert(sizeof(Turn) == 16, "the turn is read in one load");
+static_assert(sizeof(EpochState) == 16, "the epoch state is read in one load");
 static_assert(sizeof(ErrorRecord) == 56 && sizeof(Record) == 32 && sizeof(Mailbox) <= 4096);
 
 }  // namespace weft

@@ -1,12 +1,12 @@
-// The memory model, spelled once: integer names, the verbs every flag and counter goes through
-// (store_release, load_acquire, add_acq_rel, claim, raise_to), the clock and the waiting loop's
-// turn. Everything above this file is the same text for NVRTC and for c++; this file holds the only
-// #if of the protocol. Scopes: flags that a peer reads are system scope; counters inside one GPU
-// are device scope.
+// The memory model, in one place: integer names, the operations that every flag and counter goes
+// through (store_release, load_acquire, add_acq_rel, claim, raise_to), the clock, and the back-off
+// of a spin loop. All code above this file is the same text for NVRTC and for c++; this file holds
+// the only #if of the protocol. Flags that a peer reads have system scope; counters inside one GPU
+// have device scope.
 #pragma once
 
-// NVRTC before 13.4 knows neither offsetof nor its builtin; its front end has this constant
-// expression.
+// NVRTC before 13.4 has neither offsetof nor its builtin, but its front end folds this expression
+// to a constant.
 #if defined(__CUDACC__)
 #define WEFT_FN __device__ __forceinline__
 #define WEFT_SLOW_FN __device__ __noinline__
@@ -20,10 +20,13 @@
 #define WEFT_OFFSET(T, member) __builtin_offsetof(T, member)
 #endif
 
-// Compile with -DWEFT_FAULTS=1 to arm the named fault points, -DWEFT_PROFILE=1 to keep timelines,
-// -DWEFT_WEAK_FLAGS=1 to break the release on purpose, -DWEFT_ONE_SIDE=1 to take the second buffer
-// away where two are needed, -DWEFT_NO_GRANTS=1 to store into inboxes that nobody has emptied (the
-// race tests must then fail).
+// Macros of the build:
+// -DWEFT_FAULTS=1 arms the named fault points.
+// -DWEFT_PROFILE=1 records timelines.
+// -DWEFT_WEAK_FLAGS=1 breaks the release on purpose.
+// -DWEFT_ONE_SIDE=1 removes the second buffer where two are needed.
+// -DWEFT_NO_GRANTS=1 stores into inboxes that nobody has emptied.
+// With each of the last three, the race tests must fail.
 #ifndef WEFT_FAULTS
 #define WEFT_FAULTS 0
 #endif
@@ -49,8 +52,8 @@ using u64 = unsigned long long;
 using i32 = int;
 using i64 = long long;
 
-// Order: publishes everything this thread wrote, or acquired from its team, before it. Pairs with
-// load_acquire.
+// Order: publishes everything that this thread wrote before it, and everything it acquired from its
+// team. Pairs with load_acquire.
 WEFT_FN void store_release(u64* at, u64 value) {
 #if defined(__CUDA_ARCH__)
     __nv_atomic_store_n(at, value, __NV_ATOMIC_RELEASE, __NV_THREAD_SCOPE_SYSTEM);
@@ -69,7 +72,7 @@ WEFT_FN void store_release(u32* at, u32 value) {
 #endif
 }
 
-// Order: what the releasing thread published may be read after it.
+// Order: the reads that follow see what the releasing thread published.
 WEFT_FN u64 load_acquire(u64* at) {
 #if defined(__CUDA_ARCH__)
     return __nv_atomic_load_n(at, __NV_ATOMIC_ACQUIRE, __NV_THREAD_SCOPE_SYSTEM);
@@ -86,7 +89,7 @@ WEFT_FN u32 load_acquire(u32* at) {
 #endif
 }
 
-// Order: what a kernel of the same GPU released may be read after it. No peer is meant.
+// Order: the reads that follow see what a kernel of the same GPU released. Not for flags of peers.
 WEFT_FN u32 load_acquire_local(u32* at) {
 #if defined(__CUDA_ARCH__)
     return __nv_atomic_load_n(at, __NV_ATOMIC_ACQUIRE, __NV_THREAD_SCOPE_DEVICE);
@@ -95,7 +98,8 @@ WEFT_FN u32 load_acquire_local(u32* at) {
 #endif
 }
 
-// Words that carry their own meaning: nothing else is published by them, or read behind them.
+// For words that are complete in themselves: they publish no other data, and nothing is read behind
+// them.
 WEFT_FN void store_relaxed(u64* at, u64 value) {
 #if defined(__CUDA_ARCH__)
     __nv_atomic_store_n(at, value, __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_SYSTEM);
@@ -128,8 +132,9 @@ WEFT_FN u32 load_relaxed(u32* at) {
 #endif
 }
 
-// Order: a release of this team's writes and an acquire of every earlier team's, inside one GPU.
-// The last one to add may publish for all (a relaxed counter may not: models/ptx A11).
+// Order: releases this team's writes and acquires those of every team that added before, inside one
+// GPU. So the last team to add may publish for all of them. A relaxed counter does not allow that
+// (models/ptx A11).
 WEFT_FN u32 add_acq_rel(u32* at, u32 value) {
 #if defined(__CUDA_ARCH__)
     return __nv_atomic_fetch_add(at, value, __NV_ATOMIC_ACQ_REL, __NV_THREAD_SCOPE_DEVICE);
@@ -138,7 +143,7 @@ WEFT_FN u32 add_acq_rel(u32* at, u32 value) {
 #endif
 }
 
-// Counts, and orders nothing: for those who only need to know that they were the last to come.
+// Counts without any order, for callers that only need to know that they were the last.
 WEFT_FN u32 add_relaxed(u32* at, u32 value) {
 #if defined(__CUDA_ARCH__)
     return __nv_atomic_fetch_add(at, value, __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_DEVICE);
@@ -147,7 +152,7 @@ WEFT_FN u32 add_relaxed(u32* at, u32 value) {
 #endif
 }
 
-// Takes a word that is `free` and makes it `mine`; true for the one winner.
+// Changes a word from `free` to `mine`; true for the one thread that succeeds.
 WEFT_FN bool claim(u32* at, u32 free, u32 mine) {
 #if defined(__CUDA_ARCH__)
     return __nv_atomic_compare_exchange_n(at, &free, mine, false, __NV_ATOMIC_ACQ_REL,
@@ -157,7 +162,7 @@ WEFT_FN bool claim(u32* at, u32 free, u32 mine) {
 #endif
 }
 
-// Makes a word at least `value`; one that threads of this GPU race for. Nobody waits for it.
+// Raises a word to at least `value`. Threads of this GPU may race for it; no thread waits for it.
 WEFT_FN void raise_to(u64* at, u64 value) {
 #if defined(__CUDA_ARCH__)
     __nv_atomic_fetch_max(at, value, __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_DEVICE);
@@ -166,8 +171,8 @@ WEFT_FN void raise_to(u64* at, u64 value) {
 #endif
 }
 
-// Nanoseconds of a clock that all ranks of a host share well enough for deadlines (GPU: ticks of up
-// to 1 us).
+// Nanoseconds of a clock that all ranks of a host share well enough for deadlines. On a GPU it
+// ticks in steps of up to 1 us.
 WEFT_FN u64 now_ns() {
 #if defined(__CUDA_ARCH__)
     u64 t;
@@ -182,8 +187,8 @@ WEFT_FN u64 now_ns() {
 #endif
 }
 
-// Turns of the clock of the multiprocessor that a thread runs on: cheap to read, and of no meaning
-// beside another one's. On a CPU nanoseconds.
+// Cycles of this multiprocessor's clock, nanoseconds on a CPU. Cheap to read, but not comparable
+// between multiprocessors.
 WEFT_FN u64 ticks() {
 #if defined(__CUDA_ARCH__)
     u64 t;
@@ -194,7 +199,7 @@ WEFT_FN u64 ticks() {
 #endif
 }
 
-// IEEE's square root, rounded to nearest.
+// The IEEE square root, rounded to nearest.
 WEFT_FN float square_root(float x) {
 #if defined(__CUDA_ARCH__)
     return __fsqrt_rn(x);
@@ -205,7 +210,7 @@ WEFT_FN float square_root(float x) {
 #endif
 }
 
-// How many bits are set.
+// The number of bits set.
 WEFT_FN u32 bits_in(u32 word) {
 #if defined(__CUDA_ARCH__)
     return u32(__popc(word));
@@ -214,34 +219,36 @@ WEFT_FN u32 bits_in(u32 word) {
 #endif
 }
 
-// Polls between two looks at what may end a wait. On a GPU about a millisecond; on a CPU so few
-// that the clock of a wait starts before it first gives its core away.
+// Polls between two checks of what may end a wait. On a GPU that is about a millisecond. On a CPU
+// it is so few that the clock of a wait starts before the thread first yields its core.
 #if defined(__CUDACC__)
 constexpr u32 polls_per_check = 1024;
 #else
 constexpr u32 polls_per_check = 32;
 #endif
 
-// One turn of a waiting loop. CPU ranks may outnumber the cores, so after a short spin they hand
-// the core over: 4 ranks on a CI machine of 2 cores took 16.8 us a round with the yield and 11.6 ms
-// without it (2026-11-20). Who still waits sleeps: beside one busy thread of another program each
-// yield may last a slice of it, and a round then took 700 us, with sleeps 16 us (2026-11-21).
-WEFT_FN void relax(u32 turns) {
+// The back-off of a spin loop after so many polls. CPU ranks may outnumber the cores, so after a
+// short spin they yield: 4 ranks on a CI machine of 2 cores took 16.8 us a round with the yield and
+// 11.6 ms without it (2026-11-20). After more polls they sleep: beside one busy thread of another
+// program each yield may last a whole time slice, and a round then took 700 us; with sleeps it took
+// 16 us (2026-11-21).
+WEFT_FN void relax(u32 polls) {
 #if defined(__CUDA_ARCH__)
-    if (turns > 4096) __nanosleep(64);
+    if (polls > 4096) __nanosleep(64);
 #elif !defined(__CUDACC__)
-    if (turns > 200) {
+    if (polls > 200) {
         const timespec pause{.tv_sec = 0, .tv_nsec = 50'000};
-        if (turns % 16 == 0) nanosleep(&pause, nullptr);
-    } else if (turns > 50) {
+        if (polls % 16 == 0) nanosleep(&pause, nullptr);
+    } else if (polls > 50) {
         sched_yield();
     }
 #else
-    (void)turns;
+    (void)polls;
 #endif
 }
 
-// What a crash looks like to the peers: no handler, no clean-up. A kernel cannot do it to its host.
+// Ends the process as a crash does, without a handler or clean-up. A kernel cannot do that to its
+// host.
 WEFT_FN void end_process() {
 #if !defined(__CUDACC__)
     raise(SIGKILL);

@@ -1,18 +1,19 @@
-// Block-scaled FP8 (e4m3) as plain arithmetic: the same bits on CPU and GPU.
+// Block-scaled FP8 (e4m3) in plain arithmetic: the same bits on CPU and GPU.
 //
-// fp8: a block is 128 columns with one fp32 scale: scale = amax / 448, q = round(x * (448 / amax)),
-// and x reads back as q * scale.
-// mxfp8: a block is 32 columns with one power of two, kept as its exponent + 127 (UE8M0): the
-// smallest that brings amax down to 448 or less.
-// A block of zeros is stored as zeros; fp8 counts a block below 2^-117 as one. A block that holds
-// an Inf or a NaN has scale NaN, so that all of it reads back as NaN: damage stays visible and
-// stays in its block.
+// fp8    a block is 128 columns with one fp32 scale: scale = amax / 448,
+//        q = round(x * (448 / amax)), and x reads back as q * scale.
+// mxfp8  a block is 32 columns with one power of two, stored as its exponent + 127 (UE8M0): the
+//        smallest that brings amax down to 448 or less.
+//
+// A block of zeros is stored as zeros; fp8 treats a block below 2^-117 as one. A block that holds
+// an Inf or a NaN has scale NaN, so all of it reads back as NaN: the error stays visible and stays
+// in its block.
 #pragma once
 #include <weft/device/order.cuh>
 
 namespace weft {
 
-// What dispatch makes of the first payload: opaque bytes, or FP8 with scales (quantize.cuh).
+// How dispatch stores the first payload: as opaque bytes, or as FP8 with scales.
 enum class Quant : u32 { none = 0, fp8 = 1, mxfp8 = 2 };
 
 constexpr float fp8_max = 448.0f;
@@ -22,11 +23,11 @@ constexpr u32 mx_columns = 32;
 constexpr u32 smallest_amax_bits = 0x05000000u;  // 2^-117: amax / 448 is still a normal number
 
 struct BlockScale {
-    float scale;    // a stored number times this is the number
-    float inverse;  // a number times this is what gets stored
+    float scale;    // dequantises: x = q * scale
+    float inverse;  // quantises: q = round(x * inverse)
 };
 
-// amax_bits: the largest |x| of the block as bits, so that NaN > Inf > numbers.
+// amax_bits: the largest |x| of the block as bits, so that NaN > Inf > finite values.
 WEFT_FN BlockScale block_scale(u32 amax_bits) {
     if (amax_bits >= infinity_bits) return {__builtin_bit_cast(float, 0x7fc00000u), 0.0f};
     if (amax_bits < smallest_amax_bits) return {0.0f, 0.0f};
@@ -34,15 +35,15 @@ WEFT_FN BlockScale block_scale(u32 amax_bits) {
     return {amax / fp8_max, fp8_max / amax};
 }
 
-// The UE8M0 byte of a block: 255 is NaN. 448 is 1.75 * 2^8, so the exponent of amax less 8, and one
-// more where amax has a larger mantissa than 1.75.
+// The UE8M0 byte of a block; 255 is NaN. 448 is 1.75 * 2^8, so it is the exponent of amax less 8,
+// plus one where the mantissa of amax is above 1.75.
 WEFT_FN u32 mx_exponent(u32 amax_bits) {
     if (amax_bits >= infinity_bits) return 255;
     const u32 exponent = amax_bits >> 23, larger = (amax_bits & 0x7fffffu) > 0x600000u;
     return exponent + larger < 9 ? 0 : exponent + larger - 8;
 }
 
-// 2^(127 - e) as a float: what numbers of a block with UE8M0 byte e are multiplied with.
+// 2^(127 - e) as a float: the factor that quantises a block with UE8M0 byte e.
 WEFT_FN float mx_inverse(u32 e) {
     if (e == 255) return 0.0f;
     // e is at most 247 here, so 254 - e is a normal exponent.

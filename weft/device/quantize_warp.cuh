@@ -1,4 +1,5 @@
-// FP8 in registers: sixteen columns a lane, eight lanes a block of 128 (two a block of 32).
+// FP8 in registers: each lane holds sixteen columns, so a block of 128 columns takes eight lanes
+// and a block of 32 takes two.
 #pragma once
 #include <weft/device/copy.cuh>
 #include <weft/device/quantize.cuh>
@@ -8,14 +9,14 @@ namespace weft {
 
 constexpr u32 lane_columns = 16;
 
-// Two numbers as e4m3, the first in the low byte. Rounds to nearest even, saturates at 448.
+// Two values as e4m3, the first in the low byte. Rounds to nearest even and saturates at 448.
 WEFT_FN u32 pack_e4m3(float first, float second) {
     u16 pair;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
     return pair;
 }
 
-// Sixteen e4m3 numbers of one 16-byte vector, each times `scale`, added to sum[0 .. 15].
+// sum[0 .. 15] += scale * the sixteen e4m3 values of one 16-byte vector.
 WEFT_FN void add_e4m3(float (&sum)[lane_columns], uint4 v, float scale) {
     const u32 word[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -23,14 +24,14 @@ WEFT_FN void add_e4m3(float (&sum)[lane_columns], uint4 v, float scale) {
         const u16 pair = u16(word[i / 2] >> (i % 2 * 16));
         u32 halves;
         asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
-        sum[2 * i] += __fmul_rn(low_half(Number::fp16, halves), scale);
-        sum[2 * i + 1] += __fmul_rn(high_half(Number::fp16, halves), scale);
+        sum[2 * i] += __fmul_rn(low_half(DType::fp16, halves), scale);
+        sum[2 * i + 1] += __fmul_rn(high_half(DType::fp16, halves), scale);
     }
 }
 
-// The 16 columns of one lane, read from a row of any number type.
-template <Number N> struct Columns {
-    static constexpr u32 vectors = N == Number::fp32 ? 4 : 2;
+// The 16 columns of one lane, from a row of any dtype.
+template <DType D> struct Columns {
+    static constexpr u32 vectors = D == DType::fp32 ? 4 : 2;
     uint4 v[vectors];
 
     WEFT_FN void widen(float (&x)[lane_columns]) const {
@@ -39,18 +40,18 @@ template <Number N> struct Columns {
             const u32 word[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
 #pragma unroll
             for (u32 j = 0; j < 4; ++j) {
-                if constexpr (N == Number::fp32) {
+                if constexpr (D == DType::fp32) {
                     x[4 * i + j] = __uint_as_float(word[j]);
                 } else {
-                    x[8 * i + 2 * j] = low_half(N, word[j]);
-                    x[8 * i + 2 * j + 1] = high_half(N, word[j]);
+                    x[8 * i + 2 * j] = low_half(D, word[j]);
+                    x[8 * i + 2 * j + 1] = high_half(D, word[j]);
                 }
             }
         }
     }
 };
 
-// The largest |x| of a block of `columns`, as bits; every lane of the block gets it.
+// The largest |x| of a block of `columns`, as bits, in every lane of the block.
 template <u32 columns> WEFT_FN u32 block_amax_bits(const float (&x)[lane_columns]) {
     u32 bits = 0;
 #pragma unroll
@@ -61,7 +62,7 @@ template <u32 columns> WEFT_FN u32 block_amax_bits(const float (&x)[lane_columns
     return bits;
 }
 
-// x * inverse as sixteen e4m3 numbers. A block that is not a number is stored as NaN.
+// x * inverse as sixteen e4m3 values. A block that holds an Inf or a NaN is stored as NaN.
 WEFT_FN uint4 quantize(const float (&x)[lane_columns], float inverse, bool broken) {
     if (broken) return make_uint4(0x7f7f7f7fu, 0x7f7f7f7fu, 0x7f7f7f7fu, 0x7f7f7f7fu);
     u32 word[4];

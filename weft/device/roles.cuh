@@ -1,43 +1,53 @@
-// What the CTAs of a kernel do that sends rows and receives others at the same time.
+// What each CTA does in a kernel that sends rows and receives others at the same time.
 #pragma once
 #include <weft/device/team.cuh>
 
 namespace weft {
 
-// Up to so many tokens, words that are missing are asked for all at once; with more, one at a time:
-// others need the cache, too.
-constexpr u32 few_tokens = 32;
+// Up to this many tokens a receiver polls all missing words at once. With more it polls one at a
+// time, because other warps need the cache too.
+constexpr u32 small_batch_tokens = 32;
 
-// What a lane asks for next of the vectors that it misses (`left`, a bit for each).
-WEFT_FN u32 asked_next(u32 left, u32 tokens) {
-    return tokens > few_tokens ? left & (0u - left) : left;
+// The missing vectors of a lane (`left`, one bit each) that it polls next.
+WEFT_FN u32 next_polled(u32 left, u32 tokens) {
+    return tokens > small_batch_tokens ? left & (0u - left) : left;
 }
 
-// What one warp does of a kernel's work: units `first`, `first + step`, ...
-struct Turns {
+// The units of a role's work that one warp does: `first`, `first + step`, ...
+struct WarpUnits {
     u32 first, step;
 };
 
-// The CTAs of a kernel by what they do. The first one is the herald: it grants, and hears what is
-// told once for a whole operation; no row waits for it. Then those that tell, that send rows, that
-// take rows: in this order, so that whoever waits has been preceded by whoever sends.
-struct Crew {
-    u32 tellers, senders;
+// The CTAs of a kernel by role. CTA 0 coordinates: it sends grants and receives what peers send
+// once per operation, so no row waits for it. Then come metadata CTAs, senders and receivers, in
+// this order: receivers spin on what the others produce, and the hardware starts CTAs in index
+// order.
+struct CtaRoles {
+    u32 metadata_ctas, sender_ctas;
 
-    WEFT_FN bool heralds() const { return blockIdx.x == 0; }
-    WEFT_FN bool tells() const { return !heralds() && blockIdx.x <= tellers; }
-    WEFT_FN bool sends() const { return blockIdx.x > tellers && blockIdx.x <= tellers + senders; }
-    WEFT_FN bool takes() const { return blockIdx.x > tellers + senders; }
-    WEFT_FN bool takes_first() const { return blockIdx.x == tellers + senders + 1; }
-    WEFT_FN u32 warps() const { return blockDim.x / warp_lanes; }
-    WEFT_FN u32 role() const { return tells() ? 0 : sends() ? 1 : 2; }
-    // This warp's first unit of what its crew does, and the step to its next.
-    WEFT_FN Turns of_senders() const {
-        return {(blockIdx.x - 1 - tellers) * warps() + threadIdx.x / warp_lanes, senders * warps()};
+    template <CtaRole role> WEFT_FN bool is() const {
+        if constexpr (role == CtaRole::coordinator) return blockIdx.x == 0;
+        if constexpr (role == CtaRole::metadata)
+            return !is<CtaRole::coordinator>() && blockIdx.x <= metadata_ctas;
+        if constexpr (role == CtaRole::sender)
+            return blockIdx.x > metadata_ctas && blockIdx.x <= metadata_ctas + sender_ctas;
+        return blockIdx.x > metadata_ctas + sender_ctas;
     }
-    WEFT_FN Turns of_takers() const {
-        return {(blockIdx.x - 1 - tellers - senders) * warps() + threadIdx.x / warp_lanes,
-                (gridDim.x - 1 - tellers - senders) * warps()};
+    // The role of any CTA but the coordinator.
+    WEFT_FN CtaRole worker_role() const {
+        return is<CtaRole::metadata>() ? CtaRole::metadata
+               : is<CtaRole::sender>() ? CtaRole::sender
+                                       : CtaRole::receiver;
+    }
+    WEFT_FN bool is_first_receiver() const { return blockIdx.x == metadata_ctas + sender_ctas + 1; }
+    WEFT_FN u32 warps() const { return blockDim.x / warp_lanes; }
+    WEFT_FN WarpUnits sender_units() const {
+        return {(blockIdx.x - 1 - metadata_ctas) * warps() + threadIdx.x / warp_lanes,
+                sender_ctas * warps()};
+    }
+    WEFT_FN WarpUnits receiver_units() const {
+        return {(blockIdx.x - 1 - metadata_ctas - sender_ctas) * warps() + threadIdx.x / warp_lanes,
+                (gridDim.x - 1 - metadata_ctas - sender_ctas) * warps()};
     }
 };
 

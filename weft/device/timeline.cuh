@@ -1,9 +1,10 @@
-// When each operation did what, compiled in only with -DWEFT_PROFILE=1: the first CTA's start, the
-// end of sending, the flags going out, each peer's flag coming in, the end. An operation writes one
-// Timeline of its own header and nothing else, so a replayed graph leaves one for each replay.
+// Time stamps of each operation, compiled in only with -DWEFT_PROFILE=1: the start of the first
+// CTA, the end of sending, the release of the flags, the arrival of each peer's flag, the end. An
+// operation writes one Timeline of its own header and nothing else, so a replayed graph leaves one
+// per replay.
 //
-// A stamp is of this round when it is not older than `start_ns`; others are what an earlier round
-// left there, because this one has not come to that point.
+// A stamp belongs to this round if it is not older than `start_ns`. Older ones are left from an
+// earlier round, because this round has not reached that point.
 #pragma once
 #include <weft/device/header.cuh>
 
@@ -13,7 +14,7 @@ WEFT_FN Timeline& timeline(Header& header, Phase phase, u64 epoch) {
     return header.timelines[(u32(epoch) * 2 + (phase == Phase::combine)) % ring_timelines];
 }
 
-// A GPU starts its CTAs in order, so the first one's start is the operation's.
+// A GPU starts its CTAs in order, so the start of the first one is the operation's.
 template <class Team>
 WEFT_FN void mark_start(const Team& team, Header& header, Phase phase, u64 epoch, u64 start_ns) {
     if constexpr (WEFT_PROFILE) {
@@ -26,7 +27,7 @@ WEFT_FN void mark_start(const Team& team, Header& header, Phase phase, u64 epoch
     }
 }
 
-// Before any flag of this team goes out.
+// Call before any flag of this team goes out.
 template <class Team>
 WEFT_FN void mark_sent(const Team& team, Header& header, Phase phase, u64 epoch) {
     if constexpr (WEFT_PROFILE) {
@@ -35,7 +36,7 @@ WEFT_FN void mark_sent(const Team& team, Header& header, Phase phase, u64 epoch)
     }
 }
 
-// After all flags of this team have gone out.
+// Call after all flags of this team have gone out.
 template <class Team>
 WEFT_FN void mark_published(const Team& team, Header& header, Phase phase, u64 epoch) {
     if constexpr (WEFT_PROFILE) {
@@ -45,7 +46,7 @@ WEFT_FN void mark_published(const Team& team, Header& header, Phase phase, u64 e
     }
 }
 
-// The lane that waits has seen the peer's flag. Of teams that all wait, the first one tells.
+// Called by the lane that has seen the peer's flag. Where all teams wait, the first one records it.
 template <class Team>
 WEFT_FN void mark_arrived(const Team& team, Header& header, Phase phase, u64 epoch, u32 peer) {
     if constexpr (WEFT_PROFILE)
@@ -53,12 +54,12 @@ WEFT_FN void mark_arrived(const Team& team, Header& header, Phase phase, u64 epo
             timeline(header, phase, epoch).arrived_ns[peer] = now_ns();
 }
 
-// By one lane of each team that ends; the latest one counts.
+// Called by one lane of each team that ends; the latest one counts.
 WEFT_FN void mark_end(Header& header, Phase phase, u64 epoch) {
     if constexpr (WEFT_PROFILE) raise_to(&timeline(header, phase, epoch).end_ns, now_ns());
 }
 
-// The same by a lane that has just read the clock.
+// The same for a lane that has just read the clock.
 WEFT_FN void mark_end(Header& header, Phase phase, u64 epoch, u64 end_ns) {
     if constexpr (WEFT_PROFILE) raise_to(&timeline(header, phase, epoch).end_ns, end_ns);
 }

@@ -1,17 +1,18 @@
-// Errors and waits of every operator: how a rank refuses bad input, how it tells its peers that it
-// has failed, how long it waits and whom it blames.
+// Errors and waits of every operator: how a rank refuses bad input, how it notifies its peers that
+// it has failed, how long it waits, and which rank it reports.
 #pragma once
 #include <weft/device/fault.cuh>
 #include <weft/device/timeline.cuh>
 
 namespace weft {
 
-struct Place {
+struct ExpertLocation {
     u32 rank, local;
 };
 
-// Contiguous blocks: the first experts % ranks ranks hold one expert more than the others.
-template <u32 experts, u32 ranks> WEFT_FN Place block_place(u32 expert) {
+// Experts in contiguous blocks: the first experts % ranks ranks hold one expert more than the
+// others.
+template <u32 experts, u32 ranks> WEFT_FN ExpertLocation block_location(u32 expert) {
     constexpr u32 low = experts / ranks, longer = experts % ranks, edge = longer * (low + 1);
     if constexpr (longer == 0) {
         return {expert / low, expert % low};
@@ -23,8 +24,8 @@ template <u32 experts, u32 ranks> WEFT_FN Place block_place(u32 expert) {
     }
 }
 
-// Bad input: drop it, tell the host, go on. One refusal is written at a time; others of that moment
-// are only lost as reports, never as checks.
+// Reports bad input, which the caller drops, to the host. One refusal is written at a time; a
+// refusal that comes while another is written loses its report, never its check.
 WEFT_FN void refuse(Header& header, const Site& site, ErrorRecord record) {
     if (!claim(&header.refusing, 0, 1)) return;
     const u32 serial = ++header.refusals;
@@ -35,11 +36,11 @@ WEFT_FN void refuse(Header& header, const Site& site, ErrorRecord record) {
     claim(&header.refusing, 1, 0);
 }
 
-// The group is broken: the first record wins, every later kernel of this rank returns at once, and
-// the peers hear whom this rank blames. Otherwise they would go on waiting for this rank, and blame
-// it in their turn.
+// Marks the group as broken: the first record is kept, every later kernel of this rank returns at
+// once, and the peers are notified of the culprit. Without the notice they would wait on and report
+// this rank.
 WEFT_FN void fail(Header& header, const Site& site, const ErrorRecord& record) {
-    if (!claim(&header.turn.failed, 0, record.code)) return;
+    if (!claim(&header.state.failed, 0, record.code)) return;
     Mailbox& box = mailbox(site);
     box.broken = record;
     box.broken.rank = site.rank;
@@ -55,14 +56,14 @@ WEFT_FN void fail(Header& header, const Site& site, const ErrorRecord& record) {
     }
 }
 
-// A peer called with something else than this rank.
+// Fails because a peer's call differs from this rank's.
 WEFT_FN void fail_call(Header& header, const Site& site, Code code, u32 peer, Phase phase,
                        u64 wanted, u64 seen) {
     fail(header, site,
          {.code = u32(code), .peer = peer, .phase = u32(phase), .wanted = wanted, .seen = seen});
 }
 
-// The id at one place of a tensor of int32 or int64.
+// One id of a tensor of int32 or int64.
 WEFT_FN i64 id_at(const void* ids, u32 bytes, u64 at) {
     return bytes == 8 ? static_cast<const i64*>(ids)[at] : static_cast<const i32*>(ids)[at];
 }
@@ -87,7 +88,7 @@ WEFT_FN void refuse_duplicate(Header& header, const Site& site, u32 token, u32 k
             .slot = k});
 }
 
-// What a wait is for, as an error record tells it.
+// What a wait is for, as an error record reports it.
 struct Wait {
     u32 peer;
     Phase phase;
@@ -98,22 +99,23 @@ WEFT_FN u32 ring_index(Phase phase, u64 epoch) {
     return u32(epoch * 2 + (phase == Phase::combine)) % ring_records;
 }
 
-// Has a rank ended this operation? Then it has sent all that its peers wait for, and may have
-// closed or exited since.
+// Has a peer finished this operation? Then it has sent everything that its peers wait for, and may
+// have closed or exited since.
 WEFT_FN bool has_finished(Header& theirs, Phase phase, u64 epoch) {
     Record& record = theirs.ring[ring_index(phase, epoch)];
     return load_relaxed(&record.phase) == u32(phase) && load_relaxed(&record.epoch) == epoch;
 }
 
-// Why a wait ends without what it is for: the code, the rank that caused it, and who found that out
-// (rank + 1; 0: this rank itself).
-struct Verdict {
+// Why a wait ends without success: the code, the rank that caused it, and the rank + 1 that
+// detected it (0: this rank itself).
+struct WaitResult {
     Code code;
-    u32 culprit, told_by;
+    u32 culprit, reported_by;
 };
 
-// Has a peer given up and told why? Or left, or ended, before it made its part of this operation?
-WEFT_FN Verdict check_peers(Header& header, const Site& site, const Wait& wait, u64 host_word) {
+// Has a peer failed and sent a notice? Or has one left or ended before it did its part of this
+// operation?
+WEFT_FN WaitResult check_peers(Header& header, const Site& site, const Wait& wait, u64 host_word) {
     for (u32 peer = 0; peer < header.ranks; ++peer) {
         const u64 notice = load_acquire(&header.notices[peer]);
         const bool ended = (host_word >> peer & 1) != 0;
@@ -128,9 +130,11 @@ WEFT_FN Verdict check_peers(Header& header, const Site& site, const Wait& wait, 
     return {Code::ok, wait.peer, 0};
 }
 
-// Is the deadline of a wait over? A wait for this rank itself gets a quarter more, because another
-// wait of this rank holds it up, which knows the culprit. Nor is a peer to blame that waits itself:
-// it knows for whom, and tells when it gives up. Only a circle of waits ends here, at the double.
+// Is the deadline of a wait over? The error should name the rank that caused the stall, not one
+// that is stuck waiting itself. So a wait on this rank itself gets a quarter more, because the wait
+// of this rank that holds it up knows the culprit. A peer that is waiting, too, is not reported: it
+// knows whom it waits for, and sends a notice when it fails. Only a cycle of waits ends here, at
+// twice the deadline.
 WEFT_FN bool is_overdue(Header& header, const Site& site, const Wait& wait, u64 start_ns, u64 now) {
     const bool first = ((wait.wanted - header.first_epoch) & epoch_mask) <= 1;
     const u64 limit = first ? header.first_deadline_ns : header.deadline_ns;
@@ -141,61 +145,62 @@ WEFT_FN bool is_overdue(Header& header, const Site& site, const Wait& wait, u64 
     return !waits_itself || now - start_ns > 2 * limit;
 }
 
-// The slow half of a wait. Code ok means: wait on.
-WEFT_FN Verdict check_wait(Header& header, const Site& site, const Wait& wait, u64 start_ns) {
-    // Another wait of this rank has failed, and told why.
-    if (load_acquire(&header.turn.failed) != 0) return {Code::aborted, site.rank, 0};
+// The slow path of a wait. Code ok means: wait on.
+WEFT_FN WaitResult check_wait(Header& header, const Site& site, const Wait& wait, u64 start_ns) {
+    // Another wait of this rank has failed and has written the record.
+    if (load_acquire(&header.state.failed) != 0) return {Code::aborted, site.rank, 0};
     const u64 host_word = load_acquire(&mailbox(site).host_word);
     if (host_word & host_asks_to_leave) return {Code::aborted, site.rank, 0};
-    const Verdict verdict = check_peers(header, site, wait, host_word);
-    if (verdict.code != Code::ok) return verdict;
+    const WaitResult result = check_peers(header, site, wait, host_word);
+    if (result.code != Code::ok) return result;
     const u64 now = now_ns();
     store_relaxed(&header.waiting_ns, now);
     if (is_overdue(header, site, wait, start_ns, now)) return {Code::peer_timeout, wait.peer, 0};
     return {Code::ok, wait.peer, 0};
 }
 
-// Ends a wait where it is to end, with a record; false while it goes on. Inlined: a call would have
-// low-latency kernels spill registers that they hold while they wait.
-WEFT_FN bool gives_up(Header& header, const Site& site, const Wait& wait, u64 start_ns) {
-    const Verdict verdict = check_wait(header, site, wait, start_ns);
-    if (verdict.code == Code::ok) return false;
+// Records the failure of a wait that must end; false while the wait may go on. Inlined, because a
+// call would make the low-latency kernels spill the registers that they hold while they wait.
+WEFT_FN bool wait_failed(Header& header, const Site& site, const Wait& wait, u64 start_ns) {
+    const WaitResult result = check_wait(header, site, wait, start_ns);
+    if (result.code == Code::ok) return false;
     fail(header, site,
-         {.code = u32(verdict.code),
-          .peer = verdict.culprit,
+         {.code = u32(result.code),
+          .peer = result.culprit,
           .phase = u32(wait.phase),
           .wanted = wait.wanted,
           .seen = wait.seen,
           .elapsed_ns = now_ns() - start_ns,
-          .told_by = verdict.told_by});
+          .reported_by = result.reported_by});
     return true;
 }
 
-// How long one thread has waited.
-struct Patience {
+// One thread's spin loop: its polls, and when it began.
+struct SpinWait {
     u64 start = 0;
-    u32 turns = 0;
+    u32 polls = 0;
 
-    // Will `lasts` look round the next time?
-    WEFT_FN bool is_asked_next() const { return (turns + 1) % polls_per_check == 0; }
+    // Will the next `keep_waiting` check the deadline?
+    WEFT_FN bool checks_next() const { return (polls + 1) % polls_per_check == 0; }
 
-    // False when the wait is over without its end; what ended it is recorded then.
-    WEFT_FN bool lasts(Header& header, const Site& site, const Wait& wait) {
-        if (++turns % polls_per_check == 0) {
+    // False when the wait has failed; the reason is recorded then.
+    WEFT_FN bool keep_waiting(Header& header, const Site& site, const Wait& wait) {
+        if (++polls % polls_per_check == 0) {
             if (start == 0) start = now_ns();
-            if (gives_up(header, site, wait, start)) return false;
+            if (wait_failed(header, site, wait, start)) return false;
         }
-        relax(turns);
+        relax(polls);
         return true;
     }
 };
 
-// Waits for one peer's flag. Order: after `true`, all that the peer published with that epoch may
-// be read by this thread, and by its team once it has met in `all`.
-// expected: the epoch of the flag, where it is not that of the operation (`wanted`).
+// Waits for one peer's flag.
+// Order: after `true`, this thread may read everything that the peer published with that epoch, and
+// so may its team once it has met in `all`.
+// expected: the flag's epoch, where it differs from the operation's (`wanted`).
 WEFT_FN bool await_flag(Header& header, const Site& site, u64* flag, u32 peer, Phase phase,
                         u64 wanted, u64 expected) {
-    Patience patience;
+    SpinWait spin;
     for (;;) {
         const u64 seen = load_acquire(flag);
         if (flag_generation(seen) == (header.generation & 0xffffu) &&
@@ -205,7 +210,7 @@ WEFT_FN bool await_flag(Header& header, const Site& site, u64* flag, u32 peer, P
                       flag_descriptor(seen));
             return false;
         }
-        if (!patience.lasts(header, site, {peer, phase, wanted, flag_epoch(seen)})) return false;
+        if (!spin.keep_waiting(header, site, {peer, phase, wanted, flag_epoch(seen)})) return false;
     }
 }
 
@@ -214,8 +219,7 @@ WEFT_FN bool await_flag(Header& header, const Site& site, u64* flag, u32 peer, P
     return await_flag(header, site, flag, peer, phase, wanted, wanted);
 }
 
-// Leaves a line in the ring for whoever looks after this rank has died. Returns the end that it
-// wrote down.
+// Writes the record that peers and tools read after this rank has died. Returns its end time.
 WEFT_FN u64 keep_record(Header& header, Phase phase, u64 epoch, u64 start_ns, u32 tokens) {
     const u64 end_ns = now_ns();
     header.ring[ring_index(phase, epoch)] = {epoch, start_ns, end_ns, u32(phase), tokens};

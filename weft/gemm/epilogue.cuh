@@ -26,7 +26,7 @@ template <GemmShape S> struct BiasColumns {
         if (column >= S.n) return 0.0f;
         const u64 at = u64(expert) * S.n + column;
         if constexpr (S.bias == Bias::fp32) return static_cast<const float*>(a.bias)[at];
-        constexpr Number dtype = S.bias == Bias::bf16 ? Number::bf16 : Number::fp16;
+        constexpr DType dtype = S.bias == Bias::bf16 ? DType::bf16 : DType::fp16;
         return low_half(dtype, static_cast<const u16*>(a.bias)[at]);
     }
     WEFT_FN BiasColumns(const GemmArgs& a, const Tile& tile, u32 rank) {

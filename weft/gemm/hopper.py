@@ -104,7 +104,7 @@ class GemmShape:
         """`weft::GemmShape`, as C++."""
         block_m, stages = self.plan.block_m, self.plan.stages(self.experts, self.operand)
         sizes = f"{self.experts}, {self.n}, {self.k}, {block_m}, {stages}"
-        enums = {"Epilogue": self.epilogue, "Number": self.out_dtype, "Operand": self.operand}
+        enums = {"Epilogue": self.epilogue, "DType": self.out_dtype, "Operand": self.operand}
         words = [f"weft::{kind}::{word}" for kind, word in (enums | {"Bias": self.bias}).items()]
         flags = ", ".join(str(flag).lower() for flag in (self.prefetch_weights, self.flag_in_data))
         return f"{{{sizes}, {', '.join(words)}, {flags}}}"

@@ -9,7 +9,7 @@ namespace weft {
 // Stores `rows` rows, which follow each other from `from` on, at their dst_addr, 0 for nowhere: in
 // words of eight bytes, each stored whole, with the sentinel, all ones, in neither of its halves.
 // Where *abort_flag is not 0 no row is stored. N: dtype of the numbers.
-template <Number N>
+template <DType N>
 void push_rows(const u64* dst_addr, const u8* from, u64 rows, u64 bytes, u32* abort_flag) {
     if (abort_flag != nullptr && load_relaxed(abort_flag) != 0) return;
     for (u64 row = 0; row < rows; ++row) {

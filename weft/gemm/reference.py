@@ -20,7 +20,7 @@ PUSH_SOURCE = """\
 #include <weft/gemm/push_cpu.cpp>
 extern "C" void push_rows(const weft::u64* dst_addr, const weft::u8* from, weft::u64 rows,
                           weft::u64 bytes, weft::u64 fp32, weft::u32* abort_flag) {
-    (fp32 ? weft::push_rows<weft::Number::fp32> : weft::push_rows<weft::Number::bf16>)(
+    (fp32 ? weft::push_rows<weft::DType::fp32> : weft::push_rows<weft::DType::bf16>)(
         dst_addr, from, rows, bytes, abort_flag);
 }
 """

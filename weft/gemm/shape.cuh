@@ -39,7 +39,7 @@ struct GemmShape {
     u32 block_m;        // the highest tile
     u32 stages;         // k blocks in flight
     Epilogue epilogue;
-    Number out_dtype;  // of 16-bit results
+    DType out_dtype;  // of 16-bit results
     Operand operand;
     Bias bias;
     bool prefetch_weights;  // counts and weights were written before the previous kernel started

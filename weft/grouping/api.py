@@ -135,7 +135,7 @@ class ExpertGroups:
             counts=buffers.counts[:experts],
             slot=buffers.slot[:size].view(shape),
             weight=buffers.weight[:size].view(shape),
-            dst_addr=buffers.home[:size].view(shape) if buffers.home.numel() else None,
+            dst_addr=buffers.dst_addr[:size].view(shape) if buffers.dst_addr.numel() else None,
         )
 
     @staticmethod

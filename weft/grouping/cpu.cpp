@@ -1,4 +1,4 @@
-// Grouping on a CPU: the same rows in the same places, one entry after the other. A generated entry
+// Grouping on a CPU: the same rows in the same order, one entry after the other. A generated entry
 // includes this file.
 #include <cstring>
 
@@ -8,8 +8,8 @@
 
 namespace weft {
 
-constexpr u32 scatter_numbers = 256;  // of one partial sum: it stays in the first-level cache
-constexpr u32 send_numbers = 128;     // the same of rows on their way: a block of FP8
+constexpr u32 scatter_columns = 256;  // of one partial sum, which stays in the L1 cache
+constexpr u32 send_columns = 128;     // the same in `send`: one block of FP8
 
 // Calls visit(k, group, weight) for every entry of a token that has a group, in top-k order.
 template <Shape S, Grouping G, class Visit>
@@ -31,8 +31,9 @@ template <Shape S, class Visit> void for_tokens(const Inbox<S>& inbox, Visit vis
             visit(source, token);
 }
 
-// Writes where each group begins and how many rows it has, cut to what the buffer holds.
-template <Shape S, Grouping G> void place_groups(const GroupArgs& a, const u32 (&total)[G.groups]) {
+// Writes where each group begins and how many rows it has, clamped to what the buffer holds.
+template <Shape S, Grouping G>
+void compute_offsets(const GroupArgs& a, const u32 (&total)[G.groups]) {
     constexpr bool contiguous = G.packing == Packing::contiguous;
     Header& header = mine<S>(a.site).header;
     u64 begin = 0;
@@ -70,10 +71,10 @@ template <Shape S, Grouping G> void pad_groups(const GroupArgs& a) {
     }
 }
 
-template <Shape S, Grouping G> void blank_rows(const GroupArgs& a) {
+template <Shape S, Grouping G> void clear_row_metadata(const GroupArgs& a) {
     for (u32 row = 0; row < G.total(); ++row) {
         a.slot[row] = -1;
-        if constexpr (S.way == Way::choices) a.home[row] = 0;
+        if constexpr (S.combine == Combine::gemm_push) a.dst_addr[row] = 0;
     }
     for (u64 i = 0; i < u64(G.total()) * weights_of(S, G); ++i) {
         a.weight[i] = 0.0f;
@@ -81,7 +82,7 @@ template <Shape S, Grouping G> void blank_rows(const GroupArgs& a) {
     }
 }
 
-// Says where a row came from, and its weight, or all ids and weights of its token.
+// Writes where a row came from, and its weight, or all ids and weights of its token.
 template <Shape S, Grouping G>
 void label_row(const GroupArgs& a, u32 source, u32 token, u32 row, float weight) {
     a.slot[row] = i32(source * S.tokens + token);
@@ -97,23 +98,23 @@ void label_row(const GroupArgs& a, u32 source, u32 token, u32 row, float weight)
     }
 }
 
-// An entry that got no row counts as zero: its owner must not read what an earlier round left
+// Zeroes the slot of an entry that got no row: its owner must not read what an earlier round left
 // there.
-template <Shape S> void zero_home(const GroupArgs& a, u32 source, u32 token, u32 k) {
-    if constexpr (S.way == Way::choices)
-        std::memset(home_of<S>(a.site, source, token, k), 0, S.out_bytes());
+template <Shape S> void zero_dropped_row(const GroupArgs& a, u32 source, u32 token, u32 k) {
+    if constexpr (S.combine == Combine::gemm_push)
+        std::memset(dst_addr_of<S>(a.site, source, token, k), 0, S.out_bytes());
 }
 
 template <Shape S, Grouping G> void gather(const GroupArgs& a) {
     const Share<S>& own = mine<S>(a.site);
-    if (own.header.turn.failed != 0) return;
+    if (own.header.state.failed != 0) return;
     constexpr u32 entries = entries_of(S, G);
     u32 next[G.groups] = {};
     for_tokens<S>(own.inbox, [&](u32 source, u32 token) {
         for_entries<S, G>(own.inbox, source, token, [&](u32, u32 group, float) { ++next[group]; });
     });
-    place_groups<S, G>(a, next);
-    blank_rows<S, G>(a);
+    compute_offsets<S, G>(a, next);
+    clear_row_metadata<S, G>(a);
     for (u32 g = 0; g < G.groups; ++g) next[g] = u32(a.offsets[g]);
     for_tokens<S>(own.inbox, [&](u32 source, u32 token) {
         const u32 slot = source * S.tokens + token;
@@ -121,10 +122,10 @@ template <Shape S, Grouping G> void gather(const GroupArgs& a) {
         for (u32 k = 0; k < entries; ++k) position[k] = -1;
         for_entries<S, G>(own.inbox, source, token, [&](u32 k, u32 group, float weight) {
             const u32 row = next[group]++;
-            if (row >= G.limit(group)) return zero_home<S>(a, source, token, k);
+            if (row >= G.limit(group)) return zero_dropped_row<S>(a, source, token, k);
             position[k] = i32(row);
-            if constexpr (S.way == Way::choices)
-                a.home[row] = i64(home_of<S>(a.site, source, token, k));
+            if constexpr (S.combine == Combine::gemm_push)
+                a.dst_addr[row] = i64(dst_addr_of<S>(a.site, source, token, k));
             label_row<S, G>(a, source, token, row, weight);
             gather_planes<S>(a, source, token, row);
         });
@@ -132,91 +133,93 @@ template <Shape S, Grouping G> void gather(const GroupArgs& a) {
     pad_groups<S, G>(a);
 }
 
-// Numbers `at` .. `at` + count of the sum of one token's rows, in top-k order.
+// Columns `at` .. `at` + count of the sum of one token's rows, in top-k order.
 template <Shape S, Grouping G, u32 count>
-void sum_block(const GroupArgs& a, u32 source, u32 token, u32 at, Bits<S.number> (&out)[count]) {
+void sum_block(const GroupArgs& a, u32 source, u32 token, u32 at, Bits<S.dtype> (&out)[count]) {
     const i32* position = a.position + (u64(source) * S.tokens + token) * entries_of(S, G);
     float sum[count] = {};
     for_entries<S, G>(mine<S>(a.site).inbox, source, token, [&](u32 k, u32, float weight) {
         if (position[k] < 0) return;
         const u64 first = u64(position[k]) * S.hidden + at;
-        add_weighted<S.number>(sum, weight, static_cast<const Bits<S.number>*>(a.y) + first);
+        add_weighted<S.dtype>(sum, weight, static_cast<const Bits<S.dtype>*>(a.y) + first);
     });
-    for (u32 i = 0; i < count; ++i) out[i] = narrow<S.number>(sum[i]);
+    for (u32 i = 0; i < count; ++i) out[i] = narrow<S.dtype>(sum[i]);
 }
 
 // Calls visit(source, token) for every token that has an entry here.
-template <Shape S, Grouping G, class Visit> void for_carried(const Inbox<S>& inbox, Visit visit) {
+template <Shape S, Grouping G, class Visit>
+void for_tokens_with_entries(const Inbox<S>& inbox, Visit visit) {
     for_tokens<S>(inbox, [&](u32 source, u32 token) {
-        bool carries = false;
-        for_entries<S, G>(inbox, source, token, [&](u32, u32, float) { carries = true; });
-        if (carries) visit(source, token);
+        bool has_entry = false;
+        for_entries<S, G>(inbox, source, token, [&](u32, u32, float) { has_entry = true; });
+        if (has_entry) visit(source, token);
     });
 }
 
 template <Shape S, Grouping G> void scatter(const GroupArgs& a) {
-    constexpr u32 rest = S.hidden % scatter_numbers, whole = S.hidden - rest;
+    constexpr u32 rest = S.hidden % scatter_columns, whole = S.hidden - rest;
     Share<S>& own = mine<S>(a.site);
-    if (own.header.turn.failed != 0) return;
-    for_carried<S, G>(own.inbox, [&](u32 source, u32 token) {
-        using Element = Bits<S.number>;
+    if (own.header.state.failed != 0) return;
+    for_tokens_with_entries<S, G>(own.inbox, [&](u32 source, u32 token) {
+        using Element = Bits<S.dtype>;
         Element* out = reinterpret_cast<Element*>(own.outbox.row[source][token]);
-        for (u32 at = 0; at < whole; at += scatter_numbers)
+        for (u32 at = 0; at < whole; at += scatter_columns)
             sum_block<S, G>(a, source, token, at,
-                            reinterpret_cast<Element(&)[scatter_numbers]>(out[at]));
+                            reinterpret_cast<Element(&)[scatter_columns]>(out[at]));
         if constexpr (rest != 0)
             sum_block<S, G>(a, source, token, whole,
                             reinterpret_cast<Element(&)[rest]>(out[whole]));
     });
 }
 
-// Numbers `at` .. `at` + count of one token's sum, to its owner, as the Shape's way has them.
+// Sends columns `at` .. `at` + count of one token's sum to its owner, as the Shape's combine wants
+// them.
 template <Shape S, Grouping G, u32 count>
 void send_block(const GroupArgs& a, u32 source, u32 token, u32 at) {
     u8* to = share<S>(a.site, source).inbox.returned.row[a.site.rank][token];
-    Bits<S.number> sum[count];
+    Bits<S.dtype> sum[count];
     sum_block<S, G>(a, source, token, at, sum);
-    if constexpr (S.way == Way::fp8) {
+    if constexpr (S.combine == Combine::push_fp8) {
         float x[count];
-        for (u32 i = 0; i < count; ++i) x[i] = widen<S.number>(sum[i]);
+        for (u32 i = 0; i < count; ++i) x[i] = widen<S.dtype>(sum[i]);
         post_block<S>(x, at / count, to);
     } else {
         std::memcpy(to + u64(at) * S.element_bytes(), sum, sizeof sum);
     }
 }
 
-// Each row of one token, to the place of its choice.
+// Copies each row of one token to its entry's slot.
 template <Shape S> void copy_rows(const GroupArgs& a, u32 source, u32 token) {
     const i32* position = a.position + (u64(source) * S.tokens + token) * S.top_k;
     for (u32 k = 0; k < S.top_k; ++k) {
         if (position[k] < 0) continue;
         const u8* row = static_cast<const u8*>(a.y) + u64(position[k]) * S.out_bytes();
-        std::memcpy(home_of<S>(a.site, source, token, k), row, S.out_bytes());
+        std::memcpy(dst_addr_of<S>(a.site, source, token, k), row, S.out_bytes());
     }
 }
 
-// One token's sum, to its owner.
+// Sends one token's sum to its owner.
 template <Shape S, Grouping G> void send_sum(const GroupArgs& a, u32 source, u32 token) {
-    constexpr u32 rest = S.hidden % send_numbers, whole = S.hidden - rest;
-    for (u32 at = 0; at < whole; at += send_numbers)
-        send_block<S, G, send_numbers>(a, source, token, at);
+    constexpr u32 rest = S.hidden % send_columns, whole = S.hidden - rest;
+    for (u32 at = 0; at < whole; at += send_columns)
+        send_block<S, G, send_columns>(a, source, token, at);
     if constexpr (rest != 0) send_block<S, G, rest>(a, source, token, whole);
 }
 
-// Every token's rows or sum, straight into its owner's inbox; then the peers are told.
+// Stores every token's rows or sum into its owner's inbox, then publishes the flags.
 template <Shape S, Grouping G> void send(const GroupArgs& a) {
     Header& header = mine<S>(a.site).header;
-    const Turn turn = header.turn;
-    if (turn.failed != 0) return;
-    mark_start(Solo{}, header, Phase::combine, turn.epoch, now_ns());
-    if (fault(header, Point::combine_enter, a.site.rank, turn.epoch) == Action::stay_away) return;
-    for_carried<S, G>(mine<S>(a.site).inbox, [&](u32 source, u32 token) {
-        if constexpr (S.way == Way::choices)
+    const EpochState state = header.state;
+    if (state.failed != 0) return;
+    mark_start(Solo{}, header, Phase::combine, state.epoch, now_ns());
+    if (fault(header, Point::combine_enter, a.site.rank, state.epoch) == Action::stay_away) return;
+    for_tokens_with_entries<S, G>(mine<S>(a.site).inbox, [&](u32 source, u32 token) {
+        if constexpr (S.combine == Combine::gemm_push)
             copy_rows<S>(a, source, token);
         else
             send_sum<S, G>(a, source, token);
     });
-    publish<S>(Solo{}, a.site, Phase::combine, turn.epoch, 0);
+    publish<S>(Solo{}, a.site, Phase::combine, state.epoch, 0);
 }
 
 }  // namespace weft

@@ -74,7 +74,7 @@ class GroupArgs(ctypes.Structure):
         ("before", c_uint64),
         ("arrived", c_uint64),
         ("y", c_uint64),
-        ("home", c_uint64),
+        ("dst_addr", c_uint64),
     )
 
 
@@ -278,7 +278,7 @@ class CudaGroupEntries:
 
 def results(shape: Shape, sends: bool) -> tuple[str, ...]:
     """The entries that take the experts' results. Choices are not scattered: they have homes."""
-    scatter = () if shape.way == "choices" else ("scatter",)
+    scatter = () if shape.combine == "gemm_push" else ("scatter",)
     return (*scatter, "send") if sends else scatter
 
 

@@ -1,6 +1,8 @@
 // The first of the three kernels of grouping: how many rows each group has, and where they go.
-// Every CTA counts the entries of one tile with ballots; the last one turns the counts into places
-// by prefix sums. No atomic ever decides an order.
+//
+// Roles: every CTA counts the entries of one tile with ballots and clears its share of the row
+// metadata. The last CTA turns the counts into offsets by prefix sums. No atomic ever decides an
+// order.
 #pragma once
 #include <weft/device/team.cuh>
 #include <weft/grouping/layout.cuh>
@@ -8,14 +10,14 @@
 namespace weft {
 
 constexpr u32 group_threads = 512, group_warps = group_threads / warp_lanes;
-constexpr u32 most_segments = 32;  // of the tiles, each summed by a thread of its own
+constexpr u32 max_segments = 32;  // of the tiles, each summed by its own thread
 
 // Counts of one CTA, then of all tiles.
 template <Shape S, Grouping G> struct Scratch {
     static constexpr u32 tiles = S.ranks * tiles_of(S, G);
     static constexpr u32 fit = G.groups < group_threads ? group_threads / G.groups : 1;
-    static constexpr u32 most = tiles < most_segments ? tiles : most_segments;
-    static constexpr u32 segments = fit < most ? fit : most;
+    static constexpr u32 tile_limit = tiles < max_segments ? tiles : max_segments;
+    static constexpr u32 segments = fit < tile_limit ? fit : tile_limit;
     static constexpr u32 tiles_each = (tiles + segments - 1) / segments;
 
     u16 count[group_warps][G.groups];
@@ -26,17 +28,18 @@ template <Shape S, Grouping G> struct Scratch {
 // The group of entry k of a token, or no_group.
 template <Shape S, Grouping G> WEFT_FN u32 group_of(const Route<S>& route, u32 source, u32 k) {
     if constexpr (G.packing == Packing::sources) {
-        bool carries = false;
+        bool has_entry = false;
 #pragma unroll
-        for (u32 i = 0; i < S.top_k; ++i) carries = carries || route.expert[i] >= 0;
-        return carries ? source : no_group;
+        for (u32 i = 0; i < S.top_k; ++i) has_entry = has_entry || route.expert[i] >= 0;
+        return has_entry ? source : no_group;
     } else {
         const u32 expert = u32(route.expert[k]);
         return expert < G.groups ? expert : no_group;
     }
 }
 
-// Places of this warp's entries among themselves: `within[c]` counts the equal entries before it.
+// The rank of each of this warp's entries among themselves: `within[c]` counts the equal entries
+// before it.
 template <u32 chunks, u32 groups>
 WEFT_FN void rank_entries(const u32 (&group)[chunks], u32 (&within)[chunks], u16 (&count)[groups],
                           u32 lane) {
@@ -52,7 +55,7 @@ WEFT_FN void rank_entries(const u32 (&group)[chunks], u32 (&within)[chunks], u16
     }
 }
 
-// Counts the tile of this CTA and keeps each entry's place in it.
+// Counts the tile of this CTA and stores each entry's rank in it.
 template <Shape S, Grouping G>
 WEFT_FN void count_tile(const Block& team, const GroupArgs& a, Scratch<S, G>& scratch) {
     constexpr u32 entries = entries_of(S, G), tiles = tiles_of(S, G);
@@ -91,12 +94,13 @@ WEFT_FN void count_tile(const Block& team, const GroupArgs& a, Scratch<S, G>& sc
             out[start + c * warp_lanes] = i32(within[c] + scratch.count[team.warp()][group[c]]);
 }
 
-// Every row begins as nobody's; gather writes over those that somebody has.
-template <Shape S, Grouping G> WEFT_FN void blank_rows(const Block& team, const GroupArgs& a) {
+// Marks every row as unused; gather overwrites those that are used.
+template <Shape S, Grouping G>
+WEFT_FN void clear_row_metadata(const Block& team, const GroupArgs& a) {
     const u32 first = blockIdx.x * team.lanes() + team.lane(), step = gridDim.x * team.lanes();
     for (u32 row = first; row < G.total(); row += step) {
         a.slot[row] = -1;
-        if constexpr (S.way == Way::choices) a.home[row] = 0;
+        if constexpr (S.combine == Combine::gemm_push) a.dst_addr[row] = 0;
     }
     for (u32 i = first; i < G.total() * weights_of(S, G); i += step) {
         a.weight[i] = 0.0f;
@@ -124,7 +128,8 @@ WEFT_FN void for_tiles(u32* before, u32 segment, u32 group, Visit visit) {
     }
 }
 
-// Counts of tiles become the entries before each tile, and scratch.total those of all.
+// Turns the counts of tiles into the number of entries before each tile, and sums them into
+// scratch.total.
 template <Shape S, Grouping G>
 WEFT_FN void scan_tiles(const Block& team, const GroupArgs& a, Scratch<S, G>& scratch) {
     constexpr u32 segments = Scratch<S, G>::segments, items = segments * G.groups;
@@ -154,9 +159,10 @@ WEFT_FN void scan_tiles(const Block& team, const GroupArgs& a, Scratch<S, G>& sc
     }
 }
 
-// One warp writes where each group begins and how many rows it has, cut to what the buffer holds.
+// One warp writes where each group begins and how many rows it has, clamped to what the buffer
+// holds.
 template <Shape S, Grouping G>
-WEFT_FN void place_groups(const GroupArgs& a, const Scratch<S, G>& scratch, u32 lane) {
+WEFT_FN void compute_offsets(const GroupArgs& a, const Scratch<S, G>& scratch, u32 lane) {
     Header& header = mine<S>(a.site).header;
     u32 begin = 0;
     bool reported = false;
@@ -197,12 +203,12 @@ template <Shape S, Grouping G> WEFT_FN void group(const GroupArgs& a) {
     __shared__ Scratch<S, G> scratch;
     wait_for_predecessor();
     admit_successor();
-    if (mine<S>(a.site).header.turn.failed != 0) return;
+    if (mine<S>(a.site).header.state.failed != 0) return;
     count_tile<S, G>(team, a, scratch);
-    blank_rows<S, G>(team, a);
+    clear_row_metadata<S, G>(team, a);
     if (!team.last_of(a.arrived)) return;
     scan_tiles<S, G>(team, a, scratch);
-    if (team.warp() == 0) place_groups<S, G>(a, scratch, team.warp_lane());
+    if (team.warp() == 0) compute_offsets<S, G>(a, scratch, team.warp_lane());
 }
 
 }  // namespace weft

@@ -1,6 +1,6 @@
 // Grouping: received rows packed by expert, or by source, in an order that only the ids decide:
-// source rank first, then token, then place in the top k. A Grouping specialises the code beside
-// the Shape; one struct of arguments serves all its entries.
+// source rank first, then token, then entry of the top k. A Grouping specialises the code beside
+// the Shape; one struct of arguments serves all entries.
 #pragma once
 #include <weft/alltoall/phases.cuh>
 
@@ -8,8 +8,8 @@ namespace weft {
 
 enum class Packing : u32 {
     contiguous = 0,  // group after group
-    masked = 1,      // each group in a block of its own, as many rows for each
-    sources = 2,     // as masked, but a group is a source rank and a token has one row at most
+    masked = 1,      // each group in a block of its own, with the same number of rows
+    sources = 2,     // as masked, but a group is a source rank and a token has at most one row
 };
 
 constexpr Phase grouping_phase = Phase(3);  // in error records
@@ -19,13 +19,13 @@ constexpr u32 no_group = ~0u;
 struct Grouping {
     Packing packing;
     u32 groups;  // local experts, or sources
-    u32 rows;    // contiguous: that all groups share; otherwise of each group
+    u32 rows;    // contiguous: of all groups together; otherwise of each group
     u32 align;   // groups start at multiples of it, and are padded with zero rows up to one
     u32 tile;    // tokens of one source that one CTA counts
 
     constexpr u32 total() const { return packing == Packing::contiguous ? rows : groups * rows; }
     constexpr u32 padded(u32 count) const { return (count + align - 1) / align * align; }
-    // Where the rows of a group end at the latest.
+    // The end of a group's rows at the latest.
     constexpr u32 limit(u32 group) const {
         return packing == Packing::contiguous ? rows : (group + 1) * rows;
     }
@@ -43,25 +43,25 @@ constexpr u32 tiles_of(Shape s, Grouping g) { return (s.tokens + g.tile - 1) / g
 struct GroupArgs {
     Site site;
     void* rows[max_planes];  // [total, row bytes] of each payload
-    i32* slot;               // [total] where each row came from: source * tokens + token, or -1
-    float* weight;           // [total, weights_of] 0 where there is no slot
+    i32* slot;               // [total] of source * tokens + token, or -1
+    float* weight;           // [total, weights_of]; 0 where there is no slot
     i32* ids;                // by sources: [total, top_k] local experts, -1 for none
     i32* offsets;            // [groups + 1]
     i32* counts;             // [groups]
-    i32* position;           // [ranks, tokens, entries] row of each entry, -1 for none
-    i32* within;             // the same shape: its place among its group's entries in its tile
-    u32* before;             // [ranks * tiles, groups] entries of the group in earlier tiles
-    u32* arrived;            // CTAs that have counted their tile; 0 between calls
-    const void* y;           // [total, hidden] results, to scatter or to send
-    i64* home;               // choices: [total] address of each row's place at its owner, or 0
+    i32* position;           // [ranks, tokens, entries] of rows, -1 for none
+    i32* within;    // the same shape: rank of an entry among its group's entries in its tile
+    u32* before;    // [ranks * tiles, groups] entries of the group in earlier tiles
+    u32* arrived;   // CTAs that have counted their tile; 0 between calls
+    const void* y;  // [total, hidden] results, to scatter or to send
+    i64* dst_addr;  // gemm_push: [total] address of each row's slot at its owner, or 0
 };
 
-// The place of choice k of a token at its owner, in this process's mapping.
-template <Shape S> WEFT_FN u8* home_of(const Site& site, u32 source, u32 token, u32 k) {
+// The slot of entry k of a token at its owner, in this process's mapping.
+template <Shape S> WEFT_FN u8* dst_addr_of(const Site& site, u32 source, u32 token, u32 k) {
     return share<S>(site, source).inbox.returned.row[token][k];
 }
 
-// More rows than the buffer holds: what fits is served, the rest is dropped and reported.
+// Reports more rows than the buffer holds: what fits is served, the rest is dropped.
 WEFT_FN void refuse_rows(Header& header, const Site& site, u32 limit, u64 needed, u32 group) {
     refuse(header, site,
            {.code = u32(Code::token_overflow),

@@ -37,7 +37,7 @@ class Buffers(NamedTuple):
     within: torch.Tensor
     before: torch.Tensor
     arrived: torch.Tensor
-    home: torch.Tensor
+    dst_addr: torch.Tensor
 
     @classmethod
     def make(
@@ -65,7 +65,7 @@ class Buffers(NamedTuple):
             within=zeros(*(entries if on_gpu else (0,))),
             before=zeros(grouping.tiles(shape) if on_gpu else 0, grouping.groups),
             arrived=zeros(1),
-            home=zeros(total if shape.way == "choices" else 0, dtype=torch.int64),
+            dst_addr=zeros(total if shape.combine == "gemm_push" else 0, dtype=torch.int64),
         )
 
     def bytes(self) -> int:
@@ -84,7 +84,7 @@ class GroupRounds:
         self._watched = a2a._workspace
         self._gathered = 0  # the round whose rows are grouped
         self._entries: GroupEntries | None = None
-        sends = grouping.packing != "sources" and shape.way != "pull" and a2a._build.split_phase
+        sends = grouping.packing != "sources" and shape.combine != "pull" and a2a._build.split_phase
         defines = a2a._build.defines
         if device.type == "cuda":
             with loading(device):

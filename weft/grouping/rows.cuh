@@ -1,6 +1,6 @@
 // The other two kernels of grouping. `gather` reads each received row once and writes it to the
 // rows of all its entries; `scatter` sums each token's results back in top-k order. A CTA takes one
-// token at a time; every warp of it finds the token's rows for itself, one entry in each lane.
+// token at a time, and every warp finds the token's rows for itself, one entry per lane.
 #pragma once
 #include <weft/device/copy.cuh>
 #include <weft/grouping/group.cuh>
@@ -9,7 +9,7 @@ namespace weft {
 
 constexpr u32 vectors_in_flight = 4;  // of a row, in each thread
 
-// Rows that a peer wrote: never through the non-coherent path.
+// Loads from a row that a peer wrote: never through the non-coherent path.
 WEFT_FN uint4 load_row(const uint4* at) { return load_shared_row(at); }
 template <class V> WEFT_FN V load_row(const V* at) { return *const_cast<const volatile V*>(at); }
 WEFT_FN uint2 load_row(const uint2* at) {
@@ -17,16 +17,16 @@ WEFT_FN uint2 load_row(const uint2* at) {
     return make_uint2(u32(v), u32(v >> 32));
 }
 
-struct Slot {
+struct TokenSlot {
     u32 source, token;
 };
 
-// All tokens of the round as one row of numbers; lane s of every warp holds source s.
-struct Tokens {
+// All tokens of the round as one index space; lane s of every warp holds source s.
+struct ReceivedTokens {
     u32 count, until;  // of this source; of it and all sources before it
 
-    template <Shape S> WEFT_FN static Tokens of(const Inbox<S>& inbox, u32 lane) {
-        Tokens t{.count = lane < S.ranks ? tokens_from<S>(inbox, lane) : 0, .until = 0};
+    template <Shape S> WEFT_FN static ReceivedTokens of(const Inbox<S>& inbox, u32 lane) {
+        ReceivedTokens t{.count = lane < S.ranks ? tokens_from<S>(inbox, lane) : 0, .until = 0};
         t.until = t.count;
 #pragma unroll
         for (u32 step = 1; step < warp_lanes; step *= 2) {
@@ -36,7 +36,7 @@ struct Tokens {
         return t;
     }
     WEFT_FN u32 total() const { return __shfl_sync(all_lanes, until, warp_lanes - 1); }
-    WEFT_FN Slot slot(u32 i) const {
+    WEFT_FN TokenSlot slot(u32 i) const {
         const u32 source = __popc(__ballot_sync(all_lanes, until <= i));
         return {source, i - __shfl_sync(all_lanes, until - count, source)};
     }
@@ -48,16 +48,16 @@ struct Entry {
     float weight;
 };
 
-template <Shape S, Grouping G> WEFT_FN Entry load_entry(const GroupArgs& a, Slot at, u32 k) {
+template <Shape S, Grouping G> WEFT_FN Entry load_entry(const GroupArgs& a, TokenSlot at, u32 k) {
     if (k >= entries_of(S, G)) return {no_group, 0.0f};
     const Route<S>& route = mine<S>(a.site).inbox.route[at.source][at.token];
     const float weight = G.packing == Packing::sources ? 1.0f : route.weight[k];
     return {group_of<S, G>(route, at.source, k), weight};
 }
 
-// The row of an entry, or -1 where it has none or the buffer has no room for it.
+// The row of an entry, or -1 if it has none or the buffer has no room for it.
 template <Shape S, Grouping G>
-WEFT_FN i32 place_entry(const GroupArgs& a, Slot at, u32 k, u32 group) {
+WEFT_FN i32 row_of_entry(const GroupArgs& a, TokenSlot at, u32 k, u32 group) {
     if (group == no_group) return -1;
     const u64 slot = u64(at.source) * S.tokens + at.token;
     const u32 tile = at.source * tiles_of(S, G) + at.token / G.tile;
@@ -66,15 +66,15 @@ WEFT_FN i32 place_entry(const GroupArgs& a, Slot at, u32 k, u32 group) {
     return row < G.limit(group) ? i32(row) : -1;
 }
 
-// One warp says which rows the token got, and what they are.
+// One warp writes which rows the token got, and their metadata.
 template <Shape S, Grouping G>
-WEFT_FN void label_rows(const GroupArgs& a, Slot at, u32 k, const Entry& entry, i32 row) {
+WEFT_FN void label_rows(const GroupArgs& a, TokenSlot at, u32 k, const Entry& entry, i32 row) {
     constexpr u32 entries = entries_of(S, G);
     const u32 slot = at.source * S.tokens + at.token;
     if (k < entries) a.position[u64(slot) * entries + k] = row;
     if (row >= 0) a.slot[row] = i32(slot);
-    if constexpr (S.way == Way::choices)
-        if (row >= 0) a.home[row] = i64(home_of<S>(a.site, at.source, at.token, k));
+    if constexpr (S.combine == Combine::gemm_push)
+        if (row >= 0) a.dst_addr[row] = i64(dst_addr_of<S>(a.site, at.source, at.token, k));
     if constexpr (G.packing == Packing::sources) {
         const Route<S>& route = mine<S>(a.site).inbox.route[at.source][at.token];
         const i32 only = __shfl_sync(all_lanes, row, 0), id = k < S.top_k ? route.expert[k] : -1;
@@ -86,9 +86,9 @@ WEFT_FN void label_rows(const GroupArgs& a, Slot at, u32 k, const Entry& entry, 
     }
 }
 
-// One row of plane P and on to the rows that the lanes in `wanted` name.
+// Copies one row of plane P and the following planes to the rows of the lanes in `wanted`.
 template <Shape S, u32 P>
-WEFT_FN void copy_planes(const Block& team, const GroupArgs& a, Slot at, i32 row, u32 wanted) {
+WEFT_FN void copy_planes(const Block& team, const GroupArgs& a, TokenSlot at, i32 row, u32 wanted) {
     if constexpr (P < S.planes) {
         using V = typename Vector<vector_bytes(S.row_bytes[P])>::type;
         constexpr u32 vectors = S.row_bytes[P] / sizeof(V);
@@ -122,7 +122,7 @@ template <Shape S, u32 P> WEFT_FN void zero_planes(const Block& team, const Grou
     }
 }
 
-// The rows between a group's last and the next multiple of `align`.
+// Zeroes the rows between a group's last one and the next multiple of `align`.
 template <Shape S, Grouping G> WEFT_FN void pad_groups(const Block& team, const GroupArgs& a) {
     if constexpr (G.align > 1) {
         for (u32 i = blockIdx.x; i < G.groups * (G.align - 1); i += gridDim.x) {
@@ -133,14 +133,14 @@ template <Shape S, Grouping G> WEFT_FN void pad_groups(const Block& team, const 
     }
 }
 
-// Entries that got no row count as zero: their owner must not read what an earlier round left
+// Zeroes the slots of entries that got no row: their owner must not read what an earlier round left
 // there.
 template <Shape S>
-WEFT_FN void zero_homes(const Block& team, const GroupArgs& a, Slot at, u32 missing) {
+WEFT_FN void zero_dropped_rows(const Block& team, const GroupArgs& a, TokenSlot at, u32 missing) {
     for (; missing != 0; missing &= missing - 1) {
-        u8* home = home_of<S>(a.site, at.source, at.token, __ffs(missing) - 1);
+        u8* dst = dst_addr_of<S>(a.site, at.source, at.token, __ffs(missing) - 1);
         for (u32 v = team.lane(); v < S.out_bytes() / 16; v += team.lanes())
-            store(reinterpret_cast<uint4*>(home) + v, uint4{});
+            store(reinterpret_cast<uint4*>(dst) + v, uint4{});
     }
 }
 
@@ -148,33 +148,33 @@ template <Shape S, Grouping G> WEFT_FN void gather(const GroupArgs& a) {
     const Block team;
     wait_for_predecessor();
     admit_successor();
-    if (mine<S>(a.site).header.turn.failed != 0) return;
+    if (mine<S>(a.site).header.state.failed != 0) return;
     const u32 k = team.warp_lane();
-    const Tokens tokens = Tokens::of<S>(mine<S>(a.site).inbox, k);
+    const ReceivedTokens tokens = ReceivedTokens::of<S>(mine<S>(a.site).inbox, k);
     for (u32 i = blockIdx.x, total = tokens.total(); i < total; i += gridDim.x) {
-        const Slot at = tokens.slot(i);
+        const TokenSlot at = tokens.slot(i);
         const Entry entry = load_entry<S, G>(a, at, k);
-        const i32 row = place_entry<S, G>(a, at, k, entry.group);
+        const i32 row = row_of_entry<S, G>(a, at, k, entry.group);
         if (team.warp() == 0) label_rows<S, G>(a, at, k, entry, row);
         copy_planes<S, 0>(team, a, at, row, __ballot_sync(all_lanes, row >= 0));
-        if constexpr (S.way == Way::choices)
-            zero_homes<S>(team, a, at,
-                          __ballot_sync(all_lanes, entry.group != no_group && row < 0));
+        if constexpr (S.combine == Combine::gemm_push)
+            zero_dropped_rows<S>(team, a, at,
+                                 __ballot_sync(all_lanes, entry.group != no_group && row < 0));
     }
     pad_groups<S, G>(team, a);
 }
 
-// The output row of one token: its rows of y that the lanes in `wanted` name, in their order. Two
-// rows are in flight before the first is added.
+// The output row of one token: the sum of its rows of y in the lanes in `wanted`, in their order.
+// Two rows are in flight before the first is added.
 template <Shape S>
-WEFT_FN void sum_rows(const Block& team, const GroupArgs& a, Slot at, i32 row, float weight,
+WEFT_FN void sum_rows(const Block& team, const GroupArgs& a, TokenSlot at, i32 row, float weight,
                       u32 wanted) {
     constexpr u32 vectors = S.out_bytes() / 16;
     uint4* out = reinterpret_cast<uint4*>(mine<S>(a.site).outbox.row[at.source][at.token]);
     const uint4* y = static_cast<const uint4*>(a.y);
     for (u32 first = 0; first < vectors; first += team.lanes()) {
         const u32 v = first + team.lane();
-        float sum[numbers_in_vector(S.number)] = {};
+        float sum[elements_in_vector(S.dtype)] = {};
         for (u32 left = wanted; left != 0;) {
             uint4 data[2];
             float scale[2];
@@ -187,10 +187,10 @@ WEFT_FN void sum_rows(const Block& team, const GroupArgs& a, Slot at, i32 row, f
                 if (left != 0 && v < vectors) data[i] = load_input(y + from * vectors + v);
                 left &= left - 1;
             }
-            if (v < vectors) add_weighted<S.number>(sum, scale[0], data[0]);
-            if (v < vectors && pair) add_weighted<S.number>(sum, scale[1], data[1]);
+            if (v < vectors) add_weighted<S.dtype>(sum, scale[0], data[0]);
+            if (v < vectors && pair) add_weighted<S.dtype>(sum, scale[1], data[1]);
         }
-        if (v < vectors) store(out + v, round_vector<S.number>(sum));
+        if (v < vectors) store(out + v, round_vector<S.dtype>(sum));
     }
 }
 
@@ -198,11 +198,11 @@ template <Shape S, Grouping G> WEFT_FN void scatter(const GroupArgs& a) {
     const Block team;
     wait_for_predecessor();
     admit_successor();
-    if (mine<S>(a.site).header.turn.failed != 0) return;
+    if (mine<S>(a.site).header.state.failed != 0) return;
     const u32 k = team.warp_lane();
-    const Tokens tokens = Tokens::of<S>(mine<S>(a.site).inbox, k);
+    const ReceivedTokens tokens = ReceivedTokens::of<S>(mine<S>(a.site).inbox, k);
     for (u32 i = blockIdx.x, total = tokens.total(); i < total; i += gridDim.x) {
-        const Slot at = tokens.slot(i);
+        const TokenSlot at = tokens.slot(i);
         const Entry entry = load_entry<S, G>(a, at, k);
         const u64 slot = u64(at.source) * S.tokens + at.token;
         const i32 row = k < entries_of(S, G) ? a.position[slot * entries_of(S, G) + k] : -1;

@@ -8,8 +8,7 @@ from weft.errors import InvalidArgument
 
 def check_sends(a2a: AllToAll) -> None:
     """Raise InvalidArgument for an all-to-all whose experts' ranks cannot send by themselves."""
-    way = a2a._geometry.shape.way
-    if way == "pull":
+    if a2a._geometry.shape.combine == "pull":
         raise InvalidArgument(
             "send on an all-to-all with combine='pull', whose owners fetch the rows: build it "
             "with combine='push' or 'gemm_push', or use scatter"
@@ -22,7 +21,7 @@ def check_sends(a2a: AllToAll) -> None:
 
 def check_scatters(a2a: AllToAll) -> None:
     """Raise InvalidArgument for an all-to-all without an output to scatter into."""
-    if a2a._geometry.shape.way == "choices":
+    if a2a._geometry.shape.combine == "gemm_push":
         raise InvalidArgument(
             "scatter on an all-to-all with combine='gemm_push', whose rows are summed at their "
             "owners: use send, or build it with combine='pull' or 'push'"
@@ -31,7 +30,7 @@ def check_scatters(a2a: AllToAll) -> None:
 
 def check_homes(a2a: AllToAll) -> None:
     """Raise InvalidArgument for an all-to-all whose rows have no homes of their own."""
-    if a2a._geometry.shape.way != "choices":
+    if a2a._geometry.shape.combine != "gemm_push":
         raise InvalidArgument(
             "sent on an all-to-all without combine='gemm_push', whose rows have no addresses: "
             "use send, or build it with combine='gemm_push'"

@@ -51,7 +51,7 @@ def compile_shared(
     Calls through it release the interpreter lock, so ranks that are threads can wait in it.
 
     Args:
-        entry: C++20 with `extern "C"` functions; headers are `<weft/device/layout.cuh>`.
+        entry: C++20 with `extern "C"` functions; headers are `<weft/device/header.cuh>`.
         name: shown in errors and by the cache's listing.
         options: more compiler options; they come last and win.
         defines: macros, each `"NAME"` or `"NAME=VALUE"`.

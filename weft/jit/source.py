@@ -12,7 +12,7 @@ from pathlib import Path
 from weft.errors import InvalidArgument
 
 PACKAGE = Path(__file__).resolve().parents[1]
-INCLUDE_ROOT = PACKAGE.parent  # so that headers are named <weft/device/layout.cuh>
+INCLUDE_ROOT = PACKAGE.parent  # so that headers are named <weft/device/header.cuh>
 
 _SUFFIXES = frozenset((".cuh", ".hpp", ".cpp"))
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")

@@ -1,246 +1,259 @@
-// Low-latency dispatch: tokens quantised in registers go straight to every rank that has an expert
-// of theirs, once each, and the receiver lays them out by expert as they come. One launch, or two
-// halves. A warp is the unit of work: it sends 512 columns of a token, or takes 2 KiB of a row.
+// Low-latency dispatch: tokens are quantised in registers and go straight to every rank that has
+// one of their experts, once each; the receiver places them by expert as they arrive. One launch,
+// or split into a sending and a receiving kernel. A warp is the unit of work: it sends 512 columns
+// of a token, or receives 2 KiB of a row.
+//
+// Roles, in grid order:
+// coordinator    sends grants and checks that the peers' dispatch is the same one
+// metadata CTAs  send token counts and the masks of tokens by expert (metadata.cuh)
+// senders        send rows, their entries and weights
+// receivers      read the metadata, then move rows to their places by expert (receive.cuh)
 #pragma once
 #include <weft/lowlatency/metadata.cuh>
 #include <weft/lowlatency/receive.cuh>
 
 namespace weft {
 
-// What a warp holds of a token before it may send: 16 columns and, in lane k, the k-th id. All is
-// asked for at once, and looked at when the grants have come.
-template <LowShape S> struct Load {
-    Columns<S.number> columns;
+// What a warp loads of a token before it may send: 16 columns per lane and, in lane k, the k-th id.
+// All loads start at once and are used when the grants have come.
+template <LowLatencyShape S> struct TokenFragment {
+    Columns<S.dtype> columns;
     u32 token, part;
     u32 id_low, id_high;
 
-    static constexpr u32 turns = S.hidden / lane_columns;
-    static constexpr u32 units = (turns + warp_lanes - 1) / warp_lanes;  // of a token
+    static constexpr u32 row_lanes = S.hidden / lane_columns;
+    static constexpr u32 units = (row_lanes + warp_lanes - 1) / warp_lanes;  // of a token
 
-    WEFT_FN static Load of(const LowDispatchArgs& a, u32 unit) {
+    WEFT_FN static TokenFragment of(const LowLatencyDispatchArgs& a, u32 unit) {
         const u32 lane = threadIdx.x % warp_lanes;
-        Load load{.columns = {},
-                  .token = unit / units,
-                  .part = unit % units,
-                  .id_low = ~0u,
-                  .id_high = ~0u};
-        if (load.token >= a.tokens) return load;
+        TokenFragment fragment{.columns = {},
+                               .token = unit / units,
+                               .part = unit % units,
+                               .id_low = ~0u,
+                               .id_high = ~0u};
+        if (fragment.token >= a.tokens) return fragment;
         constexpr u32 vectors = S.out_bytes() / 16;
-        const uint4* row = static_cast<const uint4*>(a.x) + u64(load.token) * vectors;
+        const uint4* row = static_cast<const uint4*>(a.x) + u64(fragment.token) * vectors;
 #pragma unroll
-        for (u32 i = 0; i < Columns<S.number>::vectors; ++i) {
-            const u32 at = vector_of<S.number, S.group != 0>(load.part, i);
-            if (at < vectors) load.columns.v[i] = load_input(row + at);
+        for (u32 i = 0; i < Columns<S.dtype>::vectors; ++i) {
+            const u32 at = vector_of<S.dtype, S.group != 0>(fragment.part, i);
+            if (at < vectors) fragment.columns.v[i] = load_input(row + at);
         }
         if (lane < S.top_k) {
-            const u8* id =
-                static_cast<const u8*>(a.ids) + (u64(load.token) * S.top_k + lane) * a.ids_bytes;
-            load.id_low = load_early(id);
-            if (a.ids_bytes == 8) load.id_high = load_early(id + 4);
+            const u8* id = static_cast<const u8*>(a.ids) +
+                           (u64(fragment.token) * S.top_k + lane) * a.ids_bytes;
+            fragment.id_low = load_early(id);
+            if (a.ids_bytes == 8) fragment.id_high = load_early(id + 4);
         }
-        return load;
+        return fragment;
     }
-    // The id as an index; -1 for none, and for what is no expert.
-    WEFT_FN i32 id(const LowDispatchArgs& a) const {
+    // The id as an index; -1 for none, and for an id that is no expert.
+    WEFT_FN i32 id(const LowLatencyDispatchArgs& a) const {
         const bool known = (a.ids_bytes != 8 || id_high == 0) && id_low < S.experts;
         return known ? i32(id_low) : -1;
     }
 };
 
-// Calls visit(row of the token in the inbox of each destination), own rank first, then upwards.
-template <LowShape S, class Visit>
+// Calls visit(row of the token in the inbox) for each destination. Each rank starts with itself and
+// goes upwards.
+template <LowLatencyShape S, class Visit>
 WEFT_FN void for_destinations(const Site& site, u32 token, u32 destinations, const Visit& visit) {
 #pragma unroll
     for (u32 i = 0; i < S.ranks; ++i) {
         const u32 peer = site.rank + i < S.ranks ? site.rank + i : site.rank + i - S.ranks;
         if (destinations >> peer & 1)
-            visit(low_share<S>(site, peer).inbox.sent_row(site.rank, token));
+            visit(share_of<S>(site, peer).inbox.sent_row(site.rank, token));
     }
 }
 
-// The columns of one warp, quantised or as they are.
-template <LowShape S>
-WEFT_FN void send_columns(const Site& site, const Load<S>& load, u32 destinations) {
+// Sends the columns of one warp, quantised or unquantised.
+template <LowLatencyShape S>
+WEFT_FN void send_columns(const Site& site, const TokenFragment<S>& fragment, u32 destinations) {
     if constexpr (S.group == 0) {
-        for_destinations<S>(site, load.token, destinations, [&](u8* row) {
+        for_destinations<S>(site, fragment.token, destinations, [&](u8* row) {
 #pragma unroll
-            for (u32 i = 0; i < Columns<S.number>::vectors; ++i) {
-                const u32 at = vector_of<S.number, false>(load.part, i);
-                if (at < S.number_vectors())
+            for (u32 i = 0; i < Columns<S.dtype>::vectors; ++i) {
+                const u32 at = vector_of<S.dtype, false>(fragment.part, i);
+                if (at < S.value_vectors())
                     post_vector(reinterpret_cast<uint4*>(row) + at,
-                                canonical<S.number>(load.columns.v[i]));
+                                canonical<S.dtype>(fragment.columns.v[i]));
             }
         });
     } else {
         float x[lane_columns];
-        load.columns.widen(x);
+        fragment.columns.widen(x);
         const u32 amax = block_amax_bits<S.group>(x);
-        const u32 v = load.part * warp_lanes + threadIdx.x % warp_lanes;
-        if (v >= Load<S>::turns) return;
+        const u32 v = fragment.part * warp_lanes + threadIdx.x % warp_lanes;
+        if (v >= TokenFragment<S>::row_lanes) return;
         const BlockScale scale = scale_for<S>(amax);
-        const uint4 numbers = quantize(x, scale.inverse, amax >= infinity_bits);
+        const uint4 values = quantize(x, scale.inverse, amax >= infinity_bits);
         constexpr u32 lanes = S.group / lane_columns;
         const bool leads = v % lanes == 0;
-        for_destinations<S>(site, load.token, destinations, [&](u8* row) {
-            post_vector(reinterpret_cast<uint4*>(row) + v, numbers);
+        for_destinations<S>(site, fragment.token, destinations, [&](u8* row) {
+            post_vector(reinterpret_cast<uint4*>(row) + v, values);
             if (leads) send_scale<S.blocks()>(row + S.hidden, v / lanes, scale.scale);
         });
     }
 }
 
-// The weights of one token, where experts' ranks reduce.
-template <LowShape S>
-WEFT_FN void send_weights(const LowDispatchArgs& a, u32 token, u32 destinations) {
+// Sends the weights of one token, for Reduce::sender.
+template <LowLatencyShape S>
+WEFT_FN void send_weights(const LowLatencyDispatchArgs& a, u32 token, u32 destinations) {
     const u32 lane = threadIdx.x % warp_lanes;
     if (lane >= S.weight_vectors() * 4) return;
     u32 bits = 0;
     if (lane < S.top_k)
         bits = a.weights == nullptr ? 0x3f800000u
                                     : __float_as_uint(a.weights[u64(token) * S.top_k + lane]);
-    bits = canonical<Number::fp32>(bits);
+    bits = canonical<DType::fp32>(bits);
     for_destinations<S>(a.site, token, destinations, [&](u8* row) {
-        u32* words = reinterpret_cast<u32*>(row + (S.number_vectors() + S.scale_vectors()) * 16);
+        u32* words = reinterpret_cast<u32*>(row + (S.value_vectors() + S.scale_vectors()) * 16);
         store_relaxed(words + lane, bits);
     });
 }
 
-template <LowShape S>
-WEFT_FN void send_tokens(const LowDispatchArgs& a, u64 wanted, Turns turns, Load<S> load,
-                         Diary& diary) {
-    constexpr u32 units = Load<S>::units;
-    for (u32 unit = turns.first; unit < a.tokens * units; unit += turns.step) {
-        const Load<S> next = Load<S>::of(a, unit + turns.step);
-        const i32 id = load.id(a);
+template <LowLatencyShape S>
+WEFT_FN void send_tokens(const LowLatencyDispatchArgs& a, u64 wanted, WarpUnits warp_units,
+                         TokenFragment<S> fragment, TraceRecorder& recorder) {
+    constexpr u32 units = TokenFragment<S>::units;
+    for (u32 unit = warp_units.first; unit < a.tokens * units; unit += warp_units.step) {
+        const TokenFragment<S> next = TokenFragment<S>::of(a, unit + warp_units.step);
+        const i32 id = fragment.id(a);
         u32 mine = 0;
-        if (id >= 0) mine = 1u << place_in<S>(a.placement, u32(id)).rank;
+        if (id >= 0) mine = 1u << locate_expert<S>(a.placement, u32(id)).rank;
         const u32 destinations = __reduce_or_sync(all_lanes, mine);
-        if (unit % units == 0) send_choices<S>(a, wanted, load.token, id);
-        send_columns<S>(a.site, load, destinations);
+        if (unit % units == 0) send_choices<S>(a, wanted, fragment.token, id);
+        send_columns<S>(a.site, fragment, destinations);
         if constexpr (S.reduce == Reduce::sender)
-            if (unit % units == 0) send_weights<S>(a, load.token, destinations);
-        load = next;
-        diary.worked();
+            if (unit % units == 0) send_weights<S>(a, fragment.token, destinations);
+        fragment = next;
+        recorder.worked();
     }
 }
 
-template <LowShape S, Part part> WEFT_FN Crew dispatch_crew(const LowDispatchArgs& a) {
-    if constexpr (part == Part::receive) return {0, 0};
+template <LowLatencyShape S, PhasePart part>
+WEFT_FN CtaRoles dispatch_roles(const LowLatencyDispatchArgs& a) {
+    if constexpr (part == PhasePart::recv) return {0, 0};
     return {a.tokens == 0 ? 1 : chunks_of(a.tokens), a.senders};
 }
 
-// Notices peers whose dispatch is not this one's; nobody waits for it.
-template <LowShape S>
-WEFT_FN void hear_hello(const Block& team, const LowDispatchArgs& a, u64 wanted) {
-    LowShare<S>& own = own_share<S>(a.site);
+// Fails if a peer's dispatch is not the same one; no CTA waits for it.
+template <LowLatencyShape S>
+WEFT_FN void check_hello(const Block& team, const LowLatencyDispatchArgs& a, u64 wanted) {
+    LowLatencyShare<S>& own = own_share<S>(a.site);
     const u32 peer = team.lane();
     if (peer < S.ranks &&
         await_flag(own.header, a.site, &own.inbox.hello[peer], peer, Phase::dispatch, wanted))
         mark_arrived(team, own.header, Phase::dispatch, wanted, peer);
 }
 
-// Where experts' kernels store their rows at home, the dispatch waits in their stead until the
-// peers' places are blank. Order: the kernel's end puts their stores behind the blanks.
-template <LowShape S>
-WEFT_FN void clear_way_home(const Block& team, const LowDispatchArgs& a, const Progress& progress) {
-    const u32 lane = team.lane() - warp_lanes;  // the second warp: the first one hears peers
+// With gemm_push the experts' kernels store rows at the owners, so the dispatch waits for the
+// combine grants in their place.
+// Order: the end of this kernel orders their stores behind the restored sentinels.
+template <LowLatencyShape S>
+WEFT_FN void await_combine_grants(const Block& team, const LowLatencyDispatchArgs& a,
+                                  const Progress& progress) {
+    const u32 lane = team.lane() - warp_lanes;  // the second warp: the first one reads hellos
     if (lane < S.ranks) await_grant<S>(a.site, progress, Phase::combine, lane);
 }
 
-// Takers are as many as ranks of many tokens would need. Those whose first unit lies behind this
-// rank's own tokens ask first whether any rank has so many, with a word for each: or at one token
-// all of them would read every word of every source, again and again, for nothing. `idle`: nobody
-// has.
-template <LowShape S>
-WEFT_FN bool ask_for_work(const Block& team, const LowDispatchArgs& a, u64 wanted, u32 first,
-                          bool& idle) {
-    LowShare<S>& own = own_share<S>(a.site);
-    const u32 token = Stand<S>::of(first, a.site.rank).token, peer = team.lane();
+// Finds out whether this CTA has work; false when a wait has failed. There are as many receivers as
+// ranks with many tokens would need. Those whose first unit lies behind this rank's own tokens read
+// every rank's token count first; otherwise at one token all of them would read every word of every
+// source, again and again, for nothing. `idle`: no rank has so many tokens.
+template <LowLatencyShape S>
+WEFT_FN bool find_work(const Block& team, const LowLatencyDispatchArgs& a, u64 wanted, u32 first,
+                       bool& idle) {
+    LowLatencyShare<S>& own = own_share<S>(a.site);
+    const u32 token = ReceiveUnit<S>::of(first, a.site.rank).token, peer = team.lane();
     if (token < a.tokens) return true;
     u32 tokens = 0;
-    bool came = true;
+    bool arrived = true;
     if (peer < S.ranks)
-        came = await_tagged(own.header, a.site, Phase::dispatch, &own.inbox.tokens[peer], peer,
-                            wanted, tokens);
-    idle = !team.any(token < believed<S>(tokens));
-    return team.all(came);
+        arrived = await_tagged(own.header, a.site, Phase::dispatch, &own.inbox.tokens[peer], peer,
+                               wanted, tokens);
+    idle = !team.any(token < clamp_tokens<S>(tokens));
+    return team.all(arrived);
 }
 
-// What those do who take.
-template <LowShape S>
-WEFT_FN bool take(const Block& team, const LowDispatchArgs& a, u64 wanted, const Crew& crew,
-                  TakeScratch<S>& scratch, Diary& diary) {
-    const Turns turns = crew.of_takers();
+// Everything that a receiver does.
+template <LowLatencyShape S>
+WEFT_FN bool receive(const Block& team, const LowLatencyDispatchArgs& a, u64 wanted,
+                     const CtaRoles& roles, ReceiveScratch<S>& scratch, TraceRecorder& recorder) {
+    const WarpUnits warp_units = roles.receiver_units();
     bool idle = false;
-    const u32 first = turns.first - team.warp();  // of this CTA
-    if (!crew.takes_first() && !ask_for_work<S>(team, a, wanted, first, idle)) return false;
+    const u32 first = warp_units.first - team.warp();  // of this CTA
+    if (!roles.is_first_receiver() && !find_work<S>(team, a, wanted, first, idle)) return false;
     if (idle) {
-        diary.learned();
+        recorder.learned();
         return true;
     }
-    const bool came = hear_all<S>(team, a, wanted, crew.takes_first(), scratch);
-    const Taken<S> taken = look_first<S>(a, turns.first);
-    if (!team.all(came)) return false;
-    lay_out<S>(team, a, crew.takes_first(), scratch);
-    diary.learned();
-    return take_rows<S>(a, wanted, turns, scratch, taken, diary);
+    const bool arrived = await_metadata<S>(team, a, wanted, roles.is_first_receiver(), scratch);
+    const RowFragment<S> fragment = poll_first_row<S>(a, warp_units.first);
+    if (!team.all(arrived)) return false;
+    compute_offsets<S>(team, a, roles.is_first_receiver(), scratch);
+    recorder.learned();
+    return receive_rows<S>(a, wanted, warp_units, scratch, fragment, recorder);
 }
 
-template <LowShape S, Part part = Part::whole> WEFT_FN void low_dispatch(const LowDispatchArgs& a) {
-    __shared__ Track page;
-    __shared__ __align__(16) u8 scratch[largest(sizeof(TellScratch<S>), sizeof(TakeScratch<S>))];
-    TellScratch<S>& telling = *reinterpret_cast<TellScratch<S>*>(scratch);
-    TakeScratch<S>& taking = *reinterpret_cast<TakeScratch<S>*>(scratch);
+template <LowLatencyShape S, PhasePart part = PhasePart::whole>
+WEFT_FN void low_latency_dispatch(const LowLatencyDispatchArgs& a) {
+    __shared__ TraceRecord record;
+    __shared__ __align__(16)
+        u8 scratch[largest(sizeof(MetadataScratch<S>), sizeof(ReceiveScratch<S>))];
+    MetadataScratch<S>& metadata = *reinterpret_cast<MetadataScratch<S>*>(scratch);
+    ReceiveScratch<S>& receiving = *reinterpret_cast<ReceiveScratch<S>*>(scratch);
     const Block team;
-    LowShare<S>& own = own_share<S>(a.site);
-    const Crew crew = dispatch_crew<S, part>(a);
-    if (crew.tells()) clear_chosen<S>(team, telling);
+    LowLatencyShare<S>& own = own_share<S>(a.site);
+    const CtaRoles roles = dispatch_roles<S, part>(a);
+    if (roles.is<CtaRole::metadata>()) clear_masks<S>(team, metadata);
     wait_for_predecessor();
     admit_successor();
-    const Standing standing = Standing::read<S>(own);
-    Load<S> load{};
-    if (crew.sends()) load = Load<S>::of(a, crew.of_senders().first);
-    if (crew.tells()) tally<S>(team, a, blockIdx.x - 1, telling);
-    const u64 start = start_of(team, crew);
-    const u64 done = part == Part::receive ? standing.progress.received : standing.progress.sent;
+    const RankState state = RankState::read<S>(own);
+    TokenFragment<S> fragment{};
+    if (roles.is<CtaRole::sender>()) fragment = TokenFragment<S>::of(a, roles.sender_units().first);
+    if (roles.is<CtaRole::metadata>()) build_masks<S>(team, a, blockIdx.x - 1, metadata);
+    const u64 start = start_time(team, roles);
+    const u64 done = part == PhasePart::recv ? state.progress.received : state.progress.sent;
     const u64 wanted = (done + 1) & epoch_mask;
-    Diary diary(team, page, !crew.heralds(), start);
+    TraceRecorder recorder(team, record, !roles.is<CtaRole::coordinator>(), start);
     u64 end = 0;
 
-    if constexpr (part != Part::receive) {
+    if constexpr (part != PhasePart::recv) {
         const Action planned = fault(own.header, Point::dispatch_enter, a.site.rank, wanted);
         if (planned == Action::stay_away) return;
     }
-    const bool stores = crew.tells() || crew.sends();
-    if (!standing.admitted<S>(team, a.site, Phase::dispatch, stores)) return;
-    diary.granted();
-    // Whoever sends counts itself behind that.
+    const bool stores = roles.is<CtaRole::metadata>() || roles.is<CtaRole::sender>();
+    if (!state.may_start<S>(team, a.site, Phase::dispatch, stores)) return;
+    recorder.granted();
+    // Senders and metadata CTAs count themselves after they have sent.
     const auto count = [&] {
-        if (team.lane() != team.lanes() - 1 || !counts_last(own.header)) return;
-        if constexpr (part != Part::receive) own.progress.sent = wanted;
-        if constexpr (part != Part::send) own.progress.received = wanted;
+        if (team.lane() != team.lanes() - 1 || !is_last_cta(own.header)) return;
+        if constexpr (part != PhasePart::recv) own.progress.sent = wanted;
+        if constexpr (part != PhasePart::send) own.progress.received = wanted;
     };
     if (!stores) count();
-    if (crew.heralds()) {
-        grant_all<S>(team, a.site, standing.progress);
-        if constexpr (part != Part::receive)
+    if (roles.is<CtaRole::coordinator>()) {
+        grant_all<S>(team, a.site, state.progress);
+        if constexpr (part != PhasePart::recv)
             mark_start(team, own.header, Phase::dispatch, wanted, start);
-        if constexpr (part != Part::send) hear_hello<S>(team, a, wanted);
-        if constexpr (S.homes) clear_way_home<S>(team, a, standing.progress);
+        if constexpr (part != PhasePart::send) check_hello<S>(team, a, wanted);
+        if constexpr (S.gemm_push) await_combine_grants<S>(team, a, state.progress);
     } else if (stores) {
-        if (crew.tells())
-            tell<S>(team, a, wanted, blockIdx.x - 1, telling);
+        if (roles.is<CtaRole::metadata>())
+            send_metadata<S>(team, a, wanted, blockIdx.x - 1, metadata);
         else
-            send_tokens<S>(a, wanted, crew.of_senders(), load, diary);
+            send_tokens<S>(a, wanted, roles.sender_units(), fragment, recorder);
         count();
         fault(own.header, Point::after_payload, a.site.rank, wanted);
     } else {
-        if (!take<S>(team, a, wanted, crew, taking, diary)) return;
-        if (crew.takes_first() && team.lane() == 0) {
+        if (!receive<S>(team, a, wanted, roles, receiving, recorder)) return;
+        if (roles.is_first_receiver() && team.lane() == 0) {
             end = keep_record(own.header, Phase::dispatch, wanted, start, a.tokens);
             mark_end(own.header, Phase::dispatch, wanted, end);
         }
     }
-    diary.ended(team, a.tracks, Phase::dispatch, wanted, crew.role(), blockIdx.x, end);
+    recorder.ended(team, a.traces, Phase::dispatch, wanted, roles.worker_role(), blockIdx.x, end);
 }
 
 }  // namespace weft

@@ -1,4 +1,4 @@
-// Low-latency dispatch on a CPU: the same words in the same places, a team of one thread.
+// Low-latency dispatch on a CPU: the same protocol and layout with a team of one thread.
 #pragma once
 #include <cstring>
 
@@ -7,7 +7,7 @@
 
 namespace weft {
 
-// A row travels in words of eight bytes, each whole or not at all.
+// Sends a row in words of eight bytes, each of which is seen whole.
 inline void send_words(u8* to, const u8* from, u32 bytes) {
     for (u32 i = 0; i < bytes; i += 8) {
         u64 word;
@@ -16,15 +16,15 @@ inline void send_words(u8* to, const u8* from, u32 bytes) {
     }
 }
 
-// Takes a row out of the inbox and leaves it blank; false if it does not come.
-inline bool take_words(Header& header, const Site& site, const Wait& wait, u8* row, u8* to,
-                       u32 bytes) {
-    Patience patience;
+// Receives a row and restores the sentinels; false when a wait has failed.
+inline bool receive_words(Header& header, const Site& site, const Wait& wait, u8* row, u8* to,
+                          u32 bytes) {
+    SpinWait spin;
     for (u32 i = 0; i < bytes; i += 8) {
         u64* at = reinterpret_cast<u64*>(row + i);
         u64 word = load_relaxed(at);
         while (word == sentinel_pair) {
-            if (!patience.lasts(header, site, wait)) return false;
+            if (!spin.keep_waiting(header, site, wait)) return false;
             word = load_relaxed(at);
         }
         std::memcpy(to + i, &word, 8);
@@ -33,50 +33,51 @@ inline bool take_words(Header& header, const Site& site, const Wait& wait, u8* r
     return true;
 }
 
-// Numbers of a row that go as they are.
-template <LowShape S> void present_row(u8* to, const u8* from) {
+// Copies a row so that no word of it is the sentinel.
+template <LowLatencyShape S> void copy_canonical(u8* to, const u8* from) {
     for (u32 i = 0; i < S.out_bytes(); i += 4) {
         u32 word;
         std::memcpy(&word, from + i, 4);
-        word = canonical<S.number>(word);
+        word = canonical<S.dtype>(word);
         std::memcpy(to + i, &word, 4);
     }
 }
 
-// Blocks of FP8 with their scales behind them.
-template <LowShape S, u32 columns, bool home>
-void quantize_numbers(u8* to, const float (&x)[S.hidden]) {
+// Stores a row as FP8 blocks with their scales behind them.
+template <LowLatencyShape S, u32 columns, bool returned>
+void quantize_blocks(u8* to, const float (&x)[S.hidden]) {
     u8* scales = to + S.hidden;
     for (u32 block = 0; block < S.hidden / columns; ++block) {
         const float (&part)[columns] =
             reinterpret_cast<const float (&)[columns]>(x[block * columns]);
         const u32 amax = amax_bits_of(part);
-        const BlockScale scale = home ? block_scale(amax) : scale_for<S>(amax);
+        const BlockScale scale = returned ? block_scale(amax) : scale_for<S>(amax);
         store_block(part, scale.inverse, amax >= infinity_bits, to + block * columns);
         std::memcpy(scales + 4 * block, &scale.scale, 4);
     }
 }
 
-template <LowShape S> void load_token(const LowDispatchArgs& a, u32 token, u8* row) {
+template <LowLatencyShape S> void load_token(const LowLatencyDispatchArgs& a, u32 token, u8* row) {
     const u8* from = static_cast<const u8*>(a.x) + u64(token) * S.out_bytes();
     if constexpr (S.group == 0) {
-        present_row<S>(row, from);
+        copy_canonical<S>(row, from);
     } else {
         float x[S.hidden];
-        read_block<S.number>(x, from, 0);
-        quantize_numbers<S, S.group, false>(row, x);
+        read_block<S.dtype>(x, from, 0);
+        quantize_blocks<S, S.group, false>(row, x);
     }
     if constexpr (S.reduce == Reduce::sender)
         for (u32 k = 0; k < S.top_k; ++k) {
             const float weight = a.weights ? a.weights[u64(token) * S.top_k + k] : 1.0f;
-            const u32 bits = canonical<Number::fp32>(std::bit_cast<u32>(weight));
-            std::memcpy(row + (S.number_vectors() + S.scale_vectors()) * 16 + 4 * k, &bits, 4);
+            const u32 bits = canonical<DType::fp32>(std::bit_cast<u32>(weight));
+            std::memcpy(row + (S.value_vectors() + S.scale_vectors()) * 16 + 4 * k, &bits, 4);
         }
 }
 
-// The choices of one token, -1 for none; ids that repeat or are no experts are reported and count
+// Reads the ids of one token, -1 for none. Ids that repeat or are no experts are reported and count
 // as none.
-template <LowShape S> void read_choices(const LowDispatchArgs& a, u32 token, i32 (&ids)[S.top_k]) {
+template <LowLatencyShape S>
+void read_choices(const LowLatencyDispatchArgs& a, u32 token, i32 (&ids)[S.top_k]) {
     Header& header = own_share<S>(a.site).header;
     for (u32 k = 0; k < S.top_k; ++k) {
         const i64 raw = id_at(a.ids, a.ids_bytes, u64(token) * S.top_k + k);
@@ -90,29 +91,29 @@ template <LowShape S> void read_choices(const LowDispatchArgs& a, u32 token, i32
     }
 }
 
-// One token: its choices to every rank, its row to those that hold an expert of it.
-template <LowShape S>
-void send_token(const LowDispatchArgs& a, u64 wanted, u32 token, u32 (&chosen)[S.experts]) {
+// Sends one token: its choices to every rank, its row to the ranks that hold one of its experts.
+template <LowLatencyShape S>
+void send_token(const LowLatencyDispatchArgs& a, u64 wanted, u32 token, u32 (&mask)[S.experts]) {
     i32 ids[S.top_k];
     read_choices<S>(a, token, ids);
     u32 choices[S.top_k] = {}, owner[S.top_k] = {}, kept = 0, ranks = 0;
     for (u32 k = 0; k < S.top_k; ++k) {
         owner[k] = S.ranks;
         if (ids[k] < 0) continue;
-        const Place place = place_in<S>(a.placement, u32(ids[k]));
-        owner[k] = place.rank;
-        choices[k] = place.local + 1;
-        chosen[ids[k]] |= 1u << token % chunk_tokens;
+        const ExpertLocation location = locate_expert<S>(a.placement, u32(ids[k]));
+        owner[k] = location.rank;
+        choices[k] = location.local + 1;
+        mask[ids[k]] |= 1u << token % chunk_tokens;
         kept |= 1u << k;
-        ranks |= 1u << place.rank;
+        ranks |= 1u << location.rank;
     }
-    a.ledger.expected[2 * token] = kept;
-    a.ledger.expected[2 * token + 1] = ranks;
+    a.routing.expected[2 * token] = kept;
+    a.routing.expected[2 * token + 1] = ranks;
     alignas(16) u8 row[S.sent_vectors() * 16] = {};
     if (ranks != 0) load_token<S>(a, token, row);
     for (u32 i = 0; i < S.ranks; ++i) {
         const u32 peer = (a.site.rank + i) % S.ranks;
-        LowInbox<S>& to = low_share<S>(a.site, peer).inbox;
+        LowLatencyInbox<S>& to = share_of<S>(a.site, peer).inbox;
         for (u32 k = 0; k < S.top_k; ++k)
             store_relaxed(&to.choices[a.site.rank][token][k],
                           tagged(wanted, owner[k] == peer ? choices[k] : 0));
@@ -120,26 +121,28 @@ void send_token(const LowDispatchArgs& a, u64 wanted, u32 token, u32 (&chosen)[S
     }
 }
 
-// Which tokens of a chunk chose each expert, to the expert's rank.
-template <LowShape S>
-void send_chosen(const LowDispatchArgs& a, u64 wanted, u32 chunk, const u32 (&chosen)[S.experts]) {
+// Sends the masks of a chunk to the experts' ranks.
+template <LowLatencyShape S>
+void send_masks(const LowLatencyDispatchArgs& a, u64 wanted, u32 chunk,
+                const u32 (&mask)[S.experts]) {
     for (u32 expert = 0; expert < S.experts; ++expert) {
-        const Place place = place_in<S>(a.placement, expert);
-        LowInbox<S>& to = low_share<S>(a.site, place.rank).inbox;
-        store_relaxed(&to.chosen[a.site.rank][chunk][place.local], tagged(wanted, chosen[expert]));
+        const ExpertLocation location = locate_expert<S>(a.placement, expert);
+        LowLatencyInbox<S>& to = share_of<S>(a.site, location.rank).inbox;
+        store_relaxed(&to.token_masks[a.site.rank][chunk][location.local],
+                      tagged(wanted, mask[expert]));
     }
 }
 
-// The first words of a dispatch: that it has begun, and how many tokens it has. They order nothing,
+// Sends the first words of a dispatch: that it has begun, and its token count. They order nothing,
 // and nothing is read behind them.
-template <LowShape S> void send_hello(const LowDispatchArgs& a, u64 wanted) {
+template <LowLatencyShape S> void send_hello(const LowLatencyDispatchArgs& a, u64 wanted) {
     Header& header = own_share<S>(a.site).header;
     mark_sent(Solo{}, header, Phase::dispatch, wanted);
     for (u32 peer = 0; peer < S.ranks; ++peer) {
         const Action planned = fault(header, Point::before_flag, peer, wanted);
         if (planned == Action::drop) continue;
         const u64 lie = planned == Action::lie ? 1ull << 40 : 0;
-        LowInbox<S>& to = low_share<S>(a.site, peer).inbox;
+        LowLatencyInbox<S>& to = share_of<S>(a.site, peer).inbox;
         store_relaxed(&to.tokens[a.site.rank], tagged(wanted, a.tokens));
         store_relaxed(&to.hello[a.site.rank],
                       make_flag(header.generation, a.site.descriptor, wanted) ^ lie);
@@ -147,48 +150,49 @@ template <LowShape S> void send_hello(const LowDispatchArgs& a, u64 wanted) {
     mark_published(Solo{}, header, Phase::dispatch, wanted);
 }
 
-template <LowShape S> bool await_grants(const Site& site, const Progress& progress, Phase phase) {
+template <LowLatencyShape S>
+bool await_grants(const Site& site, const Progress& progress, Phase phase) {
     for (u32 peer = 0; peer < S.ranks; ++peer)
         if (!await_grant<S>(site, progress, phase, peer)) return false;
     return true;
 }
 
-template <LowShape S>
-bool send_tokens(const LowDispatchArgs& a, const Progress& progress, u64 wanted) {
-    Track page;
-    Diary diary(Solo{}, page, true);
+template <LowLatencyShape S>
+bool send_tokens(const LowLatencyDispatchArgs& a, const Progress& progress, u64 wanted) {
+    TraceRecord record;
+    TraceRecorder recorder(Solo{}, record, true);
     if (!await_grants<S>(a.site, progress, Phase::dispatch)) return false;
-    diary.granted();
+    recorder.granted();
     send_hello<S>(a, wanted);
     for (u32 chunk = 0; chunk < chunks_of(a.tokens); ++chunk) {
-        u32 chosen[S.experts] = {};
+        u32 mask[S.experts] = {};
         const u32 first = chunk * chunk_tokens, rest = a.tokens - first;
         for (u32 i = 0; i < (rest < chunk_tokens ? rest : chunk_tokens); ++i)
-            send_token<S>(a, wanted, first + i, chosen);
-        send_chosen<S>(a, wanted, chunk, chosen);
+            send_token<S>(a, wanted, first + i, mask);
+        send_masks<S>(a, wanted, chunk, mask);
     }
-    diary.ended(Solo{}, a.tracks, Phase::dispatch, wanted, 1, 0, profiled_now());
+    recorder.ended(Solo{}, a.traces, Phase::dispatch, wanted, CtaRole::sender, 0, profiled_now());
     fault(own_share<S>(a.site).header, Point::after_payload, a.site.rank, wanted);
     return true;
 }
 
-// Which tokens of a chunk chose one of my experts, as a source tells it.
-template <LowShape S>
-bool hear_chosen(const LowDispatchArgs& a, u64 wanted, u32 source, u32 tokens, u32 chunk, u32 e,
-                 u32& bits) {
-    LowShare<S>& own = own_share<S>(a.site);
-    if (!await_tagged(own.header, a.site, Phase::dispatch, &own.inbox.chosen[source][chunk][e],
+// Waits for a source's mask of a chunk for one of this rank's experts.
+template <LowLatencyShape S>
+bool await_masks(const LowLatencyDispatchArgs& a, u64 wanted, u32 source, u32 tokens, u32 chunk,
+                 u32 e, u32& bits) {
+    LowLatencyShare<S>& own = own_share<S>(a.site);
+    if (!await_tagged(own.header, a.site, Phase::dispatch, &own.inbox.token_masks[source][chunk][e],
                       source, wanted, bits))
         return false;
     bits &= valid_bits(tokens, chunk);
     return true;
 }
 
-// How many tokens each source brings, and where its rows of each expert begin.
-template <LowShape S>
-bool learn(const LowDispatchArgs& a, u64 wanted, u32 (&tokens)[S.ranks],
-           u32 (&first)[S.ranks][S.local]) {
-    LowShare<S>& own = own_share<S>(a.site);
+// Receives the token count of each source, and where its rows of each expert begin.
+template <LowLatencyShape S>
+bool receive_metadata(const LowLatencyDispatchArgs& a, u64 wanted, u32 (&tokens)[S.ranks],
+                      u32 (&first)[S.ranks][S.local]) {
+    LowLatencyShare<S>& own = own_share<S>(a.site);
     for (u32 source = 0; source < S.ranks; ++source) {
         fault(own.header, Point::before_poll, source, wanted);
         if (!await_flag(own.header, a.site, &own.inbox.hello[source], source, Phase::dispatch,
@@ -197,8 +201,8 @@ bool learn(const LowDispatchArgs& a, u64 wanted, u32 (&tokens)[S.ranks],
                           wanted, tokens[source]))
             return false;
         mark_arrived(Solo{}, own.header, Phase::dispatch, wanted, source);
-        tokens[source] = believed<S>(tokens[source]);
-        a.ledger.brought[source] = i32(tokens[source]);
+        tokens[source] = clamp_tokens<S>(tokens[source]);
+        a.routing.source_tokens[source] = i32(tokens[source]);
     }
     for (u32 e = 0; e < a.own_experts; ++e) {
         u32 total = 0;
@@ -206,7 +210,7 @@ bool learn(const LowDispatchArgs& a, u64 wanted, u32 (&tokens)[S.ranks],
             first[source][e] = total;
             for (u32 chunk = 0; chunk < chunks_of(tokens[source]); ++chunk) {
                 u32 bits;
-                if (!hear_chosen<S>(a, wanted, source, tokens[source], chunk, e, bits))
+                if (!await_masks<S>(a, wanted, source, tokens[source], chunk, e, bits))
                     return false;
                 total += bits_in(bits);
             }
@@ -219,8 +223,9 @@ bool learn(const LowDispatchArgs& a, u64 wanted, u32 (&tokens)[S.ranks],
     return true;
 }
 
-template <LowShape S> void unpack_row(const LowDispatchArgs& a, const u8* from, u32 e, u32 row) {
-    constexpr u32 bytes = S.number_vectors() * 16;
+template <LowLatencyShape S>
+void unpack_row(const LowLatencyDispatchArgs& a, const u8* from, u32 e, u32 row) {
+    constexpr u32 bytes = S.value_vectors() * 16;
     std::memcpy(static_cast<u8*>(a.rows) + (u64(e) * S.rows() + row) * bytes, from, bytes);
     for (u32 block = 0; block < S.blocks(); ++block) {
         u32 bits;
@@ -229,12 +234,13 @@ template <LowShape S> void unpack_row(const LowDispatchArgs& a, const u8* from, 
     }
 }
 
-// One token of one source: where its rows go, and the rows. A row is taken whatever becomes of its
-// choices. first: row of the first token of its chunk, for each of my experts; bits: of the chunk.
-template <LowShape S>
-bool receive_token(const LowDispatchArgs& a, u64 wanted, u32 source, u32 token,
+// Receives one token of one source and stores it at its places. A row is received whatever its
+// choices are. first: row of the first token of its chunk, for each of this rank's experts; bits:
+// the masks of the chunk.
+template <LowLatencyShape S>
+bool receive_token(const LowLatencyDispatchArgs& a, u64 wanted, u32 source, u32 token,
                    const u32 (&first)[S.local], const u32 (&bits)[S.local]) {
-    LowShare<S>& own = own_share<S>(a.site);
+    LowLatencyShare<S>& own = own_share<S>(a.site);
     const Wait wait{source, Phase::dispatch, wanted, epoch_before(wanted)};
     u32 choices[S.top_k], any = 0;
     for (u32 k = 0; k < S.top_k; ++k) {
@@ -244,90 +250,91 @@ bool receive_token(const LowDispatchArgs& a, u64 wanted, u32 source, u32 token,
         any |= choices[k];
     }
     alignas(16) u8 row[S.sent_vectors() * 16];
-    if (any != 0 &&
-        !take_words(own.header, a.site, wait, own.inbox.sent_row(source, token), row, sizeof(row)))
+    if (any != 0 && !receive_words(own.header, a.site, wait, own.inbox.sent_row(source, token), row,
+                                   sizeof(row)))
         return false;
     const u64 slot = (u64(source) * S.tokens + token) * S.top_k;
     for (u32 k = 0; k < S.top_k; ++k) {
         const i32 expert = local_of(choices[k], a.own_experts);
-        Seat seat{-1, 0};
-        if (expert >= 0) seat = seat_of(expert, token, first[expert], bits[expert]);
-        if constexpr (!S.homes) a.ledger.position[slot + k] = -1;
-        if (seat.expert < 0 || seat.row >= S.rows()) continue;
-        const u32 e = u32(seat.expert);
-        const u64 at = u64(e) * S.rows() + seat.row;
+        ExpertRow found{-1, 0};
+        if (expert >= 0) found = expert_row(expert, token, first[expert], bits[expert]);
+        if constexpr (!S.gemm_push) a.routing.position[slot + k] = -1;
+        if (found.expert < 0 || found.row >= S.rows()) continue;
+        const u32 e = u32(found.expert);
+        const u64 at = u64(e) * S.rows() + found.row;
         a.source[at] = i32(source * S.tokens + token);
-        if constexpr (S.homes)
-            a.ledger.home[at] = home_of<S>(a.site, source, token, k);
+        if constexpr (S.gemm_push)
+            a.routing.dst_addr[at] = dst_addr_of<S>(a.site, source, token, k);
         else
-            a.ledger.position[slot + k] = i32(at);
-        unpack_row<S>(a, row, e, seat.row);
+            a.routing.position[slot + k] = i32(at);
+        unpack_row<S>(a, row, e, found.row);
         if constexpr (S.reduce == Reduce::sender)
-            std::memcpy(&a.ledger.weights[slot + k],
-                        row + (S.number_vectors() + S.scale_vectors()) * 16 + 4 * k, 4);
+            std::memcpy(&a.routing.weights[slot + k],
+                        row + (S.value_vectors() + S.scale_vectors()) * 16 + 4 * k, 4);
     }
     return true;
 }
 
-// All tokens of one source, chunk by chunk; `first` moves on with them.
-template <LowShape S>
-bool receive_source(const LowDispatchArgs& a, u64 wanted, u32 source, u32 tokens,
-                    u32 (&first)[S.local], Diary& diary) {
+// Receives all tokens of one source, chunk by chunk; `first` advances with them.
+template <LowLatencyShape S>
+bool receive_source(const LowLatencyDispatchArgs& a, u64 wanted, u32 source, u32 tokens,
+                    u32 (&first)[S.local], TraceRecorder& recorder) {
     for (u32 chunk = 0; chunk < chunks_of(tokens); ++chunk) {
         u32 bits[S.local] = {};
         for (u32 e = 0; e < a.own_experts; ++e)
-            if (!hear_chosen<S>(a, wanted, source, tokens, chunk, e, bits[e])) return false;
+            if (!await_masks<S>(a, wanted, source, tokens, chunk, e, bits[e])) return false;
         const u32 start = chunk * chunk_tokens, end = start + chunk_tokens;
-        for (u32 token = start; token < (tokens < end ? tokens : end); ++token, diary.worked())
+        for (u32 token = start; token < (tokens < end ? tokens : end); ++token, recorder.worked())
             if (!receive_token<S>(a, wanted, source, token, first, bits)) return false;
         for (u32 e = 0; e < a.own_experts; ++e) first[e] += bits_in(bits[e]);
     }
     return true;
 }
 
-template <LowShape S> bool receive_tokens(const LowDispatchArgs& a, u64 wanted) {
-    Track page;
-    Diary diary(Solo{}, page, true);
+template <LowLatencyShape S> bool receive_tokens(const LowLatencyDispatchArgs& a, u64 wanted) {
+    TraceRecord record;
+    TraceRecorder recorder(Solo{}, record, true);
     u32 tokens[S.ranks] = {}, first[S.ranks][S.local] = {};
-    if (!learn<S>(a, wanted, tokens, first)) return false;
-    diary.learned();
+    if (!receive_metadata<S>(a, wanted, tokens, first)) return false;
+    recorder.learned();
     for (u32 i = 0; i < S.ranks; ++i) {
         const u32 source = (a.site.rank + i) % S.ranks;
-        const u64 since = diary.waits();
-        if (!receive_source<S>(a, wanted, source, tokens[source], first[source], diary))
+        const u64 since = recorder.waits();
+        if (!receive_source<S>(a, wanted, source, tokens[source], first[source], recorder))
             return false;
-        diary.waited(since, source);
+        recorder.waited(since, source);
     }
-    diary.ended(Solo{}, a.tracks, Phase::dispatch, wanted, 2, 1, profiled_now());
+    recorder.ended(Solo{}, a.traces, Phase::dispatch, wanted, CtaRole::receiver, 1, profiled_now());
     return true;
 }
 
-// Before anything is waited for: peers wait for it.
-template <LowShape S> void grant_all(const Site& site, const Progress& progress) {
+// Grants before it waits for anything, because peers wait for the grants.
+template <LowLatencyShape S> void grant_all(const Site& site, const Progress& progress) {
     for (u32 peer = 0; peer < S.ranks; ++peer) {
         grant<S>(site, progress, Phase::dispatch, peer);
         grant<S>(site, progress, Phase::combine, peer);
     }
 }
 
-template <LowShape S, Part part = Part::whole> void low_dispatch(const LowDispatchArgs& a) {
-    LowShare<S>& own = own_share<S>(a.site);
+template <LowLatencyShape S, PhasePart part = PhasePart::whole>
+void low_latency_dispatch(const LowLatencyDispatchArgs& a) {
+    LowLatencyShare<S>& own = own_share<S>(a.site);
     const Progress progress = own.progress;
-    if (own.header.turn.failed != 0) return;
+    if (own.header.state.failed != 0) return;
     const u64 start = now_ns();
     const u64 wanted =
-        ((part == Part::receive ? progress.received : progress.sent) + 1) & epoch_mask;
+        ((part == PhasePart::recv ? progress.received : progress.sent) + 1) & epoch_mask;
     grant_all<S>(a.site, progress);
-    if constexpr (part != Part::receive) {
+    if constexpr (part != PhasePart::recv) {
         mark_start(Solo{}, own.header, Phase::dispatch, wanted, start);
         if (fault(own.header, Point::dispatch_enter, a.site.rank, wanted) == Action::stay_away)
             return;
         if (!send_tokens<S>(a, progress, wanted)) return;
         own.progress.sent = wanted;
     }
-    if constexpr (part != Part::send) {
+    if constexpr (part != PhasePart::send) {
         if (!receive_tokens<S>(a, wanted)) return;
-        if constexpr (S.homes)  // in the stead of those who will store there
+        if constexpr (S.gemm_push)  // in the stead of those who will store there
             if (!await_grants<S>(a.site, progress, Phase::combine)) return;
         own.progress.received = wanted;
         keep_record(own.header, Phase::dispatch, wanted, start, a.tokens);

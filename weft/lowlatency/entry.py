@@ -23,27 +23,27 @@ from weft.jit import (
 from weft.jit.args import decode, expected, table_source, verify
 from weft.lowlatency.shape import (
     CHUNK_TOKENS,
-    Ledger,
-    LowCombineArgs,
-    LowDispatchArgs,
+    LowLatencyCombineArgs,
+    LowLatencyDispatchArgs,
     LowLayout,
     LowShape,
-    Track,
+    RoutingRecord,
+    TraceRecord,
 )
 from weft.runtime.args import Site
 from weft.runtime.check import check_sms
 from weft.runtime.stream import current_stream, loading
 
-THREADS = 256  # most_threads in lowlatency/metadata.cuh
+THREADS = 256  # max_threads in lowlatency/metadata.cuh
 FEW_TOKENS, FEW_THREADS = 32, 128  # up to so many tokens, more and smaller CTAs
-SENDERS_PER_SM, TAKERS_PER_SM = 1, 2  # CTAs of THREADS
-TAKEN = 128  # 16-byte vectors of a row that a warp takes at once: Taken::span
-PARTS = ("", "_send", "_receive")
+SENDERS_PER_SM, RECEIVERS_PER_SM = 1, 2  # CTAs of THREADS
+RECEIVED_VECTORS = 128  # 16-byte vectors of a row that a warp receives at once: RowFragment::span
+PARTS = {"": "whole", "_send": "send", "_receive": "recv"}  # entry: weft::PhasePart
 TABLES: dict[str, type[ctypes.Structure]] = {
-    "Ledger": Ledger,
-    "Track": Track,
-    "LowDispatchArgs": LowDispatchArgs,
-    "LowCombineArgs": LowCombineArgs,
+    "RoutingRecord": RoutingRecord,
+    "TraceRecord": TraceRecord,
+    "LowLatencyDispatchArgs": LowLatencyDispatchArgs,
+    "LowLatencyCombineArgs": LowLatencyCombineArgs,
 }
 
 
@@ -65,26 +65,28 @@ class LowBuild:
 
 @dataclass(frozen=True, slots=True)
 class LowPlan:
-    """A launch: CTAs that tell, that send and that take, of so many threads; and the herald."""
+    """A launch: CTAs by role (weft::CtaRoles), of so many threads, and the coordinator."""
 
-    tellers: int
+    metadata: int
     senders: int
-    takers: int
+    receivers: int
     threads: int
 
     @property
     def ctas(self) -> int:
         """All of them."""
-        return 1 + self.tellers + self.senders + self.takers
+        return 1 + self.metadata + self.senders + self.receivers
 
 
 def _doors(split_phase: bool) -> dict[str, tuple[str, str]]:
     """Entries by name: the argument struct, and the template behind it."""
     found = {}
-    for part in PARTS if split_phase else PARTS[:1]:
-        extra = f", weft::Part::{part[1:]}" if part else ""
-        found[f"dispatch{part}"] = ("LowDispatchArgs", f"low_dispatch<S{extra}>")
-        found[f"combine{part}"] = ("LowCombineArgs", f"low_combine<S{extra}>")
+    for part, cpp in PARTS.items():
+        if part and not split_phase:
+            continue
+        extra = f", weft::PhasePart::{cpp}"
+        found[f"dispatch{part}"] = ("LowLatencyDispatchArgs", f"low_latency_dispatch<S{extra}>")
+        found[f"combine{part}"] = ("LowLatencyCombineArgs", f"low_latency_combine<S{extra}>")
     return found
 
 
@@ -101,11 +103,11 @@ def cuda_source(shape: LowShape, *, split_phase: bool = False) -> str:
         "#include <weft/lowlatency/combine.cuh>",
         "#include <weft/lowlatency/dispatch.cuh>",
         "#include <weft/lowlatency/exports.cuh>",
-        f"constexpr weft::LowShape S = {shape.literal()};",
-        "WEFT_LOW_EXPORT(S, __device__);",
-        'extern "C" __device__ weft::u64 weft_measured[weft::low_places] = {};',
+        f"constexpr weft::LowLatencyShape S = {shape.literal()};",
+        "WEFT_LOW_LATENCY_EXPORT(S, __device__);",
+        'extern "C" __device__ weft::u64 weft_measured[weft::measured_offsets] = {};',
         'extern "C" __global__ void weft_measure(const __grid_constant__ weft::Site a) '
-        "{ weft::measure_low<S>(a.base, weft_measured); }",
+        "{ weft::measure_low_latency<S>(a.base, weft_measured); }",
         _tables(device=True),
     ]
     for name, (struct, call) in _doors(split_phase).items():
@@ -113,7 +115,7 @@ def cuda_source(shape: LowShape, *, split_phase: bool = False) -> str:
         rows = shape.ranks if shape.reduce == "sender" else shape.top_k
         hungry = shape.ranks > 16
         if name.startswith("combine"):
-            hungry = shape.fp8_back and rows > 4
+            hungry = shape.combine_fp8 and rows > 4
         per_sm = 2 if hungry else 3
         lines += [
             f'extern "C" __global__ void __launch_bounds__({THREADS}, {per_sm})',
@@ -128,8 +130,8 @@ def cpu_source(shape: LowShape) -> str:
         "#include <weft/lowlatency/dispatch_cpu.hpp>",
         "#include <weft/lowlatency/combine_cpu.hpp>",
         "#include <weft/lowlatency/exports.cuh>",
-        f"constexpr weft::LowShape S = {shape.literal()};",
-        "WEFT_LOW_EXPORT(S, );",
+        f"constexpr weft::LowLatencyShape S = {shape.literal()};",
+        "WEFT_LOW_LATENCY_EXPORT(S, );",
         _tables(device=False),
     ]
     for name, (struct, call) in _doors(True).items():
@@ -169,7 +171,7 @@ class LowCpuEntries:
             function.argtypes = (ctypes.POINTER(TABLES[struct_name]),)
             self._functions[name] = function
 
-    def run(self, name: str, args: LowDispatchArgs | LowCombineArgs) -> None:
+    def run(self, name: str, args: LowLatencyDispatchArgs | LowLatencyCombineArgs) -> None:
         """Run one operation to its end."""
         self._functions[name](ctypes.byref(args))
 
@@ -204,7 +206,7 @@ class LowCudaEntries:
         }
         self._plans: dict[tuple[str, int], LowPlan] = {}
 
-    def run(self, name: str, args: LowDispatchArgs | LowCombineArgs) -> None:
+    def run(self, name: str, args: LowLatencyDispatchArgs | LowLatencyCombineArgs) -> None:
         """Enqueue one operation."""
         if torch.cuda.current_device() != self._device:
             raise InvalidArgument(
@@ -239,7 +241,7 @@ def plan_low(
     sms: int,
     resident: int,
 ) -> LowPlan:
-    """How many CTAs tell, send and take.
+    """How many CTAs send metadata, send rows and receive.
 
     Sizes of other ranks are not known here: rows of theirs are planned for as if they had as many
     tokens as this one, and 16 at least. All CTAs together fit on the GPU (`resident`).
@@ -248,29 +250,29 @@ def plan_low(
     others = max(tokens, min(shape.tokens, 16))
     pieces = -(-shape.hidden // 512)  # warps that send one row
     if name.startswith("dispatch"):
-        tellers = max(1, -(-tokens // CHUNK_TOKENS))
+        metadata = max(1, -(-tokens // CHUNK_TOKENS))
         sending = tokens * pieces
-        taking = others * shape.ranks * -(-shape.sent_bytes // (16 * TAKEN))
+        receiving = others * shape.ranks * -(-shape.sent_bytes // (16 * RECEIVED_VECTORS))
     else:
-        tellers = 0
-        sending = 0 if shape.homes else others * min(shape.ranks, shape.top_k) * pieces
-        taking = tokens * -(-shape.hidden // (512 if shape.fp8_back else 256))
+        metadata = 0
+        sending = 0 if shape.gemm_push else others * min(shape.ranks, shape.top_k) * pieces
+        receiving = tokens * -(-shape.hidden // (512 if shape.combine_fp8 else 256))
     if name.endswith("_receive"):
-        tellers = sending = 0
+        metadata = sending = 0
     if name.endswith("_send"):
-        taking = 0
+        receiving = 0
     senders = min(-(-sending // warps), sms * SENDERS_PER_SM * wide)
-    takers = min(-(-taking // warps), sms * TAKERS_PER_SM * wide)
-    room = max(2, resident - tellers - 1)
-    # Where room is short, takers go first: senders wait for loads, and takers wait for senders.
-    if senders + takers > room:
-        senders = min(senders, room // 2 if takers else room)
-        takers = min(takers, room - senders)
+    receivers = min(-(-receiving // warps), sms * RECEIVERS_PER_SM * wide)
+    room = max(2, resident - metadata - 1)
+    # Where room is short, receivers go first: senders wait for loads, receivers for senders.
+    if senders + receivers > room:
+        senders = min(senders, room // 2 if receivers else room)
+        receivers = min(receivers, room - senders)
     if not name.endswith("_send"):
-        takers = max(takers, 1)
-    if not tellers and not shape.homes:
+        receivers = max(receivers, 1)
+    if not metadata and not shape.gemm_push:
         senders = max(senders, 0 if name.endswith("_receive") else 1)
-    return LowPlan(tellers, senders, takers, threads)
+    return LowPlan(metadata, senders, receivers, threads)
 
 
 def load_low_entries(
@@ -280,7 +282,7 @@ def load_low_entries(
 
     Raises InvalidArgument for halves of a combine that sends nothing.
     """
-    if build.split_phase and shape.homes:
+    if build.split_phase and shape.gemm_push:
         raise InvalidArgument(
             "split_phase=True, combine='gemm_push', whose combine sends nothing: leave "
             "split_phase out"

@@ -13,22 +13,22 @@ from weft.arguments import flags, integer, one_of
 from weft.errors import InvalidArgument
 from weft.lowlatency.shape import (
     GROUPS,
-    MOST_TRACKS,
+    MAX_TRACES,
     REDUCES,
     SCALES,
     LowLayout,
     LowShape,
-    Track,
+    TraceRecord,
     size,
 )
 from weft.memory.header import RING_TIMELINES
 from weft.memory.wire import JSON
 from weft.placement import Placement
 from weft.runtime.check import check_alignment, check_tensor, check_tokens
-from weft.shape import NUMBERS
+from weft.shape import DTYPE_NAMES
 
 # Tracks that profiled kernels keep: of 32 rounds, by phase and team.
-TRACKS = (RING_TIMELINES, MOST_TRACKS, ctypes.sizeof(Track))
+TRACKS = (RING_TIMELINES, MAX_TRACES, ctypes.sizeof(TraceRecord))
 QUANTS = (None, "fp8")
 COMBINES = ("push", "gemm_push")
 COMBINE_DTYPES = (None, "fp8")
@@ -82,7 +82,7 @@ class LowGeometry:
         hidden, top_k = size("hidden", hidden), size("top_k", top_k)
         num_experts = size("experts", num_experts)
         slots = integer("slots", slots, 1, MAX_SLOTS)
-        dtype = one_of("dtype", dtype, NUMBERS)
+        dtype = one_of("dtype", dtype, DTYPE_NAMES)
         quantize, combine = (
             one_of("quantize", quantize, QUANTS),
             one_of("combine", combine, COMBINES),
@@ -103,12 +103,12 @@ class LowGeometry:
             experts=num_experts,
             local=max(len(placement.experts_of(rank)) for rank in range(ranks)),
             hidden=hidden,
-            number=NUMBERS[dtype],
+            dtype=DTYPE_NAMES[dtype],
             group=group_size if quantize else 0,
             scales=scale if quantize else "fp32_row",
             reduce=reduce,
-            fp8_back=combine_dtype == "fp8",
-            homes=combine == "gemm_push",
+            combine_fp8=combine_dtype == "fp8",
+            gemm_push=combine == "gemm_push",
             mapped=expert_map is not None,
         )
         return cls(shape, LowLayout.of(shape), dtype, placement, slots)
@@ -172,11 +172,11 @@ class LowGeometry:
             "counts": ((own,), torch.int32),
             "source": ((own, s.rows), torch.int32),
             "ranges": ((own, s.ranks, 2), torch.int32),
-            "position": ((0,) if s.homes else entries, torch.int32),
+            "position": ((0,) if s.gemm_push else entries, torch.int32),
             "weights": (entries if s.reduce == "sender" else (0,), torch.float32),
-            "brought": ((s.ranks,), torch.int32),
+            "source_tokens": ((s.ranks,), torch.int32),
             "expected": ((s.tokens, 2), torch.int32),
-            "home": ((own, s.rows) if s.homes else (0,), torch.int64),
+            "dst_addr": ((own, s.rows) if s.gemm_push else (0,), torch.int64),
         }
 
     def shown_scales(self, scales: torch.Tensor) -> torch.Tensor | None:

@@ -156,7 +156,7 @@ def traced_dispatch(
     topk_weights: torch.Tensor | None,
 ) -> ExpertRows:
     """Dispatch inside a compiled graph."""
-    if owner._geometry.shape.homes:
+    if owner._geometry.shape.gemm_push:
         raise InvalidArgument(
             "dispatch under torch.compile with combine='gemm_push': what stores rows at their "
             "homes is outside of what a compiler sees; use combine='push', or weft.MoE with "

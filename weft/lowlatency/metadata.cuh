@@ -1,66 +1,68 @@
-// What a low-latency dispatch tells of its choices: by expert, which tokens chose it (the tellers),
-// and with each row, which of the receiver's experts it is for. Neither counts: a bit needs no
-// other bits, so no CTA looks at another one's tokens.
+// The metadata of a low-latency dispatch: the masks of tokens by expert, which metadata CTAs send,
+// and with each row the receiver's experts that it is for. Nothing is counted: one bit needs no
+// other bit, so no CTA looks at another one's tokens.
 #pragma once
-#include <weft/lowlatency/arrival.cuh>
+#include <weft/lowlatency/rank_state.cuh>
 
 namespace weft {
 
-constexpr u32 most_threads = 256;  // of a CTA of the low-latency kernels
+constexpr u32 max_threads = 256;  // of a CTA of the low-latency kernels
 
-template <LowShape S> struct TellScratch {
-    u32 chosen[S.experts];  // bit t: by token t of the chunk
+template <LowLatencyShape S> struct MetadataScratch {
+    u32 mask[S.experts];  // bit t: by token t of the chunk
 };
 
-template <LowShape S> WEFT_FN void clear_chosen(const Block& team, TellScratch<S>& scratch) {
-    for (u32 e = team.lane(); e < S.experts; e += team.lanes()) scratch.chosen[e] = 0;
+template <LowLatencyShape S>
+WEFT_FN void clear_masks(const Block& team, MetadataScratch<S>& scratch) {
+    for (u32 e = team.lane(); e < S.experts; e += team.lanes()) scratch.mask[e] = 0;
     __syncthreads();
 }
 
-// The choices of a teller's chunk. An expert that a token names twice gets one bit.
-template <LowShape S>
-WEFT_FN void tally(const Block& team, const LowDispatchArgs& a, u32 chunk,
-                   TellScratch<S>& scratch) {
+// Builds the masks of a metadata CTA's chunk. An expert that a token names twice gets one bit.
+template <LowLatencyShape S>
+WEFT_FN void build_masks(const Block& team, const LowLatencyDispatchArgs& a, u32 chunk,
+                         MetadataScratch<S>& scratch) {
     for (u32 i = team.lane(); i < chunk_tokens * S.top_k; i += team.lanes()) {
         const u32 bit = i / S.top_k, token = chunk * chunk_tokens + bit;
         if (token >= a.tokens) return;
         const i32 id = known_id<S>(a, token, i % S.top_k);
-        if (id >= 0) atomicOr(scratch.chosen + id, 1u << bit);
+        if (id >= 0) atomicOr(scratch.mask + id, 1u << bit);
     }
 }
 
-// The first word of a dispatch, by one lane for one peer: how many tokens it has. All takers wait
-// for it. What is planned for the flag that follows.
-template <LowShape S> WEFT_FN Action send_size(const LowDispatchArgs& a, u64 wanted, u32 peer) {
+// Sends the first word of a dispatch, by one lane to one peer: its token count, for which all
+// receivers wait. Returns the fault that is planned for the flag that follows.
+template <LowLatencyShape S>
+WEFT_FN Action send_token_count(const LowLatencyDispatchArgs& a, u64 wanted, u32 peer) {
     const Action planned = fault(own_share<S>(a.site).header, Point::before_flag, peer, wanted);
     if (planned != Action::drop)
-        store_relaxed(&low_share<S>(a.site, peer).inbox.tokens[a.site.rank],
+        store_relaxed(&share_of<S>(a.site, peer).inbox.tokens[a.site.rank],
                       tagged(wanted, a.tokens));
     return planned;
 }
 
-// That a dispatch has begun. It orders nothing, and only the herald hears it.
-template <LowShape S>
-WEFT_FN void send_hello(const LowDispatchArgs& a, u64 wanted, u32 peer, Action planned) {
+// Sends the flag that a dispatch has begun. It orders nothing, and only the coordinator reads it.
+template <LowLatencyShape S>
+WEFT_FN void send_hello(const LowLatencyDispatchArgs& a, u64 wanted, u32 peer, Action planned) {
     if (planned == Action::drop) return;
     const u64 lie = planned == Action::lie ? 1ull << 40 : 0;
     const u32 generation = own_share<S>(a.site).header.generation;
-    store_relaxed(&low_share<S>(a.site, peer).inbox.hello[a.site.rank],
+    store_relaxed(&share_of<S>(a.site, peer).inbox.hello[a.site.rank],
                   make_flag(generation, a.site.descriptor, wanted) ^ lie);
 }
 
-template <LowShape S>
-WEFT_FN void tell(const Block& team, const LowDispatchArgs& a, u64 wanted, u32 chunk,
-                  const TellScratch<S>& scratch) {
+template <LowLatencyShape S>
+WEFT_FN void send_metadata(const Block& team, const LowLatencyDispatchArgs& a, u64 wanted,
+                           u32 chunk, const MetadataScratch<S>& scratch) {
     Header& header = own_share<S>(a.site).header;
     const bool greets = chunk == 0 && team.lane() < S.ranks;
     Action planned = Action::drop;
-    if (greets) planned = send_size<S>(a, wanted, team.lane());
+    if (greets) planned = send_token_count<S>(a, wanted, team.lane());
     for (u32 expert = team.lane(); expert < S.experts; expert += team.lanes()) {
-        const Place place = place_in<S>(a.placement, expert);
-        LowInbox<S>& to = low_share<S>(a.site, place.rank).inbox;
-        store_relaxed(&to.chosen[a.site.rank][chunk][place.local],
-                      tagged(wanted, scratch.chosen[expert]));
+        const ExpertLocation location = locate_expert<S>(a.placement, expert);
+        LowLatencyInbox<S>& to = share_of<S>(a.site, location.rank).inbox;
+        store_relaxed(&to.token_masks[a.site.rank][chunk][location.local],
+                      tagged(wanted, scratch.mask[expert]));
     }
     if (chunk != 0) return;
     mark_sent(team, header, Phase::dispatch, wanted);
@@ -68,10 +70,10 @@ WEFT_FN void tell(const Block& team, const LowDispatchArgs& a, u64 wanted, u32 c
     mark_published(team, header, Phase::dispatch, wanted);
 }
 
-// One warp for one token, lane k for the k-th choice: tells every rank which of its experts are
-// chosen, reports ids that are wrong, and keeps what combine expects home.
-template <LowShape S>
-WEFT_FN void send_choices(const LowDispatchArgs& a, u64 wanted, u32 token, i32 id) {
+// One warp per token, lane k for entry k: sends to every rank which of its experts are chosen,
+// reports wrong ids, and records which rows combine will return.
+template <LowLatencyShape S>
+WEFT_FN void send_choices(const LowLatencyDispatchArgs& a, u64 wanted, u32 token, i32 id) {
     Header& header = own_share<S>(a.site).header;
     const u32 lane = threadIdx.x % warp_lanes;
     if (lane < S.top_k && id < 0) {
@@ -82,21 +84,21 @@ WEFT_FN void send_choices(const LowDispatchArgs& a, u64 wanted, u32 token, i32 i
     const bool repeats = id >= 0 && (same & ((1u << lane) - 1)) != 0;
     if (repeats) refuse_duplicate(header, a.site, token, lane, id);
     const bool kept = id >= 0 && !repeats;
-    Place place{S.ranks, 0};
-    if (kept) place = place_in<S>(a.placement, u32(id));
+    ExpertLocation location{S.ranks, 0};
+    if (kept) location = locate_expert<S>(a.placement, u32(id));
     if (lane < S.top_k)
 #pragma unroll 8
         for (u32 i = 0; i < S.ranks; ++i) {
             const u32 peer =
                 a.site.rank + i < S.ranks ? a.site.rank + i : a.site.rank + i - S.ranks;
-            store_relaxed(&low_share<S>(a.site, peer).inbox.choices[a.site.rank][token][lane],
-                          tagged(wanted, place.rank == peer ? place.local + 1 : 0));
+            store_relaxed(&share_of<S>(a.site, peer).inbox.choices[a.site.rank][token][lane],
+                          tagged(wanted, location.rank == peer ? location.local + 1 : 0));
         }
     const u32 choices = __ballot_sync(all_lanes, kept);
-    const u32 ranks = __reduce_or_sync(all_lanes, kept ? 1u << place.rank : 0);
+    const u32 ranks = __reduce_or_sync(all_lanes, kept ? 1u << location.rank : 0);
     if (lane == 0) {
-        a.ledger.expected[2 * token] = choices;
-        a.ledger.expected[2 * token + 1] = ranks;
+        a.routing.expected[2 * token] = choices;
+        a.routing.expected[2 * token + 1] = ranks;
     }
 }
 

@@ -1,85 +1,86 @@
-// The takers of a low-latency dispatch: rows out of the inbox, as they come, into their places by
-// expert. A warp takes 2 KiB of a row at a time.
+// The receivers of a low-latency dispatch: they move rows out of the inbox, as they arrive, to
+// their places by expert. A warp moves 2 KiB of a row at a time.
 #pragma once
-#include <weft/lowlatency/arrival.cuh>
+#include <weft/lowlatency/rank_state.cuh>
 
 namespace weft {
 
-constexpr u32 taken_vectors = 4;  // of a row, in each lane
+constexpr u32 lane_vectors = 4;  // of a row, in each lane
 
-constexpr u32 told_together = 4;  // words that a thread asks for at once
+constexpr u32 masks_in_flight = 4;  // of a thread
 
-// Where each source's rows of each expert begin, chunk by chunk of its tokens; and the bits of the
-// chunks, where there is room. Where there is not, entries are kept for spans of chunks, and bits
-// are read again from the inbox.
-template <LowShape S> struct TakeScratch {
-    static constexpr u32 most_entries = 8192, most_bits = 3072;  // 44 KiB
+// The first row of each source at each expert, chunk by chunk of its tokens, and the masks of the
+// chunks if they fit. If they do not, entries are kept for spans of several chunks, and masks are
+// read again from the inbox.
+template <LowLatencyShape S> struct ReceiveScratch {
+    static constexpr u32 max_entries = 8192, max_bits = 3072;  // 44 KiB
     static constexpr u32 pairs = S.ranks * S.local;
-    static constexpr u32 fitting = most_entries / pairs > 0 ? most_entries / pairs : 1;
+    static constexpr u32 fitting = max_entries / pairs > 0 ? max_entries / pairs : 1;
     static constexpr u32 span = (S.chunks() + fitting - 1) / fitting;
     static constexpr u32 entries = (S.chunks() + span - 1) / span;
-    static constexpr bool holds_bits = S.chunks() * pairs <= most_bits;
+    static constexpr bool holds_bits = S.chunks() * pairs <= max_bits;
 
     u32 first[S.ranks][entries][S.local];
     u32 bits[holds_bits ? S.ranks : 1][holds_bits ? S.chunks() : 1][S.local];
     u32 tokens[S.ranks];
 
-    WEFT_FN u32 bits_of(LowInbox<S>& inbox, u32 source, u32 chunk, u32 e) const {
+    WEFT_FN u32 bits_of(LowLatencyInbox<S>& inbox, u32 source, u32 chunk, u32 e) const {
         if constexpr (holds_bits) return bits[source][chunk][e];
-        return value_of(load_relaxed(&inbox.chosen[source][chunk][e]));
+        return value_of(load_relaxed(&inbox.token_masks[source][chunk][e]));
     }
 };
 
-// How many tokens a source brings, and with it the first of its words on one of my experts: asked
-// for together, because they come together. False when they do not.
-template <LowShape S>
-WEFT_FN bool hear_first(const LowDispatchArgs& a, u64 wanted, u32 source, u32 e, u32& tokens,
-                        u64& word) {
-    LowShare<S>& own = own_share<S>(a.site);
-    Patience patience;
+// Waits for a source's token count and its first mask of one of this rank's experts. Both are
+// polled together, because they arrive together. False when a wait has failed.
+template <LowLatencyShape S>
+WEFT_FN bool await_first_mask(const LowLatencyDispatchArgs& a, u64 wanted, u32 source, u32 e,
+                              u32& tokens, u64& word) {
+    LowLatencyShare<S>& own = own_share<S>(a.site);
+    SpinWait spin;
     for (;;) {
-        const u64 said = load_relaxed(&own.inbox.tokens[source]);
-        word = load_relaxed(&own.inbox.chosen[source][0][e]);
-        tokens = believed<S>(value_of(said));
-        const bool alone = tokens == 0 || a.own_experts == 0;
-        const bool heard = is_of(said, wanted);
-        if (heard && (alone || is_of(word, wanted))) return true;
-        const u64 seen = epoch_in(heard ? word : said, wanted);
+        const u64 count_word = load_relaxed(&own.inbox.tokens[source]);
+        word = load_relaxed(&own.inbox.token_masks[source][0][e]);
+        tokens = clamp_tokens<S>(value_of(count_word));
+        const bool count_only = tokens == 0 || a.own_experts == 0;
+        const bool has_count = is_of(count_word, wanted);
+        if (has_count && (count_only || is_of(word, wanted))) return true;
+        const u64 seen = epoch_in(has_count ? word : count_word, wanted);
         const Wait wait{source, Phase::dispatch, wanted, seen};
-        if (!patience.lasts(own.header, a.site, wait)) return false;
+        if (!spin.keep_waiting(own.header, a.site, wait)) return false;
     }
 }
 
-// One source's rows of one of my experts, as it tells them: in the first entry how many, in the
-// others where they begin among its own. By one thread; false when a word does not come.
-template <LowShape S>
-WEFT_FN bool hear_chosen(const LowDispatchArgs& a, u64 wanted, u32 source, u32 e,
-                         TakeScratch<S>& scratch) {
-    LowShare<S>& own = own_share<S>(a.site);
-    const auto at = [&](u32 chunk) { return &own.inbox.chosen[source][chunk][e]; };
-    u64 word[told_together] = {};
+// Reads one source's masks of one of this rank's experts. The first entry gets the number of rows,
+// the others where they begin among the source's rows. Called by one thread; false when a wait has
+// failed.
+template <LowLatencyShape S>
+WEFT_FN bool await_masks(const LowLatencyDispatchArgs& a, u64 wanted, u32 source, u32 e,
+                         ReceiveScratch<S>& scratch) {
+    LowLatencyShare<S>& own = own_share<S>(a.site);
+    const auto at = [&](u32 chunk) { return &own.inbox.token_masks[source][chunk][e]; };
+    u64 word[masks_in_flight] = {};
     u32 tokens = 0, total = 0;
 #pragma unroll
-    for (u32 j = 1; j < told_together; ++j)
+    for (u32 j = 1; j < masks_in_flight; ++j)
         if (j < S.chunks()) word[j] = load_relaxed(at(j));
-    if (!hear_first<S>(a, wanted, source, e, tokens, word[0])) return false;
+    if (!await_first_mask<S>(a, wanted, source, e, tokens, word[0])) return false;
     const u32 chunks = a.own_experts == 0 ? 0 : chunks_of(tokens);
-    for (u32 c = 0; c < chunks; c += told_together) {
+    for (u32 c = 0; c < chunks; c += masks_in_flight) {
         if (c != 0)
 #pragma unroll
-            for (u32 j = 0; j < told_together; ++j)
+            for (u32 j = 0; j < masks_in_flight; ++j)
                 if (c + j < chunks) word[j] = load_relaxed(at(c + j));
 #pragma unroll
-        for (u32 j = 0; j < told_together; ++j) {
+        for (u32 j = 0; j < masks_in_flight; ++j) {
             if (c + j >= chunks) break;
             u32 bits = value_of(word[j]);
             if (!is_of(word[j], wanted) &&
                 !await_tagged(own.header, a.site, Phase::dispatch, at(c + j), source, wanted, bits))
                 return false;
             bits &= valid_bits(tokens, c + j);
-            if constexpr (TakeScratch<S>::holds_bits) scratch.bits[source][c + j][e] = bits;
-            if ((c + j) % TakeScratch<S>::span == 0)
-                scratch.first[source][(c + j) / TakeScratch<S>::span][e] = total;
+            if constexpr (ReceiveScratch<S>::holds_bits) scratch.bits[source][c + j][e] = bits;
+            if ((c + j) % ReceiveScratch<S>::span == 0)
+                scratch.first[source][(c + j) / ReceiveScratch<S>::span][e] = total;
             total += bits_in(bits);
         }
     }
@@ -88,24 +89,24 @@ WEFT_FN bool hear_chosen(const LowDispatchArgs& a, u64 wanted, u32 source, u32 e
     return true;
 }
 
-template <LowShape S>
-WEFT_FN bool hear_all(const Block& team, const LowDispatchArgs& a, u64 wanted, bool leads,
-                      TakeScratch<S>& scratch) {
+template <LowLatencyShape S>
+WEFT_FN bool await_metadata(const Block& team, const LowLatencyDispatchArgs& a, u64 wanted,
+                            bool leads, ReceiveScratch<S>& scratch) {
     if (leads && team.lane() < S.ranks)
         fault(own_share<S>(a.site).header, Point::before_poll, team.lane(), wanted);
-    bool came = true;
-    // A rank without experts still hears how many tokens there are.
-    const u32 told = max(1u, a.own_experts);
-    for (u32 i = team.lane(); came && i < S.ranks * told; i += team.lanes())
-        came = hear_chosen<S>(a, wanted, i / told, i % told, scratch);
-    return came;
+    bool arrived = true;
+    // A rank without experts still reads how many tokens there are.
+    const u32 words = max(1u, a.own_experts);
+    for (u32 i = team.lane(); arrived && i < S.ranks * words; i += team.lanes())
+        arrived = await_masks<S>(a, wanted, i / words, i % words, scratch);
+    return arrived;
 }
 
-// From each source's own numbers to places among all: rows stand by source, then token.
-template <LowShape S>
-WEFT_FN void lay_out(const Block& team, const LowDispatchArgs& a, bool leads,
-                     TakeScratch<S>& scratch) {
-    constexpr u32 span = TakeScratch<S>::span;
+// Turns each source's own row numbers into rows among all: rows are ordered by source, then token.
+template <LowLatencyShape S>
+WEFT_FN void compute_offsets(const Block& team, const LowLatencyDispatchArgs& a, bool leads,
+                             ReceiveScratch<S>& scratch) {
+    constexpr u32 span = ReceiveScratch<S>::span;
     for (u32 e = team.lane(); e < a.own_experts; e += team.lanes()) {
         u32 total = 0;
         for (u32 source = 0; source < S.ranks; ++source) {
@@ -122,120 +123,122 @@ WEFT_FN void lay_out(const Block& team, const LowDispatchArgs& a, bool leads,
         if (leads) a.counts[e] = i32(total);
     }
     if (leads && team.lane() < S.ranks)
-        a.ledger.brought[team.lane()] = i32(scratch.tokens[team.lane()]);
+        a.routing.source_tokens[team.lane()] = i32(scratch.tokens[team.lane()]);
     __syncthreads();
 }
 
-template <LowShape S>
-WEFT_FN Seat find_seat(const LowDispatchArgs& a, const TakeScratch<S>& scratch, u32 source,
-                       u32 token, u32 choice) {
-    constexpr u32 span = TakeScratch<S>::span;
-    LowInbox<S>& inbox = own_share<S>(a.site).inbox;
+template <LowLatencyShape S>
+WEFT_FN ExpertRow find_expert_row(const LowLatencyDispatchArgs& a, const ReceiveScratch<S>& scratch,
+                                  u32 source, u32 token, u32 choice) {
+    constexpr u32 span = ReceiveScratch<S>::span;
+    LowLatencyInbox<S>& inbox = own_share<S>(a.site).inbox;
     const i32 expert = local_of(choice, a.own_experts);
     if (expert < 0) return {-1, 0};
     const u32 e = u32(expert), chunk = token / chunk_tokens;
     u32 first = scratch.first[source][chunk / span][e];
     for (u32 c = chunk / span * span; c < chunk; ++c)
         first += bits_in(scratch.bits_of(inbox, source, c, e));
-    const Seat seat = seat_of(expert, token, first, scratch.bits_of(inbox, source, chunk, e));
-    return seat.row < S.rows() ? seat : Seat{-1, 0};
+    const ExpertRow found =
+        expert_row(expert, token, first, scratch.bits_of(inbox, source, chunk, e));
+    return found.row < S.rows() ? found : ExpertRow{-1, 0};
 }
 
-// One warp's part of one row that may come.
-template <LowShape S> struct Taken {
-    uint4 v[taken_vectors];
-    u64 word;  // lane k: the k-th choice
+// One warp's part of one row that may arrive.
+template <LowLatencyShape S> struct RowFragment {
+    uint4 v[lane_vectors];
+    u64 word;  // lane k: the `choices` word of entry k
 
-    static constexpr u32 span = warp_lanes * taken_vectors;
+    static constexpr u32 span = warp_lanes * lane_vectors;
     static constexpr u32 units = (S.sent_vectors() + span - 1) / span;  // of a row
 
-    WEFT_FN static u32 place(u32 unit, u32 i) {
+    WEFT_FN static u32 vector(u32 unit, u32 i) {
         return unit % units * span + i * warp_lanes + threadIdx.x % warp_lanes;
     }
 };
 
-// Where one unit of a taker's work stands. Each rank starts with its own rows.
-template <LowShape S> struct Stand {
+// The row of one unit of a receiver's work. Each rank starts with its own rows.
+template <LowLatencyShape S> struct ReceiveUnit {
     u32 source, token;
 
-    WEFT_FN static Stand of(u32 unit, u32 rank) {
-        const u32 slot = unit / Taken<S>::units;
+    WEFT_FN static ReceiveUnit of(u32 unit, u32 rank) {
+        const u32 slot = unit / RowFragment<S>::units;
         return {(slot + rank) % S.ranks, slot / S.ranks};
     }
 };
 
-// Reads choices and row at once: when the one has come, the other most often has, too.
-template <LowShape S> WEFT_FN Taken<S> look(LowInbox<S>& inbox, u32 source, u32 token, u32 unit) {
-    Taken<S> taken{};
+// Polls choices and row at once: when the one has arrived, the other most often has, too.
+template <LowLatencyShape S>
+WEFT_FN RowFragment<S> poll_row(LowLatencyInbox<S>& inbox, u32 source, u32 token, u32 unit) {
+    RowFragment<S> fragment{};
     const u32 lane = threadIdx.x % warp_lanes;
-    taken.word = 0;
-    if (lane < S.top_k) taken.word = load_relaxed(&inbox.choices[source][token][lane]);
+    fragment.word = 0;
+    if (lane < S.top_k) fragment.word = load_relaxed(&inbox.choices[source][token][lane]);
     const uint4* row = reinterpret_cast<const uint4*>(inbox.sent_row(source, token));
 #pragma unroll
-    for (u32 i = 0; i < taken_vectors; ++i)
-        if (Taken<S>::place(unit, i) < S.sent_vectors())
-            taken.v[i] = poll_vector(row + Taken<S>::place(unit, i));
-    return taken;
+    for (u32 i = 0; i < lane_vectors; ++i)
+        if (RowFragment<S>::vector(unit, i) < S.sent_vectors())
+            fragment.v[i] = poll_vector(row + RowFragment<S>::vector(unit, i));
+    return fragment;
 }
 
-// Waits for a token's choices, and for this warp's part of its row where one of them is mine; the
-// place of the row is left blank, whatever became of the choices. `mine`: there is a row. False
-// when a word does not come.
-template <LowShape S>
-WEFT_FN bool await_row(const LowDispatchArgs& a, u64 wanted, u32 source, u32 token, u32 unit,
-                       Taken<S>& taken, bool& mine) {
-    LowShare<S>& own = own_share<S>(a.site);
+// Waits for a token's choices and, if one of them is this rank's (`mine`), for this warp's part of
+// its row. The sentinels of the row are restored, whatever the choices are. False when a wait has
+// failed.
+template <LowLatencyShape S>
+WEFT_FN bool await_row(const LowLatencyDispatchArgs& a, u64 wanted, u32 source, u32 token, u32 unit,
+                       RowFragment<S>& fragment, bool& mine) {
+    LowLatencyShare<S>& own = own_share<S>(a.site);
     const u32 lane = threadIdx.x % warp_lanes;
     uint4* row = reinterpret_cast<uint4*>(own.inbox.sent_row(source, token));
     const auto missing = [&] {
         u32 found = 0;
 #pragma unroll
-        for (u32 i = 0; i < taken_vectors; ++i)
-            if (Taken<S>::place(unit, i) < S.sent_vectors() && !is_ready(taken.v[i]))
+        for (u32 i = 0; i < lane_vectors; ++i)
+            if (RowFragment<S>::vector(unit, i) < S.sent_vectors() && !is_ready(fragment.v[i]))
                 found |= 1u << i;
         return found;
     };
-    const auto ask = [&](u32 which) {
+    const auto poll = [&](u32 which) {
 #pragma unroll
-        for (u32 i = 0; i < taken_vectors; ++i)
-            if (which >> i & 1) taken.v[i] = poll_vector(row + Taken<S>::place(unit, i));
+        for (u32 i = 0; i < lane_vectors; ++i)
+            if (which >> i & 1) fragment.v[i] = poll_vector(row + RowFragment<S>::vector(unit, i));
     };
-    Patience patience;
+    SpinWait spin;
     for (;;) {
-        const bool told = lane >= S.top_k || is_of(taken.word, wanted);
+        const bool has_choice = lane >= S.top_k || is_of(fragment.word, wanted);
         const u32 left = missing();
-        const bool all_told = __all_sync(all_lanes, told);
-        if (all_told) {
-            mine = __any_sync(all_lanes, value_of(taken.word) != 0);
+        const bool has_all_choices = __all_sync(all_lanes, has_choice);
+        if (has_all_choices) {
+            mine = __any_sync(all_lanes, value_of(fragment.word) != 0);
             if (!mine) return true;
             if (__all_sync(all_lanes, left == 0)) break;
         }
-        // Until all is told, nobody knows whether the row is to come.
-        const bool waits = all_told ? left != 0 : !told;
-        const u64 seen = all_told ? epoch_before(wanted) : epoch_in(taken.word, wanted);
+        // Until all choices are there, no lane knows whether the row will come.
+        const bool waits = has_all_choices ? left != 0 : !has_choice;
+        const u64 seen = has_all_choices ? epoch_before(wanted) : epoch_in(fragment.word, wanted);
         const Wait wait{source, Phase::dispatch, wanted, seen};
-        const bool lasts = !waits || patience.lasts(own.header, a.site, wait);
-        if (!__all_sync(all_lanes, lasts)) return false;
-        if (!told) taken.word = load_relaxed(&own.inbox.choices[source][token][lane]);
-        const u32 next = asked_next(left, a.tokens);
-        ask(next);
-        if (next != left && missing() != left) ask(missing());
+        const bool waiting = !waits || spin.keep_waiting(own.header, a.site, wait);
+        if (!__all_sync(all_lanes, waiting)) return false;
+        if (!has_choice) fragment.word = load_relaxed(&own.inbox.choices[source][token][lane]);
+        const u32 next = next_polled(left, a.tokens);
+        poll(next);
+        if (next != left && missing() != left) poll(missing());
     }
 #pragma unroll
-    for (u32 i = 0; i < taken_vectors; ++i)
-        if (Taken<S>::place(unit, i) < S.sent_vectors())
-            restore_sentinel(row + Taken<S>::place(unit, i));
+    for (u32 i = 0; i < lane_vectors; ++i)
+        if (RowFragment<S>::vector(unit, i) < S.sent_vectors())
+            restore_sentinel(row + RowFragment<S>::vector(unit, i));
     return true;
 }
 
-// One vector of a row into one of its places by expert.
-template <LowShape S>
-WEFT_FN void put_vector(const LowDispatchArgs& a, u32 e, u32 row, u32 v, uint4 data) {
-    if (v < S.number_vectors()) {
-        store(static_cast<uint4*>(a.rows) + (u64(e) * S.rows() + row) * S.number_vectors() + v,
+// Stores one vector of a row at one of its places by expert.
+template <LowLatencyShape S>
+WEFT_FN void put_vector(const LowLatencyDispatchArgs& a, u32 e, u32 row, u32 v, uint4 data) {
+    if (v < S.value_vectors()) {
+        store(static_cast<uint4*>(a.rows) + (u64(e) * S.rows() + row) * S.value_vectors() + v,
               data);
-    } else if (v < S.number_vectors() + S.scale_vectors()) {
-        const u32 block = 4 * (v - S.number_vectors());
+    } else if (v < S.value_vectors() + S.scale_vectors()) {
+        const u32 block = 4 * (v - S.value_vectors());
         const u32 word[4] = {data.x, data.y, data.z, data.w};
 #pragma unroll
         for (u32 i = 0; i < 4; ++i)
@@ -243,75 +246,81 @@ WEFT_FN void put_vector(const LowDispatchArgs& a, u32 e, u32 row, u32 v, uint4 d
     }
 }
 
-template <LowShape S>
-WEFT_FN void keep_weights(const LowDispatchArgs& a, u64 slot, u32 v, uint4 data) {
-    constexpr u32 first = S.number_vectors() + S.scale_vectors();
+template <LowLatencyShape S>
+WEFT_FN void keep_weights(const LowLatencyDispatchArgs& a, u64 slot, u32 v, uint4 data) {
+    constexpr u32 first = S.value_vectors() + S.scale_vectors();
     if (v < first || v >= S.sent_vectors()) return;
     const u32 word[4] = {data.x, data.y, data.z, data.w};
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) {
         const u32 k = 4 * (v - first) + i;
-        if (k < S.top_k) a.ledger.weights[slot + k] = __uint_as_float(word[i]);
+        if (k < S.top_k) a.routing.weights[slot + k] = __uint_as_float(word[i]);
     }
 }
 
-// One warp's part of one row: where it belongs, and there.
-template <LowShape S>
-WEFT_FN bool take_row(const LowDispatchArgs& a, u64 wanted, u32 source, u32 token, u32 unit,
-                      const TakeScratch<S>& scratch, Taken<S>& taken, Diary& diary) {
-    const u64 since = diary.waits();
+// Receives one warp's part of one row: waits for it and stores it at each of its places by expert.
+template <LowLatencyShape S>
+WEFT_FN bool receive_row(const LowLatencyDispatchArgs& a, u64 wanted, u32 source, u32 token,
+                         u32 unit, const ReceiveScratch<S>& scratch, RowFragment<S>& fragment,
+                         TraceRecorder& recorder) {
+    const u64 since = recorder.waits();
     bool mine = false;
-    if (!await_row<S>(a, wanted, source, token, unit, taken, mine)) return false;
+    if (!await_row<S>(a, wanted, source, token, unit, fragment, mine)) return false;
     const u32 k = threadIdx.x % warp_lanes;
-    // Lanes without a choice hold the word 0, which is no expert's.
-    const auto [e, row] = find_seat<S>(a, scratch, source, token, value_of(taken.word));
+    // Lanes without an entry hold the word 0, which is no expert.
+    const auto [e, row] = find_expert_row<S>(a, scratch, source, token, value_of(fragment.word));
     const u64 slot = (u64(source) * S.tokens + token) * S.top_k;
-    if (unit % Taken<S>::units == 0 && k < S.top_k) {
+    if (unit % RowFragment<S>::units == 0 && k < S.top_k) {
         const u64 at = u64(u32(e)) * S.rows() + row;
-        if constexpr (!S.homes) a.ledger.position[slot + k] = e < 0 ? -1 : i32(at);
+        if constexpr (!S.gemm_push) a.routing.position[slot + k] = e < 0 ? -1 : i32(at);
         if (e >= 0) a.source[at] = i32(source * S.tokens + token);
-        if constexpr (S.homes)
-            if (e >= 0) a.ledger.home[at] = home_of<S>(a.site, source, token, k);
+        if constexpr (S.gemm_push)
+            if (e >= 0) a.routing.dst_addr[at] = dst_addr_of<S>(a.site, source, token, k);
     }
     if (!mine) return true;
-    diary.waited(since, source);
+    recorder.waited(since, source);
     u32 wanting = __ballot_sync(all_lanes, e >= 0);
     for (; wanting != 0; wanting &= wanting - 1) {
         const u32 from = u32(__ffs(i32(wanting)) - 1);
         const u32 to_e = u32(__shfl_sync(all_lanes, e, from)),
                   to_row = __shfl_sync(all_lanes, row, from);
 #pragma unroll
-        for (u32 i = 0; i < taken_vectors; ++i)
-            put_vector<S>(a, to_e, to_row, Taken<S>::place(unit, i), taken.v[i]);
+        for (u32 i = 0; i < lane_vectors; ++i)
+            put_vector<S>(a, to_e, to_row, RowFragment<S>::vector(unit, i), fragment.v[i]);
     }
     if constexpr (S.reduce == Reduce::sender)
 #pragma unroll
-        for (u32 i = 0; i < taken_vectors; ++i)
-            keep_weights<S>(a, slot, Taken<S>::place(unit, i), taken.v[i]);
+        for (u32 i = 0; i < lane_vectors; ++i)
+            keep_weights<S>(a, slot, RowFragment<S>::vector(unit, i), fragment.v[i]);
     return true;
 }
 
-// Looks for a warp's first row, on the way while places are laid out.
-template <LowShape S> WEFT_FN Taken<S> look_first(const LowDispatchArgs& a, u32 unit) {
-    const auto [source, token] = Stand<S>::of(unit, a.site.rank);
+// Polls a warp's first row while offsets are computed.
+template <LowLatencyShape S>
+WEFT_FN RowFragment<S> poll_first_row(const LowLatencyDispatchArgs& a, u32 unit) {
+    const auto [source, token] = ReceiveUnit<S>::of(unit, a.site.rank);
     if (token >= S.tokens) return {};
-    return look<S>(own_share<S>(a.site).inbox, source, token, unit);
+    return poll_row<S>(own_share<S>(a.site).inbox, source, token, unit);
 }
 
-// All rows of all sources in the order (token, source).
-template <LowShape S>
-WEFT_FN bool take_rows(const LowDispatchArgs& a, u64 wanted, Turns turns,
-                       const TakeScratch<S>& scratch, Taken<S> taken, Diary& diary) {
-    LowShare<S>& own = own_share<S>(a.site);
-    u32 most = 0;
+// Receives all rows of all sources, in the order (token, source).
+template <LowLatencyShape S>
+WEFT_FN bool receive_rows(const LowLatencyDispatchArgs& a, u64 wanted, WarpUnits warp_units,
+                          const ReceiveScratch<S>& scratch, RowFragment<S> fragment,
+                          TraceRecorder& recorder) {
+    LowLatencyShare<S>& own = own_share<S>(a.site);
+    u32 max_tokens = 0;
 #pragma unroll
-    for (u32 source = 0; source < S.ranks; ++source) most = max(most, scratch.tokens[source]);
-    for (u32 unit = turns.first; unit < most * S.ranks * Taken<S>::units; unit += turns.step) {
-        const auto [source, token] = Stand<S>::of(unit, a.site.rank);
+    for (u32 source = 0; source < S.ranks; ++source)
+        max_tokens = max(max_tokens, scratch.tokens[source]);
+    for (u32 unit = warp_units.first; unit < max_tokens * S.ranks * RowFragment<S>::units;
+         unit += warp_units.step) {
+        const auto [source, token] = ReceiveUnit<S>::of(unit, a.site.rank);
         if (token >= scratch.tokens[source]) continue;
-        if (unit != turns.first) taken = look<S>(own.inbox, source, token, unit);
-        if (!take_row<S>(a, wanted, source, token, unit, scratch, taken, diary)) return false;
-        diary.worked();
+        if (unit != warp_units.first) fragment = poll_row<S>(own.inbox, source, token, unit);
+        if (!receive_row<S>(a, wanted, source, token, unit, scratch, fragment, recorder))
+            return false;
+        recorder.worked();
     }
     return true;
 }

@@ -69,7 +69,9 @@ class Slot:
         x = self.tensors["x"]
         self.x = x.view(torch.float8_e4m3fn) if geometry.shape.group else x
         self.scales = geometry.shown_scales(self.tensors["scales"])
-        self._homes = (self.tensors["home"], broken) if geometry.shape.homes else (None, None)
+        self._homes = (
+            (self.tensors["dst_addr"], broken) if geometry.shape.gemm_push else (None, None)
+        )
         self.alive: Handle | None = None
 
     def rows(self, handle: Handle) -> ExpertRows:

@@ -14,7 +14,7 @@ from weft.errors import InvalidArgument, OutOfOrder
 from weft.lowlatency.entry import LowCpuEntries, LowCudaEntries
 from weft.lowlatency.geometry import TRACKS, LowGeometry
 from weft.lowlatency.results import ExpertRows, Handle, Slot
-from weft.lowlatency.shape import LowCombineArgs, LowDispatchArgs
+from weft.lowlatency.shape import LowLatencyCombineArgs, LowLatencyDispatchArgs
 from weft.memory import Group, Heap
 from weft.memory.driver import relaxed
 from weft.memory.header import HEADER_BYTES, Header
@@ -93,11 +93,11 @@ class LowRounds:
         ]
         size = TRACKS if profile else (0,)
         self.tracks = torch.zeros(size, dtype=torch.uint8, device=group.device)
-        self._dispatch_args = LowDispatchArgs(
-            site=premises.site, own_experts=own, tracks=self.tracks.data_ptr()
+        self._dispatch_args = LowLatencyDispatchArgs(
+            site=premises.site, own_experts=own, traces=self.tracks.data_ptr()
         )
-        self._combine_args = LowCombineArgs(
-            site=premises.site, own_experts=own, tracks=self.tracks.data_ptr()
+        self._combine_args = LowLatencyCombineArgs(
+            site=premises.site, own_experts=own, traces=self.tracks.data_ptr()
         )
         if geometry.placement.explicit:
             self._table = geometry.placement.table(group.device)
@@ -198,7 +198,7 @@ class LowRounds:
         args.weights = 0 if topk_weights is None else topk_weights.data_ptr()
         args.counts = (slot.tensors["counts"] if counts is None else counts).data_ptr()
         args.out, args.add = out.data_ptr(), 0 if add is None else add.data_ptr()
-        args.tokens, args.number = tokens, self._place(handle)
+        args.tokens, args.dispatch_id = tokens, self._place(handle)
         self._point(args, slot)
         self._entries.run(entry, args)
         if entry == "combine":
@@ -246,10 +246,10 @@ class LowRounds:
                 self.premises.close()
 
     @staticmethod
-    def _point(args: LowDispatchArgs | LowCombineArgs, slot: Slot) -> None:
-        """Let arguments speak of a slot's ledger. A dispatch on its way keeps its own."""
-        for name in ("position", "weights", "brought", "expected", "home"):
-            setattr(args.ledger, name, slot.tensors[name].data_ptr())
+    def _point(args: LowLatencyDispatchArgs | LowLatencyCombineArgs, slot: Slot) -> None:
+        """Let arguments speak of a slot's record. A dispatch on its way keeps its own."""
+        for name in ("position", "weights", "source_tokens", "expected", "dst_addr"):
+            setattr(args.routing, name, slot.tensors[name].data_ptr())
 
     def _place(self, handle: Handle) -> int:
         """Which of the results that are alive this is, the oldest being 1; ranks compare it.
@@ -276,7 +276,7 @@ class LowRounds:
         )
 
     def _check_results(self, y: torch.Tensor | None, slot: Slot) -> None:
-        if self.geometry.shape.homes:
+        if self.geometry.shape.gemm_push:
             if y is not None:
                 raise InvalidArgument(
                     "y is given, combine='gemm_push': rows are stored at their homes by whoever "

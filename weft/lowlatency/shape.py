@@ -22,7 +22,7 @@ from weft.memory.header import (
 )
 from weft.runtime.args import Site
 from weft.runtime.layout import LINE, compare, struct_numbers
-from weft.shape import FP8_BLOCK, MAX_RANKS, MAX_TOP_K, NUMBERS
+from weft.shape import DTYPE_NAMES, FP8_BLOCK, MAX_RANKS, MAX_TOP_K
 
 MIRRORS: tuple[type[ctypes.Structure], ...] = (
     ErrorRecord,
@@ -42,20 +42,20 @@ REDUCES = ("receiver", "sender")
 _ITEM: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
-class Ledger(ctypes.Structure):
-    """Mirror of `weft::Ledger` in lowlatency/layout.cuh."""
+class RoutingRecord(ctypes.Structure):
+    """Mirror of `weft::RoutingRecord` in lowlatency/layout.cuh."""
 
     _fields_ = (
         ("position", c_uint64),
         ("weights", c_uint64),
-        ("brought", c_uint64),
+        ("source_tokens", c_uint64),
         ("expected", c_uint64),
-        ("home", c_uint64),
+        ("dst_addr", c_uint64),
     )
 
 
-class LowDispatchArgs(ctypes.Structure):
-    """Mirror of `weft::LowDispatchArgs`."""
+class LowLatencyDispatchArgs(ctypes.Structure):
+    """Mirror of `weft::LowLatencyDispatchArgs`."""
 
     _fields_ = (
         ("site", Site),
@@ -68,8 +68,8 @@ class LowDispatchArgs(ctypes.Structure):
         ("counts", c_uint64),
         ("source", c_uint64),
         ("ranges", c_uint64),
-        ("ledger", Ledger),
-        ("tracks", c_uint64),
+        ("routing", RoutingRecord),
+        ("traces", c_uint64),
         ("tokens", c_uint32),
         ("ids_bytes", c_uint32),
         ("own_experts", c_uint32),
@@ -77,8 +77,8 @@ class LowDispatchArgs(ctypes.Structure):
     )
 
 
-class LowCombineArgs(ctypes.Structure):
-    """Mirror of `weft::LowCombineArgs`."""
+class LowLatencyCombineArgs(ctypes.Structure):
+    """Mirror of `weft::LowLatencyCombineArgs`."""
 
     _fields_ = (
         ("site", Site),
@@ -89,19 +89,19 @@ class LowCombineArgs(ctypes.Structure):
         ("out", c_uint64),
         ("add", c_uint64),
         ("counts", c_uint64),
-        ("ledger", Ledger),
-        ("tracks", c_uint64),
+        ("routing", RoutingRecord),
+        ("traces", c_uint64),
         ("tokens", c_uint32),
         ("ids_bytes", c_uint32),
         ("own_experts", c_uint32),
         ("senders", c_uint32),
-        ("number", c_uint32),
+        ("dispatch_id", c_uint32),
         ("reserved", c_uint32),
     )
 
 
-class Track(ctypes.Structure):
-    """Mirror of `weft::Track`."""
+class TraceRecord(ctypes.Structure):
+    """Mirror of `weft::TraceRecord` in lowlatency/trace.cuh."""
 
     _fields_ = (
         ("epoch", c_uint64),
@@ -118,7 +118,7 @@ class Track(ctypes.Structure):
     )
 
 
-MOST_TRACKS = 1024  # most_tracks in lowlatency/layout.cuh
+MAX_TRACES = 1024  # max_traces in lowlatency/trace.cuh
 
 
 def _up(size: int, unit: int = LINE) -> int:
@@ -143,11 +143,11 @@ def size(field: str, value: object) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LowShape:
-    """Sizes of one low-latency all-to-all; `weft::LowShape` is the same struct.
+    """Sizes of one low-latency all-to-all; `weft::LowLatencyShape` is the same struct.
 
     local: experts of the rank that has most.  group: columns that share a scale, 0 for rows that
-    go out as they are.  fp8_back: rows come home as FP8.  homes: from whoever made them.  The
-    others as in `weft.LowLatencyAllToAll`.
+    are not quantised.  combine_fp8: returned rows are FP8.  gemm_push: whoever makes a row stores
+    it at its owner.  The others as in `weft.LowLatencyAllToAll`.
 
     Raises InvalidArgument naming the size and its limits.
     """
@@ -158,12 +158,12 @@ class LowShape:
     experts: int
     local: int
     hidden: int
-    number: str
+    dtype: str
     group: int = 128
     scales: str = "fp32_row"
     reduce: str = "receiver"
-    fp8_back: bool = False
-    homes: bool = False
+    combine_fp8: bool = False
+    gemm_push: bool = False
     mapped: bool = False
 
     def __post_init__(self) -> None:
@@ -185,7 +185,7 @@ class LowShape:
             )
         if self.group:
             one_of("group_size", self.group, GROUPS)
-        unit = max(self.group, FP8_BLOCK if self.fp8_back else 16)
+        unit = max(self.group, FP8_BLOCK if self.combine_fp8 else 16)
         if self.hidden % unit:
             raise InvalidArgument(
                 f"hidden is {self.hidden}; it must be a multiple of {unit} (of 16, of group_size, "
@@ -193,7 +193,7 @@ class LowShape:
             )
         one_of("scale", self.scales, SCALES)
         one_of("reduce", self.reduce, REDUCES)
-        one_of("dtype", self.number, NUMBERS.values())
+        one_of("dtype", self.dtype, DTYPE_NAMES.values())
 
     @property
     def rows(self) -> int:
@@ -208,7 +208,7 @@ class LowShape:
     @property
     def item(self) -> int:
         """Bytes of a number as callers pass it."""
-        return _ITEM[self.number]
+        return _ITEM[self.dtype]
 
     @property
     def sent_bytes(self) -> int:
@@ -220,7 +220,7 @@ class LowShape:
     @property
     def back_bytes(self) -> int:
         """Bytes of a row on its way home."""
-        if self.fp8_back:
+        if self.combine_fp8:
             return self.hidden + _up(4 * (self.hidden // FP8_BLOCK), 16)
         return self.hidden * self.item
 
@@ -245,12 +245,12 @@ class LowShape:
         """The C++ initialiser."""
         flags = ", ".join(
             f".{name} = {str(getattr(self, name)).lower()}"
-            for name in ("fp8_back", "homes", "mapped")
+            for name in ("combine_fp8", "gemm_push", "mapped")
         )
         return (
-            f"weft::LowShape{{.ranks = {self.ranks}, .tokens = {self.tokens}, "
+            f"weft::LowLatencyShape{{.ranks = {self.ranks}, .tokens = {self.tokens}, "
             f".top_k = {self.top_k}, .experts = {self.experts}, .local = {self.local}, "
-            f".hidden = {self.hidden}, .number = weft::Number::{self.number}, "
+            f".hidden = {self.hidden}, .dtype = weft::DType::{self.dtype}, "
             f".group = {self.group}, .scales = weft::Scales::{self.scales}, "
             f".reduce = weft::Reduce::{self.reduce}, {flags}}}"
         )
@@ -266,30 +266,30 @@ class LowLayout:
     share_bytes: int
     progress: int
     tokens: int
-    chosen: int
+    token_masks: int
     choices: int
     rows: int
     back: int
 
     @classmethod
     def of(cls, shape: LowShape) -> LowLayout:
-        """The layout of a shape; `LowShare` in lowlatency/layout.cuh is the same."""
+        """The layout of a shape; `LowLatencyShare` in lowlatency/layout.cuh is the same."""
         flags = _up(8 * shape.ranks)
         tokens = HEADER_BYTES + LINE + 3 * flags
-        chosen = tokens + 2 * flags
-        choices = chosen + _up(8 * shape.ranks * shape.chunks * shape.local)
+        token_masks = tokens + 2 * flags
+        choices = token_masks + _up(8 * shape.ranks * shape.chunks * shape.local)
         rows = choices + _up(8 * shape.rows * shape.top_k)
         out, home = shape.rows_bytes
         share = rows + _up(out + home)
-        return cls(share, HEADER_BYTES, tokens, chosen, choices, rows, rows + out)
+        return cls(share, HEADER_BYTES, tokens, token_masks, choices, rows, rows + out)
 
     def places(self) -> list[tuple[str, int]]:
         """What `weft_measured` of a loaded cubin must hold."""
         return [
-            ("sizeof(LowShare)", self.share_bytes),
+            ("sizeof(LowLatencyShare)", self.share_bytes),
             ("progress", self.progress),
             ("tokens", self.tokens),
-            ("chosen", self.chosen),
+            ("token_masks", self.token_masks),
             ("choices", self.choices),
             ("rows", self.rows),
             ("rows back", self.back),

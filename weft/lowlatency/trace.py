@@ -16,35 +16,44 @@ from typing import Any
 import torch
 
 from weft.errors import InvalidArgument, OutOfOrder
-from weft.lowlatency.shape import Track
+from weft.lowlatency.shape import TraceRecord
 from weft.memory.header import PHASES
 from weft.runtime.skew import Skew, estimate_skew
 from weft.runtime.stream import settle
 from weft.runtime.timeline import read_timeline
 from weft.runtime.watched import Watched
 
-TELL, SEND, TAKE = 0, 1, 2  # roles of teams
-ROLES = ("tell", "send", "take")
-# What a team does: (name, begin, end) by phase and role; stamps by their names in Track.
+METADATA, SENDER, RECEIVER = 0, 1, 2  # weft::CtaRole in device/header.cuh
+ROLES = ("metadata", "sender", "receiver")
+# What a team does: (name, begin, end) by phase and role; stamps by their names in TraceRecord.
 STEPS = {
-    ("dispatch", TELL): (("wait for grants", "start", "granted"), ("tell", "granted", "end")),
-    ("dispatch", SEND): (
-        ("load, wait for grants", "start", "granted"),
-        ("quantise and put", "granted", "end"),
+    ("dispatch", METADATA): (
+        ("wait for grants", "start", "granted"),
+        ("send metadata", "granted", "end"),
     ),
-    ("dispatch", TAKE): (("learn counts", "start", "learned"), ("take rows", "learned", "end")),
-    ("combine", SEND): (("load, wait for grants", "start", "granted"), ("copy", "granted", "end")),
-    ("combine", TAKE): (("wait and reduce", "start", "end"),),
+    ("dispatch", SENDER): (
+        ("load, wait for grants", "start", "granted"),
+        ("quantise and send", "granted", "end"),
+    ),
+    ("dispatch", RECEIVER): (
+        ("receive metadata", "start", "learned"),
+        ("receive rows", "learned", "end"),
+    ),
+    ("combine", SENDER): (
+        ("load, wait for grants", "start", "granted"),
+        ("copy", "granted", "end"),
+    ),
+    ("combine", RECEIVER): (("wait and reduce", "start", "end"),),
 }
 Event = dict[str, Any]
-_STAMPS = (Track.epoch, Track.start_ns)
+_STAMPS = (TraceRecord.epoch, TraceRecord.start_ns)
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
     """What one team of one rank did in one operation; nanoseconds of that rank's clock.
 
-    role: "tell", "send" or "take".   units: pieces of work of its first warp.
+    role: "metadata", "sender" or "receiver".   units: pieces of work of its first warp.
     waited_ns: how long that warp waited, by source (of a combine all of it is under its own rank).
     A stamp is 0 where the team has none of its kind.
     """
@@ -73,7 +82,7 @@ def read_work(tracks: torch.Tensor, rank: int, ranks: int) -> list[Work]:
     # Where an operation has fewer teams, those of an earlier one stand behind them.
     latest = epochs.gather(1, starts.argmax(dim=1, keepdim=True))
     used = tracks[(starts != 0) & (epochs == latest)]  # a team writes all of its track, at its end
-    lines = [Track.from_buffer_copy(bytes(row.numpy())) for row in used]
+    lines = [TraceRecord.from_buffer_copy(bytes(row.numpy())) for row in used]
     if not any(line.end_ns for line in lines):
         return []
     clock = ns_per_tick(lines)
@@ -81,7 +90,7 @@ def read_work(tracks: torch.Tensor, rank: int, ranks: int) -> list[Work]:
     return sorted(works, key=lambda work: work.start_ns)
 
 
-def ns_per_tick(lines: Sequence[Track]) -> float:
+def ns_per_tick(lines: Sequence[TraceRecord]) -> float:
     """How long a tick of teams' own clocks is: the tracks that end on both clocks, together."""
     both = [line for line in lines if line.end_ns]
     lasted: int = sum(line.end_ns - line.start_ns for line in both)
@@ -89,7 +98,7 @@ def ns_per_tick(lines: Sequence[Track]) -> float:
     return lasted / ticks
 
 
-def _work(line: Track, rank: int, ranks: int, clock: float) -> Work:
+def _work(line: TraceRecord, rank: int, ranks: int, clock: float) -> Work:
     def at(ticks: int) -> int:
         return line.start_ns + round(ticks * clock) if ticks else 0
 
@@ -167,7 +176,7 @@ def _slices(work: Work, shift_ns: float) -> Iterator[Event]:
         if not stamps[begin] or stamps[end] <= stamps[begin]:
             continue
         args: Event = {"epoch": work.epoch, "role": work.role, "units": work.units}
-        if work.role == "take":
+        if work.role == "receiver":
             args["waited_us"] = {
                 f"rank {source}": ns / 1e3 for source, ns in enumerate(work.waited_ns) if ns
             }

@@ -22,7 +22,7 @@ class ErrorRecord(ctypes.Structure):
     """What went wrong, as counters and ids only.
 
     peer: the rank that it is about; for an abort, the rank that asked.
-    told_by: rank + 1 of the peer that found it out, 0 if this rank did.
+    reported_by: rank + 1 of the peer that found it out, 0 if this rank did.
     """
 
     _fields_ = (
@@ -35,7 +35,7 @@ class ErrorRecord(ctypes.Structure):
         ("elapsed_ns", c_uint64),
         ("token", c_uint32),
         ("slot", c_uint32),
-        ("told_by", c_uint32),
+        ("reported_by", c_uint32),
         ("reserved", c_uint32),
     )
 

@@ -22,7 +22,7 @@ from weft.memory import Group
 from weft.moe.experts import FP8
 from weft.moe.models import MoEConfig
 from weft.moe.table import MODES, OVERLAPS, LayerTable
-from weft.shape import FP8_BLOCK, LIMITS, NUMBERS
+from weft.shape import DTYPE_NAMES, FP8_BLOCK, LIMITS
 
 AUTO = "auto"
 GEMMS = (AUTO, "grouped", "torch")
@@ -51,7 +51,7 @@ class Options:
 
     def check(self, config: MoEConfig) -> None:
         """Raises InvalidArgument for what no layer has."""
-        one_of("dtype", config.dtype, NUMBERS)
+        one_of("dtype", config.dtype, DTYPE_NAMES)
         one_of("mode", self.mode, (AUTO, *MODES))
         one_of("overlap", self.overlap, (AUTO, *OVERLAPS))
         one_of("gemm", self.gemm, GEMMS)

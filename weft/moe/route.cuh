@@ -1,4 +1,4 @@
-// weft.moe.route in one launch: a token's experts and their weights, by one warp. Lane l holds
+// weft.moe.route in one launch: one warp finds a token's experts and their weights. Lane l holds
 // experts l, l + 32, ...; each round takes the largest choice and, among equal ones, the lowest id.
 #pragma once
 #include <weft/device/copy.cuh>
@@ -6,13 +6,13 @@
 
 namespace weft {
 
-constexpr u32 route_warps = 4;          // tokens of a CTA
+constexpr u32 route_warps = 4;          // one token each
 constexpr float smallest_sum = 1e-20f;  // SMALLEST_SUM in moe/router.py
-constexpr u32 nothing = 0;              // the key of no number: an expert that cannot be chosen
+constexpr u32 no_key = 0;  // below the key of every value: an expert that cannot be chosen
 
 enum class Score : u32 { softmax, sigmoid, softmax_chosen };
 
-// What specialises the kernel; `weft.moe.Routing` has the meanings.
+// What specialises the kernel; `weft.moe.Routing` documents the fields.
 struct Routing {
     u32 experts, top_k;
     Score score;
@@ -22,7 +22,7 @@ struct Routing {
     constexpr u32 each() const { return (experts + warp_lanes - 1) / warp_lanes; }
     constexpr u32 group_size() const { return experts / groups; }
     constexpr bool by_logits() const { return !correction && groups == 1; }
-    // Lanes that look through one group together: a power of two.
+    // Lanes that scan one group together: a power of two.
     constexpr u32 group_lanes() const {
         u32 lanes = warp_lanes;
         while (lanes > 1 && lanes * groups > warp_lanes) lanes /= 2;
@@ -39,35 +39,35 @@ struct RouteArgs {
     float* weights;
     i64 row_stride, column_stride;
     u32 tokens;
-    Number number;
+    DType number;  // dtype of the logits
     float scale;
 };
 
-// What the lanes of one warp show each other.
+// Shared memory of one warp.
 template <Routing R> struct RouteScratch {
     static constexpr u32 grouped = R.groups > 1;
     float score[R.experts];
     float choice[grouped ? R.experts : 1];
-    u32 goodness[R.groups];
+    u32 group_score[R.groups];
     bool kept[R.groups];
 };
 
-// Keys order numbers as the choice wants them: NaN above all, -0 equal to +0, all above `nothing`.
+// Keys order values as the choice needs it: NaN above all, -0 equal to +0, all above `no_key`.
 WEFT_FN u32 key_of(float x) {
     if (x != x) return 0xffffffffu;
     const u32 bits = __float_as_uint(x + 0.0f), sign = 0x80000000u;
     return bits & sign ? ~bits : bits | sign;
 }
 
-WEFT_FN float number_of(u32 key) {
+WEFT_FN float value_of_key(u32 key) {
     const u32 sign = 0x80000000u;
     return __uint_as_float(key & sign ? key ^ sign : ~key);
 }
 
-WEFT_FN float as_float(Number, float x) { return x; }
-WEFT_FN float as_float(Number number, u16 x) { return low_half(number, x); }
+WEFT_FN float as_float(DType, float x) { return x; }
+WEFT_FN float as_float(DType dtype, u16 x) { return low_half(dtype, x); }
 
-// This lane's logits; -inf where there is no expert. All loads are in flight at once.
+// Loads this lane's logits; -inf where there is no expert. All loads are in flight at once.
 template <Routing R, class T>
 WEFT_FN void load_logits(const RouteArgs& a, u32 token, u32 lane, float (&logit)[R.each()]) {
     const T* row = static_cast<const T*>(a.logits) + i64(token) * a.row_stride;
@@ -92,7 +92,7 @@ template <Routing R>
 WEFT_FN void set_keys(const float (&choice)[R.each()], u32 lane, u32 (&key)[R.each()]) {
 #pragma unroll
     for (u32 i = 0; i < R.each(); ++i)
-        key[i] = i * warp_lanes + lane < R.experts ? key_of(choice[i]) : nothing;
+        key[i] = i * warp_lanes + lane < R.experts ? key_of(choice[i]) : no_key;
 }
 
 WEFT_FN float warp_sum(float x) {
@@ -101,7 +101,7 @@ WEFT_FN float warp_sum(float x) {
     return x;
 }
 
-// A NaN among the numbers may be passed over.
+// A NaN among the values may be ignored.
 WEFT_FN float warp_max(float x) {
 #pragma unroll
     for (u32 step = warp_lanes / 2; step != 0; step /= 2)
@@ -131,7 +131,7 @@ template <Routing R> WEFT_FN void score_all(float (&x)[R.each()]) {
 }
 
 struct BestTwo {
-    u32 first = nothing, second = nothing;  // keys, the larger first
+    u32 first = no_key, second = no_key;  // keys, the larger first
 
     WEFT_FN void add(u32 key) {
         second = key > first ? first : key > second ? key : second;
@@ -139,8 +139,8 @@ struct BestTwo {
     }
 };
 
-// How good each group is: the sum of its best, or the best itself.
-template <Routing R> WEFT_FN void judge_groups(RouteScratch<R>& s, u32 lane) {
+// The score of each group: the sum of its best two choices, or its best one.
+template <Routing R> WEFT_FN void score_groups(RouteScratch<R>& s, u32 lane) {
     constexpr u32 lanes = R.group_lanes(), at_once = warp_lanes / lanes, size = R.group_size();
 #pragma unroll 1
     for (u32 base = 0; base < R.groups; base += at_once) {
@@ -157,26 +157,26 @@ template <Routing R> WEFT_FN void judge_groups(RouteScratch<R>& s, u32 lane) {
             best.add(second);
         }
         if (group < R.groups && lane % lanes == 0)
-            s.goodness[group] = R.group_best == 1
-                                    ? best.first
-                                    : key_of(number_of(best.first) + number_of(best.second));
+            s.group_score[group] =
+                R.group_best == 1 ? best.first
+                                  : key_of(value_of_key(best.first) + value_of_key(best.second));
     }
     __syncwarp();
 }
 
-// Experts of groups that lose count as -inf. A group is kept if fewer than top_groups beat it.
+// Sets the choices of groups that lose to -inf. A group is kept if fewer than top_groups beat it.
 template <Routing R>
 WEFT_FN void limit_groups(RouteScratch<R>& s, u32 lane, float (&choice)[R.each()]) {
 #pragma unroll
     for (u32 i = 0; i < R.each(); ++i)
         if (i * warp_lanes + lane < R.experts) s.choice[i * warp_lanes + lane] = choice[i];
     __syncwarp();
-    judge_groups(s, lane);
+    score_groups(s, lane);
     for (u32 g = lane; g < R.groups; g += warp_lanes) {
-        const u32 own = s.goodness[g];
+        const u32 own = s.group_score[g];
         u32 better = 0;
         for (u32 h = 0; h < R.groups; ++h)
-            better += s.goodness[h] > own || (s.goodness[h] == own && h < g);
+            better += s.group_score[h] > own || (s.group_score[h] == own && h < g);
         s.kept[g] = better < R.top_groups;
     }
     __syncwarp();
@@ -187,16 +187,16 @@ WEFT_FN void limit_groups(RouteScratch<R>& s, u32 lane, float (&choice)[R.each()
     }
 }
 
-// Keys of this lane's experts; their scores go where all lanes can read them.
+// The keys of this lane's experts; their scores go where all lanes can read them.
 template <Routing R>
-WEFT_FN void grade_experts(const RouteArgs& a, RouteScratch<R>& s, u32 token, u32 lane,
+WEFT_FN void score_experts(const RouteArgs& a, RouteScratch<R>& s, u32 token, u32 lane,
                            u32 (&key)[R.each()]) {
     float x[R.each()], bias[R.each()];
-    if (a.number == Number::fp32)
+    if (a.number == DType::fp32)
         load_logits<R, float>(a, token, lane, x);
     else
         load_logits<R, u16>(a, token, lane, x);
-    // Loaded before anything is stored: the compiler may not move a load up over a store.
+    // Loaded before anything is stored: the compiler may not move a load up across a store.
     if constexpr (R.correction) load_correction<R>(a, lane, bias);
     if constexpr (R.by_logits()) set_keys<R>(x, lane, key);
     score_all<R>(x);
@@ -209,11 +209,11 @@ WEFT_FN void grade_experts(const RouteArgs& a, RouteScratch<R>& s, u32 token, u3
     if constexpr (!R.by_logits()) set_keys<R>(x, lane, key);
 }
 
-// Lane k's expert is the k-th best; `best` is everyone's first.
+// Lane k gets the k-th best expert; `best` is the first one, in every lane.
 template <Routing R> WEFT_FN u32 choose(u32 (&key)[R.each()], u32 lane, u32& best) {
     u32 own = 0;
     for (u32 k = 0; k < R.top_k; ++k) {
-        u32 top = nothing, id = 0;
+        u32 top = no_key, id = 0;
 #pragma unroll
         for (u32 i = 0; i < R.each(); ++i) {
             id = key[i] > top ? i * warp_lanes + lane : id;
@@ -224,12 +224,12 @@ template <Routing R> WEFT_FN u32 choose(u32 (&key)[R.each()], u32 lane, u32& bes
         own = lane == k ? id : own;
         best = k == 0 ? id : best;
 #pragma unroll
-        for (u32 i = 0; i < R.each(); ++i) key[i] = i * warp_lanes + lane == id ? nothing : key[i];
+        for (u32 i = 0; i < R.each(); ++i) key[i] = i * warp_lanes + lane == id ? no_key : key[i];
     }
     return own;
 }
 
-// What lane k's expert weighs.
+// The weight of lane k's expert.
 template <Routing R>
 WEFT_FN float weigh(const RouteArgs& a, const RouteScratch<R>& s, u32 lane, u32 id, u32 best) {
     float weight = lane < R.top_k ? s.score[id] : 0.0f;
@@ -254,7 +254,7 @@ template <Routing R> WEFT_FN void route(const RouteArgs& a) {
     float weight = 0.0f;
     if (a.num_tokens == nullptr || i64(token) < *a.num_tokens) {
         u32 key[R.each()], best = 0;
-        grade_experts(a, scratch[team.warp()], token, lane, key);
+        score_experts(a, scratch[team.warp()], token, lane, key);
         id = i32(choose<R>(key, lane, best));
         __syncwarp();
         weight = weigh(a, scratch[team.warp()], lane, u32(id), best);

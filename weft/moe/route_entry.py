@@ -17,7 +17,7 @@ from weft.runtime.stream import current_stream, loading
 MAX_EXPERTS, MAX_TOP_K = 512, 32  # static_assert in moe/route.cuh
 TOKENS = 4  # of a CTA: route_warps in moe/route.cuh
 THREADS = 32 * TOKENS
-NUMBERS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # Number in device/layout.cuh
+DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # DType in device/header.cuh
 TABLE = "weft_route_args"
 
 SOURCE = """\
@@ -76,7 +76,7 @@ def args_of(
         row_stride=logits.stride(0),
         column_stride=logits.stride(1),
         tokens=len(logits),
-        number=NUMBERS[logits.dtype],
+        number=DTYPES[logits.dtype],
         scale=scale,
     )
 

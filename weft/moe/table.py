@@ -10,14 +10,14 @@ from typing import Any
 
 from weft.errors import InvalidArgument
 from weft.moe.models import MoEConfig
-from weft.shape import NUMBERS
+from weft.shape import DTYPE_NAMES
 from weft.tuning.table_file import digest_of, parsed, read_table, table_text, times_of, whole
 from weft.tuning.thresholds import Times, check_times, time_at
 
 FORMAT = "weft layer table 1"
 SHIPPED = Path(__file__).with_name("tables")
 NEAR = 2.0  # how many times larger or smaller a near layer's sizes may be
-DTYPES = ("fp8", *NUMBERS.values())
+DTYPES = ("fp8", *DTYPE_NAMES.values())
 _COUNTS = ("ranks", "experts", "top_k", "hidden", "intermediate")
 
 MODES = ("throughput", "low_latency")
@@ -64,7 +64,7 @@ class LayerSizes:
             hidden=config.hidden,
             intermediate=config.intermediate,
             shared=config.shared,
-            dtype="fp8" if fp8 else NUMBERS[config.dtype],
+            dtype="fp8" if fp8 else DTYPE_NAMES[config.dtype],
         )
 
     @property

@@ -71,14 +71,14 @@ def refusal(record: ErrorRecord, count: int, *, drops_repeats: bool = False) -> 
 
 def _heard(record: ErrorRecord) -> str:
     """By which peer this rank knows, if it has not seen it itself."""
-    return f" (rank {record.told_by - 1} found it out)" if record.told_by else ""
+    return f" (rank {record.reported_by - 1} found it out)" if record.reported_by else ""
 
 
 def _hearsay(record: ErrorRecord, who: str) -> GroupError:
     """What a peer found out that this rank has not seen: the peer has left the group for it."""
-    teller, own = f"rank {record.told_by - 1}", record.peer == record.rank
+    teller, own = f"rank {record.reported_by - 1}", record.peer == record.rank
     culprit = f"this rank, {record.peer}," if own else f"rank {record.peer}"
-    if record.code == PEER_TIMEOUT and record.peer == record.told_by - 1:
+    if record.code == PEER_TIMEOUT and record.peer == record.reported_by - 1:
         return PeerTimeout(
             f"{who}: {teller} gave up, waiting for its own part of this call, and left the group. "
             "Its own error says more; make a new group."
@@ -149,7 +149,7 @@ def breakage(
     who = f"rank {record.rank}, {phase}"
     if record.code in (PEER_DIED, PEER_LEFT):
         return _gone(record, who, pid_of, words_of)
-    if record.told_by:
+    if record.reported_by:
         return _hearsay(record, who)
     if record.phase == ALL_REDUCE and record.code in (PEER_TIMEOUT, GEOMETRY_MISMATCH):
         return _in_all_reduce(record, who)

@@ -194,7 +194,7 @@ class Watched:
         return sorted((r for r in header.ring if r.phase), key=lambda r: (r.epoch, r.phase))
 
     def _tell_once(self, code: int, why: str) -> None:
-        """Write why this rank leaves, then a notice to each peer (make_notice in layout.cuh).
+        """Write why this rank leaves, then a notice to each peer (make_notice in header.cuh).
 
         Not where they know: from this rank's host, or from its kernels, which gave up.
         """

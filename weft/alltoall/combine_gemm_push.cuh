@@ -1,6 +1,6 @@
-// The receiving half of combine where each choice of a token came home by itself: every row has
-// been stored into this rank's inbox, by whatever kernel made it, and is weighed and summed here.
-// The sums of each rank are rounded as if that rank had made them, so the bits are those of a pull.
+// The receiver of combine by gemm_push: the kernels that made the experts' rows have stored them
+// into this rank's inbox, where they are weighted and summed. The sum of each rank's rows is
+// rounded as if that rank had made it, so the bits are those of pull.
 #pragma once
 #include <weft/alltoall/phases.cuh>
 #include <weft/device/copy.cuh>
@@ -8,59 +8,60 @@
 
 namespace weft {
 
-constexpr u32 choices_in_flight = 8;
+constexpr u32 expert_rows_in_flight = 8;
 
-// One choice of a token, in its lane.
+// One entry of a token's top k, in its lane.
 struct Choice {
     u32 rank;  // max_ranks where there is none
     float weight;
-    u32 turn;  // when it is added: by rank, then by place in the top k
+    u32 order;  // in which it is added: by rank, then by entry
 };
 
 template <Shape S>
 WEFT_FN Choice load_choice(const Share<S>& own, u32 token, u32 destinations, u32 k) {
-    Choice c{.rank = max_ranks, .weight = 0.0f, .turn = 0};
+    Choice c{.rank = max_ranks, .weight = 0.0f, .order = 0};
     if (k < S.top_k && destinations != 0) {
-        c.rank = own.choices.rank[token][k];
-        c.weight = own.choices.weight[token][k];
+        c.rank = own.saved_routing.rank[token][k];
+        c.weight = own.saved_routing.weight[token][k];
     }
 #pragma unroll
     for (u32 j = 0; j < S.top_k; ++j) {
         const u32 other = __shfl_sync(all_lanes, c.rank, j);
-        c.turn += other < c.rank || (other == c.rank && j < k);
+        c.order += other < c.rank || (other == c.rank && j < k);
     }
     return c;
 }
 
-// The sum of one lane's columns: of the rank whose turn it is, and of all ranks before it.
-template <Number N> struct Sums {
-    static constexpr u32 width = numbers_in_vector(N);
+// The sum of one lane's columns: of the current rank, and of all ranks before it.
+template <DType D> struct RankSums {
+    static constexpr u32 width = elements_in_vector(D);
     float total[width] = {}, part[width] = {};
     u32 rank = max_ranks;
 
     WEFT_FN void close_rank() {
-        add_vector<N>(total, round_vector<N>(part));
+        add_vector<D>(total, round_vector<D>(part));
 #pragma unroll
         for (u32 i = 0; i < width; ++i) part[i] = 0.0f;
     }
     WEFT_FN void add(u32 from, float weight, uint4 v) {
         if (from != rank) close_rank();
         rank = from;
-        add_weighted<N>(part, weight, v);
+        add_weighted<D>(part, weight, v);
     }
 };
 
-// Turns first .. first + 7 of one vector. All loads are started before the first is added.
+// Rows first .. first + 7 of one vector, in their order. All loads start before the first row is
+// added.
 template <Shape S>
-WEFT_FN void add_choices(const Choice& c, const uint4* row, bool loads, u32 first, u32 count,
-                         Sums<S.number>& sums) {
-    constexpr u32 in_flight = S.top_k < choices_in_flight ? S.top_k : choices_in_flight;
+WEFT_FN void add_expert_rows(const Choice& c, const uint4* row, bool loads, u32 first, u32 count,
+                             RankSums<S.dtype>& sums) {
+    constexpr u32 in_flight = S.top_k < expert_rows_in_flight ? S.top_k : expert_rows_in_flight;
     constexpr u32 vectors = S.out_bytes() / 16;
     uint4 data[in_flight];
     u32 from[in_flight];
 #pragma unroll
     for (u32 i = 0; i < in_flight; ++i) {
-        from[i] = (__ffs(__ballot_sync(all_lanes, c.turn == first + i)) - 1) % warp_lanes;
+        from[i] = (__ffs(__ballot_sync(all_lanes, c.order == first + i)) - 1) % warp_lanes;
         if (loads && first + i < count) data[i] = load_shared_row(row + u64(from[i]) * vectors);
     }
 #pragma unroll
@@ -72,9 +73,10 @@ WEFT_FN void add_choices(const Choice& c, const uint4* row, bool loads, u32 firs
 }
 
 // out[token] = the sum over ranks, in rank order, of each rank's rounded sum, then `add`, rounded
-// once. Whole warps stay together: a lane knows one choice.
+// once. Whole warps stay together, because each lane holds one entry.
 template <Shape S>
-WEFT_FN void reduce_choices(const Block& team, const CombineArgs& a, u32 token, u32 destinations) {
+WEFT_FN void reduce_expert_rows(const Block& team, const CombineArgs& a, u32 token,
+                                u32 destinations) {
     constexpr u32 vectors = S.out_bytes() / 16;
     Share<S>& own = mine<S>(a.site);
     const Choice c = load_choice<S>(own, token, destinations, team.warp_lane());
@@ -84,15 +86,15 @@ WEFT_FN void reduce_choices(const Block& team, const CombineArgs& a, u32 token, 
          start += gridDim.y * team.lanes()) {
         const u32 v = start + team.warp_lane();
         const u64 at = u64(token) * vectors + v;
-        Sums<S.number> sums;
+        RankSums<S.dtype> sums;
 #pragma unroll
-        for (u32 first = 0; first < S.top_k; first += choices_in_flight)
-            add_choices<S>(c, rows + v, v < vectors, first, count, sums);
+        for (u32 first = 0; first < S.top_k; first += expert_rows_in_flight)
+            add_expert_rows<S>(c, rows + v, v < vectors, first, count, sums);
         sums.close_rank();
         if (v >= vectors) continue;
         if (a.add)
-            add_vector<S.number>(sums.total, load_input(static_cast<const uint4*>(a.add) + at));
-        static_cast<uint4*>(a.out)[at] = round_vector<S.number>(sums.total);
+            add_vector<S.dtype>(sums.total, load_input(static_cast<const uint4*>(a.add) + at));
+        static_cast<uint4*>(a.out)[at] = round_vector<S.dtype>(sums.total);
     }
 }
 

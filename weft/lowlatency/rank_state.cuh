@@ -1,0 +1,88 @@
+// The state of the rank that every CTA of a low-latency kernel reads first, the grants, and the way
+// in which a warp's lanes share a row. The protocol is in lowlatency/layout.cuh.
+#pragma once
+#include <weft/device/quantize_warp.cuh>
+#include <weft/device/roles.cuh>
+#include <weft/device/sentinel_vector.cuh>
+#include <weft/lowlatency/layout.cuh>
+
+namespace weft {
+
+// Sends the scale of one FP8 block at the end of a row. The words behind the last scale are filled
+// up to a whole vector.
+template <u32 blocks> WEFT_FN void send_scale(u8* scales, u32 block, float scale) {
+    u32* words = reinterpret_cast<u32*>(scales);
+    store_relaxed(words + block, __float_as_uint(scale));
+    if constexpr (blocks % 4 != 0)
+        if (block == blocks - 1)
+            for (u32 i = blocks; i < (blocks + 3) / 4 * 4; ++i) store_relaxed(words + i, 0u);
+}
+
+// The index of a lane's i-th 16-byte vector, of 512 columns that a warp sends. The vectors of
+// unquantised rows lie side by side, so that a warp's store fills whole lines. For rows that are
+// quantised each lane holds 16 columns of one block.
+template <DType D, bool quantised> WEFT_FN u32 vector_of(u32 part, u32 i) {
+    constexpr u32 width = Columns<D>::vectors;
+    const u32 lane = threadIdx.x % warp_lanes;
+    if constexpr (quantised) return (part * warp_lanes + lane) * width + i;
+    return (part * width + i) * warp_lanes + lane;
+}
+
+// The progress of this rank, and whether the group is broken. Every thread reads it for itself, in
+// the same round trip as its other first loads. Behind `may_start` no thread of the CTA reads it
+// again, so the CTA may count itself.
+struct RankState {
+    Progress progress;
+    u32 failed, generation;
+
+    template <LowLatencyShape S> WEFT_FN static RankState read(const LowLatencyShare<S>& own) {
+        return {own.progress, own.header.state.failed, own.header.generation};
+    }
+
+    // True if the group is not broken and, for a CTA that stores, if the peers have emptied their
+    // inboxes.
+    template <LowLatencyShape S>
+    WEFT_FN bool may_start(const Block& team, const Site& site, Phase phase, bool stores) const {
+        bool ok = true;
+        // The last warp waits: in a metadata CTA of a small batch it has nothing else to wait for.
+        const u32 before = team.lanes() - warp_lanes;
+        if (stores && team.lane() >= before && team.lane() - before < S.ranks) {
+            const u32 peer = team.lane() - before;
+            const u64 seen = load_acquire(grant_of<S>(site, phase, peer));
+            // Most often the grant is there, and it is exactly this one.
+            const u64 usual = make_flag(generation, site.descriptor, granted_by(progress, phase));
+            if (failed == 0 && seen != usual) ok = await_grant<S>(site, progress, phase, peer);
+        }
+        ok = ok && failed == 0;
+        return team.all(ok);
+    }
+};
+
+// Counts CTAs that have read the state; true for the thread that counts the last one, which may
+// then advance it. Called by one thread of each CTA.
+WEFT_FN bool is_last_cta(Header& header) {
+    if (add_relaxed(&header.arrived, 1) != gridDim.x - 1) return false;
+    header.arrived = 0;
+    return true;
+}
+
+// When an operation began, in the lane that records it. No other lane reads the clock of all ranks
+// before its first store.
+WEFT_FN u64 start_time(const Block& team, const CtaRoles& roles) {
+    const bool keeps =
+        roles.is_first_receiver() || (WEFT_PROFILE && roles.is<CtaRole::coordinator>());
+    return keeps && team.lane() == 0 ? now_ns() : 0;
+}
+
+constexpr u64 largest(u64 a, u64 b) { return a > b ? a : b; }
+
+// The coordinator of every operation grants before it waits for anything. Each kind of grant has a
+// warp of its own, because a release waits for the store before it.
+template <LowLatencyShape S>
+WEFT_FN void grant_all(const Block& team, const Site& site, const Progress& progress) {
+    if (team.warp() > 1 || team.warp_lane() >= S.ranks) return;
+    const u32 rank = site.rank + team.warp_lane(), peer = rank < S.ranks ? rank : rank - S.ranks;
+    grant<S>(site, progress, team.warp() == 0 ? Phase::dispatch : Phase::combine, peer);
+}
+
+}  // namespace weft
