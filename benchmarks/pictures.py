@@ -79,8 +79,8 @@ def draw_layers(path: Path) -> None:
     """DeepSeek-V3's layer by expert on 4 ranks; published figures of 8 GPUs beside it."""
     data = load(EXCHANGES_4)[1]
     given, gpus = data["settings"], data["machine"]["gpus"]
-    names = ("ranks", "model", "dtype", "experts", "exchange", "routing")
-    sizes = {name: given[name] for name in names}
+    sizes = {name: given[name] for name in ("ranks", "model", "dtype", "experts", "routing")}
+    sizes["mode"] = {"rank": "throughput", "expert": "low_latency"}[given["exchange"]]
     case = LayerCase(device="cuda", tokens=tuple(given["tokens"]), **sizes)
     rows = []
     for row in read_rows(data):
@@ -89,7 +89,7 @@ def draw_layers(path: Path) -> None:
         if floor is not None and row.tokens >= 8:  # nobody else has fewer
             rows.append(replace(row, floor=floor.least))
     title = (
-        "deepseek-v3, fp8 experts, 4 ranks of 32 experts, rows by expert, uniform routing\n"
+        "deepseek-v3, fp8 experts, 4 ranks of 32 experts, low-latency mode, uniform routing\n"
         "published figures: 8 GPUs of 32 experts, neither router nor shared expert"
     )
     plot(path, with_records(rows, case), title, data["machine"])

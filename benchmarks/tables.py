@@ -210,8 +210,8 @@ def low_floors(tokens: int, routing: str) -> list[Any]:
     several: tuple[dict[str, Any], ...] = (
         {},
         {"reduce": "sender"},
-        {"combine_by": "fp8"},
-        {"reduce": "sender", "combine_by": "fp8"},
+        {"combine_dtype": "fp8"},
+        {"reduce": "sender", "combine_dtype": "fp8"},
     )
     for options in several:
         case = LowCase(**_LOW, tokens=(tokens,), routing=routing, **options)
@@ -775,8 +775,8 @@ TABLES: dict[str, list[tuple[str, Cells]]] = {
     "allreduce-memory": [(f"{ranks} ranks", reduce_memory(ranks)) for ranks in (8, 4, 2)],
     "lowlatency-memory": [
         ("default", low_memory()),
-        ("FP8 back", low_memory(combine_by="fp8")),
-        ("sums at the sender, FP8 back", low_memory(reduce="sender", combine_by="fp8")),
+        ("FP8 back", low_memory(combine_dtype="fp8")),
+        ("sums at the sender, FP8 back", low_memory(reduce="sender", combine_dtype="fp8")),
     ],
     "lowlatency-floors": [
         (f"{tokens}, {told}", low_floors(tokens, routing))

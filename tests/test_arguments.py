@@ -78,7 +78,7 @@ LOW = {
     "hidden": listed(*WHOLE, 0, -1, 100, 1 << 17),
     "top_k": listed(*WHOLE, 0, -1, 33, 5),
     "num_experts": listed(*WHOLE, 0, -1, 1, 4097),
-    "quant": WORD.optional(),
+    "quantize": WORD.optional(),
     "group_size": listed(*WHOLE, 0, -1, 16, 256),
     "scale": WORD,
     "slots": listed(*WHOLE, 0, -1, 3),

@@ -14,6 +14,7 @@ from weft.arguments import function, instance, shown
 from weft.errors import GroupError, InvalidArgument
 from weft.lowlatency.results import ExpertRows
 from weft.memory import Group
+from weft.memory.driver import in_relaxed_mode
 from weft.memory.group import reason
 from weft.moe import library as layer_library
 from weft.moe.choice import LayerChoice, agreed_choice
@@ -69,6 +70,7 @@ class MoE:
     GeometryMismatch (when ranks pass different sizes or rules).
     """
 
+    @in_relaxed_mode
     def __init__(
         self,
         group: Group,

@@ -14,7 +14,6 @@ from weft.alltoall.received import Received
 from weft.lowlatency.api import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows
 from weft.memory import Group
-from weft.memory.driver import in_relaxed_mode
 from weft.memory.wire import JSON
 from weft.moe.choice import LayerChoice
 from weft.moe.experts import ExpertWeights
@@ -42,7 +41,6 @@ class LayerWorkspace(ABC, Generic[Rows]):
     _experts: Experts
     _weighed: torch.Tensor
 
-    @in_relaxed_mode
     def __init__(
         self,
         group: Group,
