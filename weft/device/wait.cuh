@@ -47,8 +47,6 @@ WEFT_FN void fail(Header& header, const Site& site, const ErrorRecord& record) {
     store_release(&box.broken_code, record.code);
     // If this rank's host asked it to leave, the host has told the peers why.
     if (record.code == u32(Code::aborted) && record.peer == site.rank) return;
-    // If this rank's host asked it to leave, the host has told the peers why.
-    if (record.code == u32(Code::aborted) && record.peer == site.rank) return;
     const u64 notice = make_notice(record.code, record.peer, record.wanted);
     for (u32 i = 1; i < header.ranks; ++i) {
         const u32 peer = (site.rank + i) % header.ranks;
