@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -9,10 +10,13 @@ import typer
 
 from weft.allreduce.curve import EPILOGUES
 from weft.allreduce.table import BACKENDS as TUNED
-from weft.bench import allreduce, layer, lowlatency, moe
+from weft.bench import allreduce, allreduce_baselines, layer, lowlatency, moe, moe_baselines
+from weft.bench.baselines import Baseline, measure_baselines, merge_peers
 from weft.bench.case import DTYPES, Case, parse_sizes
+from weft.bench.layer_trace import check_traced, trace_layers
 from weft.bench.peers import matching
 from weft.bench.routing import ROUTINGS
+from weft.bench.trace import trace_pairs
 from weft.cli.options import (
     DEVICES,
     STDOUT,
@@ -24,7 +28,6 @@ from weft.cli.options import (
     wide_console,
     words,
 )
-from weft.errors import InvalidArgument
 from weft.lowlatency.shape import REDUCES, SCALES
 from weft.moe import MODELS, MODES, OVERLAPS
 from weft.moe.plan import GEMMS
@@ -107,7 +110,7 @@ def bench_moe(
     graph: Graph = True,
     cold: Cold = False,
     num_sms: NumSms = None,
-    beside: Annotated[
+    corun: Annotated[
         _Text, typer.Option(help="matmul or matmul:SIZE on the other SMs (with --num-sms)")
     ] = None,
     pdl: Pdl = True,
@@ -138,9 +141,12 @@ def bench_moe(
         split_phase=split_phase,
         cold=cold,
         num_sms=num_sms,
-        beside=beside,
+        corun=corun,
     )
-    _run(case, Outputs(json, plot, trace, recorded), peers=peers, quiet=quiet)
+    baselines = moe_baselines.BASELINES if peers else ()
+    _run(case, Outputs(json, plot, trace, recorded), baselines=baselines, quiet=quiet)
+    if trace is not None:
+        stop_at(trace_pairs(trace, case))
 
 
 @bench.command("lowlatency")
@@ -191,6 +197,8 @@ def bench_lowlatency(
         num_sms=num_sms,
     )
     _run(case, Outputs(json, plot, trace, recorded), quiet=quiet)
+    if trace is not None:
+        stop_at(lowlatency.trace_rounds(trace, case))
 
 
 @bench.command("allreduce")
@@ -229,7 +237,8 @@ def bench_allreduce(
         table=str(table) if table else None,
         cold=cold,
     )
-    _run(case, Outputs(json, plot, None, recorded), peers=peers, quiet=quiet)
+    baselines = allreduce_baselines.BASELINES if peers else ()
+    _run(case, Outputs(json, plot, None, recorded), baselines=baselines, quiet=quiet)
 
 
 @bench.command("layer")
@@ -284,10 +293,10 @@ def bench_layer(
         stages=stages,
     )
     if trace is not None:
-        from weft.bench.layer_trace import check_traced
-
         check_traced(case)
     _run(case, Outputs(json, plot, trace), quiet=quiet)
+    if trace is not None:
+        stop_at(trace_layers(trace, case))
 
 
 @bench.command("compare")
@@ -400,11 +409,10 @@ def _sizes(
     }
 
 
-def _run(case: Case, outputs: Outputs, *, quiet: bool, peers: bool = False) -> None:
+def _run(case: Case, outputs: Outputs, *, quiet: bool, baselines: Sequence[Baseline] = ()) -> None:
     """Measure, print, and write what was asked for: the samples first, so that none are lost."""
     from weft.bench.plot import plot
     from weft.bench.report import as_json, print_report, rows_of, write_json
-    from weft.bench.rivals import beside, measure_rivals
     from weft.bench.run import run
 
     outputs.check()
@@ -413,14 +421,10 @@ def _run(case: Case, outputs: Outputs, *, quiet: bool, peers: bool = False) -> N
     stop_at(report.problem)
     if outputs.json and outputs.json != STDOUT:
         write_json(outputs.json, as_json(report, recorded))
-    runs = measure_rivals(case) if peers else []
-    shown = beside(recorded, runs, str(report.machine["date"])[:10])
+    runs = measure_baselines(case, baselines)
+    shown = merge_peers(recorded, runs, str(report.machine["date"])[:10])
     if outputs.json and (runs or outputs.json == STDOUT):
         write_json(outputs.json, as_json(report, shown, runs))
     print_report(outputs.console, report, shown, runs)
     if outputs.plot:
         plot(outputs.plot, rows_of(report, shown), case.title(), report.machine)
-    if outputs.trace:
-        if not isinstance(case, moe.MoECase | lowlatency.LowCase | layer.LayerCase):
-            raise InvalidArgument(f"{case.operator} has no trace")
-        stop_at(case.trace(outputs.trace))
