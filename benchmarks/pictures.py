@@ -15,6 +15,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.baselines import records  # noqa: E402
 from benchmarks.series import Series, load  # noqa: E402
 from benchmarks.tables import EXCHANGES_4, MOE_8, TABLES, reduce_floors  # noqa: E402
 from weft.bench.allreduce import ReduceCase  # noqa: E402
@@ -26,10 +27,10 @@ from weft.bench.peers import matching  # noqa: E402
 from weft.bench.plot import DASHES, line, plot, scale  # noqa: E402
 from weft.bench.report import Row, read_rows  # noqa: E402
 from weft.bench.style import (  # noqa: E402
+    BASELINES,
     COLOURS,
     INK,
     QUIET,
-    RIVALS,
     matplotlib_pyplot,
     plain,
     save,
@@ -42,7 +43,7 @@ def with_records(rows: Sequence[Row], case: Case) -> list[Row]:
     """Rows beside the records of this case, in place of those that stood beside them."""
     peers = matching(case)
     return [
-        replace(row, rivals={p.label: p.us[row.tokens] for p in peers if row.tokens in p.us})
+        replace(row, baselines={p.label: p.us[row.tokens] for p in peers if row.tokens in p.us})
         for row in rows
     ]
 
@@ -69,7 +70,7 @@ def recorded_moe() -> tuple[MoECase, list[Row]]:
 
 
 def draw_run(path: Path, data: dict[str, Any]) -> None:
-    """A run of rivals.sh: what stood beside weft is in its rows."""
+    """A run of baselines.sh; the other libraries' times are in its rows."""
     given = data["settings"]
     title = f"{given['ranks']} ranks, hidden {given['hidden']}, {given['dtype']}"
     plot(path, read_rows(data), title, data["machine"])
@@ -79,9 +80,10 @@ def draw_layers(path: Path) -> None:
     """DeepSeek-V3's layer by expert on 4 ranks; published figures of 8 GPUs beside it."""
     data = load(EXCHANGES_4)[1]
     given, gpus = data["settings"], data["machine"]["gpus"]
-    names = ("ranks", "model", "dtype", "experts", "exchange", "routing")
+    names = ("ranks", "model", "dtype", "experts", "routing")
     sizes = {name: given[name] for name in names}
-    case = LayerCase(device="cuda", tokens=tuple(given["tokens"]), **sizes)
+    mode = {"rank": "throughput", "expert": "low_latency"}[given["exchange"]]  # its name then
+    case = LayerCase(device="cuda", tokens=tuple(given["tokens"]), mode=mode, **sizes)
     rows = []
     for row in read_rows(data):
         load_ = data["loads"][str(row.tokens)]
@@ -96,7 +98,7 @@ def draw_layers(path: Path) -> None:
 
 
 def draw_reduces(path: Path) -> None:
-    """Both hidden sizes on 8 ranks, by the ladder of launch shapes."""
+    """Both hidden sizes on 8 ranks, the best launch shape of each size."""
     pyplot = matplotlib_pyplot()
     figure, panels = pyplot.subplots(1, 2, figsize=(13.0, 5.0), dpi=160, layout="constrained")
     for axes, hidden in zip(panels, (7168, 4096), strict=True):
@@ -106,7 +108,7 @@ def draw_reduces(path: Path) -> None:
         case = ReduceCase(ranks=8, device="cuda", tokens=tuple(sizes), hidden=hidden)
         for index, peer in enumerate(matching(case)):
             points = {tokens: peer.us[tokens] for tokens in sizes if tokens in peer.us}
-            colour = RIVALS[index % len(RIVALS)]
+            colour = BASELINES[index % len(BASELINES)]
             axes.plot(*line(points), color=colour, lw=1.4, marker="s", ms=3.5, label=peer.label)
         mine = {tokens: weft[tokens] for tokens in sizes}
         axes.plot(*line(mine), color=COLOURS[0], lw=2.2, marker="o", ms=4, label="weft")
@@ -138,11 +140,11 @@ def main() -> None:
     plot(folder / "moe-8xH200.png", rows, case.title(), load(MOE_8)["machine"])
     draw_layers(folder / "layer-4xH200.png")
     draw_reduces(folder / "allreduce-8xH200.png")
-    for record in sorted((ROOT / "benchmarks").glob("rivals-*.json")):
+    for record in records():
         data, gpus = load(record.name), record.stem.split("-")[1]
-        draw_run(folder / f"rivals-moe-{gpus}.png", data["moe"])
-        draw_run(folder / f"rivals-moe-fp8-{gpus}.png", data["moe-fp8-both"])
-        draw_run(folder / f"rivals-allreduce-{gpus}.png", data["allreduce"])
+        draw_run(folder / f"baselines-moe-{gpus}.png", data["moe"])
+        draw_run(folder / f"baselines-moe-fp8-{gpus}.png", data["moe-fp8-both"])
+        draw_run(folder / f"baselines-allreduce-{gpus}.png", data["allreduce"])
     print(f"drew {folder}")
 
 
