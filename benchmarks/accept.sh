@@ -109,7 +109,7 @@ bench() {
     ((${#gpus[@]} < 2)) || measure ranks-2 60 --routing perfect --tokens 1..4096 --ranks 2
     for n in 16 8 24; do measure "sms-$n" 40 --routing perfect --tokens 1024,2048 --num-sms $n; done
     for n in 16 8 24; do
-        measure "sms-$n-beside" 60 --routing perfect --tokens 1024,2048 --num-sms $n --beside matmul
+        measure "sms-$n-corun" 60 --routing perfect --tokens 1024,2048 --num-sms $n --corun matmul
     done
     measure trace 40 --routing perfect --tokens 128 --trace "$out/trace-128.json"
 }
@@ -162,7 +162,7 @@ low() { # low NAME SECONDS OPTIONS...
 # Two routings, as the targets have them; and with the halves built.
 lowlatency() {
     low ll-perfect 60 --routing perfect
-    low ll-lean 60 --routing uniform --reduce sender --combine-dtype fp8
+    low ll-reduced 60 --routing uniform --reduce sender --combine-dtype fp8
     low ll-halves 60 --routing perfect --split-phase
     weft ll-trace 60 bench lowlatency --tokens 128 --trace "$out/lowlatency-128.json"
     check ll-graphs 120 all tests/gpu/test_lowlatency_graphs.py

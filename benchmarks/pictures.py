@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -26,10 +25,10 @@ from weft.bench.peers import matching  # noqa: E402
 from weft.bench.plot import DASHES, line, plot, scale  # noqa: E402
 from weft.bench.report import Row, read_rows  # noqa: E402
 from weft.bench.style import (  # noqa: E402
+    BASELINES,
     COLOURS,
     INK,
     QUIET,
-    RIVALS,
     matplotlib_pyplot,
     plain,
     save,
@@ -42,7 +41,7 @@ def with_records(rows: Sequence[Row], case: Case) -> list[Row]:
     """Rows beside the records of this case, in place of those that stood beside them."""
     peers = matching(case)
     return [
-        replace(row, rivals={p.label: p.us[row.tokens] for p in peers if row.tokens in p.us})
+        replace(row, baselines={p.label: p.us[row.tokens] for p in peers if row.tokens in p.us})
         for row in rows
     ]
 
@@ -68,13 +67,6 @@ def recorded_moe() -> tuple[MoECase, list[Row]]:
     return case, with_records(rows, case)
 
 
-def draw_run(path: Path, data: dict[str, Any]) -> None:
-    """A run of rivals.sh: what stood beside weft is in its rows."""
-    given = data["settings"]
-    title = f"{given['ranks']} ranks, hidden {given['hidden']}, {given['dtype']}"
-    plot(path, read_rows(data), title, data["machine"])
-
-
 def draw_layers(path: Path) -> None:
     """DeepSeek-V3's layer by expert on 4 ranks; published figures of 8 GPUs beside it."""
     data = load(EXCHANGES_4)[1]
@@ -96,7 +88,7 @@ def draw_layers(path: Path) -> None:
 
 
 def draw_reduces(path: Path) -> None:
-    """Both hidden sizes on 8 ranks, by the ladder of launch shapes."""
+    """Both hidden sizes on 8 ranks, the best launch shape of each size."""
     pyplot = matplotlib_pyplot()
     figure, panels = pyplot.subplots(1, 2, figsize=(13.0, 5.0), dpi=160, layout="constrained")
     for axes, hidden in zip(panels, (7168, 4096), strict=True):
@@ -106,7 +98,7 @@ def draw_reduces(path: Path) -> None:
         case = ReduceCase(ranks=8, device="cuda", tokens=tuple(sizes), hidden=hidden)
         for index, peer in enumerate(matching(case)):
             points = {tokens: peer.us[tokens] for tokens in sizes if tokens in peer.us}
-            colour = RIVALS[index % len(RIVALS)]
+            colour = BASELINES[index % len(BASELINES)]
             axes.plot(*line(points), color=colour, lw=1.4, marker="s", ms=3.5, label=peer.label)
         mine = {tokens: weft[tokens] for tokens in sizes}
         axes.plot(*line(mine), color=COLOURS[0], lw=2.2, marker="o", ms=4, label="weft")
@@ -138,11 +130,6 @@ def main() -> None:
     plot(folder / "moe-8xH200.png", rows, case.title(), load(MOE_8)["machine"])
     draw_layers(folder / "layer-4xH200.png")
     draw_reduces(folder / "allreduce-8xH200.png")
-    for record in sorted((ROOT / "benchmarks").glob("rivals-*.json")):
-        data, gpus = load(record.name), record.stem.split("-")[1]
-        draw_run(folder / f"rivals-moe-{gpus}.png", data["moe"])
-        draw_run(folder / f"rivals-moe-fp8-{gpus}.png", data["moe-fp8-both"])
-        draw_run(folder / f"rivals-allreduce-{gpus}.png", data["allreduce"])
     print(f"drew {folder}")
 
 

@@ -1,7 +1,7 @@
 """Write the tables of the docs anew from the JSON files in benchmarks/.
 
     python benchmarks/publish.py             # every figure, as benchmarks/tables.py says
-    python benchmarks/publish.py OUT_DIR     # first take in what rivals.sh wrote there
+    python benchmarks/publish.py OUT_DIR     # first take in what baselines.sh wrote there
 
 `python benchmarks/pictures.py` draws the pictures.
 
@@ -131,10 +131,10 @@ def rewritten(text: str) -> str:
 def main() -> None:
     """Rewrite, and say which documents changed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("out_dir", nargs="?", type=Path, help="what rivals.sh wrote")
+    parser.add_argument("out_dir", nargs="?", type=Path, help="what baselines.sh wrote")
     given = parser.parse_args()
     if given.out_dir:
-        from benchmarks.rivals import take_in
+        from benchmarks.baselines import take_in
 
         take_in(given.out_dir)
     for path in documents():

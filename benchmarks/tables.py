@@ -25,7 +25,7 @@ from weft.bench.lowlatency import LowCase
 from weft.bench.routing import make_ids
 
 Cells: TypeAlias = "Series | list[Any] | None"
-LADDER = "alltoall-ladder-8xH200-2026-11-20.json"
+ABLATION = "alltoall-ladder-8xH200-2026-11-20.json"
 A2A_4 = "alltoall-4xH200-2026-11-21.json"
 PEERS = "peers-8xH200.json"
 PROBES = "limits-8xH200-2026-11-20.json"
@@ -124,7 +124,7 @@ def best_of_others(ranks: int, hidden: int) -> Series:
     )
 
 
-def ladder_of(
+def ablation_of(
     hidden: int, backend: str, shape: str, epilogue: str = "norm", *, pdl: str | None = None
 ) -> Series:
     """A backend's times on 8 ranks, with and without programmatic launch the lesser, or one."""
@@ -139,7 +139,7 @@ def ladder_of(
     return least(*found)
 
 
-def rival_in_run(library: str) -> Series:
+def baseline_in_run(library: str) -> Series:
     """Another library's all-reduce with the norm, from the run of 2026-11-21."""
     rows = load(R4)["runs"][6]["rows"]
     key = f"{library} 2.11.0, this run"
@@ -157,14 +157,14 @@ def sweep(shape: str) -> Series:
     return Series({float(name.split()[1]): each["pair"] for name, each in found.items()})
 
 
-def beside(run: int, tokens: int) -> list[Any]:
-    """A pair on few SMs, its phases' GB/s, and beside a product."""
+def corun(run: int, tokens: int) -> list[Any]:
+    """A pair on few SMs, its phases' GB/s, and in a co-run with a matmul."""
     rows = {
         row["phase"]: row for row in load(A2A_4)["runs"][run]["rows"] if row["tokens"] == tokens
     }
-    pair, company = rows["pair"]["us"]["median"], rows["pair"]["beside"]
+    pair, together = rows["pair"]["us"]["median"], rows["pair"]["beside"]
     rates = (rows["dispatch"]["wire"], rows["combine"]["wire"])
-    return [pair, rates, company["pair"], (company["slower"], company["slower_limited"])]
+    return [pair, rates, together["pair"], (together["slower"], together["slower_limited"])]
 
 
 def few(pair: Series, dispatch: Series) -> list[Any]:
@@ -327,16 +327,16 @@ TABLES: dict[str, list[tuple[str, Cells]]] = {
         ("FlashInfer 0.7.2", series(PEERS + "/records/0/pair_us/*")),
     ],
     "pairs-other": [
-        ("8 ranks, perfect", series(LADDER + "/ladder/4/perfect 8/*.0")),
-        ("8 ranks, perfect, second run", series(LADDER + "/parts and waves/0/pull 8/*.0")),
-        ("of it dispatch alone, repeated", series(LADDER + "/parts and waves/0/pull 8/*.1")),
-        ("8 ranks, random", series(LADDER + "/ladder/4/random 8/*.0")),
-        ("8 ranks, random, second run", series(LADDER + "/parts and waves/0/pull-random 8/*.0")),
+        ("8 ranks, perfect", series(ABLATION + "/ladder/4/perfect 8/*.0")),
+        ("8 ranks, perfect, second run", series(ABLATION + "/parts and waves/0/pull 8/*.0")),
+        ("of it dispatch alone, repeated", series(ABLATION + "/parts and waves/0/pull 8/*.1")),
+        ("8 ranks, random", series(ABLATION + "/ladder/4/random 8/*.0")),
+        ("8 ranks, random, second run", series(ABLATION + "/parts and waves/0/pull-random 8/*.0")),
         ("FlashInfer, 8 ranks, random", series(PEERS + "/records/1/pair_us/*")),
-        ("4 ranks, perfect", series(LADDER + "/ladder/4/perfect 4/*.0")),
-        ("4 ranks, perfect, second run", series(LADDER + "/parts and waves/0/pull 4/*.0")),
+        ("4 ranks, perfect", series(ABLATION + "/ladder/4/perfect 4/*.0")),
+        ("4 ranks, perfect, second run", series(ABLATION + "/parts and waves/0/pull 4/*.0")),
         ("FlashInfer, 4 ranks, perfect", series(PEERS + "/records/3/pair_us/*")),
-        ("4 ranks, random, second run", series(LADDER + "/parts and waves/0/pull-random 4/*.0")),
+        ("4 ranks, random, second run", series(ABLATION + "/parts and waves/0/pull-random 4/*.0")),
         ("FlashInfer, 4 ranks, random", series(PEERS + "/records/4/pair_us/*")),
     ],
     "pairs-4": [
@@ -364,31 +364,31 @@ TABLES: dict[str, list[tuple[str, Cells]]] = {
             series(A2A_4 + "/runs/5/rows[phase=pair]@tokens.us.median"),
         ),
     ],
-    "few-beside": [
-        ("`num_sms=16`", beside(6, 2048)),
-        ("`num_sms=8`, 1024 tokens", beside(7, 1024)),
+    "few-corun": [
+        ("`num_sms=16`", corun(6, 2048)),
+        ("`num_sms=8`, 1024 tokens", corun(7, 1024)),
     ],
     "fp8-8": [
         (
             "fp8 payload + scales out, bf16 back",
-            series(LADDER + "/ways/perfect 8, fp8 payload + scales out, bf16 pulled back/*.0"),
+            series(ABLATION + "/ways/perfect 8, fp8 payload + scales out, bf16 pulled back/*.0"),
         ),
         ("FlashInfer, the same", series(PEERS + "/records/2/pair_us/*")),
         (
             '`quantize="mxfp8"`, bf16 back',
-            series(LADDER + "/ways/perfect 8, quantize=mxfp8, bf16 pulled back/*.0"),
+            series(ABLATION + "/ways/perfect 8, quantize=mxfp8, bf16 pulled back/*.0"),
         ),
         (
             'fp8 payload out, `combine_by="fp8"`',
-            series(LADDER + "/ways/perfect 8, fp8 payload + scales out, combine_by=fp8/*.0"),
+            series(ABLATION + "/ways/perfect 8, fp8 payload + scales out, combine_by=fp8/*.0"),
         ),
         (
             '`quantize="fp8"`, `combine_by="fp8"`',
-            series(LADDER + "/ways/perfect 8, quantize=fp8, combine_by=fp8/*.0"),
+            series(ABLATION + "/ways/perfect 8, quantize=fp8, combine_by=fp8/*.0"),
         ),
         (
             "the first of the two with random routing",
-            series(LADDER + "/ways/random 8, fp8 payload + scales out, combine_by=fp8/*.0"),
+            series(ABLATION + "/ways/random 8, fp8 payload + scales out, combine_by=fp8/*.0"),
         ),
     ],
     "fp8-home": [
@@ -409,11 +409,11 @@ TABLES: dict[str, list[tuple[str, Cells]]] = {
             "`num_sms=8`",
             few(
                 series(
-                    LADDER
+                    ABLATION
                     + "/few SMs, perfect 8, bf16/one warp loads ahead and eight add/num_sms=8/*.0"
                 ),
                 series(
-                    LADDER
+                    ABLATION
                     + "/few SMs, perfect 8, bf16/one warp loads ahead and eight add/num_sms=8/*.1"
                 ),
             ),
@@ -422,11 +422,11 @@ TABLES: dict[str, list[tuple[str, Cells]]] = {
             "`num_sms=16`",
             few(
                 series(
-                    LADDER
+                    ABLATION
                     + "/few SMs, perfect 8, bf16/one warp loads ahead and eight add/num_sms=16/*.0"
                 ),
                 series(
-                    LADDER
+                    ABLATION
                     + "/few SMs, perfect 8, bf16/one warp loads ahead and eight add/num_sms=16/*.1"
                 ),
             ),
@@ -435,11 +435,11 @@ TABLES: dict[str, list[tuple[str, Cells]]] = {
             "`num_sms=24`",
             few(
                 series(
-                    LADDER
+                    ABLATION
                     + "/few SMs, perfect 8, bf16/one warp loads ahead and eight add/num_sms=24/*.0"
                 ),
                 series(
-                    LADDER
+                    ABLATION
                     + "/few SMs, perfect 8, bf16/one warp loads ahead and eight add/num_sms=24/*.1"
                 ),
             ),
@@ -447,8 +447,8 @@ TABLES: dict[str, list[tuple[str, Cells]]] = {
         (
             "all 132",
             few(
-                series(LADDER + "/ladder/4/perfect 8/*.0"),
-                series(LADDER + "/ladder/4/perfect 8/*.1"),
+                series(ABLATION + "/ladder/4/perfect 8/*.0"),
+                series(ABLATION + "/ladder/4/perfect 8/*.1"),
             ),
         ),
     ],
@@ -459,14 +459,14 @@ TABLES: dict[str, list[tuple[str, Cells]]] = {
         ("`num_sms=16`, now", few_4(3)),
     ],
     "allreduce-8-7168": [
-        ("weft", least(*(ladder_of(7168, backend, shape) for backend, shape in LAUNCHES))),
+        ("weft", least(*(ablation_of(7168, backend, shape) for backend, shape in LAUNCHES))),
         ("by", None),
         ("target", target("all-reduce, 8 ranks, 7168")),
         ("best of others", best_of_others(8, 7168)),
         ("floor", reduce_floors(8, 7168)),
     ],
     "allreduce-8-4096": [
-        ("weft", least(*(ladder_of(4096, backend, "default") for backend in BACKENDS))),
+        ("weft", least(*(ablation_of(4096, backend, "default") for backend in BACKENDS))),
         ("target", target("all-reduce, 8 ranks, 4096")),
         ("best of others", best_of_others(8, 4096)),
         ("floor", reduce_floors(8, 4096)),
@@ -480,11 +480,11 @@ TABLES: dict[str, list[tuple[str, Cells]]] = {
         ("target", target("all-reduce, 4 ranks, 7168")),
         ("hidden 4096, auto", series(R4 + "/runs/1/rows[backend=auto]@tokens.us.median")),
     ],
-    "allreduce-beside": [
+    "allreduce-baselines": [
         ("weft, sum + residual + norm", series(R4 + "/runs/6/rows[]@tokens.us.median")),
-        ("torch all_reduce (NCCL)", rival_in_run("torch all_reduce")),
-        ("torch symm_mem one-shot", rival_in_run("torch symm_mem one-shot")),
-        ("torch symm_mem two-shot", rival_in_run("torch symm_mem two-shot")),
+        ("torch all_reduce (NCCL)", baseline_in_run("torch all_reduce")),
+        ("torch symm_mem one-shot", baseline_in_run("torch symm_mem one-shot")),
+        ("torch symm_mem two-shot", baseline_in_run("torch symm_mem two-shot")),
     ],
     "epilogues-4": [
         ("nothing", series(R4 + "/runs/2/rows[]@tokens.us.median")),
@@ -497,31 +497,40 @@ TABLES: dict[str, list[tuple[str, Cells]]] = {
         (
             "nothing",
             least(
-                *(ladder_of(7168, backend, "default", "none", pdl="True") for backend in BACKENDS)
+                *(ablation_of(7168, backend, "default", "none", pdl="True") for backend in BACKENDS)
             ),
         ),
         (
             "residual and norm",
             least(
-                *(ladder_of(7168, backend, "default", "norm", pdl="True") for backend in BACKENDS)
+                *(ablation_of(7168, backend, "default", "norm", pdl="True") for backend in BACKENDS)
             ),
         ),
         (
             "and FP8, one scale given",
             least(
-                *(ladder_of(7168, backend, "default", "static", pdl="True") for backend in BACKENDS)
+                *(
+                    ablation_of(7168, backend, "default", "static", pdl="True")
+                    for backend in BACKENDS
+                )
             ),
         ),
         (
             "and FP8, a scale a token",
             least(
-                *(ladder_of(7168, backend, "default", "token", pdl="True") for backend in BACKENDS)
+                *(
+                    ablation_of(7168, backend, "default", "token", pdl="True")
+                    for backend in BACKENDS
+                )
             ),
         ),
         (
             "and FP8, a scale for 128 columns",
             least(
-                *(ladder_of(7168, backend, "default", "group", pdl="True") for backend in BACKENDS)
+                *(
+                    ablation_of(7168, backend, "default", "group", pdl="True")
+                    for backend in BACKENDS
+                )
             ),
         ),
     ],
@@ -583,7 +592,7 @@ TABLES: dict[str, list[tuple[str, Cells]]] = {
         ("DeepEP v1 low latency, recorded", series(PEERS + "/records/6/pair_us/*")),
         (
             "weft.AllToAll, fp8 out, bf16 back (rank-major)",
-            series(LADDER + "/ways/perfect 8, fp8 payload + scales out, bf16 pulled back/*.0"),
+            series(ABLATION + "/ways/perfect 8, fp8 payload + scales out, bf16 pulled back/*.0"),
         ),
         ("without programmatic launch", sweep("no pdl @128")),
     ],
@@ -745,28 +754,31 @@ TABLES: dict[str, list[tuple[str, Cells]]] = {
         ('deepseek-v3, FP8, by rank ("push")', series(X2 + "/2/rows[]@tokens.us.median")),
         ('by expert ("shared")', series(X2 + "/3/rows[]@tokens.us.median")),
     ],
-    "ladder": [
+    "ablation": [
         (
             "1. slot = token index, one launch a phase, device epochs; combine pulls from rank 0 upwards",
-            series(LADDER + "/ladder/0/perfect 8/*.0"),
+            series(ABLATION + "/ladder/0/perfect 8/*.0"),
         ),
         (
             "2. each rank starts its pulls at itself (`rank` a compile-time constant)",
-            series(LADDER + "/ladder/1/perfect 8/*.0"),
+            series(ABLATION + "/ladder/1/perfect 8/*.0"),
         ),
         (
             "3. cold loads before anything is decided; combine CTAs of 128 threads, at most four an SM",
-            series(LADDER + "/ladder/2/perfect 8/*.0"),
+            series(ABLATION + "/ladder/2/perfect 8/*.0"),
         ),
         (
             "4. programmatic dependent launch (two objects in one run: mean)",
             (
-                series(LADDER + "/ladder/3/perfect 8/*.0")
-                + series(LADDER + "/ladder/3/perfect 8, again/*.0")
+                series(ABLATION + "/ladder/3/perfect 8/*.0")
+                + series(ABLATION + "/ladder/3/perfect 8, again/*.0")
             )
             / 2,
         ),
-        ("5. the same, but only below 256 x 896 words", series(LADDER + "/ladder/4/perfect 8/*.0")),
+        (
+            "5. the same, but only below 256 x 896 words",
+            series(ABLATION + "/ladder/4/perfect 8/*.0"),
+        ),
     ],
     "gemm-plans": [
         (str(rows), [fastest_plan_us(work, rows) for work in ("quant", "down")])

@@ -194,7 +194,7 @@ TUNE = ["tune", "allreduce", "table.json"]
         ([*MOE, "--ranks", "99"], "ranks is 99"),
         ([*MOE, "--ranks", "-1"], "--ranks"),
         ([*MOE, "--num-sms", "8"], "num_sms is 8 on cpu ranks"),
-        ([*MOE, "--beside", "matmul"], "leave it out"),
+        ([*MOE, "--corun", "matmul"], "leave it out"),
         ([*MOE, "--dtype", "fp64"], "'fp64': choose one of bf16, fp16, fp32"),
         ([*MOE, "--backend", "onesided,nccl"], "'nccl': choose some of onesided, collective"),
         ([*MOE, "--quantize", "fp8", "--backend", "collective"], "only onesided has it"),

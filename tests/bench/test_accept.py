@@ -67,7 +67,7 @@ def test_all_steps_run_and_are_told(accept, tmp_path):
     (both,) = [line for line in calls if "fp8-both.json" in line]
     assert "--tokens 1..4096 --combine-dtype fp8 --quantize fp8" in both
     assert sum("--num-sms" in line for line in calls) == 6
-    assert sum("--num-sms" in line and "--beside matmul" in line for line in calls) == 3
+    assert sum("--num-sms" in line and "--corun matmul" in line for line in calls) == 3
     assert sum("--plot" in line for line in calls if " moe " in line) == 13
 
 

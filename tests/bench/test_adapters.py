@@ -16,10 +16,12 @@ import torch
 
 import weft
 from tests.bench.test_moe import SETTINGS
-from weft.bench.rivals import rival_body
+from weft.bench.baselines import baseline_body
+from weft.bench.moe_baselines import BASELINES
 from weft.placement import Placement
 
 SIZES = replace(SETTINGS, ranks=2, tokens=(3, 5), hidden=128, top_k=3, experts=4, samples=2)
+NAMED = {(each.name, each.setting): each for each in BASELINES}
 
 
 def _gathered(group: weft.Group, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -169,7 +171,7 @@ def stand_ins(monkeypatch):
 @pytest.mark.parametrize("name", ["FlashInfer", "DeepEP v1"])
 def test_adapters(ranks, stand_ins, name, payload):
     settings = replace(SIZES, payload=payload)
-    first, second = ranks(2, "threads")(rival_body, (name, ""), settings)
+    first, second = ranks(2, "threads")(baseline_body, NAMED[name, ""], settings)
     assert first == second
     assert first["status"] == "measured"
     assert list(first["samples_us"]) == [3, 5]
@@ -186,7 +188,7 @@ def test_flashinfer_brings_rows_home_as_fp8(ranks, stand_ins, setting):
 
     stand_ins.setattr(MoeAlltoAll, "combine", noted)
     settings = replace(SIZES, payload="fp8")
-    first, second = ranks(2, "threads")(rival_body, ("FlashInfer", setting), settings)
+    first, second = ranks(2, "threads")(baseline_body, NAMED["FlashInfer", setting], settings)
     assert first == second
     assert first["status"] == "measured"
     assert set(asked) == {(True, not setting.endswith("staged"))}
@@ -201,5 +203,5 @@ def test_the_check_sees_a_lost_row(ranks, stand_ins):
         return out
 
     stand_ins.setattr(MoeAlltoAll, "combine", loses)
-    for found in ranks(2, "threads")(rival_body, ("FlashInfer", ""), SIZES):
+    for found in ranks(2, "threads")(baseline_body, NAMED["FlashInfer", ""], SIZES):
         assert found["status"].startswith("check failed, 3 tokens: rank 0: a number is off by")

@@ -75,7 +75,7 @@ def test_what_settings_mean():
     assert len(texts) == 5
 
 
-def test_rows_have_bytes_floors_and_rivals():
+def test_rows_have_bytes_floors_and_baselines():
     payload = 128 * 7168 * 2
     assert wire_bytes("oneshot", payload, 8) == 7 * payload
     assert wire_bytes("twoshot", payload, 8) == 2 * 7 / 8 * payload
@@ -87,9 +87,9 @@ def test_rows_have_bytes_floors_and_rivals():
     assert row.logical == pytest.approx(payload / 40 / 1e3)
     assert row.floor == allreduce_floor_us(payload, 8, ["NVIDIA H200"] * 8)
     assert row.more == {"chosen": "twoshot"}
-    assert set(row.rivals) == {peer.label for peer in peers if 128 in peer.us}
-    assert any(label.startswith("torch all_reduce") for label in row.rivals)
-    assert rows_of(replace(report, machine={"gpus": []}), peers)[0].rivals == {}
+    assert set(row.baselines) == {peer.label for peer in peers if 128 in peer.us}
+    assert any(label.startswith("torch all_reduce") for label in row.baselines)
+    assert rows_of(replace(report, machine={"gpus": []}), peers)[0].baselines == {}
     quantised = matching(replace(H200, epilogue="fp8-token"))
     assert quantised == peers, "what quantises stands beside their norm"
     for other in (replace(H200, ranks=2), replace(H200, hidden=512), replace(H200, dtype="fp16")):
@@ -140,7 +140,7 @@ def test_the_command(weft_command, tmp_path):
     status = {run["name"]: run["status"] for run in data["peers"]}
     assert status["torch all_reduce"] == "measured"
     assert status["torch symm_mem two-shot"] == "needs GPUs"
-    assert data["rows"][0]["rivals"], "measured in this run"
+    assert data["rows"][0]["baselines"], "measured in this run"
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

@@ -164,7 +164,7 @@ def test_rows_have_gains_floors_and_published_figures():
     assert second.ratio == pytest.approx(1.2)
     assert (second.more["HBM measured"], second.more["HBM sheet"]) == ("1000.0", "958.3")
     assert second.more["max / mean rows"] == 1.5
-    assert second.rivals == {
+    assert second.baselines == {
         "DeepEP + DeepGEMM, fp8, published, 8 GPUs": 562.0,
         "SM90 Mega MoE, fp8, published, 8 GPUs": 490.0,
     }

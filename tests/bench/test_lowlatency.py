@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 import weft
-from weft.bench.lowlatency import LowCase, LowSession
+from weft.bench.lowlatency import LowCase, LowSession, trace_rounds
 from weft.bench.peers import matching
 from weft.bench.report import as_json, print_report, rows_of
 from weft.bench.run import run
@@ -56,7 +56,7 @@ def test_a_run_is_checked_timed_and_reported(changes):
     written = json.loads(json.dumps(as_json(report)))
     assert written["settings"]["reduce"] == case.reduce
     assert len(written["rows"]) == 6
-    assert all(row.floor is None and not row.rivals for row in rows_of(report))
+    assert all(row.floor is None and not row.baselines for row in rows_of(report))
 
 
 ROWS = "rows of experts differ from the reference"
@@ -91,7 +91,7 @@ def test_what_is_wrong_is_said(ranks):
 
 def test_a_trace_of_all_ranks_is_written(tmp_path):
     path = tmp_path / "trace.json"
-    assert SETTINGS.trace(path) is None
+    assert trace_rounds(path, SETTINGS) is None
     events = json.loads(path.read_text())["traceEvents"]
     assert {event["pid"] for event in events if event["ph"] == "X"} == {0, 1}
     assert {event["name"] for event in events if event["ph"] == "X"} >= {"receive rows", "copy"}
@@ -108,7 +108,7 @@ def test_traffic_is_counted_by_rank_out_and_by_choice_back():
     assert replace(case, reduce="sender").traffic(ids)["rows_back"] == 2
 
 
-def test_recorded_rivals_stand_beside_the_published_setting():
+def test_recorded_baselines_stand_beside_the_published_setting():
     case = LowCase(ranks=8, device="cpu", tokens=(128,))
     found = {peer.library: peer.us for peer in matching(case)}
     assert found["DeepEP v1 low-latency"][128] == 104.7

@@ -74,11 +74,11 @@ def test_parse_routing():
             {"split_phase": True, "backends": ("collective",)},
             "split_phase is True and the backends are",
         ),
-        ({"beside": "matmul"}, "cpu ranks have no GPU to share"),
-        ({"beside": "matmul", "device": "cuda"}, "no SM is left to the product"),
-        ({"beside": "matmul:100", "device": "cuda", "num_sms": 8}, "write matmul, or matmul:SIZE"),
-        ({"beside": "conv", "device": "cuda", "num_sms": 8}, "beside is 'conv'; write matmul"),
-        ({"beside": "matmul", "device": "cuda", "num_sms": 8, "graph": False}, "leave --eager"),
+        ({"corun": "matmul"}, "cpu ranks have no GPU to share"),
+        ({"corun": "matmul", "device": "cuda"}, "no SM is left to the matmul"),
+        ({"corun": "matmul:100", "device": "cuda", "num_sms": 8}, "write matmul, or matmul:SIZE"),
+        ({"corun": "conv", "device": "cuda", "num_sms": 8}, "corun is 'conv'; write matmul"),
+        ({"corun": "matmul", "device": "cuda", "num_sms": 8, "graph": False}, "leave --eager"),
     ],
 )
 def test_settings_refuse(change, text):
@@ -105,8 +105,8 @@ def test_the_wire_in_words():
     both = replace(SETTINGS, quantize="fp8", combine_dtype="fp8")
     assert both.wire == "fp8 + scales out, quantised by dispatch, fp8 + scales back (pushed)"
     on_gpus = replace(ON_GPUS, num_sms=16)
-    assert replace(on_gpus, beside="matmul").matmul_size == 8192
-    assert replace(on_gpus, beside="matmul:4096").matmul_size == 4096
+    assert replace(on_gpus, corun="matmul").matmul_size == 8192
+    assert replace(on_gpus, corun="matmul:4096").matmul_size == 4096
 
 
 @pytest.mark.parametrize("routing", ["uniform", "perfect", "zipf", "one-hot"])

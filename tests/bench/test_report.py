@@ -12,6 +12,7 @@ from rich.console import Console
 
 from tests.bench.test_moe import ON_GPUS
 from tests.rounds import combining
+from weft.bench.baselines import BaselineRun, merge_peers
 from weft.bench.compare import compare
 from weft.bench.limits import pair_floor_us
 from weft.bench.moe import MoECase
@@ -25,7 +26,6 @@ from weft.bench.report import (
     rows_of,
     write_json,
 )
-from weft.bench.rivals import RivalRun, beside
 from weft.bench.routing import busiest, chosen, make_ids, token_rows
 from weft.bench.run import Measurement, Report
 from weft.errors import InvalidArgument
@@ -79,7 +79,7 @@ def test_spread_is_of_the_slowest_rank():
     assert Spread.of([[7.0]]) == Spread(7.0, 7.0, 7.0, 7.0)
 
 
-def test_rows_know_floor_and_rivals():
+def test_rows_know_floor_and_baselines():
     peers = matching(H200)
     assert [peer.library for peer in peers] == ["FlashInfer 0.7.2", "DeepEP v1 low-latency"]
     rows = rows_of(_report(H200, "NVIDIA H200"), peers)
@@ -94,7 +94,7 @@ def test_rows_know_floor_and_rivals():
     assert pair.floor == pytest.approx(2 * moved / 340e3 + 3.96)
     assert pair.us.median == 30 + 7 + 1
     assert pair.ratio == pytest.approx(38 / pair.floor)
-    assert pair.rivals == {
+    assert pair.baselines == {
         "FlashInfer 0.7.2, recorded": 104.3,
         "DeepEP v1 low-latency, recorded": 127.6,
     }
@@ -158,46 +158,46 @@ def test_halves_stand_between_the_whole_and_the_pair(way, carrier):
     assert "combine_recv" in text.getvalue()
 
 
-def test_company_is_shown(tmp_path):
-    settings = replace(H200, tokens=(128,), num_sms=16, beside="matmul")
+def test_a_co_run_is_shown(tmp_path):
+    settings = replace(H200, tokens=(128,), num_sms=16, corun="matmul")
     report = _report(settings, "NVIDIA H200")
     times = {
         "call": [[40.0, 44.0, 90.0]] * 7 + [[50.0]],
-        "product": [[1800.0]] * 7 + [[1900.0]],
-        "product_limited": [[1700.0]] * 8,
-        "product_alone": [[1500.0]] * 8,
+        "matmul": [[1800.0]] * 7 + [[1900.0]],
+        "matmul_limited": [[1700.0]] * 8,
+        "matmul_alone": [[1500.0]] * 8,
     }
-    found = replace(report.measurements[0], beside_us=times, beside_method="beside, by hand")
+    found = replace(report.measurements[0], corun_us=times, corun_method="co-run, by hand")
     report = replace(report, measurements=[found])
-    company = rows_of(report, [])[-1].beside
-    assert company is not None
-    assert (company.call, company.product) == (50.0, 1900.0)
-    assert company.slower == pytest.approx(1900 / 1500)
-    assert company.slower_limited == pytest.approx(1900 / 1700)
+    together = rows_of(report, [])[-1].corun
+    assert together is not None
+    assert (together.call, together.matmul) == (50.0, 1900.0)
+    assert together.slower == pytest.approx(1900 / 1500)
+    assert together.slower_limited == pytest.approx(1900 / 1700)
     text = io.StringIO()
     print_report(Console(file=text, width=160), report, [])
     shown = " ".join(text.getvalue().split())
     for piece in (
-        "beside matmul 8192^3",
+        "co-run with matmul 8192^3",
         "50.0 1.27 1.12",
-        "beside, by hand.",
-        "it takes 1900 us, alone 1500 us, alone on the SMs left to it 1700 us",
+        "co-run, by hand.",
+        "the matmul takes 1900 us, alone 1500 us, alone on the SMs left to it 1700 us",
     ):
         assert piece in shown, piece
     data = json.loads(json.dumps(as_json(report)))
-    assert data["results"][0]["beside_us"] == times
-    assert data["rows"][-1]["beside"]["call"] == 50.0
+    assert data["results"][0]["corun_us"] == times
+    assert data["rows"][-1]["corun"]["call"] == 50.0
     plot(tmp_path / "pair.svg", rows_of(report), settings.title(), report.machine)
-    assert "beside matmul" in (tmp_path / "pair.svg").read_text()
-    silent = replace(report, measurements=[replace(found, beside_us={}, beside_method="no figure")])
-    assert rows_of(silent, [])[-1].beside is None
+    assert "co-run with matmul" in (tmp_path / "pair.svg").read_text()
+    silent = replace(report, measurements=[replace(found, corun_us={}, corun_method="no figure")])
+    assert rows_of(silent, [])[-1].corun is None
     print_report(Console(file=text, width=160), silent, [])
 
 
-def test_no_floor_and_no_rivals_without_that_gpu():
+def test_no_floor_and_no_baselines_without_that_gpu():
     peers = matching(H200)
     cpu = rows_of(_report(H200, ""), peers)
-    assert all(row.floor is None and row.rivals == {} for row in cpu)
+    assert all(row.floor is None and row.baselines == {} for row in cpu)
     other = rows_of(_report(H200, "NVIDIA B200"), peers)
     assert all(row.floor is None for row in other)
     assert pair_floor_us(0, 0, []) is None
@@ -207,7 +207,7 @@ def test_no_floor_and_no_rivals_without_that_gpu():
 @pytest.mark.parametrize(
     "change", [{"ranks": 2}, {"hidden": 4096}, {"top_k": 4}, {"routing": "zipf"}, {"dtype": "fp16"}]
 )
-def test_rivals_need_the_same_sizes(change):
+def test_baselines_need_the_same_sizes(change):
     assert matching(replace(H200, **change)) == []
 
 
@@ -248,13 +248,13 @@ def test_cold_columns_and_what_became_of_peers():
     report = _report(replace(H200, cold=True, num_sms=24), "NVIDIA H200")
     samples = {128: {"pair": [[50.0]] * 8}}
     runs = [
-        RivalRun("FlashInfer", "0.8.0", "measured", "by hand", samples),
-        RivalRun("DeepEP v1", "", "not installed"),
+        BaselineRun("FlashInfer", "0.8.0", "measured", "by hand", samples),
+        BaselineRun("DeepEP v1", "", "not installed"),
     ]
-    peers = beside(matching(H200), runs, "2026-11-20")
+    peers = merge_peers(matching(H200), runs, "2026-11-20")
     rows = rows_of(report, peers)
     assert [row.cold for row in rows[3:]] == [36.0, 56.0, 76.0]
-    assert rows[5].rivals == {
+    assert rows[5].baselines == {
         "FlashInfer 0.8.0, this run": 50.0,
         "DeepEP v1 low-latency, recorded": 127.6,
     }

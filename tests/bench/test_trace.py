@@ -90,7 +90,7 @@ def test_the_metadata_say_what_the_clocks_are_worth():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_trace_holds_the_last_rounds_of_every_rank(tmp_path, kind):
     path = tmp_path / "trace.json"
-    assert tracing.trace(path, settings_of(kind)) is None
+    assert tracing.trace_pairs(path, settings_of(kind)) is None
     document = json.loads(path.read_text())
     slices = [e for e in document["traceEvents"] if e["ph"] == "X"]
     counts = Counter((e["pid"], e["name"]) for e in slices)
@@ -108,5 +108,5 @@ def test_a_trace_holds_the_last_rounds_of_every_rank(tmp_path, kind):
 
 def test_a_wrong_result_is_reported_and_nothing_written(tmp_path, monkeypatch):
     monkeypatch.setattr(tracing, "launch", lambda *_, **__: [("rank 0: wrong", [], 0.0)])
-    assert tracing.trace(tmp_path / "t.json", settings_of("cpu")) == "rank 0: wrong"
+    assert tracing.trace_pairs(tmp_path / "t.json", settings_of("cpu")) == "rank 0: wrong"
     assert list(tmp_path.iterdir()) == []

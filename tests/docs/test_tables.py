@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import pictures, rivals
+from benchmarks import baselines, pictures
 from benchmarks.publish import NUMBER, ROOT, Found, documents, expected, rewritten, says, tables_of
 from benchmarks.series import Series, least, load, series
 from benchmarks.tables import TABLES
@@ -34,7 +34,9 @@ def _results(text: str) -> Iterator[tuple[Found, str]]:
 def _in_section(text: str, table: Found) -> bool:
     """Whether it stands in the section that is written as a whole, and compared as one."""
     place = len("\n".join(text.split("\n")[: table.line]))
-    return rivals.BEGIN in text and text.index(rivals.BEGIN) < place < text.index(rivals.END)
+    return baselines.BEGIN in text and text.index(baselines.BEGIN) < place < text.index(
+        baselines.END
+    )
 
 
 def _sources(name: str) -> list[str]:
@@ -113,8 +115,8 @@ def test_other_figures_are_among_those_of_their_files(name):
 
 def test_the_section_of_other_libraries_is_that_of_its_record():
     text = TEXTS["docs/measuring.md"]
-    section = text[text.index(rivals.BEGIN) : text.index(rivals.END) + len(rivals.END)]
-    assert section == rivals.section(rivals.latest())
+    section = text[text.index(baselines.BEGIN) : text.index(baselines.END) + len(baselines.END)]
+    assert section == baselines.section(baselines.latest())
 
 
 def test_a_wrong_figure_and_a_table_without_a_source_are_found():
@@ -146,7 +148,7 @@ def test_selectors_say_what_they_do_not_find():
     assert (Series({1: 6.0, 8: 3.0}) / Series({1: 2.0})) == {1: 3.0}
 
 
-def test_what_rivals_sh_wrote_becomes_a_record_and_a_section(tmp_path, monkeypatch):
+def test_what_baselines_sh_wrote_becomes_a_record_and_a_section(tmp_path, monkeypatch):
     machine = {
         "date": "2026-12-01T10:00:00+00:00",
         "gpus": ["NVIDIA H200"] * 4,
@@ -173,21 +175,21 @@ def test_what_rivals_sh_wrote_becomes_a_record_and_a_section(tmp_path, monkeypat
             {**loom, "setting": "", "status": "not installed", "samples_us": {}},
         ],
     }
-    (tmp_path / "rivals-moe.json").write_text(json.dumps(moe))
+    (tmp_path / "baselines-moe.json").write_text(json.dumps(moe))
     document = tmp_path / "measuring.md"
-    document.write_text(f"before\n{rivals.BEGIN}\nold\n{rivals.END}\nafter\n")
-    monkeypatch.setattr(rivals, "RECORDS", tmp_path)
-    monkeypatch.setattr(rivals, "DOCUMENT", document)
-    (tmp_path / "rivals-4xH200-2026-11-30.json").write_text("{}")
-    with pytest.raises(FileNotFoundError, match=r"has none of rivals-moe.json"):
-        rivals.take_in(tmp_path / "nothing")
-    record = rivals.take_in(tmp_path)
-    assert record.name == "rivals-4xH200-2026-12-01.json"
-    assert rivals.latest() == record, "the one of before is gone"
+    document.write_text(f"before\n{baselines.BEGIN}\nold\n{baselines.END}\nafter\n")
+    monkeypatch.setattr(baselines, "RECORDS", tmp_path)
+    monkeypatch.setattr(baselines, "DOCUMENT", document)
+    (tmp_path / "baselines-4xH200-2026-11-30.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match=r"has none of baselines-moe.json"):
+        baselines.take_in(tmp_path / "nothing")
+    record = baselines.take_in(tmp_path)
+    assert record.name == "baselines-4xH200-2026-12-01.json"
+    assert baselines.latest() == record, "the one of before is gone"
     text = document.read_text()
-    assert text.startswith(f"before\n{rivals.BEGIN}\n")
-    assert text.endswith(f"{rivals.END}\nafter\n")
-    assert text == f"before\n{rivals.section(record)}\nafter\n"
+    assert text.startswith(f"before\n{baselines.BEGIN}\n")
+    assert text.endswith(f"{baselines.END}\nafter\n")
+    assert text == f"before\n{baselines.section(record)}\nafter\n"
     for piece in (
         "| weft: bf16 out, bf16 back | 10.0 |",
         "| weft on NCCL, bf16 back | 120.0 |",
@@ -198,10 +200,10 @@ def test_what_rivals_sh_wrote_becomes_a_record_and_a_section(tmp_path, monkeypat
         assert piece in text, piece
 
 
-def test_the_picture_of_the_pair_has_floors_and_rivals():
+def test_the_picture_of_the_pair_has_floors_and_baselines():
     case, rows = pictures.recorded_moe()
     assert [row.tokens for row in rows] == list(case.tokens)
     ratios = [row.us.median / row.floor for row in rows if row.floor]
     assert len(ratios) == len(rows)
     assert 1 <= ratios[-1] < ratios[0] < 3, "what is sent, and no fixed cost alone, is the floor"
-    assert any(label.startswith("FlashInfer") for label in rows[0].rivals)
+    assert any(label.startswith("FlashInfer") for label in rows[0].baselines)

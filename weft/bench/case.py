@@ -71,8 +71,8 @@ class Case:
     tokens: sizes, tokens per rank.  samples: timed samples per size.  seed: of inputs and routing.
     graph: CUDA graphs, else eager calls.  cold: also time calls after a flush of the caches.
     num_sms: SMs that the kernels may fill, None for all.
-    beside: None, or "matmul" or "matmul:4096": also time calls while a bf16 matrix product of that
-    size runs on the SMs that num_sms leaves.
+    corun: None, or "matmul" or "matmul:4096": also time calls while a bf16 matmul of that size
+    runs on the SMs that num_sms leaves.
     programmatic_launch: as in the operators.
     """
 
@@ -84,7 +84,7 @@ class Case:
     seed: int = 0
     cold: bool = False
     num_sms: int | None = None
-    beside: str | None = None
+    corun: str | None = None
     programmatic_launch: bool = True
 
     operator: ClassVar[str]  # its command
@@ -108,30 +108,30 @@ class Case:
                 f"num_sms is {self.num_sms} on {self.device} ranks; it limits GPU kernels: "
                 "leave it out"
             )
-        self._check_beside()
+        self._check_corun()
 
-    def _check_beside(self) -> None:
-        """A matrix product needs a GPU, SMs of its own, and calls that wait for no host."""
-        if self.beside is None:
+    def _check_corun(self) -> None:
+        """A matmul needs a GPU, SMs of its own, and calls that wait for no host."""
+        if self.corun is None:
             return
         size = self.matmul_size
         if not 128 <= size <= 32768 or size % 8:
             raise InvalidArgument(
-                f"beside is {self.beside!r}; write matmul, or matmul:SIZE with a multiple of 8 "
+                f"corun is {self.corun!r}; write matmul, or matmul:SIZE with a multiple of 8 "
                 "from 128 to 32768"
             )
         for wrong, why in (
             (self.device != "cuda", f"{self.device} ranks have no GPU to share: leave it out"),
-            (self.num_sms is None, "no SM is left to the product: add for example --num-sms 16"),
+            (self.num_sms is None, "no SM is left to the matmul: add for example --num-sms 16"),
             (not self.graph, "it is timed in CUDA graphs only: leave --eager out"),
         ):
             if wrong:
-                raise InvalidArgument(f"beside is {self.beside!r}, and {why}")
+                raise InvalidArgument(f"corun is {self.corun!r}, and {why}")
 
     @property
     def matmul_size(self) -> int:
-        """Rows, columns and depth of the product of `beside`; 0 where it names none."""
-        found = _MATMUL.fullmatch(self.beside or "")
+        """Rows, columns and depth of the matmul of `corun`; 0 where it names none."""
+        found = _MATMUL.fullmatch(self.corun or "")
         return int(found[1] or _MATMUL_SIZE) if found else 0
 
     @property
@@ -149,11 +149,11 @@ class Case:
 
     @property
     def fp8_back(self) -> bool:
-        """Do rows come home as FP8?"""
+        """Does combine return rows as FP8?"""
         return False
 
     @property
-    def rival(self) -> Case | None:
+    def comparable(self) -> Case | None:
         """What other libraries are asked for, or None where they have nothing like it."""
         return self
 

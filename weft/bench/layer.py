@@ -6,7 +6,6 @@ import contextlib
 import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -141,7 +140,7 @@ class LayerCase(Case):
 
     @property
     def fp8_back(self) -> bool:
-        """Do rows come home as FP8?"""
+        """Does combine return rows as FP8?"""
         return self.combine_dtype == "fp8"
 
     def moe_options(self, overlap: str, tokens: int) -> dict[str, Any]:
@@ -258,12 +257,6 @@ class LayerCase(Case):
                 "local_experts": config.routing.num_experts / self.ranks,
             },
         )
-
-    def trace(self, path: Path) -> str | None:
-        """Write one call of each mode; see `layer_trace.py`."""
-        from weft.bench.layer_trace import trace_layers
-
-        return trace_layers(path, self)
 
 
 def check_fp8(config: MoEConfig) -> None:

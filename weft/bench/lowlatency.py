@@ -183,25 +183,6 @@ class LowCase(Case):
             },
         )
 
-    def trace(self, path: Path) -> str | None:
-        """Run the largest size once more, profiled; write all ranks' last rounds, on one clock.
-
-        Returns what the check found wrong, or None.
-        """
-        with tempfile.TemporaryDirectory() as folder:
-            problems = launch(
-                trace_body,
-                replace(self, profile=True),
-                folder,
-                ranks=self.ranks,
-                device=self.device,
-                timeout=LIMIT_SECONDS,
-            )
-            problem = next((found for found in problems if found), None)
-            if problem is None:
-                merge([Path(folder) / f"{rank}.json" for rank in range(self.ranks)], path)
-        return problem
-
 
 class LowSession:
     """An exchange with room for the largest size."""
@@ -346,6 +327,26 @@ class LowTrial:
             blocks = self.a2a._geometry.shape.blocks
             rows = dequantize(got.x, low.unpack_scales(got.scales, blocks))
         return torch.where(self._there(got)[..., None], rows, 0.0).to(self.y.dtype)
+
+
+def trace_rounds(path: Path, case: LowCase) -> str | None:
+    """Run the largest size once more, profiled; write all ranks' last rounds, on one clock.
+
+    Returns what the check found wrong, or None.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        problems = launch(
+            trace_body,
+            replace(case, profile=True),
+            folder,
+            ranks=case.ranks,
+            device=case.device,
+            timeout=LIMIT_SECONDS,
+        )
+        problem = next((found for found in problems if found), None)
+        if problem is None:
+            merge([Path(folder) / f"{rank}.json" for rank in range(case.ranks)], path)
+    return problem
 
 
 def trace_body(group: Group, case: LowCase, folder: str) -> str | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 
 import torch
@@ -111,7 +110,7 @@ class MoECase(Case):
             for name in ("combine", "combine_dtype", "quantize")
         }
         for name, given in (
-            asked | {"split_phase": self.split_phase, "beside": bool(self.beside)}
+            asked | {"split_phase": self.split_phase, "corun": bool(self.corun)}
         ).items():
             if given and "onesided" not in self.backends:
                 raise InvalidArgument(
@@ -158,12 +157,12 @@ class MoECase(Case):
     def plain(self) -> MoECase:
         """The same sizes and payload without the options of the one-sided backend."""
         return replace(
-            self, combine=None, combine_dtype=None, quantize=None, split_phase=False, beside=None
+            self, combine=None, combine_dtype=None, quantize=None, split_phase=False, corun=None
         )
 
     @property
-    def rival(self) -> MoECase | None:
-        """What other libraries are asked for, so that like is compared with like.
+    def comparable(self) -> MoECase | None:
+        """What other libraries are asked for, so that equal work is compared.
 
         They send fp8 as numbers and float32 scales, which is also what quantize="fp8" sends; None
         for mxfp8. Their rows come back in `dtype`, also where ours come back as fp8.
@@ -196,7 +195,7 @@ class MoECase(Case):
 
     @property
     def fp8_back(self) -> bool:
-        """Do rows come home as FP8?"""
+        """Does combine return rows as FP8?"""
         return self.combine_dtype == "fp8"
 
     @property
@@ -218,7 +217,7 @@ class MoECase(Case):
             *([f"{self.num_sms} SMs"] if self.num_sms else []),
             *(["no programmatic launch"] if not self.programmatic_launch else []),
             *(["also in halves"] if self.split_phase else []),
-            *([f"beside matmul {self.matmul_size}^3"] if self.beside else []),
+            *([f"co-run with matmul {self.matmul_size}^3"] if self.corun else []),
         ]
         name = f"{self.model}: " if self.model else ""
         sizes = (
@@ -266,18 +265,12 @@ class MoECase(Case):
 
     def records(self) -> tuple[str, str, dict[str, Any]] | None:
         """Records of the same sizes, routing and payload; nobody's is like mxfp8."""
-        if (asked := self.rival) is None:
+        if (asked := self.comparable) is None:
             return None
         names = ("ranks", "hidden", "top_k", "experts", "payload", "dtype")
         wanted: dict[str, Any] = {name: getattr(asked, name) for name in names}
         recorded = {"uniform": "random"}.get(self.routing, self.routing)
         return "records", "pair_us", wanted | {"router": recorded}
-
-    def trace(self, path: Path) -> str | None:
-        """Write a timeline; see `trace.py`."""
-        from weft.bench.trace import trace
-
-        return trace(path, replace(self, split_phase=False, beside=None))
 
 
 class MoESession:

@@ -20,7 +20,7 @@ RECORDED, RECKONED, PUBLISHED, THIS_RUN = "recorded", "reckoned", "published", "
 class Peer:
     """One library's times in us by tokens per rank, and where they were taken.
 
-    source: THIS_RUN, the one that shows them, by `weft.bench.rivals`; RECORDED earlier with weft's
+    source: THIS_RUN, the one that shows them (`weft.bench.baselines`); RECORDED earlier with weft's
     method; RECKONED from recorded parts, where the whole was not timed; PUBLISHED by others.
     gpus: of published figures, how many GPUs they are of.
     fp8_back: its rows come back as FP8.
@@ -49,7 +49,7 @@ class Peer:
 def matching(case: Case, path: Path | None = None) -> list[Peer]:
     """Return the records that were taken with the sizes and routing of this case.
 
-    Records whose rows come home as fp8 are shown beside ours that do, not beside others.
+    Records whose rows come back as FP8 are shown only where ours do.
 
     path: the file of records; default `RECORDS`, and none if that is not there.
 

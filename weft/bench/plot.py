@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.bench.machine import machine_line
 from weft.bench.report import Row
-from weft.bench.style import COLOURS, INK, QUIET, RIVALS, matplotlib_pyplot, plain, save
+from weft.bench.style import BASELINES, COLOURS, INK, QUIET, matplotlib_pyplot, plain, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,18 +54,19 @@ def plot(path: Path, rows: Sequence[Row], title: str, machine: Mapping[str, Any]
 
 
 def draw_times(axes: Axes, rows: Sequence[Row]) -> None:
-    """Every variant, from the least to the 99th percentile around the median; every rival."""
-    for index, name in enumerate(dict.fromkeys(name for row in rows for name in row.rivals)):
-        rival = {row.tokens: row.rivals[name] for row in rows if name in row.rivals}
-        colour = RIVALS[index % len(RIVALS)]
-        axes.plot(*line(rival), color=colour, lw=1.4, marker="s", ms=3.5, label=name)
+    """Every variant, from the least to the 99th percentile around the median; every baseline."""
+    for index, name in enumerate(dict.fromkeys(name for row in rows for name in row.baselines)):
+        baseline = {row.tokens: row.baselines[name] for row in rows if name in row.baselines}
+        colour = BASELINES[index % len(BASELINES)]
+        axes.plot(*line(baseline), color=colour, lw=1.4, marker="s", ms=3.5, label=name)
     for colour, name, mine in _variants(rows):
         tokens = [row.tokens for row in mine]
         low, high = [row.us.min for row in mine], [row.us.p99 for row in mine]
         axes.fill_between(tokens, low, high, color=colour, alpha=0.15, lw=0)
         cold = {row.tokens: row.cold for row in mine if row.cold is not None}
-        beside = {row.tokens: row.beside.call for row in mine if row.beside is not None}
-        for points, kind, style in ((cold, "cold caches", ":"), (beside, "beside matmul", "-.")):
+        corun = {row.tokens: row.corun.call for row in mine if row.corun is not None}
+        others = ((cold, "cold caches", ":"), (corun, "co-run with matmul", "-."))
+        for points, kind, style in others:
             if points:
                 label = f"{name}, {kind}"
                 axes.plot(*line(points), color=colour, lw=1.2, ls=style, marker="o", label=label)

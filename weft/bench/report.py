@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from weft.bench.baselines import MEASURED, BaselineRun
 from weft.bench.limits import why_no_floor
 from weft.bench.machine import machine_line
 from weft.bench.peers import Peer
-from weft.bench.rivals import MEASURED, RivalRun
 from weft.bench.run import Measurement, Report, SamplesOfRank
 from weft.errors import InvalidArgument
 
@@ -46,35 +46,35 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Company:
-    """A call beside a matrix product, medians in us, slowest rank.
+class CoRun:
+    """A call together with a matmul, medians in us, slowest rank.
 
-    product: beside the calls; limited: alone on the SMs left to it; alone: alone on all SMs.
-    slower, slower_limited: the product against each of these, on the rank where it is worst.
+    matmul: during the calls; limited: alone on the SMs left to it; alone: alone on all SMs.
+    slower, slower_limited: the matmul against each of these, on the rank where it is worst.
     """
 
     call: float
-    product: float
+    matmul: float
     limited: float
     alone: float
     slower: float
     slower_limited: float
 
     @classmethod
-    def of(cls, times: SamplesOfRank) -> Company | None:
-        """From every rank's times (`bench.beside`), or None where there are none."""
+    def of(cls, times: SamplesOfRank) -> CoRun | None:
+        """From every rank's times (`bench.corun`), or None where there are none."""
         if not times:
             return None
         ranks = {name: [statistics.median(each) for each in times[name]] for name in times}
-        product, alone = ranks["product"], ranks["product_alone"]
-        limited = ranks["product_limited"]
+        matmul, alone = ranks["matmul"], ranks["matmul_alone"]
+        limited = ranks["matmul_limited"]
         return cls(
             call=max(ranks["call"]),
-            product=max(product),
+            matmul=max(matmul),
             limited=max(limited),
             alone=max(alone),
-            slower=max(a / b for a, b in zip(product, alone, strict=True)),
-            slower_limited=max(a / b for a, b in zip(product, limited, strict=True)),
+            slower=max(a / b for a, b in zip(matmul, alone, strict=True)),
+            slower_limited=max(a / b for a, b in zip(matmul, limited, strict=True)),
         )
 
 
@@ -85,8 +85,8 @@ class Row:
     logical: GB/s of the rows as if every expert or rank were sent its own.
     moved: bytes that leave or enter the busiest rank; wire: the GB/s they make.
     floor: least us on this hardware, ratio: median / floor; None where unknown.
-    rivals: library -> us of the whole at this size.
-    cold: median us with flushed caches, or None.  beside: with a matrix product, or None.
+    baselines: library -> us of the whole at this size.
+    cold: median us with flushed caches, or None.  corun: with a matmul, or None.
     more: the operator's own columns.
     """
 
@@ -99,9 +99,9 @@ class Row:
     wire: float = 0.0
     floor: float | None = None
     ratio: float | None = None
-    rivals: dict[str, float] = field(default_factory=dict)
+    baselines: dict[str, float] = field(default_factory=dict)
     cold: float | None = None
-    beside: Company | None = None
+    corun: CoRun | None = None
     more: dict[str, float | str] = field(default_factory=dict)
 
 
@@ -130,15 +130,15 @@ def _row(report: Report, found: Measurement, phase: str, peers: Sequence[Peer]) 
         wire=moved / us.median / 1e3,
         floor=floor,
         ratio=None if floor is None else us.median / floor,
-        rivals={p.label: p.us[found.tokens] for p in peers if whole and found.tokens in p.us},
+        baselines={p.label: p.us[found.tokens] for p in peers if whole and found.tokens in p.us},
         cold=Spread.of(found.cold_us[phase]).median if phase in found.cold_us else None,
-        beside=Company.of(found.beside_us) if whole else None,
+        corun=CoRun.of(found.corun_us) if whole else None,
         more=case.columns(found, report) if whole else {},
     )
 
 
 def print_report(
-    console: Console, report: Report, peers: Sequence[Peer], runs: Sequence[RivalRun] = ()
+    console: Console, report: Report, peers: Sequence[Peer], runs: Sequence[BaselineRun] = ()
 ) -> None:
     """Print the table of a run, and below it how the figures were taken.
 
@@ -148,9 +148,9 @@ def print_report(
     title = Text.assemble((f"weft bench {case.operator}  ", "bold"), case.title())
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
     cells = [_cells(row, case.whole) for row in rows]
-    rivals = dict.fromkeys(name for row in rows for name in row.rivals)
-    own = dict.fromkeys(name for row in cells for name in row if name not in rivals)
-    for name in (*own, *rivals):
+    baselines = dict.fromkeys(name for row in rows for name in row.baselines)
+    own = dict.fromkeys(name for row in cells for name in row if name not in baselines)
+    for name in (*own, *baselines):
         left = name in ("variant", "us")
         text = name.replace(", ", ",\n")
         table.add_column(text, justify="left" if left else "right", no_wrap=left)
@@ -179,23 +179,23 @@ def _cells(row: Row, whole: str) -> dict[str, str]:
             cells[name] = f"{rate:.1f}" if rate >= 10 else f"{rate:.2f}"
     if row.floor is not None and row.ratio is not None:
         cells |= {"floor us": us_text(row.floor), "x floor": f"{row.ratio:.2f}"}
-    if row.beside:
-        cells["us beside"] = us_text(row.beside.call)
-        cells["matmul x alone"] = f"{row.beside.slower:.2f}"
-        cells["matmul x its SMs"] = f"{row.beside.slower_limited:.2f}"
+    if row.corun:
+        cells["us co-run"] = us_text(row.corun.call)
+        cells["matmul x alone"] = f"{row.corun.slower:.2f}"
+        cells["matmul x its SMs"] = f"{row.corun.slower_limited:.2f}"
     for name, told in row.more.items():
         cells[name] = told if isinstance(told, str) else f"{told:.2f}"
-    return cells | {name: us_text(value) for name, value in row.rivals.items()}
+    return cells | {name: us_text(value) for name, value in row.baselines.items()}
 
 
 def _caption(
-    report: Report, rows: Sequence[Row], peers: Sequence[Peer], runs: Sequence[RivalRun]
+    report: Report, rows: Sequence[Row], peers: Sequence[Peer], runs: Sequence[BaselineRun]
 ) -> list[str]:
     case = report.case
     methods = dict.fromkeys(
         text
         for each in report.measurements
-        for text in (each.method, each.cold_method, each.beside_method)
+        for text in (each.method, each.cold_method, each.corun_method)
         if text
     )
     lines = [
@@ -211,10 +211,10 @@ def _caption(
     lines += [text for text in (why_no_floor(report.machine["gpus"]),) if text]
     lines += case.notes(report)
     lines += [
-        f"{row.tokens} tokens beside the product: it takes {row.beside.product:.0f} us, alone "
-        f"{row.beside.alone:.0f} us, alone on the SMs left to it {row.beside.limited:.0f} us."
+        f"{row.tokens} tokens, co-run: the matmul takes {row.corun.matmul:.0f} us, alone "
+        f"{row.corun.alone:.0f} us, alone on the SMs left to it {row.corun.limited:.0f} us."
         for row in rows
-        if row.beside
+        if row.corun
     ]
     lines += [f"Refused: {text}" for text in report.refused]
     if recorded := [peer for peer in peers if not peer.measured]:
@@ -231,7 +231,7 @@ def us_text(value: float) -> str:
 
 
 def as_json(
-    report: Report, peers: Sequence[Peer] = (), runs: Sequence[RivalRun] = ()
+    report: Report, peers: Sequence[Peer] = (), runs: Sequence[BaselineRun] = ()
 ) -> dict[str, Any]:
     """Settings, machine, every sample and the table's figures."""
     from weft import __version__
@@ -253,7 +253,8 @@ def as_json(
 
 def read_rows(data: Any) -> list[Row]:
     """Rows of the JSON of a run, also of those that were recorded before all operators had one
-    format: all-to-all with `backend`, layers with `overlap`, low latency with a `us` by phase.
+    format: all-to-all with `backend`, layers with `overlap`, low latency with a `us` by phase,
+    and other libraries' times as `rivals`.
 
     Raises InvalidArgument where it holds none.
     """
@@ -295,7 +296,7 @@ def _read_row(row: dict[str, Any]) -> Iterable[Row]:
                 wire=0.0 if several else row.get("wire", 0.0),
                 floor=max(floor["memory"], floor["links"]) if isinstance(floor, dict) else floor,
                 ratio=row.get("ratio") if whole else None,
-                rivals=row.get("rivals", {}) if whole else {},
+                baselines=row.get("baselines", row.get("rivals", {})) if whole else {},
                 cold=row.get("cold"),
                 more=row.get("more", {}),
             )

@@ -9,10 +9,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from weft.bench.beside import measure_beside
 from weft.bench.case import Case, Refused, Trial
 from weft.bench.clock import Samples, measure
 from weft.bench.cold import ColdClock
+from weft.bench.corun import measure_corun
 from weft.bench.machine import describe_machine
 from weft.bench.progress import progress
 from weft.memory import Group, launch
@@ -27,8 +27,8 @@ class Measurement:
 
     samples_us: of each phase, the whole last.  method: how they were taken.
     facts: what the operator counted.
-    cold_us: the same with flushed caches.  beside_us: with a matrix product on the other SMs, by
-    the names of `beside.Together`.  Empty where not asked for.
+    cold_us: the same with flushed caches.  corun_us: with a matmul on the other SMs, by
+    the names of `measure_corun`.  Empty where not asked for.
     """
 
     variant: str
@@ -38,8 +38,8 @@ class Measurement:
     facts: dict[str, Any] = field(default_factory=dict)
     cold_us: SamplesOfRank = field(default_factory=dict)
     cold_method: str = ""
-    beside_us: SamplesOfRank = field(default_factory=dict)
-    beside_method: str = ""
+    corun_us: SamplesOfRank = field(default_factory=dict)
+    corun_method: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +121,10 @@ def _measure(
     if cold is not None:
         chilled = cold.measure(calls, samples=count)
         found |= {"cold_method": chilled.method, "cold_us": gather(group, chilled)}
-    if case.beside:
+    if case.corun:
         us = max(group.all_gather(median(samples.us[calls.whole])))
-        company = measure_beside(group, calls, case, samples=count, call_us=us)
-        found |= {"beside_method": company.method, "beside_us": gather(group, company)}
+        together = measure_corun(group, calls, case, samples=count, call_us=us)
+        found |= {"corun_method": together.method, "corun_us": gather(group, together)}
     if problem := first_problem(group, trial.compare()):
         return f"after timing, {problem}"
     return {**found, "facts": trial.facts()}

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 INK, QUIET, FAINT = "#1f2933", "#6b7785", "#d9dee4"
 COLOURS = ("#c2410c", "#2563a6", "#0f766e", "#6d28d9", "#a16207")
-RIVALS = ("#64748b", "#94a3b8", "#a8a29e", "#475569", "#78716c", "#cbd5e1")
+BASELINES = ("#64748b", "#94a3b8", "#a8a29e", "#475569", "#78716c", "#cbd5e1")
 
 
 def plain(axes: Axes) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -30,16 +31,17 @@ DISPATCH, COMBINE, REDUCE, PEERS = 1, 2, 3, 10  # tracks; peer p's is PEERS + p
 Event = dict[str, Any]
 
 
-def trace(path: Path, case: MoECase) -> str | None:
+def trace_pairs(path: Path, case: MoECase) -> str | None:
     """Run the largest size of the case once more, profiled, and write its last 32 rounds.
 
-    The figures of a benchmark are not taken here: profiled kernels are others. Their own time for
-    a pair is in the metadata, to be held against the report's. Returns what the check found wrong,
-    or None. Raises InvalidArgument when the clocks cannot be aligned.
+    No figures of a benchmark are taken here, since profiled kernels are other kernels. Their own
+    time for a pair is in the metadata, to be compared with the report's. Pairs are neither split in
+    phases nor run together with a matmul. Returns what the check found wrong, or None. Raises
+    InvalidArgument when the clocks cannot be aligned.
     """
     results = launch(
         rank_spans,
-        case,
+        replace(case, split_phase=False, corun=None),
         ranks=case.ranks,
         device=case.device,
         timeout=LIMIT_SECONDS,

@@ -65,35 +65,13 @@ def chosen_device(device: str) -> str:
     return device
 
 
-def common(
-    *, ranks: int, device: str, tokens: str, iters: int, graph: bool, seed: int, pdl: bool
-) -> dict[str, Any]:
-    """What every case has. ranks 0: every GPU, or 4 on the CPU.  iters 0: enough for a median.
-
-    Raises InvalidArgument for what is none.
-    """
-    from weft.bench.case import parse_sizes
-
-    where = chosen_device(device)
-    return {
-        "ranks": ranks or (torch.cuda.device_count() if where == "cuda" else 4),
-        "device": where,
-        "tokens": parse_sizes(tokens),
-        "samples": iters or (15 if where == "cuda" else 20),
-        "graph": graph,
-        "seed": seed,
-        "programmatic_launch": pdl,
-    }
-
-
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Files to write, None for none; json may be `-`, for stdout.  recorded: others' figures."""
+    """Files to write, None for none; json may be `-`, for stdout."""
 
     json: Path | None = None
     plot: Path | None = None
     trace: Path | None = None
-    recorded: Path | None = None
 
     def check(self) -> None:
         """Refuse now what would be lost after the run. Raises InvalidArgument."""

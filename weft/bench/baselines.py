@@ -1,8 +1,9 @@
-"""Other libraries, measured in the same run where they are installed: same inputs, same clock.
+"""Baselines: other libraries, measured in the same run where they are installed.
 
-Each runs in processes of its own, after ours: one that traps or hangs costs nothing but its rows.
-What it returns is compared with `weft.reference` before it is timed. They promise less than we do
-(order of slots, rounding), so the comparison is of numbers within a tolerance, not of bytes.
+They get the same inputs and the same clock. Each runs in processes of its own, after weft: one that
+traps or hangs loses its own rows only. Its results are compared with `weft.reference` before it is
+timed. Other libraries promise less than weft (order of slots, rounding), so numbers are compared
+within a tolerance, and not bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ NO_MULTICAST = {
 _TEXT_LIMIT = 300  # characters of a failure's text
 
 
-class RivalTrial(Protocol):
+class BaselineTrial(Protocol):
     """One size of a library, bound to its inputs. Collective."""
 
     def calls(self) -> Calls:
@@ -50,39 +51,48 @@ class RivalTrial(Protocol):
 class Library(Protocol):
     """A library made for the largest size of a run."""
 
-    def trial(self, tokens: int) -> RivalTrial:
+    def trial(self, tokens: int) -> BaselineTrial:
         """Bind one size."""
 
 
+def runs_all(case: Any) -> None:
+    """Refuses no case."""
+
+
+def all_sizes(case: Any) -> list[int]:
+    """Every size of the run."""
+    return list(case.tokens)
+
+
 @dataclass(frozen=True, slots=True)
-class Rival:
-    """A library that may be installed.
+class Baseline:
+    """A library that may be installed. It is sent to processes: its functions are a module's own.
 
     name: as the records begin.  setting: what tells it from others of that name, in words.
     module: to import.  distribution: to ask for its version.
     make: `(group, case, most tokens)` to the library; collective.
     refuses: why it cannot run this case, or None.
-    sizes: `(case)` to those tokens of the run that it serves.
-    fp8_back: its rows come home as FP8; measured only where ours do.
+    sizes: the tokens of the run that it serves.
+    fp8_back: its combine returns rows as FP8; measured only where weft's does.
     """
 
     name: str
     module: str
     distribution: str
     make: Callable[[Group, Any, int], Library]
-    refuses: Callable[[Any], str | None] = lambda case: None
-    sizes: Callable[[Any], list[int]] = lambda case: list(case.tokens)
+    refuses: Callable[[Any], str | None] = runs_all
+    sizes: Callable[[Any], list[int]] = all_sizes
     setting: str = ""
     fp8_back: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class RivalRun:
+class BaselineRun:
     """What became of one library in this run.
 
     status: "measured", "not installed", or why there is no figure.
     samples_us: tokens -> phase -> for each rank, us per call of each sample.
-    phase: the one that is shown beside ours.  setting, fp8_back: as in `Rival`.
+    phase: the one that is shown next to weft's.  setting, fp8_back: as in `Baseline`.
     """
 
     name: str
@@ -101,7 +111,7 @@ class RivalRun:
         return f"{name}, {self.setting}" if self.setting else name
 
     def peer(self, date: str) -> Peer:
-        """The times as they are shown beside ours: median, slowest rank."""
+        """The times as they are shown next to weft's: median, slowest rank."""
         shown = {
             int(tokens): max(statistics.median(samples) for samples in phases[self.phase])
             for tokens, phases in self.samples_us.items()
@@ -111,23 +121,12 @@ class RivalRun:
         )
 
 
-def rivals_of(case: Case) -> tuple[Rival, ...]:
-    """The libraries that do what this operator does."""
-    if case.operator == "moe":
-        from weft.bench.moe_rivals import RIVALS
-    elif case.operator == "allreduce":
-        from weft.bench.allreduce_rivals import RIVALS
-    else:
-        return ()
-    return RIVALS
+def measure_baselines(case: Case, baselines: Sequence[Baseline]) -> list[BaselineRun]:
+    """Measure those that are installed and serve this case; a failure is a status."""
+    return [_attempt(baseline, case) for baseline in baselines]
 
 
-def measure_rivals(case: Case) -> list[RivalRun]:
-    """Measure every library that is installed and serves this case; a failure is a status."""
-    return [_attempt(rival, case) for rival in rivals_of(case)]
-
-
-def beside(recorded: Sequence[Peer], runs: Sequence[RivalRun], date: str) -> list[Peer]:
+def merge_peers(recorded: Sequence[Peer], runs: Sequence[BaselineRun], date: str) -> list[Peer]:
     """Return what to show: the measured libraries, and the records of all others."""
     measured = [run for run in runs if run.status == MEASURED]
     kept = [
@@ -140,30 +139,30 @@ def beside(recorded: Sequence[Peer], runs: Sequence[RivalRun], date: str) -> lis
     return [*(run.peer(date) for run in measured), *kept]
 
 
-def _attempt(rival: Rival, case: Case) -> RivalRun:
-    told: dict[str, Any] = {"setting": rival.setting, "fp8_back": rival.fp8_back}
+def _attempt(baseline: Baseline, case: Case) -> BaselineRun:
+    told: dict[str, Any] = {"setting": baseline.setting, "fp8_back": baseline.fp8_back}
     told["phase"] = case.whole
-    if importlib.util.find_spec(rival.module) is None:
-        return RivalRun(rival.name, "", ABSENT, **told)
+    if importlib.util.find_spec(baseline.module) is None:
+        return BaselineRun(baseline.name, "", ABSENT, **told)
     try:
-        version = importlib.metadata.version(rival.distribution)
+        version = importlib.metadata.version(baseline.distribution)
     except importlib.metadata.PackageNotFoundError:
         version = "(unknown version)"
-    asked = case.rival
+    asked = case.comparable
     if asked is None:
         reason: str | None = "has nothing like it"
-    elif rival.fp8_back and not case.fp8_back:
-        reason = "not compared: our rows do not come back as fp8"
+    elif baseline.fp8_back and not case.fp8_back:
+        reason = "not compared: weft's combine returns no fp8 rows"
     else:
-        reason = rival.refuses(asked)
-        if reason is None and not rival.sizes(asked):
+        reason = baseline.refuses(asked)
+        if reason is None and not baseline.sizes(asked):
             reason = "serves none of these sizes"
     if reason is not None:
-        return RivalRun(rival.name, version, reason, **told)
+        return BaselineRun(baseline.name, version, reason, **told)
     try:
         first, *_ = launch(
-            rival_body,
-            (rival.name, rival.setting),
+            baseline_body,
+            baseline,
             asked,
             ranks=case.ranks,
             device=case.device,
@@ -173,17 +172,16 @@ def _attempt(rival: Rival, case: Case) -> RivalRun:
         cause = error.__cause__ if isinstance(error, RankFailed) else None
         what = cause or error
         text = f"failed: {type(what).__name__}: {what}"[:_TEXT_LIMIT]
-        return RivalRun(rival.name, version, text, **told)
-    return RivalRun(rival.name, version, **first, **told)
+        return BaselineRun(baseline.name, version, text, **told)
+    return BaselineRun(baseline.name, version, **first, **told)
 
 
-def rival_body(group: Group, which: tuple[str, str], case: Case) -> dict[str, Any]:
+def baseline_body(group: Group, baseline: Baseline, case: Case) -> dict[str, Any]:
     """What every rank does for one library; all ranks return the same."""
     os.environ.update(NO_MULTICAST)  # the figures are for machines where it is off
-    rival = next(each for each in rivals_of(case) if (each.name, each.setting) == which)
-    sizes = rival.sizes(case)
+    sizes = baseline.sizes(case)
     library = group.together(
-        lambda: rival.make(group, case, max(sizes)), doing=f"making {rival.name}"
+        lambda: baseline.make(group, case, max(sizes)), doing=f"making {baseline.name}"
     )
     result: dict[str, Any] = {"status": MEASURED, "method": "", "samples_us": {}}
     for tokens in sizes:

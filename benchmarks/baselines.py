@@ -1,4 +1,4 @@
-"""What rivals.sh measured, as one file in benchmarks/ and as a section of docs/measuring.md."""
+"""What baselines.sh measured, as one file in benchmarks/ and as a section of docs/measuring.md."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks"
 DOCUMENT = ROOT / "docs" / "measuring.md"
 WIDTH = 140  # columns of prose in docs
-BEGIN, END = "<!-- rivals: begin -->", "<!-- rivals: end -->"
-PARTS = ("moe", "moe-fp8-out", "moe-fp8-both", "allreduce", "lowlatency", "lowlatency-lean")
+BEGIN, END = "<!-- baselines: begin -->", "<!-- baselines: end -->"
+PARTS = ("moe", "moe-fp8-out", "moe-fp8-both", "allreduce", "lowlatency", "lowlatency-reduced")
 
 
 def take_in(out_dir: Path) -> Path:
-    """Put what lies in a folder of rivals.sh into one file, and its section into the document.
+    """Put what lies in a folder of baselines.sh into one file, and its section into the document.
 
     What a later step did not write is left out. Raises FileNotFoundError where nothing was written.
     """
-    paths = {part: out_dir / f"rivals-{part}.json" for part in PARTS}
+    paths = {part: out_dir / f"baselines-{part}.json" for part in PARTS}
     found = {part: json.loads(path.read_text()) for part, path in paths.items() if path.is_file()}
     if not found:
         names = ", ".join(path.name for path in paths.values())
         raise FileNotFoundError(f"{out_dir} has none of {names}")
     machine = next(iter(found.values()))["machine"]
     name = machine["gpus"][0].removeprefix("NVIDIA ")
-    record = RECORDS / f"rivals-{len(machine['gpus'])}x{name}-{machine['date'][:10]}.json"
-    for old in RECORDS.glob("rivals-*.json"):
+    record = RECORDS / f"baselines-{len(machine['gpus'])}x{name}-{machine['date'][:10]}.json"
+    for old in records():
         old.unlink()
     record.write_text(json.dumps(_rounded(found), indent=None, separators=(", ", ": ")) + "\n")
     text = DOCUMENT.read_text()
@@ -39,9 +39,14 @@ def take_in(out_dir: Path) -> Path:
     return record
 
 
+def records() -> list[Path]:
+    """The files that are there; those of before 2026-11-23 are named rivals."""
+    return sorted([*RECORDS.glob("baselines-*.json"), *RECORDS.glob("rivals-*.json")])
+
+
 def latest() -> Path | None:
     """The file that is there, or None."""
-    return next(iter(sorted(RECORDS.glob("rivals-*.json"))), None)
+    return next(iter(records()), None)
 
 
 def section(record: Path | None) -> str:
@@ -60,7 +65,7 @@ def section(record: Path | None) -> str:
         textwrap.fill(
             f"{len(first['gpus'])} x {first['gpus'][0]}, driver {first['driver']}, "
             f"CUDA {first['cuda']}, torch {first['torch']}, {first['date'][:10]}, {source}; "
-            "`benchmarks/rivals.sh`, us, median, slowest rank, graphs of 50 calls, 15 replays; "
+            "`benchmarks/baselines.sh`, us, median, slowest rank, graphs of 50 calls, 15 replays; "
             "weft's bits are compared with the reference before and after, others' sums before, "
             f"within a tolerance (`benchmarks/{record.name}`).",
             WIDTH,
@@ -90,9 +95,11 @@ def section(record: Path | None) -> str:
             *_table("Tokens", _reduce_rows(found)),
             "",
         ]
-    low = [part for part in ("lowlatency", "lowlatency-lean") if part in data]
+    reduced = "weft, sums at the sender, FP8 back"
+    # Records of before 2026-11-23 name the reduced traffic lean.
+    names = {"lowlatency": "weft", "lowlatency-reduced": reduced, "lowlatency-lean": reduced}
+    low = [part for part in names if part in data]
     if low:
-        names = {"lowlatency": "weft", "lowlatency-lean": "weft, sums at the sender, FP8 back"}
         rows = [(names[part], _medians(data[part], "pair")) for part in low]
         lines += [
             "us for a pair of the low-latency all-to-all, perfect routing, FP8 out:",

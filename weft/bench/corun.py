@@ -1,9 +1,8 @@
-"""Calls and a matrix product on one GPU: what each costs the other. CUDA only.
+"""Co-runs of calls and a matmul on one GPU: what each costs the other. CUDA only.
 
-The one-sided kernels were built for `num_sms` SMs; cuBLASLt is told to use that many less than
-there are. Products stand one behind the other in a graph on a stream of their own, for longer than
-the calls take, and calls are replayed meanwhile. A figure counts only if products ran from before
-the first timed call until after the last one.
+The one-sided kernels are built for `num_sms` SMs, and cuBLASLt is limited to the others. A graph of
+matmuls runs on a stream of its own for longer than the calls take, which are replayed meanwhile. A
+figure counts only if matmuls ran from before the first timed call until after the last one.
 """
 
 from __future__ import annotations
@@ -26,25 +25,25 @@ from weft.errors import InvalidArgument
 if TYPE_CHECKING:
     from weft.memory import Group
 
-ALONE = 300  # products timed without company, after as many: half a second, so that clocks settle
-WINDOW_US = 60_000.0  # at least so long are calls replayed: it holds dozens of products
-SLACK = 3.0  # products last so many times as long as the calls would take without them
-ATTEMPTS = 3  # each with twice the products of the one before
+ALONE = 300  # matmuls timed alone, after as many: half a second, so that clocks settle
+WINDOW_US = 60_000.0  # at least so long are calls replayed: it holds dozens of matmuls
+SLACK = 3.0  # matmuls last so many times as long as the calls would take without them
+ATTEMPTS = 3  # each with twice the matmuls of the one before
 
 
-def measure_beside(
+def measure_corun(
     group: Group, call: Calls, case: Case, *, samples: int, call_us: float
 ) -> Samples:
-    """Time calls beside products. Collective; every rank makes the same number of calls.
+    """Time calls that run together with matmuls. Collective; all ranks make as many calls.
 
-    call_us: what a call takes without company, in us, equal on all ranks.
-    Returns us of "call" beside products; of "product" beside calls; of "product_limited" alone on
-    the SMs that are left to it; of "product_alone" alone on all SMs. No times where products did
-    not last; the method says so.
-    Raises InvalidArgument where no SM is left to the product, or torch cannot limit or mark it.
+    call_us: what a call takes alone, in us, equal on all ranks.
+    Returns us of "call" and "matmul" in the co-run; of "matmul_limited" alone on the SMs that the
+    calls leave; of "matmul_alone" alone on all SMs. There are no times where the matmuls ended
+    before the calls did; the method says so.
+    Raises InvalidArgument where no SM is left to the matmul, or torch cannot limit or mark it.
     """
-    product = Product(group.device, case.matmul_size, case.num_sms or 0)
-    alone, limited = product.alone(spare=0), product.alone(spare=product.spare)
+    matmul = Matmul(group.device, case.matmul_size, case.num_sms or 0)
+    alone, limited = matmul.alone(spare=0), matmul.alone(spare=matmul.spare)
     make: Callable[..., torch.cuda.Stream] = torch.cuda.Stream
     stream = make(priority=-1)  # a call that waits for an SM gets the next free one
 
@@ -57,18 +56,18 @@ def measure_beside(
     span = SLACK * (rounds + 1) * CALLS * call_us
     count = max(4, math.ceil(span / statistics.median(limited)))
     for _ in range(ATTEMPTS):
-        found = _together(group, calls, product.queue(count, spare=product.spare), rounds)
+        found = _together(group, calls, matmul.queue(count, spare=matmul.spare), rounds)
         if all(group.all_gather(found is not None)) and found is not None:
-            times = {"product_alone": alone, "product_limited": limited}
+            times = {"matmul_alone": alone, "matmul_limited": limited}
             return Samples(
-                f"beside {product.name}: {rounds} replays of {CALLS} calls while products run on "
-                f"{product.sms - product.spare} of {product.sms} SMs",
-                {"call": found[0], "product": found[1], **times},
+                f"co-run with {matmul.name}: {rounds} replays of {CALLS} calls while matmuls run "
+                f"on {matmul.sms - matmul.spare} of {matmul.sms} SMs",
+                {"call": found[0], "matmul": found[1], **times},
             )
         count *= 2
     return Samples(
-        f"beside {product.name}: no figure, {count // 2} products ended before {rounds} replays of "
-        f"{CALLS} calls; take fewer tokens or --iters",
+        f"co-run with {matmul.name}: no figure, {count // 2} matmuls ended before {rounds} replays "
+        f"of {CALLS} calls; take fewer tokens or --iters",
         {},
     )
 
@@ -86,7 +85,7 @@ class _Queue:
             self.graph.replay()
 
 
-class Product:
+class Matmul:
     """`size`^3 of bf16 random numbers on a stream of its own, `spare` SMs left alone."""
 
     def __init__(self, device: torch.device, size: int, num_sms: int) -> None:
@@ -94,8 +93,8 @@ class Product:
         self.spare, self.name = num_sms, f"matmul {size}^3 bf16"
         if not 0 < num_sms < self.sms:
             raise InvalidArgument(
-                f"num_sms is {num_sms} and this GPU has {self.sms} SMs; the product beside needs "
-                f"one at least: choose 1..{self.sms - 1}"
+                f"num_sms is {num_sms} and this GPU has {self.sms} SMs; the co-running matmul "
+                f"needs one at least: choose 1..{self.sms - 1}"
             )
         self._a, self._b = (torch.randn((size, size), device=device).bfloat16() for _ in "ab")
         self._out = torch.empty_like(self._a)
@@ -104,15 +103,15 @@ class Product:
         self._stream.wait_stream(torch.cuda.current_stream())
 
     def queue(self, count: int, *, spare: int) -> _Queue:
-        """Return a graph of `count` products, with a mark before each and one behind all."""
+        """Return a graph of `count` matmuls, with a mark before each and one behind all."""
         marks = external_events(count + 1)
         if marks is None:
             raise InvalidArgument(
-                f"torch {torch.__version__} has no events that graphs record; a product beside "
-                "needs torch.cuda.Event(external=True): update torch, or leave --beside out"
+                f"torch {torch.__version__} has no events that graphs record; a co-run "
+                "needs torch.cuda.Event(external=True): update torch, or leave --corun out"
             )
 
-        def products() -> None:
+        def matmuls() -> None:
             for mark in marks[:-1]:
                 mark.record()
                 self._multiply()
@@ -122,10 +121,10 @@ class Product:
             with torch.cuda.stream(self._stream):
                 self._multiply()  # loads the kernel and makes the workspace before the capture
             torch.cuda.synchronize()
-            return _Queue(capture(products, self._stream), self._stream, tuple(marks))
+            return _Queue(capture(matmuls, self._stream), self._stream, tuple(marks))
 
     def alone(self, *, spare: int) -> list[float]:
-        """us of each product without company, at the clocks that a long run of them has."""
+        """us of each matmul alone, at the clocks that a long run of them has."""
         queue = self.queue(ALONE, spare=spare)
         queue.replay()
         queue.replay()
@@ -137,18 +136,18 @@ class Product:
 
 
 def _together(
-    group: Group, calls: _Queue, products: _Queue, rounds: int
+    group: Group, calls: _Queue, matmuls: _Queue, rounds: int
 ) -> tuple[list[float], list[float]] | None:
-    """us of a call in each round of calls, and of each product that ran wholly beside them.
+    """us of a call in each round of calls, and of each matmul that ran wholly during them.
 
-    None where products did not run all the time. A first round swallows the skew between ranks.
+    None where matmuls did not run all the time. A first round swallows the skew between ranks.
     """
     origin, *marks = events(rounds + 2)
     torch.cuda.synchronize()
     group.barrier()
-    with torch.cuda.stream(products.stream):
+    with torch.cuda.stream(matmuls.stream):
         origin.record()
-    products.replay()
+    matmuls.replay()
     with torch.cuda.stream(calls.stream):
         calls.replay()
         marks[0].record()
@@ -157,11 +156,11 @@ def _together(
             mark.record()
     torch.cuda.synchronize()
     first, *_, last = (origin.elapsed_time(mark) for mark in marks)
-    starts = [origin.elapsed_time(mark) for mark in products.marks]
-    beside = [(b - a) * 1e3 for a, b in pairwise(starts) if first <= a and b <= last]
-    if not beside or starts[0] > first or starts[-1] < last:
+    starts = [origin.elapsed_time(mark) for mark in matmuls.marks]
+    inside = [(b - a) * 1e3 for a, b in pairwise(starts) if first <= a and b <= last]
+    if not inside or starts[0] > first or starts[-1] < last:
         return None
-    return [a.elapsed_time(b) * 1e3 / CALLS for a, b in pairwise(marks)], beside
+    return [a.elapsed_time(b) * 1e3 / CALLS for a, b in pairwise(marks)], inside
 
 
 @contextlib.contextmanager
@@ -170,7 +169,7 @@ def _limited(spare: int) -> Iterator[None]:
     limit = getattr(torch._C, "_set_sm_carveout_experimental", None)
     if limit is None:
         raise InvalidArgument(
-            f"torch {torch.__version__} cannot limit the SMs of a matrix product; --beside needs "
+            f"torch {torch.__version__} cannot limit the SMs of a matmul; --corun needs "
             "a torch that has torch._C._set_sm_carveout_experimental"
         )
     library = torch.backends.cuda.preferred_blas_library()

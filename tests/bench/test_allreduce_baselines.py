@@ -12,28 +12,29 @@ import torch
 
 import weft
 from tests.bench.test_allreduce import SMALL
-from weft.bench import rivals
+from weft.bench import baselines
 from weft.bench.allreduce import Rows, make_rows
-from weft.bench.allreduce_rivals import (
+from weft.bench.allreduce_baselines import (
+    BASELINES,
     ONE_SHOT_MOST,
-    RIVALS,
     FlashInferReduce,
     ReduceCall,
     SymmetricReduce,
 )
-from weft.bench.rivals import Rival, measure_rivals
+from weft.bench.baselines import Baseline, measure_baselines
 from weft.errors import DriverError
 
 
 @pytest.fixture
-def threads(monkeypatch):
-    """Ranks that a test may spoil: threads of this process."""
+def installed(monkeypatch):
+    """Whatever is looked for is installed; ranks are threads of this process, that tests spoil."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: module)
     launch = weft.launch
 
     def as_threads(*args, **options):
         return launch(*args, **{**options, "device": "threads"})
 
-    monkeypatch.setattr(rivals, "launch", as_threads)
+    monkeypatch.setattr(baselines, "launch", as_threads)
 
 
 class _Library:
@@ -63,19 +64,13 @@ class _Library:
         return ReduceCall(self, tokens)
 
 
-def _present(monkeypatch, *found):
-    monkeypatch.setattr(rivals, "rivals_of", lambda case: found)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda module: module)
-
-
-_FAKE = Rival(
+LOOM = Baseline(
     *("Loom", "loom", "torch", _Library), sizes=lambda case: [n for n in case.tokens if 2 <= n <= 9]
 )
 
 
-def test_a_library_is_measured(threads, monkeypatch):
-    _present(monkeypatch, _FAKE)
-    (found,) = measure_rivals(replace(SMALL, tokens=(1, 5, 20)))
+def test_a_library_is_measured(installed):
+    (found,) = measure_baselines(replace(SMALL, tokens=(1, 5, 20)), [LOOM])
     assert (found.name, found.status) == ("Loom", "measured")
     assert list(found.samples_us) == [5], "it serves neither 1 nor 20"
     assert found.peer("2026-11-20").us[5] > 0
@@ -83,31 +78,28 @@ def test_a_library_is_measured(threads, monkeypatch):
 
 
 @pytest.mark.parametrize("spoil", [1.0, float("nan")])
-def test_a_wrong_library_is_not_timed(threads, monkeypatch, spoil):
-    _present(monkeypatch, _FAKE)
+def test_a_wrong_library_is_not_timed(installed, monkeypatch, spoil):
     monkeypatch.setattr(_Library, "spoil", spoil)
-    (found,) = measure_rivals(SMALL)
+    (found,) = measure_baselines(SMALL, [LOOM])
     assert found.status.startswith("check failed, 5 tokens: rank ")
     assert found.samples_us == {}
 
 
-def test_a_library_that_cannot_is_a_status(threads, monkeypatch):
+def test_a_library_that_cannot_is_a_status(installed, monkeypatch):
     def no_gpu(group, settings, most):
         raise DriverError("no such GPU")
 
-    _present(monkeypatch, replace(_FAKE, make=no_gpu))
-    (found,) = measure_rivals(SMALL)
+    (found,) = measure_baselines(SMALL, [replace(LOOM, make=no_gpu)])
     assert "no such GPU" in found.status
-    _present(monkeypatch, _FAKE)
-    (found,) = measure_rivals(replace(SMALL, tokens=(1,)))
+    (found,) = measure_baselines(replace(SMALL, tokens=(1,)), [LOOM])
     assert found.status == "serves none of these sizes"
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
-    assert [run.status for run in measure_rivals(SMALL)] == ["not installed"]
+    assert [run.status for run in measure_baselines(SMALL, [LOOM])] == ["not installed"]
 
 
 def test_what_they_refuse():
-    by_name = {rival.name: rival for rival in RIVALS}
-    assert len(by_name) == len(RIVALS) == 5
+    by_name = {baseline.name: baseline for baseline in BASELINES}
+    assert len(by_name) == len(BASELINES) == 5
     one, two = by_name["FlashInfer trtllm one-shot"], by_name["FlashInfer trtllm two-shot"]
     on_gpus = replace(SMALL, device="cuda", samples=11, tokens=(1, 2, 3, 1024))
     assert one.refuses(on_gpus) is None

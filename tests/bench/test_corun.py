@@ -1,4 +1,4 @@
-"""A product beside the pairs: what counts, what is refused, on two streams of a made-up clock."""
+"""A matmul during the pairs: what counts, what is refused, on two streams of a made-up clock."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from tests.bench.test_moe import SETTINGS
-from weft.bench import beside
-from weft.bench.beside import ALONE, ATTEMPTS, measure_beside
+from weft.bench import corun
 from weft.bench.clock import CALLS, Calls
+from weft.bench.corun import ALONE, ATTEMPTS, measure_corun
 from weft.errors import InvalidArgument
 
 SMS, SPARE = 132, 12
-PAIR_US, BESIDE_PAIR_US = 40.0, 100.0
-ALONE_US, LIMITED_US, BESIDE_US = 1500.0, 1600.0, 1700.0
-ON_GPUS = replace(SETTINGS, device="cuda", samples=11, num_sms=SPARE, beside="matmul:128")
+PAIR_US, CORUN_PAIR_US = 40.0, 100.0
+ALONE_US, LIMITED_US, CORUN_US = 1500.0, 1600.0, 1700.0
+ON_GPUS = replace(SETTINGS, device="cuda", samples=11, num_sms=SPARE, corun="matmul:128")
 
 
 class Stream:
@@ -34,18 +34,18 @@ class Stream:
 
 
 class TwoStreams:
-    """A device on which a product is slower while pairs are queued, and pairs beside products."""
+    """A device on which matmuls and pairs are slower while both are queued."""
 
-    def __init__(self, *, external: bool = True, pair_us: float = BESIDE_PAIR_US) -> None:
+    def __init__(self, *, external: bool = True, pair_us: float = CORUN_PAIR_US) -> None:
         self.current = self.main = Stream()
         self.streams = [self.main]
         self.captured: list[Any] | None = None
         self.spare, self.library = 0, "default"
-        self.external, self.beside_us = external, pair_us
+        self.external, self.corun_us = external, pair_us
         self.graphs: list[Any] = []
         self.limits: list[int | None] = []
-        self.company = False
-        self.products: list[int] = []  # of each graph that holds any
+        self.together = False
+        self.matmuls: list[int] = []  # of each graph that holds any
 
     def do(self, action) -> None:
         if self.captured is None:
@@ -57,12 +57,12 @@ class TwoStreams:
         self.current.now += us
 
     def pair(self) -> None:
-        self.do(lambda: self.spend(self.beside_us if self.company else PAIR_US))
+        self.do(lambda: self.spend(self.corun_us if self.together else PAIR_US))
 
     def multiply(self, a, b, *, out) -> None:
         assert self.library == "cublaslt"
         alone = LIMITED_US if self.spare else ALONE_US
-        self.do(lambda: self.spend(BESIDE_US if self.company else alone))
+        self.do(lambda: self.spend(CORUN_US if self.together else alone))
 
     def synchronize(self) -> None:
         last = max(stream.now for stream in self.streams)
@@ -133,23 +133,23 @@ class TwoStreams:
         monkeypatch.setattr(torch, "mm", self.multiply)
         monkeypatch.setattr(torch._C, "_set_sm_carveout_experimental", self.limit)
         monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", self.prefer)
-        together = beside._together
+        together = corun._together
 
-        def watched(group, pairs, products, rounds):
+        def watched(group, pairs, matmuls, rounds):
             assert pairs.stream.priority == -1
-            assert pairs.stream is not products.stream
-            self.company = True
-            self.products.append(len(products.marks) - 1)
-            found = together(group, pairs, products, rounds)
-            self.company = False
+            assert pairs.stream is not matmuls.stream
+            self.together = True
+            self.matmuls.append(len(matmuls.marks) - 1)
+            found = together(group, pairs, matmuls, rounds)
+            self.together = False
             return found
 
-        monkeypatch.setattr(beside, "_together", watched)
+        monkeypatch.setattr(corun, "_together", watched)
         return Calls.of(self.pair)
 
 
 def group_of(peer: bool = True) -> Any:
-    """A rank with a peer whose products lasted, or did not."""
+    """A rank with a peer whose matmuls lasted, or did not."""
     return SimpleNamespace(
         device=torch.device("cpu"), barrier=lambda: None, all_gather=lambda mine: [mine, peer]
     )
@@ -157,44 +157,45 @@ def group_of(peer: bool = True) -> Any:
 
 def run(monkeypatch, gpu: TwoStreams, group: Any, settings=ON_GPUS, pair_us=PAIR_US):
     calls = gpu.install(monkeypatch)
-    return measure_beside(group, calls, settings, samples=11, call_us=pair_us)
+    return measure_corun(group, calls, settings, samples=11, call_us=pair_us)
 
 
 def test_both_are_timed_together_and_alone(monkeypatch):
     gpu = TwoStreams()
     found = run(monkeypatch, gpu, group_of())
-    assert found.us["product_alone"] == pytest.approx([ALONE_US] * ALONE)
-    assert found.us["product_limited"] == pytest.approx([LIMITED_US] * ALONE)
+    assert found.us["matmul_alone"] == pytest.approx([ALONE_US] * ALONE)
+    assert found.us["matmul_limited"] == pytest.approx([LIMITED_US] * ALONE)
     rounds = 30  # 60 ms of pairs, more than 11 replays
-    assert found.us["call"] == pytest.approx([BESIDE_PAIR_US] * rounds)
-    products = found.us["product"]
-    assert products == pytest.approx([BESIDE_US] * len(products))
+    assert found.us["call"] == pytest.approx([CORUN_PAIR_US] * rounds)
+    matmuls = found.us["matmul"]
+    assert matmuls == pytest.approx([CORUN_US] * len(matmuls))
     # Those that ran before the first timed round or past the last one are left out.
-    assert len(products) == pytest.approx(rounds * CALLS * BESIDE_PAIR_US / BESIDE_US, abs=2)
-    assert gpu.products == [117]
+    assert len(matmuls) == pytest.approx(rounds * CALLS * CORUN_PAIR_US / CORUN_US, abs=2)
+    assert gpu.matmuls == [117]
     assert found.method.startswith(
-        f"beside matmul 128^3 bf16: {rounds} replays of 50 calls while products run on 120 of 132"
+        f"co-run with matmul 128^3 bf16: {rounds} replays of 50 calls while matmuls run on 120 "
+        "of 132"
     )
     assert gpu.limits == [None, None, SPARE, None, SPARE, None]
     assert gpu.library == "default", "what others multiply is as before"
 
 
-def test_products_that_end_early_are_doubled(monkeypatch):
+def test_matmuls_that_end_early_are_doubled(monkeypatch):
     gpu = TwoStreams(pair_us=6 * PAIR_US)
     found = run(monkeypatch, gpu, group_of())
-    assert all(after == 2 * before for before, after in pairwise(gpu.products))
-    assert len(gpu.products) == 2
+    assert all(after == 2 * before for before, after in pairwise(gpu.matmuls))
+    assert len(gpu.matmuls) == 2
     assert min(found.us["call"]) == pytest.approx(6 * PAIR_US)
 
 
 @pytest.mark.parametrize(("peer", "slow"), [(False, 1), (True, 1000)])
-def test_no_figure_where_products_do_not_last(monkeypatch, peer, slow):
+def test_no_figure_where_matmuls_do_not_last(monkeypatch, peer, slow):
     """Also where they lasted here and not on a peer: all ranks try again together."""
     gpu = TwoStreams(pair_us=slow * PAIR_US)
     found = run(monkeypatch, gpu, group_of(peer))
     assert found.us == {}
-    assert len(gpu.products) == ATTEMPTS
-    assert f"no figure, {gpu.products[-1]} products ended before 30 replays" in found.method
+    assert len(gpu.matmuls) == ATTEMPTS
+    assert f"no figure, {gpu.matmuls[-1]} matmuls ended before 30 replays" in found.method
 
 
 def test_long_pairs_are_replayed_as_often_as_asked(monkeypatch):
@@ -209,5 +210,5 @@ def test_refusals(monkeypatch):
         run(monkeypatch, TwoStreams(external=False), group_of())
     calls = TwoStreams().install(monkeypatch)
     monkeypatch.delattr(torch._C, "_set_sm_carveout_experimental")
-    with pytest.raises(InvalidArgument, match="cannot limit the SMs of a matrix product"):
-        measure_beside(group_of(), calls, ON_GPUS, samples=11, call_us=PAIR_US)
+    with pytest.raises(InvalidArgument, match="cannot limit the SMs of a matmul"):
+        measure_corun(group_of(), calls, ON_GPUS, samples=11, call_us=PAIR_US)

@@ -20,9 +20,9 @@ import torch.nn.functional as functional
 
 from weft import reference
 from weft.bench.allreduce import EPS, ReduceCase, Rows, arguments_of, make_rows
+from weft.bench.baselines import Baseline, off_by
 from weft.bench.check import settle
 from weft.bench.clock import Calls
-from weft.bench.rivals import Rival, off_by
 from weft.memory import Group
 
 ONE_SHOT_MOST = 512  # tokens that FlashInfer's one-shot is measured with
@@ -199,29 +199,29 @@ _TORCH, _FLASHINFER = ("torch", "torch"), ("flashinfer", "flashinfer-python")
 _even = partial(_refuses, ranks=(2, 4, 8))  # numbers of ranks that FlashInfer has kernels for
 _anywhere = partial(_refuses, devices=("cuda", "cpu"))
 _SYMMETRIC, _TRTLLM = "torch symm_mem", "FlashInfer trtllm"
-RIVALS: tuple[Rival, ...] = (
-    Rival("torch all_reduce", *_TORCH, make=TorchReduce, refuses=_anywhere),
-    Rival(
+BASELINES: tuple[Baseline, ...] = (
+    Baseline("torch all_reduce", *_TORCH, make=TorchReduce, refuses=_anywhere),
+    Baseline(
         f"{_SYMMETRIC} one-shot",
         *_TORCH,
         make=partial(SymmetricReduce, one_shot=True),
         refuses=_refuses,
         sizes=_few,
     ),
-    Rival(
+    Baseline(
         f"{_SYMMETRIC} two-shot",
         *_TORCH,
         make=partial(SymmetricReduce, one_shot=False),
         refuses=_refuses,
     ),
-    Rival(
+    Baseline(
         f"{_TRTLLM} one-shot",
         *_FLASHINFER,
         make=partial(FlashInferReduce, one_shot=True),
         refuses=_even,
         sizes=_few,
     ),
-    Rival(
+    Baseline(
         f"{_TRTLLM} two-shot",
         *_FLASHINFER,
         make=partial(FlashInferReduce, one_shot=False),

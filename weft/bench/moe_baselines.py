@@ -16,9 +16,9 @@ import torch
 
 from weft import reference
 from weft.alltoall.received import Received
+from weft.bench.baselines import Baseline, off_by
 from weft.bench.clock import Calls
 from weft.bench.moe import SCALE_GROUP, Inputs, MoECase, make_inputs, rows_of
-from weft.bench.rivals import Rival, off_by
 from weft.placement import Placement
 
 if TYPE_CHECKING:
@@ -247,11 +247,16 @@ def deepep_refuses(case: MoECase) -> str | None:
     return None
 
 
+def deepep_sizes(case: MoECase) -> list[int]:
+    """The tokens of the run that its queues hold."""
+    return [size for size in case.tokens if size <= DEEPEP_MOST]
+
+
 _FLASHINFER = ("FlashInfer", "flashinfer", "flashinfer-python")
-RIVALS: tuple[Rival, ...] = (
-    Rival(*_FLASHINFER, make=FlashInfer, refuses=flashinfer_refuses),
+BASELINES: tuple[Baseline, ...] = (
+    Baseline(*_FLASHINFER, make=FlashInfer, refuses=flashinfer_refuses),
     *(
-        Rival(
+        Baseline(
             *_FLASHINFER,
             make=partial(FlashInfer, home=home),
             refuses=flashinfer_refuses,
@@ -263,10 +268,10 @@ RIVALS: tuple[Rival, ...] = (
             ("fp8-staged", "low-precision back, staged"),
         )
     ),
-    Rival(
+    Baseline(
         *("DeepEP v1", "deep_ep", "deep_ep"),
         make=DeepEP,
         refuses=deepep_refuses,
-        sizes=lambda case: [size for size in case.tokens if size <= DEEPEP_MOST],
+        sizes=deepep_sizes,
     ),
 )

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Other libraries beside weft, on the GPUs of one host and in one go: rivals.sh [OUT_DIR] [WHEELS]
+# Baselines: weft and other libraries on the GPUs of one host, in one go: baselines.sh [OUT_DIR] [WHEELS]
 #
 # WHEELS: a folder of wheels to install without a network, into a folder of this run; left out where they are installed.
 # FlashInfer compiles its kernels with nvcc at first use: that comes first, with a deadline of its own. Every step has a
-# deadline, a log OUT_DIR/NAME.log and a line in OUT_DIR/summary-rivals.txt; one that fails stops nothing, and what the
+# deadline, a log OUT_DIR/NAME.log and a line in OUT_DIR/summary-baselines.txt; one that fails stops nothing, and what the
 # others wrote stays; after LIMIT seconds (530) no more is begun, and what runs is ended. No library may use NVLink
 # multicast. WEFT_COMMIT names the commit where the tree came without .git; PYTHON chooses the interpreter.
 # `python benchmarks/publish.py OUT_DIR` makes tables and pictures of the result.
 set -uo pipefail
 
-out=${1:-build/rivals}
+out=${1:-build/baselines}
 wheels=${2:-}
 mkdir -p "$out" && out=$(cd "$out" && pwd) || exit 2
 [[ -z $wheels ]] || wheels=$(cd "$wheels" && pwd) || exit 2
@@ -18,7 +18,7 @@ python=${PYTHON:-python3}
 export TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1
 export PYTHONUNBUFFERED=1 COLUMNS=200
 total=${LIMIT:-530}
-summary=$out/summary-rivals.txt
+summary=$out/summary-baselines.txt
 : >"$summary"
 
 stop() {
@@ -52,7 +52,7 @@ bench() { # bench NAME SECONDS COMMAND OPTIONS...
 }
 
 if [[ -n $wheels ]]; then
-    site=${TMPDIR:-/tmp}/weft-rivals
+    site=${TMPDIR:-/tmp}/weft-baselines
     step install 60 "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade \
         --target "$site" "$wheels"/*.whl
     export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
@@ -72,14 +72,14 @@ build_jit_specs([gen_moe_alltoall_module(), gen_trtllm_comm_module()])
 
 sizes=1,8,32,64,128,256,512,1024,2048,4096
 all=(moe --model deepseek-v3 --routing perfect --tokens "$sizes" --peers)
-bench rivals-moe-fp8-both 100 "${all[@]}" --quantize fp8 --combine-dtype fp8
-bench rivals-moe 80 "${all[@]}"
-bench rivals-allreduce 110 allreduce --tokens 1,8,32,128,512,2048 --backend auto --peers
-bench rivals-moe-fp8-out 70 "${all[@]}" --payload fp8
-bench rivals-lowlatency 50 lowlatency --routing perfect --tokens 1,8,32,64,128,256,512
-bench rivals-lowlatency-lean 50 lowlatency --routing perfect --tokens 1,8,32,64,128,256,512 --reduce sender \
+bench baselines-moe-fp8-both 100 "${all[@]}" --quantize fp8 --combine-dtype fp8
+bench baselines-moe 80 "${all[@]}"
+bench baselines-allreduce 110 allreduce --tokens 1,8,32,128,512,2048 --backend auto --peers
+bench baselines-moe-fp8-out 70 "${all[@]}" --payload fp8
+bench baselines-lowlatency 50 lowlatency --routing perfect --tokens 1,8,32,64,128,256,512
+bench baselines-lowlatency-reduced 50 lowlatency --routing perfect --tokens 1,8,32,64,128,256,512 --reduce sender \
     --combine-dtype fp8
-tar -C "$out" --exclude=rivals.tgz -czf "$out/rivals.tgz" . # one file to carry away
+tar -C "$out" --exclude=baselines.tgz -czf "$out/baselines.tgz" . # one file to carry away
 failed=$(grep -cv '^ok ' "$summary")
-echo "rivals in $SECONDS s: $(grep -c '^ok ' "$summary") steps ok, $failed not; logs in $out"
+echo "baselines in $SECONDS s: $(grep -c '^ok ' "$summary") steps ok, $failed not; logs in $out"
 ((failed == 0))
