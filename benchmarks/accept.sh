@@ -159,11 +159,11 @@ low() { # low NAME SECONDS OPTIONS...
     weft "$name-512" "$limit" bench lowlatency --tokens 256,512 --json "$out/$name-512.json" "$@"
 }
 
-# Two routings, as the targets have them; and with the halves built.
+# Two routings, as the targets have them; and split-phase.
 lowlatency() {
     low ll-perfect 60 --routing perfect
     low ll-reduced 60 --routing uniform --reduce sender --combine-dtype fp8
-    low ll-halves 60 --routing perfect --split-phase
+    low ll-split-phase 60 --routing perfect --split-phase
     weft ll-trace 60 bench lowlatency --tokens 128 --trace "$out/lowlatency-128.json"
     check ll-graphs 120 all tests/gpu/test_lowlatency_graphs.py
     check ll-tests 300 some tests/lowlatency

@@ -68,7 +68,7 @@ def test_every_option_of_the_pair(weft_command, tmp_path):
     )
     assert code == 0, err
     wire = "mxfp8 + scales out, quantised by dispatch, fp8 + scales back (pushed)"
-    for text in (wire, "also in halves", "no programmatic launch", "dispatch_send", "cold"):
+    for text in (wire, "also split-phase", "no programmatic launch", "dispatch_send", "cold"):
         assert text in " ".join(out.split()), text
     data = json.loads(target.read_text())
     assert data["facts"] == {"wire": wire, "sent_bytes": 264, "returned_bytes": 264}

@@ -178,7 +178,7 @@ def test_adapters(ranks, stand_ins, name, payload):
 
 
 @pytest.mark.parametrize("setting", ["low-precision back", "low-precision back, staged"])
-def test_flashinfer_brings_rows_home_as_fp8(ranks, stand_ins, setting):
+def test_flashinfer_returns_rows_as_fp8(ranks, stand_ins, setting):
     asked, combine = [], MoeAlltoAll.combine
 
     def noted(self, payload, *args, payload_in_workspace=False, use_low_precision=False):

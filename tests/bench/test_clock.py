@@ -12,10 +12,10 @@ import torch
 from weft.bench import clock
 from weft.bench.clock import CALLS, WARM_UP, Calls, measure
 
-HALVES = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")
+SPLIT = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")
 
 DISPATCH_MS, COMBINE_MS, SKEW_MS = 0.010, 0.020, 5.0
-HALVES_MS = (0.004, 0.006, 0.001, 0.019)
+SPLIT_MS = (0.004, 0.006, 0.001, 0.019)
 
 
 class _Gpu:
@@ -24,7 +24,7 @@ class _Gpu:
     def __init__(self, *, external: bool) -> None:
         self.now, self.skew = 0.0, SKEW_MS
         self.captured: list[Any] | None = None
-        self.calls = dict.fromkeys(("dispatch", "combine", *HALVES), 0)
+        self.calls = dict.fromkeys(("dispatch", "combine", *SPLIT), 0)
         self.external = external
 
     def do(self, action) -> None:
@@ -125,25 +125,25 @@ def test_on_cuda(monkeypatch, graph, external, method):
     assert found.us["dispatch"] == pytest.approx([DISPATCH_MS * 1e3] * 11)
     assert found.us["combine"] == pytest.approx([COMBINE_MS * 1e3] * 11)
     rounds = WARM_UP + CALLS * (1 + 11 + 11)  # one untimed round, pairs, split
-    assert gpu.calls == {"dispatch": rounds, "combine": rounds} | dict.fromkeys(HALVES, 0)
+    assert gpu.calls == {"dispatch": rounds, "combine": rounds} | dict.fromkeys(SPLIT, 0)
     assert list(found.us) == ["dispatch", "combine", "pair"], "the whole comes last"
 
 
 @pytest.mark.parametrize(("graph", "external"), [(True, True), (True, False), (False, True)])
-def test_halves_on_cuda(monkeypatch, graph, external):
+def test_split_phases_on_cuda(monkeypatch, graph, external):
     gpu = _Gpu(external=external)
     whole = gpu.install(monkeypatch)
     split_phase = {
         name: lambda name=name, took=took: gpu.call(name, took)
-        for name, took in zip(HALVES, HALVES_MS, strict=True)
+        for name, took in zip(SPLIT, SPLIT_MS, strict=True)
     }
     group: Any = SimpleNamespace(device=torch.device("cuda"), barrier=lambda: None)
     calls = replace(whole, also=split_phase)
     found = measure(group, calls, samples=11, graph=graph)
     assert found.us["pair"] == pytest.approx([(DISPATCH_MS + COMBINE_MS) * 1e3] * 11)
     assert found.us["combine"] == pytest.approx([COMBINE_MS * 1e3] * 11)
-    assert tuple(found.us) == ("dispatch", "combine", *HALVES, "pair")
-    for name, took in zip(HALVES, HALVES_MS, strict=True):
+    assert tuple(found.us) == ("dispatch", "combine", *SPLIT, "pair")
+    for name, took in zip(SPLIT, SPLIT_MS, strict=True):
         assert found.us[name] == pytest.approx([took * 1e3] * 11)
         assert gpu.calls[name] == WARM_UP + CALLS * 11
 
@@ -161,12 +161,12 @@ def test_on_cpu():
     parts = zip(found.us["dispatch"], found.us["combine"], strict=True)
     assert found.us["pair"] == pytest.approx([a + b for a, b in parts])
     order.clear()
-    split_phase = {name: lambda name=name: order.append(name) for name in HALVES}
+    split_phase = {name: lambda name=name: order.append(name) for name in SPLIT}
     found = measure(group, replace(calls, also=split_phase), samples=4, graph=True)
     rounds = clock.WARM_UP + 4
     whole = ["barrier", "dispatch", "combine"] * rounds
-    assert order == whole + ["barrier", *HALVES] * rounds
-    assert [len(found.us[name]) for name in HALVES] == [4] * 4
+    assert order == whole + ["barrier", *SPLIT] * rounds
+    assert [len(found.us[name]) for name in SPLIT] == [4] * 4
 
 
 def test_a_call_that_is_not_cut(monkeypatch):

@@ -92,7 +92,7 @@ def test_floors_are_no_slower_than_what_was_measured():
     assert limits["hbm_read_tb_per_s"] <= HBM_READ_TB_PER_S
     gemm = json.loads((RECORDS / "gemm-1xH200-2026-11-21.json").read_text())
     assert gemm["read_bytes_per_us"] / 1e6 <= HBM_READ_TB_PER_S
-    split_phase = json.loads((RECORDS / "gemm-halves-1xH200-2026-11-21.json").read_text())
+    split = json.loads((RECORDS / "gemm-halves-1xH200-2026-11-21.json").read_text())
     weights = 32 * (4096 * 7168 + 7168 * 2048) * 2  # DeepSeek-V3's, 32 experts in BF16
-    times = [row["sustained_us"] for row in split_phase["rows"] if row["model"] == "deepseek-v3"]
+    times = [row["sustained_us"] for row in split["rows"] if row["model"] == "deepseek-v3"]
     assert weights / min(times) / 1e6 <= HBM_READ_TB_PER_S

@@ -322,12 +322,12 @@ def test_the_check_catches(ranks, monkeypatch, fault, text):
         assert "combined row" in first
 
 
-def test_the_check_catches_a_scale_in_halves(ranks, monkeypatch):
+def test_the_check_catches_a_scale_of_split_phase_calls(ranks, monkeypatch):
     monkeypatch.setattr(_Spoilt, "fault", "scales")
     settings = replace(SIZES, tokens=(5,), quantize="fp8", split_phase=True)
     _, (second,) = ranks(2, "threads")(_check, settings, _spoilt)
     assert second is not None
-    assert second.startswith("in halves, rank 1: bytes of payload 1 of token"), second
+    assert second.startswith("split-phase, rank 1: bytes of payload 1 of token"), second
 
 
 def test_inputs_make_every_sum_exact():

@@ -32,7 +32,7 @@ from weft.errors import InvalidArgument
 from weft.moe import MODELS
 
 SIZES = MODELS["deepseek-v3"]
-HALVES = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")
+SPLIT = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")
 H200 = replace(
     ON_GPUS,
     ranks=8,
@@ -139,22 +139,22 @@ def test_rows_count_the_bytes_of_the_wire():
 
 
 @pytest.mark.parametrize(("way", "carrier"), [("pull", "recv"), ("push", "send"), ("fp8", "send")])
-def test_halves_stand_between_the_whole_and_the_pair(way, carrier):
+def test_split_phases_stand_between_the_whole_and_the_pair(way, carrier):
     report = _report(
         replace(H200, tokens=(128,), split_phase=True, **combining(way)), "NVIDIA H200"
     )
     (found,) = report.measurements
-    split_phase = {name: [[4.0]] * 8 for name in HALVES}
+    split_phase = {name: [[4.0]] * 8 for name in SPLIT}
     samples = {**found.samples_us, **split_phase, "pair": found.samples_us["pair"]}
     report = replace(report, measurements=[replace(found, samples_us=samples)])
     rows = {row.phase: row for row in rows_of(report, [])}
-    assert set(rows) == {"dispatch", "combine", *HALVES, "pair"}
-    moving = {name for name in HALVES if rows[name].moved}
+    assert set(rows) == {"dispatch", "combine", *SPLIT, "pair"}
+    moving = {name for name in SPLIT if rows[name].moved}
     assert moving == {"dispatch_send", f"combine_{carrier}"}
     assert rows[f"combine_{carrier}"].moved == rows["combine"].moved
     text = io.StringIO()
     print_report(Console(file=text, width=140), report, [])
-    assert "also in halves" in text.getvalue()
+    assert "also split-phase" in text.getvalue()
     assert "combine_recv" in text.getvalue()
 
 

@@ -68,7 +68,7 @@ def all_sizes(case: Any) -> list[int]:
 class Baseline:
     """A library that may be installed. It is sent to processes: its functions are a module's own.
 
-    name: as the records begin.  setting: what tells it from others of that name, in words.
+    name: as the records begin.  setting: how it differs from others of that name.
     module: to import.  distribution: to ask for its version.
     make: `(group, case, most tokens)` to the library; collective.
     refuses: why it cannot run this case, or None.
@@ -140,10 +140,10 @@ def merge_peers(recorded: Sequence[Peer], runs: Sequence[BaselineRun], date: str
 
 
 def _attempt(baseline: Baseline, case: Case) -> BaselineRun:
-    told: dict[str, Any] = {"setting": baseline.setting, "fp8_back": baseline.fp8_back}
-    told["phase"] = case.whole
+    known: dict[str, Any] = {"setting": baseline.setting, "fp8_back": baseline.fp8_back}
+    known["phase"] = case.whole
     if importlib.util.find_spec(baseline.module) is None:
-        return BaselineRun(baseline.name, "", ABSENT, **told)
+        return BaselineRun(baseline.name, "", ABSENT, **known)
     try:
         version = importlib.metadata.version(baseline.distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -158,7 +158,7 @@ def _attempt(baseline: Baseline, case: Case) -> BaselineRun:
         if reason is None and not baseline.sizes(asked):
             reason = "serves none of these sizes"
     if reason is not None:
-        return BaselineRun(baseline.name, version, reason, **told)
+        return BaselineRun(baseline.name, version, reason, **known)
     try:
         first, *_ = launch(
             baseline_body,
@@ -172,8 +172,8 @@ def _attempt(baseline: Baseline, case: Case) -> BaselineRun:
         cause = error.__cause__ if isinstance(error, RankFailed) else None
         what = cause or error
         text = f"failed: {type(what).__name__}: {what}"[:_TEXT_LIMIT]
-        return BaselineRun(baseline.name, version, text, **told)
-    return BaselineRun(baseline.name, version, **first, **told)
+        return BaselineRun(baseline.name, version, text, **known)
+    return BaselineRun(baseline.name, version, **first, **known)
 
 
 def baseline_body(group: Group, baseline: Baseline, case: Case) -> dict[str, Any]:

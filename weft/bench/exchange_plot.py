@@ -71,7 +71,7 @@ def _matrix(axes: Axes, rows: torch.Tensor, tokens: Sequence[int], colours: Any)
 
 
 def _bars(axes: Axes, rows: torch.Tensor, row_bytes: int) -> None:
-    """KiB of rows that left and reached each rank; what stays at home crosses nothing."""
+    """KiB of rows that left and reached each rank; a rank's rows for itself cross no link."""
     kib = row_bytes / 1024
     remote = rows.clone().fill_diagonal_(0)
     out = [float(total) * kib for total in remote.sum(dim=1)]

@@ -50,9 +50,9 @@ WEIGHT_DTYPES = ("bf16", "fp8")
 # The same rules with few numbers, for a rehearsal on CPU ranks.
 SMALL_HIDDEN, SMALL_INTERMEDIATE, SMALL_EXPERTS = 256, 128, 32
 SAMPLE = 16  # tokens of a rank that are compared
-# How far from the reference a result may be, in halves of a unit of the largest one (docs/moe.md).
-HALVES, HALVES_FP8_BACK = 5, 16
-# FP8 experts round what stands between their products to 4 bits: by up to 1/16 of each number.
+# How far from the reference a result may be, in half units of the largest one (docs/moe.md).
+HALF_UNITS, HALF_UNITS_FP8_BACK = 5, 16
+# FP8 experts round the rows between their grouped GEMMs to 4 bits: by up to 1/16 of each number.
 FP8_PART = 1 / 16
 
 
@@ -144,7 +144,7 @@ class LayerCase(Case):
         return self.combine_dtype == "fp8"
 
     def moe_options(self, overlap: str, tokens: int) -> dict[str, Any]:
-        """What `weft.MoE` is built with, beside its weights."""
+        """What `weft.MoE` is built with, besides its weights."""
         options: dict[str, Any] = {
             "max_tokens": tokens,
             "mode": self.mode,
@@ -332,8 +332,8 @@ class LayerInputs:
     def bound(self, wanted: torch.Tensor) -> float:
         """The largest difference that roundings on the way explain."""
         largest = max(1.0, float(wanted.abs().max()))
-        split_phase = HALVES_FP8_BACK if self.case.fp8_back else HALVES
-        rounding = split_phase * torch.finfo(self.case.config.dtype).eps / 2 * largest
+        half_units = HALF_UNITS_FP8_BACK if self.case.fp8_back else HALF_UNITS
+        rounding = half_units * torch.finfo(self.case.config.dtype).eps / 2 * largest
         part = FP8_PART * float(wanted.abs().max()) if self.case.dtype == "fp8" else 0.0
         return rounding + part
 

@@ -73,7 +73,7 @@ class Call:
 def trace_layers(path: Path, case: LayerCase) -> str | None:
     """Run the largest size once more, profiled, in every mode, and write one call of each.
 
-    Returns what a check found wrong, or None. Raises InvalidArgument for another exchange than
+    Returns what a check found wrong, or None. Raises InvalidArgument for another mode than
     "throughput", and where the profiler kept no kernels or clocks cannot be aligned; and what
     `weft.launch` raises.
     """

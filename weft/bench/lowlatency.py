@@ -1,7 +1,7 @@
 """`weft bench lowlatency`: dispatch and combine of the low-latency all-to-all.
 
-Experts return their rows, as numbers that they can read. So what arrives and what comes home must
-equal `weft.lowlatency.reference` to the last bit.
+Experts return their rows, as numbers that they can read. So what arrives and what combine
+returns must equal `weft.lowlatency.reference` to the last bit.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class LowCase(Case):
 
     @property
     def fp8_back(self) -> bool:
-        """Do rows come home as FP8?"""
+        """Does combine return rows as FP8?"""
         return self.combine_dtype == "fp8"
 
     def title(self) -> str:
@@ -359,5 +359,5 @@ def trace_body(group: Group, case: LowCase, folder: str) -> str | None:
         session.a2a.check()
         group.barrier()  # all ranks have finished the same rounds
         session.a2a.dump_trace(Path(folder) / f"{group.rank}.json")
-        group.barrier()  # and nobody reads a header any more
+        group.barrier()  # and no rank reads a header any more
     return None

@@ -184,7 +184,7 @@ class MoECase(Case):
 
     @property
     def returned_bytes(self) -> int:
-        """Bytes that combine brings home of one token from one rank."""
+        """Bytes that combine returns of one token from one rank."""
         kind = self.combine_dtype
         return row_bytes(self.hidden, self.out_dtype.itemsize, kind)
 
@@ -216,7 +216,7 @@ class MoECase(Case):
         options = [
             *([f"{self.num_sms} SMs"] if self.num_sms else []),
             *(["no programmatic launch"] if not self.programmatic_launch else []),
-            *(["also in halves"] if self.split_phase else []),
+            *(["also split-phase"] if self.split_phase else []),
             *([f"co-run with matmul {self.matmul_size}^3"] if self.corun else []),
         ]
         name = f"{self.model}: " if self.model else ""
@@ -231,7 +231,7 @@ class MoECase(Case):
         return MoESession(group, self)
 
     def bytes_of(self, found: Measurement, phase: str) -> tuple[float, float]:
-        """A half that only tells or only waits moves nothing."""
+        """A phase that only publishes flags or only waits moves nothing."""
         case = self.of_backend(found.variant)
         sent, returned = case.sent_bytes, case.returned_bytes
         carrier = "combine_recv" if case.pulls else "combine_send"
@@ -374,9 +374,9 @@ class MoETrial:
     def calls(self) -> Calls:
         """The pair. The experts' rows stay in place from the check before."""
         steps: dict[str, Step] = {"dispatch": self._dispatch, "combine": self._combine}
-        return Calls(steps, "pair", self._halves())
+        return Calls(steps, "pair", self._split_phase_calls())
 
-    def _halves(self) -> dict[str, Step]:
+    def _split_phase_calls(self) -> dict[str, Step]:
         exchange, inputs = self.exchange, self.inputs
         if not (self.case.split_phase and isinstance(exchange, AllToAll)):
             return {}
@@ -390,9 +390,9 @@ class MoETrial:
         }
 
     def check(self) -> str | None:
-        """Send a round through poisoned memory. With halves, a second one goes through these."""
+        """Send a round through poisoned memory. A second one is split-phase, where asked for."""
         problem = self._check_calls(self._dispatch, self._combine)
-        if not (split_phase := list(self._halves().values())):
+        if not (split_phase := list(self._split_phase_calls().values())):
             return problem
         send, receive, give, fetch = split_phase
 
@@ -405,14 +405,14 @@ class MoETrial:
             return fetch()
 
         found = self._check_calls(dispatch, combine)
-        return problem or (found and f"in halves, {found}")
+        return problem or (found and f"split-phase, {found}")
 
     def _check_calls(
         self, dispatch: Callable[[], Received], combine: Callable[[], object]
     ) -> str | None:
         settle(self.group)
         received = dispatch()
-        # Rows that are pushed home lie in peers' inboxes: this round leaves poison there.
+        # Pushed rows lie in their owners' inboxes: this round leaves poison there.
         poison(self.exchange.output())
         combine()
         settle(self.group)  # nobody writes an inbox from here on: poison what that round left
@@ -483,7 +483,7 @@ class MoETrial:
             ("weights", weights, wanted.weights),
         ]
         for index, (have, want) in enumerate(zip(received.payloads, wanted.payloads, strict=True)):
-            # What a slot without a token holds is nobody's business.
+            # A slot without a token may hold anything.
             arrived = torch.where(carries, have[:, :tokens].view(torch.uint8), 0)
             pairs.append((f"bytes of payload {index}", arrived, want))
         for name, have, want in pairs:

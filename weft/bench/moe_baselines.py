@@ -60,19 +60,19 @@ class FlashInfer:
     Its kernel that replaces ids of other ranks' experts ("sanitize") is left out: dispatch runs it
     on request only, and ours answers that question in the ids themselves.
 
-    home: how rows come back. "bf16" as they are; "fp8" by its `use_low_precision=True`, which casts
-    them to e4m3 without scales where they lie in its workspace; "fp8-staged" by the same from a
-    tensor of the experts' own, which it then also copies.
+    back: how rows are returned. "bf16" as they are; "fp8" by its `use_low_precision=True`, which
+    casts them to e4m3 without scales where they lie in its workspace; "fp8-staged" by the same from
+    a tensor of the experts' own, which it then also copies.
     """
 
-    def __init__(self, group: Group, case: MoECase, most: int, *, home: str = "bf16") -> None:
+    def __init__(self, group: Group, case: MoECase, most: int, *, back: str = "bf16") -> None:
         memory: Any = importlib.import_module("flashinfer.comm.mnnvl")
         mapping: Any = importlib.import_module("flashinfer.comm.mapping")
         alltoall: Any = importlib.import_module("flashinfer.comm.trtllm_moe_alltoall")
         ranks = group.size
-        self.group, self.case, self.home = group, case, home
+        self.group, self.case, self.back = group, case, back
         # It rounds as we do, in an order of its own; e4m3 keeps 3 bits of each row's numbers.
-        self.tolerance = 2.0**-6 if home == "bf16" else 2.0**-3
+        self.tolerance = 2.0**-6 if back == "bf16" else 2.0**-3
         backend = memory.TorchDistBackend(group.process_group())
         self.exchange = alltoall.MoeAlltoAll(
             mapping.Mapping(
@@ -126,7 +126,7 @@ class FlashInferCall:
         rows = rows_of(planes, case.out_dtype)
         received = Received((rows,), local, weights, torch.empty(0))
         answers = reference.identity_experts(received, case.out_dtype)
-        if self._library.home == "fp8-staged":
+        if self._library.back == "fp8-staged":
             self._own = answers
         else:
             self._answers().copy_(answers)
@@ -139,7 +139,7 @@ class FlashInferCall:
         """
         exchange: Any = self._library.exchange
         low: dict[str, bool] = {}
-        if self._library.home != "bf16":
+        if self._library.back != "bf16":
             low["use_low_precision"] = True
         rows = self._answers() if self._own is None else self._own
         out: torch.Tensor = exchange.combine(
@@ -258,12 +258,12 @@ BASELINES: tuple[Baseline, ...] = (
     *(
         Baseline(
             *_FLASHINFER,
-            make=partial(FlashInfer, home=home),
+            make=partial(FlashInfer, back=back),
             refuses=flashinfer_refuses,
             setting=setting,
             fp8_back=True,
         )
-        for home, setting in (
+        for back, setting in (
             ("fp8", "low-precision back"),
             ("fp8-staged", "low-precision back, staged"),
         )
