@@ -160,8 +160,8 @@ class Group:
         cuda:LOCAL_RANK where there is one. Without torchrun's agent rank 0 serves the store in
         which the ranks find each other, on the address of MASTER_ADDR alone: 127.0.0.1 keeps other
         machines out. WEFT_SECRET, any text that is the same on every rank, authenticates what they
-        write there (docs/environment.md). Raises RendezvousFailed when a variable is missing, the ranks
-        are on several hosts, one of them dies or they do not meet in time.
+        write there (docs/environment.md). Raises RendezvousFailed when a variable is missing, the
+        ranks are on several hosts, one of them dies or they do not meet in time.
         """
         timeout = seconds("timeout", timeout)
         default_device(device)
