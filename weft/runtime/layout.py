@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import ClassVar
 
 from weft.errors import LayoutMismatch
-from weft.memory.header import ABI
+from weft.memory.header import (
+    ABI,
+    ErrorRecord,
+    Fault,
+    Header,
+    Mailbox,
+    Record,
+    Timeline,
+)
+from weft.runtime.args import Site
 
 LINE = 128  # bytes: what the parts of a share are aligned to
+Numbers = Sequence[tuple[str, int]]  # each by its name
+# What every share and every call has, in the order of device/exports.cuh.
+COMMON = (ErrorRecord, Mailbox, Record, Timeline, Fault, Header, Site)
 
 
 def up(size: int, unit: int = LINE) -> int:
     return -(-size // unit) * unit
 
 
-def struct_numbers(mirrors: Sequence[type[ctypes.Structure]]) -> list[tuple[str, int]]:
-    """The numbers of mirrored structs, as every layout table begins with them."""
-    rows: list[tuple[str, int]] = [("abi", ABI)]
+def struct_numbers(*mirrors: type[ctypes.Structure]) -> list[tuple[str, int]]:
+    """The numbers of mirrored structs, as compiled entries export them."""
+    rows: list[tuple[str, int]] = []
     for struct in mirrors:
         rows.append((f"sizeof({struct.__name__})", ctypes.sizeof(struct)))
         rows += [
@@ -28,7 +41,29 @@ def struct_numbers(mirrors: Sequence[type[ctypes.Structure]]) -> list[tuple[str,
     return rows
 
 
-def compare(expected: list[tuple[str, int]], theirs: Sequence[int], whose: str) -> None:
+class ShareLayout:
+    """Where the parts of a share lie: a Python mirror of a C++ struct.
+
+    Told there, mirrored here, checked always: every compiled entry exports its own numbers. The
+    mirror exists so that memory can be sized, and views made, before anything is compiled.
+    """
+
+    __slots__ = ()
+    structs: ClassVar[tuple[type[ctypes.Structure], ...]] = ()  # that its table holds, with COMMON
+
+    def places(self) -> list[tuple[str, int]]:
+        """Where the parts lie: what `weft_measured` of a loaded cubin must hold.
+
+        A compiler's constants and its code can differ: NVRTC 13.0 did, see alltoall/layout.cuh.
+        """
+        raise NotImplementedError
+
+    def expected(self) -> list[tuple[str, int]]:
+        """What `weft_layout` of a compiled entry must hold, in its order."""
+        return [("abi", ABI), *struct_numbers(*COMMON, *self.structs), *self.places()]
+
+
+def compare(expected: Numbers, theirs: Sequence[int], whose: str = "the compiled entry") -> None:
     """Raise LayoutMismatch naming the first number on which Python and C++ differ."""
     if len(theirs) != len(expected):
         raise LayoutMismatch(
