@@ -138,7 +138,7 @@ def wide(group: weft.Group, library: str, mode: Mode, case: Round) -> dict[str, 
     """Returns how flags were touched, and what says itself of which round it is, by part."""
     with replace(mode, more={"timeout": 600.0}).make(group, case, 8) as a2a:
         entries = EmulatedLow(Path(library), a2a._geometry.shape)
-        a2a._rounds._entries = entries  # type: ignore[assignment]
+        a2a._rounds._entries = entries
         with watching(group, entries.library, a2a._rounds.premises.site.stride) as watch:
             for seed in range(2):
                 play(a2a, mode, case.next(seed=seed))
@@ -177,7 +177,7 @@ def profiled(group: weft.Group, library: str) -> None:
     mode = Mode(more={"timeout": 600.0, "profile": True})
     with mode.make(group, CASE, MOST) as a2a:
         entries = EmulatedLow(Path(library), a2a._geometry.shape)
-        a2a._rounds._entries = entries  # type: ignore[assignment]
+        a2a._rounds._entries = entries
         play(a2a, mode, CASE.next(tokens=(50, 26)), poison=False)
         for phase in ("dispatch", "combine"):
             plan = entries.plans[phase]

@@ -113,6 +113,7 @@ class LowLatencyAllToAll(Placed):
                 combine=combine,
                 combine_dtype=combine_dtype,
                 expert_map=expert_map,
+                profile=profile,
             )
             defines = (*_defines, *((DEFINE,) if profile else ()))
             build = Build(num_sms, programmatic_launch, split_phase, defines)
@@ -123,7 +124,7 @@ class LowLatencyAllToAll(Placed):
         self.group, self.dtype, self.placement = group, dtype, geometry.placement
         self._geometry = geometry
         self._rounds = open_rounds(
-            group, geometry, entries, limits, _first_epoch, split_phase=split_phase, profile=profile
+            group, geometry, entries, limits, _first_epoch, split_phase=split_phase
         )
         self._order, self._handle, self._sites = lowlatency_library.enrol(self)
 
@@ -137,8 +138,7 @@ class LowLatencyAllToAll(Placed):
     @property
     def memory(self) -> Memory:
         """Bytes that the rank with most experts holds for this object."""
-        profiled = bool(self._rounds.tracks.numel())
-        return self._geometry.memory(profile=profiled)
+        return self._geometry.memory
 
     def dispatch(
         self,

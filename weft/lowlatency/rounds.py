@@ -81,7 +81,6 @@ class LowRounds:
         entries: Entries,
         *,
         split_phase: bool,
-        profile: bool,
     ) -> None:
         self.geometry, self.premises, self._entries = geometry, premises, entries
         self._watched = premises
@@ -91,7 +90,7 @@ class LowRounds:
         self.slots = [
             Slot(geometry, own, group.device, premises.broken) for _ in range(geometry.slots)
         ]
-        size = TRACKS if profile else (0,)
+        size = TRACKS if geometry.profile else (0,)
         self.tracks = torch.zeros(size, dtype=torch.uint8, device=group.device)
         self._dispatch_args = LowLatencyDispatchArgs(
             site=premises.site, own_experts=own, traces=self.tracks.data_ptr()
@@ -324,18 +323,14 @@ def open_rounds(
     first_epoch: int,
     *,
     split_phase: bool,
-    profile: bool,
 ) -> LowRounds:
     """The memory and the calls, once all ranks agree; else nothing stays loaded."""
     try:
         group.agree(geometry.manifest(), what="low-latency geometry")
-        total = geometry.memory(profile=profile).total
-        require_room(group, total, what="a low-latency all-to-all")
+        require_room(group, geometry.memory.total, what="a low-latency all-to-all")
         premises = LowPremises(group, geometry, seconds=seconds, first_epoch=first_epoch)
         return group.together(
-            lambda: LowRounds(
-                group, geometry, premises, entries, split_phase=split_phase, profile=profile
-            ),
+            lambda: LowRounds(group, geometry, premises, entries, split_phase=split_phase),
             doing="allocating the results of a low-latency all-to-all",
         )
     except BaseException:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from typing import ClassVar
+import inspect
+from collections.abc import Callable, Sequence
+from typing import ClassVar, ParamSpec, TypeVar
 
 from weft.errors import LayoutMismatch
 from weft.memory.header import (
@@ -18,6 +19,9 @@ from weft.memory.header import (
 )
 from weft.runtime.args import Site
 
+P = ParamSpec("P")
+G = TypeVar("G")
+T = TypeVar("T")
 LINE = 128  # bytes: what the parts of a share are aligned to
 Numbers = Sequence[tuple[str, int]]  # each by its name
 # What every share and every call has, in the order of device/exports.cuh.
@@ -39,6 +43,20 @@ def struct_numbers(*mirrors: type[ctypes.Structure]) -> list[tuple[str, int]]:
             if not field[0].startswith("_pad")
         ]
     return rows
+
+
+def sizes_of(make: Callable[P, G], tell: Callable[[G], T], doc: str) -> Callable[P, T]:
+    """A function that takes what `make` takes, and tells something of what that makes."""
+
+    def memory_bytes(*args: P.args, **kwargs: P.kwargs) -> T:
+        return tell(make(*args, **kwargs))
+
+    memory_bytes.__doc__ = doc
+    told = inspect.signature(make).replace(
+        return_annotation=inspect.signature(tell).return_annotation
+    )
+    memory_bytes.__signature__ = told  # type: ignore[attr-defined]
+    return memory_bytes
 
 
 class ShareLayout:
