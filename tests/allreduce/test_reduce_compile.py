@@ -7,10 +7,9 @@ import pytest
 from tests.alltoall.test_compile import numbers_of
 from tests.emulator.test_profile_compile import frames
 from tests.recorded import NVRTC, reads
-from weft.allreduce.args import ReduceArgs
 from weft.allreduce.reduction import Reduction
-from weft.allreduce.source import ARGS_TABLE, KERNELS, MOE, TABLE, compile_cuda
-from weft.jit.args import verify
+from weft.allreduce.source import KERNELS, MOE, cuda_program
+from weft.runtime.layout import compare
 
 pytestmark = reads(tools=(NVRTC,))
 
@@ -26,10 +25,10 @@ WAIT_BYTES = 48
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_kernels_compile_to_what_python_expects(name, arch):
-    reduction = REDUCTIONS[name]
-    cubin = compile_cuda(reduction, arch)
-    reduction.verify(numbers_of(cubin, TABLE.encode()))
-    verify(ReduceArgs, numbers_of(cubin, ARGS_TABLE.encode()))
+    program = cuda_program(REDUCTIONS[name])
+    cubin = program.cubin(arch)
+    for symbol, numbers in program.tables.items():
+        compare(numbers, numbers_of(cubin, symbol.encode()))
     found = frames(cubin)
     assert {name + end for name in KERNELS for end in ("", MOE)} <= set(found)
     for kernel in KERNELS:
@@ -37,4 +36,4 @@ def test_kernels_compile_to_what_python_expects(name, arch):
 
 
 def test_they_compile_with_fault_points():
-    assert compile_cuda(REDUCTIONS["8 ranks"], "sm_90a", defines=("WEFT_FAULTS=1",))
+    assert cuda_program(REDUCTIONS["8 ranks"]).cubin("sm_90a", defines=("WEFT_FAULTS=1",))

@@ -11,7 +11,10 @@ import torch
 from weft.allreduce import entry as reduce_entry
 from weft.allreduce.args import ReduceArgs
 from weft.allreduce.reduction import Reduction
+from weft.allreduce.source import MOE
 from weft.errors import InvalidArgument
+from weft.runtime import entries as entries_of_all
+from weft.runtime.entries import Build
 
 REDUCTION = Reduction.of(ranks=8, max_tokens=4096, hidden=7168, dtype=torch.bfloat16)
 STREAM = 0x7F00
@@ -58,24 +61,23 @@ def entries(monkeypatch):
         ("Launcher", Launcher),
         ("CudaModule", Module),
         ("current_arch", lambda: "sm_90a"),
-        ("compile_cuda", lambda *_, **__: b""),
-        ("decode", lambda raw: []),
-        ("verify", lambda *_: None),
+        ("compile_cubin", lambda *_, **__: b""),
+        ("compare", lambda *_: None),
         ("current_stream", lambda device: STREAM + device),
     ):
-        monkeypatch.setattr(reduce_entry, name, stand_in)
-    monkeypatch.setattr(Reduction, "verify", lambda *_: None)
-    return reduce_entry.CudaReduceEntries(REDUCTION, True, ())
+        monkeypatch.setattr(entries_of_all, name, stand_in)
+    monkeypatch.setattr(reduce_entry, "Launcher", Launcher)
+    return reduce_entry.CudaReduceEntries(REDUCTION, Build())
 
 
 @pytest.mark.parametrize("name", ["oneshot", "twoshot", "twoshot_bulk"])
 @pytest.mark.parametrize("tokens", [1, 32, 128])
 def test_a_launch_is_found_once(entries, name, tokens):
-    for x in (256, 0):
+    for end in ("", MOE):
         for _ in range(3):
-            entries.run(name, ReduceArgs(x=x, tokens=tokens))
+            entries.run(name + end, ReduceArgs(tokens=tokens), tokens)
     rows, moe = Launcher.made
-    assert (rows.what[0], moe.what[0]) == (name, f"{name}_moe")
+    assert (rows.what[0], moe.what[0]) == (name, name + MOE)
     asked = entries._module.asked
     plan = entries._plan(name, tokens)
     assert entries._module.asked == asked, "what fits on the GPU is asked once"
@@ -94,7 +96,7 @@ def test_sizes_and_backends_do_not_mix(entries):
         for name in ("twoshot", "twoshot_bulk"):
             for tokens in (1, 64, 2048):
                 args = ReduceArgs(x=256, tokens=tokens)
-                entries.run(name, args)
+                entries.run(name, args, tokens)
                 plan = entries._plan(name, tokens)
                 assert (args.pushers, args.reducers) == (plan.pushers, plan.reducers)
                 seen.add((name, tokens, plan))
@@ -104,8 +106,8 @@ def test_sizes_and_backends_do_not_mix(entries):
 
 def test_another_device_is_refused_also_after_a_launch(entries, monkeypatch):
     args = ReduceArgs(x=256, tokens=4)
-    entries.run("twoshot", args)
+    entries.run("twoshot", args, 4)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     for _ in range(2):
         with pytest.raises(InvalidArgument, match=r"cuda:1, this all-reduce works on cuda:3"):
-            entries.run("twoshot", args)
+            entries.run("twoshot", args, 4)

@@ -8,8 +8,8 @@ from pathlib import Path
 from tests.emulator.emulate import build_library, emulated_tree
 from tests.grouping.emulate_groups import DOOR
 from weft.alltoall.args import CombineArgs
-from weft.alltoall.entry import Entries
 from weft.alltoall.plan import Plan
+from weft.runtime.entries import Entries
 from weft.shape import Shape
 
 CALLS = {

@@ -9,8 +9,9 @@ import pytest
 
 from tests.recorded import NVRTC, reads
 from weft.alltoall.layout import Layout
-from weft.alltoall.source import compile_cuda
+from weft.alltoall.source import cuda_program
 from weft.errors import CompileError
+from weft.runtime.layout import compare
 from weft.shape import Shape
 
 pytestmark = reads(tools=(NVRTC,))
@@ -38,23 +39,24 @@ SHAPES = {
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_kernels_compile_to_the_layout_that_python_expects(name, arch):
-    cubin = compile_cuda(SHAPES[name], 1, arch)
-    Layout.of(SHAPES[name]).verify(numbers_of(cubin, b"weft_layout"))
+    cubin = cuda_program(SHAPES[name], 1).cubin(arch)
+    compare(Layout.of(SHAPES[name]).expected(), numbers_of(cubin, b"weft_layout"))
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_halves_and_few_sms_compile(arch):
     shape = SHAPES["deepseek-v3"]
-    assert compile_cuda(shape, 3, arch, split_phase=True)
+    assert cuda_program(shape, 3, split_phase=True).cubin(arch)
     told = replace(shape, stats=256)
-    assert compile_cuda(told, 3, arch, split_phase=True)
-    assert compile_cuda(told, 3, arch, few=True)
+    assert cuda_program(told, 3, split_phase=True).cubin(arch)
+    assert cuda_program(told, 3, few=True).cubin(arch)
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 16])
 def test_rings_of_few_sms_fill_shared_memory(arch, ranks):
-    few = compile_cuda(replace(SHAPES["deepseek-v3"], ranks=ranks), 0, arch, few=True)
+    shape = replace(SHAPES["deepseek-v3"], ranks=ranks)
+    few = cuda_program(shape, 0, few=True).cubin(arch)
     rows, pieces = numbers_of(few, b"weft_shared")
     # A row less than 200 KiB for those in flight, then 24 bytes a stage.
     assert 186 * 1024 <= rows <= 201 * 1024
@@ -76,10 +78,10 @@ def numbers_of(elf: bytes, symbol: bytes) -> tuple[int, ...]:
 
 
 def test_kernels_compile_with_fault_points():
-    assert compile_cuda(SHAPES["deepseek-v3"], 0, "sm_90a", defines=("WEFT_FAULTS=1",))
+    assert cuda_program(SHAPES["deepseek-v3"], 0).cubin("sm_90a", defines=("WEFT_FAULTS=1",))
 
 
 def test_a_compile_error_shows_the_generated_entry():
     with pytest.raises(CompileError) as caught:
-        compile_cuda(SHAPES["deepseek-v3"], 0, "sm_90a", defines=("payload=",))
+        cuda_program(SHAPES["deepseek-v3"], 0).cubin("sm_90a", defines=("payload=",))
     assert "__launch_bounds__" in str(caught.value)

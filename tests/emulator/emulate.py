@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.emulator.instructions import translated
-from weft.allreduce.args import ReduceArgs
 from weft.allreduce.plan import ReducePlan
 from weft.allreduce.reduction import Reduction
 from weft.allreduce.source import KERNELS, MOE
@@ -137,12 +136,12 @@ class EmulatedEntries:
         self.library = ctypes.CDLL(str(library))
         self.plans: dict[tuple[str, int], ReducePlan] = {}
 
-    def run(self, name: str, args: ReduceArgs) -> None:
+    def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
         """Run one all-reduce to its end."""
-        p = self.plans[name, args.tokens]
+        p = self.plans[name.removesuffix(MOE), tokens]
         args.pushers, args.reducers, args.pushers_finish = p.pushers, p.reducers, p.pushers_finish
         shape = (ctypes.c_uint32 * 3)(p.ctas, p.threads, p.cluster)
-        getattr(self.library, name if args.x else name + MOE)(ctypes.byref(args), shape)
+        getattr(self.library, name)(ctypes.byref(args), shape)
 
     def close(self) -> None:
         """Nothing is held."""

@@ -10,9 +10,10 @@ from cuda.bindings import nvrtc
 from tests.alltoall.test_compile import SHAPES
 from tests.recorded import NVRTC, reads
 from weft.alltoall.layout import Layout
-from weft.alltoall.source import cuda_source
+from weft.alltoall.source import cuda_program
 from weft.errors import LayoutMismatch
 from weft.jit import CUDA_OPTIONS, source
+from weft.runtime.layout import compare
 
 pytestmark = reads(tools=(NVRTC,))
 
@@ -45,8 +46,8 @@ def stored_by(code: str, kernel: str, array: str) -> dict[int, int]:
 )
 def test_code_agrees_with_constants(name):
     layout = Layout.of(SHAPES[name])
-    stored = stored_by(ptx(cuda_source(SHAPES[name], 1)), "weft_measure", "weft_measured")
-    layout.verify_code([stored.get(i, 0) for i in range(len(layout.places()))])
+    stored = stored_by(ptx(cuda_program(SHAPES[name], 1).source), "weft_measure", "weft_measured")
+    compare(layout.places(), [stored.get(i, 0) for i in range(len(layout.places()))])
 
 
 def test_code_that_differs_is_refused():
@@ -54,4 +55,4 @@ def test_code_that_differs_is_refused():
     measured = [value for _, value in layout.places()]
     measured[4] += 128
     with pytest.raises(LayoutMismatch, match=f"outbox: Python says {layout.outbox}.*the code"):
-        layout.verify_code(measured)
+        compare(layout.places(), measured, "the code of the compiled entry")

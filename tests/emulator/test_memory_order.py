@@ -19,9 +19,9 @@ from tests.emulator.machine_code import strong_accesses, verbs
 from tests.grouping.test_group_compile import CASES as GROUPINGS
 from tests.lowlatency.test_lowlatency_compile import SHAPES as LOW_SHAPES
 from weft.allreduce import source as reduce_source
-from weft.alltoall.source import compile_cuda
+from weft.alltoall.source import cuda_program
 from weft.grouping import entry as group_entry
-from weft.jit.nvrtc import CUDA_OPTIONS, compile_cubin
+from weft.jit.nvrtc import compile_cubin
 from weft.lowlatency import entry as lowlatency_entry
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
@@ -109,20 +109,20 @@ def compiled(name: str, arch: str) -> bytes:
     """The kernels of an operator."""
     kind, _, rest = name.partition(", ")
     if kind == "all-reduce":
-        return reduce_source.compile_cuda(REDUCTIONS["8 ranks"], arch)
+        return reduce_source.cuda_program(REDUCTIONS["8 ranks"]).cubin(arch)
     if kind == "low latency":
         shape = LOW_SHAPES[rest or "deepseek-v3"]
-        return lowlatency_entry.compile_cuda(shape, arch, split_phase=not shape.gemm_push)
+        program = lowlatency_entry.cuda_program(shape, split_phase=not shape.gemm_push)
+        return program.cubin(arch)
     if kind == "sends":
         sends, grouping = GROUPINGS[rest]
-        source = group_entry.cuda_source(sends, grouping, sends=True)
-        options = CUDA_OPTIONS
-        return compile_cubin(source, name="group", arch=arch, options=options)
+        return group_entry.cuda_program(sends, grouping, sends=True).cubin(arch)
     if kind == "few SMs":
-        return compile_cuda(replace(SHAPES["deepseek-v3"], stats=256), 3, arch, few=True)
+        told = replace(SHAPES["deepseek-v3"], stats=256)
+        return cuda_program(told, 3, few=True).cubin(arch)
     if kind == "pulled":
-        return compile_cuda(SHAPES["deepseek-v3"], 3, arch, split_phase=True)
-    return compile_cuda(SHAPES[name], 1, arch)
+        return cuda_program(SHAPES["deepseek-v3"], 3, split_phase=True).cubin(arch)
+    return cuda_program(SHAPES[name], 1).cubin(arch)
 
 
 @functools.cache

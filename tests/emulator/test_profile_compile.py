@@ -10,7 +10,8 @@ import pytest
 from tests.alltoall.test_compile import SHAPES, numbers_of
 from tests.recorded import NVRTC, reads
 from weft.alltoall.layout import Layout
-from weft.alltoall.source import compile_cuda
+from weft.alltoall.source import cuda_program
+from weft.runtime.layout import compare
 from weft.runtime.timeline import DEFINE
 
 pytestmark = reads(tools=(NVRTC,))
@@ -49,8 +50,8 @@ def _text(raw: bytes, at: int) -> str:
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_profiled_kernels_have_the_layout_that_python_expects(name, arch):
-    cubin = compile_cuda(SHAPES[name], 1, arch, split_phase=True, defines=(DEFINE,))
-    Layout.of(SHAPES[name]).verify(numbers_of(cubin, b"weft_layout"))
+    cubin = cuda_program(SHAPES[name], 1, split_phase=True).cubin(arch, defines=(DEFINE,))
+    compare(Layout.of(SHAPES[name]).expected(), numbers_of(cubin, b"weft_layout"))
 
 
 @pytest.mark.parametrize(
@@ -64,14 +65,14 @@ def test_profiled_kernels_have_the_layout_that_python_expects(name, arch):
     ],
 )
 def test_profiling_spills_nothing_on_hopper(shape, few):
-    options = {"few": few, "split_phase": not few}
-    plain = frames(compile_cuda(shape, 1, "sm_90a", **options))
-    profiled = frames(compile_cuda(shape, 1, "sm_90a", defines=(DEFINE,), **options))
+    program = cuda_program(shape, 1, few=few, split_phase=not few)
+    plain = frames(program.cubin("sm_90a"))
+    profiled = frames(program.cubin("sm_90a", defines=(DEFINE,)))
     assert {"dispatch", "combine"} <= plain.keys()
     assert profiled == plain == dict.fromkeys(plain, 0)
 
 
 @pytest.mark.parametrize("name", TIGHT)
 def test_where_registers_are_short_profiling_spills_one_word(name):
-    profiled = frames(compile_cuda(SHAPES[name], 1, "sm_90a", defines=(DEFINE,)))
+    profiled = frames(cuda_program(SHAPES[name], 1).cubin("sm_90a", defines=(DEFINE,)))
     assert max(profiled.values()) <= 16

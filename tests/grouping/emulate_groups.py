@@ -10,7 +10,7 @@ import torch
 from tests.emulator.emulate import build_library, emulated_tree
 from weft.alltoall.args import CombineArgs
 from weft.grouping.api import ExpertGroups
-from weft.grouping.entry import COUNTING, GroupArgs, Grouping, results
+from weft.grouping.entry import COUNTING, Grouping, results
 from weft.shape import Shape
 
 DOOR = (
@@ -49,19 +49,12 @@ class EmulatedGroups:
         self._within = torch.zeros(entries, dtype=torch.int32)
         self._before = torch.zeros((self._tiles, grouping.groups), dtype=torch.int32)
 
-    def gather(self, args: GroupArgs) -> None:
-        """Run both kernels of a gather."""
-        args.within, args.before = self._within.data_ptr(), self._before.data_ptr()
-        self._run("group", args, (self._tiles, COUNTING))
-        self._run("gather", args, self._launch)
-
-    def scatter(self, args: GroupArgs) -> None:
-        """Run one scatter."""
-        self._run("scatter", args, self._launch)
-
-    def send(self, args: GroupArgs) -> None:
-        """Run one send."""
-        self._run("send", args, self._launch)
+    def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
+        """Run one operation: both kernels of a gather."""
+        if name == "gather":
+            args.within, args.before = self._within.data_ptr(), self._before.data_ptr()
+            self._run("group", args, (self._tiles, COUNTING))
+        self._run(name, args, self._launch)
 
     def combine_receive(self, args: CombineArgs) -> None:
         """Run the receiving half of combine."""

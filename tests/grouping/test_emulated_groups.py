@@ -18,8 +18,8 @@ from tests.grouping.emulate_groups import EmulatedGroups, compile_groups
 from tests.recorded import reads
 from tests.rounds import Round, bits, combining
 from tests.sending import make, round_trip, scattered, sent, stored_at_homes
-from weft.alltoall.entry import Entries
 from weft.grouping.api import ExpertGroups
+from weft.runtime.entries import Entries
 
 pytestmark = reads("tests/emulator/*.hpp")
 

@@ -11,10 +11,10 @@ import pytest
 
 from tests.alltoall.test_compile import numbers_of
 from tests.recorded import NVRTC, reads
-from weft.grouping.entry import TABLE, GroupArgs, Grouping, cuda_source, results
-from weft.jit.args import verify
+from weft.grouping.entry import Grouping, cuda_program, results
 from weft.jit.cache import Cache
 from weft.jit.nvrtc import CUDA_OPTIONS, compile_cubin
+from weft.runtime.layout import compare
 from weft.shape import Shape
 
 pytestmark = reads(tools=(NVRTC,))
@@ -54,14 +54,16 @@ CASES: dict[str, tuple[Shape, Grouping]] = {
 def test_kernels_compile_without_spills(name: str, arch: str, tmp_path: Path) -> None:
     cache, (shape, grouping) = Cache(tmp_path), CASES[name]
     sends = shape.combine != "pull"
+    program = cuda_program(shape, grouping, sends=sends)
     cubin = compile_cubin(
-        cuda_source(shape, grouping, sends=sends),
+        program.source,
         name="group",
         arch=arch,
         options=(*CUDA_OPTIONS, "--ptxas-options=-v"),
         cache=cache,
     )
-    verify(GroupArgs, numbers_of(cubin, TABLE.encode()))
+    for symbol, numbers in program.tables.items():
+        compare(numbers, numbers_of(cubin, symbol.encode()))
     (sidecar,) = tmp_path.rglob("*.json")
     log = sidecar.read_text()
     spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.emulator.emulate import build_library, emulated_tree
-from weft.lowlatency.entry import FEW_THREADS, LowBuild, LowPlan, _doors, plan_low
-from weft.lowlatency.shape import LowLatencyCombineArgs, LowLatencyDispatchArgs, LowShape
+from weft.lowlatency.entry import FEW_THREADS, LowPlan, _doors, plan_low
+from weft.lowlatency.shape import LowShape
 
 SMS, RESIDENT = 2, 8  # of the GPU that is made up: few CTAs, so that each does several units
 
@@ -37,10 +37,9 @@ class EmulatedLow:
         self.library, self._shape = ctypes.CDLL(str(library)), shape
         self.plans: dict[str, LowPlan] = {}  # the latest of each kind
 
-    def run(self, name: str, args: LowLatencyDispatchArgs | LowLatencyCombineArgs) -> None:
+    def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
         """Run one operation to its end."""
-        build = LowBuild(split_phase=True)
-        plan = plan_low(self._shape, build, name, args.tokens, FEW_THREADS, SMS, RESIDENT)
+        plan = plan_low(self._shape, name, tokens, FEW_THREADS, SMS, RESIDENT)
         args.senders = plan.senders
         self.plans[name] = plan
         getattr(self.library, name)(ctypes.byref(args), plan.ctas, plan.threads)

@@ -60,7 +60,7 @@ def emulated(group: weft.Group, library: str, mode: Mode) -> None:
         group, CASE, MOST
     ) as a2a:
         real = a2a._rounds._entries
-        a2a._rounds._entries = EmulatedLow(Path(library), a2a._geometry.shape)  # type: ignore[assignment]
+        a2a._rounds._entries = EmulatedLow(Path(library), a2a._geometry.shape)
         for tokens in ((5, 1), (0, 3), (50, 26)):
             play(a2a, mode, CASE.next(tokens=tokens, seed=tokens[0]))
         if sends and mode.reduce == "receiver":
@@ -97,7 +97,7 @@ FEW = Round(tokens=(2, 3, 1), hidden=128, experts=2, top_k=1)
 def deserted(group: weft.Group, library: str) -> None:
     mode = Mode(more={"timeout": 600.0, "first_timeout": 600.0})
     with mode.make(group, FEW, 4) as a2a:
-        a2a._rounds._entries = EmulatedLow(Path(library), a2a._geometry.shape)  # type: ignore[assignment]
+        a2a._rounds._entries = EmulatedLow(Path(library), a2a._geometry.shape)
         for seed in range(2):
             play(a2a, mode, FEW.next(seed=seed))
 
@@ -114,7 +114,7 @@ LARGE, LARGE_MOST = Round(tokens=(80, 30), hidden=128, experts=512), 450
 def crowded(group: weft.Group, library: str) -> None:
     mode = Mode(more={"timeout": 600.0})
     with mode.make(group, LARGE, LARGE_MOST) as a2a:
-        a2a._rounds._entries = EmulatedLow(Path(library), a2a._geometry.shape)  # type: ignore[assignment]
+        a2a._rounds._entries = EmulatedLow(Path(library), a2a._geometry.shape)
         play(a2a, mode, LARGE)
         play(a2a, mode, LARGE.next(seed=3, tokens=(3, 75), router="one-hot"))
 
@@ -138,7 +138,7 @@ def wide(group: weft.Group, library: str, mode: Mode, case: Round) -> dict[str, 
     """Returns how flags were touched, and what says itself of which round it is, by part."""
     with replace(mode, more={"timeout": 600.0}).make(group, case, 8) as a2a:
         entries = EmulatedLow(Path(library), a2a._geometry.shape)
-        a2a._rounds._entries = entries  # type: ignore[assignment]
+        a2a._rounds._entries = entries
         with watching(group, entries.library, a2a._rounds.premises.site.stride) as watch:
             for seed in range(2):
                 play(a2a, mode, case.next(seed=seed))
@@ -177,7 +177,7 @@ def profiled(group: weft.Group, library: str) -> None:
     mode = Mode(more={"timeout": 600.0, "profile": True})
     with mode.make(group, CASE, MOST) as a2a:
         entries = EmulatedLow(Path(library), a2a._geometry.shape)
-        a2a._rounds._entries = entries  # type: ignore[assignment]
+        a2a._rounds._entries = entries
         play(a2a, mode, CASE.next(tokens=(50, 26)), poison=False)
         for phase in ("dispatch", "combine"):
             plan = entries.plans[phase]

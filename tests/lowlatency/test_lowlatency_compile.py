@@ -10,9 +10,9 @@ from tests.alltoall.test_compile import numbers_of
 from tests.emulator.test_profile_compile import frames
 from tests.recorded import NVRTC, reads
 from weft.errors import CompileError
-from weft.jit.args import verify
-from weft.lowlatency.entry import TABLES, LowBuild, compile_cuda, plan_low
-from weft.lowlatency.shape import CHUNK_TOKENS, LowLayout, LowShape
+from weft.lowlatency.entry import cuda_program, plan_low
+from weft.lowlatency.shape import CHUNK_TOKENS, LowShape
+from weft.runtime.layout import compare
 from weft.runtime.timeline import DEFINE
 
 pytestmark = reads(tools=(NVRTC,))
@@ -48,10 +48,11 @@ TIGHT = ("32 ranks, mapped",)
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_kernels_compile_to_the_layout_that_python_expects(name, arch):
-    cubin = compile_cuda(SHAPES[name], arch, split_phase=not SHAPES[name].gemm_push)
-    LowLayout.of(SHAPES[name]).verify(numbers_of(cubin, b"weft_layout"))
-    for table, struct in TABLES.items():
-        verify(struct, numbers_of(cubin, f"weft_{table}".encode()))
+    program = cuda_program(SHAPES[name], split_phase=not SHAPES[name].gemm_push)
+    cubin = program.cubin(arch)
+    assert len(program.tables) == 5
+    for symbol, numbers in program.tables.items():
+        compare(numbers, numbers_of(cubin, symbol.encode()))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,8 @@ def test_kernels_compile_to_the_layout_that_python_expects(name, arch):
 )
 def test_nothing_is_spilled_on_hopper(name, defines):
     split_phase = not SHAPES[name].gemm_push
-    found = frames(compile_cuda(SHAPES[name], "sm_90a", split_phase=split_phase, defines=defines))
+    program = cuda_program(SHAPES[name], split_phase=split_phase)
+    found = frames(program.cubin("sm_90a", defines=defines))
     kernels = {name: size for name, size in found.items() if not name.startswith("$")}
     assert {"dispatch", "combine_receive" if split_phase else "combine"} <= kernels.keys()
     most = SLOW_HALF if defines or name == "as they are" else 0
@@ -69,24 +71,24 @@ def test_nothing_is_spilled_on_hopper(name, defines):
 
 @pytest.mark.parametrize("name", TIGHT)
 def test_where_registers_are_short_few_words_are_spilled(name):
-    assert max(frames(compile_cuda(SHAPES[name], "sm_90a")).values()) <= 96
+    assert max(frames(cuda_program(SHAPES[name]).cubin("sm_90a")).values()) <= 96
 
 
 def test_where_room_is_short_senders_keep_half_of_it():
     def plan(resident: int) -> tuple[int, int]:
-        found = plan_low(PLAIN, LowBuild(), "combine", 128, 256, 132, resident)
+        found = plan_low(PLAIN, "combine", 128, 256, 132, resident)
         return found.senders, found.receivers
 
     assert plan(132 * 3 + 1) == (132, 264)
     assert plan(132 * 2) == (131, 132)
     assert plan(2) == (1, 1)
-    one = plan_low(PLAIN, LowBuild(), "combine_send", 128, 256, 132, 100)
+    one = plan_low(PLAIN, "combine_send", 128, 256, 132, 100)
     assert (one.senders, one.receivers) == (99, 0)
 
 
 def test_a_compile_error_shows_the_generated_entry():
     with pytest.raises(CompileError) as caught:
-        compile_cuda(PLAIN, "sm_90a", defines=("low_latency_dispatch=",))
+        cuda_program(PLAIN).cubin("sm_90a", defines=("low_latency_dispatch=",))
     assert "__launch_bounds__" in str(caught.value)
 
 
@@ -97,7 +99,7 @@ def test_plans_fit_on_the_gpu_and_leave_nobody_out(tokens, name, part):
     shape = replace(PLAIN, tokens=8192)
     threads = 128 if tokens <= 32 else 256
     resident = 132 * 3 * (256 // threads)
-    plan = plan_low(shape, LowBuild(), name + part, tokens, threads, 132, resident)
+    plan = plan_low(shape, name + part, tokens, threads, 132, resident)
     assert plan.ctas >= 1
     waits = plan.senders + plan.receivers
     assert waits <= max(resident, 2)

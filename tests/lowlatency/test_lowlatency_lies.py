@@ -133,7 +133,7 @@ def withheld(group: weft.Group, what: str, library: str = "") -> str:
     mode = Mode(more={"timeout": 0.6, "first_timeout": 600.0})
     with mode.make(group, CASE, MOST) as a2a:
         if library:
-            a2a._rounds._entries = EmulatedLow(Path(library), a2a._geometry.shape)  # type: ignore[assignment]
+            a2a._rounds._entries = EmulatedLow(Path(library), a2a._geometry.shape)
         x, ids, weights, _ = CASE.of(group.rank, group.device)
         got = a2a.dispatch(x, ids, weights)
         a2a.combine(torch.zeros_like(got.x, dtype=x.dtype), ids, weights, got.handle)

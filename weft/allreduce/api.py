@@ -29,6 +29,7 @@ from weft.memory.wire import JSON
 from weft.runtime import library
 from weft.runtime.call_word import BACKENDS
 from weft.runtime.check import check_group, check_tokens
+from weft.runtime.entries import Build
 from weft.runtime.watched import Watched
 
 _log = logging.getLogger(__name__)
@@ -85,9 +86,8 @@ class AllReduce:
             self.reduction = Reduction.of(
                 ranks=group.size, max_tokens=max_tokens, hidden=hidden, dtype=dtype
             )
-            self._entries = load_entries(
-                group.device, self.reduction, programmatic_launch, _defines
-            )
+            build = Build(programmatic=programmatic_launch, defines=_defines)
+            self._entries = load_entries(group.device, self.reduction, build)
         except Exception as error:  # whatever it is, every rank hears of it
             problem = error
         group.vote(problem, doing="preparing an all-reduce", undo=lambda: self._entries.close())
@@ -199,7 +199,7 @@ class AllReduce:
             form = Form.of(request, name, eps, weight_bias, site=self._workspace.site)
             self._forms.keep(key, form)
         form.place(addresses)
-        self._entries.run(form.name, form.args)
+        self._entries.run(form.name, form.args, form.tokens)
         self._workspace.raise_if_broken()
         return reduced
 

@@ -19,6 +19,7 @@ import torch
 
 from weft.allreduce.args import ADDRESSES, ReduceArgs
 from weft.allreduce.request import OUTPUTS, Fresh, Pair, Request, apart
+from weft.allreduce.source import MOE
 from weft.allreduce.spec import FP8Static, MoEFinalize, Quant, Reduced
 from weft.errors import InvalidArgument
 from weft.runtime.args import Site
@@ -36,13 +37,14 @@ Key = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One kind of call that was checked: its backend, and arguments that lack only addresses.
+    """One kind of call that was checked: its entry, and arguments that lack only addresses.
 
     fresh: outputs to be made.   unwanted: places of those that nobody wants.
     apart: pairs of tensors that must not overlap.
     """
 
     name: str
+    tokens: int
     args: ReduceArgs
     fresh: tuple[Fresh, ...]
     unwanted: tuple[int, ...]
@@ -54,7 +56,8 @@ class Form:
         args = _filled(request, name, eps, weight_bias, site)
         places = request.places
         unwanted = tuple(place for place in OUTPUTS.values() if places[place] is None)
-        return cls(name, args, request.fresh, unwanted, request.apart)
+        entry = name if request.prologue is None else name + MOE
+        return cls(entry, request.tokens, args, request.fresh, unwanted, request.apart)
 
     def place(self, addresses: Sequence[int]) -> None:
         """Put the addresses of a call, in the order of ADDRESSES, into the arguments."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 
 from weft.arguments import integer, one_of
-from weft.errors import InvalidArgument, LayoutMismatch
+from weft.errors import InvalidArgument
 from weft.memory.header import HEADER_BYTES
 from weft.memory.wire import JSON
+from weft.runtime.layout import up
 from weft.shape import DTYPE_NAMES
 
 MIN_RANKS, MAX_RANKS = 2, 8
@@ -21,7 +21,6 @@ MAX_VECTORS = 4096  # 16-byte words of a row: eight CTAs of 512 threads
 # the slots leave room to measure.
 DIRECT = {2: 512, 3: 64, 4: 64}
 FEWEST_DIRECT = 32
-LINE = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +94,12 @@ class Reduction:
         """Where the slots for statistics begin, behind those for rows."""
         row = (self.ranks - 1) * self.row_bytes
         sizes = (2 * self.direct, 2 * self.owned, self.owned)
-        return self.rows + sum(_up(count * row) for count in sizes)
+        return self.rows + sum(up(count * row) for count in sizes)
 
     @property
     def share_bytes(self) -> int:
         """Bytes of symmetric memory of one rank."""
-        return self.trailers + _up(16 * (self.ranks - 1) * self.owned)
+        return self.trailers + up(16 * (self.ranks - 1) * self.owned)
 
     def expected(self) -> list[tuple[str, int]]:
         """What `weft_reduction` of a compiled entry must hold, in its order."""
@@ -110,15 +109,6 @@ class Reduction:
             ("rows", self.rows),
             ("trailers", self.trailers),
         ]
-
-    def verify(self, exported: Sequence[int]) -> None:
-        """Raise LayoutMismatch naming the first number on which Python and C++ differ."""
-        for (name, ours), theirs in zip(self.expected(), exported, strict=True):
-            if ours != theirs:
-                raise LayoutMismatch(
-                    f"{name}: Python says {ours}, the compiled entry says {theirs}; "
-                    "reinstall weft and run `weft cache clear`"
-                )
 
     def manifest(self) -> dict[str, JSON]:
         """What the ranks compare at creation, name by name."""
@@ -154,7 +144,3 @@ def _hidden(value: object) -> int:
             f"hidden is {hidden}; it must be a multiple of 8: pad rows to {-(-hidden // 8) * 8}"
         )
     return hidden
-
-
-def _up(size: int) -> int:
-    return -(-size // LINE) * LINE

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.allreduce.args import ReduceArgs
 from weft.allreduce.reduction import Reduction
-from weft.jit import CUDA_OPTIONS, compile_cubin
-from weft.jit.args import table_source
+from weft.jit import CUDA_OPTIONS, table_source
+from weft.runtime.entries import Program
+from weft.runtime.layout import struct_numbers
 
 # One rounding for each operation: bits must not depend on who fuses a multiply with an add.
 OPTIONS = (*CUDA_OPTIONS, "-fmad=false")
@@ -50,20 +50,18 @@ def numbers(*, device: bool) -> str:
     )
 
 
-def cpu_source(reduction: Reduction) -> str:
-    """The generated C++ entries."""
+def cpu_program(reduction: Reduction) -> Program:
+    """The generated C++ entries: one of a backend serves rows and prologues."""
     doors = "".join(
-        f'extern "C" void {name}(const weft::ReduceArgs* a) '
+        f'extern "C" void {name}{end}(const weft::ReduceArgs* a) '
         f"{{ weft::reduce<R, weft::Backend::{backend}>(*a); }}\n"
         for name, backend in DOORS.items()
+        for end in ("", MOE)
     )
-    return (
-        "#include <weft/allreduce/cpu.cpp>\n"
-        f"constexpr weft::Reduction R = {reduction.literal()};\n{numbers(device=False)}{doors}"
-    )
+    return _program(reduction, "#include <weft/allreduce/cpu.cpp>\n", doors, device=False)
 
 
-def cuda_source(reduction: Reduction) -> str:
+def cuda_program(reduction: Reduction) -> Program:
     """The generated CUDA entries."""
     doors = "".join(
         f'extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.per_sm})\n'
@@ -72,18 +70,17 @@ def cuda_source(reduction: Reduction) -> str:
         for name, kernel in KERNELS.items()
         for end, moe in (("", "false"), (MOE, "true"))
     )
-    return (
-        "#include <weft/allreduce/oneshot.cuh>\n#include <weft/allreduce/twoshot.cuh>\n"
-        f"constexpr weft::Reduction R = {reduction.literal()};\n{numbers(device=True)}{doors}"
-    )
+    headers = "#include <weft/allreduce/oneshot.cuh>\n#include <weft/allreduce/twoshot.cuh>\n"
+    return _program(reduction, headers, doors, device=True)
 
 
-def compile_cuda(reduction: Reduction, arch: str, *, defines: Sequence[str] = ()) -> bytes:
-    """The cubin of all backends; needs no GPU. Raises CompileError showing the entries."""
-    return compile_cubin(
-        cuda_source(reduction),
+def _program(reduction: Reduction, headers: str, doors: str, *, device: bool) -> Program:
+    constant = f"constexpr weft::Reduction R = {reduction.literal()};\n"
+    return Program(
         name="allreduce",
-        arch=arch,
+        what="all-reduce",
+        source=headers + constant + numbers(device=device) + doors,
+        doors={name + end: ReduceArgs for name in DOORS for end in ("", MOE)},
+        tables={TABLE: reduction.expected(), ARGS_TABLE: struct_numbers(ReduceArgs)},
         options=OPTIONS,
-        defines=defines,
     )

@@ -8,7 +8,7 @@ from types import TracebackType
 import torch
 
 from weft.alltoall import library as alltoall_library
-from weft.alltoall.entry import Build, load_entries
+from weft.alltoall.entry import load_entries
 from weft.alltoall.geometry import Geometry, memory_bytes
 from weft.alltoall.received import Payload, Received
 from weft.alltoall.rounds import Rounds, State
@@ -22,6 +22,7 @@ from weft.memory.header import Record
 from weft.placement import Placed
 from weft.runtime import library
 from weft.runtime.check import check_group, tensors_of
+from weft.runtime.entries import Build
 from weft.runtime.timeline import DEFINE, Span, Wait, read_timeline
 from weft.runtime.timeline import wait_times as read_wait_times
 from weft.runtime.watched import Watched
@@ -106,9 +107,7 @@ class AllToAll(Placed):
             )
             defines = (*_defines, *((DEFINE,) if profile else ()))
             build = Build(num_sms, programmatic_launch, split_phase, defines)
-            entries = load_entries(
-                group.device, group.rank, self._geometry.shape, self._geometry.layout, build
-            )
+            entries = load_entries(group.device, group.rank, self._geometry.shape, build)
         except Exception as error:  # whatever it is, every rank hears of it
             problem = error
         group.vote(problem, doing="preparing an all-to-all", undo=lambda: entries.close())

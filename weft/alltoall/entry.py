@@ -1,151 +1,68 @@
-"""Compiled dispatch and combine for one Shape, on a CPU or a GPU, behind the same calls.
-
-Everything is compiled, loaded and compared with Python's mirrors here, at construction: a kernel
-that had to be loaded at its first launch could never be, while a peer's kernel spins for it.
-"""
+"""How the kernels of dispatch and combine of one Shape are launched."""
 
 from __future__ import annotations
 
-import ctypes
-import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 
-from weft.alltoall.args import CombineArgs, DispatchArgs
-from weft.alltoall.layout import Layout
+from weft.alltoall.args import DispatchArgs
 from weft.alltoall.plan import Plan, plan_combine, plan_dispatch, plan_home, plan_sums
-from weft.alltoall.source import FEW, compile_cuda, cpu_source, doors
-from weft.errors import InvalidArgument
-from weft.jit import HOST_OPTIONS, CudaModule, Launcher, compile_shared, current_arch
-from weft.runtime.args import Site
-from weft.runtime.check import check_sms
-from weft.runtime.stream import current_stream, loading
+from weft.alltoall.source import cpu_program, cuda_program, doors
+from weft.jit import Launcher
+from weft.runtime.entries import Build, CpuEntries, CudaEntries, Entries, Launch
+from weft.runtime.stream import loading
 from weft.shape import Shape
 
-STRUCTS: dict[str, type[ctypes.Structure]] = {
-    "DispatchArgs": DispatchArgs,
-    "CombineArgs": CombineArgs,
-}
+FEW = 32  # up to so many SMs, the bulk engine moves the rows
 # From so many 16-byte words on, a launch that overlaps its predecessor only takes room from it: at
 # 2048 tokens x 7168 it costs 0.5 %; at 32 it gains 4 %, at 128 up to 1 % (8 x H200, 2026-11-20).
 LONG = 256 * 896
 
 
-@dataclass(frozen=True, slots=True)
-class Build:
-    """How kernels are made and launched; equal Shapes may be built differently on each rank.
+class CudaAllToAll(CudaEntries):
+    """The kernels of one Shape."""
 
-    num_sms: SMs that the kernels may fill; None for all. Up to 32, the bulk engine moves the rows.
-    programmatic: launch short kernels with programmatic dependent launch.
-    split_phase: also build each phase as send and receive.
-    defines: macros for the compiler.
-    """
-
-    num_sms: int | None = None
-    programmatic: bool = True
-    split_phase: bool = False
-    defines: Sequence[str] = ()
-
-    def few(self, shape: Shape) -> bool:
-        """Does the bulk engine move the rows?"""
-        granted = self.num_sms is not None and self.num_sms <= FEW
-        return granted and not self.split_phase and _fits_bulk(shape)
-
-
-class Entries(Protocol):
-    """The operations of one Shape on one kind of device, by name."""
-
-    def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
-        """Run, or enqueue, one operation on `tokens` tokens."""
-
-    def close(self) -> None:
-        """Give back what was loaded."""
-
-
-class CpuEntries:
-    """The operations as plain functions; they return when they are done."""
-
-    def __init__(self, shape: Shape, layout: Layout, build: Build) -> None:
-        check_sms(build.num_sms, None)
-        library = compile_shared(
-            cpu_source(shape), name="alltoall", options=HOST_OPTIONS, defines=build.defines
-        )
-        table = (ctypes.c_uint64 * len(layout.expected())).in_dll(library, "weft_layout")
-        layout.verify(list(table))
-        self._functions: dict[str, Any] = {}
-        for name, door in doors(split_phase=True, few=False).items():
-            function = getattr(library, name)
-            function.restype = None
-            function.argtypes = (ctypes.POINTER(STRUCTS[door.struct]),)
-            self._functions[name] = function
-
-    def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
-        """Run one operation to its end."""
-        self._functions[name](ctypes.byref(args))
-
-    def close(self) -> None:
-        """Nothing is held: the library stays loaded for the next object of this Shape."""
-
-
-class CudaEntries:
-    """The operations as kernels on the current device, enqueued on the current stream."""
-
-    def __init__(self, shape: Shape, layout: Layout, rank: int, build: Build) -> None:
-        available = torch.cuda.get_device_properties().multi_processor_count
-        check_sms(build.num_sms, available)
-        self._device = torch.cuda.current_device()
-        self._sms, self._shape, few = build.num_sms or available, shape, build.few(shape)
-        image = compile_cuda(
-            shape,
-            rank,
-            current_arch(),
-            split_phase=build.split_phase,
-            few=few,
-            defines=build.defines,
-        )
-        self._module = CudaModule(image, name="alltoall")
-        layout.verify(self._table("weft_layout"))
-        measure = Launcher(self._module.function("weft_measure"), Site)
-        with self._module.own_stream() as stream:
-            measure(Site(base=layout.share_bytes), (1, 1, 1), 1, stream)
-        layout.verify_code(self._table("weft_measured"))
-        self._shared = dict.fromkeys(doors(split_phase=build.split_phase, few=few), 0)
+    def __init__(self, shape: Shape, rank: int, build: Build) -> None:
+        few = takes_bulk(shape, build)
+        super().__init__(cuda_program(shape, rank, split_phase=build.split_phase, few=few), build)
+        self._shape, self._few, self._in_vectors = shape, few, _in_vectors(shape)
+        self._shared = dict.fromkeys(self._program.doors, 0)
         if few:
-            rings = self._table("weft_shared")
-            self._shared = {"dispatch": rings[0], "combine": rings[1]}
-        self._few, self._whole = few, self._sms == available
+            self._shared = dict(
+                zip(("dispatch", "combine"), self._table("weft_shared"), strict=True)
+            )
         self._launchers: dict[tuple[str, bool], Launcher] = {}
-        for name, door in doors(split_phase=build.split_phase, few=few).items():
+        for name, struct in self._program.doors.items():
             function = self._module.function(name, shared=self._shared[name])
             for early in {False, build.programmatic}:
-                self._launchers[name, early] = Launcher(
-                    function, STRUCTS[door.struct], programmatic=early
-                )
-        self._programmatic = build.programmatic
-        self._in_vectors = _in_vectors(shape)
-        self._plans: dict[tuple[str, int], Plan] = {}
+                self._launchers[name, early] = Launcher(function, struct, programmatic=early)
 
-    def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
-        """Enqueue one operation."""
-        device = torch.cuda.current_device()
-        if device != self._device:
-            raise InvalidArgument(
-                f"the current device is cuda:{device}, this all-to-all works on "
-                f"cuda:{self._device}: call torch.cuda.set_device({self._device}) first"
-            )
-        p = self._plans.get((name, tokens)) or self._plan(name, tokens)
-        early = self._programmatic and tokens * self._in_vectors < LONG
-        if p.strips:
-            args.pushers, args.strips = p.pushers, p.strips
-        grid = (p.workers, p.chunks, 1)
-        self._launchers[name, early](args, grid, p.threads, current_stream(device))
+    def _find(self, name: str, tokens: int) -> Launch:
+        p = self._plan(name, tokens)
+        early = self._build.programmatic and tokens * self._in_vectors < LONG
+        fields = (("pushers", p.pushers), ("strips", p.strips)) if p.strips else ()
+        return Launch(self._launchers[name, early], (p.workers, p.chunks, 1), p.threads, fields)
 
-    def close(self) -> None:
-        """Unload the module, once its kernels have run."""
-        self._module.unload(after=current_stream(self._device))
+    def _plan(self, name: str, tokens: int) -> Plan:
+        shape, out_vectors = self._shape, self._shape.out_bytes // 16
+        pushes = shape.combine in ("push", "push_fp8")
+
+        def per_sm(threads: int) -> int:
+            return self._module.occupancy(name, threads, shared=self._shared[name])
+
+        if self._few:
+            threads = doors(split_phase=False, few=True)[name].threads
+            return Plan(workers=self._sms, chunks=1, threads=threads)
+        if name == "dispatch_receive" or (name == "combine_send" and not pushes):
+            return Plan(workers=1, chunks=1, threads=64)  # flags only
+        if name.startswith("dispatch"):
+            return plan_dispatch(tokens, self._in_vectors, sms=self._sms, per_sm=per_sm)
+        if shape.combine == "push_fp8":
+            return self._plan_home(name, tokens, per_sm)
+        if not pushes or name == "combine_receive":
+            return plan_combine(tokens, out_vectors, sms=self._sms, per_sm=per_sm)
+        return self._plan_push(tokens, per_sm)
 
     def _plan_push(self, tokens: int, per_sm: Callable[[int], int]) -> Plan:
         """Rows of all sources are pushed, about as many as this rank's tokens have peers.
@@ -169,43 +86,19 @@ class CudaEntries:
             taken, slots, shape.hidden, sms=self._sms, per_sm=per_sm, whole=self._whole
         )
 
-    def _table(self, name: str) -> list[int]:
-        raw = self._module.global_bytes(name)
-        return list(struct.unpack(f"<{len(raw) // 8}Q", raw))
 
-    def _plan(self, name: str, tokens: int) -> Plan:
-        """The launch of an operation on so many tokens; found once, kept."""
-        shape, out_vectors = self._shape, self._shape.out_bytes // 16
-        pushes = shape.combine in ("push", "push_fp8")
-
-        def per_sm(threads: int) -> int:
-            return self._module.occupancy(name, threads, shared=self._shared[name])
-
-        if self._few:
-            threads = doors(split_phase=False, few=True)[name].threads
-            found = Plan(workers=self._sms, chunks=1, threads=threads)
-        elif name == "dispatch_receive" or (name == "combine_send" and not pushes):
-            found = Plan(workers=1, chunks=1, threads=64)  # flags only
-        elif name.startswith("dispatch"):
-            found = plan_dispatch(tokens, self._in_vectors, sms=self._sms, per_sm=per_sm)
-        elif shape.combine == "push_fp8":
-            found = self._plan_home(name, tokens, per_sm)
-        elif not pushes or name == "combine_receive":
-            found = plan_combine(tokens, out_vectors, sms=self._sms, per_sm=per_sm)
-        else:
-            found = self._plan_push(tokens, per_sm)
-        self._plans[name, tokens] = found
-        return found
-
-
-def load_entries(
-    device: torch.device, rank: int, shape: Shape, layout: Layout, build: Build
-) -> Entries:
+def load_entries(device: torch.device, rank: int, shape: Shape, build: Build) -> Entries:
     """Compile and load the operations of a Shape for one rank's device."""
     if device.type == "cpu":
-        return CpuEntries(shape, layout, build)
+        return CpuEntries(cpu_program(shape), build)
     with loading(device):
-        return CudaEntries(shape, layout, rank, build)
+        return CudaAllToAll(shape, rank, build)
+
+
+def takes_bulk(shape: Shape, build: Build) -> bool:
+    """Does the bulk engine move the rows?"""
+    granted = build.num_sms is not None and build.num_sms <= FEW
+    return granted and not build.split_phase and _fits_bulk(shape)
 
 
 def _few_tokens(shape: Shape) -> int:

@@ -14,6 +14,7 @@ from weft.errors import InvalidArgument
 from weft.memory.wire import JSON
 from weft.placement import Placement
 from weft.runtime.check import check_alignment, check_tensor, check_tokens
+from weft.runtime.layout import sizes_of
 from weft.shape import DTYPE_NAMES, MAX_PLANES, MAX_ROW_BYTES, Shape, size
 
 SCALES = {
@@ -187,38 +188,18 @@ def combine_of(combine: str | None, combine_dtype: str | None) -> str:
     return "push_fp8"
 
 
-def memory_bytes(
-    *,
-    ranks: int,
-    max_tokens: int,
-    top_k: int,
-    num_experts: int,
-    hidden: int,
-    dtype: torch.dtype = torch.bfloat16,
-    payloads: Sequence[Payload] | None = None,
-    quantize: str | None = None,
-    combine: str | None = None,
-    combine_dtype: str | None = None,
-    stats: int = 0,
-) -> int:
+def _share_bytes(geometry: Geometry) -> int:
+    return geometry.layout.share_bytes
+
+
+memory_bytes = sizes_of(
+    Geometry.of,
+    _share_bytes,
     """Bytes of symmetric memory that each rank will allocate, before anything is allocated.
 
-    Raises InvalidArgument as the constructor does.
-    """
-    geometry = Geometry.of(
-        ranks=ranks,
-        max_tokens=max_tokens,
-        top_k=top_k,
-        num_experts=num_experts,
-        hidden=hidden,
-        dtype=dtype,
-        payloads=payloads,
-        quantize=quantize,
-        combine=combine,
-        combine_dtype=combine_dtype,
-        stats=stats,
-    )
-    return geometry.layout.share_bytes
+    Takes the constructor's sizes, and `ranks`. Raises InvalidArgument as the constructor does.
+    """,
+)
 
 
 def declared(payloads: Sequence[Payload]) -> tuple[Payload, ...]:

@@ -1,46 +1,20 @@
-"""Where things lie in a share: the Python mirror of `Share<S>` in alltoall/layout.cuh.
-
-Told there, mirrored here, checked always: every compiled entry exports its own numbers
-(alltoall/exports.cuh) and `verify` compares. The mirror exists so that memory can be sized, and
-views made, before anything is compiled.
-"""
+"""Where things lie in a share: the Python mirror of `Share<S>` in alltoall/layout.cuh."""
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.alltoall.args import CombineArgs, DispatchArgs
-from weft.memory.header import (
-    HEADER_BYTES,
-    ErrorRecord,
-    Fault,
-    Header,
-    Mailbox,
-    Record,
-    Timeline,
-)
-from weft.runtime.args import Site
-from weft.runtime.layout import LINE, compare, struct_numbers, up
+from weft.memory.header import HEADER_BYTES
+from weft.runtime.layout import LINE, ShareLayout, up
 from weft.shape import MAX_PLANES, Shape
-
-MIRRORS: tuple[type[ctypes.Structure], ...] = (
-    ErrorRecord,
-    Mailbox,
-    Record,
-    Timeline,
-    Fault,
-    Header,
-    Site,
-    DispatchArgs,
-    CombineArgs,
-)
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """Byte offsets inside one rank's share, and its size."""
+class Layout(ShareLayout):
+    """Byte offsets inside one rank's share, and its size; alltoall/exports.cuh tells them."""
+
+    structs = (DispatchArgs, CombineArgs)
 
     share_bytes: int
     counts: int
@@ -93,12 +67,8 @@ class Layout:
             destinations=destinations,
         )
 
-    def expected(self) -> list[tuple[str, int]]:
-        """What `weft_layout` of a compiled entry must hold, in its order."""
-        return struct_numbers(MIRRORS) + self.places()
-
     def places(self) -> list[tuple[str, int]]:
-        """Where the parts of a share lie: what `weft_measured` of a loaded cubin must hold."""
+        """Where the parts of a share lie, by name."""
         planes = list(self.planes) + [0] * (MAX_PLANES - len(self.planes))
         rows = [
             ("sizeof(Share)", self.share_bytes),
@@ -111,14 +81,3 @@ class Layout:
             ("returned", self.returned),
         ]
         return rows + [(f"payload plane {p}", at) for p, at in enumerate(planes)]
-
-    def verify(self, exported: Sequence[int]) -> None:
-        """Raise LayoutMismatch naming the first number on which Python and C++ differ."""
-        compare(self.expected(), exported, "the compiled entry")
-
-    def verify_code(self, measured: Sequence[int]) -> None:
-        """As `verify`, for the places that the machine code itself uses.
-
-        A compiler's constants and its code can differ: NVRTC 13.0 did, see alltoall/layout.cuh.
-        """
-        compare(self.places(), measured, "the code of the compiled entry")

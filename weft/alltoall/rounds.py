@@ -11,13 +11,14 @@ from enum import Enum
 import torch
 
 from weft.alltoall.args import CombineArgs, DispatchArgs
-from weft.alltoall.entry import Entries, place_payload
+from weft.alltoall.entry import place_payload
 from weft.alltoall.geometry import Geometry
 from weft.alltoall.received import Received
 from weft.alltoall.workspace import Workspace
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.memory.driver import relaxed
 from weft.runtime.check import check_alignment, check_tensor, refuse_tensor
+from weft.runtime.entries import Entries
 from weft.runtime.watched import one_call
 
 

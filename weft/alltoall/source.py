@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from weft.alltoall.args import CombineArgs, DispatchArgs
+from weft.alltoall.layout import Layout
 from weft.alltoall.plan import LARGEST
-from weft.jit import CUDA_OPTIONS, compile_cubin
+from weft.runtime.entries import Program
 from weft.shape import Shape
 
 SPLIT_PARTS = {"send": "send", "receive": "recv"}  # entry -> weft::PhasePart
-FEW = 32  # up to so many SMs, the bulk engine moves the rows
+STRUCTS: Mapping[str, type[ctypes.Structure]] = {
+    "DispatchArgs": DispatchArgs,
+    "CombineArgs": CombineArgs,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +55,11 @@ def doors(*, split_phase: bool, few: bool) -> dict[str, Door]:
     return found
 
 
-def cuda_source(shape: Shape, rank: int, *, split_phase: bool = False, few: bool = False) -> str:
+def cuda_program(
+    shape: Shape, rank: int, *, split_phase: bool = False, few: bool = False
+) -> Program:
     """The generated CUDA entries of a Shape on one rank."""
+    found = doors(split_phase=split_phase, few=few)
     lines = [
         f"#include <weft/alltoall/{'dispatch_combine_tma' if few else 'combine'}.cuh>",
         "#include <weft/alltoall/dispatch.cuh>",
@@ -67,43 +76,38 @@ def cuda_source(shape: Shape, rank: int, *, split_phase: bool = False, few: bool
             'extern "C" __device__ const weft::u64 weft_shared[] = '
             "{sizeof(weft::RowRing<S>), sizeof(weft::PieceRing<S>)};"
         )
-    for name, door in doors(split_phase=split_phase, few=few).items():
+    for name, door in found.items():
         lines += [
             f'extern "C" __global__ void __launch_bounds__({door.threads}, {door.per_sm})',
             f"{name}(const __grid_constant__ weft::{door.struct} a) {{ weft::{door.call}(a); }}",
         ]
-    return "\n".join(lines) + "\n"
+    return _program(shape, lines, found)
 
 
-def cpu_source(shape: Shape) -> str:
-    """The generated C++ entries of a Shape; halves included, they cost nothing."""
+def cpu_program(shape: Shape) -> Program:
+    """The generated C++ entries of a Shape; both halves of a phase included, they cost nothing."""
+    found = doors(split_phase=True, few=False)
     lines = [
         "#include <weft/alltoall/cpu.cpp>",
         f"constexpr weft::Shape S = {shape.literal()};",
         "WEFT_EXPORT(S, );",
     ]
-    for name, door in doors(split_phase=True, few=False).items():
+    for name, door in found.items():
         call = door.call.replace("S, rank", "S")
         lines.append(
             f'extern "C" void {name}(const weft::{door.struct}* a) {{ weft::{call}(*a); }}'
         )
-    return "\n".join(lines) + "\n"
+    return _program(shape, lines, found)
 
 
-def compile_cuda(
-    shape: Shape,
-    rank: int,
-    arch: str,
-    *,
-    split_phase: bool = False,
-    few: bool = False,
-    defines: Sequence[str] = (),
-) -> bytes:
-    """The cubin of all kernels; needs no GPU. Raises CompileError showing the entries."""
-    return compile_cubin(
-        cuda_source(shape, rank, split_phase=split_phase, few=few),
+def _program(shape: Shape, lines: list[str], found: Mapping[str, Door]) -> Program:
+    layout = Layout.of(shape)
+    return Program(
         name="alltoall",
-        arch=arch,
-        options=CUDA_OPTIONS,
-        defines=defines,
+        what="all-to-all",
+        source="\n".join(lines) + "\n",
+        doors={name: STRUCTS[door.struct] for name, door in found.items()},
+        tables={"weft_layout": layout.expected()},
+        share_bytes=layout.share_bytes,
+        measured=layout.places(),
     )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from weft.alltoall.entry import Entries
 from weft.alltoall.geometry import Geometry
 from weft.alltoall.received import Payload, Received
 from weft.errors import InvalidArgument
 from weft.memory import Group, Heap
 from weft.memory.header import HEADER_BYTES, Header
+from weft.runtime.entries import Entries
 from weft.runtime.watched import Watched, new_header
 
 

@@ -1,27 +1,18 @@
-"""Compiled grouping of one Shape, on a CPU or a GPU, behind the same two calls."""
+"""Compiled grouping of one Shape, on a CPU or a GPU, behind the same calls."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from ctypes import c_uint64
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 
-from weft.jit import (
-    CUDA_OPTIONS,
-    HOST_OPTIONS,
-    CudaModule,
-    Launcher,
-    compile_cubin,
-    compile_shared,
-    current_arch,
-)
-from weft.jit.args import decode, expected, table_source, verify
+from weft.jit import Launcher, table_source
 from weft.runtime.args import Site
-from weft.runtime.stream import current_stream
+from weft.runtime.entries import Build, CpuEntries, CudaEntries, Entries, Launch, Program
+from weft.runtime.layout import struct_numbers
+from weft.runtime.stream import current_stream, loading
 from weft.shape import MAX_PLANES, Shape
 
 MAX_GROUPS = 1024  # static_assert in grouping/group.cuh
@@ -113,24 +104,8 @@ class Grouping:
         )
 
 
-class GroupEntries(Protocol):
-    """The operations on one kind of device."""
-
-    def gather(self, args: GroupArgs) -> None:
-        """Run, or enqueue, one gather."""
-
-    def scatter(self, args: GroupArgs) -> None:
-        """Run, or enqueue, one scatter."""
-
-    def send(self, args: GroupArgs) -> None:
-        """Run, or enqueue, one send."""
-
-    def close(self) -> None:
-        """Give back what was loaded."""
-
-
-def cuda_source(shape: Shape, grouping: Grouping, *, sends: bool = False) -> str:
-    """The generated CUDA entry."""
+def cuda_program(shape: Shape, grouping: Grouping, *, sends: bool = False) -> Program:
+    """The generated CUDA entries."""
     source = CUDA_SOURCE.format(
         file="send" if sends else "rows",
         shape=shape.literal(),
@@ -140,140 +115,87 @@ def cuda_source(shape: Shape, grouping: Grouping, *, sends: bool = False) -> str
         gathering=GATHERING,
     )
     bounds = {"scatter": (SCATTERING, 4), "send": (SENDING, 2)}
-    for name in results(shape, sends):
+    found = results(shape, sends)
+    for name in found:
         threads, per_sm = bounds[name]
         source += CUDA_DOOR.format(name=name, threads=threads, per_sm=per_sm)
-    return source
+    return _program(source, ("group", "gather", *found))
 
 
-def cpu_source(shape: Shape, grouping: Grouping, *, sends: bool = False) -> str:
-    """The generated C++ entry."""
+def cpu_program(shape: Shape, grouping: Grouping, *, sends: bool = False) -> Program:
+    """The generated C++ entries."""
     source = CPU_SOURCE.format(
         shape=shape.literal(),
         grouping=grouping.literal(),
         table=table_source(GroupArgs, "weft::GroupArgs", TABLE, device=False),
     )
-    return source + "".join(CPU_DOOR.format(name=name) for name in results(shape, sends))
+    found = results(shape, sends)
+    source += "".join(CPU_DOOR.format(name=name) for name in found)
+    return _program(source, ("gather", *found))
 
 
-def compile_cuda(
-    shape: Shape,
-    grouping: Grouping,
-    arch: str,
-    *,
-    sends: bool = False,
-    options: Sequence[str] = (),
-    defines: Sequence[str] = (),
-) -> bytes:
-    """The cubin of the kernels; needs no GPU. Raises CompileError showing the entry."""
-    return compile_cubin(
-        cuda_source(shape, grouping, sends=sends),
+def _program(source: str, names: tuple[str, ...]) -> Program:
+    return Program(
         name="group",
-        arch=arch,
-        options=(*CUDA_OPTIONS, *options),
-        defines=defines,
+        what="grouping",
+        source=source,
+        doors=dict.fromkeys(names, GroupArgs),
+        tables={TABLE: struct_numbers(GroupArgs)},
     )
 
 
-class CpuGroupEntries:
-    """The operations as plain functions; they return when they are done."""
-
-    def __init__(
-        self, shape: Shape, grouping: Grouping, *, sends: bool, defines: Sequence[str]
-    ) -> None:
-        library = compile_shared(
-            cpu_source(shape, grouping, sends=sends),
-            name="group",
-            options=HOST_OPTIONS,
-            defines=defines,
-        )
-        table = (c_uint64 * len(expected(GroupArgs))).in_dll(library, TABLE)
-        verify(GroupArgs, list(table))
-        self._functions: dict[str, Any] = {}
-        for name in ("gather", *results(shape, sends)):
-            function = getattr(library, name)
-            function.restype = None
-            function.argtypes = (ctypes.POINTER(GroupArgs),)
-            self._functions[name] = function
-
-    def gather(self, args: GroupArgs) -> None:
-        """Run one gather to its end."""
-        self._functions["gather"](ctypes.byref(args))
-
-    def scatter(self, args: GroupArgs) -> None:
-        """Run one scatter to its end."""
-        self._functions["scatter"](ctypes.byref(args))
-
-    def send(self, args: GroupArgs) -> None:
-        """Run one send to its end."""
-        self._functions["send"](ctypes.byref(args))
-
-    def close(self) -> None:
-        """Nothing is held: the library stays loaded for the next object of these sizes."""
-
-
-class CudaGroupEntries:
-    """The kernels on the current device, enqueued on the current stream.
+class CudaGroupEntries(CudaEntries):
+    """The kernels of one Grouping.
 
     Grids depend on sizes alone, never on what was received, so a captured call serves any routing.
     """
 
-    def __init__(
-        self,
-        shape: Shape,
-        grouping: Grouping,
-        *,
-        programmatic: bool,
-        sends: bool,
-        defines: Sequence[str],
-    ) -> None:
-        image = compile_cuda(shape, grouping, current_arch(), sends=sends, defines=defines)
-        self._device = torch.cuda.current_device()
-        self._module = CudaModule(image, name="group")
-        verify(GroupArgs, decode(self._module.global_bytes(TABLE)))
-        self._launchers = {
-            name: Launcher(self._module.function(name), GroupArgs, programmatic=programmatic)
-            for name in ("group", "gather", *results(shape, sends))
-        }
-        copied = max(_vectors(size) for size in shape.row_bytes)
-        summed = shape.out_bytes // 16
-        self._tiles = grouping.tiles(shape)
-        self._gather_threads = _threads(-(-copied // IN_FLIGHT), GATHERING)
-        self._scatter_threads = _threads(summed, SCATTERING)
+    def __init__(self, shape: Shape, grouping: Grouping, build: Build, *, sends: bool) -> None:
+        super().__init__(cuda_program(shape, grouping, sends=sends), build)
+        self._shape, self._grouping = shape, grouping
+        for name in self._program.doors:
+            self._launches[name, 0] = self._find(name, 0)
+
+    def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
+        """Enqueue one operation; a gather counts before it copies."""
+        stream = current_stream(torch.cuda.current_device())
+        if name == "gather":
+            count = self._launches["group", 0]
+            count.launcher(args, count.grid, count.threads, stream)
+        launch = self._launches[name, 0]
+        launch.launcher(args, launch.grid, launch.threads, stream)
+
+    def _find(self, name: str, tokens: int) -> Launch:
+        shape, grouping = self._shape, self._grouping
         slots = shape.ranks * shape.tokens
-        padding = grouping.groups * (grouping.align - 1)
-        self._gather_ctas = min(max(slots, padding), self._resident("gather", self._gather_threads))
-        if "scatter" in self._launchers:
-            self._scatter_ctas = min(slots, self._resident("scatter", self._scatter_threads))
-        if sends:
-            warps = slots * -(-shape.hidden // SEND_COLUMNS)
-            self._send_ctas = min(-(-warps * 32 // SENDING), self._resident("send", SENDING))
-
-    def gather(self, args: GroupArgs) -> None:
-        """Enqueue one gather."""
-        stream = current_stream(torch.cuda.current_device())
-        self._launchers["group"](args, (self._tiles, 1, 1), COUNTING, stream)
-        grid = (self._gather_ctas, 1, 1)
-        self._launchers["gather"](args, grid, self._gather_threads, stream)
-
-    def scatter(self, args: GroupArgs) -> None:
-        """Enqueue one scatter."""
-        stream = current_stream(torch.cuda.current_device())
-        grid = (self._scatter_ctas, 1, 1)
-        self._launchers["scatter"](args, grid, self._scatter_threads, stream)
-
-    def send(self, args: GroupArgs) -> None:
-        """Enqueue one send."""
-        stream = current_stream(torch.cuda.current_device())
-        self._launchers["send"](args, (self._send_ctas, 1, 1), SENDING, stream)
-
-    def close(self) -> None:
-        """Unload the module, once its kernels have run."""
-        self._module.unload(after=current_stream(self._device))
+        if name == "group":
+            ctas, threads = grouping.tiles(shape), COUNTING
+        elif name == "gather":
+            copied = max(_vectors(size) for size in shape.row_bytes)
+            threads = _threads(-(-copied // IN_FLIGHT), GATHERING)
+            padding = grouping.groups * (grouping.align - 1)
+            ctas = min(max(slots, padding), self._resident(name, threads))
+        elif name == "scatter":
+            threads = _threads(shape.out_bytes // 16, SCATTERING)
+            ctas = min(slots, self._resident(name, threads))
+        else:
+            threads, warps = SENDING, slots * -(-shape.hidden // SEND_COLUMNS)
+            ctas = min(-(-warps * 32 // threads), self._resident(name, threads))
+        function, early = self._module.function(name), self._build.programmatic
+        return Launch(Launcher(function, GroupArgs, programmatic=early), (ctas, 1, 1), threads)
 
     def _resident(self, name: str, threads: int) -> int:
-        sms = torch.cuda.get_device_properties().multi_processor_count
-        return sms * max(1, self._module.occupancy(name, threads))
+        return self._sms * max(1, self._module.occupancy(name, threads))
+
+
+def load_entries(
+    device: torch.device, shape: Shape, grouping: Grouping, build: Build, *, sends: bool
+) -> Entries:
+    """Compile and load the operations of a Grouping for one rank's device."""
+    if device.type == "cpu":
+        return CpuEntries(cpu_program(shape, grouping, sends=sends), build)
+    with loading(device):
+        return CudaGroupEntries(shape, grouping, build, sends=sends)
 
 
 def results(shape: Shape, sends: bool) -> tuple[str, ...]:

@@ -10,17 +10,12 @@ from weft.alltoall.api import AllToAll
 from weft.alltoall.received import Received
 from weft.arguments import instance
 from weft.errors import InvalidArgument, OutOfOrder
-from weft.grouping.entry import (
-    CpuGroupEntries,
-    CudaGroupEntries,
-    GroupArgs,
-    GroupEntries,
-    Grouping,
-)
+from weft.grouping.entry import GroupArgs, Grouping, load_entries
 from weft.grouping.sending import check_homes, check_scatters, check_sends
 from weft.memory.driver import relaxed
 from weft.runtime.check import check_alignment, check_tensor
-from weft.runtime.stream import finish, loading
+from weft.runtime.entries import Build, Entries
+from weft.runtime.stream import finish
 from weft.runtime.watched import one_call
 
 
@@ -83,16 +78,9 @@ class GroupRounds:
         self._a2a, self.grouping = a2a, grouping
         self._watched = a2a._workspace
         self._gathered = 0  # the round whose rows are grouped
-        self._entries: GroupEntries | None = None
         sends = grouping.packing != "sources" and shape.combine != "pull" and a2a._build.split_phase
-        defines = a2a._build.defines
-        if device.type == "cuda":
-            with loading(device):
-                self._entries = CudaGroupEntries(
-                    shape, grouping, programmatic=programmatic, sends=sends, defines=defines
-                )
-        else:
-            self._entries = CpuGroupEntries(shape, grouping, sends=sends, defines=defines)
+        build = Build(programmatic=programmatic, defines=a2a._build.defines)
+        self._entries: Entries | None = load_entries(device, shape, grouping, build, sends=sends)
         on_gpu = device.type == "cuda"
         with relaxed(device):
             b = Buffers.make(a2a, grouping, device, on_gpu=on_gpu)
@@ -115,7 +103,7 @@ class GroupRounds:
                 f"received has its ids at {theirs:#x}, this all-to-all at {ours:#x}: "
                 "pass what its own dispatch returned, not a copy"
             )
-        entries.gather(self._args)
+        entries.run("gather", self._args, 0)
         self._gathered = self._a2a._rounds.number
 
     @one_call("scatter")
@@ -124,7 +112,7 @@ class GroupRounds:
         entries = self._running("scatter")
         check_scatters(self._a2a)
         self._take(y, shape, "scatter")
-        entries.scatter(self._args)
+        entries.run("scatter", self._args, 0)
         self._gathered = 0
 
     @one_call("send")
@@ -134,7 +122,7 @@ class GroupRounds:
         check_sends(self._a2a)
         rounds.expect_send()
         self._take(y, shape, "send")
-        entries.send(self._args)
+        entries.run("send", self._args, 0)
         rounds.sent()
         self._gathered = 0
 
@@ -169,13 +157,13 @@ class GroupRounds:
         if self._gathered != self._a2a._rounds.number:
             raise OutOfOrder(f"{doing} without a gather: gather what this round's dispatch brought")
 
-    def _open(self, doing: str) -> GroupEntries:
+    def _open(self, doing: str) -> Entries:
         if self._entries is None:
             raise OutOfOrder(f"{doing} after close: make a new one")
         self._a2a._check_running()
         return self._entries
 
-    def _running(self, doing: str) -> GroupEntries:
+    def _running(self, doing: str) -> Entries:
         entries = self._open(doing)
         if self._a2a._pending is None:
             raise OutOfOrder(f"{doing} outside of a round: call it after dispatch, before combine")

@@ -11,7 +11,7 @@ import torch
 
 from weft.arguments import flags, refuse, seconds
 from weft.lowlatency import library as lowlatency_library
-from weft.lowlatency.entry import LowBuild, load_low_entries
+from weft.lowlatency.entry import load_low_entries
 from weft.lowlatency.geometry import LowGeometry, Memory, memory_bytes
 from weft.lowlatency.results import ExpertRows, Handle
 from weft.lowlatency.rounds import open_rounds
@@ -23,6 +23,7 @@ from weft.memory.header import Record
 from weft.placement import Placed
 from weft.runtime import library
 from weft.runtime.check import check_group
+from weft.runtime.entries import Build
 from weft.runtime.timeline import DEFINE
 from weft.runtime.watched import Watched
 
@@ -112,17 +113,18 @@ class LowLatencyAllToAll(Placed):
                 combine=combine,
                 combine_dtype=combine_dtype,
                 expert_map=expert_map,
+                profile=profile,
             )
             defines = (*_defines, *((DEFINE,) if profile else ()))
-            build = LowBuild(num_sms, programmatic_launch, split_phase, defines)
-            entries = load_low_entries(group.device, geometry.shape, geometry.layout, build)
+            build = Build(num_sms, programmatic_launch, split_phase, defines)
+            entries = load_low_entries(group.device, geometry.shape, build)
         except Exception as error:  # whatever it is, every rank hears of it
             problem = error
         group.vote(problem, doing="preparing a low-latency all-to-all")
         self.group, self.dtype, self.placement = group, dtype, geometry.placement
         self._geometry = geometry
         self._rounds = open_rounds(
-            group, geometry, entries, limits, _first_epoch, split_phase=split_phase, profile=profile
+            group, geometry, entries, limits, _first_epoch, split_phase=split_phase
         )
         self._order, self._handle, self._sites = lowlatency_library.enrol(self)
 
@@ -136,8 +138,7 @@ class LowLatencyAllToAll(Placed):
     @property
     def memory(self) -> Memory:
         """Bytes that the rank with most experts holds for this object."""
-        profiled = bool(self._rounds.tracks.numel())
-        return self._geometry.memory(profile=profiled)
+        return self._geometry.memory
 
     def dispatch(
         self,

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from ctypes import c_uint64
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from weft.errors import InvalidArgument
-from weft.jit import (
-    CUDA_OPTIONS,
-    HOST_OPTIONS,
-    CudaModule,
-    Launcher,
-    compile_cubin,
-    compile_shared,
-    current_arch,
-)
-from weft.jit.args import decode, expected, table_source, verify
+from weft.jit import Launcher, table_source
 from weft.lowlatency.shape import (
     CHUNK_TOKENS,
     LowLatencyCombineArgs,
@@ -30,37 +19,21 @@ from weft.lowlatency.shape import (
     RoutingRecord,
     TraceRecord,
 )
-from weft.runtime.args import Site
-from weft.runtime.check import check_sms
-from weft.runtime.stream import current_stream, loading
+from weft.runtime.entries import Build, CpuEntries, CudaEntries, Entries, Launch, Program
+from weft.runtime.layout import struct_numbers
+from weft.runtime.stream import loading
 
 THREADS = 256  # max_threads in lowlatency/metadata.cuh
 FEW_TOKENS, FEW_THREADS = 32, 128  # up to so many tokens, more and smaller CTAs
 SENDERS_PER_SM, RECEIVERS_PER_SM = 1, 2  # CTAs of THREADS
 RECEIVED_VECTORS = 128  # 16-byte vectors of a row that a warp receives at once: RowFragment::span
 PARTS = {"": "whole", "_send": "send", "_receive": "recv"}  # entry: weft::PhasePart
-TABLES: dict[str, type[ctypes.Structure]] = {
+TABLES: Mapping[str, type[ctypes.Structure]] = {
     "RoutingRecord": RoutingRecord,
     "TraceRecord": TraceRecord,
     "LowLatencyDispatchArgs": LowLatencyDispatchArgs,
     "LowLatencyCombineArgs": LowLatencyCombineArgs,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class LowBuild:
-    """How kernels are made and launched; it may differ from rank to rank.
-
-    num_sms: SMs that the kernels may fill; None for all.
-    programmatic: launch with programmatic dependent launch.
-    split_phase: also build each phase as send and receive.
-    defines: macros for the compiler.
-    """
-
-    num_sms: int | None = None
-    programmatic: bool = True
-    split_phase: bool = False
-    defines: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +70,7 @@ def _tables(*, device: bool) -> str:
     )
 
 
-def cuda_source(shape: LowShape, *, split_phase: bool = False) -> str:
+def cuda_program(shape: LowShape, *, split_phase: bool = False) -> Program:
     """The generated CUDA entries of a shape."""
     lines = [
         "#include <weft/lowlatency/combine.cuh>",
@@ -110,7 +83,8 @@ def cuda_source(shape: LowShape, *, split_phase: bool = False) -> str:
         "{ weft::measure_low_latency<S>(a.base, weft_measured); }",
         _tables(device=True),
     ]
-    for name, (struct, call) in _doors(split_phase).items():
+    doors = _doors(split_phase)
+    for name, (struct, call) in doors.items():
         # Many FP8 rows of a token, and many peers, need more registers: two CTAs an SM, not three.
         rows = shape.ranks if shape.reduce == "sender" else shape.top_k
         hungry = shape.ranks > 16
@@ -121,11 +95,11 @@ def cuda_source(shape: LowShape, *, split_phase: bool = False) -> str:
             f'extern "C" __global__ void __launch_bounds__({THREADS}, {per_sm})',
             f"{name}(const __grid_constant__ weft::{struct} a) {{ weft::{call}(a); }}",
         ]
-    return "\n".join(lines) + "\n"
+    return _program(shape, lines, doors)
 
 
-def cpu_source(shape: LowShape) -> str:
-    """The generated C++ entries of a shape; halves included, they cost nothing."""
+def cpu_program(shape: LowShape) -> Program:
+    """The generated C++ entries of a shape; both halves of a phase included, they cost nothing."""
     lines = [
         "#include <weft/lowlatency/dispatch_cpu.hpp>",
         "#include <weft/lowlatency/combine_cpu.hpp>",
@@ -134,107 +108,48 @@ def cpu_source(shape: LowShape) -> str:
         "WEFT_LOW_LATENCY_EXPORT(S, );",
         _tables(device=False),
     ]
-    for name, (struct, call) in _doors(True).items():
+    doors = _doors(True)
+    for name, (struct, call) in doors.items():
         lines.append(f'extern "C" void {name}(const weft::{struct}* a) {{ weft::{call}(*a); }}')
-    return "\n".join(lines) + "\n"
+    return _program(shape, lines, doors)
 
 
-def compile_cuda(
-    shape: LowShape, arch: str, *, split_phase: bool = False, defines: Sequence[str] = ()
-) -> bytes:
-    """The cubin of all kernels; needs no GPU. Raises CompileError showing the entries."""
-    return compile_cubin(
-        cuda_source(shape, split_phase=split_phase),
+def _program(shape: LowShape, lines: list[str], doors: Mapping[str, tuple[str, str]]) -> Program:
+    layout = LowLayout.of(shape)
+    structs = {f"weft_{name}": struct_numbers(struct) for name, struct in TABLES.items()}
+    return Program(
         name="lowlatency",
-        arch=arch,
-        options=CUDA_OPTIONS,
-        defines=defines,
+        what="all-to-all",
+        source="\n".join(lines) + "\n",
+        doors={name: TABLES[struct] for name, (struct, _) in doors.items()},
+        tables={"weft_layout": layout.expected(), **structs},
+        share_bytes=layout.share_bytes,
+        measured=layout.places(),
     )
 
 
-class LowCpuEntries:
-    """The operations as plain functions; they return when they are done."""
+class LowCudaEntries(CudaEntries):
+    """The kernels of one shape."""
 
-    def __init__(self, shape: LowShape, layout: LowLayout, build: LowBuild) -> None:
-        check_sms(build.num_sms, None)
-        library = compile_shared(
-            cpu_source(shape), name="lowlatency", options=HOST_OPTIONS, defines=build.defines
-        )
-        numbers = (c_uint64 * len(layout.expected())).in_dll(library, "weft_layout")
-        layout.verify(list(numbers))
-        for name, struct in TABLES.items():
-            verify(struct, list((c_uint64 * len(expected(struct))).in_dll(library, f"weft_{name}")))
-        self._functions: dict[str, Any] = {}
-        for name, (struct_name, _) in _doors(True).items():
-            function = getattr(library, name)
-            function.restype = None
-            function.argtypes = (ctypes.POINTER(TABLES[struct_name]),)
-            self._functions[name] = function
-
-    def run(self, name: str, args: LowLatencyDispatchArgs | LowLatencyCombineArgs) -> None:
-        """Run one operation to its end."""
-        self._functions[name](ctypes.byref(args))
-
-    def close(self) -> None:
-        """Nothing is held: the library stays loaded for the next object of this shape."""
-
-
-class LowCudaEntries:
-    """The operations as kernels on the current device, enqueued on the current stream."""
-
-    def __init__(self, shape: LowShape, layout: LowLayout, build: LowBuild) -> None:
-        available = torch.cuda.get_device_properties().multi_processor_count
-        check_sms(build.num_sms, available)
-        self._device, self._shape = torch.cuda.current_device(), shape
-        self._sms, self._build = build.num_sms or available, build
-        image = compile_cuda(
-            shape, current_arch(), split_phase=build.split_phase, defines=build.defines
-        )
-        self._module = CudaModule(image, name="lowlatency")
-        layout.verify(decode(self._module.global_bytes("weft_layout")))
-        for name, struct in TABLES.items():
-            verify(struct, decode(self._module.global_bytes(f"weft_{name}")))
-        measure = Launcher(self._module.function("weft_measure"), Site)
-        with self._module.own_stream() as stream:
-            measure(Site(base=layout.share_bytes), (1, 1, 1), 1, stream)
-        layout.verify_code(decode(self._module.global_bytes("weft_measured")))
+    def __init__(self, shape: LowShape, build: Build) -> None:
+        super().__init__(cuda_program(shape, split_phase=build.split_phase), build)
+        self._shape = shape
         self._launchers = {
-            name: Launcher(
-                self._module.function(name), TABLES[struct], programmatic=build.programmatic
-            )
-            for name, (struct, _) in _doors(build.split_phase).items()
+            name: Launcher(self._module.function(name), struct, programmatic=build.programmatic)
+            for name, struct in self._program.doors.items()
         }
-        self._plans: dict[tuple[str, int], LowPlan] = {}
 
-    def run(self, name: str, args: LowLatencyDispatchArgs | LowLatencyCombineArgs) -> None:
-        """Enqueue one operation."""
-        if torch.cuda.current_device() != self._device:
-            raise InvalidArgument(
-                f"the current device is cuda:{torch.cuda.current_device()}, this all-to-all works "
-                f"on cuda:{self._device}: call torch.cuda.set_device({self._device}) first"
-            )
-        key = (name, int(args.tokens))
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = self._plan(*key)
-        args.senders = plan.senders
-        stream = torch.cuda.current_stream().cuda_stream
-        self._launchers[name](args, (plan.ctas, 1, 1), plan.threads, stream)
-
-    def close(self) -> None:
-        """Unload the module, once its kernels have run."""
-        self._module.unload(after=current_stream(self._device))
-
-    def _plan(self, name: str, tokens: int) -> LowPlan:
-        """The launch of an operation on so many tokens; all of it fits on the GPU at once."""
+    def _find(self, name: str, tokens: int) -> Launch:
+        """All of a launch fits on the GPU at once."""
         threads = FEW_THREADS if tokens <= FEW_TOKENS else THREADS
         resident = self._sms * max(1, self._module.occupancy(name, threads))
-        return plan_low(self._shape, self._build, name, tokens, threads, self._sms, resident)
+        p = plan_low(self._shape, name, tokens, threads, self._sms, resident)
+        fields = (("senders", p.senders),)
+        return Launch(self._launchers[name], (p.ctas, 1, 1), p.threads, fields)
 
 
 def plan_low(
     shape: LowShape,
-    build: LowBuild,
     name: str,
     tokens: int,
     threads: int,
@@ -275,9 +190,7 @@ def plan_low(
     return LowPlan(metadata, senders, receivers, threads)
 
 
-def load_low_entries(
-    device: torch.device, shape: LowShape, layout: LowLayout, build: LowBuild
-) -> LowCpuEntries | LowCudaEntries:
+def load_low_entries(device: torch.device, shape: LowShape, build: Build) -> Entries:
     """Compile and load the operations of a shape for one rank's device.
 
     Raises InvalidArgument for halves of a combine that sends nothing.
@@ -288,6 +201,6 @@ def load_low_entries(
             "split_phase out"
         )
     if device.type == "cpu":
-        return LowCpuEntries(shape, layout, build)
+        return CpuEntries(cpu_program(shape), build)
     with loading(device):
-        return LowCudaEntries(shape, layout, build)
+        return LowCudaEntries(shape, build)

@@ -25,6 +25,7 @@ from weft.memory.header import RING_TIMELINES
 from weft.memory.wire import JSON
 from weft.placement import Placement
 from weft.runtime.check import check_alignment, check_tensor, check_tokens
+from weft.runtime.layout import sizes_of
 from weft.shape import DTYPE_NAMES
 
 # Tracks that profiled kernels keep: of 32 rounds, by phase and team.
@@ -57,6 +58,7 @@ class LowGeometry:
     dtype: torch.dtype
     placement: Placement
     slots: int
+    profile: bool
 
     @classmethod
     def of(
@@ -76,8 +78,10 @@ class LowGeometry:
         combine: str = "push",
         combine_dtype: str | None = None,
         expert_map: Sequence[int] | torch.Tensor | None = None,
+        profile: bool = False,
     ) -> LowGeometry:
         """Raises InvalidArgument naming the argument, its value and what it may be."""
+        flags(profile=profile)
         ranks, max_tokens = size("ranks", ranks), size("tokens", max_tokens)
         hidden, top_k = size("hidden", hidden), size("top_k", top_k)
         num_experts = size("experts", num_experts)
@@ -111,7 +115,7 @@ class LowGeometry:
             gemm_push=combine == "gemm_push",
             mapped=expert_map is not None,
         )
-        return cls(shape, LowLayout.of(shape), dtype, placement, slots)
+        return cls(shape, LowLayout.of(shape), dtype, placement, slots, profile)
 
     def manifest(self) -> dict[str, JSON]:
         """What the ranks compare at creation, name by name."""
@@ -185,14 +189,15 @@ class LowGeometry:
             return None
         return scales if self.shape.scales == "fp32_row" else scales.mT[:, : self.shape.rows]
 
-    def memory(self, *, profile: bool = False) -> Memory:
+    @property
+    def memory(self) -> Memory:
         """Bytes of the rank that holds most experts."""
         s = self.shape
         slot = sum(
             math.prod(shape) * dtype.itemsize
             for shape, dtype in self.result_shapes(s.local).values()
         )
-        tracks = math.prod(TRACKS) if profile else 0
+        tracks = math.prod(TRACKS) if self.profile else 0
         return Memory(
             shared=self.layout.share_bytes,
             results=self.slots * slot + tracks,
@@ -209,43 +214,15 @@ def _check_gemm_push(combine: str, combine_dtype: str | None, reduce: str, slots
         )
 
 
-def memory_bytes(
-    *,
-    ranks: int,
-    max_tokens: int,
-    hidden: int,
-    top_k: int,
-    num_experts: int,
-    dtype: torch.dtype = torch.bfloat16,
-    quantize: str | None = "fp8",
-    group_size: int = 128,
-    scale: str = "fp32_row",
-    slots: int = 2,
-    reduce: str = "receiver",
-    combine: str = "push",
-    combine_dtype: str | None = None,
-    expert_map: Sequence[int] | torch.Tensor | None = None,
-    profile: bool = False,
-) -> Memory:
+def _memory(geometry: LowGeometry) -> Memory:
+    return geometry.memory
+
+
+memory_bytes = sizes_of(
+    LowGeometry.of,
+    _memory,
     """Bytes that the rank with most experts will allocate, before anything is allocated.
 
-    Raises InvalidArgument as the constructor does.
-    """
-    flags(profile=profile)
-    geometry = LowGeometry.of(
-        ranks=ranks,
-        max_tokens=max_tokens,
-        hidden=hidden,
-        top_k=top_k,
-        num_experts=num_experts,
-        dtype=dtype,
-        quantize=quantize,
-        group_size=group_size,
-        scale=scale,
-        slots=slots,
-        reduce=reduce,
-        combine=combine,
-        combine_dtype=combine_dtype,
-        expert_map=expert_map,
-    )
-    return geometry.memory(profile=profile)
+    Takes the constructor's sizes, and `ranks`. Raises InvalidArgument as the constructor does.
+    """,
+)

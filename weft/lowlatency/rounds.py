@@ -11,7 +11,6 @@ from collections.abc import Mapping
 import torch
 
 from weft.errors import InvalidArgument, OutOfOrder
-from weft.lowlatency.entry import LowCpuEntries, LowCudaEntries
 from weft.lowlatency.geometry import TRACKS, LowGeometry
 from weft.lowlatency.results import ExpertRows, Handle, Slot
 from weft.lowlatency.shape import LowLatencyCombineArgs, LowLatencyDispatchArgs
@@ -20,6 +19,7 @@ from weft.memory.driver import relaxed
 from weft.memory.header import HEADER_BYTES, Header
 from weft.memory.room import require_room
 from weft.runtime.check import check_alignment, check_tensor
+from weft.runtime.entries import Entries
 from weft.runtime.stream import finish
 from weft.runtime.watched import Watched, new_header, one_call
 
@@ -78,10 +78,9 @@ class LowRounds:
         group: Group,
         geometry: LowGeometry,
         premises: LowPremises,
-        entries: LowCpuEntries | LowCudaEntries,
+        entries: Entries,
         *,
         split_phase: bool,
-        profile: bool,
     ) -> None:
         self.geometry, self.premises, self._entries = geometry, premises, entries
         self._watched = premises
@@ -91,7 +90,7 @@ class LowRounds:
         self.slots = [
             Slot(geometry, own, group.device, premises.broken) for _ in range(geometry.slots)
         ]
-        size = TRACKS if profile else (0,)
+        size = TRACKS if geometry.profile else (0,)
         self.tracks = torch.zeros(size, dtype=torch.uint8, device=group.device)
         self._dispatch_args = LowLatencyDispatchArgs(
             site=premises.site, own_experts=own, traces=self.tracks.data_ptr()
@@ -139,7 +138,7 @@ class LowRounds:
         for name, field in (("rows", "x"), ("scales", "scales"), ("counts", "counts")):
             setattr(args, name, t[field].data_ptr())
         args.source, args.ranges = t["source"].data_ptr(), t["ranges"].data_ptr()
-        self._entries.run(entry, args)
+        self._entries.run(entry, args, tokens)
         self._number, slot.alive = handle.number, handle
         if entry != "dispatch":
             self._sent = handle
@@ -153,7 +152,7 @@ class LowRounds:
         if handle is None:
             raise OutOfOrder("dispatch_recv without a dispatch_send")
         self._dispatch_args.tokens = handle.tokens
-        self._entries.run("dispatch_receive", self._dispatch_args)
+        self._entries.run("dispatch_receive", self._dispatch_args, handle.tokens)
         self._sent = None
         self.premises.raise_if_broken()
         return self.slots[handle.slot].rows(handle)
@@ -200,7 +199,7 @@ class LowRounds:
         args.out, args.add = out.data_ptr(), 0 if add is None else add.data_ptr()
         args.tokens, args.dispatch_id = tokens, self._place(handle)
         self._point(args, slot)
-        self._entries.run(entry, args)
+        self._entries.run(entry, args, tokens)
         if entry == "combine":
             slot.alive = None
         else:
@@ -215,7 +214,7 @@ class LowRounds:
         handle = self._returned
         if handle is None:
             raise OutOfOrder("combine_recv without a combine_send")
-        self._entries.run("combine_receive", self._combine_args)
+        self._entries.run("combine_receive", self._combine_args, handle.tokens)
         self.slots[handle.slot].alive = self._returned = None
         out = self._kept[0]
         del self._kept
@@ -319,23 +318,19 @@ class LowRounds:
 def open_rounds(
     group: Group,
     geometry: LowGeometry,
-    entries: LowCpuEntries | LowCudaEntries,
+    entries: Entries,
     seconds: tuple[float, float],
     first_epoch: int,
     *,
     split_phase: bool,
-    profile: bool,
 ) -> LowRounds:
     """The memory and the calls, once all ranks agree; else nothing stays loaded."""
     try:
         group.agree(geometry.manifest(), what="low-latency geometry")
-        total = geometry.memory(profile=profile).total
-        require_room(group, total, what="a low-latency all-to-all")
+        require_room(group, geometry.memory.total, what="a low-latency all-to-all")
         premises = LowPremises(group, geometry, seconds=seconds, first_epoch=first_epoch)
         return group.together(
-            lambda: LowRounds(
-                group, geometry, premises, entries, split_phase=split_phase, profile=profile
-            ),
+            lambda: LowRounds(group, geometry, premises, entries, split_phase=split_phase),
             doing="allocating the results of a low-latency all-to-all",
         )
     except BaseException:

@@ -5,34 +5,17 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from ctypes import c_uint16, c_uint32, c_uint64
 from dataclasses import asdict, dataclass
 
 from weft.arguments import adopt, integer, one_of
 from weft.errors import InvalidArgument
-from weft.memory.header import (
-    HEADER_BYTES,
-    ErrorRecord,
-    Fault,
-    Header,
-    Mailbox,
-    Record,
-    Timeline,
-)
+from weft.memory.header import HEADER_BYTES
 from weft.runtime.args import Site
-from weft.runtime.layout import LINE, compare, struct_numbers
+from weft.runtime.layout import LINE, ShareLayout, up
 from weft.shape import DTYPE_NAMES, FP8_BLOCK, MAX_RANKS, MAX_TOP_K
 
-MIRRORS: tuple[type[ctypes.Structure], ...] = (
-    ErrorRecord,
-    Mailbox,
-    Record,
-    Timeline,
-    Fault,
-    Header,
-    Site,
-)
 MAX_TOKENS, MAX_LOCAL, MAX_EXPERTS = 8192, 1024, 4096
 CHUNK_TOKENS = 24  # chunk_tokens in lowlatency/layout.cuh
 MAX_TABLE = 8192  # ranks x local experts: a CTA keeps a number for each in shared memory
@@ -121,10 +104,6 @@ class TraceRecord(ctypes.Structure):
 MAX_TRACES = 1024  # max_traces in lowlatency/trace.cuh
 
 
-def _up(size: int, unit: int = LINE) -> int:
-    return -(-size // unit) * unit
-
-
 # field -> the argument that callers know it by, and its limits
 LIMITS: Mapping[str, tuple[str, int, int]] = {
     "ranks": ("ranks", 1, MAX_RANKS),
@@ -189,7 +168,7 @@ class LowShape:
         if self.hidden % unit:
             raise InvalidArgument(
                 f"hidden is {self.hidden}; it must be a multiple of {unit} (of 16, of group_size, "
-                f"of {FP8_BLOCK} with combine_dtype='fp8'): pad it to {_up(self.hidden, unit)}"
+                f"of {FP8_BLOCK} with combine_dtype='fp8'): pad it to {up(self.hidden, unit)}"
             )
         one_of("scale", self.scales, SCALES)
         one_of("reduce", self.reduce, REDUCES)
@@ -215,13 +194,13 @@ class LowShape:
         """Bytes of a row on its way out: numbers, scales, weights, each in whole 16 bytes."""
         numbers = self.hidden if self.group else self.hidden * self.item
         weights = 4 * self.top_k if self.reduce == "sender" else 0
-        return _up(numbers, 16) + _up(4 * self.blocks, 16) + _up(weights, 16)
+        return up(numbers, 16) + up(4 * self.blocks, 16) + up(weights, 16)
 
     @property
     def back_bytes(self) -> int:
         """Bytes of a row on its way home."""
         if self.combine_fp8:
-            return self.hidden + _up(4 * (self.hidden // FP8_BLOCK), 16)
+            return self.hidden + up(4 * (self.hidden // FP8_BLOCK), 16)
         return self.hidden * self.item
 
     @property
@@ -257,7 +236,7 @@ class LowShape:
 
 
 @dataclass(frozen=True, slots=True)
-class LowLayout:
+class LowLayout(ShareLayout):
     """Where the parts of a share lie, in bytes; flags stand before `tokens`.
 
     tokens: the first word that is all ones while it is blank; so is everything behind it.
@@ -274,17 +253,17 @@ class LowLayout:
     @classmethod
     def of(cls, shape: LowShape) -> LowLayout:
         """The layout of a shape; `LowLatencyShare` in lowlatency/layout.cuh is the same."""
-        flags = _up(8 * shape.ranks)
+        flags = up(8 * shape.ranks)
         tokens = HEADER_BYTES + LINE + 3 * flags
         token_masks = tokens + 2 * flags
-        choices = token_masks + _up(8 * shape.ranks * shape.chunks * shape.local)
-        rows = choices + _up(8 * shape.rows * shape.top_k)
+        choices = token_masks + up(8 * shape.ranks * shape.chunks * shape.local)
+        rows = choices + up(8 * shape.rows * shape.top_k)
         out, home = shape.rows_bytes
-        share = rows + _up(out + home)
+        share = rows + up(out + home)
         return cls(share, HEADER_BYTES, tokens, token_masks, choices, rows, rows + out)
 
     def places(self) -> list[tuple[str, int]]:
-        """What `weft_measured` of a loaded cubin must hold."""
+        """Where the parts of a share lie, by name."""
         return [
             ("sizeof(LowLatencyShare)", self.share_bytes),
             ("progress", self.progress),
@@ -294,15 +273,3 @@ class LowLayout:
             ("rows", self.rows),
             ("rows back", self.back),
         ]
-
-    def expected(self) -> list[tuple[str, int]]:
-        """What `weft_layout` of a compiled entry must hold, in its order."""
-        return struct_numbers(MIRRORS) + self.places()
-
-    def verify(self, exported: Sequence[int]) -> None:
-        """Raise LayoutMismatch naming the first number on which Python and C++ differ."""
-        compare(self.expected(), exported, "the compiled entry")
-
-    def verify_code(self, measured: Sequence[int]) -> None:
-        """As `verify`, for the places that the machine code itself uses."""
-        compare(self.places(), measured, "the code of the compiled entry")

@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from typing import ClassVar, ParamSpec, TypeVar
 
 from weft.errors import LayoutMismatch
-from weft.memory.header import ABI
+from weft.memory.header import (
+    ABI,
+    ErrorRecord,
+    Fault,
+    Header,
+    Mailbox,
+    Record,
+    Timeline,
+)
+from weft.runtime.args import Site
 
+P = ParamSpec("P")
+G = TypeVar("G")
+T = TypeVar("T")
 LINE = 128  # bytes: what the parts of a share are aligned to
+Numbers = Sequence[tuple[str, int]]  # each by its name
+# What every share and every call has, in the order of device/exports.cuh.
+COMMON = (ErrorRecord, Mailbox, Record, Timeline, Fault, Header, Site)
 
 
 def up(size: int, unit: int = LINE) -> int:
     return -(-size // unit) * unit
 
 
-def struct_numbers(mirrors: Sequence[type[ctypes.Structure]]) -> list[tuple[str, int]]:
-    """The numbers of mirrored structs, as every layout table begins with them."""
-    rows: list[tuple[str, int]] = [("abi", ABI)]
+def struct_numbers(*mirrors: type[ctypes.Structure]) -> list[tuple[str, int]]:
+    """The numbers of mirrored structs, as compiled entries export them."""
+    rows: list[tuple[str, int]] = []
     for struct in mirrors:
         rows.append((f"sizeof({struct.__name__})", ctypes.sizeof(struct)))
         rows += [
@@ -28,7 +45,43 @@ def struct_numbers(mirrors: Sequence[type[ctypes.Structure]]) -> list[tuple[str,
     return rows
 
 
-def compare(expected: list[tuple[str, int]], theirs: Sequence[int], whose: str) -> None:
+def sizes_of(make: Callable[P, G], tell: Callable[[G], T], doc: str) -> Callable[P, T]:
+    """A function that takes what `make` takes, and tells something of what that makes."""
+
+    def memory_bytes(*args: P.args, **kwargs: P.kwargs) -> T:
+        return tell(make(*args, **kwargs))
+
+    memory_bytes.__doc__ = doc
+    told = inspect.signature(make).replace(
+        return_annotation=inspect.signature(tell).return_annotation
+    )
+    memory_bytes.__signature__ = told  # type: ignore[attr-defined]
+    return memory_bytes
+
+
+class ShareLayout:
+    """Where the parts of a share lie: a Python mirror of a C++ struct.
+
+    Told there, mirrored here, checked always: every compiled entry exports its own numbers. The
+    mirror exists so that memory can be sized, and views made, before anything is compiled.
+    """
+
+    __slots__ = ()
+    structs: ClassVar[tuple[type[ctypes.Structure], ...]] = ()  # that its table holds, with COMMON
+
+    def places(self) -> list[tuple[str, int]]:
+        """Where the parts lie: what `weft_measured` of a loaded cubin must hold.
+
+        A compiler's constants and its code can differ: NVRTC 13.0 did, see alltoall/layout.cuh.
+        """
+        raise NotImplementedError
+
+    def expected(self) -> list[tuple[str, int]]:
+        """What `weft_layout` of a compiled entry must hold, in its order."""
+        return [("abi", ABI), *struct_numbers(*COMMON, *self.structs), *self.places()]
+
+
+def compare(expected: Numbers, theirs: Sequence[int], whose: str = "the compiled entry") -> None:
     """Raise LayoutMismatch naming the first number on which Python and C++ differ."""
     if len(theirs) != len(expected):
         raise LayoutMismatch(
