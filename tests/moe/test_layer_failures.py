@@ -143,14 +143,15 @@ def test_a_refused_call_sends_nothing(ranks, name):
 def few_rows(group: weft.Group) -> None:
     """Entries without a row count as zero and are reported; the next round is whole again."""
     case = CASE.next(config=PLAIN)
-    with case.open(group, max_rows=16, gemm="torch") as layer:
+    room = 16 if group.device.type == "cpu" else 8  # of all experts; on a GPU of each
+    with case.open(group, max_rows=room, gemm="torch") as layer:
         x, logits = case.of(group.rank, group.device)
         hot = torch.full_like(logits, -9.0)
-        hot[:, :3] = 9.0 - torch.arange(3.0, device=x.device)  # all of rank 0's, 30 rows of 16
+        hot[:, :3] = 9.0 - torch.arange(3.0, device=x.device)  # all of rank 0's, 30 rows
         result = layer(x, hot)
         settle(group)
         if group.rank == 0:
-            with pytest.raises(TokenOverflow, match="16"):
+            with pytest.raises(TokenOverflow, match=str(room)):
                 layer.check()
         layer.check()
         assert bool(result.isfinite().all())

@@ -28,7 +28,6 @@ from tests.moe.test_layer_failures import (
     few_rows,
     wrong_parts,
 )
-from weft.errors import InvalidArgument
 
 pytestmark = pytest.mark.gpu
 
@@ -132,21 +131,3 @@ def all_graphs(group: weft.Group) -> None:
 
 def test_a_captured_layer_replays_with_any_routing(ranks):
     ranks(2, "cuda")(all_graphs)
-
-
-def captured_loop(group: weft.Group) -> None:
-    case = Case(CONFIGS["softmax"], tokens=(4,))
-    with case.open(group, gemm="torch") as layer:
-        x, logits = case.of(0, group.device)
-        layer(x, logits)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            x.mul_(1.0)  # an empty graph is a warning
-            with pytest.raises(InvalidArgument, match="which a captured graph cannot do"):
-                layer(x, logits)
-        layer(x, logits)
-        settle(group)
-
-
-def test_a_loop_is_not_captured(ranks):
-    ranks(1, "cuda")(captured_loop)
