@@ -169,7 +169,7 @@ LOW_MODES = {
     "fp8": Mode(),
     "plain": Mode(quantize=None),
     "ue8m0": Mode(scale="ue8m0"),
-    "lean": Mode(scale="fp32_col", reduce="sender", combine_dtype="fp8"),
+    "reduced": Mode(scale="fp32_col", reduce="sender", combine_dtype="fp8"),
 }
 
 

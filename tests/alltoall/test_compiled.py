@@ -37,7 +37,7 @@ def test_all_to_alls(ranks):
 
 def exchanges(group: weft.Group, options: dict[str, Any]) -> None:
     rank_rounds(group, options)
-    low_rounds(group, options, ("fp8", "lean"))
+    low_rounds(group, options, ("fp8", "reduced"))
 
 
 @pytest.mark.timeout(600)

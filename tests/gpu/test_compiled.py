@@ -29,7 +29,7 @@ def run(group: weft.Group, options: dict[str, Any], part: str) -> None:
     elif part == "rank":
         rank_rounds(group, options, turns)
     elif part == "low":
-        low_rounds(group, options, ("fp8", "plain", "ue8m0", "lean"), turns)
+        low_rounds(group, options, ("fp8", "plain", "ue8m0", "reduced"), turns)
     elif part == "layer":
         layers(group, options, {"overlap": "shared"}, turns)
     else:

@@ -11,7 +11,7 @@ from tests.rounds import Round, bits
 
 KINDS = ["cpu", "threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 UNEVEN = Round(tokens=(5, 0, 16), hidden=256)
-LEAN = Mode(reduce="sender", combine_dtype="fp8")
+REDUCED = Mode(reduce="sender", combine_dtype="fp8")
 CHOICES = Mode(combine="gemm_push")
 CASES = {
     "fp8": (Mode(), UNEVEN.next(add=True)),
@@ -26,8 +26,8 @@ CASES = {
     "choices, fp32, top 10": (CHOICES, UNEVEN.next(dtype=torch.float32, top_k=10, experts=13)),
     "choices, as they are": (Mode(quantize=None, combine="gemm_push"), UNEVEN.next(hidden=16)),
     "reduced by the sender": (Mode(reduce="sender"), UNEVEN.next(add=True, top_k=6)),
-    "reduced, fp8 home": (LEAN, UNEVEN.next(top_k=8)),
-    "reduced, no weights": (LEAN, UNEVEN.next(weighted=False)),
+    "reduced, fp8 home": (REDUCED, UNEVEN.next(top_k=8)),
+    "reduced, no weights": (REDUCED, UNEVEN.next(weighted=False)),
     "fp16": (Mode(), UNEVEN.next(dtype=torch.float16)),
     "fp32, wide ids": (Mode(), UNEVEN.next(dtype=torch.float32, ids_dtype=torch.int64)),
     "fp32 as it is": (Mode(quantize=None, combine_dtype="fp8"), UNEVEN.next(dtype=torch.float32)),
@@ -57,7 +57,7 @@ def test_every_byte_of_every_case(ranks, kind):
 def blank_again(group: weft.Group) -> None:
     """Behind rows that end in half a vector, too: 3 scales, 7 weights."""
     case = UNEVEN.next(hidden=384, top_k=7)
-    for mode in (LEAN, CHOICES, Mode(combine_dtype="fp8"), Mode(quantize=None, reduce="sender")):
+    for mode in (REDUCED, CHOICES, Mode(combine_dtype="fp8"), Mode(quantize=None, reduce="sender")):
         with mode.make(group, case, 16) as a2a:
             for seed in range(4):
                 play(a2a, mode, case.next(seed=seed))
@@ -94,7 +94,8 @@ def test_all_gpus_at_full_size(ranks):
 
 def play_full(group: weft.Group) -> None:
     case = Round((128,) * group.size, hidden=7168, top_k=8, experts=256)
-    modes = Mode(), Mode(reduce="sender"), LEAN, Mode(quantize=None), Mode(scale="ue8m0"), CHOICES
+    reduced = Mode(reduce="sender"), REDUCED
+    modes = Mode(), *reduced, Mode(quantize=None), Mode(scale="ue8m0"), CHOICES
     for mode in modes:
         with mode.make(group, case, 128) as a2a:
             for seed, router in enumerate(("random", "perfect", "zipf", "one-hot", "holes")):
@@ -133,7 +134,7 @@ def test_epochs_cross_their_wrap(ranks, kind):
 
 def in_halves(group: weft.Group) -> None:
     case = Round(tokens=(5, 0, 16)[: group.size], hidden=256, add=True)
-    for base in (Mode(), LEAN):
+    for base in (Mode(), REDUCED):
         mode = Mode(
             reduce=base.reduce,
             combine=base.combine,

@@ -156,7 +156,7 @@ def tables(draw: st.DrawFn) -> tuple[LayerTable, Question]:
 
 
 @given(tables())
-def test_what_is_chosen_can_be_had_and_no_rival_is_surely_faster(drawn):
+def test_what_is_chosen_can_be_had_and_no_other_is_surely_faster(drawn):
     given_, asked = drawn
     (times,) = given_.curves
     found = choose(given_, asked)

@@ -223,16 +223,16 @@ def _named(curve: Curve) -> str:
 
 
 def _reason(curve: Curve, payload: int, chosen: str, backends: Sequence[str]) -> str:
-    """The times of the chosen backend and of its best rival there."""
+    """The times of the chosen backend and of its best other there."""
     times = {name: curve.at(name, payload) for name in backends if name in curve.us}
     mine = times.pop(chosen, None)
-    rivals = {name: us for name, us in times.items() if us is not None}
+    others = {name: us for name, us in times.items() if us is not None}
     if mine is None:
         return "the table has no time for it, nor for any other that serves this call"
-    if not rivals:
+    if not others:
         return f"{mine:.1f} us"
-    best = min(rivals, key=lambda name: rivals[name])
-    text = f"{mine:.1f} us, {best} {rivals[best]:.1f}"
-    if rivals[best] < mine:
+    best = min(others, key=lambda name: others[name])
+    text = f"{mine:.1f} us, {best} {others[best]:.1f}"
+    if others[best] < mine:
         text += f"; a change needs {HYSTERESIS:.0%} at two sizes"
     return text

@@ -60,7 +60,8 @@ class MoE:
     fp8: weights are FP8 with scales (`ExpertWeights.to_fp8`), tokens travel as FP8.
     gemm: "grouped" (weft.gemm) or "torch" (any dtype and device); "auto": grouped for FP8, and on
         GPUs wherever it serves.
-    max_rows: rows for this rank's experts, as in ExpertGroups; default the worst case.
+    max_rows: rows for this rank's experts, as in ExpertGroups; with gemm="torch" on GPUs rows for
+        each of them. Default: the worst case.
     expert_map, quantize, combine_dtype, timeout, first_timeout, num_sms, programmatic_launch,
         profile: as in AllToAll; combine_dtype is left out with overlap="gemm_push". Rows that
         travel as FP8 are widened to the layer's dtype before the GEMMs, unless the weights are FP8

@@ -52,9 +52,8 @@ def sizes_of(make: Callable[P, G], tell: Callable[[G], T], doc: str) -> Callable
         return tell(make(*args, **kwargs))
 
     memory_bytes.__doc__ = doc
-    told = inspect.signature(make).replace(
-        return_annotation=inspect.signature(tell).return_annotation
-    )
+    returned = inspect.signature(tell, eval_str=True).return_annotation
+    told = inspect.signature(make, eval_str=True).replace(return_annotation=returned)
     memory_bytes.__signature__ = told  # type: ignore[attr-defined]
     return memory_bytes
 
