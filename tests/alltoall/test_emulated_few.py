@@ -62,9 +62,11 @@ def on_few(group: weft.Group, folder: str, case: Round, old: str, new: str) -> l
         group.barrier()
         entries = EmulatedFew(Path(folder) / "kernels.so", group.rank, 1)
         a2a._rounds._entries = entries
-        for seed, ctas in enumerate((1,) if old else (1, 2, 3)):
+        # Ranks are threads: what a broken kernel loses depends on them, so it gets several rounds.
+        for seed, ctas in enumerate((1,) * 8 if old else (1, 2, 3)):
             entries.ctas = ctas
-            tokens = case.tokens[seed:] + case.tokens[:seed]
+            first = seed % len(case.tokens)
+            tokens = case.tokens[first:] + case.tokens[:first]
             play(a2a, case.next(seed=seed, tokens=tokens, add=seed % 2 == 0))
         a2a.check()
         group.barrier()
