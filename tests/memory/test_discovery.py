@@ -14,7 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from weft.errors import RendezvousFailed
-from weft.memory import discovery
+from weft.memory import discovery, peers
+from weft.memory.meeting import Meeting
 
 LONG = 1000.0  # a deadline that no test waits for
 
@@ -69,29 +70,55 @@ def test_hosts_differ_by_their_boot(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+class Blind:
+    """A rank that does not see the directories of these turns."""
+
+    def __init__(self, *turns):
+        self.turns = turns
+        self.turn = 0
+
+    def __call__(self, said):
+        self.turn += 1
+        if self.turn in self.turns:
+            return {"problem": f"the meeting directory {self.turn} cannot be opened"}
+        return {**said, **({"host": "box"} if "host" in said else {})}
+
+
 def test_a_directory_that_one_rank_cannot_see_ends_the_meeting_for_all(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    problem = {"problem": "the meeting directory x cannot be opened: set TMPDIR"}
-    turns = []
+    made = []
+    real = Meeting.make
 
-    def cannot_see(said):
-        turns.append(said)
-        return (
-            problem if len(turns) == 3 else {**said, **({"host": "box"} if "host" in said else {})}
-        )
+    def make(self):
+        made.append(self.directory)
+        real(self)
 
-    zero, one = Threads(2).find(timeout=LONG, rank1=cannot_see)
-    for text in (zero, one):
-        assert text.startswith("rank 1: the meeting directory x cannot be opened: set TMPDIR")
-        assert f"rank 0 is on {socket.gethostname()}" in text
-        assert "rank 1 on box (boot " in text
+    monkeypatch.setattr(Meeting, "make", make)
+    zero, one = Threads(2).find(timeout=LONG, rank1=Blind(3, 5))
+    assert zero == one
+    assert zero.startswith("rank 1: the meeting directory 3 cannot be opened")
+    assert f"rank 0 is on {socket.gethostname()}" in zero
+    assert "rank 1 on box (boot " in zero
+    assert "; in /dev/shm, too: rank 1: the meeting directory 5 cannot be opened" in zero
+    assert zero.endswith("or one /dev/shm (--ipc=host)")
+    assert [os.path.dirname(each) for each in made] == [str(tmp_path), "/dev/shm"]
+    assert not any(os.path.exists(each) for each in made)
+
+
+def test_ranks_meet_in_dev_shm_where_one_does_not_see_rank_0s_directory(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert Threads(2).find(rank1=Blind(3)) == ["met", "met"]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_no_room_for_a_directory_is_said_on_every_rank(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
-    for text in Threads(2).find(timeout=LONG):
-        assert re.search("rank 0: cannot make the directory .*set TMPDIR", text)
+    assert Threads(2).find() == ["met", "met"]  # in /dev/shm
+    absent = Meeting(f"{tmp_path}/no/weft-x", b"")
+    with monkeypatch.context() as patch:
+        patch.setattr(Meeting, "in_shared_memory", lambda self: absent)
+        for text in Threads(2).find(timeout=LONG):
+            assert re.search("rank 0: cannot make the directory .*set TMPDIR", text)
 
     def nowhere():
         raise FileNotFoundError("No usable temporary directory found")
@@ -109,7 +136,7 @@ def test_a_place_that_no_rank_would_tell_is_refused(place, tmp_path, monkeypatch
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     told = {"rank0": lambda said: {**said, **({"place": place} if "place" in said else {})}}
     for text in Threads(2).find(timeout=LONG, **told):
-        assert "rank 0 was to tell where to meet" in text
+        assert "rank 0 was to send where to meet" in text
 
 
 @pytest.mark.parametrize("answer", [None, 7, {}, {"problem": 7}])
@@ -121,8 +148,31 @@ def test_what_no_rank_would_answer_is_refused(answer, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_root_of_a_process_is_that_of_its_user_alone(monkeypatch):
+    with peers.Peers() as known:
+        with pytest.raises(RendezvousFailed, match="rank 1 has not sent its process id"):
+            known.root(1)
+        known.watch(1, peers.identity())
+        os.close(known.root(1))
+        before = os.listdir("/proc/self/fd")
+        user = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+        with pytest.raises(RendezvousFailed, match=f"root: it belongs to user {user}; all ranks"):
+            known.root(1)
+        ended = subprocess.Popen(["true"])
+        ended.wait()
+        known.watch(2, {**peers.identity(), "pid": ended.pid})
+        with pytest.raises(RendezvousFailed, match=f"/proc/{ended.pid}: No such file"):
+            known.root(2)
+        known.watch(3, {**peers.identity(), "namespace": "pid:[1]"})
+        with pytest.raises(RendezvousFailed, match="it runs in another pid namespace"):
+            known.root(3)
+        assert os.listdir("/proc/self/fd") == before
+
+
 CONTAINER = """
-import json, os, socket, sys, time
+import json, os, socket, subprocess, sys, time
+from weft.errors import RendezvousFailed
 from weft.memory.discovery import find
 
 out, rank = sys.argv[1], int(sys.argv[2])
@@ -138,10 +188,21 @@ def exchange(value):
         time.sleep(0.01)
     return [json.load(open(f"{out}/{turn}-{r}")) for r in range(2)]
 
-star = find(exchange, rank, 2, "cpu", 120.0)
-passed = len(star.exchange_fds(os.memfd_create("x"), 120.0))
-print(json.dumps([star.gather("who", socket.gethostname(), 120.0), os.getpid(), passed]))
-star.close()
+def meet():
+    try:
+        star = find(exchange, rank, 2, "cpu", 120.0)
+    except RendezvousFailed as error:
+        return str(error)
+    passed = star.exchange_fds(os.memfd_create("x"), 120.0)
+    names = star.gather("who", socket.gethostname(), 120.0)
+    star.close()
+    return [names, os.getpid(), len(passed)]
+
+found = [meet()]
+for folder in (os.environ["TMPDIR"], "/dev/shm"):
+    subprocess.run(["mount", "-t", "tmpfs", "none", folder], check=True)
+    found.append(meet())
+print(json.dumps(found))
 """
 
 
@@ -154,8 +215,9 @@ star.close()
     reason="namespaces cannot be made here",
 )
 def test_containers_of_one_host_meet(tmp_path):
-    """Own host names, process ids, networks and mounts; a directory that both see."""
-    (tmp_path / "values").mkdir()
+    """Own host names, process ids, networks and mounts; they share TMPDIR, /dev/shm, nothing."""
+    for name in ("values", "place"):
+        (tmp_path / name).mkdir()
     processes = []
     for rank in range(2):
         inside = 'hostname "$0" && exec "$@"'
@@ -164,12 +226,20 @@ def test_containers_of_one_host_meet(tmp_path):
             *("sh", "-c", inside, f"box{rank}"),
             *(sys.executable, "-c", CONTAINER, str(tmp_path / "values"), str(rank)),
         ]
-        env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+        place = {"TMPDIR": str(tmp_path / "place"), "PYTHONPATH": os.pathsep.join(sys.path)}
         processes.append(
-            subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            subprocess.Popen(
+                command,
+                env={**os.environ, **place},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
         )
     for process in processes:
         out, err = process.communicate(timeout=200)
         assert process.returncode == 0, err.decode()
-        assert json.loads(out) == [["box0", "box1"], 1, 2]
-    assert not list(tmp_path.glob("weft-*"))
+        in_directory, in_shared_memory, nowhere = json.loads(out)
+        assert in_directory == in_shared_memory == [["box0", "box1"], 1, 2]
+        assert "rank 0: it runs in another pid namespace; rank 0 is on box0 " in nowhere
+        assert "; in /dev/shm, too: rank 1: the meeting directory /dev/shm/weft-" in nowhere
+    assert not list((tmp_path / "place").iterdir())

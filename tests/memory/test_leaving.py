@@ -1,4 +1,4 @@
-"""What the other ranks hear of one that leaves its group."""
+"""What the other ranks raise of one that leaves its group."""
 
 import contextlib
 import os

@@ -86,7 +86,7 @@ def test_a_hub_that_was_killed_before_it_listened_is_waited_for(meeting, monkeyp
 
 @contextlib.contextmanager
 def known_process():
-    """A process that lives, and what a rank in it would tell of itself."""
+    """A process that lives, and what a rank in it would send of itself."""
     process = subprocess.Popen(["sleep", "600"])
     try:
         started = peers._started(process.pid)
@@ -101,7 +101,7 @@ def with_peers(meeting, rank, told, **options):
     """One rank that knows the processes of the others."""
     with peers.Peers() as known:
         for other, said in told.items():
-            known.heard(other, said)
+            known.watch(other, said)
         try:
             meet(meeting, rank=rank, device="cpu", peers=known, **options)
         except RendezvousFailed as error:
@@ -176,7 +176,7 @@ def test_a_process_id_that_went_to_another_process_is_no_rank(meeting):
 )
 def test_what_tells_of_no_process_is_not_watched(said):
     with peers.Peers() as known:
-        known.heard(1, said)
+        known.watch(1, said)
         assert not known.knows(1)
         assert known.dead() == []
 
@@ -184,9 +184,9 @@ def test_what_tells_of_no_process_is_not_watched(said):
 def test_peers_leave_no_descriptor():
     before = len(os.listdir("/proc/self/fd"))
     with known_process() as (_, told), peers.Peers() as known:
-        known.heard(1, told)
-        known.heard(1, told)
-        known.heard(2, peers.identity())
+        known.watch(1, told)
+        known.watch(1, told)
+        known.watch(2, peers.identity())
         assert len(os.listdir("/proc/self/fd")) == before + 2
         assert known.dead() == []
     assert len(os.listdir("/proc/self/fd")) == before

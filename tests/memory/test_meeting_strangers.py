@@ -225,11 +225,11 @@ def test_a_hello_with_the_nonce_and_odd_fields_is_an_error_in_words(meeting):
         hub = lobby.Lobby(meeting, 2, "cpu", peers.Peers())
         ours, theirs = socket.socketpair()
         with contextlib.closing(Channel(theirs, limit=1 << 16)) as end:
-            hub.unheard[ours.fileno()] = (Channel(ours, limit=HELLO_LIMIT), 7, LONG)
+            hub.without_hello[ours.fileno()] = (Channel(ours, limit=HELLO_LIMIT), 7, LONG)
             hello = {**good, **fields, "nonce": meeting.nonce.hex()}
             end.socket.sendall(framed(json.dumps(hello).encode()))
             try:
-                hub._hear_stranger(ours.fileno())
+                hub._read_hello(ours.fileno())
             except RendezvousFailed as error:
                 str(error).encode()
                 assert end.receive(time.monotonic() + 5).kind is Kind.FAIL
@@ -293,7 +293,7 @@ def test_no_answer_of_a_hub_is_more_than_an_error_in_words(meeting):
 )
 def test_a_place_that_no_rank_would_choose_is_refused(directory, nonce):
     with pytest.raises(ValueError, match="directory|path|hex"):
-        Meeting.told(directory, nonce)
+        Meeting.received(directory, nonce)
 
 
 def test_what_others_put_into_the_directory_stays(meeting):

@@ -133,8 +133,8 @@ def disturb(group, port, secret, written):
         (b"\xff\xfe", "not JSON"),
         (b"[" * 100_000, "not JSON"),
         (b"NaN", "not JSON"),
-        (b"7", "rank 2 was to tell where it runs and said 7"),
-        (b'{"host":7,"boot":null}', "rank 2 was to tell where it runs"),
+        (b"7", "rank 2 was to send where it runs and sent 7"),
+        (b'{"host":7,"boot":null}', "rank 2 was to send where it runs"),
         (b"1" * (2 << 20), "2097152 bytes, where at most 1048576 are accepted"),
     ],
 )
@@ -147,7 +147,7 @@ def test_a_stray_value_in_the_store_is_an_error_in_words(written, text):
         assert text in said or "lost the store" in said
     said = " ".join(said for _, said, _ in results[:2])
     assert text in said
-    assert "weft/0/1/1/2 in the store at 127.0.0.1" in said or "rank 2 was to tell" in said
+    assert "weft/0/1/1/2 in the store at 127.0.0.1" in said or "rank 2 was to send" in said
 
 
 @pytest.mark.parametrize("written", [b"garbage{", b'{"host":"a","boot":"b"}', b"0" * 64 + b"{}"])

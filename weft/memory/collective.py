@@ -20,7 +20,16 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from weft.errors import InvalidArgument, OutOfOrder, RendezvousFailed
-from weft.memory.wire import JSON, SLACK, VALUE_LIMIT, Malformed, decode, encode, text_of
+from weft.memory.wire import (
+    JSON,
+    SLACK,
+    VALUE_LIMIT,
+    Malformed,
+    decode,
+    encode,
+    encode_value,
+    text_of,
+)
 
 # torch 2.13 renamed both; the old names still work there, but warn.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -51,12 +60,7 @@ class TorchControl:
         """
         if self._closed:
             raise OutOfOrder("the group is closed; make a new one")
-        body = encode(value)
-        if len(body) > VALUE_LIMIT:
-            raise InvalidArgument(
-                f"{op} was given {len(body)} bytes of JSON and carries at most {VALUE_LIMIT}; "
-                "send large data as tensors through process_group()"
-            )
+        body = encode_value(op, value, larger="as tensors through process_group()")
         frame = encode({"op": op})[:-1] + b',"value":' + body + b"}"
         rows = gather_bytes(self._process_group, frame, timeout, watch=watch)
         said = [_message(rank, op, row) for rank, row in enumerate(rows)]
@@ -76,7 +80,7 @@ class TorchControl:
         )
 
     def close(self, why: str | None = None) -> None:
-        """Forget the process group, which belongs to the caller. Nobody is told `why`."""
+        """Forget the process group, which belongs to the caller. `why` is sent to nobody."""
         self._closed = True
 
 

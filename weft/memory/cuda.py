@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.errors import DriverError, HandleUnsupported, PeerAccessDenied, SetupError
+from weft.memory.descriptors import map_all
 from weft.memory.dlpack import tensor_at
 from weft.memory.driver import call, driver, fence, relaxed
 from weft.memory.header import MAILBOX_BYTES
@@ -238,7 +239,7 @@ class DeviceShares:
             raise DriverError(
                 f"{error}; a share takes {self._mapped} bytes in one piece, and cuda:"
                 f"{self._ordinal} has {free} free of {total}: `torch.cuda.empty_cache()` gives "
-                "back what torch only keeps, and the `memory_bytes` of what you build tells its "
+                "back what torch only keeps, and the `memory_bytes` of what you build returns its "
                 "bytes before anything is allocated"
             ) from error
 
@@ -342,13 +343,4 @@ def _share(group: Group, shares: DeviceShares, *, fabric: bool) -> None:
         group.together(lambda: shares.map(handles), doing=doing)
         return
     group.together(shares.export_fd, doing="exporting memory")
-    fd = shares.take_fd()
-    try:
-        fds = group.exchange_fds(fd)
-    finally:
-        os.close(fd)
-    try:
-        group.together(lambda: shares.map(fds), doing=doing)
-    finally:  # an open descriptor would keep the memory alive after its owner's death
-        for each in fds:
-            os.close(each)
+    map_all(group, shares, doing=doing)

@@ -1,12 +1,17 @@
 """Ranks that some launcher started find out whether they share a host, and meet.
 
 They can already exchange small values, through a torch process group or a store (`store.py`); that
-serves only to say who they are and to hand out the meeting's directory and nonce.
+serves only to say who they are and to hand out the meeting's directory and nonce. A rank that does
+not see the directory, because it runs in a container with mounts of its own, reaches it through the
+root directory of rank 0's process. Where one cannot, all try /dev/shm instead. Either way they come
+to one Unix socket, so authentication, descriptors and signs of life do not depend on the way.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -26,6 +31,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 Exchange = Callable[[JSON], list[Any]]
+_REMEDY = (
+    "Set TMPDIR to a directory that all ranks see, in containers a volume mounted at one path in "
+    "each; or give the containers one pid namespace (--pid=host, or shareProcessNamespace in a "
+    "pod) or one /dev/shm (--ipc=host)"
+)
 
 
 def find(
@@ -40,19 +50,19 @@ def find(
 
     `exchange` may look after `peers` while it waits: they are filled as soon as it returned once.
     """
-    with Peers() if peers is None else peers as watched:
+    with Peers() if peers is None else peers as watched, contextlib.ExitStack() as held:
         mine, problem = None, None
         try:
             mine = Meeting.draw() if rank == 0 else None
         except RendezvousFailed as error:
             problem = f"rank 0: {error}"
-        # The directory is made after its name was told: whoever outlives rank 0 can remove it.
+        # The directory is made after its name was sent: whoever outlives rank 0 can remove it.
         place = {"directory": mine.directory, "nonce": mine.nonce.hex()} if mine else None
         began = time.monotonic()
         said = exchange({**_host(), "place": place, "problem": problem})
         waited = time.monotonic() - began
         hosts = [_checked_host(r, each) for r, each in enumerate(said)]
-        _log.debug("all %d ranks told where they run within %.3f s", size, waited)
+        _log.debug("all %d ranks sent where they run within %.3f s", size, waited)
         if hosts[0]["problem"] is not None:
             raise RendezvousFailed(text_of(hosts[0]["problem"]))
         other = next((r for r, host in enumerate(hosts) if host["boot"] != hosts[0]["boot"]), None)
@@ -64,24 +74,76 @@ def find(
             )
         for r, host in enumerate(hosts):
             if r != rank:
-                watched.heard(r, host)
-        meeting = _told_meeting(hosts[0]["place"])
+                watched.watch(r, host)
+        first, problems = _meeting_of(hosts[0]["place"]), []
+        for meeting in (first, first.in_shared_memory()):
+            way = _Way(meeting, rank, watched, held)
+            try:
+                _agree(exchange, meeting.make if rank == 0 else None, hosts)
+                _agree(exchange, way.find, hosts)
+                return meet(
+                    way.meeting,
+                    rank=rank,
+                    size=size,
+                    device=device,
+                    timeout=timeout,
+                    peers=watched,
+                )
+            except BaseException as error:
+                # Whoever fails: without this rank it cannot succeed, and rank 0 may have died.
+                way.meeting.remove()
+                if not isinstance(error, _NotHere):
+                    raise
+                problems.append(str(error))
+        raise RendezvousFailed(f"{problems[0]}; in /dev/shm, too: {problems[1]}. {_REMEDY}")
+
+
+class _NotHere(RendezvousFailed):
+    """Not every rank reaches this place. All ranks raise it alike, so all can try another one."""
+
+
+class _Way:
+    """A rank's way to a meeting: to where rank 0 says or, if it has other mounts, to there in its.
+
+    `meeting` is the meeting as this rank reaches it; `held` closes what the way there needs.
+    """
+
+    def __init__(
+        self, meeting: Meeting, rank: int, peers: Peers, held: contextlib.ExitStack
+    ) -> None:
+        self.meeting = meeting
+        self._rank = rank
+        self._peers = peers
+        self._held = held
+
+    def find(self) -> None:
+        """Set `meeting`. Raises RendezvousFailed saying what stands in either way."""
         try:
-            _agree(exchange, meeting.make if rank == 0 else None, hosts)
-            _agree(exchange, meeting.check, hosts)
-            return meet(
-                meeting, rank=rank, size=size, device=device, timeout=timeout, peers=watched
-            )
-        except BaseException:
-            # Whoever fails: without this rank it cannot succeed, and rank 0 may have died.
-            meeting.remove()
-            raise
+            self.meeting.check()
+            return
+        except RendezvousFailed as unseen:
+            if self._rank == 0:
+                raise
+            try:
+                root = self._peers.root(0)
+                self._held.callback(os.close, root)
+                found = self.meeting.below(root)
+                found.check()
+            except RendezvousFailed as error:
+                raise RendezvousFailed(
+                    f"{unseen}; nor can it be opened through the process of rank 0: {error}"
+                ) from error
+        _log.debug(
+            "rank %d does not see %s and reaches it through the process of rank 0, as %s",
+            *(self._rank, self.meeting.directory, found.directory),
+        )
+        self.meeting = found
 
 
 def _agree(
     exchange: Exchange, step: Callable[[], None] | None, hosts: list[dict[str, Any]]
 ) -> None:
-    """Take a step of the meeting and raise RendezvousFailed on every rank if one could not."""
+    """Take a step of the meeting and raise _NotHere on every rank if one could not."""
     problem = None
     try:
         if step is not None:
@@ -95,7 +157,7 @@ def _agree(
             where = ""
             if hosts[rank]["host"] != hosts[0]["host"]:
                 where = f"; rank 0 is on {_named(hosts[0])}, rank {rank} on {_named(hosts[rank])}"
-            raise RendezvousFailed(f"rank {rank}: {text_of(said['problem'])}{where}")
+            raise _NotHere(f"rank {rank}: {text_of(said['problem'])}{where}")
 
 
 def _host() -> dict[str, JSON]:
@@ -105,23 +167,23 @@ def _host() -> dict[str, JSON]:
 
 
 def _checked_host(rank: int, said: Any) -> dict[str, Any]:
-    """What rank `rank` told of itself, if it told of itself."""
+    """What rank `rank` sent of itself, if that is what it sent."""
     texts = ("host", "boot")
     if not isinstance(said, dict) or not all(isinstance(said.get(name), str) for name in texts):
         raise RendezvousFailed(
-            f"rank {rank} was to tell where it runs and said {said!r:.200}: it is no rank of this "
+            f"rank {rank} was to send where it runs and sent {said!r:.200}: it is no rank of this "
             "weft, or somebody else wrote in its place"
         )
     return {"place": None, "problem": None, **said}
 
 
-def _told_meeting(place: Any) -> Meeting:
+def _meeting_of(place: Any) -> Meeting:
     said = place if isinstance(place, dict) else {}
     try:
-        return Meeting.told(said.get("directory"), said.get("nonce"))
+        return Meeting.received(said.get("directory"), said.get("nonce"))
     except ValueError as error:
         raise RendezvousFailed(
-            f"rank 0 was to tell where to meet and {text_of(str(error))}: it is no rank of this "
+            f"rank 0 was to send where to meet, but {text_of(str(error))}: it is no rank of this "
             "weft, or somebody else wrote in its place"
         ) from error
 

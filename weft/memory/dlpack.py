@@ -1,7 +1,7 @@
 """torch tensors over device addresses, through DLPack.
 
 DLPack lets us say which device a tensor is on. `__cuda_array_interface__` does not: torch asks the
-driver, is told the GPU that holds the memory, and would copy a peer's share or run its kernels on
+driver, gets the GPU that holds the memory, and would copy a peer's share or run its kernels on
 a GPU where this process has not mapped it.
 """
 

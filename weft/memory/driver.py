@@ -48,7 +48,7 @@ def relaxed(device: torch.device | None = None) -> Iterator[None]:
 
     Such calls are forbidden to a thread that captures, and to every thread while one captures in
     the global mode. A forbidden call not only fails: it makes the capture invalid, and whoever
-    captures hears of it at a launch of his own. None of what weft does within is part of a graph,
+    captures sees the error at a later launch. None of what weft does within is part of a graph,
     so nothing is lost by leave for it. The thread's mode comes back at the end.
 
     Even so nothing may wait for what is being captured, nor for what contains it: to synchronise

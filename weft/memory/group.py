@@ -6,7 +6,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -48,7 +47,7 @@ class Member(Protocol):
         """The process of a rank has ended."""
 
     def tell_left(self, why: str, *, settled: bool = False) -> None:
-        """Tell the peers that this rank makes no more calls; settled: when those made are done."""
+        """Notify the peers that no more calls come; settled: once those made are done."""
 
 
 class Group:
@@ -321,17 +320,17 @@ class Group:
         os.close(fds[self.rank])
         ended = weakref.WeakMethod(self._peer_ended)
 
-        def tell(rank: int) -> None:
+        def peer_ended(rank: int) -> None:
             method = ended()
             if method is not None:
                 method(rank)
 
         peers = {rank: fd for rank, fd in enumerate(fds) if rank != self.rank}
-        self._liveness = Liveness(peers, tell)
+        self._liveness = Liveness(peers, peer_ended)
         weakref.finalize(self, self._liveness.close).atexit = False
 
     def attach(self, member: Member) -> None:
-        """Let `member` hear when a peer's process ends, and leave with this rank."""
+        """Notify `member` when a peer's process ends, and when this rank leaves."""
         with self._fate:
             self._members.add(member)
             for rank in self._ended:
@@ -365,7 +364,7 @@ class Group:
         self._leave(None)
 
     def _leave(self, why: str | None) -> None:
-        """Close; ranks that wait for this one in a control message hear at once, and why."""
+        """Close; ranks that wait for this one in a control message get the reason at once."""
         if self._closed:
             return
         self._closed = True
@@ -385,12 +384,7 @@ class Group:
     def __enter__(self) -> Group:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._leave(None if error is None else reason(error))
 
     def __repr__(self) -> str:

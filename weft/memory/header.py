@@ -12,7 +12,7 @@ from ctypes import c_uint8, c_uint32, c_uint64
 
 from weft.shape import MAX_RANKS
 
-ABI = 7
+ABI = 8
 RING_RECORDS = 256
 RING_TIMELINES = 64
 EPOCH_MASK = (1 << 40) - 1
@@ -41,7 +41,7 @@ class ErrorRecord(ctypes.Structure):
 
 
 class Mailbox(ctypes.Structure):
-    """One page of host memory that kernels can write: errors out, what the host tells them in."""
+    """One page of host memory that kernels can write: errors out, notices of the host in."""
 
     _fields_ = (
         ("host_word", c_uint64),
@@ -113,7 +113,8 @@ class Header(ctypes.Structure):
         ("epoch", c_uint64),
         ("failed", c_uint32),
         ("rows", c_uint32),
-        ("_pad1", c_uint8 * 112),
+        ("source_rows", c_uint32),
+        ("_pad1", c_uint8 * 108),
         ("arrived", c_uint32),
         ("refusing", c_uint32),
         ("refusals", c_uint32),

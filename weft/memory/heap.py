@@ -6,7 +6,6 @@ import logging
 import time
 import weakref
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Protocol
 
 import torch
@@ -198,12 +197,7 @@ class Heap:
     def __enter__(self) -> Heap:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _open(self) -> Shares:

@@ -39,9 +39,9 @@ def launch(
 
     Raises RankFailed when a rank raises, dies or runs longer than `timeout` seconds. It names the
     rank that failed first and by itself, with its traceback; that rank's exception is its
-    `__cause__`. Ranks that wait for it in weft hear of it and end at once. Those that do something
-    else have 10 s to end and are then killed (threads: their groups are broken). Where ranks waited
-    for one that had returned, the text says so.
+    `__cause__`. Ranks that wait for it in weft get the reason and end at once. Those that do
+    something else have 10 s to end and are then killed (threads: their groups are broken). Where
+    ranks waited for one that had returned, the text says so.
     """
     function("fn", fn, "which every rank calls with its group and args")
     ranks = integer("ranks", ranks, 1, MAX_LAUNCHED)
@@ -101,7 +101,7 @@ class _Threads:
             report = report_of(rank, group, lambda: fn(group, *args))
         except BaseException as error:
             report = Report.raised(rank, error)
-            self.meeting.end(report.told())
+            self.meeting.end(report.line())
         self.reports.put(report)
 
     def collect(self, deadline: float) -> list[Report]:

@@ -1,4 +1,4 @@
-"""Rank 0 while the ranks meet: it listens, tells ranks from strangers, and says when all are in.
+"""Rank 0 while the ranks meet: it listens, admits ranks, refuses strangers, welcomes all at once.
 
 A stranger is refused, whatever it sends, and does not delay a rank: connections that say nothing
 make room for others, and have to come again.
@@ -32,7 +32,7 @@ from weft.memory.wire import (
 )
 
 HELLO_SECONDS = 5.0  # for a new connection to say who it is
-STRANGERS = 64  # connections that may wait unheard at a time
+STRANGERS = 64  # connections that may wait at a time without a hello
 
 
 class Lobby:
@@ -45,7 +45,9 @@ class Lobby:
         self.peers = peers
         self.members: dict[int, Channel] = {}
         self.pids = [os.getpid()] + [0] * (size - 1)
-        self.unheard: dict[int, tuple[Channel, int, float]] = {}  # fd -> channel, pid, deadline
+        self.without_hello: dict[
+            int, tuple[Channel, int, float]
+        ] = {}  # fd -> channel, pid, deadline
         self.hosted_by_another = False
 
     def gather(self, deadline: float, timeout: float) -> None:
@@ -77,12 +79,12 @@ class Lobby:
                 self.meeting.remove()
             if listener is not None:
                 listener.close()
-            for channel, _, _ in self.unheard.values():
+            for channel, _, _ in self.without_hello.values():
                 channel.close()
-            self.unheard.clear()
+            self.without_hello.clear()
 
     def star(self, deadline: float) -> Star:
-        """Tell every member that all have met."""
+        """Send every member the welcome: all have met."""
         star = Star(0, self.size, self.members, self.pids)
         try:
             for rank, channel in self.members.items():
@@ -131,19 +133,23 @@ class Lobby:
         poller.register(listener, select.POLLIN)
         ranks = {channel.fileno(): rank for rank, channel in self.members.items()}
         processes = self.peers.pidfds(self._missing())
-        for fd in (*ranks, *self.unheard, *processes):
+        for fd in (*ranks, *self.without_hello, *processes):
             poller.register(fd, select.POLLIN)
         now = time.monotonic()
-        soonest = min([deadline, now + LOOK, *(until for _, _, until in self.unheard.values())])
+        soonest = min(
+            [deadline, now + LOOK, *(until for _, _, until in self.without_hello.values())]
+        )
         ready = [fd for fd, _ in poller.poll(milliseconds(soonest))]
         for fd in ready:
             if fd in ranks:
-                self._hear_member(ranks[fd])
-            elif fd in self.unheard:
-                self._hear_stranger(fd)
+                self._read_member(ranks[fd])
+            elif fd in self.without_hello:
+                self._read_hello(fd)
             elif fd == listener.fileno():
                 self._accept(listener)
-        for fd in [f for f, (_, _, until) in self.unheard.items() if until < time.monotonic()]:
+        for fd in [
+            f for f, (_, _, until) in self.without_hello.items() if until < time.monotonic()
+        ]:
             self._refuse(fd, f"no hello within {HELLO_SECONDS:g} s", Kind.AGAIN)
         dead = [rank for rank in self.peers.dead() if rank not in self.members]
         if dead:
@@ -160,7 +166,7 @@ class Lobby:
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as error:
-                if error.errno not in (errno.EMFILE, errno.ENFILE) or not self.unheard:
+                if error.errno not in (errno.EMFILE, errno.ENFILE) or not self.without_hello:
                     raise
                 self._make_room()
                 continue
@@ -168,19 +174,19 @@ class Lobby:
             if uid != os.geteuid():
                 connection.close()
                 continue
-            if len(self.unheard) >= STRANGERS:
+            if len(self.without_hello) >= STRANGERS:
                 self._make_room()
             channel = Channel(connection, limit=HELLO_LIMIT)
             fd = channel.fileno()
-            self.unheard[fd] = (channel, pid, time.monotonic() + HELLO_SECONDS)
-            self._hear_stranger(fd)  # most have spoken already
+            self.without_hello[fd] = (channel, pid, time.monotonic() + HELLO_SECONDS)
+            self._read_hello(fd)  # most have spoken already
 
     def _make_room(self) -> None:
-        oldest = next(iter(self.unheard))
-        self._refuse(oldest, f"{STRANGERS} connections wait unheard", Kind.AGAIN)
+        oldest = next(iter(self.without_hello))
+        self._refuse(oldest, f"{STRANGERS} connections wait without a hello", Kind.AGAIN)
 
-    def _hear_stranger(self, fd: int) -> None:
-        channel, pid, _ = self.unheard[fd]
+    def _read_hello(self, fd: int) -> None:
+        channel, pid, _ = self.without_hello[fd]
         try:
             frame = channel.pump()
         except (OSError, Malformed) as error:
@@ -198,7 +204,7 @@ class Lobby:
     def _admit(self, fd: int, pid: int, said: dict[str, Any]) -> None:
         """A connection that knows the nonce is a rank of this job: what differs is an error."""
         rank = said.get("rank")
-        channel = self.unheard.pop(fd)[0]
+        channel = self.without_hello.pop(fd)[0]
         mine = {"abi": ABI, "size": self.size, "device": self.device}
         differs = [
             f"{k} {v!r} and {text_of(repr(said.get(k)))[:200]}"
@@ -210,7 +216,7 @@ class Lobby:
             self.members[rank] = channel
             self.pids[rank] = pid
             return
-        self.members[min(self.members, default=0) - 1] = channel  # so that it hears why, too
+        self.members[min(self.members, default=0) - 1] = channel  # so that it gets the reason, too
         name = text_of(repr(rank))[:200]
         if differs:
             self.fail(f"rank 0 and rank {name} (pid {pid}) disagree: {'; '.join(differs)}")
@@ -220,7 +226,7 @@ class Lobby:
             + "; give every process its own rank"
         )
 
-    def _hear_member(self, rank: int) -> None:
+    def _read_member(self, rank: int) -> None:
         name = f"rank {rank} (pid {self.pids[rank]})"
         try:
             frame = self.members[rank].pump()
@@ -233,7 +239,7 @@ class Lobby:
             self.fail(f"{name} left before all ranks had met: {why}")
 
     def _refuse(self, fd: int, why: str, kind: Kind = Kind.FAIL) -> None:
-        channel = self.unheard.pop(fd)[0]
+        channel = self.without_hello.pop(fd)[0]
         with contextlib.suppress(OSError):
             channel.send(kind, encode(f"refused: {why}"), 0.0)
         channel.close()

@@ -54,8 +54,8 @@ class Meeting:
         return meeting
 
     @classmethod
-    def told(cls, directory: Any, nonce: Any) -> Meeting:
-        """The meeting that rank 0 told of. Raises ValueError for what `draw` would not choose.
+    def received(cls, directory: Any, nonce: Any) -> Meeting:
+        """The meeting whose place rank 0 sent. Raises ValueError for what `draw` would not choose.
 
         Whoever could write a false directory could otherwise have this process remove an empty one.
         """
@@ -80,6 +80,14 @@ class Meeting:
     def check(self) -> None:
         """Raise RendezvousFailed if this process cannot meet there."""
         os.close(private_directory(self.directory))
+
+    def below(self, root: int) -> Meeting:
+        """This meeting, reached from the root directory that the descriptor `root` names."""
+        return Meeting(f"/proc/self/fd/{root}{self.directory}", self.nonce)
+
+    def in_shared_memory(self) -> Meeting:
+        """This meeting moved to /dev/shm, which containers of one IPC namespace share."""
+        return Meeting(os.path.join("/dev/shm", os.path.basename(self.directory)), self.nonce)
 
     def end(self, why: str) -> None:
         """End the meeting for every rank that has not met yet, whatever it waits for.
@@ -140,9 +148,8 @@ def private_directory(path: str) -> int:
         fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         raise RendezvousFailed(
-            f"the meeting directory {path} cannot be opened ({error.strerror}): the ranks must "
-            "share a file system there; set TMPDIR to a directory that they all see, for "
-            "containers to a volume mounted at one path in all of them"
+            f"the meeting directory {path} cannot be opened ({error.strerror}): this rank does "
+            "not see it, or the meeting is over"
         ) from error
     status = os.fstat(fd)
     mode = stat.S_IMODE(status.st_mode)

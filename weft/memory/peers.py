@@ -1,13 +1,14 @@
-"""The processes of ranks that are about to meet, and whether they live.
+"""The processes of ranks that are about to meet: whether they live, and what they have mounted.
 
 A rank that is connected shows its death by its socket. Before that only the system knows of it:
-each rank tells the others its process id, and they hold a pidfd of it. That works within one pid
+each rank sends the others its process id, and they hold a pidfd of it. That works within one pid
 namespace; elsewhere the deadline alone remains, and errors say so.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 from collections.abc import Iterable
@@ -16,9 +17,11 @@ from typing import Any
 from weft.errors import RendezvousFailed
 from weft.memory.wire import JSON
 
+_ELSEWHERE = "it runs in another pid namespace"
+
 
 def identity() -> dict[str, JSON]:
-    """What this process tells of itself: its id, when it started, and where both are valid."""
+    """What this process sends of itself: its id, when it started, and where both are valid."""
     pid = os.getpid()
     return {"pid": pid, "started": _started(pid), "namespace": _namespace()}
 
@@ -32,10 +35,10 @@ class Peers:
         self._dead: set[int] = set()
         self._unseen: dict[int, str] = {}  # ranks whose death cannot be seen, and why
 
-    def heard(self, rank: int, said: Any) -> None:
-        """Watch rank `rank`, which told what `identity` returned there; anything else is ignored.
+    def watch(self, rank: int, said: Any) -> None:
+        """Watch rank `rank`, which sent what `identity` returned there; anything else is ignored.
 
-        Only the first word counts: a process keeps its identity.
+        Only the first counts: a process keeps its identity.
         """
         if rank in self._pids or not isinstance(said, dict):
             return
@@ -44,7 +47,7 @@ class Peers:
             return
         self._pids[rank] = pid
         if said.get("namespace") != _namespace():
-            self._unseen[rank] = "it runs in another pid namespace"
+            self._unseen[rank] = _ELSEWHERE
             return
         try:
             self._pidfds[rank] = os.pidfd_open(pid)
@@ -56,7 +59,7 @@ class Peers:
             self._unseen[rank] = f"pidfd_open: {error.strerror}"
 
     def knows(self, rank: int) -> bool:
-        """Whether rank `rank` was heard."""
+        """Whether rank `rank` has sent its identity."""
         return rank in self._pids
 
     def pidfds(self, ranks: Iterable[int]) -> dict[int, int]:
@@ -84,6 +87,41 @@ class Peers:
         """For an error at the deadline: of which of `ranks` it cannot be said that they live."""
         known = [f"rank {r}: {self._unseen[r]}" for r in ranks if r in self._unseen]
         return f" (whether they live cannot be seen from here: {'; '.join(known)})" if known else ""
+
+    def root(self, rank: int) -> int:
+        """An O_PATH descriptor of the root directory of a rank's process; the caller closes it.
+
+        Below it lies whatever that process has mounted. The kernel asks for the right to read the
+        process, which ranks of one user with equal capabilities have. It does not ask for the right
+        to attach to it, which pidfd_getfd needs and which Yama and the default seccomp profile of
+        Docker refuse. Raises RendezvousFailed saying why it cannot be had.
+        """
+        pid = self._pids.get(rank)
+        if pid is None:
+            raise RendezvousFailed(f"rank {rank} has not sent its process id")
+        if self._unseen.get(rank) == _ELSEWHERE:
+            raise RendezvousFailed(_ELSEWHERE)
+        try:
+            process = os.open(f"/proc/{pid}", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise RendezvousFailed(
+                f"/proc/{pid}: {error.strerror}; mount the /proc of this pid namespace"
+            ) from error
+        try:
+            # Root may read every process. Without this check whoever writes in the store could
+            # lead it into the mounts of a process of his.
+            owner = os.fstat(process).st_uid
+            if owner != os.geteuid():
+                raise PermissionError(errno.EACCES, f"it belongs to user {owner}")
+            return os.open("root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=process)
+        except OSError as error:
+            raise RendezvousFailed(
+                f"/proc/{pid}/root: {error.strerror}; all ranks need one user "
+                f"(this one is {os.geteuid()}) and equal capabilities, and rank {rank} must be "
+                "dumpable (prctl(PR_SET_DUMPABLE), which a change of user without exec ends)"
+            ) from error
+        finally:
+            os.close(process)
 
     def close(self) -> None:
         """Give the pidfds back. Idempotent."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from weft.errors import HandleUnsupported
+from weft.memory.descriptors import map_all
 from weft.memory.header import MAILBOX_BYTES
 
 if TYPE_CHECKING:
@@ -140,16 +141,7 @@ def create(group: Group, size: int) -> HostShares:
     shares = HostShares(group.rank, group.size, size)
     try:
         group.together(shares.allocate, doing=f"allocating {size} bytes of shared memory")
-        fd = shares.take_fd()
-        try:
-            fds = group.exchange_fds(fd)
-        finally:
-            os.close(fd)
-        try:
-            group.together(lambda: shares.map(fds), doing=f"mapping {size} bytes of every rank")
-        finally:
-            for each in fds:
-                os.close(each)
+        map_all(group, shares, doing=f"mapping {size} bytes of every rank")
     except BaseException:
         shares.free()
         raise

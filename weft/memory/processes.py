@@ -30,7 +30,7 @@ _PRELOAD = ["torch", "weft.memory.processes"]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every rank is told. `work` is the pickled function and arguments."""
+    """What every rank gets. `work` is the pickled function and arguments."""
 
     work: bytes
     meeting: Meeting
@@ -97,7 +97,7 @@ def _watch(meeting: Meeting, ranks: Sequence[_Rank], deadline: float) -> None:
                 grace = GRACE if ranks[r].met else GRACE_MEETING
                 deadline = min(deadline, time.monotonic() + grace)
                 if not ranks[r].met:
-                    meeting.end(report.told())
+                    meeting.end(report.line())
 
 
 def _hear(rank: int, each: _Rank) -> Report | None:
@@ -154,7 +154,7 @@ def _child(pipe: Connection, job: Job, rank: int) -> None:
         message = _work(pipe, job, rank).packed()
     except BaseException as error:
         message = Report.raised(rank, error).packed()
-    with contextlib.suppress(BrokenPipeError):  # the launcher has gone; nobody is left to tell
+    with contextlib.suppress(BrokenPipeError):  # the launcher has gone; nobody reads it
         pipe.send_bytes(message)
     pipe.close()
 

@@ -138,7 +138,7 @@ class _Newcomer:
             raise RendezvousFailed(why)
         dead = self.peers.dead()
         if dead:
-            # Not this rank's to clear away while rank 0 lives: it tells the others why, first.
+            # Not this rank's to clear away while rank 0 lives: it sends the reason first.
             raise self._gone(self.peers.died(dead[0]), clear=0 in dead)
         if error.errno == errno.ECONNREFUSED:
             raise self._gone(
@@ -185,7 +185,7 @@ class _Newcomer:
             return None
         if frame.kind is not Kind.WELCOME:
             raise RendezvousFailed(
-                f"{text_of(frame.body)} (rank 0, pid {pid}, told rank {self.rank})"
+                f"{text_of(frame.body)} (rank 0, pid {pid}, to rank {self.rank})"
             )
         return Star(self.rank, self.size, {0: channel}, self._pids(frame, pid))
 

@@ -37,7 +37,7 @@ class Report:
 
     @classmethod
     def raised(cls, rank: int, error: BaseException) -> Report:
-        """What a rank says when its function raised `error`."""
+        """The report of a rank whose function raised `error`."""
         trace = "".join(traceback.format_exception(error))
         return cls(
             rank,
@@ -51,7 +51,7 @@ class Report:
             blamed=_blamed(rank, error),
         )
 
-    def told(self) -> str:
+    def line(self) -> str:
         """The failure in one line, for the other ranks."""
         if self.kind == "died":
             return f"rank {self.rank} died: {self.text}"
@@ -68,9 +68,9 @@ class Report:
 
 
 def report_of(rank: int, group: AbstractContextManager[Any], body: Callable[[], Any]) -> Report:
-    """Run `body` within `group` and say how it ended.
+    """Run `body` within `group` and report how it ended.
 
-    Its time is taken before the group tells the others: no echo is earlier than its cause.
+    Its time is taken before the group informs the others: no echo is earlier than its cause.
     """
     report: Report | None = None
     try:

@@ -42,18 +42,18 @@ def require_room(group: Group, bytes_each: int, *, what: str) -> None:
         return
     place, bound = control_group()
     swap, host = _meminfo("SwapFree"), _meminfo("MemAvailable")
-    told = group.all_gather([host + swap, place, None if bound is None else bound + swap])
+    gathered = group.all_gather([host + swap, place, None if bound is None else bound + swap])
     ranks, total = group.size, group.size * bytes_each
-    least = min(available for available, _, _ in told)
+    least = min(available for available, _, _ in gathered)
     if total > least:
-        rank = next(r for r, (available, _, _) in enumerate(told) if available == least)
+        rank = next(r for r, (available, _, _) in enumerate(gathered) if available == least)
         raise InvalidArgument(
             f"{what} takes {_size(bytes_each)} on each of {ranks} ranks, {_size(total)} together; "
             f"rank {rank} sees {_size(least)} available on this host (MemAvailable and SwapFree in "
             f"/proc/meminfo): {_MEND}"
         )
-    for rank, (_, where, limit) in enumerate(told):
-        beside = sum(other == where for _, other, _ in told)
+    for rank, (_, where, limit) in enumerate(gathered):
+        beside = sum(other == where for _, other, _ in gathered)
         if limit is not None and beside * bytes_each > limit:
             raise InvalidArgument(
                 f"{what} takes {_size(bytes_each)} on each of {ranks} ranks, "
@@ -118,5 +118,5 @@ def _size(count: int) -> str:
 
 _MEND = (
     "build it smaller (max_tokens, hidden, slots) or with fewer ranks; the `memory_bytes` of what "
-    "you build tells its bytes before anything is allocated"
+    "you build returns its bytes before anything is allocated"
 )

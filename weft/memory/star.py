@@ -1,7 +1,7 @@
 """The star of Unix sockets that the ranks of one host keep after they met.
 
 Rank 0 is the hub. Every collective is one frame from each rank to the hub and one frame back (one a
-descriptor, for descriptors). A rank that dies ends its socket, so the hub knows at once and tells
+descriptor, for descriptors). A rank that dies ends its socket, so the hub knows at once and informs
 the others which rank it was. Every wait has a deadline; a failed call breaks the star for good.
 """
 
@@ -16,16 +16,16 @@ import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from weft.errors import InvalidArgument, OutOfOrder, RendezvousFailed
+from weft.errors import OutOfOrder, RendezvousFailed
 from weft.memory.wire import (
     JSON,
-    VALUE_LIMIT,
     Channel,
     Frame,
     Gone,
     Kind,
     Malformed,
     encode,
+    encode_value,
     milliseconds,
     text_of,
 )
@@ -52,12 +52,7 @@ class Star:
 
     def gather(self, op: str, value: JSON, timeout: float) -> list[Any]:
         """Every rank's `value` in rank order. `op` names the call; all ranks must make the same."""
-        body = encode(value)
-        if len(body) > VALUE_LIMIT:
-            raise InvalidArgument(
-                f"{op} was given {len(body)} bytes of JSON and carries at most {VALUE_LIMIT}; "
-                "send large data through a Heap"
-            )
+        body = encode_value(op, value, larger="through a Heap")
         with self._collective():
             call = encode({"op": op, "n": self._sequence})
             deadline = time.monotonic() + timeout
@@ -66,8 +61,8 @@ class Star:
                 values = [value] + [frames[r].body["value"] for r in range(1, self.size)]
                 try:
                     text = encode(values)
-                except ValueError as error:  # each could be told, but not one level deeper
-                    self._fail(f"the values of {op} cannot be told to every rank: {error}")
+                except ValueError as error:  # each could be sent, but not one level deeper
+                    self._fail(f"the values of {op} cannot be sent to every rank: {error}")
                 for rank in self._channels:
                     self._send(rank, Kind.RESULT, text, op, timeout, deadline)
                 return list(json.loads(text))  # the hub's own value too: equal on every rank
@@ -100,7 +95,7 @@ class Star:
             channel.shut()
 
     def close(self, why: str | None = None) -> None:
-        """Close the sockets. Local: tells the peers if their buffers have room, never waits.
+        """Close the sockets. Local: sends `why` to peers whose buffers have room, never waits.
 
         `why` is what made this rank leave; ranks that wait for it, or come to, raise that text.
         """
@@ -258,7 +253,7 @@ class Star:
         return None
 
     def _fail(self, text: str) -> NoReturn:
-        """Break the star for good: tell every peer, as far as their buffers have room, and raise.
+        """Break the star for good: send every peer the text, if its buffer has room, and raise.
 
         The first text stays: a rank that comes later learns the first cause.
         """

@@ -86,7 +86,7 @@ class StoreExchange:
                 self._say_read()  # enough of it
                 raise
             except DistNetworkError as error:
-                # Before rank 0 was heard, this may have been the store of its last group.
+                # Before rank 0 sent its identity, this may have been the store of its last group.
                 if self._rank == 0 or self._peers.knows(0) or time.monotonic() >= deadline:
                     raise RendezvousFailed(
                         f"rank {self._rank} lost the store at {self._at()}: rank 0, which serves "
@@ -113,7 +113,7 @@ class StoreExchange:
                 pause = min(2 * pause, 0.02)
 
     def _say_read(self) -> None:
-        """Tell rank 0 that it need not keep the store for this rank's sake."""
+        """Write for rank 0 that it need not keep the store for this rank's sake."""
         with contextlib.suppress(RuntimeError):  # rank 0 need not live on
             self._store.set(f"{self._turn}/{self._rank}/read", "")
 
@@ -128,7 +128,7 @@ class StoreExchange:
                 if rank not in found and self._store.check([key]):
                     found[rank] = self._open(rank, self._store.get(key))
                     if rank != self._rank:
-                        self._peers.heard(rank, found[rank])
+                        self._peers.watch(rank, found[rank])
             missing = [r for r in range(self._size) if r not in found]
             if not missing:
                 return [found[r] for r in range(self._size)]

@@ -22,6 +22,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
+from weft.errors import InvalidArgument
+
 JSON: TypeAlias = None | bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"]
 
 HEAD = struct.Struct("<4sBBHI")
@@ -36,7 +38,7 @@ _ONE_FD = socket.CMSG_LEN(4)
 
 
 class Kind(enum.IntEnum):
-    """What a frame says."""
+    """What a frame is for."""
 
     HELLO = 1  # member -> hub: who I am, and the nonce
     WELCOME = 2  # hub -> member: everyone has met
@@ -45,7 +47,7 @@ class Kind(enum.IntEnum):
     DESCRIPTOR = 5  # either way: one file descriptor
     FAIL = 6  # either way: the star is broken, and why
     BYE = 7  # either way: the sender closed on purpose, and why if something made it
-    AGAIN = 8  # hub -> newcomer: not heard, for want of room or time; connect again
+    AGAIN = 8  # hub -> newcomer: not read, for want of room or time; connect again
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,20 @@ def encode(value: JSON) -> bytes:
         return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
+
+
+def encode_value(op: str, value: JSON, *, larger: str) -> bytes:
+    """What a control message of `op` carries. `larger`: what large data takes instead.
+
+    Raises InvalidArgument for more than VALUE_LIMIT bytes, and what `encode` raises.
+    """
+    body = encode(value)
+    if len(body) > VALUE_LIMIT:
+        raise InvalidArgument(
+            f"{op} was given {len(body)} bytes of JSON and carries at most {VALUE_LIMIT}; "
+            f"send large data {larger}"
+        )
+    return body
 
 
 def decode(data: bytes) -> Any:

@@ -1,0 +1,230 @@
+"""Ranks in containers with mounts of their own: no directory that all see, and yet one group."""
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+
+import pytest
+
+import weft
+from tests.memory.baseline import raised
+from tests.rounds import Round, play
+from weft.errors import RankFailed, RendezvousFailed
+from weft.memory import discovery
+from weft.memory.group import Group
+from weft.memory.heap import Heap
+from weft.memory.launch import launch
+
+LONG = 600.0  # a deadline that no test waits for
+SOON = 100.0  # much less than that, and enough for a busy machine
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 1 << 18
+_PR_SET_DUMPABLE = 4
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("unshare") is None
+    or subprocess.run(
+        ["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/dev/shm"], check=False
+    ).returncode
+    != 0,
+    reason="mounts of one's own cannot be made here",
+)
+
+
+def done(result):
+    if result != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def hide(folder):
+    """From now on this process has a `folder` and a /dev/shm of its own, and they are empty."""
+    done(_libc.unshare(_CLONE_NEWNS))
+    done(_libc.mount(b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None))
+    for each in (folder, "/dev/shm"):
+        done(_libc.mount(b"none", each.encode(), b"tmpfs", ctypes.c_ulong(0), None))
+
+
+def drop_capabilities():
+    """Root may do all that a rank could be refused."""
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    done(_libc.capset(header, (ctypes.c_uint32 * 6)()))
+
+
+def meet_in(place):
+    os.environ["TMPDIR"] = tempfile.tempdir = place
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def made(group, how, port):
+    """A group of the ranks of `group`, from their process group or a launcher's variables."""
+    if how == "torch":
+        return Group.from_torch(group.process_group(), device="cpu", timeout=LONG)
+    os.environ.update(
+        RANK=str(group.rank), WORLD_SIZE=str(group.size), LOCAL_RANK=str(group.rank),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+    )  # fmt: skip
+    return Group.from_env(device=group.device, timeout=LONG)
+
+
+def play_rounds(group, how, port, place):
+    hide(place)
+    meet_in(place)
+    counts = []
+    for seed in range(3):
+        with made(group, how, port) as other:
+            case = Round((8, 3, 8), seed=seed)
+            with weft.AllToAll(
+                other,
+                max_tokens=8,
+                top_k=case.top_k,
+                num_experts=case.experts,
+                hidden=case.hidden,
+            ) as a2a:
+                for _ in range(3):
+                    play(a2a, case)
+                    case = case.next(seed=case.seed + 10)
+            pids = [other.pid(rank) for rank in range(other.size)]
+        group.barrier()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    return os.listdir(place), counts[1:], pids, os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("device", "how"),
+    [("cpu", "torch"), ("cpu", "env"), pytest.param("cuda", "env", marks=pytest.mark.gpu)],
+)
+def test_ranks_with_mounts_of_their_own_play_rounds(device, how, tmp_path):
+    place = str(tmp_path)
+    found = launch(play_rounds, how, free_port(), place, ranks=3, device=device)
+    for left, (first, second), pids, _ in found:
+        assert left == []
+        assert first == second  # descriptors
+        assert pids == [pid for _, _, _, pid in found]
+
+
+class Witness:
+    """A member of a group that waits for one rank's end."""
+
+    def __init__(self, victim):
+        self.victim = victim
+        self.heard = threading.Event()
+
+    def peer_ended(self, rank):
+        if rank == self.victim:
+            self.heard.set()
+
+    def tell_left(self, why, *, settled=False):
+        pass
+
+
+def die_afterwards(group, victim, place, out):
+    hide(place)
+    meet_in(place)
+    with made(group, "torch", 0) as other:
+        witness = Witness(victim)
+        other.attach(witness)
+        heap = Heap.create(other, 64)
+        if other.rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        said = raised(other.barrier)
+        heard = witness.heard.wait(LONG)
+        with open(f"{out}/rank-{other.rank}", "w", encoding="utf-8") as file:
+            json.dump([said, heard], file)
+        heap.close()
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_death_is_noticed_at_once(victim, tmp_path, monkeypatch):
+    monkeypatch.setattr("weft.memory.processes.GRACE", SOON)
+    place = tmp_path / "place"
+    place.mkdir()
+    with pytest.raises(RankFailed, match=f"rank {victim} of 3 died"):
+        launch(die_afterwards, victim, str(place), str(tmp_path), ranks=3)
+    for rank in {0, 1, 2} - {victim}:
+        (kind, text, seconds), heard = json.loads((tmp_path / f"rank-{rank}").read_text())
+        assert kind == RendezvousFailed.__name__
+        assert f"rank {victim} (pid " in text
+        assert "died" in text
+        assert heard
+        assert seconds < SOON
+
+
+def die_on_the_way(group, victim, place, out):
+    """Rank 0 stays in the mounts of the test, which can look what is left there."""
+    if group.rank != 0:
+        hide(place)
+    meet_in(place)
+    if group.rank == victim:
+
+        def dies(*args, **options):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        discovery.meet = dies  # type: ignore[attr-defined]
+    told = raised(made, group, "torch", 0)
+    with open(f"{out}/rank-{group.rank}", "w", encoding="utf-8") as file:
+        json.dump(told, file)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_dies_on_its_way_leaves_nothing(victim, tmp_path, monkeypatch):
+    monkeypatch.setattr("weft.memory.processes.GRACE", SOON)
+    place = tmp_path / "place"
+    place.mkdir()
+    with pytest.raises(RankFailed, match=f"rank {victim} of 3 died"):
+        launch(die_on_the_way, victim, str(place), str(tmp_path), ranks=3)
+    texts = []
+    for rank in {0, 1, 2} - {victim}:
+        kind, text, seconds = json.loads((tmp_path / f"rank-{rank}").read_text())
+        assert kind == RendezvousFailed.__name__
+        assert seconds < SOON
+        texts.append(text)
+    assert any(f"rank {victim} (pid " in text and "died" in text for text in texts)
+    assert list(place.iterdir()) == []
+
+
+def meet_without_rights(group, dumpable, place):
+    hide(place)
+    drop_capabilities()
+    meet_in(place)
+    if group.rank == 0:
+        done(_libc.prctl(_PR_SET_DUMPABLE, dumpable, 0, 0, 0))
+    pg = group.process_group()
+    pg.barrier().wait()
+    before = len(os.listdir("/proc/self/fd"))
+    told = raised(Group.from_torch, pg, device="cpu", timeout=LONG)[:2]
+    return told, len(os.listdir("/proc/self/fd")) - before, os.listdir(place), os.getpid()
+
+
+def test_no_capability_is_needed(tmp_path):
+    for told, _, left, _ in launch(meet_without_rights, 1, str(tmp_path), ranks=3):
+        assert told == ["nothing", ""]
+        assert left == []
+
+
+def test_a_process_that_may_not_be_read_is_named_on_every_rank(tmp_path):
+    """As ptrace_may_access refuses it: another user's, more capable, or not dumpable."""
+    found = launch(meet_without_rights, 0, str(tmp_path), ranks=3)
+    pid = found[0][3]
+    (kind, text), *_ = found[0]
+    assert kind == RendezvousFailed.__name__
+    assert text.startswith(f"rank 1: the meeting directory {tmp_path}/weft-")
+    assert f"through the process of rank 0: /proc/{pid}/root: Permission denied" in text
+    assert "equal capabilities, and rank 0 must be dumpable" in text
+    assert "in /dev/shm, too: rank 1: the meeting directory /dev/shm/weft-" in text
+    assert "Set TMPDIR to a directory that all ranks see" in text
+    for told, more, left, _ in found:
+        assert told == [kind, text]
+        assert more == 0
+        assert left == []
