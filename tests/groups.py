@@ -151,7 +151,7 @@ def empty_round(a2a: weft.AllToAll) -> Received:
 
 
 def fill(received: Received, ids: torch.Tensor, counts: list[int], seed: int) -> None:
-    """Write ids and counts into the inbox, and payloads that tell any two rows apart."""
+    """Write ids and counts into the inbox, and payloads that differ in any two rows."""
     generator = torch.Generator().manual_seed(seed)
     received.ids.copy_(ids)
     received.counts.copy_(torch.tensor(counts, dtype=torch.int32))

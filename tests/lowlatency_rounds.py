@@ -67,7 +67,7 @@ def expert_results(a2a: LowLatencyAllToAll, got: ExpertRows) -> torch.Tensor:
     return torch.where(there[..., None], y, torch.full((), float("nan"), dtype=y.dtype).to(y))
 
 
-def store_home(a2a: LowLatencyAllToAll, got: ExpertRows, y: torch.Tensor) -> None:
+def store_at_owners(a2a: LowLatencyAllToAll, got: ExpertRows, y: torch.Tensor) -> None:
     """Store experts' results where they belong, as a grouped GEMM would."""
     assert got.dst_addr is not None
     assert got.abort_flag is not None
@@ -86,7 +86,7 @@ def store_home(a2a: LowLatencyAllToAll, got: ExpertRows, y: torch.Tensor) -> Non
         place[(got.dst_addr[mine] - back) // (4 * size[1])] = words[mine]
 
 
-def wanted_home(
+def wanted_out(
     a2a: LowLatencyAllToAll, mode: Mode, case: Round, inputs: tuple[torch.Tensor, ...]
 ) -> torch.Tensor:
     """What combine must return for this rank's inputs."""
@@ -152,7 +152,7 @@ def play(
     split_phase: bool = False,
     wide_ids: bool = False,
 ) -> torch.Tensor:
-    """Run one round and compare everything that is defined; return what came home."""
+    """Run one round and compare everything that is defined; return what combine returned."""
     group = a2a.group
     inputs = [case.of(rank, group.device) for rank in range(group.size)]
     x, ids, weights, add = inputs[group.rank]
@@ -173,10 +173,10 @@ def play(
     out = torch.full_like(x, float("nan"))
     more = add if case.add else None
     if mode.combine == "gemm_push":
-        store_home(a2a, got, y)
+        store_at_owners(a2a, got, y)
         a2a.combine(None, ids, given, got.handle, out, more)
         assert got.dst_addr is not None
-        assert not got.dst_addr.any(), "a row has a home when it is no longer awaited there"
+        assert not got.dst_addr.any(), "a row has an address when it is no longer awaited there"
     elif split_phase:
         a2a.combine_send(y, ids, given, got.handle, out, more)
         a2a.combine_recv()
@@ -185,7 +185,7 @@ def play(
     if group.device.type == "cuda":
         torch.cuda.synchronize()
     a2a.check()
-    wanted = wanted_home(a2a, mode, case, inputs[group.rank])
+    wanted = wanted_out(a2a, mode, case, inputs[group.rank])
     wrong = (bits(out) != bits(wanted)).nonzero()
     assert wrong.numel() == 0, f"{len(wrong)} wrong bytes, the first at {wrong[0].tolist()}"
     return out

@@ -138,8 +138,8 @@ def expert_major(group: weft.Group, **options: Any) -> Made:
         seen = copies(rows.x.view(torch.uint8), rows.scales, rows.counts, rows.source)
         y = rows.x.to(torch.bfloat16)
         if split_phase:
-            out, receive_home = a2a.combine_send(y, ids, weights, rows.handle)
-            receive_home()
+            out, receive = a2a.combine_send(y, ids, weights, rows.handle)
+            receive()
             return [*seen, out]
         return [*seen, a2a.combine(y, ids, weights, rows.handle)]
 
@@ -245,7 +245,6 @@ def modes() -> Iterator[tuple[str, Callable[[weft.Group], Made]]]:
         yield f"MoE expert {overlap}", partial(layer, mode="low_latency", overlap=overlap)
     for mode in ("throughput", "low_latency"):
         yield f"MoE {mode} fp8", partial(layer, mode=mode, overlap="gemm_push", fp8=True)
-    for gemm in ("torch", "torch"):
-        yield f"MoE {gemm}", partial(layer, mode="throughput", overlap="none", gemm=gemm)
+    yield "MoE torch", partial(layer, mode="throughput", overlap="none", gemm="torch")
     yield "MoE auto", partial(layer, mode="throughput", overlap="auto", gemm="auto")
     yield "CollectiveAllToAll", collective

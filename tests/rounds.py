@@ -62,7 +62,7 @@ class Round:
         return ids
 
 
-def play(a2a: weft.AllToAll, case: Round, *, poison: bool = True) -> None:
+def play(a2a: weft.AllToAll, case: Round, *, poison: bool = True, rows: int | None = None) -> None:
     """Run one round; compare every byte that is defined, and every one that must not change."""
     group = a2a.group
     ranks = range(group.size)
@@ -75,14 +75,14 @@ def play(a2a: weft.AllToAll, case: Round, *, poison: bool = True) -> None:
         inbox.view(torch.uint8).fill_(0xFF)  # NaN in every float type
         a2a.output().fill_(float("nan"))
         _settle(group)
-    received = a2a.dispatch(x, ids, given)
+    received = a2a.dispatch(x, ids, given, rows=rows)
     expected = reference.dispatch(
         [[i[0]] for i in inputs],
         [i[1] for i in inputs],
         [i[2] if case.weighted else None for i in inputs],
         a2a.placement,
         rank=group.rank,
-        max_tokens=a2a.max_tokens,
+        max_tokens=rows or a2a.max_tokens,
     )
     assert torch.equal(received.counts, expected.counts), (received.counts, expected.counts)
     assert torch.equal(received.ids, expected.ids)
@@ -93,7 +93,7 @@ def play(a2a: weft.AllToAll, case: Round, *, poison: bool = True) -> None:
         untouched = received.x[~carries].contiguous().view(torch.uint8)
         assert bool((untouched == 0xFF).all()), "a slot that carries no token was written"
     y = reference.identity_experts(received, case.dtype)
-    a2a.output().copy_(y)
+    a2a.output(rows).copy_(y)
     out = torch.full_like(x, float("nan"))
     result = a2a.combine(out=out, add=add if case.add else None)
     wanted = reference.identity_round_trip(

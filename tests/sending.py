@@ -1,4 +1,4 @@
-"""Rounds whose results come home in two ways, to be compared bit by bit."""
+"""Rounds whose results return in two ways, to be compared bit by bit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def results(groups: ExpertGroups, grouped: Grouped, seed: int, dtype: torch.dtyp
 
 
 def poison(a2a: weft.AllToAll) -> None:
-    """NaN wherever results come home."""
+    """NaN wherever results return."""
     shape, at = a2a._geometry.shape, a2a._workspace
     size = shape.returned_rows * shape.returned_bytes
     settle(a2a.group.device)
@@ -60,12 +60,12 @@ def scattered(a2a: weft.AllToAll, groups: ExpertGroups, y: torch.Tensor) -> None
     a2a.combine_send()
 
 
-def stored_at_homes(a2a: weft.AllToAll, groups: ExpertGroups, y: torch.Tensor) -> None:
-    """What a kernel of the caller's does that stores its rows at their homes."""
-    home, rows = groups._grouped.dst_addr, y.view(-1, y.shape[-1])
-    assert home is not None
+def stored_at_owners(a2a: weft.AllToAll, groups: ExpertGroups, y: torch.Tensor) -> None:
+    """What a kernel of the caller's does that stores its rows at their owners."""
+    addresses, rows = groups._grouped.dst_addr, y.view(-1, y.shape[-1])
+    assert addresses is not None
     size = y.shape[-1] * y.element_size()
-    for row, address in enumerate(home.flatten().tolist()):
+    for row, address in enumerate(addresses.flatten().tolist()):
         if address:
             ctypes.memmove(address, rows[row].data_ptr(), size)
     groups.sent()

@@ -114,10 +114,10 @@ def meanings() -> Results:
     )
     loads = weft.reference.expert_load(ids[0], EXPERTS)
     y = weft.reference.identity_experts(received, torch.bfloat16).nan_to_num()
-    home = weft.reference.identity_round_trip(
+    returned = weft.reference.identity_round_trip(
         xs[0], ids[0], None, placement, ranks=2, combine_dtype="fp8"
     )
-    found = [received.x, received.ids, received.weights, received.counts, loads, y, home]
+    found = [received.x, received.ids, received.weights, received.counts, loads, y, returned]
     for word in ("fp8", "mxfp8"):
         found += weft.reference.quantize(xs[0], word)
     for scale in ("fp32_row", "ue8m0"):

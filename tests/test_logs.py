@@ -1,4 +1,4 @@
-"""What weft tells of its decisions, and when it says nothing."""
+"""What weft logs of its decisions, and when it logs nothing."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What weft tells of its decisions, through Python's `logging`, under names that begin with `weft`.
+"""What weft logs of its decisions, through Python's `logging`, under names that begin with `weft`.
 
 INFO: what was compiled or found in the cache, and how long it took; how the ranks met; the memory
 of every heap; what "auto" takes, by which table, and why. DEBUG: what that rests on. WARNING: what
-works, but not as well as it could. A decision is told when it is made, never again in the calls
-that follow it. What is equal on all ranks is told by rank 0.
+works, but not as well as it could. A decision is logged when it is made, never again in the calls
+that follow it. What is equal on all ranks is logged by rank 0.
 
 weft is silent until somebody asks. A program that sets up `logging` gets the records as those of
 any library. `WEFT_LOG` is for all others: ranks are processes that a launcher starts, where no

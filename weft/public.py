@@ -8,6 +8,7 @@ from weft.alltoall.capacity import tokens_per_rank
 from weft.alltoall.collective import CollectiveAllToAll
 from weft.alltoall.received import Payload, Received
 from weft.grouping.api import Compact, Compactor, ExpertGroups, Grouped
+from weft.leases import Lease, lease
 from weft.lowlatency.api import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows
 from weft.memory import Group, Heap, launch
@@ -28,6 +29,7 @@ __all__ = [
     "Group",
     "Grouped",
     "Heap",
+    "Lease",
     "LowLatencyAllToAll",
     "MoE",
     "MoEConfig",
@@ -38,6 +40,7 @@ __all__ = [
     "Reduced",
     "errors",
     "launch",
+    "lease",
     "reference",
     "tokens_per_rank",
 ]

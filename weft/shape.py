@@ -6,11 +6,12 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Annotated
 
 import torch
 
-from weft.arguments import adopt, integer, one_of
 from weft.errors import InvalidArgument
+from weft.fields import Array, Choice, Size, check_fields, literal
 
 MAX_PLANES = 8
 MAX_RANKS = 32
@@ -18,15 +19,6 @@ MAX_TOP_K = 32
 FP8_BLOCK = 128  # columns that share a scale
 COMBINES = ("pull", "push", "push_fp8", "gemm_push")  # weft::Combine
 QUANTS = ("none", "fp8", "mxfp8")
-# field -> the argument that callers know it by, and its limits
-LIMITS: Mapping[str, tuple[str, int, int]] = {
-    "ranks": ("ranks", 1, MAX_RANKS),
-    "tokens": ("max_tokens", 1, 1 << 20),
-    "top_k": ("top_k", 1, MAX_TOP_K),
-    "experts": ("num_experts", 1, 1 << 16),
-    "hidden": ("hidden", 1, 1 << 20),
-    "stats": ("stats", 0, 1 << 20),
-}
 MAX_ROW_BYTES = 1 << 24
 
 DTYPE_NAMES: Mapping[torch.dtype, str] = {
@@ -52,24 +44,20 @@ class Shape:
     Raises InvalidArgument naming the size and its limits.
     """
 
-    ranks: int
-    tokens: int
-    top_k: int
-    experts: int
-    hidden: int
-    dtype: str
-    row_bytes: tuple[int, ...]
-    combine: str = "pull"
-    quant: str = "none"
+    ranks: Annotated[int, Size("ranks", 1, MAX_RANKS)]
+    tokens: Annotated[int, Size("max_tokens", 1, 1 << 20)]
+    top_k: Annotated[int, Size("top_k", 1, MAX_TOP_K)]
+    experts: Annotated[int, Size("num_experts", 1, 1 << 16)]
+    hidden: Annotated[int, Size("hidden", 1, 1 << 20)]
+    dtype: Annotated[str, Choice("dtype", DTYPE_NAMES.values(), "weft::DType")]
+    row_bytes: Annotated[tuple[int, ...], Array("payloads", length="planes")]
+    combine: Annotated[str, Choice("combine", COMBINES, "weft::Combine")] = "pull"
+    quant: Annotated[str, Choice("quantize", QUANTS, "weft::Quant")] = "none"
     mapped: bool = False
-    stats: int = 0
+    stats: Annotated[int, Size("stats", 0, 1 << 20)] = 0
 
     def __post_init__(self) -> None:
-        for field in LIMITS:
-            adopt(self, **{field: size(field, getattr(self, field))})
-        one_of("dtype", self.dtype, DTYPE_NAMES.values())
-        one_of("combine", self.combine, COMBINES)
-        one_of("quantize", self.quant, QUANTS)
+        check_fields(self)
         if (self.combine == "push_fp8" or self.quant != "none") and self.hidden % FP8_BLOCK:
             raise InvalidArgument(
                 f"hidden is {self.hidden}; FP8 rows are made of blocks of {FP8_BLOCK} columns: "
@@ -106,7 +94,7 @@ class Shape:
 
     @property
     def returned_bytes(self) -> int:
-        """Bytes of a row's place where rows are pushed home; 0 where they are pulled."""
+        """Bytes of a row's place where rows are pushed to their owner; 0 where they are pulled."""
         if self.combine == "pull":
             return 0
         if self.combine in ("push", "gemm_push"):
@@ -132,18 +120,4 @@ class Shape:
 
     def literal(self) -> str:
         """The C++ initialiser of this Shape."""
-        rows = ", ".join(str(size) for size in self.row_bytes)
-        return (
-            f"weft::Shape{{.ranks = {self.ranks}, .tokens = {self.tokens}, .top_k = {self.top_k}, "
-            f".experts = {self.experts}, .hidden = {self.hidden}, "
-            f".dtype = weft::DType::{self.dtype}, .planes = {len(self.row_bytes)}, "
-            f".row_bytes = {{{rows}}}, .combine = weft::Combine::{self.combine}, "
-            f".quant = weft::Quant::{self.quant}, .mapped = {str(self.mapped).lower()}, "
-            f".stats = {self.stats}}}"
-        )
-
-
-def size(field: str, value: object) -> int:
-    """A size of a Shape, checked under the name that callers know. Raises InvalidArgument."""
-    name, low, high = LIMITS[field]
-    return integer(name, value, low, high)
+        return literal(self, "weft::Shape")

@@ -78,7 +78,7 @@ def absent(group: weft.Group, backend: str) -> tuple[float, str]:
             with pytest.raises(PeerTimeout):  # a broken group stays broken
                 one_call(ar, backend=backend)
         waited = time.monotonic() - start
-        group.barrier()  # closing would tell the others that this rank has left
+        group.barrier()  # closing would show the others that this rank has left
         return waited, text
 
 
@@ -97,7 +97,7 @@ def test_an_absent_rank_is_named_within_the_deadline(ranks, kind, backend):
 
 
 def killed(group: weft.Group, folder: str) -> None:
-    """Survivors write down what they heard, because the launch itself fails."""
+    """Survivors write down what they raised, because the launch itself fails."""
     with make(group, timeout=600.0) as ar:
         one_call(ar)
         group.barrier()

@@ -31,7 +31,7 @@ def compile_alltoall(shapes: Sequence[Shape], folder: Path, *, defines: Sequence
                 "emulated::launch(emulated::seen_from(a->site, S.ranks, "
                 "{grid[0], grid[1], grid[2]}), "
                 f"[a] {{ weft::{door.call}(*a); }}); }}"
-                for name, door in doors(split_phase=True, few=False).items()
+                for name, door in doors(split_phase=True, tma=False).items()
             ]
         lines.append("}")
     return build_library(emulated_tree(folder), "\n".join(lines) + "\n", defines=defines)
@@ -73,7 +73,7 @@ class EmulatedAllToAll:
         """Nothing is held."""
 
     def _host(self, place: range, *, writes: bool = False) -> None:
-        """The experts between the two kernels: they read what came, and write what goes home."""
+        """The experts between the two kernels: they read what came, and write what returns."""
         self.watch.host(self._rank, self._rank, place.start, len(place), writes=writes)
 
 

@@ -48,6 +48,14 @@ static u32 tokens_of(u32 rank, u64 round) {
     return u32(scramble(round * 8 + rank) % (S.tokens + 1));
 }
 
+// As many as any rank sends, or in every third round all that there are: slots move between rounds.
+static u32 source_rows_of(u64 round) {
+    u32 most = round % 3 == 0 ? S.tokens : 1;
+    for (u32 rank = 0; rank < S.ranks; ++rank)
+        most = tokens_of(rank, round) > most ? tokens_of(rank, round) : most;
+    return most;
+}
+
 static void fill_ids(std::vector<i32>& ids, u32 rank, u64 round) {
     for (u32 t = 0; t < S.tokens; ++t)
         for (u32 k = 0; k < S.top_k; ++k)
@@ -62,13 +70,14 @@ static u64 wrong_words(const Site& site, u64 round) {
         wrong += u32(inbox.counts[source]) != tokens_of(source, round);
         for (u32 i = 0; i < S.stats; ++i)
             wrong += u32(inbox.stats.row[source][i]) != stamp(source, i, round);
-        for (u32 t = 0; t < S.tokens; ++t) {
+        for (u32 t = 0; t < source_rows_of(round); ++t) {
+            const u32 slot = slot_of(source_rows_of(round), source, t);
             bool here = false;
-            for (u32 k = 0; k < S.top_k; ++k) here = here || inbox.route[source][t].expert[k] >= 0;
+            for (u32 k = 0; k < S.top_k; ++k) here = here || inbox.route[slot].expert[k] >= 0;
             wrong += here && t >= u32(inbox.counts[source]);
             if (!here) continue;
-            const u32* row = reinterpret_cast<const u32*>(plane<0>(inbox.payload).row[source][t]);
-            const u32* tail = reinterpret_cast<const u32*>(plane<1>(inbox.payload).row[source][t]);
+            const u32* row = reinterpret_cast<const u32*>(plane<0>(inbox.payload).row[slot]);
+            const u32* tail = reinterpret_cast<const u32*>(plane<1>(inbox.payload).row[slot]);
             for (u32 i = 0; i < 8; ++i) wrong += row[i] != stamp(source, t, round);
             for (u32 i = 0; i < 3; ++i) wrong += tail[i] != stamp(source, t, round) + 1;
         }
@@ -87,13 +96,14 @@ static void write_row(u8* row, u32 token, u64 round) {
 template <Shape S> static void write_outputs(const Site& site, u64 round) {
     Share<S>& own = mine<S>(site);
     for (u32 source = 0; source < S.ranks; ++source)
-        for (u32 t = 0; t < S.tokens; ++t) {
+        for (u32 t = 0; t < source_rows_of(round); ++t) {
+            const u32 slot = slot_of(source_rows_of(round), source, t);
             if constexpr (S.combine == Combine::gemm_push) {
                 for (u32 k = 0; k < S.top_k; ++k)
-                    if (own.inbox.route[source][t].expert[k] >= 0)
+                    if (own.inbox.route[slot].expert[k] >= 0)
                         write_row(share<S>(site, source).inbox.returned.row[t][k], t, round);
             } else {
-                write_row(own.outbox.row[source][t], t, round);
+                write_row(own.outbox.row[slot], t, round);
             }
         }
 }
@@ -145,6 +155,7 @@ static void run_rank(Job& job, u32 rank, u64& wrong) {
         sending.stats = stats.data();
         sending.tokens = tokens;
         sending.ids_bytes = 4;
+        sending.source_rows = source_rows_of(round);
         if constexpr (SPLIT_PHASE) {
             dispatch<S, PhasePart::send>(sending);
             dispatch<S, PhasePart::recv>(sending);
@@ -158,7 +169,8 @@ static void run_rank(Job& job, u32 rank, u64& wrong) {
                                     .add = nullptr,
                                     .tokens = tokens,
                                     .pushers = 0,
-                                    .strips = 0};
+                                    .strips = 0,
+                                    .source_rows = sending.source_rows};
         if constexpr (SPLIT_PHASE) {
             combine<S, PhasePart::send>(returning);
             combine<S, PhasePart::recv>(returning);

@@ -1,4 +1,4 @@
-"""Expert rows that come home one by one: their homes, and what the owner keeps to sum them by."""
+"""Expert rows that return one by one: their addresses, and what the owner keeps to sum them by."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from weft.grouping.api import Compactor, ExpertGroups
 KINDS = ["cpu", "threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def own_homes(group: weft.Group) -> None:
-    """What is refused where choices come home, and what a home is."""
+def own_addresses(group: weft.Group) -> None:
+    """What is refused where choices return one by one, and what an address is."""
     case = Round(tokens=(4, 9), hidden=256, top_k=3)
     x, ids, weights, add = case.of(group.rank, group.device)
     y_shape = (group.size, 16, case.hidden)
@@ -33,18 +33,18 @@ def own_homes(group: weft.Group) -> None:
         for refused in (lambda: groups.send(y), groups.sent):
             with pytest.raises(InvalidArgument, match="split_phase=True"):
                 refused()
-        with pytest.raises(InvalidArgument, match="goes to its home"):
+        with pytest.raises(InvalidArgument, match="stored at its token's owner"):
             a2a.combine(torch.zeros(y_shape, dtype=a2a.dtype, device=group.device))
-        home = grouped.dst_addr
-        assert home is not None
+        address = grouped.dst_addr
+        assert address is not None
         settle(group.device)
-        assert torch.equal(home != 0, grouped.slot >= 0)
-        used = home[home != 0]
+        assert torch.equal(address != 0, grouped.slot >= 0)
+        used = address[address != 0]
         assert used.unique().numel() == used.numel()
         at, rows = a2a._workspace.site, a2a._geometry.shape.returned_rows
         place = used - at.base - a2a._geometry.layout.returned
         owner = torch.div(place, at.stride, rounding_mode="floor")
-        assert torch.equal(owner, grouped.slot[home != 0].long() // a2a.max_tokens)
+        assert torch.equal(owner, grouped.slot[address != 0].long() // a2a.max_tokens)
         within = (place - owner * at.stride) // (2 * case.hidden)
         assert bool(((within >= 0) & (within < rows)).all())
         a2a.combine()
@@ -64,8 +64,8 @@ def own_homes(group: weft.Group) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_homes(ranks, kind):
-    ranks(2, kind)(own_homes)
+def test_addresses(ranks, kind):
+    ranks(2, kind)(own_addresses)
 
 
 def changed(group: weft.Group) -> None:

@@ -49,14 +49,14 @@ def test_halves_and_few_sms_compile(arch):
     assert cuda_program(shape, 3, split_phase=True).cubin(arch)
     told = replace(shape, stats=256)
     assert cuda_program(told, 3, split_phase=True).cubin(arch)
-    assert cuda_program(told, 3, few=True).cubin(arch)
+    assert cuda_program(told, 3, tma=True).cubin(arch)
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 16])
 def test_rings_of_few_sms_fill_shared_memory(arch, ranks):
     shape = replace(SHAPES["deepseek-v3"], ranks=ranks)
-    few = cuda_program(shape, 0, few=True).cubin(arch)
+    few = cuda_program(shape, 0, tma=True).cubin(arch)
     rows, pieces = numbers_of(few, b"weft_shared")
     # A row less than 200 KiB for those in flight, then 24 bytes a stage.
     assert 186 * 1024 <= rows <= 201 * 1024

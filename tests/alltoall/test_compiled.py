@@ -131,8 +131,8 @@ def split_phase(group: weft.Group) -> None:
         for name in ("dispatch_recv", "combine_recv"):
             with pytest.raises(Exception, match=f"InvalidArgument.*{name} under torch.compile"):
                 compiled(lambda: getattr(low, name)(), PLAIN)()  # noqa: B023
-    homes: dict[str, Any] = {"slots": 1, "combine": "gemm_push"}
-    with weft.LowLatencyAllToAll(group, **SIZES, **homes, **PATIENT) as low:
+    stored: dict[str, Any] = {"slots": 1, "combine": "gemm_push"}
+    with weft.LowLatencyAllToAll(group, **SIZES, **stored, **PATIENT) as low:
         with pytest.raises(Exception, match="InvalidArgument.*with combine='gemm_push'"):
             compiled(lambda x: low.dispatch(x, ids).counts, PLAIN)(x)
         assert not low.history()

@@ -28,7 +28,7 @@ from tests.emulator.watch import Event, watching, ways
 from tests.patience import hurry
 from tests.recorded import reads
 from tests.rounds import bits
-from tests.sending import round_trip, scattered, stored_at_homes
+from tests.sending import round_trip, scattered, stored_at_owners
 from weft.alltoall.plan import Plan
 from weft.errors import BadExpertId, PeerTimeout
 from weft.grouping.api import ExpertGroups
@@ -41,7 +41,12 @@ PROFILED = ("pull", "push", "fp8")
 DISPATCH = (Plan(3, 1, 32), Plan(1, 2, 64), Plan(2, 2, 32), Plan(1, 1, 96))
 COMBINE = (Plan(2, 2, 32), Plan(3, 1, 64), Plan(1, 1, 32), Plan(2, 1, 96))
 # One that heralds, those that push, those that sum; strips at once.
-HOME = (Plan(3, 1, 64, 1, 1), Plan(6, 1, 32, 3, 2), Plan(4, 1, 96, 2, 2), Plan(4, 1, 64, 1, 1))
+COMBINE_FP8 = (
+    Plan(3, 1, 64, 1, 1),
+    Plan(6, 1, 32, 3, 2),
+    Plan(4, 1, 96, 2, 2),
+    Plan(4, 1, 64, 1, 1),
+)
 
 
 def emulate(a2a: weft.AllToAll, library: str, number: int) -> EmulatedAllToAll:
@@ -51,7 +56,7 @@ def emulate(a2a: weft.AllToAll, library: str, number: int) -> EmulatedAllToAll:
 
 
 def launch_as(entries: EmulatedAllToAll, seed: int) -> None:
-    plans = HOME if entries._shape.combine == "push_fp8" else COMBINE
+    plans = COMBINE_FP8 if entries._shape.combine == "push_fp8" else COMBINE
     turn = (seed + entries._rank) % len(DISPATCH)
     entries.dispatch, entries.combine = DISPATCH[turn], plans[turn]
 
@@ -147,7 +152,7 @@ def expected(case: Case) -> dict[str, set[str]]:
 
 
 def by_choices(group: weft.Group, library: str, number: int) -> None:
-    """Rows that each choice's expert stores at home, beside rows that are summed there."""
+    """Rows that each choice's expert stores at its owner, beside rows that are summed there."""
     plain = {"combine": "pull"}
     with CHOICES.open(group) as a2a, replace(CHOICES, options=plain).open(group) as other:
         groups, others = ExpertGroups(a2a), ExpertGroups(other)
@@ -156,7 +161,7 @@ def by_choices(group: weft.Group, library: str, number: int) -> None:
             launch_as(entries, seed)
             turn = tokens_of(CHOICES, seed)
             wanted = round_trip(other, others, turn, scattered)
-            got = round_trip(a2a, groups, turn, stored_at_homes)
+            got = round_trip(a2a, groups, turn, stored_at_owners)
             assert torch.equal(bits(got), bits(wanted))
         a2a.check()
 
@@ -217,7 +222,7 @@ def test_profiled_kernels_keep_every_round_in_order(ranks: Ranks, timed: str, na
         assert [(span.epoch, span.phase) for span in spans] == both
         for span in spans:
             turn = (span.epoch - 1 + rank) % len(DISPATCH)
-            plans = HOME if name == "fp8" else COMBINE
+            plans = COMBINE_FP8 if name == "fp8" else COMBINE
             plans = DISPATCH if span.phase == "dispatch" else plans
             whole = span.epoch % 2 == 0 or span.phase == "dispatch"
             ctas = plans[turn].workers * plans[turn].chunks

@@ -92,7 +92,7 @@ def absent(group: weft.Group, point: int) -> tuple[float, str]:
             with pytest.raises(PeerTimeout):  # a broken group stays broken
                 one_round(a2a)
         waited = time.monotonic() - start
-        group.barrier()  # closing would tell the others that this rank has left
+        group.barrier()  # closing would show the others that this rank has left
         return waited, text
 
 

@@ -133,7 +133,7 @@ def forked(group: weft.Group, kind: str) -> tuple[str, bool]:
 
 
 def in_a_child(op: Operator) -> str:
-    """What a forked child hears that uses, aborts and closes its parent's object."""
+    """What a forked child raises that uses, aborts and closes its parent's object."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -162,7 +162,7 @@ def test_a_forked_child_never_speaks_for_its_parent(ranks, kind):
     used, closed = said.split("\n")
     assert used.startswith("OutOfOrder: ")
     assert "a forked child: this " in used
-    assert closed == "done"  # it gives back nothing, and tells nobody
+    assert closed == "done"  # it gives back nothing, and notifies nobody
     assert right
     assert right_too
 

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 import weft
 from weft.alltoall.layout import Layout
-from weft.alltoall.plan import MOST_STRIPS, STRIP, plan_combine, plan_dispatch, plan_home, plan_sums
+from weft.alltoall.plan import (
+    MOST_STRIPS,
+    STRIP,
+    plan_combine,
+    plan_combine_fp8,
+    plan_dispatch,
+    plan_sums,
+)
 from weft.alltoall.source import cpu_program
 from weft.errors import InvalidArgument, LayoutMismatch
 from weft.jit import compile_shared
@@ -90,7 +97,7 @@ def test_a_plan_covers_every_row_and_stays_resident(plan, tokens, vectors, sms):
 def test_a_plan_of_a_combine_by_fp8_has_room_for_all(tokens, slots, blocks, sms, fit, whole):
     hidden = 128 * blocks
     strips = -(-hidden // STRIP)
-    p = plan_home(tokens, slots, hidden, sms=sms, per_sm=lambda _: fit, whole=whole)
+    p = plan_combine_fp8(tokens, slots, hidden, sms=sms, per_sm=lambda _: fit, whole=whole)
     receivers = p.workers - 1 - p.pushers
     assert p.pushers >= 1
     assert receivers >= 1 or tokens == 0
@@ -117,11 +124,11 @@ def test_a_plan_of_a_combine_by_fp8_has_room_for_all(tokens, slots, blocks, sms,
         (512, 4, False, 3 * 132 - 1),
     ],
 )
-def test_with_many_rows_home_an_sm_has_one_pushing_cta_less(tokens, ranks, whole, pushers):
+def test_with_many_rows_back_an_sm_has_one_pushing_cta_less(tokens, ranks, whole, pushers):
     rows = tokens * ranks
-    p = plan_home(tokens, rows, 7168, sms=132, per_sm=lambda _: 4, whole=whole)
+    p = plan_combine_fp8(tokens, rows, 7168, sms=132, per_sm=lambda _: 4, whole=whole)
     assert (p.pushers, p.workers - 1 - p.pushers) == (pushers, 132)
-    half = plan_home(0, rows, 7168, sms=132, per_sm=lambda _: 4, whole=whole)
+    half = plan_combine_fp8(0, rows, 7168, sms=132, per_sm=lambda _: 4, whole=whole)
     assert (half.pushers, half.workers) == (4 * 132 - 1, 4 * 132)
 
 

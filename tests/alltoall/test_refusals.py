@@ -110,7 +110,7 @@ def different_sizes(group: weft.Group) -> str:
     return str(caught.value)
 
 
-def test_ranks_that_disagree_hear_it_at_creation(ranks):
+def test_ranks_that_disagree_raise_at_creation(ranks):
     texts = ranks(3, "threads")(different_sizes)
     assert len(set(texts)) == 1
     assert "hidden" in texts[0]

@@ -1,4 +1,4 @@
-"""Any routing whatever: what arrives, and what comes home, is what the reference says."""
+"""Any routing whatever: what arrives, and what returns, is what the reference says."""
 
 from __future__ import annotations
 

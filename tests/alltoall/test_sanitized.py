@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.gpu.sanitized import WAYS, rows_come_home
+from tests.gpu.sanitized import WAYS, rows_return
 
 
-def test_rows_come_home_in_every_way(ranks):
-    assert ranks(2, "threads")(rows_come_home) == [len(WAYS)] * 2
+def test_rows_return_in_every_way(ranks):
+    assert ranks(2, "threads")(rows_return) == [len(WAYS)] * 2

@@ -17,7 +17,7 @@ SIZES: dict[str, Any] = {"max_tokens": 16, "top_k": 3, "num_experts": EXPERTS, "
 
 
 def numbers(rank: int, round_: int, count: int, device: torch.device) -> torch.Tensor:
-    """int32 `[count]` that tell their rank and round, and use all 32 bits."""
+    """int32 `[count]` that name their rank and round, and use all 32 bits."""
     spread = torch.arange(count, dtype=torch.int64) * 2654435761 + rank * 40503 + round_ * 97
     return (spread % 2**32 - 2**31).to(torch.int32).to(device)
 
@@ -155,7 +155,7 @@ def different(group: weft.Group) -> str:
     return str(caught.value)
 
 
-def test_ranks_that_disagree_hear_it_at_creation(ranks):
+def test_ranks_that_disagree_raise_at_creation(ranks):
     text, other = ranks(2, "threads")(different)
     assert text == other
     assert all(word in text for word in ("stats", "5", "6"))

@@ -1,4 +1,4 @@
-"""Rows pushed home, FP8 on the wire in both directions, and phases in two halves."""
+"""Rows pushed to their owners, FP8 on the wire in both directions, and phases in two halves."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make(group: weft.Group, case: Round, **options: object) -> weft.AllToAll:
     )
 
 
-def send_home(group: weft.Group, way: str, split_phase: bool) -> None:
+def return_rows(group: weft.Group, way: str, split_phase: bool) -> None:
     for case in CASES:
         with make(group, case, **combining(way), split_phase=split_phase) as a2a:
             for seed in range(3):
@@ -73,8 +73,8 @@ def one_round(a2a: weft.AllToAll, case: Round, way: str, split_phase: bool) -> N
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("split_phase", [False, True])
 @pytest.mark.parametrize("way", ["pull", "push", "fp8"])
-def test_rows_come_home_bit_by_bit(ranks, kind, way, split_phase):
-    ranks(3, kind)(send_home, way, split_phase)
+def test_rows_return_bit_by_bit(ranks, kind, way, split_phase):
+    ranks(3, kind)(return_rows, way, split_phase)
 
 
 def strange_rows(hidden: int) -> torch.Tensor:

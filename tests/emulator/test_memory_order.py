@@ -88,8 +88,8 @@ KERNELS: dict[str, Mapping[str, Mapping[str, int]]] = {
     "statistics, pulled": WHOLE,
     "few SMs": WHOLE,
     "low latency": LOW_HALVES,
-    "low latency, reduced, fp8 home": LOW_HALVES,
-    "low latency, homes": {
+    "low latency, reduced, fp8 back": LOW_HALVES,
+    "low latency, stored at owners": {
         "dispatch": LOW | TOLD | ASKED,
         "combine": LOW | {"acquire LD.64.SYS": 1},
     },
@@ -119,7 +119,7 @@ def compiled(name: str, arch: str) -> bytes:
         return group_entry.cuda_program(sends, grouping, sends=True).cubin(arch)
     if kind == "few SMs":
         told = replace(SHAPES["deepseek-v3"], stats=256)
-        return cuda_program(told, 3, few=True).cubin(arch)
+        return cuda_program(told, 3, tma=True).cubin(arch)
     if kind == "pulled":
         return cuda_program(SHAPES["deepseek-v3"], 3, split_phase=True).cubin(arch)
     return cuda_program(SHAPES[name], 1).cubin(arch)

@@ -55,7 +55,7 @@ def test_profiled_kernels_have_the_layout_that_python_expects(name, arch):
 
 
 @pytest.mark.parametrize(
-    ("shape", "few"),
+    ("shape", "tma"),
     [
         *((SHAPES[name], False) for name in SHAPES if name not in TIGHT),
         (PLAIN, True),
@@ -64,8 +64,8 @@ def test_profiled_kernels_have_the_layout_that_python_expects(name, arch):
         (replace(PLAIN, quant="fp8", row_bytes=(7168, 224)), False),
     ],
 )
-def test_profiling_spills_nothing_on_hopper(shape, few):
-    program = cuda_program(shape, 1, few=few, split_phase=not few)
+def test_profiling_spills_nothing_on_hopper(shape, tma):
+    program = cuda_program(shape, 1, tma=tma, split_phase=not tma)
     plain = frames(program.cubin("sm_90a"))
     profiled = frames(program.cubin("sm_90a", defines=(DEFINE,)))
     assert {"dispatch", "combine"} <= plain.keys()

@@ -14,7 +14,7 @@ from weft.runtime.args import Site
 
 STRIDE = 4096
 ROWS, FLAG, COUNT = 0, 2048, 2176  # in the share of rank 1; the counter in that of rank 0
-# Rank 0: two CTAs of two warps store a row each, and the last of them tells.
+# Rank 0: two CTAs of two warps store a row each, and the last of them sets the flag.
 SENDER = """\
     const weft::Block team;
     const unsigned lane = team.lane(), row = blockIdx.x * team.lanes() + lane;
@@ -124,5 +124,5 @@ def test_a_message_that_only_luck_orders_is_a_race(library: ctypes.CDLL, name: s
 
 
 def test_rows_stored_before_the_reader_has_told_are_a_race(library: ctypes.CDLL) -> None:
-    """Nothing here tells rank 0 that its rows were read, so it may not store the next ones."""
+    """Nothing here shows rank 0 that its rows were read, so it may not store the next ones."""
     assert "which read it" in race_of(library, "right", rounds=2)

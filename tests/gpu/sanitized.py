@@ -21,7 +21,7 @@ WAYS = (
 )
 
 
-def rows_come_home(group: weft.Group) -> int:
+def rows_return(group: weft.Group) -> int:
     """Play every way twice; rows that are not FP8 must have the bits of the first. Collective."""
     x, ids, weights, _ = CASE.of(group.rank, torch.device("cpu"))
     given = [t.to(group.device) for t in (x, ids, weights)]
@@ -67,5 +67,5 @@ def main() -> None:
     """One rank of a group that is started from outside."""
     with weft.Group.from_env(timeout=300.0) as group:
         torch.cuda.set_device(group.device)
-        rows_come_home(group)
+        rows_return(group)
     print("sound")

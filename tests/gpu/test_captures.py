@@ -32,11 +32,12 @@ NAMES = (
     "LowLatency",
     "LowLatency plain",
     "AllReduce twoshot",
-    "MoE rank push",
-    "MoE expert push",
+    "MoE rank gemm_push",
+    "MoE expert gemm_push",
     "Buffer",
     "MoeAlltoAll",
 )
+assert set(NAMES) <= set(MODES)  # noticed where there is no GPU, too
 SLEEP = 1_000_000_000  # cycles: about half a second
 LARGE = 512 << 20
 

@@ -31,7 +31,7 @@ def run(group: weft.Group, options: dict[str, Any], part: str) -> None:
     elif part == "low":
         low_rounds(group, options, ("fp8", "plain", "ue8m0", "reduced"), turns)
     elif part == "layer":
-        layers(group, options, {"overlap": "shared"}, turns)
+        layers(group, options, {"overlap": "shared_expert"}, turns)
     else:
         built = {"mode": "low_latency", "overlap": "shared_expert"}
         layers(group, options, built, turns)

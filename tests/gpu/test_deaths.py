@@ -1,4 +1,4 @@
-"""A rank is killed, or stopped, in the middle of a replayed graph: the others hear of it soon.
+"""A rank is killed, or stopped, in the middle of a replayed graph: the others notice it soon.
 
 The deadline is a minute, so an error within a second has not waited for it. What was measured is
 printed (`pytest -s`).

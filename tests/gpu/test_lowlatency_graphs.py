@@ -21,7 +21,7 @@ def count() -> int:
 
 
 class Looped:
-    """Rounds of one size that draw their own rows and ids, and count what is wrong at home."""
+    """Rounds of one size that draw their own rows and ids, and count wrong results."""
 
     def __init__(self, a2a: LowLatencyAllToAll, tokens: int) -> None:
         device = a2a.group.device

@@ -1,4 +1,4 @@
-"""Rows that a kernel of the caller's stores at their homes, in replayed graphs."""
+"""Rows that a kernel of the caller's stores at their owners, in replayed graphs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ CASE = Round(tokens=(64, 64), hidden=7168, top_k=8, experts=32, router="holes")
 
 
 @triton.jit
-def store_home(
-    source, offsets, counts, home, hidden, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+def store_at_owners(
+    source, offsets, counts, dst_addr, hidden, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Copy the rows of each expert to their homes, tile by tile, as an epilogue stores them."""
+    """Copy the rows of each expert to their owners, tile by tile, as an epilogue stores them."""
     expert, block = tl.program_id(0), tl.program_id(2)
     count, start = tl.load(counts + expert), tl.load(offsets + expert)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -33,12 +33,12 @@ def store_home(
         mask = (row[:, None] < count) & (column[None, :] < hidden)
         at = (start + row).to(tl.int64)[:, None] * hidden + column[None, :]
         value = tl.load(source + at, mask)
-        address = tl.load(home + start + row, row < count, other=0)
+        address = tl.load(dst_addr + start + row, row < count, other=0)
         tl.store(address.to(tl.pointer_type(tl.bfloat16))[:, None] + column[None, :], value, mask)
 
 
 class Layer:
-    """One all-to-all whose rows are stored at home, and one that scatters the same."""
+    """One all-to-all whose rows are stored at their owners, and one that scatters the same."""
 
     def __init__(self, group: weft.Group) -> None:
         self.a2a = make(group, CASE, combine="gemm_push", max_tokens=64, timeout=10.0)
@@ -50,7 +50,7 @@ class Layer:
 
     def product(self, grouped: Grouped) -> None:
         grid = (len(grouped.counts), -(-len(self.source) // ROWS), CASE.hidden // COLUMNS)
-        store_home[grid](
+        store_at_owners[grid](
             self.source,
             grouped.offsets,
             grouped.counts,
@@ -61,7 +61,7 @@ class Layer:
         )
 
     def run(self) -> None:
-        """The product stores every row at its home."""
+        """The product stores every row at its owner."""
         self.product(self.groups.gather(self.a2a.dispatch(*self.inputs)))
         self.groups.sent()
         self.a2a.combine_recv(out=self.out)
@@ -92,5 +92,5 @@ def replayed(group: weft.Group) -> None:
         layer.check()
 
 
-def test_rows_that_a_product_stores_come_home(ranks):
+def test_rows_that_a_product_stores_return(ranks):
     ranks(2, "cuda")(replayed)

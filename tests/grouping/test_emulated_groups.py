@@ -17,7 +17,7 @@ from tests.emulator.watch import Event, watching, ways
 from tests.grouping.emulate_groups import EmulatedGroups, compile_groups
 from tests.recorded import reads
 from tests.rounds import Round, bits, combining
-from tests.sending import make, round_trip, scattered, sent, stored_at_homes
+from tests.sending import make, round_trip, scattered, sent, stored_at_owners
 from weft.grouping.api import ExpertGroups
 from weft.runtime.entries import Entries
 
@@ -77,8 +77,8 @@ def emulated(group: weft.Group, name: str, layout: str, folder: str) -> None:
             groups._rounds._entries = entries
             if way != "fp8":
                 a2a._rounds._entries = Mixed(a2a._rounds._entries, entries)
-            for give_back in (sent, scattered, stored_at_homes):
-                if give_back is (scattered if way == "choices" else stored_at_homes):
+            for give_back in (sent, scattered, stored_at_owners):
+                if give_back is (scattered if way == "choices" else stored_at_owners):
                     continue
                 wanted = round_trip(plain, others, case, scattered)
                 got = round_trip(a2a, groups, case, give_back)

@@ -12,7 +12,7 @@ from tests.alltoall.test_failures import COMBINE_ENTER, JITTER, STAY_AWAY, plan_
 from tests.groups import random_ids, settle
 from tests.patience import hurry
 from tests.rounds import Round, bits, combining
-from tests.sending import make, results, round_trip, scattered, sent, stored_at_homes
+from tests.sending import make, results, round_trip, scattered, sent, stored_at_owners
 from weft.errors import InvalidArgument, OutOfOrder, PeerTimeout, TokenOverflow
 from weft.grouping.api import Compactor, ExpertGroups
 
@@ -39,7 +39,7 @@ def same_bits(group: weft.Group, way: str, names: list[str], options: dict[str, 
     """Rounds that are sent, against those of another all-to-all that are scattered."""
     returns = {"sent": sent}
     if way == "choices" and group.device.type == "cpu":
-        returns["stored"] = stored_at_homes
+        returns["stored"] = stored_at_owners
     beside = "fp8" if way == "fp8" else "pull"
     for case in (CASES[name] for name in names):
         with (
@@ -84,7 +84,7 @@ def test_sums_that_are_sent_have_the_bits_of_scatter(ranks, kind, way):
 def test_experts_where_a_map_says(ranks, way):
     options = {"expert_map": [2, 0, 0, 1, 2, 0, 2, 2, 1, 0, 0, 0, 2, 2, 1, 0]}
     ranks(3, "threads")(same_bits, way, ["holes"], options)
-    # A rank without experts has nothing to send, and tells so.
+    # A rank without experts has nothing to send, and reports so.
     ranks(3, "threads")(same_bits, way, ["holes"], {"expert_map": [0, 2] * 8})
 
 

@@ -30,7 +30,7 @@ MOST = 56  # tokens: three chunks, the last of them cut
 CASE = Round(tokens=(5, 1), hidden=256, experts=9, top_k=4)
 MODES = {
     "default": Mode(),
-    "sender, fp8 home": Mode(reduce="sender", combine_dtype="fp8", scale="ue8m0"),
+    "sender, fp8 back": Mode(reduce="sender", combine_dtype="fp8", scale="ue8m0"),
     "as they are": Mode(quantize=None),
     "choices": Mode(combine="gemm_push"),
 }
@@ -90,7 +90,7 @@ def test_kernels_give_the_reference_s_bytes(ranks, tmp_path, name):
     ranks(2, "cpu")(emulated, str(library), mode)
 
 
-# Rank 2 has no expert, and hears of tokens only.
+# Rank 2 has no expert, and receives the number of tokens only.
 FEW = Round(tokens=(2, 3, 1), hidden=128, experts=2, top_k=1)
 
 
@@ -126,7 +126,7 @@ def test_tables_that_do_not_hold_every_chunk(ranks, tmp_path):
 
 # Rows that do not fill the last of a warp's vectors: 896 bf16 numbers are 112, of 64 at a time.
 WIDE = Round(tokens=(5, 2), hidden=896, experts=6, top_k=5)
-HOME = {
+SEVERAL = {
     "as they are": Mode(quantize=None),
     "sums": Mode(reduce="sender"),
     "fp8": Mode(combine_dtype="fp8"),
@@ -154,13 +154,13 @@ def wide(group: weft.Group, library: str, mode: Mode, case: Round) -> dict[str, 
         return ways(watch.events(), parts)
 
 
-@pytest.mark.parametrize("name", HOME)
+@pytest.mark.parametrize("name", SEVERAL)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rows_of_several_choices_go_home_in_any_form(ranks, tmp_path, name, dtype):
+def test_rows_of_several_choices_return_in_any_form(ranks, tmp_path, name, dtype):
     """With 6 experts on 2 ranks a token has up to 3 rows of one rank: more than go together."""
     case = replace(WIDE, dtype=dtype)
-    library = compile_low(shape_of(HOME[name], case, 8).shape, tmp_path)
-    for touched in ranks(2, "threads")(wide, str(library), HOME[name], case):
+    library = compile_low(shape_of(SEVERAL[name], case, 8).shape, tmp_path)
+    for touched in ranks(2, "threads")(wide, str(library), SEVERAL[name], case):
         assert touched == {
             "hellos": {"writes relaxed sys", "reads acquire sys"},  # these bring nothing
             "grants": {"writes release sys", "reads acquire sys"},

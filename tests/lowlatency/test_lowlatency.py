@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import weft
-from tests.lowlatency_rounds import Mode, expert_results, play, wanted_home
+from tests.lowlatency_rounds import Mode, expert_results, play, wanted_out
 from tests.rounds import Round, bits
 
 KINDS = ["cpu", "threads", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -21,12 +21,12 @@ CASES = {
     "powers of two of 32": (Mode(scale="ue8m0", group_size=32), UNEVEN.next(hidden=96)),
     "as they are": (Mode(quantize=None), UNEVEN.next(weighted=False)),
     "rows of two vectors": (Mode(quantize=None), UNEVEN.next(hidden=16)),
-    "fp8 home": (Mode(combine_dtype="fp8"), UNEVEN),
+    "fp8 back": (Mode(combine_dtype="fp8"), UNEVEN),
     "choices": (CHOICES, UNEVEN.next(add=True)),
     "choices, fp32, top 10": (CHOICES, UNEVEN.next(dtype=torch.float32, top_k=10, experts=13)),
     "choices, as they are": (Mode(quantize=None, combine="gemm_push"), UNEVEN.next(hidden=16)),
     "reduced by the sender": (Mode(reduce="sender"), UNEVEN.next(add=True, top_k=6)),
-    "reduced, fp8 home": (REDUCED, UNEVEN.next(top_k=8)),
+    "reduced, fp8 back": (REDUCED, UNEVEN.next(top_k=8)),
     "reduced, no weights": (REDUCED, UNEVEN.next(weighted=False)),
     "fp16": (Mode(), UNEVEN.next(dtype=torch.float16)),
     "fp32, wide ids": (Mode(), UNEVEN.next(dtype=torch.float32, ids_dtype=torch.int64)),
@@ -152,7 +152,7 @@ def test_halves_meet_whole_calls(ranks, kind):
 
 
 def two_alive(group: weft.Group) -> int:
-    """Two micro-batches interleaved, with one's dispatch on its way while the other goes home."""
+    """Two micro-batches interleaved, with one's dispatch on its way while the other returns."""
     mode = Mode(more={"split_phase": True})
     case = Round(tokens=(5, 9, 16)[: group.size], hidden=256)
     outs = []
@@ -169,7 +169,7 @@ def two_alive(group: weft.Group) -> int:
             out0 = a2a.combine_recv()
             out1 = a2a.combine(y1, ins[1][1], ins[1][2], second.handle)
             for out, inputs in ((out0, ins[0]), (out1, ins[1])):
-                assert torch.equal(bits(out), bits(wanted_home(a2a, mode, case, inputs)))
+                assert torch.equal(bits(out), bits(wanted_out(a2a, mode, case, inputs)))
             outs.append(out0.shape[0])
         a2a.check()
     return sum(outs)
@@ -190,7 +190,7 @@ def by_hooks(group: weft.Group) -> None:
         hook()
         out, hook = a2a.combine_send(expert_results(a2a, got), ids, weights, got.handle)
         hook()
-        assert torch.equal(bits(out), bits(wanted_home(a2a, mode, case, inputs)))
+        assert torch.equal(bits(out), bits(wanted_out(a2a, mode, case, inputs)))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -21,24 +21,31 @@ PLAIN = LowShape(8, 128, 8, 256, 32, 7168, "bf16")
 SHAPES = {
     "deepseek-v3": PLAIN,
     "reduced": replace(PLAIN, reduce="sender"),
-    "reduced, fp8 home": replace(PLAIN, reduce="sender", combine_fp8=True),
-    "reduced, fp8 home, four ranks": replace(
+    "reduced, fp8 back": replace(PLAIN, reduce="sender", combine_fp8=True),
+    "reduced, fp8 back, four ranks": replace(
         PLAIN, ranks=4, local=64, reduce="sender", combine_fp8=True
     ),
-    "fp8 home": replace(PLAIN, combine_fp8=True),
+    "fp8 back": replace(PLAIN, combine_fp8=True),
     "as they are": replace(PLAIN, group=0),
     "powers of two": replace(PLAIN, scales="ue8m0"),
     "by column, of 32": replace(PLAIN, scales="fp32_col", group=32),
-    "fp32, fp8 home": replace(PLAIN, dtype="fp32", combine_fp8=True),
+    "fp32, fp8 back": replace(PLAIN, dtype="fp32", combine_fp8=True),
     "four ranks, odd blocks": LowShape(4, 512, 4, 128, 32, 2944, "fp16"),
-    "homes": replace(PLAIN, gemm_push=True),
+    "stored at owners": replace(PLAIN, gemm_push=True),
     "one of everything": LowShape(1, 1, 1, 1, 1, 128, "bf16"),
     "32 ranks, mapped": LowShape(
         *(32, 16, 32, 61, 2, 512, "fp32", 32, "ue8m0", "sender"), combine_fp8=True, mapped=True
     ),
 }
 # Every way of rows, once, in kernels that keep a trace.
-PROFILED = ("deepseek-v3", "homes", "as they are", "reduced", "reduced, fp8 home", "fp8 home")
+PROFILED = (
+    "deepseek-v3",
+    "stored at owners",
+    "as they are",
+    "reduced",
+    "reduced, fp8 back",
+    "fp8 back",
+)
 # Bytes that the slow half of a wait costs kernels that trace, and those of rows as they are.
 SLOW_HALF = 24
 # 32 ranks with a top k of 32 use all registers.

@@ -104,7 +104,7 @@ def absent(group: weft.Group, point: int) -> tuple[float, str]:
             with pytest.raises(PeerTimeout):  # a broken group stays broken
                 one_round(a2a)
         waited = time.monotonic() - start
-        group.barrier()  # closing would tell the others that this rank has left
+        group.barrier()  # closing would show the others that this rank has left
         return waited, text
 
 
@@ -146,7 +146,7 @@ def test_the_first_round_has_a_deadline_of_its_own(ranks, kind):
 
 
 def silent(group: weft.Group) -> str:
-    """Rank 2 tells rank 0 nothing of its dispatch; everybody else hears of it."""
+    """Rank 2 sends rank 0 nothing of its dispatch, and everybody else its part."""
     with make(group) as a2a:
         one_round(a2a)
         if group.rank == 0:
@@ -197,7 +197,7 @@ def killed(group: weft.Group, point: int) -> None:
         with pytest.raises(PeerDied, match="rank 1 died"):
             one_round(a2a)
         assert a2a.history(1)[0].epoch == 1
-        time.sleep(0.5)  # the launcher hears of the death first
+        time.sleep(0.5)  # the launcher sees the death first
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A peer's words may say anything: what it tells of its rows never leads outside of this rank's."""
+"""A peer's words may say anything: what it sends of its rows never leads outside of this rank's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 import weft
 from tests.lowlatency.emulate_lowlatency import EmulatedLow, compile_low
-from tests.lowlatency_rounds import Mode, store_home
+from tests.lowlatency_rounds import Mode, store_at_owners
 from tests.rounds import Round
 from weft.errors import PeerTimeout
 from weft.lowlatency.api import LowLatencyAllToAll
@@ -48,7 +48,7 @@ def rows_out(a2a: LowLatencyAllToAll) -> torch.Tensor:
 def forge_dispatch(
     a2a: LowLatencyAllToAll, *, tokens: int = MOST, chosen: int = 0, choice: int = 0
 ) -> None:
-    """Write by hand what rank 1 tells rank 0 in its second dispatch."""
+    """Write by hand what rank 1 sends rank 0 in its second dispatch."""
     shape, layout = a2a._geometry.shape, a2a._geometry.layout
     tag = EPOCH << TAGGED_BITS
     flags = HEADER_BYTES + LINE
@@ -73,7 +73,7 @@ def lied_to_in(group: weft.Group, mode: Mode, lie: dict[str, int]) -> None:
         got = a2a.dispatch(x, ids, weights)
         y = torch.zeros_like(got.x, dtype=x.dtype)
         if got.dst_addr is not None:
-            store_home(a2a, got, y)
+            store_at_owners(a2a, got, y)
         a2a.combine(y if got.dst_addr is None else None, ids, weights, got.handle)
         group.barrier()
         if group.rank == 1:
@@ -98,7 +98,7 @@ def check_bounds(a2a: LowLatencyAllToAll, got: ExpertRows) -> None:
     assert bool((got.counts <= rows).all()), got.counts
     assert bool((got.ranges.sum(dim=-1) <= rows).all()), got.ranges
     if got.dst_addr is not None:
-        check_homes(a2a, got, got.dst_addr)
+        check_addresses(a2a, got, got.dst_addr)
         return
     taken = tensors["position"][tensors["position"] >= 0]
     assert bool((taken < got.counts[taken // rows] + taken // rows * rows).all())
@@ -108,15 +108,15 @@ def check_bounds(a2a: LowLatencyAllToAll, got: ExpertRows) -> None:
     assert len(seats) == len(seats.unique())
 
 
-def check_homes(a2a: LowLatencyAllToAll, got: ExpertRows, home: torch.Tensor) -> None:
-    """Every home is the place of a row of the token's owner; no two rows have the same."""
+def check_addresses(a2a: LowLatencyAllToAll, got: ExpertRows, address: torch.Tensor) -> None:
+    """Every address is the place of a row of the token's owner; no two rows have the same."""
     shape, heap = a2a._geometry.shape, a2a._rounds.premises.heap
-    behind = torch.arange(shape.rows, device=home.device)[None] >= got.counts[:, None]
-    assert not home[behind].any()
-    homes = home[home != 0]
-    assert len(homes) == len(homes.unique())
+    behind = torch.arange(shape.rows, device=address.device)[None] >= got.counts[:, None]
+    assert not address[behind].any()
+    used = address[address != 0]
+    assert len(used) == len(used.unique())
     for rank in range(a2a.ep_size):
-        ours = home[(home != 0) & (got.source // MOST == rank)]
+        ours = address[(address != 0) & (got.source // MOST == rank)]
         place = ours - heap.address(rank) - a2a._geometry.layout.back
         assert not (place % shape.back_bytes).any()
         assert bool(((place >= 0) & (place < MOST * shape.top_k * shape.back_bytes)).all())
@@ -129,7 +129,7 @@ def test_no_word_of_a_peer_leads_out_of_bounds(ranks, kind, lie):
 
 
 def withheld(group: weft.Group, what: str, library: str = "") -> str:
-    """Rank 1 tells rank 0 of rows and then keeps one word back; how rank 0 says so."""
+    """Rank 1 announces rows to rank 0 and then keeps one word back; how rank 0 says so."""
     mode = Mode(more={"timeout": 0.6, "first_timeout": 600.0})
     with mode.make(group, CASE, MOST) as a2a:
         if library:

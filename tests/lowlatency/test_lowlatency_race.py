@@ -44,7 +44,7 @@ def test_no_race_in_any_group_way_and_halves(group, reduce, split_phase):
 
 
 @CAMPAIGN
-def test_no_race_where_experts_store_rows_at_home():
+def test_no_race_where_experts_store_rows_at_owners():
     status, text = run("low-race-gemm-push", *SANITIZED, "-DRANKS=3", "-DGEMM_PUSH=1", rounds=600)
     assert status == 0, text
     assert "600 rounds of 3 ranks: 0 wrong words" in text

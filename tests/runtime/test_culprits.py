@@ -1,4 +1,4 @@
-"""A rank dies, stops, raises or closes: the others hear of it soon, and blame that rank.
+"""A rank dies, stops, raises or closes: the others notice it soon, and blame that rank.
 
 Deadlines are ten minutes here, so an error that comes at all has not waited for one.
 """
@@ -31,7 +31,7 @@ def blamed(text: str) -> int:
 
 
 def dying(group: weft.Group, kind: str, point: int, victim: int, peer: int, folder: str) -> None:
-    """Survivors write down what they heard, because the launch itself fails."""
+    """Survivors write down what they raised, because the launch itself fails."""
     with KINDS[kind].open(group, faults=True) as op:
         op.round()
         group.barrier()
@@ -47,7 +47,7 @@ def dying(group: weft.Group, kind: str, point: int, victim: int, peer: int, fold
 def test_every_survivor_names_the_rank_that_died_at_any_point(ranks, kind, tmp_path):
     name = KINDS[kind].name
     for point in POINTS[name]:
-        if (kind, point) == ("oneshot", 11):  # only owners of a token tell its moments
+        if (kind, point) == ("oneshot", 11):  # only owners of a token record its moments
             continue
         victim = point % 3
         # Between two flags: one peer has been told, the other one never is.
@@ -144,7 +144,7 @@ def test_a_raising_rank_is_the_cause_of_a_launch(ranks, device):
     start = time.monotonic()
     with pytest.raises(RankFailed, match="rank 1 of 3 raised ValueError") as caught:
         ranks(3, device)(leaving_a_group)
-    assert "Also failed" not in str(caught.value)  # the others heard why, and returned
+    assert "Also failed" not in str(caught.value)  # the others got the reason, and returned
     assert time.monotonic() - start < SOON
 
 
@@ -197,7 +197,7 @@ def test_a_stopped_rank_is_named_when_the_deadline_is_over(ranks, kind, device, 
 
 
 def late(group: weft.Group, kind: str) -> str:
-    """The clock starts with the wait: what an error tells is what a caller's clock shows."""
+    """The clock starts with the wait: what an error states is what a caller's clock shows."""
     with KINDS[kind].open(group) as op:
         op.round()
         hurry(op.watched, 1.0)

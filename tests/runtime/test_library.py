@@ -66,8 +66,8 @@ def compiled(group: weft.Group, backend: str) -> None:
         # Two equal calls stay two calls.
         assert a2a.history()[-1].epoch == epoch + 2
         received = a2a.dispatch(x, ids, w)
-        home = torch.compile(lambda y: a2a.combine(y), backend=backend, fullgraph=True)
-        assert home(received.x.clone()).shape == x.shape
+        combine = torch.compile(lambda y: a2a.combine(y), backend=backend, fullgraph=True)
+        assert combine(received.x.clone()).shape == x.shape
 
 
 @pytest.mark.parametrize(("count", "backend"), [(2, "aot_eager"), (1, "inductor")])

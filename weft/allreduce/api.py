@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -23,13 +22,12 @@ from weft.arguments import flags, integer, listed, one_of, real, refuse, seconds
 from weft.errors import InvalidArgument
 from weft.memory import Group
 from weft.memory.driver import in_relaxed_mode, relaxed
-from weft.memory.group import reason
-from weft.memory.header import Record
 from weft.memory.wire import JSON
 from weft.runtime import library
 from weft.runtime.call_word import BACKENDS
 from weft.runtime.check import check_group, check_tokens
 from weft.runtime.entries import Build
+from weft.runtime.operator import Operator
 from weft.runtime.watched import Watched
 
 _log = logging.getLogger(__name__)
@@ -37,7 +35,7 @@ AUTO = "auto"
 ALIASES = {"nccl": "collective"}
 
 
-class AllReduce:
+class AllReduce(Operator):
     """Sum every rank's rows and, in the same launch, add a residual, normalise and quantise.
 
     Meaning: `weft.reference.allreduce_fused`, bit for bit, whatever the backend, the number of
@@ -211,22 +209,6 @@ class AllReduce:
         check_tokens(tokens, self.max_tokens)
         return self._choose(tokens, epilogue_of(quant, norm=norm))
 
-    def check(self) -> None:
-        """Raise what the device has recorded: a broken group, or an index that was refused.
-
-        Reads host memory only, so it costs nothing and sees the past: synchronise first to be sure
-        of the last call.
-        """
-        self._workspace.check()
-
-    def abort(self) -> None:
-        """Ask the kernels of all ranks to leave their waits, as `AllToAll.abort`."""
-        self._workspace.abort()
-
-    def history(self, rank: int | None = None) -> list[Record]:
-        """The last 128 calls of a rank (default: this one), oldest first; also of a dead one."""
-        return self._workspace.history(rank)
-
     def close(self) -> None:
         """Give the memory back; any thread may call it, as `AllToAll.close`. Idempotent."""
         if not self._workspace.begin_close():
@@ -237,19 +219,6 @@ class AllReduce:
                 self._entries.close()
             finally:
                 self._workspace.free()
-
-    def __enter__(self) -> AllReduce:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is not None:
-            self._workspace.tell_left(reason(error))
-        self.close()
 
     def _backend(self, asked: str, request: Request) -> str:
         names = (AUTO, *self._backends, *(k for k, v in ALIASES.items() if v in self._backends))
@@ -280,9 +249,6 @@ class AllReduce:
     @property
     def _watched(self) -> Watched:
         return self._workspace
-
-    def _check_open(self) -> None:
-        self._workspace.check_open()
 
 
 def _checked_backends(names: Sequence[str]) -> tuple[str, ...]:

@@ -34,14 +34,14 @@ def common_table(group: Group, given: Table | Path | str | None = None) -> Table
     def shipped() -> Table:
         return Table.shipped(gpu, group.size)
 
-    found = agreed_table(group, given, Table, shipped=shipped, what="the all-reduce table")
+    found = agreed_table(group, given, Table, shipped=shipped)
     assert found is not None  # there is always the formula
     if group.rank == 0:
         there, here = (found.gpu, found.ranks), (gpu, group.size)
         _log.info("the all-reduce chooses its backend by this table: %s", found.origin)
         if found.source == MEASURED and there != here:
-            told, mine = (f"{n} x {name or 'CPU'}" for name, n in (there, here))
-            _log.warning("the all-reduce table is of %s, but these ranks are %s", told, mine)
+            measured, mine = (f"{n} x {name or 'CPU'}" for name, n in (there, here))
+            _log.warning("the all-reduce table is of %s, but these ranks are %s", measured, mine)
     return found
 
 
@@ -73,7 +73,7 @@ def choose(
     The collective backend is taken where no other serves so many tokens, and never beside one that
     does. Raises InvalidArgument where none does: one shot has no slots beyond `reduction.direct`.
 
-    gpu: this rank's, "" for CPU ranks. A table of another machine is read all the same, and said.
+    gpu: this rank's, "" for CPU ranks. A table of another machine is read all the same, and named.
     """
     names = able(reduction, backends, tokens)
     if not names and "collective" not in backends:
@@ -92,9 +92,9 @@ def choose(
     )
     if found.source != MEASURED or (table.gpu, table.ranks) == (gpu, reduction.ranks):
         return found
-    told, here = (
+    measured, here = (
         f"{n} x {name or 'CPU'}" for name, n in ((table.gpu, table.ranks), (gpu, reduction.ranks))
     )
     return replace(
-        found, source=NEAREST, text=f"{found.text} The table is of {told}, this is {here}."
+        found, source=NEAREST, text=f"{found.text} The table is of {measured}, this is {here}."
     )

@@ -1,4 +1,8 @@
-"""The fused all-reduce on torch.distributed: the same bits, also beyond one node."""
+"""The fused all-reduce on torch.distributed: the same bits, to compare the other backends with.
+
+It also serves calls of more tokens than those that were built have slots for. Its ranks share a
+host, too: an AllReduce always makes a heap.
+"""
 
 from __future__ import annotations
 

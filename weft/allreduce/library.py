@@ -141,7 +141,7 @@ def _given(name: str, said: Wanted) -> torch.Tensor | None:
 
 
 def _wanted(given: tuple[torch.Tensor | None, ...], make: list[bool]) -> list[Wanted]:
-    """What `fused` is told of each output: every one was decided when the graph was traced."""
+    """What `fused` is given for each output: every one was decided when the graph was traced."""
     return [makes if tensor is None else tensor for tensor, makes in zip(given, make, strict=True)]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
 from weft.arguments import integer, one_of
 from weft.errors import InvalidArgument
+from weft.fields import Choice, Size, by_argument, check_fields, literal
 from weft.memory.header import HEADER_BYTES
 from weft.memory.wire import JSON
 from weft.runtime.layout import up
@@ -34,10 +36,10 @@ class Reduction:
     """
 
     ranks: int
-    tokens: int
+    tokens: Annotated[int, Size("max_tokens", 1, MAX_TOKENS)]
     direct: int
     hidden: int
-    dtype: str
+    dtype: Annotated[str, Choice("dtype", DTYPE_NAMES.values(), "weft::DType")]
 
     @classmethod
     def of(cls, *, ranks: int, max_tokens: int, hidden: int, dtype: torch.dtype) -> Reduction:
@@ -48,6 +50,7 @@ class Reduction:
         return cls(ranks, max_tokens, direct, hidden, DTYPE_NAMES[dtype])
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not MIN_RANKS <= self.ranks <= MAX_RANKS:
             raise InvalidArgument(
                 f"an all-reduce of {self.ranks} ranks; it takes {MIN_RANKS} to {MAX_RANKS}"
@@ -112,15 +115,11 @@ class Reduction:
 
     def manifest(self) -> dict[str, JSON]:
         """What the ranks compare at creation, name by name."""
-        return asdict(self)
+        return by_argument(self)
 
     def literal(self) -> str:
         """The C++ initialiser."""
-        return (
-            f"weft::Reduction{{.ranks = {self.ranks}, .tokens = {self.tokens}, "
-            f".direct = {self.direct}, .hidden = {self.hidden}, "
-            f".dtype = weft::DType::{self.dtype}}}"
-        )
+        return literal(self, "weft::Reduction")
 
 
 def memory_bytes(

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -19,13 +19,12 @@ from weft.allreduce.curve import Curve
 from weft.allreduce.formula import FORMULA, formula_us
 from weft.errors import InvalidArgument
 from weft.shape import DTYPE_NAMES
-from weft.tuning.table_file import digest_of, parsed, read_table, table_text, times_of, whole
+from weft.tuning.table_file import TableFile, times_of, whole
 from weft.tuning.thresholds import HYSTERESIS, Bands
 
 BACKENDS = ("oneshot", "twoshot", "twoshot_bulk")  # of one class of bits; ties go to the first
 MEASURED, COMPUTED = "measured", "formula"  # where a table's times come from
 NEAREST, ONLY = "nearest", "only one"  # what a choice may be besides these
-FORMAT = "weft all-reduce table 1"
 SHIPPED = Path(__file__).with_name("tables")
 
 # Whose times an epilogue reads, best first: one that quantises is more like norm than like none.
@@ -53,15 +52,18 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class Table(TableFile):
     """Times of one machine and number of ranks.
 
-    gpu: the GPUs' name as torch tells it, "" for CPU ranks.  ranks: of the group.
+    gpu: the GPUs' name as torch reports it, "" for CPU ranks.  ranks: of the group.
     source: "measured" or "formula".  date: of the measurement, "" for a formula.
     machine, method: what it was measured on and how, or what the formula is.
 
     Raises InvalidArgument naming what is wrong.
     """
+
+    form: ClassVar[str] = "weft all-reduce table 1"
+    what: ClassVar[str] = "all-reduce table"
 
     gpu: str
     ranks: int
@@ -81,11 +83,6 @@ class Table:
             raise InvalidArgument(
                 f"{len(self.curves)} curves for {self.ranks} ranks: need one each"
             )
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of all that decides; what ranks compare."""
-        return digest_of(self.as_json())
 
     def bands(
         self, *, hidden: int, dtype: torch.dtype, epilogue: str, backends: Sequence[str]
@@ -152,12 +149,7 @@ class Table:
         """The table as JSON values."""
         names = ("gpu", "ranks", "source", "date", "machine", "method")
         plain = {name: getattr(self, name) for name in names}
-        return {"format": FORMAT, **plain, "curves": [asdict(curve) for curve in self.curves]}
-
-    @classmethod
-    def of_json(cls, found: Any, where: str) -> Table:
-        """The table in JSON values. Raises InvalidArgument naming `where` and what is wrong."""
-        return parsed(found, cls._make, form=FORMAT, where=where, what="all-reduce table")
+        return {"format": self.form, **plain, "curves": [asdict(curve) for curve in self.curves]}
 
     @classmethod
     def _make(cls, found: Any) -> Table:
@@ -180,15 +172,6 @@ class Table:
             method=str(found["method"]),
             curves=curves,
         )
-
-    @classmethod
-    def load(cls, path: Path | str) -> Table:
-        """Read a file that `weft tune allreduce` wrote. Raises InvalidArgument naming it."""
-        return cls.of_json(read_table(path, "the all-reduce table"), str(path))
-
-    def text(self) -> str:
-        """The file's text: one curve's times a line."""
-        return table_text(self.as_json())
 
     @classmethod
     def formula(cls, gpu: str, ranks: int) -> Table:

@@ -32,7 +32,9 @@ class ReduceWorkspace(Watched):
         )
 
     def _initialise(self, reduction: Reduction, header: Header) -> None:
-        self._watch(0, "all-reduce")  # the sizes were compared in full; call words tell calls apart
+        self._watch(
+            0, "all-reduce"
+        )  # the sizes were compared in full; call words distinguish calls
         size = (reduction.trailers - reduction.rows,)  # all else stays zero
         self.heap.tensor(size, torch.uint8, offset=reduction.rows).fill_(0xFF)
         header.generation = self.heap.generation

@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 
 import torch
 
 from weft.alltoall import library as alltoall_library
 from weft.alltoall.entry import load_entries
 from weft.alltoall.geometry import Geometry, memory_bytes
-from weft.alltoall.received import Payload, Received
+from weft.alltoall.received import Payload, Received, with_rows
 from weft.alltoall.rounds import Rounds, State
 from weft.alltoall.workspace import open_workspace
 from weft.arguments import flags, seconds
 from weft.errors import InvalidArgument
 from weft.memory import Group
 from weft.memory.driver import in_relaxed_mode
-from weft.memory.group import reason
-from weft.memory.header import Record
 from weft.placement import Placed
 from weft.runtime import library
 from weft.runtime.check import check_group, tensors_of
 from weft.runtime.entries import Build
+from weft.runtime.operator import Operator
 from weft.runtime.timeline import DEFINE, Span, Wait, read_timeline
 from weft.runtime.timeline import wait_times as read_wait_times
 from weft.runtime.watched import Watched
 
 
-class AllToAll(Placed):
-    """Send each token once to every rank that owns one of its experts, and bring the sums home.
+class AllToAll(Placed, Operator):
+    """Send each token once to every rank that owns one of its experts, and return the sums.
 
     Meaning: `weft.reference.dispatch` and `weft.reference.combine`. All memory is allocated here; a
     call allocates nothing but its result, synchronises with no host, and may be captured in CUDA
@@ -51,7 +49,7 @@ class AllToAll(Placed):
         row stores it at the owner (`Grouped.dst_addr`), which weighs and sums. All are exact.
     combine_dtype: None: rows travel in dtype; "fp8": pushed as FP8, a scale for 128 columns.
     split_phase: also build `dispatch_send` .. `combine_recv`.
-    stats: int32 numbers of its own that each rank tells all ranks in every dispatch; default none.
+    stats: int32 numbers of its own that each rank sends to all in every dispatch; default none.
     num_sms: SMs that the kernels may fill; default all. Up to 32, the bulk copy engine moves rows.
     programmatic_launch: let a short kernel take its place on the GPU while its predecessor in the
         stream still runs; it touches no memory before that one's end.
@@ -114,7 +112,8 @@ class AllToAll(Placed):
         self._workspace = open_workspace(group, self._geometry, entries, limits, _first_epoch)
         self.group, self.dtype, self.placement = group, dtype, self._geometry.placement
         self._rounds = Rounds(self._geometry, self._workspace, entries)
-        self._traced_tokens, self._build = 0, build
+        self._traced_tokens, self._traced_rows = 0, self._geometry.shape.tokens
+        self._build = build
         self._order = library.order_of(group.device)
         self._handle = library.register(self, self._geometry.manifest())
         library.mark_static(self._workspace.output)
@@ -134,6 +133,7 @@ class AllToAll(Placed):
         *,
         num_tokens: torch.Tensor | None = None,
         stats: torch.Tensor | None = None,
+        rows: int | None = None,
     ) -> Received:
         """Send this rank's tokens; return what all ranks sent here.
 
@@ -142,6 +142,9 @@ class AllToAll(Placed):
         topk_weights: float32 `[tokens, top_k]`; None means ones.
         num_tokens: int32 `[1]` on the device, how many rows count; those beyond are not sent.
         stats: int32 `[stats]`, needed if built with stats; for example `reference.expert_load`.
+        rows: slots for each source in the result, `[ep_size, rows, ...]`, and in `output(rows)`:
+            the most tokens that any rank sends in this call, equal on all ranks; default
+            max_tokens. Where ranks differ in it, they raise GeometryMismatch with both numbers.
 
         The result shows symmetric memory and is valid until this rank calls combine: peers may
         overwrite it from then on, so only what comes before combine in the stream may read it.
@@ -154,25 +157,30 @@ class AllToAll(Placed):
         tensors = tensors_of("x", x)
         if torch.compiler.is_dynamo_compiling():
             self._traced_tokens = topk_ids.shape[0]
-            given = (tensors, topk_ids, topk_weights, num_tokens, stats)
+            self._traced_rows = self._geometry.check_rows(rows, self._traced_tokens)
+            given = (tensors, topk_ids, topk_weights, num_tokens, stats, self._traced_rows)
             return Received(*alltoall_library.traced_dispatch(self, *given))
-        return self._dispatch(tensors, topk_ids, topk_weights, num_tokens, stats)
+        return self._dispatch(tensors, topk_ids, topk_weights, num_tokens, stats, rows)
 
-    def output(self) -> torch.Tensor:
-        """`[ep_size, max_tokens, hidden]` in symmetric memory for experts to write: zero-copy.
+    def output(self, rows: int | None = None) -> torch.Tensor:
+        """`[ep_size, rows, hidden]`, contiguous, in symmetric memory, for experts to write.
 
         Row `[s, t]` must hold the sum over this rank's experts of token t of source s, weighted by
         the received weights; rows whose ids are all -1 are never read. Write it between dispatch
         and combine only: from combine until the next dispatch has returned (on a GPU: has run in
         the stream) peers may still be reading it. There is none with combine="gemm_push".
+        rows: those of the round's dispatch; default max_tokens.
         """
         self._check_open()
         if self._geometry.shape.combine == "gemm_push":
             raise InvalidArgument(
-                "output() of an all-to-all with combine='gemm_push': every row goes to its home "
-                "by itself, see ExpertGroups"
+                "output() of an all-to-all with combine='gemm_push': every row is stored at its "
+                "token's owner by the kernel that makes it, see ExpertGroups"
             )
-        return self._workspace.output
+        rows = self._geometry.check_rows(rows, 0)
+        if torch.compiler.is_dynamo_compiling():
+            return with_rows(self._workspace.output, rows)
+        return self._workspace.views(rows)[1]
 
     def combine(
         self,
@@ -181,10 +189,12 @@ class AllToAll(Placed):
         out: torch.Tensor | None = None,
         add: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Bring every token's rows home: `out[t] = sum over ranks + add[t]`, fp32, in rank order.
+        """Sum every token's rows at its owner: `out[t] = sum over ranks + add[t]`.
 
-        y: `[ep_size, max_tokens, hidden]`; None, or the `output()` tensor itself, for what was
-        written in place; any other tensor costs one copy.
+        Sums are in fp32 and in rank order.
+
+        y: `[ep_size, rows, hidden]`, with the rows of the dispatch; None, or the `output(rows)`
+        tensor itself, for what was written in place; any other tensor costs one copy.
         out: `[tokens, hidden]` to write into.
         add: `[tokens, hidden]`, for example a shared expert's result.
 
@@ -203,15 +213,16 @@ class AllToAll(Placed):
         *,
         num_tokens: torch.Tensor | None = None,
         stats: torch.Tensor | None = None,
+        rows: int | None = None,
     ) -> None:
         """The first half of `dispatch`: send, and wait for nobody.
 
         What follows in the stream runs while peers' tokens arrive, for example a shared expert.
         """
         self._check_halves("dispatch_send")
-        tensors = tensors_of("x", x)
-        self._rounds.dispatch("dispatch_send", tensors, topk_ids, topk_weights, num_tokens, stats)
-        self._traced_tokens = self._rounds.tokens  # for a combine that is compiled alone
+        tensors, entry = tensors_of("x", x), "dispatch_send"
+        self._rounds.dispatch(entry, tensors, topk_ids, topk_weights, num_tokens, stats, rows)
+        self._keep_for_tracing()
 
     def dispatch_recv(self) -> Received:
         """The second half of `dispatch`: wait for all peers' tokens."""
@@ -219,7 +230,7 @@ class AllToAll(Placed):
         return self._rounds.receive()
 
     def combine_send(self, y: torch.Tensor | None = None) -> None:
-        """The first half of `combine`: tell peers that this rank's rows are ready, or push them."""
+        """The first half of `combine`: publish that this rank's rows are ready, or push them."""
         self._check_halves("combine_send")
         self._rounds.give_back(y)
 
@@ -229,27 +240,6 @@ class AllToAll(Placed):
         """The second half of `combine`: wait for all peers' rows and sum them."""
         self._check_halves("combine_recv")
         return self._rounds.combine("combine_receive", None, out, add)
-
-    def check(self) -> None:
-        """Raise what the device has recorded: a broken group, or input that was refused.
-
-        Reads host memory only, so it costs nothing and sees the past: synchronise first to be sure
-        of the last call. A refusal is raised once; a broken group stays broken.
-        """
-        self._workspace.check()
-
-    def abort(self) -> None:
-        """Ask the kernels of all ranks to leave their waits. Waits for no peer.
-
-        May be called from any thread. Every wait that is under way, and every later one that
-        would last, ends with Aborted naming this rank; a round whose flags have all arrived may
-        still finish, but on this rank every later call raises. Close the group after it.
-        """
-        self._workspace.abort()
-
-    def history(self, rank: int | None = None) -> list[Record]:
-        """The last 128 rounds of a rank (default: this one), oldest first; also of a dead one."""
-        return self._workspace.history(rank)
 
     def timeline(self, rank: int | None = None) -> list[Span]:
         """A rank's last 32 rounds (built with profile=True; synchronise before reading)."""
@@ -270,19 +260,6 @@ class AllToAll(Placed):
         library.forget(self._handle)
         self._rounds.close()
 
-    def __enter__(self) -> AllToAll:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is not None:
-            self._workspace.tell_left(reason(error))
-        self.close()
-
     def _dispatch(
         self,
         tensors: tuple[torch.Tensor, ...],
@@ -290,17 +267,23 @@ class AllToAll(Placed):
         topk_weights: torch.Tensor | None,
         num_tokens: torch.Tensor | None,
         stats: torch.Tensor | None,
+        rows: int | None,
     ) -> Received:
         self._check_open()
-        self._rounds.dispatch("dispatch", tensors, topk_ids, topk_weights, num_tokens, stats)
-        self._traced_tokens = self._rounds.tokens  # for a combine that is compiled alone
-        return self._workspace.received
+        given = (tensors, topk_ids, topk_weights, num_tokens, stats, rows)
+        self._rounds.dispatch("dispatch", *given)
+        self._keep_for_tracing()
+        return self._rounds.received
 
     def _combine(
         self, y: torch.Tensor | None, out: torch.Tensor | None, add: torch.Tensor | None
     ) -> torch.Tensor:
         self._check_open()
         return self._rounds.combine("combine", y, out, add)
+
+    def _keep_for_tracing(self) -> None:
+        """Keep the sizes of this round for a combine that is compiled alone."""
+        self._traced_tokens, self._traced_rows = self._rounds.tokens, self._rounds.rows
 
     @property
     def _pending(self) -> int | None:
@@ -321,6 +304,3 @@ class AllToAll(Placed):
     @property
     def _watched(self) -> Watched:
         return self._workspace
-
-    def _check_open(self) -> None:
-        self._workspace.check_open()

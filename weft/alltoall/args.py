@@ -22,6 +22,8 @@ class DispatchArgs(ctypes.Structure):
         ("tokens", c_uint32),
         ("ids_bytes", c_uint32),
         ("stats", c_uint64),
+        ("source_rows", c_uint32),
+        ("reserved", c_uint32),
     )
 
 
@@ -35,4 +37,5 @@ class CombineArgs(ctypes.Structure):
         ("tokens", c_uint32),
         ("pushers", c_uint32),
         ("strips", c_uint32),
+        ("source_rows", c_uint32),
     )

@@ -29,7 +29,7 @@ class CollectiveAllToAll(Placed):
     allocated at construction in ordinary memory; sums are in fp32 but in the order of the
     collective, so bits may differ from the one-sided way; bad ids count as -1 and are raised by
     `check()` as a number, not one by one; timeouts are those of torch.distributed; there are no
-    FP8 wires, halves, statistics, timelines or SM budgets.
+    FP8 wires, halves, statistics, timelines or SM budgets, and views have max_tokens rows.
     """
 
     @in_relaxed_mode

@@ -26,7 +26,7 @@ struct RowPointers {
 
 template <Shape S, u32 rank> WEFT_FN RowPointers rows_of(const CombineArgs& a, u32 token) {
     if constexpr (S.combine == Combine::pull) {
-        const u64 own = u64(mine<S>(a.site).outbox.row[rank][token]);
+        const u64 own = u64(mine<S>(a.site).outbox.row[slot_of(a.source_rows, rank, token)]);
         return {own - rank * a.site.stride, a.site.stride};
     } else {
         auto& returned = mine<S>(a.site).inbox.returned;
@@ -97,7 +97,7 @@ template <Shape S>
 WEFT_FN void send_rows(const Block& team, const CombineArgs& a, const EpochState& state) {
     bool publishes = team.first();
     if constexpr (S.combine == Combine::push) {
-        push_rows<S>(team, a.site);
+        push_rows<S>(team, a);
         publishes = team.last_of(&mine<S>(a.site).header.arrived);
     }
     if (publishes) publish<S>(team, a.site, Phase::combine, state.epoch, 0);

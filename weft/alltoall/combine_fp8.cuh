@@ -34,12 +34,12 @@ template <Shape S> struct PushFragment {
     u32 expert, source_tokens;  // lane k: entry k; token count of the source
     Columns<S.dtype> columns;   // of the first strip
 
-    WEFT_FN static Columns<S.dtype> load(const Site& site, u32 source, u32 token, u32 strip) {
+    WEFT_FN static Columns<S.dtype> load(const CombineArgs& a, u32 source, u32 token, u32 strip) {
         constexpr u32 width = Columns<S.dtype>::vectors;
-        const u32 v = Strips<S>::vector(strip);
+        const u32 v = Strips<S>::vector(strip), slot = slot_of(a.source_rows, source, token);
         Columns<S.dtype> columns{};
         const auto* row =
-            reinterpret_cast<const uint4*>(mine<S>(site).outbox.row[source][token]) + v * width;
+            reinterpret_cast<const uint4*>(mine<S>(a.site).outbox.row[slot]) + v * width;
         if (v < Strips<S>::vectors)
 #pragma unroll
             for (u32 i = 0; i < width; ++i) columns.v[i] = load_shared_row(row + i);
@@ -56,13 +56,13 @@ template <Shape S> struct PushFragment {
                               .expert = ~0u,
                               .source_tokens = 0,
                               .columns = {}};
-        if (fragment.token >= S.tokens) return fragment;
+        if (fragment.token >= a.source_rows) return fragment;
         Inbox<S>& inbox = mine<S>(a.site).inbox;
         fragment.source_tokens = load_early(&inbox.counts[fragment.source]);
         if (lane < S.top_k)
-            fragment.expert =
-                load_early(&inbox.route[fragment.source][fragment.token].expert[lane]);
-        fragment.columns = load(a.site, fragment.source, fragment.token, strip);
+            fragment.expert = load_early(
+                &inbox.route[slot_of(a.source_rows, fragment.source, fragment.token)].expert[lane]);
+        fragment.columns = load(a, fragment.source, fragment.token, strip);
         return fragment;
     }
 
@@ -84,7 +84,7 @@ WEFT_FN void push_fragment(const CombineArgs& a, const PushFragment<S>& fragment
     for (u32 strip = fragment.strip; strip < fragment.end; ++strip) {
         const Columns<S.dtype> columns = ahead;
         if (strip + 1 < fragment.end)
-            ahead = PushFragment<S>::load(a.site, fragment.source, fragment.token, strip + 1);
+            ahead = PushFragment<S>::load(a, fragment.source, fragment.token, strip + 1);
         float x[lane_columns];
         columns.widen(x);
         const u32 amax = block_amax_bits<scale_columns>(x), v = Strips<S>::vector(strip);

@@ -18,14 +18,15 @@ template <Shape S, Quant quant> void quantize_row(const u8* row, u8* values, u8*
 // Stores the first payload as FP8 with its scales, where the Shape asks for it.
 template <Shape S> void quantize_payload(const DispatchArgs& a, Inbox<S>& to, u32 token) {
     const u8* row = static_cast<const u8*>(a.payload[0]) + u64(token) * S.out_bytes();
-    quantize_row<S, S.quant>(row, plane<0>(to.payload).row[a.site.rank][token],
-                             plane<1>(to.payload).row[a.site.rank][token]);
+    const u32 slot = slot_of(a.source_rows, a.site.rank, token);
+    quantize_row<S, S.quant>(row, plane<0>(to.payload).row[slot], plane<1>(to.payload).row[slot]);
 }
 
 template <Shape S, u32 P> void copy_planes(const DispatchArgs& a, Inbox<S>& to, u32 token) {
     if constexpr (P < S.planes) {
         const u8* from = static_cast<const u8*>(a.payload[P]) + u64(token) * S.row_bytes[P];
-        std::memcpy(plane<P>(to.payload).row[a.site.rank][token], from, S.row_bytes[P]);
+        const u32 slot = slot_of(a.source_rows, a.site.rank, token);
+        std::memcpy(plane<P>(to.payload).row[slot], from, S.row_bytes[P]);
         copy_planes<S, P + 1>(a, to, token);
     }
 }
@@ -53,7 +54,7 @@ template <Shape S> u32 send_token(const DispatchArgs& a, u32 token) {
         }
     for (u32 peer = 0; peer < S.ranks; ++peer) {
         Inbox<S>& to = share<S>(a.site, peer).inbox;
-        Route<S>& route = to.route[a.site.rank][token];
+        Route<S>& route = to.route[slot_of(a.source_rows, a.site.rank, token)];
         for (u32 k = 0; k < S.top_k; ++k) {
             const bool here = ids[k] >= 0 && location[k].rank == peer;
             route.expert[k] = here ? i32(location[k].local) : -1;
@@ -68,9 +69,11 @@ template <Shape S> u32 send_token(const DispatchArgs& a, u32 token) {
 
 template <Shape S> void clear_rows(const DispatchArgs& a, u32 from, u32 until) {
     for (u32 peer = 0; peer < S.ranks; ++peer)
-        for (u32 token = from; token < until; ++token)
+        for (u32 token = from; token < until; ++token) {
+            const u32 slot = slot_of(a.source_rows, a.site.rank, token);
             for (u32 k = 0; k < S.top_k; ++k)
-                share<S>(a.site, peer).inbox.route[a.site.rank][token].expert[k] = -1;
+                share<S>(a.site, peer).inbox.route[slot].expert[k] = -1;
+        }
 }
 
 // Sends this rank's statistics to every rank.
@@ -92,14 +95,16 @@ template <Shape S, PhasePart part = PhasePart::whole> void dispatch(const Dispat
         const u32 count = token_count<S>(a, true);
         for (u32 token = 0; token < a.tokens; ++token)
             own.destinations[token] = token < count ? send_token<S>(a, token) : 0;
-        clear_rows<S>(a, count, state.rows);
+        const bool moved = own.header.source_rows != a.source_rows;
+        clear_rows<S>(a, count, moved ? a.source_rows : state.rows);
         send_stats<S>(a);
         fault(own.header, Point::after_payload, a.site.rank, wanted);
-        publish<S>(Solo{}, a.site, Phase::dispatch, wanted, count);
+        publish<S>(Solo{}, a.site, Phase::dispatch, wanted, count, moved ? a.source_rows : 0);
+        own.header.source_rows = a.source_rows;
         own.header.sending = count;
     }
     if constexpr (part != PhasePart::send) {
-        if (!await_all<S>(Solo{}, a.site, Phase::dispatch, wanted)) return;
+        if (!await_tokens<S>(Solo{}, a, wanted)) return;
         own.header.state = {wanted, 0, own.header.sending};
         keep_record(own.header, Phase::dispatch, wanted, start, own.header.sending);
         mark_end(own.header, Phase::dispatch, wanted);
@@ -125,9 +130,10 @@ void add_expert_rows(float (&sum)[count], const Site& site, u32 peer, u32 token,
 
 // Adds one peer's row, from where the Shape's combine leaves it; false when a wait has failed.
 template <Shape S, u32 count>
-bool add_row(float (&sum)[count], const Site& site, u32 peer, u32 token, u32 at) {
+bool add_row(float (&sum)[count], const CombineArgs& a, u32 peer, u32 token, u32 at) {
+    const Site& site = a.site;
     if constexpr (S.combine == Combine::pull) {
-        const u8* row = share<S>(site, peer).outbox.row[site.rank][token];
+        const u8* row = share<S>(site, peer).outbox.row[slot_of(a.source_rows, site.rank, token)];
         add_block<S.dtype>(sum, reinterpret_cast<const Bits<S.dtype>*>(row) + at);
     } else if constexpr (S.combine == Combine::gemm_push) {
         add_expert_rows<S>(sum, site, peer, token, at);
@@ -150,7 +156,7 @@ template <Shape S, u32 count> bool reduce_block(const CombineArgs& a, u32 token,
     const u64 in_output = u64(token) * S.hidden + at;
     float sum[count] = {};
     for (u32 peer = 0; peer < S.ranks; ++peer)
-        if ((destinations >> peer & 1) && !add_row<S>(sum, a.site, peer, token, at)) return false;
+        if ((destinations >> peer & 1) && !add_row<S>(sum, a, peer, token, at)) return false;
     if (a.add) add_block<S.dtype>(sum, static_cast<const Element*>(a.add) + in_output);
     Element* out = static_cast<Element*>(a.out) + in_output;
     for (u32 i = 0; i < count; ++i) out[i] = narrow<S.dtype>(sum[i]);
@@ -182,15 +188,17 @@ template <Shape S> void post_row(const u8* from, u8* row) {
 }
 
 // Stores the rows that this rank's experts made into the inboxes of the tokens' owners.
-template <Shape S> void push_rows(const Site& site) {
+template <Shape S> void push_rows(const CombineArgs& a) {
+    const Site& site = a.site;
     Share<S>& own = mine<S>(site);
     for (u32 source = 0; source < S.ranks; ++source)
         for (u32 token = 0, count = tokens_from<S>(own.inbox, source); token < count; ++token) {
+            const u32 slot = slot_of(a.source_rows, source, token);
             bool is_for_me = false;
             for (u32 k = 0; k < S.top_k; ++k)
-                is_for_me = is_for_me || own.inbox.route[source][token].expert[k] >= 0;
+                is_for_me = is_for_me || own.inbox.route[slot].expert[k] >= 0;
             if (!is_for_me) continue;
-            const u8* from = own.outbox.row[source][token];
+            const u8* from = own.outbox.row[slot];
             u8* to = share<S>(site, source).inbox.returned.row[site.rank][token];
             if constexpr (S.combine == Combine::push_fp8)
                 post_row<S>(from, to);
@@ -208,8 +216,7 @@ template <Shape S, PhasePart part = PhasePart::whole> void combine(const Combine
         mark_start(Solo{}, own.header, Phase::combine, state.epoch, start);
         if (fault(own.header, Point::combine_enter, a.site.rank, state.epoch) == Action::stay_away)
             return;
-        if constexpr (S.combine == Combine::push || S.combine == Combine::push_fp8)
-            push_rows<S>(a.site);
+        if constexpr (S.combine == Combine::push || S.combine == Combine::push_fp8) push_rows<S>(a);
         publish<S>(Solo{}, a.site, Phase::combine, state.epoch, 0);
     }
     if constexpr (part != PhasePart::send) {

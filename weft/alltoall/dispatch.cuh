@@ -81,15 +81,14 @@ template <Shape S>
 WEFT_FN void send_route(const DispatchArgs& a, u32 token, u32 lane, const Routing& r) {
     Share<S>& own = mine<S>(a.site);
     constexpr u32 vectors = S.padded_top_k() / 2, total = S.ranks * vectors;
+    const u32 slot = slot_of(a.source_rows, a.site.rank, token);
 #pragma unroll
     for (u32 first = 0; first < total; first += warp_lanes) {
         const u32 j = first + lane, peer = j / vectors, vector = j % vectors;
         const uint4 words = route_vector<S>(r, peer, vector);
         if (j < total)
-            store(
-                reinterpret_cast<uint4*>(&share<S>(a.site, peer).inbox.route[a.site.rank][token]) +
-                    vector,
-                words);
+            store(reinterpret_cast<uint4*>(&share<S>(a.site, peer).inbox.route[slot]) + vector,
+                  words);
     }
     const u32 same = __match_any_sync(all_lanes, r.id);
     if (r.id >= 0 && (same & ((1u << lane) - 1u)) != 0)
@@ -112,8 +111,8 @@ WEFT_FN void send_token(const Block& team, const DispatchArgs& a, u32 token,
     if (routes) send_route<S>(a, token, team.warp_lane(), r);
 }
 
-// Routes that the last round used and this one does not: their ids become -1, so no stale token is
-// ever read.
+// Routes that the last round may have used and this one does not: their ids become -1, so no stale
+// token is ever read. Where the slots lie elsewhere than in the last round, any may be stale.
 template <Shape S>
 WEFT_FN void clear_rows(const Block& team, const DispatchArgs& a, u32 from, u32 until) {
     constexpr u32 vectors = S.padded_top_k() / 4, each = S.ranks * vectors;
@@ -121,8 +120,8 @@ WEFT_FN void clear_rows(const Block& team, const DispatchArgs& a, u32 from, u32 
               total = until > from ? (until - from) * each : 0;
     for (u32 j = block * team.lanes() + team.lane(); j < total; j += team.teams() * team.lanes()) {
         const u32 token = from + j / each, peer = j % each / vectors, vector = j % vectors;
-        store(reinterpret_cast<uint4*>(&share<S>(a.site, peer).inbox.route[a.site.rank][token]) +
-                  vector,
+        const u32 slot = slot_of(a.source_rows, a.site.rank, token);
+        store(reinterpret_cast<uint4*>(&share<S>(a.site, peer).inbox.route[slot]) + vector,
               make_uint4(~0u, ~0u, ~0u, ~0u));
     }
     for (u32 token = from + block * team.lanes() + team.lane(); token < a.tokens;
@@ -151,7 +150,7 @@ template <Shape S> WEFT_FN void send_stats(const Block& team, const DispatchArgs
 // Sends all tokens of this rank; true in the team that finishes last, which then publishes for all.
 template <Shape S>
 WEFT_FN bool send_tokens(const Block& team, const DispatchArgs& a, const EpochState& state,
-                         u32 count, TokenFragment<S> fragment) {
+                         u32 count, u32 stale, TokenFragment<S> fragment) {
     u32 token = blockIdx.x;
     while (token < count) {
         const TokenFragment<S> next = load_fragment<S>(team, a, token + gridDim.x);
@@ -159,7 +158,7 @@ WEFT_FN bool send_tokens(const Block& team, const DispatchArgs& a, const EpochSt
         fragment = next;
         token += gridDim.x;
     }
-    clear_rows<S>(team, a, count, state.rows);
+    clear_rows<S>(team, a, count, stale);
     send_stats<S>(team, a);
     fault(mine<S>(a.site).header, Point::after_payload, a.site.rank, state.epoch + 1);
     return team.last_of(&mine<S>(a.site).header.arrived);
@@ -171,6 +170,7 @@ template <Shape S, PhasePart part = PhasePart::whole> WEFT_FN void dispatch(cons
     wait_for_predecessor();
     admit_successor();
     const EpochState state = header.state;
+    const bool moved = header.source_rows != a.source_rows;  // loaded with the state
     TokenFragment<S> fragment{};
     if constexpr (part != PhasePart::recv) fragment = load_fragment<S>(team, a, blockIdx.x);
     if (state.failed != 0) return;
@@ -180,14 +180,18 @@ template <Shape S, PhasePart part = PhasePart::whole> WEFT_FN void dispatch(cons
         mark_start(team, header, Phase::dispatch, wanted, start);
         if (fault(header, Point::dispatch_enter, a.site.rank, wanted) == Action::stay_away) return;
         count = token_count<S>(a, team.first() && team.lane() == 0);
-        if (!send_tokens<S>(team, a, state, count, fragment)) return;
-        publish<S>(team, a.site, Phase::dispatch, wanted, count);
-        if (team.lane() == 0) header.sending = count;
+        const u32 stale = moved ? a.source_rows : state.rows;
+        if (!send_tokens<S>(team, a, state, count, stale, fragment)) return;
+        publish<S>(team, a.site, Phase::dispatch, wanted, count, moved ? a.source_rows : 0);
+        if (team.lane() == 0) {
+            header.sending = count;
+            header.source_rows = a.source_rows;
+        }
     }
     // Only one team comes here: the last one of the whole kernel, or the only one of the receiving
     // kernel. So it alone advances the epoch.
     if constexpr (part != PhasePart::send) {
-        if (!await_all<S>(team, a.site, Phase::dispatch, wanted)) return;
+        if (!await_tokens<S>(team, a, wanted)) return;
         if (team.lane() == 0) {
             header.state = {wanted, 0, count};
             keep_record(header, Phase::dispatch, wanted, start, count);

@@ -75,14 +75,15 @@ WEFT_FN void load_row(RowRing<S>& ring, const DispatchArgs& a, u32 iteration, u3
 }
 
 template <Shape S>
-WEFT_FN void store_row(RowRing<S>& ring, const Site& site, u32 iteration, u32 token,
+WEFT_FN void store_row(RowRing<S>& ring, const DispatchArgs& a, u32 iteration, u32 token,
                        u32 destinations) {
     constexpr u32 bytes = S.row_bytes[0];
+    const u32 rank = a.site.rank;
 #pragma unroll
     for (u32 i = 0; i < S.ranks; ++i) {
-        const u32 peer = site.rank + i < S.ranks ? site.rank + i : site.rank + i - S.ranks;
+        const u32 peer = rank + i < S.ranks ? rank + i : rank + i - S.ranks;
         if (destinations >> peer & 1)
-            bulk_store(inbox_slot<S, 0, u8>(site, peer, token),
+            bulk_store(inbox_row<S, 0, u8>(a, peer, token),
                        ring.row[iteration % RowRing<S>::stages], bytes);
     }
     bulk_commit();
@@ -91,8 +92,8 @@ WEFT_FN void store_row(RowRing<S>& ring, const Site& site, u32 iteration, u32 to
 // One warp per CTA: lane 0 keeps loads running ahead and stores running behind, all lanes route.
 // The ids of the next token are loaded meanwhile.
 template <Shape S>
-WEFT_FN bool send_tokens_tma(const Block& team, const DispatchArgs& a, const EpochState& state,
-                             u32 count, RowRing<S>& ring) {
+WEFT_FN bool send_tokens_tma(const Block& team, const DispatchArgs& a, u32 count, u32 stale,
+                             RowRing<S>& ring) {
     constexpr u32 stages = RowRing<S>::stages, ahead = RowRing<S>::ahead;
     const u32 lane = team.warp_lane(), stride = gridDim.x;
     if (lane == 0) {
@@ -110,7 +111,7 @@ WEFT_FN bool send_tokens_tma(const Block& team, const DispatchArgs& a, const Epo
         const Routing r = route_token<S>(a, fragment, token, lane, true);
         if (lane == 0) {
             ring.loaded[i % stages].wait(i / stages & 1);
-            store_row<S>(ring, a.site, i, token, r.destinations);
+            store_row<S>(ring, a, i, token, r.destinations);
             bulk_wait_read<RowRing<S>::leaving>();
             if (token + ahead * stride < count)
                 load_row<S>(ring, a, i + ahead, token + ahead * stride);
@@ -119,7 +120,7 @@ WEFT_FN bool send_tokens_tma(const Block& team, const DispatchArgs& a, const Epo
         send_route<S>(a, token, lane, r);
     }
     if (lane == 0) bulk_wait_written();
-    clear_rows<S>(team, a, count, state.rows);
+    clear_rows<S>(team, a, count, stale);
     send_stats<S>(team, a);
     return team.last_of(&mine<S>(a.site).header.arrived);
 }
@@ -239,13 +240,15 @@ template <Shape S> WEFT_FN void dispatch_tma(const DispatchArgs& a) {
     wait_for_predecessor();
     admit_successor();
     const EpochState state = header.state;
+    const bool moved = header.source_rows != a.source_rows;  // loaded with the state
     if (state.failed != 0) return;
     const u64 start = team.lane() == 0 ? now_ns() : 0, wanted = (state.epoch + 1) & epoch_mask;
     mark_start(team, header, Phase::dispatch, wanted, start);
     const u32 count = token_count<S>(a, team.first() && team.lane() == 0);
-    if (!send_tokens_tma<S>(team, a, state, count, ring)) return;
-    publish<S>(team, a.site, Phase::dispatch, wanted, count);
-    if (!await_all<S>(team, a.site, Phase::dispatch, wanted) || team.lane() != 0) return;
+    if (!send_tokens_tma<S>(team, a, count, moved ? a.source_rows : state.rows, ring)) return;
+    publish<S>(team, a.site, Phase::dispatch, wanted, count, moved ? a.source_rows : 0);
+    if (team.lane() == 0) header.source_rows = a.source_rows;
+    if (!await_tokens<S>(team, a, wanted) || team.lane() != 0) return;
     header.state = {wanted, 0, count};
     keep_record(header, Phase::dispatch, wanted, start, count);
     mark_end(header, Phase::dispatch, wanted);

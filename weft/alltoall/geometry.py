@@ -9,13 +9,14 @@ import torch
 
 from weft.alltoall.layout import Layout
 from weft.alltoall.received import Payload
-from weft.arguments import instance, integers, one_of, refuse, shown
+from weft.arguments import instance, integer, integers, one_of, refuse, shown
 from weft.errors import InvalidArgument
+from weft.fields import by_argument, checked
 from weft.memory.wire import JSON
 from weft.placement import Placement
 from weft.runtime.check import check_alignment, check_tensor, check_tokens
 from weft.runtime.layout import sizes_of
-from weft.shape import DTYPE_NAMES, MAX_PLANES, MAX_ROW_BYTES, Shape, size
+from weft.shape import DTYPE_NAMES, MAX_PLANES, MAX_ROW_BYTES, Shape
 
 SCALES = {
     "fp8": lambda hidden: Payload((hidden // 128,), torch.float32),
@@ -58,28 +59,30 @@ class Geometry:
         stats: int = 0,
     ) -> Geometry:
         """Raises InvalidArgument naming the argument, its value and what it may be."""
-        ranks, max_tokens = size("ranks", ranks), size("tokens", max_tokens)
-        top_k, num_experts = size("top_k", top_k), size("experts", num_experts)
-        hidden, stats = size("hidden", hidden), size("stats", stats)
+        sizes = checked(
+            Shape,
+            ranks=ranks,
+            tokens=max_tokens,
+            top_k=top_k,
+            experts=num_experts,
+            hidden=hidden,
+            stats=stats,
+        )
+        ranks, num_experts, hidden = sizes["ranks"], sizes["experts"], sizes["hidden"]
         dtype = one_of("dtype", dtype, DTYPE_NAMES)
         quantize = one_of("quantize", quantize, (None, *SCALES))
         returns = combine_of(combine, combine_dtype)
         inputs = (Payload((hidden,), dtype),) if payloads is None else declared(payloads)
         arriving = _arriving(inputs, hidden, dtype, quantize)
         shape = Shape(
-            ranks=ranks,
-            tokens=max_tokens,
-            top_k=top_k,
-            experts=num_experts,
-            hidden=hidden,
+            **sizes,
             dtype=DTYPE_NAMES[dtype],
             row_bytes=tuple(p.row_bytes for p in arriving),
             combine=returns,
             quant=quantize or "none",
             mapped=expert_map is not None,
-            stats=stats,
         )
-        if top_k > num_experts:
+        if shape.top_k > num_experts:
             raise InvalidArgument(
                 f"top_k is {top_k}, but the layer has {num_experts} experts (num_experts)"
             )
@@ -97,17 +100,9 @@ class Geometry:
 
     def manifest(self) -> dict[str, JSON]:
         """What the ranks compare at creation, name by name."""
-        s = self.shape
         return {
-            "max_tokens": s.tokens,
-            "top_k": s.top_k,
-            "num_experts": s.experts,
-            "hidden": s.hidden,
-            "dtype": str(self.dtype),
+            **by_argument(self.shape),
             "payloads": [f"{list(p.shape)} {p.dtype}" for p in self.payloads],
-            "quantize": s.quant,
-            "combine": s.combine,
-            "stats": s.stats,
             "expert_map": list(self.placement.ranks),
         }
 
@@ -123,9 +118,8 @@ class Geometry:
 
         Raises InvalidArgument and TokenOverflow for what the host can see.
         """
-        top_k = self.shape.top_k
-        integers = (torch.int32, torch.int64)
-        check_tensor("topk_ids", topk_ids, shape=(None, top_k), dtypes=integers, device=device)
+        top_k, id_dtypes = self.shape.top_k, (torch.int32, torch.int64)
+        check_tensor("topk_ids", topk_ids, shape=(None, top_k), dtypes=id_dtypes, device=device)
         check_alignment("topk_ids", topk_ids, topk_ids.itemsize)
         tokens = topk_ids.shape[0]  # while tracing, perhaps a symbol: not int()
         check_tokens(tokens, self.shape.tokens)
@@ -148,6 +142,18 @@ class Geometry:
             check_tensor("num_tokens", num_tokens, shape=(1,), dtypes=count, device=device)
             check_alignment("num_tokens", num_tokens, num_tokens.itemsize)
         return tokens
+
+    def check_rows(self, rows: int | None, tokens: int) -> int:
+        """Return the slots for each source. Raises InvalidArgument."""
+        if rows is None:
+            return self.shape.tokens
+        rows = integer("rows", rows, 1, self.shape.tokens)
+        if rows < tokens:
+            raise InvalidArgument(
+                f"rows is {rows}, but this rank sends {tokens} tokens: pass the most that any rank "
+                "sends, on all ranks the same"
+            )
+        return rows
 
     def check_stats(self, stats: torch.Tensor | None, device: torch.device) -> None:
         """Require this rank's statistics where there are any, and nothing where there are none.

@@ -48,7 +48,7 @@ template <Shape S> struct alignas(16) Route {
 };
 
 template <Shape S, u32 P> struct alignas(128) Plane {
-    u8 row[S.ranks][S.tokens][S.pitch(P)];
+    u8 row[S.ranks * S.tokens][S.pitch(P)];
 };
 
 // The payload tensors, one plane after the other; `plane<P>(planes)` is one of them.
@@ -91,13 +91,21 @@ template <Shape S>
     requires(S.stats == 0)
 struct Stats<S> {};
 
-// Written by peers. The slot of a token is its index at the source, so no counter is shared and the
-// order is kept.
+// The slot of a token of a source, in the inbox and in the outbox of every rank: slots lie source
+// after source, `source_rows` each, a number that each call chooses up to S.tokens and that is the
+// same on all ranks. A slot follows from the token's index at its source, so no counter is shared
+// and the order is kept.
+WEFT_FN constexpr u32 slot_of(u32 source_rows, u32 source, u32 token) {
+    return source * source_rows + token;
+}
+
+// Written by peers.
 template <Shape S> struct Inbox {
     alignas(128) u64 dispatched[S.ranks];  // flags; one writer each
     alignas(128) u64 ready[S.ranks];   // flags: a peer's experts are done, its outbox may be read
     alignas(128) i32 counts[S.ranks];  // tokens of each source in this round
-    alignas(128) Route<S> route[S.ranks][S.tokens];
+    alignas(128) u32 source_rows[S.ranks];  // slots for each source, as each peer has it
+    alignas(128) Route<S> route[S.ranks * S.tokens];
     Planes<S> payload;
     Returned<S> returned;
     Stats<S> stats;
@@ -105,7 +113,7 @@ template <Shape S> struct Inbox {
 
 // Written by this rank's experts, read by peers: the row for token t of source s.
 template <Shape S> struct Outbox {
-    alignas(128) u8 row[S.ranks][S.tokens][S.out_bytes()];
+    alignas(128) u8 row[S.ranks * S.tokens][S.out_bytes()];
 };
 template <Shape S>
     requires(S.combine == Combine::gemm_push)
@@ -140,6 +148,8 @@ struct DispatchArgs {
     u32 tokens;
     u32 ids_bytes;     // 4 or 8
     const i32* stats;  // [stats], when the Shape has any
+    u32 source_rows;   // slots for each source, at least as many as any rank has tokens
+    u32 reserved;
 };
 
 struct CombineArgs {
@@ -147,8 +157,9 @@ struct CombineArgs {
     void* out;
     const void* add;  // [tokens, hidden], added after the sum; null means none
     u32 tokens;
-    u32 pushers;  // push_fp8: CTAs that push rows; others sum them meanwhile
-    u32 strips;   // push_fp8: strips of a row that one warp pushes
+    u32 pushers;      // push_fp8: CTAs that push rows; others sum them meanwhile
+    u32 strips;       // push_fp8: strips of a row that one warp pushes
+    u32 source_rows;  // as in the dispatch
 };
 
 template <Shape S> WEFT_FN Share<S>& share(const Site& site, u32 rank) {

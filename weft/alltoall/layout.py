@@ -12,12 +12,13 @@ from weft.shape import MAX_PLANES, Shape
 
 @dataclass(frozen=True, slots=True)
 class Layout(ShareLayout):
-    """Byte offsets inside one rank's share, and its size; alltoall/exports.cuh tells them."""
+    """Byte offsets inside one rank's share, and its size; alltoall/exports.cuh exports them."""
 
     structs = (DispatchArgs, CombineArgs)
 
     share_bytes: int
     counts: int
+    source_rows: int
     route: int
     route_bytes: int
     planes: tuple[int, ...]
@@ -31,12 +32,13 @@ class Layout(ShareLayout):
     def of(cls, shape: Shape) -> Layout:
         """The layout of a Shape.
 
-        In order: header, inbox (flags, counts, routes, payload planes, returned rows, stats),
-        outbox, destinations, choices.
+        In order: header, inbox (flags, counts, slots of a source, routes, payload planes, returned
+        rows, stats), outbox, destinations, saved routing.
         """
         slots, chosen = shape.ranks * shape.tokens, shape.combine == "gemm_push"
         counts = HEADER_BYTES + 2 * up(8 * shape.ranks)
-        route = counts + up(4 * shape.ranks)
+        source_rows = counts + up(4 * shape.ranks)
+        route = source_rows + up(4 * shape.ranks)
         route_bytes = 8 * shape.slots
         at = route + up(slots * route_bytes)
         planes, pitches = [], []
@@ -57,6 +59,7 @@ class Layout(ShareLayout):
         return cls(
             share_bytes=up(up(end) + 8 * shape.tokens * shape.slots) if chosen else up(end + 1),
             counts=counts,
+            source_rows=source_rows,
             route=route,
             route_bytes=route_bytes,
             planes=tuple(planes),
@@ -73,6 +76,7 @@ class Layout(ShareLayout):
         rows = [
             ("sizeof(Share)", self.share_bytes),
             ("counts", self.counts),
+            ("source_rows", self.source_rows),
             ("route", self.route),
             ("sizeof(Route)", self.route_bytes),
             ("outbox", self.outbox),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from weft.alltoall.received import Received
 from weft.runtime.check import check_tensor, tracing
 from weft.runtime.library import find, plain
 
@@ -20,10 +21,11 @@ def _dispatch(
     topk_weights: torch.Tensor | None,
     num_tokens: torch.Tensor | None,
     stats: torch.Tensor | None,
+    rows: int,
     order: torch.Tensor,
     handle: int,
 ) -> None:
-    find(handle)._dispatch(tuple(payloads), topk_ids, topk_weights, num_tokens, stats)
+    find(handle)._dispatch(tuple(payloads), topk_ids, topk_weights, num_tokens, stats, rows)
 
 
 @_dispatch.register_fake
@@ -33,6 +35,7 @@ def _(
     topk_weights: torch.Tensor | None,
     num_tokens: torch.Tensor | None,
     stats: torch.Tensor | None,
+    rows: int,
     order: torch.Tensor,
     handle: int,
 ) -> None:
@@ -47,25 +50,33 @@ def _(
 # behind dispatch. Copies, because a compiler may move a pointwise read of a view behind combine,
 # when peers write there again.
 @torch.library.custom_op("weft::received", mutates_args=())
-def _received(order: torch.Tensor, handle: int) -> list[torch.Tensor]:
+def _received(rows: int, order: torch.Tensor, handle: int) -> list[torch.Tensor]:
     return [
         torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device).copy_(v)
-        for v in _views(handle)
+        for part in _parts(find(handle)._workspace.received._with_rows(rows))
+        for v in part
     ]
 
 
 @_received.register_fake
-def _(order: torch.Tensor, handle: int) -> list[torch.Tensor]:
-    return [
-        torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
-        for v in _views(handle)
+def _(rows: int, order: torch.Tensor, handle: int) -> list[torch.Tensor]:
+    slots, others = _parts(find(handle)._workspace.received)
+    copies = [
+        torch.empty_strided(
+            (len(v), rows, *v.shape[2:]),
+            (rows * v.stride(1), *v.stride()[1:]),
+            dtype=v.dtype,
+            device=v.device,
+        )
+        for v in slots
     ]
+    return [*copies, *(torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in others)]
 
 
-def _views(handle: int) -> list[torch.Tensor]:
-    real = find(handle)._workspace.received
-    stats = [] if real.stats is None else [real.stats]
-    return [*real.payloads, real.ids, real.weights, real.counts, *stats]
+def _parts(received: Received) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What has slots `[ep_size, rows, ...]`, and what has not."""
+    stats = [] if received.stats is None else [received.stats]
+    return [*received.payloads, received.ids, received.weights], [received.counts, *stats]
 
 
 @torch.library.custom_op("weft::combine", mutates_args=("order", "out"))
@@ -94,7 +105,8 @@ def _(
     if add is not None:
         check_tensor("add", add, shape=out.shape, dtypes=dtypes, device=device)
     if y is not None and owner._geometry.shape.combine != "gemm_push":
-        wanted = owner._workspace.output.shape
+        ranks, _, hidden = owner._workspace.output.shape
+        wanted = (ranks, None, hidden)  # of how many rows, the round knows
         check_tensor("y", y, shape=wanted, dtypes=dtypes, device=device)
 
 
@@ -105,12 +117,13 @@ def traced_dispatch(
     topk_weights: torch.Tensor | None,
     num_tokens: torch.Tensor | None,
     stats: torch.Tensor | None,
+    rows: int,
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Dispatch inside a compiled graph: the fields of a Received."""
     order, handle = owner._order, owner._handle
-    rows, weights = [payload.detach() for payload in payloads], plain(topk_weights)
-    torch.ops.weft.dispatch(rows, topk_ids, weights, num_tokens, stats, order, handle)
-    views = torch.ops.weft.received(order, handle)
+    given = ([p.detach() for p in payloads], topk_ids, plain(topk_weights), num_tokens, stats)
+    torch.ops.weft.dispatch(*given, rows, order, handle)
+    views = torch.ops.weft.received(rows, order, handle)
     gathered = None if stats is None else views[-1]
     *planes, ids, received_weights, counts = views if stats is None else views[:-1]
     return tuple(planes), ids, received_weights, counts, gathered

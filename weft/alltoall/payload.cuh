@@ -15,18 +15,21 @@ struct RowSlice {
         : first(blockIdx.y * team.lanes() + team.lane()), step(gridDim.y * team.lanes()) {}
 };
 
-template <Shape S, u32 P, class V> WEFT_FN V* inbox_slot(const Site& site, u32 peer, u32 token) {
-    return reinterpret_cast<V*>(plane<P>(share<S>(site, peer).inbox.payload).row[site.rank][token]);
+template <Shape S, u32 P, class V>
+WEFT_FN V* inbox_row(const DispatchArgs& a, u32 peer, u32 token) {
+    const u32 slot = slot_of(a.source_rows, a.site.rank, token);
+    return reinterpret_cast<V*>(plane<P>(share<S>(a.site, peer).inbox.payload).row[slot]);
 }
 
 // One vector of plane P to all destinations. Each rank starts with itself and goes upwards, so that
 // ranks do not store to the same peer at once.
 template <Shape S, u32 P, class V>
-WEFT_FN void push_vector(const Site& site, u32 token, u32 v, u32 destinations, V data) {
+WEFT_FN void push_vector(const DispatchArgs& a, u32 token, u32 v, u32 destinations, V data) {
+    const u32 rank = a.site.rank;
 #pragma unroll
     for (u32 i = 0; i < S.ranks; ++i) {
-        const u32 peer = site.rank + i < S.ranks ? site.rank + i : site.rank + i - S.ranks;
-        if (destinations >> peer & 1) store(inbox_slot<S, P, V>(site, peer, token) + v, data);
+        const u32 peer = rank + i < S.ranks ? rank + i : rank + i - S.ranks;
+        if (destinations >> peer & 1) store(inbox_row<S, P, V>(a, peer, token) + v, data);
     }
 }
 
@@ -39,7 +42,7 @@ WEFT_FN void push_planes(const DispatchArgs& a, u32 token, u32 v, u32 step, u32 
         constexpr u32 vectors = S.row_bytes[P] / sizeof(V);
         const V* row = static_cast<const V*>(a.payload[P]) + u64(token) * vectors;
         for (; v < vectors; v += step)
-            push_vector<S, P>(a.site, token, v, destinations, load_input(row + v));
+            push_vector<S, P>(a, token, v, destinations, load_input(row + v));
         push_planes<S, P + 1>(a, token, v - vectors, step, destinations);
     }
 }
@@ -58,7 +61,7 @@ template <Shape S> struct PayloadFragment {
     WEFT_FN void push(const RowSlice& slice, const DispatchArgs& a, u32 token,
                       u32 destinations) const {
         if (slice.first < vectors) {
-            push_vector<S, 0>(a.site, token, slice.first, destinations, data);
+            push_vector<S, 0>(a, token, slice.first, destinations, data);
             push_planes<S, 0>(a, token, slice.first + slice.step, slice.step, destinations);
         } else {
             push_planes<S, 1>(a, token, slice.first - vectors, slice.step, destinations);
@@ -95,13 +98,12 @@ struct PayloadFragment<S> {
         const bool leads = v % (S.block() / lane_columns) == 0, broken = amax >= infinity_bits;
         if constexpr (S.quant == Quant::mxfp8) {
             const u32 exponent = mx_exponent(amax);
-            push_vector<S, 0>(a.site, token, v, destinations,
-                              quantize(x, mx_inverse(exponent), broken));
-            if (leads) push_vector<S, 1>(a.site, token, block, destinations, u8(exponent));
+            push_vector<S, 0>(a, token, v, destinations, quantize(x, mx_inverse(exponent), broken));
+            if (leads) push_vector<S, 1>(a, token, block, destinations, u8(exponent));
         } else {
             const BlockScale scale = block_scale(amax);
-            push_vector<S, 0>(a.site, token, v, destinations, quantize(x, scale.inverse, broken));
-            if (leads) push_vector<S, 1>(a.site, token, block, destinations, scale.scale);
+            push_vector<S, 0>(a, token, v, destinations, quantize(x, scale.inverse, broken));
+            if (leads) push_vector<S, 1>(a, token, block, destinations, scale.scale);
         }
     }
 

@@ -57,11 +57,13 @@ template <Shape S> WEFT_FN u32 tokens_from(const Inbox<S>& inbox, u32 source) {
     return count < S.tokens ? count : S.tokens;
 }
 
-// Publishes epoch `wanted` at every peer.
+// Publishes epoch `wanted` at every peer. With a dispatch goes the token count and, unless it is 0,
+// the number of slots for each source.
 // Order: each release covers everything that this team wrote or acquired: the whole rank's payload,
 // routes and counts.
 template <Shape S, class Team>
-WEFT_FN void publish(const Team& team, const Site& site, Phase phase, u64 wanted, u32 count) {
+WEFT_FN void publish(const Team& team, const Site& site, Phase phase, u64 wanted, u32 count,
+                     u32 source_rows = 0) {
     Header& header = mine<S>(site).header;
     const u64 flag = make_flag(header.generation, site.descriptor, wanted);
     mark_sent(team, header, phase, wanted);
@@ -73,6 +75,7 @@ WEFT_FN void publish(const Team& team, const Site& site, Phase phase, u64 wanted
             fault(header, sending ? Point::before_flag : Point::before_ready, peer, wanted);
         if (planned == Action::drop) continue;
         if (sending) to.counts[site.rank] = i32(count);
+        if (source_rows != 0) to.source_rows[site.rank] = source_rows;
         const u64 lie = planned == Action::lie ? 1ull << 40 : 0;
         store_release(sending ? &to.dispatched[site.rank] : &to.ready[site.rank], flag ^ lie);
     }
@@ -93,6 +96,24 @@ WEFT_FN bool await_all(const Team& team, const Site& site, Phase phase, u64 want
         if (ok) mark_arrived(team, own.header, phase, wanted, peer);
     }
     return team.all(arrived);
+}
+
+// Waits for every peer's dispatch. Where the slots of sources lie closer than S.tokens, every peer
+// must place them likewise: if two ranks differ, one of them looks here.
+template <Shape S, class Team>
+WEFT_FN bool await_tokens(const Team& team, const DispatchArgs& a, u64 wanted) {
+    if (!await_all<S>(team, a.site, Phase::dispatch, wanted)) return false;
+    if (a.source_rows == S.tokens) return true;
+    Share<S>& own = mine<S>(a.site);
+    bool equal = true;
+    for (u32 peer = team.lane(); peer < S.ranks; peer += team.lanes()) {
+        const u32 theirs = own.inbox.source_rows[peer];
+        if (theirs == a.source_rows) continue;
+        equal = false;
+        fail_call(own.header, a.site, Code::other_rows, peer, Phase::dispatch, a.source_rows,
+                  theirs);
+    }
+    return team.all(equal);
 }
 
 }  // namespace weft

@@ -15,7 +15,7 @@ GRID_LIMIT = 65535  # pieces of a row; a CTA takes more of them in turn
 PIECE = 128  # threads of a combine CTA
 PIECES_PER_SM = 4
 STRIP = 512  # columns that a warp pushes, or sums, at a time
-HOME_PER_SM = 4  # CTAs of a combine by FP8, one of which sums
+FP8_PIECES_PER_SM = 4  # CTAs of a combine by FP8, one of which sums
 MANY_PER_SM = 200  # strips that may have to be pushed: from so many on an SM has one CTA less
 MOST_STRIPS = 8  # that one warp pushes at once; max_strips in alltoall/combine_fp8.cuh
 
@@ -66,7 +66,7 @@ def plan_combine(tokens: int, vectors: int, *, sms: int, per_sm: Callable[[int],
     return Plan(workers=max(1, min(tokens, resident)), chunks=chunks, threads=threads)
 
 
-def plan_home(
+def plan_combine_fp8(
     tokens: int, slots: int, hidden: int, *, sms: int, per_sm: Callable[[int], int], whole: bool
 ) -> Plan:
     """Divide the CTAs of a combine by FP8 into those that push rows and those that sum them.
@@ -86,7 +86,7 @@ def plan_home(
     # means 236 tokens and more, are inferred. Fewer SMs, and a half that only pushes, were not
     # timed: as before.
     many = whole and tokens > 0 and slots * strips >= MANY_PER_SM * sms
-    most = HOME_PER_SM - 1 if many else HOME_PER_SM
+    most = FP8_PIECES_PER_SM - 1 if many else FP8_PIECES_PER_SM
     resident = max(3, sms * max(1, min(most, per_sm(PIECE))))
     receivers = min(-(-tokens * strips // warps), resident // most or 1)
     pushers = max(1, min(-(-slots * strips // warps), resident - receivers - 1))
@@ -96,7 +96,7 @@ def plan_home(
 
 
 def plan_sums(tokens: int, hidden: int, *, sms: int, per_sm: Callable[[int], int]) -> Plan:
-    """The receiving half of a combine by FP8: one CTA that hears the peers, the rest sum."""
+    """The receiving half of a combine by FP8: one CTA waits for the peers, the rest sum."""
     units = -(-tokens * -(-hidden // STRIP) // (PIECE // 32))
     resident = sms * max(1, min(PIECES_PER_SM, per_sm(PIECE)))
     return Plan(1 + min(units, resident), 1, PIECE, 0, 1)

@@ -7,7 +7,7 @@
 
 namespace weft {
 
-// One inbox slot, and whether this rank has a row to push for it.
+// One slot, and whether this rank has a row to push for it.
 struct RowToPush {
     u32 source, token;
     bool wanted;  // the token has an expert here
@@ -16,36 +16,37 @@ struct RowToPush {
 // Slots in the order (token, source), each rank starting with itself, so that ranks do not store to
 // the same peer at once. The loads of a later slot start before an earlier one is pushed.
 template <Shape S>
-WEFT_FN RowToPush find_row(const Block& team, const Site& site, u32 slot, u32 max_tokens) {
-    const Share<S>& own = mine<S>(site);
-    const u32 token = slot / S.ranks, source = (site.rank + slot) % S.ranks, k = team.warp_lane();
+WEFT_FN RowToPush find_row(const Block& team, const CombineArgs& a, u32 i, u32 max_tokens) {
+    const Share<S>& own = mine<S>(a.site);
+    const u32 token = i / S.ranks, source = (a.site.rank + i) % S.ranks, k = team.warp_lane();
     if (token >= max_tokens) return {source, token, false};
-    const bool local = k < S.top_k && own.inbox.route[source][token].expert[k] >= 0;
+    const Route<S>& route = own.inbox.route[slot_of(a.source_rows, source, token)];
+    const bool local = k < S.top_k && route.expert[k] >= 0;
     const bool used = token < tokens_from<S>(own.inbox, source);
     return {source, token, __any_sync(all_lanes, local && used) != 0};
 }
 
 template <Shape S>
-WEFT_FN void push_row(const Block& team, const Site& site, const RowToPush& row) {
+WEFT_FN void push_row(const Block& team, const CombineArgs& a, const RowToPush& row) {
     constexpr u32 vectors = S.out_bytes() / 16;
-    const uint4* from =
-        reinterpret_cast<const uint4*>(mine<S>(site).outbox.row[row.source][row.token]);
+    const u32 slot = slot_of(a.source_rows, row.source, row.token);
+    const uint4* from = reinterpret_cast<const uint4*>(mine<S>(a.site).outbox.row[slot]);
     uint4* to = reinterpret_cast<uint4*>(
-        share<S>(site, row.source).inbox.returned.row[site.rank][row.token]);
+        share<S>(a.site, row.source).inbox.returned.row[a.site.rank][row.token]);
     const u32 step = gridDim.y * team.lanes();
     for (u32 v = blockIdx.y * team.lanes() + team.lane(); v < vectors; v += step)
         store(to + v, load_shared_row(from + v));
 }
 
-template <Shape S> WEFT_FN void push_rows(const Block& team, const Site& site) {
+template <Shape S> WEFT_FN void push_rows(const Block& team, const CombineArgs& a) {
     u32 max_tokens = 0;
 #pragma unroll
     for (u32 source = 0; source < S.ranks; ++source)
-        max_tokens = max(max_tokens, tokens_from<S>(mine<S>(site).inbox, source));
-    RowToPush row = find_row<S>(team, site, blockIdx.x, max_tokens);
-    for (u32 slot = blockIdx.x; slot < max_tokens * S.ranks; slot += gridDim.x) {
-        const RowToPush next = find_row<S>(team, site, slot + gridDim.x, max_tokens);
-        if (row.wanted) push_row<S>(team, site, row);
+        max_tokens = max(max_tokens, tokens_from<S>(mine<S>(a.site).inbox, source));
+    RowToPush row = find_row<S>(team, a, blockIdx.x, max_tokens);
+    for (u32 i = blockIdx.x; i < max_tokens * S.ranks; i += gridDim.x) {
+        const RowToPush next = find_row<S>(team, a, i + gridDim.x, max_tokens);
+        if (row.wanted) push_row<S>(team, a, row);
         row = next;
     }
 }

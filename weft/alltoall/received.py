@@ -28,15 +28,17 @@ class Payload:
 class Received:
     """What dispatch brought to this rank: views into symmetric memory, valid until its combine.
 
-    Combine tells the peers that this inbox may be overwritten by their next dispatch: whatever
+    Combine grants this inbox to the peers, to be overwritten by their next dispatch: whatever
     reads these views must come before it in the stream, and what is needed later must be copied.
 
-    Slot `[s, t]` belongs to token t of source rank s, always. Where all ids of a slot are -1 the
-    token was not for this rank: its payload is whatever lay there before, and must not be read.
+    Slot `[s, t]` belongs to token t of source rank s, always; `rows` are the dispatch's, by default
+    max_tokens. Where all ids of a slot are -1 the token was not for this rank: its payload is
+    whatever lay there before, and must not be read.
 
-    payloads: each `[ep_size, max_tokens, *row]` in the dtype that was sent.
-    ids: int32 `[ep_size, max_tokens, top_k]`, LOCAL expert ids; -1 where the expert lies elsewhere.
-    weights: float32 `[ep_size, max_tokens, top_k]`, meaningless (not 0) where the id is -1.
+    payloads: each `[ep_size, rows, *row]` in the dtype that was sent; contiguous where a row is a
+        multiple of 16 bytes.
+    ids: int32 `[ep_size, rows, top_k]`, LOCAL expert ids; -1 where the expert lies elsewhere.
+    weights: float32 `[ep_size, rows, top_k]`, meaningless (not 0) where the id is -1.
     counts: int32 `[ep_size]`, tokens that each source brought; rows at and above it have ids -1.
     stats: int32 `[ep_size, stats]`, what each rank passed as `stats`; None without statistics.
     """
@@ -51,3 +53,19 @@ class Received:
     def x(self) -> torch.Tensor:
         """The first payload."""
         return self.payloads[0]
+
+    def _with_rows(self, rows: int) -> Received:
+        """The same memory as a dispatch with so many rows for each source lays it out."""
+        return Received(
+            tuple(with_rows(plane, rows) for plane in self.payloads),
+            with_rows(self.ids, rows),
+            with_rows(self.weights, rows),
+            self.counts,
+            self.stats,
+        )
+
+
+def with_rows(view: torch.Tensor, rows: int) -> torch.Tensor:
+    """`[ep_size, max_tokens, ...]` seen as `[ep_size, rows, ...]`, source after source, no copy."""
+    ranks = view.shape[0]
+    return view.flatten(0, 1)[: ranks * rows].view(ranks, rows, *view.shape[2:])

@@ -45,6 +45,7 @@ class Rounds:
             self._dispatch_args.placement = self._table.data_ptr()
         self.state = State.IDLE
         self.tokens = 0
+        self.rows = geometry.shape.tokens  # slots for each source in this round
         self.number = 0  # of this round, counted from its dispatch
 
     @one_call("dispatch")
@@ -56,12 +57,14 @@ class Rounds:
         topk_weights: torch.Tensor | None,
         num_tokens: torch.Tensor | None,
         stats: torch.Tensor | None,
+        rows: int | None,
     ) -> None:
         """Run `dispatch` or `dispatch_send`."""
         self._expect(State.IDLE, entry)
         tokens = self._geometry.check_dispatch(
             tensors, topk_ids, topk_weights, num_tokens, self.device
         )
+        rows = self._geometry.check_rows(rows, tokens)
         self._geometry.check_stats(stats, self.device)
         if stats is not None:
             check_alignment("stats", stats, stats.itemsize)
@@ -72,9 +75,9 @@ class Rounds:
         args.weights = 0 if topk_weights is None else topk_weights.data_ptr()
         args.num_tokens = 0 if num_tokens is None else num_tokens.data_ptr()
         args.stats = 0 if stats is None else stats.data_ptr()
-        args.tokens = tokens
+        args.tokens, args.source_rows = tokens, rows
         self._entries.run(entry, args, tokens)
-        self.tokens = tokens
+        self.tokens, self.rows = tokens, rows
         self.number += 1
         self._reach(State.RECEIVED if entry == "dispatch" else State.SENT)
 
@@ -84,13 +87,14 @@ class Rounds:
         self._expect(State.SENT, "dispatch_recv")
         self._entries.run("dispatch_receive", self._dispatch_args, self.tokens)
         self._reach(State.RECEIVED)
-        return self._workspace.received
+        return self.received
 
     @one_call("combine_send")
     def give_back(self, y: torch.Tensor | None) -> None:
         """Run `combine_send`."""
         self._expect(State.RECEIVED, "combine_send")
         self._stage(y)
+        self._combine_args.source_rows = self.rows
         self._entries.run("combine_send", self._combine_args, self.tokens)
         self._reach(State.RETURNED)
 
@@ -99,7 +103,7 @@ class Rounds:
         self._expect(State.RECEIVED, "send")
 
     def sent(self) -> None:
-        """Experts' rows were sent by another kernel, which told the peers."""
+        """Experts' rows were sent by another kernel, which set the flags at the peers."""
         self._reach(State.RETURNED)
 
     @one_call("combine")
@@ -124,13 +128,18 @@ class Rounds:
         args = self._combine_args
         args.out = out.data_ptr()
         args.add = 0 if add is None else add.data_ptr()
-        args.tokens = self.tokens
+        args.tokens, args.source_rows = self.tokens, self.rows
         self._entries.run(entry, args, self.tokens)
         self._reach(State.IDLE)
         return out
 
+    @property
+    def received(self) -> Received:
+        """What this round's dispatch brought."""
+        return self._workspace.views(self.rows)[0]
+
     def close(self) -> None:
-        """Tell the peers, wait for this rank's own work, give everything back. Idempotent."""
+        """Notify the peers, wait for this rank's own work, give everything back. Idempotent."""
         if not self._workspace.begin_close():
             return
         with relaxed(self.device):
@@ -140,13 +149,13 @@ class Rounds:
                 self._workspace.close()
 
     def _stage(self, y: torch.Tensor | None) -> None:
-        output = self._workspace.output
+        output = self._workspace.views(self.rows)[1]
         if y is not None and not isinstance(y, torch.Tensor):
             refuse_tensor("y", y)
         if y is not None and self._geometry.shape.combine == "gemm_push" and y.numel():
             raise InvalidArgument(
-                "y in an all-to-all with combine='gemm_push': every row goes to its home by "
-                "itself, with ExpertGroups.send or from the kernel that makes it"
+                "y in an all-to-all with combine='gemm_push': every row is stored at its "
+                "token's owner, by ExpertGroups.send or by the kernel that makes it"
             )
         if y is None or y is output:
             return

@@ -29,12 +29,12 @@ class Door:
     per_sm: int = 1
 
 
-def doors(*, split_phase: bool, few: bool) -> dict[str, Door]:
+def doors(*, split_phase: bool, tma: bool) -> dict[str, Door]:
     """The entries of an all-to-all, by name.
 
-    split_phase: also each phase as send and receive.   few: move rows with the bulk engine.
+    split_phase: also each phase as send and receive.   tma: rows by bulk copies (TMA), for few SMs.
     """
-    if few:
+    if tma:
         return {
             "dispatch": Door("DispatchArgs", "dispatch_tma<S>", threads=32),
             # Reducing threads, and the warp that loads.
@@ -56,12 +56,12 @@ def doors(*, split_phase: bool, few: bool) -> dict[str, Door]:
 
 
 def cuda_program(
-    shape: Shape, rank: int, *, split_phase: bool = False, few: bool = False
+    shape: Shape, rank: int, *, split_phase: bool = False, tma: bool = False
 ) -> Program:
     """The generated CUDA entries of a Shape on one rank."""
-    found = doors(split_phase=split_phase, few=few)
+    found = doors(split_phase=split_phase, tma=tma)
     lines = [
-        f"#include <weft/alltoall/{'dispatch_combine_tma' if few else 'combine'}.cuh>",
+        f"#include <weft/alltoall/{'dispatch_combine_tma' if tma else 'combine'}.cuh>",
         "#include <weft/alltoall/dispatch.cuh>",
         "#include <weft/alltoall/exports.cuh>",
         f"constexpr weft::Shape S = {shape.literal()};",
@@ -71,7 +71,7 @@ def cuda_program(
         'extern "C" __global__ void weft_measure(const __grid_constant__ weft::Site a) '
         "{ weft::measure<S>(a.base, weft_measured); }",
     ]
-    if few:
+    if tma:
         lines.append(
             'extern "C" __device__ const weft::u64 weft_shared[] = '
             "{sizeof(weft::RowRing<S>), sizeof(weft::PieceRing<S>)};"
@@ -86,7 +86,7 @@ def cuda_program(
 
 def cpu_program(shape: Shape) -> Program:
     """The generated C++ entries of a Shape; both halves of a phase included, they cost nothing."""
-    found = doors(split_phase=True, few=False)
+    found = doors(split_phase=True, tma=False)
     lines = [
         "#include <weft/alltoall/cpu.cpp>",
         f"constexpr weft::Shape S = {shape.literal()};",

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 
 from weft.alltoall.geometry import Geometry
-from weft.alltoall.received import Payload, Received
+from weft.alltoall.received import Payload, Received, with_rows
 from weft.errors import InvalidArgument
 from weft.memory import Group, Heap
 from weft.memory.header import HEADER_BYTES, Header
 from weft.runtime.entries import Entries
 from weft.runtime.watched import Watched, new_header
+
+MAX_VIEWS = 256  # numbers of rows whose views are kept: one for each batch size of an engine
 
 
 class Workspace(Watched):
@@ -47,9 +49,11 @@ class Workspace(Watched):
     def _initialise(self, geometry: Geometry, header: Header) -> None:
         group = self.heap.group
         self._watch(geometry.shape.descriptor, "all-to-all")
+        self._views: dict[int, tuple[Received, torch.Tensor]] = {}
+        self._max_rows = geometry.shape.tokens
         self.received = self._inbox_views(geometry)
         shape, layout = geometry.shape, geometry.layout
-        # Choices come home by themselves: there is nothing to write to.
+        # Each choice's row is stored at its token's owner: there is no outbox to write to.
         sources = 0 if shape.combine == "gemm_push" else shape.ranks
         rows = (sources, shape.tokens, shape.hidden)
         self.output = self.heap.tensor(rows, geometry.dtype, offset=layout.outbox)
@@ -57,6 +61,7 @@ class Workspace(Watched):
             places = (shape.returned_rows * shape.returned_bytes,)
             self.heap.tensor(places, torch.uint8, offset=layout.returned).fill_(0xFF)
         header.generation = self.heap.generation
+        header.source_rows = shape.tokens
         raw = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         self.heap.tensor((HEADER_BYTES,), torch.uint8).copy_(raw)
         if group.device.type == "cuda":
@@ -69,6 +74,8 @@ class Workspace(Watched):
         stride = (shape.tokens * words, words, 1)
         route = heap.tensor((*slots, words), torch.int32, offset=layout.route)
         route[..., : shape.slots].fill_(-1)
+        source_rows = heap.tensor((shape.ranks,), torch.int32, offset=layout.source_rows)
+        source_rows.fill_(shape.tokens)
         ids = heap.tensor((*slots, shape.top_k), torch.int32, offset=layout.route, stride=stride)
         weights = heap.tensor(
             (*slots, shape.top_k),
@@ -87,8 +94,21 @@ class Workspace(Watched):
         stats = heap.tensor(size, torch.int32, offset=layout.stats) if shape.stats else None
         return Received(planes, ids, weights, counts, stats)
 
+    def views(self, rows: int) -> tuple[Received, torch.Tensor]:
+        """`received` and `output` as a round with so many rows for each source lays them out."""
+        if rows == self._max_rows:
+            return self.received, self.output
+        found = self._views.get(rows)
+        if found is None:
+            if len(self._views) == MAX_VIEWS:
+                self._views.clear()
+            output = self.output if not len(self.output) else with_rows(self.output, rows)
+            found = self._views[rows] = self.received._with_rows(rows), output
+        return found
+
     def close(self) -> None:
         """Give the memory back, but for what a caller's views still show; local."""
+        self._views.clear()
         del self.received, self.output
         self.free()
 

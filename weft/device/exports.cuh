@@ -28,10 +28,10 @@
         WEFT_AT(Header, generation), WEFT_AT(Header, share_bytes), WEFT_AT(Header, first_epoch),  \
         WEFT_AT(Header, deadline_ns), WEFT_AT(Header, first_deadline_ns),                         \
         WEFT_AT(Header, state.epoch), WEFT_AT(Header, state.failed), WEFT_AT(Header, state.rows), \
-        WEFT_AT(Header, arrived), WEFT_AT(Header, refusing), WEFT_AT(Header, refusals),           \
-        WEFT_AT(Header, sending), WEFT_AT(Header, notices), WEFT_AT(Header, waiting_ns),          \
-        WEFT_AT(Header, last_words), WEFT_AT(Header, fault), WEFT_AT(Header, ring),               \
-        WEFT_AT(Header, timelines)
+        WEFT_AT(Header, source_rows), WEFT_AT(Header, arrived), WEFT_AT(Header, refusing),        \
+        WEFT_AT(Header, refusals), WEFT_AT(Header, sending), WEFT_AT(Header, notices),            \
+        WEFT_AT(Header, waiting_ns), WEFT_AT(Header, last_words), WEFT_AT(Header, fault),         \
+        WEFT_AT(Header, ring), WEFT_AT(Header, timelines)
 #define WEFT_SITE                                                                           \
     sizeof(weft::Site), WEFT_AT(Site, base), WEFT_AT(Site, stride), WEFT_AT(Site, mailbox), \
         WEFT_AT(Site, rank), WEFT_AT(Site, descriptor)

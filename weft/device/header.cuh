@@ -6,7 +6,7 @@
 
 namespace weft {
 
-constexpr u32 abi = 7;         // to be raised whenever a struct below changes
+constexpr u32 abi = 8;         // to be raised whenever a struct below changes
 constexpr u32 max_ranks = 32;  // a token's destinations are the bits of one u32
 constexpr u32 ring_records = 256;
 constexpr u32 ring_timelines = 64;  // the last 32 rounds
@@ -29,6 +29,7 @@ enum class Code : u32 {
     other_result = 9,
     peer_died = 10,
     peer_left = 11,
+    other_rows = 12,
 };
 
 // A flag is one 64-bit word: generation 16 | descriptor 8 | epoch 40. A wait is satisfied by an
@@ -111,6 +112,7 @@ struct alignas(128) Header {
     u64 share_bytes, first_epoch;
     u64 deadline_ns, first_deadline_ns;
     alignas(128) EpochState state;
+    u32 source_rows;           // slots for each source in this rank's last dispatch
     alignas(128) u32 arrived;  // teams of the running dispatch that have finished sending
     u32 refusing;              // lock, held while a refusal is written
     u32 refusals;

@@ -15,16 +15,10 @@ class Store:
 
 
 @dataclass(frozen=True, slots=True)
-class Gated:
-    """`gate * sigmoid(alpha * gate) * (up + offset)`, `[*rows, n / 2]`, rounded once.
+class GateNumbers:
+    """The numbers of `gate * sigmoid(alpha * gate) * (up + offset)`; limit of gate and up, or None.
 
-    gate: columns 0..n/2 of `a @ b.T`, clamped to at most `limit`.   up: the others, clamped to
-        -limit..limit.
-    limit: above 0, or None for no limit.
-
-    alpha 1 and offset 0 give SwiGLU; 1.702, 1 and limit 7 that of GPT-OSS. Everything is fp32 until
-    the result. Raises InvalidArgument for a number that is not finite or a limit that is not
-    positive.
+    Raises InvalidArgument for a number that is not finite or a limit that is not positive.
     """
 
     alpha: float = 1.0
@@ -36,6 +30,20 @@ class Gated:
         limit = None if self.limit is None else real("limit", self.limit, above=0.0)
         alpha, offset = real("alpha", self.alpha), real("offset", self.offset)
         adopt(self, alpha=alpha, offset=offset, limit=limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Gated(GateNumbers):
+    """`gate * sigmoid(alpha * gate) * (up + offset)`, `[*rows, n / 2]`, rounded once.
+
+    gate: columns 0..n/2 of `a @ b.T`, clamped to at most `limit`.   up: the others, clamped to
+        -limit..limit.
+    limit: above 0, or None for no limit.
+
+    alpha 1 and offset 0 give SwiGLU; 1.702, 1 and limit 7 that of GPT-OSS. Everything is fp32 until
+    the result. Raises InvalidArgument for a number that is not finite or a limit that is not
+    positive.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import Literal, get_args
 import torch
 
 from weft.alltoall.api import AllToAll
+from weft.alltoall.geometry import Geometry
 from weft.alltoall.received import Received
 from weft.arguments import flags, instance, integer, one_of, refuse
 from weft.errors import InvalidArgument
@@ -115,10 +116,10 @@ class ExpertGroups:
         programmatic_launch: bool = True,
     ) -> None:
         flags(programmatic_launch=programmatic_launch)
-        self.max_rows, self.align = _rows(a2a, max_rows, align, layout)
-        self.layout, align = layout, self.align
-        self.num_local_experts = a2a.num_local_experts
-        grouping = _by_expert(a2a, self.max_rows, align, layout)
+        _check_a2a(a2a)
+        self.layout, self.num_local_experts = layout, a2a.num_local_experts
+        grouping = by_expert(a2a._geometry, self.num_local_experts, max_rows, align, layout)
+        self.max_rows, self.align = grouping.rows, grouping.align
         self._rounds = GroupRounds(a2a, grouping, programmatic_launch)
         experts, buffers = self.num_local_experts, self._rounds.buffers
         # A rank without experts has the buffers of one, and shows none of it.
@@ -150,7 +151,10 @@ class ExpertGroups:
 
         Raises InvalidArgument as the constructor does.
         """
-        return buffer_bytes(a2a, _by_expert(a2a, *_rows(a2a, max_rows, align, layout), layout))
+        _check_a2a(a2a)
+        geometry = a2a._geometry
+        grouping = by_expert(geometry, a2a.num_local_experts, max_rows, align, layout)
+        return buffer_bytes(geometry, grouping, a2a.group.device)
 
     def gather(self, received: Received) -> Grouped:
         """Group what the last dispatch of the all-to-all brought.
@@ -186,7 +190,7 @@ class ExpertGroups:
         self._rounds.send(y, self._y_shape)
 
     def sent(self) -> None:
-        """Tell the peers that every result has been stored at its `Grouped.dst_addr`.
+        """Publish to the peers that every result has been stored at its `Grouped.dst_addr`.
 
         For kernels that store their rows there themselves, before this call in the stream; then
         `combine_recv` follows. (`combine` is both in one.) Needs `split_phase=True` and
@@ -228,7 +232,7 @@ class Compactor:
     def memory_bytes(a2a: AllToAll) -> int:
         """Bytes that a Compactor allocates on this rank. Raises InvalidArgument."""
         _check_a2a(a2a)
-        return buffer_bytes(a2a, _by_source(a2a))
+        return buffer_bytes(a2a._geometry, _by_source(a2a), a2a.group.device)
 
     def compact(self, received: Received) -> Compact:
         """Pack what the last dispatch brought. Raises as `ExpertGroups.gather` does."""
@@ -253,10 +257,14 @@ def _check_a2a(a2a: AllToAll) -> None:
     a2a._check_open()
 
 
-def _rows(a2a: AllToAll, max_rows: int | None, align: int, layout: Layout) -> tuple[int, int]:
-    """max_rows, as given or by default, and align. Raises InvalidArgument with value and limits."""
-    _check_a2a(a2a)
-    shape, experts = a2a._geometry.shape, a2a.num_local_experts
+def by_expert(
+    geometry: Geometry, experts: int, max_rows: int | None, align: int, layout: Layout
+) -> Grouping:
+    """How rows of a rank with so many experts are grouped; max_rows as given, or by default.
+
+    Raises InvalidArgument with value and limits.
+    """
+    shape = geometry.shape
     one_of("layout", layout, get_args(Layout))
     align = integer("align", align, 1, MAX_ALIGN)
     if experts > MAX_GROUPS:
@@ -278,11 +286,7 @@ def _rows(a2a: AllToAll, max_rows: int | None, align: int, layout: Layout) -> tu
             f"{layout} rows for {experts} experts with max_rows={max_rows} are {total}; at most "
             f"{MAX_ROWS} can be numbered: pass a smaller max_rows"
         )
-    return max_rows, align
-
-
-def _by_expert(a2a: AllToAll, rows: int, align: int, layout: str) -> Grouping:
-    return Grouping(layout, max(a2a.num_local_experts, 1), rows, align)
+    return Grouping(layout, max(experts, 1), max_rows, align)
 
 
 def _by_source(a2a: AllToAll) -> Grouping:

@@ -11,10 +11,14 @@ namespace weft {
 constexpr u32 scatter_columns = 256;  // of one partial sum, which stays in the L1 cache
 constexpr u32 send_columns = 128;     // the same in `send`: one block of FP8
 
+template <Shape S> const Route<S>& route_of(const GroupArgs& a, u32 source, u32 token) {
+    return mine<S>(a.site).inbox.route[slot_of(a.source_rows, source, token)];
+}
+
 // Calls visit(k, group, weight) for every entry of a token that has a group, in top-k order.
 template <Shape S, Grouping G, class Visit>
-void for_entries(const Inbox<S>& inbox, u32 source, u32 token, Visit visit) {
-    const Route<S>& route = inbox.route[source][token];
+void for_entries(const GroupArgs& a, u32 source, u32 token, Visit visit) {
+    const Route<S>& route = route_of<S>(a, source, token);
     for (u32 k = 0; k < S.top_k; ++k) {
         if constexpr (G.packing == Packing::sources) {
             if (route.expert[k] >= 0) return visit(0u, source, 1.0f);
@@ -56,7 +60,8 @@ void compute_offsets(const GroupArgs& a, const u32 (&total)[G.groups]) {
 template <Shape S, u32 P = 0>
 void gather_planes(const GroupArgs& a, u32 source, u32 token, u32 row) {
     if constexpr (P < S.planes) {
-        const u8* from = plane<P>(mine<S>(a.site).inbox.payload).row[source][token];
+        const u32 slot = slot_of(a.source_rows, source, token);
+        const u8* from = plane<P>(mine<S>(a.site).inbox.payload).row[slot];
         std::memcpy(static_cast<u8*>(a.rows[P]) + u64(row) * S.row_bytes[P], from, S.row_bytes[P]);
         gather_planes<S, P + 1>(a, source, token, row);
     }
@@ -87,7 +92,7 @@ template <Shape S, Grouping G>
 void label_row(const GroupArgs& a, u32 source, u32 token, u32 row, float weight) {
     a.slot[row] = i32(source * S.tokens + token);
     if constexpr (G.packing == Packing::sources) {
-        const Route<S>& route = mine<S>(a.site).inbox.route[source][token];
+        const Route<S>& route = route_of<S>(a, source, token);
         for (u32 k = 0; k < S.top_k; ++k) {
             if (route.expert[k] < 0) continue;
             a.ids[u64(row) * S.top_k + k] = route.expert[k];
@@ -111,7 +116,7 @@ template <Shape S, Grouping G> void gather(const GroupArgs& a) {
     constexpr u32 entries = entries_of(S, G);
     u32 next[G.groups] = {};
     for_tokens<S>(own.inbox, [&](u32 source, u32 token) {
-        for_entries<S, G>(own.inbox, source, token, [&](u32, u32 group, float) { ++next[group]; });
+        for_entries<S, G>(a, source, token, [&](u32, u32 group, float) { ++next[group]; });
     });
     compute_offsets<S, G>(a, next);
     clear_row_metadata<S, G>(a);
@@ -120,7 +125,7 @@ template <Shape S, Grouping G> void gather(const GroupArgs& a) {
         const u32 slot = source * S.tokens + token;
         i32* position = a.position + u64(slot) * entries;
         for (u32 k = 0; k < entries; ++k) position[k] = -1;
-        for_entries<S, G>(own.inbox, source, token, [&](u32 k, u32 group, float weight) {
+        for_entries<S, G>(a, source, token, [&](u32 k, u32 group, float weight) {
             const u32 row = next[group]++;
             if (row >= G.limit(group)) return zero_dropped_row<S>(a, source, token, k);
             position[k] = i32(row);
@@ -138,7 +143,7 @@ template <Shape S, Grouping G, u32 count>
 void sum_block(const GroupArgs& a, u32 source, u32 token, u32 at, Bits<S.dtype> (&out)[count]) {
     const i32* position = a.position + (u64(source) * S.tokens + token) * entries_of(S, G);
     float sum[count] = {};
-    for_entries<S, G>(mine<S>(a.site).inbox, source, token, [&](u32 k, u32, float weight) {
+    for_entries<S, G>(a, source, token, [&](u32 k, u32, float weight) {
         if (position[k] < 0) return;
         const u64 first = u64(position[k]) * S.hidden + at;
         add_weighted<S.dtype>(sum, weight, static_cast<const Bits<S.dtype>*>(a.y) + first);
@@ -148,10 +153,10 @@ void sum_block(const GroupArgs& a, u32 source, u32 token, u32 at, Bits<S.dtype> 
 
 // Calls visit(source, token) for every token that has an entry here.
 template <Shape S, Grouping G, class Visit>
-void for_tokens_with_entries(const Inbox<S>& inbox, Visit visit) {
-    for_tokens<S>(inbox, [&](u32 source, u32 token) {
+void for_tokens_with_entries(const GroupArgs& a, Visit visit) {
+    for_tokens<S>(mine<S>(a.site).inbox, [&](u32 source, u32 token) {
         bool has_entry = false;
-        for_entries<S, G>(inbox, source, token, [&](u32, u32, float) { has_entry = true; });
+        for_entries<S, G>(a, source, token, [&](u32, u32, float) { has_entry = true; });
         if (has_entry) visit(source, token);
     });
 }
@@ -160,9 +165,10 @@ template <Shape S, Grouping G> void scatter(const GroupArgs& a) {
     constexpr u32 rest = S.hidden % scatter_columns, whole = S.hidden - rest;
     Share<S>& own = mine<S>(a.site);
     if (own.header.state.failed != 0) return;
-    for_tokens_with_entries<S, G>(own.inbox, [&](u32 source, u32 token) {
+    for_tokens_with_entries<S, G>(a, [&](u32 source, u32 token) {
         using Element = Bits<S.dtype>;
-        Element* out = reinterpret_cast<Element*>(own.outbox.row[source][token]);
+        Element* out =
+            reinterpret_cast<Element*>(own.outbox.row[slot_of(a.source_rows, source, token)]);
         for (u32 at = 0; at < whole; at += scatter_columns)
             sum_block<S, G>(a, source, token, at,
                             reinterpret_cast<Element(&)[scatter_columns]>(out[at]));
@@ -213,7 +219,7 @@ template <Shape S, Grouping G> void send(const GroupArgs& a) {
     if (state.failed != 0) return;
     mark_start(Solo{}, header, Phase::combine, state.epoch, now_ns());
     if (fault(header, Point::combine_enter, a.site.rank, state.epoch) == Action::stay_away) return;
-    for_tokens_with_entries<S, G>(mine<S>(a.site).inbox, [&](u32 source, u32 token) {
+    for_tokens_with_entries<S, G>(a, [&](u32 source, u32 token) {
         if constexpr (S.combine == Combine::gemm_push)
             copy_rows<S>(a, source, token);
         else

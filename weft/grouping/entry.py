@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_uint64
+from ctypes import c_uint32, c_uint64
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
+from weft.fields import Choice, literal
 from weft.jit import Launcher, table_source
 from weft.runtime.args import Site
 from weft.runtime.entries import Build, CpuEntries, CudaEntries, Entries, Launch, Program
@@ -66,7 +68,12 @@ class GroupArgs(ctypes.Structure):
         ("arrived", c_uint64),
         ("y", c_uint64),
         ("dst_addr", c_uint64),
+        ("source_rows", c_uint32),
+        ("reserved", c_uint32),
     )
+
+
+PACKINGS = ("contiguous", "masked", "sources")  # weft::Packing
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +85,11 @@ class Grouping:
     rows: contiguous: rows that all groups share; otherwise rows of each group.
     """
 
-    packing: str
+    packing: Annotated[str, Choice("packing", PACKINGS, "weft::Packing")]
     groups: int
     rows: int
     align: int
+    tile: int = TILE
 
     @property
     def total(self) -> int:
@@ -98,10 +106,7 @@ class Grouping:
 
     def literal(self) -> str:
         """The C++ initialiser."""
-        return (
-            f"weft::Grouping{{.packing = weft::Packing::{self.packing}, .groups = {self.groups}, "
-            f".rows = {self.rows}, .align = {self.align}, .tile = {TILE}}}"
-        )
+        return literal(self, "weft::Grouping")
 
 
 def cuda_program(shape: Shape, grouping: Grouping, *, sends: bool = False) -> Program:
@@ -199,7 +204,7 @@ def load_entries(
 
 
 def results(shape: Shape, sends: bool) -> tuple[str, ...]:
-    """The entries that take the experts' results. Choices are not scattered: they have homes."""
+    """The entries that take the experts' results. Choices have addresses: nothing is scattered."""
     scatter = () if shape.combine == "gemm_push" else ("scatter",)
     return (*scatter, "send") if sends else scatter
 

@@ -69,7 +69,8 @@ WEFT_FN void count_tile(const Block& team, const GroupArgs& a, Scratch<S, G>& sc
 #pragma unroll
     for (u32 c = 0; c < chunks; ++c) {
         const u32 j = start + c * warp_lanes, token = first + j / entries;
-        group[c] = token < end ? group_of<S, G>(inbox.route[source][token], source, j % entries)
+        group[c] = token < end ? group_of<S, G>(inbox.route[slot_of(a.source_rows, source, token)],
+                                                source, j % entries)
                                : no_group;
     }
     for (u32 g = team.warp_lane(); g < G.groups; g += warp_lanes) scratch.count[team.warp()][g] = 0;

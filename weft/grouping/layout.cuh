@@ -49,11 +49,13 @@ struct GroupArgs {
     i32* offsets;            // [groups + 1]
     i32* counts;             // [groups]
     i32* position;           // [ranks, tokens, entries] of rows, -1 for none
-    i32* within;    // the same shape: rank of an entry among its group's entries in its tile
-    u32* before;    // [ranks * tiles, groups] entries of the group in earlier tiles
-    u32* arrived;   // CTAs that have counted their tile; 0 between calls
-    const void* y;  // [total, hidden] results, to scatter or to send
-    i64* dst_addr;  // gemm_push: [total] address of each row's slot at its owner, or 0
+    i32* within;      // the same shape: rank of an entry among its group's entries in its tile
+    u32* before;      // [ranks * tiles, groups] entries of the group in earlier tiles
+    u32* arrived;     // CTAs that have counted their tile; 0 between calls
+    const void* y;    // [total, hidden] results, to scatter or to send
+    i64* dst_addr;    // gemm_push: [total] address of each row's slot at its owner, or 0
+    u32 source_rows;  // as in the dispatch
+    u32 reserved;
 };
 
 // The slot of entry k of a token at its owner, in this process's mapping.

@@ -7,11 +7,12 @@ from typing import NamedTuple
 import torch
 
 from weft.alltoall.api import AllToAll
+from weft.alltoall.geometry import Geometry
 from weft.alltoall.received import Received
 from weft.arguments import instance
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.grouping.entry import GroupArgs, Grouping, load_entries
-from weft.grouping.sending import check_homes, check_scatters, check_sends
+from weft.grouping.sending import check_addresses, check_scatters, check_sends
 from weft.memory.driver import relaxed
 from weft.runtime.check import check_alignment, check_tensor
 from weft.runtime.entries import Build, Entries
@@ -36,10 +37,10 @@ class Buffers(NamedTuple):
 
     @classmethod
     def make(
-        cls, a2a: AllToAll, grouping: Grouping, device: torch.device, *, on_gpu: bool
+        cls, geometry: Geometry, grouping: Grouping, device: torch.device, *, on_gpu: bool
     ) -> Buffers:
         """Zeroed, so that a masked GEMM meets finite numbers in rows that nobody has written."""
-        shape, total, by_source = a2a._geometry.shape, grouping.total, grouping.packing == "sources"
+        shape, total, by_source = geometry.shape, grouping.total, grouping.packing == "sources"
         entries = (shape.ranks, shape.tokens, grouping.entries(shape))
 
         def zeros(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -47,8 +48,8 @@ class Buffers(NamedTuple):
 
         return cls(
             rows=tuple(
-                zeros(total * size, dtype=torch.uint8).view(p.dtype).view(total, *p.shape[2:])
-                for p, size in zip(a2a._workspace.received.payloads, shape.row_bytes, strict=True)
+                zeros(total * size, dtype=torch.uint8).view(p.dtype).view(total, *p.shape)
+                for p, size in zip(geometry.payloads, shape.row_bytes, strict=True)
             ),
             slot=zeros(total),
             weight=zeros(total * (shape.top_k if by_source else 1), dtype=torch.float32),
@@ -83,7 +84,7 @@ class GroupRounds:
         self._entries: Entries | None = load_entries(device, shape, grouping, build, sends=sends)
         on_gpu = device.type == "cuda"
         with relaxed(device):
-            b = Buffers.make(a2a, grouping, device, on_gpu=on_gpu)
+            b = Buffers.make(a2a._geometry, grouping, device, on_gpu=on_gpu)
             finish(device)
         self.buffers = b
         self._args = GroupArgs(site=a2a._workspace.site)
@@ -103,6 +104,7 @@ class GroupRounds:
                 f"received has its ids at {theirs:#x}, this all-to-all at {ours:#x}: "
                 "pass what its own dispatch returned, not a copy"
             )
+        self._args.source_rows = self._a2a._rounds.rows
         entries.run("gather", self._args, 0)
         self._gathered = self._a2a._rounds.number
 
@@ -127,10 +129,10 @@ class GroupRounds:
         self._gathered = 0
 
     def sent(self) -> None:
-        """Tell the peers that what the last gather grouped is at its homes."""
+        """Publish to the peers that the last gather's rows are stored at their owners."""
         self._running("sent")
         check_sends(self._a2a)
-        check_homes(self._a2a)
+        check_addresses(self._a2a)
         self._check_gathered("sent")
         self._a2a.combine_send()
         self._gathered = 0
@@ -170,7 +172,7 @@ class GroupRounds:
         return entries
 
 
-def buffer_bytes(a2a: AllToAll, grouping: Grouping) -> int:
-    """Bytes that this grouping allocates on this rank."""
-    on_gpu = a2a.group.device.type == "cuda"
-    return Buffers.make(a2a, grouping, torch.device("meta"), on_gpu=on_gpu).bytes()
+def buffer_bytes(geometry: Geometry, grouping: Grouping, device: torch.device) -> int:
+    """Bytes that this grouping allocates on a rank's device."""
+    on_gpu = device.type == "cuda"
+    return Buffers.make(geometry, grouping, torch.device("meta"), on_gpu=on_gpu).bytes()

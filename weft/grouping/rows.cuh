@@ -19,6 +19,8 @@ WEFT_FN uint2 load_row(const uint2* at) {
 
 struct TokenSlot {
     u32 source, token;
+
+    WEFT_FN u32 in_inbox(const GroupArgs& a) const { return slot_of(a.source_rows, source, token); }
 };
 
 // All tokens of the round as one index space; lane s of every warp holds source s.
@@ -50,7 +52,7 @@ struct Entry {
 
 template <Shape S, Grouping G> WEFT_FN Entry load_entry(const GroupArgs& a, TokenSlot at, u32 k) {
     if (k >= entries_of(S, G)) return {no_group, 0.0f};
-    const Route<S>& route = mine<S>(a.site).inbox.route[at.source][at.token];
+    const Route<S>& route = mine<S>(a.site).inbox.route[at.in_inbox(a)];
     const float weight = G.packing == Packing::sources ? 1.0f : route.weight[k];
     return {group_of<S, G>(route, at.source, k), weight};
 }
@@ -76,7 +78,7 @@ WEFT_FN void label_rows(const GroupArgs& a, TokenSlot at, u32 k, const Entry& en
     if constexpr (S.combine == Combine::gemm_push)
         if (row >= 0) a.dst_addr[row] = i64(dst_addr_of<S>(a.site, at.source, at.token, k));
     if constexpr (G.packing == Packing::sources) {
-        const Route<S>& route = mine<S>(a.site).inbox.route[at.source][at.token];
+        const Route<S>& route = mine<S>(a.site).inbox.route[at.in_inbox(a)];
         const i32 only = __shfl_sync(all_lanes, row, 0), id = k < S.top_k ? route.expert[k] : -1;
         if (only < 0 || id < 0) return;
         a.ids[u64(u32(only)) * S.top_k + k] = id;
@@ -92,8 +94,8 @@ WEFT_FN void copy_planes(const Block& team, const GroupArgs& a, TokenSlot at, i3
     if constexpr (P < S.planes) {
         using V = typename Vector<vector_bytes(S.row_bytes[P])>::type;
         constexpr u32 vectors = S.row_bytes[P] / sizeof(V);
-        const V* from = reinterpret_cast<const V*>(
-            plane<P>(mine<S>(a.site).inbox.payload).row[at.source][at.token]);
+        const V* from =
+            reinterpret_cast<const V*>(plane<P>(mine<S>(a.site).inbox.payload).row[at.in_inbox(a)]);
         for (u32 first = 0; first < vectors; first += vectors_in_flight * team.lanes()) {
             V data[vectors_in_flight];
             const u32 v = first + team.lane();
@@ -170,7 +172,7 @@ template <Shape S>
 WEFT_FN void sum_rows(const Block& team, const GroupArgs& a, TokenSlot at, i32 row, float weight,
                       u32 wanted) {
     constexpr u32 vectors = S.out_bytes() / 16;
-    uint4* out = reinterpret_cast<uint4*>(mine<S>(a.site).outbox.row[at.source][at.token]);
+    uint4* out = reinterpret_cast<uint4*>(mine<S>(a.site).outbox.row[at.in_inbox(a)]);
     const uint4* y = static_cast<const uint4*>(a.y);
     for (u32 first = 0; first < vectors; first += team.lanes()) {
         const u32 v = first + team.lane();

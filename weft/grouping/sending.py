@@ -28,8 +28,8 @@ def check_scatters(a2a: AllToAll) -> None:
         )
 
 
-def check_homes(a2a: AllToAll) -> None:
-    """Raise InvalidArgument for an all-to-all whose rows have no homes of their own."""
+def check_addresses(a2a: AllToAll) -> None:
+    """Raise InvalidArgument for an all-to-all whose rows have no addresses of their own."""
     if a2a._geometry.shape.combine != "gemm_push":
         raise InvalidArgument(
             "sent on an all-to-all without combine='gemm_push', whose rows have no addresses: "

@@ -58,7 +58,7 @@ class Loaded:
     def _wait_for(self, stream: Any) -> None:
         """Wait for a stream that is not being captured: to wait for one that is breaks its capture.
 
-        The default stream does not say so of itself, but whether one is that blocks with it.
+        Of the default stream the driver answers whether one that blocks with it is captured.
         """
         api = driver()
         status, capturing = api.cuStreamIsCapturing(stream)

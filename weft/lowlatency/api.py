@@ -5,32 +5,31 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
 from weft.arguments import flags, refuse, seconds
 from weft.lowlatency import library as lowlatency_library
 from weft.lowlatency.entry import load_low_entries
-from weft.lowlatency.geometry import LowGeometry, Memory, memory_bytes
+from weft.lowlatency.geometry import LowGeometry, memory_bytes
 from weft.lowlatency.results import ExpertRows, Handle
 from weft.lowlatency.rounds import open_rounds
 from weft.lowlatency.trace import dump
 from weft.memory import Group
 from weft.memory.driver import in_relaxed_mode
-from weft.memory.group import reason
-from weft.memory.header import Record
 from weft.placement import Placed
 from weft.runtime import library
 from weft.runtime.check import check_group
 from weft.runtime.entries import Build
+from weft.runtime.layout import Memory
+from weft.runtime.operator import Operator
 from weft.runtime.timeline import DEFINE
 from weft.runtime.watched import Watched
 
 Hook = Callable[[], None]
 
 
-class LowLatencyAllToAll(Placed):
+class LowLatencyAllToAll(Placed, Operator):
     """Quantise each token on its way to its experts' ranks, lay it out by expert, and back.
 
     Meaning: `weft.lowlatency.reference`. All memory is allocated here; a call allocates nothing
@@ -170,11 +169,13 @@ class LowLatencyAllToAll(Placed):
         out: torch.Tensor | None = None,
         add: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Bring the experts' results home: `out[t] = sum over k of weight * y + add[t]`, in fp32.
+        """Sum the experts' results at their tokens' owners.
+
+        `out[t] = sum over k of weight * y + add[t]`, in fp32.
 
         y: `[local_experts, ep_size * max_tokens, hidden]` of dtype, a result for each row of the
             dispatch; rows behind `counts` are not read. Any tensor of this rank; no copy is made.
-            None with combine="gemm_push": every row has been stored at its home, in stream order.
+            None with combine="gemm_push": every row has been stored at its owner, in stream order.
         topk_ids, topk_weights: as in the dispatch. reduce="receiver" multiplies with these weights
             (None: ones); reduce="sender" with those of the dispatch.
         handle: of the dispatch; its result may be overwritten from now on.
@@ -224,39 +225,24 @@ class LowLatencyAllToAll(Placed):
         out: torch.Tensor | None = None,
         add: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Hook]:
-        """The first half of `combine`: send rows home. The arguments are the whole call's.
+        """The first half of `combine`: send rows to their owners.
 
-        `add`, `out`, ids and weights must stay until the second half has run. Returns `out`, which
-        holds nothing yet, and a function that receives: call that, or `combine_recv`.
+        The arguments are the whole call's: `add`, `out`, ids and weights must stay until the second
+        half has run. Returns `out`, which holds nothing yet, and a function that receives: call
+        that, or `combine_recv`.
         """
         library.refuse_halves("combine_send")
         self._check_open()
         result = self._rounds.combine(
             y, topk_ids, topk_weights, handle, out=out, add=add, entry="combine_send"
         )
-        return result, self._hook(self._rounds.bring_home)
+        return result, self._hook(self._rounds.combine_receive)
 
     def combine_recv(self) -> torch.Tensor:
         """The second half of `combine`: wait for the rows and add them; return `out`."""
         library.refuse_halves("combine_recv")
         self._check_open()
-        return self._rounds.bring_home()
-
-    def check(self) -> None:
-        """Raise what the device has recorded: a broken group, or input that was refused.
-
-        Reads host memory only, so it sees the past: synchronise first to be sure of the last call.
-        A refusal is raised once; a broken group stays broken.
-        """
-        self._rounds.premises.check()
-
-    def abort(self) -> None:
-        """Ask the kernels of all ranks to leave their waits. Any thread may call it."""
-        self._rounds.premises.abort()
-
-    def history(self, rank: int | None = None) -> list[Record]:
-        """The last 128 rounds of a rank (default: this one), oldest first; also of a dead one."""
-        return self._rounds.premises.history(rank)
+        return self._rounds.combine_receive()
 
     def dump_trace(self, path: str | os.PathLike[str]) -> None:
         """Write this rank's last 32 rounds, team by team, as JSON for Perfetto.
@@ -275,19 +261,6 @@ class LowLatencyAllToAll(Placed):
         library.forget(self._handle)
         self._rounds.close()
 
-    def __enter__(self) -> LowLatencyAllToAll:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is not None:
-            self._rounds.premises.tell_left(reason(error))
-        self.close()
-
     def _hook(self, receive: Callable[[], object]) -> Hook:
         def hook() -> None:
             self._check_open()
@@ -298,6 +271,3 @@ class LowLatencyAllToAll(Placed):
     @property
     def _watched(self) -> Watched:
         return self._rounds.premises
-
-    def _check_open(self) -> None:
-        self._rounds.premises.check_open()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
 from weft.arguments import flags, integer, one_of
 from weft.errors import InvalidArgument
+from weft.fields import by_argument, checked
 from weft.lowlatency.shape import (
     GROUPS,
     MAX_TRACES,
@@ -19,13 +20,12 @@ from weft.lowlatency.shape import (
     LowLayout,
     LowShape,
     TraceRecord,
-    size,
 )
 from weft.memory.header import RING_TIMELINES
 from weft.memory.wire import JSON
 from weft.placement import Placement
 from weft.runtime.check import check_alignment, check_tensor, check_tokens
-from weft.runtime.layout import sizes_of
+from weft.runtime.layout import Memory, sizes_of
 from weft.shape import DTYPE_NAMES
 
 # Tracks that profiled kernels keep: of 32 rounds, by phase and team.
@@ -34,19 +34,6 @@ QUANTS = (None, "fp8")
 COMBINES = ("push", "gemm_push")
 COMBINE_DTYPES = (None, "fp8")
 MAX_SLOTS = 2  # one is filled while the experts multiply the other's rows
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Bytes of one rank. shared: peers write it.  results: what dispatches return and keep."""
-
-    shared: int
-    results: int
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.shared + self.results
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +69,15 @@ class LowGeometry:
     ) -> LowGeometry:
         """Raises InvalidArgument naming the argument, its value and what it may be."""
         flags(profile=profile)
-        ranks, max_tokens = size("ranks", ranks), size("tokens", max_tokens)
-        hidden, top_k = size("hidden", hidden), size("top_k", top_k)
-        num_experts = size("experts", num_experts)
+        sizes = checked(
+            LowShape,
+            ranks=ranks,
+            tokens=max_tokens,
+            top_k=top_k,
+            experts=num_experts,
+            hidden=hidden,
+        )
+        ranks, num_experts = sizes["ranks"], sizes["experts"]
         slots = integer("slots", slots, 1, MAX_SLOTS)
         dtype = one_of("dtype", dtype, DTYPE_NAMES)
         quantize, combine = (
@@ -101,12 +94,8 @@ class LowGeometry:
             else Placement.mapped(expert_map, num_experts, ranks)
         )
         shape = LowShape(
-            ranks=ranks,
-            tokens=max_tokens,
-            top_k=top_k,
-            experts=num_experts,
+            **sizes,
             local=max(len(placement.experts_of(rank)) for rank in range(ranks)),
-            hidden=hidden,
             dtype=DTYPE_NAMES[dtype],
             group=group_size if quantize else 0,
             scales=scale if quantize else "fp32_row",
@@ -120,7 +109,7 @@ class LowGeometry:
     def manifest(self) -> dict[str, JSON]:
         """What the ranks compare at creation, name by name."""
         return {
-            **asdict(self.shape),
+            **by_argument(self.shape),
             "slots": self.slots,
             "expert_map": list(self.placement.ranks),
         }
@@ -200,7 +189,7 @@ class LowGeometry:
         tracks = math.prod(TRACKS) if self.profile else 0
         return Memory(
             shared=self.layout.share_bytes,
-            results=self.slots * slot + tracks,
+            ordinary=self.slots * slot + tracks,
         )
 
 

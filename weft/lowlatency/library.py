@@ -159,8 +159,8 @@ def traced_dispatch(
     if owner._geometry.shape.gemm_push:
         raise InvalidArgument(
             "dispatch under torch.compile with combine='gemm_push': what stores rows at their "
-            "homes is outside of what a compiler sees; use combine='push', or weft.MoE with "
-            "overlap='push', which is one operation to it"
+            "owners is outside of what a compiler sees; use combine='push', or weft.MoE with "
+            "overlap='gemm_push', which is one operation to it"
         )
     number = owner._sites.take()
     names = (number, owner._order, owner._handle)
@@ -206,5 +206,5 @@ def _results(owner: LowLatencyAllToAll) -> dict[str, torch.Tensor]:
 def _shown(owner: LowLatencyAllToAll, results: dict[str, torch.Tensor]) -> Five:
     """As callers see it; scales that there are not are empty."""
     scales = owner._geometry.shown_scales(results["scales"])
-    told = (results["counts"], results["source"], results["ranges"])
-    return (results["x"], results["scales"] if scales is None else scales, *told)
+    metadata = (results["counts"], results["source"], results["ranges"])
+    return (results["x"], results["scales"] if scales is None else scales, *metadata)

@@ -69,7 +69,7 @@ class Slot:
         x = self.tensors["x"]
         self.x = x.view(torch.float8_e4m3fn) if geometry.shape.group else x
         self.scales = geometry.shown_scales(self.tensors["scales"])
-        self._homes = (
+        self._addresses = (
             (self.tensors["dst_addr"], broken) if geometry.shape.gemm_push else (None, None)
         )
         self.alive: Handle | None = None
@@ -77,5 +77,5 @@ class Slot:
     def rows(self, handle: Handle) -> ExpertRows:
         """What a dispatch into this slot returns."""
         t = self.tensors
-        told = t["counts"], t["source"], t["ranges"]
-        return ExpertRows(self.x, self.scales, *told, handle, *self._homes)
+        metadata = t["counts"], t["source"], t["ranges"]
+        return ExpertRows(self.x, self.scales, *metadata, handle, *self._addresses)

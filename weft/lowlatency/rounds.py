@@ -54,7 +54,7 @@ class LowPremises(Watched):
     def _initialise(self, geometry: LowGeometry, header: Header) -> None:
         self._watch(geometry.shape.descriptor, "low-latency all-to-all")
         layout, heap = geometry.layout, self.heap
-        self.broken = heap.tensor((1,), torch.int32, offset=Header.failed.offset)
+        self.abort_flag = heap.tensor((1,), torch.int32, offset=Header.failed.offset)
         blank = layout.share_bytes - layout.tokens
         heap.tensor((blank,), torch.uint8, offset=layout.tokens).fill_(0xFF)
         heap.tensor((4,), torch.int64, offset=layout.progress).fill_(header.first_epoch)
@@ -66,7 +66,7 @@ class LowPremises(Watched):
 
     def close(self) -> None:
         """Give the memory back; local."""
-        del self.broken
+        del self.abort_flag
         self.free()
 
 
@@ -88,7 +88,7 @@ class LowRounds:
         self.device = group.device
         own = len(geometry.placement.experts_of(group.rank))
         self.slots = [
-            Slot(geometry, own, group.device, premises.broken) for _ in range(geometry.slots)
+            Slot(geometry, own, group.device, premises.abort_flag) for _ in range(geometry.slots)
         ]
         size = TRACKS if geometry.profile else (0,)
         self.tracks = torch.zeros(size, dtype=torch.uint8, device=group.device)
@@ -119,7 +119,7 @@ class LowRounds:
     ) -> ExpertRows:
         """Run `dispatch` or `dispatch_send`; the result is there behind it, or its receive.
 
-        results: where the rows and what is told of them go, by name; default, into the slot.
+        results: where the rows and their metadata go, by name; default, into the slot.
         """
         geometry = self.geometry
         tokens = geometry.check_dispatch(x, topk_ids, topk_weights, self.device)
@@ -209,7 +209,7 @@ class LowRounds:
         return out
 
     @one_call("combine_recv")
-    def bring_home(self) -> torch.Tensor:
+    def combine_receive(self) -> torch.Tensor:
         """Run `combine_receive`."""
         handle = self._returned
         if handle is None:
@@ -233,7 +233,7 @@ class LowRounds:
             slot.alive = None
 
     def close(self) -> None:
-        """Tell the peers, wait for this rank's own work, give everything back. Idempotent."""
+        """Notify the peers, wait for this rank's own work, give everything back. Idempotent."""
         if not self.premises.begin_close():
             return
         with relaxed(self.device):
@@ -278,8 +278,8 @@ class LowRounds:
         if self.geometry.shape.gemm_push:
             if y is not None:
                 raise InvalidArgument(
-                    "y is given, combine='gemm_push': rows are stored at their homes by whoever "
-                    "makes them; pass None"
+                    "y is given, combine='gemm_push': rows are stored at their owners by "
+                    "whoever makes them; pass None"
                 )
             return
         if y is None:

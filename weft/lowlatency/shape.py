@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
-from collections.abc import Mapping
 from ctypes import c_uint16, c_uint32, c_uint64
 from dataclasses import asdict, dataclass
+from typing import Annotated
 
-from weft.arguments import adopt, integer, one_of
+from weft.arguments import one_of
 from weft.errors import InvalidArgument
+from weft.fields import Choice, Size, check_fields, literal
 from weft.memory.header import HEADER_BYTES
 from weft.runtime.args import Site
 from weft.runtime.layout import LINE, ShareLayout, up
@@ -22,7 +23,6 @@ MAX_TABLE = 8192  # ranks x local experts: a CTA keeps a number for each in shar
 GROUPS = (32, 64, 128)
 SCALES = ("fp32_row", "fp32_col", "ue8m0")
 REDUCES = ("receiver", "sender")
-_ITEM: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 class RoutingRecord(ctypes.Structure):
@@ -104,22 +104,6 @@ class TraceRecord(ctypes.Structure):
 MAX_TRACES = 1024  # max_traces in lowlatency/trace.cuh
 
 
-# field -> the argument that callers know it by, and its limits
-LIMITS: Mapping[str, tuple[str, int, int]] = {
-    "ranks": ("ranks", 1, MAX_RANKS),
-    "tokens": ("max_tokens", 1, MAX_TOKENS),
-    "top_k": ("top_k", 1, MAX_TOP_K),
-    "experts": ("num_experts", 1, MAX_EXPERTS),
-    "hidden": ("hidden", 16, 1 << 16),
-}
-
-
-def size(field: str, value: object) -> int:
-    """A size of a LowShape, checked under the name that callers know. Raises InvalidArgument."""
-    name, low, high = LIMITS[field]
-    return integer(name, value, low, high)
-
-
 @dataclass(frozen=True, slots=True)
 class LowShape:
     """Sizes of one low-latency all-to-all; `weft::LowLatencyShape` is the same struct.
@@ -131,23 +115,22 @@ class LowShape:
     Raises InvalidArgument naming the size and its limits.
     """
 
-    ranks: int
-    tokens: int
-    top_k: int
-    experts: int
+    ranks: Annotated[int, Size("ranks", 1, MAX_RANKS)]
+    tokens: Annotated[int, Size("max_tokens", 1, MAX_TOKENS)]
+    top_k: Annotated[int, Size("top_k", 1, MAX_TOP_K)]
+    experts: Annotated[int, Size("num_experts", 1, MAX_EXPERTS)]
     local: int
-    hidden: int
-    dtype: str
+    hidden: Annotated[int, Size("hidden", 16, 1 << 16)]
+    dtype: Annotated[str, Choice("dtype", DTYPE_NAMES.values(), "weft::DType")]
     group: int = 128
-    scales: str = "fp32_row"
-    reduce: str = "receiver"
+    scales: Annotated[str, Choice("scale", SCALES, "weft::Scales")] = "fp32_row"
+    reduce: Annotated[str, Choice("reduce", REDUCES, "weft::Reduce")] = "receiver"
     combine_fp8: bool = False
     gemm_push: bool = False
     mapped: bool = False
 
     def __post_init__(self) -> None:
-        for field in LIMITS:
-            adopt(self, **{field: size(field, getattr(self, field))})
+        check_fields(self)
         if not 1 <= self.local <= MAX_LOCAL:
             raise InvalidArgument(
                 f"{self.local} experts on one rank; one may hold {MAX_LOCAL}: take more ranks, or "
@@ -170,9 +153,6 @@ class LowShape:
                 f"hidden is {self.hidden}; it must be a multiple of {unit} (of 16, of group_size, "
                 f"of {FP8_BLOCK} with combine_dtype='fp8'): pad it to {up(self.hidden, unit)}"
             )
-        one_of("scale", self.scales, SCALES)
-        one_of("reduce", self.reduce, REDUCES)
-        one_of("dtype", self.dtype, DTYPE_NAMES.values())
 
     @property
     def rows(self) -> int:
@@ -187,7 +167,7 @@ class LowShape:
     @property
     def item(self) -> int:
         """Bytes of a number as callers pass it."""
-        return _ITEM[self.dtype]
+        return 4 if self.dtype == "fp32" else 2
 
     @property
     def sent_bytes(self) -> int:
@@ -198,7 +178,7 @@ class LowShape:
 
     @property
     def back_bytes(self) -> int:
-        """Bytes of a row on its way home."""
+        """Bytes of a row on its way back to its owner."""
         if self.combine_fp8:
             return self.hidden + up(4 * (self.hidden // FP8_BLOCK), 16)
         return self.hidden * self.item
@@ -210,7 +190,7 @@ class LowShape:
 
     @property
     def rows_bytes(self) -> tuple[int, int]:
-        """Bytes of an inbox where rows out lie, and where rows home do."""
+        """Bytes of an inbox where dispatched rows lie, and where returned rows do."""
         back_rows = self.ranks if self.reduce == "sender" else self.top_k
         return self.rows * self.sent_bytes, self.tokens * back_rows * self.back_bytes
 
@@ -222,17 +202,7 @@ class LowShape:
 
     def literal(self) -> str:
         """The C++ initialiser."""
-        flags = ", ".join(
-            f".{name} = {str(getattr(self, name)).lower()}"
-            for name in ("combine_fp8", "gemm_push", "mapped")
-        )
-        return (
-            f"weft::LowLatencyShape{{.ranks = {self.ranks}, .tokens = {self.tokens}, "
-            f".top_k = {self.top_k}, .experts = {self.experts}, .local = {self.local}, "
-            f".hidden = {self.hidden}, .dtype = weft::DType::{self.dtype}, "
-            f".group = {self.group}, .scales = weft::Scales::{self.scales}, "
-            f".reduce = weft::Reduce::{self.reduce}, {flags}}}"
-        )
+        return literal(self, "weft::LowLatencyShape")
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,9 +228,9 @@ class LowLayout(ShareLayout):
         token_masks = tokens + 2 * flags
         choices = token_masks + up(8 * shape.ranks * shape.chunks * shape.local)
         rows = choices + up(8 * shape.rows * shape.top_k)
-        out, home = shape.rows_bytes
-        share = rows + up(out + home)
-        return cls(share, HEADER_BYTES, tokens, token_masks, choices, rows, rows + out)
+        dispatched, returned = shape.rows_bytes
+        share = rows + up(dispatched + returned)
+        return cls(share, HEADER_BYTES, tokens, token_masks, choices, rows, rows + dispatched)
 
     def places(self) -> list[tuple[str, int]]:
         """Where the parts of a share lie, by name."""

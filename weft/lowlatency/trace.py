@@ -74,7 +74,7 @@ class Work:
 def read_work(tracks: torch.Tensor, rank: int, ranks: int) -> list[Work]:
     """The finished tracks of a rank, in the order of their starts. Synchronise before reading.
 
-    None as long as no operation has ended on this rank: then teams' clocks cannot be told in ns.
+    None as long as no operation has ended on this rank: then teams' clocks cannot be read in ns.
     """
     tracks = tracks.cpu()
     words = tracks.view(torch.int64)
@@ -141,12 +141,7 @@ def to_chrome(works: Iterable[Work], skew: Skew, *, first_ns: float = 0.0) -> di
     return {
         "traceEvents": events,
         "displayTimeUnit": "ns",
-        "metadata": {
-            "offsets_ns": [round(offset) for offset in skew.offsets_ns],
-            "uncertainty_ns": round(skew.uncertainty_ns),
-            "tick_ns": skew.tick_ns,
-            "first_ns": first_ns,
-        },
+        "metadata": {**skew.metadata(), "first_ns": first_ns},
     }
 
 

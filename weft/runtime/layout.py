@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, ParamSpec, TypeVar
 
 from weft.errors import LayoutMismatch
@@ -45,16 +46,29 @@ def struct_numbers(*mirrors: type[ctypes.Structure]) -> list[tuple[str, int]]:
     return rows
 
 
-def sizes_of(make: Callable[P, G], tell: Callable[[G], T], doc: str) -> Callable[P, T]:
-    """A function that takes what `make` takes, and tells something of what that makes."""
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one rank. shared: symmetric memory, which peers write.  ordinary: all other."""
+
+    shared: int
+    ordinary: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.shared + self.ordinary
+
+
+def sizes_of(make: Callable[P, G], size: Callable[[G], T], doc: str) -> Callable[P, T]:
+    """A function that takes what `make` takes, and returns `size` of what that makes."""
 
     def memory_bytes(*args: P.args, **kwargs: P.kwargs) -> T:
-        return tell(make(*args, **kwargs))
+        return size(make(*args, **kwargs))
 
     memory_bytes.__doc__ = doc
-    returned = inspect.signature(tell, eval_str=True).return_annotation
-    told = inspect.signature(make, eval_str=True).replace(return_annotation=returned)
-    memory_bytes.__signature__ = told  # type: ignore[attr-defined]
+    returned = inspect.signature(size, eval_str=True).return_annotation
+    signature = inspect.signature(make, eval_str=True).replace(return_annotation=returned)
+    memory_bytes.__signature__ = signature  # type: ignore[attr-defined]
     return memory_bytes
 
 
@@ -84,7 +98,7 @@ def compare(expected: Numbers, theirs: Sequence[int], whose: str = "the compiled
     """Raise LayoutMismatch naming the first number on which Python and C++ differ."""
     if len(theirs) != len(expected):
         raise LayoutMismatch(
-            f"{whose} tells {len(theirs)} layout numbers, Python expects {len(expected)}: "
+            f"{whose} has {len(theirs)} layout numbers, Python expects {len(expected)}: "
             "reinstall weft and run `weft cache clear`"
         )
     for (name, ours), other in zip(expected, theirs, strict=True):

@@ -74,7 +74,7 @@ def order_of(device: torch.device) -> torch.Tensor:
 
 
 def mark_static(tensor: torch.Tensor) -> None:
-    """Tell compilers that a tensor stays where it is: CUDA graphs need no copy of it.
+    """Promise compilers that a tensor stays where it is: CUDA graphs need no copy of it.
 
     This is torch._dynamo.mark_static_address(tensor, guard=False), without the seconds that
     importing torch._dynamo takes. Without the mark, graphs that mutate it are not captured.
@@ -85,7 +85,7 @@ def mark_static(tensor: torch.Tensor) -> None:
 def refuse_halves(name: str) -> None:
     """Raises InvalidArgument while a compiler traces `name`, a half of a dispatch or a combine.
 
-    A half returns while peers still write what it returns, which no graph can be told.
+    A half returns while peers still write what it returns, which no graph can express.
     """
     if torch.compiler.is_dynamo_compiling():
         raise InvalidArgument(

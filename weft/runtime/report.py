@@ -21,7 +21,7 @@ from weft.runtime.call_word import SLOTS, signature_text
 
 BAD_EXPERT_ID, DUPLICATE_EXPERT, TOKEN_OVERFLOW = 1, 2, 3
 PEER_TIMEOUT, GEOMETRY_MISMATCH, ABORTED, BAD_ROW_INDEX = 4, 5, 6, 7
-OTHER_RESULT, PEER_DIED, PEER_LEFT = 9, 10, 11
+OTHER_RESULT, PEER_DIED, PEER_LEFT, OTHER_ROWS = 9, 10, 11, 12
 GROUPING, ALL_REDUCE = 3, 4  # phases
 
 
@@ -69,30 +69,30 @@ def refusal(record: ErrorRecord, count: int, *, drops_repeats: bool = False) -> 
     )
 
 
-def _heard(record: ErrorRecord) -> str:
+def _finder(record: ErrorRecord) -> str:
     """By which peer this rank knows, if it has not seen it itself."""
     return f" (rank {record.reported_by - 1} found it out)" if record.reported_by else ""
 
 
-def _hearsay(record: ErrorRecord, who: str) -> GroupError:
+def _seen_by_peer(record: ErrorRecord, who: str) -> GroupError:
     """What a peer found out that this rank has not seen: the peer has left the group for it."""
-    teller, own = f"rank {record.reported_by - 1}", record.peer == record.rank
+    reporter, own = f"rank {record.reported_by - 1}", record.peer == record.rank
     culprit = f"this rank, {record.peer}," if own else f"rank {record.peer}"
     if record.code == PEER_TIMEOUT and record.peer == record.reported_by - 1:
         return PeerTimeout(
-            f"{who}: {teller} gave up, waiting for its own part of this call, and left the group. "
-            "Its own error says more; make a new group."
+            f"{who}: {reporter} gave up, waiting for its own part of this call, and left the "
+            "group. Its own error says more; make a new group."
         )
     if record.code == PEER_TIMEOUT:
         return PeerTimeout(
-            f"{who}: {teller} waited in vain for {culprit} and left the group. It is stopped, "
+            f"{who}: {reporter} waited in vain for {culprit} and left the group. It is stopped, "
             "slower than the deadline, or did not make the same call; raise timeout= if it was "
             "only slow, then make a new group."
         )
-    if record.code in (GEOMETRY_MISMATCH, OTHER_RESULT):
+    if record.code in (GEOMETRY_MISMATCH, OTHER_RESULT, OTHER_ROWS):
         return GeometryMismatch(
-            f"{who}: {teller} found that {culprit} called with other arguments or combined another "
-            "dispatch, and left the group. Make the same calls on every rank."
+            f"{who}: {reporter} found that {culprit} called with other arguments or combined "
+            "another dispatch, and left the group. Make the same calls on every rank."
         )
     asker = "this rank" if own else f"rank {record.peer}"
     return Aborted(
@@ -111,14 +111,14 @@ def _gone(
     if record.code == PEER_LEFT:
         return PeerLeft(
             f"{who}: rank {record.peer} {words_of(record.peer) or 'left'} before it made its part "
-            f"of epoch {record.wanted}{_heard(record)}. Every rank must make the same calls; mend "
+            f"of epoch {record.wanted}{_finder(record)}. Every rank must make the same calls; mend "
             "that rank, then make a new group."
         )
     pid = pid_of(record.peer)
     process = "the process" if pid is None else f"process {pid}"
     return PeerDied(
         f"{who}: rank {record.peer} died: {process} ended before it made its part of epoch "
-        f"{record.wanted}{_heard(record)}. Its own output may say why; make a new group."
+        f"{record.wanted}{_finder(record)}. Its own output may say why; make a new group."
     )
 
 
@@ -150,7 +150,7 @@ def breakage(
     if record.code in (PEER_DIED, PEER_LEFT):
         return _gone(record, who, pid_of, words_of)
     if record.reported_by:
-        return _hearsay(record, who)
+        return _seen_by_peer(record, who)
     if record.phase == ALL_REDUCE and record.code in (PEER_TIMEOUT, GEOMETRY_MISMATCH):
         return _in_all_reduce(record, who)
     if record.code == PEER_TIMEOUT:
@@ -165,6 +165,12 @@ def breakage(
             f"{who}: rank {record.peer} called with geometry {record.seen:#04x}, this rank with "
             f"{record.wanted:#04x} (hashes of ranks, tokens, top_k, experts, hidden, dtype and "
             "payload rows). Give every rank the same arguments."
+        )
+    if record.code == OTHER_ROWS:
+        return GeometryMismatch(
+            f"{who}: rank {record.peer} dispatched with rows={record.seen}, this rank with "
+            f"rows={record.wanted}. Pass the most tokens that any rank sends, on every rank the "
+            "same."
         )
     if record.code == OTHER_RESULT:
         return GeometryMismatch(

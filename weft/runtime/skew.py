@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from weft.errors import InvalidArgument
 from weft.runtime.timeline import Span
@@ -28,6 +29,14 @@ class Skew:
     offsets_ns: tuple[float, ...]
     uncertainty_ns: float
     tick_ns: int
+
+    def metadata(self) -> dict[str, Any]:
+        """As the metadata of a Chrome trace has it."""
+        return {
+            "offsets_ns": [round(offset) for offset in self.offsets_ns],
+            "uncertainty_ns": round(self.uncertainty_ns),
+            "tick_ns": self.tick_ns,
+        }
 
 
 def estimate_skew(ranks: Sequence[Sequence[Span]]) -> Skew:

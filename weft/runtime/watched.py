@@ -111,6 +111,14 @@ class Watched:
             self.check_open()
             self.raise_if_broken()
 
+    @property
+    def broken(self) -> bool:
+        """Would a call raise what broke the group?"""
+        with self._access:
+            self.check_open()
+            word = self._mailbox.host_word & HOST_ASKS_TO_LEAVE
+            return bool(self._mailbox.broken_code or word)
+
     def check(self) -> None:
         """Raise what broke the group, or else the latest refused input since the last check."""
         with self._access:
@@ -129,27 +137,27 @@ class Watched:
         with self._access:
             self.check_open()
             self._left = self._left or "called abort()"
-            self._tell_once(ABORTED, "")
+            self._notify_once(ABORTED, "")
             self._mailbox.host_word |= HOST_ASKS_TO_LEAVE
 
     def leave(self, why: str) -> None:
-        """End this rank's part: its own waits and later calls raise, and the peers hear why."""
+        """End this rank's part: its own waits and later calls raise, the peers get the reason."""
         with self._access:
             if not self._freed:
                 self._left = self._left or why
-                self._tell_once(PEER_LEFT, why)
+                self._notify_once(PEER_LEFT, why)
                 self._mailbox.host_word |= HOST_ASKS_TO_LEAVE
 
     def tell_left(self, why: str, *, settled: bool = False) -> None:
-        """Tell the peers that this rank begins no more calls. Any thread; what runs goes on.
+        """Notify the peers that this rank begins no more calls. Any thread; what runs goes on.
 
-        settled: only when this GPU has done what is enqueued: peers count on that until they hear.
+        settled: only when this GPU has done what is enqueued; peers count on that.
         """
         if settled and os.getpid() == self._owner:
             settle(self.heap.group.device)
         with self._access:
             if not self._freed:
-                self._tell_once(PEER_LEFT, why)
+                self._notify_once(PEER_LEFT, why)
 
     def peer_ended(self, rank: int) -> None:
         """The process of a rank has ended: who waits for it need not wait for the deadline."""
@@ -160,7 +168,7 @@ class Watched:
     def begin_close(self) -> bool:
         """No call may begin from now on, and none is under way on return; False the second time.
 
-        Tells the peers, and asks a call that waits in another thread to leave.
+        Notifies the peers, and asks a call that waits in another thread to leave.
         """
         with self._access:
             if self._closing:
@@ -180,7 +188,7 @@ class Watched:
 
     def free(self) -> None:
         """Give the memory back, but for what a caller's views still show; local."""
-        settle(self.heap.group.device)  # unlocked: what runs may have to hear of a peer's end
+        settle(self.heap.group.device)  # unlocked: what runs may have to see a peer's end
         with self._access:
             self._freed = True
             del self._mailbox
@@ -193,7 +201,7 @@ class Watched:
             header = Header.from_buffer_copy(self.heap.header(rank))
         return sorted((r for r in header.ring if r.phase), key=lambda r: (r.epoch, r.phase))
 
-    def _tell_once(self, code: int, why: str) -> None:
+    def _notify_once(self, code: int, why: str) -> None:
         """Write why this rank leaves, then a notice to each peer (make_notice in header.cuh).
 
         Not where they know: from this rank's host, or from its kernels, which gave up.

@@ -4,36 +4,68 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self
 
 from weft.errors import InvalidArgument
 from weft.tuning.thresholds import Times
 
-T = TypeVar("T")
+
+class TableFile:
+    """A table of measured times: kept in a file, sent to all ranks, and compared by them."""
+
+    __slots__ = ()
+
+    form: ClassVar[str]  # what "format" is in its JSON values
+    what: ClassVar[str]  # it is, in errors
+
+    def as_json(self) -> dict[str, Any]:
+        """The table as JSON values."""
+        raise NotImplementedError
+
+    @classmethod
+    def _make(cls, found: Any) -> Self:
+        """The table in JSON values of this form. What they lack is any error of Python's."""
+        raise NotImplementedError
+
+    @classmethod
+    def of_json(cls, found: Any, where: str) -> Self:
+        """The table in JSON values. Raises InvalidArgument naming `where` and what is wrong."""
+        try:
+            if found["format"] != cls.form:
+                raise InvalidArgument(
+                    f"format is {found['format']!r}; this weft reads {cls.form!r}"
+                )
+            return cls._make(found)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            reason = error if isinstance(error, InvalidArgument) else repr(error)
+            raise InvalidArgument(f"{where} is no {cls.what}: {reason}") from error
+
+    @classmethod
+    def load(cls, path: Path | str) -> Self:
+        """Read a file that `weft tune` wrote. Raises InvalidArgument naming it."""
+        return cls.of_json(read_json(path, f"the {cls.what}"), str(path))
+
+    def text(self) -> str:
+        """The file's text: one of its "curves" a line."""
+        head = self.as_json()
+        curves = [f"  {json.dumps(curve)}" for curve in head.pop("curves")]
+        lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
+        body = ",\n".join(curves)
+        return "{\n" + ",\n".join(lines) + f',\n "curves": [\n{body}\n ]\n}}\n'
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all that decides; what ranks compare."""
+        return hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()
 
 
-def read_table(path: Path | str, what: str) -> Any:
-    """The JSON values in a file. Raises InvalidArgument naming it; `what` it should be."""
+def read_json(path: Path | str, what: str) -> Any:
+    """A file's JSON values. Raises InvalidArgument naming what the file is, and itself."""
     try:
         return json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise InvalidArgument(f"cannot read {what} {path}: {error}") from error
-
-
-def parsed(found: Any, make: Callable[[Any], T], *, form: str, where: str, what: str) -> T:
-    """What `make` makes of JSON values whose "format" is `form`.
-
-    Raises InvalidArgument naming `where` they come from, and what is wrong.
-    """
-    try:
-        if found["format"] != form:
-            raise InvalidArgument(f"format is {found['format']!r}; this weft reads {form!r}")
-        return make(found)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        reason = error if isinstance(error, InvalidArgument) else repr(error)
-        raise InvalidArgument(f"{where} is no {what}: {reason}") from error
 
 
 def whole(value: Any) -> int:
@@ -49,17 +81,3 @@ def times_of(found: Any) -> dict[str, Times]:
         str(name): tuple(None if us is None else float(us) for us in times)
         for name, times in found.items()
     }
-
-
-def table_text(values: Mapping[str, Any]) -> str:
-    """The file's text: one of its "curves" a line."""
-    head = dict(values)
-    curves = [f"  {json.dumps(curve)}" for curve in head.pop("curves")]
-    lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
-    body = ",\n".join(curves)
-    return "{\n" + ",\n".join(lines) + f',\n "curves": [\n{body}\n ]\n}}\n'
-
-
-def digest_of(values: Mapping[str, Any]) -> str:
-    """SHA-256 of all that decides; what ranks compare."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

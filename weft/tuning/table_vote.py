@@ -5,36 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import TypeVar
 
 import torch
 
 from weft.errors import InvalidArgument
 from weft.memory import Group
+from weft.tuning.table_file import TableFile
 
 MOST_BYTES = 1 << 18  # of a table as JSON: it travels in one message
 
-
-class Kept(Protocol):
-    """A table that is kept in a file."""
-
-    @property
-    def digest(self) -> str:
-        """What ranks compare."""
-
-    def as_json(self) -> dict[str, Any]:
-        """The table as JSON values."""
-
-    @classmethod
-    def load(cls, path: Path | str) -> Self:
-        """Read a file. Raises InvalidArgument."""
-
-    @classmethod
-    def of_json(cls, found: Any, where: str) -> Self:
-        """The table in JSON values. Raises InvalidArgument."""
-
-
-T = TypeVar("T", bound=Kept)
+T = TypeVar("T", bound=TableFile)
 
 
 def agreed_table(
@@ -43,16 +24,17 @@ def agreed_table(
     kind: type[T],
     *,
     shipped: Callable[[], T | None],
-    what: str,
 ) -> T | None:
     """The table that all ranks use, or None where none was given and none is shipped. Collective.
 
     given: a table, the path of one, or None for what `shipped` returns on rank 0.
-    Rank 0's counts and is sent to everyone; a rank that was given another one says so.
+    Rank 0's counts and is sent to all ranks.
 
     Raises CreationFailed on all ranks if one cannot read its table, and GeometryMismatch naming
     both if their tables differ.
     """
+
+    what = f"the {kind.what}"
 
     def read() -> T | None:
         found = kind.load(given) if isinstance(given, Path | str) else given
@@ -68,8 +50,8 @@ def agreed_table(
         return found
 
     mine = group.together(read, doing=f"reading {what}")
-    told = group.all_gather(mine.as_json() if group.rank == 0 and mine is not None else None)[0]
-    table = None if told is None else kind.of_json(told, "rank 0's table")
+    sent = group.all_gather(mine.as_json() if group.rank == 0 and mine is not None else None)[0]
+    table = None if sent is None else kind.of_json(sent, "rank 0's table")
     first = None if table is None else table.digest
     digest = first if mine is None else mine.digest
     group.agree({"table": digest, "ranks": group.size}, what=what)
