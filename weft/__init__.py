@@ -2,10 +2,10 @@
 
 The same protocol runs on CPU ranks over shared memory.
 
-Every error is in `weft.errors`. `weft.reference`, which is `weft.reference`, says in plain
-torch what each operation means. The parts of a layer are in `weft.moe`, the experts' products in
-`weft.gemm`. Other projects' calls are in `weft.compat.flashinfer`, `weft.compat.deep_ep` and
-`weft.compat.triton_dist`.
+Every error is in `weft.errors`. `weft.reference` has what each operation means, in plain torch.
+The parts of a layer are in `weft.moe`, the experts' products in `weft.gemm`. Other projects' calls
+are in `weft.compat.flashinfer`, `weft.compat.deep_ep` and `weft.compat.triton_dist`;
+`weft.plugins.transformers` carries the experts of transformers' models.
 
 The public names are those of `weft.public`. They are imported when one is first asked for, so that
 `weft --version` and shell completion need no torch.

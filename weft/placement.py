@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from weft.arguments import instance, integer, integers
+from weft.arguments import instance, integer, integers, refuse
 from weft.errors import InvalidArgument
+from weft.fields import largest
 from weft.memory import Group
-from weft.shape import LIMITS, MAX_RANKS
+from weft.shape import MAX_RANKS, Shape
 
-MAX_EXPERTS = LIMITS["experts"][2]
+MAX_EXPERTS = largest(Shape, "experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,22 @@ class Placed:
     def local_experts(self) -> tuple[int, ...]:
         """Global ids of this rank's experts; a LOCAL id indexes this tuple."""
         return self.placement.experts_of(self.rank)
+
+    def global_ids(self, local_ids: torch.Tensor) -> torch.Tensor:
+        """int32, of the same shape: global ids of this rank's experts; -1 stays -1.
+
+        local_ids: int32 or int64, such as `Received.ids`. May be captured after a first call.
+        """
+        instance("local_ids", local_ids, torch.Tensor)
+        if local_ids.dtype not in (torch.int32, torch.int64):
+            refuse("local_ids", local_ids, "int32 or int64")
+        return self._by_local_id[local_ids.long()]
+
+    @functools.cached_property
+    def _by_local_id(self) -> torch.Tensor:
+        """int32 `[local_experts + 1]`; the last entry answers for -1."""
+        ids = (*self.local_experts, -1)
+        return torch.tensor(ids, dtype=torch.int32, device=self.group.device)
 
     @property
     def num_local_experts(self) -> int:

@@ -132,7 +132,7 @@ class Case:
             gating=gating,
             weigh_input=config.routing.weigh == "input",
             shared=None if shared is None else shared(x),
-            # Rows that come home one by one are summed unrounded.
+            # Rows that return one by one are summed unrounded.
             placement=exchange.placement if isinstance(exchange, weft.AllToAll) else None,
         )
 

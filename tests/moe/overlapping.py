@@ -62,7 +62,7 @@ class Poisoned:
         layer._workspace._experts = self
 
     def begin(self) -> None:
-        """Spoil what the last round left: peers push rows home behind this rank's dispatch."""
+        """Spoil what the last round left: peers push rows back behind this rank's dispatch."""
         if self.on:
             for buffer in (self.returned, *self.buffers):
                 buffer.view(torch.uint8).fill_(0xFF)  # NaN in every float type

@@ -11,11 +11,14 @@ import torch
 import weft
 import weft.gemm
 from tests.hostile import (
+    AMOUNT,
     ANY_DTYPE,
     CALLED,
     COUNT,
     DTYPE,
     FLAG,
+    FREE,
+    NAN,
     POSITIVE,
     REAL,
     SECONDS,
@@ -25,13 +28,25 @@ from tests.hostile import (
     WORD,
     Kind,
     Row,
+    Stranger,
     listed,
 )
 from tests.test_arguments import MAP, SMS, TABLE, pytestmark, tried
 from weft import MoEConfig
 from weft.gemm import Gated, GatedQuant, GemmPlan, Push, WgmmaPlan
 from weft.memory import Group
-from weft.moe import Expert, ExpertWeights, FP8Expert, Gating, Routing, route, router_logits
+from weft.moe import (
+    Expert,
+    ExpertWeights,
+    FP8Expert,
+    Gating,
+    Replicas,
+    Routing,
+    balance,
+    given_routing,
+    route,
+    router_logits,
+)
 
 __all__ = ["pytestmark"]
 HIDDEN, EXPERTS, TOKENS, BF16 = 128, 4, 3, torch.bfloat16
@@ -99,6 +114,34 @@ def sizes() -> list[Row]:
         Row(launched, {"fn": print, "args": (), "ranks": 1}, run),
         Row(Group.from_torch, {}, {**torch_group(), "timeout": SECONDS}),
         Row(from_env, {}, {"device": started["device"].optional(), "timeout": SECONDS}),
+        *replicas(),
+    ]
+
+
+def replicas() -> list[Row]:
+    """Placements with replicas."""
+    amount = [7, "x", b"x", {}, [True], ["1"], [-1.0], [NAN], [[1.0]], [], Stranger()]
+    odd = [torch.ones(2, 2), torch.ones(2, dtype=torch.bool), torch.ones(2, device="meta")]
+    loads = listed(*amount, *odd, torch.ones(2, dtype=torch.complex64))
+    found = balance([3, 1], 2, 2)
+    return [
+        Row(
+            balance,
+            {"loads": [3.0, 1.0], "ranks": 2},
+            {"loads": loads, "ranks": listed(*WHOLE, 0, -1, 33), "replicas": listed(*WHOLE, -1)},
+        ),
+        Row(
+            Replicas,
+            {"logical": (0, 1), "ranks": 2},
+            {
+                "logical": listed(7, "x", [0.5], [-1], [True], [1 << 16], [], [0, 2], Stranger()),
+                "ranks": listed(*WHOLE, 0, -1, 33),
+            },
+        ),
+        Row(found.physical_of, {"expert": 0}, {"expert": listed(*WHOLE, -1, 2)}),
+        Row(found.local, {"rank": 0}, {"rank": listed(*WHOLE, -1, 2)}),
+        Row(found.imbalance, {"loads": [3.0, 1.0]}, {"loads": loads}),
+        Row(found.table, {"device": torch.device("cpu")}, {"device": THING}),
     ]
 
 
@@ -204,6 +247,21 @@ def experts() -> list[Row]:
                 "experts": listed(7, "x", whole, [None], ["x"]),
                 "device": HOST_DEVICE,
             },
+        ),
+        Row(
+            ExpertWeights.from_safetensors,
+            {"folder": "/nowhere", "layer": 3, "experts": [0], "config": CONFIG},
+            {
+                "folder": listed(7, b"x", True, [], "/nowhere", Stranger()),
+                "layer": listed(*WHOLE, -1),
+                "experts": listed(7, "x", [EXPERTS], [-1], [0.5], [True], torch.zeros(2)),
+                **{"config": THING, "fp8": FLAG, "device": HOST_DEVICE},
+            },
+        ),
+        Row(
+            MoEConfig.from_hf,
+            {"config": {}},
+            {"config": listed(7, b"x", True, [], "/nowhere", Stranger())},
         ),
         Row(
             mine.check,
@@ -335,13 +393,20 @@ def layers(group: weft.Group, options: dict[str, Any]) -> None:
         **{"group": THING, "config": THING, "weights": THING, "max_tokens": COUNT},
         **{"shared": CALLED, "correction": KEPT, "mode": WORD, "overlap": WORD},
         **{"table": TABLE, "gemm": WORD, "max_rows": listed(*WHOLE, 0, -1).optional()},
-        **{"expert_map": MAP, "fp8": FLAG},
+        **{"expert_map": MAP, "replicas": THING.optional(), "fp8": FLAG},
         **{"quantize": WORD.optional(), "combine_dtype": WORD.optional()},
         **{"timeout": SECONDS},
         **{"first_timeout": SECONDS, "num_sms": SMS, "programmatic_launch": FLAG},
         "profile": FLAG,
     }
     tried(Row(weft.MoE, given, kinds))
+    of_a_rank = ("group", "weights", "shared", "correction", "table", "timeout", "first_timeout")
+    local = (*of_a_rank, "num_sms", "programmatic_launch")
+    sized: dict[str, Kind] = {name: kind for name, kind in kinds.items() if name not in local}
+    sized |= {"ranks": listed(*WHOLE, 0, -1, 33), "device": HOST_DEVICE}
+    told = {"config": CONFIG, "ranks": 2, "max_tokens": 8, "device": "cpu", **options}
+    tried(Row(weft.MoE.memory_bytes, told, sized))
+    place = balance([1.0] * EXPERTS, 2, replicas=2)
     generator = torch.Generator().manual_seed(group.rank)
     x = torch.randn((TOKENS, HIDDEN), generator=generator).to(BF16)
     logits = torch.randn((TOKENS, EXPERTS), generator=generator)
@@ -350,18 +415,30 @@ def layers(group: weft.Group, options: dict[str, Any]) -> None:
         count, out = torch.ones(1, dtype=torch.int32), torch.zeros_like(x)
         call = {"x": x, "logits": logits, "num_tokens": count, "out": out}
         none = TENSOR.optional()
-        tried(
-            Row(
-                layer.__call__,
-                call,
-                {"x": TENSOR, "logits": ROUTED, "num_tokens": none, "out": none},
-            )
-        )
+        rows = listed(*WHOLE, -1, TOKENS - 1).optional()
+        taken: dict[str, Kind] = {"x": TENSOR, "num_tokens": none, "out": none, "rows": rows}
+        # A routing beside logits is one too many, whatever it is.
+        ids, weights = layer.route(logits)
+        routings = {
+            "topk_ids": Kind(lambda _: TENSOR.values(ids), none=True),
+            "topk_weights": Kind(lambda _: TENSOR.values(weights), none=True),
+        }
+        tried(Row(layer.__call__, call, {**taken, "logits": ROUTED, **routings}))
+        chosen = {**call, "logits": None, "topk_ids": ids, "topk_weights": weights}
+        routings = {"topk_ids": TENSOR, "topk_weights": TENSOR}
+        tried(Row(layer.__call__, chosen, {**taken, "logits": FREE, **routings}))
+        forms: dict[str, Kind] = {
+            **{**routings, "num_tokens": Kind(lambda _: TENSOR.values(count), none=True)},
+            "replicas": Kind(lambda _: TENSOR.values(ids), none=True),
+            **{"padding_id": listed(*WHOLE), "skip_zero_weights": FLAG, "rank": AMOUNT},
+        }
+        tried(Row(given_routing, {"topk_ids": ids, "topk_weights": weights}, forms))
+        tried(Row(layer.relocate, {"replicas": place}, {"replicas": THING, "weights": FREE}))
         routed = {"logits": logits, "num_tokens": count}
         tried(Row(layer.route, routed, {"logits": ROUTED, "num_tokens": none}))
         tried(Row(layer.experts, {"received": None}, {"received": THING}))
         other = {"weights": mine, "shared": shared, "correction": correction}
-        names = ("weights", "shared", "correction")
+        names = ("weights", "shared", "correction", "replicas")
         tried(Row(layer.sibling, other, {name: kinds[name] for name in names}))
         layer.check()
         assert torch.equal(layer(x, logits), before)

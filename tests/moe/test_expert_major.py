@@ -52,10 +52,10 @@ def test_every_way_to_multiply(ranks, gemm, name):
     ranks(3, "threads")(rounds, case, {**BY_EXPERT, "gemm": gemm})
 
 
-# As of the layer by rank: a row that comes home as FP8 is off by 2^-4 of itself at worst.
+# As of the layer by rank: a row that returns as FP8 is off by 2^-4 of itself at worst.
 WIRES: dict[str, tuple[dict[str, Any], float]] = {
     "fp8 out": ({"quantize": "fp8"}, 1.0),
-    "fp8 home": ({"combine_dtype": "fp8"}, 16.0 / 5),
+    "fp8 back": ({"combine_dtype": "fp8"}, 16.0 / 5),
     "fp8 both ways": ({"quantize": "fp8", "combine_dtype": "fp8"}, 16.0 / 5),
     "a map": ({"expert_map": [1, 0, 1, 1, 0, 0, 1, 1]}, 1.0),
     "a rank without experts": ({"expert_map": [1] * 8}, 1.0),
@@ -157,7 +157,7 @@ def sizes(group: weft.Group) -> None:
         assert isinstance(layer.exchange, weft.LowLatencyAllToAll)
         rows = 4 * 2 * 4  # local experts, ranks, tokens
         buffers = rows * (2 * 32 + 32 + HIDDEN) * 4
-        assert layer.workspace_bytes == buffers + layer.exchange.memory.results
+        assert layer.workspace_bytes == buffers + layer.exchange.memory.ordinary
         one = weft.LowLatencyAllToAll.memory_bytes(
             ranks=2,
             max_tokens=4,

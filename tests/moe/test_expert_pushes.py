@@ -18,11 +18,15 @@ from weft.moe import ExpertWeights, grouped_experts, plan
 from weft.moe.low_latency import YIELDS_FROM, Blocks
 from weft.moe.torch_experts import RowsByExpert
 
-PUSHED = ("fp8 out", "a map", "a rank without experts")  # those that rows stored at home have
+PUSHED = (
+    "fp8 out",
+    "a map",
+    "a rank without experts",
+)  # those that rows stored at their owners have
 
 
 @pytest.mark.parametrize("wire", PUSHED)
-def test_rows_that_the_product_stores_at_home(ranks, wire):
+def test_rows_that_the_product_stores_at_owners(ranks, wire):
     options = {**WIRES[wire][0], "gemm": "grouped"}
     if "quantize" in options:
         options = {"fp8": True}
@@ -33,7 +37,7 @@ def test_rows_that_the_product_stores_at_home(ranks, wire):
 
 
 @pytest.mark.parametrize("more", [{"gemm": "grouped"}, {"fp8": True}])
-def test_rows_stored_at_home_have_the_same_bits(ranks, more):
+def test_rows_stored_at_owners_have_the_same_bits(ranks, more):
     case, every = Case(DEEP, tokens=(9, 0, 4)), ("none", "shared_expert", "gemm_push")
     ranks(3, "threads")(both_overlaps, case, {**BY_EXPERT, **more}, every)
 
@@ -55,7 +59,7 @@ def pushed_by_hand(group: weft.Group) -> None:
         with pytest.raises(InvalidArgument, match="nothing keeps them"):
             layer._workspace._experts.down(layer._weights)
         assert layer._workspace._experts.buffers[-1].numel() == 0
-        with pytest.raises(InvalidArgument, match="rows are stored at their homes"):
+        with pytest.raises(InvalidArgument, match="rows are stored at their owners"):
             exchange.combine(torch.empty(rows.x.shape).to(x), ids, weights, rows.handle)
         out = exchange.combine(None, ids, weights, rows.handle, add=shared(x))
         assert torch.equal(bits(out), bits(wanted))

@@ -34,9 +34,9 @@ def poison_by_rank(a2a: weft.AllToAll) -> None:
     place = a2a._workspace
     place.received.x.view(torch.uint8).fill_(0xFF)
     place.output.fill_(float("nan"))
-    home = (a2a._geometry.shape.returned_rows * a2a._geometry.shape.returned_bytes,)
+    size = (a2a._geometry.shape.returned_rows * a2a._geometry.shape.returned_bytes,)
     offset = a2a._geometry.layout.returned
-    place.heap.tensor(home, torch.uint8, offset=offset).fill_(0xFF)
+    place.heap.tensor(size, torch.uint8, offset=offset).fill_(0xFF)
 
 
 def settle(group: weft.Group) -> None:
@@ -80,7 +80,7 @@ def test_every_way_to_multiply(ranks, gemm, name):
     ranks(3, "threads")(rounds, case, {"gemm": gemm})
 
 
-# Dispatch quantises as the reference does, to the bit. A row pushed home as FP8 is rounded to 2^-4
+# Dispatch quantises as the reference does, to the bit. A row pushed back as FP8 is rounded to 2^-4
 # of itself at worst, sixteen halves of a bf16 unit.
 WIRES: dict[str, tuple[dict[str, Any], float]] = {
     "as they are": ({}, 1.0),

@@ -58,7 +58,7 @@ def test_what_cannot_be_built(ranks, config, options, words):
 
 
 def wrong_parts(group: weft.Group, options: dict[str, Any]) -> None:
-    """One rank's part is wrong: both ranks hear of it, and the next layer is made as ever."""
+    """One rank's part is wrong: both ranks raise, and the next layer is made as ever."""
     device = group.device
     good = ExpertWeights.stack(CASE.config, [CASE.expert(e) for e in range(4)], device)
     mine: dict[str, Any] = {
@@ -194,7 +194,7 @@ def test_an_absent_peer_is_named_in_time(ranks, overlap):
 
 
 def failing_shared(group: weft.Group, options: dict[str, Any]) -> None:
-    """Rank 1 cannot end its round: rank 0 hears so at once, long before the deadline."""
+    """Rank 1 cannot end its round: rank 0 learns so at once, long before the deadline."""
     with CASE.open(group, **options, timeout=600.0, first_timeout=600.0) as layer:
         x, logits = CASE.of(group.rank, group.device)
         layer(x, logits)
@@ -246,6 +246,10 @@ def closed(group: weft.Group, options: dict[str, Any]) -> None:
     settle(group)
     layer.close()
     layer.close()
+    other.check()  # the workspace goes with the last of its layers
+    with pytest.raises(OutOfOrder, match="was closed"):
+        layer.check()
+    other.close()
     for late in (layer, other):
         with pytest.raises(OutOfOrder, match="was closed"):
             late(*CASE.of(group.rank, group.device))

@@ -60,9 +60,9 @@ def rows_of(config: MoEConfig, rows: tuple[int, ...], experts: int, *, fp8: bool
     x = torch.zeros(*rows, config.hidden).to(FP8 if fp8 else config.dtype)
     scales = (torch.zeros(*rows, config.hidden // 128),) if fp8 else ()
     ends = torch.zeros(experts + 1, dtype=torch.int32)
-    home = torch.zeros(rows, dtype=torch.int64).flatten()
+    addresses = torch.zeros(rows, dtype=torch.int64).flatten()
     broken = torch.zeros(1, dtype=torch.int32) if len(rows) == 2 else None
-    return Rows((x, *scales), ends[1:].clone(), ends, home, broken)
+    return Rows((x, *scales), ends[1:].clone(), ends, addresses, broken)
 
 
 @pytest.fixture

@@ -13,22 +13,27 @@ from tests.recorded import NVRTC, reads
 from weft.jit.args import verify
 from weft.jit.cache import Cache
 from weft.jit.nvrtc import CUDA_OPTIONS, compile_cubin
-from weft.moe.route_entry import TABLE, RouteArgs, cuda_source
+from weft.moe.given import GIVEN
+from weft.moe.route_entry import ROUTE
 
 pytestmark = reads(tools=(NVRTC,))
 
 
+CASES = {**{name: (ROUTE, rule.literal()) for name, rule in RULES.items()}, "given": (GIVEN, "")}
+
+
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", CASES)
 def test_kernels_compile_without_spills(name: str, arch: str, tmp_path: Path) -> None:
+    kernel, rule = CASES[name]
     cubin = compile_cubin(
-        cuda_source(RULES[name].literal()),
-        name="route",
+        kernel.source(rule),
+        name=kernel.name,
         arch=arch,
         options=(*CUDA_OPTIONS, "--ptxas-options=-v"),
         cache=Cache(tmp_path),
     )
-    verify(RouteArgs, numbers_of(cubin, TABLE.encode()))
+    verify(kernel.args, numbers_of(cubin, kernel.table.encode()))
     (sidecar,) = tmp_path.rglob("*.json")
     log = sidecar.read_text()
     spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log)

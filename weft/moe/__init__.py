@@ -4,8 +4,10 @@ from weft.moe.choice import LayerChoice
 from weft.moe.experts import Expert, ExpertWeights
 from weft.moe.fp8_expert import FP8Expert
 from weft.moe.gating import CLAMPED_SWIGLU, SWIGLU, Gating
+from weft.moe.given import given_routing
 from weft.moe.layer import MoE
 from weft.moe.models import MODELS, MoEConfig
+from weft.moe.replicas import Replicas, ReplicaTable, balance
 from weft.moe.router import Routed, Routing, route, router_logits
 from weft.moe.table import MODES, OVERLAPS, LayerTable
 
@@ -23,8 +25,12 @@ __all__ = [
     "LayerTable",
     "MoE",
     "MoEConfig",
+    "ReplicaTable",
+    "Replicas",
     "Routed",
     "Routing",
+    "balance",
+    "given_routing",
     "route",
     "router_logits",
 ]

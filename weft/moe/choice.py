@@ -152,7 +152,7 @@ def agreed_choice(
     def shipped() -> LayerTable | None:
         return LayerTable.shipped(sizes, mode, gemm)
 
-    table = agreed_table(group, options.table, LayerTable, shipped=shipped, what="the layer table")
+    table = agreed_table(group, options.table, LayerTable, shipped=shipped)
     able = [f"{mode} {overlap}" for mode, overlap in plans]
     mine: dict[str, JSON] = {
         "sizes": asdict(sizes),
@@ -160,16 +160,16 @@ def agreed_choice(
         "able": able,
         "unusual": _unusual(options),
     }
-    told = group.all_gather(mine)
-    lists = [each["able"] for each in told]
+    gathered = group.all_gather(mine)
+    lists = [each["able"] for each in gathered]
     common = [words for words in lists[0] if all(words in others for others in lists)]
     if not common:
         each = "; ".join(f"rank {rank}: {', '.join(words)}" for rank, words in enumerate(lists))
         raise GeometryMismatch(
             f"no overlap serves all ranks ({each}): pass the same combine_dtype and gemm on each"
         )
-    sizes, unusual = LayerSizes(**told[0]["sizes"]), told[0]["unusual"]
-    if len({each["gemm"] for each in told}) > 1:
+    sizes, unusual = LayerSizes(**gathered[0]["sizes"]), gathered[0]["unusual"]
+    if len({each["gemm"] for each in gathered}) > 1:
         unusual = ", ".join(filter(None, (unusual, "a gemm of its own on each rank")))
     if table is not None and (words := sizes.apart(table.sizes)):
         raise InvalidArgument(
@@ -181,7 +181,7 @@ def agreed_choice(
     for name, overlap in (each.split() for each in common):
         by_mode.setdefault(name, []).append(overlap)
     questions = [
-        Question(sizes, name, told[0]["gemm"], options.max_tokens, tuple(overlaps), unusual)
+        Question(sizes, name, gathered[0]["gemm"], options.max_tokens, tuple(overlaps), unusual)
         for name, overlaps in by_mode.items()
     ]
     found = choose_mode(table, questions)

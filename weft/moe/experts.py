@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from dataclasses import fields as dataclass_fields
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from weft.arguments import flags, instance, integer, refuse
+from weft.arguments import flags, instance, integer, integers, refuse
 from weft.errors import InvalidArgument
 from weft.memory.discovery import default_device
+from weft.moe.checkpoint import MAX_LAYER, Part, open_layer
 from weft.moe.gating import SWIGLU, Gating
 from weft.moe.models import MoEConfig
 from weft.reference import quantize
@@ -110,6 +113,12 @@ class ExpertWeights:
     gate_up_scale: torch.Tensor | None = None
     down_scale: torch.Tensor | None = None
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that there are, each `[local_experts, ...]`."""
+        fields = (getattr(self, field.name) for field in dataclass_fields(self))
+        return tuple(tensor for tensor in fields if tensor is not None)
+
     def to_fp8(self) -> ExpertWeights:
         """The same experts in FP8, a scale for each block of 128 x 128 numbers.
 
@@ -157,6 +166,93 @@ class ExpertWeights:
         if not config.biased:
             return cls(gate_up, down)
         return cls(gate_up, down, join("gate_up_bias", wide), join("down_bias", hidden))
+
+    @classmethod
+    def from_safetensors(
+        cls,
+        folder: Path | str,
+        layer: int,
+        experts: Sequence[int] | torch.Tensor,
+        *,
+        config: MoEConfig,
+        fp8: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> ExpertWeights:
+        """Some experts of one layer of a checkpoint, in this order.
+
+        folder: with model.safetensors.index.json or model.safetensors, as transformers saves.
+        layer: its number in the model.   experts: global ids, such as `MoE.local_experts`.
+        config: `MoEConfig.from_hf(folder)`, or what else fits.
+        fp8: FP8 with scales for each 128 x 128, as `MoE(fp8=True)` wants it: bits of the checkpoint
+            where it has such weights (weight_scale_inv), else `to_fp8` of each matrix. Without it,
+            weights of FP8 are multiplied by their scales and rounded to the config's dtype.
+
+        Experts may lie apart (DeepSeek-V3, Kimi-K2, Qwen3-MoE, GLM-4.5) or fused (GPT-OSS in
+        bfloat16, Llama-4, and what transformers holds in memory). Files are mapped, and nothing in
+        them is touched but these experts; beyond the result, memory holds one matrix at a time.
+        Needs the package safetensors. Raises InvalidArgument naming file and tensor: one that is
+        missing, of another shape, or of a dtype that weft does not read, such as MXFP4.
+        """
+        config = instance("config", config, MoEConfig)
+        layer = integer("layer", layer, 0, MAX_LAYER)
+        chosen = integers("experts", experts, 0, config.routing.num_experts - 1)
+        flags(fp8=fp8)
+        device = default_device(device)
+        with open_layer(folder, layer, config) as reader:
+            weights = cls._empty(config, len(chosen), device, fp8=fp8)
+            for place, expert in enumerate(chosen):
+                for part in reader.parts(expert):
+                    weights._put(place, part)
+        return weights
+
+    @classmethod
+    def _empty(
+        cls, config: MoEConfig, experts: int, device: torch.device, *, fp8: bool
+    ) -> ExpertWeights:
+        """Weights of a config's sizes, not yet written."""
+        wide, hidden, inner = 2 * config.intermediate, config.hidden, config.intermediate
+        if fp8 and (inner % FP8_BLOCK or hidden % FP8_BLOCK):
+            raise InvalidArgument(
+                f"fp8 is True for intermediate {inner} and hidden {hidden}; blocks are {FP8_BLOCK} "
+                f"x {FP8_BLOCK}: both must be multiples of {FP8_BLOCK}"
+            )
+
+        def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty((experts, *shape), dtype=dtype, device=device)
+
+        def scales(rows: int, columns: int) -> torch.Tensor | None:
+            blocks = (rows // FP8_BLOCK, columns // FP8_BLOCK)
+            return empty(*blocks, dtype=torch.float32) if fp8 else None
+
+        stored = FP8 if fp8 else config.dtype
+        return cls(
+            gate_up=empty(wide, hidden, dtype=stored),
+            down=empty(hidden, inner, dtype=stored),
+            gate_up_bias=empty(wide, dtype=config.dtype) if config.biased else None,
+            down_bias=empty(hidden, dtype=config.dtype) if config.biased else None,
+            gate_up_scale=scales(wide, hidden),
+            down_scale=scales(hidden, inner),
+        )
+
+    def _put(self, place: int, part: Part) -> None:
+        """Write a part of a checkpoint into the expert at `place`, in this one's format."""
+        target: torch.Tensor = getattr(self, part.field)[place, part.rows]
+        values = part.values.to(self.gate_up.device)
+        scale = None if part.scale is None else part.scale.to(self.gate_up.device)
+        if target.dtype == FP8:
+            if scale is None:
+                packed, found = to_blocks(values.contiguous().unsqueeze(0))
+                values, scale = packed[0], found[0]
+            blocks = slice(part.rows.start // FP8_BLOCK, part.rows.stop // FP8_BLOCK)
+            getattr(self, f"{part.field}_scale")[place, blocks] = scale
+            target.copy_(values)
+        elif scale is None:
+            target.copy_(values)
+        else:
+            for block, factors in enumerate(scale):  # 128 rows at a time: fp32 copies are large
+                rows = slice(block * FP8_BLOCK, (block + 1) * FP8_BLOCK)
+                across = factors.repeat_interleave(FP8_BLOCK)[: values.shape[1]]
+                target[rows] = (values[rows].float() * across).to(target.dtype)
 
     def check(
         self, config: MoEConfig, local_experts: int, device: torch.device, *, fp8: bool = False

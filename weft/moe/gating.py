@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from weft.arguments import adopt, real
+from weft.gemm.epilogue import GateNumbers
 from weft.runtime.check import refuse_tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Gating:
+class Gating(GateNumbers):
     """`gate * sigmoid(alpha * gate) * (up + offset)`, with gate and up held to a limit before.
 
     alpha, offset: 1 and 0 give SwiGLU.
@@ -20,16 +20,6 @@ class Gating:
 
     Raises InvalidArgument for a number that is not finite or a limit that is not positive.
     """
-
-    alpha: float = 1.0
-    offset: float = 0.0
-    limit: float | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse numbers that would spoil every row."""
-        limit = None if self.limit is None else real("limit", self.limit, above=0.0)
-        alpha, offset = real("alpha", self.alpha), real("offset", self.offset)
-        adopt(self, alpha=alpha, offset=offset, limit=limit)
 
     def apply(self, gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """`[..., 2 * intermediate]`, the gate first -> `[..., intermediate]`; gate_up is spoilt.

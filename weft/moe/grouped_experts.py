@@ -62,19 +62,35 @@ class GroupedExperts:
         gating = config.gating
         kind = GatedQuant if fp8 else Gated
         self._epilogue = kind(alpha=gating.alpha, offset=gating.offset, limit=gating.limit)
-        dtype = FP8 if fp8 else config.dtype
-        self._act = torch.empty((*rows, config.intermediate), dtype=dtype, device=device)
-        blocks = config.intermediate // FP8_BLOCK if fp8 else 0
-        self._scales = torch.empty((*rows, blocks), dtype=torch.float32, device=device)
         self._pushes = gemm_push
-        kept = (0,) if gemm_push else rows
-        self._y = torch.empty((*kept, config.hidden), dtype=config.dtype, device=device)
+        self._act, self._scales, self._y = self.make_buffers(
+            config, rows, fp8=fp8, gemm_push=gemm_push, device=device
+        )
         self._grouped: RowsByExpert | None = None
         self._ranks = ranks
         self._plans: dict[int, Plans] = {}
         self._plan = self._plans_for(0)
         if experts and is_hopper(device):
             self._preload(self._rows_of_an_expert(max_tokens))
+
+    @staticmethod
+    def make_buffers(
+        config: MoEConfig,
+        rows: tuple[int, ...],
+        *,
+        fp8: bool,
+        gemm_push: bool,
+        device: torch.device,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What gating makes, its scales, and the results where they are kept."""
+        dtype = FP8 if fp8 else config.dtype
+        blocks = config.intermediate // FP8_BLOCK if fp8 else 0
+        kept = (0,) if gemm_push else rows
+        return (
+            torch.empty((*rows, config.intermediate), dtype=dtype, device=device),
+            torch.empty((*rows, blocks), dtype=torch.float32, device=device),
+            torch.empty((*kept, config.hidden), dtype=config.dtype, device=device),
+        )
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from weft.alltoall.received import Received
-from weft.arguments import function, instance, shown
-from weft.errors import GroupError, InvalidArgument
+from weft.arguments import function, instance, integer, shown
+from weft.errors import GroupError, InvalidArgument, OutOfOrder
+from weft.grouping.api import MAX_ROWS
 from weft.lowlatency.results import ExpertRows
 from weft.memory import Group
+from weft.memory.discovery import default_device
 from weft.memory.driver import in_relaxed_mode
 from weft.memory.group import reason
 from weft.moe import library as layer_library
 from weft.moe.choice import LayerChoice, agreed_choice
 from weft.moe.experts import ExpertWeights
+from weft.moe.given import check_given, given_routing
 from weft.moe.low_latency import LowLatencyWorkspace
+from weft.moe.memory import layer_memory
 from weft.moe.models import MoEConfig
 from weft.moe.plan import Options, plans_of
+from weft.moe.relocation import relocate
+from weft.moe.replicas import Replicas
 from weft.moe.router import Routed, route
 from weft.moe.table import LayerTable
 from weft.moe.throughput import ThroughputWorkspace
@@ -34,9 +39,14 @@ from weft.runtime.check import (
     check_tokens,
     refuse_tensor,
 )
+from weft.runtime.layout import Memory
+from weft.runtime.operator import Operator
+from weft.runtime.stream import finish, settle
+from weft.runtime.watched import Watched
+from weft.shape import MAX_RANKS
 
 
-class MoE:
+class MoE(Operator):
     """`out = sum over k of weights[k] * expert[ids[k]](x) + shared(x)`, experts spread over ranks.
 
     Meaning: `weft.reference.moe_layer`. Collective: every rank makes the same sequence of calls, a
@@ -62,6 +72,9 @@ class MoE:
         GPUs wherever it serves.
     max_rows: rows for this rank's experts, as in ExpertGroups; with gemm="torch" on GPUs rows for
         each of them. Default: the worst case.
+    replicas: more physical experts than logical ones (EPLB), as `balance` places them; ids of calls
+        are logical, and each takes one of its expert's replicas. `relocate` changes the placement.
+        Callers that map ids themselves pass a config of as many experts as there are physical ones.
     expert_map, quantize, combine_dtype, timeout, first_timeout, num_sms, programmatic_launch,
         profile: as in AllToAll; combine_dtype is left out with overlap="gemm_push". Rows that
         travel as FP8 are widened to the layer's dtype before the GEMMs, unless the weights are FP8
@@ -70,6 +83,10 @@ class MoE:
     Raises InvalidArgument, CreationFailed (on every rank, when one cannot do its part),
     GeometryMismatch (when ranks pass different sizes or rules).
     """
+
+    _weights: ExpertWeights
+    _replicas: Replicas | None
+    _table: torch.Tensor | None
 
     @in_relaxed_mode
     def __init__(
@@ -87,6 +104,7 @@ class MoE:
         gemm: str = "auto",
         max_rows: int | None = None,
         expert_map: Sequence[int] | torch.Tensor | None = None,
+        replicas: Replicas | None = None,
         fp8: bool = False,
         quantize: str | None = None,
         combine_dtype: str | None = None,
@@ -105,6 +123,7 @@ class MoE:
             gemm=gemm,
             max_rows=max_rows,
             expert_map=expert_map,
+            replicas=replicas,
             fp8=fp8,
             quantize=quantize,
             combine_dtype=combine_dtype,
@@ -122,9 +141,8 @@ class MoE:
         plan = plans[choice.mode, choice.overlap]
         kind = LowLatencyWorkspace if plan.mode == "low_latency" else ThroughputWorkspace
         self._workspace: LayerWorkspace[Any] = kind(group, config, options, plan, choice)
-        self._owner = True
         try:
-            self._load(weights, shared, correction)
+            self._load(weights, shared, correction, replicas)
         except BaseException:
             self._workspace.close()
             raise
@@ -135,16 +153,107 @@ class MoE:
         *,
         shared: Shared | None = None,
         correction: torch.Tensor | None = None,
+        replicas: Replicas | None = None,
     ) -> MoE:
         """Another layer of the same config in the same workspace; collective.
 
-        Layers that run one after the other in one stream need one workspace only. It goes with the
-        layer that made it: closing a sibling gives nothing back. Raises CreationFailed.
+        Layers that run one after the other in one stream need one workspace only. It is given back
+        when the last of them is closed.
+
+        replicas: of this layer, as many; default this layer's. Raises CreationFailed.
         """
         other = MoE.__new__(MoE)
-        other._workspace, other._owner = self._workspace, False
-        other._load(weights, shared, correction)
+        own = self._replicas if replicas is None else replicas
+        other._workspace = self._workspace
+        other._load(weights, shared, correction, own)
         return other
+
+    @staticmethod
+    def memory_bytes(
+        config: MoEConfig,
+        *,
+        ranks: int,
+        max_tokens: int,
+        device: torch.device | str,
+        mode: str = "auto",
+        overlap: str = "auto",
+        gemm: str = "auto",
+        max_rows: int | None = None,
+        expert_map: Sequence[int] | torch.Tensor | None = None,
+        replicas: Replicas | None = None,
+        fp8: bool = False,
+        quantize: str | None = None,
+        combine_dtype: str | None = None,
+        profile: bool = False,
+    ) -> Memory:
+        """Bytes that a workspace takes on the rank with most experts, before it is allocated.
+
+        Without the weights, and without what loading kernels takes. Layers that are siblings share
+        one workspace. Arguments are the constructor's; where "auto" would choose by a table, the
+        largest of its choices. device: of the ranks, such as "cuda". Raises InvalidArgument.
+        """
+        options = Options(
+            max_tokens=max_tokens,
+            mode=mode,
+            overlap=overlap,
+            table=None,
+            gemm=gemm,
+            max_rows=max_rows,
+            expert_map=expert_map,
+            replicas=replicas,
+            fp8=fp8,
+            quantize=quantize,
+            combine_dtype=combine_dtype,
+            timeout=1.0,
+            first_timeout=1.0,
+            num_sms=None,
+            programmatic_launch=True,
+            profile=profile,
+        )
+        instance("config", config, MoEConfig)
+        ranks = integer("ranks", ranks, 1, MAX_RANKS)
+        return layer_memory(config, options, ranks=ranks, device=default_device(device))
+
+    def relocate(self, replicas: Replicas, *, weights: ExpertWeights | None = None) -> int:
+        """Place the experts anew, as many of them; graphs need not be captured again.
+
+        Collective, between calls: all ranks wait for their devices and for each other, the tensors
+        that the layer holds get other experts' weights, and the table that maps ids is
+        changed in place.
+
+        replicas: the new placement, equal on all ranks.
+        weights: this rank's experts in the order of `replicas.local(rank)`, which are copied into
+            the layer's own; None: they move between ranks through 64 MiB of symmetric memory.
+
+        Returns how many physical experts became replicas of another one. Raises InvalidArgument,
+        GeometryMismatch, CreationFailed, on all ranks alike; a rank that dies on the way leaves the
+        others without usable weights.
+        """
+        group, old = self.exchange.group, self._replicas
+        group.together(lambda: self._check_replicas(replicas), doing="relocating experts")
+        assert old is not None
+        group.agree({"logical": list(replicas.logical)}, what="the placement of experts")
+        settle(group.device)
+        if weights is None:
+            relocate(group, self._weights.tensors, old, replicas)
+        else:
+            fp8, local = self._workspace.options.fp8, len(replicas.local(group.rank))
+            group.together(
+                lambda: weights.check(self.config, local, group.device, fp8=fp8),
+                doing="relocating experts",
+            )
+            for mine, theirs in zip(self._weights.tensors, weights.tensors, strict=True):
+                mine.copy_(theirs)
+        self._replicas = replicas
+        self._fill_table(replicas)
+        finish(group.device)
+        group.barrier()  # a call of any rank sends by the new table
+        return sum(a != b for a, b in zip(old.logical, replicas.logical, strict=True))
+
+    @property
+    def replicas(self) -> Replicas | None:
+        """Where the experts lie now, for a layer that has replicas of them."""
+        return self._replicas
 
     @property
     def exchange(self) -> Exchange:
@@ -159,6 +268,8 @@ class MoE:
     @property
     def local_experts(self) -> tuple[int, ...]:
         """Global ids of this rank's experts, in the order of its weights."""
+        if self._replicas is not None:
+            return self._replicas.local(self.exchange.rank)
         return self.exchange.local_experts
 
     @property
@@ -182,21 +293,29 @@ class MoE:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of ordinary memory; the exchange's `memory_bytes` tells the symmetric."""
+        """Bytes of ordinary memory that this rank holds for the layer and its siblings."""
         return self._workspace.bytes
 
     def __call__(
         self,
         x: torch.Tensor,
-        logits: torch.Tensor,
+        logits: torch.Tensor | None = None,
         *,
+        topk_ids: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        rows: int | None = None,
         num_tokens: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`[tokens, hidden]` of this rank -> `[tokens, hidden]`.
 
         x: `[tokens, hidden]` of the config's dtype.
-        logits: `[tokens, num_experts]`, float32 for choices that do not depend on rounding.
+        logits: `[tokens, num_experts]`, float32 for choices that do not depend on rounding; or None
+        topk_ids, topk_weights: with a routing of the caller's: int32 or int64 ids of experts, -1
+            for none, and float32, bfloat16 or float16 weights, `[tokens, top_k]`. Other forms are
+            for `given_routing`.
+        rows: the most tokens that any rank has in this call, equal on all ranks; where it is above
+            max_tokens, every rank takes as many rounds as it needs. Default: max_tokens.
         num_tokens: int32 `[1]` on the device: rows from there on are padding and sent to no expert;
             they get what the shared expert made of them, or zeros.
         out: `[tokens, hidden]` to write into; may be x.
@@ -206,33 +325,71 @@ class MoE:
         calls on this rank Aborted. Raises InvalidArgument, TokenOverflow, OutOfOrder, and what
         broke the group.
         """
+        given = (logits, topk_ids, topk_weights)
         if torch.compiler.is_dynamo_compiling():
-            return layer_library.traced_call(self, x, logits, num_tokens, out)
+            return layer_library.traced_call(self, x, given, rows, num_tokens, out)
+        self._check_open()
         self._workspace.check_call()
-        self._check_call(x, logits, out)
-        ids, weights = self.route(logits, num_tokens=num_tokens)
+        rounds = self._check_call(x, given, rows, out)
+        if logits is not None:
+            routed = self.route(logits, num_tokens=num_tokens)
+        else:
+            routed = self._given(topk_ids, topk_weights, num_tokens)
+        if rounds == 1:
+            return self._round(x, routed, num_tokens, out)
+        out = torch.empty_like(x) if out is None else out
+        each = self.exchange.max_tokens
+        for start in range(0, rounds * each, each):
+            # Padding has ids of -1 by now, so no count is needed.
+            part = slice(start, start + each)
+            self._round(x[part], Routed(routed.ids[part], routed.weights[part]), None, out[part])
+        return out
+
+    def _round(
+        self,
+        x: torch.Tensor,
+        routed: Routed,
+        num_tokens: torch.Tensor | None,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
         try:
             return self._workspace.run(
-                self._weights,
-                x,
-                (ids, weights),
-                self._shared,
-                num_tokens=num_tokens,
-                out=out,
+                self._weights, x, routed, self._shared, num_tokens=num_tokens, out=out
             )
         except GroupError:
             raise  # peers have their own deadline, and the first error says most
         except BaseException as error:
             if self._workspace.mid_round and not self._workspace.capturing:
-                self.exchange._watched.leave(reason(error))
+                self._watched.leave(reason(error))
             raise
 
     def route(self, logits: torch.Tensor, *, num_tokens: torch.Tensor | None = None) -> Routed:
-        """The layer's ids and weights for logits `[tokens, num_experts]`; see `weft.moe.route`."""
+        """The layer's ids and weights for logits `[tokens, num_experts]`; see `weft.moe.route`.
+
+        With replicas the ids are those of physical experts, as `exchange` takes them.
+        """
         if torch.compiler.is_dynamo_compiling():
             return Routed(*layer_library.traced_route(self, logits, num_tokens))
         correction = self._correction
-        return route(self.config.routing, logits, correction=correction, num_tokens=num_tokens)
+        routed = route(self.config.routing, logits, correction=correction, num_tokens=num_tokens)
+        return routed if self._replicas is None else self._given(*routed, None)
+
+    def _given(
+        self,
+        topk_ids: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        num_tokens: torch.Tensor | None,
+    ) -> Routed:
+        """A routing of logical experts, as one of physical ones that dispatch takes."""
+        assert topk_ids is not None
+        assert topk_weights is not None
+        return given_routing(
+            topk_ids,
+            topk_weights,
+            num_tokens=num_tokens,
+            replicas=self._table,
+            rank=self.exchange.rank,
+        )
 
     def experts(self, received: Received | ExpertRows) -> torch.Tensor | None:
         """What this rank's experts make of what a dispatch of `exchange` brought.
@@ -246,45 +403,35 @@ class MoE:
         """
         if torch.compiler.is_dynamo_compiling():
             return layer_library.traced_experts(self, received)
+        self._check_open()
         return self._workspace.run_experts(self._weights, received)
 
     def check(self) -> None:
         """Raise what the device has recorded; see `AllToAll.check`."""
-        self.exchange.check()
-
-    def abort(self) -> None:
-        """Ask the kernels of all ranks to leave their waits; see `AllToAll.abort`."""
-        self.exchange.abort()
+        self._check_open()
+        super().check()
 
     def close(self) -> None:
-        """Give the workspace back, if this layer made it. Idempotent."""
+        """Give the workspace back, if no sibling is open. Idempotent."""
         library.forget(self._handle)
-        if self._owner:
+        self._workspace.layers.discard(self)
+        if not self._workspace.layers:
             self._workspace.close()
-
-    def __enter__(self) -> MoE:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is not None:
-            self.exchange._watched.tell_left(reason(error))
-        self.close()
 
     def _load(
         self,
         weights: ExpertWeights | Callable[[tuple[int, ...]], ExpertWeights],
         shared: Shared | None,
         correction: torch.Tensor | None,
+        replicas: Replicas | None,
     ) -> None:
         """Take and check what makes this layer differ from its siblings; every rank votes."""
         device, config = self.exchange.group.device, self.config
+        self._replicas, self._table = replicas, None
 
         def check() -> ExpertWeights:
+            if replicas is not None:
+                self._check_replicas(replicas)
             mine = weights(self.local_experts) if callable(weights) else weights
             instance("weights", mine, ExpertWeights, "or a function that makes them")
             mine.check(config, len(self.local_experts), device, fp8=self._workspace.options.fp8)
@@ -304,20 +451,106 @@ class MoE:
             size = (0, config.routing.num_experts)
             empty = torch.empty(size, dtype=torch.float32, device=device)
             route(config.routing, empty, correction=correction)
+            given_routing(empty.int(), empty.bfloat16())
             return mine
 
-        self._weights = self.exchange.group.together(check, doing="loading an MoE layer")
+        doing = "loading an MoE layer"
+        self._weights = self.exchange.group.together(check, doing=doing)
+        if replicas is not None:
+            experts, physical = config.routing.num_experts, len(replicas.logical)
+            # As wide as any placement of so many needs: graphs hold its address.
+            width = 1 + physical - experts + 1
+            self._table = torch.zeros((experts, width), dtype=torch.int32, device=device)
+            self._fill_table(replicas)
+            finish(device)
         self._shared, self._correction = shared, correction
         self._order = library.order_of(device)
         self._handle = library.register(self, self._workspace.sizes())
+        self._workspace.layers.add(self)
 
-    def _check_call(self, x: torch.Tensor, logits: torch.Tensor, out: torch.Tensor | None) -> None:
-        """Raises InvalidArgument and TokenOverflow for what the exchange would see too late."""
+    def _check_open(self) -> None:
+        if self not in self._workspace.layers:
+            raise OutOfOrder("this MoE layer was closed; make a new one")
+        super()._check_open()
+
+    @property
+    def _watched(self) -> Watched:
+        return self.exchange._watched
+
+    def _fill_table(self, replicas: Replicas) -> None:
+        assert self._table is not None
+        counts, physical = replicas.table(self._table.device)
+        self._table[:, 0] = counts
+        self._table[:, 1 : 1 + physical.shape[1]] = physical
+
+    def _check_replicas(self, replicas: Replicas) -> None:
+        """Raises InvalidArgument for a placement that this layer cannot take."""
+        instance("replicas", replicas, Replicas, "weft.moe.balance makes one of loads")
+        built = self._workspace.options.replicas
+        if built is None:
+            raise InvalidArgument(
+                "replicas for a layer that was built without: pass replicas= to MoE as well"
+            )
+        mine = (replicas.ranks, replicas.num_experts, len(replicas.logical))
+        ours = (built.ranks, built.num_experts, len(built.logical))
+        if mine != ours:
+            raise InvalidArgument(
+                "replicas of {} ranks, {} experts and {} physical ones".format(*mine)
+                + "; this layer was built for {}, {} and {}".format(*ours)
+            )
+
+    def _check_call(
+        self,
+        x: torch.Tensor,
+        given: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+        rows: int | None,
+        out: torch.Tensor | None,
+    ) -> int:
+        """Return the rounds of a call.
+
+        Raises InvalidArgument and TokenOverflow for what the exchange would see too late.
+        """
+        logits, topk_ids, topk_weights = given
         config, device = self.config, self.exchange.group.device
         dtypes, row_bytes = (config.dtype,), config.hidden * config.dtype.itemsize
         check_tensor("x", x, shape=(None, config.hidden), dtypes=dtypes, device=device)
         tokens = x.shape[0]  # while tracing, perhaps a symbol: not len()
-        check_tokens(tokens, self.exchange.max_tokens)
+        each = self.exchange.max_tokens
+        if rows is None:
+            check_tokens(tokens, each)
+        elif integer("rows", rows, 0, MAX_ROWS) < tokens:
+            raise InvalidArgument(
+                f"rows is {rows}, but this rank has {tokens} tokens: pass the most that any rank "
+                "has, on all ranks the same"
+            )
+        self._check_routing(tokens, logits, topk_ids, topk_weights, device)
+        if out is not None:
+            check_tensor("out", out, shape=x.shape, dtypes=dtypes, device=device)
+            check_alignment("out", out, row_bytes)
+        return 1 if rows is None else max(1, -(-rows // each))
+
+    def _check_routing(
+        self,
+        tokens: int,
+        logits: torch.Tensor | None,
+        topk_ids: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        device: torch.device,
+    ) -> None:
+        if (topk_ids is None) == (logits is None) or (topk_ids is None) != (topk_weights is None):
+            raise InvalidArgument(
+                f"logits are {shown(logits)}, topk_ids {shown(topk_ids)}, topk_weights "
+                f"{shown(topk_weights)}; pass logits, or topk_ids with topk_weights"
+            )
+        if topk_ids is not None and topk_weights is not None:
+            check_given(topk_ids, topk_weights)
+            size, top_k = tuple(topk_ids.shape), self.config.routing.top_k
+            if size != (tokens, top_k) or topk_ids.device != device:
+                raise InvalidArgument(
+                    f"topk_ids are {shown(topk_ids)}; they must be [{tokens}, {top_k}] on {device}"
+                )
+            return
+        assert logits is not None or topk_ids is None
         if not isinstance(logits, torch.Tensor):
             refuse_tensor("logits", logits)
         if (
@@ -330,6 +563,3 @@ class MoE:
                 f"logits are {shown(logits)}; x has {tokens} rows on {device}: pass the logits of "
                 "the same tokens, [tokens, num_experts]"
             )
-        if out is not None:
-            check_tensor("out", out, shape=x.shape, dtypes=dtypes, device=device)
-            check_alignment("out", out, row_bytes)

@@ -20,19 +20,33 @@ if TYPE_CHECKING:
 @torch.library.custom_op("weft::moe", mutates_args=("out", "order"))
 def _call(
     x: torch.Tensor,
-    logits: torch.Tensor,
+    logits: torch.Tensor | None,
+    topk_ids: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    rows: int | None,
     num_tokens: torch.Tensor | None,
     out: torch.Tensor,
     order: torch.Tensor,
     handle: int,
 ) -> None:
-    find(handle)(x, logits, num_tokens=num_tokens, out=out)
+    find(handle)(
+        x,
+        logits,
+        topk_ids=topk_ids,
+        topk_weights=topk_weights,
+        rows=rows,
+        num_tokens=num_tokens,
+        out=out,
+    )
 
 
 @_call.register_fake
 def _(
     x: torch.Tensor,
-    logits: torch.Tensor,
+    logits: torch.Tensor | None,
+    topk_ids: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    rows: int | None,
     num_tokens: torch.Tensor | None,
     out: torch.Tensor,
     order: torch.Tensor,
@@ -40,8 +54,9 @@ def _(
 ) -> None:
     layer: MoE = find(handle)
     with tracing():
-        layer._check_call(x, logits, out)
-        check_route(layer.config.routing, logits, layer._correction, num_tokens)
+        layer._check_call(x, (logits, topk_ids, topk_weights), rows, out)
+        if logits is not None:
+            check_route(layer.config.routing, logits, layer._correction, num_tokens)
 
 
 @torch.library.custom_op("weft::moe_route", mutates_args=())
@@ -94,7 +109,7 @@ def _expert_rows(
     layer: MoE = find(handle)
     nobody = Handle(0, 0, 0)  # experts do not look at it
     made = layer.experts(ExpertRows(x, scales, counts, source, ranges, nobody))
-    assert made is not None  # rows that go home by themselves are refused while tracing
+    assert made is not None  # rows that experts store at their owners are refused while tracing
     y.copy_(made)
     layer._workspace.forget_rows()  # they lie in the graph's memory
 
@@ -116,14 +131,16 @@ def _(
 def traced_call(
     layer: MoE,
     x: torch.Tensor,
-    logits: torch.Tensor,
+    routing: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    rows: int | None,
     num_tokens: torch.Tensor | None,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
     """A whole layer inside a compiled graph: one operation."""
     out = torch.empty_like(x.detach()) if out is None else out
-    given = (x.detach(), logits.detach(), num_tokens, out)
-    torch.ops.weft.moe(*given, layer._order, layer._handle)
+    logits, topk_ids, topk_weights = routing
+    given = (plain(logits), topk_ids, plain(topk_weights), rows, num_tokens, out)
+    torch.ops.weft.moe(x.detach(), *given, layer._order, layer._handle)
     return out
 
 
@@ -146,6 +163,6 @@ def traced_experts(layer: MoE, received: Received | ExpertRows) -> torch.Tensor 
     rows = received
     size = (*rows.x.shape[:2], layer.config.hidden)
     y = torch.empty(size, dtype=layer.config.dtype, device=rows.x.device)
-    told = (rows.counts, rows.source, rows.ranges)
-    torch.ops.weft.moe_expert_rows(rows.x, plain(rows.scales), *told, y, *names)
+    metadata = (rows.counts, rows.source, rows.ranges)
+    torch.ops.weft.moe_expert_rows(rows.x, plain(rows.scales), *metadata, y, *names)
     return y

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -11,6 +12,8 @@ from weft.errors import OutOfOrder
 from weft.lowlatency.api import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows
 from weft.moe.experts import ExpertWeights
+from weft.moe.models import MoEConfig
+from weft.moe.plan import LayerPlan, Options
 from weft.moe.torch_experts import torch_layout
 from weft.moe.workspace import LayerWorkspace, Shared
 
@@ -38,6 +41,11 @@ class Blocks:
     def x(self) -> torch.Tensor:
         """The numbers, without their scales."""
         return self.rows[0]
+
+
+def packs(plan: LayerPlan, device: torch.device) -> bool:
+    """Do the experts take the blocks as one?"""
+    return plan.gemm == "torch" and torch_layout(device) == "contiguous"
 
 
 class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
@@ -97,8 +105,7 @@ class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
 
     @property
     def _packed(self) -> bool:
-        """Do the experts take the blocks as one?"""
-        return self.plan.gemm == "torch" and torch_layout(self.group.device) == "contiguous"
+        return packs(self.plan, self.group.device)
 
     def _blocks(self, received: ExpertRows) -> Blocks:
         scales = () if received.scales is None else (received.scales,)
@@ -108,20 +115,27 @@ class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
         dst_addr = None if received.dst_addr is None else received.dst_addr.view(-1)
         return Blocks(rows, self._offsets, received.counts, dst_addr, received.abort_flag)
 
+    @staticmethod
+    def sizes_of_exchange(config: MoEConfig, options: Options, plan: LayerPlan) -> dict[str, Any]:
+        """The sizes of the all-to-all, as LowLatencyAllToAll and its `memory_bytes` take them."""
+        return {
+            "max_tokens": options.max_tokens,
+            "hidden": config.hidden,
+            "top_k": config.routing.top_k,
+            "num_experts": options.num_physical(config),
+            "quantize": plan.quantize,
+            "slots": 1,
+            "combine": "gemm_push" if plan.gemm_push else "push",
+            "combine_dtype": plan.combine_dtype,
+            "dtype": config.dtype,
+            "expert_map": options.expert_map,
+        }
+
     def _open_exchange(self) -> LowLatencyAllToAll:
-        config, options, plan, routing = self.config, self.options, self.plan, self.config.routing
+        options = self.options
         return LowLatencyAllToAll(
             self.group,
-            options.max_tokens,
-            config.hidden,
-            routing.top_k,
-            routing.num_experts,
-            plan.quantize,
-            slots=1,
-            combine="gemm_push" if plan.gemm_push else "push",
-            combine_dtype=plan.combine_dtype,
-            dtype=config.dtype,
-            expert_map=options.expert_map,
+            **self.sizes_of_exchange(self.config, options, self.plan),
             timeout=options.timeout,
             first_timeout=options.first_timeout,
             num_sms=options.num_sms,
@@ -137,4 +151,4 @@ class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
         return (experts * rows,) if self._packed else (experts, rows)
 
     def _rows_bytes(self) -> int:
-        return self.exchange.memory.results
+        return self.exchange.memory.ordinary

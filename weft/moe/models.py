@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from weft.arguments import adopt, flags, instance, integer
+from weft.fields import largest
 from weft.moe.gating import CLAMPED_SWIGLU, SWIGLU, Gating
+from weft.moe.hf import layer_of
 from weft.moe.router import Routing
-from weft.shape import LIMITS
+from weft.shape import Shape
 
-MAX_COLUMNS = LIMITS["hidden"][2]
+MAX_COLUMNS = largest(Shape, "hidden")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,20 @@ class MoEConfig:
             intermediate=integer("intermediate", self.intermediate, 1, MAX_COLUMNS),
             shared=integer("shared", self.shared, 0, MAX_COLUMNS),
         )
+
+    @classmethod
+    def from_hf(cls, config: object) -> MoEConfig:
+        """The MoE layers of a model, from its config as transformers writes it.
+
+        config: what config.json holds as a dict, its path or that of its folder, or a config
+            object of transformers. A text_config inside is taken, where there is one.
+
+        Serves model_type deepseek_v3, kimi_k2, glm4_moe, qwen3_moe, gpt_oss and llama4_text. A
+        config without a dtype is bfloat16; `dataclasses.replace(c, dtype=...)` changes it. Which of
+        a model's layers are MoE layers is not told here. Raises InvalidArgument naming a field that
+        is missing, or whose value stands for arithmetic that weft has not, and what cannot be read.
+        """
+        return cls(**layer_of(config))
 
 
 MODELS: Mapping[str, MoEConfig] = {

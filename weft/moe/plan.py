@@ -13,6 +13,7 @@ import torch
 from weft.alltoall.geometry import SCALES
 from weft.arguments import flags, instance, integer, one_of, seconds
 from weft.errors import InvalidArgument
+from weft.fields import largest
 from weft.gemm import WgmmaPlan
 from weft.gemm.plans import best_plan
 from weft.gemm.triton_launch import installed, is_installed
@@ -21,8 +22,9 @@ from weft.lowlatency.shape import MAX_TOKENS
 from weft.memory import Group
 from weft.moe.experts import FP8
 from weft.moe.models import MoEConfig
+from weft.moe.replicas import Replicas
 from weft.moe.table import MODES, OVERLAPS, LayerTable
-from weft.shape import DTYPE_NAMES, FP8_BLOCK, LIMITS
+from weft.shape import DTYPE_NAMES, FP8_BLOCK, Shape
 
 AUTO = "auto"
 GEMMS = (AUTO, "grouped", "torch")
@@ -40,6 +42,7 @@ class Options:
     gemm: str
     max_rows: int | None
     expert_map: Sequence[int] | torch.Tensor | None
+    replicas: Replicas | None
     fp8: bool
     quantize: str | None
     combine_dtype: str | None
@@ -57,7 +60,7 @@ class Options:
         one_of("gemm", self.gemm, GEMMS)
         one_of("quantize", self.quantize, (None, *SCALES))
         one_of("combine_dtype", self.combine_dtype, (None, "fp8"))
-        integer("max_tokens", self.max_tokens, 1, LIMITS["tokens"][2])
+        integer("max_tokens", self.max_tokens, 1, largest(Shape, "tokens"))
         if self.max_rows is not None:
             integer("max_rows", self.max_rows, 1, MAX_ROWS)
         if self.num_sms is not None:
@@ -65,10 +68,30 @@ class Options:
         seconds("timeout", self.timeout)
         seconds("first_timeout", self.first_timeout)
         flags(fp8=self.fp8, programmatic_launch=self.programmatic_launch, profile=self.profile)
+        if self.replicas is not None:
+            self._check_replicas(self.replicas, config.routing.num_experts)
+
+    def _check_replicas(self, replicas: Replicas, experts: int) -> None:
+        instance("replicas", replicas, Replicas, "weft.moe.balance makes one of loads")
+        if self.expert_map is not None:
+            raise InvalidArgument(
+                "expert_map and replicas are both given: replicas say where every expert lies; "
+                "leave expert_map out"
+            )
+        if replicas.num_experts != experts:
+            raise InvalidArgument(
+                f"replicas are of {replicas.num_experts} experts, the config has {experts}"
+            )
+
+    def num_physical(self, config: MoEConfig) -> int:
+        """Physical experts of all ranks: what ids name on their way."""
+        replicas = self.replicas
+        return config.routing.num_experts if replicas is None else len(replicas.logical)
 
     def manifest(self, config: MoEConfig) -> dict[str, str]:
         """What ranks compare beyond the sizes of their all-to-all: rules that must be one."""
         fields = asdict(config) | {"mode": self.mode, "overlap": self.overlap, "fp8": self.fp8}
+        fields["replicas"] = None if self.replicas is None else self.replicas.logical
         return {name: str(value) for name, value in fields.items()}
 
 
@@ -138,7 +161,7 @@ def plan_for(options: Options, config: MoEConfig, device: torch.device) -> Layer
             "overlap 'gemm_push' needs a GEMM that stores its rows at their owners, gemm is "
             f"{gemm!r}: use gemm='grouped'"
         )
-    experts = config.routing.num_experts  # of one rank, at most
+    experts = options.num_physical(config)  # of one rank, at most
     if low_latency and not pushes_in_place(config, experts, fp8=options.fp8, device=device):
         raise InvalidArgument(
             "overlap 'gemm_push', mode 'low_latency': only the Hopper GEMM stores rows whose "

@@ -9,9 +9,10 @@ import torch
 
 from weft.arguments import adopt, flags, instance, integer, one_of, real
 from weft.errors import InvalidArgument
+from weft.fields import largest
 from weft.moe.route_entry import MAX_EXPERTS, MAX_TOP_K, args_of, enqueue
 from weft.runtime.check import check_alignment, check_tensor, refuse_tensor
-from weft.shape import LIMITS
+from weft.shape import Shape
 
 SMALLEST_SUM = 1e-20  # keeps weights whose scores are all 0 at 0; any other sum swallows it
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -19,7 +20,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 Score = Literal["softmax", "sigmoid", "softmax-chosen"]
 Weigh = Literal["output", "input"]
 GROUP_BESTS = (1, 2)
-EXPERTS = LIMITS["experts"][2]
+EXPERTS = largest(Shape, "experts")
 
 
 class Routed(NamedTuple):

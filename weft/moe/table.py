@@ -6,15 +6,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from weft.errors import InvalidArgument
 from weft.moe.models import MoEConfig
 from weft.shape import DTYPE_NAMES
-from weft.tuning.table_file import digest_of, parsed, read_table, table_text, times_of, whole
+from weft.tuning.table_file import TableFile, times_of, whole
 from weft.tuning.thresholds import Times, check_times, time_at
 
-FORMAT = "weft layer table 1"
 SHIPPED = Path(__file__).with_name("tables")
 NEAR = 2.0  # how many times larger or smaller a near layer's sizes may be
 DTYPES = ("fp8", *DTYPE_NAMES.values())
@@ -28,7 +27,7 @@ OVERLAPS = ("none", "shared_expert", "gemm_push")
 class LayerSizes:
     """What a layer's times hang on besides its tokens.
 
-    gpu: the GPUs' name as torch tells it, "" for CPU ranks.   ranks: of the group.
+    gpu: the GPUs' name as torch reports it, "" for CPU ranks.   ranks: of the group.
     experts: on all ranks.   top_k: of a token.   hidden, intermediate: as in MoEConfig.
     shared: intermediate size of the shared expert, 0 for none.
     dtype: of the experts' weights, "fp8", "bf16", "fp16" or "fp32".
@@ -86,7 +85,7 @@ class LayerSizes:
         return found
 
     def apart(self, other: LayerSizes) -> list[str]:
-        """What makes times of `other` say nothing of this layer, in words; none: it is near."""
+        """Why times of `other` do not hold for this layer, in words; empty: they are near."""
         found = []
         for name, mine, theirs in (
             ("gpu", self.gpu, other.gpu),
@@ -146,7 +145,7 @@ class LayerCurve:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerTable:
+class LayerTable(TableFile):
     """Times of one layer on one machine; what `MoE(table=...)` takes.
 
     sizes: of the layer.   model: its name.   date, machine, method: when, on what and how it was
@@ -154,6 +153,9 @@ class LayerTable:
 
     Raises InvalidArgument naming what is wrong.
     """
+
+    form: ClassVar[str] = "weft layer table 1"
+    what: ClassVar[str] = "layer table"
 
     sizes: LayerSizes
     model: str
@@ -172,11 +174,6 @@ class LayerTable:
             )
 
     @property
-    def digest(self) -> str:
-        """SHA-256 of all that decides; what ranks compare."""
-        return digest_of(self.as_json())
-
-    @property
     def origin(self) -> str:
         """Where the times come from, in two sentences."""
         return f"Measured {self.date} on {self.machine}: {self.model}. {self.method}."
@@ -191,12 +188,7 @@ class LayerTable:
         names = ("model", "date", "machine", "method")
         plain = {name: getattr(self, name) for name in names}
         curves = [asdict(curve) for curve in self.curves]
-        return {"format": FORMAT, **plain, **asdict(self.sizes), "curves": curves}
-
-    @classmethod
-    def of_json(cls, found: Any, where: str) -> LayerTable:
-        """The table in JSON values. Raises InvalidArgument naming `where` and what is wrong."""
-        return parsed(found, cls._make, form=FORMAT, where=where, what="layer table")
+        return {"format": self.form, **plain, **asdict(self.sizes), "curves": curves}
 
     @classmethod
     def _make(cls, found: Any) -> LayerTable:
@@ -218,15 +210,6 @@ class LayerTable:
             method=str(found["method"]),
             curves=curves,
         )
-
-    @classmethod
-    def load(cls, path: Path | str) -> LayerTable:
-        """Read a file that `weft tune layer` wrote. Raises InvalidArgument naming it."""
-        return cls.of_json(read_table(path, "the layer table"), str(path))
-
-    def text(self) -> str:
-        """The file's text: one curve a line."""
-        return table_text(self.as_json())
 
     @classmethod
     def shipped(cls, sizes: LayerSizes, mode: str, gemm: str) -> LayerTable | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from weft.alltoall.api import AllToAll
@@ -11,8 +13,15 @@ from weft.arguments import instance
 from weft.errors import OutOfOrder
 from weft.grouping.api import ExpertGroups, Layout
 from weft.moe.experts import ExpertWeights
+from weft.moe.models import MoEConfig
+from weft.moe.plan import LayerPlan, Options
 from weft.moe.torch_experts import torch_layout
 from weft.moe.workspace import LayerWorkspace, Shared
+
+
+def layout_of(plan: LayerPlan, device: torch.device) -> Layout:
+    """How the GEMM wants rows by expert."""
+    return "contiguous" if plan.gemm == "grouped" else torch_layout(device)
 
 
 class ThroughputWorkspace(LayerWorkspace[Received]):
@@ -76,24 +85,31 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
             raise OutOfOrder("this MoE layer was closed; make a new one")
         return self._groups
 
-    def _open_exchange(self) -> AllToAll:
-        config, options, plan, routing = self.config, self.options, self.plan, self.config.routing
-        return AllToAll(
-            self.group,
-            max_tokens=options.max_tokens,
-            top_k=routing.top_k,
-            num_experts=routing.num_experts,
-            hidden=config.hidden,
-            dtype=config.dtype,
-            expert_map=options.expert_map,
-            timeout=options.timeout,
-            first_timeout=options.first_timeout,
-            quantize=plan.quantize,
+    @staticmethod
+    def sizes_of_exchange(config: MoEConfig, options: Options, plan: LayerPlan) -> dict[str, Any]:
+        """The sizes of the all-to-all, as AllToAll and its `memory_bytes` take them."""
+        return {
+            "max_tokens": options.max_tokens,
+            "top_k": config.routing.top_k,
+            "num_experts": options.num_physical(config),
+            "hidden": config.hidden,
+            "dtype": config.dtype,
+            "expert_map": options.expert_map,
+            "quantize": plan.quantize,
             # Sums that their makers push take one kernel less than sums that their owners pull: a
             # round on 4 x H200 without the experts takes 25 us against 31 at 16 tokens, 169 against
             # 201 at 512 (2026-11-21).
-            combine="gemm_push" if plan.gemm_push else "push",
-            combine_dtype=plan.combine_dtype,
+            "combine": "gemm_push" if plan.gemm_push else "push",
+            "combine_dtype": plan.combine_dtype,
+        }
+
+    def _open_exchange(self) -> AllToAll:
+        options = self.options
+        return AllToAll(
+            self.group,
+            **self.sizes_of_exchange(self.config, options, self.plan),
+            timeout=options.timeout,
+            first_timeout=options.first_timeout,
             split_phase=True,  # sends are calls of their own
             num_sms=options.num_sms,
             programmatic_launch=options.programmatic_launch,
@@ -102,7 +118,7 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
 
     @property
     def _layout(self) -> Layout:
-        return "contiguous" if self.plan.gemm == "grouped" else torch_layout(self.group.device)
+        return layout_of(self.plan, self.group.device)
 
     def _open_rows(self) -> tuple[int, ...]:
         self._groups = groups = ExpertGroups(

@@ -96,20 +96,32 @@ class TorchExperts:
         device: torch.device,
     ) -> None:
         self._gating, self._quantize, self._packed = config.gating, quantize, len(rows) == 1
+        self._wide, self._scales, self._h, self._act, self._y = self.make_buffers(
+            config, rows, quantize=quantize, device=device
+        )
+        self._used = 0
+        self._spans: list[tuple[int, slice]] = []  # rows of each expert that has any, where packed
+
+    @staticmethod
+    def make_buffers(
+        config: MoEConfig, rows: tuple[int, ...], *, quantize: str | None, device: torch.device
+    ) -> tuple[torch.Tensor, ...]:
+        """Widened rows and scales where they come as FP8, both products, and what gating makes."""
 
         def room(columns: int, wanted: bool = True) -> torch.Tensor:
             size = (*rows, columns) if wanted else (0, columns)
             return torch.empty(size, dtype=config.dtype, device=device)
 
-        hidden = config.hidden
-        self._wide = room(hidden, quantize is not None)
-        self._h = room(2 * config.intermediate)
-        self._act = room(config.intermediate)
-        self._y = room(hidden)
+        hidden, inner = config.hidden, config.intermediate
         powers = (*rows, hidden // 32) if quantize == "mxfp8" else (0,)
-        self._scales = torch.empty(powers, dtype=torch.float32, device=device)
-        self._used = 0
-        self._spans: list[tuple[int, slice]] = []  # rows of each expert that has any, where packed
+        scales = torch.empty(powers, dtype=torch.float32, device=device)
+        return (
+            room(hidden, quantize is not None),
+            scales,
+            room(2 * inner),
+            room(inner),
+            room(hidden),
+        )
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:

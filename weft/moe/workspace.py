@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Generic, TypeAlias, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -51,6 +52,7 @@ class LayerWorkspace(ABC, Generic[Rows]):
     ) -> None:
         self.group, self.config, self.options = group, config, options
         self.plan, self.choice = plan, choice
+        self.layers: WeakSet[object] = WeakSet()  # that are open
         self._tokens = options.max_tokens  # of the latest call: what the experts are planned for
         self.exchange = self._open_exchange()
         try:
@@ -60,7 +62,7 @@ class LayerWorkspace(ABC, Generic[Rows]):
             raise
 
     def sizes(self) -> dict[str, JSON]:
-        """What tells this workspace from others: rules, and the sizes of the all-to-all."""
+        """What distinguishes this workspace from others: rules, and the sizes of the all-to-all."""
         rules = self.options.manifest(self.config)
         return {
             **rules,

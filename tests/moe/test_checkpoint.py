@@ -1,0 +1,346 @@
+"""Experts from checkpoints: layouts, FP8, what is read, and files that are wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from weft.errors import InvalidArgument
+from weft.moe import Expert, ExpertWeights, MoEConfig, Routing
+from weft.moe.experts import to_blocks
+
+safetensors = pytest.importorskip("safetensors")
+save_file = pytest.importorskip("safetensors.torch").save_file
+
+LAYER, EXPERTS = 3, 4
+CONFIG = MoEConfig(256, 128, Routing(EXPERTS, 2))
+NAME = f"model.layers.{LAYER}.mlp.experts"
+Tensors = dict[str, torch.Tensor]
+
+
+def experts_of(config: MoEConfig = CONFIG) -> list[Expert]:
+    return [Expert.seeded(config, seed) for seed in range(EXPERTS)]
+
+
+def separate(config: MoEConfig = CONFIG) -> Tensors:
+    """Gate, up and down of each expert."""
+    found: Tensors = {}
+    for index, expert in enumerate(experts_of(config)):
+        gate, up = expert.gate_up.chunk(2)
+        for name, tensor in (("gate", gate), ("up", up), ("down", expert.down)):
+            found[f"{NAME}.{index}.{name}_proj.weight"] = tensor.contiguous()
+    return found
+
+
+def in_fp8(tensors: Tensors) -> Tensors:
+    """The same with blocks of 128 x 128 and their scales, as DeepSeek stores them."""
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        packed, scales = to_blocks(tensor.unsqueeze(0))
+        found[name], found[f"{name}_scale_inv"] = packed[0], scales[0]
+    return found
+
+
+def save(folder: Path, *shards: Tensors) -> Path:
+    """A checkpoint of one file, or of several with an index."""
+    if len(shards) == 1:
+        save_file(shards[0], folder / "model.safetensors")
+        return folder
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards):
+        file = f"model-{number}.safetensors"
+        save_file(shard, folder / file)
+        weight_map |= dict.fromkeys(shard, file)
+    write_index(folder, weight_map)
+    return folder
+
+
+def write_index(folder: Path, weight_map: object) -> None:
+    text = json.dumps({"metadata": {}, "weight_map": weight_map})
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
+def read(folder: Path, *experts: int, **options: Any) -> ExpertWeights:
+    options = {"config": CONFIG, **options}
+    found = ExpertWeights.from_safetensors(folder, LAYER, experts, **options)
+    device = found.gate_up.device
+    assert device.type == torch.device(options.get("device", "cpu")).type
+    found.check(options["config"], len(experts), device, fp8=options.get("fp8", False))
+    return found
+
+
+def same(a: ExpertWeights, b: ExpertWeights) -> None:
+    for name in ExpertWeights.__slots__:
+        one, other = getattr(a, name), getattr(b, name)
+        assert (one is None) == (other is None), name
+        if one is not None:
+            assert one.dtype == other.dtype, name
+            assert torch.equal(one.float(), other.float()), name
+
+
+def test_some_experts_of_one_layer_in_many_files(tmp_path):
+    tensors = separate()
+    tensors["model.layers.31.mlp.experts.0.gate_proj.weight"] = torch.ones(3, 3)
+    tensors["model.layers.2.mlp.gate_proj.weight"] = torch.ones(3, 3)
+    names = sorted(tensors)
+    folder = save(tmp_path, *({n: tensors[n] for n in names[i::3]} for i in range(3)))
+    wanted = [experts_of()[expert] for expert in (2, 0, 2)]
+    same(read(folder, 2, 0, 2), ExpertWeights.stack(CONFIG, wanted))
+    assert read(folder).gate_up.shape == (0, 256, 256)
+    for dtype in (torch.float16, torch.float32):
+        config = replace(CONFIG, dtype=dtype)
+        wanted = [experts_of()[1].to(dtype)]
+        same(read(folder, 1, config=config), ExpertWeights.stack(config, wanted))
+
+
+def test_the_callers_default_device_does_not_matter(tmp_path):
+    folder = save(tmp_path, separate())
+    with torch.device("meta"):
+        found = read(folder, 1)
+    same(found, read(folder, 1))
+
+
+@pytest.mark.parametrize("prefix", ["", "language_model.model."])
+@pytest.mark.parametrize("layout", ["fused", "llama", "gpt-oss"])
+def test_fused_layouts(tmp_path, layout, prefix):
+    config = replace(CONFIG, hidden=256, intermediate=128, biased=layout == "gpt-oss")
+    assert config.hidden == 2 * config.intermediate, "shapes do not tell the layouts apart"
+    whole = ExpertWeights.stack(config, experts_of(config))
+    gate_up, down = whole.gate_up, whole.down
+    stem = f"{prefix}layers.{LAYER}.mlp.experts."
+    tensors: Tensors = {}
+    if layout == "gpt-oss":
+        gate, up = gate_up.chunk(2, dim=1)
+        gate_up = torch.stack((gate, up), dim=2).flatten(1, 2)
+        assert whole.gate_up_bias is not None
+        assert whole.down_bias is not None
+        gate, up = whole.gate_up_bias.chunk(2, dim=1)
+        tensors[f"{stem}gate_up_proj_bias"] = torch.stack((gate, up), dim=2).flatten(1)
+        tensors[f"{stem}down_proj_bias"] = whole.down_bias
+    if layout == "llama":
+        stem = stem.replace("mlp", "feed_forward")
+    if layout != "fused":
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    tensors[f"{stem}gate_up_proj"] = gate_up.contiguous()
+    tensors[f"{stem}down_proj"] = down.contiguous()
+    folder = save(tmp_path, tensors)
+    chosen = [experts_of(config)[expert] for expert in (3, 1)]
+    stacked = ExpertWeights.stack(config, chosen)
+    same(read(folder, 3, 1, config=config), stacked)
+    same(read(folder, 3, 1, config=config, fp8=True), stacked.to_fp8())
+
+
+def test_fp8_blocks(tmp_path):
+    folder = save(tmp_path, in_fp8(separate()))
+    whole = ExpertWeights.stack(CONFIG, experts_of())
+    same(read(folder, *range(EXPERTS), fp8=True), whole.to_fp8())
+    wide = read(folder, *range(EXPERTS))
+    packed = whole.to_fp8()
+    assert packed.down_scale is not None
+    blocks = packed.down_scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+    assert torch.equal(wide.down, (packed.down.float() * blocks).bfloat16())
+    assert not torch.equal(wide.down, whole.down)
+    torch.testing.assert_close(wide.gate_up, whole.gate_up, rtol=1 / 8, atol=1 / 128)
+
+
+def test_fp8_of_a_checkpoint_without(tmp_path):
+    folder = save(tmp_path, separate())
+    whole = ExpertWeights.stack(CONFIG, experts_of())
+    same(read(folder, *range(EXPERTS), fp8=True), whole.to_fp8())
+
+
+def test_blocks_at_the_edge(tmp_path):
+    """Sizes that are no multiples of 128: the last blocks are smaller; no FP8 is made of them."""
+    config = replace(CONFIG, hidden=200, intermediate=72)
+    generator = torch.Generator().manual_seed(0)
+    tensors: Tensors = {}
+    wanted = torch.empty(200, 72)
+    for name, rows, columns in (("gate", 72, 200), ("up", 72, 200), ("down", 200, 72)):
+        packed = torch.randn(rows, columns, generator=generator).to(torch.float8_e4m3fn)
+        scales = torch.rand(-(-rows // 128), -(-columns // 128), generator=generator) + 0.5
+        key = f"{NAME}.0.{name}_proj.weight"
+        # Some write scales in bfloat16.
+        tensors[key], tensors[f"{key}_scale_inv"] = packed, scales.bfloat16()
+        if name == "down":
+            for row in range(rows):
+                wanted[row] = packed[row].float() * scales.bfloat16().float()[row // 128, 0]
+    folder = save(tmp_path, tensors)
+    assert torch.equal(read(folder, 0, config=config).down[0], wanted.bfloat16())
+    with pytest.raises(InvalidArgument, match="fp8 is True for intermediate 72 and hidden 200"):
+        read(folder, 0, config=config, fp8=True)
+
+
+def test_only_what_the_experts_need_is_read(tmp_path, monkeypatch):
+    """Slices of fused tensors, and matrices of the experts that were asked for."""
+    whole = ExpertWeights.stack(CONFIG, experts_of())
+    fused = {f"{NAME}.gate_up_proj": whole.gate_up, f"{NAME}.down_proj": whole.down}
+    asked: list[tuple[str, Any]] = []
+    real = safetensors.safe_open
+
+    class Slice:
+        def __init__(self, name: str, inner: Any) -> None:
+            self.name, self.inner = name, inner
+            self.get_shape, self.get_dtype = inner.get_shape, inner.get_dtype
+
+        def __getitem__(self, key: Any) -> torch.Tensor:
+            asked.append((self.name, key))
+            found = self.inner[key]
+            assert isinstance(found, torch.Tensor)
+            return found
+
+    class File:
+        def __init__(self, *given: Any, **options: Any) -> None:
+            self.inner = real(*given, **options)
+            self.keys = self.inner.keys
+
+        def __enter__(self) -> File:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.inner.__exit__(None, None, None)
+
+        def get_slice(self, name: str) -> Slice:
+            return Slice(name, self.inner.get_slice(name))
+
+    monkeypatch.setattr(safetensors, "safe_open", File)
+    same(read(save(tmp_path, fused), 2), ExpertWeights.stack(CONFIG, experts_of()[2:3]))
+    assert asked == [(f"{NAME}.gate_up_proj", 2), (f"{NAME}.down_proj", 2)]
+    asked.clear()
+    same(read(save(tmp_path, separate()), 1), ExpertWeights.stack(CONFIG, experts_of()[1:2]))
+    wanted = [f"{NAME}.1.{name}_proj.weight" for name in ("gate", "up", "down")]
+    assert asked == [(name, slice(None)) for name in wanted]
+
+
+def test_what_was_read_is_the_callers(tmp_path):
+    folder = save(tmp_path, separate())
+    before = (folder / "model.safetensors").read_bytes()
+    found = read(folder, 0)
+    found.gate_up.zero_()
+    assert (folder / "model.safetensors").read_bytes() == before
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "missing": (
+        lambda t: t.pop(f"{NAME}.1.up_proj.weight"),
+        rf"model.safetensors has no tensor {NAME}.1.up_proj.weight; {NAME}.* are "
+        "1.down_proj.weight, 1.gate_proj.weight",
+    ),
+    "misshapen": (
+        lambda t: t.update({f"{NAME}.1.up_proj.weight": torch.ones(64, 256)}),
+        r"has .*1.up_proj.weight \[64, 256\]; the config wants \[128, 256\]: take MoEConfig.from",
+    ),
+    "dtype": (
+        lambda t: t.update({f"{NAME}.1.up_proj.weight": torch.ones(128, 256, dtype=torch.int8)}),
+        "up_proj.weight as I8; weft reads it as F32, BF16, F16, F8_E4M3",
+    ),
+    "no scale": (
+        lambda t: t.update(
+            {f"{NAME}.1.up_proj.weight": torch.ones(128, 256).to(torch.float8_e4m3fn)}
+        ),
+        r"has no tensor .*1.up_proj.weight_scale_inv; FP8 weights need one scale for each 128",
+    ),
+    "biases": (
+        lambda t: t.update({f"{NAME}.gate_up_proj_bias": torch.ones(4, 256)}),
+        "have biases, the config has biased=False",
+    ),
+    "MXFP4": (
+        lambda t: t.update({f"{NAME}.gate_up_proj_blocks": torch.ones(4, dtype=torch.uint8)}),
+        "gate_up_proj_blocks, which is MXFP4; weft reads BF16",
+    ),
+    "two models": (
+        lambda t: t.update({f"draft.{NAME}.0.up_proj.weight": torch.ones(1)}),
+        f"experts of layer 3 under draft.{NAME}. and {NAME}.; weft reads checkpoints with one",
+    ),
+    "another layer": (
+        lambda t: [t.update({k.replace("layers.3", "layers.7"): t.pop(k)}) for k in list(t)],
+        r"layer is 3; .*model.safetensors has no experts of it, layers 7..7 have some",
+    ),
+    "dense": (lambda t: [t.pop(k) for k in list(t)], "no experts of it, no layer has any"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_tensors_that_are_wrong(tmp_path, what):
+    change, words = WRONG[what]
+    tensors = separate()
+    change(tensors)
+    with pytest.raises(InvalidArgument, match=words):
+        read(save(tmp_path, tensors or {"embedding": torch.ones(1)}), 0, 1)
+
+
+def test_config_with_biases_that_are_not_there(tmp_path):
+    with pytest.raises(InvalidArgument, match="have no biases, the config has biased=True"):
+        read(save(tmp_path, separate()), 0, config=replace(CONFIG, biased=True))
+
+
+def test_scales_of_other_blocks(tmp_path):
+    tensors = in_fp8(separate())
+    name = f"{NAME}.0.gate_proj.weight_scale_inv"
+    tensors[name] = torch.ones(128, 1)
+    with pytest.raises(InvalidArgument, match=r"scale_inv \[128, 1\]; the config wants \[1, 2\]"):
+        read(save(tmp_path, tensors), 0, fp8=True)
+
+
+@pytest.mark.parametrize(
+    "file", ["../model.safetensors", "/etc/model.safetensors", "a/../../b.safetensors", "m.bin", 7]
+)
+def test_an_index_that_leaves_the_folder(tmp_path, file):
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    save(tmp_path, separate())
+    write_index(inside, dict.fromkeys(separate(), file))
+    with pytest.raises(InvalidArgument, match=r"index.json names (the|a) file "):
+        read(inside, 0)
+
+
+def test_links_inside_the_folder_are_followed(tmp_path):
+    """As the hub's cache lays its snapshots out."""
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    (tmp_path / "blobs").mkdir()
+    save(tmp_path / "blobs", separate())
+    (folder / "model-1.safetensors").symlink_to("../blobs/model.safetensors")
+    write_index(folder, dict.fromkeys(separate(), "model-1.safetensors"))
+    same(read(folder, 0), ExpertWeights.stack(CONFIG, experts_of()[:1]))
+
+
+def test_files_that_are_wrong(tmp_path):
+    with pytest.raises(InvalidArgument, match="it has neither model.safetensors.index.json nor"):
+        read(tmp_path, 0)
+    with pytest.raises(InvalidArgument, match="folder is 7; it must be the path of a folder"):
+        read(7, 0)  # type: ignore[arg-type]
+    (tmp_path / "model.safetensors").write_bytes(b"not a checkpoint at all")
+    with pytest.raises(InvalidArgument, match=r"cannot read .*model.safetensors: "):
+        read(tmp_path, 0)
+    save(tmp_path, separate())
+    cut = (tmp_path / "model.safetensors").read_bytes()[:-7]
+    (tmp_path / "model.safetensors").write_bytes(cut)
+    with pytest.raises(InvalidArgument, match=r"cannot read .*model.safetensors: "):
+        read(tmp_path, 0)
+    save(tmp_path, separate(), {"embedding": torch.ones(1)})
+    write_index(tmp_path, dict.fromkeys(separate(), "model-1.safetensors"))
+    with pytest.raises(InvalidArgument, match=r"model-1.* has no tensor .*, though .*index.json"):
+        read(tmp_path, 0)
+    write_index(tmp_path, dict.fromkeys(separate(), "gone.safetensors"))
+    with pytest.raises(InvalidArgument, match=r"cannot read .*gone.safetensors: No such file"):
+        read(tmp_path, 0)
+    for strange in ([1], None, "x"):
+        write_index(tmp_path, strange)
+        with pytest.raises(InvalidArgument, match="has no object 'weight_map'"):
+            read(tmp_path, 0)
+    (tmp_path / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(InvalidArgument, match="cannot read the checkpoint's index"):
+        read(tmp_path, 0)
+
+
+def test_without_safetensors(tmp_path, monkeypatch):
+    folder = save(tmp_path, separate())
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(InvalidArgument, match=r"checkpoints need safetensors.*weft\[checkpoint\]"):
+        read(folder, 0)

@@ -1,0 +1,150 @@
+"""Routings that callers made: every form becomes what dispatch takes, on each device alike."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.emulator.emulate import build_library, emulated_tree
+from tests.recorded import reads
+from weft.errors import InvalidArgument
+from weft.moe import Replicas, Routed, given_routing
+from weft.moe.given import NO_SUCH_EXPERT, THREADS, GivenArgs
+from weft.moe.route_entry import DTYPES
+
+EXPERTS, TOKENS, TOP_K = 6, 53, 3  # 159 entries: two CTAs, the second not full
+REPLICAS = Replicas((0, 1, 2, 3, 4, 5, 0, 0, 5, 2), ranks=2)
+Cases = list[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]
+
+
+def table(device: str) -> torch.Tensor:
+    counts, physical = REPLICAS.table(torch.device(device))
+    return torch.cat([counts[:, None], physical], dim=1).contiguous()
+
+
+def cases(device: str) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(-1, EXPERTS, (TOKENS, TOP_K), generator=generator)
+    weights = torch.rand(ids.shape, generator=generator)
+    weights[::4, 1] = 0.0
+    odd = ids.clone()
+    odd[5] = torch.tensor([2**31 - 1, -(2**31), 2**32 + 3])
+    odd[6] = torch.tensor([-2, EXPERTS, -(2**63)])
+    odd[7] = torch.tensor([2**63 - 1, 2**31, EXPERTS + 1])
+    some = torch.tensor([TOKENS - 9], dtype=torch.int32)
+    for given, more in (
+        (ids.int(), {"padding_id": 4}),
+        (ids, {"padding_id": EXPERTS, "skip_zero_weights": True}),
+        (odd, {"num_tokens": some}),
+        (odd, {"replicas": table(device)}),
+        (odd, {"replicas": table(device), "rank": 5, "padding_id": EXPERTS}),
+        (ids.int(), {"num_tokens": torch.tensor([-1], dtype=torch.int32)}),
+        (ids[:0], {"padding_id": 4}),
+    ):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            told = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in more.items()}
+            yield given.to(device), weights[: len(given)].to(device, dtype), told
+
+
+def wanted(ids: torch.Tensor, weights: torch.Tensor, options: dict[str, Any]) -> Routed:
+    """Entry by entry."""
+    out_ids, out = ids.tolist(), weights.float().tolist()
+    count = int(options.get("num_tokens", torch.tensor([TOKENS])))
+    for t, row in enumerate(ids.tolist()):
+        for k, expert in enumerate(row):
+            none = expert in (-1, options.get("padding_id", -1)) or t >= count
+            if none or (options.get("skip_zero_weights") and out[t][k] == 0):
+                out_ids[t][k], out[t][k] = -1, 0.0
+            elif "replicas" in options:
+                slots = REPLICAS.physical_of(expert) if 0 <= expert < EXPERTS else (NO_SUCH_EXPERT,)
+                out_ids[t][k] = slots[(t + options.get("rank", 0)) % len(slots)]
+            elif not -(2**31) <= expert < 2**31:
+                out_ids[t][k] = NO_SUCH_EXPERT
+    shape = (len(ids), TOP_K)
+    found = torch.tensor(out_ids, dtype=torch.int32).view(shape)
+    return Routed(found, torch.tensor(out, dtype=torch.float32).view(shape))
+
+
+def hold(run: Callable[..., Routed], device: str) -> None:
+    for ids, weights, options in cases(device):
+        found, right = run(ids, weights, **options), wanted(ids.cpu(), weights.cpu(), options)
+        assert torch.equal(found.ids.cpu().int(), right.ids), options
+        assert torch.equal(found.weights.cpu(), right.weights), options
+
+
+def test_on_a_cpu():
+    hold(given_routing, "cpu")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    hold(given_routing, "cuda")
+
+
+@reads("tests/emulator/*.hpp")
+def test_the_kernel_on_a_cpu(tmp_path):
+    text = (
+        "#include <weft/moe/given.cuh>\n"
+        'extern "C" __attribute__((visibility("default"))) '
+        "void given(const weft::GivenArgs* a, unsigned ctas) { "
+        f"emulated::launch(ctas, {THREADS}, 1, [a] {{ weft::given(*a); }}); }}\n"
+    )
+    library = ctypes.CDLL(str(build_library(emulated_tree(tmp_path), text)))
+
+    def run(ids: torch.Tensor, weights: torch.Tensor, **options: Any) -> Routed:
+        found = torch.full(ids.shape, -77, dtype=torch.int32)
+        out = torch.full(ids.shape, -77.0)
+        tensors = {name: options.get(name) for name in ("num_tokens", "replicas")}
+        replicas = tensors["replicas"]
+        args = GivenArgs(
+            ids=ids.data_ptr(),
+            weights=weights.data_ptr(),
+            out_ids=found.data_ptr(),
+            out_weights=out.data_ptr(),
+            padding_id=options.get("padding_id", -1),
+            entries=ids.numel(),
+            top_k=TOP_K,
+            ids_bytes=ids.itemsize,
+            number=DTYPES[weights.dtype],
+            experts=0 if replicas is None else len(replicas),
+            width=0 if replicas is None else replicas.shape[1],
+            rank=options.get("rank", 0),
+            skips_zeros=options.get("skip_zero_weights", False),
+            **{name: 0 if t is None else t.data_ptr() for name, t in tensors.items()},
+        )
+        if args.entries:
+            library.given(ctypes.byref(args), -(-args.entries // THREADS))
+        return Routed(found, out)
+
+    hold(run, "cpu")
+
+
+def test_nothing_to_do_costs_nothing():
+    ids, weights = torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2)
+    found = given_routing(ids, weights)
+    assert found.ids is ids
+    assert found.weights is weights
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"topk_ids": torch.zeros(4, 2)}, "topk_ids has dtype torch.float32"),
+        ({"topk_ids": torch.zeros(4, dtype=torch.int32)}, r"topk_ids has shape \[4\]"),
+        ({"topk_weights": torch.zeros(4, 3)}, r"topk_weights has shape \[4, 3\]"),
+        ({"topk_weights": torch.zeros(4, 2).double()}, "topk_weights has dtype torch.float64"),
+        ({"topk_weights": torch.zeros(4, 2, requires_grad=True)}, "requires a gradient"),
+        ({"padding_id": 1.5}, "padding_id is 1.5"),
+        ({"skip_zero_weights": 1}, "skip_zero_weights is 1"),
+        ({"replicas": torch.zeros(4, dtype=torch.int32)}, r"replicas has shape \[4\]"),
+        ({"num_tokens": torch.zeros(2, dtype=torch.int32)}, r"num_tokens has shape \[2\]"),
+    ],
+)
+def test_refusals(change, words):
+    right = {"topk_ids": torch.zeros(4, 2, dtype=torch.int32), "topk_weights": torch.zeros(4, 2)}
+    with pytest.raises(InvalidArgument, match=words):
+        given_routing(**{**right, **change})

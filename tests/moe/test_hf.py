@@ -1,0 +1,211 @@
+"""Configs as models publish them, and what is wrong with others."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from weft.errors import InvalidArgument
+from weft.moe import MODELS, MoEConfig
+
+# What the config.json of each model says, attention and vocabulary left out.
+DEEPSEEK: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "deepseek-v3": DEEPSEEK,
+    "kimi-k2": {
+        **DEEPSEEK,
+        "model_type": "kimi_k2",
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "n_routed_experts": 384,
+        "routed_scaling_factor": 2.827,
+        "topk_group": 1,
+    },
+    "glm-4.5-air": {
+        "model_type": "glm4_moe",
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 8,
+        "routed_scaling_factor": 1.0,
+        "topk_group": 1,
+        "torch_dtype": "bfloat16",
+    },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "decoder_sparse_step": 1,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "torch_dtype": "bfloat16",
+    },
+    "gpt-oss-120b": {
+        "model_type": "gpt_oss",
+        "experts_per_token": 4,
+        "hidden_act": "silu",
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_experts_per_tok": 4,
+        "num_local_experts": 128,
+        "quantization_config": {"quant_method": "mxfp4"},
+        "swiglu_limit": 7.0,
+    },
+    "llama-4-scout": {
+        "model_type": "llama4",
+        "torch_dtype": "bfloat16",
+        "text_config": {
+            "model_type": "llama4_text",
+            "hidden_act": "silu",
+            "hidden_size": 5120,
+            "intermediate_size": 8192,
+            "intermediate_size_mlp": 16384,
+            "interleave_moe_layer_step": 1,
+            "num_experts_per_tok": 1,
+            "num_local_experts": 16,
+            "router_jitter_noise": 0.0,
+        },
+        "vision_config": {"model_type": "llama4_vision_model", "hidden_size": 1408},
+    },
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_published_models(name, tmp_path):
+    published = PUBLISHED[name]
+    assert MoEConfig.from_hf(published) == MODELS[name]
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    for path in (tmp_path, tmp_path / "config.json", str(tmp_path)):
+        assert MoEConfig.from_hf(path) == MODELS[name]
+
+
+class Config:
+    """As much of a transformers config as is used of one."""
+
+    def to_dict(self) -> dict[str, Any]:
+        # transformers 5 writes num_local_experts for num_experts, and dtype for torch_dtype.
+        old = dict(PUBLISHED["qwen3-30b-a3b"])
+        old["num_local_experts"], old["dtype"] = old.pop("num_experts"), "float16"
+        del old["torch_dtype"]
+        return old
+
+
+def test_objects_and_dtypes():
+    wanted = replace(MODELS["qwen3-30b-a3b"], dtype=torch.float16)
+    assert MoEConfig.from_hf(Config()) == wanted
+    assert MoEConfig.from_hf({**DEEPSEEK, "torch_dtype": torch.float32}).dtype == torch.float32
+    assert MoEConfig.from_hf({**DEEPSEEK, "n_shared_experts": 2}).shared == 4096
+    assert MoEConfig.from_hf({**DEEPSEEK, "n_shared_experts": 0}).shared == 0
+    coder = {**PUBLISHED["qwen3-30b-a3b"], "shared_expert_intermediate_size": 0}
+    assert MoEConfig.from_hf(coder) == MODELS["qwen3-30b-a3b"]
+    assert MoEConfig.from_hf({**PUBLISHED["gpt-oss-120b"], "swiglu_limit": 5}).gating.limit == 5.0
+
+
+def needed(name: str) -> list[str]:
+    """The fields that a family cannot do without."""
+    free = {"hidden_act", "topk_method", "scoring_func", "torch_dtype", "intermediate_size_mlp"}
+    free |= {"moe_layer_freq", "experts_per_token", "decoder_sparse_step", "num_hidden_layers"}
+    free |= {"router_jitter_noise", "interleave_moe_layer_step", "first_k_dense_replace"}
+    free |= {"quantization_config", "mlp_only_layers", "architectures", "text_config"}
+    dense = () if name in ("gpt-oss-120b", "llama-4-scout") else ("intermediate_size",)
+    published = PUBLISHED[name].get("text_config", PUBLISHED[name])
+    return sorted(set(published).difference(free, dense))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_field_is_needed(name):
+    outer = PUBLISHED[name]
+    inner = outer.get("text_config", outer)
+    for field in needed(name):
+        for lacking in ({k: v for k, v in inner.items() if k != field}, {**inner, field: None}):
+            given = {**outer, "text_config": lacking} if "text_config" in outer else lacking
+            with pytest.raises(InvalidArgument, match=field):
+                MoEConfig.from_hf(given)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("deepseek-v3", {"hidden_act": "gelu"}, "hidden_act in config is 'gelu'; .* with 'silu'"),
+        ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func in config is 'softmax'"),
+        ("kimi-k2", {"topk_method": "greedy"}, "topk_method in config is 'greedy'"),
+        ("glm-4.5-air", {"swiglu_limit": 7.0}, "swiglu_limit in config is 7.0; .* without it only"),
+        (
+            "qwen3-30b-a3b",
+            {"shared_expert_intermediate_size": 512},
+            "shared_expert_intermediate_size in config is 512",
+        ),
+        (
+            "deepseek-v3",
+            {"model_type": "deepseek_v2"},
+            "'deepseek_v2'; .*'deepseek_v3', 'glm",
+        ),
+        (
+            "deepseek-v3",
+            {"model_type": ["deepseek_v3"]},
+            r"model_type in config is \['deep",
+        ),
+        ("deepseek-v3", {"torch_dtype": "float8"}, "dtype in config is 'float8'; choose one of"),
+        ("deepseek-v3", {"hidden_size": "7168"}, "hidden_size in config is '7168'"),
+        ("deepseek-v3", {"n_routed_experts": 0}, "n_routed_experts in config is 0"),
+        ("deepseek-v3", {"norm_topk_prob": 1}, "norm_topk_prob in config is 1"),
+        ("deepseek-v3", {"routed_scaling_factor": "2"}, "routed_scaling_factor in config is '2'"),
+        ("llama-4-scout", {"text_config": {}}, "model_type in text_config of config is None"),
+    ],
+)
+def test_configs_that_are_not_served(name, changes, words):
+    with pytest.raises(InvalidArgument, match=words):
+        MoEConfig.from_hf({**PUBLISHED[name], **changes})
+
+
+def test_two_experts_a_token_whose_inputs_are_weighed_are_refused():
+    text = {**PUBLISHED["llama-4-scout"]["text_config"], "num_experts_per_tok": 2}
+    with pytest.raises(InvalidArgument, match="weigh 'input' with top_k 2"):
+        MoEConfig.from_hf({**PUBLISHED["llama-4-scout"], "text_config": text})
+
+
+def test_files_that_are_no_config(tmp_path):
+    with pytest.raises(InvalidArgument, match="cannot read the model's config .*config.json"):
+        MoEConfig.from_hf(tmp_path)
+    file = tmp_path / "config.json"
+    for text, words in (("{", "cannot read the model's config"), ("[1]", "holds .1.; it must be")):
+        file.write_text(text)
+        with pytest.raises(InvalidArgument, match=words):
+            MoEConfig.from_hf(file)
+    with pytest.raises(InvalidArgument, match=r"config is 7; it must be a dict, a config\.json"):
+        MoEConfig.from_hf(7)

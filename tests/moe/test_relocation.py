@@ -1,0 +1,251 @@
+"""Replicas of experts: which serves whom, and how experts change their places."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.groups import settle
+from tests.moe.layers import CONFIGS, EXPERTS, Case, bound
+from tests.rounds import bits
+from weft.errors import GeometryMismatch, InvalidArgument
+from weft.moe import ExpertWeights, MoE, Replicas, balance, relocation, route
+from weft.moe.relocation import moves
+
+KINDS = ["cpu", "threads", pytest.param("cuda", marks=pytest.mark.gpu)]
+LOADS = [9.0, 1, 1, 7, 1, 1, 2, 3]
+OTHER = [1.0, 1, 8, 1, 1, 6, 1, 9]
+
+
+def open_layer(group: weft.Group, case: Case, replicas: Replicas, **options: Any) -> MoE:
+    def weights(local: tuple[int, ...]) -> ExpertWeights:
+        stacked = ExpertWeights.stack(case.config, [case.expert(e) for e in local], group.device)
+        return stacked.to_fp8() if options.get("fp8") else stacked
+
+    given = {"max_tokens": 16, "timeout": 600.0, "first_timeout": 600.0, **options}
+    return MoE(
+        group,
+        case.config,
+        weights,
+        replicas=replicas,
+        shared=case.shared(group.device),
+        correction=case.correction(group.device),
+        **given,
+    )
+
+
+def hold(layer: MoE, case: Case, out: torch.Tensor, seed: int) -> None:
+    """The result does not depend on where the experts lie, but for the sums' order."""
+    config, device = case.config, out.device
+    x, logits = case.next(seed=seed).of(layer.exchange.rank, device)
+    ids, weights = route(config.routing, logits, correction=case.correction(device))
+    every = ExpertWeights.stack(config, [case.expert(e) for e in range(EXPERTS)], device)
+    shared = case.shared(device)
+    wanted = weft.reference.moe_layer(
+        x,
+        ids,
+        weights,
+        every.gate_up,
+        every.down,
+        gate_up_bias=every.gate_up_bias,
+        down_bias=every.down_bias,
+        gating=weft.reference.clamped_swiglu
+        if config.gating.limit is not None
+        else weft.reference.swiglu,
+        shared=None if shared is None else shared(x),
+    )
+    torch.testing.assert_close(out.float(), wanted, rtol=0, atol=2 * bound(config, wanted))
+
+
+def moved(group: weft.Group, name: str, options: dict[str, Any]) -> list[int]:
+    config = replace(CONFIGS[name], dtype=torch.float32)
+    case = Case(config, tokens=(16, 5, 11)[: group.size])
+    first = balance(LOADS, group.size, replicas=group.size * 3 - EXPERTS % group.size)
+    counts = []
+    with open_layer(group, case, first, **options) as layer:
+        assert layer.local_experts == first.local(group.rank)
+        addresses = [t.data_ptr() for t in layer._weights.tensors]
+        turns = [first, balance(OTHER, group.size, len(first.logical) - EXPERTS), first]
+        backwards = Replicas(first.logical[::-1], group.size)
+        for seed, placement in enumerate([*turns, backwards]):
+            counts.append(layer.relocate(placement))
+            assert layer.replicas == placement
+            assert layer.local_experts == placement.local(group.rank)
+            x, logits = case.next(seed=seed).of(group.rank, group.device)
+            hold(layer, case, layer(x, logits), seed)
+            ids, weights = route(config.routing, logits, correction=case.correction(group.device))
+            again = layer(x, topk_ids=ids.long(), topk_weights=weights)
+            hold(layer, case, again, seed)
+        for slot, expert in enumerate(layer.local_experts):
+            right = case.expert(expert)
+            assert torch.equal(bits(layer._weights.gate_up[slot].cpu()), bits(right.gate_up))
+            assert torch.equal(bits(layer._weights.down[slot].cpu()), bits(right.down))
+        assert addresses == [t.data_ptr() for t in layer._weights.tensors]
+        settle(group.device)
+        layer.check()
+    return counts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("softmax", {}),
+        ("gpt-oss", {"mode": "low_latency", "gemm": "torch"}),
+        ("deepseek", {"mode": "throughput", "gemm": "torch", "overlap": "none"}),
+    ],
+)
+def test_layers_with_replicas(ranks, kind, name, options, monkeypatch):
+    monkeypatch.setattr(relocation, "STAGING_BYTES", 4096)  # pieces, as of large experts
+    counts = ranks(2, kind)(moved, name, options)
+    assert counts[0] == counts[1]
+    assert counts[0][0] == 0
+    assert all(counts[0][1:])
+
+
+def other_weights(group: weft.Group) -> None:
+    """A caller that moves weights itself; refusals; ranks that differ."""
+    case = Case(replace(CONFIGS["softmax"], dtype=torch.float32), tokens=(4, 4))
+    first = balance(LOADS, 2, replicas=4)
+    second = balance(OTHER, 2, replicas=4)
+    with open_layer(group, case, first) as layer:
+        mine = [case.expert(e) for e in second.local(group.rank)]
+        weights = ExpertWeights.stack(case.config, mine, group.device)
+        layer.relocate(second, weights=weights)
+        x, logits = case.of(group.rank, group.device)
+        hold(layer, case, layer(x, logits), 0)
+        few = ExpertWeights.stack(case.config, mine[1:], group.device)
+        for wrong, words in (
+            (lambda: layer.relocate(second, weights=few), "gate_up"),
+            (
+                lambda: layer.relocate(balance(LOADS, 2, 2)),
+                "10 physical ones; this layer was",
+            ),
+            (lambda: layer.relocate(balance(LOADS, 4, 4)), "replicas of 4 ranks"),
+            (lambda: layer.relocate(first.logical), "replicas is"),  # type: ignore[arg-type]
+        ):
+            with pytest.raises(InvalidArgument, match=words):
+                wrong()
+        with pytest.raises(GeometryMismatch, match="placement of experts"):
+            layer.relocate(first if group.rank else second)
+        assert layer.replicas == second
+        hold(layer, case, layer(x, logits), 0)
+        sibling = layer.sibling(layer._weights, replicas=second)
+        hold(sibling, case, sibling(x, logits), 0)
+    plain = {"replicas": first, "expert_map": [0] * 8}
+    with pytest.raises(InvalidArgument, match="expert_map and replicas"):
+        open_layer(group, case, max_tokens=4, **plain)  # type: ignore[arg-type]
+    with case.open(group) as layer, pytest.raises(InvalidArgument, match="built without"):
+        layer.relocate(first)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_of_the_caller(ranks, kind):
+    ranks(2, kind)(other_weights)
+
+
+def captured(group: weft.Group) -> None:
+    """A graph that was captured before goes on after experts have moved."""
+    case = Case(replace(CONFIGS["softmax"], dtype=torch.bfloat16), tokens=(16, 9))
+    first, second = balance(LOADS, 2, replicas=4), balance(OTHER, 2, replicas=4)
+    with open_layer(group, case, first) as layer:
+        x, logits = case.of(group.rank, group.device)
+        out = layer(x, logits)
+        settle(group.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            layer(x, logits, out=out)
+        for placement in (first, second, first):
+            layer.relocate(placement)
+            out.fill_(float("nan"))
+            graph.replay()
+            settle(group.device)
+            hold(layer, case, out, 0)
+        layer.check()
+
+
+@pytest.mark.gpu
+def test_graphs_outlive_a_relocation(ranks):
+    ranks(2, "cuda")(captured)
+
+
+def compiled(group: weft.Group) -> None:
+    """A compiled graph calls the layer with the caller's routing, before and after a move."""
+    case = Case(replace(CONFIGS["softmax"], dtype=torch.float32), tokens=(16, 5))
+    first, second = balance(LOADS, 2, replicas=4), balance(OTHER, 2, replicas=4)
+    with open_layer(group, case, first) as layer:
+        x, logits = case.of(group.rank, group.device)
+        ids, weights = route(case.config.routing, logits)
+
+        def call(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            return layer(x * 1, topk_ids=ids, topk_weights=weights, rows=16) + 0
+
+        traced = torch.compile(call, fullgraph=True)
+        for placement in (first, second):
+            layer.relocate(placement)
+            assert torch.equal(bits(traced(x, ids, weights)), bits(layer(x, logits)))
+
+
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_compiled_calls(ranks, kind):
+    ranks(2, kind)(compiled)
+
+
+def in_rounds(group: weft.Group, mode: str) -> None:
+    """Batches beyond max_tokens, in rounds that follow from a number equal on all ranks."""
+    case = Case(CONFIGS["deepseek"], tokens=(37, 0))
+    x, logits = case.of(group.rank, group.device)
+    options: dict[str, Any] = {"timeout": 600.0, "first_timeout": 600.0, "mode": mode}
+    with case.open(group, max_tokens=37, **options) as layer:
+        whole = layer(x, logits)
+    with case.open(group, max_tokens=16, **options) as layer:
+        parts = layer(x, logits, rows=37)
+        assert torch.equal(bits(parts), bits(whole))
+        out = torch.full_like(x, float("nan"))
+        some = torch.tensor([20], dtype=torch.int32, device=group.device)
+        layer(x, logits, rows=48, num_tokens=some, out=out)
+        assert torch.equal(bits(out[:20]), bits(whole[:20]))
+        with pytest.raises(InvalidArgument, match="rows is 36, but this rank has 37"):
+            layer(x if group.rank == 0 else x.new_zeros(37, 128), logits, rows=36)
+        with pytest.raises(InvalidArgument, match="pass logits, or topk_ids with topk_weights"):
+            layer(x, rows=37)
+        with pytest.raises(InvalidArgument, match="logits are a tensor .* topk_ids a tensor"):
+            layer(x, logits, topk_ids=logits.int(), rows=37)
+        with pytest.raises(InvalidArgument, match=r"must be \[\d+, 3\]"):
+            layer(x, topk_ids=logits.int(), topk_weights=logits, rows=37)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ["throughput", "low_latency"])
+def test_rounds(ranks, kind, mode):
+    ranks(2, kind)(in_rounds, mode)
+
+
+def test_moves_prefer_their_own_rank():
+    old = Replicas((0, 1, 2, 0, 3, 4), ranks=2)
+    new = Replicas((1, 0, 4, 2, 3, 0), ranks=2)
+    found = moves(old, new)
+    assert [m.target for m in found] == [0, 1, 2, 3, 5]
+    for source, target in found:
+        assert old.logical[source] == new.logical[target]
+        own = range(target // 3 * 3, target // 3 * 3 + 3)
+        here = any(old.logical[slot] == new.logical[target] for slot in own)
+        assert (source // 3 == target // 3) == here
+    assert moves(old, old) == []
+
+
+def test_moves_spread_what_ranks_send():
+    rng = random.Random(1)
+    for _ in range(20):
+        loads = [rng.random() for _ in range(32)]
+        old, new = balance(loads, 4, 16), balance([rng.random() for _ in range(32)], 4, 16)
+        found = moves(old, new)
+        assert [m.target for m in found] == [
+            slot for slot in range(48) if old.logical[slot] != new.logical[slot]
+        ]
+        assert all(old.logical[s] == new.logical[t] for s, t in found)

@@ -1,0 +1,212 @@
+"""Replicas of experts: every placement is one, and ranks are equally loaded."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft import Placement
+from weft.errors import InvalidArgument
+from weft.moe import Replicas, balance
+
+CPU = torch.device("cpu")
+
+
+def zipf(experts: int, exponent: float, seed: int) -> list[float]:
+    """Loads that fall as `1 / k^exponent`, dealt to experts at random."""
+    loads = [1 / k**exponent for k in range(1, experts + 1)]
+    random.Random(seed).shuffle(loads)
+    return loads
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[float], int, int]:
+    """Loads, ranks and replicas that go together."""
+    ranks = draw(st.integers(1, 8))
+    load = st.one_of(st.just(0.0), st.floats(1e-6, 1e9), st.integers(0, 5).map(float))
+    loads = draw(st.lists(load, min_size=1, max_size=24))
+    lack = -len(loads) % ranks
+    most = len(loads) * (ranks - 1)
+    replicas = lack + ranks * draw(st.integers(0, (most - lack) // ranks))
+    return loads, ranks, replicas
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases())
+def test_every_placement_holds_each_expert_and_none_twice_on_a_rank(case):
+    loads, ranks, replicas = case
+    found = balance(loads, ranks, replicas)
+    assert len(found.logical) == len(loads) + replicas
+    assert found.num_experts == len(loads)
+    counts = [len(found.physical_of(expert)) for expert in range(len(loads))]
+    assert min(counts) >= 1
+    assert sum(counts) == len(found.logical)
+    for rank in range(ranks):
+        local = found.local(rank)
+        assert len(local) == len(found.logical) // ranks
+        assert len(set(local)) == len(local), "a second replica takes no load off its rank"
+    # Greedy replicas: no expert is left with more load per replica than another gave up for its
+    # last one, except where it is on every rank already.
+    share = [load / count for load, count in zip(loads, counts, strict=True)]
+    given_up = [load / (n - 1) for load, n in zip(loads, counts, strict=True) if n > 1]
+    still = [s for s, n in zip(share, counts, strict=True) if n < ranks]
+    assert max(still, default=0.0) <= min(given_up, default=math.inf)
+    mean = math.fsum(loads) / ranks
+    assert found.imbalance(loads) >= 1 - 1e-9
+    assert found.imbalance(loads) * mean >= max(share) * (1 - 1e-9)
+    assert balance(torch.tensor(loads, dtype=torch.float64), ranks, replicas) == found
+    assert balance(list(np.array(loads)), ranks, replicas) == found
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases())
+def test_tables_say_what_slots_say(case):
+    found = balance(*case)
+    counts, physical = found.table(CPU)
+    assert counts.dtype == physical.dtype == torch.int32
+    assert physical.shape == (found.num_experts, int(counts.max()))
+    for expert in range(found.num_experts):
+        mine = found.physical_of(expert)
+        assert int(counts[expert]) == len(mine)
+        assert physical[expert].tolist() == [*mine] + [-1] * (physical.shape[1] - len(mine))
+        assert all(found.logical[slot] == expert for slot in mine)
+    placement = Placement.blocks(len(found.logical), found.ranks)
+    for rank in range(found.ranks):
+        here = [found.logical[slot] for slot in placement.experts_of(rank)]
+        assert tuple(here) == found.local(rank)
+
+
+@pytest.mark.parametrize("exponent", [0.6, 0.8, 1.0, 1.2])
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_zipf_loads(ranks, exponent, capsys):
+    loads = zipf(256, exponent, seed=0)
+    before = Replicas(tuple(range(256)), ranks).imbalance(loads)
+    after = {n: balance(loads, ranks, n).imbalance(loads) for n in (0, 16, 32, 64)}
+    with capsys.disabled():
+        row = "  ".join(f"{n}: {value:.4f}" for n, value in after.items())
+        print(f"\nzipf {exponent}, {ranks} ranks, blocks: {before:.3f}; replicas {row}")
+    assert after[0] < before
+    assert all(after[n] < 1.001 for n in (16, 32, 64))
+
+
+def test_the_table_of_the_docs():
+    text = (Path(__file__).parents[2] / "docs" / "moe.md").read_text()
+    told = re.findall(r"^\| (\d+), ([\d.]+) \|(.*)\|$", text, re.M)
+    found = []
+    for ranks, exponent, _ in told:
+        orders = [zipf(256, float(exponent), seed) for seed in range(5)]
+        placed = [[Replicas(tuple(range(256)), int(ranks))] * 5]
+        placed += [[balance(loads, int(ranks), n) for loads in orders] for n in (0, 16, 64)]
+        means = [sum(map(Replicas.imbalance, column, orders)) / 5 for column in placed]
+        cells = [f" {means[0]:.2f} ", *(f" {mean:.3f} " for mean in means[1:])]
+        found.append((ranks, exponent, "|".join(cells)))
+    assert len(told) == 3
+    assert told == found
+
+
+def optimum(loads: list[float], ranks: int, replicas: int) -> float:
+    """The least imbalance of all placements without two replicas of one expert on a rank."""
+    slots = len(loads) + replicas
+
+    def fill(rank: int, left: tuple[int, ...], share: list[float], worst: float) -> float:
+        if rank == ranks:
+            return worst
+        present = [expert for expert, n in enumerate(left) if n]
+        return min(
+            (
+                fill(
+                    rank + 1,
+                    tuple(n - (expert in chosen) for expert, n in enumerate(left)),
+                    share,
+                    max(worst, sum(share[expert] for expert in chosen)),
+                )
+                for chosen in itertools.combinations(present, slots // ranks)
+            ),
+            default=math.inf,
+        )
+
+    counts = itertools.product(range(1, ranks + 1), repeat=len(loads))
+    worst = min(
+        fill(0, count, [load / n for load, n in zip(loads, count, strict=True)], 0.0)
+        for count in counts
+        if sum(count) == slots
+    )
+    return worst * ranks / sum(loads)
+
+
+def test_no_placement_is_twice_as_good(capsys):
+    generator = random.Random(1)
+    ratios: list[float] = []
+    while len(ratios) < 150:
+        ranks, experts = generator.choice([(2, 3), (2, 4), (2, 5), (3, 3), (3, 4)])
+        replicas = -experts % ranks + ranks * generator.randint(0, 1)
+        if replicas > experts * (ranks - 1):
+            continue
+        loads = [generator.random() ** generator.choice((1, 4)) for _ in range(experts)]
+        found = balance(loads, ranks, replicas).imbalance(loads)
+        ratios.append(found / optimum(loads, ranks, replicas))
+    mean = sum(ratios) / len(ratios)
+    with capsys.disabled():
+        print(f"\nover the optimum: {mean:.3f} times on average, {max(ratios):.3f} at most")
+    assert min(ratios) > 1 - 1e-9
+    assert max(ratios) < 2
+    assert mean < 1.1
+
+
+def test_replicas_in_numbers():
+    found = balance([8, 1, 1, 2], ranks=2, replicas=2)
+    # 8 is halved first, then 2: both ranks hold 4 + 1 and one of the ones.
+    assert found.local(0).count(0) == found.local(1).count(0) == 1
+    assert found.physical_of(0) == (0, 3)
+    assert found.imbalance([8, 1, 1, 2]) == 1.0
+    assert balance([1, 0], 1).imbalance([0, 0]) == 1.0
+    assert balance([0.0] * 4, 4, 4).table(CPU).counts.tolist() == [2, 2, 2, 2]
+
+
+def test_a_full_rank_makes_room():
+    # Loads of zero tie, so experts 0 and 1 fill ranks 0 and 1, and both of expert 2 are left with
+    # rank 2: one of the full ranks gives it an expert and takes the second replica.
+    found = balance([0.0] * 3, ranks=3, replicas=3)
+    assert sorted(found.logical) == [0, 0, 1, 1, 2, 2]
+    assert all(len(set(found.local(rank))) == 2 for rank in range(3))
+
+
+@pytest.mark.parametrize(
+    ("loads", "ranks", "replicas", "words"),
+    [
+        ([1, 2, 3], 2, 0, "3 physical experts for 2 ranks, which hold equally many; use 1"),
+        ([1, 2], 2, 4, "replicas is 4 for 2 experts on 2 ranks; with 2 each rank has every"),
+        ([1, -2], 2, 0, r"loads\[1\] is -2; it must be a finite number, at least 0"),
+        ([1, math.nan], 2, 0, r"loads\[1\] is nan"),
+        ([], 2, 0, "loads has 0 entries"),
+        ([1e308] * 4, 2, 0, "loads add up to inf"),
+        (torch.ones(2, 4), 2, 0, r"loads is a tensor \[2, 4\].* of one layer"),
+    ],
+)
+def test_loads_that_cannot_be(loads, ranks, replicas, words):
+    with pytest.raises(InvalidArgument, match=words):
+        balance(loads, ranks, replicas)
+
+
+@pytest.mark.parametrize(
+    ("logical", "ranks", "words"),
+    [
+        ((0, 1, 2), 2, "logical has 3 entries for 2 ranks"),
+        ((), 1, "logical has 0 entries"),
+        ((0, 2), 1, r"leaves out expert 1 of 0\.\.2"),
+    ],
+)
+def test_slots_that_cannot_be(logical, ranks, words):
+    with pytest.raises(InvalidArgument, match=words):
+        Replicas(logical, ranks)
+    with pytest.raises(InvalidArgument, match="loads has 3 entries; these are replicas of 2"):
+        Replicas((0, 1), 1).imbalance([1, 2, 3])

@@ -1,0 +1,215 @@
+"""Tiny random models of transformers: their MoE blocks against the reference, from their files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from weft.moe import Expert, ExpertWeights, MoEConfig, route, router_logits
+
+transformers = pytest.importorskip("transformers")
+safetensors_torch = pytest.importorskip("safetensors.torch")
+EXPERTS, LAYER, TOKENS = 8, 1, 40
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 32,
+    "max_position_embeddings": 32,
+    "head_dim": 16,
+}
+LATENT = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 1,
+}
+DEEPSEEK = {**LATENT, "moe_intermediate_size": 24, "n_routed_experts": EXPERTS}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v3": (
+        "DeepseekV3",
+        {**DEEPSEEK, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3},
+    ),
+    "two shared": (
+        "DeepseekV3",
+        {**DEEPSEEK, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
+         "n_shared_experts": 2, "norm_topk_prob": False, "routed_scaling_factor": 16.0},
+    ),
+    "kimi_k2": (
+        "DeepseekV3",
+        {**DEEPSEEK, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3,
+         "routed_scaling_factor": 2.827},
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {"moe_intermediate_size": 24, "n_routed_experts": EXPERTS, "num_experts_per_tok": 3},
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"moe_intermediate_size": 24, "num_experts": EXPERTS, "num_experts_per_tok": 3,
+         "norm_topk_prob": True},
+    ),
+    "not normed": (
+        "Qwen3Moe",
+        {"moe_intermediate_size": 24, "num_experts": EXPERTS, "num_experts_per_tok": 3,
+         "norm_topk_prob": False},
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {"intermediate_size": 24, "num_local_experts": EXPERTS, "num_experts_per_tok": 3,
+         "swiglu_limit": 1.5, "swiglu_alpha": 1.25, "rope_parameters": {"rope_type": "default",
+         "rope_theta": 10000.0}},
+    ),
+    "llama4_text": (
+        "Llama4Text",
+        {"intermediate_size": 24, "intermediate_size_mlp": 48, "num_local_experts": EXPERTS},
+    ),
+}  # fmt: skip
+
+
+def model(name: str) -> torch.nn.Module:
+    """A model of transformers whose every number counts: biases and corrections too."""
+    family, sizes = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**SIZES, **sizes)
+    made = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
+    assert isinstance(made, torch.nn.Module)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for key, tensor in [*made.named_parameters(), *made.named_buffers()]:
+            if ".experts." in key or "shared_expert" in key or "router" in key or ".gate." in key:
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) / 4)
+    return made
+
+
+def block_of(made: torch.nn.Module) -> torch.nn.Module:
+    layer = made.get_submodule(f"model.layers.{LAYER}")
+    block = getattr(layer, "mlp", None) or getattr(layer, "feed_forward", None)
+    assert isinstance(block, torch.nn.Module)
+    return block
+
+
+def gate_of(block: torch.nn.Module) -> Any:
+    return getattr(block, "gate", None) or getattr(block, "router", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "original"),
+    [*((name, True) for name in MODELS), ("deepseek_v3", False), ("qwen3_moe", False)],
+)
+@torch.no_grad()
+def test_a_block_of_transformers_is_the_reference(name, original, tmp_path):
+    made = model(name)
+    made.save_pretrained(tmp_path, save_original_format=original, max_shard_size="40KB")  # type: ignore[operator]
+    assert (tmp_path / "model.safetensors.index.json").is_file(), "shards must matter"
+    if name == "kimi_k2":  # DeepSeek's code under another name
+        saved = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**saved, "model_type": name}))
+    config = MoEConfig.from_hf(tmp_path)
+    assert config == MoEConfig.from_hf(made.config), "from the file and from the object"
+    assert config.dtype == torch.float32
+    block = block_of(made)
+    gate = gate_of(block)
+    x = torch.randn(TOKENS, config.hidden, generator=torch.Generator().manual_seed(4))
+    wanted = block(x[None])
+    wanted = (wanted[0] if isinstance(wanted, tuple) else wanted).reshape(x.shape)
+    shared = [each for key, each in block.named_children() if key.startswith("shared_expert")]
+    assert bool(shared) == bool(config.shared)
+    added = shared[0](x) if shared else None
+    if shared:
+        assert shared[0].get_parameter("gate_proj.weight").shape == (config.shared, config.hidden)
+    ids, weights = route(
+        config.routing,
+        router_logits(x, gate.weight.data, getattr(gate, "bias", None)),
+        correction=getattr(gate, "e_score_correction_bias", None),
+    )
+    whole = ExpertWeights.from_safetensors(tmp_path, LAYER, range(EXPERTS), config=config)
+    whole.check(config, EXPERTS, torch.device("cpu"))
+    found = weft.reference.moe_layer(
+        x,
+        ids,
+        weights,
+        whole.gate_up,
+        whole.down,
+        gate_up_bias=whole.gate_up_bias,
+        down_bias=whole.down_bias,
+        gating=lambda g, u: config.gating.apply(torch.cat((g, u), dim=-1)),
+        weigh_input=config.routing.weigh == "input",
+        shared=added,
+    )
+    distance = float((found - wanted).abs().max() / wanted.abs().max())
+    assert distance < 1e-5
+    assert len(ids.unique()) > EXPERTS // 2, "the experts must differ"
+    some = ExpertWeights.from_safetensors(tmp_path, LAYER, (6, 1), config=config)
+    for name_, tensor in (("gate_up", some.gate_up), ("down", some.down)):
+        assert torch.equal(tensor, getattr(whole, name_)[[6, 1]])
+    if some.gate_up_bias is not None:
+        assert whole.gate_up_bias is not None
+        assert torch.equal(some.gate_up_bias, whole.gate_up_bias[[6, 1]])
+
+
+def _layer(
+    group: weft.Group,
+    folder: str,
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    correction: torch.Tensor,
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    config = MoEConfig.from_hf(folder)
+    shared = Expert(torch.cat(parts[:2]), parts[2])
+
+    def mine(local: tuple[int, ...]) -> ExpertWeights:
+        return ExpertWeights.from_safetensors(folder, LAYER, local, config=config)
+
+    with weft.MoE(
+        group, config, mine, max_tokens=TOKENS, shared=shared, correction=correction
+    ) as layer:
+        out = layer(x, router_logits(x, gate))
+        layer.check()
+        return out
+
+
+@torch.no_grad()
+def test_a_layer_over_ranks_is_the_block(ranks, tmp_path):
+    made = model("deepseek_v3")
+    made.save_pretrained(tmp_path)  # type: ignore[operator]
+    block = block_of(made)
+    x = torch.randn(TOKENS, SIZES["hidden_size"], generator=torch.Generator().manual_seed(5))
+    wanted = block(x[None])[0]
+    names = [f"shared_experts.{name}_proj.weight" for name in ("gate", "up", "down")]
+    parts = tuple(block.get_parameter(name).data for name in names)
+    gate = gate_of(block)
+    found = ranks(2, "cpu")(
+        _layer, str(tmp_path), x, gate.weight.data, gate.e_score_correction_bias, parts
+    )
+    for out in found:
+        assert float((out - wanted).abs().max() / wanted.abs().max()) < 1e-5
+
+
+def test_other_rules_give_other_outputs():
+    """The comparison above sees a wrong rule: each of these changes its output."""
+    made = model("deepseek_v3")
+    config = MoEConfig.from_hf(made.config)
+    gate = gate_of(block_of(made))
+    x = torch.randn(TOKENS, config.hidden, generator=torch.Generator().manual_seed(4))
+    logits, correction = router_logits(x, gate.weight.data), gate.e_score_correction_bias
+    right = route(config.routing, logits, correction=correction)
+    for changes in (
+        {"groups": 1, "top_groups": 1},
+        {"correction": False},
+        {"renormalise": False},
+        {"scale": 1.0},
+        {"score": "softmax"},
+        {"group_best": 1},
+    ):
+        rule = replace(config.routing, **changes)
+        other = route(rule, logits, correction=correction if rule.correction else None)
+        assert any(not torch.equal(a, b) for a, b in zip(right, other, strict=True)), changes

@@ -1,0 +1,174 @@
+"""Leases: who shares a workspace, and when it is given back."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.groups import settle
+from tests.moe.layers import CONFIGS, Case, bound
+from weft.errors import InvalidArgument, OutOfOrder
+from weft.moe import ExpertWeights, balance
+
+KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SIZES: dict[str, Any] = {"max_tokens": 4, "top_k": 2, "num_experts": 8, "hidden": 64}
+
+
+def exchanges(group: weft.Group) -> None:
+    one = weft.lease(group, weft.AllToAll, **SIZES)
+    # The same sizes, said in another way.
+    two = weft.lease(group, weft.AllToAll, **SIZES, dtype=torch.bfloat16, expert_map=None)
+    other = weft.lease(group, weft.AllToAll, **{**SIZES, "hidden": 128})
+    low = weft.lease(group, weft.LowLatencyAllToAll, 4, 128, 2, 8)
+    again = weft.lease(group, weft.LowLatencyAllToAll, 4, num_experts=8, hidden=128, top_k=2)
+    assert one.operator is two.operator
+    assert low.operator is again.operator
+    assert len({id(each.operator) for each in (one, other, low)}) == 3
+    mapped = [
+        weft.lease(group, weft.AllToAll, **SIZES, expert_map=owners)
+        for owners in ([1, 0] * 4, torch.tensor([1, 0] * 4), [0, 1] * 4)
+    ]
+    assert mapped[0].operator is mapped[1].operator is not mapped[2].operator
+    one.close()
+    one.close()  # idempotent: it counts once
+    with two as a2a:
+        a2a.check()
+    with pytest.raises(OutOfOrder, match="closed"):
+        a2a.check()
+    new = weft.lease(group, weft.AllToAll, **SIZES)
+    assert new.operator is not a2a
+    new.operator.close()  # behind the lease's back
+    newer = weft.lease(group, weft.AllToAll, **SIZES)
+    assert newer.operator is not new.operator
+    new.close()
+    newer.operator.check()
+    with pytest.raises(InvalidArgument, match="payloads is .*cannot be compared"):
+        weft.lease(group, weft.AllToAll, **SIZES, payloads={})
+    with pytest.raises(TypeError, match="max_tokens"):
+        weft.lease(group, weft.AllToAll, top_k=2)
+    for mine in (newer, other, *mapped):
+        mine.close()
+    low.close()
+    again.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_operators_of_equal_sizes_are_one(ranks, kind):
+    ranks(2, kind)(exchanges)
+
+
+def forgotten(group: weft.Group) -> None:
+    lease = weft.lease(group, weft.AllToAll, **SIZES)
+    seen = weakref.ref(lease.operator)
+    del lease
+    gc.collect()
+    assert seen() is None
+    weft.lease(group, weft.AllToAll, **SIZES).close()
+
+
+def test_a_lease_that_is_forgotten_holds_nothing(ranks):
+    ranks(2, "cpu")(forgotten)
+
+
+def layers(group: weft.Group) -> None:
+    """Layers with weights and placements of their own on one workspace."""
+    case = Case(replace(CONFIGS["deepseek"], dtype=torch.float32), tokens=(4, 2))
+    placements = [balance(loads, 2, 2) for loads in ([1.0] * 8, [9.0, 1, 1, 1, 1, 1, 1, 8])]
+
+    def open_layer(number: int, **options: Any) -> weft.Lease[weft.MoE]:
+        def weights(local: tuple[int, ...]) -> ExpertWeights:
+            mine = [case.expert(expert) for expert in local]
+            return ExpertWeights.stack(case.config, mine, group.device)
+
+        return weft.lease(
+            group,
+            weft.MoE,
+            case.config,
+            weights,
+            max_tokens=4,
+            shared=case.shared(group.device),
+            correction=case.correction(group.device),
+            replicas=placements[number],
+            **options,
+        )
+
+    first, second = open_layer(0), open_layer(1)
+    third = open_layer(0, overlap="none")
+    assert first.operator is not second.operator
+    assert first.operator.exchange is second.operator.exchange
+    assert first.operator.exchange is not third.operator.exchange
+    assert (first.operator.replicas, second.operator.replicas) == tuple(placements)
+    x, logits = case.of(group.rank, group.device)
+    outs = [lease.operator(x, logits) for lease in (first, second, third)]
+    atol = 4 * bound(case.config, outs[0].float())
+    torch.testing.assert_close(outs[1], outs[0], rtol=0, atol=atol)
+    torch.testing.assert_close(outs[2], outs[0], rtol=0, atol=atol)
+    first.close()
+    torch.testing.assert_close(second.operator(x, logits), outs[1], rtol=0, atol=0)
+    settle(group.device)
+    exchange = second.operator.exchange
+    second.close()
+    with pytest.raises(OutOfOrder, match="closed"):
+        exchange.check()
+    third.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_share_a_workspace(ranks, kind):
+    ranks(2, kind)(layers)
+
+
+def memory(group: weft.Group) -> None:
+    """What is told before is what is held."""
+    device = group.device
+    for name, options in (
+        ("softmax", {"mode": "throughput", "overlap": "none"}),
+        ("softmax", {"mode": "throughput", "gemm": "torch", "overlap": "none", "max_rows": 40}),
+        ("llama", {"mode": "throughput", "overlap": "none", "quantize": "fp8"}),
+        ("deepseek", {"mode": "low_latency", "overlap": "none"}),
+        ("gpt-oss", {"mode": "low_latency", "overlap": "none", "quantize": "fp8"}),
+    ):
+        case = Case(CONFIGS[name], tokens=(5, 7))
+        with case.open(group, max_tokens=8, **options) as layer:
+            told = weft.MoE.memory_bytes(
+                case.config, ranks=2, max_tokens=8, device=device, **options
+            )
+            assert told.ordinary == layer.workspace_bytes, (name, options)
+            assert told.shared == layer.exchange._watched.heap.size
+            most = weft.MoE.memory_bytes(case.config, ranks=2, max_tokens=8, device=device)
+            assert most.total >= told.total or "quantize" in options or "max_rows" in options
+    with pytest.raises(InvalidArgument, match="ranks is 0"):
+        weft.MoE.memory_bytes(CONFIGS["softmax"], ranks=0, max_tokens=8, device=device)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_is_known_before(ranks, kind):
+    ranks(2, kind)(memory)
+
+
+def global_ids(group: weft.Group) -> None:
+    for owners in (None, [1, 0] * 4):
+        with weft.AllToAll(group, **SIZES, expert_map=owners) as a2a:
+            ids = torch.tensor([[0, 7], [3, -1]], dtype=torch.int32, device=group.device)
+            x = torch.zeros(2, 64, dtype=torch.bfloat16, device=group.device)
+            received = a2a.dispatch(x, ids)
+            found = a2a.global_ids(received.ids)
+            assert found.dtype == torch.int32
+            mine = torch.tensor(a2a.local_experts, device=group.device)
+            own = torch.isin(ids, mine)
+            for source in range(2):
+                assert torch.equal(found[source, :2], torch.where(own, ids, -1))
+            a2a.combine()
+            with pytest.raises(InvalidArgument, match="local_ids is .*int32 or int64"):
+                a2a.global_ids(x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_global_ids(ranks, kind):
+    ranks(2, kind)(global_ids)

@@ -1,0 +1,143 @@
+"""Layers of equal sizes share one workspace, because they run one after the other.
+
+An engine makes one operator for each of its layers. With `lease` all that ask for the same sizes
+get the same symmetric memory. Which call makes it and which gives it back follows from the sequence
+of calls alone, so it is the same on every rank, as collective creation needs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+
+from weft.arguments import function, shown
+from weft.errors import InvalidArgument, OutOfOrder
+from weft.memory import Group
+from weft.moe import MoE
+from weft.runtime.check import check_group
+
+# What layers of one workspace differ in; of the replicas only their number is the workspace's.
+OF_A_LAYER = ("weights", "shared", "correction", "replicas")
+
+
+class Operator(Protocol):
+    """What can be leased."""
+
+    def close(self) -> None:
+        """Give the memory back."""
+
+    def _check_open(self) -> None: ...
+
+
+T = TypeVar("T", bound=Operator)
+
+
+@dataclass(eq=False)
+class _Shared(Generic[T]):
+    operator: T
+    users: int = 0
+
+
+# Weakly, so that operators whose leases are all forgotten go as those do that nobody leased.
+_Known = WeakValueDictionary[Hashable, _Shared[Any]]
+_of_group: WeakKeyDictionary[Group, _Known] = WeakKeyDictionary()
+
+
+class Lease(Generic[T]):
+    """One layer's part in a workspace; a context manager that gives the operator.
+
+    operator: what the layer calls: the shared one, or with MoE a layer of its own.
+    """
+
+    def __init__(self, operator: T, key: Hashable, shared: _Shared[T], group: Group) -> None:
+        self.operator = operator
+        self._key, self._shared, self._group = key, shared, group
+        self._open = True
+        shared.users += 1
+
+    def close(self) -> None:
+        """Give the part back; the last one frees the memory. Local, idempotent."""
+        if not self._open:
+            return
+        self._open = False
+        self._shared.users -= 1
+        own = self.operator is not self._shared.operator
+        if not self._shared.users:
+            known = _of_group.get(self._group)
+            if known is not None and known.get(self._key) is self._shared:
+                del known[self._key]
+            self._shared.operator.close()
+        if own:
+            self.operator.close()
+
+    def __enter__(self) -> T:
+        return self.operator
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def lease(group: Group, kind: type[T], *args: Any, **options: Any) -> Lease[T]:
+    """`kind(group, *args, **options)`, shared by all that ask for the same on this group.
+
+    kind: AllToAll, LowLatencyAllToAll, AllReduce, or MoE, whose layers have weights, a shared
+        expert, a correction and a placement of replicas of their own (`MoE.sibling`).
+
+    Calls of those that share must come one after the other, in the same order on every rank: layers
+    of a model do. Collective: every rank makes the same sequence of leases and closes. Where what
+    was shared has been closed by other means, the next lease makes a new one. Raises what `kind`
+    raises, and InvalidArgument for an option that cannot be compared.
+    """
+    check_group(group)
+    function("kind", kind, "such as weft.AllToAll")
+    bound = inspect.signature(kind).bind(group, *args, **options)
+    bound.apply_defaults()
+    sizes = {name: value for name, value in bound.arguments.items() if name != "group"}
+    key = (kind, *(_key(kind, name, value) for name, value in sizes.items()))
+    known = _of_group.setdefault(group, WeakValueDictionary())
+    shared = known.get(key)
+    if shared is not None and not _serves(shared.operator):
+        shared = None
+    if shared is None:
+        shared = known[key] = _Shared(kind(*bound.args, **bound.kwargs))
+        return Lease(shared.operator, key, shared, group)
+    if kind is not MoE:
+        return Lease(shared.operator, key, shared, group)
+    own = {name: sizes[name] for name in OF_A_LAYER}
+    return Lease(shared.operator.sibling(**own), key, shared, group)
+
+
+def _serves(operator: Operator) -> bool:
+    try:
+        operator._check_open()
+    except OutOfOrder:
+        return False
+    return True
+
+
+def _key(kind: type[Any], name: str, value: Any) -> Hashable:
+    """What two leases compare of an argument."""
+    if kind is MoE and name in OF_A_LAYER:
+        return name, None if name != "replicas" or value is None else len(value.logical)
+    return name, _frozen(name, value)
+
+
+def _frozen(name: str, value: Any) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.tolist()) if value.dim() == 1 else tuple(map(tuple, value.tolist()))
+    if isinstance(value, list | tuple):
+        return tuple(_frozen(name, each) for each in value)
+    try:
+        hash(value)
+    except TypeError as error:
+        raise InvalidArgument(
+            f"{name} is {shown(value)}, by which leases cannot be compared; make the operator "
+            "itself, or pass what is hashable"
+        ) from error
+    found: Hashable = value
+    return found

@@ -1,0 +1,187 @@
+"""What a model's config.json says of its MoE layers: each served family's names and rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.arguments import flags, integer, listed, real, refuse, shown
+from weft.errors import InvalidArgument
+from weft.moe.gating import Gating
+from weft.moe.router import Routing
+from weft.tuning.table_file import read_json
+
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+Layer = dict[str, Any]
+
+
+class Fields:
+    """A config's fields by name; `where` is how an error names the config."""
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self._values, self._where = values, where
+
+    def get(self, *names: str) -> Any:
+        """The first of these fields that is there. Raises InvalidArgument where none is."""
+        for name in names:
+            if self._values.get(name) is not None:
+                return self._values[name]
+        raise InvalidArgument(
+            f"{self._where} has no field {names[0]!r}, which a layer of model_type "
+            f"{self._values.get('model_type')!r} needs: add it"
+        )
+
+    def size(self, *names: str, least: int = 1) -> int:
+        """A field that is a whole number."""
+        return integer(self._named(names[0]), self.get(*names), least)
+
+    def real(self, name: str, default: float | None = None) -> float:
+        """A field that is a number; `default` where configs may leave it out."""
+        missing = default is not None and self._values.get(name) is None
+        return real(self._named(name), default if missing else self.get(name))
+
+    def flag(self, name: str) -> bool:
+        """A field that is True or False."""
+        value = self.get(name)
+        flags(**{self._named(name): value})
+        return bool(value)
+
+    def require(self, **wanted: object) -> None:
+        """Refuse other values of fields that change the arithmetic; those left out are as wanted.
+
+        0, False and null count as left out.
+        """
+        for name, only in wanted.items():
+            value = self._values.get(name)
+            if value and value != only:
+                serves = "without it" if only is None else f"with {only!r}"
+                raise InvalidArgument(
+                    f"{self._named(name)} is {shown(value)}; weft serves model_type "
+                    f"{self._values.get('model_type')!r} {serves} only"
+                )
+
+    def _named(self, name: str) -> str:
+        return f"{name} in {self._where}"
+
+
+def layer_of(config: object) -> Layer:
+    """The fields of the `MoEConfig` that a model's config describes; see `MoEConfig.from_hf`."""
+    values, where = _values_of(config)
+    outer = values
+    if isinstance(inner := values.get("text_config"), Mapping):
+        values, where = inner, f"text_config of {where}"
+    family = values.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise InvalidArgument(
+            f"model_type in {where} is {shown(family)}; weft knows the MoE layers of "
+            f"{listed(FAMILIES)}: write a MoEConfig for others by hand"
+        )
+    fields = Fields(values, where)
+    fields.require(hidden_act="silu")
+    found = (each.get(name) for each in (values, outer) for name in ("dtype", "torch_dtype"))
+    named = next((name for name in found if name is not None), "bfloat16")
+    dtype = DTYPES.get(str(named).removeprefix("torch."))
+    if dtype is None:
+        raise InvalidArgument(f"dtype in {where} is {shown(named)}; choose one of {listed(DTYPES)}")
+    return {"hidden": fields.size("hidden_size"), "dtype": dtype, **FAMILIES[family](fields)}
+
+
+def _values_of(config: object) -> tuple[Mapping[str, Any], str]:
+    """A config's fields, and how an error names it."""
+    if isinstance(config, Mapping):
+        return config, "config"
+    if isinstance(config, str | Path):
+        path = Path(config)
+        path = path / "config.json" if path.is_dir() else path
+        found = read_json(path, "the model's config")
+        if not isinstance(found, dict):
+            raise InvalidArgument(f"config {path} holds {shown(found)}; it must be a JSON object")
+        return found, str(path)
+    # What transformers' configs offer; nothing of transformers is imported.
+    to_dict = getattr(config, "to_dict", None)
+    found = to_dict() if callable(to_dict) else None
+    if not isinstance(found, Mapping):
+        refuse("config", config, "a dict, a config.json or its folder, or a config of transformers")
+    return found, type(config).__name__
+
+
+def _sigmoid_with_correction(fields: Fields) -> Layer:
+    """DeepSeek-V3, and what follows it."""
+    fields.require(scoring_func="sigmoid", topk_method="noaux_tc", swiglu_limit=None)
+    intermediate = fields.size("moe_intermediate_size")
+    return {
+        "intermediate": intermediate,
+        "shared": intermediate * fields.size("n_shared_experts", least=0),
+        "routing": Routing(
+            num_experts=fields.size("n_routed_experts", "num_local_experts"),
+            top_k=fields.size("num_experts_per_tok"),
+            score="sigmoid",
+            renormalise=fields.flag("norm_topk_prob"),
+            correction=True,
+            groups=fields.size("n_group"),
+            top_groups=fields.size("topk_group"),
+            scale=fields.real("routed_scaling_factor"),
+        ),
+    }
+
+
+def _qwen3_moe(fields: Fields) -> Layer:
+    fields.require(shared_expert_intermediate_size=None, swiglu_limit=None)
+    return {
+        "intermediate": fields.size("moe_intermediate_size"),
+        "routing": Routing(
+            num_experts=fields.size("num_experts", "num_local_experts"),
+            top_k=fields.size("num_experts_per_tok"),
+            renormalise=fields.flag("norm_topk_prob"),
+        ),
+    }
+
+
+def _gpt_oss(fields: Fields) -> Layer:
+    return {
+        "intermediate": fields.size("intermediate_size"),
+        "gating": Gating(
+            alpha=fields.real("swiglu_alpha", 1.702),
+            offset=1.0,
+            limit=fields.real("swiglu_limit"),
+        ),
+        "biased": True,
+        "routing": Routing(
+            num_experts=fields.size("num_local_experts", "num_experts"),
+            top_k=fields.size("num_experts_per_tok"),
+            score="softmax-chosen",
+        ),
+    }
+
+
+def _llama4(fields: Fields) -> Layer:
+    fields.require(swiglu_limit=None)
+    intermediate = fields.size("intermediate_size")
+    return {
+        "intermediate": intermediate,
+        "shared": intermediate,
+        "routing": Routing(
+            num_experts=fields.size("num_local_experts"),
+            top_k=fields.size("num_experts_per_tok"),
+            score="sigmoid",
+            renormalise=False,
+            weigh="input",
+        ),
+    }
+
+
+FAMILIES: Mapping[str, Callable[[Fields], Layer]] = {
+    "deepseek_v3": _sigmoid_with_correction,
+    "glm4_moe": _sigmoid_with_correction,
+    "gpt_oss": _gpt_oss,
+    "kimi_k2": _sigmoid_with_correction,
+    "llama4_text": _llama4,
+    "qwen3_moe": _qwen3_moe,
+}

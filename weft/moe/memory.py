@@ -1,0 +1,80 @@
+"""What a layer allocates, before anything is: the sizes of its workspace's parts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from weft.alltoall.geometry import Geometry
+from weft.errors import InvalidArgument
+from weft.grouping.api import by_expert
+from weft.grouping.rounds import buffer_bytes
+from weft.lowlatency.geometry import LowGeometry
+from weft.moe.grouped_experts import GroupedExperts
+from weft.moe.low_latency import LowLatencyWorkspace, packs
+from weft.moe.models import MoEConfig
+from weft.moe.plan import AUTO, LayerPlan, Options, plan_for
+from weft.moe.table import MODES, OVERLAPS
+from weft.moe.throughput import ThroughputWorkspace, layout_of
+from weft.moe.torch_experts import TorchExperts
+from weft.runtime.layout import Memory
+
+META = torch.device("meta")
+
+
+def layer_memory(
+    config: MoEConfig, options: Options, *, ranks: int, device: torch.device
+) -> Memory:
+    """Bytes of the rank that has most experts; where "auto" may choose, of the largest choice.
+
+    Raises InvalidArgument where nothing serves that was asked for.
+    """
+    options.check(config)
+    modes = MODES if options.mode == AUTO else (options.mode,)
+    overlaps = OVERLAPS if options.overlap == AUTO else (options.overlap,)
+    found, refused = [], []
+    for mode in modes:
+        for overlap in overlaps:
+            asked = replace(options, mode=mode, overlap=overlap)
+            try:
+                found.append(_memory(config, asked, plan_for(asked, config, device), ranks, device))
+            except InvalidArgument as error:
+                refused.append(error)
+    if not found:
+        raise refused[0]
+    return max(found, key=lambda memory: memory.total)
+
+
+def _memory(
+    config: MoEConfig, options: Options, plan: LayerPlan, ranks: int, device: torch.device
+) -> Memory:
+    weighed = options.max_tokens if config.routing.weigh == "input" else 0
+    ordinary = weighed * config.hidden * config.dtype.itemsize
+    rows: tuple[int, ...]
+    if plan.mode == "low_latency":
+        low = LowLatencyWorkspace.sizes_of_exchange(config, options, plan)
+        geometry = LowGeometry.of(ranks=ranks, profile=options.profile, **low)
+        shared, experts = geometry.memory.shared, geometry.shape.local
+        ordinary += geometry.memory.ordinary
+        blocks = (experts, ranks * options.max_tokens)
+        rows = (blocks[0] * blocks[1],) if packs(plan, device) else blocks
+    else:
+        sizes = ThroughputWorkspace.sizes_of_exchange(config, options, plan)
+        exchange = Geometry.of(ranks=ranks, **sizes)
+        shared, placement = exchange.layout.share_bytes, exchange.placement
+        experts = max(len(placement.experts_of(rank)) for rank in range(ranks))
+        layout = layout_of(plan, device)
+        grouping = by_expert(exchange, experts, options.max_rows, 1, layout)
+        ordinary += buffer_bytes(exchange, grouping, device)
+        rows = (experts, grouping.rows) if layout == "masked" else (grouping.rows,)
+    buffers: tuple[torch.Tensor, ...]
+    if plan.gemm == "grouped":
+        pushes = plan.gemm_push and plan.mode == "low_latency"
+        buffers = GroupedExperts.make_buffers(
+            config, rows, fp8=options.fp8, gemm_push=pushes, device=META
+        )
+    else:
+        buffers = TorchExperts.make_buffers(config, rows, quantize=plan.quantize, device=META)
+    ordinary += sum(tensor.numel() * tensor.itemsize for tensor in buffers)
+    return Memory(shared, ordinary)
