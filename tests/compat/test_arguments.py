@@ -287,13 +287,13 @@ def buffers(group: weft.Group) -> None:
         **{"x": numbers.clone(), "topk_idx": topk, "topk_weights": weights, "handle": handle},
         "out": torch.zeros_like(x),
     }
-    home: dict[str, Kind] = {
+    combined: dict[str, Kind] = {
         **{"x": TENSOR, "topk_idx": TENSOR, "topk_weights": TENSOR.optional(), "handle": THING},
         **{"use_logfmt": WANTS_FALSE, "zero_copy": FLAG, "async_finish": FLAG},
         **{"return_recv_hook": FLAG, "out": TENSOR.optional()},
         "combine_wait_recv_cost_stats": NONE,
     }
-    tried(Row(buffer.low_latency_combine, back, home))
+    tried(Row(buffer.low_latency_combine, back, combined))
     tried(Row(buffer.get_next_low_latency_combine_buffer, {"handle": handle}, {"handle": THING}))
     paths = listed(7, True, [], b"x", torch.zeros(2))
     tried(Row(buffer.dump_trace, {"path": "trace.json"}, {"path": paths}))
@@ -342,11 +342,11 @@ def layers(group: weft.Group) -> None:
         **{"send_tokens": torch.ones(rows.shape, dtype=BF16), "topk_indices": ids},
         **{"topk_weights": weights, "dispatch_meta": meta},
     }
-    home = {
+    combined = {
         **{"send_tokens": TENSOR, "topk_indices": TENSOR, "topk_weights": TENSOR.optional()},
         **{"dispatch_meta": THING, "zero_copy": FLAG},
     }
-    tried(Row(layer.combine, back, home))
+    tried(Row(layer.combine, back, combined))
     layer.combine(**back)
     layer.check()
     assert torch.equal(whole(), before)

@@ -126,7 +126,7 @@ def statistics(group: weft.Group) -> None:
             group.barrier()
             a2a.combine(torch.zeros((RANKS, MAX, HIDDEN)).bfloat16(), MAX)
         assert a2a.eplb_gathered_stats is None
-        # A rank that tells nothing counts as zeros.
+        # A rank that sends nothing counts as zeros.
         ids, weights = routing(9, group.rank, 1)
         x, only = torch.ones((1, HIDDEN), dtype=torch.bfloat16), group.rank == 1
         a2a.dispatch(ids, [x, ids, weights], MAX, eplb_local_stats=local + 1 if only else None)

@@ -48,7 +48,7 @@ def lists(group: weft.Group) -> None:
 
 
 def no_lists(group: weft.Group) -> None:
-    """A list that not all ranks bring, or that cannot be: all ranks hear of it."""
+    """A list that not all ranks bring, or that cannot be: all ranks raise."""
     quantised = rows(0, group.rank, 2, QUANTISED)
     ids = quantised[-2]
     with make(group) as a2a:

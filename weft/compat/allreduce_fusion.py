@@ -16,8 +16,9 @@ from weft.arguments import instance, integer, real, shown
 from weft.compat.fusion_workspace import NAMES, REDUCED, AllReduceFusionWorkspace
 from weft.compat.refusals import refuse
 from weft.errors import InvalidArgument
+from weft.fields import largest
 from weft.runtime.check import refuse_tensor
-from weft.shape import LIMITS
+from weft.shape import Shape
 
 GROUP = 128  # columns that share a scale
 _FINALIZE = "weft has one implementation"
@@ -240,7 +241,7 @@ def _reduction(
     assert scales is not None
     assert rows is not None
     assert shared is not None
-    experts = integer("moe_reduction_device_num_experts", experts, 1, LIMITS["experts"][2])
+    experts = integer("moe_reduction_device_num_experts", experts, 1, largest(Shape, "experts"))
     for name, tensor in (
         ("moe_reduction_scale_input", scales),
         ("moe_reduction_active_experts_token_input", rows),

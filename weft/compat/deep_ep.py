@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, TypeAlias
 
 import torch
@@ -28,13 +27,13 @@ from weft.shape import MAX_RANKS
 
 __all__ = ["Buffer", "EventOverlap"]
 
-HINTED_TOP_K = 16  # the size hint does not hear of top_k; this is more than models have
+HINTED_TOP_K = 16  # the size hint is not given top_k; this is more than models have
 NORMAL = "weft.compat.deep_ep has the low-latency calls only; weft.AllToAll is the normal mode"
 SHRINK = "a rank that died ends the group: close it and make a new one"
 # What weft's arguments are called here.
 DISPATCHED = {"topk_ids": "topk_idx"}
 COMBINED = {"y": "x", "topk_ids": "topk_idx"}
-LOGFMT = "rows come home as bfloat16, exactly"
+LOGFMT = "rows return as bfloat16, exactly"
 STATS, COUNTS = "cumulative_local_expert_recv_stats", (torch.int32, torch.int64)
 COSTS = "build with profile=True and use dump_trace: waits by source, for each CTA"
 Numbers: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -57,12 +56,7 @@ class EventOverlap:
     def __enter__(self) -> EventOverlap:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.current_stream_wait()
 
 
@@ -228,10 +222,11 @@ class Buffer:
         out: torch.Tensor | None = None,
         combine_wait_recv_cost_stats: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
-        """Bring the experts' rows home; return `(out, event, hook)`.
+        """Return each token's weighted sum of its experts' rows, as `(out, event, hook)`.
 
         x: bfloat16 `[local_experts, num_ranks * most tokens, hidden]`, any tensor: none is copied.
-        topk_idx, topk_weights: of the dispatch; float32 weights, multiplied at home in top-k order.
+        topk_idx, topk_weights: of the dispatch; float32 weights. The token's owner multiplies by
+            them in top-k order.
         """
         refuse("use_logfmt", use_logfmt, False, LOGFMT)
         refuse("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, None, COSTS)

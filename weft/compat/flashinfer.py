@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -25,8 +24,8 @@ from weft.compat.ranks import EpMapping, lease_group, place, release_group
 from weft.compat.refusals import (
     BACKEND,
     MASK,
-    REMAP,
     RESULT,
+    StaysMapped,
     check_batch,
     check_ids,
     check_stats,
@@ -40,9 +39,10 @@ from weft.compat.sizes import (
     moe_workspace_size,
 )
 from weft.errors import InvalidArgument, OutOfOrder, TokenOverflow, UsageError
+from weft.fields import largest
 from weft.memory import Group
 from weft.runtime.check import refuse_tensor, tensors_of
-from weft.shape import DTYPE_NAMES, LIMITS, MAX_TOP_K
+from weft.shape import DTYPE_NAMES, MAX_TOP_K, Shape
 
 __all__ = ["MoeAlltoAll", "moe_a2a_get_workspace_size_per_rank"]
 __all__ += ["AllReduceFusionPattern", "AllReduceFusionWorkspace"]
@@ -59,7 +59,7 @@ class _Round:
     stats: torch.Tensor | None
 
 
-class MoeAlltoAll:
+class MoeAlltoAll(StaysMapped):
     """Expert-parallel dispatch and combine with the calls of `flashinfer.comm.MoeAlltoAll`.
 
     mapping: anything with moe_ep_rank and moe_ep_size, such as flashinfer's Mapping.
@@ -67,7 +67,7 @@ class MoeAlltoAll:
     workspace_size_per_rank: accepted and not used; sizes follow from the other arguments.
     hidden_size: elements of a combine row; needed.
     mnnvl_config: its comm_backend, if any, is how the ranks meet.
-    eplb_stats_num_experts: int32 numbers that each rank may tell all ranks in dispatch.
+    eplb_stats_num_experts: int32 numbers that each rank may send to all ranks in dispatch.
 
     Arguments of weft's own:
     group: the ranks; default mnnvl_config's, else torch.distributed's world, else torchrun's.
@@ -113,12 +113,14 @@ class MoeAlltoAll:
                 f"{shown(workspace_size_per_rank)}; pass hidden_size: rows are laid out one by "
                 "one, not carved from a byte count"
             )
-        limit = LIMITS["tokens"][2]
+        limit = largest(Shape, "tokens")
         max_num_tokens = integer("max_num_tokens", max_num_tokens, 1, limit)
         top_k = integer("top_k", top_k, 1, MAX_TOP_K)
-        num_experts = integer("num_experts", num_experts, 1, LIMITS["experts"][2])
-        hidden_size = integer("hidden_size", hidden_size, 1, LIMITS["hidden"][2])
-        stats = integer("eplb_stats_num_experts", eplb_stats_num_experts, 0, LIMITS["stats"][2])
+        num_experts = integer("num_experts", num_experts, 1, largest(Shape, "experts"))
+        hidden_size = integer("hidden_size", hidden_size, 1, largest(Shape, "hidden"))
+        stats = integer(
+            "eplb_stats_num_experts", eplb_stats_num_experts, 0, largest(Shape, "stats")
+        )
         dtype = one_of("dtype", dtype, DTYPE_NAMES)
         rows = declared(payloads) if payloads else default_payloads(hidden_size, top_k, dtype)
         flags(contiguous=contiguous)
@@ -237,7 +239,7 @@ class MoeAlltoAll:
         workspace, running = self._dispatched("get_combine_payload_tensor_in_workspace")
         _check_runtime_max(runtime_max_tokens_per_rank, running)
         terms = workspace.terms
-        hidden_size = integer("hidden_size", hidden_size, 1, LIMITS["hidden"][2])
+        hidden_size = integer("hidden_size", hidden_size, 1, largest(Shape, "hidden"))
         instance("dtype", dtype, torch.dtype)
         if (hidden_size, dtype) != (terms.hidden, terms.dtype):
             raise InvalidArgument(
@@ -261,7 +263,7 @@ class MoeAlltoAll:
         active_rank_mask: torch.Tensor | None = None,
         enable_pdl: bool | None = None,
     ) -> torch.Tensor:
-        """Bring the rows home and add those of each token, in fp32 and in rank order.
+        """Return the rows and add those of each token at its owner, in fp32 and in rank order.
 
         payload: `[ep_size, runtime_max_tokens_per_rank, hidden_size]`; row `[s, t]` is this rank's
             weighted sum for token t of rank s. Rows of tokens without an expert here are not read.
@@ -308,14 +310,6 @@ class MoeAlltoAll:
                     "of tokens of any rank, the same on every rank"
                 )
 
-    def checkpoint_prepare(self) -> None:
-        """Raises InvalidArgument: memory stays mapped while an object lives."""
-        raise InvalidArgument(f"checkpoint_prepare() is refused: {REMAP}")
-
-    def checkpoint_restore(self, comm_backend: Any) -> None:
-        """Raises InvalidArgument: memory stays mapped while an object lives."""
-        raise InvalidArgument(f"checkpoint_restore({comm_backend!r}) is refused: {REMAP}")
-
     def close(self) -> None:
         """Give up the workspace, and the group if it was not given. Local and idempotent."""
         workspace, self._workspace = self._workspace, None
@@ -328,12 +322,7 @@ class MoeAlltoAll:
     def __enter__(self) -> MoeAlltoAll:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _open(self) -> SharedWorkspace:
@@ -369,7 +358,7 @@ class MoeAlltoAll:
 
 
 def _check_runtime_max(given: int, running: _Round) -> None:
-    given = integer("runtime_max_tokens_per_rank", given, 1, LIMITS["tokens"][2])
+    given = integer("runtime_max_tokens_per_rank", given, 1, largest(Shape, "tokens"))
     if given != running.runtime_max:
         raise InvalidArgument(
             f"runtime_max_tokens_per_rank is {given}; dispatch was called with "

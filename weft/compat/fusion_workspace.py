@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from weft.allreduce.spec import MoEFinalize
 from weft.allreduce.table import Table
 from weft.arguments import flags, instance, integer, one_of, real
 from weft.compat.ranks import lease_group, release_group
-from weft.compat.refusals import REMAP, refuse, renamed
+from weft.compat.refusals import StaysMapped, refuse, renamed
 from weft.errors import InvalidArgument, OutOfOrder, UsageError
 from weft.memory import Group
 from weft.shape import DTYPE_NAMES
@@ -58,7 +57,7 @@ class _Config:
     comm_backend: Any
 
 
-class AllReduceFusionWorkspace:
+class AllReduceFusionWorkspace(StaysMapped):
     """What `create_allreduce_fusion_workspace` returns; a context manager."""
 
     backend = "trtllm"  # whose calls it takes: engines ask
@@ -157,14 +156,6 @@ class AllReduceFusionWorkspace:
         """Raise what the device has recorded (`weft.AllReduce.check`)."""
         self.open().check()
 
-    def checkpoint_prepare(self) -> None:
-        """Raises InvalidArgument: memory stays mapped while a workspace lives."""
-        raise InvalidArgument(f"checkpoint_prepare() is refused: {REMAP}")
-
-    def checkpoint_restore(self, comm_backend: Any) -> None:
-        """Raises InvalidArgument: memory stays mapped while a workspace lives."""
-        raise InvalidArgument(f"checkpoint_restore({comm_backend!r}) is refused: {REMAP}")
-
     def destroy(self) -> None:
         """Give up the memory, and the group if it was not given. Local and idempotent."""
         reduce, self._reduce = self._reduce, None
@@ -178,12 +169,7 @@ class AllReduceFusionWorkspace:
     def __enter__(self) -> AllReduceFusionWorkspace:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.destroy()
 
 

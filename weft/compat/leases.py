@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -37,18 +38,14 @@ class Terms:
     timeout: float
     first_timeout: float
 
+    def sizes(self) -> dict[str, Any]:
+        """What the memory of an AllToAll follows from, as it takes it."""
+        names = ("max_tokens", "top_k", "num_experts", "hidden", "dtype", "payloads", "stats")
+        return {name: getattr(self, name) for name in names}
+
     def memory_bytes(self) -> int:
         """Bytes of symmetric memory of each rank."""
-        return AllToAll.memory_bytes(
-            ranks=self.group.size,
-            max_tokens=self.max_tokens,
-            top_k=self.top_k,
-            num_experts=self.num_experts,
-            hidden=self.hidden,
-            dtype=self.dtype,
-            payloads=self.payloads,
-            stats=self.stats,
-        )
+        return AllToAll.memory_bytes(ranks=self.group.size, **self.sizes())
 
 
 class SharedWorkspace:
@@ -58,13 +55,7 @@ class SharedWorkspace:
         self.terms, self.users = terms, 0
         self.a2a = AllToAll(
             terms.group,
-            max_tokens=terms.max_tokens,
-            top_k=terms.top_k,
-            num_experts=terms.num_experts,
-            hidden=terms.hidden,
-            dtype=terms.dtype,
-            payloads=terms.payloads,
-            stats=terms.stats,
+            **terms.sizes(),
             timeout=terms.timeout,
             first_timeout=terms.first_timeout,
         )
@@ -133,14 +124,14 @@ class SharedWorkspace:
             raise InvalidArgument("payload is a sparse or nested tensor; pass a dense one")
         check_gradient("payload", payload)
         check_alignment("payload", payload, payload.itemsize)
-        home, offered = self.outbox(tokens), self.results(tokens)
+        outbox, offered = self.outbox(tokens), self.results(tokens)
         device, terms = self.terms.group.device, self.terms
-        if (payload.shape, payload.dtype, payload.device) != (home.shape, terms.dtype, device):
+        if (payload.shape, payload.dtype, payload.device) != (outbox.shape, terms.dtype, device):
             raise InvalidArgument(
                 f"payload is {list(payload.shape)} {payload.dtype} on {payload.device}; it must be "
-                f"{list(home.shape)} {terms.dtype} on {device}"
+                f"{list(outbox.shape)} {terms.dtype} on {device}"
             )
-        inside = payload.data_ptr() in (home.data_ptr(), offered.data_ptr())
+        inside = payload.data_ptr() in (outbox.data_ptr(), offered.data_ptr())
         if (claimed or inside) and not _same(payload, offered):
             raise InvalidArgument(
                 f"payload starts at {payload.data_ptr():#x} with strides {payload.stride()} and "
@@ -148,8 +139,8 @@ class SharedWorkspace:
                 f"{offered.data_ptr():#x} with strides {offered.stride()}: write into what "
                 "get_combine_payload_tensor_in_workspace returned, or pass memory of your own"
             )
-        if not _same(payload, home):
-            home.copy_(payload)
+        if not _same(payload, outbox):
+            outbox.copy_(payload)
 
     def _slice(self, plane: int, shape: torch.Size) -> torch.Tensor:
         return self._packed[plane][: shape.numel()].view(shape)

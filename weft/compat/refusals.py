@@ -11,14 +11,27 @@ import torch
 from weft.alltoall.received import Payload
 from weft.arguments import integer, shown
 from weft.errors import InvalidArgument, TokenOverflow, UsageError
+from weft.fields import largest
 from weft.runtime.check import check_tensor
-from weft.shape import LIMITS
+from weft.shape import Shape
 
 BACKEND = "weft has one set of kernels"
 MASK = "weft waits for every rank; when one is gone, close the group and make a new one"
 STATS = "this all-to-all has no statistics; pass eplb_stats_num_experts to its constructor"
-REMAP = "weft's memory cannot be unmapped and mapped again; close() and make a new all-to-all"
+REMAP = "weft's memory cannot be unmapped and mapped again; close() and make a new one"
 RESULT = "combine adds rows, and returns them, in the dtype it was built for; convert its result"
+
+
+class StaysMapped:
+    """What FlashInfer's workspaces offer for checkpoints, and weft's refuse."""
+
+    def checkpoint_prepare(self) -> None:
+        """Raises InvalidArgument: memory stays mapped while an object lives."""
+        raise InvalidArgument(f"checkpoint_prepare() is refused: {REMAP}")
+
+    def checkpoint_restore(self, comm_backend: Any) -> None:
+        """Raises InvalidArgument: memory stays mapped while an object lives."""
+        raise InvalidArgument(f"checkpoint_restore({comm_backend!r}) is refused: {REMAP}")
 
 
 def refuse(name: str, value: Any, allowed: Any, why: str) -> None:
@@ -80,7 +93,7 @@ def check_batch(
     """Raise unless `ids` `[tokens, top_k]` fit `limit` tokens, and those the all-to-all."""
     integers, shape = (torch.int32, torch.int64), (None, top_k)
     check_tensor("token_selected_experts", ids, shape=shape, dtypes=integers, device=device)
-    most = LIMITS["tokens"][2]  # and one at least, also where nobody has a token
+    most = largest(Shape, "tokens")  # and one at least, also where nobody has a token
     limit = integer("runtime_max_tokens_per_rank", limit, 1, most)
     if limit > max_tokens or ids.shape[0] > limit:
         raise TokenOverflow(

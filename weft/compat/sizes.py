@@ -8,7 +8,8 @@ from weft.alltoall.api import AllToAll
 from weft.alltoall.received import Payload
 from weft.arguments import integer
 from weft.compat.refusals import BACKEND, refuse
-from weft.shape import LIMITS, MAX_PLANES, MAX_RANKS, MAX_ROW_BYTES, MAX_TOP_K
+from weft.fields import largest
+from weft.shape import MAX_PLANES, MAX_RANKS, MAX_ROW_BYTES, MAX_TOP_K, Shape
 
 
 def default_payloads(hidden: int, top_k: int, dtype: torch.dtype) -> tuple[Payload, ...]:
@@ -35,12 +36,12 @@ def moe_workspace_size(
     refuse("backend", backend, "trtllm", BACKEND)
     ep_size = integer("ep_size", ep_size, 1, MAX_RANKS)
     top_k = integer("top_k", top_k, 1, MAX_TOP_K)
-    max_num_tokens = integer("max_num_tokens", max_num_tokens, 1, LIMITS["tokens"][2])
-    hidden_size = integer("hidden_size", hidden_size, 1, LIMITS["hidden"][2])
+    max_num_tokens = integer("max_num_tokens", max_num_tokens, 1, largest(Shape, "tokens"))
+    hidden_size = integer("hidden_size", hidden_size, 1, largest(Shape, "hidden"))
     extra = integer(
         "extra_payload_bytes_per_token", extra_payload_bytes_per_token, 0, MAX_ROW_BYTES
     )
-    stats = integer("eplb_stats_num_experts", eplb_stats_num_experts, 0, LIMITS["stats"][2])
+    stats = integer("eplb_stats_num_experts", eplb_stats_num_experts, 0, largest(Shape, "stats"))
     rows = default_payloads(hidden_size, top_k, torch.bfloat16)
     if extra:
         rows += (Payload((extra,), torch.uint8),)
@@ -66,18 +67,18 @@ def moe_a2a_get_workspace_size_per_rank(
 ) -> int:
     """About the bytes of symmetric memory that a rank allocates for rows of these bytes.
 
-    An estimate from above, for top_k and the number of payloads are not told: engines plan with it,
+    An upper estimate, as top_k and the number of payloads are not given: engines plan with it,
     and `MoeAlltoAll` does not depend on it. Raises InvalidArgument for sizes that cannot be.
     """
     refuse("backend", backend, "trtllm", BACKEND)
     ep_size = integer("ep_size", ep_size, 1, MAX_RANKS)
-    max_num_tokens = integer("max_num_tokens", max_num_tokens, 1, LIMITS["tokens"][2])
+    max_num_tokens = integer("max_num_tokens", max_num_tokens, 1, largest(Shape, "tokens"))
     room = 15 * MAX_PLANES  # to 16 bytes, each payload
     total, combined = total_dispatch_payload_size_per_token, combine_payload_size_per_token
     total = integer("total_dispatch_payload_size_per_token", total, 0, MAX_ROW_BYTES - room)
-    most = LIMITS["hidden"][2] * 2  # of bfloat16
+    most = largest(Shape, "hidden") * 2  # of bfloat16
     combined = integer("combine_payload_size_per_token", combined, 0, most)
-    stats = integer("eplb_stats_num_experts", eplb_stats_num_experts, 0, LIMITS["stats"][2])
+    stats = integer("eplb_stats_num_experts", eplb_stats_num_experts, 0, largest(Shape, "stats"))
     return AllToAll.memory_bytes(
         ranks=ep_size,
         max_tokens=max_num_tokens,

@@ -50,7 +50,7 @@ class EPLowLatencyAllToAllLayer:
     hidden, topk, num_experts, fp8_gsize: as in LowLatencyAllToAll.
     online_quant_fp8: must be True.   rank, world_size: this rank's place in `group`.
     local_world_size: all ranks are on one host, so it must be world_size.
-    dtype: of tokens that go in and come home.   enable_profiling: for the traces.
+    dtype: of tokens and of results.   enable_profiling: for the traces.
 
     Weft's own: group, default torch.distributed's world; timeout, first_timeout in seconds.
 
