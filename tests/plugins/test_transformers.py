@@ -1,0 +1,161 @@
+"""Models of transformers by weft: logits and text against one process, and against its own ways."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+import weft.plugins.transformers as plugin
+from tests.plugins import families
+from weft.errors import InvalidArgument, SetupError
+
+pytest.importorskip("transformers", minversion="5.23")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+SHARED, OWN = ("weft", "all_reduce", "all_to_all"), ("weft", "all_to_all")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    families.save(folder)
+    return folder
+
+
+def answers(group: weft.Group, folder: Path, jobs: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
+    """What one process answers and what the ranks do, for each family, layout and way."""
+    os.environ["LOCAL_RANK"] = str(group.rank)
+    group.process_group()
+    plugin.register(max_tokens=16, timeout=600.0)  # 42 rows: several rounds of prefill
+    found = []
+    for name, layout, ways, dtype in jobs:
+        # Ranks of one replica hold the same batch; replicas have other ones, of other lengths.
+        replica = group.rank // layout.get("tp_size", 1)
+        ids = torch.randint(0, 256, (2, 21), generator=torch.Generator().manual_seed(7 + replica))
+        ids = ids[:, : 21 - 4 * replica].to(group.device)
+        alone = families.load(folder / name, dtype).to(group.device)
+        with torch.no_grad():
+            want, text = alone(ids).logits, alone.generate(ids, max_new_tokens=6, do_sample=False)
+        for way in ways:
+            model = families.load(
+                folder / name, dtype, **layout, ep_size=group.size, ep_implementation=way
+            )
+            with torch.no_grad():
+                logits = model(ids).logits
+                said = model.generate(ids, max_new_tokens=6, do_sample=False)
+            found.append(
+                {
+                    "what": (name, tuple(layout), way),
+                    "dtype": dtype,
+                    "worst": (logits - want).abs().max().item(),
+                    "mean": (logits - want).abs().mean().item(),
+                    "largest": want.abs().max().item(),
+                    "text": torch.equal(said, text),
+                }
+            )
+    plugin.close()
+    return found
+
+
+def check(reports: list[list[dict[str, Any]]]) -> None:
+    """float32: nothing but the order of sums may differ. bfloat16: a rounding may turn a choice of
+    experts, for any implementation, so means are compared."""
+    for rank, found in enumerate(reports):
+        for each in found:
+            if each["dtype"] == torch.float32:
+                assert each["worst"] <= 1e-5 * each["largest"], (rank, each)
+                assert each["text"], (rank, each)
+            else:
+                assert each["mean"] <= 0.02 * each["largest"], (rank, each)
+
+
+def jobs_of(names: Iterable[str], ranks: int, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+    """Ranks that share one batch, and ranks with batches of their own, for each family."""
+    return [
+        (name, layout, ways, dtype)
+        for name in names
+        for layout, ways in (({"tp_size": ranks}, SHARED), ({"fsdp_size": ranks}, OWN))
+    ]
+
+
+@pytest.mark.slow
+def test_two_ranks_answer_as_one_process_does(ranks: Any, models: Path) -> None:
+    exact = jobs_of(families.FAMILIES, 2, torch.float32)
+    check(ranks(2, "cpu")(answers, models, [*exact, *jobs_of(["glm4"], 2, torch.bfloat16)]))
+
+
+@pytest.mark.slow
+def test_four_ranks_and_two_replicas_of_two_ranks(ranks: Any, models: Path) -> None:
+    replicas = [("qwen3", {"tp_size": 2, "fsdp_size": 2}, OWN, torch.float32)]
+    exact = jobs_of(["qwen3", "gptoss"], 4, torch.float32)
+    check(ranks(4, "cpu")(answers, models, [*exact, *replicas]))
+
+
+@pytest.mark.gpu
+def test_gpus_answer_as_one_gpu_does(ranks: Any, models: Path) -> None:
+    jobs = jobs_of(families.FAMILIES, 2, torch.bfloat16)
+    check(ranks(2, "cuda")(answers, models, jobs))
+
+
+@pytest.mark.parametrize(("argument", "value"), [("max_tokens", 0), ("timeout", -1.0)])
+def test_register_refuses(argument: str, value: float) -> None:
+    with pytest.raises(InvalidArgument, match=argument):
+        plugin.register(**{argument: value})  # type: ignore[arg-type]
+
+
+def test_an_older_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.__version__", "5.17.0")
+    monkeypatch.setitem(sys.modules, "transformers.distributed.expert_parallel", None)
+    with pytest.raises(SetupError, match=r"transformers 5\.17\.0 .* came with 5\.23.*pip install"):
+        plugin.register()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(SetupError, match=r"cannot be imported.*pip install 'transformers>=5\.23'"):
+        plugin.register()
+
+
+class Interface:
+    @classmethod
+    def register(cls, key: str, value: object) -> None:
+        """As it is in 5.23."""
+
+
+class Fewer:
+    def __init__(self, experts: object, mesh: object) -> None:
+        """One mesh, under another name."""
+
+    def __call__(self, hidden_states: object, top_k_index: object, top_k_weights: object) -> None:
+        """As it is in 5.23."""
+
+
+class Forgetful:
+    def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
+        self.ep_mesh, self.tp_mesh, self.shares_batch = ep_mesh, tp_mesh, True
+        self.num_local_experts = experts.num_experts
+
+    __call__ = Fewer.__call__
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ({}, "no EPImplementation.__init__"),
+        ({"EPImplementation": Fewer}, r"\(self, experts: .*, mesh: .*, not \(self, experts, ep_me"),
+        ({"EPImplementation": Forgetful}, "sets no experts_forward"),
+    ],
+)
+def test_another_interface_is_refused(
+    monkeypatch: pytest.MonkeyPatch, names: dict[str, object], said: str
+) -> None:
+    module = types.ModuleType("transformers.distributed.expert_parallel")
+    vars(module).update({"EPImplementationInterface": Interface, **names})
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with pytest.raises(SetupError, match=said):
+        plugin.register()

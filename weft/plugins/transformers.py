@@ -1,0 +1,107 @@
+"""Expert parallelism of transformers by weft.
+
+    weft.plugins.transformers.register()
+    config = DistributedConfig(tp_size=4, ep_size=4, ep_implementation="weft")
+    model = AutoModelForCausalLM.from_pretrained(path, distributed_config=config)
+
+docs/transformers.md says what is served.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Iterator
+from types import ModuleType
+
+from weft.arguments import integer, seconds
+from weft.errors import SetupError
+from weft.plugins.exchange import exchanges
+
+__all__ = ["check", "close", "register"]
+
+_OLDEST = "5.23"
+# What of transformers is relied on: the arguments of these calls, and what the constructor keeps.
+_CALLS = {
+    "EPImplementation.__init__": ["self", "experts", "ep_mesh", "tp_mesh"],
+    "EPImplementation.__call__": ["self", "hidden_states", "top_k_index", "top_k_weights"],
+    "EPImplementationInterface.register": ["key", "value"],
+}
+_KEPT = {"experts_forward", "num_local_experts", "ep_mesh", "tp_mesh", "shares_batch"}
+
+
+def register(*, max_tokens: int = 1024, timeout: float = 120.0) -> None:
+    """Let `DistributedConfig(ep_implementation="weft")` name weft, for models loaded from now on.
+
+    Call it on every rank with equal arguments, before the model is loaded. Nothing is allocated
+    here: loading makes one `weft.Group` for a model, and its first forward pass the operators.
+
+    max_tokens: rows of a rank that one round moves. A larger batch takes several rounds, as many
+        on every rank. Memory of a rank, at most: 2 * ranks * max_tokens rows of the model.
+    timeout: seconds that a layer waits for a peer that is late, before PeerTimeout. A peer that
+        died or raised is noticed at once.
+
+    Raises InvalidArgument, and SetupError if transformers is older than 5.23 or its interface is
+    another.
+    """
+    max_tokens, timeout = integer("max_tokens", max_tokens, 1, 1 << 20), seconds("timeout", timeout)
+    interface = _interface().EPImplementationInterface
+    from weft.plugins.transformers_experts import ExpertParallel
+
+    made = functools.partial(ExpertParallel, max_tokens=max_tokens, timeout=timeout)
+    interface.register("weft", made)
+
+
+def check() -> None:
+    """Raise what the layers' kernels have recorded: a broken group, or input that was refused.
+
+    Every layer does so itself when it is called. On GPUs a call returns before its kernel has run,
+    so synchronise and call this behind the last forward pass.
+    """
+    for exchange in exchanges():
+        exchange.check()
+
+
+def close() -> None:
+    """Give back the memory and the groups of all models of this process that use weft.
+
+    Local and idempotent. A model that is dropped gives back its own, when Python collects it; a
+    process that ends gives back everything. A closed model's layers raise OutOfOrder.
+    """
+    for exchange in exchanges():
+        exchange.close()
+
+
+def _interface() -> ModuleType:
+    """transformers' module of expert parallelism. Raises SetupError for one that is not known."""
+    mend = f"pip install 'transformers>={_OLDEST}'"
+    try:
+        version = importlib.import_module("transformers").__version__
+    except ImportError as error:
+        raise SetupError(f"transformers cannot be imported: {error}; {mend}") from error
+    try:
+        module = importlib.import_module("transformers.distributed.expert_parallel")
+        wrong = list(_differences(module))
+    except ImportError as error:
+        wrong = [str(error)]
+    if wrong:
+        raise SetupError(
+            f"transformers {version} lacks the interface of expert parallelism that weft knows, "
+            f"which came with {_OLDEST}: {'; '.join(wrong)}; {mend}, or use a newer weft"
+        )
+    return module
+
+
+def _differences(module: ModuleType) -> Iterator[str]:
+    """What weft relies on and a module of expert parallelism does not have."""
+    for call, wanted in _CALLS.items():
+        name, method = call.split(".")
+        owner = getattr(module, name, None)
+        function = None if owner is None else getattr(owner, method, None)
+        if function is None:
+            yield f"there is no {call}"
+        elif list(inspect.signature(function).parameters) != wanted:
+            yield f"{call} is called with {inspect.signature(function)}, not ({', '.join(wanted)})"
+        elif method == "__init__" and (lost := _KEPT - set(function.__code__.co_names)):
+            yield f"{call} sets no {', '.join(sorted(lost))}"
