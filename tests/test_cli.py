@@ -258,15 +258,6 @@ def test_a_failed_rank_shows_its_traceback(weft_command, monkeypatch):
     assert "RankFailed: rank 1 of 2 raised ValueError" in err
 
 
-def test_demo(weft_command, tmp_path):
-    target = tmp_path / "demo.png"
-    options = ("--ranks", "2", "--device", "cpu", "--tokens", "8", "--plot", str(target))
-    code, out, err = weft_command("demo", *options)
-    assert code == 0, err
-    assert "right" in out
-    assert target.exists()
-
-
 def test_doctor(weft_command):
     code, out, _ = weft_command("doctor", "--json")
     found = json.loads(out)
@@ -350,7 +341,7 @@ def test_weft_is_imported_without_its_benchmarks():
 
 def test_help_names_options_and_choices(weft_command):
     _, out, _ = weft_command("--help")
-    for command in ("bench", "tune", "doctor", "demo", "cache"):
+    for command in ("bench", "tune", "eval", "doctor", "demo", "cache"):
         assert command in out
     _, out, _ = weft_command("bench", "moe", "--help")
     for option in ("--routing", "--model", "--payload", "--eager", "mxfp8", "zipf"):

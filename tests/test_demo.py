@@ -1,121 +1,173 @@
-"""The demo: a real layer on CPU ranks, and a verdict that can also be bad."""
+"""The demo: a trained model on CPU ranks, heard and compared; and a verdict that can be bad."""
 
 from __future__ import annotations
 
 import io
+import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
-import torch
 from rich.console import Console
 
-import weft
 from weft.cli import demo, demo_report
-from weft.cli.demo_ranks import MODES, Outcome, Plan
 from weft.errors import InvalidArgument
+
+pytest.importorskip("transformers", minversion="5.23")
 
 
 @pytest.fixture(scope="module")
-def outcome():
-    """One run on four processes: the plan, what the ranks returned, and the verdict."""
-    plan = replace(Plan.of(4, 20), hidden=256, intermediate=128)
-    kept: list[list[Outcome]] = []
-
-    def keep(*args, **kwargs):
-        kept.append(weft.launch(*args, **kwargs))
-        return kept[-1]
-
+def played():
+    """One run on two processes: the plan, what was heard, and the verdict."""
+    heard: list[dict[str, object]] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo, "launch", keep)
-        verdict = demo.run(plan, "cpu")
-    return plan, kept[0], verdict
+        patch.setattr(demo, "QUESTIONS", 5)
+        plan = demo.plan_of(2, "cpu", None)
+    return plan, heard, demo.run(plan, heard.append)
 
 
-def test_demo_is_right(outcome):
-    plan, ranks, verdict = outcome
+@pytest.mark.slow
+def test_demo_is_right(played):
+    plan, _, verdict = played
     assert verdict.right
-    assert verdict.exact
-    assert list(verdict.modes) == list(MODES)
-    for name, mode in verdict.modes.items():
-        assert mode.right, name
-        assert 0 < mode.error < (0.3 if "FP8" in name else 0.1), name
-    assert {mode.bits_of for mode in verdict.modes.values()} == {None, "none", "low latency"}
-    assert plan.tokens == (20, 18, 15, 0), "the last rank brings no token, and takes part"
-    assert verdict.rows[3].tolist() == [0, 0, 0, 0]
-    assert int(verdict.rows.max()) <= 20
-    for rank in range(4):
-        for result in ranks[rank].results.values():
-            assert result.shape == (plan.tokens[rank], 256)
+    assert [(row.exchange, row.own_batches, row.ranks) for row in verdict.table] == [
+        ("none", False, 1),
+        ("all_reduce", False, 2),
+        ("all_to_all", True, 2),
+        ("weft", True, 2),
+    ]
+    assert {(row.right, row.invalid, row.equal, row.tokens) for row in verdict.table} == {
+        (5, 0, 5, verdict.table[0].tokens)
+    }
+    assert plan.job.dtype == "fp32"
 
 
-def test_demo_notices_a_wrong_choice(outcome):
-    plan, ranks, _ = outcome
-    assert demo._routing_is_exact(plan, ranks)
-    wrong = ranks[1].ids.copy()
-    wrong[2] = wrong[2, ::-1]
-    assert not demo._routing_is_exact(plan, [ranks[0], replace(ranks[1], ids=wrong), *ranks[2:]])
+@pytest.mark.slow
+def test_demo_is_heard_token_by_token(played):
+    plan, heard, verdict = played
+    for rank in range(2):
+        texts = [str(told["text"]) for told in heard if told["rank"] == rank and "text" in told]
+        assert len(texts) > 20
+        assert all(
+            after.startswith(before) for before, after in zip(texts, texts[1:], strict=False)
+        )
+        assert texts[-1].strip() == plan.asked[rank].answer
+    loading = [told["loading"] for told in heard if told["rank"] == 0 and "loading" in told]
+    assert loading == ["weft", "all_reduce", "all_to_all", None]
+    assert verdict.row_bytes == 128 * 4
+    # Three layers; both ranks call until the longer answer ends.
+    assert verdict.tokens[0] % 3 == verdict.tokens[1] % 3 == 0
+    for rank, tokens in enumerate(verdict.tokens):
+        asked = len(plan.asked[rank].prompt) + len(plan.asked[rank].answer)
+        assert tokens >= 3 * asked
+        assert 0 < int(verdict.rows[rank].max()) <= tokens
+        assert int(verdict.rows[rank].sum()) > tokens, "four experts are seldom on one rank"
 
 
-def spoilt(array):
-    wrong = array.copy()
-    wrong.flat[np.flatnonzero(wrong)[5]] ^= 1
-    return wrong
-
-
-@pytest.mark.parametrize("spoil", ["received", "received_ids", "result"])
-def test_demo_notices_a_wrong_exchange(outcome, spoil):
-    plan, ranks, verdict = outcome
-    if spoil == "result":
-        results = {**ranks[0].results, "none": spoilt(ranks[0].results["none"])}
-        broken = replace(ranks[0], results=results)
-    else:
-        broken = replace(ranks[0], **{spoil: spoilt(getattr(ranks[0], spoil))})
-    assert demo._exchange_is_exact(plan, ranks)
-    assert not demo._exchange_is_exact(plan, [broken, *ranks[1:]])
-    assert not replace(verdict, exact=False).right
-
-
-@pytest.mark.parametrize("name", list(MODES))
-def test_demo_notices_a_wrong_mode(outcome, name):
-    """One bit where bits must be equal; a number that is far off; one that is none."""
-    plan, ranks, verdict = outcome
-    results = {**ranks[1].results, name: spoilt(ranks[1].results[name])}
-    found = demo._compare(plan, [ranks[0], replace(ranks[1], results=results), *ranks[2:]])
-    twins = {other for other, mode in MODES.items() if mode.bits_of == name and other != name}
-    assert {other for other in found if not found[other].equal} == (
-        twins or ({name} if MODES[name].bits_of else set())
-    )
-    mode = verdict.modes[name]
-    for error in (float("nan"), 0.2 * mode.largest):
-        wrong = replace(mode, error=error)
-        assert not replace(verdict, modes={**verdict.modes, name: wrong}).right
-
-
-def test_demo_shows_and_draws(outcome, tmp_path):
-    verdict = outcome[2]
-    text = io.StringIO()
-    demo_report.print_verdict(Console(file=text, width=110), verdict)
-    for piece in ("4 ranks (cpu)", "rank 3", "bit by bit", "max abs error", "dispatch us", *MODES):
-        assert piece in text.getvalue()
+@pytest.mark.slow
+def test_demo_shows_and_draws(played, tmp_path):
+    plan, heard, verdict = played
+    file = io.StringIO()
+    console = Console(file=file, width=110)
+    demo_report.print_title(console, plan)
+    with demo_report.shown(console, plan) as listener:
+        for told in heard:
+            listener(told)
+    demo_report.print_verdict(console, verdict)
+    for piece in (
+        *("2 ranks (cpu)", "rank 1", plan.asked[1].answer, "5 of 5", "100.0%"),
+        *("one process", "all_reduce", "all_to_all", "weft"),
+        "right  all texts equal",
+    ):
+        assert piece in file.getvalue()
     demo_report.save_picture(tmp_path / "sub" / "demo.png", verdict)
     assert (tmp_path / "sub" / "demo.png").read_bytes().startswith(b"\x89PNG")
-    text = io.StringIO()
-    demo_report.print_verdict(Console(file=text, width=110), replace(verdict, exact=False))
-    assert "WRONG" in text.getvalue()
-    text = io.StringIO()
-    differs = replace(verdict.modes["gemm_push"], equal=False)
-    modes = {**verdict.modes, "gemm_push": differs}
-    demo_report.print_verdict(Console(file=text, width=110), replace(verdict, modes=modes))
-    assert "WRONG: gemm_push" in text.getvalue()
-    assert "DIFFER from none" in text.getvalue()
+    table = [*verdict.table[:-1], replace(verdict.table[-1], equal=4)]
+    worse = replace(verdict, table=table)
+    assert not worse.right
+    demo_report.print_verdict(console, worse)
+    assert "WRONG  texts DIFFER: weft" in file.getvalue()
 
 
-def test_plan():
-    plan = Plan.of(2, 8)
-    assert plan.tokens == (8, 6)
-    assert torch.equal(plan.x(1), plan.x(1))
-    assert not torch.equal(plan.x(0)[:6], plan.x(1))
-    for ranks in (1, 17):
-        with pytest.raises(InvalidArgument, match=f"not on {ranks}"):
-            Plan.of(ranks)
+@pytest.mark.slow
+def test_the_command_ends_as_the_verdict_says(played, weft_command, monkeypatch, tmp_path):
+    plan, heard, verdict = played
+    asked = []
+
+    def plan_of(*given):
+        asked.append(given)
+        return plan
+
+    def run(_, listener):
+        for told in heard:
+            listener(told)
+        return verdict
+
+    monkeypatch.setattr(demo, "plan_of", plan_of)
+    monkeypatch.setattr(demo, "run", run)
+    target = tmp_path / "demo.png"
+    options = ("--ranks", "2", "--device", "cpu", "--checkpoint", str(tmp_path))
+    code, out, err = weft_command("demo", *options, "--plot", str(target))
+    assert (code, err) == (0, "")
+    assert out.count(plan.asked[0].answer) == 1
+    assert "right" in out
+    assert target.exists()
+    assert asked == [(2, "cpu", tmp_path)]
+    verdict = replace(verdict, table=[replace(row, equal=0) for row in verdict.table])
+    code, out, _ = weft_command("demo", *options)
+    assert code == 1
+    assert "WRONG" in out
+
+
+def test_the_wire_hands_over_every_line():
+    from weft.cli.demo_ranks import Wire
+
+    heard: list[dict[str, object]] = []
+    with demo._listening(heard.append) as path:
+        wires = [Wire(path, rank) for rank in range(2)]
+        for number in range(50):
+            wires[number % 2].tell(text=f"\n{number} é")
+        for wire in wires:
+            wire.close()
+    assert heard == [{"rank": n % 2, "text": f"\n{n} é"} for n in range(50)]
+    assert not path.exists()
+    with pytest.raises(ZeroDivisionError), demo._listening(heard.append):
+        raise ZeroDivisionError
+
+
+def test_refusals(monkeypatch, tmp_path):
+    for ranks in (1, 3, 5):
+        with pytest.raises(InvalidArgument, match=f"--ranks is {ranks}"):
+            demo.plan_of(ranks, "cpu", None)
+    with pytest.raises(InvalidArgument, match="has no config.json"):
+        demo.plan_of(2, "cpu", tmp_path)
+    monkeypatch.setattr(demo, "CHECKPOINT", tmp_path / "none")
+    with pytest.raises(InvalidArgument, match="name a folder with --checkpoint"):
+        demo.plan_of(2, "cpu", None)
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [(8, 4), (4, 4), (3, 2), (2, 2)])
+def test_ranks_of_gpus(monkeypatch, gpus, ranks):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert demo.device_of("auto") == "cuda"
+    assert demo.plan_of(0, "cuda", None).ranks == ranks
+    if ranks < 4:
+        with pytest.raises(InvalidArgument, match=f"room for {gpus}"):
+            demo.plan_of(4, "cuda", None)
+
+
+def test_one_gpu_is_too_few(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert demo.device_of("auto") == "cpu"
+    with pytest.raises(InvalidArgument, match="--ranks is not given; --device cuda has room for 1"):
+        demo.plan_of(0, demo.device_of("cuda"), None)
+
+
+def test_questions_are_those_of_the_checkpoint():
+    plan = demo.plan_of(0, "cpu", None)
+    lines = (demo.CHECKPOINT / "questions.jsonl").read_text().splitlines()
+    assert [each.question for each in plan.asked] == [
+        json.loads(line)["question"] for line in lines[3:203]
+    ]
+    assert (plan.ranks, plan.job.batch) == (4, 200)

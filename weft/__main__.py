@@ -1,4 +1,4 @@
-"""The command `weft`, also as `python -m weft`. Its version is told without loading the others."""
+"""The command `weft`, also as `python -m weft`. Its version loads none of the others."""
 
 import sys
 

@@ -69,7 +69,7 @@ class RunOptions:
         True
     )
     iters: Annotated[int, typer.Option(min=0, help=_ITERS)] = 0
-    quiet: Annotated[bool, typer.Option("--quiet", help="do not tell progress")] = False
+    quiet: Annotated[bool, typer.Option("--quiet", help="do not print progress")] = False
 
     def settings(self, tokens: str, *, graph: bool = True, seed: int = 0) -> dict[str, Any]:
         """What every case has. Raises InvalidArgument for a device or sizes that are none."""

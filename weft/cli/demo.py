@@ -1,183 +1,146 @@
-"""`weft demo`: a real MoE layer on several ranks, in many ways, compared with one process."""
+"""`weft demo`: a trained mixture of experts on several ranks, heard, counted and compared."""
 
 from __future__ import annotations
 
+import json
 import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 
-from weft import reference
 from weft.bench.routing import token_rows
-from weft.cli.demo_ranks import DTYPE, MODES, Bits, Outcome, Plan, rank_body, to_bits
+from weft.cli.eval import Plan, Row, check_packages, rows_of
+from weft.cli.eval_job import Answers, Run
+from weft.cli.options import chosen_device
+from weft.errors import InvalidArgument
 from weft.memory import launch
-from weft.moe import route
-from weft.placement import Placement
 
-# How far layers may be from one process. Each rank's sum and the result are rounded, 2^-9 each, and
-# what stands between the products. FP8 ones thrice that: a sum in another order may round to the
-# neighbour there.
-BOUND, BOUND_FP8 = 2**-6, 3 * 2**-6
+CHECKPOINT = Path(__file__).parents[2] / "models" / "arithmetic" / "checkpoint"
+RANKS = (2, 4)  # that can share the checkpoint's heads and experts
+QUESTIONS = 200
+# Each rank answers its own part of the questions, as replicas in a server do; all_reduce cannot.
+WEFT, OTHERS = Run("weft", own_batches=True), (Run("all_reduce"), Run("all_to_all", True))
+ORDER = (Run(None), *OTHERS, WEFT)  # of the table
 
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """One mode's results on all ranks.
-
-    us: of a call, median, slowest rank.   bits_of: the mode whose bits it must have, or None.
-    equal: it has them.   error: greatest absolute difference to one process; largest: greatest
-    value there.   bound: how far it may be, as a part of largest.
-    """
-
-    us: float
-    bits_of: str | None
-    equal: bool
-    error: float
-    largest: float
-    bound: float
-
-    @property
-    def right(self) -> bool:
-        """Equal bits where they must be, and near enough."""
-        return self.equal and self.error <= self.bound * max(self.largest, 1.0)
+Listener = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The whole demo: what was exchanged, how long it took, and how it compares.
+    """The whole demo.
 
-    rows: int64 `[ranks, ranks]`, token rows from rank i to rank j.  exact: the choice of experts
-    equals one process's, and the exchange weft.reference, bit by bit.  us: for each rank dispatch,
-    experts, combine.
+    rows: int64 `[ranks, ranks]`, token rows from rank i to rank j while each rank answered one
+    question.  tokens: each rank's own rows then, of all layers.  row_bytes: of one row.
+    table: one row for each of ORDER.
     """
 
-    plan: Plan
     device: str
     rows: torch.Tensor
-    exact: bool
-    us: list[tuple[float, float, float]]
-    modes: dict[str, Comparison]
+    tokens: tuple[int, ...]
+    row_bytes: int
+    table: list[Row]
 
     @property
     def right(self) -> bool:
-        """The exchange is exact, and so is every mode as far as it must be."""
-        return self.exact and all(mode.right for mode in self.modes.values())
+        """Every text is the same, whoever carried the tokens."""
+        return all(row.equal == row.questions for row in self.table)
 
 
-def run(plan: Plan, device: str) -> Verdict:
-    """Run the layer on the ranks and in this process; compare the two. device: "cpu" or "cuda"."""
-    # The processes together should not want more cores than there are.
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
-    outcomes: list[Outcome] = launch(rank_body, plan, ranks=plan.ranks, device=device, timeout=300)
-    ids = [torch.from_numpy(outcome.ids) for outcome in outcomes]
-    return Verdict(
-        plan=plan,
-        device=device,
-        rows=token_rows(ids, plan.experts),
-        exact=_routing_is_exact(plan, outcomes) and _exchange_is_exact(plan, outcomes),
-        us=[outcome.us for outcome in outcomes],
-        modes=_compare(plan, outcomes),
-    )
+def device_of(device: str) -> str:
+    """As chosen_device, but auto takes GPUs only where there are several."""
+    alone = device == "auto" and torch.cuda.device_count() < min(RANKS)
+    return "cpu" if alone else chosen_device(device)
 
 
-def _compare(plan: Plan, outcomes: list[Outcome]) -> dict[str, Comparison]:
-    """Every mode's results with those of one process, and of the mode that has their bits."""
-    wanted = {
-        fp8: torch.cat([_single_process(plan, rank, fp8, outcomes) for rank in range(plan.ranks)])
-        for fp8 in (False, True)
-    }
-    found = {}
-    for name, mode in MODES.items():
-        fp8 = bool(mode.options.get("fp8"))
-        got = torch.cat([_from_bits(outcome.results[name]) for outcome in outcomes]).float()
-        twin = mode.bits_of or name
-        found[name] = Comparison(
-            us=max(outcome.layer_us[name] for outcome in outcomes),
-            bits_of=None if twin == name else twin,
-            equal=all(np.array_equal(o.results[name], o.results[twin]) for o in outcomes),
-            error=float((got - wanted[fp8]).abs().max()),
-            largest=float(wanted[fp8].abs().max()),
-            bound=BOUND_FP8 if fp8 else BOUND,
-        )
-    return found
+def plan_of(ranks: int, device: str, checkpoint: Path | None) -> Plan:
+    """The demo's questions to its checkpoint, all in one batch. ranks: 0 for 4, or fewer GPUs.
 
-
-def _single_process(plan: Plan, rank: int, fp8: bool, outcomes: list[Outcome]) -> torch.Tensor:
-    """The same layer without any exchange: float32 `[tokens, hidden]`.
-
-    fp8: x, weights and what the gating makes as their FP8 numbers stand for.
+    Raises InvalidArgument where the checkpoint, GPUs or packages are missing.
     """
-    x, sent = plan.x(rank), plan.x(rank)
-    ids, weights = (torch.from_numpy(t) for t in (outcomes[rank].ids, outcomes[rank].weights))
-    every = plan.weights(range(plan.experts), "cpu")
-    gate_up, down, gating = every.gate_up, every.down, reference.swiglu
-    if fp8:
-        packed, sent = every.to_fp8(), _as_fp8(x)
-        gate_up, down = (
-            _wide(packed.gate_up, packed.gate_up_scale),
-            _wide(packed.down, packed.down_scale),
+    check_packages()
+    if checkpoint is None and not CHECKPOINT.is_dir():
+        raise InvalidArgument(
+            f"the demo's checkpoint lies in weft's repository, not in the package, and {CHECKPOINT}"
+            " does not exist: run `make demo` there, or name a folder with --checkpoint"
         )
-
-        def gating(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-            return _as_fp8(reference.swiglu(gate, up))
-
-    shared = plan.expert(plan.experts)(x)
-    return reference.moe_layer(sent, ids, weights, gate_up, down, gating=gating, shared=shared)
-
-
-def _as_fp8(rows: torch.Tensor) -> torch.Tensor:
-    """float32: what is left of rows that went through FP8."""
-    return reference.dequantize(*reference.quantize(rows, "fp8"))
-
-
-def _wide(numbers: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    """float32 of FP8 weights: each number times the scale of its 128 x 128."""
-    assert scales is not None
-    return numbers.float() * scales.repeat_interleave(128, 1).repeat_interleave(128, 2)
-
-
-def _routing_is_exact(plan: Plan, outcomes: list[Outcome]) -> bool:
-    """Does this process choose what the ranks have chosen, bit by bit, from their logits?"""
-    return all(
-        np.array_equal(
-            route(plan.config.routing, torch.from_numpy(outcome.logits)).ids.numpy(), outcome.ids
+    most = torch.cuda.device_count() if device == "cuda" else max(RANKS)
+    fits = [each for each in RANKS if each <= most]
+    if (ranks or max(fits, default=0)) not in fits:
+        allowed = " or ".join(map(str, RANKS))
+        raise InvalidArgument(
+            f"the demo runs on {allowed} ranks, and --ranks is {ranks or 'not given'}; "
+            f"--device {device} has room for {most}: choose others, or --device cpu"
         )
-        for outcome in outcomes
+    return Plan.of(
+        checkpoint or CHECKPOINT,
+        ORDER,
+        device=device,
+        questions=QUESTIONS,
+        batch=QUESTIONS,
+        ranks=ranks or max(fits),
+        dtype="fp32",
+        max_new_tokens=48,
     )
 
 
-def _exchange_is_exact(plan: Plan, outcomes: list[Outcome]) -> bool:
-    """Compare every received row and every combined row with the reference exchange, bit by bit."""
-    ids = [torch.from_numpy(outcome.ids) for outcome in outcomes]
-    weights = [torch.from_numpy(outcome.weights) for outcome in outcomes]
-    placement = Placement.blocks(plan.experts, plan.ranks)
-    carries: list[torch.Tensor] = []
-    for rank, outcome in enumerate(outcomes):
-        wanted = reference.dispatch(
-            [(plan.x(source),) for source in range(plan.ranks)],
-            ids,
-            weights,
-            placement,
-            rank=rank,
-            max_tokens=max(plan.tokens),
+def run(plan: Plan, listener: Listener) -> Verdict:
+    """Answer aloud, then count. listener: hears what ranks tell, one after another, in a thread."""
+    from weft.cli.demo_ranks import Outcome, rank_body
+    from weft.cli.eval_ranks import answer_alone
+
+    aloud = [question.prompt for question in plan.asked[: plan.ranks]]
+    with _listening(listener) as path:
+        outcomes: list[Outcome] = launch(
+            rank_body,
+            plan.job,
+            (WEFT, *OTHERS),
+            aloud,
+            path,
+            ranks=plan.ranks,
+            device=plan.device,
+            timeout=3600,
         )
-        if not np.array_equal(wanted.ids.numpy(), outcome.received_ids):
-            return False
-        if not np.array_equal(to_bits(wanted.x), outcome.received):
-            return False
-        carries.append((wanted.ids >= 0).any(dim=-1))
-    for rank, outcome in enumerate(outcomes):
-        tokens = plan.tokens[rank]
-        combined = reference.combine(
-            [_from_bits(each.expert_rows)[rank, :tokens] for each in outcomes],
-            [each[rank, :tokens] for each in carries],
-            add=_from_bits(outcome.shared),
-        )
-        if not np.array_equal(to_bits(combined), outcome.results["none"]):
-            return False
-    return True
+    listener({"rank": 0, "loading": None})
+    found: dict[Run, list[Answers]] = {Run(None): [answer_alone(plan.job, plan.device)]}
+    every = zip(*(outcome.answers for outcome in outcomes), strict=True)
+    found.update(zip((WEFT, *OTHERS), map(list, every), strict=True))
+    routed = [outcome.routed for outcome in outcomes]
+    return Verdict(
+        device=plan.device,
+        rows=token_rows([torch.tensor(each.ids) for each in routed], routed[0].experts),
+        tokens=tuple(len(each.ids) for each in routed),
+        row_bytes=routed[0].row_bytes,
+        table=rows_of(plan, [(each, found[each]) for each in plan.runs]),
+    )
 
 
-def _from_bits(bits: Bits) -> torch.Tensor:
-    return torch.from_numpy(bits).view(DTYPE)
+@contextmanager
+def _listening(listener: Listener) -> Iterator[Path]:
+    """A pipe in the file system, whose lines a thread hands to `listener`."""
+    with tempfile.TemporaryDirectory(prefix="weft-demo-") as folder:
+        path = Path(folder) / "told"
+        os.mkfifo(path, 0o600)
+        # Open for both: reading must not end when a rank closes, and an empty line ends it here.
+        end = os.open(path, os.O_RDWR)
+
+        def listen() -> None:
+            with os.fdopen(os.dup(end)) as lines:
+                for line in lines:
+                    if not line.strip():
+                        return
+                    listener(json.loads(line))
+
+        thread = threading.Thread(target=listen, name="weft-demo", daemon=True)
+        thread.start()
+        try:
+            yield path
+        finally:
+            os.write(end, b"\n")
+            thread.join()
+            os.close(end)

@@ -1,74 +1,105 @@
-"""What `weft demo` prints and draws of its verdict."""
+"""What `weft demo` shows while it runs, prints and draws."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
-from rich import box
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from weft.cli.demo import Verdict
-from weft.cli.demo_ranks import DTYPE, ROUNDS
+from weft.cli.demo import Listener, Verdict
+from weft.cli.eval import Plan, print_rows
 
 SHADES = ("grey11", "#3b1d0f", "#6b2f12", "#9a4015", "#c2541b", "#ea7a3b")
 
 
+def print_title(console: Console, plan: Plan) -> None:
+    """Say what is about to run."""
+    console.print(
+        f"[bold]weft demo[/]  A trained mixture of experts, spread over {plan.ranks} ranks "
+        f"({plan.device}).\nEach rank answers a question by experts of all ranks; weft carries the "
+        "tokens:\n",
+        highlight=False,
+    )
+
+
+class Scene:
+    """The ranks' answers as they come, and what is being done; drawn when something is heard.
+
+    A thread that redrew by itself would take a core from the ranks.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._asked = [question.question for question in plan.asked[: plan.ranks]]
+        self._texts = [""] * plan.ranks
+        self._running = True
+        self._count, self._carrier, self._asked_all = len(plan.asked), "", False
+
+    def hear(self, told: dict[str, Any]) -> None:
+        """Take in what a rank told."""
+        if "text" in told:
+            self._texts[told["rank"]] = told["text"].strip()
+        elif told["rank"] == 0 and "loading" in told:
+            self._carrier = told["loading"] or "one process"
+        elif told["rank"] == 0 and "asked" in told:
+            self._asked_all = True
+
+    def draw(self) -> Group:
+        """All lines."""
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+        for rank, (question, text) in enumerate(zip(self._asked, self._texts, strict=True)):
+            table.add_row(Text(f"rank {rank}", "dim"), question, Text(text, "bold"))
+        if self._asked_all:
+            status = f"\n{self._count} questions: {self._carrier}"
+        else:
+            status = "" if any(self._texts) else "\nstarting the ranks"
+        return Group(table, Text(status, "dim")) if self._running else Group(table)
+
+    def finish(self) -> None:
+        """Nothing more is done."""
+        self._running = False
+
+
+@contextmanager
+def shown(console: Console, plan: Plan) -> Iterator[Listener]:
+    """Yield what hears the ranks, and draws."""
+    scene = Scene(plan)
+    with Live(scene.draw(), console=console, auto_refresh=False) as live:
+
+        def hear(told: dict[str, Any]) -> None:
+            scene.hear(told)
+            live.update(scene.draw(), refresh=console.is_terminal)
+
+        yield hear
+        scene.finish()
+        live.update(scene.draw(), refresh=True)
+    if not console.is_terminal:
+        console.print()  # a terminal's live display ends its last line by itself
+
+
 def print_verdict(console: Console, verdict: Verdict) -> None:
-    """Print the sizes, who sent what to whom, the times, and how the result compares."""
-    plan = verdict.plan
-    console.print(
-        f"[bold]weft demo[/]  one MoE layer on {plan.ranks} ranks ({verdict.device}): "
-        f"{sum(plan.tokens)} tokens of hidden {plan.hidden}, top {plan.top_k} of {plan.experts} "
-        "experts + 1 shared, bf16\n"
-    )
-    console.print("Token rows from rank (down) to rank (across), each sent once however many")
-    console.print("experts it meets there:\n")
+    """Print who sent what to whom, the table, and how the texts compare."""
+    console.print("\nToken rows that this took, from rank (down) to rank (across), in all layers;")
+    console.print("each is sent once, however many experts it meets there:\n")
     console.print(_heat(verdict.rows))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    columns = ("rank", "tokens", "KiB out", "KiB in", "dispatch us", "experts us", "combine us")
-    for name in columns:
-        table.add_column(name, justify="right")
-    kib = plan.hidden * DTYPE.itemsize / 1024
-    remote = verdict.rows.clone().fill_diagonal_(0)
-    for rank, times in enumerate(verdict.us):
-        sent, came = int(remote[rank].sum()) * kib, int(remote[:, rank].sum()) * kib
-        cells = (f"{sent:.0f}", f"{came:.0f}", *(f"{us:.0f}" for us in times))
-        table.add_row(str(rank), str(plan.tokens[rank]), *cells)
-    console.print(table)
-    console.print("The whole layer, weft.MoE, by its options overlap and exchange:\n")
-    console.print(_modes(verdict))
-    console.print(
-        Text(f"Median of {ROUNDS} eager rounds, host clock, waiting for peers included.\n", "dim")
-    )
+    asked = f"{verdict.table[0].questions} questions that training never saw"
+    console.print(f"\n{asked}, three examples before each:", highlight=False)
+    print_rows(console, verdict.table)
     console.print(_sentence(verdict))
 
 
-def _modes(verdict: Verdict) -> Table:
-    """One row for each way to run the layer."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("layer", "call us", "bits", "max abs error\nto one process", "of values\nup to"):
-        table.add_column(name, justify="left" if name in ("layer", "bits") else "right")
-    for name, mode in verdict.modes.items():
-        same = "equal to" if mode.equal else "DIFFER from"
-        bits = f"{same} {mode.bits_of}" if mode.bits_of else ""
-        figures = (f"{mode.us:.0f}", bits, f"{mode.error:.2g}", f"{mode.largest:.2g}")
-        table.add_row(name, *figures, style="" if mode.right else "bold red")
-    return table
-
-
 def _sentence(verdict: Verdict) -> Text:
-    exchange = (
-        "equal to weft.reference bit by bit" if verdict.exact else "DIFFERENT from the reference"
-    )
-    wrong = [name for name, mode in verdict.modes.items() if not mode.right]
-    layers = f"layer WRONG: {', '.join(wrong)}" if wrong else "every layer within its bound"
-    bits = "" if wrong else ", equal bits whatever overlaps"
+    wrong = [row.exchange for row in verdict.table if row.equal < row.questions]
+    texts = f"texts DIFFER: {', '.join(wrong)}" if wrong else "all texts equal, letter by letter"
     return Text.assemble(
         ("right  " if verdict.right else "WRONG  ", "bold green" if verdict.right else "bold red"),
-        f"exchange {exchange}; {layers} of one process{bits}",
+        f"{texts}, whoever carried the tokens" if verdict.right else texts,
     )
 
 
@@ -98,11 +129,10 @@ def save_picture(path: Path, verdict: Verdict) -> None:
     """
     from weft.bench.exchange_plot import draw_exchange
 
-    plan = verdict.plan
     draw_exchange(
         path,
         verdict.rows,
-        tokens=plan.tokens,
-        row_bytes=plan.hidden * DTYPE.itemsize,
-        title=f"One MoE layer on {plan.ranks} ranks: top {plan.top_k} of {plan.experts} experts",
+        tokens=verdict.tokens,
+        row_bytes=verdict.row_bytes,
+        title=f"{len(verdict.rows)} ranks, a question each: token rows of all layers",
     )

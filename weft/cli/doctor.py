@@ -187,7 +187,7 @@ def _handles(section: str, count: int) -> Iterator[Finding]:
     try:
         from cuda.bindings import driver
     except ImportError:
-        return  # told under software
+        return  # reported under software
     kinds = driver.CUdevice_attribute
     update = "the driver cannot export memory as a file descriptor: update it, or leave the VM"
     posix = kinds.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
@@ -291,7 +291,7 @@ def _checked(
 def _tried(
     section: str, name: str, attempt: Callable[[], str], otherwise: Status, remedy: str = ""
 ) -> Finding:
-    """A finding from something that is really done; weft's own errors say themselves what mends."""
+    """A finding from something that is really done; weft's own errors name their remedy."""
     try:
         return Finding(section, name, "ok", attempt())
     except (WeftError, OSError, RuntimeError) as error:  # the last: torch's own

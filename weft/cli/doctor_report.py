@@ -72,8 +72,8 @@ def report(findings: Iterable[Finding]) -> dict[str, Any]:
         "tables": _tables(),
         "findings": [asdict(finding) for finding in findings],
     }
-    told: dict[str, Any] = _without(sections, _private_words())
-    return told
+    report: dict[str, Any] = _without(sections, _private_words())
+    return report
 
 
 def text(sections: dict[str, Any]) -> str:
@@ -143,7 +143,7 @@ def _system() -> dict[str, Any]:
 
 
 def _container() -> list[str]:
-    """What says that this process runs in one."""
+    """What shows that this process runs in one."""
     found = [name for name in ("/.dockerenv", "/run/.containerenv") if os.path.exists(name)]
     if _read("/proc/1/sched").split(" ")[0] not in ("systemd", "init", ""):
         found.append("process 1 is no init")
@@ -232,7 +232,7 @@ def _lines(path: str, names: tuple[str, ...]) -> str:
 
 
 def _private_words() -> dict[re.Pattern[str], str]:
-    """What must not be told -> what is told instead."""
+    """What must not be printed -> what is printed instead."""
     homes = {os.environ.get("HOME", ""), os.path.expanduser("~")}
     homes |= {os.path.realpath(home) for home in homes if home}
     users = {os.environ.get(name, "") for name in ("USER", "LOGNAME", "SUDO_USER")}

@@ -1,4 +1,4 @@
-"""The versions that `weft --version` tells; no torch is imported for it."""
+"""The versions that `weft --version` prints; no torch is imported for it."""
 
 from importlib.metadata import version
 
