@@ -15,7 +15,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.series import Series, load  # noqa: E402
-from benchmarks.tables import EXCHANGES_4, MOE_8, TABLES, reduce_floors  # noqa: E402
+from benchmarks.tables import TABLES  # noqa: E402
+from benchmarks.tables.allreduce import reduce_floors  # noqa: E402
+from benchmarks.tables.alltoall import MOE_8  # noqa: E402
+from benchmarks.tables.layer import EXCHANGES_4  # noqa: E402
 from weft.bench.allreduce import ReduceCase  # noqa: E402
 from weft.bench.case import Case  # noqa: E402
 from weft.bench.layer import LayerCase  # noqa: E402

@@ -1,6 +1,6 @@
 """Write the tables of the docs anew from the JSON files in benchmarks/.
 
-    python benchmarks/publish.py             # every figure, as benchmarks/tables.py says
+    python benchmarks/publish.py             # every figure, as benchmarks/tables/ says
     python benchmarks/publish.py OUT_DIR     # first take in what baselines.sh wrote there
 
 `python benchmarks/pictures.py` draws the pictures.
@@ -21,7 +21,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.series import Series  # noqa: E402
-from benchmarks.tables import TABLES, Cells  # noqa: E402
+from benchmarks.tables import TABLES  # noqa: E402
+from benchmarks.tables.sources import Cells  # noqa: E402
 
 MARK = re.compile(r"<!-- table: ([a-z0-9-]+) -->")
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?")

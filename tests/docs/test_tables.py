@@ -56,7 +56,7 @@ def _sources(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_every_result_table_names_its_source(name):
-    assert not _sources(name), "write <!-- table: NAME --> above it, and its rows in tables.py"
+    assert not _sources(name), "write <!-- table: NAME --> above it, and its rows in tables/"
 
 
 def _differences(text: str) -> list[str]:

@@ -19,7 +19,7 @@ from weft.allreduce.curve import EPILOGUES
 from weft.allreduce.reduction import Reduction
 from weft.allreduce.table import BACKENDS as SAME_BITS
 from weft.allreduce.table import Table
-from weft.bench.case import DTYPES, Case, Refused, choose, fit
+from weft.bench.case import Refused, RowsCase, choose, choose_backends
 from weft.bench.check import poison, settle, unlike_row
 from weft.bench.clock import Calls
 from weft.bench.limits import ONE_WAY_FIXED_US, TWO_WAY_FIXED_US, allreduce_floor_us, link_rate
@@ -51,10 +51,9 @@ _OUTPUTS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReduceCase(Case):
+class ReduceCase(RowsCase):
     """Fused all-reduces; every rank brings as many tokens.
 
-    max_tokens: capacity, or None for the largest size.
     epilogue: "none" sums; "norm" adds a residual and takes RMSNorm; the others quantise what that
     gives, and write no norm.
     table: a file of `weft tune allreduce` that "auto" reads, or None for what came with weft.
@@ -63,21 +62,14 @@ class ReduceCase(Case):
     operator: ClassVar[str] = "allreduce"
     checked: ClassVar[str] = "every output equals weft.reference bit by bit"
 
-    hidden: int = 7168
-    dtype: str = "bf16"
     epilogue: str = "norm"
     backends: tuple[str, ...] = (AUTO,)
-    max_tokens: int | None = None
     table: str | None = None
 
     def __post_init__(self) -> None:
-        Case.__post_init__(self)
-        choose(dtype=(self.dtype, tuple(DTYPES)), epilogue=(self.epilogue, EPILOGUES))
-        for backend in self.backends:
-            choose(backend=(backend, BACKENDS))
-        if not self.backends:
-            raise InvalidArgument("nothing to measure: pass at least one backend")
-        fit(self.tokens, self.max_tokens)
+        RowsCase.__post_init__(self)
+        choose(epilogue=(self.epilogue, EPILOGUES))
+        choose_backends(self.backends, BACKENDS)
         sizes: dict[str, Any] = {"ranks": self.ranks, "max_tokens": self.capacity}
         Reduction.of(**sizes, hidden=self.hidden, dtype=self.out_dtype)  # refuses what cannot be
         if self.epilogue == "fp8-group" and self.hidden % GROUP:
@@ -94,19 +86,9 @@ class ReduceCase(Case):
         return self.backends
 
     @property
-    def out_dtype(self) -> torch.dtype:
-        """dtype of the rows."""
-        return DTYPES[self.dtype]
-
-    @property
     def row_bytes(self) -> int:
         """Bytes of one row."""
         return self.hidden * self.out_dtype.itemsize
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that the workspace is made for."""
-        return self.max_tokens or max(self.tokens)
 
     def title(self) -> str:
         """The sizes and options in words."""

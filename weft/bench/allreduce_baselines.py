@@ -20,7 +20,7 @@ import torch.nn.functional as functional
 
 from weft import reference
 from weft.bench.allreduce import EPS, ReduceCase, Rows, arguments_of, make_rows
-from weft.bench.baselines import Baseline, off_by
+from weft.bench.baselines import Baseline, all_sizes, off_by
 from weft.bench.check import settle
 from weft.bench.clock import Calls
 from weft.memory import Group
@@ -41,8 +41,10 @@ def with_norm(rows: Rows, summed: torch.Tensor) -> torch.Tensor:
 class _Library:
     """A library made for the largest size."""
 
-    group: Group
-    case: ReduceCase
+    def __init__(self, group: Group, case: ReduceCase) -> None:
+        self.group, self.case = group, case
+        self._process_group = group.process_group()
+        self._norm = case.epilogue != "none"
 
     def call(self, rows: Rows) -> Callable[[], torch.Tensor]:
         """Bind one size; the call returns the sum or the norm, `[tokens, hidden]`."""
@@ -83,16 +85,14 @@ class TorchReduce(_Library):
     """torch.distributed's all_reduce (NCCL on GPUs, gloo on CPUs), then torch's norm."""
 
     def __init__(self, group: Group, case: ReduceCase, most: int) -> None:
-        self.group, self.case = group, case
-        self._group = group.process_group()
-        self._norm = case.epilogue != "none"
+        super().__init__(group, case)
 
     def call(self, rows: Rows) -> Callable[[], torch.Tensor]:
         """Bind one size. It sums in place, so every call but the first sums sums."""
         x = rows.x.clone()
 
         def reduce() -> torch.Tensor:
-            dist.all_reduce(x, group=self._group)
+            dist.all_reduce(x, group=self._process_group)
             return with_norm(rows, x) if self._norm else x
 
         return reduce
@@ -102,11 +102,9 @@ class SymmetricReduce(_Library):
     """torch's symmetric memory, one-shot or two-shot, then torch's norm. In place, as above."""
 
     def __init__(self, group: Group, case: ReduceCase, most: int, *, one_shot: bool) -> None:
-        self.group, self.case = group, case
+        super().__init__(group, case)
         memory: Any = importlib.import_module("torch.distributed._symmetric_memory")
-        process_group = group.process_group()
-        self._name = process_group.group_name
-        self._norm, self._one_shot = case.epilogue != "none", one_shot
+        self._name, self._one_shot = self._process_group.group_name, one_shot
         shape = (most, case.hidden)
         self._whole = memory.empty(shape, dtype=case.out_dtype, device=group.device)
         memory.rendezvous(self._whole, self._name)
@@ -131,11 +129,10 @@ class FlashInferReduce(_Library):
     """`flashinfer.comm.allreduce_fusion` with backend="trtllm", one-shot or two-shot."""
 
     def __init__(self, group: Group, case: ReduceCase, most: int, *, one_shot: bool) -> None:
-        self.group, self.case = group, case
+        super().__init__(group, case)
         self._comm: Any = importlib.import_module("flashinfer.comm")
         memory: Any = importlib.import_module("flashinfer.comm.mnnvl")
-        process_group = group.process_group()
-        self._pattern = _PLAIN if case.epilogue == "none" else _NORM
+        self._pattern = _NORM if self._norm else _PLAIN
         self._one_shot = one_shot
         self._workspace = self._comm.create_allreduce_fusion_workspace(
             backend="trtllm",
@@ -145,18 +142,18 @@ class FlashInferReduce(_Library):
             hidden_dim=case.hidden,
             dtype=case.out_dtype,
             gpus_per_node=group.size,
-            comm_backend=memory.TorchDistBackend(process_group),
-            group=process_group,
+            comm_backend=memory.TorchDistBackend(self._process_group),
+            group=self._process_group,
         )
 
     def call(self, rows: Rows) -> Callable[[], torch.Tensor]:
         """Bind one size, with outputs of its own."""
         written = {"output": torch.empty_like(rows.x)}
         given: dict[str, Any] = {}
-        if self._pattern == _NORM:
+        if self._norm:
             written = {name: torch.empty_like(rows.x) for name in ("residual_out", "norm_out")}
             given = {"residual_in": rows.residual, "rms_gamma": rows.weight, "rms_eps": EPS}
-        answer = written["norm_out" if self._pattern == _NORM else "output"]
+        answer = written["norm_out" if self._norm else "output"]
 
         def reduce() -> torch.Tensor:
             self._comm.allreduce_fusion(
@@ -195,37 +192,26 @@ def _more_than_ranks(case: ReduceCase) -> list[int]:
     return [size for size in case.tokens if size > case.ranks]
 
 
+def _both_shots(
+    name: str,
+    package: tuple[str, str],
+    library: Callable[..., _Library],
+    refuses: Callable[[ReduceCase], str | None],
+    two_shot_sizes: Callable[[ReduceCase], list[int]],
+) -> tuple[Baseline, Baseline]:
+    """One-shot of a library, for few tokens, and two-shot; package: module and distribution."""
+    one, two = (partial(library, one_shot=one_shot) for one_shot in (True, False))
+    return (
+        Baseline(f"{name} one-shot", *package, make=one, refuses=refuses, sizes=_few),
+        Baseline(f"{name} two-shot", *package, make=two, refuses=refuses, sizes=two_shot_sizes),
+    )
+
+
 _TORCH, _FLASHINFER = ("torch", "torch"), ("flashinfer", "flashinfer-python")
 _even = partial(_refuses, ranks=(2, 4, 8))  # numbers of ranks that FlashInfer has kernels for
 _anywhere = partial(_refuses, devices=("cuda", "cpu"))
-_SYMMETRIC, _TRTLLM = "torch symm_mem", "FlashInfer trtllm"
 BASELINES: tuple[Baseline, ...] = (
     Baseline("torch all_reduce", *_TORCH, make=TorchReduce, refuses=_anywhere),
-    Baseline(
-        f"{_SYMMETRIC} one-shot",
-        *_TORCH,
-        make=partial(SymmetricReduce, one_shot=True),
-        refuses=_refuses,
-        sizes=_few,
-    ),
-    Baseline(
-        f"{_SYMMETRIC} two-shot",
-        *_TORCH,
-        make=partial(SymmetricReduce, one_shot=False),
-        refuses=_refuses,
-    ),
-    Baseline(
-        f"{_TRTLLM} one-shot",
-        *_FLASHINFER,
-        make=partial(FlashInferReduce, one_shot=True),
-        refuses=_even,
-        sizes=_few,
-    ),
-    Baseline(
-        f"{_TRTLLM} two-shot",
-        *_FLASHINFER,
-        make=partial(FlashInferReduce, one_shot=False),
-        refuses=_even,
-        sizes=_more_than_ranks,
-    ),
+    *_both_shots("torch symm_mem", _TORCH, SymmetricReduce, _refuses, all_sizes),
+    *_both_shots("FlashInfer trtllm", _FLASHINFER, FlashInferReduce, _even, _more_than_ranks),
 )

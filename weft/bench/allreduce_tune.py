@@ -14,9 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table as Grid
 
 import weft
 from weft.allreduce.curve import Curve
@@ -25,7 +23,7 @@ from weft.bench.allreduce import ReduceCase, ReduceSession, ReduceTrial
 from weft.bench.clock import Calls, measure
 from weft.bench.machine import describe_machine, measured_on
 from weft.bench.progress import progress
-from weft.bench.report import us_text
+from weft.bench.report import times_grid
 from weft.bench.run import LIMIT_SECONDS, first_problem, gpu_names
 from weft.errors import InvalidArgument, UsageError
 from weft.memory import Group, launch
@@ -160,14 +158,8 @@ def print_table(console: Console, table: Table) -> None:
     """Print every curve, and below it what "auto" makes of it."""
     console.print(table.origin, style="dim")
     for curve in table.curves:
-        grid = Grid(box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
-        grid.title = f"{table.ranks} ranks, hidden {curve.hidden}, {curve.dtype}, {curve.epilogue}"
-        grid.add_column("us")
-        for tokens in curve.tokens:
-            grid.add_column(str(tokens), justify="right")
-        for backend, times in curve.us.items():
-            grid.add_row(backend, *("" if us is None else us_text(us) for us in times))
-        console.print(grid)
+        title = f"{table.ranks} ranks, hidden {curve.hidden}, {curve.dtype}, {curve.epilogue}"
+        console.print(times_grid(curve.tokens, curve.us, title))
         console.print(f"auto: {bands_text(table, curve)}\n")
 
 

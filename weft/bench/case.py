@@ -186,6 +186,72 @@ class Case:
         return None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsCase(Case):
+    """A case of an operator that moves rows.
+
+    hidden, dtype: of a row.   max_tokens: capacity of the operator; None: the largest size.
+    """
+
+    hidden: int = 7168
+    dtype: str = "bf16"
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        Case.__post_init__(self)
+        choose(dtype=(self.dtype, tuple(DTYPES)))
+        if self.max_tokens is not None and max(self.tokens) > self.max_tokens:
+            raise InvalidArgument(
+                f"{max(self.tokens)} tokens do not fit max_tokens={self.max_tokens}; raise it"
+            )
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """dtype of the rows that come back."""
+        return DTYPES[self.dtype]
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens of one rank that the operator is built for."""
+        return self.max_tokens or max(self.tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairCase(RowsCase):
+    """A case of pairs of dispatch and combine.
+
+    top_k, experts: of a token, and on all ranks.   routing: as in `routing.make_ids`.
+    combine_dtype, split_phase: as in the operator.   model: what the sizes are called, or None.
+    """
+
+    whole: ClassVar[str] = "pair"
+
+    top_k: int = 8
+    experts: int = 256
+    routing: str
+    combine_dtype: str | None = None
+    split_phase: bool = False
+    model: str | None = None
+
+    def __post_init__(self) -> None:
+        RowsCase.__post_init__(self)
+        choose(combine_dtype=(self.combine_dtype, (None, "fp8")))
+
+    @property
+    def fp8_back(self) -> bool:
+        """Does combine return rows as FP8?"""
+        return self.combine_dtype == "fp8"
+
+    @property
+    def sizes_text(self) -> str:
+        """Model, sizes and routing, as titles begin."""
+        name = f"{self.model}: " if self.model else ""
+        return (
+            f"{name}{self.ranks} ranks, hidden {self.hidden}, top {self.top_k} of {self.experts} "
+            f"experts, routing {self.routing}"
+        )
+
+
 def choose(**given: tuple[Any, Sequence[Any]]) -> None:
     """Require each value to be one of those allowed. Raises InvalidArgument naming them."""
     for name, (value, allowed) in given.items():
@@ -194,10 +260,12 @@ def choose(**given: tuple[Any, Sequence[Any]]) -> None:
             raise InvalidArgument(f"{name} is {value!r}; choose one of {words}")
 
 
-def fit(tokens: Sequence[int], max_tokens: int | None) -> None:
-    """Require the sizes to fit a capacity. Raises InvalidArgument."""
-    if max_tokens is not None and max(tokens) > max_tokens:
-        raise InvalidArgument(f"{max(tokens)} tokens do not fit max_tokens={max_tokens}; raise it")
+def choose_backends(given: Sequence[str], allowed: Sequence[str]) -> None:
+    """Require one backend at least, and each to be one of those allowed. Raises InvalidArgument."""
+    for backend in given:
+        choose(backend=(backend, allowed))
+    if not given:
+        raise InvalidArgument("nothing to measure: pass at least one backend")
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 CUDA: a graph of CALLS calls is replayed back to back and events stand around each replay, so that
 neither the host nor the skew between ranks is in the figure. How a call splits into its steps comes
 from a second graph with events between them; its extra nodes cost a little, so the whole is the
-figure to quote and the split tells where it goes.
+figure to quote and the split shows where it goes.
 CPU: the host's clock around each step, with a barrier before every sample.
 """
 
@@ -116,16 +116,21 @@ def replayed(group: Group, calls: Calls, count: int, *, graph: bool) -> None:
     torch.cuda.synchronize()
 
 
+def host_us(steps: Sequence[Step]) -> list[float]:
+    """Make one call; us of each of its steps by the host's clock."""
+    marks = [time.perf_counter_ns()]
+    for step in steps:
+        step()
+        marks.append(time.perf_counter_ns())
+    return [(after - before) / 1e3 for before, after in pairwise(marks)]
+
+
 def _host_steps(group: Group, steps: Sequence[Step], samples: int) -> list[list[float]]:
     """us of each step of a call; the calls that warm up are left out."""
     rounds = []
     for _ in range(WARM_UP + samples):
         group.barrier()
-        marks = [time.perf_counter_ns()]
-        for step in steps:
-            step()
-            marks.append(time.perf_counter_ns())
-        rounds.append([(after - before) / 1e3 for before, after in pairwise(marks)])
+        rounds.append(host_us(steps))
     return [list(times) for times in zip(*rounds[WARM_UP:], strict=True)]
 
 

@@ -7,14 +7,13 @@ and behind its steps. CPU: the same with the host's clock, a buffer and a barrie
 
 from __future__ import annotations
 
-import time
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 
 from weft.alltoall.api import AllToAll
-from weft.bench.clock import Calls, Samples, Step, events
+from weft.bench.clock import Calls, Samples, Step, events, host_us
 
 if TYPE_CHECKING:
     from weft.memory import Group
@@ -71,11 +70,7 @@ class ColdClock:
         for sample in range(count + 1):
             self._buffer.fill_(sample % 256)
             self._group.barrier()
-            marks = [time.perf_counter_ns()]
-            for step in steps:
-                step()
-                marks.append(time.perf_counter_ns())
-            rounds.append([(b - a) / 1e3 for a, b in pairwise(marks)])
+            rounds.append(host_us(steps))
         return rounds[1:]
 
 

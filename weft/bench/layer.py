@@ -27,6 +27,7 @@ from weft.bench.limits import (
 from weft.bench.moe import QUANTIZE
 from weft.bench.routing import parse_routing
 from weft.errors import CreationFailed, InvalidArgument
+from weft.fields import checked
 from weft.memory import Group
 from weft.moe import (
     CLAMPED_SWIGLU,
@@ -39,7 +40,7 @@ from weft.moe import (
 )
 from weft.moe.router import route_in_torch
 from weft.placement import Placement
-from weft.shape import size
+from weft.shape import Shape
 
 if TYPE_CHECKING:
     from weft.bench.run import Measurement, Report
@@ -99,8 +100,7 @@ class LayerCase(Case):
         )
         for word in self.overlaps:
             choose(overlap=(word, OVERLAPS))
-        size("ranks", self.ranks)
-        size("tokens", max(self.tokens))
+        checked(Shape, ranks=self.ranks, tokens=max(self.tokens))
         if self.stages and self.mode != "throughput":
             raise InvalidArgument(
                 f"stages are those of mode 'throughput'; this one is {self.mode!r}: time it whole"

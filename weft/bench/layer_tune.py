@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rich import box
 from rich.console import Console
-from rich.table import Table as Grid
 
 from weft.bench.case import choose
 from weft.bench.layer import LayerCase
 from weft.bench.machine import measured_on
-from weft.bench.report import Spread, us_text
+from weft.bench.report import Spread, times_grid
 from weft.bench.run import Report, run
 from weft.errors import InvalidArgument
 from weft.moe import MODES, LayerTable
@@ -49,7 +47,7 @@ def tune(case: LayerCase, modes: Sequence[str], *, quiet: bool = False) -> Tuned
         report = run(replace(case, mode=mode), quiet=quiet)
         refused += [f"mode {mode}, {text}" for text in _gathered(report.refused)]
         if report.nothing_served:
-            continue  # this layer does not have the mode, and says so
+            continue  # this layer does not have the mode; the report names why
         if report.problem is not None:
             return Tuned(None, f"mode {mode}, {report.problem}", tuple(refused))
         reports.append(report)
@@ -99,13 +97,7 @@ def print_table(console: Console, table: LayerTable, refused: Sequence[str]) -> 
     console.print(table.origin, style="dim")
     for curve in table.curves:
         console.print(f"\n{table.sizes.text}; mode {curve.mode}, {curve.gemm} GEMM")
-        grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False)
-        grid.add_column("us")
-        for tokens in curve.tokens:
-            grid.add_column(str(tokens), justify="right")
-        for overlap, times in curve.us.items():
-            grid.add_row(overlap, *("" if us is None else us_text(us) for us in times))
-        console.print(grid)
+        console.print(times_grid(curve.tokens, curve.us))
         console.print(f"auto: {bands_text(curve)}")
     for text in refused:
         console.print(f"Refused: {text}", style="dim")

@@ -12,7 +12,7 @@ recorded. Sources: `benchmarks/limits-8xH200-2026-11-20.json`,
 `benchmarks/alltoall-4xH200-2026-11-21.json` for fewer GPUs, and
 `benchmarks/gemm-halves-1xH200-2026-11-21.json` for weights.
 
-Kinds of GPU are told apart by their whole names: a GH200 or an H200 NVL is no H200 of an SXM board.
+A kind of GPU is known by its whole name: a GH200 or an H200 NVL is no H200 of an SXM board.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from weft.bench.case import DTYPES, Case, choose, fit
+from weft.bench.case import PairCase, choose
 from weft.bench.check import poison, settle, unlike_row
 from weft.bench.clock import Calls, replayed
 from weft.bench.limits import PAIR_FIXED_US, link_rate, pair_floor_us
@@ -33,59 +33,38 @@ if TYPE_CHECKING:
     from weft.bench.run import Measurement, Report
 
 QUANTIZE = ("fp8",)
-COMBINE_DTYPES = (None, "fp8")
 GROUP_SIZE = 128  # columns that share a scale
 TRACED_ROUNDS = 32  # as many as are kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LowCase(Case):
+class LowCase(PairCase):
     """Pairs of dispatch and combine, expert-major.
 
-    max_tokens: capacity, or None for the largest size.  routing: as in `routing.make_ids`.
-    quantize: "fp8" or None.  scale, reduce, combine_dtype, split_phase: as in LowLatencyAllToAll.
+    quantize: "fp8" or None.  scale, reduce: as in LowLatencyAllToAll.
     profile: time kernels that keep a trace.
     """
 
     operator: ClassVar[str] = "lowlatency"
-    whole: ClassVar[str] = "pair"
     checked: ClassVar[str] = "every row, scale and sum equals weft.lowlatency.reference bit by bit"
 
-    hidden: int = 7168
-    top_k: int = 8
-    experts: int = 256
     routing: str = "perfect"
-    dtype: str = "bf16"
-    max_tokens: int | None = None
     quantize: str | None = "fp8"
     scale: str = "fp32_row"
     reduce: str = "receiver"
-    combine_dtype: str | None = None
-    split_phase: bool = False
     profile: bool = False
-    model: str | None = None
 
     def __post_init__(self) -> None:
-        Case.__post_init__(self)
-        choose(
-            dtype=(self.dtype, tuple(DTYPES)),
-            quantize=(self.quantize, (None, *QUANTIZE)),
-            combine_dtype=(self.combine_dtype, COMBINE_DTYPES),
-        )
-        fit(self.tokens, self.max_tokens)
+        PairCase.__post_init__(self)
+        choose(quantize=(self.quantize, (None, *QUANTIZE)))
         # Both refuse what cannot be, before any rank is started.
         _ = self.geometry
         make_ids(self, max(self.tokens), 0)
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """One: the options say which."""
+        """One: the options determine it."""
         return ("default",)
-
-    @property
-    def capacity(self) -> int:
-        """Most tokens of one rank that the exchange is built for."""
-        return self.max_tokens or max(self.tokens)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -96,7 +75,7 @@ class LowCase(Case):
             "scale": self.scale,
             "reduce": self.reduce,
             "combine_dtype": self.combine_dtype,
-            "dtype": DTYPES[self.dtype],
+            "dtype": self.out_dtype,
         }
 
     @property
@@ -111,21 +90,12 @@ class LowCase(Case):
             **self.options,
         )
 
-    @property
-    def fp8_back(self) -> bool:
-        """Does combine return rows as FP8?"""
-        return self.combine_dtype == "fp8"
-
     def title(self) -> str:
         """The sizes and options in words."""
         out = f"{self.quantize} + {self.scale} scales" if self.quantize else self.dtype
         what = "fp8 + scales" if self.fp8_back else self.dtype
         each = "choice" if self.reduce == "receiver" else "rank"
-        name = f"{self.model}: " if self.model else ""
-        return (
-            f"{name}{self.ranks} ranks, hidden {self.hidden}, top {self.top_k} of {self.experts}, "
-            f"routing {self.routing}; {out} out, expert-major; {what} back, a row for each {each}"
-        )
+        return f"{self.sizes_text}; {out} out, expert-major; {what} back, a row for each {each}"
 
     def session(self, group: Group) -> LowSession:
         """One exchange for all sizes."""
@@ -162,10 +132,11 @@ class LowCase(Case):
 
     def notes(self, report: Report) -> list[str]:
         """The memory."""
-        memory = report.facts["memory"]
+        told = report.facts["memory"]
+        memory = {"ordinary": told.get("results"), **told}  # "results" in older files
         return [
             f"Memory for {self.capacity} tokens: {memory['shared'] / 1e6:.1f} MB shared, "
-            f"{memory['results'] / 1e6:.1f} MB of results a rank."
+            f"{memory['ordinary'] / 1e6:.1f} MB of results a rank."
         ]
 
     def records(self) -> tuple[str, str, dict[str, Any]] | None:
@@ -237,7 +208,7 @@ class LowTrial:
         seed = (self.case.seed * 7919 + self.tokens) * 64 + rank
         generator = torch.Generator().manual_seed(seed)
         x = torch.randn(self.tokens, self.case.hidden, generator=generator)
-        return x.to(DTYPES[self.case.dtype])
+        return x.to(self.case.out_dtype)
 
     def calls(self) -> Calls:
         """The pair; experts' rows are those of the check before."""

@@ -106,7 +106,7 @@ def _code_line(code: dict[str, Any]) -> str:
 
 
 def driver_version() -> str | None:
-    """Return the NVIDIA driver's version as nvidia-smi tells it, or None."""
+    """Return the NVIDIA driver's version as nvidia-smi reports it, or None."""
     text = ask_nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
     return text.splitlines()[0].strip() if text else None
 

@@ -20,7 +20,7 @@ from weft.alltoall.api import AllToAll
 from weft.alltoall.collective import CollectiveAllToAll
 from weft.alltoall.geometry import Geometry
 from weft.alltoall.received import Payload, Received
-from weft.bench.case import DTYPES, Case, choose, fit
+from weft.bench.case import PairCase, choose, choose_backends
 from weft.bench.check import poison, settle, unlike_row
 from weft.bench.clock import Calls, Step
 from weft.bench.limits import PAIR_FIXED_US, link_rate, pair_floor_us
@@ -40,7 +40,6 @@ EXCHANGES: dict[str, type[AllToAll] | type[CollectiveAllToAll]] = {
 BACKENDS = tuple(EXCHANGES)
 PAYLOADS = ("bf16", "fp8")
 COMBINES = ("pull", "push")
-COMBINE_DTYPES = (None, "fp8")
 QUANTIZE = ("fp8", "mxfp8")  # AllToAll's quantize
 SCALE_GROUP = 128  # elements of an fp8 payload that share one float32 scale
 _SCALE_BYTES = {"fp8": 4 / SCALE_GROUP, "mxfp8": 1 / 32}  # of a row's element
@@ -52,49 +51,31 @@ def row_bytes(hidden: int, itemsize: int, kind: str | None) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MoECase(Case):
+class MoECase(PairCase):
     """Pairs of dispatch and combine.
 
-    max_tokens: capacity of the workspace, or None for what the sizes need.
-    routing: as in `routing.make_ids`.
     payload: "bf16" sends rows of `dtype`; "fp8" sends float8_e4m3fn with float32 scales per 128.
-    dtype: type of the rows that come back.
-    combine, combine_dtype, quantize: as in AllToAll.  split_phase: also time its phases.  All three
+    combine, combine_dtype, quantize: as in AllToAll.  split_phase: also time its phases.  All four
     are the one-sided backend's alone; what stands beside it runs without (`of_backend`).
     """
 
     operator: ClassVar[str] = "moe"
-    whole: ClassVar[str] = "pair"
     checked: ClassVar[str] = "received rows and combined rows equal weft.reference bit by bit"
 
-    hidden: int = 7168
-    top_k: int = 8
-    experts: int = 256
     routing: str = "uniform"
     backends: tuple[str, ...] = ("onesided",)
-    dtype: str = "bf16"
     payload: str = "bf16"
-    max_tokens: int | None = None
     combine: str | None = None
-    combine_dtype: str | None = None
     quantize: str | None = None
-    split_phase: bool = False
-    model: str | None = None
 
     def __post_init__(self) -> None:
-        Case.__post_init__(self)
+        PairCase.__post_init__(self)
         choose(
             payload=(self.payload, PAYLOADS),
-            dtype=(self.dtype, tuple(DTYPES)),
             combine=(self.combine, (None, *COMBINES)),
-            combine_dtype=(self.combine_dtype, COMBINE_DTYPES),
             quantize=(self.quantize, (None, *QUANTIZE)),
         )
-        for backend in self.backends:
-            choose(backend=(backend, BACKENDS))
-        if not self.backends:
-            raise InvalidArgument("nothing to measure: pass at least one backend")
-        fit(self.tokens, self.max_tokens)
+        choose_backends(self.backends, BACKENDS)
         fp8 = self.payload == "fp8" or self.quantize or self.combine_dtype == "fp8"
         if fp8 and self.hidden % SCALE_GROUP:
             raise InvalidArgument(
@@ -172,11 +153,6 @@ class MoECase(Case):
         return replace(self.plain(), payload="fp8" if self.quantize else self.payload)
 
     @property
-    def out_dtype(self) -> torch.dtype:
-        """dtype of the combined rows."""
-        return DTYPES[self.dtype]
-
-    @property
     def sent_bytes(self) -> int:
         """Bytes that dispatch sends of one token to one rank."""
         kind = "fp8" if self.payload == "fp8" else self.quantize
@@ -192,11 +168,6 @@ class MoECase(Case):
     def pulls(self) -> bool:
         """Do owners read their rows, instead of being sent them?"""
         return self.combine_dtype is None and self.combine != "push"
-
-    @property
-    def fp8_back(self) -> bool:
-        """Does combine return rows as FP8?"""
-        return self.combine_dtype == "fp8"
 
     @property
     def wire(self) -> str:
@@ -219,12 +190,7 @@ class MoECase(Case):
             *(["also split-phase"] if self.split_phase else []),
             *([f"co-run with matmul {self.matmul_size}^3"] if self.corun else []),
         ]
-        name = f"{self.model}: " if self.model else ""
-        sizes = (
-            f"{name}{self.ranks} ranks, hidden {self.hidden}, top {self.top_k} of {self.experts} "
-            f"experts, routing {self.routing}"
-        )
-        return ", ".join([sizes, self.wire, *options])
+        return ", ".join([self.sizes_text, self.wire, *options])
 
     def session(self, group: Group) -> MoESession:
         """Exchanges, made as they are needed."""

@@ -18,13 +18,13 @@ def progress(total: int, *, quiet: bool) -> Iterator[Callable[[str], None]]:
     if quiet or not console.is_terminal:
         count = 0
 
-        def tell(name: str) -> None:
+        def count_up(name: str) -> None:
             nonlocal count
             count += 1
             if not quiet:
                 print(f"weft: {count} of {total}: {name}", file=sys.stderr, flush=True)
 
-        yield tell
+        yield count_up
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -183,8 +183,8 @@ def _cells(row: Row, whole: str) -> dict[str, str]:
         cells["us co-run"] = us_text(row.corun.call)
         cells["matmul x alone"] = f"{row.corun.slower:.2f}"
         cells["matmul x its SMs"] = f"{row.corun.slower_limited:.2f}"
-    for name, told in row.more.items():
-        cells[name] = told if isinstance(told, str) else f"{told:.2f}"
+    for name, extra in row.more.items():
+        cells[name] = extra if isinstance(extra, str) else f"{extra:.2f}"
     return cells | {name: us_text(value) for name, value in row.baselines.items()}
 
 
@@ -223,6 +223,19 @@ def _caption(
         how = f" in this run, {run.method}; checked within a tolerance"
         lines.append(f"{run.library}: {run.status}{how if run.status == MEASURED else ''}.")
     return lines
+
+
+def times_grid(
+    tokens: Iterable[int], times: Mapping[str, Sequence[float | None]], title: str | None = None
+) -> Table:
+    """A table of us: a column for each number of tokens, a row for each name; gaps are blank."""
+    grid = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    grid.add_column("us")
+    for size in tokens:
+        grid.add_column(str(size), justify="right")
+    for name, several in times.items():
+        grid.add_row(name, *("" if us is None else us_text(us) for us in several))
+    return grid
 
 
 def us_text(value: float) -> str:

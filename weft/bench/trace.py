@@ -110,12 +110,7 @@ def to_chrome(ranks: Sequence[Sequence[Span]], skew: Skew, *, clock: str = "") -
     return {
         "traceEvents": events,
         "displayTimeUnit": "ns",
-        "metadata": {
-            "clock": clock,
-            "offsets_ns": [round(offset) for offset in skew.offsets_ns],
-            "uncertainty_ns": round(skew.uncertainty_ns),
-            "tick_ns": skew.tick_ns,
-        },
+        "metadata": {"clock": clock, **skew.metadata()},
     }
 
 
