@@ -66,7 +66,7 @@ clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# What weft needs to run. A machine whose torch sees a GPU keeps that torch; any other gets $(TORCH). Debian parts
+# What weft needs to run, and its demo. A machine whose torch sees a GPU keeps that torch; any other gets $(TORCH). Debian parts
 # ensurepip from python3, so without it the system's pip fills the environment.
 $(RUNS): pyproject.toml
 	@$(PYTHON) -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' || \
@@ -77,8 +77,8 @@ $(RUNS): pyproject.toml
 	    { $(PYTHON) -m venv --clear --without-pip $$site .venv && \
 	      $(PYTHON) -m pip --python $(BIN)/python install pip; }
 	$(BIN)/python -c '$(HAS_GPU_TORCH)' 2>/dev/null || $(BIN)/python -m pip install $(TORCH)
-	extras=; if $(BIN)/python -c '$(HAS_GPU_TORCH)' 2>/dev/null; then extras='[gpu]'; fi; \
-	$(BIN)/python -m pip install -e ".$$extras"
+	extras=transformers; if $(BIN)/python -c '$(HAS_GPU_TORCH)' 2>/dev/null; then extras=gpu,transformers; fi; \
+	$(BIN)/python -m pip install -e ".[$$extras]"
 	touch $@
 
 # And what its tests need.

@@ -148,7 +148,7 @@ class Recorder:
                 item.user_properties.append((_DIGEST, digest))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Hear how a test went, be it of this process or of a worker."""
+        """Note how a test went, be it of this process or of a worker."""
         digest = dict(report.user_properties).get(_DIGEST)
         if digest is None or report.skipped:
             return
@@ -169,7 +169,7 @@ class Recorder:
         self._file.write_text(f"{json.dumps(kept | self._passed, indent=0, sort_keys=True)}\n")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Tell of tests that ran because they were not on record."""
+        """Report tests that ran because they were not on record."""
         if self._ran and not self._record:
             terminalreporter.write_line(
                 f"{len(self._ran)} tests ran that are not on record with their files of now; "

@@ -135,10 +135,13 @@ def called_alltoall(group: weft.Group) -> None:
             "topk_weights": TENSOR.optional(),
             "num_tokens": TENSOR.optional(),
             "stats": TENSOR,
+            "rows": listed(*WHOLE, 0, -1, TOKENS - 1, 9).optional(),
         }
         given = {**good, "num_tokens": count, "stats": stats}
         tried(Row(a2a.dispatch, given, kinds))
         tried(Row(a2a.dispatch_send, given, kinds))
+        tried(Row(a2a.output, {}, {"rows": listed(*WHOLE, 0, -1, 9).optional()}))
+        tried(Row(a2a.global_ids, {"local_ids": ids}, {"local_ids": THING}))
         tried(Row(a2a.history, {"rank": 0}, {"rank": RANK}))
         tried(Row(a2a.timeline, {"rank": 0}, {"rank": RANK}))
         a2a.dispatch(**given)
@@ -413,7 +416,7 @@ def test_hostile_arguments_of_the_collective_way_are_refused_in_words(ranks):
 
 
 def quietly(group: weft.Group) -> None:
-    """A process of its own hears of no marks."""
+    """A process of its own has no marks."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         called_collective(group)

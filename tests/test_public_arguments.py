@@ -25,6 +25,7 @@ TABLES = ("test_arguments.py", "moe/test_arguments.py", "compat/test_arguments.p
 # What weft makes and hands out; nobody calls their constructors.
 RESULTS = {
     *("Compact", "ExpertRows", "Grouped", "Received", "Reduced", "Routed", "LayerChoice"),
+    *("ReplicaTable", "Lease"),
     *("DispatchMetaInfo", "AllReduceFusionWorkspace", "EventOverlap", "Placement", "Heap", "Group"),
 }
 # Declarations that hold what they are given, and are checked by the call that they are given to:
@@ -34,6 +35,7 @@ ELSEWHERE = {
     "Group.from_meeting": "tests/memory/test_rendezvous.py",
     "Group.attach": "tests/runtime/test_culprits.py",
     "Group.pid": "tests/runtime/test_culprits.py",
+    "lease": "tests/test_leases.py",
     "Heap.write": "tests/runtime/test_culprits.py",
     "LayerTable.load": "tests/moe/test_layer_table.py",
     "LayerTable.of_json": "tests/moe/test_layer_table.py",

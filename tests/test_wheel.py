@@ -94,7 +94,7 @@ def test_the_metadata_says_what_it_is(wheel):
     assert found["Name"] == "weft"
     assert found["License-Expression"] == "Apache-2.0"
     assert found["Author"] == "weft developers"
-    assert found.get_all("Provides-Extra") == ["dev", "gpu", "plot"]
+    assert found.get_all("Provides-Extra") == ["checkpoint", "dev", "gpu", "plot", "transformers"]
 
 
 def test_the_readme_has_no_link_that_leads_nowhere(wheel):

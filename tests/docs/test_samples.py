@@ -20,7 +20,7 @@ import typer
 
 import weft
 from weft.cli.commands import app
-from weft.moe import MoEConfig, Routing
+from weft.moe import Expert, ExpertWeights, MoEConfig, Routing
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -66,7 +66,8 @@ COMMANDS = sorted(
 def test_every_sample_is_run_or_says_why_not():
     whole = {sample.place.partition(":")[0] for sample in WHOLE}
     assert whole == {"README.md", "allreduce.md", "moe.md"}
-    assert set(PARTS) == {"gemm.md", "grouping.md", "which-class.md"}, "each has a test below"
+    parts = {"engine.md", "gemm.md", "grouping.md", "which-class.md"}
+    assert set(PARTS) == parts, "each has a test below"
 
 
 @pytest.mark.parametrize("sample", WHOLE, ids=lambda sample: sample.place)
@@ -96,19 +97,60 @@ def _chosen(group: weft.Group, part: str) -> None:
     ids = torch.tensor([[(t + 5 * k) % 16 for k in range(4)] for t in range(tokens)])
     names: dict[str, Any] = {"group": group, "x": x, "topk_ids": ids.int()}
     names["topk_weights"] = torch.full((tokens, 4), 0.5)
-    names["logits"] = torch.randn(tokens, 16)
     names = run_path(part, init_globals=names)
     assert torch.equal(names["out"], 2 * x), "four experts that copy, of weight 0.5"
     assert bool(names["mixed"].isfinite().all())
     assert torch.allclose(names["decoded"].float(), 2 * x.float(), rtol=1 / 16)
     assert torch.equal(names["residual"], torch.full((4, 512), float(group.size)).bfloat16())
     assert torch.equal(names["normed"], torch.ones(4, 512).bfloat16())
-    assert names["layered"].shape == x.shape
     group.barrier()
 
 
 def test_a_sample_of_each_class(ranks, tmp_path):
     ranks(2, "cpu")(_chosen, str(_written(tmp_path, "which-class.md")))
+
+
+def _engine(group: weft.Group, part: str, store: str) -> None:
+    """Calls with a routing of the caller's, in rounds, by hand, and after experts have moved."""
+    config = MoEConfig(hidden=512, intermediate=256, routing=Routing(16, 4))
+
+    def load_experts(local: tuple[int, ...]) -> ExpertWeights:
+        return ExpertWeights.stack(config, [Expert.seeded(config, e) for e in local], group.device)
+
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=group.rank, world_size=group.size
+    )
+    names: dict[str, Any] = {"group": group, "config": config}
+    names = run_path(part, init_globals=names | {"load_experts": load_experts})
+    layer, forward = names["layer"], names["forward"]
+    with layer:
+        tokens = 11 + group.rank
+        x = torch.randn(tokens, 512).bfloat16()
+        logits = torch.randn(tokens, 16) + torch.arange(16)  # the last experts have most to do
+        weights, ids = logits.softmax(dim=1).topk(4)
+        assert names["replicas"].num_experts == 16
+        before = forward(x, ids, weights, 12)
+        every = load_experts(tuple(range(16)))
+        wanted = weft.reference.moe_layer(x, ids, weights, every.gate_up, every.down)
+        limit = 5 / 512 * float(wanted.float().abs().max())  # of bfloat16: five half units
+        names["rebalance"]()
+        assert layer.replicas != names["replicas"]
+        for out in (before, forward(x, ids, weights, 12)):
+            assert float((out.float() - wanted.float()).abs().max()) <= limit
+        routed = layer.route(logits[:5])
+        received = layer.exchange.dispatch(x[:5], *routed, rows=6)
+        assert received.x.shape == (group.size, 6, 512)
+        assert received.x.is_contiguous()
+        layer.experts(received)
+        by_hand = layer.exchange.combine().clone()
+        assert torch.equal(by_hand, layer(x[:5], logits[:5]))
+        layer.check()
+    torch.distributed.destroy_process_group()
+
+
+def test_the_part_of_an_engine(ranks, tmp_path):
+    store = str(tmp_path / "store")
+    ranks(2, "cpu")(_engine, str(_written(tmp_path, "engine.md")), store)
 
 
 def _grouped(group: weft.Group, part: str) -> None:
