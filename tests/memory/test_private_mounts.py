@@ -13,7 +13,7 @@ import threading
 import pytest
 
 import weft
-from tests.memory.baseline import raised
+from tests.memory.baseline import raised, state
 from tests.rounds import Round, play
 from weft.errors import RankFailed, RendezvousFailed
 from weft.memory import discovery
@@ -202,13 +202,22 @@ def meet_without_rights(group, dumpable, place):
         done(_libc.prctl(_PR_SET_DUMPABLE, dumpable, 0, 0, 0))
     pg = group.process_group()
     pg.barrier().wait()
-    before = len(os.listdir("/proc/self/fd"))
-    told = raised(Group.from_torch, pg, device="cpu", timeout=LONG)[:2]
-    return told, len(os.listdir("/proc/self/fd")) - before, os.listdir(place), os.getpid()
+    held = None
+    for _ in range(3):  # what torch opens at first use is not weft's
+        told = raised(Group.from_torch, pg, device="cpu", timeout=LONG)[:2]
+        pg.barrier().wait()
+        before, held = held, state()[0]
+    try:
+        os.stat(f"/proc/{group.pid(0)}/root/")
+        readable = group.rank != 0
+    except OSError:
+        readable = False
+    pg.barrier().wait()  # rank 0 lives until all have looked
+    return told, held - before, os.listdir(place), os.getpid(), readable
 
 
 def test_no_capability_is_needed(tmp_path):
-    for told, _, left, _ in launch(meet_without_rights, 1, str(tmp_path), ranks=3):
+    for told, _, left, *_ in launch(meet_without_rights, 1, str(tmp_path), ranks=3):
         assert told == ["nothing", ""]
         assert left == []
 
@@ -216,15 +225,17 @@ def test_no_capability_is_needed(tmp_path):
 def test_a_process_that_may_not_be_read_is_named_on_every_rank(tmp_path):
     """As ptrace_may_access refuses it: another user's, more capable, or not dumpable."""
     found = launch(meet_without_rights, 0, str(tmp_path), ranks=3)
+    if found[1][-1]:
+        pytest.skip("the kernel lets every process of a user read the others here")
     pid = found[0][3]
     (kind, text), *_ = found[0]
     assert kind == RendezvousFailed.__name__
     assert text.startswith(f"rank 1: the meeting directory {tmp_path}/weft-")
-    assert f"through the process of rank 0: /proc/{pid}/root: Permission denied" in text
+    assert f"through the process of rank 0: /proc/{pid}/root: " in text
     assert "equal capabilities, and rank 0 must be dumpable" in text
     assert "in /dev/shm, too: rank 1: the meeting directory /dev/shm/weft-" in text
     assert "Set TMPDIR to a directory that all ranks see" in text
-    for told, more, left, _ in found:
+    for told, more, left, *_ in found:
         assert told == [kind, text]
         assert more == 0
         assert left == []
