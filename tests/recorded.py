@@ -37,6 +37,8 @@ def _version(package: str) -> str:
 
 NVRTC = _version("nvidia-cuda-nvrtc")
 TRITON = _version("triton")
+TORCH = _version("torch")
+TRANSFORMERS = _version("transformers")
 
 
 def reads(*files: str, tools: tuple[str, ...] = ()) -> pytest.MarkDecorator:

@@ -10,6 +10,7 @@ import torch
 import weft
 from tests.compiled import PATIENT, compiled, layers, low_rounds, rank_rounds, reduces, same
 from tests.moe.layers import CONFIGS, Case
+from tests.recorded import TORCH, reads
 from tests.rounds import Round
 from tests.sums import Sum
 from weft.compat.flashinfer import (
@@ -54,6 +55,7 @@ def both_layers(group: weft.Group) -> None:
 ONCE = ((5, 3),)
 
 
+@reads(tools=(TORCH,))
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("body", ["reduces_by_inductor", "exchanges_by_inductor"])

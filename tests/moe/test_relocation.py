@@ -185,7 +185,9 @@ def compiled(group: weft.Group) -> None:
         def call(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             return layer(x * 1, topk_ids=ids, topk_weights=weights, rows=16) + 0
 
-        traced = torch.compile(call, fullgraph=True)
+        # Inductor would take 20 s for the two additions around the layer.
+        backend = "aot_eager" if group.device.type == "cpu" else "inductor"
+        traced = torch.compile(call, fullgraph=True, backend=backend)
         for placement in (first, second):
             layer.relocate(placement)
             assert torch.equal(bits(traced(x, ids, weights)), bits(layer(x, logits)))

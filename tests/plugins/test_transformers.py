@@ -15,11 +15,14 @@ import torch
 import weft
 import weft.plugins.transformers as plugin
 from tests.plugins import families
+from tests.recorded import TORCH, TRANSFORMERS, reads
 from weft.errors import InvalidArgument, SetupError
 
 pytest.importorskip("transformers", minversion="5.23")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
+# test_transformers_layers.py calls the same code in every run, without whole models around it.
+CAMPAIGN = reads(tools=(TORCH, TRANSFORMERS))
 SHARED, OWN = ("weft", "all_reduce", "all_to_all"), ("weft", "all_to_all")
 
 
@@ -86,12 +89,14 @@ def jobs_of(names: Iterable[str], ranks: int, dtype: torch.dtype) -> list[tuple[
     ]
 
 
+@CAMPAIGN
 @pytest.mark.slow
 def test_two_ranks_answer_as_one_process_does(ranks: Any, models: Path) -> None:
     exact = jobs_of(families.FAMILIES, 2, torch.float32)
     check(ranks(2, "cpu")(answers, models, [*exact, *jobs_of(["glm4"], 2, torch.bfloat16)]))
 
 
+@CAMPAIGN
 @pytest.mark.slow
 def test_four_ranks_and_two_replicas_of_two_ranks(ranks: Any, models: Path) -> None:
     replicas = [("qwen3", {"tp_size": 2, "fsdp_size": 2}, OWN, torch.float32)]

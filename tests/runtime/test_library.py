@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import weft
+from tests.recorded import TORCH, reads
 from tests.rounds import Round
 from weft.runtime import library
 
@@ -70,7 +71,10 @@ def compiled(group: weft.Group, backend: str) -> None:
         assert combine(received.x.clone()).shape == x.shape
 
 
-@pytest.mark.parametrize(("count", "backend"), [(2, "aot_eager"), (1, "inductor")])
+@pytest.mark.parametrize(
+    ("count", "backend"),
+    [(2, "aot_eager"), pytest.param(1, "inductor", marks=reads(tools=(TORCH,)))],
+)
 def test_a_compiled_layer_equals_the_eager_one(ranks, count, backend):
     """Every rank of inductor would compile the same C++."""
     ranks(count, "cpu")(compiled, backend)
