@@ -1,4 +1,4 @@
-"""What baselines.sh measured, as one file in benchmarks/ and as a section of docs/measuring.md."""
+"""What baselines.sh measured, as one file in benchmarks/ and as a section of the notebook."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks"
-DOCUMENT = ROOT / "docs" / "measuring.md"
+DOCUMENT = RECORDS / "notebook.md"
 WIDTH = 140  # columns of prose in docs
 BEGIN, END = "<!-- baselines: begin -->", "<!-- baselines: end -->"
 PARTS = ("moe", "moe-fp8-out", "moe-fp8-both", "allreduce", "lowlatency", "lowlatency-reduced")

@@ -114,7 +114,7 @@ def test_other_figures_are_among_those_of_their_files(name):
 
 
 def test_the_section_of_other_libraries_is_that_of_its_record():
-    text = TEXTS["docs/measuring.md"]
+    text = TEXTS["benchmarks/notebook.md"]
     section = text[text.index(baselines.BEGIN) : text.index(baselines.END) + len(baselines.END)]
     assert section == baselines.section(baselines.latest())
 
