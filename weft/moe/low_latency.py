@@ -13,7 +13,7 @@ from weft.lowlatency.api import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows
 from weft.moe.experts import ExpertWeights
 from weft.moe.models import MoEConfig
-from weft.moe.plan import LayerPlan, Options
+from weft.moe.plan import LayerPlan, MemoryOptions
 from weft.moe.torch_experts import torch_layout
 from weft.moe.workspace import LayerWorkspace, Shared
 
@@ -116,7 +116,9 @@ class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
         return Blocks(rows, self._offsets, received.counts, dst_addr, received.abort_flag)
 
     @staticmethod
-    def sizes_of_exchange(config: MoEConfig, options: Options, plan: LayerPlan) -> dict[str, Any]:
+    def sizes_of_exchange(
+        config: MoEConfig, options: MemoryOptions, plan: LayerPlan
+    ) -> dict[str, Any]:
         """The sizes of the all-to-all, as LowLatencyAllToAll and its `memory_bytes` take them."""
         return {
             "max_tokens": options.max_tokens,

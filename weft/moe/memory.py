@@ -7,38 +7,39 @@ from dataclasses import replace
 import torch
 
 from weft.alltoall.geometry import Geometry
+from weft.arguments import instance, integer
 from weft.errors import InvalidArgument
 from weft.grouping.api import by_expert
 from weft.grouping.rounds import buffer_bytes
 from weft.lowlatency.geometry import LowGeometry
+from weft.memory.discovery import default_device
 from weft.moe.grouped_experts import GroupedExperts
 from weft.moe.low_latency import LowLatencyWorkspace, packs
 from weft.moe.models import MoEConfig
-from weft.moe.plan import AUTO, LayerPlan, Options, plan_for
+from weft.moe.plan import AUTO, LayerPlan, MemoryOptions, MemoryQuery, plan_for
 from weft.moe.table import MODES, OVERLAPS
 from weft.moe.throughput import ThroughputWorkspace, layout_of
 from weft.moe.torch_experts import TorchExperts
-from weft.runtime.layout import Memory
+from weft.runtime.layout import Memory, sizes_of
+from weft.shape import MAX_RANKS
 
 META = torch.device("meta")
 
 
-def layer_memory(
-    config: MoEConfig, options: Options, *, ranks: int, device: torch.device
-) -> Memory:
-    """Bytes of the rank that has most experts; where "auto" may choose, of the largest choice.
-
-    Raises InvalidArgument where nothing serves that was asked for.
-    """
-    options.check(config)
-    modes = MODES if options.mode == AUTO else (options.mode,)
-    overlaps = OVERLAPS if options.overlap == AUTO else (options.overlap,)
+def _memory(query: MemoryQuery) -> Memory:
+    config = instance("config", query.config, MoEConfig)
+    ranks = integer("ranks", query.ranks, 1, MAX_RANKS)
+    device = default_device(query.device)
+    query.check(config)
+    modes = MODES if query.mode == AUTO else (query.mode,)
+    overlaps = OVERLAPS if query.overlap == AUTO else (query.overlap,)
     found, refused = [], []
     for mode in modes:
         for overlap in overlaps:
-            asked = replace(options, mode=mode, overlap=overlap)
+            asked = replace(query, mode=mode, overlap=overlap)
             try:
-                found.append(_memory(config, asked, plan_for(asked, config, device), ranks, device))
+                plan = plan_for(asked, config, device)
+                found.append(_memory_of(config, asked, plan, ranks, device))
             except InvalidArgument as error:
                 refused.append(error)
     if not found:
@@ -46,8 +47,20 @@ def layer_memory(
     return max(found, key=lambda memory: memory.total)
 
 
-def _memory(
-    config: MoEConfig, options: Options, plan: LayerPlan, ranks: int, device: torch.device
+memory_bytes = sizes_of(
+    MemoryQuery,
+    _memory,
+    """Bytes that a workspace takes on the rank with most experts, before it is allocated.
+
+    Without the weights, and without what loading kernels takes. Layers that are siblings share one
+    workspace. Arguments are the constructor's; where "auto" would choose by a table, the largest of
+    its choices. device: of the ranks, such as "cuda". Raises InvalidArgument.
+    """,
+)
+
+
+def _memory_of(
+    config: MoEConfig, options: MemoryOptions, plan: LayerPlan, ranks: int, device: torch.device
 ) -> Memory:
     weighed = options.max_tokens if config.routing.weigh == "input" else 0
     ordinary = weighed * config.hidden * config.dtype.itemsize

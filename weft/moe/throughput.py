@@ -14,7 +14,7 @@ from weft.errors import OutOfOrder
 from weft.grouping.api import ExpertGroups, Layout
 from weft.moe.experts import ExpertWeights
 from weft.moe.models import MoEConfig
-from weft.moe.plan import LayerPlan, Options
+from weft.moe.plan import LayerPlan, MemoryOptions
 from weft.moe.torch_experts import torch_layout
 from weft.moe.workspace import LayerWorkspace, Shared
 
@@ -86,7 +86,9 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
         return self._groups
 
     @staticmethod
-    def sizes_of_exchange(config: MoEConfig, options: Options, plan: LayerPlan) -> dict[str, Any]:
+    def sizes_of_exchange(
+        config: MoEConfig, options: MemoryOptions, plan: LayerPlan
+    ) -> dict[str, Any]:
         """The sizes of the all-to-all, as AllToAll and its `memory_bytes` take them."""
         return {
             "max_tokens": options.max_tokens,
