@@ -29,7 +29,7 @@ from weft.moe.replicas import Replicas
 from weft.moe.router import Routed, route
 from weft.moe.table import LayerTable
 from weft.moe.throughput import ThroughputWorkspace
-from weft.moe.workspace import Exchange, LayerWorkspace, Shared
+from weft.moe.workspace import Exchange, LayerWorkspace, Round, Shared
 from weft.runtime import library
 from weft.runtime.check import (
     check_alignment,
@@ -289,26 +289,19 @@ class MoE(Operator):
         else:
             routed = self._given(topk_ids, topk_weights, num_tokens)
         if rounds == 1:
-            return self._round(x, routed, num_tokens, out)
+            return self._run(Round(x, routed, num_tokens, out))
         out = torch.empty_like(x) if out is None else out
         each = self.exchange.max_tokens
         for start in range(0, rounds * each, each):
             # Padding has ids of -1 by now, so no count is needed.
             part = slice(start, start + each)
-            self._round(x[part], Routed(routed.ids[part], routed.weights[part]), None, out[part])
+            ids, weights = routed.ids[part], routed.weights[part]
+            self._run(Round(x[part], Routed(ids, weights), None, out[part]))
         return out
 
-    def _round(
-        self,
-        x: torch.Tensor,
-        routed: Routed,
-        num_tokens: torch.Tensor | None,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _run(self, call: Round) -> torch.Tensor:
         try:
-            return self._workspace.run(
-                self._weights, x, routed, self._shared, num_tokens=num_tokens, out=out
-            )
+            return self._workspace.run(self._weights, self._shared, call)
         except GroupError:
             raise  # peers have their own deadline, and the first error says most
         except BaseException as error:

@@ -15,7 +15,7 @@ from weft.moe.experts import ExpertWeights
 from weft.moe.models import MoEConfig
 from weft.moe.plan import LayerPlan, MemoryOptions
 from weft.moe.torch_experts import torch_layout
-from weft.moe.workspace import LayerWorkspace, Shared
+from weft.moe.workspace import LayerWorkspace, Round, Shared
 
 # Tokens of a rank from which on the first GEMM lets the shared expert begin before it. A GEMM that
 # waits on the SMs while dispatch runs is there first, and keeps them: the shared expert's two
@@ -53,17 +53,8 @@ class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
 
     exchange: LowLatencyAllToAll
 
-    def run(
-        self,
-        weights: ExpertWeights,
-        x: torch.Tensor,
-        choice: tuple[torch.Tensor, torch.Tensor],
-        shared: Shared | None,
-        *,
-        num_tokens: torch.Tensor | None,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
-        ids, scales = choice
+    def run(self, weights: ExpertWeights, shared: Shared | None, call: Round) -> torch.Tensor:
+        x, (ids, scales), _, out = call
         sent, scale = self._sent(x, scales)
         self._tokens = len(x)
         self.side_stream.mark()
@@ -134,16 +125,8 @@ class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
         }
 
     def _open_exchange(self) -> LowLatencyAllToAll:
-        options = self.options
-        return LowLatencyAllToAll(
-            self.group,
-            **self.sizes_of_exchange(self.config, options, self.plan),
-            timeout=options.timeout,
-            first_timeout=options.first_timeout,
-            num_sms=options.num_sms,
-            programmatic_launch=options.programmatic_launch,
-            profile=options.profile,
-        )
+        sizes = self.sizes_of_exchange(self.config, self.options, self.plan)
+        return LowLatencyAllToAll(self.group, **sizes, **self.options.of_exchange())
 
     def _open_rows(self) -> tuple[int, ...]:
         exchange = self.exchange

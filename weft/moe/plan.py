@@ -99,6 +99,11 @@ class Options(MemoryOptions):
         seconds("first_timeout", self.first_timeout)
         flags(programmatic_launch=self.programmatic_launch)
 
+    def of_exchange(self) -> dict[str, Any]:
+        """What either all-to-all takes as it is."""
+        names = ("timeout", "first_timeout", "num_sms", "programmatic_launch", "profile")
+        return {name: getattr(self, name) for name in names}
+
     def manifest(self, config: MoEConfig) -> dict[str, str]:
         """What ranks compare beyond the sizes of their all-to-all: rules that must be one."""
         fields = asdict(config) | {"mode": self.mode, "overlap": self.overlap, "fp8": self.fp8}

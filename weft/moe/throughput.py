@@ -16,7 +16,7 @@ from weft.moe.experts import ExpertWeights
 from weft.moe.models import MoEConfig
 from weft.moe.plan import LayerPlan, MemoryOptions
 from weft.moe.torch_experts import torch_layout
-from weft.moe.workspace import LayerWorkspace, Shared
+from weft.moe.workspace import LayerWorkspace, Round, Shared
 
 
 def layout_of(plan: LayerPlan, device: torch.device) -> Layout:
@@ -30,18 +30,9 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
     exchange: AllToAll
     _groups: ExpertGroups | None = None
 
-    def run(
-        self,
-        weights: ExpertWeights,
-        x: torch.Tensor,
-        choice: tuple[torch.Tensor, torch.Tensor],
-        shared: Shared | None,
-        *,
-        num_tokens: torch.Tensor | None,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def run(self, weights: ExpertWeights, shared: Shared | None, call: Round) -> torch.Tensor:
         exchange, groups, experts = self.exchange, self._open_groups(), self._experts
-        ids, scales = choice
+        x, (ids, scales), num_tokens, out = call
         sent, scale = self._sent(x, scales)
         self._tokens = len(x)
         self.side_stream.mark()
@@ -106,17 +97,9 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
         }
 
     def _open_exchange(self) -> AllToAll:
-        options = self.options
-        return AllToAll(
-            self.group,
-            **self.sizes_of_exchange(self.config, options, self.plan),
-            timeout=options.timeout,
-            first_timeout=options.first_timeout,
-            split_phase=True,  # sends are calls of their own
-            num_sms=options.num_sms,
-            programmatic_launch=options.programmatic_launch,
-            profile=options.profile,
-        )
+        sizes = self.sizes_of_exchange(self.config, self.options, self.plan)
+        # Halves, because sends are calls of their own.
+        return AllToAll(self.group, **sizes, **self.options.of_exchange(), split_phase=True)
 
     @property
     def _layout(self) -> Layout:
