@@ -24,7 +24,7 @@ from weft.moe.plan import LayerPlan, Options
 from weft.moe.router import Routed
 from weft.moe.side_stream import SideStream
 from weft.moe.torch_experts import Experts, TorchExperts
-from weft.runtime.stream import finish
+from weft.runtime.stream import capturing, finish
 
 Exchange: TypeAlias = AllToAll | LowLatencyAllToAll
 Shared: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
@@ -97,7 +97,7 @@ class LayerWorkspace(ABC, Generic[Rows]):
     @property
     def capturing(self) -> bool:
         """Is the current stream being captured into a graph?"""
-        return self.group.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return capturing(self.group.device)
 
     @property
     @abstractmethod
