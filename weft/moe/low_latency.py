@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -12,8 +11,7 @@ from weft.errors import OutOfOrder
 from weft.lowlatency.api import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows
 from weft.moe.experts import ExpertWeights
-from weft.moe.models import MoEConfig
-from weft.moe.plan import LayerPlan, MemoryOptions
+from weft.moe.plan import LayerPlan, exchange_sizes
 from weft.moe.torch_experts import torch_layout
 from weft.moe.workspace import LayerWorkspace, Round, Shared
 
@@ -106,26 +104,8 @@ class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
         dst_addr = None if received.dst_addr is None else received.dst_addr.view(-1)
         return Blocks(rows, self._offsets, received.counts, dst_addr, received.abort_flag)
 
-    @staticmethod
-    def sizes_of_exchange(
-        config: MoEConfig, options: MemoryOptions, plan: LayerPlan
-    ) -> dict[str, Any]:
-        """The sizes of the all-to-all, as LowLatencyAllToAll and its `memory_bytes` take them."""
-        return {
-            "max_tokens": options.max_tokens,
-            "hidden": config.hidden,
-            "top_k": config.routing.top_k,
-            "num_experts": options.num_physical(config),
-            "quantize": plan.quantize,
-            "slots": 1,
-            "combine": "gemm_push" if plan.gemm_push else "push",
-            "combine_dtype": plan.combine_dtype,
-            "dtype": config.dtype,
-            "expert_map": options.expert_map,
-        }
-
     def _open_exchange(self) -> LowLatencyAllToAll:
-        sizes = self.sizes_of_exchange(self.config, self.options, self.plan)
+        sizes = exchange_sizes(self.config, self.options, self.plan)
         return LowLatencyAllToAll(self.group, **sizes, **self.options.of_exchange())
 
     def _open_rows(self) -> tuple[int, ...]:

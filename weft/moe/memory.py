@@ -14,11 +14,18 @@ from weft.grouping.rounds import buffer_bytes
 from weft.lowlatency.geometry import LowGeometry
 from weft.memory.discovery import default_device
 from weft.moe.grouped_experts import GroupedExperts
-from weft.moe.low_latency import LowLatencyWorkspace, packs
+from weft.moe.low_latency import packs
 from weft.moe.models import MoEConfig
-from weft.moe.plan import AUTO, LayerPlan, MemoryOptions, MemoryQuery, plan_for
+from weft.moe.plan import (
+    AUTO,
+    LayerPlan,
+    MemoryOptions,
+    MemoryQuery,
+    exchange_sizes,
+    plan_for,
+)
 from weft.moe.table import MODES, OVERLAPS
-from weft.moe.throughput import ThroughputWorkspace, layout_of
+from weft.moe.throughput import layout_of
 from weft.moe.torch_experts import TorchExperts
 from weft.runtime.layout import Memory, sizes_of
 from weft.shape import MAX_RANKS
@@ -64,16 +71,15 @@ def _memory_of(
 ) -> Memory:
     weighed = options.max_tokens if config.routing.weigh == "input" else 0
     ordinary = weighed * config.hidden * config.dtype.itemsize
+    sizes = exchange_sizes(config, options, plan)
     rows: tuple[int, ...]
     if plan.mode == "low_latency":
-        low = LowLatencyWorkspace.sizes_of_exchange(config, options, plan)
-        geometry = LowGeometry.of(ranks=ranks, profile=options.profile, **low)
+        geometry = LowGeometry.of(ranks=ranks, profile=options.profile, **sizes)
         shared, experts = geometry.memory.shared, geometry.shape.local
         ordinary += geometry.memory.ordinary
         blocks = (experts, ranks * options.max_tokens)
         rows = (blocks[0] * blocks[1],) if packs(plan, device) else blocks
     else:
-        sizes = ThroughputWorkspace.sizes_of_exchange(config, options, plan)
         exchange = Geometry.of(ranks=ranks, **sizes)
         shared, placement = exchange.layout.share_bytes, exchange.placement
         experts = max(len(placement.experts_of(rank)) for rank in range(ranks))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from weft.alltoall.api import AllToAll
@@ -13,8 +11,7 @@ from weft.arguments import instance
 from weft.errors import OutOfOrder
 from weft.grouping.api import ExpertGroups, Layout
 from weft.moe.experts import ExpertWeights
-from weft.moe.models import MoEConfig
-from weft.moe.plan import LayerPlan, MemoryOptions
+from weft.moe.plan import LayerPlan, exchange_sizes
 from weft.moe.torch_experts import torch_layout
 from weft.moe.workspace import LayerWorkspace, Round, Shared
 
@@ -76,28 +73,8 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
             raise OutOfOrder("this MoE layer was closed; make a new one")
         return self._groups
 
-    @staticmethod
-    def sizes_of_exchange(
-        config: MoEConfig, options: MemoryOptions, plan: LayerPlan
-    ) -> dict[str, Any]:
-        """The sizes of the all-to-all, as AllToAll and its `memory_bytes` take them."""
-        return {
-            "max_tokens": options.max_tokens,
-            "top_k": config.routing.top_k,
-            "num_experts": options.num_physical(config),
-            "hidden": config.hidden,
-            "dtype": config.dtype,
-            "expert_map": options.expert_map,
-            "quantize": plan.quantize,
-            # Sums that their makers push take one kernel less than sums that their owners pull: a
-            # round on 4 x H200 without the experts takes 25 us against 31 at 16 tokens, 169 against
-            # 201 at 512 (2026-11-21).
-            "combine": "gemm_push" if plan.gemm_push else "push",
-            "combine_dtype": plan.combine_dtype,
-        }
-
     def _open_exchange(self) -> AllToAll:
-        sizes = self.sizes_of_exchange(self.config, self.options, self.plan)
+        sizes = exchange_sizes(self.config, self.options, self.plan)
         # Halves, because sends are calls of their own.
         return AllToAll(self.group, **sizes, **self.options.of_exchange(), split_phase=True)
 
