@@ -78,7 +78,7 @@ def captured(group: weft.Group) -> None:
 
 
 def test_a_capture_makes_no_workspace(ranks, monkeypatch):
-    monkeypatch.setattr(flashinfer, "_capturing", lambda device: True)
+    monkeypatch.setattr(flashinfer, "capturing", lambda device: True)
     ranks(RANKS, "threads")(captured)
 
 

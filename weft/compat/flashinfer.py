@@ -42,6 +42,7 @@ from weft.errors import InvalidArgument, OutOfOrder, TokenOverflow, UsageError
 from weft.fields import largest
 from weft.memory import Group
 from weft.runtime.check import refuse_tensor, tensors_of
+from weft.runtime.stream import capturing
 from weft.shape import DTYPE_NAMES, MAX_TOP_K, Shape
 
 __all__ = ["MoeAlltoAll", "moe_a2a_get_workspace_size_per_rank"]
@@ -343,7 +344,7 @@ class MoeAlltoAll(StaysMapped):
         if rows == terms.payloads:
             self._settled = True
             return workspace
-        if self._settled or _capturing(self.group.device):
+        if self._settled or capturing(self.group.device):
             why = "was built for" if self._settled else "is in a graph capture and was built for"
             raise InvalidArgument(
                 f"payload rows {', '.join(map(row_text, rows))}; this all-to-all {why} "
@@ -364,7 +365,3 @@ def _check_runtime_max(given: int, running: _Round) -> None:
             f"runtime_max_tokens_per_rank is {given}; dispatch was called with "
             f"{running.runtime_max}: pass the same to all calls of a round"
         )
-
-
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
