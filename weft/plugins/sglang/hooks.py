@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -20,11 +21,13 @@ class Known:
     """A name of SGLang that weft calls or reads.
 
     target: the whole dotted path, down to a method.
-    parameters: what `listed` makes of its signature; None where the name only has to be there.
+    parameters: what `listed` makes of its signature; None where that is not relied on.
+    names: attributes that the function's own code reads or sets, separated by spaces.
     """
 
     target: str
     parameters: str | None = None
+    names: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +62,10 @@ def listed(signature: inspect.Signature) -> str:
 
 
 def check(entries: Iterable[Hook | Known]) -> None:
-    """Raise SetupError naming every entry that this SGLang lacks or calls otherwise."""
+    """Raise SetupError for a version that is not served, with every entry that is another there."""
     wrong = list(differences(entries))
+    if not is_served(installed()):
+        wrong.insert(0, "its version is another")
     if wrong:
         raise SetupError(
             f"SGLang {installed()} is not what weft's plug-in knows, so nothing of it was patched: "
@@ -76,6 +81,9 @@ def differences(entries: Iterable[Hook | Known]) -> Iterator[str]:
         except (ImportError, AttributeError, ValueError) as error:
             yield f"there is no {entry.target} ({error})"
             continue
+        names = getattr(entry, "names", "")
+        if names and (lost := set(names.split()) - set(inspect.unwrap(found).__code__.co_names)):
+            yield f"{entry.target} has no {', '.join(sorted(lost))}"
         if entry.parameters is None:
             continue
         try:
@@ -85,6 +93,11 @@ def differences(entries: Iterable[Hook | Known]) -> Iterator[str]:
             continue
         if have != entry.parameters:
             yield f"{entry.target} takes ({have}), not ({entry.parameters})"
+
+
+def is_served(release: str) -> bool:
+    """Is it one of SERVED, or a build of one (0.5.17.post1, 0.5.17+cu130)?"""
+    return any(re.fullmatch(re.escape(each) + r"([.+].*)?", release) for each in SERVED)
 
 
 def raw(found: Any) -> Any:
