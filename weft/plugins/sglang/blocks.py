@@ -155,13 +155,17 @@ class Blocks:
             try:
                 operator.check()
             except GroupError as error:
-                _log.critical("rank %d: %s: %s", self.group.rank, type(error).__name__, error)
+                self.tell(error)
                 raise
             except UsageError as error:
                 self._refusals += 1
                 if self._refusals & (self._refusals - 1) == 0:  # the 1st, 2nd, 4th, 8th ...
                     count = self._refusals
                     _log.error("rank %d, refusal %d: %s", self.group.rank, count, error)
+
+    def tell(self, error: GroupError) -> None:
+        """Log what broke the group: SGLang shows it too, in a traceback among many."""
+        _log.critical("%s: %s", type(error).__name__, error)
 
     def operators(self) -> list[Any]:
         """One of each workspace."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from weft.errors import InvalidArgument, OutOfOrder, SetupError
+from weft.errors import GroupError, InvalidArgument, OutOfOrder, SetupError
 from weft.memory import Group
 from weft.plugins.sglang.blocks import Blocks, Limits
 from weft.plugins.sglang.faults import Watch
@@ -228,10 +228,14 @@ def serve(
         )
     x = hidden_states.view(-1, hidden_states.shape[-1])
     chosen, most = _route(block, x, forward_batch), _most()
-    if isinstance(dispatcher, WholeBlock):
-        out = _blocks.run(block.experts, x, chosen.topk_ids, chosen.topk_weights, most)
-    else:
-        out = _exchanged(block, dispatcher, x, chosen, most)
+    try:
+        if isinstance(dispatcher, WholeBlock):
+            out = _blocks.run(block.experts, x, chosen.topk_ids, chosen.topk_weights, most)
+        else:
+            out = _exchanged(block, dispatcher, x, chosen, most)
+    except GroupError as error:
+        _blocks.tell(error)
+        raise
     return out.view(hidden_states.shape)
 
 

@@ -26,9 +26,9 @@ class Watch:
     """
 
     def __init__(
-        self, group: Group, *, end: Callable[[], None] | None = None, grace: float = GRACE
+        self, group: Group, *, end: Callable[[], None] | None = None, grace: float | None = None
     ) -> None:
-        self.group, self._grace = group, grace
+        self.group, self._grace = group, GRACE if grace is None else grace
         self._end = end or end_server(os.getppid())
         self._peers, self._stopped = Peers(), threading.Event()
         for rank, said in enumerate(group.all_gather(identity())):
