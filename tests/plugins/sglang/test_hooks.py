@@ -157,7 +157,7 @@ def test_settings() -> None:
     [
         ("DECODE", "fast", "is 'fast'; choose one of 'low_latency', 'throughput', 'auto'"),
         ("OVERLAP", "all", "is 'all'; choose one of 'auto', 'none'"),
-        ("COMBINE_DTYPE", "fp16", "is 'fp16'; choose one of 'fp8'"),
+        ("COMBINE_DTYPE", "fp16", "is 'fp16'; choose one of '', 'fp8'"),
         ("PREFILL_TOKENS", "many", "is 'many'; it must be a number"),
         ("PREFILL_TOKENS", "0", "is 0; it must be an integer in 1.."),
         ("PREFILL_TOKENS", "1.5", "is 1.5; it must be an integer"),

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from weft.arguments import integer, one_of, seconds
 from weft.errors import InvalidArgument
 
-PREFIX = "WEFT_SGLANG_"
 FORMS = ("block", "dispatcher")
 MODES = ("low_latency", "throughput", "auto")
 OVERLAPS = ("auto", "none", "shared_expert", "gemm_push")
@@ -18,7 +17,7 @@ MOST_TOKENS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Each field is the variable WEFT_SGLANG_ and its name in capitals.
+    """Each field is a variable of its name, such as WEFT_SGLANG_FORM.
 
     form: "block": weft serves whole MoE blocks, shared expert included; "dispatcher": it moves the
         tokens, and SGLang's runner has the experts.
@@ -41,25 +40,23 @@ class Settings:
     @classmethod
     def read(cls, environment: Mapping[str, str] | None = None) -> Settings:
         """Those of the environment. Raises InvalidArgument naming the variable."""
-        said, plain = os.environ if environment is None else environment, cls()
+        environ = os.environ if environment is None else environment
 
-        def variable(field: str) -> tuple[str, str]:
-            name = PREFIX + field.upper()
-            return name, said.get(name, "").strip()
+        def said(name: str, default: str = "") -> str:
+            return environ.get(name, "").strip() or default
 
-        def choice(field: str, allowed: tuple[str, ...], default: str) -> str:
-            name, text = variable(field)
-            return one_of(name, text, allowed) if text else default
+        def choice(name: str, allowed: tuple[str, ...], default: str) -> str:
+            return one_of(name, said(name, default), allowed)
 
-        tokens, limit = variable("prefill_tokens"), variable("timeout")
-        most = integer(tokens[0], _number(*tokens), 1, MOST_TOKENS) if tokens[1] else None
+        plain, tokens, limit = cls(), "WEFT_SGLANG_PREFILL_TOKENS", "WEFT_SGLANG_TIMEOUT"
+        most = integer(tokens, _number(tokens, said(tokens, "1")), 1, MOST_TOKENS)
         return cls(
-            form=choice("form", FORMS, plain.form),
-            decode=choice("decode", MODES, plain.decode),
-            overlap=choice("overlap", OVERLAPS, plain.overlap),
-            combine_dtype=choice("combine_dtype", ("fp8",), "") or None,
-            prefill_tokens=most,
-            timeout=seconds(limit[0], _number(*limit)) if limit[1] else plain.timeout,
+            form=choice("WEFT_SGLANG_FORM", FORMS, plain.form),
+            decode=choice("WEFT_SGLANG_DECODE", MODES, plain.decode),
+            overlap=choice("WEFT_SGLANG_OVERLAP", OVERLAPS, plain.overlap),
+            combine_dtype=choice("WEFT_SGLANG_COMBINE_DTYPE", ("", "fp8"), "") or None,
+            prefill_tokens=most if said(tokens) else None,
+            timeout=seconds(limit, _number(limit, said(limit, str(plain.timeout)))),
         )
 
 
