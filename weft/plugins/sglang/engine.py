@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -88,7 +88,7 @@ def whole_shared_expert(original: Callable[..., Any], mlp: Any, *args: Any, **gi
 def loaded(result: Any, runner: Any) -> None:
     """Behind ModelRunner.load_model: build, before free memory is measured or a graph captured."""
     global _blocks, _watch
-    found = list(_layers(runner.model))
+    found = _layers(runner.model)
     if not found:
         return
     _check_hooks(HOOKS)
@@ -98,17 +98,18 @@ def loaded(result: Any, runner: Any) -> None:
         check_experts(layer, form=settings.form)
         if getattr(block, "is_hash", False):
             raise InvalidArgument(f"layer {layer.layer_id} routes by token ids; weft serves logits")
-    if _blocks is None:
-        group = Group.from_torch(_processes(), device=_device(runner), timeout=MEETING)
-        _blocks = Blocks(group, _limits(runner.server_args, settings), settings)
-        _watch = Watch(group)
-    for layer, block in found:
-        if settings.form == "dispatcher":
-            layer.dispatcher.all_to_all = _blocks.exchange(layer)
-            continue
-        shared = _shared_expert(block)
-        size = 0 if shared is None else shared.gate_up_proj.output_size // 2
-        _blocks.add_block(layer, shared=shared, shared_size=size)
+    with torch.inference_mode(False):  # whose tensors could not be written outside of it
+        if _blocks is None:
+            group = Group.from_torch(_processes(), device=_device(runner), timeout=MEETING)
+            _blocks = Blocks(group, _limits(runner.server_args, settings), settings)
+            _watch = Watch(group)
+        for layer, block in found:
+            if settings.form == "dispatcher":
+                layer.dispatcher.all_to_all = _blocks.exchange(layer)
+                continue
+            shared = _shared_expert(block)
+            size = 0 if shared is None else shared.gate_up_proj.output_size // 2
+            _blocks.add_block(layer, shared=shared, shared_size=size)
     if _blocks.group.rank == 0:
         kind, most = settings.form, _blocks.limits
         _log.info(
@@ -128,22 +129,27 @@ def close() -> None:
     _blocks = _watch = None
 
 
-def _layers(model: Any) -> Iterator[tuple[Any, Any]]:
-    """The layers of experts that are weft's, and the blocks that call them."""
+def _layers(model: Any) -> list[tuple[Any, Any]]:
+    """The layers of experts that are weft's, and the blocks that call them.
+
+    Raises InvalidArgument for a block that is not served, whatever it calls its experts.
+    """
     from weft.plugins.sglang.dispatcher import Exchanged, WholeBlock
 
     forwards = [pkgutil.resolve_name(name) for name in FORWARDS]
+    found = []
     for block in model.modules():
-        layer = getattr(block, "experts", None)
-        if not isinstance(getattr(layer, "dispatcher", None), WholeBlock | Exchanged):
-            continue
-        if type(block).forward not in forwards:
-            served = ", ".join(name.rsplit(".", 2)[1] for name in FORWARDS)
-            raise InvalidArgument(
-                f"{type(block).__name__} of {type(model).__name__} is not among the MoE blocks "
-                f"that weft serves: {served}; take another --moe-a2a-backend"
-            )
-        yield layer, block
+        for layer in block.children():
+            if not isinstance(getattr(layer, "dispatcher", None), WholeBlock | Exchanged):
+                continue
+            if type(block).forward not in forwards:
+                served = ", ".join(name.rsplit(".", 2)[1] for name in FORWARDS)
+                raise InvalidArgument(
+                    f"{type(block).__name__} of {type(model).__name__} is not among the MoE blocks "
+                    f"that weft serves: {served}; take another --moe-a2a-backend"
+                )
+            found.append((layer, block))
+    return found
 
 
 def _check_hooks(hooks: Iterable[Hook]) -> None:

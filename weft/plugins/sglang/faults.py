@@ -16,6 +16,8 @@ _log = logging.getLogger(__name__)
 # A rank that raises is ended by SGLang itself, with its traceback. One that waits in a collective
 # of another library, which has no abort, is ended behind this many seconds.
 GRACE = 10.0
+# A server that is stopped ends all its ranks nearly at once: then there is nothing to tell.
+PAUSE = 0.5
 
 
 class Watch:
@@ -53,7 +55,7 @@ class Watch:
         for fd in (self._wake, *by_fd):
             poller.register(fd, select.POLLIN)
         gone = sorted(by_fd[fd] for fd, _ in poller.poll() if fd in by_fd)
-        if not gone or self._stopped.is_set():
+        if not gone or self._stopped.wait(PAUSE):
             return
         ranks = ", ".join(map(str, gone))
         _log.critical(
