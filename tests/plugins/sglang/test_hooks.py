@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
+import os
+import signal
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from tests.plugins.sglang.server import STANDIN, enter, leave
 from weft.errors import InvalidArgument, SetupError
 from weft.plugins.sglang import register
 from weft.plugins.sglang.blocks import Limits
+from weft.plugins.sglang.faults import end_server
 from weft.plugins.sglang.hooks import is_served, listed
 from weft.plugins.sglang.settings import Settings
 from weft.plugins.sglang.weights import check_experts, config_of, experts_of, is_fp8
@@ -54,6 +57,19 @@ def test_flags_of_weft(sglang: Callable[[str], Any]) -> None:
     assert registry._patched == set(registry._hooks)
     plain = sglang("server_args").parse("--tp-size", "4")
     assert (plain.ep_size, plain.disable_shared_experts_fusion) == (1, False)
+
+
+def test_counts_are_told_to_all_ranks(sglang: Callable[[str], Any]) -> None:
+    """With DP attention, whatever SGLang's own layers need; by no other backend."""
+    enter()
+    state, asks = sglang("runtime_context").STATE, sglang("utils.common").require_mlp_tp_gather
+    for backend, dp, want in (
+        ("weft", True, True),
+        ("weft", False, False),
+        ("none", True, False),
+    ):
+        state.backend, state.parallel.enable_dp_attention = backend, dp
+        assert asks(None) is want
 
 
 def test_another_sglang_is_refused_before_it_is_patched(
@@ -122,6 +138,16 @@ def test_a_hook_that_sglang_could_not_apply_is_told(sglang: Callable[[str], Any]
 
     with pytest.raises(SetupError, match=r"did not apply weft's hooks on \S+ModelRunner.forward: "):
         engine._check_hooks(engine.HOOKS)
+
+
+def test_the_server_is_ended_as_sglang_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a signal to the parent, unless that is gone."""
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *given: sent.append(given))
+    end_server(-1)()
+    assert sent == []
+    end_server(os.getppid())()
+    assert sent == [(os.getppid(), signal.SIGQUIT)]
 
 
 def test_signatures_as_the_tables_write_them() -> None:

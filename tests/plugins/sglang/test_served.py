@@ -116,6 +116,32 @@ def test_physical_ids_and_weights_that_move_in_place(ranks: Any, form: str) -> N
         assert after < CLOSE
 
 
+def set_up(group: weft.Group) -> dict[str, Any]:
+    """Settings reach the layers, and a second model of equal sizes takes no memory."""
+    os.environ |= {
+        "WEFT_SGLANG_DECODE": "throughput",
+        "WEFT_SGLANG_OVERLAP": "none",
+        "WEFT_SGLANG_PREFILL_TOKENS": "7",
+    }
+    server = Server(group, "glm4")
+    with torch.inference_mode():  # where SGLang runs, and may load
+        draft = Server(group, "glm4", layers=1)
+    found = [
+        far(each.step(tokens(9, group.rank), [9, 9]), alone(tokens(9, group.rank), "glm4", **more))
+        for each, more in ((server, {}), (draft, {"layers": 1}), (server, {}))
+    ]
+    built = [(each.mode, each.overlap, each.exchange.max_tokens) for each in server.workspaces]
+    leave()
+    return {"far": max(found), "built": built}
+
+
+def test_settings_and_a_draft_model(ranks: Any) -> None:
+    """A draft model's layers share the workspaces, and the group, of the model it drafts for."""
+    for said in ranks(2, "cpu")(set_up):
+        assert said["far"] < CLOSE
+        assert said["built"] == [("throughput", "none", 4), ("throughput", "none", 7)]
+
+
 def misuse(group: weft.Group) -> dict[str, str]:
     server, said = Server(group, "qwen3"), {}
 
