@@ -21,10 +21,11 @@ from tests.hostile import (
     WHOLE,
     Kind,
     Row,
+    Stranger,
     listed,
     refuses,
 )
-from tests.test_arguments import ROWS, TABLE, pytestmark, tried
+from tests.test_arguments import TABLE, pytestmark, tried
 from weft.compat import deep_ep, flashinfer, triton_dist
 from weft.compat.flashinfer import allreduce_fusion, create_allreduce_fusion_workspace
 
@@ -60,11 +61,11 @@ def moe_alltoall(group: weft.Group) -> None:
         ),
         **{"max_num_tokens": size, "top_k": listed(*WHOLE, 0, -1, 33, 5)},
         "num_experts": listed(*WHOLE, 0, -1, 1),
-        **{"workspace_size_per_rank": UNUSED, "hidden_size": listed(*WHOLE, 0, -1, 12)},
+        "workspace_size_per_rank": listed(*WHOLE, 0, -1).optional(),
+        "hidden_size": listed(*WHOLE, 0, -1, 12),
         **{"mnnvl_config": UNUSED, "eplb_stats_num_experts": listed(*WHOLE, -1)},
-        **{"enable_rank_mask": WANTS_FALSE, "backend": NAME, "group": THING.optional()},
-        "payloads": Kind(lambda g: [v for v in ROWS.values(g) if v != []], none=True),
-        **{"dtype": DTYPE, "contiguous": FLAG, "timeout": SECONDS, "first_timeout": SECONDS},
+        **{"enable_rank_mask": FLAG, "backend": NAME, "group": THING.optional()},
+        **{"timeout": SECONDS, "first_timeout": SECONDS},
     }
     given: dict[str, Any] = {
         **{"mapping": Mapping(group.rank, group.size), "max_num_tokens": MAX, "top_k": TOP_K},
@@ -89,7 +90,7 @@ def moe_alltoall(group: weft.Group) -> None:
         }
         wanted = {
             "token_selected_experts": TENSOR,
-            "input_payloads": listed("x", 7, x, x.float().numpy(), [x, "a", ids]),
+            "input_payloads": listed("x", 7, x, x.float().numpy(), [x, "a", ids], [], [x[0]]),
             "runtime_max_tokens_per_rank": limit,
             "invalid_token_expert_id": listed(*WHOLE, 1 << 31).optional(),
             "expert_id_payload_index": listed(*WHOLE, -1, 3, 0),
@@ -139,6 +140,10 @@ def workspace_sizes(group: weft.Group) -> None:
         "backend": NAME,
     }
     tried(Row(flashinfer.MoeAlltoAll.get_moe_workspace_size_per_rank, asked, kinds))
+    ranks = {"active_ranks": [0, 1], "ep_size": 2}
+    given = listed(7, "01", None, Stranger(), [2], [-1], [0.5], [True])
+    kinds_of_mask = {"active_ranks": given, "ep_size": listed(*WHOLE, 0, -1, 65)}
+    tried(Row(flashinfer.moe_a2a_active_rank_mask, ranks, kinds_of_mask))
     bytes_ = {
         **{"ep_size": 2, "max_num_tokens": 8, "total_dispatch_payload_size_per_token": 256},
         "combine_payload_size_per_token": 256,
