@@ -37,6 +37,22 @@ class Mapping:
     moe_ep_size: int
 
 
+class Backend:
+    """A communication backend over a group's control messages."""
+
+    def __init__(self, group: weft.Group) -> None:
+        self.group = group
+
+    def Get_rank(self) -> int:
+        return self.group.rank
+
+    def Get_size(self) -> int:
+        return self.group.size
+
+    def allgather(self, data: Any) -> list[Any]:
+        return self.group.all_gather(data)
+
+
 def make(group: weft.Group, **changes: Any) -> MoeAlltoAll:
     sizes: dict[str, Any] = {"hidden_size": HIDDEN, "group": group, **changes}
     return MoeAlltoAll(Mapping(group.rank, group.size), MAX, TOP_K, EXPERTS, **sizes)

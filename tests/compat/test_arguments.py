@@ -105,6 +105,10 @@ def moe_alltoall(group: weft.Group) -> None:
             **{"hidden_size": listed(*WHOLE, 0, -1, 64), "dtype": ANY_DTYPE},
         }
         tried(Row(a2a.get_combine_payload_tensor_in_workspace, asked, kinds))
+        received = torch.zeros((group.size, MAX, TOP_K), dtype=torch.int32)
+        filled = {"expert_ids": received, "invalid_expert_id": -1}
+        wanted = {"expert_ids": TENSOR, "invalid_expert_id": listed(*WHOLE, 1 << 31)}
+        tried(Row(a2a.sanitize, filled, wanted))
         y = torch.ones((group.size, MAX, HIDDEN), dtype=BF16)
         back = {
             "payload": Kind(lambda g: [v for v in TENSOR.values(g) if not _strided(v)]),
@@ -128,6 +132,77 @@ def _strided(value: Any) -> bool:
     """payload may have strides: it is copied."""
     dense = isinstance(value, torch.Tensor) and value.layout is torch.strided
     return dense and not value.is_nested and not value.is_contiguous()
+
+
+def functions(group: weft.Group) -> None:
+    x, ids, weights = inputs(group)
+    memory = torch.zeros((group.size, 1 << 12), dtype=torch.uint8)
+    made = {
+        **{"workspace": memory, "ep_rank": group.rank, "ep_size": group.size},
+        **{"max_num_tokens": MAX, "group": group},
+    }
+    spaces = Kind(lambda g: [v for v in TENSOR.values(g) if v is not None])
+    ranks = {"ep_rank": listed(*WHOLE, -1, 2), "ep_size": listed(*WHOLE, 0, -1, 33)}
+    kinds: dict[str, Kind] = {
+        **{"workspace": spaces, **ranks, "max_num_tokens": listed(*WHOLE, 0, -1)},
+        **{"eplb_stats_num_experts": listed(*WHOLE, -1), "backend": NAME},
+        "group": listed("x", 7, True, []).optional(),
+    }
+    begin = flashinfer.moe_a2a_initialize
+    tried(Row(begin, made, kinds, {"ep_size": ""}))
+    info = begin(**made)
+    common = {"workspace": memory, "metainfo": info, "ep_rank": group.rank}
+    shared = {
+        **{"workspace": spaces, "metainfo": spaces, "ep_rank": listed(*WHOLE, -1, 2)},
+        **{"enable_pdl": UNUSED, "backend": NAME},
+    }
+    sized = {"ep_size": group.size, "top_k": TOP_K, "runtime_max_tokens_per_rank": MAX}
+    sizes = {
+        **{"ep_size": listed(*WHOLE, 0, 3), "top_k": listed(*WHOLE, 0, 33)},
+        **{"runtime_max_tokens_per_rank": listed(*WHOLE, 0, -1)},
+    }
+    masks = {"enable_rank_mask": FLAG, "active_rank_mask": NONE}
+    sent = {
+        **{"token_selected_experts": ids, "input_payloads": [x, ids, weights]},
+        **{**common, **sized, "num_experts": EXPERTS},
+    }
+    wanted = {
+        **{"token_selected_experts": TENSOR, "input_payloads": listed("x", 7, x, [])},
+        **{**shared, **sizes, **masks, "num_experts": listed(*WHOLE, 0, -1, 1)},
+        **{"eplb_local_stats": NONE, "recv_view_cache": UNUSED},
+    }
+    tried(Row(flashinfer.moe_a2a_dispatch, sent, wanted))
+    _, offset, _ = flashinfer.moe_a2a_dispatch(**sent)
+    seen = torch.zeros((group.size, MAX, TOP_K), dtype=torch.int32)
+    filled = {"expert_ids": seen, **common, "invalid_expert_id": -1}
+    wanted = {"expert_ids": TENSOR, **shared, "invalid_expert_id": listed(*WHOLE, 1 << 31)}
+    tried(Row(flashinfer.moe_a2a_sanitize_expert_ids, filled, wanted))
+    y = torch.ones((group.size, MAX, HIDDEN), dtype=BF16)
+    back = {"payload": y, "local_num_tokens": TOKENS, **common, **sized}
+    back |= {"combine_payload_offset": offset, "output": torch.zeros_like(x)}
+    wanted = {
+        "payload": Kind(lambda g: [v for v in TENSOR.values(g) if not _strided(v)]),
+        **{"local_num_tokens": listed(*WHOLE, 0), **shared, **sizes, **masks},
+        **{"combine_payload_offset": listed(*WHOLE, 1), "payload_in_workspace": FLAG},
+        **{"output_dtype": listed("x", 7, torch.int8).optional(), "output_scales": NONE},
+        **{"output_scalar_scale": listed("x", 2.0, True, None, [])},
+        **{"sf_layout": listed("x", 7, []).optional(), "output": TENSOR.optional()},
+        "use_low_precision": listed(0, "no", None, []),
+    }
+    wanted["runtime_max_tokens_per_rank"] = listed(*WHOLE, 0, -1, MAX - 1)
+    tried(Row(flashinfer.moe_a2a_combine, back, wanted))
+    flashinfer.moe_a2a_combine(**back)
+    wrapped = {
+        **{"workspace": memory, "leading_shape": [2, 4], "slice_start": 0},
+        **{"slice_end": 256, "dtype": BF16},
+    }
+    wanted = {
+        **{"workspace": THING, "leading_shape": listed(7, "x", [0], [3], [1.5])},
+        **{"slice_start": listed(*WHOLE, -1, 8, 4090), "slice_end": listed(*WHOLE, 0, 255, 8192)},
+        "dtype": THING,
+    }
+    tried(Row(flashinfer.moe_a2a_wrap_payload_tensor_in_workspace, wrapped, wanted))
+    group.barrier()
 
 
 def workspace_sizes(group: weft.Group) -> None:
@@ -359,7 +434,10 @@ def layers(group: weft.Group) -> None:
     layer.finalize()
 
 
-BODIES = {body.__name__: body for body in (moe_alltoall, workspace_sizes, fusion, buffers, layers)}
+BODIES = {
+    body.__name__: body
+    for body in (moe_alltoall, functions, workspace_sizes, fusion, buffers, layers)
+}
 
 
 @pytest.mark.parametrize("name", BODIES)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
@@ -17,6 +16,7 @@ from tests.compat.calls import (
     QUANTISED,
     RANKS,
     TOP_K,
+    Backend,
     Mapping,
     experts_of,
     make,
@@ -221,22 +221,6 @@ def layers(group: weft.Group) -> None:
 def test_layers_of_equal_sizes_share_one_workspace(ranks):
     ranks(RANKS, "threads")(layers)
     assert not leases._shared
-
-
-class Backend:
-    """A communication backend over a group's control messages."""
-
-    def __init__(self, group: weft.Group) -> None:
-        self.group = group
-
-    def Get_rank(self) -> int:
-        return self.group.rank
-
-    def Get_size(self) -> int:
-        return self.group.size
-
-    def allgather(self, data: Any) -> list[Any]:
-        return self.group.all_gather(data)
 
 
 def meeting(group: weft.Group) -> None:

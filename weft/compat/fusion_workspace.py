@@ -15,7 +15,7 @@ from weft.allreduce.reduction import MAX_TOKENS
 from weft.allreduce.spec import MoEFinalize
 from weft.allreduce.table import Table
 from weft.arguments import flags, instance, integer, one_of, real
-from weft.compat.ranks import lease_group, release_group
+from weft.compat.ranks import RankPlace, lease_group, release_group
 from weft.compat.refusals import StaysMapped, refuse, renamed
 from weft.errors import InvalidArgument, OutOfOrder, UsageError
 from weft.memory import Group
@@ -42,14 +42,6 @@ REDUCED = NAMES | {  # in the pattern that reduces experts' rows
 MAX_WORLD = 1 << 16
 INT64 = -(1 << 63), (1 << 63) - 1
 MULTICAST = "weft uses no NVLink multicast, which mnnvl is made of; auto and trtllm are the same"
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A rank's place, as `compat.ranks` reads it of a mapping."""
-
-    moe_ep_rank: int
-    moe_ep_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +228,7 @@ def _ranks(
     rank: int, size: int, comm: Any, group: Group | dist.ProcessGroup | None
 ) -> tuple[Group, bool]:
     """The group of a workspace, and whether the workspace is to give it up."""
-    place = _Place(rank, size)
+    place = RankPlace(rank, size)
     if group is None:
         return lease_group(place, _Config(comm), None), True
     if isinstance(group, Group):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from weakref import WeakValueDictionary
 
 import torch
 
@@ -27,7 +26,7 @@ class Terms:
     """What two callers must have in common to share a workspace.
 
     bytes_asked: a caller that asks for another size wants memory of its own, as in flashinfer.comm:
-        engines part rounds that may overlap by it.
+        engines part rounds that may overlap by it.   apart: the same, as a number.
     """
 
     group: Group
@@ -36,6 +35,7 @@ class Terms:
     num_experts: int
     stats: int
     bytes_asked: int
+    apart: int
     timeout: float
     first_timeout: float
 
@@ -136,8 +136,7 @@ def guess(payloads: Sequence[Payload], hidden: int | None) -> CombineRow:
     return CombineRow(hidden, dtype)
 
 
-# Weakly, so that workspaces whose objects are forgotten without close() go with them.
-_shared: WeakValueDictionary[Terms, SharedWorkspace] = WeakValueDictionary()
+_shared: dict[Terms, SharedWorkspace] = {}
 
 
 def lease(terms: Terms) -> SharedWorkspace:
@@ -153,7 +152,7 @@ def release(workspace: SharedWorkspace) -> None:
     """Give a lease back; the last one frees the memory. Local."""
     workspace.users -= 1
     if not workspace.users:
-        _shared.pop(workspace.terms, None)
+        del _shared[workspace.terms]
         workspace.close()
 
 

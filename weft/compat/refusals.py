@@ -119,6 +119,7 @@ def check_mask(mask: torch.Tensor | None, enabled: bool, rank: int, size: int) -
     cpu = torch.device("cpu")
     check_tensor(name, mask, shape=(MASK_WORDS,), dtypes=(torch.uint64,), device=cpu)  # type: ignore[arg-type]
     assert mask is not None
+    check_alignment(name, mask, mask.itemsize)
     word = int(mask.tolist()[0])
     if absent := [each for each in range(size) if not word >> each & 1]:
         whose = f"its own rank {rank}" if rank in absent else f"ranks {absent}"
