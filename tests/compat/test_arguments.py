@@ -278,7 +278,7 @@ def fusion(group: weft.Group) -> None:
             },
             **{"scale_out": NONE, "residual_in": TENSOR, "rms_gamma": TENSOR},
             **{"rms_eps": listed(*REAL.hostile(1.0), -1.0), "scale_factor": UNUSED},
-            **{"layout_code": NONE, "use_oneshot": FLAG.optional()},
+            **{"layout_code": listed(*WHOLE, -1, 3).optional(), "use_oneshot": FLAG.optional()},
             **{"moe_reduction_device_num_experts": UNUSED, "moe_reduction_scale_input": UNUSED},
             "moe_reduction_active_experts_token_input": UNUSED,
             **{"moe_reduction_token_input": UNUSED, "expanded_idx_to_permuted_idx": UNUSED},
@@ -320,6 +320,64 @@ def fusion(group: weft.Group) -> None:
 
 
 FACTOR = listed(*POSITIVE.hostile(1.0))
+
+
+def older(group: weft.Group) -> None:
+    """The older calls, whose workspace is asked for by position."""
+    size = listed(*WHOLE, 0, -1)
+    made = {"tp_rank": group.rank, "tp_size": 2, "max_token_num": MAX, "hidden_dim": HIDDEN}
+    places = {"tp_rank": listed(*WHOLE, -1, 2), "tp_size": listed(*WHOLE, 0, -1, 3)}
+    of_class: dict[str, Kind] = {
+        **{**places, "max_token_num": size, "hidden_dim": listed(*WHOLE, 0, -1, 12)},
+        **{"dtype": DTYPE, "comm_backend": UNUSED, "table": listed(7, True).optional()},
+        **{"timeout": SECONDS, "first_timeout": SECONDS},
+        "group": listed("x", 7, True, []).optional(),
+    }
+    names = {"tp_rank": "", "tp_size": "", "hidden_dim": "hidden", "max_token_num": "max_token"}
+    tried(Row(flashinfer.TRTLLMAllReduceFusionWorkspace, {**made, "group": group}, of_class, names))
+    create = flashinfer.trtllm_create_ipc_workspace_for_all_reduce_fusion
+    of_call: dict[str, Kind] = {
+        **{**places, "max_token_num": size, "hidden_dim": size, "use_fp32_lamport": FLAG},
+        **{"create_metadata": FLAG, "use_symm_dev_mem": FLAG, "comm_backend": UNUSED},
+        "group": of_class["group"],
+    }
+    tried(Row(create, {**made, "group": group}, of_call, names))
+    handles, pointers = create(**made, group=group)
+    x = inputs(group)[0]
+    out = torch.zeros_like(x)
+    given = {
+        **{"allreduce_in": x, "world_size": 2, "world_rank": group.rank, "token_num": TOKENS},
+        **{"hidden_dim": HIDDEN, "workspace_ptrs": pointers, "launch_with_pdl": True},
+        **{"trigger_completion_at_end": True, "fp32_acc": True, "pattern_code": 0},
+        **{"use_oneshot": None, "allreduce_out": out, "residual_in": None, "residual_out": None},
+        **{"norm_out": None, "quant_out": None, "scale_out": None, "rms_gamma": None},
+        **{"rms_eps": None, "scale_factor": None, "layout_code": None},
+    }
+    kinds = dict.fromkeys(given, UNUSED) | {"metadata": UNUSED, "weight_bias": UNUSED}
+    kinds |= {"block_quant_group_size": UNUSED, "layout_code": listed(*WHOLE, -1, 3).optional()}
+    whole = Kind(lambda g: [v for v in TENSOR.values(g) if not _regrouped(v, x)])
+    kinds |= {
+        **{"allreduce_in": whole, "allreduce_out": whole.optional(), "workspace_ptrs": THING},
+        **{"world_size": listed(*WHOLE, 3), "world_rank": listed(*WHOLE, 2)},
+        **{"token_num": listed(*WHOLE, -1, 2, 99), "hidden_dim": listed(*WHOLE, 0, 64)},
+        **{"pattern_code": listed(*WHOLE, -1, 12), "use_oneshot": FLAG.optional()},
+    }
+    names = {"allreduce_out": "out", "pattern_code": "pattern", "token_num": "", "hidden_dim": ""}
+    names |= {"allreduce_in": "in", "world_size": ""}
+    tried(Row(flashinfer.trtllm_allreduce_fusion, given, kinds, names))
+    flashinfer.trtllm_allreduce_fusion(**given)
+    end = flashinfer.trtllm_destroy_ipc_workspace_for_all_reduce_fusion
+    tried(Row(end, {"workspace": handles}, {"workspace": THING, "group": UNUSED}))
+    group.barrier()
+    end(handles)
+
+
+def _regrouped(value: Any, good: torch.Tensor) -> bool:
+    """The older calls take any shape of as many elements."""
+    dense = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    if not dense or value.is_nested or value.dtype != good.dtype or value.device != good.device:
+        return False
+    return value.numel() == good.numel() and value.is_contiguous() and not value.requires_grad
 
 
 def buffers(group: weft.Group) -> None:
@@ -436,7 +494,7 @@ def layers(group: weft.Group) -> None:
 
 BODIES = {
     body.__name__: body
-    for body in (moe_alltoall, functions, workspace_sizes, fusion, buffers, layers)
+    for body in (moe_alltoall, functions, workspace_sizes, fusion, older, buffers, layers)
 }
 
 

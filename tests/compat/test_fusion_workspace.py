@@ -82,7 +82,7 @@ def refusals(group: weft.Group) -> None:
         for pattern in (3, 5):
             call(pattern, "NVFP4", Pattern(pattern).name, **normed)
         call(12, "pattern is 12", "0..11")
-        call(1, "layout_code is 0", layout_code=0, **normed)
+        call(1, "layout_code is 3", "0..2", layout_code=3, **normed)
         call(1, "residual_in is None", rms_gamma=rows.weight)
         call(1, "rms_gamma is None", residual_in=rows.residual)
         call(1, "quant_out is a tensor", quant_out=x, **normed)

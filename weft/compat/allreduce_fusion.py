@@ -43,6 +43,14 @@ class AllReduceFusionPattern(IntEnum):
     kARResidualRMSNormOutDynamicFP8Quant = 11
 
 
+class QuantizationSFLayout(IntEnum):
+    """How NVFP4's scales lie; the numbers are those of flashinfer.comm."""
+
+    SWIZZLED_128x4 = 0
+    SWIZZLED_8x4 = 1
+    LINEAR = 2
+
+
 _Pattern = AllReduceFusionPattern
 _REFUSED = (_Pattern.kARResidualRMSNormFP4Quant, _Pattern.kARResidualRMSNormOutFP4Quant)
 _STATIC = (_Pattern.kARResidualRMSNormFP8Quant, _Pattern.kARResidualRMSNormOutFP8Quant)
@@ -115,7 +123,8 @@ def allreduce_fusion(
     real("weight_bias", weight_bias)
     call = _pattern(pattern)
     refuse("moe_finalize_backend", moe_finalize_backend, "trtllm", _FINALIZE)
-    refuse("layout_code", layout_code, None, _NVFP4)
+    if layout_code is not None:  # of NVFP4's scales, which no pattern here has
+        integer("layout_code", layout_code, 0, QuantizationSFLayout.LINEAR)
     experts = moe_reduction_device_num_experts, moe_reduction_scale_input
     made = moe_reduction_active_experts_token_input, moe_reduction_token_input
     prologue = None
@@ -133,7 +142,22 @@ def allreduce_fusion(
     backend = workspace.backend_for(use_oneshot, len(input if residual_in is None else residual_in))
     x = input if prologue is None else None
     names = REDUCED if call is _REDUCTION else NAMES
-    return workspace.run(x, prologue, backend, epilogue | outputs, names)
+    answer = workspace.run(x, prologue, backend, epilogue | outputs, names)
+    if call in _GROUPED and scale_out is not None:
+        _blank_padding(scale_out)
+    return answer
+
+
+def _blank_padding(scales: torch.Tensor) -> None:
+    """Zero what lies between a column's last token and the next column, as flashinfer.comm does.
+
+    scales: `[tokens, columns]` with strides `(1, tokens rounded up to 4)`.
+    """
+    tokens, columns = scales.shape
+    padding, pitch = -tokens % 4, -(-tokens // 4) * 4
+    held = scales.untyped_storage().nbytes() // scales.itemsize - scales.storage_offset()
+    if padding and columns * pitch <= held and (columns == 1 or scales.stride(1) == pitch):
+        scales.as_strided((columns, padding), (pitch, 1), scales.storage_offset() + tokens).zero_()
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,13 +156,60 @@ class AllReduceFusionWorkspace(StaysMapped):
             self._scales.clear()
             self._indices.clear()
             if self._owns_group:
-                _give_up(self.group)
+                give_up(self.group)
 
     def __enter__(self) -> AllReduceFusionWorkspace:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.destroy()
+
+
+class TRTLLMAllReduceFusionWorkspace(AllReduceFusionWorkspace):
+    """The same, by its constructor. Collective. Raises what create_allreduce_fusion_workspace does.
+
+    metadata: the sizes that it was made with.
+    """
+
+    def __init__(
+        self,
+        tp_size: int,
+        tp_rank: int,
+        max_token_num: int,
+        hidden_dim: int,
+        dtype: torch.dtype = torch.float16,
+        comm_backend: Any = None,
+        group: Group | dist.ProcessGroup | None = None,
+        *,
+        table: Table | Path | str | None = None,
+        timeout: float = 120.0,
+        first_timeout: float = 120.0,
+    ) -> None:
+        tp_size = integer("tp_size", tp_size, 1, MAX_WORLD)
+        tp_rank = integer("tp_rank", tp_rank, 0, MAX_WORLD)
+        max_token_num = integer("max_token_num", max_token_num, 1, MAX_TOKENS)
+        hidden_dim = integer("hidden_dim", hidden_dim, 8, 1 << 20)
+        dtype = one_of("dtype", dtype, DTYPE_NAMES)
+        ranks, owns = workspace_ranks(tp_rank, tp_size, comm_backend, group)
+        try:
+            reduce = AllReduce(
+                ranks,
+                max_tokens=max_token_num,
+                hidden=hidden_dim,
+                dtype=dtype,
+                table=table,
+                timeout=timeout,
+                first_timeout=first_timeout,
+            )
+        except Exception:
+            if owns:
+                give_up(ranks)
+            raise
+        super().__init__(reduce, ranks, max_tokens=max_token_num, owns=owns)
+        self.metadata: dict[str, Any] = {
+            **{"tp_rank": tp_rank, "tp_size": tp_size, "max_token_num": max_token_num},
+            **{"hidden_dim": hidden_dim, "use_fp32_lamport": dtype == torch.float32},
+        }
 
 
 def create_allreduce_fusion_workspace(
@@ -180,7 +227,7 @@ def create_allreduce_fusion_workspace(
     table: Table | Path | str | None = None,
     timeout: float = 120.0,
     first_timeout: float = 120.0,
-) -> AllReduceFusionWorkspace:
+) -> TRTLLMAllReduceFusionWorkspace:
     """Make the memory that `allreduce_fusion` works in. Collective.
 
     backend: "auto" and "trtllm" mean the same; "mnnvl" is refused.
@@ -201,30 +248,21 @@ def create_allreduce_fusion_workspace(
     }
     if missing := [name for name, value in needed.items() if value is None]:
         raise InvalidArgument(f"{missing[0]} is None; create_allreduce_fusion_workspace needs it")
-    world_size = integer("world_size", world_size, 1, MAX_WORLD)
-    rank = integer("rank", rank, 0, MAX_WORLD)
-    max_token_num = integer("max_token_num", max_token_num, 1, MAX_TOKENS)
-    hidden_dim = integer("hidden_dim", hidden_dim, 8, 1 << 20)
-    dtype = one_of("dtype", dtype, DTYPE_NAMES)
-    ranks, owns = _ranks(rank, world_size, comm_backend, group)
-    try:
-        reduce = AllReduce(
-            ranks,
-            max_tokens=max_token_num,
-            hidden=hidden_dim,
-            dtype=dtype,
-            table=table,
-            timeout=timeout,
-            first_timeout=first_timeout,
-        )
-    except Exception:
-        if owns:
-            _give_up(ranks)
-        raise
-    return AllReduceFusionWorkspace(reduce, ranks, max_tokens=max_token_num, owns=owns)
+    return TRTLLMAllReduceFusionWorkspace(
+        integer("world_size", world_size, 1, MAX_WORLD),
+        integer("rank", rank, 0, MAX_WORLD),
+        integer("max_token_num", max_token_num),
+        integer("hidden_dim", hidden_dim),
+        one_of("dtype", dtype, DTYPE_NAMES),
+        comm_backend,
+        group,
+        table=table,
+        timeout=timeout,
+        first_timeout=first_timeout,
+    )
 
 
-def _ranks(
+def workspace_ranks(
     rank: int, size: int, comm: Any, group: Group | dist.ProcessGroup | None
 ) -> tuple[Group, bool]:
     """The group of a workspace, and whether the workspace is to give it up."""
@@ -241,7 +279,7 @@ def _ranks(
         raise
 
 
-def _give_up(group: Group) -> None:
-    """Close a group that `_ranks` made; one that others share stays until the last is done."""
+def give_up(group: Group) -> None:
+    """Close a group of `workspace_ranks`; one that others share stays until the last is done."""
     if not release_group(group):
         group.close()
