@@ -13,9 +13,11 @@ import pytest
 import torch
 
 import weft
+from tests.operators import KINDS
 from tests.public import FAMILIES, MODES
 from weft.errors import CreationFailed
 from weft.runtime import watched
+from weft.runtime.entries import CpuEntries
 
 FEW = 1024  # bytes: tables of experts and single words may stay
 Apart = (type, ModuleType, FunctionType, weft.Group)  # from there on all of the process is reached
@@ -144,3 +146,17 @@ def test_nothing_waits_for_a_whole_context() -> None:
         if words.search(line)
     ]
     assert found == []
+
+
+def unload_where_another_fails(group: weft.Group, name: str) -> None:
+    wrong: dict[str, Any] = {"hidden": 0} if group.rank == 1 else {}
+    with pytest.raises(CreationFailed, match="rank 1.*hidden"):
+        KINDS[name].open(group, **wrong)
+
+
+@pytest.mark.parametrize("name", ["pull", "receiver", "oneshot"])
+def test_ranks_that_loaded_kernels_unload_them_where_another_rank_fails(name, ranks, monkeypatch):
+    closed: list[CpuEntries] = []
+    monkeypatch.setattr(CpuEntries, "close", lambda entries: closed.append(entries))
+    ranks(3, "threads")(unload_where_another_fails, name)
+    assert len({id(each) for each in closed}) == 2

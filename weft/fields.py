@@ -11,8 +11,10 @@ check, what ranks compare at creation, and the initialiser of the C++ struct wit
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, get_type_hints
 
 from weft.arguments import adopt, integer, one_of
@@ -80,6 +82,16 @@ def literal(config: object, struct: str) -> str:
     rules = _rules_of(config).items()
     words = (_word(name, rule, getattr(config, name)) for name, rule in rules)
     return f"{struct}{{{', '.join(words)}}}"
+
+
+def hash_byte(config: Any, kind: str = "") -> int:
+    """Eight bits of a config's hash: they travel in every flag, so that a peer with another one is
+    noticed in band.
+
+    kind: what keeps equal fields of different operators apart.
+    """
+    text = kind + json.dumps(asdict(config), sort_keys=True)
+    return hashlib.sha256(text.encode()).digest()[0]
 
 
 def _word(name: str, rule: Any, value: Any) -> str:

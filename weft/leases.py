@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -20,19 +20,10 @@ from weft.errors import InvalidArgument, OutOfOrder
 from weft.memory import Group
 from weft.moe import MoE
 from weft.runtime.check import check_group
+from weft.runtime.operator import Operator
 
 # What layers of one workspace differ in; of the replicas only their number is the workspace's.
 OF_A_LAYER = ("weights", "shared", "correction", "replicas")
-
-
-class Operator(Protocol):
-    """What can be leased."""
-
-    def close(self) -> None:
-        """Give the memory back."""
-
-    def _check_open(self) -> None: ...
-
 
 T = TypeVar("T", bound=Operator)
 

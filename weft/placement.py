@@ -88,6 +88,15 @@ class Placement:
         return torch.tensor(packed, dtype=torch.int32, device=device)
 
 
+def placement_of(
+    expert_map: Sequence[int] | torch.Tensor | None, num_experts: int, ep_size: int
+) -> Placement:
+    """The caller's map, or blocks where there is none. Raises InvalidArgument."""
+    if expert_map is None:
+        return Placement.blocks(num_experts, ep_size)
+    return Placement.mapped(expert_map, num_experts, ep_size)
+
+
 class Placed:
     """An exchange's view of itself: a rank of a group that holds some of the experts."""
 

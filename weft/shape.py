@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
 
 from weft.errors import InvalidArgument
-from weft.fields import Array, Choice, Size, check_fields, literal
+from weft.fields import Array, Choice, Size, check_fields, hash_byte, literal
 
 MAX_PLANES = 8
 MAX_RANKS = 32
@@ -26,6 +24,7 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.float16: "fp16",
     torch.float32: "fp32",
 }
+ITEM_BYTES = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,7 @@ class Shape:
     @property
     def element_bytes(self) -> int:
         """Bytes of one element of a combine row."""
-        return 4 if self.dtype == "fp32" else 2
+        return ITEM_BYTES[self.dtype]
 
     @property
     def out_bytes(self) -> int:
@@ -113,10 +112,8 @@ class Shape:
 
     @property
     def descriptor(self) -> int:
-        """Eight bits of this Shape's hash: they travel in every flag, so that a peer with another
-        geometry is noticed in band."""
-        text = json.dumps(asdict(self), sort_keys=True)
-        return hashlib.sha256(text.encode()).digest()[0]
+        """Eight bits of this Shape's hash, as flags carry them."""
+        return hash_byte(self)
 
     def literal(self) -> str:
         """The C++ initialiser of this Shape."""

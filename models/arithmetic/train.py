@@ -171,7 +171,12 @@ def train(
 def save(folder: Path, model: Any, tokenizer: Any) -> None:
     """Write the checkpoint in bfloat16, its tokenizer, and held-out questions."""
     folder.mkdir(parents=True, exist_ok=True)
-    model.to(torch.bfloat16).save_pretrained(folder)
+    model.to(torch.bfloat16)
+    # Training ties the output to the embedding. SGLang's Qwen3-MoE reads a matrix of its own.
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model.config.tie_word_embeddings = False
+    model.all_tied_weights_keys = {}
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     # transformers 5 has new names for these two; engines on older ones read the old names.
     _amend(folder / "config.json", num_experts=model.config.num_experts)

@@ -88,7 +88,7 @@ def captured(group: weft.Group, capturing: list[bool]) -> None:
 
 def test_a_capture_makes_no_workspace(ranks, monkeypatch):
     capturing = [False]
-    monkeypatch.setattr(leases, "_capturing", lambda device: capturing[0])
+    monkeypatch.setattr(leases, "capturing", lambda device: capturing[0])
     ranks(RANKS, "threads")(captured, capturing)
 
 

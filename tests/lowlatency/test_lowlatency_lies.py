@@ -17,12 +17,12 @@ from weft.errors import PeerTimeout
 from weft.lowlatency.api import LowLatencyAllToAll
 from weft.lowlatency.geometry import LowGeometry
 from weft.lowlatency.results import ExpertRows
-from weft.lowlatency.rounds import TAGGED_BITS
 from weft.memory.header import HEADER_BYTES
 from weft.runtime.layout import LINE
 
 KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 MOST, HIDDEN, EPOCH = 8, 128, 2
+TAGGED_BITS = 24  # of value in a tagged word: tagged_bits in lowlatency/layout.cuh
 CASE = Round(tokens=(8, 8), hidden=HIDDEN)
 LIES = {
     "tokens": {"tokens": 1 << 20, "chosen": (1 << 24) - 1},

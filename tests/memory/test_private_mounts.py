@@ -202,7 +202,7 @@ def meet_without_rights(group, dumpable, place):
         done(_libc.prctl(_PR_SET_DUMPABLE, dumpable, 0, 0, 0))
     pg = group.process_group()
     pg.barrier().wait()
-    held = None
+    before = held = 0
     for _ in range(3):  # what torch opens at first use is not weft's
         told = raised(Group.from_torch, pg, device="cpu", timeout=LONG)[:2]
         pg.barrier().wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -449,3 +450,11 @@ def layers(group: weft.Group, options: dict[str, Any]) -> None:
 def test_hostile_arguments_of_layers_are_refused_in_words(ranks, mode):
     options = {"mode": mode, "overlap": "none", "gemm": "torch"}
     ranks(2, "threads")(layers, options)
+
+
+def test_memory_is_asked_with_the_constructors_defaults():
+    made = inspect.signature(weft.MoE).parameters
+    asked = dict(inspect.signature(weft.MoE.memory_bytes).parameters)
+    del asked["ranks"], asked["device"]
+    defaults = {name: each.default for name, each in asked.items()}
+    assert defaults == {name: made[name].default for name in asked}

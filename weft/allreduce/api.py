@@ -29,6 +29,7 @@ from weft.runtime.check import check_group, check_tokens
 from weft.runtime.entries import Build
 from weft.runtime.operator import Operator
 from weft.runtime.watched import Watched
+from weft.tuning.table_vote import gpu_name
 
 _log = logging.getLogger(__name__)
 AUTO = "auto"
@@ -102,8 +103,7 @@ class AllReduce(Operator):
         except BaseException:
             self._entries.close()
             raise
-        on_gpu = group.device.type == "cuda"
-        self._gpu = torch.cuda.get_device_name(group.device) if on_gpu else ""
+        self._gpu = gpu_name(group.device)
         self._checker = Checker(self.reduction, dtype, group.device)
         self._choices: dict[tuple[int, str], Choice] = {}
         self._forms = Forms()

@@ -12,9 +12,6 @@ template <Reduction R> struct Call {
 
     ReductionInbox<R>& at(u32 rank) const { return share<R>(a.site, rank).inbox; }
     u32 side() const { return side_of(epoch); }
-    u32 tokens_owned() const {
-        return a.tokens > a.site.rank ? (a.tokens - a.site.rank - 1) / R.ranks + 1 : 0;
-    }
 };
 
 // Two words, in which each one that equals the sentinel is replaced by another NaN.

@@ -24,17 +24,6 @@ template <u32 n> WEFT_FN void scale_by(float (&x)[n], float by) {
     for (u32 i = 0; i < n; ++i) x[i] = __fmul_rn(x[i], by);
 }
 
-// The largest |x| of 128 columns, in each of the lanes that hold them.
-template <u32 n> WEFT_FN u32 group_amax(const float (&x)[n]) {
-    u32 bits = 0;
-#pragma unroll
-    for (u32 i = 0; i < n; ++i) bits = max(bits, __float_as_uint(x[i]) & 0x7fffffffu);
-#pragma unroll
-    for (u32 step = 1; step < scale_columns / n; step *= 2)
-        bits = max(bits, __shfl_xor_sync(all_lanes, bits, step));
-    return bits;
-}
-
 // One power of two per group, packed by four; the last group pads its word with zeros.
 template <Reduction R>
 WEFT_FN void store_exponent(const ReduceArgs& a, u32 token, u32 group, u32 exponent) {
@@ -48,7 +37,7 @@ template <Reduction R>
 WEFT_FN void quantize_groups(const ReduceArgs& a, u32 token, u32 v, bool valid,
                              float (&x)[R.width()]) {
     constexpr u32 lanes = scale_columns / R.width();
-    const u32 amax = group_amax(x), group = v / lanes;
+    const u32 amax = block_amax_bits<scale_columns>(x), group = v / lanes;
     const bool leads = valid && v % lanes == 0;
     if (a.coding == Coding::group) {
         const BlockScale scale = block_scale(amax);

@@ -13,7 +13,7 @@ from weft.fields import Choice, Size, by_argument, check_fields, literal
 from weft.memory.header import HEADER_BYTES
 from weft.memory.wire import JSON
 from weft.runtime.layout import up
-from weft.shape import DTYPE_NAMES
+from weft.shape import DTYPE_NAMES, ITEM_BYTES
 
 MIN_RANKS, MAX_RANKS = 2, 8
 MAX_TOKENS = (1 << 20) - 1  # a call word has 20 bits for them
@@ -65,7 +65,7 @@ class Reduction:
     @property
     def element_bytes(self) -> int:
         """Bytes of one element."""
-        return 4 if self.dtype == "fp32" else 2
+        return ITEM_BYTES[self.dtype]
 
     @property
     def row_bytes(self) -> int:

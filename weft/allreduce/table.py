@@ -19,7 +19,7 @@ from weft.allreduce.curve import Curve
 from weft.allreduce.formula import FORMULA, formula_us
 from weft.errors import InvalidArgument
 from weft.shape import DTYPE_NAMES
-from weft.tuning.table_file import TableFile, times_of, whole
+from weft.tuning.table_file import TableFile, texts_of, times_of, tokens_of, whole
 from weft.tuning.thresholds import HYSTERESIS, Bands
 
 BACKENDS = ("oneshot", "twoshot", "twoshot_bulk")  # of one class of bits; ties go to the first
@@ -72,7 +72,7 @@ class Table(TableFile):
     machine: str
     method: str
     curves: tuple[Curve, ...]
-    _bands: dict[Any, Bands] = field(default_factory=dict, repr=False, compare=False)
+    _bands: dict[Any, Bands] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.source not in (MEASURED, COMPUTED):
@@ -156,22 +156,14 @@ class Table(TableFile):
         curves = tuple(
             Curve(
                 hidden=whole(curve["hidden"]),
-                dtype=str(curve["dtype"]),
-                epilogue=str(curve["epilogue"]),
-                tokens=tuple(whole(n) for n in curve["tokens"]),
-                us=times_of(curve["us"]),
+                **texts_of(curve, "dtype", "epilogue"),
+                tokens=tokens_of(curve),
+                us=times_of(curve),
             )
             for curve in found["curves"]
         )
-        return cls(
-            gpu=str(found["gpu"]),
-            ranks=whole(found["ranks"]),
-            source=str(found["source"]),
-            date=str(found["date"]),
-            machine=str(found["machine"]),
-            method=str(found["method"]),
-            curves=curves,
-        )
+        texts = texts_of(found, "gpu", "source", "date", "machine", "method")
+        return cls(ranks=whole(found["ranks"]), curves=curves, **texts)
 
     @classmethod
     def formula(cls, gpu: str, ranks: int) -> Table:

@@ -154,13 +154,16 @@ class AllToAll(Placed, Operator):
         never touch anybody's memory. Raises InvalidArgument, TokenOverflow, OutOfOrder, and what
         broke the group.
         """
-        tensors = tensors_of("x", x)
+        given = (tensors_of("x", x), topk_ids, topk_weights, num_tokens, stats)
         if torch.compiler.is_dynamo_compiling():
             self._traced_tokens = topk_ids.shape[0]
             self._traced_rows = self._geometry.check_rows(rows, self._traced_tokens)
-            given = (tensors, topk_ids, topk_weights, num_tokens, stats, self._traced_rows)
-            return Received(*alltoall_library.traced_dispatch(self, *given))
-        return self._dispatch(tensors, topk_ids, topk_weights, num_tokens, stats, rows)
+            made = alltoall_library.traced_dispatch(self, *given, self._traced_rows)
+            return Received(*made)
+        self._check_open()
+        self._rounds.dispatch("dispatch", *given, rows)
+        self._keep_for_tracing()
+        return self._rounds.received
 
     def output(self, rows: int | None = None) -> torch.Tensor:
         """`[ep_size, rows, hidden]`, contiguous, in symmetric memory, for experts to write.
@@ -203,7 +206,8 @@ class AllToAll(Placed, Operator):
         """
         if torch.compiler.is_dynamo_compiling():
             return alltoall_library.traced_combine(self, y, out, add)
-        return self._combine(y, out, add)
+        self._check_open()
+        return self._rounds.combine("combine", y, out, add)
 
     def dispatch_send(
         self,
@@ -259,27 +263,6 @@ class AllToAll(Placed, Operator):
         """
         library.forget(self._handle)
         self._rounds.close()
-
-    def _dispatch(
-        self,
-        tensors: tuple[torch.Tensor, ...],
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor | None,
-        num_tokens: torch.Tensor | None,
-        stats: torch.Tensor | None,
-        rows: int | None,
-    ) -> Received:
-        self._check_open()
-        given = (tensors, topk_ids, topk_weights, num_tokens, stats, rows)
-        self._rounds.dispatch("dispatch", *given)
-        self._keep_for_tracing()
-        return self._rounds.received
-
-    def _combine(
-        self, y: torch.Tensor | None, out: torch.Tensor | None, add: torch.Tensor | None
-    ) -> torch.Tensor:
-        self._check_open()
-        return self._rounds.combine("combine", y, out, add)
 
     def _keep_for_tracing(self) -> None:
         """Keep the sizes of this round for a combine that is compiled alone."""

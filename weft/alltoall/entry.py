@@ -11,6 +11,7 @@ from weft.alltoall.plan import Plan, plan_combine, plan_combine_fp8, plan_dispat
 from weft.alltoall.source import cpu_program, cuda_program, doors
 from weft.jit import Launcher
 from weft.runtime.entries import Build, CpuEntries, CudaEntries, Entries, Launch
+from weft.runtime.layout import vector_bytes
 from weft.runtime.stream import loading
 from weft.shape import Shape
 
@@ -115,15 +116,10 @@ def _fits_tma(shape: Shape) -> bool:
 
 def _in_vectors(shape: Shape) -> int:
     """Loads of one token's payload: vectors of each row, or 16 columns of a quantised one."""
-    rows = shape.row_bytes
-    if shape.quant != "none":
-        return shape.hidden // 16 + sum(_vectors(size) for size in rows[2:])
-    return sum(_vectors(size) for size in rows)
-
-
-def _vectors(row_bytes: int) -> int:
-    unit = next(n for n in (16, 8, 4, 2, 1) if row_bytes % n == 0)
-    return row_bytes // unit
+    quantised = shape.quant != "none"
+    copied = shape.row_bytes[2:] if quantised else shape.row_bytes
+    columns = shape.hidden if quantised else 0
+    return columns // 16 + sum(size // vector_bytes(size) for size in copied)
 
 
 def place_payload(args: DispatchArgs, tensors: Sequence[torch.Tensor], *, quantized: bool) -> None:

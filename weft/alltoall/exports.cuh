@@ -72,14 +72,7 @@ template <Shape S> WEFT_FN void measure(u64 base, u64* to) {
 // After the Shape literal S: `WEFT_EXPORT(S, __device__)` on a GPU, `WEFT_EXPORT(S, )` on a CPU.
 #define WEFT_EXPORT(S, STORAGE)                                                        \
     extern "C" STORAGE const weft::u64 weft_layout[] = {                               \
-        weft::abi,                                                                     \
-        WEFT_ERROR_RECORD,                                                             \
-        WEFT_MAILBOX,                                                                  \
-        WEFT_RECORD,                                                                   \
-        WEFT_TIMELINE,                                                                 \
-        WEFT_FAULT,                                                                    \
-        WEFT_HEADER,                                                                   \
-        WEFT_SITE,                                                                     \
+        WEFT_COMMON,                                                                   \
         WEFT_DISPATCH_ARGS,                                                            \
         WEFT_COMBINE_ARGS,                                                             \
         sizeof(weft::Share<S>),                                                        \

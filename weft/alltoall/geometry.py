@@ -13,7 +13,7 @@ from weft.arguments import instance, integer, integers, one_of, refuse, shown
 from weft.errors import InvalidArgument
 from weft.fields import by_argument, checked
 from weft.memory.wire import JSON
-from weft.placement import Placement
+from weft.placement import Placement, placement_of
 from weft.runtime.check import check_alignment, check_tensor, check_tokens
 from weft.runtime.layout import sizes_of
 from weft.shape import DTYPE_NAMES, MAX_PLANES, MAX_ROW_BYTES, Shape
@@ -86,11 +86,7 @@ class Geometry:
             raise InvalidArgument(
                 f"top_k is {top_k}, but the layer has {num_experts} experts (num_experts)"
             )
-        placement = (
-            Placement.blocks(num_experts, ranks)
-            if expert_map is None
-            else Placement.mapped(expert_map, num_experts, ranks)
-        )
+        placement = placement_of(expert_map, num_experts, ranks)
         return cls(shape, Layout.of(shape), dtype, inputs, arriving, placement)
 
     @property

@@ -25,7 +25,9 @@ def _dispatch(
     order: torch.Tensor,
     handle: int,
 ) -> None:
-    find(handle)._dispatch(tuple(payloads), topk_ids, topk_weights, num_tokens, stats, rows)
+    find(handle).dispatch(
+        payloads, topk_ids, topk_weights, num_tokens=num_tokens, stats=stats, rows=rows
+    )
 
 
 @_dispatch.register_fake
@@ -87,7 +89,7 @@ def _combine(
     order: torch.Tensor,
     handle: int,
 ) -> None:
-    find(handle)._combine(y, out, add)
+    find(handle).combine(y, out=out, add=add)
 
 
 @_combine.register_fake

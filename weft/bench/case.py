@@ -134,6 +134,10 @@ class Case:
         found = _MATMUL.fullmatch(self.corun or "")
         return int(found[1] or _MATMUL_SIZE) if found else 0
 
+    def seed_of(self, tokens: int, rank: int) -> int:
+        """The seed of a rank's rows of one size, by which every rank can draw them."""
+        return (self.seed * 7919 + tokens) * 64 + rank
+
     @property
     def variants(self) -> tuple[str, ...]:
         """What is measured side by side."""

@@ -319,7 +319,7 @@ class LayerInputs:
     def __init__(self, group: Group, case: LayerCase, shared: Any, tokens: int) -> None:
         self.group, self.case, self.shared, self.tokens = group, case, shared, tokens
         device, config = group.device, case.config
-        generator = torch.Generator().manual_seed((case.seed * 7919 + tokens) * 64 + group.rank)
+        generator = torch.Generator().manual_seed(case.seed_of(tokens, group.rank))
         x = torch.randn(tokens, config.hidden, generator=generator)
         self.x = x.to(device, config.dtype)
         self.logits = make_logits(case, tokens, group.rank).to(device)

@@ -9,7 +9,7 @@ import torch
 
 from weft.bench.layer_weights import expert_bytes, shared_bytes
 from weft.bench.moe import row_bytes
-from weft.bench.routing import busiest, parse_routing, token_rows
+from weft.bench.routing import busiest, gumbel, parse_routing, places_of, token_rows
 from weft.errors import InvalidArgument
 from weft.moe import Routing
 from weft.moe.router import route_in_torch
@@ -43,10 +43,8 @@ def make_logits(case: LayerCase, tokens: int, rank: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed((case.seed * 131 + tokens) * 64 + rank)
     shape = (tokens, routing.num_experts)
     if kind == "zipf":
-        seeded = torch.Generator().manual_seed(case.seed)
-        places = torch.randperm(routing.num_experts, generator=seeded) + 1
-        noise = torch.rand(shape, generator=generator).clamp_(1e-20, 1 - 1e-7)
-        return -exponent * places.log() - (-noise.log()).log()
+        places = places_of(routing.num_experts, case.seed)
+        return -exponent * places.log() + gumbel(shape, generator)
     normal = torch.randn(shape, generator=generator)
     if kind == "uniform":
         return normal

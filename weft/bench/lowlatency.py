@@ -205,8 +205,7 @@ class LowTrial:
         self._handle: Handle | None = None
 
     def _make_rows(self, rank: int) -> torch.Tensor:
-        seed = (self.case.seed * 7919 + self.tokens) * 64 + rank
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(self.case.seed_of(self.tokens, rank))
         x = torch.randn(self.tokens, self.case.hidden, generator=generator)
         return x.to(self.case.out_dtype)
 

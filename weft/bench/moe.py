@@ -309,7 +309,7 @@ class Inputs:
 
 def make_inputs(case: MoECase, tokens: int, rank: int) -> Inputs:
     """Return what a rank sends, on the CPU. Every rank can make every other rank's inputs."""
-    generator = torch.Generator().manual_seed((case.seed * 7919 + tokens) * 64 + rank)
+    generator = torch.Generator().manual_seed(case.seed_of(tokens, rank))
     x = torch.randn(tokens, case.hidden, generator=generator).bfloat16()
     shape = (tokens, case.top_k)
     weights = torch.randint(1, 17, shape, generator=generator).float() / 64

@@ -147,7 +147,7 @@ def print_report(
     rows, case = rows_of(report, peers), report.case
     title = Text.assemble((f"weft bench {case.operator}  ", "bold"), case.title())
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
-    cells = [_cells(row, case.whole) for row in rows]
+    cells = [_cells(row) for row in rows]
     baselines = dict.fromkeys(name for row in rows for name in row.baselines)
     own = dict.fromkeys(name for row in cells for name in row if name not in baselines)
     for name in (*own, *baselines):
@@ -166,7 +166,7 @@ def print_report(
     console.print(Text("\n".join(_caption(report, rows, peers, runs)), style="dim"))
 
 
-def _cells(row: Row, whole: str) -> dict[str, str]:
+def _cells(row: Row) -> dict[str, str]:
     """Texts by column; a column that no row has is left out."""
     us = row.us
     cells = {"tokens": str(row.tokens), "variant": row.variant, "us": row.phase}

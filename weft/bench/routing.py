@@ -75,8 +75,7 @@ def make_ids(sizes: Routed, tokens: int, rank: int) -> torch.Tensor:
         case "perfect":
             return _perfect(sizes, tokens, rank)
         case "zipf":
-            seeded = torch.Generator().manual_seed(sizes.seed)
-            places = torch.randperm(sizes.experts, generator=seeded) + 1
+            places = places_of(sizes.experts, sizes.seed)
             return _draw(places.float() ** -exponent, sizes.top_k, tokens, generator)
         case "one-hot":
             return torch.arange(sizes.top_k, dtype=torch.int32).repeat(tokens, 1)
@@ -85,12 +84,21 @@ def make_ids(sizes: Routed, tokens: int, rank: int) -> torch.Tensor:
             return rows[(torch.arange(tokens) + rank * tokens) % len(rows)].contiguous()
 
 
+def places_of(experts: int, seed: int) -> torch.Tensor:
+    """int64 `[experts]`: each expert's place by popularity, 1 for the first."""
+    return torch.randperm(experts, generator=torch.Generator().manual_seed(seed)) + 1
+
+
+def gumbel(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Gumbel noise: the largest keys of log p + noise are a draw by p without replacement."""
+    return -(-torch.rand(shape, generator=generator).clamp_(1e-20, 1 - 1e-7).log()).log()
+
+
 def _draw(
     popularity: torch.Tensor, top_k: int, tokens: int, generator: torch.Generator
 ) -> torch.Tensor:
-    """Sample without replacement: the largest keys of log p + Gumbel noise."""
-    noise = torch.rand(tokens, len(popularity), generator=generator).clamp_(1e-20, 1 - 1e-7)
-    keys = popularity.log() - (-noise.log()).log()
+    """Sample without replacement."""
+    keys = popularity.log() + gumbel((tokens, len(popularity)), generator)
     return keys.topk(top_k, dim=1).indices.to(torch.int32)
 
 

@@ -5,7 +5,7 @@ What is the same, stricter and refused stands in docs/compat.md, pattern by patt
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Any
 
@@ -110,15 +110,7 @@ def allreduce_fusion(
     for name, tensor in (("input", input), ("residual_in", residual_in)):
         if tensor is not None or name == "input":
             _check_rows(name, tensor)
-    for name, place in (
-        ("output", output),
-        ("residual_out", residual_out),
-        ("norm_out", norm_out),
-        ("quant_out", quant_out),
-        ("scale_out", scale_out),
-    ):
-        if place is not None and not isinstance(place, torch.Tensor):
-            refuse_tensor(name, place)
+    outputs = _Outputs(output, residual_out, norm_out, quant_out, scale_out)
     real("rms_eps", rms_eps, least=0.0)
     real("weight_bias", weight_bias)
     call = _pattern(pattern)
@@ -138,11 +130,11 @@ def allreduce_fusion(
         quant = _quant(workspace, call, scale_factor, block_quant_group_size)
         epilogue = _norm(call, residual_in, rms_gamma) | {"eps": rms_eps, "quant": quant}
         epilogue["weight_bias"] = weight_bias
-    outputs = _Outputs(output, residual_out, norm_out, quant_out, scale_out).wanted(call)
+    wanted = outputs.wanted(call)
     backend = workspace.backend_for(use_oneshot, len(input if residual_in is None else residual_in))
     x = input if prologue is None else None
     names = REDUCED if call is _REDUCTION else NAMES
-    answer = workspace.run(x, prologue, backend, epilogue | outputs, names)
+    answer = workspace.run(x, prologue, backend, epilogue | wanted, names)
     if call in _GROUPED and scale_out is not None:
         _blank_padding(scale_out)
     return answer
@@ -162,13 +154,19 @@ def _blank_padding(scales: torch.Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Outputs:
-    """What the caller gave to write into."""
+    """What the caller gave to write into. Raises InvalidArgument for what is no tensor."""
 
     output: torch.Tensor | None
-    residual: torch.Tensor | None
-    norm: torch.Tensor | None
-    quant: torch.Tensor | None
-    scale: torch.Tensor | None
+    residual_out: torch.Tensor | None
+    norm_out: torch.Tensor | None
+    quant_out: torch.Tensor | None
+    scale_out: torch.Tensor | None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            place = getattr(self, field.name)
+            if place is not None and not isinstance(place, torch.Tensor):
+                refuse_tensor(field.name, place)
 
     def wanted(self, call: _Pattern) -> dict[str, Any]:
         """The outputs of a pattern, as `fused` names them.
@@ -178,21 +176,21 @@ class _Outputs:
         """
         if call is _Pattern.kAllReduce:
             return {"out": _or(self.output, True)}
-        wanted: dict[str, Any] = {"residual_out": self.residual}
+        wanted: dict[str, Any] = {"residual_out": self.residual_out}
         if call in _WITHOUT_NORM:
-            refuse("norm_out", self.norm, None, f"{call.name} writes none; its Out form does")
+            refuse("norm_out", self.norm_out, None, f"{call.name} writes none; its Out form does")
         else:
-            wanted["norm_out"] = _or(self.norm, True)
+            wanted["norm_out"] = _or(self.norm_out, True)
         if call is _REDUCTION:
             wanted["out"] = self.output
         if call in (*_STATIC, *_GROUPED, *_DYNAMIC):
-            wanted["quant_out"] = self.quant
+            wanted["quant_out"] = self.quant_out
         else:
-            refuse("quant_out", self.quant, None, _PLAIN_MOE)
+            refuse("quant_out", self.quant_out, None, _PLAIN_MOE)
         if call in (*_GROUPED, *_DYNAMIC):
-            wanted["scale_out"] = self.scale
+            wanted["scale_out"] = self.scale_out
         elif call not in _STATIC:
-            refuse("scale_out", self.scale, None, _PLAIN_MOE)
+            refuse("scale_out", self.scale_out, None, _PLAIN_MOE)
         return wanted
 
 

@@ -19,6 +19,7 @@ from weft.compat.ranks import RankPlace, lease_group, release_group
 from weft.compat.refusals import StaysMapped, refuse, renamed
 from weft.errors import InvalidArgument, OutOfOrder, UsageError
 from weft.memory import Group
+from weft.runtime.stream import capturing
 from weft.shape import DTYPE_NAMES
 
 # What the arguments of `AllReduce.fused` are called in `allreduce_fusion`.
@@ -141,7 +142,7 @@ class AllReduceFusionWorkspace(StaysMapped):
         return self._indices[experts, tokens]
 
     def _refuse_capture(self, what: str, mend: str) -> None:
-        if self.group.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if capturing(self.group.device):
             raise InvalidArgument(f"{what} comes for the first time in a graph capture: {mend}")
 
     def check(self) -> None:

@@ -16,6 +16,7 @@ from weft.alltoall.api import AllToAll
 from weft.alltoall.received import Payload
 from weft.errors import InvalidArgument
 from weft.memory import Group
+from weft.runtime.stream import capturing
 from weft.shape import DTYPE_NAMES
 
 RowBytes = tuple[int, ...]  # of each payload: what a dispatch's memory follows from
@@ -76,7 +77,7 @@ class SharedWorkspace:
         key = (payloads, row)
         if key not in self._operators:
             terms = self.terms
-            if _capturing(terms.group.device):
+            if capturing(terms.group.device):
                 raise InvalidArgument(
                     f"payload rows of {list(payloads)} bytes and combine rows {row} come for the "
                     "first time in a graph capture, where no memory can be made: run one such "
@@ -154,7 +155,3 @@ def release(workspace: SharedWorkspace) -> None:
     if not workspace.users:
         del _shared[workspace.terms]
         workspace.close()
-
-
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

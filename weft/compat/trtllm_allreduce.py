@@ -21,6 +21,7 @@ from weft.compat.fusion_workspace import (
 from weft.errors import InvalidArgument
 from weft.memory import Group
 from weft.runtime.check import check_tensor
+from weft.runtime.stream import capturing
 from weft.shape import DTYPE_NAMES
 
 Handles = list[list[int]]
@@ -43,7 +44,7 @@ class _Older:
     def of(self, hidden: int, dtype: torch.dtype) -> AllReduceFusionWorkspace:
         """The workspace of these sizes; collective when it is new."""
         if (hidden, dtype) not in self.made:
-            if self.group.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if capturing(self.group.device):
                 raise InvalidArgument(
                     f"hidden_dim {hidden} of {dtype} comes for the first time in a graph capture, "
                     "where no memory can be made: make one such call on all ranks before it"

@@ -31,9 +31,8 @@ constexpr u32 vector_bytes(u32 row_bytes) {
                                 : 1;
 }
 
-// Loads from the caller's own tensors. The non-coherent path (`.nc`) is not allowed: with PDL this
-// kernel may run while its predecessor still writes them.
-WEFT_FN uint4 load_input(const uint4* at) {
+// A load of what is read once: it takes no place in L1.
+WEFT_FN uint4 load_once(const uint4* at) {
     uint4 v;
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
@@ -41,17 +40,14 @@ WEFT_FN uint4 load_input(const uint4* at) {
                  : "memory");
     return v;
 }
+
+// Loads from the caller's own tensors. The non-coherent path (`.nc`) is not allowed: with PDL this
+// kernel may run while its predecessor still writes them.
+WEFT_FN uint4 load_input(const uint4* at) { return load_once(at); }
 template <class V> WEFT_FN V load_input(const V* at) { return *at; }
 
 // Loads from a row that a peer wrote, or that lies in a peer's memory.
-WEFT_FN uint4 load_shared_row(const uint4* at) {
-    uint4 v;
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(at)
-                 : "memory");
-    return v;
-}
+WEFT_FN uint4 load_shared_row(const uint4* at) { return load_once(at); }
 
 // Loads a word now that is used later. The compiler may not move the load to its use, behind
 // another wait.

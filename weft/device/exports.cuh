@@ -35,3 +35,7 @@
 #define WEFT_SITE                                                                           \
     sizeof(weft::Site), WEFT_AT(Site, base), WEFT_AT(Site, stride), WEFT_AT(Site, mailbox), \
         WEFT_AT(Site, rank), WEFT_AT(Site, descriptor)
+// What every entry exports first: COMMON in runtime/layout.py.
+#define WEFT_COMMON                                                                     \
+    weft::abi, WEFT_ERROR_RECORD, WEFT_MAILBOX, WEFT_RECORD, WEFT_TIMELINE, WEFT_FAULT, \
+        WEFT_HEADER, WEFT_SITE

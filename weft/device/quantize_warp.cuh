@@ -51,13 +51,13 @@ template <DType D> struct Columns {
     }
 };
 
-// The largest |x| of a block of `columns`, as bits, in every lane of the block.
-template <u32 columns> WEFT_FN u32 block_amax_bits(const float (&x)[lane_columns]) {
+// The largest |x| of a block of `columns`, n to a lane, as bits, in every lane of the block.
+template <u32 columns, u32 n> WEFT_FN u32 block_amax_bits(const float (&x)[n]) {
     u32 bits = 0;
 #pragma unroll
-    for (u32 i = 0; i < lane_columns; ++i) bits = max(bits, __float_as_uint(x[i]) & 0x7fffffffu);
+    for (u32 i = 0; i < n; ++i) bits = max(bits, __float_as_uint(x[i]) & 0x7fffffffu);
 #pragma unroll
-    for (u32 step = 1; step < columns / lane_columns; step *= 2)
+    for (u32 step = 1; step < columns / n; step *= 2)
         bits = max(bits, __shfl_xor_sync(all_lanes, bits, step));
     return bits;
 }

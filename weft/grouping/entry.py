@@ -13,7 +13,7 @@ from weft.fields import Choice, literal
 from weft.jit import Launcher, table_source
 from weft.runtime.args import Site
 from weft.runtime.entries import Build, CpuEntries, CudaEntries, Entries, Launch, Program
-from weft.runtime.layout import struct_numbers
+from weft.runtime.layout import struct_numbers, vector_bytes
 from weft.runtime.stream import current_stream, loading
 from weft.shape import MAX_PLANES, Shape
 
@@ -176,7 +176,7 @@ class CudaGroupEntries(CudaEntries):
         if name == "group":
             ctas, threads = grouping.tiles(shape), COUNTING
         elif name == "gather":
-            copied = max(_vectors(size) for size in shape.row_bytes)
+            copied = max(size // vector_bytes(size) for size in shape.row_bytes)
             threads = _threads(-(-copied // IN_FLIGHT), GATHERING)
             padding = grouping.groups * (grouping.align - 1)
             ctas = min(max(slots, padding), self._resident(name, threads))
@@ -207,11 +207,6 @@ def results(shape: Shape, sends: bool) -> tuple[str, ...]:
     """The entries that take the experts' results. Choices have addresses: nothing is scattered."""
     scatter = () if shape.combine == "gemm_push" else ("scatter",)
     return (*scatter, "send") if sends else scatter
-
-
-def _vectors(row_bytes: int) -> int:
-    """Widest vectors that rows of this size can be copied with, to a row."""
-    return row_bytes // next(n for n in (16, 8, 4, 2, 1) if row_bytes % n == 0)
 
 
 def _threads(wanted: int, most: int) -> int:

@@ -55,6 +55,19 @@ WEFT_FN void rank_entries(const u32 (&group)[chunks], u32 (&within)[chunks], u16
     }
 }
 
+// Turns a column of counts into the sums of those above each; returns the sum of all.
+template <class T, u32 rows, u32 columns>
+WEFT_FN u32 scan_column(T (&counts)[rows][columns], u32 column) {
+    u32 sum = 0;
+#pragma unroll
+    for (u32 row = 0; row < rows; ++row) {
+        const u32 count = counts[row][column];
+        counts[row][column] = T(sum);
+        sum += count;
+    }
+    return sum;
+}
+
 // Counts the tile of this CTA and stores each entry's rank in it.
 template <Shape S, Grouping G>
 WEFT_FN void count_tile(const Block& team, const GroupArgs& a, Scratch<S, G>& scratch) {
@@ -77,16 +90,8 @@ WEFT_FN void count_tile(const Block& team, const GroupArgs& a, Scratch<S, G>& sc
     __syncwarp();
     rank_entries(group, within, scratch.count[team.warp()], team.warp_lane());
     __syncthreads();
-    for (u32 g = team.lane(); g < G.groups; g += team.lanes()) {
-        u32 sum = 0;
-#pragma unroll
-        for (u32 w = 0; w < group_warps; ++w) {
-            const u32 count = scratch.count[w][g];
-            scratch.count[w][g] = u16(sum);
-            sum += count;
-        }
-        a.before[blockIdx.x * G.groups + g] = sum;
-    }
+    for (u32 g = team.lane(); g < G.groups; g += team.lanes())
+        a.before[blockIdx.x * G.groups + g] = scan_column(scratch.count, g);
     __syncthreads();
     i32* out = a.within + (u64(source) * S.tokens + first) * entries;
 #pragma unroll
@@ -140,16 +145,8 @@ WEFT_FN void scan_tiles(const Block& team, const GroupArgs& a, Scratch<S, G>& sc
         scratch.partial[i / G.groups][i % G.groups] = sum;
     }
     __syncthreads();
-    for (u32 g = team.lane(); g < G.groups; g += team.lanes()) {
-        u32 sum = 0;
-#pragma unroll
-        for (u32 s = 0; s < segments; ++s) {
-            const u32 count = scratch.partial[s][g];
-            scratch.partial[s][g] = sum;
-            sum += count;
-        }
-        scratch.total[g] = sum;
-    }
+    for (u32 g = team.lane(); g < G.groups; g += team.lanes())
+        scratch.total[g] = scan_column(scratch.partial, g);
     __syncthreads();
     for (u32 i = team.lane(); i < items; i += team.lanes()) {
         u32 sum = scratch.partial[i / G.groups][i % G.groups];

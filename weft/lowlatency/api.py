@@ -119,7 +119,9 @@ class LowLatencyAllToAll(Placed, Operator):
             entries = load_low_entries(group.device, geometry.shape, build)
         except Exception as error:  # whatever it is, every rank hears of it
             problem = error
-        group.vote(problem, doing="preparing a low-latency all-to-all")
+        group.vote(
+            problem, doing="preparing a low-latency all-to-all", undo=lambda: entries.close()
+        )
         self.group, self.dtype, self.placement = group, dtype, geometry.placement
         self._geometry = geometry
         self._rounds = open_rounds(

@@ -32,14 +32,7 @@ template <LowLatencyShape S> WEFT_FN void measure_low_latency(u64 base, u64* to)
 // `WEFT_LOW_LATENCY_EXPORT(S, )` on a CPU.
 #define WEFT_LOW_LATENCY_EXPORT(S, STORAGE)               \
     extern "C" STORAGE const weft::u64 weft_layout[] = {  \
-        weft::abi,                                        \
-        WEFT_ERROR_RECORD,                                \
-        WEFT_MAILBOX,                                     \
-        WEFT_RECORD,                                      \
-        WEFT_TIMELINE,                                    \
-        WEFT_FAULT,                                       \
-        WEFT_HEADER,                                      \
-        WEFT_SITE,                                        \
+        WEFT_COMMON,                                      \
         sizeof(weft::LowLatencyShare<S>),                 \
         WEFT_OFFSET(weft::LowLatencyShare<S>, progress),  \
         WEFT_LOW_LATENCY_INBOX(S, tokens),                \

@@ -23,7 +23,7 @@ from weft.lowlatency.shape import (
 )
 from weft.memory.header import RING_TIMELINES
 from weft.memory.wire import JSON
-from weft.placement import Placement
+from weft.placement import Placement, placement_of
 from weft.runtime.check import check_alignment, check_tensor, check_tokens
 from weft.runtime.layout import Memory, sizes_of
 from weft.shape import DTYPE_NAMES
@@ -88,11 +88,7 @@ class LowGeometry:
         reduce, scale = one_of("reduce", reduce, REDUCES), one_of("scale", scale, SCALES)
         group_size = one_of("group_size", group_size, GROUPS)
         _check_gemm_push(combine, combine_dtype, reduce, slots)
-        placement = (
-            Placement.blocks(num_experts, ranks)
-            if expert_map is None
-            else Placement.mapped(expert_map, num_experts, ranks)
-        )
+        placement = placement_of(expert_map, num_experts, ranks)
         shape = LowShape(
             **sizes,
             local=max(len(placement.experts_of(rank)) for rank in range(ranks)),

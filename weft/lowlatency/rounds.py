@@ -23,8 +23,6 @@ from weft.runtime.entries import Entries
 from weft.runtime.stream import finish
 from weft.runtime.watched import Watched, new_header, one_call
 
-TAGGED_BITS = 24  # of value in a tagged word: tagged_bits in lowlatency/layout.cuh
-
 
 class LowPremises(Watched):
     """The shared memory of a low-latency all-to-all: header, flags and the inbox.

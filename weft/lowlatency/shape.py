@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import json
 from ctypes import c_uint16, c_uint32, c_uint64
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated
 
 from weft.arguments import one_of
 from weft.errors import InvalidArgument
-from weft.fields import Choice, Size, check_fields, literal
+from weft.fields import Choice, Size, check_fields, hash_byte, literal
 from weft.memory.header import HEADER_BYTES
 from weft.runtime.args import Site
 from weft.runtime.layout import LINE, ShareLayout, up
-from weft.shape import DTYPE_NAMES, FP8_BLOCK, MAX_RANKS, MAX_TOP_K
+from weft.shape import DTYPE_NAMES, FP8_BLOCK, ITEM_BYTES, MAX_RANKS, MAX_TOP_K
 
 MAX_TOKENS, MAX_LOCAL, MAX_EXPERTS = 8192, 1024, 4096
 CHUNK_TOKENS = 24  # chunk_tokens in lowlatency/layout.cuh
@@ -165,14 +163,9 @@ class LowShape:
         return self.hidden // self.group if self.group else 0
 
     @property
-    def item(self) -> int:
-        """Bytes of a number as callers pass it."""
-        return 4 if self.dtype == "fp32" else 2
-
-    @property
     def sent_bytes(self) -> int:
         """Bytes of a row on its way out: numbers, scales, weights, each in whole 16 bytes."""
-        numbers = self.hidden if self.group else self.hidden * self.item
+        numbers = self.hidden if self.group else self.hidden * ITEM_BYTES[self.dtype]
         weights = 4 * self.top_k if self.reduce == "sender" else 0
         return up(numbers, 16) + up(4 * self.blocks, 16) + up(weights, 16)
 
@@ -181,7 +174,7 @@ class LowShape:
         """Bytes of a row on its way back to its owner."""
         if self.combine_fp8:
             return self.hidden + up(4 * (self.hidden // FP8_BLOCK), 16)
-        return self.hidden * self.item
+        return self.hidden * ITEM_BYTES[self.dtype]
 
     @property
     def chunks(self) -> int:
@@ -196,9 +189,8 @@ class LowShape:
 
     @property
     def descriptor(self) -> int:
-        """Eight bits of this shape's hash; they travel in every flag."""
-        text = "low " + json.dumps(asdict(self), sort_keys=True)
-        return hashlib.sha256(text.encode()).digest()[0]
+        """Eight bits of this shape's hash, as flags carry them."""
+        return hash_byte(self, "low ")
 
     def literal(self) -> str:
         """The C++ initialiser."""

@@ -14,7 +14,6 @@ from weft.errors import GroupError, InvalidArgument, OutOfOrder
 from weft.grouping.api import MAX_ROWS
 from weft.lowlatency.results import ExpertRows
 from weft.memory import Group
-from weft.memory.discovery import default_device
 from weft.memory.driver import in_relaxed_mode
 from weft.memory.group import reason
 from weft.moe import library as layer_library
@@ -22,7 +21,7 @@ from weft.moe.choice import LayerChoice, agreed_choice
 from weft.moe.experts import ExpertWeights
 from weft.moe.given import check_given, given_routing
 from weft.moe.low_latency import LowLatencyWorkspace
-from weft.moe.memory import layer_memory
+from weft.moe.memory import memory_bytes
 from weft.moe.models import MoEConfig
 from weft.moe.plan import Options, plans_of
 from weft.moe.relocation import relocate
@@ -30,7 +29,7 @@ from weft.moe.replicas import Replicas
 from weft.moe.router import Routed, route
 from weft.moe.table import LayerTable
 from weft.moe.throughput import ThroughputWorkspace
-from weft.moe.workspace import Exchange, LayerWorkspace, Shared
+from weft.moe.workspace import Exchange, LayerWorkspace, Round, Shared
 from weft.runtime import library
 from weft.runtime.check import (
     check_alignment,
@@ -39,11 +38,9 @@ from weft.runtime.check import (
     check_tokens,
     refuse_tensor,
 )
-from weft.runtime.layout import Memory
 from weft.runtime.operator import Operator
 from weft.runtime.stream import finish, settle
 from weft.runtime.watched import Watched
-from weft.shape import MAX_RANKS
 
 
 class MoE(Operator):
@@ -168,51 +165,7 @@ class MoE(Operator):
         other._load(weights, shared, correction, own)
         return other
 
-    @staticmethod
-    def memory_bytes(
-        config: MoEConfig,
-        *,
-        ranks: int,
-        max_tokens: int,
-        device: torch.device | str,
-        mode: str = "auto",
-        overlap: str = "auto",
-        gemm: str = "auto",
-        max_rows: int | None = None,
-        expert_map: Sequence[int] | torch.Tensor | None = None,
-        replicas: Replicas | None = None,
-        fp8: bool = False,
-        quantize: str | None = None,
-        combine_dtype: str | None = None,
-        profile: bool = False,
-    ) -> Memory:
-        """Bytes that a workspace takes on the rank with most experts, before it is allocated.
-
-        Without the weights, and without what loading kernels takes. Layers that are siblings share
-        one workspace. Arguments are the constructor's; where "auto" would choose by a table, the
-        largest of its choices. device: of the ranks, such as "cuda". Raises InvalidArgument.
-        """
-        options = Options(
-            max_tokens=max_tokens,
-            mode=mode,
-            overlap=overlap,
-            table=None,
-            gemm=gemm,
-            max_rows=max_rows,
-            expert_map=expert_map,
-            replicas=replicas,
-            fp8=fp8,
-            quantize=quantize,
-            combine_dtype=combine_dtype,
-            timeout=1.0,
-            first_timeout=1.0,
-            num_sms=None,
-            programmatic_launch=True,
-            profile=profile,
-        )
-        instance("config", config, MoEConfig)
-        ranks = integer("ranks", ranks, 1, MAX_RANKS)
-        return layer_memory(config, options, ranks=ranks, device=default_device(device))
+    memory_bytes = staticmethod(memory_bytes)
 
     def relocate(self, replicas: Replicas, *, weights: ExpertWeights | None = None) -> int:
         """Place the experts anew, as many of them; graphs need not be captured again.
@@ -336,26 +289,19 @@ class MoE(Operator):
         else:
             routed = self._given(topk_ids, topk_weights, num_tokens)
         if rounds == 1:
-            return self._round(x, routed, num_tokens, out)
+            return self._run(Round(x, routed, num_tokens, out))
         out = torch.empty_like(x) if out is None else out
         each = self.exchange.max_tokens
         for start in range(0, rounds * each, each):
             # Padding has ids of -1 by now, so no count is needed.
             part = slice(start, start + each)
-            self._round(x[part], Routed(routed.ids[part], routed.weights[part]), None, out[part])
+            ids, weights = routed.ids[part], routed.weights[part]
+            self._run(Round(x[part], Routed(ids, weights), None, out[part]))
         return out
 
-    def _round(
-        self,
-        x: torch.Tensor,
-        routed: Routed,
-        num_tokens: torch.Tensor | None,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _run(self, call: Round) -> torch.Tensor:
         try:
-            return self._workspace.run(
-                self._weights, x, routed, self._shared, num_tokens=num_tokens, out=out
-            )
+            return self._workspace.run(self._weights, self._shared, call)
         except GroupError:
             raise  # peers have their own deadline, and the first error says most
         except BaseException as error:

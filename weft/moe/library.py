@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -90,11 +90,6 @@ def _experts(output: torch.Tensor, order: torch.Tensor, handle: int) -> None:
         output.copy_(written)
 
 
-@_experts.register_fake
-def _(output: torch.Tensor, order: torch.Tensor, handle: int) -> None:
-    find(handle)
-
-
 @torch.library.custom_op("weft::moe_expert_rows", mutates_args=("y", "order"))
 def _expert_rows(
     x: torch.Tensor,
@@ -114,18 +109,10 @@ def _expert_rows(
     layer._workspace.forget_rows()  # they lie in the graph's memory
 
 
+@_experts.register_fake
 @_expert_rows.register_fake
-def _(
-    x: torch.Tensor,
-    scales: torch.Tensor | None,
-    counts: torch.Tensor,
-    source: torch.Tensor,
-    ranges: torch.Tensor,
-    y: torch.Tensor,
-    order: torch.Tensor,
-    handle: int,
-) -> None:
-    find(handle)
+def _(*given: Any) -> None:
+    find(given[-1])
 
 
 def traced_call(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -12,10 +11,9 @@ from weft.errors import OutOfOrder
 from weft.lowlatency.api import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows
 from weft.moe.experts import ExpertWeights
-from weft.moe.models import MoEConfig
-from weft.moe.plan import LayerPlan, Options
+from weft.moe.plan import LayerPlan, exchange_sizes
 from weft.moe.torch_experts import torch_layout
-from weft.moe.workspace import LayerWorkspace, Shared
+from weft.moe.workspace import LayerWorkspace, Round, Shared
 
 # Tokens of a rank from which on the first GEMM lets the shared expert begin before it. A GEMM that
 # waits on the SMs while dispatch runs is there first, and keeps them: the shared expert's two
@@ -53,17 +51,8 @@ class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
 
     exchange: LowLatencyAllToAll
 
-    def run(
-        self,
-        weights: ExpertWeights,
-        x: torch.Tensor,
-        choice: tuple[torch.Tensor, torch.Tensor],
-        shared: Shared | None,
-        *,
-        num_tokens: torch.Tensor | None,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
-        ids, scales = choice
+    def run(self, weights: ExpertWeights, shared: Shared | None, call: Round) -> torch.Tensor:
+        x, (ids, scales), _, out = call
         sent, scale = self._sent(x, scales)
         self._tokens = len(x)
         self.side_stream.mark()
@@ -115,33 +104,9 @@ class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
         dst_addr = None if received.dst_addr is None else received.dst_addr.view(-1)
         return Blocks(rows, self._offsets, received.counts, dst_addr, received.abort_flag)
 
-    @staticmethod
-    def sizes_of_exchange(config: MoEConfig, options: Options, plan: LayerPlan) -> dict[str, Any]:
-        """The sizes of the all-to-all, as LowLatencyAllToAll and its `memory_bytes` take them."""
-        return {
-            "max_tokens": options.max_tokens,
-            "hidden": config.hidden,
-            "top_k": config.routing.top_k,
-            "num_experts": options.num_physical(config),
-            "quantize": plan.quantize,
-            "slots": 1,
-            "combine": "gemm_push" if plan.gemm_push else "push",
-            "combine_dtype": plan.combine_dtype,
-            "dtype": config.dtype,
-            "expert_map": options.expert_map,
-        }
-
     def _open_exchange(self) -> LowLatencyAllToAll:
-        options = self.options
-        return LowLatencyAllToAll(
-            self.group,
-            **self.sizes_of_exchange(self.config, options, self.plan),
-            timeout=options.timeout,
-            first_timeout=options.first_timeout,
-            num_sms=options.num_sms,
-            programmatic_launch=options.programmatic_launch,
-            profile=options.profile,
-        )
+        sizes = exchange_sizes(self.config, self.options, self.plan)
+        return LowLatencyAllToAll(self.group, **sizes, **self.options.of_exchange())
 
     def _open_rows(self) -> tuple[int, ...]:
         exchange = self.exchange

@@ -7,38 +7,46 @@ from dataclasses import replace
 import torch
 
 from weft.alltoall.geometry import Geometry
+from weft.arguments import instance, integer
 from weft.errors import InvalidArgument
 from weft.grouping.api import by_expert
 from weft.grouping.rounds import buffer_bytes
 from weft.lowlatency.geometry import LowGeometry
+from weft.memory.discovery import default_device
 from weft.moe.grouped_experts import GroupedExperts
-from weft.moe.low_latency import LowLatencyWorkspace, packs
+from weft.moe.low_latency import packs
 from weft.moe.models import MoEConfig
-from weft.moe.plan import AUTO, LayerPlan, Options, plan_for
+from weft.moe.plan import (
+    AUTO,
+    LayerPlan,
+    MemoryOptions,
+    MemoryQuery,
+    exchange_sizes,
+    plan_for,
+)
 from weft.moe.table import MODES, OVERLAPS
-from weft.moe.throughput import ThroughputWorkspace, layout_of
+from weft.moe.throughput import layout_of
 from weft.moe.torch_experts import TorchExperts
-from weft.runtime.layout import Memory
+from weft.runtime.layout import Memory, sizes_of
+from weft.shape import MAX_RANKS
 
 META = torch.device("meta")
 
 
-def layer_memory(
-    config: MoEConfig, options: Options, *, ranks: int, device: torch.device
-) -> Memory:
-    """Bytes of the rank that has most experts; where "auto" may choose, of the largest choice.
-
-    Raises InvalidArgument where nothing serves that was asked for.
-    """
-    options.check(config)
-    modes = MODES if options.mode == AUTO else (options.mode,)
-    overlaps = OVERLAPS if options.overlap == AUTO else (options.overlap,)
+def _memory(query: MemoryQuery) -> Memory:
+    config = instance("config", query.config, MoEConfig)
+    ranks = integer("ranks", query.ranks, 1, MAX_RANKS)
+    device = default_device(query.device)
+    query.check(config)
+    modes = MODES if query.mode == AUTO else (query.mode,)
+    overlaps = OVERLAPS if query.overlap == AUTO else (query.overlap,)
     found, refused = [], []
     for mode in modes:
         for overlap in overlaps:
-            asked = replace(options, mode=mode, overlap=overlap)
+            asked = replace(query, mode=mode, overlap=overlap)
             try:
-                found.append(_memory(config, asked, plan_for(asked, config, device), ranks, device))
+                plan = plan_for(asked, config, device)
+                found.append(_memory_of(config, asked, plan, ranks, device))
             except InvalidArgument as error:
                 refused.append(error)
     if not found:
@@ -46,21 +54,32 @@ def layer_memory(
     return max(found, key=lambda memory: memory.total)
 
 
-def _memory(
-    config: MoEConfig, options: Options, plan: LayerPlan, ranks: int, device: torch.device
+memory_bytes = sizes_of(
+    MemoryQuery,
+    _memory,
+    """Bytes that a workspace takes on the rank with most experts, before it is allocated.
+
+    Without the weights, and without what loading kernels takes. Layers that are siblings share one
+    workspace. Arguments are the constructor's; where "auto" would choose by a table, the largest of
+    its choices. device: of the ranks, such as "cuda". Raises InvalidArgument.
+    """,
+)
+
+
+def _memory_of(
+    config: MoEConfig, options: MemoryOptions, plan: LayerPlan, ranks: int, device: torch.device
 ) -> Memory:
     weighed = options.max_tokens if config.routing.weigh == "input" else 0
     ordinary = weighed * config.hidden * config.dtype.itemsize
+    sizes = exchange_sizes(config, options, plan)
     rows: tuple[int, ...]
     if plan.mode == "low_latency":
-        low = LowLatencyWorkspace.sizes_of_exchange(config, options, plan)
-        geometry = LowGeometry.of(ranks=ranks, profile=options.profile, **low)
+        geometry = LowGeometry.of(ranks=ranks, profile=options.profile, **sizes)
         shared, experts = geometry.memory.shared, geometry.shape.local
         ordinary += geometry.memory.ordinary
         blocks = (experts, ranks * options.max_tokens)
         rows = (blocks[0] * blocks[1],) if packs(plan, device) else blocks
     else:
-        sizes = ThroughputWorkspace.sizes_of_exchange(config, options, plan)
         exchange = Geometry.of(ranks=ranks, **sizes)
         shared, placement = exchange.layout.share_bytes, exchange.placement
         experts = max(len(placement.experts_of(rank)) for rank in range(ranks))

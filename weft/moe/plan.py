@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,26 +31,21 @@ GEMMS = (AUTO, "grouped", "torch")
 MAX_SMS = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How a layer is built; the names and meanings of `MoE`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryOptions:
+    """The options of `MoE` that its memory follows from, by the names and defaults there."""
 
     max_tokens: int
-    mode: str
-    overlap: str
-    table: LayerTable | Path | str | None
-    gemm: str
-    max_rows: int | None
-    expert_map: Sequence[int] | torch.Tensor | None
-    replicas: Replicas | None
-    fp8: bool
-    quantize: str | None
-    combine_dtype: str | None
-    timeout: float
-    first_timeout: float
-    num_sms: int | None
-    programmatic_launch: bool
-    profile: bool
+    mode: str = AUTO
+    overlap: str = AUTO
+    gemm: str = AUTO
+    max_rows: int | None = None
+    expert_map: Sequence[int] | torch.Tensor | None = None
+    replicas: Replicas | None = None
+    fp8: bool = False
+    quantize: str | None = None
+    combine_dtype: str | None = None
+    profile: bool = False
 
     def check(self, config: MoEConfig) -> None:
         """Raises InvalidArgument for what no layer has."""
@@ -63,11 +58,7 @@ class Options:
         integer("max_tokens", self.max_tokens, 1, largest(Shape, "tokens"))
         if self.max_rows is not None:
             integer("max_rows", self.max_rows, 1, MAX_ROWS)
-        if self.num_sms is not None:
-            integer("num_sms", self.num_sms, 1, MAX_SMS)
-        seconds("timeout", self.timeout)
-        seconds("first_timeout", self.first_timeout)
-        flags(fp8=self.fp8, programmatic_launch=self.programmatic_launch, profile=self.profile)
+        flags(fp8=self.fp8, profile=self.profile)
         if self.replicas is not None:
             self._check_replicas(self.replicas, config.routing.num_experts)
 
@@ -88,11 +79,45 @@ class Options:
         replicas = self.replicas
         return config.routing.num_experts if replicas is None else len(replicas.logical)
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options(MemoryOptions):
+    """How a layer is built: all options of `MoE`, by the names there."""
+
+    table: LayerTable | Path | str | None
+    timeout: float
+    first_timeout: float
+    num_sms: int | None
+    programmatic_launch: bool
+
+    def check(self, config: MoEConfig) -> None:
+        """Raises InvalidArgument for what no layer has."""
+        MemoryOptions.check(self, config)
+        if self.num_sms is not None:
+            integer("num_sms", self.num_sms, 1, MAX_SMS)
+        seconds("timeout", self.timeout)
+        seconds("first_timeout", self.first_timeout)
+        flags(programmatic_launch=self.programmatic_launch)
+
+    def of_exchange(self) -> dict[str, Any]:
+        """What either all-to-all takes as it is."""
+        names = ("timeout", "first_timeout", "num_sms", "programmatic_launch", "profile")
+        return {name: getattr(self, name) for name in names}
+
     def manifest(self, config: MoEConfig) -> dict[str, str]:
         """What ranks compare beyond the sizes of their all-to-all: rules that must be one."""
         fields = asdict(config) | {"mode": self.mode, "overlap": self.overlap, "fp8": self.fp8}
         fields["replicas"] = None if self.replicas is None else self.replicas.logical
         return {name: str(value) for name, value in fields.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryQuery(MemoryOptions):
+    """What `MoE.memory_bytes` takes."""
+
+    config: MoEConfig
+    ranks: int = field(kw_only=True)
+    device: torch.device | str = field(kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +166,7 @@ def plans_of(group: Group, config: MoEConfig, options: Options) -> dict[tuple[st
     return found
 
 
-def plan_for(options: Options, config: MoEConfig, device: torch.device) -> LayerPlan:
+def plan_for(options: MemoryOptions, config: MoEConfig, device: torch.device) -> LayerPlan:
     """The plan of options that name a mode and an overlap. Raises InvalidArgument."""
     low_latency = options.mode == "low_latency"
     if low_latency:
@@ -169,6 +194,25 @@ def plan_for(options: Options, config: MoEConfig, device: torch.device) -> Layer
             "'shared_expert' or 'none', or mode='throughput'"
         )
     return plan
+
+
+def exchange_sizes(config: MoEConfig, options: MemoryOptions, plan: LayerPlan) -> dict[str, Any]:
+    """The sizes of a plan's all-to-all, as its constructor and its `memory_bytes` take them."""
+    sizes = {
+        "max_tokens": options.max_tokens,
+        "hidden": config.hidden,
+        "top_k": config.routing.top_k,
+        "num_experts": options.num_physical(config),
+        "dtype": config.dtype,
+        "expert_map": options.expert_map,
+        "quantize": plan.quantize,
+        # Sums that their makers push take one kernel less than sums that their owners pull: a round
+        # of AllToAll on 4 x H200 without the experts takes 25 us against 31 at 16 tokens, 169
+        # against 201 at 512 (2026-11-21).
+        "combine": "gemm_push" if plan.gemm_push else "push",
+        "combine_dtype": plan.combine_dtype,
+    }
+    return sizes | {"slots": 1} if plan.mode == "low_latency" else sizes
 
 
 def choose_gemm(
@@ -204,7 +248,7 @@ def pushes_in_place(
     return isinstance(best_plan(*sizes, flag_in_data=True, **given), WgmmaPlan)
 
 
-def _check_low_latency(options: Options) -> None:
+def _check_low_latency(options: MemoryOptions) -> None:
     """Raises InvalidArgument for what expert-major rows do not have."""
     if options.quantize not in (None, "fp8"):
         raise InvalidArgument(

@@ -54,24 +54,26 @@ def relocate(
     if not found:
         return found
     rank, each = group.rank, len(old.logical) // old.ranks
-    exports = [sorted({m.source for m in found if m.source // each == r}) for r in range(old.ranks)]
-    most = max(map(len, exports))
+    # The experts that each rank copies out, in the order of their slots in its staging memory.
+    sources = [sorted({m.source for m in found if m.source // each == r}) for r in range(old.ranks)]
+    slots = max(map(len, sources))
     rows = [tensor.reshape(each, -1).view(torch.uint8) for tensor in tensors]
     widest = max(row.shape[1] for row in rows)
-    piece = max(16, min(widest, STAGING_BYTES // most) // 16 * 16)
-    with Heap.create(group, most * piece) as heap:
-        staging = [heap.tensor((most, piece), torch.uint8, rank=r) for r in range(old.ranks)]
+    piece = max(16, min(widest, STAGING_BYTES // slots) // 16 * 16)
+    with Heap.create(group, slots * piece) as heap:
+        staging = [heap.tensor((slots, piece), torch.uint8, rank=r) for r in range(old.ranks)]
         for row in rows:
-            for at in range(0, row.shape[1], piece):
-                part = row[:, at : at + piece]
-                for place, p in enumerate(exports[rank]):
-                    staging[rank][place, : part.shape[1]].copy_(part[p % each])
+            for begin in range(0, row.shape[1], piece):
+                part = row[:, begin : begin + piece]
+                width = part.shape[1]
+                for slot, source in enumerate(sources[rank]):
+                    staging[rank][slot, :width].copy_(part[source % each])
                 _meet(group)
                 for source, target in found:
                     if target // each == rank:
-                        place = exports[source // each].index(source)
-                        sent = staging[source // each][place, : part.shape[1]]
-                        part[target % each].copy_(sent)
+                        owner = source // each
+                        slot = sources[owner].index(source)
+                        part[target % each].copy_(staging[owner][slot, :width])
                 _meet(group)
     return found
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from weft.errors import InvalidArgument
 from weft.moe.models import MoEConfig
 from weft.shape import DTYPE_NAMES
-from weft.tuning.table_file import TableFile, times_of, whole
+from weft.tuning.table_file import TableFile, texts_of, times_of, tokens_of, whole
 from weft.tuning.thresholds import Times, check_times, time_at
 
 SHIPPED = Path(__file__).with_name("tables")
@@ -193,23 +193,15 @@ class LayerTable(TableFile):
     @classmethod
     def _make(cls, found: Any) -> LayerTable:
         counts = {name: whole(found[name]) for name in (*_COUNTS, "shared")}
+        sizes = LayerSizes(gpu=str(found["gpu"]), dtype=str(found["dtype"]), **counts)
         curves = tuple(
             LayerCurve(
-                mode=str(curve["mode"]),
-                gemm=str(curve["gemm"]),
-                tokens=tuple(whole(n) for n in curve["tokens"]),
-                us=times_of(curve["us"]),
+                **texts_of(curve, "mode", "gemm"), tokens=tokens_of(curve), us=times_of(curve)
             )
             for curve in found["curves"]
         )
-        return cls(
-            sizes=LayerSizes(gpu=str(found["gpu"]), dtype=str(found["dtype"]), **counts),
-            model=str(found["model"]),
-            date=str(found["date"]),
-            machine=str(found["machine"]),
-            method=str(found["method"]),
-            curves=curves,
-        )
+        texts = texts_of(found, "model", "date", "machine", "method")
+        return cls(sizes=sizes, curves=curves, **texts)
 
     @classmethod
     def shipped(cls, sizes: LayerSizes, mode: str, gemm: str) -> LayerTable | None:

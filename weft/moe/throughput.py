@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from weft.alltoall.api import AllToAll
@@ -13,10 +11,9 @@ from weft.arguments import instance
 from weft.errors import OutOfOrder
 from weft.grouping.api import ExpertGroups, Layout
 from weft.moe.experts import ExpertWeights
-from weft.moe.models import MoEConfig
-from weft.moe.plan import LayerPlan, Options
+from weft.moe.plan import LayerPlan, exchange_sizes
 from weft.moe.torch_experts import torch_layout
-from weft.moe.workspace import LayerWorkspace, Shared
+from weft.moe.workspace import LayerWorkspace, Round, Shared
 
 
 def layout_of(plan: LayerPlan, device: torch.device) -> Layout:
@@ -30,18 +27,9 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
     exchange: AllToAll
     _groups: ExpertGroups | None = None
 
-    def run(
-        self,
-        weights: ExpertWeights,
-        x: torch.Tensor,
-        choice: tuple[torch.Tensor, torch.Tensor],
-        shared: Shared | None,
-        *,
-        num_tokens: torch.Tensor | None,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def run(self, weights: ExpertWeights, shared: Shared | None, call: Round) -> torch.Tensor:
         exchange, groups, experts = self.exchange, self._open_groups(), self._experts
-        ids, scales = choice
+        x, (ids, scales), num_tokens, out = call
         sent, scale = self._sent(x, scales)
         self._tokens = len(x)
         self.side_stream.mark()
@@ -85,36 +73,10 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
             raise OutOfOrder("this MoE layer was closed; make a new one")
         return self._groups
 
-    @staticmethod
-    def sizes_of_exchange(config: MoEConfig, options: Options, plan: LayerPlan) -> dict[str, Any]:
-        """The sizes of the all-to-all, as AllToAll and its `memory_bytes` take them."""
-        return {
-            "max_tokens": options.max_tokens,
-            "top_k": config.routing.top_k,
-            "num_experts": options.num_physical(config),
-            "hidden": config.hidden,
-            "dtype": config.dtype,
-            "expert_map": options.expert_map,
-            "quantize": plan.quantize,
-            # Sums that their makers push take one kernel less than sums that their owners pull: a
-            # round on 4 x H200 without the experts takes 25 us against 31 at 16 tokens, 169 against
-            # 201 at 512 (2026-11-21).
-            "combine": "gemm_push" if plan.gemm_push else "push",
-            "combine_dtype": plan.combine_dtype,
-        }
-
     def _open_exchange(self) -> AllToAll:
-        options = self.options
-        return AllToAll(
-            self.group,
-            **self.sizes_of_exchange(self.config, options, self.plan),
-            timeout=options.timeout,
-            first_timeout=options.first_timeout,
-            split_phase=True,  # sends are calls of their own
-            num_sms=options.num_sms,
-            programmatic_launch=options.programmatic_launch,
-            profile=options.profile,
-        )
+        sizes = exchange_sizes(self.config, self.options, self.plan)
+        # Halves, because sends are calls of their own.
+        return AllToAll(self.group, **sizes, **self.options.of_exchange(), split_phase=True)
 
     @property
     def _layout(self) -> Layout:

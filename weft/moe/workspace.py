@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -21,13 +21,26 @@ from weft.moe.experts import ExpertWeights
 from weft.moe.grouped_experts import GroupedExperts
 from weft.moe.models import MoEConfig
 from weft.moe.plan import LayerPlan, Options
+from weft.moe.router import Routed
 from weft.moe.side_stream import SideStream
 from weft.moe.torch_experts import Experts, TorchExperts
-from weft.runtime.stream import finish
+from weft.runtime.stream import capturing, finish
 
 Exchange: TypeAlias = AllToAll | LowLatencyAllToAll
 Shared: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 Rows = TypeVar("Rows", Received, ExpertRows)
+
+
+class Round(NamedTuple):
+    """What one round of a layer takes, and where its sums go; as in `MoE.__call__`.
+
+    routed: of physical experts; rows from num_tokens on have ids of -1.
+    """
+
+    x: torch.Tensor
+    routed: Routed
+    num_tokens: torch.Tensor | None
+    out: torch.Tensor | None
 
 
 class LayerWorkspace(ABC, Generic[Rows]):
@@ -84,7 +97,7 @@ class LayerWorkspace(ABC, Generic[Rows]):
     @property
     def capturing(self) -> bool:
         """Is the current stream being captured into a graph?"""
-        return self.group.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return capturing(self.group.device)
 
     @property
     @abstractmethod
@@ -92,20 +105,8 @@ class LayerWorkspace(ABC, Generic[Rows]):
         """Has something been sent whose sums have not come back?"""
 
     @abstractmethod
-    def run(
-        self,
-        weights: ExpertWeights,
-        x: torch.Tensor,
-        choice: tuple[torch.Tensor, torch.Tensor],
-        shared: Shared | None,
-        *,
-        num_tokens: torch.Tensor | None,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """One call of the layer: dispatch, experts, combine.
-
-        choice: ids `[tokens, top_k]` and weights. Rows from num_tokens on have ids of -1.
-        """
+    def run(self, weights: ExpertWeights, shared: Shared | None, call: Round) -> torch.Tensor:
+        """One round of a layer with these experts: dispatch, experts, combine."""
 
     @abstractmethod
     def run_experts(self, weights: ExpertWeights, received: Rows) -> torch.Tensor | None:

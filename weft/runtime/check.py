@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from weft.arguments import instance, integer, shown
 from weft.errors import InvalidArgument, TokenOverflow
 from weft.memory import Group
+from weft.runtime.layout import vector_bytes
 
 
 class _Tracing(threading.local):
@@ -127,7 +128,7 @@ def check_alignment(name: str, tensor: torch.Tensor, row_bytes: int) -> None:
             f"{name} has shape {list(tensor.shape)} and no memory (a {type(tensor).__name__} at "
             "address 0): its storage was given back, or it only stands for tensors elsewhere"
         )
-    unit = next(n for n in (16, 8, 4, 2, 1) if row_bytes % n == 0)
+    unit = vector_bytes(row_bytes)
     if tensor.numel() and address % unit:
         raise InvalidArgument(
             f"{name} starts at address {address:#x}, which is not a multiple of "

@@ -33,6 +33,11 @@ def up(size: int, unit: int = LINE) -> int:
     return -(-size // unit) * unit
 
 
+def vector_bytes(row_bytes: int) -> int:
+    """The widest vector that rows of this size are whole numbers of; as in device/copy.cuh."""
+    return next(n for n in (16, 8, 4, 2, 1) if row_bytes % n == 0)
+
+
 def struct_numbers(*mirrors: type[ctypes.Structure]) -> list[tuple[str, int]]:
     """The numbers of mirrored structs, as compiled entries export them."""
     rows: list[tuple[str, int]] = []

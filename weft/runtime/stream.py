@@ -36,6 +36,11 @@ def loading(device: torch.device | int) -> Iterator[None]:
         yield
 
 
+def capturing(device: torch.device) -> bool:
+    """Is the current stream being captured into a graph?"""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def finish(device: torch.device) -> None:
     """Wait for what this thread has enqueued: later calls may come in another stream."""
     if device.type == "cuda":

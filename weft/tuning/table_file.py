@@ -75,9 +75,19 @@ def whole(value: Any) -> int:
     return value
 
 
-def times_of(found: Any) -> dict[str, Times]:
-    """name -> us for each size, None where it was not measured, from JSON values."""
+def texts_of(found: Any, *names: str) -> dict[str, str]:
+    """The texts of these names in JSON values."""
+    return {name: str(found[name]) for name in names}
+
+
+def tokens_of(curve: Any) -> tuple[int, ...]:
+    """The sizes that a curve in JSON values was measured at."""
+    return tuple(whole(n) for n in curve["tokens"])
+
+
+def times_of(curve: Any) -> dict[str, Times]:
+    """name -> us for each size, None where it was not measured, of a curve in JSON values."""
     return {
         str(name): tuple(None if us is None else float(us) for us in times)
-        for name, times in found.items()
+        for name, times in curve["us"].items()
     }

@@ -58,9 +58,14 @@ def agreed_table(
     return table
 
 
+def gpu_name(device: torch.device) -> str:
+    """A GPU's name as torch reports it, "" for a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
 def common_gpu(group: Group) -> str:
     """The name of every rank's GPU, "" for CPU ranks; all of them where they differ. Collective."""
-    name = torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else ""
+    name = gpu_name(group.device)
     names = group.all_gather(name)
     # Unlike GPUs in one group have no measured table.
     return name if len(set(names)) == 1 else ", ".join(sorted(set(names)))
