@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 import weft
 from tests.compat.calls import EXPERTS, HIDDEN, MAX, RANKS, TOP_K, Backend, experts_of, routing
 from weft import reference
+from weft.compat import flashinfer
 from weft.compat.flashinfer import (
     MoeAlltoAll,
     moe_a2a_combine,
@@ -295,6 +298,18 @@ def graphs(group: weft.Group) -> None:
             assert torch.equal(out, eager)
     a2a.check()
     a2a.close()
+
+
+def test_the_page_has_every_name():
+    """The table of docs/compat.md names what is exported, and nothing that is not."""
+    page = (Path(__file__).parents[2] / "docs" / "compat.md").read_text()
+    section = page.partition("## flashinfer.comm")[2].partition("\n## ")[0]
+    rows = [row.split("|")[1] for row in section.splitlines() if row.startswith("| `")]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    kinds = (flashinfer.MoeAlltoAll, flashinfer.AllReduceFusionWorkspace)
+    exported = set(flashinfer.__all__)
+    assert exported <= named
+    assert all(any(hasattr(kind, name) for kind in kinds) for name in named - exported)
 
 
 @pytest.mark.gpu
