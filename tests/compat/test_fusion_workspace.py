@@ -85,10 +85,10 @@ def refusals(group: weft.Group) -> None:
         call(1, "layout_code is 3", "0..2", layout_code=3, **normed)
         call(1, "residual_in is None", rms_gamma=rows.weight)
         call(1, "rms_gamma is None", residual_in=rows.residual)
-        call(1, "quant_out is a tensor", quant_out=x, **normed)
-        call(1, "scale_out is a tensor", scale_out=x, **normed)
+        index = {"expanded_idx_to_permuted_idx": torch.zeros((2, 1), dtype=torch.int32)}
+        call(7, "quant_out is a tensor", quant_out=x, **normed, **index)
+        call(7, "scale_out is a tensor", scale_out=x, **normed, **index)
         call(2, "scale_factor is None", **normed)
-        call(2, "norm_out is a tensor", norm_out=x, scale_factor=1.0, **normed)
         call(8, "block_quant_group_size is 64", block_quant_group_size=64, **normed)
         call(8, "block_quant_group_size is None", **normed)
         call(7, "expanded_idx_to_permuted_idx is None", **normed)

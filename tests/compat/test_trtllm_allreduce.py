@@ -9,7 +9,7 @@ import torch
 
 import weft
 from tests.compat.calls import refused
-from tests.compat.reduces import BF16, HIDDEN, RANKS, TOKENS, Pattern, poison, rows_for, same
+from tests.compat.reduces import BF16, HIDDEN, RANKS, TOKENS, Pattern, Rows, poison, rows_for, same
 from weft import reference
 from weft.compat.flashinfer import (
     AllReduceFusionWorkspace,
@@ -129,3 +129,48 @@ def of_each_rank(group: weft.Group) -> None:
 @pytest.mark.parametrize("kind", ["threads", CUDA])
 def test_one_shot_takes_each_ranks_own_residual(ranks, kind):
     ranks(RANKS, kind)(of_each_rank)
+
+
+def as_engines_call(group: weft.Group) -> None:
+    """vLLM's call of any pattern: the input is where a norm goes, also where none is written."""
+    with create_allreduce_fusion_workspace(
+        "trtllm", RANKS, group.rank, TOKENS, HIDDEN, BF16, group=group
+    ) as workspace:
+        scale = torch.tensor([0.25], device=group.device)
+        for pattern, spec in ((1, None), (2, weft.FP8Static(scale)), (4, weft.FP8Static(scale))):
+            rows = rows_for(group.device, 3, seed=pattern)
+            want = reference.allreduce_fused(rows.xs, rows.residual, rows.weight, quant=spec)
+            x, residual = rows.xs[group.rank].clone(), rows.residual.clone()
+            quant = poison(group.device, 3, HIDDEN, dtype=torch.float8_e4m3fn)
+            allreduce_fusion(
+                input=x,
+                workspace=workspace,
+                pattern=pattern,
+                launch_with_pdl=True,
+                output=None,
+                residual_out=residual,
+                norm_out=x,
+                quant_out=None if spec is None else quant,
+                scale_out=None,
+                residual_in=residual,
+                rms_gamma=rows.weight,
+                rms_eps=1e-6,
+                scale_factor=None if spec is None else scale,
+                layout_code=QuantizationSFLayout.SWIZZLED_128x4,
+                use_oneshot=None,
+                fp32_acc=True,
+                weight_bias=0.0,
+            )
+            same(residual, want.residual)
+            same(x, rows.xs[group.rank] if pattern == 2 else reference_norm(rows))
+            if spec is not None:
+                same(quant, want.quant)
+
+
+def reference_norm(rows: Rows) -> torch.Tensor | None:
+    return reference.allreduce_fused(rows.xs, rows.residual, rows.weight).norm
+
+
+@pytest.mark.parametrize("kind", ["threads", CUDA])
+def test_outputs_that_a_pattern_does_not_write_are_left_alone(ranks, kind):
+    ranks(RANKS, kind)(as_engines_call)

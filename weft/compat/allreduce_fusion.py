@@ -171,25 +171,23 @@ class _Outputs:
     def wanted(self, call: _Pattern) -> dict[str, Any]:
         """The outputs of a pattern, as `fused` names them.
 
-        As in flashinfer.comm, `output` is written where no norm follows and in the MoE reduction;
-        elsewhere it is left alone.
+        As in flashinfer.comm, what a pattern does not write is left alone: `output` but for the sum
+        and the MoE reduction, the norm but for patterns that say Out. Raises InvalidArgument for a
+        quantisation that is made there, and not here.
         """
         if call is _Pattern.kAllReduce:
             return {"out": _or(self.output, True)}
         wanted: dict[str, Any] = {"residual_out": self.residual_out}
-        if call in _WITHOUT_NORM:
-            refuse("norm_out", self.norm_out, None, f"{call.name} writes none; its Out form does")
-        else:
+        if call not in _WITHOUT_NORM:
             wanted["norm_out"] = _or(self.norm_out, True)
         if call is _REDUCTION:
             wanted["out"] = self.output
         if call in (*_STATIC, *_GROUPED, *_DYNAMIC):
             wanted["quant_out"] = self.quant_out
-        else:
-            refuse("quant_out", self.quant_out, None, _PLAIN_MOE)
         if call in (*_GROUPED, *_DYNAMIC):
             wanted["scale_out"] = self.scale_out
-        elif call not in _STATIC:
+        if call in (_REDUCTION, _FINALIZED):
+            refuse("quant_out", self.quant_out, None, _PLAIN_MOE)
             refuse("scale_out", self.scale_out, None, _PLAIN_MOE)
         return wanted
 
