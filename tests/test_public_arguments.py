@@ -44,12 +44,13 @@ ELSEWHERE = {
     "TRTLLMAllReduceFusionWorkspace.checkpoint_restore": "tests/compat/test_fusion_workspace.py",
 }
 WORKSPACES = ("AllReduceFusionWorkspace", "TRTLLMAllReduceFusionWorkspace")
+HELPERS = ("backend_for", "run", "scale", "expert_major", "serving")
 # Named by no document as a call of users: parts of weft, or of what they stand for.
 INTERNAL = {
     *("LayerTable", "LayerTable.curve", "LayerTable.shipped", "Expert.forward"),
     *("GemmPlan.n_blocks", "GemmPlan.max_m_blocks"),
     *("WgmmaPlan.max_m_blocks", "WgmmaPlan.stages"),
-    *(f"{w}.{m}" for w in WORKSPACES for m in ("backend_for", "run", "scale", "expert_major")),
+    *(f"{w}.{m}" for w in WORKSPACES for m in HELPERS),
     *("Buffer.clean_low_latency_buffer", "AllReduceFusionPattern", "QuantizationSFLayout"),
 }
 

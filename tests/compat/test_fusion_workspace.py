@@ -46,10 +46,20 @@ def workspaces(group: weft.Group) -> None:
     with make(group) as workspace:
         assert workspace.is_buffer_size_sufficient(RANKS, TOKENS, HIDDEN, BF16)
         assert workspace.is_buffer_size_sufficient(RANKS, 1, HIDDEN, BF16, use_oneshot=True)
+        for tokens, hidden, dtype in (
+            (2 * TOKENS, HIDDEN // 2, BF16),
+            (TOKENS, HIDDEN, torch.float16),
+            (1, TOKENS * HIDDEN, BF16),
+        ):
+            assert workspace.is_buffer_size_sufficient(RANKS, tokens, hidden, dtype)
+            wide = torch.ones((tokens, hidden), dtype=dtype, device=group.device)
+            for way in (True, None):
+                same(allreduce_fusion(wide, workspace, 0, use_oneshot=way), wide * RANKS)
+        workspace.check()
         for tp, tokens, hidden, dtype in (
             (RANKS, TOKENS + 1, HIDDEN, BF16),
-            (RANKS, TOKENS, HIDDEN // 2, BF16),
-            (RANKS, TOKENS, HIDDEN, torch.float16),
+            (RANKS, 1, TOKENS * HIDDEN + 8, BF16),
+            (RANKS, TOKENS, HIDDEN, torch.float32),
             (RANKS + 1, TOKENS, HIDDEN, BF16),
         ):
             assert not workspace.is_buffer_size_sufficient(tp, tokens, hidden, dtype)

@@ -131,7 +131,10 @@ def allreduce_fusion(
         epilogue = _norm(call, residual_in, rms_gamma) | {"eps": rms_eps, "quant": quant}
         epilogue["weight_bias"] = weight_bias
     wanted = outputs.wanted(call)
-    backend = workspace.backend_for(use_oneshot, len(input if residual_in is None else residual_in))
+    tokens = len(input if residual_in is None else residual_in)
+    backend = workspace.backend_for(
+        use_oneshot, input if prologue is None else prologue.rows, tokens
+    )
     x = input if prologue is None else None
     names = REDUCED if call is _REDUCTION else NAMES
     answer = workspace.run(x, prologue, backend, epilogue | wanted, names)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,11 +55,21 @@ class AllReduceFusionWorkspace(StaysMapped):
 
     backend = "trtllm"  # whose calls it takes: engines ask
 
-    def __init__(self, reduce: AllReduce, group: Group, *, max_tokens: int, owns: bool) -> None:
+    def __init__(
+        self,
+        reduce: AllReduce,
+        group: Group,
+        *,
+        max_tokens: int,
+        owns: bool,
+        make: Callable[[int, int, torch.dtype], AllReduce] | None = None,
+    ) -> None:
         self.world_size, self.rank = group.size, group.rank
         self.group = group
         self._max_tokens = max_tokens
         self._reduce: AllReduce | None = reduce
+        self._make = make  # another one, of so many tokens, so wide, of a dtype
+        self._others: dict[tuple[int, torch.dtype], AllReduce] = {}
         self._owns_group = owns
         self._scales: dict[float, torch.Tensor] = {}
         self._indices: dict[tuple[int, int], torch.Tensor] = {}
@@ -70,6 +80,31 @@ class AllReduceFusionWorkspace(StaysMapped):
             raise OutOfOrder("this workspace was destroyed; make a new one")
         return self._reduce
 
+    def serving(self, rows: torch.Tensor) -> AllReduce:
+        """The all-reduce for rows like these; collective where their size or dtype is new.
+
+        What does not fit goes to the first, whose checks say why. Raises OutOfOrder after destroy,
+        and InvalidArgument in a graph capture that is the first to bring such rows.
+        """
+        reduce, key = self.open(), (int(rows.shape[-1]), rows.dtype)
+        if key == (reduce.reduction.hidden, reduce.dtype) or self._make is None:
+            return reduce
+        if not self._fits(1, *key):
+            return reduce
+        if key not in self._others:
+            self._refuse_capture(f"rows [{key[0]}] of {key[1]}", "bring some before the capture")
+            self._others[key] = self._make(self._elements() // key[0], *key)
+        return self._others[key]
+
+    def _elements(self) -> int:
+        return self._max_tokens * self.open().reduction.hidden
+
+    def _fits(self, tokens: int, hidden: int, dtype: torch.dtype) -> bool:
+        """As in flashinfer.comm: as many elements, and either both float32 or neither."""
+        alike = (dtype == torch.float32) == (self.open().dtype == torch.float32)
+        sizes = hidden >= 8 and hidden % 8 == 0 and 0 <= tokens * hidden <= self._elements()
+        return dtype in DTYPE_NAMES and alike and sizes
+
     def is_buffer_size_sufficient(
         self,
         tp_size: int,
@@ -78,8 +113,8 @@ class AllReduceFusionWorkspace(StaysMapped):
         dtype: torch.dtype,
         use_oneshot: bool | None = None,
     ) -> bool:
-        """Can this workspace serve such calls? It is made for one hidden size and dtype."""
-        reduce = self.open()
+        """Can this workspace serve such calls? The first of another hidden size makes memory."""
+        self.open()
         tp_size, num_tokens = (
             integer("tp_size", tp_size, *INT64),
             integer("num_tokens", num_tokens, *INT64),
@@ -88,17 +123,16 @@ class AllReduceFusionWorkspace(StaysMapped):
         instance("dtype", dtype, torch.dtype)
         if use_oneshot is not None:
             flags(use_oneshot=use_oneshot)
-        made = (self.world_size, reduce.reduction.hidden, reduce.dtype)
-        return (tp_size, hidden_dim, dtype) == made and 0 <= num_tokens <= self._max_tokens
+        return tp_size == self.world_size and self._fits(num_tokens, hidden_dim, dtype)
 
-    def backend_for(self, use_oneshot: bool | None, tokens: int) -> str:
+    def backend_for(self, use_oneshot: bool | None, rows: torch.Tensor, tokens: int) -> str:
         """The backend that a call's use_oneshot means, where it serves the size; else "auto"."""
         if use_oneshot is None:
             return "auto"
         flags(use_oneshot=use_oneshot)
         if not use_oneshot:
             return "twoshot"
-        return "oneshot" if tokens <= self.open().reduction.direct else "auto"
+        return "oneshot" if tokens <= self.serving(rows).reduction.direct else "auto"
 
     def run(
         self,
@@ -113,7 +147,9 @@ class AllReduceFusionWorkspace(StaysMapped):
         names: what errors call its arguments.
         """
         try:
-            result = self.open().fused(x, prologue=prologue, backend=backend, **others)
+            rows = prologue.rows if x is None and prologue is not None else x
+            reduce = self.open() if rows is None else self.serving(rows)
+            result = reduce.fused(x, prologue=prologue, backend=backend, **others)
         except UsageError as error:
             raise renamed(error, names) from error
         answers = (result.norm, result.quant, result.out)
@@ -147,13 +183,16 @@ class AllReduceFusionWorkspace(StaysMapped):
 
     def check(self) -> None:
         """Raise what the device has recorded (`weft.AllReduce.check`)."""
-        self.open().check()
+        for reduce in (self.open(), *self._others.values()):
+            reduce.check()
 
     def destroy(self) -> None:
         """Give up the memory, and the group if it was not given. Local and idempotent."""
         reduce, self._reduce = self._reduce, None
         if reduce is not None:
-            reduce.close()
+            for each in (reduce, *self._others.values()):
+                each.close()
+            self._others.clear()
             self._scales.clear()
             self._indices.clear()
             if self._owns_group:
@@ -192,21 +231,25 @@ class TRTLLMAllReduceFusionWorkspace(AllReduceFusionWorkspace):
         hidden_dim = integer("hidden_dim", hidden_dim, 8, 1 << 20)
         dtype = one_of("dtype", dtype, DTYPE_NAMES)
         ranks, owns = workspace_ranks(tp_rank, tp_size, comm_backend, group)
-        try:
-            reduce = AllReduce(
+
+        def make(tokens: int, hidden: int, dtype: torch.dtype) -> AllReduce:
+            return AllReduce(
                 ranks,
-                max_tokens=max_token_num,
-                hidden=hidden_dim,
+                max_tokens=min(tokens, MAX_TOKENS),
+                hidden=hidden,
                 dtype=dtype,
                 table=table,
                 timeout=timeout,
                 first_timeout=first_timeout,
             )
+
+        try:
+            reduce = make(max_token_num, hidden_dim, dtype)
         except Exception:
             if owns:
                 give_up(ranks)
             raise
-        super().__init__(reduce, ranks, max_tokens=max_token_num, owns=owns)
+        super().__init__(reduce, ranks, max_tokens=max_token_num, owns=owns, make=make)
         self.metadata: dict[str, Any] = {
             **{"tp_rank": tp_rank, "tp_size": tp_size, "max_token_num": max_token_num},
             **{"hidden_dim": hidden_dim, "use_fp32_lamport": dtype == torch.float32},
