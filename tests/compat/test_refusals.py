@@ -20,7 +20,7 @@ from tests.compat.calls import (
 )
 from weft.compat import leases
 from weft.compat.flashinfer import MoeAlltoAll, moe_a2a_active_rank_mask
-from weft.errors import BadExpertId, GroupError, InvalidArgument, OutOfOrder, TokenOverflow
+from weft.errors import BadExpertId, GeometryMismatch, InvalidArgument, OutOfOrder, TokenOverflow
 
 
 def no_construction(group: weft.Group) -> None:
@@ -128,7 +128,7 @@ def cut_off(group: weft.Group) -> None:
             a2a.dispatch(ids, [x, ids, weights], tokens)
             a2a.check()
 
-        refused(GroupError, other, "2", "3")
+        refused(GeometryMismatch, other, "2", "3")
 
 
 def test_ranks_agree_on_the_rows_of_a_round(ranks):
