@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 import weft
+from weft.plugins.sglang.hooks import SERVED
 
 STANDIN = str(Path(__file__).parent / "standin")
 BLOCKS = {
@@ -20,10 +21,21 @@ BLOCKS = {
 }
 
 
-def enter() -> None:
-    """Let `import sglang` find the stand-in, and load weft's plug-in as SGLang does."""
+def find(release: str) -> None:
+    """Let `import sglang` find the stand-in as that version."""
     if STANDIN not in sys.path:
         sys.path.insert(0, STANDIN)
+    newer = str(Path(STANDIN) / release)
+    if Path(newer).is_dir() and newer not in sys.path:
+        sys.path.insert(0, newer)
+        from sglang.newer import become
+
+        become()
+
+
+def enter(release: str = SERVED[0]) -> None:
+    """Let `import sglang` find the stand-in, and load weft's plug-in as SGLang does."""
+    find(release)
     from sglang.srt.plugins import load_plugins
 
     from weft.plugins.sglang import register
@@ -36,8 +48,7 @@ def leave() -> None:
     import weft.plugins.sglang
 
     weft.plugins.sglang.engine.close()
-    if STANDIN in sys.path:
-        sys.path.remove(STANDIN)
+    sys.path[:] = [each for each in sys.path if not each.startswith(STANDIN)]
     for name in [n for n in sys.modules if n.split(".")[0] == "sglang"]:
         del sys.modules[name]
     if sys.modules.pop("weft.plugins.sglang.dispatcher", None):
@@ -55,10 +66,11 @@ class Server:
         layers: int = 2,
         attention_ranks: int = 1,
         redundant: int = 0,
+        release: str = SERVED[0],
         flags: tuple[str, ...] = ("--moe-a2a-backend", "weft"),
         **more: object,
     ) -> None:
-        enter()
+        enter(release)
         import importlib
 
         from sglang.srt import server_args

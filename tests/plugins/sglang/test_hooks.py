@@ -11,17 +11,17 @@ import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import torch
 
-from tests.plugins.sglang.server import STANDIN, enter, leave
+from tests.plugins.sglang.server import STANDIN, enter, find, leave
 from weft.errors import InvalidArgument, SetupError
 from weft.plugins.sglang import register
 from weft.plugins.sglang.blocks import Limits
 from weft.plugins.sglang.faults import end_server
-from weft.plugins.sglang.hooks import is_served, listed
+from weft.plugins.sglang.hooks import SERVED, listed, served
 from weft.plugins.sglang.settings import Settings
 from weft.plugins.sglang.weights import check_experts, config_of, experts_of, is_fp8
 
@@ -41,10 +41,11 @@ def test_the_entry_point_names_register() -> None:
     assert getattr(importlib.import_module(module), name) is register
 
 
-def test_flags_of_weft(sglang: Callable[[str], Any]) -> None:
+@pytest.mark.parametrize("release", SERVED)
+def test_flags_of_weft(sglang: Callable[[str], Any], release: str) -> None:
     """The backend has a name, whole experts on each rank, and a shared expert apart."""
-    enter()
-    enter()  # SGLang loads plug-ins once; whoever does twice gets the hooks once
+    enter(release)
+    enter(release)  # SGLang loads plug-ins once; whoever does twice gets the hooks once
     args = sglang("server_args").parse("--moe-a2a-backend", "weft", "--tp-size", "4")
     assert (args.ep_size, args.disable_shared_experts_fusion) == (4, True)
     backends = sglang("layers.moe.utils")
@@ -55,21 +56,41 @@ def test_flags_of_weft(sglang: Callable[[str], Any]) -> None:
     registry = sglang("plugins.hook_registry").HookRegistry
     assert {len(hooks) for hooks in registry._hooks.values()} == {1}
     assert registry._patched == set(registry._hooks)
+    with pytest.raises(argparse.ArgumentError, match="invalid choice: 'woof'"):
+        sglang("server_args").parse("--moe-a2a-backend", "woof")
     plain = sglang("server_args").parse("--tp-size", "4")
     assert (plain.ep_size, plain.disable_shared_experts_fusion) == (1, False)
 
 
-def test_counts_are_told_to_all_ranks(sglang: Callable[[str], Any]) -> None:
+@pytest.mark.parametrize("release", SERVED)
+def test_counts_are_told_to_all_ranks(sglang: Callable[[str], Any], release: str) -> None:
     """With DP attention, whatever SGLang's own layers need; by no other backend."""
-    enter()
+    enter(release)
     state, asks = sglang("runtime_context").STATE, sglang("utils.common").require_mlp_tp_gather
+    older = release == "0.5.17"
     for backend, dp, want in (
         ("weft", True, True),
         ("weft", False, False),
         ("none", True, False),
     ):
-        state.backend, state.parallel.enable_dp_attention = backend, dp
-        assert asks(None) is want
+        state.backend, state.parallel.enable_dp_attention = backend, dp and older
+        if not older:
+            state.parallel.attn_dp_enabled = dp
+        assert (asks(None) if older else asks()) is want
+    if not older:  # it may ask about a draft model's backend instead of this one's
+        state.backend, state.parallel.attn_dp_enabled = "none", True
+        assert asks(moe_a2a_backend="weft")
+        state.backend = "weft"
+        assert not asks(moe_a2a_backend="none")
+
+
+def test_choices_that_lie_elsewhere_are_told(sglang: Callable[[str], Any]) -> None:
+    """A list made anew at each look would not keep weft."""
+    find("0.5.23")
+    sglang("server_args").ServerArgs.__annotations__["moe_a2a_backend"] = Annotated[str, "help"]
+    with pytest.raises(SetupError, match=r"ServerArgs.moe_a2a_backend has no list of choices"):
+        register()
+    assert not sglang("plugins.hook_registry").HookRegistry._hooks
 
 
 def test_another_sglang_is_refused_before_it_is_patched(
@@ -92,7 +113,7 @@ def test_another_sglang_is_refused_before_it_is_patched(
         "create_moe_dispatcher takes (moe_runner_config, quant_method), not (moe_runner_config)",
         "there is no sglang.srt.model_executor.model_runner.ModelRunner.load_model",
         "FusedMoE.__init__ has no dispatcher, hidden_size, intermediate_size_per_partition",
-        "Served: 0.5.17; install one of them",
+        "Served: 0.5.17, 0.5.23; install one of them",
     ):
         assert part in said
     assert "version" not in said
@@ -112,9 +133,28 @@ def test_another_version_is_refused(
     with pytest.raises(SetupError, match="SGLang 0.5.18 .*: its version is another. Served"):
         register()
     for release in ("0.5.17", "0.5.17.post1", "0.5.17+cu130"):
-        assert is_served(release)
+        assert served(release) == "0.5.17"
+    assert served("0.5.23") == "0.5.23"
     for release in ("0.5.170", "0.5.1", "10.5.17", "(of no known version)"):
-        assert not is_served(release)
+        assert served(release) is None
+
+
+def test_signatures_are_those_of_the_version(
+    sglang: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is right in one version is a difference in another."""
+    monkeypatch.setattr("weft.plugins.sglang.hooks.installed", lambda: "0.5.23")
+    with pytest.raises(SetupError) as raised:
+        register()
+    said = str(raised.value)
+    for part in (
+        "SGLang 0.5.23 is not what weft's plug-in knows",
+        "require_mlp_tp_gather takes (server_args), not (*, moe_a2a_backend=)",
+        "there is no sglang.srt.layers.moe.topk.TopK.routing_inputs",
+    ):
+        assert part in said
+    assert "version" not in said
+    assert "MOE_A2A_BACKEND_CHOICES" not in said  # which 0.5.23 has not
 
 
 def test_a_wrong_setting_is_refused(

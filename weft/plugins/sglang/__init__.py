@@ -23,8 +23,8 @@ def register() -> None:
     """
     check((*engine.HOOKS, *engine.KNOWN))
     Settings.read()
-    from sglang.srt.server_args import MOE_A2A_BACKEND_CHOICES
-
-    if engine.NAME not in MOE_A2A_BACKEND_CHOICES:
+    choices = engine.choices()
+    if any(engine.NAME not in each for each in choices):
         install(engine.HOOKS)
-        MOE_A2A_BACKEND_CHOICES.append(engine.NAME)
+        for each in choices:
+            each.append(engine.NAME)

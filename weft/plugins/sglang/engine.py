@@ -6,10 +6,11 @@ every hook returns what the original does.
 
 from __future__ import annotations
 
+import copy
 import logging
 import pkgutil
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
@@ -17,7 +18,7 @@ from weft.errors import GroupError, InvalidArgument, OutOfOrder, SetupError
 from weft.memory import Group
 from weft.plugins.sglang.blocks import Blocks, Limits
 from weft.plugins.sglang.faults import Watch
-from weft.plugins.sglang.hooks import Hook, Known
+from weft.plugins.sglang.hooks import Hook, Known, Parameters
 from weft.plugins.sglang.settings import Settings
 from weft.plugins.sglang.weights import check_experts
 
@@ -31,6 +32,29 @@ _watch: Watch | None = None
 
 
 # Flags.
+
+
+def choices() -> list[list[str]]:
+    """The lists from which SGLang's parser takes the choices of its flags for backends."""
+    from sglang.srt import server_args
+
+    shared: list[str] | None = getattr(server_args, "MOE_A2A_BACKEND_CHOICES", None)
+    if shared is not None:
+        return [shared]
+    found = []
+    for field in ("moe_a2a_backend", "speculative_moe_a2a_backend"):  # 0.5.23: in annotations
+        kept = _choices_of(server_args.ServerArgs, field)
+        if not isinstance(kept, list) or _choices_of(server_args.ServerArgs, field) is not kept:
+            raise SetupError(
+                f"SGLang's ServerArgs.{field} has no list of choices that weft could add itself to"
+            )
+        found.append(kept)
+    return found
+
+
+def _choices_of(owner: type, field: str) -> Any:
+    metadata = get_type_hints(owner, include_extras=True)[field].__metadata__[0]
+    return getattr(metadata, "choices", None)
 
 
 def alias(original: Callable[..., Any], backend: Any, value: object) -> Any:
@@ -50,11 +74,44 @@ def shared_expert_fusion(original: Callable[..., Any], view: Any) -> Any:
     return original(view)
 
 
-def agrees_on_counts(original: Callable[..., Any], server_args: Any) -> Any:
+def without_overlap(original: Callable[..., Any], *server_args: Any) -> Any:
+    """Around initialize_moe_config: SGLang's single-batch overlap is in blocks that weft replaces.
+
+    It would be refused on Hopper, whose kernels SGLang lacks.
+    """
+    from sglang.srt.layers.moe.utils import MoeA2ABackend
+
+    if server_args:
+        flags = server_args[0]
+        if MoeA2ABackend(flags.moe_a2a_backend).is_customized():
+            flags = copy.copy(flags)
+            object.__setattr__(flags, "enable_single_batch_overlap", False)
+        return original(flags)
+    from sglang.srt.runtime_context import get_exec  # 0.5.23: flags are published there
+
+    if not MoeA2ABackend(get_exec().moe.moe_a2a_backend).is_customized():
+        return original()
+    with get_exec().overlap.override(enable_single_batch_overlap=False):
+        return original()
+
+
+def agrees_on_counts(original: Callable[..., Any], *args: Any, **given: Any) -> Any:
     """Around require_mlp_tp_gather: with DP attention all ranks replay graphs of one size."""
+    from sglang.srt.layers.moe.utils import MoeA2ABackend
+
+    backend = given.get("moe_a2a_backend")  # in 0.5.23 that of a draft model, if it is not None
+    on = is_on() if backend is None else MoeA2ABackend(backend).is_customized()
+    return (on and has_dp_attention()) or original(*args, **given)
+
+
+def has_dp_attention() -> bool:
+    """Have attention groups tokens of their own?"""
     from sglang.srt.runtime_context import get_parallel
 
-    return (is_on() and get_parallel().enable_dp_attention) or original(server_args)
+    parallel = get_parallel()
+    if hasattr(parallel, "attn_dp_enabled"):  # 0.5.23, which leaves the flag's own field false
+        return bool(parallel.attn_dp_enabled)
+    return bool(parallel.enable_dp_attention)
 
 
 def is_on() -> bool:
@@ -67,10 +124,12 @@ def is_on() -> bool:
 # The model, while it is made and loaded.
 
 
-def make_dispatcher(original: Callable[..., Any], moe_runner_config: Any) -> Any:
+def make_dispatcher(
+    original: Callable[..., Any], moe_runner_config: Any, *args: Any, **given: Any
+) -> Any:
     """Around create_moe_dispatcher: what marks a layer as weft's."""
     if not is_on():
-        return original(moe_runner_config)
+        return original(moe_runner_config, *args, **given)
     from weft.plugins.sglang import dispatcher
 
     block = Settings.read().form == "block"
@@ -81,7 +140,10 @@ def make_dispatcher(original: Callable[..., Any], moe_runner_config: Any) -> Any
 def whole_shared_expert(original: Callable[..., Any], mlp: Any, *args: Any, **given: Any) -> Any:
     """Around the MLP's constructor: each rank has the shared expert of its own tokens."""
     if is_on() and str(given.get("prefix", "")).endswith("shared_experts"):
-        given |= {"tp_rank": 0, "tp_size": 1}
+        if "parallel_group" in given:  # 0.5.23
+            given["parallel_group"] = "replicated"
+        else:
+            given |= {"tp_rank": 0, "tp_size": 1}
     return original(mlp, *args, **given)
 
 
@@ -92,16 +154,23 @@ def loaded(result: Any, runner: Any) -> None:
     if not found:
         return
     _check_hooks(HOOKS)
-    _check_server(runner.server_args)
+    server_args = _resolved(runner.server_args)
+    _check_server(server_args)
     settings = Settings.read()
     for layer, block in found:
         check_experts(layer, form=settings.form)
-        if getattr(block, "is_hash", False):
-            raise InvalidArgument(f"layer {layer.layer_id} routes by token ids; weft serves logits")
+        for owner, name, what in (
+            (block, "is_hash", "token ids"),
+            (block.gate, "e_score_correction_bias_vl", "which tokens are of images"),
+        ):
+            if getattr(owner, name, None) not in (None, False):
+                raise InvalidArgument(
+                    f"layer {layer.layer_id} routes by {what}; weft serves logits alone"
+                )
     with torch.inference_mode(False):  # whose tensors could not be written outside of it
         if _blocks is None:
             group = Group.from_torch(_processes(), device=_device(runner), timeout=MEETING)
-            _blocks = Blocks(group, _limits(runner.server_args, settings), settings)
+            _blocks = Blocks(group, _limits(server_args, settings), settings)
             _watch = Watch(group)
         for layer, block in found:
             if settings.form == "dispatcher":
@@ -167,7 +236,6 @@ def _check_server(server_args: Any) -> None:
     """Raise InvalidArgument for flags whose features go around the hooks."""
     flags = {
         "enable_two_batch_overlap": "--enable-two-batch-overlap",
-        "enable_single_batch_overlap": "--enable-single-batch-overlap",
         "enable_torch_compile": "--enable-torch-compile",
         "enable_lora": "--enable-lora",
         "elastic_ep_backend": "--elastic-ep-backend",
@@ -175,10 +243,19 @@ def _check_server(server_args: Any) -> None:
     wrong = [flag for name, flag in flags.items() if getattr(server_args, name)]
     if server_args.attn_cp_size > 1:
         wrong.append("--attn-cp-size")
+    if getattr(server_args, "startup_weight_load_mode", "serial") != "serial":
+        wrong.append("--startup-weight-load-mode")
     if wrong:
         raise InvalidArgument(
             f"--moe-a2a-backend weft does not serve {', '.join(wrong)}: leave that out"
         )
+
+
+def _resolved(server_args: Any) -> Any:
+    """The flags as SGLang resolved them; 0.5.23 leaves server_args as the user wrote them."""
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    return resolved_view(server_args)
 
 
 def _processes() -> Any:
@@ -253,8 +330,6 @@ def forwarded(result: Any, runner: Any, *args: Any, **given: Any) -> None:
 
 def _route(block: Any, x: torch.Tensor, forward_batch: Any) -> Any:
     """SGLang's own choice: physical ids, -1 in rows that pad a graph's batch."""
-    from sglang.srt.eplb.expert_location_dispatch import ExpertLocationDispatchInfo
-
     if x.shape[0] == 0:  # its kernels cannot be launched with none
         return block.topk.empty_topk_output(x.device, layer_id=block.layer_id)
     if type(block).__name__ == "DeepseekV2MoE":
@@ -263,6 +338,10 @@ def _route(block: Any, x: torch.Tensor, forward_batch: Any) -> Any:
         logits = block.gate(x)
     if isinstance(logits, tuple):  # of a linear layer, beside its bias
         logits = logits[0]
+    if hasattr(block.topk, "routing_inputs"):  # 0.5.23's looks for replicas and padding itself
+        return block.topk(x, logits)
+    from sglang.srt.eplb.expert_location_dispatch import ExpertLocationDispatchInfo
+
     replicas = None
     if not getattr(block, "is_nextn", False):
         replicas = ExpertLocationDispatchInfo.init_new(layer_id=block.layer_id)
@@ -309,17 +388,16 @@ def _exchanged(block: Any, dispatcher: Any, x: torch.Tensor, chosen: Any, most: 
 
 _SRT = "sglang.srt."
 _BLOCK = "self, hidden_states, forward_batch="
-_MLP = (
-    "self, hidden_size, intermediate_size, hidden_act, quant_config=, reduce_results=, prefix=, "
-    "tp_rank=, tp_size="
-)
-# MoE blocks that are served, and what else their forward takes. Qwen3-MoE, GLM-4.5, DeepSeek-V3.
-FORWARDS = {
-    _SRT + "models.qwen3_moe.Qwen3MoeSparseMoeBlock.forward": "",
-    _SRT + "models.glm4_moe.Glm4MoeSparseMoeBlock.forward": "",
-    _SRT + "models.deepseek_v2.DeepseekV2MoE.forward": (
-        ", gemm_output_zero_allocator=, input_ids=, input_ids_global=, skip_shared_experts="
-    ),
+_MLP = "self, hidden_size, intermediate_size, hidden_act, quant_config=, reduce_results=, prefix="
+_MORE = ", gemm_output_zero_allocator=, input_ids=, input_ids_global=, skip_shared_experts="
+# Forwards of the MoE blocks that are served: Qwen3-MoE, GLM-4.5, DeepSeek-V3.
+FORWARDS: dict[str, Parameters] = {
+    _SRT + "models.qwen3_moe.Qwen3MoeSparseMoeBlock.forward": _BLOCK,
+    _SRT + "models.glm4_moe.Glm4MoeSparseMoeBlock.forward": _BLOCK,
+    _SRT + "models.deepseek_v2.DeepseekV2MoE.forward": {
+        "0.5.17": _BLOCK + _MORE,
+        "0.5.23": _BLOCK + _MORE + ", return_moe_output=, leave_output_sum=",
+    },
 }
 HOOKS = (
     Hook(_SRT + "layers.moe.utils.MoeA2ABackend._missing_", "AROUND", alias, "cls, value"),
@@ -330,21 +408,40 @@ HOOKS = (
         shared_expert_fusion,
         "view",
     ),
-    Hook(_SRT + "utils.common.require_mlp_tp_gather", "AROUND", agrees_on_counts, "server_args"),
+    Hook(
+        _SRT + "layers.moe.utils.initialize_moe_config",
+        "AROUND",
+        without_overlap,
+        {"0.5.17": "server_args", "0.5.23": ""},
+    ),
+    Hook(
+        _SRT + "utils.common.require_mlp_tp_gather",
+        "AROUND",
+        agrees_on_counts,
+        {"0.5.17": "server_args", "0.5.23": "*, moe_a2a_backend="},
+    ),
     Hook(
         _SRT + "layers.moe.fused_moe_triton.layer.create_moe_dispatcher",
         "AROUND",
         make_dispatcher,
-        "moe_runner_config",
+        {"0.5.17": "moe_runner_config", "0.5.23": "moe_runner_config, quant_method"},
     ),
-    Hook(_SRT + "models.glm4_moe.Glm4MoeMLP.__init__", "AROUND", whole_shared_expert, _MLP),
+    Hook(
+        _SRT + "models.glm4_moe.Glm4MoeMLP.__init__",
+        "AROUND",
+        whole_shared_expert,
+        {"0.5.17": _MLP + ", tp_rank=, tp_size=", "0.5.23": _MLP + ", *, parallel_group="},
+    ),
     Hook(
         _SRT + "models.deepseek_v2.DeepseekV2MLP.__init__",
         "AROUND",
         whole_shared_expert,
-        _MLP + ", swiglu_limit=",
+        {
+            "0.5.17": _MLP + ", tp_rank=, tp_size=, swiglu_limit=",
+            "0.5.23": _MLP + ", swiglu_limit=, allow_fused_down=, *, parallel_group=",
+        },
     ),
-    *(Hook(name, "AROUND", serve, _BLOCK + more) for name, more in FORWARDS.items()),
+    *(Hook(name, "AROUND", serve, parameters) for name, parameters in FORWARDS.items()),
     Hook(_SRT + "model_executor.model_runner.ModelRunner.load_model", "AFTER", loaded, "self"),
     Hook(
         _SRT + "model_executor.model_runner.ModelRunner.forward",
@@ -357,25 +454,36 @@ HOOKS = (
 # What the hooks call and read.
 _PARTS, _SHARED = "experts gate topk layer_id", " shared_experts"
 _TOPK = _SRT + "layers.moe.topk."
+_CHOOSE = (
+    "self, hidden_states, router_logits, *, num_token_non_padded=, expert_location_dispatch_info="
+)
 _DISPATCHER = _SRT + "layers.moe.token_dispatcher."
 KNOWN = (
-    Known(_SRT + "server_args.MOE_A2A_BACKEND_CHOICES"),
+    Known(_SRT + "server_args.MOE_A2A_BACKEND_CHOICES", {"0.5.17": None}),
+    Known(
+        _SRT + "arg_groups.arg_utils.add_cli_args_from_dataclass",
+        {"0.5.23": "parser, cls, *, fields="},
+        names="choices",
+    ),
+    Known(_SRT + "arg_groups.overrides.resolved_view", "server_args"),
     Known(_SRT + "layers.moe.utils.MoeA2ABackend.CUSTOMIZED"),
     Known(_SRT + "layers.moe.utils.MoeA2ABackend.is_customized", "self"),
     Known(_SRT + "layers.moe.utils.get_moe_a2a_backend", ""),
     Known(_SRT + "runtime_context.get_parallel", ""),
+    Known(_SRT + "runtime_context.get_exec", {"0.5.23": ""}),
     Known(_SRT + "distributed.get_moe_ep_group", ""),
     Known(_SRT + "layers.dp_attention.get_dp_global_num_tokens", ""),
     Known(
-        _SRT + "eplb.expert_location_dispatch.ExpertLocationDispatchInfo.init_new", "cls, layer_id"
+        _SRT + "eplb.expert_location_dispatch.ExpertLocationDispatchInfo.init_new",
+        {"0.5.17": "cls, layer_id"},
     ),
     Known(_TOPK + "StandardTopKOutput"),
     Known(_TOPK + "TopK.empty_topk_output", "self, device, *, layer_id="),
     Known(
         _TOPK + "TopK.forward_cuda",
-        "self, hidden_states, router_logits, *, num_token_non_padded=, "
-        "expert_location_dispatch_info=",
+        {"0.5.17": _CHOOSE, "0.5.23": _CHOOSE + ", dynamic_expert_bias=, router_logits_partials="},
     ),
+    Known(_TOPK + "TopK.routing_inputs", {"0.5.23": "self"}),
     Known(_DISPATCHER + "base.BaseDispatcher.__init__", "self"),
     Known(_DISPATCHER + "base.BaseDispatcher.dispatch", "self, hidden_states, topk_output"),
     Known(_DISPATCHER + "base.BaseDispatcher.combine", "self, combine_input"),

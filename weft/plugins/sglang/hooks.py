@@ -5,15 +5,18 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 from weft.errors import SetupError
 
-SERVED = ("0.5.17",)  # versions whose sources every entry below was read in
+SERVED = ("0.5.17", "0.5.23")  # versions whose sources every entry below was read in
 Kind = Literal["AROUND", "REPLACE", "AFTER", "BEFORE"]  # names of SGLang's HookType
+# What `listed` makes of a signature; None where that is not relied on. A mapping has one for each
+# version where weft relies on the name.
+Parameters = str | Mapping[str, str | None] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +24,11 @@ class Known:
     """A name of SGLang that weft calls or reads.
 
     target: the whole dotted path, down to a method.
-    parameters: what `listed` makes of its signature; None where that is not relied on.
     names: attributes that the function's own code reads or sets, separated by spaces.
     """
 
     target: str
-    parameters: str | None = None
+    parameters: Parameters = None
     names: str = ""
 
 
@@ -42,7 +44,7 @@ class Hook:
     target: str
     kind: Kind
     function: Callable[..., Any]
-    parameters: str
+    parameters: Parameters
 
 
 def listed(signature: inspect.Signature) -> str:
@@ -63,8 +65,11 @@ def listed(signature: inspect.Signature) -> str:
 
 def check(entries: Iterable[Hook | Known]) -> None:
     """Raise SetupError for a version that is not served, with every entry that is another there."""
-    wrong = list(differences(entries))
-    if not is_served(installed()):
+    entries, release = tuple(entries), served(installed())
+    if release is not None:
+        wrong = list(differences(entries, release))
+    else:  # what sets it apart from the version that is most like it
+        wrong = min((list(differences(entries, each)) for each in SERVED), key=len)
         wrong.insert(0, "its version is another")
     if wrong:
         raise SetupError(
@@ -73,9 +78,23 @@ def check(entries: Iterable[Hook | Known]) -> None:
         )
 
 
-def differences(entries: Iterable[Hook | Known]) -> Iterator[str]:
-    """A line for each entry that the imported SGLang lacks, or whose signature is another."""
+def relied_on(
+    entries: Iterable[Hook | Known], release: str
+) -> Iterator[tuple[Hook | Known, str | None]]:
+    """The entries of one of SERVED, each with its parameters there."""
     for entry in entries:
+        if not isinstance(entry.parameters, Mapping):
+            yield entry, entry.parameters
+        elif release in entry.parameters:
+            yield entry, entry.parameters[release]
+
+
+def differences(entries: Iterable[Hook | Known], release: str) -> Iterator[str]:
+    """A line for each entry that the imported SGLang lacks, or whose signature is another.
+
+    release: one of SERVED, whose signatures are expected.
+    """
+    for entry, parameters in relied_on(entries, release):
         try:
             found = pkgutil.resolve_name(entry.target)
         except (ImportError, AttributeError, ValueError) as error:
@@ -84,20 +103,23 @@ def differences(entries: Iterable[Hook | Known]) -> Iterator[str]:
         names = getattr(entry, "names", "")
         if names and (lost := set(names.split()) - set(inspect.unwrap(found).__code__.co_names)):
             yield f"{entry.target} has no {', '.join(sorted(lost))}"
-        if entry.parameters is None:
+        if parameters is None:
             continue
         try:
             have = listed(inspect.signature(raw(found)))
         except (TypeError, ValueError) as error:
             yield f"{entry.target} is no function: {error}"
             continue
-        if have != entry.parameters:
-            yield f"{entry.target} takes ({have}), not ({entry.parameters})"
+        if have != parameters:
+            yield f"{entry.target} takes ({have}), not ({parameters})"
 
 
-def is_served(release: str) -> bool:
-    """Is it one of SERVED, or a build of one (0.5.17.post1, 0.5.17+cu130)?"""
-    return any(re.fullmatch(re.escape(each) + r"([.+].*)?", release) for each in SERVED)
+def served(release: str) -> str | None:
+    """The one of SERVED that it is, or is a build of (0.5.17.post1, 0.5.17+cu130), or None."""
+    for each in SERVED:
+        if re.fullmatch(re.escape(each) + r"([.+].*)?", release):
+            return each
+    return None
 
 
 def raw(found: Any) -> Any:

@@ -11,6 +11,7 @@ STATE = SimpleNamespace(
     ),
     backend=None,
     counts=None,
+    real=None,
     processes=None,
     redundant=0,
 )

@@ -10,13 +10,19 @@ from sglang.srt.arg_groups import overrides
 MOE_A2A_BACKEND_CHOICES = ["none", "deepep", "flashinfer"]
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """As this version adds them."""
+    parser.add_argument("--moe-a2a-backend", choices=MOE_A2A_BACKEND_CHOICES, default="none")
+
+
 def parse(*argv: str, **more: object) -> SimpleNamespace:
     """Server arguments of a command line."""
     parser = argparse.ArgumentParser(exit_on_error=False)
-    parser.add_argument("--moe-a2a-backend", choices=MOE_A2A_BACKEND_CHOICES, default="none")
+    add_arguments(parser)
     parser.add_argument("--tp-size", type=int, default=1)
     parser.add_argument("--dp-size", type=int, default=1)
     parser.add_argument("--chunked-prefill-size", type=int, default=32)
+    parser.add_argument("--enable-single-batch-overlap", action="store_true")
     given = parser.parse_args(argv)
     args = SimpleNamespace(
         **vars(given),
@@ -25,7 +31,6 @@ def parse(*argv: str, **more: object) -> SimpleNamespace:
         disable_shared_experts_fusion=False,
         enable_dp_attention=given.dp_size > 1,
         enable_two_batch_overlap=False,
-        enable_single_batch_overlap=False,
         enable_torch_compile=False,
         enable_lora=False,
         elastic_ep_backend=None,

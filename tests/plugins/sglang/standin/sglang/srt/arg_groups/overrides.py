@@ -7,6 +7,11 @@ from typing import Any
 _SPANNING = frozenset({"deepep", "flashinfer"})
 
 
+def resolved_view(server_args: Any) -> Any:
+    """All are resolved when they are parsed."""
+    return server_args
+
+
 def _a2a_ep_size(view: Any) -> dict[str, Any]:
     return {"ep_size": view.tp_size} if view.moe_a2a_backend in _SPANNING else {}
 

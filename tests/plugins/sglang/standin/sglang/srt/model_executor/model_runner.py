@@ -28,13 +28,18 @@ class Model(nn.Module):
         return x
 
 
+def seed(server_args: Any) -> None:
+    """As this version calls it."""
+    initialize_moe_config(server_args)
+
+
 class ModelRunner:
     """One rank's."""
 
     def __init__(self, server_args: Any, kind: Callable[..., nn.Module], layers: int) -> None:
         self.server_args, self.kind, self.layers = server_args, kind, layers
         self.dtype, self.device, self.gpu_id = torch.float32, "cpu", 0
-        initialize_moe_config(server_args)
+        seed(server_args)
 
     def load_model(self) -> None:
         """Make it and fill its weights."""
@@ -51,7 +56,7 @@ class ModelRunner:
         split_forward_count: int = 1,
     ) -> torch.Tensor:
         """One pass."""
-        STATE.counts = forward_batch.counts
+        STATE.counts, STATE.real = forward_batch.counts, forward_batch.num_token_non_padded
         out: torch.Tensor = self.model(forward_batch.x, forward_batch)
         return out
 

@@ -17,6 +17,7 @@ from sglang.srt.models.parts import (
     Gate,
     SharedMLP,
     physical_experts,
+    shared_form,
 )
 
 
@@ -65,6 +66,7 @@ class DeepseekV2MoE(nn.Module):
             hidden_act="silu",
             quant_config=(layer_id, dtype),
             prefix=f"model.layers.{layer_id}.mlp.shared_experts",
+            **shared_form(),
         )
 
     def forward(

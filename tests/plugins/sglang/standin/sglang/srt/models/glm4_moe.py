@@ -17,6 +17,7 @@ from sglang.srt.models.parts import (
     Gate,
     SharedMLP,
     physical_experts,
+    shared_form,
 )
 
 
@@ -53,6 +54,7 @@ class Glm4MoeSparseMoeBlock(nn.Module):
             hidden_act="silu",
             quant_config=(layer_id, dtype),
             prefix=f"model.layers.{layer_id}.mlp.shared_experts",
+            **shared_form(),
         )
 
     def forward(self, hidden_states: torch.Tensor, forward_batch: Any = None) -> torch.Tensor:

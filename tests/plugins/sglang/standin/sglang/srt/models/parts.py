@@ -75,3 +75,8 @@ class SharedMLP(nn.Module):
 def physical_experts() -> int:
     """Logical ones, and replicas."""
     return EXPERTS + int(STATE.redundant)
+
+
+def shared_form() -> dict[str, Any]:
+    """What a block that knows no backend says of where its shared expert lies."""
+    return {}

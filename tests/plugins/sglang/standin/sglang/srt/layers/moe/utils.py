@@ -28,8 +28,10 @@ class MoeA2ABackend(Enum):
 
 
 def initialize_moe_config(server_args: Any) -> None:
-    """Take the backend of the flags."""
+    """Take the backend of the flags; this GPU is a Hopper."""
     STATE.backend = MoeA2ABackend(server_args.moe_a2a_backend)
+    if server_args.enable_single_batch_overlap:
+        raise ValueError("SBO (single batch overlap) is not supported on SM90 GPUs")
 
 
 def get_moe_a2a_backend() -> MoeA2ABackend:

@@ -24,6 +24,11 @@ def create_moe_dispatcher(moe_runner_config: Any) -> Any:
     return StandardDispatcher()
 
 
+def dispatcher_of(layer: FusedMoE) -> Any:
+    """As this version calls it."""
+    return create_moe_dispatcher(layer.moe_runner_config)
+
+
 class Method:
     """The runner: skips ids of -1, weighs, sums and writes over its input, as Triton's does."""
 
@@ -88,7 +93,7 @@ class FusedMoE(nn.Module):
         self.w13_weight = nn.Parameter(torch.empty(wide, dtype=params_dtype), requires_grad=False)
         self.w2_weight = nn.Parameter(torch.empty(narrow, dtype=params_dtype), requires_grad=False)
         self.quant_method = Method()
-        self.dispatcher = create_moe_dispatcher(self.moe_runner_config)
+        self.dispatcher = dispatcher_of(self)
 
     def forward(self, hidden_states: torch.Tensor, topk_output: Any) -> torch.Tensor:
         """As `forward_impl`."""
