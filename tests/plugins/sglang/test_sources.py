@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 
 from tests.plugins.sglang.server import STANDIN
-from weft.plugins.sglang import engine
+from weft.plugins.sglang import allreduce, engine
 from weft.plugins.sglang.hooks import Hook, Known
 
-SITES = [pytest.param(Path(STANDIN), id="stand-in")]
-if "WEFT_SGLANG_SITE" in os.environ:
-    SITES.append(pytest.param(Path(os.environ["WEFT_SGLANG_SITE"]), id="sources"))
 ENTRIES: tuple[Hook | Known, ...] = (*engine.HOOKS, *engine.KNOWN)
+SITES = [pytest.param(Path(STANDIN), ENTRIES, id="stand-in")]
+if "WEFT_SGLANG_SITE" in os.environ:
+    every = (*ENTRIES, *allreduce.HOOKS, *allreduce.KNOWN)
+    SITES.append(pytest.param(Path(os.environ["WEFT_SGLANG_SITE"]), every, id="sources"))
 Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -116,10 +117,10 @@ def differences(site: Path, entries: tuple[Hook | Known, ...]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("site", SITES)
-def test_every_entry_is_in_the_sources(site: Path) -> None:
+@pytest.mark.parametrize(("site", "entries"), SITES)
+def test_every_entry_is_in_the_sources(site: Path, entries: tuple[Hook | Known, ...]) -> None:
     """Names, signatures and attributes."""
-    assert differences(site, ENTRIES) == []
+    assert differences(site, entries) == []
 
 
 def test_what_differs_is_found(tmp_path: Path) -> None:

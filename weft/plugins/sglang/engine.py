@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import logging
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from weft.errors import GroupError, InvalidArgument, OutOfOrder, SetupError
+from weft.errors import GroupError, InvalidArgument, OutOfOrder
 from weft.memory import Group
 from weft.plugins.sglang.blocks import Blocks, Limits
 from weft.plugins.sglang.faults import Watch
-from weft.plugins.sglang.hooks import Hook, Known
+from weft.plugins.sglang.hooks import Hook, Known, check_applied
 from weft.plugins.sglang.settings import Settings
 from weft.plugins.sglang.weights import check_experts
 
@@ -91,7 +91,7 @@ def loaded(result: Any, runner: Any) -> None:
     found = _layers(runner.model)
     if not found:
         return
-    _check_hooks(HOOKS)
+    check_applied(HOOKS)
     _check_server(runner.server_args)
     settings = Settings.read()
     for layer, block in found:
@@ -150,17 +150,6 @@ def _layers(model: Any) -> list[tuple[Any, Any]]:
                 )
             found.append((layer, block))
     return found
-
-
-def _check_hooks(hooks: Iterable[Hook]) -> None:
-    """SGLang logs a hook that it cannot apply, and goes on without: raise SetupError instead."""
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    missing = [hook.target for hook in hooks if hook.target not in HookRegistry._patched]
-    if missing:
-        raise SetupError(
-            f"SGLang did not apply weft's hooks on {', '.join(missing)}: its log says why, above"
-        )
 
 
 def _check_server(server_args: Any) -> None:

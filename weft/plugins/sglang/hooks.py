@@ -119,3 +119,14 @@ def install(hooks: Iterable[Hook]) -> None:
 
     for hook in hooks:
         HookRegistry.register(hook.target, hook.function, HookType[hook.kind])
+
+
+def check_applied(hooks: Iterable[Hook]) -> None:
+    """SGLang logs a hook that it cannot apply, and goes on without: raise SetupError instead."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    missing = [hook.target for hook in hooks if hook.target not in HookRegistry._patched]
+    if missing:
+        raise SetupError(
+            f"SGLang did not apply weft's hooks on {', '.join(missing)}: its log says why, above"
+        )
