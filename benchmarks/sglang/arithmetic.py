@@ -1,6 +1,7 @@
 """A trained model in SGLang: right answers, and texts equal to stock SGLang's on one GPU.
 
-models/arithmetic/checkpoint, 200 of its questions, greedy.
+models/arithmetic/checkpoint, 200 of its questions, greedy. With --cpu it needs no GPU: SGLang's own
+way then serves one rank, since its experts on CPUs take no ids of -1, and weft the others.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ def main() -> int:
     """One server for each variant and number of GPUs; the first is what the others are held to."""
     known = ["stock", "dispatcher", "no-overlap", "weft", "combine-fp8"]
     parser = arguments(str(__doc__), str(CHECKPOINT), known)
+    parser.add_argument("--cpu", action="store_true", help="on CPU ranks, in float32")
     parser.add_argument("--ranks", type=int, nargs="+", help="(default: 1, 2, 4, as GPUs go)")
     parser.add_argument("--questions", type=int, default=200)
     parser.add_argument("--together", type=int, default=50, help="prompts in a request")
     given = parser.parse_args()
     questions = read_questions(CHECKPOINT / "questions.jsonl")[: given.questions]
-    ranks = given.ranks or [n for n in (1, 2, 4) if n <= given.gpus]
+    ranks = given.ranks or [n for n in (1, 2, 4) if given.cpu or n <= given.gpus]
     first: list[str] | None = None
     end, failed = None, 0
     for size in ranks:
@@ -45,11 +47,13 @@ def main() -> int:
         spread = ["--tp", str(size), "--dp", str(size), "--ep-size", str(size)]
         spread += ["--enable-dp-attention"] if size > 1 else []
         off = ("--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion")
-        job = job_of(given, *spread, *off, "--cuda-graph-max-bs", "64", dummy=False)
+        job = job_of(given, *spread, *off, "--cuda-graph-max-bs", "64", dummy=False, cpu=given.cpu)
         end = job.end = end or job.end
         for variant in chosen(given.variants, VARIANTS):
             name = f"{variant.name}-{size}"
-            if variant.weft and size == 1 or job.out_of_time(name, 40):
+            if variant.weft and size == 1 or given.cpu and not variant.weft and size > 1:
+                continue
+            if job.out_of_time(name, 40):
                 continue
             said = None
             with server(job, variant, name=name) as address:

@@ -61,6 +61,7 @@ for name, target in points.get("sglang.srt.plugins", {}).items():
     print(f"{name} = {target}")
 print("weft_dummy = dummy_weights:register")
 print("weft_layers = layer_outputs:register")
+print("weft_cpu = cpu_ranks:register")
 PY
 
 # Tables that `run.sh tune` measured on this kind of GPU, for the kernel that serves stock SGLang.

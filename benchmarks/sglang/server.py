@@ -8,6 +8,7 @@ import dataclasses
 import datetime
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,10 +27,16 @@ LONGEST = 560.0  # seconds of a command: less than ten minutes, with unpacking a
 REPORT = 30.0  # of them, to stop a server that hangs
 LAYERS = {"deepseek-v3": 5, "glm-4.5-air": 16}  # by default; the others have all of theirs
 DENSE = {"deepseek-v3": 1}  # so that 4 of the 5 layers are MoE
+SERVED = " ranks, form "  # of what the plug-in logs when it has taken a model's layers
 FLAGS = [
     *("--attention-backend", "triton", "--moe-runner-backend", "triton"),
     *("--fp8-gemm-backend", "triton", "--sampling-backend", "pytorch"),
     *("--grammar-backend", "none", "--disable-radix-cache", "--disable-prefill-cuda-graph"),
+]
+# Over those: what SGLang has on CPUs, exactly.
+CPU_FLAGS = [
+    *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
+    *("--disable-cuda-graph", "--disable-overlap-schedule", "--max-total-tokens", "8192"),
 ]
 
 
@@ -41,6 +48,7 @@ class Job:
     model: Path
     gpus: int
     flags: list[str]
+    cpu: bool = False
     end: float = dataclasses.field(default_factory=lambda: time.monotonic() + LONGEST)
     failed: list[str] = dataclasses.field(default_factory=list)
 
@@ -73,7 +81,7 @@ class Job:
             "flags": [*self.flags, *variant.flags],
             "environment": variant.environment,
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "machine": describe_machine(gpu_names()[: self.gpus]),
+            "machine": describe_machine([] if self.cpu else gpu_names()[: self.gpus]),
         }
         with open(OUT / "results.jsonl", "a") as file:
             file.write(json.dumps(line) + "\n")
@@ -100,7 +108,7 @@ def arguments(about: str, model: str, variants: list[str]) -> argparse.ArgumentP
     return parser
 
 
-def job_of(given: argparse.Namespace, *flags: str, dummy: bool = True) -> Job:
+def job_of(given: argparse.Namespace, *flags: str, dummy: bool = True, cpu: bool = False) -> Job:
     """The command that these arguments ask for."""
     folder = Path(given.model)
     model = folder if folder.is_dir() else Path(os.environ["SGL"]) / "model" / given.model
@@ -113,7 +121,7 @@ def job_of(given: argparse.Namespace, *flags: str, dummy: bool = True) -> Job:
     made += ["--load-format", "dummy"] if dummy else []
     made += ["--json-model-override-args", override] if layers else []
     made += [*flags, *(f"--{flag}" if not flag[0].isdigit() else flag for flag in given.more)]
-    return Job(given.what, model, given.gpus, made)
+    return Job(given.what, model, given.gpus, made + (CPU_FLAGS if cpu else []), cpu)
 
 
 def chosen(names: list[str], known: dict[str, Variant]) -> list[Variant]:
@@ -121,6 +129,20 @@ def chosen(names: list[str], known: dict[str, Variant]) -> list[Variant]:
     if unknown := [name for name in names if name not in known]:
         sys.exit(f"no variant {', '.join(unknown)}; there are {', '.join(known)}")
     return [known[name] for name in names]
+
+
+def on_cpus(ranks: int) -> dict[str, str]:
+    """The environment of SGLang on CPU ranks, which share this machine's cores.
+
+    sgl_kernel looks for what it has for CPUs in its own folder, and nothing but the load of it is
+    needed here: the GPUs' library is copied there.
+    """
+    kernels = Path(os.environ["SGL_SITE"]) / "sgl_kernel"
+    for library in kernels.glob("sm90/common_ops.*"):
+        shutil.copy(library, kernels)
+    cores = sorted(os.sched_getaffinity(0))
+    each = [str(cores[rank % len(cores)]) for rank in range(ranks)]
+    return {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "|".join(each)}
 
 
 def environment(variant: Variant, **more: str) -> dict[str, str]:
@@ -139,6 +161,8 @@ def server(
     go on.   more: of its environment.
     """
     name = name or variant.name
+    if job.cpu:
+        more |= on_cpus(job.gpus) | {"SGLANG_PLUGINS": f"{variant.plugins},weft_cpu"}
     port = free_port()
     command = [sys.executable, "-m", "sglang.launch_server", *job.flags, *variant.flags, *flags]
     command += ["--port", str(port)]
@@ -155,7 +179,7 @@ def server(
     address, began = f"http://127.0.0.1:{port}", time.monotonic()
     try:
         up = answers(job, process, address, seconds)
-        loaded = not variant.weft or said(log, "general plugin: weft\n")
+        loaded = not variant.weft or said(log, SERVED)
         if up and loaded:
             print(f"{name}: up after {time.monotonic() - began:.0f} s", flush=True)
             yield address

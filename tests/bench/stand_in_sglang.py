@@ -117,7 +117,7 @@ def launch() -> None:
     if os.environ.get("STAND_IN") == "dies":
         sys.exit("CUDA out of memory")
     if weft() and os.environ.get("STAND_IN") != "forgets":
-        print("Executed general plugin: weft", flush=True)
+        print("3 MoE layers of Model on 2 ranks, form block: rounds of 32 tokens", flush=True)
     if "--model-path" not in rest:
         sys.exit("no model")
     Handler.ranks = given.tp
