@@ -268,3 +268,32 @@ def test_the_size_hint_covers_what_is_allocated():
         ranks=8, max_tokens=128, hidden=7168, top_k=8, num_experts=256
     )
     assert used.shared <= hint < 64e6
+
+
+def theirs(x: torch.Tensor, *, rounded: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The original's arithmetic: the scale is amax, at least 1e-4, times the rounded 1 / 448, or
+    the power of two at or above; numbers are multiplied by 448 / amax, or the power's inverse."""
+    blocks = x.float().unflatten(-1, (-1, 128))
+    amax = blocks.abs().amax(dim=-1).clamp(min=1e-4)
+    scales = amax * (torch.tensor(1.0, dtype=torch.float64) / 448).float()
+    factors = torch.full_like(amax, 448.0) / amax
+    if rounded:
+        mantissa, exponent = torch.frexp(scales)
+        powers = torch.where(mantissa == 0.5, exponent - 1, exponent)
+        scales = torch.ldexp(torch.ones_like(amax), powers)
+        factors = torch.ldexp(torch.ones_like(amax), -powers)
+    return (blocks * factors[..., None]).to(torch.float8_e4m3fn).flatten(-2), scales
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_numbers_are_the_originals_and_scales_theirs_or_neighbours(rounded):
+    """For blocks with a number of at least 1e-4; smaller ones are finer here, zeros stay zeros."""
+    generator = torch.Generator().manual_seed(3)
+    powers = torch.randint(-8, 20, (512, 1), generator=generator).double()
+    x = (torch.randn((512, HIDDEN), generator=generator).double() * 2**powers).bfloat16()
+    numbers, scales = low.sent(x, "fp8", 128, "ue8m0" if rounded else "fp32_col")
+    wanted, their_scales = theirs(x, rounded=rounded)
+    assert torch.equal(numbers.view(torch.uint8), wanted.view(torch.uint8))
+    assert scales is not None
+    apart = (scales.view(torch.int32) - their_scales.view(torch.int32)).abs()
+    assert int(apart.max()) <= (0 if rounded else 1)
