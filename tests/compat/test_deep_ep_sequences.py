@@ -335,6 +335,28 @@ def test_micro_batches_overlap_as_engines_do_it(ranks, kind):
     ranks(2, kind)(engines)
 
 
+def of_a_process_group(group: weft.Group) -> None:
+    """What callers pass, and what they read back; the process group stays theirs."""
+    process_group = group.process_group()
+    for options in ({}, {"explicitly_destroy": True}):
+        buffer = Buffer(process_group, num_rdma_bytes=1 << 20, low_latency_mode=True, **options)
+        assert buffer.group is process_group
+        assert (buffer.rank, buffer.group_size) == (group.rank, group.size)
+        inside = buffer._group
+        x, ids, weights = inputs(inside, 0)
+        numbers, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, MOST, EXPERTS, use_fp8=False)
+        out = buffer.low_latency_combine(whole(numbers), ids, weights, handle)[0]
+        assert torch.equal(out.cpu(), expected(inside, 0, FORMATS[0], weights))
+        buffer.check()
+        buffer.destroy()
+        assert group.process_group() is process_group
+        group.barrier()
+
+
+def test_a_process_group_as_callers_pass_it(ranks):
+    ranks(2, "cpu")(of_a_process_group)
+
+
 def masks(group: weft.Group) -> None:
     buffer = Buffer(group, low_latency_mode=True)
     status = torch.full((group.size,), 7, dtype=torch.int, device=group.device)
