@@ -21,14 +21,14 @@ from weft.compat.flashinfer import (
 )
 
 
-def flashinfer_moe(group: weft.Group, *, contiguous: bool) -> Made:
+def flashinfer_moe(group: weft.Group) -> Made:
     @dataclass(frozen=True)
     class Mapping:
         moe_ep_rank: int
         moe_ep_size: int
 
     place = Mapping(group.rank, group.size)
-    sizes: dict[str, Any] = {"hidden_size": HIDDEN, "group": group, "contiguous": contiguous}
+    sizes: dict[str, Any] = {"hidden_size": HIDDEN, "group": group}
     moe = MoeAlltoAll(place, MOST, TOP_K, EXPERTS, eplb_stats_num_experts=EXPERTS, **sizes)
     x, ids, weights = tokens(group)
     ids = ids.int()
@@ -113,8 +113,7 @@ def triton_layer(group: weft.Group) -> Made:
 def modes() -> Iterator[tuple[str, Callable[[weft.Group], Made]]]:
     """All of them, by a name for each."""
     yield from objects.modes()
-    yield "MoeAlltoAll", partial(flashinfer_moe, contiguous=False)
-    yield "MoeAlltoAll contiguous", partial(flashinfer_moe, contiguous=True)
+    yield "MoeAlltoAll", flashinfer_moe
     yield "allreduce_fusion", flashinfer_reduce
     yield "Buffer", partial(buffer, hooks=False)
     yield "Buffer widened", partial(buffer, hooks=True, round_scale=True)

@@ -49,15 +49,17 @@ ELSEWHERE = {
             *("Config.get_nvl_buffer_size_hint", "Config.get_rdma_buffer_size_hint"),
         )
     },
+    "TRTLLMAllReduceFusionWorkspace.checkpoint_restore": "tests/compat/test_fusion_workspace.py",
 }
+WORKSPACES = ("AllReduceFusionWorkspace", "TRTLLMAllReduceFusionWorkspace")
+HELPERS = ("backend_for", "run", "scale", "expert_major", "serving")
 # Named by no document as a call of users: parts of weft, or of what they stand for.
 INTERNAL = {
     *("LayerTable", "LayerTable.curve", "LayerTable.shipped", "Expert.forward"),
     *("GemmPlan.n_blocks", "GemmPlan.max_m_blocks"),
     *("WgmmaPlan.max_m_blocks", "WgmmaPlan.stages"),
-    *("AllReduceFusionWorkspace.backend_for", "AllReduceFusionWorkspace.run"),
-    *("AllReduceFusionWorkspace.scale", "AllReduceFusionWorkspace.expert_major"),
-    *("Buffer.clean_low_latency_buffer", "AllReduceFusionPattern"),
+    *(f"{w}.{m}" for w in WORKSPACES for m in HELPERS),
+    *("Buffer.clean_low_latency_buffer", "AllReduceFusionPattern", "QuantizationSFLayout"),
 }
 
 

@@ -22,6 +22,7 @@ import pdoc.render
 MODULES = (
     *("weft", "weft.moe", "weft.gemm"),
     *("weft.compat.flashinfer", "weft.compat.deep_ep", "weft.compat.triton_dist"),
+    "weft.plugins.sglang",
     "weft.plugins.transformers",
 )
 

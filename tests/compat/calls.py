@@ -37,6 +37,22 @@ class Mapping:
     moe_ep_size: int
 
 
+class Backend:
+    """A communication backend over a group's control messages."""
+
+    def __init__(self, group: weft.Group) -> None:
+        self.group = group
+
+    def Get_rank(self) -> int:
+        return self.group.rank
+
+    def Get_size(self) -> int:
+        return self.group.size
+
+    def allgather(self, data: Any) -> list[Any]:
+        return self.group.all_gather(data)
+
+
 def make(group: weft.Group, **changes: Any) -> MoeAlltoAll:
     sizes: dict[str, Any] = {"hidden_size": HIDDEN, "group": group, **changes}
     return MoeAlltoAll(Mapping(group.rank, group.size), MAX, TOP_K, EXPERTS, **sizes)
@@ -68,14 +84,14 @@ def experts_of(rank: int) -> torch.Tensor:
 def check_received(
     received: list[torch.Tensor], sent: list[list[torch.Tensor]], rank: int, runtime_max: int
 ) -> None:
-    """Rows that carry a token are the source's bytes; ids are global or INVALID, everywhere."""
+    """Rows that carry a token are the source's bytes; ids of all others are INVALID."""
     for source, tensors in enumerate(sent):
         ids = tensors[-2]
         mine = torch.isin(ids, experts_of(rank))
         wanted = torch.full((runtime_max, TOP_K), INVALID, dtype=torch.int32)
-        wanted[: len(ids)] = torch.where(mine, ids, INVALID)
-        assert torch.equal(received[-2][source], wanted)
         carried = mine.any(dim=1)
+        wanted[: len(ids)] = torch.where(carried[:, None], ids, INVALID)
+        assert torch.equal(received[-2][source], wanted)
         for plane, tensor in enumerate(tensors):
             if plane == len(tensors) - 2:
                 continue
@@ -84,14 +100,15 @@ def check_received(
             assert torch.equal(bits(got[carried]), bits(tensor[carried]))
 
 
-def experts(received: list[torch.Tensor]) -> torch.Tensor:
-    """Identity experts, as an engine runs them: by the ids and weights that came along."""
+def experts(received: list[torch.Tensor], rank: int) -> torch.Tensor:
+    """Identity experts of a rank, as an engine runs them: by the ids and weights that came."""
     x, ids, weights = received[0], received[-2], received[-1]
+    mine = torch.isin(ids, experts_of(rank))
     total = torch.zeros(ids.shape[:2])
     for k in range(TOP_K):
-        total = torch.where(ids[..., k] == INVALID, total, total + weights[..., k])
+        total = torch.where(mine[..., k], total + weights[..., k], total)
     y = (x.float() * total[..., None]).bfloat16()
-    carried = (ids != INVALID).any(dim=2, keepdim=True)
+    carried = mine.any(dim=2, keepdim=True)
     return torch.where(carried, y, torch.tensor(float("nan"), dtype=torch.bfloat16))
 
 
@@ -108,8 +125,9 @@ def play(
     mine = sent[a2a.ep_rank]
     received = a2a.dispatch(mine[-2], mine, runtime_max, INVALID, len(mine) - 2)
     assert [t.shape[:2] for t in received] == [(RANKS, runtime_max)] * len(mine)
+    assert all(t.is_contiguous() for t in received)
     check_received(received, sent, a2a.ep_rank, runtime_max)
-    y, output = experts(received), None
+    y, output = experts(received, a2a.ep_rank), None
     if way == "copied":
         payload, output = y, torch.full((len(mine[0]), HIDDEN), float("nan")).bfloat16()
     else:

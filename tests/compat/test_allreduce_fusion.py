@@ -167,6 +167,12 @@ def check_quantised(
         same(out["norm_out"], want.norm)
     if "scale_out" in out:
         same(out["scale_out"], want.scale)
+        if pattern in (8, 9):
+            scales = out["scale_out"]
+            columns, pitch = scales.shape[1], scales.stride(1)
+            padding = scales.as_strided((columns, pitch), (pitch, 1))[:, len(scales) :]
+            assert padding.numel()
+            assert not padding.any()
     else:
         assert pattern in (2, 4)
 

@@ -46,10 +46,20 @@ def workspaces(group: weft.Group) -> None:
     with make(group) as workspace:
         assert workspace.is_buffer_size_sufficient(RANKS, TOKENS, HIDDEN, BF16)
         assert workspace.is_buffer_size_sufficient(RANKS, 1, HIDDEN, BF16, use_oneshot=True)
+        for tokens, hidden, dtype in (
+            (2 * TOKENS, HIDDEN // 2, BF16),
+            (TOKENS, HIDDEN, torch.float16),
+            (1, TOKENS * HIDDEN, BF16),
+        ):
+            assert workspace.is_buffer_size_sufficient(RANKS, tokens, hidden, dtype)
+            wide = torch.ones((tokens, hidden), dtype=dtype, device=group.device)
+            for way in (True, None):
+                same(allreduce_fusion(wide, workspace, 0, use_oneshot=way), wide * RANKS)
+        workspace.check()
         for tp, tokens, hidden, dtype in (
             (RANKS, TOKENS + 1, HIDDEN, BF16),
-            (RANKS, TOKENS, HIDDEN // 2, BF16),
-            (RANKS, TOKENS, HIDDEN, torch.float16),
+            (RANKS, 1, TOKENS * HIDDEN + 8, BF16),
+            (RANKS, TOKENS, HIDDEN, torch.float32),
             (RANKS + 1, TOKENS, HIDDEN, BF16),
         ):
             assert not workspace.is_buffer_size_sufficient(tp, tokens, hidden, dtype)
@@ -82,13 +92,13 @@ def refusals(group: weft.Group) -> None:
         for pattern in (3, 5):
             call(pattern, "NVFP4", Pattern(pattern).name, **normed)
         call(12, "pattern is 12", "0..11")
-        call(1, "layout_code is 0", layout_code=0, **normed)
+        call(1, "layout_code is 3", "0..2", layout_code=3, **normed)
         call(1, "residual_in is None", rms_gamma=rows.weight)
         call(1, "rms_gamma is None", residual_in=rows.residual)
-        call(1, "quant_out is a tensor", quant_out=x, **normed)
-        call(1, "scale_out is a tensor", scale_out=x, **normed)
+        index = {"expanded_idx_to_permuted_idx": torch.zeros((2, 1), dtype=torch.int32)}
+        call(7, "quant_out is a tensor", quant_out=x, **normed, **index)
+        call(7, "scale_out is a tensor", scale_out=x, **normed, **index)
         call(2, "scale_factor is None", **normed)
-        call(2, "norm_out is a tensor", norm_out=x, scale_factor=1.0, **normed)
         call(8, "block_quant_group_size is 64", block_quant_group_size=64, **normed)
         call(8, "block_quant_group_size is None", **normed)
         call(7, "expanded_idx_to_permuted_idx is None", **normed)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
@@ -16,7 +16,9 @@ from tests.compat.calls import (
     QUANTISED,
     RANKS,
     TOP_K,
+    Backend,
     Mapping,
+    experts_of,
     make,
     play,
     refused,
@@ -24,39 +26,43 @@ from tests.compat.calls import (
     rows,
     workspace_of,
 )
-from weft.compat import flashinfer, leases
+from weft.compat import leases
 from weft.compat import ranks as places
 from weft.compat.flashinfer import MoeAlltoAll
 from weft.errors import GeometryMismatch, InvalidArgument, OutOfOrder
 
 
 def lists(group: weft.Group) -> None:
-    quantised, plain = rows(0, group.rank, 2, QUANTISED), rows(0, group.rank, 2, PLAIN)
-    ids = plain[-2]
+    """Each list has memory of its own, made by its first round; sizes count, and not dtypes."""
     with make(group) as a2a:
-        before = workspace_of(a2a)
-        play(a2a, QUANTISED)
-        assert workspace_of(a2a) is not before
-        assert workspace_of(a2a).terms.payloads == QUANTISED
-        refused(InvalidArgument, lambda: a2a.dispatch(ids, plain, 2), "[64] torch.bfloat16", "each")
-        play(a2a, QUANTISED, seed=1)
-    with make(group, payloads=QUANTISED) as a2a:
-        refused(InvalidArgument, lambda: a2a.dispatch(ids, plain, 2), "float8_e4m3fn", "payloads=")
-    with make(group) as a2a:
-        play(a2a, PLAIN)
-        refused(InvalidArgument, lambda: a2a.dispatch(ids, quantised, 2), "was built for")
+        workspace = workspace_of(a2a)
+        for seed, wanted in enumerate((PLAIN, QUANTISED, PLAIN, QUANTISED)):
+            play(a2a, wanted, seed=seed)
+            assert len(workspace._operators) == min(seed + 1, 2)
+        # A rank without tokens may know them by another dtype of the same size.
+        ids, weights = routing(7, group.rank, 2 if group.rank else 0)
+        kind = torch.float8_e4m3fn if group.rank else torch.uint8
+        x = torch.ones((len(ids), HIDDEN), dtype=torch.uint8).view(kind)
+        scales = torch.ones((len(ids), 3), dtype=torch.uint8)
+        received = a2a.dispatch(ids, [x, scales, ids, weights], 2)
+        assert received[0].dtype == kind
+        a2a.combine(torch.zeros((RANKS, 2, HIDDEN)).bfloat16(), 2)
+        assert len(workspace._operators) == 2
+
+
+def test_payload_lists_alternate(ranks):
+    ranks(RANKS, "threads")(lists)
 
 
 def no_lists(group: weft.Group) -> None:
-    """A list that not all ranks bring, or that cannot be: all ranks raise."""
+    """A list that not all ranks bring, or that cannot be: all ranks raise, and may go on."""
     quantised = rows(0, group.rank, 2, QUANTISED)
     ids = quantised[-2]
     with make(group) as a2a:
         mixed = quantised if group.rank else quantised[1:]
         refused(GeometryMismatch, lambda: a2a.dispatch(ids, mixed, 2), "payloads", "rank 1")
-        refused(OutOfOrder, lambda: a2a.dispatch(ids, quantised, 2), "closed")
-    with make(group) as a2a:
         refused(InvalidArgument, lambda: a2a.dispatch(ids, [ids] * 9, 2), "9 payload")
+        play(a2a, QUANTISED)
 
 
 def test_a_payload_list_that_fails_fails_on_every_rank(ranks):
@@ -64,22 +70,127 @@ def test_a_payload_list_that_fails_fails_on_every_rank(ranks):
     assert not leases._shared
 
 
-def test_the_first_dispatch_settles_the_payload_list(ranks):
-    ranks(RANKS, "threads")(lists)
-
-
-def captured(group: weft.Group) -> None:
-    """A capture cannot make memory; it goes on with the list that is there."""
-    quantised = rows(0, group.rank, 2, QUANTISED)
+def captured(group: weft.Group, capturing: list[bool]) -> None:
+    """A capture cannot make memory; what is there already serves."""
     with make(group) as a2a:
-        call = lambda: a2a.dispatch(quantised[-2], quantised, 2)  # noqa: E731
-        refused(InvalidArgument, call, "graph capture", "payloads=")
         play(a2a, PLAIN)
+        group.barrier()
+        capturing[0] = True
+        quantised = rows(0, group.rank, 2, QUANTISED)
+        call = lambda: a2a.dispatch(quantised[-2], quantised, 2)  # noqa: E731
+        refused(InvalidArgument, call, "graph capture", "64, 3, 8, 8", "one such round")
+        play(a2a, PLAIN, seed=1)
+        group.barrier()
+        capturing[0] = False
+        group.barrier()
+        play(a2a, QUANTISED)
 
 
 def test_a_capture_makes_no_workspace(ranks, monkeypatch):
-    monkeypatch.setattr(flashinfer, "capturing", lambda device: True)
-    ranks(RANKS, "threads")(captured)
+    capturing = [False]
+    monkeypatch.setattr(leases, "capturing", lambda device: capturing[0])
+    ranks(RANKS, "threads")(captured, capturing)
+
+
+def other_rows(group: weft.Group) -> None:
+    """Combine tells what rows it returns; a first round that was built for others is right too."""
+    ids, weights = routing(3, group.rank, 2 + group.rank)
+    x = torch.ones((len(ids), HIDDEN), dtype=torch.bfloat16)
+    limit, narrow, half = 2 + RANKS, HIDDEN // 2, torch.float16
+    reached = [0.0] * len(ids)
+    for rank in range(RANKS):
+        for token, hit in enumerate(torch.isin(ids, experts_of(rank)).any(dim=1).tolist()):
+            reached[token] += hit * (rank + 1)
+    right = torch.tensor(reached)[:, None].expand(-1, narrow)
+    for inside in (False, True):
+        with make(group) as a2a:
+            for _ in range(3):
+                weights_seen = a2a.dispatch(ids, [x, ids, weights], limit)[2]
+                mine = torch.isin(ids, experts_of(group.rank)).any(dim=1)
+                y = torch.full((RANKS, limit, narrow), group.rank + 1.0, dtype=half)
+                if inside:
+                    y = a2a.get_combine_payload_tensor_in_workspace(limit, narrow, half)
+                    y.fill_(group.rank + 1.0)
+                seen = weights_seen[group.rank, : len(ids)][mine]
+                assert torch.equal(seen, weights[mine])  # also when another carrier takes y
+                out = a2a.combine(y, limit, payload_in_workspace=inside)
+                assert out.dtype == half
+                assert torch.equal(out.float(), right)
+                assert len(workspace_of(a2a)._operators) == 1  # the guess is given back
+            a2a.dispatch(ids, [x, ids, weights], limit)
+            wide = torch.ones((RANKS, limit, HIDDEN), dtype=torch.bfloat16)
+            words = (
+                f"{HIDDEN}, dtype torch.bfloat16",
+                f"[{narrow}] torch.float16",
+                "another MoeAlltoAll",
+            )
+            refused(InvalidArgument, lambda wide=wide: a2a.combine(wide, limit), *words)  # type: ignore[misc]
+            a2a.combine(y.clone(), limit)
+
+
+def test_rows_other_than_guessed_are_combined(ranks):
+    ranks(RANKS, "threads")(other_rows)
+    assert not leases._shared
+
+
+def low_precision(group: weft.Group) -> None:
+    """FP8 rows: numbers that FP8 holds with a power of two for a scale come back exactly."""
+    ids = torch.tensor([[0, 3], [5, -1]], dtype=torch.int32)
+    hidden = 128
+    x, weights = torch.ones((2, hidden), dtype=torch.bfloat16), torch.ones((2, TOP_K))
+    with make(group, hidden_size=None, workspace_size_per_rank=99) as a2a:
+        for inside in (True, False, True):
+            a2a.dispatch(ids, [x, ids, weights], 2)
+            y = torch.empty((RANKS, 2, hidden), dtype=torch.bfloat16)
+            if inside:
+                y = a2a.get_combine_payload_tensor_in_workspace(2, hidden, torch.bfloat16)
+            y.copy_(torch.tensor([448.0, 224.0]).repeat(hidden // 2))
+            out = a2a.combine(y, 2, payload_in_workspace=inside, use_low_precision=True)
+            assert out.dtype == torch.bfloat16
+            assert torch.equal(out, torch.stack([2 * y[0, 0], y[0, 0]]))
+        # What FP8 cannot hold is rounded.
+        a2a.dispatch(ids, [x, ids, weights], 2)
+        y = torch.randn((RANKS, 2, hidden)).bfloat16()
+        out = a2a.combine(y, 2, use_low_precision=True)
+        assert not torch.equal(out[1], y[2, 1])
+
+
+def test_low_precision_sends_fp8(ranks):
+    ranks(RANKS, "threads")(low_precision)
+
+
+def apart(group: weft.Group) -> None:
+    """Objects that ask for other bytes have rounds that overlap."""
+    first, second = (make(group, workspace_size_per_rank=1000 + n) for n in range(2))
+    ids, weights = routing(0, group.rank, 2)
+    plain = [torch.ones((2, HIDDEN), dtype=torch.bfloat16), ids, weights]
+    y = torch.zeros((RANKS, 2, HIDDEN), dtype=torch.bfloat16)
+    first.dispatch(ids, plain, 2)
+    play(second, PLAIN)
+    first.combine(y, 2)
+    first.close()
+    second.close()
+
+
+def test_other_sizes_part_workspaces(ranks):
+    ranks(RANKS, "threads")(apart)
+
+
+def forgotten(group: weft.Group) -> None:
+    """An engine that drops its object and makes a larger one, without close()."""
+    a2a = make(group)
+    play(a2a, PLAIN)
+    del a2a
+    gc.collect()
+    group.barrier()
+    with make(group, workspace_size_per_rank=1 << 20) as a2a:
+        play(a2a, PLAIN)
+
+
+def test_objects_that_are_dropped_give_their_memory_back(ranks):
+    ranks(RANKS, "threads")(forgotten)
+    gc.collect()
+    assert not leases._shared
 
 
 def layers(group: weft.Group) -> None:
@@ -95,14 +206,14 @@ def layers(group: weft.Group) -> None:
     play(second, PLAIN)
     first.close()
     first.close()
-    refused(OutOfOrder, lambda: first.workspace_size_per_rank, "closed")
+    refused(OutOfOrder, lambda: first.dispatch(ids, plain, 2), "closed")
     play(second, PLAIN)
     third, fourth = make(group), make(group)
     play(third, QUANTISED)
     play(fourth, QUANTISED)
-    assert workspace_of(third) is workspace_of(fourth)
+    assert workspace_of(third) is workspace_of(fourth) is workspace_of(second)
     play(second, PLAIN)
-    assert len([terms for terms in leases._shared if terms.group is group]) == 2
+    assert len([terms for terms in leases._shared if terms.group is group]) == 1
     for a2a in (second, third, fourth):
         a2a.close()
 
@@ -110,22 +221,6 @@ def layers(group: weft.Group) -> None:
 def test_layers_of_equal_sizes_share_one_workspace(ranks):
     ranks(RANKS, "threads")(layers)
     assert not leases._shared
-
-
-class Backend:
-    """A communication backend over a group's control messages."""
-
-    def __init__(self, group: weft.Group) -> None:
-        self.group = group
-
-    def Get_rank(self) -> int:
-        return self.group.rank
-
-    def Get_size(self) -> int:
-        return self.group.size
-
-    def allgather(self, data: Any) -> list[Any]:
-        return self.group.all_gather(data)
 
 
 def meeting(group: weft.Group) -> None:

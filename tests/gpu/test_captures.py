@@ -108,8 +108,6 @@ def let_go(how: str, box: list[Made]) -> None:
 
 def ways_of(name: str) -> tuple[str, ...]:
     """How such an object may go."""
-    if name == "MoeAlltoAll":  # its lease is given up by close alone
-        return ("close",)
     dropped = ("close", "drop", "cycle")
     return (
         ("abort", *dropped)

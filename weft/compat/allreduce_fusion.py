@@ -43,6 +43,14 @@ class AllReduceFusionPattern(IntEnum):
     kARResidualRMSNormOutDynamicFP8Quant = 11
 
 
+class QuantizationSFLayout(IntEnum):
+    """How NVFP4's scales lie; the numbers are those of flashinfer.comm."""
+
+    SWIZZLED_128x4 = 0
+    SWIZZLED_8x4 = 1
+    LINEAR = 2
+
+
 _Pattern = AllReduceFusionPattern
 _REFUSED = (_Pattern.kARResidualRMSNormFP4Quant, _Pattern.kARResidualRMSNormOutFP4Quant)
 _STATIC = (_Pattern.kARResidualRMSNormFP8Quant, _Pattern.kARResidualRMSNormOutFP8Quant)
@@ -107,7 +115,8 @@ def allreduce_fusion(
     real("weight_bias", weight_bias)
     call = _pattern(pattern)
     refuse("moe_finalize_backend", moe_finalize_backend, "trtllm", _FINALIZE)
-    refuse("layout_code", layout_code, None, _NVFP4)
+    if layout_code is not None:  # of NVFP4's scales, which no pattern here has
+        integer("layout_code", layout_code, 0, QuantizationSFLayout.LINEAR)
     experts = moe_reduction_device_num_experts, moe_reduction_scale_input
     made = moe_reduction_active_experts_token_input, moe_reduction_token_input
     prologue = None
@@ -122,10 +131,28 @@ def allreduce_fusion(
         epilogue = _norm(call, residual_in, rms_gamma) | {"eps": rms_eps, "quant": quant}
         epilogue["weight_bias"] = weight_bias
     wanted = outputs.wanted(call)
-    backend = workspace.backend_for(use_oneshot, len(input if residual_in is None else residual_in))
+    tokens = len(input if residual_in is None else residual_in)
+    backend = workspace.backend_for(
+        use_oneshot, input if prologue is None else prologue.rows, tokens
+    )
     x = input if prologue is None else None
     names = REDUCED if call is _REDUCTION else NAMES
-    return workspace.run(x, prologue, backend, epilogue | wanted, names)
+    answer = workspace.run(x, prologue, backend, epilogue | wanted, names)
+    if call in _GROUPED and scale_out is not None:
+        _blank_padding(scale_out)
+    return answer
+
+
+def _blank_padding(scales: torch.Tensor) -> None:
+    """Zero what lies between a column's last token and the next column, as flashinfer.comm does.
+
+    scales: `[tokens, columns]` with strides `(1, tokens rounded up to 4)`.
+    """
+    tokens, columns = scales.shape
+    padding, pitch = -tokens % 4, -(-tokens // 4) * 4
+    held = scales.untyped_storage().nbytes() // scales.itemsize - scales.storage_offset()
+    if padding and columns * pitch <= held and (columns == 1 or scales.stride(1) == pitch):
+        scales.as_strided((columns, padding), (pitch, 1), scales.storage_offset() + tokens).zero_()
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,25 +174,23 @@ class _Outputs:
     def wanted(self, call: _Pattern) -> dict[str, Any]:
         """The outputs of a pattern, as `fused` names them.
 
-        As in flashinfer.comm, `output` is written where no norm follows and in the MoE reduction;
-        elsewhere it is left alone.
+        As in flashinfer.comm, what a pattern does not write is left alone: `output` but for the sum
+        and the MoE reduction, the norm but for patterns that say Out. Raises InvalidArgument for a
+        quantisation that is made there, and not here.
         """
         if call is _Pattern.kAllReduce:
             return {"out": _or(self.output, True)}
         wanted: dict[str, Any] = {"residual_out": self.residual_out}
-        if call in _WITHOUT_NORM:
-            refuse("norm_out", self.norm_out, None, f"{call.name} writes none; its Out form does")
-        else:
+        if call not in _WITHOUT_NORM:
             wanted["norm_out"] = _or(self.norm_out, True)
         if call is _REDUCTION:
             wanted["out"] = self.output
         if call in (*_STATIC, *_GROUPED, *_DYNAMIC):
             wanted["quant_out"] = self.quant_out
-        else:
-            refuse("quant_out", self.quant_out, None, _PLAIN_MOE)
         if call in (*_GROUPED, *_DYNAMIC):
             wanted["scale_out"] = self.scale_out
-        elif call not in _STATIC:
+        if call in (_REDUCTION, _FINALIZED):
+            refuse("quant_out", self.quant_out, None, _PLAIN_MOE)
             refuse("scale_out", self.scale_out, None, _PLAIN_MOE)
         return wanted
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from weft.allreduce.reduction import MAX_TOKENS
 from weft.allreduce.spec import MoEFinalize
 from weft.allreduce.table import Table
 from weft.arguments import flags, instance, integer, one_of, real
-from weft.compat.ranks import lease_group, release_group
+from weft.compat.ranks import RankPlace, lease_group, release_group
 from weft.compat.refusals import StaysMapped, refuse, renamed
 from weft.errors import InvalidArgument, OutOfOrder, UsageError
 from weft.memory import Group
@@ -46,14 +46,6 @@ MULTICAST = "weft uses no NVLink multicast, which mnnvl is made of; auto and trt
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """A rank's place, as `compat.ranks` reads it of a mapping."""
-
-    moe_ep_rank: int
-    moe_ep_size: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Config:
     comm_backend: Any
 
@@ -63,11 +55,21 @@ class AllReduceFusionWorkspace(StaysMapped):
 
     backend = "trtllm"  # whose calls it takes: engines ask
 
-    def __init__(self, reduce: AllReduce, group: Group, *, max_tokens: int, owns: bool) -> None:
+    def __init__(
+        self,
+        reduce: AllReduce,
+        group: Group,
+        *,
+        max_tokens: int,
+        owns: bool,
+        make: Callable[[int, int, torch.dtype], AllReduce] | None = None,
+    ) -> None:
         self.world_size, self.rank = group.size, group.rank
         self.group = group
         self._max_tokens = max_tokens
         self._reduce: AllReduce | None = reduce
+        self._make = make  # another one, of so many tokens, so wide, of a dtype
+        self._others: dict[tuple[int, torch.dtype], AllReduce] = {}
         self._owns_group = owns
         self._scales: dict[float, torch.Tensor] = {}
         self._indices: dict[tuple[int, int], torch.Tensor] = {}
@@ -78,6 +80,31 @@ class AllReduceFusionWorkspace(StaysMapped):
             raise OutOfOrder("this workspace was destroyed; make a new one")
         return self._reduce
 
+    def serving(self, rows: torch.Tensor) -> AllReduce:
+        """The all-reduce for rows like these; collective where their size or dtype is new.
+
+        What does not fit goes to the first, whose checks say why. Raises OutOfOrder after destroy,
+        and InvalidArgument in a graph capture that is the first to bring such rows.
+        """
+        reduce, key = self.open(), (int(rows.shape[-1]), rows.dtype)
+        if key == (reduce.reduction.hidden, reduce.dtype) or self._make is None:
+            return reduce
+        if not self._fits(1, *key):
+            return reduce
+        if key not in self._others:
+            self._refuse_capture(f"rows [{key[0]}] of {key[1]}", "bring some before the capture")
+            self._others[key] = self._make(self._elements() // key[0], *key)
+        return self._others[key]
+
+    def _elements(self) -> int:
+        return self._max_tokens * self.open().reduction.hidden
+
+    def _fits(self, tokens: int, hidden: int, dtype: torch.dtype) -> bool:
+        """As in flashinfer.comm: as many elements, and either both float32 or neither."""
+        alike = (dtype == torch.float32) == (self.open().dtype == torch.float32)
+        sizes = hidden >= 8 and hidden % 8 == 0 and 0 <= tokens * hidden <= self._elements()
+        return dtype in DTYPE_NAMES and alike and sizes
+
     def is_buffer_size_sufficient(
         self,
         tp_size: int,
@@ -86,8 +113,8 @@ class AllReduceFusionWorkspace(StaysMapped):
         dtype: torch.dtype,
         use_oneshot: bool | None = None,
     ) -> bool:
-        """Can this workspace serve such calls? It is made for one hidden size and dtype."""
-        reduce = self.open()
+        """Can this workspace serve such calls? The first of another hidden size makes memory."""
+        self.open()
         tp_size, num_tokens = (
             integer("tp_size", tp_size, *INT64),
             integer("num_tokens", num_tokens, *INT64),
@@ -96,17 +123,16 @@ class AllReduceFusionWorkspace(StaysMapped):
         instance("dtype", dtype, torch.dtype)
         if use_oneshot is not None:
             flags(use_oneshot=use_oneshot)
-        made = (self.world_size, reduce.reduction.hidden, reduce.dtype)
-        return (tp_size, hidden_dim, dtype) == made and 0 <= num_tokens <= self._max_tokens
+        return tp_size == self.world_size and self._fits(num_tokens, hidden_dim, dtype)
 
-    def backend_for(self, use_oneshot: bool | None, tokens: int) -> str:
+    def backend_for(self, use_oneshot: bool | None, rows: torch.Tensor, tokens: int) -> str:
         """The backend that a call's use_oneshot means, where it serves the size; else "auto"."""
         if use_oneshot is None:
             return "auto"
         flags(use_oneshot=use_oneshot)
         if not use_oneshot:
             return "twoshot"
-        return "oneshot" if tokens <= self.open().reduction.direct else "auto"
+        return "oneshot" if tokens <= self.serving(rows).reduction.direct else "auto"
 
     def run(
         self,
@@ -121,7 +147,9 @@ class AllReduceFusionWorkspace(StaysMapped):
         names: what errors call its arguments.
         """
         try:
-            result = self.open().fused(x, prologue=prologue, backend=backend, **others)
+            rows = prologue.rows if x is None and prologue is not None else x
+            reduce = self.open() if rows is None else self.serving(rows)
+            result = reduce.fused(x, prologue=prologue, backend=backend, **others)
         except UsageError as error:
             raise renamed(error, names) from error
         answers = (result.norm, result.quant, result.out)
@@ -155,23 +183,77 @@ class AllReduceFusionWorkspace(StaysMapped):
 
     def check(self) -> None:
         """Raise what the device has recorded (`weft.AllReduce.check`)."""
-        self.open().check()
+        for reduce in (self.open(), *self._others.values()):
+            reduce.check()
 
     def destroy(self) -> None:
         """Give up the memory, and the group if it was not given. Local and idempotent."""
         reduce, self._reduce = self._reduce, None
         if reduce is not None:
-            reduce.close()
+            for each in (reduce, *self._others.values()):
+                each.close()
+            self._others.clear()
             self._scales.clear()
             self._indices.clear()
             if self._owns_group:
-                _give_up(self.group)
+                give_up(self.group)
 
     def __enter__(self) -> AllReduceFusionWorkspace:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.destroy()
+
+
+class TRTLLMAllReduceFusionWorkspace(AllReduceFusionWorkspace):
+    """The same, by its constructor. Collective. Raises what create_allreduce_fusion_workspace does.
+
+    metadata: the sizes that it was made with.
+    """
+
+    def __init__(
+        self,
+        tp_size: int,
+        tp_rank: int,
+        max_token_num: int,
+        hidden_dim: int,
+        dtype: torch.dtype = torch.float16,
+        comm_backend: Any = None,
+        group: Group | dist.ProcessGroup | None = None,
+        *,
+        table: Table | Path | str | None = None,
+        timeout: float = 120.0,
+        first_timeout: float = 120.0,
+    ) -> None:
+        tp_size = integer("tp_size", tp_size, 1, MAX_WORLD)
+        tp_rank = integer("tp_rank", tp_rank, 0, MAX_WORLD)
+        max_token_num = integer("max_token_num", max_token_num, 1, MAX_TOKENS)
+        hidden_dim = integer("hidden_dim", hidden_dim, 8, 1 << 20)
+        dtype = one_of("dtype", dtype, DTYPE_NAMES)
+        ranks, owns = workspace_ranks(tp_rank, tp_size, comm_backend, group)
+
+        def make(tokens: int, hidden: int, dtype: torch.dtype) -> AllReduce:
+            return AllReduce(
+                ranks,
+                max_tokens=min(tokens, MAX_TOKENS),
+                hidden=hidden,
+                dtype=dtype,
+                table=table,
+                timeout=timeout,
+                first_timeout=first_timeout,
+            )
+
+        try:
+            reduce = make(max_token_num, hidden_dim, dtype)
+        except Exception:
+            if owns:
+                give_up(ranks)
+            raise
+        super().__init__(reduce, ranks, max_tokens=max_token_num, owns=owns, make=make)
+        self.metadata: dict[str, Any] = {
+            **{"tp_rank": tp_rank, "tp_size": tp_size, "max_token_num": max_token_num},
+            **{"hidden_dim": hidden_dim, "use_fp32_lamport": dtype == torch.float32},
+        }
 
 
 def create_allreduce_fusion_workspace(
@@ -189,7 +271,7 @@ def create_allreduce_fusion_workspace(
     table: Table | Path | str | None = None,
     timeout: float = 120.0,
     first_timeout: float = 120.0,
-) -> AllReduceFusionWorkspace:
+) -> TRTLLMAllReduceFusionWorkspace:
     """Make the memory that `allreduce_fusion` works in. Collective.
 
     backend: "auto" and "trtllm" mean the same; "mnnvl" is refused.
@@ -210,34 +292,25 @@ def create_allreduce_fusion_workspace(
     }
     if missing := [name for name, value in needed.items() if value is None]:
         raise InvalidArgument(f"{missing[0]} is None; create_allreduce_fusion_workspace needs it")
-    world_size = integer("world_size", world_size, 1, MAX_WORLD)
-    rank = integer("rank", rank, 0, MAX_WORLD)
-    max_token_num = integer("max_token_num", max_token_num, 1, MAX_TOKENS)
-    hidden_dim = integer("hidden_dim", hidden_dim, 8, 1 << 20)
-    dtype = one_of("dtype", dtype, DTYPE_NAMES)
-    ranks, owns = _ranks(rank, world_size, comm_backend, group)
-    try:
-        reduce = AllReduce(
-            ranks,
-            max_tokens=max_token_num,
-            hidden=hidden_dim,
-            dtype=dtype,
-            table=table,
-            timeout=timeout,
-            first_timeout=first_timeout,
-        )
-    except Exception:
-        if owns:
-            _give_up(ranks)
-        raise
-    return AllReduceFusionWorkspace(reduce, ranks, max_tokens=max_token_num, owns=owns)
+    return TRTLLMAllReduceFusionWorkspace(
+        integer("world_size", world_size, 1, MAX_WORLD),
+        integer("rank", rank, 0, MAX_WORLD),
+        integer("max_token_num", max_token_num),
+        integer("hidden_dim", hidden_dim),
+        one_of("dtype", dtype, DTYPE_NAMES),
+        comm_backend,
+        group,
+        table=table,
+        timeout=timeout,
+        first_timeout=first_timeout,
+    )
 
 
-def _ranks(
+def workspace_ranks(
     rank: int, size: int, comm: Any, group: Group | dist.ProcessGroup | None
 ) -> tuple[Group, bool]:
     """The group of a workspace, and whether the workspace is to give it up."""
-    place = _Place(rank, size)
+    place = RankPlace(rank, size)
     if group is None:
         return lease_group(place, _Config(comm), None), True
     if isinstance(group, Group):
@@ -250,7 +323,7 @@ def _ranks(
         raise
 
 
-def _give_up(group: Group) -> None:
-    """Close a group that `_ranks` made; one that others share stays until the last is done."""
+def give_up(group: Group) -> None:
+    """Close a group of `workspace_ranks`; one that others share stays until the last is done."""
     if not release_group(group):
         group.close()

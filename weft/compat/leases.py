@@ -7,160 +7,141 @@ sequence of calls alone, so it is the same on every rank, as collective creation
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from weft.alltoall.api import AllToAll
-from weft.alltoall.received import Payload, Received
+from weft.alltoall.received import Payload
 from weft.errors import InvalidArgument
 from weft.memory import Group
-from weft.memory.driver import relaxed
-from weft.runtime.check import check_alignment, check_gradient
+from weft.runtime.stream import capturing
+from weft.shape import DTYPE_NAMES
+
+RowBytes = tuple[int, ...]  # of each payload: what a dispatch's memory follows from
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What two callers must have in common to share a workspace."""
+    """What two callers must have in common to share a workspace.
+
+    bytes_asked: a caller that asks for another size wants memory of its own, as in flashinfer.comm:
+        engines part rounds that may overlap by it.   apart: the same, as a number.
+    """
 
     group: Group
     max_tokens: int
     top_k: int
     num_experts: int
-    hidden: int
-    dtype: torch.dtype
-    payloads: tuple[Payload, ...]
     stats: int
-    contiguous: bool
+    bytes_asked: int
+    apart: int
     timeout: float
     first_timeout: float
 
-    def sizes(self) -> dict[str, Any]:
-        """What the memory of an AllToAll follows from, as it takes it."""
-        names = ("max_tokens", "top_k", "num_experts", "hidden", "dtype", "payloads", "stats")
-        return {name: getattr(self, name) for name in names}
 
-    def memory_bytes(self) -> int:
-        """Bytes of symmetric memory of each rank."""
-        return AllToAll.memory_bytes(ranks=self.group.size, **self.sizes())
+@dataclass(frozen=True, slots=True)
+class CombineRow:
+    """The rows that a combine returns; fp8: FP8 numbers and scales travel in their stead."""
+
+    hidden: int
+    dtype: torch.dtype
+    fp8: bool = False
+
+    def __str__(self) -> str:
+        return f"[{self.hidden}] {self.dtype}" + (" as FP8" if self.fp8 else "")
 
 
 class SharedWorkspace:
-    """An AllToAll, and the ordinary memory that its views need, allocated once."""
+    """One AllToAll for each list of payload sizes and each combine row that calls have brought.
+
+    expected: the combine row that rounds of a payload list turned out to have.
+    """
 
     def __init__(self, terms: Terms) -> None:
         self.terms, self.users = terms, 0
-        self.a2a = AllToAll(
-            terms.group,
-            **terms.sizes(),
-            timeout=terms.timeout,
-            first_timeout=terms.first_timeout,
-        )
-        try:
-            with relaxed(terms.group.device):
-                terms.group.together(self._allocate, doing="allocating what packs received rows")
-        except Exception:
-            self.a2a.close()
-            raise
+        self.expected: dict[RowBytes, CombineRow] = {}
+        self._operators: dict[tuple[RowBytes, CombineRow], AllToAll] = {}
+        self._silence: torch.Tensor | None = None
+        if terms.stats:
+            device = terms.group.device
+            self._silence = torch.zeros(terms.stats, dtype=torch.int32, device=device)
 
-    def _allocate(self) -> None:
-        terms, device = self.terms, self.terms.group.device
-        slots = (terms.group.size, terms.max_tokens)
-        self._unrouted = torch.empty((*slots, terms.top_k), dtype=torch.bool, device=device)
-        self._silence = torch.zeros(terms.stats, dtype=torch.int32, device=device)
-        rows = (*terms.payloads, Payload((terms.hidden,), terms.dtype)) if terms.contiguous else ()
-        self._packed = [
-            torch.empty(math.prod((*slots, *row.shape)), dtype=row.dtype, device=device)
-            for row in rows
-        ]
+    def operator(self, payloads: RowBytes, row: CombineRow) -> AllToAll:
+        """The all-to-all of these sizes; collective when it is new.
 
-    def view(self, plane: int, received: torch.Tensor, tokens: int) -> torch.Tensor:
-        """`[ep_size, tokens, *row]` of a received plane: in place, or packed if so agreed."""
-        rows = received[:, :tokens]
-        if not self.terms.contiguous or rows.is_contiguous():
-            return rows
-        return self._slice(plane, rows.shape).copy_(rows)
-
-    def dispatch(
-        self,
-        payloads: Sequence[torch.Tensor],
-        ids: torch.Tensor,
-        stats: torch.Tensor | None,
-    ) -> Received:
-        """AllToAll.dispatch; zeros stand for statistics that this call does not bring."""
-        if stats is None and self.terms.stats:
-            stats = self._silence
-        return self.a2a.dispatch(payloads, ids, stats=stats)
-
-    def mark_unrouted(self, view: torch.Tensor, ids: torch.Tensor, value: int) -> None:
-        """Write `value` into `view` wherever `ids` names no expert of this rank."""
-        tokens = view.shape[1]
-        unrouted = self._unrouted[:, :tokens]
-        torch.lt(ids[:, :tokens], 0, out=unrouted)
-        view.masked_fill_(unrouted, value)
-
-    def outbox(self, tokens: int) -> torch.Tensor:
-        """`[ep_size, tokens, hidden]` of the outbox, where peers read it."""
-        return self.a2a.output()[:, :tokens]
-
-    def results(self, tokens: int) -> torch.Tensor:
-        """`[ep_size, tokens, hidden]` for experts to write: the outbox, or a packed stand-in."""
-        rows = self.outbox(tokens)
-        if not self.terms.contiguous or rows.is_contiguous():
-            return rows
-        return self._slice(-1, rows.shape)
-
-    def take(self, payload: torch.Tensor, tokens: int, claimed: bool) -> None:
-        """Put `payload` `[ep_size, tokens, hidden]` into the outbox, where it is not there already.
-
-        claimed: the caller says that it is what `results` returned.
-        Raises InvalidArgument for another shape, dtype or device, and for memory of the workspace
-        that is not that tensor.
+        Raises InvalidArgument in a graph capture that is the first to need it, and what AllToAll
+        raises.
         """
-        if payload.layout is not torch.strided or payload.is_nested:
-            raise InvalidArgument("payload is a sparse or nested tensor; pass a dense one")
-        check_gradient("payload", payload)
-        check_alignment("payload", payload, payload.itemsize)
-        outbox, offered = self.outbox(tokens), self.results(tokens)
-        device, terms = self.terms.group.device, self.terms
-        if (payload.shape, payload.dtype, payload.device) != (outbox.shape, terms.dtype, device):
-            raise InvalidArgument(
-                f"payload is {list(payload.shape)} {payload.dtype} on {payload.device}; it must be "
-                f"{list(outbox.shape)} {terms.dtype} on {device}"
+        key = (payloads, row)
+        if key not in self._operators:
+            terms = self.terms
+            if capturing(terms.group.device):
+                raise InvalidArgument(
+                    f"payload rows of {list(payloads)} bytes and combine rows {row} come for the "
+                    "first time in a graph capture, where no memory can be made: run one such "
+                    "round on all ranks before it"
+                )
+            self._operators[key] = AllToAll(
+                terms.group,
+                max_tokens=terms.max_tokens,
+                top_k=terms.top_k,
+                num_experts=terms.num_experts,
+                hidden=row.hidden,
+                dtype=row.dtype,
+                payloads=[Payload((size,), torch.uint8) for size in payloads],
+                combine_dtype="fp8" if row.fp8 else None,
+                stats=terms.stats,
+                timeout=terms.timeout,
+                first_timeout=terms.first_timeout,
             )
-        inside = payload.data_ptr() in (outbox.data_ptr(), offered.data_ptr())
-        if (claimed or inside) and not _same(payload, offered):
-            raise InvalidArgument(
-                f"payload starts at {payload.data_ptr():#x} with strides {payload.stride()} and "
-                f"payload_in_workspace={claimed}; the workspace's tensor starts at "
-                f"{offered.data_ptr():#x} with strides {offered.stride()}: write into what "
-                "get_combine_payload_tensor_in_workspace returned, or pass memory of your own"
-            )
-        if not _same(payload, outbox):
-            outbox.copy_(payload)
+        return self._operators[key]
 
-    def _slice(self, plane: int, shape: torch.Size) -> torch.Tensor:
-        return self._packed[plane][: shape.numel()].view(shape)
+    def settle(self, payloads: RowBytes, row: CombineRow) -> None:
+        """Rounds with these payloads return `row`; what was made for another guess goes."""
+        guessed = self.expected.get(payloads)
+        self.expected[payloads] = row
+        if guessed is None:
+            for key in [k for k in self._operators if k[0] == payloads and k[1] != row]:
+                self._operators.pop(key).close()
+
+    def stats(self, given: torch.Tensor | None) -> torch.Tensor | None:
+        """What a dispatch tells: zeros stand for statistics that a call does not bring."""
+        return self._silence if given is None else given
+
+    def check(self) -> None:
+        """Raise what the device has recorded for any of its all-to-alls."""
+        for operator in self._operators.values():
+            operator.check()
 
     def close(self) -> None:
         """Give the memory back. Local."""
-        self.a2a.close()
+        for operator in self._operators.values():
+            operator.close()
+        self._operators.clear()
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Do two tensors of one shape show the same memory? Strides of single rows do not matter."""
-    steps = zip(one.shape, one.stride(), other.stride(), strict=True)
-    return one.data_ptr() == other.data_ptr() and all(n == 1 or a == b for n, a, b in steps)
+def guess(payloads: Sequence[Payload], hidden: int | None) -> CombineRow:
+    """The combine row of a first round: as wide as the model's hidden size, in its dtype.
+
+    The first payload is x: in its own dtype, or quantised, a byte for one number or for two.
+    """
+    first = payloads[0]
+    dtype = first.dtype if first.dtype in DTYPE_NAMES else torch.bfloat16
+    if hidden is None:
+        packed = 2 if first.dtype == torch.uint8 else 1
+        hidden = first.row_bytes // first.dtype.itemsize * packed
+        vector = 16 // dtype.itemsize  # rows are whole vectors
+        hidden = -(-hidden // vector) * vector
+    return CombineRow(hidden, dtype)
 
 
 _shared: dict[Terms, SharedWorkspace] = {}
 
 
 def lease(terms: Terms) -> SharedWorkspace:
-    """The workspace of these terms; collective when it is new. Raises what AllToAll raises."""
+    """The workspace of these terms. Local: its memory is made when calls bring their sizes."""
     workspace = _shared.get(terms)
     if workspace is None:
         workspace = _shared[terms] = SharedWorkspace(terms)

@@ -28,6 +28,14 @@ class EpMapping(Protocol):
     def moe_ep_size(self) -> int: ...
 
 
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """The place of a caller that says it in two numbers."""
+
+    moe_ep_rank: int
+    moe_ep_size: int
+
+
 class CommBackend(Protocol):
     """What is used of a configuration's comm_backend; mpi4py communicators fit as well."""
 

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from weft.alltoall.geometry import QUANTISED
 from weft.alltoall.received import Payload
-from weft.arguments import integer, shown
+from weft.arguments import integer, integers, shown
+from weft.arguments import refuse as wrong
 from weft.errors import InvalidArgument, TokenOverflow, UsageError
 from weft.fields import largest
-from weft.runtime.check import check_tensor
-from weft.shape import Shape
+from weft.runtime.check import check_alignment, check_tensor, tensors_of
+from weft.shape import MAX_PLANES, Shape
 
 BACKEND = "weft has one set of kernels"
-MASK = "weft waits for every rank; when one is gone, close the group and make a new one"
+GONE = "weft waits for every rank; when one is gone, close the group and make a new one"
 STATS = "this all-to-all has no statistics; pass eplb_stats_num_experts to its constructor"
 REMAP = "weft's memory cannot be unmapped and mapped again; close() and make a new one"
-RESULT = "combine adds rows, and returns them, in the dtype it was built for; convert its result"
+RESULT = "combine returns rows in payload's dtype; those that flashinfer quantises need Blackwell"
+MASK_WORDS = 1  # of 64 ranks each, in flashinfer.comm's masks
 
 
 class StaysMapped:
@@ -60,6 +64,34 @@ def renamed(error: UsageError, names: Mapping[str, str]) -> UsageError:
     return type(error)(names[word] + text[len(word) :])
 
 
+def check_payloads(
+    given: Sequence[torch.Tensor], tokens: int, device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """The payload tensors, each contiguous `[tokens, *]`. Raises InvalidArgument naming the one."""
+    name = "input_payloads"
+    if isinstance(given, torch.Tensor):  # its rows would count as payloads
+        refuse(name, given, (), "pass a list of tensors")
+    tensors = tensors_of(name, given)
+    if not 1 <= len(tensors) <= MAX_PLANES:
+        raise InvalidArgument(
+            f"{name} has {len(tensors)} payload tensors; one dispatch carries 1..{MAX_PLANES}"
+        )
+    for plane, tensor in enumerate(tensors):
+        each = f"{name}[{plane}]"
+        if tensor.is_nested or tensor.layout is not torch.strided or not tensor.dim():
+            shape = (tokens, None)
+        else:
+            shape = (tokens, *tensor.shape[1:])
+        check_tensor(each, tensor, shape=shape, dtypes=(tensor.dtype,), device=device)
+        if tensor.dtype in QUANTISED or 0 in tensor.shape[1:]:
+            raise InvalidArgument(
+                f"{each} is {shown(tensor)}; it must be rows of 1 byte or more, of a dtype whose "
+                "numbers need no scale beside them"
+            )
+        check_alignment(each, tensor, tensor.itemsize * math.prod(tensor.shape[1:]))
+    return tensors
+
+
 def check_ids(rows: Sequence[Payload], top_k: int, invalid: int, index: int | None) -> None:
     """Raise InvalidArgument unless payload `index` can hold expert ids, to be made `invalid`."""
     if index is None:
@@ -77,6 +109,34 @@ def check_ids(rows: Sequence[Payload], top_k: int, invalid: int, index: int | No
             f"payload {index} has rows {row_text(rows[index])}; expert ids are [{top_k}] "
             "torch.int32 or torch.int64: mend expert_id_payload_index"
         )
+
+
+def check_mask(mask: torch.Tensor | None, enabled: bool, rank: int, size: int) -> None:
+    """Raise InvalidArgument unless `mask` says that all ranks take part, where it must say it."""
+    name = "active_rank_mask"
+    if not enabled:
+        refuse(name, mask, None, "pass enable_rank_mask=True to the constructor")
+        return
+    cpu = torch.device("cpu")
+    check_tensor(name, mask, shape=(MASK_WORDS,), dtypes=(torch.uint64,), device=cpu)  # type: ignore[arg-type]
+    assert mask is not None
+    check_alignment(name, mask, mask.itemsize)
+    word = int(mask.tolist()[0])
+    if absent := [each for each in range(size) if not word >> each & 1]:
+        whose = f"its own rank {rank}" if rank in absent else f"ranks {absent}"
+        raise InvalidArgument(f"{name} is {word:#x}, without {whose} of {size}: {GONE}")
+
+
+def moe_a2a_active_rank_mask(active_ranks: Iterable[int], ep_size: int) -> torch.Tensor:
+    """CPU uint64 `[1]` with bit i set for each active rank i. Raises InvalidArgument."""
+    ep_size = integer("ep_size", ep_size, 1, MASK_WORDS * 64)
+    if isinstance(active_ranks, str) or not isinstance(active_ranks, Iterable):
+        wrong("active_ranks", active_ranks, "ranks, as integers")
+    found = active_ranks.tolist() if isinstance(active_ranks, torch.Tensor) else active_ranks
+    mask = 0
+    for rank in integers("active_ranks", list(found), 0, ep_size - 1):
+        mask |= 1 << rank
+    return torch.tensor([mask], dtype=torch.uint64, device="cpu")
 
 
 def check_stats(stats: torch.Tensor | None, size: int, device: torch.device) -> None:

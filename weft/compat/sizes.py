@@ -11,6 +11,8 @@ from weft.compat.refusals import BACKEND, refuse
 from weft.fields import largest
 from weft.shape import MAX_PLANES, MAX_RANKS, MAX_ROW_BYTES, MAX_TOP_K, Shape
 
+MAX_BYTES = 1 << 48  # of a workspace: more than any host has
+
 
 def default_payloads(hidden: int, top_k: int, dtype: torch.dtype) -> tuple[Payload, ...]:
     """What engines send without quantisation: hidden states, expert ids, routing weights."""

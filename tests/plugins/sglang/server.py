@@ -1,0 +1,146 @@
+"""A model of the stand-in on one rank, served by weft, and what one process makes of its tokens."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+import weft
+
+STANDIN = str(Path(__file__).parent / "standin")
+BLOCKS = {
+    "qwen3": ("qwen3_moe", "Qwen3MoeSparseMoeBlock"),
+    "glm4": ("glm4_moe", "Glm4MoeSparseMoeBlock"),
+    "deepseek": ("deepseek_v2", "DeepseekV2MoE"),
+}
+
+
+def enter() -> None:
+    """Let `import sglang` find the stand-in, and load weft's plug-in as SGLang does."""
+    if STANDIN not in sys.path:
+        sys.path.insert(0, STANDIN)
+    from sglang.srt.plugins import load_plugins
+
+    from weft.plugins.sglang import register
+
+    load_plugins(register)
+
+
+def leave() -> None:
+    """Forget the stand-in, and what was imported of it."""
+    import weft.plugins.sglang
+
+    weft.plugins.sglang.engine.close()
+    if STANDIN in sys.path:
+        sys.path.remove(STANDIN)
+    for name in [n for n in sys.modules if n.split(".")[0] == "sglang"]:
+        del sys.modules[name]
+    if sys.modules.pop("weft.plugins.sglang.dispatcher", None):
+        del weft.plugins.sglang.dispatcher
+
+
+class Server:
+    """One rank's: `step` is a forward pass."""
+
+    def __init__(
+        self,
+        group: weft.Group,
+        block: str = "qwen3",
+        *,
+        layers: int = 2,
+        attention_ranks: int = 1,
+        redundant: int = 0,
+        flags: tuple[str, ...] = ("--moe-a2a-backend", "weft"),
+        **more: object,
+    ) -> None:
+        enter()
+        import importlib
+
+        from sglang.srt import server_args
+        from sglang.srt.model_executor.model_runner import ModelRunner
+        from sglang.srt.runtime_context import STATE
+
+        size = group.size
+        dp = str(size // attention_ranks)
+        args = server_args.parse("--tp-size", str(size), "--dp-size", dp, *flags, **more)
+        STATE.processes = group.process_group()
+        STATE.redundant, STATE.logical = redundant, 8
+        STATE.parallel = SimpleNamespace(
+            tp_size=size,
+            moe_ep_size=args.ep_size,
+            moe_ep_rank=group.rank,
+            attn_tp_size=attention_ranks,
+            enable_dp_attention=args.dp_size > 1,
+        )
+        module, name = BLOCKS[block]
+        kind = getattr(importlib.import_module(f"sglang.srt.models.{module}"), name)
+        self.group, self.block, self.layers = group, block, layers
+        self.runner = ModelRunner(args, kind, layers)
+        self.runner.load_model()
+
+    def step(
+        self, x: torch.Tensor, counts: list[int] | None, real: int | None = None
+    ) -> torch.Tensor:
+        from sglang.srt.model_executor.model_runner import batch
+
+        out: torch.Tensor = self.runner.forward(batch(x, counts, real))
+        return out
+
+    @property
+    def workspaces(self) -> list[Any]:
+        from weft.plugins.sglang import engine
+
+        assert engine._blocks is not None
+        return engine._blocks.operators()
+
+
+def tokens(count: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, 64, generator=generator).to(dtype)
+
+
+def alone(
+    x: torch.Tensor, block: str, *, layers: int = 2, real: int | None = None, shift: int = 0
+) -> torch.Tensor:
+    """What the model makes of x in one process, in plain torch.
+
+    real: rows from there on are sent to no routed expert.   shift: the weights are those of the
+    layer that stands so many behind.
+    """
+    from sglang.srt.models import parts
+
+    scale, shared_size = 1.0, 0
+    if block != "qwen3":
+        scale, shared_size = parts.SCALE, parts.INTERMEDIATE * (2 if block == "glm4" else 1)
+    for layer in range(layers):
+        logits = functional.linear(x.float(), parts.drawn((8, 64), 1000 * layer + 999, x.dtype))
+        weights, ids = logits.softmax(1).topk(parts.TOP_K)
+        if real is not None:
+            ids[real:] = -1
+        pairs = [parts.expert(layer + shift, each, x.dtype) for each in range(parts.EXPERTS)]
+        shared = None
+        if shared_size:
+            wide = parts.drawn((2 * shared_size, 64), 1000 * layer + 500, x.dtype)
+            narrow = parts.drawn((64, shared_size), 1000 * layer + 501, x.dtype)
+            gate, up = functional.linear(x, wide).chunk(2, dim=1)
+            shared = functional.linear(functional.silu(gate) * up, narrow)
+        x = x + weft.reference.moe_layer(
+            x,
+            ids,
+            weights * scale,
+            torch.stack([wide for wide, _ in pairs]),
+            torch.stack([narrow for _, narrow in pairs]),
+            shared=shared,
+        )
+    return x
+
+
+def far(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The largest difference, in parts of the largest number."""
+    assert got.shape == want.shape
+    return float((got - want).abs().max() / want.abs().max()) if want.numel() else 0.0

@@ -1,0 +1,104 @@
+"""A layer of experts: weights of this rank's, and a runner that multiplies in place."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from sglang.srt.layers.moe.token_dispatcher.standard import (
+    StandardCombineInput,
+    StandardDispatcher,
+)
+from sglang.srt.layers.moe.utils import get_moe_a2a_backend
+from sglang.srt.runtime_context import get_parallel
+
+
+def create_moe_dispatcher(moe_runner_config: Any) -> Any:
+    """The dispatcher of the backend."""
+    if get_moe_a2a_backend().is_customized():
+        raise NotImplementedError("Unsupported a2a backend: customized")
+    return StandardDispatcher()
+
+
+class Method:
+    """The runner: skips ids of -1, weighs, sums and writes over its input, as Triton's does."""
+
+    def __init__(self) -> None:
+        triton = SimpleNamespace(is_triton=lambda: True, value="triton")
+        self.runner = SimpleNamespace(runner_backend=triton)
+
+    def apply(self, layer: FusedMoE, dispatch_output: Any) -> StandardCombineInput:
+        """`[rows, hidden]`, each row's weighted sum."""
+        x, chosen = dispatch_output.hidden_states, dispatch_output.topk_output
+        out = torch.zeros(x.shape, dtype=torch.float32)
+        for expert in range(layer.num_local_experts):
+            row, k = (chosen.topk_ids == expert).nonzero(as_tuple=True)
+            gate, up = functional.linear(x[row].float(), layer.w13_weight[expert].float()).chunk(
+                2, dim=1
+            )
+            y = functional.linear(functional.silu(gate) * up, layer.w2_weight[expert].float())
+            out.index_add_(0, row, y * chosen.topk_weights[row, k, None])
+        x.copy_(out * (layer.moe_runner_config.routed_scaling_factor or 1.0))
+        return StandardCombineInput(x)
+
+
+class FusedMoE(nn.Module):
+    """Experts of this rank."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        layer_id: int,
+        top_k: int,
+        params_dtype: torch.dtype,
+        routed_scaling_factor: float | None = None,
+    ) -> None:
+        super().__init__()
+        place = get_parallel()
+        self.layer_id, self.top_k, self.hidden_size = layer_id, top_k, hidden_size
+        self.num_experts, self.params_dtype = num_experts, params_dtype
+        self.moe_ep_size, self.moe_ep_rank, self.moe_tp_size = (
+            place.moe_ep_size,
+            place.moe_ep_rank,
+            1,
+        )
+        self.num_local_experts = num_experts // self.moe_ep_size
+        self.intermediate_size_per_partition = intermediate_size
+        self.num_fused_shared_experts, self.with_bias = 0, False
+        self.should_fuse_routed_scaling_factor_in_topk = False
+        self.moe_runner_config = SimpleNamespace(
+            layer_id=layer_id,
+            activation="silu",
+            is_gated=True,
+            apply_router_weight_on_input=False,
+            gemm1_alpha=None,
+            gemm1_clamp_limit=None,
+            swiglu_limit=None,
+            routed_scaling_factor=routed_scaling_factor,
+        )
+        local = self.num_local_experts
+        wide = (local, 2 * intermediate_size, hidden_size)
+        narrow = (local, hidden_size, intermediate_size)
+        self.w13_weight = nn.Parameter(torch.empty(wide, dtype=params_dtype), requires_grad=False)
+        self.w2_weight = nn.Parameter(torch.empty(narrow, dtype=params_dtype), requires_grad=False)
+        self.quant_method = Method()
+        self.dispatcher = create_moe_dispatcher(self.moe_runner_config)
+
+    def forward(self, hidden_states: torch.Tensor, topk_output: Any) -> torch.Tensor:
+        """As `forward_impl`."""
+        return self.forward_impl(hidden_states, topk_output)
+
+    def forward_impl(
+        self, hidden_states: torch.Tensor, topk_output: Any, pre_quant_input: Any = None
+    ) -> torch.Tensor:
+        """Dispatch, multiply, combine."""
+        sent = self.dispatcher.dispatch(hidden_states=hidden_states, topk_output=topk_output)
+        made = self.quant_method.apply(layer=self, dispatch_output=sent)
+        out: torch.Tensor = self.dispatcher.combine(combine_input=made)
+        return out.contiguous()

@@ -1,0 +1,37 @@
+"""Backends of the all-to-all."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+from sglang.srt.runtime_context import STATE
+
+
+class MoeA2ABackend(Enum):
+    """Those that --moe-a2a-backend names."""
+
+    NONE = "none"
+    DEEPEP = "deepep"
+    FLASHINFER = "flashinfer"
+    CUSTOMIZED = "customized"
+
+    @classmethod
+    def _missing_(cls, value: Any) -> Any:
+        if value is None:
+            return cls.NONE
+        raise ValueError(f"No {cls.__name__} member for value {value}")
+
+    def is_customized(self) -> bool:
+        """Is it a plug-in's?"""
+        return self is MoeA2ABackend.CUSTOMIZED
+
+
+def initialize_moe_config(server_args: Any) -> None:
+    """Take the backend of the flags."""
+    STATE.backend = MoeA2ABackend(server_args.moe_a2a_backend)
+
+
+def get_moe_a2a_backend() -> MoeA2ABackend:
+    """The backend of this process."""
+    return MoeA2ABackend(STATE.backend)

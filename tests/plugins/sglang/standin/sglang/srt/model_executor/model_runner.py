@@ -1,0 +1,62 @@
+"""What loads a model and runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from sglang.srt.layers.moe.utils import initialize_moe_config
+from sglang.srt.models.parts import fill
+from sglang.srt.runtime_context import STATE
+
+
+class Model(nn.Module):
+    """Blocks, each added to the residual."""
+
+    def __init__(self, kind: Callable[..., nn.Module], layers: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(kind(layer, dtype) for layer in range(layers))
+
+    def forward(self, x: torch.Tensor, forward_batch: Any) -> torch.Tensor:
+        """`[tokens, hidden]`."""
+        for block in self.blocks:
+            x = x + block(x, forward_batch)
+        return x
+
+
+class ModelRunner:
+    """One rank's."""
+
+    def __init__(self, server_args: Any, kind: Callable[..., nn.Module], layers: int) -> None:
+        self.server_args, self.kind, self.layers = server_args, kind, layers
+        self.dtype, self.device, self.gpu_id = torch.float32, "cpu", 0
+        initialize_moe_config(server_args)
+
+    def load_model(self) -> None:
+        """Make it and fill its weights."""
+        self.model = Model(self.kind, self.layers, self.dtype)
+        for block in self.model.blocks:
+            fill(block.experts)
+
+    def forward(
+        self,
+        forward_batch: Any,
+        skip_attn_backend_init: bool | None = None,
+        pp_proxy_tensors: Any = None,
+        reinit_attn_backend: bool = False,
+        split_forward_count: int = 1,
+    ) -> torch.Tensor:
+        """One pass."""
+        STATE.counts = forward_batch.counts
+        out: torch.Tensor = self.model(forward_batch.x, forward_batch)
+        return out
+
+
+def batch(x: torch.Tensor, counts: list[int] | None, real: int | None = None) -> SimpleNamespace:
+    """counts: of all attention groups.   real: rows of x that are no padding."""
+    padded = None if real is None else torch.tensor(real)
+    return SimpleNamespace(x=x, counts=counts, num_token_non_padded=padded)

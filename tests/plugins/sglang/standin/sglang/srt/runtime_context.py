@@ -1,0 +1,21 @@
+"""This process's place, and the counts and flags of its forward pass; tests write to STATE."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+STATE = SimpleNamespace(
+    parallel=SimpleNamespace(
+        tp_size=1, moe_ep_size=1, moe_ep_rank=0, attn_tp_size=1, enable_dp_attention=False
+    ),
+    backend=None,
+    counts=None,
+    processes=None,
+    redundant=0,
+)
+
+
+def get_parallel() -> Any:
+    """Sizes and ranks."""
+    return STATE.parallel

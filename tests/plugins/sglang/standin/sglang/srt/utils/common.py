@@ -1,0 +1,10 @@
+"""Whether ranks tell each other how many tokens they have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def require_mlp_tp_gather(server_args: Any) -> bool:
+    """Do all ranks replay graphs of one size?"""
+    return False

@@ -1,0 +1,335 @@
+"""What is checked before SGLang is patched, what settings may be, and whose experts are refused."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import os
+import signal
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.plugins.sglang.server import STANDIN, enter, leave
+from weft.errors import InvalidArgument, SetupError
+from weft.plugins.sglang import register
+from weft.plugins.sglang.blocks import Limits
+from weft.plugins.sglang.faults import end_server
+from weft.plugins.sglang.hooks import is_served, listed
+from weft.plugins.sglang.settings import Settings
+from weft.plugins.sglang.weights import check_experts, config_of, experts_of, is_fp8
+
+
+@pytest.fixture
+def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
+    """The stand-in, not yet patched: `sglang("models.qwen3_moe")` imports a module of it."""
+    monkeypatch.syspath_prepend(STANDIN)
+    yield lambda name: importlib.import_module(f"sglang.srt.{name}")
+    leave()
+
+
+def test_the_entry_point_names_register() -> None:
+    """SGLang finds it by the package's metadata."""
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    module, _, name = project["entry-points"]["sglang.srt.plugins"]["weft"].partition(":")
+    assert getattr(importlib.import_module(module), name) is register
+
+
+def test_flags_of_weft(sglang: Callable[[str], Any]) -> None:
+    """The backend has a name, whole experts on each rank, and a shared expert apart."""
+    enter()
+    enter()  # SGLang loads plug-ins once; whoever does twice gets the hooks once
+    args = sglang("server_args").parse("--moe-a2a-backend", "weft", "--tp-size", "4")
+    assert (args.ep_size, args.disable_shared_experts_fusion) == (4, True)
+    backends = sglang("layers.moe.utils")
+    assert backends.MoeA2ABackend("weft") is backends.MoeA2ABackend.CUSTOMIZED
+    assert backends.MoeA2ABackend(None) is backends.MoeA2ABackend.NONE
+    with pytest.raises(ValueError, match="No MoeA2ABackend member for value woof"):
+        backends.MoeA2ABackend("woof")
+    registry = sglang("plugins.hook_registry").HookRegistry
+    assert {len(hooks) for hooks in registry._hooks.values()} == {1}
+    assert registry._patched == set(registry._hooks)
+    plain = sglang("server_args").parse("--tp-size", "4")
+    assert (plain.ep_size, plain.disable_shared_experts_fusion) == (1, False)
+
+
+def test_counts_are_told_to_all_ranks(sglang: Callable[[str], Any]) -> None:
+    """With DP attention, whatever SGLang's own layers need; by no other backend."""
+    enter()
+    state, asks = sglang("runtime_context").STATE, sglang("utils.common").require_mlp_tp_gather
+    for backend, dp, want in (
+        ("weft", True, True),
+        ("weft", False, False),
+        ("none", True, False),
+    ):
+        state.backend, state.parallel.enable_dp_attention = backend, dp
+        assert asks(None) is want
+
+
+def test_another_sglang_is_refused_before_it_is_patched(
+    sglang: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One error lists all that differs; the command line then knows no backend "weft"."""
+    layer, runner = (
+        sglang("layers.moe.fused_moe_triton.layer"),
+        sglang("model_executor.model_runner"),
+    )
+    monkeypatch.setattr(layer, "create_moe_dispatcher", lambda moe_runner_config, quant_method: 0)
+    monkeypatch.delattr(runner.ModelRunner, "load_model")
+    monkeypatch.setattr(layer.FusedMoE, "__init__", lambda self: None)
+    before = dict(vars(sglang("layers.dp_attention")))
+    with pytest.raises(SetupError) as raised:
+        register()
+    said = str(raised.value)
+    for part in (
+        "SGLang 0.5.17 is not what weft's plug-in knows, so nothing of it was patched: ",
+        "create_moe_dispatcher takes (moe_runner_config, quant_method), not (moe_runner_config)",
+        "there is no sglang.srt.model_executor.model_runner.ModelRunner.load_model",
+        "FusedMoE.__init__ has no dispatcher, hidden_size, intermediate_size_per_partition",
+        "Served: 0.5.17; install one of them",
+    ):
+        assert part in said
+    assert "version" not in said
+    enter()
+    assert "SetupError" in caplog.text
+    assert not sglang("plugins.hook_registry").HookRegistry._hooks
+    assert dict(vars(sglang("layers.dp_attention"))) == before
+    with pytest.raises(argparse.ArgumentError, match="invalid choice: 'weft'"):
+        sglang("server_args").parse("--moe-a2a-backend", "weft")
+
+
+def test_another_version_is_refused(
+    sglang: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal names and signatures do not say that they mean the same."""
+    monkeypatch.setattr("weft.plugins.sglang.hooks.installed", lambda: "0.5.18")
+    with pytest.raises(SetupError, match="SGLang 0.5.18 .*: its version is another. Served"):
+        register()
+    for release in ("0.5.17", "0.5.17.post1", "0.5.17+cu130"):
+        assert is_served(release)
+    for release in ("0.5.170", "0.5.1", "10.5.17", "(of no known version)"):
+        assert not is_served(release)
+
+
+def test_a_wrong_setting_is_refused(
+    sglang: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As everything is that register finds, before the choice is added."""
+    monkeypatch.setenv("WEFT_SGLANG_FORM", "blocks")
+    with pytest.raises(
+        InvalidArgument, match="WEFT_SGLANG_FORM is 'blocks'; choose one of 'block'"
+    ):
+        register()
+    assert "weft" not in sglang("server_args").MOE_A2A_BACKEND_CHOICES
+
+
+def test_a_hook_that_sglang_could_not_apply_is_told(sglang: Callable[[str], Any]) -> None:
+    """SGLang logs it and goes on, and would serve its own layers."""
+    enter()
+    registry = sglang("plugins.hook_registry").HookRegistry
+    registry._patched.discard("sglang.srt.model_executor.model_runner.ModelRunner.forward")
+    from weft.plugins.sglang import engine
+    from weft.plugins.sglang.hooks import check_applied
+
+    with pytest.raises(SetupError, match=r"did not apply weft's hooks on \S+ModelRunner.forward: "):
+        check_applied(engine.HOOKS)
+
+
+def test_the_server_is_ended_as_sglang_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a signal to the parent, unless that is gone."""
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *given: sent.append(given))
+    end_server(-1)()
+    assert sent == []
+    end_server(os.getppid())()
+    assert sent == [(os.getppid(), signal.SIGQUIT)]
+
+
+def test_signatures_as_the_tables_write_them() -> None:
+    """Every kind of parameter."""
+
+    def plain(a: int, b: int = 1, *rest: int, c: int, d: int = 2, **more: int) -> None: ...
+    def only(a: int, *, c: int) -> None: ...
+
+    assert listed(inspect.signature(plain)) == "a, b=, *rest, c, d=, **more"
+    assert listed(inspect.signature(only)) == "a, *, c"
+    assert listed(inspect.signature(lambda: 0)) == ""
+
+
+def test_settings() -> None:
+    """Defaults, and one of each."""
+    plain = Settings.read({"HOME": "/"})
+    assert plain == Settings()
+    assert (plain.form, plain.decode, plain.combine_dtype) == ("block", "low_latency", None)
+    said = {
+        "WEFT_SGLANG_FORM": "dispatcher",
+        "WEFT_SGLANG_DECODE": "auto",
+        "WEFT_SGLANG_OVERLAP": " none ",
+        "WEFT_SGLANG_COMBINE_DTYPE": "fp8",
+        "WEFT_SGLANG_PREFILL_TOKENS": "2048",
+        "WEFT_SGLANG_TIMEOUT": "12.5",
+        "WEFT_SGLANG_ALLREDUCE": "1",
+    }
+    want = Settings("dispatcher", "auto", "none", "fp8", 2048, 12.5, allreduce=True)
+    assert Settings.read(said) == want
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("DECODE", "fast", "is 'fast'; choose one of 'low_latency', 'throughput', 'auto'"),
+        ("OVERLAP", "all", "is 'all'; choose one of 'auto', 'none'"),
+        ("COMBINE_DTYPE", "fp16", "is 'fp16'; choose one of '', 'fp8'"),
+        ("PREFILL_TOKENS", "many", "is 'many'; it must be a number"),
+        ("PREFILL_TOKENS", "0", "is 0; it must be an integer in 1.."),
+        ("PREFILL_TOKENS", "1.5", "is 1.5; it must be an integer"),
+        ("ALLREDUCE", "yes", "is 'yes'; choose one of '0', '1'"),
+        ("TIMEOUT", "-1", "is -1; it must be a number of seconds above 0"),
+        ("TIMEOUT", "nan", "is nan; it must be a number of seconds"),
+    ],
+)
+def test_settings_that_are_refused(name: str, value: str, text: str) -> None:
+    """The error names the variable and the value."""
+    with pytest.raises(InvalidArgument, match=f"WEFT_SGLANG_{name} {text}"):
+        Settings.read({f"WEFT_SGLANG_{name}": value})
+
+
+def test_limits() -> None:
+    """Rounded up over the ranks of an attention group, and kept within what memory allows."""
+    assert Limits.of(64, 2048, attention_ranks=1) == Limits(64, 2048)
+    assert Limits.of(65, 2049, attention_ranks=4) == Limits(17, 513)
+    assert Limits.of(4000, 1 << 17, attention_ranks=1) == Limits(512, 4096)
+    assert Limits.of(64, 2048, attention_ranks=2, wanted=100) == Limits(32, 100)
+    assert Limits.of(64, 2048, attention_ranks=1, wanted=10) == Limits(64, 64)
+
+
+def fused(dtype: torch.dtype = torch.bfloat16, **other: Any) -> Any:
+    """A layer of experts as SGLang loads it: 4 of 8, hidden 256, intermediate 128."""
+    config = {"activation": "silu", "is_gated": True, "apply_router_weight_on_input": False}
+    config |= dict.fromkeys(("gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit"))
+    triton = SimpleNamespace(is_triton=lambda: True, value="triton")
+    layer = SimpleNamespace(
+        layer_id=7,
+        num_experts=8,
+        num_local_experts=4,
+        moe_ep_size=2,
+        moe_tp_size=1,
+        top_k=3,
+        hidden_size=256,
+        intermediate_size_per_partition=128,
+        params_dtype=torch.bfloat16,
+        num_fused_shared_experts=0,
+        with_bias=False,
+        moe_runner_config=SimpleNamespace(**config),
+        quant_method=SimpleNamespace(runner=SimpleNamespace(runner_backend=triton)),
+        w13_weight=torch.zeros(4, 256, 256, dtype=dtype),
+        w2_weight=torch.zeros(4, 256, 128, dtype=dtype),
+    )
+    if dtype == torch.float8_e4m3fn:
+        layer.w13_weight_scale_inv, layer.w2_weight_scale_inv = (
+            torch.ones(4, 2, 2),
+            torch.ones(4, 2, 1),
+        )
+    for name, value in other.items():
+        owner, _, field = name.rpartition("__")
+        setattr(getattr(layer, owner) if owner else layer, field, value)
+    return layer
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_weights_are_taken_without_a_copy(dtype: torch.dtype) -> None:
+    """Block-FP8 with its scales, too; weft's own check finds nothing to refuse."""
+    layer = fused(dtype)
+    check_experts(layer, form="block")
+    mine, config = experts_of(layer), config_of(layer, shared=128)
+    mine.check(config, 4, torch.device("cpu"), fp8=is_fp8(layer))
+    assert mine.gate_up.data_ptr() == layer.w13_weight.data_ptr()
+    assert mine.down.data_ptr() == layer.w2_weight.data_ptr()
+    assert is_fp8(layer) == (dtype == torch.float8_e4m3fn)
+    if is_fp8(layer):
+        assert mine.gate_up_scale is not None
+        assert mine.gate_up_scale.data_ptr() == layer.w13_weight_scale_inv.data_ptr()
+    assert (config.shared, config.routing.num_experts, config.routing.top_k) == (128, 8, 3)
+
+
+FP8 = torch.float8_e4m3fn
+REFUSED: dict[str, tuple[Any, str]] = {
+    "fused shared": (fused(num_fused_shared_experts=1), "--disable-shared-experts-fusion"),
+    "expert tensor parallel": (fused(moe_tp_size=2), "moe_tp_size is 2, served is 1"),
+    "uneven": (fused(num_experts=9), "num_experts is 9, num_local_experts 4 on 2 ranks"),
+    "activation": (
+        fused(moe_runner_config__activation="gelu"),
+        "moe_runner_config.activation is 'gelu', served is 'silu'",
+    ),
+    "ungated": (fused(moe_runner_config__is_gated=False), "is_gated is False, served is True"),
+    "on input": (fused(moe_runner_config__apply_router_weight_on_input=True), "on_input is True"),
+    "clamp": (
+        fused(moe_runner_config__gemm1_clamp_limit=7.0),
+        "clamp_limit is 7.0, served is None",
+    ),
+    "swiglu limit": (fused(moe_runner_config__swiglu_limit=10), "swiglu_limit is 10"),
+    "bias": (fused(with_bias=True), "with_bias is True"),
+    "up first": (fused(quant_method__load_up_proj_weight_first=True), "the up projection first"),
+    "another runner": (
+        fused(
+            quant_method__runner=SimpleNamespace(
+                runner_backend=SimpleNamespace(is_triton=lambda: False, value="deep_gemm")
+            )
+        ),
+        "the runner is 'deep_gemm', whose weights may lie in another order: pass --moe-runner",
+    ),
+    "no runner": (fused(quant_method=SimpleNamespace()), "the runner is unknown"),
+    "dtype": (fused(params_dtype=torch.float64), "params_dtype is torch.float64"),
+    "int8": (fused(torch.int8), r"w13_weight is \[4, 256, 256\] torch.int8, served is"),
+    "transposed": (
+        fused(w2_weight=torch.zeros(4, 128, 256, dtype=torch.bfloat16)),
+        r"w2_weight is \[4, 128, 256\] torch.bfloat16, served is \[4, 256, 128\] torch.bfloat16",
+    ),
+    "strided": (
+        fused(w2_weight=torch.zeros(4, 128, 256, dtype=torch.bfloat16).mT),
+        "torch.bfloat16, not contiguous, served is",
+    ),
+    "scales of bf16": (fused(w2_weight_scale=torch.ones(1)), "w2_weight is torch.bfloat16 with sc"),
+    "channel scales": (
+        fused(FP8, w13_weight_scale_inv=None),
+        "there is no w13_weight_scale_inv; served is a float32 scale for each block of 128 x 128",
+    ),
+    "shape of scales": (
+        fused(FP8, w2_weight_scale_inv=torch.ones(4, 256, 1)),
+        r"w2_weight_scale_inv is \[4, 256, 1\] torch.float32, served is \[4, 2, 1\]",
+    ),
+    "packed scales": (
+        fused(FP8, w2_weight_scale_inv=torch.ones(4, 2, 1, dtype=torch.int32)),
+        "w2_weight_scale_inv is .* torch.int32, served is",
+    ),
+    "ue8m0": (
+        fused(FP8, w13_weight_scale_inv=SimpleNamespace(format_ue8m0=True)),
+        "w13_weight_scale_inv has format_ue8m0",
+    ),
+    "odd sizes": (
+        fused(FP8, intermediate_size_per_partition=96),
+        r"w13_weight is \[4, 192, 256\], served in FP8 are multiples of 128",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_experts_that_are_refused(what: str) -> None:
+    """The error names the layer, the attribute, what it is and what is served."""
+    layer, text = REFUSED[what]
+    with pytest.raises(InvalidArgument, match=text) as raised:
+        check_experts(layer, form="block")
+    assert "cannot serve the experts of layer 7 in form 'block'" in str(raised.value)
+
+
+def test_the_runner_of_the_dispatcher_form_has_any_arithmetic() -> None:
+    """Only the placement must be weft's."""
+    check_experts(fused(with_bias=True, moe_runner_config__activation="gelu"), form="dispatcher")
+    with pytest.raises(InvalidArgument, match="moe_tp_size is 2"):
+        check_experts(fused(moe_tp_size=2), form="dispatcher")

@@ -1,0 +1,298 @@
+"""Models of the stand-in on CPU ranks, by weft, beside plain torch in one process."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.plugins.sglang.server import BLOCKS, Server, alone, far, leave, tokens
+
+CLOSE = 2e-5  # of float32 sums in another order
+# Tokens of each rank; the limits of the stand-in's flags are 4 in decode and 32 in prefill.
+BATCHES = {
+    2: ([3, 1], [0, 4], [0, 0], [5, 40], [70, 0], [33, 33]),
+    4: ([1, 2, 3, 4], [0, 0, 0, 1], [9, 0, 50, 2]),
+}
+
+
+def serve(group: weft.Group, block: str, form: str) -> list[float]:
+    os.environ["WEFT_SGLANG_FORM"] = form
+    server, found = Server(group, block), []
+    for seed, counts in enumerate(BATCHES[group.size]):
+        x = tokens(counts[group.rank], 10 * seed + group.rank)
+        found.append(far(server.step(x, counts), alone(x, block)))
+    found += [float(len(server.workspaces))]
+    leave()
+    return found
+
+
+@pytest.mark.parametrize("form", ["block", "dispatcher"])
+@pytest.mark.parametrize("block", ["qwen3", "glm4", "deepseek"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_idle_ranks_rounds_and_shared_experts(
+    ranks: Any, count: int, block: str, form: str
+) -> None:
+    """Every size of batch, on every rank, with workspaces that the layers share."""
+    for *found, workspaces in ranks(count, "cpu")(serve, block, form):
+        assert max(found) < CLOSE
+        assert workspaces == (2 if form == "block" else 1)
+
+
+def attention_groups(group: weft.Group) -> list[float]:
+    """Two ranks share each attention group's tokens: counts are of groups, padded to even."""
+    server, found = Server(group, "glm4", attention_ranks=2), []
+    for counts in ([4, 2], [0, 6], [64, 70]):
+        x = tokens(counts[group.rank // 2] // 2, group.rank)
+        found.append(far(server.step(x, counts), alone(x, "glm4")))
+    leave()
+    return found
+
+
+def test_tokens_of_an_attention_group_are_split_over_its_ranks(ranks: Any) -> None:
+    """Counts that SGLang tells are of attention groups, not of ranks."""
+    assert max(max(found) for found in ranks(4, "cpu")(attention_groups)) < CLOSE
+
+
+def without_dp(group: weft.Group) -> list[float]:
+    """All ranks are one attention group: there is one count."""
+    server, found = Server(group, "qwen3", attention_ranks=2), []
+    for whole in (2, 8, 130):
+        x = tokens(whole // 2, group.rank)
+        found.append(far(server.step(x, [whole]), alone(x, "qwen3")))
+    leave()
+    return found
+
+
+def test_tensor_parallel_attention_alone(ranks: Any) -> None:
+    """Without DP attention each rank brings its part of one batch."""
+    assert max(max(found) for found in ranks(2, "cpu")(without_dp)) < CLOSE
+
+
+def padded(group: weft.Group, form: str) -> float:
+    os.environ["WEFT_SGLANG_FORM"] = form
+    server = Server(group, "deepseek")
+    x = tokens(4, group.rank)
+    found = far(server.step(x, [4, 4], real=2), alone(x, "deepseek", real=2))
+    leave()
+    return found
+
+
+@pytest.mark.parametrize("form", ["block", "dispatcher"])
+def test_rows_that_pad_a_graph_go_to_no_expert(ranks: Any, form: str) -> None:
+    """Their ids are -1; the shared expert has them all the same."""
+    assert max(ranks(2, "cpu")(padded, form)) < CLOSE
+
+
+def replicas(group: weft.Group, form: str) -> tuple[float, float]:
+    """Two experts have replicas; then all weights are written over in place, as EPLB moves them."""
+    os.environ["WEFT_SGLANG_FORM"] = form
+    server = Server(group, "qwen3", redundant=2)
+    from sglang.srt.models.parts import fill
+
+    x = tokens(6, group.rank)
+    before = far(server.step(x, [6, 6]), alone(x, "qwen3"))
+    for block in server.runner.model.blocks:
+        fill(block.experts, block.experts.layer_id + 7)
+    after = far(server.step(x, [6, 6]), alone(x, "qwen3", shift=7))
+    leave()
+    return before, after
+
+
+@pytest.mark.parametrize("form", ["block", "dispatcher"])
+def test_physical_ids_and_weights_that_move_in_place(ranks: Any, form: str) -> None:
+    """EPLB needs nothing of weft but that it sees the same tensors."""
+    for before, after in ranks(2, "cpu")(replicas, form):
+        assert before < CLOSE
+        assert after < CLOSE
+
+
+def set_up(group: weft.Group) -> dict[str, Any]:
+    """Settings reach the layers, and a second model of equal sizes takes no memory."""
+    os.environ |= {
+        "WEFT_SGLANG_DECODE": "throughput",
+        "WEFT_SGLANG_OVERLAP": "none",
+        "WEFT_SGLANG_PREFILL_TOKENS": "7",
+    }
+    server = Server(group, "glm4")
+    with torch.inference_mode():  # where SGLang runs, and may load
+        draft = Server(group, "glm4", layers=1)
+    found = [
+        far(each.step(tokens(9, group.rank), [9, 9]), alone(tokens(9, group.rank), "glm4", **more))
+        for each, more in ((server, {}), (draft, {"layers": 1}), (server, {}))
+    ]
+    built = [(each.mode, each.overlap, each.exchange.max_tokens) for each in server.workspaces]
+    leave()
+    return {"far": max(found), "built": built}
+
+
+def test_settings_and_a_draft_model(ranks: Any) -> None:
+    """A draft model's layers share the workspaces, and the group, of the model it drafts for."""
+    for said in ranks(2, "cpu")(set_up):
+        assert said["far"] < CLOSE
+        assert said["built"] == [("throughput", "none", 4), ("throughput", "none", 7)]
+
+
+def misuse(group: weft.Group) -> dict[str, str]:
+    server, said = Server(group, "qwen3"), {}
+
+    def failing(name: str, call: Any, *args: Any) -> None:
+        try:
+            call(*args)
+        except weft.errors.WeftError as error:
+            said[name] = f"{type(error).__name__}: {error}"
+
+    x = tokens(2, group.rank)
+    failing("no counts", server.step, x, None)
+    failing("more than told", server.step, x, [1, 1])
+    experts = server.runner.model.blocks[0].experts
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    chosen = StandardTopKOutput(torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.int32), x)
+    failing("past the block", experts, x, chosen)
+    experts.w13_weight.data = experts.w13_weight.data.clone()
+    failing("other tensors", server.step, x, [2, 2])
+    experts.dispatcher.all_to_all = None
+    leave()
+    for name, more in {
+        "two batches": {"enable_two_batch_overlap": True},
+        "context parallel": {"attn_cp_size": 2},
+    }.items():
+        failing(name, lambda more=more: Server(group, "qwen3", **more))
+        leave()
+    from weft.plugins.sglang import engine
+
+    failing("too early", engine.serve, None, _early(), x, None)
+    leave()
+    return said
+
+
+def _early() -> Any:
+    from tests.plugins.sglang.server import enter
+
+    enter()
+    from weft.plugins.sglang.dispatcher import WholeBlock
+
+    return SimpleNamespace(experts=SimpleNamespace(dispatcher=WholeBlock(3)), layer_id=3)
+
+
+def test_misuse_is_told(ranks: Any) -> None:
+    """What SGLang might do otherwise is refused with a text that names it."""
+    for said in ranks(2, "cpu")(misuse):
+        assert "no rank's number of tokens" in said["no counts"]
+        assert "rows is 1, but this rank has 2 tokens" in said["more than told"]
+        assert "layer 0 were called by themselves" in said["past the block"]
+        assert "layer 0 has other weight tensors" in said["other tensors"]
+        assert "--enable-two-batch-overlap: leave that out" in said["two batches"]
+        assert "--attn-cp-size" in said["context parallel"]
+        assert "layer 3 runs before weft's hook" in said["too early"]
+
+
+def stock(group: weft.Group) -> str:
+    """Another backend: the hooks are there, and do nothing."""
+    server = Server(group, "qwen3", flags=())
+    from weft.plugins.sglang import engine
+
+    assert engine._blocks is None
+    try:
+        server.step(tokens(1, 0), [1, 1])
+    except AssertionError as error:
+        return str(error)
+    return "weft served it"
+
+
+def test_other_backends_are_left_alone(ranks: Any) -> None:
+    """Whoever has weft installed and does not ask for it runs what SGLang has."""
+    assert ranks(2, "cpu")(stock) == ["the stock forward ran"] * 2
+
+
+def unserved(group: weft.Group) -> str:
+    from tests.plugins.sglang.server import enter
+
+    enter()
+    from sglang.srt.models import qwen3_moe
+
+    class Another(qwen3_moe.Qwen3MoeSparseMoeBlock):
+        def forward(self, hidden_states: torch.Tensor, forward_batch: Any = None) -> torch.Tensor:
+            return self.experts(hidden_states, None)
+
+    qwen3_moe.Another = Another
+    BLOCKS["another"] = ("qwen3_moe", "Another")
+    try:
+        Server(group, "another")
+    except weft.errors.InvalidArgument as error:
+        return str(error)
+    finally:
+        leave()
+    return "served"
+
+
+def test_a_block_that_is_not_known_is_refused(ranks: Any) -> None:
+    """Its forward might reduce, or add, what weft does already."""
+    for said in ranks(2, "cpu")(unserved):
+        assert said.startswith("Another of Model is not among the MoE blocks that weft serves")
+
+
+class Kept(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep one."""
+        self.lines.append(record.getMessage())
+
+
+def bereaved(group: weft.Group, path: str) -> dict[str, Any]:
+    """Rank 1 is killed between two steps."""
+    from weft.plugins.sglang import engine, faults
+
+    os.environ["WEFT_SGLANG_TIMEOUT"] = "600"
+    ended: list[float] = []
+    faults.end_server = lambda parent: lambda: ended.append(time.monotonic())
+    faults.GRACE = 0.0
+    server = Server(group, "glm4")
+    kept = Kept()
+    logging.getLogger("weft").addHandler(kept)
+    server.step(tokens(2, group.rank), [2, 2])
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        while True:
+            server.step(tokens(2, group.rank), [2, 2])
+    except weft.errors.GroupError as error:
+        said = f"{type(error).__name__}: {error}"
+    assert engine._blocks is not None
+    assert engine._watch is not None
+    engine._watch._thread.join()
+    found = {
+        "said": said,
+        "broken": engine._blocks.broken,
+        "ended": len(ended),
+        "lines": kept.lines,
+    }
+    Path(path).write_text(repr(found))
+    return found
+
+
+def test_the_end_of_a_rank_is_told_and_ends_the_server(ranks: Any, tmp_path: Any) -> None:
+    """Long before the deadline: the step raises, a line names the rank, the server is ended."""
+    with pytest.raises(weft.errors.RankFailed):
+        ranks(2, "cpu")(bereaved, str(tmp_path / "said"))
+    found = ast.literal_eval((tmp_path / "said").read_text())
+    assert found["said"].startswith("PeerDied: rank 0, dispatch: rank 1 died")
+    assert found["broken"]
+    assert found["ended"] == 1
+    assert any("the process of rank 1 has ended" in line for line in found["lines"])
+    assert any("PeerDied: rank 0, dispatch: rank 1 died" in line for line in found["lines"])

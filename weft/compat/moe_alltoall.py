@@ -1,0 +1,452 @@
+"""`MoeAlltoAll` with the signatures of flashinfer.comm, on weft.AllToAll."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weft.alltoall.api import AllToAll
+from weft.alltoall.received import Payload, Received
+from weft.arguments import flags, instance, integer, one_of, seconds
+from weft.compat.leases import (
+    CombineRow,
+    RowBytes,
+    SharedWorkspace,
+    Terms,
+    guess,
+    lease,
+    release,
+)
+from weft.compat.ranks import EpMapping, lease_group, place, release_group
+from weft.compat.refusals import (
+    BACKEND,
+    RESULT,
+    StaysMapped,
+    check_batch,
+    check_ids,
+    check_mask,
+    check_payloads,
+    check_stats,
+    refuse,
+    renamed,
+)
+from weft.compat.sizes import MAX_BYTES, moe_workspace_size
+from weft.errors import InvalidArgument, OutOfOrder, UsageError
+from weft.fields import largest
+from weft.memory import Group
+from weft.runtime.check import check_alignment, check_gradient, check_tensor, refuse_tensor
+from weft.shape import DTYPE_NAMES, MAX_TOP_K, Shape
+
+
+@dataclass(slots=True)
+class _Round:
+    """A dispatch that waits for its combine.
+
+    carrier: the all-to-all that brought the payloads, built for combine rows `row`.
+    returning: the one that takes the rows back; another where they turn out to be others.
+    ids: what the tokens chose, kept where that may happen.
+    offered: what get_combine_payload_tensor_in_workspace returned.
+    """
+
+    tokens: int
+    limit: int
+    payloads: RowBytes
+    row: CombineRow
+    carrier: AllToAll
+    returning: AllToAll
+    received: Received
+    ids: torch.Tensor | None
+    stats: torch.Tensor | None
+    offered: torch.Tensor | None = None
+
+
+class MoeAlltoAll(StaysMapped):
+    """Expert-parallel dispatch and combine with the calls of `flashinfer.comm.MoeAlltoAll`.
+
+    mapping: anything with moe_ep_rank and moe_ep_size, such as flashinfer's Mapping.
+    max_num_tokens: most tokens of one rank in one call.
+    workspace_size_per_rank: bytes, of which nothing is made: memory follows from the calls. Objects
+        that pass different ones share no workspace.
+    hidden_size: elements of a combine row; needed where workspace_size_per_rank is left out.
+    mnnvl_config: its comm_backend, if any, is how the ranks meet.
+    eplb_stats_num_experts: int32 numbers that each rank may send to all ranks in dispatch.
+    enable_rank_mask: every call brings an active_rank_mask, and all ranks are in it.
+
+    Arguments of weft's own:
+    group: the ranks; default mnnvl_config's, else torch.distributed's world, else torchrun's.
+    timeout, first_timeout: seconds that a wait for a peer may take, and the first one.
+
+    The first round of a payload list, by its bytes a row, makes memory on all ranks together; it
+    may not be in a graph capture, and may bring any combine row, whose size and dtype then stay.
+    Objects of one process with equal sizes share workspaces, as there; only one of them may be
+    between dispatch and combine. Collective. Raises InvalidArgument, RendezvousFailed.
+    """
+
+    def __init__(
+        self,
+        mapping: EpMapping,
+        max_num_tokens: int,
+        top_k: int,
+        num_experts: int,
+        workspace_size_per_rank: int | None = None,
+        hidden_size: int | None = None,
+        mnnvl_config: Any = None,
+        eplb_stats_num_experts: int = 0,
+        enable_rank_mask: bool = False,
+        *,
+        backend: str = "trtllm",
+        group: Group | None = None,
+        timeout: float = 120.0,
+        first_timeout: float = 120.0,
+        _apart: int = 0,
+    ) -> None:
+        flags(enable_rank_mask=enable_rank_mask)
+        refuse("backend", backend, "trtllm", BACKEND)
+        limit = largest(Shape, "tokens")
+        max_num_tokens = integer("max_num_tokens", max_num_tokens, 1, limit)
+        top_k = integer("top_k", top_k, 1, MAX_TOP_K)
+        num_experts = integer("num_experts", num_experts, 1, largest(Shape, "experts"))
+        stats = integer(
+            "eplb_stats_num_experts", eplb_stats_num_experts, 0, largest(Shape, "stats")
+        )
+        timeout = seconds("timeout", timeout)
+        first_timeout = seconds("first_timeout", first_timeout)
+        rank, size = place(mapping)
+        if hidden_size is not None:
+            hidden_size = integer("hidden_size", hidden_size, 1, largest(Shape, "hidden"))
+        sizes: dict[str, Any] = {"max_tokens": max_num_tokens, "top_k": top_k}
+        sizes["num_experts"] = num_experts
+        AllToAll.memory_bytes(ranks=size, **sizes, hidden=hidden_size or 8, stats=stats)
+        if workspace_size_per_rank is not None:
+            given = workspace_size_per_rank
+            workspace_size_per_rank = integer("workspace_size_per_rank", given, 1, MAX_BYTES)
+        elif hidden_size is not None:
+            workspace_size_per_rank = moe_workspace_size(
+                size, top_k, max_num_tokens, hidden_size, eplb_stats_num_experts=stats
+            )
+        else:
+            raise InvalidArgument("hidden_size and workspace_size_per_rank are None; pass one")
+        self.max_num_tokens, self.top_k, self.num_experts = max_num_tokens, top_k, num_experts
+        self.ep_rank, self.ep_size = rank, size
+        self.workspace_size_per_rank = workspace_size_per_rank
+        self.eplb_stats_num_experts = stats
+        self.enable_eplb = stats > 0
+        self.enable_rank_mask = enable_rank_mask
+        self.group = lease_group(mapping, mnnvl_config, group)
+        self._hidden = hidden_size
+        self._returns: dict[RowBytes, CombineRow] = {}
+        self._round: _Round | None = None
+        terms = Terms(
+            group=self.group,
+            **sizes,
+            stats=stats,
+            bytes_asked=workspace_size_per_rank,
+            apart=_apart,
+            timeout=timeout,
+            first_timeout=first_timeout,
+        )
+        self._workspace = lease(terms)
+        # Engines drop their objects without a word.
+        owned = self.group if group is None else None
+        self._leases = weakref.finalize(self, _give_up, self._workspace, owned)
+        self._leases.atexit = False
+
+    get_moe_workspace_size_per_rank = staticmethod(moe_workspace_size)
+
+    @property
+    def eplb_gathered_stats(self) -> torch.Tensor | None:
+        """int32 `[ep_size, eplb_stats_num_experts]`, every rank's; symmetric memory.
+
+        Between a dispatch that brought eplb_local_stats and its combine; None otherwise.
+        """
+        return None if self._round is None else self._round.stats
+
+    @property
+    def pending_tokens(self) -> int | None:
+        """Tokens of this rank that are between dispatch and combine; weft's own."""
+        return None if self._round is None else self._round.tokens
+
+    def dispatch(
+        self,
+        token_selected_experts: torch.Tensor,
+        input_payloads: Sequence[torch.Tensor],
+        runtime_max_tokens_per_rank: int,
+        invalid_token_expert_id: int | None = None,
+        expert_id_payload_index: int | None = None,
+        eplb_local_stats: torch.Tensor | None = None,
+        active_rank_mask: torch.Tensor | None = None,
+        enable_pdl: bool | None = None,
+    ) -> list[torch.Tensor]:
+        """Send each token's rows to the ranks that hold its experts; return what came here.
+
+        token_selected_experts: int32 or int64 `[tokens, top_k]`, global ids, -1 for none.
+        input_payloads: tensors `[tokens, *]`, up to 8, of any dtype and other ones in other calls.
+        runtime_max_tokens_per_rank: at least every rank's tokens in this call, equal on all ranks.
+        invalid_token_expert_id: if given, fills the rows of payload expert_id_payload_index, ids
+            `[tokens, top_k]`, that no token was sent to.
+        eplb_local_stats: int32 `[eplb_stats_num_experts]`, for `eplb_gathered_stats` of all ranks;
+            a rank that leaves it out counts as zeros there.
+        active_rank_mask: of all ranks (`moe_a2a_active_rank_mask`), with enable_rank_mask.
+        enable_pdl: accepted; changes nothing.
+
+        Returns a contiguous tensor `[ep_size, runtime_max_tokens_per_rank, *]` for each payload.
+        Row `[s, t]` is token t of rank s; rows of tokens that chose no expert here are undefined.
+        They are valid until combine, and symmetric memory where a row is whole 16 bytes.
+        Raises InvalidArgument, TokenOverflow, OutOfOrder, GeometryMismatch, what making a workspace
+        raises where the sizes are new, and what broke the group.
+        """
+        workspace, device, limit = self._open(), self.group.device, runtime_max_tokens_per_rank
+        check_stats(eplb_local_stats, self.eplb_stats_num_experts, device)
+        check_mask(active_rank_mask, self.enable_rank_mask, self.ep_rank, self.ep_size)
+        if self._round is not None:
+            raise OutOfOrder(
+                f"dispatch while {self._round.tokens} tokens are away: call combine first"
+            )
+        ids = token_selected_experts
+        check_batch(ids, limit, self.top_k, self.max_num_tokens, device)
+        given = check_payloads(input_payloads, ids.shape[0], device)
+        rows = [Payload(tuple(t.shape[1:]), t.dtype) for t in given]
+        place_of_ids = expert_id_payload_index
+        if invalid_token_expert_id is not None:
+            check_ids(rows, self.top_k, invalid_token_expert_id, place_of_ids)
+        sizes = tuple(row.row_bytes for row in rows)
+        settled = self._returns.get(sizes)
+        row = settled or workspace.expected.get(sizes) or guess(rows, self._hidden)
+        carrier = workspace.operator(sizes, row)
+        stats = workspace.stats(eplb_local_stats)
+        planes = [_bytes(t, size) for t, size in zip(given, sizes, strict=True)]
+        try:
+            received = carrier.dispatch(planes, ids, stats=stats, rows=limit)
+        except UsageError as error:
+            names = {"topk_ids": "token_selected_experts", "stats": "eplb_local_stats"}
+            raise renamed(error, names) from error
+        self._round = _Round(
+            tokens=ids.shape[0],
+            limit=limit,
+            payloads=sizes,
+            row=row,
+            carrier=carrier,
+            returning=carrier,
+            received=received,
+            ids=ids.clone() if settled is None else None,
+            stats=None if eplb_local_stats is None else received.stats,
+        )
+        views = [
+            plane.contiguous().view(t.dtype).view(*plane.shape[:2], *t.shape[1:])
+            for plane, t in zip(received.payloads, given, strict=True)
+        ]
+        if invalid_token_expert_id is not None and place_of_ids is not None:
+            _fill_unrouted(views[place_of_ids], received.ids, invalid_token_expert_id)
+        return views
+
+    def sanitize(self, expert_ids: torch.Tensor, invalid_expert_id: int) -> None:
+        """Fill the rows of received ids that no token was sent to; weft's own.
+
+        expert_ids: int32 or int64 `[ep_size, runtime_max_tokens_per_rank, top_k]`.
+        Raises OutOfOrder but between dispatch and combine, and InvalidArgument.
+        """
+        _, running = self._dispatched("sanitize")
+        shape, kinds = (self.ep_size, running.limit, self.top_k), (torch.int32, torch.int64)
+        device = self.group.device
+        check_tensor("expert_ids", expert_ids, shape=shape, dtypes=kinds, device=device)
+        check_alignment("expert_ids", expert_ids, expert_ids.itemsize)
+        limits = torch.iinfo(expert_ids.dtype)
+        invalid = integer("invalid_expert_id", invalid_expert_id, limits.min, limits.max)
+        _fill_unrouted(expert_ids, running.received.ids, invalid)
+
+    def get_combine_payload_tensor_in_workspace(
+        self, runtime_max_tokens_per_rank: int, hidden_size: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """`[ep_size, runtime_max_tokens_per_rank, hidden_size]`, contiguous, for experts to write.
+
+        Between dispatch and combine only; then pass it to combine with payload_in_workspace=True.
+        Raises OutOfOrder, and InvalidArgument for other numbers of tokens than dispatch's and for
+        rows that combine cannot return.
+        """
+        _, running = self._dispatched("get_combine_payload_tensor_in_workspace")
+        _check_limit(runtime_max_tokens_per_rank, running)
+        hidden_size = integer("hidden_size", hidden_size, 1, largest(Shape, "hidden"))
+        one_of("dtype", instance("dtype", dtype, torch.dtype), DTYPE_NAMES)
+        row = CombineRow(hidden_size, dtype)
+        fp8 = CombineRow(hidden_size, dtype, fp8=True)
+        operator = self._returning(fp8 if running.row == fp8 else row)
+        running.offered = operator.output(running.limit)
+        return running.offered
+
+    def combine(
+        self,
+        payload: torch.Tensor,
+        runtime_max_tokens_per_rank: int,
+        payload_in_workspace: bool = False,
+        output_dtype: torch.dtype | None = None,
+        output_scales: torch.Tensor | None = None,
+        output_scalar_scale: float = 1.0,
+        sf_layout: Any = None,
+        output: torch.Tensor | None = None,
+        *,
+        use_low_precision: bool = False,
+        active_rank_mask: torch.Tensor | None = None,
+        enable_pdl: bool | None = None,
+    ) -> torch.Tensor:
+        """Return the rows and add those of each token at its owner, in fp32 and in rank order.
+
+        payload: `[ep_size, runtime_max_tokens_per_rank, hidden_size]`, bfloat16, float16 or
+            float32; row `[s, t]` is this rank's weighted sum for token t of rank s. Rows of tokens
+            without an expert here are not read.
+        runtime_max_tokens_per_rank: as in dispatch.
+        payload_in_workspace: payload is what get_combine_payload_tensor_in_workspace returned.
+        output: `[tokens, hidden_size]` to write into.
+        use_low_precision: rows travel as FP8 with a scale for 128 columns; the result is bfloat16.
+
+        Returns `[tokens, hidden_size]` of payload's dtype. Raises InvalidArgument, OutOfOrder, what
+        broke the group.
+        """
+        workspace, running = self._dispatched("combine")
+        flags(payload_in_workspace=payload_in_workspace, use_low_precision=use_low_precision)
+        check_mask(active_rank_mask, self.enable_rank_mask, self.ep_rank, self.ep_size)
+        refuse("output_scales", output_scales, None, RESULT)
+        refuse("output_scalar_scale", output_scalar_scale, 1.0, RESULT)
+        refuse("sf_layout", getattr(sf_layout, "name", sf_layout), (None, "layout_linear"), RESULT)
+        _check_limit(runtime_max_tokens_per_rank, running)
+        self._check_payload(payload, running, payload_in_workspace)
+        dtype = torch.bfloat16 if use_low_precision else payload.dtype
+        refuse("output_dtype", output_dtype, (None, dtype), RESULT)
+        operator = self._returning(CombineRow(payload.shape[2], dtype, use_low_precision))
+        outbox = operator.output(running.limit)
+        if not _same(payload, outbox):
+            outbox.copy_(payload)
+        try:
+            result = operator.combine(out=output)
+        except UsageError as error:
+            raise renamed(error, {"out": "output"}) from error
+        if operator is not running.carrier:
+            running.carrier.combine()  # ends the round that brought the payloads
+        if running.payloads not in self._returns:
+            self._returns[running.payloads] = running.row
+            workspace.settle(running.payloads, running.row)
+        self._round = None
+        return result
+
+    def check(self) -> None:
+        """Raise what the device has recorded (`weft.AllToAll.check`); weft's own."""
+        self._open().check()
+
+    def close(self) -> None:
+        """Give up the workspace, and the group if it was not given. Local and idempotent."""
+        self._round = None
+        self._leases()
+
+    def __enter__(self) -> MoeAlltoAll:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self) -> SharedWorkspace:
+        if not self._leases.alive:
+            raise OutOfOrder("this all-to-all was closed; make a new one")
+        return self._workspace
+
+    def _dispatched(self, call: str) -> tuple[SharedWorkspace, _Round]:
+        workspace = self._open()
+        if self._round is None:
+            raise OutOfOrder(f"{call} without a dispatch: no tokens of this rank are away")
+        return workspace, self._round
+
+    def _returning(self, row: CombineRow) -> AllToAll:
+        """The all-to-all that returns rows like `row` in this round.
+
+        Only what combine is called with tells its rows. In the first round of a payload list they
+        may be others than guessed: then the tokens' routes go through the right all-to-all too.
+        """
+        workspace, running = self._dispatched("combine")
+        if row == running.row:
+            return running.returning
+        if running.ids is None:
+            raise InvalidArgument(
+                f"hidden_size {row.hidden}, dtype {row.dtype} and use_low_precision={row.fp8} of "
+                f"payload; earlier rounds with these input_payloads returned rows {running.row}: "
+                "make another MoeAlltoAll for rounds that return others"
+            )
+        operator = workspace.operator(running.payloads, row)
+        if operator is not running.carrier:
+            blank = [
+                torch.zeros((running.tokens, size), dtype=torch.uint8, device=self.group.device)
+                for size in running.payloads
+            ]
+            silence = workspace.stats(None)
+            operator.dispatch(blank, running.ids, stats=silence, rows=running.limit)
+        if running.returning not in (running.carrier, operator):
+            running.returning.combine()
+        running.row, running.returning = row, operator
+        return operator
+
+    def _check_payload(self, payload: torch.Tensor, running: _Round, claimed: bool) -> None:
+        """Raise InvalidArgument for what cannot be a round's results."""
+        if not isinstance(payload, torch.Tensor):
+            refuse_tensor("payload", payload)
+        if payload.layout is not torch.strided or payload.is_nested:
+            raise InvalidArgument("payload is a sparse or nested tensor; pass a dense one")
+        check_gradient("payload", payload)
+        check_alignment("payload", payload, payload.itemsize)
+        one_of("payload.dtype", payload.dtype, DTYPE_NAMES)
+        slots, device = (self.ep_size, running.limit), self.group.device
+        if payload.dim() != 3 or payload.shape[:2] != slots or payload.device != device:
+            raise InvalidArgument(
+                f"payload is {list(payload.shape)} on {payload.device}; it must be "
+                f"[{slots[0]}, {slots[1]}, hidden] on {device}"
+            )
+        offered = running.offered
+        if offered is None and claimed:
+            raise InvalidArgument(
+                "payload_in_workspace=True, but this round has no tensor in the workspace; call "
+                "get_combine_payload_tensor_in_workspace and write into what it returns"
+            )
+        inside = offered is not None and payload.data_ptr() == offered.data_ptr()
+        if offered is not None and (claimed or inside) and not _same(payload, offered):
+            raise InvalidArgument(
+                f"payload is {list(payload.shape)} {payload.dtype} at {payload.data_ptr():#x} with "
+                f"strides {payload.stride()} and payload_in_workspace={claimed}; the workspace's "
+                f"tensor is {list(offered.shape)} {offered.dtype} at {offered.data_ptr():#x} with "
+                f"strides {offered.stride()}: write into what "
+                "get_combine_payload_tensor_in_workspace returned, or pass memory of your own"
+            )
+
+
+def _give_up(workspace: SharedWorkspace, group: Group | None) -> None:
+    release(workspace)
+    if group is not None:
+        release_group(group)
+
+
+def _fill_unrouted(view: torch.Tensor, ids: torch.Tensor, value: int) -> None:
+    """Write `value` into the rows of `view` of which `ids`, local ones, name no expert at all."""
+    unrouted = torch.lt(ids.amax(dim=2, keepdim=True), 0)
+    view.masked_fill_(unrouted, value)
+
+
+def _bytes(payload: torch.Tensor, row_bytes: int) -> torch.Tensor:
+    """A contiguous tensor `[tokens, *]` as uint8 `[tokens, row_bytes]`."""
+    flat = payload.view(payload.shape[0], row_bytes // payload.itemsize)
+    return flat.view(torch.uint8)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Do two tensors show the same numbers? Strides of single rows do not matter."""
+    if (one.shape, one.dtype, one.data_ptr()) != (other.shape, other.dtype, other.data_ptr()):
+        return False
+    steps = zip(one.shape, one.stride(), other.stride(), strict=True)
+    return all(n == 1 or a == b for n, a, b in steps)
+
+
+def _check_limit(given: int, running: _Round) -> None:
+    given = integer("runtime_max_tokens_per_rank", given, 1, largest(Shape, "tokens"))
+    if given != running.limit:
+        raise InvalidArgument(
+            f"runtime_max_tokens_per_rank is {given}; dispatch was called with "
+            f"{running.limit}: pass the same to all calls of a round"
+        )

@@ -1,0 +1,31 @@
+"""weft inside SGLang: `--moe-a2a-backend weft`, and WEFT_SGLANG_ALLREDUCE=1 for --tp.
+
+SGLang finds `register` by its entry point; docs/sglang.md says what is served. Importing this
+package imports nothing of SGLang.
+"""
+
+from __future__ import annotations
+
+from weft.plugins.sglang import allreduce, engine
+from weft.plugins.sglang.hooks import check, install
+from weft.plugins.sglang.settings import Settings
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Add "weft" to the choices of --moe-a2a-backend, and the hooks that make it serve.
+
+    SGLang calls it before it parses its flags, in every process. Every name and signature is
+    checked before anything is patched. Raises SetupError where SGLang is another, and
+    InvalidArgument for a wrong setting: SGLang logs either and goes on, but then has no choice
+    "weft", so a command line that asks for it is refused.
+    """
+    allreduce.register()
+    check((*engine.HOOKS, *engine.KNOWN))
+    Settings.read()
+    from sglang.srt.server_args import MOE_A2A_BACKEND_CHOICES
+
+    if engine.NAME not in MOE_A2A_BACKEND_CHOICES:
+        install(engine.HOOKS)
+        MOE_A2A_BACKEND_CHOICES.append(engine.NAME)

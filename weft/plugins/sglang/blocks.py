@@ -1,0 +1,213 @@
+"""A served model's MoE blocks on weft: two sizes with one set of weights, shared by all layers.
+
+Knows SGLang's layers by their attributes alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weft.alltoall.api import AllToAll
+from weft.errors import GroupError, OutOfOrder, UsageError
+from weft.leases import Lease, lease
+from weft.memory import Group
+from weft.moe import MoE
+from weft.plugins.sglang.settings import Settings
+from weft.plugins.sglang.weights import config_of, experts_of, is_fp8
+
+_log = logging.getLogger(__name__)
+# A low-latency layer has a slot for every token at every expert: more tokens take the other size.
+MOST_DECODE_TOKENS = 512
+MOST_PREFILL_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Most tokens of a rank that one round takes, equal on all ranks."""
+
+    decode: int
+    prefill: int
+
+    @classmethod
+    def of(
+        cls, decode: int, chunk: int, *, attention_ranks: int, wanted: int | None = None
+    ) -> Limits:
+        """The limits of a server.
+
+        decode: tokens of the largest decode batch of an attention group.   chunk: of a prefill.
+        attention_ranks: each group's tokens are split over so many ranks before a MoE block.
+        wanted: of a prefill on a rank, where the user says so.
+        """
+        small = min(-(-decode // attention_ranks), MOST_DECODE_TOKENS)
+        large = wanted or min(-(-chunk // attention_ranks), MOST_PREFILL_TOKENS)
+        return cls(decode=max(1, small), prefill=max(1, small, large))
+
+
+class Blocks:
+    """What serves the layers of one process. Every rank makes the same calls in the same order.
+
+    most: tokens of the rank that has most, equal on all ranks: it chooses the size, and how many
+        rounds a batch beyond it takes. A captured graph keeps both.
+    """
+
+    def __init__(self, group: Group, limits: Limits, settings: Settings) -> None:
+        self.group, self.limits, self.settings = group, limits, settings
+        self._leases: list[Lease[Any]] = []
+        self._served: dict[int, _Layer] = {}
+        self._refusals = 0
+
+    def add_block(
+        self,
+        layer: Any,
+        *,
+        shared: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        shared_size: int = 0,
+    ) -> None:
+        """Serve `layer` whole, with the shared expert of its block. Collective.
+
+        shared_size: the shared expert's intermediate size. Raises what `weft.MoE` raises.
+        """
+        config = config_of(layer, shared=shared_size if shared is not None else 0)
+        experts, first = experts_of(layer), layer.moe_ep_rank * layer.num_local_experts
+        mine = tuple(range(first, first + layer.num_local_experts))
+
+        def weights(local: tuple[int, ...]) -> Any:
+            if local != mine:
+                raise OutOfOrder(
+                    f"rank {self.group.rank} has experts {mine[:1]} to {mine[-1:]} in SGLang and "
+                    f"{local[:1]} to {local[-1:]} in weft: SGLang numbers its ranks otherwise"
+                )
+            return experts
+
+        def build(mode: str, most: int) -> MoE:
+            made = lease(
+                self.group,
+                MoE,
+                config,
+                weights,
+                max_tokens=most,
+                shared=shared,
+                mode=mode,
+                overlap=self.settings.overlap,
+                combine_dtype=self.settings.combine_dtype,
+                fp8=is_fp8(layer),
+                timeout=self.settings.timeout,
+                first_timeout=max(self.settings.timeout, FIRST),
+            )
+            self._leases.append(made)
+            return made.operator
+
+        self._served[id(layer)] = _Layer(
+            layer,
+            build(self.settings.decode, self.limits.decode),
+            build("throughput", self.limits.prefill),
+            scale_of(layer),
+            experts.tensors,
+        )
+
+    def exchange(self, layer: Any) -> AllToAll:
+        """The all-to-all of a layer whose experts SGLang multiplies. Collective when it is new."""
+        made = lease(
+            self.group,
+            AllToAll,
+            max_tokens=self.limits.prefill,
+            top_k=layer.top_k,
+            num_experts=layer.num_experts,
+            hidden=layer.hidden_size,
+            dtype=layer.params_dtype,
+            combine_dtype=self.settings.combine_dtype,
+            timeout=self.settings.timeout,
+            first_timeout=max(self.settings.timeout, FIRST),
+        )
+        self._leases.append(made)
+        return made.operator
+
+    def run(
+        self, layer: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, most: int
+    ) -> torch.Tensor:
+        """`[tokens, hidden]` -> a new `[tokens, hidden]`: routed experts and the shared one.
+
+        ids, weights: `[tokens, top_k]`, of physical experts, -1 for none.
+        """
+        served = self._served[id(layer)]
+        served.check_tensors()
+        if most == 0:
+            return torch.empty_like(x)
+        moe = served.decode if most <= self.limits.decode else served.prefill
+        if served.scale != 1.0:
+            weights = weights * served.scale
+        x, ids = x.contiguous(), ids.contiguous()
+        return moe(x, topk_ids=ids, topk_weights=weights.contiguous(), rows=most)
+
+    @property
+    def broken(self) -> bool:
+        """Did the group break? Reads of host memory."""
+        return any(each.broken for each in self.operators())
+
+    def check(self) -> None:
+        """Raise what broke the group; log what a device refused, which harmed nobody."""
+        for operator in self.operators():
+            try:
+                operator.check()
+            except GroupError as error:
+                self.tell(error)
+                raise
+            except UsageError as error:
+                self._refusals += 1
+                if self._refusals & (self._refusals - 1) == 0:  # the 1st, 2nd, 4th, 8th ...
+                    count = self._refusals
+                    _log.error("rank %d, refusal %d: %s", self.group.rank, count, error)
+
+    def tell(self, error: GroupError) -> None:
+        """Log what broke the group: SGLang shows it too, in a traceback among many."""
+        _log.critical("%s: %s", type(error).__name__, error)
+
+    def operators(self) -> list[Any]:
+        """One of each workspace."""
+        found: dict[int, Any] = {}
+        for each in self._leases:
+            found.setdefault(id(each.operator._watched), each.operator)
+        return list(found.values())
+
+    def close(self) -> None:
+        """Give all memory and the group back. Local and idempotent."""
+        for each in self._leases:
+            each.close()
+        self._leases.clear()
+        self._served.clear()
+        self.group.close()
+
+
+FIRST = 120.0  # seconds that a first round waits at least: a peer may compile
+
+
+def scale_of(layer: Any) -> float:
+    """What the routed experts' sum is multiplied by, where the router's weights do not have it."""
+    scale = layer.moe_runner_config.routed_scaling_factor
+    return 1.0 if scale is None or layer.should_fuse_routed_scaling_factor_in_topk else float(scale)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer of SGLang: kept, so that its id stays its own."""
+
+    layer: Any
+    decode: MoE
+    prefill: MoE
+    scale: float
+    tensors: tuple[torch.Tensor, ...]
+
+    def check_tensors(self) -> None:
+        """Raise OutOfOrder where SGLang has put other tensors in the place of those it loaded."""
+        held = self.tensors[:2]
+        now = (self.layer.w13_weight, self.layer.w2_weight)
+        if any(a.data_ptr() != b.data_ptr() for a, b in zip(held, now, strict=True)):
+            raise OutOfOrder(
+                f"layer {self.layer.layer_id} has other weight tensors than when it was loaded, "
+                "and graphs hold the old ones' addresses: write weights in place, or start anew"
+            )

@@ -1,0 +1,395 @@
+"""weft's hooks on SGLang's models: what each replaces, and when it is on.
+
+Nothing here imports SGLang before one of its own functions has called; with any other backend
+every hook returns what the original does.
+"""
+
+from __future__ import annotations
+
+import logging
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from weft.errors import GroupError, InvalidArgument, OutOfOrder
+from weft.memory import Group
+from weft.plugins.sglang.blocks import Blocks, Limits
+from weft.plugins.sglang.faults import Watch
+from weft.plugins.sglang.hooks import Hook, Known, check_applied
+from weft.plugins.sglang.settings import Settings
+from weft.plugins.sglang.weights import check_experts
+
+NAME = "weft"  # of the backend, behind --moe-a2a-backend
+DEFAULT_BATCH = 64  # tokens of a decode batch where no graph is captured
+MEETING = 300.0  # seconds that ranks may be apart when they have loaded their weights
+
+_log = logging.getLogger(__name__)
+_blocks: Blocks | None = None
+_watch: Watch | None = None
+
+
+# Flags.
+
+
+def alias(original: Callable[..., Any], backend: Any, value: object) -> Any:
+    """Around MoeA2ABackend._missing_: "weft" is the member that SGLang keeps for plug-ins."""
+    return backend.CUSTOMIZED if value == NAME else original(backend, value)
+
+
+def expert_parallel_size(original: Callable[..., Any], view: Any) -> Any:
+    """Around _a2a_ep_size: whole experts, as with every all-to-all backend."""
+    return {"ep_size": view.tp_size} if view.moe_a2a_backend == NAME else original(view)
+
+
+def shared_expert_fusion(original: Callable[..., Any], view: Any) -> Any:
+    """Around _a2a_fusion_adjustments: the shared expert is no expert of the routed ones' kernel."""
+    if view.moe_a2a_backend == NAME:
+        return {"disable_shared_experts_fusion": True}
+    return original(view)
+
+
+def agrees_on_counts(original: Callable[..., Any], server_args: Any) -> Any:
+    """Around require_mlp_tp_gather: with DP attention all ranks replay graphs of one size."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return (is_on() and get_parallel().enable_dp_attention) or original(server_args)
+
+
+def is_on() -> bool:
+    """Is weft the backend of the layers that run, or are made, now?"""
+    from sglang.srt.layers.moe.utils import get_moe_a2a_backend
+
+    return bool(get_moe_a2a_backend().is_customized())
+
+
+# The model, while it is made and loaded.
+
+
+def make_dispatcher(original: Callable[..., Any], moe_runner_config: Any) -> Any:
+    """Around create_moe_dispatcher: what marks a layer as weft's."""
+    if not is_on():
+        return original(moe_runner_config)
+    from weft.plugins.sglang import dispatcher
+
+    block = Settings.read().form == "block"
+    kind = dispatcher.WholeBlock if block else dispatcher.Exchanged
+    return kind(moe_runner_config.layer_id)
+
+
+def whole_shared_expert(original: Callable[..., Any], mlp: Any, *args: Any, **given: Any) -> Any:
+    """Around the MLP's constructor: each rank has the shared expert of its own tokens."""
+    if is_on() and str(given.get("prefix", "")).endswith("shared_experts"):
+        given |= {"tp_rank": 0, "tp_size": 1}
+    return original(mlp, *args, **given)
+
+
+def loaded(result: Any, runner: Any) -> None:
+    """Behind ModelRunner.load_model: build, before free memory is measured or a graph captured."""
+    global _blocks, _watch
+    found = _layers(runner.model)
+    if not found:
+        return
+    check_applied(HOOKS)
+    _check_server(runner.server_args)
+    settings = Settings.read()
+    for layer, block in found:
+        check_experts(layer, form=settings.form)
+        if getattr(block, "is_hash", False):
+            raise InvalidArgument(f"layer {layer.layer_id} routes by token ids; weft serves logits")
+    with torch.inference_mode(False):  # whose tensors could not be written outside of it
+        if _blocks is None:
+            group = Group.from_torch(_processes(), device=_device(runner), timeout=MEETING)
+            _blocks = Blocks(group, _limits(runner.server_args, settings), settings)
+            _watch = Watch(group)
+        for layer, block in found:
+            if settings.form == "dispatcher":
+                layer.dispatcher.all_to_all = _blocks.exchange(layer)
+                continue
+            shared = _shared_expert(block)
+            size = 0 if shared is None else shared.gate_up_proj.output_size // 2
+            _blocks.add_block(layer, shared=shared, shared_size=size)
+    if _blocks.group.rank == 0:
+        kind, most = settings.form, _blocks.limits
+        _log.info(
+            "%d MoE layers of %s on %d ranks, form %s: rounds of %d tokens a rank, %d in prefill",
+            len(found), type(runner.model).__name__, _blocks.group.size, kind, most.decode,
+            most.prefill,
+        )  # fmt: skip
+
+
+def close() -> None:
+    """Give back all that `loaded` took. Local and idempotent; the end of a process does it too."""
+    global _blocks, _watch
+    if _watch is not None:
+        _watch.close()
+    if _blocks is not None:
+        _blocks.close()
+    _blocks = _watch = None
+
+
+def _layers(model: Any) -> list[tuple[Any, Any]]:
+    """The layers of experts that are weft's, and the blocks that call them.
+
+    Raises InvalidArgument for a block that is not served, whatever it calls its experts.
+    """
+    from weft.plugins.sglang.dispatcher import Exchanged, WholeBlock
+
+    forwards = [pkgutil.resolve_name(name) for name in FORWARDS]
+    found = []
+    for block in model.modules():
+        for layer in block.children():
+            if not isinstance(getattr(layer, "dispatcher", None), WholeBlock | Exchanged):
+                continue
+            if type(block).forward not in forwards:
+                served = ", ".join(name.rsplit(".", 2)[1] for name in FORWARDS)
+                raise InvalidArgument(
+                    f"{type(block).__name__} of {type(model).__name__} is not among the MoE blocks "
+                    f"that weft serves: {served}; take another --moe-a2a-backend"
+                )
+            found.append((layer, block))
+    return found
+
+
+def _check_server(server_args: Any) -> None:
+    """Raise InvalidArgument for flags whose features go around the hooks."""
+    flags = {
+        "enable_two_batch_overlap": "--enable-two-batch-overlap",
+        "enable_single_batch_overlap": "--enable-single-batch-overlap",
+        "enable_torch_compile": "--enable-torch-compile",
+        "enable_lora": "--enable-lora",
+        "elastic_ep_backend": "--elastic-ep-backend",
+    }
+    wrong = [flag for name, flag in flags.items() if getattr(server_args, name)]
+    if server_args.attn_cp_size > 1:
+        wrong.append("--attn-cp-size")
+    if wrong:
+        raise InvalidArgument(
+            f"--moe-a2a-backend weft does not serve {', '.join(wrong)}: leave that out"
+        )
+
+
+def _processes() -> Any:
+    """The expert-parallel ranks, as a torch process group on CPUs."""
+    from sglang.srt.distributed import get_moe_ep_group
+
+    return get_moe_ep_group().cpu_group
+
+
+def _device(runner: Any) -> torch.device:
+    return torch.device("cuda", runner.gpu_id) if runner.device == "cuda" else torch.device("cpu")
+
+
+def _limits(server_args: Any, settings: Settings) -> Limits:
+    from sglang.srt.runtime_context import get_parallel
+
+    graphs = server_args.cuda_graph_config.decode
+    batch = max([*(graphs.bs or []), graphs.max_bs or 0]) or DEFAULT_BATCH
+    chunk = server_args.chunked_prefill_size or 0
+    return Limits.of(
+        batch * (server_args.speculative_num_draft_tokens or 1),
+        chunk if chunk > 0 else server_args.max_prefill_tokens,
+        attention_ranks=get_parallel().attn_tp_size,
+        wanted=settings.prefill_tokens,
+    )
+
+
+def _shared_expert(block: Any) -> Any:
+    """The MLP of a block that every token takes, or None."""
+    return getattr(block, "shared_experts", None)
+
+
+# Each forward pass.
+
+
+def serve(
+    original: Callable[..., Any],
+    block: Any,
+    hidden_states: torch.Tensor,
+    forward_batch: Any = None,
+    *rest: Any,
+    **given: Any,
+) -> Any:
+    """Around a MoE block's forward: route as SGLang does, then everything else by weft."""
+    from weft.plugins.sglang.dispatcher import Exchanged, WholeBlock
+
+    dispatcher = block.experts.dispatcher
+    if not isinstance(dispatcher, WholeBlock | Exchanged):
+        return original(block, hidden_states, forward_batch, *rest, **given)
+    if _blocks is None:
+        raise OutOfOrder(
+            f"layer {block.layer_id} runs before weft's hook behind ModelRunner.load_model did"
+        )
+    x = hidden_states.view(-1, hidden_states.shape[-1])
+    chosen, most = _route(block, x, forward_batch), _most()
+    try:
+        if isinstance(dispatcher, WholeBlock):
+            out = _blocks.run(block.experts, x, chosen.topk_ids, chosen.topk_weights, most)
+        else:
+            out = _exchanged(block, dispatcher, x, chosen, most)
+    except GroupError as error:
+        _blocks.tell(error)
+        raise
+    return out.view(hidden_states.shape)
+
+
+def forwarded(result: Any, runner: Any, *args: Any, **given: Any) -> None:
+    """Behind ModelRunner.forward: a broken group serves nothing more."""
+    if _blocks is not None:
+        _blocks.check()
+
+
+def _route(block: Any, x: torch.Tensor, forward_batch: Any) -> Any:
+    """SGLang's own choice: physical ids, -1 in rows that pad a graph's batch."""
+    from sglang.srt.eplb.expert_location_dispatch import ExpertLocationDispatchInfo
+
+    if x.shape[0] == 0:  # its kernels cannot be launched with none
+        return block.topk.empty_topk_output(x.device, layer_id=block.layer_id)
+    if type(block).__name__ == "DeepseekV2MoE":
+        logits = block.gate(x, forward_batch=forward_batch)
+    else:
+        logits = block.gate(x)
+    if isinstance(logits, tuple):  # of a linear layer, beside its bias
+        logits = logits[0]
+    replicas = None
+    if not getattr(block, "is_nextn", False):
+        replicas = ExpertLocationDispatchInfo.init_new(layer_id=block.layer_id)
+    return block.topk(
+        x,
+        logits,
+        num_token_non_padded=forward_batch.num_token_non_padded,
+        expert_location_dispatch_info=replicas,
+    )
+
+
+def _most() -> int:
+    """Tokens of the rank that has most in this layer, which all ranks know alike."""
+    from sglang.srt.layers.dp_attention import get_dp_global_num_tokens
+    from sglang.srt.runtime_context import get_parallel
+
+    counts: list[int] | None = get_dp_global_num_tokens()
+    if not counts:
+        raise OutOfOrder(
+            "SGLang has told no rank's number of tokens in this forward pass, by which weft's "
+            "ranks agree on rounds: report how the server was started"
+        )
+    ranks: int = get_parallel().attn_tp_size
+    return -(-max(counts) // ranks)
+
+
+def _exchanged(block: Any, dispatcher: Any, x: torch.Tensor, chosen: Any, most: int) -> Any:
+    """The experts by SGLang's runner, in as many rounds as the all-to-all needs."""
+    out = torch.empty_like(x)
+    each = dispatcher.all_to_all.max_tokens
+    for start in range(0, most, each):  # as many on every rank
+        part, dispatcher.most = slice(start, start + each), min(each, most - start)
+        some = chosen._replace(
+            topk_weights=chosen.topk_weights[part], topk_ids=chosen.topk_ids[part]
+        )
+        out[part] = block.experts(x[part], some)
+    shared = _shared_expert(block)
+    if shared is not None and x.shape[0]:
+        out += shared(x)
+    return out
+
+
+# What is patched.
+
+_SRT = "sglang.srt."
+_BLOCK = "self, hidden_states, forward_batch="
+_MLP = (
+    "self, hidden_size, intermediate_size, hidden_act, quant_config=, reduce_results=, prefix=, "
+    "tp_rank=, tp_size="
+)
+# MoE blocks that are served, and what else their forward takes. Qwen3-MoE, GLM-4.5, DeepSeek-V3.
+FORWARDS = {
+    _SRT + "models.qwen3_moe.Qwen3MoeSparseMoeBlock.forward": "",
+    _SRT + "models.glm4_moe.Glm4MoeSparseMoeBlock.forward": "",
+    _SRT + "models.deepseek_v2.DeepseekV2MoE.forward": (
+        ", gemm_output_zero_allocator=, input_ids=, input_ids_global=, skip_shared_experts="
+    ),
+}
+HOOKS = (
+    Hook(_SRT + "layers.moe.utils.MoeA2ABackend._missing_", "AROUND", alias, "cls, value"),
+    Hook(_SRT + "arg_groups.overrides._a2a_ep_size", "AROUND", expert_parallel_size, "view"),
+    Hook(
+        _SRT + "arg_groups.overrides._a2a_fusion_adjustments",
+        "AROUND",
+        shared_expert_fusion,
+        "view",
+    ),
+    Hook(_SRT + "utils.common.require_mlp_tp_gather", "AROUND", agrees_on_counts, "server_args"),
+    Hook(
+        _SRT + "layers.moe.fused_moe_triton.layer.create_moe_dispatcher",
+        "AROUND",
+        make_dispatcher,
+        "moe_runner_config",
+    ),
+    Hook(_SRT + "models.glm4_moe.Glm4MoeMLP.__init__", "AROUND", whole_shared_expert, _MLP),
+    Hook(
+        _SRT + "models.deepseek_v2.DeepseekV2MLP.__init__",
+        "AROUND",
+        whole_shared_expert,
+        _MLP + ", swiglu_limit=",
+    ),
+    *(Hook(name, "AROUND", serve, _BLOCK + more) for name, more in FORWARDS.items()),
+    Hook(_SRT + "model_executor.model_runner.ModelRunner.load_model", "AFTER", loaded, "self"),
+    Hook(
+        _SRT + "model_executor.model_runner.ModelRunner.forward",
+        "AFTER",
+        forwarded,
+        "self, forward_batch, skip_attn_backend_init=, pp_proxy_tensors=, reinit_attn_backend=, "
+        "split_forward_count=",
+    ),
+)
+# What the hooks call and read.
+_PARTS, _SHARED = "experts gate topk layer_id", " shared_experts"
+_TOPK = _SRT + "layers.moe.topk."
+_DISPATCHER = _SRT + "layers.moe.token_dispatcher."
+KNOWN = (
+    Known(_SRT + "server_args.MOE_A2A_BACKEND_CHOICES"),
+    Known(_SRT + "layers.moe.utils.MoeA2ABackend.CUSTOMIZED"),
+    Known(_SRT + "layers.moe.utils.MoeA2ABackend.is_customized", "self"),
+    Known(_SRT + "layers.moe.utils.get_moe_a2a_backend", ""),
+    Known(_SRT + "runtime_context.get_parallel", ""),
+    Known(_SRT + "distributed.get_moe_ep_group", ""),
+    Known(_SRT + "layers.dp_attention.get_dp_global_num_tokens", ""),
+    Known(
+        _SRT + "eplb.expert_location_dispatch.ExpertLocationDispatchInfo.init_new", "cls, layer_id"
+    ),
+    Known(_TOPK + "StandardTopKOutput"),
+    Known(_TOPK + "TopK.empty_topk_output", "self, device, *, layer_id="),
+    Known(
+        _TOPK + "TopK.forward_cuda",
+        "self, hidden_states, router_logits, *, num_token_non_padded=, "
+        "expert_location_dispatch_info=",
+    ),
+    Known(_DISPATCHER + "base.BaseDispatcher.__init__", "self"),
+    Known(_DISPATCHER + "base.BaseDispatcher.dispatch", "self, hidden_states, topk_output"),
+    Known(_DISPATCHER + "base.BaseDispatcher.combine", "self, combine_input"),
+    Known(_DISPATCHER + "standard.StandardDispatchOutput"),
+    Known(_DISPATCHER + "standard.StandardCombineInput"),
+    Known(
+        _SRT + "layers.moe.fused_moe_triton.layer.FusedMoE.forward_impl",
+        "self, hidden_states, topk_output, pre_quant_input=",
+    ),
+    Known(
+        _SRT + "layers.moe.fused_moe_triton.layer.FusedMoE.__init__",
+        names="layer_id num_experts num_local_experts top_k hidden_size params_dtype with_bias "
+        "intermediate_size_per_partition moe_ep_size moe_ep_rank moe_tp_size dispatcher "
+        "num_fused_shared_experts moe_runner_config quant_method "
+        "should_fuse_routed_scaling_factor_in_topk",
+    ),
+    Known(_SRT + "models.qwen3_moe.Qwen3MoeSparseMoeBlock.__init__", names=_PARTS),
+    Known(_SRT + "models.glm4_moe.Glm4MoeSparseMoeBlock.__init__", names=_PARTS + _SHARED),
+    Known(
+        _SRT + "models.deepseek_v2.DeepseekV2MoE.__init__",
+        names=_PARTS + _SHARED + " is_nextn is_hash",
+    ),
+    Known(_SRT + "plugins.hook_registry.HookRegistry._patched"),
+    Known(
+        _SRT + "plugins.hook_registry.HookRegistry.register",
+        "cls, target, hook, hook_type=, *, source=",
+    ),
+)
