@@ -400,6 +400,11 @@ def buffers(group: weft.Group) -> None:
     }
     asked = {"num_max_dispatch_tokens_per_rank": 8, "hidden": 128, "num_ranks": 2, "num_experts": 4}
     tried(Row(deep_ep.Buffer.get_low_latency_rdma_size_hint, asked, hint))
+    chunks = {name: listed(*WHOLE, 0, -1) for name in CHUNKS}
+    chosen = {"num_sms": 20, **dict.fromkeys(CHUNKS, 8)}
+    tried(Row(deep_ep.Config, chosen, {"num_sms": listed(*WHOLE, -1), **chunks}))
+    sms = listed(*WHOLE, -1, 3)
+    refuses(Row(deep_ep.Buffer.set_num_sms, {"new_num_sms": 20}, {"new_num_sms": sms}))
     x, ids, weights = inputs(group)
     buffer = deep_ep.Buffer(**given)
     topk = ids.long()
@@ -437,6 +442,10 @@ def buffers(group: weft.Group) -> None:
     }
     tried(Row(buffer.low_latency_combine, back, combined))
     tried(Row(buffer.get_next_low_latency_combine_buffer, {"handle": handle}, {"handle": THING}))
+    status = {"mask_status": torch.zeros(group.size, dtype=torch.int32)}
+    tried(Row(buffer.low_latency_query_mask_buffer, status, {"mask_status": TENSOR}))
+    masked = {"rank_to_mask": listed(*WHOLE, -1, 2), "mask": WANTS_FALSE}
+    tried(Row(buffer.low_latency_update_mask_buffer, {"rank_to_mask": 0}, masked))
     paths = listed(7, True, [], b"x", torch.zeros(2))
     tried(Row(buffer.dump_trace, {"path": "trace.json"}, {"path": paths}))
     buffer.low_latency_combine(**back)
@@ -446,9 +455,12 @@ def buffers(group: weft.Group) -> None:
     buffer.destroy()
 
 
+CHUNKS = tuple(
+    f"num_max_{wire}_chunked_{way}_tokens" for wire in ("nvl", "rdma") for way in ("send", "recv")
+)
 UNUSED_BY_BUFFER = (
     *("num_nvl_bytes", "num_rdma_bytes", "num_qps_per_rank", "allow_nvlink_for_low_latency_mode"),
-    *("allow_mnnvl", "explicitly_destroy", "comm"),
+    *("allow_mnnvl", "use_fabric", "explicitly_destroy", "comm"),
 )
 
 

@@ -10,10 +10,10 @@ import torch
 
 import weft
 from weft.compat.triton_dist import EPLowLatencyAllToAllLayer
-from weft.errors import InvalidArgument
+from weft.errors import InvalidArgument, OutOfOrder
 from weft.lowlatency import reference as low
 from weft.placement import Placement
-from weft.reference import dequantize
+from weft.reference import dequantize, quantize
 
 KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 MOST, HIDDEN, TOP_K, EXPERTS = 16, 256, 4, 8
@@ -71,6 +71,71 @@ def rounds(group: weft.Group) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_documented_use(ranks, kind):
     ranks(2, kind)(rounds)
+
+
+def measured(group: weft.Group) -> None:
+    """A loop of dispatches, the last one's rows, a loop of combines: as the original's bench has
+    it, with as many tokens as each rank happens to have and ids behind the last for none."""
+    layer = make(group)
+    generator = torch.Generator().manual_seed(group.rank)
+    tokens = MOST // 2 + 3 * group.rank
+    x = torch.rand((tokens, HIDDEN), generator=generator).bfloat16().to(group.device)
+    ids = torch.rand((tokens, EXPERTS), generator=generator).topk(TOP_K, dim=1).indices.int()
+    ids[::3, 1] = EXPERTS
+    ids, weights = ids.to(group.device), torch.rand((tokens, TOP_K), generator=generator)
+    weights = weights.softmax(dim=1).to(group.device)
+    for _ in range(7):
+        token, scale, _, meta = layer.dispatch(x, None, ids)
+    y = dequantize(token, scale).bfloat16()
+    outs = [layer.combine(y, ids, weights, meta) for _ in range(7)]
+    rows = dequantize(*quantize(x.cpu(), "fp8")).bfloat16()
+    placement = Placement.blocks(EXPERTS, group.size)
+    every = rows[:, None].expand(-1, TOP_K, -1)
+    wanted = low.combine(every, ids.cpu(), weights.cpu(), placement)
+    for out in outs:
+        assert torch.equal(out.cpu(), wanted)
+    older = meta
+    for _ in range(2):
+        layer.dispatch(x, None, ids)
+    with pytest.raises(OutOfOrder, match="dispatch 7: a later dispatch has taken its slot"):
+        layer.combine(y, ids, weights, older)
+    layer.dump_dispatch_trace()
+    layer.dump_combine_trace()
+    group.barrier()
+    layer.finalize()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loops_of_one_call_and_no_traces_without_profiling(ranks, kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ranks(2, kind)(measured)
+    assert not Path("prof").exists()
+
+
+def theirs(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The original's arithmetic: amax times the rounded 1 / 448, and each number divided by it."""
+    blocks = x.float().unflatten(-1, (-1, group_size))
+    reciprocal = (torch.tensor(1.0, dtype=torch.float64) / 448).float()
+    scales = blocks.abs().amax(dim=-1) * reciprocal
+    return (blocks / scales[..., None]).to(torch.float8_e4m3fn).flatten(-2), scales
+
+
+def steps(t: torch.Tensor, as_integer: torch.dtype) -> torch.Tensor:
+    """Floats as integers, one apart where the floats are neighbours of one sign."""
+    return t.view(as_integer).int()
+
+
+def test_numbers_and_scales_are_the_originals_or_their_neighbours():
+    generator = torch.Generator().manual_seed(3)
+    powers = torch.randint(-20, 20, (512, 1), generator=generator).double()
+    x = (torch.randn((512, 512), generator=generator).double() * 2**powers).bfloat16()
+    ours, our_scales = quantize(x, "fp8", 128)
+    numbers, scales = theirs(x, 128)
+    apart = (steps(our_scales, torch.int32) - steps(scales, torch.int32)).abs()
+    assert int(apart.max()) <= 1
+    apart = (steps(ours, torch.uint8) - steps(numbers, torch.uint8)).abs()
+    assert int(apart.max()) <= 1
+    assert float((apart > 0).float().mean()) < 1e-2
 
 
 def traced(group: weft.Group) -> None:

@@ -65,6 +65,7 @@ def emulated(group: weft.Group, library: str, mode: Mode) -> None:
             play(a2a, mode, CASE.next(tokens=tokens, seed=tokens[0]))
         if sends and mode.reduce == "receiver":
             in_halves(a2a, group)
+            dropped_and_again(a2a, group)
         a2a._rounds._entries = real  # the CPU's own kernels: both speak the same protocol
         play(a2a, mode, CASE.next(seed=7))
         a2a.check()
@@ -81,6 +82,22 @@ def in_halves(a2a: LowLatencyAllToAll, group: weft.Group) -> None:
     receive()
     assert torch.equal(a2a.combine(y, ids, None, second.handle), out)
     assert (out[:, 0] == (ids >= 0).sum(dim=1)).all()
+
+
+def dropped_and_again(a2a: LowLatencyAllToAll, group: weft.Group) -> None:
+    """Four results of which two are never combined, and each of the others three times."""
+    x, ids, weights, _ = CASE.of(group.rank, group.device)
+    a2a._rounds.recycles = True
+    results = [a2a.dispatch(x, ids, weights) for _ in range(4)]
+    for factor in (1.0, 2.0, 3.0):
+        for rows in reversed(results[2:]):
+            y = torch.full_like(rows.x, factor, dtype=x.dtype)
+            out = a2a.combine(y, ids, None, rows.handle)
+            assert (out[:, 0] == factor * (ids >= 0).sum(dim=1)).all()
+            again, receive = a2a.combine_send(y, ids, None, rows.handle)
+            receive()
+            assert torch.equal(again, out)
+    a2a._rounds.recycles = False
 
 
 @pytest.mark.parametrize("name", MODES)

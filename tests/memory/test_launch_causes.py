@@ -133,6 +133,14 @@ def test_what_is_raised_because_of_an_echo_is_one():
         assert "rank 1 of 2 raised KeyError" in str(failure([report, cause], 2, 1.0))
 
 
+def test_an_error_that_is_its_own_cause_is_reported():
+    first, second = KeyError("mine"), ValueError("mine")
+    first.__cause__ = first
+    assert Report.raised(0, first).echo == 0
+    first.__cause__, second.__cause__ = second, first
+    assert Report.raised(0, first).echo == 0
+
+
 def test_a_failure_prefers_causes_over_echoes_and_early_over_late():
     echo = Report.raised(0, RendezvousFailed("rank 1 died"))
     late, early = Report.raised(1, ValueError("late")), Report.raised(2, ValueError("early"))

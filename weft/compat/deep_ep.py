@@ -6,8 +6,8 @@ What is the same, stricter and refused stands in docs/compat.md, call by call.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, fields
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,10 +25,13 @@ from weft.memory import Group
 from weft.runtime.check import check_alignment, check_tensor
 from weft.shape import MAX_RANKS
 
-__all__ = ["Buffer", "EventOverlap"]
+__all__ = ["Buffer", "Config", "EventOverlap", "topk_idx_t"]
+
+topk_idx_t = torch.int64  # int32 ids are taken, too
 
 HINTED_TOP_K = 16  # the size hint is not given top_k; this is more than models have
 NORMAL = "weft.compat.deep_ep has the low-latency calls only; weft.AllToAll is the normal mode"
+MAX_CHUNK = 1 << 20
 SHRINK = "a rank that died ends the group: close it and make a new one"
 # What weft's arguments are called here.
 DISPATCHED = {"topk_ids": "topk_idx"}
@@ -37,16 +40,21 @@ LOGFMT = "rows return as bfloat16, exactly"
 STATS, COUNTS = "cumulative_local_expert_recv_stats", (torch.int32, torch.int64)
 COSTS = "build with profile=True and use dump_trace: waits by source, for each CTA"
 Numbers: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-# Source tokens, ranges, most tokens, hidden, experts; and weft's own handle.
-Ticket: TypeAlias = tuple[torch.Tensor, torch.Tensor, int, int, int, "_Round"]
 Hook: TypeAlias = Callable[[], None]
 
 
 class EventOverlap:
-    """The end of a call. Calls run in the caller's stream, so waiting for it costs nothing."""
+    """The end of a call. Calls run in the caller's stream, so waiting for it costs nothing.
 
-    def __init__(self, event: torch.cuda.Event | None = None) -> None:
-        self.event = event
+    extra_tensors: kept alive as long as this is.
+    """
+
+    def __init__(
+        self,
+        event: torch.cuda.Event | None = None,
+        extra_tensors: tuple[torch.Tensor, ...] | None = None,
+    ) -> None:
+        self.event, self.extra_tensors = event, extra_tensors
 
     def current_stream_wait(self) -> None:
         """Let the current stream wait for the call."""
@@ -61,6 +69,32 @@ class EventOverlap:
 
 
 @dataclass(frozen=True, slots=True)
+class Config:
+    """Chunk sizes of deep_ep's normal mode, kept as given: low-latency calls do not use them.
+
+    num_sms: from 0.   The others: tokens, from 1.   Raises InvalidArgument.
+    """
+
+    num_sms: int = 20
+    num_max_nvl_chunked_send_tokens: int = 6
+    num_max_nvl_chunked_recv_tokens: int = 256
+    num_max_rdma_chunked_send_tokens: int = 6
+    num_max_rdma_chunked_recv_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        for place, each in enumerate(fields(self)):
+            integer(each.name, getattr(self, each.name), min(place, 1), MAX_CHUNK)
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> NoReturn:
+        """Raises InvalidArgument: it sizes the normal mode."""
+        _refuse_normal("get_nvl_buffer_size_hint")
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> NoReturn:
+        """Raises InvalidArgument: it sizes the normal mode."""
+        _refuse_normal("get_rdma_buffer_size_hint")
+
+
+@dataclass(frozen=True, slots=True)
 class _Round:
     """One dispatch: whose, and of which exchange."""
 
@@ -68,12 +102,26 @@ class _Round:
     handle: Handle
 
 
+class Ticket(tuple[torch.Tensor, torch.Tensor, int, int, int]):
+    """The handle of a dispatch: source tokens, ranges, most tokens, hidden, experts."""
+
+    round: _Round
+
+    @classmethod
+    def of(cls, parts: tuple[torch.Tensor, torch.Tensor, int, int, int], round_: _Round) -> Ticket:
+        """A handle with these parts; callers unpack them as deep_ep's."""
+        made = cls(parts)
+        made.round = round_
+        return made
+
+
 class Buffer:
     """Expert-parallel low-latency dispatch and combine with the calls of `deep_ep.Buffer`.
 
     group: a torch process group of ranks on one host, or a weft.Group.
     num_nvl_bytes, num_rdma_bytes, num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl,
-        explicitly_destroy, comm: accepted and not used; memory follows from the first dispatch.
+        use_fabric, explicitly_destroy, comm: accepted and not used; memory follows from the first
+        dispatch.
     low_latency_mode: must be True.   enable_shrink: must be False.
 
     Arguments of weft's own:
@@ -81,10 +129,12 @@ class Buffer:
     profile: let kernels keep times for `dump_trace`.
 
     The first dispatch of each combination of sizes, FP8 and scales makes an exchange, on all ranks
-    together; it may not be in a graph capture. Raises InvalidArgument, RendezvousFailed.
+    together; it may not be in a graph capture. Two results are kept for each: a handle may be
+    combined several times, or never, and its rows are there until a later dispatch takes their
+    slot, the oldest one that is left. Raises InvalidArgument, RendezvousFailed.
     """
 
-    num_sms = 0
+    num_sms = 20  # of the normal mode, which is not here; set_num_sms changes it
 
     def __init__(
         self,
@@ -95,6 +145,7 @@ class Buffer:
         num_qps_per_rank: int = 24,
         allow_nvlink_for_low_latency_mode: bool = True,
         allow_mnnvl: bool = False,
+        use_fabric: bool = False,
         explicitly_destroy: bool = False,
         enable_shrink: bool = False,
         comm: object = None,
@@ -109,9 +160,12 @@ class Buffer:
         first_timeout = seconds("first_timeout", first_timeout)
         flags(profile=profile)
         self._owns_group = not isinstance(group, Group)
-        self.group = group if isinstance(group, Group) else Group.from_torch(group)
-        self.rank, self.group_size = self.group.rank, self.group.size
+        self._group = group if isinstance(group, Group) else Group.from_torch(group)
+        self.group = self._group if group is None else group
+        self.rank, self.group_size = self._group.rank, self._group.size
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy = True, explicitly_destroy
+        self.enable_shrink = False
         self._options: dict[str, Any] = {
             "timeout": timeout,
             "first_timeout": first_timeout,
@@ -120,6 +174,36 @@ class Buffer:
         self._exchanges: dict[tuple[Any, ...], LowLatencyAllToAll] = {}
         self._inputs: dict[tuple[Any, ...], torch.Tensor] = {}
         self._destroyed = False
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """Set `Buffer.num_sms`, an even number; low-latency calls fill what SMs they need."""
+        new_num_sms = integer("new_num_sms", new_num_sms, 0, MAX_CHUNK)
+        if new_num_sms % 2:
+            wrong("new_num_sms", new_num_sms, "even")
+        Buffer.num_sms = new_num_sms
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """An event of the current CUDA stream; where CUDA is not in use, one that is over."""
+        in_use: Callable[[], bool] = torch.cuda.is_initialized
+        return EventOverlap(_recorded() if in_use() else None)
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """The current stream, which is where all calls run. Raises InvalidArgument on CPU ranks."""
+        if self._group.device.type != "cuda":
+            raise InvalidArgument("get_comm_stream() of CPU ranks: they have no streams")
+        return torch.cuda.current_stream(self._group.device)
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> NoReturn:
+        """Raises InvalidArgument: it is of the normal mode."""
+        _refuse_normal("get_dispatch_config")
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> NoReturn:
+        """Raises InvalidArgument: it is of the normal mode."""
+        _refuse_normal("get_combine_config")
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
@@ -159,7 +243,8 @@ class Buffer:
         bfloat16 alone. counts: int32 `[local_experts]`, also added to
         cumulative_local_expert_recv_stats. With return_recv_hook nothing is there before hook().
 
-        Raises InvalidArgument, OutOfOrder (two results are alive), and what broke the group.
+        Raises InvalidArgument, OutOfOrder (an earlier one waits for its hook), and what broke the
+        group.
         """
         refuse("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, None, COSTS)
         flags(use_fp8=use_fp8, round_scale=round_scale, use_ue8m0=use_ue8m0)
@@ -178,7 +263,7 @@ class Buffer:
         a2a = self._exchange(key)
         if cumulative_local_expert_recv_stats is not None:
             size, stats = (a2a.num_local_experts,), cumulative_local_expert_recv_stats
-            check_tensor(STATS, stats, shape=size, dtypes=COUNTS, device=self.group.device)
+            check_tensor(STATS, stats, shape=size, dtypes=COUNTS, device=self._group.device)
             check_alignment(STATS, stats, stats.itemsize)
         receive: Hook | None = None
         try:
@@ -205,7 +290,8 @@ class Buffer:
 
         if not return_recv_hook:
             settle()
-        ticket = (tokens, ranges, most, sizes[1], num_experts, _Round(key, rows.handle))
+        parts = (tokens, ranges, most, sizes[1], num_experts)
+        ticket = Ticket.of(parts, _Round(key, rows.handle))
         event = self._event(async_finish)
         return numbers, rows.counts, ticket, event, settle if return_recv_hook else None
 
@@ -227,18 +313,24 @@ class Buffer:
         x: bfloat16 `[local_experts, num_ranks * most tokens, hidden]`, any tensor: none is copied.
         topk_idx, topk_weights: of the dispatch; float32 weights. The token's owner multiplies by
             them in top-k order.
+        zero_copy: the rows are in the handle's `get_next_low_latency_combine_buffer`, which is read
+            in place of x.
+
+        Raises InvalidArgument, OutOfOrder (a later dispatch has taken the slot, or zero_copy before
+        its buffer was asked for), and what broke the group.
         """
         refuse("use_logfmt", use_logfmt, False, LOGFMT)
         refuse("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, None, COSTS)
         flags(async_finish=async_finish, return_recv_hook=return_recv_hook, zero_copy=zero_copy)
         round_ = _round_of(handle)
         a2a = self._existing(round_.key)
+        y = self._input(round_, x) if zero_copy else x
         hook: Hook | None = None
         try:
             if return_recv_hook:
-                result, hook = a2a.combine_send(x, topk_idx, topk_weights, round_.handle, out)
+                result, hook = a2a.combine_send(y, topk_idx, topk_weights, round_.handle, out)
             else:
-                result = a2a.combine(x, topk_idx, topk_weights, round_.handle, out)
+                result = a2a.combine(y, topk_idx, topk_weights, round_.handle, out)
         except UsageError as error:
             raise renamed(error, COMBINED) from error
         return result, self._event(async_finish), hook
@@ -246,12 +338,19 @@ class Buffer:
     def get_next_low_latency_combine_buffer(self, handle: Ticket) -> torch.Tensor:
         """bfloat16 `[local_experts, num_ranks * most tokens, hidden]` for experts to write.
 
-        Combine reads any tensor in place; this is one, made at the first call for each slot.
+        Combine reads any tensor in place; this is one, made at the first call for each slot. Raises
+        InvalidArgument, OutOfOrder.
         """
         round_ = _round_of(handle)
+        slot = self._existing(round_.key)._rounds.slots[round_.handle.slot]
+        if slot.latest is not round_.handle:
+            raise OutOfOrder(
+                "get_next_low_latency_combine_buffer of a handle whose slot a later dispatch has "
+                "taken: ask before that dispatch"
+            )
         key = (*round_.key, round_.handle.slot)
         if key not in self._inputs:
-            rows = self._existing(round_.key)._rounds.slots[round_.handle.slot].x
+            rows = slot.x
             self._inputs[key] = torch.zeros(rows.shape, dtype=torch.bfloat16, device=rows.device)
         return self._inputs[key]
 
@@ -259,6 +358,34 @@ class Buffer:
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
         """Nothing to do: an inbox is blank again when it has been read."""
+
+    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
+        """Write which ranks are masked to int32 `[num_ranks]`: none ever is, so zeros."""
+        shape, kinds = (self.group_size,), (torch.int32,)
+        device = self._group.device
+        check_tensor("mask_status", mask_status, shape=shape, dtypes=kinds, device=device)
+        check_alignment("mask_status", mask_status, mask_status.itemsize)
+        mask_status.zero_()
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Nothing to do: no rank is masked. Raises InvalidArgument for mask=True."""
+        integer("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
+        refuse("mask", mask, False, SHRINK)
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Nothing to do: no rank is masked."""
+
+    def get_dispatch_layout(self, topk_idx: torch.Tensor, num_experts: int, *_: Any) -> NoReturn:
+        """Raises InvalidArgument: it is of the normal mode."""
+        _refuse_normal("get_dispatch_layout")
+
+    def dispatch(self, x: Numbers, *_: Any, **__: Any) -> NoReturn:
+        """Raises InvalidArgument: it is of the normal mode."""
+        _refuse_normal("dispatch")
+
+    def combine(self, x: torch.Tensor, *_: Any, **__: Any) -> NoReturn:
+        """Raises InvalidArgument: it is of the normal mode."""
+        _refuse_normal("combine")
 
     def check(self) -> None:
         """Raise what the device has recorded; weft's own. Once a step, after a synchronisation."""
@@ -281,11 +408,11 @@ class Buffer:
         self._exchanges.clear()
         self._inputs.clear()
         if self._owns_group:
-            self.group.close()
+            self._group.close()
 
     def _check_tokens(self, x: torch.Tensor, ids: torch.Tensor, stats: torch.Tensor | None) -> None:
         """Refuse what an exchange would be made for before it is looked at."""
-        device = self.group.device
+        device = self._group.device
         shape, kinds = (None, None), (torch.bfloat16,)
         check_tensor("x", x, shape=shape, dtypes=kinds, device=device)
         integers = (torch.int32, torch.int64)
@@ -298,8 +425,8 @@ class Buffer:
             raise OutOfOrder("this buffer was destroyed; make a new one")
         if key not in self._exchanges:
             most, hidden, top_k, experts, scale = key
-            self._exchanges[key] = LowLatencyAllToAll(
-                self.group,
+            made = LowLatencyAllToAll(
+                self._group,
                 most,
                 hidden,
                 top_k,
@@ -309,6 +436,8 @@ class Buffer:
                 split_phase=True,
                 **self._options,
             )
+            made._rounds.recycles = True
+            self._exchanges[key] = made
         return self._exchanges[key]
 
     def _existing(self, key: tuple[Any, ...]) -> LowLatencyAllToAll:
@@ -320,13 +449,30 @@ class Buffer:
             )
         return self._exchange(key)
 
+    def _input(self, round_: _Round, x: torch.Tensor) -> torch.Tensor:
+        """The combine buffer of a handle, for which `x` stands with zero_copy."""
+        y = self._inputs.get((*round_.key, round_.handle.slot))
+        if y is None:
+            raise OutOfOrder(
+                "zero_copy=True before get_next_low_latency_combine_buffer(handle): write the rows "
+                "into the buffer that it returns, or pass zero_copy=False"
+            )
+        check_tensor("x", x, shape=tuple(y.shape), dtypes=(y.dtype,), device=y.device)
+        return y
+
     def _event(self, wanted: bool) -> EventOverlap:
-        if not wanted or self.group.device.type != "cuda":
-            return EventOverlap()
-        make: Callable[[], torch.cuda.Event] = torch.cuda.Event
-        event = make()
-        event.record()
-        return EventOverlap(event)
+        return EventOverlap(_recorded() if wanted and self._group.device.type == "cuda" else None)
+
+
+def _recorded() -> torch.cuda.Event:
+    make: Callable[[], torch.cuda.Event] = torch.cuda.Event
+    event = make()
+    event.record()
+    return event
+
+
+def _refuse_normal(name: str) -> NoReturn:
+    raise InvalidArgument(f"{name} is refused: {NORMAL}")
 
 
 def _most(name: str, value: int) -> int:
@@ -335,9 +481,9 @@ def _most(name: str, value: int) -> int:
 
 def _round_of(handle: Ticket) -> _Round:
     """Raises InvalidArgument for what is no handle."""
-    if not isinstance(handle, tuple) or not handle or not isinstance(handle[-1], _Round):
+    if not isinstance(handle, Ticket):
         wrong("handle", handle, "the handle that low_latency_dispatch returned")
-    return handle[-1]
+    return handle.round
 
 
 def _numbers(rows: ExpertRows, a2a: LowLatencyAllToAll, *, widen: bool) -> Numbers:

@@ -54,11 +54,12 @@ def refuse(name: str, value: Any, allowed: Any, why: str) -> None:
 def renamed(error: UsageError, names: Mapping[str, str]) -> UsageError:
     """An error of weft's own call in the words of the caller's: it begins with an argument's name.
 
-    names: weft's word -> the caller's.
+    names: weft's word -> the caller's. A new error always: one raised from itself would be its own
+    cause.
     """
     word = re.match(r"[\w.]*", str(error))[0]  # type: ignore[index]
     if word not in names:
-        return error
+        return type(error)(str(error))
     text = str(error).replace(f"pass {word}.", f"pass {names[word]}.")
     return type(error)(names[word] + text[len(word) :])
 

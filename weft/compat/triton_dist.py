@@ -52,6 +52,9 @@ class EPLowLatencyAllToAllLayer:
     local_world_size: all ranks are on one host, so it must be world_size.
     dtype: of tokens and of results.   enable_profiling: for the traces.
 
+    Two results are kept: one may be combined several times, or never, and is there until a later
+    dispatch takes its slot, the oldest one that is left.
+
     Weft's own: group, default torch.distributed's world; timeout, first_timeout in seconds.
 
     Collective. Raises InvalidArgument, CreationFailed, GeometryMismatch, RendezvousFailed.
@@ -112,6 +115,7 @@ class EPLowLatencyAllToAllLayer:
             first_timeout=first_timeout,
             profile=enable_profiling,
         )
+        self._a2a._rounds.recycles = True
 
     def dispatch(
         self,
@@ -123,7 +127,7 @@ class EPLowLatencyAllToAllLayer:
 
         Returns float8_e4m3fn `[local_experts, world_size * max_m, hidden]`, float32 scales
         `[local_experts, world_size * max_m, hidden / fp8_gsize]`, int32 counts `[local_experts]`,
-        and what combine needs. Raises InvalidArgument, OutOfOrder, and what broke the group.
+        and what combine needs. Raises InvalidArgument, and what broke the group.
         """
         refuse("send_scales", send_scales, None, SCALES)
         if topk_indices is None:
@@ -146,7 +150,11 @@ class EPLowLatencyAllToAllLayer:
         dispatch_meta: DispatchMetaInfo,
         zero_copy: bool = False,
     ) -> torch.Tensor:
-        """The weighted sums `[tokens, hidden]` of the experts' rows; none is copied on the way."""
+        """The weighted sums `[tokens, hidden]` of the experts' rows; none is copied on the way.
+
+        Raises InvalidArgument, OutOfOrder (a later dispatch has taken the slot), and what broke the
+        group.
+        """
         flags(zero_copy=zero_copy)
         instance("dispatch_meta", dispatch_meta, DispatchMetaInfo, "dispatch returns it")
         handle = dispatch_meta.handle
@@ -156,11 +164,17 @@ class EPLowLatencyAllToAllLayer:
             raise renamed(error, {"y": "send_tokens", "topk_ids": "topk_indices"}) from error
 
     def dump_dispatch_trace(self) -> None:
-        """Write the last rounds to prof/ll_dispatch_RANK_{rank}.json; both phases are in it."""
+        """Write the last rounds to prof/ll_dispatch_RANK_{rank}.json; both phases are in it.
+
+        Nothing without enable_profiling.
+        """
         self._dump("dispatch")
 
     def dump_combine_trace(self) -> None:
-        """Write the last rounds to prof/ll_combine_RANK_{rank}.json; both phases are in it."""
+        """Write the last rounds to prof/ll_combine_RANK_{rank}.json; both phases are in it.
+
+        Nothing without enable_profiling.
+        """
         self._dump("combine")
 
     def check(self) -> None:
@@ -174,5 +188,7 @@ class EPLowLatencyAllToAllLayer:
             self.group.close()
 
     def _dump(self, phase: str) -> None:
+        if not self.enable_profiling:
+            return
         TRACES.mkdir(exist_ok=True)
         self._a2a.dump_trace(TRACES / f"ll_{phase}_RANK_{self.rank}.json")

@@ -73,6 +73,7 @@ class Slot:
             (self.tensors["dst_addr"], broken) if geometry.shape.gemm_push else (None, None)
         )
         self.alive: Handle | None = None
+        self.latest: Handle | None = None  # alive or not
 
     def rows(self, handle: Handle) -> ExpertRows:
         """What a dispatch into this slot returns."""

@@ -1,7 +1,8 @@
 """The calls of a low-latency all-to-all: results, their order, and what each hands to its entry.
 
 A result lives from its dispatch to its combine. As many are alive at once as there are slots. At
-most one dispatch and one combine may be on their way, sent and not yet received.
+most one dispatch and one combine may be on their way, sent and not yet received. With `recycles` a
+dispatch may be dropped, and combined again: a slot keeps its result until a later one needs it.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ class LowRounds:
         *,
         split_phase: bool,
     ) -> None:
+        self.recycles = False
         self.geometry, self.premises, self._entries = geometry, premises, entries
         self._watched = premises
         self._halves = split_phase
@@ -137,7 +139,7 @@ class LowRounds:
             setattr(args, name, t[field].data_ptr())
         args.source, args.ranges = t["source"].data_ptr(), t["ranges"].data_ptr()
         self._entries.run(entry, args, tokens)
-        self._number, slot.alive = handle.number, handle
+        self._number, slot.alive, slot.latest = handle.number, handle, handle
         if entry != "dispatch":
             self._sent = handle
         self.premises.raise_if_broken()
@@ -201,7 +203,7 @@ class LowRounds:
         if entry == "combine":
             slot.alive = None
         else:
-            self._returned = handle
+            self._returned = slot.alive = handle
             self._kept = (out, add, topk_ids, topk_weights)  # the receive reads them
         self.premises.raise_if_broken()
         return out
@@ -260,16 +262,23 @@ class LowRounds:
         return place
 
     def _free_slot(self, entry: str) -> int:
-        """The next slot in turn that no result lives in; results may be combined in any order."""
+        """The next slot in turn that no result lives in; results may be combined in any order.
+
+        With `recycles` and none free, the slot of the oldest result, unless its combine is on its
+        way. Only the order of calls decides, so all ranks drop the same result.
+        """
         slots = len(self.slots)
         for turn in range(slots):
             slot = (self._number + turn) % slots
             if self.slots[slot].alive is None:
                 return slot
-        oldest = min(slot.alive.number for slot in self.slots if slot.alive is not None)
+        alive = [slot.alive for slot in self.slots if slot.alive is not None]
+        oldest = min(alive, key=lambda handle: handle.number)
+        if self.recycles and oldest is not self._returned:
+            return oldest.slot
         raise OutOfOrder(
-            f"{entry} while {slots} results are alive, the oldest of dispatch {oldest}: combine "
-            "one first"
+            f"{entry} while {slots} results are alive, the oldest of dispatch {oldest.number}: "
+            "combine one first"
         )
 
     def _check_results(self, y: torch.Tensor | None, slot: Slot) -> None:
@@ -298,6 +307,15 @@ class LowRounds:
             )
         self._check_built(entry)
         # By identity: another all-to-all's handle may have the same numbers.
+        if self.recycles:
+            kept = any(slot.latest is handle for slot in self.slots)
+            if kept and handle is not self._sent:
+                return
+            why = "it has not been received" if kept else "a later dispatch has taken its slot"
+            raise OutOfOrder(
+                f"{entry} of dispatch {handle.number}: {why}; {len(self.slots)} results are kept: "
+                "combine before that dispatch"
+            )
         alive = any(slot.alive is handle for slot in self.slots)
         if not alive or handle is self._sent:
             why = "it has not been received" if alive else "it is not alive"

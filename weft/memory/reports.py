@@ -86,7 +86,7 @@ def report_of(rank: int, group: AbstractContextManager[Any], body: Callable[[], 
         return report
 
 
-def _echo(error: BaseException) -> int:
+def _echo(error: BaseException, seen: frozenset[int] = frozenset()) -> int:
     """How surely `error` only repeats another rank's: 0 not at all, 1 perhaps, 2 surely."""
     if isinstance(error, GroupError | RendezvousFailed):
         return 2
@@ -94,7 +94,10 @@ def _echo(error: BaseException) -> int:
         return 2 if isinstance(error.__cause__, RendezvousFailed) else int(error.__cause__ is None)
     # What a function raised because of such an error, or while it cleared up after one.
     before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return 0 if before is None else min(1, _echo(before))
+    seen |= {id(error)}
+    if before is None or id(before) in seen:  # an error may be its own cause: raise e from e
+        return 0
+    return min(1, _echo(before, seen))
 
 
 def _blamed(rank: int, error: BaseException) -> tuple[int, ...]:

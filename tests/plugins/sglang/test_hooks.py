@@ -175,9 +175,10 @@ def test_a_hook_that_sglang_could_not_apply_is_told(sglang: Callable[[str], Any]
     registry = sglang("plugins.hook_registry").HookRegistry
     registry._patched.discard("sglang.srt.model_executor.model_runner.ModelRunner.forward")
     from weft.plugins.sglang import engine
+    from weft.plugins.sglang.hooks import check_applied
 
     with pytest.raises(SetupError, match=r"did not apply weft's hooks on \S+ModelRunner.forward: "):
-        engine._check_hooks(engine.HOOKS)
+        check_applied(engine.HOOKS)
 
 
 def test_the_server_is_ended_as_sglang_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,8 +214,9 @@ def test_settings() -> None:
         "WEFT_SGLANG_COMBINE_DTYPE": "fp8",
         "WEFT_SGLANG_PREFILL_TOKENS": "2048",
         "WEFT_SGLANG_TIMEOUT": "12.5",
+        "WEFT_SGLANG_ALLREDUCE": "1",
     }
-    want = Settings("dispatcher", "auto", "none", "fp8", 2048, 12.5)
+    want = Settings("dispatcher", "auto", "none", "fp8", 2048, 12.5, allreduce=True)
     assert Settings.read(said) == want
 
 
@@ -227,6 +229,7 @@ def test_settings() -> None:
         ("PREFILL_TOKENS", "many", "is 'many'; it must be a number"),
         ("PREFILL_TOKENS", "0", "is 0; it must be an integer in 1.."),
         ("PREFILL_TOKENS", "1.5", "is 1.5; it must be an integer"),
+        ("ALLREDUCE", "yes", "is 'yes'; choose one of '0', '1'"),
         ("TIMEOUT", "-1", "is -1; it must be a number of seconds above 0"),
         ("TIMEOUT", "nan", "is nan; it must be a number of seconds"),
     ],

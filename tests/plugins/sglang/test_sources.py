@@ -15,12 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.plugins.sglang.server import STANDIN
-from weft.plugins.sglang import engine
+from weft.plugins.sglang import allreduce, engine
 from weft.plugins.sglang.hooks import SERVED, Hook, Known, relied_on, served
 
-SITES = [pytest.param(Path(STANDIN), id="stand-in")]
-if "WEFT_SGLANG_SITE" in os.environ:
-    SITES.append(pytest.param(Path(os.environ["WEFT_SGLANG_SITE"]), id="sources"))
 ENTRIES: tuple[Hook | Known, ...] = (*engine.HOOKS, *engine.KNOWN)
 Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -128,10 +125,17 @@ def differences(site: Path, entries: tuple[Hook | Known, ...]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("site", SITES)
-def test_every_entry_is_in_the_sources(site: Path) -> None:
+SITES = [pytest.param(Path(STANDIN), ENTRIES, id="stand-in")]
+if "WEFT_SGLANG_SITE" in os.environ:
+    wheel, sums = Path(os.environ["WEFT_SGLANG_SITE"]), (*allreduce.HOOKS, *allreduce.KNOWN)
+    every = (*ENTRIES, *(sums if release(wheel) in allreduce.RELEASES else ()))
+    SITES.append(pytest.param(wheel, every, id="sources"))
+
+
+@pytest.mark.parametrize(("site", "entries"), SITES)
+def test_every_entry_is_in_the_sources(site: Path, entries: tuple[Hook | Known, ...]) -> None:
     """Names, signatures and attributes."""
-    assert differences(site, ENTRIES) == []
+    assert differences(site, entries) == []
 
 
 def test_what_differs_is_found(tmp_path: Path) -> None:

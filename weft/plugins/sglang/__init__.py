@@ -1,4 +1,4 @@
-"""weft inside SGLang: `--moe-a2a-backend weft`.
+"""weft inside SGLang: `--moe-a2a-backend weft`, and WEFT_SGLANG_ALLREDUCE=1 for --tp.
 
 SGLang finds `register` by its entry point; docs/sglang.md says what is served. Importing this
 package imports nothing of SGLang.
@@ -6,7 +6,7 @@ package imports nothing of SGLang.
 
 from __future__ import annotations
 
-from weft.plugins.sglang import engine
+from weft.plugins.sglang import allreduce, engine
 from weft.plugins.sglang.hooks import check, install
 from weft.plugins.sglang.settings import Settings
 
@@ -21,6 +21,7 @@ def register() -> None:
     InvalidArgument for a wrong setting: SGLang logs either and goes on, but then has no choice
     "weft", so a command line that asks for it is refused.
     """
+    allreduce.register()
     check((*engine.HOOKS, *engine.KNOWN))
     Settings.read()
     choices = engine.choices()

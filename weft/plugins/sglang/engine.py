@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, get_type_hints
 
 import torch
@@ -18,7 +18,7 @@ from weft.errors import GroupError, InvalidArgument, OutOfOrder, SetupError
 from weft.memory import Group
 from weft.plugins.sglang.blocks import Blocks, Limits
 from weft.plugins.sglang.faults import Watch
-from weft.plugins.sglang.hooks import Hook, Known, Parameters
+from weft.plugins.sglang.hooks import Hook, Known, Parameters, check_applied
 from weft.plugins.sglang.settings import Settings
 from weft.plugins.sglang.weights import check_experts
 
@@ -153,7 +153,7 @@ def loaded(result: Any, runner: Any) -> None:
     found = _layers(runner.model)
     if not found:
         return
-    _check_hooks(HOOKS)
+    check_applied(HOOKS)
     server_args = _resolved(runner.server_args)
     _check_server(server_args)
     settings = Settings.read()
@@ -219,17 +219,6 @@ def _layers(model: Any) -> list[tuple[Any, Any]]:
                 )
             found.append((layer, block))
     return found
-
-
-def _check_hooks(hooks: Iterable[Hook]) -> None:
-    """SGLang logs a hook that it cannot apply, and goes on without: raise SetupError instead."""
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    missing = [hook.target for hook in hooks if hook.target not in HookRegistry._patched]
-    if missing:
-        raise SetupError(
-            f"SGLang did not apply weft's hooks on {', '.join(missing)}: its log says why, above"
-        )
 
 
 def _check_server(server_args: Any) -> None:

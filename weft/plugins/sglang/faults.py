@@ -59,7 +59,7 @@ class Watch:
             return
         ranks = ", ".join(map(str, gone))
         _log.critical(
-            "rank %d of %d: the process of rank %s has ended, so no MoE layer can be served; this "
+            "rank %d of %d: the process of rank %s has ended, so no layer can be served; this "
             "server ends", self.group.rank, self.group.size, ranks
         )  # fmt: skip
         if not self._stopped.wait(self._grace):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
@@ -63,18 +63,22 @@ def listed(signature: inspect.Signature) -> str:
     return ", ".join(found)
 
 
-def check(entries: Iterable[Hook | Known]) -> None:
-    """Raise SetupError for a version that is not served, with every entry that is another there."""
+def check(entries: Iterable[Hook | Known], *, releases: Sequence[str] = SERVED) -> None:
+    """Raise SetupError for a version that is not served, with every entry that is another there.
+
+    releases: those of SERVED in which these entries serve.
+    """
     entries, release = tuple(entries), served(installed())
-    if release is not None:
+    if release is not None and release in releases:
         wrong = list(differences(entries, release))
     else:  # what sets it apart from the version that is most like it
-        wrong = min((list(differences(entries, each)) for each in SERVED), key=len)
+        wrong = min((list(differences(entries, each)) for each in releases), key=len)
         wrong.insert(0, "its version is another")
     if wrong:
         raise SetupError(
             f"SGLang {installed()} is not what weft's plug-in knows, so nothing of it was patched: "
-            f"{'; '.join(wrong)}. Served: {', '.join(SERVED)}; install one of them, or a newer weft"
+            f"{'; '.join(wrong)}. Served: {', '.join(releases)}; install one of them, or a newer "
+            "weft"
         )
 
 
@@ -141,3 +145,14 @@ def install(hooks: Iterable[Hook]) -> None:
 
     for hook in hooks:
         HookRegistry.register(hook.target, hook.function, HookType[hook.kind])
+
+
+def check_applied(hooks: Iterable[Hook]) -> None:
+    """SGLang logs a hook that it cannot apply, and goes on without: raise SetupError instead."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    missing = [hook.target for hook in hooks if hook.target not in HookRegistry._patched]
+    if missing:
+        raise SetupError(
+            f"SGLang did not apply weft's hooks on {', '.join(missing)}: its log says why, above"
+        )

@@ -28,6 +28,7 @@ class Settings:
         --chunked-prefill-size gives a rank, at most 4096. A larger batch takes several rounds.
     timeout: seconds that a layer waits for a peer that is late. A rank may compile for minutes
         while its peers wait; one that died is noticed at once.
+    allreduce: do tensor-parallel ranks sum by weft? "1" or "0" in the variable.
     """
 
     form: str = "block"
@@ -36,6 +37,7 @@ class Settings:
     combine_dtype: str | None = None
     prefill_tokens: int | None = None
     timeout: float = 300.0
+    allreduce: bool = False
 
     @classmethod
     def read(cls, environment: Mapping[str, str] | None = None) -> Settings:
@@ -57,6 +59,7 @@ class Settings:
             combine_dtype=choice("WEFT_SGLANG_COMBINE_DTYPE", ("", "fp8"), "") or None,
             prefill_tokens=most if said(tokens) else None,
             timeout=seconds(limit, _number(limit, said(limit, str(plain.timeout)))),
+            allreduce=choice("WEFT_SGLANG_ALLREDUCE", ("0", "1"), "0") == "1",
         )
 
 

@@ -1,0 +1,74 @@
+"""SGLang's DP attention on CPU ranks: SGLang's plug-in "weft_cpu", for all servers alike.
+
+SGLang serves on CPUs (SGLANG_USE_CPU_ENGINE=1), but some of what DP attention and padded batches
+need it has for GPUs alone. Here that is done in plain torch. Slow, and exact in float32: weft's
+blocks can be held to SGLang's own without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def register() -> None:
+    """Replace what needs a GPU."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    replaced = {
+        "sglang.kernels.ops.memory.memcpy_triton.memcpy_triton": copy_rows,
+        "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+        ".get_cuda_graph_seq_len_fill_value": lambda backend: 1,
+    }
+    for target, function in replaced.items():
+        HookRegistry.register(target, function, HookType.REPLACE)
+    batch = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
+    around = {
+        "sglang.srt.layers.moe.topk.select_experts": choose,
+        f"{batch}.prepare_mlp_sync_batch": unpinned,
+    }
+    for target, function in around.items():
+        HookRegistry.register(target, function, HookType.AROUND)
+
+
+def copy_rows(
+    to: torch.Tensor,
+    source: torch.Tensor,
+    dim: int,
+    offset: torch.Tensor,
+    count: torch.Tensor,
+    offset_of_source: bool,
+) -> None:
+    """Copy `count` rows, from or to row `offset`."""
+    if dim != 0:
+        raise NotImplementedError(f"dim is {dim}, rows are dim 0")
+    begin, rows = int(offset), int(count)
+    if offset_of_source:
+        to[:rows] = source[begin : begin + rows]
+    else:
+        to[begin : begin + rows] = source[:rows]
+
+
+def choose(original: Callable[..., Any], *args: Any, **given: Any) -> Any:
+    """Around select_experts: rows that pad a batch have no experts."""
+    real = given.pop("num_token_non_padded", None)
+    chosen = original(*args, **given)
+    if real is not None:
+        chosen.topk_ids[int(real) :] = -1
+    return chosen
+
+
+def unpinned(original: Callable[..., Any], batch: Any, *args: Any, **given: Any) -> Any:
+    """Around prepare_mlp_sync_batch: without a GPU there is no pinned memory."""
+    plain = torch.tensor
+
+    def tensor(*args: Any, pin_memory: bool = False, **given: Any) -> torch.Tensor:
+        return plain(*args, **given)
+
+    torch.tensor = tensor
+    try:
+        return original(batch, *args, **given)
+    finally:
+        torch.tensor = plain

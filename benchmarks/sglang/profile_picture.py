@@ -1,0 +1,86 @@
+"""A decode step by kernel, one bar for each way of serving, of what `run.sh profile` wrote.
+
+profile_picture.py results.jsonl PICTURE.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from report import ROOT, Line, machine_line, read
+
+sys.path.insert(0, str(ROOT))
+from weft.bench.style import BASELINES, COLOURS, INK, matplotlib_pyplot, plain, save  # noqa: E402
+
+# By words in a kernel's name, the first that fits; what has none of them is "other".
+KINDS = {
+    "router": ("topk", "gating", "moe_align", "count_and_sort", "bias_grouped", "route"),
+    "experts": ("fused_moe", "grouped_", "silu", "act_and_mul", "moe_sum", "quantize_rows"),
+    "weft's transfers": ("dispatch", "combine", "oneshot", "twoshot", "given"),
+    "NCCL and other sums": ("nccl", "allreduce", "all_reduce", "cross_device", "allgather"),
+    "attention": ("attn", "attention", "fwd_kernel", "rope", "rotary", "kv_buffer", "kv_cache"),
+    "norms": ("norm",),
+    "dense GEMMs": ("gemm", "cutlass", "nvjet", "xmma", "cublas", "splitk"),
+}
+
+
+def kind_of(kernel: str) -> str:
+    """What a kernel is for, by its name without its template's arguments."""
+    name = kernel.lower().split("<")[0]
+    fits = (kind for kind, words in KINDS.items() if any(word in name for word in words))
+    return next(fits, "other")
+
+
+def by_kind(result: dict[str, Any]) -> Counter[str]:
+    """Microseconds of a step of each kind; kernels too short to be named are "other"."""
+    found: Counter[str] = Counter()
+    for kernel, us in result["kernels"].items():
+        found[kind_of(kernel)] += us
+    found["other"] += result["rest"]
+    return found
+
+
+def draw(lines: list[Line], to: Path) -> None:
+    """Stacked bars; a step's GPU time is the length."""
+    plt = matplotlib_pyplot()
+    figure, axes = plt.subplots(figsize=(8.0, 1.3 + 0.6 * len(lines)))
+    kinds = [*KINDS, "other"]
+    colours = dict(zip(kinds, [*COLOURS, *BASELINES], strict=False))
+    times = [by_kind(line["result"]) for line in lines]
+    left = [0.0] * len(lines)
+    for kind in kinds:
+        widths = [each[kind] / 1e3 for each in times]
+        if any(widths):
+            axes.barh(range(len(lines)), widths, left=left, color=colours[kind], label=kind)
+            left = [a + b for a, b in zip(left, widths, strict=True)]
+    for at, length in enumerate(left):
+        axes.text(length, at, f" {length:.2f}", va="center", color=INK)
+    names = [f"{line['variant']}, {line['requests']} a rank" for line in lines]
+    axes.set_yticks(range(len(lines)), names)
+    plain(axes)
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(left) * 1.12)
+    axes.set_xlabel("ms of GPU time in a decode step, rank 0")
+    axes.set_title(f"{lines[0]['model']}: {machine_line(lines[0]['machine'])}", fontsize=7)
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    save(figure, to)
+
+
+def main() -> None:
+    """Draw the lines of one model."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("picture", type=Path)
+    given = parser.parse_args()
+    lines = [line for line in read([given.results]) if line["bench"] == "profile"]
+    if not lines:
+        sys.exit(f"{given.results} holds no line of run.sh profile")
+    draw(lines, given.picture)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""The tables of docs/sglang.md, of lines that run.sh wrote.
+
+    report.py results.jsonl [...]
+
+Of lines of one case the newest counts. Each table says where and when it was measured, and of what
+commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from weft.bench.machine import machine_line  # noqa: E402
+
+Line = dict[str, Any]
+SERVING = ("decode", "deepseek")
+COLUMNS = (  # of serving: a heading, the field, and decimals
+    ("between tokens, median, ms", "median_itl_ms", 2),
+    ("p99, ms", "p99_itl_ms", 2),
+    ("first token, median, ms", "median_ttft_ms", 0),
+    ("output tokens/s", "output_throughput", 0),
+)
+
+
+def read(files: Iterable[Path]) -> list[Line]:
+    """The newest line of each case, in the order in which the cases first came."""
+    found: dict[str, Line] = {}
+    for file in files:
+        for number, text in enumerate(file.read_text().splitlines(), 1):
+            try:
+                line = json.loads(text)
+                found[case_of(line)] = newest(found.get(case_of(line)), line)
+            except (ValueError, KeyError, TypeError) as error:
+                sys.exit(f"{file}:{number} is no result of run.sh: {type(error).__name__}: {error}")
+    return list(found.values())
+
+
+def case_of(line: Line) -> str:
+    """What tells a measurement from others."""
+    words = ("bench", "variant", "model", "gpus", "layers", "requests", "batch", "input", "output")
+    case = [line.get(word) for word in (*words, "against")]
+    return json.dumps([*case, [name for name in line["machine"]["gpus"]]])
+
+
+def newest(old: Line | None, new: Line) -> Line:
+    """That of two lines which was written last."""
+    return new if old is None or new["date"] >= old["date"] else old
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """In Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def number(value: Any, decimals: int) -> str:
+    """A cell; empty for what was not measured."""
+    return "" if value is None else f"{value:.{decimals}f}"
+
+
+def times(old: Any, new: Any) -> str:
+    """How many times smaller the new one is."""
+    return "" if not old or not new else f"{old / new:.2f}"
+
+
+def serving(lines: list[Line]) -> str:
+    """A row for each variant and level, beside stock's time between tokens."""
+    stock = {
+        each["requests"]: each["result"]["median_itl_ms"]
+        for each in lines
+        if each["variant"] == "stock"
+    }
+    rows = []
+    for each in sorted(lines, key=lambda line: line["requests"]):
+        result = each["result"]
+        cells = [number(result.get(field), decimals) for _, field, decimals in COLUMNS]
+        faster = times(stock.get(each["requests"]), result["median_itl_ms"])
+        rows.append([str(each["requests"]), each["variant"], *cells, faster])
+    return table(["requests a rank", "way", *(c[0] for c in COLUMNS), "stock / it"], rows)
+
+
+def tensor_parallel(lines: list[Line]) -> str:
+    """Decode latency of each batch, and prefill's."""
+    batches = sorted({each["batch"] for each in lines})
+    rows = []
+    for name in dict.fromkeys(each["variant"] for each in lines):
+        own = {each["batch"]: each["result"] for each in lines if each["variant"] == name}
+        cells = []
+        for field in ("median_decode_latency", "prefill_latency"):
+            cells += [
+                number(own[batch][field] * 1e3 if batch in own else None, 2) for batch in batches
+            ]
+        rows.append([name, *cells])
+    heads = [f"{what} {batch}, ms" for what in ("decode", "prefill") for batch in batches]
+    return table(["all-reduce", *heads], rows)
+
+
+def outputs(lines: list[Line]) -> str:
+    """How far answers part, and how far each layer's outputs do."""
+    rows = []
+    for each in sorted(lines, key=lambda line: line["layers"]):
+        result = each["result"]
+        layers = [f"{one:.1e}" for one in result["layers"] or []]
+        rows.append(
+            [
+                str(each["layers"]),
+                each["against"],
+                f"{result['equal']} of {result['of']}",
+                f"{100 * result['tokens_before']:.0f} %",
+                number(result["logprob_median"], 4),
+                " ".join(layers),
+            ]
+        )
+    heads = ("layers", "pair", "equal texts", "tokens before they part")
+    return table([*heads, "first log-probability, median", "|a - b| / abs(a) by layer"], rows)
+
+
+def arithmetic(lines: list[Line]) -> str:
+    """Right answers, and texts equal to the first server's."""
+    rows = [
+        [
+            each["variant"],
+            str(each["gpus"]),
+            f"{100 * each['result']['right']:.1f} %",
+            f"{100 * each['result']['equal']:.1f} %",
+            str(each["result"]["questions"]),
+        ]
+        for each in lines
+    ]
+    return table(["way", "GPUs", "right", "texts equal to the first row's", "questions"], rows)
+
+
+def profile(lines: list[Line]) -> str:
+    """Where the time of a decode step goes."""
+    rows = []
+    for each in lines:
+        result = each["result"]
+        top = sorted(result["kernels"].items(), key=lambda one: -one[1])[:5]
+        named = ", ".join(f"{name.split('(')[0].split('<')[0][-40:]} {us:.0f}" for name, us in top)
+        rows.append([each["variant"], str(each["requests"]), number(result["us"], 0), named])
+    return table(["way", "requests a rank", "GPU us a step", "largest kernels, us"], rows)
+
+
+TABLES: dict[str, Callable[[list[Line]], str]] = {
+    **dict.fromkeys(SERVING, serving),
+    "glm": tensor_parallel,
+    "outputs": outputs,
+    "arithmetic": arithmetic,
+    "profile": profile,
+}
+
+
+def report(lines: list[Line]) -> str:
+    """Every table that these lines fill."""
+    parts = []
+    groups: dict[tuple[Any, ...], list[Line]] = {}
+    for line in lines:
+        many = line["bench"] in ("outputs", "arithmetic")  # these compare layers, or GPUs
+        sizes = () if many else (line["gpus"], line.get("layers"), line.get("input"))
+        key = (line["bench"], line["model"], *sizes, *line["machine"]["gpus"][:1])
+        groups.setdefault(key, []).append(line)
+    for found in groups.values():
+        first = found[0]
+        about = [first["model"]]
+        if first.get("layers") and first["bench"] != "outputs":
+            about.append(f"{first['layers']} layers")
+        if first.get("input"):
+            about.append(f"{first['input']} tokens in, {first['output']} out")
+        machines = dict.fromkeys(machine_line(each["machine"]) for each in found)
+        caption = f"{first['bench']}: {', '.join(about)}; {'; '.join(machines)}."
+        parts.append(f"{caption}\n\n{TABLES[first['bench']](found)}\n")
+    return "\n".join(parts)
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", type=Path, nargs="+")
+    print(report(read(parser.parse_args().files)), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Time between tokens of a server with data-parallel attention and expert parallelism.
+
+decode: Qwen3-30B-A3B's shape in bf16. deepseek: DeepSeek-V3's, block FP8, few layers. 1024 tokens
+in and 128 out, so many requests at once on every rank; each level is warmed up by a run before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from server import OUT, Job, arguments, chosen, job_of, last_line, run, server
+from variants import VARIANTS, Variant
+
+DEFAULTS = {
+    "decode": ("qwen3-30b-a3b", [8, 64], ["stock", "weft", "dispatcher"]),
+    "deepseek": ("deepseek-v3", [32, 128], ["stock", "weft", "dispatcher", "no-overlap"]),
+}
+KEPT = (
+    "completed",
+    "median_itl_ms",
+    "p99_itl_ms",
+    "mean_itl_ms",
+    "median_tpot_ms",
+    "median_ttft_ms",
+    "p99_ttft_ms",
+    "output_throughput",
+    "total_throughput",
+    "duration",
+)
+
+
+def measure(job: Job, variant: Variant, address: str, given: argparse.Namespace) -> None:
+    """Every level of load, one after the other."""
+    for each in given.requests:
+        at_once = each * job.gpus
+        name = f"{variant.name}-{each}"
+        if job.out_of_time(f"{name} of {job.what}", 45):
+            return
+        for part, waves in (("warm", 1), ("timed", given.waves)):
+            raw = OUT / f"{job.what}-{name}-{part}.jsonl"
+            raw.unlink(missing_ok=True)
+            command = [sys.executable, "-m", "sglang.benchmark.serving", "--backend", "sglang"]
+            command += ["--base-url", address, "--model", str(job.model), "--seed", "1"]
+            command += ["--tokenizer", str(job.model), "--dataset-name", "random-ids"]
+            command += ["--random-input-len", str(given.input), "--random-range-ratio", "1"]
+            command += ["--random-output-len", str(given.output), "--disable-tqdm"]
+            command += ["--num-prompts", str(at_once * waves), "--max-concurrency", str(at_once)]
+            if not run(job, name, [*command, "--output-file", str(raw)], 200):
+                return
+        found = last_line(raw)
+        result: dict[str, Any] = {key: found[key] for key in KEPT if key in found}
+        if found["completed"] != at_once * given.waves:
+            job.fail(f"{name}: {found['completed']} of {at_once * given.waves} requests were done")
+        sizes = {"requests": each, "input": given.input, "output": given.output}
+        job.record(variant, result, layers=given.layers, memory=given.memory, **sizes)
+
+
+def main() -> int:
+    """One server for each variant."""
+    what = sys.argv[1]
+    model, requests, variants = DEFAULTS[what]
+    parser = arguments(str(__doc__), model, variants)
+    parser.add_argument("--requests", type=int, nargs="+", default=requests, help="a rank")
+    parser.add_argument("--waves", type=int, default=3, help="requests for each that is at once")
+    parser.add_argument("--input", type=int, default=1024)
+    parser.add_argument("--output", type=int, default=128)
+    parser.add_argument("--chunk", type=int, default=2048, help="prefill tokens of a rank")
+    given = parser.parse_args()
+    gpus = str(given.gpus)
+    job = job_of(
+        given,
+        *("--tp", gpus, "--dp", gpus, "--ep-size", gpus, "--enable-dp-attention"),
+        *("--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"),
+        *("--cuda-graph-max-bs", str(max(given.requests))),
+        *("--chunked-prefill-size", str(given.chunk * given.gpus)),
+    )
+    for variant in chosen(given.variants, VARIANTS):
+        if job.out_of_time(variant.name, 150):
+            continue
+        with server(job, variant) as address:
+            if address is not None:
+                measure(job, variant, address, given)
+    return job.done()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

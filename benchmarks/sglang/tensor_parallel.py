@@ -1,0 +1,62 @@
+"""Latency of one batch under tensor parallelism: who makes the all-reduces.
+
+GLM-4.5-Air's shape in bf16, 256 tokens in and 32 out, by sglang.benchmark.one_batch.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from server import OUT, arguments, chosen, environment, job_of, run, said
+from variants import SUMS
+
+HERE = Path(__file__).parent
+KEPT = (
+    "prefill_latency",
+    "median_decode_latency",
+    "median_decode_throughput",
+    "total_latency",
+    "overall_throughput",
+)
+
+
+def main() -> int:
+    """One run for each variant."""
+    parser = arguments(str(__doc__), "glm-4.5-air", ["stock", "weft", "flashinfer"])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--input", type=int, default=256)
+    parser.add_argument("--output", type=int, default=32)
+    given = parser.parse_args()
+    most = str(max(given.batches))
+    job = job_of(given, "--tp", str(given.gpus), "--cuda-graph-max-bs", most)
+    for variant in chosen(given.variants, SUMS):
+        if job.out_of_time(variant.name, 90):
+            continue
+        raw = OUT / f"{job.what}-{variant.name}.jsonl"
+        raw.unlink(missing_ok=True)
+        command = [sys.executable, str(HERE / "one_batch.py"), *job.flags, *variant.flags]
+        command += ["--batch-size", *map(str, given.batches), "--input-len", str(given.input)]
+        command += ["--output-len", str(given.output), "--run-name", variant.name]
+        done = run(
+            job,
+            variant.name,
+            [*command, "--result-filename", str(raw)],
+            400,
+            env=environment(variant),
+        )
+        log = OUT / f"{job.what}-{variant.name}.txt"
+        if done and variant.weft and not said(log, "tensor-parallel ranks by weft"):
+            job.fail(f"{variant.name}: weft served nothing, says {log.name}")
+            continue
+        for line in raw.read_text().splitlines() if raw.exists() else []:
+            found = json.loads(line)
+            result = {key: found[key] for key in KEPT if key in found}
+            sizes = {"input": given.input, "output": given.output}
+            job.record(variant, result, batch=found["batch_size"], layers=given.layers, **sizes)
+    return job.done()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

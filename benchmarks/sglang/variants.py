@@ -1,0 +1,65 @@
+"""The ways of SGLang that are compared: what each adds to a server's flags and environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+MOE = ("--moe-a2a-backend", "weft")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way of serving. All load the same dummy weights."""
+
+    name: str
+    what: str
+    flags: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def weft(self) -> bool:
+        """Is it one of weft's?"""
+        return bool(self.environment)
+
+    @property
+    def plugins(self) -> str:
+        """SGLANG_PLUGINS, the names that may be loaded."""
+        return "weft_dummy,weft_layers" + (",weft" if self.weft else "")
+
+
+def _weft(name: str, what: str, **settings: str) -> Variant:
+    environment = {f"WEFT_SGLANG_{key.upper()}": value for key, value in settings.items()}
+    return Variant(name, what, MOE, {"WEFT_SGLANG_FORM": "block", **environment})
+
+
+# Of SGLang's two all-reduces neither; without the second one it would be enabled by itself.
+NO_OWN_SUMS = ("--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion")
+VARIANTS = {
+    v.name: v
+    for v in (
+        Variant("stock", "SGLang as published: NCCL and Triton experts"),
+        _weft("weft", "whole MoE blocks by weft"),
+        _weft("dispatcher", "weft moves tokens, in bf16; SGLang's experts", form="dispatcher"),
+        _weft("no-overlap", "whole blocks, nothing overlapped", overlap="none"),
+        _weft("combine-fp8", "whole blocks, results home in FP8", combine_dtype="fp8"),
+    )
+}
+# Of tensor parallelism: who sums.
+SUMS = {
+    v.name: v
+    for v in (
+        Variant("nccl", "SGLang, NCCL", NO_OWN_SUMS),
+        Variant("stock", "SGLang's custom all-reduce", NO_OWN_SUMS[1:]),
+        Variant(
+            "flashinfer",
+            "SGLang's custom all-reduce, FlashInfer's fused one",
+            ("--flashinfer-allreduce-fusion-backend", "trtllm"),
+        ),
+        Variant(
+            "weft",
+            "weft's all-reduce, fused with residual and norm",
+            NO_OWN_SUMS,
+            {"WEFT_SGLANG_ALLREDUCE": "1"},
+        ),
+    )
+}

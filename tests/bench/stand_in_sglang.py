@@ -1,0 +1,159 @@
+"""What the scripts of benchmarks/sglang start, without SGLang: a server, its benchmarks, traces.
+
+`write_tree` makes a folder for SGL_SITE whose modules call the functions below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import sys
+import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+QUESTIONS = Path(__file__).parents[2] / "models" / "arithmetic" / "checkpoint" / "questions.jsonl"
+MODULES = {
+    "launch_server": "launch",
+    "benchmark/serving": "serving",
+    "benchmark/one_batch": "",
+    "srt/plugins/__init__": "",
+}
+KERNELS = {"ncclDevKernel_AllGather(x)": 30.0, "fused_moe_kernel": 50.0, "sm90_xmma_gemm<x>": 20.0}
+
+
+def write_tree(folder: Path) -> None:
+    """`sglang` as far as it is called."""
+    for name, function in MODULES.items():
+        path = folder / "sglang" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = "from tests.bench.stand_in_sglang import *\n"
+        path.write_text(text + (f"{function}()\n" if function else ""))
+    model = folder / "model" / "tiny"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+
+
+def weft() -> bool:
+    """May weft's plug-in be loaded?"""
+    return "weft" in os.environ["SGLANG_PLUGINS"].split(",")
+
+
+class Server(ThreadingHTTPServer):
+    request_queue_size = 128  # all prompts may come at once
+
+
+class Handler(BaseHTTPRequestHandler):
+    ranks = 1
+
+    def do_GET(self) -> None:
+        self.reply({"weft": weft()})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if os.environ.get("STAND_IN") == "breaks":
+            self.send_error(500, "CUDA error")
+        elif self.path == "/start_profile":
+            self.reply(trace(Path(body["output_dir"]), body["num_steps"], self.ranks))
+        elif "text" in body:
+            self.reply([{"text": answer(text)} for text in body["text"]])
+        else:
+            self.reply({"meta_info": greedy(body)})
+
+    def reply(self, value: Any) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: object) -> None:
+        """The scripts' log is for what a server says."""
+
+
+def answer(prompt: str) -> str:
+    """The right answer to a question, but to the first by weft on several ranks."""
+    asked = prompt.removeprefix("Question: ").removesuffix("\nAnswer:")
+    lines = map(json.loads, QUESTIONS.read_text().splitlines())
+    for number, line in enumerate(lines):
+        if line["question"] == asked:
+            return "#### 1000" if weft() and number == 0 else str(line["answer"])
+    raise ValueError(prompt)
+
+
+def greedy(body: dict[str, Any]) -> dict[str, Any]:
+    """Tokens that follow from the prompt; by weft the last one is another."""
+    ids = [(sum(body["input_ids"]) + i) % 256 for i in range(32)]
+    if weft():
+        ids[-1] += 1
+    first = -0.5 - (0.25 if weft() else 0.0)
+    return {
+        "output_token_logprobs": [[first, i, None] for i in ids],
+        "output_top_logprobs": [[[first, i, None] for i in range(5)]],
+    }
+
+
+def trace(folder: Path, steps: int, ranks: int) -> str:
+    """A trace of every rank."""
+    folder.mkdir(parents=True)
+    for rank in range(ranks):
+        events = [{"name": "aten::mm", "cat": "cpu_op", "dur": 1e9}]
+        for name, us in KERNELS.items():
+            events += [{"name": name, "cat": "kernel", "dur": us * (1 + rank)}] * steps
+        with gzip.open(folder / f"1-TP-{rank}.trace.json.gz", "wt") as file:
+            json.dump({"traceEvents": events}, file)
+    return "Start profiling."
+
+
+def launch() -> None:
+    """python -m sglang.launch_server"""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--tp", type=int)
+    given, rest = parser.parse_known_args()
+    if os.environ.get("STAND_IN") == "dies":
+        sys.exit("CUDA out of memory")
+    if weft() and os.environ.get("STAND_IN") != "forgets":
+        print("3 MoE layers of Model on 2 ranks, form block: rounds of 32 tokens", flush=True)
+    if "--model-path" not in rest:
+        sys.exit("no model")
+    Handler.ranks = given.tp
+    Server(("127.0.0.1", given.port), Handler).serve_forever()
+
+
+def serving() -> None:
+    """python -m sglang.benchmark.serving"""
+    parser = argparse.ArgumentParser()
+    for name in ("base-url", "output-file"):
+        parser.add_argument(f"--{name}")
+    for name in ("num-prompts", "max-concurrency"):
+        parser.add_argument(f"--{name}", type=int)
+    given, _ = parser.parse_known_args()
+    with urllib.request.urlopen(f"{given.base_url}/health", timeout=60) as said:
+        itl = given.max_concurrency * (0.5 if json.load(said)["weft"] else 1.0)
+    line = {"completed": given.num_prompts, "median_itl_ms": itl, "p99_itl_ms": 3 * itl}
+    line |= {"median_ttft_ms": 10 * itl, "output_throughput": 1000 / itl, "itls": [1.0] * 1000}
+    with open(given.output_file, "a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def load_plugins() -> None:
+    """Of sglang.srt.plugins."""
+    if weft():
+        print("all-reduces of 2 tensor-parallel ranks by weft: up to 2048 tokens")
+
+
+def cli_main() -> None:
+    """Of sglang.benchmark.one_batch."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--result-filename")
+    parser.add_argument("--batch-size", type=int, nargs="+")
+    given, _ = parser.parse_known_args()
+    with open(given.result_filename, "a") as file:
+        for batch in given.batch_size:
+            decode = 0.002 * batch if weft() else 0.004 * batch
+            line = {"batch_size": batch, "median_decode_latency": decode, "prefill_latency": 1.0}
+            file.write(json.dumps(line) + "\n")

@@ -1,0 +1,275 @@
+"""The scripts that measure inside SGLang, from a server to a table, by a stand-in of SGLang."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.bench.stand_in_sglang import write_tree
+from weft.plugins.sglang.settings import Settings
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "benchmarks" / "sglang"
+Ran = tuple[int, str, list[dict[str, Any]]]
+
+
+@pytest.fixture
+def measure(tmp_path: Path) -> Callable[..., Ran]:
+    """`measure("decode", *options, NAME=value)` -> exit status, what was printed, the results."""
+    write_tree(tmp_path / "sgl")
+
+    def run(*arguments: str, **environment: str) -> Ran:
+        places = {"SGL": tmp_path / "sgl", "SGL_SITE": tmp_path / "sgl", "OUT": tmp_path / "out"}
+        set_ = {name: str(place) for name, place in places.items()} | {
+            "SGL_HOME": str(tmp_path / "home"),
+            "PYTHON": sys.executable,
+            **environment,
+        }
+        kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        ended = subprocess.run(
+            [str(FOLDER / "run.sh"), *arguments],
+            env=kept | set_,
+            capture_output=True,
+            text=True,
+            timeout=1200,
+            check=False,
+        )
+        results = tmp_path / "out" / "results.jsonl"
+        lines = results.read_text().splitlines() if results.exists() else []
+        return ended.returncode, ended.stdout + ended.stderr, [json.loads(one) for one in lines]
+
+    return run
+
+
+@pytest.fixture
+def script(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Callable[[str], types.ModuleType]]:
+    """`script("report")` imports a script as its folder's modules import each other."""
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setenv("SGL_SITE", str(tmp_path))
+    for place in (FOLDER, FOLDER / "plugins"):
+        monkeypatch.syspath_prepend(str(place))
+    before = set(sys.modules)
+
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(FOLDER)):
+            del sys.modules[name]
+
+
+TINY = ("--model", "tiny", "--gpus", "2")
+
+
+def test_a_run_of_decode_becomes_a_table(measure, script, tmp_path):
+    sizes = ("--requests", "4", "8", "--input", "16", "--output", "8", "--waves", "2")
+    code, said, lines = measure("decode", *TINY, *sizes, "--variants", "stock", "weft")
+    assert code == 0, said
+    found = [(each["variant"], each["requests"], each["result"]["completed"]) for each in lines]
+    assert found == [("stock", 4, 16), ("stock", 8, 32), ("weft", 4, 16), ("weft", 8, 32)]
+    assert lines[2]["environment"] == {"WEFT_SGLANG_FORM": "block"}
+    assert "--enable-dp-attention" in lines[0]["flags"]
+    assert "itls" not in lines[0]["result"]
+    assert set(lines[0]["machine"]) >= {"weft", "gpus", "driver", "torch"}
+    with tarfile.open(tmp_path / "out" / "sglang-decode.tar.gz") as archive:
+        names = archive.getnames()
+    assert {"./results.jsonl", "./decode-stock.log", "./decode-weft-4.txt"} <= set(names)
+    text = script("report").report(lines)
+    assert "decode: tiny, 16 tokens in, 8 out; " in text
+    assert "| 4 | stock | 8.00 | 24.00 | 80 | 125 | 1.00 |" in text
+    assert "| 8 | weft | 8.00 | 24.00 | 80 | 125 | 2.00 |" in text
+
+
+def test_the_newest_line_of_a_case_counts(script, tmp_path):
+    report = script("report")
+    line = {"bench": "decode", "variant": "stock", "model": "tiny", "gpus": 2, "requests": 4}
+    line |= {"machine": {"gpus": []}, "result": {}}
+    file = tmp_path / "results.jsonl"
+    dates = ("2026-11-23T10", "2026-11-23T12", "2026-11-23T11")
+    file.write_text("".join(json.dumps({**line, "date": date}) + "\n" for date in dates))
+    assert [each["date"] for each in report.read([file])] == ["2026-11-23T12"]
+    file.write_text("{}\n")
+    with pytest.raises(SystemExit, match="results.jsonl:1 is no result"):
+        report.read([file])
+
+
+def test_tensor_parallel_runs_stand_side_by_side(measure, script):
+    arguments = ("--batches", "1", "16", "--variants", "nccl", "flashinfer", "weft")
+    code, said, lines = measure("glm", *TINY, *arguments)
+    assert code == 0, said
+    assert [each["batch"] for each in lines] == [1, 16] * 3
+    assert "--flashinfer-allreduce-fusion-backend" in lines[2]["flags"]
+    assert lines[4]["environment"] == {"WEFT_SGLANG_ALLREDUCE": "1"}
+    text = script("report").report(lines)
+    assert "| nccl | 4.00 | 64.00 | 1000.00 | 1000.00 |" in text
+    assert "| weft | 2.00 | 32.00 | 1000.00 | 1000.00 |" in text
+
+
+def test_a_trace_becomes_a_step_by_kernel_and_a_picture(measure, script, tmp_path):
+    pytest.importorskip("matplotlib")
+    code, said, lines = measure("profile", *TINY, "--requests", "2", "--variants", "stock", "weft")
+    assert code == 0, said
+    assert [each["result"]["us"] for each in lines] == [100.0, 100.0]
+    assert lines[0]["result"]["kernels"]["fused_moe_kernel"] == 50.0
+    picture = script("profile_picture")
+    kinds = {"experts": 50.0, "NCCL and other sums": 30.0, "dense GEMMs": 20.0, "other": 0.0}
+    assert picture.by_kind(lines[0]["result"]) == kinds
+    picture.draw(lines, tmp_path / "step.png")
+    assert (tmp_path / "step.png").stat().st_size > 5000
+    assert "fused_moe_kernel 50, ncclDevKernel_AllGather 30" in script("report").report(lines)
+
+
+def test_outputs_are_compared_in_each_way(measure, script):
+    code, said, lines = measure("outputs", *TINY, "--counts", "2", "--variants", "stock", "weft")
+    assert code == 0, said
+    parted = {each["against"]: each["result"]["equal"] for each in lines}
+    assert parted == {
+        "stock, one by one / stock, again": 16,
+        "stock, one by one / stock, together": 16,
+        "stock, one by one / weft, one by one": 0,
+        "stock, one by one / weft, together": 0,
+        "weft, one by one / weft, together": 16,
+    }
+    apart = [each["result"] for each in lines if "weft, together" in each["against"]][0]
+    assert (apart["tokens_before"], apart["logprob_median"]) == (31 / 32, 0.25)
+    assert "| 0 of 16 | 97 % | 0.2500 |" in script("report").report(lines)
+
+
+def test_right_answers_and_equal_texts_are_counted(measure, script):
+    options = ("--ranks", "1", "2", "--questions", "20", "--variants", "stock", "weft")
+    code, said, lines = measure("arithmetic", "--gpus", "2", *options)
+    assert code == 0, said
+    found = [(one["variant"], one["gpus"], one["result"]["right"]) for one in lines]
+    assert found == [("stock", 1, 1.0), ("stock", 2, 1.0), ("weft", 2, 0.95)]
+    assert "| weft | 2 | 95.0 % | 95.0 % | 20 |" in script("report").report(lines)
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [("dies", "it did not come up"), ("forgets", "weft's plug-in was not loaded")],
+)
+def test_a_server_that_is_not_what_was_asked_for_fails_the_command(measure, how, text):
+    code, said, lines = measure("decode", *TINY, "--variants", "weft", STAND_IN=how)
+    assert (code, lines) == (1, [])
+    assert f"FAILED weft: {text}" in said
+    assert how != "dies" or "CUDA out of memory" in said
+
+
+@pytest.mark.parametrize("what", ["profile", "outputs", "arithmetic"])
+def test_a_server_that_breaks_fails_its_measurement_and_no_other(measure, what):
+    sizes = TINY if what != "arithmetic" else ("--gpus", "2", "--ranks", "2")
+    code, said, lines = measure(what, *sizes, "--variants", "stock", "weft", STAND_IN="breaks")
+    assert (code, lines) == (1, [])
+    assert said.count(": HTTPError: HTTP Error 500: CUDA error; end of") >= 2
+    assert "Traceback" not in said
+
+
+def test_a_wrong_command_is_refused(measure, tmp_path):
+    assert measure("sing")[0] == 2
+    code, said, _ = measure("decode", *TINY, "--variants", "stocks")
+    assert code == 1
+    assert "no variant stocks" in said
+    code, said, _ = measure("decode", *TINY, SGL_SITE="", SGL=str(tmp_path))
+    assert code == 2
+    assert "no sgl.tar.xz" in said
+
+
+class Layer(torch.nn.Module):
+    """Experts of a rank, a dense FP8 matrix with its scales, and a norm."""
+
+    experts: Any
+    dense: Any
+    norm: Any
+
+    def __init__(self, ranks: int, rank: int) -> None:
+        super().__init__()
+        self.experts = torch.nn.Module()
+        self.experts.moe_ep_rank, self.experts.moe_tp_rank = rank, 0
+        self.experts.w13_weight = torch.nn.Parameter(torch.empty(8 // ranks, 16, 64))
+        self.dense = torch.nn.Module()
+        self.dense.tp_rank = rank
+        matrix = torch.empty(256, 128).to(torch.float8_e4m3fn)
+        self.dense.weight = torch.nn.Parameter(matrix, requires_grad=False)
+        self.dense.weight_scale_inv = torch.nn.Parameter(torch.zeros(2, 1))
+        self.norm = torch.nn.Module()
+        self.norm.weight = torch.nn.Parameter(torch.empty(64))
+
+
+def test_dummy_weights_show_and_an_expert_is_the_same_on_any_number_of_ranks(script):
+    fill = script("dummy_weights").fill
+    whole, first, second = Layer(1, 0), Layer(2, 0), Layer(2, 1)
+    for layer in (whole, first, second):
+        fill(layer)
+    halves = torch.cat((first.experts.w13_weight, second.experts.w13_weight))
+    assert torch.equal(halves, whole.experts.w13_weight)
+    assert len({each.sum().item() for each in whole.experts.w13_weight}) == 8
+    assert torch.equal(whole.norm.weight, torch.ones(64))
+    dense = whole.dense.weight.float() * whole.dense.weight_scale_inv[0]
+    torch.testing.assert_close(dense.std(), torch.tensor(128**-0.5), rtol=0.05, atol=0)
+    assert not torch.equal(first.dense.weight.float(), second.dense.weight.float())
+
+
+def test_layers_outputs_are_those_of_each_prompts_last_token(script, monkeypatch, tmp_path):
+    recorder, np = script("layer_outputs"), importlib.import_module("numpy")
+    monkeypatch.setenv("LAYER_OUTPUTS", str(tmp_path / "rows"))
+    mode = types.SimpleNamespace(is_extend=lambda: True)
+    batch = types.SimpleNamespace(
+        forward_mode=mode, extend_seq_lens_cpu=[2, 3], input_ids=torch.tensor([5, 6, 7, 8, 9])
+    )
+    recorder.begin(None, batch)
+    hidden = torch.arange(10.0).view(5, 2)
+    recorder.keep(None, None, (hidden, None))
+    recorder.keep(None, None, (hidden, hidden))
+    recorder.write(None, None, batch)
+    rows = np.load(tmp_path / "rows" / f"{recorder.name_of([7, 8, 9])}-2.npy")
+    assert rows.tolist() == [[8.0, 9.0], [16.0, 18.0]]
+    outputs = script("outputs")
+    monkeypatch.setattr(outputs, "prompts", lambda: [[5, 6], [7, 8, 9]])
+    assert outputs.layers(tmp_path / "rows", tmp_path / "rows") == [0.0, 0.0]
+    assert outputs.layers(tmp_path / "rows", tmp_path / "none") is None
+
+
+def test_a_table_holds_the_fastest_choice_of_each_size(script):
+    tune = script("tune_triton")
+    fast, slow = {"BLOCK_SIZE_M": 16}, {"BLOCK_SIZE_M": 64}
+    found = [
+        {"tokens": tokens, "us": us, "config": config}
+        for tokens, us, config in ((8, 2.0, slow), (8, 1.0, fast), (64, 1.0, slow), (64, 3.0, fast))
+    ]
+    assert tune.best_of(found) == {"8": fast, "64": slow}
+    assert tune.file_name("qwen3-30b-a3b", 4, "NVIDIA H200") == (
+        "E=32,N=768,device_name=NVIDIA_H200.json"
+    )
+    blocks = ",dtype=fp8_w8a8,block_shape=[128, 128].json"
+    assert tune.file_name("deepseek-v3", 2, "NVIDIA H200") == (
+        f"E=128,N=2048,device_name=NVIDIA_H200{blocks}"
+    )
+    assert all(each["BLOCK_SIZE_K"] == 128 for each in tune.configs([128, 128]))
+
+
+def test_every_way_is_one_that_the_plug_in_takes(script):
+    variants = script("variants")
+    known = {f"WEFT_SGLANG_{field.name.upper()}" for field in dataclasses.fields(Settings)}
+    for variant in (*variants.VARIANTS.values(), *variants.SUMS.values()):
+        assert set(variant.environment) <= known, variant
+        Settings.read(variant.environment)
+
+
+def test_every_measurement_is_a_script():
+    text = (FOLDER / "run.sh").read_text()
+    inside = text[text.index("scripts=(") : text.index(")\nwhat")]
+    names = {word.split("]=")[1] for word in inside.split() if "]=" in word}
+    assert len(names) >= 6
+    assert all((FOLDER / name).is_file() for name in names)

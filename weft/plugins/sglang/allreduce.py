@@ -1,0 +1,350 @@
+"""SGLang's tensor parallelism: its all-reduces, and the residual and RMSNorm behind them.
+
+    WEFT_SGLANG_ALLREDUCE=1 python3 -m sglang.launch_server --tp 4 ...
+
+SGLang fuses an all-reduce with what follows where one of its gates says so, for FlashInfer. Here
+the gate, the fused call and the choice of a way for plain all-reduces are answered by weft. What
+weft does not serve goes on to SGLang's own ways: more tokens than FUSE_ALLREDUCE_MAX_BATCH_SIZE,
+other widths and dtypes, groups that are not the tensor-parallel one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from weft.allreduce.api import AllReduce
+from weft.errors import InvalidArgument, WeftError
+from weft.leases import Lease, lease
+from weft.memory import Group
+from weft.plugins.sglang.faults import Watch
+from weft.plugins.sglang.hooks import Hook, Known, check, check_applied, install
+from weft.plugins.sglang.settings import Settings
+
+SWITCH = "WEFT_SGLANG_ALLREDUCE"
+RELEASES = ("0.5.17",)  # 0.5.23 decides elsewhere, layer by layer, which sums are left to norms
+METHOD = "weft"  # among the names by which SGLang tells its out-of-place all-reduces apart
+# Settings of a norm with which it is not the RMSNorm that SGLang's fused kernels compute.
+UNLIKE = (
+    "variance_size_override",
+    "cast_x_before_out_mul",
+    "fp32_residual",
+    "override_orig_dtype",
+)
+
+_log = logging.getLogger(__name__)
+_live: TensorParallel | None = None
+
+
+def register() -> None:
+    """Install the hooks where they are asked for; called by the plug-in's own `register`.
+
+    No flag of SGLang names weft's all-reduce, and an error that leaves a plug-in is only logged
+    there. So what is wrong ends the process, before it serves by other ways than the wanted one.
+    """
+    if os.environ.get(SWITCH, "").strip() in ("", "0"):
+        return
+    try:
+        Settings.read()
+        check((*HOOKS, *KNOWN), releases=RELEASES)
+    except WeftError as error:
+        raise SystemExit(f"weft in SGLang: {error}") from error
+    install(HOOKS)
+
+
+class TensorParallel:
+    """This rank's part in the all-reduces of its tensor-parallel group.
+
+    fuses: may layers leave their sums to the norms behind them? Where SGLang knows that the model
+        does so, and the sums behind attention and experts are both of this group.
+    """
+
+    def __init__(self, device: torch.device | str, *, model_fuses: bool) -> None:
+        from sglang.srt.distributed import parallel_state
+        from sglang.srt.layers.communicator import FUSE_ALLREDUCE_MAX_BATCH_SIZE
+        from sglang.srt.layers.moe.utils import get_moe_a2a_backend
+
+        tensor = parallel_state.get_tp_group()
+        experts = parallel_state.get_moe_ep_group()
+        if experts.world_size == 1:
+            experts = parallel_state.get_moe_tp_group()
+        self.ranks, self.max_tokens = list(tensor.ranks), FUSE_ALLREDUCE_MAX_BATCH_SIZE
+        parts = (parallel_state.get_attn_tp_group(), experts)
+        # With an all-to-all the experts' results come home summed, and nothing is left to fuse.
+        own = get_moe_a2a_backend().is_none() and all(map(self.spans, parts))
+        self.fuses = model_fuses and own
+        self.timeout = Settings.read().timeout
+        self.group = Group.from_torch(tensor.cpu_group, device=device, timeout=self.timeout)
+        self._watch = Watch(self.group)
+        self._leases: dict[tuple[int, torch.dtype], Lease[AllReduce]] = {}
+
+    def spans(self, coordinator: Any) -> bool:
+        """Is this one of SGLang's names for the tensor-parallel group?"""
+        return list(coordinator.ranks) == self.ranks
+
+    def serve(self, hidden: int, dtype: torch.dtype) -> None:
+        """Make the operator of a model's rows, or find it. Collective."""
+        if (hidden, dtype) in self._leases:
+            return
+        sizes = {"max_tokens": self.max_tokens, "hidden": hidden, "dtype": dtype}
+        self._leases[hidden, dtype] = lease(
+            self.group, AllReduce, **sizes, timeout=self.timeout, first_timeout=self.timeout
+        )
+        if self.group.rank == 0:
+            _log.info(
+                "all-reduces of %d tensor-parallel ranks by weft: up to %d tokens of %d x %s, %s, "
+                "%d MiB a rank",
+                self.group.size,
+                self.max_tokens,
+                hidden,
+                dtype,
+                "fused with residual and norm" if self.fuses else "sums alone",
+                AllReduce.memory_bytes(ranks=self.group.size, **sizes) >> 20,
+            )
+
+    def operator(self, rows: torch.Tensor) -> AllReduce | None:
+        """What sums these rows; None where SGLang's own ways have to. Equal on all ranks."""
+        found = self._leases.get((rows.shape[-1], rows.dtype)) if rows.dim() == 2 else None
+        if (
+            found is None
+            or not 0 < len(rows) <= self.max_tokens
+            or rows.device != self.group.device
+            or not rows.is_contiguous()
+            or rows.data_ptr() % 16
+        ):
+            return None
+        return found.operator
+
+    def check(self) -> None:
+        """Raise what broke the group; reads host memory only."""
+        for each in self._leases.values():
+            if each.operator.broken:
+                each.operator.check()
+
+    def close(self) -> None:
+        """Give operators and group back."""
+        self._watch.close()
+        for each in self._leases.values():
+            each.close()
+        self.group.close()
+
+
+def loaded(result: object, runner: Any) -> None:
+    """After ModelRunner.load_model: allocate before SGLang measures free memory, and captures."""
+    global _live
+    if not Settings.read().allreduce:
+        return
+    check_applied(HOOKS)
+    from sglang.srt.distributed import parallel_state
+    from sglang.srt.layers.dp_attention import is_dp_attention_enabled
+
+    if is_dp_attention_enabled():
+        raise InvalidArgument(
+            f"{SWITCH}=1 serves tensor parallelism, and with --enable-dp-attention ranks have "
+            "tokens of their own: leave one of the two out"
+        )
+    if runner.server_args.enable_pdmux:
+        raise InvalidArgument(
+            f"{SWITCH}=1 serves one stream, and with --enable-pdmux prefill and decode sum at the "
+            "same time in two: leave one of the two out"
+        )
+    if parallel_state.get_tp_group().world_size == 1:
+        return
+    if _live is None:
+        device = f"cuda:{runner.gpu_id}" if runner.device == "cuda" else runner.device
+        _live = TensorParallel(device, model_fuses=_model_fuses(runner))
+    _live.serve(runner.model_config.hidden_size, runner.model_config.dtype)
+
+
+def may_fuse(original: Callable[..., bool], batch_size: int) -> bool:
+    """Around apply_flashinfer_allreduce_fusion, by which layers leave their sum to the next norm.
+
+    A traced layer keeps its all-reduces apart from its norms; plain ones are opaque to Dynamo.
+    """
+    if _live is None or not _live.fuses:
+        return original(batch_size)
+    return not torch.compiler.is_compiling() and 0 < batch_size <= _live.max_tokens
+
+
+def sum_and_norm(
+    original: Callable[..., Any],
+    norm_module: Any,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    post_residual_addition: torch.Tensor | None,
+    weight: torch.Tensor,
+    use_attn_tp_group: bool = True,
+) -> Any:
+    """Around _forward_with_allreduce_fusion: `x` is this rank's part of a sum.
+
+    SGLang's own takes a refused fusion for a sum that was made already. Here what cannot be fused
+    is summed first, and left to the norm itself.
+    """
+    if _live is None or not _live.fuses or residual is None:
+        return original(norm_module, x, residual, post_residual_addition, weight, use_attn_tp_group)
+    if post_residual_addition is not None:
+        residual = residual + post_residual_addition
+    operator = _live.operator(x)
+    if operator is None or not _fits(norm_module, x, residual, weight):
+        from sglang.srt.distributed import parallel_state
+
+        # The norm may write into its residual, of which others keep references.
+        return norm_module.forward(parallel_state.get_tp_group().all_reduce(x), residual.clone())
+    bias = 0.0
+    if weight is getattr(norm_module, "gemma_weight", None):  # 1 + weight, rounded
+        weight, bias = norm_module.weight, 1.0
+    found = operator.fused(
+        x,
+        residual=residual,
+        weight=weight,
+        eps=norm_module.variance_epsilon,
+        weight_bias=bias,
+    )
+    return found.norm, found.residual
+
+
+def choose(
+    original: Callable[..., str | None],
+    self: Any,
+    input_: torch.Tensor,
+    should_use_pymscclpp_allreduce: bool | None = None,
+) -> str | None:
+    """Around GroupCoordinator._resolve_outplace_all_reduce_method: how to sum outside a graph."""
+    if _operator(self, input_) is not None:
+        return METHOD
+    return original(self, input_, should_use_pymscclpp_allreduce)
+
+
+def sum_rows(
+    original: Callable[..., torch.Tensor],
+    self: Any,
+    input_: torch.Tensor,
+    outplace_all_reduce_method: str,
+) -> torch.Tensor:
+    """Around GroupCoordinator._all_reduce_out_place; "auto" is what compiled layers ask for."""
+    if outplace_all_reduce_method in (METHOD, "auto"):
+        operator = _operator(self, input_)
+        if operator is not None:
+            out = operator.fused(input_).out
+            assert out is not None
+            return out
+    return original(self, input_, outplace_all_reduce_method)
+
+
+def skip_workspaces(
+    original: Callable[..., None],
+    max_token_num: int,
+    hidden_dim: int,
+    dtype: torch.dtype,
+    use_oneshot: bool | None = None,
+) -> None:
+    """Around pre_initialize_workspaces: FlashInfer's memory and kernels would serve nobody."""
+    if _live is None or not _live.fuses:
+        original(max_token_num, hidden_dim, dtype, use_oneshot)
+
+
+def forwarded(result: object, runner: Any, *args: Any, **options: Any) -> None:
+    """After ModelRunner.forward: a broken group must not go on serving."""
+    if _live is not None:
+        _live.check()
+
+
+def close() -> None:
+    """Give everything back; SGLang's own ways serve again. Local and idempotent."""
+    global _live
+    live, _live = _live, None
+    if live is not None:
+        live.close()
+
+
+def _model_fuses(runner: Any) -> bool:
+    """Does SGLang list the model among those that fuse, or has the user said so?"""
+    from sglang.srt.arg_groups.overrides import _FLASHINFER_ALLREDUCE_FUSION_ARCHS
+
+    listed = runner.model_config.hf_config.architectures[0] in _FLASHINFER_ALLREDUCE_FUSION_ARCHS
+    return listed or runner.server_args.flashinfer_allreduce_fusion_backend is not None
+
+
+def _operator(coordinator: Any, rows: torch.Tensor) -> AllReduce | None:
+    if _live is None or not _live.spans(coordinator):
+        return None
+    return _live.operator(rows)
+
+
+def _fits(norm: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Is this the norm, and are these the tensors, that the fused kernel computes with?"""
+    return (
+        not any(getattr(norm, name, None) for name in UNLIKE)
+        and residual.dtype == x.dtype
+        and residual.shape == x.shape
+        and residual.is_contiguous()
+        and residual.data_ptr() % 16 == 0
+        and weight.dtype in (x.dtype, torch.float32)
+        and weight.is_contiguous()
+    )
+
+
+_SRT = "sglang.srt."
+_STATE = _SRT + "distributed.parallel_state."
+_NORMS = _SRT + "layers.layernorm."
+_RUNNER = _SRT + "model_executor.model_runner.ModelRunner."
+HOOKS = (
+    Hook(_RUNNER + "load_model", "AFTER", loaded, "self"),
+    Hook(
+        _RUNNER + "forward",
+        "AFTER",
+        forwarded,
+        "self, forward_batch, skip_attn_backend_init=, pp_proxy_tensors=, reinit_attn_backend=, "
+        "split_forward_count=",
+    ),
+    Hook(
+        _SRT + "layers.communicator.apply_flashinfer_allreduce_fusion",
+        "AROUND",
+        may_fuse,
+        "batch_size",
+    ),
+    Hook(
+        _NORMS + "_forward_with_allreduce_fusion",
+        "AROUND",
+        sum_and_norm,
+        "norm_module, x, residual, post_residual_addition, weight, use_attn_tp_group=",
+    ),
+    Hook(
+        _STATE + "GroupCoordinator._resolve_outplace_all_reduce_method",
+        "AROUND",
+        choose,
+        "self, input_, should_use_pymscclpp_allreduce=",
+    ),
+    Hook(
+        _STATE + "GroupCoordinator._all_reduce_out_place",
+        "AROUND",
+        sum_rows,
+        "self, input_, outplace_all_reduce_method",
+    ),
+    Hook(
+        _SRT + "layers.flashinfer_comm_fusion.pre_initialize_workspaces",
+        "AROUND",
+        skip_workspaces,
+        "max_token_num, hidden_dim, dtype, use_oneshot=",
+    ),
+)
+KNOWN = (
+    Known(_STATE + "get_tp_group", ""),
+    Known(_STATE + "get_attn_tp_group", ""),
+    Known(_STATE + "get_moe_ep_group", ""),
+    Known(_STATE + "get_moe_tp_group", ""),
+    Known(_STATE + "GroupCoordinator.__init__", names="ranks world_size cpu_group"),
+    Known(_STATE + "GroupCoordinator.all_reduce", "self, input_"),
+    Known(_NORMS + "RMSNorm.__init__", names=" ".join((*UNLIKE, "weight", "variance_epsilon"))),
+    Known(_NORMS + "GemmaRMSNorm.__init__", names="weight variance_epsilon"),
+    Known(_NORMS + "GemmaRMSNorm.forward_with_allreduce_fusion", names="gemma_weight"),
+    Known(_SRT + "arg_groups.overrides._FLASHINFER_ALLREDUCE_FUSION_ARCHS"),
+    Known(_SRT + "layers.communicator.FUSE_ALLREDUCE_MAX_BATCH_SIZE"),
+    Known(_SRT + "layers.dp_attention.is_dp_attention_enabled", ""),
+    Known(_SRT + "layers.moe.utils.get_moe_a2a_backend", ""),
+    Known(_SRT + "plugins.hook_registry.HookRegistry._patched"),
+)
