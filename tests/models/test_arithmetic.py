@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -19,6 +20,15 @@ from models.arithmetic import train  # noqa: E402  # needs transformers
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 CHECKPOINT = Path(train.__file__).parent / "checkpoint"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """So small a model is trained in seconds by one thread, and in minutes by two of a busy CPU."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def test_a_seed_is_a_stream():
