@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-from server import OUT, arguments, chosen, job_of, post, server
+from server import OUT, arguments, chosen, data_parallel, job_of, post, server
 from variants import VARIANTS
 
 from weft.cli.gsm8k import Question, read_questions
@@ -44,10 +44,8 @@ def main() -> int:
     end, failed = None, 0
     for size in ranks:
         given.gpus = size
-        spread = ["--tp", str(size), "--dp", str(size), "--ep-size", str(size)]
-        spread += ["--enable-dp-attention"] if size > 1 else []
-        off = ("--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion")
-        job = job_of(given, *spread, *off, "--cuda-graph-max-bs", "64", dummy=False, cpu=given.cpu)
+        flags = (*data_parallel(size), "--cuda-graph-max-bs", "64")
+        job = job_of(given, *flags, dummy=False, cpu=given.cpu)
         end = job.end = end or job.end
         for variant in chosen(given.variants, VARIANTS):
             name = f"{variant.name}-{size}"

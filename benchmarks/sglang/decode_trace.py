@@ -15,10 +15,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from server import OUT, Job, arguments, chosen, job_of, post, server
+from server import OUT, Job, arguments, chosen, data_parallel, job_of, post, server
 from variants import VARIANTS
 
-MANY = 40  # kernels that are told one by one; the rest is one number
+MANY = 40  # kernels that are listed one by one; the rest is one number
 
 
 def kernels(trace: Path) -> Counter[str]:
@@ -63,11 +63,9 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=64, help="a rank")
     parser.add_argument("--steps", type=int, default=16)
     given = parser.parse_args()
-    gpus = str(given.gpus)
     job = job_of(
         given,
-        *("--tp", gpus, "--dp", gpus, "--ep-size", gpus, "--enable-dp-attention"),
-        *("--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"),
+        *data_parallel(given.gpus),
         *("--cuda-graph-max-bs", str(given.requests)),
     )
     for variant in chosen(given.variants, VARIANTS):

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from layer_outputs import name_of
-from server import OUT, Job, arguments, chosen, job_of, post, server
+from server import OUT, Job, arguments, chosen, data_parallel, job_of, post, server
 from variants import VARIANTS
 
 COUNT, TOKENS = 16, 32
@@ -110,14 +110,13 @@ def main() -> int:
     parser.add_argument("--counts", type=int, nargs="+", default=[2, 4, 8], help="of layers")
     parser.add_argument("--dtype", default="bfloat16", help="or float16, or float32")
     given = parser.parse_args()
-    gpus, failed = str(given.gpus), 0
+    failed = 0
     begin = None
     for count in given.counts:
         given.layers = count
         job = job_of(
             given,
-            *("--tp", gpus, "--dp", gpus, "--ep-size", gpus, "--enable-dp-attention"),
-            *("--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"),
+            *data_parallel(given.gpus),
             *("--disable-cuda-graph", "--dtype", given.dtype),
         )
         begin = job.end = begin or job.end

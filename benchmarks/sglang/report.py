@@ -44,7 +44,7 @@ def read(files: Iterable[Path]) -> list[Line]:
 
 
 def case_of(line: Line) -> str:
-    """What tells a measurement from others."""
+    """What sets a measurement apart from others."""
     words = ("bench", "variant", "model", "gpus", "layers", "requests", "batch", "input", "output")
     case = [line.get(word) for word in (*words, "against")]
     return json.dumps([*case, [name for name in line["machine"]["gpus"]]])

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One measurement inside SGLang in one command, of less than ten minutes each:
 #
-#     run.sh decode|deepseek|glm|outputs|arithmetic|profile|tune [OPTIONS...]     --help tells the options
+#     run.sh decode|deepseek|glm|outputs|arithmetic|profile|tune [OPTIONS...]     --help lists the options
 #
 # It needs a folder that pack/pack_sglang.sh made, SGL (default: .carry/sgl of this checkout), and leaves three files in
 # OUT (default: build/sglang): results.jsonl, to which every measurement adds a line, what was printed, and an archive

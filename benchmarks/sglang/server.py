@@ -124,6 +124,16 @@ def job_of(given: argparse.Namespace, *flags: str, dummy: bool = True, cpu: bool
     return Job(given.what, model, given.gpus, made + (CPU_FLAGS if cpu else []), cpu)
 
 
+def data_parallel(ranks: int) -> list[str]:
+    """Flags of DP attention and expert parallelism, without SGLang's own all-reduces."""
+    size = str(ranks)
+    return [
+        *("--tp", size, "--dp", size, "--ep-size", size),
+        *(("--enable-dp-attention",) if ranks > 1 else ()),
+        *("--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"),
+    ]
+
+
 def chosen(names: list[str], known: dict[str, Variant]) -> list[Variant]:
     """The variants of these names."""
     if unknown := [name for name in names if name not in known]:

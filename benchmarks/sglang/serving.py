@@ -10,7 +10,7 @@ import argparse
 import sys
 from typing import Any
 
-from server import OUT, Job, arguments, chosen, job_of, last_line, run, server
+from server import OUT, Job, arguments, chosen, data_parallel, job_of, last_line, run, server
 from variants import VARIANTS, Variant
 
 DEFAULTS = {
@@ -68,11 +68,9 @@ def main() -> int:
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--chunk", type=int, default=2048, help="prefill tokens of a rank")
     given = parser.parse_args()
-    gpus = str(given.gpus)
     job = job_of(
         given,
-        *("--tp", gpus, "--dp", gpus, "--ep-size", gpus, "--enable-dp-attention"),
-        *("--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"),
+        *data_parallel(given.gpus),
         *("--cuda-graph-max-bs", str(max(given.requests))),
         *("--chunked-prefill-size", str(given.chunk * given.gpus)),
     )

@@ -1,4 +1,4 @@
-"""The ways of SGLang that are compared: what each adds to a server's flags and environment."""
+"""The variants of SGLang that are compared: what each adds to a server's flags and environment."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ VARIANTS = {
         _weft("weft", "whole MoE blocks by weft"),
         _weft("dispatcher", "weft moves tokens, in bf16; SGLang's experts", form="dispatcher"),
         _weft("no-overlap", "whole blocks, nothing overlapped", overlap="none"),
-        _weft("combine-fp8", "whole blocks, results home in FP8", combine_dtype="fp8"),
+        _weft("combine-fp8", "whole blocks, results return in FP8", combine_dtype="fp8"),
     )
 }
 # Of tensor parallelism: who sums.

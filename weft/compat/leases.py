@@ -107,7 +107,7 @@ class SharedWorkspace:
                 self._operators.pop(key).close()
 
     def stats(self, given: torch.Tensor | None) -> torch.Tensor | None:
-        """What a dispatch tells: zeros stand for statistics that a call does not bring."""
+        """What a dispatch says: zeros stand for statistics that a call does not bring."""
         return self._silence if given is None else given
 
     def check(self) -> None:

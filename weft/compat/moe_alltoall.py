@@ -360,7 +360,7 @@ class MoeAlltoAll(StaysMapped):
     def _returning(self, row: CombineRow) -> AllToAll:
         """The all-to-all that returns rows like `row` in this round.
 
-        Only what combine is called with tells its rows. In the first round of a payload list they
+        Only combine's own call says what its rows are. In the first round of a payload list they
         may be others than guessed: then the tokens' routes go through the right all-to-all too.
         """
         workspace, running = self._dispatched("combine")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +31,7 @@ Handles = list[list[int]]
 
 @dataclass(slots=True)
 class _Older:
-    """A workspace that is told neither dtype nor, for certain, the hidden size.
+    """A workspace made without a dtype, and perhaps for another hidden size.
 
     made: one all-reduce for each hidden size and dtype that calls have brought.
     """
@@ -58,6 +60,36 @@ class _Older:
                 group=self.group,
             )
         return self.made[hidden, dtype]
+
+    def shape(self, token_num: int, hidden_dim: int) -> tuple[int, int]:
+        """Of a call's tensors, if the workspace was made for so many elements."""
+        tokens = integer("token_num", token_num, 0, 1 << 20)
+        hidden = integer("hidden_dim", hidden_dim, 8, 1 << 20)
+        if tokens * hidden > self.elements:
+            raise InvalidArgument(
+                f"token_num is {tokens} and hidden_dim {hidden}; the workspace was made for "
+                f"{self.elements} elements"
+            )
+        return tokens, hidden
+
+    def check_rank(self, world_size: int, world_rank: int) -> None:
+        """Raise InvalidArgument for another rank than this one."""
+        for name, given, made in (
+            ("world_size", world_size, self.group.size),
+            ("world_rank", world_rank, self.group.rank),
+        ):
+            if integer(name, given) != made:
+                raise InvalidArgument(
+                    f"{name} is {shown(given)}; the workspace was made with {made}"
+                )
+
+    def check_input(self, x: torch.Tensor) -> None:
+        """Raise InvalidArgument for rows of another dtype or device."""
+        kinds = (torch.float32,) if self.fp32 else (torch.bfloat16, torch.float16)
+        one_of("allreduce_in.dtype", x.dtype, [kind for kind in kinds if kind in DTYPE_NAMES])
+        check_tensor(
+            "allreduce_in", x, shape=tuple(x.shape), dtypes=kinds, device=self.group.device
+        )
 
 
 _numbers = itertools.count(1)
@@ -157,38 +189,14 @@ def trtllm_allreduce_fusion(
             f"workspace_ptrs is {shown(workspace_ptrs)}; pass the tensor that "
             "trtllm_create_ipc_workspace_for_all_reduce_fusion returned"
         )
-    tokens = integer("token_num", token_num, 0, 1 << 20)
-    hidden = integer("hidden_dim", hidden_dim, 8, 1 << 20)
-    for name, given, made in (
-        ("world_size", world_size, older.group.size),
-        ("world_rank", world_rank, older.group.rank),
-    ):
-        if integer(name, given) != made:
-            raise InvalidArgument(f"{name} is {shown(given)}; the workspace was made with {made}")
-    if tokens * hidden > older.elements:
-        raise InvalidArgument(
-            f"token_num is {tokens} and hidden_dim {hidden}; the workspace was made for "
-            f"{older.elements} elements"
-        )
-
-    def rows(name: str, tensor: torch.Tensor | None) -> Any:
-        if tensor is None:
-            return None
-        instance(name, tensor, torch.Tensor)
-        if not _plain(tensor) or tensor.numel() != tokens * hidden or not tensor.is_contiguous():
-            raise InvalidArgument(
-                f"{name} is {shown(tensor)}; it must be contiguous, with {tokens} x {hidden} "
-                "elements"
-            )
-        return tensor.view(tokens, hidden)
-
+    shape = older.shape(token_num, hidden_dim)
+    older.check_rank(world_size, world_rank)
+    rows = functools.partial(_rows, shape)
     x = rows("allreduce_in", instance("allreduce_in", allreduce_in, torch.Tensor))
-    kinds = (torch.float32,) if older.fp32 else (torch.bfloat16, torch.float16)
-    one_of("allreduce_in.dtype", x.dtype, [kind for kind in kinds if kind in DTYPE_NAMES])
-    check_tensor("allreduce_in", x, shape=(tokens, hidden), dtypes=kinds, device=older.group.device)
+    older.check_input(x)
     allreduce_fusion(
         x,
-        older.of(hidden, x.dtype),
+        older.of(shape[1], x.dtype),
         pattern_code,
         launch_with_pdl=launch_with_pdl,
         trigger_completion_at_end=trigger_completion_at_end,
@@ -207,6 +215,19 @@ def trtllm_allreduce_fusion(
         block_quant_group_size=block_quant_group_size,
         weight_bias=0.0 if weight_bias is None else weight_bias,
     )
+
+
+def _rows(shape: tuple[int, int], name: str, tensor: torch.Tensor | None) -> Any:
+    """The elements of a call's tensor, as rows."""
+    if tensor is None:
+        return None
+    instance(name, tensor, torch.Tensor)
+    if not _plain(tensor) or tensor.numel() != math.prod(shape) or not tensor.is_contiguous():
+        raise InvalidArgument(
+            f"{name} is {shown(tensor)}; it must be contiguous, with {shape[0]} x {shape[1]} "
+            "elements"
+        )
+    return tensor.view(shape)
 
 
 def _plain(tensor: torch.Tensor) -> bool:

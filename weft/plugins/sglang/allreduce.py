@@ -3,9 +3,9 @@
     WEFT_SGLANG_ALLREDUCE=1 python3 -m sglang.launch_server --tp 4 ...
 
 SGLang fuses an all-reduce with what follows where one of its gates says so, for FlashInfer. Here
-the gate, the fused call and the choice of a way for plain all-reduces are answered by weft. What
-weft does not serve goes on to SGLang's own ways: more tokens than FUSE_ALLREDUCE_MAX_BATCH_SIZE,
-other widths and dtypes, groups that are not the tensor-parallel one.
+weft answers the gate, makes the fused call and chooses the backend of plain all-reduces. What it
+does not serve is left to SGLang: more tokens than FUSE_ALLREDUCE_MAX_BATCH_SIZE, other widths and
+dtypes, groups that are not the tensor-parallel one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def register() -> None:
     """Install the hooks where they are asked for; called by the plug-in's own `register`.
 
     No flag of SGLang names weft's all-reduce, and an error that leaves a plug-in is only logged
-    there. So what is wrong ends the process, before it serves by other ways than the wanted one.
+    there. So what is wrong ends the process, before another backend serves than the wanted one.
     """
     if os.environ.get(SWITCH, "").strip() in ("", "0"):
         return
@@ -74,7 +74,7 @@ class TensorParallel:
             experts = parallel_state.get_moe_tp_group()
         self.ranks, self.max_tokens = list(tensor.ranks), FUSE_ALLREDUCE_MAX_BATCH_SIZE
         parts = (parallel_state.get_attn_tp_group(), experts)
-        # With an all-to-all the experts' results come home summed, and nothing is left to fuse.
+        # With an all-to-all the experts' results return summed, and nothing is left to fuse.
         own = get_moe_a2a_backend().is_none() and all(map(self.spans, parts))
         self.fuses = model_fuses and own
         self.timeout = Settings.read().timeout
@@ -107,7 +107,7 @@ class TensorParallel:
             )
 
     def operator(self, rows: torch.Tensor) -> AllReduce | None:
-        """What sums these rows; None where SGLang's own ways have to. Equal on all ranks."""
+        """What sums these rows; None where SGLang has to. Equal on all ranks."""
         found = self._leases.get((rows.shape[-1], rows.dtype)) if rows.dim() == 2 else None
         if (
             found is None
@@ -254,7 +254,7 @@ def forwarded(result: object, runner: Any, *args: Any, **options: Any) -> None:
 
 
 def close() -> None:
-    """Give everything back; SGLang's own ways serve again. Local and idempotent."""
+    """Give everything back; SGLang sums by itself again. Local and idempotent."""
     global _live
     live, _live = _live, None
     if live is not None:

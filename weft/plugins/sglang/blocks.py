@@ -155,7 +155,7 @@ class Blocks:
             try:
                 operator.check()
             except GroupError as error:
-                self.tell(error)
+                self.log(error)
                 raise
             except UsageError as error:
                 self._refusals += 1
@@ -163,7 +163,7 @@ class Blocks:
                     count = self._refusals
                     _log.error("rank %d, refusal %d: %s", self.group.rank, count, error)
 
-    def tell(self, error: GroupError) -> None:
+    def log(self, error: GroupError) -> None:
         """Log what broke the group: SGLang shows it too, in a traceback among many."""
         _log.critical("%s: %s", type(error).__name__, error)
 

@@ -306,7 +306,7 @@ def serve(
         else:
             out = _exchanged(block, dispatcher, x, chosen, most)
     except GroupError as error:
-        _blocks.tell(error)
+        _blocks.log(error)
         raise
     return out.view(hidden_states.shape)
 
@@ -350,7 +350,7 @@ def _most() -> int:
     counts: list[int] | None = get_dp_global_num_tokens()
     if not counts:
         raise OutOfOrder(
-            "SGLang has told no rank's number of tokens in this forward pass, by which weft's "
+            "SGLang gave no rank's number of tokens in this forward pass, by which weft's "
             "ranks agree on rounds: report how the server was started"
         )
     ranks: int = get_parallel().attn_tp_size
