@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import weft
 
 if TYPE_CHECKING:
-    from weft.plugins.transformers_experts import ExpertParallel
+    from weft.plugins.transformers.experts import ExpertParallel
 
 HIDDEN, EXPERTS, TOP_K, MAX_TOKENS = 64, 8, 3, 16
 
@@ -43,7 +43,7 @@ def layer(
     timeout: float = 600.0,
 ) -> ExpertParallel:
     """The layer of a model whose ranks are so many replicas: each has a batch of its own."""
-    from weft.plugins.transformers_experts import ExpertParallel
+    from weft.plugins.transformers.experts import ExpertParallel
 
     group.process_group()
     size, kind = group.size, group.device.type

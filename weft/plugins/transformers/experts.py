@@ -9,7 +9,7 @@ from transformers.distributed.expert_parallel import EPImplementation
 
 from weft.errors import InvalidArgument
 from weft.memory.collective import all_gather
-from weft.plugins.exchange import exchange_of
+from weft.plugins.transformers.exchange import exchange_of
 
 
 class ExpertParallel(EPImplementation):  # type: ignore[misc]  # transformers is not type-checked

@@ -17,7 +17,7 @@ from types import ModuleType
 
 from weft.arguments import integer, seconds
 from weft.errors import SetupError
-from weft.plugins.exchange import exchanges
+from weft.plugins.transformers.exchange import exchanges
 
 __all__ = ["check", "close", "register"]
 
@@ -47,7 +47,7 @@ def register(*, max_tokens: int = 1024, timeout: float = 120.0) -> None:
     """
     max_tokens, timeout = integer("max_tokens", max_tokens, 1, 1 << 20), seconds("timeout", timeout)
     interface = _interface().EPImplementationInterface
-    from weft.plugins.transformers_experts import ExpertParallel
+    from weft.plugins.transformers.experts import ExpertParallel
 
     made = functools.partial(ExpertParallel, max_tokens=max_tokens, timeout=timeout)
     interface.register("weft", made)
