@@ -48,8 +48,8 @@ class Job:
     model: Path
     gpus: int
     flags: list[str]
-    cpu: bool = False
-    end: float = dataclasses.field(default_factory=lambda: time.monotonic() + LONGEST)
+    cpu: bool
+    end: float
     failed: list[str] = dataclasses.field(default_factory=list)
 
     def left(self, most: float) -> float:
@@ -104,6 +104,7 @@ def arguments(about: str, model: str, variants: list[str]) -> argparse.ArgumentP
     parser.add_argument("--layers", type=int, help=f"layers to run (default: {LAYERS})")
     parser.add_argument("--memory", type=float, default=0.75, help="--mem-fraction-static")
     parser.add_argument("--variants", nargs="+", default=variants)
+    parser.add_argument("--seconds", type=float, default=LONGEST, help="that this command may take")
     parser.add_argument("--more", nargs="*", default=[], metavar="FLAG", help="without dashes")
     return parser
 
@@ -121,7 +122,8 @@ def job_of(given: argparse.Namespace, *flags: str, dummy: bool = True, cpu: bool
     made += ["--load-format", "dummy"] if dummy else []
     made += ["--json-model-override-args", override] if layers else []
     made += [*flags, *(f"--{flag}" if not flag[0].isdigit() else flag for flag in given.more)]
-    return Job(given.what, model, given.gpus, made + (CPU_FLAGS if cpu else []), cpu)
+    end = time.monotonic() + given.seconds
+    return Job(given.what, model, given.gpus, made + (CPU_FLAGS if cpu else []), cpu, end)
 
 
 def data_parallel(ranks: int) -> list[str]:
@@ -163,7 +165,13 @@ def environment(variant: Variant, **more: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def server(
-    job: Job, variant: Variant, *flags: str, name: str = "", seconds: float = 240.0, **more: str
+    job: Job,
+    variant: Variant,
+    *flags: str,
+    name: str = "",
+    seconds: float = 240.0,
+    outlives: bool = True,
+    **more: str,
 ) -> Iterator[str | None]:
     """Its address once it answers, or None; at the end it is stopped, with all its processes.
 
@@ -197,7 +205,7 @@ def server(
             why = "weft's plug-in was not loaded" if up else "it did not come up"
             job.fail(f"{name}: {why}; end of {log.name}:\n{tail(log)}")
             yield None
-        if up and process.poll() is not None:
+        if up and outlives and process.poll() is not None:
             job.fail(f"{name}: the server ended by itself; end of {log.name}:\n{tail(log)}")
     except Exception as error:
         job.fail(f"{name}: {type(error).__name__}: {error}; end of {log.name}:\n{tail(log)}")
