@@ -83,14 +83,21 @@ class Clients:
 
 
 def schedulers() -> dict[str, int]:
-    """Name -> process of SGLang's ranks."""
+    """Name -> process of the ranks of this command's server, which has a session of its own."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             title = (folder / "cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
-            if title.startswith("sglang::scheduler"):
+            leader = os.getsid(int(folder.name))
+            if title.startswith("sglang::scheduler") and parent(leader) == os.getpid():
                 found[title.strip()] = int(folder.name)
     return found
+
+
+def parent(process: int) -> int:
+    """The process that started another."""
+    text = Path(f"/proc/{process}/stat").read_text()
+    return int(text.rpartition(")")[2].split()[1])
 
 
 def listens(address: str) -> bool:
@@ -153,13 +160,24 @@ def load(job: Job, address: str, seconds: float, threads: int) -> dict[str, Any]
     for text in clients.wrong[:3]:
         job.fail(f"{len(clients.wrong)} requests went wrong: {text}")
     warm = next(one for one in seen if one["seconds"] >= WARM * seconds)
-    for name, last in seen[-1]["ranks"].items():
-        before = warm["ranks"][name]
-        if last["mib"] > before["mib"] + MORE_MEMORY:
-            job.fail(f"{name}: {before['mib']:.0f} MiB, then {last['mib']:.0f}")
-        if last["files"] > before["files"] + MORE_FILES:
-            job.fail(f"{name}: {before['files']} open files, then {last['files']}")
+    for text in grown(warm["ranks"], seen[-1]["ranks"]):
+        job.fail(text)
     return {"asked": clients.asked, "dropped": clients.dropped, "warm": warm, "end": seen[-1]}
+
+
+def grown(warm: dict[str, Any], end: dict[str, Any]) -> list[str]:
+    """What ranks hold at the end that they did not hold when all was warm."""
+    found = []
+    for name, before in warm.items():
+        after = end.get(name)
+        if after is None:
+            found.append(f"{name} is gone")
+            continue
+        if after["mib"] > before["mib"] + MORE_MEMORY:
+            found.append(f"{name}: {before['mib']:.0f} MiB, then {after['mib']:.0f}")
+        if after["files"] > before["files"] + MORE_FILES:
+            found.append(f"{name}: {before['files']} open files, then {after['files']}")
+    return found
 
 
 def without_a_rank(job: Job, address: str, log: Path) -> dict[str, Any]:

@@ -9,7 +9,9 @@ import argparse
 import gzip
 import json
 import os
+import subprocess
 import sys
+import threading
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -58,6 +60,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send_error(500, "CUDA error")
         elif self.path == "/start_profile":
             self.reply(trace(Path(body["output_dir"]), body["num_steps"], self.ranks))
+        elif body.get("stream"):
+            self.write(body["sampling_params"]["max_new_tokens"])
         elif "text" in body:
             self.reply([{"text": answer(text)} for text in body["text"]])
         else:
@@ -69,6 +73,18 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
+
+    def write(self, tokens: int) -> None:
+        """An answer token by token."""
+        self.send_response(200)
+        self.end_headers()
+        for count in range(1, tokens + 1):
+            line = json.dumps({"meta_info": {"completion_tokens": count}})
+            try:
+                self.wfile.write(f"data: {line}\n\n".encode())
+            except OSError:  # the client has closed
+                return
+        self.wfile.write(b"data: [DONE]\n\n")
 
     def log_message(self, *args: object) -> None:
         """The scripts' log is for what a server says."""
@@ -121,7 +137,18 @@ def launch() -> None:
     if "--model-path" not in rest:
         sys.exit("no model")
     Handler.ranks = given.tp
+    if os.environ.get("STAND_IN") == "ranks":
+        for rank in range(given.tp):
+            threading.Thread(target=live, args=(rank,), daemon=True).start()
     Server(("127.0.0.1", given.port), Handler).serve_forever()
+
+
+def live(rank: int) -> None:
+    """A process with the name of SGLang's; the server ends with it."""
+    title = f"sglang::scheduler_DP{rank}"
+    subprocess.run(["bash", "-c", 'exec -a "$0" sleep 1000', title], check=False)
+    print(f"PeerDied: rank {rank} died", flush=True)
+    os._exit(1)
 
 
 def serving() -> None:

@@ -156,6 +156,30 @@ def test_right_answers_and_equal_texts_are_counted(measure, script):
     assert "| weft | 2 | 95.0 % | 95.0 % | 20 |" in script("report").report(lines)
 
 
+def test_a_server_is_loaded_and_then_loses_a_rank(measure):
+    sizes = ("--gpus", "2", "--loaded", "2", "--clients", "2")
+    code, said, lines = measure("load", *sizes, STAND_IN="ranks")
+    assert code == 0, said
+    loaded, killed = (one["result"] for one in lines)
+    assert 0 < loaded["asked"] >= loaded["dropped"]
+    assert list(loaded["end"]["ranks"]) == ["sglang::scheduler_DP0", "sglang::scheduler_DP1"]
+    assert killed["killed"] == "sglang::scheduler_DP1"
+    assert killed["line"] == "PeerDied: rank 1 died"
+    assert killed["named_s"] <= killed["gone_s"]
+
+
+def test_what_ranks_keep_under_load_is_told(script):
+    grown = script("load").grown
+    warm = {"a": {"mib": 100.0, "files": 20}, "b": {"mib": 100.0, "files": 20}}
+    assert grown(warm, warm) == []
+    later = {"a": {"mib": 200.0, "files": 40}}
+    assert grown(warm, later) == [
+        "a: 100 MiB, then 200",
+        "a: 20 open files, then 40",
+        "b is gone",
+    ]
+
+
 @pytest.mark.parametrize(
     ("how", "text"),
     [("dies", "it did not come up"), ("forgets", "weft's plug-in was not loaded")],
