@@ -163,7 +163,7 @@ def environment(variant: Variant, **more: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def server(
-    job: Job, variant: Variant, *flags: str, name: str = "", seconds: float = 240.0, **more: str
+    job: Job, variant: Variant, *flags: str, name: str = "", seconds: float = 300.0, **more: str
 ) -> Iterator[str | None]:
     """Its address once it answers, or None; at the end it is stopped, with all its processes.
 
@@ -231,22 +231,22 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def run(job: Job, name: str, command: list[str], seconds: float, **options: Any) -> bool:
-    """Run a command with a log of its own."""
-    log = OUT / f"{job.what}-{name}.txt"
+    """Run a command with a log of its own; one that is late ends with all that it started.
+
+    Its ranks would keep their GPUs' memory, which the next one needs.
+    """
+    log, code = OUT / f"{job.what}-{name}.txt", None
     with open(log, "a") as file:
-        try:
-            code = subprocess.run(
-                command,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                timeout=job.left(seconds),
-                check=False,
-                **options,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            code = -1
-    if code:
-        job.fail(f"{name}: {'late' if code < 0 else f'exit status {code}'}\n{tail(log)}")
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, **options
+        )
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(timeout=job.left(seconds))
+    finally:
+        stop(process)
+    if code != 0:
+        job.fail(f"{name}: {'late' if code is None else f'exit status {code}'}\n{tail(log)}")
     return code == 0
 
 
