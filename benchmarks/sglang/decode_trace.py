@@ -38,14 +38,21 @@ def spread(folder: Path) -> list[Path]:
 
 
 def traced(job: Job, address: str, folder: Path, requests: int, steps: int) -> list[Path]:
-    """Ask for long answers, and trace some steps while all of them are being written."""
-    body = {"temperature": 0, "max_new_tokens": 512, "ignore_eos": True}
-    asked = [
-        {"input_ids": [3 + (7 * i + j) % 200 for j in range(64)], "sampling_params": body}
-        for i in range(requests)
-    ]
+    """Ask for long answers, and trace some steps while all of them are being written.
+
+    Short ones are asked for before: the first prefill of a size compiles its kernels.
+    """
+
+    def ask(pool: concurrent.futures.Executor, tokens: int) -> list[Any]:
+        body = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        prompts = [[3 + (7 * i + j) % 200 for j in range(64)] for i in range(requests)]
+        asked = [{"input_ids": ids, "sampling_params": body} for ids in prompts]
+        return [pool.submit(post, address, "/generate", one) for one in asked]
+
     with concurrent.futures.ThreadPoolExecutor(requests) as pool:
-        running = [pool.submit(post, address, "/generate", one) for one in asked]
+        for each in ask(pool, 4):
+            each.result(timeout=job.left(200))
+        running = ask(pool, 512)
         time.sleep(2.0)  # prefill, and the first steps
         about = {"output_dir": str(folder), "num_steps": steps, "activities": ["GPU"]}
         post(address, "/start_profile", about)

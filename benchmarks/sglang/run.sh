@@ -79,6 +79,8 @@ export PYTHONPATH=$SGL_SITE:$plugins:$here/plugins:$root${PYTHONPATH:+:$PYTHONPA
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 CUDA_HOME=${CUDA_HOME:-/usr/local/cuda}
 export SGLANG_PLUGINS=none # servers get their own list
 export ENGINE_STUBS=IPython,xgrammar,jsonschema,soundfile,datasets,zstandard
+# DeepSeek's top-k by SGLang's Triton kernel: FlashInfer's would be built by nvcc with cuBLAS's headers.
+export SGLANG_OPT_USE_JIT_KERNEL_GROUPED_TOPK=1
 export TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1
 
 status=0

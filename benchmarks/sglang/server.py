@@ -48,8 +48,8 @@ class Job:
     model: Path
     gpus: int
     flags: list[str]
-    cpu: bool
     end: float
+    cpu: bool = False
     failed: list[str] = dataclasses.field(default_factory=list)
 
     def left(self, most: float) -> float:
@@ -123,7 +123,7 @@ def job_of(given: argparse.Namespace, *flags: str, dummy: bool = True, cpu: bool
     made += ["--json-model-override-args", override] if layers else []
     made += [*flags, *(f"--{flag}" if not flag[0].isdigit() else flag for flag in given.more)]
     end = time.monotonic() + given.seconds
-    return Job(given.what, model, given.gpus, made + (CPU_FLAGS if cpu else []), cpu, end)
+    return Job(given.what, model, given.gpus, made + (CPU_FLAGS if cpu else []), end, cpu)
 
 
 def data_parallel(ranks: int) -> list[str]:
@@ -169,7 +169,7 @@ def server(
     variant: Variant,
     *flags: str,
     name: str = "",
-    seconds: float = 240.0,
+    seconds: float = 300.0,
     outlives: bool = True,
     **more: str,
 ) -> Iterator[str | None]:
@@ -239,22 +239,22 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def run(job: Job, name: str, command: list[str], seconds: float, **options: Any) -> bool:
-    """Run a command with a log of its own."""
-    log = OUT / f"{job.what}-{name}.txt"
+    """Run a command with a log of its own; one that is late ends with all that it started.
+
+    Its ranks would keep their GPUs' memory, which the next one needs.
+    """
+    log, code = OUT / f"{job.what}-{name}.txt", None
     with open(log, "a") as file:
-        try:
-            code = subprocess.run(
-                command,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                timeout=job.left(seconds),
-                check=False,
-                **options,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            code = -1
-    if code:
-        job.fail(f"{name}: {'late' if code < 0 else f'exit status {code}'}\n{tail(log)}")
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, **options
+        )
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(timeout=job.left(seconds))
+    finally:
+        stop(process)
+    if code != 0:
+        job.fail(f"{name}: {'late' if code is None else f'exit status {code}'}\n{tail(log)}")
     return code == 0
 
 

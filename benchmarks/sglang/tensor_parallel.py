@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from server import OUT, arguments, chosen, environment, job_of, run, said
+from server import OUT, arguments, chosen, environment, job_of, run, said, tail
 from variants import SUMS
 
 HERE = Path(__file__).parent
@@ -47,10 +47,16 @@ def main() -> int:
             env=environment(variant),
         )
         log = OUT / f"{job.what}-{variant.name}.txt"
-        if done and variant.weft and not said(log, "tensor-parallel ranks by weft"):
-            job.fail(f"{variant.name}: weft served nothing, says {log.name}")
+        if done and not said(log, variant.says):
+            job.fail(f"{variant.name}: {log.name} does not say {variant.says!r}:\n{tail(log)}")
             continue
-        for line in raw.read_text().splitlines() if raw.exists() else []:
+        lines = raw.read_text().splitlines() if raw.exists() else []
+        if done and len(lines) < len(given.batches):  # its exit status is that of no rank
+            most = len(given.batches)
+            job.fail(
+                f"{variant.name}: {len(lines)} of {most} batches, end of its log:\n{tail(log)}"
+            )
+        for line in lines:
             found = json.loads(line)
             result = {key: found[key] for key in KEPT if key in found}
             sizes = {"input": given.input, "output": given.output}

@@ -9,12 +9,16 @@ MOE = ("--moe-a2a-backend", "weft")
 
 @dataclass(frozen=True)
 class Variant:
-    """One way of serving. All load the same dummy weights."""
+    """One way of serving. All load the same dummy weights.
+
+    says: what its log must hold: SGLang goes on without an all-reduce that it could not make.
+    """
 
     name: str
     what: str
     flags: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
+    says: str = ""
 
     @property
     def weft(self) -> bool:
@@ -54,12 +58,14 @@ SUMS = {
             "flashinfer",
             "SGLang's custom all-reduce, FlashInfer's fused one",
             ("--flashinfer-allreduce-fusion-backend", "trtllm"),
+            says="FlashInfer AllReduce Fusion enabled",
         ),
         Variant(
             "weft",
             "weft's all-reduce, fused with residual and norm",
             NO_OWN_SUMS,
             {"WEFT_SGLANG_ALLREDUCE": "1"},
+            says="tensor-parallel ranks by weft",
         ),
     )
 }

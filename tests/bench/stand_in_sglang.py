@@ -178,9 +178,17 @@ def cli_main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--result-filename")
     parser.add_argument("--batch-size", type=int, nargs="+")
+    parser.add_argument("--flashinfer-allreduce-fusion-backend")
     given, _ = parser.parse_known_args()
+    how = os.environ.get("STAND_IN")
+    if given.flashinfer_allreduce_fusion_backend and how != "falls back":
+        print("FlashInfer AllReduce Fusion enabled and workspace initialized")
+    if how == "hangs":
+        ranks = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        Path(os.environ["RANK"]).write_text(str(ranks.pid))
+        ranks.wait()
     with open(given.result_filename, "a") as file:
-        for batch in given.batch_size:
+        for batch in given.batch_size[: 1 if how == "loses a rank" else None]:
             decode = 0.002 * batch if weft() else 0.004 * batch
             line = {"batch_size": batch, "median_decode_latency": decode, "prefill_latency": 1.0}
             file.write(json.dumps(line) + "\n")

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -115,6 +116,48 @@ def test_tensor_parallel_runs_stand_side_by_side(measure, script):
     text = script("report").report(lines)
     assert "| nccl | 4.00 | 64.00 | 1000.00 | 1000.00 |" in text
     assert "| weft | 2.00 | 32.00 | 1000.00 | 1000.00 |" in text
+
+
+@pytest.mark.parametrize(
+    ("how", "variant", "text"),
+    [
+        ("falls back", "flashinfer", "does not say 'FlashInfer AllReduce Fusion enabled'"),
+        ("loses a rank", "stock", "stock: 1 of 2 batches"),
+    ],
+)
+def test_a_sum_that_was_not_made_fails_the_command(measure, how, variant, text):
+    arguments = ("--batches", "1", "16", "--variants", variant)
+    code, said, lines = measure("glm", *TINY, *arguments, STAND_IN=how)
+    assert code == 1
+    assert text in said
+    assert len(lines) == (how == "loses a rank")
+
+
+def test_a_late_command_ends_with_its_ranks(script, monkeypatch, tmp_path):
+    server = script("server")
+    rank = tmp_path / "rank"
+    write_tree(tmp_path / "sgl")
+    places = {"PYTHONPATH": f"{tmp_path / 'sgl'}:{ROOT}", "RANK": str(rank), "STAND_IN": "hangs"}
+    job = server.Job("glm", tmp_path, 2, [], end=time.monotonic() + 1e6)
+    waited = subprocess.Popen.wait
+
+    def wait(process: Any, timeout: float | None = None) -> int:
+        if timeout == 600.0:  # the command's own time: over as soon as its rank is there
+            while not rank.exists() or not rank.read_text():
+                assert process.poll() is None
+                time.sleep(0.05)
+            raise subprocess.TimeoutExpired(process.args, timeout)
+        return waited(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait)
+    command = [sys.executable, str(FOLDER / "one_batch.py"), "--batch-size", "1"]
+    environment = {**os.environ, "SGLANG_PLUGINS": "none", **places}
+    assert not server.run(
+        job, "stock", [*command, "--result-filename", "x"], 600.0, env=environment
+    )
+    assert job.failed == ["stock: late\n"]
+    status = Path(f"/proc/{rank.read_text()}/stat")
+    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def test_a_trace_becomes_a_step_by_kernel_and_a_picture(measure, script, tmp_path):

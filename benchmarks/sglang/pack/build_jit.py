@@ -27,6 +27,7 @@ KERNELS: list[tuple[Any, ...]] = [
     ),
     *(("attention.rope", "_jit_fused_rope_module", True, width, BF16, BF16) for width in (128, 64)),
     ("attention.rope", "_jit_rotary_embedding_module"),
+    ("attention.dsv4.moe", "_jit_mask_topk_module"),
     ("activation.activation", "activation_module", BF16),
     ("attention.fused_qknorm_rope", "_jit_fused_qknorm_rope_module", 128, True, False),
     *(("kvcache.kvcache", "_jit_kvcache_module", n * ROW, n * ROW) for n in (8, 4, 2, 1)),

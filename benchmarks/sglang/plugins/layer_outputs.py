@@ -40,7 +40,7 @@ def keep(module: object, inputs: object, output: Any) -> None:
     """A layer returns its own part and the residual: together they are the stream."""
     if _batch is None:
         return
-    hidden, residual = output
+    hidden, residual = output[:2]  # DeepSeek's return a third thing
     whole = hidden.float() if residual is None else hidden.float() + residual.float()
     ends = torch.tensor(lengths(_batch), device=whole.device).cumsum(0) - 1
     _rows.append(whole[ends].cpu())
