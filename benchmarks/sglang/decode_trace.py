@@ -1,10 +1,12 @@
-"""Where the GPU's time goes in a decode step: torch's trace of a few steps, by kernel.
+"""Where the GPU's time goes in a step of decode or prefill: torch's trace of a few, by kernel.
 
-The result holds microseconds a step on rank 0, and `profile_picture.py` draws them.
+The result holds microseconds a step on rank 0, and `profile_picture.py` draws them. What is between
+their sum and `span` the GPU waited for the CPU, or for another rank's CPU.
 """
 
 from __future__ import annotations
 
+import argparse
 import concurrent.futures
 import gzip
 import json
@@ -12,24 +14,35 @@ import shutil
 import sys
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from server import OUT, Job, arguments, chosen, data_parallel, job_of, post, server
+from server import OUT, Job, arguments, begin, chosen, data_parallel, job_of, post, server
 from variants import VARIANTS
 
 MANY = 40  # kernels that are listed one by one; the rest is one number
 
 
-def kernels(trace: Path) -> Counter[str]:
+@dataclass(frozen=True)
+class Trace:
+    """One rank's. us: of each kernel.   span: from the first kernel's start to the last one's end.
+    """
+
+    us: Counter[str]
+    span: float
+
+
+def kernels(trace: Path) -> Trace:
     """Microseconds of each kernel in a trace."""
     with gzip.open(trace, "rt") as file:
         events = json.load(file)["traceEvents"]
+    events = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     found: Counter[str] = Counter()
     for event in events:
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-            found[event["name"]] += event["dur"]
-    return found
+        found[event["name"]] += event["dur"]
+    ends = [event["ts"] + event["dur"] for event in events]
+    return Trace(found, max(ends, default=0.0) - min((e["ts"] for e in events), default=0.0))
 
 
 def spread(folder: Path) -> list[Path]:
@@ -37,24 +50,27 @@ def spread(folder: Path) -> list[Path]:
     return sorted(folder.glob("**/*.trace.json.gz"))
 
 
-def traced(job: Job, address: str, folder: Path, requests: int, steps: int) -> list[Path]:
-    """Ask for long answers, and trace some steps while all of them are being written.
+def traced(job: Job, address: str, folder: Path, given: argparse.Namespace) -> list[Path]:
+    """Ask for many answers, and trace some steps while they are being written, or read.
 
-    Short ones are asked for before: the first prefill of a size compiles its kernels.
+    A few are asked for before: the first prefill of a size compiles its kernels.
     """
+    decode = given.phase == "decode"
+    length, tokens, waves = (64, 512, 1) if decode else (1024, 1, 4)
+    requests = given.requests * job.gpus
 
-    def ask(pool: concurrent.futures.Executor, tokens: int) -> list[Any]:
+    def ask(pool: concurrent.futures.Executor, tokens: int, waves: int) -> list[Any]:
         body = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-        prompts = [[3 + (7 * i + j) % 200 for j in range(64)] for i in range(requests)]
+        prompts = [[3 + (7 * i + j) % 200 for j in range(length)] for i in range(waves * requests)]
         asked = [{"input_ids": ids, "sampling_params": body} for ids in prompts]
         return [pool.submit(post, address, "/generate", one) for one in asked]
 
-    with concurrent.futures.ThreadPoolExecutor(requests) as pool:
-        for each in ask(pool, 4):
+    with concurrent.futures.ThreadPoolExecutor(waves * requests) as pool:
+        for each in ask(pool, min(tokens, 4), 1):
             each.result(timeout=job.left(200))
-        running = ask(pool, 512)
-        time.sleep(2.0)  # prefill, and the first steps
-        about = {"output_dir": str(folder), "num_steps": steps, "activities": ["GPU"]}
+        running = ask(pool, tokens, waves)
+        time.sleep(2.0 if decode else 0.5)  # prefill, and the first steps
+        about = {"output_dir": str(folder), "num_steps": given.steps, "activities": ["GPU"]}
         post(address, "/start_profile", about)
         for each in running:
             each.result(timeout=job.left(200))
@@ -69,32 +85,40 @@ def main() -> int:
     parser = arguments(str(__doc__), "qwen3-30b-a3b", ["stock", "weft"])
     parser.add_argument("--requests", type=int, default=64, help="a rank")
     parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--phase", choices=["decode", "prefill"], default="decode")
+    parser.add_argument("--chunk", type=int, default=2048, help="prefill tokens of a rank")
     given = parser.parse_args()
     job = job_of(
         given,
         *data_parallel(given.gpus),
         *("--cuda-graph-max-bs", str(given.requests)),
+        *("--chunked-prefill-size", str(given.chunk * given.gpus)),
     )
-    for variant in chosen(given.variants, VARIANTS):
-        if job.out_of_time(variant.name, 150):
+    variants = chosen(given.variants, VARIANTS)
+    for variant in variants:
+        begin(job, variant)
+    for variant in variants:
+        if job.out_of_time(variant.name, 90):
             continue
         folder = OUT / f"trace-{variant.name}"
         shutil.rmtree(folder, ignore_errors=True)
         traces: list[Path] = []
         with server(job, variant) as address:
             if address is not None:
-                traces = traced(job, address, folder, given.requests * given.gpus, given.steps)
+                traces = traced(job, address, folder, given)
         if not traces:
             job.fail(f"{variant.name}: no trace in {folder}")
             continue
-        times = kernels(traces[0])
+        found = kernels(traces[0])
         top: dict[str, Any] = {
-            name: us / given.steps for name, us in times.most_common(MANY) if us > 0
+            name: us / given.steps for name, us in found.us.most_common(MANY) if us > 0
         }
-        rest = sum(times.values()) / given.steps - sum(top.values())
+        total = sum(found.us.values()) / given.steps
         (OUT / f"kernels-{variant.name}.json").write_text(json.dumps(top, indent=1))
-        result = {"us": sum(times.values()) / given.steps, "rest": rest, "kernels": top}
-        job.record(variant, result, requests=given.requests, steps=given.steps)
+        result = {"us": total, "rest": total - sum(top.values()), "kernels": top}
+        result["span"] = found.span / given.steps
+        sizes = {"requests": given.requests, "steps": given.steps, "phase": given.phase}
+        job.record(variant, result, **sizes)
     return job.done()
 
 

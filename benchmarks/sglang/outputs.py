@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from layer_outputs import name_of
-from server import OUT, Job, arguments, chosen, data_parallel, job_of, post, server
+from server import OUT, Job, arguments, begin, chosen, data_parallel, job_of, post, server
 from variants import VARIANTS
 
 COUNT, TOKENS = 16, 32
@@ -111,7 +111,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16", help="or float16, or float32")
     given = parser.parse_args()
     failed = 0
-    begin = None
+    first_end = None
     for count in given.counts:
         given.layers = count
         job = job_of(
@@ -119,11 +119,15 @@ def main() -> int:
             *data_parallel(given.gpus),
             *("--disable-cuda-graph", "--dtype", given.dtype),
         )
-        begin = job.end = begin or job.end
+        first_end = job.end = first_end or job.end
         folders = OUT / f"layers-{count}"
         shutil.rmtree(folders, ignore_errors=True)
         found = {}
-        for variant in chosen(given.variants, VARIANTS):
+        variants = chosen(given.variants, VARIANTS)
+        for variant in variants:
+            name, place = f"{variant.name}-{count}-{given.dtype}", folders / variant.name
+            begin(job, variant, name=name, LAYER_OUTPUTS=str(place))
+        for variant in variants:
             name = f"{variant.name}-{count}-{given.dtype}"
             if job.out_of_time(name, 60):
                 continue

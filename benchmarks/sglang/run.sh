@@ -59,6 +59,7 @@ with open(sys.argv[1], "rb") as file:
 print("[sglang.srt.plugins]")
 for name, target in points.get("sglang.srt.plugins", {}).items():
     print(f"{name} = {target}")
+print("weft_gate = server_gate:register")
 print("weft_dummy = dummy_weights:register")
 print("weft_layers = layer_outputs:register")
 print("weft_cpu = cpu_ranks:register")

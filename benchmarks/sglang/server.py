@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -32,12 +33,26 @@ FLAGS = [
     *("--attention-backend", "triton", "--moe-runner-backend", "triton"),
     *("--fp8-gemm-backend", "triton", "--sampling-backend", "pytorch"),
     *("--grammar-backend", "none", "--disable-radix-cache", "--disable-prefill-cuda-graph"),
+    *("--mm-feature-transport", "cpu"),  # else a launcher takes memory of the first GPU
 ]
 # Over those: what SGLang has on CPUs, exactly.
 CPU_FLAGS = [
     *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
     *("--disable-cuda-graph", "--disable-overlap-schedule", "--max-total-tokens", "8192"),
 ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """A server's process. Its ranks wait, before they touch a GPU, until the file `gate` is there.
+
+    Imports take SGLang a minute in all: servers that are measured one after another import at once.
+    """
+
+    process: subprocess.Popen[bytes]
+    address: str
+    log: Path
+    gate: Path
 
 
 @dataclasses.dataclass
@@ -51,6 +66,7 @@ class Job:
     end: float
     cpu: bool = False
     failed: list[str] = dataclasses.field(default_factory=list)
+    waiting: dict[str, Started] = dataclasses.field(default_factory=dict)
 
     def left(self, most: float) -> float:
         """Seconds that something may take which wants `most`."""
@@ -89,7 +105,10 @@ class Job:
         print(f"{variant.name:14} {case} {shown}", flush=True)
 
     def done(self) -> int:
-        """The command's exit status."""
+        """The command's exit status. Servers that were begun and never measured end here."""
+        for each in self.waiting.values():
+            stop(each.process)
+        self.waiting.clear()
         for text in self.failed:
             print("FAILED", text)
         return 1 if self.failed else 0
@@ -115,6 +134,8 @@ def job_of(given: argparse.Namespace, *flags: str, dummy: bool = True, cpu: bool
     model = folder if folder.is_dir() else Path(os.environ["SGL"]) / "model" / given.model
     if not (model / "config.json").is_file():
         sys.exit(f"no config.json in {model}")
+    if dummy:
+        model = with_every_token(model)
     layers = given.layers or LAYERS.get(model.name)
     config = {"num_hidden_layers": layers, "first_k_dense_replace": DENSE.get(model.name)}
     override = json.dumps({k: v for k, v in config.items() if v is not None})
@@ -124,6 +145,21 @@ def job_of(given: argparse.Namespace, *flags: str, dummy: bool = True, cpu: bool
     made += [*flags, *(f"--{flag}" if not flag[0].isdigit() else flag for flag in given.more)]
     end = time.monotonic() + given.seconds
     return Job(given.what, model, given.gpus, made + (CPU_FLAGS if cpu else []), end, cpu)
+
+
+def with_every_token(model: Path) -> Path:
+    """A copy of a model's folder whose tokenizer has a text for every id.
+
+    A model of random weights answers with any id, and clients time tokens by their text.
+    """
+    size = json.loads((model / "config.json").read_text()).get("vocab_size", 0)
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab.update({f"\u0120{i}": i for i in range(len(vocab), size)})  # a space, then the number
+    copy = Path(tempfile.gettempdir()) / "weft-models" / model.name
+    shutil.copytree(model, copy, dirs_exist_ok=True)
+    (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return copy
 
 
 def data_parallel(ranks: int) -> list[str]:
@@ -163,6 +199,30 @@ def environment(variant: Variant, **more: str) -> dict[str, str]:
     return {**kept, "SGLANG_PLUGINS": variant.plugins, **variant.environment, **more}
 
 
+def begin(job: Job, variant: Variant, *flags: str, name: str = "", **more: str) -> None:
+    """Start a server that `server` of the same name will let through to the GPUs.
+
+    more: of its environment.
+    """
+    name = name or variant.name
+    if job.cpu:
+        more |= on_cpus(job.gpus) | {"SGLANG_PLUGINS": f"{variant.plugins},weft_cpu"}
+    port = free_port()
+    command = [sys.executable, "-m", "sglang.launch_server", *job.flags, *variant.flags, *flags]
+    command += ["--port", str(port)]
+    log, gate = OUT / f"{job.what}-{name}.log", OUT / f"gate-{name}"
+    print(f"== {name}: {' '.join(command[3:])}", flush=True)
+    with open(log, "w") as file:
+        process = subprocess.Popen(
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment(variant, SERVER_GATE=str(gate), **more),
+            start_new_session=True,
+        )
+    job.waiting[name] = Started(process, f"http://127.0.0.1:{port}", log, gate)
+
+
 @contextlib.contextmanager
 def server(
     job: Job,
@@ -176,31 +236,21 @@ def server(
     """Its address once it answers, or None; at the end it is stopped, with all its processes.
 
     What a measurement raises fails the command, with the end of the server's log, and the others
-    go on.   more: of its environment.
+    go on.   outlives: is its end a failure?   flags, more: of `begin`, if it was not called.
     """
     name = name or variant.name
-    if job.cpu:
-        more |= on_cpus(job.gpus) | {"SGLANG_PLUGINS": f"{variant.plugins},weft_cpu"}
-    port = free_port()
-    command = [sys.executable, "-m", "sglang.launch_server", *job.flags, *variant.flags, *flags]
-    command += ["--port", str(port)]
-    log = OUT / f"{job.what}-{name}.log"
-    print(f"== {name}: {' '.join(command[3:])}", flush=True)
-    with open(log, "w") as file:
-        process = subprocess.Popen(
-            command,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=environment(variant, **more),
-            start_new_session=True,
-        )
-    address, began = f"http://127.0.0.1:{port}", time.monotonic()
+    if name not in job.waiting:
+        begin(job, variant, *flags, name=name, **more)
+    this = job.waiting.pop(name)
+    process, log = this.process, this.log
+    this.gate.touch()
+    began = time.monotonic()
     try:
-        up = answers(job, process, address, seconds)
+        up = answers(job, process, this.address, seconds)
         loaded = not variant.weft or said(log, SERVED)
         if up and loaded:
             print(f"{name}: up after {time.monotonic() - began:.0f} s", flush=True)
-            yield address
+            yield this.address
         else:
             why = "weft's plug-in was not loaded" if up else "it did not come up"
             job.fail(f"{name}: {why}; end of {log.name}:\n{tail(log)}")
@@ -211,6 +261,7 @@ def server(
         job.fail(f"{name}: {type(error).__name__}: {error}; end of {log.name}:\n{tail(log)}")
     finally:
         stop(process)
+        this.gate.unlink()
 
 
 def answers(job: Job, process: subprocess.Popen[bytes], address: str, seconds: float) -> bool:

@@ -10,7 +10,7 @@ import argparse
 import sys
 from typing import Any
 
-from server import OUT, Job, arguments, chosen, data_parallel, job_of, last_line, run, server
+from server import OUT, Job, arguments, begin, chosen, data_parallel, job_of, last_line, run, server
 from variants import VARIANTS, Variant
 
 DEFAULTS = {
@@ -46,6 +46,7 @@ def measure(job: Job, variant: Variant, address: str, given: argparse.Namespace)
             command += ["--tokenizer", str(job.model), "--dataset-name", "random-ids"]
             command += ["--random-input-len", str(given.input), "--random-range-ratio", "1"]
             command += ["--random-output-len", str(given.output), "--disable-tqdm"]
+            command += ["--tokenize-prompt"]  # as text, most ids would be several tokens
             command += ["--num-prompts", str(at_once * waves), "--max-concurrency", str(at_once)]
             if not run(job, name, [*command, "--output-file", str(raw)], 200):
                 return
@@ -74,8 +75,11 @@ def main() -> int:
         *("--cuda-graph-max-bs", str(max(given.requests))),
         *("--chunked-prefill-size", str(given.chunk * given.gpus)),
     )
-    for variant in chosen(given.variants, VARIANTS):
-        if job.out_of_time(variant.name, 150):
+    variants = chosen(given.variants, VARIANTS)
+    for variant in variants:
+        begin(job, variant)
+    for variant in variants:
+        if job.out_of_time(variant.name, 90):
             continue
         with server(job, variant) as address:
             if address is not None:

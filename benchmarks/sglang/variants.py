@@ -28,7 +28,7 @@ class Variant:
     @property
     def plugins(self) -> str:
         """SGLANG_PLUGINS, the names that may be loaded."""
-        return "weft_dummy,weft_layers" + (",weft" if self.weft else "")
+        return "weft_gate,weft_dummy,weft_layers" + (",weft" if self.weft else "")
 
 
 def _weft(name: str, what: str, **settings: str) -> Variant:

@@ -36,7 +36,8 @@ def write_tree(folder: Path) -> None:
         path.write_text(text + (f"{function}()\n" if function else ""))
     model = folder / "model" / "tiny"
     model.mkdir(parents=True)
-    (model / "config.json").write_text("{}")
+    (model / "config.json").write_text('{"vocab_size": 5}')
+    (model / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 1}}}')
 
 
 def weft() -> bool:
@@ -118,7 +119,7 @@ def trace(folder: Path, steps: int, ranks: int) -> str:
     for rank in range(ranks):
         events = [{"name": "aten::mm", "cat": "cpu_op", "dur": 1e9}]
         for name, us in KERNELS.items():
-            events += [{"name": name, "cat": "kernel", "dur": us * (1 + rank)}] * steps
+            events += [{"name": name, "cat": "kernel", "ts": 0.0, "dur": us * (1 + rank)}] * steps
         with gzip.open(folder / f"1-TP-{rank}.trace.json.gz", "wt") as file:
             json.dump({"traceEvents": events}, file)
     return "Start profiling."
