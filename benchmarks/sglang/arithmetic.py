@@ -10,7 +10,17 @@ import json
 import sys
 from pathlib import Path
 
-from server import OUT, arguments, begin, chosen, data_parallel, job_of, post, server
+from server import (
+    OUT,
+    arguments,
+    begin,
+    chosen,
+    data_parallel,
+    job_of,
+    post,
+    prefill_graphs,
+    server,
+)
 from variants import VARIANTS
 
 from weft.cli.gsm8k import Question, read_questions
@@ -46,6 +56,7 @@ def main() -> int:
         given.gpus = size
         # SGLang has no kernel that rotates and stores heads of 32 in bf16, nor another way.
         flags = (*data_parallel(size), "--cuda-graph-max-bs", "64", "--dtype", "float16")
+        flags += () if given.cpu else tuple(prefill_graphs(2048, served=True))
         job = job_of(given, *flags, dummy=False, cpu=given.cpu)
         end = job.end = end or job.end
         variants = [

@@ -18,7 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from server import OUT, Job, arguments, begin, chosen, data_parallel, job_of, post, server
+from server import (
+    OUT,
+    Job,
+    arguments,
+    begin,
+    chosen,
+    data_parallel,
+    job_of,
+    post,
+    prefill_graphs,
+    server,
+)
 from variants import VARIANTS
 
 MANY = 40  # kernels that are listed one by one; the rest is one number
@@ -26,8 +37,7 @@ MANY = 40  # kernels that are listed one by one; the rest is one number
 
 @dataclass(frozen=True)
 class Trace:
-    """One rank's. us: of each kernel.   span: from the first kernel's start to the last one's end.
-    """
+    """One rank's. us: of each kernel.   span: from the first one's start to the last one's end."""
 
     us: Counter[str]
     span: float
@@ -93,6 +103,7 @@ def main() -> int:
         *data_parallel(given.gpus),
         *("--cuda-graph-max-bs", str(given.requests)),
         *("--chunked-prefill-size", str(given.chunk * given.gpus)),
+        *prefill_graphs(given.chunk, served="deepseek" not in given.model),
     )
     variants = chosen(given.variants, VARIANTS)
     for variant in variants:

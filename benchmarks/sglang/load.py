@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from arithmetic import CHECKPOINT
-from server import OUT, Job, arguments, chosen, data_parallel, job_of, server
+from server import OUT, Job, arguments, chosen, data_parallel, job_of, prefill_graphs, server
 from variants import VARIANTS
 
 WARM = 0.25  # of the time: buffers of all sizes have been used by then
@@ -215,6 +215,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=64)
     given = parser.parse_args()
     flags = (*data_parallel(given.gpus), "--cuda-graph-max-bs", "64", "--dtype", "float16")
+    flags += () if given.cpu else tuple(prefill_graphs(2048, served=True))
     job = job_of(given, *flags, dummy=False, cpu=given.cpu)
     for variant in chosen(given.variants, VARIANTS):
         if job.out_of_time(variant.name, given.loaded + 60):

@@ -18,7 +18,18 @@ from typing import Any
 
 import numpy as np
 from layer_outputs import name_of
-from server import OUT, Job, arguments, begin, chosen, data_parallel, job_of, post, server
+from server import (
+    NO_PREFILL_GRAPHS,
+    OUT,
+    Job,
+    arguments,
+    begin,
+    chosen,
+    data_parallel,
+    job_of,
+    post,
+    server,
+)
 from variants import VARIANTS
 
 COUNT, TOKENS = 16, 32
@@ -117,7 +128,7 @@ def main() -> int:
         job = job_of(
             given,
             *data_parallel(given.gpus),
-            *("--disable-cuda-graph", "--dtype", given.dtype),
+            *("--disable-cuda-graph", NO_PREFILL_GRAPHS, "--dtype", given.dtype),
         )
         first_end = job.end = first_end or job.end
         folders = OUT / f"layers-{count}"

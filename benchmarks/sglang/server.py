@@ -32,19 +32,26 @@ SERVED = " ranks, form "  # of what the plug-in logs when it has taken a model's
 FLAGS = [
     *("--attention-backend", "triton", "--moe-runner-backend", "triton"),
     *("--fp8-gemm-backend", "triton", "--sampling-backend", "pytorch"),
-    *("--grammar-backend", "none", "--disable-radix-cache", "--disable-prefill-cuda-graph"),
+    *("--grammar-backend", "none", "--disable-radix-cache"),
     *("--mm-feature-transport", "cpu"),  # else a launcher takes memory of the first GPU
 ]
+NO_PREFILL_GRAPHS = "--disable-prefill-cuda-graph"
 # Over those: what SGLang has on CPUs, exactly.
 CPU_FLAGS = [
     *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
-    *("--disable-cuda-graph", "--disable-overlap-schedule", "--max-total-tokens", "8192"),
+    *(
+        NO_PREFILL_GRAPHS,
+        "--disable-cuda-graph",
+        "--disable-overlap-schedule",
+        "--max-total-tokens",
+        "8192",
+    ),
 ]
 
 
 @dataclasses.dataclass(frozen=True)
 class Started:
-    """A server's process. Its ranks wait, before they touch a GPU, until the file `gate` is there.
+    """A process of SGLang's whose ranks wait, before they touch a GPU, for the file `gate`.
 
     Imports take SGLang a minute in all: servers that are measured one after another import at once.
     """
@@ -162,6 +169,17 @@ def with_every_token(model: Path) -> Path:
     return copy
 
 
+def prefill_graphs(chunk: int, *, served: bool) -> list[str]:
+    """Flags of prefill by CUDA graphs, with attention between them, up to `chunk` tokens of a rank.
+
+    served: has SGLang them for this model? It has none where attention is latent (MLA).
+    """
+    if not served:
+        return [NO_PREFILL_GRAPHS]
+    sizes = [str(size) for size in range(256, chunk, 256)] + [str(chunk)]
+    return ["--cuda-graph-backend-prefill", "breakable", "--cuda-graph-bs-prefill", *sizes]
+
+
 def data_parallel(ranks: int) -> list[str]:
     """Flags of DP attention and expert parallelism, without SGLang's own all-reduces."""
     size = str(ranks)
@@ -209,15 +227,23 @@ def begin(job: Job, variant: Variant, *flags: str, name: str = "", **more: str) 
         more |= on_cpus(job.gpus) | {"SGLANG_PLUGINS": f"{variant.plugins},weft_cpu"}
     port = free_port()
     command = [sys.executable, "-m", "sglang.launch_server", *job.flags, *variant.flags, *flags]
-    command += ["--port", str(port)]
-    log, gate = OUT / f"{job.what}-{name}.log", OUT / f"gate-{name}"
     print(f"== {name}: {' '.join(command[3:])}", flush=True)
-    with open(log, "w") as file:
+    begin_command(
+        job, name, [*command, "--port", str(port)], environment(variant, **more), port=port
+    )
+
+
+def begin_command(
+    job: Job, name: str, command: list[str], env: dict[str, str], *, port: int = 0
+) -> None:
+    """Start a command of SGLang's that `run` or `server` will let through to the GPUs."""
+    log, gate = OUT / f"{job.what}-{name}.log", OUT / f"gate-{name}"
+    with open(log, "a") as file:
         process = subprocess.Popen(
             command,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=environment(variant, SERVER_GATE=str(gate), **more),
+            env=env | {"SERVER_GATE": str(gate)},
             start_new_session=True,
         )
     job.waiting[name] = Started(process, f"http://127.0.0.1:{port}", log, gate)
@@ -289,23 +315,25 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.1)
 
 
-def run(job: Job, name: str, command: list[str], seconds: float, **options: Any) -> bool:
-    """Run a command with a log of its own; one that is late ends with all that it started.
+def run(
+    job: Job, name: str, command: list[str], seconds: float, env: dict[str, str] | None = None
+) -> bool:
+    """Run a command, which may have been begun; one that is late ends with all that it started.
 
     Its ranks would keep their GPUs' memory, which the next one needs.
     """
-    log, code = OUT / f"{job.what}-{name}.txt", None
-    with open(log, "a") as file:
-        process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, **options
-        )
+    if name not in job.waiting:
+        begin_command(job, name, command, dict(os.environ) if env is None else env)
+    this, code = job.waiting.pop(name), None
+    this.gate.touch()
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            code = process.wait(timeout=job.left(seconds))
+            code = this.process.wait(timeout=job.left(seconds))
     finally:
-        stop(process)
+        stop(this.process)
+        this.gate.unlink()
     if code != 0:
-        job.fail(f"{name}: {'late' if code is None else f'exit status {code}'}\n{tail(log)}")
+        job.fail(f"{name}: {'late' if code is None else f'exit status {code}'}\n{tail(this.log)}")
     return code == 0
 
 

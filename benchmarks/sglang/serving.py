@@ -10,7 +10,19 @@ import argparse
 import sys
 from typing import Any
 
-from server import OUT, Job, arguments, begin, chosen, data_parallel, job_of, last_line, run, server
+from server import (
+    OUT,
+    Job,
+    arguments,
+    begin,
+    chosen,
+    data_parallel,
+    job_of,
+    last_line,
+    prefill_graphs,
+    run,
+    server,
+)
 from variants import VARIANTS, Variant
 
 DEFAULTS = {
@@ -74,6 +86,7 @@ def main() -> int:
         *data_parallel(given.gpus),
         *("--cuda-graph-max-bs", str(max(given.requests))),
         *("--chunked-prefill-size", str(given.chunk * given.gpus)),
+        *prefill_graphs(given.chunk, served=what == "decode"),
     )
     variants = chosen(given.variants, VARIANTS)
     for variant in variants:

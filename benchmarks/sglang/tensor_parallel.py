@@ -9,7 +9,18 @@ import json
 import sys
 from pathlib import Path
 
-from server import OUT, arguments, chosen, environment, job_of, run, said, tail
+from server import (
+    NO_PREFILL_GRAPHS,
+    OUT,
+    arguments,
+    begin_command,
+    chosen,
+    environment,
+    job_of,
+    run,
+    said,
+    tail,
+)
 from variants import SUMS
 
 HERE = Path(__file__).parent
@@ -30,23 +41,24 @@ def main() -> int:
     parser.add_argument("--output", type=int, default=32)
     given = parser.parse_args()
     most = str(max(given.batches))
-    job = job_of(given, "--tp", str(given.gpus), "--cuda-graph-max-bs", most)
-    for variant in chosen(given.variants, SUMS):
-        if job.out_of_time(variant.name, 90):
-            continue
+    flags = ("--tp", str(given.gpus), "--cuda-graph-max-bs", most, NO_PREFILL_GRAPHS)
+    job = job_of(given, *flags)
+    variants = chosen(given.variants, SUMS)
+    commands: dict[str, list[str]] = {}
+    for variant in variants:
         raw = OUT / f"{job.what}-{variant.name}.jsonl"
         raw.unlink(missing_ok=True)
         command = [sys.executable, str(HERE / "one_batch.py"), *job.flags, *variant.flags]
         command += ["--batch-size", *map(str, given.batches), "--input-len", str(given.input)]
         command += ["--output-len", str(given.output), "--run-name", variant.name]
-        done = run(
-            job,
-            variant.name,
-            [*command, "--result-filename", str(raw)],
-            400,
-            env=environment(variant),
-        )
-        log = OUT / f"{job.what}-{variant.name}.txt"
+        commands[variant.name] = [*command, "--result-filename", str(raw)]
+        begin_command(job, variant.name, commands[variant.name], environment(variant))
+    for variant in variants:
+        if job.out_of_time(variant.name, 60):
+            continue
+        raw = OUT / f"{job.what}-{variant.name}.jsonl"
+        done = run(job, variant.name, commands[variant.name], 400)
+        log = OUT / f"{job.what}-{variant.name}.log"
         if done and not said(log, variant.says):
             job.fail(f"{variant.name}: {log.name} does not say {variant.says!r}:\n{tail(log)}")
             continue

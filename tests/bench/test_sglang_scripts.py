@@ -86,7 +86,7 @@ def test_a_run_of_decode_becomes_a_table(measure, script, tmp_path):
     assert set(lines[0]["machine"]) >= {"weft", "gpus", "driver", "torch"}
     with tarfile.open(tmp_path / "out" / "sglang-decode.tar.gz") as archive:
         names = archive.getnames()
-    assert {"./results.jsonl", "./decode-stock.log", "./decode-weft-4.txt"} <= set(names)
+    assert {"./results.jsonl", "./decode-stock.log", "./decode-weft-4.log"} <= set(names)
     text = script("report").report(lines)
     assert "decode: tiny, 16 tokens in, 8 out; " in text
     assert "| 4 | stock | 8.00 | 24.00 | 80 | 125 | 1.00 |" in text
