@@ -214,6 +214,7 @@ def sized_all_reduce(group: weft.Group) -> None:
         "dtype": DTYPE,
         "backends": listed("oneshot", 7, [], ["ring"], [3], [["twoshot"]], ["twoshot"] * 2),
         "table": TABLE,
+        "epilogue_at": WORD,
         **TIMES,
         "programmatic_launch": FLAG,
     }

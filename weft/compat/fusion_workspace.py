@@ -239,6 +239,7 @@ class TRTLLMAllReduceFusionWorkspace(AllReduceFusionWorkspace):
                 hidden=hidden,
                 dtype=dtype,
                 table=table,
+                epilogue_at="receiver",  # as flashinfer.comm: a residual of each rank's own
                 timeout=timeout,
                 first_timeout=first_timeout,
             )
