@@ -111,26 +111,6 @@ def test_the_class_that_is_asked_for(ranks):
     ranks(RANKS, "threads")(by_class)
 
 
-def of_each_rank(group: weft.Group) -> None:
-    """Residuals and weights of each rank's own, in one shot, as flashinfer.comm has them."""
-    rows = rows_for(group.device, 4)
-    own = rows_for(group.device, 4, seed=10 + group.rank)
-    want = reference.allreduce_fused(rows.xs, own.residual, own.weight)
-    with create_allreduce_fusion_workspace(
-        "auto", RANKS, group.rank, TOKENS, HIDDEN, BF16, group=group
-    ) as workspace:
-        norm = allreduce_fusion(
-            rows.xs[group.rank], workspace, Pattern.kARResidualRMSNorm, use_oneshot=True,
-            residual_in=own.residual, rms_gamma=own.weight,
-        )  # fmt: skip
-        same(norm, want.norm)
-
-
-@pytest.mark.parametrize("kind", ["threads", CUDA])
-def test_one_shot_takes_each_ranks_own_residual(ranks, kind):
-    ranks(RANKS, kind)(of_each_rank)
-
-
 def as_engines_call(group: weft.Group) -> None:
     """vLLM's call of any pattern: the input is where a norm goes, also where none is written."""
     with create_allreduce_fusion_workspace(
