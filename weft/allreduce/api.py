@@ -186,7 +186,7 @@ class AllReduce(Operator):
     ) -> Reduced:
         x, residual, weight = inputs
         places = places_of((x, residual, weight), outputs, quant, prologue)
-        key, addresses = key_of(places, backend, coding_of(quant), eps, weight_bias)
+        key, addresses = key_of(places, backend, coding_of(quant), eps, weight_bias, prologue)
         form = self._forms.find(key, addresses)
         if form is not None:
             reduced = form.make(places, addresses)

@@ -96,6 +96,7 @@ struct ReduceArgs {
     u32 scale_stride;       // Coding::group_ue8m0: int32 words from one column to the next
     u32 pushers, reducers;  // twoshot: CTAs that push rows, and that sum; all others finish rows
     u32 pushers_finish;     // pushers finish rows, too, once they have pushed
+    float routed_scaling_factor;  // of the experts' sum, before `shared` is added
 };
 
 // Do peers get the sum, and add the residual themselves? Else they get the sum plus residual, from
