@@ -55,7 +55,7 @@ def trtllm_moe_allreduce_fusion(
 
     Raises InvalidArgument, TokenOverflow, OutOfOrder, what broke the group.
     """
-    refuse("backend", backend, "trtllm", BACKEND)
+    _refuse(backend, quant_out, scale_out)
     check_layout(layout_code)
     older = older_workspace(workspace_ptrs, world_size, world_rank)
     rows = functools.partial(rows_of, older.shape(token_num, hidden_dim))
@@ -78,14 +78,7 @@ def trtllm_moe_allreduce_fusion(
     residual = rows("residual_in", instance("residual_in", residual_in, torch.Tensor))
     given = {"residual": residual, "weight": instance("rms_gamma", rms_gamma, torch.Tensor)}
     given |= {"eps": real("rms_eps", rms_eps, least=0.0), "weight_bias": _bias(weight_bias)}
-    _run(
-        workspace,
-        prologue,
-        given,
-        outputs,
-        {"quant_out": quant_out, "scale_out": scale_out},
-        _SUMMED,
-    )
+    _run(workspace, prologue, given, outputs, _SUMMED)
 
 
 def trtllm_moe_finalize_allreduce_fusion(
@@ -119,7 +112,7 @@ def trtllm_moe_finalize_allreduce_fusion(
 
     Raises InvalidArgument, TokenOverflow, OutOfOrder, what broke the group.
     """
-    refuse("backend", backend, "trtllm", BACKEND)
+    _refuse(backend, quant_out, scale_out)
     older = older_workspace(workspace_ptrs, world_size, world_rank)
     instance("residual_in", residual_in, torch.Tensor)
     older.check_input("residual_in", residual_in)
@@ -152,15 +145,7 @@ def trtllm_moe_finalize_allreduce_fusion(
         "weight": instance("norm_weight", norm_weight, torch.Tensor),
     }
     given |= {"eps": real("eps", eps, least=0.0), "weight_bias": _bias(weight_bias)}
-    workspace = older.of(hidden, residual_in.dtype)
-    _run(
-        workspace,
-        prologue,
-        given,
-        outputs,
-        {"quant_out": quant_out, "scale_out": scale_out},
-        _FINALIZED,
-    )
+    _run(older.of(hidden, residual_in.dtype), prologue, given, outputs, _FINALIZED)
 
 
 def _run(
@@ -168,12 +153,9 @@ def _run(
     prologue: MoEFinalize,
     given: dict[str, Any],
     outputs: dict[str, torch.Tensor | None],
-    quantised: dict[str, Any],
     names: Mapping[str, str],
 ) -> None:
     """One call that writes the outputs that are there, and only those."""
-    for name, value in quantised.items():
-        refuse(name, value, None, MOE_QUANT)
     if all(output is None for output in outputs.values()):
         raise InvalidArgument(f"{' and '.join(outputs)} are None: there is nothing to write")
     wanted = {
@@ -181,6 +163,12 @@ def _run(
         for name, output in outputs.items()
     }
     workspace.run(None, prologue, "auto", given | wanted, names)
+
+
+def _refuse(backend: str, quant_out: Any, scale_out: Any) -> None:
+    refuse("backend", backend, "trtllm", BACKEND)
+    refuse("quant_out", quant_out, None, MOE_QUANT)
+    refuse("scale_out", scale_out, None, MOE_QUANT)
 
 
 def _bias(weight_bias: float | None) -> float:
