@@ -191,20 +191,33 @@ WEFT_FN void finish_parts(const Block& team, const Call<R>& call, u32 worker, u3
     }
 }
 
-// Receives this thread's vector of a row that a peer has summed, and adds this rank's residual;
-// false when a wait has failed.
-template <Reduction R>
-WEFT_FN bool receive_sum(const Call<R>& call, const PeerVector<R>& at, uint4& row) {
+// A vector of a row that a peer sums, on its way to a thread: its slot as it was read first, and
+// this rank's residual. Loads of several are in flight together.
+struct Arriving {
+    uint4* slot;
+    uint4 sum, residual;
+};
+
+template <Reduction R> WEFT_FN Arriving expect_sum(const Call<R>& call, const PeerVector<R>& at) {
     const ReduceArgs& a = call.a;
-    const uint4 residual =
-        a.residual ? load_input(vector_of<R>(a.residual, at.token, at.v)) : uint4{};
     auto& slots = call.at(call.me()).whole[slot_index(call.me(), at.owner)];
     uint4* slot = reinterpret_cast<uint4*>(slots[at.group]) + at.v;
-    uint4 sum;
-    if (!await_vector<R>(call, slot, at.owner, at.token, at.v, sum)) return false;
-    post_vector(slot, sentinel_vector());
-    row = a.residual ? add_rounded<R>(sum, residual) : sum;
-    if (a.out != nullptr) store(vector_of<R>(a.out, at.token, at.v), sum);
+    const uint4 residual =
+        a.residual ? load_input(vector_of<R>(a.residual, at.token, at.v)) : uint4{};
+    return {slot, poll_vector(slot), residual};
+}
+
+// Waits for it and makes sum and sum plus residual; false when the wait has failed.
+template <Reduction R>
+WEFT_FN bool receive_sum(const Call<R>& call, const PeerVector<R>& at, Arriving& vector,
+                         uint4& row) {
+    const ReduceArgs& a = call.a;
+    if (!is_ready(vector.sum) &&
+        !await_vector<R>(call, vector.slot, at.owner, at.token, at.v, vector.sum))
+        return false;
+    post_vector(vector.slot, sentinel_vector());
+    row = a.residual ? add_rounded<R>(vector.sum, vector.residual) : vector.sum;
+    if (a.out != nullptr) store(vector_of<R>(a.out, at.token, at.v), vector.sum);
     if (a.residual_out != nullptr) store(vector_of<R>(a.residual_out, at.token, at.v), row);
     return true;
 }
@@ -226,13 +239,19 @@ WEFT_FN void finish_rows(const Block& team, const Cluster& cluster, const Call<R
         uint4 row[pieces];
         Gain gain[pieces];
         bool valid[pieces];
+        Arriving vector[pieces];
 #pragma unroll
         for (u32 p = 0; p < pieces; ++p) {
             at.v = (p * neighbours + rank) * team.lanes() + team.lane();
             valid[p] = call.live && at.v < R.vectors();
             gain[p] = valid[p] ? load_gain<R>(a, at.v) : Gain{};
+            vector[p] = valid[p] ? expect_sum<R>(call, at) : Arriving{};
+        }
+#pragma unroll
+        for (u32 p = 0; p < pieces; ++p) {
+            at.v = (p * neighbours + rank) * team.lanes() + team.lane();
             row[p] = uint4{};
-            valid[p] = valid[p] && receive_sum<R>(call, at, row[p]);
+            valid[p] = valid[p] && receive_sum<R>(call, at, vector[p], row[p]);
             if (a.weight == nullptr) continue;
             const u64 partial = partial_of<R>(a, row[p], gain[p]);
             if (at.v / warp_lanes < R.partials())
