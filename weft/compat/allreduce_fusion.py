@@ -127,7 +127,7 @@ def allreduce_fusion(
         quant = _quant(workspace, call, scale_factor, block_quant_group_size)
         epilogue = _norm(call, residual_in, rms_gamma) | {"eps": rms_eps, "quant": quant}
         epilogue["weight_bias"] = weight_bias
-    wanted = outputs.wanted(call)
+    wanted = outputs.wanted(call, input)
     tokens = len(input if residual_in is None else residual_in)
     backend = workspace.backend_for(
         use_oneshot, input if prologue is None else prologue.rows, tokens
@@ -149,8 +149,9 @@ def _blank_padding(scales: torch.Tensor) -> None:
     tokens, columns = scales.shape
     padding, pitch = -tokens % 4, -(-tokens // 4) * 4
     held = scales.untyped_storage().nbytes() // scales.itemsize - scales.storage_offset()
-    if padding and columns * pitch <= held and (columns == 1 or scales.stride(1) == pitch):
-        scales.as_strided((columns, padding), (pitch, 1), scales.storage_offset() + tokens).zero_()
+    padded = min(columns, held // pitch) if pitch else 0  # empty_strided ends with the last token
+    if padding and padded and (columns == 1 or scales.stride(1) == pitch):
+        scales.as_strided((padded, padding), (pitch, 1), scales.storage_offset() + tokens).zero_()
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +170,8 @@ class _Outputs:
             if place is not None and not isinstance(place, torch.Tensor):
                 refuse_tensor(field.name, place)
 
-    def wanted(self, call: _Pattern) -> dict[str, Any]:
-        """The outputs of a pattern, as `fused` names them.
+    def wanted(self, call: _Pattern, rows: torch.Tensor) -> dict[str, Any]:
+        """The outputs of a pattern with these input rows, as `fused` names them.
 
         As in flashinfer.comm, what a pattern does not write is left alone: `output` but for the sum
         and the MoE reduction, the norm but for patterns that say Out. Raises InvalidArgument for a
@@ -183,14 +184,32 @@ class _Outputs:
             wanted["norm_out"] = _or(self.norm_out, True)
         if call is _REDUCTION:
             wanted["out"] = self.output
-        if call in (*_STATIC, *_GROUPED, *_DYNAMIC):
+        if call in (*_GROUPED, *_DYNAMIC):
             wanted["quant_out"] = self.quant_out
+        if call in _STATIC:
+            wanted["quant_out"] = _fp8_of(self.quant_out, rows)
         if call in (*_GROUPED, *_DYNAMIC):
             wanted["scale_out"] = self.scale_out
         if call in (_REDUCTION, _FINALIZED):
             refuse("quant_out", self.quant_out, None, MOE_QUANT)
             refuse("scale_out", self.scale_out, None, MOE_QUANT)
         return wanted
+
+
+def _fp8_of(given: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
+    """Where the FP8 of rows goes: `given`, or its first bytes if it has the rows' dtype or uint8.
+
+    flashinfer.comm asks of a static pattern's quant_out nothing but room. What is neither stays as
+    it is, for `fused` to refuse.
+    """
+    if given is None or given.dtype not in (rows.dtype, torch.uint8) or given.requires_grad:
+        return given
+    if given.layout is not torch.strided or given.is_nested or not given.is_contiguous():
+        return given
+    if given.nbytes < rows.numel():
+        return given
+    room = given.view(-1).view(torch.uint8)[: rows.numel()]
+    return room.view(torch.float8_e4m3fn).view(rows.shape)
 
 
 def _pattern(pattern: int) -> _Pattern:
