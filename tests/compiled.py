@@ -85,7 +85,7 @@ def finalized(
 ) -> tuple[torch.Tensor | None, ...]:
     """A prologue; outputs that are given, one of them the residual itself, wanted and unwanted."""
     kept, norm = residual.clone(), torch.empty_like(residual)
-    spec = MoEFinalize(rows * 2, index, scales, shared=residual - 1)
+    spec = MoEFinalize(rows * 2, index, scales, shared=residual - 1, routed_scaling_factor=1.7)
     found = ar.fused(
         prologue=spec,
         residual=kept,

@@ -26,6 +26,7 @@ class Sum:
     weight_dtype: torch.dtype | None = None
     eps: float = 1e-5
     bias: float = 0.0
+    differ: bool = False  # residual, weight and a static scale, from rank to rank
 
     def next(self, **changes: object) -> Sum:
         return replace(self, **changes)  # type: ignore[arg-type]
@@ -36,9 +37,10 @@ class Sum:
         x = torch.randn(size, generator=generator, device=device).to(self.dtype)
         return spoil(x, rank) if self.special and self.tokens else x
 
-    def shared(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """(residual, weight), equal on all ranks."""
-        generator = torch.Generator(device=device).manual_seed(self.seed * 1009 + 500)
+    def shared(self, device: torch.device, rank: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """(residual, weight), equal on all ranks, or those of `rank`."""
+        seed = self.seed * 1009 + 500 + (rank if self.differ else 0)
+        generator = torch.Generator(device=device).manual_seed(seed)
         size = (self.tokens, self.hidden)
         residual = torch.randn(size, generator=generator, device=device).to(self.dtype)
         weight = torch.randn(self.hidden, generator=generator, device=device)
@@ -64,9 +66,9 @@ def spoil(x: torch.Tensor, rank: int) -> torch.Tensor:
     return x
 
 
-def quants(device: torch.device, hidden: int) -> Iterator[Quant | None]:
+def quants(device: torch.device, hidden: int, rank: int = 0) -> Iterator[Quant | None]:
     yield None
-    yield FP8Static(torch.tensor([0.037], device=device))
+    yield FP8Static(torch.tensor([0.037 + 0.01 * rank], device=device))
     yield FP8Token()
     if hidden % 128 == 0:
         yield FP8Group(128)
@@ -112,7 +114,7 @@ def play(ar: weft.AllReduce, case: Sum, backend: str, quant: Quant | None = None
     """One call with all outputs, compared with the reference."""
     device = ar.group.device
     xs = [case.rows(rank, device) for rank in range(ar.group.size)]
-    residual, weight = case.shared(device)
+    residual, weight = case.shared(device, ar.group.rank)
     got = ar.fused(
         xs[ar.group.rank],
         residual=residual,

@@ -214,6 +214,7 @@ def sized_all_reduce(group: weft.Group) -> None:
         "dtype": DTYPE,
         "backends": listed("oneshot", 7, [], ["ring"], [3], [["twoshot"]], ["twoshot"] * 2),
         "table": TABLE,
+        "epilogue_at": WORD,
         **TIMES,
         "programmatic_launch": FLAG,
     }
@@ -280,6 +281,10 @@ def called_all_reduce(group: weft.Group) -> None:
             for value in TENSOR.values(parts[name]):
                 with pytest.raises(InvalidArgument, match=rf"prologue\.{name}"):
                     reduce.fused(prologue=weft.MoEFinalize(**{**parts, name: value}))
+        del parts["scales"]
+        for value in (*REAL.hostile(1.0), 1e39):
+            with pytest.raises(InvalidArgument, match=r"prologue\.routed_scaling_factor is"):
+                reduce.fused(prologue=weft.MoEFinalize(**parts, routed_scaling_factor=value))
         for value in TENSOR.values(torch.ones(1)):
             with pytest.raises(InvalidArgument, match=r"quant\.scale"):
                 reduce.fused(x, weight=weight, quant=weft.FP8Static(value))

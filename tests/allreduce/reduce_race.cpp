@@ -3,6 +3,7 @@
 // words, so ThreadSanitizer has nothing to say of them; what it watches is everything else that
 // ranks might share. With -DWEFT_ONE_SIDE=1 rows that are pushed to be summed have one buffer
 // instead of two, and the test must catch a fast rank that overwrites what a slow one has not read.
+// With -DEPILOGUE_AT=receiver each rank has a weight of its own.
 #include <cstdio>
 #include <cstdlib>
 #include <thread>
@@ -13,11 +14,18 @@
 #ifndef RANKS
 #define RANKS 4
 #endif
+#ifndef EPILOGUE_AT
+#define EPILOGUE_AT owner
+#endif
 
 using namespace weft;
 
-constexpr Reduction R{
-    .ranks = RANKS, .tokens = 10, .direct = 6, .hidden = 16, .dtype = DType::fp32};
+constexpr Reduction R{.ranks = RANKS,
+                      .tokens = 10,
+                      .direct = 6,
+                      .hidden = 16,
+                      .dtype = DType::fp32,
+                      .epilogue_at = EpilogueAt::EPILOGUE_AT};
 using Shares = ReductionShare<R>;
 
 struct Job {
@@ -46,7 +54,7 @@ static void run_call(const ReduceArgs& a, Backend backend) {
 }
 
 static u64 wrong_numbers(const ReduceArgs& a, const std::vector<float>& out,
-                         const std::vector<float>& norm, u64 call) {
+                         const std::vector<float>& norm, float weight, u64 call) {
     u64 wrong = 0;
     for (u32 t = 0; t < a.tokens; ++t) {
         float sums[R.hidden], squares = 0.0f;
@@ -59,7 +67,8 @@ static u64 wrong_numbers(const ReduceArgs& a, const std::vector<float>& out,
         for (u32 i = 0; i < R.hidden; ++i) {
             wrong += out[t * R.hidden + i] != sums[i];
             // The squares are added in another order here; another call's statistics are far off.
-            wrong += !(__builtin_fabsf(norm[t * R.hidden + i] - sums[i] * rstd) <= 1e-4f);
+            const float want = sums[i] * rstd * weight;
+            wrong += !(__builtin_fabsf(norm[t * R.hidden + i] - want) <= 1e-4f * weight);
         }
     }
     return wrong;
@@ -72,7 +81,8 @@ static void run_rank(Job& job, u32 rank, u64& wrong) {
                     .rank = rank,
                     .descriptor = 0};
     std::vector<float> x(R.tokens * R.hidden), out(x.size()), norm(x.size());
-    const std::vector<float> weight(R.hidden, 1.0f);
+    const bool differ = R.epilogue_at == EpilogueAt::receiver;
+    const std::vector<float> weight(R.hidden, differ ? float(1 << rank) : 1.0f);
     for (u64 call = 1; call <= job.calls; ++call) {
         Backend backend;
         ReduceArgs a = draw_call(site, call, backend);
@@ -91,7 +101,7 @@ static void run_rank(Job& job, u32 rank, u64& wrong) {
             wrong += 1;
             return;
         }
-        wrong += wrong_numbers(a, out, norm, call);
+        wrong += wrong_numbers(a, out, norm, weight[0], call);
     }
 }
 

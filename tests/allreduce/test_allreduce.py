@@ -185,7 +185,8 @@ def expert_rows(case: Sum, rank: int, device: torch.device) -> weft.MoEFinalize:
     index = torch.randint(-1, 20, size, generator=generator, device=device).int()
     scales = torch.rand(size, generator=generator, device=device)
     shared = rows[: case.tokens].clone() if rank != 1 else None
-    return weft.MoEFinalize(rows, index, scales.to(case.dtype) if rank == 2 else scales, shared)
+    weights = scales.to(case.dtype) if rank == 2 else scales
+    return weft.MoEFinalize(rows, index, weights, shared, 1.0 if rank == 1 else 2.5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

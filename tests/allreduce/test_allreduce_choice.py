@@ -68,6 +68,22 @@ def test_the_table_chooses(ranks):
     ranks(2, "threads")(chosen)
 
 
+def at_the_receiver(group: weft.Group) -> None:
+    """Tables hold times with the epilogue at the owner: read all the same, and said so."""
+    sizes: dict[str, Any] = {"max_tokens": 4, "hidden": HIDDEN, "epilogue_at": "receiver"}
+    with weft.AllReduce(group, **sizes, table=table()) as reduce:
+        found = reduce.explain(3)
+        assert (found.backend, found.source) == ("oneshot", "nearest")
+        assert "It was measured with epilogue_at='owner'." in found.text
+        plain = reduce.explain(4, norm=False)
+        assert (plain.backend, plain.source) == ("twoshot_bulk", "measured")
+        assert "epilogue_at" not in plain.text
+
+
+def test_a_table_of_the_other_epilogue_is_called_so(ranks):
+    ranks(2, "threads")(at_the_receiver)
+
+
 def alone(group: weft.Group) -> None:
     with weft.AllReduce(group, max_tokens=4, hidden=HIDDEN, backends=("nccl",)) as reduce:
         found = reduce.explain(1)

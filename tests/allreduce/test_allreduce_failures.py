@@ -24,11 +24,12 @@ ANY_PEER, ANY_EPOCH = 32, (1 << 64) - 1
 CASE = Sum(5, 128)
 
 
-def make(group: weft.Group, timeout: float = 600.0) -> weft.AllReduce:
+def make(group: weft.Group, timeout: float = 600.0, epilogue_at: str = "owner") -> weft.AllReduce:
     return weft.AllReduce(
         group,
         max_tokens=8,
         hidden=CASE.hidden,
+        epilogue_at=epilogue_at,
         timeout=timeout,
         first_timeout=600.0,
         _defines=("WEFT_FAULTS=1",),
@@ -49,22 +50,24 @@ def one_call(ar: weft.AllReduce, tokens: int = 5, backend: str = "twoshot", **mo
     ar.check()
 
 
-def disturbed(group: weft.Group, calls: int, longest_ns: int) -> None:
-    with make(group) as ar:
+def disturbed(group: weft.Group, calls: int, longest_ns: int, epilogue_at: str) -> None:
+    case = CASE.next(differ=epilogue_at == "receiver")
+    with make(group, epilogue_at=epilogue_at) as ar:
         for point in (ENTER, AFTER_ROWS, BEFORE_ROWS, BEFORE_MOMENTS):
             if group.rank == point % group.size:
                 plan_fault(ar, point, JITTER, argument=longest_ns)
             for seed in range(calls):
-                play(ar, CASE.next(seed=seed, tokens=1 + seed % 8), BACKENDS[seed % 3])
+                play(ar, case.next(seed=seed, tokens=1 + seed % 8), BACKENDS[seed % 3])
 
 
+@pytest.mark.parametrize("epilogue_at", ["owner", "receiver"])
 @pytest.mark.parametrize("kind", [*KINDS, "threads"])
-def test_delays_change_no_bit(ranks, kind):
-    ranks(3, kind)(disturbed, 18, 300_000)
+def test_delays_change_no_bit(ranks, kind, epilogue_at):
+    ranks(3, kind)(disturbed, 18, 300_000, epilogue_at)
 
 
-def absent(group: weft.Group, backend: str) -> tuple[float, str]:
-    with make(group) as ar:
+def absent(group: weft.Group, backend: str, epilogue_at: str) -> tuple[float, str]:
+    with make(group, epilogue_at=epilogue_at) as ar:
         one_call(ar, backend=backend)
         hurry(ar._watched, 2.0)
         if group.rank == 1:
@@ -83,9 +86,12 @@ def absent(group: weft.Group, backend: str) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_an_absent_rank_is_named_within_the_deadline(ranks, kind, backend):
-    results = ranks(3, kind)(absent, backend)
+@pytest.mark.parametrize(
+    ("backend", "epilogue_at"),
+    [*((backend, "owner") for backend in BACKENDS), ("twoshot", "receiver")],
+)
+def test_an_absent_rank_is_named_within_the_deadline(ranks, kind, backend, epilogue_at):
+    results = ranks(3, kind)(absent, backend, epilogue_at)
     for rank in (0, 2):
         waited, text = results[rank]
         assert waited > 0.5

@@ -17,6 +17,7 @@ REDUCTIONS = {
     "8 ranks": Reduction(8, 2048, 32, 7168, "bf16"),
     "3 ranks, odd rows": Reduction(3, 100, 64, 2888, "fp16"),
     "2 ranks, fp32": Reduction(2, 64, 64, 4096, "fp32"),
+    "8 ranks, receiver": Reduction(8, 2048, 32, 7168, "bf16", "receiver"),
 }
 # A wait's record is handed to the slow path by its address: that is no spill.
 WAIT_BYTES = 48

@@ -113,6 +113,12 @@ def constants(group: weft.Group) -> None:
         for eps in (1e-6, 1.0):
             got = ar.fused(x, weight=weight, weight_bias=1.0, eps=eps, backend="oneshot")
             same(got, weft.reference.allreduce_fused([x] * group.size, None, weight, eps, 1.0))
+        index = torch.zeros((1, 2), dtype=torch.int32, device=group.device)
+        for factor in (1.0, 2.5, 1.0, 2.5):
+            made = weft.MoEFinalize(x, index, routed_scaling_factor=factor)
+            got = ar.fused(prologue=made, backend="twoshot")
+            brought = [weft.reference.finalize_moe(made)] * group.size
+            same(got, weft.reference.allreduce_fused(brought))
         ar.fused(x, out=True)
         for _ in range(2):
             with pytest.raises(InvalidArgument, match="out is a int"):

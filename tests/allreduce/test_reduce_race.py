@@ -36,6 +36,12 @@ def test_no_race_with_ranks_as_threads(count):
     assert f"1500 calls of {count} ranks: 0 wrong numbers" in text
 
 
+def test_no_race_with_the_epilogue_at_the_receiver():
+    status, text = run("reduce-race-receiver", *SANITIZED, "-DEPILOGUE_AT=receiver", calls=1500)
+    assert status == 0, text
+    assert "1500 calls of 4 ranks: 0 wrong numbers" in text
+
+
 def test_one_buffer_for_rows_to_be_summed_is_caught():
     status, text = run("reduce-one-side", "-DWEFT_ONE_SIDE=1", calls=200_000)
     assert status != 0, text

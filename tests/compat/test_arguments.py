@@ -370,10 +370,66 @@ def older(group: weft.Group) -> None:
     names |= {"allreduce_in": "in", "world_size": ""}
     tried(Row(flashinfer.trtllm_allreduce_fusion, given, kinds, names))
     flashinfer.trtllm_allreduce_fusion(**given)
-    end = flashinfer.trtllm_destroy_ipc_workspace_for_all_reduce_fusion
-    tried(Row(end, {"workspace": handles}, {"workspace": THING, "group": UNUSED}))
+    of_experts(group, x, pointers)
+    for end in (
+        flashinfer.trtllm_destroy_ipc_workspace_for_all_reduce,
+        flashinfer.trtllm_destroy_ipc_workspace_for_all_reduce_fusion,
+    ):
+        tried(Row(end, {"workspace": handles}, {"workspace": THING, "group": UNUSED}))
     group.barrier()
     end(handles)
+
+
+def of_experts(group: weft.Group, x: torch.Tensor, pointers: torch.Tensor) -> None:
+    """The calls whose rows are made of experts' rows."""
+    place = {"world_size": 2, "world_rank": group.rank, "workspace_ptrs": pointers}
+    gamma, rows = torch.ones(HIDDEN, dtype=BF16), torch.ones((2 * TOKENS, HIDDEN), dtype=BF16)
+    given: dict[str, Any] = {
+        **{**place, "residual_in": x.clone(), "launch_with_pdl": True, "weight_bias": 0.0},
+        **{"residual_out": torch.zeros_like(x), "norm_out": torch.zeros_like(x)},
+        **{"quant_out": None, "scale_out": None, "backend": "trtllm"},
+    }
+    shaped = Kind(lambda g: [v for v in TENSOR.values(g) if not _regrouped(v, g)])
+    kinds = {
+        **{"world_size": listed(*WHOLE, 3), "world_rank": listed(*WHOLE, 2)},
+        **{"workspace_ptrs": THING, "launch_with_pdl": UNUSED, "backend": NAME},
+        **{"residual_out": shaped.optional(), "norm_out": shaped.optional()},
+        **{"quant_out": NONE, "scale_out": NONE, "weight_bias": REAL.optional()},
+    }
+    summing = {
+        **{"token_num": TOKENS, "hidden_dim": HIDDEN, "rms_gamma": gamma, "rms_eps": 1e-6},
+        **{"moe_reduction_device_num_experts": 2, "scale_factor": 1.0, "layout_code": None},
+        "moe_reduction_scale_input": torch.ones((2, TOKENS)),
+        "moe_reduction_active_experts_token_input": rows,
+        **{"moe_reduction_token_input": x, "moe_allreduce_out": torch.zeros_like(x)},
+    }
+    of_sums = {
+        **{"token_num": listed(*WHOLE, -1, 2, 99), "hidden_dim": listed(*WHOLE, 0, 64)},
+        **{"rms_gamma": TENSOR, "rms_eps": listed(*REAL.hostile(1.0), -1.0)},
+        **{"scale_factor": UNUSED, "layout_code": listed(*WHOLE, -1, 3).optional()},
+        "moe_reduction_device_num_experts": listed(*WHOLE, 0, -1, 3),
+        **{name: shaped for name in summing if "_input" in name},
+        **{"moe_allreduce_out": shaped.optional(), "residual_in": shaped},
+    }
+    words = {"token_num": "", "hidden_dim": "", "world_size": ""}
+    words |= {"moe_reduction_device_num_experts": "experts"}
+    call = flashinfer.trtllm_moe_allreduce_fusion
+    tried(Row(call, given | summing, kinds | of_sums, words))
+    call(**given, **summing)
+    ending = {
+        **{"allreduce_in": rows, "norm_weight": gamma, "eps": 1e-6, "routed_scaling_factor": 2.5},
+        "expanded_idx_to_permuted_idx": torch.zeros((TOKENS, 2), dtype=torch.int32),
+        **{"shared_expert_output": x, "expert_scale_factor": torch.ones((TOKENS, 2))},
+    }
+    of_ends = {
+        **{"allreduce_in": shaped, "norm_weight": TENSOR, "residual_in": TENSOR},
+        **{"expanded_idx_to_permuted_idx": TENSOR, "expert_scale_factor": TENSOR.optional()},
+        **{"shared_expert_output": shaped.optional(), "eps": listed(*REAL.hostile(1.0), -1.0)},
+        "routed_scaling_factor": REAL.optional(),
+    }
+    end = flashinfer.trtllm_moe_finalize_allreduce_fusion
+    tried(Row(end, given | ending, kinds | of_ends, words))
+    end(**given, **ending)
 
 
 def _regrouped(value: Any, good: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ import torch
 import weft
 from tests.compat.calls import refused
 from tests.compat.reduces import BF16, HIDDEN, RANKS, TOKENS, Pattern, Rows, poison, rows_for, same
+from tests.sums import Sum
 from weft import reference
 from weft.compat.flashinfer import (
     AllReduceFusionWorkspace,
@@ -111,24 +112,77 @@ def test_the_class_that_is_asked_for(ranks):
     ranks(RANKS, "threads")(by_class)
 
 
-def of_each_rank(group: weft.Group) -> None:
-    """Residuals and weights of each rank's own, in one shot, as flashinfer.comm has them."""
-    rows = rows_for(group.device, 4)
-    own = rows_for(group.device, 4, seed=10 + group.rank)
-    want = reference.allreduce_fused(rows.xs, own.residual, own.weight)
-    with create_allreduce_fusion_workspace(
-        "auto", RANKS, group.rank, TOKENS, HIDDEN, BF16, group=group
-    ) as workspace:
-        norm = allreduce_fusion(
-            rows.xs[group.rank], workspace, Pattern.kARResidualRMSNorm, use_oneshot=True,
-            residual_in=own.residual, rms_gamma=own.weight,
-        )  # fmt: skip
-        same(norm, want.norm)
+def by_program(group: weft.Group, dtype: torch.dtype) -> None:
+    """As flashinfer's program calls them: every output in every pattern, in the dtype of the input.
+
+    Residuals are each rank's own there, and a static scale may be negative.
+    """
+    handles, pointers, metadata = trtllm_create_ipc_workspace_for_all_reduce_fusion(
+        group.rank, group.size, TOKENS, HIDDEN, group=group,
+        use_fp32_lamport=dtype == torch.float32, create_metadata=True,
+    )  # fmt: skip
+    workspace = create_allreduce_fusion_workspace(
+        "trtllm", group.size, group.rank, TOKENS, HIDDEN, dtype, group=group
+    )
+    scale = torch.tensor([-0.0625 * (1 + group.rank)], device=group.device)
+    for turn, tokens in enumerate((1, TOKENS, 3)):
+        case = Sum(tokens, HIDDEN, dtype, turn, differ=True, bias=float(turn % 2))
+        xs = [case.rows(rank, group.device) for rank in range(group.size)]
+        residual, weight = case.shared(group.device, group.rank)
+        x = xs[group.rank]
+        for pattern, layout in ((0, 0), (1, 1), (2, 2), (4, 0)):
+            want = reference.allreduce_fused(
+                xs, residual, weight, 1e-3, case.bias, weft.FP8Static(scale)
+            )
+            for way in (True, False, None):
+                for flat in (True, False):
+                    size = (tokens * HIDDEN,) if flat else (tokens, HIDDEN)
+                    made = [poison(group.device, *size, dtype=dtype) for _ in range(4)]
+                    out, summed, norm, quant = made
+                    given: dict[str, Any] = {
+                        **{"residual_in": residual.view(size), "residual_out": summed},
+                        **{"norm_out": norm, "quant_out": quant, "rms_gamma": weight},
+                        **{"rms_eps": 1e-3, "weight_bias": case.bias, "scale_factor": scale},
+                        **{"layout_code": QuantizationSFLayout(layout), "use_oneshot": way},
+                        "scale_out": poison(group.device, tokens * HIDDEN // 16, dtype=dtype),
+                        **{"launch_with_pdl": True, "fp32_acc": turn % 2 == 0},
+                    }
+                    if flat:
+                        place: dict[str, Any] = {"world_size": group.size, "world_rank": group.rank}
+                        place |= {"token_num": tokens, "hidden_dim": HIDDEN}
+                        trtllm_allreduce_fusion(
+                            allreduce_in=x.view(-1), workspace_ptrs=pointers, metadata=metadata,
+                            trigger_completion_at_end=False, pattern_code=Pattern(pattern),
+                            allreduce_out=out, **place, **given,
+                        )  # fmt: skip
+                    else:
+                        allreduce_fusion(x, workspace, pattern, output=out, **given)
+                    shape = (tokens, HIDDEN)
+                    untouched = poison(group.device, *shape, dtype=dtype)
+                    same(out.view(shape), untouched if pattern else want.out)
+                    same(summed.view(shape), want.residual if pattern else untouched)
+                    same(norm.view(shape), want.norm if pattern in (1, 4) else untouched)
+                    stored = quant.view(-1).view(torch.uint8)
+                    fp8 = stored[: tokens * HIDDEN].view(torch.float8_e4m3fn).view(shape)
+                    blank = poison(group.device, *shape, dtype=torch.float8_e4m3fn)
+                    same(fp8, want.quant if pattern in (2, 4) else blank)
+                    assert (stored[tokens * HIDDEN :] == 0xFF).all(), "only room is taken"
+    refused(
+        InvalidArgument,
+        lambda: allreduce_fusion(
+            x, workspace, 2, residual_in=residual, rms_gamma=weight, scale_factor=scale,
+            quant_out=torch.empty(8, dtype=torch.uint8, device=group.device),
+        ),
+        "quant_out has dtype torch.uint8",
+    )  # fmt: skip
+    workspace.destroy()
+    trtllm_destroy_ipc_workspace_for_all_reduce_fusion(handles, group=None)
 
 
 @pytest.mark.parametrize("kind", ["threads", CUDA])
-def test_one_shot_takes_each_ranks_own_residual(ranks, kind):
-    ranks(RANKS, kind)(of_each_rank)
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+def test_every_argument_as_flashinfers_program_passes_it(ranks, kind, dtype):
+    ranks(RANKS, kind)(by_program, dtype)
 
 
 def as_engines_call(group: weft.Group) -> None:

@@ -46,12 +46,25 @@ SHAPES = [
 ]
 
 
+def place(case: Sum) -> str:
+    return "receiver" if case.differ else "owner"
+
+
+def make(group: weft.Group, case: Sum, first_timeout: float) -> weft.AllReduce:
+    return weft.AllReduce(
+        group,
+        max_tokens=TOKENS,
+        hidden=case.hidden,
+        dtype=case.dtype,
+        epilogue_at=place(case),
+        first_timeout=first_timeout,
+    )
+
+
 def emulated(
     group: weft.Group, library: str, shapes: tuple[ReducePlan, ...], case: Sum, many: bool
 ) -> None:
-    with weft.AllReduce(
-        group, max_tokens=TOKENS, hidden=case.hidden, dtype=case.dtype, first_timeout=600.0
-    ) as ar:
+    with make(group, case, 600.0) as ar:
         entries = EmulatedEntries(Path(library))
         ar._entries = entries
         for backend, plan in zip(BACKENDS, shapes, strict=True):
@@ -69,13 +82,13 @@ def calls(ar: weft.AllReduce, case: Sum, many: bool) -> None:
     """Every backend with every kind of call."""
     group = ar.group
     for backend in BACKENDS:
-        for quant in quants(group.device, case.hidden) if many else [None]:
+        for quant in quants(group.device, case.hidden, group.rank) if many else [None]:
             play(ar, case.next(tokens=TOKENS), backend, quant)
         play(ar, case.next(tokens=TOKENS, seed=9), backend)
         x = case.next(tokens=TOKENS).rows(group.rank, group.device)
         xs = [case.next(tokens=TOKENS).rows(rank, group.device) for rank in range(group.size)]
         same(ar.fused(x, backend=backend), weft.reference.allreduce_fused(xs))
-        residual, weight = case.next(tokens=TOKENS).shared(group.device)
+        residual, weight = case.next(tokens=TOKENS).shared(group.device, group.rank)
         got = ar.fused(x, residual=residual, weight=weight, backend=backend)
         same(got, weft.reference.allreduce_fused(xs, residual, weight))
         made = [expert_rows(case.next(tokens=TOKENS), r, group.device) for r in range(group.size)]
@@ -88,9 +101,7 @@ def half_a_row(
     group: weft.Group, library: str, shapes: tuple[ReducePlan, ...], case: Sum, backend: str
 ) -> str:
     """Rank 1 brings the first half of each row and no more: some lanes get theirs, others never."""
-    with weft.AllReduce(
-        group, max_tokens=TOKENS, hidden=case.hidden, dtype=case.dtype, first_timeout=0.5
-    ) as ar:
+    with make(group, case, 0.5) as ar:
         entries = EmulatedEntries(Path(library))
         ar._entries = entries
         entries.plans[backend, TOKENS] = shapes[BACKENDS.index(backend)]
@@ -115,13 +126,17 @@ def half_a_row(
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     """Compiles a case's kernels, once."""
-    made: dict[tuple[int, int, torch.dtype], str] = {}
+    made: dict[tuple[int, int, torch.dtype, str], str] = {}
 
     def get(count: int, case: Sum) -> str:
-        key = (count, case.hidden, case.dtype)
+        key = (count, case.hidden, case.dtype, place(case))
         if key not in made:
             reduction = Reduction.of(
-                ranks=count, max_tokens=TOKENS, hidden=case.hidden, dtype=case.dtype
+                ranks=count,
+                max_tokens=TOKENS,
+                hidden=case.hidden,
+                dtype=case.dtype,
+                epilogue_at=place(case),
             )
             made[key] = str(compile_emulated(reduction, tmp_path_factory.mktemp("emulated")))
         return made[key]
@@ -129,24 +144,30 @@ def library(tmp_path_factory):
     return get
 
 
+@pytest.mark.parametrize("differ", [False, True])
 @pytest.mark.parametrize("shapes", range(len(SHAPES)))
-def test_every_launch_shape_has_the_bits_of_the_reference(ranks, library, shapes):
-    case = Sum(TOKENS, 384, special=True, bias=1.0)
+def test_every_launch_shape_has_the_bits_of_the_reference(ranks, library, shapes, differ):
+    case = Sum(TOKENS, 384, special=True, bias=1.0, differ=differ)
     ranks(2, "threads")(emulated, library(2, case), SHAPES[shapes], case, shapes == 1)
 
 
+@pytest.mark.parametrize("differ", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shapes", [0, 2])
-def test_kernels_end_when_half_of_every_row_does_not_come(ranks, library, shapes, backend):
-    case = Sum(TOKENS, 384)
+def test_kernels_end_when_half_of_every_row_does_not_come(ranks, library, shapes, backend, differ):
+    case = Sum(TOKENS, 384, differ=differ)
     said = ranks(2, "threads")(half_a_row, library(2, case), SHAPES[shapes], case, backend)
     assert "did not come from rank 1" in said[0]
 
 
 @pytest.mark.parametrize(
     "case",
-    [Sum(TOKENS, 384, torch.float16, weight_dtype=torch.float32), Sum(TOKENS, 256, torch.float32)],
-    ids=lambda case: str(case.dtype),
+    [
+        Sum(TOKENS, 384, torch.float16, weight_dtype=torch.float32),
+        Sum(TOKENS, 256, torch.float32),
+        Sum(TOKENS, 256, torch.float32, differ=True),
+    ],
+    ids=lambda case: f"{case.dtype} {place(case)}",
 )
 def test_other_numbers(ranks, library, case):
     shapes = (oneshot(TOKENS, 32, 2), twoshot(32, 2, 1, 2, 1), twoshot(32, 1, 1, 1))

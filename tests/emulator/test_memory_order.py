@@ -69,6 +69,8 @@ LOW_HALVES = {
     "combine_receive": LOW | ASKED,
 }
 SUM = HEARD | COUNTED | POLLED | POSTED | TOLD | {"release ST.32.SYS": 2}
+# The counter stands in front of the cluster's barrier, whose acquire follows it in the code.
+OWN_SUM = HEARD | POLLED | POSTED | TOLD | {"release ST.32.SYS": 2, "acquire ATOM.ADD.32.GPU": 1}
 SEND = LAST | FLAG
 # What each kernel of an operator has at least. A shape is one that other tests compile, too.
 KERNELS: dict[str, Mapping[str, Mapping[str, int]]] = {
@@ -96,6 +98,11 @@ KERNELS: dict[str, Mapping[str, Mapping[str, int]]] = {
     "all-reduce": {
         name + end: SUM for name in reduce_source.KERNELS for end in ("", reduce_source.MOE)
     },
+    "all-reduce, receiver": {
+        name + end: SUM if name == "oneshot" else OWN_SUM
+        for name in reduce_source.KERNELS
+        for end in ("", reduce_source.MOE)
+    },
     "sends, pushed": {"send": SEND, "group": LAST},
     "sends, fp8 of fp32": {
         "send": SEND | {"relaxed ST.128.SYS": 1, "relaxed ST.32.SYS": 1},
@@ -109,7 +116,8 @@ def compiled(name: str, arch: str) -> bytes:
     """The kernels of an operator."""
     kind, _, rest = name.partition(", ")
     if kind == "all-reduce":
-        return reduce_source.cuda_program(REDUCTIONS["8 ranks"]).cubin(arch)
+        reduction = REDUCTIONS[f"8 ranks, {rest}" if rest else "8 ranks"]
+        return reduce_source.cuda_program(reduction).cubin(arch)
     if kind == "low latency":
         shape = LOW_SHAPES[rest or "deepseek-v3"]
         program = lowlatency_entry.cuda_program(shape, split_phase=not shape.gemm_push)

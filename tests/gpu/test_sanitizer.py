@@ -73,12 +73,14 @@ with weft.Group.from_env(timeout=300.0) as group:
     weight = torch.linspace(0.5, 2, 1032)
     wanted = weft.reference.allreduce_fused(parts, residual, weight)
     given = [t.to(group.device) for t in (parts[group.rank], residual, weight)]
-    with weft.AllReduce(group, max_tokens=17, hidden=1032, timeout=200.0) as reduce:
-        for backend in reduce.backends * 2:
-            found = reduce.fused(given[0], residual=given[1], weight=given[2], backend=backend)
-            assert torch.equal(bits(found.norm.cpu()), bits(wanted.norm))
-            assert torch.equal(bits(found.residual.cpu()), bits(wanted.residual))
-    say("summed by", reduce.backends)
+    sizes = {"max_tokens": 17, "hidden": 1032, "timeout": 200.0}
+    for at in ("owner", "receiver"):
+        with weft.AllReduce(group, epilogue_at=at, **sizes) as reduce:
+            for backend in reduce.backends * 2:
+                found = reduce.fused(given[0], residual=given[1], weight=given[2], backend=backend)
+                assert torch.equal(bits(found.norm.cpu()), bits(wanted.norm))
+                assert torch.equal(bits(found.residual.cpu()), bits(wanted.residual))
+        say("summed by", reduce.backends, "with the epilogue at the", at)
 
     case = Round(tokens=(16, 9), hidden=1024, top_k=4, experts=16)
     x, ids, weights, _ = (t.to(group.device) for t in case.of(group.rank, cpu))

@@ -43,7 +43,8 @@ class AllReduce(Operator):
     tokens or the launch: sums are fp32 in rank order, and the tree of the norm is fixed. All memory
     and all kernels are made here; a call allocates nothing but outputs that were not given, waits
     for no host, and may be captured in CUDA graphs that replay between eager calls. Every rank
-    makes the same calls, with as many tokens and the same residual, weight, eps and weight_bias.
+    makes the same calls, with as many tokens and the same eps and weight_bias; residual, weight and
+    the scale of FP8Static are equal on all ranks unless `epilogue_at` says otherwise.
 
     max_tokens: the most rows of one rank in one call.
     hidden, dtype: a row; bfloat16, float16 or float32, hidden a multiple of 8.
@@ -52,6 +53,9 @@ class AllReduce(Operator):
         (torch.distributed; "nccl" is another name for it).
     table: what "auto" chooses by: a Table, the path of one that `weft tune allreduce` wrote, or
         None for the one that came with weft for these GPUs. Rank 0's is sent to everyone.
+    epilogue_at: whose residual, weight and FP8Static scale a row of two shots gets. "owner": those
+        of the rank that sums it, which are equal on all ranks; the fastest. "receiver": each rank
+        applies its own, which may differ. The other backends always do, with the same bits.
     timeout, first_timeout: seconds that a wait for a peer may take, and one of the first call.
     programmatic_launch: let a short kernel take its place on the GPU while its predecessor in the
         stream still runs; it touches no memory before that one's end.
@@ -70,6 +74,7 @@ class AllReduce(Operator):
         dtype: torch.dtype = torch.bfloat16,
         backends: Sequence[str] = ("oneshot", "twoshot", "twoshot_bulk"),
         table: Table | Path | str | None = None,
+        epilogue_at: str = "owner",
         timeout: float = 2.0,
         first_timeout: float = 120.0,
         programmatic_launch: bool = True,
@@ -83,7 +88,11 @@ class AllReduce(Operator):
             flags(programmatic_launch=programmatic_launch)
             self._backends = _checked_backends(backends)
             self.reduction = Reduction.of(
-                ranks=group.size, max_tokens=max_tokens, hidden=hidden, dtype=dtype
+                ranks=group.size,
+                max_tokens=max_tokens,
+                hidden=hidden,
+                dtype=dtype,
+                epilogue_at=epilogue_at,
             )
             build = Build(programmatic=programmatic_launch, defines=_defines)
             self._entries = load_entries(group.device, self.reduction, build)
@@ -142,7 +151,7 @@ class AllReduce(Operator):
         """Sum all ranks' rows and make every wanted output.
 
         x: `[tokens, hidden]`, this rank's rows; or None with a prologue that makes them.
-        residual: `[tokens, hidden]`, equal on all ranks, added to the rounded sum.
+        residual: `[tokens, hidden]`, added to the rounded sum.
         weight: `[hidden]` of the rows' dtype or float32, for RMSNorm, plus `weight_bias`.
         quant: FP8Static(scale), FP8Token() or FP8Group(128, scale=...), of the normed rows.
         out, residual_out, norm_out, quant_out, scale_out: a tensor to write, True to make one,
@@ -177,7 +186,7 @@ class AllReduce(Operator):
     ) -> Reduced:
         x, residual, weight = inputs
         places = places_of((x, residual, weight), outputs, quant, prologue)
-        key, addresses = key_of(places, backend, coding_of(quant), eps, weight_bias)
+        key, addresses = key_of(places, backend, coding_of(quant), eps, weight_bias, prologue)
         form = self._forms.find(key, addresses)
         if form is not None:
             reduced = form.make(places, addresses)

@@ -39,6 +39,7 @@ class ReduceArgs(ctypes.Structure):
         ("pushers", c_uint32),
         ("reducers", c_uint32),
         ("pushers_finish", c_uint32),
+        ("routed_scaling_factor", c_float),
     )
 
 

@@ -90,6 +90,9 @@ def choose(
         epilogue=epilogue,
         backends=names,
     )
+    if found.source == MEASURED and reduction.epilogue_at == "receiver" and epilogue != "none":
+        text = f"{found.text} It was measured with epilogue_at='owner'."
+        found = replace(found, source=NEAREST, text=text)
     if found.source != MEASURED or (table.gpu, table.ranks) == (gpu, reduction.ranks):
         return found
     measured, here = (

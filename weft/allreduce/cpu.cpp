@@ -89,8 +89,16 @@ template <Reduction R> void push_parts(Call<R>& call, u32 group) {
     fault(mine<R>(call.a.site).header, Point::after_rows, me, call.epoch);
 }
 
-// Sums this rank's token of a group and sends it to the peers. They get the row that they cannot
-// compute themselves: the sum if `out` is wanted, else the sum plus residual.
+template <Reduction R> void send_moments(Call<R>& call, u32 peer, u32 group, const Moments& m) {
+    const u32 me = call.a.site.rank;
+    fault(mine<R>(call.a.site).header, Point::before_moments, peer, call.epoch);
+    u64* words = reinterpret_cast<u64*>(&call.at(peer).trailer[slot_index(peer, me)][group]);
+    const u64 tag = u64(trailer_tag(call.epoch)) << 32;
+    store_release(words, tag | std::bit_cast<u32>(m.rstd));
+    store_release(words + 1, tag | m.peak);
+}
+
+// Sums this rank's token of a group and sends it to the peers.
 template <Reduction R> void reduce_part(Call<R>& call, u32 group) {
     const ReduceArgs& a = call.a;
     const u32 me = a.site.rank, token = group * R.ranks + me;
@@ -112,13 +120,9 @@ template <Reduction R> void reduce_part(Call<R>& call, u32 group) {
     const Moments m = a.weight ? measure<R>(a, row) : Moments{};
     for (u32 offset = 1; offset < R.ranks; ++offset) {
         const u32 peer = next_rank<R>(me, offset), slot_idx = slot_index(peer, me);
-        push_row<R>(call.at(peer).whole[slot_idx][group], (a.out ? sum : row).data());
-        if (a.weight == nullptr) continue;
-        fault(mine<R>(a.site).header, Point::before_moments, peer, call.epoch);
-        u64* words = reinterpret_cast<u64*>(&call.at(peer).trailer[slot_idx][group]);
-        const u64 tag = u64(trailer_tag(call.epoch)) << 32;
-        store_release(words, tag | std::bit_cast<u32>(m.rstd));
-        store_release(words + 1, tag | m.peak);
+        push_row<R>(call.at(peer).whole[slot_idx][group], (sends_sum<R>(a) ? sum : row).data());
+        if constexpr (R.epilogue_at == EpilogueAt::owner)
+            if (a.weight != nullptr) send_moments<R>(call, peer, group, m);
     }
     finish_row<R>(a, token, row, m);
 }
@@ -159,15 +163,20 @@ template <Reduction R> void finish_parts(Call<R>& call, u32 group) {
         const u32 slot_idx = slot_index(me, owner);
         u8* slot = call.at(me).whole[slot_idx][group];
         if (!receive_row<R>(call, slot, row.data(), Slot::whole, owner, token)) return;
-        if (a.out != nullptr) {
-            store_row<R>(a.out, token, row);
-            add_residual<R>(a, token, row);
+        if constexpr (R.epilogue_at == EpilogueAt::receiver) {
+            finish_sum<R>(a, token, row);
+        } else {
+            if (a.out != nullptr) {
+                store_row<R>(a.out, token, row);
+                add_residual<R>(a, token, row);
+            }
+            store_row<R>(a.residual_out, token, row);
+            if (a.weight == nullptr) continue;
+            Moments m;
+            Trailer& trailer = call.at(me).trailer[slot_idx][group];
+            if (!read_moments<R>(call, trailer, m, owner, token)) return;
+            finish_row<R>(a, token, row, m);
         }
-        store_row<R>(a.residual_out, token, row);
-        if (a.weight == nullptr) continue;
-        Moments m;
-        if (!read_moments<R>(call, call.at(me).trailer[slot_idx][group], m, owner, token)) return;
-        finish_row<R>(a, token, row, m);
     }
 }
 

@@ -27,6 +27,7 @@ from weft.runtime.call_word import BACKENDS, CODINGS, signature
 
 LIMIT = 512  # forms of one all-reduce; each about 3 KiB
 _CONSTANTS = struct.Struct("<ff")  # eps, weight_bias
+_FACTOR = struct.Struct("<f")
 _BLOCK = struct.Struct(f"={len(ADDRESSES)}Q")
 _START = ReduceArgs.x.offset
 _FIRST_OUTPUT, _END_OUTPUT = ADDRESSES.index("out"), ADDRESSES.index("scale_out") + 1
@@ -119,7 +120,12 @@ def places_of(
 
 
 def key_of(
-    places: Sequence[Any], backend: str, coding: str, eps: float, weight_bias: float
+    places: Sequence[Any],
+    backend: str,
+    coding: str,
+    eps: float,
+    weight_bias: float,
+    prologue: MoEFinalize | None,
 ) -> tuple[Key | None, list[int]]:
     """Everything that the checks read of a call but which memory it is, and the addresses.
 
@@ -130,6 +136,8 @@ def key_of(
     grads = torch.is_grad_enabled()
     try:
         key: list[object] = [backend, coding, _CONSTANTS.pack(eps, weight_bias)]
+        if prologue is not None:
+            key.append(_FACTOR.pack(prologue.routed_scaling_factor))
         for t in places:
             if t is None or t is True or t is False:  # and not 1, which only equals True
                 key.append(t)
@@ -175,6 +183,7 @@ def _filled(request: Request, name: str, eps: float, weight_bias: float, site: S
     a.scale_stride = _scale_pitch(request)
     if prologue is not None:
         a.row_limit, a.top_k = prologue.rows.shape[0], prologue.index.shape[1]
+        a.routed_scaling_factor = float(prologue.routed_scaling_factor)
         a.scales_are_fp32 = prologue.scales is not None and prologue.scales.dtype == torch.float32
     a.signature = signature(
         request.tokens,

@@ -16,13 +16,18 @@ namespace weft {
 constexpr Phase all_reduce_phase = Phase(4);  // in error records
 constexpr u32 max_call_ranks = 8;
 
-// The sizes that specialise the entries; allreduce/reduction.py mirrors them.
+// Which rank of twoshot adds the residual and takes the statistics of a row: the one that summed
+// it, or each one, with a residual, a weight and a scale of its own.
+enum class EpilogueAt : u32 { owner, receiver };
+
+// What specialises the entries; allreduce/reduction.py mirrors it.
 struct Reduction {
     u32 ranks;   // 2..8
     u32 tokens;  // at most, of one call
     u32 direct;  // at most, of one call of oneshot
     u32 hidden;
     DType dtype;
+    EpilogueAt epilogue_at;
 
     constexpr u32 element_bytes() const { return dtype == DType::fp32 ? 4 : 2; }
     constexpr u32 row_bytes() const { return hidden * element_bytes(); }
@@ -54,7 +59,7 @@ template <Reduction R> struct ReductionInbox {
     alignas(128) u8 direct[2][R.peers()][R.direct][R.row_bytes()];  // oneshot: every peer's rows
     alignas(128) u8 part[2][R.peers()][R.owned()][R.row_bytes()];   // peers' rows of own tokens
     alignas(128) u8 whole[R.peers()][R.owned()][R.row_bytes()];     // summed rows of peers' tokens
-    alignas(128) Trailer trailer[R.peers()][R.owned()];
+    alignas(128) Trailer trailer[R.peers()][R.owned()];             // EpilogueAt::owner
 };
 
 template <Reduction R> struct ReductionShare {
@@ -91,7 +96,14 @@ struct ReduceArgs {
     u32 scale_stride;       // Coding::group_ue8m0: int32 words from one column to the next
     u32 pushers, reducers;  // twoshot: CTAs that push rows, and that sum; all others finish rows
     u32 pushers_finish;     // pushers finish rows, too, once they have pushed
+    float routed_scaling_factor;  // of the experts' sum, before `shared` is added
 };
+
+// Do peers get the sum, and add the residual themselves? Else they get the sum plus residual, from
+// which the sum could not be had.
+template <Reduction R> WEFT_FN bool sends_sum(const ReduceArgs& a) {
+    return R.epilogue_at == EpilogueAt::receiver || a.out != nullptr;
+}
 
 template <Reduction R> WEFT_FN ReductionShare<R>& share(const Site& site, u32 rank) {
     return *reinterpret_cast<ReductionShare<R>*>(site.base + rank * site.stride);

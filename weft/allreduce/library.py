@@ -48,6 +48,7 @@ def _allreduce(
     coding: str,
     eps: float,
     weight_bias: float,
+    routed_scaling_factor: float,
     backend: str,
     order: torch.Tensor,
     handle: int,
@@ -61,7 +62,7 @@ def _allreduce(
         eps=eps,
         weight_bias=weight_bias,
         quant=_quant(coding, quant_scale),
-        prologue=_prologue(rows, index, scales, shared),
+        prologue=_prologue(rows, index, scales, shared, routed_scaling_factor),
         backend=backend,
         **dict(zip(NAMES, _wanted(given, make), strict=True)),
     )
@@ -87,13 +88,15 @@ def _(
     coding: str,
     eps: float,
     weight_bias: float,
+    routed_scaling_factor: float,
     backend: str,
     order: torch.Tensor,
     handle: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     owner: AllReduce = find(handle)
     given = (out, residual_out, norm_out, quant_out, scale_out)
-    quant, prologue = _quant(coding, quant_scale), _prologue(rows, index, scales, shared)
+    quant = _quant(coding, quant_scale)
+    prologue = _prologue(rows, index, scales, shared, routed_scaling_factor)
     wanted = Outputs(*_wanted(given, make))
     found = owner._checker.outputs((x, residual, weight, quant, prologue, wanted))
     return _returned(found, make, order)
@@ -113,15 +116,17 @@ def traced_fused(
     coding, implied = coding_of(quant), implied_outputs(inputs[1], inputs[2], quant)
     scale = quant.scale if isinstance(quant, FP8Static) else None
     parts: tuple[torch.Tensor | None, ...] = (None,) * 4
+    factor = 1.0
     if prologue is not None:
         parts = (prologue.rows, prologue.index, prologue.scales, prologue.shared)
+        factor = prologue.routed_scaling_factor
     given = [_given(name, said) for name, said in zip(NAMES, outputs, strict=True)]
     make = [
         implies if said is None else said is True
         for said, implies in zip(outputs, implied.values(), strict=True)
     ]
     tensors = [plain(tensor) for tensor in (*inputs, scale, *parts)]
-    options = (make, coding, eps, weight_bias, backend)
+    options = (make, coding, eps, weight_bias, factor, backend)
     made = torch.ops.weft.allreduce(*tensors, *given, *options, owner._order, owner._handle)
     return Reduced(
         *[
@@ -164,10 +169,11 @@ def _prologue(
     index: torch.Tensor | None,
     scales: torch.Tensor | None,
     shared: torch.Tensor | None,
+    routed_scaling_factor: float,
 ) -> MoEFinalize | None:
     if rows is None or index is None:
         return None
-    return MoEFinalize(rows, index, scales, shared)
+    return MoEFinalize(rows, index, scales, shared, routed_scaling_factor)
 
 
 def _returned(found: Reduced, make: list[bool], order: torch.Tensor) -> Five:

@@ -23,6 +23,7 @@ MAX_VECTORS = 4096  # 16-byte words of a row: eight CTAs of 512 threads
 # the slots leave room to measure.
 DIRECT = {2: 512, 3: 64, 4: 64}
 FEWEST_DIRECT = 32
+EPILOGUES_AT = ("owner", "receiver")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,8 @@ class Reduction:
     """`weft::Reduction` in allreduce/layout.cuh is the same struct.
 
     ranks: 2..8.   tokens: most of one call.   direct: most of one call in one shot.
-    hidden, dtype: elements and type of a row.
+    hidden, dtype: elements and type of a row.   epilogue_at: the rank of two shots that adds the
+    residual and takes a row's statistics: its "owner", which sums it, or each "receiver".
 
     Raises InvalidArgument naming the size and its limits.
     """
@@ -40,14 +42,23 @@ class Reduction:
     direct: int
     hidden: int
     dtype: Annotated[str, Choice("dtype", DTYPE_NAMES.values(), "weft::DType")]
+    epilogue_at: Annotated[str, Choice("epilogue_at", EPILOGUES_AT, "weft::EpilogueAt")] = "owner"
 
     @classmethod
-    def of(cls, *, ranks: int, max_tokens: int, hidden: int, dtype: torch.dtype) -> Reduction:
+    def of(
+        cls,
+        *,
+        ranks: int,
+        max_tokens: int,
+        hidden: int,
+        dtype: torch.dtype,
+        epilogue_at: str = "owner",
+    ) -> Reduction:
         """The sizes for a caller's arguments."""
         dtype, ranks = one_of("dtype", dtype, DTYPE_NAMES), integer("ranks", ranks, 1, 1 << 16)
         max_tokens, hidden = integer("max_tokens", max_tokens, 1, MAX_TOKENS), _hidden(hidden)
         direct = min(max_tokens, DIRECT.get(ranks, FEWEST_DIRECT))
-        return cls(ranks, max_tokens, direct, hidden, DTYPE_NAMES[dtype])
+        return cls(ranks, max_tokens, direct, hidden, DTYPE_NAMES[dtype], epilogue_at)
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -58,6 +58,7 @@ def finalize_moe(prologue: MoEFinalize) -> torch.Tensor:
         if prologue.scales is not None:
             row = row * prologue.scales[:, k : k + 1].float()
         total = torch.where(known[:, k : k + 1], total + row, total)
+    total = total * full_like(total, prologue.routed_scaling_factor)
     if prologue.shared is not None:
         total = total + prologue.shared.float()
     return round_to(total, rows.dtype)

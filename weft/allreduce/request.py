@@ -19,7 +19,7 @@ from weft.allreduce.spec import (
     coding_of,
     implied_outputs,
 )
-from weft.arguments import instance, shown
+from weft.arguments import instance, real, refuse, shown
 from weft.errors import InvalidArgument
 from weft.runtime.check import check_alignment, check_tensor, check_tokens, refuse_tensor, tracing
 
@@ -194,6 +194,9 @@ class Checker:
             kinds, each = (torch.float32, self.dtype), (tokens, top_k)
             check_tensor("prologue.scales", scales, shape=each, dtypes=kinds, device=device)
             check_alignment("prologue.scales", scales, scales.itemsize)
+        factor = real("prologue.routed_scaling_factor", prologue.routed_scaling_factor)
+        if abs(factor) > torch.finfo(torch.float32).max:
+            refuse("prologue.routed_scaling_factor", factor, "a number that a float32 can hold")
         if prologue.shared is not None:
             self._check_rows("prologue.shared", prologue.shared, tokens)
         return tokens

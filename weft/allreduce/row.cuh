@@ -44,6 +44,8 @@ template <Reduction R> WEFT_FN uint4 finalize_vector(const ReduceArgs& a, u32 to
 #pragma unroll
         for (u32 i = 0; i < R.width(); ++i) sum[i] = __fadd_rn(sum[i], __fmul_rn(x[i], scale));
     }
+#pragma unroll
+    for (u32 i = 0; i < R.width(); ++i) sum[i] = __fmul_rn(sum[i], a.routed_scaling_factor);
     if (a.shared != nullptr) add_vector<R.dtype>(sum, load_input(vector_of<R>(a.shared, token, v)));
     return round_vector<R.dtype>(sum);
 }

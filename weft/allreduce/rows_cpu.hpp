@@ -30,6 +30,7 @@ template <Reduction R> void load_row(const ReduceArgs& a, u32 token, u8* to) {
         const Element* from = static_cast<const Element*>(a.rows) + u64(row) * R.hidden;
         for (u32 i = 0; i < R.hidden; ++i) sum[i] = sum[i] + widen<R.dtype>(from[i]) * scale;
     }
+    for (float& x : sum) x = x * a.routed_scaling_factor;
     const Element* shared = static_cast<const Element*>(a.shared) + first;
     Element* row = reinterpret_cast<Element*>(to);
     for (u32 i = 0; i < R.hidden; ++i)

@@ -54,18 +54,20 @@ Quant = FP8Static | FP8Token | FP8Group
 class MoEFinalize:
     """This rank's row as the weighted sum of experts' rows, made on the way into the all-reduce.
 
-    `x[t] = sum over k of rows[index[t, k]] * scales[t, k]`, then `+ shared[t]`: fp32, in the order
-    of k, rounded once.
+    `x[t] = routed_scaling_factor * (sum over k of rows[index[t, k]] * scales[t, k]) + shared[t]`:
+    fp32, in the order of k, rounded once.
 
     rows: `[n, hidden]`.   index: int32 `[tokens, top_k]`, -1 for none; others out of range are
         dropped and raised by `check()`.   scales: float32 or the rows' dtype `[tokens, top_k]`;
         None means 1.   shared: `[tokens, hidden]`, for example a shared expert's result.
+    routed_scaling_factor: a number, as models with shared experts have it.
     """
 
     rows: torch.Tensor
     index: torch.Tensor
     scales: torch.Tensor | None = None
     shared: torch.Tensor | None = None
+    routed_scaling_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,12 +1,17 @@
-// The fused all-reduce by twoshot: token t is summed by rank t % ranks, which adds the residual,
-// computes the row's statistics and sends row and statistics to its peers; they do only what is
-// elementwise. Twice the trips of oneshot, 2 / ranks of its bytes.
+// The fused all-reduce by twoshot: token t is summed by rank t % ranks. Twice the trips of oneshot,
+// 2 / ranks of its bytes. A build has the epilogue at one of two places:
+// owner     the rank that sums a row adds the residual, computes the row's statistics and sends row
+//           and statistics to its peers; they do only what is elementwise
+// receiver  the rank that sums a row sends the sum; every rank adds its own residual and computes
+//           the statistics, so that residuals, weights and scales may differ by rank. It reads the
+//           residual of all tokens instead of 1 / ranks of them, and no statistics travel.
 //
 // Roles, in grid order:
 // pushers    store this rank's rows at their tokens' owners, and then finish rows, too, if the
 //            launch says so
 // reducers   sum the rows that this rank owns
-// finishers  make the outputs of the other ranks' summed rows
+// finishers  make the outputs of the other ranks' summed rows: warps take any vectors of them, or,
+//            with the epilogue at the receiver, clusters take whole rows, as the reducers do
 //
 // Pushing waits for no rank, reducing only for pushing, finishing only for reducing. All CTAs of a
 // launch fit on the GPU at once, and all go through the tokens in order, so that both shots share
@@ -67,8 +72,7 @@ template <Reduction R> WEFT_FN PeerSlots part_slots(const Call<R>& call, u32 gro
     return {reinterpret_cast<uint4*>(slots[0][group]) + v, sizeof(slots[0]), Slot::part};
 }
 
-// Peers get the row that they cannot compute themselves: the sum if `out` is wanted, else the sum
-// plus residual. Rounded rows hold no sentinel, because every NaN of a conversion is another one.
+// Rounded rows hold no sentinel, because every NaN of a conversion is another one.
 template <Reduction R> WEFT_FN void push_whole(const Call<R>& call, u32 group, u32 v, uint4 row) {
 #pragma unroll
     for (u32 offset = 1; offset < R.ranks; ++offset) {
@@ -93,7 +97,7 @@ WEFT_FN bool sum_part(const Call<R>& call, u32 token, u32 group, u32 v, uint4& r
     if (!await_vectors<R, polls_one>(call, slots, token, v, rows)) return false;
     const uint4 sum = sum_in_order<R>(rows);
     row = a.residual ? add_rounded<R>(sum, residual) : sum;
-    push_whole<R>(call, group, v, a.out ? sum : row);
+    push_whole<R>(call, group, v, sends_sum<R>(a) ? sum : row);
     clear_slots<R>(call, slots);
     if (a.out != nullptr) store(vector_of<R>(a.out, token, v), sum);
     if (a.residual_out != nullptr) store(vector_of<R>(a.residual_out, token, v), row);
@@ -139,7 +143,8 @@ WEFT_FN void reduce_parts(const Block& team, const Cluster& cluster, const Call<
         if (a.weight == nullptr) continue;
         sync_cluster(cluster, neighbours);
         const Moments m = gather_moments<R>(team, a, buffer.partial[side]);
-        if (rank == 0 && call.live) send_moments<R>(team, call, group, m);
+        if (R.epilogue_at == EpilogueAt::owner && rank == 0 && call.live)
+            send_moments<R>(team, call, group, m);
 #pragma unroll
         for (u32 i = 0; i < pieces; ++i)
             finish_vector<R>(a, token, (i * neighbours + rank) * team.lanes() + team.lane(),
@@ -147,7 +152,8 @@ WEFT_FN void reduce_parts(const Block& team, const Cluster& cluster, const Call<
     }
 }
 
-// Receives one vector of a summed row and makes this rank's outputs from it.
+// Receives one vector of a summed row and makes this rank's outputs from it, with the statistics
+// from the row's owner.
 template <Reduction R>
 WEFT_FN void finish_part(const Call<R>& call, const PeerVector<R>& at, bool valid) {
     const ReduceArgs& a = call.a;
@@ -185,6 +191,83 @@ WEFT_FN void finish_parts(const Block& team, const Call<R>& call, u32 worker, u3
     }
 }
 
+// A vector of a row that a peer sums, on its way to a thread: its slot as it was read first, and
+// this rank's residual. Loads of several are in flight together.
+struct Arriving {
+    uint4* slot;
+    uint4 sum, residual;
+};
+
+template <Reduction R> WEFT_FN Arriving expect_sum(const Call<R>& call, const PeerVector<R>& at) {
+    const ReduceArgs& a = call.a;
+    auto& slots = call.at(call.me()).whole[slot_index(call.me(), at.owner)];
+    uint4* slot = reinterpret_cast<uint4*>(slots[at.group]) + at.v;
+    const uint4 residual =
+        a.residual ? load_input(vector_of<R>(a.residual, at.token, at.v)) : uint4{};
+    return {slot, poll_vector(slot), residual};
+}
+
+// Waits for it and makes sum and sum plus residual; false when the wait has failed.
+template <Reduction R>
+WEFT_FN bool receive_sum(const Call<R>& call, const PeerVector<R>& at, Arriving& vector,
+                         uint4& row) {
+    const ReduceArgs& a = call.a;
+    if (!is_ready(vector.sum) &&
+        !await_vector<R>(call, vector.slot, at.owner, at.token, at.v, vector.sum))
+        return false;
+    post_vector(vector.slot, sentinel_vector());
+    row = a.residual ? add_rounded<R>(vector.sum, vector.residual) : vector.sum;
+    if (a.out != nullptr) store(vector_of<R>(a.out, at.token, at.v), vector.sum);
+    if (a.residual_out != nullptr) store(vector_of<R>(a.residual_out, at.token, at.v), row);
+    return true;
+}
+
+// The same with the epilogue at the receiver: a cluster takes one row after the other. The buffer
+// alternates with the rows that are there, because the last group may lack tokens. What repeats
+// reduce_parts is not shared with it: a common function changed the code that NVRTC 13.5 makes of
+// reduce_parts (2026-11-23).
+template <Reduction R, u32 pieces>
+WEFT_FN void finish_rows(const Block& team, const Cluster& cluster, const Call<R>& call,
+                         PartialBuffer<R>& buffer, u32 worker, u32 workers) {
+    const ReduceArgs& a = call.a;
+    const u32 neighbours = cluster.size(), rank = cluster.rank();
+    u32 side = 0;
+    const u32 rows = PeerVector<R>::total(a.tokens) / R.vectors();
+    for (u32 i = worker / neighbours; i < rows; i += workers / neighbours) {
+        PeerVector<R> at(call.me(), i * R.vectors());
+        if (at.token >= a.tokens) continue;
+        uint4 row[pieces];
+        Gain gain[pieces];
+        bool valid[pieces];
+        Arriving vector[pieces];
+#pragma unroll
+        for (u32 p = 0; p < pieces; ++p) {
+            at.v = (p * neighbours + rank) * team.lanes() + team.lane();
+            valid[p] = call.live && at.v < R.vectors();
+            gain[p] = valid[p] ? load_gain<R>(a, at.v) : Gain{};
+            vector[p] = valid[p] ? expect_sum<R>(call, at) : Arriving{};
+        }
+#pragma unroll
+        for (u32 p = 0; p < pieces; ++p) {
+            at.v = (p * neighbours + rank) * team.lanes() + team.lane();
+            row[p] = uint4{};
+            valid[p] = valid[p] && receive_sum<R>(call, at, vector[p], row[p]);
+            if (a.weight == nullptr) continue;
+            const u64 partial = partial_of<R>(a, row[p], gain[p]);
+            if (at.v / warp_lanes < R.partials())
+                send_partial<R>(team, cluster, &buffer.partial[side][at.v / warp_lanes], partial);
+        }
+        if (a.weight == nullptr) continue;
+        sync_cluster(cluster, neighbours);
+        const Moments m = gather_moments<R>(team, a, buffer.partial[side]);
+#pragma unroll
+        for (u32 p = 0; p < pieces; ++p)
+            finish_vector<R>(a, at.token, (p * neighbours + rank) * team.lanes() + team.lane(),
+                             valid[p], row[p], gain[p], m);
+        side ^= 1;
+    }
+}
+
 template <Reduction R, bool moe, u32 pieces, bool polls_one>
 WEFT_FN void twoshot(const ReduceArgs& a) {
     __shared__ PartialBuffer<R> buffer;
@@ -199,10 +282,15 @@ WEFT_FN void twoshot(const ReduceArgs& a) {
     const u32 others = a.reducers + (a.pushers_finish ? 0 : a.pushers);
     if (pushes) push_parts<R, moe>(team, call);
     const u32 before = call.arrive(team);
-    if (!reduces && (!pushes || a.pushers_finish))
-        finish_parts<R>(team, call, blockIdx.x - (pushes ? 0 : others), gridDim.x - others);
+    if constexpr (R.epilogue_at == EpilogueAt::owner)
+        if (!reduces && (!pushes || a.pushers_finish))
+            finish_parts<R>(team, call, blockIdx.x - (pushes ? 0 : others), gridDim.x - others);
     if (cluster.size() != 1) cluster.wait();
     if (reduces) reduce_parts<R, moe, pieces, polls_one>(team, cluster, call, buffer);
+    if constexpr (R.epilogue_at == EpilogueAt::receiver)
+        if (!reduces && (!pushes || a.pushers_finish))
+            finish_rows<R, pieces>(team, cluster, call, buffer, blockIdx.x - (pushes ? 0 : others),
+                                   gridDim.x - others);
     call.advance(team, before);
     call.check_call_word(team, call.load_call_word(team));
 }

@@ -14,7 +14,7 @@ import torch
 from weft.allreduce.spec import FP8Group, FP8Static, FP8Token, MoEFinalize
 from weft.arguments import instance, integer, real, shown
 from weft.compat.fusion_workspace import NAMES, REDUCED, AllReduceFusionWorkspace
-from weft.compat.refusals import refuse
+from weft.compat.refusals import MOE_QUANT, NVFP4, refuse
 from weft.errors import InvalidArgument
 from weft.fields import largest
 from weft.runtime.check import refuse_tensor
@@ -22,8 +22,6 @@ from weft.shape import Shape
 
 GROUP = 128  # columns that share a scale
 _FINALIZE = "weft has one implementation"
-_NVFP4 = "NVFP4 needs a GPU of compute capability 10 or newer, and weft has no kernel for it"
-_PLAIN_MOE = "weft does not quantise in this pattern; use weft.AllReduce.fused, which does"
 
 
 class AllReduceFusionPattern(IntEnum):
@@ -115,32 +113,32 @@ def allreduce_fusion(
     real("weight_bias", weight_bias)
     call = _pattern(pattern)
     refuse("moe_finalize_backend", moe_finalize_backend, "trtllm", _FINALIZE)
-    if layout_code is not None:  # of NVFP4's scales, which no pattern here has
-        integer("layout_code", layout_code, 0, QuantizationSFLayout.LINEAR)
+    check_layout(layout_code)
     experts = moe_reduction_device_num_experts, moe_reduction_scale_input
     made = moe_reduction_active_experts_token_input, moe_reduction_token_input
     prologue = None
     if call is _FINALIZED:
         routed = expanded_idx_to_permuted_idx, expert_scale_factor, shared_expert_output
-        prologue = _finalize(input, *routed)
+        prologue = moe_finalize(input, *routed)
     elif call is _REDUCTION:
-        prologue = _reduction(workspace, *experts, *made)
+        prologue = moe_reduction(workspace, *experts, *made)
     epilogue: dict[str, Any] = {}
     if call is not _Pattern.kAllReduce:
         quant = _quant(workspace, call, scale_factor, block_quant_group_size)
         epilogue = _norm(call, residual_in, rms_gamma) | {"eps": rms_eps, "quant": quant}
         epilogue["weight_bias"] = weight_bias
-    wanted = outputs.wanted(call)
+    wanted = outputs.wanted(call, input)
     tokens = len(input if residual_in is None else residual_in)
     backend = workspace.backend_for(
         use_oneshot, input if prologue is None else prologue.rows, tokens
     )
     x = input if prologue is None else None
     names = REDUCED if call is _REDUCTION else NAMES
-    answer = workspace.run(x, prologue, backend, epilogue | wanted, names)
+    made_of = workspace.run(x, prologue, backend, epilogue | wanted, names)
     if call in _GROUPED and scale_out is not None:
         _blank_padding(scale_out)
-    return answer
+    answers = (made_of.norm, made_of.quant, made_of.out)
+    return next(tensor for tensor in answers if tensor is not None)
 
 
 def _blank_padding(scales: torch.Tensor) -> None:
@@ -151,8 +149,9 @@ def _blank_padding(scales: torch.Tensor) -> None:
     tokens, columns = scales.shape
     padding, pitch = -tokens % 4, -(-tokens // 4) * 4
     held = scales.untyped_storage().nbytes() // scales.itemsize - scales.storage_offset()
-    if padding and columns * pitch <= held and (columns == 1 or scales.stride(1) == pitch):
-        scales.as_strided((columns, padding), (pitch, 1), scales.storage_offset() + tokens).zero_()
+    padded = min(columns, held // pitch) if pitch else 0  # empty_strided ends with the last token
+    if padding and padded and (columns == 1 or scales.stride(1) == pitch):
+        scales.as_strided((padded, padding), (pitch, 1), scales.storage_offset() + tokens).zero_()
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +170,8 @@ class _Outputs:
             if place is not None and not isinstance(place, torch.Tensor):
                 refuse_tensor(field.name, place)
 
-    def wanted(self, call: _Pattern) -> dict[str, Any]:
-        """The outputs of a pattern, as `fused` names them.
+    def wanted(self, call: _Pattern, rows: torch.Tensor) -> dict[str, Any]:
+        """The outputs of a pattern with these input rows, as `fused` names them.
 
         As in flashinfer.comm, what a pattern does not write is left alone: `output` but for the sum
         and the MoE reduction, the norm but for patterns that say Out. Raises InvalidArgument for a
@@ -185,20 +184,38 @@ class _Outputs:
             wanted["norm_out"] = _or(self.norm_out, True)
         if call is _REDUCTION:
             wanted["out"] = self.output
-        if call in (*_STATIC, *_GROUPED, *_DYNAMIC):
+        if call in (*_GROUPED, *_DYNAMIC):
             wanted["quant_out"] = self.quant_out
+        if call in _STATIC:
+            wanted["quant_out"] = _fp8_of(self.quant_out, rows)
         if call in (*_GROUPED, *_DYNAMIC):
             wanted["scale_out"] = self.scale_out
         if call in (_REDUCTION, _FINALIZED):
-            refuse("quant_out", self.quant_out, None, _PLAIN_MOE)
-            refuse("scale_out", self.scale_out, None, _PLAIN_MOE)
+            refuse("quant_out", self.quant_out, None, MOE_QUANT)
+            refuse("scale_out", self.scale_out, None, MOE_QUANT)
         return wanted
+
+
+def _fp8_of(given: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
+    """Where the FP8 of rows goes: `given`, or its first bytes if it has the rows' dtype or uint8.
+
+    flashinfer.comm asks of a static pattern's quant_out nothing but room. What is neither stays as
+    it is, for `fused` to refuse.
+    """
+    if given is None or given.dtype not in (rows.dtype, torch.uint8) or given.requires_grad:
+        return given
+    if given.layout is not torch.strided or given.is_nested or not given.is_contiguous():
+        return given
+    if given.nbytes < rows.numel():
+        return given
+    room = given.view(-1).view(torch.uint8)[: rows.numel()]
+    return room.view(torch.float8_e4m3fn).view(rows.shape)
 
 
 def _pattern(pattern: int) -> _Pattern:
     call = _Pattern(integer("pattern", pattern, 0, max(_Pattern)))
     if call in _REFUSED:
-        raise InvalidArgument(f"pattern is {call.name}, which is refused: {_NVFP4}")
+        raise InvalidArgument(f"pattern is {call.name}, which is refused: {NVFP4}")
     return call
 
 
@@ -230,21 +247,28 @@ def _norm(
     return {"residual": residual, "weight": weight}
 
 
-def _finalize(
+def check_layout(layout_code: int | None) -> None:
+    """Raises InvalidArgument for what is no layout of NVFP4's scales, which no pattern here has."""
+    if layout_code is not None:
+        integer("layout_code", layout_code, 0, QuantizationSFLayout.LINEAR)
+
+
+def moe_finalize(
     rows: torch.Tensor,
     index: torch.Tensor | None,
     scales: torch.Tensor | None,
     shared: torch.Tensor | None,
+    routed_scaling_factor: float = 1.0,
 ) -> MoEFinalize:
     """Pattern 7: each token gathers its experts' rows."""
     if index is None:
         raise InvalidArgument(
             f"expanded_idx_to_permuted_idx is None; pattern {_FINALIZED.name} needs it"
         )
-    return MoEFinalize(rows, index, scales, shared=shared)
+    return MoEFinalize(rows, index, scales, shared, routed_scaling_factor)
 
 
-def _reduction(
+def moe_reduction(
     workspace: AllReduceFusionWorkspace,
     experts: int | None,
     scales: torch.Tensor | None,
@@ -278,10 +302,11 @@ def _reduction(
         ("moe_reduction_scale_input", scales, experts * tokens),
         ("moe_reduction_active_experts_token_input", rows, experts * tokens * shared.shape[-1]),
     ):
-        if tensor.numel() != size:
+        strided = tensor.layout is torch.strided and not tensor.is_nested
+        if not strided or not tensor.is_contiguous() or tensor.numel() != size:
             raise InvalidArgument(
                 f"{name} is {shown(tensor)}; {experts} experts and {tokens} tokens need {size} "
-                "elements, expert by expert"
+                "contiguous elements, expert by expert"
             )
     index = workspace.expert_major(experts, tokens)
     weights = scales.reshape(experts, tokens).t().contiguous()

@@ -28,7 +28,12 @@ from weft.compat.sizes import moe_a2a_get_workspace_size_per_rank
 from weft.compat.trtllm_allreduce import (
     trtllm_allreduce_fusion,
     trtllm_create_ipc_workspace_for_all_reduce_fusion,
+    trtllm_destroy_ipc_workspace_for_all_reduce,
     trtllm_destroy_ipc_workspace_for_all_reduce_fusion,
+)
+from weft.compat.trtllm_moe_allreduce import (
+    trtllm_moe_allreduce_fusion,
+    trtllm_moe_finalize_allreduce_fusion,
 )
 
 __all__ = [
@@ -48,5 +53,8 @@ __all__ = [
     "moe_a2a_wrap_payload_tensor_in_workspace",
     "trtllm_allreduce_fusion",
     "trtllm_create_ipc_workspace_for_all_reduce_fusion",
+    "trtllm_destroy_ipc_workspace_for_all_reduce",
     "trtllm_destroy_ipc_workspace_for_all_reduce_fusion",
+    "trtllm_moe_allreduce_fusion",
+    "trtllm_moe_finalize_allreduce_fusion",
 ]

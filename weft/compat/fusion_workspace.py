@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from weft.allreduce.api import AllReduce
 from weft.allreduce.reduction import MAX_TOKENS
-from weft.allreduce.spec import MoEFinalize
+from weft.allreduce.spec import MoEFinalize, Reduced
 from weft.allreduce.table import Table
 from weft.arguments import flags, instance, integer, one_of, real
 from weft.compat.ranks import RankPlace, lease_group, release_group
@@ -34,6 +34,7 @@ NAMES = {
     "prologue.index": "expanded_idx_to_permuted_idx",
     "prologue.scales": "expert_scale_factor",
     "prologue.shared": "shared_expert_output",
+    "prologue.routed_scaling_factor": "routed_scaling_factor",
 }
 REDUCED = NAMES | {  # in the pattern that reduces experts' rows
     "prologue.rows": "moe_reduction_active_experts_token_input",
@@ -141,19 +142,14 @@ class AllReduceFusionWorkspace(StaysMapped):
         backend: str,
         others: dict[str, Any],
         names: Mapping[str, str] = NAMES,
-    ) -> torch.Tensor:
-        """One call of `weft.AllReduce.fused`; return the first of norm, quant and sum it has.
-
-        names: what errors call its arguments.
-        """
+    ) -> Reduced:
+        """One call of `weft.AllReduce.fused`.   names: what errors call its arguments."""
         try:
             rows = prologue.rows if x is None and prologue is not None else x
             reduce = self.open() if rows is None else self.serving(rows)
-            result = reduce.fused(x, prologue=prologue, backend=backend, **others)
+            return reduce.fused(x, prologue=prologue, backend=backend, **others)
         except UsageError as error:
             raise renamed(error, names) from error
-        answers = (result.norm, result.quant, result.out)
-        return next(tensor for tensor in answers if tensor is not None)
 
     def scale(self, value: float) -> torch.Tensor:
         """float32 `[1]` that holds a scale given as a number; made once.
@@ -239,6 +235,7 @@ class TRTLLMAllReduceFusionWorkspace(AllReduceFusionWorkspace):
                 hidden=hidden,
                 dtype=dtype,
                 table=table,
+                epilogue_at="receiver",  # as flashinfer.comm: a residual of each rank's own
                 timeout=timeout,
                 first_timeout=first_timeout,
             )

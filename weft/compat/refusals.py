@@ -23,6 +23,8 @@ GONE = "weft waits for every rank; when one is gone, close the group and make a 
 STATS = "this all-to-all has no statistics; pass eplb_stats_num_experts to its constructor"
 REMAP = "weft's memory cannot be unmapped and mapped again; close() and make a new one"
 RESULT = "combine returns rows in payload's dtype; those that flashinfer quantises need Blackwell"
+NVFP4 = "NVFP4 needs a GPU of compute capability 10 or newer, and weft has no kernel for it"
+MOE_QUANT = "flashinfer's is NVFP4 here, for Blackwell; weft.AllReduce.fused makes FP8 of such rows"
 MASK_WORDS = 1  # of 64 ranks each, in flashinfer.comm's masks
 
 

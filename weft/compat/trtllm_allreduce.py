@@ -30,7 +30,7 @@ Handles = list[list[int]]
 
 
 @dataclass(slots=True)
-class _Older:
+class OlderWorkspace:
     """A workspace made without a dtype, and perhaps for another hidden size.
 
     made: one all-reduce for each hidden size and dtype that calls have brought.
@@ -83,18 +83,17 @@ class _Older:
                     f"{name} is {shown(given)}; the workspace was made with {made}"
                 )
 
-    def check_input(self, x: torch.Tensor) -> None:
+    def check_input(self, name: str, x: torch.Tensor) -> None:
         """Raise InvalidArgument for rows of another dtype or device."""
         kinds = (torch.float32,) if self.fp32 else (torch.bfloat16, torch.float16)
-        one_of("allreduce_in.dtype", x.dtype, [kind for kind in kinds if kind in DTYPE_NAMES])
-        check_tensor(
-            "allreduce_in", x, shape=tuple(x.shape), dtypes=kinds, device=self.group.device
-        )
+        one_of(f"{name}.dtype", x.dtype, [kind for kind in kinds if kind in DTYPE_NAMES])
+        shape = tuple(x.shape) if _plain(x) else (None, None)
+        check_tensor(name, x, shape=shape, dtypes=kinds, device=self.group.device)
 
 
 _numbers = itertools.count(1)
-_older: dict[int, _Older] = {}  # by the number in their handles
-_by_pointers: dict[int, _Older] = {}  # by the address of their tensor
+_older: dict[int, OlderWorkspace] = {}  # by the number in their handles
+_by_pointers: dict[int, OlderWorkspace] = {}  # by the address of their tensor
 
 
 def trtllm_create_ipc_workspace_for_all_reduce_fusion(
@@ -125,7 +124,7 @@ def trtllm_create_ipc_workspace_for_all_reduce_fusion(
     ranks, owns = workspace_ranks(rank, size, comm_backend, group)
     number = next(_numbers)
     pointers = torch.tensor([number], dtype=torch.int64, device=ranks.device)
-    older = _Older(ranks, owns, pointers, tokens * hidden, use_fp32_lamport)
+    older = OlderWorkspace(ranks, owns, pointers, tokens * hidden, use_fp32_lamport)
     _older[number] = _by_pointers[pointers.data_ptr()] = older
     found: tuple[Any, ...] = ([[number] * size], pointers)
     if use_symm_dev_mem:
@@ -150,6 +149,13 @@ def trtllm_destroy_ipc_workspace_for_all_reduce_fusion(
         made.destroy()
     if older.owns_group:
         give_up(older.group)
+
+
+def trtllm_destroy_ipc_workspace_for_all_reduce(
+    workspace: Handles, group: dist.ProcessGroup | None = None
+) -> None:
+    """The same, by the name that flashinfer.comm's callers of MoE all-reduces use."""
+    trtllm_destroy_ipc_workspace_for_all_reduce_fusion(workspace, group)
 
 
 def trtllm_allreduce_fusion(
@@ -182,18 +188,11 @@ def trtllm_allreduce_fusion(
 
     metadata: accepted and not used; the workspace knows its sizes. Raises what that call raises.
     """
-    instance("workspace_ptrs", workspace_ptrs, torch.Tensor)
-    older = _by_pointers.get(workspace_ptrs.data_ptr()) if _plain(workspace_ptrs) else None
-    if older is None:
-        raise InvalidArgument(
-            f"workspace_ptrs is {shown(workspace_ptrs)}; pass the tensor that "
-            "trtllm_create_ipc_workspace_for_all_reduce_fusion returned"
-        )
+    older = older_workspace(workspace_ptrs, world_size, world_rank)
     shape = older.shape(token_num, hidden_dim)
-    older.check_rank(world_size, world_rank)
-    rows = functools.partial(_rows, shape)
+    rows = functools.partial(rows_of, shape)
     x = rows("allreduce_in", instance("allreduce_in", allreduce_in, torch.Tensor))
-    older.check_input(x)
+    older.check_input("allreduce_in", x)
     allreduce_fusion(
         x,
         older.of(shape[1], x.dtype),
@@ -217,7 +216,22 @@ def trtllm_allreduce_fusion(
     )
 
 
-def _rows(shape: tuple[int, int], name: str, tensor: torch.Tensor | None) -> Any:
+def older_workspace(
+    workspace_ptrs: torch.Tensor, world_size: int, world_rank: int
+) -> OlderWorkspace:
+    """The workspace of these pointers. Raises InvalidArgument for others, and for another rank."""
+    instance("workspace_ptrs", workspace_ptrs, torch.Tensor)
+    older = _by_pointers.get(workspace_ptrs.data_ptr()) if _plain(workspace_ptrs) else None
+    if older is None:
+        raise InvalidArgument(
+            f"workspace_ptrs is {shown(workspace_ptrs)}; pass the tensor that "
+            "trtllm_create_ipc_workspace_for_all_reduce_fusion returned"
+        )
+    older.check_rank(world_size, world_rank)
+    return older
+
+
+def rows_of(shape: tuple[int, int], name: str, tensor: torch.Tensor | None) -> Any:
     """The elements of a call's tensor, as rows."""
     if tensor is None:
         return None
