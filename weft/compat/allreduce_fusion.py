@@ -146,13 +146,15 @@ def allreduce_fusion(
 def _blank_padding(scales: torch.Tensor) -> None:
     """Zero what lies between a column's last token and the next column, as flashinfer.comm does.
 
-    scales: `[tokens, columns]` with strides `(1, tokens rounded up to 4)`.
+    scales: `[tokens, columns]` with strides `(1, tokens rounded up to 4)`; its memory may end with
+        the last column's last token.
     """
     tokens, columns = scales.shape
     padding, pitch = -tokens % 4, -(-tokens // 4) * 4
     held = scales.untyped_storage().nbytes() // scales.itemsize - scales.storage_offset()
-    if padding and columns * pitch <= held and (columns == 1 or scales.stride(1) == pitch):
-        scales.as_strided((columns, padding), (pitch, 1), scales.storage_offset() + tokens).zero_()
+    padded = min(columns, held // pitch) if pitch else 0
+    if padding and padded and (columns == 1 or scales.stride(1) == pitch):
+        scales.as_strided((padded, padding), (pitch, 1), scales.storage_offset() + tokens).zero_()
 
 
 @dataclass(frozen=True, slots=True)
