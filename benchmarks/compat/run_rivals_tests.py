@@ -173,7 +173,7 @@ PROGRAMS = [
     Program(
         "low_latency", "DeepEP-1.2.1", "tests/test_low_latency.py", LOW, FEW, seconds=(60, 600)
     ),
-    Program("intranode", "DeepEP", "tests/legacy/test_intranode.py", LOW, FEW),
+    Program("intranode", "DeepEP", "tests/legacy/test_intranode.py", LOW, FEW, seconds=(60, 1200)),
     flashinfer("trtllm_allreduce_fusion_subgroup", needs=4),
     flashinfer(
         "trtllm_allreduce_fusion_group_fp8_quant",

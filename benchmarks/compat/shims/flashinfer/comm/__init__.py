@@ -2,12 +2,14 @@
 
 NVFP4 is refused by weft, which has nothing for it to run on. flashinfer's own test takes these
 patterns in the middle of a loop and looks at their sum and norm alone. So that the rest of the loop
-runs, they are made here without the FP4 numbers, and the runner counts and shows how often.
+runs, they are made here without the FP4 numbers, and the runner counts and shows how often. The
+same test passes a quant_out of a wider dtype, which flashinfer takes as memory: its first bytes.
 """
 
 import functools
 from typing import Any
 
+import torch
 from sitecustomize import captures
 
 from weft.compat import flashinfer as _weft
@@ -27,6 +29,10 @@ def _without_fp4(call: Any, name: str) -> Any:
             print(f"RIVALS-REFUSED pattern {given[name]}: NVFP4 needs Blackwell", flush=True)
             given = {**given, name: _WITHOUT_FP4[given[name]], "quant_out": None}
             given["scale_out"] = None
+        quant = given.get("quant_out")
+        if quant is not None and quant.itemsize > 1:
+            memory = quant.view(-1).view(torch.uint8)[: quant.numel()]
+            given = {**given, "quant_out": memory.view(torch.float8_e4m3fn).view(quant.shape)}
         for capture in captures:
             capture.append(functools.partial(call, *args, **given))
         return call(*args, **given)
