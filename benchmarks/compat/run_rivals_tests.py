@@ -319,7 +319,7 @@ def finish(jobs: list[subprocess.Popen[bytes]], limit: float) -> tuple[int, bool
     """
     end, late = time.monotonic() + limit, False
     grace: float | None = None
-    while any(job.poll() is None for job in jobs):
+    while None in [job.poll() for job in jobs]:
         if grace is None and any(job.returncode for job in jobs):
             grace = time.monotonic() + GRACE
             end = min(end, grace)
