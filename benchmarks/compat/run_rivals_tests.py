@@ -125,7 +125,6 @@ SMALL = ("--num-tokens", "16", "--hidden", "1024", "--num-topk", "4")
 LOW = ("--num-processes", "{ranks}")
 FEW = (*LOW, *SMALL, "--num-experts", "16")
 LAYER = "python/triton_dist/test/nvidia/test_ep_ll_a2a.py"
-FP4 = "its calls quantise to NVFP4 in the same launch, which needs Blackwell"
 # The most telling first: what comes late may meet the end of the time.
 PROGRAMS = [
     Program(
@@ -174,6 +173,8 @@ PROGRAMS = [
         "low_latency", "DeepEP-1.2.1", "tests/test_low_latency.py", LOW, FEW, seconds=(60, 600)
     ),
     Program("intranode", "DeepEP", "tests/legacy/test_intranode.py", LOW, FEW, seconds=(60, 1200)),
+    flashinfer("trtllm_moe_allreduce_fusion", "dtype1-{ranks}]", seconds=(90, 900)),
+    flashinfer("trtllm_moe_allreduce_fusion_finalize", "dtype1-{ranks}]"),
     flashinfer("trtllm_allreduce_fusion_subgroup", needs=4),
     flashinfer(
         "trtllm_allreduce_fusion_group_fp8_quant",
@@ -195,8 +196,6 @@ PROGRAMS = [
         needs=1,
         refused="one process plays all ranks, over one tensor, on one GPU",
     ),
-    flashinfer("trtllm_moe_allreduce_fusion", "dtype1-{ranks}]", refused=FP4),
-    flashinfer("trtllm_moe_allreduce_fusion_finalize", "dtype1-{ranks}]", refused=FP4),
     Program(
         "mnnvl_moe_alltoall dispatch",
         "flashinfer",
