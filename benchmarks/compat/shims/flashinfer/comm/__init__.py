@@ -61,5 +61,10 @@ _MOE = {"trtllm_moe_allreduce_fusion", "trtllm_moe_finalize_allreduce_fusion"} &
 globals().update({name: _without_places(getattr(_weft, name)) for name in _MOE})
 
 
+def compute_fp4_swizzled_layout_sf_size(rows: int, columns: int) -> int:
+    """Scales of a place for FP4 numbers: rows in tiles of 128, columns of 4."""
+    return -(-rows // 128) * 128 * (-(-columns // 4) * 4)
+
+
 def __getattr__(name: str) -> object:
     return getattr(_weft, name)
