@@ -299,7 +299,7 @@ def start(
                 "-p",
                 "no:benchmark",
                 f"--junitxml={folder}/{rank}.xml",
-                "-v",
+                *("-v", "-s"),  # what a case prints tells of refused calls, also where it passes
             ]
             command = [sys.executable, "-m", "pytest", *options, path, *given]
         with log.open("ab") as out:
