@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs GPUs, in one command:
-#     accept.sh [all|tests|bench|allreduce|lowlatency|layer|sanitizer|ordering] [OUT_DIR]
+#     accept.sh [all|tests|bench|allreduce|lowlatency|layer|compat|captures|deaths|sanitizer|ordering|rivals] [OUT_DIR]
 #
 # Each step has a deadline, a log OUT_DIR/NAME.log, and a line with its wall time. A step that fails stops nothing; the
 # exit status is 1 if any did. Most valuable first. With 8 GPUs, tests of few ranks run three at a time on GPUs of
@@ -10,8 +10,9 @@ set -uo pipefail
 
 what=${1:-all}
 out=${2:-build/gpu}
-if [[ ! $what =~ ^(all|tests|bench|allreduce|lowlatency|layer|sanitizer|ordering)$ ]]; then
-    echo "accept.sh: '$what' is none of all, tests, bench, allreduce, lowlatency, layer, sanitizer, ordering" >&2
+known=all,tests,bench,allreduce,lowlatency,layer,compat,captures,deaths,sanitizer,ordering,rivals
+if [[ ! $what =~ ^(${known//,/|})$ ]]; then
+    echo "accept.sh: '$what' is none of ${known//,/, }" >&2
     exit 2
 fi
 mkdir -p "$out" && out=$(cd "$out" && pwd) || exit 2
@@ -67,6 +68,9 @@ lane() { # lane FIRST COUNT COMMAND... &: on these GPUs only; always a job, and 
 rounds() { check rounds 300 some tests/alltoall/test_{alltoall,ways,stats}.py tests/memory; }
 sanitizer() { check sanitizer 840 all tests/gpu/test_sanitizer.py; }
 ordering() { check ordering 120 all tests/gpu/test_ordering.py; }
+compat() { check compat 240 some tests/compat -n 4 --dist worksteal; }
+captures() { check captures 400 some tests/gpu/test_captures.py; }
+deaths() { check deaths 120 all tests/gpu/test_deaths.py; }
 failures() {
     check failures 300 some tests/alltoall/test_failures.py tests/alltoall tests/grouping tests/lowlatency \
         tests/allreduce tests/runtime tests/jit tests/bench \
@@ -135,7 +139,7 @@ allreduce() {
         step ar-none 1 bash -c 'echo "an all-reduce needs two GPUs"; exit 1'
         return
     fi
-    check ar-tests 300 some tests/allreduce tests/compat
+    check ar-tests 300 some tests/allreduce
     for n in "${ranks[@]}"; do weft "ar-tune-$n" 120 tune allreduce "$out/ar-table-$n.json" --ranks "$n"; done
     for n in "${ranks[@]}"; do
         for hidden in 7168 4096; do
@@ -198,12 +202,21 @@ layer() {
     check layer-product 180 all tests/gemm/test_hopper_gpu.py
 }
 
+# Other projects' own test programs, which `compat/run_rivals_tests.py collect` takes from git clones: not in "all".
+rivals() {
+    step rivals 590 "$python" benchmarks/compat/run_rivals_tests.py run --ranks "${#gpus[@]}" --limit "${LIMIT:-560}" \
+        --out "$out/rivals"
+}
+
 if [[ $what == all ]]; then
     tests
     bench
     allreduce
     lowlatency
     layer
+    compat
+    captures
+    deaths
     ((${#gpus[@]} >= 8)) || sanitizer
     ordering
 else

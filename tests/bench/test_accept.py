@@ -49,11 +49,11 @@ def test_all_steps_run_and_are_told(accept, tmp_path):
     code, out, _ = ended(process)
     assert code == 0, out
     steps = [line.split()[3] for line in out.splitlines() if line.startswith("ok ")]
-    assert len(steps) == 63
+    assert len(steps) == 66
     assert set(steps[:3]) == {"rounds", "failures", "sanitizer"}
     assert steps[3:11] == ["grid", "graphs", "overlap", "few", "skew", "demo", "doctor", "perfect"]
     assert steps[23:27] == ["ar-tests", "ar-tune-8", "ar-tune-4", "ar-tune-2"]
-    assert steps[-1] == "ordering"
+    assert steps[-4:] == ["compat", "captures", "deaths", "ordering"]
     assert all((tmp_path / f"{step}.log").read_text() == LAST for step in steps)
     assert "all on 8 GPUs" in out
     calls = notes.read_text().splitlines()
@@ -69,6 +69,14 @@ def test_all_steps_run_and_are_told(accept, tmp_path):
     assert sum("--num-sms" in line for line in calls) == 6
     assert sum("--num-sms" in line and "--corun matmul" in line for line in calls) == 3
     assert sum("--plot" in line for line in calls if " moe " in line) == 13
+
+
+def test_other_projects_programs_run_on_as_many_ranks_as_there_are_gpus(accept, tmp_path):
+    process, notes = accept("rivals", str(tmp_path), CUDA_VISIBLE_DEVICES="0,1", LIMIT="77")
+    code, out, _ = ended(process)
+    assert code == 0, out
+    (call,) = notes.read_text().splitlines()
+    assert f"run --ranks 2 --limit 77 --out {tmp_path}/rivals" in call
 
 
 def test_low_latency_is_measured_as_its_targets_are(accept, tmp_path):

@@ -182,6 +182,39 @@ def test_fp8_patterns(ranks, kind):
     ranks(RANKS, kind)(quantised)
 
 
+def without_a_last_padding(group: weft.Group) -> None:
+    """Scales in memory that ends with the last token's: all padding before it becomes zero."""
+    pattern = Pattern.kARResidualRMSNormOutPerTokenGroupFP8PackedQuant
+    wide = 4 * HIDDEN  # two columns of four scales
+    generator = torch.Generator().manual_seed(7)
+    with make(group, hidden_dim=wide) as workspace:
+        for tokens in (1, 3, 4, 6):
+            xs = [torch.randn((tokens, wide), generator=generator).to(BF16) for _ in range(RANKS)]
+            xs = [x.to(group.device) for x in xs]
+            residual, weight = torch.zeros_like(xs[0]), torch.ones_like(xs[0][0])
+            quant = FP8Group(128, scale="ue8m0")
+            want = reference.allreduce_fused(xs, residual, weight, quant=quant)
+            pitch = -(-tokens // 4) * 4
+            scales = torch.empty_strided(
+                (tokens, 2), (1, pitch), dtype=torch.int32, device=group.device
+            )
+            memory = scales.as_strided((pitch + tokens,), (1,))
+            assert scales.untyped_storage().nbytes() == memory.nbytes
+            memory.fill_(0x7F7F7F7F)
+            allreduce_fusion(
+                xs[group.rank], workspace, pattern, residual_in=residual, rms_gamma=weight,
+                scale_out=scales, block_quant_group_size=128,
+            )  # fmt: skip
+            assert want.scale is not None
+            same(scales.contiguous(), want.scale.contiguous())
+            assert not memory[tokens:pitch].any()
+
+
+@pytest.mark.parametrize("kind", ["threads", CUDA])
+def test_padding_of_scales_whose_memory_ends_with_the_last(ranks, kind):
+    ranks(RANKS, kind)(without_a_last_padding)
+
+
 def finalized(group: weft.Group) -> None:
     """Pattern 7: every token gathers its experts' rows, and its shared expert's."""
     generator = torch.Generator().manual_seed(3)

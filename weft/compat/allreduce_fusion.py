@@ -144,7 +144,8 @@ def allreduce_fusion(
 def _blank_padding(scales: torch.Tensor) -> None:
     """Zero what lies between a column's last token and the next column, as flashinfer.comm does.
 
-    scales: `[tokens, columns]` with strides `(1, tokens rounded up to 4)`.
+    scales: `[tokens, columns]` with strides `(1, tokens rounded up to 4)`; its memory may end with
+        the last column's last token.
     """
     tokens, columns = scales.shape
     padding, pitch = -tokens % 4, -(-tokens // 4) * 4

@@ -1,0 +1,1 @@
+"""Nothing: deep_ep's helpers import it for calls that the programs do not make."""

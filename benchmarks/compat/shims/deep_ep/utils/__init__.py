@@ -1,0 +1,1 @@
+"""The runner puts envs.py, math.py and testing.py of deep_ep here."""

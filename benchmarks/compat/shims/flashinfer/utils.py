@@ -1,0 +1,14 @@
+"""What flashinfer's tests ask of the machine."""
+
+import functools
+
+import torch
+
+
+def get_compute_capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def is_confidential_compute() -> bool:
+    return False

@@ -1,0 +1,1 @@
+"""As much of mpi4py as the programs use, over a store of torch.distributed's."""

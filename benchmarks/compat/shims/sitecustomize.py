@@ -1,0 +1,135 @@
+"""With RIVALS_CPU=N, a program written for N GPUs runs on CPU ranks: "cuda" is read as "cpu".
+
+A graph capture runs its body and notes the shims' calls in it; a replay makes those calls again.
+Streams and events do nothing. weft itself still sees that there is no GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+DEVICES = int(os.environ.get("RIVALS_CPU", "0"))
+IDLE = ("set_device", "synchronize", "empty_cache", "_sleep", "manual_seed", "manual_seed_all")
+captures: list[list[Callable[[], Any]]] = []  # of CPU ranks: those that are open
+
+
+def on_cpu() -> None:
+    """Replace what of torch only a GPU has."""
+    import torch
+    import torch.distributed as dist
+    from torch.overrides import TorchFunctionMode
+
+    cpu = torch.device("cpu")
+
+    def read(value: Any) -> Any:
+        if isinstance(value, torch.device) and value.type == "cuda":
+            return cpu
+        return cpu if isinstance(value, str) and value.split(":")[0] == "cuda" else value
+
+    class Cpu(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.Tensor.cuda:
+                return args[0]
+            given = {name: read(value) for name, value in (kwargs or {}).items()}
+            return func(*map(read, args), **given)
+
+    Cpu().__enter__()
+
+    class Idle:
+        """A stream, an event or a graph."""
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            self.cuda_stream = 0
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return lambda *_, **__: None
+
+        def elapsed_time(self, _: Any) -> float:
+            return 1.0
+
+        def query(self) -> bool:
+            return True
+
+    class Graph(Idle):
+        """The calls of one capture."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: list[Callable[[], Any]] = []
+
+        def replay(self) -> None:
+            for call in self.calls:
+                call()
+
+    @contextmanager
+    def graph(made: Graph, *_: Any, **__: Any) -> Iterator[None]:
+        captures.append(made.calls)
+        yield
+        captures.pop()
+
+    def has_gpu() -> bool:
+        return not sys._getframe(1).f_globals.get("__name__", "").startswith("weft.")
+
+    def nothing() -> Any:
+        return lambda *_, **__: (
+            None
+        )  # one for each name: torch's compiler knows functions by identity
+
+    def around() -> Any:
+        return lambda *_, **__: nullcontext()
+
+    cuda: Any = torch.cuda
+    whole = types.SimpleNamespace(multi_processor_count=132, name="CPU", total_memory=1 << 34)
+    # "cuda:1".index is read by nobody here, so every rank's current device may be 0.
+    for name, stand_in in {
+        **{name: nothing() for name in IDLE},
+        **dict.fromkeys(("Stream", "Event"), Idle),
+        **{name: around() for name in ("stream", "device")},
+        "CUDAGraph": Graph,
+        "graph": graph,
+        "is_available": has_gpu,
+        "device_count": lambda: DEVICES,
+        "current_device": lambda: 0,
+        "current_stream": Idle,
+        "clock_rate": lambda *_: 1000,
+        "get_device_name": lambda *_: "CPU",
+        "get_device_capability": lambda *_: (9, 0),
+        "get_device_properties": lambda *_: whole,
+    }.items():
+        setattr(cuda, name, stand_in)
+    set_default = torch.set_default_device
+    torch.set_default_device = lambda device: set_default(read(device))
+    begin = dist.init_process_group
+
+    def gloo(*args: Any, **given: Any) -> None:
+        if args:
+            given["backend"] = args[0]
+        if given.get("backend", "nccl") == "nccl":
+            given["backend"] = "gloo"
+        given.pop("device_id", None)
+        begin(**{"timeout": timedelta(seconds=120), **given})
+
+    dist.init_process_group = gloo
+    gather = dist.all_gather_into_tensor
+
+    def gathered(out: Any, x: Any, *args: Any, **given: Any) -> Any:
+        return gather(out.view(-1, *x.shape[1:]), x, *args, **given)  # the shape that gloo wants
+
+    dist.all_gather_into_tensor = gathered
+    pynvml: Any = types.ModuleType("pynvml")
+    pynvml.nvmlInit = nothing()
+    sys.modules["pynvml"] = pynvml
+
+
+if DEVICES:
+    on_cpu()

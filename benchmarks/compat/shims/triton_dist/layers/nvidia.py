@@ -1,0 +1,3 @@
+"""The layer that weft has."""
+
+from weft.compat.triton_dist import EPLowLatencyAllToAllLayer as EPLowLatencyAllToAllLayer

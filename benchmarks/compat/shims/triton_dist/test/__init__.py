@@ -1,0 +1,1 @@
+"""The runner puts triton_dist's own reference here."""

@@ -1,0 +1,131 @@
+"""benchmarks/compat/run_rivals_tests.py with made-up programs: each is run, counted and ended."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "compat" / "run_rivals_tests.py"
+CASES = """\
+import pytest, torch
+from mpi4py import MPI
+import flashinfer.comm as comm
+from flashinfer.comm import MoeAlltoAll
+
+def test_cuda_is_read_as_cpu():
+    assert MoeAlltoAll.__module__.startswith("weft.")
+    assert torch.cuda.device_count() == 2
+    assert torch.zeros(1, device="cuda:1").cuda().device.type == "cpu"
+
+def test_ranks_speak():
+    world = MPI.COMM_WORLD
+    assert world.allgather(world.Get_rank()) == [0, 1]
+    assert world.bcast(world.Get_rank() + 5, root=1) == 6
+
+def test_one_rank_says_why():
+    assert MPI.COMM_WORLD.Get_rank() == 0, "rank 1 is not 0"
+
+@pytest.mark.skip(reason="made up")
+def test_skipped(): ...
+
+def test_what_is_not_offered_is_missing():
+    with pytest.raises(AttributeError, match="weft.compat.flashinfer"):
+        comm.of_nobody
+"""
+ALONE = """\
+import os, sys, time
+if os.environ["RANK"] == "1":
+    raise ValueError("rank 1 ends")
+time.sleep(600)
+"""
+STEPS = """\
+import deep_ep, sys
+from deep_ep.utils.testing import bench_kineto, marked
+assert deep_ep.Buffer.__module__ == "weft.compat.deep_ep" and marked
+assert bench_kineto(lambda: None, ("a", "b"), num_kernels_per_period=2) == ([1.0] * 2,) * 2
+print("one passed"); print("two passed")
+"""
+
+
+@pytest.fixture
+def runner(tmp_path, monkeypatch) -> Any:
+    """The script as a module, over a store of the programs above."""
+    spec = importlib.util.spec_from_file_location("run_rivals_tests", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(__import__("sys").modules, spec.name, module)
+    spec.loader.exec_module(module)
+    store = tmp_path / "store"
+    for path, text in {
+        "flashinfer/tests/comm/test_made.py": CASES,
+        "flashinfer/flashinfer/tllm_enums.py": "SfLayout = None\n",
+        "flashinfer/alone.py": ALONE,
+        "flashinfer/hangs.py": "import time; time.sleep(600)\n",
+        "DeepEP/steps.py": STEPS,
+        "DeepEP/deep_ep/utils/testing.py": "marked = True\nbench_kineto = None\n",
+    }.items():
+        place = store / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)
+    monkeypatch.setattr(module, "STORE", store)
+    monkeypatch.setattr(module, "GRACE", 0.5)
+    return module
+
+
+def line_of(module: Any, program: Any, out: Path, **more: Any) -> dict[str, Any]:
+    """Its line; torch is imported for a CPU's sake alone."""
+    out.mkdir()
+    cpu, limit = more.get("cpu", False), more.get("limit", 600.0)
+    line: dict[str, Any] = module.play(program, 2, cpu, limit, out, named=False)
+    assert json.loads(json.dumps(line)) == line
+    assert f"| {program.row} |" in module.table([line])
+    return line
+
+
+def test_cases_are_counted_by_their_worst_rank(runner, tmp_path):
+    line = line_of(runner, runner.flashinfer("made", each_rank=True), tmp_path / "out", cpu=True)
+    assert (line["cases"], line["passed"], line["failed"], line["skipped"]) == (5, 3, 1, 1)
+    assert "rank 1 is not 0" in line["error"]
+
+
+def test_a_program_without_cases_is_one_and_its_steps_are_counted(runner, tmp_path):
+    line = line_of(runner, runner.Program("steps", "DeepEP", "steps.py"), tmp_path / "out")
+    assert (line["cases"], line["passed"], line["steps"], line.get("error")) == (1, 1, 2, None)
+
+
+def test_a_rank_that_waits_for_one_that_failed_is_ended(runner, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner.Program, "by_pytest", False)
+    alone = runner.Program("alone", "flashinfer", "alone.py", each_rank=True)
+    line = line_of(runner, alone, tmp_path / "out")
+    assert (line["failed"], line["error"]) == (1, "ValueError: rank 1 ends")
+
+
+def test_the_limit_ends_a_program(runner, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner.Program, "by_pytest", False)
+    hangs = runner.Program("hangs", "flashinfer", "hangs.py", each_rank=True)
+    line = line_of(runner, hangs, tmp_path / "out", limit=1.0)
+    assert line["failed"] == 1
+    assert line["error"].startswith("over 1 s")
+
+
+def test_what_cannot_run_is_told_and_not_run(runner, tmp_path, capsys):
+    refused = [program for program in runner.PROGRAMS if program.refused]
+    assert refused
+    line = line_of(runner, refused[0], tmp_path / "out")
+    assert line["cases"] == 0
+    assert line["error"] == f"not run: {refused[0].refused}"
+    four = next(program for program in runner.PROGRAMS if program.needs == 4)
+    assert "needs 4 GPUs" in line_of(runner, four, tmp_path / "four")["error"]
+    assert runner.run(2, True, ["nobody"], 1.0, tmp_path / "none") == 2
+    assert "nobody" in capsys.readouterr().err
+
+
+def test_every_program_is_collected(runner):
+    for program in runner.PROGRAMS:
+        assert program.path in runner.FILES[program.project]
+        assert not [word for word in (*program.gpu, *program.cpu) if "{" in word.format(ranks=2)]

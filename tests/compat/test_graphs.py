@@ -1,0 +1,367 @@
+"""Other projects' calls in CUDA graphs, as engines capture them: on 2 and on 4 ranks.
+
+A layer runs once, is captured, and its graph is replayed with other tokens, ids and weights in the
+same tensors. On CPU ranks, which have no graphs, the same calls are made again instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.compat.reduces import poison
+from weft import reference
+from weft.allreduce.spec import FP8Group, FP8Static, FP8Token, MoEFinalize, Reduced
+from weft.compat.deep_ep import Buffer
+from weft.compat.flashinfer import (
+    AllReduceFusionPattern,
+    MoeAlltoAll,
+    QuantizationSFLayout,
+    allreduce_fusion,
+    create_allreduce_fusion_workspace,
+    moe_a2a_get_workspace_size_per_rank,
+    trtllm_allreduce_fusion,
+    trtllm_create_ipc_workspace_for_all_reduce_fusion,
+    trtllm_destroy_ipc_workspace_for_all_reduce_fusion,
+)
+from weft.compat.triton_dist import EPLowLatencyAllToAllLayer
+from weft.lowlatency import reference as low
+
+MOST, HIDDEN, TOP_K, EXPERTS = 8, 512, 4, 16
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+REPLAYS = 4
+Tensors = tuple[torch.Tensor, ...]
+
+_four = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs")
+PLACES = [
+    pytest.param(2, "threads"),
+    pytest.param(4, "threads"),
+    pytest.param(2, "cuda", marks=pytest.mark.gpu),
+    pytest.param(4, "cuda", marks=[pytest.mark.gpu, _four]),
+]
+
+
+def tokens_of(rank: int, seed: int, tokens: int) -> Tensors:
+    """(x, ids, weights) on the CPU; a few ids are of no expert."""
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    x = torch.randn((tokens, HIDDEN), generator=generator).to(BF16)
+    scores = torch.rand((tokens, EXPERTS), generator=generator)
+    ids = scores.topk(TOP_K, dim=1).indices
+    ids[torch.rand(ids.shape, generator=generator) < 0.2] = -1
+    return x, ids, torch.rand((tokens, TOP_K), generator=generator)
+
+
+def replayer(group: weft.Group, call: Callable[[], None]) -> Callable[[], None]:
+    """`call`, made once, as a graph."""
+    call()
+    if group.device.type != "cuda":
+        return call
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    group.barrier()
+    with torch.cuda.graph(graph):
+        call()
+
+    def replay() -> None:
+        graph.replay()
+        torch.cuda.synchronize()
+
+    return replay
+
+
+def refill(places: Tensors, values: Tensors) -> None:
+    for place, value in zip(places, values, strict=True):
+        place.copy_(value)
+
+
+def widened(numbers: Any) -> torch.Tensor:
+    """What identity experts make of the rows that came, without a copy to the host."""
+    if isinstance(numbers, torch.Tensor):
+        return numbers
+    x, scales = numbers
+    blocks = x.float().view(*x.shape[:-1], -1, 128)
+    rows: torch.Tensor = (scales[..., None] * blocks).reshape(x.shape).to(BF16)
+    return rows
+
+
+def identity(values: Tensors, ranks: int, *, use_fp8: bool) -> torch.Tensor:
+    """What low-latency calls return of identity experts, by the specification."""
+    x, ids, weights = values
+    sent, scales = low.sent(x, "fp8" if use_fp8 else None, 128, "fp32_row")
+    rows = sent if scales is None else reference.dequantize(sent, scales).to(BF16)
+    placement = weft.Placement.blocks(EXPERTS, ranks)
+    return low.combine(rows[:, None].expand(-1, TOP_K, -1), ids, weights, placement)
+
+
+def deep_ep_layers(group: weft.Group, use_fp8: bool, hooks: bool, layers: int) -> None:
+    """A step of some layers in one graph: SGLang waits for events or hooks, vLLM for hooks."""
+    buffer = Buffer(group, num_rdma_bytes=1 << 20, low_latency_mode=True)
+    tokens = MOST - group.rank
+    device = group.device
+    given = [
+        tuple(t.to(device) for t in tokens_of(group.rank, layer, tokens)) for layer in range(layers)
+    ]
+    outs = [torch.empty((tokens, HIDDEN), dtype=BF16, device=device) for _ in range(layers)]
+    mode: dict[str, Any] = {"async_finish": not hooks, "return_recv_hook": hooks}
+
+    def step() -> None:
+        for (x, ids, weights), out in zip(given, outs, strict=True):
+            numbers, _, handle, event, hook = buffer.low_latency_dispatch(
+                x, ids, MOST, EXPERTS, use_fp8=use_fp8, **mode
+            )
+            hook() if hook is not None else event.current_stream_wait()
+            combined, event, hook = buffer.low_latency_combine(
+                widened(numbers), ids, weights, handle, **mode
+            )
+            hook() if hook is not None else event.current_stream_wait()
+            out.copy_(combined)
+
+    replay = replayer(group, step)
+    for turn in range(1, REPLAYS):
+        fresh = [tokens_of(group.rank, 10 * turn + layer, tokens) for layer in range(layers)]
+        for places, values in zip(given, fresh, strict=True):
+            refill(places, values)
+        replay()
+        for out, values in zip(outs, fresh, strict=True):
+            assert torch.equal(out.cpu(), identity(values, group.size, use_fp8=use_fp8))
+    buffer.check()
+    group.barrier()
+    buffer.destroy()
+
+
+@pytest.mark.parametrize(("count", "kind"), PLACES)
+@pytest.mark.parametrize("use_fp8", [False, True])
+@pytest.mark.parametrize("hooks", [False, True])
+def test_deep_ep_in_a_graph(ranks, count, kind, use_fp8, hooks):
+    """Layers are odd in number, so that a replay does not end on the slot that it began with."""
+    ranks(count, kind)(deep_ep_layers, use_fp8, hooks, 3)
+
+
+def triton_dist_layer(group: weft.Group) -> None:
+    layer = EPLowLatencyAllToAllLayer(
+        *(MOST, HIDDEN, TOP_K, True, group.rank, EXPERTS, group.size, group.size), group=group
+    )
+    given = tuple(t.to(group.device) for t in tokens_of(group.rank, 0, MOST))
+    x, ids, weights = given
+    out = torch.empty_like(x)
+
+    def step() -> None:
+        token, scale, _, meta = layer.dispatch(x, None, ids)
+        out.copy_(layer.combine(widened((token, scale)), ids, weights, meta))
+
+    replay = replayer(group, step)
+    for turn in range(1, REPLAYS):
+        fresh = tokens_of(group.rank, turn, MOST)
+        refill(given, fresh)
+        replay()
+        assert torch.equal(out.cpu(), identity(fresh, group.size, use_fp8=True))
+    layer.check()
+    group.barrier()
+    layer.finalize()
+
+
+@pytest.mark.parametrize(("count", "kind"), PLACES)
+def test_triton_dist_in_a_graph(ranks, count, kind):
+    ranks(count, kind)(triton_dist_layer)
+
+
+class Mapping:
+    """What engines make: the ranks of one host that share the experts."""
+
+    def __init__(self, group: weft.Group) -> None:
+        self.moe_ep_rank, self.moe_ep_size = group.rank, group.size
+        self.moe_ep_group = list(range(group.size))
+
+
+def flashinfer_sizes(group: weft.Group, in_workspace: bool) -> None:
+    """A graph for each batch size over one workspace, largest first, as engines capture them."""
+    device, ranks = group.device, group.size
+    row = HIDDEN * 2 + TOP_K * 8
+    a2a = MoeAlltoAll(
+        mapping=Mapping(group), max_num_tokens=MOST, top_k=TOP_K, num_experts=EXPERTS,
+        workspace_size_per_rank=moe_a2a_get_workspace_size_per_rank(ranks, MOST, row, HIDDEN * 2),
+        group=group,
+    )  # fmt: skip
+    placement = weft.Placement.blocks(EXPERTS, ranks)
+    mine = torch.tensor(placement.experts_of(group.rank), device=device)
+    made = []
+    for tokens in (MOST, 3, 1):
+        x, ids, weights = (t.to(device) for t in tokens_of(group.rank, tokens, tokens))
+        given = x, ids.int(), weights
+        out = torch.empty_like(x)
+
+        def step(given: Tensors = given, out: torch.Tensor = out) -> None:
+            x, ids, weights = given
+            rows, came, scales = a2a.dispatch(ids, [x, ids, weights], len(x), EXPERTS, 1)
+            here = torch.isin(came, mine)
+            total = torch.zeros(came.shape[:2], device=device)
+            for k in range(TOP_K):
+                total = torch.where(here[..., k], total + scales[..., k], total)
+            y = (rows.float() * total[..., None]).to(BF16)
+            if in_workspace:
+                place = a2a.get_combine_payload_tensor_in_workspace(len(x), HIDDEN, BF16)
+                y = place.copy_(y)
+            out.copy_(a2a.combine(y, len(x), payload_in_workspace=in_workspace))
+
+        made.append((given, out, replayer(group, step)))
+    for turn in range(1, REPLAYS):
+        for given, out, replay in (*made, *made[::-1]):
+            x, ids, weights = tokens_of(group.rank, 10 * turn + len(out), len(out))
+            refill(given, (x, ids.int(), weights))
+            replay()
+            want = reference.identity_round_trip(x, ids.int(), weights, placement, ranks=ranks)
+            assert torch.equal(out.cpu(), want)
+    a2a.check()
+    a2a.close()
+
+
+@pytest.mark.parametrize(("count", "kind"), PLACES)
+@pytest.mark.parametrize("in_workspace", [False, True])
+def test_flashinfer_all_to_all_in_graphs_of_several_sizes(ranks, count, kind, in_workspace):
+    ranks(count, kind)(flashinfer_sizes, in_workspace)
+
+
+Pattern = AllReduceFusionPattern
+PATTERNS = (
+    Pattern.kAllReduce,
+    Pattern.kARResidualRMSNorm,
+    Pattern.kARResidualRMSNormFP8Quant,
+    Pattern.kARResidualRMSNormOutFP8Quant,
+    Pattern.kMoEFinalizeARResidualRMSNorm,
+    Pattern.kARResidualRMSNormPerTokenGroupFP8PackedQuant,
+    Pattern.kARResidualRMSNormOutDynamicFP8Quant,
+)
+
+
+def rows_of(ranks: int, seed: int, tokens: int) -> tuple[list[torch.Tensor], Tensors]:
+    """What each rank brings, and (residual, weight), which are equal on all."""
+    generator = torch.Generator().manual_seed(seed)
+    xs = [torch.randn((tokens, HIDDEN), generator=generator).to(BF16) for _ in range(ranks)]
+    residual = torch.randn((tokens, HIDDEN), generator=generator).to(BF16)
+    return xs, (residual, torch.rand(HIDDEN, generator=generator).to(BF16))
+
+
+class Reduces:
+    """One pattern's call, its tensors and what must be in them."""
+
+    def __init__(self, group: weft.Group, workspace: Any, pattern: Pattern, tokens: int) -> None:
+        device = group.device
+        self.group, self.workspace, self.pattern, self.tokens = group, workspace, pattern, tokens
+        (x, *_), equal = rows_of(group.size, 0, tokens)
+        self.x = x.to(device)
+        self.residual, self.weight = (t.to(device) for t in equal)
+        self.scale = torch.tensor([0.03125], device=device)
+        self.index = torch.arange(tokens, device=device, dtype=torch.int32)[:, None]
+        self.norm, self.residual_out = (poison(device, tokens, HIDDEN) for _ in range(2))
+        self.quant = poison(device, tokens, HIDDEN, dtype=FP8)
+        self.options: dict[str, Any] = {}
+        self.spec: FP8Static | FP8Group | FP8Token | None = None
+        if pattern in (Pattern.kARResidualRMSNormFP8Quant, Pattern.kARResidualRMSNormOutFP8Quant):
+            self.options, self.spec = {"scale_factor": self.scale}, FP8Static(torch.tensor(0.03125))
+        elif pattern is Pattern.kARResidualRMSNormPerTokenGroupFP8PackedQuant:
+            self.options, self.spec = {"block_quant_group_size": 128}, FP8Group(128, scale="ue8m0")
+        elif pattern is Pattern.kARResidualRMSNormOutDynamicFP8Quant:
+            self.spec = FP8Token()
+
+    def __call__(self, use_oneshot: bool | None) -> None:
+        given: dict[str, Any] = {"use_oneshot": use_oneshot}
+        if self.pattern is Pattern.kAllReduce:
+            given |= {"output": self.norm}
+        else:
+            given |= {"residual_in": self.residual, "rms_gamma": self.weight}
+            given |= {"residual_out": self.residual_out, "norm_out": self.norm} | self.options
+            given |= {"launch_with_pdl": True}
+        if self.spec is not None:
+            given |= {"quant_out": self.quant}
+        if self.pattern is Pattern.kMoEFinalizeARResidualRMSNorm:
+            given |= {"expanded_idx_to_permuted_idx": self.index}
+        allreduce_fusion(self.x, self.workspace, self.pattern, **given)
+
+    def fill(self, seed: int) -> Reduced:
+        """Other rows; what the call then has to write."""
+        xs, equal = rows_of(self.group.size, seed, self.tokens)
+        refill((self.x, self.residual, self.weight), (xs[self.group.rank], *equal))
+        if self.pattern is Pattern.kAllReduce:
+            return reference.allreduce_fused(xs)
+        if self.pattern is Pattern.kMoEFinalizeARResidualRMSNorm:
+            index = self.index.cpu()
+            xs = [reference.finalize_moe(MoEFinalize(each, index, None)) for each in xs]
+        residual, weight = equal
+        return reference.allreduce_fused(xs, residual, weight, quant=self.spec)
+
+    def check(self, want: Reduced) -> None:
+        if self.pattern is Pattern.kAllReduce:
+            same(self.norm, want.out)
+            return
+        same(self.residual_out, want.residual)
+        if want.quant is not None:
+            same(self.quant, want.quant)
+        if self.spec is None or "Out" in self.pattern.name:
+            same(self.norm, want.norm)
+
+
+def same(got: torch.Tensor, want: torch.Tensor | None) -> None:
+    assert want is not None
+    assert torch.equal(got.cpu().view(torch.uint8), want.view(torch.uint8))
+
+
+def fused_patterns(group: weft.Group) -> None:
+    """Every pattern with one shot, two, and the choice left open, all in one graph."""
+    tokens = 6
+    with create_allreduce_fusion_workspace(
+        "trtllm", group.size, group.rank, MOST, HIDDEN, BF16, group=group
+    ) as workspace:
+        for use_oneshot in (None, True, False):
+            calls = [Reduces(group, workspace, pattern, tokens) for pattern in PATTERNS]
+
+            def step(calls: list[Reduces] = calls, use_oneshot: bool | None = use_oneshot) -> None:
+                for call in calls:
+                    call(use_oneshot)
+
+            replay = replayer(group, step)
+            for turn in range(1, REPLAYS):
+                wanted = [call.fill(10 * turn + i) for i, call in enumerate(calls)]
+                replay()
+                for call, want in zip(calls, wanted, strict=True):
+                    call.check(want)
+        workspace.check()
+
+
+@pytest.mark.parametrize(("count", "kind"), PLACES)
+def test_flashinfer_all_reduces_in_a_graph(ranks, count, kind):
+    ranks(count, kind)(fused_patterns)
+
+
+def older_calls(group: weft.Group) -> None:
+    """The older call, captured over flat tensors as SGLang 0.5.17 and vLLM make it."""
+    handles, pointers = trtllm_create_ipc_workspace_for_all_reduce_fusion(
+        group.rank, group.size, MOST, HIDDEN, group=group
+    )
+    call = Reduces(group, None, Pattern.kARResidualRMSNorm, MOST)
+
+    def step() -> None:
+        trtllm_allreduce_fusion(
+            allreduce_in=call.x.view(-1), world_size=group.size, world_rank=group.rank,
+            token_num=MOST, hidden_dim=HIDDEN, workspace_ptrs=pointers, launch_with_pdl=True,
+            trigger_completion_at_end=True, fp32_acc=True, pattern_code=call.pattern,
+            use_oneshot=None, allreduce_out=None, residual_in=call.residual,
+            residual_out=call.residual_out, norm_out=call.norm, quant_out=None, scale_out=None,
+            rms_gamma=call.weight, rms_eps=1e-6, scale_factor=None,
+            layout_code=QuantizationSFLayout.SWIZZLED_128x4,
+        )  # fmt: skip
+
+    replay = replayer(group, step)
+    for turn in range(1, REPLAYS):
+        want = call.fill(turn)
+        replay()
+        call.check(want)
+    trtllm_destroy_ipc_workspace_for_all_reduce_fusion(handles)
+
+
+@pytest.mark.parametrize(("count", "kind"), PLACES)
+def test_older_all_reduces_in_a_graph(ranks, count, kind):
+    ranks(count, kind)(older_calls)
