@@ -133,6 +133,16 @@ class Rounds:
         self._reach(State.IDLE)
         return out
 
+    @one_call("combine")
+    def finish(self) -> None:
+        """End a round that returns no rows: peers may write this rank's inbox again."""
+        self._expect(State.RECEIVED, "finish")
+        args = self._combine_args
+        args.out = args.add = args.tokens = 0
+        args.source_rows = self.rows
+        self._entries.run("combine", args, 0)
+        self._reach(State.IDLE)
+
     @property
     def received(self) -> Received:
         """What this round's dispatch brought."""

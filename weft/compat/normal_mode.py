@@ -1,0 +1,365 @@
+"""The normal mode of deep_ep's buffer: rows to ranks and back, packed, in results of their own.
+
+A dispatch tells all ranks its counts, waits on the host for theirs unless the caller gives a bound,
+and sends the rows. What a handle keeps is which ranks each token went to, so any handle may be used
+again, in any order that is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch.nn.functional import pad
+
+from weft.compat import rank_layout
+from weft.compat.row_exchange import Announcement, RowCombine, RowDispatch
+from weft.errors import BadExpertId, GeometryMismatch, InvalidArgument, OutOfOrder, TokenOverflow
+from weft.memory import Group
+from weft.runtime.stream import capturing, finish
+
+E = TypeVar("E", RowDispatch, RowCombine)
+
+LEAST_TOKENS = 64  # that an exchange is made for; it grows by powers of two
+# What every rank tells of its dispatch, before the counts, and how errors call it.
+WORDS = (
+    "tokens",
+    "bytes of a row of x",
+    "bytes of a row's scales",
+    "top_k (0: no topk_idx)",
+    "bytes of an entry of topk_idx",
+    "num_worst_tokens",
+)
+EQUAL = range(1, len(WORDS))  # on all ranks
+REFUSED = len(WORDS)  # entries of topk_idx that name no expert
+COUNTS = REFUSED + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What one dispatch carries: `[tokens, *]` tensors. topk: ids and weights."""
+
+    x: torch.Tensor
+    scales: torch.Tensor | None = None
+    topk: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def planes(self) -> tuple[torch.Tensor, ...]:
+        """All tensors, in the order of the payloads."""
+        scales = () if self.scales is None else (self.scales,)
+        return (self.x, *scales, *(self.topk or ()))
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Where the tokens of a dispatch went.
+
+    owner: the normal mode that it is of.   ranks: int32 `[tokens, ep_size]`, as RowDispatch takes
+    it.   rows: of its results on this rank.   most: at least every rank's tokens, equal on all.
+    """
+
+    owner: NormalMode
+    ranks: torch.Tensor
+    rows: int
+    most: int
+
+
+class NormalHandle(tuple[torch.Tensor | None, ...]):
+    """The handle of a dispatch, in deep_ep's order.
+
+    Rank prefix matrix, int32 `[ep_size, ep_size]`: rows that ranks up to i send to rank j; two
+    parts of channels, None; int32 `[rows]`, each row's token at its source; is_token_in_rank; the
+    heads of queues, None.
+    """
+
+    routing: Routing
+
+    @classmethod
+    def of(cls, prefix: torch.Tensor, tokens: torch.Tensor, in_rank: torch.Tensor) -> NormalHandle:
+        """A handle with these parts."""
+        return cls((prefix, None, None, tokens, in_rank, None))
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """The results of a dispatch. counts: rows of each local expert, none where nobody waited."""
+
+    rows: Rows
+    counts: list[int]
+    handle: NormalHandle
+
+
+class NormalMode:
+    """One buffer's normal mode. options: of the exchanges."""
+
+    def __init__(self, group: Group, options: dict[str, Any]) -> None:
+        self._group, self._options = group, options
+        self._announcements: dict[int, Announcement] = {}
+        self._there: dict[tuple[int, ...], RowDispatch] = {}
+        self._back: dict[tuple[int, torch.dtype], RowCombine] = {}
+        self._words: dict[tuple[int, ...], torch.Tensor] = {}
+        self._host: dict[torch.Size, torch.Tensor] = {}
+        # Entries that name no expert, of dispatches that no host waited for.
+        self._refused = torch.zeros(1, dtype=torch.int32, device=group.device)
+
+    def dispatch(
+        self,
+        rows: Rows,
+        per_rank: torch.Tensor,
+        in_rank: torch.Tensor,
+        per_expert: torch.Tensor,
+        alignment: int,
+        worst: int,
+    ) -> Arrived:
+        """A dispatch with a new routing, of checked tensors.
+
+        Raises TokenOverflow, OutOfOrder, InvalidArgument, and on every rank BadExpertId,
+        InvalidArgument or GeometryMismatch for what one rank passed; what broke the group.
+        """
+        group, experts, tokens = self._group, len(per_expert), len(rows.x)
+        if worst and tokens * group.size > worst:
+            raise TokenOverflow(
+                f"num_worst_tokens is {worst}, but this rank, one of {group.size}, has {tokens} "
+                f"tokens: pass at least {group.size} times the most tokens of any rank"
+            )
+        ranks = rank_layout.rank_ids(in_rank)
+        told = self._tell(rows, per_rank, in_rank, per_expert, worst)
+        announcement, counts = self._announcements[experts], slice(COUNTS + group.size, -experts)
+        prefix = told[:, counts].cumsum(0, dtype=torch.int32)
+        by_expert: list[int] = []
+        if worst:
+            announcement.finish()
+            most, arriving = -(-worst // group.size), worst
+        else:
+            numbers = self._read(announcement, told)
+            self._check_told(numbers, experts)
+            most = max(1, int(numbers[:, 0].max()))
+            arriving = int(numbers[:, counts][:, group.rank].sum())
+            local = experts // group.size
+            mine = numbers[:, -experts:][:, group.rank * local : (group.rank + 1) * local]
+            by_expert = [-(-n // alignment) * alignment for n in mine.sum(0).tolist()]
+        routing = Routing(self, ranks, arriving, most)
+        found, slots = self._send(rows, routing, fills_ids=bool(worst))
+        if found.topk is not None:
+            local = experts // group.size
+            topk = rank_layout.localized(*found.topk, group.rank * local, local)
+            found = Rows(found.x, found.scales, topk)
+        handle = NormalHandle.of(prefix, slots, in_rank)
+        handle.routing = routing
+        return Arrived(found, by_expert, handle)
+
+    def dispatch_again(self, rows: Rows, handle: NormalHandle) -> Rows:
+        """A dispatch of other rows, without ids, to where the handle's went; waits for nothing."""
+        return self._send(rows, self.routing_of(handle), fills_ids=False)[0]
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor | None,
+        handle: NormalHandle,
+        biases: tuple[torch.Tensor, ...],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The sums of a token's rows, and of its weights, at its owner; of checked tensors."""
+        routing, add = self.routing_of(handle), biases[0] if biases else None
+        found = self._sum(x, routing, add)
+        for bias in biases[1:]:
+            found += bias
+        if weights is None:
+            return found, None
+        top_k = weights.shape[1]
+        whole = weights if top_k % 4 == 0 else pad(weights, (0, -top_k % 4))
+        return found, self._sum(whole, routing)[:, :top_k].contiguous()
+
+    def routing_of(self, handle: NormalHandle) -> Routing:
+        """Raises OutOfOrder for another buffer's handle."""
+        if handle.routing.owner is not self:
+            raise OutOfOrder(
+                "the handle is not of a dispatch of this buffer: pass what its dispatch returned"
+            )
+        return handle.routing
+
+    def check(self) -> None:
+        """Raise what the device has recorded. Waits for it."""
+        for exchange in self.exchanges():
+            exchange.a2a.check()
+        refused = int(self._refused)
+        if refused:
+            self._refused.zero_()
+            raise BadExpertId(
+                f"{refused} entries of topk_idx, in dispatches with num_worst_tokens, name no "
+                "expert and are not -1; nobody received them"
+            )
+
+    def exchanges(self) -> list[Announcement | RowDispatch | RowCombine]:
+        """All that have been made."""
+        return [*self._announcements.values(), *self._there.values(), *self._back.values()]
+
+    def close(self) -> None:
+        """Give all memory back. Local."""
+        for exchange in self.exchanges():
+            exchange.close()
+        for table in (self._announcements, self._there, self._back):
+            table.clear()  # type: ignore[attr-defined]
+
+    def _tell(
+        self,
+        rows: Rows,
+        per_rank: torch.Tensor,
+        in_rank: torch.Tensor,
+        per_expert: torch.Tensor,
+        worst: int,
+    ) -> torch.Tensor:
+        """Tell all ranks of a dispatch; int32 `[ep_size, *]`: words, refused, counts.
+
+        The counts are rows for each rank, as given and as is_token_in_rank says, and rows for each
+        expert.
+        """
+        group, experts = self._group, len(per_expert)
+        announcement = self._announcements.get(experts)
+        if announcement is None:
+            self._check_not_capturing(f"a dispatch to {experts} experts")
+            size = COUNTS + 2 * group.size + experts
+            announcement = Announcement(group, size, self._options)
+            self._announcements[experts] = announcement
+        ids = None if rows.topk is None else rows.topk[0]
+        refused = self._refused.new_zeros(1)
+        if ids is not None:
+            refused = rank_layout.refused_ids(ids, experts)
+        if worst:
+            self._refused += refused
+        words = self._words_of(
+            len(rows.x),
+            _row_bytes(rows.x),
+            0 if rows.scales is None else _row_bytes(rows.scales),
+            0 if ids is None else ids.shape[1],
+            0 if ids is None else ids.itemsize,
+            worst,
+        )
+        flagged = in_rank.sum(0, dtype=torch.int32)
+        return announcement.tell(torch.cat((words, refused, per_rank, flagged, per_expert)))
+
+    def _words_of(self, *words: int) -> torch.Tensor:
+        """The words on the device, kept for the next call with the same."""
+        found = self._words.get(words)
+        if found is None:
+            device = self._group.device
+            if capturing(device):  # in the graph's own memory, and without a copy from the host
+                parts = [torch.full((1,), n, dtype=torch.int32, device=device) for n in words]
+                return torch.cat(parts)
+            if len(self._words) == KEPT_WORDS:
+                self._words.clear()
+            found = torch.tensor(words, dtype=torch.int32, device=device)
+            self._words[words] = found
+        return found
+
+    def _read(self, announcement: Announcement, told: torch.Tensor) -> torch.Tensor:
+        """What was told, on the host: the one wait of a dispatch."""
+        device = self._group.device
+        if device.type != "cuda":
+            numbers = told.clone()
+        else:
+            if told.shape not in self._host:
+                self._host[told.shape] = torch.empty(
+                    told.shape, dtype=told.dtype, device="cpu", pin_memory=True
+                )
+            numbers = self._host[told.shape].copy_(told, non_blocking=True)
+        announcement.finish()
+        finish(device)
+        announcement.a2a._check_running()
+        return numbers
+
+    def _check_told(self, numbers: torch.Tensor, experts: int) -> None:
+        """Raise, on every rank alike, what one of them passed and cannot be."""
+        size, mine = self._group.size, numbers[self._group.rank].tolist()
+        for rank, theirs in enumerate(numbers.tolist()):
+            for i in EQUAL:
+                if theirs[i] != mine[i]:
+                    raise GeometryMismatch(
+                        f"rank {rank} called dispatch with {WORDS[i]} {theirs[i]}, this rank, "
+                        f"{self._group.rank}, with {mine[i]}: pass the same on all ranks"
+                    )
+            if theirs[REFUSED]:
+                raise BadExpertId(
+                    f"topk_idx of rank {rank} has {theirs[REFUSED]} entries outside of "
+                    f"-1..{experts - 1}; nothing was sent"
+                )
+            given = theirs[COUNTS : COUNTS + size]
+            flagged = theirs[COUNTS + size : COUNTS + 2 * size]
+            if given != flagged:
+                raise InvalidArgument(
+                    f"num_tokens_per_rank of rank {rank} is {given}, but its is_token_in_rank says "
+                    f"{flagged}: pass both as get_dispatch_layout returned them"
+                )
+
+    def _send(
+        self, rows: Rows, routing: Routing, *, fills_ids: bool
+    ) -> tuple[Rows, torch.Tensor]:
+        """Send rows, and return those that came, and each one's token at its source.
+
+        fills_ids: are there ids of rows that nobody sends? They are -1.
+        """
+        planes = rows.planes()
+        into = [each.new_empty((routing.rows, *each.shape[1:])) for each in planes]
+        if fills_ids:
+            into[-2].fill_(-1)
+        size = tuple(_row_bytes(each) for each in planes)
+        exchange = self._fitting(
+            self._there,
+            size,
+            routing.most,
+            f"a dispatch of rows of {list(size)} bytes",
+            lambda tokens: RowDispatch(self._group, tokens, size, self._options),
+        )
+        slots = exchange.run(
+            [each.view(torch.uint8) for each in planes],
+            routing.ranks,
+            [each.view(torch.uint8) for each in into],
+        )
+        scales = None if rows.scales is None else into[1]
+        topk = None if rows.topk is None else (into[-2], into[-1])
+        return Rows(into[0], scales, topk), slots[: routing.rows] % exchange.max_tokens
+
+    def _sum(
+        self, x: torch.Tensor, routing: Routing, add: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        key = (x.shape[1], x.dtype)
+        exchange = self._fitting(
+            self._back,
+            key,
+            routing.most,
+            f"a combine of rows of {key[0]} {key[1]}",
+            lambda tokens: RowCombine(self._group, tokens, *key, self._options),
+        )
+        return exchange.run(x, routing.ranks, add)
+
+    def _fitting(
+        self,
+        table: dict[Any, E],
+        key: object,
+        tokens: int,
+        doing: str,
+        make: Callable[[int], E],
+    ) -> E:
+        """The exchange of these rows, made anew on all ranks where it is too small."""
+        found = table.get(key)
+        if found is None or found.max_tokens < tokens:
+            self._check_not_capturing(f"{doing} for {tokens} tokens a rank")
+            if found is not None:
+                table.pop(key).close()
+            found = table[key] = make(max(LEAST_TOKENS, 1 << (tokens - 1).bit_length()))
+        return found
+
+    def _check_not_capturing(self, doing: str) -> None:
+        if capturing(self._group.device):
+            raise InvalidArgument(
+                f"{doing} comes for the first time in a graph capture, where no memory can be "
+                "made: run one on all ranks before it"
+            )
+
+
+KEPT_WORDS = 256  # numbers of tokens whose words stay on the device
+
+
+def _row_bytes(rows: torch.Tensor) -> int:
+    return rows.shape[1] * rows.itemsize
