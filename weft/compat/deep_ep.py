@@ -1,4 +1,4 @@
-"""`Buffer` of deep_ep: its low-latency calls on weft.LowLatencyAllToAll, its normal mode on AllToAll.
+"""`Buffer` of deep_ep: low latency on weft.LowLatencyAllToAll, normal mode on weft.AllToAll.
 
 What is the same, stricter and refused stands in docs/compat.md, call by call.
 """
@@ -581,9 +581,8 @@ class Buffer:
             check_tensor(name, each, shape=shape, dtypes=kinds, device=device)
             check_alignment(name, each, 16)
         if topk_weights is not None:
-            shape = (routing.rows, None)
-            floats = (torch.float32,)
-            check_tensor("topk_weights", topk_weights, shape=shape, dtypes=floats, device=device)
+            size, floats = (routing.rows, None), (torch.float32,)
+            check_tensor("topk_weights", topk_weights, shape=size, dtypes=floats, device=device)
             top_k = integer("topk_weights.shape[1]", topk_weights.shape[1], 1, MAX_TOP_K)
             check_alignment("topk_weights", topk_weights, top_k * topk_weights.itemsize)
         _wait(previous_event)
@@ -630,20 +629,21 @@ class Buffer:
 
     def _check_rows(self, x: Numbers) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x and its scales, contiguous, as the normal mode takes them. Raises InvalidArgument."""
-        device, shape = self._group.device, (None, None)
+        device, any_rows = self._group.device, (None, None)
         if not isinstance(x, tuple):
-            check_tensor("x", x, shape=shape, dtypes=(torch.bfloat16,), device=device)
+            check_tensor("x", x, shape=any_rows, dtypes=(torch.bfloat16,), device=device)
             _check_row_bytes("x", x)
             return x, None
         if len(x) != 2:
             raise InvalidArgument(f"x has {len(x)} tensors; pass one, or FP8 numbers and scales")
         numbers, scales = x
-        check_tensor("x[0]", numbers, shape=shape, dtypes=(torch.float8_e4m3fn,), device=device)
+        kinds: tuple[torch.dtype, ...] = (torch.float8_e4m3fn,)
+        check_tensor("x[0]", numbers, shape=any_rows, dtypes=kinds, device=device)
         _check_row_bytes("x[0]", numbers)
         if isinstance(scales, torch.Tensor) and scales.layout is torch.strided:
             scales = scales.contiguous()
-        kinds, shape = (torch.float32, torch.int32), (len(numbers), None)
-        check_tensor("x[1]", scales, shape=shape, dtypes=kinds, device=device)
+        kinds = (torch.float32, torch.int32)
+        check_tensor("x[1]", scales, shape=(len(numbers), None), dtypes=kinds, device=device)
         _check_row_bytes("x[1]", scales, scales.itemsize)
         return numbers, scales
 

@@ -200,7 +200,7 @@ class NormalMode:
         for exchange in self.exchanges():
             exchange.close()
         for table in (self._announcements, self._there, self._back):
-            table.clear()  # type: ignore[attr-defined]
+            table.clear()
 
     def _tell(
         self,
@@ -292,9 +292,7 @@ class NormalMode:
                     f"{flagged}: pass both as get_dispatch_layout returned them"
                 )
 
-    def _send(
-        self, rows: Rows, routing: Routing, *, fills_ids: bool
-    ) -> tuple[Rows, torch.Tensor]:
+    def _send(self, rows: Rows, routing: Routing, *, fills_ids: bool) -> tuple[Rows, torch.Tensor]:
         """Send rows, and return those that came, and each one's token at its source.
 
         fills_ids: are there ids of rows that nobody sends? They are -1.
