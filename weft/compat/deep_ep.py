@@ -43,7 +43,6 @@ DISPATCHED = {"topk_ids": "topk_idx"}
 COMBINED = {"y": "x", "topk_ids": "topk_idx"}
 LOGFMT = "rows return as bfloat16, exactly"
 STATS, COUNTS = "cumulative_local_expert_recv_stats", (torch.int32, torch.int64)
-HANDLE = "what a dispatch of this buffer returned"
 COSTS = "build with profile=True and use dump_trace: waits by source, for each CTA"
 Numbers: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Hook: TypeAlias = Callable[[], None]
@@ -491,9 +490,9 @@ class Buffer:
             instance("config", config, Config)
         x, scales = self._check_rows(x)
         if handle is not None:
+            routing = self._normal.routing_of(_dispatched(handle))
             for name, given in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
                 refuse(name, given, None, "a handle's dispatch brings rows alone")
-            routing = self._normal.routing_of(instance("handle", handle, NormalHandle, HANDLE))
             if len(x) != len(routing.ranks):
                 raise InvalidArgument(
                     f"x has {len(x)} tokens, the dispatch of the handle had {len(routing.ranks)}: "
@@ -512,6 +511,7 @@ class Buffer:
             if tensor is None:
                 wrong(name, None, "a tensor of get_dispatch_layout's, or pass a handle")
             check_tensor(name, tensor, shape=shape, dtypes=(dtype,), device=device)
+            check_alignment(name, tensor, tensor.itemsize)
         assert num_tokens_per_rank is not None
         assert is_token_in_rank is not None
         assert num_tokens_per_expert is not None
@@ -568,7 +568,7 @@ class Buffer:
         flags(async_finish=async_finish, allocate_on_comm_stream=allocate_on_comm_stream)
         if config is not None:
             instance("config", config, Config)
-        routing = self._normal.routing_of(instance("handle", handle, NormalHandle, HANDLE))
+        routing = self._normal.routing_of(_dispatched(handle))
         device, kinds = self._group.device, (torch.bfloat16,)
         check_tensor("x", x, shape=(routing.rows, None), dtypes=kinds, device=device)
         check_alignment("x", x, 16)
@@ -721,6 +721,12 @@ def _recorded() -> torch.cuda.Event:
     event = make()
     event.record()
     return event
+
+
+def _dispatched(handle: NormalHandle) -> NormalHandle:
+    if not isinstance(handle, NormalHandle):
+        wrong("handle", handle, "the handle that dispatch returned")
+    return handle
 
 
 def _wait(event: EventOverlap | None) -> None:
