@@ -670,6 +670,35 @@ def captured(group: weft.Group) -> None:
     buffer.destroy()
 
 
+def in_turns(group: weft.Group) -> None:
+    """Callers whose streams wait for nothing but the events that they pass, as deep_ep's may."""
+    buffer, ranks = Buffer(group), group.size
+    batches = [batch(r, (300, 200)) for r in range(ranks)]
+    mine, want = on(group, batches[group.rank]), wanted(batches, group.rank)
+    args = layout(buffer, mine)
+    torch.cuda.synchronize()
+    streams: list[Any] = [torch.cuda.Stream() for _ in range(2)]
+    kept = []
+    for turn in range(6):
+        with torch.cuda.stream(streams[turn % 2]):
+            x, _, _, _, handle, event = buffer.dispatch(mine.x, **args, async_finish=True)
+        with torch.cuda.stream(streams[(turn + turn // 2) % 2]):
+            assert handle is not None
+            out, _, _ = buffer.combine(whole(x), handle, previous_event=event)
+        kept.append((x, out))
+    torch.cuda.synchronize()
+    for x, out in kept:
+        same(whole(x), want.x)
+        same(out, summed(batches[group.rank], ranks))
+    buffer.check()
+    buffer.destroy()
+
+
+@pytest.mark.gpu
+def test_calls_in_several_streams_do_not_overlap(ranks):
+    ranks(2, "cuda")(in_turns)
+
+
 @pytest.mark.gpu
 def test_a_bound_of_rows_lets_graphs_be_captured(ranks):
     ranks(2, "cuda")(captured)

@@ -17,6 +17,7 @@ from weft.arguments import refuse as wrong
 from weft.compat import rank_layout
 from weft.compat.normal_mode import NormalHandle, NormalMode, Rows
 from weft.compat.ranges import packed_ranges, token_indices
+from weft.compat.rank_layout import Layout
 from weft.compat.refusals import refuse, renamed
 from weft.compat.row_exchange import exchange_bytes
 from weft.errors import InvalidArgument, OutOfOrder, UsageError
@@ -27,6 +28,7 @@ from weft.lowlatency.results import ExpertRows, Handle
 from weft.lowlatency.shape import MAX_EXPERTS, MAX_TOKENS
 from weft.memory import Group
 from weft.runtime.check import check_alignment, check_tensor
+from weft.runtime.stream import capturing
 from weft.shape import MAX_RANKS, MAX_ROW_BYTES, MAX_TOP_K, Shape
 
 __all__ = ["Buffer", "Config", "EventOverlap", "topk_idx_t"]
@@ -196,6 +198,7 @@ class Buffer:
         self._exchanges: dict[tuple[Any, ...], LowLatencyAllToAll] = {}
         self._inputs: dict[tuple[Any, ...], torch.Tensor] = {}
         self._normal = NormalMode(self._group, self._options)
+        self._stream: torch.cuda.Stream | None = None  # of the normal mode's latest call
         self._destroyed = False
 
     @staticmethod
@@ -498,7 +501,7 @@ class Buffer:
                     f"x has {len(x)} tokens, the dispatch of the handle had {len(routing.ranks)}: "
                     "pass as many"
                 )
-            _wait(previous_event)
+            self._begin(previous_event)
             again = self._normal.dispatch_again(Rows(x, scales), handle)
             return _numbers_of(again), None, None, None, None, self._event(async_finish)
         device, tokens = self._group.device, len(x)
@@ -526,12 +529,10 @@ class Buffer:
             raise InvalidArgument(
                 f"num_worst_tokens is {worst} without topk_idx, which says what rows were received"
             )
-        _wait(previous_event)
+        self._begin(previous_event)
         found = self._normal.dispatch(
             Rows(x, scales, topk),
-            num_tokens_per_rank,
-            is_token_in_rank,
-            num_tokens_per_expert,
+            Layout(num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank),
             alignment,
             worst,
         )
@@ -585,7 +586,7 @@ class Buffer:
             check_tensor("topk_weights", topk_weights, shape=size, dtypes=floats, device=device)
             top_k = integer("topk_weights.shape[1]", topk_weights.shape[1], 1, MAX_TOP_K)
             check_alignment("topk_weights", topk_weights, top_k * topk_weights.itemsize)
-        _wait(previous_event)
+        self._begin(previous_event)
         sums, weights = self._normal.combine(x, topk_weights, handle, biases)
         return sums, weights, self._event(async_finish)
 
@@ -668,6 +669,20 @@ class Buffer:
         check_tensor("topk_weights", weights, shape=shape, dtypes=floats, device=device)
         check_alignment("topk_weights", weights, weights.itemsize)
         return ids, weights
+
+    def _begin(self, event: EventOverlap | None) -> None:
+        """Let the current stream wait for an event, and for a call made in another stream.
+
+        Rounds of one buffer must not overlap. A capture waits for nothing outside of its graph.
+        """
+        _wait(event)
+        device = self._group.device
+        if device.type != "cuda" or capturing(device):
+            return
+        stream = torch.cuda.current_stream(device)
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
 
     def _check_open(self) -> None:
         if self._destroyed:

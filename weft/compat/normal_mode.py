@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import pad
 
 from weft.compat import rank_layout
+from weft.compat.rank_layout import Layout
 from weft.compat.row_exchange import Announcement, RowCombine, RowDispatch
 from weft.errors import BadExpertId, GeometryMismatch, InvalidArgument, OutOfOrder, TokenOverflow
 from weft.memory import Group
@@ -98,35 +99,30 @@ class NormalMode:
         self._announcements: dict[int, Announcement] = {}
         self._there: dict[tuple[int, ...], RowDispatch] = {}
         self._back: dict[tuple[int, torch.dtype], RowCombine] = {}
-        self._words: dict[tuple[int, ...], torch.Tensor] = {}
         self._host: dict[torch.Size, torch.Tensor] = {}
         # Entries that name no expert, of dispatches that no host waited for.
         self._refused = torch.zeros(1, dtype=torch.int32, device=group.device)
 
-    def dispatch(
-        self,
-        rows: Rows,
-        per_rank: torch.Tensor,
-        in_rank: torch.Tensor,
-        per_expert: torch.Tensor,
-        alignment: int,
-        worst: int,
-    ) -> Arrived:
+    def dispatch(self, rows: Rows, layout: Layout, alignment: int, worst: int) -> Arrived:
         """A dispatch with a new routing, of checked tensors.
 
         Raises TokenOverflow, OutOfOrder, InvalidArgument, and on every rank BadExpertId,
         InvalidArgument or GeometryMismatch for what one rank passed; what broke the group.
         """
-        group, experts, tokens = self._group, len(per_expert), len(rows.x)
+        group, experts, tokens = self._group, len(layout.per_expert), len(rows.x)
         if worst and tokens * group.size > worst:
             raise TokenOverflow(
                 f"num_worst_tokens is {worst}, but this rank, one of {group.size}, has {tokens} "
                 f"tokens: pass at least {group.size} times the most tokens of any rank"
             )
-        ranks = rank_layout.rank_ids(in_rank)
-        told = self._tell(rows, per_rank, in_rank, per_expert, worst)
-        announcement, counts = self._announcements[experts], slice(COUNTS + group.size, -experts)
-        prefix = told[:, counts].cumsum(0, dtype=torch.int32)
+        announcement = self._announcement(experts)
+        ids = None if rows.topk is None else rows.topk[0]
+        refused = self._refused if worst else None
+        numbers, ranks = rank_layout.announcement(_words(rows, worst), ids, layout, refused)
+        told, flagged = announcement.tell(numbers), slice(COUNTS + group.size, -experts)
+        prefix = told[:, flagged].cumsum(0, dtype=torch.int32)
+        local = experts // group.size
+        first = group.rank * local
         by_expert: list[int] = []
         if worst:
             announcement.finish()
@@ -135,17 +131,13 @@ class NormalMode:
             numbers = self._read(announcement, told)
             self._check_told(numbers, experts)
             most = max(1, int(numbers[:, 0].max()))
-            arriving = int(numbers[:, counts][:, group.rank].sum())
-            local = experts // group.size
-            mine = numbers[:, -experts:][:, group.rank * local : (group.rank + 1) * local]
-            by_expert = [-(-n // alignment) * alignment for n in mine.sum(0).tolist()]
+            arriving = int(numbers[:, flagged][:, group.rank].sum())
+            mine = numbers[:, -experts:][:, first : first + local].sum(0)
+            by_expert = [-(-n // alignment) * alignment for n in mine.tolist()]
         routing = Routing(self, ranks, arriving, most)
-        found, slots = self._send(rows, routing, fills_ids=bool(worst))
-        if found.topk is not None:
-            local = experts // group.size
-            topk = rank_layout.localized(*found.topk, group.rank * local, local)
-            found = Rows(found.x, found.scales, topk)
-        handle = NormalHandle.of(prefix, slots, in_rank)
+        found, slots, max_tokens = self._send(rows, routing, fills_ids=bool(worst))
+        tokens_of_rows = rank_layout.localize(found.topk, slots, max_tokens, first, local)
+        handle = NormalHandle.of(prefix, tokens_of_rows, layout.in_rank)
         handle.routing = routing
         return Arrived(found, by_expert, handle)
 
@@ -202,55 +194,12 @@ class NormalMode:
         for table in (self._announcements, self._there, self._back):
             table.clear()
 
-    def _tell(
-        self,
-        rows: Rows,
-        per_rank: torch.Tensor,
-        in_rank: torch.Tensor,
-        per_expert: torch.Tensor,
-        worst: int,
-    ) -> torch.Tensor:
-        """Tell all ranks of a dispatch; int32 `[ep_size, *]`: words, refused, counts.
-
-        The counts are rows for each rank, as given and as is_token_in_rank says, and rows for each
-        expert.
-        """
-        group, experts = self._group, len(per_expert)
-        announcement = self._announcements.get(experts)
-        if announcement is None:
-            self._check_not_capturing(f"a dispatch to {experts} experts")
-            size = COUNTS + 2 * group.size + experts
-            announcement = Announcement(group, size, self._options)
-            self._announcements[experts] = announcement
-        ids = None if rows.topk is None else rows.topk[0]
-        refused = self._refused.new_zeros(1)
-        if ids is not None:
-            refused = rank_layout.refused_ids(ids, experts)
-        if worst:
-            self._refused += refused
-        words = self._words_of(
-            len(rows.x),
-            _row_bytes(rows.x),
-            0 if rows.scales is None else _row_bytes(rows.scales),
-            0 if ids is None else ids.shape[1],
-            0 if ids is None else ids.itemsize,
-            worst,
-        )
-        flagged = in_rank.sum(0, dtype=torch.int32)
-        return announcement.tell(torch.cat((words, refused, per_rank, flagged, per_expert)))
-
-    def _words_of(self, *words: int) -> torch.Tensor:
-        """The words on the device, kept for the next call with the same."""
-        found = self._words.get(words)
+    def _announcement(self, experts: int) -> Announcement:
+        found = self._announcements.get(experts)
         if found is None:
-            device = self._group.device
-            if capturing(device):  # in the graph's own memory, and without a copy from the host
-                parts = [torch.full((1,), n, dtype=torch.int32, device=device) for n in words]
-                return torch.cat(parts)
-            if len(self._words) == KEPT_WORDS:
-                self._words.clear()
-            found = torch.tensor(words, dtype=torch.int32, device=device)
-            self._words[words] = found
+            self._check_not_capturing(f"a dispatch to {experts} experts")
+            size = COUNTS + 2 * self._group.size + experts
+            found = self._announcements[experts] = Announcement(self._group, size, self._options)
         return found
 
     def _read(self, announcement: Announcement, told: torch.Tensor) -> torch.Tensor:
@@ -292,8 +241,10 @@ class NormalMode:
                     f"{flagged}: pass both as get_dispatch_layout returned them"
                 )
 
-    def _send(self, rows: Rows, routing: Routing, *, fills_ids: bool) -> tuple[Rows, torch.Tensor]:
-        """Send rows, and return those that came, and each one's token at its source.
+    def _send(
+        self, rows: Rows, routing: Routing, *, fills_ids: bool
+    ) -> tuple[Rows, torch.Tensor, int]:
+        """Send rows; return those that came, their slots, and the slots of each source.
 
         fills_ids: are there ids of rows that nobody sends? They are -1.
         """
@@ -316,7 +267,7 @@ class NormalMode:
         )
         scales = None if rows.scales is None else into[1]
         topk = None if rows.topk is None else (into[-2], into[-1])
-        return Rows(into[0], scales, topk), slots[: routing.rows] % exchange.max_tokens
+        return Rows(into[0], scales, topk), slots[: routing.rows], exchange.max_tokens
 
     def _sum(
         self, x: torch.Tensor, routing: Routing, add: torch.Tensor | None = None
@@ -356,7 +307,17 @@ class NormalMode:
             )
 
 
-KEPT_WORDS = 256  # numbers of tokens whose words stay on the device
+def _words(rows: Rows, worst: int) -> tuple[int, ...]:
+    """What WORDS names."""
+    ids = None if rows.topk is None else rows.topk[0]
+    return (
+        len(rows.x),
+        _row_bytes(rows.x),
+        0 if rows.scales is None else _row_bytes(rows.scales),
+        0 if ids is None else ids.shape[1],
+        0 if ids is None else ids.itemsize,
+        worst,
+    )
 
 
 def _row_bytes(rows: torch.Tensor) -> int:

@@ -192,8 +192,9 @@ WEFT_FN void compute_offsets(const GroupArgs& a, const Scratch<S, G>& scratch, u
     if (lane != 0) return;
     if (G.packing == Packing::contiguous && begin > rows)
         refuse_rows(header, a.site, rows, begin, 0);
-    a.offsets[G.groups] =
-        i32(G.packing != Packing::contiguous ? G.total() : begin < rows ? begin : rows);
+    a.offsets[G.groups] = i32(G.packing != Packing::contiguous ? G.total()
+                              : begin < rows                   ? begin
+                                                               : rows);
 }
 
 template <Shape S, Grouping G> WEFT_FN void group(const GroupArgs& a) {
