@@ -102,8 +102,12 @@ class Rounds:
         """Raise OutOfOrder unless experts' rows may be sent now."""
         self._expect(State.RECEIVED, "send")
 
-    def sent(self) -> None:
-        """Experts' rows were sent by another kernel, which set the flags at the peers."""
+    def sent(self, tokens: int | None = None) -> None:
+        """Experts' rows were sent by another kernel, which set the flags at the peers.
+
+        tokens: of this rank, that rows come back for, where they are not those of the dispatch.
+        """
+        self.tokens = self.tokens if tokens is None else tokens
         self._reach(State.RETURNED)
 
     @one_call("combine")

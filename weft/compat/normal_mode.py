@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from weft.compat import rank_layout
 from weft.compat.rank_layout import Layout
-from weft.compat.row_exchange import Announcement, RowCombine, RowDispatch
+from weft.compat.row_exchange import Announcement, Returning, RowCombine, RowDispatch
 from weft.errors import BadExpertId, GeometryMismatch, InvalidArgument, OutOfOrder, TokenOverflow
 from weft.memory import Group
 from weft.runtime.stream import capturing, finish
@@ -75,11 +75,14 @@ class NormalHandle(tuple[torch.Tensor | None, ...]):
     """
 
     routing: Routing
+    returning: Returning
 
     @classmethod
-    def of(cls, prefix: torch.Tensor, tokens: torch.Tensor, in_rank: torch.Tensor) -> NormalHandle:
-        """A handle with these parts."""
-        return cls((prefix, None, None, tokens, in_rank, None))
+    def of(cls, routing: Routing, returning: Returning) -> NormalHandle:
+        """The handle of a dispatch by this routing."""
+        made = cls((returning.until, None, None, returning.tokens, returning.in_rank, None))
+        made.routing, made.returning = routing, returning
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +140,8 @@ class NormalMode:
         routing = Routing(self, ranks, arriving, most)
         found, slots, max_tokens = self._send(rows, routing, fills_ids=bool(worst))
         tokens_of_rows = rank_layout.localize(found.topk, slots, max_tokens, first, local)
-        handle = NormalHandle.of(prefix, tokens_of_rows, layout.in_rank)
-        handle.routing = routing
-        return Arrived(found, by_expert, handle)
+        returning = Returning(tokens_of_rows, prefix, layout.in_rank)
+        return Arrived(found, by_expert, NormalHandle.of(routing, returning))
 
     def dispatch_again(self, rows: Rows, handle: NormalHandle) -> Rows:
         """A dispatch of other rows, without ids, to where the handle's went; waits for nothing."""
@@ -153,15 +155,15 @@ class NormalMode:
         biases: tuple[torch.Tensor, ...],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The sums of a token's rows, and of its weights, at its owner; of checked tensors."""
-        routing, add = self.routing_of(handle), biases[0] if biases else None
-        found = self._sum(x, routing, add)
+        most, add = self.routing_of(handle).most, biases[0] if biases else None
+        found = self._sum(x, handle.returning, most, add)
         for bias in biases[1:]:
             found += bias
         if weights is None:
             return found, None
         top_k = weights.shape[1]
         whole = weights if top_k % 4 == 0 else pad(weights, (0, -top_k % 4))
-        return found, self._sum(whole, routing)[:, :top_k].contiguous()
+        return found, self._sum(whole, handle.returning, most)[:, :top_k].contiguous()
 
     def routing_of(self, handle: NormalHandle) -> Routing:
         """Raises OutOfOrder for another buffer's handle."""
@@ -270,17 +272,17 @@ class NormalMode:
         return Rows(into[0], scales, topk), slots[: routing.rows], exchange.max_tokens
 
     def _sum(
-        self, x: torch.Tensor, routing: Routing, add: torch.Tensor | None = None
+        self, x: torch.Tensor, to: Returning, most: int, add: torch.Tensor | None = None
     ) -> torch.Tensor:
         key = (x.shape[1], x.dtype)
         exchange = self._fitting(
             self._back,
             key,
-            routing.most,
+            most,
             f"a combine of rows of {key[0]} {key[1]}",
             lambda tokens: RowCombine(self._group, tokens, *key, self._options),
         )
-        return exchange.run(x, routing.ranks, add)
+        return exchange.run(x, to, add)
 
     def _fitting(
         self,

@@ -2,25 +2,55 @@
 
 Each exchange is a `weft.AllToAll` whose experts are the ranks: a token's ids are the ranks that it
 goes to. Its received rows have one group, so `weft.grouping` packs them in the order of source
-rank, then token. Every call is a whole round, so calls may come in any order that is the same on
-all ranks, and be captured in graphs one by one.
+rank, then token; a kernel of this folder stores such rows back at their owners. Every call is a
+whole round, so calls may come in any order that is the same on all ranks, and be captured in graphs
+one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from weft.alltoall.api import AllToAll
 from weft.alltoall.received import Payload
+from weft.compat.return_rows import ReturnArgs, load_entries
 from weft.grouping.entry import Grouping
 from weft.grouping.rounds import GroupRounds
 from weft.memory import Group
+from weft.runtime.entries import Build
+from weft.runtime.stream import finish
+from weft.runtime.watched import one_call
+
+
+class Closes(Protocol):
+    """What is given back by `close`."""
+
+    def close(self) -> None:
+        """Give it back."""
+
+
+T = TypeVar("T", bound=Closes)
 
 VECTOR_BYTES = 16
 NO_ROW = 8  # columns of bfloat16 that a combine must have where none is needed
+
+
+@dataclass(frozen=True, slots=True)
+class Returning:
+    """Where the packed rows of a dispatch came from, and who has rows of this rank's tokens.
+
+    tokens: int32 `[rows]`, each row's token at its source.
+    until: int32 `[ep_size, ep_size]`: rows that ranks up to i sent to rank j.
+    in_rank: bool `[tokens, ep_size]`: does the token have a row on that rank?
+    """
+
+    tokens: torch.Tensor
+    until: torch.Tensor
+    in_rank: torch.Tensor
 
 
 class RowDispatch:
@@ -70,7 +100,7 @@ class RowCombine:
     """Sums at each token's owner of the rows that the ranks of the token have.
 
     hidden, dtype: of a row.   options: of the all-to-all.
-    Collective. Raises what AllToAll and its grouping raise.
+    Collective. Raises what AllToAll raises.
     """
 
     def __init__(
@@ -93,28 +123,39 @@ class RowCombine:
             **_between_ranks(group),
             **options,
         )
-        self._packed = _packed(self.a2a)
-        # Only the ranks of the tokens travel; a payload there must be.
-        size, device = (group.size * max_tokens, VECTOR_BYTES), group.device
-        self._blank = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._received = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._watched = self.a2a._watched
+        build = Build(defines=self.a2a._build.defines)
+        self._entries = _voted(
+            self.a2a, lambda: load_entries(group.device, self.a2a._geometry.shape, build)
+        )
+        self._nothing = _no_tokens(group)
+        self._arrived = torch.zeros(1, dtype=torch.int32, device=group.device)
+        self._args = ReturnArgs(site=self.a2a._workspace.site, arrived=self._arrived.data_ptr())
+        finish(group.device)
 
-    def run(
-        self, rows: torch.Tensor, ranks: torch.Tensor, add: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def run(self, rows: torch.Tensor, to: Returning, add: torch.Tensor | None) -> torch.Tensor:
         """Return `out[t] = sum over ranks + add[t]`, in fp32 and rank order, rounded once.
 
-        rows: `[rows, hidden]` in the order that RowDispatch packs.   ranks: those of the dispatch.
-        add: `[tokens, hidden]`.
+        rows: `[rows, hidden]` in the order that RowDispatch packs.   add: `[tokens, hidden]`.
         """
-        received = self.a2a.dispatch(self._blank[: len(ranks)], ranks)
-        self._packed.gather(received, (self._received[: len(rows)],))
-        self._packed.send(rows, tuple(rows.shape))
+        # A dispatch of no tokens: peers have read what an earlier combine brought them.
+        self.a2a.dispatch(*self._nothing)
+        self._send(rows, to)
         return self.a2a.combine_recv(add=add)
+
+    @one_call("combine")
+    def _send(self, rows: torch.Tensor, to: Returning) -> None:
+        args = self._args
+        args.rows, args.limit = rows.data_ptr(), len(rows)
+        args.tokens, args.until = to.tokens.data_ptr(), to.until.data_ptr()
+        args.in_rank, args.own_tokens = to.in_rank.data_ptr(), len(to.in_rank)
+        self.a2a._rounds.expect_send()
+        self._entries.run("return_rows", args, 0)
+        self.a2a._rounds.sent(len(to.in_rank))
 
     def close(self) -> None:
         """Give the memory back. Local."""
-        self._packed.close()
+        self._entries.close()
         self.a2a.close()
 
 
@@ -134,13 +175,11 @@ class Announcement:
             **_between_ranks(group),
             **options,
         )
-        nothing: dict[str, Any] = {"device": group.device}
-        self._row = torch.zeros((0, VECTOR_BYTES), dtype=torch.uint8, **nothing)
-        self._ranks = torch.zeros((0, group.size), dtype=torch.int32, **nothing)
+        self._nothing = _no_tokens(group)
 
     def tell(self, numbers: torch.Tensor) -> torch.Tensor:
         """Send int32 `[size]`; return a view `[ep_size, size]` that is valid until `finish`."""
-        told = self.a2a.dispatch(self._row, self._ranks, stats=numbers).stats
+        told = self.a2a.dispatch(*self._nothing, stats=numbers).stats
         assert told is not None
         return told
 
@@ -172,11 +211,33 @@ def _between_ranks(group: Group) -> dict[str, Any]:
     return {"top_k": group.size, "num_experts": group.size}
 
 
+def _no_tokens(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+    """Payload and ids of a dispatch that sends none."""
+    return (
+        torch.zeros((0, VECTOR_BYTES), dtype=torch.uint8, device=group.device),
+        torch.zeros((0, group.size), dtype=torch.int32, device=group.device),
+    )
+
+
 def _packed(a2a: AllToAll) -> GroupRounds:
     shape = a2a._geometry.shape
     grouping = Grouping("contiguous", 1, shape.ranks * shape.tokens, 1)
+    return _voted(a2a, lambda: GroupRounds(a2a, grouping, True, own_rows=False))
+
+
+def _voted(a2a: AllToAll, make: Callable[[], T]) -> T:
+    """What an all-to-all needs beside itself; where one rank cannot make it, none has either."""
+    made: list[T] = []
+    problem: Exception | None = None
     try:
-        return GroupRounds(a2a, grouping, True, own_rows=False)
-    except BaseException:
+        made.append(make())
+    except Exception as error:  # whatever it is, every rank hears of it
+        problem = error
         a2a.close()
-        raise
+
+    def undo() -> None:
+        made[0].close()
+        a2a.close()
+
+    a2a.group.vote(problem, doing="preparing an exchange of rows", undo=undo)
+    return made[0]
