@@ -352,7 +352,34 @@ def test_what_one_rank_passes_wrongly_all_raise(ranks, kind):
 
 
 def rows_that_do_not_fit(group: weft.Group) -> None:
-    """Handles that differ between ranks: what has no room is dropped, never written elsewhere."""
+    """Bounds that differ between ranks: what has no room is dropped, never written elsewhere."""
+    buffer = Buffer(group)
+    batches = [batch(r) for r in range(group.size)]
+    every = torch.tensor([0, EXPERTS // 2, -1])  # both ranks
+    batches = [b._replace(ids=every.repeat(len(b.ids), 1)) for b in batches]
+    mine = on(group, batches[group.rank])
+    args = {**layout(buffer, mine), "topk_idx": mine.ids, "topk_weights": mine.weights}
+    bound = (10, 18)[group.rank]
+    got, ids, _, _, handle, _ = buffer.dispatch(mine.x, **args, num_worst_tokens=bound)
+    assert ids is not None
+    want = wanted(batches, group.rank)
+    same(whole(got)[:14], want.x[:bound])
+    same(ids[:14], want.ids[:bound])
+    assert handle is not None
+    buffer.combine(whole(got), handle)
+    if group.device.type == "cuda":
+        torch.cuda.synchronize()
+    if group.rank == 0:
+        with pytest.raises(TokenOverflow):
+            buffer.check()
+    else:
+        buffer.check()
+    group.barrier()
+    buffer.destroy()
+
+
+def mixed_handles(group: weft.Group) -> None:
+    """Handles that differ between ranks give rows of nobody's, of the right number, and no more."""
     buffer, ranks = Buffer(group), group.size
     few, many = ([batch(r, (n,) * ranks, n) for r in range(ranks)] for n in (2, 40))
     handles = []
@@ -361,22 +388,25 @@ def rows_that_do_not_fit(group: weft.Group) -> None:
         x, _, _, _, handle, _ = buffer.dispatch(mine.x, **layout(buffer, mine))
         assert handle is not None
         handles.append((whole(x), handle, mine))
-    # Rank 0 believes in the small dispatch, all others in the large one.
     x, handle, mine = handles[min(group.rank, 1)]
     got, *_ = buffer.dispatch(mine.x, handle=handle)
     assert whole(got).shape == x.shape
-    buffer.combine(x, handle)
-    if group.device.type == "cuda":
-        torch.cuda.synchronize()
-    if group.rank == 0:
-        with pytest.raises(TokenOverflow):
-            buffer.check()
+    assert buffer.combine(x, handle)[0].shape == mine.x.shape
+    x, handle, mine = handles[1]
+    same(whole(buffer.dispatch(mine.x, handle=handle)[0]), wanted(many, group.rank).x)
+    same(buffer.combine(x, handle)[0], summed(many[group.rank], ranks))
+    buffer.check()
     group.barrier()
     buffer.destroy()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_beyond_what_a_handle_has_room_for_are_dropped(ranks, kind):
+def test_handles_that_differ_harm_no_later_call(ranks, kind):
+    ranks(2, kind)(mixed_handles)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_beyond_a_bound_are_dropped(ranks, kind):
     ranks(2, kind)(rows_that_do_not_fit)
 
 
@@ -471,7 +501,7 @@ def test_sizes_and_configs_are_what_callers_compute_with():
             assert config.num_sms == Buffer.num_sms
             assert config.get_rdma_buffer_size_hint(14336, ranks) == 0
     few, many = (Config(sms).get_nvl_buffer_size_hint(14336, 8) for sms in (2, 20))
-    assert 2 * 8 * 256 * 14336 < few < many < 10.2 * few
+    assert 9 * 256 * 14336 < few < many < 10.2 * few
     for call in (
         lambda: Buffer.get_dispatch_config(33),
         lambda: Buffer.get_combine_config(0),

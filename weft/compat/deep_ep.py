@@ -104,7 +104,7 @@ class Config:
         ranks = integer("num_ranks", num_ranks, 1, MAX_RANKS)
         tokens = max(1, self.num_sms // 2) * self.num_max_nvl_chunked_recv_tokens
         tokens = min(tokens, largest(Shape, "tokens"))
-        return exchange_bytes(ranks, tokens, (hidden_bytes,), hidden_bytes // 2, torch.bfloat16)
+        return exchange_bytes(ranks, tokens, hidden_bytes)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """0: weft serves one NVLink domain, of up to 32 ranks. Raises InvalidArgument."""
@@ -496,9 +496,9 @@ class Buffer:
             routing = self._normal.routing_of(_dispatched(handle))
             for name, given in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
                 refuse(name, given, None, "a handle's dispatch brings rows alone")
-            if len(x) != len(routing.ranks):
+            if len(x) != routing.tokens:
                 raise InvalidArgument(
-                    f"x has {len(x)} tokens, the dispatch of the handle had {len(routing.ranks)}: "
+                    f"x has {len(x)} tokens, the dispatch of the handle had {routing.tokens}: "
                     "pass as many"
                 )
             self._begin(previous_event)
@@ -578,7 +578,7 @@ class Buffer:
             raise InvalidArgument(f"bias has {len(biases)} tensors; pass one, or a tuple of two")
         for place, each in enumerate(biases):
             name = "bias" if len(biases) == 1 else f"bias[{place}]"
-            shape = (len(routing.ranks), x.shape[1])
+            shape = (routing.tokens, x.shape[1])
             check_tensor(name, each, shape=shape, dtypes=kinds, device=device)
             check_alignment(name, each, 16)
         if topk_weights is not None:

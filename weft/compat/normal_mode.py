@@ -16,12 +16,19 @@ from torch.nn.functional import pad
 
 from weft.compat import rank_layout
 from weft.compat.rank_layout import Layout
-from weft.compat.row_exchange import Announcement, Returning, RowCombine, RowDispatch
+from weft.compat.row_exchange import (
+    VECTOR_BYTES,
+    Announcement,
+    Packing,
+    RowCombine,
+    RowDispatch,
+    RowFetch,
+)
 from weft.errors import BadExpertId, GeometryMismatch, InvalidArgument, OutOfOrder, TokenOverflow
 from weft.memory import Group
 from weft.runtime.stream import capturing, finish
 
-E = TypeVar("E", RowDispatch, RowCombine)
+E = TypeVar("E", RowDispatch, RowFetch, RowCombine)
 
 LEAST_TOKENS = 64  # that an exchange is made for; it grows by powers of two
 # What every rank tells of its dispatch, before the counts, and how errors call it.
@@ -46,22 +53,17 @@ class Rows:
     scales: torch.Tensor | None = None
     topk: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def planes(self) -> tuple[torch.Tensor, ...]:
-        """All tensors, in the order of the payloads."""
-        scales = () if self.scales is None else (self.scales,)
-        return (self.x, *scales, *(self.topk or ()))
-
 
 @dataclass(frozen=True, slots=True)
 class Routing:
     """Where the tokens of a dispatch went.
 
-    owner: the normal mode that it is of.   ranks: int32 `[tokens, ep_size]`, as RowDispatch takes
-    it.   rows: of its results on this rank.   most: at least every rank's tokens, equal on all.
+    owner: the normal mode that it is of.   tokens: of this rank.   rows: of its results here.
+    most: at least every rank's tokens, equal on all.
     """
 
     owner: NormalMode
-    ranks: torch.Tensor
+    tokens: int
     rows: int
     most: int
 
@@ -75,13 +77,13 @@ class NormalHandle(tuple[torch.Tensor | None, ...]):
     """
 
     routing: Routing
-    returning: Returning
+    packing: Packing
 
     @classmethod
-    def of(cls, routing: Routing, returning: Returning) -> NormalHandle:
+    def of(cls, routing: Routing, packing: Packing) -> NormalHandle:
         """The handle of a dispatch by this routing."""
-        made = cls((returning.until, None, None, returning.tokens, returning.in_rank, None))
-        made.routing, made.returning = routing, returning
+        made = cls((packing.until, None, None, packing.tokens, packing.in_rank, None))
+        made.routing, made.packing = routing, packing
         return made
 
 
@@ -100,7 +102,8 @@ class NormalMode:
     def __init__(self, group: Group, options: dict[str, Any]) -> None:
         self._group, self._options = group, options
         self._announcements: dict[int, Announcement] = {}
-        self._there: dict[tuple[int, ...], RowDispatch] = {}
+        self._finding: dict[tuple[int, ...], RowDispatch] = {}
+        self._there: dict[tuple[int, int], RowFetch] = {}
         self._back: dict[tuple[int, torch.dtype], RowCombine] = {}
         self._host: dict[torch.Size, torch.Tensor] = {}
         # Entries that name no expert, of dispatches that no host waited for.
@@ -137,15 +140,17 @@ class NormalMode:
             arriving = int(numbers[:, flagged][:, group.rank].sum())
             mine = numbers[:, -experts:][:, first : first + local].sum(0)
             by_expert = [-(-n // alignment) * alignment for n in mine.tolist()]
-        routing = Routing(self, ranks, arriving, most)
-        found, slots, max_tokens = self._send(rows, routing, fills_ids=bool(worst))
-        tokens_of_rows = rank_layout.localize(found.topk, slots, max_tokens, first, local)
-        returning = Returning(tokens_of_rows, prefix, layout.in_rank)
-        return Arrived(found, by_expert, NormalHandle.of(routing, returning))
+        routing = Routing(self, tokens, arriving, most)
+        topk, slots, max_tokens = self._find_rows(rows.topk, ranks, routing, bounded=worst > 0)
+        tokens_of_rows = rank_layout.localize(topk, slots, max_tokens, first, local)
+        packing = Packing(tokens_of_rows, prefix, layout.in_rank)
+        x, scales = self._fetch(rows, packing, routing)
+        handle = NormalHandle.of(routing, packing)
+        return Arrived(Rows(x, scales, topk), by_expert, handle)
 
     def dispatch_again(self, rows: Rows, handle: NormalHandle) -> Rows:
         """A dispatch of other rows, without ids, to where the handle's went; waits for nothing."""
-        return self._send(rows, self.routing_of(handle), fills_ids=False)[0]
+        return Rows(*self._fetch(rows, handle.packing, self.routing_of(handle)))
 
     def combine(
         self,
@@ -156,14 +161,14 @@ class NormalMode:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The sums of a token's rows, and of its weights, at its owner; of checked tensors."""
         most, add = self.routing_of(handle).most, biases[0] if biases else None
-        found = self._sum(x, handle.returning, most, add)
+        found = self._sum(x, handle.packing, most, add)
         for bias in biases[1:]:
             found += bias
         if weights is None:
             return found, None
         top_k = weights.shape[1]
         whole = weights if top_k % 4 == 0 else pad(weights, (0, -top_k % 4))
-        return found, self._sum(whole, handle.returning, most)[:, :top_k].contiguous()
+        return found, self._sum(whole, handle.packing, most)[:, :top_k].contiguous()
 
     def routing_of(self, handle: NormalHandle) -> Routing:
         """Raises OutOfOrder for another buffer's handle."""
@@ -185,15 +190,18 @@ class NormalMode:
                 "expert and are not -1; nobody received them"
             )
 
-    def exchanges(self) -> list[Announcement | RowDispatch | RowCombine]:
+    def exchanges(self) -> list[Announcement | RowDispatch | RowFetch | RowCombine]:
         """All that have been made."""
-        return [*self._announcements.values(), *self._there.values(), *self._back.values()]
+        found: list[Announcement | RowDispatch | RowFetch | RowCombine] = []
+        for table in (self._announcements, self._finding, self._there, self._back):
+            found += table.values()
+        return found
 
     def close(self) -> None:
         """Give all memory back. Local."""
         for exchange in self.exchanges():
             exchange.close()
-        for table in (self._announcements, self._there, self._back):
+        for table in (self._announcements, self._finding, self._there, self._back):
             table.clear()
 
     def _announcement(self, experts: int) -> Announcement:
@@ -243,36 +251,62 @@ class NormalMode:
                     f"{flagged}: pass both as get_dispatch_layout returned them"
                 )
 
-    def _send(
-        self, rows: Rows, routing: Routing, *, fills_ids: bool
-    ) -> tuple[Rows, torch.Tensor, int]:
-        """Send rows; return those that came, their slots, and the slots of each source.
+    def _find_rows(
+        self,
+        topk: tuple[torch.Tensor, torch.Tensor] | None,
+        ranks: torch.Tensor,
+        routing: Routing,
+        *,
+        bounded: bool,
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor] | None, torch.Tensor, int]:
+        """Send ids and weights; return those that came, the slots of rows, and of each source.
 
-        fills_ids: are there ids of rows that nobody sends? They are -1.
+        bounded: there may be rows that nobody sends, behind the received ones: their ids are -1.
         """
-        planes = rows.planes()
-        into = [each.new_empty((routing.rows, *each.shape[1:])) for each in planes]
-        if fills_ids:
-            into[-2].fill_(-1)
-        size = tuple(_row_bytes(each) for each in planes)
+        sent: tuple[torch.Tensor, ...]
+        blank = torch.empty((len(ranks), VECTOR_BYTES), dtype=torch.uint8, device=ranks.device)
+        sent = (blank,) if topk is None else topk
+        into = [each.new_empty((routing.rows, each.shape[1])) for each in sent]
+        if bounded and topk is not None:
+            into[0].fill_(-1)
+        size = tuple(_row_bytes(each) for each in sent)
+        exchange = self._fitting(
+            self._finding,
+            size,
+            routing.most,
+            f"a dispatch of {'no ids' if topk is None else f'{topk[0].shape[1]} ids a token'}",
+            lambda tokens: RowDispatch(self._group, tokens, size, self._options),
+        )
+        slots = exchange.run(
+            [each.view(torch.uint8) for each in sent],
+            ranks,
+            [each.view(torch.uint8) for each in into],
+        )
+        found = None if topk is None else (into[0], into[1])
+        return found, slots[: routing.rows], exchange.max_tokens
+
+    def _fetch(
+        self, rows: Rows, packing: Packing, routing: Routing
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The rows, and their scales, that come to this rank."""
+        x, scales = rows.x, rows.scales
+        into = (
+            x.new_empty((routing.rows, x.shape[1])),
+            None if scales is None else scales.new_empty((routing.rows, scales.shape[1])),
+        )
+        size = _row_bytes(x), 0 if scales is None else _row_bytes(scales)
         exchange = self._fitting(
             self._there,
             size,
             routing.most,
-            f"a dispatch of rows of {list(size)} bytes",
-            lambda tokens: RowDispatch(self._group, tokens, size, self._options),
+            f"a dispatch of rows of {size[0]} bytes and scales of {size[1]}",
+            lambda tokens: RowFetch(self._group, tokens, *size, self._options),
         )
-        slots = exchange.run(
-            [each.view(torch.uint8) for each in planes],
-            routing.ranks,
-            [each.view(torch.uint8) for each in into],
-        )
-        scales = None if rows.scales is None else into[1]
-        topk = None if rows.topk is None else (into[-2], into[-1])
-        return Rows(into[0], scales, topk), slots[: routing.rows], exchange.max_tokens
+        exchange.run(x, scales, packing, into)
+        return into
 
     def _sum(
-        self, x: torch.Tensor, to: Returning, most: int, add: torch.Tensor | None = None
+        self, x: torch.Tensor, to: Packing, most: int, add: torch.Tensor | None = None
     ) -> torch.Tensor:
         key = (x.shape[1], x.dtype)
         exchange = self._fitting(

@@ -17,11 +17,11 @@ import torch
 
 from weft.alltoall.api import AllToAll
 from weft.alltoall.received import Payload
-from weft.compat.return_rows import ReturnArgs, load_entries
+from weft.compat.packed_rows import FetchArgs, PackedRows, ReturnArgs, load_entries
 from weft.grouping.entry import Grouping
 from weft.grouping.rounds import GroupRounds
 from weft.memory import Group
-from weft.runtime.entries import Build
+from weft.runtime.entries import Build, Entries
 from weft.runtime.stream import finish
 from weft.runtime.watched import one_call
 
@@ -40,7 +40,7 @@ NO_ROW = 8  # columns of bfloat16 that a combine must have where none is needed
 
 
 @dataclass(frozen=True, slots=True)
-class Returning:
+class Packing:
     """Where the packed rows of a dispatch came from, and who has rows of this rank's tokens.
 
     tokens: int32 `[rows]`, each row's token at its source.
@@ -52,11 +52,19 @@ class Returning:
     until: torch.Tensor
     in_rank: torch.Tensor
 
+    def packed(self, rows: int) -> PackedRows:
+        """The packed rows as kernels take them, of which there are so many."""
+        return PackedRows(
+            tokens=self.tokens.data_ptr(),
+            until=self.until.data_ptr(),
+            limit=min(rows, len(self.tokens)),
+        )
+
 
 class RowDispatch:
-    """Rows of several payloads to the ranks of each token, into tensors of the caller's.
+    """Small rows of several payloads to the ranks of each token, into tensors of the caller's.
 
-    row_bytes: of each payload.   options: of the all-to-all.
+    It finds out which rows come. row_bytes: of each payload.   options: of the all-to-all.
     Collective. Raises what AllToAll and its grouping raise.
     """
 
@@ -96,6 +104,78 @@ class RowDispatch:
         self.a2a.close()
 
 
+class RowFetch:
+    """Rows, and their scales, that the ranks of each token fetch from its owner.
+
+    row_bytes: of a row, whole 16-byte vectors.   scale_bytes: of its scales, whole words, or 0.
+    options: of the all-to-all. A round of it dispatches no token: its dispatch says that all rows
+    are in the outboxes, its combine that all have been fetched. Collective. Raises what AllToAll
+    raises.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        max_tokens: int,
+        row_bytes: int,
+        scale_bytes: int,
+        options: dict[str, Any],
+    ) -> None:
+        self.max_tokens = max_tokens
+        pitch = row_bytes + -(-scale_bytes // VECTOR_BYTES) * VECTOR_BYTES
+        # An outbox has rows for this rank's tokens, and no more.
+        slots = -(-max_tokens // group.size)
+        self.a2a = AllToAll(
+            group,
+            max_tokens=slots,
+            hidden=pitch // torch.bfloat16.itemsize,
+            payloads=[Payload((VECTOR_BYTES,), torch.uint8)],
+            **_between_ranks(group),
+            **options,
+        )
+        self._watched = self.a2a._watched
+        self._entries = _entries(self.a2a, "fetch_rows", group.size * max_tokens)
+        self._nothing = _no_tokens(group)
+        # In wide elements, which torch copies faster where rows lie apart.
+        outbox = self.a2a.output().view(group.size * slots, -1)
+        self._rows = outbox.view(torch.int64)[:, : row_bytes // 8]
+        self._scales = outbox.view(torch.int32)[:, row_bytes // 4 :][:, : scale_bytes // 4]
+        self._args = FetchArgs(site=self.a2a._workspace.site)
+        self._args.row_bytes, self._args.scale_bytes = row_bytes, scale_bytes
+
+    def run(
+        self,
+        rows: torch.Tensor,
+        scales: torch.Tensor | None,
+        packing: Packing,
+        into: tuple[torch.Tensor, torch.Tensor | None],
+    ) -> None:
+        """Fill `into`, rows and scales, with what this rank's packed rows are.
+
+        rows, scales: `[tokens, *]` of this rank, as many bytes as row_bytes and scale_bytes say.
+        into: `[rows, *]`, of the same dtypes.
+        """
+        self._rows[: len(rows)].copy_(rows.view(torch.int64))
+        if scales is not None:
+            self._scales[: len(scales)].copy_(scales.view(torch.int32))
+        self.a2a.dispatch(*self._nothing)
+        self._fetch(packing, into)
+        self.a2a._rounds.finish()
+
+    @one_call("dispatch")
+    def _fetch(self, packing: Packing, into: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+        args, (rows, scales) = self._args, into
+        args.packed, args.rows = packing.packed(len(rows)), rows.data_ptr()
+        args.scales = 0 if scales is None else scales.data_ptr()
+        self._entries.run("fetch_rows", args, 0)
+
+    def close(self) -> None:
+        """Give the memory back. Local."""
+        self._entries.close()
+        del self._rows, self._scales
+        self.a2a.close()
+
+
 class RowCombine:
     """Sums at each token's owner of the rows that the ranks of the token have.
 
@@ -124,16 +204,13 @@ class RowCombine:
             **options,
         )
         self._watched = self.a2a._watched
-        build = Build(defines=self.a2a._build.defines)
-        self._entries = _voted(
-            self.a2a, lambda: load_entries(group.device, self.a2a._geometry.shape, build)
-        )
+        self._entries = _entries(self.a2a, "return_rows", group.size * max_tokens)
         self._nothing = _no_tokens(group)
         self._arrived = torch.zeros(1, dtype=torch.int32, device=group.device)
         self._args = ReturnArgs(site=self.a2a._workspace.site, arrived=self._arrived.data_ptr())
         finish(group.device)
 
-    def run(self, rows: torch.Tensor, to: Returning, add: torch.Tensor | None) -> torch.Tensor:
+    def run(self, rows: torch.Tensor, to: Packing, add: torch.Tensor | None) -> torch.Tensor:
         """Return `out[t] = sum over ranks + add[t]`, in fp32 and rank order, rounded once.
 
         rows: `[rows, hidden]` in the order that RowDispatch packs.   add: `[tokens, hidden]`.
@@ -144,10 +221,9 @@ class RowCombine:
         return self.a2a.combine_recv(add=add)
 
     @one_call("combine")
-    def _send(self, rows: torch.Tensor, to: Returning) -> None:
+    def _send(self, rows: torch.Tensor, to: Packing) -> None:
         args = self._args
-        args.rows, args.limit = rows.data_ptr(), len(rows)
-        args.tokens, args.until = to.tokens.data_ptr(), to.until.data_ptr()
+        args.rows, args.packed = rows.data_ptr(), to.packed(len(rows))
         args.in_rank, args.own_tokens = to.in_rank.data_ptr(), len(to.in_rank)
         self.a2a._rounds.expect_send()
         self._entries.run("return_rows", args, 0)
@@ -192,19 +268,13 @@ class Announcement:
         self.a2a.close()
 
 
-def exchange_bytes(
-    ranks: int, max_tokens: int, row_bytes: Sequence[int], hidden: int, dtype: torch.dtype
-) -> int:
-    """Bytes of symmetric memory of a RowDispatch and a RowCombine. Raises InvalidArgument."""
-    sizes: dict[str, Any] = {"ranks": ranks, "top_k": ranks, "num_experts": ranks}
-    sizes["max_tokens"] = max_tokens
-    planes = [Payload((size,), torch.uint8) for size in row_bytes]
+def exchange_bytes(ranks: int, max_tokens: int, row_bytes: int) -> int:
+    """Bytes of symmetric memory of a RowFetch and a RowCombine in bfloat16. InvalidArgument."""
     blank = [Payload((VECTOR_BYTES,), torch.uint8)]
-    there = AllToAll.memory_bytes(**sizes, hidden=NO_ROW, payloads=planes)
-    back = AllToAll.memory_bytes(
-        **sizes, hidden=hidden, dtype=dtype, payloads=blank, combine="gemm_push"
-    )
-    return there + back
+    sizes: dict[str, Any] = {"ranks": ranks, "top_k": ranks, "num_experts": ranks}
+    sizes |= {"hidden": row_bytes // torch.bfloat16.itemsize, "payloads": blank}
+    there = AllToAll.memory_bytes(**sizes, max_tokens=-(-max_tokens // ranks))
+    return there + AllToAll.memory_bytes(**sizes, max_tokens=max_tokens, combine="gemm_push")
 
 
 def _between_ranks(group: Group) -> dict[str, Any]:
@@ -217,6 +287,12 @@ def _no_tokens(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
         torch.zeros((0, VECTOR_BYTES), dtype=torch.uint8, device=group.device),
         torch.zeros((0, group.size), dtype=torch.int32, device=group.device),
     )
+
+
+def _entries(a2a: AllToAll, name: str, most_rows: int) -> Entries:
+    build = Build(defines=a2a._build.defines)
+    shape, device = a2a._geometry.shape, a2a.group.device
+    return _voted(a2a, lambda: load_entries(device, name, shape, most_rows, build))
 
 
 def _packed(a2a: AllToAll) -> GroupRounds:

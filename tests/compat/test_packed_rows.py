@@ -17,7 +17,7 @@ from tests.emulator.watch import watching
 from tests.grouping.emulate_groups import DOOR
 from tests.recorded import NVRTC, reads
 from tests.rounds import bits
-from weft.compat import return_rows
+from weft.compat import packed_rows
 from weft.compat.deep_ep import Buffer
 from weft.jit.cache import Cache
 from weft.jit.nvrtc import CUDA_OPTIONS, compile_cubin
@@ -26,21 +26,22 @@ from weft.runtime.layout import compare
 from weft.shape import Shape
 
 TOKENS = (9, 70, 0)
+THERE = Shape(8, 512, 8, 8, 7168, "bf16", (16,))
 BACK = Shape(8, 4096, 8, 8, 7168, "bf16", (16,), combine="gemm_push")
+WEIGHTS = Shape(3, 64, 3, 3, 12, "fp32", (16,), combine="gemm_push")
 PROGRAMS: dict[str, Program] = {
-    "return rows": return_rows.program(BACK, device=True),
-    "return weights": return_rows.program(
-        Shape(3, 64, 3, 3, 12, "fp32", (16,), combine="gemm_push"), device=True
-    ),
+    "fetch": packed_rows.program("fetch_rows", THERE, device=True),
+    "return": packed_rows.program("return_rows", BACK, device=True),
+    "return weights": packed_rows.program("return_rows", WEIGHTS, device=True),
 }
 
 
-def compile_emulated(shape: Shape, folder: Path) -> Path:
-    """The shared library of the kernel of one Shape."""
-    door = DOOR.format(name="return_rows", args="ReturnArgs", call="return_rows<S>")
+def compile_emulated(name: str, shape: Shape, folder: Path) -> Path:
+    """The shared library of one kernel of one Shape."""
+    door = DOOR.format(name=name, args=packed_rows.ENTRIES[name].__name__, call=f"{name}<S>")
     return build_library(
         emulated_tree(folder),
-        "#include <weft/compat/return_rows.cuh>\n"
+        "#include <weft/compat/packed_rows.cuh>\n"
         f"constexpr weft::Shape S = {shape.literal()};\n{door}",
     )
 
@@ -65,29 +66,41 @@ def emulated(group: weft.Group, folder: str) -> None:
     args = {**layout(buffer, mine), "topk_idx": mine.ids, "topk_weights": mine.weights}
     got, _, weights, _, handle, _ = buffer.dispatch(mine.x, **args)
     assert handle is not None
+    got_fp8, *_ = buffer.dispatch(mine.fp8(), handle=handle)
     x = whole(got) * 3
-    wanted = buffer.combine(x, handle, weights)
-    for number, exchange in enumerate(buffer._normal._back.values()):
+
+    def calls() -> list[torch.Tensor]:
+        sums, of_weights, _ = buffer.combine(x, handle, weights)
+        rows, *_ = buffer.dispatch(mine.x, handle=handle)
+        numbers, *_ = buffer.dispatch(mine.fp8(), handle=handle)
+        assert of_weights is not None
+        return [sums, of_weights, whole(rows), *numbers]
+
+    wanted = calls()
+    assert torch.equal(bits(wanted[2]), bits(whole(got)))
+    assert torch.equal(bits(wanted[3]), bits(got_fp8[0]))
+    normal = buffer._normal
+    kernels = [("fetch_rows", e) for e in normal._there.values()]
+    kernels += [("return_rows", e) for e in normal._back.values()]  # type: ignore[misc]
+    for number, (name, exchange) in enumerate(kernels):
         own, place = exchange._entries, Path(folder) / str(number)
         library = place / "kernels.so"
         if group.rank == 0:
             place.mkdir()
-            library = compile_emulated(exchange.a2a._geometry.shape, place)
+            library = compile_emulated(name, exchange.a2a._geometry.shape, place)
         group.barrier()
         for ctas, threads in ((1, 32), (3, 96)):
             exchange._entries = entries = Emulated(library, ctas, threads)
-            sums, of_weights, _ = buffer.combine(x, handle, weights)
-            assert torch.equal(bits(sums), bits(wanted[0]))
-            assert of_weights is not None
-            assert wanted[1] is not None
-            assert torch.equal(bits(of_weights), bits(wanted[1]))
-        with watching(
-            group, entries.library, exchange.a2a._workspace.site.stride, whole=False
-        ) as watch:
-            buffer.combine(x, handle, weights)
-        flags = {e.how for e in watch.events() if "release" in e.how}
-        assert flags == {"writes release sys"}
-        assert {e.how for e in watch.events() if "updates" in e.how} == {"updates acq_rel gpu"}
+            for value, want in zip(calls(), wanted, strict=True):
+                assert torch.equal(bits(value), bits(want))
+        stride = exchange.a2a._workspace.site.stride
+        with watching(group, entries.library, stride, whole=False) as watch:
+            calls()
+        how = {event.how for event in watch.events()}
+        flags = {"writes release sys"} if name == "return_rows" else set()
+        assert {each for each in how if "release" in each or "acquire" in each} == flags
+        own_counters = {"updates acq_rel gpu"} if name == "return_rows" else set()
+        assert {each for each in how if "updates" in each} == own_counters
         exchange._entries = own
     buffer.check()
     buffer.destroy()
@@ -111,22 +124,22 @@ def misled(group: weft.Group) -> None:
     )
     returned, shape = exchange.a2a._geometry.layout.returned, exchange.a2a._geometry.shape
     end = returned + shape.ranks * shape.tokens * shape.out_bytes
-    saved = [each.clone() for each in (handle.returning.tokens, handle.returning.until)]
+    saved = [each.clone() for each in (handle.packing.tokens, handle.packing.until)]
     for value in (-1, 64, 1 << 30, -(1 << 31)):
         group.barrier()
         behind = share[end:].clone()
         group.barrier()
-        handle.returning.tokens.fill_(value)
+        handle.packing.tokens.fill_(value)
         buffer.combine(x, handle)
         group.barrier()
         # destinations and saved routings are as they were: the same tokens come back
         assert torch.equal(share[end:], behind)
-        handle.returning.tokens.copy_(saved[0])
-        handle.returning.until.fill_(value)
+        handle.packing.tokens.copy_(saved[0])
+        handle.packing.until.fill_(value)
         buffer.combine(x, handle)
         group.barrier()
         assert torch.equal(share[end:], behind)
-        handle.returning.until.copy_(saved[1])
+        handle.packing.until.copy_(saved[1])
     assert torch.equal(bits(buffer.combine(x, handle)[0]), bits(want))
     buffer.check()
     buffer.destroy()
