@@ -12,7 +12,14 @@ import weft
 from tests.rounds import bits
 from tests.test_defaults import defaults
 from weft.compat.deep_ep import Buffer, Config, EventOverlap
-from weft.errors import BadExpertId, GeometryMismatch, InvalidArgument, OutOfOrder, TokenOverflow
+from weft.errors import (
+    BadExpertId,
+    GeometryMismatch,
+    InvalidArgument,
+    OutOfOrder,
+    PeerLeft,
+    TokenOverflow,
+)
 
 KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 HIDDEN, TOP_K, EXPERTS = 256, 3, 12
@@ -408,6 +415,31 @@ def test_handles_that_differ_harm_no_later_call(ranks, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_beyond_a_bound_are_dropped(ranks, kind):
     ranks(2, kind)(rows_that_do_not_fit)
+
+
+def left_alone(group: weft.Group) -> str:
+    """A rank gives its buffer back while the other dispatches: no deadline is waited for."""
+    buffer, mine = Buffer(group, timeout=600.0, first_timeout=600.0), on(group, batch(group.rank))
+    args = layout(buffer, mine)
+    x, _, _, _, handle, _ = buffer.dispatch(mine.x, **args)
+    assert handle is not None
+    buffer.combine(whole(x), handle)
+    group.barrier()
+    if group.rank == 1:
+        buffer.destroy()
+        return ""
+    with pytest.raises(PeerLeft) as raised:
+        buffer.dispatch(mine.x, **args)
+    with pytest.raises(PeerLeft):
+        buffer.check()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_left_is_named(ranks, kind):
+    text, _ = ranks(2, kind)(left_alone)
+    assert "rank 1" in text
+    assert "closed its all-to-all" in text
 
 
 def refused(group: weft.Group) -> None:
