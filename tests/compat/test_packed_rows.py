@@ -1,4 +1,4 @@
-"""The kernel that stores packed rows at their owners stores on a CPU what the CPU's own does."""
+"""The kernels that pack rows, and return packed ones, do on a CPU what the CPU's own do."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from tests.emulator.watch import watching
 from tests.grouping.emulate_groups import DOOR
 from tests.recorded import NVRTC, reads
 from tests.rounds import bits
-from weft.compat import packed_rows
+from weft.compat import packed_rows, rank_layout
 from weft.compat.deep_ep import Buffer
+from weft.errors import TokenOverflow
+from weft.grouping.entry import COUNTING
+from weft.grouping.rounds import GroupRounds
 from weft.jit.cache import Cache
 from weft.jit.nvrtc import CUDA_OPTIONS, compile_cubin
 from weft.runtime.entries import Program
@@ -26,6 +29,7 @@ from weft.runtime.layout import compare
 from weft.shape import Shape
 
 TOKENS = (9, 70, 0)
+GATHER = ("group", "gather")
 THERE = Shape(8, 512, 8, 8, 7168, "bf16", (16,))
 BACK = Shape(8, 4096, 8, 8, 7168, "bf16", (16,), combine="gemm_push")
 WEIGHTS = Shape(3, 64, 3, 3, 12, "fp32", (16,), combine="gemm_push")
@@ -107,9 +111,83 @@ def emulated(group: weft.Group, folder: str) -> None:
 
 
 @reads("tests/emulator/*.hpp")
-@pytest.mark.parametrize("ranks_there", [2, 3])
-def test_the_kernel_stores_what_the_cpu_stores(ranks, tmp_path, ranks_there):
-    ranks(ranks_there, "threads")(emulated, str(tmp_path))
+def test_the_kernels_move_what_the_cpu_moves(ranks, tmp_path):
+    ranks(3, "threads")(emulated, str(tmp_path))
+
+
+class EmulatedPacking:
+    """Both kernels that pack small rows, gather with `ctas` CTAs of `threads`."""
+
+    def __init__(self, library: Path, rounds: GroupRounds, ctas: int, threads: int) -> None:
+        self.library, self._launch = ctypes.CDLL(str(library)), (ctas, threads)
+        shape, packing = rounds._a2a._geometry.shape, rounds.grouping
+        self._tiles = packing.tiles(shape)
+        entries = (shape.ranks, shape.tokens, packing.entries(shape))
+        self._within = torch.zeros(entries, dtype=torch.int32)
+        self._before = torch.zeros((self._tiles, packing.groups), dtype=torch.int32)
+
+    def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
+        """Run the two kernels of a gather."""
+        assert name == "gather"
+        args.within, args.before = self._within.data_ptr(), self._before.data_ptr()
+        for kernel, shape in (("group", (self._tiles, COUNTING)), ("gather", self._launch)):
+            getattr(self.library, kernel)(ctypes.byref(args), (ctypes.c_uint32 * 2)(*shape))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def packed(group: weft.Group, folder: str) -> None:
+    """Into as many rows as come, into more, and into fewer, of which the rest is dropped."""
+    buffer = Buffer(group, timeout=600.0)
+    mine = on(group, batch(group.rank, TOKENS))
+    args = {**layout(buffer, mine), "topk_idx": mine.ids, "topk_weights": mine.weights}
+    room = (2 * max(TOKENS), 1)[group.rank]  # rank 1 has no more than a row for what comes
+
+    def calls() -> list[torch.Tensor]:
+        exact = buffer.dispatch(mine.x, **args)
+        more = buffer.dispatch(mine.x, **args, num_worst_tokens=2 * max(TOKENS))
+        behind = whole(more[0])[: len(exact[0])]  # rows that nobody sent hold anything
+        found = [t for t in (*exact[:3], behind, *more[1:3]) if isinstance(t, torch.Tensor)]
+        assert len(found) == 6
+        (finding,) = buffer._normal._finding.values()
+        into = [torch.full((room + 2, size), 77, dtype=torch.uint8) for size in (24, 12)]
+        sent = mine.ids.view(torch.uint8), mine.weights.view(torch.uint8)
+        ranks = rank_layout.announcement_in_torch(
+            (), None, rank_layout.layout_in_torch(mine.ids, 12, 2), None
+        )[1]
+        finding.run(sent, ranks, [t[:room] for t in into])
+        if group.rank == 1:
+            with pytest.raises(TokenOverflow):
+                finding.a2a.check()
+        assert all(bool((t[room:] == 77).all()) for t in into)
+        return [*found, *(t[:1] for t in into)]
+
+    wanted = calls()
+    (exchange,) = buffer._normal._finding.values()
+    rounds, library = exchange._packed, Path(folder) / "kernels.so"
+    if group.rank == 0:
+        doors = [DOOR.format(name=n, args="GroupArgs", call=f"{n}<S, G>") for n in GATHER]
+        library = build_library(
+            emulated_tree(Path(folder)),
+            "#include <weft/grouping/rows.cuh>\n"
+            f"constexpr weft::Shape S = {exchange.a2a._geometry.shape.literal()};\n"
+            f"constexpr weft::Grouping G = {rounds.grouping.literal()};\n{''.join(doors)}",
+        )
+    group.barrier()
+    own = rounds._entries
+    for ctas, threads in ((1, 32), (3, 96)):
+        rounds._entries = EmulatedPacking(library, rounds, ctas, threads)
+        for value, want in zip(calls(), wanted, strict=True):
+            assert torch.equal(bits(value), bits(want))
+    rounds._entries = own
+    buffer.check()
+    buffer.destroy()
+
+
+@reads("tests/emulator/*.hpp")
+def test_kernels_pack_what_the_cpu_packs(ranks, tmp_path):
+    ranks(2, "threads")(packed, str(tmp_path))
 
 
 def misled(group: weft.Group) -> None:

@@ -1,8 +1,8 @@
 """The normal mode of deep_ep's buffer: rows to ranks and back, packed, in results of their own.
 
 A dispatch tells all ranks its counts, waits on the host for theirs unless the caller gives a bound,
-and sends the rows. What a handle keeps is which ranks each token went to, so any handle may be used
-again, in any order that is the same on all ranks.
+sends ids and weights, from which a rank learns which rows are its own, and fetches those. A handle
+keeps which they are, so any handle may be used again, in any order that is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -106,8 +106,9 @@ class NormalMode:
         self._there: dict[tuple[int, int], RowFetch] = {}
         self._back: dict[tuple[int, torch.dtype], RowCombine] = {}
         self._host: dict[torch.Size, torch.Tensor] = {}
-        # Entries that name no expert, of dispatches that no host waited for.
+        # Entries that name no expert, of dispatches that no host waited for; were there any?
         self._refused = torch.zeros(1, dtype=torch.int32, device=group.device)
+        self._bounded = False
 
     def dispatch(self, rows: Rows, layout: Layout, alignment: int, worst: int) -> Arrived:
         """A dispatch with a new routing, of checked tensors.
@@ -124,9 +125,10 @@ class NormalMode:
         announcement = self._announcement(experts)
         ids = None if rows.topk is None else rows.topk[0]
         refused = self._refused if worst else None
+        self._bounded = self._bounded or worst > 0
         numbers, ranks = rank_layout.announcement(_words(rows, worst), ids, layout, refused)
         told, flagged = announcement.tell(numbers), slice(COUNTS + group.size, -experts)
-        prefix = told[:, flagged].cumsum(0, dtype=torch.int32)
+        prefix = told[:, flagged].cumsum(0, dtype=torch.int32).contiguous()
         local = experts // group.size
         first = group.rank * local
         by_expert: list[int] = []
@@ -179,10 +181,10 @@ class NormalMode:
         return handle.routing
 
     def check(self) -> None:
-        """Raise what the device has recorded. Waits for it."""
+        """Raise what the device has recorded; waits for it after dispatches with a bound."""
         for exchange in self.exchanges():
             exchange.a2a.check()
-        refused = int(self._refused)
+        refused = int(self._refused) if self._bounded else 0
         if refused:
             self._refused.zero_()
             raise BadExpertId(

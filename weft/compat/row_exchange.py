@@ -1,8 +1,9 @@
 """Rows to the ranks that a table names, packed source after source, and sums of rows back.
 
 Each exchange is a `weft.AllToAll` whose experts are the ranks: a token's ids are the ranks that it
-goes to. Its received rows have one group, so `weft.grouping` packs them in the order of source
-rank, then token; a kernel of this folder stores such rows back at their owners. Every call is a
+goes to. `RowDispatch` carries a token's small rows; what it received has one group, so
+`weft.grouping` packs it in the order of source rank, then token. With what it found out, `RowFetch`
+fetches large rows, and `RowCombine` returns them, each by a kernel of this folder. Every call is a
 whole round, so calls may come in any order that is the same on all ranks, and be captured in graphs
 one by one.
 """
