@@ -100,6 +100,8 @@ class CudaPackedEntries(CudaEntries):
     def __init__(self, name: str, shape: Shape, most_rows: int, build: Build) -> None:
         super().__init__(program(name, shape, device=True), build)
         self._warps = most_rows * -(-shape.out_bytes // PIECE_BYTES)
+        # Now: a peer's kernel may spin when it is launched.
+        self._launches[name, 0] = self._find(name, 0)
 
     def _find(self, name: str, tokens: int) -> Launch:
         resident = self._sms * max(1, self._module.occupancy(name, THREADS))

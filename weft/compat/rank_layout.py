@@ -96,6 +96,13 @@ LOCAL = _kernel("localize", LocalArgs, "dispatch")
 KERNELS = (LAYOUT, ANNOUNCEMENT, LOCAL)
 
 
+def load(device: torch.device) -> None:
+    """Load the kernels before peers wait for what they compute. Raises CompileError."""
+    if device.type == "cuda":
+        for kernel in KERNELS:
+            kernel.enqueue("", kernel.args(), device, 0, THREADS)
+
+
 def dispatch_layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) -> Layout:
     """Count where the tokens of int32 or int64 `[tokens, top_k]` go.
 
