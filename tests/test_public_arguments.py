@@ -41,14 +41,6 @@ ELSEWHERE = {
     "LayerTable.of_json": "tests/moe/test_layer_table.py",
     "AllReduceFusionWorkspace.checkpoint_restore": "tests/compat/test_fusion_workspace.py",
     "MoeAlltoAll.checkpoint_restore": "tests/compat/test_refusals.py",
-    **{
-        name: "tests/compat/test_deep_ep_sequences.py"
-        for name in (
-            *("Buffer.dispatch", "Buffer.combine", "Buffer.get_dispatch_layout"),
-            *("Buffer.get_dispatch_config", "Buffer.get_combine_config"),
-            *("Config.get_nvl_buffer_size_hint", "Config.get_rdma_buffer_size_hint"),
-        )
-    },
     "TRTLLMAllReduceFusionWorkspace.checkpoint_restore": "tests/compat/test_fusion_workspace.py",
 }
 WORKSPACES = ("AllReduceFusionWorkspace", "TRTLLMAllReduceFusionWorkspace")

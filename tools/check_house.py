@@ -31,6 +31,7 @@ MAY_INCLUDE = {
     "gemm": ("gemm", "device"),
     "grouping": ("grouping", "alltoall", "device"),
     "moe": ("moe", "device"),
+    "compat": ("compat", "grouping", "alltoall", "device"),
 }
 POSIX = {
     "errno.h",

@@ -444,7 +444,7 @@ def buffers(group: weft.Group) -> None:
     kinds: dict[str, Kind] = {
         "group": listed("x", 7, True, []).optional(),
         **{name: UNUSED for name in UNUSED_BY_BUFFER},
-        **{"low_latency_mode": WANTS_TRUE, "enable_shrink": WANTS_FALSE},
+        **{"low_latency_mode": FLAG, "enable_shrink": WANTS_FALSE},
         **{"timeout": SECONDS, "first_timeout": SECONDS, "profile": FLAG},
     }
     given: dict[str, Any] = {"group": group, "low_latency_mode": True}
@@ -511,6 +511,58 @@ def buffers(group: weft.Group) -> None:
     buffer.destroy()
 
 
+def normal_mode(group: weft.Group) -> None:
+    ranks = {"num_ranks": listed(*WHOLE, 0, -1, 33)}
+    for chosen in (deep_ep.Buffer.get_dispatch_config, deep_ep.Buffer.get_combine_config):
+        tried(Row(chosen, {"num_ranks": 2}, ranks))
+    sizes = {"hidden_bytes": 256, "num_ranks": 2}
+    config = deep_ep.Config()
+    hints: dict[str, Kind] = {"hidden_bytes": listed(*WHOLE, 0, -1), **ranks}
+    tried(Row(config.get_nvl_buffer_size_hint, sizes, hints))
+    tried(Row(config.get_rdma_buffer_size_hint, sizes, hints))
+    x, ids, weights = inputs(group)
+    buffer, topk = deep_ep.Buffer(group), ids.long()
+    asked = {"topk_idx": topk, "num_experts": EXPERTS}
+    event: dict[str, Kind] = {
+        "previous_event": THING.optional(),
+        **{"async_finish": FLAG, "allocate_on_comm_stream": FLAG},
+    }
+    counted: dict[str, Kind] = {"topk_idx": TENSOR, "num_experts": listed(*WHOLE, 0, -1, 3)}
+    tried(Row(buffer.get_dispatch_layout, asked, {**counted, **event}))
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk, EXPERTS)
+    call = {
+        **{"x": x, "num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank},
+        **{"num_tokens_per_expert": per_expert, "topk_idx": topk, "topk_weights": weights},
+    }
+
+    def whole() -> torch.Tensor:
+        got, _, _, _, handle, _ = buffer.dispatch(**call)
+        assert isinstance(got, torch.Tensor)
+        assert handle is not None
+        return buffer.combine(got, handle)[0]
+
+    before = whole()
+    sent: dict[str, Kind] = {
+        **{"x": TENSOR, "handle": THING.optional(), "num_tokens_per_rank": TENSOR},
+        **{"num_tokens_per_rdma_rank": UNUSED, "is_token_in_rank": TENSOR},
+        **{"num_tokens_per_expert": TENSOR, "topk_idx": TENSOR.optional()},
+        **{"topk_weights": TENSOR.optional(), "expert_alignment": listed(*WHOLE, 0, -1)},
+        **{"num_worst_tokens": listed(*WHOLE, -1), "config": THING.optional(), **event},
+    }
+    tried(Row(buffer.dispatch, call, sent))
+    got, _, these, _, handle, _ = buffer.dispatch(**call)
+    back = {"x": got, "handle": handle, "topk_weights": these, "bias": x}
+    combined: dict[str, Kind] = {
+        **{"x": TENSOR, "handle": THING, "topk_weights": TENSOR.optional()},
+        **{"bias": TENSOR.optional(), "config": THING.optional(), **event},
+    }
+    tried(Row(buffer.combine, back, combined))
+    buffer.check()
+    assert torch.equal(whole(), before)
+    group.barrier()
+    buffer.destroy()
+
+
 CHUNKS = tuple(
     f"num_max_{wire}_chunked_{way}_tokens" for wire in ("nvl", "rdma") for way in ("send", "recv")
 )
@@ -566,7 +618,16 @@ def layers(group: weft.Group) -> None:
 
 BODIES = {
     body.__name__: body
-    for body in (moe_alltoall, functions, workspace_sizes, fusion, older, buffers, layers)
+    for body in (
+        moe_alltoall,
+        functions,
+        workspace_sizes,
+        fusion,
+        older,
+        buffers,
+        normal_mode,
+        layers,
+    )
 }
 
 

@@ -102,8 +102,12 @@ class Rounds:
         """Raise OutOfOrder unless experts' rows may be sent now."""
         self._expect(State.RECEIVED, "send")
 
-    def sent(self) -> None:
-        """Experts' rows were sent by another kernel, which set the flags at the peers."""
+    def sent(self, tokens: int | None = None) -> None:
+        """Experts' rows were sent by another kernel, which set the flags at the peers.
+
+        tokens: of this rank, that rows come back for, where they are not those of the dispatch.
+        """
+        self.tokens = self.tokens if tokens is None else tokens
         self._reach(State.RETURNED)
 
     @one_call("combine")
@@ -132,6 +136,16 @@ class Rounds:
         self._entries.run(entry, args, self.tokens)
         self._reach(State.IDLE)
         return out
+
+    @one_call("combine")
+    def finish(self) -> None:
+        """End a round that returns no rows: peers may write this rank's inbox again."""
+        self._expect(State.RECEIVED, "finish")
+        args = self._combine_args
+        args.out = args.add = args.tokens = 0
+        args.source_rows = self.rows
+        self._entries.run("combine", args, 0)
+        self._reach(State.IDLE)
 
     @property
     def received(self) -> Received:

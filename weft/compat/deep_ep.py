@@ -1,4 +1,4 @@
-"""`Buffer` with the low-latency calls of deep_ep, on weft.LowLatencyAllToAll.
+"""`Buffer` of deep_ep: low latency on weft.LowLatencyAllToAll, normal mode on weft.AllToAll.
 
 What is the same, stricter and refused stands in docs/compat.md, call by call.
 """
@@ -7,30 +7,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from weft.arguments import flags, integer, seconds
+from weft.arguments import flags, instance, integer, seconds
 from weft.arguments import refuse as wrong
+from weft.compat import rank_layout
+from weft.compat.normal_mode import NormalHandle, NormalMode, Rows
 from weft.compat.ranges import packed_ranges, token_indices
+from weft.compat.rank_layout import Layout
 from weft.compat.refusals import refuse, renamed
+from weft.compat.row_exchange import exchange_bytes
 from weft.errors import InvalidArgument, OutOfOrder, UsageError
+from weft.fields import largest
 from weft.lowlatency import reference as reference_lowlatency
 from weft.lowlatency.api import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows, Handle
 from weft.lowlatency.shape import MAX_EXPERTS, MAX_TOKENS
 from weft.memory import Group
 from weft.runtime.check import check_alignment, check_tensor
-from weft.shape import MAX_RANKS
+from weft.runtime.stream import capturing
+from weft.shape import MAX_RANKS, MAX_ROW_BYTES, MAX_TOP_K, Shape
 
 __all__ = ["Buffer", "Config", "EventOverlap", "topk_idx_t"]
 
 topk_idx_t = torch.int64  # int32 ids are taken, too
 
 HINTED_TOP_K = 16  # the size hint is not given top_k; this is more than models have
-NORMAL = "weft.compat.deep_ep has the low-latency calls only; weft.AllToAll is the normal mode"
+LOW_LATENCY = "low-latency calls need a Buffer made with it"
+NODES = "weft serves the ranks of one host, which need no RDMA outside of low-latency mode"
 MAX_CHUNK = 1 << 20
 SHRINK = "a rank that died ends the group: close it and make a new one"
 # What weft's arguments are called here.
@@ -70,7 +77,7 @@ class EventOverlap:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Chunk sizes of deep_ep's normal mode, kept as given: low-latency calls do not use them.
+    """Chunk sizes of deep_ep's normal mode, kept as given; weft's kernels have no chunks.
 
     num_sms: from 0.   The others: tokens, from 1.   Raises InvalidArgument.
     """
@@ -85,13 +92,25 @@ class Config:
         for place, each in enumerate(fields(self)):
             integer(each.name, getattr(self, each.name), min(place, 1), MAX_CHUNK)
 
-    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> NoReturn:
-        """Raises InvalidArgument: it sizes the normal mode."""
-        _refuse_normal("get_nvl_buffer_size_hint")
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Bytes of shared memory of bfloat16 dispatches and combines of so many tokens a rank as
+        these chunks hold: `num_sms / 2 * num_max_nvl_chunked_recv_tokens`. More tokens take more.
 
-    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> NoReturn:
-        """Raises InvalidArgument: it sizes the normal mode."""
-        _refuse_normal("get_rdma_buffer_size_hint")
+        hidden_bytes: of a row, whole 16-byte vectors. Raises InvalidArgument.
+        """
+        hidden_bytes = integer("hidden_bytes", hidden_bytes, 16, MAX_ROW_BYTES)
+        if hidden_bytes % 16:
+            wrong("hidden_bytes", hidden_bytes, "a multiple of 16")
+        ranks = integer("num_ranks", num_ranks, 1, MAX_RANKS)
+        tokens = max(1, self.num_sms // 2) * self.num_max_nvl_chunked_recv_tokens
+        tokens = min(tokens, largest(Shape, "tokens"))
+        return exchange_bytes(ranks, tokens, hidden_bytes)
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """0: weft serves one NVLink domain, of up to 32 ranks. Raises InvalidArgument."""
+        integer("hidden_bytes", hidden_bytes, 1, MAX_ROW_BYTES)
+        integer("num_ranks", num_ranks, 1, MAX_RANKS)
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,25 +135,28 @@ class Ticket(tuple[torch.Tensor, torch.Tensor, int, int, int]):
 
 
 class Buffer:
-    """Expert-parallel low-latency dispatch and combine with the calls of `deep_ep.Buffer`.
+    """Expert-parallel dispatch and combine with the calls of `deep_ep.Buffer`.
 
     group: a torch process group of ranks on one host, or a weft.Group.
     num_nvl_bytes, num_rdma_bytes, num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl,
-        use_fabric, explicitly_destroy, comm: accepted and not used; memory follows from the first
-        dispatch.
-    low_latency_mode: must be True.   enable_shrink: must be False.
+        use_fabric, explicitly_destroy, comm: accepted and not used; memory follows from the calls.
+        Without low_latency_mode, num_rdma_bytes must be 0.
+    low_latency_mode: are there low-latency calls beside the normal ones?
+    enable_shrink: must be False.
 
     Arguments of weft's own:
     timeout, first_timeout: seconds that a wait for a peer may take, and the first one.
     profile: let kernels keep times for `dump_trace`.
 
-    The first dispatch of each combination of sizes, FP8 and scales makes an exchange, on all ranks
-    together; it may not be in a graph capture. Two results are kept for each: a handle may be
-    combined several times, or never, and its rows are there until a later dispatch takes their
-    slot, the oldest one that is left. Raises InvalidArgument, RendezvousFailed.
+    The first call of each combination of sizes, FP8 and scales makes memory on all ranks together,
+    in the normal mode also one of more tokens than before, by powers of two; it may not be in a
+    graph capture. Low latency keeps two results for each: a handle may be combined several times,
+    or never, and its rows are there until a later dispatch takes their slot, the oldest one that is
+    left. Results of the normal mode are the caller's own, and its handles last as long as the
+    buffer. Raises InvalidArgument, RendezvousFailed.
     """
 
-    num_sms = 20  # of the normal mode, which is not here; set_num_sms changes it
+    num_sms = 20  # set_num_sms changes it; kernels fill what SMs they need
 
     def __init__(
         self,
@@ -154,7 +176,9 @@ class Buffer:
         first_timeout: float = 120.0,
         profile: bool = False,
     ) -> None:
-        refuse("low_latency_mode", low_latency_mode, True, NORMAL)
+        flags(low_latency_mode=low_latency_mode)
+        if not low_latency_mode:
+            refuse("num_rdma_bytes", num_rdma_bytes, 0, NODES)
         refuse("enable_shrink", enable_shrink, False, SHRINK)
         timeout = seconds("timeout", timeout)
         first_timeout = seconds("first_timeout", first_timeout)
@@ -164,7 +188,7 @@ class Buffer:
         self.group = self._group if group is None else group
         self.rank, self.group_size = self._group.rank, self._group.size
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
-        self.low_latency_mode, self.explicitly_destroy = True, explicitly_destroy
+        self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
         self.enable_shrink = False
         self._options: dict[str, Any] = {
             "timeout": timeout,
@@ -173,11 +197,18 @@ class Buffer:
         }
         self._exchanges: dict[tuple[Any, ...], LowLatencyAllToAll] = {}
         self._inputs: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._normal = NormalMode(self._group, self._options)
+        self._stream: torch.cuda.Stream | None = None  # of the normal mode's latest call
         self._destroyed = False
 
     @staticmethod
+    def is_sm90_compiled() -> bool:
+        """True: FP8 rows are served on every device."""
+        return True
+
+    @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Set `Buffer.num_sms`, an even number; low-latency calls fill what SMs they need."""
+        """Set `Buffer.num_sms`, an even number; kernels fill what SMs they need."""
         new_num_sms = integer("new_num_sms", new_num_sms, 0, MAX_CHUNK)
         if new_num_sms % 2:
             wrong("new_num_sms", new_num_sms, "even")
@@ -196,14 +227,15 @@ class Buffer:
         return torch.cuda.current_stream(self._group.device)
 
     @staticmethod
-    def get_dispatch_config(num_ranks: int) -> NoReturn:
-        """Raises InvalidArgument: it is of the normal mode."""
-        _refuse_normal("get_dispatch_config")
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """A Config with `Buffer.num_sms`. Raises InvalidArgument for more than 32 ranks."""
+        integer("num_ranks", num_ranks, 1, MAX_RANKS)
+        return Config(Buffer.num_sms)
 
     @staticmethod
-    def get_combine_config(num_ranks: int) -> NoReturn:
-        """Raises InvalidArgument: it is of the normal mode."""
-        _refuse_normal("get_combine_config")
+    def get_combine_config(num_ranks: int) -> Config:
+        """A Config with `Buffer.num_sms`. Raises InvalidArgument for more than 32 ranks."""
+        return Buffer.get_dispatch_config(num_ranks)
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
@@ -246,6 +278,7 @@ class Buffer:
         Raises InvalidArgument, OutOfOrder (an earlier one waits for its hook), and what broke the
         group.
         """
+        refuse("low_latency_mode", self.low_latency_mode, True, LOW_LATENCY)
         refuse("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, None, COSTS)
         flags(use_fp8=use_fp8, round_scale=round_scale, use_ue8m0=use_ue8m0)
         flags(async_finish=async_finish, return_recv_hook=return_recv_hook)
@@ -375,27 +408,201 @@ class Buffer:
     def low_latency_clean_mask_buffer(self) -> None:
         """Nothing to do: no rank is masked."""
 
-    def get_dispatch_layout(self, topk_idx: torch.Tensor, num_experts: int, *_: Any) -> NoReturn:
-        """Raises InvalidArgument: it is of the normal mode."""
-        _refuse_normal("get_dispatch_layout")
+    def get_dispatch_layout(
+        self,
+        topk_idx: torch.Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:
+        """Count where the tokens of int64 or int32 `[tokens, top_k]` go (-1: nowhere).
 
-    def dispatch(self, x: Numbers, *_: Any, **__: Any) -> NoReturn:
-        """Raises InvalidArgument: it is of the normal mode."""
-        _refuse_normal("dispatch")
+        num_experts: of all ranks together, a multiple of their number.
+        previous_event: the current stream waits for it.   allocate_on_comm_stream: no effect.
 
-    def combine(self, x: torch.Tensor, *_: Any, **__: Any) -> NoReturn:
-        """Raises InvalidArgument: it is of the normal mode."""
-        _refuse_normal("combine")
+        Returns int32 `[num_ranks]`, tokens for each rank; None; int32 `[num_experts]`, entries for
+        each expert; bool `[tokens, num_ranks]`, whether a token goes to a rank; and the event. Ids
+        that name no expert count for nobody; dispatch raises them. Raises InvalidArgument.
+        """
+        self._check_open()
+        flags(async_finish=async_finish, allocate_on_comm_stream=allocate_on_comm_stream)
+        num_experts = integer("num_experts", num_experts, 1, largest(Shape, "experts"))
+        if num_experts % self.group_size:
+            wrong("num_experts", num_experts, f"a multiple of the {self.group_size} ranks")
+        self._check_ids("topk_idx", topk_idx, None)
+        _wait(previous_event)
+        per_rank, per_expert, in_rank = rank_layout.dispatch_layout(
+            topk_idx, num_experts, self.group_size
+        )
+        return per_rank, None, per_expert, in_rank, self._event(async_finish)
+
+    def dispatch(
+        self,
+        x: Numbers,
+        handle: NormalHandle | None = None,
+        num_tokens_per_rank: torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: torch.Tensor | None = None,
+        is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[
+        Numbers,
+        torch.Tensor | None,
+        torch.Tensor | None,
+        list[int] | None,
+        NormalHandle | None,
+        EventOverlap,
+    ]:
+        """Send each token once to every rank that is_token_in_rank names.
+
+        x: bfloat16 `[tokens, hidden]`, or float8_e4m3fn and its scales, float32 or int32
+            `[tokens, *]` of any strides.
+        handle: of an earlier dispatch, whose routing is used again, without waiting for counts;
+            everything up to num_worst_tokens is left out then, and None is returned in their place.
+        num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: as `get_dispatch_layout`
+            returns them.   num_tokens_per_rdma_rank: not used.
+        topk_idx, topk_weights: int64 or int32 and float32 `[tokens, top_k]`, both or none.
+        expert_alignment: the counts of experts are rounded up to a multiple of it.
+        num_worst_tokens: rows of the results, equal on all ranks and at least their number times
+            the most tokens of any rank; then no host waits, and the call may be captured.
+        config: not used.   previous_event: the current stream waits for it.
+        allocate_on_comm_stream: no effect, since all runs in the current stream.
+
+        Returns `(x, topk_idx, topk_weights, counts, handle, event)`, in tensors of the caller's
+        own, rows ordered by source rank, then token: x as it was given; local expert ids, -1 for
+        others' and for rows behind the received ones; weights, 0 there; a list of rows for each
+        local expert, empty with num_worst_tokens.
+
+        Raises InvalidArgument, TokenOverflow, OutOfOrder; on all ranks, before rows are sent,
+        BadExpertId, InvalidArgument and GeometryMismatch for what one of them passed (with
+        num_worst_tokens `check` raises ids that name no expert); and what broke the group.
+        """
+        self._check_open()
+        flags(async_finish=async_finish, allocate_on_comm_stream=allocate_on_comm_stream)
+        alignment = integer("expert_alignment", expert_alignment, 1, MAX_CHUNK)
+        worst = integer("num_worst_tokens", num_worst_tokens, 0, 2**31 - 1)
+        if config is not None:
+            instance("config", config, Config)
+        x, scales = self._check_rows(x)
+        if handle is not None:
+            routing = self._normal.routing_of(_dispatched(handle))
+            for name, given in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+                refuse(name, given, None, "a handle's dispatch brings rows alone")
+            if len(x) != routing.tokens:
+                raise InvalidArgument(
+                    f"x has {len(x)} tokens, the dispatch of the handle had {routing.tokens}: "
+                    "pass as many"
+                )
+            self._begin(previous_event)
+            again = self._normal.dispatch_again(Rows(x, scales), handle)
+            return _numbers_of(again), None, None, None, None, self._event(async_finish)
+        device, tokens = self._group.device, len(x)
+        layout = (
+            ("num_tokens_per_rank", num_tokens_per_rank, (self.group_size,), torch.int32),
+            ("is_token_in_rank", is_token_in_rank, (tokens, self.group_size), torch.bool),
+            ("num_tokens_per_expert", num_tokens_per_expert, (None,), torch.int32),
+        )
+        for name, tensor, shape, dtype in layout:
+            if tensor is None:
+                wrong(name, None, "a tensor of get_dispatch_layout's, or pass a handle")
+            check_tensor(name, tensor, shape=shape, dtypes=(dtype,), device=device)
+            check_alignment(name, tensor, tensor.itemsize)
+        assert num_tokens_per_rank is not None
+        assert is_token_in_rank is not None
+        assert num_tokens_per_expert is not None
+        experts = len(num_tokens_per_expert)
+        if not experts or experts % self.group_size:
+            raise InvalidArgument(
+                f"num_tokens_per_expert has {experts} entries; it must have a multiple of the "
+                f"{self.group_size} ranks"
+            )
+        topk = self._check_topk(tokens, topk_idx, topk_weights)
+        if worst and topk is None:
+            raise InvalidArgument(
+                f"num_worst_tokens is {worst} without topk_idx, which says what rows were received"
+            )
+        self._begin(previous_event)
+        found = self._normal.dispatch(
+            Rows(x, scales, topk),
+            Layout(num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank),
+            alignment,
+            worst,
+        )
+        ids, weights = found.rows.topk or (None, None)
+        event = self._event(async_finish)
+        return _numbers_of(found.rows), ids, weights, found.counts, found.handle, event
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: NormalHandle,
+        topk_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """Add the rows of each token at its owner: `out[t] = sum over ranks + bias[t]`.
+
+        The sum is unweighted, in fp32 and rank order, rounded once; a second bias is added to that.
+
+        x: bfloat16 `[rows, hidden]`, a row for each of the dispatch's results.
+        handle: of any dispatch of this buffer, any number of times.
+        topk_weights: float32 `[rows, top_k]`, added likewise.
+        bias: bfloat16 `[tokens, hidden]`, one or a tuple of two.
+        config, previous_event, allocate_on_comm_stream: as in dispatch.
+
+        Returns bfloat16 `[tokens, hidden]`, float32 `[tokens, top_k]` or None, and the event; a
+        token that went nowhere has its bias, or zeros. Raises InvalidArgument, OutOfOrder, and what
+        broke the group.
+        """
+        self._check_open()
+        flags(async_finish=async_finish, allocate_on_comm_stream=allocate_on_comm_stream)
+        if config is not None:
+            instance("config", config, Config)
+        routing = self._normal.routing_of(_dispatched(handle))
+        device, kinds = self._group.device, (torch.bfloat16,)
+        check_tensor("x", x, shape=(routing.rows, None), dtypes=kinds, device=device)
+        check_alignment("x", x, 16)
+        biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
+        if len(biases) > 2:
+            raise InvalidArgument(f"bias has {len(biases)} tensors; pass one, or a tuple of two")
+        for place, each in enumerate(biases):
+            name = "bias" if len(biases) == 1 else f"bias[{place}]"
+            shape = (routing.tokens, x.shape[1])
+            check_tensor(name, each, shape=shape, dtypes=kinds, device=device)
+            check_alignment(name, each, 16)
+        if topk_weights is not None:
+            size, floats = (routing.rows, None), (torch.float32,)
+            check_tensor("topk_weights", topk_weights, shape=size, dtypes=floats, device=device)
+            top_k = integer("topk_weights.shape[1]", topk_weights.shape[1], 1, MAX_TOP_K)
+            check_alignment("topk_weights", topk_weights, top_k * topk_weights.itemsize)
+        self._begin(previous_event)
+        sums, weights = self._normal.combine(x, topk_weights, handle, biases)
+        return sums, weights, self._event(async_finish)
 
     def check(self) -> None:
         """Raise what the device has recorded; weft's own. Once a step, after a synchronisation."""
         for exchange in self._exchanges.values():
             exchange.check()
+        self._normal.check()
 
     def dump_trace(self, path: str) -> None:
-        """Write the times of the latest exchange's last rounds; weft's own, needs profile=True."""
+        """Write the times of the latest low-latency exchange's last rounds; weft's own.
+
+        Needs profile=True. Raises OutOfOrder where there was none.
+        """
         if not self._exchanges:
-            raise OutOfOrder("dump_trace before any dispatch")
+            raise OutOfOrder("dump_trace before any low-latency dispatch")
         list(self._exchanges.values())[-1].dump_trace(path)
 
     def destroy(self) -> None:
@@ -407,6 +614,7 @@ class Buffer:
             exchange.close()
         self._exchanges.clear()
         self._inputs.clear()
+        self._normal.close()
         if self._owns_group:
             self._group.close()
 
@@ -420,9 +628,68 @@ class Buffer:
         if stats is not None:
             check_tensor(STATS, stats, shape=(None,), dtypes=COUNTS, device=device)
 
-    def _exchange(self, key: tuple[Any, ...]) -> LowLatencyAllToAll:
+    def _check_rows(self, x: Numbers) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """x and its scales, contiguous, as the normal mode takes them. Raises InvalidArgument."""
+        device, any_rows = self._group.device, (None, None)
+        if not isinstance(x, tuple):
+            check_tensor("x", x, shape=any_rows, dtypes=(torch.bfloat16,), device=device)
+            _check_row_bytes("x", x)
+            return x, None
+        if len(x) != 2:
+            raise InvalidArgument(f"x has {len(x)} tensors; pass one, or FP8 numbers and scales")
+        numbers, scales = x
+        kinds: tuple[torch.dtype, ...] = (torch.float8_e4m3fn,)
+        check_tensor("x[0]", numbers, shape=any_rows, dtypes=kinds, device=device)
+        _check_row_bytes("x[0]", numbers)
+        if isinstance(scales, torch.Tensor) and scales.layout is torch.strided:
+            scales = scales.contiguous()
+        kinds = (torch.float32, torch.int32)
+        check_tensor("x[1]", scales, shape=(len(numbers), None), dtypes=kinds, device=device)
+        _check_row_bytes("x[1]", scales, scales.itemsize)
+        return numbers, scales
+
+    def _check_ids(self, name: str, ids: torch.Tensor, tokens: int | None) -> None:
+        kinds, shape = (torch.int32, torch.int64), (tokens, None)
+        check_tensor(name, ids, shape=shape, dtypes=kinds, device=self._group.device)
+        check_alignment(name, ids, ids.itemsize)
+        integer(f"{name}.shape[1]", ids.shape[1], 1, MAX_TOP_K)
+
+    def _check_topk(
+        self, tokens: int, ids: torch.Tensor | None, weights: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Ids and weights, or None where neither was given. Raises InvalidArgument."""
+        if ids is None and weights is None:
+            return None
+        if ids is None or weights is None:
+            given, missing = ("topk_idx", "topk_weights")[:: 1 if weights is None else -1]
+            raise InvalidArgument(f"{given} without {missing}; pass both, or none")
+        self._check_ids("topk_idx", ids, tokens)
+        shape, floats = tuple(ids.shape), (torch.float32,)
+        device = self._group.device
+        check_tensor("topk_weights", weights, shape=shape, dtypes=floats, device=device)
+        check_alignment("topk_weights", weights, weights.itemsize)
+        return ids, weights
+
+    def _begin(self, event: EventOverlap | None) -> None:
+        """Let the current stream wait for an event, and for a call made in another stream.
+
+        Rounds of one buffer must not overlap. A capture waits for nothing outside of its graph.
+        """
+        _wait(event)
+        device = self._group.device
+        if device.type != "cuda" or capturing(device):
+            return
+        stream = torch.cuda.current_stream(device)
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
+
+    def _check_open(self) -> None:
         if self._destroyed:
             raise OutOfOrder("this buffer was destroyed; make a new one")
+
+    def _exchange(self, key: tuple[Any, ...]) -> LowLatencyAllToAll:
+        self._check_open()
         if key not in self._exchanges:
             most, hidden, top_k, experts, scale = key
             made = LowLatencyAllToAll(
@@ -471,8 +738,29 @@ def _recorded() -> torch.cuda.Event:
     return event
 
 
-def _refuse_normal(name: str) -> NoReturn:
-    raise InvalidArgument(f"{name} is refused: {NORMAL}")
+def _dispatched(handle: NormalHandle) -> NormalHandle:
+    if not isinstance(handle, NormalHandle):
+        wrong("handle", handle, "the handle that dispatch returned")
+    return handle
+
+
+def _wait(event: EventOverlap | None) -> None:
+    if event is not None:
+        instance("previous_event", event, EventOverlap).current_stream_wait()
+
+
+def _check_row_bytes(name: str, rows: torch.Tensor, unit: int = 16) -> None:
+    size = rows.shape[1] * rows.itemsize
+    if not size or size % unit or size > MAX_ROW_BYTES:
+        raise InvalidArgument(
+            f"{name} has rows of {size} bytes; they must be a multiple of {unit}, up to "
+            f"{MAX_ROW_BYTES}"
+        )
+    check_alignment(name, rows, size)
+
+
+def _numbers_of(rows: Rows) -> Numbers:
+    return rows.x if rows.scales is None else (rows.x, rows.scales)
 
 
 def _most(name: str, value: int) -> int:

@@ -40,6 +40,7 @@ template <Shape S, Grouping G>
 void compute_offsets(const GroupArgs& a, const u32 (&total)[G.groups]) {
     constexpr bool contiguous = G.packing == Packing::contiguous;
     Header& header = mine<S>(a.site).header;
+    const u32 rows = limit_of(a, G, 0);
     u64 begin = 0;
     bool reported = false;
     for (u32 g = 0; g < G.groups; ++g) {
@@ -47,14 +48,14 @@ void compute_offsets(const GroupArgs& a, const u32 (&total)[G.groups]) {
             refuse_rows(header, a.site, G.rows, total[g], g);
             reported = true;
         }
-        const u32 at = !contiguous ? g * G.rows : begin < G.rows ? u32(begin) : G.rows;
-        const u32 room = G.limit(g) - at;
+        const u32 at = !contiguous ? g * G.rows : begin < rows ? u32(begin) : rows;
+        const u32 room = limit_of(a, G, g) - at;
         a.offsets[g] = i32(at);
         a.counts[g] = i32(total[g] < room ? total[g] : room);
         begin += G.padded(total[g]);
     }
-    if (contiguous && begin > G.rows) refuse_rows(header, a.site, G.rows, begin, 0);
-    a.offsets[G.groups] = i32(contiguous && begin < G.rows ? begin : G.total());
+    if (contiguous && begin > rows) refuse_rows(header, a.site, rows, begin, 0);
+    a.offsets[G.groups] = i32(!contiguous ? G.total() : begin < rows ? begin : rows);
 }
 
 template <Shape S, u32 P = 0>
@@ -127,7 +128,7 @@ template <Shape S, Grouping G> void gather(const GroupArgs& a) {
         for (u32 k = 0; k < entries; ++k) position[k] = -1;
         for_entries<S, G>(a, source, token, [&](u32 k, u32 group, float weight) {
             const u32 row = next[group]++;
-            if (row >= G.limit(group)) return zero_dropped_row<S>(a, source, token, k);
+            if (row >= limit_of(a, G, group)) return zero_dropped_row<S>(a, source, token, k);
             position[k] = i32(row);
             if constexpr (S.combine == Combine::gemm_push)
                 a.dst_addr[row] = i64(dst_addr_of<S>(a.site, source, token, k));

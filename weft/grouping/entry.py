@@ -69,7 +69,7 @@ class GroupArgs(ctypes.Structure):
         ("y", c_uint64),
         ("dst_addr", c_uint64),
         ("source_rows", c_uint32),
-        ("reserved", c_uint32),
+        ("row_limit", c_uint32),
     )
 
 

@@ -162,6 +162,7 @@ WEFT_FN void scan_tiles(const Block& team, const GroupArgs& a, Scratch<S, G>& sc
 template <Shape S, Grouping G>
 WEFT_FN void compute_offsets(const GroupArgs& a, const Scratch<S, G>& scratch, u32 lane) {
     Header& header = mine<S>(a.site).header;
+    const u32 rows = limit_of(a, G, 0);
     u32 begin = 0;
     bool reported = false;
     for (u32 first = 0; first < G.groups; first += warp_lanes) {
@@ -175,7 +176,7 @@ WEFT_FN void compute_offsets(const GroupArgs& a, const Scratch<S, G>& scratch, u
         u32 at = begin + end - G.padded(count);
         begin += __shfl_sync(all_lanes, end, warp_lanes - 1);
         if constexpr (G.packing == Packing::contiguous) {
-            at = at < G.rows ? at : G.rows;
+            at = at < rows ? at : rows;
         } else {
             at = g * G.rows;
             const u32 full = __ballot_sync(all_lanes, count > G.rows);
@@ -184,15 +185,16 @@ WEFT_FN void compute_offsets(const GroupArgs& a, const Scratch<S, G>& scratch, u
             reported = reported || full != 0;
         }
         if (g >= G.groups) continue;
-        const u32 room = G.limit(g) - at;
+        const u32 room = limit_of(a, G, g) - at;
         a.offsets[g] = i32(at);
         a.counts[g] = i32(count < room ? count : room);
     }
     if (lane != 0) return;
-    if (G.packing == Packing::contiguous && begin > G.rows)
-        refuse_rows(header, a.site, G.rows, begin, 0);
-    a.offsets[G.groups] =
-        i32(G.packing == Packing::contiguous && begin < G.rows ? begin : G.total());
+    if (G.packing == Packing::contiguous && begin > rows)
+        refuse_rows(header, a.site, rows, begin, 0);
+    a.offsets[G.groups] = i32(G.packing != Packing::contiguous ? G.total()
+                              : begin < rows                   ? begin
+                                                               : rows);
 }
 
 template <Shape S, Grouping G> WEFT_FN void group(const GroupArgs& a) {

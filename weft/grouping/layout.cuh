@@ -42,7 +42,7 @@ constexpr u32 tiles_of(Shape s, Grouping g) { return (s.tokens + g.tile - 1) / g
 
 struct GroupArgs {
     Site site;
-    void* rows[max_planes];  // [total, row bytes] of each payload
+    void* rows[max_planes];  // [row_limit, row bytes] of each payload
     i32* slot;               // [total] of source * tokens + token, or -1
     float* weight;           // [total, weights_of]; 0 where there is no slot
     i32* ids;                // by sources: [total, top_k] local experts, -1 for none
@@ -55,8 +55,14 @@ struct GroupArgs {
     const void* y;    // [total, hidden] results, to scatter or to send
     i64* dst_addr;    // gemm_push: [total] address of each row's slot at its owner, or 0
     u32 source_rows;  // as in the dispatch
-    u32 reserved;
+    u32 row_limit;    // contiguous: rows that this call's buffers hold, at most total
 };
+
+// The end of a group's rows at the latest, in the buffers of this call.
+WEFT_FN u32 limit_of(const GroupArgs& a, Grouping g, u32 group) {
+    const u32 limit = g.limit(group);
+    return g.packing == Packing::contiguous && a.row_limit < limit ? a.row_limit : limit;
+}
 
 // The slot of entry k of a token at its owner, in this process's mapping.
 template <Shape S> WEFT_FN u8* dst_addr_of(const Site& site, u32 source, u32 token, u32 k) {

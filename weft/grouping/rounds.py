@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,9 +38,18 @@ class Buffers(NamedTuple):
 
     @classmethod
     def make(
-        cls, geometry: Geometry, grouping: Grouping, device: torch.device, *, on_gpu: bool
+        cls,
+        geometry: Geometry,
+        grouping: Grouping,
+        device: torch.device,
+        *,
+        on_gpu: bool,
+        own_rows: bool = True,
     ) -> Buffers:
-        """Zeroed, so that a masked GEMM meets finite numbers in rows that nobody has written."""
+        """Zeroed, so that a masked GEMM meets finite numbers in rows that nobody has written.
+
+        own_rows: are there buffers of payload rows? Without, each gather brings its own.
+        """
         shape, total, by_source = geometry.shape, grouping.total, grouping.packing == "sources"
         entries = (shape.ranks, shape.tokens, grouping.entries(shape))
 
@@ -50,6 +60,7 @@ class Buffers(NamedTuple):
             rows=tuple(
                 zeros(total * size, dtype=torch.uint8).view(p.dtype).view(total, *p.shape)
                 for p, size in zip(geometry.payloads, shape.row_bytes, strict=True)
+                if own_rows
             ),
             slot=zeros(total),
             weight=zeros(total * (shape.top_k if by_source else 1), dtype=torch.float32),
@@ -71,9 +82,14 @@ class Buffers(NamedTuple):
 
 
 class GroupRounds:
-    """One grouping of one all-to-all: its buffers, its kernels, and the order of calls."""
+    """One grouping of one all-to-all: its buffers, its kernels, and the order of calls.
 
-    def __init__(self, a2a: AllToAll, grouping: Grouping, programmatic: bool) -> None:
+    own_rows: as in Buffers.make.
+    """
+
+    def __init__(
+        self, a2a: AllToAll, grouping: Grouping, programmatic: bool, *, own_rows: bool = True
+    ) -> None:
         a2a._check_running()
         shape, device = a2a._geometry.shape, a2a.group.device
         self._a2a, self.grouping = a2a, grouping
@@ -84,18 +100,22 @@ class GroupRounds:
         self._entries: Entries | None = load_entries(device, shape, grouping, build, sends=sends)
         on_gpu = device.type == "cuda"
         with relaxed(device):
-            b = Buffers.make(a2a._geometry, grouping, device, on_gpu=on_gpu)
+            b = Buffers.make(a2a._geometry, grouping, device, on_gpu=on_gpu, own_rows=own_rows)
             finish(device)
         self.buffers = b
-        self._args = GroupArgs(site=a2a._workspace.site)
+        self._args = GroupArgs(site=a2a._workspace.site, row_limit=grouping.total)
         for plane, rows in enumerate(b.rows):
             self._args.rows[plane] = rows.data_ptr()
         for name in b._fields[1:]:
             setattr(self._args, name, getattr(b, name).data_ptr())
 
     @one_call("gather")
-    def gather(self, received: Received) -> None:
-        """Group what the round's dispatch brought."""
+    def gather(self, received: Received, into: Sequence[torch.Tensor] = ()) -> None:
+        """Group what the round's dispatch brought.
+
+        into: where there are no buffers of rows: for each payload, contiguous `[rows, *row]` on
+            the device, all of as many rows; what does not fit is dropped and refused.
+        """
         entries = self._running("gather")
         instance("received", received, Received, "pass what dispatch of this all-to-all returned")
         ours, theirs = self._a2a._workspace.received.ids.data_ptr(), received.ids.data_ptr()
@@ -105,6 +125,10 @@ class GroupRounds:
                 "pass what its own dispatch returned, not a copy"
             )
         self._args.source_rows = self._a2a._rounds.rows
+        if not self.buffers.rows:
+            for plane, rows in enumerate(into):
+                self._args.rows[plane] = rows.data_ptr()
+            self._args.row_limit = min(len(into[0]), self.grouping.total)
         entries.run("gather", self._args, 0)
         self._gathered = self._a2a._rounds.number
 

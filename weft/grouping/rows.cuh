@@ -65,7 +65,7 @@ WEFT_FN i32 row_of_entry(const GroupArgs& a, TokenSlot at, u32 k, u32 group) {
     const u32 tile = at.source * tiles_of(S, G) + at.token / G.tile;
     const u32 row = u32(a.offsets[group]) + a.before[tile * G.groups + group] +
                     u32(a.within[slot * entries_of(S, G) + k]);
-    return row < G.limit(group) ? i32(row) : -1;
+    return row < limit_of(a, G, group) ? i32(row) : -1;
 }
 
 // One warp writes which rows the token got, and their metadata.

@@ -14,5 +14,7 @@ from pathlib import Path
 def register() -> None:
     """Return when it is this server's turn; at once in the launcher, which reads flags first."""
     gate = os.environ.get("SERVER_GATE")
-    while gate and multiprocessing.current_process().name != "MainProcess" and not Path(gate).exists():
+    while (
+        gate and multiprocessing.current_process().name != "MainProcess" and not Path(gate).exists()
+    ):
         time.sleep(0.1)

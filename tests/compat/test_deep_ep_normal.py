@@ -1,0 +1,766 @@
+"""deep_ep's normal mode on weft, against plain torch: rows, ids, weights, counts and sums."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import weft
+from tests.rounds import bits
+from tests.test_defaults import defaults
+from weft.compat.deep_ep import Buffer, Config, EventOverlap
+from weft.errors import (
+    BadExpertId,
+    GeometryMismatch,
+    InvalidArgument,
+    OutOfOrder,
+    PeerLeft,
+    TokenOverflow,
+)
+
+KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
+HIDDEN, TOP_K, EXPERTS = 256, 3, 12
+TOKENS = (5, 9, 2)
+
+
+class Batch(NamedTuple):
+    """One rank's tokens: rows, ids with holes and weights."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+    def fp8(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Numbers, and scales that are column-major, as DeepGEMM's callers have them."""
+        blocks = self.x.float().unflatten(-1, (-1, 128))
+        scales = blocks.abs().amax(dim=-1).clamp(min=1e-4) / 448
+        numbers = (blocks / scales[..., None]).to(torch.float8_e4m3fn).flatten(-2)
+        return numbers, scales.T.contiguous().T
+
+
+def batch(rank: int, tokens: tuple[int, ...] = TOKENS, seed: int = 0) -> Batch:
+    """What every rank can draw for any rank, on the CPU."""
+    draw: dict[str, Any] = {
+        "generator": torch.Generator("cpu").manual_seed(seed * 64 + rank),
+        **{"dtype": torch.float32, "device": "cpu"},
+    }
+    count = tokens[rank]
+    x = torch.randn((count, HIDDEN), **draw).bfloat16()
+    ids = torch.rand((count, EXPERTS), **draw).topk(TOP_K, dim=1).indices
+    ids[torch.rand(ids.shape, **draw) < 0.3] = -1
+    return Batch(x, ids, torch.rand((count, TOP_K), **draw))
+
+
+def goes_to(ids: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    local = EXPERTS // ranks
+    return ((ids >= rank * local) & (ids < (rank + 1) * local)).any(dim=1)
+
+
+class Wanted(NamedTuple):
+    """What a rank receives."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    counts: list[int]
+    tokens: torch.Tensor  # each row's, at its source
+
+
+def wanted(batches: list[Batch], rank: int) -> Wanted:
+    ranks, local = len(batches), EXPERTS // len(batches)
+    here = [goes_to(b.ids, rank, ranks) for b in batches]
+    ids = torch.cat([b.ids[h] for b, h in zip(batches, here, strict=True)])
+    weights = torch.cat([b.weights[h] for b, h in zip(batches, here, strict=True)])
+    own = torch.where((ids >= rank * local) & (ids < (rank + 1) * local), ids - rank * local, -1)
+    return Wanted(
+        torch.cat([b.x[h] for b, h in zip(batches, here, strict=True)]),
+        own,
+        torch.where(own >= 0, weights, torch.zeros_like(weights)),
+        [int((own == expert).sum()) for expert in range(local)],
+        torch.cat([h.nonzero()[:, 0] for h in here]).int(),
+    )
+
+
+def summed(mine: Batch, ranks: int) -> torch.Tensor:
+    """What owners get when every rank returns the rows as they came: a sum of copies, in fp32."""
+    copies = sum(goes_to(mine.ids, rank, ranks).float() for rank in range(ranks))
+    assert isinstance(copies, torch.Tensor)
+    return (mine.x.float() * copies[:, None] + 0.0).bfloat16()  # sums begin with 0: none is -0
+
+
+def on(group: weft.Group, given: Batch) -> Batch:
+    return Batch(*(t.to(group.device) for t in given))
+
+
+def layout(buffer: Buffer, given: Batch) -> dict[str, Any]:
+    """The layout as dispatch takes it."""
+    per_rank, nothing, per_expert, in_rank, _ = buffer.get_dispatch_layout(given.ids, EXPERTS)
+    assert nothing is None
+    return {
+        **{"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank},
+        "num_tokens_per_expert": per_expert,
+    }
+
+
+def whole(x: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    assert isinstance(x, torch.Tensor)
+    return x
+
+
+def same(got: torch.Tensor | None, want: torch.Tensor) -> None:
+    assert got is not None
+    assert got.dtype == want.dtype
+    assert torch.equal(bits(got.cpu()), bits(want))
+
+
+def layouts(group: weft.Group) -> None:
+    buffer, mine = Buffer(group), batch(group.rank)
+    given = on(group, mine)
+    for ids in (given.ids, given.ids.int()):
+        per_rank, _, per_expert, in_rank, event = buffer.get_dispatch_layout(ids, EXPERTS)
+        flags = [goes_to(mine.ids, rank, group.size) for rank in range(group.size)]
+        assert torch.equal(in_rank.cpu(), torch.stack(flags, dim=1))
+        assert per_rank.tolist() == [int(each.sum()) for each in flags]
+        assert per_expert.tolist() == [int((mine.ids == e).sum()) for e in range(EXPERTS)]
+        assert (per_rank.dtype, per_expert.dtype) == (torch.int32, torch.int32)
+        assert event.event is None
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_layout_of_chosen_experts(ranks, kind):
+    ranks(3, kind)(layouts)
+
+
+def own_test(group: weft.Group, tokens: tuple[int, ...]) -> None:
+    """Every form of the arguments in one buffer, in the order of deep_ep's own test: a dispatch,
+    one with a bound of rows, one with the handle, a combine."""
+    buffer = Buffer(group, int(2e9), 0, num_qps_per_rank=1, explicitly_destroy=True)
+    config, batches = Config(24, 8, 256), [batch(r, tokens) for r in range(group.size)]
+    mine, want = on(group, batches[group.rank]), wanted(batches, group.rank)
+    assert buffer.is_sm90_compiled()
+    forms = itertools.product((False, True), (False, True), (False, True), (False, True))
+    for previous, finishes, fp8, with_topk in forms:
+        args: dict[str, Any] = {"config": config, "async_finish": finishes, **layout(buffer, mine)}
+        again: dict[str, Any] = {"config": config, "async_finish": finishes}
+        if previous:
+            args["previous_event"] = again["previous_event"] = buffer.capture()
+        if with_topk:
+            args |= {"topk_idx": mine.ids, "topk_weights": mine.weights}
+        sent = mine.fp8() if fp8 else mine.x
+        got, ids, weights, counts, handle, event = buffer.dispatch(sent, **args)
+        assert handle is not None
+        event.current_stream_wait()
+        assert counts == want.counts
+        x = check_x(got, batches, want, fp8)
+        prefix = handle[0]
+        assert prefix is not None
+        ends = [sum(int(goes_to(b.ids, group.rank, group.size).sum()) for b in batches[: i + 1])
+                for i in range(group.size)]  # fmt: skip
+        assert prefix[:, group.rank].tolist() == ends
+        same(handle[3], want.tokens)
+        if with_topk:
+            same(ids, want.ids)
+            same(weights, want.weights)
+            bound = max(*tokens, 1) * group.size
+            most = buffer.dispatch(sent, **args, num_worst_tokens=bound)
+            check_bound(most, batches, want, bound, fp8)
+        else:
+            assert ids is None
+            assert weights is None
+            got, *nothing, _ = buffer.dispatch(sent, handle=handle, **again)
+            assert nothing == [None] * 4
+            check_x(got, batches, want, fp8)
+        out, sums, event = buffer.combine(x, handle, weights, **again)
+        event.current_stream_wait()
+        assert event.event is None or finishes
+        if not fp8:
+            same(out, summed(batches[group.rank], group.size))
+        if with_topk:
+            same(sums, torch.where(mine.ids >= 0, mine.weights, 0.0).cpu())
+        else:
+            assert sums is None
+    buffer.check()
+    buffer.destroy()
+    buffer.destroy()
+
+
+def check_x(got: Any, batches: list[Batch], want: Wanted, fp8: bool) -> torch.Tensor:
+    """Require the rows that were sent here, and return them in bfloat16."""
+    if not fp8:
+        same(got, want.x)
+        return whole(got)
+    numbers, scales = got
+    sent, its_scales = Batch(want.x, want.ids, want.weights).fp8()
+    same(numbers, sent)
+    same(scales, its_scales.contiguous())
+    widened = numbers.float().unflatten(-1, (-1, 128)) * scales[..., None]
+    return whole(widened.flatten(-2).bfloat16())
+
+
+def check_bound(most: Any, batches: list[Batch], want: Wanted, bound: int, fp8: bool) -> None:
+    got, ids, weights, counts, handle, _ = most
+    assert counts == []
+    assert (len(ids), len(weights), len(handle[3])) == (bound, bound, bound)
+    rows = len(want.x)
+    check_x(tuple(t[:rows] for t in got) if fp8 else got[:rows], batches, want, fp8)
+    same(ids[:rows], want.ids)
+    same(weights[:rows], want.weights)
+    assert bool((ids[rows:] == -1).all())
+    assert not bool(weights[rows:].any())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [(5, 9, 2), (0, 4, 1), (0, 0, 0)], ids=str)
+def test_the_order_of_calls_of_the_originals_test(ranks, kind, tokens):
+    ranks(3, kind)(own_test, tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rank(ranks, kind):
+    ranks(1, kind)(own_test, (5,))
+
+
+def processes(group: weft.Group) -> None:
+    own_test(group, TOKENS)
+
+
+def test_ranks_of_their_own_processes(ranks):
+    ranks(2, "cpu")(processes)
+
+
+def training(group: weft.Group) -> None:
+    """Two layers forwards, then backwards: a dispatch's gradient is a combine, and the reverse."""
+    buffer, ranks = Buffer(group), group.size
+    layers = [[batch(r, TOKENS, seed) for r in range(ranks)] for seed in (0, 1)]
+    kept = []
+    for batches in layers:
+        mine, want = on(group, batches[group.rank]), wanted(batches, group.rank)
+        args = {**layout(buffer, mine), "topk_idx": mine.ids, "topk_weights": mine.weights}
+        before = buffer.capture()
+        x, _, weights, _, handle, event = buffer.dispatch(
+            mine.x, **args, previous_event=before, async_finish=True, allocate_on_comm_stream=True
+        )
+        event.current_stream_wait()
+        assert handle is not None
+        out, _, event = buffer.combine(whole(x), handle, async_finish=True)
+        event.current_stream_wait()
+        same(out, summed(batches[group.rank], ranks))
+        kept.append((batches, mine, want, whole(x), weights, handle))
+    for batches, mine, want, x, weights, handle in reversed(kept):
+        gradient, *_ = buffer.dispatch(mine.x, handle=handle, async_finish=True)
+        same(whole(gradient), want.x)
+        back, of_weights, _ = buffer.combine(whole(gradient), handle, topk_weights=weights)
+        same(back, summed(batches[group.rank], ranks))
+        same(of_weights, torch.where(mine.ids >= 0, mine.weights, 0.0).cpu())
+        same(x, want.x)  # what the first dispatch returned is its caller's
+    for _ in range(2):  # again, and out of order
+        for batches, _, _, x, _, handle in kept:
+            same(buffer.combine(x, handle)[0], summed(batches[group.rank], ranks))
+    buffer.check()
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_handles_of_several_layers_in_any_order(ranks, kind):
+    ranks(2, kind)(training)
+
+
+def biased(group: weft.Group) -> None:
+    buffer, batches = Buffer(group), [batch(r) for r in range(group.size)]
+    mine = on(group, batches[group.rank])
+    x, _, _, _, handle, _ = buffer.dispatch(mine.x, **layout(buffer, mine))
+    assert handle is not None
+    plain = buffer.combine(whole(x), handle)[0].float()
+    one, two = mine.x * 3, -mine.x / 2
+    same(buffer.combine(whole(x), handle, bias=one)[0], (plain + one.float()).bfloat16().cpu())
+    both = (plain + one.float()).bfloat16().float() + two.float()
+    same(buffer.combine(whole(x), handle, bias=(one, two))[0], both.bfloat16().cpu())
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_begin_with_a_bias_or_two(ranks, kind):
+    ranks(2, kind)(biased)
+
+
+def growing(group: weft.Group) -> list[int]:
+    """More tokens than before, on one rank alone; a handle from before goes on."""
+    buffer, found = Buffer(group), []
+    first: tuple[Any, ...] = ()
+    for tokens in ((3, 5), (3, 130), (300, 0), (1, 1)):
+        batches = [batch(r, tokens) for r in range(group.size)]
+        mine, want = on(group, batches[group.rank]), wanted(batches, group.rank)
+        x, _, _, counts, handle, _ = buffer.dispatch(mine.x, **layout(buffer, mine))
+        assert handle is not None
+        same(whole(x), want.x)
+        assert counts == want.counts
+        same(buffer.combine(whole(x), handle)[0], summed(batches[group.rank], group.size))
+        first = first or (whole(x), handle, batches[group.rank])
+        (made,) = buffer._normal._there.values()
+        found.append(made.max_tokens)
+    x, handle, mine = first
+    same(buffer.combine(x, handle)[0], summed(mine, group.size))
+    buffer.check()
+    buffer.destroy()
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_grows_on_all_ranks_together(ranks, kind):
+    assert ranks(2, kind)(growing) == [[64, 256, 512, 512]] * 2
+
+
+def wrong_on_one_rank(group: weft.Group) -> None:
+    """What one rank passes wrongly, every rank raises, before rows are sent; then all go on."""
+    buffer, ranks = Buffer(group), group.size
+    batches = [batch(r) for r in range(ranks)]
+    mine = on(group, batches[group.rank])
+    args = {**layout(buffer, mine), "topk_idx": mine.ids, "topk_weights": mine.weights}
+    last = group.rank == ranks - 1
+    for value in (EXPERTS, -2, 1 << 40):
+        ids = mine.ids.clone()
+        if last:
+            ids[0, 0] = value
+        with pytest.raises(BadExpertId, match=r"rank 1 has 1 entries outside of -1\.\.11"):
+            buffer.dispatch(mine.x, **{**args, "topk_idx": ids})
+    more = mine.ids.repeat(1, 2 if last else 1), mine.weights.repeat(1, 2 if last else 1)
+    text = r"rank [01] called dispatch with top_k .* [36], this rank, [01], with top_k"
+    text = r"rank [01] called dispatch with top_k \(0: no topk_idx\) [36], this rank, [01], with"
+    with pytest.raises(GeometryMismatch, match=text):
+        buffer.dispatch(mine.x, **{**args, "topk_idx": more[0], "topk_weights": more[1]})
+    counts = args["num_tokens_per_rank"] + last
+    with pytest.raises(InvalidArgument, match="num_tokens_per_rank of rank 1 is .* pass both"):
+        buffer.dispatch(mine.x, **{**args, "num_tokens_per_rank": counts})
+    x, _, _, _, handle, _ = buffer.dispatch(mine.x, **args)
+    assert handle is not None
+    same(whole(x), wanted(batches, group.rank).x)
+    same(buffer.combine(whole(x), handle)[0], summed(batches[group.rank], ranks))
+    # Without a host that waits, such ids reach nobody, and check raises them.
+    ids = mine.ids.clone()
+    ids[:, 0] = EXPERTS if last else -1
+    bound: dict[str, Any] = {"num_worst_tokens": ranks * max(TOKENS)}
+    _, got, *_ = buffer.dispatch(mine.x, **{**args, "topk_idx": ids}, **bound)
+    assert got is not None
+    assert int(got.max()) < EXPERTS // ranks
+    if last:
+        with pytest.raises(BadExpertId, match=f"{len(ids)} entries of topk_idx"):
+            buffer.check()
+    buffer.check()
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_one_rank_passes_wrongly_all_raise(ranks, kind):
+    ranks(2, kind)(wrong_on_one_rank)
+
+
+def rows_that_do_not_fit(group: weft.Group) -> None:
+    """Bounds that differ between ranks: what has no room is dropped, never written elsewhere."""
+    buffer = Buffer(group)
+    batches = [batch(r) for r in range(group.size)]
+    every = torch.tensor([0, EXPERTS // 2, -1])  # both ranks
+    batches = [b._replace(ids=every.repeat(len(b.ids), 1)) for b in batches]
+    mine = on(group, batches[group.rank])
+    args = {**layout(buffer, mine), "topk_idx": mine.ids, "topk_weights": mine.weights}
+    bound = (10, 18)[group.rank]
+    got, ids, _, _, handle, _ = buffer.dispatch(mine.x, **args, num_worst_tokens=bound)
+    assert ids is not None
+    want = wanted(batches, group.rank)
+    same(whole(got)[:14], want.x[:bound])
+    same(ids[:14], want.ids[:bound])
+    assert handle is not None
+    buffer.combine(whole(got), handle)
+    if group.device.type == "cuda":
+        torch.cuda.synchronize()
+    if group.rank == 0:
+        with pytest.raises(TokenOverflow):
+            buffer.check()
+    else:
+        buffer.check()
+    group.barrier()
+    buffer.destroy()
+
+
+def mixed_handles(group: weft.Group) -> None:
+    """Handles that differ between ranks give rows of nobody's, of the right number, and no more."""
+    buffer, ranks = Buffer(group), group.size
+    few, many = ([batch(r, (n,) * ranks, n) for r in range(ranks)] for n in (2, 40))
+    handles = []
+    for batches in (few, many):
+        mine = on(group, batches[group.rank])
+        x, _, _, _, handle, _ = buffer.dispatch(mine.x, **layout(buffer, mine))
+        assert handle is not None
+        handles.append((whole(x), handle, mine))
+    x, handle, mine = handles[min(group.rank, 1)]
+    got, *_ = buffer.dispatch(mine.x, handle=handle)
+    assert whole(got).shape == x.shape
+    assert buffer.combine(x, handle)[0].shape == mine.x.shape
+    x, handle, mine = handles[1]
+    same(whole(buffer.dispatch(mine.x, handle=handle)[0]), wanted(many, group.rank).x)
+    same(buffer.combine(x, handle)[0], summed(many[group.rank], ranks))
+    buffer.check()
+    group.barrier()
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_handles_that_differ_harm_no_later_call(ranks, kind):
+    ranks(2, kind)(mixed_handles)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_beyond_a_bound_are_dropped(ranks, kind):
+    ranks(2, kind)(rows_that_do_not_fit)
+
+
+def left_alone(group: weft.Group) -> str:
+    """A rank gives its buffer back while the other dispatches: no deadline is waited for."""
+    buffer, mine = Buffer(group, timeout=600.0, first_timeout=600.0), on(group, batch(group.rank))
+    args = layout(buffer, mine)
+    x, _, _, _, handle, _ = buffer.dispatch(mine.x, **args)
+    assert handle is not None
+    buffer.combine(whole(x), handle)
+    group.barrier()
+    if group.rank == 1:
+        buffer.destroy()
+        return ""
+    with pytest.raises(PeerLeft) as raised:
+        buffer.dispatch(mine.x, **args)
+    with pytest.raises(PeerLeft):
+        buffer.check()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_left_is_named(ranks, kind):
+    text, _ = ranks(2, kind)(left_alone)
+    assert "rank 1" in text
+    assert "closed its all-to-all" in text
+
+
+def refused(group: weft.Group) -> None:
+    with pytest.raises(InvalidArgument, match="num_rdma_bytes is 8; it must be 0: .* one host"):
+        Buffer(group, 8, 8)
+    with pytest.raises(InvalidArgument, match="enable_shrink is True"):
+        Buffer(group, enable_shrink=True)
+    buffer, other, mine = Buffer(group), Buffer(group), on(group, batch(group.rank))
+    args = layout(buffer, mine)
+    topk: dict[str, Any] = {"topk_idx": mine.ids, "topk_weights": mine.weights}
+    x, _, _, _, handle, _ = buffer.dispatch(mine.x, **args)
+    assert handle is not None
+    numbers, scales = mine.fp8()
+    bad: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"x": mine.x.float()}, "x has dtype torch.float32"),
+        ({"x": mine.x[:, :100]}, r"pass x\.contiguous\(\)"),
+        ({"x": mine.x[:, :4].contiguous()}, "x has rows of 8 bytes"),
+        ({"x": (numbers, scales, scales)}, "x has 3 tensors"),
+        ({"x": (mine.x, scales)}, r"x\[0\] has dtype torch.bfloat16"),
+        ({"x": (numbers, scales[1:])}, r"x\[1\] has shape"),
+        ({"x": (numbers, scales.double())}, r"x\[1\] has dtype"),
+        ({"num_tokens_per_rank": None}, "num_tokens_per_rank is None; .* or pass a handle"),
+        ({"is_token_in_rank": args["is_token_in_rank"].int()}, "is_token_in_rank has dtype"),
+        ({"num_tokens_per_expert": torch.zeros(0).int()}, "num_tokens_per_expert has 0 entries"),
+        ({"topk_idx": mine.ids}, "topk_idx without topk_weights"),
+        ({"topk_weights": mine.weights}, "topk_weights without topk_idx"),
+        ({**topk, "topk_weights": mine.weights[1:]}, "topk_weights has shape"),
+        ({"num_worst_tokens": 100}, "num_worst_tokens is 100 without topk_idx"),
+        ({**topk, "handle": handle}, "topk_idx is a tensor .* a handle's dispatch brings rows"),
+        ({"x": mine.x[1:], "handle": handle}, "x has 4 tokens, the dispatch of the handle had 5"),
+        ({"handle": (1, 2)}, r"handle is \(1, 2\); it must be the handle that dispatch returned"),
+        ({"expert_alignment": 0}, "expert_alignment is 0"),
+        ({"config": 20}, "config is 20"),
+        ({"previous_event": 20}, "previous_event is 20"),
+    )
+    for change, text in bad:
+        with pytest.raises(InvalidArgument, match=text):
+            buffer.dispatch(**{"x": mine.x, **args, **change})
+    with pytest.raises(TokenOverflow, match="num_worst_tokens is 4, but this rank, one of 1, has"):
+        buffer.dispatch(mine.x, **args, **topk, num_worst_tokens=4)
+    given = {"x": whole(x), "handle": handle}
+    back: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"x": whole(x).float()}, "x has dtype torch.float32"),
+        ({"x": whole(x)[1:]}, "x has shape"),
+        ({"topk_weights": torch.zeros(1, 2)}, "topk_weights has shape"),
+        ({"bias": mine.x[1:]}, "bias has shape"),
+        ({"bias": (mine.x, mine.x, mine.x)}, "bias has 3 tensors"),
+        ({"bias": (mine.x, mine.x.float())}, r"bias\[1\] has dtype"),
+        ({"handle": None}, "handle is None"),
+    )
+    for change, text in back:
+        with pytest.raises(InvalidArgument, match=text):
+            buffer.combine(**{**given, **change})
+    for call in (lambda: other.combine(whole(x), handle), lambda: other.dispatch(mine.x, handle)):
+        with pytest.raises(OutOfOrder, match="not of a dispatch of this buffer"):
+            call()
+    with pytest.raises(InvalidArgument, match="num_experts is 0"):
+        buffer.get_dispatch_layout(mine.ids, 0)
+    with pytest.raises(InvalidArgument, match="topk_idx has dtype"):
+        buffer.get_dispatch_layout(mine.weights, EXPERTS)
+    with pytest.raises(InvalidArgument, match="low_latency_mode is False; it must be True"):
+        buffer.low_latency_dispatch(mine.x, mine.ids, 8, EXPERTS)
+    buffer.destroy()
+    other.destroy()
+    late: tuple[Any, ...] = (
+        lambda: buffer.combine(whole(x), handle),
+        lambda: buffer.dispatch(mine.x, handle),
+        lambda: buffer.get_dispatch_layout(mine.ids, EXPERTS),
+    )
+    for call in late:
+        with pytest.raises(OutOfOrder, match="destroyed"):
+            call()
+
+
+def test_what_no_call_may_pass(ranks):
+    ranks(1, "threads")(refused)
+
+
+def uneven(group: weft.Group) -> None:
+    with pytest.raises(InvalidArgument, match="num_experts is 13; it must be a multiple of the 2"):
+        Buffer(group).get_dispatch_layout(batch(0).ids, 13)
+
+
+def test_experts_that_ranks_cannot_share_evenly(ranks):
+    ranks(2, "threads")(uneven)
+
+
+def test_sizes_and_configs_are_what_callers_compute_with():
+    for ranks in (1, 2, 8, 32):
+        for config in (Buffer.get_dispatch_config(ranks), Buffer.get_combine_config(ranks)):
+            assert config.num_sms == Buffer.num_sms
+            assert config.get_rdma_buffer_size_hint(14336, ranks) == 0
+    few, many = (Config(sms).get_nvl_buffer_size_hint(14336, 8) for sms in (2, 20))
+    assert 9 * 256 * 14336 < few < many < 10.2 * few
+    for call in (
+        lambda: Buffer.get_dispatch_config(33),
+        lambda: Buffer.get_combine_config(0),
+        lambda: Config().get_nvl_buffer_size_hint(100, 8),
+        lambda: Config().get_nvl_buffer_size_hint(14336, 64),
+        lambda: Config().get_rdma_buffer_size_hint(14336, 64),
+    ):
+        with pytest.raises(InvalidArgument):
+            call()
+
+
+def sglangs(group: weft.Group) -> None:
+    """SGLang 0.5.17's dispatcher in both modes of one buffer, with DeepGEMM's alignment."""
+    sizes = [0, 0]
+    for config in (Buffer.get_dispatch_config(group.size), Buffer.get_combine_config(group.size)):
+        hints = (config.get_nvl_buffer_size_hint, config.get_rdma_buffer_size_hint)
+        sizes = [max(n, hint(HIDDEN * 2, group.size)) for n, hint in zip(sizes, hints, strict=True)]
+    hint = Buffer.get_low_latency_rdma_size_hint(16, HIDDEN, group.size, EXPERTS)
+    buffer = Buffer(
+        group,
+        sizes[0],
+        max(sizes[1], hint),
+        low_latency_mode=True,
+        num_qps_per_rank=max(Buffer.num_sms, EXPERTS // group.size),
+        allow_mnnvl=False,
+    )
+    batches = [batch(r) for r in range(group.size)]
+    mine, want = on(group, batches[group.rank]), wanted(batches, group.rank)
+    for finishes in (False, True, False):
+        previous = buffer.capture() if finishes else None
+        per_rank, per_rdma_rank, per_expert, in_rank, previous = buffer.get_dispatch_layout(
+            mine.ids,
+            EXPERTS,
+            previous_event=previous,
+            async_finish=finishes,
+            allocate_on_comm_stream=previous is not None,
+        )
+        got, ids, weights, counts, handle, event = buffer.dispatch(
+            mine.fp8(),
+            topk_idx=mine.ids,
+            topk_weights=mine.weights,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_rdma_rank,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            previous_event=previous,
+            async_finish=finishes,
+            allocate_on_comm_stream=(previous is not None) and finishes,
+            expert_alignment=128,
+            config=None,
+        )
+        event.current_stream_wait()
+        assert handle is not None
+        assert counts == [-(-n // 128) * 128 for n in want.counts]
+        same(ids, want.ids)
+        same(weights, want.weights)
+        check_x(got, batches, want, True)
+        previous = buffer.capture() if finishes else None
+        out, nothing, event = buffer.combine(
+            want.x.to(group.device),
+            handle,
+            async_finish=finishes,
+            previous_event=previous,
+            allocate_on_comm_stream=previous is not None,
+            config=None,
+        )
+        event.current_stream_wait()
+        assert nothing is None
+        same(out, summed(batches[group.rank], group.size))
+        buffer.clean_low_latency_buffer(16, HIDDEN, EXPERTS)
+        rows, _, low, _, _ = buffer.low_latency_dispatch(
+            mine.x, mine.ids, 16, EXPERTS, use_fp8=False
+        )
+        out = buffer.low_latency_combine(whole(rows), mine.ids, mine.weights, low)[0]
+        kept = torch.where(mine.ids >= 0, mine.weights, 0.0).sum(dim=1, keepdim=True)
+        assert torch.allclose(out.float(), mine.x.float() * kept, rtol=2e-2, atol=2e-2)
+    buffer.check()
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sglangs_calls(ranks, kind):
+    ranks(2, kind)(sglangs)
+
+
+def vllms(group: weft.Group) -> None:
+    """vLLM's high-throughput prepare and finalize, two microbatches with a handle each."""
+    buffer = Buffer(
+        group=group.process_group() if group.device.type == "cpu" else group,
+        num_nvl_bytes=1 << 30,
+        num_rdma_bytes=0,
+        low_latency_mode=False,
+        num_qps_per_rank=1,
+    )
+    inside = buffer._group
+    Buffer.set_num_sms(Buffer.num_sms)
+    parts = []
+    for seed in (0, 1):
+        batches = [batch(r, TOKENS, seed) for r in range(group.size)]
+        mine, want = on(inside, batches[group.rank]), wanted(batches, group.rank)
+        previous: EventOverlap | None = buffer.capture() if seed else None
+        per_rank, per_rdma_rank, per_expert, in_rank, event = buffer.get_dispatch_layout(
+            topk_idx=mine.ids,
+            num_experts=EXPERTS,
+            previous_event=previous,
+            async_finish=False,
+            allocate_on_comm_stream=False,
+        )
+        got, ids, weights, counts, handle, event = buffer.dispatch(
+            x=mine.x,
+            handle=None,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_rdma_rank,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=mine.ids,
+            topk_weights=mine.weights,
+            expert_alignment=1,
+            config=buffer.get_dispatch_config(group.size),
+            previous_event=previous,
+            async_finish=not seed,
+            allocate_on_comm_stream=False,
+        )
+        if event.event is not None:
+            event.current_stream_wait()
+        same(whole(got), want.x)
+        same(ids, want.ids)
+        same(weights, want.weights)
+        assert counts == want.counts
+        parts.append((whole(got), handle, batches[group.rank]))
+    for x, handle, mine in reversed(parts):
+        assert handle is not None
+        out, _, event = buffer.combine(
+            x=x,
+            handle=handle,
+            topk_weights=None,
+            config=buffer.get_combine_config(group.size),
+            previous_event=None,
+            async_finish=True,
+            allocate_on_comm_stream=False,
+        )
+        if event.event is not None:
+            event.current_stream_wait()
+        same(out, summed(mine, group.size))
+    buffer.destroy()
+    group.barrier()
+
+
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_vllms_calls(ranks, kind):
+    ranks(2, kind)(vllms)
+
+
+def under_defaults(group: weft.Group) -> None:
+    with defaults("cpu", torch.bfloat16):
+        own_test(group, TOKENS)
+
+
+def test_torchs_defaults_change_nothing(ranks):
+    ranks(1, "cpu")(under_defaults)
+
+
+def captured(group: weft.Group) -> None:
+    """Dispatch and combine with a bound of rows, each in a graph of its own."""
+    buffer, ranks = Buffer(group), group.size
+    bound = ranks * max(TOKENS)
+    batches = [[batch(r, TOKENS, seed) for r in range(ranks)] for seed in (0, 1, 2)]
+    mine = on(group, batches[0][group.rank])
+    graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+
+    def there() -> Any:
+        args = {**layout(buffer, mine), "topk_idx": mine.ids, "topk_weights": mine.weights}
+        return buffer.dispatch(mine.x, **args, num_worst_tokens=bound)
+
+    warm = there()
+    buffer.combine(warm[0], warm[4])
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graphs[0]):
+        x, ids, weights, counts, handle, _ = there()
+    with torch.cuda.graph(graphs[1]):
+        out, _, _ = buffer.combine(x, handle)
+    assert counts == []
+    for these in batches:
+        for place, value in zip(mine, these[group.rank], strict=True):
+            place.copy_(value)
+        graphs[0].replay()
+        want = wanted(these, group.rank)
+        same(x[: len(want.x)], want.x)
+        same(ids[: len(want.x)], want.ids)
+        same(weights[: len(want.x)], want.weights)
+        graphs[1].replay()
+        same(out, summed(these[group.rank], ranks))
+        same(buffer.combine(x, handle)[0], summed(these[group.rank], ranks))  # eager, between
+    torch.cuda.synchronize()
+    buffer.check()
+    buffer.destroy()
+
+
+def in_turns(group: weft.Group) -> None:
+    """Callers whose streams wait for nothing but the events that they pass, as deep_ep's may."""
+    buffer, ranks = Buffer(group), group.size
+    batches = [batch(r, (300, 200)) for r in range(ranks)]
+    mine, want = on(group, batches[group.rank]), wanted(batches, group.rank)
+    args = layout(buffer, mine)
+    torch.cuda.synchronize()
+    streams: list[Any] = [torch.cuda.Stream() for _ in range(2)]
+    kept = []
+    for turn in range(6):
+        with torch.cuda.stream(streams[turn % 2]):
+            x, _, _, _, handle, event = buffer.dispatch(mine.x, **args, async_finish=True)
+        with torch.cuda.stream(streams[(turn + turn // 2) % 2]):
+            assert handle is not None
+            out, _, _ = buffer.combine(whole(x), handle, previous_event=event)
+        kept.append((x, out))
+    torch.cuda.synchronize()
+    for x, out in kept:
+        same(whole(x), want.x)
+        same(out, summed(batches[group.rank], ranks))
+    buffer.check()
+    buffer.destroy()
+
+
+@pytest.mark.gpu
+def test_calls_in_several_streams_do_not_overlap(ranks):
+    ranks(2, "cuda")(in_turns)
+
+
+@pytest.mark.gpu
+def test_a_bound_of_rows_lets_graphs_be_captured(ranks):
+    ranks(2, "cuda")(captured)

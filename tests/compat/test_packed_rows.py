@@ -1,0 +1,246 @@
+"""The kernels that pack rows, and return packed ones, do on a CPU what the CPU's own do."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import weft
+from tests.alltoall.test_compile import numbers_of
+from tests.compat.test_deep_ep_normal import batch, layout, on, whole
+from tests.emulator.emulate import build_library, emulated_tree
+from tests.emulator.watch import watching
+from tests.grouping.emulate_groups import DOOR
+from tests.recorded import NVRTC, reads
+from tests.rounds import bits
+from weft.compat import packed_rows, rank_layout
+from weft.compat.deep_ep import Buffer
+from weft.errors import TokenOverflow
+from weft.grouping.entry import COUNTING
+from weft.grouping.rounds import GroupRounds
+from weft.jit.cache import Cache
+from weft.jit.nvrtc import CUDA_OPTIONS, compile_cubin
+from weft.runtime.entries import Program
+from weft.runtime.layout import compare
+from weft.shape import Shape
+
+TOKENS = (9, 70, 0)
+GATHER = ("group", "gather")
+THERE = Shape(8, 512, 8, 8, 7168, "bf16", (16,))
+BACK = Shape(8, 4096, 8, 8, 7168, "bf16", (16,), combine="gemm_push")
+WEIGHTS = Shape(3, 64, 3, 3, 12, "fp32", (16,), combine="gemm_push")
+PROGRAMS: dict[str, Program] = {
+    "fetch": packed_rows.program("fetch_rows", THERE, device=True),
+    "return": packed_rows.program("return_rows", BACK, device=True),
+    "return weights": packed_rows.program("return_rows", WEIGHTS, device=True),
+}
+
+
+def compile_emulated(name: str, shape: Shape, folder: Path) -> Path:
+    """The shared library of one kernel of one Shape."""
+    door = DOOR.format(name=name, args=packed_rows.ENTRIES[name].__name__, call=f"{name}<S>")
+    return build_library(
+        emulated_tree(folder),
+        "#include <weft/compat/packed_rows.cuh>\n"
+        f"constexpr weft::Shape S = {shape.literal()};\n{door}",
+    )
+
+
+class Emulated:
+    """The entry of one Shape, with `ctas` CTAs of `threads`."""
+
+    def __init__(self, library: Path, ctas: int, threads: int) -> None:
+        self.library, self._launch = ctypes.CDLL(str(library)), (ctas, threads)
+
+    def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
+        """Run the kernel."""
+        getattr(self.library, name)(ctypes.byref(args), (ctypes.c_uint32 * 2)(*self._launch))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def emulated(group: weft.Group, folder: str) -> None:
+    buffer = Buffer(group, timeout=600.0)
+    mine = on(group, batch(group.rank, TOKENS))
+    args = {**layout(buffer, mine), "topk_idx": mine.ids, "topk_weights": mine.weights}
+    got, _, weights, _, handle, _ = buffer.dispatch(mine.x, **args)
+    assert handle is not None
+    got_fp8, *_ = buffer.dispatch(mine.fp8(), handle=handle)
+    x = whole(got) * 3
+
+    def calls() -> list[torch.Tensor]:
+        sums, of_weights, _ = buffer.combine(x, handle, weights)
+        rows, *_ = buffer.dispatch(mine.x, handle=handle)
+        numbers, *_ = buffer.dispatch(mine.fp8(), handle=handle)
+        assert of_weights is not None
+        return [sums, of_weights, whole(rows), *numbers]
+
+    wanted = calls()
+    assert torch.equal(bits(wanted[2]), bits(whole(got)))
+    assert torch.equal(bits(wanted[3]), bits(got_fp8[0]))
+    normal = buffer._normal
+    kernels = [("fetch_rows", e) for e in normal._there.values()]
+    kernels += [("return_rows", e) for e in normal._back.values()]  # type: ignore[misc]
+    for number, (name, exchange) in enumerate(kernels):
+        own, place = exchange._entries, Path(folder) / str(number)
+        library = place / "kernels.so"
+        if group.rank == 0:
+            place.mkdir()
+            library = compile_emulated(name, exchange.a2a._geometry.shape, place)
+        group.barrier()
+        for ctas, threads in ((1, 32), (3, 96)):
+            exchange._entries = entries = Emulated(library, ctas, threads)
+            for value, want in zip(calls(), wanted, strict=True):
+                assert torch.equal(bits(value), bits(want))
+        stride = exchange.a2a._workspace.site.stride
+        with watching(group, entries.library, stride, whole=False) as watch:
+            calls()
+        how = {event.how for event in watch.events()}
+        flags = {"writes release sys"} if name == "return_rows" else set()
+        assert {each for each in how if "release" in each or "acquire" in each} == flags
+        own_counters = {"updates acq_rel gpu"} if name == "return_rows" else set()
+        assert {each for each in how if "updates" in each} == own_counters
+        exchange._entries = own
+    buffer.check()
+    buffer.destroy()
+
+
+@reads("tests/emulator/*.hpp")
+def test_the_kernels_move_what_the_cpu_moves(ranks, tmp_path):
+    ranks(3, "threads")(emulated, str(tmp_path))
+
+
+class EmulatedPacking:
+    """Both kernels that pack small rows, gather with `ctas` CTAs of `threads`."""
+
+    def __init__(self, library: Path, rounds: GroupRounds, ctas: int, threads: int) -> None:
+        self.library, self._launch = ctypes.CDLL(str(library)), (ctas, threads)
+        shape, packing = rounds._a2a._geometry.shape, rounds.grouping
+        self._tiles = packing.tiles(shape)
+        entries = (shape.ranks, shape.tokens, packing.entries(shape))
+        self._within = torch.zeros(entries, dtype=torch.int32)
+        self._before = torch.zeros((self._tiles, packing.groups), dtype=torch.int32)
+
+    def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
+        """Run the two kernels of a gather."""
+        assert name == "gather"
+        args.within, args.before = self._within.data_ptr(), self._before.data_ptr()
+        for kernel, shape in (("group", (self._tiles, COUNTING)), ("gather", self._launch)):
+            getattr(self.library, kernel)(ctypes.byref(args), (ctypes.c_uint32 * 2)(*shape))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def packed(group: weft.Group, folder: str) -> None:
+    """Into as many rows as come, into more, and into fewer, of which the rest is dropped."""
+    buffer = Buffer(group, timeout=600.0)
+    mine = on(group, batch(group.rank, TOKENS))
+    args = {**layout(buffer, mine), "topk_idx": mine.ids, "topk_weights": mine.weights}
+    room = (2 * max(TOKENS), 1)[group.rank]  # rank 1 has no more than a row for what comes
+
+    def calls() -> list[torch.Tensor]:
+        exact = buffer.dispatch(mine.x, **args)
+        more = buffer.dispatch(mine.x, **args, num_worst_tokens=2 * max(TOKENS))
+        behind = whole(more[0])[: len(exact[0])]  # rows that nobody sent hold anything
+        found = [t for t in (*exact[:3], behind, *more[1:3]) if isinstance(t, torch.Tensor)]
+        assert len(found) == 6
+        (finding,) = buffer._normal._finding.values()
+        into = [torch.full((room + 2, size), 77, dtype=torch.uint8) for size in (24, 12)]
+        sent = mine.ids.view(torch.uint8), mine.weights.view(torch.uint8)
+        ranks = rank_layout.announcement_in_torch(
+            (), None, rank_layout.layout_in_torch(mine.ids, 12, 2), None
+        )[1]
+        finding.run(sent, ranks, [t[:room] for t in into])
+        if group.rank == 1:
+            with pytest.raises(TokenOverflow):
+                finding.a2a.check()
+        assert all(bool((t[room:] == 77).all()) for t in into)
+        return [*found, *(t[:1] for t in into)]
+
+    wanted = calls()
+    (exchange,) = buffer._normal._finding.values()
+    rounds, library = exchange._packed, Path(folder) / "kernels.so"
+    if group.rank == 0:
+        doors = [DOOR.format(name=n, args="GroupArgs", call=f"{n}<S, G>") for n in GATHER]
+        library = build_library(
+            emulated_tree(Path(folder)),
+            "#include <weft/grouping/rows.cuh>\n"
+            f"constexpr weft::Shape S = {exchange.a2a._geometry.shape.literal()};\n"
+            f"constexpr weft::Grouping G = {rounds.grouping.literal()};\n{''.join(doors)}",
+        )
+    group.barrier()
+    own = rounds._entries
+    for ctas, threads in ((1, 32), (3, 96)):
+        rounds._entries = EmulatedPacking(library, rounds, ctas, threads)
+        for value, want in zip(calls(), wanted, strict=True):
+            assert torch.equal(bits(value), bits(want))
+    rounds._entries = own
+    buffer.check()
+    buffer.destroy()
+
+
+@reads("tests/emulator/*.hpp")
+def test_kernels_pack_what_the_cpu_packs(ranks, tmp_path):
+    ranks(2, "threads")(packed, str(tmp_path))
+
+
+def misled(group: weft.Group) -> None:
+    """A handle's tensors that were overwritten: nothing is stored outside of the inbox's rows."""
+    buffer, mine = Buffer(group), on(group, batch(group.rank, (40, 40)))
+    got, _, _, _, handle, _ = buffer.dispatch(mine.x, **layout(buffer, mine))
+    assert handle is not None
+    x, want = whole(got), buffer.combine(whole(got), handle)[0]
+    (exchange,) = buffer._normal._back.values()
+    share = exchange.a2a._workspace.heap.tensor(
+        (exchange.a2a._geometry.layout.share_bytes,), torch.uint8
+    )
+    returned, shape = exchange.a2a._geometry.layout.returned, exchange.a2a._geometry.shape
+    end = returned + shape.ranks * shape.tokens * shape.out_bytes
+    saved = [each.clone() for each in (handle.packing.tokens, handle.packing.until)]
+    for value in (-1, 64, 1 << 30, -(1 << 31)):
+        group.barrier()
+        behind = share[end:].clone()
+        group.barrier()
+        handle.packing.tokens.fill_(value)
+        buffer.combine(x, handle)
+        group.barrier()
+        # destinations and saved routings are as they were: the same tokens come back
+        assert torch.equal(share[end:], behind)
+        handle.packing.tokens.copy_(saved[0])
+        handle.packing.until.fill_(value)
+        buffer.combine(x, handle)
+        group.barrier()
+        assert torch.equal(share[end:], behind)
+        handle.packing.until.copy_(saved[1])
+    assert torch.equal(bits(buffer.combine(x, handle)[0]), bits(want))
+    buffer.check()
+    buffer.destroy()
+
+
+def test_tensors_of_a_handle_are_no_addresses(ranks):
+    ranks(2, "threads")(misled)
+
+
+@reads(tools=(NVRTC,))
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_kernels_compile_without_spills(name: str, arch: str, tmp_path: Path) -> None:
+    program = PROGRAMS[name]
+    cubin = compile_cubin(
+        program.source,
+        name=program.name,
+        arch=arch,
+        options=(*CUDA_OPTIONS, "--ptxas-options=-v"),
+        cache=Cache(tmp_path),
+    )
+    for symbol, numbers in program.tables.items():
+        compare(numbers, numbers_of(cubin, symbol.encode()))
+    (sidecar,) = tmp_path.rglob("*.json")
+    spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", sidecar.read_text())
+    assert set(spills) == {("0", "0")}, sidecar.read_text()

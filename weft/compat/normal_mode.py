@@ -1,0 +1,363 @@
+"""The normal mode of deep_ep's buffer: rows to ranks and back, packed, in results of their own.
+
+A dispatch tells all ranks its counts, waits on the host for theirs unless the caller gives a bound,
+sends ids and weights, from which a rank learns which rows are its own, and fetches those. A handle
+keeps which they are, so any handle may be used again, in any order that is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch.nn.functional import pad
+
+from weft.compat import rank_layout
+from weft.compat.rank_layout import Layout
+from weft.compat.row_exchange import (
+    VECTOR_BYTES,
+    Announcement,
+    Packing,
+    RowCombine,
+    RowDispatch,
+    RowFetch,
+)
+from weft.errors import BadExpertId, GeometryMismatch, InvalidArgument, OutOfOrder, TokenOverflow
+from weft.memory import Group
+from weft.runtime.stream import capturing, finish
+
+E = TypeVar("E", RowDispatch, RowFetch, RowCombine)
+
+LEAST_TOKENS = 64  # that an exchange is made for; it grows by powers of two
+# What every rank tells of its dispatch, before the counts, and how errors call it.
+WORDS = (
+    "tokens",
+    "bytes of a row of x",
+    "bytes of a row's scales",
+    "top_k (0: no topk_idx)",
+    "bytes of an entry of topk_idx",
+    "num_worst_tokens",
+)
+EQUAL = range(1, len(WORDS))  # on all ranks
+REFUSED = len(WORDS)  # entries of topk_idx that name no expert
+COUNTS = REFUSED + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What one dispatch carries: `[tokens, *]` tensors. topk: ids and weights."""
+
+    x: torch.Tensor
+    scales: torch.Tensor | None = None
+    topk: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Where the tokens of a dispatch went.
+
+    owner: the normal mode that it is of.   tokens: of this rank.   rows: of its results here.
+    most: at least every rank's tokens, equal on all.
+    """
+
+    owner: NormalMode
+    tokens: int
+    rows: int
+    most: int
+
+
+class NormalHandle(tuple[torch.Tensor | None, ...]):
+    """The handle of a dispatch, in deep_ep's order.
+
+    Rank prefix matrix, int32 `[ep_size, ep_size]`: rows that ranks up to i send to rank j; two
+    parts of channels, None; int32 `[rows]`, each row's token at its source; is_token_in_rank; the
+    heads of queues, None.
+    """
+
+    routing: Routing
+    packing: Packing
+
+    @classmethod
+    def of(cls, routing: Routing, packing: Packing) -> NormalHandle:
+        """The handle of a dispatch by this routing."""
+        made = cls((packing.until, None, None, packing.tokens, packing.in_rank, None))
+        made.routing, made.packing = routing, packing
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """The results of a dispatch. counts: rows of each local expert, none where nobody waited."""
+
+    rows: Rows
+    counts: list[int]
+    handle: NormalHandle
+
+
+class NormalMode:
+    """One buffer's normal mode. options: of the exchanges."""
+
+    def __init__(self, group: Group, options: dict[str, Any]) -> None:
+        self._group, self._options = group, options
+        self._announcements: dict[int, Announcement] = {}
+        self._finding: dict[tuple[int, ...], RowDispatch] = {}
+        self._there: dict[tuple[int, int], RowFetch] = {}
+        self._back: dict[tuple[int, torch.dtype], RowCombine] = {}
+        self._host: dict[torch.Size, torch.Tensor] = {}
+        # Entries that name no expert, of dispatches that no host waited for; were there any?
+        self._refused = torch.zeros(1, dtype=torch.int32, device=group.device)
+        self._bounded = False
+
+    def dispatch(self, rows: Rows, layout: Layout, alignment: int, worst: int) -> Arrived:
+        """A dispatch with a new routing, of checked tensors.
+
+        Raises TokenOverflow, OutOfOrder, InvalidArgument, and on every rank BadExpertId,
+        InvalidArgument or GeometryMismatch for what one rank passed; what broke the group.
+        """
+        group, experts, tokens = self._group, len(layout.per_expert), len(rows.x)
+        if worst and tokens * group.size > worst:
+            raise TokenOverflow(
+                f"num_worst_tokens is {worst}, but this rank, one of {group.size}, has {tokens} "
+                f"tokens: pass at least {group.size} times the most tokens of any rank"
+            )
+        announcement = self._announcement(experts)
+        ids = None if rows.topk is None else rows.topk[0]
+        refused = self._refused if worst else None
+        self._bounded = self._bounded or worst > 0
+        numbers, ranks = rank_layout.announcement(_words(rows, worst), ids, layout, refused)
+        told, flagged = announcement.tell(numbers), slice(COUNTS + group.size, -experts)
+        prefix = told[:, flagged].cumsum(0, dtype=torch.int32).contiguous()
+        local = experts // group.size
+        first = group.rank * local
+        by_expert: list[int] = []
+        if worst:
+            announcement.finish()
+            most, arriving = -(-worst // group.size), worst
+        else:
+            numbers = self._read(announcement, told)
+            self._check_told(numbers, experts)
+            most = max(1, int(numbers[:, 0].max()))
+            arriving = int(numbers[:, flagged][:, group.rank].sum())
+            mine = numbers[:, -experts:][:, first : first + local].sum(0)
+            by_expert = [-(-n // alignment) * alignment for n in mine.tolist()]
+        routing = Routing(self, tokens, arriving, most)
+        topk, slots, max_tokens = self._find_rows(rows.topk, ranks, routing, bounded=worst > 0)
+        tokens_of_rows = rank_layout.localize(topk, slots, max_tokens, first, local)
+        packing = Packing(tokens_of_rows, prefix, layout.in_rank)
+        x, scales = self._fetch(rows, packing, routing)
+        handle = NormalHandle.of(routing, packing)
+        return Arrived(Rows(x, scales, topk), by_expert, handle)
+
+    def dispatch_again(self, rows: Rows, handle: NormalHandle) -> Rows:
+        """A dispatch of other rows, without ids, to where the handle's went; waits for nothing."""
+        return Rows(*self._fetch(rows, handle.packing, self.routing_of(handle)))
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor | None,
+        handle: NormalHandle,
+        biases: tuple[torch.Tensor, ...],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The sums of a token's rows, and of its weights, at its owner; of checked tensors."""
+        most, add = self.routing_of(handle).most, biases[0] if biases else None
+        found = self._sum(x, handle.packing, most, add)
+        for bias in biases[1:]:
+            found += bias
+        if weights is None:
+            return found, None
+        top_k = weights.shape[1]
+        whole = weights if top_k % 4 == 0 else pad(weights, (0, -top_k % 4))
+        return found, self._sum(whole, handle.packing, most)[:, :top_k].contiguous()
+
+    def routing_of(self, handle: NormalHandle) -> Routing:
+        """Raises OutOfOrder for another buffer's handle."""
+        if handle.routing.owner is not self:
+            raise OutOfOrder(
+                "the handle is not of a dispatch of this buffer: pass what its dispatch returned"
+            )
+        return handle.routing
+
+    def check(self) -> None:
+        """Raise what the device has recorded; waits for it after dispatches with a bound."""
+        for exchange in self.exchanges():
+            exchange.a2a.check()
+        refused = int(self._refused) if self._bounded else 0
+        if refused:
+            self._refused.zero_()
+            raise BadExpertId(
+                f"{refused} entries of topk_idx, in dispatches with num_worst_tokens, name no "
+                "expert and are not -1; nobody received them"
+            )
+
+    def exchanges(self) -> list[Announcement | RowDispatch | RowFetch | RowCombine]:
+        """All that have been made."""
+        found: list[Announcement | RowDispatch | RowFetch | RowCombine] = []
+        for table in (self._announcements, self._finding, self._there, self._back):
+            found += table.values()
+        return found
+
+    def close(self) -> None:
+        """Give all memory back. Local."""
+        for exchange in self.exchanges():
+            exchange.close()
+        for table in (self._announcements, self._finding, self._there, self._back):
+            table.clear()
+
+    def _announcement(self, experts: int) -> Announcement:
+        found = self._announcements.get(experts)
+        if found is None:
+            self._check_not_capturing(f"a dispatch to {experts} experts")
+            rank_layout.load(self._group.device)
+            size = COUNTS + 2 * self._group.size + experts
+            found = self._announcements[experts] = Announcement(self._group, size, self._options)
+        return found
+
+    def _read(self, announcement: Announcement, told: torch.Tensor) -> torch.Tensor:
+        """What was told, on the host: the one wait of a dispatch."""
+        device = self._group.device
+        if device.type != "cuda":
+            numbers = told.clone()
+        else:
+            if told.shape not in self._host:
+                self._host[told.shape] = torch.empty(
+                    told.shape, dtype=told.dtype, device="cpu", pin_memory=True
+                )
+            numbers = self._host[told.shape].copy_(told, non_blocking=True)
+        announcement.finish()
+        finish(device)
+        announcement.a2a._check_running()
+        return numbers
+
+    def _check_told(self, numbers: torch.Tensor, experts: int) -> None:
+        """Raise, on every rank alike, what one of them passed and cannot be."""
+        size, mine = self._group.size, numbers[self._group.rank].tolist()
+        for rank, theirs in enumerate(numbers.tolist()):
+            for i in EQUAL:
+                if theirs[i] != mine[i]:
+                    raise GeometryMismatch(
+                        f"rank {rank} called dispatch with {WORDS[i]} {theirs[i]}, this rank, "
+                        f"{self._group.rank}, with {mine[i]}: pass the same on all ranks"
+                    )
+            if theirs[REFUSED]:
+                raise BadExpertId(
+                    f"topk_idx of rank {rank} has {theirs[REFUSED]} entries outside of "
+                    f"-1..{experts - 1}; nothing was sent"
+                )
+            given = theirs[COUNTS : COUNTS + size]
+            flagged = theirs[COUNTS + size : COUNTS + 2 * size]
+            if given != flagged:
+                raise InvalidArgument(
+                    f"num_tokens_per_rank of rank {rank} is {given}, but its is_token_in_rank says "
+                    f"{flagged}: pass both as get_dispatch_layout returned them"
+                )
+
+    def _find_rows(
+        self,
+        topk: tuple[torch.Tensor, torch.Tensor] | None,
+        ranks: torch.Tensor,
+        routing: Routing,
+        *,
+        bounded: bool,
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor] | None, torch.Tensor, int]:
+        """Send ids and weights; return those that came, the slots of rows, and of each source.
+
+        bounded: there may be rows that nobody sends, behind the received ones: their ids are -1.
+        """
+        sent: tuple[torch.Tensor, ...]
+        blank = torch.empty((len(ranks), VECTOR_BYTES), dtype=torch.uint8, device=ranks.device)
+        sent = (blank,) if topk is None else topk
+        into = [each.new_empty((routing.rows, each.shape[1])) for each in sent]
+        if bounded and topk is not None:
+            into[0].fill_(-1)
+        size = tuple(_row_bytes(each) for each in sent)
+        exchange = self._fitting(
+            self._finding,
+            size,
+            routing.most,
+            f"a dispatch of {'no ids' if topk is None else f'{topk[0].shape[1]} ids a token'}",
+            lambda tokens: RowDispatch(self._group, tokens, size, self._options),
+        )
+        slots = exchange.run(
+            [each.view(torch.uint8) for each in sent],
+            ranks,
+            [each.view(torch.uint8) for each in into],
+        )
+        found = None if topk is None else (into[0], into[1])
+        return found, slots[: routing.rows], exchange.max_tokens
+
+    def _fetch(
+        self, rows: Rows, packing: Packing, routing: Routing
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The rows, and their scales, that come to this rank."""
+        x, scales = rows.x, rows.scales
+        into = (
+            x.new_empty((routing.rows, x.shape[1])),
+            None if scales is None else scales.new_empty((routing.rows, scales.shape[1])),
+        )
+        size = _row_bytes(x), 0 if scales is None else _row_bytes(scales)
+        exchange = self._fitting(
+            self._there,
+            size,
+            routing.most,
+            f"a dispatch of rows of {size[0]} bytes and scales of {size[1]}",
+            lambda tokens: RowFetch(self._group, tokens, *size, self._options),
+        )
+        exchange.run(x, scales, packing, into)
+        return into
+
+    def _sum(
+        self, x: torch.Tensor, to: Packing, most: int, add: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        key = (x.shape[1], x.dtype)
+        exchange = self._fitting(
+            self._back,
+            key,
+            most,
+            f"a combine of rows of {key[0]} {key[1]}",
+            lambda tokens: RowCombine(self._group, tokens, *key, self._options),
+        )
+        return exchange.run(x, to, add)
+
+    def _fitting(
+        self,
+        table: dict[Any, E],
+        key: object,
+        tokens: int,
+        doing: str,
+        make: Callable[[int], E],
+    ) -> E:
+        """The exchange of these rows, made anew on all ranks where it is too small."""
+        found = table.get(key)
+        if found is None or found.max_tokens < tokens:
+            self._check_not_capturing(f"{doing} for {tokens} tokens a rank")
+            if found is not None:
+                table.pop(key).close()
+            found = table[key] = make(max(LEAST_TOKENS, 1 << (tokens - 1).bit_length()))
+        return found
+
+    def _check_not_capturing(self, doing: str) -> None:
+        if capturing(self._group.device):
+            raise InvalidArgument(
+                f"{doing} comes for the first time in a graph capture, where no memory can be "
+                "made: run one on all ranks before it"
+            )
+
+
+def _words(rows: Rows, worst: int) -> tuple[int, ...]:
+    """What WORDS names."""
+    ids = None if rows.topk is None else rows.topk[0]
+    return (
+        len(rows.x),
+        _row_bytes(rows.x),
+        0 if rows.scales is None else _row_bytes(rows.scales),
+        0 if ids is None else ids.shape[1],
+        0 if ids is None else ids.itemsize,
+        worst,
+    )
+
+
+def _row_bytes(rows: torch.Tensor) -> int:
+    return rows.shape[1] * rows.itemsize

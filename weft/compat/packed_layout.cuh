@@ -1,0 +1,64 @@
+// The arguments by which rows are packed source after source, and packed rows go back to their
+// tokens' owners. A handle's own tensors say where they are: no routing travels again.
+#pragma once
+#include <weft/alltoall/phases.cuh>
+
+namespace weft {
+
+// Where packed rows come from. Mirrored by `PackedRows` in compat/packed_rows.py.
+struct PackedRows {
+    const i32* tokens;  // [limit], each row's token at its source
+    const i32* until;   // [ranks, ranks]: rows that ranks up to i have for rank j
+    u32 limit;          // rows there are
+    u32 reserved;
+};
+
+// Mirrored by `FetchArgs` in compat/packed_rows.py.
+struct FetchArgs {
+    Site site;
+    PackedRows packed;
+    u8* rows;    // [limit, row_bytes]
+    u8* scales;  // [limit, scale_bytes]; null: there are none
+    u32 row_bytes, scale_bytes;
+};
+
+// Mirrored by `ReturnArgs` in compat/packed_rows.py.
+struct ReturnArgs {
+    Site site;
+    PackedRows packed;
+    const void* rows;   // [limit, hidden], in the order of source, then token
+    const u8* in_rank;  // [own_tokens, ranks]: does the token have a row on that rank?
+    u32* arrived;       // CTAs that have sent their rows; 0 between calls
+    u32 own_tokens;
+    u32 reserved;
+};
+
+// The packed rows of one source; what the prefix matrix says is clamped to the rows there are.
+struct SourceRows {
+    u32 first, count;
+
+    template <Shape S> WEFT_FN static SourceRows of(const PackedRows& a, u32 rank, u32 source) {
+        const i32* mine = a.until + rank;
+        const u32 begin = source == 0 ? 0 : u32(mine[(source - 1) * S.ranks]);
+        const u32 end = u32(mine[source * S.ranks]);
+        const u32 first = begin < a.limit ? begin : a.limit;
+        const u32 last = end < a.limit ? end : a.limit;
+        return {first, last > first ? last - first : 0};
+    }
+};
+
+// Which ranks have rows of a token of this rank, as the receiver of combine reads it: entry r is of
+// rank r, and its weight is 1.
+template <Shape S> WEFT_FN void save_ranks(const ReturnArgs& a, u32 token) {
+    Share<S>& own = mine<S>(a.site);
+    u32 destinations = 0;
+    for (u32 rank = 0; rank < S.ranks; ++rank) {
+        const bool has_row = a.in_rank[u64(token) * S.ranks + rank] != 0;
+        own.saved_routing.rank[token][rank] = has_row ? rank : max_ranks;
+        own.saved_routing.weight[token][rank] = 1.0f;
+        destinations |= u32(has_row) << rank;
+    }
+    own.destinations[token] = destinations;
+}
+
+}  // namespace weft

@@ -1,0 +1,111 @@
+// Rows are packed, and packed rows returned, each by one kernel.
+//
+// fetch_rows   loads each row of this rank out of its source's outbox, once the sources' flags have
+//              come: a warp takes 64 vectors of one row, or its scales, at a time
+// return_rows  stores rows at their tokens' owners, slot (token, this rank) of an all-to-all whose
+//              experts are the ranks and whose rows the kernel that has them stores (gemm_push): a
+//              warp takes 512 columns at a time, and the last CTA publishes the flags
+//
+// Both go in the order (place among its source's rows, source), each rank beginning with itself, so
+// that ranks do not load from, or store to, the same peer at once.
+#pragma once
+#include <weft/compat/packed_layout.cuh>
+#include <weft/grouping/send.cuh>
+
+namespace weft {
+
+// Calls visit(source, row, token, piece) for every piece of every packed row, each in one warp.
+// Lane s holds where the rows of source s are.
+template <Shape S, class Visit>
+WEFT_FN void for_pieces(const Block& team, const PackedRows& a, u32 rank, u32 pieces, Visit visit) {
+    const u32 lane = team.warp_lane(), warps = team.lanes() / warp_lanes;
+    const SourceRows held =
+        lane < S.ranks ? SourceRows::of<S>(a, rank, lane) : SourceRows{.first = 0, .count = 0};
+    u32 most = 0;
+    for (u32 source = 0; source < S.ranks; ++source)
+        most = max(most, __shfl_sync(all_lanes, held.count, source));
+    for (u64 unit = u64(blockIdx.x) * warps + team.warp(); unit < u64(most) * S.ranks * pieces;
+         unit += u64(gridDim.x) * warps) {
+        const u32 slot = u32(unit / pieces), place = slot / S.ranks;
+        const u32 source = (rank + slot) % S.ranks;
+        const u32 row = __shfl_sync(all_lanes, held.first, source) + place;
+        if (place >= __shfl_sync(all_lanes, held.count, source)) continue;
+        visit(source, row, u32(a.tokens[row]), u32(unit % pieces));
+    }
+}
+
+// One warp copies vectors first .. first + 63 of a row; both loads start before the first store.
+WEFT_FN void fetch_vectors(const u8* from, u8* to, u32 first, u32 vectors, u32 lane) {
+    uint4 data[2];
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i) {
+        const u32 v = first + i * warp_lanes + lane;
+        if (v < vectors) data[i] = load_shared_row(reinterpret_cast<const uint4*>(from) + v);
+    }
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i) {
+        const u32 v = first + i * warp_lanes + lane;
+        if (v < vectors) store(reinterpret_cast<uint4*>(to) + v, data[i]);
+    }
+}
+
+// One warp copies words that a peer wrote: never through the non-coherent path.
+WEFT_FN void fetch_words(const u8* from, u8* to, u32 words, u32 lane) {
+    for (u32 i = lane; i < words; i += warp_lanes)
+        reinterpret_cast<u32*>(to)[i] = reinterpret_cast<const volatile u32*>(from)[i];
+}
+
+template <Shape S> WEFT_FN void fetch_rows(const FetchArgs& a) {
+    constexpr u32 at_once = 2 * warp_lanes;  // vectors of a piece
+    const Block team;
+    wait_for_predecessor();
+    admit_successor();
+    if (mine<S>(a.site).header.state.failed != 0) return;
+    const u32 vectors = a.row_bytes / 16, lane = team.warp_lane();
+    const u32 of_row = (vectors + at_once - 1) / at_once;
+    const u32 pieces = of_row + (a.scales != nullptr ? 1 : 0);
+    for_pieces<S>(team, a.packed, a.site.rank, pieces,
+                  [&](u32 source, u32 row, u32 token, u32 piece) {
+                      if (token >= S.ranks * S.tokens) return;
+                      const u8* from = share<S>(a.site, source).outbox.row[token];
+                      if (piece < of_row)
+                          fetch_vectors(from, a.rows + u64(row) * a.row_bytes, piece * at_once,
+                                        vectors, lane);
+                      else
+                          fetch_words(from + a.row_bytes, a.scales + u64(row) * a.scale_bytes,
+                                      a.scale_bytes / 4, lane);
+                  });
+}
+
+template <Shape S> WEFT_FN void return_strips(const Block& team, const ReturnArgs& a) {
+    for_pieces<S>(team, a.packed, a.site.rank, Strip<S>::pieces,
+                  [&](u32 source, u32 row, u32 token, u32 piece) {
+                      const Strip<S> strip{piece * Strip<S>::warp_vectors, team.warp_lane()};
+                      uint4 data[Strip<S>::vectors];
+                      strip.load(data, a.rows, row);
+                      if (token < S.tokens)
+                          strip.store_row(
+                              data,
+                              share<S>(a.site, source).inbox.returned.row[token][a.site.rank]);
+                  });
+}
+
+template <Shape S> WEFT_FN void return_rows(const ReturnArgs& a) {
+    static_assert(S.combine == Combine::gemm_push && S.top_k == S.ranks);
+    const Block team;
+    Header& header = mine<S>(a.site).header;
+    wait_for_predecessor();
+    admit_successor();
+    const EpochState state = header.state;
+    if (state.failed != 0) return;
+    mark_start(team, header, Phase::combine, state.epoch, team.lane() == 0 ? now_ns() : 0);
+    if (fault(header, Point::combine_enter, a.site.rank, state.epoch) == Action::stay_away) return;
+    for (u32 token = blockIdx.x * team.lanes() + team.lane(); token < a.own_tokens;
+         token += gridDim.x * team.lanes())
+        save_ranks<S>(a, token);
+    return_strips<S>(team, a);
+    if (!team.last_of(a.arrived)) return;
+    publish<S>(team, a.site, Phase::combine, state.epoch, 0);
+}
+
+}  // namespace weft

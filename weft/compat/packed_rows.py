@@ -1,0 +1,122 @@
+"""The compiled entries that pack rows and return packed ones, on a CPU or a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_uint32, c_uint64
+
+import torch
+
+from weft.jit import Launcher, table_source
+from weft.runtime.args import Site
+from weft.runtime.entries import Build, CpuEntries, CudaEntries, Entries, Launch, Program
+from weft.runtime.layout import struct_numbers
+from weft.runtime.stream import loading
+from weft.shape import Shape
+
+THREADS = 256
+PIECE_BYTES = 1024  # of a row, that one warp takes
+
+CPU_SOURCE = """\
+#include <weft/compat/packed_rows_cpu.hpp>
+constexpr weft::Shape S = {shape};
+{table}extern "C" void {name}(const weft::{args}* a) {{ weft::{name}<S>(*a); }}
+"""
+CUDA_SOURCE = """\
+#include <weft/compat/packed_rows.cuh>
+constexpr weft::Shape S = {shape};
+{table}extern "C" __global__ void __launch_bounds__({threads}, 2)
+{name}(const __grid_constant__ weft::{args} a) {{ weft::{name}<S>(a); }}
+"""
+
+
+class PackedRows(ctypes.Structure):
+    """Mirror of `weft::PackedRows` in compat/packed_layout.cuh."""
+
+    _fields_ = (
+        ("tokens", c_uint64),
+        ("until", c_uint64),
+        ("limit", c_uint32),
+        ("reserved", c_uint32),
+    )
+
+
+class FetchArgs(ctypes.Structure):
+    """Mirror of `weft::FetchArgs` there."""
+
+    _fields_ = (
+        ("site", Site),
+        ("packed", PackedRows),
+        ("rows", c_uint64),
+        ("scales", c_uint64),
+        ("row_bytes", c_uint32),
+        ("scale_bytes", c_uint32),
+    )
+
+
+class ReturnArgs(ctypes.Structure):
+    """Mirror of `weft::ReturnArgs` there."""
+
+    _fields_ = (
+        ("site", Site),
+        ("packed", PackedRows),
+        ("rows", c_uint64),
+        ("in_rank", c_uint64),
+        ("arrived", c_uint64),
+        ("own_tokens", c_uint32),
+        ("reserved", c_uint32),
+    )
+
+
+ENTRIES: dict[str, type[ctypes.Structure]] = {"fetch_rows": FetchArgs, "return_rows": ReturnArgs}
+
+
+def program(name: str, shape: Shape, *, device: bool) -> Program:
+    """The generated entry of a Shape: one of ENTRIES."""
+    args = ENTRIES[name]
+    text, symbol = f"weft::{args.__name__}", f"weft_{name}_args"
+    packed = "weft_packed_rows"
+    table = table_source(PackedRows, "weft::PackedRows", packed, device=device)
+    table += table_source(args, text, symbol, device=device)
+    source = CUDA_SOURCE if device else CPU_SOURCE
+    return Program(
+        name=name,
+        what="normal mode",
+        source=source.format(
+            **{"shape": shape.literal(), "table": table, "threads": THREADS},
+            **{"name": name, "args": args.__name__},
+        ),
+        doors={name: args},
+        tables={packed: struct_numbers(PackedRows), symbol: struct_numbers(args)},
+    )
+
+
+class CudaPackedEntries(CudaEntries):
+    """The kernel of one Shape. Its grid depends on sizes alone: a captured call serves any rows.
+
+    most_rows: that a rank may have.
+    """
+
+    def __init__(self, name: str, shape: Shape, most_rows: int, build: Build) -> None:
+        super().__init__(program(name, shape, device=True), build)
+        self._warps = most_rows * -(-shape.out_bytes // PIECE_BYTES)
+        # Now: a peer's kernel may spin when it is launched.
+        self._launches[name, 0] = self._find(name, 0)
+
+    def _find(self, name: str, tokens: int) -> Launch:
+        resident = self._sms * max(1, self._module.occupancy(name, THREADS))
+        ctas = min(-(-self._warps * 32 // THREADS), resident)
+        launcher = Launcher(
+            self._module.function(name), ENTRIES[name], programmatic=self._build.programmatic
+        )
+        return Launch(launcher, (ctas, 1, 1), THREADS)
+
+
+def load_entries(
+    device: torch.device, name: str, shape: Shape, most_rows: int, build: Build
+) -> Entries:
+    """Compile and load an entry of a Shape for one rank's device."""
+    if device.type == "cpu":
+        return CpuEntries(program(name, shape, device=False), build)
+    with loading(device):
+        return CudaPackedEntries(name, shape, most_rows, build)

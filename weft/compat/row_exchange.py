@@ -1,0 +1,320 @@
+"""Rows to the ranks that a table names, packed source after source, and sums of rows back.
+
+Each exchange is a `weft.AllToAll` whose experts are the ranks: a token's ids are the ranks that it
+goes to. `RowDispatch` carries a token's small rows; what it received has one group, so
+`weft.grouping` packs it in the order of source rank, then token. With what it found out, `RowFetch`
+fetches large rows, and `RowCombine` returns them, each by a kernel of this folder. Every call is a
+whole round, so calls may come in any order that is the same on all ranks, and be captured in graphs
+one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from weft.alltoall.api import AllToAll
+from weft.alltoall.received import Payload
+from weft.compat.packed_rows import FetchArgs, PackedRows, ReturnArgs, load_entries
+from weft.grouping.entry import Grouping
+from weft.grouping.rounds import GroupRounds
+from weft.memory import Group
+from weft.runtime.entries import Build, Entries
+from weft.runtime.stream import finish
+from weft.runtime.watched import one_call
+
+
+class Closes(Protocol):
+    """What is given back by `close`."""
+
+    def close(self) -> None:
+        """Give it back."""
+
+
+T = TypeVar("T", bound=Closes)
+
+VECTOR_BYTES = 16
+NO_ROW = 8  # columns of bfloat16 that a combine must have where none is needed
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Where the packed rows of a dispatch came from, and who has rows of this rank's tokens.
+
+    tokens: int32 `[rows]`, each row's token at its source.
+    until: int32 `[ep_size, ep_size]`: rows that ranks up to i sent to rank j.
+    in_rank: bool `[tokens, ep_size]`: does the token have a row on that rank?
+    """
+
+    tokens: torch.Tensor
+    until: torch.Tensor
+    in_rank: torch.Tensor
+
+    def packed(self, rows: int) -> PackedRows:
+        """The packed rows as kernels take them, of which there are so many."""
+        return PackedRows(
+            tokens=self.tokens.data_ptr(),
+            until=self.until.data_ptr(),
+            limit=min(rows, len(self.tokens)),
+        )
+
+
+class RowDispatch:
+    """Small rows of several payloads to the ranks of each token, into tensors of the caller's.
+
+    It finds out which rows come. row_bytes: of each payload.   options: of the all-to-all.
+    Collective. Raises what AllToAll and its grouping raise.
+    """
+
+    def __init__(
+        self, group: Group, max_tokens: int, row_bytes: Sequence[int], options: dict[str, Any]
+    ) -> None:
+        self.max_tokens = max_tokens
+        self.a2a = AllToAll(
+            group,
+            max_tokens=max_tokens,
+            hidden=NO_ROW,
+            payloads=[Payload((size,), torch.uint8) for size in row_bytes],
+            **_between_ranks(group),
+            **options,
+        )
+        self._packed = _packed(self.a2a)
+
+    def run(
+        self, payloads: Sequence[torch.Tensor], ranks: torch.Tensor, into: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Send each token's rows; fill `into` with what came, in order of source, then token.
+
+        payloads: uint8 `[tokens, row_bytes]` each.   ranks: int32 `[tokens, ep_size]`, entry r is r
+        where the token goes to rank r, else -1.   into: uint8 `[rows, row_bytes]` each; rows that
+        do not fit are dropped, and refused by `check`.
+
+        Returns int32 `[ep_size * max_tokens]`, the slot `source * max_tokens + token` of each row,
+        overwritten by the next call.
+        """
+        self._packed.gather(self.a2a.dispatch(payloads, ranks), into)
+        self.a2a._rounds.finish()
+        return self._packed.buffers.slot
+
+    def close(self) -> None:
+        """Give the memory back. Local."""
+        self._packed.close()
+        self.a2a.close()
+
+
+class RowFetch:
+    """Rows, and their scales, that the ranks of each token fetch from its owner.
+
+    row_bytes: of a row, whole 16-byte vectors.   scale_bytes: of its scales, whole words, or 0.
+    options: of the all-to-all. A round of it dispatches no token: its dispatch says that all rows
+    are in the outboxes, its combine that all have been fetched. Collective. Raises what AllToAll
+    raises.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        max_tokens: int,
+        row_bytes: int,
+        scale_bytes: int,
+        options: dict[str, Any],
+    ) -> None:
+        self.max_tokens = max_tokens
+        pitch = row_bytes + -(-scale_bytes // VECTOR_BYTES) * VECTOR_BYTES
+        # An outbox has rows for this rank's tokens, and no more.
+        slots = -(-max_tokens // group.size)
+        self.a2a = AllToAll(
+            group,
+            max_tokens=slots,
+            hidden=pitch // torch.bfloat16.itemsize,
+            payloads=[Payload((VECTOR_BYTES,), torch.uint8)],
+            **_between_ranks(group),
+            **options,
+        )
+        self._watched = self.a2a._watched
+        self._entries = _entries(self.a2a, "fetch_rows", group.size * max_tokens)
+        self._nothing = _no_tokens(group)
+        # In wide elements, which torch copies faster where rows lie apart.
+        outbox = self.a2a.output().view(group.size * slots, -1)
+        self._rows = outbox.view(torch.int64)[:, : row_bytes // 8]
+        self._scales = outbox.view(torch.int32)[:, row_bytes // 4 :][:, : scale_bytes // 4]
+        self._args = FetchArgs(site=self.a2a._workspace.site)
+        self._args.row_bytes, self._args.scale_bytes = row_bytes, scale_bytes
+
+    def run(
+        self,
+        rows: torch.Tensor,
+        scales: torch.Tensor | None,
+        packing: Packing,
+        into: tuple[torch.Tensor, torch.Tensor | None],
+    ) -> None:
+        """Fill `into`, rows and scales, with what this rank's packed rows are.
+
+        rows, scales: `[tokens, *]` of this rank, as many bytes as row_bytes and scale_bytes say.
+        into: `[rows, *]`, of the same dtypes.
+        """
+        self._rows[: len(rows)].copy_(rows.view(torch.int64))
+        if scales is not None:
+            self._scales[: len(scales)].copy_(scales.view(torch.int32))
+        self.a2a.dispatch(*self._nothing)
+        self._fetch(packing, into)
+        self.a2a._rounds.finish()
+
+    @one_call("dispatch")
+    def _fetch(self, packing: Packing, into: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+        args, (rows, scales) = self._args, into
+        args.packed, args.rows = packing.packed(len(rows)), rows.data_ptr()
+        args.scales = 0 if scales is None else scales.data_ptr()
+        self._entries.run("fetch_rows", args, 0)
+
+    def close(self) -> None:
+        """Give the memory back. Local."""
+        self._entries.close()
+        del self._rows, self._scales
+        self.a2a.close()
+
+
+class RowCombine:
+    """Sums at each token's owner of the rows that the ranks of the token have.
+
+    hidden, dtype: of a row.   options: of the all-to-all.
+    Collective. Raises what AllToAll raises.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        max_tokens: int,
+        hidden: int,
+        dtype: torch.dtype,
+        options: dict[str, Any],
+    ) -> None:
+        self.max_tokens = max_tokens
+        self.a2a = AllToAll(
+            group,
+            max_tokens=max_tokens,
+            hidden=hidden,
+            dtype=dtype,
+            payloads=[Payload((VECTOR_BYTES,), torch.uint8)],
+            combine="gemm_push",
+            split_phase=True,
+            **_between_ranks(group),
+            **options,
+        )
+        self._watched = self.a2a._watched
+        self._entries = _entries(self.a2a, "return_rows", group.size * max_tokens)
+        self._nothing = _no_tokens(group)
+        self._arrived = torch.zeros(1, dtype=torch.int32, device=group.device)
+        self._args = ReturnArgs(site=self.a2a._workspace.site, arrived=self._arrived.data_ptr())
+        finish(group.device)
+
+    def run(self, rows: torch.Tensor, to: Packing, add: torch.Tensor | None) -> torch.Tensor:
+        """Return `out[t] = sum over ranks + add[t]`, in fp32 and rank order, rounded once.
+
+        rows: `[rows, hidden]` in the order that RowDispatch packs.   add: `[tokens, hidden]`.
+        """
+        # A dispatch of no tokens: peers have read what an earlier combine brought them.
+        self.a2a.dispatch(*self._nothing)
+        self._send(rows, to)
+        return self.a2a.combine_recv(add=add)
+
+    @one_call("combine")
+    def _send(self, rows: torch.Tensor, to: Packing) -> None:
+        args = self._args
+        args.rows, args.packed = rows.data_ptr(), to.packed(len(rows))
+        args.in_rank, args.own_tokens = to.in_rank.data_ptr(), len(to.in_rank)
+        self.a2a._rounds.expect_send()
+        self._entries.run("return_rows", args, 0)
+        self.a2a._rounds.sent(len(to.in_rank))
+
+    def close(self) -> None:
+        """Give the memory back. Local."""
+        self._entries.close()
+        self.a2a.close()
+
+
+class Announcement:
+    """Integers of each rank that all ranks read.
+
+    size: integers of one rank.   options: of the all-to-all. Collective.
+    """
+
+    def __init__(self, group: Group, size: int, options: dict[str, Any]) -> None:
+        self.a2a = AllToAll(
+            group,
+            max_tokens=1,
+            hidden=NO_ROW,
+            payloads=[Payload((VECTOR_BYTES,), torch.uint8)],
+            stats=size,
+            **_between_ranks(group),
+            **options,
+        )
+        self._nothing = _no_tokens(group)
+
+    def tell(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Send int32 `[size]`; return a view `[ep_size, size]` that is valid until `finish`."""
+        told = self.a2a.dispatch(*self._nothing, stats=numbers).stats
+        assert told is not None
+        return told
+
+    def finish(self) -> None:
+        """All that reads the view has been enqueued."""
+        self.a2a._rounds.finish()
+
+    def close(self) -> None:
+        """Give the memory back. Local."""
+        self.a2a.close()
+
+
+def exchange_bytes(ranks: int, max_tokens: int, row_bytes: int) -> int:
+    """Bytes of symmetric memory of a RowFetch and a RowCombine in bfloat16. InvalidArgument."""
+    blank = [Payload((VECTOR_BYTES,), torch.uint8)]
+    sizes: dict[str, Any] = {"ranks": ranks, "top_k": ranks, "num_experts": ranks}
+    sizes |= {"hidden": row_bytes // torch.bfloat16.itemsize, "payloads": blank}
+    there = AllToAll.memory_bytes(**sizes, max_tokens=-(-max_tokens // ranks))
+    return there + AllToAll.memory_bytes(**sizes, max_tokens=max_tokens, combine="gemm_push")
+
+
+def _between_ranks(group: Group) -> dict[str, Any]:
+    return {"top_k": group.size, "num_experts": group.size}
+
+
+def _no_tokens(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+    """Payload and ids of a dispatch that sends none."""
+    return (
+        torch.zeros((0, VECTOR_BYTES), dtype=torch.uint8, device=group.device),
+        torch.zeros((0, group.size), dtype=torch.int32, device=group.device),
+    )
+
+
+def _entries(a2a: AllToAll, name: str, most_rows: int) -> Entries:
+    build = Build(defines=a2a._build.defines)
+    shape, device = a2a._geometry.shape, a2a.group.device
+    return _voted(a2a, lambda: load_entries(device, name, shape, most_rows, build))
+
+
+def _packed(a2a: AllToAll) -> GroupRounds:
+    shape = a2a._geometry.shape
+    grouping = Grouping("contiguous", 1, shape.ranks * shape.tokens, 1)
+    return _voted(a2a, lambda: GroupRounds(a2a, grouping, True, own_rows=False))
+
+
+def _voted(a2a: AllToAll, make: Callable[[], T]) -> T:
+    """What an all-to-all needs beside itself; where one rank cannot make it, none has either."""
+    made: list[T] = []
+    problem: Exception | None = None
+    try:
+        made.append(make())
+    except Exception as error:  # whatever it is, every rank hears of it
+        problem = error
+        a2a.close()
+
+    def undo() -> None:
+        made[0].close()
+        a2a.close()
+
+    a2a.group.vote(problem, doing="preparing an exchange of rows", undo=undo)
+    return made[0]
