@@ -9,11 +9,20 @@ compares them.
 
 from __future__ import annotations
 
-from benchmarks.tables import allreduce, alltoall, gemm, layer, limits, lowlatency, other_libraries
+from benchmarks.tables import (
+    allreduce,
+    alltoall,
+    gemm,
+    layer,
+    limits,
+    lowlatency,
+    other_libraries,
+    sglang,
+)
 from benchmarks.tables.sources import Tables
 
 TABLES: Tables = {
     name: rows
-    for page in (limits, other_libraries, alltoall, allreduce, lowlatency, layer, gemm)
+    for page in (limits, other_libraries, alltoall, allreduce, lowlatency, layer, gemm, sglang)
     for name, rows in page.TABLES.items()
 }

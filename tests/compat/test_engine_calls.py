@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -301,15 +302,13 @@ def graphs(group: weft.Group) -> None:
 
 
 def test_the_page_has_every_name():
-    """The table of docs/compat.md names what is exported, and nothing that is not."""
+    """The table of docs/compat.md names what is exported; tests/compat/test_page.py the reverse."""
     page = (Path(__file__).parents[2] / "docs" / "compat.md").read_text()
     section = page.partition("## flashinfer.comm")[2].partition("\n## ")[0]
     rows = [row.split("|")[1] for row in section.splitlines() if row.startswith("| `")]
-    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    kinds = (flashinfer.MoeAlltoAll, flashinfer.AllReduceFusionWorkspace)
+    named = [name for row in rows for name in re.findall(r"`([\w*]+)`", row)]
     exported = set(flashinfer.__all__)
-    assert exported <= named
-    assert all(any(hasattr(kind, name) for kind in kinds) for name in named - exported)
+    assert {name for name in exported if not any(fnmatch(name, each) for each in named)} == set()
 
 
 @pytest.mark.gpu

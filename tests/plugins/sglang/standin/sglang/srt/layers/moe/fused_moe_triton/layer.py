@@ -29,6 +29,11 @@ def dispatcher_of(layer: FusedMoE) -> Any:
     return create_moe_dispatcher(layer.moe_runner_config)
 
 
+def packed(tensor: torch.Tensor) -> torch.Tensor:
+    """What kernels that ask for no strides read of a tensor: rows one behind another."""
+    return tensor.as_strided(tensor.shape, torch.empty(tensor.shape).stride())
+
+
 class Method:
     """The runner: skips ids of -1, weighs, sums and writes over its input, as Triton's does."""
 
@@ -39,14 +44,15 @@ class Method:
     def apply(self, layer: FusedMoE, dispatch_output: Any) -> StandardCombineInput:
         """`[rows, hidden]`, each row's weighted sum."""
         x, chosen = dispatch_output.hidden_states, dispatch_output.topk_output
+        ids, weights = packed(chosen.topk_ids), packed(chosen.topk_weights)
         out = torch.zeros(x.shape, dtype=torch.float32)
         for expert in range(layer.num_local_experts):
-            row, k = (chosen.topk_ids == expert).nonzero(as_tuple=True)
+            row, k = (ids == expert).nonzero(as_tuple=True)
             gate, up = functional.linear(x[row].float(), layer.w13_weight[expert].float()).chunk(
                 2, dim=1
             )
             y = functional.linear(functional.silu(gate) * up, layer.w2_weight[expert].float())
-            out.index_add_(0, row, y * chosen.topk_weights[row, k, None])
+            out.index_add_(0, row, y * weights[row, k, None])
         x.copy_(out * (layer.moe_runner_config.routed_scaling_factor or 1.0))
         return StandardCombineInput(x)
 
