@@ -63,6 +63,26 @@ def test_flags_of_weft(sglang: Callable[[str], Any], release: str) -> None:
 
 
 @pytest.mark.parametrize("release", SERVED)
+def test_prefill_is_captured_as_with_backends_that_sglang_knows(
+    sglang: Callable[[str], Any], release: str
+) -> None:
+    """What else keeps prefill out of graphs does so with weft, too."""
+    enter(release)
+    parse = sglang("server_args").parse
+
+    def backend(*flags: str, **more: object) -> str:
+        return str(parse(*flags, **more).cuda_graph_config.prefill.backend)
+
+    weft = ("--moe-a2a-backend", "weft")
+    assert backend() == backend("--moe-a2a-backend", "deepep") == "breakable"
+    assert backend(moe_a2a_backend="another") == "disabled"
+    assert backend(*weft) == "breakable"
+    assert backend(*weft, enable_two_batch_overlap=True) == "disabled"
+    assert backend(*weft, attn_cp_size=2) == "disabled"
+    assert backend(moe_a2a_backend="another") == "disabled"
+
+
+@pytest.mark.parametrize("release", SERVED)
 def test_counts_are_told_to_all_ranks(sglang: Callable[[str], Any], release: str) -> None:
     """With DP attention, whatever SGLang's own layers need; by no other backend."""
     enter(release)

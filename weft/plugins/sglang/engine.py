@@ -7,6 +7,7 @@ every hook returns what the original does.
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import pkgutil
 from collections.abc import Callable
@@ -93,6 +94,38 @@ def without_overlap(original: Callable[..., Any], *server_args: Any) -> Any:
         return original()
     with get_exec().overlap.override(enable_single_batch_overlap=False):
         return original()
+
+
+class _NoBackend:
+    """Resolved flags, without a backend for the all-to-all."""
+
+    moe_a2a_backend = "none"
+
+    def __init__(self, view: Any) -> None:
+        self._view = view
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._view, name)
+
+
+def prefill_graphs(original: Callable[..., Any], server_args: Any) -> Any:
+    """Around the rules by which SGLang leaves prefill out of CUDA graphs, unless a flag asks.
+
+    One of them names the backends that were tried there. weft's calls may be captured like theirs:
+    to that rule it is as no backend at all. The others see what there is.
+    """
+    scope = inspect.unwrap(original).__globals__
+    resolved = scope["resolved_view"]
+
+    def view_of(given: Any) -> Any:
+        view = resolved(given)
+        return _NoBackend(view) if view.moe_a2a_backend == NAME else view
+
+    scope["resolved_view"] = view_of
+    try:
+        return original(server_args)
+    finally:
+        scope["resolved_view"] = resolved
 
 
 def agrees_on_counts(original: Callable[..., Any], *args: Any, **given: Any) -> Any:
@@ -404,6 +437,18 @@ HOOKS = (
         {"0.5.17": "server_args", "0.5.23": ""},
     ),
     Hook(
+        _SRT + "server_args.ServerArgs._disable_breakable_cudagraph_if_incompatible",
+        "AROUND",
+        prefill_graphs,
+        {"0.5.17": "self"},
+    ),
+    Hook(
+        _SRT + "arg_groups.cuda_graph_hook.disable_breakable_cudagraph_if_incompatible",
+        "AROUND",
+        prefill_graphs,
+        {"0.5.23": "server_args"},
+    ),
+    Hook(
         _SRT + "utils.common.require_mlp_tp_gather",
         "AROUND",
         agrees_on_counts,
@@ -455,6 +500,8 @@ KNOWN = (
         names="choices",
     ),
     Known(_SRT + "arg_groups.overrides.resolved_view", "server_args"),
+    Known(_SRT + "server_args.resolved_view", {"0.5.17": "server_args"}),
+    Known(_SRT + "arg_groups.cuda_graph_hook.resolved_view", {"0.5.23": "server_args"}),
     Known(_SRT + "layers.moe.utils.MoeA2ABackend.CUSTOMIZED"),
     Known(_SRT + "layers.moe.utils.MoeA2ABackend.is_customized", "self"),
     Known(_SRT + "layers.moe.utils.get_moe_a2a_backend", ""),

@@ -139,11 +139,19 @@ def installed() -> str:
         return "(of no known version)"
 
 
+def there(hooks: Iterable[Hook]) -> list[Hook]:
+    """Those for the installed SGLang; all of them where its version is not one of SERVED."""
+    release = served(installed())
+    if release is None:
+        return list(hooks)
+    return [hook for hook, _ in relied_on(hooks, release) if isinstance(hook, Hook)]
+
+
 def install(hooks: Iterable[Hook]) -> None:
     """Hand the hooks to SGLang's registry, which applies them when all plug-ins have registered."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for hook in hooks:
+    for hook in there(hooks):
         HookRegistry.register(hook.target, hook.function, HookType[hook.kind])
 
 
@@ -151,7 +159,7 @@ def check_applied(hooks: Iterable[Hook]) -> None:
     """SGLang logs a hook that it cannot apply, and goes on without: raise SetupError instead."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    missing = [hook.target for hook in hooks if hook.target not in HookRegistry._patched]
+    missing = [hook.target for hook in there(hooks) if hook.target not in HookRegistry._patched]
     if missing:
         raise SetupError(
             f"SGLang did not apply weft's hooks on {', '.join(missing)}: its log says why, above"

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import torch
 
 from sglang.srt import runtime_context, server_args
-from sglang.srt.arg_groups import arg_utils
+from sglang.srt.arg_groups import arg_utils, cuda_graph_hook
 from sglang.srt.eplb.expert_location_dispatch import ExpertLocationDispatchInfo
 from sglang.srt.layers.moe import topk, utils
 from sglang.srt.layers.moe.fused_moe_triton import layer
@@ -169,6 +169,9 @@ def become() -> None:
     """Make the modules 0.5.23's, before they are patched."""
     del server_args.MOE_A2A_BACKEND_CHOICES
     server_args.ServerArgs, server_args.add_arguments = ServerArgs, add_arguments
+    server_args.resolve_graphs = lambda args: (
+        cuda_graph_hook.disable_breakable_cudagraph_if_incompatible(args)
+    )
     runtime_context.get_exec = get_exec
     utils.initialize_moe_config = model_runner.initialize_moe_config = initialize_moe_config
     model_runner.seed = seed

@@ -4,15 +4,36 @@ from __future__ import annotations
 
 import argparse
 from types import SimpleNamespace
+from typing import Any
 
 from sglang.srt.arg_groups import overrides
+from sglang.srt.arg_groups.overrides import resolved_view
 
 MOE_A2A_BACKEND_CHOICES = ["none", "deepep", "flashinfer"]
+
+
+class ServerArgs:
+    """What the flags' own class decides."""
+
+    def _disable_breakable_cudagraph_if_incompatible(self) -> None:
+        flags: Any = self
+        rules = [
+            lambda: flags.enable_two_batch_overlap,
+            lambda: resolved_view(flags).attn_cp_size > 1,
+            lambda: resolved_view(flags).moe_a2a_backend not in ("none", "deepep", "flashinfer"),
+        ]
+        if any(rule() for rule in rules):
+            flags.cuda_graph_config.prefill.backend = "disabled"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """As this version adds them."""
     parser.add_argument("--moe-a2a-backend", choices=MOE_A2A_BACKEND_CHOICES, default="none")
+
+
+def resolve_graphs(args: Any) -> None:
+    """As this version does."""
+    ServerArgs._disable_breakable_cudagraph_if_incompatible(args)
 
 
 def parse(*argv: str, **more: object) -> SimpleNamespace:
@@ -36,9 +57,13 @@ def parse(*argv: str, **more: object) -> SimpleNamespace:
         elastic_ep_backend=None,
         speculative_num_draft_tokens=None,
         max_prefill_tokens=64,
-        cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(bs=[1, 4], max_bs=4)),
+        cuda_graph_config=SimpleNamespace(
+            decode=SimpleNamespace(bs=[1, 4], max_bs=4),
+            prefill=SimpleNamespace(backend="breakable"),
+        ),
     )
     for resolve in (overrides._a2a_ep_size, overrides._a2a_fusion_adjustments):
         vars(args).update(resolve(args))
     vars(args).update(more)
+    resolve_graphs(args)
     return args
