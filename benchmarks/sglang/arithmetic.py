@@ -62,7 +62,7 @@ def main() -> int:
         variants = [
             each
             for each in chosen(given.variants, VARIANTS)
-            if not (each.weft and size == 1 or given.cpu and not each.weft and size > 1)
+            if not (given.cpu and not each.weft and size > 1)
         ]
         for variant in () if given.cpu else variants:  # whose ranks share these cores
             begin(job, variant, name=f"{variant.name}-{size}")

@@ -104,6 +104,17 @@ def test_counts_are_told_to_all_ranks(sglang: Callable[[str], Any], release: str
         assert not asks(moe_a2a_backend="none")
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_rank_hears_itself(sglang: Callable[[str], Any], ranks: int) -> None:
+    """Which fails without the hook, in SGLang 0.5.17 too."""
+    enter("0.5.17")
+    info = sglang("managers.scheduler_components.dp_attn").MLPSyncBatchInfo(ranks)
+    active = torch.ones(ranks)
+    assert info.all_gather(active).tolist() == [[7, 7, 0]] * ranks
+    active[-1] = 0
+    assert info.all_gather(active).tolist() == [[7, 7, 0]] * (ranks - 1) + [[0, 0, 1]]
+
+
 def test_choices_that_lie_elsewhere_are_told(sglang: Callable[[str], Any]) -> None:
     """A list made anew at each look would not keep weft."""
     find("0.5.23")

@@ -137,6 +137,16 @@ def agrees_on_counts(original: Callable[..., Any], *args: Any, **given: Any) -> 
     return (on and has_dp_attention()) or original(*args, **given)
 
 
+def count_of_none(original: Callable[..., Any], info: Any, *args: Any, **given: Any) -> Any:
+    """Around MLPSyncBatchInfo._get_fallback_tensor: what a rank that says nothing would have said.
+
+    0.5.17 expands it into the buffer of all ranks' counts. With one rank that copies nothing where
+    it is contiguous, and is then written onto itself, which torch refuses.
+    """
+    said: torch.Tensor = original(info, *args, **given)
+    return said.repeat_interleave(2)[::2]
+
+
 def has_dp_attention() -> bool:
     """Have attention groups tokens of their own?"""
     from sglang.srt.runtime_context import get_parallel
@@ -453,6 +463,12 @@ HOOKS = (
         "AROUND",
         agrees_on_counts,
         {"0.5.17": "server_args", "0.5.23": "*, moe_a2a_backend="},
+    ),
+    Hook(
+        _SRT + "managers.scheduler_components.dp_attn.MLPSyncBatchInfo._get_fallback_tensor",
+        "AROUND",
+        count_of_none,
+        {"0.5.17": "self, device, dtype="},
     ),
     Hook(
         _SRT + "layers.moe.fused_moe_triton.layer.create_moe_dispatcher",
