@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft.plugins.sglang import hooks
+
 LIMIT = 16  # FUSE_ALLREDUCE_MAX_BATCH_SIZE; 2048 in SGLang
 
 
@@ -26,6 +28,7 @@ class State:
     dp_attention = False
     all_to_all = False
     flashinfer = False
+    release: str
     ways: list[str]  # how each sum of this rank was made, by SGLang's own ways
     workspaces = 0
 
@@ -39,6 +42,9 @@ class GroupCoordinator:
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         if self.world_size == 1:
             return input_
+        if State.release == "0.5.23" and self._can_use_flashinfer_allreduce(input_):
+            State.ways.append("flashinfer")
+            return input_.clone()
         method = self._resolve_outplace_all_reduce_method(input_)
         if method is not None:
             return self._all_reduce_out_place(input_, method)
@@ -46,6 +52,9 @@ class GroupCoordinator:
         dense = input_.contiguous()
         dist.all_reduce(dense, group=self.device_group)
         return input_.copy_(dense)
+
+    def _can_use_flashinfer_allreduce(self, input_: torch.Tensor) -> bool:
+        return State.flashinfer
 
     def _resolve_outplace_all_reduce_method(
         self, input_: torch.Tensor, should_use_pymscclpp_allreduce: bool | None = None
@@ -128,6 +137,13 @@ def apply_flashinfer_allreduce_fusion(batch_size: int) -> bool:
     return State.flashinfer and 0 < batch_size <= LIMIT
 
 
+# What a layer asks before it leaves its sum to the next norm, by version.
+GATES = {
+    "0.5.17": ("layers.communicator", "apply_flashinfer_allreduce_fusion"),
+    "0.5.23": ("layers.layer_boundary.residual.add_norm", "flashinfer_ar_fusion_applies"),
+}
+
+
 def pre_initialize_workspaces(
     max_token_num: int, hidden_dim: int, dtype: torch.dtype, use_oneshot: bool | None = None
 ) -> None:
@@ -160,7 +176,8 @@ class Model:
 
         extra: added to the residual of the first sum, where it is fused.
         """
-        gate = sys.modules["sglang.srt.layers.communicator"].apply_flashinfer_allreduce_fusion
+        module, name = GATES[State.release]
+        gate = getattr(sys.modules["sglang.srt." + module], name)
         last = len(self.parts) - 1
         x = State.groups["tp"].all_reduce(x / State.groups["tp"].world_size)  # an embedding's
         residual, x = x.clone(), self.norms[0].forward(x)
@@ -251,10 +268,6 @@ MODULES: dict[str, dict[str, Any]] = {
         "get_moe_ep_group": of("ep"),
         "get_moe_tp_group": of("moe"),
     },
-    "layers.communicator": {
-        "FUSE_ALLREDUCE_MAX_BATCH_SIZE": LIMIT,
-        "apply_flashinfer_allreduce_fusion": apply_flashinfer_allreduce_fusion,
-    },
     "layers.layernorm": {
         "_forward_with_allreduce_fusion": _forward_with_allreduce_fusion,
         "RMSNorm": Norm,
@@ -264,15 +277,26 @@ MODULES: dict[str, dict[str, Any]] = {
     "layers.dp_attention": {"is_dp_attention_enabled": lambda: State.dp_attention},
     "layers.moe.utils": {"get_moe_a2a_backend": lambda: A2A},
     "model_executor.model_runner": {"ModelRunner": ModelRunner},
-    "arg_groups.overrides": {"_FLASHINFER_ALLREDUCE_FUSION_ARCHS": frozenset({"Fusing"})},
+    "arg_groups.overrides": {
+        "_FLASHINFER_ALLREDUCE_FUSION_ARCHS": frozenset({"Fusing"}),
+        "resolved_view": lambda server_args: server_args,
+    },
     "server_args": {"MOE_A2A_BACKEND_CHOICES": []},
     "plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
 }
+LIMITS = {"0.5.17": "layers.communicator", "0.5.23": "layers.layer_boundary"}
 
 
-def install() -> None:
-    """Make `import sglang.srt...` find the stand-ins. Once in a process."""
-    for name, contents in MODULES.items():
+def install(release: str = "0.5.17") -> None:
+    """Make `import sglang.srt...` find the stand-ins of a version. Once in a process."""
+    State.release = release
+    hooks.installed = lambda: release
+    place, gate = GATES[release]
+    of_release: list[tuple[str, dict[str, Any]]] = [
+        (LIMITS[release], {"FUSE_ALLREDUCE_MAX_BATCH_SIZE": LIMIT}),
+        (place, {gate: apply_flashinfer_allreduce_fusion}),
+    ]
+    for name, contents in (*MODULES.items(), *of_release):
         parts = ["sglang", "srt", *name.split(".")]
         for end in range(1, len(parts) + 1):
             path = ".".join(parts[:end])

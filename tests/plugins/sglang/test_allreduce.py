@@ -32,9 +32,10 @@ def start(group: weft.Group, dtype: torch.dtype, gemma: bool = False, **more: An
     """A loaded model whose all-reduces are weft's."""
     group.process_group()
     os.environ[allreduce.SWITCH] = "1"
-    served.install()
+    release = more.pop("release", "0.5.17")
+    served.install(release)
     served.join(more.pop("moe", None))
-    assert not list(hooks.differences([*allreduce.HOOKS, *allreduce.KNOWN], "0.5.17"))
+    assert not list(hooks.differences([*allreduce.HOOKS, *allreduce.KNOWN], release))
     hooks.install(allreduce.HOOKS)
     watch(allreduce)
     runner = ModelRunner(Model(LAYERS, HIDDEN, dtype, gemma, **more), HIDDEN, dtype)
@@ -75,9 +76,9 @@ def test_layers_agree_with_torch_and_ranks_with_each_other(ranks, size, dtype, g
         assert ways == ["in place"] * ((1 + 2 * LAYERS) if beyond else 0), tokens
 
 
-def fused_sums(group: weft.Group) -> dict[str, Any]:
+def fused_sums(group: weft.Group, release: str) -> dict[str, Any]:
     """Which norms ran for themselves, in a batch that fuses."""
-    runner = start(group, torch.float32)
+    runner = start(group, torch.float32, release=release)
     x, extra = rows(4, torch.float32), rows(4, torch.float32, seed=1)
     found = runner.model.forward(x, extra)
     torch.testing.assert_close(found, runner.model.alone(x, extra), rtol=0, atol=2e-5)
@@ -85,8 +86,9 @@ def fused_sums(group: weft.Group) -> dict[str, Any]:
     return {"norms": [norm.calls - 1 for norm in runner.model.norms], "ways": State.ways}
 
 
-def test_norms_are_fused_but_the_first_and_the_last(ranks):
-    for found in ranks(2, "cpu")(fused_sums):
+@pytest.mark.parametrize("release", hooks.SERVED)
+def test_norms_are_fused_but_the_first_and_the_last(ranks, release):
+    for found in ranks(2, "cpu")(fused_sums, release):
         assert found == {"norms": [1, *[0] * (2 * LAYERS - 1), 1], "ways": []}
 
 
@@ -114,9 +116,9 @@ def test_a_norm_of_another_kind_gets_its_sum_and_norms_itself(ranks, setting):
         assert (calls, others) == (2 if setting else 1, 0)
 
 
-def not_ours(group: weft.Group) -> list[list[str]]:
+def not_ours(group: weft.Group, release: str) -> list[list[str]]:
     """Rows that the operator was not made for are summed by SGLang."""
-    start(group, torch.float32)
+    start(group, torch.float32, release=release)
     tensor, found = State.groups["tp"], []
     for x in (
         torch.ones(4, HIDDEN, dtype=torch.float64),
@@ -140,9 +142,10 @@ def not_ours(group: weft.Group) -> list[list[str]]:
     return found
 
 
-def test_other_rows_are_left_to_sglang(ranks):
+@pytest.mark.parametrize("release", hooks.SERVED)
+def test_other_rows_are_left_to_sglang(ranks, release):
     own = ["in place"]
-    for found in ranks(2, "cpu")(not_ours):
+    for found in ranks(2, "cpu")(not_ours, release):
         *others, automatic, closed = found
         assert others == [own] * 6
         assert automatic == []
@@ -301,23 +304,23 @@ def test_another_sglang_ends_the_server_that_asked(ranks):
     assert wrong.startswith("SystemExit: weft in SGLang: WEFT_SGLANG_ALLREDUCE is 'on'")
 
 
-def newer(group: weft.Group) -> str:
-    """What registering says in 0.5.23."""
-    os.environ[allreduce.SWITCH] = "1"
-    served.install()
-    hooks.installed = lambda: "0.5.23"
-    try:
-        plugin.register()
-    except SystemExit as error:
-        return str(error)
-    return "served"
+def flashinfers(group: weft.Group) -> list[list[str]]:
+    """Plain sums where SGLang 0.5.23 has FlashInfer for them, with weft and without."""
+    start(group, torch.float32, release="0.5.23")
+    State.flashinfer, found = True, []
+    for tokens in (4, LIMIT + 1):
+        State.ways.clear()
+        x = rows(tokens, torch.float32)
+        assert torch.equal(State.groups["tp"].all_reduce(x.clone()), x * 2)
+        found.append(list(State.ways))
+    allreduce.close()
+    State.groups["tp"].all_reduce(rows(4, torch.float32))
+    return [*found, list(State.ways)[-1:]]
 
 
-def test_a_version_that_the_moe_part_alone_serves_is_told(ranks):
-    (said,) = ranks(1, "cpu")(newer)
-    assert "SGLang 0.5.23 is not what weft's plug-in knows" in said
-    assert "its version is another" in said
-    assert "Served: 0.5.17; install" in said
+def test_flashinfers_plain_sums_give_way(ranks):
+    for found in ranks(2, "cpu")(flashinfers):
+        assert found == [[], ["in place"], ["flashinfer"]]
 
 
 def test_nothing_of_another_sglang_matters_to_a_server_that_did_not_ask(ranks):
@@ -328,7 +331,8 @@ def test_nothing_of_another_sglang_matters_to_a_server_that_did_not_ask(ranks):
 def unapplied(group: weft.Group) -> str:
     runner = start(group, torch.float32)
     allreduce.close()
-    served.HookRegistry._patched.remove(allreduce.HOOKS[3].target)
+    (fused,) = (hook for hook in allreduce.HOOKS if hook.function is allreduce.sum_and_norm)
+    served.HookRegistry._patched.remove(fused.target)
     with pytest.raises(SetupError) as caught:
         runner.load_model()
     return str(caught.value)

@@ -22,11 +22,10 @@ from weft.errors import InvalidArgument, WeftError
 from weft.leases import Lease, lease
 from weft.memory import Group
 from weft.plugins.sglang.faults import Watch
-from weft.plugins.sglang.hooks import Hook, Known, check, check_applied, install
+from weft.plugins.sglang.hooks import Hook, Known, check, check_applied, install, resolved
 from weft.plugins.sglang.settings import Settings
 
 SWITCH = "WEFT_SGLANG_ALLREDUCE"
-RELEASES = ("0.5.17",)  # 0.5.23 decides elsewhere, layer by layer, which sums are left to norms
 METHOD = "weft"  # among the names by which SGLang tells its out-of-place all-reduces apart
 # Settings of a norm with which it is not the RMSNorm that SGLang's fused kernels compute.
 UNLIKE = (
@@ -50,7 +49,7 @@ def register() -> None:
         return
     try:
         Settings.read()
-        check((*HOOKS, *KNOWN), releases=RELEASES)
+        check((*HOOKS, *KNOWN))
     except WeftError as error:
         raise SystemExit(f"weft in SGLang: {error}") from error
     install(HOOKS)
@@ -65,14 +64,13 @@ class TensorParallel:
 
     def __init__(self, device: torch.device | str, *, model_fuses: bool) -> None:
         from sglang.srt.distributed import parallel_state
-        from sglang.srt.layers.communicator import FUSE_ALLREDUCE_MAX_BATCH_SIZE
         from sglang.srt.layers.moe.utils import get_moe_a2a_backend
 
         tensor = parallel_state.get_tp_group()
         experts = parallel_state.get_moe_ep_group()
         if experts.world_size == 1:
             experts = parallel_state.get_moe_tp_group()
-        self.ranks, self.max_tokens = list(tensor.ranks), FUSE_ALLREDUCE_MAX_BATCH_SIZE
+        self.ranks, self.max_tokens = list(tensor.ranks), _most_tokens()
         parts = (parallel_state.get_attn_tp_group(), experts)
         # With an all-to-all the experts' results return summed, and nothing is left to fuse.
         own = get_moe_a2a_backend().is_none() and all(map(self.spans, parts))
@@ -90,7 +88,7 @@ class TensorParallel:
         """Make the operator of a model's rows, or find it. Collective."""
         if (hidden, dtype) in self._leases:
             return
-        sizes = {"max_tokens": self.max_tokens, "hidden": hidden, "dtype": dtype}
+        sizes: dict[str, Any] = {"max_tokens": self.max_tokens, "hidden": hidden, "dtype": dtype}
         self._leases[hidden, dtype] = lease(
             self.group, AllReduce, **sizes, timeout=self.timeout, first_timeout=self.timeout
         )
@@ -142,12 +140,13 @@ def loaded(result: object, runner: Any) -> None:
     from sglang.srt.distributed import parallel_state
     from sglang.srt.layers.dp_attention import is_dp_attention_enabled
 
+    server_args = resolved(runner.server_args)
     if is_dp_attention_enabled():
         raise InvalidArgument(
             f"{SWITCH}=1 serves tensor parallelism, and with --enable-dp-attention ranks have "
             "tokens of their own: leave one of the two out"
         )
-    if runner.server_args.enable_pdmux:
+    if server_args.enable_pdmux:
         raise InvalidArgument(
             f"{SWITCH}=1 serves one stream, and with --enable-pdmux prefill and decode sum at the "
             "same time in two: leave one of the two out"
@@ -156,12 +155,12 @@ def loaded(result: object, runner: Any) -> None:
         return
     if _live is None:
         device = f"cuda:{runner.gpu_id}" if runner.device == "cuda" else runner.device
-        _live = TensorParallel(device, model_fuses=_model_fuses(runner))
+        _live = TensorParallel(device, model_fuses=_model_fuses(runner, server_args))
     _live.serve(runner.model_config.hidden_size, runner.model_config.dtype)
 
 
 def may_fuse(original: Callable[..., bool], batch_size: int) -> bool:
-    """Around apply_flashinfer_allreduce_fusion, by which layers leave their sum to the next norm.
+    """Around the gate by which layers leave their sum to the next norm: to FlashInfer, it says.
 
     A traced layer keeps its all-reduces apart from its norms; plain ones are opaque to Dynamo.
     """
@@ -219,6 +218,13 @@ def choose(
     return original(self, input_, should_use_pymscclpp_allreduce)
 
 
+def before_flashinfer(original: Callable[..., bool], self: Any, input_: torch.Tensor) -> bool:
+    """Around GroupCoordinator._can_use_flashinfer_allreduce, which 0.5.23 asks before `choose`."""
+    if _live is not None and _live.spans(self):
+        return False
+    return original(self, input_)
+
+
 def sum_rows(
     original: Callable[..., torch.Tensor],
     self: Any,
@@ -261,12 +267,21 @@ def close() -> None:
         live.close()
 
 
-def _model_fuses(runner: Any) -> bool:
+def _model_fuses(runner: Any, server_args: Any) -> bool:
     """Does SGLang list the model among those that fuse, or has the user said so?"""
     from sglang.srt.arg_groups.overrides import _FLASHINFER_ALLREDUCE_FUSION_ARCHS
 
     listed = runner.model_config.hf_config.architectures[0] in _FLASHINFER_ALLREDUCE_FUSION_ARCHS
-    return listed or runner.server_args.flashinfer_allreduce_fusion_backend is not None
+    return listed or server_args.flashinfer_allreduce_fusion_backend is not None
+
+
+def _most_tokens() -> int:
+    """Rows up to which SGLang leaves a sum to a fused kernel."""
+    try:
+        from sglang.srt.layers.layer_boundary import FUSE_ALLREDUCE_MAX_BATCH_SIZE  # 0.5.23
+    except ImportError:
+        from sglang.srt.layers.communicator import FUSE_ALLREDUCE_MAX_BATCH_SIZE
+    return int(FUSE_ALLREDUCE_MAX_BATCH_SIZE)
 
 
 def _operator(coordinator: Any, rows: torch.Tensor) -> AllReduce | None:
@@ -291,6 +306,7 @@ def _fits(norm: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tens
 _SRT = "sglang.srt."
 _STATE = _SRT + "distributed.parallel_state."
 _NORMS = _SRT + "layers.layernorm."
+_BOUNDARY = _SRT + "layers.layer_boundary."
 _RUNNER = _SRT + "model_executor.model_runner.ModelRunner."
 HOOKS = (
     Hook(_RUNNER + "load_model", "AFTER", loaded, "self"),
@@ -305,7 +321,19 @@ HOOKS = (
         _SRT + "layers.communicator.apply_flashinfer_allreduce_fusion",
         "AROUND",
         may_fuse,
-        "batch_size",
+        {"0.5.17": "batch_size"},
+    ),
+    Hook(
+        _BOUNDARY + "residual.add_norm.flashinfer_ar_fusion_applies",
+        "AROUND",
+        may_fuse,
+        {"0.5.23": "batch_size"},
+    ),
+    Hook(
+        _STATE + "GroupCoordinator._can_use_flashinfer_allreduce",
+        "AROUND",
+        before_flashinfer,
+        {"0.5.23": "self, input_"},
     ),
     Hook(
         _NORMS + "_forward_with_allreduce_fusion",
@@ -343,7 +371,9 @@ KNOWN = (
     Known(_NORMS + "GemmaRMSNorm.__init__", names="weight variance_epsilon"),
     Known(_NORMS + "GemmaRMSNorm.forward_with_allreduce_fusion", names="gemma_weight"),
     Known(_SRT + "arg_groups.overrides._FLASHINFER_ALLREDUCE_FUSION_ARCHS"),
-    Known(_SRT + "layers.communicator.FUSE_ALLREDUCE_MAX_BATCH_SIZE"),
+    Known(_SRT + "layers.communicator.FUSE_ALLREDUCE_MAX_BATCH_SIZE", {"0.5.17": None}),
+    Known(_BOUNDARY + "FUSE_ALLREDUCE_MAX_BATCH_SIZE", {"0.5.23": None}),
+    Known(_SRT + "arg_groups.overrides.resolved_view", "server_args"),
     Known(_SRT + "layers.dp_attention.is_dp_attention_enabled", ""),
     Known(_SRT + "layers.moe.utils.get_moe_a2a_backend", ""),
     Known(_SRT + "plugins.hook_registry.HookRegistry._patched"),

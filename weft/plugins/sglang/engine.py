@@ -19,7 +19,7 @@ from weft.errors import GroupError, InvalidArgument, OutOfOrder, SetupError
 from weft.memory import Group
 from weft.plugins.sglang.blocks import Blocks, Limits
 from weft.plugins.sglang.faults import Watch
-from weft.plugins.sglang.hooks import Hook, Known, Parameters, check_applied
+from weft.plugins.sglang.hooks import Hook, Known, Parameters, check_applied, resolved
 from weft.plugins.sglang.settings import Settings
 from weft.plugins.sglang.weights import check_experts
 
@@ -197,7 +197,7 @@ def loaded(result: Any, runner: Any) -> None:
     if not found:
         return
     check_applied(HOOKS)
-    server_args = _resolved(runner.server_args)
+    server_args = resolved(runner.server_args)
     _check_server(server_args)
     settings = Settings.read()
     for layer, block in found:
@@ -281,13 +281,6 @@ def _check_server(server_args: Any) -> None:
         raise InvalidArgument(
             f"--moe-a2a-backend weft does not serve {', '.join(wrong)}: leave that out"
         )
-
-
-def _resolved(server_args: Any) -> Any:
-    """The flags as SGLang resolved them; 0.5.23 leaves server_args as the user wrote them."""
-    from sglang.srt.arg_groups.overrides import resolved_view
-
-    return resolved_view(server_args)
 
 
 def _processes() -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
@@ -63,21 +63,18 @@ def listed(signature: inspect.Signature) -> str:
     return ", ".join(found)
 
 
-def check(entries: Iterable[Hook | Known], *, releases: Sequence[str] = SERVED) -> None:
-    """Raise SetupError for a version that is not served, with every entry that is another there.
-
-    releases: those of SERVED in which these entries serve.
-    """
+def check(entries: Iterable[Hook | Known]) -> None:
+    """Raise SetupError for a version that is not served, with every entry that is another there."""
     entries, release = tuple(entries), served(installed())
-    if release is not None and release in releases:
+    if release is not None:
         wrong = list(differences(entries, release))
     else:  # what sets it apart from the version that is most like it
-        wrong = min((list(differences(entries, each)) for each in releases), key=len)
+        wrong = min((list(differences(entries, each)) for each in SERVED), key=len)
         wrong.insert(0, "its version is another")
     if wrong:
         raise SetupError(
             f"SGLang {installed()} is not what weft's plug-in knows, so nothing of it was patched: "
-            f"{'; '.join(wrong)}. Served: {', '.join(releases)}; install one of them, or a newer "
+            f"{'; '.join(wrong)}. Served: {', '.join(SERVED)}; install one of them, or a newer "
             "weft"
         )
 
@@ -164,3 +161,10 @@ def check_applied(hooks: Iterable[Hook]) -> None:
         raise SetupError(
             f"SGLang did not apply weft's hooks on {', '.join(missing)}: its log says why, above"
         )
+
+
+def resolved(server_args: Any) -> Any:
+    """The flags as SGLang resolved them; 0.5.23 leaves server_args as the user wrote them."""
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    return resolved_view(server_args)
