@@ -7,6 +7,8 @@ blocks can be held to SGLang's own without a GPU.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +33,7 @@ def register() -> None:
     }
     for target, function in around.items():
         HookRegistry.register(target, function, HookType.AROUND)
+    torch.cpu.empty_cache = lambda: None  # which SGLang calls before it moves experts
 
 
 def copy_rows(
@@ -51,10 +54,19 @@ def copy_rows(
         to[begin : begin + rows] = source[:rows]
 
 
-def choose(original: Callable[..., Any], *args: Any, **given: Any) -> Any:
-    """Around select_experts: rows that pad a batch have no experts."""
+def choose(original: Callable[..., Any], *, topk_config: Any, **given: Any) -> Any:
+    """Around select_experts: rows that pad a batch have no experts, and experts may have replicas.
+
+    SGLang's choice in plain torch takes no replicas, but those of a function of the model's do.
+    """
     real = given.pop("num_token_non_padded", None)
-    chosen = original(*args, **given)
+    if given.get("expert_location_dispatch_info") is not None:
+        from sglang.srt.layers.moe.topk import fused_topk_native
+
+        ways = {name: getattr(topk_config, name) for name in ("scoring_func", "correction_bias")}
+        plain = functools.partial(fused_topk_native, **ways)
+        topk_config = dataclasses.replace(topk_config, custom_routing_function=plain)
+    chosen = original(topk_config=topk_config, **given)
     if real is not None:
         chosen.topk_ids[int(real) :] = -1
     return chosen
