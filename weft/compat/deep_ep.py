@@ -701,6 +701,7 @@ class Buffer:
                 None if scale is None else "fp8",
                 scale=scale or "fp32_row",
                 split_phase=True,
+                _recipe="deep_ep",
                 **self._options,
             )
             made._rounds.recycles = True

@@ -114,6 +114,7 @@ class EPLowLatencyAllToAllLayer:
             timeout=timeout,
             first_timeout=first_timeout,
             profile=enable_profiling,
+            _recipe="triton_dist",
         )
         self._a2a._rounds.recycles = True
 
