@@ -25,6 +25,7 @@ class Mode:
     reduce: str = "receiver"
     combine: str = "push"
     combine_dtype: str | None = None
+    recipe: str = "weft"
     more: dict[str, object] = field(default_factory=dict)
 
     def make(self, group: weft.Group, case: Round, max_tokens: int) -> LowLatencyAllToAll:
@@ -42,6 +43,7 @@ class Mode:
             combine=self.combine,
             combine_dtype=self.combine_dtype,
             dtype=case.dtype,
+            _recipe=self.recipe,
             **(slots | self.more),  # type: ignore[arg-type]
         )
 
@@ -91,7 +93,8 @@ def wanted_out(
 ) -> torch.Tensor:
     """What combine must return for this rank's inputs."""
     x, ids, weights, add = inputs
-    rows = readable(*low.sent(x, mode.quantize, mode.group_size, mode.scale), x.dtype)
+    sent = low.sent(x, mode.quantize, mode.group_size, mode.scale, mode.recipe)
+    rows = readable(*sent, x.dtype)
     chosen = low.choices(ids, case.experts)
     each = rows[:, None].expand(-1, case.top_k, -1)
     return low.combine(
@@ -124,6 +127,7 @@ def check_rows(
         quantize=mode.quantize,
         group_size=mode.group_size,
         scale=mode.scale,
+        recipe=mode.recipe,
     )
     assert torch.equal(got.counts, expected.counts), (got.counts, expected.counts)
     assert torch.equal(got.ranges, expected.ranges)

@@ -10,7 +10,7 @@ import torch
 
 import weft
 from weft.compat.deep_ep import Buffer
-from weft.errors import InvalidArgument, OutOfOrder
+from weft.errors import GeometryMismatch, InvalidArgument, OutOfOrder
 from weft.lowlatency import reference as low
 from weft.memory.header import HEADER_BYTES, Header
 from weft.reference import dequantize
@@ -268,7 +268,8 @@ def test_the_size_hint_covers_what_is_allocated():
 
 def theirs(x: torch.Tensor, *, rounded: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The original's arithmetic: the scale is amax, at least 1e-4, times the rounded 1 / 448, or
-    the power of two at or above; numbers are multiplied by 448 / amax, or the power's inverse."""
+    the power of two at or above; numbers are multiplied by 448 / amax, or the power's inverse. A
+    block that holds an Inf or a NaN is weft's own: all of it is NaN."""
     blocks = x.float().unflatten(-1, (-1, 128))
     amax = blocks.abs().amax(dim=-1).clamp(min=1e-4)
     scales = amax * (torch.tensor(1.0, dtype=torch.float64) / 448).float()
@@ -278,18 +279,93 @@ def theirs(x: torch.Tensor, *, rounded: bool) -> tuple[torch.Tensor, torch.Tenso
         powers = torch.where(mantissa == 0.5, exponent - 1, exponent)
         scales = torch.ldexp(torch.ones_like(amax), powers)
         factors = torch.ldexp(torch.ones_like(amax), -powers)
-    return (blocks * factors[..., None]).to(torch.float8_e4m3fn).flatten(-2), scales
+    numbers = (blocks * factors[..., None]).to(torch.float8_e4m3fn).view(torch.uint8)
+    whole = blocks.isfinite().all(dim=-1)
+    numbers = torch.where(whole[..., None], numbers, 0x7F)
+    return numbers.flatten(-2), torch.where(whole, scales, torch.nan)
+
+
+def with_edges(x: torch.Tensor) -> torch.Tensor:
+    """x with rows of zeros, of tiny numbers, around 1e-4, and with an Inf and a NaN."""
+    x = x.clone()
+    for row, most in enumerate((0.0, 1e-40, 2.0**-117, 9.96e-5, 1e-4, 1.01e-4, 448.0, 450.0)):
+        x[row] = x[row].sign() * most
+    x[8, 5], x[9, 200] = float("nan"), -float("inf")
+    return x
 
 
 @pytest.mark.parametrize("rounded", [False, True])
-def test_numbers_are_the_originals_and_scales_theirs_or_neighbours(rounded):
-    """For blocks with a number of at least 1e-4; smaller ones are finer here, zeros stay zeros."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_numbers_and_scales_are_the_originals(rounded, dtype):
     generator = torch.Generator().manual_seed(3)
-    powers = torch.randint(-8, 20, (512, 1), generator=generator).double()
-    x = (torch.randn((512, HIDDEN), generator=generator).double() * 2**powers).bfloat16()
-    numbers, scales = low.sent(x, "fp8", 128, "ue8m0" if rounded else "fp32_col")
+    powers = torch.randint(-40, 20, (512, 1), generator=generator).double()
+    x = (torch.randn((512, HIDDEN), generator=generator).double() * 2**powers).to(dtype)
+    x = with_edges(x)
+    numbers, scales = low.sent(x, "fp8", 128, "ue8m0" if rounded else "fp32_col", "deep_ep")
     wanted, their_scales = theirs(x, rounded=rounded)
-    assert torch.equal(numbers.view(torch.uint8), wanted.view(torch.uint8))
+    assert torch.equal(numbers.view(torch.uint8), wanted)
     assert scales is not None
-    apart = (scales.view(torch.int32) - their_scales.view(torch.int32)).abs()
-    assert int(apart.max()) <= (0 if rounded else 1)
+    assert torch.equal(scales.nan_to_num(7.0), their_scales.nan_to_num(7.0))
+    assert scales[0].max() == scales[3].max() <= scales[5].min()  # amax counts as 1e-4
+
+
+def edged(rank: int) -> torch.Tensor:
+    """bf16 `[16, HIDDEN]` of sizes around 1e-4, with the rows of `with_edges`."""
+    generator = torch.Generator().manual_seed(rank)
+    powers = torch.randint(-20, 4, (16, 1), generator=generator).double()
+    x = torch.randn((16, HIDDEN), generator=generator).double() * 2**powers
+    return with_edges(x.bfloat16())
+
+
+def delivered(group: weft.Group, rounded: bool, packed: bool) -> None:
+    sources = [edged(rank) for rank in range(group.size)]
+    x = sources[group.rank]
+    ids = torch.arange(16).view(16, 1) % EXPERTS
+    buffer = Buffer(group, low_latency_mode=True)
+    device = group.device
+    (numbers, scales), counts, handle, _, _ = buffer.low_latency_dispatch(
+        x.to(device), ids.to(device), 16, EXPERTS, round_scale=rounded, use_ue8m0=packed
+    )
+    per_rank = EXPERTS // group.size
+    source, ranges = handle[0].cpu(), handle[1].cpu()
+    scales = low.unpack_scales(scales, HIDDEN // 128).cpu()
+    assert counts.tolist() == [16 // EXPERTS * group.size] * per_rank
+    for local in range(per_rank):
+        for rank, sent in enumerate(sources):
+            begin, count = int(ranges[local, rank]) >> 32, int(ranges[local, rank]) & COUNT_BITS
+            there = slice(begin, begin + count)
+            wanted, their_scales = theirs(sent[source[local, there].long()], rounded=rounded)
+            assert torch.equal(numbers[local, there].cpu().view(torch.uint8), wanted)
+            found = scales[local, there].nan_to_num(7.0)
+            assert torch.equal(found, their_scales.nan_to_num(7.0))
+    y = torch.zeros(numbers.shape, dtype=torch.bfloat16, device=device)
+    buffer.low_latency_combine(y, ids.to(device), torch.ones(16, 1, device=device), handle)
+    buffer.check()
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rounded", "packed"), [(False, False), (True, False), (True, True)])
+def test_rows_arrive_with_the_originals_bytes(ranks, kind, rounded, packed):
+    ranks(2, kind)(delivered, rounded, packed)
+
+
+def beside_weft(group: weft.Group) -> str:
+    """Rank 1 makes weft's own all-to-all of the sizes and the layout of rank 0's buffer."""
+    x, ids, _ = inputs(group, 0)
+    try:
+        if group.rank == 0:
+            buffer = Buffer(group, low_latency_mode=True, timeout=2.0)
+            buffer.low_latency_dispatch(x, ids, MOST, EXPERTS)
+        else:
+            weft.LowLatencyAllToAll(
+                group, MOST, HIDDEN, TOP_K, EXPERTS, scale="fp32_col", split_phase=True
+            )
+    except GeometryMismatch as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_quantise_differently_are_told(ranks):
+    for said in ranks(2, "threads")(beside_weft):
+        assert "rank 0 has recipe='deep_ep' and rank 1 has recipe='weft'" in said

@@ -49,7 +49,7 @@ def expected(
     """What identity experts return, by the specification."""
     x, ids, _ = (t.cpu() for t in inputs(group, seed))
     scale = "ue8m0" if fmt.get("round_scale") else "fp32_row"
-    sent, scales = low.sent(x, "fp8" if fmt["use_fp8"] else None, 128, scale)
+    sent, scales = low.sent(x, "fp8" if fmt["use_fp8"] else None, 128, scale, "deep_ep")
     rows = sent if scales is None else dequantize(sent, scales).bfloat16()
     placement = weft.Placement.blocks(EXPERTS, group.size)
     return low.combine(rows[:, None].expand(-1, TOP_K, -1), ids, weights.cpu(), placement)

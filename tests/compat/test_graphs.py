@@ -88,10 +88,10 @@ def widened(numbers: Any) -> torch.Tensor:
     return rows
 
 
-def identity(values: Tensors, ranks: int, *, use_fp8: bool) -> torch.Tensor:
+def identity(values: Tensors, ranks: int, *, recipe: str | None) -> torch.Tensor:
     """What low-latency calls return of identity experts, by the specification."""
     x, ids, weights = values
-    sent, scales = low.sent(x, "fp8" if use_fp8 else None, 128, "fp32_row")
+    sent, scales = low.sent(x, recipe and "fp8", 128, "fp32_row", recipe or "weft")
     rows = sent if scales is None else reference.dequantize(sent, scales).to(BF16)
     placement = weft.Placement.blocks(EXPERTS, ranks)
     return low.combine(rows[:, None].expand(-1, TOP_K, -1), ids, weights, placement)
@@ -127,7 +127,8 @@ def deep_ep_layers(group: weft.Group, use_fp8: bool, hooks: bool, layers: int) -
             refill(places, values)
         replay()
         for out, values in zip(outs, fresh, strict=True):
-            assert torch.equal(out.cpu(), identity(values, group.size, use_fp8=use_fp8))
+            recipe = "deep_ep" if use_fp8 else None
+            assert torch.equal(out.cpu(), identity(values, group.size, recipe=recipe))
     buffer.check()
     group.barrier()
     buffer.destroy()
@@ -158,7 +159,7 @@ def triton_dist_layer(group: weft.Group) -> None:
         fresh = tokens_of(group.rank, turn, MOST)
         refill(given, fresh)
         replay()
-        assert torch.equal(out.cpu(), identity(fresh, group.size, use_fp8=True))
+        assert torch.equal(out.cpu(), identity(fresh, group.size, recipe="triton_dist"))
     layer.check()
     group.barrier()
     layer.finalize()

@@ -40,7 +40,8 @@ constexpr LowLatencyShape S{.ranks = RANKS,
                             .reduce = Reduce::REDUCE,
                             .combine_fp8 = false,
                             .gemm_push = GEMM_PUSH,
-                            .mapped = false};
+                            .mapped = false,
+                            .recipe = Recipe::weft};
 constexpr u32 slots = 2;
 
 struct Job {

@@ -33,6 +33,8 @@ MODES = {
     "sender, fp8 back": Mode(reduce="sender", combine_dtype="fp8", scale="ue8m0"),
     "as they are": Mode(quantize=None),
     "choices": Mode(combine="gemm_push"),
+    "as deep_ep": Mode(scale="fp32_col", recipe="deep_ep"),
+    "as triton_dist": Mode(recipe="triton_dist"),
 }
 
 
@@ -51,6 +53,7 @@ def shape_of(mode: Mode, case: Round, most: int) -> LowGeometry:
         reduce=mode.reduce,
         combine=mode.combine,
         combine_dtype=mode.combine_dtype,
+        _recipe=mode.recipe,
     )
 
 

@@ -24,6 +24,16 @@ template <u32 n> WEFT_FN void scale_by(float (&x)[n], float by) {
     for (u32 i = 0; i < n; ++i) x[i] = __fmul_rn(x[i], by);
 }
 
+// x / scale with one rounding, by the rounded inverse of the scale (Markstein): a product, less
+// what it has too much. The signs are so that -0 stays -0.
+template <u32 n> WEFT_FN void divide_by(float (&x)[n], const BlockScale& by) {
+#pragma unroll
+    for (u32 i = 0; i < n; ++i) {
+        const float near = __fmul_rn(x[i], by.inverse);
+        x[i] = __fmaf_rn(-__fmaf_rn(near, by.scale, -x[i]), by.inverse, near);
+    }
+}
+
 // One power of two per group, packed by four; the last group pads its word with zeros.
 template <Reduction R>
 WEFT_FN void store_exponent(const ReduceArgs& a, u32 token, u32 group, u32 exponent) {
@@ -46,7 +56,7 @@ WEFT_FN void quantize_groups(const ReduceArgs& a, u32 token, u32 v, bool valid,
             static_cast<float*>(a.scale_out)[u64(token) * (R.hidden / scale_columns) + group] =
                 scale.scale;
     } else {
-        const u32 exponent = mx_exponent(amax);
+        const u32 exponent = group_exponent(amax);
         scale_by(x, mx_inverse(exponent));
         if (leads) store_exponent<R>(a, token, group, exponent);
     }
@@ -72,7 +82,7 @@ WEFT_FN void quantize_vector(const ReduceArgs& a, u32 token, u32 v, bool valid, 
         widen_vector<R>(largest, round_vector<R.dtype>(largest));
         amax = __float_as_uint(largest[0]) & 0x7fffffffu;
         const BlockScale scale = row_scale(amax);
-        scale_by(x, scale.inverse);
+        divide_by(x, scale);
         if (valid && v == 0) static_cast<float*>(a.scale_out)[token] = scale.scale;
     }
     if (valid)

@@ -15,6 +15,7 @@ CANONICAL = {
     torch.float8_e4m3fn: (torch.uint8, 0x7F),
 }
 SMALLEST = 2.0**-117  # device/quantize.cuh: amax / 448 is still a normal number
+SMALLEST_ROW_SCALE = 2.0**-9 / 448  # allreduce/rmsnorm.cuh
 
 
 def allreduce_fused(
@@ -106,11 +107,11 @@ def quantize_norm(norm: torch.Tensor, quant: Quant) -> tuple[torch.Tensor, torch
             scaled = norm.float() * (one / quant.scale.float())
             return to_e4m3(scaled), quant.scale
         case FP8Token():
-            return _scaled(norm.float()[:, None], zero_scale=1.0)
+            return _divided(norm.float()[:, None])
         case FP8Group():
             groups = norm.float().view(norm.shape[0], norm.shape[1] // 128, 128)
             if quant.scale == "fp32":
-                return _scaled(groups, zero_scale=0.0)
+                return _scaled(groups)
             return _powers(groups)
 
 
@@ -129,10 +130,18 @@ def pack_ue8m0(exponents: torch.Tensor) -> torch.Tensor:
     return packed.view(torch.int32).view(columns, pitch).t()[:tokens]
 
 
-def _scaled(blocks: torch.Tensor, *, zero_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _divided(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    amax, broken = _amax(blocks)
+    scale = amax * full_like(amax, 1 / 448)
+    scale = torch.maximum(scale, full_like(amax, SMALLEST_ROW_SCALE))
+    q = torch.where(broken[..., None], torch.nan, blocks / scale[..., None])
+    return to_e4m3(q).flatten(1), torch.where(broken, torch.nan, scale)
+
+
+def _scaled(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     amax, broken = _amax(blocks)
     small = amax < SMALLEST
-    scale = torch.where(small, zero_scale, amax / full_like(amax, 448.0))
+    scale = torch.where(small, 0.0, amax / full_like(amax, 448.0))
     scale = torch.where(broken, torch.nan, scale)
     inverse = torch.where(small, 0.0, full_like(amax, 448.0) / amax)
     q = torch.where(broken[..., None], torch.nan, blocks * inverse[..., None])
@@ -142,7 +151,7 @@ def _scaled(blocks: torch.Tensor, *, zero_scale: float) -> tuple[torch.Tensor, t
 def _powers(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     amax, broken = _amax(blocks)
     mantissa, exponent = torch.frexp(amax)  # amax = mantissa * 2^exponent, mantissa in [0.5, 1)
-    power = torch.where(amax == 0, -127, exponent - 9 + (mantissa > 0.875).int()).clamp(min=-127)
+    power = torch.where(amax == 0, -33, exponent - 9 + (mantissa > 0.875).int()).clamp(min=-33)
     byte = torch.where(broken, 255, power + 127).to(torch.uint8)
     inverse = torch.ldexp(torch.ones_like(amax), -power.double()).float()
     q = torch.where(broken[..., None], torch.nan, blocks * inverse[..., None])

@@ -20,11 +20,23 @@ WEFT_FN float inverse_rms(float squares, u32 hidden, float eps) {
     return 1.0f / square_root(squares / float(hidden) + eps);
 }
 
-// One scale for a row: as block_scale, but a row of zeros has scale 1, so that one can divide by
-// it.
+// One scale for a row, by which its numbers are divided: amax * fl(1 / 448), and at least the one
+// that makes 448 of 2^-9, the smallest e4m3 number above 0.
+constexpr float smallest_row_scale = 0x1p-9f * inverse_fp8_max;
+
 WEFT_FN BlockScale row_scale(u32 amax_bits) {
-    const BlockScale scale = block_scale(amax_bits);
-    return amax_bits < smallest_amax_bits ? BlockScale{1.0f, 0.0f} : scale;
+    if (amax_bits >= infinity_bits) return {__builtin_bit_cast(float, 0x7fc00000u), 0.0f};
+    const float scale = __builtin_bit_cast(float, amax_bits) * inverse_fp8_max;
+    const float most = scale < smallest_row_scale ? smallest_row_scale : scale;
+    return {most, 1.0f / most};
+}
+
+// The UE8M0 byte of a group: of 2^-33 at least, where amax / 448 is 1e-10.
+constexpr u32 smallest_group_exponent = 127 - 33;
+
+WEFT_FN u32 group_exponent(u32 amax_bits) {
+    const u32 exponent = mx_exponent(amax_bits);
+    return exponent < smallest_group_exponent ? smallest_group_exponent : exponent;
 }
 
 }  // namespace weft

@@ -114,7 +114,7 @@ void quantize_group(const ReduceArgs& a, u32 token, u32 group, const float (&x)[
             scale.scale;
         return store_block(x, scale.inverse, amax >= infinity_bits, to);
     }
-    const u32 exponent = mx_exponent(amax);
+    const u32 exponent = group_exponent(amax);
     u8* bytes = static_cast<u8*>(a.scale_out) + 4 * (u64(group / 4) * a.scale_stride + token);
     bytes[group % 4] = u8(exponent);
     if (group == R.hidden / scale_columns - 1)
@@ -138,7 +138,7 @@ void quantize_normed(const ReduceArgs& a, u32 token, Row<R>& norm, u32 peak) {
     for (u32 i = 0; i < R.hidden; ++i)
         to[i] = a.coding == Coding::fixed ? to_e4m3(norm[i] * (1.0f / *a.scale))
                 : peak >= infinity_bits   ? 0x7f
-                                          : to_e4m3(norm[i] * scale.inverse);
+                                          : to_e4m3(norm[i] / scale.scale);
 }
 
 // The epilogue: everything that is elementwise once the row's statistics are known.

@@ -24,10 +24,10 @@ class FP8Static:
 
 @dataclass(frozen=True, slots=True)
 class FP8Token:
-    """One scale for each row, made of it: `scale = amax / 448`, float32 `[tokens, 1]`.
+    """One scale for each row, made of it: float32 `[tokens, 1]`.
 
-    A row of zeros (amax below 2^-117) has scale 1; one that holds an Inf or a NaN has scale NaN and
-    NaN numbers. `q = e4m3(norm * (448 / amax))`, as in device/quantize.cuh.
+    `scale = max(amax * fl(1 / 448), 2^-9 / 448)`, `q = e4m3(norm / scale)`, as flashinfer.comm and
+    torch on GPUs have it. A row that holds an Inf or a NaN has scale NaN and NaN numbers.
     """
 
 
@@ -35,8 +35,9 @@ class FP8Token:
 class FP8Group:
     """One scale for each 128 columns, as dispatch quantises (device/quantize.cuh).
 
-    scale: "fp32": float32 `[tokens, hidden / 128]`; "ue8m0": powers of two as bytes, four packed
-        into an int32 `[tokens, ceil(hidden / 512)]` with strides `(1, tokens rounded up to 4)`.
+    scale: "fp32": float32 `[tokens, hidden / 128]`; "ue8m0": powers of two from 2^-33 as bytes,
+        four packed into an int32 `[tokens, ceil(hidden / 512)]` with strides
+        `(1, tokens rounded up to 4)`.
     """
 
     size: int = 128

@@ -275,6 +275,10 @@ class Buffer:
         bfloat16 alone. counts: int32 `[local_experts]`, also added to
         cumulative_local_expert_recv_stats. With return_recv_hook nothing is there before hook().
 
+        `scale = amax * fl(1 / 448)`, amax at least 1e-4, or the power of two at or above it;
+        `q = round(x * (448 / amax))`, or x by that power: deep_ep's bits, but that a block which
+        holds an Inf or a NaN is NaN.
+
         Raises InvalidArgument, OutOfOrder (an earlier one waits for its hook), and what broke the
         group.
         """
@@ -701,6 +705,7 @@ class Buffer:
                 None if scale is None else "fp8",
                 scale=scale or "fp32_row",
                 split_phase=True,
+                _recipe="deep_ep",
                 **self._options,
             )
             made._rounds.recycles = True

@@ -114,6 +114,7 @@ class EPLowLatencyAllToAllLayer:
             timeout=timeout,
             first_timeout=first_timeout,
             profile=enable_profiling,
+            _recipe="triton_dist",
         )
         self._a2a._rounds.recycles = True
 
@@ -127,7 +128,11 @@ class EPLowLatencyAllToAllLayer:
 
         Returns float8_e4m3fn `[local_experts, world_size * max_m, hidden]`, float32 scales
         `[local_experts, world_size * max_m, hidden / fp8_gsize]`, int32 counts `[local_experts]`,
-        and what combine needs. Raises InvalidArgument, and what broke the group.
+        and what combine needs.
+
+        `scale = amax * fl(1 / 448)`, `q = round(x / scale)`: triton_dist's bits (on a GPU the
+        quotient is Triton's, on CPU ranks it is rounded once), but that a block of zeros is zeros,
+        and one that holds an Inf or a NaN is NaN. Raises InvalidArgument, and what broke the group.
         """
         refuse("send_scales", send_scales, None, SCALES)
         if topk_indices is None:

@@ -17,6 +17,7 @@ namespace weft {
 enum class Quant : u32 { none = 0, fp8 = 1, mxfp8 = 2 };
 
 constexpr float fp8_max = 448.0f;
+constexpr float inverse_fp8_max = 1.0f / fp8_max;  // rounded: other libraries multiply by it
 constexpr u32 infinity_bits = 0x7f800000u;
 constexpr u32 scale_columns = 128;
 constexpr u32 mx_columns = 32;

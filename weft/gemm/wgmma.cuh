@@ -77,13 +77,6 @@ WEFT_FN void stmatrix_x4(void* at, u32 a, u32 b, u32 c, u32 d) {
                  : "memory");
 }
 
-// x / y within two units in the last place, for all y: an eighth of a division's instructions.
-WEFT_FN float div_full(float x, float y) {
-    float ratio;
-    asm("div.full.f32 %0, %1, %2;" : "=f"(ratio) : "f"(x), "f"(y));
-    return ratio;
-}
-
 // A barrier of `threads` threads of a CTA; `id` 1 to 15 names it.
 WEFT_FN void named_barrier(u32 id, u32 threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

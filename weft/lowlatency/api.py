@@ -89,6 +89,7 @@ class LowLatencyAllToAll(Placed, Operator):
         num_sms: int | None = None,
         programmatic_launch: bool = True,
         profile: bool = False,
+        _recipe: str = "weft",
         _defines: Sequence[str] = (),
         _first_epoch: int = 0,
     ) -> None:
@@ -113,6 +114,7 @@ class LowLatencyAllToAll(Placed, Operator):
                 combine_dtype=combine_dtype,
                 expert_map=expert_map,
                 profile=profile,
+                _recipe=_recipe,
             )
             defines = (*_defines, *((DEFINE,) if profile else ()))
             build = Build(num_sms, programmatic_launch, split_phase, defines)

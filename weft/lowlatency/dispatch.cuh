@@ -86,6 +86,8 @@ WEFT_FN void send_columns(const Site& site, const TokenFragment<S>& fragment, u3
         const u32 v = fragment.part * warp_lanes + threadIdx.x % warp_lanes;
         if (v >= TokenFragment<S>::row_lanes) return;
         const BlockScale scale = scale_for<S>(amax);
+        if constexpr (S.recipe == Recipe::triton_dist)
+            for (float& each : x) each = div_full(each, divisor_of(scale.scale));
         const uint4 values = quantize(x, scale.inverse, amax >= infinity_bits);
         constexpr u32 lanes = S.group / lane_columns;
         const bool leads = v % lanes == 0;

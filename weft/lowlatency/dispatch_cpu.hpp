@@ -43,15 +43,18 @@ template <LowLatencyShape S> void copy_canonical(u8* to, const u8* from) {
     }
 }
 
-// Stores a row as FP8 blocks with their scales behind them.
+// Stores a row as FP8 blocks with their scales behind them. Where the recipe divides, a CPU rounds
+// the quotient once, as Triton's interpreter does; Triton's kernels, and dispatch.cuh, have it
+// within two units in the last place (div_full).
 template <LowLatencyShape S, u32 columns, bool returned>
-void quantize_blocks(u8* to, const float (&x)[S.hidden]) {
+void quantize_blocks(u8* to, float (&x)[S.hidden]) {
     u8* scales = to + S.hidden;
     for (u32 block = 0; block < S.hidden / columns; ++block) {
-        const float (&part)[columns] =
-            reinterpret_cast<const float (&)[columns]>(x[block * columns]);
+        float (&part)[columns] = reinterpret_cast<float (&)[columns]>(x[block * columns]);
         const u32 amax = amax_bits_of(part);
         const BlockScale scale = returned ? block_scale(amax) : scale_for<S>(amax);
+        if constexpr (!returned && S.recipe == Recipe::triton_dist)
+            for (float& each : part) each = each / divisor_of(scale.scale);
         store_block(part, scale.inverse, amax >= infinity_bits, to + block * columns);
         std::memcpy(scales + 4 * block, &scale.scale, 4);
     }

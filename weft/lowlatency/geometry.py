@@ -66,6 +66,7 @@ class LowGeometry:
         combine_dtype: str | None = None,
         expert_map: Sequence[int] | torch.Tensor | None = None,
         profile: bool = False,
+        _recipe: str = "weft",
     ) -> LowGeometry:
         """Raises InvalidArgument naming the argument, its value and what it may be."""
         flags(profile=profile)
@@ -99,6 +100,7 @@ class LowGeometry:
             combine_fp8=combine_dtype == "fp8",
             gemm_push=combine == "gemm_push",
             mapped=expert_map is not None,
+            recipe=_recipe if quantize else "weft",
         )
         return cls(shape, LowLayout.of(shape), dtype, placement, slots, profile)
 

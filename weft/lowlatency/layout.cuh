@@ -17,6 +17,9 @@
 namespace weft {
 
 enum class Scales : u32 { fp32_row = 0, fp32_col = 1, ue8m0 = 2 };
+// Whose arithmetic makes FP8 of a block: weft's own (device/quantize.cuh), or that of the library
+// whose calls weft.compat serves.
+enum class Recipe : u32 { weft = 0, deep_ep = 1, triton_dist = 2 };
 // Which rank weights and adds: the token's owner (receiver), or each expert's rank for its own rows
 // (sender).
 enum class Reduce : u32 { receiver = 0, sender = 1 };
@@ -58,6 +61,7 @@ struct LowLatencyShape {
     bool combine_fp8;  // returned rows are FP8, one scale per 128 columns
     bool gemm_push;    // the kernel that makes a row stores it at its owner; combine sends nothing
     bool mapped;       // experts are placed by a table
+    Recipe recipe;     // of dispatched rows; returned ones are always weft's
 
     constexpr u32 rows() const { return ranks * tokens; }  // of an expert, at most
     constexpr u32 padded_rows() const { return (rows() + 3) / 4 * 4; }
@@ -301,8 +305,33 @@ WEFT_FN u32 power_byte(u32 scale_bits) {
     return scale_bits > infinity_bits ? 255 : scale_bits >> 23;
 }
 
+// deep_ep: amax counts as 1e-4 at least; scale = amax * fl(1 / 448), q = round(x * (448 / amax)).
+// triton_dist: scale = amax * fl(1 / 448), q = round(x / scale).
+template <Recipe R> WEFT_FN BlockScale product_scale(u32 amax_bits) {
+    if (amax_bits >= infinity_bits) return {__builtin_bit_cast(float, 0x7fc00000u), 0.0f};
+    const float amax = __builtin_bit_cast(float, amax_bits);
+    return {amax * inverse_fp8_max, R == Recipe::deep_ep ? fp8_max / amax : 1.0f};
+}
+
+// triton_dist's numbers are divided by this before they are multiplied by an inverse of 1. Where
+// the scale is 0 there are only zeros, or numbers that no scale is left for: they become zeros, not
+// the NaN that a division by 0 makes.
+WEFT_FN float divisor_of(float scale) {
+    return scale == 0.0f ? __builtin_bit_cast(float, infinity_bits) : scale;
+}
+
+constexpr u32 deep_ep_amax_bits = __builtin_bit_cast(u32, 1e-4f);
+
 template <LowLatencyShape S> WEFT_FN BlockScale scale_for(u32 amax_bits) {
-    return S.scales == Scales::ue8m0 ? power_scale(amax_bits) : block_scale(amax_bits);
+    static_assert(S.recipe != Recipe::triton_dist || S.scales != Scales::ue8m0);
+    if constexpr (S.recipe == Recipe::deep_ep)
+        if (amax_bits < deep_ep_amax_bits) amax_bits = deep_ep_amax_bits;
+    if constexpr (S.scales == Scales::ue8m0)
+        return power_scale(amax_bits);
+    else if constexpr (S.recipe == Recipe::weft)
+        return block_scale(amax_bits);
+    else
+        return product_scale<S.recipe>(amax_bits);
 }
 
 // Stores the scale of one block of a row of one of this rank's experts.

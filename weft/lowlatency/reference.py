@@ -39,21 +39,52 @@ def choices(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 
 def sent(
-    x: torch.Tensor, kind: str | None, group_size: int, scale: str
+    x: torch.Tensor, kind: str | None, group_size: int, scale: str, recipe: str = "weft"
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A token's row as it arrives: numbers, and float32 scales `[tokens, hidden / group_size]`.
 
     "ue8m0" scales are powers of two, the smallest that bring a block down to 448 or less. Rows that
     are not quantised arrive as they are, but that a NaN whose bits are all ones has no sign.
+
+    recipe: whose arithmetic. "deep_ep": amax counts as 1e-4 at least, scale = amax * fl(1 / 448),
+        q = round(x * (448 / amax)) (its csrc/kernels/legacy/utils.cuh). "triton_dist": the same
+        scale, q = round(x / scale), zeros where the scale is 0 (its low_latency_all_to_all_v2.py);
+        kernels have that quotient within two units in the last place.
     """
     if kind is None:
         words = {2: torch.int16, 4: torch.int32}[x.element_size()]
         bits = x.view(words)
         return torch.where(bits == -1, torch.iinfo(words).max, bits).view(x.dtype), None
+    if recipe != "weft":
+        return _sent_as(recipe, x, group_size, scale)
     if scale == "ue8m0":
         numbers, powers = quantize(x, "mxfp8", group_size)
         return numbers, powers.float()
     return quantize(x, "fp8", group_size)
+
+
+def _sent_as(
+    recipe: str, x: torch.Tensor, group_size: int, scale: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 rows and scales by the arithmetic of another library."""
+    blocks = x.float().reshape(*x.shape[:-1], x.shape[-1] // group_size, group_size)
+    amax = torch.where(blocks.isnan(), torch.inf, blocks.abs()).amax(dim=-1)
+    broken = amax.isinf()
+    amax = torch.where(broken, 1.0, amax)
+    if recipe == "deep_ep":
+        amax = torch.maximum(amax, torch.full_like(amax, 1e-4))
+    scales = amax * torch.full_like(amax, 1 / 448)
+    if recipe == "triton_dist":
+        q = blocks / torch.where(scales == 0, torch.inf, scales)[..., None]
+    elif scale == "ue8m0":
+        mantissa, exponent = torch.frexp(amax)  # amax = mantissa * 2^exponent, mantissa from 0.5
+        power = (exponent - 9 + (mantissa > 0.875).int()).double()
+        scales = torch.ldexp(torch.ones_like(power), power).float()
+        q = blocks * torch.ldexp(torch.ones_like(power), -power).float()[..., None]
+    else:
+        q = blocks * (torch.full_like(amax, 448.0) / amax)[..., None]
+    q = torch.where(broken[..., None], torch.nan, q).clamp(-448.0, 448.0)
+    return q.to(torch.float8_e4m3fn).flatten(-2), torch.where(broken, torch.nan, scales)
 
 
 def dispatch(
@@ -66,6 +97,7 @@ def dispatch(
     quantize: str | None = "fp8",
     group_size: int = 128,
     scale: str = "fp32_row",
+    recipe: str = "weft",
 ) -> Expected:
     """What the experts of `rank` get: rows in the order of source rank, then token.
 
@@ -73,7 +105,7 @@ def dispatch(
     """
     ranks, experts = len(x), placement.experts_of(rank)
     rows, device = ranks * max_tokens, x[0].device
-    arriving = [sent(tokens, quantize, group_size, scale) for tokens in x]
+    arriving = [sent(tokens, quantize, group_size, scale, recipe) for tokens in x]
     numbers = arriving[0][0]
     out = torch.zeros((len(experts), rows, numbers.shape[1]), dtype=numbers.dtype, device=device)
     blocks = 0 if arriving[0][1] is None else arriving[0][1].shape[1]

@@ -20,6 +20,7 @@ CHUNK_TOKENS = 24  # chunk_tokens in lowlatency/layout.cuh
 MAX_TABLE = 8192  # ranks x local experts: a CTA keeps a number for each in shared memory
 GROUPS = (32, 64, 128)
 SCALES = ("fp32_row", "fp32_col", "ue8m0")
+RECIPES = ("weft", "deep_ep", "triton_dist")
 REDUCES = ("receiver", "sender")
 
 
@@ -108,7 +109,8 @@ class LowShape:
 
     local: experts of the rank that has most.  group: columns that share a scale, 0 for rows that
     are not quantised.  combine_fp8: returned rows are FP8.  gemm_push: whoever makes a row stores
-    it at its owner.  The others as in `weft.LowLatencyAllToAll`.
+    it at its owner.  recipe: whose arithmetic quantises dispatched rows, weft's own or that of the
+    library whose calls weft.compat serves.  The others as in `weft.LowLatencyAllToAll`.
 
     Raises InvalidArgument naming the size and its limits.
     """
@@ -126,6 +128,7 @@ class LowShape:
     combine_fp8: bool = False
     gemm_push: bool = False
     mapped: bool = False
+    recipe: Annotated[str, Choice("recipe", RECIPES, "weft::Recipe")] = "weft"
 
     def __post_init__(self) -> None:
         check_fields(self)

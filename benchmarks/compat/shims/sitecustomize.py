@@ -1,6 +1,7 @@
 """With RIVALS_CPU=N, a program written for N GPUs runs on CPU ranks: "cuda" is read as "cpu".
 
 A graph capture runs its body and notes the shims' calls in it; a replay makes those calls again.
+A float32 tensor divided by a number is multiplied by its reciprocal, as torch does on GPUs.
 Streams and events do nothing. weft itself still sees that there is no GPU.
 """
 
@@ -32,12 +33,21 @@ def on_cpu() -> None:
             return cpu
         return cpu if isinstance(value, str) and value.split(":")[0] == "cuda" else value
 
+    def is_float32(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.dtype == torch.float32
+
+    divisions = {torch.Tensor.__truediv__, torch.Tensor.div, torch.div}
+
     class Cpu(TorchFunctionMode):
         def __torch_function__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             if func is torch.Tensor.cuda:
                 return args[0]
+            if func in divisions and not kwargs:
+                x, by = args
+                if is_float32(x) and isinstance(by, int | float) and by:
+                    return x * torch.tensor(1 / by, dtype=torch.float32)
             given = {name: read(value) for name, value in (kwargs or {}).items()}
             return func(*map(read, args), **given)
 
