@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import dataclasses
 import datetime
@@ -111,11 +112,14 @@ class Job:
         shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in result.items()}
         print(f"{variant.name:14} {case} {shown}", flush=True)
 
+    def end_waiting(self) -> None:
+        """End the servers that were begun and never measured."""
+        while self.waiting:
+            stop(self.waiting.popitem()[1].process)
+
     def done(self) -> int:
-        """The command's exit status. Servers that were begun and never measured end here."""
-        for each in self.waiting.values():
-            stop(each.process)
-        self.waiting.clear()
+        """The command's exit status, when all is measured."""
+        self.end_waiting()
         for text in self.failed:
             print("FAILED", text)
         return 1 if self.failed else 0
@@ -136,7 +140,7 @@ def arguments(about: str, model: str, variants: list[str]) -> argparse.ArgumentP
 
 
 def job_of(given: argparse.Namespace, *flags: str, dummy: bool = True, cpu: bool = False) -> Job:
-    """The command that these arguments ask for."""
+    """The command that these arguments ask for. No server outlives it, also where it is killed."""
     folder = Path(given.model)
     model = folder if folder.is_dir() else Path(os.environ["SGL"]) / "model" / given.model
     if not (model / "config.json").is_file():
@@ -151,7 +155,10 @@ def job_of(given: argparse.Namespace, *flags: str, dummy: bool = True, cpu: bool
     made += ["--json-model-override-args", override] if layers else []
     made += [*flags, *(f"--{flag}" if not flag[0].isdigit() else flag for flag in given.more)]
     end = time.monotonic() + given.seconds
-    return Job(given.what, model, given.gpus, made + (CPU_FLAGS if cpu else []), end, cpu)
+    job = Job(given.what, model, given.gpus, made + (CPU_FLAGS if cpu else []), end, cpu)
+    atexit.register(job.end_waiting)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    return job
 
 
 def with_every_token(model: Path) -> Path:
