@@ -39,6 +39,7 @@ from weft.errors import InvalidArgument, OutOfOrder, UsageError
 from weft.fields import largest
 from weft.memory import Group
 from weft.runtime.check import check_alignment, check_gradient, check_tensor, refuse_tensor
+from weft.runtime.library import untraced
 from weft.shape import DTYPE_NAMES, MAX_TOP_K, Shape
 
 
@@ -170,6 +171,7 @@ class MoeAlltoAll(StaysMapped):
         """Tokens of this rank that are between dispatch and combine; weft's own."""
         return None if self._round is None else self._round.tokens
 
+    @untraced
     def dispatch(
         self,
         token_selected_experts: torch.Tensor,
@@ -243,6 +245,7 @@ class MoeAlltoAll(StaysMapped):
             _fill_unrouted(views[place_of_ids], received.ids, invalid_token_expert_id)
         return views
 
+    @untraced
     def sanitize(self, expert_ids: torch.Tensor, invalid_expert_id: int) -> None:
         """Fill the rows of received ids that no token was sent to; weft's own.
 
@@ -258,6 +261,7 @@ class MoeAlltoAll(StaysMapped):
         invalid = integer("invalid_expert_id", invalid_expert_id, limits.min, limits.max)
         _fill_unrouted(expert_ids, running.received.ids, invalid)
 
+    @untraced
     def get_combine_payload_tensor_in_workspace(
         self, runtime_max_tokens_per_rank: int, hidden_size: int, dtype: torch.dtype
     ) -> torch.Tensor:
@@ -277,6 +281,7 @@ class MoeAlltoAll(StaysMapped):
         running.offered = operator.output(running.limit)
         return running.offered
 
+    @untraced
     def combine(
         self,
         payload: torch.Tensor,
