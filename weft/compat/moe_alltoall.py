@@ -153,7 +153,8 @@ class MoeAlltoAll(StaysMapped):
         self._workspace = lease(terms)
         # Engines drop their objects without a word.
         owned = self.group if group is None else None
-        self._leases = weakref.finalize(self, _give_up, self._workspace, owned)
+        self._away: set[AllToAll] = set()  # in whose round this object is
+        self._leases = weakref.finalize(self, _give_up, self._workspace, owned, self._away)
         self._leases.atexit = False
 
     get_moe_workspace_size_per_rank = staticmethod(moe_workspace_size)
@@ -226,6 +227,7 @@ class MoeAlltoAll(StaysMapped):
         except UsageError as error:
             names = {"topk_ids": "token_selected_experts", "stats": "eplb_local_stats"}
             raise renamed(error, names) from error
+        self._away.add(carrier)
         self._round = _Round(
             tokens=ids.shape[0],
             limit=limit,
@@ -334,6 +336,7 @@ class MoeAlltoAll(StaysMapped):
             self._returns[running.payloads] = running.row
             workspace.settle(running.payloads, running.row)
         self._round = None
+        self._away.clear()
         return result
 
     def check(self) -> None:
@@ -341,7 +344,10 @@ class MoeAlltoAll(StaysMapped):
         self._open().check()
 
     def close(self) -> None:
-        """Give up the workspace, and the group if it was not given. Local and idempotent."""
+        """Give up the workspace, and the group if it was not given. Local and idempotent.
+
+        Between dispatch and combine this ends the round: ranks that wait in it raise PeerLeft.
+        """
         self._round = None
         self._leases()
 
@@ -385,8 +391,10 @@ class MoeAlltoAll(StaysMapped):
             ]
             silence = workspace.stats(None)
             operator.dispatch(blank, running.ids, stats=silence, rows=running.limit)
+            self._away.add(operator)
         if running.returning not in (running.carrier, operator):
             running.returning.combine()
+            self._away.remove(running.returning)
         running.row, running.returning = row, operator
         return operator
 
@@ -422,7 +430,8 @@ class MoeAlltoAll(StaysMapped):
             )
 
 
-def _give_up(workspace: SharedWorkspace, group: Group | None) -> None:
+def _give_up(workspace: SharedWorkspace, group: Group | None, away: set[AllToAll]) -> None:
+    workspace.drop(away)
     release(workspace)
     if group is not None:
         release_group(group)
