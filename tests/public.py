@@ -95,6 +95,33 @@ def buffer(group: weft.Group, *, hooks: bool, **options: Any) -> Made:
     return Made(made, call, made.destroy)
 
 
+def normal_buffer(group: weft.Group) -> Made:
+    made, (x, ids, weights) = deep_ep.Buffer(group), tokens(group)
+    numbers, scales = weft.reference.quantize(x, "fp8")
+
+    def call() -> Results:
+        per_rank, _, per_expert, in_rank, _ = made.get_dispatch_layout(ids, EXPERTS)
+        layout = (per_rank, None, in_rank, per_expert)
+        seen: Results = [per_rank, per_expert, in_rank]
+        count = 0
+        for worst in (0, group.size * MOST):
+            rows, *routed, _, handle, _ = made.dispatch(
+                x, None, *layout, ids, weights, num_worst_tokens=worst
+            )
+            assert isinstance(rows, torch.Tensor)
+            assert handle is not None
+            count = count or len(rows)  # with a bound, nobody's rows are behind
+            seen += [each[:count] for each in (rows, *routed) if each is not None]
+            out, sums, _ = made.combine(rows, handle, routed[1], bias=(x, x))
+            seen += copies(out, sums)
+        quantised, *_ = made.dispatch((numbers, scales), handle)
+        seen += [each[:count].view(torch.uint8) for each in quantised]
+        made.check()
+        return seen
+
+    return Made(made, call, made.destroy)
+
+
 def triton_layer(group: weft.Group) -> Made:
     made = triton_dist.EPLowLatencyAllToAllLayer(
         MOST, HIDDEN, TOP_K, True, group.rank, EXPERTS, group.size, group.size, group=group
@@ -117,6 +144,7 @@ def modes() -> Iterator[tuple[str, Callable[[weft.Group], Made]]]:
     yield "allreduce_fusion", flashinfer_reduce
     yield "Buffer", partial(buffer, hooks=False)
     yield "Buffer widened", partial(buffer, hooks=True, round_scale=True)
+    yield "Buffer normal", normal_buffer
     yield "EPLowLatencyAllToAllLayer", triton_layer
 
 

@@ -1,7 +1,8 @@
-"""Torch's default device and dtype are the caller's business: no object of weft's depends on them.
+"""Torch's defaults and modes are the caller's business: no object of weft's depends on them.
 
-The defaults are hostile here: what follows the device lands on "meta", where nothing can be read,
-and what follows the dtype has other bits.
+The default device and dtype are hostile here: what follows the device lands on "meta", where
+nothing can be read, and what follows the dtype has other bits. And what is made in inference mode
+may not be written outside of it.
 """
 
 from __future__ import annotations
@@ -179,3 +180,31 @@ def test_no_object_depends_on_torchs_defaults(
         pytest.skip("NCCL needs a GPU for each rank")
     for found in ranks(2, device)(under_hostile_defaults, names, default, timeout=900.0):
         assert found == {f"{name}, {dtype}": [] for name in names for dtype in DTYPES}
+
+
+def first_in_inference_mode(group: weft.Group, names: list[str]) -> dict[str, Any]:
+    """Which results of each object differ that was made and first called there, as in a warm-up."""
+    found = {}
+    for name in names:
+        plain = MODES[name](group)
+        want = plain.call()
+        plain.give_back()
+        with torch.inference_mode():
+            made = MODES[name](group)
+            first = made.call()
+        again = made.call()
+        made.give_back()
+        found[name] = differ(first, want) + differ(again, want)
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_objects_made_in_inference_mode_serve_outside(
+    ranks: Callable[..., Any], family: str, device: str
+) -> None:
+    names = [name for name in MODES if name.split()[0] == family]
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("NCCL needs a GPU for each rank")
+    for found in ranks(2, device)(first_in_inference_mode, names, timeout=900.0):
+        assert found == {name: [] for name in names}

@@ -166,6 +166,24 @@ def two_at_a_time(group: weft.Group) -> None:
         buffer.low_latency_dispatch(x, ids, MOST, EXPERTS)
 
 
+def unquantised(group: weft.Group) -> None:
+    """As in deep_ep, round_scale says nothing of rows that have no scales."""
+    buffer = Buffer(group, low_latency_mode=True)
+    x, ids, weights = inputs(group, 0)
+    outs = []
+    for rounded in (False, True):
+        rows, _, handle, _, _ = buffer.low_latency_dispatch(
+            x, ids, MOST, EXPERTS, use_fp8=False, round_scale=rounded
+        )
+        outs.append(buffer.low_latency_combine(whole(rows), ids, weights, handle)[0])
+    assert torch.equal(outs[0], outs[1])
+    buffer.destroy()
+
+
+def test_scales_of_rows_without_any_may_be_rounded(ranks):
+    ranks(2, "threads")(unquantised)
+
+
 def test_two_results_may_be_alive(ranks):
     ranks(2, "threads")(two_at_a_time)
 

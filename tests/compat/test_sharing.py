@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 import weft
@@ -29,7 +30,7 @@ from tests.compat.calls import (
 from weft.compat import leases
 from weft.compat import ranks as places
 from weft.compat.flashinfer import MoeAlltoAll
-from weft.errors import GeometryMismatch, InvalidArgument, OutOfOrder
+from weft.errors import GeometryMismatch, InvalidArgument, OutOfOrder, PeerLeft
 
 
 def lists(group: weft.Group) -> None:
@@ -191,6 +192,53 @@ def test_objects_that_are_dropped_give_their_memory_back(ranks):
     ranks(RANKS, "threads")(forgotten)
     gc.collect()
     assert not leases._shared
+
+
+def left_between(group: weft.Group, how: str) -> None:
+    """What dispatched and never combines leaves no round behind to those that share with it."""
+    a2a, other = make(group), make(group)
+    play(other, PLAIN)
+    for seed in range(2):
+        sent = rows(seed, group.rank, 1, PLAIN)
+        a2a.dispatch(sent[-2], sent, 1)
+        if how == "closed":
+            a2a.close()
+        del a2a
+        gc.collect()
+        play(other, PLAIN, seed=seed)
+        a2a = make(group)
+        play(a2a, PLAIN, seed=seed)
+    other.close()
+    a2a.close()
+
+
+@pytest.mark.parametrize("how", ["closed", "dropped"])
+def test_a_round_that_is_left_ends(ranks, how):
+    ranks(RANKS, "threads")(left_between, how)
+
+
+def left_alone(group: weft.Group) -> str:
+    """One rank leaves between dispatch and combine: no deadline is waited for."""
+    patient = {"timeout": 600.0, "first_timeout": 600.0}
+    a2a, other = make(group, **patient), make(group, **patient)
+    play(other, PLAIN)
+    sent = rows(0, group.rank, 1, PLAIN)
+    received = a2a.dispatch(sent[-2], sent, 1)
+    y, told = received[0].clone(), ""
+    if group.rank == 1:
+        a2a.close()
+    else:
+        with pytest.raises(PeerLeft) as raised:
+            a2a.combine(y, 1)
+        told = str(raised.value)
+    group.barrier()
+    return told
+
+
+def test_ranks_hear_who_left_in_a_round(ranks):
+    first, _, last = ranks(RANKS, "threads")(left_alone)
+    assert "rank 1 closed its all-to-all" in first
+    assert "rank 1 closed its all-to-all" in last
 
 
 def layers(group: weft.Group) -> None:

@@ -27,7 +27,9 @@ from weft.lowlatency.api import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows, Handle
 from weft.lowlatency.shape import MAX_EXPERTS, MAX_TOKENS
 from weft.memory import Group
+from weft.memory.driver import plain_tensors
 from weft.runtime.check import check_alignment, check_tensor
+from weft.runtime.library import untraced
 from weft.runtime.stream import capturing
 from weft.shape import MAX_RANKS, MAX_ROW_BYTES, MAX_TOP_K, Shape
 
@@ -253,6 +255,7 @@ class Buffer:
             scale="fp32_col",
         ).shared
 
+    @untraced
     def low_latency_dispatch(
         self,
         x: torch.Tensor,
@@ -310,7 +313,7 @@ class Buffer:
                 rows = a2a.dispatch(x, topk_idx)
         except UsageError as error:
             raise renamed(error, DISPATCHED) from error
-        widen = round_scale and not use_ue8m0
+        widen = use_fp8 and round_scale and not use_ue8m0
         numbers = _numbers(rows, a2a, widen=widen)
         ranges = torch.zeros_like(rows.ranges[..., 0], dtype=torch.int64)
         tokens = torch.zeros_like(rows.source)
@@ -332,6 +335,7 @@ class Buffer:
         event = self._event(async_finish)
         return numbers, rows.counts, ticket, event, settle if return_recv_hook else None
 
+    @untraced
     def low_latency_combine(
         self,
         x: torch.Tensor,
@@ -372,6 +376,7 @@ class Buffer:
             raise renamed(error, COMBINED) from error
         return result, self._event(async_finish), hook
 
+    @untraced
     def get_next_low_latency_combine_buffer(self, handle: Ticket) -> torch.Tensor:
         """bfloat16 `[local_experts, num_ranks * most tokens, hidden]` for experts to write.
 
@@ -387,8 +392,9 @@ class Buffer:
             )
         key = (*round_.key, round_.handle.slot)
         if key not in self._inputs:
-            rows = slot.x
-            self._inputs[key] = torch.zeros(rows.shape, dtype=torch.bfloat16, device=rows.device)
+            size, device = slot.x.shape, slot.x.device
+            with plain_tensors():
+                self._inputs[key] = torch.zeros(size, dtype=torch.bfloat16, device=device)
         return self._inputs[key]
 
     def clean_low_latency_buffer(
@@ -412,6 +418,7 @@ class Buffer:
     def low_latency_clean_mask_buffer(self) -> None:
         """Nothing to do: no rank is masked."""
 
+    @untraced
     def get_dispatch_layout(
         self,
         topk_idx: torch.Tensor,
@@ -441,6 +448,7 @@ class Buffer:
         )
         return per_rank, None, per_expert, in_rank, self._event(async_finish)
 
+    @untraced
     def dispatch(
         self,
         x: Numbers,
@@ -544,6 +552,7 @@ class Buffer:
         event = self._event(async_finish)
         return _numbers_of(found.rows), ids, weights, found.counts, found.handle, event
 
+    @untraced
     def combine(
         self,
         x: torch.Tensor,

@@ -7,7 +7,7 @@ sequence of calls alone, so it is the same on every rank, as collective creation
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -104,6 +104,16 @@ class SharedWorkspace:
         self.expected[payloads] = row
         if guessed is None:
             for key in [k for k in self._operators if k[0] == payloads and k[1] != row]:
+                self._operators.pop(key).close()
+
+    def drop(self, operators: Collection[AllToAll]) -> None:
+        """Close those of them that run: a caller has left in their round, and peers hear of it.
+
+        Local. Where every rank left, the next call that needs one makes it anew on all of them.
+        Those that are broken stay, to raise why in later calls.
+        """
+        for key, each in list(self._operators.items()):
+            if each in operators and not each.broken:
                 self._operators.pop(key).close()
 
     def stats(self, given: torch.Tensor | None) -> torch.Tensor | None:

@@ -39,6 +39,7 @@ from weft.errors import InvalidArgument, OutOfOrder, UsageError
 from weft.fields import largest
 from weft.memory import Group
 from weft.runtime.check import check_alignment, check_gradient, check_tensor, refuse_tensor
+from weft.runtime.library import untraced
 from weft.shape import DTYPE_NAMES, MAX_TOP_K, Shape
 
 
@@ -152,7 +153,8 @@ class MoeAlltoAll(StaysMapped):
         self._workspace = lease(terms)
         # Engines drop their objects without a word.
         owned = self.group if group is None else None
-        self._leases = weakref.finalize(self, _give_up, self._workspace, owned)
+        self._away: set[AllToAll] = set()  # in whose round this object is
+        self._leases = weakref.finalize(self, _give_up, self._workspace, owned, self._away)
         self._leases.atexit = False
 
     get_moe_workspace_size_per_rank = staticmethod(moe_workspace_size)
@@ -170,6 +172,7 @@ class MoeAlltoAll(StaysMapped):
         """Tokens of this rank that are between dispatch and combine; weft's own."""
         return None if self._round is None else self._round.tokens
 
+    @untraced
     def dispatch(
         self,
         token_selected_experts: torch.Tensor,
@@ -224,6 +227,7 @@ class MoeAlltoAll(StaysMapped):
         except UsageError as error:
             names = {"topk_ids": "token_selected_experts", "stats": "eplb_local_stats"}
             raise renamed(error, names) from error
+        self._away.add(carrier)
         self._round = _Round(
             tokens=ids.shape[0],
             limit=limit,
@@ -243,6 +247,7 @@ class MoeAlltoAll(StaysMapped):
             _fill_unrouted(views[place_of_ids], received.ids, invalid_token_expert_id)
         return views
 
+    @untraced
     def sanitize(self, expert_ids: torch.Tensor, invalid_expert_id: int) -> None:
         """Fill the rows of received ids that no token was sent to; weft's own.
 
@@ -258,6 +263,7 @@ class MoeAlltoAll(StaysMapped):
         invalid = integer("invalid_expert_id", invalid_expert_id, limits.min, limits.max)
         _fill_unrouted(expert_ids, running.received.ids, invalid)
 
+    @untraced
     def get_combine_payload_tensor_in_workspace(
         self, runtime_max_tokens_per_rank: int, hidden_size: int, dtype: torch.dtype
     ) -> torch.Tensor:
@@ -277,6 +283,7 @@ class MoeAlltoAll(StaysMapped):
         running.offered = operator.output(running.limit)
         return running.offered
 
+    @untraced
     def combine(
         self,
         payload: torch.Tensor,
@@ -329,6 +336,7 @@ class MoeAlltoAll(StaysMapped):
             self._returns[running.payloads] = running.row
             workspace.settle(running.payloads, running.row)
         self._round = None
+        self._away.clear()
         return result
 
     def check(self) -> None:
@@ -336,7 +344,10 @@ class MoeAlltoAll(StaysMapped):
         self._open().check()
 
     def close(self) -> None:
-        """Give up the workspace, and the group if it was not given. Local and idempotent."""
+        """Give up the workspace, and the group if it was not given. Local and idempotent.
+
+        Between dispatch and combine this ends the round: ranks that wait in it raise PeerLeft.
+        """
         self._round = None
         self._leases()
 
@@ -380,8 +391,10 @@ class MoeAlltoAll(StaysMapped):
             ]
             silence = workspace.stats(None)
             operator.dispatch(blank, running.ids, stats=silence, rows=running.limit)
+            self._away.add(operator)
         if running.returning not in (running.carrier, operator):
             running.returning.combine()
+            self._away.remove(running.returning)
         running.row, running.returning = row, operator
         return operator
 
@@ -417,7 +430,8 @@ class MoeAlltoAll(StaysMapped):
             )
 
 
-def _give_up(workspace: SharedWorkspace, group: Group | None) -> None:
+def _give_up(workspace: SharedWorkspace, group: Group | None, away: set[AllToAll]) -> None:
+    workspace.drop(away)
     release(workspace)
     if group is not None:
         release_group(group)

@@ -26,6 +26,7 @@ from weft.compat.row_exchange import (
 )
 from weft.errors import BadExpertId, GeometryMismatch, InvalidArgument, OutOfOrder, TokenOverflow
 from weft.memory import Group
+from weft.memory.driver import plain_tensors
 from weft.runtime.stream import capturing, finish
 
 E = TypeVar("E", RowDispatch, RowFetch, RowCombine)
@@ -107,7 +108,8 @@ class NormalMode:
         self._back: dict[tuple[int, torch.dtype], RowCombine] = {}
         self._host: dict[torch.Size, torch.Tensor] = {}
         # Entries that name no expert, of dispatches that no host waited for; were there any?
-        self._refused = torch.zeros(1, dtype=torch.int32, device=group.device)
+        with plain_tensors():
+            self._refused = torch.zeros(1, dtype=torch.int32, device=group.device)
         self._bounded = False
 
     def dispatch(self, rows: Rows, layout: Layout, alignment: int, worst: int) -> Arrived:
@@ -222,9 +224,10 @@ class NormalMode:
             numbers = told.clone()
         else:
             if told.shape not in self._host:
-                self._host[told.shape] = torch.empty(
-                    told.shape, dtype=told.dtype, device="cpu", pin_memory=True
-                )
+                with plain_tensors():
+                    self._host[told.shape] = torch.empty(
+                        told.shape, dtype=told.dtype, device="cpu", pin_memory=True
+                    )
             numbers = self._host[told.shape].copy_(told, non_blocking=True)
         announcement.finish()
         finish(device)

@@ -22,6 +22,7 @@ from weft.compat.packed_rows import FetchArgs, PackedRows, ReturnArgs, load_entr
 from weft.grouping.entry import Grouping
 from weft.grouping.rounds import GroupRounds
 from weft.memory import Group
+from weft.memory.driver import plain_tensors
 from weft.runtime.entries import Build, Entries
 from weft.runtime.stream import finish
 from weft.runtime.watched import one_call
@@ -137,10 +138,11 @@ class RowFetch:
         self._watched = self.a2a._watched
         self._entries = _entries(self.a2a, "fetch_rows", group.size * max_tokens)
         self._nothing = _no_tokens(group)
-        # In wide elements, which torch copies faster where rows lie apart.
-        outbox = self.a2a.output().view(group.size * slots, -1)
-        self._rows = outbox.view(torch.int64)[:, : row_bytes // 8]
-        self._scales = outbox.view(torch.int32)[:, row_bytes // 4 :][:, : scale_bytes // 4]
+        with plain_tensors():
+            # In wide elements, which torch copies faster where rows lie apart.
+            outbox = self.a2a.output().view(group.size * slots, -1)
+            self._rows = outbox.view(torch.int64)[:, : row_bytes // 8]
+            self._scales = outbox.view(torch.int32)[:, row_bytes // 4 :][:, : scale_bytes // 4]
         self._args = FetchArgs(site=self.a2a._workspace.site)
         self._args.row_bytes, self._args.scale_bytes = row_bytes, scale_bytes
 

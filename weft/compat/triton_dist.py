@@ -18,6 +18,7 @@ from weft.lowlatency.api import LowLatencyAllToAll
 from weft.lowlatency.results import Handle
 from weft.lowlatency.shape import GROUPS, MAX_TOKENS
 from weft.memory import Group
+from weft.runtime.library import untraced
 from weft.shape import MAX_TOP_K
 
 __all__ = ["DispatchMetaInfo", "EPLowLatencyAllToAllLayer"]
@@ -118,6 +119,7 @@ class EPLowLatencyAllToAllLayer:
         )
         self._a2a._rounds.recycles = True
 
+    @untraced
     def dispatch(
         self,
         send_tokens: torch.Tensor,
@@ -147,6 +149,7 @@ class EPLowLatencyAllToAllLayer:
         )
         return rows.x, rows.scales, rows.counts, meta
 
+    @untraced
     def combine(
         self,
         send_tokens: torch.Tensor,

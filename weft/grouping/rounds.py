@@ -14,7 +14,7 @@ from weft.arguments import instance
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.grouping.entry import GroupArgs, Grouping, load_entries
 from weft.grouping.sending import check_addresses, check_scatters, check_sends
-from weft.memory.driver import relaxed
+from weft.memory.driver import plain_tensors, relaxed
 from weft.runtime.check import check_alignment, check_tensor
 from weft.runtime.entries import Build, Entries
 from weft.runtime.stream import finish
@@ -99,7 +99,7 @@ class GroupRounds:
         build = Build(programmatic=programmatic, defines=a2a._build.defines)
         self._entries: Entries | None = load_entries(device, shape, grouping, build, sends=sends)
         on_gpu = device.type == "cuda"
-        with relaxed(device):
+        with relaxed(device), plain_tensors():
             b = Buffers.make(a2a._geometry, grouping, device, on_gpu=on_gpu, own_rows=own_rows)
             finish(device)
         self.buffers = b

@@ -71,13 +71,33 @@ def relaxed(device: torch.device | None = None) -> Iterator[None]:
         call("cuThreadExchangeStreamCaptureMode", before)
 
 
+@contextlib.contextmanager
+def plain_tensors() -> Iterator[None]:
+    """Inside, torch makes tensors that any later call may write.
+
+    What it makes in inference mode may not be written outside of it; but objects that are made
+    there, or first called there, are used elsewhere, too.
+    """
+    import torch
+
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 def in_relaxed_mode(init: Init) -> Init:
-    """For constructors on a group: all of it within `relaxed`, what torch allocates for it, too."""
+    """For constructors on a group: all of it within `relaxed`, what torch allocates for it, too.
+
+    And within `plain_tensors`: the caller may be in inference mode.
+    """
 
     @functools.wraps(init)
     def wrapped(self: Any, group: Any, *args: Any, **given: Any) -> None:
         device = getattr(group, "device", None)  # what is no group is for the constructor to refuse
-        with contextlib.nullcontext() if device is None else relaxed(device):
+        apart = contextlib.nullcontext() if device is None else relaxed(device)
+        with apart, plain_tensors():
             init(self, group, *args, **given)
 
     return cast("Init", wrapped)

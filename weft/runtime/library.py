@@ -18,12 +18,16 @@ import itertools
 import json
 import threading
 import weakref
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from weft.errors import InvalidArgument, OutOfOrder
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _orders: weakref.WeakValueDictionary[torch.device, torch.Tensor] = weakref.WeakValueDictionary()
@@ -92,6 +96,20 @@ def refuse_halves(name: str) -> None:
             f"{name} under torch.compile, which may move what stands between the halves: call "
             "dispatch and combine there, or the halves outside of the compiled function"
         )
+
+
+def untraced(call: Callable[P, R]) -> Callable[P, R]:
+    """A call that compilers leave as it is: one graph ends before it, and the next begins after."""
+
+    @wraps(call)
+    def wrapped(*args: P.args, **given: P.kwargs) -> R:
+        if torch.compiler.is_dynamo_compiling():
+            # Made here, because torch.compiler.disable imports torch._dynamo, which takes seconds.
+            whole: Callable[P, R] = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
+            return whole(*args, **given)
+        return call(*args, **given)
+
+    return wrapped
 
 
 def plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
