@@ -328,10 +328,14 @@ def wrong_on_one_rank(group: weft.Group) -> None:
         with pytest.raises(BadExpertId, match=r"rank 1 has 1 entries outside of -1\.\.11"):
             buffer.dispatch(mine.x, **{**args, "topk_idx": ids})
     more = mine.ids.repeat(1, 2 if last else 1), mine.weights.repeat(1, 2 if last else 1)
-    text = r"rank [01] called dispatch with top_k .* [36], this rank, [01], with top_k"
     text = r"rank [01] called dispatch with top_k \(0: no topk_idx\) [36], this rank, [01], with"
     with pytest.raises(GeometryMismatch, match=text):
         buffer.dispatch(mine.x, **{**args, "topk_idx": more[0], "topk_weights": more[1]})
+    rows, scales = mine.fp8()
+    scales = scales.view(torch.int32) if last else scales
+    text = r"called dispatch with integers as scales \(1: yes\) [01], this rank, [01], with"
+    with pytest.raises(GeometryMismatch, match=text):
+        buffer.dispatch((rows, scales), **args)
     counts = args["num_tokens_per_rank"] + last
     with pytest.raises(InvalidArgument, match="num_tokens_per_rank of rank 1 is .* pass both"):
         buffer.dispatch(mine.x, **{**args, "num_tokens_per_rank": counts})

@@ -605,6 +605,7 @@ class Buffer:
 
     def check(self) -> None:
         """Raise what the device has recorded; weft's own. Once a step, after a synchronisation."""
+        self._check_open()
         for exchange in self._exchanges.values():
             exchange.check()
         self._normal.check()

@@ -8,7 +8,7 @@
 namespace weft {
 
 constexpr u32 layout_threads = 128;
-constexpr u32 announced_words = 6;  // len(WORDS) in compat/normal_mode.py
+constexpr u32 announced_words = 7;  // len(WORDS) in compat/normal_mode.py
 
 // Mirrored by `LayoutArgs` in compat/rank_layout.py.
 struct LayoutArgs {
@@ -30,7 +30,6 @@ struct AnnouncementArgs {
     u32* refused;           // entries that name no expert are added to it; null: they are not
     u32 tokens, top_k, ids_bytes, ranks, experts;
     u32 words[announced_words];
-    u32 reserved;
 };
 
 // Mirrored by `LocalArgs` in compat/rank_layout.py.

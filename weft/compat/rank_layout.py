@@ -16,7 +16,7 @@ import torch
 from weft.moe.stateless import StatelessKernel
 
 THREADS = 128  # layout_threads in rank_layout.cuh
-WORDS = 6  # announced_words there
+WORDS = 7  # announced_words there
 
 
 class LayoutArgs(ctypes.Structure):
@@ -52,7 +52,6 @@ class AnnouncementArgs(ctypes.Structure):
         ("ranks", c_uint32),
         ("experts", c_uint32),
         ("words", c_uint32 * WORDS),
-        ("reserved", c_uint32),
     )
 
 
