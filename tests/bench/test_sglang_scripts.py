@@ -195,7 +195,8 @@ def test_right_answers_and_equal_texts_are_counted(measure, script):
     code, said, lines = measure("arithmetic", "--gpus", "2", *options)
     assert code == 0, said
     found = [(one["variant"], one["gpus"], one["result"]["right"]) for one in lines]
-    assert found == [("stock", 1, 1.0), ("stock", 2, 1.0), ("weft", 2, 0.95)]
+    stock, weft = [("stock", 1, 1.0), ("stock", 2, 1.0)], [("weft", 1, 0.95), ("weft", 2, 0.95)]
+    assert sorted(found) == stock + weft
     assert "| weft | 2 | 95.0 % | 95.0 % | 20 |" in script("report").report(lines)
 
 
