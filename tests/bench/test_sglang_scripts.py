@@ -273,6 +273,8 @@ class Layer(torch.nn.Module):
         self.dense.weight_scale_inv = torch.nn.Parameter(torch.zeros(2, 1))
         self.norm = torch.nn.Module()
         self.norm.weight = torch.nn.Parameter(torch.empty(64))
+        self.cache = torch.nn.Module()
+        self.cache.k_scale = torch.nn.Parameter(torch.tensor(-1.0), requires_grad=False)
 
 
 def test_dummy_weights_show_and_an_expert_is_the_same_on_any_number_of_ranks(script):
@@ -284,6 +286,7 @@ def test_dummy_weights_show_and_an_expert_is_the_same_on_any_number_of_ranks(scr
     assert torch.equal(halves, whole.experts.w13_weight)
     assert len({each.sum().item() for each in whole.experts.w13_weight}) == 8
     assert torch.equal(whole.norm.weight, torch.ones(64))
+    assert whole.cache.k_scale == -1.0
     dense = whole.dense.weight.float() * whole.dense.weight_scale_inv[0]
     torch.testing.assert_close(dense.std(), torch.tensor(128**-0.5), rtol=0.05, atol=0)
     assert not torch.equal(first.dense.weight.float(), second.dense.weight.float())

@@ -34,11 +34,15 @@ class Batch(NamedTuple):
     weights: torch.Tensor
 
     def fp8(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Numbers, and scales that are column-major, as DeepGEMM's callers have them."""
-        blocks = self.x.float().unflatten(-1, (-1, 128))
+        """Numbers, and scales that are column-major, as DeepGEMM's callers have them.
+
+        By the CPU wherever they lie: a GPU divides by a constant otherwise.
+        """
+        blocks = self.x.cpu().float().unflatten(-1, (-1, 128))
         scales = blocks.abs().amax(dim=-1).clamp(min=1e-4) / 448
         numbers = (blocks / scales[..., None]).to(torch.float8_e4m3fn).flatten(-2)
-        return numbers, scales.T.contiguous().T
+        device = self.x.device
+        return numbers.to(device), scales.to(device).T.contiguous().T
 
 
 def batch(rank: int, tokens: tuple[int, ...] = TOKENS, seed: int = 0) -> Batch:

@@ -18,6 +18,7 @@ _log = logging.getLogger("weft.bench")
 LIFT = 3.0  # of w2: a gated product of two normal numbers is small
 FP8_STD = 32.0  # of stored FP8 weights: far from 448 and from what FP8 rounds to 0
 BIAS = 0.02
+SCALES = ("_scale_inv", ".k_scale", ".v_scale")
 
 
 def register() -> None:
@@ -29,10 +30,14 @@ def register() -> None:
 
 
 def fill(model: Any, low: float = 0.0, high: float = 0.0, seed: int = 1234) -> None:
-    """Fill every floating-point parameter of a model, before SGLang processes them."""
+    """Fill every floating-point parameter of a model, before SGLang processes them.
+
+    Not the scales of FP8 weights, which follow from what those are, nor those of a cache of keys
+    and values, whose -1 means that the checkpoint has none.
+    """
     state = model.state_dict()
     for name, param in state.items():
-        if not torch.is_floating_point(param) or name.endswith("_scale_inv"):
+        if not torch.is_floating_point(param) or name.endswith(SCALES):
             continue
         data = param.data
         if "norm" in name and data.dim() == 1:

@@ -96,6 +96,20 @@ def test_rows_that_pad_a_graph_go_to_no_expert(ranks: Any, form: str, release: s
     assert max(ranks(2, "cpu")(padded, form, release)) < CLOSE
 
 
+def stale(group: weft.Group, form: str, release: str) -> float:
+    os.environ["WEFT_SGLANG_FORM"] = form
+    server, x = Server(group, "qwen3", release=release), tokens(4, 0)
+    found = far(server.step(x, [4], real=1), alone(x, "qwen3"))
+    leave()
+    return found
+
+
+@pytest.mark.parametrize("form", ["block", "dispatcher"])
+def test_one_rank_whose_padding_sglang_does_not_keep(ranks: Any, form: str) -> None:
+    """0.5.17 writes num_token_non_padded of a graph for several ranks only."""
+    assert max(ranks(1, "cpu")(stale, form, "0.5.17")) < CLOSE
+
+
 def replicas(group: weft.Group, form: str, release: str) -> tuple[float, float]:
     """Two experts have replicas; then all weights are written over in place, as EPLB moves them."""
     os.environ["WEFT_SGLANG_FORM"] = form

@@ -373,9 +373,20 @@ def _route(block: Any, x: torch.Tensor, forward_batch: Any) -> Any:
     return block.topk(
         x,
         logits,
-        num_token_non_padded=forward_batch.num_token_non_padded,
+        num_token_non_padded=_rows_of_tokens(forward_batch),
         expert_location_dispatch_info=replicas,
     )
+
+
+def _rows_of_tokens(forward_batch: Any) -> torch.Tensor | None:
+    """How many rows are no padding, where SGLang keeps that up to date.
+
+    With one rank it does not: a graph's buffer has what another graph was captured with.
+    """
+    from sglang.srt.model_executor.forward_batch_info import enable_num_token_non_padded
+
+    kept: torch.Tensor | None = forward_batch.num_token_non_padded
+    return kept if enable_num_token_non_padded() else None
 
 
 def _most() -> int:
@@ -522,6 +533,7 @@ KNOWN = (
         _SRT + "eplb.expert_location_dispatch.ExpertLocationDispatchInfo.init_new",
         {"0.5.17": "cls, layer_id"},
     ),
+    Known(_SRT + "model_executor.forward_batch_info.enable_num_token_non_padded", {"0.5.17": ""}),
     Known(_TOPK + "StandardTopKOutput"),
     Known(_TOPK + "TopK.empty_topk_output", "self, device, *, layer_id="),
     Known(
