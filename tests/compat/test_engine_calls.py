@@ -273,11 +273,12 @@ def test_functions(ranks, kind):
 def graphs(group: weft.Group) -> None:
     """Engines run a batch size before they capture it; all sizes share one workspace."""
     a2a, device = make(group), group.device
-    placed, mine = [], experts_of(group.rank).to(device)
+    placed, inputs, mine = [], [], experts_of(group.rank).to(device)
     for size in (1, 4, 8):
         values, given = numbers("none", size, group.rank, size)
         ids, weights = routing(size, group.rank, size)
         x, ids_here, weights_here = (t.to(device) for t in (given[0], ids, weights))
+        inputs.append((x, ids_here, weights_here))  # whose addresses the graphs hold
 
         def call(x: Any = x, ids: Any = ids_here, weights: Any = weights_here) -> torch.Tensor:
             got = a2a.dispatch(ids, [x, ids, weights], len(x), -1, 1)
