@@ -153,15 +153,18 @@ def differing(group: weft.Group, how: str) -> str:
 @pytest.mark.parametrize("how", ["tokens", "many tokens", "backend", "residual", "constants"])
 def test_another_call_is_noticed_and_both_are_named(ranks, kind, how):
     texts = ranks(2, kind)(differing, how)
-    for text in texts:
-        assert "Make the same call on every rank" in text, texts
+    # A rank that comes late may first hear that its peer has noticed, and left.
+    named = [text for text in texts if "Make the same call on every rank" in text]
+    told = [text for text in texts if "called with other arguments" in text]
+    assert named, texts
+    assert len(named) + len(told) == 2, texts
     for word in {
         "tokens": ("4 tokens", "5 tokens"),
         "many tokens": ("8 tokens", "5 tokens"),
         "backend": ("oneshot", "twoshot"),
         "residual": ("with the sum wanted", "residual and the sum wanted"),
     }.get(how, ("constants",)):
-        assert all(word in text for text in texts)
+        assert all(word in text for text in named)
 
 
 def third(group: weft.Group, backends: tuple[str, str, str]) -> str:
