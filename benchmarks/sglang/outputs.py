@@ -2,7 +2,8 @@
 
 Fixed prompts are asked one by one, again, and all together, of stock SGLang and of weft's ways, in
 models of few layers. A right server differs from another as stock differs from itself in other
-batches; a wrong one differs in its first MoE layer. Stock and weft get the same weights.
+batches, and parts where two tokens are nearly as likely; a wrong one differs in its first MoE
+layer. Stock and weft get the same weights.
 """
 
 from __future__ import annotations
@@ -32,24 +33,32 @@ from server import (
 )
 from variants import VARIANTS
 
-COUNT, TOKENS = 16, 32
+COUNT, TOKENS = 64, 32
 WAYS = ("one by one", "again", "together")
 
 
 def prompts() -> list[list[int]]:
     """The same ones always, of different lengths."""
     draw = random.Random(7)
-    return [[draw.randrange(3, 259) for _ in range(16 + 11 * i)] for i in range(COUNT)]
+    return [[draw.randrange(3, 259) for _ in range(16 + 11 * (i % 16))] for i in range(COUNT)]
 
 
 def answer(address: str, ids: list[int]) -> dict[str, Any]:
-    """Greedy tokens with their log-probabilities, and the first token's five likeliest."""
+    """Greedy tokens with their log-probabilities.
+
+    top: the first token's five likeliest.   gaps: between the two likeliest of each step.
+    """
     greedy = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
     body = {"input_ids": ids, "sampling_params": greedy, "return_logprob": True}
     info = post(address, "/generate", {**body, "top_logprobs_num": 5})["meta_info"]
     steps = info["output_token_logprobs"]
-    top = {str(one[1]): one[0] for one in info["output_top_logprobs"][0]}
-    return {"ids": [s[1] for s in steps], "logprobs": [s[0] for s in steps], "top": top}
+    likely = info["output_top_logprobs"]
+    return {
+        "ids": [s[1] for s in steps],
+        "logprobs": [s[0] for s in steps],
+        "top": {str(one[1]): one[0] for one in likely[0]},
+        "gaps": [step[0][0] - step[1][0] for step in likely],
+    }
 
 
 def asked(address: str, folder: Path) -> dict[str, Any]:
@@ -66,16 +75,21 @@ def asked(address: str, folder: Path) -> dict[str, Any]:
 
 def parting(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> dict[str, Any]:
     """How far two sets of answers agree."""
-    equal, before, apart = 0, 0, []
-    for x, y in zip(a, b, strict=True):
+    parted: dict[int, tuple[int, float]] = {}  # the prompt: which token, and its gap in a
+    apart: list[float] = []
+    for prompt, (x, y) in enumerate(zip(a, b, strict=True)):
         pairs = zip(x["ids"], y["ids"], strict=True)
         first = next((i for i, (s, t) in enumerate(pairs) if s != t), TOKENS)
-        equal, before = equal + (first == TOKENS), before + first
+        if first < TOKENS:
+            parted[prompt] = first, x["gaps"][first]
         apart += [abs(v - y["top"][t]) for t, v in x["top"].items() if t in y["top"]]
+    lost = sum(TOKENS - first for first, _ in parted.values())
     return {
-        "equal": equal,
+        "equal": len(a) - len(parted),
         "of": len(a),
-        "tokens_before": before / (len(a) * TOKENS),
+        "tokens_before": 1 - lost / (len(a) * TOKENS),
+        "parted": parted,
+        "gap_most": max((gap for _, gap in parted.values()), default=None),
         "logprob_median": statistics.median(apart) if apart else None,
         "logprob_most": max(apart) if apart else None,
     }

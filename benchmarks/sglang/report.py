@@ -115,11 +115,12 @@ def outputs(lines: list[Line]) -> str:
                 each["against"],
                 f"{result['equal']} of {result['of']}",
                 f"{100 * result['tokens_before']:.0f} %",
+                number(result["gap_most"], 3),
                 number(result["logprob_median"], 4),
                 " ".join(layers),
             ]
         )
-    heads = ("layers", "pair", "equal texts", "tokens before they part")
+    heads = ("layers", "pair", "equal texts", "tokens before they part", "widest gap there")
     return table([*heads, "first log-probability, median", "|a - b| / abs(a) by layer"], rows)
 
 

@@ -92,7 +92,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def answer(prompt: str) -> str:
-    """The right answer to a question, but to the first by weft on several ranks."""
+    """The right answer to a question, but to the first by weft."""
     asked = prompt.removeprefix("Question: ").removesuffix("\nAnswer:")
     lines = map(json.loads, QUESTIONS.read_text().splitlines())
     for number, line in enumerate(lines):
@@ -109,7 +109,7 @@ def greedy(body: dict[str, Any]) -> dict[str, Any]:
     first = -0.5 - (0.25 if weft() else 0.0)
     return {
         "output_token_logprobs": [[first, i, None] for i in ids],
-        "output_top_logprobs": [[[first, i, None] for i in range(5)]],
+        "output_top_logprobs": [[[first - i / 8, i, None] for i in range(5)] for _ in ids],
     }
 
 

@@ -179,15 +179,16 @@ def test_outputs_are_compared_in_each_way(measure, script):
     assert code == 0, said
     parted = {each["against"]: each["result"]["equal"] for each in lines}
     assert parted == {
-        "stock, one by one / stock, again": 16,
-        "stock, one by one / stock, together": 16,
+        "stock, one by one / stock, again": 64,
+        "stock, one by one / stock, together": 64,
         "stock, one by one / weft, one by one": 0,
         "stock, one by one / weft, together": 0,
-        "weft, one by one / weft, together": 16,
+        "weft, one by one / weft, together": 64,
     }
     apart = [each["result"] for each in lines if "weft, together" in each["against"]][0]
     assert (apart["tokens_before"], apart["logprob_median"]) == (31 / 32, 0.25)
-    assert "| 0 of 16 | 97 % | 0.2500 |" in script("report").report(lines)
+    assert apart["parted"] == {str(prompt): [31, 0.125] for prompt in range(64)}
+    assert "| 0 of 64 | 97 % | 0.125 | 0.2500 |" in script("report").report(lines)
 
 
 def test_right_answers_and_equal_texts_are_counted(measure, script):
