@@ -1,31 +1,45 @@
-"""What was measured inside SGLang: stock, weft, and weft's share of stock."""
+"""What was measured inside SGLang: stock and weft, and how far their texts agree."""
 
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
 from benchmarks.tables.sources import Tables
 
-RECORD = Path(__file__).parents[1] / "sglang-2xH200-2026-11-23.jsonl"
+FOLDER = Path(__file__).parents[1]
+SERVED, ASKED = "sglang-2xH200-2026-11-23.jsonl", "sglang-1xH200-2026-11-23.jsonl"
 
 
-def decode(variant: str, key: str) -> float:
-    """A number of `run.sh decode` at 64 requests a rank."""
-    lines: list[dict[str, Any]] = [json.loads(line) for line in RECORD.read_text().splitlines()]
+def result(file: str, **sought: Any) -> dict[str, Any]:
+    """The one line of a record that says all this of itself."""
+    lines = map(json.loads, (FOLDER / file).read_text().splitlines())
     (found,) = (
-        line["result"][key]
+        line["result"]
         for line in lines
-        if (line["bench"], line["variant"], line.get("requests")) == ("decode", variant, 64)
+        if all(line.get(name) == value for name, value in sought.items())
     )
-    return float(found)
+    assert isinstance(found, dict)
+    return found
 
 
 def beside(key: str) -> list[float]:
-    """Stock, weft, and weft's share of stock."""
-    stock, weft = decode("stock", key), decode("weft", key)
+    """Stock, weft, and weft's share of stock, of `run.sh decode` at 64 requests a rank."""
+    stock, weft = (
+        float(result(SERVED, bench="decode", variant=variant, requests=64)[key])
+        for variant in ("stock", "weft")
+    )
     return [stock, weft, weft / stock]
+
+
+def texts(other: str) -> list[float]:
+    """Of `run.sh outputs`: equal texts, % of tokens before they part, the gaps there."""
+    found = result(ASKED, bench="outputs", against=f"stock, one by one / {other}")
+    gaps = [gap for _, gap in found["parted"].values()] or [0.0]
+    before = 100 * found["tokens_before"]
+    return [found["equal"], before, statistics.median_low(gaps), max(gaps)]
 
 
 TABLES: Tables = {
@@ -33,5 +47,9 @@ TABLES: Tables = {
         ("ms between tokens, median", beside("median_itl_ms")),
         ("ms between tokens, 99 %", beside("p99_itl_ms")),
         ("output tokens/s", beside("output_throughput")),
-    ]
+    ],
+    "sglang-texts": [
+        (other, texts(other))
+        for other in ("stock, again", "stock, together", "weft, one by one", "weft, together")
+    ],
 }
