@@ -62,6 +62,7 @@ def test_a_hundred_thousand_calls(first_epoch):
     assert "100000 calls of 4 ranks: 0 wrong numbers" in text
 
 
+@CAMPAIGN
 def test_undefined_behaviour_and_bounds():
     status, text = run("reduce-asan", "-fsanitize=address,undefined", "-g", calls=2000)
     assert status == 0, text

@@ -26,11 +26,13 @@ PLAIN: dict[str, Any] = {"backend": "aot_eager"}
 INDUCTOR: dict[str, Any] = {"backend": "inductor"}
 
 
+@reads(tools=(TORCH,))
 @pytest.mark.timeout(600)
 def test_all_reduces(ranks):
     ranks(2, "cpu")(reduces, DYNAMIC, ("none", "static", "ue8m0"), timeout=550.0)
 
 
+@reads(tools=(TORCH,))
 @pytest.mark.timeout(600)
 def test_all_to_alls(ranks):
     ranks(2, "cpu")(exchanges, DYNAMIC, timeout=550.0)
@@ -41,6 +43,7 @@ def exchanges(group: weft.Group, options: dict[str, Any]) -> None:
     low_rounds(group, options, ("fp8", "reduced"))
 
 
+@reads(tools=(TORCH,))
 @pytest.mark.timeout(600)
 def test_layers(ranks):
     ranks(2, "cpu")(both_layers, timeout=550.0)

@@ -78,6 +78,7 @@ def test_a_million_rounds(first_epoch):
     assert "500000 rounds of 4 ranks: 0 wrong words" in text
 
 
+@CAMPAIGN
 def test_undefined_behaviour_and_bounds():
     status, text = run("race-asan", "-fsanitize=address,undefined", "-g", rounds=2000)
     assert status == 0, text

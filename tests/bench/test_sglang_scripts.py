@@ -19,11 +19,19 @@ import pytest
 import torch
 
 from tests.bench.stand_in_sglang import write_tree
+from tests.recorded import TORCH, reads
 from weft.plugins.sglang.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks" / "sglang"
 Ran = tuple[int, str, list[dict[str, Any]]]
+pytestmark = reads(
+    "benchmarks/sglang/*.py",
+    "benchmarks/sglang/p*/*.*",
+    "benchmarks/sglang/run.sh",
+    "models/arithmetic/checkpoint/questions.jsonl",
+    tools=(TORCH,),
+)
 
 
 @pytest.fixture

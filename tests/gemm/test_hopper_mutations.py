@@ -340,6 +340,7 @@ def make(mutation: Mutation, folder: Path, monkeypatch: pytest.MonkeyPatch, seed
             raise AssertionError(WRONG) from error
 
 
+@reads("tests/emulator/*.hpp")
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("epilogue", ["store", "push", "gated"])
 def test_the_kernel_as_it_is_passes(

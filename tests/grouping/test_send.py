@@ -11,6 +11,7 @@ import weft
 from tests.alltoall.test_failures import COMBINE_ENTER, JITTER, STAY_AWAY, plan_fault
 from tests.groups import random_ids, settle
 from tests.patience import hurry
+from tests.recorded import TORCH, reads
 from tests.rounds import Round, bits, combining
 from tests.sending import make, results, round_trip, scattered, sent, stored_at_owners
 from weft.errors import InvalidArgument, OutOfOrder, PeerTimeout, TokenOverflow
@@ -74,7 +75,7 @@ def same_refusals(*exchanges: weft.AllToAll) -> None:
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param("cpu", marks=reads(tools=(TORCH,))), *KINDS[1:]])
 @pytest.mark.parametrize("way", ["push", "fp8", "choices"])
 def test_sums_that_are_sent_have_the_bits_of_scatter(ranks, kind, way):
     ranks(3, kind)(same_bits, way, list(CASES), {})

@@ -77,6 +77,7 @@ def test_many_rounds(first_epoch):
     assert "200000 rounds of 4 ranks: 0 wrong words" in text
 
 
+@CAMPAIGN
 def test_undefined_behaviour_and_bounds():
     status, text = run(
         "low-asan", "-fsanitize=address,undefined", "-g", "-DSPLIT_PHASE=1", rounds=1000
