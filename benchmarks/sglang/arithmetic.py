@@ -1,7 +1,7 @@
 """A trained model in SGLang: right answers, and texts equal to stock SGLang's on one GPU.
 
 models/arithmetic/checkpoint, 200 of its questions, greedy. With --cpu it needs no GPU: SGLang's own
-way then serves one rank, since its experts on CPUs take no ids of -1, and weft the others.
+way then serves one rank, and weft any number.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ def register() -> None:
     batch = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
     around = {
         "sglang.srt.layers.moe.topk.select_experts": choose,
+        "sglang.srt.layers.moe.fused_moe_native.moe_forward_native": weigh,
         f"{batch}.prepare_mlp_sync_batch": unpinned,
     }
     for target, function in around.items():
@@ -70,6 +71,20 @@ def choose(original: Callable[..., Any], *, topk_config: Any, **given: Any) -> A
     if real is not None:
         chosen.topk_ids[int(real) :] = -1
     return chosen
+
+
+def weigh(original: Callable[..., Any], layer: Any, x: Any, chosen: Any, config: Any) -> Any:
+    """Around moe_forward_native, which takes no ids of -1: they become experts of no weight.
+
+    Each is one that its row does not name yet, because a row's experts must differ there.
+    """
+    ids, experts = chosen.topk_ids.long(), len(layer.w13_weight)
+    none = ids < 0
+    named = ids.new_zeros((len(ids), experts + 1)).scatter_(1, ids.masked_fill(none, experts), 1)
+    free = named[:, :experts].argsort(dim=1, stable=True)
+    ids = torch.where(none, free.gather(1, (none.cumsum(1) - 1).clamp(min=0)), ids)
+    weights = chosen.topk_weights.masked_fill(none, 0.0)
+    return original(layer, x, chosen._replace(topk_ids=ids, topk_weights=weights), config)
 
 
 def unpinned(original: Callable[..., Any], batch: Any, *args: Any, **given: Any) -> Any:
