@@ -59,15 +59,20 @@ def choose(original: Callable[..., Any], *, topk_config: Any, **given: Any) -> A
     """Around select_experts: rows that pad a batch have no experts, and experts may have replicas.
 
     SGLang's choice in plain torch takes no replicas, but those of a function of the model's do.
+    Where an expert lies it looks up on GPUs only.
     """
     real = given.pop("num_token_non_padded", None)
-    if given.get("expert_location_dispatch_info") is not None:
+    places = given.get("expert_location_dispatch_info")
+    if places is not None:
+        from sglang.srt.eplb.expert_location_dispatch import topk_ids_logical_to_physical
         from sglang.srt.layers.moe.topk import fused_topk_native
 
         ways = {name: getattr(topk_config, name) for name in ("scoring_func", "correction_bias")}
         plain = functools.partial(fused_topk_native, **ways)
         topk_config = dataclasses.replace(topk_config, custom_routing_function=plain)
     chosen = original(topk_config=topk_config, **given)
+    if places is not None:
+        chosen = chosen._replace(topk_ids=topk_ids_logical_to_physical(chosen.topk_ids, places))
     if real is not None:
         chosen.topk_ids[int(real) :] = -1
     return chosen
