@@ -39,9 +39,6 @@ ELSEWHERE = {
     "Heap.write": "tests/runtime/test_culprits.py",
     "LayerTable.load": "tests/moe/test_layer_table.py",
     "LayerTable.of_json": "tests/moe/test_layer_table.py",
-    "AllReduceFusionWorkspace.checkpoint_restore": "tests/compat/test_fusion_workspace.py",
-    "MoeAlltoAll.checkpoint_restore": "tests/compat/test_refusals.py",
-    "TRTLLMAllReduceFusionWorkspace.checkpoint_restore": "tests/compat/test_fusion_workspace.py",
 }
 WORKSPACES = ("AllReduceFusionWorkspace", "TRTLLMAllReduceFusionWorkspace")
 HELPERS = ("backend_for", "run", "scale", "expert_major", "serving")

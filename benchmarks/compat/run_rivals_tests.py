@@ -57,13 +57,9 @@ FILES = {
         *(
             f"{COMM}/test_{name}.py"
             for name in (
-                *("mnnvl_moe_alltoall", "trtllm_moe_alltoall", "trtllm_alltoall"),
-                *("trtllm_allreduce_fusion", "trtllm_allreduce_fusion_group_fp8_quant"),
-                *("trtllm_allreduce_fusion_subgroup", "trtllm_allreduce_dynamic_fp8_quant"),
-                *("trtllm_allreduce_checkpoint", "trtllm_moe_allreduce_fusion"),
-                *("trtllm_moe_allreduce_fusion_finalize", "allreduce_fusion_moe_unified_api"),
-                *("allreduce_unified_api", "allreduce_negative", "gemma_ar_fusion"),
-                *("quantized_allreduce", "trtllm_allreduce"),
+                *("mnnvl_moe_alltoall", "trtllm_allreduce_dynamic_fp8_quant"),
+                *("allreduce_fusion_moe_unified_api", "allreduce_unified_api"),
+                *("allreduce_negative", "gemma_ar_fusion"),
             )
         ),
     ],
@@ -163,24 +159,10 @@ PROGRAMS = [
         "not ws4 and not m1024 and not h8192",
         seconds=(100, 500),
     ),
-    flashinfer(
-        "trtllm_allreduce_fusion",
-        "1024 and dtype1 and -{ranks}] and 0.0",
-        "1024 and dtype1 and -{ranks}] and 0.0 and True",
-        seconds=(150, 1200),
-    ),
     Program(
         "low_latency", "DeepEP-1.2.1", "tests/test_low_latency.py", LOW, FEW, seconds=(60, 600)
     ),
     Program("intranode", "DeepEP", "tests/legacy/test_intranode.py", LOW, FEW, seconds=(60, 1200)),
-    flashinfer("trtllm_moe_allreduce_fusion", "dtype1-{ranks}]", seconds=(90, 900)),
-    flashinfer("trtllm_moe_allreduce_fusion_finalize", "dtype1-{ranks}]"),
-    flashinfer("trtllm_allreduce_fusion_subgroup", needs=4),
-    flashinfer(
-        "trtllm_allreduce_fusion_group_fp8_quant",
-        "dtype0-{ranks}]",
-        refused="groups of other than 128 columns follow in one process",
-    ),
     Program(
         "ep_ll_a2a",
         "Triton-distributed",
@@ -191,29 +173,10 @@ PROGRAMS = [
         refused="as --check, after a measurement",
     ),
     flashinfer(
-        "trtllm_moe_alltoall",
-        seconds=(60, 400),
-        needs=1,
-        refused="one process plays all ranks, over one tensor, on one GPU",
-    ),
-    Program(
-        "mnnvl_moe_alltoall dispatch",
-        "flashinfer",
-        f"{COMM}/test_mnnvl_moe_alltoall.py",
-        ("-k", "test_moe_a2a_dispatch and not combine"),
-        ("-k", "test_moe_a2a_dispatch and not combine"),
-        each_rank=True,
-        refused="it reads counters out of flashinfer's own workspace",
-    ),
-    flashinfer(
         "allreduce_negative",
         each_rank=True,
         refused="its arguments topology and process_group are gone from flashinfer, too",
     ),
-    flashinfer("trtllm_allreduce_checkpoint", refused="memory cannot be unmapped and come back"),
-    flashinfer("trtllm_allreduce", "-{ranks}]", refused="trtllm_custom_all_reduce is not offered"),
-    flashinfer("quantized_allreduce", refused="quantized_all_reduce is not offered"),
-    flashinfer("trtllm_alltoall", needs=1, refused="the older all-to-all is not offered"),
 ]
 
 

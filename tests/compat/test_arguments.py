@@ -21,11 +21,10 @@ from tests.hostile import (
     WHOLE,
     Kind,
     Row,
-    Stranger,
     listed,
     refuses,
 )
-from tests.test_arguments import TABLE, pytestmark, tried
+from tests.test_arguments import pytestmark, tried
 from weft.compat import deep_ep, flashinfer, triton_dist
 from weft.compat.flashinfer import allreduce_fusion, create_allreduce_fusion_workspace
 
@@ -105,10 +104,6 @@ def moe_alltoall(group: weft.Group) -> None:
             **{"hidden_size": listed(*WHOLE, 0, -1, 64), "dtype": ANY_DTYPE},
         }
         tried(Row(a2a.get_combine_payload_tensor_in_workspace, asked, kinds))
-        received = torch.zeros((group.size, MAX, TOP_K), dtype=torch.int32)
-        filled = {"expert_ids": received, "invalid_expert_id": -1}
-        wanted = {"expert_ids": TENSOR, "invalid_expert_id": listed(*WHOLE, 1 << 31)}
-        tried(Row(a2a.sanitize, filled, wanted))
         y = torch.ones((group.size, MAX, HIDDEN), dtype=BF16)
         back = {
             "payload": Kind(lambda g: [v for v in TENSOR.values(g) if not _strided(v)]),
@@ -134,77 +129,6 @@ def _strided(value: Any) -> bool:
     return dense and not value.is_nested and not value.is_contiguous()
 
 
-def functions(group: weft.Group) -> None:
-    x, ids, weights = inputs(group)
-    memory = torch.zeros((group.size, 1 << 12), dtype=torch.uint8)
-    made = {
-        **{"workspace": memory, "ep_rank": group.rank, "ep_size": group.size},
-        **{"max_num_tokens": MAX, "group": group},
-    }
-    spaces = Kind(lambda g: [v for v in TENSOR.values(g) if v is not None])
-    ranks = {"ep_rank": listed(*WHOLE, -1, 2), "ep_size": listed(*WHOLE, 0, -1, 33)}
-    kinds: dict[str, Kind] = {
-        **{"workspace": spaces, **ranks, "max_num_tokens": listed(*WHOLE, 0, -1)},
-        **{"eplb_stats_num_experts": listed(*WHOLE, -1), "backend": NAME},
-        "group": listed("x", 7, True, []).optional(),
-    }
-    begin = flashinfer.moe_a2a_initialize
-    tried(Row(begin, made, kinds, {"ep_size": ""}))
-    info = begin(**made)
-    common = {"workspace": memory, "metainfo": info, "ep_rank": group.rank}
-    shared = {
-        **{"workspace": spaces, "metainfo": spaces, "ep_rank": listed(*WHOLE, -1, 2)},
-        **{"enable_pdl": UNUSED, "backend": NAME},
-    }
-    sized = {"ep_size": group.size, "top_k": TOP_K, "runtime_max_tokens_per_rank": MAX}
-    sizes = {
-        **{"ep_size": listed(*WHOLE, 0, 3), "top_k": listed(*WHOLE, 0, 33)},
-        **{"runtime_max_tokens_per_rank": listed(*WHOLE, 0, -1)},
-    }
-    masks = {"enable_rank_mask": FLAG, "active_rank_mask": NONE}
-    sent = {
-        **{"token_selected_experts": ids, "input_payloads": [x, ids, weights]},
-        **{**common, **sized, "num_experts": EXPERTS},
-    }
-    wanted = {
-        **{"token_selected_experts": TENSOR, "input_payloads": listed("x", 7, x, [])},
-        **{**shared, **sizes, **masks, "num_experts": listed(*WHOLE, 0, -1, 1)},
-        **{"eplb_local_stats": NONE, "recv_view_cache": UNUSED},
-    }
-    tried(Row(flashinfer.moe_a2a_dispatch, sent, wanted))
-    _, offset, _ = flashinfer.moe_a2a_dispatch(**sent)
-    seen = torch.zeros((group.size, MAX, TOP_K), dtype=torch.int32)
-    filled = {"expert_ids": seen, **common, "invalid_expert_id": -1}
-    wanted = {"expert_ids": TENSOR, **shared, "invalid_expert_id": listed(*WHOLE, 1 << 31)}
-    tried(Row(flashinfer.moe_a2a_sanitize_expert_ids, filled, wanted))
-    y = torch.ones((group.size, MAX, HIDDEN), dtype=BF16)
-    back = {"payload": y, "local_num_tokens": TOKENS, **common, **sized}
-    back |= {"combine_payload_offset": offset, "output": torch.zeros_like(x)}
-    wanted = {
-        "payload": Kind(lambda g: [v for v in TENSOR.values(g) if not _strided(v)]),
-        **{"local_num_tokens": listed(*WHOLE, 0), **shared, **sizes, **masks},
-        **{"combine_payload_offset": listed(*WHOLE, 1), "payload_in_workspace": FLAG},
-        **{"output_dtype": listed("x", 7, torch.int8).optional(), "output_scales": NONE},
-        **{"output_scalar_scale": listed("x", 2.0, True, None, [])},
-        **{"sf_layout": listed("x", 7, []).optional(), "output": TENSOR.optional()},
-        "use_low_precision": listed(0, "no", None, []),
-    }
-    wanted["runtime_max_tokens_per_rank"] = listed(*WHOLE, 0, -1, MAX - 1)
-    tried(Row(flashinfer.moe_a2a_combine, back, wanted))
-    flashinfer.moe_a2a_combine(**back)
-    wrapped = {
-        **{"workspace": memory, "leading_shape": [2, 4], "slice_start": 0},
-        **{"slice_end": 256, "dtype": BF16},
-    }
-    wanted = {
-        **{"workspace": THING, "leading_shape": listed(7, "x", [0], [3], [1.5])},
-        **{"slice_start": listed(*WHOLE, -1, 8, 4090), "slice_end": listed(*WHOLE, 0, 255, 8192)},
-        "dtype": THING,
-    }
-    tried(Row(flashinfer.moe_a2a_wrap_payload_tensor_in_workspace, wrapped, wanted))
-    group.barrier()
-
-
 def workspace_sizes(group: weft.Group) -> None:
     size, amount = listed(*WHOLE, 0, -1), listed(*WHOLE, -1)
     asked = {"ep_size": 2, "top_k": 2, "max_num_tokens": 8, "hidden_size": 128}
@@ -215,10 +139,6 @@ def workspace_sizes(group: weft.Group) -> None:
         "backend": NAME,
     }
     tried(Row(flashinfer.MoeAlltoAll.get_moe_workspace_size_per_rank, asked, kinds))
-    ranks = {"active_ranks": [0, 1], "ep_size": 2}
-    given = listed(7, "01", None, Stranger(), [2], [-1], [0.5], [True])
-    kinds_of_mask = {"active_ranks": given, "ep_size": listed(*WHOLE, 0, -1, 65)}
-    tried(Row(flashinfer.moe_a2a_active_rank_mask, ranks, kinds_of_mask))
     bytes_ = {
         **{"ep_size": 2, "max_num_tokens": 8, "total_dispatch_payload_size_per_token": 256},
         "combine_payload_size_per_token": 256,
@@ -241,7 +161,7 @@ def fusion(group: weft.Group) -> None:
         **{"rank": listed(*WHOLE, -1, 2), "max_token_num": COUNT, "dtype": DTYPE},
         **{"hidden_dim": listed(*WHOLE, 0, -1, 12), "gpus_per_node": UNUSED},
         **{"comm_backend": UNUSED, "force_oneshot_support": UNUSED},
-        **{"group": listed("x", 7, True, []).optional(), "table": TABLE},
+        **{"group": listed("x", 7, True, []).optional()},
         **{"timeout": SECONDS, "first_timeout": SECONDS},
     }
     names = {"hidden_dim": "hidden", "world_size": ""}
@@ -326,118 +246,19 @@ def fusion(group: weft.Group) -> None:
 FACTOR = listed(*POSITIVE.hostile(1.0))
 
 
-def older(group: weft.Group) -> None:
-    """The older calls, whose workspace is asked for by position."""
+def workspace_class(group: weft.Group) -> None:
+    """The constructor of the workspace by its own name."""
     size = listed(*WHOLE, 0, -1)
     made = {"tp_rank": group.rank, "tp_size": 2, "max_token_num": MAX, "hidden_dim": HIDDEN}
     places = {"tp_rank": listed(*WHOLE, -1, 2), "tp_size": listed(*WHOLE, 0, -1, 3)}
     of_class: dict[str, Kind] = {
         **{**places, "max_token_num": size, "hidden_dim": listed(*WHOLE, 0, -1, 12)},
-        **{"dtype": DTYPE, "comm_backend": UNUSED, "table": listed(7, True).optional()},
+        **{"dtype": DTYPE, "comm_backend": UNUSED},
         **{"timeout": SECONDS, "first_timeout": SECONDS},
         "group": listed("x", 7, True, []).optional(),
     }
     names = {"tp_rank": "", "tp_size": "", "hidden_dim": "hidden", "max_token_num": "max_token"}
     tried(Row(flashinfer.TRTLLMAllReduceFusionWorkspace, {**made, "group": group}, of_class, names))
-    create = flashinfer.trtllm_create_ipc_workspace_for_all_reduce_fusion
-    of_call: dict[str, Kind] = {
-        **{**places, "max_token_num": size, "hidden_dim": size, "use_fp32_lamport": FLAG},
-        **{"create_metadata": FLAG, "use_symm_dev_mem": FLAG, "comm_backend": UNUSED},
-        "group": of_class["group"],
-    }
-    tried(Row(create, {**made, "group": group}, of_call, names))
-    handles, pointers = create(**made, group=group)
-    x = inputs(group)[0]
-    out = torch.zeros_like(x)
-    given = {
-        **{"allreduce_in": x, "world_size": 2, "world_rank": group.rank, "token_num": TOKENS},
-        **{"hidden_dim": HIDDEN, "workspace_ptrs": pointers, "launch_with_pdl": True},
-        **{"trigger_completion_at_end": True, "fp32_acc": True, "pattern_code": 0},
-        **{"use_oneshot": None, "allreduce_out": out, "residual_in": None, "residual_out": None},
-        **{"norm_out": None, "quant_out": None, "scale_out": None, "rms_gamma": None},
-        **{"rms_eps": None, "scale_factor": None, "layout_code": None},
-    }
-    kinds = dict.fromkeys(given, UNUSED) | {"metadata": UNUSED, "weight_bias": UNUSED}
-    kinds |= {"block_quant_group_size": UNUSED, "layout_code": listed(*WHOLE, -1, 3).optional()}
-    whole = Kind(lambda g: [v for v in TENSOR.values(g) if not _regrouped(v, x)])
-    kinds |= {
-        **{"allreduce_in": whole, "allreduce_out": whole.optional(), "workspace_ptrs": THING},
-        **{"world_size": listed(*WHOLE, 3), "world_rank": listed(*WHOLE, 2)},
-        **{"token_num": listed(*WHOLE, -1, 2, 99), "hidden_dim": listed(*WHOLE, 0, 64)},
-        **{"pattern_code": listed(*WHOLE, -1, 12), "use_oneshot": FLAG.optional()},
-    }
-    names = {"allreduce_out": "out", "pattern_code": "pattern", "token_num": "", "hidden_dim": ""}
-    names |= {"allreduce_in": "in", "world_size": ""}
-    tried(Row(flashinfer.trtllm_allreduce_fusion, given, kinds, names))
-    flashinfer.trtllm_allreduce_fusion(**given)
-    of_experts(group, x, pointers)
-    for end in (
-        flashinfer.trtllm_destroy_ipc_workspace_for_all_reduce,
-        flashinfer.trtllm_destroy_ipc_workspace_for_all_reduce_fusion,
-    ):
-        tried(Row(end, {"workspace": handles}, {"workspace": THING, "group": UNUSED}))
-    group.barrier()
-    end(handles)
-
-
-def of_experts(group: weft.Group, x: torch.Tensor, pointers: torch.Tensor) -> None:
-    """The calls whose rows are made of experts' rows."""
-    place = {"world_size": 2, "world_rank": group.rank, "workspace_ptrs": pointers}
-    gamma, rows = torch.ones(HIDDEN, dtype=BF16), torch.ones((2 * TOKENS, HIDDEN), dtype=BF16)
-    given: dict[str, Any] = {
-        **{**place, "residual_in": x.clone(), "launch_with_pdl": True, "weight_bias": 0.0},
-        **{"residual_out": torch.zeros_like(x), "norm_out": torch.zeros_like(x)},
-        **{"quant_out": None, "scale_out": None, "backend": "trtllm"},
-    }
-    shaped = Kind(lambda g: [v for v in TENSOR.values(g) if not _regrouped(v, g)])
-    kinds = {
-        **{"world_size": listed(*WHOLE, 3), "world_rank": listed(*WHOLE, 2)},
-        **{"workspace_ptrs": THING, "launch_with_pdl": UNUSED, "backend": NAME},
-        **{"residual_out": shaped.optional(), "norm_out": shaped.optional()},
-        **{"quant_out": NONE, "scale_out": NONE, "weight_bias": REAL.optional()},
-    }
-    summing = {
-        **{"token_num": TOKENS, "hidden_dim": HIDDEN, "rms_gamma": gamma, "rms_eps": 1e-6},
-        **{"moe_reduction_device_num_experts": 2, "scale_factor": 1.0, "layout_code": None},
-        "moe_reduction_scale_input": torch.ones((2, TOKENS)),
-        "moe_reduction_active_experts_token_input": rows,
-        **{"moe_reduction_token_input": x, "moe_allreduce_out": torch.zeros_like(x)},
-    }
-    of_sums = {
-        **{"token_num": listed(*WHOLE, -1, 2, 99), "hidden_dim": listed(*WHOLE, 0, 64)},
-        **{"rms_gamma": TENSOR, "rms_eps": listed(*REAL.hostile(1.0), -1.0)},
-        **{"scale_factor": UNUSED, "layout_code": listed(*WHOLE, -1, 3).optional()},
-        "moe_reduction_device_num_experts": listed(*WHOLE, 0, -1, 3),
-        **{name: shaped for name in summing if "_input" in name},
-        **{"moe_allreduce_out": shaped.optional(), "residual_in": shaped},
-    }
-    words = {"token_num": "", "hidden_dim": "", "world_size": ""}
-    words |= {"moe_reduction_device_num_experts": "experts"}
-    call = flashinfer.trtllm_moe_allreduce_fusion
-    tried(Row(call, given | summing, kinds | of_sums, words))
-    call(**given, **summing)
-    ending = {
-        **{"allreduce_in": rows, "norm_weight": gamma, "eps": 1e-6, "routed_scaling_factor": 2.5},
-        "expanded_idx_to_permuted_idx": torch.zeros((TOKENS, 2), dtype=torch.int32),
-        **{"shared_expert_output": x, "expert_scale_factor": torch.ones((TOKENS, 2))},
-    }
-    of_ends = {
-        **{"allreduce_in": shaped, "norm_weight": TENSOR, "residual_in": TENSOR},
-        **{"expanded_idx_to_permuted_idx": TENSOR, "expert_scale_factor": TENSOR.optional()},
-        **{"shared_expert_output": shaped.optional(), "eps": listed(*REAL.hostile(1.0), -1.0)},
-        "routed_scaling_factor": REAL.optional(),
-    }
-    end = flashinfer.trtllm_moe_finalize_allreduce_fusion
-    tried(Row(end, given | ending, kinds | of_ends, words))
-    end(**given, **ending)
-
-
-def _regrouped(value: Any, good: torch.Tensor) -> bool:
-    """The older calls take any shape of as many elements."""
-    dense = isinstance(value, torch.Tensor) and value.layout is torch.strided
-    if not dense or value.is_nested or value.dtype != good.dtype or value.device != good.device:
-        return False
-    return value.numel() == good.numel() and value.is_contiguous() and not value.requires_grad
 
 
 def buffers(group: weft.Group) -> None:
@@ -620,10 +441,9 @@ BODIES = {
     body.__name__: body
     for body in (
         moe_alltoall,
-        functions,
         workspace_sizes,
         fusion,
-        older,
+        workspace_class,
         buffers,
         normal_mode,
         layers,

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
-from fnmatch import fnmatch
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,17 +12,7 @@ import torch
 import weft
 from tests.compat.calls import EXPERTS, HIDDEN, MAX, RANKS, TOP_K, Backend, experts_of, routing
 from weft import reference
-from weft.compat import flashinfer
-from weft.compat.flashinfer import (
-    MoeAlltoAll,
-    moe_a2a_combine,
-    moe_a2a_dispatch,
-    moe_a2a_get_workspace_size_per_rank,
-    moe_a2a_initialize,
-    moe_a2a_sanitize_expert_ids,
-    moe_a2a_wrap_payload_tensor_in_workspace,
-)
-from weft.errors import InvalidArgument, OutOfOrder
+from weft.compat.flashinfer import MoeAlltoAll, moe_a2a_get_workspace_size_per_rank
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 BF16 = torch.bfloat16
@@ -216,60 +203,6 @@ def test_vllm(ranks, kind):
     ranks(RANKS, kind)(vllm)
 
 
-def functions(group: weft.Group) -> None:
-    """The functions beside the class; two workspaces have rounds that overlap."""
-    rank, device, limit = group.rank, group.device, 4
-    tokens = (3, 0, 4)
-    values, given = numbers("mxfp8", 5, rank, tokens[rank])
-    ids, weights = routing(5, rank, tokens[rank])
-    payloads = [t.to(device) for t in (*given, ids, weights)]
-    spaces = [torch.zeros((RANKS, 1 << 14), dtype=torch.uint8, device=device) for _ in range(2)]
-    infos = [moe_a2a_initialize(w, rank, RANKS, MAX, group=group) for w in spaces]
-    for info in infos:
-        assert (info.dtype, info.device.type) == (torch.int64, "cpu")
-    for _ in range(2):
-        rounds = [
-            moe_a2a_dispatch(payloads[2], payloads, w, info, limit, rank, RANKS, TOP_K, EXPERTS)
-            for w, info in zip(spaces, infos, strict=True)
-        ]
-        for inside, (w, info, sent) in enumerate(zip(spaces, infos, rounds, strict=True)):
-            received, offset, stats = sent
-            assert stats is None
-            moe_a2a_sanitize_expert_ids(received[2], w, info, rank, -1)
-            none_here = ~torch.isin(received[2].cpu(), experts_of(rank)).any(dim=2)
-            assert (received[2].cpu()[none_here] == -1).all()
-            y = torch.empty((RANKS, limit, HIDDEN), dtype=BF16, device=device)
-            if inside:
-                end = offset + y.numel() * 2
-                y = moe_a2a_wrap_payload_tensor_in_workspace(
-                    w[rank], [RANKS, limit], offset, end, BF16
-                )
-                assert y.shape == (RANKS, limit, HIDDEN)
-            flat = [t.view(-1, t.shape[-1]) for t in received]
-            seen = values_of("mxfp8", flat[0], flat[1])
-            run_experts(rank, seen, flat[2], flat[3], y.view(-1, HIDDEN))
-            back = (y, tokens[rank], w, info, limit, rank, RANKS, TOP_K, offset, bool(inside))
-            out = moe_a2a_combine(*back)
-            assert torch.equal(out.cpu(), right(values, ids, weights))
-            with pytest.raises(OutOfOrder, match="without moe_a2a_dispatch"):
-                moe_a2a_combine(*back)
-    absolute = moe_a2a_wrap_payload_tensor_in_workspace(
-        spaces[0], [2], spaces[0].stride(0) + 32, spaces[0].stride(0) + 64, torch.int32
-    )
-    assert absolute.shape == (2, 4)
-    assert absolute.data_ptr() == spaces[0][1].data_ptr() + 32
-    number = infos[0].clone()
-    del infos, info
-    group.barrier()
-    with pytest.raises(InvalidArgument, match="keep it as long"):
-        moe_a2a_sanitize_expert_ids(ids, spaces[0], number, rank, -1)
-
-
-@pytest.mark.parametrize("kind", ["threads", CUDA])
-def test_functions(ranks, kind):
-    ranks(RANKS, kind)(functions)
-
-
 def graphs(group: weft.Group) -> None:
     """Engines run a batch size before they capture it; all sizes share one workspace."""
     a2a, device = make(group), group.device
@@ -300,16 +233,6 @@ def graphs(group: weft.Group) -> None:
             assert torch.equal(out, eager)
     a2a.check()
     a2a.close()
-
-
-def test_the_page_has_every_name():
-    """The table of docs/compat.md names what is exported; tests/compat/test_page.py the reverse."""
-    page = (Path(__file__).parents[2] / "docs" / "compat.md").read_text()
-    section = page.partition("## flashinfer.comm")[2].partition("\n## ")[0]
-    rows = [row.split("|")[1] for row in section.splitlines() if row.startswith("| `")]
-    named = [name for row in rows for name in re.findall(r"`([\w*]+)`", row)]
-    exported = set(flashinfer.__all__)
-    assert {name for name in exported if not any(fnmatch(name, each) for each in named)} == set()
 
 
 @pytest.mark.gpu

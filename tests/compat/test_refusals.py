@@ -19,7 +19,7 @@ from tests.compat.calls import (
     routing,
 )
 from weft.compat import leases
-from weft.compat.flashinfer import MoeAlltoAll, moe_a2a_active_rank_mask
+from weft.compat.flashinfer import MoeAlltoAll
 from weft.errors import BadExpertId, GeometryMismatch, InvalidArgument, OutOfOrder, TokenOverflow
 
 
@@ -80,8 +80,6 @@ def no_calls(group: weft.Group) -> None:
     no(TokenOverflow, lambda: send(ids, sent, 9), "=9", "max_num_tokens=8")
     no(OutOfOrder, lambda: combine(y, 4), "combine without a dispatch")
     no(OutOfOrder, lambda: workspace(4, HIDDEN, x.dtype), "without a dispatch")
-    no(InvalidArgument, a2a.checkpoint_prepare, "checkpoint_prepare", "close()")
-    no(InvalidArgument, lambda: a2a.checkpoint_restore(7), "checkpoint_restore", "7")
     assert a2a.eplb_gathered_stats is None
     send(ids, sent, 4, enable_pdl=True)
     no(OutOfOrder, lambda: send(ids, sent, 4), "3 tokens are away")
@@ -139,9 +137,7 @@ def masked(group: weft.Group) -> None:
     """A mask of all ranks changes nothing; one that leaves a rank out is refused by its number."""
     ids, weights = routing(0, group.rank, 3)
     x = torch.ones((3, HIDDEN), dtype=torch.bfloat16)
-    everyone = moe_a2a_active_rank_mask(range(RANKS), RANKS)
-    assert (everyone.dtype, everyone.tolist()) == (torch.uint64, [7])
-    some = moe_a2a_active_rank_mask(torch.tensor([0, 2]), RANKS)
+    everyone, some = (torch.tensor([mask], dtype=torch.uint64) for mask in (0b111, 0b101))
     y = torch.ones((RANKS, 3, HIDDEN)).bfloat16()
     with make(group, enable_rank_mask=True) as a2a:
 
@@ -155,7 +151,6 @@ def masked(group: weft.Group) -> None:
         send(everyone)
         refused(InvalidArgument, lambda: a2a.combine(y, 3, active_rank_mask=some), *words)
         a2a.combine(y, 3, active_rank_mask=everyone)
-    refused(InvalidArgument, lambda: moe_a2a_active_rank_mask([3], RANKS), "active_ranks")
 
 
 def test_rank_masks(ranks):

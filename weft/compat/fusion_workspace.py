@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,10 +12,9 @@ import torch.distributed as dist
 from weft.allreduce.api import AllReduce
 from weft.allreduce.reduction import MAX_TOKENS
 from weft.allreduce.spec import MoEFinalize, Reduced
-from weft.allreduce.table import Table
 from weft.arguments import flags, instance, integer, one_of, real
 from weft.compat.ranks import RankPlace, lease_group, release_group
-from weft.compat.refusals import StaysMapped, refuse, renamed
+from weft.compat.refusals import refuse, renamed
 from weft.errors import InvalidArgument, OutOfOrder, UsageError
 from weft.memory import Group
 from weft.runtime.stream import capturing
@@ -51,7 +49,7 @@ class _Config:
     comm_backend: Any
 
 
-class AllReduceFusionWorkspace(StaysMapped):
+class AllReduceFusionWorkspace:
     """What `create_allreduce_fusion_workspace` returns; a context manager."""
 
     backend = "trtllm"  # whose calls it takes: engines ask
@@ -217,7 +215,6 @@ class TRTLLMAllReduceFusionWorkspace(AllReduceFusionWorkspace):
         comm_backend: Any = None,
         group: Group | dist.ProcessGroup | None = None,
         *,
-        table: Table | Path | str | None = None,
         timeout: float = 120.0,
         first_timeout: float = 120.0,
     ) -> None:
@@ -234,7 +231,6 @@ class TRTLLMAllReduceFusionWorkspace(AllReduceFusionWorkspace):
                 max_tokens=min(tokens, MAX_TOKENS),
                 hidden=hidden,
                 dtype=dtype,
-                table=table,
                 epilogue_at="receiver",  # as flashinfer.comm: a residual of each rank's own
                 timeout=timeout,
                 first_timeout=first_timeout,
@@ -265,7 +261,6 @@ def create_allreduce_fusion_workspace(
     force_oneshot_support: bool = False,
     group: Group | dist.ProcessGroup | None = None,
     *,
-    table: Table | Path | str | None = None,
     timeout: float = 120.0,
     first_timeout: float = 120.0,
 ) -> TRTLLMAllReduceFusionWorkspace:
@@ -276,7 +271,7 @@ def create_allreduce_fusion_workspace(
     group: the ranks, a weft.Group or a process group; else those of comm_backend, else of
         torch.distributed's world, else of torchrun's environment.
 
-    Arguments of weft's own: table, timeout, first_timeout, as in weft.AllReduce.
+    Arguments of weft's own: timeout, first_timeout, as in weft.AllReduce.
     Raises InvalidArgument, CreationFailed, GeometryMismatch, RendezvousFailed.
     """
     refuse("backend", backend, ("auto", "trtllm"), MULTICAST)
@@ -297,7 +292,6 @@ def create_allreduce_fusion_workspace(
         one_of("dtype", dtype, DTYPE_NAMES),
         comm_backend,
         group,
-        table=table,
         timeout=timeout,
         first_timeout=first_timeout,
     )

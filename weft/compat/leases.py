@@ -27,7 +27,7 @@ class Terms:
     """What two callers must have in common to share a workspace.
 
     bytes_asked: a caller that asks for another size wants memory of its own, as in flashinfer.comm:
-        engines part rounds that may overlap by it.   apart: the same, as a number.
+        engines keep rounds that may overlap in objects of different sizes.
     """
 
     group: Group
@@ -36,7 +36,6 @@ class Terms:
     num_experts: int
     stats: int
     bytes_asked: int
-    apart: int
     timeout: float
     first_timeout: float
 

@@ -25,7 +25,6 @@ from weft.compat.ranks import EpMapping, lease_group, place, release_group
 from weft.compat.refusals import (
     BACKEND,
     RESULT,
-    StaysMapped,
     check_batch,
     check_ids,
     check_mask,
@@ -38,7 +37,7 @@ from weft.compat.sizes import MAX_BYTES, moe_workspace_size
 from weft.errors import InvalidArgument, OutOfOrder, UsageError
 from weft.fields import largest
 from weft.memory import Group
-from weft.runtime.check import check_alignment, check_gradient, check_tensor, refuse_tensor
+from weft.runtime.check import check_alignment, check_gradient, refuse_tensor
 from weft.runtime.library import untraced
 from weft.shape import DTYPE_NAMES, MAX_TOP_K, Shape
 
@@ -65,7 +64,7 @@ class _Round:
     offered: torch.Tensor | None = None
 
 
-class MoeAlltoAll(StaysMapped):
+class MoeAlltoAll:
     """Expert-parallel dispatch and combine with the calls of `flashinfer.comm.MoeAlltoAll`.
 
     mapping: anything with moe_ep_rank and moe_ep_size, such as flashinfer's Mapping.
@@ -103,7 +102,6 @@ class MoeAlltoAll(StaysMapped):
         group: Group | None = None,
         timeout: float = 120.0,
         first_timeout: float = 120.0,
-        _apart: int = 0,
     ) -> None:
         flags(enable_rank_mask=enable_rank_mask)
         refuse("backend", backend, "trtllm", BACKEND)
@@ -146,7 +144,6 @@ class MoeAlltoAll(StaysMapped):
             **sizes,
             stats=stats,
             bytes_asked=workspace_size_per_rank,
-            apart=_apart,
             timeout=timeout,
             first_timeout=first_timeout,
         )
@@ -166,11 +163,6 @@ class MoeAlltoAll(StaysMapped):
         Between a dispatch that brought eplb_local_stats and its combine; None otherwise.
         """
         return None if self._round is None else self._round.stats
-
-    @property
-    def pending_tokens(self) -> int | None:
-        """Tokens of this rank that are between dispatch and combine; weft's own."""
-        return None if self._round is None else self._round.tokens
 
     @untraced
     def dispatch(
@@ -246,22 +238,6 @@ class MoeAlltoAll(StaysMapped):
         if invalid_token_expert_id is not None and place_of_ids is not None:
             _fill_unrouted(views[place_of_ids], received.ids, invalid_token_expert_id)
         return views
-
-    @untraced
-    def sanitize(self, expert_ids: torch.Tensor, invalid_expert_id: int) -> None:
-        """Fill the rows of received ids that no token was sent to; weft's own.
-
-        expert_ids: int32 or int64 `[ep_size, runtime_max_tokens_per_rank, top_k]`.
-        Raises OutOfOrder but between dispatch and combine, and InvalidArgument.
-        """
-        _, running = self._dispatched("sanitize")
-        shape, kinds = (self.ep_size, running.limit, self.top_k), (torch.int32, torch.int64)
-        device = self.group.device
-        check_tensor("expert_ids", expert_ids, shape=shape, dtypes=kinds, device=device)
-        check_alignment("expert_ids", expert_ids, expert_ids.itemsize)
-        limits = torch.iinfo(expert_ids.dtype)
-        invalid = integer("invalid_expert_id", invalid_expert_id, limits.min, limits.max)
-        _fill_unrouted(expert_ids, running.received.ids, invalid)
 
     @untraced
     def get_combine_payload_tensor_in_workspace(

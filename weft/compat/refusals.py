@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from weft.alltoall.geometry import QUANTISED
 from weft.alltoall.received import Payload
-from weft.arguments import integer, integers, shown
-from weft.arguments import refuse as wrong
+from weft.arguments import integer, shown
 from weft.errors import InvalidArgument, TokenOverflow, UsageError
 from weft.fields import largest
 from weft.runtime.check import check_alignment, check_tensor, tensors_of
@@ -21,23 +20,10 @@ from weft.shape import MAX_PLANES, Shape
 BACKEND = "weft has one set of kernels"
 GONE = "weft waits for every rank; when one is gone, close the group and make a new one"
 STATS = "this all-to-all has no statistics; pass eplb_stats_num_experts to its constructor"
-REMAP = "weft's memory cannot be unmapped and mapped again; close() and make a new one"
 RESULT = "combine returns rows in payload's dtype; those that flashinfer quantises need Blackwell"
 NVFP4 = "NVFP4 needs a GPU of compute capability 10 or newer, and weft has no kernel for it"
 MOE_QUANT = "flashinfer's is NVFP4 here, for Blackwell; weft.AllReduce.fused makes FP8 of such rows"
 MASK_WORDS = 1  # of 64 ranks each, in flashinfer.comm's masks
-
-
-class StaysMapped:
-    """What FlashInfer's workspaces offer for checkpoints, and weft's refuse."""
-
-    def checkpoint_prepare(self) -> None:
-        """Raises InvalidArgument: memory stays mapped while an object lives."""
-        raise InvalidArgument(f"checkpoint_prepare() is refused: {REMAP}")
-
-    def checkpoint_restore(self, comm_backend: Any) -> None:
-        """Raises InvalidArgument: memory stays mapped while an object lives."""
-        raise InvalidArgument(f"checkpoint_restore({comm_backend!r}) is refused: {REMAP}")
 
 
 def refuse(name: str, value: Any, allowed: Any, why: str) -> None:
@@ -109,7 +95,7 @@ def check_ids(rows: Sequence[Payload], top_k: int, invalid: int, index: int | No
     else:
         raise InvalidArgument(
             f"payload {index} has rows {row_text(rows[index])}; expert ids are [{top_k}] "
-            "torch.int32 or torch.int64: mend expert_id_payload_index"
+            "torch.int32 or torch.int64: pass the index of that payload"
         )
 
 
@@ -127,18 +113,6 @@ def check_mask(mask: torch.Tensor | None, enabled: bool, rank: int, size: int) -
     if absent := [each for each in range(size) if not word >> each & 1]:
         whose = f"its own rank {rank}" if rank in absent else f"ranks {absent}"
         raise InvalidArgument(f"{name} is {word:#x}, without {whose} of {size}: {GONE}")
-
-
-def moe_a2a_active_rank_mask(active_ranks: Iterable[int], ep_size: int) -> torch.Tensor:
-    """CPU uint64 `[1]` with bit i set for each active rank i. Raises InvalidArgument."""
-    ep_size = integer("ep_size", ep_size, 1, MASK_WORDS * 64)
-    if isinstance(active_ranks, str) or not isinstance(active_ranks, Iterable):
-        wrong("active_ranks", active_ranks, "ranks, as integers")
-    found = active_ranks.tolist() if isinstance(active_ranks, torch.Tensor) else active_ranks
-    mask = 0
-    for rank in integers("active_ranks", list(found), 0, ep_size - 1):
-        mask |= 1 << rank
-    return torch.tensor([mask], dtype=torch.uint64, device="cpu")
 
 
 def check_stats(stats: torch.Tensor | None, size: int, device: torch.device) -> None:

@@ -4,7 +4,6 @@ NVFP4 is refused by weft, which has nothing for it to run on. flashinfer's own t
 patterns in the middle of a loop and looks at their sum and norm alone. So that the rest of the loop
 runs, they are made here without the FP4 numbers, and the runner counts and shows how often. The
 same test passes a quant_out of a wider dtype, which flashinfer takes as memory: its first bytes.
-Tests of the MoE calls pass places for FP4 numbers, too, and look at the sum and norm alone.
 """
 
 import functools
@@ -42,23 +41,6 @@ def _without_fp4(call: Any, name: str) -> Any:
 
 
 allreduce_fusion = _without_fp4(_weft.allreduce_fusion, "pattern")
-trtllm_allreduce_fusion = _without_fp4(_weft.trtllm_allreduce_fusion, "pattern_code")
-
-
-def _without_places(call: Any) -> Any:
-    @functools.wraps(call)
-    def made(*args: Any, **given: Any) -> Any:
-        print(f"RIVALS-REFUSED quant_out of {call.__name__}: NVFP4 needs Blackwell", flush=True)
-        given |= {"quant_out": None, "scale_out": None}
-        for capture in captures:
-            capture.append(functools.partial(call, *args, **given))
-        return call(*args, **given)
-
-    return made
-
-
-_MOE = {"trtllm_moe_allreduce_fusion", "trtllm_moe_finalize_allreduce_fusion"} & {*_weft.__all__}
-globals().update({name: _without_places(getattr(_weft, name)) for name in _MOE})
 
 
 def compute_fp4_swizzled_layout_sf_size(rows: int, columns: int) -> int:
