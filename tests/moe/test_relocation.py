@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +15,17 @@ import weft
 from tests.groups import settle
 from tests.moe.layers import CONFIGS, EXPERTS, Case, bound
 from tests.rounds import bits
-from weft.errors import GeometryMismatch, InvalidArgument
+from weft.errors import (
+    Aborted,
+    CreationFailed,
+    GeometryMismatch,
+    InvalidArgument,
+    OutOfOrder,
+    PeerLeft,
+    RendezvousFailed,
+    WeftError,
+)
+from weft.memory import Heap
 from weft.moe import ExpertWeights, MoE, Replicas, balance, relocation, route
 from weft.moe.relocation import moves
 
@@ -91,13 +103,14 @@ def moved(group: weft.Group, name: str, options: dict[str, Any]) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("kind", "name", "options"),
     [
-        ("softmax", {}),
-        ("gpt-oss", {"mode": "low_latency", "gemm": "torch"}),
-        ("deepseek", {"mode": "throughput", "gemm": "torch", "overlap": "none"}),
+        ("cpu", "softmax", {}),
+        ("threads", "gpt-oss", {"mode": "low_latency", "gemm": "torch"}),
+        ("threads", "deepseek", {"mode": "throughput", "gemm": "torch", "overlap": "none"}),
+        pytest.param("cuda", "softmax", {}, marks=pytest.mark.gpu),
+        pytest.param("cuda", "gpt-oss", {"mode": "low_latency"}, marks=pytest.mark.gpu),
     ],
 )
 def test_layers_with_replicas(ranks, kind, name, options, monkeypatch):
@@ -106,6 +119,101 @@ def test_layers_with_replicas(ranks, kind, name, options, monkeypatch):
     assert counts[0] == counts[1]
     assert counts[0][0] == 0
     assert all(counts[0][1:])
+
+
+class SmallHeap(Heap):
+    """A heap that no more than STAGING_BYTES are asked of."""
+
+    @classmethod
+    def create(cls, group: weft.Group, share_bytes: int, **options: Any) -> Heap:
+        assert share_bytes <= relocation.STAGING_BYTES
+        return Heap.create(group, share_bytes, **options)
+
+
+def test_staging_has_a_limit(ranks, monkeypatch):
+    monkeypatch.setattr(relocation, "STAGING_BYTES", 4096)
+    monkeypatch.setattr(relocation, "Heap", SmallHeap)
+    ranks(2, "threads")(moved, "softmax", {})
+
+
+def failing(group: weft.Group, late: bool) -> None:
+    """One rank fails or stops in the middle; nobody computes with weights of neither placement."""
+    case = Case(replace(CONFIGS["softmax"], dtype=torch.float32), tokens=(4, 4))
+    first, second = balance(LOADS, 2, replicas=4), balance(OTHER, 2, replicas=4)
+    with open_layer(group, case, first) as layer:
+        x, logits = case.of(group.rank, group.device)
+        layer(x, logits)
+
+        def stumble(_: torch.device) -> None:
+            if group.rank == 1 and late:
+                time.sleep(2.0)
+            elif group.rank == 1:
+                raise MemoryError("no memory for a copy")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(relocation, "finish", stumble)
+            patch.setattr(group, "timeout", 1.0)
+            with pytest.raises((CreationFailed, RendezvousFailed)):
+                layer.relocate(second)
+        if not late:
+            with pytest.raises(WeftError, match="failed while relocating experts"):
+                layer.relocate(first)
+        for call in (lambda: layer(x, logits), layer.check):
+            with pytest.raises((Aborted, PeerLeft), match="failed while relocating experts"):
+                call()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_failed_relocations_leave_no_usable_layer(ranks, late):
+    ranks(2, "cpu")(failing, late)
+
+
+def within_rounds(group: weft.Group, mode: str) -> None:
+    """Between dispatch and combine, and beside a call of another thread, nothing moves."""
+    case = Case(replace(CONFIGS["softmax"], dtype=torch.float32), tokens=(4, 3))
+    first, second = balance(LOADS, 2, replicas=4), balance(OTHER, 2, replicas=4)
+    with open_layer(group, case, first, mode=mode, overlap="none", gemm="torch") as layer:
+        x, logits = case.of(group.rank, group.device)
+        wanted, exchange = layer(x, logits), layer.exchange
+        ids, weights = layer.route(logits)
+        if isinstance(exchange, weft.AllToAll):
+            received = exchange.dispatch(x, ids, weights)
+        else:
+            rows = exchange.dispatch(x, ids, weights)
+        with pytest.raises(OutOfOrder, match="within a round"):
+            layer.relocate(second)
+        if isinstance(exchange, weft.AllToAll):
+            layer.experts(received)
+            out = exchange.combine()
+        else:
+            out = exchange.combine(layer.experts(rows), ids, weights, rows.handle)
+        assert torch.equal(bits(out), bits(wanted))
+        refused: list[BaseException] = []
+
+        def shared(x: torch.Tensor) -> torch.Tensor:
+            def move() -> None:
+                try:
+                    layer.relocate(second)
+                except BaseException as error:
+                    refused.append(error)
+
+            thread = threading.Thread(target=move)
+            thread.start()
+            thread.join()
+            return torch.zeros_like(x)
+
+        layer._shared = shared
+        assert torch.equal(bits(layer(x, logits)), bits(wanted))
+        assert [type(error) for error in refused] == [OutOfOrder]
+        assert layer.replicas == first
+        layer._shared = None
+        layer.relocate(second)
+        hold(layer, case, layer(x, logits), 0)
+
+
+@pytest.mark.parametrize("mode", ["throughput", "low_latency"])
+def test_nothing_moves_within_a_round(ranks, mode):
+    ranks(2, "threads")(within_rounds, mode)
 
 
 def other_weights(group: weft.Group) -> None:

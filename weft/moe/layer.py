@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from weft.moe.low_latency import LowLatencyWorkspace
 from weft.moe.memory import memory_bytes
 from weft.moe.models import MoEConfig
 from weft.moe.plan import Options, plans_of
-from weft.moe.relocation import relocate
+from weft.moe.relocation import Relocation
 from weft.moe.replicas import Replicas
 from weft.moe.router import Routed, route
 from weft.moe.table import LayerTable
@@ -179,28 +180,42 @@ class MoE(Operator):
             the layer's own; None: they move between ranks through 64 MiB of symmetric memory.
 
         Returns how many physical experts became replicas of another one. Raises InvalidArgument,
-        GeometryMismatch, CreationFailed, on all ranks alike; a rank that dies on the way leaves the
-        others without usable weights.
+        GeometryMismatch, CreationFailed and OutOfOrder (within a round of this layer), after which
+        the layer is as it was. Where it fails after weights began to move, no rank has usable
+        weights: every later call raises Aborted or PeerLeft, on all ranks.
         """
-        group, old = self.exchange.group, self._replicas
-        group.together(lambda: self._check_replicas(replicas), doing="relocating experts")
-        assert old is not None
-        group.agree({"logical": list(replicas.logical)}, what="the placement of experts")
-        settle(group.device)
-        if weights is None:
-            relocate(group, self._weights.tensors, old, replicas)
-        else:
-            fp8, local = self._workspace.options.fp8, len(replicas.local(group.rank))
-            group.together(
-                lambda: weights.check(self.config, local, group.device, fp8=fp8),
-                doing="relocating experts",
-            )
-            for mine, theirs in zip(self._weights.tensors, weights.tensors, strict=True):
-                mine.copy_(theirs)
-        self._replicas = replicas
-        self._fill_table(replicas)
-        finish(group.device)
-        group.barrier()  # a call of any rank sends by the new table
+        workspace, group, old = self._workspace, self.exchange.group, self._replicas
+        with ExitStack() as stack:
+
+            def begin() -> None:
+                self._check_open()
+                self._check_replicas(replicas)
+                if weights is not None:
+                    fp8, local = workspace.options.fp8, len(replicas.local(group.rank))
+                    weights.check(self.config, local, group.device, fp8=fp8)
+                stack.enter_context(workspace.alone("relocate"))
+
+            group.together(begin, doing="relocating experts")
+            assert old is not None
+            group.agree({"logical": list(replicas.logical)}, what="the placement of experts")
+            settle(group.device)
+            staged = None
+            if weights is None:
+                staged = Relocation(group, self._weights.tensors, old, replicas)
+                stack.enter_context(staged)
+            try:
+                if staged is not None:
+                    staged.run()
+                elif weights is not None:
+                    for mine, theirs in zip(self._weights.tensors, weights.tensors, strict=True):
+                        mine.copy_(theirs)
+                self._replicas = replicas
+                self._fill_table(replicas)
+                finish(group.device)
+                group.barrier()  # a call of any rank sends by the new table
+            except BaseException as error:
+                self._watched.leave(f"failed while relocating experts: {reason(error)}")
+                raise
         return sum(a != b for a, b in zip(old.logical, replicas.logical, strict=True))
 
     @property
@@ -284,6 +299,22 @@ class MoE(Operator):
         self._check_open()
         self._workspace.check_call()
         rounds = self._check_call(x, given, rows, out)
+        self._workspace.begin("a call")
+        try:
+            return self._routed_call(x, given, rounds, num_tokens, out)
+        finally:
+            self._workspace.end()
+
+    def _routed_call(
+        self,
+        x: torch.Tensor,
+        given: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+        rounds: int,
+        num_tokens: torch.Tensor | None,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Route checked tensors, and run the rounds of their call."""
+        logits, topk_ids, topk_weights = given
         if logits is not None:
             routed = self.route(logits, num_tokens=num_tokens)
         else:

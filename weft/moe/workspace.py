@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakSet
 
@@ -12,6 +13,7 @@ import torch
 
 from weft.alltoall.api import AllToAll
 from weft.alltoall.received import Received
+from weft.errors import OutOfOrder
 from weft.lowlatency.api import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows
 from weft.memory import Group
@@ -66,6 +68,7 @@ class LayerWorkspace(ABC, Generic[Rows]):
         self.group, self.config, self.options = group, config, options
         self.plan, self.choice = plan, choice
         self.layers: WeakSet[object] = WeakSet()  # that are open
+        self._busy = threading.Lock()  # taken by a call of a layer, and by a relocation
         self._tokens = options.max_tokens  # of the latest call: what the experts are planned for
         self.exchange = self._open_exchange()
         try:
@@ -115,6 +118,34 @@ class LayerWorkspace(ABC, Generic[Rows]):
     def check_call(self) -> None:
         """Raises OutOfOrder after `close`, before anything is sent."""
         self.exchange._check_open()
+
+    def begin(self, doing: str) -> None:
+        """A call begins; `end` must follow. Raises OutOfOrder while another one runs."""
+        if not self._busy.acquire(blocking=False):
+            raise OutOfOrder(
+                f"{doing} while another thread is in a call of this MoE layer, or of a layer with "
+                "the same workspace: make these calls one after the other, in the same order on "
+                "every rank"
+            )
+
+    def end(self) -> None:
+        """The call that began is over."""
+        self._busy.release()
+
+    @contextmanager
+    def alone(self, doing: str) -> Iterator[None]:
+        """Inside, neither a layer nor the exchange makes a call. Raises OutOfOrder within one."""
+        self.begin(doing)
+        try:
+            if self.mid_round:
+                raise OutOfOrder(f"{doing} within a round of layer.exchange: combine it first")
+            self.exchange._watched.begin(doing)
+            try:
+                yield
+            finally:
+                self.exchange._watched.end()
+        finally:
+            self.end()
 
     def forget_rows(self) -> None:
         """Let go of the rows that the experts took last."""
