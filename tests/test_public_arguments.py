@@ -37,14 +37,12 @@ ELSEWHERE = {
     "Group.pid": "tests/runtime/test_culprits.py",
     "lease": "tests/test_leases.py",
     "Heap.write": "tests/runtime/test_culprits.py",
-    "LayerTable.load": "tests/moe/test_layer_table.py",
-    "LayerTable.of_json": "tests/moe/test_layer_table.py",
 }
 WORKSPACES = ("AllReduceFusionWorkspace", "TRTLLMAllReduceFusionWorkspace")
 HELPERS = ("backend_for", "run", "scale", "expert_major", "serving")
 # Named by no document as a call of users: parts of weft, or of what they stand for.
 INTERNAL = {
-    *("LayerTable", "LayerTable.curve", "LayerTable.shipped", "Expert.forward"),
+    "Expert.forward",
     *("GemmPlan.n_blocks", "GemmPlan.max_m_blocks"),
     *("WgmmaPlan.max_m_blocks", "WgmmaPlan.stages"),
     *(f"{w}.{m}" for w in WORKSPACES for m in HELPERS),

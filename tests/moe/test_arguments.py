@@ -32,7 +32,7 @@ from tests.hostile import (
     Stranger,
     listed,
 )
-from tests.test_arguments import MAP, SMS, TABLE, pytestmark, tried
+from tests.test_arguments import MAP, SMS, pytestmark, tried
 from weft import MoEConfig
 from weft.gemm import Gated, GatedQuant, GemmPlan, Push, WgmmaPlan
 from weft.memory import Group
@@ -393,7 +393,7 @@ def layers(group: weft.Group, options: dict[str, Any]) -> None:
     kinds: dict[str, Kind] = {
         **{"group": THING, "config": THING, "weights": THING, "max_tokens": COUNT},
         **{"shared": CALLED, "correction": KEPT, "mode": WORD, "overlap": WORD},
-        **{"table": TABLE, "gemm": WORD, "max_rows": listed(*WHOLE, 0, -1).optional()},
+        **{"gemm": WORD, "max_rows": listed(*WHOLE, 0, -1).optional()},
         **{"expert_map": MAP, "replicas": THING.optional(), "fp8": FLAG},
         **{"quantize": WORD.optional(), "combine_dtype": WORD.optional()},
         **{"timeout": SECONDS},
@@ -401,7 +401,7 @@ def layers(group: weft.Group, options: dict[str, Any]) -> None:
         "profile": FLAG,
     }
     tried(Row(weft.MoE, given, kinds))
-    of_a_rank = ("group", "weights", "shared", "correction", "table", "timeout", "first_timeout")
+    of_a_rank = ("group", "weights", "shared", "correction", "timeout", "first_timeout")
     local = (*of_a_rank, "num_sms", "programmatic_launch")
     sized: dict[str, Kind] = {name: kind for name, kind in kinds.items() if name not in local}
     sized |= {"ranks": listed(*WHOLE, 0, -1, 33), "device": HOST_DEVICE}

@@ -316,26 +316,30 @@ def test_files_that_are_wrong(tmp_path):
     with pytest.raises(InvalidArgument, match="folder is 7; it must be the path of a folder"):
         read(7, 0)  # type: ignore[arg-type]
     (tmp_path / "model.safetensors").write_bytes(b"not a checkpoint at all")
-    with pytest.raises(InvalidArgument, match=r"cannot read .*model.safetensors: "):
+    with pytest.raises(InvalidArgument, match=r"cannot read .*model.safetensors': "):
         read(tmp_path, 0)
     save(tmp_path, separate())
     cut = (tmp_path / "model.safetensors").read_bytes()[:-7]
     (tmp_path / "model.safetensors").write_bytes(cut)
-    with pytest.raises(InvalidArgument, match=r"cannot read .*model.safetensors: "):
+    with pytest.raises(InvalidArgument, match=r"cannot read .*model.safetensors': "):
         read(tmp_path, 0)
     save(tmp_path, separate(), {"embedding": torch.ones(1)})
     write_index(tmp_path, dict.fromkeys(separate(), "model-1.safetensors"))
     with pytest.raises(InvalidArgument, match=r"model-1.* has no tensor .*, though .*index.json"):
         read(tmp_path, 0)
     write_index(tmp_path, dict.fromkeys(separate(), "gone.safetensors"))
-    with pytest.raises(InvalidArgument, match=r"cannot read .*gone.safetensors: No such file"):
+    with pytest.raises(InvalidArgument, match=r"cannot read .*gone.safetensors': No such file"):
         read(tmp_path, 0)
     for strange in ([1], None, "x"):
         write_index(tmp_path, strange)
         with pytest.raises(InvalidArgument, match="has no object 'weight_map'"):
             read(tmp_path, 0)
-    (tmp_path / "model.safetensors.index.json").write_text("{")
-    with pytest.raises(InvalidArgument, match="cannot read the checkpoint's index"):
+    for text in ("{", "[" * 200_000):
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(InvalidArgument, match="cannot read the checkpoint's index"):
+            read(tmp_path, 0)
+    write_index(tmp_path, dict.fromkeys(separate(), "\ud800.safetensors"))
+    with pytest.raises(InvalidArgument, match=r"cannot read .*ud800.safetensors'"):
         read(tmp_path, 0)
 
 

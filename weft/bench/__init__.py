@@ -9,5 +9,5 @@ routing   which token goes to which expert;   layer_load, layer_weights: what a 
 limits    what the hardware allows;   peers: recorded figures of other libraries
 baselines other libraries in the same run;   moe_baselines, allreduce_baselines: how they are called
 report    rows, table, JSON;   compare: two of them;   plot: the picture
-trace, layer_trace                 timelines;   allreduce_tune, layer_tune: what "auto" reads
+trace, layer_trace                 timelines;   allreduce_tune: what "auto" reads
 """

@@ -34,7 +34,6 @@ from weft.moe import (
     MODELS,
     MODES,
     OVERLAPS,
-    LayerTable,
     MoE,
     MoEConfig,
 )
@@ -67,7 +66,6 @@ class LayerCase(Case):
     routing: "uniform", "perfect", "zipf" or "zipf:EXPONENT".
     shared: with the model's shared expert.   stages: also time the layer's parts, each alone.
     gemm, max_rows, quantize, combine_dtype: as in MoE; None leaves the choice to it.
-    table: path of the table that "auto" would choose by; None: the one that came with weft.
     """
 
     operator: ClassVar[str] = "layer"
@@ -87,7 +85,6 @@ class LayerCase(Case):
     max_rows: int | None = None
     quantize: str | None = None
     combine_dtype: str | None = None
-    table: str | None = None
 
     def __post_init__(self) -> None:
         Case.__post_init__(self)
@@ -113,8 +110,6 @@ class LayerCase(Case):
             check_perfect(config.routing)
         if self.dtype == "fp8":
             check_fp8(config)
-        if self.table is not None:
-            LayerTable.load(self.table)  # refuses what is none
 
     @property
     def config(self) -> MoEConfig:
@@ -152,7 +147,6 @@ class LayerCase(Case):
             "gemm": self.gemm,
             "max_rows": self.max_rows,
             "quantize": self.quantize,
-            "table": self.table,
             "num_sms": self.num_sms,
             "programmatic_launch": self.programmatic_launch,
             "timeout": 30.0,  # ranks that share cores may be late without being dead
@@ -219,14 +213,13 @@ class LayerCase(Case):
         return more
 
     def notes(self, report: Report) -> list[str]:
-        """What "auto" takes at each size and why, and which tables say so."""
+        """What "auto" takes at each size and why."""
         from weft.bench.report import us_text
 
         auto = {each.tokens: each.facts["auto"] for each in report.measurements}
         gemms = dict.fromkeys(each.facts["gemm"] for each in report.measurements)
         lines = [f"Experts multiply by {', '.join(gemms)}."]
         lines += [f"auto, {tokens} tokens: {choice['reason']}" for tokens, choice in auto.items()]
-        lines += [text for text in dict.fromkeys(c["origin"] for c in auto.values()) if text]
         for each in report.measurements:
             if stages := each.facts.get("stages_us"):
                 parts = ", ".join(f"{name} {us_text(us)}" for name, us in stages.items())

@@ -29,7 +29,6 @@ from weft.cli.bench_options import (
     NumSms,
     PairOptions,
     RunOptions,
-    Seed,
     Text,
     flat,
 )
@@ -163,7 +162,6 @@ def bench_layer(
     max_rows: Annotated[Number, typer.Option(help="as in MoE; default: worst case")] = None,
     quantize: Annotated[Text, choice(moe.QUANTIZE, "{}; fp8 experts make FP8 rows")] = None,
     combine_dtype: CombineDtype = None,
-    table: Table = None,
     num_sms: NumSms = None,
     stages: Annotated[
         bool, typer.Option("--stages", help="also time the parts, each alone (overlap none)")
@@ -179,7 +177,6 @@ def bench_layer(
         max_rows=max_rows,
         quantize=quantize,
         combine_dtype=combine_dtype,
-        table=str(table) if table else None,
         num_sms=num_sms,
         stages=stages,
     )
@@ -212,6 +209,11 @@ def bench_default(context: typer.Context) -> None:
         bench_moe()
 
 
+@tune.callback()
+def tune_group() -> None:
+    """Measure what an `auto` chooses by, and write a table."""
+
+
 @tune.command("allreduce")
 @flat
 def tune_allreduce(
@@ -236,31 +238,6 @@ def tune_allreduce(
     if found.table is not None:
         write_text(output, found.table.text())
         print_table(wide_console(), found.table)
-
-
-@tune.command("layer")
-@flat
-def tune_layer(
-    output: Annotated[Path, typer.Argument(help="file to write; MoE(table=...) reads it")],
-    *,
-    tokens: Tokens = "8,16,32,64,128,256,512",
-    layers: LayerOptions,
-    mode: Annotated[str, choice(MODES, "some of {}", several=True)] = "throughput,low_latency",
-    seed: Seed = 0,
-    options: RunOptions,
-) -> None:
-    """Measure every overlap of a layer here, and write the table that auto chooses by."""
-    from weft.bench.layer_tune import print_table, tune
-    from weft.bench.report import write_text
-
-    check_writable(output)
-    given = options.settings(tokens, seed=seed)
-    given["tokens"] = tuple(sorted(given["tokens"]))
-    found = tune(layer.LayerCase(**given, **layers.case()), words(mode), quiet=options.quiet)
-    stop_at(found.problem)
-    if found.table is not None:
-        write_text(output, found.table.text())
-        print_table(wide_console(), found.table, found.refused)
 
 
 def _run(

@@ -31,8 +31,6 @@ from weft.bench.machine import ask_nvidia_smi, cpu_name, describe_code, driver_v
 from weft.cli.doctor import Finding
 from weft.errors import InvalidArgument, WeftError
 from weft.jit.cache import Cache
-from weft.moe.table import SHIPPED as LAYER_TABLES
-from weft.moe.table import LayerTable
 
 # Every variable that weft reads, or what it stands on reads for it: docs/environment.md.
 VARIABLES = (
@@ -213,11 +211,7 @@ def _cache() -> dict[str, Any]:
 def _tables() -> dict[str, str]:
     """The measured tables that came with weft."""
     reduces = {path.name: Table.load(path) for path in sorted(REDUCE_TABLES.glob("*.json"))}
-    layers = {path.name: LayerTable.load(path) for path in sorted(LAYER_TABLES.glob("*.json"))}
-    return {
-        **{f"all-reduce {n}": f"{t.ranks} x {t.gpu}, {t.date}" for n, t in reduces.items()},
-        **{f"layer {n}": f"{t.model}: {t.sizes.text}, {t.date}" for n, t in layers.items()},
-    }
+    return {f"all-reduce {n}": f"{t.ranks} x {t.gpu}, {t.date}" for n, t in reduces.items()}
 
 
 def _read(path: str) -> str:

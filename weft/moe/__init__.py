@@ -1,6 +1,6 @@
 """MoE layers on weft: router, experts, and the layer that sends tokens between ranks."""
 
-from weft.moe.choice import LayerChoice
+from weft.moe.choice import MODES, OVERLAPS, LayerChoice
 from weft.moe.experts import Expert, ExpertWeights
 from weft.moe.fp8_expert import FP8Expert
 from weft.moe.gating import CLAMPED_SWIGLU, SWIGLU, Gating
@@ -9,7 +9,6 @@ from weft.moe.layer import MoE
 from weft.moe.models import MODELS, MoEConfig
 from weft.moe.replicas import Replicas, ReplicaTable, balance
 from weft.moe.router import Routed, Routing, route, router_logits
-from weft.moe.table import MODES, OVERLAPS, LayerTable
 
 __all__ = [
     "CLAMPED_SWIGLU",
@@ -22,7 +21,6 @@ __all__ = [
     "FP8Expert",
     "Gating",
     "LayerChoice",
-    "LayerTable",
     "MoE",
     "MoEConfig",
     "ReplicaTable",

@@ -13,9 +13,9 @@ import torch
 
 from weft.arguments import refuse
 from weft.errors import InvalidArgument
+from weft.moe.hf import read_json
 from weft.moe.models import MoEConfig
 from weft.shape import FP8_BLOCK
-from weft.tuning.table_file import read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_LAYER = 999_999
@@ -206,8 +206,8 @@ class LayerReader:
             opened, error = _safetensors()
             try:
                 handle = self._stack.enter_context(opened(path, framework="pt", device="cpu"))
-            except (OSError, error) as reason:
-                raise InvalidArgument(f"cannot read {path}: {reason}") from reason
+            except (OSError, UnicodeError, error) as reason:
+                raise InvalidArgument(f"cannot read {str(path)!r}: {reason}") from reason
             self._open[path] = handle
         return self._open[path]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ from weft.arguments import flags, integer, listed, real, refuse, shown
 from weft.errors import InvalidArgument
 from weft.moe.gating import Gating
 from weft.moe.router import Routing
-from weft.tuning.table_file import read_json
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -69,6 +69,14 @@ class Fields:
 
     def _named(self, name: str) -> str:
         return f"{name} in {self._where}"
+
+
+def read_json(path: Path, what: str) -> Any:
+    """A file's JSON values. Raises InvalidArgument naming what the file is, and itself."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidArgument(f"cannot read {what} {path}: {error}") from error
 
 
 def layer_of(config: object) -> Layer:

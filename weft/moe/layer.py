@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from weft.moe.plan import Options, plans_of
 from weft.moe.relocation import Relocation
 from weft.moe.replicas import Replicas
 from weft.moe.router import Routed, route
-from weft.moe.table import LayerTable
 from weft.moe.throughput import ThroughputWorkspace
 from weft.moe.workspace import Exchange, LayerWorkspace, Round, Shared
 from weft.runtime import library
@@ -57,14 +55,12 @@ class MoE(Operator):
     shared: `[tokens, hidden]` -> `[tokens, hidden]`, where the config has a shared expert.
     correction: float32 `[num_experts]`, where the routing has one.
     mode: "throughput": AllToAll, rank-major, for any batch; "low_latency": LowLatencyAllToAll,
-        expert-major, for small batches, with more memory; "auto": low latency where a measured
-        table has it faster for max_tokens, else throughput.
+        expert-major, for small batches, with more memory; "auto": low latency for up to 8
+        max_tokens on GPUs where it has gemm_push, else throughput.
     overlap: "none": one thing after the other; "shared_expert": the shared expert runs beside
         dispatch and the routed experts; "gemm_push": that, and the down projection stores its rows
-        at the tokens' owners itself, so combine only reduces; with gemm="grouped". "auto": the
-        fastest for max_tokens by a measured table (docs/moe.md). Equal bits.
-    table: what "auto" chooses by: a LayerTable, the path of one that `weft tune layer` wrote, or
-        None for the nearest that came with weft. Rank 0's is sent to everyone.
+        at the tokens' owners itself, so combine only reduces; with gemm="grouped". "auto":
+        gemm_push up to 1024 max_tokens, else shared_expert (weft/moe/choice.py). Equal bits.
     fp8: weights are FP8 with scales (`ExpertWeights.to_fp8`), tokens travel as FP8.
     gemm: "grouped" (weft.gemm) or "torch" (any dtype and device); "auto": grouped for FP8, and on
         GPUs wherever it serves.
@@ -98,7 +94,6 @@ class MoE(Operator):
         correction: torch.Tensor | None = None,
         mode: str = "auto",
         overlap: str = "auto",
-        table: LayerTable | Path | str | None = None,
         gemm: str = "auto",
         max_rows: int | None = None,
         expert_map: Sequence[int] | torch.Tensor | None = None,
@@ -117,7 +112,6 @@ class MoE(Operator):
             max_tokens=max_tokens,
             mode=mode,
             overlap=overlap,
-            table=table,
             gemm=gemm,
             max_rows=max_rows,
             expert_map=expert_map,
@@ -135,7 +129,7 @@ class MoE(Operator):
             lambda: plans_of(group, config, options), doing="preparing an MoE layer"
         )
         group.agree(options.manifest(config), what="MoE layer")
-        choice = agreed_choice(group, config, options, plans)
+        choice = agreed_choice(group, list(plans), overlap=overlap, max_tokens=max_tokens)
         plan = plans[choice.mode, choice.overlap]
         kind = LowLatencyWorkspace if plan.mode == "low_latency" else ThroughputWorkspace
         self._workspace: LayerWorkspace[Any] = kind(group, config, options, plan, choice)
@@ -256,7 +250,7 @@ class MoE(Operator):
         return self._workspace.plan.overlap
 
     def explain(self) -> LayerChoice:
-        """Which mode and overlap the layer has and why, what others would take, by which table."""
+        """Which mode and overlap the layer has, and the rule by which "auto" takes them."""
         return self._workspace.choice
 
     @property

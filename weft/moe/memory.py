@@ -13,18 +13,17 @@ from weft.grouping.api import by_expert
 from weft.grouping.rounds import buffer_bytes
 from weft.lowlatency.geometry import LowGeometry
 from weft.memory.discovery import default_device
+from weft.moe.choice import AUTO, MODES, OVERLAPS
 from weft.moe.grouped_experts import GroupedExperts
 from weft.moe.low_latency import packs
 from weft.moe.models import MoEConfig
 from weft.moe.plan import (
-    AUTO,
     LayerPlan,
     MemoryOptions,
     MemoryQuery,
     exchange_sizes,
     plan_for,
 )
-from weft.moe.table import MODES, OVERLAPS
 from weft.moe.throughput import layout_of
 from weft.moe.torch_experts import TorchExperts
 from weft.runtime.layout import Memory, sizes_of
@@ -60,8 +59,8 @@ memory_bytes = sizes_of(
     """Bytes that a workspace takes on the rank with most experts, before it is allocated.
 
     Without the weights, and without what loading kernels takes. Layers that are siblings share one
-    workspace. Arguments are the constructor's; where "auto" would choose by a table, the largest of
-    its choices. device: of the ranks, such as "cuda". Raises InvalidArgument.
+    workspace. Arguments are the constructor's; for "auto" the largest of its choices.
+    device: of the ranks, such as "cuda". Raises InvalidArgument.
     """,
 )
 

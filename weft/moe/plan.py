@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,13 +19,12 @@ from weft.gemm.triton_launch import installed, is_installed
 from weft.grouping.api import MAX_ROWS
 from weft.lowlatency.shape import MAX_TOKENS
 from weft.memory import Group
+from weft.moe.choice import AUTO, MODES, OVERLAPS
 from weft.moe.experts import FP8
 from weft.moe.models import MoEConfig
 from weft.moe.replicas import Replicas
-from weft.moe.table import MODES, OVERLAPS, LayerTable
 from weft.shape import DTYPE_NAMES, FP8_BLOCK, Shape
 
-AUTO = "auto"
 GEMMS = (AUTO, "grouped", "torch")
 MAX_SMS = 1 << 16
 
@@ -84,7 +82,6 @@ class MemoryOptions:
 class Options(MemoryOptions):
     """How a layer is built: all options of `MoE`, by the names there."""
 
-    table: LayerTable | Path | str | None
     timeout: float
     first_timeout: float
     num_sms: int | None
@@ -107,6 +104,7 @@ class Options(MemoryOptions):
     def manifest(self, config: MoEConfig) -> dict[str, str]:
         """What ranks compare beyond the sizes of their all-to-all: rules that must be one."""
         fields = asdict(config) | {"mode": self.mode, "overlap": self.overlap, "fp8": self.fp8}
+        fields["max_tokens"] = self.max_tokens
         fields["replicas"] = None if self.replicas is None else self.replicas.logical
         return {name: str(value) for name, value in fields.items()}
 

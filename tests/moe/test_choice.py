@@ -1,0 +1,135 @@
+""" "auto": the rule at its limits, the record it was made of, and the same choice on all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.moe.layers import CONFIGS, WIDER, Case
+from weft.errors import CreationFailed, GeometryMismatch, InvalidArgument, WeftError
+from weft.moe import MODES, OVERLAPS
+from weft.moe.choice import choose_mode, choose_overlap
+
+DEEP = replace(CONFIGS["deepseek"], hidden=WIDER, intermediate=128, shared=128)
+CASE = Case(DEEP, tokens=(4, 0))
+GROUPED = {"gemm": "grouped", "timeout": 600.0}
+ALL = [(mode, overlap) for mode in MODES for overlap in OVERLAPS]
+
+
+@pytest.mark.parametrize(
+    ("mode", "ranks", "most"),
+    [("throughput", 4, 1024), ("low_latency", 4, 512), ("throughput", 1, 256)],
+)
+def test_rows_are_pushed_up_to_a_size(mode, ranks, most):
+    def at(max_tokens: int, serving: list[tuple[str, str]] = ALL) -> str:
+        return choose_overlap(serving, mode, max_tokens=max_tokens, ranks=ranks)[0]
+
+    assert (at(1), at(most), at(most + 1)) == ("gemm_push", "gemm_push", "shared_expert")
+    bare = [(mode, "none"), (mode, "gemm_push")]
+    assert (at(most, bare), at(most + 1, bare)) == ("gemm_push", "none")
+    assert at(1, ALL[:2] if mode == "throughput" else ALL[3:5]) == "shared_expert"
+    assert at(4096, [(mode, "gemm_push")]) == "gemm_push"
+
+
+def test_low_latency_is_for_few_tokens_on_gpus_that_push():
+    assert choose_mode(ALL, max_tokens=8, gpus=True)[0] == "low_latency"
+    assert choose_mode(ALL, max_tokens=9, gpus=True)[0] == "throughput"
+    assert choose_mode(ALL, max_tokens=8, gpus=False)[0] == "throughput"
+    assert choose_mode(ALL[:-1], max_tokens=8, gpus=True)[0] == "throughput"
+    assert choose_mode(ALL[3:], max_tokens=4096, gpus=False)[0] == "low_latency"
+
+
+def result(layer: weft.MoE, rank: int) -> torch.Tensor:
+    x, logits = CASE.of(rank, layer.exchange.group.device)
+    return layer(x, logits).clone()
+
+
+def chosen(group: weft.Group) -> list[str]:
+    """What auto took and its words; the layer works, and so does its sibling."""
+    with CASE.open(group, **GROUPED) as layer:
+        found, got = layer.explain(), result(layer, group.rank)
+        layer.check()
+        sibling = layer.sibling(
+            layer._weights, shared=layer._shared, correction=CASE.correction(group.device)
+        )
+        assert sibling.explain() == found
+        assert (layer.mode, layer.overlap) == (found.mode, found.overlap)
+    with CASE.open(group, mode=found.mode, overlap="none", **GROUPED) as plain:
+        assert torch.equal(result(plain, group.rank), got)
+    return [found.mode, found.overlap, found.auto, found.text]
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"), [("cpu", "throughput"), pytest.param("cuda", None, marks=pytest.mark.gpu)]
+)
+def test_all_ranks_choose_the_same_and_say_by_what(ranks, kind, mode):
+    first, second = ranks(2, kind)(chosen)
+    assert first == second
+    assert first[1:3] == ["gemm_push", "gemm_push"]
+    assert mode is None or first[0] == mode
+    for words in (f"mode {first[0]}", "up to 4 tokens", "within 0.3 %", "2026-11-22"):
+        assert words in first[3]
+
+
+def explained(group: weft.Group, options: list[dict[str, Any]]) -> Any:
+    with CASE.open(group, **{**GROUPED, **options[group.rank]}) as layer:
+        return layer.explain()
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "want"),
+    [
+        ({"gemm": "torch"}, {"gemm": "torch"}, "shared_expert"),
+        ({"combine_dtype": "fp8"}, {"combine_dtype": "fp8"}, "shared_expert"),
+        ({}, {"gemm": "torch"}, "shared_expert"),  # pushing needs grouped GEMMs on all ranks
+        ({"gemm": "torch"}, {}, "shared_expert"),
+    ],
+)
+def test_options_of_any_rank_narrow_the_choice(ranks, one, other, want):
+    first, second = ranks(2, "threads")(explained, [one, other])
+    assert first == second
+    assert first.overlap == first.auto == want
+
+
+def test_what_was_asked_for_is_done_and_what_auto_would_take_is_told(ranks):
+    for found in ranks(2, "threads")(explained, [{"overlap": "none"}] * 2):
+        assert (found.overlap, found.auto) == ("none", "gemm_push")
+        assert found.text.startswith("none, as asked. auto: ")
+
+
+def refused(group: weft.Group, options: list[dict[str, Any]], kind: type[WeftError]) -> str:
+    with pytest.raises(kind) as caught:
+        explained(group, options)
+    return str(caught.value)
+
+
+REFUSED: list[tuple[list[dict[str, Any]], type[WeftError], str]] = [
+    ([{}, {"overlap": "none"}], GeometryMismatch, "overlap"),
+    ([{"max_tokens": 5}, {}], GeometryMismatch, "max_tokens"),
+    (
+        [{"overlap": "gemm_push"}, {"overlap": "gemm_push", "gemm": "torch"}],
+        CreationFailed,
+        "gemm",
+    ),
+    ([{"max_tokens": "4"}, {}], CreationFailed, "max_tokens is '4'"),
+    ([{"max_tokens": 0}, {}], CreationFailed, "max_tokens is 0"),
+]
+
+
+@pytest.mark.parametrize(("options", "kind", "words"), REFUSED)
+def test_what_does_not_fit_is_refused_by_all_alike(ranks, options, kind, words):
+    first, second = ranks(2, "threads")(refused, options, kind)
+    assert first == second
+    assert words in first
+
+
+def test_a_dtype_that_no_exchange_has_is_refused(ranks):
+    def body(group: weft.Group) -> None:
+        with pytest.raises(InvalidArgument, match="dtype is torch.float64"):
+            Case(replace(DEEP, dtype=torch.float64), tokens=(4,)).open(group)
+
+    ranks(1, "threads")(body)
