@@ -33,6 +33,7 @@ from tests.hostile import (
     listed,
     refuses,
 )
+from weft.arguments import one_of
 from weft.errors import InvalidArgument
 
 pytestmark = [  # torch's own, of the tensors that are refused here
@@ -425,3 +426,13 @@ def quietly(group: weft.Group) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         called_collective(group)
+
+
+def test_a_misspelt_choice_is_answered_with_the_nearest():
+    choose = ["gemm_push", "shared_expert", None, 3]
+    with pytest.raises(InvalidArgument, match=r"did you mean 'gemm_push'\?$"):
+        one_of("overlap", "Gemm-Push", choose)
+    for far in ("zzz", 4, True, None):
+        with pytest.raises(InvalidArgument) as caught:
+            one_of("overlap", far, choose[:2])
+        assert "did you mean" not in str(caught.value)

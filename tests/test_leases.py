@@ -52,6 +52,13 @@ def exchanges(group: weft.Group) -> None:
         weft.lease(group, weft.AllToAll, **SIZES, payloads={})
     with pytest.raises(TypeError, match="max_tokens"):
         weft.lease(group, weft.AllToAll, top_k=2)
+    # What only equals a good value is refused, though an operator of that value exists.
+    for wrong in ({"max_tokens": 4.0}, {"max_tokens": torch.tensor(4)}, {"split_phase": 0}):
+        with pytest.raises(InvalidArgument, match=next(iter(wrong))):
+            weft.lease(group, weft.AllToAll, **{**SIZES, **wrong})
+    for owners in (torch.zeros(1, 1, 8, dtype=torch.int64), torch.tensor(3), [[0], 1]):
+        with pytest.raises(InvalidArgument, match="expert_map"):
+            weft.lease(group, weft.AllToAll, **SIZES, expert_map=owners)
     for mine in (newer, other, *mapped):
         mine.close()
     low.close()

@@ -15,6 +15,7 @@ import numbers
 import operator
 import reprlib
 from collections.abc import Collection, Iterable
+from difflib import get_close_matches
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -131,7 +132,17 @@ def one_of(name: str, value: object, allowed: Collection[T]) -> T:
     for option in allowed:
         if value is option or _equal(value, option):
             return option
-    raise InvalidArgument(f"{name} is {shown(value)}; choose one of {listed(allowed)}")
+    raise InvalidArgument(
+        f"{name} is {shown(value)}; choose one of {listed(allowed)}{suggestion(value, allowed)}"
+    )
+
+
+def suggestion(value: object, allowed: Iterable[object]) -> str:
+    """The end of an error about a misspelt name: the choice that is nearest, if one is near."""
+    names = {each.lower(): each for each in allowed if isinstance(each, str)}
+    if not isinstance(value, str) or not (near := get_close_matches(value.lower(), names, 1)):
+        return ""
+    return f"; did you mean {names[near[0]]!r}?"
 
 
 def listed(allowed: Iterable[object]) -> str:

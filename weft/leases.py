@@ -8,9 +8,10 @@ of calls alone, so it is the same on every rank, as collective creation needs.
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -20,12 +21,19 @@ from weft.errors import InvalidArgument, OutOfOrder
 from weft.memory import Group
 from weft.moe import MoE
 from weft.runtime.check import check_group
-from weft.runtime.operator import Operator
 
 # What layers of one workspace differ in; of the replicas only their number is the workspace's.
 OF_A_LAYER = ("weights", "shared", "correction", "replicas")
 
-T = TypeVar("T", bound=Operator)
+
+class Leasable(Protocol):
+    """What a lease can share: an operator, or a layer."""
+
+    def _check_open(self) -> None: ...
+    def close(self) -> None: ...
+
+
+T = TypeVar("T", bound=Leasable)
 
 
 @dataclass(eq=False)
@@ -97,13 +105,13 @@ def lease(group: Group, kind: type[T], *args: Any, **options: Any) -> Lease[T]:
     if shared is None:
         shared = known[key] = _Shared(kind(*bound.args, **bound.kwargs))
         return Lease(shared.operator, key, shared, group)
-    if kind is not MoE:
+    if not issubclass(kind, MoE):
         return Lease(shared.operator, key, shared, group)
     own = {name: sizes[name] for name in OF_A_LAYER}
     return Lease(shared.operator.sibling(**own), key, shared, group)
 
 
-def _serves(operator: Operator) -> bool:
+def _serves(operator: Leasable) -> bool:
     try:
         operator._check_open()
     except OutOfOrder:
@@ -119,16 +127,24 @@ def _key(kind: type[Any], name: str, value: Any) -> Hashable:
 
 
 def _frozen(name: str, value: Any) -> Hashable:
-    if isinstance(value, torch.Tensor):
-        return tuple(value.tolist()) if value.dim() == 1 else tuple(map(tuple, value.tolist()))
-    if isinstance(value, list | tuple):
-        return tuple(_frozen(name, each) for each in value)
+    """A value as a key, with its type where equal values of other types may be refused: 4.0, True.
+
+    Integers of any type are equal, as in every check (weft/arguments.py).
+    """
     try:
+        if isinstance(value, torch.Tensor):
+            return _frozen(name, value.tolist()) if value.dim() else (torch.Tensor, value.item())
+        if isinstance(value, list | tuple):
+            return tuple(_frozen(name, each) for each in value)
+        if isinstance(value, bool | float):
+            return type(value), value
+        if hasattr(value, "__index__"):
+            return operator.index(value)
         hash(value)
-    except TypeError as error:
+    except (TypeError, RuntimeError) as error:
         raise InvalidArgument(
             f"{name} is {shown(value)}, by which leases cannot be compared; make the operator "
-            "itself, or pass what is hashable"
+            "itself, or pass a hashable value"
         ) from error
     found: Hashable = value
     return found

@@ -11,9 +11,9 @@ import torch
 
 import weft
 from tests.rounds import bits
-from weft import reference
-from weft.compat import leases
+from weft import leases, reference
 from weft.compat.flashinfer import MoeAlltoAll
+from weft.compat.moe_workspace import MoeWorkspace
 
 RANKS, MAX, TOP_K, EXPERTS, HIDDEN = 3, 8, 2, 7, 64  # rank 0 holds three experts, 1 and 2 two
 INVALID = EXPERTS  # what engines pass whose kernels skip ids at and above their count
@@ -142,9 +142,15 @@ def play(
     assert torch.equal(bits(result), bits(right))
 
 
-def workspace_of(a2a: MoeAlltoAll) -> leases.SharedWorkspace:
+def workspace_of(a2a: MoeAlltoAll) -> MoeWorkspace:
     assert a2a._workspace is not None
     return a2a._workspace
+
+
+def held() -> list[MoeWorkspace]:
+    """The workspaces that objects of this process share."""
+    shared = [each for known in list(leases._of_group.values()) for each in known.values()]
+    return [each.operator for each in shared if isinstance(each.operator, MoeWorkspace)]
 
 
 def refused(error: type[Exception], call: Callable[[], object], *words: str) -> None:

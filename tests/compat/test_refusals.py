@@ -14,11 +14,11 @@ from tests.compat.calls import (
     HIDDEN,
     INVALID,
     RANKS,
+    held,
     make,
     refused,
     routing,
 )
-from weft.compat import leases
 from weft.compat.flashinfer import MoeAlltoAll
 from weft.errors import BadExpertId, GeometryMismatch, InvalidArgument, OutOfOrder, TokenOverflow
 
@@ -110,7 +110,7 @@ def no_calls(group: weft.Group) -> None:
 @pytest.mark.parametrize("body", [no_construction, no_calls])
 def test_refusals_name_the_argument_and_leave_the_round_alone(ranks, body):
     ranks(RANKS, "threads")(body)
-    assert not leases._shared
+    assert not held()
 
 
 def cut_off(group: weft.Group) -> None:

@@ -20,6 +20,7 @@ from tests.compat.calls import (
     Backend,
     Mapping,
     experts_of,
+    held,
     make,
     play,
     refused,
@@ -27,7 +28,7 @@ from tests.compat.calls import (
     rows,
     workspace_of,
 )
-from weft.compat import leases
+from weft.compat import moe_workspace
 from weft.compat import ranks as places
 from weft.compat.flashinfer import MoeAlltoAll
 from weft.errors import GeometryMismatch, InvalidArgument, OutOfOrder, PeerLeft
@@ -68,7 +69,7 @@ def no_lists(group: weft.Group) -> None:
 
 def test_a_payload_list_that_fails_fails_on_every_rank(ranks):
     ranks(RANKS, "threads")(no_lists)
-    assert not leases._shared
+    assert not held()
 
 
 def captured(group: weft.Group, capturing: list[bool]) -> None:
@@ -89,7 +90,7 @@ def captured(group: weft.Group, capturing: list[bool]) -> None:
 
 def test_a_capture_makes_no_workspace(ranks, monkeypatch):
     capturing = [False]
-    monkeypatch.setattr(leases, "capturing", lambda device: capturing[0])
+    monkeypatch.setattr(moe_workspace, "capturing", lambda device: capturing[0])
     ranks(RANKS, "threads")(captured, capturing)
 
 
@@ -114,7 +115,10 @@ def other_rows(group: weft.Group) -> None:
                     y.fill_(group.rank + 1.0)
                 seen = weights_seen[group.rank, : len(ids)][mine]
                 assert torch.equal(seen, weights[mine])  # also when another carrier takes y
+                sent = ids.clone()
+                ids.fill_(-1)  # the caller's again: combine does not read it
                 out = a2a.combine(y, limit, payload_in_workspace=inside)
+                ids.copy_(sent)
                 assert out.dtype == half
                 assert torch.equal(out.float(), right)
                 assert len(workspace_of(a2a)._operators) == 1  # the guess is given back
@@ -131,7 +135,31 @@ def other_rows(group: weft.Group) -> None:
 
 def test_rows_other_than_guessed_are_combined(ranks):
     ranks(RANKS, "threads")(other_rows)
-    assert not leases._shared
+    assert not held()
+
+
+def two_rows(group: weft.Group) -> None:
+    """Objects that share a workspace and bring equal payloads may return rows of their own."""
+    ids = torch.tensor([[0, 3], [5, -1]], dtype=torch.int32)
+    x, weights = torch.ones((2, HIDDEN), dtype=torch.bfloat16), torch.ones((2, TOP_K))
+    rows_of = {make(group): (HIDDEN, torch.bfloat16), make(group): (HIDDEN // 2, torch.float16)}
+    for _ in range(3):
+        for a2a, (hidden, dtype) in rows_of.items():
+            a2a.dispatch(ids, [x, ids, weights], 2)
+            y = torch.full((RANKS, 2, hidden), group.rank + 1.0, dtype=dtype)
+            out = a2a.combine(y, 2)
+            assert out.dtype == dtype
+            assert out.tolist() == [[1.0 + 2.0] * hidden, [3.0] * hidden]
+    first, second = rows_of
+    assert workspace_of(first) is workspace_of(second)
+    assert len(workspace_of(first)._operators) == 2
+    for a2a in rows_of:
+        a2a.close()
+
+
+def test_objects_that_share_return_rows_of_their_own(ranks):
+    ranks(RANKS, "threads")(two_rows)
+    assert not held()
 
 
 def low_precision(group: weft.Group) -> None:
@@ -191,7 +219,7 @@ def forgotten(group: weft.Group) -> None:
 def test_objects_that_are_dropped_give_their_memory_back(ranks):
     ranks(RANKS, "threads")(forgotten)
     gc.collect()
-    assert not leases._shared
+    assert not held()
 
 
 def left_between(group: weft.Group, how: str) -> None:
@@ -231,6 +259,9 @@ def left_alone(group: weft.Group) -> str:
         with pytest.raises(PeerLeft) as raised:
             a2a.combine(y, 1)
         told = str(raised.value)
+        a2a.close()  # a broken all-to-all stays, so that those that share it hear the reason
+        with pytest.raises(PeerLeft, match="rank 1 closed"):
+            other.dispatch(sent[-2], sent, 1)
     group.barrier()
     return told
 
@@ -261,14 +292,14 @@ def layers(group: weft.Group) -> None:
     play(fourth, QUANTISED)
     assert workspace_of(third) is workspace_of(fourth) is workspace_of(second)
     play(second, PLAIN)
-    assert len([terms for terms in leases._shared if terms.group is group]) == 1
+    assert len([each for each in held() if each.group is group]) == 1
     for a2a in (second, third, fourth):
         a2a.close()
 
 
 def test_layers_of_equal_sizes_share_one_workspace(ranks):
     ranks(RANKS, "threads")(layers)
-    assert not leases._shared
+    assert not held()
 
 
 def meeting(group: weft.Group) -> None:

@@ -12,15 +12,7 @@ import torch
 from weft.alltoall.api import AllToAll
 from weft.alltoall.received import Payload, Received
 from weft.arguments import flags, instance, integer, one_of, seconds
-from weft.compat.leases import (
-    CombineRow,
-    RowBytes,
-    SharedWorkspace,
-    Terms,
-    guess,
-    lease,
-    release,
-)
+from weft.compat.moe_workspace import CombineRow, MoeWorkspace, RowBytes, likely_row
 from weft.compat.ranks import EpMapping, lease_group, place, release_group
 from weft.compat.refusals import (
     BACKEND,
@@ -36,6 +28,7 @@ from weft.compat.refusals import (
 from weft.compat.sizes import MAX_BYTES, moe_workspace_size
 from weft.errors import InvalidArgument, OutOfOrder, UsageError
 from weft.fields import largest
+from weft.leases import Lease, lease
 from weft.memory import Group
 from weft.runtime.check import check_alignment, check_gradient, refuse_tensor
 from weft.runtime.library import untraced
@@ -46,9 +39,10 @@ from weft.shape import DTYPE_NAMES, MAX_TOP_K, Shape
 class _Round:
     """A dispatch that waits for its combine.
 
-    carrier: the all-to-all that brought the payloads, built for combine rows `row`.
-    returning: the one that takes the rows back; another where they turn out to be others.
-    ids: what the tokens chose, kept where that may happen.
+    carrier: the all-to-all that brought the payloads.
+    returning: the one that takes rows `row` back: the carrier, or another in a first round whose
+        rows were not the likely ones.
+    ids: what the tokens chose, kept while that may happen.
     offered: what get_combine_payload_tensor_in_workspace returned.
     """
 
@@ -117,9 +111,9 @@ class MoeAlltoAll:
         rank, size = place(mapping)
         if hidden_size is not None:
             hidden_size = integer("hidden_size", hidden_size, 1, largest(Shape, "hidden"))
-        sizes: dict[str, Any] = {"max_tokens": max_num_tokens, "top_k": top_k}
-        sizes["num_experts"] = num_experts
-        AllToAll.memory_bytes(ranks=size, **sizes, hidden=hidden_size or 8, stats=stats)
+        self.max_num_tokens, self.top_k, self.num_experts = max_num_tokens, top_k, num_experts
+        self.ep_rank, self.ep_size = rank, size
+        self._check_sizes(hidden=hidden_size or 8, stats=stats)
         if workspace_size_per_rank is not None:
             given = workspace_size_per_rank
             workspace_size_per_rank = integer("workspace_size_per_rank", given, 1, MAX_BYTES)
@@ -129,30 +123,31 @@ class MoeAlltoAll:
             )
         else:
             raise InvalidArgument("hidden_size and workspace_size_per_rank are None; pass one")
-        self.max_num_tokens, self.top_k, self.num_experts = max_num_tokens, top_k, num_experts
-        self.ep_rank, self.ep_size = rank, size
         self.workspace_size_per_rank = workspace_size_per_rank
         self.eplb_stats_num_experts = stats
         self.enable_eplb = stats > 0
         self.enable_rank_mask = enable_rank_mask
         self.group = lease_group(mapping, mnnvl_config, group)
         self._hidden = hidden_size
-        self._returns: dict[RowBytes, CombineRow] = {}
+        self._rows: dict[RowBytes, CombineRow] = {}  # that this object's rounds returned
         self._round: _Round | None = None
-        terms = Terms(
-            group=self.group,
-            **sizes,
+        shared = lease(
+            self.group,
+            MoeWorkspace,
+            max_tokens=max_num_tokens,
+            top_k=top_k,
+            num_experts=num_experts,
             stats=stats,
-            bytes_asked=workspace_size_per_rank,
+            size_asked=workspace_size_per_rank,
             timeout=timeout,
             first_timeout=first_timeout,
         )
-        self._workspace = lease(terms)
-        # Engines drop their objects without a word.
+        self._workspace = shared.operator
         owned = self.group if group is None else None
         self._away: set[AllToAll] = set()  # in whose round this object is
-        self._leases = weakref.finalize(self, _give_up, self._workspace, owned, self._away)
-        self._leases.atexit = False
+        # Engines drop their objects without a word.
+        self._give_up = weakref.finalize(self, _give_up, shared, owned, self._away)
+        self._give_up.atexit = False
 
     get_moe_workspace_size_per_rank = staticmethod(moe_workspace_size)
 
@@ -209,10 +204,10 @@ class MoeAlltoAll:
         if invalid_token_expert_id is not None:
             check_ids(rows, self.top_k, invalid_token_expert_id, place_of_ids)
         sizes = tuple(row.row_bytes for row in rows)
-        settled = self._returns.get(sizes)
-        row = settled or workspace.expected.get(sizes) or guess(rows, self._hidden)
+        known = self._rows.get(sizes)
+        row = known or workspace.rows.get(sizes) or likely_row(rows, self._hidden)
         carrier = workspace.operator(sizes, row)
-        stats = workspace.stats(eplb_local_stats)
+        stats = workspace.no_stats if eplb_local_stats is None else eplb_local_stats
         planes = [_bytes(t, size) for t, size in zip(given, sizes, strict=True)]
         try:
             received = carrier.dispatch(planes, ids, stats=stats, rows=limit)
@@ -228,7 +223,7 @@ class MoeAlltoAll:
             carrier=carrier,
             returning=carrier,
             received=received,
-            ids=ids.clone() if settled is None else None,
+            ids=ids.clone() if known is None else None,
             stats=None if eplb_local_stats is None else received.stats,
         )
         views = [
@@ -253,10 +248,13 @@ class MoeAlltoAll:
         _check_limit(runtime_max_tokens_per_rank, running)
         hidden_size = integer("hidden_size", hidden_size, 1, largest(Shape, "hidden"))
         one_of("dtype", instance("dtype", dtype, torch.dtype), DTYPE_NAMES)
-        row = CombineRow(hidden_size, dtype)
-        fp8 = CombineRow(hidden_size, dtype, fp8=True)
-        operator = self._returning(fp8 if running.row == fp8 else row)
-        running.offered = operator.output(running.limit)
+        if (hidden_size, dtype) == (running.row.hidden, running.row.dtype):
+            running.offered = running.returning.output(running.limit)
+        else:
+            self._check_changes(CombineRow(hidden_size, dtype), running)
+            self._check_sizes(hidden=hidden_size, dtype=dtype)
+            shape = (self.ep_size, running.limit, hidden_size)
+            running.offered = torch.empty(shape, dtype=dtype, device=self.group.device)
         return running.offered
 
     @untraced
@@ -308,9 +306,9 @@ class MoeAlltoAll:
             raise renamed(error, {"out": "output"}) from error
         if operator is not running.carrier:
             running.carrier.combine()  # ends the round that brought the payloads
-        if running.payloads not in self._returns:
-            self._returns[running.payloads] = running.row
-            workspace.settle(running.payloads, running.row)
+        if running.payloads not in self._rows:
+            self._rows[running.payloads] = running.row
+            workspace.learn(running.payloads, running.row)
         self._round = None
         self._away.clear()
         return result
@@ -325,7 +323,7 @@ class MoeAlltoAll:
         Between dispatch and combine this ends the round: ranks that wait in it raise PeerLeft.
         """
         self._round = None
-        self._leases()
+        self._give_up()
 
     def __enter__(self) -> MoeAlltoAll:
         return self
@@ -333,46 +331,52 @@ class MoeAlltoAll:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self) -> SharedWorkspace:
-        if not self._leases.alive:
+    def _open(self) -> MoeWorkspace:
+        if not self._give_up.alive:
             raise OutOfOrder("this all-to-all was closed; make a new one")
         return self._workspace
 
-    def _dispatched(self, call: str) -> tuple[SharedWorkspace, _Round]:
+    def _dispatched(self, call: str) -> tuple[MoeWorkspace, _Round]:
         workspace = self._open()
         if self._round is None:
             raise OutOfOrder(f"{call} without a dispatch: no tokens of this rank are away")
         return workspace, self._round
 
     def _returning(self, row: CombineRow) -> AllToAll:
-        """The all-to-all that returns rows like `row` in this round.
+        """The all-to-all that returns `row` in this round.
 
-        Only combine's own call says what its rows are. In the first round of a payload list they
-        may be others than guessed: then the tokens' routes go through the right all-to-all too.
+        Only combine says what its rows are. Where they are not those that a first round was built
+        for, the tokens' routes go through the right all-to-all too.
         """
         workspace, running = self._dispatched("combine")
-        if row == running.row:
-            return running.returning
+        if row != running.row:
+            ids = self._check_changes(row, running)
+            operator = workspace.operator(running.payloads, row)
+            blank = [
+                torch.zeros((running.tokens, size), dtype=torch.uint8, device=self.group.device)
+                for size in running.payloads
+            ]
+            operator.dispatch(blank, ids, stats=workspace.no_stats, rows=running.limit)
+            self._away.add(operator)
+            running.row, running.returning, running.ids = row, operator, None
+        return running.returning
+
+    def _check_changes(self, row: CombineRow, running: _Round) -> torch.Tensor:
+        """The tokens' ids, where this round may still return other rows. Raises InvalidArgument."""
         if running.ids is None:
             raise InvalidArgument(
                 f"hidden_size {row.hidden}, dtype {row.dtype} and use_low_precision={row.fp8} of "
                 f"payload; earlier rounds with these input_payloads returned rows {running.row}: "
                 "make another MoeAlltoAll for rounds that return others"
             )
-        operator = workspace.operator(running.payloads, row)
-        if operator is not running.carrier:
-            blank = [
-                torch.zeros((running.tokens, size), dtype=torch.uint8, device=self.group.device)
-                for size in running.payloads
-            ]
-            silence = workspace.stats(None)
-            operator.dispatch(blank, running.ids, stats=silence, rows=running.limit)
-            self._away.add(operator)
-        if running.returning not in (running.carrier, operator):
-            running.returning.combine()
-            self._away.remove(running.returning)
-        running.row, running.returning = row, operator
-        return operator
+        return running.ids
+
+    def _check_sizes(self, **sizes: Any) -> None:
+        """Raise InvalidArgument for sizes of which there can be no all-to-all."""
+        tokens, top_k, experts = self.max_num_tokens, self.top_k, self.num_experts
+        AllToAll.memory_bytes(
+            ranks=self.ep_size, max_tokens=tokens, top_k=top_k, num_experts=experts, **sizes
+        )
 
     def _check_payload(self, payload: torch.Tensor, running: _Round, claimed: bool) -> None:
         """Raise InvalidArgument for what cannot be a round's results."""
@@ -406,9 +410,9 @@ class MoeAlltoAll:
             )
 
 
-def _give_up(workspace: SharedWorkspace, group: Group | None, away: set[AllToAll]) -> None:
-    workspace.drop(away)
-    release(workspace)
+def _give_up(shared: Lease[MoeWorkspace], group: Group | None, away: set[AllToAll]) -> None:
+    shared.operator.drop(away)
+    shared.close()
     if group is not None:
         release_group(group)
 

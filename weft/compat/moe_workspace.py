@@ -1,0 +1,134 @@
+"""The all-to-alls of equal `MoeAlltoAll` objects, which `weft.lease` shares among them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weft.alltoall.api import AllToAll
+from weft.alltoall.received import Payload
+from weft.errors import InvalidArgument
+from weft.memory import Group
+from weft.runtime.stream import capturing
+from weft.shape import DTYPE_NAMES
+
+RowBytes = tuple[int, ...]  # of each payload: the memory of a dispatch follows from them
+
+
+@dataclass(frozen=True, slots=True)
+class CombineRow:
+    """The rows that a combine returns.   fp8: they travel as FP8 numbers and scales."""
+
+    hidden: int
+    dtype: torch.dtype
+    fp8: bool = False
+
+    def __str__(self) -> str:
+        return f"[{self.hidden}] {self.dtype}" + (" as FP8" if self.fp8 else "")
+
+
+class MoeWorkspace:
+    """One AllToAll for each list of payload sizes and each combine row that calls have brought.
+
+    size_asked: only objects that ask for the same size share, as in flashinfer.comm: engines keep
+        rounds that may overlap in objects of different sizes.
+    rows: the combine row of each payload list, once a round has shown it.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        *,
+        max_tokens: int,
+        top_k: int,
+        num_experts: int,
+        stats: int,
+        size_asked: int,
+        timeout: float,
+        first_timeout: float,
+    ) -> None:
+        self.group, self.size_asked = group, size_asked
+        self._sizes = {"max_tokens": max_tokens, "top_k": top_k, "num_experts": num_experts}
+        self._limits = {"timeout": timeout, "first_timeout": first_timeout}
+        self._stats = stats
+        self.rows: dict[RowBytes, CombineRow] = {}
+        self._operators: dict[tuple[RowBytes, CombineRow], AllToAll] = {}
+        # What a dispatch sends that brings no statistics.
+        self.no_stats: torch.Tensor | None = None
+        if stats:
+            self.no_stats = torch.zeros(stats, dtype=torch.int32, device=group.device)
+
+    def operator(self, payloads: RowBytes, row: CombineRow) -> AllToAll:
+        """The all-to-all of these sizes; collective when it is new.
+
+        Raises InvalidArgument in a graph capture that is the first to need it, and what AllToAll
+        raises.
+        """
+        key = (payloads, row)
+        if key not in self._operators:
+            if capturing(self.group.device):
+                raise InvalidArgument(
+                    f"payload rows of {list(payloads)} bytes and combine rows {row} come for the "
+                    "first time in a graph capture, where no memory can be made: run one such "
+                    "round on all ranks before it"
+                )
+            self._operators[key] = AllToAll(
+                self.group,
+                **self._sizes,
+                hidden=row.hidden,
+                dtype=row.dtype,
+                payloads=[Payload((size,), torch.uint8) for size in payloads],
+                combine_dtype="fp8" if row.fp8 else None,
+                stats=self._stats,
+                **self._limits,
+            )
+        return self._operators[key]
+
+    def learn(self, payloads: RowBytes, row: CombineRow) -> None:
+        """Rounds with these payloads return `row`; an all-to-all made for another row is closed."""
+        first = payloads not in self.rows
+        self.rows[payloads] = row
+        if first:
+            for key in [k for k in self._operators if k[0] == payloads and k[1] != row]:
+                self._operators.pop(key).close()
+
+    def drop(self, operators: Collection[AllToAll]) -> None:
+        """Close those of them that work: a caller has left their round, and peers are told.
+
+        Local. Where every rank left, the next call that needs one makes it anew on all of them.
+        Broken ones stay, to raise the reason in later calls.
+        """
+        for key, each in list(self._operators.items()):
+            if each in operators and not each.broken:
+                self._operators.pop(key).close()
+
+    def check(self) -> None:
+        """Raise what the device has recorded for any of its all-to-alls."""
+        for operator in self._operators.values():
+            operator.check()
+
+    def close(self) -> None:
+        """Give the memory back. Local."""
+        for operator in self._operators.values():
+            operator.close()
+        self._operators.clear()
+
+    def _check_open(self) -> None:
+        """A lease may share it: nobody else closes it."""
+
+
+def likely_row(payloads: Sequence[Payload], hidden: int | None) -> CombineRow:
+    """The combine row that a first round is built for: as wide as the model, in its dtype.
+
+    The first payload is x: in its own dtype, or quantised, a byte for one number or for two.
+    """
+    first = payloads[0]
+    dtype = first.dtype if first.dtype in DTYPE_NAMES else torch.bfloat16
+    if hidden is None:
+        packed = 2 if first.dtype == torch.uint8 else 1
+        hidden = first.row_bytes // first.dtype.itemsize * packed
+        vector = 16 // dtype.itemsize  # rows are whole vectors
+        hidden = -(-hidden // vector) * vector
+    return CombineRow(hidden, dtype)
