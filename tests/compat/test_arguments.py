@@ -266,7 +266,7 @@ def buffers(group: weft.Group) -> None:
         "group": listed("x", 7, True, []).optional(),
         **{name: UNUSED for name in UNUSED_BY_BUFFER},
         **{"low_latency_mode": FLAG, "enable_shrink": WANTS_FALSE},
-        **{"timeout": SECONDS, "first_timeout": SECONDS, "profile": FLAG},
+        **{"timeout": SECONDS, "first_timeout": SECONDS},
     }
     given: dict[str, Any] = {"group": group, "low_latency_mode": True}
     tried(Row(deep_ep.Buffer, given, kinds, {"group": "group"}))
@@ -319,12 +319,6 @@ def buffers(group: weft.Group) -> None:
     }
     tried(Row(buffer.low_latency_combine, back, combined))
     tried(Row(buffer.get_next_low_latency_combine_buffer, {"handle": handle}, {"handle": THING}))
-    status = {"mask_status": torch.zeros(group.size, dtype=torch.int32)}
-    tried(Row(buffer.low_latency_query_mask_buffer, status, {"mask_status": TENSOR}))
-    masked = {"rank_to_mask": listed(*WHOLE, -1, 2), "mask": WANTS_FALSE}
-    tried(Row(buffer.low_latency_update_mask_buffer, {"rank_to_mask": 0}, masked))
-    paths = listed(7, True, [], b"x", torch.zeros(2))
-    tried(Row(buffer.dump_trace, {"path": "trace.json"}, {"path": paths}))
     buffer.low_latency_combine(**back)
     buffer.check()
     assert torch.equal(whole(), before)

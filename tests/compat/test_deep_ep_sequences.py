@@ -357,15 +357,8 @@ def test_a_process_group_as_callers_pass_it(ranks):
     ranks(2, "cpu")(of_a_process_group)
 
 
-def masks(group: weft.Group) -> None:
+def names(group: weft.Group) -> None:
     buffer = Buffer(group, low_latency_mode=True)
-    status = torch.full((group.size,), 7, dtype=torch.int, device=group.device)
-    buffer.low_latency_query_mask_buffer(status)
-    assert status.tolist() == [0] * group.size
-    buffer.low_latency_update_mask_buffer(group.size - 1)
-    buffer.low_latency_clean_mask_buffer()
-    with pytest.raises(InvalidArgument, match="mask is True"):
-        buffer.low_latency_update_mask_buffer(0, mask=True)
     if group.device.type == "cuda":
         assert buffer.get_comm_stream() == torch.cuda.current_stream(group.device)
     else:
@@ -376,7 +369,7 @@ def masks(group: weft.Group) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_names_beside_the_low_latency_calls(ranks, kind, monkeypatch):
-    ranks(2, kind)(masks)
+    ranks(2, kind)(names)
     assert topk_idx_t is torch.int64
     assert Config(24, 8, 256).num_max_nvl_chunked_send_tokens == 8
     monkeypatch.setattr(Buffer, "num_sms", Buffer.num_sms)

@@ -1,6 +1,6 @@
 """`allreduce_fusion` with the signatures of flashinfer.comm, on weft.AllReduce.
 
-What is the same, stricter and refused stands in docs/compat.md, pattern by pattern.
+docs/compat.md says what is the same, what is stricter and what is refused, pattern by pattern.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class AllReduceFusionPattern(IntEnum):
 
 
 class QuantizationSFLayout(IntEnum):
-    """How NVFP4's scales lie; the numbers are those of flashinfer.comm."""
+    """The order of NVFP4's scales; the numbers are those of flashinfer.comm."""
 
     SWIZZLED_128x4 = 0
     SWIZZLED_8x4 = 1
@@ -142,7 +142,7 @@ def allreduce_fusion(
 
 
 def _blank_padding(scales: torch.Tensor) -> None:
-    """Zero what lies between a column's last token and the next column, as flashinfer.comm does.
+    """Zero the padding between a column's last token and the next column, as flashinfer.comm does.
 
     scales: `[tokens, columns]` with strides `(1, tokens rounded up to 4)`; its memory may end with
         the last column's last token.
@@ -276,7 +276,7 @@ def moe_reduction(
     rows: torch.Tensor | None,
     shared: torch.Tensor | None,
 ) -> MoEFinalize:
-    """Pattern 6: each token adds the rows of all experts here; they lie expert by expert."""
+    """Pattern 6: each token adds the rows of all experts here, which are ordered by expert."""
     for name, value in (
         ("moe_reduction_device_num_experts", experts),
         ("moe_reduction_scale_input", scales),

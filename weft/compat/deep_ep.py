@@ -1,6 +1,6 @@
 """`Buffer` of deep_ep: low latency on weft.LowLatencyAllToAll, normal mode on weft.AllToAll.
 
-What is the same, stricter and refused stands in docs/compat.md, call by call.
+docs/compat.md says what is the same, what is stricter and what is refused, call by call.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ topk_idx_t = torch.int64  # int32 ids are taken, too
 
 HINTED_TOP_K = 16  # the size hint is not given top_k; this is more than models have
 LOW_LATENCY = "low-latency calls need a Buffer made with it"
+IDS = (torch.int32, torch.int64)
 NODES = "weft serves the ranks of one host, which need no RDMA outside of low-latency mode"
 MAX_CHUNK = 1 << 20
 SHRINK = "a rank that died ends the group: close it and make a new one"
@@ -46,8 +47,8 @@ SHRINK = "a rank that died ends the group: close it and make a new one"
 DISPATCHED = {"topk_ids": "topk_idx"}
 COMBINED = {"y": "x", "topk_ids": "topk_idx"}
 LOGFMT = "rows return as bfloat16, exactly"
-STATS, COUNTS = "cumulative_local_expert_recv_stats", (torch.int32, torch.int64)
-COSTS = "build with profile=True and use dump_trace: waits by source, for each CTA"
+STATS = "cumulative_local_expert_recv_stats"
+COSTS = "weft counts no waits; weft.LowLatencyAllToAll(profile=True) has timelines"
 Numbers: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Hook: TypeAlias = Callable[[], None]
 
@@ -148,7 +149,6 @@ class Buffer:
 
     Arguments of weft's own:
     timeout, first_timeout: seconds that a wait for a peer may take, and the first one.
-    profile: let kernels keep times for `dump_trace`.
 
     The first call of each combination of sizes, FP8 and scales makes memory on all ranks together,
     in the normal mode also one of more tokens than before, by powers of two; it may not be in a
@@ -176,15 +176,15 @@ class Buffer:
         *,
         timeout: float = 100.0,
         first_timeout: float = 120.0,
-        profile: bool = False,
     ) -> None:
         flags(low_latency_mode=low_latency_mode)
         if not low_latency_mode:
             refuse("num_rdma_bytes", num_rdma_bytes, 0, NODES)
         refuse("enable_shrink", enable_shrink, False, SHRINK)
-        timeout = seconds("timeout", timeout)
-        first_timeout = seconds("first_timeout", first_timeout)
-        flags(profile=profile)
+        limits = {
+            "timeout": seconds("timeout", timeout),
+            "first_timeout": seconds("first_timeout", first_timeout),
+        }
         self._owns_group = not isinstance(group, Group)
         self._group = group if isinstance(group, Group) else Group.from_torch(group)
         self.group = self._group if group is None else group
@@ -192,14 +192,10 @@ class Buffer:
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
         self.enable_shrink = False
-        self._options: dict[str, Any] = {
-            "timeout": timeout,
-            "first_timeout": first_timeout,
-            "profile": profile,
-        }
         self._exchanges: dict[tuple[Any, ...], LowLatencyAllToAll] = {}
         self._inputs: dict[tuple[Any, ...], torch.Tensor] = {}
-        self._normal = NormalMode(self._group, self._options)
+        self._limits = limits
+        self._normal = NormalMode(self._group, limits)
         self._stream: torch.cuda.Stream | None = None  # of the normal mode's latest call
         self._destroyed = False
 
@@ -289,7 +285,9 @@ class Buffer:
         refuse("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, None, COSTS)
         flags(use_fp8=use_fp8, round_scale=round_scale, use_ue8m0=use_ue8m0)
         flags(async_finish=async_finish, return_recv_hook=return_recv_hook)
-        self._check_tokens(x, topk_idx, cumulative_local_expert_recv_stats)
+        # What a new exchange would take its sizes from.
+        self._check("x", x, (None, None), torch.bfloat16)
+        self._check("topk_idx", topk_idx, (None, None), *IDS)
         most = _most("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank)
         num_experts = integer("num_experts", num_experts, 1, MAX_EXPERTS)
         if use_ue8m0 and not (use_fp8 and round_scale):
@@ -299,12 +297,13 @@ class Buffer:
             )
         scale = ("ue8m0" if round_scale else "fp32_col") if use_fp8 else None
         sizes = (most, int(x.shape[-1]), int(topk_idx.shape[-1]))
+        stats = cumulative_local_expert_recv_stats
+        if stats is not None:
+            self._check(STATS, stats, (None,), *IDS)
         key = (*sizes, num_experts, scale)
         a2a = self._exchange(key)
-        if cumulative_local_expert_recv_stats is not None:
-            size, stats = (a2a.num_local_experts,), cumulative_local_expert_recv_stats
-            check_tensor(STATS, stats, shape=size, dtypes=COUNTS, device=self._group.device)
-            check_alignment(STATS, stats, stats.itemsize)
+        if stats is not None:
+            self._check(STATS, stats, (a2a.num_local_experts,), *IDS)
         receive: Hook | None = None
         try:
             if return_recv_hook:
@@ -318,22 +317,22 @@ class Buffer:
         ranges = torch.zeros_like(rows.ranges[..., 0], dtype=torch.int64)
         tokens = torch.zeros_like(rows.source)
 
-        def settle() -> None:
+        def finish() -> None:
             if receive is not None:
                 receive()
             tokens.copy_(token_indices(rows, most))
             ranges.copy_(packed_ranges(rows))
-            if cumulative_local_expert_recv_stats is not None:
-                cumulative_local_expert_recv_stats.add_(rows.counts)
+            if stats is not None:
+                stats.add_(rows.counts)
             if widen:
                 _fill_scales(numbers, rows, a2a)
 
         if not return_recv_hook:
-            settle()
+            finish()
         parts = (tokens, ranges, most, sizes[1], num_experts)
         ticket = Ticket.of(parts, _Round(key, rows.handle))
         event = self._event(async_finish)
-        return numbers, rows.counts, ticket, event, settle if return_recv_hook else None
+        return numbers, rows.counts, ticket, event, finish if return_recv_hook else None
 
     @untraced
     def low_latency_combine(
@@ -402,22 +401,6 @@ class Buffer:
     ) -> None:
         """Nothing to do: an inbox is blank again when it has been read."""
 
-    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
-        """Write which ranks are masked to int32 `[num_ranks]`: none ever is, so zeros."""
-        shape, kinds = (self.group_size,), (torch.int32,)
-        device = self._group.device
-        check_tensor("mask_status", mask_status, shape=shape, dtypes=kinds, device=device)
-        check_alignment("mask_status", mask_status, mask_status.itemsize)
-        mask_status.zero_()
-
-    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Nothing to do: no rank is masked. Raises InvalidArgument for mask=True."""
-        integer("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
-        refuse("mask", mask, False, SHRINK)
-
-    def low_latency_clean_mask_buffer(self) -> None:
-        """Nothing to do: no rank is masked."""
-
     @untraced
     def get_dispatch_layout(
         self,
@@ -441,7 +424,7 @@ class Buffer:
         num_experts = integer("num_experts", num_experts, 1, largest(Shape, "experts"))
         if num_experts % self.group_size:
             wrong("num_experts", num_experts, f"a multiple of the {self.group_size} ranks")
-        self._check_ids("topk_idx", topk_idx, None)
+        self._check_ids(topk_idx, None)
         _wait(previous_event)
         per_rank, per_expert, in_rank = rank_layout.dispatch_layout(
             topk_idx, num_experts, self.group_size
@@ -490,7 +473,7 @@ class Buffer:
 
         Returns `(x, topk_idx, topk_weights, counts, handle, event)`, in tensors of the caller's
         own, rows ordered by source rank, then token: x as it was given; local expert ids, -1 for
-        others' and for rows behind the received ones; weights, 0 there; a list of rows for each
+        others' and for rows after the received ones; weights, 0 there; a list of rows for each
         local expert, empty with num_worst_tokens.
 
         Raises InvalidArgument, TokenOverflow, OutOfOrder; on all ranks, before rows are sent,
@@ -500,7 +483,8 @@ class Buffer:
         self._check_open()
         flags(async_finish=async_finish, allocate_on_comm_stream=allocate_on_comm_stream)
         alignment = integer("expert_alignment", expert_alignment, 1, MAX_CHUNK)
-        worst = integer("num_worst_tokens", num_worst_tokens, 0, 2**31 - 1)
+        most_rows = self.group_size * largest(Shape, "tokens")
+        worst = integer("num_worst_tokens", num_worst_tokens, 0, most_rows)
         if config is not None:
             instance("config", config, Config)
         x, scales = self._check_rows(x)
@@ -516,7 +500,7 @@ class Buffer:
             self._begin(previous_event)
             again = self._normal.dispatch_again(Rows(x, scales), handle)
             return _numbers_of(again), None, None, None, None, self._event(async_finish)
-        device, tokens = self._group.device, len(x)
+        tokens = len(x)
         layout = (
             ("num_tokens_per_rank", num_tokens_per_rank, (self.group_size,), torch.int32),
             ("is_token_in_rank", is_token_in_rank, (tokens, self.group_size), torch.bool),
@@ -525,8 +509,7 @@ class Buffer:
         for name, tensor, shape, dtype in layout:
             if tensor is None:
                 wrong(name, None, "a tensor of get_dispatch_layout's, or pass a handle")
-            check_tensor(name, tensor, shape=shape, dtypes=(dtype,), device=device)
-            check_alignment(name, tensor, tensor.itemsize)
+            self._check(name, tensor, shape, dtype)
         assert num_tokens_per_rank is not None
         assert is_token_in_rank is not None
         assert num_tokens_per_expert is not None
@@ -583,20 +566,15 @@ class Buffer:
         if config is not None:
             instance("config", config, Config)
         routing = self._normal.routing_of(_dispatched(handle))
-        device, kinds = self._group.device, (torch.bfloat16,)
-        check_tensor("x", x, shape=(routing.rows, None), dtypes=kinds, device=device)
-        check_alignment("x", x, 16)
+        self._check("x", x, (routing.rows, None), torch.bfloat16, unit=16)
         biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
         if len(biases) > 2:
             raise InvalidArgument(f"bias has {len(biases)} tensors; pass one, or a tuple of two")
         for place, each in enumerate(biases):
             name = "bias" if len(biases) == 1 else f"bias[{place}]"
-            shape = (routing.tokens, x.shape[1])
-            check_tensor(name, each, shape=shape, dtypes=kinds, device=device)
-            check_alignment(name, each, 16)
+            self._check(name, each, (routing.tokens, x.shape[1]), torch.bfloat16, unit=16)
         if topk_weights is not None:
-            size, floats = (routing.rows, None), (torch.float32,)
-            check_tensor("topk_weights", topk_weights, shape=size, dtypes=floats, device=device)
+            self._check("topk_weights", topk_weights, (routing.rows, None), torch.float32)
             top_k = integer("topk_weights.shape[1]", topk_weights.shape[1], 1, MAX_TOP_K)
             check_alignment("topk_weights", topk_weights, top_k * topk_weights.itemsize)
         self._begin(previous_event)
@@ -609,15 +587,6 @@ class Buffer:
         for exchange in self._exchanges.values():
             exchange.check()
         self._normal.check()
-
-    def dump_trace(self, path: str) -> None:
-        """Write the times of the latest low-latency exchange's last rounds; weft's own.
-
-        Needs profile=True. Raises OutOfOrder where there was none.
-        """
-        if not self._exchanges:
-            raise OutOfOrder("dump_trace before any low-latency dispatch")
-        list(self._exchanges.values())[-1].dump_trace(path)
 
     def destroy(self) -> None:
         """Give all memory back. Waits for this rank's own work. Idempotent."""
@@ -632,56 +601,50 @@ class Buffer:
         if self._owns_group:
             self._group.close()
 
-    def _check_tokens(self, x: torch.Tensor, ids: torch.Tensor, stats: torch.Tensor | None) -> None:
-        """Refuse what an exchange would be made for before it is looked at."""
-        device = self._group.device
-        shape, kinds = (None, None), (torch.bfloat16,)
-        check_tensor("x", x, shape=shape, dtypes=kinds, device=device)
-        integers = (torch.int32, torch.int64)
-        check_tensor("topk_idx", ids, shape=shape, dtypes=integers, device=device)
-        if stats is not None:
-            check_tensor(STATS, stats, shape=(None,), dtypes=COUNTS, device=device)
+    def _check(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        shape: tuple[int | None, ...],
+        *dtypes: torch.dtype,
+        unit: int | None = None,
+    ) -> None:
+        """Raise InvalidArgument for a tensor that is not of this kind.   unit: of its address."""
+        check_tensor(name, tensor, shape=shape, dtypes=dtypes, device=self._group.device)
+        check_alignment(name, tensor, unit or tensor.itemsize)
 
     def _check_rows(self, x: Numbers) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x and its scales, contiguous, as the normal mode takes them. Raises InvalidArgument."""
-        device, any_rows = self._group.device, (None, None)
         if not isinstance(x, tuple):
-            check_tensor("x", x, shape=any_rows, dtypes=(torch.bfloat16,), device=device)
+            self._check("x", x, (None, None), torch.bfloat16)
             _check_row_bytes("x", x)
             return x, None
         if len(x) != 2:
             raise InvalidArgument(f"x has {len(x)} tensors; pass one, or FP8 numbers and scales")
         numbers, scales = x
-        kinds: tuple[torch.dtype, ...] = (torch.float8_e4m3fn,)
-        check_tensor("x[0]", numbers, shape=any_rows, dtypes=kinds, device=device)
+        self._check("x[0]", numbers, (None, None), torch.float8_e4m3fn)
         _check_row_bytes("x[0]", numbers)
         if isinstance(scales, torch.Tensor) and scales.layout is torch.strided:
             scales = scales.contiguous()
-        kinds = (torch.float32, torch.int32)
-        check_tensor("x[1]", scales, shape=(len(numbers), None), dtypes=kinds, device=device)
+        self._check("x[1]", scales, (len(numbers), None), torch.float32, torch.int32)
         _check_row_bytes("x[1]", scales, scales.itemsize)
         return numbers, scales
 
-    def _check_ids(self, name: str, ids: torch.Tensor, tokens: int | None) -> None:
-        kinds, shape = (torch.int32, torch.int64), (tokens, None)
-        check_tensor(name, ids, shape=shape, dtypes=kinds, device=self._group.device)
-        check_alignment(name, ids, ids.itemsize)
-        integer(f"{name}.shape[1]", ids.shape[1], 1, MAX_TOP_K)
+    def _check_ids(self, ids: torch.Tensor, tokens: int | None) -> None:
+        self._check("topk_idx", ids, (tokens, None), *IDS)
+        integer("topk_idx.shape[1]", ids.shape[1], 1, MAX_TOP_K)
 
     def _check_topk(
         self, tokens: int, ids: torch.Tensor | None, weights: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Ids and weights, or None where neither was given. Raises InvalidArgument."""
+        """Ids and weights, or None without both. Raises InvalidArgument."""
         if ids is None and weights is None:
             return None
         if ids is None or weights is None:
             given, missing = ("topk_idx", "topk_weights")[:: 1 if weights is None else -1]
             raise InvalidArgument(f"{given} without {missing}; pass both, or none")
-        self._check_ids("topk_idx", ids, tokens)
-        shape, floats = tuple(ids.shape), (torch.float32,)
-        device = self._group.device
-        check_tensor("topk_weights", weights, shape=shape, dtypes=floats, device=device)
-        check_alignment("topk_weights", weights, weights.itemsize)
+        self._check_ids(ids, tokens)
+        self._check("topk_weights", weights, tuple(ids.shape), torch.float32)
         return ids, weights
 
     def _begin(self, event: EventOverlap | None) -> None:
@@ -716,7 +679,7 @@ class Buffer:
                 scale=scale or "fp32_row",
                 split_phase=True,
                 _recipe="deep_ep",
-                **self._options,
+                **self._limits,
             )
             made._rounds.recycles = True
             self._exchanges[key] = made
@@ -732,7 +695,7 @@ class Buffer:
         return self._exchange(key)
 
     def _input(self, round_: _Round, x: torch.Tensor) -> torch.Tensor:
-        """The combine buffer of a handle, for which `x` stands with zero_copy."""
+        """The combine buffer of a handle, which zero_copy reads in place of `x`."""
         y = self._inputs.get((*round_.key, round_.handle.slot))
         if y is None:
             raise OutOfOrder(

@@ -1,8 +1,8 @@
-"""The workspace of `allreduce_fusion`: a weft.AllReduce behind flashinfer.comm's names."""
+"""The workspace of `allreduce_fusion`: a weft.AllReduce by flashinfer.comm's names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,31 +50,61 @@ class _Config:
 
 
 class AllReduceFusionWorkspace:
-    """What `create_allreduce_fusion_workspace` returns; a context manager."""
+    """What `create_allreduce_fusion_workspace` returns; a context manager. Collective.
 
-    backend = "trtllm"  # whose calls it takes: engines ask
+    metadata: the sizes that it was made with.
+    """
+
+    backend = "trtllm"  # the calls that it takes: engines ask
 
     def __init__(
         self,
-        reduce: AllReduce,
-        group: Group,
+        tp_size: int,
+        tp_rank: int,
+        max_token_num: int,
+        hidden_dim: int,
+        dtype: torch.dtype = torch.float16,
+        comm_backend: Any = None,
+        group: Group | dist.ProcessGroup | None = None,
         *,
-        max_tokens: int,
-        owns: bool,
-        make: Callable[[int, int, torch.dtype], AllReduce] | None = None,
+        timeout: float = 120.0,
+        first_timeout: float = 120.0,
     ) -> None:
-        self.world_size, self.rank = group.size, group.rank
-        self.group = group
-        self._max_tokens = max_tokens
-        self._reduce: AllReduce | None = reduce
-        self._make = make  # another one, of so many tokens, so wide, of a dtype
+        tp_size = integer("tp_size", tp_size, 1, MAX_WORLD)
+        tp_rank = integer("tp_rank", tp_rank, 0, MAX_WORLD)
+        max_token_num = integer("max_token_num", max_token_num, 1, MAX_TOKENS)
+        hidden_dim = integer("hidden_dim", hidden_dim, 8, 1 << 20)
+        dtype = one_of("dtype", dtype, DTYPE_NAMES)
+        self.group, self._owns_group = _ranks(tp_rank, tp_size, comm_backend, group)
+        self.world_size, self.rank = tp_size, tp_rank
+        self._elements = max_token_num * hidden_dim
+        self._limits = {"timeout": timeout, "first_timeout": first_timeout}
+        try:
+            self._reduce: AllReduce | None = self._make(max_token_num, hidden_dim, dtype)
+        except Exception:
+            if self._owns_group:
+                _give_up(self.group)
+            raise
         self._others: dict[tuple[int, torch.dtype], AllReduce] = {}
-        self._owns_group = owns
         self._scales: dict[float, torch.Tensor] = {}
         self._indices: dict[tuple[int, int], torch.Tensor] = {}
+        self.metadata: dict[str, Any] = {
+            **{"tp_rank": tp_rank, "tp_size": tp_size, "max_token_num": max_token_num},
+            **{"hidden_dim": hidden_dim, "use_fp32_lamport": dtype == torch.float32},
+        }
+
+    def _make(self, tokens: int, hidden: int, dtype: torch.dtype) -> AllReduce:
+        return AllReduce(
+            self.group,
+            max_tokens=min(tokens, MAX_TOKENS),
+            hidden=hidden,
+            dtype=dtype,
+            epilogue_at="receiver",  # as flashinfer.comm: a residual of each rank's own
+            **self._limits,
+        )
 
     def open(self) -> AllReduce:
-        """The all-reduce behind it. Raises OutOfOrder after destroy."""
+        """The all-reduce of the sizes that it was made with. Raises OutOfOrder after destroy."""
         if self._reduce is None:
             raise OutOfOrder("this workspace was destroyed; make a new one")
         return self._reduce
@@ -86,22 +116,17 @@ class AllReduceFusionWorkspace:
         and InvalidArgument in a graph capture that is the first to bring such rows.
         """
         reduce, key = self.open(), (int(rows.shape[-1]), rows.dtype)
-        if key == (reduce.reduction.hidden, reduce.dtype) or self._make is None:
-            return reduce
-        if not self._fits(1, *key):
+        if key == (reduce.reduction.hidden, reduce.dtype) or not self._fits(1, *key):
             return reduce
         if key not in self._others:
             self._refuse_capture(f"rows [{key[0]}] of {key[1]}", "bring some before the capture")
-            self._others[key] = self._make(self._elements() // key[0], *key)
+            self._others[key] = self._make(self._elements // key[0], *key)
         return self._others[key]
-
-    def _elements(self) -> int:
-        return self._max_tokens * self.open().reduction.hidden
 
     def _fits(self, tokens: int, hidden: int, dtype: torch.dtype) -> bool:
         """As in flashinfer.comm: as many elements, and either both float32 or neither."""
         alike = (dtype == torch.float32) == (self.open().dtype == torch.float32)
-        sizes = hidden >= 8 and hidden % 8 == 0 and 0 <= tokens * hidden <= self._elements()
+        sizes = hidden >= 8 and hidden % 8 == 0 and 0 <= tokens * hidden <= self._elements
         return dtype in DTYPE_NAMES and alike and sizes
 
     def is_buffer_size_sufficient(
@@ -163,7 +188,7 @@ class AllReduceFusionWorkspace:
         return self._scales[value]
 
     def expert_major(self, experts: int, tokens: int) -> torch.Tensor:
-        """int32 `[tokens, experts]`: where token t's row of expert e lies; made once for a size."""
+        """int32 `[tokens, experts]`: the index of token t's row of expert e; made once a size."""
         if (experts, tokens) not in self._indices:
             what = f"a MoE reduction of {experts} experts and {tokens} tokens"
             self._refuse_capture(what, "make one such call before the capture")
@@ -171,9 +196,9 @@ class AllReduceFusionWorkspace:
             self._indices[experts, tokens] = rows.view(experts, tokens).t().contiguous()
         return self._indices[experts, tokens]
 
-    def _refuse_capture(self, what: str, mend: str) -> None:
+    def _refuse_capture(self, what: str, hint: str) -> None:
         if capturing(self.group.device):
-            raise InvalidArgument(f"{what} comes for the first time in a graph capture: {mend}")
+            raise InvalidArgument(f"{what} comes for the first time in a graph capture: {hint}")
 
     def check(self) -> None:
         """Raise what the device has recorded (`weft.AllReduce.check`)."""
@@ -190,7 +215,7 @@ class AllReduceFusionWorkspace:
             self._scales.clear()
             self._indices.clear()
             if self._owns_group:
-                give_up(self.group)
+                _give_up(self.group)
 
     def __enter__(self) -> AllReduceFusionWorkspace:
         return self
@@ -199,54 +224,7 @@ class AllReduceFusionWorkspace:
         self.destroy()
 
 
-class TRTLLMAllReduceFusionWorkspace(AllReduceFusionWorkspace):
-    """The same, by its constructor. Collective. Raises what create_allreduce_fusion_workspace does.
-
-    metadata: the sizes that it was made with.
-    """
-
-    def __init__(
-        self,
-        tp_size: int,
-        tp_rank: int,
-        max_token_num: int,
-        hidden_dim: int,
-        dtype: torch.dtype = torch.float16,
-        comm_backend: Any = None,
-        group: Group | dist.ProcessGroup | None = None,
-        *,
-        timeout: float = 120.0,
-        first_timeout: float = 120.0,
-    ) -> None:
-        tp_size = integer("tp_size", tp_size, 1, MAX_WORLD)
-        tp_rank = integer("tp_rank", tp_rank, 0, MAX_WORLD)
-        max_token_num = integer("max_token_num", max_token_num, 1, MAX_TOKENS)
-        hidden_dim = integer("hidden_dim", hidden_dim, 8, 1 << 20)
-        dtype = one_of("dtype", dtype, DTYPE_NAMES)
-        ranks, owns = workspace_ranks(tp_rank, tp_size, comm_backend, group)
-
-        def make(tokens: int, hidden: int, dtype: torch.dtype) -> AllReduce:
-            return AllReduce(
-                ranks,
-                max_tokens=min(tokens, MAX_TOKENS),
-                hidden=hidden,
-                dtype=dtype,
-                epilogue_at="receiver",  # as flashinfer.comm: a residual of each rank's own
-                timeout=timeout,
-                first_timeout=first_timeout,
-            )
-
-        try:
-            reduce = make(max_token_num, hidden_dim, dtype)
-        except Exception:
-            if owns:
-                give_up(ranks)
-            raise
-        super().__init__(reduce, ranks, max_tokens=max_token_num, owns=owns, make=make)
-        self.metadata: dict[str, Any] = {
-            **{"tp_rank": tp_rank, "tp_size": tp_size, "max_token_num": max_token_num},
-            **{"hidden_dim": hidden_dim, "use_fp32_lamport": dtype == torch.float32},
-        }
+TRTLLMAllReduceFusionWorkspace = AllReduceFusionWorkspace
 
 
 def create_allreduce_fusion_workspace(
@@ -263,7 +241,7 @@ def create_allreduce_fusion_workspace(
     *,
     timeout: float = 120.0,
     first_timeout: float = 120.0,
-) -> TRTLLMAllReduceFusionWorkspace:
+) -> AllReduceFusionWorkspace:
     """Make the memory that `allreduce_fusion` works in. Collective.
 
     backend: "auto" and "trtllm" mean the same; "mnnvl" is refused.
@@ -275,16 +253,7 @@ def create_allreduce_fusion_workspace(
     Raises InvalidArgument, CreationFailed, GeometryMismatch, RendezvousFailed.
     """
     refuse("backend", backend, ("auto", "trtllm"), MULTICAST)
-    needed = {
-        "world_size": world_size,
-        "rank": rank,
-        "max_token_num": max_token_num,
-        "hidden_dim": hidden_dim,
-        "dtype": dtype,
-    }
-    if missing := [name for name, value in needed.items() if value is None]:
-        raise InvalidArgument(f"{missing[0]} is None; create_allreduce_fusion_workspace needs it")
-    return TRTLLMAllReduceFusionWorkspace(
+    return AllReduceFusionWorkspace(
         integer("world_size", world_size, 1, MAX_WORLD),
         integer("rank", rank, 0, MAX_WORLD),
         integer("max_token_num", max_token_num),
@@ -297,7 +266,7 @@ def create_allreduce_fusion_workspace(
     )
 
 
-def workspace_ranks(
+def _ranks(
     rank: int, size: int, comm: Any, group: Group | dist.ProcessGroup | None
 ) -> tuple[Group, bool]:
     """The group of a workspace, and whether the workspace is to give it up."""
@@ -314,7 +283,7 @@ def workspace_ranks(
         raise
 
 
-def give_up(group: Group) -> None:
-    """Close a group of `workspace_ranks`; one that others share stays until the last is done."""
+def _give_up(group: Group) -> None:
+    """Close a group of `_ranks`; one that others share stays until the last is done."""
     if not release_group(group):
         group.close()
