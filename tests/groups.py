@@ -144,8 +144,8 @@ def make(group: weft.Group, **changes: object) -> weft.AllToAll:
 
 def empty_round(a2a: weft.AllToAll) -> Received:
     """A round without tokens: what it leaves in the inbox is then written by hand."""
-    d, top_k = a2a.group.device, a2a._geometry.shape.top_k
-    sent = a2a._geometry.inputs
+    d, top_k = a2a.group.device, a2a.config.shape.top_k
+    sent = a2a.config.inputs
     x = [torch.zeros((0, *p.shape), dtype=p.dtype, device=d) for p in sent]
     return a2a.dispatch(x, torch.zeros((0, top_k), dtype=torch.int32, device=d))
 

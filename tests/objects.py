@@ -90,7 +90,7 @@ def rank_major(group: weft.Group, **options: Any) -> Made:
             received = a2a.dispatch(x, ids, weights, stats=stats)
         rows = (
             weft.reference.dequantize(*received.payloads[:2])
-            if a2a._geometry.quantized
+            if a2a.config.quantized
             else (received.x)
         )
         seen = copies(received.counts, received.ids, received.stats)

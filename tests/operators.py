@@ -9,7 +9,6 @@ import torch
 
 import weft
 from weft.memory.header import HEADER_BYTES, Fault, Header
-from weft.runtime.watched import Watched
 
 ANY_PEER, ANY_EPOCH = 32, (1 << 64) - 1
 DELAY, JITTER, DROP, LIE, STAY_AWAY, DIE = 1, 2, 3, 4, 5, 6
@@ -63,11 +62,6 @@ class Operator:
     kind: Kind
     made: Any
 
-    @property
-    def watched(self) -> Watched:
-        watched: Watched = self.made._watched
-        return watched
-
     def __enter__(self) -> Operator:
         return self
 
@@ -120,5 +114,5 @@ class Operator:
         """Let this rank do something at a fault point; needs `faults`."""
         fault = Fault(point=point, action=action, peer=peer, epoch=epoch)
         raw = torch.frombuffer(bytearray(fault), dtype=torch.uint8)
-        view = self.watched.heap.tensor((HEADER_BYTES,), torch.uint8)
+        view = self.made.heap.tensor((HEADER_BYTES,), torch.uint8)
         view[Header.fault.offset : Header.fault.offset + len(raw)].copy_(raw)

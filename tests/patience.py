@@ -7,10 +7,19 @@ The fork server of the ranks imports this module, and so does the conftest.
 from __future__ import annotations
 
 import inspect
+from typing import Protocol
 
 import weft
+from weft.memory import Heap
 from weft.memory.header import Header
-from weft.runtime.watched import Watched
+
+
+class HasHeap(Protocol):
+    """An operator, as far as its deadlines go."""
+
+    @property
+    def heap(self) -> Heap: ...
+
 
 SECONDS = 600.0
 PATIENT = (weft.AllToAll, weft.LowLatencyAllToAll, weft.AllReduce, weft.MoE)
@@ -22,8 +31,9 @@ for each in PATIENT:
     defaults.update(timeout=SECONDS, first_timeout=SECONDS)
 
 
-def hurry(watched: Watched, seconds: float) -> None:
+def hurry(operator: HasHeap, seconds: float) -> None:
     """From now on this rank waits so long and no longer."""
+    heap = operator.heap
     limit = int(seconds * 1e9).to_bytes(8, "little")
     for field in (Header.deadline_ns, Header.first_deadline_ns):
-        watched.heap.write(watched.site.rank, field.offset, limit)
+        heap.write(heap.group.rank, field.offset, limit)

@@ -70,7 +70,7 @@ def play(a2a: weft.AllToAll, case: Round, *, poison: bool = True, rows: int | No
     x, ids, weights, add = inputs[group.rank]
     given = weights if case.weighted else None
     _settle(group)
-    inbox = a2a._workspace.received.x
+    inbox = a2a._received.x
     if poison:
         inbox.view(torch.uint8).fill_(0xFF)  # NaN in every float type
         a2a.output().fill_(float("nan"))

@@ -31,12 +31,12 @@ def results(groups: ExpertGroups, grouped: Grouped, seed: int, dtype: torch.dtyp
 
 def poison(a2a: weft.AllToAll) -> None:
     """NaN wherever results return."""
-    shape, at = a2a._geometry.shape, a2a._workspace
+    shape, heap = a2a.config.shape, a2a.heap
     size = shape.returned_rows * shape.returned_bytes
     settle(a2a.group.device)
     a2a.group.barrier()  # the peers' last rows are summed
-    at.heap.tensor((size,), torch.uint8, offset=a2a._geometry.layout.returned).fill_(0xFF)
-    at.output.fill_(float("nan"))
+    heap.tensor((size,), torch.uint8, offset=a2a.config.offsets.returned).fill_(0xFF)
+    a2a._output.fill_(float("nan"))
     settle(a2a.group.device)
     a2a.group.barrier()
 
@@ -46,7 +46,7 @@ def round_trip(
 ) -> torch.Tensor:
     """One round; `give_back` brings y on its way."""
     x, ids, weights, add = case.of(a2a.rank, a2a.group.device)
-    if a2a._geometry.shape.combine != "pull":
+    if a2a.config.shape.combine != "pull":
         poison(a2a)
     grouped = groups.gather(a2a.dispatch(x, ids, weights))
     give_back(a2a, groups, results(groups, grouped, case.seed + 31 * a2a.rank, case.dtype))

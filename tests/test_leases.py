@@ -147,7 +147,7 @@ def memory(group: weft.Group) -> None:
                 case.config, ranks=2, max_tokens=8, device=device, **options
             )
             assert told.ordinary == layer.workspace_bytes, (name, options)
-            assert told.shared == layer.exchange._watched.heap.size
+            assert told.shared == layer.exchange.heap.size
             most = weft.MoE.memory_bytes(case.config, ranks=2, max_tokens=8, device=device)
             assert most.total >= told.total or "quantize" in options or "max_rows" in options
     with pytest.raises(InvalidArgument, match="ranks is 0"):

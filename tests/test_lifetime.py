@@ -17,7 +17,7 @@ from tests.operators import KINDS
 from tests.public import FAMILIES, MODES
 from weft.errors import CreationFailed
 from weft.runtime import watched
-from weft.runtime.entries import CpuEntries
+from weft.runtime.kernels import CpuKernels
 
 FEW = 1024  # bytes: tables of experts and single words may stay
 Apart = (type, ModuleType, FunctionType, weft.Group)  # from there on all of the process is reached
@@ -157,7 +157,7 @@ def unload_where_another_fails(group: weft.Group, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["pull", "receiver", "oneshot"])
 def test_ranks_that_loaded_kernels_unload_them_where_another_rank_fails(name, ranks, monkeypatch):
-    closed: list[CpuEntries] = []
-    monkeypatch.setattr(CpuEntries, "close", lambda entries: closed.append(entries))
+    closed: list[CpuKernels] = []
+    monkeypatch.setattr(CpuKernels, "close", lambda entries: closed.append(entries))
     ranks(3, "threads")(unload_where_another_fails, name)
     assert len({id(each) for each in closed}) == 2

@@ -12,8 +12,7 @@
     │   ├── PeerAccessDenied       two GPUs cannot reach each other's memory
     │   ├── HandleUnsupported      the driver cannot export memory in a form that peers can import
     │   ├── DriverError            a CUDA driver call failed
-    │   ├── CompileError           NVRTC or the C++ compiler refused the source
-    │   └── LayoutMismatch         Python and C++ disagree on a struct
+    │   └── CompileError           NVRTC or the C++ compiler refused the source
     └── GroupError                 the group broke while running; make a new one
         ├── PeerTimeout            a peer's flag did not arrive before the deadline
         ├── PeerDied               the process of a peer ended
@@ -83,10 +82,6 @@ class DriverError(SetupError):
 
 class CompileError(SetupError):
     """NVRTC or the C++ compiler refused the source; the text holds the generated entry."""
-
-
-class LayoutMismatch(SetupError):
-    """A struct has another size or offset in C++ than its Python mirror."""
 
 
 class GroupError(WeftError, RuntimeError):

@@ -3,9 +3,9 @@
 from weft import errors, reference
 from weft.allreduce.api import AllReduce
 from weft.allreduce.spec import FP8Group, FP8Static, FP8Token, MoEFinalize, Reduced
-from weft.alltoall.api import AllToAll
 from weft.alltoall.capacity import tokens_per_rank
 from weft.alltoall.collective import CollectiveAllToAll
+from weft.alltoall.operator import AllToAll
 from weft.alltoall.received import Payload, Received
 from weft.grouping.api import Compact, Compactor, ExpertGroups, Grouped
 from weft.leases import Lease, lease

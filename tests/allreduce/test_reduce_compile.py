@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.alltoall.test_compile import numbers_of
 from tests.emulator.test_profile_compile import frames
 from tests.recorded import NVRTC, reads
 from weft.allreduce.reduction import Reduction
 from weft.allreduce.source import KERNELS, MOE, cuda_program
-from weft.runtime.layout import compare
 
 pytestmark = reads(tools=(NVRTC,))
 
@@ -28,8 +26,7 @@ WAIT_BYTES = 48
 def test_kernels_compile_to_what_python_expects(name, arch):
     program = cuda_program(REDUCTIONS[name])
     cubin = program.cubin(arch)
-    for symbol, numbers in program.tables.items():
-        compare(numbers, numbers_of(cubin, symbol.encode()))
+    assert all(name.encode() in cubin for name in program.entry_points)
     found = frames(cubin)
     assert {name + end for name in KERNELS for end in ("", MOE)} <= set(found)
     for kernel in KERNELS:

@@ -14,7 +14,7 @@ from weft.allreduce.reduction import Reduction
 from weft.allreduce.source import MOE
 from weft.errors import InvalidArgument
 from weft.runtime import entries as entries_of_all
-from weft.runtime.entries import Build
+from weft.runtime.kernels import Build
 
 REDUCTION = Reduction.of(ranks=8, max_tokens=4096, hidden=7168, dtype=torch.bfloat16)
 STREAM = 0x7F00

@@ -9,7 +9,7 @@ import torch
 
 import weft
 from tests.rounds import Round, bits
-from weft.alltoall.geometry import Geometry
+from weft.alltoall.config import AllToAllConfig
 from weft.shape import Shape
 
 RANKS, TOKENS = 3, 8
@@ -41,7 +41,7 @@ class Case:
     @property
     def shape(self) -> Shape:
         """The same as kernels are told it."""
-        return Geometry.of(ranks=RANKS, **self.sizes).shape
+        return AllToAllConfig.of(ranks=RANKS, **self.sizes).shape
 
     def open(self, group: weft.Group, **more: Any) -> weft.AllToAll:
         """A new all-to-all, which may wait long."""
@@ -156,7 +156,7 @@ def one_round(a2a: weft.AllToAll, case: Case, seed: int) -> int:
     cut = case.cut and seed % 2 == 1
     counted = [s.first(len(s.ids) // 2) if cut else s for s in sent]
     group.barrier()
-    for plane in a2a._workspace.received.payloads:
+    for plane in a2a._received.payloads:
         plane.view(torch.uint8).fill_(0xAA)
     group.barrier()
     options: dict[str, Any] = {"stats": mine.stats} if len(mine.stats) else {}

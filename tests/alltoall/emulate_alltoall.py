@@ -9,9 +9,8 @@ from pathlib import Path
 import weft
 from tests.emulator.emulate import build_library, emulated_tree
 from tests.emulator.watch import Watch
-from weft.alltoall.layout import Layout
-from weft.alltoall.plan import Plan
-from weft.alltoall.source import doors
+from weft.alltoall.config import Offsets
+from weft.alltoall.kernels import Plan, entry_points
 from weft.memory.header import HEADER_BYTES, Header
 from weft.shape import Shape
 
@@ -31,7 +30,7 @@ def compile_alltoall(shapes: Sequence[Shape], folder: Path, *, defines: Sequence
                 "emulated::launch(emulated::seen_from(a->site, S.ranks, "
                 "{grid[0], grid[1], grid[2]}), "
                 f"[a] {{ weft::{door.call}(*a); }}); }}"
-                for name, door in doors(split_phase=True, tma=False).items()
+                for name, door in entry_points(split_phase=True, tma=False).items()
             ]
         lines.append("}")
     return build_library(emulated_tree(folder), "\n".join(lines) + "\n", defines=defines)
@@ -45,9 +44,9 @@ class EmulatedAllToAll:
 
     def __init__(self, library: Path, number: int, a2a: weft.AllToAll) -> None:
         self.library, self._suffix = ctypes.CDLL(str(library)), f"_{number}_{a2a.rank}"
-        self._shape, self._rank = a2a._geometry.shape, a2a.rank
-        self.watch = Watch(self.library, a2a._workspace.site.stride)
-        self._layout, self.dispatch, self.combine = a2a._geometry.layout, FLAGS_ONLY, FLAGS_ONLY
+        self._shape, self._rank = a2a.config.shape, a2a.rank
+        self.watch = Watch(self.library, a2a._site.stride)
+        self._offsets, self.dispatch, self.combine = a2a.config.offsets, FLAGS_ONLY, FLAGS_ONLY
 
     def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
         """Run one operation to its end."""
@@ -62,12 +61,12 @@ class EmulatedAllToAll:
         if combine == "push_fp8" and name.startswith("combine"):
             args.pushers, args.strips = plan.pushers, plan.strips
         if name.startswith("combine") and not name.endswith("receive") and combine != "gemm_push":
-            self._host(range(self._layout.outbox, self._layout.destinations), writes=True)
+            self._host(range(self._offsets.outbox, self._offsets.destinations), writes=True)
         grid = (ctypes.c_uint32 * 3)(plan.workers, plan.chunks, plan.threads)
         getattr(self.library, name + self._suffix)(ctypes.byref(args), grid)
         if name in ("dispatch", "dispatch_receive"):
-            end = self._layout.returned or self._layout.stats or self._layout.outbox
-            self._host(range(self._layout.route, end))
+            end = self._offsets.returned or self._offsets.stats or self._offsets.outbox
+            self._host(range(self._offsets.route, end))
 
     def close(self) -> None:
         """Nothing is held."""
@@ -79,7 +78,7 @@ class EmulatedAllToAll:
 
 def places(shape: Shape) -> dict[str, range]:
     """The parts of a share by name."""
-    layout = Layout.of(shape)
+    layout = Offsets.of(shape)
     flags = 8 * shape.ranks
     ready = HEADER_BYTES + -(-flags // 128) * 128
     found = {

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from tests.emulator.emulate import build_library, emulated_tree
 from tests.grouping.emulate_groups import DOOR
-from weft.alltoall.args import CombineArgs
-from weft.alltoall.plan import Plan
-from weft.runtime.entries import Entries
+from weft.alltoall.config import CombineArgs
+from weft.alltoall.kernels import Plan
+from weft.runtime.kernels import Kernels
 from weft.shape import Shape
 
 CALLS = {
@@ -32,7 +32,7 @@ def compile_combine(shape: Shape, folder: Path) -> Path:
 class EmulatedCombine:
     """The entries of an all-to-all, but for combine, whose kernels run in a given launch shape."""
 
-    def __init__(self, library: Path, entries: Entries) -> None:
+    def __init__(self, library: Path, entries: Kernels) -> None:
         self._library, self._entries = ctypes.CDLL(str(library)), entries
         self.plan = Plan(3, 1, 32, 1, 1)
 

@@ -6,7 +6,7 @@ import ctypes
 from pathlib import Path
 
 from tests.emulator.emulate import build_library, emulated_tree, replace_bodies
-from weft.alltoall.source import doors
+from weft.alltoall.kernels import entry_points
 from weft.shape import Shape
 
 ENGINE = Path(__file__).parents[1] / "emulator/engine.hpp"
@@ -52,7 +52,7 @@ def compile_few(shape: Shape, folder: Path, old: str = "", new: str = "") -> Pat
         f"void {name}_{rank}(const weft::{door.struct}* a, unsigned ctas) {{ "
         f"constexpr weft::u32 rank = {rank}; (void)rank; "
         f"emulated::launch(ctas, {door.threads}, 1, [a] {{ weft::{door.call}(*a); }}); }}\n"
-        for name, door in doors(split_phase=False, tma=True).items()
+        for name, door in entry_points(split_phase=False, tma=True).items()
         for rank in range(shape.ranks)
     )
     exports = (

@@ -236,7 +236,7 @@ def sizes(group: weft.Group) -> tuple[int, int]:
         said = weft.AllToAll.memory_bytes(
             ranks=group.size, max_tokens=9, top_k=2, num_experts=4, hidden=24
         )
-        return said, a2a._workspace.heap.size
+        return said, a2a.heap.size
 
 
 def test_memory_is_known_before_it_is_allocated(ranks):

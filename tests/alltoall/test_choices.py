@@ -41,8 +41,8 @@ def own_addresses(group: weft.Group) -> None:
         assert torch.equal(address != 0, grouped.slot >= 0)
         used = address[address != 0]
         assert used.unique().numel() == used.numel()
-        at, rows = a2a._workspace.site, a2a._geometry.shape.returned_rows
-        place = used - at.base - a2a._geometry.layout.returned
+        at, rows = a2a._site, a2a.config.shape.returned_rows
+        place = used - at.base - a2a.config.offsets.returned
         owner = torch.div(place, at.stride, rounding_mode="floor")
         assert torch.equal(owner, grouped.slot[address != 0].long() // a2a.max_tokens)
         within = (place - owner * at.stride) // (2 * case.hidden)

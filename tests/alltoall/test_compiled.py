@@ -240,7 +240,7 @@ def while_others_compile(group: weft.Group) -> None:
             patch.setattr(torch.compiler, "_is_compiling_flag", True)
             assert torch.compiler.is_compiling()
             received = a2a.dispatch(x, ids, weights)
-            assert received.x.data_ptr() == a2a._workspace.received.x.data_ptr()
+            assert received.x.data_ptr() == a2a._received.x.data_ptr()
             a2a.combine(received.x)
         a2a.check()
 

@@ -29,7 +29,7 @@ from tests.patience import hurry
 from tests.recorded import reads
 from tests.rounds import bits
 from tests.sending import round_trip, scattered, stored_at_owners
-from weft.alltoall.plan import Plan
+from weft.alltoall.kernels import Plan
 from weft.errors import BadExpertId, PeerTimeout
 from weft.grouping.api import ExpertGroups
 from weft.runtime.timeline import DEFINE, read_timeline
@@ -51,7 +51,7 @@ COMBINE_FP8 = (
 
 def emulate(a2a: weft.AllToAll, library: str, number: int) -> EmulatedAllToAll:
     entries = EmulatedAllToAll(Path(library), number, a2a)
-    a2a._rounds._entries = entries
+    a2a._kernels = entries
     return entries
 
 
@@ -77,7 +77,7 @@ def watched(group: weft.Group, case: Case, library: str, number: int) -> tuple[i
     """Rounds of kernels on all ranks; returns how many rows came, and what memory saw."""
     with case.open(group) as a2a:
         entries = emulate(a2a, library, number)
-        with watching(group, entries.library, a2a._workspace.site.stride) as watch:
+        with watching(group, entries.library, a2a._site.stride) as watch:
             rows = four_rounds(a2a, case, entries)
         return rows, watch.events()
 
@@ -176,7 +176,7 @@ def alone(group: weft.Group, library: str, number: int) -> str:
     with case.open(group) as a2a:
         launch_as(emulate(a2a, library, number), 0)
         one_round(a2a, case, 0)
-        hurry(a2a._watched, 4.0)
+        hurry(a2a, 4.0)
         group.barrier()
         said, mine = "", sent_by(case, 1, group.rank)
         if group.rank != 1:
@@ -203,7 +203,7 @@ def profiled(group: weft.Group, case: Case, library: str, number: int) -> list[A
             launch_as(entries, seed)
             one_round(a2a, case, seed)
         group.barrier()
-        return read_timeline(a2a._workspace)
+        return read_timeline(a2a.heap)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from tests.alltoall.test_ways import one_round, strange_rows
 from tests.patience import hurry
 from tests.recorded import reads
 from tests.rounds import Round
-from weft.alltoall.plan import Plan
+from weft.alltoall.kernels import Plan
 from weft.errors import PeerTimeout
 
 pytestmark = reads("tests/emulator/*.hpp")
@@ -56,18 +56,18 @@ def emulate(a2a: weft.AllToAll, folder: str) -> EmulatedCombine:
     """Let this rank's combine run as kernels; rank 0 compiles them for all."""
     library = Path(folder) / "kernels.so"
     if a2a.rank == 0:
-        library = compile_combine(a2a._geometry.shape, Path(folder))
+        library = compile_combine(a2a.config.shape, Path(folder))
     a2a.group.barrier()
-    entries = EmulatedCombine(library, a2a._rounds._entries)
-    a2a._rounds._entries = entries
+    entries = EmulatedCombine(library, a2a._kernels)
+    a2a._kernels = entries
     return entries
 
 
 def blank(a2a: weft.AllToAll) -> bool:
     """Is every word of every place absent, as the next round must find it?"""
-    shape = a2a._geometry.shape
+    shape = a2a.config.shape
     size = (shape.returned_rows * shape.returned_bytes,)
-    places = a2a._workspace.heap.tensor(size, torch.uint8, offset=a2a._geometry.layout.returned)
+    places = a2a.heap.tensor(size, torch.uint8, offset=a2a.config.offsets.returned)
     return bool((places == 0xFF).all())
 
 
@@ -127,7 +127,7 @@ def absent(group: weft.Group, folder: str) -> str:
     with make(group, case) as a2a:
         emulate(a2a, folder).plan = PLANS[1]
         one_round(a2a, case, "fp8", split_phase=False)
-        hurry(a2a._watched, 4.0)
+        hurry(a2a, 4.0)
         group.barrier()
         x, ids, weights, _ = case.of(group.rank, group.device)
         a2a.dispatch(x, ids, weights)

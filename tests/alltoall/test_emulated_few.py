@@ -58,10 +58,10 @@ def on_few(group: weft.Group, folder: str, case: Round, old: str, new: str) -> l
         timeout=600.0,
     ) as a2a:
         if group.rank == 0:
-            compile_few(a2a._geometry.shape, Path(folder), old, new)
+            compile_few(a2a.config.shape, Path(folder), old, new)
         group.barrier()
         entries = EmulatedFew(Path(folder) / "kernels.so", group.rank, 1)
-        a2a._rounds._entries = entries
+        a2a._kernels = entries
         # Ranks are threads: what a broken kernel loses depends on them, so it gets several rounds.
         for seed, ctas in enumerate((1,) * 8 if old else (1, 2, 3)):
             entries.ctas = ctas

@@ -49,7 +49,7 @@ def plan_fault(
 ) -> None:
     fault = Fault(point=point, action=action, peer=peer, epoch=epoch, argument=argument)
     offset = Header.fault.offset
-    view = a2a._workspace.heap.tensor((HEADER_BYTES,), torch.uint8)
+    view = a2a.heap.tensor((HEADER_BYTES,), torch.uint8)
     raw = torch.frombuffer(bytearray(fault), dtype=torch.uint8)
     view[offset : offset + len(raw)].copy_(raw)
 
@@ -80,7 +80,7 @@ def test_delays_at_every_point_change_no_byte(ranks, kind):
 def absent(group: weft.Group, point: int) -> tuple[float, str]:
     with make(group) as a2a:
         one_round(a2a)
-        hurry(a2a._watched, 2.0)
+        hurry(a2a, 2.0)
         if group.rank == 1:
             plan_fault(a2a, point, STAY_AWAY)
         group.barrier()

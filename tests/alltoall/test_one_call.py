@@ -103,7 +103,7 @@ def in_the_middle(group: weft.Group, kind: str) -> str:
         if group.rank == 0:
             waiting = threading.Thread(target=op.round)
             waiting.start()
-            while not op.watched._busy.locked():
+            while not op.made._busy.locked():
                 pass
             with pytest.raises(OutOfOrder, match="while another thread is in a call") as caught:
                 op.round(2.0)
@@ -199,7 +199,7 @@ def closed_from_a_thread(group: weft.Group, kind: str, aborts: bool) -> str:
     if group.rank == 0:
 
         def watchdog() -> None:
-            while group.device.type == "cpu" and not op.watched._busy.locked():
+            while group.device.type == "cpu" and not op.made._busy.locked():
                 pass
             if aborts:
                 op.made.abort()

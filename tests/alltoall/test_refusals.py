@@ -86,7 +86,7 @@ def test_what_the_host_can_see(ranks, kind):
 )
 def test_sizes_that_cannot_be(change, words):
     with pytest.raises(InvalidArgument) as caught:
-        weft.alltoall.geometry.Geometry.of(
+        weft.alltoall.config.AllToAllConfig.of(
             ranks=2,
             **{"dtype": torch.bfloat16, "payloads": None, "expert_map": None, **SIZES, **change},
         )
@@ -188,8 +188,8 @@ def fuzz(group: weft.Group, vectors: int) -> int:
     done = 0
     a2a = weft.AllToAll(group, max_tokens=tokens, top_k=top_k, num_experts=experts, hidden=16)
     with a2a:
-        heap = a2a._workspace.heap
-        layout = a2a._geometry.layout
+        heap = a2a.heap
+        layout = a2a.config.offsets
         while done < vectors:
             ids = torch.randint(0, experts, (tokens, top_k), generator=generator)
             wild = torch.rand(ids.shape, generator=generator) < 0.3

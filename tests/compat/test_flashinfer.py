@@ -149,7 +149,7 @@ def test_statistics_of_all_ranks_come_with_the_tokens(ranks, kind):
 def bytes_held(a2a: MoeAlltoAll) -> int:
     """Symmetric memory of a workspace that has made one all-to-all."""
     (operator,) = workspace_of(a2a)._operators.values()
-    return operator._workspace.heap.size
+    return operator.heap.size
 
 
 def sizes(group: weft.Group) -> None:

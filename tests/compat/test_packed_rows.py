@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import weft
-from tests.alltoall.test_compile import numbers_of
 from tests.compat.test_deep_ep_normal import batch, layout, on, whole
 from tests.emulator.emulate import build_library, emulated_tree
 from tests.emulator.watch import watching
@@ -24,8 +23,7 @@ from weft.grouping.entry import COUNTING
 from weft.grouping.rounds import GroupRounds
 from weft.jit.cache import Cache
 from weft.jit.nvrtc import CUDA_OPTIONS, compile_cubin
-from weft.runtime.entries import Program
-from weft.runtime.layout import compare
+from weft.runtime.kernels import Program
 from weft.shape import Shape
 
 TOKENS = (9, 70, 0)
@@ -91,13 +89,13 @@ def emulated(group: weft.Group, folder: str) -> None:
         library = place / "kernels.so"
         if group.rank == 0:
             place.mkdir()
-            library = compile_emulated(name, exchange.a2a._geometry.shape, place)
+            library = compile_emulated(name, exchange.a2a.config.shape, place)
         group.barrier()
         for ctas, threads in ((1, 32), (3, 96)):
             exchange._entries = entries = Emulated(library, ctas, threads)
             for value, want in zip(calls(), wanted, strict=True):
                 assert torch.equal(bits(value), bits(want))
-        stride = exchange.a2a._workspace.site.stride
+        stride = exchange.a2a._site.stride
         with watching(group, entries.library, stride, whole=False) as watch:
             calls()
         how = {event.how for event in watch.events()}
@@ -120,7 +118,7 @@ class EmulatedPacking:
 
     def __init__(self, library: Path, rounds: GroupRounds, ctas: int, threads: int) -> None:
         self.library, self._launch = ctypes.CDLL(str(library)), (ctas, threads)
-        shape, packing = rounds._a2a._geometry.shape, rounds.grouping
+        shape, packing = rounds._a2a.config.shape, rounds.grouping
         self._tiles = packing.tiles(shape)
         entries = (shape.ranks, shape.tokens, packing.entries(shape))
         self._within = torch.zeros(entries, dtype=torch.int32)
@@ -171,7 +169,7 @@ def packed(group: weft.Group, folder: str) -> None:
         library = build_library(
             emulated_tree(Path(folder)),
             "#include <weft/grouping/rows.cuh>\n"
-            f"constexpr weft::Shape S = {exchange.a2a._geometry.shape.literal()};\n"
+            f"constexpr weft::Shape S = {exchange.a2a.config.shape.literal()};\n"
             f"constexpr weft::Grouping G = {rounds.grouping.literal()};\n{''.join(doors)}",
         )
     group.barrier()
@@ -197,10 +195,8 @@ def misled(group: weft.Group) -> None:
     assert handle is not None
     x, want = whole(got), buffer.combine(whole(got), handle)[0]
     (exchange,) = buffer._normal._back.values()
-    share = exchange.a2a._workspace.heap.tensor(
-        (exchange.a2a._geometry.layout.share_bytes,), torch.uint8
-    )
-    returned, shape = exchange.a2a._geometry.layout.returned, exchange.a2a._geometry.shape
+    share = exchange.a2a.heap.tensor((exchange.a2a.config.offsets.share_bytes,), torch.uint8)
+    returned, shape = exchange.a2a.config.offsets.returned, exchange.a2a.config.shape
     end = returned + shape.ranks * shape.tokens * shape.out_bytes
     saved = [each.clone() for each in (handle.packing.tokens, handle.packing.until)]
     for value in (-1, 64, 1 << 30, -(1 << 31)):
@@ -239,8 +235,7 @@ def test_kernels_compile_without_spills(name: str, arch: str, tmp_path: Path) ->
         options=(*CUDA_OPTIONS, "--ptxas-options=-v"),
         cache=Cache(tmp_path),
     )
-    for symbol, numbers in program.tables.items():
-        compare(numbers, numbers_of(cubin, symbol.encode()))
+    assert all(name.encode() in cubin for name in program.entry_points)
     (sidecar,) = tmp_path.rglob("*.json")
     spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", sidecar.read_text())
     assert set(spills) == {("0", "0")}, sidecar.read_text()

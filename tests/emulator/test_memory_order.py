@@ -20,7 +20,7 @@ from tests.grouping.test_group_compile import CASES as GROUPINGS
 from tests.lowlatency.test_lowlatency_compile import SHAPES as LOW_SHAPES
 from tests.recorded import NVRTC, reads
 from weft.allreduce import source as reduce_source
-from weft.alltoall.source import cuda_program
+from weft.alltoall.kernels import cuda_program
 from weft.grouping import entry as group_entry
 from weft.jit.nvrtc import compile_cubin
 from weft.lowlatency import entry as lowlatency_entry

@@ -7,11 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.alltoall.test_compile import SHAPES, numbers_of
+from tests.alltoall.test_compile import SHAPES
 from tests.recorded import NVRTC, reads
-from weft.alltoall.layout import Layout
-from weft.alltoall.source import cuda_program
-from weft.runtime.layout import compare
+from weft.alltoall.kernels import cuda_program
 from weft.runtime.timeline import DEFINE
 
 pytestmark = reads(tools=(NVRTC,))
@@ -45,13 +43,6 @@ def frames(cubin: bytes) -> dict[str, int]:
 
 def _text(raw: bytes, at: int) -> str:
     return raw[at : raw.index(b"\0", at)].decode()
-
-
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-@pytest.mark.parametrize("name", SHAPES)
-def test_profiled_kernels_have_the_layout_that_python_expects(name, arch):
-    cubin = cuda_program(SHAPES[name], 1, split_phase=True).cubin(arch, defines=(DEFINE,))
-    compare(Layout.of(SHAPES[name]).expected(), numbers_of(cubin, b"weft_layout"))
 
 
 @pytest.mark.parametrize(

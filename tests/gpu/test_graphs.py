@@ -42,7 +42,7 @@ class Step:
         for rank in range(self.ranks):
             copies = (owner == rank).sum(dim=1, keepdim=True)
             row = (x.float() * copies).bfloat16()
-            if self.a2a._geometry.shape.combine == "push_fp8":
+            if self.a2a.config.shape.combine == "push_fp8":
                 row = weft.reference.dequantize(*weft.reference.quantize(row, "fp8"))
             total = total + torch.where(copies > 0, row.float(), 0.0)
         self.wrong += (out != total.bfloat16()).sum()

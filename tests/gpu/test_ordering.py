@@ -18,8 +18,9 @@ import torch
 
 import weft
 from weft.errors import PeerTimeout
-from weft.jit import CudaModule, Launcher, compile_cubin, current_arch, table_source, verify
+from weft.jit import CudaModule, Launcher, compile_cubin, current_arch
 from weft.jit.cache import Cache
+from weft.runtime.layout import assertions
 
 pytestmark = pytest.mark.gpu
 
@@ -61,8 +62,8 @@ extern "C" __global__ void __launch_bounds__({bounds}, 1)
 SOURCE = "".join(
     [
         "#include <ordering.cuh>\n",
-        table_source(Args, "ordering::Args", "args_table", device=True),
-        table_source(Board, "ordering::Board", "board_table", device=True),
+        "namespace weft { using ordering::Args; using ordering::Board; }\n",
+        assertions((Args, Board)),
         'extern "C" { extern __device__ const unsigned long long sizes[5]; }\n',
         "__device__ const unsigned long long sizes[5] = {sizeof(ordering::Share), ordering::ctas, ",
         "ordering::threads, ordering::noise_ctas, ordering::noise_threads};\n",
@@ -99,8 +100,6 @@ class Litmus:
     def __init__(self, group: weft.Group, form: str) -> None:
         self.group = group
         module = CudaModule(compile_litmus(current_arch()), name="ordering")
-        verify(Args, _numbers(module, "args_table"))
-        verify(Board, _numbers(module, "board_table"))
         share_bytes, *self.sizes = _numbers(module, "sizes")
         name = form if group.rank == 0 else "consume"
         self.kernel = Launcher(module.function(name), Args)

@@ -20,15 +20,15 @@ LIMIT = 240  # seconds for one tool
 RANK_PROGRAM = """
 import time, torch, weft
 from tests.rounds import Round, bits
-from weft.alltoall.layout import Layout
+from weft.alltoall.config import Offsets
 begin, cpu = time.monotonic(), torch.device("cpu")
 
 def say(*words):
     print(f"{time.monotonic() - begin:6.1f} s", *words, flush=True)
 
 def arrived(a2a, received):
-    shape, heap = a2a._geometry.shape, a2a._workspace.heap
-    layout, slots = Layout.of(shape), shape.ranks * shape.tokens
+    shape, heap = a2a.config.shape, a2a.heap
+    layout, slots = Offsets.of(shape), shape.ranks * shape.tokens
     words = layout.route_bytes // 4
     route = heap.tensor((slots, words), torch.int32, offset=layout.route).cpu()
     route = route.view(shape.ranks, shape.tokens, words)

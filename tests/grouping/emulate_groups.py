@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from tests.emulator.emulate import build_library, emulated_tree
-from weft.alltoall.args import CombineArgs
+from weft.alltoall.config import CombineArgs
 from weft.grouping.api import ExpertGroups
 from weft.grouping.entry import COUNTING, Grouping, results
 from weft.shape import Shape
@@ -43,7 +43,7 @@ class EmulatedGroups:
     def __init__(self, library: Path, groups: ExpertGroups, ctas: int, threads: int) -> None:
         self.library, self._launch = ctypes.CDLL(str(library)), (ctas, threads)
         a2a, grouping = groups._rounds._a2a, groups._rounds.grouping
-        shape = a2a._geometry.shape
+        shape = a2a.config.shape
         entries = (shape.ranks, shape.tokens, grouping.entries(shape))
         self._tiles = grouping.tiles(shape)
         self._within = torch.zeros(entries, dtype=torch.int32)

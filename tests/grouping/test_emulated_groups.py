@@ -19,7 +19,7 @@ from tests.recorded import reads
 from tests.rounds import Round, bits, combining
 from tests.sending import make, round_trip, scattered, sent, stored_at_owners
 from weft.grouping.api import ExpertGroups
-from weft.runtime.entries import Entries
+from weft.runtime.kernels import Kernels
 
 pytestmark = reads("tests/emulator/*.hpp")
 
@@ -45,7 +45,7 @@ CASES = {
 class Mixed:
     """The entries of an all-to-all, but for the receiving half of combine."""
 
-    def __init__(self, entries: Entries, groups: EmulatedGroups) -> None:
+    def __init__(self, entries: Kernels, groups: EmulatedGroups) -> None:
         self._entries, self._groups = entries, groups
 
     def run(self, name: str, args: Structure, tokens: int) -> None:
@@ -70,27 +70,27 @@ def emulated(group: weft.Group, name: str, layout: str, folder: str) -> None:
         )
         library = Path(folder) / "kernels.so"
         if group.rank == 0:
-            library = compile_groups(a2a._geometry.shape, groups._rounds.grouping, Path(folder))
+            library = compile_groups(a2a.config.shape, groups._rounds.grouping, Path(folder))
         group.barrier()
         for ctas, threads in ((1, 32), (3, 96)):
             entries = EmulatedGroups(library, groups, ctas, threads)
             groups._rounds._entries = entries
             if way != "fp8":
-                a2a._rounds._entries = Mixed(a2a._rounds._entries, entries)
+                a2a._kernels = Mixed(a2a._kernels, entries)
             for give_back in (sent, scattered, stored_at_owners):
                 if give_back is (scattered if way == "choices" else stored_at_owners):
                     continue
                 wanted = round_trip(plain, others, case, scattered)
                 got = round_trip(a2a, groups, case, give_back)
                 assert torch.equal(bits(got), bits(wanted))
-        with watching(group, entries.library, a2a._workspace.site.stride, whole=False) as watch:
+        with watching(group, entries.library, a2a._site.stride, whole=False) as watch:
             round_trip(a2a, groups, case, sent)
         check_touched(watch.events(), a2a, way)
 
 
 def check_touched(seen: list[Event], a2a: weft.AllToAll, way: str) -> None:
     """Rows, flags and counters have the order and the scope that they need."""
-    touched = ways(seen, places(a2a._geometry.shape))
+    touched = ways(seen, places(a2a.config.shape))
     assert touched["returned"] == SENT[way]
     assert touched["ready"] - {"reads acquire sys"} == {"writes release sys"}
     # Counters of CTAs: of this GPU alone.

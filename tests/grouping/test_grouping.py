@@ -182,7 +182,7 @@ def broken(group: weft.Group) -> None:
         received, groups = empty_round(a2a), ExpertGroups(a2a)
         ids = random_ids(received.ids.shape, a2a.num_local_experts, 1, 0.0, 0.0)
         fill(received, ids, [150] * group.size, 1)
-        header = a2a._workspace.heap.tensor((8192,), torch.uint8)
+        header = a2a.heap.tensor((8192,), torch.uint8)
         failed = weft.memory.header.Header.failed.offset
         header[failed] = 4
         grouped: Grouped = groups.gather(received)

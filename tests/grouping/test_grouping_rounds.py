@@ -84,10 +84,10 @@ def refusals(group: weft.Group) -> None:
         groups = ExpertGroups(a2a)
         y = torch.zeros(groups._y_shape, dtype=a2a.dtype, device=group.device)
         with pytest.raises(OutOfOrder, match="gather outside of a round"):
-            groups.gather(other._workspace.received)
+            groups.gather(other._received)
         received = empty_round(a2a)
         with pytest.raises(InvalidArgument, match="pass what its own dispatch returned"):
-            groups.gather(other._workspace.received)
+            groups.gather(other._received)
         with pytest.raises(OutOfOrder, match="scatter without a gather"):
             groups.scatter(y)
         groups.gather(received)

@@ -186,7 +186,7 @@ def disturbed(group: weft.Group) -> None:
             plan_fault(a2a, COMBINE_ENTER, JITTER, argument=400_000)
         for _ in range(8):
             assert torch.equal(bits(round_trip(a2a, groups, case, sent)), bits(wanted))
-        hurry(a2a._watched, 2.0)
+        hurry(a2a, 2.0)
         if group.rank == 1:
             plan_fault(a2a, COMBINE_ENTER, STAY_AWAY)
             with contextlib.suppress(PeerTimeout):  # on a GPU it stays away from its own wait, too
@@ -223,9 +223,9 @@ def lied_to(group: weft.Group, way: str, lies: tuple[int, ...]) -> None:
     ):
         groups, others = ExpertGroups(a2a, align=4), ExpertGroups(plain, align=4)
         x, ids, weights, _ = case.of(group.rank, group.device)
-        size, shape = a2a._workspace.heap.size, a2a._geometry.shape
-        heap = a2a._workspace.heap.tensor((size,), torch.uint8)
-        begin = a2a._geometry.layout.returned
+        size, shape = a2a.heap.size, a2a.config.shape
+        heap = a2a.heap.tensor((size,), torch.uint8)
+        begin = a2a.config.offsets.returned
         end = begin + shape.returned_rows * shape.returned_bytes
         behind = slice(end, size)
         for seed, lie in enumerate(lies):
@@ -246,7 +246,7 @@ def lied_to(group: weft.Group, way: str, lies: tuple[int, ...]) -> None:
             group.barrier()
             assert torch.equal(heap[behind], kept)
             if way == "fp8":  # whose owners wait for each row that they are owed: it ends the group
-                hurry(a2a._watched, 2.0)
+                hurry(a2a, 2.0)
                 with pytest.raises(PeerTimeout):
                     received_and_checked(a2a)
                 return

@@ -215,7 +215,7 @@ def profiled(group: weft.Group, library: str) -> None:
             tracks = tracks_of(a2a._rounds.tracks, phase)
             kept = [(track.start_ns, track.end_ns) for track in tracks if track.end_ns]
             (record,) = [r for r in a2a.history() if PHASES[r.phase] == phase]
-            spans = read_timeline(a2a._rounds.premises, group.rank)
+            spans = read_timeline(a2a.heap, group.rank)
             (span,) = [s for s in spans if s.phase == phase]
             assert kept == [(record.start_ns, record.end_ns)]
             assert span.end_ns == record.end_ns > record.start_ns

@@ -21,7 +21,7 @@ import weft
 from tests.alltoall.test_failures import BEFORE_READ, DISPATCH_ENTER, JITTER, plan_fault
 from tests.moe.layers import EXPERTS, WIDER, Case, bound
 from tests.moe.test_layer import settle
-from weft.alltoall.api import AllToAll
+from weft.alltoall.operator import AllToAll
 from weft.moe import ExpertWeights, MoEConfig, Routing, throughput
 from weft.moe.grouped_experts import GroupedExperts
 from weft.moe.torch_experts import Experts, RowsByExpert
@@ -53,9 +53,9 @@ class Poisoned:
         self.mlp: Experts = layer._workspace._experts
         self.on = True
         a2a = by_rank(layer)
-        place = a2a._workspace
-        self.spoiled = [p.view(torch.uint8) for p in (*place.received.payloads, place.output)]
-        shape, offset = a2a._geometry.shape, a2a._geometry.layout.returned
+        place = a2a
+        self.spoiled = [p.view(torch.uint8) for p in (*place._received.payloads, place._output)]
+        shape, offset = a2a.config.shape, a2a.config.offsets.returned
         size = (shape.returned_rows * shape.returned_bytes,)
         self.returned = place.heap.tensor(size, torch.uint8, offset=offset)
         self.buffers = self.mlp.buffers

@@ -183,7 +183,7 @@ def options_reach(group: weft.Group) -> None:
     with case.open(group, **BY_EXPERT, **options, expert_map=owners) as layer:
         exchange = layer.exchange
         assert isinstance(exchange, weft.LowLatencyAllToAll)
-        shape = exchange._geometry.shape
+        shape = exchange.config.shape
         assert (shape.combine_fp8, shape.group, shape.reduce) == (True, 128, "receiver")
         assert exchange._rounds.tracks.numel() > 0
         assert exchange.placement.ranks == tuple(owners)
@@ -191,7 +191,7 @@ def options_reach(group: weft.Group) -> None:
     with case.open(group, **BY_EXPERT) as layer:
         exchange = layer.exchange
         assert isinstance(exchange, weft.LowLatencyAllToAll)
-        shape = exchange._geometry.shape
+        shape = exchange.config.shape
         assert (shape.combine_fp8, shape.group, shape.reduce) == (False, 0, "receiver")
         assert len(exchange._rounds.slots) == 1
 

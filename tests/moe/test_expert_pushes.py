@@ -70,7 +70,7 @@ def pushed_by_hand(group: weft.Group) -> None:
         rows.abort_flag.fill_(1)
         layer.experts(rows)
         group.barrier()
-        layout, heap = exchange._geometry.layout, exchange._rounds.premises.heap
+        layout, heap = exchange.config.layout, exchange._rounds.premises.heap
         size = layout.share_bytes - layout.back
         assert bool((heap.tensor((size,), torch.uint8, offset=layout.back) == 0xFF).all())
         group.barrier()

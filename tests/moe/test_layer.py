@@ -31,11 +31,11 @@ def poison(layer: weft.MoE) -> None:
 
 
 def poison_by_rank(a2a: weft.AllToAll) -> None:
-    place = a2a._workspace
-    place.received.x.view(torch.uint8).fill_(0xFF)
-    place.output.fill_(float("nan"))
-    size = (a2a._geometry.shape.returned_rows * a2a._geometry.shape.returned_bytes,)
-    offset = a2a._geometry.layout.returned
+    place = a2a
+    place._received.x.view(torch.uint8).fill_(0xFF)
+    place._output.fill_(float("nan"))
+    size = (a2a.config.shape.returned_rows * a2a.config.shape.returned_bytes,)
+    offset = a2a.config.offsets.returned
     place.heap.tensor(size, torch.uint8, offset=offset).fill_(0xFF)
 
 

@@ -169,7 +169,7 @@ def stopped(group: weft.Group, kind: str, folder: str) -> str:
     """Rank 1 is stopped before its second call: a deadline, and the right rank."""
     with KINDS[kind].open(group) as op:
         op.round()
-        hurry(op.watched, 3.0)
+        hurry(op.made, 3.0)
         pid = group.all_gather(os.getpid())[1]
         if group.rank == 1:
             os.kill(pid, signal.SIGSTOP)
@@ -200,7 +200,7 @@ def late(group: weft.Group, kind: str) -> str:
     """The clock starts with the wait: what an error states is what a caller's clock shows."""
     with KINDS[kind].open(group) as op:
         op.round()
-        hurry(op.watched, 1.0)
+        hurry(op.made, 1.0)
         if group.rank == 1:
             group.barrier()
             return ""

@@ -26,9 +26,8 @@ from weft.memory.wire import JSON
 from weft.runtime import library
 from weft.runtime.call_word import BACKENDS
 from weft.runtime.check import check_group, check_tokens
-from weft.runtime.entries import Build
-from weft.runtime.operator import Operator
-from weft.runtime.watched import Watched
+from weft.runtime.kernels import Build
+from weft.runtime.watched import Watched, WatchedOperator
 from weft.tuning.table_vote import gpu_name
 
 _log = logging.getLogger(__name__)
@@ -36,7 +35,7 @@ AUTO = "auto"
 ALIASES = {"nccl": "collective"}
 
 
-class AllReduce(Operator):
+class AllReduce(WatchedOperator):
     """Sum every rank's rows and, in the same launch, add a residual, normalise and quantise.
 
     Meaning: `weft.reference.allreduce_fused`, bit for bit, whatever the backend, the number of

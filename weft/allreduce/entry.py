@@ -9,7 +9,7 @@ from weft.allreduce.plan import ReducePlan, plan_oneshot, plan_twoshot
 from weft.allreduce.reduction import Reduction
 from weft.allreduce.source import KERNELS, MOE, cpu_program, cuda_program
 from weft.jit import Launcher
-from weft.runtime.entries import Build, CpuEntries, CudaEntries, Entries, Launch
+from weft.runtime.kernels import Build, CpuKernels, CudaKernels, Kernels, Launch
 from weft.runtime.stream import loading
 
 # 16-byte words of a call, for each rank, from which on a launch that overlaps its predecessor only
@@ -19,13 +19,13 @@ LONG = 7500
 DECIDED = ("pushers", "reducers", "pushers_finish")  # by the plan
 
 
-class CudaReduceEntries(CudaEntries):
+class CudaReduceEntries(CudaKernels):
     """The kernels of one Reduction."""
 
     def __init__(self, reduction: Reduction, build: Build) -> None:
         super().__init__(cuda_program(reduction), build)
         self._reduction = reduction
-        self._functions = {name: self._module.function(name) for name in self._program.doors}
+        self._functions = {name: self._module.function(name) for name in self._program.entry_points}
         self._launchers: dict[tuple[str, int, bool], Launcher] = {}
         self._resident: dict[tuple[str, int, int], int] = {}
 
@@ -76,9 +76,9 @@ class CudaReduceEntries(CudaEntries):
         return plan_twoshot(tokens, vectors, ranks, pieces=pieces, resident=resident)
 
 
-def load_entries(device: torch.device, reduction: Reduction, build: Build) -> Entries:
+def load_entries(device: torch.device, reduction: Reduction, build: Build) -> Kernels:
     """Compile and load all backends of a Reduction for one rank's device."""
     if device.type == "cpu":
-        return CpuEntries(cpu_program(reduction), build)
+        return CpuKernels(cpu_program(reduction), build)
     with loading(device):
         return CudaReduceEntries(reduction, build)

@@ -12,7 +12,7 @@ from weft.errors import InvalidArgument
 from weft.fields import Choice, Size, by_argument, check_fields, literal
 from weft.memory.header import HEADER_BYTES
 from weft.memory.wire import JSON
-from weft.runtime.layout import up
+from weft.runtime.layout import Numbers, offset, up
 from weft.shape import DTYPE_NAMES, ITEM_BYTES
 
 MIN_RANKS, MAX_RANKS = 2, 8
@@ -115,13 +115,14 @@ class Reduction:
         """Bytes of symmetric memory of one rank."""
         return self.trailers + up(16 * (self.ranks - 1) * self.owned)
 
-    def expected(self) -> list[tuple[str, int]]:
-        """What `weft_reduction` of a compiled entry must hold, in its order."""
+    def asserted(self) -> Numbers:
+        """C++ expressions of these offsets, after the literal R, and their values."""
+        share = "ReductionShare<R>"
         return [
-            ("sizeof(ReductionShare)", self.share_bytes),
-            ("slots", self.slots),
-            ("rows", self.rows),
-            ("trailers", self.trailers),
+            (f"sizeof(weft::{share})", self.share_bytes),
+            (offset(share, "inbox"), self.slots),
+            (offset(share, "inbox.direct"), self.rows),
+            (offset(share, "inbox.trailer"), self.trailers),
         ]
 
     def manifest(self) -> dict[str, JSON]:

@@ -6,13 +6,11 @@ from dataclasses import dataclass
 
 from weft.allreduce.args import ReduceArgs
 from weft.allreduce.reduction import Reduction
-from weft.jit import CUDA_OPTIONS, table_source
-from weft.runtime.entries import Program
-from weft.runtime.layout import struct_numbers
+from weft.jit import CUDA_OPTIONS
+from weft.runtime.kernels import Program
 
 # One rounding for each operation: bits must not depend on who fuses a multiply with an add.
 OPTIONS = (*CUDA_OPTIONS, "-fmad=false")
-TABLE, ARGS_TABLE = "weft_reduction", "weft_reduce_args"
 DOORS = {"oneshot": "oneshot", "twoshot": "twoshot", "twoshot_bulk": "bulk"}
 
 
@@ -38,18 +36,6 @@ KERNELS = {
 MOE = "_moe"  # at the end of an entry's name: rows are made by a prologue
 
 
-def numbers(*, device: bool) -> str:
-    """C++ that exports what `Reduction.expected` and `ReduceArgs` are compared with."""
-    space = "__device__ " if device else ""
-    inbox = "WEFT_OFFSET(weft::ReductionShare<R>, inbox)"
-    return (
-        f'extern "C" {space}const weft::u64 {TABLE}[] = {{sizeof(weft::ReductionShare<R>), '
-        f"{inbox}, {inbox} + WEFT_OFFSET(weft::ReductionInbox<R>, direct), "
-        f"{inbox} + WEFT_OFFSET(weft::ReductionInbox<R>, trailer)}};\n"
-        + table_source(ReduceArgs, "weft::ReduceArgs", ARGS_TABLE, device=device)
-    )
-
-
 def cpu_program(reduction: Reduction) -> Program:
     """The generated C++ entries: one of a backend serves rows and prologues."""
     doors = "".join(
@@ -58,7 +44,7 @@ def cpu_program(reduction: Reduction) -> Program:
         for name, backend in DOORS.items()
         for end in ("", MOE)
     )
-    return _program(reduction, "#include <weft/allreduce/cpu.cpp>\n", doors, device=False)
+    return _program(reduction, "#include <weft/allreduce/cpu.cpp>\n", doors)
 
 
 def cuda_program(reduction: Reduction) -> Program:
@@ -71,16 +57,16 @@ def cuda_program(reduction: Reduction) -> Program:
         for end, moe in (("", "false"), (MOE, "true"))
     )
     headers = "#include <weft/allreduce/oneshot.cuh>\n#include <weft/allreduce/twoshot.cuh>\n"
-    return _program(reduction, headers, doors, device=True)
+    return _program(reduction, headers, doors)
 
 
-def _program(reduction: Reduction, headers: str, doors: str, *, device: bool) -> Program:
+def _program(reduction: Reduction, headers: str, doors: str) -> Program:
     constant = f"constexpr weft::Reduction R = {reduction.literal()};\n"
     return Program(
         name="allreduce",
         what="all-reduce",
-        source=headers + constant + numbers(device=device) + doors,
-        doors={name + end: ReduceArgs for name in DOORS for end in ("", MOE)},
-        tables={TABLE: reduction.expected(), ARGS_TABLE: struct_numbers(ReduceArgs)},
+        body=headers + constant + doors,
+        entry_points={name + end: ReduceArgs for name in DOORS for end in ("", MOE)},
+        offsets=reduction.asserted(),
         options=OPTIONS,
     )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from weft.alltoall.geometry import Geometry
+from weft.alltoall.config import AllToAllConfig
 from weft.alltoall.received import Payload, Received
 from weft.errors import BadExpertId, OutOfOrder
 from weft.memory import Group
@@ -48,8 +48,8 @@ class CollectiveAllToAll(Placed):
         check_group(group)
         self.group = group
 
-        def geometry() -> Geometry:
-            return Geometry.of(
+        def geometry() -> AllToAllConfig:
+            return AllToAllConfig.of(
                 ranks=group.size,
                 max_tokens=max_tokens,
                 top_k=top_k,
@@ -111,7 +111,7 @@ class CollectiveAllToAll(Placed):
             raise OutOfOrder(f"dispatch while {self._pending} tokens are away: call combine first")
         tensors = tensors_of("x", x)
         tokens = self._geometry.check_dispatch(
-            tensors, topk_ids, topk_weights, num_tokens, self.group.device
+            tensors, topk_ids, topk_weights, num_tokens, None, self.group.device
         )
         for staged, tensor, payload in zip(self._staged, tensors, self.payloads, strict=True):
             staged[:tokens] = tensor.reshape(tokens, math.prod(payload.shape)).view(torch.uint8)

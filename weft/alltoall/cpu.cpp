@@ -1,7 +1,6 @@
 // The CPU backend of an all-to-all: the same protocol with a team of one thread. A generated entry
 // includes this file and exports its functions as extern "C".
 #include <weft/alltoall/combine_fp8_cpu.hpp>
-#include <weft/alltoall/exports.cuh>
 #include <weft/device/cpu.hpp>
 
 namespace weft {

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.alltoall.api import AllToAll
+from weft.alltoall.operator import AllToAll
 from weft.bench.clock import Calls, Samples, Step, events, host_us
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from weft import reference
-from weft.alltoall.api import AllToAll
+from weft.alltoall.operator import AllToAll
 from weft.bench.case import Case, Refused, choose
 from weft.bench.check import settle
 from weft.bench.clock import Calls, measure

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from weft.alltoall.api import AllToAll
+from weft.alltoall.operator import AllToAll
 from weft.bench.case import Refused
 from weft.bench.clock import Calls, capture, measure
 from weft.bench.layer import LayerCase, LayerSession, LayerTrial

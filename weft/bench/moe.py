@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 import torch
 
 from weft import reference
-from weft.alltoall.api import AllToAll
 from weft.alltoall.collective import CollectiveAllToAll
-from weft.alltoall.geometry import Geometry
+from weft.alltoall.config import AllToAllConfig
+from weft.alltoall.operator import AllToAll
 from weft.alltoall.received import Payload, Received
 from weft.bench.case import PairCase, choose, choose_backends
 from weft.bench.check import poison, settle, unlike_row
@@ -98,7 +98,7 @@ class MoECase(PairCase):
                     f"{name} is {getattr(self, name)!r} and the backends are "
                     f"{', '.join(self.backends)}; only onesided has it: add that backend"
                 )
-        Geometry.of(
+        AllToAllConfig.of(
             ranks=self.ranks,
             **self.arguments(max(self.tokens)),
             combine=self.combine,

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from weft.alltoall.api import AllToAll
+from weft.alltoall.operator import AllToAll
 from weft.bench.clock import measure, replayed
 from weft.bench.moe import MoECase, MoESession, MoETrial
 from weft.bench.report import write_text
@@ -68,7 +68,7 @@ def rank_spans(group: Group, case: MoECase) -> tuple[str | None, list[Span], flo
         times = measure(group, trial.calls(), samples=case.samples, graph=case.graph)
         replayed(group, trial.calls(), ROUNDS, graph=case.graph)
         exchange.check()
-        spans = read_timeline(exchange._workspace)
+        spans = read_timeline(exchange.heap)
         group.barrier()  # a peer may still be reading what is about to go
     return None, spans, median(times.us["pair"])
 

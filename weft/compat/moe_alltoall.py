@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from weft.alltoall.api import AllToAll
+from weft.alltoall.operator import AllToAll
 from weft.alltoall.received import Payload, Received
 from weft.arguments import flags, instance, integer, one_of, seconds
 from weft.compat.moe_workspace import CombineRow, MoeWorkspace, RowBytes, likely_row

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.alltoall.api import AllToAll
+from weft.alltoall.operator import AllToAll
 from weft.alltoall.received import Payload
 from weft.errors import InvalidArgument
 from weft.memory import Group

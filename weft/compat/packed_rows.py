@@ -7,10 +7,9 @@ from ctypes import c_uint32, c_uint64
 
 import torch
 
-from weft.jit import Launcher, table_source
+from weft.jit import Launcher
 from weft.runtime.args import Site
-from weft.runtime.entries import Build, CpuEntries, CudaEntries, Entries, Launch, Program
-from weft.runtime.layout import struct_numbers
+from weft.runtime.kernels import Build, CpuKernels, CudaKernels, Kernels, Launch, Program
 from weft.runtime.stream import loading
 from weft.shape import Shape
 
@@ -20,12 +19,12 @@ PIECE_BYTES = 1024  # of a row, that one warp takes
 CPU_SOURCE = """\
 #include <weft/compat/packed_rows_cpu.hpp>
 constexpr weft::Shape S = {shape};
-{table}extern "C" void {name}(const weft::{args}* a) {{ weft::{name}<S>(*a); }}
+extern "C" void {name}(const weft::{args}* a) {{ weft::{name}<S>(*a); }}
 """
 CUDA_SOURCE = """\
 #include <weft/compat/packed_rows.cuh>
 constexpr weft::Shape S = {shape};
-{table}extern "C" __global__ void __launch_bounds__({threads}, 2)
+extern "C" __global__ void __launch_bounds__({threads}, 2)
 {name}(const __grid_constant__ weft::{args} a) {{ weft::{name}<S>(a); }}
 """
 
@@ -74,24 +73,20 @@ ENTRIES: dict[str, type[ctypes.Structure]] = {"fetch_rows": FetchArgs, "return_r
 def program(name: str, shape: Shape, *, device: bool) -> Program:
     """The generated entry of a Shape: one of ENTRIES."""
     args = ENTRIES[name]
-    text, symbol = f"weft::{args.__name__}", f"weft_{name}_args"
-    packed = "weft_packed_rows"
-    table = table_source(PackedRows, "weft::PackedRows", packed, device=device)
-    table += table_source(args, text, symbol, device=device)
     source = CUDA_SOURCE if device else CPU_SOURCE
     return Program(
         name=name,
         what="normal mode",
-        source=source.format(
-            **{"shape": shape.literal(), "table": table, "threads": THREADS},
+        body=source.format(
+            **{"shape": shape.literal(), "threads": THREADS},
             **{"name": name, "args": args.__name__},
         ),
-        doors={name: args},
-        tables={packed: struct_numbers(PackedRows), symbol: struct_numbers(args)},
+        entry_points={name: args},
+        structs=(PackedRows,),
     )
 
 
-class CudaPackedEntries(CudaEntries):
+class CudaPackedEntries(CudaKernels):
     """The kernel of one Shape. Its grid depends on sizes alone: a captured call serves any rows.
 
     most_rows: that a rank may have.
@@ -114,9 +109,9 @@ class CudaPackedEntries(CudaEntries):
 
 def load_entries(
     device: torch.device, name: str, shape: Shape, most_rows: int, build: Build
-) -> Entries:
+) -> Kernels:
     """Compile and load an entry of a Shape for one rank's device."""
     if device.type == "cpu":
-        return CpuEntries(program(name, shape, device=False), build)
+        return CpuKernels(program(name, shape, device=False), build)
     with loading(device):
         return CudaPackedEntries(name, shape, most_rows, build)

@@ -86,7 +86,7 @@ def _kernel(name: str, args: type[ctypes.Structure], doing: str) -> StatelessKer
 extern "C" __global__ void __launch_bounds__({THREADS})
 {name}(const __grid_constant__ weft::{args.__name__} a) {{ weft::{name}(a); }}
 """
-    return StatelessKernel(name, args, f"weft::{args.__name__}", lambda _: text, doing)
+    return StatelessKernel(name, args, lambda _: text, doing)
 
 
 LAYOUT = _kernel("dispatch_layout", LayoutArgs, "get_dispatch_layout")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from weft.alltoall.geometry import QUANTISED
+from weft.alltoall.config import QUANTISED
 from weft.alltoall.received import Payload
 from weft.arguments import integer, shown
 from weft.errors import InvalidArgument, TokenOverflow, UsageError

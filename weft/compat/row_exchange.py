@@ -16,16 +16,16 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from weft.alltoall.api import AllToAll
+from weft.alltoall.operator import AllToAll, State
 from weft.alltoall.received import Payload
 from weft.compat.packed_rows import FetchArgs, PackedRows, ReturnArgs, load_entries
 from weft.grouping.entry import Grouping
 from weft.grouping.rounds import GroupRounds
 from weft.memory import Group
 from weft.memory.driver import plain_tensors
-from weft.runtime.entries import Build, Entries
+from weft.runtime.kernels import Build, Kernels
+from weft.runtime.operator import one_call
 from weft.runtime.stream import finish
-from weft.runtime.watched import one_call
 
 
 class Closes(Protocol):
@@ -97,7 +97,7 @@ class RowDispatch:
         overwritten by the next call.
         """
         self._packed.gather(self.a2a.dispatch(payloads, ranks), into)
-        self.a2a._rounds.finish()
+        self.a2a._finish()
         return self._packed.buffers.slot
 
     def close(self) -> None:
@@ -135,7 +135,7 @@ class RowFetch:
             **_between_ranks(group),
             **options,
         )
-        self._watched = self.a2a._watched
+        self._operator = self.a2a
         self._entries = _entries(self.a2a, "fetch_rows", group.size * max_tokens)
         self._nothing = _no_tokens(group)
         with plain_tensors():
@@ -143,7 +143,7 @@ class RowFetch:
             outbox = self.a2a.output().view(group.size * slots, -1)
             self._rows = outbox.view(torch.int64)[:, : row_bytes // 8]
             self._scales = outbox.view(torch.int32)[:, row_bytes // 4 :][:, : scale_bytes // 4]
-        self._args = FetchArgs(site=self.a2a._workspace.site)
+        self._args = FetchArgs(site=self.a2a._site)
         self._args.row_bytes, self._args.scale_bytes = row_bytes, scale_bytes
 
     def run(
@@ -163,7 +163,7 @@ class RowFetch:
             self._scales[: len(scales)].copy_(scales.view(torch.int32))
         self.a2a.dispatch(*self._nothing)
         self._fetch(packing, into)
-        self.a2a._rounds.finish()
+        self.a2a._finish()
 
     @one_call("dispatch")
     def _fetch(self, packing: Packing, into: tuple[torch.Tensor, torch.Tensor | None]) -> None:
@@ -206,11 +206,11 @@ class RowCombine:
             **_between_ranks(group),
             **options,
         )
-        self._watched = self.a2a._watched
+        self._operator = self.a2a
         self._entries = _entries(self.a2a, "return_rows", group.size * max_tokens)
         self._nothing = _no_tokens(group)
         self._arrived = torch.zeros(1, dtype=torch.int32, device=group.device)
-        self._args = ReturnArgs(site=self.a2a._workspace.site, arrived=self._arrived.data_ptr())
+        self._args = ReturnArgs(site=self.a2a._site, arrived=self._arrived.data_ptr())
         finish(group.device)
 
     def run(self, rows: torch.Tensor, to: Packing, add: torch.Tensor | None) -> torch.Tensor:
@@ -228,9 +228,9 @@ class RowCombine:
         args = self._args
         args.rows, args.packed = rows.data_ptr(), to.packed(len(rows))
         args.in_rank, args.own_tokens = to.in_rank.data_ptr(), len(to.in_rank)
-        self.a2a._rounds.expect_send()
+        self.a2a._expect(State.RECEIVED, "send")
         self._entries.run("return_rows", args, 0)
-        self.a2a._rounds.sent(len(to.in_rank))
+        self.a2a._sent(len(to.in_rank))
 
     def close(self) -> None:
         """Give the memory back. Local."""
@@ -264,7 +264,7 @@ class Announcement:
 
     def finish(self) -> None:
         """All that reads the view has been enqueued."""
-        self.a2a._rounds.finish()
+        self.a2a._finish()
 
     def close(self) -> None:
         """Give the memory back. Local."""
@@ -292,14 +292,14 @@ def _no_tokens(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def _entries(a2a: AllToAll, name: str, most_rows: int) -> Entries:
+def _entries(a2a: AllToAll, name: str, most_rows: int) -> Kernels:
     build = Build(defines=a2a._build.defines)
-    shape, device = a2a._geometry.shape, a2a.group.device
+    shape, device = a2a.config.shape, a2a.group.device
     return _voted(a2a, lambda: load_entries(device, name, shape, most_rows, build))
 
 
 def _packed(a2a: AllToAll) -> GroupRounds:
-    shape = a2a._geometry.shape
+    shape = a2a.config.shape
     grouping = Grouping("contiguous", 1, shape.ranks * shape.tokens, 1)
     return _voted(a2a, lambda: GroupRounds(a2a, grouping, True, own_rows=False))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.alltoall.api import AllToAll
+from weft.alltoall.operator import AllToAll
 from weft.alltoall.received import Payload
 from weft.arguments import integer
 from weft.compat.refusals import BACKEND, refuse

@@ -13,7 +13,7 @@ import torch
 
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.gemm.epilogue import Gated, GatedQuant, Push
-from weft.gemm.hopper_source import ROW_BOXES, SHARED, TABLE, THREADS, GemmArgs, compile_cuda
+from weft.gemm.hopper_source import ROW_BOXES, SHARED, THREADS, GemmArgs, compile_cuda
 from weft.gemm.plans import (
     BLOCK_N,
     CLUSTER_N,
@@ -26,7 +26,7 @@ from weft.gemm.plans import (
 from weft.gemm.problem import GemmProblem
 from weft.gemm.tensor_map import tensor_map
 from weft.jit import CudaModule, Function, Launcher, current_arch
-from weft.jit.args import decode, verify
+from weft.runtime.kernels import numbers_of
 from weft.runtime.stream import current_stream, loading
 
 BLOCK_K_BYTES = 128  # block_k_bytes in gemm/shape.cuh
@@ -248,8 +248,7 @@ def _load(shape: GemmShape) -> Function:
         )
     with loading(torch.cuda.current_device()):
         module = CudaModule(shape.compile(current_arch()), name="grouped_gemm", stays=True)
-        verify(GemmArgs, decode(module.global_bytes(TABLE)))
-        (shared,) = decode(module.global_bytes(SHARED))
+        (shared,) = numbers_of(module.global_bytes(SHARED))
         return module.function("grouped_gemm", shared=shared)
 
 

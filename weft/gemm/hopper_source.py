@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from ctypes import c_float, c_int64, c_uint32, c_uint64
 
 from weft.jit import CUDA_OPTIONS, compile_cubin
-from weft.jit.args import table_source
+from weft.runtime.layout import assertions
 
-TABLE = "weft_gemm_args"
 SHARED = "weft_gemm_shared"
 # The same constants as in gemm/shape.cuh.
 THREADS = 384
@@ -23,7 +22,7 @@ namespace weft {{
 #include <weft/gemm/grouped_gemm.cuh>
 constexpr weft::GemmShape S = {shape};
 static_assert(weft::gemm_threads == {threads});
-{table}extern "C" {{ extern __device__ const unsigned long long {shared}[1]; }}
+{layout}extern "C" {{ extern __device__ const unsigned long long {shared}[1]; }}
 __device__ const unsigned long long {shared}[1] = {{weft::gemm_shared_bytes<S>()}};
 extern "C" __global__ void __launch_bounds__({threads}, 1)
 grouped_gemm(const __grid_constant__ weft::GemmArgs a) {{ weft::grouped_gemm<S>(a); }}
@@ -111,7 +110,7 @@ def cuda_source(shape: str, block_m: int, operand: str) -> str:
     return SOURCE.format(
         instructions="".join(instruction(n, operand) for n in wgmma_ns(block_m)),
         shape=shape,
-        table=table_source(GemmArgs, "weft::GemmArgs", TABLE, device=True),
+        layout=assertions((GemmArgs,)),
         shared=SHARED,
         threads=THREADS,
     )

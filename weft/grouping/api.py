@@ -14,8 +14,8 @@ from typing import Literal, get_args
 
 import torch
 
-from weft.alltoall.api import AllToAll
-from weft.alltoall.geometry import Geometry
+from weft.alltoall.config import AllToAllConfig
+from weft.alltoall.operator import AllToAll
 from weft.alltoall.received import Received
 from weft.arguments import flags, instance, integer, one_of, refuse
 from weft.errors import InvalidArgument
@@ -118,7 +118,7 @@ class ExpertGroups:
         flags(programmatic_launch=programmatic_launch)
         _check_a2a(a2a)
         self.layout, self.num_local_experts = layout, a2a.num_local_experts
-        grouping = by_expert(a2a._geometry, self.num_local_experts, max_rows, align, layout)
+        grouping = by_expert(a2a.config, self.num_local_experts, max_rows, align, layout)
         self.max_rows, self.align = grouping.rows, grouping.align
         self._rounds = GroupRounds(a2a, grouping, programmatic_launch)
         experts, buffers = self.num_local_experts, self._rounds.buffers
@@ -129,7 +129,7 @@ class ExpertGroups:
         else:
             shape = (self.max_rows if experts else 0,)
         size = math.prod(shape)
-        self._y_shape = (*shape, a2a._geometry.shape.hidden)
+        self._y_shape = (*shape, a2a.config.shape.hidden)
         self._grouped = Grouped(
             rows=tuple(rows[:size].view(*shape, *rows.shape[1:]) for rows in buffers.rows),
             offsets=buffers.offsets[: experts + 1],
@@ -152,7 +152,7 @@ class ExpertGroups:
         Raises InvalidArgument as the constructor does.
         """
         _check_a2a(a2a)
-        geometry = a2a._geometry
+        geometry = a2a.config
         grouping = by_expert(geometry, a2a.num_local_experts, max_rows, align, layout)
         return buffer_bytes(geometry, grouping, a2a.group.device)
 
@@ -218,8 +218,8 @@ class Compactor:
         grouping = _by_source(a2a)
         self._rounds = GroupRounds(a2a, grouping, programmatic_launch)
         shape = (grouping.groups, grouping.rows)
-        top_k, buffers = a2a._geometry.shape.top_k, self._rounds.buffers
-        self._y_shape = (*shape, a2a._geometry.shape.hidden)
+        top_k, buffers = a2a.config.shape.top_k, self._rounds.buffers
+        self._y_shape = (*shape, a2a.config.shape.hidden)
         self._compact = Compact(
             rows=tuple(rows.view(*shape, *rows.shape[1:]) for rows in buffers.rows),
             counts=buffers.counts,
@@ -232,7 +232,7 @@ class Compactor:
     def memory_bytes(a2a: AllToAll) -> int:
         """Bytes that a Compactor allocates on this rank. Raises InvalidArgument."""
         _check_a2a(a2a)
-        return buffer_bytes(a2a._geometry, _by_source(a2a), a2a.group.device)
+        return buffer_bytes(a2a.config, _by_source(a2a), a2a.group.device)
 
     def compact(self, received: Received) -> Compact:
         """Pack what the last dispatch brought. Raises as `ExpertGroups.gather` does."""
@@ -258,7 +258,7 @@ def _check_a2a(a2a: AllToAll) -> None:
 
 
 def by_expert(
-    geometry: Geometry, experts: int, max_rows: int | None, align: int, layout: Layout
+    geometry: AllToAllConfig, experts: int, max_rows: int | None, align: int, layout: Layout
 ) -> Grouping:
     """How rows of a rank with so many experts are grouped; max_rows as given, or by default.
 
@@ -290,5 +290,5 @@ def by_expert(
 
 
 def _by_source(a2a: AllToAll) -> Grouping:
-    shape = a2a._geometry.shape
+    shape = a2a.config.shape
     return Grouping("sources", shape.ranks, shape.tokens, 1)

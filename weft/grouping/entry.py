@@ -10,10 +10,10 @@ from typing import Annotated
 import torch
 
 from weft.fields import Choice, literal
-from weft.jit import Launcher, table_source
+from weft.jit import Launcher
 from weft.runtime.args import Site
-from weft.runtime.entries import Build, CpuEntries, CudaEntries, Entries, Launch, Program
-from weft.runtime.layout import struct_numbers, vector_bytes
+from weft.runtime.kernels import Build, CpuKernels, CudaKernels, Kernels, Launch, Program
+from weft.runtime.layout import vector_bytes
 from weft.runtime.stream import current_stream, loading
 from weft.shape import MAX_PLANES, Shape
 
@@ -30,7 +30,7 @@ CPU_SOURCE = """\
 #include <weft/grouping/cpu.cpp>
 constexpr weft::Shape S = {shape};
 constexpr weft::Grouping G = {grouping};
-{table}extern "C" void gather(const weft::GroupArgs* a) {{ weft::gather<S, G>(*a); }}
+extern "C" void gather(const weft::GroupArgs* a) {{ weft::gather<S, G>(*a); }}
 """
 CPU_DOOR = 'extern "C" void {name}(const weft::GroupArgs* a) {{ weft::{name}<S, G>(*a); }}\n'
 
@@ -38,7 +38,7 @@ CUDA_SOURCE = """\
 #include <weft/grouping/{file}.cuh>
 constexpr weft::Shape S = {shape};
 constexpr weft::Grouping G = {grouping};
-{table}extern "C" __global__ void __launch_bounds__({counting}, 2)
+extern "C" __global__ void __launch_bounds__({counting}, 2)
 group(const __grid_constant__ weft::GroupArgs a) {{ weft::group<S, G>(a); }}
 extern "C" __global__ void __launch_bounds__({gathering}, 2)
 gather(const __grid_constant__ weft::GroupArgs a) {{ weft::gather<S, G>(a); }}
@@ -47,8 +47,6 @@ CUDA_DOOR = """\
 extern "C" __global__ void __launch_bounds__({threads}, {per_sm})
 {name}(const __grid_constant__ weft::GroupArgs a) {{ weft::{name}<S, G>(a); }}
 """
-
-TABLE = "weft_group_args"
 
 
 class GroupArgs(ctypes.Structure):
@@ -97,7 +95,7 @@ class Grouping:
         return self.rows if self.packing == "contiguous" else self.groups * self.rows
 
     def entries(self, shape: Shape) -> int:
-        """Entries of a token that may become rows."""
+        """Kernels of a token that may become rows."""
         return 1 if self.packing == "sources" else shape.top_k
 
     def tiles(self, shape: Shape) -> int:
@@ -115,7 +113,6 @@ def cuda_program(shape: Shape, grouping: Grouping, *, sends: bool = False) -> Pr
         file="send" if sends else "rows",
         shape=shape.literal(),
         grouping=grouping.literal(),
-        table=table_source(GroupArgs, "weft::GroupArgs", TABLE, device=True),
         counting=COUNTING,
         gathering=GATHERING,
     )
@@ -132,7 +129,6 @@ def cpu_program(shape: Shape, grouping: Grouping, *, sends: bool = False) -> Pro
     source = CPU_SOURCE.format(
         shape=shape.literal(),
         grouping=grouping.literal(),
-        table=table_source(GroupArgs, "weft::GroupArgs", TABLE, device=False),
     )
     found = results(shape, sends)
     source += "".join(CPU_DOOR.format(name=name) for name in found)
@@ -143,13 +139,12 @@ def _program(source: str, names: tuple[str, ...]) -> Program:
     return Program(
         name="group",
         what="grouping",
-        source=source,
-        doors=dict.fromkeys(names, GroupArgs),
-        tables={TABLE: struct_numbers(GroupArgs)},
+        body=source,
+        entry_points=dict.fromkeys(names, GroupArgs),
     )
 
 
-class CudaGroupEntries(CudaEntries):
+class CudaGroupEntries(CudaKernels):
     """The kernels of one Grouping.
 
     Grids depend on sizes alone, never on what was received, so a captured call serves any routing.
@@ -158,7 +153,7 @@ class CudaGroupEntries(CudaEntries):
     def __init__(self, shape: Shape, grouping: Grouping, build: Build, *, sends: bool) -> None:
         super().__init__(cuda_program(shape, grouping, sends=sends), build)
         self._shape, self._grouping = shape, grouping
-        for name in self._program.doors:
+        for name in self._program.entry_points:
             self._launches[name, 0] = self._find(name, 0)
 
     def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
@@ -195,10 +190,10 @@ class CudaGroupEntries(CudaEntries):
 
 def load_entries(
     device: torch.device, shape: Shape, grouping: Grouping, build: Build, *, sends: bool
-) -> Entries:
+) -> Kernels:
     """Compile and load the operations of a Grouping for one rank's device."""
     if device.type == "cpu":
-        return CpuEntries(cpu_program(shape, grouping, sends=sends), build)
+        return CpuKernels(cpu_program(shape, grouping, sends=sends), build)
     with loading(device):
         return CudaGroupEntries(shape, grouping, build, sends=sends)
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from weft.alltoall.api import AllToAll
-from weft.alltoall.geometry import Geometry
+from weft.alltoall.config import AllToAllConfig
+from weft.alltoall.operator import AllToAll, State
 from weft.alltoall.received import Received
 from weft.arguments import instance
 from weft.errors import InvalidArgument, OutOfOrder
@@ -16,9 +16,9 @@ from weft.grouping.entry import GroupArgs, Grouping, load_entries
 from weft.grouping.sending import check_addresses, check_scatters, check_sends
 from weft.memory.driver import plain_tensors, relaxed
 from weft.runtime.check import check_alignment, check_tensor
-from weft.runtime.entries import Build, Entries
+from weft.runtime.kernels import Build, Kernels
+from weft.runtime.operator import one_call
 from weft.runtime.stream import finish
-from weft.runtime.watched import one_call
 
 
 class Buffers(NamedTuple):
@@ -39,7 +39,7 @@ class Buffers(NamedTuple):
     @classmethod
     def make(
         cls,
-        geometry: Geometry,
+        geometry: AllToAllConfig,
         grouping: Grouping,
         device: torch.device,
         *,
@@ -91,19 +91,19 @@ class GroupRounds:
         self, a2a: AllToAll, grouping: Grouping, programmatic: bool, *, own_rows: bool = True
     ) -> None:
         a2a._check_running()
-        shape, device = a2a._geometry.shape, a2a.group.device
+        shape, device = a2a.config.shape, a2a.group.device
         self._a2a, self.grouping = a2a, grouping
-        self._watched = a2a._workspace
+        self._operator = a2a
         self._gathered = 0  # the round whose rows are grouped
         sends = grouping.packing != "sources" and shape.combine != "pull" and a2a._build.split_phase
         build = Build(programmatic=programmatic, defines=a2a._build.defines)
-        self._entries: Entries | None = load_entries(device, shape, grouping, build, sends=sends)
+        self._entries: Kernels | None = load_entries(device, shape, grouping, build, sends=sends)
         on_gpu = device.type == "cuda"
         with relaxed(device), plain_tensors():
-            b = Buffers.make(a2a._geometry, grouping, device, on_gpu=on_gpu, own_rows=own_rows)
+            b = Buffers.make(a2a.config, grouping, device, on_gpu=on_gpu, own_rows=own_rows)
             finish(device)
         self.buffers = b
-        self._args = GroupArgs(site=a2a._workspace.site, row_limit=grouping.total)
+        self._args = GroupArgs(site=a2a._site, row_limit=grouping.total)
         for plane, rows in enumerate(b.rows):
             self._args.rows[plane] = rows.data_ptr()
         for name in b._fields[1:]:
@@ -118,19 +118,19 @@ class GroupRounds:
         """
         entries = self._running("gather")
         instance("received", received, Received, "pass what dispatch of this all-to-all returned")
-        ours, theirs = self._a2a._workspace.received.ids.data_ptr(), received.ids.data_ptr()
+        ours, theirs = self._a2a._received.ids.data_ptr(), received.ids.data_ptr()
         if ours != theirs:
             raise InvalidArgument(
                 f"received has its ids at {theirs:#x}, this all-to-all at {ours:#x}: "
                 "pass what its own dispatch returned, not a copy"
             )
-        self._args.source_rows = self._a2a._rounds.rows
+        self._args.source_rows = self._a2a._rows
         if not self.buffers.rows:
             for plane, rows in enumerate(into):
                 self._args.rows[plane] = rows.data_ptr()
             self._args.row_limit = min(len(into[0]), self.grouping.total)
         entries.run("gather", self._args, 0)
-        self._gathered = self._a2a._rounds.number
+        self._gathered = self._a2a._round
 
     @one_call("scatter")
     def scatter(self, y: torch.Tensor, shape: tuple[int, ...]) -> None:
@@ -144,12 +144,12 @@ class GroupRounds:
     @one_call("send")
     def send(self, y: torch.Tensor, shape: tuple[int, ...]) -> None:
         """Bring the sums of y, of `shape`, to the inboxes of the tokens' owners."""
-        entries, rounds = self._open("send"), self._a2a._rounds
+        entries = self._open("send")
         check_sends(self._a2a)
-        rounds.expect_send()
+        self._a2a._expect(State.RECEIVED, "send")
         self._take(y, shape, "send")
         entries.run("send", self._args, 0)
-        rounds.sent()
+        self._a2a._sent()
         self._gathered = 0
 
     def sent(self) -> None:
@@ -176,27 +176,27 @@ class GroupRounds:
         self._check_gathered(doing)
         a2a = self._a2a
         check_tensor("y", y, shape=shape, dtypes=(a2a.dtype,), device=a2a.group.device)
-        check_alignment("y", y, a2a._geometry.shape.out_bytes)
+        check_alignment("y", y, a2a.config.shape.out_bytes)
         self._args.y = y.data_ptr()
 
     def _check_gathered(self, doing: str) -> None:
-        if self._gathered != self._a2a._rounds.number:
+        if self._gathered != self._a2a._round:
             raise OutOfOrder(f"{doing} without a gather: gather what this round's dispatch brought")
 
-    def _open(self, doing: str) -> Entries:
+    def _open(self, doing: str) -> Kernels:
         if self._entries is None:
             raise OutOfOrder(f"{doing} after close: make a new one")
         self._a2a._check_running()
         return self._entries
 
-    def _running(self, doing: str) -> Entries:
+    def _running(self, doing: str) -> Kernels:
         entries = self._open(doing)
-        if self._a2a._pending is None:
+        if self._a2a._state is not State.RECEIVED:
             raise OutOfOrder(f"{doing} outside of a round: call it after dispatch, before combine")
         return entries
 
 
-def buffer_bytes(geometry: Geometry, grouping: Grouping, device: torch.device) -> int:
+def buffer_bytes(geometry: AllToAllConfig, grouping: Grouping, device: torch.device) -> int:
     """Bytes that this grouping allocates on a rank's device."""
     on_gpu = device.type == "cuda"
     return Buffers.make(geometry, grouping, torch.device("meta"), on_gpu=on_gpu).bytes()

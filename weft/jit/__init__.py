@@ -3,7 +3,6 @@
 Nothing here needs CUDA to be imported; `nvrtc`, `module` and `launch` look for it at first use.
 """
 
-from weft.jit.args import table_source, verify
 from weft.jit.cache import Cache, Entry
 from weft.jit.host import HOST_OPTIONS, compile_program, compile_shared
 from weft.jit.launch import Launcher
@@ -22,6 +21,4 @@ __all__ = [
     "compile_program",
     "compile_shared",
     "current_arch",
-    "table_source",
-    "verify",
 ]

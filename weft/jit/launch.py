@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from weft.errors import DriverError, InvalidArgument, LayoutMismatch
+from weft.errors import DriverError, InvalidArgument
 from weft.jit.driver import driver, error_text
 from weft.jit.module import Function
 
@@ -29,7 +29,7 @@ class Launcher:
         cluster: blocks in x that share a cluster; the grid must be a multiple of it.
 
     Raises:
-        LayoutMismatch: struct and kernel argument differ in size.
+        InvalidArgument: struct and kernel argument differ in size.
         DriverError: cuda.bindings is not installed.
     """
 
@@ -58,7 +58,7 @@ class Launcher:
     ) -> None:
         size = ctypes.sizeof(struct)
         if function.argument_bytes is not None and function.argument_bytes != size:
-            raise LayoutMismatch(
+            raise InvalidArgument(
                 f"kernel {function.name!r} takes {function.argument_bytes} bytes, "
                 f"{struct.__name__} has {size}; make the mirror that of the kernel's argument"
             )

@@ -20,16 +20,15 @@ from weft.memory.driver import in_relaxed_mode
 from weft.placement import Placed
 from weft.runtime import library
 from weft.runtime.check import check_group
-from weft.runtime.entries import Build
+from weft.runtime.kernels import Build
 from weft.runtime.layout import Memory
-from weft.runtime.operator import Operator
 from weft.runtime.timeline import DEFINE
-from weft.runtime.watched import Watched
+from weft.runtime.watched import Watched, WatchedOperator
 
 Hook = Callable[[], None]
 
 
-class LowLatencyAllToAll(Placed, Operator):
+class LowLatencyAllToAll(Placed, WatchedOperator):
     """Quantise each token on its way to its experts' ranks, lay it out by expert, and back.
 
     Meaning: `weft.lowlatency.reference`. All memory is allocated here; a call allocates nothing
@@ -125,7 +124,7 @@ class LowLatencyAllToAll(Placed, Operator):
             problem, doing="preparing a low-latency all-to-all", undo=lambda: entries.close()
         )
         self.group, self.dtype, self.placement = group, dtype, geometry.placement
-        self._geometry = geometry
+        self._geometry = self.config = geometry
         self._rounds = open_rounds(
             group, geometry, entries, limits, _first_epoch, split_phase=split_phase
         )
@@ -209,14 +208,14 @@ class LowLatencyAllToAll(Placed, Operator):
         Returns the result, which holds nothing yet, and a function that receives it: call that, or
         `dispatch_recv`.
         """
-        library.refuse_halves("dispatch_send")
+        library.refuse_split_phase("dispatch_send")
         self._check_open()
         rows = self._rounds.dispatch(x, topk_ids, topk_weights, entry="dispatch_send")
         return rows, self._hook(self._rounds.receive)
 
     def dispatch_recv(self) -> ExpertRows:
         """The second half of `dispatch`: wait for all peers' tokens, and lay them out."""
-        library.refuse_halves("dispatch_recv")
+        library.refuse_split_phase("dispatch_recv")
         self._check_open()
         return self._rounds.receive()
 
@@ -235,7 +234,7 @@ class LowLatencyAllToAll(Placed, Operator):
         half has run. Returns `out`, which holds nothing yet, and a function that receives: call
         that, or `combine_recv`.
         """
-        library.refuse_halves("combine_send")
+        library.refuse_split_phase("combine_send")
         self._check_open()
         result = self._rounds.combine(
             y, topk_ids, topk_weights, handle, out=out, add=add, entry="combine_send"
@@ -244,7 +243,7 @@ class LowLatencyAllToAll(Placed, Operator):
 
     def combine_recv(self) -> torch.Tensor:
         """The second half of `combine`: wait for the rows and add them; return `out`."""
-        library.refuse_halves("combine_recv")
+        library.refuse_split_phase("combine_recv")
         self._check_open()
         return self._rounds.combine_receive()
 

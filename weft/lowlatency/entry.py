@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.errors import InvalidArgument
-from weft.jit import Launcher, table_source
+from weft.jit import Launcher
 from weft.lowlatency.shape import (
     CHUNK_TOKENS,
     LowLatencyCombineArgs,
@@ -19,8 +19,7 @@ from weft.lowlatency.shape import (
     RoutingRecord,
     TraceRecord,
 )
-from weft.runtime.entries import Build, CpuEntries, CudaEntries, Entries, Launch, Program
-from weft.runtime.layout import struct_numbers
+from weft.runtime.kernels import Build, CpuKernels, CudaKernels, Kernels, Launch, Program
 from weft.runtime.stream import loading
 
 THREADS = 256  # max_threads in lowlatency/metadata.cuh
@@ -52,7 +51,7 @@ class LowPlan:
 
 
 def _doors(split_phase: bool) -> dict[str, tuple[str, str]]:
-    """Entries by name: the argument struct, and the template behind it."""
+    """Kernels by name: the argument struct, and the template behind it."""
     found = {}
     for part, cpp in PARTS.items():
         if part and not split_phase:
@@ -63,25 +62,12 @@ def _doors(split_phase: bool) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _tables(*, device: bool) -> str:
-    return "".join(
-        table_source(struct, f"weft::{name}", f"weft_{name}", device=device)
-        for name, struct in TABLES.items()
-    )
-
-
 def cuda_program(shape: LowShape, *, split_phase: bool = False) -> Program:
     """The generated CUDA entries of a shape."""
     lines = [
         "#include <weft/lowlatency/combine.cuh>",
         "#include <weft/lowlatency/dispatch.cuh>",
-        "#include <weft/lowlatency/exports.cuh>",
         f"constexpr weft::LowLatencyShape S = {shape.literal()};",
-        "WEFT_LOW_LATENCY_EXPORT(S, __device__);",
-        'extern "C" __device__ weft::u64 weft_measured[weft::measured_offsets] = {};',
-        'extern "C" __global__ void weft_measure(const __grid_constant__ weft::Site a) '
-        "{ weft::measure_low_latency<S>(a.base, weft_measured); }",
-        _tables(device=True),
     ]
     doors = _doors(split_phase)
     for name, (struct, call) in doors.items():
@@ -103,10 +89,7 @@ def cpu_program(shape: LowShape) -> Program:
     lines = [
         "#include <weft/lowlatency/dispatch_cpu.hpp>",
         "#include <weft/lowlatency/combine_cpu.hpp>",
-        "#include <weft/lowlatency/exports.cuh>",
         f"constexpr weft::LowLatencyShape S = {shape.literal()};",
-        "WEFT_LOW_LATENCY_EXPORT(S, );",
-        _tables(device=False),
     ]
     doors = _doors(True)
     for name, (struct, call) in doors.items():
@@ -115,20 +98,17 @@ def cpu_program(shape: LowShape) -> Program:
 
 
 def _program(shape: LowShape, lines: list[str], doors: Mapping[str, tuple[str, str]]) -> Program:
-    layout = LowLayout.of(shape)
-    structs = {f"weft_{name}": struct_numbers(struct) for name, struct in TABLES.items()}
     return Program(
         name="lowlatency",
         what="all-to-all",
-        source="\n".join(lines) + "\n",
-        doors={name: TABLES[struct] for name, (struct, _) in doors.items()},
-        tables={"weft_layout": layout.expected(), **structs},
-        share_bytes=layout.share_bytes,
-        measured=layout.places(),
+        body="\n".join(lines) + "\n",
+        entry_points={name: TABLES[struct] for name, (struct, _) in doors.items()},
+        offsets=LowLayout.of(shape).asserted(),
+        structs=(RoutingRecord, TraceRecord),
     )
 
 
-class LowCudaEntries(CudaEntries):
+class LowCudaKernels(CudaKernels):
     """The kernels of one shape."""
 
     def __init__(self, shape: LowShape, build: Build) -> None:
@@ -136,7 +116,7 @@ class LowCudaEntries(CudaEntries):
         self._shape = shape
         self._launchers = {
             name: Launcher(self._module.function(name), struct, programmatic=build.programmatic)
-            for name, struct in self._program.doors.items()
+            for name, struct in self._program.entry_points.items()
         }
 
     def _find(self, name: str, tokens: int) -> Launch:
@@ -190,7 +170,7 @@ def plan_low(
     return LowPlan(metadata, senders, receivers, threads)
 
 
-def load_low_entries(device: torch.device, shape: LowShape, build: Build) -> Entries:
+def load_low_entries(device: torch.device, shape: LowShape, build: Build) -> Kernels:
     """Compile and load the operations of a shape for one rank's device.
 
     Raises InvalidArgument for halves of a combine that sends nothing.
@@ -201,6 +181,6 @@ def load_low_entries(device: torch.device, shape: LowShape, build: Build) -> Ent
             "split_phase out"
         )
     if device.type == "cpu":
-        return CpuEntries(cpu_program(shape), build)
+        return CpuKernels(cpu_program(shape), build)
     with loading(device):
-        return LowCudaEntries(shape, build)
+        return LowCudaKernels(shape, build)

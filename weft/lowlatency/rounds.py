@@ -20,7 +20,7 @@ from weft.memory.driver import relaxed
 from weft.memory.header import HEADER_BYTES, Header
 from weft.memory.room import require_room
 from weft.runtime.check import check_alignment, check_tensor
-from weft.runtime.entries import Entries
+from weft.runtime.kernels import Kernels
 from weft.runtime.stream import finish
 from weft.runtime.watched import Watched, new_header, one_call
 
@@ -77,7 +77,7 @@ class LowRounds:
         group: Group,
         geometry: LowGeometry,
         premises: LowPremises,
-        entries: Entries,
+        entries: Kernels,
         *,
         split_phase: bool,
     ) -> None:
@@ -334,7 +334,7 @@ class LowRounds:
 def open_rounds(
     group: Group,
     geometry: LowGeometry,
-    entries: Entries,
+    entries: Kernels,
     seconds: tuple[float, float],
     first_epoch: int,
     *,

@@ -12,7 +12,7 @@ from weft.errors import InvalidArgument
 from weft.fields import Choice, Size, check_fields, hash_byte, literal
 from weft.memory.header import HEADER_BYTES
 from weft.runtime.args import Site
-from weft.runtime.layout import LINE, ShareLayout, up
+from weft.runtime.layout import LINE, Numbers, offset, up
 from weft.shape import DTYPE_NAMES, FP8_BLOCK, ITEM_BYTES, MAX_RANKS, MAX_TOP_K
 
 MAX_TOKENS, MAX_LOCAL, MAX_EXPERTS = 8192, 1024, 4096
@@ -201,7 +201,7 @@ class LowShape:
 
 
 @dataclass(frozen=True, slots=True)
-class LowLayout(ShareLayout):
+class LowLayout:
     """Where the parts of a share lie, in bytes; flags stand before `tokens`.
 
     tokens: the first word that is all ones while it is blank; so is everything behind it.
@@ -227,14 +227,18 @@ class LowLayout(ShareLayout):
         share = rows + up(dispatched + returned)
         return cls(share, HEADER_BYTES, tokens, token_masks, choices, rows, rows + dispatched)
 
-    def places(self) -> list[tuple[str, int]]:
-        """Where the parts of a share lie, by name."""
+    def asserted(self) -> Numbers:
+        """C++ expressions of these offsets, after the Shape literal S, and their values."""
+        members = {
+            "progress": self.progress,
+            "inbox.tokens": self.tokens,
+            "inbox.token_masks": self.token_masks,
+            "inbox.choices": self.choices,
+            "inbox.rows": self.rows,
+        }
+        share = "LowLatencyShare<S>"
         return [
-            ("sizeof(LowLatencyShare)", self.share_bytes),
-            ("progress", self.progress),
-            ("tokens", self.tokens),
-            ("token_masks", self.token_masks),
-            ("choices", self.choices),
-            ("rows", self.rows),
-            ("rows back", self.back),
+            (f"sizeof(weft::{share})", self.share_bytes),
+            (f"{offset(share, 'inbox.rows')} + S.sent_bytes()", self.back),
+            *((offset(share, member), at) for member, at in members.items()),
         ]

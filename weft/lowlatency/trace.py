@@ -126,7 +126,7 @@ def common_clock(premises: Watched) -> Skew:
     if group.device.type != "cuda":
         return Skew((0.0,) * group.size, 0.0, 1)
     spans = [
-        [span for span in read_timeline(premises, rank) if span.phase == "dispatch"]
+        [span for span in read_timeline(premises.heap, rank) if span.phase == "dispatch"]
         for rank in range(group.size)
     ]
     return estimate_skew(spans)

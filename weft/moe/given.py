@@ -50,7 +50,7 @@ given(const __grid_constant__ weft::GivenArgs a) {{ weft::given(a); }}
 """
 
 
-GIVEN = StatelessKernel("given", GivenArgs, "weft::GivenArgs", _text, "given_routing()")
+GIVEN = StatelessKernel("given", GivenArgs, _text, "given_routing()")
 
 
 def given_routing(

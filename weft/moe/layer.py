@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -16,6 +16,7 @@ from weft.lowlatency.results import ExpertRows
 from weft.memory import Group
 from weft.memory.driver import in_relaxed_mode
 from weft.memory.group import reason
+from weft.memory.header import Record
 from weft.moe import library as layer_library
 from weft.moe.choice import LayerChoice, agreed_choice
 from weft.moe.experts import ExpertWeights
@@ -37,12 +38,10 @@ from weft.runtime.check import (
     check_tokens,
     refuse_tensor,
 )
-from weft.runtime.operator import Operator
 from weft.runtime.stream import finish, settle
-from weft.runtime.watched import Watched
 
 
-class MoE(Operator):
+class MoE:
     """`out = sum over k of weights[k] * expert[ids[k]](x) + shared(x)`, experts spread over ranks.
 
     Meaning: `weft.reference.moe_layer`. Collective: every rank makes the same sequence of calls, a
@@ -208,7 +207,7 @@ class MoE(Operator):
                 finish(group.device)
                 group.barrier()  # a call of any rank sends by the new table
             except BaseException as error:
-                self._watched.leave(f"failed while relocating experts: {reason(error)}")
+                self.exchange._leave(f"failed while relocating experts: {reason(error)}")
                 raise
         return sum(a != b for a, b in zip(old.logical, replicas.logical, strict=True))
 
@@ -331,7 +330,7 @@ class MoE(Operator):
             raise  # peers have their own deadline, and the first error says most
         except BaseException as error:
             if self._workspace.mid_round and not self._workspace.capturing:
-                self._watched.leave(reason(error))
+                self.exchange._leave(reason(error))
             raise
 
     def route(self, logits: torch.Tensor, *, num_tokens: torch.Tensor | None = None) -> Routed:
@@ -380,7 +379,28 @@ class MoE(Operator):
     def check(self) -> None:
         """Raise what the device has recorded; see `AllToAll.check`."""
         self._check_open()
-        super().check()
+        self.exchange.check()
+
+    @property
+    def broken(self) -> bool:
+        """Would `check` raise that the group is broken? One read of host memory."""
+        return self.exchange.broken
+
+    def abort(self) -> None:
+        """Ask the kernels of all ranks to leave their waits; see `AllToAll.abort`."""
+        self.exchange.abort()
+
+    def history(self, rank: int | None = None) -> list[Record]:
+        """The last 128 calls of a rank (default: this one), oldest first; also of a dead one."""
+        return self.exchange.history(rank)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.exchange.tell_left(reason(error))
+        self.close()
 
     def close(self) -> None:
         """Give the workspace back, if no sibling is open. Idempotent."""
@@ -442,11 +462,7 @@ class MoE(Operator):
     def _check_open(self) -> None:
         if self not in self._workspace.layers:
             raise OutOfOrder("this MoE layer was closed; make a new one")
-        super()._check_open()
-
-    @property
-    def _watched(self) -> Watched:
-        return self.exchange._watched
+        self.exchange._check_open()
 
     def _fill_table(self, replicas: Replicas) -> None:
         assert self._table is not None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weft.alltoall.api import AllToAll
+from weft.alltoall.operator import AllToAll
 from weft.alltoall.received import Received
 from weft.lowlatency.results import ExpertRows, Handle
 from weft.moe.router import check_route
@@ -84,8 +84,8 @@ def _experts(output: torch.Tensor, order: torch.Tensor, handle: int) -> None:
     exchange = layer.exchange
     assert isinstance(exchange, AllToAll)
     # What a graph holds of the received rows are copies; experts take them where they came.
-    layer.experts(exchange._workspace.received)
-    written = exchange._workspace.output
+    layer.experts(exchange._received)
+    written = exchange._output
     if output.data_ptr() != written.data_ptr():  # the compiler's copy, which combine will be given
         output.copy_(written)
 

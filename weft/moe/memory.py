@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from weft.alltoall.geometry import Geometry
+from weft.alltoall.config import AllToAllConfig
 from weft.arguments import instance, integer
 from weft.errors import InvalidArgument
 from weft.grouping.api import by_expert
@@ -79,8 +79,8 @@ def _memory_of(
         blocks = (experts, ranks * options.max_tokens)
         rows = (blocks[0] * blocks[1],) if packs(plan, device) else blocks
     else:
-        exchange = Geometry.of(ranks=ranks, **sizes)
-        shared, placement = exchange.layout.share_bytes, exchange.placement
+        exchange = AllToAllConfig.of(ranks=ranks, **sizes)
+        shared, placement = exchange.share_bytes, exchange.placement
         experts = max(len(placement.experts_of(rank)) for rank in range(ranks))
         layout = layout_of(plan, device)
         grouping = by_expert(exchange, experts, options.max_rows, 1, layout)

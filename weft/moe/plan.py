@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from weft.alltoall.geometry import SCALES
+from weft.alltoall.config import SCALES
 from weft.arguments import flags, instance, integer, one_of, seconds
 from weft.errors import InvalidArgument
 from weft.fields import largest

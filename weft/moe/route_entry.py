@@ -65,7 +65,7 @@ route(const __grid_constant__ weft::RouteArgs a) {{ weft::route<R>(a); }}
 
 
 # One kernel for each `Routing.literal()`.
-ROUTE = StatelessKernel("route", RouteArgs, "weft::RouteArgs", _text, "route() of a rule")
+ROUTE = StatelessKernel("route", RouteArgs, _text, "route() of a rule")
 
 
 def enqueue(rule: str, args: RouteArgs, device: torch.device) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from weft.errors import OutOfOrder
 from weft.jit import CUDA_OPTIONS, CudaModule, Launcher, compile_cubin, current_arch
-from weft.jit.args import decode, table_source, verify
+from weft.runtime.layout import assertions
 from weft.runtime.stream import current_stream, loading
 
 
@@ -18,7 +18,7 @@ class StatelessKernel(threading.local):
     """Launchers of this thread by device and rule: a launcher serves one thread at a time.
 
     name: of the kernel, and of its files in the cache.   args: its one struct of arguments.
-    struct: the C++ name of that.   text: the entry of a rule, a C++ initialiser or nothing.
+    text: the entry of a rule, a C++ initialiser or nothing.
     doing: how errors call it.
     """
 
@@ -26,18 +26,16 @@ class StatelessKernel(threading.local):
         self,
         name: str,
         args: type[ctypes.Structure],
-        struct: str,
         text: Callable[[str], str],
         doing: str,
     ) -> None:
         self.name, self.doing = name, doing
-        self.args, self._struct, self._text = args, struct, text
-        self.table = f"weft_{name}_args"
+        self.args, self._text = args, text
         self._launchers: dict[tuple[int, str], Launcher] = {}
 
     def source(self, rule: str = "") -> str:
         """The generated entry of one rule, with the layout of its arguments."""
-        return self._text(rule) + table_source(self.args, self._struct, self.table, device=True)
+        return self._text(rule) + assertions((self.args,))
 
     def compile(self, rule: str, arch: str, *, options: Sequence[str] = ()) -> bytes:
         """The kernel's cubin; needs no GPU. Raises CompileError showing the entry."""
@@ -74,5 +72,4 @@ class StatelessKernel(threading.local):
         with loading(torch.cuda.current_device()):
             cubin = self.compile(rule, current_arch())
             module = CudaModule(cubin, name=self.name, stays=True)
-            verify(self.args, decode(module.global_bytes(self.table)))
             return Launcher(module.function(self.name), self.args, programmatic=True)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from weft.alltoall.api import AllToAll
+from weft.alltoall.operator import AllToAll
 from weft.alltoall.received import Received
-from weft.alltoall.rounds import State
 from weft.arguments import instance
 from weft.errors import OutOfOrder
 from weft.grouping.api import ExpertGroups, Layout
@@ -60,7 +59,7 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
 
     @property
     def mid_round(self) -> bool:
-        return self.exchange._rounds.state is not State.IDLE
+        return self.exchange._mid_round
 
     def close(self) -> None:
         if self._groups is not None:

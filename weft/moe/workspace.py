@@ -11,7 +11,7 @@ from weakref import WeakSet
 
 import torch
 
-from weft.alltoall.api import AllToAll
+from weft.alltoall.operator import AllToAll
 from weft.alltoall.received import Received
 from weft.errors import OutOfOrder
 from weft.lowlatency.api import LowLatencyAllToAll
@@ -84,7 +84,7 @@ class LayerWorkspace(ABC, Generic[Rows]):
             **rules,
             "mode": self.plan.mode,
             "overlap": self.plan.overlap,
-            **self.exchange._geometry.manifest(),
+            **self.exchange.config.manifest(),
         }
 
     @property
@@ -139,11 +139,11 @@ class LayerWorkspace(ABC, Generic[Rows]):
         try:
             if self.mid_round:
                 raise OutOfOrder(f"{doing} within a round of layer.exchange: combine it first")
-            self.exchange._watched.begin(doing)
+            self.exchange._begin(doing)
             try:
                 yield
             finally:
-                self.exchange._watched.end()
+                self.exchange._end()
         finally:
             self.end()
 

@@ -1,14 +1,17 @@
-"""Proof that Python's mirrors of what lies in a share are those of the compiled entry."""
+"""Where things are in a share and in an argument struct: told by Python, asserted by C++.
+
+Python sizes memory and makes views before anything is compiled. Every generated source asserts the
+same sizes and offsets of the C++ structs, so that a difference is a compile error.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
-from weft.errors import LayoutMismatch
 from weft.memory.header import (
     ABI,
     ErrorRecord,
@@ -24,12 +27,15 @@ P = ParamSpec("P")
 G = TypeVar("G")
 T = TypeVar("T")
 LINE = 128  # bytes: what the parts of a share are aligned to
-Numbers = Sequence[tuple[str, int]]  # each by its name
-# What every share and every call has, in the order of device/exports.cuh.
+Numbers = Sequence[tuple[str, int]]  # C++ expressions and their values
+# What every share and every call has.
 COMMON = (ErrorRecord, Mailbox, Record, Timeline, Fault, Header, Site)
+# Fields of Header that C++ keeps together, to be read by one 16-byte load.
+STATE = {"epoch": "state.epoch", "failed": "state.failed", "rows": "state.rows"}
 
 
 def up(size: int, unit: int = LINE) -> int:
+    """`size` rounded up to whole units."""
     return -(-size // unit) * unit
 
 
@@ -38,17 +44,37 @@ def vector_bytes(row_bytes: int) -> int:
     return next(n for n in (16, 8, 4, 2, 1) if row_bytes % n == 0)
 
 
-def struct_numbers(*mirrors: type[ctypes.Structure]) -> list[tuple[str, int]]:
-    """The numbers of mirrored structs, as compiled entries export them."""
-    rows: list[tuple[str, int]] = []
-    for struct in mirrors:
-        rows.append((f"sizeof({struct.__name__})", ctypes.sizeof(struct)))
+def common_assertions() -> str:
+    """C++ that compiles only if what every share and call has is laid out as Python has it."""
+    return f"static_assert(weft::abi == {ABI});\n" + assertions(COMMON)
+
+
+def assertions(structs: Iterable[type[ctypes.Structure]], numbers: Numbers = ()) -> str:
+    """C++ that compiles only if the structs of the same names have these sizes and offsets.
+
+    structs: mirrors of argument structs; fields `_pad...` are not asserted.
+    numbers: further expressions, and their values.
+    """
+    rows = [*numbers]
+    for struct in structs:
+        name = f"weft::{struct.__name__}"
+        rows.append((f"sizeof({name})", ctypes.sizeof(struct)))
+        fields = [f[0] for k in reversed(struct.__mro__) for f in vars(k).get("_fields_", ())]
         rows += [
-            (f"{struct.__name__}.{field[0]}", getattr(struct, field[0]).offset)
-            for field in struct._fields_
-            if not field[0].startswith("_pad")
+            (offset(name, _member(struct, field)), getattr(struct, field).offset)
+            for field in fields
+            if not field.startswith("_pad")
         ]
-    return rows
+    return "".join(f"static_assert({expression} == {value});\n" for expression, value in rows)
+
+
+def offset(struct: str, member: str) -> str:
+    """The C++ expression for the offset of a member, which may be one of a member."""
+    return f"WEFT_OFFSET(weft::{struct.removeprefix('weft::')}, {member})"
+
+
+def _member(struct: type[ctypes.Structure], field: str) -> str:
+    return STATE.get(field, field) if struct is Header else field
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,40 +101,3 @@ def sizes_of(make: Callable[P, G], size: Callable[[G], T], doc: str) -> Callable
     signature = inspect.signature(make, eval_str=True).replace(return_annotation=returned)
     memory_bytes.__signature__ = signature  # type: ignore[attr-defined]
     return memory_bytes
-
-
-class ShareLayout:
-    """Where the parts of a share lie: a Python mirror of a C++ struct.
-
-    Told there, mirrored here, checked always: every compiled entry exports its own numbers. The
-    mirror exists so that memory can be sized, and views made, before anything is compiled.
-    """
-
-    __slots__ = ()
-    structs: ClassVar[tuple[type[ctypes.Structure], ...]] = ()  # that its table holds, with COMMON
-
-    def places(self) -> list[tuple[str, int]]:
-        """Where the parts lie: what `weft_measured` of a loaded cubin must hold.
-
-        A compiler's constants and its code can differ: NVRTC 13.0 did, see alltoall/layout.cuh.
-        """
-        raise NotImplementedError
-
-    def expected(self) -> list[tuple[str, int]]:
-        """What `weft_layout` of a compiled entry must hold, in its order."""
-        return [("abi", ABI), *struct_numbers(*COMMON, *self.structs), *self.places()]
-
-
-def compare(expected: Numbers, theirs: Sequence[int], whose: str = "the compiled entry") -> None:
-    """Raise LayoutMismatch naming the first number on which Python and C++ differ."""
-    if len(theirs) != len(expected):
-        raise LayoutMismatch(
-            f"{whose} has {len(theirs)} layout numbers, Python expects {len(expected)}: "
-            "reinstall weft and run `weft cache clear`"
-        )
-    for (name, ours), other in zip(expected, theirs, strict=True):
-        if ours != other:
-            raise LayoutMismatch(
-                f"{name}: Python says {ours}, {whose} says {other}; "
-                "reinstall weft and run `weft cache clear`"
-            )

@@ -86,7 +86,7 @@ def mark_static(tensor: torch.Tensor) -> None:
     tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
 
 
-def refuse_halves(name: str) -> None:
+def refuse_split_phase(name: str) -> None:
     """Raises InvalidArgument while a compiler traces `name`, a half of a dispatch or a combine.
 
     A half returns while peers still write what it returns, which no graph can express.

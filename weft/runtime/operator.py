@@ -1,30 +1,159 @@
-"""What every operator has: errors that its device recorded, a past, and an end."""
+"""What every operator is: a collective object in symmetric memory, and the calls of one rank on it.
+
+One call at a time, from the process that made the object. Any thread may abort or close it while a
+call waits: the call ends first, then the memory goes.
+"""
 
 from __future__ import annotations
 
+import functools
+import os
+import threading
 from abc import ABC, abstractmethod
-from typing import Self
+from collections.abc import Callable, Mapping
+from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
+import torch
+
+from weft.arguments import seconds
+from weft.errors import Aborted, OutOfOrder
+from weft.memory import Group, Heap
+from weft.memory.driver import relaxed
 from weft.memory.group import reason
-from weft.memory.header import Record
-from weft.runtime.watched import Watched
+from weft.memory.header import (
+    ABI,
+    EPOCH_MASK,
+    HEADER_BYTES,
+    HOST_ASKS_TO_LEAVE,
+    LAST_WORDS_BYTES,
+    Header,
+    Mailbox,
+    Record,
+)
+from weft.memory.wire import JSON
+from weft.runtime import library
+from weft.runtime.args import Site
+from weft.runtime.check import check_group
+from weft.runtime.kernels import Kernels
+from weft.runtime.report import ABORTED, PEER_LEFT, breakage, refusal
+from weft.runtime.stream import settle
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Config(Protocol):
+    """What an operator is made from: its checked arguments, and what follows from them."""
+
+    @property
+    def share_bytes(self) -> int:
+        """Bytes of one rank's share of the heap."""
+
+    @property
+    def descriptor(self) -> int:
+        """Eight bits that flags carry, so that a peer with another config is noticed."""
+
+    def manifest(self) -> Mapping[str, JSON]:
+        """What the ranks compare at creation, name by name."""
+
+
+C = TypeVar("C", bound=Config)
 
 
 class Operator(ABC):
-    """Calls of one rank on symmetric memory. A context manager: leaving it closes it."""
+    """An object of all ranks: checked, compiled, agreed on and allocated once, on all or on none.
 
-    @property
-    @abstractmethod
-    def _watched(self) -> Watched:
-        """The heap, and the mailbox that its kernels report through."""
+    A context manager: leaving it closes it.
+    """
 
-    @abstractmethod
-    def close(self) -> None:
-        """Give the memory back. Waits for this rank's own work, never for a peer. Idempotent.
+    group: Group
+    heap: Heap
+    _kernels: Kernels
+    _site: Site
+    _seen_refusals = 0
+    _drops_repeats = False  # does a dispatch drop ids that an earlier one of their row names?
 
-        Any thread may call it. A call that waits in another one ends first, with Aborted. Peers
-        that are in a call which this rank has not finished raise PeerLeft.
+    def _create(
+        self,
+        group: Group,
+        what: str,
+        prepare: Callable[[], tuple[C, Kernels]],
+        *,
+        timeout: float,
+        first_timeout: float,
+        first_epoch: int = 0,
+    ) -> C:
+        """Everything that ranks do together to make an operator; returns its config.
+
+        what: its name in errors, with its article: "an all-to-all".
+        prepare: check the arguments and load the kernels; what it raises, every rank hears of.
+        timeout, first_timeout: seconds that a wait may take, and one of the first round.
+
+        A rank that fails is named on every rank, and then nothing stays loaded or allocated. The
+        constructor that calls this is decorated with `in_relaxed_mode`.
         """
+        check_group(group)
+        problem: Exception | None = None
+        try:
+            limits = seconds("timeout", timeout), seconds("first_timeout", first_timeout)
+            config, self._kernels = prepare()
+        except Exception as error:  # whatever it is, every rank hears of it
+            problem = error
+        group.vote(problem, doing=f"preparing {what}", undo=lambda: self._kernels.close())
+        self.group, self._what, self._owner = group, what.split(" ", 1)[1], os.getpid()
+        manifest = config.manifest()
+        try:
+            group.agree(dict(manifest), what=f"{self._what} geometry")
+            self.heap = Heap.create(group, config.share_bytes)
+            header = self._header(config.share_bytes, limits, first_epoch)
+            # A vote: no peer may write into this share before it is initialised.
+            group.together(lambda: self._initialise(config, header), doing=f"initialising {what}")
+        except BaseException:
+            self._kernels.close()
+            raise
+        self._order = library.order_of(group.device)
+        self._handle = library.register(self, manifest)
+        return config
+
+    def _header(self, share_bytes: int, limits: tuple[float, float], first_epoch: int) -> Header:
+        header = Header()
+        header.abi, header.rank, header.ranks = ABI, self.group.rank, self.group.size
+        header.share_bytes, header.generation = share_bytes, self.heap.generation
+        header.first_epoch = header.epoch = first_epoch & EPOCH_MASK
+        header.deadline_ns, header.first_deadline_ns = (int(s * 1e9) for s in limits)
+        return header
+
+    def _initialise(self, config: Any, header: Header) -> None:
+        """Open the mailbox, then write what this rank's share holds before the first call."""
+        self._mailbox = Mailbox.from_address(self.heap.mailbox.host)
+        self._busy = threading.Lock()  # taken by a call, and by close for good
+        self._caller = 0  # the thread that has taken it
+        self._access = threading.Lock()  # of other threads to the mailbox and the heap
+        self._closing = False  # no new call may begin
+        self._freed = False
+        self._told = False  # the peers know that this rank leaves
+        self._left = ""  # why this rank takes no further part
+        self._site = Site(
+            base=self.heap.base,
+            stride=self.heap.stride,
+            mailbox=self.heap.mailbox.device,
+            rank=self.group.rank,
+            descriptor=config.descriptor,
+        )
+        self.group.attach(self)
+        self._fill(config, header)
+        raw = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        self.heap.tensor((HEADER_BYTES,), torch.uint8).copy_(raw)
+        if self.group.device.type == "cuda":
+            torch.cuda.current_stream(self.group.device).synchronize()
+
+    @abstractmethod
+    def _fill(self, config: Any, header: Header) -> None:
+        """Make views of this rank's share and write its first contents; may change `header`."""
+
+    @abstractmethod
+    def _drop_views(self) -> None:
+        """Let go of every view of the heap that `_fill` made."""
 
     def check(self) -> None:
         """Raise what the device has recorded: a broken group, or input that was refused.
@@ -32,12 +161,24 @@ class Operator(ABC):
         Reads host memory only, so it costs nothing and sees the past: synchronise first to be sure
         of the last call. A refusal is raised once; a broken group stays broken.
         """
-        self._watched.check()
+        with self._access:
+            self._check_open()
+            self._raise_if_broken()
+            serial = self._mailbox.refusals
+            if serial == self._seen_refusals:
+                return
+            count = (serial - self._seen_refusals) & 0xFFFFFFFF
+            self._seen_refusals = serial
+            record = self._mailbox.refused[serial % len(self._mailbox.refused)]
+            raise refusal(record, count, drops_repeats=self._drops_repeats)
 
     @property
     def broken(self) -> bool:
         """Would `check` raise that the group is broken? One read of host memory."""
-        return self._watched.broken
+        with self._access:
+            self._check_open()
+            word = self._mailbox.host_word & HOST_ASKS_TO_LEAVE
+            return bool(self._mailbox.broken_code or word)
 
     def abort(self) -> None:
         """Ask the kernels of all ranks to leave their waits. Waits for no peer.
@@ -46,19 +187,205 @@ class Operator(ABC):
         would last, ends with Aborted naming this rank; a call whose flags have all arrived may
         still finish, but on this rank every later call raises. Close the group after it.
         """
-        self._watched.abort()
+        with self._access:
+            self._check_open()
+            self._left = self._left or "called abort()"
+            self._notify_once(ABORTED, "")
+            self._mailbox.host_word |= HOST_ASKS_TO_LEAVE
 
     def history(self, rank: int | None = None) -> list[Record]:
         """The last 128 calls of a rank (default: this one), oldest first; also of a dead one."""
-        return self._watched.history(rank)
+        with self._access:
+            self._check_open()
+            header = Header.from_buffer_copy(self.heap.header(rank))
+        return sorted((r for r in header.ring if r.phase), key=lambda r: (r.epoch, r.phase))
+
+    def close(self) -> None:
+        """Give the memory back. Waits for this rank's own work, never for a peer. Idempotent.
+
+        Any thread may call it. A call that waits in another one ends first, with Aborted. Peers
+        that are in a call which this rank has not finished raise PeerLeft.
+        """
+        library.forget(self._handle)
+        if not self._begin_close():
+            return
+        with relaxed(self.group.device):
+            try:
+                self._kernels.close()
+            finally:
+                self._drop_views()
+                self._free()
+
+    @property
+    def _operator(self) -> Self:
+        return self
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            self._watched.tell_left(reason(error))
+            self.tell_left(reason(error))
         self.close()
 
+    # What its group calls.
+
+    def peer_ended(self, rank: int) -> None:
+        """The process of a rank has ended: a wait for it need not last until the deadline."""
+        with self._access:
+            if not self._freed:
+                self._mailbox.host_word |= 1 << rank
+
+    def tell_left(self, why: str, *, settled: bool = False) -> None:
+        """Notify the peers that this rank begins no more calls. Any thread; what runs goes on.
+
+        settled: only when this GPU has done what is enqueued; peers count on that.
+        """
+        if settled and os.getpid() == self._owner:
+            settle(self.group.device)
+        with self._access:
+            if not self._freed:
+                self._notify_once(PEER_LEFT, why)
+
+    # What calls and other rooms use.
+
+    def _leave(self, why: str) -> None:
+        """End this rank's part: its own waits and later calls raise, the peers get the reason."""
+        with self._access:
+            if not self._freed:
+                self._left = self._left or why
+                self._notify_once(PEER_LEFT, why)
+                self._mailbox.host_word |= HOST_ASKS_TO_LEAVE
+
+    def _begin(self, doing: str) -> None:
+        """A call begins; `_end` must follow. Raises OutOfOrder, and what broke the group."""
+        if os.getpid() != self._owner:
+            raise OutOfOrder(
+                f"{doing} in process {os.getpid()}, a forked child: this {self._what} belongs to "
+                f"process {self._owner}, whose peers would take the child for it; make a group in "
+                "the process that uses it"
+            )
+        if not self._busy.acquire(blocking=False):
+            self._check_open()
+            raise OutOfOrder(
+                f"{doing} while another thread is in a call of this {self._what}: its calls must "
+                "come one after the other, in the same order on every rank; make them from one "
+                "thread, or hold a lock around each round"
+            )
+        self._caller = threading.get_ident()
+        try:
+            self._check_open()
+            self._raise_if_broken()
+        except BaseException:
+            self._end()
+            raise
+
+    def _end(self) -> None:
+        """The call that began is over."""
+        self._caller = 0
+        self._busy.release()
+
     def _check_open(self) -> None:
-        self._watched.check_open()
+        """Raise OutOfOrder after close; Aborted where this rank had aborted before."""
+        if not self._closing:
+            return
+        if self._left:
+            raise Aborted(
+                f"this rank, {self._site.rank}, {self._left}, and closed this {self._what}; make a "
+                "new one"
+            )
+        raise OutOfOrder(f"this {self._what} was closed; make a new one")
+
+    def _raise_if_broken(self) -> None:
+        """Raise what ended the group, if anything did. Within a call, or under `_access`."""
+        if self._mailbox.broken_code:
+            raise breakage(self._mailbox.broken, self.group.pid, self._last_words)
+        if self._mailbox.host_word & HOST_ASKS_TO_LEAVE:
+            raise Aborted(f"this rank, {self._site.rank}, {self._left}; make a new group")
+
+    def _check_running(self) -> None:
+        """Raise OutOfOrder after close, and what broke the group."""
+        with self._access:
+            self._check_open()
+            self._raise_if_broken()
+
+    def _begin_close(self) -> bool:
+        """No call may begin from now on, and none is under way on return; False the second time.
+
+        Notifies the peers, and asks a call that waits in another thread to leave.
+        """
+        with self._access:
+            if self._closing:
+                return False
+            self._closing = True
+        if os.getpid() != self._owner:
+            return True
+        self.tell_left(f"closed its {self._what}", settled=True)
+        if self._caller == threading.get_ident():
+            return True  # by a signal handler, or a finalizer, of the calling thread itself
+        if not self._busy.acquire(blocking=False):
+            with self._access:
+                self._left = self._left or f"closed this {self._what} in another thread"
+                self._mailbox.host_word |= HOST_ASKS_TO_LEAVE
+            self._busy.acquire()
+        return True
+
+    def _free(self) -> None:
+        """Give the memory back, except for what a caller's views still show; local."""
+        settle(self.group.device)  # unlocked: what runs may have to see a peer's end
+        with self._access:
+            self._freed = True
+            del self._mailbox
+            self.heap.close()
+
+    def _notify_once(self, code: int, why: str) -> None:
+        """Write why this rank leaves, then a notice to each peer (make_notice in header.cuh).
+
+        Not where they know: from this rank's host, or from its kernels, which gave up.
+        """
+        if self._told or self._mailbox.broken_code or os.getpid() != self._owner:
+            return
+        self._told = True
+        rank, heap = self._site.rank, self.heap
+        words = why.encode(errors="replace")[: LAST_WORDS_BYTES - 1] + b"\0"
+        heap.write(rank, Header.last_words.offset, words)
+        notice = (code << 56 | rank << 40).to_bytes(8, "little")
+        for peer in range(self.group.size):
+            if peer != rank:
+                heap.write(peer, Header.notices.offset + 8 * rank, notice)
+
+    def _last_words(self, rank: int) -> str:
+        header = Header.from_buffer_copy(self.heap.header(rank))
+        return bytes(header.last_words).split(b"\0")[0].decode(errors="replace")
+
+
+class OfOperator(Protocol):
+    """An operator, or what makes calls of its own on an operator's memory."""
+
+    @property
+    def _operator(self) -> Operator: ...
+
+
+Caller = TypeVar("Caller", bound=OfOperator)
+
+
+def one_call(
+    doing: str,
+) -> Callable[[Callable[Concatenate[Caller, P], T]], Callable[Concatenate[Caller, P], T]]:
+    """A method that is one call of an operator: it begins, ends, and excludes all others."""
+
+    def decorate(
+        method: Callable[Concatenate[Caller, P], T],
+    ) -> Callable[Concatenate[Caller, P], T]:
+        @functools.wraps(method)
+        def call(self: Caller, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            operator = self._operator
+            operator._begin(doing)
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                operator._end()
+
+        return call
+
+    return decorate

@@ -1,4 +1,4 @@
-"""What profiled kernels wrote down: when each operation sent, waited and ended, and for whom.
+"""What profiled kernels recorded: when each operation sent, waited and ended, and for whom.
 
 Kernels compiled with `WEFT_PROFILE=1` keep the last 32 rounds in the header, as
 device/timeline.cuh says. Reading synchronises with nothing: let the device finish first.
@@ -6,16 +6,13 @@ device/timeline.cuh says. Reading synchronises with nothing: let the device fini
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
 from typing import TYPE_CHECKING
 
-from weft.errors import OutOfOrder
 from weft.memory.header import PHASES, Header, Timeline
 
 if TYPE_CHECKING:
-    from weft.runtime.watched import Watched
+    from weft.memory import Heap
 
 DEFINE = "WEFT_PROFILE=1"
 
@@ -55,25 +52,13 @@ class Span:
         return max(0, self.arrived_ns[peer] - self.published_ns)
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """How long one phase waited for one peer, in us, over `count` operations."""
-
-    phase: str
-    peer: int
-    count: int
-    mean_us: float
-    p50_us: float
-    max_us: float
-
-
-def read_timeline(workspace: Watched, rank: int | None = None) -> list[Span]:
+def read_timeline(heap: Heap, rank: int | None = None) -> list[Span]:
     """The last 32 rounds of a rank (default: this one), oldest first; also of a dead one.
 
     An operation that is under way, or was left by an error, is in it and not `finished`. Empty
     when that rank's kernels are not profiled. Raises InvalidArgument for a rank out of range.
     """
-    header = Header.from_buffer_copy(workspace.heap.header(rank))
+    header = Header.from_buffer_copy(heap.header(rank))
     spans = [_span(header.rank, header.ranks, line) for line in header.timelines if line.phase]
     return sorted(spans, key=lambda span: span.start_ns)
 
@@ -95,29 +80,3 @@ def _span(rank: int, ranks: int, line: Timeline) -> Span:
         end_ns=reached(line.end_ns),
         arrived_ns=tuple(reached(line.arrived_ns[peer]) for peer in range(ranks)),
     )
-
-
-def wait_times(workspace: Watched) -> list[Wait]:
-    """For whom this rank waited, by phase and peer, over the last 32 rounds.
-
-    Raises OutOfOrder when no profiled round has finished.
-    """
-    return summarise(read_timeline(workspace))
-
-
-def summarise(spans: Sequence[Span]) -> list[Wait]:
-    """The waits in one rank's finished spans. Raises OutOfOrder when there is none."""
-    finished = [span for span in spans if span.finished]
-    if not finished:
-        raise OutOfOrder(
-            f"none of {len(spans)} recorded operations has finished; build the all-to-all with "
-            "profile=True, run a round and synchronise"
-        )
-    waits = []
-    for phase in PHASES.values():
-        chosen = [span for span in finished if span.phase == phase]
-        for peer in range(len(finished[0].arrived_ns) if chosen else 0):
-            ns = [span.waited_ns(peer) for span in chosen]
-            us = (fmean(ns) / 1e3, median(ns) / 1e3, max(ns) / 1e3)
-            waits.append(Wait(phase, peer, len(ns), *us))
-    return waits

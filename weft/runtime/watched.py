@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 from weft.errors import Aborted, OutOfOrder
 from weft.memory import Group, Heap
+from weft.memory.group import reason
 from weft.memory.header import (
     ABI,
     EPOCH_MASK,
@@ -267,3 +269,80 @@ def new_header(
     header.first_epoch = header.epoch = first_epoch & EPOCH_MASK
     header.deadline_ns, header.first_deadline_ns = (int(s * 1e9) for s in seconds)
     return header
+
+
+class WatchedOperator(ABC):
+    """Calls of one rank on symmetric memory. A context manager: leaving it closes it."""
+
+    @property
+    @abstractmethod
+    def _watched(self) -> Watched:
+        """The heap, and the mailbox that its kernels report through."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the memory back. Waits for this rank's own work, never for a peer. Idempotent.
+
+        Any thread may call it. A call that waits in another one ends first, with Aborted. Peers
+        that are in a call which this rank has not finished raise PeerLeft.
+        """
+
+    def check(self) -> None:
+        """Raise what the device has recorded: a broken group, or input that was refused.
+
+        Reads host memory only, so it costs nothing and sees the past: synchronise first to be sure
+        of the last call. A refusal is raised once; a broken group stays broken.
+        """
+        self._watched.check()
+
+    @property
+    def broken(self) -> bool:
+        """Would `check` raise that the group is broken? One read of host memory."""
+        return self._watched.broken
+
+    def abort(self) -> None:
+        """Ask the kernels of all ranks to leave their waits. Waits for no peer.
+
+        May be called from any thread. Every wait that is under way, and every later one that
+        would last, ends with Aborted naming this rank; a call whose flags have all arrived may
+        still finish, but on this rank every later call raises. Close the group after it.
+        """
+        self._watched.abort()
+
+    def history(self, rank: int | None = None) -> list[Record]:
+        """The last 128 calls of a rank (default: this one), oldest first; also of a dead one."""
+        return self._watched.history(rank)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._watched.tell_left(reason(error))
+        self.close()
+
+    def _check_open(self) -> None:
+        self._watched.check_open()
+
+    def tell_left(self, why: str) -> None:
+        """Notify the peers that this rank begins no more calls."""
+        self._watched.tell_left(why)
+
+    def _leave(self, why: str) -> None:
+        """End this rank's part."""
+        self._watched.leave(why)
+
+    @property
+    def heap(self) -> Heap:
+        """The symmetric memory."""
+        return self._watched.heap
+
+    @property
+    def _busy(self) -> threading.Lock:
+        return self._watched._busy
+
+    def _begin(self, doing: str) -> None:
+        self._watched.begin(doing)
+
+    def _end(self) -> None:
+        self._watched.end()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from weft.alltoall.api import AllToAll
+from weft.alltoall.operator import AllToAll
 from weft.errors import GroupError, OutOfOrder, UsageError
 from weft.leases import Lease, lease
 from weft.memory import Group
@@ -171,7 +171,8 @@ class Blocks:
         """One of each workspace."""
         found: dict[int, Any] = {}
         for each in self._leases:
-            found.setdefault(id(each.operator._watched), each.operator)
+            exchange = getattr(each.operator, "exchange", each.operator)
+            found.setdefault(id(exchange), each.operator)
         return list(found.values())
 
     def close(self) -> None:

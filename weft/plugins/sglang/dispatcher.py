@@ -12,7 +12,7 @@ from sglang.srt.layers.moe.topk import StandardTopKOutput
 from weft.errors import OutOfOrder
 
 if TYPE_CHECKING:
-    from weft.alltoall.api import AllToAll
+    from weft.alltoall.operator import AllToAll
 
 
 class WholeBlock(BaseDispatcher):  # type: ignore[misc]  # SGLang is not type-checked

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.allreduce.api import AllReduce
-from weft.alltoall.api import AllToAll
+from weft.alltoall.operator import AllToAll
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.memory import Group
 

@@ -1,7 +1,7 @@
-"""What every operator loads: its compiled entries, on a CPU or a GPU, behind the same call.
+"""What every operator loads: its compiled entries, on a CPU or a GPU, called in the same way.
 
-Everything is compiled, loaded and compared with Python's mirrors here, at construction: a kernel
-that had to be loaded at its first launch could never be, while a peer's kernel spins for it.
+Everything is compiled and loaded here, at construction: a kernel that had to be loaded at its first
+launch could never be, while a peer's kernel spins for it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from struct import unpack
 from typing import Any, Protocol
 
 import torch
@@ -23,10 +24,8 @@ from weft.jit import (
     compile_shared,
     current_arch,
 )
-from weft.jit.args import decode
-from weft.runtime.args import Site
 from weft.runtime.check import check_sms
-from weft.runtime.layout import Numbers, compare
+from weft.runtime.layout import Numbers, assertions, common_assertions
 from weft.runtime.stream import current_stream
 
 
@@ -51,26 +50,36 @@ class Program:
     """The generated source of one operator on one kind of device.
 
     name: of its files in the cache.   what: it is, in errors.
-    doors: the argument struct of each entry.
-    tables: the numbers that each exported array must hold.
-    share_bytes, measured: where the parts of a share of that size lie, as `weft_measure` of a cubin
-        must find; none where nothing is measured.   options: of NVRTC.
+    entry_points: the argument struct of each entry.
+    offsets: C++ expressions, for instance of sizes and offsets in a share, and their values in
+        Python: the source asserts them, and so the layout of every argument struct.
+    structs: further mirrors that the source asserts.   options: of NVRTC.
     """
 
     name: str
     what: str
-    source: str
-    doors: Mapping[str, type[ctypes.Structure]]
-    tables: Mapping[str, Numbers]
-    share_bytes: int = 0
-    measured: Numbers = ()
+    body: str
+    entry_points: Mapping[str, type[ctypes.Structure]]
+    offsets: Numbers = ()
+    structs: Sequence[type[ctypes.Structure]] = ()
     options: Sequence[str] = CUDA_OPTIONS
+
+    @property
+    def source(self) -> str:
+        """The entries, and after them the assertions that Python and C++ agree on every layout."""
+        structs = dict.fromkeys((*self.entry_points.values(), *self.structs))
+        return self.body + common_assertions() + assertions(structs, self.offsets)
 
     def cubin(self, arch: str, *, defines: Sequence[str] = ()) -> bytes:
         """All kernels; needs no GPU. Raises CompileError showing the entries."""
         return compile_cubin(
             self.source, name=self.name, arch=arch, options=self.options, defines=defines
         )
+
+
+def numbers_of(raw: bytes) -> tuple[int, ...]:
+    """The 64-bit numbers of an exported array, as the machine orders them."""
+    return unpack(f"={len(raw) // 8}Q", raw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +95,7 @@ class Launch:
     fields: tuple[tuple[str, int], ...] = ()
 
 
-class Entries(Protocol):
+class Kernels(Protocol):
     """The operations of one operator on one kind of device, by name."""
 
     def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
@@ -96,7 +105,7 @@ class Entries(Protocol):
         """Give back what was loaded."""
 
 
-class CpuEntries:
+class CpuKernels:
     """The operations as plain functions; they return when they are done."""
 
     def __init__(self, program: Program, build: Build) -> None:
@@ -104,11 +113,8 @@ class CpuEntries:
         library = compile_shared(
             program.source, name=program.name, options=HOST_OPTIONS, defines=build.defines
         )
-        for symbol, numbers in program.tables.items():
-            exported = (ctypes.c_uint64 * len(numbers)).in_dll(library, symbol)
-            compare(numbers, list(exported))
         self._functions: dict[str, Any] = {}
-        for name, struct in program.doors.items():
+        for name, struct in program.entry_points.items():
             function = getattr(library, name)
             function.restype = None
             function.argtypes = (ctypes.POINTER(struct),)
@@ -122,10 +128,10 @@ class CpuEntries:
         """Nothing is held: the library stays loaded for the next object of these sizes."""
 
 
-class CudaEntries:
+class CudaKernels:
     """The operations as kernels on the current device, enqueued on the current stream.
 
-    A room says in `_find` how one of its entries is launched.
+    A subclass says in `_find` how one of its entries is launched.
     """
 
     def __init__(self, program: Program, build: Build) -> None:
@@ -137,15 +143,6 @@ class CudaEntries:
         self._module = CudaModule(
             program.cubin(current_arch(), defines=build.defines), name=program.name
         )
-        for symbol, numbers in program.tables.items():
-            compare(numbers, self._table(symbol))
-        if program.measured:
-            measure = Launcher(self._module.function("weft_measure"), Site)
-            with self._module.own_stream() as stream:
-                measure(Site(base=program.share_bytes), (1, 1, 1), 1, stream)
-            compare(
-                program.measured, self._table("weft_measured"), "the code of the compiled entry"
-            )
         self._launches: dict[tuple[str, int], Launch] = {}
 
     def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
@@ -173,4 +170,4 @@ class CudaEntries:
         raise NotImplementedError
 
     def _table(self, symbol: str) -> Sequence[int]:
-        return decode(self._module.global_bytes(symbol))
+        return numbers_of(self._module.global_bytes(symbol))

@@ -1,4 +1,4 @@
-"""AllToAll's dispatch and combine as operations of torch's library (library.py)."""
+"""AllToAll's dispatch and combine as operators of torch.library (runtime/library.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.runtime.check import check_tensor, tracing
 from weft.runtime.library import find, plain
 
 if TYPE_CHECKING:
-    from weft.alltoall.api import AllToAll
+    from weft.alltoall.operator import AllToAll
 
 
 @torch.library.custom_op("weft::dispatch", mutates_args=("order",))
@@ -42,10 +42,9 @@ def _(
     handle: int,
 ) -> None:
     owner: AllToAll = find(handle)
-    geometry, device = owner._geometry, owner.group.device
+    config, device = owner.config, owner.group.device
     with tracing():
-        geometry.check_dispatch(payloads, topk_ids, topk_weights, num_tokens, device)
-        geometry.check_stats(stats, device)
+        config.check_dispatch(payloads, topk_ids, topk_weights, num_tokens, stats, device)
 
 
 # Apart from dispatch, because an op that mutates may not return a list; reading `order` keeps it
@@ -55,14 +54,14 @@ def _(
 def _received(rows: int, order: torch.Tensor, handle: int) -> list[torch.Tensor]:
     return [
         torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device).copy_(v)
-        for part in _parts(find(handle)._workspace.received._with_rows(rows))
+        for part in _parts(find(handle)._views(rows)[0])
         for v in part
     ]
 
 
 @_received.register_fake
 def _(rows: int, order: torch.Tensor, handle: int) -> list[torch.Tensor]:
-    slots, others = _parts(find(handle)._workspace.received)
+    slots, others = _parts(find(handle)._received)
     copies = [
         torch.empty_strided(
             (len(v), rows, *v.shape[2:]),
@@ -102,17 +101,17 @@ def _(
 ) -> None:
     owner: AllToAll = find(handle)
     dtypes, device = (owner.dtype,), owner.group.device
-    size = (None, owner._geometry.shape.hidden)  # of how many tokens, the round knows
+    size = (None, owner.config.shape.hidden)  # of how many tokens, the round knows
     check_tensor("out", out, shape=size, dtypes=dtypes, device=device)
     if add is not None:
         check_tensor("add", add, shape=out.shape, dtypes=dtypes, device=device)
-    if y is not None and owner._geometry.shape.combine != "gemm_push":
-        ranks, _, hidden = owner._workspace.output.shape
+    if y is not None and owner.config.shape.combine != "gemm_push":
+        ranks, _, hidden = owner._output.shape
         wanted = (ranks, None, hidden)  # of how many rows, the round knows
         check_tensor("y", y, shape=wanted, dtypes=dtypes, device=device)
 
 
-def traced_dispatch(
+def dispatch(
     owner: AllToAll,
     payloads: tuple[torch.Tensor, ...],
     topk_ids: torch.Tensor,
@@ -131,7 +130,7 @@ def traced_dispatch(
     return tuple(planes), ids, received_weights, counts, gathered
 
 
-def traced_combine(
+def combine(
     owner: AllToAll,
     y: torch.Tensor | None,
     out: torch.Tensor | None,
@@ -139,9 +138,9 @@ def traced_combine(
 ) -> torch.Tensor:
     """Combine inside a compiled graph."""
     if out is None:
-        size = (owner._traced_tokens, owner._geometry.shape.hidden)
+        size = (owner._traced_tokens, owner.config.shape.hidden)
         out = torch.empty(size, dtype=owner.dtype, device=owner._order.device)
     # Named as an argument, so that the compiler keeps what was written there before.
-    given = owner._workspace.output if y is None else y.detach()
+    given = owner._output if y is None else y.detach()
     torch.ops.weft.combine(given, out, plain(add), owner._order, owner._handle)
     return out

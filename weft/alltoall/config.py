@@ -1,21 +1,24 @@
-"""What one all-to-all carries: its Shape, payloads and expert placement, from its arguments."""
+"""What one all-to-all is made from: arguments, their checks, its Shape, and where its parts are."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from ctypes import c_uint32, c_uint64
 from dataclasses import dataclass
 
 import torch
 
-from weft.alltoall.layout import Layout
 from weft.alltoall.received import Payload
 from weft.arguments import instance, integer, integers, one_of, refuse, shown
 from weft.errors import InvalidArgument
 from weft.fields import by_argument, checked
+from weft.memory.header import HEADER_BYTES
 from weft.memory.wire import JSON
 from weft.placement import Placement, placement_of
+from weft.runtime.args import Site
 from weft.runtime.check import check_alignment, check_tensor, check_tokens
-from weft.runtime.layout import sizes_of
+from weft.runtime.layout import LINE, Numbers, offset, sizes_of, up
 from weft.shape import DTYPE_NAMES, MAX_PLANES, MAX_ROW_BYTES, Shape
 
 SCALES = {
@@ -27,15 +30,125 @@ COMBINE_DTYPES = (None, "fp8")
 QUANTISED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 
+class DispatchArgs(ctypes.Structure):
+    """Arguments of the dispatch entry."""
+
+    _fields_ = (
+        ("site", Site),
+        ("payload", c_uint64 * MAX_PLANES),
+        ("ids", c_uint64),
+        ("weights", c_uint64),
+        ("placement", c_uint64),
+        ("num_tokens", c_uint64),
+        ("tokens", c_uint32),
+        ("ids_bytes", c_uint32),
+        ("stats", c_uint64),
+        ("source_rows", c_uint32),
+        ("reserved", c_uint32),
+    )
+
+
+class CombineArgs(ctypes.Structure):
+    """Arguments of the combine entry."""
+
+    _fields_ = (
+        ("site", Site),
+        ("out", c_uint64),
+        ("add", c_uint64),
+        ("tokens", c_uint32),
+        ("pushers", c_uint32),
+        ("strips", c_uint32),
+        ("source_rows", c_uint32),
+    )
+
+
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class Offsets:
+    """Where the parts of one rank's share are, in bytes: `Share<S>` in alltoall/layout.cuh.
+
+    In order: header, inbox (flags, counts, slots of a source, routes, payload planes, returned
+    rows, stats), outbox, destinations, saved routing.
+    """
+
+    share_bytes: int
+    counts: int
+    source_rows: int
+    route: int
+    route_bytes: int
+    planes: tuple[int, ...]
+    pitches: tuple[int, ...]
+    stats: int  # 0 where the Shape has none
+    returned: int  # 0 where rows are pulled
+    outbox: int
+    destinations: int
+
+    @classmethod
+    def of(cls, shape: Shape) -> Offsets:
+        """The offsets of a Shape."""
+        slots, by_choice = shape.ranks * shape.tokens, shape.combine == "gemm_push"
+        counts = HEADER_BYTES + 2 * up(8 * shape.ranks)
+        source_rows = counts + up(4 * shape.ranks)
+        route = source_rows + up(4 * shape.ranks)
+        route_bytes = 8 * shape.slots
+        at = route + up(slots * route_bytes)
+        planes, pitches = [], []
+        for size in shape.row_bytes:
+            pitch = up(size, 16)
+            planes.append(at)
+            pitches.append(pitch)
+            at += up(slots * pitch)
+        # A C++ struct without members takes one line: the end of the recursion over planes, rows
+        # that are not pushed (one line with it), statistics, the outbox of gemm_push. At the end of
+        # the share it takes a byte.
+        at += LINE
+        returned = up(shape.returned_rows * shape.returned_bytes)
+        stats = at + (returned or LINE)
+        outbox = stats + up(4 * shape.ranks * shape.stats) if shape.stats else at + returned + LINE
+        destinations = outbox + (LINE if by_choice else up(slots * shape.out_bytes))
+        end = destinations + 4 * shape.tokens
+        return cls(
+            share_bytes=up(up(end) + 8 * shape.tokens * shape.slots) if by_choice else up(end + 1),
+            counts=counts,
+            source_rows=source_rows,
+            route=route,
+            route_bytes=route_bytes,
+            planes=tuple(planes),
+            pitches=tuple(pitches),
+            stats=stats if shape.stats else 0,
+            returned=at if returned else 0,
+            outbox=outbox,
+            destinations=destinations,
+        )
+
+    def asserted(self) -> Numbers:
+        """C++ expressions of these offsets, after the Shape literal S, and their values."""
+        members = {
+            "inbox.counts": self.counts,
+            "inbox.source_rows": self.source_rows,
+            "inbox.route": self.route,
+            "outbox": self.outbox,
+            "destinations": self.destinations,
+            "inbox.stats": self.stats,
+            "inbox.returned": self.returned,
+        }
+        for plane, at in enumerate(self.planes):
+            members["inbox.payload" + ".rest" * plane + ".first"] = at
+        return [
+            ("sizeof(weft::Share<S>)", self.share_bytes),
+            ("sizeof(weft::Route<S>)", self.route_bytes),
+            *((offset("Share<S>", m), at) for m, at in members.items() if at),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class AllToAllConfig:
     """All that ranks must agree on before they share memory.
 
     inputs: what callers hand over.   payloads: what arrives; they differ where dispatch quantises.
     """
 
     shape: Shape
-    layout: Layout
+    offsets: Offsets
     dtype: torch.dtype
     inputs: tuple[Payload, ...]
     payloads: tuple[Payload, ...]
@@ -57,7 +170,7 @@ class Geometry:
         combine: str | None = None,
         combine_dtype: str | None = None,
         stats: int = 0,
-    ) -> Geometry:
+    ) -> AllToAllConfig:
         """Raises InvalidArgument naming the argument, its value and what it may be."""
         sizes = checked(
             Shape,
@@ -87,12 +200,28 @@ class Geometry:
                 f"top_k is {top_k}, but the layer has {num_experts} experts (num_experts)"
             )
         placement = placement_of(expert_map, num_experts, ranks)
-        return cls(shape, Layout.of(shape), dtype, inputs, arriving, placement)
+        return cls(shape, Offsets.of(shape), dtype, inputs, arriving, placement)
 
     @property
     def quantized(self) -> bool:
         """Does dispatch quantise the first payload?"""
         return self.shape.quant != "none"
+
+    @property
+    def planes(self) -> Sequence[int]:
+        """The plane of each input: a quantised first one arrives as two, numbers and scales."""
+        moved = 1 if self.quantized else 0
+        return [i + moved if i else 0 for i in range(len(self.inputs))]
+
+    @property
+    def share_bytes(self) -> int:
+        """Bytes of one rank's share."""
+        return self.offsets.share_bytes
+
+    @property
+    def descriptor(self) -> int:
+        """Eight bits of the Shape's hash, as flags carry them."""
+        return self.shape.descriptor
 
     def manifest(self) -> dict[str, JSON]:
         """What the ranks compare at creation, name by name."""
@@ -108,6 +237,7 @@ class Geometry:
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor | None,
         num_tokens: torch.Tensor | None,
+        stats: torch.Tensor | None,
         device: torch.device,
     ) -> int:
         """Return the number of tokens.
@@ -137,6 +267,7 @@ class Geometry:
             count = (torch.int32,)
             check_tensor("num_tokens", num_tokens, shape=(1,), dtypes=count, device=device)
             check_alignment("num_tokens", num_tokens, num_tokens.itemsize)
+        self._check_stats(stats, device)
         return tokens
 
     def check_rows(self, rows: int | None, tokens: int) -> int:
@@ -151,7 +282,7 @@ class Geometry:
             )
         return rows
 
-    def check_stats(self, stats: torch.Tensor | None, device: torch.device) -> None:
+    def _check_stats(self, stats: torch.Tensor | None, device: torch.device) -> None:
         """Require this rank's statistics where there are any, and nothing where there are none.
 
         Raises InvalidArgument naming what was passed and what this all-to-all was built with.
@@ -171,6 +302,7 @@ class Geometry:
         if stats is not None:
             number = (torch.int32,)
             check_tensor("stats", stats, shape=(size,), dtypes=number, device=device)
+            check_alignment("stats", stats, stats.itemsize)
 
 
 def combine_of(combine: str | None, combine_dtype: str | None) -> str:
@@ -190,12 +322,12 @@ def combine_of(combine: str | None, combine_dtype: str | None) -> str:
     return "push_fp8"
 
 
-def _share_bytes(geometry: Geometry) -> int:
-    return geometry.layout.share_bytes
+def _share_bytes(config: AllToAllConfig) -> int:
+    return config.share_bytes
 
 
 memory_bytes = sizes_of(
-    Geometry.of,
+    AllToAllConfig.of,
     _share_bytes,
     """Bytes of symmetric memory that each rank will allocate, before anything is allocated.
 

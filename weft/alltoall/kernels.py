@@ -1,0 +1,313 @@
+"""The kernels of an all-to-all: generated entries, and how each is launched.
+
+Launches are local to a rank: peers may choose differently. The numbers are from sweeps on 8 x H200,
+hidden 7168, 2026-11-20 (docs/measuring.md).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from weft.alltoall.config import AllToAllConfig, CombineArgs, DispatchArgs, Offsets
+from weft.jit import Launcher
+from weft.runtime.kernels import Build, CpuKernels, CudaKernels, Kernels, Launch, Program
+from weft.runtime.layout import vector_bytes
+from weft.runtime.stream import loading
+from weft.shape import Shape
+
+MOST_TMA_SMS = 32  # up to so many SMs, bulk copies (TMA) move the rows
+# From so many 16-byte words on, a launch that overlaps its predecessor only takes room from it: at
+# 2048 tokens x 7168 it costs 0.5 %; at 32 it gains 4 %, at 128 up to 1 % (8 x H200, 2026-11-20).
+LONG = 256 * 896
+LARGEST = 512  # threads of a dispatch CTA
+SMALLEST = 64
+GRID_LIMIT = 65535  # pieces of a row; a CTA takes more of them in turn
+PIECE = 128  # threads of a combine CTA
+PIECES_PER_SM = 4
+STRIP = 512  # columns that a warp pushes, or sums, at a time
+FP8_PIECES_PER_SM = 4  # CTAs of a combine by FP8, one of which sums
+MANY_PER_SM = 200  # strips that may have to be pushed: from so many on an SM has one CTA less
+MOST_STRIPS = 8  # that one warp pushes at once; max_strips in alltoall/combine_fp8.cuh
+
+
+SPLIT_PARTS = {"send": "send", "receive": "recv"}  # entry -> weft::PhasePart
+STRUCTS: Mapping[str, type[ctypes.Structure]] = {
+    "DispatchArgs": DispatchArgs,
+    "CombineArgs": CombineArgs,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EntryPoint:
+    """One `extern "C"` entry: its argument struct, the template behind it, its launch bounds."""
+
+    struct: str
+    call: str
+    threads: int = LARGEST
+    per_sm: int = 1
+
+
+def entry_points(*, split_phase: bool, tma: bool) -> dict[str, EntryPoint]:
+    """The entries of an all-to-all, by name.
+
+    split_phase: also each phase as send and receive.   tma: rows by bulk copies (TMA), for few SMs.
+    """
+    if tma:
+        return {
+            "dispatch": EntryPoint("DispatchArgs", "dispatch_tma<S>", threads=32),
+            # Reducing threads, and the warp that loads.
+            "combine": EntryPoint("CombineArgs", "combine_tma<S, rank>", threads=256 + 32),
+        }
+    found = {
+        "dispatch": EntryPoint("DispatchArgs", "dispatch<S>", per_sm=2),
+        "combine": EntryPoint("CombineArgs", "combine<S, rank>"),
+    }
+    if split_phase:
+        for part, cpp in SPLIT_PARTS.items():
+            found[f"dispatch_{part}"] = EntryPoint(
+                "DispatchArgs", f"dispatch<S, weft::PhasePart::{cpp}>", per_sm=2
+            )
+            found[f"combine_{part}"] = EntryPoint(
+                "CombineArgs", f"combine<S, rank, weft::PhasePart::{cpp}>"
+            )
+    return found
+
+
+def cuda_program(
+    shape: Shape, rank: int, *, split_phase: bool = False, tma: bool = False
+) -> Program:
+    """The generated CUDA entries of a Shape on one rank."""
+    found = entry_points(split_phase=split_phase, tma=tma)
+    lines = [
+        f"#include <weft/alltoall/{'dispatch_combine_tma' if tma else 'combine'}.cuh>",
+        "#include <weft/alltoall/dispatch.cuh>",
+        f"constexpr weft::Shape S = {shape.literal()};",
+        f"constexpr weft::u32 rank = {rank};",
+    ]
+    if tma:
+        lines.append(
+            'extern "C" __device__ const weft::u64 weft_shared[] = '
+            "{sizeof(weft::RowRing<S>), sizeof(weft::PieceRing<S>)};"
+        )
+    for name, entry in found.items():
+        lines += [
+            f'extern "C" __global__ void __launch_bounds__({entry.threads}, {entry.per_sm})',
+            f"{name}(const __grid_constant__ weft::{entry.struct} a) {{ weft::{entry.call}(a); }}",
+        ]
+    return _program(shape, lines, found)
+
+
+def cpu_program(shape: Shape) -> Program:
+    """The generated C++ entries of a Shape; both halves of a phase included, they cost nothing."""
+    found = entry_points(split_phase=True, tma=False)
+    lines = [
+        "#include <weft/alltoall/cpu.cpp>",
+        f"constexpr weft::Shape S = {shape.literal()};",
+    ]
+    for name, entry in found.items():
+        call = entry.call.replace("S, rank", "S")
+        lines.append(
+            f'extern "C" void {name}(const weft::{entry.struct}* a) {{ weft::{call}(*a); }}'
+        )
+    return _program(shape, lines, found)
+
+
+def _program(shape: Shape, lines: list[str], found: Mapping[str, EntryPoint]) -> Program:
+    return Program(
+        name="alltoall",
+        what="all-to-all",
+        body="\n".join(lines) + "\n",
+        entry_points={name: STRUCTS[entry.struct] for name, entry in found.items()},
+        offsets=Offsets.of(shape).asserted(),
+    )
+
+
+class CudaAllToAll(CudaKernels):
+    """The kernels of one Shape."""
+
+    def __init__(self, shape: Shape, rank: int, build: Build) -> None:
+        tma = takes_tma(shape, build)
+        super().__init__(cuda_program(shape, rank, split_phase=build.split_phase, tma=tma), build)
+        self._shape, self._tma, self._in_vectors = shape, tma, _in_vectors(shape)
+        self._shared = dict.fromkeys(self._program.entry_points, 0)
+        if tma:
+            self._shared = dict(
+                zip(("dispatch", "combine"), self._table("weft_shared"), strict=True)
+            )
+        self._launchers: dict[tuple[str, bool], Launcher] = {}
+        for name, struct in self._program.entry_points.items():
+            function = self._module.function(name, shared=self._shared[name])
+            for early in {False, build.programmatic}:
+                self._launchers[name, early] = Launcher(function, struct, programmatic=early)
+
+    def _find(self, name: str, tokens: int) -> Launch:
+        p = self._plan(name, tokens)
+        early = self._build.programmatic and tokens * self._in_vectors < LONG
+        fields = (("pushers", p.pushers), ("strips", p.strips)) if p.strips else ()
+        return Launch(self._launchers[name, early], (p.workers, p.chunks, 1), p.threads, fields)
+
+    def _plan(self, name: str, tokens: int) -> Plan:
+        shape, out_vectors = self._shape, self._shape.out_bytes // 16
+        pushes = shape.combine in ("push", "push_fp8")
+
+        def per_sm(threads: int) -> int:
+            return self._module.occupancy(name, threads, shared=self._shared[name])
+
+        if self._tma:
+            threads = entry_points(split_phase=False, tma=True)[name].threads
+            return Plan(workers=self._sms, chunks=1, threads=threads)
+        if name == "dispatch_receive" or (name == "combine_send" and not pushes):
+            return Plan(workers=1, chunks=1, threads=64)  # flags only
+        if name.startswith("dispatch"):
+            return plan_dispatch(tokens, self._in_vectors, sms=self._sms, per_sm=per_sm)
+        if shape.combine == "push_fp8":
+            return self._plan_combine_fp8(name, tokens, per_sm)
+        if not pushes or name == "combine_receive":
+            return plan_combine(tokens, out_vectors, sms=self._sms, per_sm=per_sm)
+        return self._plan_push(tokens, per_sm)
+
+    def _plan_push(self, tokens: int, per_sm: Callable[[int], int]) -> Plan:
+        """Rows of all sources are pushed, about as many as this rank's tokens have peers.
+
+        A whole combine is resident as a whole, because its CTAs wait for what all of them pushed.
+        """
+        shape = self._shape
+        rows = max(tokens, _planned_tokens(shape)) * min(shape.ranks, shape.top_k)
+        p = plan_combine(rows, shape.out_bytes // 16, sms=self._sms, per_sm=per_sm)
+        most = self._sms * max(1, per_sm(p.threads))
+        return Plan(p.workers, min(p.chunks, most), p.threads)
+
+    def _plan_combine_fp8(self, name: str, tokens: int, per_sm: Callable[[int], int]) -> Plan:
+        """Rows of all sources are pushed, about as many as this rank's tokens have slots."""
+        shape = self._shape
+        if name == "combine_receive":
+            return plan_sums(tokens, shape.hidden, sms=self._sms, per_sm=per_sm)
+        slots = max(tokens, min(shape.tokens, 8)) * shape.ranks
+        taken = tokens if name == "combine" else 0
+        return plan_combine_fp8(
+            taken, slots, shape.hidden, sms=self._sms, per_sm=per_sm, whole=self._whole
+        )
+
+
+def load_kernels(device: torch.device, rank: int, config: AllToAllConfig, build: Build) -> Kernels:
+    """Compile and load the kernels of a config for one rank's device."""
+    if device.type == "cpu":
+        return CpuKernels(cpu_program(config.shape), build)
+    with loading(device):
+        return CudaAllToAll(config.shape, rank, build)
+
+
+def takes_tma(shape: Shape, build: Build) -> bool:
+    """Do bulk copies move the rows?"""
+    granted = build.num_sms is not None and build.num_sms <= MOST_TMA_SMS
+    return granted and not build.split_phase and _fits_tma(shape)
+
+
+def _planned_tokens(shape: Shape) -> int:
+    """Tokens that a push plans for at least: peers may send rows to a rank that has none itself."""
+    return min(shape.tokens, 16)
+
+
+def _fits_tma(shape: Shape) -> bool:
+    """Rows that bulk copies can move: whole 16-byte words, opaque, three of them in 200 KiB."""
+    row = shape.row_bytes[0]
+    plain = shape.combine == "pull" and shape.quant == "none"
+    return plain and row % 16 == 0 and row <= 66 * 1024 and shape.ranks <= 16
+
+
+def _in_vectors(shape: Shape) -> int:
+    """Loads of one token's payload: vectors of each row, or 16 columns of a quantised one."""
+    quantised = shape.quant != "none"
+    copied = shape.row_bytes[2:] if quantised else shape.row_bytes
+    columns = shape.hidden if quantised else 0
+    return columns // 16 + sum(size // vector_bytes(size) for size in copied)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A launch: `workers` x `chunks` CTAs of `threads`.
+
+    A worker takes tokens in turn, a chunk takes part of each row. Where CTAs differ by what they
+    do: a coordinator, then `pushers`, and the rest sum; a warp pushes `strips` strips at a time.
+    """
+
+    workers: int
+    chunks: int
+    threads: int
+    pushers: int = 0
+    strips: int = 0
+
+
+def plan_dispatch(tokens: int, vectors: int, *, sms: int, per_sm: Callable[[int], int]) -> Plan:
+    """Split rows of `vectors` 16-byte words over the CTAs that push them.
+
+    Few tokens: one SM pushes about 36 GB/s and the GPU 334, so a row is cut into as many pieces as
+    fill the SMs, down to `SMALLEST` threads each. Many: the whole resident grid takes turns.
+
+    per_sm: resident CTAs of one SM, by threads of a CTA.
+    """
+    chunks = -(-vectors // LARGEST)
+    if tokens * chunks < sms:
+        chunks = max(chunks, min(sms // max(tokens, 1), -(-vectors // SMALLEST)))
+    threads = min(LARGEST, max(SMALLEST, _whole_warps(-(-vectors // chunks))))
+    chunks = min(-(-vectors // threads), GRID_LIMIT)
+    resident = max(1, sms * max(1, per_sm(threads)) // chunks)
+    return Plan(workers=max(1, min(tokens, resident)), chunks=chunks, threads=threads)
+
+
+def plan_combine(tokens: int, vectors: int, *, sms: int, per_sm: Callable[[int], int]) -> Plan:
+    """Split rows of `vectors` 16-byte words over the CTAs that pull them.
+
+    Every thread has a load to each peer in flight, so few threads fill the links, and more only
+    queue: twelve CTAs of 64 an SM cost 8 % against four at 128 tokens. At most two pieces an SM are
+    taken one after the other (30.3 against 31.6 us a pair at 32 tokens).
+    """
+    threads = min(PIECE, max(SMALLEST, _whole_warps(vectors)))
+    chunks = -(-vectors // threads)
+    deep = 1 if tokens * chunks <= 2 * sms else PIECES_PER_SM
+    resident = max(1, sms * max(1, min(deep, per_sm(threads))) // chunks)
+    return Plan(workers=max(1, min(tokens, resident)), chunks=chunks, threads=threads)
+
+
+def plan_combine_fp8(
+    tokens: int, slots: int, hidden: int, *, sms: int, per_sm: Callable[[int], int], whole: bool
+) -> Plan:
+    """Divide the CTAs of a combine by FP8 into those that push rows and those that sum them.
+
+    Those that push come first and wait for nobody, so the grid need not be resident; it is, because
+    who waits outside sums nothing. A warp takes one strip at a time where there are few, else up to
+    eight: scales of strips that go together share a packet, and the sums of the last rows begin
+    when the rows that are pushed at the same time have come.
+
+    slots: rows that may have to be pushed.   per_sm: resident CTAs of one SM, by threads of a CTA.
+    whole: `sms` are all that the GPU has.
+    """
+    warps, strips = PIECE // 32, -(-hidden // STRIP)
+    # Measured on 4 x H200, hidden 7168, 2026-11-21, in one run: two CTAs an SM that push took
+    # 81.0 us a pair where three took 83.7, at 512 tokens (217 strips an SM; the same dispatch
+    # differed by 1.9 us); as long at 128 (54), more below. Other sizes, and 8 ranks, where this
+    # means 236 tokens and more, are inferred. Fewer SMs, and a half that only pushes, were not
+    # timed: as before.
+    many = whole and tokens > 0 and slots * strips >= MANY_PER_SM * sms
+    most = FP8_PIECES_PER_SM - 1 if many else FP8_PIECES_PER_SM
+    resident = max(3, sms * max(1, min(most, per_sm(PIECE))))
+    receivers = min(-(-tokens * strips // warps), resident // most or 1)
+    pushers = max(1, min(-(-slots * strips // warps), resident - receivers - 1))
+    at_once = min(strips, MOST_STRIPS, max(1, slots * strips // (pushers * warps)))
+    at_once = -(-strips // -(-strips // at_once))  # fragments of one length
+    return Plan(1 + pushers + receivers, 1, PIECE, pushers, at_once)
+
+
+def plan_sums(tokens: int, hidden: int, *, sms: int, per_sm: Callable[[int], int]) -> Plan:
+    """The receiving half of a combine by FP8: one CTA waits for the peers, the rest sum."""
+    units = -(-tokens * -(-hidden // STRIP) // (PIECE // 32))
+    resident = sms * max(1, min(PIECES_PER_SM, per_sm(PIECE)))
+    return Plan(1 + min(units, resident), 1, PIECE, 0, 1)
+
+
+def _whole_warps(threads: int) -> int:
+    return -(-threads // 32) * 32

@@ -1,0 +1,476 @@
+"""AllToAll: expert-parallel dispatch and combine, rank-major, over symmetric memory.
+
+A round is a dispatch and a combine; each is one call, or a send and a receive with anything between
+them. The order is strict on one object: that is what makes single buffers safe (docs/protocol.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+
+from weft.alltoall import compile as traced
+from weft.alltoall.config import AllToAllConfig, CombineArgs, DispatchArgs, memory_bytes
+from weft.alltoall.kernels import load_kernels
+from weft.alltoall.received import Payload, Received, with_rows
+from weft.arguments import flags
+from weft.errors import InvalidArgument, OutOfOrder
+from weft.memory import Group, Heap
+from weft.memory.driver import in_relaxed_mode
+from weft.memory.header import Header
+from weft.placement import Placed
+from weft.runtime import library
+from weft.runtime.check import check_alignment, check_tensor, refuse_tensor, tensors_of
+from weft.runtime.kernels import Build, Kernels
+from weft.runtime.operator import Operator, one_call
+from weft.runtime.timeline import DEFINE, Span, read_timeline
+
+MAX_VIEWS = 256  # numbers of rows whose views are kept: one for each batch size of an engine
+
+
+class State(Enum):
+    """What a round has done, by what may come next."""
+
+    IDLE = "dispatch or dispatch_send"
+    SENT = "dispatch_recv"
+    RECEIVED = "combine or combine_send"
+    RETURNED = "combine_recv"
+
+
+class AllToAll(Placed, Operator):
+    """Send each token once to every rank that owns one of its experts, and return the sums.
+
+    Meaning: `weft.reference.dispatch` and `weft.reference.combine`. All memory is allocated here; a
+    call allocates nothing but its result, synchronises with no host, and may be captured in CUDA
+    graphs of any batch size that replay interleaved with eager calls. Every rank makes the same
+    sequence of calls; a rank without tokens calls with zero of them.
+
+    max_tokens: most tokens of this rank in one call, equal on all ranks (`weft.tokens_per_rank`).
+    top_k: experts per token, 1..32.
+    num_experts: experts of the layer, on all ranks together.
+    hidden, dtype: a combine row; bfloat16, float16 or float32, a multiple of 16 bytes.
+    payloads: what dispatch carries, up to 8 opaque tensors; default x `[tokens, hidden]` of dtype.
+    expert_map: rank of each expert; default contiguous blocks, the first ranks holding one more.
+    timeout, first_timeout: seconds that a wait for a peer may take, and the first one.
+    quantize: None, or "fp8" (one fp32 scale for 128 columns) or "mxfp8" (one power of two for 32):
+        dispatch takes the first payload as x `[tokens, hidden]` of dtype and delivers FP8 numbers
+        and scales, quantised on the way.
+    combine: "pull": a token's owner reads its rows from the ranks that made them (the default);
+        "push": those ranks store them at the owner; "gemm_push": the kernel that makes an expert's
+        row stores it at the owner (`Grouped.dst_addr`), which weighs and sums. All are exact.
+    combine_dtype: None: rows travel in dtype; "fp8": pushed as FP8, a scale for 128 columns.
+    split_phase: also build `dispatch_send` .. `combine_recv`.
+    stats: int32 numbers of its own that each rank sends to all in every dispatch; default none.
+    num_sms: SMs that the kernels may fill; default all. Up to 32, the bulk copy engine moves rows.
+    programmatic_launch: let a short kernel take its place on the GPU while its predecessor in the
+        stream still runs; it touches no memory before that one's end.
+    profile: let kernels keep the times of the last 32 rounds (`timeline`).
+
+    Raises InvalidArgument, CreationFailed (on every rank, when one cannot do its part),
+    GeometryMismatch (when ranks pass different sizes).
+    """
+
+    @in_relaxed_mode
+    def __init__(
+        self,
+        group: Group,
+        *,
+        max_tokens: int,
+        top_k: int,
+        num_experts: int,
+        hidden: int,
+        dtype: torch.dtype = torch.bfloat16,
+        payloads: Sequence[Payload] | None = None,
+        expert_map: Sequence[int] | torch.Tensor | None = None,
+        timeout: float = 2.0,
+        first_timeout: float = 120.0,
+        quantize: str | None = None,
+        combine: str | None = None,
+        combine_dtype: str | None = None,
+        split_phase: bool = False,
+        stats: int = 0,
+        num_sms: int | None = None,
+        programmatic_launch: bool = True,
+        profile: bool = False,
+        _defines: Sequence[str] = (),
+        _first_epoch: int = 0,
+    ) -> None:
+        def prepare() -> tuple[AllToAllConfig, Kernels]:
+            flags(split_phase=split_phase, programmatic_launch=programmatic_launch, profile=profile)
+            config = AllToAllConfig.of(
+                ranks=group.size,
+                max_tokens=max_tokens,
+                top_k=top_k,
+                num_experts=num_experts,
+                hidden=hidden,
+                dtype=dtype,
+                payloads=payloads,
+                expert_map=expert_map,
+                quantize=quantize,
+                combine=combine,
+                combine_dtype=combine_dtype,
+                stats=stats,
+            )
+            defines = (*_defines, *((DEFINE,) if profile else ()))
+            self._build = Build(num_sms, programmatic_launch, split_phase, defines)
+            return config, load_kernels(group.device, group.rank, config, self._build)
+
+        self.config = config = self._create(
+            group,
+            "an all-to-all",
+            prepare,
+            timeout=timeout,
+            first_timeout=first_timeout,
+            first_epoch=_first_epoch,
+        )
+        self.dtype, self.placement = config.dtype, config.placement
+        self._state = State.IDLE
+        self._round = 0  # the number of this round, counted from its dispatch
+        self._tokens = 0  # that this rank has dispatched and not yet combined
+        self._rows = self.max_tokens  # slots for each source in this round
+        self._traced_tokens, self._traced_rows = 0, self.max_tokens
+        self._dispatch_args = DispatchArgs(site=self._site)
+        self._combine_args = CombineArgs(site=self._site)
+        if config.placement.explicit:
+            self._table = config.placement.table(group.device)
+            self._dispatch_args.placement = self._table.data_ptr()
+        library.mark_static(self._output)
+
+    memory_bytes = staticmethod(memory_bytes)
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of one rank in one call."""
+        return self.config.shape.tokens
+
+    def dispatch(
+        self,
+        x: torch.Tensor | Sequence[torch.Tensor],
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        num_tokens: torch.Tensor | None = None,
+        stats: torch.Tensor | None = None,
+        rows: int | None = None,
+    ) -> Received:
+        """Send this rank's tokens; return what all ranks sent here.
+
+        x: the payload tensor `[tokens, ...]`, or one for each declared payload.
+        topk_ids: int32 or int64 `[tokens, top_k]`, global expert ids, -1 for none.
+        topk_weights: float32 `[tokens, top_k]`; None means ones.
+        num_tokens: int32 `[1]` on the device, how many rows count; those beyond are not sent.
+        stats: int32 `[stats]`, needed if built with stats; for example `reference.expert_load`.
+        rows: slots for each source in the result, `[ep_size, rows, ...]`, and in `output(rows)`:
+            the most tokens that any rank sends in this call, equal on all ranks; default
+            max_tokens. Where ranks differ in it, they raise GeometryMismatch with both numbers.
+
+        The result shows symmetric memory and is valid until this rank calls combine: peers may
+        overwrite it from then on, so only what comes before combine in the stream may read it.
+        (Under torch.compile it is a copy, because compilers move reads behind combine.)
+
+        Ids out of range and repeated ids are noticed on the device and raised by `check()`; they
+        never touch anybody's memory. Raises InvalidArgument, TokenOverflow, OutOfOrder, and what
+        broke the group.
+        """
+        tensors = tensors_of("x", x)
+        if torch.compiler.is_dynamo_compiling():
+            self._traced_tokens = topk_ids.shape[0]
+            self._traced_rows = self.config.check_rows(rows, self._traced_tokens)
+            given = (tensors, topk_ids, topk_weights, num_tokens, stats)
+            return Received(*traced.dispatch(self, *given, self._traced_rows))
+        self._dispatch("dispatch", tensors, topk_ids, topk_weights, num_tokens, stats, rows)
+        return self._views(self._rows)[0]
+
+    def output(self, rows: int | None = None) -> torch.Tensor:
+        """`[ep_size, rows, hidden]`, contiguous, in symmetric memory, for experts to write.
+
+        Row `[s, t]` must hold the sum over this rank's experts of token t of source s, weighted by
+        the received weights; rows whose ids are all -1 are never read. Write it between dispatch
+        and combine only: from combine until the next dispatch has returned (on a GPU: has run in
+        the stream) peers may still be reading it. There is none with combine="gemm_push".
+        rows: those of the round's dispatch; default max_tokens.
+        """
+        self._check_open()
+        if self.config.shape.combine == "gemm_push":
+            raise InvalidArgument(
+                "output() of an all-to-all with combine='gemm_push': every row is stored at its "
+                "token's owner by the kernel that makes it, see ExpertGroups"
+            )
+        rows = self.config.check_rows(rows, 0)
+        if torch.compiler.is_dynamo_compiling():
+            return with_rows(self._output, rows)
+        return self._views(rows)[1]
+
+    def combine(
+        self,
+        y: torch.Tensor | None = None,
+        *,
+        out: torch.Tensor | None = None,
+        add: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Sum every token's rows at its owner: `out[t] = sum over ranks + add[t]`.
+
+        Sums are in fp32 and in rank order.
+
+        y: `[ep_size, rows, hidden]`, with the rows of the dispatch; None, or the `output(rows)`
+        tensor itself, for what was written in place; any other tensor costs one copy.
+        out: `[tokens, hidden]` to write into.
+        add: `[tokens, hidden]`, for example a shared expert's result.
+
+        Returns `[tokens, hidden]` for the tokens of the last dispatch; tokens without experts get
+        `add`, or zeros. Raises InvalidArgument, OutOfOrder, and what broke the group.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            return traced.combine(self, y, out, add)
+        return self._combine("combine", y, out, add)
+
+    def dispatch_send(
+        self,
+        x: torch.Tensor | Sequence[torch.Tensor],
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        num_tokens: torch.Tensor | None = None,
+        stats: torch.Tensor | None = None,
+        rows: int | None = None,
+    ) -> None:
+        """The first half of `dispatch`: send, and wait for nobody.
+
+        What follows in the stream runs while peers' tokens arrive, for example a shared expert.
+        """
+        self._check_split_phase("dispatch_send")
+        tensors, entry = tensors_of("x", x), "dispatch_send"
+        self._dispatch(entry, tensors, topk_ids, topk_weights, num_tokens, stats, rows)
+
+    def dispatch_recv(self) -> Received:
+        """The second half of `dispatch`: wait for all peers' tokens."""
+        self._check_split_phase("dispatch_recv")
+        return self._receive()
+
+    def combine_send(self, y: torch.Tensor | None = None) -> None:
+        """The first half of `combine`: publish that this rank's rows are ready, or push them."""
+        self._check_split_phase("combine_send")
+        self._combine_send(y)
+
+    def combine_recv(
+        self, *, out: torch.Tensor | None = None, add: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The second half of `combine`: wait for all peers' rows and sum them."""
+        self._check_split_phase("combine_recv")
+        return self._combine("combine_receive", None, out, add)
+
+    def timeline(self, rank: int | None = None) -> list[Span]:
+        """A rank's last 32 rounds (built with profile=True; synchronise before reading)."""
+        self._check_open()
+        return read_timeline(self.heap, rank)
+
+    # The calls: each is checked, handed to a kernel, and changes the state of the round.
+
+    @one_call("dispatch")
+    def _dispatch(
+        self,
+        entry: str,
+        tensors: tuple[torch.Tensor, ...],
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        num_tokens: torch.Tensor | None,
+        stats: torch.Tensor | None,
+        rows: int | None,
+    ) -> None:
+        """Run `dispatch` or `dispatch_send`."""
+        self._expect(State.IDLE, entry)
+        tokens = self.config.check_dispatch(
+            tensors, topk_ids, topk_weights, num_tokens, stats, self.group.device
+        )
+        rows = self.config.check_rows(rows, tokens)
+        args = self._dispatch_args
+        for plane, tensor in zip(self.config.planes, tensors, strict=True):
+            args.payload[plane] = tensor.data_ptr()
+        args.ids = topk_ids.data_ptr()
+        args.ids_bytes = topk_ids.element_size()
+        args.weights = 0 if topk_weights is None else topk_weights.data_ptr()
+        args.num_tokens = 0 if num_tokens is None else num_tokens.data_ptr()
+        args.stats = 0 if stats is None else stats.data_ptr()
+        args.tokens, args.source_rows = tokens, rows
+        self._kernels.run(entry, args, tokens)
+        self._tokens, self._rows = tokens, rows
+        self._traced_tokens, self._traced_rows = tokens, rows  # for a combine compiled alone
+        self._round += 1
+        self._reach(State.RECEIVED if entry == "dispatch" else State.SENT)
+
+    @one_call("dispatch_recv")
+    def _receive(self) -> Received:
+        """Run `dispatch_receive`."""
+        self._expect(State.SENT, "dispatch_recv")
+        self._kernels.run("dispatch_receive", self._dispatch_args, self._tokens)
+        self._reach(State.RECEIVED)
+        return self._views(self._rows)[0]
+
+    @one_call("combine_send")
+    def _combine_send(self, y: torch.Tensor | None) -> None:
+        """Run `combine_send`."""
+        self._expect(State.RECEIVED, "combine_send")
+        self._stage(y)
+        self._combine_args.source_rows = self._rows
+        self._kernels.run("combine_send", self._combine_args, self._tokens)
+        self._reach(State.RETURNED)
+
+    def _sent(self, tokens: int | None = None) -> None:
+        """Experts' rows were sent by another kernel, which set the flags at the peers.
+
+        tokens: of this rank, that rows come back for, where they are not those of the dispatch.
+        """
+        self._tokens = self._tokens if tokens is None else tokens
+        self._reach(State.RETURNED)
+
+    @one_call("combine")
+    def _combine(
+        self,
+        entry: str,
+        y: torch.Tensor | None,
+        out: torch.Tensor | None,
+        add: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Run `combine` or `combine_receive`; return what `out` holds."""
+        self._expect(State.RECEIVED if entry == "combine" else State.RETURNED, entry)
+        dtype, row_bytes = self.config.dtype, self.config.shape.out_bytes
+        shape = (self._tokens, self.config.shape.hidden)
+        if out is None:
+            out = torch.empty(shape, dtype=dtype, device=self.group.device)
+        for name, tensor in (("out", out), ("add", add)):
+            if tensor is not None:
+                check_tensor(name, tensor, shape=shape, dtypes=(dtype,), device=self.group.device)
+                check_alignment(name, tensor, row_bytes)
+        self._stage(y)
+        args = self._combine_args
+        args.out = out.data_ptr()
+        args.add = 0 if add is None else add.data_ptr()
+        args.tokens, args.source_rows = self._tokens, self._rows
+        self._kernels.run(entry, args, self._tokens)
+        self._reach(State.IDLE)
+        return out
+
+    @one_call("combine")
+    def _finish(self) -> None:
+        """End a round that returns no rows: peers may write this rank's inbox again."""
+        self._expect(State.RECEIVED, "finish")
+        args = self._combine_args
+        args.out = args.add = args.tokens = 0
+        args.source_rows = self._rows
+        self._kernels.run("combine", args, 0)
+        self._reach(State.IDLE)
+
+    @property
+    def _mid_round(self) -> bool:
+        """Has a round begun that has not ended?"""
+        return self._state is not State.IDLE
+
+    @property
+    def _received(self) -> Received:
+        """Views of this rank's inbox with max_tokens slots for each source."""
+        return self._views(self.max_tokens)[0]
+
+    def _stage(self, y: torch.Tensor | None) -> None:
+        output = self._views(self._rows)[1]
+        if y is not None and not isinstance(y, torch.Tensor):
+            refuse_tensor("y", y)
+        if y is not None and self.config.shape.combine == "gemm_push" and y.numel():
+            raise InvalidArgument(
+                "y in an all-to-all with combine='gemm_push': every row is stored at its "
+                "token's owner, by ExpertGroups.send or by the kernel that makes it"
+            )
+        if y is None or y is output:
+            return
+        dtypes = (self.config.dtype,)
+        strided = y.layout is torch.strided and not y.is_nested
+        if strided and y.data_ptr() == output.data_ptr():
+            return
+        check_tensor("y", y, shape=output.shape, dtypes=dtypes, device=self.group.device)
+        check_alignment("y", y, y.itemsize)
+        output.copy_(y)
+
+    def _expect(self, state: State, doing: str) -> None:
+        if self._state is state:
+            return
+        away = "" if self._state is State.IDLE else f" while {self._tokens} tokens are away"
+        raise OutOfOrder(
+            f"{doing} out of turn{away}: this all-to-all expects {self._state.value}. A round is "
+            "one dispatch and one combine, each whole or as send then recv"
+        )
+
+    def _reach(self, state: State) -> None:
+        self._state = state
+        self._raise_if_broken()
+
+    def _check_split_phase(self, name: str) -> None:
+        library.refuse_split_phase(name)
+        self._check_open()
+        if not self._build.split_phase:
+            raise InvalidArgument(
+                f"{name} of an all-to-all built without split_phase; pass split_phase=True"
+            )
+
+    # The share's first contents, and views of it.
+
+    def _fill(self, config: AllToAllConfig, header: Header) -> None:
+        shape, at, heap = config.shape, config.offsets, self.heap
+        header.source_rows = shape.tokens
+        slots, words = (shape.ranks, shape.tokens), at.route_bytes // 4
+        stride = (shape.tokens * words, words, 1)
+        heap.tensor((*slots, words), torch.int32, offset=at.route)[..., : shape.slots].fill_(-1)
+        heap.tensor((shape.ranks,), torch.int32, offset=at.source_rows).fill_(shape.tokens)
+        if shape.combine == "push_fp8":  # blank: a row is there when no word of it is all ones
+            places = (shape.returned_rows * shape.returned_bytes,)
+            heap.tensor(places, torch.uint8, offset=at.returned).fill_(0xFF)
+        ids = heap.tensor((*slots, shape.top_k), torch.int32, offset=at.route, stride=stride)
+        weights = heap.tensor(
+            (*slots, shape.top_k),
+            torch.float32,
+            offset=at.route + 4 * shape.slots,
+            stride=stride,
+        )
+        planes = tuple(
+            _plane(heap, slots, payload, offset, pitch)
+            for payload, offset, pitch in zip(config.payloads, at.planes, at.pitches, strict=True)
+        )
+        counts = heap.tensor((shape.ranks,), torch.int32, offset=at.counts)
+        size = (shape.ranks, shape.stats)
+        stats = heap.tensor(size, torch.int32, offset=at.stats) if shape.stats else None
+        # Each choice's row is stored at its token's owner: there is no outbox to write to.
+        sources = 0 if shape.combine == "gemm_push" else shape.ranks
+        rows = (sources, shape.tokens, shape.hidden)
+        self._output = heap.tensor(rows, config.dtype, offset=at.outbox)
+        received = Received(planes, ids, weights, counts, stats)
+        self._whole = received, self._output
+        self._seen_views = {shape.tokens: self._whole}
+
+    def _views(self, rows: int) -> tuple[Received, torch.Tensor]:
+        """What arrived, and `output`, as a round with so many rows for each source has them."""
+        found = self._seen_views.get(rows)
+        if found is None:
+            received, output = self._whole
+            if len(self._seen_views) == MAX_VIEWS:
+                self._seen_views = {self.max_tokens: self._whole}
+            seen = with_rows(output, rows) if len(output) else output
+            found = self._seen_views[rows] = received._with_rows(rows), seen
+        return found
+
+    def _drop_views(self) -> None:
+        self._seen_views.clear()
+        del self._whole, self._output
+
+
+def _plane(
+    heap: Heap, slots: tuple[int, int], payload: Payload, offset: int, pitch: int
+) -> torch.Tensor:
+    """The view of one payload plane; in memory its rows are padded to whole 16-byte vectors."""
+    item = payload.dtype.itemsize
+    if pitch % item:
+        raise InvalidArgument(f"rows of {payload} cannot be padded to {pitch} bytes")
+    inner = [1]
+    for size in reversed(payload.shape[1:]):
+        inner.insert(0, inner[0] * size)
+    stride = (slots[1] * pitch // item, pitch // item, *inner[: len(payload.shape)])
+    return heap.tensor((*slots, *payload.shape), payload.dtype, offset=offset, stride=stride)
