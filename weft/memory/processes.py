@@ -25,7 +25,7 @@ from weft.memory.reports import Report, report_of
 
 GRACE = 10.0  # seconds for the other ranks to end after one failed
 GRACE_MEETING = 1.0  # the same while the ranks still meet: no function runs that needs time
-_PRELOAD = ["torch", "weft.memory.processes"]
+_PRELOAD = ["torch", "weft.public", "weft.memory.processes"]
 
 
 @dataclass(frozen=True, slots=True)
