@@ -56,6 +56,8 @@ def host_checks(group: weft.Group) -> None:
         send(x, ids, w)
         refused(OutOfOrder, lambda: send(x, ids), "3 tokens are away")
         refused(InvalidArgument, lambda: a2a.combine(out=x.float()), "out", "float32")
+        inside = a2a.output()[1, :3]
+        refused(InvalidArgument, lambda: a2a.combine(out=inside), "out is in the symmetric memory")
         refused(InvalidArgument, lambda: a2a.combine(add=x[:2]), "add", "[2, 16]")
         refused(InvalidArgument, lambda: a2a.combine(x), "y", "[3, 16]")
         a2a.combine()

@@ -210,8 +210,8 @@ class AllToAllConfig:
     @property
     def planes(self) -> Sequence[int]:
         """The plane of each input: a quantised first one arrives as two, numbers and scales."""
-        moved = 1 if self.quantized else 0
-        return [i + moved if i else 0 for i in range(len(self.inputs))]
+        scales = 1 if self.quantized else 0
+        return [i + scales if i else 0 for i in range(len(self.inputs))]
 
     @property
     def share_bytes(self) -> int:

@@ -94,11 +94,12 @@ template <Shape S, PhasePart part = PhasePart::whole> void dispatch(const Dispat
         const u32 count = token_count<S>(a, true);
         for (u32 token = 0; token < a.tokens; ++token)
             own.destinations[token] = token < count ? send_token<S>(a, token) : 0;
-        const bool moved = own.header.source_rows != a.source_rows;
-        clear_rows<S>(a, count, moved ? a.source_rows : state.rows);
+        const bool slot_stride_changed = own.header.source_rows != a.source_rows;
+        clear_rows<S>(a, count, slot_stride_changed ? a.source_rows : state.rows);
         send_stats<S>(a);
         fault(own.header, Point::after_payload, a.site.rank, wanted);
-        publish<S>(Solo{}, a.site, Phase::dispatch, wanted, count, moved ? a.source_rows : 0);
+        publish<S>(Solo{}, a.site, Phase::dispatch, wanted, count,
+                   slot_stride_changed ? a.source_rows : 0);
         own.header.source_rows = a.source_rows;
         own.header.sending = count;
     }

@@ -170,7 +170,7 @@ template <Shape S, PhasePart part = PhasePart::whole> WEFT_FN void dispatch(cons
     wait_for_predecessor();
     admit_successor();
     const EpochState state = header.state;
-    const bool moved = header.source_rows != a.source_rows;  // loaded with the state
+    const bool slot_stride_changed = header.source_rows != a.source_rows;  // loaded with the state
     TokenFragment<S> fragment{};
     if constexpr (part != PhasePart::recv) fragment = load_fragment<S>(team, a, blockIdx.x);
     if (state.failed != 0) return;
@@ -180,9 +180,10 @@ template <Shape S, PhasePart part = PhasePart::whole> WEFT_FN void dispatch(cons
         mark_start(team, header, Phase::dispatch, wanted, start);
         if (fault(header, Point::dispatch_enter, a.site.rank, wanted) == Action::stay_away) return;
         count = token_count<S>(a, team.first() && team.lane() == 0);
-        const u32 stale = moved ? a.source_rows : state.rows;
+        const u32 stale = slot_stride_changed ? a.source_rows : state.rows;
         if (!send_tokens<S>(team, a, state, count, stale, fragment)) return;
-        publish<S>(team, a.site, Phase::dispatch, wanted, count, moved ? a.source_rows : 0);
+        publish<S>(team, a.site, Phase::dispatch, wanted, count,
+                   slot_stride_changed ? a.source_rows : 0);
         if (team.lane() == 0) {
             header.sending = count;
             header.source_rows = a.source_rows;

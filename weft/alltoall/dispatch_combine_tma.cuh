@@ -240,13 +240,15 @@ template <Shape S> WEFT_FN void dispatch_tma(const DispatchArgs& a) {
     wait_for_predecessor();
     admit_successor();
     const EpochState state = header.state;
-    const bool moved = header.source_rows != a.source_rows;  // loaded with the state
+    const bool slot_stride_changed = header.source_rows != a.source_rows;  // loaded with the state
     if (state.failed != 0) return;
     const u64 start = team.lane() == 0 ? now_ns() : 0, wanted = (state.epoch + 1) & epoch_mask;
     mark_start(team, header, Phase::dispatch, wanted, start);
     const u32 count = token_count<S>(a, team.first() && team.lane() == 0);
-    if (!send_tokens_tma<S>(team, a, count, moved ? a.source_rows : state.rows, ring)) return;
-    publish<S>(team, a.site, Phase::dispatch, wanted, count, moved ? a.source_rows : 0);
+    if (!send_tokens_tma<S>(team, a, count, slot_stride_changed ? a.source_rows : state.rows, ring))
+        return;
+    publish<S>(team, a.site, Phase::dispatch, wanted, count,
+               slot_stride_changed ? a.source_rows : 0);
     if (team.lane() == 0) header.source_rows = a.source_rows;
     if (!await_tokens<S>(team, a, wanted) || team.lane() != 0) return;
     header.state = {wanted, 0, count};

@@ -339,10 +339,13 @@ class AllToAll(Placed, Operator):
         shape = (self._tokens, self.config.shape.hidden)
         if out is None:
             out = torch.empty(shape, dtype=dtype, device=self.group.device)
-        for name, tensor in (("out", out), ("add", add)):
-            if tensor is not None:
-                check_tensor(name, tensor, shape=shape, dtypes=(dtype,), device=self.group.device)
-                check_alignment(name, tensor, row_bytes)
+        else:
+            check_tensor("out", out, shape=shape, dtypes=(dtype,), device=self.group.device)
+            check_alignment("out", out, row_bytes)
+            self._check_outside("out", out)
+        if add is not None:
+            check_tensor("add", add, shape=shape, dtypes=(dtype,), device=self.group.device)
+            check_alignment("add", add, row_bytes)
         self._stage(y)
         args = self._combine_args
         args.out = out.data_ptr()

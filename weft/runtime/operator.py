@@ -16,7 +16,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 import torch
 
 from weft.arguments import seconds
-from weft.errors import Aborted, OutOfOrder
+from weft.errors import Aborted, InvalidArgument, OutOfOrder
 from weft.memory import Group, Heap
 from weft.memory.driver import relaxed
 from weft.memory.group import reason
@@ -308,6 +308,15 @@ class Operator(ABC):
         with self._access:
             self._check_open()
             self._raise_if_broken()
+
+    def _check_outside(self, name: str, tensor: torch.Tensor) -> None:
+        """Raise InvalidArgument for a result that lies in the heap, where peers read and write."""
+        offset = tensor.data_ptr() - self.heap.base
+        if 0 <= offset < self.group.size * self.heap.stride and tensor.numel():
+            raise InvalidArgument(
+                f"{name} is in the symmetric memory of this {self._what}, {offset} bytes from its "
+                f"start, which peers may still read: pass a tensor of your own, or leave {name} out"
+            )
 
     def _begin_close(self) -> bool:
         """No call may begin from now on, and none is under way on return; False the second time.
