@@ -10,7 +10,7 @@ import torch
 from tests.gemm.cases import UNTOUCHED, Case, gated
 from weft.gemm import Gated, GatedQuant, Push, grouped_gemm
 from weft.gemm.plans import FP8
-from weft.moe.gating import CLAMPED_SWIGLU, SWIGLU
+from weft.moe.models import CLAMPED_SWIGLU, SWIGLU
 from weft.reference import quantize
 
 DTYPES = [FP8, torch.bfloat16, torch.float16]

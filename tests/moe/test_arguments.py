@@ -44,7 +44,7 @@ from weft.moe import (
     Replicas,
     Routing,
     balance,
-    given_routing,
+    normalize_topk,
     route,
     router_logits,
 )
@@ -401,9 +401,9 @@ def layers(group: weft.Group, options: dict[str, Any]) -> None:
         "profile": FLAG,
     }
     tried(Row(weft.MoE, given, kinds))
-    of_a_rank = ("group", "weights", "shared", "correction", "timeout", "first_timeout")
-    local = (*of_a_rank, "num_sms", "programmatic_launch")
+    local = ("group", "weights", "shared", "correction")
     sized: dict[str, Kind] = {name: kind for name, kind in kinds.items() if name not in local}
+    sized["num_sms"] = listed(*WHOLE, 0, -1).optional()
     sized |= {"ranks": listed(*WHOLE, 0, -1, 33), "device": HOST_DEVICE}
     told = {"config": CONFIG, "ranks": 2, "max_tokens": 8, "device": "cpu", **options}
     tried(Row(weft.MoE.memory_bytes, told, sized))
@@ -433,7 +433,7 @@ def layers(group: weft.Group, options: dict[str, Any]) -> None:
             "replicas": Kind(lambda _: TENSOR.values(ids), none=True),
             **{"padding_id": listed(*WHOLE), "skip_zero_weights": FLAG, "rank": AMOUNT},
         }
-        tried(Row(given_routing, {"topk_ids": ids, "topk_weights": weights}, forms))
+        tried(Row(normalize_topk, {"topk_ids": ids, "topk_weights": weights}, forms))
         tried(Row(layer.relocate, {"replicas": place}, {"replicas": THING, "weights": FREE}))
         routed = {"logits": logits, "num_tokens": count}
         tried(Row(layer.route, routed, {"logits": ROUTED, "num_tokens": none}))
@@ -455,6 +455,7 @@ def test_hostile_arguments_of_layers_are_refused_in_words(ranks, mode):
 def test_memory_is_asked_with_the_constructors_defaults():
     made = inspect.signature(weft.MoE).parameters
     asked = dict(inspect.signature(weft.MoE.memory_bytes).parameters)
-    del asked["ranks"], asked["device"]
+    for name in ("ranks", "device", "timeout", "first_timeout"):  # tests have timeouts of their own
+        del asked[name]
     defaults = {name: each.default for name, each in asked.items()}
     assert defaults == {name: made[name].default for name in asked}

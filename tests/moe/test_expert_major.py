@@ -32,7 +32,7 @@ from tests.moe.test_layer_failures import (
 )
 from tests.rounds import bits
 from weft.errors import GeometryMismatch, InvalidArgument, OutOfOrder
-from weft.moe.plan import choose_gemm
+from weft.moe.config import choose_gemm
 
 BY_EXPERT = {"mode": "low_latency"}
 DEEP = replace(CONFIGS["deepseek"], hidden=256, intermediate=128, shared=128)
@@ -136,7 +136,7 @@ def by_hand(group: weft.Group) -> None:
         x, logits = case.of(group.rank, group.device)
         wanted, (ids, weights) = layer(x, logits), layer.route(logits)
         rows = exchange.dispatch(x, ids)
-        with pytest.raises(OutOfOrder, match="a result of layer.exchange is alive"):
+        with pytest.raises(OutOfOrder, match="within a round of layer.exchange"):
             layer(x, logits)
         layer.check()  # the refusal has told nobody to leave
         y = layer.experts(rows)
@@ -282,7 +282,7 @@ def test_ways_that_a_device_has():
     assert (choose(cpu), choose(cpu, fp8=True, quantize="fp8")) == ("torch", "grouped")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("weft.gemm.triton_launch.installed", lambda: None)
-        patch.setattr("weft.moe.plan.installed", lambda: None)
+        patch.setattr("weft.moe.config.installed", lambda: None)
         assert (choose(gpu), choose(gpu, half)) == ("grouped", "grouped")
         assert (choose(gpu, wide), choose(gpu, quantize="fp8")) == ("torch", "torch")
         assert choose(gpu, fp8=True, quantize="fp8") == "grouped"
@@ -292,7 +292,7 @@ def test_ways_that_a_device_has():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("weft.gemm.triton_launch.installed", missing)
-        patch.setattr("weft.moe.plan.installed", missing)
+        patch.setattr("weft.moe.config.installed", missing)
         assert choose(gpu) == "torch"
         with pytest.raises(InvalidArgument, match="no Triton"):
             choose(gpu, fp8=True, quantize="fp8")

@@ -14,7 +14,8 @@ from tests.moe.test_layer import both_overlaps, rounds, settle
 from tests.rounds import bits
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.gemm import plans
-from weft.moe import ExpertWeights, grouped_experts, plan
+from weft.moe import ExpertWeights, grouped_experts
+from weft.moe.config import pushes_in_place
 from weft.moe.low_latency import YIELDS_FROM, Blocks
 from weft.moe.torch_experts import RowsByExpert
 
@@ -52,7 +53,7 @@ def pushed_by_hand(group: weft.Group) -> None:
         assert isinstance(exchange, weft.LowLatencyAllToAll)
         assert shared is not None
         rows = exchange.dispatch(x, ids)
-        with pytest.raises(OutOfOrder, match="a result of layer.exchange is alive"):
+        with pytest.raises(OutOfOrder, match="within a round of layer.exchange"):
             layer(x, logits)
         assert layer.experts(rows) is None
         assert isinstance(layer._workspace._experts, grouped_experts.GroupedExperts)
@@ -95,8 +96,8 @@ def test_which_gemms_store_rows_with_flag_in_data(monkeypatch, hopper, config, f
     monkeypatch.setattr(plans, "is_hopper", lambda _: hopper)
     for experts in (1, 8):
         gpu = torch.device("cuda", 0)
-        assert plan.pushes_in_place(config, experts, fp8=fp8, device=gpu) == able
-        assert plan.pushes_in_place(config, experts, fp8=fp8, device=torch.device("cpu"))
+        assert pushes_in_place(config, experts, fp8=fp8, device=gpu) == able
+        assert pushes_in_place(config, experts, fp8=fp8, device=torch.device("cpu"))
 
 
 def who_is_first(group: weft.Group, tokens: int, beside: bool) -> list[bool]:

@@ -26,8 +26,8 @@ from weft.errors import (
     WeftError,
 )
 from weft.memory import Heap
-from weft.moe import ExpertWeights, MoE, Replicas, balance, relocation, route
-from weft.moe.relocation import moves
+from weft.moe import ExpertWeights, MoE, Replicas, balance, replicas, route
+from weft.moe.replicas import moves
 
 KINDS = ["cpu", "threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 LOADS = [9.0, 1, 1, 7, 1, 1, 2, 3]
@@ -114,7 +114,7 @@ def moved(group: weft.Group, name: str, options: dict[str, Any]) -> list[int]:
     ],
 )
 def test_layers_with_replicas(ranks, kind, name, options, monkeypatch):
-    monkeypatch.setattr(relocation, "STAGING_BYTES", 4096)  # pieces, as of large experts
+    monkeypatch.setattr(replicas, "STAGING_BYTES", 4096)  # pieces, as of large experts
     counts = ranks(2, kind)(moved, name, options)
     assert counts[0] == counts[1]
     assert counts[0][0] == 0
@@ -126,13 +126,13 @@ class SmallHeap(Heap):
 
     @classmethod
     def create(cls, group: weft.Group, share_bytes: int, **options: Any) -> Heap:
-        assert share_bytes <= relocation.STAGING_BYTES
+        assert share_bytes <= replicas.STAGING_BYTES
         return Heap.create(group, share_bytes, **options)
 
 
 def test_staging_has_a_limit(ranks, monkeypatch):
-    monkeypatch.setattr(relocation, "STAGING_BYTES", 4096)
-    monkeypatch.setattr(relocation, "Heap", SmallHeap)
+    monkeypatch.setattr(replicas, "STAGING_BYTES", 4096)
+    monkeypatch.setattr(replicas, "Heap", SmallHeap)
     ranks(2, "threads")(moved, "softmax", {})
 
 
@@ -151,7 +151,7 @@ def failing(group: weft.Group, late: bool) -> None:
                 raise MemoryError("no memory for a copy")
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(relocation, "finish", stumble)
+            patch.setattr(replicas, "finish", stumble)
             patch.setattr(group, "timeout", 1.0)
             with pytest.raises((CreationFailed, RendezvousFailed)):
                 layer.relocate(second)

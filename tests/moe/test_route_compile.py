@@ -11,13 +11,15 @@ from tests.moe.routed import RULES
 from tests.recorded import NVRTC, reads
 from weft.jit.cache import Cache
 from weft.jit.nvrtc import CUDA_OPTIONS, compile_cubin
-from weft.moe.given import GIVEN
-from weft.moe.route_entry import ROUTE
+from weft.moe.kernels import NORMALIZE, ROUTE
 
 pytestmark = reads(tools=(NVRTC,))
 
 
-CASES = {**{name: (ROUTE, rule.literal()) for name, rule in RULES.items()}, "given": (GIVEN, "")}
+CASES = {
+    **{name: (ROUTE, rule.literal()) for name, rule in RULES.items()},
+    "normalize_topk": (NORMALIZE, ""),
+}
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

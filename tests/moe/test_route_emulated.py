@@ -11,7 +11,9 @@ from tests.emulator.emulate import build_library, emulated_tree
 from tests.moe.routed import RULES, hold_to_torch
 from tests.recorded import reads
 from weft.moe import Routed, Routing
-from weft.moe.route_entry import THREADS, TOKENS, args_of
+from weft.moe.kernels import ROUTE_THREADS as THREADS
+from weft.moe.kernels import TOKENS
+from weft.moe.router import route_args
 
 pytestmark = reads("tests/emulator/*.hpp")
 
@@ -44,7 +46,7 @@ def test_it_chooses_and_weighs_as_torch(kernels, name):
     ) -> Routed:
         ids = torch.full((len(logits), routing.top_k), -77, dtype=torch.int32)
         weights = torch.full(ids.shape, -77.0)
-        args = args_of(logits, correction, num_tokens, routing.scale, ids, weights)
+        args = route_args(logits, correction, num_tokens, routing.scale, ids, weights)
         entry(ctypes.byref(args), -(-len(logits) // TOKENS))
         return Routed(ids, weights)
 

@@ -16,7 +16,7 @@ from weft.bench import layer
 from weft.bench.case import DTYPES, parse_sizes
 from weft.cli.options import DEVICES, Outputs, choice, chosen_device, words
 from weft.moe import MODELS, OVERLAPS
-from weft.moe.plan import GEMMS
+from weft.moe.config import GEMMS
 
 Text: TypeAlias = str | None
 File: TypeAlias = Path | None

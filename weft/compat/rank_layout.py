@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from weft.moe.stateless import StatelessKernel
+from weft.moe.kernels import StatelessKernel
 
 THREADS = 128  # layout_threads in rank_layout.cuh
 WORDS = 7  # announced_words there

@@ -3,12 +3,10 @@
 from weft.moe.choice import MODES, OVERLAPS, LayerChoice
 from weft.moe.experts import Expert, ExpertWeights
 from weft.moe.fp8_expert import FP8Expert
-from weft.moe.gating import CLAMPED_SWIGLU, SWIGLU, Gating
-from weft.moe.given import given_routing
 from weft.moe.layer import MoE
-from weft.moe.models import MODELS, MoEConfig
+from weft.moe.models import CLAMPED_SWIGLU, MODELS, SWIGLU, Gating, MoEConfig
 from weft.moe.replicas import Replicas, ReplicaTable, balance
-from weft.moe.router import Routed, Routing, route, router_logits
+from weft.moe.router import Routed, Routing, normalize_topk, route, router_logits
 
 __all__ = [
     "CLAMPED_SWIGLU",
@@ -28,7 +26,7 @@ __all__ = [
     "Routed",
     "Routing",
     "balance",
-    "given_routing",
+    "normalize_topk",
     "route",
     "router_logits",
 ]

@@ -16,8 +16,7 @@ from weft.arguments import flags, instance, integer, integers, refuse
 from weft.errors import InvalidArgument
 from weft.memory.discovery import default_device
 from weft.moe.checkpoint import MAX_LAYER, Part, open_layer
-from weft.moe.gating import SWIGLU, Gating
-from weft.moe.models import MoEConfig
+from weft.moe.models import SWIGLU, Gating, MoEConfig
 from weft.reference import quantize
 from weft.runtime.check import check_alignment, check_tensor, refuse_tensor
 from weft.shape import FP8_BLOCK

@@ -19,7 +19,7 @@ from weft.gemm.plans import (
 )
 from weft.gemm.problem import OUT_DTYPES
 from weft.moe.experts import FP8, Expert, to_blocks
-from weft.moe.gating import SWIGLU, Gating
+from weft.moe.models import SWIGLU, Gating
 from weft.runtime.check import check_alignment, check_tensor, refuse_tensor
 from weft.shape import FP8_BLOCK
 

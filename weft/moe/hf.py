@@ -11,7 +11,6 @@ import torch
 
 from weft.arguments import flags, integer, listed, real, refuse, shown
 from weft.errors import InvalidArgument
-from weft.moe.gating import Gating
 from weft.moe.router import Routing
 
 DTYPES = {
@@ -80,7 +79,7 @@ def read_json(path: Path, what: str) -> Any:
 
 
 def layer_of(config: object) -> Layer:
-    """The fields of the `MoEConfig` that a model's config describes; see `MoEConfig.from_hf`."""
+    """The fields of `MoEConfig` that a model's config has; gating as the fields of a `Gating`."""
     values, where = _values_of(config)
     outer = values
     if isinstance(inner := values.get("text_config"), Mapping):
@@ -155,11 +154,11 @@ def _qwen3_moe(fields: Fields) -> Layer:
 def _gpt_oss(fields: Fields) -> Layer:
     return {
         "intermediate": fields.size("intermediate_size"),
-        "gating": Gating(
-            alpha=fields.real("swiglu_alpha", 1.702),
-            offset=1.0,
-            limit=fields.real("swiglu_limit"),
-        ),
+        "gating": {
+            "alpha": fields.real("swiglu_alpha", 1.702),
+            "offset": 1.0,
+            "limit": fields.real("swiglu_limit"),
+        },
         "biased": True,
         "routing": Routing(
             num_experts=fields.size("num_local_experts", "num_experts"),

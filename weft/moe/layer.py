@@ -17,26 +17,31 @@ from weft.memory import Group
 from weft.memory.driver import in_relaxed_mode
 from weft.memory.group import reason
 from weft.memory.header import Record
-from weft.moe import library as layer_library
+from weft.moe import compile as moe_compile
 from weft.moe.choice import LayerChoice, agreed_choice
+from weft.moe.config import LayerOptions, plans_of
 from weft.moe.experts import ExpertWeights
-from weft.moe.given import check_given, given_routing
 from weft.moe.low_latency import LowLatencyWorkspace
 from weft.moe.memory import memory_bytes
 from weft.moe.models import MoEConfig
-from weft.moe.plan import Options, plans_of
-from weft.moe.relocation import Relocation
-from weft.moe.replicas import Replicas
-from weft.moe.router import Routed, route
+from weft.moe.replicas import Relocation, Replicas
+from weft.moe.router import (
+    Routed,
+    check_route,
+    check_topk,
+    normalize_checked,
+    normalize_topk,
+    route,
+    route_checked,
+)
 from weft.moe.throughput import ThroughputWorkspace
-from weft.moe.workspace import Exchange, LayerWorkspace, Round, Shared
+from weft.moe.workspace import Exchange, LayerWorkspace, Shared
 from weft.runtime import library
 from weft.runtime.check import (
     check_alignment,
     check_group,
     check_tensor,
     check_tokens,
-    refuse_tensor,
 )
 from weft.runtime.stream import finish, settle
 
@@ -106,24 +111,8 @@ class MoE:
         programmatic_launch: bool = True,
         profile: bool = False,
     ) -> None:
+        options = LayerOptions.of(locals())
         check_group(group)
-        options = Options(
-            max_tokens=max_tokens,
-            mode=mode,
-            overlap=overlap,
-            gemm=gemm,
-            max_rows=max_rows,
-            expert_map=expert_map,
-            replicas=replicas,
-            fp8=fp8,
-            quantize=quantize,
-            combine_dtype=combine_dtype,
-            timeout=timeout,
-            first_timeout=first_timeout,
-            num_sms=num_sms,
-            programmatic_launch=programmatic_launch,
-            profile=profile,
-        )
         plans = group.together(
             lambda: plans_of(group, config, options), doing="preparing an MoE layer"
         )
@@ -274,7 +263,7 @@ class MoE:
         logits: `[tokens, num_experts]`, float32 for choices that do not depend on rounding; or None
         topk_ids, topk_weights: with a routing of the caller's: int32 or int64 ids of experts, -1
             for none, and float32, bfloat16 or float16 weights, `[tokens, top_k]`. Other forms are
-            for `given_routing`.
+            for `normalize_topk`.
         rows: the most tokens that any rank has in this call, equal on all ranks; where it is above
             max_tokens, every rank takes as many rounds as it needs. Default: max_tokens.
         num_tokens: int32 `[1]` on the device: rows from there on are padding and sent to no expert;
@@ -288,50 +277,31 @@ class MoE:
         """
         given = (logits, topk_ids, topk_weights)
         if torch.compiler.is_dynamo_compiling():
-            return layer_library.traced_call(self, x, given, rows, num_tokens, out)
+            return moe_compile.traced_call(self, x, given, rows, num_tokens, out)
+        workspace = self._workspace
         self._check_open()
-        self._workspace.check_call()
-        rounds = self._check_call(x, given, rows, out)
-        self._workspace.begin("a call")
+        rounds = self._check_call(x, given, rows, num_tokens, out)
+        workspace.begin("a call")
         try:
-            return self._routed_call(x, given, rounds, num_tokens, out)
-        finally:
-            self._workspace.end()
-
-    def _routed_call(
-        self,
-        x: torch.Tensor,
-        given: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
-        rounds: int,
-        num_tokens: torch.Tensor | None,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Route checked tensors, and run the rounds of their call."""
-        logits, topk_ids, topk_weights = given
-        if logits is not None:
-            routed = self.route(logits, num_tokens=num_tokens)
-        else:
-            routed = self._given(topk_ids, topk_weights, num_tokens)
-        if rounds == 1:
-            return self._run(Round(x, routed, num_tokens, out))
-        out = torch.empty_like(x) if out is None else out
-        each = self.exchange.max_tokens
-        for start in range(0, rounds * each, each):
-            # Padding has ids of -1 by now, so no count is needed.
-            part = slice(start, start + each)
-            ids, weights = routed.ids[part], routed.weights[part]
-            self._run(Round(x[part], Routed(ids, weights), None, out[part]))
-        return out
-
-    def _run(self, call: Round) -> torch.Tensor:
-        try:
-            return self._workspace.run(self._weights, self._shared, call)
+            routed = self._routed(given, num_tokens)
+            if rounds == 1:
+                return workspace.run(self._weights, self._shared, x, routed, num_tokens, out)
+            out = torch.empty_like(x) if out is None else out
+            each = self.exchange.max_tokens
+            for start in range(0, rounds * each, each):
+                # Padding has ids of -1 by now, so no count is needed.
+                part = slice(start, start + each)
+                some = Routed(routed.ids[part], routed.weights[part])
+                workspace.run(self._weights, self._shared, x[part], some, None, out[part])
+            return out
         except GroupError:
             raise  # peers have their own deadline, and the first error says most
         except BaseException as error:
-            if self._workspace.mid_round and not self._workspace.capturing:
+            if workspace.mid_round and not workspace.capturing:
                 self.exchange._leave(reason(error))
             raise
+        finally:
+            workspace.end()
 
     def route(self, logits: torch.Tensor, *, num_tokens: torch.Tensor | None = None) -> Routed:
         """The layer's ids and weights for logits `[tokens, num_experts]`; see `weft.moe.route`.
@@ -339,26 +309,26 @@ class MoE:
         With replicas the ids are those of physical experts, as `exchange` takes them.
         """
         if torch.compiler.is_dynamo_compiling():
-            return Routed(*layer_library.traced_route(self, logits, num_tokens))
-        correction = self._correction
-        routed = route(self.config.routing, logits, correction=correction, num_tokens=num_tokens)
-        return routed if self._replicas is None else self._given(*routed, None)
+            return Routed(*moe_compile.traced_route(self, logits, num_tokens))
+        check_route(self.config.routing, logits, self._correction, num_tokens)
+        return self._routed((logits, None, None), num_tokens)
 
-    def _given(
+    def _routed(
         self,
-        topk_ids: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
+        given: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
         num_tokens: torch.Tensor | None,
     ) -> Routed:
-        """A routing of logical experts, as one of physical ones that dispatch takes."""
-        assert topk_ids is not None
-        assert topk_weights is not None
-        return given_routing(
-            topk_ids,
-            topk_weights,
-            num_tokens=num_tokens,
-            replicas=self._table,
-            rank=self.exchange.rank,
+        """Physical experts and weights as dispatch takes them, from checked tensors."""
+        logits, ids, weights = given
+        if logits is not None:
+            routed = route_checked(self.config.routing, logits, self._correction, num_tokens)
+            if self._table is None:
+                return routed
+            (ids, weights), num_tokens = routed, None
+        assert ids is not None
+        assert weights is not None
+        return normalize_checked(
+            ids, weights, num_tokens=num_tokens, replicas=self._table, rank=self.exchange.rank
         )
 
     def experts(self, received: Received | ExpertRows) -> torch.Tensor | None:
@@ -372,7 +342,7 @@ class MoE:
         mode InvalidArgument; in low-latency mode the rows are pushed, and combine takes None.
         """
         if torch.compiler.is_dynamo_compiling():
-            return layer_library.traced_experts(self, received)
+            return moe_compile.traced_experts(self, received)
         self._check_open()
         return self._workspace.run_experts(self._weights, received)
 
@@ -404,6 +374,7 @@ class MoE:
 
     def close(self) -> None:
         """Give the workspace back, if no sibling is open. Idempotent."""
+        self._closed = True
         library.forget(self._handle)
         self._workspace.layers.discard(self)
         if not self._workspace.layers:
@@ -442,7 +413,7 @@ class MoE:
             size = (0, config.routing.num_experts)
             empty = torch.empty(size, dtype=torch.float32, device=device)
             route(config.routing, empty, correction=correction)
-            given_routing(empty.int(), empty.bfloat16())
+            normalize_topk(empty.int(), empty.bfloat16())
             return mine
 
         doing = "loading an MoE layer"
@@ -458,9 +429,10 @@ class MoE:
         self._order = library.order_of(device)
         self._handle = library.register(self, self._workspace.sizes())
         self._workspace.layers.add(self)
+        self._closed = False
 
     def _check_open(self) -> None:
-        if self not in self._workspace.layers:
+        if self._closed:
             raise OutOfOrder("this MoE layer was closed; make a new one")
         self.exchange._check_open()
 
@@ -491,18 +463,18 @@ class MoE:
         x: torch.Tensor,
         given: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
         rows: int | None,
+        num_tokens: torch.Tensor | None,
         out: torch.Tensor | None,
     ) -> int:
-        """Return the rounds of a call.
+        """The one check of a call's tensors; returns its rounds.
 
-        Raises InvalidArgument and TokenOverflow for what the exchange would see too late.
+        Raises InvalidArgument and TokenOverflow.
         """
         logits, topk_ids, topk_weights = given
-        config, device = self.config, self.exchange.group.device
-        dtypes, row_bytes = (config.dtype,), config.hidden * config.dtype.itemsize
+        config, device, each = self.config, self.exchange.group.device, self.exchange.max_tokens
+        dtypes = (config.dtype,)
         check_tensor("x", x, shape=(None, config.hidden), dtypes=dtypes, device=device)
         tokens = x.shape[0]  # while tracing, perhaps a symbol: not len()
-        each = self.exchange.max_tokens
         if rows is None:
             check_tokens(tokens, each)
         elif integer("rows", rows, 0, MAX_ROWS) < tokens:
@@ -510,43 +482,27 @@ class MoE:
                 f"rows is {rows}, but this rank has {tokens} tokens: pass the most that any rank "
                 "has, on all ranks the same"
             )
-        self._check_routing(tokens, logits, topk_ids, topk_weights, device)
-        if out is not None:
-            check_tensor("out", out, shape=x.shape, dtypes=dtypes, device=device)
-            check_alignment("out", out, row_bytes)
-        return 1 if rows is None else max(1, -(-rows // each))
-
-    def _check_routing(
-        self,
-        tokens: int,
-        logits: torch.Tensor | None,
-        topk_ids: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        device: torch.device,
-    ) -> None:
         if (topk_ids is None) == (logits is None) or (topk_ids is None) != (topk_weights is None):
             raise InvalidArgument(
                 f"logits are {shown(logits)}, topk_ids {shown(topk_ids)}, topk_weights "
                 f"{shown(topk_weights)}; pass logits, or topk_ids with topk_weights"
             )
         if topk_ids is not None and topk_weights is not None:
-            check_given(topk_ids, topk_weights)
-            size, top_k = tuple(topk_ids.shape), self.config.routing.top_k
+            check_topk(topk_ids, topk_weights, num_tokens)
+            size, top_k = tuple(topk_ids.shape), config.routing.top_k
             if size != (tokens, top_k) or topk_ids.device != device:
                 raise InvalidArgument(
                     f"topk_ids are {shown(topk_ids)}; they must be [{tokens}, {top_k}] on {device}"
                 )
-            return
-        assert logits is not None or topk_ids is None
-        if not isinstance(logits, torch.Tensor):
-            refuse_tensor("logits", logits)
-        if (
-            logits.is_nested
-            or logits.dim() != 2
-            or logits.shape[0] != tokens
-            or logits.device != device
-        ):
-            raise InvalidArgument(
-                f"logits are {shown(logits)}; x has {tokens} rows on {device}: pass the logits of "
-                "the same tokens, [tokens, num_experts]"
-            )
+        else:
+            assert logits is not None
+            check_route(config.routing, logits, self._correction, num_tokens)
+            if logits.shape[0] != tokens or logits.device != device:
+                raise InvalidArgument(
+                    f"logits are {shown(logits)}; x has {tokens} rows on {device}: pass the logits "
+                    "of the same tokens, [tokens, num_experts]"
+                )
+        if out is not None:
+            check_tensor("out", out, shape=x.shape, dtypes=dtypes, device=device)
+            check_alignment("out", out, config.hidden * config.dtype.itemsize)
+        return 1 if rows is None else max(1, -(-rows // each))

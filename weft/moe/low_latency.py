@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 
 from weft.arguments import instance
-from weft.errors import OutOfOrder
 from weft.lowlatency.api import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows
+from weft.moe.config import LayerPlan, exchange_sizes
 from weft.moe.experts import ExpertWeights
-from weft.moe.plan import LayerPlan, exchange_sizes
+from weft.moe.router import Routed
 from weft.moe.torch_experts import torch_layout
-from weft.moe.workspace import LayerWorkspace, Round, Shared
+from weft.moe.workspace import LayerWorkspace, Shared
 
 # Tokens of a rank from which on the first GEMM lets the shared expert begin before it. A GEMM that
 # waits on the SMs while dispatch runs is there first, and keeps them: the shared expert's two
@@ -51,11 +51,19 @@ class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
 
     exchange: LowLatencyAllToAll
 
-    def run(self, weights: ExpertWeights, shared: Shared | None, call: Round) -> torch.Tensor:
-        x, (ids, scales), _, out = call
-        sent, scale = self._sent(x, scales)
+    def run(
+        self,
+        weights: ExpertWeights,
+        shared: Shared | None,
+        x: torch.Tensor,
+        routed: Routed,
+        num_tokens: torch.Tensor | None,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        ids = routed.ids
+        sent, scale = self._sent(x, routed.weights)
         self._tokens = len(x)
-        self.side_stream.mark()
+        self._mark(shared)
         received = self.exchange.dispatch(sent, ids, scale)
         add = self._run_shared(shared, x)
         y = self.run_experts(weights, received)
@@ -82,11 +90,6 @@ class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
         if not experts:
             return torch.empty(size, dtype=self.config.dtype, device=self.group.device)
         return self._experts.down(weights).view(size)
-
-    def check_call(self) -> None:
-        super().check_call()
-        if self.mid_round:
-            raise OutOfOrder("a call while a result of layer.exchange is alive: combine it first")
 
     @property
     def mid_round(self) -> bool:

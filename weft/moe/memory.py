@@ -14,16 +14,16 @@ from weft.grouping.rounds import buffer_bytes
 from weft.lowlatency.geometry import LowGeometry
 from weft.memory.discovery import default_device
 from weft.moe.choice import AUTO, MODES, OVERLAPS
-from weft.moe.grouped_experts import GroupedExperts
-from weft.moe.low_latency import packs
-from weft.moe.models import MoEConfig
-from weft.moe.plan import (
+from weft.moe.config import (
+    LayerOptions,
     LayerPlan,
-    MemoryOptions,
     MemoryQuery,
     exchange_sizes,
     plan_for,
 )
+from weft.moe.grouped_experts import GroupedExperts
+from weft.moe.low_latency import packs
+from weft.moe.models import MoEConfig
 from weft.moe.throughput import layout_of
 from weft.moe.torch_experts import TorchExperts
 from weft.runtime.layout import Memory, sizes_of
@@ -66,7 +66,7 @@ memory_bytes = sizes_of(
 
 
 def _memory_of(
-    config: MoEConfig, options: MemoryOptions, plan: LayerPlan, ranks: int, device: torch.device
+    config: MoEConfig, options: LayerOptions, plan: LayerPlan, ranks: int, device: torch.device
 ) -> Memory:
     weighed = options.max_tokens if config.routing.weigh == "input" else 0
     ordinary = weighed * config.hidden * config.dtype.itemsize

@@ -30,7 +30,7 @@ struct Routing {
     }
 };
 
-// Mirrored by `RouteArgs` in moe/route_entry.py. Strides are in elements.
+// Mirrored by `RouteArgs` in moe/kernels.py. Strides are in elements.
 struct RouteArgs {
     const void* logits;
     const float* correction;

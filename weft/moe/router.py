@@ -1,7 +1,8 @@
-"""Routers: from logits to expert ids and weights, by one rule for each family of models."""
+"""Routers: from logits, or from what a caller chose, to the ids and weights of dispatch."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -10,12 +11,26 @@ import torch
 from weft.arguments import adopt, flags, instance, integer, one_of, real
 from weft.errors import InvalidArgument
 from weft.fields import largest
-from weft.moe.route_entry import MAX_EXPERTS, MAX_TOP_K, args_of, enqueue
+from weft.moe.kernels import (
+    DTYPES,
+    MAX_EXPERTS,
+    MAX_TOP_K,
+    NORMALIZE,
+    NORMALIZE_THREADS,
+    ROUTE,
+    ROUTE_THREADS,
+    TOKENS,
+    NormalizeArgs,
+    RouteArgs,
+)
 from weft.runtime.check import check_alignment, check_tensor, refuse_tensor
-from weft.shape import Shape
+from weft.shape import MAX_RANKS, Shape
 
 SMALLEST_SUM = 1e-20  # keeps weights whose scores are all 0 at 0; any other sum swallows it
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int32, torch.int64)
+NO_SUCH_EXPERT = 2**31 - 1  # for an id that int32 cannot hold; dispatch refuses it
+INT64 = -(1 << 63), (1 << 63) - 1
 
 Score = Literal["softmax", "sigmoid", "softmax-chosen"]
 Weigh = Literal["output", "input"]
@@ -138,14 +153,52 @@ def route(
     loads that kernel and may not. Raises InvalidArgument and OutOfOrder.
     """
     check_route(routing, logits, correction, num_tokens)
+    return route_checked(routing, logits, correction, num_tokens)
+
+
+def route_checked(
+    routing: Routing,
+    logits: torch.Tensor,
+    correction: torch.Tensor | None,
+    num_tokens: torch.Tensor | None,
+) -> Routed:
+    """`route` of checked tensors."""
     if not _has_kernel(routing, logits):
         return route_in_torch(routing, logits, correction, num_tokens)
-    sizes, device = (len(logits), routing.top_k), logits.device
-    ids = torch.empty(sizes, dtype=torch.int32, device=device)
-    weights = torch.empty(sizes, dtype=torch.float32, device=device)
-    args = args_of(logits, correction, num_tokens, routing.scale, ids, weights)
-    enqueue(routing.literal(), args, device)
+    size, device = (len(logits), routing.top_k), logits.device
+    ids = torch.empty(size, dtype=torch.int32, device=device)
+    weights = torch.empty(size, dtype=torch.float32, device=device)
+    args = route_args(logits, correction, num_tokens, routing.scale, ids, weights)
+    ROUTE.enqueue(_literal(routing), args, device, -(-args.tokens // TOKENS), ROUTE_THREADS)
     return Routed(ids, weights)
+
+
+@functools.lru_cache(maxsize=256)
+def _literal(routing: Routing) -> str:
+    return routing.literal()
+
+
+def route_args(
+    logits: torch.Tensor,
+    correction: torch.Tensor | None,
+    num_tokens: torch.Tensor | None,
+    scale: float,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+) -> RouteArgs:
+    """The struct of one call; all tensors were checked."""
+    return RouteArgs(
+        logits=logits.data_ptr(),
+        correction=0 if correction is None else correction.data_ptr(),
+        num_tokens=0 if num_tokens is None else num_tokens.data_ptr(),
+        ids=ids.data_ptr(),
+        weights=weights.data_ptr(),
+        row_stride=logits.stride(0),
+        column_stride=logits.stride(1),
+        tokens=len(logits),
+        number=DTYPES[logits.dtype],
+        scale=scale,
+    )
 
 
 def route_in_torch(
@@ -266,6 +319,156 @@ def check_route(
         check_tensor("correction", correction, shape=size, dtypes=single, device=device, kept=True)
         check_alignment("correction", correction, correction.itemsize)
     if num_tokens is not None:
-        counts = (torch.int32,)
-        check_tensor("num_tokens", num_tokens, shape=(1,), dtypes=counts, device=device)
-        check_alignment("num_tokens", num_tokens, num_tokens.itemsize)
+        _check_count(num_tokens, device)
+
+
+def normalize_topk(
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    *,
+    padding_id: int = -1,
+    skip_zero_weights: bool = False,
+    num_tokens: torch.Tensor | None = None,
+    replicas: torch.Tensor | None = None,
+    rank: int = 0,
+) -> Routed:
+    """Return ids and weights as dispatch takes them: int32 with -1 for no expert, and float32.
+
+    topk_ids: int32 or int64 `[tokens, top_k]`.
+    topk_weights: float32, bfloat16 or float16 `[tokens, top_k]`.
+    padding_id: an id that names no expert, beside -1; engines also use num_experts.
+    skip_zero_weights: entries of weight 0 are of no expert, so that padding with ids is not sent.
+    num_tokens: int32 `[1]` on the device: rows from there on are padding.
+    replicas: int32 `[num_experts, width]` on the device: how many physical experts a logical one
+        has, then which: both tensors of `Replicas.table` side by side. Ids are logical experts then
+        and become physical ones: token t of this rank takes replica `(t + rank) % count`. The table
+        is read when the kernel runs, so it may change between replays of a graph.
+
+    Ids outside of their range stay outside, for dispatch to refuse and to report. One kernel on a
+    GPU, and none where nothing is to do; waits for no device and may be captured, but for the first
+    call on a device, which loads the kernel. Raises InvalidArgument and OutOfOrder.
+    """
+    flags(skip_zero_weights=skip_zero_weights)
+    padding_id, rank = (
+        integer("padding_id", padding_id, *INT64),
+        integer("rank", rank, 0, MAX_RANKS - 1),
+    )
+    check_topk(topk_ids, topk_weights, num_tokens)
+    if replicas is not None:
+        size, whole = (None, None), (torch.int32,)
+        check_tensor("replicas", replicas, shape=size, dtypes=whole, device=topk_ids.device)
+        check_alignment("replicas", replicas, replicas.itemsize)
+    return normalize_checked(
+        topk_ids,
+        topk_weights,
+        padding_id=padding_id,
+        skip_zero_weights=skip_zero_weights,
+        num_tokens=num_tokens,
+        replicas=replicas,
+        rank=rank,
+    )
+
+
+def normalize_checked(
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    *,
+    padding_id: int = -1,
+    skip_zero_weights: bool = False,
+    num_tokens: torch.Tensor | None = None,
+    replicas: torch.Tensor | None = None,
+    rank: int = 0,
+) -> Routed:
+    """`normalize_topk` of checked arguments."""
+    device = topk_ids.device
+    as_they_are = (
+        padding_id == -1
+        and not skip_zero_weights
+        and num_tokens is None
+        and replicas is None
+        and topk_weights.dtype == torch.float32
+    )
+    if as_they_are:
+        return Routed(topk_ids, topk_weights)
+    if device.type != "cuda":
+        return normalize_in_torch(
+            topk_ids,
+            topk_weights,
+            padding_id=padding_id,
+            skip_zero_weights=skip_zero_weights,
+            num_tokens=num_tokens,
+            replicas=replicas,
+            rank=rank,
+        )
+    ids = torch.empty(topk_ids.shape, dtype=torch.int32, device=device)
+    weights = torch.empty(topk_ids.shape, dtype=torch.float32, device=device)
+    args = NormalizeArgs(
+        ids=topk_ids.data_ptr(),
+        weights=topk_weights.data_ptr(),
+        num_tokens=0 if num_tokens is None else num_tokens.data_ptr(),
+        replicas=0 if replicas is None else replicas.data_ptr(),
+        out_ids=ids.data_ptr(),
+        out_weights=weights.data_ptr(),
+        padding_id=padding_id,
+        entries=topk_ids.numel(),
+        top_k=max(topk_ids.shape[1], 1),
+        ids_bytes=topk_ids.itemsize,
+        number=DTYPES[topk_weights.dtype],
+        experts=0 if replicas is None else len(replicas),
+        width=0 if replicas is None else replicas.shape[1],
+        rank=rank,
+        skips_zeros=skip_zero_weights,
+    )
+    ctas = -(-args.entries // NORMALIZE_THREADS)
+    NORMALIZE.enqueue("", args, device, ctas, NORMALIZE_THREADS)
+    return Routed(ids, weights)
+
+
+def normalize_in_torch(
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    *,
+    padding_id: int,
+    skip_zero_weights: bool,
+    num_tokens: torch.Tensor | None,
+    replicas: torch.Tensor | None,
+    rank: int,
+) -> Routed:
+    """`normalize_topk` of checked tensors in torch's operations: what its kernel must do."""
+    ids, weights = topk_ids.long(), topk_weights.float()
+    token = torch.arange(len(ids), dtype=torch.int64, device=ids.device)[:, None]
+    none = (ids == -1) | (ids == padding_id)
+    if skip_zero_weights:
+        none |= weights == 0
+    if num_tokens is not None:
+        none |= token >= num_tokens
+    if replicas is None:
+        known = ids == ids.int()
+    else:
+        known = (ids >= 0) & (ids < len(replicas))
+        row = torch.where(known, ids, 0)
+        turn = 1 + (token + rank) % replicas[row, 0]
+        ids = replicas[row, turn].long()
+    ids = torch.where(none, -1, torch.where(known, ids, NO_SUCH_EXPERT))
+    return Routed(ids.int(), torch.where(none, 0.0, weights))
+
+
+def check_topk(
+    topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_tokens: torch.Tensor | None
+) -> None:
+    """Raises InvalidArgument for a routing that no caller can mean."""
+    device = topk_ids.device if isinstance(topk_ids, torch.Tensor) else torch.device("cpu")
+    check_tensor("topk_ids", topk_ids, shape=(None, None), dtypes=INTEGERS, device=device)
+    check_alignment("topk_ids", topk_ids, topk_ids.itemsize)
+    size = tuple(topk_ids.shape)
+    check_tensor("topk_weights", topk_weights, shape=size, dtypes=FLOATS, device=device)
+    check_alignment("topk_weights", topk_weights, topk_weights.itemsize)
+    if topk_ids.numel() >= 1 << 31:
+        raise InvalidArgument(f"topk_ids has {topk_ids.numel()} entries; pass fewer than 2^31")
+    if num_tokens is not None:
+        _check_count(num_tokens, device)
+
+
+def _check_count(num_tokens: torch.Tensor, device: torch.device) -> None:
+    check_tensor("num_tokens", num_tokens, shape=(1,), dtypes=(torch.int32,), device=device)
+    check_alignment("num_tokens", num_tokens, num_tokens.itemsize)

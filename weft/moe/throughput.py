@@ -9,10 +9,11 @@ from weft.alltoall.received import Received
 from weft.arguments import instance
 from weft.errors import OutOfOrder
 from weft.grouping.api import ExpertGroups, Layout
+from weft.moe.config import LayerPlan, exchange_sizes
 from weft.moe.experts import ExpertWeights
-from weft.moe.plan import LayerPlan, exchange_sizes
+from weft.moe.router import Routed
 from weft.moe.torch_experts import torch_layout
-from weft.moe.workspace import LayerWorkspace, Round, Shared
+from weft.moe.workspace import LayerWorkspace, Shared
 
 
 def layout_of(plan: LayerPlan, device: torch.device) -> Layout:
@@ -26,13 +27,20 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
     exchange: AllToAll
     _groups: ExpertGroups | None = None
 
-    def run(self, weights: ExpertWeights, shared: Shared | None, call: Round) -> torch.Tensor:
+    def run(
+        self,
+        weights: ExpertWeights,
+        shared: Shared | None,
+        x: torch.Tensor,
+        routed: Routed,
+        num_tokens: torch.Tensor | None,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
         exchange, groups, experts = self.exchange, self._open_groups(), self._experts
-        x, (ids, scales), num_tokens, out = call
-        sent, scale = self._sent(x, scales)
+        sent, scale = self._sent(x, routed.weights)
         self._tokens = len(x)
-        self.side_stream.mark()
-        received = exchange.dispatch(sent, ids, scale, num_tokens=num_tokens)
+        self._mark(shared)
+        received = exchange.dispatch(sent, routed.ids, scale, num_tokens=num_tokens)
         add = self._run_shared(shared, x)
         rows = groups.gather(received)
         if exchange.num_local_experts:

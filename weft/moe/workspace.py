@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Generic, NamedTuple, TypeAlias, TypeVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Generic, TypeAlias, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -19,12 +19,11 @@ from weft.lowlatency.results import ExpertRows
 from weft.memory import Group
 from weft.memory.wire import JSON
 from weft.moe.choice import LayerChoice
+from weft.moe.config import LayerOptions, LayerPlan
 from weft.moe.experts import ExpertWeights
 from weft.moe.grouped_experts import GroupedExperts
 from weft.moe.models import MoEConfig
-from weft.moe.plan import LayerPlan, Options
 from weft.moe.router import Routed
-from weft.moe.side_stream import SideStream
 from weft.moe.torch_experts import Experts, TorchExperts
 from weft.runtime.stream import capturing, finish
 
@@ -33,16 +32,46 @@ Shared: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 Rows = TypeVar("Rows", Received, ExpertRows)
 
 
-class Round(NamedTuple):
-    """What one round of a layer takes, and where its sums go; as in `MoE.__call__`.
+class SideStream:
+    """A stream beside the caller's; on CPU ranks there is one stream only, and this is it.
 
-    routed: of physical experts; rows from num_tokens on have ids of -1.
+    Memory that is allocated within and used by the caller after `join` is not handed out again
+    before the caller has used it: all later use of the stream begins behind the caller's.
     """
 
-    x: torch.Tensor
-    routed: Routed
-    num_tokens: torch.Tensor | None
-    out: torch.Tensor | None
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._busy = device, False
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def mark(self) -> None:
+        """What is enqueued within `after_mark` comes after all that the caller's stream holds."""
+        if self._stream is not None:
+            self._mark.record(torch.cuda.current_stream(self._device))
+
+    @property
+    def busy(self) -> bool:
+        """Has something been enqueued here since the last `join`? Never on CPU ranks."""
+        return self._busy
+
+    def after_mark(self) -> AbstractContextManager[object]:
+        """Enqueue here what may run beside all that the caller has enqueued since `mark`."""
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_event(self._mark)
+        self._busy = True
+        return torch.cuda.stream(self._stream)
+
+    def join(self) -> None:
+        """The caller's stream goes on after all that was enqueued here since the last `join`.
+
+        Nothing was: then there is nothing to wait for, which a capture would even refuse.
+        """
+        if self._stream is not None and self._busy:
+            self._busy = False
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 class LayerWorkspace(ABC, Generic[Rows]):
@@ -61,7 +90,7 @@ class LayerWorkspace(ABC, Generic[Rows]):
         self,
         group: Group,
         config: MoEConfig,
-        options: Options,
+        options: LayerOptions,
         plan: LayerPlan,
         choice: LayerChoice,
     ) -> None:
@@ -108,25 +137,43 @@ class LayerWorkspace(ABC, Generic[Rows]):
         """Has something been sent whose sums have not come back?"""
 
     @abstractmethod
-    def run(self, weights: ExpertWeights, shared: Shared | None, call: Round) -> torch.Tensor:
-        """One round of a layer with these experts: dispatch, experts, combine."""
+    def run(
+        self,
+        weights: ExpertWeights,
+        shared: Shared | None,
+        x: torch.Tensor,
+        routed: Routed,
+        num_tokens: torch.Tensor | None,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """One round of a layer with these experts: dispatch, experts, combine; arguments checked.
+
+        routed: of physical experts; rows from num_tokens on have ids of -1.
+        """
 
     @abstractmethod
     def run_experts(self, weights: ExpertWeights, received: Rows) -> torch.Tensor | None:
         """The experts' results, where combine takes a tensor of them."""
 
-    def check_call(self) -> None:
-        """Raises OutOfOrder after `close`, before anything is sent."""
-        self.exchange._check_open()
-
     def begin(self, doing: str) -> None:
-        """A call begins; `end` must follow. Raises OutOfOrder while another one runs."""
+        """A call begins; `end` must follow.
+
+        Raises OutOfOrder while another one runs or a round of the exchange is not combined, and
+        what broke the group.
+        """
         if not self._busy.acquire(blocking=False):
             raise OutOfOrder(
                 f"{doing} while another thread is in a call of this MoE layer, or of a layer with "
                 "the same workspace: make these calls one after the other, in the same order on "
                 "every rank"
             )
+        try:
+            if self.mid_round:
+                self.exchange._check_running()
+                raise OutOfOrder(f"{doing} within a round of layer.exchange: combine it first")
+        except BaseException:
+            self.end()
+            raise
 
     def end(self) -> None:
         """The call that began is over."""
@@ -137,8 +184,6 @@ class LayerWorkspace(ABC, Generic[Rows]):
         """Inside, neither a layer nor the exchange makes a call. Raises OutOfOrder within one."""
         self.begin(doing)
         try:
-            if self.mid_round:
-                raise OutOfOrder(f"{doing} within a round of layer.exchange: combine it first")
             self.exchange._begin(doing)
             try:
                 yield
@@ -169,12 +214,18 @@ class LayerWorkspace(ABC, Generic[Rows]):
             return x, weights
         return torch.mul(x, weights, out=self._weighed[: len(x)]), None
 
+    def _mark(self, shared: Shared | None) -> None:
+        """From here on, what the side stream makes may run beside the caller's stream."""
+        if shared is not None and self.plan.overlap != "none":
+            self.side_stream.mark()
+
     def _run_shared(self, shared: Shared | None, x: torch.Tensor) -> torch.Tensor | None:
         """The shared expert's rows; with an overlap, made in the side stream from its mark on."""
         if shared is None:
             return None
-        overlaps = self.plan.overlap != "none"
-        with self.side_stream.after_mark() if overlaps else nullcontext():
+        if self.plan.overlap == "none":
+            return shared(x)
+        with self.side_stream.after_mark():
             return shared(x)
 
     @abstractmethod

@@ -341,6 +341,9 @@ class WatchedOperator(ABC):
     def _busy(self) -> threading.Lock:
         return self._watched._busy
 
+    def _check_running(self) -> None:
+        self._watched.check_running()
+
     def _begin(self, doing: str) -> None:
         self._watched.begin(doing)
 

@@ -1,10 +1,10 @@
-"""How a layer runs: what the caller asked for, and what that comes to, decided once."""
+"""A layer's config: its options, their checks, what ranks compare, and the plan they lead to."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -30,8 +30,8 @@ MAX_SMS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryOptions:
-    """The options of `MoE` that its memory follows from, by the names and defaults there."""
+class LayerOptions:
+    """The options of `MoE`, by the names and defaults there."""
 
     max_tokens: int
     mode: str = AUTO
@@ -43,7 +43,16 @@ class MemoryOptions:
     fp8: bool = False
     quantize: str | None = None
     combine_dtype: str | None = None
+    timeout: float = 2.0
+    first_timeout: float = 120.0
+    num_sms: int | None = None
+    programmatic_launch: bool = True
     profile: bool = False
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> LayerOptions:
+        """The options among a constructor's arguments."""
+        return cls(**{each.name: given[each.name] for each in fields(LayerOptions)})
 
     def check(self, config: MoEConfig) -> None:
         """Raises InvalidArgument for what no layer has."""
@@ -56,7 +65,11 @@ class MemoryOptions:
         integer("max_tokens", self.max_tokens, 1, largest(Shape, "tokens"))
         if self.max_rows is not None:
             integer("max_rows", self.max_rows, 1, MAX_ROWS)
-        flags(fp8=self.fp8, profile=self.profile)
+        if self.num_sms is not None:
+            integer("num_sms", self.num_sms, 1, MAX_SMS)
+        seconds("timeout", self.timeout)
+        seconds("first_timeout", self.first_timeout)
+        flags(fp8=self.fp8, programmatic_launch=self.programmatic_launch, profile=self.profile)
         if self.replicas is not None:
             self._check_replicas(self.replicas, config.routing.num_experts)
 
@@ -64,8 +77,8 @@ class MemoryOptions:
         instance("replicas", replicas, Replicas, "weft.moe.balance makes one of loads")
         if self.expert_map is not None:
             raise InvalidArgument(
-                "expert_map and replicas are both given: replicas say where every expert lies; "
-                "leave expert_map out"
+                "expert_map and replicas are both given: replicas say where every expert is; leave "
+                "expert_map out"
             )
         if replicas.num_experts != experts:
             raise InvalidArgument(
@@ -77,40 +90,21 @@ class MemoryOptions:
         replicas = self.replicas
         return config.routing.num_experts if replicas is None else len(replicas.logical)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options(MemoryOptions):
-    """How a layer is built: all options of `MoE`, by the names there."""
-
-    timeout: float
-    first_timeout: float
-    num_sms: int | None
-    programmatic_launch: bool
-
-    def check(self, config: MoEConfig) -> None:
-        """Raises InvalidArgument for what no layer has."""
-        MemoryOptions.check(self, config)
-        if self.num_sms is not None:
-            integer("num_sms", self.num_sms, 1, MAX_SMS)
-        seconds("timeout", self.timeout)
-        seconds("first_timeout", self.first_timeout)
-        flags(programmatic_launch=self.programmatic_launch)
-
     def of_exchange(self) -> dict[str, Any]:
         """What either all-to-all takes as it is."""
         names = ("timeout", "first_timeout", "num_sms", "programmatic_launch", "profile")
         return {name: getattr(self, name) for name in names}
 
     def manifest(self, config: MoEConfig) -> dict[str, str]:
-        """What ranks compare beyond the sizes of their all-to-all: rules that must be one."""
-        fields = asdict(config) | {"mode": self.mode, "overlap": self.overlap, "fp8": self.fp8}
-        fields["max_tokens"] = self.max_tokens
-        fields["replicas"] = None if self.replicas is None else self.replicas.logical
-        return {name: str(value) for name, value in fields.items()}
+        """What ranks compare before anything is chosen or built."""
+        compared = ("max_tokens", "mode", "overlap", "fp8")
+        rules = asdict(config) | {name: getattr(self, name) for name in compared}
+        rules["replicas"] = None if self.replicas is None else self.replicas.logical
+        return {name: str(value) for name, value in rules.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryQuery(MemoryOptions):
+class MemoryQuery(LayerOptions):
     """What `MoE.memory_bytes` takes."""
 
     config: MoEConfig
@@ -137,7 +131,9 @@ class LayerPlan:
         return self.overlap == "gemm_push"
 
 
-def plans_of(group: Group, config: MoEConfig, options: Options) -> dict[tuple[str, str], LayerPlan]:
+def plans_of(
+    group: Group, config: MoEConfig, options: LayerOptions
+) -> dict[tuple[str, str], LayerPlan]:
     """The plans that serve on this rank, by mode and overlap, whatever overlap was asked for.
 
     Raises InvalidArgument where none serves that was asked for.
@@ -164,7 +160,7 @@ def plans_of(group: Group, config: MoEConfig, options: Options) -> dict[tuple[st
     return found
 
 
-def plan_for(options: MemoryOptions, config: MoEConfig, device: torch.device) -> LayerPlan:
+def plan_for(options: LayerOptions, config: MoEConfig, device: torch.device) -> LayerPlan:
     """The plan of options that name a mode and an overlap. Raises InvalidArgument."""
     low_latency = options.mode == "low_latency"
     if low_latency:
@@ -194,7 +190,7 @@ def plan_for(options: MemoryOptions, config: MoEConfig, device: torch.device) ->
     return plan
 
 
-def exchange_sizes(config: MoEConfig, options: MemoryOptions, plan: LayerPlan) -> dict[str, Any]:
+def exchange_sizes(config: MoEConfig, options: LayerOptions, plan: LayerPlan) -> dict[str, Any]:
     """The sizes of a plan's all-to-all, as its constructor and its `memory_bytes` take them."""
     sizes = {
         "max_tokens": options.max_tokens,
@@ -246,7 +242,7 @@ def pushes_in_place(
     return isinstance(best_plan(*sizes, flag_in_data=True, **given), WgmmaPlan)
 
 
-def _check_low_latency(options: MemoryOptions) -> None:
+def _check_low_latency(options: LayerOptions) -> None:
     """Raises InvalidArgument for what expert-major rows do not have."""
     if options.quantize not in (None, "fp8"):
         raise InvalidArgument(

@@ -54,9 +54,7 @@ def _(
 ) -> None:
     layer: MoE = find(handle)
     with tracing():
-        layer._check_call(x, (logits, topk_ids, topk_weights), rows, out)
-        if logits is not None:
-            check_route(layer.config.routing, logits, layer._correction, num_tokens)
+        layer._check_call(x, (logits, topk_ids, topk_weights), rows, num_tokens, out)
 
 
 @torch.library.custom_op("weft::moe_route", mutates_args=())

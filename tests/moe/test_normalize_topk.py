@@ -12,9 +12,10 @@ import torch
 from tests.emulator.emulate import build_library, emulated_tree
 from tests.recorded import reads
 from weft.errors import InvalidArgument
-from weft.moe import Replicas, Routed, given_routing
-from weft.moe.given import NO_SUCH_EXPERT, THREADS, GivenArgs
-from weft.moe.route_entry import DTYPES
+from weft.moe import Replicas, Routed, normalize_topk
+from weft.moe.kernels import DTYPES, NormalizeArgs
+from weft.moe.kernels import NORMALIZE_THREADS as THREADS
+from weft.moe.router import NO_SUCH_EXPERT
 
 EXPERTS, TOKENS, TOP_K = 6, 53, 3  # 159 entries: two CTAs, the second not full
 REPLICAS = Replicas((0, 1, 2, 3, 4, 5, 0, 0, 5, 2), ranks=2)
@@ -77,21 +78,21 @@ def hold(run: Callable[..., Routed], device: str) -> None:
 
 
 def test_on_a_cpu():
-    hold(given_routing, "cpu")
+    hold(normalize_topk, "cpu")
 
 
 @pytest.mark.gpu
 def test_on_a_gpu():
-    hold(given_routing, "cuda")
+    hold(normalize_topk, "cuda")
 
 
 @reads("tests/emulator/*.hpp")
 def test_the_kernel_on_a_cpu(tmp_path):
     text = (
-        "#include <weft/moe/given.cuh>\n"
+        "#include <weft/moe/normalize_topk.cuh>\n"
         'extern "C" __attribute__((visibility("default"))) '
-        "void given(const weft::GivenArgs* a, unsigned ctas) { "
-        f"emulated::launch(ctas, {THREADS}, 1, [a] {{ weft::given(*a); }}); }}\n"
+        "void normalize_topk(const weft::NormalizeArgs* a, unsigned ctas) { "
+        f"emulated::launch(ctas, {THREADS}, 1, [a] {{ weft::normalize_topk(*a); }}); }}\n"
     )
     library = ctypes.CDLL(str(build_library(emulated_tree(tmp_path), text)))
 
@@ -100,7 +101,7 @@ def test_the_kernel_on_a_cpu(tmp_path):
         out = torch.full(ids.shape, -77.0)
         tensors = {name: options.get(name) for name in ("num_tokens", "replicas")}
         replicas = tensors["replicas"]
-        args = GivenArgs(
+        args = NormalizeArgs(
             ids=ids.data_ptr(),
             weights=weights.data_ptr(),
             out_ids=found.data_ptr(),
@@ -117,7 +118,7 @@ def test_the_kernel_on_a_cpu(tmp_path):
             **{name: 0 if t is None else t.data_ptr() for name, t in tensors.items()},
         )
         if args.entries:
-            library.given(ctypes.byref(args), -(-args.entries // THREADS))
+            library.normalize_topk(ctypes.byref(args), -(-args.entries // THREADS))
         return Routed(found, out)
 
     hold(run, "cpu")
@@ -125,7 +126,7 @@ def test_the_kernel_on_a_cpu(tmp_path):
 
 def test_nothing_to_do_costs_nothing():
     ids, weights = torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2)
-    found = given_routing(ids, weights)
+    found = normalize_topk(ids, weights)
     assert found.ids is ids
     assert found.weights is weights
 
@@ -147,4 +148,4 @@ def test_nothing_to_do_costs_nothing():
 def test_refusals(change, words):
     right = {"topk_ids": torch.zeros(4, 2, dtype=torch.int32), "topk_weights": torch.zeros(4, 2)}
     with pytest.raises(InvalidArgument, match=words):
-        given_routing(**{**right, **change})
+        normalize_topk(**{**right, **change})

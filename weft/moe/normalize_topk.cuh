@@ -8,11 +8,11 @@
 
 namespace weft {
 
-constexpr u32 given_threads = 128;
+constexpr u32 normalize_threads = 128;
 constexpr i32 no_such_expert = 0x7fffffff;  // an id that int32 cannot hold; dispatch refuses it
 
-// Mirrored by `GivenArgs` in moe/given.py.
-struct GivenArgs {
+// Mirrored by `NormalizeArgs` in moe/kernels.py.
+struct NormalizeArgs {
     const void* ids;        // [tokens, top_k], int32 or int64
     const void* weights;    // the same shape
     const i32* num_tokens;  // on the device: rows from there on are padding; null: none
@@ -27,26 +27,26 @@ struct GivenArgs {
     u32 skips_zeros;  // entries of weight 0 are of no expert
 };
 
-WEFT_FN float given_weight(const GivenArgs& a, u32 i) {
+WEFT_FN float weight_at(const NormalizeArgs& a, u32 i) {
     if (a.number == DType::fp32) return static_cast<const float*>(a.weights)[i];
     return low_half(a.number, static_cast<const u16*>(a.weights)[i]);
 }
 
 // A replica of a logical expert: neighbouring tokens take its replicas in turn, each rank beginning
 // with another one.
-WEFT_FN i32 replica_of(const GivenArgs& a, u32 expert, u32 token) {
+WEFT_FN i32 replica_of(const NormalizeArgs& a, u32 expert, u32 token) {
     const i32* row = a.replicas + u64(expert) * a.width;
     return row[1 + (token + a.rank) % u32(row[0])];
 }
 
-WEFT_FN void given(const GivenArgs& a) {
+WEFT_FN void normalize_topk(const NormalizeArgs& a) {
     wait_for_predecessor();
     admit_successor();
-    const u32 i = blockIdx.x * given_threads + threadIdx.x;
+    const u32 i = blockIdx.x * normalize_threads + threadIdx.x;
     if (i >= a.entries) return;
     const u32 token = i / a.top_k;
     const i64 id = id_at(a.ids, a.ids_bytes, i);
-    const float weight = given_weight(a, i);
+    const float weight = weight_at(a, i);
     const bool none = id == -1 || id == a.padding_id || (a.skips_zeros != 0 && weight == 0.0f) ||
                       (a.num_tokens != nullptr && i64(token) >= *a.num_tokens);
     i32 found = id < -i64(no_such_expert) - 1 || id > no_such_expert ? no_such_expert : i32(id);

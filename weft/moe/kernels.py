@@ -1,10 +1,11 @@
-"""Kernels that keep nothing between calls: compiled once for each rule, for any stream."""
+"""Kernels of routing: stateless, compiled once for each rule, launched on any stream."""
 
 from __future__ import annotations
 
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
+from ctypes import c_float, c_int64, c_uint32, c_uint64
 
 import torch
 
@@ -12,6 +13,51 @@ from weft.errors import OutOfOrder
 from weft.jit import CUDA_OPTIONS, CudaModule, Launcher, compile_cubin, current_arch
 from weft.runtime.layout import assertions
 from weft.runtime.stream import current_stream, loading
+
+MAX_EXPERTS, MAX_TOP_K = 512, 32  # static_assert in moe/route.cuh
+TOKENS = 4  # of a CTA: route_warps in moe/route.cuh
+ROUTE_THREADS = 32 * TOKENS
+NORMALIZE_THREADS = 128  # normalize_threads in moe/normalize_topk.cuh
+DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # DType in device/header.cuh
+
+
+class RouteArgs(ctypes.Structure):
+    """Arguments of a routing rule's kernel: `weft::RouteArgs` in moe/route.cuh."""
+
+    _fields_ = (
+        ("logits", c_uint64),
+        ("correction", c_uint64),
+        ("num_tokens", c_uint64),
+        ("ids", c_uint64),
+        ("weights", c_uint64),
+        ("row_stride", c_int64),
+        ("column_stride", c_int64),
+        ("tokens", c_uint32),
+        ("number", c_uint32),
+        ("scale", c_float),
+    )
+
+
+class NormalizeArgs(ctypes.Structure):
+    """Arguments of normalize_topk: `weft::NormalizeArgs` in moe/normalize_topk.cuh."""
+
+    _fields_ = (
+        ("ids", c_uint64),
+        ("weights", c_uint64),
+        ("num_tokens", c_uint64),
+        ("replicas", c_uint64),
+        ("out_ids", c_uint64),
+        ("out_weights", c_uint64),
+        ("padding_id", c_int64),
+        ("entries", c_uint32),
+        ("top_k", c_uint32),
+        ("ids_bytes", c_uint32),
+        ("number", c_uint32),
+        ("experts", c_uint32),
+        ("width", c_uint32),
+        ("rank", c_uint32),
+        ("skips_zeros", c_uint32),
+    )
 
 
 class StatelessKernel(threading.local):
@@ -73,3 +119,25 @@ class StatelessKernel(threading.local):
             cubin = self.compile(rule, current_arch())
             module = CudaModule(cubin, name=self.name, stays=True)
             return Launcher(module.function(self.name), self.args, programmatic=True)
+
+
+def _route(rule: str) -> str:
+    return f"""\
+#include <weft/moe/route.cuh>
+constexpr weft::Routing R = {rule};
+extern "C" __global__ void __launch_bounds__({ROUTE_THREADS})
+weft_route(const __grid_constant__ weft::RouteArgs a) {{ weft::route<R>(a); }}
+"""
+
+
+def _normalize(_: str) -> str:
+    return f"""\
+#include <weft/moe/normalize_topk.cuh>
+extern "C" __global__ void __launch_bounds__({NORMALIZE_THREADS})
+weft_normalize_topk(const __grid_constant__ weft::NormalizeArgs a) {{ weft::normalize_topk(a); }}
+"""
+
+
+# One kernel for each `Routing.literal`.
+ROUTE = StatelessKernel("weft_route", RouteArgs, _route, "route() of a rule")
+NORMALIZE = StatelessKernel("weft_normalize_topk", NormalizeArgs, _normalize, "normalize_topk()")
