@@ -26,6 +26,8 @@ def _broken(path: Path, text: str) -> list[str]:
         if re.match(r"https?://", target):
             continue
         name, _, anchor = target.partition("#")
+        if name.startswith("api/"):  # made from docstrings: tests/tools/test_site.py
+            continue
         there = path.parent / name if name else path
         if not there.exists():
             found.append(f"{target}: there is no such file")
@@ -48,7 +50,7 @@ def test_every_page_is_reached_from_the_readme():
         reached.add(path)
         for target in LINK.findall(path.read_text()):
             todo.append((path.parent / target.partition("#")[0]).resolve())
-    assert set(DOCUMENTS) - reached == {ROOT / "CHANGELOG.md"}
+    assert set(DOCUMENTS) - reached == {ROOT / "CHANGELOG.md", ROOT / "docs/index.md"}
 
 
 def test_a_broken_link_is_found():
