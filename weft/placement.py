@@ -113,7 +113,7 @@ class Placed:
         """Ranks of the group."""
         return self.group.size
 
-    @property
+    @functools.cached_property
     def local_experts(self) -> tuple[int, ...]:
         """Global ids of this rank's experts; a LOCAL id indexes this tuple."""
         return self.placement.experts_of(self.rank)

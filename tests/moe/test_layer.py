@@ -1,4 +1,4 @@
-"""The layer against the dense reference: every rule, way of multiplying, wire and overlap."""
+"""The layer against the dense reference: every rule and wire, in both modes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import weft
 from tests.moe.layers import CONFIGS, EXPERTS, HIDDEN, Case, bound
 from tests.rounds import bits
 from weft.errors import TokenOverflow
+from weft.moe import MODES
 
 
 def poison(layer: weft.MoE) -> None:
@@ -64,40 +65,35 @@ def rounds(group: weft.Group, case: Case, options: dict[str, Any], slack: float 
 
 
 WIDTHS = [torch.float32, torch.bfloat16]
+BOTH = pytest.mark.parametrize("mode", MODES)
 
 
-@pytest.mark.parametrize("dtype", WIDTHS, ids=["fp32", "bf16"])
+@BOTH
 @pytest.mark.parametrize("name", list(CONFIGS))
-def test_every_rule(ranks, name, dtype):
-    case = Case(replace(CONFIGS[name], dtype=dtype), tokens=(9, 0, 4))
-    ranks(3, "threads")(rounds, case, {})
-
-
-@pytest.mark.parametrize("name", ["softmax", "gpt-oss"])
-@pytest.mark.parametrize("gemm", ["torch"])
-def test_every_way_to_multiply(ranks, gemm, name):
-    case = Case(CONFIGS[name], tokens=(5, 7, 0))
-    ranks(3, "threads")(rounds, case, {"gemm": gemm})
+def test_every_rule(ranks, name, mode):
+    case = Case(replace(CONFIGS[name], dtype=torch.float32), tokens=(9, 0, 4))
+    ranks(3, "threads")(rounds, case, {"mode": mode})
 
 
 # Dispatch quantises as the reference does, to the bit. A row pushed back as FP8 is rounded to 2^-4
 # of itself at worst, sixteen halves of a bf16 unit.
 WIRES: dict[str, tuple[dict[str, Any], float]] = {
-    "as they are": ({}, 1.0),
     "fp8 out": ({"quantize": "fp8"}, 1.0),
     "mxfp8 out": ({"quantize": "mxfp8"}, 1.0),
+    "fp8 back": ({"combine_dtype": "fp8"}, 16.0 / 5),
     "fp8 both ways": ({"quantize": "fp8", "combine_dtype": "fp8"}, 16.0 / 5),
     "a map": ({"expert_map": [1, 0, 1, 1, 0, 0, 1, 1]}, 1.0),
     "a rank without experts": ({"expert_map": [1] * 8}, 1.0),
 }
+CARRIED = [(m, wire) for m in MODES for wire in WIRES if (m, wire) != ("low_latency", "mxfp8 out")]
 
 
-@pytest.mark.parametrize("wire", list(WIRES))
-@pytest.mark.parametrize("overlap", ["none", "shared_expert"])
-def test_every_wire(ranks, overlap, wire):
+@pytest.mark.parametrize(("mode", "wire"), CARRIED)
+def test_every_wire(ranks, mode, wire):
     options, slack = WIRES[wire]
     case = Case(CONFIGS["deepseek"], tokens=(6, 3, 0))
-    ranks(3, "threads")(rounds, case, {**options, "overlap": overlap}, slack)
+    given = {"mode": mode, "gemm": "torch", "overlap": "shared_expert", **options}
+    ranks(3, "threads")(rounds, case, given, slack)
 
 
 def any_routing(group: weft.Group, options: dict[str, Any]) -> None:
@@ -105,7 +101,7 @@ def any_routing(group: weft.Group, options: dict[str, Any]) -> None:
     case = Case(replace(CONFIGS["softmax"], dtype=torch.float32), tokens=(6, 6, 6))
     numbers = torch.tensor([-float("inf"), -1.0, -0.0, 0.0, 2.0, 2.0, 30.0])
     with case.open(group, overlap="none", **options) as layer:
-        for seed in range(40):
+        for seed in range(20):
             generator = torch.Generator().manual_seed(seed)
             counts = torch.randint(0, 7, (group.size,), generator=generator).tolist()
             now = case.next(seed=seed, tokens=tuple(counts))
@@ -122,29 +118,9 @@ def any_routing(group: weft.Group, options: dict[str, Any]) -> None:
             layer.check()
 
 
-def test_any_routing(ranks):
-    ranks(3, "threads")(any_routing, {})
-
-
-def both_overlaps(
-    group: weft.Group,
-    case: Case,
-    options: dict[str, Any],
-    overlaps: tuple[str, ...] = ("none", "shared_expert"),
-) -> None:
-    results = []
-    for overlap in overlaps:
-        with case.open(group, overlap=overlap, **options) as layer:
-            x, logits = case.of(group.rank, group.device)
-            results.append(layer(x, logits))
-            settle(group)
-    assert all(torch.equal(bits(results[0]), bits(result)) for result in results[1:])
-
-
-@pytest.mark.parametrize("gemm", ["auto", "torch"])
-@pytest.mark.parametrize("name", ["deepseek", "llama"])
-def test_overlap_changes_no_bit(ranks, name, gemm):
-    ranks(3, "threads")(both_overlaps, Case(CONFIGS[name], tokens=(9, 0, 4)), {"gemm": gemm})
+@BOTH
+def test_any_routing(ranks, mode):
+    ranks(3, "threads")(any_routing, {"mode": mode})
 
 
 def order_of_calls(group: weft.Group, options: dict[str, Any]) -> None:
@@ -165,8 +141,9 @@ def order_of_calls(group: weft.Group, options: dict[str, Any]) -> None:
     assert seen == [True, True]
 
 
-def test_tokens_go_before_the_shared_expert(ranks):
-    ranks(2, "threads")(order_of_calls, {})
+@BOTH
+def test_tokens_go_before_the_shared_expert(ranks, mode):
+    ranks(2, "threads")(order_of_calls, {"mode": mode})
 
 
 def padded_tokens(group: weft.Group, name: str, options: dict[str, Any]) -> None:
@@ -193,9 +170,10 @@ def padded_tokens(group: weft.Group, name: str, options: dict[str, Any]) -> None
             layer.check()
 
 
+@BOTH
 @pytest.mark.parametrize("name", ["softmax", "llama"])
-def test_padding_reaches_no_expert(ranks, name):
-    ranks(2, "threads")(padded_tokens, name, {})
+def test_padding_reaches_no_expert(ranks, name, mode):
+    ranks(2, "threads")(padded_tokens, name, {"mode": mode})
 
 
 def nan_logits(group: weft.Group, name: str, options: dict[str, Any]) -> None:
@@ -219,9 +197,11 @@ def nan_logits(group: weft.Group, name: str, options: dict[str, Any]) -> None:
         layer.check()
 
 
-@pytest.mark.parametrize("name", list(CONFIGS))
-def test_a_nan_logit_spoils_its_own_token_only(ranks, name):
-    ranks(2, "threads")(nan_logits, name, {})
+@pytest.mark.parametrize(
+    ("name", "mode"), [*((name, "throughput") for name in CONFIGS), ("deepseek", "low_latency")]
+)
+def test_a_nan_logit_spoils_its_own_token_only(ranks, name, mode):
+    ranks(2, "threads")(nan_logits, name, {"mode": mode})
 
 
 def siblings(group: weft.Group, options: dict[str, Any]) -> None:
@@ -250,13 +230,16 @@ def siblings(group: weft.Group, options: dict[str, Any]) -> None:
         settle(group)
 
 
-def test_siblings_share_one_workspace(ranks):
-    ranks(2, "threads")(siblings, {})
+@BOTH
+def test_siblings_share_one_workspace(ranks, mode):
+    ranks(2, "threads")(siblings, {"mode": mode})
 
 
-def test_processes(ranks):
+@BOTH
+def test_processes(ranks, mode):
     """The default device of `weft.launch`: processes, not threads."""
-    ranks(2, "cpu")(rounds, Case(CONFIGS["deepseek"], tokens=(5, 0)), {"overlap": "shared_expert"})
+    case = Case(CONFIGS["deepseek"], tokens=(5, 0))
+    ranks(2, "cpu")(rounds, case, {"mode": mode, "overlap": "shared_expert"})
 
 
 def sizes(group: weft.Group) -> None:

@@ -11,7 +11,7 @@ import torch
 
 import weft
 from tests.moe.layers import CONFIGS, EXPERTS, HIDDEN, Case, bound
-from tests.moe.test_layer import settle
+from tests.moe.test_layer import BOTH, settle
 from weft.errors import (
     Aborted,
     CreationFailed,
@@ -34,19 +34,26 @@ def built_wrongly(group: weft.Group, config: MoEConfig, options: dict[str, Any])
 
 
 PLAIN = CONFIGS["softmax"]
-ODD = replace(PLAIN, intermediate=20)
-WRONG = [
+DEEP = replace(CONFIGS["deepseek"], hidden=256, intermediate=128, shared=128)
+LOW = {"mode": "low_latency"}
+WRONG: list[tuple[MoEConfig, dict[str, Any], str]] = [
+    (PLAIN, {"mode": "token"}, "mode is 'token'; choose one of 'auto', 'throughput'"),
     (PLAIN, {"overlap": "sbo"}, "overlap is 'sbo'; choose one of 'auto', 'none', 'shared_expert'"),
-    (
-        PLAIN,
-        {"gemm": "triton"},
-        "gemm is 'triton'; choose one of 'auto', 'grouped', 'torch'",
-    ),
     (PLAIN, {"overlap": "shared_expert"}, "there is nothing to overlap"),
+    (PLAIN, {**LOW, "overlap": "shared_expert"}, "there is nothing to overlap"),
+    (PLAIN, {"overlap": "gemm_push", "gemm": "torch"}, "use gemm='grouped'"),
+    (PLAIN, {"overlap": "gemm_push", "combine_dtype": "fp8"}, "leave combine_dtype out"),
+    (PLAIN, {"gemm": "triton"}, "gemm is 'triton'; choose one of 'auto', 'grouped', 'torch'"),
     (PLAIN, {"gemm": "torch", "max_rows": 0}, "max_rows is 0"),
+    (PLAIN, {**LOW, "max_rows": 64}, "leave it out"),
     (PLAIN, {"quantize": "int4"}, "quantize is 'int4'"),
+    (PLAIN, {**LOW, "quantize": "mxfp8"}, "use 'fp8' or None"),
+    (PLAIN, {"gemm": "grouped", "quantize": "fp8"}, "needs FP8 weights"),
     (PLAIN, {"combine_dtype": "bf16"}, "choose one of None, 'fp8'"),
+    (DEEP, {"fp8": True, "gemm": "torch"}, "has no FP8 weights"),
+    (DEEP, {"fp8": True, "quantize": "mxfp8"}, "takes FP8 rows"),
     (replace(PLAIN, hidden=12), {}, "multiples of 16 bytes"),
+    (replace(PLAIN, hidden=72), LOW, "hidden"),
 ]
 
 
@@ -91,17 +98,20 @@ def wrong_parts(group: weft.Group, options: dict[str, Any]) -> None:
         settle(group)
 
 
-def test_wrong_parts(ranks):
-    ranks(2, "threads")(wrong_parts, {})
+@BOTH
+def test_wrong_parts(ranks, mode):
+    ranks(2, "threads")(wrong_parts, {"mode": mode})
 
 
 def other_rules(group: weft.Group) -> None:
     routing = Routing(EXPERTS, 3, renormalise=group.rank == 0)
     with pytest.raises(GeometryMismatch, match="MoE layer differs.*renormalise"):
         CASE.next(config=replace(PLAIN, routing=routing)).open(group)
+    with pytest.raises(GeometryMismatch, match=r"MoE layer differs.*mode"):
+        CASE.open(group, mode=("throughput", "low_latency")[group.rank])
 
 
-def test_ranks_have_one_rule(ranks):
+def test_ranks_have_one_rule_and_one_mode(ranks):
     ranks(2, "threads")(other_rules)
 
 
@@ -135,9 +145,10 @@ def called_wrongly(group: weft.Group, name: str, options: dict[str, Any]) -> Non
     layer.close()
 
 
+@BOTH
 @pytest.mark.parametrize("name", ["softmax", "llama"])
-def test_a_refused_call_sends_nothing(ranks, name):
-    ranks(2, "threads")(called_wrongly, name, {})
+def test_a_refused_call_sends_nothing(ranks, name, mode):
+    ranks(2, "threads")(called_wrongly, name, {"mode": mode})
 
 
 def few_rows(group: weft.Group) -> None:
@@ -188,9 +199,11 @@ def finished(group: weft.Group, layer: weft.MoE) -> None:
     layer.check()
 
 
-@pytest.mark.parametrize("overlap", ["none", "shared_expert"])
-def test_an_absent_peer_is_named_in_time(ranks, overlap):
-    ranks(2, "threads")(absent, {"overlap": overlap})
+@BOTH
+@pytest.mark.parametrize("overlap", ["none", "gemm_push"])
+def test_an_absent_peer_is_named_in_time(ranks, overlap, mode):
+    options = {"mode": mode, "overlap": overlap, "gemm": "grouped"}
+    ranks(2, "threads")(absent, options)
 
 
 def failing_shared(group: weft.Group, options: dict[str, Any]) -> None:
@@ -217,9 +230,11 @@ def failing_shared(group: weft.Group, options: dict[str, Any]) -> None:
         group.barrier()
 
 
-@pytest.mark.parametrize("overlap", ["none", "shared_expert"])
-def test_a_shared_expert_that_raises_ends_the_round_everywhere(ranks, overlap):
-    ranks(2, "threads")(failing_shared, {"overlap": overlap})
+@BOTH
+@pytest.mark.parametrize("overlap", ["none", "gemm_push"])
+def test_a_shared_expert_that_raises_ends_the_round_everywhere(ranks, overlap, mode):
+    options = {"mode": mode, "overlap": overlap, "gemm": "grouped"}
+    ranks(2, "threads")(failing_shared, options)
 
 
 def aborted(group: weft.Group, options: dict[str, Any]) -> None:
@@ -231,8 +246,9 @@ def aborted(group: weft.Group, options: dict[str, Any]) -> None:
         group.barrier()
 
 
-def test_abort_reaches_the_layer(ranks):
-    ranks(2, "threads")(aborted, {})
+@BOTH
+def test_abort_reaches_the_layer(ranks, mode):
+    ranks(2, "threads")(aborted, {"mode": mode})
 
 
 def closed(group: weft.Group, options: dict[str, Any]) -> None:
@@ -259,5 +275,6 @@ def closed(group: weft.Group, options: dict[str, Any]) -> None:
             late.experts(received)
 
 
-def test_a_closed_layer_says_so(ranks):
-    ranks(2, "threads")(closed, {})
+@BOTH
+def test_a_closed_layer_says_so(ranks, mode):
+    ranks(2, "threads")(closed, {"mode": mode})

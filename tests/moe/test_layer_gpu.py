@@ -10,9 +10,10 @@ import torch
 import weft
 from tests.moe.layers import CONFIGS, Case, bound
 from tests.moe.test_layer import (
+    BOTH,
+    CARRIED,
     WIDTHS,
     WIRES,
-    both_overlaps,
     nan_logits,
     padded_tokens,
     poison,
@@ -28,68 +29,88 @@ from tests.moe.test_layer_failures import (
     few_rows,
     wrong_parts,
 )
+from tests.moe.test_low_latency import DEEP, by_hand, pushed_by_hand
+from tests.moe.test_overlap import CASES, one_result
+from tests.rounds import bits
+from weft.moe import OVERLAPS
 
 pytestmark = pytest.mark.gpu
 
 
-def all_rules_and_ways(group: weft.Group) -> None:
+def all_rules(group: weft.Group, mode: str) -> None:
     for config in CONFIGS.values():
         for dtype in WIDTHS:
-            rounds(group, Case(replace(config, dtype=dtype), tokens=(9, 4)), {})
-    for name in ("softmax", "gpt-oss"):
-        for gemm in ("grouped", "torch", "torch"):
-            rounds(group, Case(CONFIGS[name], tokens=(5, 0)), {"gemm": gemm})
-    half = replace(CONFIGS["gpt-oss"], dtype=torch.float16)
-    rounds(group, Case(half, tokens=(5, 7)), {"gemm": "torch"})
+            rounds(group, Case(replace(config, dtype=dtype), tokens=(9, 4)), {"mode": mode})
+    half = Case(replace(CONFIGS["gpt-oss"], dtype=torch.float16), tokens=(5, 7))
+    rounds(group, half, {"mode": mode, "gemm": "torch"})
 
 
-def test_rules_and_ways(ranks):
-    ranks(2, "cuda")(all_rules_and_ways)
+@BOTH
+def test_rules(ranks, mode):
+    ranks(2, "cuda")(all_rules, mode, timeout=300.0)
 
 
-def all_wires(group: weft.Group) -> None:
-    for options, slack in WIRES.values():
+def all_wires(group: weft.Group, mode: str) -> None:
+    for wire in (wire for each, wire in CARRIED if each == mode):
+        options, slack = WIRES[wire]
         for overlap in ("none", "shared_expert"):
             case = Case(CONFIGS["deepseek"], tokens=(6, 3))
-            rounds(group, case, {**options, "overlap": overlap}, slack)
-    for name in ("deepseek", "llama"):
-        for gemm in ("grouped", "torch"):
-            both_overlaps(group, Case(CONFIGS[name], tokens=(9, 4)), {"gemm": gemm})
+            rounds(group, case, {"mode": mode, **options, "overlap": overlap}, slack)
 
 
-def test_wires_and_overlap(ranks):
-    ranks(2, "cuda")(all_wires)
+@BOTH
+def test_wires(ranks, mode):
+    ranks(2, "cuda")(all_wires, mode, timeout=300.0)
 
 
-def all_exceptions(group: weft.Group) -> None:
+def all_overlaps(group: weft.Group, mode: str) -> None:
+    half = replace(DEEP, dtype=torch.float16)
+    for config, options in (*CASES, (half, {"gemm": "grouped"})):
+        if mode == "low_latency":  # pushed FP8 columns come in pairs of blocks
+            config = replace(config, hidden=256)
+        one_result(group, Case(config, tokens=(9, 4)), {**options, "mode": mode})
+
+
+@BOTH
+def test_overlaps(ranks, mode):
+    ranks(2, "cuda")(all_overlaps, mode, timeout=300.0)
+
+
+def all_exceptions(group: weft.Group, mode: str) -> None:
+    options = {"mode": mode}
     for name in ("softmax", "llama"):
-        padded_tokens(group, name, {})
-        called_wrongly(group, name, {})
+        padded_tokens(group, name, options)
+        called_wrongly(group, name, options)
     for name in CONFIGS:
-        nan_logits(group, name, {})
-    siblings(group, {})
-    wrong_parts(group, {})
-    few_rows(group)
+        nan_logits(group, name, options)
+    siblings(group, options)
+    wrong_parts(group, options)
+    if mode == "throughput":
+        few_rows(group)
+    else:
+        by_hand(group)
+        pushed_by_hand(group)
 
 
-def test_padding_nan_siblings_and_refusals(ranks):
-    ranks(2, "cuda")(all_exceptions)
+@BOTH
+def test_padding_nan_siblings_and_refusals(ranks, mode):
+    ranks(2, "cuda")(all_exceptions, mode, timeout=300.0)
 
 
-def all_failures(group: weft.Group) -> None:
-    for overlap in ("none", "shared_expert"):
-        absent(group, {"overlap": overlap})
-        failing_shared(group, {"overlap": overlap})
-    aborted(group, {})
+def all_failures(group: weft.Group, mode: str) -> None:
+    for overlap in OVERLAPS:
+        options = {"mode": mode, "overlap": overlap, "gemm": "grouped"}
+        absent(group, options)
+        failing_shared(group, options)
+    aborted(group, {"mode": mode})
 
 
-def test_failures(ranks):
-    ranks(2, "cuda")(all_failures)
+@BOTH
+def test_failures(ranks, mode):
+    ranks(2, "cuda")(all_failures, mode)
 
 
-def replayed(
-    group: weft.Group, name: str, gemm: str, overlap: str, mode: str = "throughput"
-) -> None:
+def replayed(group: weft.Group, name: str, gemm: str, overlap: str, mode: str) -> None:
     """One graph, replayed with new tokens, routing and counts."""
     case = Case(CONFIGS[name], tokens=(16, 16))
     with case.open(group, gemm=gemm, overlap=overlap, mode=mode) as layer:
@@ -121,13 +142,42 @@ def replayed(
         assert torch.equal(eager[:real], out[:real]), "a replay has the bits of a call"
 
 
-def all_graphs(group: weft.Group) -> None:
+def fp8_replays(group: weft.Group, overlap: str) -> None:
+    """One graph of FP8 experts, replayed with new tokens and routing, has the bits of calls."""
+    case = Case(DEEP, tokens=(16, 16))
+    with case.open(group, mode="low_latency", fp8=True, overlap=overlap) as layer:
+        x, logits = case.of(group.rank, group.device)
+        out = torch.empty_like(x)
+        layer(x, logits, out=out)
+        settle(group)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            layer(x, logits, out=out)
+        for seed in range(1, 40):
+            fresh = case.next(seed=seed).of(group.rank, group.device)
+            x.copy_(fresh[0])
+            logits.copy_(fresh[1])
+            out.fill_(float("nan"))
+            graph.replay()
+            settle(group)
+            layer.check()
+            assert torch.equal(bits(layer(x, logits)), bits(out))
+            settle(group)
+
+
+def all_graphs(group: weft.Group, mode: str) -> None:
     for overlap in ("none", "shared_expert"):
         for gemm in ("grouped", "torch"):
-            replayed(group, "deepseek", gemm, overlap)
-    replayed(group, "gpt-oss", "grouped", "none")
-    replayed(group, "llama", "grouped", "shared_expert")
+            replayed(group, "deepseek", gemm, overlap, mode)
+    replayed(group, "gpt-oss", "grouped", "none", mode)
+    replayed(group, "llama", "grouped", "shared_expert", mode)
+    replayed(group, "deepseek", "grouped", "gemm_push", mode)
+    if mode == "low_latency":
+        replayed(group, "gpt-oss", "grouped", "gemm_push", mode)
+        for overlap in ("shared_expert", "gemm_push"):
+            fp8_replays(group, overlap)
 
 
-def test_a_captured_layer_replays_with_any_routing(ranks):
-    ranks(2, "cuda")(all_graphs)
+@BOTH
+def test_a_captured_layer_replays_with_any_routing(ranks, mode):
+    ranks(2, "cuda")(all_graphs, mode, timeout=300.0)

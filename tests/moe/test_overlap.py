@@ -10,33 +10,28 @@ import torch
 
 import weft
 from tests.moe.layers import CONFIGS, EXPERTS, WIDER, Case, bound
-from tests.moe.test_layer import poison, settle
+from tests.moe.test_layer import BOTH, poison, settle
 from tests.rounds import bits
 from weft.errors import InvalidArgument
 from weft.moe import OVERLAPS
 
 DEEP = replace(CONFIGS["deepseek"], hidden=WIDER, intermediate=128, shared=128)
 BIASED = replace(CONFIGS["gpt-oss"], hidden=WIDER, intermediate=128)
-MODES: dict[str, dict[str, Any]] = {
-    "none": {"overlap": "none"},
-    "shared_expert": {"overlap": "shared_expert"},
-    "gemm_push": {"overlap": "gemm_push"},
-}
 
 
-def modes_of(config: weft.moe.MoEConfig, gemm: str) -> dict[str, dict[str, Any]]:
+def overlaps_of(config: weft.moe.MoEConfig, gemm: str) -> list[str]:
     left_out = {"gemm_push"} if gemm != "grouped" else set()
     if not config.shared:
         left_out.add("shared_expert")
-    return {name: given for name, given in MODES.items() if name not in left_out}
+    return [overlap for overlap in OVERLAPS if overlap not in left_out]
 
 
 def one_result(group: weft.Group, case: Case, options: dict[str, Any]) -> None:
-    """Three rounds in each mode, over poison; the first mode's bits are everyone's."""
+    """Three rounds with each overlap, over poison; the first one's bits are everyone's."""
     fp8 = bool(options.get("fp8"))
     first: dict[int, torch.Tensor] = {}
-    for given in modes_of(case.config, options["gemm"]).values():
-        with case.open(group, **options, **given) as layer:
+    for overlap in overlaps_of(case.config, options["gemm"]):
+        with case.open(group, **options, overlap=overlap) as layer:
             for seed in range(3):
                 turn = seed % len(case.tokens)
                 now = case.next(seed=seed, tokens=case.tokens[turn:] + case.tokens[:turn])
@@ -45,7 +40,7 @@ def one_result(group: weft.Group, case: Case, options: dict[str, Any]) -> None:
                 result = layer(x, logits, out=torch.full_like(x, float("nan")))
                 settle(group)
                 layer.check()
-                assert torch.equal(bits(first.setdefault(seed, result)), bits(result)), given
+                assert torch.equal(bits(first.setdefault(seed, result)), bits(result)), overlap
                 if first[seed] is result:
                     wanted = now.wanted(layer, x, logits, fp8=fp8)
                     # A sum in another order may round to the neighbour in FP8: 2^-3 of a number.
@@ -55,28 +50,29 @@ def one_result(group: weft.Group, case: Case, options: dict[str, Any]) -> None:
                     )
 
 
-@pytest.mark.parametrize("kind", ["threads", "cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("config", [DEEP, BIASED], ids=["deepseek", "gpt-oss"])
-@pytest.mark.parametrize(
-    "options",
-    [{"gemm": "grouped"}, {"gemm": "grouped", "fp8": True}, {"gemm": "torch"}],
-    ids=["bf16", "fp8", "torch"],
-)
-def test_every_overlap_gives_the_same_bits(ranks, options, config, kind):
-    if kind != "threads" and (config is BIASED or options["gemm"] == "torch"):
-        pytest.skip("once with processes is enough")
-    ranks(3, kind)(one_result, Case(config, tokens=(9, 0, 4)), options)
+GROUPED: dict[str, Any] = {"gemm": "grouped"}
+CASES: list[tuple[weft.moe.MoEConfig, dict[str, Any]]] = [
+    (DEEP, GROUPED),
+    (DEEP, {**GROUPED, "fp8": True}),
+    (DEEP, {**GROUPED, "fp8": True, "expert_map": [1] * EXPERTS}),
+    (DEEP, {"gemm": "torch"}),
+    (BIASED, GROUPED),
+    (BIASED, {"gemm": "torch"}),
+]
 
 
-@pytest.mark.parametrize("gemm", ["torch"])
-def test_overlaps_with_torchs_products(ranks, gemm):
-    ranks(2, "threads")(one_result, Case(DEEP, tokens=(5, 7)), {"gemm": gemm})
+@BOTH
+@pytest.mark.parametrize(("config", "options"), CASES)
+def test_every_overlap_gives_the_same_bits(ranks, config, options, mode):
+    case = Case(config, tokens=(9, 0, 4))
+    ranks(3, "threads")(one_result, case, {**options, "mode": mode})
 
 
-@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-def test_a_rank_without_experts(ranks, fp8):
-    options = {"gemm": "grouped", "fp8": fp8, "expert_map": [1] * EXPERTS}
-    ranks(2, "threads")(one_result, Case(DEEP, tokens=(5, 7)), options)
+@BOTH
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_processes(ranks, kind, mode):
+    options = {**GROUPED, "fp8": True, "mode": mode}
+    ranks(3, kind)(one_result, Case(DEEP, tokens=(9, 0, 4)), options)
 
 
 def few_rows(group: weft.Group, given: dict[str, Any]) -> None:
@@ -96,53 +92,6 @@ def few_rows(group: weft.Group, given: dict[str, Any]) -> None:
 @pytest.mark.parametrize("overlap", ["none", "gemm_push"])
 def test_rows_without_room(ranks, overlap):
     ranks(2, "threads")(few_rows, {"overlap": overlap})
-
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"overlap": "sideways"}, "choose one of"),
-    (
-        {"overlap": "gemm_push", "combine_dtype": "fp8", "gemm": "grouped"},
-        "leave combine_dtype out",
-    ),
-    ({"overlap": "none", "combine_dtype": "bf16"}, "choose one of None, 'fp8'"),
-    ({"overlap": "gemm_push", "gemm": "torch"}, "use gemm='grouped'"),
-    ({"fp8": True, "gemm": "torch"}, "no FP8 weights"),
-    ({"fp8": True, "quantize": "mxfp8"}, "takes FP8 rows"),
-    ({"gemm": "grouped", "quantize": "fp8"}, "needs FP8 weights"),
-]
-
-
-def refused(group: weft.Group, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(InvalidArgument, match=words):
-        Case(DEEP, tokens=(4,)).open(group, **options)
-
-
-@pytest.mark.parametrize(("options", "words"), REFUSED)
-def test_refusals(ranks, options, words):
-    ranks(1, "threads")(refused, options, words)
-
-
-def chosen(group: weft.Group) -> None:
-    plain = replace(DEEP, shared=0)
-    for config, options, want in (
-        (DEEP, {}, "shared_expert"),
-        (plain, {}, "none"),
-        (DEEP, {"gemm": "grouped"}, "gemm_push"),
-        (plain, {"fp8": True}, "gemm_push"),
-        (DEEP, {"gemm": "grouped", "combine_dtype": "fp8"}, "shared_expert"),
-        (DEEP, {"gemm": "grouped", "mode": "low_latency"}, "gemm_push"),
-        (DEEP, {"gemm": "grouped", "max_tokens": 1025}, "shared_expert"),
-    ):
-        with Case(config, tokens=(4,)).open(group, **options) as layer:
-            assert layer.overlap == want
-
-
-def test_what_auto_comes_to(ranks):
-    ranks(1, "threads")(chosen)
-
-
-def test_every_overlap_has_a_test():
-    assert set(OVERLAPS) == {given["overlap"] for given in MODES.values()}
 
 
 def wrong_weights(group: weft.Group) -> None:

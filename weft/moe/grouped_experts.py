@@ -67,6 +67,8 @@ class GroupedExperts:
             config, rows, fp8=fp8, gemm_push=gemm_push, device=device
         )
         self._grouped: RowsByExpert | None = None
+        self._pushed_rows: RowsByExpert | None = None
+        self._push: Push | None = None
         self._ranks = ranks
         self._plans: dict[int, Plans] = {}
         self._plan = self._plans_for(0)
@@ -169,16 +171,18 @@ class GroupedExperts:
                 "these rows have no addresses at their owners; build the layer with "
                 "overlap='gemm_push'"
             )
-        push = Push(
-            rows.dst_addr,
-            self._config.dtype,
-            flag_in_data=rows.abort_flag is not None,
-            abort_flag=rows.abort_flag,
-        )
-        self._multiply(weights, self._plan.push, epilogue=push)
+        if rows is not self._pushed_rows:  # else as in the last call
+            self._pushed_rows = rows
+            self._push = Push(
+                rows.dst_addr,
+                self._config.dtype,
+                flag_in_data=rows.abort_flag is not None,
+                abort_flag=rows.abort_flag,
+            )
+        self._multiply(weights, self._plan.push, epilogue=self._push)
 
     def forget(self) -> None:
-        self._grouped = None
+        self._grouped = self._pushed_rows = self._push = None
 
     def close(self) -> None:
         self.forget()  # its abort_flag is a word of the heap

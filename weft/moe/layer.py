@@ -279,7 +279,8 @@ class MoE:
         if torch.compiler.is_dynamo_compiling():
             return moe_compile.traced_call(self, x, given, rows, num_tokens, out)
         workspace = self._workspace
-        self._check_open()
+        if self._closed:
+            self._check_open()
         rounds = self._check_call(x, given, rows, num_tokens, out)
         workspace.begin("a call")
         try:

@@ -43,14 +43,15 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
         received = exchange.dispatch(sent, routed.ids, scale, num_tokens=num_tokens)
         add = self._run_shared(shared, x)
         rows = groups.gather(received)
-        if exchange.num_local_experts:
+        some = bool(exchange.local_experts)
+        if some:
             experts.up(weights, rows, tokens=len(x))
         if self.plan.gemm_push:
-            if exchange.num_local_experts:
+            if some:
                 experts.push(weights)
             self.side_stream.join()
             return exchange.combine(out=out, add=add)
-        if exchange.num_local_experts:
+        if some:
             groups.send(experts.down(weights))
         else:
             exchange.combine_send()

@@ -1,46 +1,127 @@
-"""The layer by expert whose second product stores every row at its token's owner."""
+"""mode="low_latency": rounds by hand, rows pushed by the down projection, sizes, and options."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 import weft
-from tests.moe.layers import Case
-from tests.moe.test_expert_major import BY_EXPERT, DEEP, WIRES, fp8_rounds
-from tests.moe.test_layer import both_overlaps, rounds, settle
+from tests.moe.layers import CONFIGS, EXPERTS, HIDDEN, Case
+from tests.moe.test_layer import settle
 from tests.rounds import bits
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.gemm import plans
 from weft.moe import ExpertWeights, grouped_experts
-from weft.moe.config import pushes_in_place
+from weft.moe.config import choose_gemm, pushes_in_place
 from weft.moe.low_latency import YIELDS_FROM, Blocks
 from weft.moe.torch_experts import RowsByExpert
 
-PUSHED = (
-    "fp8 out",
-    "a map",
-    "a rank without experts",
-)  # those that rows stored at their owners have
+BY_EXPERT = {"mode": "low_latency"}
+DEEP = replace(CONFIGS["deepseek"], hidden=256, intermediate=128, shared=128)
 
 
-@pytest.mark.parametrize("wire", PUSHED)
-def test_rows_that_the_product_stores_at_owners(ranks, wire):
-    options = {**WIRES[wire][0], "gemm": "grouped"}
-    if "quantize" in options:
-        options = {"fp8": True}
-    case = Case(DEEP, tokens=(6, 3, 0))
-    play = fp8_rounds if "fp8" in options else rounds
-    options = {name: value for name, value in options.items() if name != "fp8"}
-    ranks(3, "threads")(play, case, {**BY_EXPERT, **options, "overlap": "gemm_push"})
+def by_hand(group: weft.Group) -> None:
+    """A round by hand has the bits of a call; a call in the middle of it is refused."""
+    case = Case(DEEP, tokens=(5, 7))
+    with case.open(group, **BY_EXPERT, overlap="none") as layer:
+        exchange, shared = layer.exchange, case.shared(group.device)
+        assert isinstance(exchange, weft.LowLatencyAllToAll)
+        assert shared is not None
+        x, logits = case.of(group.rank, group.device)
+        wanted, (ids, weights) = layer(x, logits), layer.route(logits)
+        rows = exchange.dispatch(x, ids)
+        with pytest.raises(OutOfOrder, match="within a round of layer.exchange"):
+            layer(x, logits)
+        layer.check()  # the refusal has told nobody to leave
+        y = layer.experts(rows)
+        assert y is not None
+        out = exchange.combine(y, ids, weights, rows.handle, add=shared(x))
+        assert torch.equal(bits(out), bits(wanted))
+        assert torch.equal(bits(layer(x, logits)), bits(wanted))
+        settle(group)
 
 
-@pytest.mark.parametrize("more", [{"gemm": "grouped"}, {"fp8": True}])
-def test_rows_stored_at_owners_have_the_same_bits(ranks, more):
-    case, every = Case(DEEP, tokens=(9, 0, 4)), ("none", "shared_expert", "gemm_push")
-    ranks(3, "threads")(both_overlaps, case, {**BY_EXPERT, **more}, every)
+def test_rounds_by_hand(ranks):
+    ranks(2, "threads")(by_hand)
+
+
+def sizes(group: weft.Group) -> None:
+    case = Case(replace(CONFIGS["softmax"], dtype=torch.float32), tokens=(4, 4))
+    with case.open(group, **BY_EXPERT, gemm="torch") as layer:
+        assert isinstance(layer.exchange, weft.LowLatencyAllToAll)
+        rows = 4 * 2 * 4  # local experts, ranks, tokens
+        buffers = rows * (2 * 32 + 32 + HIDDEN) * 4
+        assert layer.workspace_bytes == buffers + layer.exchange.memory.ordinary
+        one = weft.LowLatencyAllToAll.memory_bytes(
+            ranks=2,
+            max_tokens=4,
+            hidden=HIDDEN,
+            top_k=3,
+            num_experts=EXPERTS,
+            dtype=torch.float32,
+            quantize=None,
+            slots=1,
+        )
+        assert layer.exchange.memory == one
+        assert layer.local_experts == tuple(range(EXPERTS))[group.rank * 4 : group.rank * 4 + 4]
+
+
+def test_sizes_are_known(ranks):
+    ranks(2, "threads")(sizes)
+
+
+def options_reach(group: weft.Group) -> None:
+    case = Case(CONFIGS["softmax"], tokens=(4, 4))
+    options: dict[str, Any] = {"combine_dtype": "fp8", "quantize": "fp8", "profile": True}
+    owners = [1, 0, 1, 1, 0, 0, 1, 1]
+    with case.open(group, **BY_EXPERT, **options, expert_map=owners) as layer:
+        exchange = layer.exchange
+        assert isinstance(exchange, weft.LowLatencyAllToAll)
+        shape = exchange.config.shape
+        assert (shape.combine_fp8, shape.group, shape.reduce) == (True, 128, "receiver")
+        assert exchange._rounds.tracks.numel() > 0
+        assert exchange.placement.ranks == tuple(owners)
+        assert layer.local_experts == tuple(e for e in range(8) if owners[e] == group.rank)
+    with case.open(group, **BY_EXPERT) as layer:
+        exchange = layer.exchange
+        assert isinstance(exchange, weft.LowLatencyAllToAll)
+        shape = exchange.config.shape
+        assert (shape.combine_fp8, shape.group, shape.reduce) == (False, 0, "receiver")
+        assert len(exchange._rounds.slots) == 1
+
+
+def test_options_reach_the_exchange(ranks):
+    ranks(2, "threads")(options_reach)
+
+
+def test_ways_that_a_device_has():
+    cpu, gpu, half = torch.device("cpu"), torch.device("cuda", 0), replace(DEEP, dtype=torch.half)
+    wide = replace(DEEP, dtype=torch.float32)
+
+    def choose(device: torch.device, config: weft.MoEConfig = DEEP, **given: Any) -> str:
+        options = {"fp8": False, "quantize": None, **given}
+        return choose_gemm("auto", device, config, **options)
+
+    assert (choose(cpu), choose(cpu, fp8=True, quantize="fp8")) == ("torch", "grouped")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("weft.gemm.triton_launch.installed", lambda: None)
+        patch.setattr("weft.moe.config.installed", lambda: None)
+        assert (choose(gpu), choose(gpu, half)) == ("grouped", "grouped")
+        assert (choose(gpu, wide), choose(gpu, quantize="fp8")) == ("torch", "torch")
+        assert choose(gpu, fp8=True, quantize="fp8") == "grouped"
+
+    def missing() -> None:
+        raise InvalidArgument("no Triton here")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("weft.gemm.triton_launch.installed", missing)
+        patch.setattr("weft.moe.config.installed", missing)
+        assert choose(gpu) == "torch"
+        with pytest.raises(InvalidArgument, match="no Triton"):
+            choose(gpu, fp8=True, quantize="fp8")
 
 
 def pushed_by_hand(group: weft.Group) -> None:
