@@ -140,7 +140,11 @@ def one_of(name: str, value: object, allowed: Collection[T]) -> T:
 def suggestion(value: object, allowed: Iterable[object]) -> str:
     """The end of an error about a misspelt name: the choice that is nearest, if one is near."""
     names = {each.lower(): each for each in allowed if isinstance(each, str)}
-    if not isinstance(value, str) or not (near := get_close_matches(value.lower(), names, 1)):
+    if not isinstance(value, str) or not value:
+        return ""
+    near = get_close_matches(value.lower(), names, 1)
+    near = near or [name for name in names if name.startswith(value.lower())]
+    if not near:
         return ""
     return f"; did you mean {names[near[0]]!r}?"
 

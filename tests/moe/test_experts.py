@@ -103,6 +103,13 @@ def test_stacking():
         replace(stacked, gate_up_bias=None).check(config, 3, torch.device("cpu"))
 
 
+def test_a_model_that_is_not_known_is_refused_with_the_nearest_one():
+    for name, near in (("GLM", "glm-4.5-air"), ("deepseek-v4", "deepseek-v3")):
+        with pytest.raises(InvalidArgument, match=f"did you mean '{near}'"):
+            MODELS[name]
+    assert "GLM" not in MODELS
+
+
 def test_configs():
     for name, config in MODELS.items():
         assert config.hidden % 64 == 0, name

@@ -125,9 +125,9 @@ class SmallHeap(Heap):
     """A heap that no more than STAGING_BYTES are asked of."""
 
     @classmethod
-    def create(cls, group: weft.Group, share_bytes: int, **options: Any) -> Heap:
-        assert share_bytes <= replicas.STAGING_BYTES
-        return Heap.create(group, share_bytes, **options)
+    def create(cls, group: weft.Group, size: int) -> Heap:
+        assert size <= replicas.STAGING_BYTES
+        return Heap.create(group, size)
 
 
 def test_staging_has_a_limit(ranks, monkeypatch):

@@ -27,8 +27,8 @@ _EXPERTS = re.compile(r"(?:.*\.)?layers\.(\d{1,6})\.(mlp|feed_forward)\.experts\
 
 # How gate_up_proj holds a layer's experts. separate: not at all, each has matrices of its own;
 # fused: `[experts, rows, columns]`, as transformers does in memory; transposed: `[experts, columns,
-# rows]` (Llama 4); interleaved: so, and each column of up stands behind one of the gate (GPT-OSS).
-Layout = Literal["separate", "fused", "transposed", "interleaved"]
+# rows]` (Llama 4); interleaved: so, with columns of the gate and of up in turn (GPT-OSS).
+Storage = Literal["separate", "fused", "transposed", "interleaved"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class LayerReader:
         known = f"layers {min(others)}..{max(others)} have some" if others else "no layer has any"
         raise InvalidArgument(f"layer is {layer}; {self._source} has no experts of it, {known}")
 
-    def _layout_of(self) -> Layout:
+    def _layout_of(self) -> Storage:
         """How the names say that the experts are stored."""
         packed = sorted(name for name in self._names if name.endswith("_blocks"))
         if packed:

@@ -100,11 +100,11 @@ def _expert_rows(
     handle: int,
 ) -> None:
     layer: MoE = find(handle)
-    nobody = Handle(0, 0, 0)  # experts do not look at it
-    made = layer.experts(ExpertRows(x, scales, counts, source, ranges, nobody))
+    unused = Handle(0, 0, 0)  # experts do not look at it
+    made = layer.experts(ExpertRows(x, scales, counts, source, ranges, unused))
     assert made is not None  # rows that experts store at their owners are refused while tracing
     y.copy_(made)
-    layer._workspace.forget_rows()  # they lie in the graph's memory
+    layer._workspace.forget_rows()  # they are in the graph's memory
 
 
 @_experts.register_fake

@@ -212,7 +212,7 @@ def exchange_sizes(config: MoEConfig, options: LayerOptions, plan: LayerPlan) ->
 def choose_gemm(
     gemm: str, device: torch.device, config: MoEConfig, *, fp8: bool, quantize: str | None
 ) -> str:
-    """The GEMM that "auto" stands for here, or the given one.
+    """The GEMM that "auto" is here, or the given one.
 
     fp8: weights are FP8.   quantize: what comes over the wire.   "auto" is "grouped" for FP8, and
     on GPUs wherever it serves; else "torch". Raises InvalidArgument for one that this device, dtype

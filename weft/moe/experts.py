@@ -186,9 +186,9 @@ class ExpertWeights:
             where it has such weights (weight_scale_inv), else `to_fp8` of each matrix. Without it,
             weights of FP8 are multiplied by their scales and rounded to the config's dtype.
 
-        Experts may lie apart (DeepSeek-V3, Kimi-K2, Qwen3-MoE, GLM-4.5) or fused (GPT-OSS in
-        bfloat16, Llama-4, and what transformers holds in memory). Files are mapped, and nothing in
-        them is touched but these experts; beyond the result, memory holds one matrix at a time.
+        Experts may be separate (DeepSeek-V3, Kimi-K2, Qwen3-MoE, GLM-4.5) or fused (GPT-OSS in
+        bfloat16, Llama-4, and what transformers holds in memory). Files are mapped, and only these
+        experts are read; beyond the result, memory holds one matrix at a time.
         Needs the package safetensors. Raises InvalidArgument naming file and tensor: one that is
         missing, of another shape, or of a dtype that weft does not read, such as MXFP4.
         """

@@ -33,7 +33,7 @@ class FP8Expert(nn.Module):
     down: `[hidden, intermediate]`.   scales: float32, one for each block of 128 x 128 weights.
     dtype: of x and of results.
 
-    Three launches on a GPU; waits for nobody, and may be captured. Raises InvalidArgument.
+    Three launches on a GPU; waits for no host, and may be captured. Raises InvalidArgument.
     """
 
     gate_up: torch.Tensor

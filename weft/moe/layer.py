@@ -202,7 +202,7 @@ class MoE:
 
     @property
     def replicas(self) -> Replicas | None:
-        """Where the experts lie now, for a layer that has replicas of them."""
+        """Where the experts are now, for a layer that has replicas of them."""
         return self._replicas
 
     @property

@@ -16,8 +16,8 @@ from weft.moe.torch_experts import torch_layout
 from weft.moe.workspace import LayerWorkspace, Shared
 
 # Tokens of a rank from which on the first GEMM lets the shared expert begin before it. A GEMM that
-# waits on the SMs while dispatch runs is there first, and keeps them: the shared expert's two
-# products come behind the others' two. With 8 and 16 tokens that takes 15 us less, with 32 it takes
+# waits on the SMs while dispatch runs is there first and keeps them, so the shared expert's two
+# GEMMs run after the others' two. With 8 and 16 tokens that takes 15 us less, with 32 it takes
 # 12 us more, from 64 on 2 to 6 (DeepSeek-V3, 4 x H200, 2026-11-22).
 YIELDS_FROM = 32
 
@@ -47,7 +47,7 @@ def packs(plan: LayerPlan, device: torch.device) -> bool:
 
 
 class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
-    """Results lie where the GEMMs left them, or are pushed to their owners as they are made."""
+    """Results stay where the GEMMs wrote them, or are pushed to their owners as they are made."""
 
     exchange: LowLatencyAllToAll
 

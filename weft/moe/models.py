@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from weft.arguments import adopt, flags, instance, integer
+from weft.arguments import adopt, flags, instance, integer, one_of
 from weft.fields import largest
 from weft.gemm.epilogue import GateNumbers
 from weft.moe.hf import layer_of
@@ -101,54 +101,67 @@ class MoEConfig:
         Serves model_type deepseek_v3, kimi_k2, glm4_moe, qwen3_moe, gpt_oss and llama4_text. A
         config without a dtype is bfloat16; `dataclasses.replace(c, dtype=...)` changes it. Which of
         a model's layers are MoE layers is not told here. Raises InvalidArgument naming a field that
-        is missing, or whose value stands for arithmetic that weft has not, and what cannot be read.
+        is missing, or whose value needs arithmetic that weft lacks, and what cannot be read.
         """
         found = layer_of(config)
         gating = Gating(**found.pop("gating", {}))
         return cls(**found, gating=gating)
 
 
-MODELS: Mapping[str, MoEConfig] = {
-    "deepseek-v3": MoEConfig(
-        hidden=7168,
-        intermediate=2048,
-        shared=2048,
-        routing=Routing(
-            num_experts=256,
-            top_k=8,
-            score="sigmoid",
-            correction=True,
-            groups=8,
-            top_groups=4,
-            scale=2.5,
+class _Models(dict[str, MoEConfig]):
+    """Layers by name; a name that is none of them is refused with the nearest one."""
+
+    def __missing__(self, name: object) -> MoEConfig:
+        return self[one_of("model", name, self)]
+
+
+MODELS: Mapping[str, MoEConfig] = _Models(
+    {
+        "deepseek-v3": MoEConfig(
+            hidden=7168,
+            intermediate=2048,
+            shared=2048,
+            routing=Routing(
+                num_experts=256,
+                top_k=8,
+                score="sigmoid",
+                correction=True,
+                groups=8,
+                top_groups=4,
+                scale=2.5,
+            ),
         ),
-    ),
-    "qwen3-30b-a3b": MoEConfig(
-        hidden=2048, intermediate=768, routing=Routing(num_experts=128, top_k=8)
-    ),
-    "glm-4.5-air": MoEConfig(
-        hidden=4096,
-        intermediate=1408,
-        shared=1408,
-        routing=Routing(num_experts=128, top_k=8, score="sigmoid", correction=True),
-    ),
-    "gpt-oss-120b": MoEConfig(
-        hidden=2880,
-        intermediate=2880,
-        routing=Routing(num_experts=128, top_k=4, score="softmax-chosen"),
-        gating=CLAMPED_SWIGLU,
-        biased=True,
-    ),
-    "kimi-k2": MoEConfig(
-        hidden=7168,
-        intermediate=2048,
-        shared=2048,
-        routing=Routing(num_experts=384, top_k=8, score="sigmoid", correction=True, scale=2.827),
-    ),
-    "llama-4-scout": MoEConfig(
-        hidden=5120,
-        intermediate=8192,
-        shared=8192,
-        routing=Routing(num_experts=16, top_k=1, score="sigmoid", renormalise=False, weigh="input"),
-    ),
-}
+        "qwen3-30b-a3b": MoEConfig(
+            hidden=2048, intermediate=768, routing=Routing(num_experts=128, top_k=8)
+        ),
+        "glm-4.5-air": MoEConfig(
+            hidden=4096,
+            intermediate=1408,
+            shared=1408,
+            routing=Routing(num_experts=128, top_k=8, score="sigmoid", correction=True),
+        ),
+        "gpt-oss-120b": MoEConfig(
+            hidden=2880,
+            intermediate=2880,
+            routing=Routing(num_experts=128, top_k=4, score="softmax-chosen"),
+            gating=CLAMPED_SWIGLU,
+            biased=True,
+        ),
+        "kimi-k2": MoEConfig(
+            hidden=7168,
+            intermediate=2048,
+            shared=2048,
+            routing=Routing(
+                num_experts=384, top_k=8, score="sigmoid", correction=True, scale=2.827
+            ),
+        ),
+        "llama-4-scout": MoEConfig(
+            hidden=5120,
+            intermediate=8192,
+            shared=8192,
+            routing=Routing(
+                num_experts=16, top_k=1, score="sigmoid", renormalise=False, weigh="input"
+            ),
+        ),
+    }
+)

@@ -40,7 +40,7 @@ class Replicas:
 
     logical: the logical expert of each physical one; each of 0..num_experts - 1 is there at least
         once.
-    ranks: equally many lie on each: physical expert p on rank `p // (len(logical) / ranks)`, as in
+    ranks: each has equally many: physical expert p on rank `p // (len(logical) / ranks)`, as in
         `Placement.blocks(len(logical), ranks)`.
 
     Raises InvalidArgument naming what is wrong.
@@ -137,8 +137,8 @@ def balance(loads: Sequence[float] | torch.Tensor, ranks: int, replicas: int = 0
 
     DeepSeek's EPLB (github.com/deepseek-ai/EPLB) has the first two steps. It goes by groups and
     nodes too, which one NVLink domain has no use for; here an expert has one replica on a rank at
-    most, since a second one would take no load off the rank, and the last step is ours. What lies
-    where now does not count. Raises InvalidArgument.
+    most, since a second one would take no load off the rank, and the last step is ours. The
+    current placement does not count. Raises InvalidArgument.
     """
     known = _loads(loads)
     ranks = integer("ranks", ranks, 1, MAX_RANKS)

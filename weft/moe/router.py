@@ -53,7 +53,7 @@ class Routing:
     score: "softmax" or "sigmoid" of all logits; "softmax-chosen": softmax of the chosen ones only.
     renormalise: divide the chosen scores by their sum.
     correction: a bias `[num_experts]` is added to the scores for choosing, never for weighing.
-    groups, top_groups: experts lie in equal contiguous groups; only those in the best groups may
+    groups, top_groups: experts are in equal contiguous groups; only those in the best groups may
         be chosen.
     group_best: a group is as good as the sum of its 1 or 2 best experts.
     scale: every weight is multiplied by it at the end.
@@ -146,7 +146,8 @@ def route(
         ids     = the top_k of choice, those outside the top_groups groups being -inf
         weights = score[ids] / (sum of score[ids] + 1e-20) * scale
 
-    Equal choices are taken by the lowest id, equal groups by the lowest group. A NaN logit counts
+    Equal choices are taken by the lowest id (torch.topk may take another: to keep the choice of a
+    router of your own, pass its topk_ids), equal groups by the lowest group. A NaN logit counts
     as larger than any number, so its expert is chosen and weighs NaN: the token's own output is
     NaN, and no other token is touched. Waits for no device, and its shapes depend on sizes alone,
     so it may be captured; on a GPU, where it is one kernel without a gradient, a rule's first call

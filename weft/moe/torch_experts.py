@@ -77,7 +77,7 @@ class Experts(Protocol):
 
 
 def torch_layout(device: torch.device) -> Layout:
-    """How rows are to lie: packed on a CPU, in a block for each expert on a GPU."""
+    """How rows are arranged: packed on a CPU, in a block for each expert on a GPU."""
     return "contiguous" if device.type == "cpu" else "masked"
 
 

@@ -36,7 +36,7 @@ class SideStream:
     """A stream beside the caller's; on CPU ranks there is one stream only, and this is it.
 
     Memory that is allocated within and used by the caller after `join` is not handed out again
-    before the caller has used it: all later use of the stream begins behind the caller's.
+    before the caller has used it: all later use of the stream begins after the caller's.
     """
 
     def __init__(self, device: torch.device) -> None:
