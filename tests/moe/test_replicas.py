@@ -40,7 +40,7 @@ def cases(draw: st.DrawFn) -> tuple[list[float], int, int]:
     return loads, ranks, replicas
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(cases())
 def test_every_placement_holds_each_expert_and_none_twice_on_a_rank(case):
     loads, ranks, replicas = case
@@ -83,19 +83,6 @@ def test_tables_say_what_slots_say(case):
     for rank in range(found.ranks):
         here = [found.logical[slot] for slot in placement.experts_of(rank)]
         assert tuple(here) == found.local(rank)
-
-
-@pytest.mark.parametrize("exponent", [0.6, 0.8, 1.0, 1.2])
-@pytest.mark.parametrize("ranks", [4, 8])
-def test_zipf_loads(ranks, exponent, capsys):
-    loads = zipf(256, exponent, seed=0)
-    before = Replicas(tuple(range(256)), ranks).imbalance(loads)
-    after = {n: balance(loads, ranks, n).imbalance(loads) for n in (0, 16, 32, 64)}
-    with capsys.disabled():
-        row = "  ".join(f"{n}: {value:.4f}" for n, value in after.items())
-        print(f"\nzipf {exponent}, {ranks} ranks, blocks: {before:.3f}; replicas {row}")
-    assert after[0] < before
-    assert all(after[n] < 1.001 for n in (16, 32, 64))
 
 
 def test_the_table_of_the_docs():
@@ -143,10 +130,10 @@ def optimum(loads: list[float], ranks: int, replicas: int) -> float:
     return worst * ranks / sum(loads)
 
 
-def test_no_placement_is_twice_as_good(capsys):
+def test_no_placement_is_twice_as_good():
     generator = random.Random(1)
     ratios: list[float] = []
-    while len(ratios) < 150:
+    while len(ratios) < 60:
         ranks, experts = generator.choice([(2, 3), (2, 4), (2, 5), (3, 3), (3, 4)])
         replicas = -experts % ranks + ranks * generator.randint(0, 1)
         if replicas > experts * (ranks - 1):
@@ -154,12 +141,9 @@ def test_no_placement_is_twice_as_good(capsys):
         loads = [generator.random() ** generator.choice((1, 4)) for _ in range(experts)]
         found = balance(loads, ranks, replicas).imbalance(loads)
         ratios.append(found / optimum(loads, ranks, replicas))
-    mean = sum(ratios) / len(ratios)
-    with capsys.disabled():
-        print(f"\nover the optimum: {mean:.3f} times on average, {max(ratios):.3f} at most")
     assert min(ratios) > 1 - 1e-9
     assert max(ratios) < 2
-    assert mean < 1.1
+    assert sum(ratios) / len(ratios) < 1.1
 
 
 def test_replicas_in_numbers():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -56,7 +55,7 @@ def run(routing: Routing, logits: torch.Tensor, bias: torch.Tensor):
     return route(routing, logits, correction=bias if routing.correction else None)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(cases(ODD))
 def test_any_rule_chooses_as_plain_loops_do(case):
     routing, logits, bias = case
@@ -72,7 +71,7 @@ def test_any_rule_chooses_as_plain_loops_do(case):
             assert bool(weights[row].isnan().any())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(cases(FINITE))
 def test_any_rule_weighs_as_plain_loops_do(case):
     routing, logits, bias = case
@@ -83,7 +82,7 @@ def test_any_rule_weighs_as_plain_loops_do(case):
         assert len(set(ids[row].tolist())) == routing.top_k
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(cases(ODD), st.integers(-1, 6), st.sampled_from([torch.bfloat16, torch.float16]))
 def test_padding_and_narrow_logits_change_nothing_else(case, count, dtype):
     routing, logits, bias = case
@@ -130,29 +129,6 @@ def test_sigmoid_with_correction(name):
         assert not torch.equal(ids.long(), (p + bias).topk(8).indices), "groups must matter here"
 
 
-def test_softmax_families():
-    logits = random_logits(128)
-    ids, weights = route(MODELS["qwen3-30b-a3b"].routing, logits)
-    p, wanted = logits.softmax(-1).topk(8)
-    assert torch.equal(ids.long(), wanted)
-    torch.testing.assert_close(weights, p / p.sum(1, keepdim=True))
-    raw = route(replace(MODELS["qwen3-30b-a3b"].routing, renormalise=False), logits)
-    torch.testing.assert_close(raw.weights, p)
-    ids, weights = route(MODELS["gpt-oss-120b"].routing, logits)
-    best, wanted = logits.topk(4)
-    assert torch.equal(ids.long(), wanted)
-    torch.testing.assert_close(weights, best.softmax(-1))
-
-
-def test_llama_weighs_one_expert_by_a_sigmoid():
-    routing, logits = MODELS["llama-4-scout"].routing, random_logits(16)
-    ids, weights = route(routing, logits)
-    best, wanted = logits.max(dim=1)
-    assert torch.equal(ids[:, 0].long(), wanted)
-    torch.testing.assert_close(weights[:, 0], best.sigmoid())
-    assert routing.weigh == "input"
-
-
 def test_saturated_sigmoids_do_not_tie_without_a_correction():
     logits = torch.tensor([[90.0, 100.0, 95.0, -1.0]])
     routing = Routing(num_experts=4, top_k=2, score="sigmoid")
@@ -196,22 +172,6 @@ def test_rules_that_cannot_be(changes, words):
         Routing(**{"num_experts": 8, "top_k": 2, **changes})
 
 
-@pytest.mark.parametrize("name", list(MODELS))
-def test_logits_may_lie_in_any_order(name):
-    routing = MODELS[name].routing
-    logits = random_logits(routing.num_experts)
-    bias = torch.zeros(routing.num_experts) if routing.correction else None
-    wanted = route(routing, logits, correction=bias)
-    wide = torch.zeros(len(logits), 2 * routing.num_experts)
-    wide[:, ::2] = logits
-    for strided in (logits.T.contiguous().T, wide[:, ::2]):
-        got = route(routing, strided, correction=bias)
-        assert torch.equal(got.ids, wanted.ids)
-        torch.testing.assert_close(got.weights, wanted.weights)
-        assert got.ids.is_contiguous()
-        assert got.weights.is_contiguous()
-
-
 def test_what_route_refuses():
     plain, biased = Routing(8, 2), Routing(8, 2, score="sigmoid", correction=True)
     good, bias = torch.zeros(3, 8), torch.zeros(8)
@@ -238,23 +198,3 @@ def test_router_logits_are_in_float32():
     got = router_logits(x, gate, bias)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, x.float() @ gate.float().T + bias.float())
-
-
-def routed_on(device: str) -> None:
-    for name, config in MODELS.items():
-        routing = config.routing
-        logits = random_logits(routing.num_experts).round(decimals=1)
-        bias = torch.zeros(routing.num_experts) if routing.correction else None
-        here = route(routing, logits, correction=bias)
-        there = route(
-            routing, logits.to(device), correction=None if bias is None else bias.to(device)
-        )
-        by_logits = not (routing.correction or routing.groups > 1)
-        if by_logits:  # otherwise the last bit of a sigmoid may differ
-            assert torch.equal(here.ids, there.ids.cpu()), name
-        torch.testing.assert_close(here.weights, there.weights.cpu())
-
-
-@pytest.mark.gpu
-def test_a_gpu_routes_alike():
-    routed_on("cuda")
