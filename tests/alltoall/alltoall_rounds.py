@@ -81,6 +81,8 @@ CHOICES = Case(
     Round((8, 3, 5), top_k=5, experts=9, hidden=264, router="holes", dtype=torch.float16, add=True),
     {"combine": "gemm_push"},
 )
+# Plain rows, whose slots move from round to round.
+MOVING = Case(Round((8, 3, 5), experts=9, hidden=64))
 
 
 def tokens_of(case: Case, seed: int) -> Round:

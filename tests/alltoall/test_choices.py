@@ -12,7 +12,7 @@ from tests.sending import make, results
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.grouping.api import Compactor, ExpertGroups
 
-KINDS = ["cpu", "threads", pytest.param("cuda", marks=pytest.mark.gpu)]
+KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def own_addresses(group: weft.Group) -> None:

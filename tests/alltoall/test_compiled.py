@@ -74,6 +74,9 @@ def exchanges_by_inductor(group: weft.Group) -> None:
     rank_rounds(group, INDUCTOR, ONCE)
     low_rounds(group, INDUCTOR, ("plain",), ONCE)
     layers(group, INDUCTOR, {"overlap": "shared_expert"}, ONCE)
+    given = Round((5, 3), top_k=3, experts=8, hidden=128).of(group.rank, group.device)[:3]
+    with weft.AllToAll(group, **SIZES, **PATIENT) as a2a:
+        same(compiled(late_reader, INDUCTOR)(a2a, *given), late_reader(a2a, *given))
 
 
 SIZES: dict[str, Any] = {"max_tokens": 8, "top_k": 3, "num_experts": 8, "hidden": 128}
@@ -182,8 +185,9 @@ def fusions(group: weft.Group) -> None:
     """The calls of another project's name compile because those underneath do."""
     case = Sum(5, 256)
     x, (residual, weight) = case.rows(group.rank, group.device), case.shared(group.device)
-    reduce = weft.AllReduce(group, max_tokens=8, hidden=256, **PATIENT)
-    workspace = AllReduceFusionWorkspace(reduce, group, max_tokens=8, owns=False)
+    workspace = AllReduceFusionWorkspace(
+        group.size, group.rank, 8, 256, x.dtype, group=group, **PATIENT
+    )
     pattern = AllReduceFusionPattern.kARResidualRMSNormOutDynamicFP8Quant
 
     def body(x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -246,17 +250,66 @@ def while_others_compile(group: weft.Group) -> None:
 
 
 def refusals_and_mixtures(group: weft.Group) -> None:
-    wrong(group)
+    """A group of one: what is refused, and in which words, is no matter of peers."""
     split_phase(group)
     handed_over(group)
-    fusions(group)
     closed(group)
     while_others_compile(group)
 
 
 @pytest.mark.timeout(600)
 def test_refusals_and_mixtures(ranks):
-    ranks(2, "cpu")(refusals_and_mixtures, timeout=550.0)
+    ranks(1, "cpu")(refusals_and_mixtures, timeout=550.0)
+
+
+def late_reader(
+    a2a: weft.AllToAll, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    """Uses what was received only after two rounds: a compiler must not move the read there."""
+    received = a2a.dispatch(x, ids, weights)
+    seen = torch.where(received.ids[..., :1] >= 0, received.x * 3, 0.0)
+    a2a.combine(received.x)
+    received = a2a.dispatch(x + 1, ids, weights)
+    return seen, a2a.combine(received.x, add=x) * 2
+
+
+def orders_and_numbers(group: weft.Group) -> None:
+    wrong(group)
+    fusions(group)
+    case = Round((5, 3), top_k=3, experts=8, hidden=128)
+    given = case.of(group.rank, group.device)[:3]
+    with weft.AllToAll(group, **SIZES) as a2a, weft.AllToAll(group, **SIZES) as other:
+        traced = compiled(late_reader, PLAIN)
+        for owner in (a2a, other, a2a):
+            same(traced(owner, *given), late_reader(owner, *given))
+        epoch = a2a.history()[-1].epoch
+        twice = compiled(
+            lambda: tuple(a2a.combine(a2a.dispatch(*given).x) for _ in range(2)), PLAIN
+        )
+        one, two = twice()
+        same((one,), (two,))
+        assert a2a.history()[-1].epoch == epoch + 2, "two equal calls stay two calls"
+    with weft.AllToAll(group, stats=9, **SIZES) as a2a:
+
+        def told(stats: torch.Tensor) -> torch.Tensor:
+            received = a2a.dispatch(*given, stats=stats)
+            assert received.stats is not None
+            seen = received.stats * 1
+            a2a.combine(received.x)
+            return seen
+
+        traced = compiled(told, PLAIN)
+        counts = [torch.arange(9, dtype=torch.int32) + rank for rank in range(group.size)]
+        for number in range(3):
+            got = traced(counts[group.rank] + number)
+            assert torch.equal(got, torch.stack(counts) + number)
+        with pytest.raises(Exception, match="stats is None in an all-to-all built with stats=9"):
+            compiled(lambda x: a2a.dispatch(x, *given[1:]).ids + 0, PLAIN)(given[0])
+
+
+@pytest.mark.timeout(600)
+def test_calls_keep_their_order_and_their_numbers(ranks):
+    ranks(2, "cpu")(orders_and_numbers, timeout=550.0)
 
 
 def ordered(group: weft.Group) -> None:

@@ -17,7 +17,9 @@ import weft
 from tests.alltoall.alltoall_rounds import (
     CASES,
     CHOICES,
+    MOVING,
     RANKS,
+    TOKENS,
     Case,
     one_round,
     sent_by,
@@ -27,7 +29,7 @@ from tests.alltoall.emulate_alltoall import EmulatedAllToAll, compile_alltoall, 
 from tests.emulator.watch import Event, watching, ways
 from tests.patience import hurry
 from tests.recorded import reads
-from tests.rounds import bits
+from tests.rounds import bits, play
 from tests.sending import round_trip, scattered, stored_at_owners
 from weft.alltoall.kernels import Plan
 from weft.errors import BadExpertId, PeerTimeout
@@ -40,7 +42,7 @@ PROFILED = ("pull", "push", "fp8")
 # Workers, parts of a row, threads.
 DISPATCH = (Plan(3, 1, 32), Plan(1, 2, 64), Plan(2, 2, 32), Plan(1, 1, 96))
 COMBINE = (Plan(2, 2, 32), Plan(3, 1, 64), Plan(1, 1, 32), Plan(2, 1, 96))
-# One that heralds, those that push, those that sum; strips at once.
+# The coordinator, those that push and those that sum; strips at once.
 COMBINE_FP8 = (
     Plan(3, 1, 64, 1, 1),
     Plan(6, 1, 32, 3, 2),
@@ -91,7 +93,7 @@ def mixed(group: weft.Group, case: Case, library: str, number: int) -> None:
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The kernels of all cases."""
-    shapes = [case.shape for case in (*CASES.values(), CHOICES)]
+    shapes = [case.shape for case in (*CASES.values(), CHOICES, MOVING)]
     return str(compile_alltoall(shapes, tmp_path_factory.mktemp("alltoall")))
 
 
@@ -168,6 +170,22 @@ def by_choices(group: weft.Group, library: str, number: int) -> None:
 
 def test_choices_have_the_bits_of_sums(ranks: Ranks, library: str) -> None:
     ranks(RANKS, "threads")(by_choices, library, len(CASES))
+
+
+def moving(group: weft.Group, library: str, number: int) -> None:
+    """Other `rows` move every slot: ids that an earlier round left there must not be seen."""
+    with MOVING.open(group) as a2a:
+        entries = emulate(a2a, library, number)
+        for seed, rows in enumerate((None, 8, 5, 1, 2, 8, 1, 7, None, 3)):
+            launch_as(entries, seed)
+            most = rows or TOKENS
+            tokens = tuple((most, 0, most // 2)[(r + seed) % 3] for r in range(group.size))
+            play(a2a, MOVING.round.next(tokens=tokens, seed=seed), rows=rows)
+        a2a.check()
+
+
+def test_rows_of_every_number_after_another(ranks: Ranks, library: str) -> None:
+    ranks(RANKS, "threads")(moving, library, len(CASES) + 1)
 
 
 def alone(group: weft.Group, library: str, number: int) -> str:

@@ -28,7 +28,7 @@ CASES = {
     "fp16": Round(tokens=(4, 1, 3), hidden=4608, dtype=torch.float16, router="perfect", add=True),
     "ten ranks": Round(tokens=(2, 3) * 5, hidden=128, top_k=10, experts=10, router="perfect"),
 }
-# herald + pushers + those that sum, threads, strips at once.
+# The coordinator, those that push and those that sum; threads; strips at once.
 PLANS = (
     Plan(3, 1, 64, 1, 1),
     Plan(6, 1, 32, 3, 2),
@@ -52,13 +52,21 @@ def make(group: weft.Group, case: Round) -> weft.AllToAll:
     )
 
 
-def emulate(a2a: weft.AllToAll, folder: str) -> EmulatedCombine:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where each Shape is compiled, once for all tests."""
+    return tmp_path_factory.mktemp("combine")
+
+
+def emulate(a2a: weft.AllToAll, folder: Path) -> EmulatedCombine:
     """Let this rank's combine run as kernels; rank 0 compiles them for all."""
-    library = Path(folder) / "kernels.so"
-    if a2a.rank == 0:
-        library = compile_combine(a2a.config.shape, Path(folder))
+    shape = a2a.config.shape
+    place = folder / f"{shape.ranks}-{shape.dtype}-{shape.hidden}-{shape.top_k}"
+    if a2a.rank == 0 and not place.exists():
+        place.mkdir()
+        compile_combine(shape, place)
     a2a.group.barrier()
-    entries = EmulatedCombine(library, a2a._kernels)
+    entries = EmulatedCombine(place / "kernels.so", a2a._kernels)
     a2a._kernels = entries
     return entries
 
@@ -71,7 +79,7 @@ def blank(a2a: weft.AllToAll) -> bool:
     return bool((places == 0xFF).all())
 
 
-def every_shape(group: weft.Group, case: Round, folder: str, mixed: bool) -> None:
+def every_shape(group: weft.Group, case: Round, folder: Path, mixed: bool) -> None:
     with make(group, case) as a2a:
         # In a mixed group odd ranks run the CPU's own protocol: it is the same.
         entries = None
@@ -92,12 +100,12 @@ def every_shape(group: weft.Group, case: Round, folder: str, mixed: bool) -> Non
 
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_every_launch_shape_has_the_bits_of_the_reference(ranks, tmp_path, name, mixed):
+def test_every_launch_shape_has_the_bits_of_the_reference(ranks, folder, name, mixed):
     case = CASES[name]
-    ranks(len(case.tokens), "threads")(every_shape, case, str(tmp_path), mixed)
+    ranks(len(case.tokens), "threads")(every_shape, case, folder, mixed)
 
 
-def strange(group: weft.Group, folder: str) -> None:
+def strange(group: weft.Group, folder: Path) -> None:
     case = Round(tokens=(16, 16), hidden=640, top_k=2, experts=4)
     with make(group, case) as a2a:
         emulate(a2a, folder).plan = PLANS[1]
@@ -117,11 +125,11 @@ def strange(group: weft.Group, folder: str) -> None:
             group.barrier()
 
 
-def test_rows_of_zeros_and_of_no_numbers_look_like_no_blank(ranks, tmp_path):
-    ranks(2, "threads")(strange, str(tmp_path))
+def test_rows_of_zeros_and_of_no_numbers_look_like_no_blank(ranks, folder):
+    ranks(2, "threads")(strange, folder)
 
 
-def absent(group: weft.Group, folder: str) -> str:
+def absent(group: weft.Group, folder: Path) -> str:
     """Rank 1 stays away from the second combine: rows are missing, and news of its inbox."""
     case = CASES["bf16"].next(tokens=(4, 4, 4))
     with make(group, case) as a2a:
@@ -142,8 +150,8 @@ def absent(group: weft.Group, folder: str) -> str:
         return said
 
 
-def test_a_combine_ends_when_rows_do_not_come(ranks, tmp_path):
-    said = ranks(3, "threads")(absent, str(tmp_path))
+def test_a_combine_ends_when_rows_do_not_come(ranks, folder):
+    said = ranks(3, "threads")(absent, folder)
     for rank in (0, 2):
         seen = f"rank {rank}, combine: rank 1 did not publish epoch 2"
         told = f"rank {rank}, combine: rank {2 - rank} waited in vain for rank 1"

@@ -72,7 +72,7 @@ def disturbed(group: weft.Group, rounds: int, longest_ns: int) -> None:
                 play(a2a, CASE.next(seed=seed), poison=seed % 8 == 0)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "threads"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_delays_at_every_point_change_no_byte(ranks, kind):
     ranks(3, kind)(disturbed, 24, 400_000)
 
@@ -177,7 +177,7 @@ def aborted(group: weft.Group, asker_waits: bool) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize("asker_waits", [True, False])
-@pytest.mark.parametrize("kind", [*KINDS, "threads"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_abort_ends_the_waits_of_all_ranks_at_once(ranks, kind, asker_waits):
     results = ranks(3, kind)(aborted, asker_waits)
     assert all(0.2 < waited < 100.0 for waited, _ in results), results

@@ -53,7 +53,7 @@ def hammer(op: Operator, value: int, seen: dict[str, int], errors: list[BaseExce
     wanted = value + 3.0 if sums else value * 2.0
     got = None  # of a round that this thread has begun
     try:
-        for _ in range(600):
+        for _ in range(200):
             try:
                 if got is None:
                     got = op.begin(float(value))
@@ -227,7 +227,8 @@ def closed_from_a_thread(group: weft.Group, kind: str, aborts: bool) -> str:
 @pytest.mark.parametrize(
     ("device", "aborts"),
     [
-        *((device, aborts) for device in ("cpu", "threads") for aborts in (True, False)),
+        ("threads", True),
+        ("threads", False),
         pytest.param("cuda", True, marks=pytest.mark.gpu),
     ],
 )

@@ -228,6 +228,5 @@ def fuzz(group: weft.Group, vectors: int) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_hundred_thousand_id_vectors_stay_in_their_slots(ranks, kind):
-    done = ranks(2, kind)(fuzz, 50_000)
-    assert sum(done) >= 100_000
+def test_thousands_of_id_vectors_stay_in_their_slots(ranks, kind):
+    assert min(ranks(2, kind)(fuzz, 10_000)) >= 10_000

@@ -11,7 +11,7 @@ from tests.rounds import Round, bits, combining, play
 from weft.errors import GeometryMismatch, InvalidArgument
 from weft.grouping.api import Compactor, ExpertGroups
 
-KINDS = ["cpu", "threads", pytest.param("cuda", marks=pytest.mark.gpu)]
+KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 TOKENS = 12
 
 
@@ -153,7 +153,7 @@ def different(group: weft.Group, mine: tuple[int | None, int | None]) -> str:
     return "nothing was raised"
 
 
-@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mine", [(4, 5), (None, 6), (8, None)])
 def test_ranks_that_differ_are_told_both_numbers(ranks, kind, mine):
     said = "; ".join(ranks(2, kind)(different, mine))

@@ -11,7 +11,7 @@ import weft
 from tests.rounds import Round, combining, play
 from weft.errors import GeometryMismatch, InvalidArgument
 
-KINDS = ["cpu", "threads", pytest.param("cuda", marks=pytest.mark.gpu)]
+KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 EXPERTS = 9
 SIZES: dict[str, Any] = {"max_tokens": 16, "top_k": 3, "num_experts": EXPERTS, "hidden": 128}
 
@@ -62,7 +62,7 @@ def one_round(a2a: weft.AllToAll, round_: int, count: int, *, split_phase: bool)
 
 
 def told_each_round(group: weft.Group, options: dict[str, Any], split_phase: bool) -> None:
-    for count in (1, 33, 4099):
+    for count in (1, 4099):
         sizes = {**SIZES, "split_phase": split_phase, "timeout": 600.0, **options}
         with weft.AllToAll(group, stats=count, **sizes) as a2a:
             for round_ in range(9):
@@ -159,35 +159,6 @@ def test_ranks_that_disagree_raise_at_creation(ranks):
     text, other = ranks(2, "threads")(different)
     assert text == other
     assert all(word in text for word in ("stats", "5", "6"))
-
-
-def compiled(group: weft.Group) -> None:
-    case = Round(tokens=(6, 4), top_k=3, experts=EXPERTS, hidden=128)
-    x, ids, _, _ = case.of(group.rank, group.device)
-    count = torch.tensor(range(EXPERTS), dtype=torch.int32)
-
-    def traceable(a2a: weft.AllToAll, *t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        received = a2a.dispatch(t[0], t[1], stats=t[2])
-        assert received.stats is not None
-        told = received.stats * 1
-        return a2a.combine(received.x), told
-
-    with weft.AllToAll(group, stats=EXPERTS, **SIZES) as a2a:
-        traced = torch.compile(lambda *t: traceable(a2a, *t), backend="aot_eager", fullgraph=True)
-        for round_ in range(3):
-            out, told = traced(x, ids, count + group.rank + round_)
-            wanted = torch.stack([count + r + round_ for r in range(group.size)])
-            assert torch.equal(told, wanted)
-            assert out.shape == x.shape
-        bare = torch.compile(
-            lambda *t: a2a.dispatch(*t).ids + 0, backend="aot_eager", fullgraph=True
-        )
-        with pytest.raises(Exception, match="stats is None in an all-to-all built with stats=9"):
-            bare(x, ids)
-
-
-def test_statistics_in_a_compiled_graph(ranks):
-    ranks(2, "cpu")(compiled)
 
 
 def test_memory_is_told_before():
