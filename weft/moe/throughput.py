@@ -37,6 +37,8 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         exchange, groups, experts = self.exchange, self._open_groups(), self._experts
+        if out is not None:
+            exchange._check_outside("out", out)  # combine would, when tokens are away
         sent, scale = self._sent(x, routed.weights)
         self._tokens = len(x)
         self._mark(shared)
