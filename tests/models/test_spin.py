@@ -124,17 +124,25 @@ VARIANTS = (
     Variant("halves in one place", "CALLS=6 HALVES SHARED", STALE_OR_STUCK, "lowlatency"),
     Variant("low latency, calls in another order", "UNEQUAL", DEADLOCK, "lowlatency"),
     # Combine by FP8: rows that bring their own news, summed beside the pushes.
-    Variant("fp8 home, two ranks", "ROUNDS=3", None, "fp8_home"),
-    Variant("fp8 home, sparse routing", "ROUNDS=4 SPARSE", None, "fp8_home"),
-    Variant("fp8 home, a rank without tokens", "ROUNDS=3 IDLE", None, "fp8_home"),
-    Variant("fp8 home, three ranks", "N=3 ROUNDS=2 SPARSE COARSE", None, "fp8_home", large=True),
-    Variant("fp8 home, crash, with a deadline", "CRASH DEADLINE", None, "fp8_home"),
-    Variant("fp8 home, crash, without a deadline", "CRASH", DEADLOCK, "fp8_home"),
-    Variant("fp8 home, a taken row stays in its place", "KEEP", STALE_RETURNED, "fp8_home"),
-    Variant("fp8 home, counted before it has read", "SPARSE EAGER", STALE_INBOX, "fp8_home"),
-    Variant("fp8 home, nobody waits for ready", "SPARSE DEAF", STALE_INBOX, "fp8_home"),
-    Variant("fp8 home, rows that nobody is owed", "SPARSE DENSE", STALE_RETURNED, "fp8_home"),
-    Variant("fp8 home, dispatch does not wait", "BLIND", STALE_INBOX, "fp8_home"),
+    Variant("combine by FP8, two ranks", "ROUNDS=3", None, "combine_fp8"),
+    Variant("combine by FP8, sparse routing", "ROUNDS=4 SPARSE", None, "combine_fp8"),
+    Variant("combine by FP8, a rank without tokens", "ROUNDS=3 IDLE", None, "combine_fp8"),
+    Variant(
+        "combine by FP8, three ranks", "N=3 ROUNDS=2 SPARSE COARSE", None, "combine_fp8", large=True
+    ),
+    Variant("combine by FP8, crash, with a deadline", "CRASH DEADLINE", None, "combine_fp8"),
+    Variant("combine by FP8, crash, without a deadline", "CRASH", DEADLOCK, "combine_fp8"),
+    Variant(
+        "combine by FP8, a taken row stays in its place", "KEEP", STALE_RETURNED, "combine_fp8"
+    ),
+    Variant(
+        "combine by FP8, counted before it has read", "SPARSE EAGER", STALE_INBOX, "combine_fp8"
+    ),
+    Variant("combine by FP8, nobody waits for ready", "SPARSE DEAF", STALE_INBOX, "combine_fp8"),
+    Variant(
+        "combine by FP8, rows that nobody is owed", "SPARSE DENSE", STALE_RETURNED, "combine_fp8"
+    ),
+    Variant("combine by FP8, dispatch does not wait", "BLIND", STALE_INBOX, "combine_fp8"),
     # The fused all-reduce: slots that are their own flag.
     Variant("all-reduce, two ranks", "N=2 CALLS=5", None, "allreduce"),
     Variant("all-reduce, three ranks", "N=3 CALLS=4", None, "allreduce", large=True),
@@ -157,30 +165,35 @@ VARIANTS = (
         r"invalid end state|violated",
         "allreduce",
     ),
-    # The ring of stages and the exchange of a product's cluster.
-    Variant("product, two CTAs", "", None, "product", large=True),
-    Variant("product, two steps at a time", "TILES=1 STEPS=5 TWO", None, "product"),
-    Variant("product, two steps of one stage", "TILES=1 STEPS=2 STAGES=1 TWO", DEADLOCK, "product"),
-    Variant("product, its exchange alone", "ALONE TILES=5", None, "product"),
+    # The ring of stages and the exchange of a cluster of the grouped GEMM.
+    Variant("grouped GEMM, two CTAs", "", None, "grouped_gemm", large=True),
+    Variant("grouped GEMM, two steps at a time", "TILES=1 STEPS=5 TWO", None, "grouped_gemm"),
     Variant(
-        "product, its exchange alone, two warps",
+        "grouped GEMM, two steps of one stage",
+        "TILES=1 STEPS=2 STAGES=1 TWO",
+        DEADLOCK,
+        "grouped_gemm",
+    ),
+    Variant("grouped GEMM, its exchange alone", "ALONE TILES=5", None, "grouped_gemm"),
+    Variant(
+        "grouped GEMM, its exchange alone, two warps",
         "ALONE TILES=3 WARPS=2",
         None,
-        "product",
+        "grouped_gemm",
         large=True,
     ),
-    Variant("product, one arrival too few on empty", "FEW", DEADLOCK, "product"),
+    Variant("grouped GEMM, one arrival too few on empty", "FEW", DEADLOCK, "grouped_gemm"),
     Variant(
-        "product, the neighbour's warps are not awaited",
+        "grouped GEMM, the neighbour's warps are not awaited",
         "TILES=3 DEAF",
         STALE_STAGE,
-        "product",
+        "grouped_gemm",
         large=True,
     ),
-    Variant("product, scales are not awaited", "BLIND", STALE_STAGE, "product"),
-    Variant("product, one half is exchanged", "TILES=3 SINGLE", STALE_WORD, "product"),
-    Variant("product, a word is expected too late", "LATE", DEADLOCK, "product"),
-    Variant("product, the last arrivals are not awaited", "HASTY", ENDED, "product"),
+    Variant("grouped GEMM, scales are not awaited", "BLIND", STALE_STAGE, "grouped_gemm"),
+    Variant("grouped GEMM, one half is exchanged", "TILES=3 SINGLE", STALE_WORD, "grouped_gemm"),
+    Variant("grouped GEMM, a word is expected too late", "LATE", DEADLOCK, "grouped_gemm"),
+    Variant("grouped GEMM, the last arrivals are not awaited", "HASTY", ENDED, "grouped_gemm"),
 )
 
 

@@ -3,7 +3,7 @@
 
    A round of rank r, epoch e. Its combine is three processes at once, as CTAs of one kernel are:
      rank     dispatch: store into every inbox (routes at least); flag dispatched; wait for dispatched of all;
-              the experts read the inbox. Then the combine's herald: wait for the pusher's count; flag ready; wait
+              the experts read the inbox. Then the combine's coordinator: wait for the pusher's count; flag ready; wait
               for ready of all, and for the end of the others
      pusher   read the inbox; count itself; store a row into the place (p, r) of each p that sent a token here
      taker    for each p that it sent a token to: wait until the place (r, p) is not blank, read it, leave it blank

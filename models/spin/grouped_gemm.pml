@@ -1,4 +1,4 @@
-/* The grouped product of a cluster of two CTAs: can a stage of the ring be overwritten while it is read, a word of
+/* The grouped GEMM of a cluster of two CTAs: can a stage of the ring be overwritten while it is read, a word of
    the exchange be taken for that of another tile, a CTA end under a neighbour's arrival, or anybody wait for ever?
 
    Each CTA: a loader, which brings its half of the rows into both CTAs' stages; the scales' warps, as one; WARPS that
