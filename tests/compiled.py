@@ -18,7 +18,7 @@ from tests.lowlatency_rounds import Mode
 from tests.moe.layers import CONFIGS, Case
 from tests.rounds import Round
 from tests.sums import Sum, bits
-from weft.allreduce.spec import FP8Group, FP8Static, FP8Token, MoEFinalize, Quant
+from weft.allreduce.call import FP8Group, FP8Static, FP8Token, MoEFinalize, Quant
 from weft.lowlatency.reference import unpack_scales
 from weft.lowlatency.results import ExpertRows
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import weft
-from weft.allreduce.spec import FP8Group, FP8Static, FP8Token, Quant, Reduced
+from weft.allreduce.call import FP8Group, FP8Static, FP8Token, Quant, Reduced
 
 BACKENDS = ("oneshot", "twoshot", "twoshot_bulk")
 
@@ -132,4 +132,4 @@ def play(ar: weft.AllReduce, case: Sum, backend: str, quant: Quant | None = None
 
 
 def fits(ar: weft.AllReduce, backend: str, tokens: int) -> bool:
-    return backend != "oneshot" or tokens <= ar.reduction.direct
+    return backend != "oneshot" or tokens <= ar.config.direct

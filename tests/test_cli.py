@@ -24,7 +24,7 @@ SMALL = ["bench", "moe", "--device", "cpu", "--quiet", *SIZES]
 @pytest.fixture
 def no_ranks(monkeypatch):
     """Nothing may be started: what is wrong is to be refused before."""
-    for place in ("weft.bench.run", "weft.bench.allreduce_tune", "weft.bench.trace"):
+    for place in ("weft.bench.run", "weft.bench.trace"):
         monkeypatch.setattr(f"{place}.launch", None)
 
 
@@ -179,7 +179,6 @@ def test_a_wrong_exchange_is_not_timed(weft_command, monkeypatch, tmp_path, good
 
 
 MOE, LOW, REDUCE, LAYER = (["bench", name] for name in ("moe", "lowlatency", "allreduce", "layer"))
-TUNE = ["tune", "allreduce", "table.json"]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +209,6 @@ TUNE = ["tune", "allreduce", "table.json"]
         ([*LOW, "--scale", "bf16"], "'bf16': choose one of"),
         ([*REDUCE, "--epilogue", "fp4"], "'fp4': choose one of none, norm"),
         ([*REDUCE, "--ranks", "9"], "all-reduce of 9 ranks; it takes 2 to 8"),
-        ([*REDUCE, "--table", "no-such-table.json"], "no-such-table.json"),
         ([*LAYER, "--dtype", "fp4"], "'fp4': choose one of bf16, fp8"),
         ([*LAYER, "--overlap", "none,later"], "'later': choose some of none"),
         ([*LAYER, "--ranks", "99"], "ranks is 99"),
@@ -218,10 +216,6 @@ TUNE = ["tune", "allreduce", "table.json"]
         ([*LAYER, "--combine-dtype", "mail"], "'mail': choose one of"),
         ([*LAYER, "--gemm", "tile"], "'tile': choose one of auto, grouped"),
         ([*LAYER, "--mode", "low_latency", "--trace", "t.json"], "a trace shows layers of mode"),
-        ([*TUNE, "--backend", "collective"], "'collective': choose some of oneshot"),
-        ([*TUNE, "--hidden", "100"], "hidden is 100"),
-        (["tune", "allreduce", f"{__file__}/table.json"], "cannot write"),
-        (["tune", "allreduce"], "Missing argument"),
     ],
 )
 def test_refusals_come_before_any_rank(weft_command, no_ranks, command, text):
@@ -341,7 +335,7 @@ def test_weft_is_imported_without_its_benchmarks():
 
 def test_help_names_options_and_choices(weft_command):
     _, out, _ = weft_command("--help")
-    for command in ("bench", "tune", "eval", "doctor", "demo", "cache"):
+    for command in ("bench", "eval", "doctor", "demo", "cache"):
         assert command in out
     _, out, _ = weft_command("bench", "moe", "--help")
     for option in ("--routing", "--model", "--payload", "--eager", "mxfp8", "zipf"):

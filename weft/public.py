@@ -1,8 +1,8 @@
 """The public names of weft; `weft` itself offers them and imports them at first use."""
 
 from weft import errors, reference
-from weft.allreduce.api import AllReduce
-from weft.allreduce.spec import FP8Group, FP8Static, FP8Token, MoEFinalize, Reduced
+from weft.allreduce.call import FP8Group, FP8Static, FP8Token, MoEFinalize, Reduced
+from weft.allreduce.operator import AllReduce
 from weft.alltoall.capacity import tokens_per_rank
 from weft.alltoall.collective import CollectiveAllToAll
 from weft.alltoall.operator import AllToAll

@@ -9,7 +9,7 @@ import torch
 
 import weft
 from tests.sums import BACKENDS, Sum, bits, fits, play, quants, same, settle
-from weft.allreduce.spec import FP8Token
+from weft.allreduce.call import FP8Token
 
 KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -240,7 +240,7 @@ def test_the_collective_has_the_same_bits(ranks, kind):
 
 def memory(group: weft.Group) -> int:
     with weft.AllReduce(group, max_tokens=40, hidden=256) as ar:
-        return ar._workspace.heap.size
+        return ar.heap.size
 
 
 def test_memory_is_known_before(ranks):

@@ -1,9 +1,9 @@
-"""What AllReduce takes for "auto": by its table and its slots, alike on every rank."""
+"""What AllReduce takes for "auto": by a rule and by its slots, the same on every rank."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from types import SimpleNamespace
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,102 +11,82 @@ import torch
 
 import weft
 from tests.compat.calls import refused
-from weft.allreduce.choice import common_table, epilogue_of
-from weft.allreduce.curve import Curve
-from weft.allreduce.table import Table
-from weft.errors import GeometryMismatch, InvalidArgument, TokenOverflow
+from weft.allreduce.choice import BULK_FROM, TWOSHOT_FROM, choose
+from weft.allreduce.config import ReduceConfig
+from weft.errors import InvalidArgument, TokenOverflow
 
+ALL = ("oneshot", "twoshot", "twoshot_bulk")
 HIDDEN = 128
-RISING, FLAT = (1.0, 2.0, 3.0), (2.5, 2.5, 2.5)
+RECORDED = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
-def table(ranks: int = 2) -> Table:
-    """oneshot up to 3 tokens, then twoshot; FP8 the other way round; sums in bulk."""
+def config(ranks: int, hidden: int = 7168, tokens: int = 4096) -> ReduceConfig:
+    return ReduceConfig.of(ranks=ranks, max_tokens=tokens, hidden=hidden, dtype=torch.bfloat16)
 
-    def curve(epilogue: str, **us: tuple[float, ...]) -> Curve:
-        return Curve(HIDDEN, "bf16", epilogue, (1, 2, 4), us)
 
-    curves = (
-        curve("norm", oneshot=RISING, twoshot=FLAT),
-        curve("fp8-token", oneshot=FLAT, twoshot=RISING),
-        curve("none", oneshot=FLAT, twoshot=FLAT, twoshot_bulk=(1.0, 1.0, 1.0)),
-    )
-    return Table("", ranks, "measured", "2026-01-02", "a machine", "a method", curves)
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("epilogue", [False, True])
+def test_the_backend_changes_at_the_measured_sizes(ranks, epilogue):
+    sizes, measured = config(ranks), 2 if ranks == 2 else 4 if ranks <= 4 else 8
+    limits = TWOSHOT_FROM[measured][epilogue], BULK_FROM[measured][epilogue]
+    for tokens in (1, 8, 15, 16, 18, 19, 127, 128, 511, 512, 2047, 2048, 4096):
+        kib = tokens * 14
+        want = ALL[sum(kib >= limit for limit in limits)]
+        if want == "oneshot" and tokens > sizes.direct:
+            want = "twoshot"
+        found = choose(sizes, ALL, tokens, epilogue=epilogue)
+        assert (found.backend, f"measured on {measured} x H200" in found.text) == (want, True)
+
+
+@pytest.mark.parametrize(("ranks", "loss"), [(2, 0.085), (4, 0.018), (8, 0.018)])
+def test_the_rule_is_near_the_fastest_of_what_was_measured(ranks, loss):
+    measured = json.loads((RECORDED / f"allreduce-choices-{ranks}xH200.json").read_text())
+    for curve in measured["curves"]:
+        sizes, epilogue = config(ranks, curve["hidden"]), curve["epilogue"] != "none"
+        for place, tokens in enumerate(curve["tokens"]):
+            us = {name: each[place] for name, each in curve["us"].items() if each[place]}
+            chosen = choose(sizes, tuple(us), tokens, epilogue=epilogue).backend
+            assert us[chosen] <= (1 + loss) * min(us.values()), (curve, tokens)
+
+
+def test_the_nearest_backend_that_was_built_is_taken():
+    sizes = config(8)
+    assert choose(sizes, ("oneshot", "twoshot_bulk"), 32, epilogue=True).backend == "twoshot_bulk"
+    assert choose(sizes, ("twoshot", "twoshot_bulk"), 1, epilogue=True).backend == "twoshot"
+    assert choose(sizes, ("oneshot", "twoshot"), 2048, epilogue=True).backend == "twoshot"
 
 
 def chosen(group: weft.Group) -> None:
     rows = torch.ones((3, HIDDEN), dtype=torch.bfloat16)
-    with weft.AllReduce(group, max_tokens=700, hidden=HIDDEN, table=table()) as reduce:
-        assert [reduce.explain(n).backend for n in (1, 2, 3, 4)] == [
-            "oneshot",
+    with weft.AllReduce(group, max_tokens=700, hidden=HIDDEN) as reduce:
+        most = reduce.config.direct
+        assert [reduce.explain(n).backend for n in (1, most, most + 1)] == [
             "oneshot",
             "oneshot",
             "twoshot",
         ]
-        quant = weft.FP8Token()
-        assert [reduce.explain(n, quant=quant).backend for n in (1, 4)] == ["twoshot", "oneshot"]
-        assert reduce.explain(1, norm=False).backend == "twoshot_bulk"
-        assert (reduce.explain(3).source, reduce.explain(9).source) == ("measured", "nearest")
-        assert "2026-01-02" in reduce.explain(3).text
         with pytest.raises(TokenOverflow, match="701 tokens in one call"):
             reduce.explain(701)
-        most = reduce.reduction.direct
-        assert reduce.explain(most, quant=quant).backend == "oneshot"
-        assert reduce.explain(most + 1, quant=quant).backend != "oneshot", "it has no more slots"
         assert torch.equal(reduce.fused(rows).out, rows * group.size)  # type: ignore[arg-type]
         reduce.check()
-    with weft.AllReduce(
-        group, max_tokens=4, hidden=HIDDEN, backends=("twoshot",), table=table()
-    ) as reduce:
-        found = reduce.explain(1)
-        assert (found.backend, found.source) == ("twoshot", "only one")
-    with weft.AllReduce(group, max_tokens=4, hidden=HIDDEN) as reduce:
-        assert reduce.explain(1).source == "formula"
+    with weft.AllReduce(group, max_tokens=4, hidden=HIDDEN, backends=("twoshot",)) as reduce:
+        assert reduce.explain(1).text == "twoshot is the only backend that serves 1 tokens"
 
 
-def test_the_table_chooses(ranks):
+def test_an_all_reduce_explains_its_choice(ranks):
     ranks(2, "threads")(chosen)
-
-
-def at_the_receiver(group: weft.Group) -> None:
-    """Tables hold times with the epilogue at the owner: read all the same, and said so."""
-    sizes: dict[str, Any] = {"max_tokens": 4, "hidden": HIDDEN, "epilogue_at": "receiver"}
-    with weft.AllReduce(group, **sizes, table=table()) as reduce:
-        found = reduce.explain(3)
-        assert (found.backend, found.source) == ("oneshot", "nearest")
-        assert "It was measured with epilogue_at='owner'." in found.text
-        plain = reduce.explain(4, norm=False)
-        assert (plain.backend, plain.source) == ("twoshot_bulk", "measured")
-        assert "epilogue_at" not in plain.text
-
-
-def test_a_table_of_the_other_epilogue_is_called_so(ranks):
-    ranks(2, "threads")(at_the_receiver)
 
 
 def alone(group: weft.Group) -> None:
     with weft.AllReduce(group, max_tokens=4, hidden=HIDDEN, backends=("nccl",)) as reduce:
         found = reduce.explain(1)
-        assert (found.backend, found.source) == ("collective", "only one")
+        assert found.backend == "collective"
         rows = torch.ones((3, HIDDEN), dtype=torch.bfloat16)
         assert torch.equal(reduce.fused(rows).out, rows * 2)  # type: ignore[arg-type]
 
 
 def test_the_collective_is_taken_where_nothing_else_was_built(ranks):
     ranks(2, "cpu")(alone)
-
-
-def foreign(group: weft.Group) -> None:
-    for other in (table(ranks=3), replace(table(), gpu="NVIDIA L4")):
-        with weft.AllReduce(group, max_tokens=4, hidden=HIDDEN, table=other) as reduce:
-            found = reduce.explain(3)
-            assert (found.backend, found.source) == ("oneshot", "nearest")
-            named = "3 x CPU" if other.ranks == 3 else "2 x NVIDIA L4"
-            assert f"The table is of {named}, this is 2 x CPU." in found.text
-
-
-def test_a_table_of_another_machine_is_called_so(ranks):
-    ranks(2, "threads")(foreign)
 
 
 def beyond_one_shot(group: weft.Group) -> None:
@@ -126,57 +106,3 @@ def beyond_one_shot(group: weft.Group) -> None:
 
 def test_one_shot_alone_serves_no_more_than_it_has_slots_for(ranks):
     ranks(2, "cpu")(beyond_one_shot)
-
-
-def differing(group: weft.Group) -> None:
-    own = table(ranks=2 + group.rank)
-    sizes: dict[str, Any] = {"max_tokens": 4, "hidden": HIDDEN}
-    refused(
-        GeometryMismatch,
-        lambda: weft.AllReduce(group, **sizes, table=own),
-        "the all-reduce table differs",
-    )
-    weft.AllReduce(group, **sizes).close()
-
-
-def test_ranks_with_different_tables_make_nothing(ranks):
-    ranks(2, "threads")(differing)
-
-
-def test_epilogues_have_the_names_of_tables():
-    scale = torch.ones(1)
-    for quant, name in (
-        (None, "norm"),
-        (weft.FP8Static(scale), "fp8-static"),
-        (weft.FP8Token(), "fp8-token"),
-        (weft.FP8Group(128), "fp8-group"),
-        (weft.FP8Group(128, scale="ue8m0"), "fp8-group"),
-    ):
-        assert epilogue_of(quant, norm=True) == name
-    assert epilogue_of(None, norm=False) == "none"
-
-
-@pytest.mark.parametrize(
-    ("names", "source"),
-    [(["NVIDIA H200"] * 8, None), (["NVIDIA H200"] * 7 + ["NVIDIA L4"], "formula")],
-)
-def test_gpus_name_the_table(monkeypatch, names, source):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[0])
-    gathered: list[Any] = []
-
-    def all_gather(value):
-        gathered.append(value)
-        return names if value in names else [value] * 8
-
-    group: Any = SimpleNamespace(
-        rank=0,
-        size=8,
-        device=torch.device("cuda", 0),
-        together=lambda step, doing: step(),
-        all_gather=all_gather,
-        agree=lambda value, what: gathered.append(value),
-    )
-    found = common_table(group)
-    assert found == Table.shipped(", ".join(dict.fromkeys(names)), 8)
-    assert source in (None, found.source)
-    assert gathered[-1] == {"table": found.digest, "ranks": 8}

@@ -39,7 +39,7 @@ def make(group: weft.Group, timeout: float = 600.0, epilogue_at: str = "owner") 
 def plan_fault(ar: weft.AllReduce, point: int, action: int, argument: int = 0) -> None:
     fault = Fault(point=point, action=action, peer=ANY_PEER, epoch=ANY_EPOCH, argument=argument)
     raw = torch.frombuffer(bytearray(fault), dtype=torch.uint8)
-    view = ar._workspace.heap.tensor((HEADER_BYTES,), torch.uint8)
+    view = ar.heap.tensor((HEADER_BYTES,), torch.uint8)
     view[Header.fault.offset : Header.fault.offset + len(raw)].copy_(raw)
 
 
@@ -69,7 +69,7 @@ def test_delays_change_no_bit(ranks, kind, epilogue_at):
 def absent(group: weft.Group, backend: str, epilogue_at: str) -> tuple[float, str]:
     with make(group, epilogue_at=epilogue_at) as ar:
         one_call(ar, backend=backend)
-        hurry(ar._watched, 2.0)
+        hurry(ar, 2.0)
         if group.rank == 1:
             plan_fault(ar, ENTER, STAY_AWAY)
         group.barrier()

@@ -9,8 +9,8 @@ import torch
 
 from tests.sums import Sum
 from weft import reference
+from weft.allreduce.call import FP8Group, FP8Static, FP8Token, MoEFinalize
 from weft.allreduce.reference import inverse_rms, pack_ue8m0, quantize_norm, round_to, to_e4m3
-from weft.allreduce.spec import FP8Group, FP8Static, FP8Token, MoEFinalize
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import torch
 
 import weft
 from tests.sums import Sum, play
-from weft.allreduce.reduction import Reduction
+from weft.allreduce.config import ReduceConfig
 from weft.errors import InvalidArgument, OutOfOrder, TokenOverflow, UsageError
 
 CASE = Sum(4, 256)
@@ -140,7 +140,7 @@ def test_one_shot_has_a_limit(ranks):
 def test_sizes_are_refused_with_their_limits(given, text):
     sizes = {"ranks": 4, "max_tokens": 8, "hidden": 256, "dtype": BF16, **given}
     with pytest.raises(InvalidArgument) as caught:
-        Reduction.of(**sizes)
+        ReduceConfig.of(**sizes)
     assert text in str(caught.value)
 
 

@@ -11,7 +11,7 @@ import torch
 import weft
 from tests.allreduce.test_allreduce import KINDS, expert_rows, make
 from tests.sums import BACKENDS, Sum, fits, play, quants, same, settle
-from weft.allreduce.spec import FP8Token
+from weft.allreduce.call import FP8Token
 from weft.errors import GeometryMismatch, InvalidArgument
 
 CASES = [

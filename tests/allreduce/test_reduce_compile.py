@@ -6,16 +6,16 @@ import pytest
 
 from tests.emulator.test_profile_compile import frames
 from tests.recorded import NVRTC, reads
-from weft.allreduce.reduction import Reduction
-from weft.allreduce.source import KERNELS, MOE, cuda_program
+from weft.allreduce.config import ReduceConfig
+from weft.allreduce.kernels import KERNELS, MOE, cuda_program
 
 pytestmark = reads(tools=(NVRTC,))
 
 REDUCTIONS = {
-    "8 ranks": Reduction(8, 2048, 32, 7168, "bf16"),
-    "3 ranks, odd rows": Reduction(3, 100, 64, 2888, "fp16"),
-    "2 ranks, fp32": Reduction(2, 64, 64, 4096, "fp32"),
-    "8 ranks, receiver": Reduction(8, 2048, 32, 7168, "bf16", "receiver"),
+    "8 ranks": ReduceConfig(8, 2048, 32, 7168, "bf16"),
+    "3 ranks, odd rows": ReduceConfig(3, 100, 64, 2888, "fp16"),
+    "2 ranks, fp32": ReduceConfig(2, 64, 64, 4096, "fp32"),
+    "8 ranks, receiver": ReduceConfig(8, 2048, 32, 7168, "bf16", "receiver"),
 }
 # A wait's record is handed to the slow path by its address: that is no spill.
 WAIT_BYTES = 48

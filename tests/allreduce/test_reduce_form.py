@@ -15,8 +15,8 @@ import weft
 from tests.allreduce.test_allreduce import KINDS, expert_rows, make
 from tests.allreduce.test_allreduce_refusals import calls, overlaps, rows
 from tests.sums import BACKENDS, Sum, play, quants, same, settle
-from weft.allreduce import form as reduce_form
-from weft.allreduce.args import ADDRESSES, ReduceArgs
+from weft.allreduce import operator as reduce_operator
+from weft.allreduce.config import ADDRESSES, ReduceArgs
 from weft.errors import Aborted, InvalidArgument, TokenOverflow
 from weft.runtime.stream import current_stream
 
@@ -28,12 +28,12 @@ class Watch:
     """Counts the calls that the checks of an all-reduce see."""
 
     def __init__(self, ar: weft.AllReduce) -> None:
-        self.checker, self.seen = ar._checker, 0
-        ar._checker = self  # type: ignore[assignment]
+        self.choose, self.seen = ar._backend, 0
+        ar._backend = self.backend  # type: ignore[assignment,method-assign]
 
-    def request(self, *args: Any) -> object:
+    def backend(self, *args: Any) -> str:
         self.seen += 1
-        return self.checker.request(*args)
+        return self.choose(*args)
 
     def checks(self, call: Callable[[], object]) -> int:
         before = self.seen
@@ -50,7 +50,7 @@ def again(group: weft.Group) -> None:
                 for quant in quants(group.device, CASE.hidden):
                     for backend in (*BACKENDS, "auto"):
                         play(ar, CASE.next(tokens=tokens, seed=seed), backend, quant)
-            assert watch.seen == len(ar._forms) == 2 * 5 * 4
+            assert watch.seen == len(ar._prepared) == 2 * 5 * 4
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -109,7 +109,7 @@ def constants(group: weft.Group) -> None:
             got = ar.fused(x, weight=weight, weight_bias=bias, backend="oneshot")
             xs = [x] * group.size
             same(got, weft.reference.allreduce_fused(xs, None, weight, weight_bias=bias))
-        assert len(ar._forms) == 3
+        assert len(ar._prepared) == 3
         for eps in (1e-6, 1.0):
             got = ar.fused(x, weight=weight, weight_bias=1.0, eps=eps, backend="oneshot")
             same(got, weft.reference.allreduce_fused([x] * group.size, None, weight, eps, 1.0))
@@ -154,7 +154,7 @@ def warm(ar: weft.AllReduce) -> None:
 def refused_again(group: weft.Group) -> None:
     with weft.AllReduce(group, max_tokens=8, hidden=256, first_timeout=600.0) as ar:
         warm(ar)
-        watch, forms = Watch(ar), len(ar._forms)
+        watch, forms = Watch(ar), len(ar._prepared)
         for _ in range(2):
             for name, given, text in calls():
                 with pytest.raises(InvalidArgument) as caught:
@@ -165,7 +165,7 @@ def refused_again(group: weft.Group) -> None:
                     ar.fused(**given)  # type: ignore[arg-type]
             with pytest.raises(TokenOverflow, match="9 tokens in one call"):
                 ar.fused(rows(9))
-        assert len(ar._forms) == forms, "what was refused is not remembered"
+        assert len(ar._prepared) == forms, "what was refused is not remembered"
         assert watch.checks(lambda: warm(ar)) == 0, "what was checked still is"
 
 
@@ -195,7 +195,7 @@ def moved(group: weft.Group) -> None:
             for _ in range(2):
                 with pytest.raises(InvalidArgument, match="overlaps"):
                     call(*bad)
-        assert len(ar._forms) == 1
+        assert len(ar._prepared) == 1
         odd = torch.zeros(5 * 256 + 8, dtype=BF16)[1 : 1 + 4 * 256].view(4, 256)
         with pytest.raises(InvalidArgument, match="multiple of 16 bytes"):
             ar.fused(
@@ -214,14 +214,14 @@ def bounded(group: weft.Group) -> None:
         for seed in range(2):
             for tokens in range(1, 9):
                 play(ar, CASE.next(tokens=tokens, seed=seed), "twoshot")
-                assert len(ar._forms) == min(tokens + 8 * seed, 3)
+                assert len(ar._prepared) == min(tokens + 8 * seed, 3)
         assert watch.seen == 16, "each went before it came again"
         play(ar, CASE.next(tokens=7, seed=5), "twoshot")
         assert watch.seen == 16
 
 
 def test_forms_are_few(ranks, monkeypatch):
-    monkeypatch.setattr(reduce_form, "LIMIT", 3)
+    monkeypatch.setattr(reduce_operator, "MOST_PREPARED", 3)
     ranks(2, "threads")(bounded)
 
 
@@ -241,7 +241,7 @@ def released(group: weft.Group) -> None:
             alive = [weakref.ref(t) for t in tensors if t is not None]
             del moe, residual, weight, static, tensors, outputs, got
             assert [ref() for ref in alive] == [None] * 10
-        assert len(ar._forms) == 1
+        assert len(ar._prepared) == 1
 
 
 def test_no_tensor_is_held(ranks):
@@ -253,7 +253,7 @@ def nothing_kept(group: weft.Group) -> None:
         for seed in range(2):
             play(ar, CASE.next(seed=seed), "collective")
             play(ar, CASE.next(seed=seed, tokens=0), "twoshot")
-        assert len(ar._forms) == 0
+        assert len(ar._prepared) == 0
 
 
 def test_empty_and_collective_calls_are_always_checked(ranks):

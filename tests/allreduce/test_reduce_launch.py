@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from weft.allreduce import entry as reduce_entry
-from weft.allreduce.args import ReduceArgs
-from weft.allreduce.reduction import Reduction
-from weft.allreduce.source import MOE
+from weft.allreduce import kernels as reduce_kernels
+from weft.allreduce.config import ReduceArgs, ReduceConfig
+from weft.allreduce.kernels import MOE
 from weft.errors import InvalidArgument
-from weft.runtime import entries as entries_of_all
+from weft.runtime import kernels as all_kernels
 from weft.runtime.kernels import Build
 
-REDUCTION = Reduction.of(ranks=8, max_tokens=4096, hidden=7168, dtype=torch.bfloat16)
+REDUCTION = ReduceConfig.of(ranks=8, max_tokens=4096, hidden=7168, dtype=torch.bfloat16)
 STREAM = 0x7F00
 
 
@@ -62,12 +61,11 @@ def entries(monkeypatch):
         ("CudaModule", Module),
         ("current_arch", lambda: "sm_90a"),
         ("compile_cubin", lambda *_, **__: b""),
-        ("compare", lambda *_: None),
         ("current_stream", lambda device: STREAM + device),
     ):
-        monkeypatch.setattr(entries_of_all, name, stand_in)
-    monkeypatch.setattr(reduce_entry, "Launcher", Launcher)
-    return reduce_entry.CudaReduceEntries(REDUCTION, Build())
+        monkeypatch.setattr(all_kernels, name, stand_in)
+    monkeypatch.setattr(reduce_kernels, "Launcher", Launcher)
+    return reduce_kernels.CudaReduceKernels(REDUCTION, Build())
 
 
 @pytest.mark.parametrize("name", ["oneshot", "twoshot", "twoshot_bulk"])
@@ -81,7 +79,7 @@ def test_a_launch_is_found_once(entries, name, tokens):
     asked = entries._module.asked
     plan = entries._plan(name, tokens)
     assert entries._module.asked == asked, "what fits on the GPU is asked once"
-    early = tokens * 896 < reduce_entry.LONG * 8
+    early = tokens * 896 < reduce_kernels.LONG * 8
     if name == "oneshot":
         early = early and 3 * plan.ctas <= entries.resident(name, plan.threads, plan.cluster)
     counts = (plan.pushers, plan.reducers, plan.pushers_finish)

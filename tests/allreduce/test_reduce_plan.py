@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft.allreduce.plan import plan_oneshot, plan_twoshot
+from weft.allreduce.kernels import plan_oneshot, plan_twoshot
 from weft.errors import InvalidArgument
 
 SMS = 132

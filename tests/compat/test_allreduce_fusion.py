@@ -23,7 +23,7 @@ from tests.compat.reduces import (
     same,
 )
 from weft import reference
-from weft.allreduce.spec import FP8Group, FP8Static, FP8Token, MoEFinalize, Reduced
+from weft.allreduce.call import FP8Group, FP8Static, FP8Token, MoEFinalize, Reduced
 from weft.compat.flashinfer import allreduce_fusion
 from weft.errors import InvalidArgument
 

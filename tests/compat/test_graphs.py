@@ -15,7 +15,7 @@ import torch
 import weft
 from tests.compat.reduces import poison
 from weft import reference
-from weft.allreduce.spec import FP8Group, FP8Static, FP8Token, MoEFinalize, Reduced
+from weft.allreduce.call import FP8Group, FP8Static, FP8Token, MoEFinalize, Reduced
 from weft.compat.deep_ep import Buffer
 from weft.compat.flashinfer import (
     AllReduceFusionPattern,

@@ -11,7 +11,7 @@ import weft
 from tests.compat.reduces import Pattern, make, poison, same
 from tests.sums import Sum
 from weft import reference
-from weft.allreduce.spec import FP8Group, FP8Static, FP8Token, MoEFinalize, Quant
+from weft.allreduce.call import FP8Group, FP8Static, FP8Token, MoEFinalize, Quant
 from weft.compat.flashinfer import AllReduceFusionWorkspace, allreduce_fusion
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.emulator.instructions import translated
-from weft.allreduce.plan import ReducePlan
-from weft.allreduce.reduction import Reduction
-from weft.allreduce.source import KERNELS, MOE
+from weft.allreduce.config import ReduceConfig
+from weft.allreduce.kernels import KERNELS, MOE, ReducePlan
 from weft.jit.host import find_compiler
 from weft.jit.source import INCLUDE_ROOT, PACKAGE
 
@@ -68,8 +67,8 @@ def _replaced(text: str, head: str, body: str) -> str:
             return f"{text[:at]}{{ {body} }}{text[end:]}"
 
 
-def compile_emulated(reduction: Reduction, folder: Path) -> Path:
-    """The shared library of all kernels of a Reduction."""
+def compile_emulated(reduction: ReduceConfig, folder: Path) -> Path:
+    """The shared library of all kernels of a ReduceConfig."""
     root = emulated_tree(folder)
     doors = "".join(
         'extern "C" __attribute__((visibility("default"))) '

@@ -16,8 +16,8 @@ from tests.emulator.emulate import EmulatedEntries, compile_emulated
 from tests.emulator.watch import watching, ways
 from tests.recorded import reads
 from tests.sums import BACKENDS, Sum, play, quants, same
-from weft.allreduce.plan import ReducePlan
-from weft.allreduce.reduction import Reduction
+from weft.allreduce.config import ReduceConfig
+from weft.allreduce.kernels import ReducePlan
 from weft.errors import PeerTimeout
 from weft.memory.header import HEADER_BYTES
 
@@ -66,10 +66,10 @@ def emulated(
 ) -> None:
     with make(group, case, 600.0) as ar:
         entries = EmulatedEntries(Path(library))
-        ar._entries = entries
+        ar._kernels = entries
         for backend, plan in zip(BACKENDS, shapes, strict=True):
             entries.plans[backend, TOKENS] = plan
-        with watching(group, entries.library, ar._workspace.site.stride) as watch:
+        with watching(group, entries.library, ar._site.stride) as watch:
             calls(ar, case, many)
         slots = {"slots": range(HEADER_BYTES, 1 << 40)}
         # Rows, trailers and calls say themselves of which round they are.
@@ -103,13 +103,13 @@ def half_a_row(
     """Rank 1 brings the first half of each row and no more: some lanes get theirs, others never."""
     with make(group, case, 0.5) as ar:
         entries = EmulatedEntries(Path(library))
-        ar._entries = entries
+        ar._kernels = entries
         entries.plans[backend, TOKENS] = shapes[BACKENDS.index(backend)]
         x = case.rows(group.rank, group.device)
         said = ""
         if group.rank == 0:
-            sizes = ar.reduction
-            slots = ar._workspace.heap.tensor(
+            sizes = ar.config
+            slots = ar.heap.tensor(
                 (2 * (sizes.direct + sizes.owned), sizes.row_bytes), torch.uint8, offset=sizes.rows
             )
             slots[:, : sizes.row_bytes // 2] = 0
@@ -131,7 +131,7 @@ def library(tmp_path_factory):
     def get(count: int, case: Sum) -> str:
         key = (count, case.hidden, case.dtype, place(case))
         if key not in made:
-            reduction = Reduction.of(
+            reduction = ReduceConfig.of(
                 ranks=count,
                 max_tokens=TOKENS,
                 hidden=case.hidden,

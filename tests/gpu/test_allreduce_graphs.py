@@ -62,7 +62,7 @@ def replay(group: weft.Group, calls: int, programmatic: bool) -> int:
             Step(ar, tokens, backend, wrong)
             for tokens in SIZES
             for backend in ar.backends
-            if backend != "oneshot" or tokens <= ar.reduction.direct
+            if backend != "oneshot" or tokens <= ar.config.direct
         ]
         graphs = []
         for step in steps:  # the first call of a size may be a captured one

@@ -1,103 +1,69 @@
-"""Which backend a call of an all-reduce takes: those with room for it, and what the table says."""
+"""Which backend "auto" takes: a rule by the bytes of one rank's rows, the same on every rank.
+
+Every backend gives the same bits, so this decides about time alone.
+"""
 
 from __future__ import annotations
 
-import logging
+import math
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass
 
-from weft.allreduce.reduction import Reduction
-from weft.allreduce.spec import Quant, coding_of
-from weft.allreduce.table import MEASURED, NEAREST, ONLY, Choice, Table
+from weft.allreduce.config import ReduceConfig
 from weft.errors import InvalidArgument
-from weft.memory import Group
-from weft.shape import DTYPE_NAMES
-from weft.tuning.table_vote import agreed_table, common_gpu
 
-__all__ = ["Choice", "able", "choose", "common_table", "epilogue_of"]
-
-_log = logging.getLogger(__name__)
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-_EPILOGUES = {"none": "norm", "static": "fp8-static", "token": "fp8-token"}
+# KiB of one rank's rows from which on another backend is faster, for a sum alone and for a sum with
+# an epilogue, by ranks. 8 x H200 2026-11-20, 4 x H200 2026-11-21, 2 x H200 2026-11-22; hidden 4096
+# and 7168 in bf16, 1 to 2048 tokens (benchmarks/allreduce-choices-*.json): within 1.7 % of the
+# fastest on 4 and 8 ranks, 5 % on 2 (8.4 % for sums alone of 2048 rows of 4096).
+TWOSHOT_FROM = {2: (7168, 7168), 4: (224, 256), 8: (112, 112)}
+BULK_FROM = {2: (math.inf, 7168), 4: (math.inf, 1792), 8: (28672, 7168)}
 
 
-def common_table(group: Group, given: Table | Path | str | None = None) -> Table:
-    """The table that all ranks use: rank 0's. Collective.
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """backend: what was chosen.   text: why, in a sentence."""
 
-    given: a table, the path of one, or None for the one that came with weft for this machine.
-    Raises CreationFailed and GeometryMismatch, as agreed_table.
-    """
-
-    gpu = common_gpu(group)
-
-    def shipped() -> Table:
-        return Table.shipped(gpu, group.size)
-
-    found = agreed_table(group, given, Table, shipped=shipped)
-    assert found is not None  # there is always the formula
-    if group.rank == 0:
-        there, here = (found.gpu, found.ranks), (gpu, group.size)
-        _log.info("the all-reduce chooses its backend by this table: %s", found.origin)
-        if found.source == MEASURED and there != here:
-            measured, mine = (f"{n} x {name or 'CPU'}" for name, n in (there, here))
-            _log.warning("the all-reduce table is of %s, but these ranks are %s", measured, mine)
-    return found
+    backend: str
+    text: str
 
 
-def able(reduction: Reduction, backends: Sequence[str], tokens: int) -> list[str]:
+def able(config: ReduceConfig, backends: Sequence[str], tokens: int) -> list[str]:
     """The backends that have slots for so many tokens, without the collective one."""
     return [
         name
         for name in backends
-        if name != "collective" and (name != "oneshot" or tokens <= reduction.direct)
+        if name != "collective" and (name != "oneshot" or tokens <= config.direct)
     ]
 
 
-def epilogue_of(quant: Quant | None, *, norm: bool) -> str:
-    """The class of work after the sum, as tables name it."""
-    return _EPILOGUES.get(coding_of(quant), "fp8-group") if norm else "none"
+def choose(config: ReduceConfig, backends: Sequence[str], tokens: int, *, epilogue: bool) -> Choice:
+    """The backend of `backends` for so many tokens.
 
+    The collective backend is taken where no other serves so many tokens. Raises InvalidArgument
+    where none does: one shot has no slots beyond `config.direct`.
 
-def choose(
-    table: Table,
-    reduction: Reduction,
-    backends: Sequence[str],
-    tokens: int,
-    epilogue: str,
-    *,
-    gpu: str,
-) -> Choice:
-    """What `table` says of those of `backends` that serve so many tokens; equal on all ranks.
-
-    The collective backend is taken where no other serves so many tokens, and never beside one that
-    does. Raises InvalidArgument where none does: one shot has no slots beyond `reduction.direct`.
-
-    gpu: this rank's, "" for CPU ranks. A table of another machine is read all the same, and named.
+    epilogue: is a residual added, or are rows normed?
     """
-    names = able(reduction, backends, tokens)
+    names = able(config, backends, tokens)
     if not names and "collective" not in backends:
         raise InvalidArgument(
             f"{tokens} tokens; this all-reduce was built with oneshot alone, which has slots for "
-            f"{reduction.direct}: build it with 'twoshot' too, or bring fewer"
+            f"{config.direct}: build it with 'twoshot' too, or bring fewer"
         )
-    if not names:
-        return Choice("collective", ONLY, "collective is the only backend that serves this call")
-    found = table.choose(
-        tokens,
-        hidden=reduction.hidden,
-        dtype=_DTYPES[reduction.dtype],
-        epilogue=epilogue,
-        backends=names,
-    )
-    if found.source == MEASURED and reduction.epilogue_at == "receiver" and epilogue != "none":
-        text = f"{found.text} It was measured with epilogue_at='owner'."
-        found = replace(found, source=NEAREST, text=text)
-    if found.source != MEASURED or (table.gpu, table.ranks) == (gpu, reduction.ranks):
-        return found
-    measured, here = (
-        f"{n} x {name or 'CPU'}" for name, n in ((table.gpu, table.ranks), (gpu, reduction.ranks))
-    )
-    return replace(
-        found, source=NEAREST, text=f"{found.text} The table is of {measured}, this is {here}."
+    if len(names) <= 1:
+        name = names[0] if names else "collective"
+        return Choice(name, f"{name} is the only backend that serves {tokens} tokens")
+    measured = next(n for n in TWOSHOT_FROM if config.ranks <= n)
+    kib = tokens * config.row_bytes / 1024
+    twoshot, bulk = TWOSHOT_FROM[measured][epilogue], BULK_FROM[measured][epilogue]
+    best = "oneshot" if kib < twoshot else "twoshot" if kib < bulk else "twoshot_bulk"
+    order = {"oneshot": 0, "twoshot": 1, "twoshot_bulk": 2}
+    name = min(names, key=lambda each: (abs(order[each] - order[best]), -order[each]))
+    limits = f"twoshot from {twoshot} KiB a rank, twoshot_bulk from {bulk}"
+    work = "a sum with an epilogue" if epilogue else "a sum alone"
+    return Choice(
+        name,
+        f"{name} for {tokens} rows of {config.row_bytes} bytes ({kib:.0f} KiB): for {work} on "
+        f"{config.ranks} ranks, {limits}; measured on {measured} x H200",
     )

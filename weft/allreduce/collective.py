@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from weft.allreduce.call import Checked, Reduced
 from weft.allreduce.reference import allreduce_fused, finalize_moe
-from weft.allreduce.request import Request
-from weft.allreduce.spec import Reduced
 from weft.memory import Group
 from weft.memory.collective import all_gather
 
@@ -25,15 +24,15 @@ class CollectiveReduce:
     def __init__(self, group: Group) -> None:
         self._size, self._process_group = group.size, group.process_group()
 
-    def run(self, request: Request, eps: float, weight_bias: float) -> None:
-        """Fill the request's outputs."""
-        x = finalize_moe(request.prologue) if request.prologue is not None else request.x
+    def run(self, checked: Checked) -> None:
+        """Fill the outputs of a call."""
+        call = checked.call
+        x = finalize_moe(call.prologue) if call.prologue is not None else call.x
         assert x is not None
-        total = self._sum(x)
         made = allreduce_fused(
-            [total], request.residual, request.weight, eps, weight_bias, request.quant
+            [self._sum(x)], call.residual, call.weight, call.eps, call.weight_bias, call.quant
         )
-        _copy(made, request.reduced)
+        _copy(made, checked.reduced)
 
     def _sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' x, rounded once."""

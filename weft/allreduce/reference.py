@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from weft.allreduce.spec import FP8Group, FP8Static, FP8Token, MoEFinalize, Quant, Reduced
+from weft.allreduce.call import FP8Group, FP8Static, FP8Token, MoEFinalize, Quant, Reduced
 
 CANONICAL = {
     torch.bfloat16: (torch.int16, 0x7FFF),

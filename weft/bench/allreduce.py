@@ -15,16 +15,14 @@ import torch
 
 import weft
 from weft import reference
-from weft.allreduce.curve import EPILOGUES
-from weft.allreduce.reduction import Reduction
-from weft.allreduce.table import BACKENDS as SAME_BITS
-from weft.allreduce.table import Table
+from weft.allreduce.config import ReduceConfig
 from weft.bench.case import Refused, RowsCase, choose, choose_backends
 from weft.bench.check import poison, settle, unlike_row
 from weft.bench.clock import Calls
 from weft.bench.limits import ONE_WAY_FIXED_US, TWO_WAY_FIXED_US, allreduce_floor_us, link_rate
 from weft.errors import InvalidArgument, UsageError
 from weft.memory import Group
+from weft.runtime.call_word import BACKENDS as SAME_BITS
 
 if TYPE_CHECKING:
     from weft.bench.run import Measurement, Report
@@ -34,6 +32,7 @@ BACKENDS = (*SAME_BITS, COLLECTIVE, AUTO)
 GROUP = 128  # columns that share a scale in fp8-group
 EPS = 1e-6
 SCALE = 0.02  # of fp8-static: normalised numbers reach 4, the largest e4m3 number is 448
+EPILOGUES = ("none", "norm", "fp8-static", "fp8-token", "fp8-group")
 _EPILOGUE = {
     "none": "sum",
     "norm": "sum + residual + RMSNorm",
@@ -56,7 +55,6 @@ class ReduceCase(RowsCase):
 
     epilogue: "none" sums; "norm" adds a residual and takes RMSNorm; the others quantise what that
     gives, and write no norm.
-    table: a file of `weft tune allreduce` that "auto" reads, or None for what came with weft.
     """
 
     operator: ClassVar[str] = "allreduce"
@@ -64,21 +62,18 @@ class ReduceCase(RowsCase):
 
     epilogue: str = "norm"
     backends: tuple[str, ...] = (AUTO,)
-    table: str | None = None
 
     def __post_init__(self) -> None:
         RowsCase.__post_init__(self)
         choose(epilogue=(self.epilogue, EPILOGUES))
         choose_backends(self.backends, BACKENDS)
         sizes: dict[str, Any] = {"ranks": self.ranks, "max_tokens": self.capacity}
-        Reduction.of(**sizes, hidden=self.hidden, dtype=self.out_dtype)  # refuses what cannot be
+        ReduceConfig.of(**sizes, hidden=self.hidden, dtype=self.out_dtype)  # refuses what cannot be
         if self.epilogue == "fp8-group" and self.hidden % GROUP:
             raise InvalidArgument(
                 f"hidden is {self.hidden} and fp8-group has a scale for each {GROUP} columns: "
                 f"choose a multiple of {GROUP}"
             )
-        if self.table is not None:
-            Table.load(self.table)  # refuses what is none
 
     @property
     def variants(self) -> tuple[str, ...]:
@@ -192,7 +187,6 @@ class ReduceSession:
             max_tokens=case.capacity,
             hidden=case.hidden,
             dtype=case.out_dtype,
-            table=case.table,
             timeout=30.0,  # ranks that share cores may be late without being dead
             programmatic_launch=case.programmatic_launch,
             **backends,
@@ -205,7 +199,7 @@ class ReduceSession:
 
     def facts(self) -> dict[str, Any]:
         """Bytes of symmetric memory."""
-        return {"memory_bytes": self.reduce.reduction.share_bytes}
+        return {"memory_bytes": self.reduce.config.share_bytes}
 
     @contextlib.contextmanager
     def trial(self, variant: str, tokens: int) -> Iterator[ReduceTrial]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, TypeAlias
 
+import torch
+
 from weft.bench.case import Case, Refused, Trial
 from weft.bench.clock import Samples, measure
 from weft.bench.cold import ColdClock
@@ -14,7 +16,6 @@ from weft.bench.corun import measure_corun
 from weft.bench.machine import describe_machine
 from weft.bench.progress import progress
 from weft.memory import Group, launch
-from weft.tuning.table_vote import gpu_name
 
 LIMIT_SECONDS = 3600.0  # of a whole run
 SamplesOfRank: TypeAlias = dict[str, list[list[float]]]  # phase -> for each rank, its samples, us
@@ -142,4 +143,6 @@ def first_problem(group: Group, problem: str | None) -> str | None:
 
 def gpu_names(group: Group) -> list[str]:
     """The name of each rank's GPU; empty for CPU ranks. Collective."""
-    return [gpu for gpu in group.all_gather(gpu_name(group.device)) if gpu]
+    cuda = group.device.type == "cuda"
+    name = torch.cuda.get_device_name(group.device) if cuda else ""
+    return [gpu for gpu in group.all_gather(name) if gpu]

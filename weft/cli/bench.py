@@ -1,4 +1,4 @@
-"""The commands `weft bench` and `weft tune`: from options to a case, a report, and its files."""
+"""The commands of `weft bench`: from options to a case, a report, and its files."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import Annotated
 
 import typer
 
-from weft.allreduce.curve import EPILOGUES
-from weft.allreduce.table import BACKENDS as TUNED
 from weft.bench import allreduce, allreduce_baselines, layer, lowlatency, moe, moe_baselines
 from weft.bench.baselines import Baseline, measure_baselines, merge_peers
-from weft.bench.case import Case, parse_sizes
+from weft.bench.case import Case
 from weft.bench.layer_trace import check_traced, trace_layers
 from weft.bench.peers import matching
 from weft.bench.routing import ROUTINGS
@@ -28,21 +26,15 @@ from weft.cli.bench_options import (
     Number,
     NumSms,
     PairOptions,
-    RunOptions,
     Text,
     flat,
 )
-from weft.cli.options import STDOUT, check_writable, choice, stop_at, wide_console, words
+from weft.cli.options import STDOUT, choice, stop_at, wide_console, words
 from weft.lowlatency.shape import REDUCES, SCALES
 from weft.moe import MODES
 
 bench = typer.Typer(
     add_completion=False, help="Check, then time, weft's operations; without a name, moe."
-)
-tune = typer.Typer(
-    add_completion=False,
-    help="Measure this machine, so that weft chooses right on it.",
-    no_args_is_help=True,
 )
 
 Tokens = Annotated[str, typer.Option(help="tokens per rank: 1,8,64 or 1..512 (doubling)")]
@@ -54,7 +46,6 @@ Peers = Annotated[bool, typer.Option("--peers", help="also measure installed lib
 Trace = Annotated[
     File, typer.Option(help="run the largest size again, profiled; write it for Perfetto")
 ]
-Table = Annotated[File, typer.Option(help="file of `weft tune` that auto reads")]
 _EPILOGUE = "{}: what follows the sum"
 
 
@@ -132,8 +123,7 @@ def bench_allreduce(
     max_tokens: MaxTokens = None,
     dtype: Dtype = "bf16",
     backend: Annotated[str, choice(allreduce.BACKENDS, "some of {}", several=True)] = "auto",
-    epilogue: Annotated[str, choice(EPILOGUES, _EPILOGUE)] = "norm",
-    table: Table = None,
+    epilogue: Annotated[str, choice(allreduce.EPILOGUES, _EPILOGUE)] = "norm",
     cold: Cold = False,
     peers: Peers = False,
     options: BenchOptions,
@@ -146,7 +136,6 @@ def bench_allreduce(
         dtype=dtype,
         backends=words(backend),
         epilogue=epilogue,
-        table=str(table) if table else None,
         cold=cold,
     )
     _run(case, options, baselines=allreduce_baselines.BASELINES if peers else ())
@@ -207,37 +196,6 @@ def bench_default(context: typer.Context) -> None:
     """Run `moe` with its defaults when no benchmark is named."""
     if context.invoked_subcommand is None:
         bench_moe()
-
-
-@tune.callback()
-def tune_group() -> None:
-    """Measure what an `auto` chooses by, and write a table."""
-
-
-@tune.command("allreduce")
-@flat
-def tune_allreduce(
-    output: Annotated[Path, typer.Argument(help="file to write; AllReduce(table=...) reads it")],
-    *,
-    tokens: Tokens = "1..2048",
-    hidden: Annotated[str, typer.Option(help="elements of a row, with commas")] = "7168,4096",
-    dtype: Dtype = "bf16",
-    epilogue: Annotated[str, choice(EPILOGUES, _EPILOGUE, several=True)] = "norm,none",
-    backend: Annotated[str, choice(TUNED, "some of {}", several=True)] = ",".join(TUNED),
-    options: RunOptions,
-) -> None:
-    """Measure every backend of the all-reduce here, and write the table that auto chooses by."""
-    from weft.bench.allreduce_tune import print_table, tune, tuning_cases
-    from weft.bench.report import write_text
-
-    check_writable(output)
-    case = allreduce.ReduceCase(**options.settings(tokens), dtype=dtype, backends=words(backend))
-    cases = tuning_cases(case, parse_sizes(hidden), words(epilogue))
-    found = tune(cases, quiet=options.quiet)
-    stop_at(found.problem)
-    if found.table is not None:
-        write_text(output, found.table.text())
-        print_table(wide_console(), found.table)
 
 
 def _run(

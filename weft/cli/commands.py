@@ -1,4 +1,4 @@
-"""The command `weft`: bench, tune, eval, doctor, demo, cache.
+"""The command `weft`: bench, eval, doctor, demo, cache.
 
 Commands import what they need when they run: help and completion are to be quick.
 """
@@ -17,14 +17,14 @@ from weft.errors import InvalidArgument, RankFailed, WeftError
 
 
 class _Commands(TyperGroup):
-    """Replaces bench and tune by what `weft.cli.bench` has of them when one is run."""
+    """Replaces bench by what `weft.cli.bench` has of it when it is run."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
-        if name in ("bench", "tune"):
+        if name == "bench":
             from weft.cli import bench as cli_bench
 
-            command = typer.main.get_command(getattr(cli_bench, name))
+            command = typer.main.get_command(cli_bench.bench)
         return name, command, rest
 
 
@@ -73,11 +73,6 @@ def options(
 @app.command("bench")
 def bench() -> None:
     """Check, then time, weft's operations; or compare two recorded runs."""
-
-
-@app.command("tune")
-def tune() -> None:
-    """Measure this machine, so that weft chooses right on it."""
 
 
 _EXCHANGES = "some of none (one process), all_reduce, all_to_all (transformers' own), weft"

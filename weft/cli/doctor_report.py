@@ -25,8 +25,6 @@ from typing import Any
 
 import torch
 
-from weft.allreduce.table import SHIPPED as REDUCE_TABLES
-from weft.allreduce.table import Table
 from weft.bench.machine import ask_nvidia_smi, cpu_name, describe_code, driver_version
 from weft.cli.doctor import Finding
 from weft.errors import InvalidArgument, WeftError
@@ -69,7 +67,6 @@ def report(findings: Iterable[Finding]) -> dict[str, Any]:
         "limits": _limits(),
         "environment": _environment(),
         "cache": _cache(),
-        "tables": _tables(),
         "findings": [asdict(finding) for finding in findings],
     }
     report: dict[str, Any] = _without(sections, _private_words())
@@ -206,12 +203,6 @@ def _cache() -> dict[str, Any]:
     entries = store.entries()
     size = sum(entry.bytes for entry in entries)
     return {"path": str(store.path), "entries": len(entries), "bytes": size}
-
-
-def _tables() -> dict[str, str]:
-    """The measured tables that came with weft."""
-    reduces = {path.name: Table.load(path) for path in sorted(REDUCE_TABLES.glob("*.json"))}
-    return {f"all-reduce {n}": f"{t.ranks} x {t.gpu}, {t.date}" for n, t in reduces.items()}
 
 
 def _read(path: str) -> str:

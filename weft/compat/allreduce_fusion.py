@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from weft.allreduce.spec import FP8Group, FP8Static, FP8Token, MoEFinalize
+from weft.allreduce.call import FP8Group, FP8Static, FP8Token, MoEFinalize
 from weft.arguments import instance, integer, real, shown
 from weft.compat.fusion_workspace import NAMES, REDUCED, AllReduceFusionWorkspace
 from weft.compat.refusals import MOE_QUANT, NVFP4, refuse

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.allreduce.api import AllReduce
-from weft.allreduce.reduction import MAX_TOKENS
-from weft.allreduce.spec import MoEFinalize, Reduced
+from weft.allreduce.call import MoEFinalize, Reduced
+from weft.allreduce.config import MAX_TOKENS
+from weft.allreduce.operator import AllReduce
 from weft.arguments import flags, instance, integer, one_of, real
 from weft.compat.ranks import RankPlace, lease_group, release_group
 from weft.compat.refusals import refuse, renamed
@@ -116,7 +116,7 @@ class AllReduceFusionWorkspace:
         and InvalidArgument in a graph capture that is the first to bring such rows.
         """
         reduce, key = self.open(), (int(rows.shape[-1]), rows.dtype)
-        if key == (reduce.reduction.hidden, reduce.dtype) or not self._fits(1, *key):
+        if key == (reduce.config.hidden, reduce.dtype) or not self._fits(1, *key):
             return reduce
         if key not in self._others:
             self._refuse_capture(f"rows [{key[0]}] of {key[1]}", "bring some before the capture")
@@ -156,7 +156,7 @@ class AllReduceFusionWorkspace:
         flags(use_oneshot=use_oneshot)
         if not use_oneshot:
             return "twoshot"
-        return "oneshot" if tokens <= self.serving(rows).reduction.direct else "auto"
+        return "oneshot" if tokens <= self.serving(rows).config.direct else "auto"
 
     def run(
         self,

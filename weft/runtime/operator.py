@@ -101,7 +101,7 @@ class Operator(ABC):
             problem = error
         group.vote(problem, doing=f"preparing {what}", undo=lambda: self._kernels.close())
         self.group, self._what, self._owner = group, what.split(" ", 1)[1], os.getpid()
-        manifest = config.manifest()
+        manifest = self._manifest(config)
         try:
             group.agree(dict(manifest), what=f"{self._what} geometry")
             self.heap = Heap.create(group, config.share_bytes)
@@ -146,6 +146,11 @@ class Operator(ABC):
         self.heap.tensor((HEADER_BYTES,), torch.uint8).copy_(raw)
         if self.group.device.type == "cuda":
             torch.cuda.current_stream(self.group.device).synchronize()
+
+    def _manifest(self, config: Any) -> Mapping[str, JSON]:
+        """What the ranks compare at creation, and what tells compiled graphs apart."""
+        manifest: Mapping[str, JSON] = config.manifest()
+        return manifest
 
     @abstractmethod
     def _fill(self, config: Any, header: Header) -> None:

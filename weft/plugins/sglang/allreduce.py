@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from weft.allreduce.api import AllReduce
+from weft.allreduce.operator import AllReduce
 from weft.errors import InvalidArgument, WeftError
 from weft.leases import Lease, lease
 from weft.memory import Group

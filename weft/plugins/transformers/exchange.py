@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.allreduce.api import AllReduce
+from weft.allreduce.operator import AllReduce
 from weft.alltoall.operator import AllToAll
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.memory import Group

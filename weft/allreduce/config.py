@@ -1,7 +1,9 @@
-"""Reduction: the sizes that specialise the fused all-reduce, and what its share holds."""
+"""What one all-reduce is made from: arguments, their checks, and where its slots are."""
 
 from __future__ import annotations
 
+import ctypes
+from ctypes import c_float, c_uint32, c_uint64
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -12,6 +14,7 @@ from weft.errors import InvalidArgument
 from weft.fields import Choice, Size, by_argument, check_fields, literal
 from weft.memory.header import HEADER_BYTES
 from weft.memory.wire import JSON
+from weft.runtime.args import Site
 from weft.runtime.layout import Numbers, offset, up
 from weft.shape import DTYPE_NAMES, ITEM_BYTES
 
@@ -26,8 +29,51 @@ FEWEST_DIRECT = 32
 EPILOGUES_AT = ("owner", "receiver")
 
 
+class ReduceArgs(ctypes.Structure):
+    """`weft::ReduceArgs` in allreduce/layout.cuh."""
+
+    _fields_ = (
+        ("site", Site),
+        ("x", c_uint64),
+        ("residual", c_uint64),
+        ("weight", c_uint64),
+        ("out", c_uint64),
+        ("residual_out", c_uint64),
+        ("norm_out", c_uint64),
+        ("quant_out", c_uint64),
+        ("scale_out", c_uint64),
+        ("scale", c_uint64),
+        ("rows", c_uint64),
+        ("index", c_uint64),
+        ("scales", c_uint64),
+        ("shared", c_uint64),
+        ("signature", c_uint64),
+        ("row_limit", c_uint32),
+        ("top_k", c_uint32),
+        ("tokens", c_uint32),
+        ("eps", c_float),
+        ("weight_bias", c_float),
+        ("weight_is_fp32", c_uint32),
+        ("scales_are_fp32", c_uint32),
+        ("coding", c_uint32),
+        ("scale_stride", c_uint32),
+        ("pushers", c_uint32),
+        ("reducers", c_uint32),
+        ("pushers_finish", c_uint32),
+        ("routed_scaling_factor", c_float),
+    )
+
+
+# The tensors of a call, in the order in which ReduceArgs holds their addresses, without a gap.
+ADDRESSES = (
+    *("x", "residual", "weight"),
+    *("out", "residual_out", "norm_out", "quant_out", "scale_out"),
+    *("scale", "rows", "index", "scales", "shared"),
+)
+
+
 @dataclass(frozen=True, slots=True)
-class Reduction:
+class ReduceConfig:
     """`weft::Reduction` in allreduce/layout.cuh is the same struct.
 
     ranks: 2..8.   tokens: most of one call.   direct: most of one call in one shot.
@@ -53,7 +99,7 @@ class Reduction:
         hidden: int,
         dtype: torch.dtype,
         epilogue_at: str = "owner",
-    ) -> Reduction:
+    ) -> ReduceConfig:
         """The sizes for a caller's arguments."""
         dtype, ranks = one_of("dtype", dtype, DTYPE_NAMES), integer("ranks", ranks, 1, 1 << 16)
         max_tokens, hidden = integer("max_tokens", max_tokens, 1, MAX_TOKENS), _hidden(hidden)
@@ -111,6 +157,11 @@ class Reduction:
         return self.rows + sum(up(count * row) for count in sizes)
 
     @property
+    def descriptor(self) -> int:
+        """0: the sizes are compared in full, and call words distinguish calls."""
+        return 0
+
+    @property
     def share_bytes(self) -> int:
         """Bytes of symmetric memory of one rank."""
         return self.trailers + up(16 * (self.ranks - 1) * self.owned)
@@ -145,7 +196,9 @@ def memory_bytes(
 
     Raises InvalidArgument as the constructor does.
     """
-    return Reduction.of(ranks=ranks, max_tokens=max_tokens, hidden=hidden, dtype=dtype).share_bytes
+    return ReduceConfig.of(
+        ranks=ranks, max_tokens=max_tokens, hidden=hidden, dtype=dtype
+    ).share_bytes
 
 
 def _hidden(value: object) -> int:

@@ -1,0 +1,229 @@
+"""The kernels of an all-reduce: generated entries, and how each is launched.
+
+Launches are local to a rank: peers may choose differently, and no choice changes a bit of a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from weft.allreduce.config import ReduceArgs, ReduceConfig
+from weft.errors import InvalidArgument
+from weft.jit import CUDA_OPTIONS, Launcher
+from weft.runtime.kernels import Build, CpuKernels, CudaKernels, Kernels, Launch, Program
+from weft.runtime.stream import loading
+
+# One rounding for each operation: bits must not depend on who fuses a multiply with an add.
+OPTIONS = (*CUDA_OPTIONS, "-fmad=false")
+ENTRIES = {"oneshot": "oneshot", "twoshot": "twoshot", "twoshot_bulk": "bulk"}
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """The template behind one backend, and its launch bounds.
+
+    pieces: vectors of a row that one thread of a summing CTA holds.   threads: most of a CTA, of
+    which `per_sm` must fit on one SM.
+    """
+
+    call: str
+    pieces: int
+    threads: int
+    per_sm: int
+
+
+KERNELS = {
+    "oneshot": Kernel("oneshot<R, {moe}>", 1, 512, 1),
+    "twoshot": Kernel("twoshot<R, {moe}, 1, false>", 1, 512, 1),
+    "twoshot_bulk": Kernel("twoshot<R, {moe}, 2, true>", 2, 512, 1),
+}
+MOE = "_moe"  # at the end of an entry's name: rows are made by a prologue
+
+
+def cpu_program(config: ReduceConfig) -> Program:
+    """The generated C++ entries: one of a backend serves rows and prologues."""
+    entries = "".join(
+        f'extern "C" void {name}{end}(const weft::ReduceArgs* a) '
+        f"{{ weft::reduce<R, weft::Backend::{backend}>(*a); }}\n"
+        for name, backend in ENTRIES.items()
+        for end in ("", MOE)
+    )
+    return _program(config, "#include <weft/allreduce/cpu.cpp>\n", entries)
+
+
+def cuda_program(config: ReduceConfig) -> Program:
+    """The generated CUDA entries."""
+    entries = "".join(
+        f'extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.per_sm})\n'
+        f"{name}{end}(const __grid_constant__ weft::ReduceArgs a) "
+        f"{{ weft::{kernel.call.format(moe=moe)}(a); }}\n"
+        for name, kernel in KERNELS.items()
+        for end, moe in (("", "false"), (MOE, "true"))
+    )
+    headers = "#include <weft/allreduce/oneshot.cuh>\n#include <weft/allreduce/twoshot.cuh>\n"
+    return _program(config, headers, entries)
+
+
+def _program(config: ReduceConfig, headers: str, entries: str) -> Program:
+    constant = f"constexpr weft::Reduction R = {config.literal()};\n"
+    return Program(
+        name="allreduce",
+        what="all-reduce",
+        body=headers + constant + entries,
+        entry_points={name + end: ReduceArgs for name in ENTRIES for end in ("", MOE)},
+        offsets=config.asserted(),
+        options=OPTIONS,
+    )
+
+
+# 16-byte words of a call, for each rank, from which on a launch that overlaps its predecessor only
+# takes room from it: it gains 0.5 us up to 32 tokens x 7168 on 8 ranks, and loses 5 % at 128
+# (8 x H200, 2026-11-20).
+LONG = 7500
+DECIDED = ("pushers", "reducers", "pushers_finish")  # by the plan
+
+
+class CudaReduceKernels(CudaKernels):
+    """The kernels of one config."""
+
+    def __init__(self, config: ReduceConfig, build: Build) -> None:
+        super().__init__(cuda_program(config), build)
+        self._config = config
+        self._functions = {name: self._module.function(name) for name in self._program.entry_points}
+        self._launchers: dict[tuple[str, int, bool], Launcher] = {}
+        self._resident: dict[tuple[str, int, int], int] = {}
+
+    def resident(self, name: str, threads: int, cluster: int) -> int:
+        """CTAs of a kernel that fit on the GPU at once; of both kernels of a backend."""
+        key = (name, threads, cluster)
+        if key not in self._resident:
+            self._resident[key] = cluster * min(
+                self._module.resident_clusters(name + end, threads, cluster) for end in ("", MOE)
+            )
+        return self._resident[key]
+
+    def _overlaps(self, name: str, tokens: int, p: ReducePlan) -> bool:
+        """May a launch take its place while its predecessor runs?
+
+        One shot only where three launches fit on the GPU. Where two hardly do, their clusters get
+        in each other's way (7168, 2 x H200): 448 CTAs on a GPU that holds 660 took 907 us instead
+        of 6.8 (64 tokens, 2026-11-20), 256 CTAs 1663 us instead of 11.8 (128, 2026-11-22).
+        """
+        if tokens * self._config.vectors >= LONG * self._config.ranks:
+            return False
+        return name != "oneshot" or 3 * p.ctas <= self.resident(name, p.threads, p.cluster)
+
+    def _find(self, name: str, tokens: int) -> Launch:
+        p = self._plan(name.removesuffix(MOE), tokens)
+        early = self._build.programmatic and self._overlaps(name.removesuffix(MOE), tokens, p)
+        fields = tuple((field, int(getattr(p, field))) for field in DECIDED)
+        return Launch(self._launcher(name, p.cluster, early), (p.ctas, 1, 1), p.threads, fields)
+
+    def _launcher(self, name: str, cluster: int, early: bool) -> Launcher:
+        key = (name, cluster, early)
+        if key not in self._launchers:
+            self._launchers[key] = Launcher(
+                self._functions[name], ReduceArgs, programmatic=early, cluster=cluster
+            )
+        return self._launchers[key]
+
+    def _plan(self, name: str, tokens: int) -> ReducePlan:
+        """The launch of a backend on so many tokens."""
+
+        def resident(threads: int, cluster: int) -> int:
+            return self.resident(name, threads, cluster)
+
+        vectors, ranks = self._config.vectors, self._config.ranks
+        if name == "oneshot":
+            return plan_oneshot(tokens, vectors, sms=self._sms, resident=resident)
+        pieces = KERNELS[name].pieces
+        return plan_twoshot(tokens, vectors, ranks, pieces=pieces, resident=resident)
+
+
+def load_kernels(device: torch.device, config: ReduceConfig, build: Build) -> Kernels:
+    """Compile and load all backends of a config for one rank's device."""
+    if device.type == "cpu":
+        return CpuKernels(cpu_program(config), build)
+    with loading(device):
+        return CudaReduceKernels(config, build)
+
+
+WARP = 32
+LARGEST_CTA = 512  # launch bounds in KERNELS
+LARGEST_CLUSTER = 8  # that every GPU from Hopper on can form
+# CTAs of a cluster, by threads of a CTA -> CTAs that fit on the GPU at once.
+Resident = Callable[[int, int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class ReducePlan:
+    """A launch: `ctas` of `threads`, `cluster` of them to a row.
+
+    pushers, reducers: of the two-shot backends, how many CTAs push rows and sum rows; the others
+    finish rows, and so do pushers when they have pushed, if `pushers_finish`.
+    """
+
+    ctas: int
+    threads: int
+    cluster: int
+    pushers: int = 0
+    reducers: int = 0
+    pushers_finish: bool = False
+
+
+def plan_oneshot(tokens: int, vectors: int, *, sms: int, resident: Resident) -> ReducePlan:
+    """One cluster a token, as wide as fills the SMs: one SM pushes only about 36 GB/s."""
+    for widest in range(min(LARGEST_CLUSTER, max(1, sms // tokens)), LARGEST_CLUSTER + 1):
+        for threads, cluster in _rows(vectors, widest):
+            if resident(threads, cluster) >= cluster:
+                return ReducePlan(tokens * cluster, threads, cluster)
+    raise InvalidArgument(f"no cluster of this GPU holds a row of {16 * vectors} bytes")
+
+
+def plan_twoshot(
+    tokens: int, vectors: int, ranks: int, *, pieces: int, resident: Resident
+) -> ReducePlan:
+    """All CTAs fit at once: those that finish rows hold their places while they wait for sums.
+
+    One piece, few rows: a row is a cluster's, so that few of them fill the SMs. Two pieces, many
+    rows: a row is one CTA's, which meets in itself (8 x H200, 7168, 2026-11-20: 47.4 against 51.1
+    us at 512 tokens, 169 against 177 at 2048, for 1 x 448 against 4 x 128 threads a row).
+    """
+    rows = -(-tokens // ranks)
+    share = -(-vectors // pieces)
+    threads, cluster, room = _roomy(share, LARGEST_CLUSTER if pieces == 1 else 1, resident)
+    if room < 2 * cluster:
+        raise InvalidArgument(f"no cluster of this GPU holds a row of {16 * vectors} bytes")
+    # The fewer the ranks, the more of the work is summing: a rank owns more of the rows.
+    share_of_sums = 3 if pieces == 1 else 2 + ranks / 4
+    reducers = min(rows, max(1, int(room // cluster / share_of_sums))) * cluster
+    wanted = -(-rows * (ranks - 1) * vectors // threads)
+    pushers = min(room - reducers, -(-wanted // cluster) * cluster)
+    return ReducePlan(pushers + reducers, threads, cluster, pushers, reducers, True)
+
+
+def _roomy(vectors: int, widest: int, resident: Resident) -> tuple[int, int, int]:
+    """(threads, cluster, CTAs that fit at once) of the first shape of which two clusters fit."""
+    for most in range(widest, LARGEST_CLUSTER + 1):
+        # Warps of a CTA: four at least, so that few CTAs make a row.
+        for threads, cluster in _rows(vectors, min(most, max(1, -(-vectors // (4 * WARP))))):
+            room = resident(threads, cluster) // cluster * cluster
+            if room >= 2 * cluster:
+                return threads, cluster, room
+    return WARP, 1, 0
+
+
+def _rows(vectors: int, widest: int) -> Iterator[tuple[int, int]]:
+    """(threads, cluster) with a thread for each vector, in at most `widest` CTAs.
+
+    The second has a power of two, for GPUs that form no other clusters; some CTAs of it may idle.
+    """
+    warps = -(-vectors // WARP)
+    each = -(-warps // widest)
+    cluster = -(-warps // each)
+    if each * WARP <= LARGEST_CTA:
+        yield each * WARP, cluster
+        yield each * WARP, 1 << (cluster - 1).bit_length()

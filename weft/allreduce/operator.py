@@ -1,0 +1,245 @@
+"""AllReduce: tensor-parallel sums fused with residual, RMSNorm and FP8, over symmetric memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from weft.allreduce import compile as traced
+from weft.allreduce.call import (
+    Checked,
+    Fused,
+    Key,
+    MoEFinalize,
+    Prepared,
+    Quant,
+    Reduced,
+    Requested,
+)
+from weft.allreduce.choice import Choice, able, choose
+from weft.allreduce.collective import CollectiveReduce
+from weft.allreduce.config import ReduceConfig, memory_bytes
+from weft.allreduce.kernels import MOE, load_kernels
+from weft.arguments import flags, integer, listed, one_of, refuse
+from weft.errors import InvalidArgument
+from weft.memory import Group
+from weft.memory.driver import in_relaxed_mode
+from weft.memory.header import Header
+from weft.memory.wire import JSON
+from weft.runtime.call_word import BACKENDS
+from weft.runtime.check import check_tokens
+from weft.runtime.kernels import Build, Kernels
+from weft.runtime.operator import Operator, one_call
+
+_log = logging.getLogger(__name__)
+AUTO = "auto"
+ALIASES = {"nccl": "collective"}
+MOST_PREPARED = 512  # kinds of calls that are kept; each takes about 3 KiB
+
+
+class AllReduce(Operator):
+    """Sum every rank's rows and, in the same launch, add a residual, normalise and quantise.
+
+    Meaning: `weft.reference.allreduce_fused`, bit for bit, whatever the backend, the number of
+    tokens or the launch: sums are fp32 in rank order, and the tree of the norm is fixed. All memory
+    and all kernels are made here; a call allocates nothing but outputs that were not given, waits
+    for no host, and may be captured in CUDA graphs that replay between eager calls. Every rank
+    makes the same calls, with as many tokens and the same eps and weight_bias; residual, weight and
+    the scale of FP8Static are equal on all ranks unless `epilogue_at` says otherwise.
+
+    max_tokens: the most rows of one rank in one call.
+    hidden, dtype: a row; bfloat16, float16 or float32, hidden a multiple of 8.
+    backends: "oneshot" (every rank sums everything; up to 32 tokens on 8 ranks), "twoshot" and
+        "twoshot_bulk" (each token is summed by one rank; bulk is for prefill), and "collective"
+        (torch.distributed; "nccl" is another name for it).
+    epilogue_at: whose residual, weight and FP8Static scale a row of two shots gets. "owner": those
+        of the rank that sums it, which are equal on all ranks; the fastest. "receiver": each rank
+        applies its own, which may differ. The other backends always do, with the same bits.
+    timeout, first_timeout: seconds that a wait for a peer may take, and one of the first call.
+    programmatic_launch: let a short kernel take its place on the GPU while its predecessor in the
+        stream still runs; it touches no memory before that one's end.
+
+    Raises InvalidArgument, CreationFailed (on every rank, when one cannot do its part),
+    GeometryMismatch (when ranks pass different sizes).
+    """
+
+    @in_relaxed_mode
+    def __init__(
+        self,
+        group: Group,
+        *,
+        max_tokens: int,
+        hidden: int,
+        dtype: torch.dtype = torch.bfloat16,
+        backends: Sequence[str] = ("oneshot", "twoshot", "twoshot_bulk"),
+        epilogue_at: str = "owner",
+        timeout: float = 2.0,
+        first_timeout: float = 120.0,
+        programmatic_launch: bool = True,
+        _defines: Sequence[str] = (),
+        _first_epoch: int = 0,
+    ) -> None:
+        self.backends: tuple[str, ...] = ()
+
+        def prepare() -> tuple[ReduceConfig, Kernels]:
+            flags(programmatic_launch=programmatic_launch)
+            self.backends = _checked_backends(backends)
+            config = ReduceConfig.of(
+                ranks=group.size,
+                max_tokens=max_tokens,
+                hidden=hidden,
+                dtype=dtype,
+                epilogue_at=epilogue_at,
+            )
+            build = Build(programmatic=programmatic_launch, defines=_defines)
+            return config, load_kernels(group.device, config, build)
+
+        self.config = self._create(
+            group,
+            "an all-reduce",
+            prepare,
+            timeout=timeout,
+            first_timeout=first_timeout,
+            first_epoch=_first_epoch,
+        )
+        self.dtype = dtype
+        self._collective = CollectiveReduce(group) if "collective" in self.backends else None
+        self._choices: dict[tuple[int, bool], Choice] = {}
+        self._prepared: dict[Key, Prepared] = {}
+
+    memory_bytes = staticmethod(memory_bytes)
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of one call."""
+        return self.config.tokens
+
+    def fused(
+        self,
+        x: torch.Tensor | None = None,
+        *,
+        residual: torch.Tensor | None = None,
+        weight: torch.Tensor | None = None,
+        eps: float = 1e-6,
+        weight_bias: float = 0.0,
+        quant: Quant | None = None,
+        prologue: MoEFinalize | None = None,
+        out: Requested = None,
+        residual_out: Requested = None,
+        norm_out: Requested = None,
+        quant_out: Requested = None,
+        scale_out: Requested = None,
+        backend: str = "auto",
+    ) -> Reduced:
+        """Sum all ranks' rows and make every wanted output.
+
+        x: `[tokens, hidden]`, this rank's rows; or None with a prologue that makes them.
+        residual: `[tokens, hidden]`, added to the rounded sum.
+        weight: `[hidden]` of the rows' dtype or float32, for RMSNorm, plus `weight_bias`.
+        quant: FP8Static(scale), FP8Token() or FP8Group(128, scale=...), of the normed rows.
+        out, residual_out, norm_out, quant_out, scale_out: a tensor to write, True to make one,
+            False for none. None: `out` where there is neither residual nor weight; the residual
+            where there is one; the norm where there is a weight and no quant; quant and scale where
+            there is a quant. Outputs may lie exactly on x or on residual.
+        backend: "auto", or one of `backends`.
+
+        Raises InvalidArgument, TokenOverflow, OutOfOrder, and what broke the group.
+        """
+        given = (out, residual_out, norm_out, quant_out, scale_out)
+        call = Fused(x, residual, weight, *given, quant, prologue, eps, weight_bias)
+        if torch.compiler.is_dynamo_compiling():
+            return traced.fused(self, call, backend)
+        return self._fused(call, backend)
+
+    @one_call("fused")
+    def _fused(self, call: Fused, backend: str) -> Reduced:
+        tensors = call.tensors()
+        key, addresses = call.key(tensors, backend)
+        prepared = self._known(key)
+        if prepared is not None and prepared.serves(addresses):
+            reduced = prepared.outputs(tensors, addresses)
+        else:
+            checked = call.checked(self.config, self.group.device)
+            name, reduced = self._backend(backend, checked), checked.reduced
+            if name == "collective" or not checked.tokens:
+                if checked.tokens:
+                    assert self._collective is not None
+                    self._collective.run(checked)
+                return reduced
+            entry = name if call.prologue is None else name + MOE
+            prepared, addresses = checked.prepared(name, entry, self._site)
+            self._keep(key, prepared)
+        self._kernels.run(prepared.entry, prepared.arguments(addresses), prepared.tokens)
+        self._raise_if_broken()
+        return reduced
+
+    def explain(self, tokens: int, *, quant: Quant | None = None, norm: bool = True) -> Choice:
+        """What "auto" takes for so many tokens, and why. Raises InvalidArgument, TokenOverflow."""
+        self._check_open()
+        tokens = integer("tokens", tokens, 0)
+        flags(norm=norm)
+        check_tokens(tokens, self.max_tokens)
+        return self._choose(tokens, epilogue=norm or quant is not None)
+
+    def _known(self, key: Key | None) -> Prepared | None:
+        """What is kept of an equal call; None where the check must decide."""
+        try:
+            return None if key is None else self._prepared.get(key)
+        except TypeError:  # a backend that cannot be hashed is none: the check says so
+            return None
+
+    def _keep(self, key: Key | None, prepared: Prepared) -> None:
+        """Keep what was checked just now; the oldest goes where there are too many."""
+        if key is not None:
+            if len(self._prepared) >= MOST_PREPARED:
+                del self._prepared[next(iter(self._prepared))]
+            self._prepared[key] = prepared
+
+    def _backend(self, asked: str, checked: Checked) -> str:
+        names = (AUTO, *self.backends, *(k for k, v in ALIASES.items() if v in self.backends))
+        asked = one_of("backend", asked, names)
+        name = ALIASES.get(asked, asked)
+        if name == AUTO:
+            return self._choose(checked.tokens, epilogue=checked.call.weight is not None).backend
+        if name != "collective" and name not in able(self.config, (name,), checked.tokens):
+            raise InvalidArgument(
+                f"backend 'oneshot' with {checked.tokens} tokens; it has slots for "
+                f"{self.config.direct}: use 'auto' or 'twoshot'"
+            )
+        return name
+
+    def _choose(self, tokens: int, *, epilogue: bool) -> Choice:
+        found = self._choices.get((tokens, epilogue))
+        if found is None:
+            found = choose(self.config, self.backends, tokens, epilogue=epilogue)
+            if self.group.rank == 0:  # of the many sizes of eager calls, tell what is news
+                known = {each.backend for each in self._choices.values()}
+                level = logging.DEBUG if found.backend in known else logging.INFO
+                _log.log(level, "all-reduce: %s", found.text)
+            self._choices[tokens, epilogue] = found
+        return found
+
+    def _manifest(self, config: ReduceConfig) -> dict[str, JSON]:
+        return {**config.manifest(), "backends": list(self.backends)}
+
+    def _fill(self, config: ReduceConfig, header: Header) -> None:
+        size = (config.trailers - config.rows,)  # everything else stays zero
+        self.heap.tensor(size, torch.uint8, offset=config.rows).fill_(0xFF)
+
+    def _drop_views(self) -> None:
+        """There are none."""
+
+
+def _checked_backends(names: Sequence[str]) -> tuple[str, ...]:
+    known = (*BACKENDS, "collective", *ALIASES)
+    if not isinstance(names, list | tuple):
+        refuse("backends", names, f"a list of some of {listed(known)}")
+    words = [one_of(f"backends[{i}]", name, known) for i, name in enumerate(names)]
+    found = tuple(ALIASES.get(name, name) for name in words)
+    if not found or len(set(found)) != len(found):
+        raise InvalidArgument(
+            f"backends is {list(names)!r}; choose some of {listed(known)}, each once"
+        )
+    return found
