@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import re
 from collections.abc import Callable
-from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -132,23 +130,6 @@ def test_close_gives_the_memory_back_there_and_then(ranks: Callable[..., Any], f
         for name in names:
             held = 12 if name == "Buffer normal" else nothing["shares held"]  # of six all-to-alls
             assert found[name] == nothing | {"shares held": held}, name
-
-
-def test_nothing_waits_for_a_whole_context() -> None:
-    """What would make every capture of the process invalid, whatever the thread's mode."""
-    root = Path(weft.__file__).parent
-    visitors = re.compile(r"bench/|cli/(demo_ranks|doctor)\.py")  # in processes of their own
-    words = re.compile(
-        r"cuda\.synchronize\(|cuCtxSynchronize\"|\"cuMemcpy\w*toH\"|\"cuMemcpyHtoD\"|cuCtxRecordEvent"
-    )
-    found = [
-        f"{path.relative_to(root)}: {line.strip()}"
-        for path in sorted(root.rglob("*.py"))
-        if not visitors.match(path.relative_to(root).as_posix())
-        for line in path.read_text(encoding="utf-8").splitlines()
-        if words.search(line)
-    ]
-    assert found == []
 
 
 def unload_where_another_fails(group: weft.Group, name: str) -> None:

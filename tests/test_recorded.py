@@ -156,14 +156,6 @@ def test_what_passed_is_spared_until_its_files_change(campaign: pytest.Pytester)
     assert (found["failed"], found["passed"]) == (2, 2)
 
 
-def test_workers_tell_what_passed(campaign: pytest.Pytester) -> None:
-    campaign.path.joinpath("a.txt").write_text("wrong")
-    found, _ = outcomes(campaign, "--record", "-n", "2")
-    assert (found["failed"], found["passed"]) == (2, 2)
-    names = set(json.loads(campaign.path.joinpath("recorded.json").read_text()))
-    assert names == {"test_it.py::test_each[b]"}
-
-
 def test_a_part_leaves_the_record_of_the_rest_and_the_whole_forgets_what_is_gone(
     campaign: pytest.Pytester,
 ) -> None:

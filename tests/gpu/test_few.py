@@ -36,7 +36,6 @@ def on_a_budget(group: weft.Group, num_sms: int) -> None:
             a2a.check()
 
 
-@pytest.mark.parametrize("num_sms", [1, 8, 24, 64])
-@pytest.mark.parametrize("most", [2, 8])
-def test_rounds_on_few_sms(ranks, most, num_sms):
-    ranks(min(most, max(2, torch.cuda.device_count())), "cuda")(on_a_budget, num_sms)
+@pytest.mark.parametrize("num_sms", [1, 8, 64])
+def test_rounds_on_few_sms(ranks, num_sms):
+    ranks(min(8, max(2, torch.cuda.device_count())), "cuda")(on_a_budget, num_sms)

@@ -202,7 +202,7 @@ def profiled(group: weft.Group, library: str) -> None:
         for phase in ("dispatch", "combine"):
             plan = entries.plans[phase]
             done = [w for w in read_work(a2a._rounds.tracks, group.rank, 2) if w.phase == phase]
-            # A page from each CTA but the herald, whole.
+            # A page from each CTA but the coordinator, whole.
             assert sorted(work.team for work in done) == list(range(1, plan.ctas))
             roles = [work.role for work in sorted(done, key=lambda work: work.team)]
             each = (plan.metadata, plan.senders, plan.receivers)
