@@ -84,7 +84,7 @@ def test_the_wheel_is_the_package_and_nothing_else(wheel):
     }
     assert inside == here
     suffixes = {Path(name).suffix for name in inside}
-    assert {".py", ".cuh", ".hpp", ".cpp", ".json"} <= suffixes
+    assert {".py", ".cuh", ".hpp", ".cpp"} <= suffixes
     assert "weft/py.typed" in inside
     assert "weft = weft.__main__:main" in entry_points
 
