@@ -104,7 +104,7 @@ def fail_to_open(group: weft.Group, name: str) -> tuple[str, int, list[str]]:
     return said, mapped(), kept()
 
 
-def fail(self: weft.Group, made: Any) -> None:
+def fail(self: weft.Group, member: Any) -> None:
     raise MemoryError("no page left")
 
 
