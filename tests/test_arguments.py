@@ -56,7 +56,6 @@ ROWS = listed(
     *([weft.Payload((8,), "bfloat16")], [weft.Payload((8,), torch.quint8)]),  # type: ignore[arg-type]
 ).optional()
 SMS = listed(*WHOLE, 0, -1, 4).optional()  # a CPU group has none to give
-TABLE = listed("/nowhere/t.json", 7, True, [], torch.zeros(2)).optional()
 RANK = listed(*WHOLE, -1, 2).optional()
 GROUP = THING
 X = Kind(lambda good: [*TENSOR.values(good), [good, good], [None], [good.tolist()]])
@@ -214,7 +213,6 @@ def sized_all_reduce(group: weft.Group) -> None:
         "hidden": listed(*WHOLE, 0, -1, 12, 1 << 20),
         "dtype": DTYPE,
         "backends": listed("oneshot", 7, [], ["ring"], [3], [["twoshot"]], ["twoshot"] * 2),
-        "table": TABLE,
         "epilogue_at": WORD,
         **TIMES,
         "programmatic_launch": FLAG,
@@ -290,7 +288,7 @@ def called_all_reduce(group: weft.Group) -> None:
             with pytest.raises(InvalidArgument, match=r"quant\.scale"):
                 reduce.fused(x, weight=weight, quant=weft.FP8Static(value))
         tokens = listed(*WHOLE[:-3], -1)
-        explained = {"tokens": tokens, "quant": THING.optional(), "norm": FLAG}
+        explained = {"tokens": tokens, "norm": FLAG}
         tried(Row(reduce.explain, {"tokens": 3, "norm": True}, explained))
         tried(Row(reduce.history, {"rank": 0}, {"rank": RANK}))
         reduce.check()

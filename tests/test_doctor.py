@@ -155,7 +155,7 @@ def of_alice(monkeypatch, tmp_path):
 def test_the_report_has_what_a_bug_needs(of_alice):
     found = doctor_report.report(FOUND)
     assert list(found) == [
-        *("weft", "versions", "system", "GPUs", "limits", "environment", "cache", "tables"),
+        *("weft", "versions", "system", "GPUs", "limits", "environment", "cache"),
         "findings",
     ]
     assert found["versions"]["torch"] == torch.__version__
@@ -169,7 +169,6 @@ def test_the_report_has_what_a_bug_needs(of_alice):
         "WORLD_SIZE": "4",
     }
     assert found["cache"] == {"path": "~/cache-of-(user)", "entries": 0, "bytes": 0}
-    assert found["tables"]["all-reduce h200-8.json"].startswith("8 x NVIDIA H200, 2026-")
     assert found["findings"][0]["remedy"] == "pip install 'torch>=2.8'"
     assert "open files" in found["limits"]
 

@@ -20,13 +20,9 @@ from weft.compat.deep_ep import Buffer
 from weft.compat.flashinfer import (
     AllReduceFusionPattern,
     MoeAlltoAll,
-    QuantizationSFLayout,
     allreduce_fusion,
     create_allreduce_fusion_workspace,
     moe_a2a_get_workspace_size_per_rank,
-    trtllm_allreduce_fusion,
-    trtllm_create_ipc_workspace_for_all_reduce_fusion,
-    trtllm_destroy_ipc_workspace_for_all_reduce_fusion,
 )
 from weft.compat.triton_dist import EPLowLatencyAllToAllLayer
 from weft.lowlatency import reference as low
@@ -335,34 +331,3 @@ def fused_patterns(group: weft.Group) -> None:
 @pytest.mark.parametrize(("count", "kind"), PLACES)
 def test_flashinfer_all_reduces_in_a_graph(ranks, count, kind):
     ranks(count, kind)(fused_patterns)
-
-
-def older_calls(group: weft.Group) -> None:
-    """The older call, captured over flat tensors as SGLang 0.5.17 and vLLM make it."""
-    handles, pointers = trtllm_create_ipc_workspace_for_all_reduce_fusion(
-        group.rank, group.size, MOST, HIDDEN, group=group
-    )
-    call = Reduces(group, None, Pattern.kARResidualRMSNorm, MOST)
-
-    def step() -> None:
-        trtllm_allreduce_fusion(
-            allreduce_in=call.x.view(-1), world_size=group.size, world_rank=group.rank,
-            token_num=MOST, hidden_dim=HIDDEN, workspace_ptrs=pointers, launch_with_pdl=True,
-            trigger_completion_at_end=True, fp32_acc=True, pattern_code=call.pattern,
-            use_oneshot=None, allreduce_out=None, residual_in=call.residual,
-            residual_out=call.residual_out, norm_out=call.norm, quant_out=None, scale_out=None,
-            rms_gamma=call.weight, rms_eps=1e-6, scale_factor=None,
-            layout_code=QuantizationSFLayout.SWIZZLED_128x4,
-        )  # fmt: skip
-
-    replay = replayer(group, step)
-    for turn in range(1, REPLAYS):
-        want = call.fill(turn)
-        replay()
-        call.check(want)
-    trtllm_destroy_ipc_workspace_for_all_reduce_fusion(handles)
-
-
-@pytest.mark.parametrize(("count", "kind"), PLACES)
-def test_older_all_reduces_in_a_graph(ranks, count, kind):
-    ranks(count, kind)(older_calls)

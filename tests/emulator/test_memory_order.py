@@ -19,7 +19,7 @@ from tests.emulator.machine_code import strong_accesses, verbs
 from tests.grouping.test_group_compile import CASES as GROUPINGS
 from tests.lowlatency.test_lowlatency_compile import SHAPES as LOW_SHAPES
 from tests.recorded import NVRTC, reads
-from weft.allreduce import source as reduce_source
+from weft.allreduce import kernels as reduce_kernels
 from weft.alltoall.kernels import cuda_program
 from weft.grouping import entry as group_entry
 from weft.jit.nvrtc import compile_cubin
@@ -97,12 +97,12 @@ KERNELS: dict[str, Mapping[str, Mapping[str, int]]] = {
         "combine": LOW | {"acquire LD.64.SYS": 1},
     },
     "all-reduce": {
-        name + end: SUM for name in reduce_source.KERNELS for end in ("", reduce_source.MOE)
+        name + end: SUM for name in reduce_kernels.KERNELS for end in ("", reduce_kernels.MOE)
     },
     "all-reduce, receiver": {
         name + end: SUM if name == "oneshot" else OWN_SUM
-        for name in reduce_source.KERNELS
-        for end in ("", reduce_source.MOE)
+        for name in reduce_kernels.KERNELS
+        for end in ("", reduce_kernels.MOE)
     },
     "sends, pushed": {"send": SEND, "group": LAST},
     "sends, fp8 of fp32": {
@@ -118,7 +118,7 @@ def compiled(name: str, arch: str) -> bytes:
     kind, _, rest = name.partition(", ")
     if kind == "all-reduce":
         reduction = REDUCTIONS[f"8 ranks, {rest}" if rest else "8 ranks"]
-        return reduce_source.cuda_program(reduction).cubin(arch)
+        return reduce_kernels.cuda_program(reduction).cubin(arch)
     if kind == "low latency":
         shape = LOW_SHAPES[rest or "deepseek-v3"]
         program = lowlatency_entry.cuda_program(shape, split_phase=not shape.gemm_push)

@@ -121,11 +121,11 @@ class Witness:
         self.victim = victim
         self.heard = threading.Event()
 
-    def peer_ended(self, rank):
+    def _peer_ended(self, rank):
         if rank == self.victim:
             self.heard.set()
 
-    def tell_left(self, why, *, settled=False):
+    def _tell_left(self, why, *, settled=False):
         pass
 
 

@@ -43,7 +43,7 @@ def choose(config: ReduceConfig, backends: Sequence[str], tokens: int, *, epilog
     The collective backend is taken where no other serves so many tokens. Raises InvalidArgument
     where none does: one shot has no slots beyond `config.direct`.
 
-    epilogue: is a residual added, or are rows normed?
+    epilogue: are the rows normed?
     """
     names = able(config, backends, tokens)
     if not names and "collective" not in backends:

@@ -175,13 +175,18 @@ class AllReduce(Operator):
         self._raise_if_broken()
         return reduced
 
-    def explain(self, tokens: int, *, quant: Quant | None = None, norm: bool = True) -> Choice:
-        """What "auto" takes for so many tokens, and why. Raises InvalidArgument, TokenOverflow."""
+    def explain(self, tokens: int, *, norm: bool = True) -> Choice:
+        """What "auto" takes for so many tokens, and why.
+
+        norm: is there a weight, so that the rows are normed?
+
+        Raises InvalidArgument, TokenOverflow.
+        """
         self._check_open()
         tokens = integer("tokens", tokens, 0)
         flags(norm=norm)
         check_tokens(tokens, self.max_tokens)
-        return self._choose(tokens, epilogue=norm or quant is not None)
+        return self._choose(tokens, epilogue=norm)
 
     def _known(self, key: Key | None) -> Prepared | None:
         """What is kept of an equal call; None where the check must decide."""

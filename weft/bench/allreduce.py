@@ -277,8 +277,7 @@ class ReduceTrial:
         self.reduce.check()
         if self._backend != AUTO:
             return {"chosen": self._backend, "why": ""}
-        norm, quant = self.case.epilogue != "none", self.arguments.get("quant")
-        choice = self.reduce.explain(self.tokens, quant=quant, norm=norm)
+        choice = self.reduce.explain(self.tokens, norm=self.case.epilogue != "none")
         return {"chosen": choice.backend, "why": choice.text}
 
 

@@ -181,7 +181,7 @@ class Buffer:
         if not low_latency_mode:
             refuse("num_rdma_bytes", num_rdma_bytes, 0, NODES)
         refuse("enable_shrink", enable_shrink, False, SHRINK)
-        limits = {
+        limits: dict[str, Any] = {
             "timeout": seconds("timeout", timeout),
             "first_timeout": seconds("first_timeout", first_timeout),
         }

@@ -78,7 +78,7 @@ class AllReduceFusionWorkspace:
         self.group, self._owns_group = _ranks(tp_rank, tp_size, comm_backend, group)
         self.world_size, self.rank = tp_size, tp_rank
         self._elements = max_token_num * hidden_dim
-        self._limits = {"timeout": timeout, "first_timeout": first_timeout}
+        self._timeout, self._first_timeout = timeout, first_timeout
         try:
             self._reduce: AllReduce | None = self._make(max_token_num, hidden_dim, dtype)
         except Exception:
@@ -100,7 +100,8 @@ class AllReduceFusionWorkspace:
             hidden=hidden,
             dtype=dtype,
             epilogue_at="receiver",  # as flashinfer.comm: a residual of each rank's own
-            **self._limits,
+            timeout=self._timeout,
+            first_timeout=self._first_timeout,
         )
 
     def open(self) -> AllReduce:

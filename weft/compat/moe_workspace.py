@@ -50,8 +50,8 @@ class MoeWorkspace:
         first_timeout: float,
     ) -> None:
         self.group, self.size_asked = group, size_asked
-        self._sizes = {"max_tokens": max_tokens, "top_k": top_k, "num_experts": num_experts}
-        self._limits = {"timeout": timeout, "first_timeout": first_timeout}
+        self._max_tokens, self._top_k, self._num_experts = max_tokens, top_k, num_experts
+        self._timeout, self._first_timeout = timeout, first_timeout
         self._stats = stats
         self.rows: dict[RowBytes, CombineRow] = {}
         self._operators: dict[tuple[RowBytes, CombineRow], AllToAll] = {}
@@ -76,13 +76,16 @@ class MoeWorkspace:
                 )
             self._operators[key] = AllToAll(
                 self.group,
-                **self._sizes,
+                max_tokens=self._max_tokens,
+                top_k=self._top_k,
+                num_experts=self._num_experts,
                 hidden=row.hidden,
                 dtype=row.dtype,
                 payloads=[Payload((size,), torch.uint8) for size in payloads],
                 combine_dtype="fp8" if row.fp8 else None,
                 stats=self._stats,
-                **self._limits,
+                timeout=self._timeout,
+                first_timeout=self._first_timeout,
             )
         return self._operators[key]
 

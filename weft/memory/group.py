@@ -43,10 +43,10 @@ class Control(Protocol):
 class Member(Protocol):
     """What shares the fate of a group: an operator on a heap of it."""
 
-    def peer_ended(self, rank: int) -> None:
+    def _peer_ended(self, rank: int) -> None:
         """The process of a rank has ended."""
 
-    def tell_left(self, why: str, *, settled: bool = False) -> None:
+    def _tell_left(self, why: str, *, settled: bool = False) -> None:
         """Notify the peers that no more calls come; settled: once those made are done."""
 
 
@@ -334,7 +334,7 @@ class Group:
         with self._fate:
             self._members.add(member)
             for rank in self._ended:
-                member.peer_ended(rank)
+                member._peer_ended(rank)
 
     def pid(self, rank: int) -> int | None:
         """The process id of a rank as the kernel reported it, where it is known."""
@@ -345,7 +345,7 @@ class Group:
         with self._fate:
             self._ended.add(rank)
             for member in list(self._members):
-                member.peer_ended(rank)
+                member._peer_ended(rank)
 
     def next_generation(self) -> int:
         """1, 2, ... 65535, 1, ...: the same on every rank, because creations are collective."""
@@ -371,7 +371,7 @@ class Group:
         with self._fate:
             members = list(self._members)
         for member in members:
-            member.tell_left(why or "closed its group", settled=why is None)
+            member._tell_left(why or "closed its group", settled=why is None)
         self._control.close(None if why is None else f"it {why}")
         if self._liveness is not None:
             self._liveness.close()

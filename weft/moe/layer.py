@@ -370,7 +370,7 @@ class MoE:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            self.exchange.tell_left(reason(error))
+            self.exchange._tell_left(reason(error))
         self.close()
 
     def close(self) -> None:

@@ -230,18 +230,18 @@ class Operator(ABC):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            self.tell_left(reason(error))
+            self._tell_left(reason(error))
         self.close()
 
     # What its group calls.
 
-    def peer_ended(self, rank: int) -> None:
+    def _peer_ended(self, rank: int) -> None:
         """The process of a rank has ended: a wait for it need not last until the deadline."""
         with self._access:
             if not self._freed:
                 self._mailbox.host_word |= 1 << rank
 
-    def tell_left(self, why: str, *, settled: bool = False) -> None:
+    def _tell_left(self, why: str, *, settled: bool = False) -> None:
         """Notify the peers that this rank begins no more calls. Any thread; what runs goes on.
 
         settled: only when this GPU has done what is enqueued; peers count on that.
@@ -334,7 +334,7 @@ class Operator(ABC):
             self._closing = True
         if os.getpid() != self._owner:
             return True
-        self.tell_left(f"closed its {self._what}", settled=True)
+        self._tell_left(f"closed its {self._what}", settled=True)
         if self._caller == threading.get_ident():
             return True  # by a signal handler, or a finalizer, of the calling thread itself
         if not self._busy.acquire(blocking=False):

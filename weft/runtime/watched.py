@@ -150,7 +150,7 @@ class Watched:
                 self._notify_once(PEER_LEFT, why)
                 self._mailbox.host_word |= HOST_ASKS_TO_LEAVE
 
-    def tell_left(self, why: str, *, settled: bool = False) -> None:
+    def _tell_left(self, why: str, *, settled: bool = False) -> None:
         """Notify the peers that this rank begins no more calls. Any thread; what runs goes on.
 
         settled: only when this GPU has done what is enqueued; peers count on that.
@@ -161,7 +161,7 @@ class Watched:
             if not self._freed:
                 self._notify_once(PEER_LEFT, why)
 
-    def peer_ended(self, rank: int) -> None:
+    def _peer_ended(self, rank: int) -> None:
         """The process of a rank has ended: who waits for it need not wait for the deadline."""
         with self._access:
             if not self._freed:
@@ -178,7 +178,7 @@ class Watched:
             self._closing = True
         if os.getpid() != self._owner:
             return True
-        self.tell_left(f"closed its {self._what}", settled=True)
+        self._tell_left(f"closed its {self._what}", settled=True)
         if self._caller == threading.get_ident():
             return True  # by a signal handler, or a finalizer, of the calling thread itself
         if not self._busy.acquire(blocking=False):
@@ -318,15 +318,15 @@ class WatchedOperator(ABC):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            self._watched.tell_left(reason(error))
+            self._watched._tell_left(reason(error))
         self.close()
 
     def _check_open(self) -> None:
         self._watched.check_open()
 
-    def tell_left(self, why: str) -> None:
+    def _tell_left(self, why: str) -> None:
         """Notify the peers that this rank begins no more calls."""
-        self._watched.tell_left(why)
+        self._watched._tell_left(why)
 
     def _leave(self, why: str) -> None:
         """End this rank's part."""
