@@ -147,7 +147,7 @@ def own_experts(a2a: weft.LowLatencyAllToAll, got: ExpertRows) -> torch.Tensor:
     """Every expert's rows times a number of its own; what lies behind the counts comes along."""
     rows = got.x.float()
     if got.scales is not None:
-        scales = unpack_scales(got.scales, a2a._geometry.shape.blocks)
+        scales = unpack_scales(got.scales, a2a.config.shape.blocks)
         rows = (rows.view(*scales.shape, -1) * scales[..., None]).view(rows.shape)
     experts = torch.arange(rows.shape[0], device=rows.device)[:, None, None]
     return (rows * (1 + experts / 8)).to(a2a.dtype)
@@ -190,8 +190,8 @@ def low_rounds(
                 x, ids, weights, _ = now.of(group.rank, group.device)
                 same(traced(a2a, x, ids, weights), two_alive(a2a, x, ids, weights))
                 settle(group)
-            assert a2a._sites.taken == (False, False)
-            assert not a2a._sites.alive
+            assert a2a._traced_handles.taken == (False, False)
+            assert not a2a._traced_handles.alive
             a2a.check()
 
 

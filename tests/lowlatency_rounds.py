@@ -10,7 +10,7 @@ import weft
 from tests.rounds import Round, bits
 from weft.gemm.reference import push_rows
 from weft.lowlatency import reference as low
-from weft.lowlatency.api import LowLatencyAllToAll
+from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows
 from weft.reference import dequantize
 
@@ -32,17 +32,17 @@ class Mode:
         slots = {"slots": 1} if self.combine == "gemm_push" else {}
         return LowLatencyAllToAll(
             group,
-            max_tokens,
-            case.hidden,
-            case.top_k,
-            case.experts,
-            self.quantize,
-            self.group_size,
-            self.scale,
-            reduce=self.reduce,
+            max_tokens=max_tokens,
+            top_k=case.top_k,
+            num_experts=case.experts,
+            hidden=case.hidden,
+            dtype=case.dtype,
+            quantize=self.quantize,
             combine=self.combine,
             combine_dtype=self.combine_dtype,
-            dtype=case.dtype,
+            group_size=self.group_size,
+            scale=self.scale,
+            reduce=self.reduce,
             _recipe=self.recipe,
             **(slots | self.more),  # type: ignore[arg-type]
         )
@@ -61,7 +61,7 @@ def apply_expert(rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
 
 def expert_results(a2a: LowLatencyAllToAll, got: ExpertRows) -> torch.Tensor:
     """Every expert's results; NaN where there is no row, so that a combine that reads it shows."""
-    shape = a2a._geometry.shape
+    shape = a2a.config.shape
     scales = None if got.scales is None else low.unpack_scales(got.scales, shape.blocks)
     experts = torch.tensor(a2a.local_experts, device=got.x.device)[:, None]
     y = apply_expert(readable(got.x, scales, a2a.dtype), experts.expand(got.x.shape[:2]))
@@ -78,7 +78,7 @@ def store_at_owners(a2a: LowLatencyAllToAll, got: ExpertRows, y: torch.Tensor) -
         rows = torch.where(there, got.dst_addr, 0).flatten()
         push_rows(rows, y.flatten(0, 1), got.abort_flag)
         return
-    heap, layout, shape = a2a._rounds.premises.heap, a2a._geometry.layout, a2a._geometry.shape
+    heap, layout, shape = a2a.heap, a2a.config.offsets, a2a.config.shape
     words = y.view(torch.int32)  # each is there at once
     size = (shape.tokens * shape.top_k, words.shape[2])
     for owner in range(a2a.ep_size):
@@ -161,7 +161,7 @@ def play(
     inputs = [case.of(rank, group.device) for rank in range(group.size)]
     x, ids, weights, add = inputs[group.rank]
     if poison:
-        for slot in a2a._rounds.slots:
+        for slot in a2a._slots:
             slot.x.view(torch.uint8).fill_(0xFF)
     given = weights if case.weighted else None
     if split_phase:

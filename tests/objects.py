@@ -125,8 +125,10 @@ def grouping(group: weft.Group, *, compact: bool) -> Made:
 
 
 def expert_major(group: weft.Group, **options: Any) -> Made:
-    sizes = (MOST, HIDDEN, TOP_K, EXPERTS)
-    a2a, (x, ids, weights) = weft.LowLatencyAllToAll(group, *sizes, **options), tokens(group)
+    x, ids, weights = tokens(group)
+    a2a = weft.LowLatencyAllToAll(
+        group, max_tokens=MOST, top_k=TOP_K, num_experts=EXPERTS, hidden=HIDDEN, **options
+    )
     split_phase = options.get("split_phase", False)
 
     def call() -> Results:

@@ -9,7 +9,7 @@ from weft.alltoall.operator import AllToAll
 from weft.alltoall.received import Payload, Received
 from weft.grouping.api import Compact, Compactor, ExpertGroups, Grouped
 from weft.leases import Lease, lease
-from weft.lowlatency.api import LowLatencyAllToAll
+from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows
 from weft.memory import Group, Heap, launch
 from weft.moe import MoE, MoEConfig

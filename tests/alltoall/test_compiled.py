@@ -150,7 +150,7 @@ def handed_over(group: weft.Group) -> None:
     """A dispatch in one graph, its combine in another, in eager code, or the other way round."""
     case = Round((5, 3), top_k=3, experts=8, hidden=128)
     x, ids, weights, _ = case.of(group.rank, group.device)
-    with weft.LowLatencyAllToAll(group, 8, 128, 3, 8, None, **PATIENT) as low:
+    with weft.LowLatencyAllToAll(group, **SIZES, quantize=None, **PATIENT) as low:
 
         def dispatch(x: torch.Tensor) -> Any:
             return low.dispatch(x, ids, weights)
@@ -222,7 +222,7 @@ def closed(group: weft.Group) -> None:
 
     for body, owner in (
         (by_rank, weft.AllToAll(group, **SIZES, **PATIENT)),
-        (by_expert, weft.LowLatencyAllToAll(group, 8, 128, 3, 8, None, **PATIENT)),
+        (by_expert, weft.LowLatencyAllToAll(group, **SIZES, quantize=None, **PATIENT)),
         (layer, deepseek.open(group, overlap="none", **PATIENT)),
     ):
         traced = compiled(body, PLAIN)
@@ -316,14 +316,13 @@ def ordered(group: weft.Group) -> None:
     """Calls of different objects share one order, and none is kept alive by its number."""
     with weft.AllReduce(group, max_tokens=8, hidden=256) as ar:
         a2a = weft.AllToAll(group, **SIZES)
-        low = weft.LowLatencyAllToAll(group, 8, 128, 3, 8)
+        low = weft.LowLatencyAllToAll(group, **SIZES)
         assert ar._order is a2a._order is low._order
         handles = [owner._handle for owner in (ar, a2a, low)]
         assert all(handle in library._live for handle in handles)
         a2a.close()
         assert handles[1] not in library._live
-        low._rounds.close()  # not closed itself, only dropped
-        del low
+        del low  # not closed, only dropped
         assert handles[2] not in library._live
     assert not any(handle in library._live for handle in handles)
 

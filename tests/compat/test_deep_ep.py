@@ -217,7 +217,7 @@ def with_options(group: weft.Group) -> tuple[int, int]:
     numbers, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, MOST, EXPERTS, use_fp8=False)
     buffer.low_latency_combine(whole(numbers), ids, weights, handle)
     (exchange,) = buffer._exchanges.values()
-    raw = exchange._rounds.premises.heap.tensor((HEADER_BYTES,), torch.uint8)
+    raw = exchange.heap.tensor((HEADER_BYTES,), torch.uint8)
     header = Header.from_buffer_copy(raw.numpy().tobytes())
     group.barrier()
     buffer.destroy()
@@ -371,7 +371,13 @@ def beside_weft(group: weft.Group) -> str:
             buffer.low_latency_dispatch(x, ids, MOST, EXPERTS)
         else:
             weft.LowLatencyAllToAll(
-                group, MOST, HIDDEN, TOP_K, EXPERTS, scale="fp32_col", split_phase=True
+                group,
+                max_tokens=MOST,
+                top_k=TOP_K,
+                num_experts=EXPERTS,
+                hidden=HIDDEN,
+                split_phase=True,
+                scale="fp32_col",
             )
     except GeometryMismatch as error:
         return str(error)

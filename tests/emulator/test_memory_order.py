@@ -23,7 +23,7 @@ from weft.allreduce import kernels as reduce_kernels
 from weft.alltoall.kernels import cuda_program
 from weft.grouping import entry as group_entry
 from weft.jit.nvrtc import compile_cubin
-from weft.lowlatency import entry as lowlatency_entry
+from weft.lowlatency import kernels as lowlatency_kernels
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 # Each as a kernel of its own: a statement, and all that it does to memory that others see.
@@ -121,7 +121,7 @@ def compiled(name: str, arch: str) -> bytes:
         return reduce_kernels.cuda_program(reduction).cubin(arch)
     if kind == "low latency":
         shape = LOW_SHAPES[rest or "deepseek-v3"]
-        program = lowlatency_entry.cuda_program(shape, split_phase=not shape.gemm_push)
+        program = lowlatency_kernels.cuda_program(shape, split_phase=not shape.gemm_push)
         return program.cubin(arch)
     if kind == "sends":
         sends, grouping = GROUPINGS[rest]

@@ -276,7 +276,7 @@ OPENINGS: dict[str, Callable[[weft.Group, weft.AllToAll], Any]] = {
     "Heap": lambda group, _: weft.Heap.create(group, 4 << 20),
     "AllToAll": lambda group, _: all_to_all(group, profile=True),
     "LowLatencyAllToAll": lambda group, _: weft.LowLatencyAllToAll(
-        group, MOST, HIDDEN, TOP_K, EXPERTS, profile=True
+        group, max_tokens=MOST, top_k=TOP_K, num_experts=EXPERTS, hidden=HIDDEN, profile=True
     ),
     "AllReduce": lambda group, _: weft.AllReduce(group, max_tokens=MOST, hidden=HIDDEN),
     "ExpertGroups": lambda _, a2a: weft.ExpertGroups(a2a, align=8),

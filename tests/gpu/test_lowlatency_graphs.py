@@ -10,7 +10,7 @@ import weft
 from tests.lowlatency_rounds import Mode, play
 from tests.rounds import Round
 from weft.bench.clock import CALLS, capture, rounds_of
-from weft.lowlatency.api import LowLatencyAllToAll
+from weft.lowlatency.operator import LowLatencyAllToAll
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(600)]
 HIDDEN, TOP_K, EXPERTS, ROUNDS = 1024, 8, 64, 4
@@ -30,7 +30,7 @@ class Looped:
         self.ids = torch.zeros((tokens, TOP_K), dtype=torch.int64, device=device)
         self.weights = torch.zeros((tokens, TOP_K), device=device)
         self.out = torch.zeros_like(self.x)
-        shape = a2a._rounds.slots[0].x.shape
+        shape = a2a._slots[0].x.shape
         self.y = torch.zeros(shape, dtype=torch.bfloat16, device=device)
         self.wrong = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -51,7 +51,15 @@ class Looped:
 
 
 def replayed(group: weft.Group, replays: int) -> tuple[int, int]:
-    a2a = LowLatencyAllToAll(group, 64, HIDDEN, TOP_K, EXPERTS, None, timeout=20.0)
+    a2a = LowLatencyAllToAll(
+        group,
+        max_tokens=64,
+        top_k=TOP_K,
+        num_experts=EXPERTS,
+        hidden=HIDDEN,
+        timeout=20.0,
+        quantize=None,
+    )
     with a2a:
         torch.manual_seed(group.rank)
         sizes = [Looped(a2a, tokens) for tokens in (64, 1, 7)]
@@ -99,7 +107,7 @@ def pair_us(group: weft.Group, *, profile: bool) -> float:
     mode = Mode(more={"profile": profile})
     with mode.make(group, case, 128) as a2a:
         x, ids, weights, _ = case.of(group.rank, group.device)
-        y = torch.zeros_like(a2a._rounds.slots[0].x, dtype=x.dtype)
+        y = torch.zeros_like(a2a._slots[0].x, dtype=x.dtype)
         out = torch.empty_like(x)
 
         def pairs() -> None:

@@ -17,9 +17,8 @@ from tests.lowlatency.emulate_lowlatency import EmulatedLow, compile_low
 from tests.lowlatency_rounds import Mode, play
 from tests.recorded import reads
 from tests.rounds import Round
-from weft.lowlatency.api import LowLatencyAllToAll
-from weft.lowlatency.geometry import LowGeometry
-from weft.lowlatency.shape import TraceRecord
+from weft.lowlatency.config import LowLatencyConfig, TraceRecord
+from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.trace import ROLES, read_work
 from weft.memory.header import PHASES
 from weft.runtime.timeline import DEFINE, read_timeline
@@ -38,8 +37,8 @@ MODES = {
 }
 
 
-def shape_of(mode: Mode, case: Round, most: int) -> LowGeometry:
-    return LowGeometry.of(
+def shape_of(mode: Mode, case: Round, most: int) -> LowLatencyConfig:
+    return LowLatencyConfig.of(
         ranks=len(case.tokens),
         max_tokens=most,
         hidden=case.hidden,
@@ -62,14 +61,14 @@ def emulated(group: weft.Group, library: str, mode: Mode) -> None:
     with replace(mode, more={"timeout": 600.0, "split_phase": sends}).make(
         group, CASE, MOST
     ) as a2a:
-        real = a2a._rounds._entries
-        a2a._rounds._entries = EmulatedLow(Path(library), a2a._geometry.shape)
+        real = a2a._kernels
+        a2a._kernels = EmulatedLow(Path(library), a2a.config.shape)
         for tokens in ((5, 1), (0, 3), (50, 26)):
             play(a2a, mode, CASE.next(tokens=tokens, seed=tokens[0]))
         if sends and mode.reduce == "receiver":
             in_halves(a2a, group)
             dropped_and_again(a2a, group)
-        a2a._rounds._entries = real  # the CPU's own kernels: both speak the same protocol
+        a2a._kernels = real  # the CPU's own kernels: both speak the same protocol
         play(a2a, mode, CASE.next(seed=7))
         a2a.check()
 
@@ -90,7 +89,7 @@ def in_halves(a2a: LowLatencyAllToAll, group: weft.Group) -> None:
 def dropped_and_again(a2a: LowLatencyAllToAll, group: weft.Group) -> None:
     """Four results of which two are never combined, and each of the others three times."""
     x, ids, weights, _ = CASE.of(group.rank, group.device)
-    a2a._rounds.recycles = True
+    a2a._allow_handle_reuse = True
     results = [a2a.dispatch(x, ids, weights) for _ in range(4)]
     for factor in (1.0, 2.0, 3.0):
         for rows in reversed(results[2:]):
@@ -100,7 +99,7 @@ def dropped_and_again(a2a: LowLatencyAllToAll, group: weft.Group) -> None:
             again, receive = a2a.combine_send(y, ids, None, rows.handle)
             receive()
             assert torch.equal(again, out)
-    a2a._rounds.recycles = False
+    a2a._allow_handle_reuse = False
 
 
 @pytest.mark.parametrize("name", MODES)
@@ -117,7 +116,7 @@ FEW = Round(tokens=(2, 3, 1), hidden=128, experts=2, top_k=1)
 def deserted(group: weft.Group, library: str) -> None:
     mode = Mode(more={"timeout": 600.0, "first_timeout": 600.0})
     with mode.make(group, FEW, 4) as a2a:
-        a2a._rounds._entries = EmulatedLow(Path(library), a2a._geometry.shape)
+        a2a._kernels = EmulatedLow(Path(library), a2a.config.shape)
         for seed in range(2):
             play(a2a, mode, FEW.next(seed=seed))
 
@@ -134,7 +133,7 @@ LARGE, LARGE_MOST = Round(tokens=(80, 30), hidden=128, experts=512), 450
 def crowded(group: weft.Group, library: str) -> None:
     mode = Mode(more={"timeout": 600.0})
     with mode.make(group, LARGE, LARGE_MOST) as a2a:
-        a2a._rounds._entries = EmulatedLow(Path(library), a2a._geometry.shape)
+        a2a._kernels = EmulatedLow(Path(library), a2a.config.shape)
         play(a2a, mode, LARGE)
         play(a2a, mode, LARGE.next(seed=3, tokens=(3, 75), router="one-hot"))
 
@@ -157,12 +156,12 @@ SEVERAL = {
 def wide(group: weft.Group, library: str, mode: Mode, case: Round) -> dict[str, set[str]]:
     """Returns how flags were touched, and what says itself of which round it is, by part."""
     with replace(mode, more={"timeout": 600.0}).make(group, case, 8) as a2a:
-        entries = EmulatedLow(Path(library), a2a._geometry.shape)
-        a2a._rounds._entries = entries
-        with watching(group, entries.library, a2a._rounds.premises.site.stride) as watch:
+        entries = EmulatedLow(Path(library), a2a.config.shape)
+        a2a._kernels = entries
+        with watching(group, entries.library, a2a._site.stride) as watch:
             for seed in range(2):
                 play(a2a, mode, case.next(seed=seed))
-        layout = a2a._geometry.layout
+        layout = a2a.config.offsets
         grants = layout.tokens - (
             layout.token_masks - layout.tokens
         )  # two lines, as tokens and answers
@@ -196,12 +195,12 @@ def tracks_of(tracks: torch.Tensor, phase: str) -> list[TraceRecord]:
 def profiled(group: weft.Group, library: str) -> None:
     mode = Mode(more={"timeout": 600.0, "profile": True})
     with mode.make(group, CASE, MOST) as a2a:
-        entries = EmulatedLow(Path(library), a2a._geometry.shape)
-        a2a._rounds._entries = entries
+        entries = EmulatedLow(Path(library), a2a.config.shape)
+        a2a._kernels = entries
         play(a2a, mode, CASE.next(tokens=(50, 26)), poison=False)
         for phase in ("dispatch", "combine"):
             plan = entries.plans[phase]
-            done = [w for w in read_work(a2a._rounds.tracks, group.rank, 2) if w.phase == phase]
+            done = [w for w in read_work(a2a._tracks, group.rank, 2) if w.phase == phase]
             # A page from each CTA but the coordinator, whole.
             assert sorted(work.team for work in done) == list(range(1, plan.ctas))
             roles = [work.role for work in sorted(done, key=lambda work: work.team)]
@@ -212,7 +211,7 @@ def profiled(group: weft.Group, library: str) -> None:
             assert all(work.granted_ns for work in done if work.role == "sender")
             assert {w.epoch for w in done} == {1}
             # The first that takes has read the rank's clock twice, once for all who want it.
-            tracks = tracks_of(a2a._rounds.tracks, phase)
+            tracks = tracks_of(a2a._tracks, phase)
             kept = [(track.start_ns, track.end_ns) for track in tracks if track.end_ns]
             (record,) = [r for r in a2a.history() if PHASES[r.phase] == phase]
             spans = read_timeline(a2a.heap, group.rank)

@@ -63,7 +63,7 @@ def blank_again(group: weft.Group) -> None:
             for seed in range(4):
                 play(a2a, mode, case.next(seed=seed))
             group.barrier()
-            layout, heap = a2a._geometry.layout, a2a._rounds.premises.heap
+            layout, heap = a2a.config.offsets, a2a.heap
             size = layout.share_bytes - layout.rows
             rows = heap.tensor((size,), torch.uint8, offset=layout.rows)
             assert bool((rows == 0xFF).all())

@@ -17,8 +17,8 @@ from weft.errors import (
     OutOfOrder,
     TokenOverflow,
 )
-from weft.lowlatency.api import LowLatencyAllToAll
-from weft.lowlatency.geometry import LowGeometry
+from weft.lowlatency.config import LowLatencyConfig
+from weft.lowlatency.operator import LowLatencyAllToAll
 
 KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 SIZES = {"max_tokens": 16, "hidden": 128, "top_k": 4, "num_experts": 16}
@@ -133,7 +133,7 @@ def out_of_order(group: weft.Group) -> None:
         early = a2a.dispatch_send(x, ids, weights)[0].handle
         with pytest.raises(OutOfOrder, match="dispatch 1 is on its way"):
             a2a.dispatch(x, ids, weights)
-        y = torch.zeros_like(a2a._rounds.slots[0].x, dtype=x.dtype)
+        y = torch.zeros_like(a2a._slots[0].x, dtype=x.dtype)
         with pytest.raises(OutOfOrder, match="it has not been received"):
             a2a.combine(y, ids, weights, early)
         first = a2a.dispatch_recv()
@@ -231,7 +231,7 @@ def uncounted(group: weft.Group) -> None:
     with make(group) as a2a:
         got = a2a.dispatch(x, ids, weights)
         wanted = a2a.combine(expert_results(a2a, got), ids, weights, got.handle)
-        a2a._rounds._number -= group.rank
+        a2a._number -= group.rank
         got = a2a.dispatch(x, ids, weights)
         again = a2a.combine(expert_results(a2a, got), ids, weights, got.handle)
         if group.device.type == "cuda":
@@ -280,7 +280,7 @@ def test_bad_ids_are_dropped_and_reported(ranks, kind):
 def test_shapes_that_differ_have_descriptors_that_differ():
     sizes = {"ranks": 8, **SIZES}
     some = [
-        LowGeometry.of(**{**sizes, **more}).shape  # type: ignore[arg-type]
+        LowLatencyConfig.of(**{**sizes, **more}).shape  # type: ignore[arg-type]
         for more in ({}, {"reduce": "sender"}, {"scale": "ue8m0"}, {"top_k": 5})
     ]
     assert len({shape.literal() for shape in some}) == len(some)

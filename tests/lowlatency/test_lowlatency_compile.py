@@ -9,8 +9,8 @@ import pytest
 from tests.emulator.test_profile_compile import frames
 from tests.recorded import NVRTC, reads
 from weft.errors import CompileError
-from weft.lowlatency.entry import cuda_program, plan_low
-from weft.lowlatency.shape import CHUNK_TOKENS, LowShape
+from weft.lowlatency.config import CHUNK_TOKENS, LowShape
+from weft.lowlatency.kernels import cuda_program, plan_low
 from weft.runtime.timeline import DEFINE
 
 pytestmark = reads(tools=(NVRTC,))

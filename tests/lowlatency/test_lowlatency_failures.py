@@ -31,7 +31,7 @@ from tests.lowlatency_rounds import Mode, play
 from tests.patience import hurry
 from tests.rounds import Round
 from weft.errors import Aborted, GeometryMismatch, GroupError, PeerDied, PeerTimeout, RankFailed
-from weft.lowlatency.api import LowLatencyAllToAll
+from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.memory.header import HEADER_BYTES, Fault, Header
 
 KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -54,7 +54,7 @@ def plan_fault(
     argument: int = 0,
 ) -> None:
     fault = Fault(point=point, action=action, peer=peer, epoch=epoch, argument=argument)
-    view = a2a._rounds.premises.heap.tensor((HEADER_BYTES,), torch.uint8)
+    view = a2a.heap.tensor((HEADER_BYTES,), torch.uint8)
     raw = torch.frombuffer(bytearray(fault), dtype=torch.uint8)
     view[Header.fault.offset : Header.fault.offset + len(raw)].copy_(raw)
 
@@ -88,7 +88,7 @@ def test_delays_at_every_point_change_no_byte(ranks, kind, more):
 def absent(group: weft.Group, point: int) -> tuple[float, str]:
     with make(group) as a2a:
         one_round(a2a)
-        hurry(a2a._watched, 2.0)
+        hurry(a2a, 2.0)
         if group.rank == 1:
             plan_fault(a2a, point, STAY_AWAY)
         group.barrier()
@@ -150,7 +150,7 @@ def silent(group: weft.Group) -> str:
     with make(group) as a2a:
         one_round(a2a)
         if group.rank == 0:
-            hurry(a2a._watched, 2.0)
+            hurry(a2a, 2.0)
         if group.rank == 2:
             plan_fault(a2a, BEFORE_FLAG, DROP, peer=0)
         group.barrier()

@@ -14,8 +14,8 @@ from tests.lowlatency.emulate_lowlatency import EmulatedLow, compile_low
 from tests.lowlatency_rounds import Mode, store_at_owners
 from tests.rounds import Round
 from weft.errors import PeerTimeout
-from weft.lowlatency.api import LowLatencyAllToAll
-from weft.lowlatency.geometry import LowGeometry
+from weft.lowlatency.config import LowLatencyConfig
+from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows
 from weft.memory.header import HEADER_BYTES
 from weft.runtime.layout import LINE
@@ -35,13 +35,13 @@ LIES = {
 
 def words(a2a: LowLatencyAllToAll, offset: int, count: int) -> torch.Tensor:
     """`count` 64-bit words of rank 0's share."""
-    heap = a2a._rounds.premises.heap
+    heap = a2a.heap
     return heap.tensor((count,), torch.int64, offset=offset, rank=0)
 
 
 def rows_out(a2a: LowLatencyAllToAll) -> torch.Tensor:
     """The places of rows out in rank 0's inbox."""
-    shape, layout = a2a._geometry.shape, a2a._geometry.layout
+    shape, layout = a2a.config.shape, a2a.config.offsets
     return words(a2a, layout.rows, shape.rows * shape.sent_bytes // 8)
 
 
@@ -49,7 +49,7 @@ def forge_dispatch(
     a2a: LowLatencyAllToAll, *, tokens: int = MOST, chosen: int = 0, choice: int = 0
 ) -> None:
     """Write by hand what rank 1 sends rank 0 in its second dispatch."""
-    shape, layout = a2a._geometry.shape, a2a._geometry.layout
+    shape, layout = a2a.config.shape, a2a.config.offsets
     tag = EPOCH << TAGGED_BITS
     flags = HEADER_BYTES + LINE
     rows_out(a2a)[MOST * shape.sent_bytes // 8 :] = 0
@@ -92,8 +92,8 @@ def lied_to_in(group: weft.Group, mode: Mode, lie: dict[str, int]) -> None:
 
 
 def check_bounds(a2a: LowLatencyAllToAll, got: ExpertRows) -> None:
-    tensors = a2a._rounds.slots[got.handle.slot].tensors
-    rows = a2a._geometry.shape.rows
+    tensors = a2a._slots[got.handle.slot].tensors
+    rows = a2a.config.shape.rows
     assert tensors["source_tokens"].tolist() == [MOST, MOST]
     assert bool((got.counts <= rows).all()), got.counts
     assert bool((got.ranges.sum(dim=-1) <= rows).all()), got.ranges
@@ -110,14 +110,14 @@ def check_bounds(a2a: LowLatencyAllToAll, got: ExpertRows) -> None:
 
 def check_addresses(a2a: LowLatencyAllToAll, got: ExpertRows, address: torch.Tensor) -> None:
     """Every address is the place of a row of the token's owner; no two rows have the same."""
-    shape, heap = a2a._geometry.shape, a2a._rounds.premises.heap
+    shape, heap = a2a.config.shape, a2a.heap
     behind = torch.arange(shape.rows, device=address.device)[None] >= got.counts[:, None]
     assert not address[behind].any()
     used = address[address != 0]
     assert len(used) == len(used.unique())
     for rank in range(a2a.ep_size):
         ours = address[(address != 0) & (got.source // MOST == rank)]
-        place = ours - heap.address(rank) - a2a._geometry.layout.back
+        place = ours - heap.address(rank) - a2a.config.offsets.back
         assert not (place % shape.back_bytes).any()
         assert bool(((place >= 0) & (place < MOST * shape.top_k * shape.back_bytes)).all())
 
@@ -133,14 +133,14 @@ def withheld(group: weft.Group, what: str, library: str = "") -> str:
     mode = Mode(more={"timeout": 0.6, "first_timeout": 600.0})
     with mode.make(group, CASE, MOST) as a2a:
         if library:
-            a2a._rounds._entries = EmulatedLow(Path(library), a2a._geometry.shape)
+            a2a._kernels = EmulatedLow(Path(library), a2a.config.shape)
         x, ids, weights, _ = CASE.of(group.rank, group.device)
         got = a2a.dispatch(x, ids, weights)
         a2a.combine(torch.zeros_like(got.x, dtype=x.dtype), ids, weights, got.handle)
         group.barrier()
         if group.rank == 1:
             forge_dispatch(a2a, chosen=(1 << MOST) - 1, choice=1)
-            shape, layout = a2a._geometry.shape, a2a._geometry.layout
+            shape, layout = a2a.config.shape, a2a.config.offsets
             if what == "row":
                 rows_out(a2a)[-1:] = -1
             else:
@@ -172,7 +172,7 @@ def test_who_has_not_come_is_named_with_what_is_there(ranks, kind, what):
 
 @pytest.mark.parametrize("what", ["row", "choice"])
 def test_kernels_name_who_has_not_come_with_what_is_there(ranks, tmp_path, what):
-    geometry = LowGeometry.of(
+    geometry = LowLatencyConfig.of(
         ranks=2, max_tokens=MOST, hidden=HIDDEN, top_k=CASE.top_k, num_experts=CASE.experts
     )
     library = compile_low(geometry.shape, tmp_path)

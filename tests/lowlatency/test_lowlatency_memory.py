@@ -6,17 +6,17 @@ from typing import Any
 
 import weft
 from tests.lowlatency.test_lowlatency_calls import SIZES, make
-from weft.lowlatency.api import LowLatencyAllToAll
+from weft.lowlatency.operator import LowLatencyAllToAll
 
 
 def memory_of(group: weft.Group) -> tuple[int, int, int]:
     with make(group) as a2a:
-        slots = a2a._rounds.slots
+        slots = a2a._slots
         results = sum(t.numel() * t.element_size() for slot in slots for t in slot.tensors.values())
         sizes: dict[str, Any] = {"ranks": group.size, **SIZES}
         said = LowLatencyAllToAll.memory_bytes(**sizes)
         assert said == a2a.memory
-        assert said.shared == a2a._rounds.premises.heap.size
+        assert said.shared == a2a.heap.size
         assert said.ordinary == results
         return said.shared, said.ordinary, said.total
 

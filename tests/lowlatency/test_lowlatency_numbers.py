@@ -9,7 +9,7 @@ import weft
 from tests.lowlatency_rounds import Mode
 from tests.rounds import bits
 from weft.lowlatency import reference as low
-from weft.lowlatency.api import LowLatencyAllToAll
+from weft.lowlatency.operator import LowLatencyAllToAll
 
 KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 HIDDEN = 1024
@@ -50,8 +50,18 @@ def delivered(group: weft.Group, name: str) -> None:
     mode = MODES[name]
     x = strange_rows(group.device)
     ids = torch.zeros((len(x), 1), dtype=torch.int32, device=x.device)
-    sizes = (len(x), HIDDEN, 1, 1, mode.quantize, mode.group_size, mode.scale)
-    with LowLatencyAllToAll(group, *sizes, timeout=600.0, _recipe=mode.recipe) as a2a:
+    with LowLatencyAllToAll(
+        group,
+        max_tokens=len(x),
+        top_k=1,
+        num_experts=1,
+        hidden=HIDDEN,
+        timeout=600.0,
+        quantize=mode.quantize,
+        group_size=mode.group_size,
+        scale=mode.scale,
+        _recipe=mode.recipe,
+    ) as a2a:
         got = a2a.dispatch(x, ids)
         numbers, scales = low.sent(x, mode.quantize, mode.group_size, mode.scale, mode.recipe)
         assert torch.equal(bits(got.x[0]), bits(numbers))
@@ -91,7 +101,14 @@ def weighted_sums(group: weft.Group, reduce: str, combine_dtype: str | None) -> 
     weights = weights.to(group.device)
     ids = torch.arange(top_k, dtype=torch.int64).repeat(tokens, 1).to(group.device)
     a2a = LowLatencyAllToAll(
-        group, tokens, hidden, top_k, top_k, None, reduce=reduce, combine_dtype=combine_dtype
+        group,
+        max_tokens=tokens,
+        top_k=top_k,
+        num_experts=top_k,
+        hidden=hidden,
+        quantize=None,
+        combine_dtype=combine_dtype,
+        reduce=reduce,
     )
     with a2a:
         got = a2a.dispatch(x, ids, weights)

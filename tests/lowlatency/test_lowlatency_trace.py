@@ -13,7 +13,7 @@ import weft
 from tests.lowlatency_rounds import Mode, play
 from tests.rounds import Round
 from weft.errors import InvalidArgument, OutOfOrder
-from weft.lowlatency.shape import TraceRecord
+from weft.lowlatency.config import TraceRecord
 from weft.lowlatency.trace import Work, merge, read_work, to_chrome
 from weft.runtime.skew import Skew
 
@@ -31,7 +31,7 @@ def traced(group: weft.Group, folder: str) -> list[Work]:
             play(a2a, MODE, case.next(seed=seed), poison=False)
         group.barrier()
         a2a.dump_trace(Path(folder) / f"{group.rank}.json")
-        found = read_work(a2a._rounds.tracks, group.rank, group.size)
+        found = read_work(a2a._tracks, group.rank, group.size)
         group.barrier()
         return found
 
@@ -104,7 +104,7 @@ def unprofiled(group: weft.Group) -> int:
     with Mode().make(group, CASE, 16) as a2a:
         with pytest.raises(InvalidArgument, match="without profile=True"):
             a2a.dump_trace("never.json")
-        return int(a2a._rounds.tracks.numel())
+        return int(a2a._tracks.numel())
 
 
 def test_without_profile_nothing_is_kept(ranks):

@@ -23,7 +23,7 @@ def poison(layer: weft.MoE) -> None:
     if isinstance(layer.exchange, weft.AllToAll):
         poison_by_rank(layer.exchange)
     else:
-        for slot in layer.exchange._rounds.slots:
+        for slot in layer.exchange._slots:
             for name in ("x", "scales", "counts", "source", "ranges"):
                 slot.tensors[name].view(torch.uint8).fill_(0xFF)
     for buffer in work.buffers:

@@ -82,7 +82,7 @@ def options_reach(group: weft.Group) -> None:
         assert isinstance(exchange, weft.LowLatencyAllToAll)
         shape = exchange.config.shape
         assert (shape.combine_fp8, shape.group, shape.reduce) == (True, 128, "receiver")
-        assert exchange._rounds.tracks.numel() > 0
+        assert exchange._tracks.numel() > 0
         assert exchange.placement.ranks == tuple(owners)
         assert layer.local_experts == tuple(e for e in range(8) if owners[e] == group.rank)
     with case.open(group, **BY_EXPERT) as layer:
@@ -90,7 +90,7 @@ def options_reach(group: weft.Group) -> None:
         assert isinstance(exchange, weft.LowLatencyAllToAll)
         shape = exchange.config.shape
         assert (shape.combine_fp8, shape.group, shape.reduce) == (False, 0, "receiver")
-        assert len(exchange._rounds.slots) == 1
+        assert len(exchange._slots) == 1
 
 
 def test_options_reach_the_exchange(ranks):
@@ -152,7 +152,7 @@ def pushed_by_hand(group: weft.Group) -> None:
         rows.abort_flag.fill_(1)
         layer.experts(rows)
         group.barrier()
-        layout, heap = exchange.config.layout, exchange._rounds.premises.heap
+        layout, heap = exchange.config.offsets, exchange.heap
         size = layout.share_bytes - layout.back
         assert bool((heap.tensor((size,), torch.uint8, offset=layout.back) == 0xFF).all())
         group.barrier()

@@ -22,8 +22,8 @@ from weft.bench.limits import PAIR_FIXED_US, link_rate, pair_floor_us
 from weft.bench.routing import busiest, choice_rows, chosen, make_ids, token_rows
 from weft.bench.run import LIMIT_SECONDS, first_problem
 from weft.lowlatency import reference as low
-from weft.lowlatency.api import LowLatencyAllToAll
-from weft.lowlatency.geometry import LowGeometry
+from weft.lowlatency.config import LowLatencyConfig
+from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows, Handle
 from weft.lowlatency.trace import merge
 from weft.memory import Group, launch
@@ -79,9 +79,9 @@ class LowCase(PairCase):
         }
 
     @property
-    def geometry(self) -> LowGeometry:
+    def geometry(self) -> LowLatencyConfig:
         """What the ranks will share."""
-        return LowGeometry.of(
+        return LowLatencyConfig.of(
             ranks=self.ranks,
             max_tokens=self.capacity,
             hidden=self.hidden,
@@ -162,10 +162,10 @@ class LowSession:
         self.group, self.case = group, case
         self.a2a = LowLatencyAllToAll(
             group,
-            case.capacity,
-            case.hidden,
-            case.top_k,
-            case.experts,
+            max_tokens=case.capacity,
+            top_k=case.top_k,
+            num_experts=case.experts,
+            hidden=case.hidden,
             timeout=30.0,  # ranks that share cores may be late without being dead
             num_sms=case.num_sms,
             programmatic_launch=case.programmatic_launch,
@@ -200,7 +200,7 @@ class LowTrial:
         generator = torch.Generator().manual_seed(case.seed * 31 + group.rank)
         self.weights = torch.rand((tokens, case.top_k), generator=generator).to(device)
         self.out = torch.empty_like(self.x)
-        size = (a2a.num_local_experts, a2a._geometry.shape.rows, case.hidden)
+        size = (a2a.num_local_experts, a2a.config.shape.rows, case.hidden)
         self.y = torch.zeros(size, dtype=self.x.dtype, device=device)
         self._handle: Handle | None = None
 
@@ -224,7 +224,7 @@ class LowTrial:
 
     def check(self) -> str | None:
         """Run a pair on poisoned memory; what is wrong with it, or None."""
-        for slot in self.a2a._rounds.slots:
+        for slot in self.a2a._slots:
             poison(slot.x)
         self.poison()
         got = self._dispatch()
@@ -294,7 +294,7 @@ class LowTrial:
         """Rows as experts read them; zeros where there is none."""
         rows = got.x.float()
         if got.scales is not None:
-            blocks = self.a2a._geometry.shape.blocks
+            blocks = self.a2a.config.shape.blocks
             rows = dequantize(got.x, low.unpack_scales(got.scales, blocks))
         return torch.where(self._there(got)[..., None], rows, 0.0).to(self.y.dtype)
 

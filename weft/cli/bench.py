@@ -30,7 +30,7 @@ from weft.cli.bench_options import (
     flat,
 )
 from weft.cli.options import STDOUT, choice, stop_at, wide_console, words
-from weft.lowlatency.shape import REDUCES, SCALES
+from weft.lowlatency.config import REDUCES, SCALES
 from weft.moe import MODES
 
 bench = typer.Typer(

@@ -23,9 +23,9 @@ from weft.compat.row_exchange import exchange_bytes
 from weft.errors import InvalidArgument, OutOfOrder, UsageError
 from weft.fields import largest
 from weft.lowlatency import reference as reference_lowlatency
-from weft.lowlatency.api import LowLatencyAllToAll
+from weft.lowlatency.config import MAX_EXPERTS, MAX_TOKENS
+from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows, Handle
-from weft.lowlatency.shape import MAX_EXPERTS, MAX_TOKENS
 from weft.memory import Group
 from weft.memory.driver import plain_tensors
 from weft.runtime.check import check_alignment, check_tensor
@@ -50,7 +50,7 @@ LOGFMT = "rows return as bfloat16, exactly"
 STATS = "cumulative_local_expert_recv_stats"
 COSTS = "weft counts no waits; weft.LowLatencyAllToAll(profile=True) has timelines"
 Numbers: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-Hook: TypeAlias = Callable[[], None]
+Hook: TypeAlias = Callable[[], object]
 
 
 class EventOverlap:
@@ -383,7 +383,7 @@ class Buffer:
         InvalidArgument, OutOfOrder.
         """
         round_ = _round_of(handle)
-        slot = self._existing(round_.key)._rounds.slots[round_.handle.slot]
+        slot = self._existing(round_.key)._slots[round_.handle.slot]
         if slot.latest is not round_.handle:
             raise OutOfOrder(
                 "get_next_low_latency_combine_buffer of a handle whose slot a later dispatch has "
@@ -669,20 +669,19 @@ class Buffer:
         self._check_open()
         if key not in self._exchanges:
             most, hidden, top_k, experts, scale = key
-            made = LowLatencyAllToAll(
+            self._exchanges[key] = LowLatencyAllToAll(
                 self._group,
-                most,
-                hidden,
-                top_k,
-                experts,
-                None if scale is None else "fp8",
-                scale=scale or "fp32_row",
+                max_tokens=most,
+                top_k=top_k,
+                num_experts=experts,
+                hidden=hidden,
+                quantize=None if scale is None else "fp8",
                 split_phase=True,
+                scale=scale or "fp32_row",
                 _recipe="deep_ep",
+                _allow_handle_reuse=True,
                 **self._limits,
             )
-            made._rounds.recycles = True
-            self._exchanges[key] = made
         return self._exchanges[key]
 
     def _existing(self, key: tuple[Any, ...]) -> LowLatencyAllToAll:
@@ -758,7 +757,7 @@ def _numbers(rows: ExpertRows, a2a: LowLatencyAllToAll, *, widen: bool) -> Numbe
     if not widen:
         return rows.x, rows.scales
     # Powers of two as float32, in the layout of the others: filled when the rows are there.
-    shape = a2a._geometry.shape
+    shape = a2a.config.shape
     size = (rows.x.shape[0], shape.blocks, -(-shape.rows // 4) * 4)
     wide = torch.zeros(size, dtype=torch.float32, device=rows.x.device)
     return rows.x, wide.mT[:, : shape.rows]
@@ -767,5 +766,5 @@ def _numbers(rows: ExpertRows, a2a: LowLatencyAllToAll, *, widen: bool) -> Numbe
 def _fill_scales(numbers: Numbers, rows: ExpertRows, a2a: LowLatencyAllToAll) -> None:
     assert isinstance(numbers, tuple)
     assert rows.scales is not None
-    blocks = a2a._geometry.shape.blocks
+    blocks = a2a.config.shape.blocks
     numbers[1].copy_(reference_lowlatency.unpack_scales(rows.scales, blocks))

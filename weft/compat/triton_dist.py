@@ -14,9 +14,9 @@ from weft.arguments import flags, instance, integer, one_of
 from weft.compat.ranges import packed_ranges, token_indices
 from weft.compat.refusals import refuse, renamed
 from weft.errors import InvalidArgument, UsageError
-from weft.lowlatency.api import LowLatencyAllToAll
+from weft.lowlatency.config import GROUPS, MAX_TOKENS
+from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.results import Handle
-from weft.lowlatency.shape import GROUPS, MAX_TOKENS
 from weft.memory import Group
 from weft.runtime.library import untraced
 from weft.shape import MAX_TOP_K
@@ -106,18 +106,18 @@ class EPLowLatencyAllToAllLayer:
         self.fp8_gsize, self.dtype, self.enable_profiling = fp8_gsize, dtype, enable_profiling
         self._a2a = LowLatencyAllToAll(
             self.group,
-            max_m,
-            hidden,
-            topk,
-            num_experts,
-            group_size=fp8_gsize,
+            max_tokens=max_m,
+            top_k=topk,
+            num_experts=num_experts,
+            hidden=hidden,
             dtype=dtype,
             timeout=timeout,
             first_timeout=first_timeout,
+            group_size=fp8_gsize,
             profile=enable_profiling,
             _recipe="triton_dist",
+            _allow_handle_reuse=True,
         )
-        self._a2a._rounds.recycles = True
 
     @untraced
     def dispatch(

@@ -1,4 +1,4 @@
-"""What a low-latency dispatch returns, and the memory that it lies in."""
+"""What a low-latency dispatch returns, and its memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from weft.lowlatency.geometry import LowGeometry
+from weft.lowlatency.config import (
+    LowLatencyCombineArgs,
+    LowLatencyConfig,
+    LowLatencyDispatchArgs,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +43,8 @@ class ExpertRows:
     ranges: int32 `[local_experts, ep_size, 2]`: the first row of each source, and how many.
     handle: what `combine` takes.
     dst_addr: int64 `[local_experts, R]`, with combine="gemm_push": of the first counts rows, the
-        address of hidden numbers at the token's owner, where whoever makes the row's result stores
-        it, once, before `combine`: `weft.gemm.Push(dst_addr, flag_in_data=True, ...)`.
+        address of hidden numbers at the token's owner, where the kernel that makes the row's result
+        stores it, once, before `combine`: `weft.gemm.Push(dst_addr, flag_in_data=True, ...)`.
     abort_flag: int32 `[1]`, not 0 once the group is broken: then no row may be stored.
     """
 
@@ -58,22 +62,27 @@ class Slot:
     """The memory of one result and of what its combine needs."""
 
     def __init__(
-        self, geometry: LowGeometry, own: int, device: torch.device, broken: torch.Tensor
+        self, config: LowLatencyConfig, own: int, device: torch.device, broken: torch.Tensor
     ) -> None:
         self.tensors = {
             name: torch.zeros(shape, dtype=torch.uint8, device=device)
             if dtype is torch.float8_e4m3fn
             else torch.zeros(shape, dtype=dtype, device=device)
-            for name, (shape, dtype) in geometry.result_shapes(own).items()
+            for name, (shape, dtype) in config.result_shapes(own).items()
         }
         x = self.tensors["x"]
-        self.x = x.view(torch.float8_e4m3fn) if geometry.shape.group else x
-        self.scales = geometry.shown_scales(self.tensors["scales"])
+        self.x = x.view(torch.float8_e4m3fn) if config.shape.group else x
+        self.scales = config.shown_scales(self.tensors["scales"])
         self._addresses = (
-            (self.tensors["dst_addr"], broken) if geometry.shape.gemm_push else (None, None)
+            (self.tensors["dst_addr"], broken) if config.shape.gemm_push else (None, None)
         )
         self.alive: Handle | None = None
         self.latest: Handle | None = None  # alive or not
+
+    def point(self, args: LowLatencyDispatchArgs | LowLatencyCombineArgs) -> None:
+        """Let arguments speak of this slot's record of the routing."""
+        for name in ("position", "weights", "source_tokens", "expected", "dst_addr"):
+            setattr(args.routing, name, self.tensors[name].data_ptr())
 
     def rows(self, handle: Handle) -> ExpertRows:
         """What a dispatch into this slot returns."""

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from weft.errors import InvalidArgument, OutOfOrder
-from weft.lowlatency.shape import TraceRecord
+from weft.lowlatency.config import TraceRecord
+from weft.memory import Heap
 from weft.memory.header import PHASES
 from weft.runtime.skew import Skew, estimate_skew
 from weft.runtime.stream import settle
 from weft.runtime.timeline import read_timeline
-from weft.runtime.watched import Watched
 
 METADATA, SENDER, RECEIVER = 0, 1, 2  # weft::CtaRole in device/header.cuh
 ROLES = ("metadata", "sender", "receiver")
@@ -117,16 +117,16 @@ def _work(line: TraceRecord, rank: int, ranks: int, clock: float) -> Work:
     )
 
 
-def common_clock(premises: Watched) -> Skew:
-    """How all ranks' clocks stand to rank 0's. CPU ranks read one clock.
+def common_clock(heap: Heap) -> Skew:
+    """The difference of each rank's clock to rank 0's. CPU ranks read one clock.
 
     Raises InvalidArgument when two ranks share no finished dispatch, or their clocks drifted.
     """
-    group = premises.heap.group
+    group = heap.group
     if group.device.type != "cuda":
         return Skew((0.0,) * group.size, 0.0, 1)
     spans = [
-        [span for span in read_timeline(premises.heap, rank) if span.phase == "dispatch"]
+        [span for span in read_timeline(heap, rank) if span.phase == "dispatch"]
         for rank in range(group.size)
     ]
     return estimate_skew(spans)
@@ -187,19 +187,19 @@ def _slices(work: Work, shift_ns: float) -> Iterator[Event]:
         }
 
 
-def dump(path: Path, tracks: torch.Tensor, premises: Watched) -> None:
+def dump(path: Path, tracks: torch.Tensor, heap: Heap) -> None:
     """Write one rank's last rounds.
 
     Raises InvalidArgument without profile, OutOfOrder before any round has finished.
     """
-    group = premises.heap.group
+    group = heap.group
     if not tracks.numel():
         raise InvalidArgument("dump_trace of an all-to-all built without profile=True")
     settle(group.device)
     works = read_work(tracks, group.rank, group.size)
     if not works:
         raise OutOfOrder("dump_trace before any round has finished: run some first")
-    skew = common_clock(premises)
+    skew = common_clock(heap)
     path.write_text(json.dumps(to_chrome(works, skew)) + "\n")
 
 

@@ -17,7 +17,7 @@ from weft.gemm import WgmmaPlan
 from weft.gemm.plans import best_plan
 from weft.gemm.triton_launch import installed, is_installed
 from weft.grouping.api import MAX_ROWS
-from weft.lowlatency.shape import MAX_TOKENS
+from weft.lowlatency.config import MAX_TOKENS
 from weft.memory import Group
 from weft.moe.choice import AUTO, MODES, OVERLAPS
 from weft.moe.experts import FP8

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.arguments import instance
-from weft.lowlatency.api import LowLatencyAllToAll
+from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows
 from weft.moe.config import LayerPlan, exchange_sizes
 from weft.moe.experts import ExpertWeights
@@ -60,6 +60,8 @@ class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
         num_tokens: torch.Tensor | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
+        if out is not None:
+            self.exchange._check_outside("out", out)
         ids = routed.ids
         sent, scale = self._sent(x, routed.weights)
         self._tokens = len(x)
@@ -93,7 +95,7 @@ class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
 
     @property
     def mid_round(self) -> bool:
-        return any(slot.alive is not None for slot in self.exchange._rounds.slots)
+        return self.exchange._mid_round
 
     @property
     def _packed(self) -> bool:

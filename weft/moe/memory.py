@@ -11,7 +11,7 @@ from weft.arguments import instance, integer
 from weft.errors import InvalidArgument
 from weft.grouping.api import by_expert
 from weft.grouping.rounds import buffer_bytes
-from weft.lowlatency.geometry import LowGeometry
+from weft.lowlatency.config import LowLatencyConfig
 from weft.memory.discovery import default_device
 from weft.moe.choice import AUTO, MODES, OVERLAPS
 from weft.moe.config import (
@@ -73,7 +73,7 @@ def _memory_of(
     sizes = exchange_sizes(config, options, plan)
     rows: tuple[int, ...]
     if plan.mode == "low_latency":
-        geometry = LowGeometry.of(ranks=ranks, profile=options.profile, **sizes)
+        geometry = LowLatencyConfig.of(ranks=ranks, profile=options.profile, **sizes)
         shared, experts = geometry.memory.shared, geometry.shape.local
         ordinary += geometry.memory.ordinary
         blocks = (experts, ranks * options.max_tokens)

@@ -14,7 +14,7 @@ import torch
 from weft.alltoall.operator import AllToAll
 from weft.alltoall.received import Received
 from weft.errors import OutOfOrder
-from weft.lowlatency.api import LowLatencyAllToAll
+from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows
 from weft.memory import Group
 from weft.memory.wire import JSON

@@ -30,6 +30,7 @@ from weft.memory.header import (
     Mailbox,
     Record,
 )
+from weft.memory.room import require_room
 from weft.memory.wire import JSON
 from weft.runtime import library
 from weft.runtime.args import Site
@@ -104,6 +105,9 @@ class Operator(ABC):
         manifest = self._manifest(config)
         try:
             group.agree(dict(manifest), what=f"{self._what} geometry")
+            own_bytes = self._own_bytes(config)
+            if own_bytes:
+                require_room(group, config.share_bytes + own_bytes, what=what)
             self.heap = Heap.create(group, config.share_bytes)
             header = self._header(config.share_bytes, limits, first_epoch)
             # A vote: no peer may write into this share before it is initialised.
@@ -151,6 +155,10 @@ class Operator(ABC):
         """What the ranks compare at creation, and what tells compiled graphs apart."""
         manifest: Mapping[str, JSON] = config.manifest()
         return manifest
+
+    def _own_bytes(self, config: Any) -> int:
+        """Bytes that `_fill` allocates beside the heap."""
+        return 0
 
     @abstractmethod
     def _fill(self, config: Any, header: Header) -> None:

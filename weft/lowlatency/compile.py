@@ -1,4 +1,4 @@
-"""LowLatencyAllToAll's dispatch and combine as operations of torch's library (library.py).
+"""LowLatencyAllToAll in compiled graphs: its operators of torch.library (runtime/library.py).
 
 In a graph what a dispatch brings lies in tensors of its own, which the kernel writes: nothing is
 copied, and a compiler sees when it is read for the last time. What only combine needs stays in the
@@ -15,15 +15,15 @@ import torch
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.lowlatency.results import ExpertRows, Handle
 from weft.runtime.check import check_tensor, tracing
-from weft.runtime.library import find, order_of, plain, register
+from weft.runtime.library import find, plain
 
 if TYPE_CHECKING:
-    from weft.lowlatency.api import LowLatencyAllToAll
+    from weft.lowlatency.operator import LowLatencyAllToAll
 
 Five = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-class Sites:
+class TracedHandles:
     """The results that graphs keep alive.
 
     taken: while tracing, by number; written when a graph has run, as any attribute is.
@@ -36,27 +36,21 @@ class Sites:
 
     def take(self) -> int:
         """The number of a traced dispatch: -1 for the first that is free. Raises OutOfOrder."""
-        for site, taken in enumerate(self.taken):
+        for place, taken in enumerate(self.taken):
             if not taken:
-                self._note(site, True)
-                return -1 - site
+                self._note(place, True)
+                return -1 - place
         raise OutOfOrder(
             f"dispatch while {len(self.taken)} results of compiled graphs are alive: combine one "
             "first"
         )
 
-    def give_back(self, number: int) -> None:
+    def release(self, number: int) -> None:
         """The traced dispatch of this number is combined."""
         self._note(-1 - number, False)
 
-    def _note(self, site: int, taken: bool) -> None:
-        self.taken = (*self.taken[:site], taken, *self.taken[site + 1 :])
-
-
-def enrol(owner: LowLatencyAllToAll) -> tuple[torch.Tensor, int, Sites]:
-    """What compiled graphs need to know of a new object."""
-    handle = register(owner, owner._geometry.manifest())
-    return order_of(owner.group.device), handle, Sites(owner._geometry.slots)
+    def _note(self, place: int, taken: bool) -> None:
+        self.taken = (*self.taken[:place], taken, *self.taken[place + 1 :])
 
 
 def is_of_graph(handle: object) -> bool:
@@ -74,11 +68,11 @@ def _dispatch(
     handle: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     owner: LowLatencyAllToAll = find(handle)
-    alive, rounds = owner._sites.alive, owner._rounds
+    alive = owner._traced_handles.alive
     if number in alive:  # an earlier run of the graph raised: nobody has that handle any more
-        rounds.drop(alive.pop(number))
+        owner._drop(alive.pop(number))
     results = _results(owner)
-    rows = rounds.dispatch(x, topk_ids, topk_weights, entry="dispatch", results=results)
+    rows = owner._dispatch("dispatch", x, topk_ids, topk_weights, results)
     alive[number] = rows.handle
     return _shown(owner, results)
 
@@ -94,7 +88,7 @@ def _(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     owner: LowLatencyAllToAll = find(handle)
     with tracing():
-        owner._geometry.check_dispatch(x, topk_ids, topk_weights, owner.group.device)
+        owner.config.check_dispatch(x, topk_ids, topk_weights, owner.group.device)
     return _shown(owner, _results(owner))
 
 
@@ -111,15 +105,14 @@ def _combine(
     handle: int,
 ) -> None:
     owner: LowLatencyAllToAll = find(handle)
-    alive, rounds = owner._sites.alive, owner._rounds
-    real = alive.get(number) if number < 0 else rounds.handle_of(number)
+    alive = owner._traced_handles.alive
+    real = alive.get(number) if number < 0 else owner._handle_of(number)
     if real is None:
         raise OutOfOrder(
             f"combine of dispatch {number}, which is not alive (below 0: of a compiled graph); "
             "each dispatch is combined once, by the all-to-all that made it"
         )
-    given = (y, topk_ids, topk_weights, real)
-    rounds.combine(*given, out=out, add=add, entry="combine", counts=counts)
+    owner._combine("combine", y, topk_ids, topk_weights, real, out, add, counts)
     alive.pop(number, None)
 
 
@@ -136,10 +129,10 @@ def _(
     handle: int,
 ) -> None:
     owner: LowLatencyAllToAll = find(handle)
-    geometry, device = owner._geometry, owner.group.device
-    dtypes, shape = (owner.dtype,), geometry.shape
+    config, device = owner.config, owner.group.device
+    dtypes, shape = (owner.dtype,), config.shape
     with tracing():
-        tokens = geometry.check_choices(topk_ids, topk_weights, device)
+        tokens = config.check_choices(topk_ids, topk_weights, device)
     for name, tensor in (("out", out), ("add", add)):
         if tensor is not None:
             size = (tokens, shape.hidden)
@@ -149,30 +142,30 @@ def _(
         check_tensor("y", y, shape=rows, dtypes=dtypes, device=device)
 
 
-def traced_dispatch(
+def dispatch(
     owner: LowLatencyAllToAll,
     x: torch.Tensor,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor | None,
 ) -> ExpertRows:
     """Dispatch inside a compiled graph."""
-    if owner._geometry.shape.gemm_push:
+    if owner.config.shape.gemm_push:
         raise InvalidArgument(
             "dispatch under torch.compile with combine='gemm_push': what stores rows at their "
             "owners is outside of what a compiler sees; use combine='push', or weft.MoE with "
             "overlap='gemm_push', which is one operation to it"
         )
-    number = owner._sites.take()
+    number = owner._traced_handles.take()
     names = (number, owner._order, owner._handle)
     rows, scales, counts, source, ranges = torch.ops.weft.lowlatency_dispatch(
         x.detach(), topk_ids, plain(topk_weights), *names
     )
     handle = Handle(number, -1 - number, topk_ids.shape[0], counts)
-    shown = scales if owner._geometry.shape.group else None
+    shown = scales if owner.config.shape.group else None
     return ExpertRows(rows, shown, counts, source, ranges, handle)
 
 
-def traced_combine(
+def combine(
     owner: LowLatencyAllToAll,
     y: torch.Tensor | None,
     topk_ids: torch.Tensor,
@@ -183,19 +176,19 @@ def traced_combine(
 ) -> torch.Tensor:
     """Combine inside a compiled graph, or of what one has dispatched."""
     if out is None:
-        size = (topk_ids.shape[0], owner._geometry.shape.hidden)
+        size = (topk_ids.shape[0], owner.config.shape.hidden)
         out = torch.empty(size, dtype=owner.dtype, device=owner._order.device)
     given = (plain(y), topk_ids, plain(topk_weights), out, plain(add))
     names = (handle.number, owner._order, owner._handle)
     torch.ops.weft.lowlatency_combine(*given, handle.counts, *names)
     if handle.number < 0:
-        owner._sites.give_back(handle.number)
+        owner._traced_handles.release(handle.number)
     return out
 
 
 def _results(owner: LowLatencyAllToAll) -> dict[str, torch.Tensor]:
     """New memory for what a dispatch brings, by the names that a slot has for it."""
-    shapes = owner._geometry.result_shapes(owner.num_local_experts)
+    shapes = owner.config.result_shapes(owner.num_local_experts)
     device = owner._order.device
     return {
         name: torch.empty(shapes[name][0], dtype=shapes[name][1], device=device)
@@ -205,6 +198,6 @@ def _results(owner: LowLatencyAllToAll) -> dict[str, torch.Tensor]:
 
 def _shown(owner: LowLatencyAllToAll, results: dict[str, torch.Tensor]) -> Five:
     """As callers see it; scales that there are not are empty."""
-    scales = owner._geometry.shown_scales(results["scales"])
+    scales = owner.config.shown_scales(results["scales"])
     metadata = (results["counts"], results["source"], results["ranges"])
     return (results["x"], results["scales"] if scales is None else scales, *metadata)

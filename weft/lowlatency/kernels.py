@@ -1,4 +1,4 @@
-"""Compiled low-latency dispatch and combine for one shape, on a CPU or a GPU."""
+"""The kernels of a low-latency all-to-all: generated entries, and how each is launched."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 from weft.errors import InvalidArgument
 from weft.jit import Launcher
-from weft.lowlatency.shape import (
+from weft.lowlatency.config import (
     CHUNK_TOKENS,
     LowLatencyCombineArgs,
     LowLatencyDispatchArgs,
-    LowLayout,
+    LowOffsets,
     LowShape,
     RoutingRecord,
     TraceRecord,
@@ -27,16 +27,11 @@ FEW_TOKENS, FEW_THREADS = 32, 128  # up to so many tokens, more and smaller CTAs
 SENDERS_PER_SM, RECEIVERS_PER_SM = 1, 2  # CTAs of THREADS
 RECEIVED_VECTORS = 128  # 16-byte vectors of a row that a warp receives at once: RowFragment::span
 PARTS = {"": "whole", "_send": "send", "_receive": "recv"}  # entry: weft::PhasePart
-TABLES: Mapping[str, type[ctypes.Structure]] = {
-    "RoutingRecord": RoutingRecord,
-    "TraceRecord": TraceRecord,
-    "LowLatencyDispatchArgs": LowLatencyDispatchArgs,
-    "LowLatencyCombineArgs": LowLatencyCombineArgs,
-}
+EntryPoints = Mapping[str, tuple[type[ctypes.Structure], str]]
 
 
 @dataclass(frozen=True, slots=True)
-class LowPlan:
+class LowLatencyPlan:
     """A launch: CTAs by role (weft::CtaRoles), of so many threads, and the coordinator."""
 
     metadata: int
@@ -50,15 +45,15 @@ class LowPlan:
         return 1 + self.metadata + self.senders + self.receivers
 
 
-def _doors(split_phase: bool) -> dict[str, tuple[str, str]]:
-    """Kernels by name: the argument struct, and the template behind it."""
-    found = {}
+def entry_points(*, split_phase: bool) -> EntryPoints:
+    """The entries by name: the argument struct, and the template behind each."""
+    found: dict[str, tuple[type[ctypes.Structure], str]] = {}
     for part, cpp in PARTS.items():
         if part and not split_phase:
             continue
         extra = f", weft::PhasePart::{cpp}"
-        found[f"dispatch{part}"] = ("LowLatencyDispatchArgs", f"low_latency_dispatch<S{extra}>")
-        found[f"combine{part}"] = ("LowLatencyCombineArgs", f"low_latency_combine<S{extra}>")
+        found[f"dispatch{part}"] = (LowLatencyDispatchArgs, f"low_latency_dispatch<S{extra}>")
+        found[f"combine{part}"] = (LowLatencyCombineArgs, f"low_latency_combine<S{extra}>")
     return found
 
 
@@ -69,8 +64,8 @@ def cuda_program(shape: LowShape, *, split_phase: bool = False) -> Program:
         "#include <weft/lowlatency/dispatch.cuh>",
         f"constexpr weft::LowLatencyShape S = {shape.literal()};",
     ]
-    doors = _doors(split_phase)
-    for name, (struct, call) in doors.items():
+    found = entry_points(split_phase=split_phase)
+    for name, (struct, call) in found.items():
         # Many FP8 rows of a token, and many peers, need more registers: two CTAs an SM, not three.
         rows = shape.ranks if shape.reduce == "sender" else shape.top_k
         hungry = shape.ranks > 16
@@ -79,9 +74,9 @@ def cuda_program(shape: LowShape, *, split_phase: bool = False) -> Program:
         per_sm = 2 if hungry else 3
         lines += [
             f'extern "C" __global__ void __launch_bounds__({THREADS}, {per_sm})',
-            f"{name}(const __grid_constant__ weft::{struct} a) {{ weft::{call}(a); }}",
+            f"{name}(const __grid_constant__ weft::{struct.__name__} a) {{ weft::{call}(a); }}",
         ]
-    return _program(shape, lines, doors)
+    return _program(shape, lines, found)
 
 
 def cpu_program(shape: LowShape) -> Program:
@@ -91,24 +86,26 @@ def cpu_program(shape: LowShape) -> Program:
         "#include <weft/lowlatency/combine_cpu.hpp>",
         f"constexpr weft::LowLatencyShape S = {shape.literal()};",
     ]
-    doors = _doors(True)
-    for name, (struct, call) in doors.items():
-        lines.append(f'extern "C" void {name}(const weft::{struct}* a) {{ weft::{call}(*a); }}')
-    return _program(shape, lines, doors)
+    found = entry_points(split_phase=True)
+    for name, (struct, call) in found.items():
+        lines.append(
+            f'extern "C" void {name}(const weft::{struct.__name__}* a) {{ weft::{call}(*a); }}'
+        )
+    return _program(shape, lines, found)
 
 
-def _program(shape: LowShape, lines: list[str], doors: Mapping[str, tuple[str, str]]) -> Program:
+def _program(shape: LowShape, lines: list[str], found: EntryPoints) -> Program:
     return Program(
         name="lowlatency",
         what="all-to-all",
         body="\n".join(lines) + "\n",
-        entry_points={name: TABLES[struct] for name, (struct, _) in doors.items()},
-        offsets=LowLayout.of(shape).asserted(),
+        entry_points={name: struct for name, (struct, _) in found.items()},
+        offsets=LowOffsets.of(shape).asserted(),
         structs=(RoutingRecord, TraceRecord),
     )
 
 
-class LowCudaKernels(CudaKernels):
+class CudaLowLatency(CudaKernels):
     """The kernels of one shape."""
 
     def __init__(self, shape: LowShape, build: Build) -> None:
@@ -135,7 +132,7 @@ def plan_low(
     threads: int,
     sms: int,
     resident: int,
-) -> LowPlan:
+) -> LowLatencyPlan:
     """How many CTAs send metadata, send rows and receive.
 
     Sizes of other ranks are not known here: rows of theirs are planned for as if they had as many
@@ -167,10 +164,10 @@ def plan_low(
         receivers = max(receivers, 1)
     if not metadata and not shape.gemm_push:
         senders = max(senders, 0 if name.endswith("_receive") else 1)
-    return LowPlan(metadata, senders, receivers, threads)
+    return LowLatencyPlan(metadata, senders, receivers, threads)
 
 
-def load_low_entries(device: torch.device, shape: LowShape, build: Build) -> Kernels:
+def load_kernels(device: torch.device, shape: LowShape, build: Build) -> Kernels:
     """Compile and load the operations of a shape for one rank's device.
 
     Raises InvalidArgument for halves of a combine that sends nothing.
@@ -183,4 +180,4 @@ def load_low_entries(device: torch.device, shape: LowShape, build: Build) -> Ker
     if device.type == "cpu":
         return CpuKernels(cpu_program(shape), build)
     with loading(device):
-        return LowCudaKernels(shape, build)
+        return CudaLowLatency(shape, build)

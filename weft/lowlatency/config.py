@@ -1,0 +1,446 @@
+"""What a low-latency all-to-all is made from: arguments, their checks, its shape, its memory."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from ctypes import c_uint16, c_uint32, c_uint64
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+
+from weft.arguments import flags, integer, one_of
+from weft.errors import InvalidArgument
+from weft.fields import Choice, Size, by_argument, check_fields, checked, hash_byte, literal
+from weft.memory.header import HEADER_BYTES, RING_TIMELINES
+from weft.memory.wire import JSON
+from weft.placement import Placement, placement_of
+from weft.runtime.args import Site
+from weft.runtime.check import check_alignment, check_tensor, check_tokens
+from weft.runtime.layout import LINE, Memory, Numbers, offset, sizes_of, up
+from weft.shape import DTYPE_NAMES, FP8_BLOCK, ITEM_BYTES, MAX_RANKS, MAX_TOP_K
+
+MAX_TOKENS, MAX_LOCAL, MAX_EXPERTS = 8192, 1024, 4096
+CHUNK_TOKENS = 24  # chunk_tokens in lowlatency/layout.cuh
+MAX_TABLE = 8192  # ranks x local experts: a CTA keeps a number for each in shared memory
+GROUPS = (32, 64, 128)
+SCALES = ("fp32_row", "fp32_col", "ue8m0")
+RECIPES = ("weft", "deep_ep", "triton_dist")
+REDUCES = ("receiver", "sender")
+QUANTS = (None, "fp8")
+COMBINES = ("push", "gemm_push")
+COMBINE_DTYPES = (None, "fp8")
+MAX_SLOTS = 2  # one is filled while the experts multiply the other's rows
+
+
+class RoutingRecord(ctypes.Structure):
+    """Mirror of `weft::RoutingRecord` in lowlatency/layout.cuh."""
+
+    _fields_ = (
+        ("position", c_uint64),
+        ("weights", c_uint64),
+        ("source_tokens", c_uint64),
+        ("expected", c_uint64),
+        ("dst_addr", c_uint64),
+    )
+
+
+class LowLatencyDispatchArgs(ctypes.Structure):
+    """Mirror of `weft::LowLatencyDispatchArgs`."""
+
+    _fields_ = (
+        ("site", Site),
+        ("x", c_uint64),
+        ("ids", c_uint64),
+        ("weights", c_uint64),
+        ("placement", c_uint64),
+        ("rows", c_uint64),
+        ("scales", c_uint64),
+        ("counts", c_uint64),
+        ("source", c_uint64),
+        ("ranges", c_uint64),
+        ("routing", RoutingRecord),
+        ("traces", c_uint64),
+        ("tokens", c_uint32),
+        ("ids_bytes", c_uint32),
+        ("own_experts", c_uint32),
+        ("senders", c_uint32),
+    )
+
+
+class LowLatencyCombineArgs(ctypes.Structure):
+    """Mirror of `weft::LowLatencyCombineArgs`."""
+
+    _fields_ = (
+        ("site", Site),
+        ("y", c_uint64),
+        ("ids", c_uint64),
+        ("weights", c_uint64),
+        ("placement", c_uint64),
+        ("out", c_uint64),
+        ("add", c_uint64),
+        ("counts", c_uint64),
+        ("routing", RoutingRecord),
+        ("traces", c_uint64),
+        ("tokens", c_uint32),
+        ("ids_bytes", c_uint32),
+        ("own_experts", c_uint32),
+        ("senders", c_uint32),
+        ("dispatch_id", c_uint32),
+        ("reserved", c_uint32),
+    )
+
+
+class TraceRecord(ctypes.Structure):
+    """Mirror of `weft::TraceRecord` in lowlatency/trace.cuh."""
+
+    _fields_ = (
+        ("epoch", c_uint64),
+        ("start_ns", c_uint64),
+        ("end_ns", c_uint64),
+        ("granted", c_uint32),
+        ("learned", c_uint32),
+        ("ended", c_uint32),
+        ("phase", c_uint16),
+        ("role", c_uint16),
+        ("team", c_uint32),
+        ("units", c_uint32),
+        ("waited", c_uint32 * MAX_RANKS),
+    )
+
+
+MAX_TRACES = 1024  # max_traces in lowlatency/trace.cuh
+# Tracks that profiled kernels keep: of 32 rounds, by phase and team.
+TRACKS = (RING_TIMELINES, MAX_TRACES, ctypes.sizeof(TraceRecord))
+
+
+@dataclass(frozen=True, slots=True)
+class LowShape:
+    """Sizes of one low-latency all-to-all; `weft::LowLatencyShape` is the same struct.
+
+    local: experts of the rank that has most.  group: columns that share a scale, 0 for rows that
+    are not quantised.  combine_fp8: returned rows are FP8.  gemm_push: whoever makes a row stores
+    it at its owner.  recipe: whose arithmetic quantises dispatched rows, weft's own or that of the
+    library whose calls weft.compat serves.  The others as in `weft.LowLatencyAllToAll`.
+
+    Raises InvalidArgument naming the size and its limits.
+    """
+
+    ranks: Annotated[int, Size("ranks", 1, MAX_RANKS)]
+    tokens: Annotated[int, Size("max_tokens", 1, MAX_TOKENS)]
+    top_k: Annotated[int, Size("top_k", 1, MAX_TOP_K)]
+    experts: Annotated[int, Size("num_experts", 1, MAX_EXPERTS)]
+    local: int
+    hidden: Annotated[int, Size("hidden", 16, 1 << 16)]
+    dtype: Annotated[str, Choice("dtype", DTYPE_NAMES.values(), "weft::DType")]
+    group: int = 128
+    scales: Annotated[str, Choice("scale", SCALES, "weft::Scales")] = "fp32_row"
+    reduce: Annotated[str, Choice("reduce", REDUCES, "weft::Reduce")] = "receiver"
+    combine_fp8: bool = False
+    gemm_push: bool = False
+    mapped: bool = False
+    recipe: Annotated[str, Choice("recipe", RECIPES, "weft::Recipe")] = "weft"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not 1 <= self.local <= MAX_LOCAL:
+            raise InvalidArgument(
+                f"{self.local} experts on one rank; one may hold {MAX_LOCAL}: take more ranks, or "
+                "spread num_experts evenly with expert_map"
+            )
+        if self.top_k > self.experts:
+            raise InvalidArgument(
+                f"top_k is {self.top_k}, but the layer has {self.experts} experts (num_experts)"
+            )
+        if self.ranks * self.local > MAX_TABLE:
+            raise InvalidArgument(
+                f"{self.local} experts on one of {self.ranks} ranks; ranks times that number may "
+                f"be {MAX_TABLE} at most: spread the experts evenly"
+            )
+        if self.group:
+            one_of("group_size", self.group, GROUPS)
+        unit = max(self.group, FP8_BLOCK if self.combine_fp8 else 16)
+        if self.hidden % unit:
+            raise InvalidArgument(
+                f"hidden is {self.hidden}; it must be a multiple of {unit} (of 16, of group_size, "
+                f"of {FP8_BLOCK} with combine_dtype='fp8'): pad it to {up(self.hidden, unit)}"
+            )
+
+    @property
+    def rows(self) -> int:
+        """Rows that one expert can get."""
+        return self.ranks * self.tokens
+
+    @property
+    def blocks(self) -> int:
+        """Scales of a row."""
+        return self.hidden // self.group if self.group else 0
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of a row on its way out: numbers, scales, weights, each in whole 16 bytes."""
+        numbers = self.hidden if self.group else self.hidden * ITEM_BYTES[self.dtype]
+        weights = 4 * self.top_k if self.reduce == "sender" else 0
+        return up(numbers, 16) + up(4 * self.blocks, 16) + up(weights, 16)
+
+    @property
+    def back_bytes(self) -> int:
+        """Bytes of a row on its way back to its owner."""
+        if self.combine_fp8:
+            return self.hidden + up(4 * (self.hidden // FP8_BLOCK), 16)
+        return self.hidden * ITEM_BYTES[self.dtype]
+
+    @property
+    def chunks(self) -> int:
+        """Words in which a source tells of its choices of one expert."""
+        return -(-self.tokens // CHUNK_TOKENS)
+
+    @property
+    def rows_bytes(self) -> tuple[int, int]:
+        """Bytes of an inbox where dispatched rows lie, and where returned rows do."""
+        back_rows = self.ranks if self.reduce == "sender" else self.top_k
+        return self.rows * self.sent_bytes, self.tokens * back_rows * self.back_bytes
+
+    @property
+    def descriptor(self) -> int:
+        """Eight bits of this shape's hash, as flags carry them."""
+        return hash_byte(self, "low ")
+
+    def literal(self) -> str:
+        """The C++ initialiser."""
+        return literal(self, "weft::LowLatencyShape")
+
+
+@dataclass(frozen=True, slots=True)
+class LowOffsets:
+    """Where the parts of a share lie, in bytes; flags stand before `tokens`.
+
+    tokens: the first word that is all ones while it is blank; so is everything behind it.
+    """
+
+    share_bytes: int
+    progress: int
+    tokens: int
+    token_masks: int
+    choices: int
+    rows: int
+    back: int
+
+    @classmethod
+    def of(cls, shape: LowShape) -> LowOffsets:
+        """The offsets of a shape: `LowLatencyShare` in lowlatency/layout.cuh."""
+        flags = up(8 * shape.ranks)
+        tokens = HEADER_BYTES + LINE + 3 * flags
+        token_masks = tokens + 2 * flags
+        choices = token_masks + up(8 * shape.ranks * shape.chunks * shape.local)
+        rows = choices + up(8 * shape.rows * shape.top_k)
+        dispatched, returned = shape.rows_bytes
+        share = rows + up(dispatched + returned)
+        return cls(share, HEADER_BYTES, tokens, token_masks, choices, rows, rows + dispatched)
+
+    def asserted(self) -> Numbers:
+        """C++ expressions of these offsets, after the Shape literal S, and their values."""
+        members = {
+            "progress": self.progress,
+            "inbox.tokens": self.tokens,
+            "inbox.token_masks": self.token_masks,
+            "inbox.choices": self.choices,
+            "inbox.rows": self.rows,
+        }
+        share = "LowLatencyShare<S>"
+        return [
+            (f"sizeof(weft::{share})", self.share_bytes),
+            (f"{offset(share, 'inbox.rows')} + S.sent_bytes()", self.back),
+            *((offset(share, member), at) for member, at in members.items()),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class LowLatencyConfig:
+    """All that ranks must agree on, from a caller's sizes."""
+
+    shape: LowShape
+    offsets: LowOffsets
+    dtype: torch.dtype
+    placement: Placement
+    slots: int
+    profile: bool
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        ranks: int,
+        max_tokens: int,
+        top_k: int,
+        num_experts: int,
+        hidden: int,
+        dtype: torch.dtype = torch.bfloat16,
+        expert_map: Sequence[int] | torch.Tensor | None = None,
+        quantize: str | None = "fp8",
+        combine: str = "push",
+        combine_dtype: str | None = None,
+        group_size: int = 128,
+        scale: str = "fp32_row",
+        reduce: str = "receiver",
+        slots: int = 2,
+        profile: bool = False,
+        _recipe: str = "weft",
+    ) -> LowLatencyConfig:
+        """Raises InvalidArgument naming the argument, its value and what it may be."""
+        flags(profile=profile)
+        sizes = checked(
+            LowShape,
+            ranks=ranks,
+            tokens=max_tokens,
+            top_k=top_k,
+            experts=num_experts,
+            hidden=hidden,
+        )
+        ranks, num_experts = sizes["ranks"], sizes["experts"]
+        slots = integer("slots", slots, 1, MAX_SLOTS)
+        dtype = one_of("dtype", dtype, DTYPE_NAMES)
+        quantize, combine = (
+            one_of("quantize", quantize, QUANTS),
+            one_of("combine", combine, COMBINES),
+        )
+        combine_dtype = one_of("combine_dtype", combine_dtype, COMBINE_DTYPES)
+        reduce, scale = one_of("reduce", reduce, REDUCES), one_of("scale", scale, SCALES)
+        group_size = one_of("group_size", group_size, GROUPS)
+        _check_gemm_push(combine, combine_dtype, reduce, slots)
+        placement = placement_of(expert_map, num_experts, ranks)
+        shape = LowShape(
+            **sizes,
+            local=max(len(placement.experts_of(rank)) for rank in range(ranks)),
+            dtype=DTYPE_NAMES[dtype],
+            group=group_size if quantize else 0,
+            scales=scale if quantize else "fp32_row",
+            reduce=reduce,
+            combine_fp8=combine_dtype == "fp8",
+            gemm_push=combine == "gemm_push",
+            mapped=expert_map is not None,
+            recipe=_recipe if quantize else "weft",
+        )
+        return cls(shape, LowOffsets.of(shape), dtype, placement, slots, profile)
+
+    @property
+    def share_bytes(self) -> int:
+        """Bytes of one rank's share."""
+        return self.offsets.share_bytes
+
+    @property
+    def descriptor(self) -> int:
+        """Eight bits of the shape's hash, as flags carry them."""
+        return self.shape.descriptor
+
+    def manifest(self) -> dict[str, JSON]:
+        """What the ranks compare at creation, name by name."""
+        return {
+            **by_argument(self.shape),
+            "slots": self.slots,
+            "expert_map": list(self.placement.ranks),
+        }
+
+    def check_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        device: torch.device,
+    ) -> int:
+        """Return the number of tokens.
+
+        Raises InvalidArgument and TokenOverflow for what the host can see.
+        """
+        tokens = self.check_choices(topk_ids, topk_weights, device)
+        check_tokens(tokens, self.shape.tokens)
+        shape = (tokens, self.shape.hidden)
+        check_tensor("x", x, shape=shape, dtypes=(self.dtype,), device=device)
+        check_alignment("x", x, 16)
+        return tokens
+
+    def check_choices(
+        self, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None, device: torch.device
+    ) -> int:
+        """Return the number of tokens that ids and weights are of."""
+        top_k, integers = self.shape.top_k, (torch.int32, torch.int64)
+        check_tensor("topk_ids", topk_ids, shape=(None, top_k), dtypes=integers, device=device)
+        check_alignment("topk_ids", topk_ids, topk_ids.itemsize)
+        tokens = topk_ids.shape[0]  # while tracing, perhaps a symbol: not int()
+        if topk_weights is not None:
+            row, floats = (tokens, top_k), (torch.float32,)
+            check_tensor("topk_weights", topk_weights, shape=row, dtypes=floats, device=device)
+            check_alignment("topk_weights", topk_weights, topk_weights.itemsize)
+        return tokens
+
+    def result_shapes(self, own: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Every tensor that one slot of a rank with `own` experts holds, by name.
+
+        Column-major scales are laid out here as they lie in memory.
+        """
+        s = self.shape
+        padded, words = -(-s.rows // 4) * 4, -(-s.blocks // 4)
+        scales = {
+            "fp32_row": ((own, s.rows, s.blocks), torch.float32),
+            "fp32_col": ((own, s.blocks, padded), torch.float32),
+            "ue8m0": ((own, words, padded), torch.int32),
+        }
+        entries = (s.ranks, s.tokens, s.top_k)
+        return {
+            "x": ((own, s.rows, s.hidden), torch.float8_e4m3fn if s.group else self.dtype),
+            "scales": scales[s.scales] if s.group else ((0,), torch.float32),
+            "counts": ((own,), torch.int32),
+            "source": ((own, s.rows), torch.int32),
+            "ranges": ((own, s.ranks, 2), torch.int32),
+            "position": ((0,) if s.gemm_push else entries, torch.int32),
+            "weights": (entries if s.reduce == "sender" else (0,), torch.float32),
+            "source_tokens": ((s.ranks,), torch.int32),
+            "expected": ((s.tokens, 2), torch.int32),
+            "dst_addr": ((own, s.rows) if s.gemm_push else (0,), torch.int64),
+        }
+
+    def shown_scales(self, scales: torch.Tensor) -> torch.Tensor | None:
+        """Scales as callers see them, from how they lie in memory; None where there are none."""
+        if not self.shape.group:
+            return None
+        return scales if self.shape.scales == "fp32_row" else scales.mT[:, : self.shape.rows]
+
+    @property
+    def memory(self) -> Memory:
+        """Bytes of the rank that holds most experts."""
+        s = self.shape
+        slot = sum(
+            math.prod(shape) * dtype.itemsize
+            for shape, dtype in self.result_shapes(s.local).values()
+        )
+        tracks = math.prod(TRACKS) if self.profile else 0
+        return Memory(
+            shared=self.share_bytes,
+            ordinary=self.slots * slot + tracks,
+        )
+
+
+def _check_gemm_push(combine: str, combine_dtype: str | None, reduce: str, slots: int) -> None:
+    """Raises InvalidArgument for what rows exclude that the caller's kernel pushes."""
+    if combine == "gemm_push" and (combine_dtype, reduce, slots) != (None, "receiver", 1):
+        raise InvalidArgument(
+            f"combine is 'gemm_push', combine_dtype {combine_dtype!r}, reduce {reduce!r}, slots "
+            f"{slots!r}: the caller's kernel stores the rows of one dispatch at a time, one by one "
+            "and in dtype: use reduce='receiver' and slots=1, and leave combine_dtype out"
+        )
+
+
+def _memory(config: LowLatencyConfig) -> Memory:
+    return config.memory
+
+
+memory_bytes = sizes_of(
+    LowLatencyConfig.of,
+    _memory,
+    """Bytes that the rank with most experts will allocate, before anything is allocated.
+
+    Takes the constructor's sizes, and `ranks`. Raises InvalidArgument as the constructor does.
+    """,
+)

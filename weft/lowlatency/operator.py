@@ -1,0 +1,502 @@
+"""LowLatencyAllToAll: expert-parallel dispatch and combine for decoding, expert-major.
+
+A result lives from its dispatch to its combine. As many are alive at once as there are slots. At
+most one dispatch and one combine may be on their way, sent and not yet received.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from weft.arguments import flags, refuse
+from weft.errors import InvalidArgument, OutOfOrder
+from weft.lowlatency import compile as traced
+from weft.lowlatency.config import (
+    TRACKS,
+    LowLatencyCombineArgs,
+    LowLatencyConfig,
+    LowLatencyDispatchArgs,
+    memory_bytes,
+)
+from weft.lowlatency.kernels import load_kernels
+from weft.lowlatency.results import ExpertRows, Handle, Slot
+from weft.lowlatency.trace import dump
+from weft.memory import Group
+from weft.memory.driver import in_relaxed_mode
+from weft.memory.header import Header
+from weft.placement import Placed
+from weft.runtime import library
+from weft.runtime.check import check_alignment, check_tensor
+from weft.runtime.kernels import Build, Kernels
+from weft.runtime.layout import Memory
+from weft.runtime.operator import Operator, one_call
+from weft.runtime.timeline import DEFINE
+
+Hook = Callable[[], object]
+
+
+class LowLatencyAllToAll(Placed, Operator):
+    """Quantise each token on its way to its experts' ranks, lay it out by expert, and back.
+
+    Meaning: `weft.lowlatency.reference`. All memory is allocated here; a call allocates nothing
+    but its result, synchronises with no host, and may be captured in CUDA graphs. Every rank makes
+    the same sequence of calls; a rank without tokens calls with zero of them.
+
+    max_tokens: most tokens of this rank in one call, 1..8192, equal on all ranks.
+    top_k: experts per token, 1..32.
+    num_experts: experts of the layer, on all ranks together.
+    hidden: numbers of a token, a multiple of 16 and of group_size.
+    dtype: of x, y and out: bfloat16, float16 or float32.
+    expert_map: rank of each expert; default contiguous blocks, the first ranks holding one more.
+    timeout, first_timeout: seconds that a wait for a peer may take, and the first one.
+    quantize: "fp8": dispatch takes x `[tokens, hidden]` of dtype and delivers e4m3 numbers and
+        scales; None: it delivers rows as they are.
+    combine: "push": combine sends the experts' rows to the tokens' owners; "gemm_push": the kernel
+        that makes a row stores it at its owner (`ExpertRows.dst_addr`), and combine sends nothing;
+        with slots=1, reduce="receiver", and without combine_dtype and split_phase.
+    combine_dtype: None: rows travel in dtype; "fp8": as FP8 with a scale for 128 columns.
+    split_phase: also build `dispatch_send` .. `combine_recv`: a dispatch and a combine may then be
+        on their way at once.
+    group_size: columns that share a scale: 32, 64 or 128.
+    scale: "fp32_row", "fp32_col" (column by column, as TMA wants them), "ue8m0" (powers of two,
+        four to an int32, column by column).
+    reduce: "receiver": a token's owner adds its rows, weighted, in fp32 in top-k order; "sender":
+        each rank adds those of its own experts first, and fewer rows travel.
+    slots: results that may be alive at once, 1 or 2.
+    num_sms: SMs that the kernels may fill; default all.
+    programmatic_launch: let a kernel take its place on the GPU while its predecessor in the stream
+        still runs; it touches no memory before that one's end.
+    profile: let kernels keep the times of the last 32 rounds (`dump_trace`).
+
+    Raises InvalidArgument, CreationFailed (on every rank, when one cannot do its part),
+    GeometryMismatch (when ranks pass different sizes).
+    """
+
+    _drops_repeats = True  # a row is among an expert's once
+
+    @in_relaxed_mode
+    def __init__(
+        self,
+        group: Group,
+        *,
+        max_tokens: int,
+        top_k: int,
+        num_experts: int,
+        hidden: int,
+        dtype: torch.dtype = torch.bfloat16,
+        expert_map: Sequence[int] | torch.Tensor | None = None,
+        timeout: float = 2.0,
+        first_timeout: float = 120.0,
+        quantize: str | None = "fp8",
+        combine: str = "push",
+        combine_dtype: str | None = None,
+        split_phase: bool = False,
+        group_size: int = 128,
+        scale: str = "fp32_row",
+        reduce: str = "receiver",
+        slots: int = 2,
+        num_sms: int | None = None,
+        programmatic_launch: bool = True,
+        profile: bool = False,
+        _recipe: str = "weft",
+        _allow_handle_reuse: bool = False,
+        _defines: Sequence[str] = (),
+        _first_epoch: int = 0,
+    ) -> None:
+        def prepare() -> tuple[LowLatencyConfig, Kernels]:
+            flags(split_phase=split_phase, programmatic_launch=programmatic_launch, profile=profile)
+            config = LowLatencyConfig.of(
+                ranks=group.size,
+                max_tokens=max_tokens,
+                top_k=top_k,
+                num_experts=num_experts,
+                hidden=hidden,
+                dtype=dtype,
+                expert_map=expert_map,
+                quantize=quantize,
+                combine=combine,
+                combine_dtype=combine_dtype,
+                group_size=group_size,
+                scale=scale,
+                reduce=reduce,
+                slots=slots,
+                profile=profile,
+                _recipe=_recipe,
+            )
+            defines = (*_defines, *((DEFINE,) if profile else ()))
+            self._build = Build(num_sms, programmatic_launch, split_phase, defines)
+            return config, load_kernels(group.device, config.shape, self._build)
+
+        self.config = config = self._create(
+            group,
+            "a low-latency all-to-all",
+            prepare,
+            timeout=timeout,
+            first_timeout=first_timeout,
+            first_epoch=_first_epoch,
+        )
+        self.dtype, self.placement = config.dtype, config.placement
+        # May a dispatch be dropped, and combined again? Then a slot keeps its result until a later
+        # dispatch needs it.
+        self._allow_handle_reuse = _allow_handle_reuse
+        self._number = 0  # of this rank's dispatches
+        self._sent: Handle | None = None
+        self._returned: Handle | None = None
+        self._dispatch_args = LowLatencyDispatchArgs(site=self._site)
+        self._combine_args = LowLatencyCombineArgs(site=self._site)
+        for args in (self._dispatch_args, self._combine_args):
+            args.own_experts = self.num_local_experts
+            args.traces = self._tracks.data_ptr()
+        if config.placement.explicit:
+            self._table = config.placement.table(group.device)
+            self._dispatch_args.placement = self._table.data_ptr()
+            self._combine_args.placement = self._table.data_ptr()
+        self._traced_handles = traced.TracedHandles(config.slots)
+
+    memory_bytes = staticmethod(memory_bytes)
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of one rank in one call."""
+        return self.config.shape.tokens
+
+    @property
+    def memory(self) -> Memory:
+        """Bytes that the rank with most experts holds for this object."""
+        return self.config.memory
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None = None,
+    ) -> ExpertRows:
+        """Send this rank's tokens; return what all ranks sent to its experts.
+
+        x: `[tokens, hidden]` of dtype.
+        topk_ids: int32 or int64 `[tokens, top_k]`, global expert ids, -1 for none.
+        topk_weights: float32 `[tokens, top_k]`; needed where reduce is "sender", None means ones.
+
+        Ids out of range, and those that an earlier one of their row names, are dropped; `check()`
+        raises them. Raises InvalidArgument, TokenOverflow, OutOfOrder (when `slots` results are
+        alive), and what broke the group.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            return traced.dispatch(self, x, topk_ids, topk_weights)
+        return self._dispatch("dispatch", x, topk_ids, topk_weights)
+
+    def combine(
+        self,
+        y: torch.Tensor | None,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        handle: Handle,
+        out: torch.Tensor | None = None,
+        add: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Sum the experts' results at their tokens' owners.
+
+        `out[t] = sum over k of weight * y + add[t]`, in fp32.
+
+        y: `[local_experts, ep_size * max_tokens, hidden]` of dtype, a result for each row of the
+            dispatch; rows behind `counts` are not read. Any tensor of this rank; no copy is made.
+            None with combine="gemm_push": every row has been stored at its owner, in stream order.
+        topk_ids, topk_weights: as in the dispatch. reduce="receiver" multiplies with these weights
+            (None: ones); reduce="sender" with those of the dispatch.
+        handle: of the dispatch; its result may be overwritten from now on.
+        out: `[tokens, hidden]` to write into.   add: `[tokens, hidden]`, a shared expert's result.
+
+        Products and sums are rounded to fp32, in top-k order from 0 ("sender": those of a rank in
+        top-k order, rounded to what travels, then by rank); then `add`; one rounding to dtype. A
+        token without experts gets `add`, or zeros. Raises InvalidArgument, OutOfOrder, and what
+        broke the group.
+        """
+        if torch.compiler.is_dynamo_compiling() or traced.is_of_graph(handle):
+            return traced.combine(self, y, topk_ids, topk_weights, handle, out, add)
+        return self._combine("combine", y, topk_ids, topk_weights, handle, out, add)
+
+    def dispatch_send(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None = None,
+    ) -> tuple[ExpertRows, Hook]:
+        """The first half of `dispatch`: send; what follows in the stream runs meanwhile.
+
+        Returns the result, which holds nothing yet, and a function that receives it: call that, or
+        `dispatch_recv`.
+        """
+        library.refuse_split_phase("dispatch_send")
+        return self._dispatch("dispatch_send", x, topk_ids, topk_weights), self._receive
+
+    def dispatch_recv(self) -> ExpertRows:
+        """The second half of `dispatch`: wait for all peers' tokens, and lay them out."""
+        library.refuse_split_phase("dispatch_recv")
+        return self._receive()
+
+    def combine_send(
+        self,
+        y: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        handle: Handle,
+        out: torch.Tensor | None = None,
+        add: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, Hook]:
+        """The first half of `combine`: send rows to their owners.
+
+        The arguments are the whole call's: `add`, `out`, ids and weights must stay until the second
+        half has run. Returns `out`, which holds nothing yet, and a function that receives: call
+        that, or `combine_recv`.
+        """
+        library.refuse_split_phase("combine_send")
+        result = self._combine("combine_send", y, topk_ids, topk_weights, handle, out, add)
+        return result, self._combine_receive
+
+    def combine_recv(self) -> torch.Tensor:
+        """The second half of `combine`: wait for the rows and add them; return `out`."""
+        library.refuse_split_phase("combine_recv")
+        return self._combine_receive()
+
+    def dump_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write this rank's last 32 rounds, team by team, as JSON for Perfetto.
+
+        Needs profile=True; waits for this rank's own work. Every rank writes a file of its own, all
+        on rank 0's clock; `weft.lowlatency.trace.merge` joins them. Call it when all ranks have
+        finished the same rounds. Raises InvalidArgument, OutOfOrder.
+        """
+        self._check_open()
+        if not isinstance(path, str | os.PathLike):
+            refuse("path", path, "a str or os.PathLike")
+        dump(Path(path), self._tracks, self.heap)
+
+    # The calls: each is checked, handed to a kernel, and changes which results are alive.
+
+    @one_call("dispatch")
+    def _dispatch(
+        self,
+        entry: str,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        results: Mapping[str, torch.Tensor] | None = None,
+    ) -> ExpertRows:
+        """Run `dispatch` or `dispatch_send`; the result is there after it, or after its receive.
+
+        results: where the rows and their metadata go, by name; default, into the slot.
+        """
+        tokens = self.config.check_dispatch(x, topk_ids, topk_weights, self.group.device)
+        if self._sent is not None:
+            raise OutOfOrder(
+                f"{entry} while dispatch {self._sent.number} is on its way: receive it first"
+            )
+        self._check_built(entry)
+        handle = Handle(self._number + 1, self._free_slot(entry), tokens)
+        slot = self._slots[handle.slot]
+        args, t = self._dispatch_args, slot.tensors if results is None else results
+        args.x, args.ids, args.ids_bytes = x.data_ptr(), topk_ids.data_ptr(), topk_ids.itemsize
+        args.weights = 0 if topk_weights is None else topk_weights.data_ptr()
+        args.tokens = tokens
+        slot.point(args)
+        args.rows, args.scales = t["x"].data_ptr(), t["scales"].data_ptr()
+        args.counts, args.source = t["counts"].data_ptr(), t["source"].data_ptr()
+        args.ranges = t["ranges"].data_ptr()
+        self._kernels.run(entry, args, tokens)
+        self._number, slot.alive, slot.latest = handle.number, handle, handle
+        if entry != "dispatch":
+            self._sent = handle
+        self._raise_if_broken()
+        return slot.rows(handle)
+
+    @one_call("dispatch_recv")
+    def _receive(self) -> ExpertRows:
+        """Run `dispatch_receive`."""
+        handle = self._sent
+        if handle is None:
+            raise OutOfOrder("dispatch_recv without a dispatch_send")
+        self._dispatch_args.tokens = handle.tokens
+        self._kernels.run("dispatch_receive", self._dispatch_args, handle.tokens)
+        self._sent = None
+        self._raise_if_broken()
+        return self._slots[handle.slot].rows(handle)
+
+    @one_call("combine")
+    def _combine(
+        self,
+        entry: str,
+        y: torch.Tensor | None,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        handle: Handle,
+        out: torch.Tensor | None,
+        add: torch.Tensor | None,
+        counts: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run `combine` or `combine_send`; the result is there after it, or after its receive.
+
+        counts: of the dispatch, where its results did not go into the slot.
+        """
+        self._check_handle(handle, entry)
+        device, dtypes = self.group.device, (self.dtype,)
+        tokens = self.config.check_choices(topk_ids, topk_weights, device)
+        if tokens != handle.tokens:
+            raise InvalidArgument(
+                f"topk_ids has {tokens} rows, dispatch {handle.number} had {handle.tokens}: pass "
+                "what it was called with"
+            )
+        slot = self._slots[handle.slot]
+        self._check_results(y, slot)
+        size = (tokens, self.config.shape.hidden)
+        if out is None:
+            out = torch.empty(size, dtype=self.dtype, device=device)
+        for name, tensor in (("out", out), ("add", add)):
+            if tensor is not None:
+                check_tensor(name, tensor, shape=size, dtypes=dtypes, device=device)
+                check_alignment(name, tensor, 16)
+        self._check_outside("out", out)
+        args = self._combine_args
+        args.y = 0 if y is None else y.data_ptr()
+        args.ids, args.ids_bytes = topk_ids.data_ptr(), topk_ids.itemsize
+        args.weights = 0 if topk_weights is None else topk_weights.data_ptr()
+        args.counts = (slot.tensors["counts"] if counts is None else counts).data_ptr()
+        args.out, args.add = out.data_ptr(), 0 if add is None else add.data_ptr()
+        args.tokens, args.dispatch_id = tokens, self._place(handle)
+        slot.point(args)
+        self._kernels.run(entry, args, tokens)
+        if entry == "combine":
+            slot.alive = None
+        else:
+            self._returned = slot.alive = handle
+            self._kept = (out, add, topk_ids, topk_weights)  # the receive reads them
+        self._raise_if_broken()
+        return out
+
+    @one_call("combine_recv")
+    def _combine_receive(self) -> torch.Tensor:
+        """Run `combine_receive`."""
+        handle = self._returned
+        if handle is None:
+            raise OutOfOrder("combine_recv without a combine_send")
+        self._kernels.run("combine_receive", self._combine_args, handle.tokens)
+        self._slots[handle.slot].alive = self._returned = None
+        out = self._kept[0]
+        del self._kept
+        self._raise_if_broken()
+        return out
+
+    @property
+    def _mid_round(self) -> bool:
+        """Is a result alive that has not been combined?"""
+        return any(slot.alive is not None for slot in self._slots)
+
+    def _handle_of(self, number: int) -> Handle | None:
+        """The handle of dispatch `number`, as long as its result is alive."""
+        alive = (slot.alive for slot in self._slots)
+        return next((h for h in alive if h is not None and h.number == number), None)
+
+    def _drop(self, handle: Handle) -> None:
+        """Give up a result that nobody will combine."""
+        slot = self._slots[handle.slot]
+        if slot.alive is handle:
+            slot.alive = None
+
+    def _place(self, handle: Handle) -> int:
+        """Which of the results that are alive this is, the oldest being 1; ranks compare it.
+
+        Not the dispatch's number: graphs replay dispatches that no host counts.
+        """
+        alive = (slot.alive for slot in self._slots)
+        return 1 + sum(h is not None and h.number < handle.number for h in alive)
+
+    def _free_slot(self, entry: str) -> int:
+        """The next slot in turn that no result lives in; results may be combined in any order.
+
+        With `_allow_handle_reuse` and none free, the slot of the oldest result, unless its combine
+        is on its way. Only the order of calls decides, so all ranks drop the same result.
+        """
+        slots = len(self._slots)
+        for turn in range(slots):
+            slot = (self._number + turn) % slots
+            if self._slots[slot].alive is None:
+                return slot
+        alive = [slot.alive for slot in self._slots if slot.alive is not None]
+        oldest = min(alive, key=lambda handle: handle.number)
+        if self._allow_handle_reuse and oldest is not self._returned:
+            return oldest.slot
+        raise OutOfOrder(
+            f"{entry} while {slots} results are alive, the oldest of dispatch {oldest.number}: "
+            "combine one first"
+        )
+
+    def _check_results(self, y: torch.Tensor | None, slot: Slot) -> None:
+        if self.config.shape.gemm_push:
+            if y is not None:
+                raise InvalidArgument(
+                    "y is given, combine='gemm_push': rows are stored at their owners by the "
+                    "kernel that makes them; pass None"
+                )
+            return
+        if y is None:
+            raise InvalidArgument("y is None; pass the results of the dispatch's rows")
+        dtypes = (self.dtype,)
+        check_tensor("y", y, shape=slot.x.shape, dtypes=dtypes, device=self.group.device)
+        check_alignment("y", y, 16)
+
+    def _check_handle(self, handle: Handle, entry: str) -> None:
+        if not isinstance(handle, Handle):
+            raise InvalidArgument(
+                f"handle is a {type(handle).__name__}; pass the handle of what dispatch returned"
+            )
+        if self._returned is not None:
+            raise OutOfOrder(
+                f"{entry} while the combine of dispatch {self._returned.number} is on its way: "
+                "receive it first"
+            )
+        self._check_built(entry)
+        # By identity: another all-to-all's handle may have the same numbers.
+        if self._allow_handle_reuse:
+            kept = any(slot.latest is handle for slot in self._slots)
+            if kept and handle is not self._sent:
+                return
+            why = "it has not been received" if kept else "a later dispatch has taken its slot"
+            raise OutOfOrder(
+                f"{entry} of dispatch {handle.number}: {why}; {len(self._slots)} results are kept: "
+                "combine before that dispatch"
+            )
+        alive = any(slot.alive is handle for slot in self._slots)
+        if not alive or handle is self._sent:
+            why = "it has not been received" if alive else "it is not alive"
+            raise OutOfOrder(
+                f"{entry} of dispatch {handle.number}: {why}; each dispatch is combined once, by "
+                "the all-to-all that made it"
+            )
+
+    def _check_built(self, entry: str) -> None:
+        if entry.endswith("_send") and not self._build.split_phase:
+            raise InvalidArgument(
+                f"{entry} of an all-to-all built without split_phase; pass split_phase=True"
+            )
+
+    # The share's first contents, and this rank's own memory.
+
+    def _own_bytes(self, config: LowLatencyConfig) -> int:
+        return config.memory.ordinary
+
+    def _fill(self, config: LowLatencyConfig, header: Header) -> None:
+        at, heap, device = config.offsets, self.heap, self.group.device
+        blank = config.share_bytes - at.tokens
+        heap.tensor((blank,), torch.uint8, offset=at.tokens).fill_(0xFF)
+        heap.tensor((4,), torch.int64, offset=at.progress).fill_(header.first_epoch)
+        own = len(config.placement.experts_of(self.group.rank))
+        abort_flag = heap.tensor((1,), torch.int32, offset=Header.failed.offset)
+        self._slots = [Slot(config, own, device, abort_flag) for _ in range(config.slots)]
+        size = TRACKS if config.profile else (0,)
+        self._tracks = torch.zeros(size, dtype=torch.uint8, device=device)
+
+    def _drop_views(self) -> None:
+        self._slots.clear()
+        self._tracks = self._tracks.new_empty(0)
