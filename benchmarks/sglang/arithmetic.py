@@ -1,14 +1,13 @@
 """A trained model in SGLang: right answers, and texts equal to stock SGLang's on one GPU.
 
-models/arithmetic/checkpoint, 200 of its questions, greedy. With --cpu it needs no GPU: SGLang's own
-way then serves one rank, and weft any number.
+The checkpoint of `weft demo`, 200 of its questions, greedy. With --cpu it needs no GPU: SGLang's
+own way then serves one rank, and weft any number.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 from server import (
     OUT,
@@ -23,9 +22,7 @@ from server import (
 )
 from variants import VARIANTS
 
-from weft.cli.gsm8k import Question, read_questions
-
-CHECKPOINT = Path(__file__).resolve().parents[2] / "models" / "arithmetic" / "checkpoint"
+from weft.cli.demo import CHECKPOINT, Question, read_questions
 
 
 def texts(address: str, questions: list[Question], together: int) -> list[str]:

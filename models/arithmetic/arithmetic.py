@@ -13,7 +13,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 
-from weft.cli.gsm8k import Question
+from weft.cli.demo import Question
 
 LARGEST = 99  # of the three numbers; the smallest is 1
 HELD_OUT = 1 / 32  # this part of all questions is kept from training

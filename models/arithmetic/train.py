@@ -4,10 +4,10 @@
 
 It prints step, loss and accuracy on held-out questions, and writes into FOLDER what
 `AutoModelForCausalLM` and `AutoTokenizer` load (safetensors, configuration, tokenizer), and
-questions.jsonl: held-out questions in GSM8K's form, which `weft eval FOLDER` asks.
+questions.jsonl: held-out questions in GSM8K's form.
 
-models/arithmetic/checkpoint is what the defaults made: 144 s on one H200. A step of 16 rows took
-0.6 s on one CPU core.
+weft/cli/checkpoint, which `weft demo` loads, is what the defaults made: 144 s on one H200. A step
+of 16 rows took 0.6 s on one CPU core.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ from transformers import (
 )
 
 from models.arithmetic.arithmetic import questions
-from weft.cli.gsm8k import Question, prompts
+from weft.cli.demo import Question
 
 ROW = 256  # tokens of a training row: four questions and their answers
-EXAMPLES = 3  # before a question, when accuracy is measured
-SAVED = 208  # questions in questions.jsonl: up to eight examples, then 200 to ask
+SAVED = 208  # questions in questions.jsonl
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 SIZES: dict[str, int] = {
     # Four heads with a key and a value each, and 16 experts: 1, 2 or 4 ranks can share them.
@@ -105,7 +104,7 @@ def rows(
         while len(ids) < length:
             question = next(stream)
             asked = tokenizer.encode(question.prompt)
-            answered = tokenizer.encode(question.worked.removeprefix(question.prompt))
+            answered = tokenizer.encode(f" {question.answer}\n\n")
             ids += asked + answered
             labels += [-100] * len(asked) + answered
         yield ids[:length], labels[:length]
@@ -113,9 +112,8 @@ def rows(
 
 @torch.inference_mode()
 def accuracy(model: Any, tokenizer: Any, asked: Sequence[Question]) -> float:
-    """The part that greedy generation answers right; the first EXAMPLES of `asked` are examples."""
-    asked, examples = asked[EXAMPLES:], asked[:EXAMPLES]
-    batch = tokenizer(prompts(asked, examples), return_tensors="pt", padding=True)
+    """The part that greedy generation answers right."""
+    batch = tokenizer([each.prompt for each in asked], return_tensors="pt", padding=True)
     model.eval()
     out = model.generate(**batch.to(model.device), max_new_tokens=48, do_sample=False)
     model.train()
@@ -141,7 +139,7 @@ def train(
 ) -> list[float]:
     """Train in place and return the loss of each step; tell accuracy every so many steps."""
     stream = rows(tokenizer, questions(0, held_out=False), length)
-    asked = list(islice(questions(0, held_out=True), EXAMPLES + 100))
+    asked = list(islice(questions(0, held_out=True), 100))
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True
     )

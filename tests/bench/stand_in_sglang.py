@@ -17,7 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-QUESTIONS = Path(__file__).parents[2] / "models" / "arithmetic" / "checkpoint" / "questions.jsonl"
+QUESTIONS = Path(__file__).parents[2] / "weft" / "cli" / "checkpoint" / "questions.jsonl"
 MODULES = {
     "launch_server": "launch",
     "benchmark/serving": "serving",

@@ -29,7 +29,7 @@ pytestmark = reads(
     "benchmarks/sglang/*.py",
     "benchmarks/sglang/p*/*.*",
     "benchmarks/sglang/run.sh",
-    "models/arithmetic/checkpoint/questions.jsonl",
+    "weft/cli/checkpoint/questions.jsonl",
     tools=(TORCH,),
 )
 

@@ -6,12 +6,11 @@ import json
 import re
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 
 import pytest
 
 from models.arithmetic.arithmetic import HELD_OUT, is_held_out, questions
-from weft.cli.gsm8k import prompts, read_questions
+from weft.cli.demo import CHECKPOINT, read_questions
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 torch = pytest.importorskip("torch")
@@ -19,7 +18,6 @@ torch = pytest.importorskip("torch")
 from models.arithmetic import train  # noqa: E402  # needs transformers
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
-CHECKPOINT = Path(train.__file__).parent / "checkpoint"
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +66,7 @@ def test_a_row_teaches_answers_alone():
     assert len(ids) == len(labels) == train.ROW
     text = tokenizer.decode(ids)
     assert text.startswith("Question: ")
-    assert text.count("\n\nQuestion: ") >= train.EXAMPLES, "as many examples as eval shows"
+    assert text.count("\n\nQuestion: ") >= 3
     taught = tokenizer.decode([label for label in labels if label >= 0])
     assert "Question" not in taught
     assert taught.startswith(text.partition("Answer:")[2].partition("Question")[0])
@@ -109,15 +107,14 @@ def test_the_checkpoint_is_as_train_saves_it(tmp_path):
             assert (CHECKPOINT / name).read_text() == (tmp_path / name).read_text(), name
 
 
-@pytest.mark.parametrize("shots", [0, 3])
-def test_the_checkpoint_answers(shots):
+def test_the_checkpoint_answers():
     """All of the first ten questions, as when it was trained."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
     model = transformers.AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
     known = read_questions(CHECKPOINT / "questions.jsonl")
     assert len(known) == train.SAVED
-    asked = known[3:13]
-    batch = tokenizer(prompts(asked, known[:shots]), return_tensors="pt", padding=True)
+    asked = known[:10]
+    batch = tokenizer([each.prompt for each in asked], return_tensors="pt", padding=True)
     out = model.generate(**batch, max_new_tokens=48, do_sample=False)
     texts = tokenizer.batch_decode(out[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
     assert sum(each.is_right(text) for each, text in zip(asked, texts, strict=True)) == 10

@@ -1,4 +1,4 @@
-"""The command `weft`: bench, eval, doctor, demo, cache.
+"""The command `weft`: bench, doctor, demo, cache.
 
 Commands import what they need when they run: help and completion are to be quick.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -75,54 +74,6 @@ def bench() -> None:
     """Check, then time, weft's operations; or compare two recorded runs."""
 
 
-_EXCHANGES = "some of none (one process), all_reduce, all_to_all (transformers' own), weft"
-_OWN = "each rank answers its part of a batch; without it, ranks share the whole"
-
-
-@app.command("eval")
-def evaluate(
-    checkpoint: Annotated[Path, typer.Argument(help="folder that transformers loads")],
-    exchange: Annotated[str, typer.Option(help=_EXCHANGES)] = "none,weft",
-    own_batches: Annotated[bool, typer.Option("--own-batches", help=_OWN)] = False,
-    data: Annotated[
-        Path | None, typer.Option(help="questions in GSM8K's form; default: the checkpoint's")
-    ] = None,
-    questions: Annotated[int, typer.Option(min=1, help="how many are asked")] = 200,
-    shots: Annotated[int, typer.Option(min=0, help="examples in front; the file's first")] = 3,
-    batch: Annotated[int, typer.Option(min=1, help="questions at a time, on all ranks")] = 200,
-    ranks: Annotated[int, typer.Option(min=0, help="ranks; 0: every GPU, or 4 on the CPU")] = 0,
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto")] = "auto",
-    dtype: Annotated[
-        str, typer.Option(help="fp32, bf16, fp16 or auto: fp32 on the CPU, else the checkpoint's")
-    ] = "auto",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="at most so long answers")] = 512,
-    json: Annotated[Path | None, typer.Option(help="write figures here; -: to stdout")] = None,
-) -> None:
-    """Say how many questions a checkpoint answers right, by who carries its tokens."""
-    from weft.bench.report import write_json
-    from weft.cli import eval as cli_eval
-    from weft.cli.options import Outputs, chosen_device
-
-    outputs, where = Outputs(json=json), chosen_device(device)
-    outputs.check()
-    plan = cli_eval.Plan.of(
-        checkpoint,
-        cli_eval.runs_of(exchange, own_batches=own_batches),
-        data=data,
-        questions=questions,
-        shots=shots,
-        batch=batch,
-        ranks=ranks,
-        device=where,
-        dtype=dtype,
-        max_new_tokens=max_new_tokens,
-    )
-    rows = cli_eval.evaluate(plan)
-    if json is not None:
-        write_json(json, cli_eval.as_json(plan, rows))
-    cli_eval.print_rows(outputs.console, rows)
-
-
 _REPORT = "write what a bug report needs here (- for stdout, .json for JSON); it names nobody"
 
 
@@ -150,27 +101,22 @@ def doctor(
 
 @app.command()
 def demo(
-    ranks: Annotated[int, typer.Option(help="2 or 4; 0: 4, or as many GPUs as that")] = 0,
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto")] = "auto",
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="another folder; default: the repository's")
+    ranks: Annotated[
+        int | None, typer.Option(help="2 or 4; default: 4, or as many GPUs as that")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="write who sent what (.png, .svg)")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto")] = "auto",
 ) -> None:
     """Let a trained mixture of experts answer on several ranks, and compare with one process."""
     from weft.cli import demo as cli_demo
-    from weft.cli.demo_report import print_title, print_verdict, save_picture, shown
-    from weft.cli.options import Outputs, wide_console
+    from weft.cli.options import wide_console
 
-    Outputs(plot=plot).check()
-    plan, console = cli_demo.plan_of(ranks, cli_demo.device_of(device), checkpoint), wide_console()
-    print_title(console, plan)
-    with shown(console, plan) as listener:
-        verdict = cli_demo.run(plan, listener)
-    print_verdict(console, verdict)
-    if plot:
-        save_picture(plot, verdict)
-    if not verdict.right:
+    count, where = cli_demo.checked(ranks, device)
+    console = wide_console()
+    console.print(
+        f"[bold]weft demo[/]  A trained mixture of experts on {count} ranks ({where}).",
+        highlight=False,
+    )
+    if not cli_demo.show(console, cli_demo.run(count, where)):
         raise typer.Exit(1)
 
 

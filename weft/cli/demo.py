@@ -1,146 +1,254 @@
-"""`weft demo`: a trained mixture of experts on several ranks, heard, counted and compared."""
+"""`weft demo`: a trained mixture of experts answers on several ranks and in one process."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import json
 import os
-import tempfile
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from weft.bench.routing import token_rows
-from weft.cli.eval import Plan, Row, check_packages, rows_of
-from weft.cli.eval_job import Answers, Run
 from weft.cli.options import chosen_device
 from weft.errors import InvalidArgument
-from weft.memory import launch
+from weft.memory import Group, launch
 
-CHECKPOINT = Path(__file__).parents[2] / "models" / "arithmetic" / "checkpoint"
+CHECKPOINT = Path(__file__).with_name("checkpoint")
 RANKS = (2, 4)  # that can share the checkpoint's heads and experts
 QUESTIONS = 200
-# Each rank answers its own part of the questions, as replicas in a server do; all_reduce cannot.
-WEFT, OTHERS = Run("weft", own_batches=True), (Run("all_reduce"), Run("all_to_all", True))
-ORDER = (Run(None), *OTHERS, WEFT)  # of the table
+NEW_TOKENS = 48
+OLDEST = (5, 23)  # of transformers: the first whose expert parallelism takes implementations
+LATE = 600.0  # seconds that a layer waits for a peer: a machine may be slow to read or compile
+SHADES = ("grey11", "#3b1d0f", "#6b2f12", "#9a4015", "#c2541b", "#ea7a3b")
 
-Listener = Callable[[dict[str, Any]], None]
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question and its worked answer, which ends in `#### N`."""
+
+    question: str
+    answer: str
+
+    @property
+    def prompt(self) -> str:
+        """The text before the answer."""
+        return f"Question: {self.question}\nAnswer:"
+
+    def is_right(self, text: str) -> bool:
+        """Whether a generated text ends in this question's number."""
+        return "####" in text and text.split("####")[-1].split() == self.answer.split()[-1:]
+
+
+def read_questions(path: Path) -> list[Question]:
+    """The questions of a JSONL file with "question" and "answer" in every line."""
+    return [Question(**json.loads(line)) for line in path.read_text().splitlines()]
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What one rank, or one process, generated.
+
+    texts: one for each of its questions.  tokens: generated.  seconds: for all of them.
+    ids: experts that each row of its first question chose, in all layers, `[rows, top_k]`.
+    experts: of all ranks.
+    """
+
+    texts: list[str]
+    tokens: int
+    seconds: float
+    ids: list[list[int]]
+    experts: int
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The whole demo.
+    """The whole demo: `alone` is one process, `ranks` has each rank's part of the same questions.
 
-    rows: int64 `[ranks, ranks]`, token rows from rank i to rank j while each rank answered one
-    question.  tokens: each rank's own rows then, of all layers.  row_bytes: of one row.
-    table: one row for each of ORDER.
+    Rank r of n answered questions r, r + n, r + 2n and so on.
     """
 
-    device: str
-    rows: torch.Tensor
-    tokens: tuple[int, ...]
-    row_bytes: int
-    table: list[Row]
+    asked: list[Question]
+    alone: Answers
+    ranks: list[Answers]
 
     @property
-    def right(self) -> bool:
-        """Every text is the same, whoever carried the tokens."""
-        return all(row.equal == row.questions for row in self.table)
+    def texts(self) -> list[str]:
+        """What the ranks answered, in the order of the questions."""
+        size = len(self.ranks)
+        return [self.ranks[at % size].texts[at // size] for at in range(len(self.asked))]
+
+    @property
+    def equal(self) -> int:
+        """Texts of the ranks that are identical to those of one process."""
+        return sum(a == b for a, b in zip(self.texts, self.alone.texts, strict=True))
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """int64 `[ranks, ranks]`: rows from rank i to rank j while each answered one question."""
+        ids = [torch.tensor(each.ids) for each in self.ranks]
+        return token_rows(ids, self.ranks[0].experts)
 
 
-def device_of(device: str) -> str:
-    """As chosen_device, but auto takes GPUs only where there are several."""
-    alone = device == "auto" and torch.cuda.device_count() < min(RANKS)
-    return "cpu" if alone else chosen_device(device)
+def checked(ranks: int | None, device: str) -> tuple[int, str]:
+    """The number of ranks and the device, "cpu" or "cuda". ranks: None for 4, or fewer GPUs.
 
-
-def plan_of(ranks: int, device: str, checkpoint: Path | None) -> Plan:
-    """The demo's questions to its checkpoint, all in one batch. ranks: 0 for 4, or fewer GPUs.
-
-    Raises InvalidArgument where the checkpoint, GPUs or packages are missing.
+    "auto" takes GPUs only where there are several. Raises InvalidArgument where GPUs or packages
+    are missing, and for another number of ranks.
     """
-    check_packages()
-    if checkpoint is None and not CHECKPOINT.is_dir():
-        raise InvalidArgument(
-            f"the demo's checkpoint lies in weft's repository, not in the package, and {CHECKPOINT}"
-            " does not exist: run `make demo` there, or name a folder with --checkpoint"
-        )
-    most = torch.cuda.device_count() if device == "cuda" else max(RANKS)
+    fix = 'pip install "weft[transformers]"'
+    for name in ("transformers", "accelerate", "safetensors"):
+        if importlib.util.find_spec(name) is None:
+            raise InvalidArgument(f"the demo needs {name}, which is not installed: {fix}")
+    version = importlib.metadata.version("transformers")
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise InvalidArgument(f"transformers is {version}; the demo needs {oldest} or newer: {fix}")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    where = "cpu" if device == "auto" and gpus < min(RANKS) else chosen_device(device)
+    most = gpus if where == "cuda" else max(RANKS)
     fits = [each for each in RANKS if each <= most]
-    if (ranks or max(fits, default=0)) not in fits:
-        allowed = " or ".join(map(str, RANKS))
+    found = max(fits, default=0) if ranks is None else ranks
+    if found not in fits:
         raise InvalidArgument(
-            f"the demo runs on {allowed} ranks, and --ranks is {ranks or 'not given'}; "
-            f"--device {device} has room for {most}: choose others, or --device cpu"
+            f"the demo runs on {' or '.join(map(str, RANKS))} ranks; --ranks is "
+            f"{'not given' if ranks is None else ranks}, and --device {where} has room for {most}: "
+            "choose others, or --device cpu"
         )
-    return Plan.of(
-        checkpoint or CHECKPOINT,
-        ORDER,
-        device=device,
-        questions=QUESTIONS,
-        batch=QUESTIONS,
-        ranks=ranks or max(fits),
-        dtype="fp32",
-        max_new_tokens=48,
+    return found, where
+
+
+def run(ranks: int, device: str, questions: int = QUESTIONS) -> Verdict:
+    """Answer on ranks, then in this process. Raises what `weft.launch` raises."""
+    asked = read_questions(CHECKPOINT / "questions.jsonl")[:questions]
+    found = launch(rank_body, asked, ranks=ranks, device=device, timeout=3600)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))  # a busy core would delay all others
+    return Verdict(asked, _answers(_load().to(device), asked), found)
+
+
+def rank_body(group: Group, asked: list[Question]) -> Answers:
+    """What every rank does: load its share of the model, answer its part of the questions."""
+    from transformers.distributed import DistributedConfig
+
+    from weft.plugins import transformers as plugin
+
+    # transformers finds the ranks as it finds those of torchrun, and takes GPUs where it sees some.
+    os.environ |= (
+        {"CUDA_VISIBLE_DEVICES": ""}
+        if group.device.type == "cpu"
+        else {"LOCAL_RANK": str(group.device.index)}
+    )
+    group.process_group()
+    plugin.register(timeout=LATE)
+    config = DistributedConfig(fsdp_size=group.size, ep_size=group.size, ep_implementation="weft")
+    try:
+        return _answers(_load(distributed_config=config), asked, group)
+    finally:
+        plugin.close()
+
+
+def _load(**options: Any) -> Any:
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    options |= {"local_files_only": True, "use_safetensors": True, "dtype": torch.float32}
+    return transformers.AutoModelForCausalLM.from_pretrained(CHECKPOINT, **options).eval()
+
+
+def _answers(model: Any, asked: list[Question], group: Group | None = None) -> Answers:
+    """Answer, greedily, this rank's part, or all of it. Collective on ranks."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT, local_files_only=True)
+    mine = asked if group is None else asked[group.rank :: group.size]
+
+    def generate(questions: list[Question], most: int = NEW_TOKENS) -> list[list[int]]:
+        prompts = [each.prompt for each in questions]
+        batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
+        with torch.no_grad():  # under inference_mode FSDP could not keep the weights it gathers
+            out = model.generate(
+                **batch.to(model.device),
+                max_new_tokens=most,
+                do_sample=False,
+                synced_gpus=group is not None,  # a rank that is done goes on: others need it
+            )
+        new = out[:, batch["input_ids"].shape[1] :].tolist()
+        return [[token for token in row if token != tokenizer.pad_token_id] for row in new]
+
+    ids: list[list[int]] = []
+
+    def write_down(_: Any, given: tuple[torch.Tensor, ...]) -> None:
+        ids.extend(given[1].tolist())
+
+    layers = [module for name, module in model.named_modules() if name.endswith(".experts")]
+    generate(mine[:1], 2)  # compiles and allocates
+    hooks = [layer.register_forward_pre_hook(write_down) for layer in layers]
+    generate(mine[:1])
+    for hook in hooks:
+        hook.remove()
+    if group is not None:
+        group.barrier(timeout=LATE)
+    start = time.perf_counter()
+    rows = generate(mine)
+    return Answers(
+        texts=tokenizer.batch_decode(rows, skip_special_tokens=True),
+        tokens=sum(map(len, rows)),
+        seconds=time.perf_counter() - start,
+        ids=ids,
+        experts=layers[0].num_experts * (group.size if group else 1),
     )
 
 
-def run(plan: Plan, listener: Listener) -> Verdict:
-    """Answer aloud, then count. listener: hears what ranks tell, one after another, in a thread."""
-    from weft.cli.demo_ranks import Outcome, rank_body
-    from weft.cli.eval_ranks import answer_alone
-
-    aloud = [question.prompt for question in plan.asked[: plan.ranks]]
-    with _listening(listener) as path:
-        outcomes: list[Outcome] = launch(
-            rank_body,
-            plan.job,
-            (WEFT, *OTHERS),
-            aloud,
-            path,
-            ranks=plan.ranks,
-            device=plan.device,
-            timeout=3600,
-        )
-    listener({"rank": 0, "loading": None})
-    found: dict[Run, list[Answers]] = {Run(None): [answer_alone(plan.job, plan.device)]}
-    every = zip(*(outcome.answers for outcome in outcomes), strict=True)
-    found.update(zip((WEFT, *OTHERS), map(list, every), strict=True))
-    routed = [outcome.routed for outcome in outcomes]
-    return Verdict(
-        device=plan.device,
-        rows=token_rows([torch.tensor(each.ids) for each in routed], routed[0].experts),
-        tokens=tuple(len(each.ids) for each in routed),
-        row_bytes=routed[0].row_bytes,
-        table=rows_of(plan, [(each, found[each]) for each in plan.runs]),
-    )
+def show(console: Console, verdict: Verdict) -> bool:
+    """Print answers, who sent what to whom, and how the texts compare; return whether all agree."""
+    say = partial(console.print, highlight=False)
+    count, ranks = len(verdict.asked), len(verdict.ranks)
+    say("Each rank answers a question by experts of all ranks; weft carries the tokens:\n")
+    for rank, each in enumerate(verdict.ranks):
+        question, text = verdict.asked[rank].question, each.texts[0].strip()
+        say(Text.assemble((f"rank {rank}  ", "dim"), f"{question}  ", (text, "bold")))
+    say("\nRows that this took, from rank (down) to rank (across), in all layers:\n")
+    say(_heat(verdict.rows))
+    say(f"\n{count} questions that training never saw:")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("", "right", "tokens/s", "seconds", "equal texts"):
+        table.add_column(name, justify="left" if not name else "right")
+    for name, parts, texts, equal in (
+        ("one process", [verdict.alone], verdict.alone.texts, ""),
+        (f"weft, {ranks} ranks", verdict.ranks, verdict.texts, f"{verdict.equal} of {count}"),
+    ):
+        right = sum(q.is_right(text) for q, text in zip(verdict.asked, texts, strict=True))
+        seconds = max(each.seconds for each in parts)
+        rate = sum(each.tokens for each in parts) / seconds
+        table.add_row(name, f"{right} of {count}", f"{rate:.0f}", f"{seconds:.1f}", equal)
+    say(table)
+    good = verdict.equal == count
+    mark = ("right  ", "bold green") if good else ("WRONG  ", "bold red")
+    say(Text.assemble(mark, "all texts are identical" if good else "texts DIFFER"))
+    return good
 
 
-@contextmanager
-def _listening(listener: Listener) -> Iterator[Path]:
-    """A pipe in the file system, whose lines a thread hands to `listener`."""
-    with tempfile.TemporaryDirectory(prefix="weft-demo-") as folder:
-        path = Path(folder) / "told"
-        os.mkfifo(path, 0o600)
-        # Open for both: reading must not end when a rank closes, and an empty line ends it here.
-        end = os.open(path, os.O_RDWR)
-
-        def listen() -> None:
-            with os.fdopen(os.dup(end)) as lines:
-                for line in lines:
-                    if not line.strip():
-                        return
-                    listener(json.loads(line))
-
-        thread = threading.Thread(target=listen, name="weft-demo", daemon=True)
-        thread.start()
-        try:
-            yield path
-        finally:
-            os.write(end, b"\n")
-            thread.join()
-            os.close(end)
+def _heat(rows: torch.Tensor) -> Table:
+    """The matrix as coloured cells; a rank's rows for itself are dim: they cross no wire."""
+    table = Table(box=None, pad_edge=False, padding=(0, 0, 0, 1))
+    ranks, most = len(rows), max(int(rows.max()), 1)
+    for name in ("", *map(str, range(ranks))):
+        table.add_column(Text(name, style="dim"), justify="right")
+    for source, counts in enumerate(rows.tolist()):
+        cells = []
+        for target, count in enumerate(counts):
+            shade = SHADES[-(-count * (len(SHADES) - 1) // most)]
+            ink = "grey62" if source == target else "bold white"
+            cells.append(Text(f" {count:4d} ", style=f"{ink} on {shade}"))
+        table.add_row(f"rank {source}", *cells)
+    return table
