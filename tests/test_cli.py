@@ -14,7 +14,6 @@ import torch
 import weft
 from weft.bench import moe, run
 from weft.bench.machine import describe_code
-from weft.cli import doctor
 from weft.errors import RankFailed
 
 SIZES = ["--tokens", "1,8", "--hidden", "256", "--top-k", "4", "--experts", "16"]
@@ -249,43 +248,6 @@ def test_a_failed_rank_shows_its_traceback(weft_command, monkeypatch):
     code, _, err = weft_command(*SMALL, "--ranks", "2")
     assert code == 1
     assert "RankFailed: rank 1 of 2 raised ValueError" in err
-
-
-def test_doctor(weft_command):
-    code, out, _ = weft_command("doctor", "--json")
-    found = json.loads(out)
-    names = {finding["name"]: finding["status"] for finding in found["findings"]}
-    assert code == (found["status"] == "fail")
-    assert names["python"] == names["torch"] == "ok"
-    assert names["C++ compiler"] == names["memfd and seals"] == names["loopback"] == "ok"
-    code, out, _ = weft_command("doctor")
-    assert "ready for" in out
-
-
-def test_doctor_says_what_to_do(weft_command, monkeypatch, tmp_path):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    (tmp_path / "open").mkdir(mode=0o777)
-    (tmp_path / "open").chmod(0o777)
-    monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "open"))
-    code, out, _ = weft_command("doctor", "--json")
-    found = {finding["name"]: finding for finding in json.loads(out)["findings"]}
-    assert code == 1
-    assert "chmod 700" in found["cache"]["detail"]
-    assert "no-such-compiler" in found["C++ compiler"]["detail"]
-    assert found["C++ compiler"]["status"] == ("warn" if torch.cuda.is_available() else "fail")
-
-
-def test_doctor_survives_what_it_finds(monkeypatch):
-    def broken():
-        raise ZeroDivisionError("odd machine")
-        yield
-
-    monkeypatch.setattr(doctor, "_gpus", broken)
-    findings = doctor.examine()
-    (odd,) = [finding for finding in findings if finding.section == "GPUs"]
-    assert odd.status == "fail"
-    assert "odd machine" in odd.detail
-    assert findings[-1].section == "system", "the rest is examined nevertheless"
 
 
 def test_cache(weft_command, monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""The doctor on a machine with GPUs, played: what it asks of torch, nvidia-smi and the driver."""
+"""The doctor: on this machine, on one with GPUs that is played, and its report."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from weft.cli import doctor, doctor_report
-from weft.errors import DriverError, InvalidArgument
+from weft.cli import doctor
+from weft.errors import DriverError
 
 TOPOLOGY = """\
 \t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\x1b[0m
@@ -31,9 +31,6 @@ class _Module:
         if self.refused:
             raise DriverError(f"loading {name!r}: {self.refused}")
         assert image.startswith(b"\x7fELF")
-
-    def function(self, name: str) -> None:
-        assert name == "weft_doctor"
 
     def unload(self) -> None:
         pass
@@ -56,9 +53,8 @@ def gpus(monkeypatch):
     monkeypatch.setattr(doctor, "CudaModule", _Module)
     monkeypatch.setattr(doctor, "ask_nvidia_smi", lambda *arguments: TOPOLOGY)
     monkeypatch.setattr(doctor, "driver_version", lambda: "580.159")
-    monkeypatch.setattr(
-        doctor, "_attribute", lambda driver, attribute, device: "FABRIC" not in attribute.name
-    )
+    monkeypatch.setattr(doctor, "_exports", lambda driver, device: True)
+    monkeypatch.setattr(doctor, "launch", lambda *given, **options: None)
     return monkeypatch
 
 
@@ -69,28 +65,43 @@ def _examined() -> dict[str, doctor.Finding]:
 def test_a_machine_with_gpus(gpus):
     found = _examined()
     assert "loads on 2 GPUs" in found["NVRTC sm_90a"].detail
-    assert found["cuda:1"].detail == (
-        "NVIDIA H200, 140 GiB, compute capability 9.0, driver 580.159"
-    )
-    assert found["peer access"].detail == "all pairs; matrix -y y-"
-    assert found["NVLink"].detail.startswith("links between GPUs: NV18; PCIe paths in the table")
+    assert found["cuda:1"].detail == "NVIDIA H200, 140 GiB, sm_90, driver 580.159"
+    assert found["peer access"].detail == "every pair"
+    assert found["NVLink"].detail == "NV18"
     assert found["POSIX fd handles"].detail == "every GPU"
-    assert found["FABRIC handles"].detail == "not on cuda:0, cuda:1 (optional)"
-    on_gpus = ("NVRTC sm_90a", "cuda:0", "peer access", "NVLink", "FABRIC handles")
+    on_gpus = ("NVRTC sm_90a", "cuda:0", "peer access", "NVLink", "POSIX fd handles")
     assert {found[name].status for name in on_gpus} == {"ok"}
 
 
-def test_what_is_amiss_with_gpus(gpus):
+def test_what_is_wrong_with_gpus(gpus):
     gpus.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) == (0, 1))
     gpus.setattr(_Module, "refused", "CUDA_ERROR_UNSUPPORTED_PTX_VERSION (222)")
-    gpus.setattr(doctor, "_attribute", lambda driver, attribute, device: device == 0)
+    gpus.setattr(doctor, "_exports", lambda driver, device: device == 0)
     found = _examined()
     assert found["NVRTC sm_90a"].status == "fail"
     assert "trial kernel on cuda:0" in found["NVRTC sm_90a"].detail
-    assert found["peer access"].status == "fail"
-    assert found["peer access"].detail == "denied: 1->0; matrix -y n-"
-    assert found["POSIX fd handles"].status == "fail"
-    assert found["POSIX fd handles"].detail == "not on cuda:1"
+    assert (found["peer access"].status, found["peer access"].detail) == ("fail", "denied: 1->0")
+    handles = found["POSIX fd handles"]
+    assert (handles.status, handles.detail) == ("fail", "not on cuda:1")
+
+
+@pytest.mark.parametrize(
+    ("topology", "detail"),
+    [
+        (TOPOLOGY.replace("NV18", "SYS"), "none between GPU1-GPU0 (SYS)"),
+        (
+            "GPU0 X NV4 SYS\nGPU1 NV4 X NODE\nGPU2 SYS NODE X\n",
+            "none between GPU2-GPU0 (SYS), GPU2-GPU1 (NODE)",
+        ),
+        (None, "unknown: nvidia-smi topo -m does not say"),
+        ("No devices were found\n", "unknown: nvidia-smi topo -m does not say"),
+    ],
+)
+def test_gpus_without_nvlink_are_not_ok(gpus, topology, detail):
+    gpus.setattr(doctor, "ask_nvidia_smi", lambda *arguments: topology)
+    found = _examined()["NVLink"]
+    assert (found.status, found.detail) == ("warn", detail)
+    assert found.remedy
 
 
 def test_what_torch_raises_is_a_finding(gpus):
@@ -105,23 +116,53 @@ def test_what_torch_raises_is_a_finding(gpus):
 
 
 def test_findings_before_a_failure_stay(gpus):
-    def refuses(driver, attribute, device):
+    def refuses(driver, device):
         raise RuntimeError("the driver answered 999")
 
-    gpus.setattr(doctor, "_attribute", refuses)
+    gpus.setattr(doctor, "_exports", refuses)
     found = _examined()
     assert found["peer access"].status == "ok"
     assert found["examination"].status == "fail"
     assert "999" in found["examination"].detail
+    assert "cache" in found, "the rest is examined nevertheless"
 
 
 def test_the_driver_has_what_the_doctor_asks():
     driver = pytest.importorskip("cuda.bindings.driver")
     for name in ("cuInit", "cuDeviceGet", "cuDeviceGetAttribute"):
         assert callable(getattr(driver, name))
-    for name in ("POSIX_FILE_DESCRIPTOR", "FABRIC"):
-        attribute = f"CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_{name}_SUPPORTED"
-        assert hasattr(driver.CUdevice_attribute, attribute)
+    attribute = "CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"
+    assert hasattr(driver.CUdevice_attribute, attribute)
+
+
+def test_this_machine(weft_command):
+    code, out, _ = weft_command("doctor", "--json")
+    found = json.loads(out)
+    names = {finding["name"]: finding["status"] for finding in found["findings"]}
+    assert code == (found["status"] == "fail")
+    for name in ("python", "torch", "C++ compiler", "CPU ranks", "cache"):
+        assert names[name] == "ok", name
+
+
+def test_what_is_wrong_here_and_what_to_do(weft_command, monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    (tmp_path / "open").mkdir(mode=0o777)
+    (tmp_path / "open").chmod(0o777)
+    monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "open"))
+    monkeypatch.setattr(doctor, "launch", lambda *given, **options: None)
+    found = _examined()
+    assert "chmod 700" in found["cache"].detail
+    assert "no-such-compiler" in found["C++ compiler"].detail
+    assert found["C++ compiler"].status == ("warn" if torch.cuda.is_available() else "fail")
+    code, out, _ = weft_command("doctor")
+    assert code == 1
+    assert "not ready for" in out
+    monkeypatch.undo()
+    monkeypatch.setattr(doctor, "examine", lambda: FOUND)
+    code, out, _ = weft_command("doctor")
+    assert code == 0
+    assert "ready for" in out
+    assert "-> pip install 'torch>=2.8'" in out
 
 
 FOUND = [doctor.Finding("software", "torch", "warn", "2.7", "pip install 'torch>=2.8'")]
@@ -130,10 +171,10 @@ PRIVATE = ("alice", "node17", "hush-hush")
 
 @pytest.fixture
 def of_alice(monkeypatch, tmp_path):
-    """A machine whose user, name, home and secret stand wherever they can."""
+    """A machine whose user, host, home and secret occur wherever they can."""
     home = tmp_path / "homes" / "alice"
     home.mkdir(parents=True)
-    for name in doctor_report.VARIABLES:
+    for name in doctor.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for name, value in (
         ("HOME", str(home)),
@@ -143,77 +184,48 @@ def of_alice(monkeypatch, tmp_path):
         ("TMPDIR", str(home / "alice_scratch")),
         ("CXX", "/opt/Node17/alice/g++ -Dkey=hush-hush"),
         ("WEFT_SECRET", "hush-hush"),
-        ("WEFT_CACHE", str(home / "cache-of-alice")),
         ("WORLD_SIZE", "4"),
         ("ALICE", "not read by weft"),
     ):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(socket, "gethostname", lambda: "node17.example.org")
+    monkeypatch.setattr(doctor, "ask_nvidia_smi", lambda *arguments: TOPOLOGY)
+    monkeypatch.setattr(doctor, "examine", lambda: FOUND)
     return monkeypatch
 
 
-def test_the_report_has_what_a_bug_needs(of_alice):
-    found = doctor_report.report(FOUND)
-    assert list(found) == [
-        *("weft", "versions", "system", "GPUs", "limits", "environment", "cache"),
-        "findings",
-    ]
-    assert found["versions"]["torch"] == torch.__version__
-    assert len(found["weft"]["headers"]) == 64
+def test_the_report_has_what_a_bug_report_needs(of_alice):
+    found = doctor.report(FOUND)
     assert found["environment"] == {
         "CXX": "/opt/(host)/(user)/g++ -Dkey=(secret)",
-        "MASTER_ADDR": "(set, no loopback address)",
+        "MASTER_ADDR": "(set)",
         "TMPDIR": "~/(user)_scratch",
-        "WEFT_CACHE": "~/cache-of-(user)",
         "WEFT_SECRET": "(set)",
         "WORLD_SIZE": "4",
     }
-    assert found["cache"] == {"path": "~/cache-of-(user)", "entries": 0, "bytes": 0}
-    assert found["findings"][0]["remedy"] == "pip install 'torch>=2.8'"
-    assert "open files" in found["limits"]
+    assert found["packages"]["torch"] == torch.__version__
+    assert found["system"]["links"].startswith("\tGPU0\tGPU1")
+    assert "Legend" not in found["system"]["links"]
+    assert found["weft"]["version"]
 
 
 @pytest.mark.parametrize("kind", ["text", "json"])
 def test_the_report_names_nobody(of_alice, weft_command, tmp_path, kind):
-    of_alice.setattr(doctor, "examine", lambda: FOUND)
     path = tmp_path / f"report.{kind}"
     code, out, _ = weft_command("doctor", "--report", str(path))
     assert (code, out) == (0, "")
     told = path.read_text()
     assert [word for word in PRIVATE if word in told.lower()] == []
+    shown = "warn  2.7 -> pip install 'torch>=2.8'"
     if kind == "json":
-        assert json.loads(told)["findings"][0]["name"] == "torch"
+        assert json.loads(told)["findings"] == {"torch": shown}
     else:
-        assert "  warn  torch: 2.7 -> pip install 'torch>=2.8'" in told
+        assert f"  torch: {shown}" in told
 
 
-def test_the_report_on_stdout(weft_command, monkeypatch):
-    monkeypatch.setattr(doctor, "examine", lambda: FOUND)
+def test_where_a_report_goes(of_alice, weft_command, tmp_path):
     _, out, _ = weft_command("doctor", "--report", "-")
     assert out.startswith("weft:\n  version: ")
-    _, out, _ = weft_command("doctor", "--report", "-", "--json")
-    assert json.loads(out)["weft"]["version"]
-
-
-def test_a_report_that_cannot_be_written(tmp_path):
-    with pytest.raises(InvalidArgument, match=r"cannot write the report to .*: No such file"):
-        doctor_report.write(str(tmp_path / "no" / "where"), FOUND, as_json=False)
-
-
-def test_the_report_of_gpus(gpus):
-    gpus.setattr(doctor_report, "ask_nvidia_smi", lambda *arguments: TOPOLOGY)
-    gpus.setattr(doctor_report, "driver_version", lambda: "580.159")
-    gpus.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
-    found = doctor_report.report([])
-    assert found["versions"]["NVIDIA driver"] == "580.159"
-    assert found["versions"]["NCCL of torch"] == "2.27.5"
-    assert found["GPUs"]["cuda:1"] == f"NVIDIA H200, {140 << 30} bytes, sm_90"
-    assert found["GPUs"]["links"].startswith("\tGPU0\tGPU1")
-    assert "Legend" not in found["GPUs"]["links"]
-
-
-def test_a_cache_that_cannot_be_used_is_in_the_report(monkeypatch, tmp_path):
-    (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o777)
-    monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "open"))
-    assert "chmod 700" in doctor_report.report([])["cache"]["unusable"]
+    code, _, err = weft_command("doctor", "--report", str(tmp_path / "no" / "where"))
+    assert code == 2
+    assert "cannot write the report to" in " ".join(err.split())

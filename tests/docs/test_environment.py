@@ -6,12 +6,12 @@ import ast
 import re
 from pathlib import Path
 
-from weft.cli.doctor_report import VARIABLES
+from weft.cli.doctor import VARIABLES
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/environment.md").read_text()
 TREES = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "weft").rglob("*.py"))}
-REPORT = ROOT / "weft/cli/doctor_report.py"  # it shows those of a list
+REPORT = ROOT / "weft/cli/doctor.py"  # it shows those of a list
 
 
 def _sections() -> dict[str, str]:

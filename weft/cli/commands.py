@@ -83,14 +83,12 @@ def doctor(
     report: Annotated[str | None, typer.Option(help=_REPORT)] = None,
 ) -> None:
     """Say whether this machine has what weft needs, and what to do where it has not."""
-    from weft.cli.doctor import examine, print_findings, to_json
+    from weft.cli.doctor import examine, print_findings, to_json, write_report
     from weft.cli.options import wide_console
 
     findings = examine()
     if report is not None:
-        from weft.cli.doctor_report import write
-
-        write(report, findings, as_json=json)
+        write_report(report, findings, as_json=json)
     elif json:
         print(to_json(findings))
     else:

@@ -1,13 +1,19 @@
-"""`weft doctor`: does this machine have what weft needs, and what to do where it has not."""
+"""`weft doctor`: does this machine have what weft needs, and what to do where it has not.
+
+A report names nobody: of the environment it shows the variables of one list, secrets among them
+masked, and in every text it replaces user, host and home.
+"""
 
 from __future__ import annotations
 
-import fcntl
+import getpass
 import importlib.metadata
 import json
 import os
 import platform
+import re
 import resource
+import shutil
 import socket
 import sys
 import tempfile
@@ -21,22 +27,36 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from weft.bench.machine import ask_nvidia_smi, driver_version
-from weft.errors import WeftError
+from weft.bench.machine import ask_nvidia_smi, cpu_name, describe_code, driver_version
+from weft.errors import InvalidArgument, WeftError
 from weft.jit.cache import Cache
 from weft.jit.host import compile_shared, compiler_identity, find_compiler
 from weft.jit.module import CudaModule
 from weft.jit.nvrtc import compile_cubin, nvrtc_version
+from weft.memory import Group, Heap, launch
 
 Status: TypeAlias = Literal["ok", "warn", "fail"]
-_MIN_PYTHON, _MIN_TORCH = (3, 11), (2, 8)
-_MIN_FILES = 1024  # open files: sockets and handles of 32 ranks, with room for torch's own
-_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+MIN_PYTHON, MIN_TORCH = (3, 11), (2, 8)
+MIN_FILES = 1024  # open files: sockets and handles of 32 ranks, with room for torch's own
+STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+# Every variable that weft reads, or that its dependencies read for it: docs/environment.md.
+VARIABLES = (
+    *("CUDA_VISIBLE_DEVICES", "CXX", "GLOO_SOCKET_IFNAME", "LD_LIBRARY_PATH", "LOCAL_RANK"),
+    *("MASTER_ADDR", "MASTER_PORT", "NVSHMEM_QP_DEPTH", "RANK", "TMPDIR"),
+    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE", "WEFT_CACHE", "WEFT_COMMIT"),
+    *("WEFT_LOG", "WEFT_SECRET", "WEFT_SGLANG_COMBINE_DTYPE", "WEFT_SGLANG_DECODE"),
+    *("WEFT_SGLANG_FORM", "WEFT_SGLANG_OVERLAP", "WEFT_SGLANG_PREFILL_TOKENS"),
+    *("WEFT_SGLANG_ALLREDUCE", "WEFT_SGLANG_TIMEOUT", "WORLD_SIZE", "XDG_CACHE_HOME"),
+)
+MASKED = ("WEFT_SECRET", "MASTER_ADDR")  # a secret, and mostly a host name
+PACKAGES = re.compile(
+    r"cuda[-_]|nvidia[-_]|(torch|triton|numpy|sglang|vllm|transformers|flashinfer.*|deep[-_]ep)$"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line: what was looked at, how it is, and what mends it ("" where nothing is amiss)."""
+    """One line: what was looked at, its state, and how to fix it ("" where nothing is wrong)."""
 
     section: str
     name: str
@@ -48,45 +68,47 @@ class Finding:
 def examine() -> list[Finding]:
     """Look at everything; a "fail" means that ranks on the devices found here will not run."""
     findings: list[Finding] = []
-    for section, look in (
-        ("software", _software),
-        ("compilers", _compilers),
-        ("GPUs", _gpus),
-        ("system", _system),
-    ):
-        try:
-            findings.extend(look())  # what was found before a failure stays
+    for section, look in (("software", _software), ("GPUs", _gpus), ("system", _system)):
+        try:  # what was found before a failure stays
+            findings.extend(Finding(section, *found) for found in look())
         except Exception as error:  # a doctor that dies of what it finds is of no use
             text = f"{type(error).__name__}: {error}"
             findings.append(Finding(section, "examination", "fail", text, "report this text"))
     return findings
 
 
-def _software() -> Iterator[Finding]:
-    section = "software"
-    yield _checked(
-        section,
-        "python",
-        sys.version_info[:2] >= _MIN_PYTHON,
-        f"{platform.python_version()} on {platform.system()} {platform.machine()}",
-        f"weft needs Python {'.'.join(map(str, _MIN_PYTHON))} or newer",
-    )
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
-    detail = f"{torch.__version__}, built for {built}"
-    yield _checked(section, "torch", version >= _MIN_TORCH, detail, "pip install 'torch>=2.8'")
-    if platform.system() != "Linux":
-        yield Finding(section, "system", "fail", platform.system(), "weft runs on Linux")
+Line: TypeAlias = tuple[str, Status, str, str]  # a Finding without its section
+
+
+def _line(name: str, good: bool, detail: str, remedy: str, bad: Status = "fail") -> Line:
+    return name, "ok" if good else bad, detail, "" if good else remedy
+
+
+def _tried(name: str, attempt: Callable[[], str], bad: Status, remedy: str = "") -> Line:
+    """From something that is really done; weft's own errors name their remedy."""
     try:
-        bindings = importlib.metadata.version("cuda-bindings")
-        yield Finding(section, "cuda-bindings", "ok", bindings)
+        return name, "ok", attempt(), ""
+    except (WeftError, OSError, RuntimeError) as error:  # the last: torch's own
+        return name, bad, str(error), remedy
+
+
+def gpu_count() -> int:
+    """GPUs that torch sees."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _software() -> Iterator[Line]:
+    on_gpus: Status = "fail" if gpu_count() else "warn"
+    here = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    good = sys.version_info[:2] >= MIN_PYTHON and platform.system() == "Linux"
+    yield _line("python", good, here, "weft needs Linux and Python 3.11 or newer")
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    detail = f"{torch.__version__}, built for CUDA {torch.version.cuda or '(none)'}"
+    yield _line("torch", version >= MIN_TORCH, detail, "pip install 'torch>=2.8'")
+    try:
+        yield "cuda-bindings", "ok", importlib.metadata.version("cuda-bindings"), ""
     except importlib.metadata.PackageNotFoundError:
-        remedy = "pip install 'weft[gpu]'"
-        yield Finding(section, "cuda-bindings", _if_gpus("fail"), "not installed", remedy)
-
-
-def _compilers() -> Iterator[Finding]:
-    section = "compilers"
+        yield "cuda-bindings", on_gpus, "not installed", "pip install 'weft[gpu]'"
     with tempfile.TemporaryDirectory(prefix="weft-doctor-") as scratch:
         trial = Cache(Path(scratch, "cache"))
 
@@ -97,174 +119,100 @@ def _compilers() -> Iterator[Finding]:
             return f"{identity}; trial code answers {answer}"
 
         # CPU ranks need it; a machine with GPUs runs without them.
-        yield _tried(section, "C++ compiler", compile_cpp, "warn" if _gpu_count() else "fail")
-        arches = {"sm_90a", *(_arch(device) for device in range(_gpu_count()))}
-        for arch in sorted(arches):
+        yield _tried("C++ compiler", compile_cpp, "warn" if gpu_count() else "fail")
+        for arch in sorted({"sm_90a", *map(_arch, range(gpu_count()))}):
 
             def compile_cuda(arch: str = arch) -> str:
                 entry = 'extern "C" __global__ void weft_doctor(int* p) { *p = 42; }'
                 cubin = compile_cubin(entry, name="doctor", arch=arch, cache=trial)
-                devices = [device for device in range(_gpu_count()) if _arch(device) == arch]
-                for device in devices:
-                    _load(cubin, device)
-                loaded = f" loads on {len(devices)} GPUs" if devices else ""
-                return f"{nvrtc_version()}; trial kernel of {len(cubin)} bytes{loaded}"
+                devices = [device for device in range(gpu_count()) if _arch(device) == arch]
+                for device in devices:  # a driver older than NVRTC refuses its code only now
+                    with torch.cuda.device(device):
+                        torch.cuda.synchronize()  # makes the context for the module
+                        CudaModule(cubin, name=f"trial kernel on cuda:{device}").unload()
+                return f"{nvrtc_version()}; trial kernel loads on {len(devices)} GPUs"
 
-            yield _tried(section, f"NVRTC {arch}", compile_cuda, _if_gpus("fail"))
-
-
-def _load(cubin: bytes, device: int) -> None:
-    """Load the trial kernel: a driver older than NVRTC refuses its code, and only then."""
-    with torch.cuda.device(device):
-        torch.cuda.synchronize()  # makes the context that the module is loaded into
-        module = CudaModule(cubin, name=f"trial kernel on cuda:{device}")
-        module.function("weft_doctor")
-        module.unload()
+            yield _tried(f"NVRTC {arch}", compile_cuda, on_gpus)
 
 
-def _gpus() -> Iterator[Finding]:
-    section, count = "GPUs", _gpu_count()
+def _arch(device: int) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+
+
+def _gpus() -> Iterator[Line]:
+    count = gpu_count()
     if not count:
         seen = ask_nvidia_smi("-L") is not None
         remedy = "nvidia-smi sees GPUs: check CUDA_VISIBLE_DEVICES and the driver's version"
         if not torch.version.cuda:
             remedy = "nvidia-smi sees GPUs, but this torch is CPU only: install torch for CUDA"
         detail = "torch sees none" if seen else "none; CPU ranks need none"
-        yield _checked(section, "GPUs", not seen, detail, remedy, "warn")
+        yield _line("GPUs", not seen, detail, remedy, "warn")
         return
-    driver = driver_version()
     for device in range(count):
-        properties = torch.cuda.get_device_properties(device)
-        yield _checked(
-            section,
-            f"cuda:{device}",
-            properties.major >= 9,
-            f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, compute capability "
-            f"{properties.major}.{properties.minor}, driver {driver or 'unknown'}",
-            "weft is written for sm_90 and newer; older GPUs are not tested",
-            "warn",
-        )
-    yield from _peer_access(section, count)
-    yield from _topology(section)
-    yield from _handles(section, count)
-
-
-def _peer_access(section: str, count: int) -> Iterator[Finding]:
-    rows, denied = [], []
-    for a in range(count):
-        row = ""
-        for b in range(count):
-            allowed = a == b or torch.cuda.can_device_access_peer(a, b)
-            row += "-" if a == b else "y" if allowed else "n"
-            if not allowed:
-                denied.append(f"{a}->{b}")
-        rows.append(row)
+        p = torch.cuda.get_device_properties(device)
+        detail = f"{p.name}, {p.total_memory / 2**30:.0f} GiB, sm_{p.major}{p.minor}, driver "
+        remedy = "weft is written for sm_90 and newer; older GPUs are not tested"
+        known = driver_version() or "unknown"
+        yield _line(f"cuda:{device}", p.major >= 9, detail + known, remedy, "warn")
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    denied = [f"{a}->{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
     remedy = (
         "these pairs cannot share memory: see `nvidia-smi topo -p2p r`; turn off IOMMU/ACS, or "
         "choose other GPUs with CUDA_VISIBLE_DEVICES"
     )
-    detail = "all pairs" if not denied else f"denied: {', '.join(denied)}"
-    shown = f"{detail}; matrix {' '.join(rows)}" if count > 1 else "one GPU"
-    yield _checked(section, "peer access", not denied, shown, remedy)
-
-
-def _topology(section: str) -> Iterator[Finding]:
-    text = ask_nvidia_smi("topo", "-m")
-    if text is None:
-        yield Finding(section, "NVLink", "warn", "nvidia-smi topo -m does not answer")
-        return
-    cells = [cell for line in text.splitlines() if line.startswith("GPU") for cell in line.split()]
-    links = sorted({cell for cell in cells if cell.startswith("NV") and cell[2:].isdigit()})
-    others = sorted({cell for cell in cells if cell in ("SYS", "NODE", "PHB", "PXB", "PIX")})
-    detail = f"links between GPUs: {', '.join(links) or 'no NVLink'}"
-    detail += f"; PCIe paths in the table: {', '.join(others)}" if others else ""
-    good = bool(links) or _gpu_count() == 1
-    remedy = "over PCIe weft works, far below the speeds in docs/measuring.md"
-    yield _checked(section, "NVLink", good, detail, remedy, "warn")
-
-
-def _handles(section: str, count: int) -> Iterator[Finding]:
+    detail = f"denied: {', '.join(denied)}" if denied else "every pair" if pairs else "one GPU"
+    yield _line("peer access", not denied, detail, remedy)
+    if count > 1:
+        yield _nvlink(ask_nvidia_smi("topo", "-m"))
     try:
         from cuda.bindings import driver
     except ImportError:
         return  # reported under software
+    without = [f"cuda:{device}" for device in range(count) if not _exports(driver, device)]
+    remedy = "the driver cannot export memory as a file descriptor: update it, or leave the VM"
+    detail = f"not on {', '.join(without)}" if without else "every GPU"
+    yield _line("POSIX fd handles", not without, detail, remedy)
+
+
+def _nvlink(topology: str | None) -> Line:
+    """Whether every two GPUs of `nvidia-smi topo -m` have NVLink between them."""
+    rows = [line.split() for line in (topology or "").splitlines() if re.match(r"GPU\d+\s", line)]
+    paths = {
+        f"{row[0]}-{rows[place][0]}": row[1 + place]
+        for number, row in enumerate(rows)
+        for place in range(number)
+    }
+    if not paths:
+        return "NVLink", "warn", "unknown: nvidia-smi topo -m does not say", "run it by hand"
+    others = [f"{pair} ({path})" for pair, path in paths.items() if not path.startswith("NV")]
+    detail = f"none between {', '.join(others)}" if others else ", ".join({*paths.values()})
+    remedy = "over PCIe weft works, far below the speeds in docs/measuring.md"
+    return _line("NVLink", not others, detail, remedy, "warn")
+
+
+def _exports(driver: Any, device: int) -> bool:
+    """Whether a GPU's memory can be exported as a file descriptor."""
     kinds = driver.CUdevice_attribute
-    update = "the driver cannot export memory as a file descriptor: update it, or leave the VM"
-    posix = kinds.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
-    fabric = kinds.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED
-    looked = (("POSIX fd handles", posix, update), ("FABRIC handles", fabric, ""))
-    for name, attribute, remedy in looked:
-        without = [f"cuda:{i}" for i in range(count) if not _attribute(driver, attribute, i)]
-        detail = f"not on {', '.join(without)}" if without else "every GPU"
-        if not remedy:
-            detail += " (optional)"
-        yield _checked(section, name, not (without and remedy), detail, remedy)
-
-
-def _attribute(driver: Any, attribute: Any, device: int) -> bool:
+    wanted = kinds.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
     (status,) = driver.cuInit(0)
     if int(status) == 0:
         status, handle = driver.cuDeviceGet(device)
     if int(status) == 0:
-        status, value = driver.cuDeviceGetAttribute(attribute, handle)
+        status, value = driver.cuDeviceGetAttribute(wanted, handle)
     if int(status) != 0:
-        raise RuntimeError(f"the driver answered {status} for {attribute} of cuda:{device}")
+        raise RuntimeError(f"the driver answered {status} for {wanted} of cuda:{device}")
     return bool(value)
 
 
-def _system() -> Iterator[Finding]:
-    section = "system"
+def _system() -> Iterator[Line]:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    enough = files == resource.RLIM_INFINITY or files >= _MIN_FILES
-    remedy = f"ulimit -n {_MIN_FILES}: many ranks need more"
-    yield _checked(section, "open files", enough, _limit(files), remedy, "warn")
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    enough = locked == resource.RLIM_INFINITY or locked >= 64 * 1024
-    remedy = "pinned pages may be refused: ulimit -l unlimited"
-    yield _checked(section, "locked memory", enough, f"{_limit(locked)} bytes", remedy, "warn")
-    remedy = "CPU ranks share memory through sealed memfds: allow memfd_create in this sandbox"
-    yield _tried(section, "memfd and seals", _memfd, _if_gpus("warn", "fail"), remedy)
-    place = "set TMPDIR to a directory that you can write, with a short path"
-    yield _tried(section, "sockets in TMPDIR", _rendezvous, "fail", place)
-    yield _tried(section, "cache", _cache, "fail")
-    remedy = "torch.distributed and torchrun need 127.0.0.1: bring `lo` up"
-    yield _tried(section, "loopback", _loopback, "warn", remedy)
-
-
-def _memfd() -> str:
-    fd = os.memfd_create("weft-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, resource.getpagesize())
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) != seals:
-            raise OSError("the kernel did not keep the seals")
-    finally:
-        os.close(fd)
-    return "created and sealed"
-
-
-def _rendezvous() -> str:
-    """What ranks do to meet: a private directory, a socket in it, a file descriptor through it."""
-    with tempfile.TemporaryDirectory(prefix="weft-") as folder:
-        path = os.path.join(folder, "hub")
-        mode = os.stat(folder).st_mode & 0o777
-        if mode != 0o700:
-            raise OSError(f"a new directory has mode {mode:04o}, expected 0700")
-        with socket.socket(socket.AF_UNIX) as server, socket.socket(socket.AF_UNIX) as client:
-            server.bind(path)
-            server.listen(1)
-            client.settimeout(5)
-            client.connect(path)
-            peer, _ = server.accept()
-            with peer:
-                socket.send_fds(client, [b"x"], [server.fileno()])
-                _, fds, _, _ = socket.recv_fds(peer, 1, 1)
-                for fd in fds:
-                    os.close(fd)
-                if len(fds) != 1:
-                    raise OSError("a file descriptor sent over a Unix socket did not arrive")
-    return f"{tempfile.gettempdir()}: directories of mode 0700, descriptors pass"
+    enough = files == resource.RLIM_INFINITY or files >= MIN_FILES
+    remedy = f"ulimit -n {MIN_FILES}: many ranks need more"
+    yield _line("open files", enough, str(files), remedy, "warn")
+    yield _tried("cache", _cache, "fail")
+    yield _tried("CPU ranks", _two_ranks, "warn" if gpu_count() else "fail")
 
 
 def _cache() -> str:
@@ -273,47 +221,15 @@ def _cache() -> str:
     return f"{store.path}: {len(entries)} entries, {sum(e.bytes for e in entries) / 2**20:.1f} MiB"
 
 
-def _loopback() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        with socket.create_connection(("127.0.0.1", port), timeout=5):
-            pass
-    return "127.0.0.1 connects"
+def _two_ranks() -> str:
+    """What every job does first: start processes, meet in TMPDIR, share sealed memory."""
+    launch(_share, ranks=2, device="cpu", timeout=60)
+    return f"two met in {tempfile.gettempdir()} and shared memory"
 
 
-def _checked(
-    section: str, name: str, good: bool, detail: str, remedy: str, otherwise: Status = "fail"
-) -> Finding:
-    """A finding from something that was only looked at."""
-    return Finding(section, name, "ok" if good else otherwise, detail, "" if good else remedy)
-
-
-def _tried(
-    section: str, name: str, attempt: Callable[[], str], otherwise: Status, remedy: str = ""
-) -> Finding:
-    """A finding from something that is really done; weft's own errors name their remedy."""
-    try:
-        return Finding(section, name, "ok", attempt())
-    except (WeftError, OSError, RuntimeError) as error:  # the last: torch's own
-        return Finding(section, name, otherwise, str(error), remedy)
-
-
-def _gpu_count() -> int:
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def _if_gpus(status: Status, otherwise: Status = "warn") -> Status:
-    """Return `status` on a machine with GPUs, else `otherwise`."""
-    return status if _gpu_count() else otherwise
-
-
-def _arch(device: int) -> str:
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
-
-
-def _limit(value: int) -> str:
-    return "unlimited" if value == resource.RLIM_INFINITY else str(value)
+def _share(group: Group) -> None:
+    with Heap.create(group, 1 << 20):
+        group.barrier()
 
 
 def to_json(findings: list[Finding]) -> str:
@@ -324,25 +240,111 @@ def to_json(findings: list[Finding]) -> str:
 
 
 def print_findings(console: Console, findings: list[Finding]) -> None:
-    """Print one line each, remedies below what they mend, and a verdict."""
+    """Print one line each, remedies below what they fix, and a verdict."""
     table = Table(box=None, pad_edge=False, show_header=False)
-    for _ in range(3):
-        table.add_column(vertical="top")
     section = ""
     for finding in findings:
         if finding.section != section:
             section = finding.section
             table.add_row(Text(""), Text(section, "bold"), "")
-        mark = Text(finding.status, _STYLES[finding.status])
         detail = Text(finding.detail)
         if finding.remedy:
-            detail.append(f"\n-> {finding.remedy}", _STYLES[finding.status])
-        table.add_row(mark, Text(finding.name), detail)
+            detail.append(f"\n-> {finding.remedy}", STYLES[finding.status])
+        table.add_row(Text(finding.status, STYLES[finding.status]), Text(finding.name), detail)
     console.print(table)
     fails = sum(finding.status == "fail" for finding in findings)
-    warns = sum(finding.status == "warn" for finding in findings)
-    devices = f"{_gpu_count()} GPUs" if _gpu_count() else "CPU ranks"
-    verdict = f"ready for {devices}" if not fails else f"not ready for {devices}: {fails} to mend"
-    style = _STYLES["fail"] if fails else _STYLES["ok"]
-    warnings = "1 warning" if warns == 1 else f"{warns} warnings"
-    console.print(Text.assemble("\n", (verdict, style), f", {warnings}" if warns else ""))
+    devices = f"{gpu_count()} GPUs" if gpu_count() else "CPU ranks"
+    verdict = f"not ready for {devices}: {fails} to fix" if fails else f"ready for {devices}"
+    console.print(Text(f"\n{verdict}", STYLES["fail" if fails else "ok"]))
+
+
+def report(findings: list[Finding]) -> dict[str, Any]:
+    """Everything a bug report needs, as JSON values: section -> name -> value."""
+    topology = ask_nvidia_smi("topo", "-m") or "none"
+    packages = {
+        each.metadata["Name"]: each.version
+        for each in importlib.metadata.distributions()
+        if PACKAGES.match(each.metadata["Name"].lower())
+    }
+    shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
+    sections = {
+        "weft": describe_code(),
+        "packages": dict(sorted(packages.items())),
+        "system": {
+            "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
+            "libc": " ".join(platform.libc_ver()),
+            "cpu": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} x {cpu_name()}",
+            "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') >> 20} MiB",
+            "memory of the control group": _read("/sys/fs/cgroup/memory.max"),
+            "/dev/shm": f"{shared.free >> 20} of {shared.total >> 20} MiB free" if shared else "",
+            "ptrace_scope": _read("/proc/sys/kernel/yama/ptrace_scope"),
+            "container": str(any(map(os.path.exists, ("/.dockerenv", "/run/.containerenv")))),
+            "links": re.sub(r"\x1b\[[0-9;]*m", "", topology).partition("\nLegend")[0].rstrip(),
+        },
+        "environment": {
+            name: "(set)" if name in MASKED else os.environ[name]
+            for name in VARIABLES
+            if name in os.environ
+        },
+        "findings": {
+            each.name: f"{each.status}  {each.detail}" + (each.remedy and f" -> {each.remedy}")
+            for each in findings
+        },
+    }
+    words = _private_words()
+    return {
+        section: {name: _without(value, words) for name, value in values.items()}
+        for section, values in sections.items()
+    }
+
+
+def write_report(path: str, findings: list[Finding], *, as_json: bool) -> None:
+    """Write the report to a file, or to stdout for "-". A file that ends in .json holds JSON.
+
+    Raises InvalidArgument where the file cannot be written.
+    """
+    sections = report(findings)
+    lines: list[str] = []
+    for title, values in sections.items():
+        lines += [f"{title}:", *(f"  {name}: {value}" for name, value in values.items())]
+    text = "\n".join(lines)
+    if as_json or path.endswith(".json"):
+        text = json.dumps(sections, indent=1)
+    if path == "-":
+        print(text)
+        return
+    try:
+        Path(path).write_text(f"{text}\n")
+    except OSError as error:
+        raise InvalidArgument(f"cannot write the report to {path}: {error.strerror}") from error
+
+
+def _read(path: str) -> str:
+    return Path(path).read_text().strip() if os.path.exists(path) else "unknown"
+
+
+def _private_words() -> dict[str, str]:
+    """Patterns that must not be printed -> what is printed instead; the longest first."""
+    secret, home, host = (
+        os.environ.get("WEFT_SECRET"),
+        os.path.expanduser("~"),
+        socket.gethostname(),
+    )
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a user without a name
+        user = ""
+    words = {re.escape(secret): "(secret)"} if secret else {}
+    words |= {re.escape(each): "~" for each in {home, os.path.realpath(home)} - {"/"}}
+    names = {user: "(user)", host: "(host)", host.partition(".")[0]: "(host)"}
+    for name, instead in names.items():  # may be parts of other words, and root is nobody's name
+        if name not in ("", "root", "localhost"):
+            words[rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])"] = instead
+    return dict(sorted(words.items(), key=lambda each: -len(each[0])))
+
+
+def _without(value: Any, words: dict[str, str]) -> Any:
+    if isinstance(value, str):
+        for word, instead in words.items():
+            value = re.sub(word, instead, value, flags=re.IGNORECASE)
+    return value
