@@ -111,17 +111,17 @@ def rank_major(group: weft.Group, **options: Any) -> Made:
     return Made(a2a, call, a2a.close, [] if groups is None else [groups])
 
 
-def grouping(group: weft.Group, *, compact: bool) -> Made:
+def grouping(group: weft.Group) -> Made:
     a2a, (x, ids, weights) = all_to_all(group), tokens(group)
-    by: Any = weft.Compactor(a2a) if compact else weft.ExpertGroups(a2a, align=4)
+    groups = weft.ExpertGroups(a2a, align=4)
 
     def call() -> Results:
         received = a2a.dispatch(x, ids, weights)
-        packed = by.compact(received) if compact else by.gather(received)
-        by.scatter(packed.x.clone())
+        packed = groups.gather(received)
+        groups.scatter(packed.x.clone())
         return [*copies(packed.x, packed.counts, packed.slot), a2a.combine()]
 
-    return Made(by, call, a2a.close, [by])
+    return Made(groups, call, a2a.close, [groups])
 
 
 def expert_major(group: weft.Group, **options: Any) -> Made:
@@ -233,8 +233,7 @@ def modes() -> Iterator[tuple[str, Callable[[weft.Group], Made]]]:
         yield f"AllToAll {word}", partial(rank_major, quantize=word)
     explicit = [0] * 5 + [1] * 3
     yield "AllToAll map", partial(rank_major, expert_map=explicit, profile=True)
-    yield "ExpertGroups", partial(grouping, compact=False)
-    yield "Compactor", partial(grouping, compact=True)
+    yield "ExpertGroups", grouping
     yield "LowLatency", expert_major
     yield "LowLatency halves", partial(expert_major, split_phase=True, expert_map=explicit)
     yield "LowLatency sender", partial(expert_major, reduce="sender", combine_dtype="fp8")

@@ -310,9 +310,7 @@ def groupings(group: weft.Group) -> None:
         tried(Row(weft.ExpertGroups, {"a2a": a2a}, kinds))
         del kinds["programmatic_launch"]
         tried(Row(weft.ExpertGroups.memory_bytes, {"a2a": a2a}, kinds))
-        tried(Row(weft.Compactor, {"a2a": a2a}, {"a2a": THING, "programmatic_launch": FLAG}))
-        tried(Row(weft.Compactor.memory_bytes, {"a2a": a2a}, {"a2a": THING}))
-        groups, compactor = weft.ExpertGroups(a2a), weft.Compactor(a2a)
+        groups = weft.ExpertGroups(a2a)
 
         def played() -> torch.Tensor:
             grouped = groups.gather(a2a.dispatch(x, ids, weights))
@@ -321,10 +319,7 @@ def groupings(group: weft.Group) -> None:
 
         before = played()
         received = a2a.dispatch(x, ids, weights)
-        for call in (groups.gather, compactor.compact):
-            tried(Row(call, {"received": received}, {"received": THING}))
-        y = compactor.compact(received).x.clone()
-        tried(Row(compactor.scatter, {"y": y}, {"y": TENSOR}))
+        tried(Row(groups.gather, {"received": received}, {"received": THING}))
         y = groups.gather(received).x.clone()
         tried(Row(groups.scatter, {"y": y}, {"y": TENSOR}))
         tried(Row(groups.send, {"y": y}, {"y": TENSOR}))
@@ -333,7 +328,6 @@ def groupings(group: weft.Group) -> None:
         a2a.check()
         assert torch.equal(played(), before)
         groups.close()
-        compactor.close()
         group.barrier()
 
 

@@ -7,7 +7,7 @@ from weft.alltoall.capacity import tokens_per_rank
 from weft.alltoall.collective import CollectiveAllToAll
 from weft.alltoall.operator import AllToAll
 from weft.alltoall.received import Payload, Received
-from weft.grouping.api import Compact, Compactor, ExpertGroups, Grouped
+from weft.grouping.api import ExpertGroups, Grouped
 from weft.leases import Lease, lease
 from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows
@@ -19,8 +19,6 @@ __all__ = [
     "AllReduce",
     "AllToAll",
     "CollectiveAllToAll",
-    "Compact",
-    "Compactor",
     "ExpertGroups",
     "ExpertRows",
     "FP8Group",

@@ -120,7 +120,7 @@ class EmulatedPacking:
         self.library, self._launch = ctypes.CDLL(str(library)), (ctas, threads)
         shape, packing = rounds._a2a.config.shape, rounds.grouping
         self._tiles = packing.tiles(shape)
-        entries = (shape.ranks, shape.tokens, packing.entries(shape))
+        entries = (shape.ranks, shape.tokens, shape.top_k)
         self._within = torch.zeros(entries, dtype=torch.int32)
         self._before = torch.zeros((self._tiles, packing.groups), dtype=torch.int32)
 

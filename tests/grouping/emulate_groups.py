@@ -44,7 +44,7 @@ class EmulatedGroups:
         self.library, self._launch = ctypes.CDLL(str(library)), (ctas, threads)
         a2a, grouping = groups._rounds._a2a, groups._rounds.grouping
         shape = a2a.config.shape
-        entries = (shape.ranks, shape.tokens, grouping.entries(shape))
+        entries = (shape.ranks, shape.tokens, shape.top_k)
         self._tiles = grouping.tiles(shape)
         self._within = torch.zeros(entries, dtype=torch.int32)
         self._before = torch.zeros((self._tiles, grouping.groups), dtype=torch.int32)

@@ -25,7 +25,6 @@ CASES: dict[str, tuple[Shape, Grouping]] = {
         Shape(8, 128, 8, 256, 7168, "bf16", (7168, 224)),
         Grouping("masked", 32, 1024, 128),
     ),
-    "by source": (DEEPSEEK, Grouping("sources", 8, 4096, 1)),
     "pushed": (PUSHED, Grouping("contiguous", 32, 8 * 128 * 8, 16)),
     "fp8 of fp32": (
         replace(PUSHED, combine="push_fp8", dtype="fp32"),

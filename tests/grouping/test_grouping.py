@@ -1,4 +1,4 @@
-"""Grouping and compaction of inboxes filled by hand: every row, place and untouched byte."""
+"""Grouping of inboxes filled by hand: every row, place and untouched byte."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ from hypothesis import strategies as st
 
 import weft
 from tests.groups import (
-    MARK,
     VARIANTS,
     check_round,
     empty_round,
     fill,
-    host,
     make,
     random_ids,
     settle,
 )
-from tests.rounds import bits
-from weft.grouping.api import Compactor, ExpertGroups, Grouped
+from weft.grouping.api import ExpertGroups, Grouped
 
 KINDS = ["cpu", "threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -120,12 +117,11 @@ def test_other_sizes(ranks, kind):
 
 def no_experts(group: weft.Group) -> tuple[int, ...]:
     with make(group, num_experts=4, expert_map=[0, 0, 0, 0]) as a2a:
-        groups, packed = ExpertGroups(a2a), Compactor(a2a)
+        groups = ExpertGroups(a2a)
         received = empty_round(a2a)
         grouped = groups.gather(received)
         settle(group.device)
         assert grouped.offsets.tolist() == [0] * (a2a.num_local_experts + 1)
-        assert packed.compact(received).counts.tolist() == [0] * group.size
         groups.scatter(torch.zeros(groups._y_shape, dtype=a2a.dtype, device=group.device))
         a2a.combine()
         a2a.check()
@@ -135,45 +131,6 @@ def no_experts(group: weft.Group) -> tuple[int, ...]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_without_experts(ranks, kind):
     assert ranks(2, kind)(no_experts) == [(2 * 150 * 3, 24), (0, 24)]
-
-
-def compaction(group: weft.Group) -> None:
-    with make(group) as a2a:
-        received, tokens = empty_round(a2a), a2a.max_tokens
-        packed = Compactor(a2a)
-        for seed, counts in enumerate(([150, 129, 0], [1, 150, 128], [0, 0, 0])):
-            ids = random_ids(received.ids.shape, a2a.num_local_experts, seed, 0.7, 0.0)
-            fill(received, ids, counts[: group.size], seed)
-            for rows in packed._rounds.buffers.rows:
-                rows.view(torch.uint8).fill_(MARK)
-            got, given = packed.compact(received), host(received)
-            y = torch.randn((*ids.shape[:2], 24), generator=torch.Generator().manual_seed(seed))
-            y = y.to(a2a.dtype)
-            out = torch.full(y.shape, 77.0, dtype=a2a.dtype)
-            a2a.output().copy_(out)
-            for s in range(group.size):
-                live = [t for t in range(counts[s]) if bool((given.ids[s, t] >= 0).any())]
-                rest = tokens - len(live)
-                assert int(got.counts[s]) == len(live)
-                assert got.slot[s].tolist() == [s * tokens + t for t in live] + [-1] * rest
-                assert torch.equal(got.ids[s, : len(live)].cpu(), given.ids[s, live])
-                assert bool((got.ids[s, len(live) :] == -1).all())
-                kept = torch.where(given.ids[s, live] >= 0, given.weights[s, live], 0.0)
-                assert torch.equal(got.weights[s, : len(live)].cpu(), kept)
-                assert not bool(got.weights[s, len(live) :].any())
-                for mine, theirs in zip(got.rows, given.payloads, strict=True):
-                    assert torch.equal(bits(mine[s, : len(live)].cpu()), bits(theirs[s, live]))
-                    assert bool((bits(mine[s, len(live) :].cpu()) == MARK).all())
-                out[s, live] = y[s, : len(live)]
-            packed.scatter(y.to(group.device))
-            assert torch.equal(bits(a2a.output().cpu()), bits(out))
-            settle(group.device)
-            a2a.check()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_compaction(ranks, kind):
-    ranks(2, kind)(compaction)
 
 
 def broken(group: weft.Group) -> None:

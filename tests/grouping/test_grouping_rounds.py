@@ -9,7 +9,7 @@ import weft
 from tests.groups import VARIANTS, empty_round, fill, host, make, random_ids, settle
 from tests.rounds import Round, bits
 from weft.errors import InvalidArgument, OutOfOrder
-from weft.grouping.api import Compactor, ExpertGroups
+from weft.grouping.api import ExpertGroups
 
 KINDS = ["cpu", "threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -19,18 +19,13 @@ def whole_rounds(group: weft.Group) -> None:
     case = Round(tokens=(16, 5, 0)[: group.size], top_k=4, experts=10, router="holes", add=True)
     options = {"max_tokens": 16, "top_k": 4, "num_experts": 10, "hidden": case.hidden}
     with weft.AllToAll(group, **options) as a2a:  # type: ignore[arg-type]
-        groups, packed = ExpertGroups(a2a, align=8), Compactor(a2a)
+        groups = ExpertGroups(a2a, align=8)
         for seed in range(6):
             now = case.next(seed=seed, tokens=case.tokens[seed % 3 :] + case.tokens[: seed % 3])
             x, ids, _, add = now.of(group.rank, group.device)
             received = a2a.dispatch(x, ids)
             a2a.output().fill_(float("nan"))
-            if seed % 2:
-                groups.scatter(groups.gather(received).x)
-            else:
-                compact = packed.compact(received)
-                many = (compact.ids >= 0).sum(dim=2, keepdim=True)
-                packed.scatter((compact.x.float() * many).to(a2a.dtype))
+            groups.scatter(groups.gather(received).x)
             out = a2a.combine(add=add)
             wanted = weft.reference.identity_round_trip(
                 x, ids, None, a2a.placement, ranks=group.size, add=add
@@ -121,7 +116,6 @@ def memory(group: weft.Group) -> None:
             said = ExpertGroups.memory_bytes(a2a, **options)  # type: ignore[arg-type]
             assert said == groups._rounds.buffers.bytes()
             assert said > sum(rows.nbytes for rows in groups._rounds.buffers.rows)
-        assert Compactor.memory_bytes(a2a) == Compactor(a2a)._rounds.buffers.bytes()
         assert ExpertGroups(a2a).max_rows == group.size * 150 * 3
         assert ExpertGroups(a2a, align=16).max_rows == (group.size * 450 + 5 * 15) // 16 * 16
 

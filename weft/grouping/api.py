@@ -1,9 +1,8 @@
 """Received rows by expert, as grouped GEMMs want them, and the way back.
 
 A `Received` has a slot for every token that could come, most of them empty. `ExpertGroups` packs
-what came, expert after expert; `Compactor` packs it source after source, one row a token. The order
-follows from the ids alone (source rank, token, place in the top k), so equal rounds give equal
-bits. See docs/grouping.md.
+what came, expert after expert. The order follows from the ids alone (source rank, token, place in
+the top k), so equal rounds give equal bits. See docs/grouping.md.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from weft.arguments import flags, instance, integer, one_of, refuse
 from weft.errors import InvalidArgument
 from weft.grouping.entry import MAX_GROUPS, Grouping
 from weft.grouping.rounds import GroupRounds, buffer_bytes
-from weft.grouping.sending import check_scatters
 
 Layout = Literal["contiguous", "masked"]
 MAX_ALIGN = 1 << 16
@@ -57,30 +55,6 @@ class Grouped:
     @property
     def abort_flag(self) -> None:
         """None: no owner polls these rows; `sent` says when all are stored."""
-
-    @property
-    def x(self) -> torch.Tensor:
-        """The first payload's rows."""
-        return self.rows[0]
-
-
-@dataclass(frozen=True, slots=True)
-class Compact:
-    """Rows that carry a token, packed per source: views that the next compact overwrites.
-
-    rows: each payload, `[ep_size, max_tokens, *row]`; source s has the first `counts[s]`, in the
-        order of its tokens. The others hold what earlier calls left.
-    counts: int32 `[ep_size]`.
-    slot: int32 `[ep_size, max_tokens]`, `source * max_tokens + token`; -1 behind the counts.
-    ids: int32 `[ep_size, max_tokens, top_k]`, LOCAL expert ids, -1 for none and behind the counts.
-    weights: float32, the same shape; 0 where the id is -1.
-    """
-
-    rows: tuple[torch.Tensor, ...]
-    counts: torch.Tensor
-    slot: torch.Tensor
-    ids: torch.Tensor
-    weights: torch.Tensor
 
     @property
     def x(self) -> torch.Tensor:
@@ -204,54 +178,6 @@ class ExpertGroups:
         vars(self).pop("_grouped", None)
 
 
-class Compactor:
-    """Pack the rows that carry a token, per source, and put results back into their slots.
-
-    What ExpertGroups says of memory, graphs and errors holds; there is room for every token. It
-    needs an `output()`, so it refuses an all-to-all with combine="gemm_push".
-    """
-
-    def __init__(self, a2a: AllToAll, *, programmatic_launch: bool = True) -> None:
-        flags(programmatic_launch=programmatic_launch)
-        _check_a2a(a2a)
-        check_scatters(a2a)
-        grouping = _by_source(a2a)
-        self._rounds = GroupRounds(a2a, grouping, programmatic_launch)
-        shape = (grouping.groups, grouping.rows)
-        top_k, buffers = a2a.config.shape.top_k, self._rounds.buffers
-        self._y_shape = (*shape, a2a.config.shape.hidden)
-        self._compact = Compact(
-            rows=tuple(rows.view(*shape, *rows.shape[1:]) for rows in buffers.rows),
-            counts=buffers.counts,
-            slot=buffers.slot.view(shape),
-            ids=buffers.ids.view(*shape, top_k),
-            weights=buffers.weight.view(*shape, top_k),
-        )
-
-    @staticmethod
-    def memory_bytes(a2a: AllToAll) -> int:
-        """Bytes that a Compactor allocates on this rank. Raises InvalidArgument."""
-        _check_a2a(a2a)
-        return buffer_bytes(a2a.config, _by_source(a2a), a2a.group.device)
-
-    def compact(self, received: Received) -> Compact:
-        """Pack what the last dispatch brought. Raises as `ExpertGroups.gather` does."""
-        self._rounds.gather(received)
-        return self._compact
-
-    def scatter(self, y: torch.Tensor) -> None:
-        """Write `output()[s, t] = y[s, row of (s, t)]`: finished sums back into their slots.
-
-        y: `[ep_size, max_tokens, hidden]` in the all-to-all's dtype.
-        """
-        self._rounds.scatter(y, self._y_shape)
-
-    def close(self) -> None:
-        """Give memory and kernels back; waits for this rank's own work. Idempotent."""
-        self._rounds.close()
-        vars(self).pop("_compact", None)
-
-
 def _check_a2a(a2a: AllToAll) -> None:
     instance("a2a", a2a, AllToAll, "rows of a LowLatencyAllToAll lie by expert as they come")
     a2a._check_open()
@@ -287,8 +213,3 @@ def by_expert(
             f"{MAX_ROWS} can be numbered: pass a smaller max_rows"
         )
     return Grouping(layout, max(experts, 1), max_rows, align)
-
-
-def _by_source(a2a: AllToAll) -> Grouping:
-    shape = a2a.config.shape
-    return Grouping("sources", shape.ranks, shape.tokens, 1)

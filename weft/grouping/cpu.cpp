@@ -20,12 +20,8 @@ template <Shape S, Grouping G, class Visit>
 void for_entries(const GroupArgs& a, u32 source, u32 token, Visit visit) {
     const Route<S>& route = route_of<S>(a, source, token);
     for (u32 k = 0; k < S.top_k; ++k) {
-        if constexpr (G.packing == Packing::sources) {
-            if (route.expert[k] >= 0) return visit(0u, source, 1.0f);
-        } else {
-            const u32 expert = u32(route.expert[k]);
-            if (expert < G.groups) visit(k, expert, route.weight[k]);
-        }
+        const u32 expert = u32(route.expert[k]);
+        if (expert < G.groups) visit(k, expert, route.weight[k]);
     }
 }
 
@@ -80,28 +76,16 @@ template <Shape S, Grouping G> void pad_groups(const GroupArgs& a) {
 template <Shape S, Grouping G> void clear_row_metadata(const GroupArgs& a) {
     for (u32 row = 0; row < G.total(); ++row) {
         a.slot[row] = -1;
+        a.weight[row] = 0.0f;
         if constexpr (S.combine == Combine::gemm_push) a.dst_addr[row] = 0;
-    }
-    for (u64 i = 0; i < u64(G.total()) * weights_of(S, G); ++i) {
-        a.weight[i] = 0.0f;
-        if constexpr (G.packing == Packing::sources) a.ids[i] = -1;
     }
 }
 
-// Writes where a row came from, and its weight, or all ids and weights of its token.
-template <Shape S, Grouping G>
+// Writes where a row came from, and its weight.
+template <Shape S>
 void label_row(const GroupArgs& a, u32 source, u32 token, u32 row, float weight) {
     a.slot[row] = i32(source * S.tokens + token);
-    if constexpr (G.packing == Packing::sources) {
-        const Route<S>& route = route_of<S>(a, source, token);
-        for (u32 k = 0; k < S.top_k; ++k) {
-            if (route.expert[k] < 0) continue;
-            a.ids[u64(row) * S.top_k + k] = route.expert[k];
-            a.weight[u64(row) * S.top_k + k] = route.weight[k];
-        }
-    } else {
-        a.weight[row] = weight;
-    }
+    a.weight[row] = weight;
 }
 
 // Zeroes the slot of an entry that got no row: its owner must not read what an earlier round left
@@ -114,7 +98,6 @@ template <Shape S> void zero_dropped_row(const GroupArgs& a, u32 source, u32 tok
 template <Shape S, Grouping G> void gather(const GroupArgs& a) {
     const Share<S>& own = mine<S>(a.site);
     if (own.header.state.failed != 0) return;
-    constexpr u32 entries = entries_of(S, G);
     u32 next[G.groups] = {};
     for_tokens<S>(own.inbox, [&](u32 source, u32 token) {
         for_entries<S, G>(a, source, token, [&](u32, u32 group, float) { ++next[group]; });
@@ -124,15 +107,15 @@ template <Shape S, Grouping G> void gather(const GroupArgs& a) {
     for (u32 g = 0; g < G.groups; ++g) next[g] = u32(a.offsets[g]);
     for_tokens<S>(own.inbox, [&](u32 source, u32 token) {
         const u32 slot = source * S.tokens + token;
-        i32* position = a.position + u64(slot) * entries;
-        for (u32 k = 0; k < entries; ++k) position[k] = -1;
+        i32* position = a.position + u64(slot) * S.top_k;
+        for (u32 k = 0; k < S.top_k; ++k) position[k] = -1;
         for_entries<S, G>(a, source, token, [&](u32 k, u32 group, float weight) {
             const u32 row = next[group]++;
             if (row >= limit_of(a, G, group)) return zero_dropped_row<S>(a, source, token, k);
             position[k] = i32(row);
             if constexpr (S.combine == Combine::gemm_push)
                 a.dst_addr[row] = i64(dst_addr_of<S>(a.site, source, token, k));
-            label_row<S, G>(a, source, token, row, weight);
+            label_row<S>(a, source, token, row, weight);
             gather_planes<S>(a, source, token, row);
         });
     });
@@ -142,7 +125,7 @@ template <Shape S, Grouping G> void gather(const GroupArgs& a) {
 // Columns `at` .. `at` + count of the sum of one token's rows, in top-k order.
 template <Shape S, Grouping G, u32 count>
 void sum_block(const GroupArgs& a, u32 source, u32 token, u32 at, Bits<S.dtype> (&out)[count]) {
-    const i32* position = a.position + (u64(source) * S.tokens + token) * entries_of(S, G);
+    const i32* position = a.position + (u64(source) * S.tokens + token) * S.top_k;
     float sum[count] = {};
     for_entries<S, G>(a, source, token, [&](u32 k, u32, float weight) {
         if (position[k] < 0) return;

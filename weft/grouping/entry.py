@@ -57,7 +57,6 @@ class GroupArgs(ctypes.Structure):
         ("rows", c_uint64 * MAX_PLANES),
         ("slot", c_uint64),
         ("weight", c_uint64),
-        ("ids", c_uint64),
         ("offsets", c_uint64),
         ("counts", c_uint64),
         ("position", c_uint64),
@@ -71,15 +70,15 @@ class GroupArgs(ctypes.Structure):
     )
 
 
-PACKINGS = ("contiguous", "masked", "sources")  # weft::Packing
+PACKINGS = ("contiguous", "masked")  # weft::Packing
 
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
     """What specialises grouping beside the Shape; `weft::Grouping` in grouping/layout.cuh.
 
-    packing: "contiguous", "masked" or "sources".
-    groups: local experts, or sources.   align: groups start at multiples of it.
+    packing: "contiguous" or "masked".
+    groups: local experts.   align: groups start at multiples of it.
     rows: contiguous: rows that all groups share; otherwise rows of each group.
     """
 
@@ -93,10 +92,6 @@ class Grouping:
     def total(self) -> int:
         """Rows of the whole buffer."""
         return self.rows if self.packing == "contiguous" else self.groups * self.rows
-
-    def entries(self, shape: Shape) -> int:
-        """Kernels of a token that may become rows."""
-        return 1 if self.packing == "sources" else shape.top_k
 
     def tiles(self, shape: Shape) -> int:
         """Tiles of all sources: CTAs of the counting kernel."""

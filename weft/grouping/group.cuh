@@ -26,16 +26,9 @@ template <Shape S, Grouping G> struct Scratch {
 };
 
 // The group of entry k of a token, or no_group.
-template <Shape S, Grouping G> WEFT_FN u32 group_of(const Route<S>& route, u32 source, u32 k) {
-    if constexpr (G.packing == Packing::sources) {
-        bool has_entry = false;
-#pragma unroll
-        for (u32 i = 0; i < S.top_k; ++i) has_entry = has_entry || route.expert[i] >= 0;
-        return has_entry ? source : no_group;
-    } else {
-        const u32 expert = u32(route.expert[k]);
-        return expert < G.groups ? expert : no_group;
-    }
+template <Shape S, Grouping G> WEFT_FN u32 group_of(const Route<S>& route, u32 k) {
+    const u32 expert = u32(route.expert[k]);
+    return expert < G.groups ? expert : no_group;
 }
 
 // The rank of each of this warp's entries among themselves: `within[c]` counts the equal entries
@@ -71,7 +64,7 @@ WEFT_FN u32 scan_column(T (&counts)[rows][columns], u32 column) {
 // Counts the tile of this CTA and stores each entry's rank in it.
 template <Shape S, Grouping G>
 WEFT_FN void count_tile(const Block& team, const GroupArgs& a, Scratch<S, G>& scratch) {
-    constexpr u32 entries = entries_of(S, G), tiles = tiles_of(S, G);
+    constexpr u32 entries = S.top_k, tiles = tiles_of(S, G);
     constexpr u32 chunks = (G.tile * entries + group_threads - 1) / group_threads;
     const Inbox<S>& inbox = mine<S>(a.site).inbox;
     const u32 source = blockIdx.x / tiles, first = blockIdx.x % tiles * G.tile;
@@ -83,7 +76,7 @@ WEFT_FN void count_tile(const Block& team, const GroupArgs& a, Scratch<S, G>& sc
     for (u32 c = 0; c < chunks; ++c) {
         const u32 j = start + c * warp_lanes, token = first + j / entries;
         group[c] = token < end ? group_of<S, G>(inbox.route[slot_of(a.source_rows, source, token)],
-                                                source, j % entries)
+                                                j % entries)
                                : no_group;
     }
     for (u32 g = team.warp_lane(); g < G.groups; g += warp_lanes) scratch.count[team.warp()][g] = 0;
@@ -106,11 +99,8 @@ WEFT_FN void clear_row_metadata(const Block& team, const GroupArgs& a) {
     const u32 first = blockIdx.x * team.lanes() + team.lane(), step = gridDim.x * team.lanes();
     for (u32 row = first; row < G.total(); row += step) {
         a.slot[row] = -1;
+        a.weight[row] = 0.0f;
         if constexpr (S.combine == Combine::gemm_push) a.dst_addr[row] = 0;
-    }
-    for (u32 i = first; i < G.total() * weights_of(S, G); i += step) {
-        a.weight[i] = 0.0f;
-        if constexpr (G.packing == Packing::sources) a.ids[i] = -1;
     }
 }
 

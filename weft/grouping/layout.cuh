@@ -1,6 +1,6 @@
-// Grouping: received rows packed by expert, or by source, in an order that only the ids decide:
-// source rank first, then token, then entry of the top k. A Grouping specialises the code beside
-// the Shape; one struct of arguments serves all entries.
+// Grouping: received rows packed by expert in an order that only the ids decide: source rank first,
+// then token, then entry of the top k. A Grouping specialises the code beside the Shape; one struct
+// of arguments serves all entries.
 #pragma once
 #include <weft/alltoall/phases.cuh>
 
@@ -9,7 +9,6 @@ namespace weft {
 enum class Packing : u32 {
     contiguous = 0,  // group after group
     masked = 1,      // each group in a block of its own, with the same number of rows
-    sources = 2,     // as masked, but a group is a source rank and a token has at most one row
 };
 
 constexpr Phase grouping_phase = Phase(3);  // in error records
@@ -18,7 +17,7 @@ constexpr u32 no_group = ~0u;
 
 struct Grouping {
     Packing packing;
-    u32 groups;  // local experts, or sources
+    u32 groups;  // local experts
     u32 rows;    // contiguous: of all groups together; otherwise of each group
     u32 align;   // groups start at multiples of it, and are padded with zero rows up to one
     u32 tile;    // tokens of one source that one CTA counts
@@ -31,24 +30,17 @@ struct Grouping {
     }
 };
 
-// Entries of a token that may become rows; weights of a row; tiles of a source.
-constexpr u32 entries_of(Shape s, Grouping g) {
-    return g.packing == Packing::sources ? 1 : s.top_k;
-}
-constexpr u32 weights_of(Shape s, Grouping g) {
-    return g.packing == Packing::sources ? s.top_k : 1;
-}
+// Tiles of a source.
 constexpr u32 tiles_of(Shape s, Grouping g) { return (s.tokens + g.tile - 1) / g.tile; }
 
 struct GroupArgs {
     Site site;
     void* rows[max_planes];  // [row_limit, row bytes] of each payload
     i32* slot;               // [total] of source * tokens + token, or -1
-    float* weight;           // [total, weights_of]; 0 where there is no slot
-    i32* ids;                // by sources: [total, top_k] local experts, -1 for none
+    float* weight;           // [total]; 0 where there is no slot
     i32* offsets;            // [groups + 1]
     i32* counts;             // [groups]
-    i32* position;           // [ranks, tokens, entries] of rows, -1 for none
+    i32* position;           // [ranks, tokens, top_k] of rows, -1 for none
     i32* within;      // the same shape: rank of an entry among its group's entries in its tile
     u32* before;      // [ranks * tiles, groups] entries of the group in earlier tiles
     u32* arrived;     // CTAs that have counted their tile; 0 between calls

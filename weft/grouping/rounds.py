@@ -27,7 +27,6 @@ class Buffers(NamedTuple):
     rows: tuple[torch.Tensor, ...]
     slot: torch.Tensor
     weight: torch.Tensor
-    ids: torch.Tensor
     offsets: torch.Tensor
     counts: torch.Tensor
     position: torch.Tensor
@@ -50,8 +49,8 @@ class Buffers(NamedTuple):
 
         own_rows: are there buffers of payload rows? Without, each gather brings its own.
         """
-        shape, total, by_source = geometry.shape, grouping.total, grouping.packing == "sources"
-        entries = (shape.ranks, shape.tokens, grouping.entries(shape))
+        shape, total = geometry.shape, grouping.total
+        entries = (shape.ranks, shape.tokens, shape.top_k)
 
         def zeros(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
@@ -63,8 +62,7 @@ class Buffers(NamedTuple):
                 if own_rows
             ),
             slot=zeros(total),
-            weight=zeros(total * (shape.top_k if by_source else 1), dtype=torch.float32),
-            ids=zeros(total * shape.top_k if by_source else 0),
+            weight=zeros(total, dtype=torch.float32),
             offsets=zeros(grouping.groups + 1),
             counts=zeros(grouping.groups),
             position=zeros(*entries),
@@ -95,7 +93,7 @@ class GroupRounds:
         self._a2a, self.grouping = a2a, grouping
         self._operator = a2a
         self._gathered = 0  # the round whose rows are grouped
-        sends = grouping.packing != "sources" and shape.combine != "pull" and a2a._build.split_phase
+        sends = shape.combine != "pull" and a2a._build.split_phase
         build = Build(programmatic=programmatic, defines=a2a._build.defines)
         self._entries: Kernels | None = load_entries(device, shape, grouping, build, sends=sends)
         on_gpu = device.type == "cuda"

@@ -51,10 +51,9 @@ struct Entry {
 };
 
 template <Shape S, Grouping G> WEFT_FN Entry load_entry(const GroupArgs& a, TokenSlot at, u32 k) {
-    if (k >= entries_of(S, G)) return {no_group, 0.0f};
+    if (k >= S.top_k) return {no_group, 0.0f};
     const Route<S>& route = mine<S>(a.site).inbox.route[at.in_inbox(a)];
-    const float weight = G.packing == Packing::sources ? 1.0f : route.weight[k];
-    return {group_of<S, G>(route, at.source, k), weight};
+    return {group_of<S, G>(route, k), route.weight[k]};
 }
 
 // The row of an entry, or -1 if it has none or the buffer has no room for it.
@@ -64,28 +63,19 @@ WEFT_FN i32 row_of_entry(const GroupArgs& a, TokenSlot at, u32 k, u32 group) {
     const u64 slot = u64(at.source) * S.tokens + at.token;
     const u32 tile = at.source * tiles_of(S, G) + at.token / G.tile;
     const u32 row = u32(a.offsets[group]) + a.before[tile * G.groups + group] +
-                    u32(a.within[slot * entries_of(S, G) + k]);
+                    u32(a.within[slot * S.top_k + k]);
     return row < limit_of(a, G, group) ? i32(row) : -1;
 }
 
 // One warp writes which rows the token got, and their metadata.
 template <Shape S, Grouping G>
 WEFT_FN void label_rows(const GroupArgs& a, TokenSlot at, u32 k, const Entry& entry, i32 row) {
-    constexpr u32 entries = entries_of(S, G);
     const u32 slot = at.source * S.tokens + at.token;
-    if (k < entries) a.position[u64(slot) * entries + k] = row;
+    if (k < S.top_k) a.position[u64(slot) * S.top_k + k] = row;
     if (row >= 0) a.slot[row] = i32(slot);
     if constexpr (S.combine == Combine::gemm_push)
         if (row >= 0) a.dst_addr[row] = i64(dst_addr_of<S>(a.site, at.source, at.token, k));
-    if constexpr (G.packing == Packing::sources) {
-        const Route<S>& route = mine<S>(a.site).inbox.route[at.in_inbox(a)];
-        const i32 only = __shfl_sync(all_lanes, row, 0), id = k < S.top_k ? route.expert[k] : -1;
-        if (only < 0 || id < 0) return;
-        a.ids[u64(u32(only)) * S.top_k + k] = id;
-        a.weight[u64(u32(only)) * S.top_k + k] = route.weight[k];
-    } else if (row >= 0) {
-        a.weight[row] = entry.weight;
-    }
+    if (row >= 0) a.weight[row] = entry.weight;
 }
 
 // Copies one row of plane P and the following planes to the rows of the lanes in `wanted`.
@@ -207,7 +197,7 @@ template <Shape S, Grouping G> WEFT_FN void scatter(const GroupArgs& a) {
         const TokenSlot at = tokens.slot(i);
         const Entry entry = load_entry<S, G>(a, at, k);
         const u64 slot = u64(at.source) * S.tokens + at.token;
-        const i32 row = k < entries_of(S, G) ? a.position[slot * entries_of(S, G) + k] : -1;
+        const i32 row = k < S.top_k ? a.position[slot * S.top_k + k] : -1;
         if (!__any_sync(all_lanes, entry.group != no_group)) continue;
         sum_rows<S>(team, a, at, row, entry.weight, __ballot_sync(all_lanes, row >= 0));
     }

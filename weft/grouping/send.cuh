@@ -46,13 +46,13 @@ struct StripTask {
 // Tokens in the order (token, source), each rank starting with itself, so that ranks do not store
 // to the same peer at once. Behind the last token there are no entries.
 template <Shape S, Grouping G> WEFT_FN StripTask find_task(const GroupArgs& a, u32 unit, u32 k) {
-    constexpr u32 entries = entries_of(S, G), pieces = Strip<S>::pieces;
+    constexpr u32 pieces = Strip<S>::pieces;
     const u32 slot = unit / pieces, token = slot / S.ranks, source = (a.site.rank + slot) % S.ranks;
     StripTask d{
         .at = {source, token}, .piece = unit % pieces, .entry = {no_group, 0.0f}, .row = -1};
     if (token >= tokens_from<S>(mine<S>(a.site).inbox, source)) return d;
     d.entry = load_entry<S, G>(a, d.at, k);
-    if (k < entries) d.row = a.position[(u64(source) * S.tokens + token) * entries + k];
+    if (k < S.top_k) d.row = a.position[(u64(source) * S.tokens + token) * S.top_k + k];
     return d;
 }
 
