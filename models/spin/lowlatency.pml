@@ -2,24 +2,24 @@
  *
  * N ranks make the same sequence of operations, of two kinds: out (0, a dispatch) and home (1, a
  * combine). An operation stores a row at every rank and takes one from every rank, in any order. Rows
- * out and rows home have places of their own. At the start of each call a rank grants: it tells all
+ * out and rows home have places of their own. At the start of each call a rank sends credits: it tells all
  * ranks how many operations of either kind it has finished. It stores a row at a peer when that peer
- * has granted all earlier operations of the kind. A row carries its operation; an assertion fails
+ * has credited all earlier operations of the kind. A row carries its operation; an assertion fails
  * when another one is taken, or when a place that is not blank is stored into. `init` makes up every
  * legal sequence of calls. Words that are tagged, not blanked, are places as well: they are written
- * and read between the same two grants.
+ * and read between the same two credits.
  *
  *   HALVES     an operation may be one call, or two, send and receive, with others in between.
  *   SPLIT      every operation is two calls.
- *   STEADY     dispatch and combine take turns; asserts that nobody ever waits for a grant.
+ *   STEADY     dispatch and combine take turns; asserts that nobody ever waits for a credit.
  *   HOMES      with STEADY: between dispatch and combine somebody else stores the rows home, behind the
- *              grants of combines that the dispatch has waited for; the combine stores nothing. The
+ *              credits of combines that the dispatch has waited for; the combine stores nothing. The
  *              next dispatch may then have to wait, for a row comes before its sender's combine begins.
  *   BLIND      wrong, with HOMES: the rows home are stored when the dispatch begins.
- *   EAGER      wrong: stores without a grant.
- *   HASTY      wrong: grants the operation that begins.
- *   SHARED     one place for both kinds, grants of both waited for; wrong with HALVES or STEADY.
- *   LAX        wrong, with SHARED: grants of the own kind alone are waited for.
+ *   EAGER      wrong: stores without a credit.
+ *   HASTY      wrong: gives credit for the operation that begins.
+ *   SHARED     one place for both kinds, credits of both waited for; wrong with HALVES or STEADY.
+ *   LAX        wrong, with SHARED: credits of the own kind alone are waited for.
  *   UNEQUAL    wrong: rank 0 makes its first two calls the other way round.
  *   KEEP       wrong: a place is not left blank.
  */
@@ -35,7 +35,7 @@
 #else
 #define AT(kind, owner, source) place[(kind) * N * N + (owner) * N + (source)]
 #endif
-#define GRANTED(kind, me, by) granted[(kind) * N * N + (me) * N + (by)]
+#define CREDITED(kind, me, by) credited[(kind) * N * N + (me) * N + (by)]
 
 /* A call: its kind, and 2 more for a send, 4 for a receive. */
 #define KIND(call) ((call) % 2)
@@ -43,7 +43,7 @@
 #define TAKES(call) ((call) < 2 || (call) >= 4)
 
 byte place[2 * N * N];   /* 0 blank, else 2 * number + kind */
-byte granted[2 * N * N]; /* operations that the last rank of the index has finished */
+byte credited[2 * N * N]; /* operations that the last rank of the index has finished */
 byte schedule[CALLS];
 bool ready = false;
 
@@ -51,9 +51,9 @@ bool ready = false;
 #define MAY_STORE(k, me, p) true
 #elif defined(SHARED) && !defined(LAX)
 #define MAY_STORE(k, me, p) \
-    (GRANTED(0, me, p) >= sent[0] - (k == 0) && GRANTED(1, me, p) >= sent[1] - (k == 1))
+    (CREDITED(0, me, p) >= sent[0] - (k == 0) && CREDITED(1, me, p) >= sent[1] - (k == 1))
 #else
-#define MAY_STORE(k, me, p) (GRANTED(k, me, p) >= sent[k] - 1)
+#define MAY_STORE(k, me, p) (CREDITED(k, me, p) >= sent[k] - 1)
 #endif
 
 #ifdef KEEP
@@ -115,8 +115,8 @@ proctype Rank(byte me) {
         do
         :: p < N ->
             atomic {
-                GRANTED(0, p, me) = finished[0] + EARLY;
-                GRANTED(1, p, me) = finished[1] + EARLY;
+                CREDITED(0, p, me) = finished[0] + EARLY;
+                CREDITED(1, p, me) = finished[1] + EARLY;
                 stored[p] = !STORES(call);
                 taken[p] = !TAKES(call);
                 p++
@@ -158,7 +158,7 @@ proctype Rank(byte me) {
         :: k == 0 ->
             p = 0;
             do
-            :: p < N -> GRANTED(1, me, p) >= sent[1]; p++
+            :: p < N -> CREDITED(1, me, p) >= sent[1]; p++
             :: else -> break
             od;
             STORE_HOME

@@ -64,7 +64,7 @@ static void fill_ids(std::vector<i32>& ids, u32 rank, u64 round) {
 }
 
 static u64 wrong_words(const Site& site, u64 round) {
-    const Inbox<S>& inbox = mine<S>(site).inbox;
+    const Inbox<S>& inbox = own_share<S>(site).inbox;
     u64 wrong = 0;
     for (u32 source = 0; source < S.ranks; ++source) {
         wrong += u32(inbox.counts[source]) != tokens_of(source, round);
@@ -94,7 +94,7 @@ static void write_row(u8* row, u32 token, u64 round) {
 
 // With gemm_push each expert row is stored at its owner, as the kernel that makes it would do.
 template <Shape S> static void write_outputs(const Site& site, u64 round) {
-    Share<S>& own = mine<S>(site);
+    Share<S>& own = own_share<S>(site);
     for (u32 source = 0; source < S.ranks; ++source)
         for (u32 t = 0; t < source_rows_of(round); ++t) {
             const u32 slot = slot_of(source_rows_of(round), source, t);
@@ -110,7 +110,7 @@ template <Shape S> static void write_outputs(const Site& site, u64 round) {
 
 // The rows of a token's sum: one of each rank, or one of each entry.
 template <Shape S> static u32 rows_of(const Site& site, u32 token) {
-    const Share<S>& own = mine<S>(site);
+    const Share<S>& own = own_share<S>(site);
     u32 rows = u32(__builtin_popcount(own.destinations[token]));
     if constexpr (S.combine == Combine::gemm_push)
         if (rows != 0)

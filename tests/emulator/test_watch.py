@@ -36,7 +36,7 @@ RIGHT = {
     "publish": "weft::store_release(flag, 1)",
     "wait": "weft::load_acquire(flag)",
     "spread": "__syncthreads();",
-    "load": "weft::load_shared_row(rows + row)",
+    "load": "weft::load_peer_row(rows + row)",
 }
 WRONG = {
     "nobody is the last": {"last": "weft::add_acq_rel(count, 1) == 0"},

@@ -60,7 +60,7 @@ BODIES = {
         "void sync_cluster_relaxed()": "emulated::arrive_cluster(); emulated::wait_cluster();",
         "void fence_mbarrier_init()": "emulated::machine->mine().published = 1;",
     },
-    "team.cuh": {"void wait_for_predecessor()": "emulated::follow();"},
+    "team.cuh": {"void griddep_wait()": "emulated::follow();"},
 }
 WGMMA_BODIES = {
     "void wgmma_fence()": ORDERED,

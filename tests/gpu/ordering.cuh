@@ -134,7 +134,7 @@ WEFT_FN void consume(const Args& a) {
         if (!in_time) break;
         const u32 stamp = u32(round);
         for (u32 v = team.lane(); v < vectors; v += team.lanes()) {
-            const uint4 seen = load_shared_row(row + vectors - 1 - v);
+            const uint4 seen = load_peer_row(row + vectors - 1 - v);
             if (seen.x != stamp || seen.y != stamp || seen.z != stamp || seen.w != stamp) ++stale;
         }
         publish_ours(team, own, from.board.go, round);

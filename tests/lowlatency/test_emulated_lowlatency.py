@@ -162,12 +162,12 @@ def wide(group: weft.Group, library: str, mode: Mode, case: Round) -> dict[str, 
             for seed in range(2):
                 play(a2a, mode, case.next(seed=seed))
         layout = a2a.config.offsets
-        grants = layout.tokens - (
+        credits = layout.tokens - (
             layout.token_masks - layout.tokens
         )  # two lines, as tokens and answers
         parts = {
-            "hellos": range(layout.progress + 128, grants),
-            "grants": range(grants, layout.tokens),
+            "dispatch begun": range(layout.progress + 128, credits),
+            "credits": range(credits, layout.tokens),
             "words": range(layout.tokens, 1 << 40),
         }
         return ways(watch.events(), parts)
@@ -181,8 +181,8 @@ def test_rows_of_several_choices_return_in_any_form(ranks, tmp_path, name, dtype
     library = compile_low(shape_of(SEVERAL[name], case, 8).shape, tmp_path)
     for touched in ranks(2, "threads")(wide, str(library), SEVERAL[name], case):
         assert touched == {
-            "hellos": {"writes relaxed sys", "reads acquire sys"},  # these bring nothing
-            "grants": {"writes release sys", "reads acquire sys"},
+            "dispatch begun": {"writes relaxed sys", "reads acquire sys"},  # these bring nothing
+            "credits": {"writes release sys", "reads acquire sys"},
             "words": {"writes relaxed sys", "reads relaxed sys"},
         }
 
@@ -208,7 +208,7 @@ def profiled(group: weft.Group, library: str) -> None:
             assert roles == [role for role, n in zip(ROLES, each, strict=True) for _ in range(n)]
             assert all(0 < work.start_ns < work.end_ns for work in done)
             assert sum(work.units for work in done if work.role != "metadata") > 0
-            assert all(work.granted_ns for work in done if work.role == "sender")
+            assert all(work.credited_ns for work in done if work.role == "sender")
             assert {w.epoch for w in done} == {1}
             # The first that takes has read the rank's clock twice, once for all who want it.
             tracks = tracks_of(a2a._tracks, phase)

@@ -112,7 +112,7 @@ def test_plans_fit_on_the_gpu_and_leave_nobody_out(tokens, name, part):
     if part != "_send":
         assert plan.receivers >= 1  # peers' tokens come even where there are none of one's own
     if part != "_receive":
-        assert plan.metadata + plan.senders >= 1  # somebody grants
+        assert plan.metadata + plan.senders >= 1  # one CTA sends credits
         assert plan.metadata * CHUNK_TOKENS >= tokens or name == "combine"
     else:
         assert plan.metadata == plan.senders == 0

@@ -56,7 +56,7 @@ def forge_dispatch(
     words(a2a, layout.choices, shape.rows * shape.top_k)[MOST * shape.top_k :] = tag | choice
     words(a2a, layout.token_masks, 2 * shape.local)[shape.local :] = tag | chosen
     words(a2a, layout.tokens, 2)[1] = tag | tokens
-    words(a2a, flags, 2)[1] += 1  # hello
+    words(a2a, flags, 2)[1] += 1  # dispatch_begun
     words(a2a, flags + 2 * LINE, 2)[1] += 1  # combined
     if a2a.group.device.type == "cuda":
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Low-latency rounds under the sanitizers, without grants, and for long."""
+"""Low-latency rounds under the sanitizers, without credits, and for long."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_every_kept_round_is_there_with_its_steps(ranks, kind, tmp_path):
             assert work.rank == rank
             assert 0 < work.start_ns <= work.end_ns
             if work.role == "sender":
-                assert work.start_ns <= work.granted_ns <= work.end_ns
+                assert work.start_ns <= work.credited_ns <= work.end_ns
             if work.role == "receiver" and work.phase == "dispatch":
                 assert work.start_ns <= work.learned_ns <= work.end_ns
     merged = tmp_path / "all.json"
@@ -69,13 +69,13 @@ def pages(*tracks: TraceRecord) -> torch.Tensor:
     return torch.tensor([list(page) for page in found], dtype=torch.uint8)[None]
 
 
-SENT = TraceRecord(epoch=3, start_ns=1000, granted=500, ended=900, phase=1, role=1, team=1)
+SENT = TraceRecord(epoch=3, start_ns=1000, credited=500, ended=900, phase=1, role=1, team=1)
 TAKEN = TraceRecord(epoch=3, start_ns=1100, end_ns=1600, ended=1000, phase=1, role=2, team=2)
 
 
 def test_ticks_are_told_by_the_teams_that_end_on_both_clocks():
     sent, taken = read_work(pages(SENT, TAKEN), 0, 2)
-    assert (sent.granted_ns, sent.end_ns) == (1250, 1450)
+    assert (sent.credited_ns, sent.end_ns) == (1250, 1450)
     assert taken.end_ns == 1600
 
 

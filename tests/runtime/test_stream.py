@@ -51,9 +51,9 @@ def test_waits_are_in_relaxed_mode(fake: Driver, monkeypatch: pytest.MonkeyPatch
     waited = []
     current = SimpleNamespace(synchronize=lambda: waited.append(fake.mode))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
-    stream.finish(GPU)
+    stream.synchronize_stream(GPU)
     assert waited == [RELAXED]
-    stream.settle(GPU)
+    stream.synchronize_device(GPU)
     assert [name for _, name in fake.log if name.startswith("cuMem")] == ["cuMemAlloc", "cuMemFree"]
     assert fake.unsafe == []
     assert fake.left() == {}
@@ -62,8 +62,8 @@ def test_waits_are_in_relaxed_mode(fake: Driver, monkeypatch: pytest.MonkeyPatch
 
 def test_a_cpu_asks_no_driver(fake: Driver) -> None:
     cpu = torch.device("cpu")
-    stream.finish(cpu)
-    stream.settle(cpu)
+    stream.synchronize_stream(cpu)
+    stream.synchronize_device(cpu)
     with driver.relaxed(cpu):
         pass
     assert fake.log == []

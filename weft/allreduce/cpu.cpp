@@ -61,13 +61,13 @@ template <Reduction R> void oneshot(Call<R>& call) {
             push_row<R>(call.at(peer).direct[call.side()][slot_index(peer, me)][token], row.data());
         }
     }
-    fault(mine<R>(a.site).header, Point::after_rows, me, call.epoch);
+    fault(own_share<R>(a.site).header, Point::after_rows, me, call.epoch);
     std::vector<Row<R>> rows(R.ranks);
     for (u32 token = 0; token < a.tokens; ++token) {
         load_row<R>(a, token, rows[me].data());
         for (u32 offset = 1; offset < R.ranks; ++offset) {
             const u32 peer = next_rank<R>(me, offset);
-            fault(mine<R>(a.site).header, Point::before_rows, peer, call.epoch);
+            fault(own_share<R>(a.site).header, Point::before_rows, peer, call.epoch);
             u8* slot = call.at(me).direct[call.side()][slot_index(me, peer)][token];
             if (!receive_row<R>(call, slot, rows[peer].data(), Slot::direct, peer, token)) return;
         }
@@ -86,12 +86,12 @@ template <Reduction R> void push_parts(Call<R>& call, u32 group) {
         load_row<R>(call.a, token, row.data());
         push_row<R>(call.at(owner).part[call.side()][slot_index(owner, me)][group], row.data());
     }
-    fault(mine<R>(call.a.site).header, Point::after_rows, me, call.epoch);
+    fault(own_share<R>(call.a.site).header, Point::after_rows, me, call.epoch);
 }
 
-template <Reduction R> void send_moments(Call<R>& call, u32 peer, u32 group, const Moments& m) {
+template <Reduction R> void send_row_stats(Call<R>& call, u32 peer, u32 group, const RowStats& m) {
     const u32 me = call.a.site.rank;
-    fault(mine<R>(call.a.site).header, Point::before_moments, peer, call.epoch);
+    fault(own_share<R>(call.a.site).header, Point::before_moments, peer, call.epoch);
     u64* words = reinterpret_cast<u64*>(&call.at(peer).trailer[slot_index(peer, me)][group]);
     const u64 tag = u64(trailer_tag(call.epoch)) << 32;
     store_release(words, tag | std::bit_cast<u32>(m.rstd));
@@ -107,7 +107,7 @@ template <Reduction R> void reduce_part(Call<R>& call, u32 group) {
     load_row<R>(a, token, rows[me].data());
     for (u32 offset = 1; offset < R.ranks; ++offset) {
         const u32 peer = next_rank<R>(me, offset);
-        fault(mine<R>(a.site).header, Point::before_rows, peer, call.epoch);
+        fault(own_share<R>(a.site).header, Point::before_rows, peer, call.epoch);
         u8* slot = call.at(me).part[call.side()][slot_index(me, peer)][group];
         if (!receive_row<R>(call, slot, rows[peer].data(), Slot::part, peer, token)) return;
     }
@@ -117,12 +117,12 @@ template <Reduction R> void reduce_part(Call<R>& call, u32 group) {
     store_row<R>(a.out, token, row);
     add_residual<R>(a, token, row);
     store_row<R>(a.residual_out, token, row);
-    const Moments m = a.weight ? measure<R>(a, row) : Moments{};
+    const RowStats m = a.weight ? measure<R>(a, row) : RowStats{};
     for (u32 offset = 1; offset < R.ranks; ++offset) {
         const u32 peer = next_rank<R>(me, offset), slot_idx = slot_index(peer, me);
         push_row<R>(call.at(peer).whole[slot_idx][group], (sends_sum<R>(a) ? sum : row).data());
         if constexpr (R.epilogue_at == EpilogueAt::owner)
-            if (a.weight != nullptr) send_moments<R>(call, peer, group, m);
+            if (a.weight != nullptr) send_row_stats<R>(call, peer, group, m);
     }
     finish_row<R>(a, token, row, m);
 }
@@ -143,7 +143,7 @@ bool await_trailer_word(Call<R>& call, u64* word, SlotWait wait, u32& value) {
 }
 
 template <Reduction R>
-bool read_moments(Call<R>& call, Trailer& trailer, Moments& m, u32 peer, u32 token) {
+bool read_row_stats(Call<R>& call, Trailer& trailer, RowStats& m, u32 peer, u32 token) {
     u64* word = reinterpret_cast<u64*>(&trailer);
     const SlotWait wait{.slot = Slot::trailer, .peer = peer, .token = token, .vector = 0};
     u32 rstd = 0;
@@ -172,9 +172,9 @@ template <Reduction R> void finish_parts(Call<R>& call, u32 group) {
             }
             store_row<R>(a.residual_out, token, row);
             if (a.weight == nullptr) continue;
-            Moments m;
+            RowStats m;
             Trailer& trailer = call.at(me).trailer[slot_idx][group];
-            if (!read_moments<R>(call, trailer, m, owner, token)) return;
+            if (!read_row_stats<R>(call, trailer, m, owner, token)) return;
             finish_row<R>(a, token, row, m);
         }
     }
@@ -192,7 +192,7 @@ template <Reduction R> void twoshot(Call<R>& call, u32 ahead) {
 }
 
 template <Reduction R, Backend backend> void reduce(const ReduceArgs& a) {
-    Header& header = mine<R>(a.site).header;
+    Header& header = own_share<R>(a.site).header;
     const EpochState state = header.state;
     if (state.failed != 0) return;
     const u64 start = now_ns();

@@ -67,14 +67,14 @@ WEFT_FN void quantize_groups(const ReduceArgs& a, u32 token, u32 v, bool valid,
 
 template <Reduction R>
 WEFT_FN void quantize_vector(const ReduceArgs& a, u32 token, u32 v, bool valid, uint4 norm,
-                             const Gain& gain, const Moments& m) {
+                             const NormWeight& norm_weight, const RowStats& m) {
     float x[R.width()];
     widen_vector<R>(x, norm);
     if (a.coding == Coding::group || a.coding == Coding::group_ue8m0)
         return quantize_groups<R>(a, token, v, valid, x);
     u32 amax = 0;
     if (a.coding == Coding::fixed) {
-        scale_by(x, gain.inverse);
+        scale_by(x, norm_weight.inverse);
     } else {
         // Rounding is monotonic, so the largest |norm| is the largest |row * weight|, normed.
         float largest[R.width()] = {};
@@ -93,14 +93,14 @@ WEFT_FN void quantize_vector(const ReduceArgs& a, u32 token, u32 v, bool valid, 
 // norm = (row * (weight_bias + weight)) * rstd, rounded once, and its FP8.
 template <Reduction R>
 WEFT_FN void finish_vector(const ReduceArgs& a, u32 token, u32 v, bool valid, uint4 row,
-                           const Gain& gain, const Moments& m) {
+                           const NormWeight& norm_weight, const RowStats& m) {
     float x[R.width()];
     widen_vector<R>(x, row);
-    weigh<R>(x, a, gain);
+    apply_norm_weight<R>(x, a, norm_weight);
     scale_by(x, m.rstd);
     const uint4 norm = round_vector<R.dtype>(x);
     if (valid && a.norm_out != nullptr) store(vector_of<R>(a.norm_out, token, v), norm);
-    if (a.coding != Coding::none) quantize_vector<R>(a, token, v, valid, norm, gain, m);
+    if (a.coding != Coding::none) quantize_vector<R>(a, token, v, valid, norm, norm_weight, m);
 }
 
 }  // namespace weft

@@ -108,7 +108,7 @@ template <Reduction R> WEFT_FN bool sends_sum(const ReduceArgs& a) {
 template <Reduction R> WEFT_FN ReductionShare<R>& share(const Site& site, u32 rank) {
     return *reinterpret_cast<ReductionShare<R>*>(site.base + rank * site.stride);
 }
-template <Reduction R> WEFT_FN ReductionShare<R>& mine(const Site& site) {
+template <Reduction R> WEFT_FN ReductionShare<R>& own_share(const Site& site) {
     return share<R>(site, site.rank);
 }
 
@@ -143,7 +143,7 @@ struct SlotWait {
 // not come may itself wait for that one, so a wait checks all of them.
 template <Reduction R>
 WEFT_FN u32 mismatched_peer(const Site& site, u64 epoch, u64 word, u64& seen) {
-    u64* const words = mine<R>(site).inbox.call[side_of(epoch)];
+    u64* const words = own_share<R>(site).inbox.call[side_of(epoch)];
     for (u32 peer = 0; peer < R.ranks; ++peer) {
         seen = load_relaxed(&words[peer]);
         if (peer != site.rank && disagrees(seen, word)) return peer;
@@ -155,7 +155,7 @@ WEFT_FN u32 mismatched_peer(const Site& site, u64 epoch, u64 word, u64& seen) {
 // another call.
 template <Reduction R>
 WEFT_SLOW_FN bool wait_failed(const Site& site, u64 epoch, u64 signature, SlotWait& wait) {
-    ReductionShare<R>& own = mine<R>(site);
+    ReductionShare<R>& own = own_share<R>(site);
     if (wait.start == 0) wait.start = now_ns();
     const u64 word = call_word(epoch, signature);
     u64 seen;
@@ -190,7 +190,7 @@ WEFT_FN void send_call_word(const Site& site, u64 epoch, u64 signature, u32 peer
 // `seen` may have been read early, off the critical path.
 template <Reduction R>
 WEFT_SLOW_FN bool same_call(const Site& site, u64 epoch, u64 signature, u32 peer, u64 seen) {
-    ReductionShare<R>& own = mine<R>(site);
+    ReductionShare<R>& own = own_share<R>(site);
     const u64 word = call_word(epoch, signature);
     SlotWait wait{.slot = Slot::call, .peer = peer, .token = 0, .vector = 0};
     for (u32 polls = 1; seen != word; ++polls) {
@@ -212,7 +212,7 @@ template <Reduction R>
 WEFT_FN u32 source_row(const ReduceArgs& a, i32 index, u32 token, u32 k, bool reports) {
     if (u32(index) < a.row_limit) return u32(index);
     if (index != -1 && reports)
-        refuse(mine<R>(a.site).header, a.site,
+        refuse(own_share<R>(a.site).header, a.site,
                {.code = u32(Code::bad_row_index),
                 .phase = u32(all_reduce_phase),
                 .wanted = a.row_limit,

@@ -50,8 +50,8 @@ template <Reduction R, bool moe> WEFT_FN void oneshot(const ReduceArgs& a) {
     __shared__ PartialBuffer<R> buffer;
     const Block team;
     const Cluster cluster;
-    wait_for_predecessor();
-    admit_successor();
+    griddep_wait();
+    launch_dependents();
     const u32 neighbours = cluster.size();
     if (neighbours != 1) cluster.arrive();
     const u32 token = blockIdx.x / neighbours, v = cluster.rank() * team.lanes() + team.lane();
@@ -62,19 +62,19 @@ template <Reduction R, bool moe> WEFT_FN void oneshot(const ReduceArgs& a) {
     if (call.live && inside) push_direct<R>(call, token, v, own);
     fault(call.header, Point::after_rows, call.me(), call.epoch);
     const u32 before = call.arrive(team);
-    const Gain gain = inside ? load_gain<R>(a, v) : Gain{};
+    const NormWeight norm_weight = inside ? load_norm_weight<R>(a, v) : NormWeight{};
 
     uint4 row{};
     const bool valid = call.live && inside && sum_direct<R>(call, token, v, own, row);
     const u64 seen = call.load_call_word(team);
     if (neighbours != 1) cluster.wait();
     if (a.weight != nullptr) {
-        const u64 partial = partial_of<R>(a, row, gain);
+        const u64 partial = partial_of<R>(a, row, norm_weight);
         if (v / warp_lanes < R.partials())
             send_partial<R>(team, cluster, &buffer.partial[0][v / warp_lanes], partial);
         sync_cluster(cluster, neighbours);
-        const Moments m = gather_moments<R>(team, a, buffer.partial[0]);
-        finish_vector<R>(a, token, v, valid, row, gain, m);
+        const RowStats m = gather_row_stats<R>(team, a, buffer.partial[0]);
+        finish_vector<R>(a, token, v, valid, row, norm_weight, m);
     }
     call.advance(team, before);
     call.check_call_word(team, seen);

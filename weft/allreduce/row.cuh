@@ -57,33 +57,34 @@ template <Reduction R, bool moe> WEFT_FN uint4 load_own(const ReduceArgs& a, u32
 }
 
 // What the epilogue reads beside the row. It is loaded early, so that a wait hides its latency.
-struct Gain {
+struct NormWeight {
     uint4 low, high;  // the weights of the vector's columns
     float inverse;    // of the scale, with Coding::fixed
 };
 
-template <Reduction R> WEFT_FN Gain load_gain(const ReduceArgs& a, u32 v) {
-    Gain gain{};
-    if (a.weight == nullptr) return gain;
+template <Reduction R> WEFT_FN NormWeight load_norm_weight(const ReduceArgs& a, u32 v) {
+    NormWeight norm_weight{};
+    if (a.weight == nullptr) return norm_weight;
     const uint4* weight = static_cast<const uint4*>(a.weight);
     if (R.dtype == DType::fp32 || !a.weight_is_fp32) {
-        gain.low = load_input(weight + v);
+        norm_weight.low = load_input(weight + v);
     } else {
-        gain.low = load_input(weight + 2 * v);
-        gain.high = load_input(weight + 2 * v + 1);
+        norm_weight.low = load_input(weight + 2 * v);
+        norm_weight.high = load_input(weight + 2 * v + 1);
     }
-    if (a.coding == Coding::fixed) gain.inverse = __fdiv_rn(1.0f, *a.scale);
-    return gain;
+    if (a.coding == Coding::fixed) norm_weight.inverse = __fdiv_rn(1.0f, *a.scale);
+    return norm_weight;
 }
 
 // x *= weight_bias + weight
 template <Reduction R>
-WEFT_FN void weigh(float (&x)[R.width()], const ReduceArgs& a, const Gain& gain) {
+WEFT_FN void apply_norm_weight(float (&x)[R.width()], const ReduceArgs& a,
+                               const NormWeight& norm_weight) {
     float weight[R.width()];
     if (R.dtype == DType::fp32 || !a.weight_is_fp32) {
-        widen_vector<R>(weight, gain.low);
+        widen_vector<R>(weight, norm_weight.low);
     } else {
-        const uint4 v[2] = {gain.low, gain.high};
+        const uint4 v[2] = {norm_weight.low, norm_weight.high};
 #pragma unroll
         for (u32 i = 0; i < R.width(); ++i) {
             const u32 word[4] = {v[i / 4].x, v[i / 4].y, v[i / 4].z, v[i / 4].w};
@@ -111,7 +112,7 @@ template <Reduction R> WEFT_FN uint4 add_rounded(uint4 sum, uint4 residual) {
 }
 
 // The statistics of a row; warps exchange partials of them.
-struct Moments {
+struct RowStats {
     float rstd;
     u32 peak;  // bits of the largest |row * weight|; Coding::token needs it
 };
@@ -125,13 +126,14 @@ WEFT_FN float butterfly(float sum) {
 
 // The sum of squares and the peak of 32 vectors, in every lane; a lane outside the row brings
 // zeros.
-template <Reduction R> WEFT_FN u64 partial_of(const ReduceArgs& a, uint4 row, const Gain& gain) {
+template <Reduction R>
+WEFT_FN u64 partial_of(const ReduceArgs& a, uint4 row, const NormWeight& norm_weight) {
     float x[R.width()];
     widen_vector<R>(x, row);
     const float squares = butterfly(square_sum(x));
     u32 peak = 0;
     if (a.coding == Coding::token) {
-        weigh<R>(x, a, gain);
+        apply_norm_weight<R>(x, a, norm_weight);
 #pragma unroll
         for (u32 i = 0; i < R.width(); ++i) peak = max(peak, __float_as_uint(x[i]) & 0x7fffffffu);
         peak = __reduce_max_sync(all_lanes, peak);
@@ -157,8 +159,8 @@ WEFT_FN void send_partial(const Block& team, const Cluster& cluster, u64* at, u6
 }
 
 template <Reduction R>
-WEFT_FN Moments gather_moments(const Block& team, const ReduceArgs& a,
-                               const u64 (&partial)[R.partials()]) {
+WEFT_FN RowStats gather_row_stats(const Block& team, const ReduceArgs& a,
+                                  const u64 (&partial)[R.partials()]) {
     float total = 0.0f;
     u32 peak = 0;
     for (u32 i = team.warp_lane(); i < R.partials(); i += warp_lanes) {

@@ -74,12 +74,12 @@ template <Reduction R> float weighted(const ReduceArgs& a, const Row<R>& row, u3
 }
 
 // 1 / rms of a row, and its largest |row * weight|.
-struct Moments {
+struct RowStats {
     float rstd;
     u32 peak;
 };
 
-template <Reduction R> Moments measure(const ReduceArgs& a, const Row<R>& row) {
+template <Reduction R> RowStats measure(const ReduceArgs& a, const Row<R>& row) {
     float lane[32], total[32] = {};
     for (u32 w = 0; w < R.partials(); ++w) {
         for (u32 l = 0; l < 32; ++l) {
@@ -142,7 +142,7 @@ void quantize_normed(const ReduceArgs& a, u32 token, Row<R>& norm, u32 peak) {
 }
 
 // The epilogue: everything that is elementwise once the row's statistics are known.
-template <Reduction R> void finish_row(const ReduceArgs& a, u32 token, Row<R>& row, Moments m) {
+template <Reduction R> void finish_row(const ReduceArgs& a, u32 token, Row<R>& row, RowStats m) {
     if (a.weight == nullptr) return;
     Row<R> norm;
     for (u32 i = 0; i < R.hidden; ++i)

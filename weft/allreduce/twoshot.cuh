@@ -105,7 +105,7 @@ WEFT_FN bool sum_part(const Call<R>& call, u32 token, u32 group, u32 v, uint4& r
 }
 
 template <Reduction R>
-WEFT_FN void send_moments(const Block& team, const Call<R>& call, u32 group, const Moments& m) {
+WEFT_FN void send_row_stats(const Block& team, const Call<R>& call, u32 group, const RowStats& m) {
     const u32 offset = team.lane() + 1, tag = trailer_tag(call.epoch);
     if (offset >= R.ranks) return;
     const u32 peer = next_rank<R>(call.me(), offset);
@@ -126,29 +126,29 @@ WEFT_FN void reduce_parts(const Block& team, const Cluster& cluster, const Call<
          group += a.reducers / neighbours, side ^= 1) {
         const u32 token = group * R.ranks + call.me();
         uint4 row[pieces];
-        Gain gain[pieces];
+        NormWeight norm_weight[pieces];
         bool valid[pieces];
 #pragma unroll
         for (u32 i = 0; i < pieces; ++i) {
             const u32 v = (i * neighbours + rank) * team.lanes() + team.lane();
             valid[i] = call.live && v < R.vectors();
-            gain[i] = valid[i] ? load_gain<R>(a, v) : Gain{};
+            norm_weight[i] = valid[i] ? load_norm_weight<R>(a, v) : NormWeight{};
             row[i] = uint4{};
             valid[i] = valid[i] && sum_part<R, moe, polls_one>(call, token, group, v, row[i]);
             if (a.weight == nullptr) continue;
-            const u64 partial = partial_of<R>(a, row[i], gain[i]);
+            const u64 partial = partial_of<R>(a, row[i], norm_weight[i]);
             if (v / warp_lanes < R.partials())
                 send_partial<R>(team, cluster, &buffer.partial[side][v / warp_lanes], partial);
         }
         if (a.weight == nullptr) continue;
         sync_cluster(cluster, neighbours);
-        const Moments m = gather_moments<R>(team, a, buffer.partial[side]);
+        const RowStats m = gather_row_stats<R>(team, a, buffer.partial[side]);
         if (R.epilogue_at == EpilogueAt::owner && rank == 0 && call.live)
-            send_moments<R>(team, call, group, m);
+            send_row_stats<R>(team, call, group, m);
 #pragma unroll
         for (u32 i = 0; i < pieces; ++i)
             finish_vector<R>(a, token, (i * neighbours + rank) * team.lanes() + team.lane(),
-                             valid[i], row[i], gain[i], m);
+                             valid[i], row[i], norm_weight[i], m);
     }
 }
 
@@ -158,7 +158,7 @@ template <Reduction R>
 WEFT_FN void finish_part(const Call<R>& call, const PeerVector<R>& at, bool valid) {
     const ReduceArgs& a = call.a;
     const bool adds = a.out != nullptr && a.residual != nullptr;
-    const Gain gain = valid ? load_gain<R>(a, at.v) : Gain{};
+    const NormWeight norm_weight = valid ? load_norm_weight<R>(a, at.v) : NormWeight{};
     uint4 residual{}, row{};
     if (valid && adds) residual = load_input(vector_of<R>(a.residual, at.token, at.v));
     const u32 slot_idx = slot_index(call.me(), at.owner);
@@ -172,11 +172,11 @@ WEFT_FN void finish_part(const Call<R>& call, const PeerVector<R>& at, bool vali
         if (a.residual_out != nullptr) store(vector_of<R>(a.residual_out, at.token, at.v), row);
     }
     if (a.weight == nullptr) return;
-    Moments m{};
+    RowStats m{};
     valid =
         valid && await_trailer<R>(call, &own.trailer[slot_idx][at.group], at.owner, at.token, m);
     __syncwarp();
-    finish_vector<R>(a, at.token, at.v, valid, row, gain, m);
+    finish_vector<R>(a, at.token, at.v, valid, row, norm_weight, m);
 }
 
 // CTA `worker` of `workers` that finish rows.
@@ -193,12 +193,12 @@ WEFT_FN void finish_parts(const Block& team, const Call<R>& call, u32 worker, u3
 
 // A vector of a row that a peer sums, on its way to a thread: its slot as it was read first, and
 // this rank's residual. Loads of several are in flight together.
-struct Arriving {
+struct Pending {
     uint4* slot;
     uint4 sum, residual;
 };
 
-template <Reduction R> WEFT_FN Arriving expect_sum(const Call<R>& call, const PeerVector<R>& at) {
+template <Reduction R> WEFT_FN Pending expect_sum(const Call<R>& call, const PeerVector<R>& at) {
     const ReduceArgs& a = call.a;
     auto& slots = call.at(call.me()).whole[slot_index(call.me(), at.owner)];
     uint4* slot = reinterpret_cast<uint4*>(slots[at.group]) + at.v;
@@ -209,7 +209,7 @@ template <Reduction R> WEFT_FN Arriving expect_sum(const Call<R>& call, const Pe
 
 // Waits for it and makes sum and sum plus residual; false when the wait has failed.
 template <Reduction R>
-WEFT_FN bool receive_sum(const Call<R>& call, const PeerVector<R>& at, Arriving& vector,
+WEFT_FN bool receive_sum(const Call<R>& call, const PeerVector<R>& at, Pending& vector,
                          uint4& row) {
     const ReduceArgs& a = call.a;
     if (!is_ready(vector.sum) &&
@@ -237,15 +237,15 @@ WEFT_FN void finish_rows(const Block& team, const Cluster& cluster, const Call<R
         PeerVector<R> at(call.me(), i * R.vectors());
         if (at.token >= a.tokens) continue;
         uint4 row[pieces];
-        Gain gain[pieces];
+        NormWeight norm_weight[pieces];
         bool valid[pieces];
-        Arriving vector[pieces];
+        Pending vector[pieces];
 #pragma unroll
         for (u32 p = 0; p < pieces; ++p) {
             at.v = (p * neighbours + rank) * team.lanes() + team.lane();
             valid[p] = call.live && at.v < R.vectors();
-            gain[p] = valid[p] ? load_gain<R>(a, at.v) : Gain{};
-            vector[p] = valid[p] ? expect_sum<R>(call, at) : Arriving{};
+            norm_weight[p] = valid[p] ? load_norm_weight<R>(a, at.v) : NormWeight{};
+            vector[p] = valid[p] ? expect_sum<R>(call, at) : Pending{};
         }
 #pragma unroll
         for (u32 p = 0; p < pieces; ++p) {
@@ -253,17 +253,17 @@ WEFT_FN void finish_rows(const Block& team, const Cluster& cluster, const Call<R
             row[p] = uint4{};
             valid[p] = valid[p] && receive_sum<R>(call, at, vector[p], row[p]);
             if (a.weight == nullptr) continue;
-            const u64 partial = partial_of<R>(a, row[p], gain[p]);
+            const u64 partial = partial_of<R>(a, row[p], norm_weight[p]);
             if (at.v / warp_lanes < R.partials())
                 send_partial<R>(team, cluster, &buffer.partial[side][at.v / warp_lanes], partial);
         }
         if (a.weight == nullptr) continue;
         sync_cluster(cluster, neighbours);
-        const Moments m = gather_moments<R>(team, a, buffer.partial[side]);
+        const RowStats m = gather_row_stats<R>(team, a, buffer.partial[side]);
 #pragma unroll
         for (u32 p = 0; p < pieces; ++p)
             finish_vector<R>(a, at.token, (p * neighbours + rank) * team.lanes() + team.lane(),
-                             valid[p], row[p], gain[p], m);
+                             valid[p], row[p], norm_weight[p], m);
         side ^= 1;
     }
 }
@@ -273,8 +273,8 @@ WEFT_FN void twoshot(const ReduceArgs& a) {
     __shared__ PartialBuffer<R> buffer;
     const Block team;
     const Cluster cluster;
-    wait_for_predecessor();
-    admit_successor();
+    griddep_wait();
+    launch_dependents();
     if (cluster.size() != 1) cluster.arrive();
     Call<R> call(a);
     call.send_call_words(team);

@@ -12,7 +12,7 @@ template <Reduction R> struct Call {
     bool live;  // the group is not broken
 
     WEFT_FN explicit Call(const ReduceArgs& args)
-        : a(args), header(mine<R>(args.site).header), start(0) {
+        : a(args), header(own_share<R>(args.site).header), start(0) {
         // One load instruction, which a compiler does not make of a struct: a team that has read
         // `failed` and counts itself has read the epoch, too. The last team to count may write the
         // next epoch.
@@ -126,7 +126,7 @@ WEFT_FN bool await_vector(const Call<R>& call, uint4* at, u32 peer, u32 token, u
 
 template <Reduction R>
 WEFT_FN bool await_trailer(const Call<R>& call, const Trailer* at, u32 peer, u32 token,
-                           Moments& m) {
+                           RowStats& m) {
     SlotWait wait{.slot = Slot::trailer, .peer = peer, .token = token, .vector = 0};
     const u32 tag = trailer_tag(call.epoch);
     for (u32 polls = 1;; ++polls) {

@@ -26,10 +26,10 @@ struct RowPointers {
 
 template <Shape S, u32 rank> WEFT_FN RowPointers rows_of(const CombineArgs& a, u32 token) {
     if constexpr (S.combine == Combine::pull) {
-        const u64 own = u64(mine<S>(a.site).outbox.row[slot_of(a.source_rows, rank, token)]);
+        const u64 own = u64(own_share<S>(a.site).outbox.row[slot_of(a.source_rows, rank, token)]);
         return {own - rank * a.site.stride, a.site.stride};
     } else {
-        auto& returned = mine<S>(a.site).inbox.returned;
+        auto& returned = own_share<S>(a.site).inbox.returned;
         return {u64(returned.row[0][token]), sizeof(returned.row[0])};
     }
 }
@@ -45,7 +45,7 @@ WEFT_FN void add_peers(RowPointers rows, u32 v, u32 destinations, u32 first, flo
     for (u32 offset = 0; offset < in_flight; ++offset) {
         const u32 i = (offset + rank) % in_flight;
         if (destinations >> (first + i) & 1)
-            piece[i] = load_shared_row(
+            piece[i] = load_peer_row(
                 reinterpret_cast<const uint4*>(rows.first + (first + i) * rows.step) + v);
     }
 #pragma unroll
@@ -75,7 +75,7 @@ WEFT_FN void reduce_token(const Block& team, const CombineArgs& a, u32 token, u3
 // has seen.
 template <Shape S, u32 rank>
 WEFT_FN bool receive_rows(const Block& team, const CombineArgs& a, const EpochState& state) {
-    const Share<S>& own = mine<S>(a.site);
+    const Share<S>& own = own_share<S>(a.site);
     u32 token = blockIdx.x, destinations = token < a.tokens ? own.destinations[token] : 0;
     if (!await_all<S>(team, a.site, Phase::combine, state.epoch)) return false;
     while (token < a.tokens) {
@@ -98,7 +98,7 @@ WEFT_FN void send_rows(const Block& team, const CombineArgs& a, const EpochState
     bool publishes = team.first();
     if constexpr (S.combine == Combine::push) {
         push_rows<S>(team, a);
-        publishes = team.last_of(&mine<S>(a.site).header.arrived);
+        publishes = team.is_last_cta(&own_share<S>(a.site).header.arrived);
     }
     if (publishes) publish<S>(team, a.site, Phase::combine, state.epoch, 0);
 }
@@ -107,9 +107,9 @@ WEFT_FN void send_rows(const Block& team, const CombineArgs& a, const EpochState
 template <Shape S, u32 rank, PhasePart part>
 WEFT_FN void combine_after_flags(const CombineArgs& a) {
     const Block team;
-    Header& header = mine<S>(a.site).header;
-    wait_for_predecessor();
-    admit_successor();
+    Header& header = own_share<S>(a.site).header;
+    griddep_wait();
+    launch_dependents();
     const EpochState state = header.state;
     if (state.failed != 0) return;
     const u64 start = team.lane() == 0 ? now_ns() : 0;

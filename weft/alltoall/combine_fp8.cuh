@@ -39,10 +39,10 @@ template <Shape S> struct PushFragment {
         const u32 v = Strips<S>::vector(strip), slot = slot_of(a.source_rows, source, token);
         Columns<S.dtype> columns{};
         const auto* row =
-            reinterpret_cast<const uint4*>(mine<S>(a.site).outbox.row[slot]) + v * width;
+            reinterpret_cast<const uint4*>(own_share<S>(a.site).outbox.row[slot]) + v * width;
         if (v < Strips<S>::vectors)
 #pragma unroll
-            for (u32 i = 0; i < width; ++i) columns.v[i] = load_shared_row(row + i);
+            for (u32 i = 0; i < width; ++i) columns.v[i] = load_peer_row(row + i);
         return columns;
     }
 
@@ -57,7 +57,7 @@ template <Shape S> struct PushFragment {
                               .source_tokens = 0,
                               .columns = {}};
         if (fragment.token >= a.source_rows) return fragment;
-        Inbox<S>& inbox = mine<S>(a.site).inbox;
+        Inbox<S>& inbox = own_share<S>(a.site).inbox;
         fragment.source_tokens = load_early(&inbox.counts[fragment.source]);
         if (lane < S.top_k)
             fragment.expert = load_early(
@@ -105,7 +105,8 @@ WEFT_FN void push_fragment(const CombineArgs& a, const PushFragment<S>& fragment
 template <Shape S> WEFT_FN u32 max_source_tokens(const Site& site) {
     u32 source_tokens[S.ranks], max_tokens = 0;
 #pragma unroll
-    for (u32 i = 0; i < S.ranks; ++i) source_tokens[i] = load_early(&mine<S>(site).inbox.counts[i]);
+    for (u32 i = 0; i < S.ranks; ++i)
+        source_tokens[i] = load_early(&own_share<S>(site).inbox.counts[i]);
 #pragma unroll
     for (u32 i = 0; i < S.ranks; ++i) max_tokens = max(max_tokens, source_tokens[i]);
     return min(max_tokens, S.tokens);
@@ -125,7 +126,7 @@ WEFT_FN void push_fragments(const Block& team, const CombineArgs& a, WarpUnits w
         const PushFragment<S> now = fragment;
         if (last) {
             __syncthreads();
-            if (team.lane() == 0) add_acq_rel(&mine<S>(a.site).header.arrived, 1);
+            if (team.lane() == 0) add_acq_rel(&own_share<S>(a.site).header.arrived, 1);
         } else {
             fragment = PushFragment<S>::of(a, warp_units.first + warp_units.step);
         }
@@ -161,7 +162,7 @@ template <Shape S> struct ReceivedStrip {
 
     WEFT_FN ReceivedStrip(const CombineArgs& a, u32 token, u32 strip, u32 first, u32 destinations)
         : scale(sentinel),
-          row(mine<S>(a.site).inbox.returned.row[first][token]),
+          row(own_share<S>(a.site).inbox.returned.row[first][token]),
           vector(Strips<S>::vector(strip)),
           block(strip * blocks_in_strip + threadIdx.x % blocks_in_strip),
           wanted(destinations >> first & ((1u << count) - 1)) {}
@@ -202,7 +203,7 @@ template <Shape S> struct ReceivedStrip {
 // failed.
 template <Shape S>
 WEFT_FN bool await_rows(const CombineArgs& a, u64 wanted, u32 first, ReceivedStrip<S>& rows) {
-    Header& header = mine<S>(a.site).header;
+    Header& header = own_share<S>(a.site).header;
     SpinWait spin;
     for (u32 left = rows.missing(); !__all_sync(all_lanes, left == 0); left = rows.missing()) {
         const u32 peer = left != 0 ? first + u32(__ffs(i32(left)) - 1) : a.site.rank;
@@ -243,7 +244,7 @@ WEFT_FN bool sum_strip(const CombineArgs& a, u64 wanted, u32 token, u32 strip, u
 }
 
 template <Shape S> WEFT_FN bool sum_tokens(const CombineArgs& a, u64 wanted, WarpUnits warp_units) {
-    const u32 *peers = mine<S>(a.site).destinations, end = a.tokens * Strips<S>::count;
+    const u32 *peers = own_share<S>(a.site).destinations, end = a.tokens * Strips<S>::count;
     u32 next = warp_units.first < end ? load_early(peers + warp_units.first / Strips<S>::count) : 0;
     for (u32 unit = warp_units.first; unit < end; unit += warp_units.step) {
         const u32 destinations = next, after = unit + warp_units.step;
@@ -260,7 +261,7 @@ template <Shape S> WEFT_FN bool sum_tokens(const CombineArgs& a, u64 wanted, War
 // Order: lane 0 acquires all CTAs' counts, and the barrier gathers that to the lanes that release.
 template <Shape S>
 WEFT_FN bool publish_inbox_read(const Block& team, const CombineArgs& a, const EpochState& state) {
-    Header& header = mine<S>(a.site).header;
+    Header& header = own_share<S>(a.site).header;
     bool read = true;
     if (team.lane() == 0) {
         SpinWait spin;
@@ -276,10 +277,10 @@ WEFT_FN bool publish_inbox_read(const Block& team, const CombineArgs& a, const E
 
 template <Shape S, PhasePart part> WEFT_FN void combine_push_fp8(const CombineArgs& a) {
     const Block team;
-    Header& header = mine<S>(a.site).header;
+    Header& header = own_share<S>(a.site).header;
     const CtaRoles roles{0, part == PhasePart::recv ? 0 : a.pushers};
-    wait_for_predecessor();
-    admit_successor();
+    griddep_wait();
+    launch_dependents();
     PushFragment<S> fragment{};
     u32 max_tokens = 0;
     if (roles.is<CtaRole::sender>()) {

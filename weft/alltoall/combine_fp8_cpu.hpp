@@ -39,7 +39,7 @@ inline bool receive_words(const Site& site, Header& header, const Wait& wait, u3
 // Adds columns `at` .. `at` + count, whole blocks, of one peer's FP8 row.
 template <Shape S, u32 count>
 bool add_fp8(float (&sum)[count], const Site& site, u32 peer, u32 token, u32 at) {
-    Share<S>& own = mine<S>(site);
+    Share<S>& own = own_share<S>(site);
     u32* row = reinterpret_cast<u32*>(own.inbox.returned.row[peer][token]);
     u32 words[count / 4], scales[count / scale_columns];
     const u64 wanted = own.header.state.epoch;

@@ -62,7 +62,7 @@ WEFT_FN void add_expert_rows(const Choice& c, const uint4* row, bool loads, u32 
 #pragma unroll
     for (u32 i = 0; i < in_flight; ++i) {
         from[i] = (__ffs(__ballot_sync(all_lanes, c.order == first + i)) - 1) % warp_lanes;
-        if (loads && first + i < count) data[i] = load_shared_row(row + u64(from[i]) * vectors);
+        if (loads && first + i < count) data[i] = load_peer_row(row + u64(from[i]) * vectors);
     }
 #pragma unroll
     for (u32 i = 0; i < in_flight; ++i) {
@@ -78,7 +78,7 @@ template <Shape S>
 WEFT_FN void reduce_expert_rows(const Block& team, const CombineArgs& a, u32 token,
                                 u32 destinations) {
     constexpr u32 vectors = S.out_bytes() / 16;
-    Share<S>& own = mine<S>(a.site);
+    Share<S>& own = own_share<S>(a.site);
     const Choice c = load_choice<S>(own, token, destinations, team.warp_lane());
     const u32 count = __popc(__ballot_sync(all_lanes, c.rank < max_ranks));
     const uint4* rows = reinterpret_cast<const uint4*>(own.inbox.returned.row[token]);

@@ -33,7 +33,7 @@ template <Shape S, u32 P> void copy_planes(const DispatchArgs& a, Inbox<S>& to, 
 // Sends one token to every rank that owns one of its experts, and its Route to every rank. Returns
 // those ranks as bits.
 template <Shape S> u32 send_token(const DispatchArgs& a, u32 token) {
-    Share<S>& own = mine<S>(a.site);
+    Share<S>& own = own_share<S>(a.site);
     u32 destinations = 0;
     ExpertLocation location[S.top_k];
     i32 ids[S.top_k];
@@ -83,7 +83,7 @@ template <Shape S> void send_stats(const DispatchArgs& a) {
 }
 
 template <Shape S, PhasePart part = PhasePart::whole> void dispatch(const DispatchArgs& a) {
-    Share<S>& own = mine<S>(a.site);
+    Share<S>& own = own_share<S>(a.site);
     const EpochState state = own.header.state;
     if (state.failed != 0) return;
     const u64 start = now_ns(), wanted = (state.epoch + 1) & epoch_mask;
@@ -117,7 +117,7 @@ constexpr u32 block_columns = 256;  // of one partial sum, which stays in the L1
 template <Shape S, u32 count>
 void add_expert_rows(float (&sum)[count], const Site& site, u32 peer, u32 token, u32 at) {
     using Element = Bits<S.dtype>;
-    const Share<S>& own = mine<S>(site);
+    const Share<S>& own = own_share<S>(site);
     float part[count] = {};
     for (u32 k = 0; k < S.top_k; ++k) {
         if (own.saved_routing.rank[token][k] != peer) continue;
@@ -138,7 +138,7 @@ bool add_row(float (&sum)[count], const CombineArgs& a, u32 peer, u32 token, u32
     } else if constexpr (S.combine == Combine::gemm_push) {
         add_expert_rows<S>(sum, site, peer, token, at);
     } else if constexpr (S.combine == Combine::push) {
-        const u8* row = mine<S>(site).inbox.returned.row[peer][token];
+        const u8* row = own_share<S>(site).inbox.returned.row[peer][token];
         add_block<S.dtype>(sum, reinterpret_cast<const Bits<S.dtype>*>(row) + at);
     } else {
         return add_fp8<S>(sum, site, peer, token, at);
@@ -152,7 +152,7 @@ bool add_row(float (&sum)[count], const CombineArgs& a, u32 peer, u32 token, u32
 // 2026-11-20).
 template <Shape S, u32 count> bool reduce_block(const CombineArgs& a, u32 token, u32 at) {
     using Element = Bits<S.dtype>;
-    const u32 destinations = mine<S>(a.site).destinations[token];
+    const u32 destinations = own_share<S>(a.site).destinations[token];
     const u64 in_output = u64(token) * S.hidden + at;
     float sum[count] = {};
     for (u32 peer = 0; peer < S.ranks; ++peer)
@@ -190,7 +190,7 @@ template <Shape S> void post_row(const u8* from, u8* row) {
 // Stores the rows that this rank's experts made into the inboxes of the tokens' owners.
 template <Shape S> void push_rows(const CombineArgs& a) {
     const Site& site = a.site;
-    Share<S>& own = mine<S>(site);
+    Share<S>& own = own_share<S>(site);
     for (u32 source = 0; source < S.ranks; ++source)
         for (u32 token = 0, count = tokens_from<S>(own.inbox, source); token < count; ++token) {
             const u32 slot = slot_of(a.source_rows, source, token);
@@ -208,7 +208,7 @@ template <Shape S> void push_rows(const CombineArgs& a) {
 }
 
 template <Shape S, PhasePart part = PhasePart::whole> void combine(const CombineArgs& a) {
-    Share<S>& own = mine<S>(a.site);
+    Share<S>& own = own_share<S>(a.site);
     const EpochState state = own.header.state;
     if (state.failed != 0) return;
     const u64 start = now_ns();

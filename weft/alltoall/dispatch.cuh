@@ -79,7 +79,7 @@ template <Shape S> WEFT_FN uint4 route_vector(const Routing& r, u32 peer, u32 ve
 // One warp writes the token's Route to every rank and saves its destinations for combine.
 template <Shape S>
 WEFT_FN void send_route(const DispatchArgs& a, u32 token, u32 lane, const Routing& r) {
-    Share<S>& own = mine<S>(a.site);
+    Share<S>& own = own_share<S>(a.site);
     constexpr u32 vectors = S.padded_top_k() / 2, total = S.ranks * vectors;
     const u32 slot = slot_of(a.source_rows, a.site.rank, token);
 #pragma unroll
@@ -126,11 +126,11 @@ WEFT_FN void clear_rows(const Block& team, const DispatchArgs& a, u32 from, u32 
     }
     for (u32 token = from + block * team.lanes() + team.lane(); token < a.tokens;
          token += team.teams() * team.lanes())
-        mine<S>(a.site).destinations[token] = 0;
+        own_share<S>(a.site).destinations[token] = 0;
 }
 
-// This rank's statistics to every rank, split over all CTAs. They are stored before `last_of`, as
-// rows are, so its barriers order them before the flags.
+// This rank's statistics to every rank, split over all CTAs. They are stored before `is_last_cta`,
+// as rows are, so its barriers order them before the flags.
 template <Shape S> WEFT_FN void send_stats(const Block& team, const DispatchArgs& a) {
     if constexpr (S.stats != 0) {
         const u32 block = blockIdx.y * gridDim.x + blockIdx.x;
@@ -160,15 +160,15 @@ WEFT_FN bool send_tokens(const Block& team, const DispatchArgs& a, const EpochSt
     }
     clear_rows<S>(team, a, count, stale);
     send_stats<S>(team, a);
-    fault(mine<S>(a.site).header, Point::after_payload, a.site.rank, state.epoch + 1);
-    return team.last_of(&mine<S>(a.site).header.arrived);
+    fault(own_share<S>(a.site).header, Point::after_payload, a.site.rank, state.epoch + 1);
+    return team.is_last_cta(&own_share<S>(a.site).header.arrived);
 }
 
 template <Shape S, PhasePart part = PhasePart::whole> WEFT_FN void dispatch(const DispatchArgs& a) {
     const Block team;
-    Header& header = mine<S>(a.site).header;
-    wait_for_predecessor();
-    admit_successor();
+    Header& header = own_share<S>(a.site).header;
+    griddep_wait();
+    launch_dependents();
     const EpochState state = header.state;
     const bool slot_stride_changed = header.source_rows != a.source_rows;  // loaded with the state
     TokenFragment<S> fragment{};

@@ -122,7 +122,7 @@ WEFT_FN bool send_tokens_tma(const Block& team, const DispatchArgs& a, u32 count
     if (lane == 0) bulk_wait_written();
     clear_rows<S>(team, a, count, stale);
     send_stats<S>(team, a);
-    return team.last_of(&mine<S>(a.site).header.arrived);
+    return team.is_last_cta(&own_share<S>(a.site).header.arrived);
 }
 
 // The loading warp: lane p pulls peer p's part of each piece, one stage after the other, and runs
@@ -130,7 +130,7 @@ WEFT_FN bool send_tokens_tma(const Block& team, const DispatchArgs& a, u32 count
 template <Shape S, u32 rank>
 WEFT_FN void load_pieces(PieceRing<S>& ring, const CombineArgs& a, u32 lane) {
     using Ring = PieceRing<S>;
-    const Share<S>& own = mine<S>(a.site);
+    const Share<S>& own = own_share<S>(a.site);
     const u32 units = a.tokens * Ring::pieces, stride = gridDim.x;
     u32 next = blockIdx.x < units ? own.destinations[blockIdx.x / Ring::pieces] : 0, iteration = 0;
     fence_for_bulk();  // behind the peers' flags
@@ -236,9 +236,9 @@ template <Shape S> WEFT_FN void dispatch_tma(const DispatchArgs& a) {
     extern __shared__ __align__(128) u8 shared[];
     RowRing<S>& ring = *reinterpret_cast<RowRing<S>*>(shared);
     const Block team;
-    Header& header = mine<S>(a.site).header;
-    wait_for_predecessor();
-    admit_successor();
+    Header& header = own_share<S>(a.site).header;
+    griddep_wait();
+    launch_dependents();
     const EpochState state = header.state;
     const bool slot_stride_changed = header.source_rows != a.source_rows;  // loaded with the state
     if (state.failed != 0) return;
@@ -260,9 +260,9 @@ template <Shape S, u32 rank> WEFT_FN void combine_tma(const CombineArgs& a) {
     extern __shared__ __align__(128) u8 shared[];
     PieceRing<S>& ring = *reinterpret_cast<PieceRing<S>*>(shared);
     const Block team;
-    Header& header = mine<S>(a.site).header;
-    wait_for_predecessor();
-    admit_successor();
+    Header& header = own_share<S>(a.site).header;
+    griddep_wait();
+    launch_dependents();
     const EpochState state = header.state;
     // All warps return, or none: they wait for each other below.
     if (__syncthreads_or(state.failed != 0)) return;

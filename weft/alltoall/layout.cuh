@@ -165,6 +165,8 @@ struct CombineArgs {
 template <Shape S> WEFT_FN Share<S>& share(const Site& site, u32 rank) {
     return *reinterpret_cast<Share<S>*>(site.base + rank * site.stride);
 }
-template <Shape S> WEFT_FN Share<S>& mine(const Site& site) { return share<S>(site, site.rank); }
+template <Shape S> WEFT_FN Share<S>& own_share(const Site& site) {
+    return share<S>(site, site.rank);
+}
 
 }  // namespace weft

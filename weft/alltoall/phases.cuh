@@ -31,7 +31,8 @@ template <Shape S> WEFT_FN i64 raw_id(const DispatchArgs& a, u32 token, u32 k) {
 template <Shape S>
 WEFT_FN i32 expert_id(const DispatchArgs& a, i64 id, u32 token, u32 k, bool reports) {
     if (id >= 0 && id < i64(S.experts)) return i32(id);
-    if (id != -1 && reports) refuse_id(mine<S>(a.site).header, a.site, S.experts, id, token, k);
+    if (id != -1 && reports)
+        refuse_id(own_share<S>(a.site).header, a.site, S.experts, id, token, k);
     return -1;
 }
 
@@ -42,7 +43,7 @@ template <Shape S> WEFT_FN u32 token_count(const DispatchArgs& a, bool reports) 
     const i32 count = *a.num_tokens;
     if (count >= 0 && u32(count) <= a.tokens) return u32(count);
     if (reports)
-        refuse(mine<S>(a.site).header, a.site,
+        refuse(own_share<S>(a.site).header, a.site,
                {.code = u32(Code::token_overflow),
                 .phase = u32(Phase::dispatch),
                 .wanted = a.tokens,
@@ -64,7 +65,7 @@ template <Shape S> WEFT_FN u32 tokens_from(const Inbox<S>& inbox, u32 source) {
 template <Shape S, class Team>
 WEFT_FN void publish(const Team& team, const Site& site, Phase phase, u64 wanted, u32 count,
                      u32 source_rows = 0) {
-    Header& header = mine<S>(site).header;
+    Header& header = own_share<S>(site).header;
     const u64 flag = make_flag(header.generation, site.descriptor, wanted);
     mark_sent(team, header, phase, wanted);
     for (u32 i = team.lane(); i < S.ranks; i += team.lanes()) {
@@ -85,7 +86,7 @@ WEFT_FN void publish(const Team& team, const Site& site, Phase phase, u64 wanted
 // Waits for every peer's flag; false, for the whole team, when one wait has failed.
 template <Shape S, class Team>
 WEFT_FN bool await_all(const Team& team, const Site& site, Phase phase, u64 wanted) {
-    Share<S>& own = mine<S>(site);
+    Share<S>& own = own_share<S>(site);
     bool arrived = true;
     for (u32 peer = team.lane(); peer < S.ranks; peer += team.lanes()) {
         fault(own.header, phase == Phase::dispatch ? Point::before_poll : Point::before_read, peer,
@@ -104,7 +105,7 @@ template <Shape S, class Team>
 WEFT_FN bool await_tokens(const Team& team, const DispatchArgs& a, u64 wanted) {
     if (!await_all<S>(team, a.site, Phase::dispatch, wanted)) return false;
     if (a.source_rows == S.tokens) return true;
-    Share<S>& own = mine<S>(a.site);
+    Share<S>& own = own_share<S>(a.site);
     bool equal = true;
     for (u32 peer = team.lane(); peer < S.ranks; peer += team.lanes()) {
         const u32 theirs = own.inbox.source_rows[peer];

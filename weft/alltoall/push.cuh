@@ -17,7 +17,7 @@ struct RowToPush {
 // the same peer at once. The loads of a later slot start before an earlier one is pushed.
 template <Shape S>
 WEFT_FN RowToPush find_row(const Block& team, const CombineArgs& a, u32 i, u32 max_tokens) {
-    const Share<S>& own = mine<S>(a.site);
+    const Share<S>& own = own_share<S>(a.site);
     const u32 token = i / S.ranks, source = (a.site.rank + i) % S.ranks, k = team.warp_lane();
     if (token >= max_tokens) return {source, token, false};
     const Route<S>& route = own.inbox.route[slot_of(a.source_rows, source, token)];
@@ -30,19 +30,19 @@ template <Shape S>
 WEFT_FN void push_row(const Block& team, const CombineArgs& a, const RowToPush& row) {
     constexpr u32 vectors = S.out_bytes() / 16;
     const u32 slot = slot_of(a.source_rows, row.source, row.token);
-    const uint4* from = reinterpret_cast<const uint4*>(mine<S>(a.site).outbox.row[slot]);
+    const uint4* from = reinterpret_cast<const uint4*>(own_share<S>(a.site).outbox.row[slot]);
     uint4* to = reinterpret_cast<uint4*>(
         share<S>(a.site, row.source).inbox.returned.row[a.site.rank][row.token]);
     const u32 step = gridDim.y * team.lanes();
     for (u32 v = blockIdx.y * team.lanes() + team.lane(); v < vectors; v += step)
-        store(to + v, load_shared_row(from + v));
+        store(to + v, load_peer_row(from + v));
 }
 
 template <Shape S> WEFT_FN void push_rows(const Block& team, const CombineArgs& a) {
     u32 max_tokens = 0;
 #pragma unroll
     for (u32 source = 0; source < S.ranks; ++source)
-        max_tokens = max(max_tokens, tokens_from<S>(mine<S>(a.site).inbox, source));
+        max_tokens = max(max_tokens, tokens_from<S>(own_share<S>(a.site).inbox, source));
     RowToPush row = find_row<S>(team, a, blockIdx.x, max_tokens);
     for (u32 i = blockIdx.x; i < max_tokens * S.ranks; i += gridDim.x) {
         const RowToPush next = find_row<S>(team, a, i + gridDim.x, max_tokens);

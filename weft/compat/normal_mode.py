@@ -27,7 +27,7 @@ from weft.compat.row_exchange import (
 from weft.errors import BadExpertId, GeometryMismatch, InvalidArgument, OutOfOrder, TokenOverflow
 from weft.memory import Group
 from weft.memory.driver import plain_tensors
-from weft.runtime.stream import capturing, finish
+from weft.runtime.stream import capturing, synchronize_stream
 
 E = TypeVar("E", RowDispatch, RowFetch, RowCombine)
 
@@ -231,7 +231,7 @@ class NormalMode:
                     )
             numbers = self._host[told.shape].copy_(told, non_blocking=True)
         announcement.finish()
-        finish(device)
+        synchronize_stream(device)
         announcement.a2a._check_running()
         return numbers
 

@@ -50,7 +50,7 @@ struct SourceRows {
 // Which ranks have rows of a token of this rank, as the receiver of combine reads it: entry r is of
 // rank r, and its weight is 1.
 template <Shape S> WEFT_FN void save_ranks(const ReturnArgs& a, u32 token) {
-    Share<S>& own = mine<S>(a.site);
+    Share<S>& own = own_share<S>(a.site);
     u32 destinations = 0;
     for (u32 rank = 0; rank < S.ranks; ++rank) {
         const bool has_row = a.in_rank[u64(token) * S.ranks + rank] != 0;

@@ -40,7 +40,7 @@ WEFT_FN void fetch_vectors(const u8* from, u8* to, u32 first, u32 vectors, u32 l
 #pragma unroll
     for (u32 i = 0; i < 2; ++i) {
         const u32 v = first + i * warp_lanes + lane;
-        if (v < vectors) data[i] = load_shared_row(reinterpret_cast<const uint4*>(from) + v);
+        if (v < vectors) data[i] = load_peer_row(reinterpret_cast<const uint4*>(from) + v);
     }
 #pragma unroll
     for (u32 i = 0; i < 2; ++i) {
@@ -58,9 +58,9 @@ WEFT_FN void fetch_words(const u8* from, u8* to, u32 words, u32 lane) {
 template <Shape S> WEFT_FN void fetch_rows(const FetchArgs& a) {
     constexpr u32 at_once = 2 * warp_lanes;  // vectors of a piece
     const Block team;
-    wait_for_predecessor();
-    admit_successor();
-    if (mine<S>(a.site).header.state.failed != 0) return;
+    griddep_wait();
+    launch_dependents();
+    if (own_share<S>(a.site).header.state.failed != 0) return;
     const u32 vectors = a.row_bytes / 16, lane = team.warp_lane();
     const u32 of_row = (vectors + at_once - 1) / at_once;
     const u32 pieces = of_row + (a.scales != nullptr ? 1 : 0);
@@ -93,9 +93,9 @@ template <Shape S> WEFT_FN void return_strips(const Block& team, const ReturnArg
 template <Shape S> WEFT_FN void return_rows(const ReturnArgs& a) {
     static_assert(S.combine == Combine::gemm_push && S.top_k == S.ranks);
     const Block team;
-    Header& header = mine<S>(a.site).header;
-    wait_for_predecessor();
-    admit_successor();
+    Header& header = own_share<S>(a.site).header;
+    griddep_wait();
+    launch_dependents();
     const EpochState state = header.state;
     if (state.failed != 0) return;
     mark_start(team, header, Phase::combine, state.epoch, team.lane() == 0 ? now_ns() : 0);
@@ -104,7 +104,7 @@ template <Shape S> WEFT_FN void return_rows(const ReturnArgs& a) {
          token += gridDim.x * team.lanes())
         save_ranks<S>(a, token);
     return_strips<S>(team, a);
-    if (!team.last_of(a.arrived)) return;
+    if (!team.is_last_cta(a.arrived)) return;
     publish<S>(team, a.site, Phase::combine, state.epoch, 0);
 }
 

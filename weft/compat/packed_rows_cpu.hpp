@@ -18,7 +18,7 @@ template <Shape S, class Visit> void for_rows(const PackedRows& a, u32 rank, Vis
 }
 
 template <Shape S> void fetch_rows(const FetchArgs& a) {
-    if (mine<S>(a.site).header.state.failed != 0) return;
+    if (own_share<S>(a.site).header.state.failed != 0) return;
     for_rows<S>(a.packed, a.site.rank, [&](u32 source, u32 row, u32 token) {
         if (token >= S.ranks * S.tokens) return;
         const u8* from = share<S>(a.site, source).outbox.row[token];
@@ -30,7 +30,7 @@ template <Shape S> void fetch_rows(const FetchArgs& a) {
 
 template <Shape S> void return_rows(const ReturnArgs& a) {
     static_assert(S.combine == Combine::gemm_push && S.top_k == S.ranks);
-    Header& header = mine<S>(a.site).header;
+    Header& header = own_share<S>(a.site).header;
     const EpochState state = header.state;
     if (state.failed != 0) return;
     mark_start(Solo{}, header, Phase::combine, state.epoch, now_ns());

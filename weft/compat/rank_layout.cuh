@@ -51,8 +51,8 @@ WEFT_FN void count_lanes(u32* at, bool mine) {
 
 // How many tokens go to each rank, and entries to each expert; the sums need no order.
 WEFT_FN void dispatch_layout(const LayoutArgs& a) {
-    wait_for_predecessor();
-    admit_successor();
+    griddep_wait();
+    launch_dependents();
     const u32 token = blockIdx.x * layout_threads + threadIdx.x;
     const bool there = token < a.tokens;
     u32 ranks = 0;
@@ -71,8 +71,8 @@ WEFT_FN void dispatch_layout(const LayoutArgs& a) {
 
 // What a rank tells of its dispatch, and the ids by which its rows are sent.
 WEFT_FN void announcement(const AnnouncementArgs& a) {
-    wait_for_predecessor();
-    admit_successor();
+    griddep_wait();
+    launch_dependents();
     const u32 thread = blockIdx.x * layout_threads + threadIdx.x;
     const bool there = thread < a.tokens;
     u32* refused = a.numbers + announced_words;
@@ -100,8 +100,8 @@ WEFT_FN void announcement(const AnnouncementArgs& a) {
 // In place: ids counted from this rank's first expert, -1 for others', whose weights become 0.
 // Beside them, each row's token at its source.
 WEFT_FN void localize(const LocalArgs& a) {
-    wait_for_predecessor();
-    admit_successor();
+    griddep_wait();
+    launch_dependents();
     const u32 i = blockIdx.x * layout_threads + threadIdx.x;
     if (i < a.rows) a.tokens[i] = a.slots[i] < 0 ? -1 : i32(u32(a.slots[i]) % a.max_tokens);
     if (i >= a.entries || a.ids == nullptr) return;

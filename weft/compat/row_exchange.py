@@ -25,7 +25,7 @@ from weft.memory import Group
 from weft.memory.driver import plain_tensors
 from weft.runtime.kernels import Build, Kernels
 from weft.runtime.operator import one_call
-from weft.runtime.stream import finish
+from weft.runtime.stream import synchronize_stream
 
 
 class Closes(Protocol):
@@ -211,7 +211,7 @@ class RowCombine:
         self._nothing = _no_tokens(group)
         self._arrived = torch.zeros(1, dtype=torch.int32, device=group.device)
         self._args = ReturnArgs(site=self.a2a._site, arrived=self._arrived.data_ptr())
-        finish(group.device)
+        synchronize_stream(group.device)
 
     def run(self, rows: torch.Tensor, to: Packing, add: torch.Tensor | None) -> torch.Tensor:
         """Return `out[t] = sum over ranks + add[t]`, in fp32 and rank order, rounded once.

@@ -47,7 +47,7 @@ WEFT_FN uint4 load_input(const uint4* at) { return load_once(at); }
 template <class V> WEFT_FN V load_input(const V* at) { return *at; }
 
 // Loads from a row that a peer wrote, or that lies in a peer's memory.
-WEFT_FN uint4 load_shared_row(const uint4* at) { return load_once(at); }
+WEFT_FN uint4 load_peer_row(const uint4* at) { return load_once(at); }
 
 // Loads a word now that is used later. The compiler may not move the load to its use, behind
 // another wait.

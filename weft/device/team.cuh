@@ -9,10 +9,10 @@ constexpr u32 all_lanes = 0xffffffffu;
 
 // Programmatic dependent launch. A kernel launched with it may start while its predecessor still
 // runs: before this wait it must not touch memory, above all no epoch.
-WEFT_FN void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+WEFT_FN void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // From here on the successor's CTAs may be scheduled; they wait there for the end of this kernel.
-WEFT_FN void admit_successor() { asm volatile("griddepcontrol.launch_dependents;"); }
+WEFT_FN void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
 
 // The CTAs of one cluster; without clusters in the launch each CTA is a cluster of one. No CTA may
 // write into a neighbour's shared memory before all have met once, nor exit before all have met for
@@ -64,7 +64,7 @@ struct Block {
     // Order: the barrier gathers this team's writes to lane 0, whose add releases them and acquires
     // the earlier teams'. So a release by the last team publishes what all teams wrote (models/ptx
     // A4, A12).
-    WEFT_FN bool last_of(u32* arrived) const {
+    WEFT_FN bool is_last_cta(u32* arrived) const {
         __syncthreads();
         if (teams() == 1) return true;
         bool last = false;

@@ -72,8 +72,8 @@ template <GemmShape S> WEFT_FN void release_stage(GemmShared<S>& smem, u32 stage
 
 // With PDL: what the previous kernel wrote is there from here on, and the next one may start.
 WEFT_FN void pdl_wait() {
-    wait_for_predecessor();
-    admit_successor();
+    griddep_wait();
+    launch_dependents();
 }
 
 }  // namespace weft

@@ -12,7 +12,7 @@ constexpr u32 scatter_columns = 256;  // of one partial sum, which stays in the 
 constexpr u32 send_columns = 128;     // the same in `send`: one block of FP8
 
 template <Shape S> const Route<S>& route_of(const GroupArgs& a, u32 source, u32 token) {
-    return mine<S>(a.site).inbox.route[slot_of(a.source_rows, source, token)];
+    return own_share<S>(a.site).inbox.route[slot_of(a.source_rows, source, token)];
 }
 
 // Calls visit(k, group, weight) for every entry of a token that has a group, in top-k order.
@@ -35,7 +35,7 @@ template <Shape S, class Visit> void for_tokens(const Inbox<S>& inbox, Visit vis
 template <Shape S, Grouping G>
 void compute_offsets(const GroupArgs& a, const u32 (&total)[G.groups]) {
     constexpr bool contiguous = G.packing == Packing::contiguous;
-    Header& header = mine<S>(a.site).header;
+    Header& header = own_share<S>(a.site).header;
     const u32 rows = limit_of(a, G, 0);
     u64 begin = 0;
     bool reported = false;
@@ -58,7 +58,7 @@ template <Shape S, u32 P = 0>
 void gather_planes(const GroupArgs& a, u32 source, u32 token, u32 row) {
     if constexpr (P < S.planes) {
         const u32 slot = slot_of(a.source_rows, source, token);
-        const u8* from = plane<P>(mine<S>(a.site).inbox.payload).row[slot];
+        const u8* from = plane<P>(own_share<S>(a.site).inbox.payload).row[slot];
         std::memcpy(static_cast<u8*>(a.rows[P]) + u64(row) * S.row_bytes[P], from, S.row_bytes[P]);
         gather_planes<S, P + 1>(a, source, token, row);
     }
@@ -96,7 +96,7 @@ template <Shape S> void zero_dropped_row(const GroupArgs& a, u32 source, u32 tok
 }
 
 template <Shape S, Grouping G> void gather(const GroupArgs& a) {
-    const Share<S>& own = mine<S>(a.site);
+    const Share<S>& own = own_share<S>(a.site);
     if (own.header.state.failed != 0) return;
     u32 next[G.groups] = {};
     for_tokens<S>(own.inbox, [&](u32 source, u32 token) {
@@ -138,7 +138,7 @@ void sum_block(const GroupArgs& a, u32 source, u32 token, u32 at, Bits<S.dtype> 
 // Calls visit(source, token) for every token that has an entry here.
 template <Shape S, Grouping G, class Visit>
 void for_tokens_with_entries(const GroupArgs& a, Visit visit) {
-    for_tokens<S>(mine<S>(a.site).inbox, [&](u32 source, u32 token) {
+    for_tokens<S>(own_share<S>(a.site).inbox, [&](u32 source, u32 token) {
         bool has_entry = false;
         for_entries<S, G>(a, source, token, [&](u32, u32, float) { has_entry = true; });
         if (has_entry) visit(source, token);
@@ -147,7 +147,7 @@ void for_tokens_with_entries(const GroupArgs& a, Visit visit) {
 
 template <Shape S, Grouping G> void scatter(const GroupArgs& a) {
     constexpr u32 rest = S.hidden % scatter_columns, whole = S.hidden - rest;
-    Share<S>& own = mine<S>(a.site);
+    Share<S>& own = own_share<S>(a.site);
     if (own.header.state.failed != 0) return;
     for_tokens_with_entries<S, G>(a, [&](u32 source, u32 token) {
         using Element = Bits<S.dtype>;
@@ -198,7 +198,7 @@ template <Shape S, Grouping G> void send_sum(const GroupArgs& a, u32 source, u32
 
 // Stores every token's rows or sum into its owner's inbox, then publishes the flags.
 template <Shape S, Grouping G> void send(const GroupArgs& a) {
-    Header& header = mine<S>(a.site).header;
+    Header& header = own_share<S>(a.site).header;
     const EpochState state = header.state;
     if (state.failed != 0) return;
     mark_start(Solo{}, header, Phase::combine, state.epoch, now_ns());

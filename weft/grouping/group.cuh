@@ -66,7 +66,7 @@ template <Shape S, Grouping G>
 WEFT_FN void count_tile(const Block& team, const GroupArgs& a, Scratch<S, G>& scratch) {
     constexpr u32 entries = S.top_k, tiles = tiles_of(S, G);
     constexpr u32 chunks = (G.tile * entries + group_threads - 1) / group_threads;
-    const Inbox<S>& inbox = mine<S>(a.site).inbox;
+    const Inbox<S>& inbox = own_share<S>(a.site).inbox;
     const u32 source = blockIdx.x / tiles, first = blockIdx.x % tiles * G.tile;
     const u32 arrived = tokens_from<S>(inbox, source);
     const u32 end = arrived < first + G.tile ? arrived : first + G.tile;
@@ -151,7 +151,7 @@ WEFT_FN void scan_tiles(const Block& team, const GroupArgs& a, Scratch<S, G>& sc
 // holds.
 template <Shape S, Grouping G>
 WEFT_FN void compute_offsets(const GroupArgs& a, const Scratch<S, G>& scratch, u32 lane) {
-    Header& header = mine<S>(a.site).header;
+    Header& header = own_share<S>(a.site).header;
     const u32 rows = limit_of(a, G, 0);
     u32 begin = 0;
     bool reported = false;
@@ -191,12 +191,12 @@ template <Shape S, Grouping G> WEFT_FN void group(const GroupArgs& a) {
     static_assert(G.groups >= 1 && G.groups <= max_groups && G.rows % G.align == 0);
     const Block team;
     __shared__ Scratch<S, G> scratch;
-    wait_for_predecessor();
-    admit_successor();
-    if (mine<S>(a.site).header.state.failed != 0) return;
+    griddep_wait();
+    launch_dependents();
+    if (own_share<S>(a.site).header.state.failed != 0) return;
     count_tile<S, G>(team, a, scratch);
     clear_row_metadata<S, G>(team, a);
-    if (!team.last_of(a.arrived)) return;
+    if (!team.is_last_cta(a.arrived)) return;
     scan_tiles<S, G>(team, a, scratch);
     if (team.warp() == 0) compute_offsets<S, G>(a, scratch, team.warp_lane());
 }

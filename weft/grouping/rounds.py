@@ -18,7 +18,7 @@ from weft.memory.driver import plain_tensors, relaxed
 from weft.runtime.check import check_alignment, check_tensor
 from weft.runtime.kernels import Build, Kernels
 from weft.runtime.operator import one_call
-from weft.runtime.stream import finish
+from weft.runtime.stream import synchronize_stream
 
 
 class Buffers(NamedTuple):
@@ -99,7 +99,7 @@ class GroupRounds:
         on_gpu = device.type == "cuda"
         with relaxed(device), plain_tensors():
             b = Buffers.make(a2a.config, grouping, device, on_gpu=on_gpu, own_rows=own_rows)
-            finish(device)
+            synchronize_stream(device)
         self.buffers = b
         self._args = GroupArgs(site=a2a._site, row_limit=grouping.total)
         for plane, rows in enumerate(b.rows):

@@ -52,7 +52,7 @@ struct Entry {
 
 template <Shape S, Grouping G> WEFT_FN Entry load_entry(const GroupArgs& a, TokenSlot at, u32 k) {
     if (k >= S.top_k) return {no_group, 0.0f};
-    const Route<S>& route = mine<S>(a.site).inbox.route[at.in_inbox(a)];
+    const Route<S>& route = own_share<S>(a.site).inbox.route[at.in_inbox(a)];
     return {group_of<S, G>(route, k), route.weight[k]};
 }
 
@@ -85,7 +85,7 @@ WEFT_FN void copy_planes(const Block& team, const GroupArgs& a, TokenSlot at, i3
         using V = typename Vector<vector_bytes(S.row_bytes[P])>::type;
         constexpr u32 vectors = S.row_bytes[P] / sizeof(V);
         const V* from =
-            reinterpret_cast<const V*>(plane<P>(mine<S>(a.site).inbox.payload).row[at.in_inbox(a)]);
+            reinterpret_cast<const V*>(plane<P>(own_share<S>(a.site).inbox.payload).row[at.in_inbox(a)]);
         for (u32 first = 0; first < vectors; first += vectors_in_flight * team.lanes()) {
             V data[vectors_in_flight];
             const u32 v = first + team.lane();
@@ -140,9 +140,9 @@ template <Shape S, Grouping G> WEFT_FN void gather(const GroupArgs& a) {
     const Block team;
     wait_for_predecessor();
     admit_successor();
-    if (mine<S>(a.site).header.state.failed != 0) return;
+    if (own_share<S>(a.site).header.state.failed != 0) return;
     const u32 k = team.warp_lane();
-    const ReceivedTokens tokens = ReceivedTokens::of<S>(mine<S>(a.site).inbox, k);
+    const ReceivedTokens tokens = ReceivedTokens::of<S>(own_share<S>(a.site).inbox, k);
     for (u32 i = blockIdx.x, total = tokens.total(); i < total; i += gridDim.x) {
         const TokenSlot at = tokens.slot(i);
         const Entry entry = load_entry<S, G>(a, at, k);
@@ -162,7 +162,7 @@ template <Shape S>
 WEFT_FN void sum_rows(const Block& team, const GroupArgs& a, TokenSlot at, i32 row, float weight,
                       u32 wanted) {
     constexpr u32 vectors = S.out_bytes() / 16;
-    uint4* out = reinterpret_cast<uint4*>(mine<S>(a.site).outbox.row[at.in_inbox(a)]);
+    uint4* out = reinterpret_cast<uint4*>(own_share<S>(a.site).outbox.row[at.in_inbox(a)]);
     const uint4* y = static_cast<const uint4*>(a.y);
     for (u32 first = 0; first < vectors; first += team.lanes()) {
         const u32 v = first + team.lane();
@@ -190,9 +190,9 @@ template <Shape S, Grouping G> WEFT_FN void scatter(const GroupArgs& a) {
     const Block team;
     wait_for_predecessor();
     admit_successor();
-    if (mine<S>(a.site).header.state.failed != 0) return;
+    if (own_share<S>(a.site).header.state.failed != 0) return;
     const u32 k = team.warp_lane();
-    const ReceivedTokens tokens = ReceivedTokens::of<S>(mine<S>(a.site).inbox, k);
+    const ReceivedTokens tokens = ReceivedTokens::of<S>(own_share<S>(a.site).inbox, k);
     for (u32 i = blockIdx.x, total = tokens.total(); i < total; i += gridDim.x) {
         const TokenSlot at = tokens.slot(i);
         const Entry entry = load_entry<S, G>(a, at, k);

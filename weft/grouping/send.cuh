@@ -50,7 +50,7 @@ template <Shape S, Grouping G> WEFT_FN StripTask find_task(const GroupArgs& a, u
     const u32 slot = unit / pieces, token = slot / S.ranks, source = (a.site.rank + slot) % S.ranks;
     StripTask d{
         .at = {source, token}, .piece = unit % pieces, .entry = {no_group, 0.0f}, .row = -1};
-    if (token >= tokens_from<S>(mine<S>(a.site).inbox, source)) return d;
+    if (token >= tokens_from<S>(own_share<S>(a.site).inbox, source)) return d;
     d.entry = load_entry<S, G>(a, d.at, k);
     if (k < S.top_k) d.row = a.position[(u64(source) * S.tokens + token) * S.top_k + k];
     return d;
@@ -152,7 +152,7 @@ template <Shape S, Grouping G> WEFT_FN void send_tokens(const Block& team, const
     u32 max_tokens = 0;
 #pragma unroll
     for (u32 source = 0; source < S.ranks; ++source)
-        max_tokens = max(max_tokens, tokens_from<S>(mine<S>(a.site).inbox, source));
+        max_tokens = max(max_tokens, tokens_from<S>(own_share<S>(a.site).inbox, source));
     u32 unit = blockIdx.x * warps + team.warp();
     StripTask next = find_task<S, G>(a, unit, lane);
     while (unit < max_tokens * S.ranks * Strip<S>::pieces) {
@@ -165,15 +165,15 @@ template <Shape S, Grouping G> WEFT_FN void send_tokens(const Block& team, const
 
 template <Shape S, Grouping G> WEFT_FN void send(const GroupArgs& a) {
     const Block team;
-    Header& header = mine<S>(a.site).header;
-    wait_for_predecessor();
-    admit_successor();
+    Header& header = own_share<S>(a.site).header;
+    griddep_wait();
+    launch_dependents();
     const EpochState state = header.state;
     if (state.failed != 0) return;
     mark_start(team, header, Phase::combine, state.epoch, team.lane() == 0 ? now_ns() : 0);
     if (fault(header, Point::combine_enter, a.site.rank, state.epoch) == Action::stay_away) return;
     send_tokens<S, G>(team, a);
-    if (!team.last_of(a.arrived)) return;
+    if (!team.is_last_cta(a.arrived)) return;
     publish<S>(team, a.site, Phase::combine, state.epoch, 0);
 }
 

@@ -4,7 +4,7 @@
 // the unit of work.
 //
 // Roles, in grid order:
-// coordinator  sends grants; checks that all ranks combine the same dispatch
+// coordinator  sends credits; checks that all ranks combine the same dispatch
 // senders      push experts' rows to the tokens' owners (combine_send.cuh); none with gemm_push
 // receivers    sum this rank's tokens as the rows arrive
 #pragma once
@@ -158,7 +158,7 @@ WEFT_FN void compare_dispatch_ids(const Block& team, const LowLatencyCombineArgs
     const u32 peer = team.warp_lane();
     if (S.gemm_push || peer >= S.ranks) return;
     if (part != PhasePart::recv && team.warp() == 2 &&
-        await_grant<S>(a.site, state.progress, Phase::combine, peer))
+        await_credit<S>(a.site, state.progress, Phase::combine, peer))
         send_dispatch_id<S>(a, wanted, peer);
     if (part != PhasePart::send && team.warp() == 3) same_dispatch<S>(a, wanted, peer);
 }
@@ -179,8 +179,8 @@ WEFT_FN void low_latency_combine(const LowLatencyCombineArgs& a) {
     const Block team;
     LowLatencyShare<S>& own = own_share<S>(a.site);
     const CtaRoles roles{0, S.gemm_push || part == PhasePart::recv ? 0 : a.senders};
-    wait_for_predecessor();
-    admit_successor();
+    griddep_wait();
+    launch_dependents();
     const RankState state = RankState::read<S>(own);
     TokenRows<S> rows{};
     if (roles.is<CtaRole::sender>()) rows = TokenRows<S>::of(a, roles.sender_units().first);
@@ -196,16 +196,16 @@ WEFT_FN void low_latency_combine(const LowLatencyCombineArgs& a) {
     }
     if (roles.is<CtaRole::sender>()) fault(own.header, Point::before_ready, a.site.rank, wanted);
     if (!state.may_start<S>(team, a.site, Phase::combine, roles.is<CtaRole::sender>())) return;
-    recorder.granted();
+    recorder.credited();
     // Senders count themselves after they have sent.
     const auto count = [&] {
-        if (team.lane() != team.lanes() - 1 || !is_last_cta(own.header)) return;
+        if (team.lane() != team.lanes() - 1 || !is_last_cta_relaxed(own.header)) return;
         if constexpr (part != PhasePart::recv) own.progress.returned = wanted;
         if constexpr (part != PhasePart::send) own.progress.combined = wanted;
     };
     if (!roles.is<CtaRole::sender>()) count();
     if (roles.is<CtaRole::coordinator>()) {
-        grant_all<S>(team, a.site, state.progress);
+        send_credits<S>(team, a.site, state.progress);
         if constexpr (part != PhasePart::recv)
             mark_start(team, own.header, Phase::combine, wanted, start);
         compare_dispatch_ids<S, part>(team, a, state, wanted);

@@ -38,7 +38,7 @@ bool send_rows(const LowLatencyCombineArgs& a, const Progress& progress) {
     TraceRecord record;
     TraceRecorder recorder(Solo{}, record, true);
     if (!await_grants<S>(a.site, progress, Phase::combine)) return false;
-    recorder.granted();
+    recorder.credited();
     for (u32 peer = 0; peer < S.ranks; ++peer) send_dispatch_id<S>(a, wanted, peer);
     alignas(16) u8 row[S.returned_vectors() * 16] = {};
     for (u32 i = 0; i < S.ranks; ++i) {
@@ -116,7 +116,7 @@ void low_latency_combine(const LowLatencyCombineArgs& a) {
     const u64 start = now_ns();
     const u64 wanted =
         ((part == PhasePart::recv ? progress.combined : progress.returned) + 1) & epoch_mask;
-    grant_all<S>(a.site, progress);
+    send_credits<S>(a.site, progress);
     if constexpr (part != PhasePart::recv) {
         mark_start(Solo{}, own.header, Phase::combine, wanted, start);
         if (fault(own.header, Point::combine_enter, a.site.rank, wanted) == Action::stay_away)

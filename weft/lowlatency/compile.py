@@ -20,7 +20,8 @@ from weft.runtime.library import find, plain
 if TYPE_CHECKING:
     from weft.lowlatency.operator import LowLatencyAllToAll
 
-Five = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+FiveTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class TracedHandles:
@@ -196,7 +197,7 @@ def _results(owner: LowLatencyAllToAll) -> dict[str, torch.Tensor]:
     }
 
 
-def _shown(owner: LowLatencyAllToAll, results: dict[str, torch.Tensor]) -> Five:
+def _shown(owner: LowLatencyAllToAll, results: dict[str, torch.Tensor]) -> FiveTensors:
     """As callers see it; scales that there are not are empty."""
     scales = owner.config.shown_scales(results["scales"])
     metadata = (results["counts"], results["source"], results["ranges"])

@@ -100,7 +100,7 @@ class TraceRecord(ctypes.Structure):
         ("epoch", c_uint64),
         ("start_ns", c_uint64),
         ("end_ns", c_uint64),
-        ("granted", c_uint32),
+        ("credited", c_uint32),
         ("learned", c_uint32),
         ("ended", c_uint32),
         ("phase", c_uint16),

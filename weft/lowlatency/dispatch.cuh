@@ -4,7 +4,7 @@
 // of a token, or receives 2 KiB of a row.
 //
 // Roles, in grid order:
-// coordinator    sends grants and checks that the peers' dispatch is the same one
+// coordinator    sends credits and checks that the peers' dispatch is the same one
 // metadata CTAs  send token counts and the masks of tokens by expert (metadata.cuh)
 // senders        send rows, their entries and weights
 // receivers      read the metadata, then move rows to their places by expert (receive.cuh)
@@ -15,7 +15,7 @@
 namespace weft {
 
 // What a warp loads of a token before it may send: 16 columns per lane and, in lane k, the k-th id.
-// All loads start at once and are used when the grants have come.
+// All loads start at once and are used when the credits have come.
 template <LowLatencyShape S> struct TokenFragment {
     Columns<S.dtype> columns;
     u32 token, part;
@@ -144,19 +144,20 @@ template <LowLatencyShape S>
 WEFT_FN void check_hello(const Block& team, const LowLatencyDispatchArgs& a, u64 wanted) {
     LowLatencyShare<S>& own = own_share<S>(a.site);
     const u32 peer = team.lane();
-    if (peer < S.ranks &&
-        await_flag(own.header, a.site, &own.inbox.hello[peer], peer, Phase::dispatch, wanted))
+    if (peer < S.ranks && await_flag(own.header, a.site, &own.inbox.dispatch_begun[peer], peer,
+                                     Phase::dispatch, wanted))
         mark_arrived(team, own.header, Phase::dispatch, wanted, peer);
 }
 
 // With gemm_push the experts' kernels store rows at the owners, so the dispatch waits for the
-// combine grants in their place.
+// combine credits in their place.
 // Order: the end of this kernel orders their stores behind the restored sentinels.
 template <LowLatencyShape S>
 WEFT_FN void await_combine_grants(const Block& team, const LowLatencyDispatchArgs& a,
                                   const Progress& progress) {
-    const u32 lane = team.lane() - warp_lanes;  // the second warp: the first one reads hellos
-    if (lane < S.ranks) await_grant<S>(a.site, progress, Phase::combine, lane);
+    const u32 lane =
+        team.lane() - warp_lanes;  // the second warp: the first one reads dispatch begun
+    if (lane < S.ranks) await_credit<S>(a.site, progress, Phase::combine, lane);
 }
 
 // Finds out whether this CTA has work; false when a wait has failed. There are as many receivers as
@@ -209,8 +210,8 @@ WEFT_FN void low_latency_dispatch(const LowLatencyDispatchArgs& a) {
     LowLatencyShare<S>& own = own_share<S>(a.site);
     const CtaRoles roles = dispatch_roles<S, part>(a);
     if (roles.is<CtaRole::metadata>()) clear_masks<S>(team, metadata);
-    wait_for_predecessor();
-    admit_successor();
+    griddep_wait();
+    launch_dependents();
     const RankState state = RankState::read<S>(own);
     TokenFragment<S> fragment{};
     if (roles.is<CtaRole::sender>()) fragment = TokenFragment<S>::of(a, roles.sender_units().first);
@@ -227,16 +228,16 @@ WEFT_FN void low_latency_dispatch(const LowLatencyDispatchArgs& a) {
     }
     const bool stores = roles.is<CtaRole::metadata>() || roles.is<CtaRole::sender>();
     if (!state.may_start<S>(team, a.site, Phase::dispatch, stores)) return;
-    recorder.granted();
+    recorder.credited();
     // Senders and metadata CTAs count themselves after they have sent.
     const auto count = [&] {
-        if (team.lane() != team.lanes() - 1 || !is_last_cta(own.header)) return;
+        if (team.lane() != team.lanes() - 1 || !is_last_cta_relaxed(own.header)) return;
         if constexpr (part != PhasePart::recv) own.progress.sent = wanted;
         if constexpr (part != PhasePart::send) own.progress.received = wanted;
     };
     if (!stores) count();
     if (roles.is<CtaRole::coordinator>()) {
-        grant_all<S>(team, a.site, state.progress);
+        send_credits<S>(team, a.site, state.progress);
         if constexpr (part != PhasePart::recv)
             mark_start(team, own.header, Phase::dispatch, wanted, start);
         if constexpr (part != PhasePart::send) check_hello<S>(team, a, wanted);

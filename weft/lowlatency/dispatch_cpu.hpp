@@ -138,7 +138,7 @@ void send_masks(const LowLatencyDispatchArgs& a, u64 wanted, u32 chunk,
 
 // Sends the first words of a dispatch: that it has begun, and its token count. They order nothing,
 // and nothing is read behind them.
-template <LowLatencyShape S> void send_hello(const LowLatencyDispatchArgs& a, u64 wanted) {
+template <LowLatencyShape S> void send_dispatch_begun(const LowLatencyDispatchArgs& a, u64 wanted) {
     Header& header = own_share<S>(a.site).header;
     mark_sent(Solo{}, header, Phase::dispatch, wanted);
     for (u32 peer = 0; peer < S.ranks; ++peer) {
@@ -147,7 +147,7 @@ template <LowLatencyShape S> void send_hello(const LowLatencyDispatchArgs& a, u6
         const u64 lie = planned == Action::lie ? 1ull << 40 : 0;
         LowLatencyInbox<S>& to = share_of<S>(a.site, peer).inbox;
         store_relaxed(&to.tokens[a.site.rank], tagged(wanted, a.tokens));
-        store_relaxed(&to.hello[a.site.rank],
+        store_relaxed(&to.dispatch_begun[a.site.rank],
                       make_flag(header.generation, a.site.descriptor, wanted) ^ lie);
     }
     mark_published(Solo{}, header, Phase::dispatch, wanted);
@@ -156,7 +156,7 @@ template <LowLatencyShape S> void send_hello(const LowLatencyDispatchArgs& a, u6
 template <LowLatencyShape S>
 bool await_grants(const Site& site, const Progress& progress, Phase phase) {
     for (u32 peer = 0; peer < S.ranks; ++peer)
-        if (!await_grant<S>(site, progress, phase, peer)) return false;
+        if (!await_credit<S>(site, progress, phase, peer)) return false;
     return true;
 }
 
@@ -165,8 +165,8 @@ bool send_tokens(const LowLatencyDispatchArgs& a, const Progress& progress, u64 
     TraceRecord record;
     TraceRecorder recorder(Solo{}, record, true);
     if (!await_grants<S>(a.site, progress, Phase::dispatch)) return false;
-    recorder.granted();
-    send_hello<S>(a, wanted);
+    recorder.credited();
+    send_dispatch_begun<S>(a, wanted);
     for (u32 chunk = 0; chunk < chunks_of(a.tokens); ++chunk) {
         u32 mask[S.experts] = {};
         const u32 first = chunk * chunk_tokens, rest = a.tokens - first;
@@ -198,8 +198,8 @@ bool receive_metadata(const LowLatencyDispatchArgs& a, u64 wanted, u32 (&tokens)
     LowLatencyShare<S>& own = own_share<S>(a.site);
     for (u32 source = 0; source < S.ranks; ++source) {
         fault(own.header, Point::before_poll, source, wanted);
-        if (!await_flag(own.header, a.site, &own.inbox.hello[source], source, Phase::dispatch,
-                        wanted) ||
+        if (!await_flag(own.header, a.site, &own.inbox.dispatch_begun[source], source,
+                        Phase::dispatch, wanted) ||
             !await_tagged(own.header, a.site, Phase::dispatch, &own.inbox.tokens[source], source,
                           wanted, tokens[source]))
             return false;
@@ -311,11 +311,11 @@ template <LowLatencyShape S> bool receive_tokens(const LowLatencyDispatchArgs& a
     return true;
 }
 
-// Grants before it waits for anything, because peers wait for the grants.
-template <LowLatencyShape S> void grant_all(const Site& site, const Progress& progress) {
+// Sends its credits before it waits for anything, because peers wait for them.
+template <LowLatencyShape S> void send_credits(const Site& site, const Progress& progress) {
     for (u32 peer = 0; peer < S.ranks; ++peer) {
-        grant<S>(site, progress, Phase::dispatch, peer);
-        grant<S>(site, progress, Phase::combine, peer);
+        send_credit<S>(site, progress, Phase::dispatch, peer);
+        send_credit<S>(site, progress, Phase::combine, peer);
     }
 }
 
@@ -327,7 +327,7 @@ void low_latency_dispatch(const LowLatencyDispatchArgs& a) {
     const u64 start = now_ns();
     const u64 wanted =
         ((part == PhasePart::recv ? progress.received : progress.sent) + 1) & epoch_mask;
-    grant_all<S>(a.site, progress);
+    send_credits<S>(a.site, progress);
     if constexpr (part != PhasePart::recv) {
         mark_start(Solo{}, own.header, Phase::dispatch, wanted, start);
         if (fault(own.header, Point::dispatch_enter, a.site.rank, wanted) == Action::stay_away)

@@ -3,11 +3,11 @@
 // sentinel, copies it and restores the sentinel. No counter, flag or fence stands between a row and
 // its reader, and each row is received as it arrives.
 //
-// Why one inbox is enough: a rank stores into a peer's inbox only after that peer's grant, a flag
+// Why one inbox is enough: a rank stores into a peer's inbox only after that peer's credit, a flag
 // that the peer releases at the start of its next operation: by then it has read everything that
-// was there and has restored the sentinels. Every rank makes the same calls, so no grant waits for
+// was there and has restored the sentinels. Every rank makes the same calls, so no credit waits for
 // a call that waits for it. Dispatched and returned rows have slots of their own: where the two
-// alternate, a grant is one operation old when it is needed, and no rank waits for it
+// alternate, a credit is one operation old when it is needed, and no rank waits for it
 // (docs/lowlatency.md, models/spin/lowlatency.pml).
 #pragma once
 #include <weft/device/quantize.cuh>
@@ -94,8 +94,8 @@ struct alignas(32) Progress {
 };
 
 template <LowLatencyShape S> struct LowLatencyInbox {
-    alignas(128) u64 hello[S.ranks];         // flags: a peer's dispatch has begun
-    alignas(128) u64 received[S.ranks];      // grants: a peer has emptied its inbox of a dispatch,
+    alignas(128) u64 dispatch_begun[S.ranks];  // flags: a peer's dispatch has begun
+    alignas(128) u64 received[S.ranks];      // credits: a peer has emptied its inbox of a dispatch,
     alignas(128) u64 combined[S.ranks];      // of a combine
     alignas(128) u64 tokens[S.ranks];        // tagged, like everything below but the rows
     alignas(128) u64 dispatch_ids[S.ranks];  // the result alive that a peer combines
@@ -188,11 +188,11 @@ WEFT_FN i32 known_id(const LowLatencyDispatchArgs& a, u32 token, u32 k) {
     return id >= 0 && id < i64(S.experts) ? i32(id) : -1;
 }
 
-// Grants to one peer: publishes how many operations of a kind this rank has read out of its own
+// Credits to one peer: publishes how many operations of a kind this rank has read out of its own
 // inbox.
 // Order: the release covers the sentinels that those operations have restored.
 template <LowLatencyShape S>
-WEFT_FN void grant(const Site& site, const Progress& progress, Phase phase, u32 peer) {
+WEFT_FN void send_credit(const Site& site, const Progress& progress, Phase phase, u32 peer) {
     const bool out = phase == Phase::dispatch;
     LowLatencyInbox<S>& to = share_of<S>(site, peer).inbox;
     store_release(out ? &to.received[site.rank] : &to.combined[site.rank],
@@ -200,12 +200,13 @@ WEFT_FN void grant(const Site& site, const Progress& progress, Phase phase, u32 
                             out ? progress.received : progress.combined));
 }
 
-// The grant that an operation of a phase waits for, and the number of operations that it must name.
-template <LowLatencyShape S> WEFT_FN u64* grant_of(const Site& site, Phase phase, u32 peer) {
+// The credit that an operation of a phase waits for, and the number of operations that it must
+// name.
+template <LowLatencyShape S> WEFT_FN u64* credit_of(const Site& site, Phase phase, u32 peer) {
     LowLatencyInbox<S>& inbox = own_share<S>(site).inbox;
     return phase == Phase::dispatch ? &inbox.received[peer] : &inbox.combined[peer];
 }
-WEFT_FN u64 granted_by(const Progress& progress, Phase phase) {
+WEFT_FN u64 credit_needed(const Progress& progress, Phase phase) {
     return phase == Phase::dispatch ? progress.sent : progress.returned;
 }
 
@@ -213,11 +214,11 @@ WEFT_FN u64 granted_by(const Progress& progress, Phase phase) {
 // Order: after `true`, the stores of this thread, and of its team once it has met in `all`, come
 // after the restored sentinels.
 template <LowLatencyShape S>
-WEFT_FN bool await_grant(const Site& site, const Progress& progress, Phase phase, u32 peer) {
+WEFT_FN bool await_credit(const Site& site, const Progress& progress, Phase phase, u32 peer) {
     if constexpr (WEFT_NO_GRANTS) return true;
-    const u64 wanted = granted_by(progress, phase);
+    const u64 wanted = credit_needed(progress, phase);
     // Deadlines identify a round by the epoch that it makes.
-    return await_flag(own_share<S>(site).header, site, grant_of<S>(site, phase, peer), peer, phase,
+    return await_flag(own_share<S>(site).header, site, credit_of<S>(site, phase, peer), peer, phase,
                       (wanted + 1) & epoch_mask, wanted);
 }
 

@@ -43,11 +43,12 @@ WEFT_FN Action send_token_count(const LowLatencyDispatchArgs& a, u64 wanted, u32
 
 // Sends the flag that a dispatch has begun. It orders nothing, and only the coordinator reads it.
 template <LowLatencyShape S>
-WEFT_FN void send_hello(const LowLatencyDispatchArgs& a, u64 wanted, u32 peer, Action planned) {
+WEFT_FN void send_dispatch_begun(const LowLatencyDispatchArgs& a, u64 wanted, u32 peer,
+                                 Action planned) {
     if (planned == Action::drop) return;
     const u64 lie = planned == Action::lie ? 1ull << 40 : 0;
     const u32 generation = own_share<S>(a.site).header.generation;
-    store_relaxed(&share_of<S>(a.site, peer).inbox.hello[a.site.rank],
+    store_relaxed(&share_of<S>(a.site, peer).inbox.dispatch_begun[a.site.rank],
                   make_flag(generation, a.site.descriptor, wanted) ^ lie);
 }
 
@@ -55,9 +56,9 @@ template <LowLatencyShape S>
 WEFT_FN void send_metadata(const Block& team, const LowLatencyDispatchArgs& a, u64 wanted,
                            u32 chunk, const MetadataScratch<S>& scratch) {
     Header& header = own_share<S>(a.site).header;
-    const bool greets = chunk == 0 && team.lane() < S.ranks;
+    const bool announces = chunk == 0 && team.lane() < S.ranks;
     Action planned = Action::drop;
-    if (greets) planned = send_token_count<S>(a, wanted, team.lane());
+    if (announces) planned = send_token_count<S>(a, wanted, team.lane());
     for (u32 expert = team.lane(); expert < S.experts; expert += team.lanes()) {
         const ExpertLocation location = locate_expert<S>(a.placement, expert);
         LowLatencyInbox<S>& to = share_of<S>(a.site, location.rank).inbox;
@@ -66,7 +67,7 @@ WEFT_FN void send_metadata(const Block& team, const LowLatencyDispatchArgs& a, u
     }
     if (chunk != 0) return;
     mark_sent(team, header, Phase::dispatch, wanted);
-    if (greets) send_hello<S>(a, wanted, team.lane(), planned);
+    if (announces) send_dispatch_begun<S>(a, wanted, team.lane(), planned);
     mark_published(team, header, Phase::dispatch, wanted);
 }
 

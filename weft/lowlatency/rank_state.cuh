@@ -1,5 +1,5 @@
-// The state of the rank that every CTA of a low-latency kernel reads first, the grants, and the way
-// in which a warp's lanes share a row. The protocol is in lowlatency/layout.cuh.
+// The state of the rank that every CTA of a low-latency kernel reads first, the credits, and the
+// way in which a warp's lanes share a row. The protocol is in lowlatency/layout.cuh.
 #pragma once
 #include <weft/device/quantize_warp.cuh>
 #include <weft/device/roles.cuh>
@@ -48,10 +48,11 @@ struct RankState {
         const u32 before = team.lanes() - warp_lanes;
         if (stores && team.lane() >= before && team.lane() - before < S.ranks) {
             const u32 peer = team.lane() - before;
-            const u64 seen = load_acquire(grant_of<S>(site, phase, peer));
-            // Most often the grant is there, and it is exactly this one.
-            const u64 usual = make_flag(generation, site.descriptor, granted_by(progress, phase));
-            if (failed == 0 && seen != usual) ok = await_grant<S>(site, progress, phase, peer);
+            const u64 seen = load_acquire(credit_of<S>(site, phase, peer));
+            // Most often the credit is there, and it is exactly this one.
+            const u64 usual =
+                make_flag(generation, site.descriptor, credit_needed(progress, phase));
+            if (failed == 0 && seen != usual) ok = await_credit<S>(site, progress, phase, peer);
         }
         ok = ok && failed == 0;
         return team.all(ok);
@@ -60,7 +61,7 @@ struct RankState {
 
 // Counts CTAs that have read the state; true for the thread that counts the last one, which may
 // then advance it. Called by one thread of each CTA.
-WEFT_FN bool is_last_cta(Header& header) {
+WEFT_FN bool is_last_cta_relaxed(Header& header) {
     if (add_relaxed(&header.arrived, 1) != gridDim.x - 1) return false;
     header.arrived = 0;
     return true;
@@ -76,13 +77,13 @@ WEFT_FN u64 start_time(const Block& team, const CtaRoles& roles) {
 
 constexpr u64 largest(u64 a, u64 b) { return a > b ? a : b; }
 
-// The coordinator of every operation grants before it waits for anything. Each kind of grant has a
-// warp of its own, because a release waits for the store before it.
+// The coordinator of every operation sends credits before it waits for anything. Each kind of
+// credit has a warp of its own, because a release waits for the store before it.
 template <LowLatencyShape S>
-WEFT_FN void grant_all(const Block& team, const Site& site, const Progress& progress) {
+WEFT_FN void send_credits(const Block& team, const Site& site, const Progress& progress) {
     if (team.warp() > 1 || team.warp_lane() >= S.ranks) return;
     const u32 rank = site.rank + team.warp_lane(), peer = rank < S.ranks ? rank : rank - S.ranks;
-    grant<S>(site, progress, team.warp() == 0 ? Phase::dispatch : Phase::combine, peer);
+    send_credit<S>(site, progress, team.warp() == 0 ? Phase::dispatch : Phase::combine, peer);
 }
 
 }  // namespace weft

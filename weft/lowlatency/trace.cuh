@@ -10,8 +10,8 @@ namespace weft {
 // to the other.
 struct TraceRecord {
     u64 epoch, start_ns;
-    u64 end_ns;                   // 0: this team did not read the rank's clock again
-    u32 granted, learned, ended;  // ticks since the start; 0: not reached
+    u64 end_ns;                    // 0: this team did not read the rank's clock again
+    u32 credited, learned, ended;  // ticks since the start; 0: not reached
     u16 phase, role;
     u32 team, units;
     u32 waited[max_ranks];  // ticks, of its first warp, for each source; of a combine for all
@@ -47,9 +47,9 @@ class TraceRecorder {
             start = ticks();
         }
     }
-    WEFT_FN void granted() {
+    WEFT_FN void credited() {
         if constexpr (WEFT_PROFILE)
-            if (writes) record.granted = since(start);
+            if (writes) record.credited = since(start);
     }
     WEFT_FN void learned() {
         if constexpr (WEFT_PROFILE)

@@ -20,7 +20,7 @@ from weft.lowlatency.config import TraceRecord
 from weft.memory import Heap
 from weft.memory.header import PHASES
 from weft.runtime.skew import Skew, estimate_skew
-from weft.runtime.stream import settle
+from weft.runtime.stream import synchronize_device
 from weft.runtime.timeline import read_timeline
 
 METADATA, SENDER, RECEIVER = 0, 1, 2  # weft::CtaRole in device/header.cuh
@@ -28,20 +28,20 @@ ROLES = ("metadata", "sender", "receiver")
 # What a team does: (name, begin, end) by phase and role; stamps by their names in TraceRecord.
 STEPS = {
     ("dispatch", METADATA): (
-        ("wait for grants", "start", "granted"),
-        ("send metadata", "granted", "end"),
+        ("wait for credits", "start", "credited"),
+        ("send metadata", "credited", "end"),
     ),
     ("dispatch", SENDER): (
-        ("load, wait for grants", "start", "granted"),
-        ("quantise and send", "granted", "end"),
+        ("load, wait for credits", "start", "credited"),
+        ("quantise and send", "credited", "end"),
     ),
     ("dispatch", RECEIVER): (
         ("receive metadata", "start", "learned"),
         ("receive rows", "learned", "end"),
     ),
     ("combine", SENDER): (
-        ("load, wait for grants", "start", "granted"),
-        ("copy", "granted", "end"),
+        ("load, wait for credits", "start", "credited"),
+        ("copy", "credited", "end"),
     ),
     ("combine", RECEIVER): (("wait and reduce", "start", "end"),),
 }
@@ -65,7 +65,7 @@ class Work:
     team: int
     units: int
     start_ns: int
-    granted_ns: int
+    credited_ns: int
     learned_ns: int
     end_ns: int
     waited_ns: tuple[int, ...]
@@ -110,7 +110,7 @@ def _work(line: TraceRecord, rank: int, ranks: int, clock: float) -> Work:
         team=line.team,
         units=line.units,
         start_ns=line.start_ns,
-        granted_ns=at(line.granted),
+        credited_ns=at(line.credited),
         learned_ns=at(line.learned),
         end_ns=at(line.ended),
         waited_ns=tuple(round(line.waited[source] * clock) for source in range(ranks)),
@@ -163,7 +163,7 @@ def _track(phase: str, team: int) -> int:
 def _slices(work: Work, shift_ns: float) -> Iterator[Event]:
     stamps = {
         "start": work.start_ns,
-        "granted": work.granted_ns,
+        "credited": work.credited_ns,
         "learned": work.learned_ns,
         "end": work.end_ns,
     }
@@ -195,7 +195,7 @@ def dump(path: Path, tracks: torch.Tensor, heap: Heap) -> None:
     group = heap.group
     if not tracks.numel():
         raise InvalidArgument("dump_trace of an all-to-all built without profile=True")
-    settle(group.device)
+    synchronize_device(group.device)
     works = read_work(tracks, group.rank, group.size)
     if not works:
         raise OutOfOrder("dump_trace before any round has finished: run some first")

@@ -43,7 +43,7 @@ from weft.runtime.check import (
     check_tensor,
     check_tokens,
 )
-from weft.runtime.stream import finish, settle
+from weft.runtime.stream import synchronize_device, synchronize_stream
 
 
 class MoE:
@@ -180,7 +180,7 @@ class MoE:
             group.together(begin, doing="relocating experts")
             assert old is not None
             group.agree({"logical": list(replicas.logical)}, what="the placement of experts")
-            settle(group.device)
+            synchronize_device(group.device)
             staged = None
             if weights is None:
                 staged = Relocation(group, self._weights.tensors, old, replicas)
@@ -193,7 +193,7 @@ class MoE:
                         mine.copy_(theirs)
                 self._replicas = replicas
                 self._fill_table(replicas)
-                finish(group.device)
+                synchronize_stream(group.device)
                 group.barrier()  # a call of any rank sends by the new table
             except BaseException as error:
                 self.exchange._leave(f"failed while relocating experts: {reason(error)}")
@@ -425,7 +425,7 @@ class MoE:
             width = 1 + physical - experts + 1
             self._table = torch.zeros((experts, width), dtype=torch.int32, device=device)
             self._fill_table(replicas)
-            finish(device)
+            synchronize_stream(device)
         self._shared, self._correction = shared, correction
         self._order = library.order_of(device)
         self._handle = library.register(self, self._workspace.sizes())

@@ -40,8 +40,8 @@ WEFT_FN i32 replica_of(const NormalizeArgs& a, u32 expert, u32 token) {
 }
 
 WEFT_FN void normalize_topk(const NormalizeArgs& a) {
-    wait_for_predecessor();
-    admit_successor();
+    griddep_wait();
+    launch_dependents();
     const u32 i = blockIdx.x * normalize_threads + threadIdx.x;
     if (i >= a.entries) return;
     const u32 token = i / a.top_k;

@@ -15,7 +15,7 @@ from weft.arguments import adopt, instance, integer, integers, real, refuse
 from weft.errors import InvalidArgument
 from weft.fields import largest
 from weft.memory import Group, Heap
-from weft.runtime.stream import finish
+from weft.runtime.stream import synchronize_stream
 from weft.shape import MAX_RANKS, Shape
 
 EXPERTS = largest(Shape, "experts")
@@ -322,7 +322,7 @@ class Relocation:
         rank, width = self._group.rank, part.shape[1]
         for slot, source in enumerate(self._sources[rank]):
             self._staging[rank][slot, :width].copy_(part[source % self._each])
-        finish(self._group.device)
+        synchronize_stream(self._group.device)
 
     def _copy_in(self, part: torch.Tensor) -> None:
         """The piece of every expert that this rank gets, from its source's staging memory."""
@@ -332,7 +332,7 @@ class Relocation:
                 owner = source // self._each
                 slot = self._sources[owner].index(source)
                 part[target % self._each].copy_(self._staging[owner][slot, :width])
-        finish(self._group.device)
+        synchronize_stream(self._group.device)
 
     def __enter__(self) -> Self:
         return self

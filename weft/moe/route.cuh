@@ -246,8 +246,8 @@ template <Routing R> WEFT_FN void route(const RouteArgs& a) {
     static_assert(R.top_k <= warp_lanes && R.each() <= 16, "one lane for each choice, 512 experts");
     __shared__ RouteScratch<R> scratch[route_warps];
     const Block team;
-    wait_for_predecessor();
-    admit_successor();
+    griddep_wait();
+    launch_dependents();
     const u32 token = blockIdx.x * route_warps + team.warp(), lane = team.warp_lane();
     if (token >= a.tokens) return;
     i32 id = -1;

@@ -25,7 +25,7 @@ from weft.moe.grouped_experts import GroupedExperts
 from weft.moe.models import MoEConfig
 from weft.moe.router import Routed
 from weft.moe.torch_experts import Experts, TorchExperts
-from weft.runtime.stream import capturing, finish
+from weft.runtime.stream import capturing, synchronize_stream
 
 Exchange: TypeAlias = AllToAll | LowLatencyAllToAll
 Shared: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
@@ -261,4 +261,4 @@ class LayerWorkspace(ABC, Generic[Rows]):
         weighs = config.routing.weigh == "input"
         held = (options.max_tokens if weighs else 0, config.hidden)
         self._weighed = torch.empty(held, dtype=config.dtype, device=device)
-        finish(device)
+        synchronize_stream(device)

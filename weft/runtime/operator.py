@@ -37,7 +37,7 @@ from weft.runtime.args import Site
 from weft.runtime.check import check_group
 from weft.runtime.kernels import Kernels
 from weft.runtime.report import ABORTED, PEER_LEFT, breakage, refusal
-from weft.runtime.stream import settle
+from weft.runtime.stream import synchronize_device
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -255,7 +255,7 @@ class Operator(ABC):
         settled: only when this GPU has done what is enqueued; peers count on that.
         """
         if settled and os.getpid() == self._owner:
-            settle(self.group.device)
+            synchronize_device(self.group.device)
         with self._access:
             if not self._freed:
                 self._notify_once(PEER_LEFT, why)
@@ -354,7 +354,7 @@ class Operator(ABC):
 
     def _free(self) -> None:
         """Give the memory back, except for what a caller's views still show; local."""
-        settle(self.group.device)  # unlocked: what runs may have to see a peer's end
+        synchronize_device(self.group.device)  # unlocked: what runs may have to see a peer's end
         with self._access:
             self._freed = True
             del self._mailbox

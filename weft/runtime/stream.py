@@ -41,14 +41,14 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def finish(device: torch.device) -> None:
+def synchronize_stream(device: torch.device) -> None:
     """Wait for what this thread has enqueued: later calls may come in another stream."""
     if device.type == "cuda":
         with relaxed():
             torch.cuda.current_stream(device).synchronize()
 
 
-def settle(device: torch.device) -> None:
+def synchronize_device(device: torch.device) -> None:
     """Wait until a GPU has done all its work, whatever is being captured. Raises DriverError."""
     if device.type == "cuda":
         with torch.cuda.device(device), relaxed():
