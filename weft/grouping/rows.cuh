@@ -10,7 +10,7 @@ namespace weft {
 constexpr u32 vectors_in_flight = 4;  // of a row, in each thread
 
 // Loads from a row that a peer wrote: never through the non-coherent path.
-WEFT_FN uint4 load_row(const uint4* at) { return load_shared_row(at); }
+WEFT_FN uint4 load_row(const uint4* at) { return load_peer_row(at); }
 template <class V> WEFT_FN V load_row(const V* at) { return *const_cast<const volatile V*>(at); }
 WEFT_FN uint2 load_row(const uint2* at) {
     const u64 v = *reinterpret_cast<const volatile u64*>(at);
@@ -138,8 +138,8 @@ WEFT_FN void zero_dropped_rows(const Block& team, const GroupArgs& a, TokenSlot 
 
 template <Shape S, Grouping G> WEFT_FN void gather(const GroupArgs& a) {
     const Block team;
-    wait_for_predecessor();
-    admit_successor();
+    griddep_wait();
+    launch_dependents();
     if (own_share<S>(a.site).header.state.failed != 0) return;
     const u32 k = team.warp_lane();
     const ReceivedTokens tokens = ReceivedTokens::of<S>(own_share<S>(a.site).inbox, k);
@@ -188,8 +188,8 @@ WEFT_FN void sum_rows(const Block& team, const GroupArgs& a, TokenSlot at, i32 r
 
 template <Shape S, Grouping G> WEFT_FN void scatter(const GroupArgs& a) {
     const Block team;
-    wait_for_predecessor();
-    admit_successor();
+    griddep_wait();
+    launch_dependents();
     if (own_share<S>(a.site).header.state.failed != 0) return;
     const u32 k = team.warp_lane();
     const ReceivedTokens tokens = ReceivedTokens::of<S>(own_share<S>(a.site).inbox, k);
