@@ -76,7 +76,7 @@ WEFT_FN bool await(const Block& team, Word& word, u64 round, u64 deadline) {
 
 // As dispatch does it: the counter releases and acquires, the flag releases.
 WEFT_FN void publish_ours(const Block& team, Share& own, Word& flag, u64 round) {
-    if (team.last_of(&own.board.arrived.value) && team.lane() == 0)
+    if (team.is_last_cta(&own.board.arrived.value) && team.lane() == 0)
         store_release(&flag.value, round);
 }
 
@@ -98,7 +98,7 @@ WEFT_FN void publish_hole(const Block& team, Share& own, Word& flag, u64 round) 
 WEFT_FN void leave(const Block& team, const Args& a, bool in_time) {
     Board& board = mine(a).board;
     if (!in_time && team.lane() == 0) atomicAdd(&board.late.value, 1ull);
-    if (team.last_of(&board.left.value) && team.lane() == 0)
+    if (team.is_last_cta(&board.left.value) && team.lane() == 0)
         store_release(&board.done.value, a.first + a.rounds);
 }
 
