@@ -5,8 +5,9 @@ from weft.allreduce.call import FP8Group, FP8Static, FP8Token, MoEFinalize, Redu
 from weft.allreduce.operator import AllReduce
 from weft.alltoall.capacity import tokens_per_rank
 from weft.alltoall.collective import CollectiveAllToAll
+from weft.alltoall.config import Payload
 from weft.alltoall.operator import AllToAll
-from weft.alltoall.received import Payload, Received
+from weft.alltoall.received import Received
 from weft.grouping.api import ExpertGroups, Grouped
 from weft.leases import Lease, lease
 from weft.lowlatency.operator import LowLatencyAllToAll

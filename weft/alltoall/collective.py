@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
-from weft.alltoall.config import AllToAllConfig
-from weft.alltoall.received import Payload, Received
+from weft.alltoall.config import AllToAllConfig, Payload
+from weft.alltoall.received import Received
 from weft.errors import BadExpertId, OutOfOrder
 from weft.memory import Group
 from weft.memory.collective import all_gather, reduce_scatter

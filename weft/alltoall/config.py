@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from ctypes import c_uint32, c_uint64
 from dataclasses import dataclass
 
 import torch
 
-from weft.alltoall.received import Payload
 from weft.arguments import instance, integer, integers, one_of, refuse, shown
 from weft.errors import InvalidArgument
 from weft.fields import by_argument, checked
@@ -20,6 +20,23 @@ from weft.runtime.args import Site
 from weft.runtime.check import check_alignment, check_tensor, check_tokens
 from weft.runtime.layout import LINE, Numbers, offset, sizes_of, up
 from weft.shape import DTYPE_NAMES, MAX_PLANES, MAX_ROW_BYTES, Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """One token's row of an opaque payload tensor: its shape after the token axis, and its dtype.
+
+    `Payload((7168,), torch.float8_e4m3fn)` describes a tensor `[tokens, 7168]`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 SCALES = {
     "fp8": lambda hidden: Payload((hidden // 128,), torch.float32),
@@ -145,6 +162,7 @@ class AllToAllConfig:
     """All that ranks must agree on before they share memory.
 
     inputs: what callers hand over.   payloads: what arrives; they differ where dispatch quantises.
+    planes: the plane of each input: a quantised first one arrives as two, numbers and scales.
     """
 
     shape: Shape
@@ -152,6 +170,7 @@ class AllToAllConfig:
     dtype: torch.dtype
     inputs: tuple[Payload, ...]
     payloads: tuple[Payload, ...]
+    planes: tuple[int, ...]
     placement: Placement
 
     @classmethod
@@ -200,18 +219,14 @@ class AllToAllConfig:
                 f"top_k is {top_k}, but the layer has {num_experts} experts (num_experts)"
             )
         placement = placement_of(expert_map, num_experts, ranks)
-        return cls(shape, Offsets.of(shape), dtype, inputs, arriving, placement)
+        scales = len(arriving) - len(inputs)
+        planes = tuple(i + scales if i else 0 for i in range(len(inputs)))
+        return cls(shape, Offsets.of(shape), dtype, inputs, arriving, planes, placement)
 
     @property
     def quantized(self) -> bool:
         """Does dispatch quantise the first payload?"""
         return self.shape.quant != "none"
-
-    @property
-    def planes(self) -> Sequence[int]:
-        """The plane of each input: a quantised first one arrives as two, numbers and scales."""
-        scales = 1 if self.quantized else 0
-        return [i + scales if i else 0 for i in range(len(self.inputs))]
 
     @property
     def share_bytes(self) -> int:
@@ -267,7 +282,8 @@ class AllToAllConfig:
             count = (torch.int32,)
             check_tensor("num_tokens", num_tokens, shape=(1,), dtypes=count, device=device)
             check_alignment("num_tokens", num_tokens, num_tokens.itemsize)
-        self._check_stats(stats, device)
+        if stats is not None or self.shape.stats:
+            self._check_stats(stats, device)
         return tokens
 
     def check_rows(self, rows: int | None, tokens: int) -> int:

@@ -12,9 +12,9 @@ from enum import Enum
 import torch
 
 from weft.alltoall import compile as traced
-from weft.alltoall.config import AllToAllConfig, CombineArgs, DispatchArgs, memory_bytes
+from weft.alltoall.config import AllToAllConfig, CombineArgs, DispatchArgs, Payload, memory_bytes
 from weft.alltoall.kernels import load_kernels
-from weft.alltoall.received import Payload, Received, with_rows
+from weft.alltoall.received import Received, with_rows
 from weft.arguments import flags
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.memory import Group, Heap
@@ -284,12 +284,12 @@ class AllToAll(Placed, Operator):
         tokens = self.config.check_dispatch(
             tensors, topk_ids, topk_weights, num_tokens, stats, self.group.device
         )
-        rows = self.config.check_rows(rows, tokens)
+        rows = self.max_tokens if rows is None else self.config.check_rows(rows, tokens)
         args = self._dispatch_args
         for plane, tensor in zip(self.config.planes, tensors, strict=True):
             args.payload[plane] = tensor.data_ptr()
         args.ids = topk_ids.data_ptr()
-        args.ids_bytes = topk_ids.element_size()
+        args.ids_bytes = topk_ids.itemsize
         args.weights = 0 if topk_weights is None else topk_weights.data_ptr()
         args.num_tokens = 0 if num_tokens is None else num_tokens.data_ptr()
         args.stats = 0 if stats is None else stats.data_ptr()
@@ -335,17 +335,17 @@ class AllToAll(Placed, Operator):
     ) -> torch.Tensor:
         """Run `combine` or `combine_receive`; return what `out` holds."""
         self._expect(State.RECEIVED if entry == "combine" else State.RETURNED, entry)
-        dtype, row_bytes = self.config.dtype, self.config.shape.out_bytes
+        dtype = self.config.dtype
         shape = (self._tokens, self.config.shape.hidden)
         if out is None:
             out = torch.empty(shape, dtype=dtype, device=self.group.device)
         else:
             check_tensor("out", out, shape=shape, dtypes=(dtype,), device=self.group.device)
-            check_alignment("out", out, row_bytes)
+            check_alignment("out", out, 16)
             self._check_outside("out", out)
         if add is not None:
             check_tensor("add", add, shape=shape, dtypes=(dtype,), device=self.group.device)
-            check_alignment("add", add, row_bytes)
+            check_alignment("add", add, 16)
         self._stage(y)
         args = self._combine_args
         args.out = out.data_ptr()
@@ -406,14 +406,6 @@ class AllToAll(Placed, Operator):
     def _reach(self, state: State) -> None:
         self._state = state
         self._raise_if_broken()
-
-    def _check_split_phase(self, name: str) -> None:
-        library.refuse_split_phase(name)
-        self._check_open()
-        if not self._build.split_phase:
-            raise InvalidArgument(
-                f"{name} of an all-to-all built without split_phase; pass split_phase=True"
-            )
 
     # The share's first contents, and views of it.
 

@@ -1,43 +1,26 @@
-"""What callers hand over and get back: payload descriptions and the received views."""
+"""What a dispatch brought: views of this rank's inbox."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Payload:
-    """One token's row of an opaque payload tensor: its shape behind the token axis, and its dtype.
-
-    `Payload((7168,), torch.float8_e4m3fn)` describes a tensor `[tokens, 7168]`.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
 class Received:
     """What dispatch brought to this rank: views into symmetric memory, valid until its combine.
 
-    Combine grants this inbox to the peers, to be overwritten by their next dispatch: whatever
-    reads these views must come before it in the stream, and what is needed later must be copied.
+    After combine the peers' next dispatch may overwrite this inbox: what reads these views must
+    come before combine in the stream, and what is needed later must be copied.
 
     Slot `[s, t]` belongs to token t of source rank s, always; `rows` are the dispatch's, by default
     max_tokens. Where all ids of a slot are -1 the token was not for this rank: its payload is
-    whatever lay there before, and must not be read.
+    what was there before, and must not be read.
 
     payloads: each `[ep_size, rows, *row]` in the dtype that was sent; contiguous where a row is a
         multiple of 16 bytes.
-    ids: int32 `[ep_size, rows, top_k]`, LOCAL expert ids; -1 where the expert lies elsewhere.
+    ids: int32 `[ep_size, rows, top_k]`, LOCAL expert ids; -1 where another rank has the expert.
     weights: float32 `[ep_size, rows, top_k]`, meaningless (not 0) where the id is -1.
     counts: int32 `[ep_size]`, tokens that each source brought; rows at and above it have ids -1.
     stats: int32 `[ep_size, stats]`, what each rank passed as `stats`; None without statistics.

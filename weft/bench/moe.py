@@ -17,9 +17,9 @@ import torch
 
 from weft import reference
 from weft.alltoall.collective import CollectiveAllToAll
-from weft.alltoall.config import AllToAllConfig
+from weft.alltoall.config import AllToAllConfig, Payload
 from weft.alltoall.operator import AllToAll
-from weft.alltoall.received import Payload, Received
+from weft.alltoall.received import Received
 from weft.bench.case import PairCase, choose, choose_backends
 from weft.bench.check import poison, settle, unlike_row
 from weft.bench.clock import Calls, Step

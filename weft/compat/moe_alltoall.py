@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from weft.alltoall.config import Payload
 from weft.alltoall.operator import AllToAll
-from weft.alltoall.received import Payload, Received
+from weft.alltoall.received import Received
 from weft.arguments import flags, instance, integer, one_of, seconds
 from weft.compat.moe_workspace import CombineRow, MoeWorkspace, RowBytes, likely_row
 from weft.compat.ranks import EpMapping, lease_group, place, release_group

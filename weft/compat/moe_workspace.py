@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from weft.alltoall.config import Payload
 from weft.alltoall.operator import AllToAll
-from weft.alltoall.received import Payload
 from weft.errors import InvalidArgument
 from weft.memory import Group
 from weft.runtime.stream import capturing

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from weft.alltoall.config import QUANTISED
-from weft.alltoall.received import Payload
+from weft.alltoall.config import QUANTISED, Payload
 from weft.arguments import integer, shown
 from weft.errors import InvalidArgument, TokenOverflow, UsageError
 from weft.fields import largest

@@ -16,8 +16,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from weft.alltoall.config import Payload
 from weft.alltoall.operator import AllToAll, State
-from weft.alltoall.received import Payload
 from weft.compat.packed_rows import FetchArgs, PackedRows, ReturnArgs, load_entries
 from weft.grouping.entry import Grouping
 from weft.grouping.rounds import GroupRounds

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from weft.alltoall.config import Payload
 from weft.alltoall.operator import AllToAll
-from weft.alltoall.received import Payload
 from weft.arguments import integer
 from weft.compat.refusals import BACKEND, refuse
 from weft.fields import largest

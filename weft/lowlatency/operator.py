@@ -29,7 +29,6 @@ from weft.memory import Group
 from weft.memory.driver import in_relaxed_mode
 from weft.memory.header import Header
 from weft.placement import Placed
-from weft.runtime import library
 from weft.runtime.check import check_alignment, check_tensor
 from weft.runtime.kernels import Build, Kernels
 from weft.runtime.layout import Memory
@@ -230,12 +229,12 @@ class LowLatencyAllToAll(Placed, Operator):
         Returns the result, which holds nothing yet, and a function that receives it: call that, or
         `dispatch_recv`.
         """
-        library.refuse_split_phase("dispatch_send")
+        self._check_split_phase("dispatch_send")
         return self._dispatch("dispatch_send", x, topk_ids, topk_weights), self._receive
 
     def dispatch_recv(self) -> ExpertRows:
         """The second half of `dispatch`: wait for all peers' tokens, and lay them out."""
-        library.refuse_split_phase("dispatch_recv")
+        self._check_split_phase("dispatch_recv")
         return self._receive()
 
     def combine_send(
@@ -253,13 +252,13 @@ class LowLatencyAllToAll(Placed, Operator):
         half has run. Returns `out`, which holds nothing yet, and a function that receives: call
         that, or `combine_recv`.
         """
-        library.refuse_split_phase("combine_send")
+        self._check_split_phase("combine_send")
         result = self._combine("combine_send", y, topk_ids, topk_weights, handle, out, add)
         return result, self._combine_receive
 
     def combine_recv(self) -> torch.Tensor:
         """The second half of `combine`: wait for the rows and add them; return `out`."""
-        library.refuse_split_phase("combine_recv")
+        self._check_split_phase("combine_recv")
         return self._combine_receive()
 
     def dump_trace(self, path: str | os.PathLike[str]) -> None:
@@ -294,7 +293,6 @@ class LowLatencyAllToAll(Placed, Operator):
             raise OutOfOrder(
                 f"{entry} while dispatch {self._sent.number} is on its way: receive it first"
             )
-        self._check_built(entry)
         handle = Handle(self._number + 1, self._free_slot(entry), tokens)
         slot = self._slots[handle.slot]
         args, t = self._dispatch_args, slot.tensors if results is None else results
@@ -456,7 +454,6 @@ class LowLatencyAllToAll(Placed, Operator):
                 f"{entry} while the combine of dispatch {self._returned.number} is on its way: "
                 "receive it first"
             )
-        self._check_built(entry)
         # By identity: another all-to-all's handle may have the same numbers.
         if self._allow_handle_reuse:
             kept = any(slot.latest is handle for slot in self._slots)
@@ -473,12 +470,6 @@ class LowLatencyAllToAll(Placed, Operator):
             raise OutOfOrder(
                 f"{entry} of dispatch {handle.number}: {why}; each dispatch is combined once, by "
                 "the all-to-all that made it"
-            )
-
-    def _check_built(self, entry: str) -> None:
-        if entry.endswith("_send") and not self._build.split_phase:
-            raise InvalidArgument(
-                f"{entry} of an all-to-all built without split_phase; pass split_phase=True"
             )
 
     # The share's first contents, and this rank's own memory.

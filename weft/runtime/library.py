@@ -24,7 +24,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from weft.errors import InvalidArgument, OutOfOrder
+from weft.errors import OutOfOrder
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -84,18 +84,6 @@ def mark_static(tensor: torch.Tensor) -> None:
     importing torch._dynamo takes. Without the mark, graphs that mutate it are not captured.
     """
     tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
-
-
-def refuse_split_phase(name: str) -> None:
-    """Raises InvalidArgument while a compiler traces `name`, a half of a dispatch or a combine.
-
-    A half returns while peers still write what it returns, which no graph can express.
-    """
-    if torch.compiler.is_dynamo_compiling():
-        raise InvalidArgument(
-            f"{name} under torch.compile, which may move what stands between the halves: call "
-            "dispatch and combine there, or the halves outside of the compiled function"
-        )
 
 
 def untraced(call: Callable[P, R]) -> Callable[P, R]:

@@ -35,7 +35,7 @@ from weft.memory.wire import JSON
 from weft.runtime import library
 from weft.runtime.args import Site
 from weft.runtime.check import check_group
-from weft.runtime.kernels import Kernels
+from weft.runtime.kernels import Build, Kernels
 from weft.runtime.report import ABORTED, PEER_LEFT, breakage, refusal
 from weft.runtime.stream import synchronize_device
 
@@ -69,6 +69,7 @@ class Operator(ABC):
 
     group: Group
     heap: Heap
+    _build: Build
     _kernels: Kernels
     _site: Site
     _seen_refusals = 0
@@ -321,6 +322,22 @@ class Operator(ABC):
         with self._access:
             self._check_open()
             self._raise_if_broken()
+
+    def _check_split_phase(self, name: str) -> None:
+        """Raise InvalidArgument where half of a dispatch or a combine cannot be called.
+
+        A half returns while peers still write what it returns: no compiled graph can express that.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            raise InvalidArgument(
+                f"{name} under torch.compile, which may move what is between the halves: call "
+                "dispatch and combine there, or the halves outside of the compiled function"
+            )
+        self._check_open()
+        if not self._build.split_phase:
+            raise InvalidArgument(
+                f"{name}: this {self._what} was built without split_phase; pass split_phase=True"
+            )
 
     def _check_outside(self, name: str, tensor: torch.Tensor) -> None:
         """Raise InvalidArgument for a result that lies in the heap, where peers read and write."""
