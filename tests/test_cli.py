@@ -254,7 +254,8 @@ def test_cache(weft_command, monkeypatch, tmp_path):
     from weft.jit.cache import Cache, key_of
 
     monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "cache"))
-    Cache().put(key_of(name="x"), b"12345", {"name": "dispatch", "kind": "cubin", "arch": "sm_90a"})
+    meta = {"name": "dispatch", "kind": "cubin", "arch": "sm_90a", "compiler": "NVRTC 13.0"}
+    Cache().fetch(key_of(name="x"), lambda: b"12345", meta)
     code, out, _ = weft_command("cache", "list")
     assert code == 0
     assert "dispatch" in out

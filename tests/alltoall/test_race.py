@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import compile_program
 from tests.recorded import reads
-from weft.jit import compile_program
 
 SOURCE = Path(__file__).with_name("race.cpp")
 # Every run tries a few interleavings; the long campaign runs when these files change.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.jit import compile_program
+from tests.programs import compile_program
 
 SOURCE = Path(__file__).with_name("overdue.cpp")
 FIRST, LATER = 1, 7  # epochs

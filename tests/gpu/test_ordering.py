@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__({bounds}, 1)
 """
 SOURCE = "".join(
     [
-        "#include <ordering.cuh>\n",
+        Path(__file__).with_name("ordering.cuh").read_text().replace("#pragma once", ""),
         "namespace weft { using ordering::Args; using ordering::Board; }\n",
         assertions((Args, Board)),
         'extern "C" { extern __device__ const unsigned long long sizes[5]; }\n',
@@ -83,13 +83,11 @@ SOURCE = "".join(
 
 def compile_litmus(arch: str, cache: Cache | None = None) -> bytes:
     """The cubin of all kernels; needs no GPU."""
-    folder = Path(__file__).resolve().parent
     return compile_cubin(
         SOURCE,
         name="ordering",
         arch=arch,
         options=("-default-device",),
-        include_dirs=(folder,),
         cache=cache,
     )
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tests.jit.listening import Driver
-from weft.jit import driver as jit_driver
-from weft.jit import launch, loaded, module
+from weft.jit import launch, module
 from weft.memory import driver as memory_driver
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
-    for user in (jit_driver, loaded, module, launch, memory_driver):
+    for user in (module, launch, memory_driver):
         monkeypatch.setattr(user, "driver", lambda: driver)
     return driver

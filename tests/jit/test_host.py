@@ -1,11 +1,9 @@
-"""The system's C++ compiler: libraries, programs, and what is said when it is not there."""
+"""The system's C++ compiler: libraries, and what is said when it is not there."""
 
 from __future__ import annotations
 
 import ctypes
-import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,7 +38,7 @@ def test_library_is_compiled_and_called(cache: Cache) -> None:
     library = host.compile_shared(ADD, name="add", defines=["EXTRA=1"], cache=cache)
     assert library.add(2, 3) == 6
     (entry,) = cache.entries()
-    assert (entry.name, entry.kind) == ("add", "shared")
+    assert (entry.name, entry.kind) == ("add", "c++")
 
 
 @needs_compiler
@@ -72,14 +70,14 @@ def test_native_code_only_where_the_cpu_is_known(
 ) -> None:
     seen: list[tuple[str, ...]] = []
 
-    def record(source: object, *, flags: tuple[str, ...], **_: object) -> bytes:
+    def record(entry: str, *, flags: tuple[str, ...], **_: object) -> bytes:
         seen.append(flags)
         return b""
 
     monkeypatch.setattr(host, "_build", record)
     for cpu in ("some cpu", None):
         monkeypatch.setattr(host, "cpu_identity", lambda cpu=cpu: cpu)
-        host.compile_program("int main() {}", name="nothing", cache=cache)
+        host.compile_file("int x;", name="nothing", options=(), cache=cache)
     assert ["-march=native" in flags for flags in seen] == [True, False]
 
 
@@ -99,40 +97,6 @@ def test_error_shows_entry_and_log(cache: Cache) -> None:
 def test_warnings_are_errors(cache: Cache) -> None:
     with pytest.raises(CompileError, match="unused"):
         host.compile_shared("void f() { int unused; }\n", name="warned", cache=cache)
-
-
-@needs_compiler
-def test_program_from_text_runs(cache: Cache) -> None:
-    program = host.compile_program(
-        "#include <thread>\nint main() { std::thread([] {}).join(); return 7; }\n",
-        name="seven",
-        cache=cache,
-    )
-    assert os.access(program, os.X_OK)
-    assert subprocess.run([program], check=False).returncode == 7
-    (entry,) = cache.entries()
-    assert (entry.name, entry.kind) == ("seven", "program")
-
-
-@needs_compiler
-def test_program_from_file_with_headers_and_options(cache: Cache, tmp_path: Path) -> None:
-    (tmp_path / "include").mkdir()
-    (tmp_path / "include" / "three.hpp").write_text("constexpr int three = 3;\n")
-    source = tmp_path / "driver.cpp"
-    source.write_text("#include <three.hpp>\nint main() { return three + MORE; }\n")
-    program = host.compile_program(
-        source,
-        name="driver",
-        options=["-DMORE=2", "-g"],
-        include_dirs=[tmp_path / "include"],
-        cache=cache,
-    )
-    assert subprocess.run([program], check=False).returncode == 5
-    source.write_text("#include <three.hpp>\nint main() { return three; }\n")
-    changed = host.compile_program(
-        source, name="driver", include_dirs=[tmp_path / "include"], cache=cache
-    )
-    assert changed != program
 
 
 @needs_compiler

@@ -107,14 +107,14 @@ def test_extra_options_reach_the_compiler(cache: Cache) -> None:
 
 
 @needs_nvrtc
-def test_include_dirs_are_searched(cache: Cache, tmp_path: Path) -> None:
+def test_directories_among_the_options_are_searched(cache: Cache, tmp_path: Path) -> None:
     (tmp_path / "extra").mkdir()
     (tmp_path / "extra" / "value.cuh").write_text("#define VALUE 9\n")
     cubin = nvrtc.compile_cubin(
         f"#include <value.cuh>\n{KERNEL}",
         name="fill",
         arch="sm_90a",
-        include_dirs=[tmp_path / "extra"],
+        options=[f"-I{tmp_path}/extra"],
         cache=cache,
     )
     assert cubin.startswith(b"\x7fELF")

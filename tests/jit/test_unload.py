@@ -16,8 +16,6 @@ def test_code_goes_behind_a_wait_that_no_capture_minds(fake: Driver) -> None:
     code = CudaModule(b"cubin", name="code")
     code.function("fill")
     assert code.global_bytes("table") == bytes(8)
-    with code.own_stream() as stream:
-        assert stream == 44
     made = len(fake.calls)
     code.unload(after=0x77)
     names = [name for name, *_ in fake.calls[made:] if name != "cuInit"]
@@ -28,7 +26,7 @@ def test_code_goes_behind_a_wait_that_no_capture_minds(fake: Driver) -> None:
     assert fake.unsafe == []
     assert fake.mode is fake.modes.CU_STREAM_CAPTURE_MODE_GLOBAL
     streams = [name for name, *_ in fake.calls if name.startswith("cuStream")]
-    assert streams.count("cuStreamCreate") == streams.count("cuStreamDestroy") == 2
+    assert streams.count("cuStreamCreate") == streams.count("cuStreamDestroy") == 1
 
 
 def test_a_stream_that_is_captured_is_not_waited_for(fake: Driver) -> None:

@@ -33,6 +33,11 @@ class CaptureModes(IntEnum):
     CU_STREAM_CAPTURE_MODE_RELAXED = 2
 
 
+class Results(IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_OUT_OF_MEMORY = 2
+
+
 class Fabric:
     """A fabric handle; imports find it by its address, as the driver does."""
 
@@ -51,6 +56,7 @@ class Driver:
 
     CUmemAllocationHandleType = Handles
     CUdevice_attribute = Attributes
+    CUresult = Results
     CUstreamCaptureMode = CaptureModes
     CUmemFabricHandle = Fabric
     CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
@@ -91,8 +97,8 @@ class Driver:
                     # A call that gives back has given back, whatever it returns.
                     if name in _GIVES_BACK:
                         run(*args)
-                    return (2, None)
-                return (0, *run(*args))
+                    return (Results.CUDA_ERROR_OUT_OF_MEMORY, None)
+                return (Results.CUDA_SUCCESS, *run(*args))
 
         return counted
 
@@ -125,9 +131,6 @@ class Driver:
 
     def left(self):
         return {k: n for k, n in self.held.items() if n}
-
-    def cuGetErrorName(self, code):  # noqa: N802
-        return 0, b"CUDA_ERROR_OUT_OF_MEMORY"
 
     def cuGetErrorString(self, code):  # noqa: N802
         return 0, b"out of memory"

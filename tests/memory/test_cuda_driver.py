@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 
-from tests.memory.fake_driver import GRANULE, Attributes, CaptureModes, Driver, Handles
+from tests.memory.fake_driver import GRANULE, Attributes, CaptureModes, Driver, Handles, Results
 from weft.errors import CreationFailed, DriverError, HandleUnsupported, PeerAccessDenied
 from weft.memory import cuda, driver, posix
 from weft.memory.header import HEADER_BYTES
@@ -88,7 +88,7 @@ def test_a_failure_of_any_call_frees_everything_everywhere(install):
         text = texts.pop()
         assert "rank 1 of 2" in text
         assert f"{names[number - 1]}(" in text
-        assert "CUDA_ERROR_OUT_OF_MEMORY (out of memory)" in text
+        assert "CUDA_ERROR_OUT_OF_MEMORY (2): out of memory; free some GPU memory" in text
         assert outcomes[0][0] == "NoneType"
         failed += 1
     assert failed == created > 35
@@ -226,10 +226,11 @@ def test_a_missing_driver_or_package_is_named(monkeypatch):
             raise RuntimeError("libcuda.so cannot be found")
 
     monkeypatch.setattr(driver, "driver", lambda: Absent())
-    with pytest.raises(DriverError, match="cuInit: libcuda.so cannot be found"):
+    with pytest.raises(DriverError, match="cuInit: the NVIDIA driver was not found: libcuda"):
         driver.call("cuInit", 0)
     monkeypatch.undo()
-    monkeypatch.setitem(__import__("sys").modules, "cuda.bindings", None)
+    monkeypatch.setitem(__import__("sys").modules, "cuda.bindings.driver", None)
+    driver.driver.cache_clear()
     with pytest.raises(DriverError, match=r"pip install 'weft\[gpu\]'"):
         driver.driver()
 
@@ -246,6 +247,7 @@ def test_the_names_and_enums_exist_in_cuda_bindings():
         (Handles, real.CUmemAllocationHandleType),
         (Attributes, real.CUdevice_attribute),
         (CaptureModes, real.CUstreamCaptureMode),
+        (Results, real.CUresult),
     ):
         for member in ours:
             assert getattr(theirs, member.name) == member.value

@@ -129,13 +129,12 @@ def cache_list() -> None:
 
     store = Cache()
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("name", "kind", "arch", "KiB", "made", "last used", "key"):
+    for name in ("name", "kind", "arch", "KiB", "made", "key"):
         table.add_column(name, justify="right" if name == "KiB" else "left")
     entries = store.entries()
     for entry in entries:
-        times = (_clock(entry.created), _clock(entry.last_used))
-        size = f"{entry.bytes / 1024:.1f}"
-        table.add_row(entry.name, entry.kind, entry.arch, size, *times, entry.key[:12])
+        made, size = _clock(entry.created), f"{entry.bytes / 1024:.1f}"
+        table.add_row(entry.name, entry.kind, entry.arch, size, made, entry.key[:12])
     console = Console()
     if entries:
         console.print(table)
@@ -145,7 +144,7 @@ def cache_list() -> None:
 
 @cache.command("clear")
 def cache_clear() -> None:
-    """Remove every entry that nobody is building."""
+    """Remove every entry."""
     from rich.console import Console
 
     from weft.jit.cache import Cache

@@ -1,4 +1,4 @@
-"""C++ to a shared library or a program with the system's compiler: the CPU backend's half."""
+"""C++ to a shared library with the system's compiler: the CPU backend's half."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from weft.errors import CompileError
 from weft.jit.cache import Cache, key_of
-from weft.jit.source import INCLUDE_ROOT, checked_name, clipped, include_key, numbered
+from weft.jit.source import INCLUDE_ROOT, checked_name, clipped, header_digest, numbered
 
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (
@@ -43,7 +42,6 @@ def compile_shared(
     name: str,
     options: Sequence[str] = (),
     defines: Sequence[str] = (),
-    include_dirs: Sequence[Path] = (),
     cache: Cache | None = None,
 ) -> ctypes.CDLL:
     """Return a generated entry as a loaded library, from the cache if it was compiled before.
@@ -55,22 +53,15 @@ def compile_shared(
         name: shown in errors and by the cache's listing.
         options: more compiler options; they come last and win.
         defines: macros, each `"NAME"` or `"NAME=VALUE"`.
-        include_dirs: more directories to search; their files' sizes and times join the key.
         cache: where to look and store; default `Cache()`.
 
     Raises:
-        InvalidArgument: `name` or `include_dirs` cannot be used.
+        InvalidArgument: `name` cannot be used.
         CompileError: there is no compiler, it refused, or the library cannot be loaded.
         SetupError: the cache cannot be used.
     """
-    path = _compile(
-        entry,
-        name=name,
-        kind="shared",
-        flags=(*_FLAGS, "-fPIC", "-shared", *(f"-D{define}" for define in defines), *options),
-        include_dirs=include_dirs,
-        cache=cache or Cache(),
-    )
+    options = ("-fPIC", "-shared", *(f"-D{define}" for define in defines), *options)
+    path = compile_file(entry, name=name, options=options, cache=cache or Cache())
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
@@ -80,39 +71,29 @@ def compile_shared(
         ) from error
 
 
-def compile_program(
-    source: Path | str,
-    *,
-    name: str,
-    options: Sequence[str] = (),
-    include_dirs: Sequence[Path] = (),
-    cache: Cache | None = None,
-) -> Path:
-    """Return the path of an executable made from C++20 text, or from the file at a `Path`.
-
-    A file is compiled where it lies. Its own text and weft's headers are part of the key; what
-    else it includes is only if its directory is named in `include_dirs`.
-
-    Args:
-        source: the text (`str`) or the file (`Path`).
-        name: shown in errors and by the cache's listing.
-        options: more compiler options, e.g. `("-fsanitize=thread", "-g")`; they come last and win.
-        include_dirs: more directories to search; their files' sizes and times join the key.
-        cache: where to look and store; default `Cache()`.
+def compile_file(entry: str, *, name: str, options: Sequence[str], cache: Cache) -> Path:
+    """Return the file in the cache that the compiler makes of an entry, with these options.
 
     Raises:
-        InvalidArgument: `name` or `include_dirs` cannot be used.
-        CompileError: there is no compiler, or it refused.
-        SetupError: the cache cannot be used.
+        InvalidArgument, CompileError, SetupError: as `compile_shared`.
     """
-    return _compile(
-        source,
+    checked_name(name)
+    command = find_compiler()
+    identity = compiler_identity(command)
+    cpu = cpu_identity()
+    flags = (*(("-march=native",) if cpu else ()), *_FLAGS, *options)
+    key = key_of(
+        kind="c++",
         name=name,
-        kind="program",
-        flags=(*_FLAGS, *options),
-        include_dirs=include_dirs,
-        cache=cache or Cache(),
+        entry=entry,
+        headers=header_digest(),
+        options=flags,
+        compiler=identity,
+        cpu=cpu or "",
     )
+    meta = {"name": name, "kind": "c++", "arch": platform.machine(), "compiler": identity}
+    cache.fetch(key, lambda: _build(entry, name=name, command=command, flags=flags), meta)
+    return cache.file(key)
 
 
 def find_compiler() -> tuple[str, ...]:
@@ -173,64 +154,21 @@ def cpu_identity() -> str | None:
     return f"{', '.join(sorted(models))}; features {digest[:16]}"
 
 
-def _compile(
-    source: Path | str,
-    *,
-    name: str,
-    kind: str,
-    flags: Sequence[str],
-    include_dirs: Sequence[Path],
-    cache: Cache,
-) -> Path:
-    checked_name(name)
-    text = source.read_text() if isinstance(source, Path) else source
-    folders = [Path(folder).resolve() for folder in include_dirs]
-    command = find_compiler()
-    identity = compiler_identity(command)
-    cpu = cpu_identity()
-    flags = (*(("-march=native",) if cpu else ()), *flags)
-    key = key_of(
-        kind=kind,
-        name=name,
-        entry=text,
-        place=str(source.resolve().parent) if isinstance(source, Path) else "",
-        headers=include_key(folders),
-        options=flags,
-        compiler=identity,
-        cpu=cpu or "",
-    )
-    includes = [f"-I{folder}" for folder in (INCLUDE_ROOT, *folders)]
-    meta: dict[str, Any] = {
-        "name": name,
-        "kind": kind,
-        "arch": platform.machine(),
-        "compiler": identity,
-    }
-
-    def build() -> bytes:
-        return _build(source, name=name, command=[*command, *includes], flags=flags)
-
-    return cache.get_or_build(key, build, meta)
-
-
-def _build(source: Path | str, *, name: str, command: Sequence[str], flags: Sequence[str]) -> bytes:
+def _build(entry: str, *, name: str, command: Sequence[str], flags: Sequence[str]) -> bytes:
     """Run the compiler in a directory of its own and return what it made."""
     with tempfile.TemporaryDirectory(prefix="weft-") as scratch:
         output = Path(scratch, "out")
-        if isinstance(source, Path):
-            text, file = "", str(source.resolve())
-        else:  # a short relative name, so that the log reads `dispatch.cpp:3:5`
-            text, file = source, f"{name}.cpp"
-            Path(scratch, file).write_text(source)
+        file = f"{name}.cpp"  # a short relative name, so that the log reads `dispatch.cpp:3:5`
+        Path(scratch, file).write_text(entry)
         # Options after the file: libraries among them must come after what needs them.
-        full = (*command, "-o", str(output), file, *flags)
+        full = (*command, f"-I{INCLUDE_ROOT}", "-o", str(output), file, *flags)
         result = _run(full, timeout=_TIMEOUT, cwd=scratch)
         if result.returncode != 0 or not output.is_file():
-            shown = f"\n{numbered(text)}" if text else ""
             raise CompileError(
                 f"the C++ compiler refused {name!r} (status {result.returncode})\n"
-                f"command: {shlex.join(full)}{shown}\n{clipped(result.stdout + result.stderr)}\n"
-                "Mend the line that the log names; weft needs a C++20 compiler (g++ 11 or "
+                f"command: {shlex.join(full)}\n{numbered(entry)}\n"
+                f"{clipped(result.stdout + result.stderr)}\n"
+                "Fix the line that the log names; weft needs a C++20 compiler (g++ 11 or "
                 "clang++ 14 and newer; CXX chooses another)."
             )
         return output.read_bytes()

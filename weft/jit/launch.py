@@ -6,8 +6,8 @@ import ctypes
 from typing import Any
 
 from weft.errors import DriverError, InvalidArgument
-from weft.jit.driver import driver, error_text
-from weft.jit.module import Function
+from weft.jit.module import Function, cluster_attribute
+from weft.memory.driver import driver, error_text
 
 _THREAD_LIMIT = 1024  # threads of a block, on every GPU so far
 
@@ -25,7 +25,6 @@ class Launcher:
         struct: the ctypes mirror of the kernel's one argument.
         programmatic: let the kernel start before the previous one in its stream has ended
             (programmatic dependent launch); it must then wait by itself where it needs to.
-        cooperative: all blocks must be on the GPU at the same time, or the launch fails.
         cluster: blocks in x that share a cluster; the grid must be a multiple of it.
 
     Raises:
@@ -53,7 +52,6 @@ class Launcher:
         struct: type[ctypes.Structure],
         *,
         programmatic: bool = False,
-        cooperative: bool = False,
         cluster: int = 1,
     ) -> None:
         size = ctypes.sizeof(struct)
@@ -72,7 +70,7 @@ class Launcher:
         self._params_address = ctypes.addressof(self._params)
         self._handle = function.handle
         self._enter = cuda.cuLaunchKernelEx
-        self._config = _config(cuda, function.shared, programmatic, cooperative, cluster)
+        self._config = _config(cuda, function.shared, programmatic, cluster)
         self._last: tuple[tuple[int, int, int], int, int] | None = None
 
     def __call__(
@@ -127,26 +125,17 @@ class Launcher:
         )
 
 
-def _config(cuda: Any, shared: int, programmatic: bool, cooperative: bool, cluster: int) -> Any:
+def _config(cuda: Any, shared: int, programmatic: bool, cluster: int) -> Any:
     """Return a CUlaunchConfig with all that does not change from call to call."""
-    which = cuda.CUlaunchAttributeID
     attributes = []
     if programmatic:
         attribute = cuda.CUlaunchAttribute()
+        which = cuda.CUlaunchAttributeID
         attribute.id = which.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
         attributes.append(attribute)
-    if cooperative:
-        attribute = cuda.CUlaunchAttribute()
-        attribute.id = which.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-        attribute.value.cooperative = 1
-        attributes.append(attribute)
     if cluster > 1:
-        attribute = cuda.CUlaunchAttribute()
-        attribute.id = which.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        size = attribute.value.clusterDim
-        size.x, size.y, size.z = cluster, 1, 1
-        attributes.append(attribute)
+        attributes.append(cluster_attribute(cuda, cluster))
     config = cuda.CUlaunchConfig()
     config.sharedMemBytes = shared
     if attributes:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from weft.errors import DriverError, OutOfOrder
-from weft.jit.driver import check, driver
-from weft.jit.loaded import Loaded
-from weft.memory.driver import relaxed
+from weft.memory.driver import call, driver, error_text, fence, relaxed
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +21,15 @@ class Function:
     shared: int  # dynamic shared memory of each block, bytes
     argument_bytes: int | None  # size of the one kernel argument; None if the driver cannot say
     owner: object = None  # its module, kept alive with it
+
+
+def cluster_attribute(cuda: Any, cluster: int) -> Any:
+    """Return the launch attribute of clusters of so many blocks in x."""
+    attribute = cuda.CUlaunchAttribute()
+    attribute.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    size = attribute.value.clusterDim
+    size.x, size.y, size.z = cluster, 1, 1
+    return attribute
 
 
 class CudaModule:
@@ -39,15 +46,14 @@ class CudaModule:
 
     def __init__(self, image: bytes, *, name: str, stays: bool = False) -> None:
         self.name = name
-        self._driver = driver()
         context = require_context(f"loading {name!r}")
-        self._code = Loaded(image, context, name=name, stays=stays)
-        # Whoever drops it unclosed has dropped its functions, which hold it. At exit the system
-        # frees it.
+        self._code = _Code(image, context, name=name, stays=stays)
+        # A module that is dropped unclosed has no functions left, for they hold it. At exit the
+        # system frees it.
         if not stays:
             weakref.finalize(self, self._code.free).atexit = False
         # cuFuncLoad and cuFuncGetParamInfo came with CUDA 12.4; an older driver knows neither.
-        version = self._call("cuDriverGetVersion", doing="asking the driver's version")
+        version = call("cuDriverGetVersion", doing="asking the driver's version")
         self._modern = version >= 12040
         self._handles: dict[str, Any] = {}
         self._shared: dict[str, int] = {}  # the most that each kernel was given
@@ -69,46 +75,23 @@ class CudaModule:
         """
         handle = self._handle(name)
         if shared > self._shared.get(name, 0):  # never lower what an earlier caller was given
-            static = self.attributes(name)["shared_bytes"]
-            self._call(
+            which = driver().CUfunction_attribute
+            static = call("cuFuncGetAttribute", which.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, handle)
+            limit = _device_attribute("CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
+            call(
                 "cuFuncSetAttribute",
                 handle,
-                self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                which.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                 shared,
                 doing=f"giving {name!r} {shared} bytes of dynamic shared memory (it has {static} "
-                f"static ones; a block may have {self._shared_limit()} in all)",
+                f"static ones; a block may have {limit} in all)",
             )
             self._shared[name] = shared
         size = None
         if self._modern:
-            _, size = self._call(
-                "cuFuncGetParamInfo", handle, 0, doing=f"asking for the argument of {name!r}"
-            )
+            doing = f"asking for the argument of {name!r}"
+            _, size = call("cuFuncGetParamInfo", handle, 0, doing=doing)
         return Function(name, handle, shared, argument_bytes=size, owner=self)
-
-    def attributes(self, name: str) -> dict[str, int]:
-        """Return what one kernel needs.
-
-        Keys: `registers` and `local_bytes` (stack and spills) of each thread, `shared_bytes`
-        (static) of each block, `max_threads` of a block.
-
-        Raises:
-            DriverError: there is no such kernel.
-            OutOfOrder: the module was unloaded.
-        """
-        which = self._driver.CUfunction_attribute
-        wanted = {
-            "registers": which.CU_FUNC_ATTRIBUTE_NUM_REGS,
-            "local_bytes": which.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES,
-            "shared_bytes": which.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
-            "max_threads": which.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK,
-        }
-        handle = self._handle(name)
-        doing = f"reading the attributes of {name!r}"
-        return {
-            label: int(self._call("cuFuncGetAttribute", attribute, handle, doing=doing))
-            for label, attribute in wanted.items()
-        }
 
     def occupancy(self, name: str, block: int, *, shared: int = 0) -> int:
         """Return how many blocks of `block` threads and `shared` dynamic bytes fit on one SM.
@@ -118,15 +101,9 @@ class CudaModule:
             OutOfOrder: the module was unloaded.
         """
         handle = self.function(name, shared=shared).handle
-        return int(
-            self._call(
-                "cuOccupancyMaxActiveBlocksPerMultiprocessor",
-                handle,
-                block,
-                shared,
-                doing=f"occupancy of {name!r} with {block} threads and {shared} bytes a block",
-            )
-        )
+        doing = f"occupancy of {name!r} with {block} threads and {shared} bytes a block"
+        query = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
+        return int(call(query, handle, block, shared, doing=doing))
 
     def resident_clusters(self, name: str, block: int, cluster: int) -> int:
         """Return how many clusters of `cluster` blocks of `block` threads fit on the GPU at once.
@@ -137,61 +114,44 @@ class CudaModule:
             DriverError: there is no such kernel, or the driver refused the question.
             OutOfOrder: the module was unloaded.
         """
-        handle = self.function(name).handle
-        attribute = self._driver.CUlaunchAttribute()
-        attribute.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        size = attribute.value.clusterDim
-        size.x, size.y, size.z = cluster, 1, 1
-        config = self._driver.CUlaunchConfig()
+        handle, cuda = self.function(name).handle, driver()
+        config = cuda.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = cluster, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
-        config.attrs, config.numAttrs = [attribute], 1
-        status, count = self._driver.cuOccupancyMaxActiveClusters(handle, config)
-        if status == self._driver.CUresult.CUDA_ERROR_INVALID_CLUSTER_SIZE:
+        config.attrs, config.numAttrs = [cluster_attribute(cuda, cluster)], 1
+        status, count = cuda.cuOccupancyMaxActiveClusters(handle, config)
+        if status == cuda.CUresult.CUDA_ERROR_INVALID_CLUSTER_SIZE:
             return 0
-        return int(
-            check((status, count), f"clusters of {cluster} x {block} threads of {name!r} at once")
-        )
+        if int(status) != 0:
+            raise DriverError(
+                f"clusters of {cluster} x {block} threads of {name!r} at once: {error_text(status)}"
+            )
+        return int(count)
 
     def global_bytes(self, name: str) -> bytes:
         """Return a copy of a `__device__` or `__constant__` variable, as kernels have left it that
         have ended; waits for none.
+
+        The copy has a stream of its own: the default stream would be an error while one that blocks
+        with it is captured.
 
         Raises:
             DriverError: there is no such variable.
             OutOfOrder: the module was unloaded.
         """
         self._check_loaded()
-        address, size = self._call(
-            "cuModuleGetGlobal",
-            self._code.module,
-            name.encode(),
-            doing=f"finding variable {name!r}",
-        )
+        doing = f"reading variable {name!r} of {self.name!r}"
+        address, size = call("cuModuleGetGlobal", self._code.module, name.encode(), doing=doing)
         content = bytearray(size)
-        doing = f"reading variable {name!r}"
-        with self.own_stream() as stream:
-            self._call("cuMemcpyDtoHAsync", content, address, size, stream, doing=doing)
-        return bytes(content)
-
-    @contextlib.contextmanager
-    def own_stream(self) -> Iterator[int]:
-        """A CUstream that waits for no other; what was put into it has run at the end.
-
-        The default stream would be an error while one that blocks with it is captured.
-
-        Raises:
-            DriverError: the driver refused, or a kernel failed.
-        """
-        doing = f"a stream for {self.name!r}"
         with relaxed():
-            flags = self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING
-            stream = self._call("cuStreamCreate", flags, doing=f"making {doing}")
+            flags = driver().CUstream_flags.CU_STREAM_NON_BLOCKING
+            stream = call("cuStreamCreate", flags, doing=doing)
             try:
-                yield int(stream)
-                self._call("cuStreamSynchronize", stream, doing=f"waiting for {doing}")
+                call("cuMemcpyDtoHAsync", content, address, size, stream, doing=doing)
+                call("cuStreamSynchronize", stream, doing=doing)
             finally:
-                self._call("cuStreamDestroy", stream, doing=f"destroying {doing}")
+                call("cuStreamDestroy", stream, doing=doing)
+        return bytes(content)
 
     def unload(self, after: int | None = None) -> None:
         """Remove the code from the GPU; its functions must not be launched again. Idempotent.
@@ -215,11 +175,10 @@ class CudaModule:
         if name not in self._handles:
             doing = f"loading kernel {name!r} of {self.name!r}"
             with relaxed():
-                handle = self._call(
-                    "cuModuleGetFunction", self._code.module, name.encode(), doing=doing
-                )
+                module = self._code.module
+                handle = call("cuModuleGetFunction", module, name.encode(), doing=doing)
                 if self._modern:  # on older drivers cuModuleGetFunction has loaded it already
-                    self._call("cuFuncLoad", handle, doing=doing)
+                    call("cuFuncLoad", handle, doing=doing)
             self._handles[name] = handle
         return self._handles[name]
 
@@ -227,11 +186,59 @@ class CudaModule:
         if self._code.module is None:
             raise OutOfOrder(f"module {self.name!r} was unloaded; load it again to use it")
 
-    def _shared_limit(self) -> int:
-        return _device_attribute("CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
 
-    def _call(self, function: str, *args: Any, doing: str) -> Any:
-        return check(getattr(self._driver, function)(*args), f"{doing}: {function}")
+class _Code:
+    """The code of a CudaModule, which a finalizer can free after the module object has gone.
+
+    Code that stays holds nothing to wait by (`weft.memory.driver.fence`).
+    """
+
+    def __init__(self, image: bytes, context: Any, *, name: str, stays: bool) -> None:
+        self._name, self._context, self._owner = name, context, os.getpid()
+        doing = f"loading {name!r} ({len(image)} bytes)"
+        with relaxed():
+            self._fence = None if stays else fence()
+            try:
+                self.module: Any = call("cuModuleLoadData", image, doing=doing)
+            except DriverError:
+                self._wait_for_all()
+                raise
+
+    def free(self, after: int | None = None) -> None:
+        """Wait, then unload: see CudaModule.unload.
+
+        A forked child does nothing: the driver's state is its parent's.
+        """
+        module, self.module = self.module, None
+        if module is None or os.getpid() != self._owner:
+            return
+        doing = f"unloading {self._name!r}"
+        with relaxed(), contextlib.ExitStack() as last:
+            call("cuCtxPushCurrent", self._context, doing=doing)
+            last.callback(call, "cuCtxPopCurrent", doing=doing)
+            last.callback(call, "cuModuleUnload", module, doing=doing)
+            last.callback(self._wait_for_all)
+            if after is not None:
+                self._wait_for(driver().CUstream(after))
+
+    def _wait_for_all(self) -> None:
+        held, self._fence = self._fence, None
+        if held is not None:
+            call("cuMemFree", held, doing=f"waiting for the kernels of {self._name!r}")
+
+    def _wait_for(self, stream: Any) -> None:
+        """Wait for a stream that is not being captured: to wait for one that is breaks its capture.
+
+        Of the default stream the driver answers whether one that blocks with it is captured.
+        """
+        cuda, doing = driver(), f"waiting for the kernels of {self._name!r}"
+        status, capturing = cuda.cuStreamIsCapturing(stream)
+        if status == cuda.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
+            return
+        if int(status) != 0:
+            raise DriverError(f"{doing}: {error_text(status)}")
+        if capturing == cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE:
+            call("cuStreamSynchronize", stream, doing=doing)
 
 
 def require_context(doing: str) -> Any:
@@ -240,19 +247,14 @@ def require_context(doing: str) -> Any:
     Raises:
         DriverError: it has none, or there is no NVIDIA driver.
     """
-    cuda = driver()
-    remedy = "first let torch make one, for example with torch.zeros(1, device='cuda')"
-    try:
-        status, context = cuda.cuCtxGetCurrent()
-    except RuntimeError as error:  # the binding looks for libcuda at its first call
+    call("cuInit", 0, doing=doing)
+    context = call("cuCtxGetCurrent", doing=doing)
+    if int(context) == 0:
         raise DriverError(
-            f"{doing}: the NVIDIA driver was not found: {error}; use CPU ranks on this machine"
-        ) from error
-    if status != cuda.CUresult.CUDA_ERROR_NOT_INITIALIZED:
-        check((status,), f"{doing}: cuCtxGetCurrent")
-        if int(context) != 0:
-            return context
-    raise DriverError(f"{doing}: this thread has no current CUDA context; {remedy}")
+            f"{doing}: this thread has no current CUDA context; first let torch make one, for "
+            "example with torch.zeros(1, device='cuda')"
+        )
+    return context
 
 
 def current_arch() -> str:
@@ -269,7 +271,5 @@ def current_arch() -> str:
 
 
 def _device_attribute(name: str) -> int:
-    cuda = driver()
-    device = check(cuda.cuCtxGetDevice(), "cuCtxGetDevice")
-    which = getattr(cuda.CUdevice_attribute, name)
-    return int(check(cuda.cuDeviceGetAttribute(which, device), f"cuDeviceGetAttribute {name}"))
+    which = getattr(driver().CUdevice_attribute, name)
+    return int(call("cuDeviceGetAttribute", which, call("cuCtxGetDevice"), doing=name))

@@ -6,12 +6,11 @@ import functools
 import importlib
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from weft.errors import CompileError, InvalidArgument
 from weft.jit.cache import Cache, key_of
-from weft.jit.source import INCLUDE_ROOT, checked_name, clipped, include_key, numbered
+from weft.jit.source import INCLUDE_ROOT, checked_name, clipped, header_digest, numbered
 
 # A real architecture, never compute_*: the driver's own compiler must have nothing left to do.
 _ARCH = re.compile(r"sm_\d+[af]?")
@@ -27,7 +26,6 @@ def compile_cubin(
     arch: str,
     options: Sequence[str] = (),
     defines: Sequence[str] = (),
-    include_dirs: Sequence[Path] = (),
     cache: Cache | None = None,
 ) -> bytes:
     """Return the cubin of a generated entry, from the cache if it was compiled before.
@@ -38,23 +36,20 @@ def compile_cubin(
         arch: a real architecture, e.g. `"sm_90a"`.
         options: more NVRTC options, e.g. `("--maxrregcount=64", "-lineinfo")`.
         defines: macros, each `"NAME"` or `"NAME=VALUE"`.
-        include_dirs: more directories to search; their files' sizes and times join the key.
         cache: where to look and store; default `Cache()`.
 
     Raises:
-        InvalidArgument: `name`, `arch` or `include_dirs` cannot be used.
+        InvalidArgument: `name` or `arch` cannot be used.
         CompileError: NVRTC is not there, or refused; the text shows the entry and the log.
         SetupError: the cache cannot be used.
     """
     if not _ARCH.fullmatch(arch):
         raise InvalidArgument(f"arch is {arch!r}; pass a real architecture such as 'sm_90a'")
     checked_name(name)
-    folders = [Path(folder).resolve() for folder in include_dirs]
     flags = [
         "--std=c++20",
         f"--gpu-architecture={arch}",
         f"-I{INCLUDE_ROOT}",
-        *(f"-I{folder}" for folder in folders),
         *(f"-D{define}" for define in defines),
         *options,
     ]
@@ -65,7 +60,7 @@ def compile_cubin(
         kind="cubin",
         name=name,
         entry=entry,
-        headers=include_key(folders),
+        headers=header_digest(),
         options=meaning,
         compiler=version,
     )
@@ -130,7 +125,7 @@ def _compile(entry: str, *, name: str, flags: Sequence[str]) -> tuple[bytes, str
             raise CompileError(
                 f"{nvrtc_version()} refused {name!r} ({_error_text(nvrtc, status)})\n"
                 f"options: {' '.join(flags)}\n{numbered(entry)}\n{text}\n"
-                "Lines are those of the entry above; mend it or the header that the log names."
+                "Lines are those of the entry above; fix it or the header that the log names."
             )
         cubin = bytearray(_value(nvrtc, nvrtc.nvrtcGetCUBINSize(program), "nvrtcGetCUBINSize"))
         _value(nvrtc, nvrtc.nvrtcGetCUBIN(program, cubin), "nvrtcGetCUBIN")

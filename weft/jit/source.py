@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 from weft.errors import InvalidArgument
@@ -31,32 +29,6 @@ def header_digest() -> str:
         digest.update(f"{path.relative_to(PACKAGE).as_posix()}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()
-
-
-@functools.cache
-def directory_digest(directory: Path) -> str:
-    """Return a sha256 over name, size and time of change of every file below `directory`.
-
-    Contents are not read: such a directory may be a whole toolkit. Looked at once per process.
-
-    Raises:
-        InvalidArgument: it is no directory.
-    """
-    if not directory.is_dir():
-        raise InvalidArgument(f"include directory {directory} does not exist; correct include_dirs")
-    digest = hashlib.sha256()
-    for parent, folders, files in os.walk(directory):
-        folders.sort()
-        for name in sorted(files):
-            path = Path(parent, name)
-            status = path.lstat()
-            digest.update(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
-    return digest.hexdigest()
-
-
-def include_key(include_dirs: Iterable[Path]) -> list[str]:
-    """Return what a cache key needs to know of the headers: weft's own and those of the caller."""
-    return [header_digest(), *(f"{path}={directory_digest(path)}" for path in include_dirs)]
 
 
 def checked_name(name: str) -> str:

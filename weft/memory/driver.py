@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -13,33 +14,61 @@ if TYPE_CHECKING:
     import torch
 
 Init = TypeVar("Init", bound=Callable[..., None])
+_REMEDIES = {
+    "CUDA_ERROR_NO_BINARY_FOR_GPU": "the code is for another GPU: compile for current_arch()",
+    "CUDA_ERROR_INVALID_IMAGE": "the code is damaged or for another GPU: `weft cache clear`",
+    "CUDA_ERROR_OUT_OF_MEMORY": "free some GPU memory",
+    "CUDA_ERROR_NOT_FOUND": 'the name is not in the code: is it declared extern "C"?',
+    "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES": "ask for fewer threads or less shared memory per block",
+    "CUDA_ERROR_INVALID_VALUE": "compare the sizes above with the limits of this GPU",
+    "CUDA_ERROR_ILLEGAL_ADDRESS": "an earlier kernel failed; the CUDA context is lost: restart",
+    "CUDA_ERROR_INVALID_CONTEXT": "use the module on the device on which it was loaded",
+    "CUDA_ERROR_INVALID_HANDLE": "use the module before unload() and on the device on which it "
+    "was loaded",
+}
 # Of device memory that is held only to be freed: to free it waits for the GPU. As much as torch's
 # allocator takes at a time, so that it is a piece of its own to the driver, too.
 FENCE_BYTES = 2 << 20
 
 
+@functools.cache
 def driver() -> Any:
     """The module cuda.bindings.driver. Raises DriverError when it is not installed."""
     try:
-        from cuda.bindings import driver as module
+        return importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
         raise DriverError(
-            f"cuda-bindings cannot be imported ({error}): install it with `pip install 'weft[gpu]'`"
+            f"GPU ranks need cuda.bindings: {error}; pip install 'weft[gpu]'"
         ) from error
-    return module
 
 
-def call(name: str, *args: Any) -> Any:
-    """Call a driver function and return its results. Raises DriverError naming call and reason."""
+def call(name: str, *args: Any, doing: str = "") -> Any:
+    """Call a driver function and return its value (or tuple of values, or None).
+
+    Raises DriverError naming the call, what weft was `doing`, the reason and how to fix it.
+    """
     api = driver()
     try:
-        code, *results = getattr(api, name)(*args)
+        status, *values = getattr(api, name)(*args)
     except RuntimeError as error:  # cuda.bindings found no driver library
-        raise DriverError(f"{name}: {error}") from error
-    if int(code) != 0:
+        raise DriverError(
+            f"{name}: the NVIDIA driver was not found: {error}; use CPU ranks on this machine"
+        ) from error
+    if int(status) != 0:
         said = ", ".join(str(a) if isinstance(a, int) else type(a).__name__ for a in args)
-        raise DriverError(f"{name}({said}) failed: {_reason(api, code)}")
-    return results[0] if len(results) == 1 else tuple(results) or None
+        before = f"{doing}: " if doing else ""
+        raise DriverError(f"{before}{name}({said}) failed: {error_text(status)}")
+    return values[0] if len(values) == 1 else tuple(values) or None
+
+
+def error_text(status: Any) -> str:
+    """A driver status as name, number, the driver's words and, where known, how to fix it."""
+    known, words = driver().cuGetErrorString(status)
+    name = getattr(status, "name", "unknown error")
+    text = f"{name} ({int(status)})"
+    if int(known) == 0 and words:
+        text += f": {words.decode()}"
+    return f"{text}; {_REMEDIES[name]}" if name in _REMEDIES else text
 
 
 @contextlib.contextmanager
@@ -113,10 +142,3 @@ def fence() -> int:
     short when the wait is needed. Raises DriverError.
     """
     return int(call("cuMemAlloc", FENCE_BYTES))
-
-
-def _reason(api: Any, code: Any) -> str:
-    name, text = api.cuGetErrorName(code), api.cuGetErrorString(code)
-    if int(name[0]) or int(text[0]):
-        return f"error {int(code)}"
-    return f"{name[1].decode()} ({text[1].decode()})"
