@@ -37,7 +37,7 @@ bool send_rows(const LowLatencyCombineArgs& a, const Progress& progress) {
     const u64 wanted = (progress.returned + 1) & epoch_mask;
     TraceRecord record;
     TraceRecorder recorder(Solo{}, record, true);
-    if (!await_grants<S>(a.site, progress, Phase::combine)) return false;
+    if (!await_credits<S>(a.site, progress, Phase::combine)) return false;
     recorder.credited();
     for (u32 peer = 0; peer < S.ranks; ++peer) send_dispatch_id<S>(a, wanted, peer);
     alignas(16) u8 row[S.returned_vectors() * 16] = {};

@@ -141,7 +141,7 @@ WEFT_FN CtaRoles dispatch_roles(const LowLatencyDispatchArgs& a) {
 
 // Fails if a peer's dispatch is not the same one; no CTA waits for it.
 template <LowLatencyShape S>
-WEFT_FN void check_hello(const Block& team, const LowLatencyDispatchArgs& a, u64 wanted) {
+WEFT_FN void check_dispatch_begun(const Block& team, const LowLatencyDispatchArgs& a, u64 wanted) {
     LowLatencyShare<S>& own = own_share<S>(a.site);
     const u32 peer = team.lane();
     if (peer < S.ranks && await_flag(own.header, a.site, &own.inbox.dispatch_begun[peer], peer,
@@ -153,8 +153,8 @@ WEFT_FN void check_hello(const Block& team, const LowLatencyDispatchArgs& a, u64
 // combine credits in their place.
 // Order: the end of this kernel orders their stores behind the restored sentinels.
 template <LowLatencyShape S>
-WEFT_FN void await_combine_grants(const Block& team, const LowLatencyDispatchArgs& a,
-                                  const Progress& progress) {
+WEFT_FN void await_combine_credits(const Block& team, const LowLatencyDispatchArgs& a,
+                                   const Progress& progress) {
     const u32 lane =
         team.lane() - warp_lanes;  // the second warp: the first one reads dispatch begun
     if (lane < S.ranks) await_credit<S>(a.site, progress, Phase::combine, lane);
@@ -240,8 +240,8 @@ WEFT_FN void low_latency_dispatch(const LowLatencyDispatchArgs& a) {
         send_credits<S>(team, a.site, state.progress);
         if constexpr (part != PhasePart::recv)
             mark_start(team, own.header, Phase::dispatch, wanted, start);
-        if constexpr (part != PhasePart::send) check_hello<S>(team, a, wanted);
-        if constexpr (S.gemm_push) await_combine_grants<S>(team, a, state.progress);
+        if constexpr (part != PhasePart::send) check_dispatch_begun<S>(team, a, wanted);
+        if constexpr (S.gemm_push) await_combine_credits<S>(team, a, state.progress);
     } else if (stores) {
         if (roles.is<CtaRole::metadata>())
             send_metadata<S>(team, a, wanted, blockIdx.x - 1, metadata);

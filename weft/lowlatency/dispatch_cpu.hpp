@@ -154,7 +154,7 @@ template <LowLatencyShape S> void send_dispatch_begun(const LowLatencyDispatchAr
 }
 
 template <LowLatencyShape S>
-bool await_grants(const Site& site, const Progress& progress, Phase phase) {
+bool await_credits(const Site& site, const Progress& progress, Phase phase) {
     for (u32 peer = 0; peer < S.ranks; ++peer)
         if (!await_credit<S>(site, progress, phase, peer)) return false;
     return true;
@@ -164,7 +164,7 @@ template <LowLatencyShape S>
 bool send_tokens(const LowLatencyDispatchArgs& a, const Progress& progress, u64 wanted) {
     TraceRecord record;
     TraceRecorder recorder(Solo{}, record, true);
-    if (!await_grants<S>(a.site, progress, Phase::dispatch)) return false;
+    if (!await_credits<S>(a.site, progress, Phase::dispatch)) return false;
     recorder.credited();
     send_dispatch_begun<S>(a, wanted);
     for (u32 chunk = 0; chunk < chunks_of(a.tokens); ++chunk) {
@@ -338,7 +338,7 @@ void low_latency_dispatch(const LowLatencyDispatchArgs& a) {
     if constexpr (part != PhasePart::send) {
         if (!receive_tokens<S>(a, wanted)) return;
         if constexpr (S.gemm_push)  // in the stead of those who will store there
-            if (!await_grants<S>(a.site, progress, Phase::combine)) return;
+            if (!await_credits<S>(a.site, progress, Phase::combine)) return;
         own.progress.received = wanted;
         keep_record(own.header, Phase::dispatch, wanted, start, a.tokens);
         mark_end(own.header, Phase::dispatch, wanted);

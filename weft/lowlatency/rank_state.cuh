@@ -29,8 +29,9 @@ template <DType D, bool quantised> WEFT_FN u32 vector_of(u32 part, u32 i) {
 }
 
 // The progress of this rank, and whether the group is broken. Every thread reads it for itself, in
-// the same round trip as its other first loads. Behind `may_start` no thread of the CTA reads it
-// again, so the CTA may count itself.
+// the same round trip as its other first loads. After `may_start` no thread of the CTA reads it
+// again, nor has a load of it under way, so the CTA may count itself, and the last one that does
+// may advance the progress.
 struct RankState {
     Progress progress;
     u32 failed, generation;
@@ -54,7 +55,9 @@ struct RankState {
                 make_flag(generation, site.descriptor, credit_needed(progress, phase));
             if (failed == 0 && seen != usual) ok = await_credit<S>(site, progress, phase, peer);
         }
-        ok = ok && failed == 0;
+        // Always true; it takes the values of all four loads before the barrier.
+        const u64 words = progress.sent | progress.received | progress.returned | progress.combined;
+        ok = ok && failed == 0 && words <= epoch_mask;
         return team.all(ok);
     }
 };
