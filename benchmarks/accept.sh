@@ -112,9 +112,6 @@ bench() {
     ((${#gpus[@]} < 4)) || measure ranks-4 60 --routing perfect --tokens 1..4096 --ranks 4
     ((${#gpus[@]} < 2)) || measure ranks-2 60 --routing perfect --tokens 1..4096 --ranks 2
     for n in 16 8 24; do measure "sms-$n" 40 --routing perfect --tokens 1024,2048 --num-sms $n; done
-    for n in 16 8 24; do
-        measure "sms-$n-corun" 60 --routing perfect --tokens 1024,2048 --num-sms $n --corun matmul
-    done
     measure trace 40 --routing perfect --tokens 128 --trace "$out/trace-128.json"
 }
 
@@ -130,7 +127,6 @@ reduce() { # reduce NAME SECONDS OPTIONS...
     weft "$name" "$limit" bench allreduce --tokens 1..2048 --json "$out/$name.json" --plot "$out/$name.png" "$@"
 }
 
-# The tables that "auto" reads come first, and the benchmarks read them.
 allreduce() {
     local n hidden each=oneshot,twoshot,twoshot_bulk,auto most=$((${#gpus[@]} > 8 ? 8 : ${#gpus[@]}))
     local -a ranks=()
@@ -140,20 +136,19 @@ allreduce() {
         return
     fi
     check ar-tests 300 some tests/allreduce
-    for n in "${ranks[@]}"; do weft "ar-tune-$n" 120 tune allreduce "$out/ar-table-$n.json" --ranks "$n"; done
     for n in "${ranks[@]}"; do
         for hidden in 7168 4096; do
-            reduce "ar-$n-$hidden" 60 --ranks "$n" --hidden "$hidden" --backend "$each" --table "$out/ar-table-$n.json"
+            reduce "ar-$n-$hidden" 60 --ranks "$n" --hidden "$hidden" --backend "$each"
         done
     done
     n=${ranks[0]}
     for each in none fp8-static fp8-token fp8-group; do
-        reduce "ar-$each" 60 --ranks "$n" --epilogue "$each" --table "$out/ar-table-$n.json"
+        reduce "ar-$each" 60 --ranks "$n" --epilogue "$each"
     done
-    reduce ar-eager 60 --ranks "$n" --eager --table "$out/ar-table-$n.json"
-    reduce ar-no-pdl 60 --ranks "$n" --no-pdl --table "$out/ar-table-$n.json"
+    reduce ar-eager 60 --ranks "$n" --eager
+    reduce ar-no-pdl 60 --ranks "$n" --no-pdl
     reduce ar-collective 60 --ranks "$n" --backend collective
-    reduce ar-peers 400 --ranks "$n" --peers --table "$out/ar-table-$n.json"
+    reduce ar-peers 400 --ranks "$n" --peers
 }
 
 low() { # low NAME SECONDS OPTIONS...
@@ -163,11 +158,10 @@ low() { # low NAME SECONDS OPTIONS...
     weft "$name-512" "$limit" bench lowlatency --tokens 256,512 --json "$out/$name-512.json" "$@"
 }
 
-# Two routings, as the targets have them; and split-phase.
+# Two routings, as the targets have them.
 lowlatency() {
     low ll-perfect 60 --routing perfect
     low ll-reduced 60 --routing uniform --reduce sender --combine-dtype fp8
-    low ll-split-phase 60 --routing perfect --split-phase
     weft ll-trace 60 bench lowlatency --tokens 128 --trace "$out/lowlatency-128.json"
     check ll-graphs 120 all tests/gpu/test_lowlatency_graphs.py
     check ll-tests 300 some tests/lowlatency
@@ -180,7 +174,7 @@ layers() { # layers NAME SECONDS RANKS OPTIONS...
     weft "$name" "$limit" bench layer --ranks "$n" --experts $((32 * n)) --dtype fp8 --json "$out/$name.json" "$@"
 }
 
-# The layer of DeepSeek-V3 first, then its parts, other routings, by expert, other models, and its tests.
+# The layer of DeepSeek-V3 first, then other routings, by expert, other models, and its tests.
 layer() {
     local n each most=$((${#gpus[@]} > 8 ? 8 : ${#gpus[@]}))
     if ((most < 2)); then
@@ -189,8 +183,6 @@ layer() {
     fi
     layers "layer-$most" 120 "$most" --tokens 8,16,64,128,256,512,1024 --overlap none,shared_expert,gemm_push \
         --plot "$out/layer-$most.png"
-    layers layer-stages 60 "$most" --tokens 8,128,256,512 --overlap none --stages
-    layers layer-trace 60 "$most" --tokens 256 --overlap gemm_push --trace "$out/layer-256.json"
     layers layer-zipf 60 "$most" --tokens 8,64,128,512 --overlap none,gemm_push --routing zipf
     layers layer-expert 90 "$most" --tokens 1,8,16,32,64,128,256,512 --overlap none,shared_expert,gemm_push --mode low_latency
     for n in 4 2; do ((n >= most)) || layers "layer-$n" 60 "$n" --tokens 8,64,128,256,512 --overlap none,gemm_push; done

@@ -1,16 +1,12 @@
 """Write the tables of the docs anew from the JSON files in benchmarks/.
 
     python benchmarks/publish.py             # every figure, as benchmarks/tables/ says
-    python benchmarks/publish.py OUT_DIR     # first take in what baselines.sh wrote there
-
-`python benchmarks/pictures.py` draws the pictures.
 
 Cells keep their number of decimals; labels and empty cells are left as they are.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Iterator
@@ -131,13 +127,6 @@ def rewritten(text: str) -> str:
 
 def main() -> None:
     """Rewrite, and say which documents changed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("out_dir", nargs="?", type=Path, help="what baselines.sh wrote")
-    given = parser.parse_args()
-    if given.out_dir:
-        from benchmarks.baselines import take_in
-
-        take_in(given.out_dir)
     for path in documents():
         text = path.read_text()
         fresh = rewritten(text)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import weft
-from weft.bench import moe, run
+from weft.bench import harness, moe
 from weft.bench.machine import describe_code
 from weft.errors import RankFailed
 
@@ -23,19 +23,23 @@ SMALL = ["bench", "moe", "--device", "cpu", "--quiet", *SIZES]
 @pytest.fixture
 def no_ranks(monkeypatch):
     """Nothing may be started: what is wrong is to be refused before."""
-    for place in ("weft.bench.run", "weft.bench.trace"):
+    for place in ("weft.bench.harness", "weft.bench.trace"):
         monkeypatch.setattr(f"{place}.launch", None)
 
 
-def test_bench_moe(weft_command, tmp_path):
-    full, picture = tmp_path / "deep" / "all.json", tmp_path / "pair.png"
+def test_bench_moe_with_every_option(weft_command, tmp_path):
+    full, picture, timeline = (tmp_path / "deep" / name for name in ("a.json", "a.png", "t.json"))
     code, out, err = weft_command(
         *SMALL,
-        *("--ranks", "2", "--iters", "4", "--backend", "onesided,collective"),
-        *("--json", str(full), "--plot", str(picture)),
+        *("--ranks", "2", "--iters", "4", "--backend", "onesided,collective", "--no-pdl"),
+        *("--combine-dtype", "fp8", "--quantize", "mxfp8", "--peers"),
+        *("--json", str(full), "--plot", str(picture), "--trace", str(timeline)),
     )
     assert (code, err) == (0, "")
-    assert "bit by bit" in " ".join(out.split())
+    wire = "mxfp8 + scales out, quantised by dispatch, fp8 + scales back (pushed)"
+    shown = " ".join(out.split())
+    for text in (wire, "no programmatic launch", "bit by bit", "FlashInfer: not installed."):
+        assert text in shown, text
     data = json.loads(full.read_text())
     assert data["operator"] == "moe"
     sizes = [(found["variant"], found["tokens"]) for found in data["results"]]
@@ -48,100 +52,47 @@ def test_bench_moe(weft_command, tmp_path):
     assert [found["facts"]["max_tokens"] for found in data["results"]] == [8, 8, 1, 8]
     assert data["machine"]["torch"] == torch.__version__
     assert data["machine"]["weft"] == describe_code(), "of what code these figures are"
+    assert [run["name"] for run in data["peers"]] == ["FlashInfer", "DeepEP v1"]
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert json.loads(timeline.read_text())["metadata"]["tokens_per_rank"] == 8
 
 
-def test_every_option_of_the_pair(weft_command, tmp_path):
-    target = tmp_path / "all.json"
-    options = [
-        "--cold",
-        "--no-pdl",
-        "--split-phase",
-        "--combine-dtype",
-        "fp8",
-        "--quantize",
-        "mxfp8",
-    ]
-    code, out, err = weft_command(
-        *SMALL, *options, "--ranks", "2", "--iters", "2", "--json", str(target)
-    )
-    assert code == 0, err
-    wire = "mxfp8 + scales out, quantised by dispatch, fp8 + scales back (pushed)"
-    for text in (wire, "also split-phase", "no programmatic launch", "dispatch_send", "cold"):
-        assert text in " ".join(out.split()), text
-    data = json.loads(target.read_text())
-    assert data["facts"] == {"wire": wire, "sent_bytes": 264, "returned_bytes": 264}
-    found = data["results"][0]
-    for phase in ("dispatch", "combine", "pair"):
-        assert [len(rank) for rank in found["cold_us"][phase]] == [30, 30]
-    assert found["cold_method"].startswith("cold: 30 calls, 64 MiB")
-    assert [len(rank) for rank in found["samples_us"]["combine_recv"]] == [2, 2]
+@pytest.fixture
+def threads(monkeypatch):
+    """The harness starts threads of this process."""
+
+    def as_threads(*args, **options):
+        return weft.launch(*args, **{**options, "device": "threads"})
+
+    monkeypatch.setattr(harness, "launch", as_threads)
+    return monkeypatch
 
 
-def test_json_alone_on_stdout_and_progress_in_plain_lines(weft_command):
+def test_json_alone_on_stdout_and_progress_in_plain_lines(weft_command, threads):
     command = [each for each in SMALL if each != "--quiet"]
     code, out, err = weft_command(*command, "--ranks", "2", "--iters", "2", "--json", "-")
     assert code == 0, err
     assert json.loads(out)["settings"]["ranks"] == 2
-    assert "weft bench moe" in err, "the table goes where it disturbs nothing"
+    assert err.startswith(
+        "weft bench moe: onesided, 1 tokens\nweft bench moe: onesided, 8 tokens\n"
+    )
+    assert "deepseek-v3: 2 ranks" in err, "the table goes where it disturbs nothing"
 
 
-def _tells(group, names):
-    from weft.bench.progress import progress
-
-    with progress(len(names), quiet=group.rank != 0) as step:
-        for name in names:
-            step(name)
-
-
-def test_progress_where_there_is_no_terminal(ranks, capsys):
-    ranks(2, "threads")(_tells, ["one", "two"])
-    assert capsys.readouterr().err == "weft: 1 of 2: one\nweft: 2 of 2: two\n"
-
-
-def test_peers_on_cpu_ranks(weft_command, monkeypatch, tmp_path):
-    find = importlib.util.find_spec
-    absent = ("flashinfer", "deep_ep")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda m: None if m in absent else find(m))
-    target = tmp_path / "all.json"
-    options = ("--ranks", "2", "--iters", "2", "--peers", "--json", str(target))
-    code, out, err = weft_command(*SMALL, *options)
-    assert code == 0, err
-    assert "FlashInfer: not installed." in out
-    data = json.loads(target.read_text())
-    assert {found["variant"] for found in data["results"]} == {"onesided", "collective"}
-    assert {(run["name"], run["status"]) for run in data["peers"]} == {
-        ("FlashInfer", "not installed"),
-        ("DeepEP v1", "not installed"),
-    }
-
-
-def test_bench_layer(weft_command, tmp_path):
-    small = ("bench", "layer", "--device", "cpu", "--ranks", "2", "--iters", "2", "--quiet")
+def test_bench_layer_and_lowlatency(weft_command, threads, tmp_path):
+    small = ("--device", "cpu", "--ranks", "2", "--iters", "2", "--quiet")
     path = tmp_path / "layer.json"
     options = ("--model", "glm-4.5-air", "--tokens", "3", "--routing", "zipf:1.5")
-    files = ("--json", str(path), "--trace", str(tmp_path / "trace.json"))
-    code, out, err = weft_command(*small, *options, "--overlap", "none", *files)
-    assert code == 0, err
-    (mode,) = json.loads((tmp_path / "trace.json").read_text())["metadata"]["modes"]
-    assert mode["overlap"] == "none"
-    assert "glm-4.5-air: 2 ranks" in out
-    assert [row["variant"] for row in json.loads(path.read_text())["rows"]] == ["none"]
     code, out, err = weft_command(
-        *small, *options, "--mode", "low_latency", "--overlap", "shared_expert"
+        "bench", "layer", *small, *options, "--overlap", "none", "--json", str(path)
     )
     assert code == 0, err
-    assert "mode low_latency" in out
-
-
-def test_bench_lowlatency(weft_command, tmp_path):
-    trace = tmp_path / "trace.json"
-    small = ("--device", "cpu", "--ranks", "2", "--iters", "2", "--quiet", *SIZES)
-    options = ("--quantize", "none", "--routing", "uniform", "--trace", str(trace))
-    code, out, err = weft_command("bench", "lowlatency", *small, *options)
+    assert "glm-4.5-air: 2 ranks" in out
+    assert [row["variant"] for row in json.loads(path.read_text())["rows"]] == ["none"]
+    more = ("--quantize", "none", "--routing", "uniform")
+    code, out, err = weft_command("bench", "lowlatency", *small, *SIZES, *more)
     assert code == 0, err
     assert "bf16 out, expert-major" in " ".join(out.split())
-    assert json.loads(trace.read_text())["traceEvents"]
 
 
 class _Wrong(weft.AllToAll):
@@ -160,14 +111,9 @@ class _Wrong(weft.AllToAll):
 @pytest.mark.parametrize(
     ("good_rounds", "text"), [(0, "1 tokens: rank 1"), (2, "after timing, rank 1")]
 )
-def test_a_wrong_exchange_is_not_timed(weft_command, monkeypatch, tmp_path, good_rounds, text):
-    monkeypatch.setattr(_Wrong, "good_rounds", good_rounds)
-    monkeypatch.setitem(moe.EXCHANGES, "onesided", _Wrong)
-
-    def as_threads(*args, **options):
-        return weft.launch(*args, **{**options, "device": "threads"})
-
-    monkeypatch.setattr(run, "launch", as_threads)
+def test_a_wrong_exchange_is_not_timed(weft_command, threads, tmp_path, good_rounds, text):
+    threads.setattr(_Wrong, "good_rounds", good_rounds)
+    threads.setitem(moe.EXCHANGES, "onesided", _Wrong)
     target = tmp_path / "all.json"
     code, out, err = weft_command(*SMALL, "--ranks", "2", "--iters", "2", "--json", str(target))
     assert code == 1
@@ -192,11 +138,9 @@ MOE, LOW, REDUCE, LAYER = (["bench", name] for name in ("moe", "lowlatency", "al
         ([*MOE, "--ranks", "99"], "ranks is 99"),
         ([*MOE, "--ranks", "-1"], "--ranks"),
         ([*MOE, "--num-sms", "8"], "num_sms is 8 on cpu ranks"),
-        ([*MOE, "--corun", "matmul"], "leave it out"),
         ([*MOE, "--dtype", "fp64"], "'fp64': choose one of bf16, fp16, fp32"),
         ([*MOE, "--backend", "onesided,nccl"], "'nccl': choose some of onesided, collective"),
-        ([*MOE, "--quantize", "fp8", "--backend", "collective"], "only onesided has it"),
-        ([*MOE, "--recorded", "no-such-file.json"], "no file of peer records"),
+        ([*MOE, "--quantize", "fp8", "--backend", "collective"], "are of the backend onesided"),
         ([*MOE, "--plot", "pair.txt"], "its suffix chooses the format"),
         ([*MOE, "--plot", "-"], "only --json writes to stdout"),
         ([*MOE, "--trace", "-"], "only --json writes to stdout"),
@@ -214,7 +158,6 @@ MOE, LOW, REDUCE, LAYER = (["bench", name] for name in ("moe", "lowlatency", "al
         ([*LAYER, "--tokens", "99999999"], "tokens is 99999999"),
         ([*LAYER, "--combine-dtype", "mail"], "'mail': choose one of"),
         ([*LAYER, "--gemm", "tile"], "'tile': choose one of auto, grouped"),
-        ([*LAYER, "--mode", "low_latency", "--trace", "t.json"], "a trace shows layers of mode"),
     ],
 )
 def test_refusals_come_before_any_rank(weft_command, no_ranks, command, text):
@@ -244,7 +187,7 @@ def test_a_failed_rank_shows_its_traceback(weft_command, monkeypatch):
     def fails(*_args, **_options):
         raise RankFailed("rank 1 of 2 raised ValueError\nTraceback ...") from ValueError("boom")
 
-    monkeypatch.setattr(run, "launch", fails)
+    monkeypatch.setattr(harness, "launch", fails)
     code, _, err = weft_command(*SMALL, "--ranks", "2")
     assert code == 1
     assert "RankFailed: rank 1 of 2 raised ValueError" in err

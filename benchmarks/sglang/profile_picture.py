@@ -14,7 +14,7 @@ from typing import Any
 from report import ROOT, Line, machine_line, read
 
 sys.path.insert(0, str(ROOT))
-from weft.bench.style import BASELINES, COLOURS, INK, matplotlib_pyplot, plain, save  # noqa: E402
+from weft.bench.plot import BASELINES, COLOURS, INK, matplotlib_pyplot, plain, save  # noqa: E402
 
 # By words in a kernel's name, the first that fits; what has none of them is "other".
 KINDS = {

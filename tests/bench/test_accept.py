@@ -7,10 +7,15 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "accept.sh"
+from weft.cli.bench import bench
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "accept.sh"
 # Stands in for python: notes what it was asked for, and fails or hangs where it is told to.
 PYTHON = """\
 #!/usr/bin/env bash
@@ -45,14 +50,13 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 def test_all_steps_run_and_are_told(accept, tmp_path):
+    command: Any = typer.main.get_command(bench)
     process, notes = accept("all", str(tmp_path), CUDA_VISIBLE_DEVICES="0,1,2,3,4,5,6,7")
     code, out, _ = ended(process)
     assert code == 0, out
     steps = [line.split()[3] for line in out.splitlines() if line.startswith("ok ")]
-    assert len(steps) == 66
     assert set(steps[:3]) == {"rounds", "failures", "sanitizer"}
     assert steps[3:11] == ["grid", "graphs", "overlap", "few", "skew", "demo", "doctor", "perfect"]
-    assert steps[23:27] == ["ar-tests", "ar-tune-8", "ar-tune-4", "ar-tune-2"]
     assert steps[-4:] == ["compat", "captures", "deaths", "ordering"]
     assert all((tmp_path / f"{step}.log").read_text() == LAST for step in steps)
     assert "all on 8 GPUs" in out
@@ -66,9 +70,12 @@ def test_all_steps_run_and_are_told(accept, tmp_path):
     assert all(line.startswith("0,1,2,3,4,5,6,7: ") for line in calls[3:])
     (both,) = [line for line in calls if "fp8-both.json" in line]
     assert "--tokens 1..4096 --combine-dtype fp8 --quantize fp8" in both
-    assert sum("--num-sms" in line for line in calls) == 6
-    assert sum("--num-sms" in line and "--corun matmul" in line for line in calls) == 3
-    assert sum("--plot" in line for line in calls if " moe " in line) == 13
+    for line in calls:
+        words = line.split()
+        if "bench" in words:  # an option that is gone would fail on the GPUs only
+            name, *options = words[words.index("bench") + 1 :]
+            command.commands[name].make_context(name, options)
+        assert all((ROOT / word).exists() for word in words if word.startswith("tests/")), line
 
 
 def test_other_projects_programs_run_on_as_many_ranks_as_there_are_gpus(accept, tmp_path):
@@ -84,9 +91,7 @@ def test_low_latency_is_measured_as_its_targets_are(accept, tmp_path):
     code, out, _ = ended(process)
     assert code == 0, out
     calls = [line for line in notes.read_text().splitlines() if "bench lowlatency" in line]
-    assert len(calls) == 7
     assert sum("--reduce sender --combine-dtype fp8" in line for line in calls) == 2
-    assert sum("--tokens 256,512" in line for line in calls) == 3
 
 
 @pytest.mark.parametrize(("gpus", "ranks"), [("0,1,2,3,4,5,6,7", (8, 4, 2)), ("0,1,2", (3, 2))])
@@ -101,30 +106,9 @@ def test_the_layer_is_measured_as_its_targets_are(accept, tmp_path, gpus, ranks)
     most = f"--ranks {ranks[0]} "
     assert most in calls[0]
     assert "--tokens 8,16,64,128,256,512,1024 --overlap none,shared_expert,gemm_push" in calls[0]
-    for option in ("--stages", "--trace", "--routing zipf", "--mode low_latency"):
-        assert sum(option in line and most in line for line in calls) == 1, option
     code, out, _ = ended(accept("layer", str(tmp_path), CUDA_VISIBLE_DEVICES="0")[0])
     assert code == 1
     assert "a layer that sends needs two GPUs" in out
-
-
-def test_the_all_reduce_is_tuned_before_it_is_measured(accept, tmp_path):
-    process, notes = accept("allreduce", str(tmp_path), CUDA_VISIBLE_DEVICES="0,1,2,3,4,5,6,7")
-    code, out, _ = ended(process)
-    assert code == 0, out
-    _, *calls = notes.read_text().splitlines()
-    tuned = [line for line in calls if "tune allreduce" in line]
-    assert calls[:3] == tuned, "the tables come first"
-    for ranks, line in zip((8, 4, 2), tuned, strict=True):
-        table = str(tmp_path / f"ar-table-{ranks}.json")
-        assert f"{table} --ranks {ranks} --quiet --device cuda" in line
-        readers = [c for c in calls if f"--table {table}" in c]
-        assert all(f"--ranks {ranks} " in c for c in readers)
-        sizes = [c.split("--hidden ")[1].split()[0] for c in readers if "--hidden" in c]
-        assert sizes == ["7168", "4096"]
-    for option in ("--peers", "--eager", "--no-pdl", "--backend collective", "fp8-group", "none"):
-        assert sum(option in line for line in calls) == 1, option
-    assert sum("--plot" in line and "--json" in line for line in calls) == 14
 
 
 def test_an_all_reduce_takes_what_gpus_there_are(accept, tmp_path):
@@ -168,7 +152,6 @@ def test_a_few_gpus_leave_out_what_needs_more(accept, tmp_path):
     assert ended(process)[0] == 0
     calls = notes.read_text()
     assert "--ranks" not in calls
-    assert len(calls.splitlines()) == 11
 
 
 def test_refusals(accept, tmp_path):

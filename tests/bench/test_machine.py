@@ -8,7 +8,7 @@ import pytest
 
 import weft
 from weft.bench import machine
-from weft.bench.machine import describe_code, describe_machine, machine_line, measured_on
+from weft.bench.machine import describe_code, describe_machine, machine_line
 from weft.jit.source import header_digest
 
 
@@ -60,14 +60,11 @@ def test_nothing_fails_without_git(tmp_path, monkeypatch):
     assert describe_code()["commit"] == "c0ffee-dirty"
 
 
-def test_captions_and_tables_say_it(monkeypatch):
+def test_captions_say_it(monkeypatch):
     found = describe_machine([])
     assert found["weft"] == describe_code()
     found["weft"] = {"version": "1.0", "commit": "0123456789abcdef-dirty", "headers": "ab" * 32}
     assert "weft 1.0 0123456789ab-dirty, 20" in machine_line(found)
-    _, date, where = measured_on(found)
-    assert where.endswith("weft 1.0 0123456789ab-dirty, headers abababababab")
-    assert date not in where
     found["weft"]["commit"] = None
     assert "weft 1.0, 20" in machine_line(found)
     del found["weft"]

@@ -6,16 +6,16 @@ import contextlib
 import json
 import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from weft import AllToAll
-from weft.bench import run
-from weft.bench.case import parse_sizes
-from weft.bench.clock import Calls
-from weft.bench.moe import MoECase, MoESession, MoETrial, make_inputs, rows_of
+from weft.bench import moe
+from weft.bench.harness import Calls, rank_body
+from weft.bench.moe import MoECase, MoETrial, make_inputs, rows_of
 from weft.bench.routing import busiest, choice_rows, chosen, make_ids, parse_routing, token_rows
 from weft.errors import BadExpertId, InvalidArgument
 from weft.moe import MODELS
@@ -26,15 +26,6 @@ SETTINGS = MoECase(
 )
 ON_GPUS = replace(SETTINGS, device="cuda", samples=11)
 SIZES = replace(SETTINGS, tokens=(5, 300), routing="zipf", experts=13)
-
-
-def test_parse_sizes():
-    assert parse_sizes("1, 8,64") == (1, 8, 64)
-    assert parse_sizes("1..4096") == tuple(2**i for i in range(13))
-    assert parse_sizes("3..20,4,6") == (3, 6, 12, 4)
-    for text in ("", "x", "8..4", "0..4", "1,,2", "-1"):
-        with pytest.raises(InvalidArgument, match="write"):
-            parse_sizes(text)
 
 
 def test_parse_routing():
@@ -49,36 +40,18 @@ def test_parse_routing():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"payload": "int4"}, "payload is 'int4'"),
-        ({"dtype": "fp64"}, "dtype is 'fp64'"),
-        ({"backends": ("nccl",)}, "backend is 'nccl'"),
         ({"backends": ()}, "nothing to measure"),
-        ({"tokens": ()}, "nothing to measure"),
         ({"ranks": 99}, "ranks is 99"),
         ({"hidden": 250}, "pad hidden to 256"),
-        ({"num_sms": 8}, "num_sms is 8 on cpu ranks"),
-        ({"device": "cuda", "samples": 10}, "at least 11 are needed"),
         ({"routing": "best"}, "choose one of uniform, perfect"),
-        ({"tokens": (0, 4)}, "0 tokens"),
-        ({"max_tokens": 4}, "8 tokens do not fit max_tokens=4"),
         ({"top_k": 17}, "top_k is 17"),
-        ({"samples": 0}, "0 samples"),
         ({"payload": "fp8", "hidden": 200}, "multiple of 128"),
-        ({"combine_dtype": "fp8", "hidden": 200}, "multiple of 128"),
-        ({"quantize": "mxfp8", "hidden": 96}, "multiple of 128"),
-        ({"combine": "mail"}, "combine is 'mail'; choose one of"),
-        ({"quantize": "int4"}, "quantize is 'int4'; choose one of None, fp8, mxfp8"),
+        ({"combine_dtype": "fp8", "hidden": 200}, "hidden is 200"),
+        ({"quantize": "mxfp8", "hidden": 80}, "hidden is 80"),
+        ({"combine": "mail"}, "combine is 'mail'"),
+        ({"quantize": "int4"}, "quantize is 'int4'"),
         ({"quantize": "fp8", "payload": "fp8"}, "the payload is fp8 already"),
-        ({"combine": "push", "backends": ("collective",)}, "only onesided has it"),
-        (
-            {"split_phase": True, "backends": ("collective",)},
-            "split_phase is True and the backends are",
-        ),
-        ({"corun": "matmul"}, "cpu ranks have no GPU to share"),
-        ({"corun": "matmul", "device": "cuda"}, "no SM is left to the matmul"),
-        ({"corun": "matmul:100", "device": "cuda", "num_sms": 8}, "write matmul, or matmul:SIZE"),
-        ({"corun": "conv", "device": "cuda", "num_sms": 8}, "corun is 'conv'; write matmul"),
-        ({"corun": "matmul", "device": "cuda", "num_sms": 8, "graph": False}, "leave --eager"),
+        ({"combine": "push", "backends": ("collective",)}, "are of the backend onesided"),
     ],
 )
 def test_settings_refuse(change, text):
@@ -104,9 +77,6 @@ def test_the_wire_in_words():
     assert replace(SETTINGS, combine="push").wire == "bf16 out, bf16 back (pushed)"
     both = replace(SETTINGS, quantize="fp8", combine_dtype="fp8")
     assert both.wire == "fp8 + scales out, quantised by dispatch, fp8 + scales back (pushed)"
-    on_gpus = replace(ON_GPUS, num_sms=16)
-    assert replace(on_gpus, corun="matmul").matmul_size == 8192
-    assert replace(on_gpus, corun="matmul:4096").matmul_size == 4096
 
 
 @pytest.mark.parametrize("routing", ["uniform", "perfect", "zipf", "one-hot"])
@@ -200,56 +170,61 @@ def test_traffic_is_what_a_loop_counts():
     assert choice_rows(ids, 13).tolist() == choices
 
 
-def _check(group, settings, make):
-    found = []
-    with make(group, settings) as exchange:
-        for tokens in settings.tokens:
-            found.append(MoETrial(group, settings, exchange, tokens).check())
-            exchange.check()
+def _check(group, settings):
+    with contextlib.closing(settings.trials(group)) as trials:
+        found = [(trial.check(), trial.facts())[0] for trial in trials]
+        group.barrier()
     return found
-
-
-def _honest(group, settings):
-    given = replace(settings, max_tokens=max(settings.tokens) + 3)
-    return MoESession(group, given).exchange("onesided", 1)
 
 
 @pytest.mark.parametrize("payload", ["bf16", "fp8"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_the_real_exchange_passes(ranks, payload, dtype):
-    settings = replace(SIZES, payload=payload, dtype=dtype)
-    assert ranks(3, "threads")(_check, settings, _honest) == [[None, None]] * 3
+    settings = replace(SIZES, payload=payload, dtype=dtype, max_tokens=303)
+    assert ranks(3, "threads")(_check, settings) == [[None, None]] * 3
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"combine": "push", "split_phase": True},
+        {"combine": "push"},
         {"combine_dtype": "fp8", "quantize": "fp8"},
-        {"combine_dtype": "fp8", "payload": "fp8", "split_phase": True},
-        {"quantize": "mxfp8", "split_phase": True},
+        {"combine_dtype": "fp8", "payload": "fp8"},
+        {"quantize": "mxfp8"},
         {"quantize": "fp8", "dtype": "fp16"},
         {"combine_dtype": "fp8", "quantize": "mxfp8", "dtype": "fp32"},
     ],
 )
 def test_every_way_passes(ranks, change):
     settings = replace(SIZES, **change)
-    assert ranks(3, "threads")(_check, settings, _honest) == [[None, None]] * 3
+    assert ranks(3, "threads")(_check, settings) == [[None, None]] * 3
 
 
 def _made(group, settings):
     found = []
-    with contextlib.closing(MoESession(group, settings)) as session:
-        for backend in ("onesided", "collective"):
-            with session.trial(backend, 5) as trial:
-                found.append((trial.check(), len(trial.calls().also), trial.case.combine_dtype))
+    with contextlib.closing(settings.trials(group)) as trials:
+        for trial in trials:
+            size = trial.exchange.max_tokens
+            found.append((trial.variant, size, trial.check(), trial.case.combine_dtype))
             group.barrier()
     return found
 
 
 def test_the_collective_runs_without_the_options_of_the_other(ranks):
-    settings = replace(SIZES, combine_dtype="fp8", quantize="fp8", split_phase=True)
-    assert ranks(2, "cpu")(_made, settings) == [[(None, 4, "fp8"), (None, 0, None)]] * 2
+    options: dict[str, Any] = {"combine_dtype": "fp8", "quantize": "fp8"}
+    settings = replace(SIZES, tokens=(3, 5), backends=("onesided", "collective"), **options)
+    assert (
+        ranks(2, "cpu")(_made, settings)
+        == [
+            [
+                ("onesided", 5, None, "fp8"),
+                ("onesided", 5, None, "fp8"),
+                ("collective", 3, None, None),
+                ("collective", 5, None, None),
+            ]
+        ]
+        * 2
+    )
 
 
 class _Spoilt(AllToAll):
@@ -268,17 +243,12 @@ class _Spoilt(AllToAll):
             received.ids[source, token] = -1
         if self.fault == "weights":
             received.weights[source, token] += 1.0
+        if self.fault == "scales":
+            received.payloads[1][source, token, 0] *= 2
         if self.fault == "counts":
             received.counts[0] += 1
         if self.fault == "stale":
             received.ids[0, -1, 0] = 0
-        return received
-
-    def dispatch_recv(self):
-        received = super().dispatch_recv()
-        if self.rank == 1 and self.fault == "scales":
-            source, token = (received.ids >= 0).any(dim=2).nonzero()[0].tolist()
-            received.payloads[1][source, token, 0] *= 2
         return received
 
     def combine(self, *args, **kwargs):
@@ -288,24 +258,13 @@ class _Spoilt(AllToAll):
         return out
 
 
-def _spoilt(group, settings):
-    return _Spoilt(
-        group,
-        max_tokens=max(settings.tokens) + 3,
-        top_k=settings.top_k,
-        num_experts=settings.experts,
-        hidden=settings.hidden,
-        quantize=settings.quantize,
-        split_phase=settings.split_phase,
-    )
-
-
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
-        ("payload", "bytes of payload 0 of token"),
-        ("ids", "ids of token"),
-        ("weights", "weights of token"),
+        ("payload", r"bytes of payload 0 from rank \d of token \d of 5 is"),
+        ("scales", r"bytes of payload 1 from rank \d of token"),
+        ("ids", r"ids from rank \d of token"),
+        ("weights", r"weights from rank \d of token"),
         ("counts", r"counts are \[6, 5\], every rank sent 5"),
         ("stale", "slots beyond 5 tokens still hold ids"),
         ("combine", r"combined row of token 2 of 5 is \[0.125\] in columns \[7\]"),
@@ -313,21 +272,15 @@ def _spoilt(group, settings):
 )
 def test_the_check_catches(ranks, monkeypatch, fault, text):
     monkeypatch.setattr(_Spoilt, "fault", fault)
-    settings = replace(SIZES, tokens=(5,))
-    ((first,), (second,)) = ranks(2, "threads")(_check, settings, _spoilt)
+    monkeypatch.setitem(moe.EXCHANGES, "onesided", _Spoilt)
+    quantize = "fp8" if fault == "scales" else None
+    settings = replace(SIZES, tokens=(5,), max_tokens=8, quantize=quantize)
+    ((first,), (second,)) = ranks(2, "threads")(_check, settings)
     assert second is not None
     assert second.startswith("rank 1: ")
     assert re.search(text, second), second
     if first is not None:  # what rank 1 spoils before combine may reach rank 0's sums
         assert "combined row" in first
-
-
-def test_the_check_catches_a_scale_of_split_phase_calls(ranks, monkeypatch):
-    monkeypatch.setattr(_Spoilt, "fault", "scales")
-    settings = replace(SIZES, tokens=(5,), quantize="fp8", split_phase=True)
-    _, (second,) = ranks(2, "threads")(_check, settings, _spoilt)
-    assert second is not None
-    assert second.startswith("split-phase, rank 1: bytes of payload 1 of token"), second
 
 
 def test_inputs_make_every_sum_exact():
@@ -342,31 +295,26 @@ def test_inputs_make_every_sum_exact():
     assert torch.equal(inputs.weights * 64, (inputs.weights * 64).round())
 
 
-def _timed(group, settings):
-    with _honest(group, settings) as exchange:
-        trial = MoETrial(group, settings, exchange, settings.tokens[0])
-        found = run._measure(group, settings, trial, None)
-    return found if isinstance(found, str) else sorted(found["samples_us"])
-
-
 def test_calls_that_write_nothing_are_noticed_after_timing(ranks, monkeypatch):
     settings = replace(SIZES, tokens=(5,))
-    assert ranks(2, "threads")(_timed, settings) == [["combine", "dispatch", "pair"]] * 2
+    found, _ = ranks(2, "threads")(rank_body, settings, True)
+    assert sorted(found["measured"][0].samples_us) == ["combine", "dispatch", "pair"]
     nothing = Calls({"dispatch": lambda: None, "combine": lambda: None}, "pair")
     monkeypatch.setattr(MoETrial, "calls", lambda trial: nothing)
-    for problem in ranks(2, "threads")(_timed, settings):
-        assert str(problem).startswith("after timing, rank 0: combined row of token 0 of 5 is [nan")
+    for each in ranks(2, "threads")(rank_body, settings, True):
+        text = "onesided, 5 tokens: after timing, rank 0: combined row of token 0 of 5 is [nan"
+        assert each["problem"].startswith(text)
 
 
 def _refused(group, settings):
-    with _honest(group, settings) as exchange:
-        trial = MoETrial(group, settings, exchange, 5)
+    with contextlib.closing(settings.trials(group)) as trials:
+        trial = next(trials)
         bad = trial.inputs.ids.clone()
         bad[0, 0] = settings.experts
-        exchange.dispatch(trial.inputs.payloads, bad, trial.inputs.weights)
-        exchange.combine()
+        trial.exchange.dispatch(trial.inputs.payloads, bad, trial.inputs.weights)
+        trial.exchange.combine()
         with pytest.raises(BadExpertId):
-            run._measure(group, settings, trial, None)
+            trial.facts()
 
 
 def test_a_refusal_ends_a_measurement(ranks):

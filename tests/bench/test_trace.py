@@ -28,7 +28,7 @@ def settings_of(device: str) -> MoECase:
 
 def document_of(skews: list[int]) -> dict[str, Any]:
     ranks = rounds_of(skews)
-    document = to_chrome(ranks, estimate_skew(ranks), clock="made up")
+    document = to_chrome(ranks, estimate_skew(ranks))
     return dict(json.loads(json.dumps(document)))
 
 
@@ -81,7 +81,6 @@ def test_arrows_lead_from_a_flag_to_the_wait_that_it_ended():
 
 def test_the_metadata_say_what_the_clocks_are_worth():
     found = document_of(SKEWS)["metadata"]
-    assert found["clock"] == "made up"
     assert 0 < found["uncertainty_ns"] < 2000
     for offset, skew in zip(found["offsets_ns"], SKEWS, strict=True):
         assert abs(offset + skew) <= found["uncertainty_ns"]
@@ -90,7 +89,7 @@ def test_the_metadata_say_what_the_clocks_are_worth():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_trace_holds_the_last_rounds_of_every_rank(tmp_path, kind):
     path = tmp_path / "trace.json"
-    assert tracing.trace_pairs(path, settings_of(kind)) is None
+    assert tracing.trace(path, settings_of(kind)) is None
     document = json.loads(path.read_text())
     slices = [e for e in document["traceEvents"] if e["ph"] == "X"]
     counts = Counter((e["pid"], e["name"]) for e in slices)
@@ -108,5 +107,5 @@ def test_a_trace_holds_the_last_rounds_of_every_rank(tmp_path, kind):
 
 def test_a_wrong_result_is_reported_and_nothing_written(tmp_path, monkeypatch):
     monkeypatch.setattr(tracing, "launch", lambda *_, **__: [("rank 0: wrong", [], 0.0)])
-    assert tracing.trace_pairs(tmp_path / "t.json", settings_of("cpu")) == "rank 0: wrong"
+    assert tracing.trace(tmp_path / "t.json", settings_of("cpu")) == "rank 0: wrong"
     assert list(tmp_path.iterdir()) == []

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from benchmarks import baselines, pictures
 from benchmarks.publish import NUMBER, ROOT, Found, documents, expected, rewritten, says, tables_of
 from benchmarks.series import Series, least, load, series
 from benchmarks.tables import TABLES
@@ -31,26 +29,13 @@ def _results(text: str) -> Iterator[tuple[Found, str]]:
             yield table, lines[table.line - 1]
 
 
-def _in_section(text: str, table: Found) -> bool:
-    """Whether it stands in the section that is written as a whole, and compared as one."""
-    place = len("\n".join(text.split("\n")[: table.line]))
-    return baselines.BEGIN in text and text.index(baselines.BEGIN) < place < text.index(
-        baselines.END
-    )
-
-
 def _sources(name: str) -> list[str]:
     """Result tables of a document that name no source."""
     text = TEXTS[name]
     return [
         f"{name}:{table.line + 1}"
         for table, above in _results(text)
-        if not (
-            table.name
-            or AMONG.fullmatch(above)
-            or NO_FIGURES.fullmatch(above)
-            or _in_section(text, table)
-        )
+        if not (table.name or AMONG.fullmatch(above) or NO_FIGURES.fullmatch(above))
     ]
 
 
@@ -113,12 +98,6 @@ def test_other_figures_are_among_those_of_their_files(name):
                     assert any(says(told, each) for each in known), f"{row[0]}: {told}"
 
 
-def test_the_section_of_other_libraries_is_that_of_its_record():
-    text = TEXTS["benchmarks/notebook.md"]
-    section = text[text.index(baselines.BEGIN) : text.index(baselines.END) + len(baselines.END)]
-    assert section == baselines.section(baselines.latest())
-
-
 def test_a_wrong_figure_and_a_table_without_a_source_are_found():
     text = TEXTS["docs/measuring.md"]
     assert "| 4 ranks, perfect | 8.4 |" in text
@@ -146,64 +125,3 @@ def test_selectors_say_what_they_do_not_find():
             series(selector)
     assert least(Series({1: 2.0, 8: 3.0}), Series({8: 1.0})) == {1: 2.0, 8: 1.0}
     assert (Series({1: 6.0, 8: 3.0}) / Series({1: 2.0})) == {1: 3.0}
-
-
-def test_what_baselines_sh_wrote_becomes_a_record_and_a_section(tmp_path, monkeypatch):
-    machine = {
-        "date": "2026-12-01T10:00:00+00:00",
-        "gpus": ["NVIDIA H200"] * 4,
-        "driver": "580",
-        "cuda": "13.0",
-        "torch": "2.11.0",
-        "weft": {"version": "0.1.0", "commit": "c0ffee00c0ffee00", "headers": "ab"},
-    }
-    loom = {"name": "Loom", "version": "2.1", "setting": "low-precision back"}
-    moe = {
-        "machine": machine,
-        "facts": {"wire": "bf16 out, bf16 back"},
-        "results": [
-            {
-                "variant": "onesided",
-                "tokens": 8,
-                "samples_us": {"pair": [[9.0, 10.04, 11.0], [8.0, 9.0, 9.5]]},
-            },
-            {"variant": "collective", "tokens": 8, "samples_us": {"pair": [[110.0], [120.0]]}},
-        ],
-        "peers": [
-            {**loom, "status": "measured", "samples_us": {"8": {"pair": [[12.0], [13.25]]}}},
-            {**loom, "setting": "", "status": "failed: it trapped", "samples_us": {}},
-            {**loom, "setting": "", "status": "not installed", "samples_us": {}},
-        ],
-    }
-    (tmp_path / "baselines-moe.json").write_text(json.dumps(moe))
-    document = tmp_path / "measuring.md"
-    document.write_text(f"before\n{baselines.BEGIN}\nold\n{baselines.END}\nafter\n")
-    monkeypatch.setattr(baselines, "RECORDS", tmp_path)
-    monkeypatch.setattr(baselines, "DOCUMENT", document)
-    (tmp_path / "baselines-4xH200-2026-11-30.json").write_text("{}")
-    with pytest.raises(FileNotFoundError, match=r"has none of baselines-moe.json"):
-        baselines.take_in(tmp_path / "nothing")
-    record = baselines.take_in(tmp_path)
-    assert record.name == "baselines-4xH200-2026-12-01.json"
-    assert baselines.latest() == record, "the one of before is gone"
-    text = document.read_text()
-    assert text.startswith(f"before\n{baselines.BEGIN}\n")
-    assert text.endswith(f"{baselines.END}\nafter\n")
-    assert text == f"before\n{baselines.section(record)}\nafter\n"
-    for piece in (
-        "| weft: bf16 out, bf16 back | 10.0 |",
-        "| weft on NCCL, bf16 back | 120.0 |",
-        "| Loom 2.1, low-precision back | 13.2 |",
-        "weft c0ffee00c0ff;",
-        "No figure of: Loom 2.1 (moe: failed: it trapped).",
-    ):
-        assert piece in text, piece
-
-
-def test_the_picture_of_the_pair_has_floors_and_baselines():
-    case, rows = pictures.recorded_moe()
-    assert [row.tokens for row in rows] == list(case.tokens)
-    ratios = [row.us.median / row.floor for row in rows if row.floor]
-    assert len(ratios) == len(rows)
-    assert 1 <= ratios[-1] < ratios[0] < 3, "what is sent, and no fixed cost alone, is the floor"
-    assert any(label.startswith("FlashInfer") for label in rows[0].baselines)

@@ -9,7 +9,7 @@ import torch
 import weft
 from tests.lowlatency_rounds import Mode, play
 from tests.rounds import Round
-from weft.bench.clock import CALLS, capture, rounds_of
+from weft.bench.harness import CALLS, capture, rounds_of
 from weft.lowlatency.operator import LowLatencyAllToAll
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(600)]

@@ -7,33 +7,38 @@ is written is compared byte by byte, over memory that was poisoned before.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 import weft
 from weft import reference
 from weft.allreduce.config import ReduceConfig
-from weft.bench.case import Refused, RowsCase, choose, choose_backends
-from weft.bench.check import poison, settle, unlike_row
-from weft.bench.clock import Calls
+from weft.bench.harness import (
+    TIMEOUT,
+    Calls,
+    Measured,
+    Refused,
+    RowsCase,
+    Trial,
+    Trials,
+    poison,
+    settle,
+    unlike_row,
+)
 from weft.bench.limits import ONE_WAY_FIXED_US, TWO_WAY_FIXED_US, allreduce_floor_us, link_rate
 from weft.errors import InvalidArgument, UsageError
 from weft.memory import Group
 from weft.runtime.call_word import BACKENDS as SAME_BITS
-
-if TYPE_CHECKING:
-    from weft.bench.run import Measurement, Report
 
 AUTO, COLLECTIVE = "auto", "collective"
 BACKENDS = (*SAME_BITS, COLLECTIVE, AUTO)
 GROUP = 128  # columns that share a scale in fp8-group
 EPS = 1e-6
 SCALE = 0.02  # of fp8-static: normalised numbers reach 4, the largest e4m3 number is 448
-EPILOGUES = ("none", "norm", "fp8-static", "fp8-token", "fp8-group")
-_EPILOGUE = {
+EPILOGUES = {
     "none": "sum",
     "norm": "sum + residual + RMSNorm",
     "fp8-static": "sum + residual + RMSNorm + fp8, one scale",
@@ -65,8 +70,8 @@ class ReduceCase(RowsCase):
 
     def __post_init__(self) -> None:
         RowsCase.__post_init__(self)
-        choose(epilogue=(self.epilogue, EPILOGUES))
-        choose_backends(self.backends, BACKENDS)
+        if not self.backends:
+            raise InvalidArgument("nothing to measure: pass at least one backend")
         sizes: dict[str, Any] = {"ranks": self.ranks, "max_tokens": self.capacity}
         ReduceConfig.of(**sizes, hidden=self.hidden, dtype=self.out_dtype)  # refuses what cannot be
         if self.epilogue == "fp8-group" and self.hidden % GROUP:
@@ -76,11 +81,6 @@ class ReduceCase(RowsCase):
             )
 
     @property
-    def variants(self) -> tuple[str, ...]:
-        """The backends."""
-        return self.backends
-
-    @property
     def row_bytes(self) -> int:
         """Bytes of one row."""
         return self.hidden * self.out_dtype.itemsize
@@ -88,19 +88,40 @@ class ReduceCase(RowsCase):
     def title(self) -> str:
         """The sizes and options in words."""
         early = "" if self.programmatic_launch else ", no programmatic launch"
-        what = _EPILOGUE[self.epilogue]
+        what = EPILOGUES[self.epilogue]
         return f"{self.ranks} ranks, hidden {self.hidden}, {self.dtype}, {what}{early}"
 
-    def session(self, group: Group) -> ReduceSession:
-        """One all-reduce for all backends and sizes."""
-        return ReduceSession(group, self)
+    def trials(self, group: Group) -> Trials:
+        """One all-reduce for all backends and sizes; inputs and reference of one size at a time."""
+        backends: dict[str, Any] = {}
+        if COLLECTIVE in self.backends:
+            backends["backends"] = (*SAME_BITS, COLLECTIVE)
+        reduce = weft.AllReduce(
+            group,
+            max_tokens=self.capacity,
+            hidden=self.hidden,
+            dtype=self.out_dtype,
+            timeout=TIMEOUT,
+            programmatic_launch=self.programmatic_launch,
+            **backends,
+        )
+        with contextlib.closing(reduce):
+            for tokens in self.tokens:
+                trial = ReduceTrial(group, self, reduce, tokens)
+                for backend in self.backends:
+                    try:
+                        trial.prepare(backend)
+                    except UsageError as error:  # of equal sizes: all ranks refuse
+                        yield Refused(backend, tokens, str(error))
+                        continue
+                    yield trial
 
-    def bytes_of(self, found: Measurement, phase: str) -> tuple[float, float]:
+    def bytes_of(self, found: Measured, phase: str) -> tuple[float, float]:
         """One rank's rows, and what the backend that ran sends off a rank."""
         payload = found.tokens * self.row_bytes
         return payload, wire_bytes(found.facts["chosen"], payload, self.ranks)
 
-    def floor_us(self, found: Measurement, gpus: list[str]) -> float | None:
+    def floor_us(self, found: Measured, gpus: list[str]) -> float | None:
         """The faster of one way through the links and of two."""
         return allreduce_floor_us(found.tokens * self.row_bytes, self.ranks, gpus)
 
@@ -112,22 +133,15 @@ class ReduceCase(RowsCase):
             f"{speed} + {TWO_WAY_FIXED_US:g} us"
         )
 
-    def columns(self, found: Measurement, report: Report) -> dict[str, float | str]:
+    def columns(self, found: Measured) -> dict[str, float | str]:
         """What "auto" took."""
         return {"chosen": found.facts["chosen"]} if found.variant == AUTO else {}
 
-    def notes(self, report: Report) -> list[str]:
+    def notes(self, found: Sequence[Measured]) -> list[str]:
         """The memory, and what "auto" chose by."""
-        memory = f"{report.facts['memory_bytes'] / (1 << 20):.1f} MiB a rank"
-        lines = [f"Memory of the workspace: {memory} for {self.capacity} tokens."]
-        why = dict.fromkeys(found.facts["why"] for found in report.measurements)
-        return lines + [text for text in why if text][:1]
-
-    def records(self) -> tuple[str, str, dict[str, Any]] | None:
-        """What quantises is shown beside their norm, which does less."""
-        epilogue = "none" if self.epilogue == "none" else "norm"
-        wanted = {name: getattr(self, name) for name in ("ranks", "hidden", "dtype")}
-        return "allreduce", "us", wanted | {"epilogue": epilogue}
+        memory = f"{found[0].facts['memory_bytes'] / (1 << 20):.1f} MiB a rank" if found else "none"
+        why = dict.fromkeys(each.facts["why"] for each in found if each.facts["why"])
+        return [f"Memory of the workspace: {memory} for {self.capacity} tokens.", *[*why][:1]]
 
 
 def wire_bytes(backend: str, payload: int, ranks: int) -> float:
@@ -174,46 +188,7 @@ def arguments_of(case: ReduceCase, rows: Rows) -> dict[str, Any]:
     return given
 
 
-class ReduceSession:
-    """An all-reduce that serves every backend of the case; the rows of the last size."""
-
-    def __init__(self, group: Group, case: ReduceCase) -> None:
-        self.group, self.case = group, case
-        backends: dict[str, Any] = {}
-        if COLLECTIVE in case.backends:
-            backends["backends"] = (*SAME_BITS, COLLECTIVE)
-        self.reduce = weft.AllReduce(
-            group,
-            max_tokens=case.capacity,
-            hidden=case.hidden,
-            dtype=case.out_dtype,
-            timeout=30.0,  # ranks that share cores may be late without being dead
-            programmatic_launch=case.programmatic_launch,
-            **backends,
-        )
-        self._last: ReduceTrial | None = None
-
-    def close(self) -> None:
-        """Give the memory back."""
-        self.reduce.close()
-
-    def facts(self) -> dict[str, Any]:
-        """Bytes of symmetric memory."""
-        return {"memory_bytes": self.reduce.config.share_bytes}
-
-    @contextlib.contextmanager
-    def trial(self, variant: str, tokens: int) -> Iterator[ReduceTrial]:
-        """One backend. Raises Refused for a size that it does not serve."""
-        if self._last is None or self._last.tokens != tokens:
-            self._last = ReduceTrial(self.group, self.case, self.reduce, tokens)
-        try:
-            self._last.prepare(variant)
-        except UsageError as error:  # of sizes that are equal on all ranks: all of them refuse
-            raise Refused(str(error)) from error
-        yield self._last
-
-
-class ReduceTrial:
+class ReduceTrial(Trial):
     """An all-reduce with one set of rows; `prepare` chooses the backend."""
 
     def __init__(self, group: Group, case: ReduceCase, reduce: weft.AllReduce, tokens: int) -> None:
@@ -226,11 +201,11 @@ class ReduceTrial:
             reference.allreduce_fused([each.x for each in rows], **self.arguments)
         )
         self._written: dict[str, torch.Tensor] = {}
-        self._backend = AUTO
+        self.variant = AUTO
 
     def prepare(self, backend: str) -> None:
         """Make the outputs, by a first call that allocates them. Raises what `fused` raises."""
-        self._backend = backend
+        self.variant = backend
         result = self.reduce.fused(self.rows.x, **self.arguments, backend=backend)
         self._written = outputs_of(result)
         settle(self.group)
@@ -238,16 +213,11 @@ class ReduceTrial:
     def call(self) -> None:
         """One call of the backend into static outputs."""
         outputs: dict[str, Any] = {_OUTPUTS[name]: tensor for name, tensor in self._written.items()}
-        self.reduce.fused(self.rows.x, **self.arguments, **outputs, backend=self._backend)
+        self.reduce.fused(self.rows.x, **self.arguments, **outputs, backend=self.variant)
 
     def calls(self) -> Calls:
         """The call."""
-        return Calls.of(self.call)
-
-    @property
-    def answer(self) -> torch.Tensor:
-        """The written output, `[tokens, hidden]` of the rows' dtype, that a model goes on with."""
-        return next(self._written[n] for n in ("norm", "out", "residual") if n in self._written)
+        return Calls({"call": self.call})
 
     def poison(self) -> None:
         """Overwrite the outputs: what is right from here on was written anew."""
@@ -273,12 +243,13 @@ class ReduceTrial:
         return next((problem for problem in found if problem), None)
 
     def facts(self) -> dict[str, Any]:
-        """chosen: the backend that ran.  why: what "auto" chose by."""
+        """chosen: the backend that ran.  why: what "auto" chose by.  memory_bytes: of a rank."""
         self.reduce.check()
-        if self._backend != AUTO:
-            return {"chosen": self._backend, "why": ""}
+        memory = {"memory_bytes": self.reduce.config.share_bytes}
+        if self.variant != AUTO:
+            return {"chosen": self.variant, "why": "", **memory}
         choice = self.reduce.explain(self.tokens, norm=self.case.epilogue != "none")
-        return {"chosen": choice.backend, "why": choice.text}
+        return {"chosen": choice.backend, "why": choice.text, **memory}
 
 
 def outputs_of(result: Any) -> dict[str, torch.Tensor]:

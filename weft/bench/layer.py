@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import statistics
-from collections.abc import Iterator
+import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from weft import reference
-from weft.alltoall.operator import AllToAll
-from weft.bench.case import Case, Refused, choose
-from weft.bench.check import settle
-from weft.bench.clock import Calls, measure
-from weft.bench.layer_load import check_perfect, load_of, make_correction, make_logits
-from weft.bench.layer_weights import FP8_BLOCK, draw, shared_expert, stack
+from weft.bench.harness import TIMEOUT, Calls, Case, Measured, Refused, Trial, Trials, settle
 from weft.bench.limits import (
     HBM_READ_TB_PER_S,
     HBM_SHEET_TB_PER_S,
@@ -24,28 +19,27 @@ from weft.bench.limits import (
     layer_floor_us,
     link_rate,
 )
-from weft.bench.moe import QUANTIZE
-from weft.bench.routing import parse_routing
+from weft.bench.moe import row_bytes
+from weft.bench.routing import busiest, gumbel, parse_routing, places_of, token_rows
 from weft.errors import CreationFailed, InvalidArgument
 from weft.fields import checked
 from weft.memory import Group
 from weft.moe import (
     CLAMPED_SWIGLU,
     MODELS,
-    MODES,
     OVERLAPS,
+    Expert,
+    ExpertWeights,
+    FP8Expert,
     MoE,
     MoEConfig,
 )
+from weft.moe.experts import to_blocks
 from weft.moe.router import route_in_torch
 from weft.placement import Placement
 from weft.shape import Shape
 
-if TYPE_CHECKING:
-    from weft.bench.run import Measurement, Report
-
 LAYER_MODELS = ("deepseek-v3", "qwen3-30b-a3b", "glm-4.5-air", "gpt-oss-120b")
-ROUTINGS = ("uniform", "perfect", "zipf")
 WEIGHT_DTYPES = ("bf16", "fp8")
 # The same rules with few numbers, for a rehearsal on CPU ranks.
 SMALL_HIDDEN, SMALL_INTERMEDIATE, SMALL_EXPERTS = 256, 128, 32
@@ -54,6 +48,8 @@ SAMPLE = 16  # tokens of a rank that are compared
 HALF_UNITS, HALF_UNITS_FP8_BACK = 5, 16
 # FP8 experts round the rows between their grouped GEMMs to 4 bits: by up to 1/16 of each number.
 FP8_PART = 1 / 16
+FP8_BLOCK = 128  # rows and columns of a weight that share a scale
+SHARED = -1  # the shared expert's number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +59,8 @@ class LayerCase(Case):
     model: one of LAYER_MODELS.   experts: of the layer, or None for the model's own number.
     dtype: of the experts' weights, "bf16" or "fp8".   mode: as in MoE.
     overlaps: words of `weft.MoE`; none: all that it offers, less those that this layer refuses.
-    routing: "uniform", "perfect", "zipf" or "zipf:EXPONENT".
-    shared: with the model's shared expert.   stages: also time the layer's parts, each alone.
-    gemm, max_rows, quantize, combine_dtype: as in MoE; None leaves the choice to it.
+    routing: "uniform", "zipf" or "zipf:EXPONENT".   shared: with the model's shared expert.
+    gemm, quantize, combine_dtype: as in MoE; None leaves the choice to it.
     """
 
     operator: ClassVar[str] = "layer"
@@ -80,36 +75,27 @@ class LayerCase(Case):
     dtype: str = "bf16"
     experts: int | None = None
     shared: bool = True
-    stages: bool = False
     gemm: str = "auto"
-    max_rows: int | None = None
     quantize: str | None = None
     combine_dtype: str | None = None
 
     def __post_init__(self) -> None:
         Case.__post_init__(self)
-        choose(
-            model=(self.model, LAYER_MODELS),
-            dtype=(self.dtype, WEIGHT_DTYPES),
-            mode=(self.mode, MODES),
-            routing=(parse_routing(self.routing)[0], ROUTINGS),
-            quantize=(self.quantize, (None, *QUANTIZE)),
-        )
-        for word in self.overlaps:
-            choose(overlap=(word, OVERLAPS))
-        checked(Shape, ranks=self.ranks, tokens=max(self.tokens))
-        if self.stages and self.mode != "throughput":
+        if parse_routing(self.routing)[0] not in ("uniform", "zipf"):
             raise InvalidArgument(
-                f"stages are those of mode 'throughput'; this one is {self.mode!r}: time it whole"
+                f"routing is {self.routing!r}; choose one of uniform, zipf, zipf:EXPONENT"
             )
+        checked(Shape, ranks=self.ranks, tokens=max(self.tokens))
         if self.experts is not None and self.experts < self.ranks:
             raise InvalidArgument(f"{self.experts} experts on {self.ranks} ranks; give each one")
         config = self.config  # refuses what no layer can be
         Placement.blocks(config.routing.num_experts, self.ranks)
-        if self.routing == "perfect":
-            check_perfect(config.routing)
-        if self.dtype == "fp8":
-            check_fp8(config)
+        sizes = (config.hidden, config.intermediate)
+        if self.dtype == "fp8" and (any(size % FP8_BLOCK for size in sizes) or config.biased):
+            raise InvalidArgument(
+                f"dtype fp8 needs sizes of whole blocks of {FP8_BLOCK} and no biases; this model "
+                f"has hidden {sizes[0]}, intermediate {sizes[1]}, biased={config.biased}: use bf16"
+            )
 
     @property
     def config(self) -> MoEConfig:
@@ -124,38 +110,16 @@ class LayerCase(Case):
         return replace(whole, routing=routing, shared=shared if self.shared else 0)
 
     @property
-    def variants(self) -> tuple[str, ...]:
-        """The modes to measure: those asked for, or all that there are."""
-        return self.overlaps or OVERLAPS
-
-    @property
     def wire(self) -> str | None:
         """What dispatch makes of the rows: FP8 experts take FP8 rows."""
         return self.quantize or ("fp8" if self.dtype == "fp8" else None)
 
-    @property
-    def fp8_back(self) -> bool:
-        """Does combine return rows as FP8?"""
-        return self.combine_dtype == "fp8"
-
     def moe_options(self, overlap: str, tokens: int) -> dict[str, Any]:
         """What `weft.MoE` is built with, besides its weights."""
-        options: dict[str, Any] = {
-            "max_tokens": tokens,
-            "mode": self.mode,
-            "overlap": overlap,
-            "gemm": self.gemm,
-            "max_rows": self.max_rows,
-            "quantize": self.quantize,
-            "num_sms": self.num_sms,
-            "programmatic_launch": self.programmatic_launch,
-            "timeout": 30.0,  # ranks that share cores may be late without being dead
-        }
-        if self.combine_dtype is not None:
-            options["combine_dtype"] = self.combine_dtype
-        if self.dtype == "fp8":
-            options["fp8"] = True  # which makes FP8 of the tokens, too
-        return options
+        names = ("mode", "gemm", "quantize", "combine_dtype", "num_sms", "programmatic_launch")
+        options = {name: getattr(self, name) for name in names}
+        sizes = {"max_tokens": tokens, "overlap": overlap, "timeout": TIMEOUT}
+        return {**options, **sizes, "fp8": self.dtype == "fp8"}
 
     def title(self) -> str:
         """The sizes and options in words."""
@@ -165,22 +129,43 @@ class LayerCase(Case):
             f"{self.model}: {self.ranks} ranks, hidden {config.hidden}, intermediate "
             f"{config.intermediate}, top {config.routing.top_k} of {config.routing.num_experts}, "
             f"{self.dtype} experts, {shared}, routing {self.routing}, mode {self.mode}, "
-            f"{self.wire or 'bf16'} out, {self.combine_dtype or self.dtype} back"
+            f"{self.wire or 'bf16'} out, {self.combine_dtype or 'bf16'} back"
         )
 
-    def session(self, group: Group) -> LayerSession:
-        """This rank's experts."""
-        return LayerSession(group, self)
+    def trials(self, group: Group) -> Trials:
+        """The layer of each overlap, with room for exactly the tokens of a size."""
+        placement = Placement.blocks(self.config.routing.num_experts, group.size)
+        weights = stack(self, placement.experts_of(group.rank), group.device)
+        shared = shared_expert(self, group.device)
+        for tokens in self.tokens:
+            inputs = LayerInputs(group, self, shared, tokens)
+            for overlap in self.overlaps or OVERLAPS:
+                try:
+                    layer = MoE(
+                        group,
+                        self.config,
+                        weights,
+                        shared=shared,
+                        correction=inputs.correction,
+                        **self.moe_options(overlap, tokens),
+                    )
+                except (CreationFailed, InvalidArgument) as error:
+                    if self.overlaps:
+                        raise  # it was asked for by name
+                    yield Refused(overlap, tokens, f"{type(error).__name__}: {error}")
+                    continue
+                with contextlib.closing(layer):
+                    yield LayerTrial(inputs, layer, overlap)
 
-    def bytes_of(self, found: Measurement, phase: str) -> tuple[float, float]:
-        """NVLink bytes of the whole; parts have none of their own."""
-        return 0.0, found.facts["wire_bytes"] if phase == "call" else 0.0
+    def bytes_of(self, found: Measured, phase: str) -> tuple[float, float]:
+        """NVLink bytes of the whole."""
+        return 0.0, found.facts["wire_bytes"]
 
-    def floors(self, found: Measurement, gpus: list[str]) -> LayerFloor | None:
+    def floors(self, found: Measured, gpus: list[str]) -> LayerFloor | None:
         """Of memory and of links."""
         return layer_floor_us(found.facts["hbm_bytes"], found.facts["wire_bytes"], gpus)
 
-    def floor_us(self, found: Measurement, gpus: list[str]) -> float | None:
+    def floor_us(self, found: Measured, gpus: list[str]) -> float | None:
         """What was measured allows no layer to be faster."""
         floors = self.floors(found, gpus)
         return None if floors is None else floors.least
@@ -193,117 +178,20 @@ class LayerCase(Case):
             f"{HBM_SHEET_TB_PER_S:g}) and NVLink (wire bytes / {link_rate(self.ranks):g} GB/s)"
         )
 
-    def columns(self, found: Measurement, report: Report) -> dict[str, float | str]:
-        """x none: us without overlap over these.  The parts of the floor, in us."""
-        from weft.bench.report import Spread, us_text
-
+    def columns(self, found: Measured) -> dict[str, float | str]:
+        """How uneven the routing is, and whether "auto" takes this overlap."""
         more: dict[str, float | str] = {"max / mean rows": found.facts["imbalance"]}
-        for other in report.measurements:
-            if (other.variant, other.tokens) == ("none", found.tokens):
-                base, own = (Spread.of(each.samples_us["call"]) for each in (other, found))
-                more["x none"] = f"{base.median / own.median:.3f}"
-        if floors := self.floors(found, report.machine["gpus"]):
-            more |= {
-                "HBM measured": us_text(floors.memory),
-                "HBM sheet": us_text(floors.memory_sheet),
-                "NVLink": us_text(floors.links),
-            }
-        if found.facts["auto"]["auto"] == found.variant:
-            more["auto"] = "auto"
-        return more
+        return more | ({"auto": "auto"} if found.facts["auto"]["auto"] == found.variant else {})
 
-    def notes(self, report: Report) -> list[str]:
+    def notes(self, found: Sequence[Measured]) -> list[str]:
         """What "auto" takes at each size and why."""
-        from weft.bench.report import us_text
-
-        auto = {each.tokens: each.facts["auto"] for each in report.measurements}
-        gemms = dict.fromkeys(each.facts["gemm"] for each in report.measurements)
+        gemms = dict.fromkeys(each.facts["gemm"] for each in found)
+        auto = {each.tokens: each.facts["auto"]["reason"] for each in found}
         lines = [f"Experts multiply by {', '.join(gemms)}."]
-        lines += [f"auto, {tokens} tokens: {choice['reason']}" for tokens, choice in auto.items()]
-        for each in report.measurements:
-            if stages := each.facts.get("stages_us"):
-                parts = ", ".join(f"{name} {us_text(us)}" for name, us in stages.items())
-                lines.append(f"Parts at {each.tokens} tokens, each alone, us: {parts}.")
+        lines += [f"auto, {tokens} tokens: {reason}" for tokens, reason in auto.items()]
         if self.device == "cpu":
             lines.append("CPU ranks: the model's rules with few numbers, a rehearsal.")
-        if self.records():
-            lines.append(
-                "Published figures: FP8 experts, 8 ranks, uniform routing, neither router nor "
-                "shared expert, as far as they say."
-            )
         return lines
-
-    def records(self) -> tuple[str, str, dict[str, Any]] | None:
-        """Figures that others published, of as many experts on each rank.
-
-        They are of 8 ranks and FP8 experts, and count neither a router nor a shared expert, as far
-        as they say. On fewer ranks with as many experts each, an expert gets as many rows.
-        """
-        config = self.config
-        return (
-            "layers",
-            "us",
-            {
-                "hidden": config.hidden,
-                "intermediate": config.intermediate,
-                "top_k": config.routing.top_k,
-                "local_experts": config.routing.num_experts / self.ranks,
-            },
-        )
-
-
-def check_fp8(config: MoEConfig) -> None:
-    """Raises InvalidArgument where weights of this config cannot be FP8."""
-    sizes = (config.hidden, config.intermediate)
-    if any(size % FP8_BLOCK for size in sizes) or config.biased:
-        raise InvalidArgument(
-            f"dtype fp8 needs sizes of whole blocks of {FP8_BLOCK} and no biases; this model has "
-            f"hidden {sizes[0]}, intermediate {sizes[1]}, biased={config.biased}: use bf16"
-        )
-
-
-class LayerSession:
-    """This rank's experts, and the inputs of the last size."""
-
-    def __init__(self, group: Group, case: LayerCase) -> None:
-        self.group, self.case = group, case
-        placement = Placement.blocks(case.config.routing.num_experts, group.size)
-        self.weights = stack(case, placement.experts_of(group.rank), group.device)
-        self.shared = shared_expert(case, group.device)
-        self._inputs: LayerInputs | None = None
-
-    def close(self) -> None:
-        """Weights go with the session."""
-
-    def facts(self) -> dict[str, Any]:
-        """Nothing of the whole run."""
-        return {}
-
-    @contextlib.contextmanager
-    def trial(self, variant: str, tokens: int, *, profile: bool = False) -> Iterator[LayerTrial]:
-        """The layer of one mode, with room for exactly these tokens.
-
-        Raises Refused for a mode that it does not offer here, unless it was asked for by name.
-        """
-        if self._inputs is None or self._inputs.tokens != tokens:
-            self._inputs = LayerInputs(self.group, self.case, self.shared, tokens)
-        try:
-            layer = MoE(
-                self.group,
-                self.case.config,
-                self.weights,
-                shared=self.shared,
-                correction=self._inputs.correction,
-                profile=profile,
-                **self.case.moe_options(variant, tokens),
-            )
-        except (CreationFailed, InvalidArgument) as error:
-            if self.case.overlaps:
-                raise  # it was asked for by name
-            raise Refused(f"{type(error).__name__}: {error}") from error
-        with layer:
-            yield LayerTrial(self._inputs, layer)
-            self.group.barrier()  # a peer may still be reading what is about to go
 
 
 class LayerInputs:
@@ -325,7 +213,7 @@ class LayerInputs:
     def bound(self, wanted: torch.Tensor) -> float:
         """The largest difference that roundings on the way explain."""
         largest = max(1.0, float(wanted.abs().max()))
-        half_units = HALF_UNITS_FP8_BACK if self.case.fp8_back else HALF_UNITS
+        half_units = HALF_UNITS_FP8_BACK if self.case.combine_dtype else HALF_UNITS
         rounding = half_units * torch.finfo(self.case.config.dtype).eps / 2 * largest
         part = FP8_PART * float(wanted.abs().max()) if self.case.dtype == "fp8" else 0.0
         return rounding + part
@@ -333,7 +221,7 @@ class LayerInputs:
     def wanted(self, owners: tuple[int, ...]) -> torch.Tensor:
         """float32 `[sample, hidden]`: weft.reference.moe_layer, expert by expert.
 
-        Each expert is drawn again, whoever holds it, and multiplies in float32 with the numbers
+        Each expert is drawn again, on every rank, and multiplies in float32 with the numbers
         that its stored weights stand for.
         """
         if self._wanted is not None:
@@ -341,19 +229,22 @@ class LayerInputs:
         config, device = self.case.config, self.group.device
         x = self.x[self.sample]
         ids, weights = route_in_torch(config.routing, self.logits[self.sample], self.correction)
-        sent, clamped = self._sent(x), config.gating is CLAMPED_SWIGLU
+        sent, clamped = x, config.gating is CLAMPED_SWIGLU
+        if self.case.wire is not None:  # as it arrives
+            sent = reference.dequantize(*reference.quantize(x, self.case.wire)).to(x.dtype)
         sums = torch.zeros((self.group.size, *x.shape), device=device)
         for expert in sorted(set(ids.flatten().tolist())):
             drawn = draw(self.case, expert, device)
-            up_bias, down_bias = drawn.gate_up_bias, drawn.down_bias
+            biases: dict[str, Any] = {
+                name: part[None] for name, part in drawn.items() if name.endswith("_bias")
+            }
             sums[owners[expert]] += reference.moe_layer(
                 sent,
                 torch.where(ids == expert, 0, -1),
                 weights,
-                drawn.gate_up.wide()[None],
-                drawn.down.wide()[None],
-                gate_up_bias=None if up_bias is None else up_bias[None],
-                down_bias=None if down_bias is None else down_bias[None],
+                wide(drawn, "gate_up"),
+                wide(drawn, "down"),
+                **biases,
                 gating=reference.clamped_swiglu if clamped else reference.swiglu,
                 weigh_input=config.routing.weigh == "input",
             )
@@ -361,28 +252,21 @@ class LayerInputs:
         self._wanted = total if self.shared is None else total + self.shared(x).float()
         return self._wanted
 
-    def _sent(self, x: torch.Tensor) -> torch.Tensor:
-        """x as the wire brings it."""
-        if self.case.wire is None:
-            return x
-        wide = reference.dequantize(*reference.quantize(x, self.case.wire))
-        return wide.to(x.dtype)
 
-
-class LayerTrial:
+class LayerTrial(Trial):
     """A layer with its inputs."""
 
-    def __init__(self, inputs: LayerInputs, layer: MoE) -> None:
+    def __init__(self, inputs: LayerInputs, layer: MoE, variant: str) -> None:
         self.inputs, self.layer, self.group = inputs, layer, inputs.group
-        self.graph = layer.gemm != "torch"  # which waits for the host
+        self.variant, self.tokens = variant, inputs.tokens
 
     def call(self) -> None:
         """What is timed: from logits to output."""
         self.layer(self.inputs.x, self.inputs.logits, out=self.inputs.out)
 
     def calls(self) -> Calls:
-        """The call."""
-        return Calls.of(self.call, graph=self.graph)
+        """The call; torch's products wait for the host, so no graph holds them."""
+        return Calls({"call": self.call}, graph=self.layer.gemm != "torch")
 
     def poison(self) -> None:
         """So that a call which writes nothing is noticed."""
@@ -409,45 +293,159 @@ class LayerTrial:
         return f"{rank}: off the reference by {error:.4g}; {bound:.4g} is allowed"
 
     def facts(self) -> dict[str, Any]:
-        """The load of the routing, what "auto" takes, how the experts multiply; and the parts."""
-        case = self.inputs.case
-        load = load_of(case, self.inputs.tokens)
-        found = asdict(load) | {"imbalance": load.imbalance, "gemm": self.layer.gemm}
-        found["auto"] = asdict(self.layer.explain())
-        if case.stages and self.layer.overlap == "none":
-            stages = measure_stages(self)
-            ranks = self.group.all_gather(stages)
-            found["stages_us"] = {name: max(each[name] for each in ranks) for name in stages}
-        return found
+        """The load of the routing, what "auto" takes, how the experts multiply."""
+        load = load_of(self.inputs.case, self.tokens)
+        auto = asdict(self.layer.explain())
+        return asdict(load) | {
+            "imbalance": load.imbalance,
+            "gemm": self.layer.gemm,
+            "auto": auto,
+        }
 
 
-def measure_stages(trial: LayerTrial) -> dict[str, float]:
-    """Median us of the layer's parts on this rank, each alone on one round's rows. Collective.
+def make_logits(case: LayerCase, tokens: int, rank: int) -> torch.Tensor:
+    """float32 `[tokens, num_experts]` on the CPU: what a rank's router sees.
 
-    Alone, a part finds its predecessor's rows in the caches as they are left by itself, and no
-    launch of a neighbour hides its own: the parts add up to more than the layer. pair: dispatch and
-    combine back to back; their split has events between, which cost some us. experts: all between.
+    uniform: normal, so that every expert is as likely.   zipf: log of the popularity 1 / place^s
+    plus Gumbel noise, so that the top k are drawn by it without replacement; places are drawn once.
     """
-    case, layer, inputs = trial.inputs.case, trial.layer, trial.inputs
-    exchange = layer.exchange
-    assert isinstance(exchange, AllToAll)  # LayerCase has refused the other
-    ids, weights = layer.route(inputs.logits)
+    routing, (kind, exponent) = case.config.routing, parse_routing(case.routing)
+    generator = torch.Generator().manual_seed((case.seed * 131 + tokens) * 64 + rank)
+    shape = (tokens, routing.num_experts)
+    if kind == "uniform":
+        return torch.randn(shape, generator=generator)
+    places = places_of(routing.num_experts, case.seed)
+    return -exponent * places.log() + gumbel(shape, generator)
 
-    def median(calls: Calls) -> dict[str, float]:
-        found = measure(trial.group, calls, samples=case.samples, graph=case.graph)
-        return {name: statistics.median(us) for name, us in found.us.items()}
 
-    def dispatch() -> Any:
-        return exchange.dispatch(inputs.x, ids, weights)
+def make_correction(case: LayerCase) -> torch.Tensor | None:
+    """float32 `[num_experts]` on the CPU, where the routing has one: small, equal on all ranks."""
+    routing = case.config.routing
+    if not routing.correction:
+        return None
+    generator = torch.Generator().manual_seed(case.seed + 17)
+    return torch.randn(routing.num_experts, generator=generator) * 0.01
 
-    parts = {"route": median(Calls.of(lambda: layer.route(inputs.logits)))["call"]}
-    if inputs.shared is not None:
-        parts["shared"] = median(Calls.of(lambda: inputs.shared(inputs.x)))["call"]
-    combine = {"combine": lambda: exchange.combine(out=inputs.out)}
-    parts |= median(Calls({"dispatch": dispatch, **combine}, "pair"))
-    received = dispatch()
-    experts = Calls.of(lambda: layer.experts(received), graph=trial.graph)
-    parts["experts"] = median(experts)["call"]
-    exchange.combine(out=inputs.out)
-    layer.check()
-    return parts
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One size's work.
+
+    most, mean: rows of the fullest expert, and of all on average.   hit: experts that have rows.
+    hbm_bytes: least bytes that the busiest rank moves through its memory: the weights of its
+        experts that have rows and of the shared one, each row that arrives read once and answered
+        once, its own tokens read and written once.
+    wire_bytes: bytes off or onto the busiest rank, out and back, one row for each token and rank.
+    """
+
+    most: int
+    mean: float
+    hit: int
+    hbm_bytes: int
+    wire_bytes: int
+
+    @property
+    def imbalance(self) -> float:
+        """Rows of the fullest expert over the mean."""
+        return self.most / self.mean
+
+
+def load_of(case: LayerCase, tokens: int) -> Load:
+    """Route every rank's logits on the CPU and count."""
+    config, correction = case.config, make_correction(case)
+    ids = [
+        route_in_torch(config.routing, make_logits(case, tokens, rank), correction).ids
+        for rank in range(case.ranks)
+    ]
+    return count(case, ids)
+
+
+def count(case: LayerCase, ids: list[torch.Tensor]) -> Load:
+    """The load of given ids; `ids[r]` is rank r's `[tokens, top_k]`."""
+    config, ranks = case.config, case.ranks
+    experts, hidden, itemsize = config.routing.num_experts, config.hidden, config.dtype.itemsize
+    rows = torch.bincount(torch.cat(ids).flatten().long(), minlength=experts)
+    owner = torch.tensor(Placement.blocks(experts, ranks).ranks)
+    hit = torch.bincount(owner, weights=(rows > 0).double(), minlength=ranks).long()
+    arrivals = token_rows(ids, experts).sum(dim=0)
+    sent = row_bytes(hidden, itemsize, case.wire)
+    answered = hidden * itemsize
+    own = torch.tensor([len(each) for each in ids]) * 2 * answered
+    memory = (
+        hit * weight_bytes(config, case.dtype, config.intermediate, biased=config.biased)
+        + arrivals * (sent + answered)
+        + own
+    )
+    wire = busiest(token_rows(ids, experts))
+    back = row_bytes(hidden, itemsize, case.combine_dtype)
+    return Load(
+        most=int(rows.max()),
+        mean=float(rows.double().mean()),
+        hit=int((rows > 0).sum()),
+        hbm_bytes=int(memory.max()) + weight_bytes(config, case.dtype, config.shared),
+        wire_bytes=wire * (sent + back),
+    )
+
+
+def draw(case: LayerCase, expert: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Expert `expert` (or SHARED) by the names of ExpertWeights' fields, without their first
+    dimension; equal for equal seeds on devices of one kind, so any rank can draw any expert."""
+    config, shared = case.config, expert == SHARED
+    generator = torch.Generator(device).manual_seed(case.seed * 100_003 + expert + 1)
+    inner = config.shared if shared else config.intermediate
+
+    def normal(*shape: int, fan: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device) / math.sqrt(fan)
+
+    found: dict[str, torch.Tensor] = {}
+    for name, rows, columns in (
+        ("gate_up", 2 * inner, config.hidden),
+        ("down", config.hidden, inner),
+    ):
+        numbers = normal(rows, columns, fan=columns)
+        if case.dtype == "fp8" and not shared:
+            values, scale = to_blocks(numbers.unsqueeze(0))
+            found |= {name: values[0], f"{name}_scale": scale[0]}
+        else:
+            found[name] = numbers.to(config.dtype)
+    if config.biased and not shared:
+        found["gate_up_bias"] = normal(2 * inner, fan=4).to(config.dtype)
+        found["down_bias"] = normal(config.hidden, fan=4).to(config.dtype)
+    return found
+
+
+def wide(drawn: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """float32 `[1, rows, columns]`: the numbers that a stored weight stands for."""
+    values, scale = drawn[name].float(), drawn.get(f"{name}_scale")
+    if scale is not None:
+        values *= scale.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
+    return values[None]
+
+
+def stack(case: LayerCase, local: tuple[int, ...], device: torch.device) -> ExpertWeights:
+    """A rank's experts as `weft.MoE` takes them; one is drawn at a time, into its place."""
+    parts: dict[str, Any] = {}
+    for place, expert in enumerate(local):
+        for name, part in draw(case, expert, device).items():
+            if name not in parts:
+                shape = (len(local), *part.shape)
+                parts[name] = torch.empty(shape, dtype=part.dtype, device=device)
+            parts[name][place] = part
+    return ExpertWeights(**parts)
+
+
+def shared_expert(case: LayerCase, device: torch.device) -> Expert | FP8Expert | None:
+    """The shared expert, where there is one: in FP8 as the others, or in the config's dtype."""
+    if not case.config.shared:
+        return None
+    drawn = draw(case, SHARED, device)
+    plain = Expert(drawn["gate_up"], drawn["down"])
+    return FP8Expert.of(plain) if case.dtype == "fp8" else plain
+
+
+def weight_bytes(config: MoEConfig, dtype: str, inner: int, *, biased: bool = False) -> int:
+    """Bytes of the weights, scales and biases of an expert with `inner` intermediate columns."""
+    numbers = 3 * config.hidden * inner
+    if dtype == "fp8":
+        return numbers + 4 * numbers // FP8_BLOCK**2
+    return (numbers + biased * (2 * inner + config.hidden)) * config.dtype.itemsize

@@ -7,34 +7,22 @@ returns must equal `weft.lowlatency.reference` to the last bit.
 from __future__ import annotations
 
 import contextlib
-import tempfile
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
-from weft.bench.case import PairCase, choose
-from weft.bench.check import poison, settle, unlike_row
-from weft.bench.clock import Calls, replayed
-from weft.bench.limits import PAIR_FIXED_US, link_rate, pair_floor_us
-from weft.bench.routing import busiest, choice_rows, chosen, make_ids, token_rows
-from weft.bench.run import LIMIT_SECONDS, first_problem
+from weft.bench.harness import TIMEOUT, Calls, Measured, Trial, Trials, poison, settle, unlike_row
+from weft.bench.limits import pair_floor_us
+from weft.bench.routing import PairCase, busiest, choice_rows, chosen, make_ids, token_rows
 from weft.lowlatency import reference as low
 from weft.lowlatency.config import LowLatencyConfig
 from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows, Handle
-from weft.lowlatency.trace import merge
-from weft.memory import Group, launch
+from weft.memory import Group
 from weft.reference import dequantize
 
-if TYPE_CHECKING:
-    from weft.bench.run import Measurement, Report
-
-QUANTIZE = ("fp8",)
 GROUP_SIZE = 128  # columns that share a scale
-TRACED_ROUNDS = 32  # as many as are kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +44,9 @@ class LowCase(PairCase):
 
     def __post_init__(self) -> None:
         PairCase.__post_init__(self)
-        choose(quantize=(self.quantize, (None, *QUANTIZE)))
         # Both refuse what cannot be, before any rank is started.
-        _ = self.geometry
+        _ = self.config
         make_ids(self, max(self.tokens), 0)
-
-    @property
-    def variants(self) -> tuple[str, ...]:
-        """One: the options determine it."""
-        return ("default",)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -79,7 +61,7 @@ class LowCase(PairCase):
         }
 
     @property
-    def geometry(self) -> LowLatencyConfig:
+    def config(self) -> LowLatencyConfig:
         """What the ranks will share."""
         return LowLatencyConfig.of(
             ranks=self.ranks,
@@ -97,16 +79,30 @@ class LowCase(PairCase):
         each = "choice" if self.reduce == "receiver" else "rank"
         return f"{self.sizes_text}; {out} out, expert-major; {what} back, a row for each {each}"
 
-    def session(self, group: Group) -> LowSession:
-        """One exchange for all sizes."""
-        return LowSession(group, self)
+    def trials(self, group: Group) -> Trials:
+        """One exchange with room for the largest size."""
+        a2a = LowLatencyAllToAll(
+            group,
+            max_tokens=self.capacity,
+            top_k=self.top_k,
+            num_experts=self.experts,
+            hidden=self.hidden,
+            timeout=TIMEOUT,
+            num_sms=self.num_sms,
+            programmatic_launch=self.programmatic_launch,
+            profile=self.profile,
+            **self.options,
+        )
+        with contextlib.closing(a2a):
+            for tokens in self.tokens:
+                yield LowTrial(group, self, a2a, tokens)
 
     def traffic(self, ids_of_rank: list[torch.Tensor]) -> dict[str, int]:
         """Rows and bytes off the busiest rank: out, one row for each token and rank; back, as
         `reduce` has it.  chosen: tokens x top_k that name an expert, most over ranks."""
         out = token_rows(ids_of_rank, self.experts)
         back = out if self.reduce == "sender" else choice_rows(ids_of_rank, self.experts)
-        rows_out, rows_back, shape = busiest(out), busiest(back), self.geometry.shape
+        rows_out, rows_back, shape = busiest(out), busiest(back), self.config.shape
         return {
             "chosen": chosen(ids_of_rank),
             "rows_out": rows_out,
@@ -115,81 +111,22 @@ class LowCase(PairCase):
             "back_bytes": rows_back * shape.back_bytes,
         }
 
-    def bytes_of(self, found: Measurement, phase: str) -> tuple[float, float]:
+    def bytes_of(self, found: Measured, phase: str) -> tuple[float, float]:
         """A row for each choice is what is asked for."""
-        facts, shape = found.facts, self.geometry.shape
+        facts, shape = found.facts, self.config.shape
         out, back = phase in ("dispatch", "pair"), phase in ("combine", "pair")
         logical = facts["chosen"] * (out * shape.sent_bytes + back * shape.back_bytes)
         return logical, out * facts["out_bytes"] + back * facts["back_bytes"]
 
-    def floor_us(self, found: Measurement, gpus: list[str]) -> float | None:
+    def floor_us(self, found: Measured, gpus: list[str]) -> float | None:
         """Bytes of the busiest rank, and two ways through the links."""
         return pair_floor_us(found.facts["out_bytes"], found.facts["back_bytes"], gpus)
 
-    def floor_text(self) -> str:
-        """What the floor is made of, in words."""
-        return f"wire bytes / {link_rate(self.ranks):g} GB/s + {PAIR_FIXED_US:g} us"
 
-    def notes(self, report: Report) -> list[str]:
-        """The memory."""
-        told = report.facts["memory"]
-        memory = {"ordinary": told.get("results"), **told}  # "results" in older files
-        return [
-            f"Memory for {self.capacity} tokens: {memory['shared'] / 1e6:.1f} MB shared, "
-            f"{memory['ordinary'] / 1e6:.1f} MB of results a rank."
-        ]
-
-    def records(self) -> tuple[str, str, dict[str, Any]] | None:
-        """Records of the same sizes and routing, with the same numbers out."""
-        names = ("ranks", "hidden", "top_k", "experts", "dtype")
-        wanted: dict[str, Any] = {name: getattr(self, name) for name in names}
-        recorded = {"uniform": "random"}.get(self.routing, self.routing)
-        return (
-            "records",
-            "pair_us",
-            wanted
-            | {
-                "router": recorded,
-                "payload": self.quantize or "bf16",
-            },
-        )
-
-
-class LowSession:
-    """An exchange with room for the largest size."""
-
-    def __init__(self, group: Group, case: LowCase) -> None:
-        self.group, self.case = group, case
-        self.a2a = LowLatencyAllToAll(
-            group,
-            max_tokens=case.capacity,
-            top_k=case.top_k,
-            num_experts=case.experts,
-            hidden=case.hidden,
-            timeout=30.0,  # ranks that share cores may be late without being dead
-            num_sms=case.num_sms,
-            programmatic_launch=case.programmatic_launch,
-            split_phase=case.split_phase,
-            profile=case.profile,
-            **case.options,
-        )
-
-    def close(self) -> None:
-        """Give the memory back."""
-        self.a2a.close()
-
-    def facts(self) -> dict[str, Any]:
-        """Bytes of a rank by kind."""
-        return {"memory": asdict(self.a2a.memory)}
-
-    @contextlib.contextmanager
-    def trial(self, variant: str, tokens: int) -> Iterator[LowTrial]:
-        """One size."""
-        yield LowTrial(self.group, self.case, self.a2a, tokens)
-
-
-class LowTrial:
+class LowTrial(Trial):
     """An exchange with one set of inputs."""
+
+    variant = "default"  # the only one: the options determine it
 
     def __init__(self, group: Group, case: LowCase, a2a: LowLatencyAllToAll, tokens: int) -> None:
         self.group, self.case, self.a2a, self.tokens = group, case, a2a, tokens
@@ -297,37 +234,3 @@ class LowTrial:
             blocks = self.a2a.config.shape.blocks
             rows = dequantize(got.x, low.unpack_scales(got.scales, blocks))
         return torch.where(self._there(got)[..., None], rows, 0.0).to(self.y.dtype)
-
-
-def trace_rounds(path: Path, case: LowCase) -> str | None:
-    """Run the largest size once more, profiled; write all ranks' last rounds, on one clock.
-
-    Returns what the check found wrong, or None.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        problems = launch(
-            trace_body,
-            replace(case, profile=True),
-            folder,
-            ranks=case.ranks,
-            device=case.device,
-            timeout=LIMIT_SECONDS,
-        )
-        problem = next((found for found in problems if found), None)
-        if problem is None:
-            merge([Path(folder) / f"{rank}.json" for rank in range(case.ranks)], path)
-    return problem
-
-
-def trace_body(group: Group, case: LowCase, folder: str) -> str | None:
-    """What every rank does for a trace: check, run, write its file. Collective."""
-    with contextlib.closing(LowSession(group, case)) as session:
-        trial = LowTrial(group, case, session.a2a, max(case.tokens))
-        if problem := first_problem(group, trial.check()):
-            return problem
-        replayed(group, trial.calls(), TRACED_ROUNDS, graph=case.graph)
-        session.a2a.check()
-        group.barrier()  # all ranks have finished the same rounds
-        session.a2a.dump_trace(Path(folder) / f"{group.rank}.json")
-        group.barrier()  # and no rank reads a header any more
-    return None

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from weft.errors import InvalidArgument
 from weft.jit.source import INCLUDE_ROOT, header_digest
 
 COMMIT = "WEFT_COMMIT"  # environment variable: the commit, where code travels without its .git
@@ -81,22 +80,6 @@ def machine_line(machine: dict[str, Any]) -> str:
         driver = f"driver {machine['driver'] or 'unknown'}, CUDA {machine['cuda']}"
         return f"{counted}, {driver}, torch {machine['torch']}, {day}"
     return f"CPU ranks on {machine['cpus']} x {machine['cpu']}, torch {machine['torch']}, {day}"
-
-
-def measured_on(machine: dict[str, Any]) -> tuple[str, str, str]:
-    """(name of the GPU, "" for CPU ranks; date; the rest in words), as tables of times keep them.
-
-    Raises InvalidArgument where GPUs of several kinds took part.
-    """
-    names = sorted(set(machine["gpus"]))
-    if len(names) > 1:
-        raise InvalidArgument(
-            f"GPUs of several kinds take part: {', '.join(names)}; a table is of one kind: choose "
-            "them with CUDA_VISIBLE_DEVICES"
-        )
-    date, headers = str(machine["date"])[:10], machine["weft"]["headers"]
-    where = machine_line(machine).removesuffix(f", {date}")
-    return names[0] if names else "", date, f"{where}, headers {headers[:12]}"
 
 
 def _code_line(code: dict[str, Any]) -> str:

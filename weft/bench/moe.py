@@ -9,9 +9,9 @@ one-sided exchange quantises, its sums are rounded; it adds in rank order, so bi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,27 +20,17 @@ from weft.alltoall.collective import CollectiveAllToAll
 from weft.alltoall.config import AllToAllConfig, Payload
 from weft.alltoall.operator import AllToAll
 from weft.alltoall.received import Received
-from weft.bench.case import PairCase, choose, choose_backends
-from weft.bench.check import poison, settle, unlike_row
-from weft.bench.clock import Calls, Step
-from weft.bench.limits import PAIR_FIXED_US, link_rate, pair_floor_us
-from weft.bench.routing import busiest, chosen, make_ids, token_rows
+from weft.bench.harness import TIMEOUT, Calls, Measured, Trial, Trials, poison, settle, unlike_row
+from weft.bench.limits import pair_floor_us
+from weft.bench.routing import PairCase, busiest, chosen, make_ids, token_rows
 from weft.errors import InvalidArgument
+from weft.memory import Group
 from weft.placement import Placement
 
-if TYPE_CHECKING:
-    from weft.bench.run import Measurement, Report
-    from weft.memory import Group
-
-Exchange: TypeAlias = AllToAll | CollectiveAllToAll
 EXCHANGES: dict[str, type[AllToAll] | type[CollectiveAllToAll]] = {
     "onesided": AllToAll,
     "collective": CollectiveAllToAll,
 }
-BACKENDS = tuple(EXCHANGES)
-PAYLOADS = ("bf16", "fp8")
-COMBINES = ("pull", "push")
-QUANTIZE = ("fp8", "mxfp8")  # AllToAll's quantize
 SCALE_GROUP = 128  # elements of an fp8 payload that share one float32 scale
 _SCALE_BYTES = {"fp8": 4 / SCALE_GROUP, "mxfp8": 1 / 32}  # of a row's element
 
@@ -55,8 +45,8 @@ class MoECase(PairCase):
     """Pairs of dispatch and combine.
 
     payload: "bf16" sends rows of `dtype`; "fp8" sends float8_e4m3fn with float32 scales per 128.
-    combine, combine_dtype, quantize: as in AllToAll.  split_phase: also time its phases.  All four
-    are the one-sided backend's alone; what stands beside it runs without (`of_backend`).
+    combine, combine_dtype, quantize: as in AllToAll, for the one-sided backend alone; the other
+    runs without (`plain`).  profile: time kernels that keep a timeline.
     """
 
     operator: ClassVar[str] = "moe"
@@ -67,17 +57,13 @@ class MoECase(PairCase):
     payload: str = "bf16"
     combine: str | None = None
     quantize: str | None = None
+    profile: bool = False
 
     def __post_init__(self) -> None:
         PairCase.__post_init__(self)
-        choose(
-            payload=(self.payload, PAYLOADS),
-            combine=(self.combine, (None, *COMBINES)),
-            quantize=(self.quantize, (None, *QUANTIZE)),
-        )
-        choose_backends(self.backends, BACKENDS)
-        fp8 = self.payload == "fp8" or self.quantize or self.combine_dtype == "fp8"
-        if fp8 and self.hidden % SCALE_GROUP:
+        if not self.backends:
+            raise InvalidArgument("nothing to measure: pass at least one backend")
+        if self.payload == "fp8" and self.hidden % SCALE_GROUP:
             raise InvalidArgument(
                 f"hidden is {self.hidden}; fp8 rows have one scale per {SCALE_GROUP}: "
                 f"choose a multiple of {SCALE_GROUP}"
@@ -86,25 +72,12 @@ class MoECase(PairCase):
             raise InvalidArgument(
                 f"quantize is {self.quantize!r} and the payload is fp8 already: choose one of them"
             )
-        asked = {
-            name: getattr(self, name) is not None
-            for name in ("combine", "combine_dtype", "quantize")
-        }
-        for name, given in (
-            asked | {"split_phase": self.split_phase, "corun": bool(self.corun)}
-        ).items():
-            if given and "onesided" not in self.backends:
-                raise InvalidArgument(
-                    f"{name} is {getattr(self, name)!r} and the backends are "
-                    f"{', '.join(self.backends)}; only onesided has it: add that backend"
-                )
-        AllToAllConfig.of(
-            ranks=self.ranks,
-            **self.arguments(max(self.tokens)),
-            combine=self.combine,
-            combine_dtype=self.combine_dtype,
-            quantize=self.quantize,
-        )
+        if any(self._options().values()) and "onesided" not in self.backends:
+            raise InvalidArgument(
+                f"combine, combine_dtype and quantize are of the backend onesided, and the "
+                f"backends are {', '.join(self.backends)}: add it"
+            )
+        AllToAllConfig.of(ranks=self.ranks, **self.arguments(self.capacity), **self._options())
         make_ids(self, max(self.tokens), 0)
 
     def arguments(self, max_tokens: int) -> dict[str, Any]:
@@ -114,7 +87,7 @@ class MoECase(PairCase):
             scales = Payload((self.hidden // SCALE_GROUP,), torch.float32)
             payloads = (Payload((self.hidden,), torch.float8_e4m3fn), scales)
         return {
-            "max_tokens": self.max_tokens or max_tokens,
+            "max_tokens": max_tokens,
             "top_k": self.top_k,
             "num_experts": self.experts,
             "hidden": self.hidden,
@@ -122,26 +95,17 @@ class MoECase(PairCase):
             "payloads": payloads,
         }
 
-    @property
-    def variants(self) -> tuple[str, ...]:
-        """The backends."""
-        return self.backends
+    def _options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("combine", "combine_dtype", "quantize")}
 
-    def work(self) -> list[tuple[str, int]]:
-        """One backend after the other: an exchange serves many sizes."""
-        return [(backend, tokens) for backend in self.backends for tokens in self.tokens]
+    def plain(self) -> MoECase:
+        """The same sizes and payload without the options of the one-sided backend."""
+        return replace(self, combine=None, combine_dtype=None, quantize=None)
 
     def of_backend(self, backend: str) -> MoECase:
         """What this case means for one of the backends."""
         return self if backend == "onesided" else self.plain()
 
-    def plain(self) -> MoECase:
-        """The same sizes and payload without the options of the one-sided backend."""
-        return replace(
-            self, combine=None, combine_dtype=None, quantize=None, split_phase=False, corun=None
-        )
-
-    @property
     def comparable(self) -> MoECase | None:
         """What other libraries are asked for, so that equal work is compared.
 
@@ -161,13 +125,7 @@ class MoECase(PairCase):
     @property
     def returned_bytes(self) -> int:
         """Bytes that combine returns of one token from one rank."""
-        kind = self.combine_dtype
-        return row_bytes(self.hidden, self.out_dtype.itemsize, kind)
-
-    @property
-    def pulls(self) -> bool:
-        """Do owners read their rows, instead of being sent them?"""
-        return self.combine_dtype is None and self.combine != "push"
+        return row_bytes(self.hidden, self.out_dtype.itemsize, self.combine_dtype)
 
     @property
     def wire(self) -> str:
@@ -178,119 +136,54 @@ class MoECase(PairCase):
             out = f"{self.quantize} + scales out, quantised by dispatch"
         else:
             out = f"{self.dtype} out"
-        back = "" if self.pulls else " (pushed)"
-        what = "fp8 + scales" if self.fp8_back else self.dtype
-        return f"{out}, {what} back{back}"
+        pushed = " (pushed)" if self.fp8_back or self.combine == "push" else ""
+        return f"{out}, {'fp8 + scales' if self.fp8_back else self.dtype} back{pushed}"
 
     def title(self) -> str:
         """The sizes and options in words."""
-        options = [
-            *([f"{self.num_sms} SMs"] if self.num_sms else []),
-            *(["no programmatic launch"] if not self.programmatic_launch else []),
-            *(["also split-phase"] if self.split_phase else []),
-            *([f"co-run with matmul {self.matmul_size}^3"] if self.corun else []),
-        ]
-        return ", ".join([self.sizes_text, self.wire, *options])
+        sms = f", {self.num_sms} SMs" if self.num_sms else ""
+        early = "" if self.programmatic_launch else ", no programmatic launch"
+        return f"{self.sizes_text}, {self.wire}{sms}{early}"
 
-    def session(self, group: Group) -> MoESession:
-        """Exchanges, made as they are needed."""
-        return MoESession(group, self)
+    def trials(self, group: Group) -> Trials:
+        """One backend after the other.
 
-    def bytes_of(self, found: Measurement, phase: str) -> tuple[float, float]:
-        """A phase that only publishes flags or only waits moves nothing."""
+        The one-sided exchange costs the same whatever its capacity, so one of the largest size
+        serves the whole sweep, as it would in a server. A collective moves its capacity in every
+        call, so it gets one that fits each size exactly. `max_tokens` sets both.
+        """
+        for backend in self.backends:
+            case, kind = self.of_backend(backend), EXCHANGES[backend]
+            own: dict[str, Any] = {}
+            if issubclass(kind, AllToAll):
+                own = {"timeout": TIMEOUT, "num_sms": case.num_sms, "profile": case.profile}
+                own |= {"programmatic_launch": case.programmatic_launch, **case._options()}
+            groups = [self.tokens] if own else [(tokens,) for tokens in self.tokens]
+            for sizes in groups:
+                arguments = case.arguments(self.max_tokens or max(sizes))
+                with contextlib.closing(kind(group, **arguments, **own)) as exchange:
+                    for tokens in sizes:
+                        yield MoETrial(group, case, backend, exchange, tokens)
+
+    def bytes_of(self, found: Measured, phase: str) -> tuple[float, float]:
+        """Rows out in dispatch, rows back in combine."""
         case = self.of_backend(found.variant)
-        sent, returned = case.sent_bytes, case.returned_bytes
-        carrier = "combine_recv" if case.pulls else "combine_send"
-        known = {"dispatch": sent, "dispatch_send": sent, "combine": returned, carrier: returned}
-        row = sent + returned if phase == "pair" else known.get(phase, 0)
+        out, back = phase in ("dispatch", "pair"), phase in ("combine", "pair")
+        row = out * case.sent_bytes + back * case.returned_bytes
         return found.facts["chosen"] * row, found.facts["wire"] * row
 
-    def floor_us(self, found: Measurement, gpus: list[str]) -> float | None:
+    def floor_us(self, found: Measured, gpus: list[str]) -> float | None:
         """Bytes of the busiest rank, and two ways through the links."""
         case, rows = self.of_backend(found.variant), found.facts["wire"]
         return pair_floor_us(rows * case.sent_bytes, rows * case.returned_bytes, gpus)
 
-    def floor_text(self) -> str:
-        """What the floor is made of, in words."""
-        return f"wire bytes / {link_rate(self.ranks):g} GB/s + {PAIR_FIXED_US:g} us"
-
-    def notes(self, report: Report) -> list[str]:
+    def notes(self, found: Sequence[Measured]) -> list[str]:
         """The bytes behind floor and wire where a row is not simply hidden x dtype."""
-        plain, lines = self.plain(), []
-        if self.quantize or self.fp8_back:
-            text = f"{self.sent_bytes} bytes out and {self.returned_bytes} bytes back"
-            lines.append(f"A row is {text}.")
-        if len(self.backends) > 1 and self != plain:
-            lines.append(f"The collective backend runs without these options: {plain.wire}.")
-        if self.fp8_back:
-            lines.append(
-                f"Other libraries' rows come back as {self.dtype} unless they say otherwise, "
-                f"{plain.returned_bytes} bytes each, and are exact; ours are not."
-            )
+        lines = [f"A row is {self.sent_bytes} bytes out and {self.returned_bytes} bytes back."]
+        if len(self.backends) > 1 and any(self._options().values()):
+            plain = self.plain().wire
+            lines.append(f"The collective backend and other libraries run without: {plain}.")
         return lines
-
-    def records(self) -> tuple[str, str, dict[str, Any]] | None:
-        """Records of the same sizes, routing and payload; nobody's is like mxfp8."""
-        if (asked := self.comparable) is None:
-            return None
-        names = ("ranks", "hidden", "top_k", "experts", "payload", "dtype")
-        wanted: dict[str, Any] = {name: getattr(asked, name) for name in names}
-        recorded = {"uniform": "random"}.get(self.routing, self.routing)
-        return "records", "pair_us", wanted | {"router": recorded}
-
-
-class MoESession:
-    """The exchange that is being measured; asking for another one closes it.
-
-    The one-sided exchange costs the same whatever its capacity, so one of the largest size serves
-    the whole sweep, as it would in a server. A collective moves its capacity in every call, so it
-    gets one that fits each size exactly. `max_tokens` sets both.
-    """
-
-    def __init__(self, group: Group, case: MoECase, *, profile: bool = False) -> None:
-        self._group, self._case, self._profile = group, case, profile
-        self._key: tuple[str, int] | None = None
-        self._exchange: Exchange | None = None
-
-    def close(self) -> None:
-        """Give the memory back."""
-        if self._exchange is not None:
-            self._exchange.close()
-
-    def facts(self) -> dict[str, Any]:
-        """Bytes of a row, as they are on the wire."""
-        case = self._case
-        sizes = {"sent_bytes": case.sent_bytes, "returned_bytes": case.returned_bytes}
-        return {"wire": case.wire, **sizes}
-
-    @contextlib.contextmanager
-    def trial(self, variant: str, tokens: int) -> Iterator[MoETrial]:
-        """One size of one backend."""
-        exchange = self.exchange(variant, tokens)
-        yield MoETrial(self._group, self._case.of_backend(variant), exchange, tokens)
-
-    def exchange(self, variant: str, tokens: int) -> Exchange:
-        """An exchange for so many tokens. Collective."""
-        case = self._case.of_backend(variant)
-        key = (variant, max(case.tokens) if variant == "onesided" else tokens)
-        if self._exchange is None or key != self._key:
-            if self._exchange is not None:
-                self._exchange.close()
-            kind = EXCHANGES[variant]
-            own: dict[str, Any] = {}
-            if issubclass(kind, AllToAll):
-                # Ranks that share cores may be late without being dead.
-                own = {"timeout": 30.0, "num_sms": case.num_sms, "profile": self._profile}
-                own["programmatic_launch"] = case.programmatic_launch
-                own |= {
-                    "combine": case.combine,
-                    "combine_dtype": case.combine_dtype,
-                    "quantize": case.quantize,
-                }
-                own["split_phase"] = case.split_phase
-            self._exchange = kind(self._group, **case.arguments(key[1]), **own)
-            self._key = key
-        return self._exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,11 +210,19 @@ def make_inputs(case: MoECase, tokens: int, rank: int) -> Inputs:
     return Inputs(payloads, make_ids(case, tokens, rank), weights)
 
 
-class MoETrial:
+class MoETrial(Trial):
     """An exchange with one set of inputs, and experts that return their rows."""
 
-    def __init__(self, group: Group, case: MoECase, exchange: Exchange, tokens: int) -> None:
-        self.group, self.case, self.exchange, self.tokens = group, case, exchange, tokens
+    def __init__(
+        self,
+        group: Group,
+        case: MoECase,
+        variant: str,
+        exchange: AllToAll | CollectiveAllToAll,
+        tokens: int,
+    ) -> None:
+        self.group, self.case, self.exchange = group, case, exchange
+        self.variant, self.tokens = variant, tokens
         sources = (make_inputs(case, tokens, rank) for rank in range(group.size))
         self.sources = [source.to(group.device) for source in sources]
         self.inputs = self.sources[group.rank]
@@ -339,61 +240,32 @@ class MoETrial:
 
     def calls(self) -> Calls:
         """The pair. The experts' rows stay in place from the check before."""
-        steps: dict[str, Step] = {"dispatch": self._dispatch, "combine": self._combine}
-        return Calls(steps, "pair", self._split_phase_calls())
-
-    def _split_phase_calls(self) -> dict[str, Step]:
-        exchange, inputs = self.exchange, self.inputs
-        if not (self.case.split_phase and isinstance(exchange, AllToAll)):
-            return {}
-        return {
-            "dispatch_send": lambda: exchange.dispatch_send(
-                inputs.payloads, inputs.ids, inputs.weights
-            ),
-            "dispatch_recv": exchange.dispatch_recv,
-            "combine_send": exchange.combine_send,
-            "combine_recv": lambda: exchange.combine_recv(out=self.out),
-        }
+        return Calls({"dispatch": self._dispatch, "combine": self._combine}, "pair")
 
     def check(self) -> str | None:
-        """Send a round through poisoned memory. A second one is split-phase, where asked for."""
-        problem = self._check_calls(self._dispatch, self._combine)
-        if not (split_phase := list(self._split_phase_calls().values())):
-            return problem
-        send, receive, give, fetch = split_phase
-
-        def dispatch() -> Received:
-            send()
-            return cast("Received", receive())
-
-        def combine() -> object:
-            give()
-            return fetch()
-
-        found = self._check_calls(dispatch, combine)
-        return problem or (found and f"split-phase, {found}")
-
-    def _check_calls(
-        self, dispatch: Callable[[], Received], combine: Callable[[], object]
-    ) -> str | None:
+        """Send a round through poisoned memory."""
         settle(self.group)
-        received = dispatch()
-        # Pushed rows lie in their owners' inboxes: this round leaves poison there.
+        received = self._dispatch()
+        # Pushed rows end in their owners' inboxes: this round leaves poison there.
         poison(self.exchange.output())
-        combine()
+        self._combine()
         settle(self.group)  # nobody writes an inbox from here on: poison what that round left
         for plane in received.payloads:
             poison(plane)
         self.poison()
-        received = dispatch()
+        received = self._dispatch()
         problem = self._compare_received(received)
-        arrived = _first_tokens(received, self.tokens, self.case.out_dtype)
-        answers = reference.identity_experts(arrived, self.case.out_dtype)
+        planes = tuple(plane[:, : self.tokens] for plane in received.payloads)
+        ids, weights = received.ids[:, : self.tokens], received.weights[:, : self.tokens]
+        rows = rows_of(planes, self.case.out_dtype)
+        answers = reference.identity_experts(
+            Received((rows,), ids, weights, received.counts), self.case.out_dtype
+        )
         self.exchange.output()[:, : self.tokens].copy_(answers)
         settle(self.group)  # comparing takes its time, and a peer in combine would not wait so long
-        combine()
-        settle(self.group)
-        return problem or self.compare()
+        self._combine()
+        found = self.compare()  # by all ranks, also where one has found something already
+        return problem or found
 
     def poison(self) -> None:
         """Forget the combined rows: what is right from here on was written anew."""
@@ -402,11 +274,12 @@ class MoETrial:
 
     def compare(self) -> str | None:
         """Return how the combined rows differ from the reference, or None."""
+        settle(self.group)
         return unlike_row("combined row", self.group.rank, self.out, self._expected)
 
     def facts(self) -> dict[str, Any]:
-        """chosen: tokens x top_k that name an expert, most over ranks.  wire: token rows that leave
-        or enter the busiest rank."""
+        """chosen: tokens x top_k that name an expert, most over ranks.  wire: rows of the busiest
+        rank."""
         self.exchange.check()
         ids = [source.ids.cpu() for source in self.sources]
         moved = busiest(token_rows(ids, self.case.experts))
@@ -442,26 +315,20 @@ class MoETrial:
             max_tokens=tokens,
         )
         here = wanted.ids >= 0
-        carries = here.any(dim=2, keepdim=True)
+        carries = here.any(dim=2, keepdim=True)  # a slot without a token may hold anything
         weights = torch.where(here, received.weights[:, :tokens], 0.0)
         pairs = [
             ("ids", received.ids[:, :tokens], wanted.ids),
             ("weights", weights, wanted.weights),
         ]
         for index, (have, want) in enumerate(zip(received.payloads, wanted.payloads, strict=True)):
-            # A slot without a token may hold anything.
             arrived = torch.where(carries, have[:, :tokens].view(torch.uint8), 0)
             pairs.append((f"bytes of payload {index}", arrived, want))
         for name, have, want in pairs:
-            unlike = (have != want).any(dim=2).nonzero()
-            if len(unlike):
-                source, token = unlike[0].tolist()
-                place = int((have[source, token] != want[source, token]).nonzero()[0])
-                return (
-                    f"rank {rank}: {name} of token {token} from rank {source} are "
-                    f"{have[source, token, place : place + 4].tolist()} from place {place} on; "
-                    f"sent were {want[source, token, place : place + 4].tolist()}"
-                )
+            for source in range(self.group.size):
+                what = f"{name} from rank {source}"
+                if problem := unlike_row(what, rank, have[source], want[source]):
+                    return problem
         return None
 
 
@@ -482,10 +349,3 @@ def _quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scales = (largest / torch.finfo(torch.float8_e4m3fn).max).log2().ceil().exp2()
     values = (grouped / scales.unsqueeze(-1)).to(torch.float8_e4m3fn)
     return values.flatten(-2), scales
-
-
-def _first_tokens(received: Received, tokens: int, dtype: torch.dtype) -> Received:
-    """Return the slots below `tokens`, decoded."""
-    planes = tuple(plane[:, :tokens] for plane in received.payloads)
-    ids, weights = received.ids[:, :tokens], received.weights[:, :tokens]
-    return Received((rows_of(planes, dtype),), ids, weights, received.counts)

@@ -1,110 +1,104 @@
-"""The picture of a run: us over tokens, and how many times the floor that is."""
+"""The picture of a run: us over tokens, beside the floor and other libraries."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.bench.machine import machine_line
 from weft.bench.report import Row
-from weft.bench.style import BASELINES, COLOURS, INK, QUIET, matplotlib_pyplot, plain, save
+from weft.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-DASHES = (0, (4, 3))
+INK, QUIET, FAINT = "#1f2933", "#6b7785", "#d9dee4"
+COLOURS = ("#c2410c", "#2563a6", "#0f766e", "#6d28d9", "#a16207")
+BASELINES = ("#64748b", "#94a3b8", "#a8a29e", "#475569", "#78716c", "#cbd5e1")
 
 
-def plot(path: Path, rows: Sequence[Row], title: str, machine: Mapping[str, Any]) -> None:
+def plot(path: Path, rows: Sequence[Row], title: str, machine: dict[str, Any]) -> None:
     """Write the picture of the rows that hold the whole; the suffix of `path` chooses the format.
 
     Raises InvalidArgument where matplotlib is missing or cannot write there.
     """
     pyplot = matplotlib_pyplot()
     wholes = [row for row in rows if row.phase in ("pair", "call")]
+    figure, axes = pyplot.subplots(figsize=(7.5, 5.0), dpi=160, layout="constrained")
+    for index, name in enumerate(dict.fromkeys(name for row in wholes for name in row.baselines)):
+        points = {row.tokens: row.baselines[name] for row in wholes if name in row.baselines}
+        style = {"lw": 1.4, "marker": "s", "ms": 3.5, "color": BASELINES[index % len(BASELINES)]}
+        axes.plot(*zip(*points.items(), strict=True), label=name, **style)
+    for index, name in enumerate(dict.fromkeys(row.variant for row in wholes)):
+        mine, colour = [row for row in wholes if row.variant == name], COLOURS[index % len(COLOURS)]
+        tokens = [row.tokens for row in mine]
+        low, high = [row.us.min for row in mine], [row.us.p99 for row in mine]
+        axes.fill_between(tokens, low, high, color=colour, alpha=0.15, lw=0)
+        label = "weft" if name == "default" else f"weft, {name}"
+        medians = [row.us.median for row in mine]
+        axes.plot(tokens, medians, color=colour, lw=2.0, marker="o", ms=4, label=label)
     floors: dict[int, float] = {}  # the least, where variants send different bytes
     for row in wholes:
         if row.floor is not None:
             floors[row.tokens] = min(row.floor, floors.get(row.tokens, row.floor))
-    panels = 2 if floors else 1
-    figure, grid = pyplot.subplots(
-        1, panels, figsize=(6.5 * panels, 5.0), dpi=160, layout="constrained", squeeze=False
-    )
-    left, right = grid[0][0], grid[0][-1]
-    draw_times(left, wholes)
-    left.set_ylabel("us")
     if floors:
-        left.plot(*line(floors), color=INK, lw=1.1, ls=DASHES, label="floor")
-        _draw(right, [row for row in wholes if row.floor], over_floor=True)
-        right.axhline(1.0, color=INK, lw=1.1, ls=DASHES)
-        right.set_ylabel("weft's time over its floor")  # others may send other bytes
-    for each in grid[0]:
-        scale(each, sorted({row.tokens for row in wholes}), pyplot)
-        plain(each)
-    if all(row.us.median < 5 * row.floor for row in wholes if row.floor) and floors:
-        right.set_yscale("linear")
-        right.yaxis.set_major_locator(pyplot.matplotlib.ticker.MaxNLocator(6))
-        right.yaxis.set_major_formatter(pyplot.matplotlib.ticker.ScalarFormatter())
-    left.legend(frameon=False, loc="upper left", labelcolor=INK, fontsize=8)
-    left.set_title(title, loc="left", fontsize=11, color=INK, pad=12)
-    figure.text(0.012, -0.035, machine_line(dict(machine)), fontsize=7.5, color=QUIET)
+        dashes = (0, (4, 3))
+        axes.plot(*zip(*floors.items(), strict=True), color=INK, lw=1.1, ls=dashes, label="floor")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    sizes = sorted({row.tokens for row in wholes})
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.minorticks_off()
+    axes.yaxis.set_major_locator(pyplot.matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlabel("tokens per rank")
+    axes.set_ylabel("us")
+    plain(axes)
+    axes.legend(frameon=False, loc="upper left", labelcolor=INK, fontsize=8)
+    axes.set_title(title, loc="left", fontsize=9, color=INK, pad=12, wrap=True)
+    figure.text(0.012, -0.035, machine_line(machine), fontsize=7.5, color=QUIET)
     save(figure, path)
     pyplot.close(figure)
 
 
-def draw_times(axes: Axes, rows: Sequence[Row]) -> None:
-    """Every variant, from the least to the 99th percentile around the median; every baseline."""
-    for index, name in enumerate(dict.fromkeys(name for row in rows for name in row.baselines)):
-        baseline = {row.tokens: row.baselines[name] for row in rows if name in row.baselines}
-        colour = BASELINES[index % len(BASELINES)]
-        axes.plot(*line(baseline), color=colour, lw=1.4, marker="s", ms=3.5, label=name)
-    for colour, name, mine in _variants(rows):
-        tokens = [row.tokens for row in mine]
-        low, high = [row.us.min for row in mine], [row.us.p99 for row in mine]
-        axes.fill_between(tokens, low, high, color=colour, alpha=0.15, lw=0)
-        cold = {row.tokens: row.cold for row in mine if row.cold is not None}
-        corun = {row.tokens: row.corun.call for row in mine if row.corun is not None}
-        others = ((cold, "cold caches", ":"), (corun, "co-run with matmul", "-."))
-        for points, kind, style in others:
-            if points:
-                label = f"{name}, {kind}"
-                axes.plot(*line(points), color=colour, lw=1.2, ls=style, marker="o", label=label)
-    _draw(axes, rows, over_floor=False)
+def plain(axes: Axes) -> None:
+    """Quiet axes: two spines, a faint grid behind the data."""
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(FAINT)
+    axes.grid(visible=True, which="major", color=FAINT, lw=0.7)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=QUIET, length=0, labelsize=9)
+    axes.xaxis.label.set_color(INK)
+    axes.yaxis.label.set_color(INK)
 
 
-def _draw(axes: Axes, rows: Sequence[Row], *, over_floor: bool) -> None:
-    """The medians of every variant in us, or over its own floor."""
-    for colour, name, mine in _variants(rows):
-        unit = {row.tokens: row.floor or 1.0 if over_floor else 1.0 for row in mine}
-        points = {row.tokens: row.us.median / unit[row.tokens] for row in mine}
-        axes.plot(*line(points), color=colour, lw=2.0, marker="o", ms=4, label=name)
+def matplotlib_pyplot() -> Any:
+    """Return matplotlib.pyplot, drawing into files only.
+
+    Raises InvalidArgument where it is not installed.
+    """
+    try:
+        import matplotlib.ticker
+    except ImportError as error:
+        raise InvalidArgument(
+            f"pictures need matplotlib: {error}; pip install 'weft[plot]'"
+        ) from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as pyplot
+
+    return pyplot
 
 
-def _variants(rows: Sequence[Row]) -> list[tuple[str, str, list[Row]]]:
-    """(colour, name, rows) of each."""
-    names = list(dict.fromkeys(row.variant for row in rows))
-    return [
-        (
-            COLOURS[index % len(COLOURS)],
-            "weft" if names == ["default"] else f"weft, {name}",
-            [row for row in rows if row.variant == name],
-        )
-        for index, name in enumerate(names)
-    ]
+def save(figure: Any, path: Path) -> None:
+    """Write a figure on white; its directory is made if needed.
 
-
-def scale(axes: Axes, sizes: Sequence[int], pyplot: Any) -> None:
-    """Both logarithmic, named by plain numbers."""
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(sizes, [str(size) for size in sizes])
-    axes.minorticks_off()
-    axes.yaxis.set_major_locator(pyplot.matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
-    axes.set_xlabel("tokens per rank")
-
-
-def line(points: Mapping[int, float]) -> tuple[list[int], list[float]]:
-    """Points as what matplotlib draws."""
-    return list(points), list(points.values())
+    Raises InvalidArgument for a suffix or a place that cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, bbox_inches="tight", pad_inches=0.18, facecolor="white")
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(f"cannot write the picture {path}: {error}") from error

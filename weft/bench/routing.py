@@ -3,40 +3,54 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar
 
 import numpy as np
 import torch
 
+from weft.bench.harness import RowsCase
+from weft.bench.limits import PAIR_FIXED_US, link_rate
 from weft.errors import InvalidArgument
 from weft.placement import Placement
 
 ROUTINGS = ("uniform", "perfect", "zipf", "one-hot")
 
 
-class Routed(Protocol):
-    """What a case says of its routing."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairCase(RowsCase):
+    """A case of pairs of dispatch and combine.
+
+    top_k, experts: of a token, and on all ranks.   routing: as in `make_ids`.
+    combine_dtype: as in the operator.   model: what the sizes are called, or None.
+    """
+
+    whole: ClassVar[str] = "pair"
+
+    top_k: int = 8
+    experts: int = 256
+    routing: str
+    combine_dtype: str | None = None
+    model: str | None = None
 
     @property
-    def ranks(self) -> int:
-        """Ranks of the group."""
+    def fp8_back(self) -> bool:
+        """Does combine return rows as FP8?"""
+        return self.combine_dtype == "fp8"
 
     @property
-    def top_k(self) -> int:
-        """Experts per token."""
+    def sizes_text(self) -> str:
+        """Model, sizes and routing, as titles begin."""
+        name = f"{self.model}: " if self.model else ""
+        return (
+            f"{name}{self.ranks} ranks, hidden {self.hidden}, top {self.top_k} of {self.experts} "
+            f"experts, routing {self.routing}"
+        )
 
-    @property
-    def experts(self) -> int:
-        """Experts on all ranks."""
-
-    @property
-    def routing(self) -> str:
-        """One of ROUTINGS, zipf:EXPONENT, or a file."""
-
-    @property
-    def seed(self) -> int:
-        """Of the ids."""
+    def floor_text(self) -> str:
+        """What the floor is made of, in words."""
+        return f"wire bytes / {link_rate(self.ranks):g} GB/s + {PAIR_FIXED_US:g} us"
 
 
 def parse_routing(text: str) -> tuple[str, float]:
@@ -56,10 +70,10 @@ def parse_routing(text: str) -> tuple[str, float]:
     return word, exponent
 
 
-def make_ids(sizes: Routed, tokens: int, rank: int) -> torch.Tensor:
+def make_ids(case: PairCase, tokens: int, rank: int) -> torch.Tensor:
     """Return int32 `[tokens, top_k]`: the experts of one rank's tokens, distinct within a row.
 
-    uniform: at random.  perfect: token t's k-th expert lies on rank (rank + t + k) % ranks, so that
+    uniform: at random.  perfect: token t's k-th expert is on rank (rank + t + k) % ranks, so that
     every token reaches min(top_k, ranks) ranks and all ranks and experts get equal shares.
     zipf: expert popularity falls as 1 / place^s, places drawn once for the whole run.
     one-hot: every token picks experts 0 .. top_k - 1, the worst hot spot.  A file: its rows, dealt
@@ -67,20 +81,21 @@ def make_ids(sizes: Routed, tokens: int, rank: int) -> torch.Tensor:
 
     Raises InvalidArgument for an unknown routing, an unreadable file, or sizes it cannot serve.
     """
-    generator = torch.Generator().manual_seed(sizes.seed * 1_000_003 + rank * 1009 + tokens)
-    word, exponent = parse_routing(sizes.routing)
+    generator = torch.Generator().manual_seed(case.seed * 1_000_003 + rank * 1009 + tokens)
+    word, exponent = parse_routing(case.routing)
     match word:
-        case "uniform":
-            return _draw(torch.ones(sizes.experts), sizes.top_k, tokens, generator)
+        case "uniform" | "zipf":
+            popularity = torch.ones(case.experts)
+            if word == "zipf":
+                popularity = places_of(case.experts, case.seed).float() ** -exponent
+            keys = popularity.log() + gumbel((tokens, case.experts), generator)
+            return keys.topk(case.top_k, dim=1).indices.to(torch.int32)
         case "perfect":
-            return _perfect(sizes, tokens, rank)
-        case "zipf":
-            places = places_of(sizes.experts, sizes.seed)
-            return _draw(places.float() ** -exponent, sizes.top_k, tokens, generator)
+            return _perfect(case, tokens, rank)
         case "one-hot":
-            return torch.arange(sizes.top_k, dtype=torch.int32).repeat(tokens, 1)
+            return torch.arange(case.top_k, dtype=torch.int32).repeat(tokens, 1)
         case path:
-            rows = _read(Path(path), sizes)
+            rows = _read(Path(path), case)
             return rows[(torch.arange(tokens) + rank * tokens) % len(rows)].contiguous()
 
 
@@ -94,24 +109,16 @@ def gumbel(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     return -(-torch.rand(shape, generator=generator).clamp_(1e-20, 1 - 1e-7).log()).log()
 
 
-def _draw(
-    popularity: torch.Tensor, top_k: int, tokens: int, generator: torch.Generator
-) -> torch.Tensor:
-    """Sample without replacement."""
-    keys = popularity.log() + gumbel((tokens, len(popularity)), generator)
-    return keys.topk(top_k, dim=1).indices.to(torch.int32)
-
-
-def _perfect(sizes: Routed, tokens: int, rank: int) -> torch.Tensor:
+def _perfect(case: PairCase, tokens: int, rank: int) -> torch.Tensor:
     """Walk over the ranks with k, and over each rank's experts with every full turn."""
-    ranks, top_k = sizes.ranks, sizes.top_k
-    placement = Placement.blocks(sizes.experts, ranks)
+    ranks, top_k = case.ranks, case.top_k
+    placement = Placement.blocks(case.experts, ranks)
     owned = [placement.experts_of(owner) for owner in range(ranks)]
     turns = -(-top_k // ranks)
     if (fewest := min(len(experts) for experts in owned)) < turns:
         raise InvalidArgument(
             f"routing perfect: top_k={top_k} over {ranks} ranks needs {turns} experts on each, "
-            f"and {sizes.experts} experts leave {fewest} on one; use --routing uniform"
+            f"and {case.experts} experts leave {fewest} on one; use --routing uniform"
         )
     first = torch.tensor([experts[0] for experts in owned])
     count = torch.tensor([len(experts) for experts in owned])
@@ -122,7 +129,7 @@ def _perfect(sizes: Routed, tokens: int, rank: int) -> torch.Tensor:
     return (first[owner] + local).to(torch.int32)
 
 
-def _read(path: Path, sizes: Routed) -> torch.Tensor:
+def _read(path: Path, case: PairCase) -> torch.Tensor:
     """Return the ids of a routing file, checked: int32 `[rows, top_k]`, -1 for no expert."""
     if path.suffix not in (".npy", ".json"):
         raise InvalidArgument(
@@ -134,30 +141,23 @@ def _read(path: Path, sizes: Routed) -> torch.Tensor:
             array = np.load(path, allow_pickle=False)
         else:
             array = np.asarray(json.loads(path.read_text()))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidArgument(f"routing file {path} cannot be read: {error}") from error
-    wanted = f"integer ids [rows, {sizes.top_k}]"
     if array.ndim != 2 or array.dtype.kind not in "iu" or not len(array):
-        raise InvalidArgument(
-            f"routing file {path} holds {array.dtype} {list(array.shape)}; it must hold {wanted}"
-        )
-    if array.shape[1] != sizes.top_k:
-        raise InvalidArgument(
-            f"routing file {path} has {array.shape[1]} ids per row; top_k is {sizes.top_k}"
-        )
-    if array.min() < -1 or array.max() >= sizes.experts:
-        raise InvalidArgument(
-            f"routing file {path} has ids {array.min()}..{array.max()}; "
-            f"allowed: -1 (no expert) and 0..{sizes.experts - 1}"
-        )
-    ordered = np.sort(array, axis=1)
-    twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(axis=1)
-    if twice.any():
-        raise InvalidArgument(
-            f"routing file {path}: row {int(twice.argmax())} names an expert twice; "
-            "the ids of a row must be distinct"
-        )
-    return torch.from_numpy(array.astype(np.int32))
+        found = f"{array.dtype} {list(array.shape)}"
+        wrong = f"holds {found}; it must hold integer ids [rows, {case.top_k}]"
+    elif array.shape[1] != case.top_k:
+        wrong = f"has {array.shape[1]} ids per row; top_k is {case.top_k}"
+    elif array.min() < -1 or array.max() >= case.experts:
+        allowed = f"-1 (no expert) and 0..{case.experts - 1}"
+        wrong = f"has ids {array.min()}..{array.max()}; allowed: {allowed}"
+    else:
+        ordered = np.sort(array, axis=1)
+        twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(axis=1)
+        if not twice.any():
+            return torch.from_numpy(array.astype(np.int32))
+        wrong = f"row {int(twice.argmax())} names an expert twice; ids of a row must be distinct"
+    raise InvalidArgument(f"routing file {path} {wrong}")
 
 
 def chosen(ids_of_rank: list[torch.Tensor]) -> int:
@@ -176,22 +176,19 @@ def token_rows(ids_of_rank: list[torch.Tensor], experts: int) -> torch.Tensor:
 
     A row goes once to each rank however many of its experts are there.
     """
-    ranks = len(ids_of_rank)
-    owner = torch.tensor(Placement.blocks(experts, ranks).ranks)
-    rows = torch.zeros(ranks, ranks, dtype=torch.int64)
-    for source, ids in enumerate(ids_of_rank):
-        owners = torch.where(ids >= 0, owner[ids.long().clamp_min(0)], ranks)
-        hit = torch.zeros(len(ids), ranks + 1, dtype=torch.bool).scatter_(1, owners, True)
-        rows[source] = hit[:, :ranks].sum(dim=0)
-    return rows
+    return _rows(ids_of_rank, experts, once=True)
 
 
 def choice_rows(ids_of_rank: list[torch.Tensor], experts: int) -> torch.Tensor:
     """Return int64 `[ranks, ranks]`: choices by rank i (row) of experts of rank j (column)."""
+    return _rows(ids_of_rank, experts, once=False)
+
+
+def _rows(ids_of_rank: list[torch.Tensor], experts: int, *, once: bool) -> torch.Tensor:
     ranks = len(ids_of_rank)
-    owner = torch.tensor((*Placement.blocks(experts, ranks).ranks, -1))
+    owner = torch.tensor((*Placement.blocks(experts, ranks).ranks, -1))  # id -1 takes the last
     rows = torch.zeros(ranks, ranks, dtype=torch.int64)
     for source, ids in enumerate(ids_of_rank):
-        owners = owner[ids.long()]
-        rows[source] = torch.bincount(owners[owners >= 0], minlength=ranks)
+        hits = owner[ids.long()].unsqueeze(-1) == torch.arange(ranks)
+        rows[source] = (hits.any(dim=1) if once else hits.flatten(0, 1)).sum(dim=0)
     return rows

@@ -2,193 +2,193 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import torch
 import typer
+from rich.console import Console
+from rich.text import Text
 
-from weft.bench import allreduce, allreduce_baselines, layer, lowlatency, moe, moe_baselines
-from weft.bench.baselines import Baseline, measure_baselines, merge_peers
-from weft.bench.case import Case
-from weft.bench.layer_trace import check_traced, trace_layers
-from weft.bench.peers import matching
+from weft.bench import allreduce, layer, lowlatency, moe, rivals
+from weft.bench.harness import DTYPES, Case, run
+from weft.bench.plot import plot
+from weft.bench.report import STDOUT, as_json, print_report, rows_of, write_json
 from weft.bench.routing import ROUTINGS
-from weft.bench.trace import trace_pairs
-from weft.cli.bench_options import (
-    BenchOptions,
-    Cold,
-    CombineDtype,
-    Dtype,
-    File,
-    LayerOptions,
-    MaxTokens,
-    Number,
-    NumSms,
-    PairOptions,
-    Text,
-    flat,
-)
-from weft.cli.options import STDOUT, choice, stop_at, wide_console, words
+from weft.bench.trace import trace
+from weft.cli.options import DEVICES, choice, chosen_device, wide_console, words
+from weft.errors import InvalidArgument
 from weft.lowlatency.config import REDUCES, SCALES
-from weft.moe import MODES
+from weft.moe import MODELS, MODES, OVERLAPS
+from weft.moe.config import GEMMS
 
 bench = typer.Typer(
     add_completion=False, help="Check, then time, weft's operations; without a name, moe."
 )
 
+
+# What several commands have.
 Tokens = Annotated[str, typer.Option(help="tokens per rank: 1,8,64 or 1..512 (doubling)")]
-Routing = Annotated[
-    str,
-    choice(ROUTINGS, "{}, zipf:EXPONENT, or a .npy / .json file of ids [rows, top_k]", free=True),
-]
+Model = Annotated[str, choice(tuple(MODELS), "whose sizes; options given beside it win")]
+Hidden = Annotated[int | None, typer.Option(help="elements of a row [the model's]")]
+TopK = Annotated[int | None, typer.Option(help="experts per token [the model's]")]
+Experts = Annotated[int | None, typer.Option(min=1, help="experts on all ranks [the model's]")]
+MaxTokens = Annotated[int | None, typer.Option(min=1, help="capacity; default: what fits")]
+Dtype = Annotated[str, choice(tuple(DTYPES), "of rows that come back")]
+CombineDtype = Annotated[str | None, choice(("fp8",), "of rows on their way back")]
+Quantize = Annotated[str | None, choice(("fp8", "mxfp8"), "dispatch quantises its rows")]
+NumSms = Annotated[int | None, typer.Option(min=1, help="SMs that the kernels may fill")]
+_ROUTING = f"{', '.join(ROUTINGS)}, zipf:EXPONENT, or a .npy / .json file of ids [rows, top_k]"
+Routing = Annotated[str, typer.Option(help=_ROUTING)]
 Peers = Annotated[bool, typer.Option("--peers", help="also measure installed libraries")]
-Trace = Annotated[
-    File, typer.Option(help="run the largest size again, profiled; write it for Perfetto")
-]
-_EPILOGUE = "{}: what follows the sum"
+Ranks = Annotated[int, typer.Option(min=0, help="ranks; 0: every GPU, or 4 on the CPU")]
+Device = Annotated[str, choice(DEVICES, "auto: cuda where there are GPUs")]
+Pdl = Annotated[bool, typer.Option("--pdl/--no-pdl", help="programmatic dependent launch")]
+_ITERS = "samples; 0: 15 replays of a graph (at least 11), or 20 calls on CPU"
+Iters = Annotated[int, typer.Option(min=0, help=_ITERS)]
+Graph = Annotated[bool, typer.Option("--graph/--eager", help="CUDA graphs or calls")]
+Seed = Annotated[int, typer.Option(help="of inputs and routing")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="do not print progress")]
+Json = Annotated[Path | None, typer.Option(help="write all samples here; -: to stdout")]
+Plot = Annotated[Path | None, typer.Option(help="write a picture here (.png, .svg, .pdf)")]
+_TRACE = "run the largest size again, profiled; write it for Perfetto"
+Trace = Annotated[Path | None, typer.Option(help=_TRACE)]
 
 
 @bench.command("moe")
-@flat
 def bench_moe(
     *,
     tokens: Tokens = "1,8,64",
-    pairs: PairOptions,
+    model: Model = "deepseek-v3",
+    hidden: Hidden = None,
+    top_k: TopK = None,
+    experts: Experts = None,
+    max_tokens: MaxTokens = None,
+    dtype: Dtype = "bf16",
     routing: Routing = "uniform",
-    backend: Annotated[str, choice(moe.BACKENDS, "some of {}", several=True)] = "onesided",
-    payload: Annotated[
-        str, choice(moe.PAYLOADS, "{}: rows of --dtype, or float8 rows and scales")
-    ] = "bf16",
-    combine: Annotated[Text, choice(moe.COMBINES, "{}: who moves one-sided rows back")] = None,
-    quantize: Annotated[
-        Text, choice(moe.QUANTIZE, "{}: the one-sided dispatch quantises rows of --dtype")
-    ] = None,
-    corun: Annotated[
-        Text, typer.Option(help="matmul or matmul:SIZE on the other SMs (with --num-sms)")
-    ] = None,
+    backend: Annotated[str, choice(tuple(moe.EXCHANGES), "backends", several=True)] = "onesided",
+    payload: Annotated[str, choice(("bf16", "fp8"), "rows of --dtype, or fp8 and scales")] = "bf16",
+    combine: Annotated[str | None, choice(("pull", "push"), "who moves rows back")] = None,
+    combine_dtype: CombineDtype = None,
+    quantize: Quantize = None,
+    num_sms: NumSms = None,
     peers: Peers = False,
-    options: BenchOptions,
+    ranks: Ranks = 0,
+    device: Device = "auto",
+    pdl: Pdl = True,
+    iters: Iters = 0,
+    graph: Graph = True,
+    seed: Seed = 0,
+    quiet: Quiet = False,
+    json: Json = None,
+    plot: Plot = None,
     trace: Trace = None,
 ) -> None:
     """Time dispatch and combine of an MoE layer, after checking every byte of them."""
-    case = moe.MoECase(
-        **options.case(tokens),
-        **pairs.case(),
-        routing=routing,
-        backends=words(f"{backend},collective" if peers else backend),
-        payload=payload,
-        combine=combine,
-        quantize=quantize,
-        corun=corun,
-    )
-    _run(case, options, trace=trace, baselines=moe_baselines.BASELINES if peers else ())
-    if trace is not None:
-        stop_at(trace_pairs(trace, case))
+    given = locals()
+    backends = words(f"{backend},collective" if peers else backend)
+    names = ("routing", "payload", "combine", "quantize")
+    case = moe.MoECase(**_pairs(given), **_of(given, *names), backends=backends)
+    _run(case, given, rivals.PAIRS if peers else ())
 
 
 @bench.command("lowlatency")
-@flat
 def bench_lowlatency(
     *,
     tokens: Tokens = "128",
-    pairs: PairOptions,
+    model: Model = "deepseek-v3",
+    hidden: Hidden = None,
+    top_k: TopK = None,
+    experts: Experts = None,
+    max_tokens: MaxTokens = None,
+    dtype: Dtype = "bf16",
     routing: Routing = "perfect",
-    quantize: Annotated[str, choice(("none", *lowlatency.QUANTIZE), "{}: rows out")] = "fp8",
-    scale: Annotated[str, choice(SCALES, "{}: where scales lie")] = "fp32_row",
-    reduce: Annotated[str, choice(REDUCES, "{}: who adds a token's rows")] = "receiver",
-    options: BenchOptions,
+    quantize: Annotated[str, choice(("none", "fp8"), "rows out")] = "fp8",
+    scale: Annotated[str, choice(SCALES, "layout of scales")] = "fp32_row",
+    reduce: Annotated[str, choice(REDUCES, "who adds a token's rows")] = "receiver",
+    combine_dtype: CombineDtype = None,
+    num_sms: NumSms = None,
+    ranks: Ranks = 0,
+    device: Device = "auto",
+    pdl: Pdl = True,
+    iters: Iters = 0,
+    graph: Graph = True,
+    seed: Seed = 0,
+    quiet: Quiet = False,
+    json: Json = None,
+    plot: Plot = None,
     trace: Trace = None,
 ) -> None:
     """Time the low-latency all-to-all, after checking every bit of it."""
-    case = lowlatency.LowCase(
-        **options.case(tokens),
-        **pairs.case(),
-        routing=routing,
-        quantize=None if quantize == "none" else quantize,
-        scale=scale,
-        reduce=reduce,
-    )
-    _run(case, options, trace=trace)
-    if trace is not None:
-        stop_at(lowlatency.trace_rounds(trace, case))
+    given = locals()
+    quantized = None if quantize == "none" else quantize
+    options = _of(given, "routing", "scale", "reduce")
+    _run(lowlatency.LowCase(**_pairs(given), **options, quantize=quantized), given)
 
 
 @bench.command("allreduce")
-@flat
 def bench_allreduce(
     *,
     tokens: Tokens = "1,8,64",
     hidden: Annotated[int, typer.Option(help="elements of a row")] = 7168,
     max_tokens: MaxTokens = None,
     dtype: Dtype = "bf16",
-    backend: Annotated[str, choice(allreduce.BACKENDS, "some of {}", several=True)] = "auto",
-    epilogue: Annotated[str, choice(allreduce.EPILOGUES, _EPILOGUE)] = "norm",
-    cold: Cold = False,
+    backend: Annotated[str, choice(allreduce.BACKENDS, "backends", several=True)] = "auto",
+    epilogue: Annotated[str, choice(tuple(allreduce.EPILOGUES), "what follows the sum")] = "norm",
     peers: Peers = False,
-    options: BenchOptions,
+    ranks: Ranks = 0,
+    device: Device = "auto",
+    pdl: Pdl = True,
+    iters: Iters = 0,
+    graph: Graph = True,
+    seed: Seed = 0,
+    quiet: Quiet = False,
+    json: Json = None,
+    plot: Plot = None,
 ) -> None:
     """Time the fused all-reduce, after checking every bit of it."""
-    case = allreduce.ReduceCase(
-        **options.case(tokens),
-        hidden=hidden,
-        max_tokens=max_tokens,
-        dtype=dtype,
-        backends=words(backend),
-        epilogue=epilogue,
-        cold=cold,
-    )
-    _run(case, options, baselines=allreduce_baselines.BASELINES if peers else ())
+    given = locals()
+    options = _of(given, "hidden", "max_tokens", "dtype", "epilogue")
+    case = allreduce.ReduceCase(**_settings(given), **options, backends=words(backend))
+    _run(case, given, rivals.REDUCES if peers else ())
 
 
 @bench.command("layer")
-@flat
 def bench_layer(
     *,
     tokens: Tokens = "8,64,128",
-    layers: LayerOptions,
-    mode: Annotated[str, choice(MODES, "{}: rank-major rows, or expert-major")] = "throughput",
-    max_rows: Annotated[Number, typer.Option(help="as in MoE; default: worst case")] = None,
-    quantize: Annotated[Text, choice(moe.QUANTIZE, "{}; fp8 experts make FP8 rows")] = None,
+    model: Annotated[
+        str, choice(layer.LAYER_MODELS, "on CPU ranks its rules with few numbers")
+    ] = "deepseek-v3",
+    dtype: Annotated[str, choice(layer.WEIGHT_DTYPES, "of the experts' weights")] = "bf16",
+    overlap: Annotated[str, choice(OVERLAPS, "all if not given", several=True)] = "",
+    mode: Annotated[str, choice(MODES, "rank-major or expert-major rows")] = "throughput",
+    routing: Annotated[str, typer.Option(help="uniform, zipf or zipf:EXPONENT")] = "uniform",
+    experts: Experts = None,
+    shared: Annotated[bool, typer.Option(help="with the model's shared expert")] = True,
+    gemm: Annotated[str, choice(GEMMS, "how the experts multiply")] = "auto",
+    quantize: Quantize = None,
     combine_dtype: CombineDtype = None,
     num_sms: NumSms = None,
-    stages: Annotated[
-        bool, typer.Option("--stages", help="also time the parts, each alone (overlap none)")
-    ] = False,
-    options: BenchOptions,
-    trace: Trace = None,
+    ranks: Ranks = 0,
+    device: Device = "auto",
+    pdl: Pdl = True,
+    iters: Iters = 0,
+    graph: Graph = True,
+    seed: Seed = 0,
+    quiet: Quiet = False,
+    json: Json = None,
+    plot: Plot = None,
 ) -> None:
     """Time whole MoE layers, from router logits to output, after checking them."""
-    case = layer.LayerCase(
-        **options.case(tokens),
-        **layers.case(),
-        mode=mode,
-        max_rows=max_rows,
-        quantize=quantize,
-        combine_dtype=combine_dtype,
-        num_sms=num_sms,
-        stages=stages,
-    )
-    if trace is not None:
-        check_traced(case)
-    _run(case, options, trace=trace)
-    if trace is not None:
-        stop_at(trace_layers(trace, case))
-
-
-@bench.command("compare")
-def bench_compare(
-    first: Annotated[Path, typer.Argument(help="JSON of a run")],
-    second: Annotated[Path, typer.Argument(help="JSON of another")],
-    limit: Annotated[
-        float | None, typer.Option(min=0, help="exit with 1 where it is slower by more percent")
-    ] = None,
-) -> None:
-    """Show two recorded runs side by side, with the ratio of their medians."""
-    from weft.bench.compare import compare, print_pairs
-
-    if print_pairs(wide_console(), compare(first, second), limit):
-        raise typer.Exit(1)
+    given = locals()
+    names = ("model", "dtype", "mode", "routing", "experts", "shared", "gemm", "quantize")
+    options = _of(given, *names, "combine_dtype", "num_sms")
+    _run(layer.LayerCase(**_settings(given), **options, overlaps=words(overlap)), given)
 
 
 @bench.callback(invoke_without_command=True)
@@ -198,29 +198,98 @@ def bench_default(context: typer.Context) -> None:
         bench_moe()
 
 
-def _run(
-    case: Case,
-    options: BenchOptions,
-    *,
-    trace: Path | None = None,
-    baselines: Sequence[Baseline] = (),
-) -> None:
-    """Measure, print, and write what was asked for: the samples first, so that none are lost."""
-    from weft.bench.plot import plot
-    from weft.bench.report import as_json, print_report, rows_of, write_json
-    from weft.bench.run import run
+def _of(given: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: given[name] for name in names}
 
-    outputs = options.outputs(trace)
-    outputs.check()
-    recorded = matching(case, options.recorded)
-    report = run(case, quiet=options.quiet)
-    stop_at(report.problem)
-    if outputs.json and outputs.json != STDOUT:
-        write_json(outputs.json, as_json(report, recorded))
-    runs = measure_baselines(case, baselines)
-    shown = merge_peers(recorded, runs, str(report.machine["date"])[:10])
-    if outputs.json and (runs or outputs.json == STDOUT):
-        write_json(outputs.json, as_json(report, shown, runs))
-    print_report(outputs.console, report, shown, runs)
-    if outputs.plot:
-        plot(outputs.plot, rows_of(report, shown), case.title(), report.machine)
+
+def _settings(given: dict[str, Any]) -> dict[str, Any]:
+    """What every case has."""
+    where = chosen_device(given["device"])
+    return {
+        "ranks": given["ranks"] or (torch.cuda.device_count() if where == "cuda" else 4),
+        "device": where,
+        "tokens": parse_sizes(given["tokens"]),
+        "samples": given["iters"] or (15 if where == "cuda" else 20),
+        "programmatic_launch": given["pdl"],
+        **_of(given, "graph", "seed"),
+    }
+
+
+def _pairs(given: dict[str, Any]) -> dict[str, Any]:
+    """What both all-to-alls have, with the sizes of the model where none were given."""
+    config = MODELS[given["model"]]
+    sizes = {"hidden": config.hidden, "top_k": config.routing.top_k}
+    sizes["experts"] = config.routing.num_experts
+    sizes = {name: size if given[name] is None else given[name] for name, size in sizes.items()}
+    names = ("model", "max_tokens", "dtype", "combine_dtype", "num_sms")
+    return {**_settings(given), **sizes, **_of(given, *names)}
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Return the sizes named by `"1,8,64"`, by `"1..4096"` (doubling), or by a mix of both.
+
+    Raises InvalidArgument for anything else.
+    """
+    sizes: list[int] = []
+    for part in text.replace(" ", "").split(","):
+        match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", part)
+        if match is None:
+            raise InvalidArgument(f"{part!r} is no size; write 1,8,64 or 1..4096")
+        size, last = int(match[1]), int(match[2] or match[1])
+        if match[2] and (size < 1 or last < size):
+            raise InvalidArgument(f"{part!r} is empty; write e.g. 1..4096")
+        sizes.append(size)
+        while match[2] and (size := 2 * size) <= last:
+            sizes.append(size)
+    return tuple(dict.fromkeys(sizes))
+
+
+def _run(case: Case, given: dict[str, Any], others: Sequence[rivals.Rival] = ()) -> None:
+    """Measure, print, and write what was asked for: the samples first, so that none are lost."""
+    json, picture, timeline = given["json"], given["plot"], given.get("trace")
+    _check_outputs(json, picture, timeline)
+    report = run(case, quiet=given["quiet"])
+    _stop_at(report.problem)
+    if json and json != STDOUT:
+        write_json(json, as_json(report))
+    found = rivals.measure_rivals(case, others)
+    if json and (found or json == STDOUT):
+        write_json(json, as_json(report, found))
+    print_report(wide_console(stderr=json == STDOUT), report, found)
+    if picture:
+        plot(picture, rows_of(report, found), case.title(), report.machine)
+    if timeline:
+        assert isinstance(case, moe.MoECase | lowlatency.LowCase)
+        _stop_at(trace(timeline, case))
+
+
+def _check_outputs(json: Path | None, picture: Path | None, timeline: Path | None) -> None:
+    """Refuse now what would be lost after the run. Raises InvalidArgument."""
+    for path in (json, picture, timeline):
+        if path is None or path == STDOUT:
+            continue
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists():
+                path.open("ab").close()
+            else:
+                tempfile.TemporaryFile(dir=path.parent).close()
+        except OSError as error:
+            raise InvalidArgument(f"cannot write {path}: {error}") from error
+    if STDOUT in (picture, timeline):
+        raise InvalidArgument("only --json writes to stdout: name a file for --plot and --trace")
+    if picture is not None and picture.suffix not in (".png", ".svg", ".pdf"):
+        raise InvalidArgument(
+            f"--plot is {picture}; its suffix chooses the format: .png, .svg, .pdf"
+        )
+    if picture is not None and importlib.util.find_spec("matplotlib") is None:
+        raise InvalidArgument(
+            "--plot needs matplotlib, which is not installed: pip install 'weft[plot]'"
+        )
+
+
+def _stop_at(problem: str | None) -> None:
+    """Say what a check found wrong, if anything, and leave with exit code 1."""
+    if problem is not None:
+        Console(stderr=True).print(Text(f"check failed, nothing timed: {problem}", "red"))
+        raise typer.Exit(1)

@@ -1,0 +1,239 @@
+"""The harness: what is captured and timed, that ranks stop together, and what a case refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.bench.test_allreduce import SMALL
+from weft.bench.harness import CALLS, WARM_UP, Calls, measure, poison, run, unlike_row
+from weft.cli.bench import parse_sizes
+from weft.errors import InvalidArgument
+
+DISPATCH_MS, COMBINE_MS, SKEW_MS = 0.010, 0.020, 5.0
+
+
+class _Gpu:
+    """A device whose clock moves only by the two calls, and by skew when the host synchronises."""
+
+    def __init__(self) -> None:
+        self.now, self.skew = 0.0, SKEW_MS
+        self.captured: list[Any] | None = None
+        self.calls = {"dispatch": 0, "combine": 0}
+
+    def do(self, action) -> None:
+        if self.captured is None:
+            action()
+        else:
+            self.captured.append(action)
+
+    def call(self, name: str, took: float) -> None:
+        def action() -> None:
+            self.calls[name] += 1
+            self.now += took + self.skew
+            self.skew = 0.0
+
+        self.do(action)
+
+    def synchronize(self, _=None) -> None:
+        self.skew = SKEW_MS
+
+    def install(self, monkeypatch) -> Calls:
+        gpu = self
+
+        class Event:
+            time: float
+
+            def __init__(self, *, enable_timing, external=False) -> None:
+                self.external = external
+
+            def record(self) -> None:
+                assert gpu.captured is None or self.external, "an inner event has no time"
+                gpu.do(lambda: setattr(self, "time", gpu.now))
+
+            def elapsed_time(self, end: Event) -> float:
+                return end.time - self.time
+
+        class CUDAGraph:
+            actions: list[Any]
+
+            def replay(self) -> None:
+                for action in self.actions:
+                    action()
+
+        class Capture:
+            def __init__(self, graph, capture_error_mode) -> None:
+                self.graph = graph
+
+            def __enter__(self) -> None:
+                gpu.captured = []
+
+            def __exit__(self, *_) -> None:
+                self.graph.actions, gpu.captured = gpu.captured, None
+
+        class Stream:
+            def wait_stream(self, _) -> None:
+                pass
+
+            def __enter__(self) -> None:
+                pass
+
+            def __exit__(self, *_) -> None:
+                pass
+
+        for name, value in (
+            ("Event", Event),
+            ("CUDAGraph", CUDAGraph),
+            ("graph", Capture),
+            ("Stream", Stream),
+            ("stream", lambda stream: stream),
+            ("current_stream", Stream),
+            ("synchronize", self.synchronize),
+        ):
+            monkeypatch.setattr(torch.cuda, name, value)
+        steps = {
+            "dispatch": lambda: self.call("dispatch", DISPATCH_MS),
+            "combine": lambda: self.call("combine", COMBINE_MS),
+        }
+        return Calls(steps, "pair")
+
+
+@pytest.mark.parametrize(
+    ("graph", "method"),
+    [
+        (True, "CUDA graph of 50 calls, 11 replays"),
+        (False, "eager, CUDA events, 11 rounds of 50 calls"),
+    ],
+)
+def test_on_cuda(monkeypatch, graph, method):
+    gpu = _Gpu()
+    calls = gpu.install(monkeypatch)
+    group: Any = SimpleNamespace(device=torch.device("cuda"), barrier=lambda: None)
+    found = measure(group, calls, samples=11, graph=graph)
+    assert found.method == method
+    assert found.us["pair"] == pytest.approx([(DISPATCH_MS + COMBINE_MS) * 1e3] * 11)
+    assert found.us["dispatch"] == pytest.approx([DISPATCH_MS * 1e3] * 11)
+    assert found.us["combine"] == pytest.approx([COMBINE_MS * 1e3] * 11)
+    rounds = WARM_UP + CALLS * (1 + 11 + 11)  # one untimed round, pairs, split
+    assert gpu.calls == {"dispatch": rounds, "combine": rounds}
+    assert list(found.us) == ["dispatch", "combine", "pair"], "the whole comes last"
+
+
+def test_a_call_of_one_step_is_timed_once(monkeypatch):
+    gpu = _Gpu()
+    gpu.install(monkeypatch)
+    call = Calls({"call": lambda: gpu.call("dispatch", DISPATCH_MS)})
+    group: Any = SimpleNamespace(device=torch.device("cuda"), barrier=lambda: None)
+    found = measure(group, call, samples=11, graph=True)
+    assert found.us == {"call": pytest.approx([DISPATCH_MS * 1e3] * 11)}
+    assert gpu.calls["dispatch"] == WARM_UP + CALLS * 12
+    found = measure(group, replace(call, graph=False), samples=11, graph=True)
+    assert found.method.startswith("eager"), "what waits for the host is not captured"
+
+
+def test_on_cpu():
+    order: list[str] = []
+    group: Any = SimpleNamespace(
+        device=torch.device("cpu"), barrier=lambda: order.append("barrier")
+    )
+    steps = {name: lambda name=name: order.append(name) for name in ("dispatch", "combine")}
+    found = measure(group, Calls(steps, "pair"), samples=4, graph=True)
+    assert order == ["barrier", "dispatch", "combine"] * (WARM_UP + 4)
+    assert [len(us) for us in found.us.values()] == [4, 4, 4]
+    parts = zip(found.us["dispatch"], found.us["combine"], strict=True)
+    assert found.us["pair"] == pytest.approx([a + b for a, b in parts])
+
+
+class _Wrong(weft.AllReduce):
+    """Spoils what rank 1 gets, after some good calls."""
+
+    calls = good_calls = 0
+
+    def fused(self, *args, **kwargs):
+        result = super().fused(*args, **kwargs)
+        self.calls += 1
+        if self.group.rank == 1 and self.calls > self.good_calls:
+            assert result.norm is not None
+            result.norm[0, 0] += 1
+        return result
+
+
+@pytest.mark.parametrize(
+    ("good_calls", "text"),
+    [
+        (0, "oneshot, 1 tokens: rank 1: norm of token 0 of 1"),
+        (2, "oneshot, 1 tokens: after timing, rank 1: norm"),
+    ],
+)
+def test_a_wrong_result_is_not_timed(threads, good_calls, text):
+    threads.setattr(weft, "AllReduce", _Wrong)
+    threads.setattr(_Wrong, "good_calls", good_calls)
+    report = run(SMALL, quiet=True)
+    assert text in (report.problem or "")
+    assert report.measured == []
+
+
+class _Silent(weft.AllReduce):
+    """Writes nothing once it was checked."""
+
+    calls = 0
+
+    def fused(self, *args, **kwargs):
+        self.calls += 1
+        return super().fused(*args, **kwargs) if self.calls <= 2 else None
+
+
+def test_calls_that_write_nothing_are_noticed(threads):
+    threads.setattr(weft, "AllReduce", _Silent)
+    assert "after timing, rank 0" in (run(SMALL, quiet=True).problem or "")
+
+
+def test_progress_is_told_by_one_rank(threads, capsys):
+    run(replace(SMALL, tokens=(1,)))
+    assert capsys.readouterr().err == (
+        "weft bench allreduce: oneshot, 1 tokens\nweft bench allreduce: twoshot, 1 tokens\n"
+    )
+
+
+def test_a_row_that_differs_is_said_with_both_values():
+    want = torch.arange(24, dtype=torch.bfloat16).view(3, 8)
+    got = want.t().contiguous().t()  # other strides
+    assert unlike_row("sum", 1, got, want) is None
+    got[2, 5] = 7
+    assert unlike_row("sum", 1, got, want) == (
+        "rank 1: sum of token 2 of 3 is [7.0] in columns [5], the reference says [21.0]"
+    )
+    poisoned = want.clone()
+    poison(poisoned)
+    assert bool(poisoned.isnan().all())
+    assert "nan" in str(unlike_row("sum", 0, poisoned, want))
+
+
+def test_parse_sizes():
+    assert parse_sizes("1, 8,64") == (1, 8, 64)
+    assert parse_sizes("1..4096") == tuple(2**i for i in range(13))
+    assert parse_sizes("3..20,4,6") == (3, 6, 12, 4)
+    for text in ("", "x", "8..4", "0..4", "1,,2", "-1"):
+        with pytest.raises(InvalidArgument, match="write"):
+            parse_sizes(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"tokens": ()}, "nothing to measure"),
+        ({"tokens": (0, 4)}, "0 tokens"),
+        ({"samples": 0}, "0 samples"),
+        ({"num_sms": 8}, "num_sms is 8 on cpu ranks"),
+        ({"device": "cuda", "samples": 10}, "at least 11 are needed"),
+        ({"max_tokens": 4}, "5 tokens do not fit max_tokens=4"),
+    ],
+)
+def test_a_case_refuses(change: dict[str, Any], text: str):
+    with pytest.raises(InvalidArgument, match=text):
+        replace(SMALL, **{"samples": 11, **change})
