@@ -23,7 +23,7 @@ import torch
 
 from weft.bench.machine import describe_machine
 from weft.gemm import GatedQuant, GemmPlan, Push, WgmmaPlan, grouped_gemm
-from weft.gemm.plans import BLOCK_MS, FP8
+from weft.gemm.config import BLOCK_MS, FP8
 from weft.reference import dequantize, quantize
 
 EXPERTS, HIDDEN, WIDE = 32, 7168, 4096  # DeepSeek-V3 on 8 ranks: gate and up are 4096 columns

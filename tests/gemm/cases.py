@@ -17,7 +17,7 @@ from weft.gemm import (
     WgmmaPlan,
     grouped_gemm,
 )
-from weft.gemm.plans import FP8
+from weft.gemm.config import FP8
 from weft.reference import dequantize, quantize
 
 UNTOUCHED = 77.0  # what rows hold that belong to no expert

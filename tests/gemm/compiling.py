@@ -14,9 +14,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from weft.gemm import STORE, Epilogue, Gated, GatedQuant, GemmPlan, Push
-from weft.gemm.plans import FP8
-from weft.gemm.problem import GemmProblem
-from weft.gemm.triton_launch import grouped_kernel, kernel_arguments, kernel_constants
+from weft.gemm.call import GemmCall
+from weft.gemm.config import FP8
+from weft.gemm.triton_launch import Arguments, grouped_kernel, kernel_constants
 
 TYPES = {
     torch.float32: "fp32",
@@ -51,8 +51,8 @@ def described(
     bias: bool = False,
     masked: bool = False,
     k_major: bool = False,
-) -> GemmProblem:
-    """A problem without memory."""
+) -> GemmCall:
+    """A call without memory."""
 
     def empty(*shape: int, of: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=of, device="meta")
@@ -64,7 +64,7 @@ def described(
     width = n // 2 if gated else n
     out_dtype = FP8 if quant else torch.bfloat16 if scaled else dtype
     a_scale = empty(k // 128, rows).T if k_major else empty(rows, k // 128)
-    return GemmProblem(
+    return GemmCall(
         a=empty(rows, k, of=dtype),
         b=empty(experts, n, k, of=dtype),
         counts=empty(experts, of=torch.int32),
@@ -80,11 +80,13 @@ def described(
     )
 
 
-def compiled(problem: GemmProblem, plan: GemmPlan, folder: Path) -> Compiled:
+def compiled(call: GemmCall, plan: GemmPlan, folder: Path) -> Compiled:
     """Compile for sm_90a; `folder` gets the cubin."""
     function = grouped_kernel()
-    arguments = kernel_arguments(problem, plan, lambda t, _shape, _strides, block: (t, block))
-    constants = kernel_constants(problem, plan)
+    arguments = Arguments(call, plan).of(
+        call.tensors, lambda t, _shape, _strides, block: (t, block)
+    )
+    constants = kernel_constants(call, plan)
     names = function.arg_names
     signature: dict[str, str] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.emulator.emulate import build_library, emulated_tree, replace_bodies
 from tests.emulator.instructions import translated
-from weft.gemm import Push, WgmmaPlan, hopper
-from weft.gemm.hopper_source import THREADS
-from weft.gemm.plans import CLUSTER_N
-from weft.gemm.problem import GemmProblem
+from weft.gemm import Push, WgmmaPlan, kernels
+from weft.gemm.call import GemmCall
+from weft.gemm.config import CLUSTER_N
+from weft.gemm.kernels import THREADS
 
 HERE = Path(__file__).parents[1] / "emulator"
 SHARED = "extern __shared__ __align__(1024) u8 memory[];"
@@ -119,7 +120,7 @@ extern "C" __attribute__((visibility("default"))) void grouped_gemm_{i}(
 
 
 def compile_gemms(
-    shapes: Iterable[hopper.GemmShape], folder: Path, mutation: Mapping[str, str] | None = None
+    shapes: Iterable[kernels.GemmShape], folder: Path, mutation: Mapping[str, str] | None = None
 ) -> Path:
     """The shared library of the kernels of some shapes.
 
@@ -157,28 +158,28 @@ class EmulatedGemms:
     """Kernels of some shapes that stand for the reference, on a GPU of `sms`."""
 
     library: ctypes.CDLL
-    shapes: tuple[hopper.GemmShape, ...]
+    shapes: tuple[kernels.GemmShape, ...]
     seed: int = 1
     policy: int = LATE
     sms: int = 4
 
-    def compute(self, problem: GemmProblem, plan: WgmmaPlan) -> None:
+    def compute(self, call: GemmCall, plan: WgmmaPlan) -> None:
         """Run one grouped GEMM to its end. Asserts that no rule was broken."""
         assert isinstance(plan, WgmmaPlan)
-        rows, experts = len(problem.a), len(problem.b)
-        clusters = plan.max_m_blocks(rows, experts) * -(-problem.b.shape[1] // CLUSTER_N)
-        args, broken = hopper._arguments(problem), (ctypes.c_uint32 * len(RULES))()
-        self._write_late(problem)
-        number = self.shapes.index(hopper.GemmShape.of(problem, plan))
+        rows, experts = len(call.a), len(call.b)
+        clusters = plan.max_m_blocks(rows, experts) * -(-call.b.shape[1] // CLUSTER_N)
+        args, broken = kernels.Arguments(call).at(call.addresses), (ctypes.c_uint32 * len(RULES))()
+        self._write_late(call)
+        number = self.shapes.index(kernels.GemmShape.of(call, plan))
         getattr(self.library, f"grouped_gemm_{number}")(
             ctypes.byref(args), min(self.sms // 2, clusters) * 2, self.seed, self.policy, broken
         )
         assert not any(broken), {r: n for r, n in zip(RULES, broken, strict=True) if n}
 
-    def _write_late(self, problem: GemmProblem) -> None:
+    def _write_late(self, call: GemmCall) -> None:
         """What the previous kernel writes until it ends: rows, their scales, their dst_addr."""
-        dst_addr = problem.epilogue.dst_addr if isinstance(problem.epilogue, Push) else None
-        found = [t for t in (problem.a, problem.a_scale, dst_addr) if t is not None]
+        dst_addr = call.epilogue.dst_addr if isinstance(call.epilogue, Push) else None
+        found = [t for t in (call.a, call.a_scale, dst_addr) if t is not None]
         at = (ctypes.c_void_p * len(found))(*(t.data_ptr() for t in found))
         spans = [
             (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))
@@ -190,7 +191,7 @@ class EmulatedGemms:
 
 def tensor_map(
     address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
-) -> tuple[int, ...]:
+) -> bytes:
     """What tensor.hpp reads; asserts what the driver would insist on."""
     assert address % 16 == 0
     assert len(strides) == len(sizes) - 1 == len(box) - 1
@@ -201,4 +202,4 @@ def tensor_map(
     words = [address, len(sizes)]
     for values, room in ((sizes, 5), (strides, 4), (box, 5)):
         words += [*values, *(0,) * (room - len(values))]
-    return tuple(words)
+    return struct.pack("=16Q", *words)

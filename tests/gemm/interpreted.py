@@ -27,9 +27,9 @@ from weft.gemm import (
     WgmmaPlan,
     reference,
 )
-from weft.gemm.plans import FP8
-from weft.gemm.problem import GemmProblem
-from weft.gemm.triton_launch import grouped_kernel, kernel_arguments, kernel_constants
+from weft.gemm.call import GemmCall
+from weft.gemm.config import FP8
+from weft.gemm.triton_launch import Arguments, grouped_kernel, kernel_constants
 
 HALF = torch.float16
 CASES = {
@@ -50,11 +50,11 @@ def plans(dtype: torch.dtype, gating: bool) -> list[GemmPlan]:
     return [few, GemmPlan(64, 256, block_k)]
 
 
-def interpret(problem: GemmProblem, plan: GemmPlan | WgmmaPlan) -> None:
+def interpret(call: GemmCall, plan: GemmPlan | WgmmaPlan) -> None:
     """`launch`, with three CTAs one after the other."""
     assert isinstance(plan, GemmPlan)
-    arguments = kernel_arguments(problem, plan, TensorDescriptor)
-    grouped_kernel()[(3,)](*arguments, **kernel_constants(problem, plan))
+    arguments = Arguments(call, plan).of(call.tensors, TensorDescriptor)
+    grouped_kernel()[(3,)](*arguments, **kernel_constants(call, plan))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import triton
 
 from tests.recorded import TRITON, reads
 from weft.gemm import GemmPlan, plan
-from weft.gemm.plans import FP8
+from weft.gemm.config import FP8
 
 pytest.importorskip("triton", reason="pip install 'weft[gpu]'")
 
@@ -98,10 +98,10 @@ def test_layouts_and_odd_sizes_compile(masked: bool, k_major: bool, tmp_path: Pa
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_rows_to_fp8_compile(dtype: str):
-    from weft.gemm.triton_kernels import quantize_rows_kernel
+    from weft.gemm.triton_kernels import weft_quantize_rows
 
     source = ASTSource(
-        quantize_rows_kernel,
+        weft_quantize_rows,
         signature={
             **{"x": f"*{dtype}", "out": "*fp8e4nv", "out_scale": "*fp32", "rows": "i32"},
             **dict.fromkeys(("K", "BLOCK_M", "PROGRAMMATIC"), "constexpr"),

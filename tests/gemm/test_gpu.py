@@ -10,7 +10,7 @@ import torch
 
 from tests.gemm.cases import UNTOUCHED, Case, Made, gated
 from weft.gemm import STORE, Epilogue, Gated, GatedQuant, GemmPlan, Push, grouped_gemm, plan
-from weft.gemm.plans import FP8
+from weft.gemm.config import FP8
 
 pytestmark = pytest.mark.gpu
 

@@ -11,9 +11,8 @@ import pytest
 from tests.alltoall.test_compile import numbers_of
 from tests.emulator.machine_code import disassemble
 from tests.recorded import NVRTC, reads
-from weft.gemm.hopper import GemmShape
-from weft.gemm.hopper_source import SHARED, cuda_source, wgmma_ns
-from weft.gemm.plans import FP8_BLOCK_MS, SHARED_BYTES, WgmmaPlan
+from weft.gemm.config import FP8_BLOCK_MS, SHARED_BYTES, WgmmaPlan
+from weft.gemm.kernels import SHARED, GemmShape, cuda_source, wgmma_ns
 from weft.jit.cache import Cache
 from weft.jit.nvrtc import CUDA_OPTIONS, compile_cubin
 

@@ -12,8 +12,8 @@ import torch
 from tests.gemm.cases import UNTOUCHED, Case, Made, Output, gated
 from tests.gemm.emulate import EmulatedGemms, compile_gemms, tensor_map
 from tests.recorded import reads
-from weft.gemm import STORE, Gated, Push, WgmmaPlan, grouped_gemm, hopper, reference
-from weft.gemm.hopper import BIASES, OPERANDS, GemmShape
+from weft.gemm import STORE, Gated, Push, WgmmaPlan, grouped_gemm, kernels, reference
+from weft.gemm.kernels import BIASES, OPERANDS, GemmShape
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), reads("tests/emulator/*.hpp")]
 
@@ -73,7 +73,7 @@ def test_rows_are_those_of_the_oracle(
     made = case.make()
     made.given["bias"] = made.given["bias"].to(bias)
     wanted = made.oracle()
-    monkeypatch.setattr(hopper, "tensor_map", tensor_map)
+    monkeypatch.setattr(kernels, "tensor_map", tensor_map)
     for seed in range(3):
         mine = replace(library, seed=seed, policy=seed, sms=(2, 4, 6)[seed])
         monkeypatch.setattr(reference, "compute", mine.compute)

@@ -25,9 +25,9 @@ from tests.gemm.emulate import (
     tensor_map,
 )
 from tests.recorded import reads
-from weft.gemm import STORE, Epilogue, Gated, GatedQuant, Push, WgmmaPlan, hopper, reference
-from weft.gemm.hopper import GemmShape
-from weft.gemm.plans import FP8
+from weft.gemm import STORE, Epilogue, Gated, GatedQuant, Push, WgmmaPlan, kernels, reference
+from weft.gemm.config import FP8
+from weft.gemm.kernels import GemmShape
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), reads("tests/emulator/*.hpp")]
 BF16 = torch.bfloat16
@@ -108,7 +108,7 @@ def gemms(library: EmulatedGemms, monkeypatch: pytest.MonkeyPatch) -> EmulatedGe
     """Calls with a WgmmaPlan and tensors of the CPU are emulated."""
     mine = replace(library)
     monkeypatch.setattr(reference, "compute", mine.compute)
-    monkeypatch.setattr(hopper, "tensor_map", tensor_map)
+    monkeypatch.setattr(kernels, "tensor_map", tensor_map)
     return mine
 
 

@@ -12,8 +12,8 @@ import torch
 from tests.gemm.cases import UNTOUCHED, Case, Made, Output, gated
 from weft.errors import OutOfOrder
 from weft.gemm import STORE, Epilogue, Gated, GatedQuant, Push, WgmmaPlan, grouped_gemm, plan
-from weft.gemm.hopper import GemmShape, preload
-from weft.gemm.plans import BLOCK_MS, FP8, FP8_BLOCK_MS
+from weft.gemm.config import BLOCK_MS, FP8, FP8_BLOCK_MS
+from weft.gemm.kernels import GemmShape, preload
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -70,7 +70,7 @@ def compiled() -> None:
     torch.zeros(1, device="cuda")  # makes the context that kernels are loaded into
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("WgmmaPlan's kernel is for Hopper")
-    preload([shape for name in CASES for shape in shapes_of(name)], programmatic=False)
+    preload([shape for name in CASES for shape in shapes_of(name)])
 
 
 def same_bits(ours: Output, theirs: Output) -> bool:

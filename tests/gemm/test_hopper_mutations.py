@@ -12,8 +12,8 @@ import torch
 from tests.gemm.cases import UNTOUCHED, Case, Output, gated
 from tests.gemm.emulate import EmulatedGemms, compile_gemms, tensor_map
 from tests.recorded import reads
-from weft.gemm import STORE, Gated, GatedQuant, Push, WgmmaPlan, hopper, reference
-from weft.gemm.hopper import GemmShape
+from weft.gemm import STORE, Gated, GatedQuant, Push, WgmmaPlan, kernels, reference
+from weft.gemm.kernels import GemmShape
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -314,7 +314,7 @@ MUTATIONS = {
 
 def make(mutation: Mutation, folder: Path, monkeypatch: pytest.MonkeyPatch, seeds: int) -> None:
     """A grouped GEMM in many orders, compared with the oracle. Raises AssertionError."""
-    monkeypatch.setattr(hopper, "tensor_map", tensor_map)
+    monkeypatch.setattr(kernels, "tensor_map", tensor_map)
     plan, case, shapes = WgmmaPlan(mutation.block_m), mutation.case, (mutation.shape,)
     library = ctypes.CDLL(str(compile_gemms(shapes, folder / "tree", mutation.texts)))
     made = case.make()

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import InvalidArgument
-from weft.gemm import GemmPlan, WgmmaPlan, fastest_plan, plan, plans
-from weft.gemm.plans import BLOCK_MS, FP8
+from weft.gemm import GemmPlan, WgmmaPlan, config, fastest_plan, plan
+from weft.gemm.config import BLOCK_MS, FP8
 
 
 @pytest.mark.parametrize("dtype", [FP8, torch.bfloat16, torch.float16])
@@ -72,7 +72,7 @@ def test_n_blocks_cover_the_columns():
 
 
 def hopper(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    monkeypatch.setattr(plans, "is_hopper", lambda device: device is not None)
+    monkeypatch.setattr(config, "is_hopper", lambda device: device is not None)
     return torch.device("cuda", 0)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.gemm.cases import UNTOUCHED, Case, gated
 from weft.gemm import Gated, GatedQuant, Push, grouped_gemm
-from weft.gemm.plans import FP8
+from weft.gemm.config import FP8
 from weft.moe.models import CLAMPED_SWIGLU, SWIGLU
 from weft.reference import quantize
 

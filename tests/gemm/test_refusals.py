@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from tests.gemm.cases import Case, Made
+from tests.gemm.launches import record_launches
 from weft.errors import InvalidArgument
 from weft.gemm import Gated, GatedQuant, GemmPlan, Push, WgmmaPlan, grouped_gemm
-from weft.gemm.plans import FP8
+from weft.gemm.config import FP8
 from weft.gemm.triton_launch import check_plan
 
 Change = Callable[[Made, dict[str, Any]], None]
@@ -30,12 +31,24 @@ def put(name: str, make: Callable[[Made], Any]) -> Change:
 
 INT = torch.int32
 CHANGES: dict[str, tuple[Case, Change, str]] = {
-    "a of one dimension": (Case(), put("a", lambda m: m.a[0]), r"a is \[256\]"),
-    "k of a and b": (Case(), put("b", lambda m: m.b[..., :128]), r"b \[3, 256, 128\]"),
+    "a of one dimension": (
+        Case(),
+        put("a", lambda m: m.a[0]),
+        r"a has shape \[256\]; it must be \[rows, 256\]",
+    ),
+    "k of a and b": (
+        Case(),
+        put("b", lambda m: m.b[..., :128].contiguous()),
+        r"a has .* \[rows, 128\]",
+    ),
     "float32": (Case(), put("a", lambda m: m.a.float()), "float32"),
     "dtypes": (Case(), put("b", lambda m: m.b.bfloat16()), "bfloat16"),
     "n of FP8": (Case(n=192 + 64), put("b", lambda m: m.b[:, :192].contiguous()), "n is 192"),
-    "experts": (Case(masked=True), put("b", lambda m: m.b[:2]), "rows of 3 experts"),
+    "experts": (
+        Case(masked=True),
+        put("b", lambda m: m.b[:2]),
+        r"a has shape \[3, .* \[2, max_rows, 256\]",
+    ),
     "strided a": (Case(), put("a", lambda m: m.a.T.contiguous().T), "contiguous"),
     "no offsets": (Case(), put("offsets", lambda _: None), "offsets are None"),
     "masked with offsets": (
@@ -59,7 +72,7 @@ CHANGES: dict[str, tuple[Case, Change, str]] = {
         "strides",
     ),
     "bias": (Case(), put("bias", lambda _: torch.ones(3, 5)), r"\[3, 5\]"),
-    "out's shape": (Case(), put("out", lambda _: torch.ones(5, 256)), r"out is \[5, 256\]"),
+    "out's shape": (Case(), put("out", lambda _: torch.ones(5, 256)), r"out has shape \[5, 256\]"),
     "out's dtype": (Case(), put("out", lambda m: torch.ones(m.case.rows, 256).to(FP8)), "float8"),
     "a pair to store": (Case(), put("out", lambda _: (torch.ones(1), torch.ones(1))), "pair"),
     "one to quantise": (
@@ -74,7 +87,7 @@ CHANGES: dict[str, tuple[Case, Change, str]] = {
         ),
         "out is a tensor .* with Push",
     ),
-    "dst_addr": (Case(), put("epilogue", lambda _: Push(torch.zeros(2))), "dst_addr is"),
+    "dst_addr": (Case(), put("epilogue", lambda _: Push(torch.zeros(2))), "dst_addr has dtype"),
     "an abort flag without flag-in-data": (
         Case(),
         put(
@@ -96,7 +109,7 @@ CHANGES: dict[str, tuple[Case, Change, str]] = {
                 abort_flag=torch.zeros(2, dtype=torch.int32),
             ),
         ),
-        "abort_flag is",
+        "abort_flag has shape",
     ),
     "quantised columns": (
         Case(dtype=torch.bfloat16, n=128),
@@ -151,8 +164,12 @@ CHANGES: dict[str, tuple[Case, Change, str]] = {
 }
 
 
+@pytest.mark.parametrize("known", [False, True], ids=["unknown", "known"])
 @pytest.mark.parametrize("name", CHANGES)
-def test_refused(name: str):
+def test_refused(name: str, known: bool, monkeypatch: pytest.MonkeyPatch):
+    """known: also where the call was launched before and differs from it by what is refused."""
+    if known:
+        record_launches(monkeypatch)
     case, change, words = CHANGES[name]
     made = case.make()
     given: dict[str, Any] = {"a": made.a, "b": made.b, **made.given}
@@ -195,8 +212,8 @@ def test_the_package_does_not_import_triton():
 def test_on_gpus_flag_in_data_needs_a_wgmma_plan() -> None:
     push = Push(torch.zeros(1, dtype=torch.int64), flag_in_data=True)
     a = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda"))
-    problem: Any = SimpleNamespace(a=a, gated=False, epilogue=push)
+    call: Any = SimpleNamespace(a=a, gated=False, epilogue=push)
     with pytest.raises(InvalidArgument, match="needs a WgmmaPlan, which runs on Hopper only"):
-        check_plan(problem, GemmPlan(64, block_k=64))
-    problem.epilogue = Push(push.dst_addr)
-    check_plan(problem, GemmPlan(64, block_k=64))
+        check_plan(call, GemmPlan(64, block_k=64))
+    call.epilogue = Push(push.dst_addr)
+    check_plan(call, GemmPlan(64, block_k=64))

@@ -13,7 +13,7 @@ from tests.moe.layers import CONFIGS, EXPERTS, HIDDEN, Case
 from tests.moe.test_layer import settle
 from tests.rounds import bits
 from weft.errors import InvalidArgument, OutOfOrder
-from weft.gemm import plans
+from weft.gemm import config as gemm_config
 from weft.moe import ExpertWeights, grouped_experts
 from weft.moe.config import choose_gemm, pushes_in_place
 from weft.moe.low_latency import YIELDS_FROM, Blocks
@@ -174,7 +174,7 @@ def test_rows_pushed_by_hand(ranks):
     ],
 )
 def test_which_gemms_store_rows_with_flag_in_data(monkeypatch, hopper, config, fp8, able):
-    monkeypatch.setattr(plans, "is_hopper", lambda _: hopper)
+    monkeypatch.setattr(gemm_config, "is_hopper", lambda _: hopper)
     for experts in (1, 8):
         gpu = torch.device("cuda", 0)
         assert pushes_in_place(config, experts, fp8=fp8, device=gpu) == able

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from weft.gemm import GemmPlan, WgmmaPlan, plans, reference
-from weft.gemm.hopper import GemmShape
-from weft.gemm.plans import FP8
-from weft.gemm.problem import GemmProblem
+from weft.gemm import GemmPlan, WgmmaPlan, reference
+from weft.gemm import config as gemm_config
+from weft.gemm.call import GemmCall
+from weft.gemm.config import FP8
+from weft.gemm.kernels import GemmShape
 from weft.moe import MODELS, ExpertWeights, MoEConfig, grouped_experts
 
 BIASED, PLAIN = MODELS["gpt-oss-120b"], MODELS["qwen3-30b-a3b"]
@@ -70,11 +71,10 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> set[GemmShape]:
     """What was loaded on a CPU that takes itself for a Hopper."""
     kinds: set[GemmShape] = set()
 
-    def preload(wanted: Iterable[GemmShape], programmatic: bool) -> None:
-        assert programmatic
+    def preload(wanted: Iterable[GemmShape]) -> None:
         kinds.update(wanted)
 
-    for module in (grouped_experts, plans):
+    for module in (grouped_experts, gemm_config):
         monkeypatch.setattr(module, "is_hopper", lambda device: device is not None)
     monkeypatch.setattr(grouped_experts, "preload", preload)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
@@ -86,9 +86,9 @@ def used(monkeypatch: pytest.MonkeyPatch) -> set[GemmShape]:
     """Shapes of the GEMMs that were called."""
     kinds: set[GemmShape] = set()
 
-    def compute(problem: GemmProblem, plan: GemmPlan | WgmmaPlan) -> None:
+    def compute(call: GemmCall, plan: GemmPlan | WgmmaPlan) -> None:
         if isinstance(plan, WgmmaPlan):
-            kinds.add(GemmShape.of(problem, plan))
+            kinds.add(GemmShape.of(call, plan))
 
     monkeypatch.setattr(reference, "compute", compute)
     return kinds

@@ -23,7 +23,13 @@ from weft.arguments import instance, one_of, real, refuse, shown
 from weft.errors import InvalidArgument
 from weft.runtime.args import Site
 from weft.runtime.call_word import BACKENDS, CODINGS, signature
-from weft.runtime.check import check_alignment, check_tensor, check_tokens, refuse_tensor
+from weft.runtime.check import (
+    check_alignment,
+    check_tensor,
+    check_tokens,
+    refuse_tensor,
+    tensors_key,
+)
 from weft.shape import DTYPE_NAMES
 
 GROUP_SIZES, GROUP_SCALES = (128,), ("fp32", "ue8m0")
@@ -159,7 +165,6 @@ _FACTOR = struct.Struct("<f")
 _BLOCK = struct.Struct(f"={len(ADDRESSES)}Q")
 _START = ReduceArgs.x.offset
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-_address = torch.Tensor.data_ptr  # unbound: a TypeError for what is no tensor
 
 Key = tuple[object, ...]
 
@@ -198,27 +203,14 @@ class Fused(NamedTuple):
         The key is None where an argument is not what it should be, has no memory, or wants a
         gradient.
         """
-        addresses: list[int] = []
-        grads = torch.is_grad_enabled()
         try:
             constants = _CONSTANTS.pack(self.eps, self.weight_bias)
-            key: list[object] = [backend, quant_scheme(self.quant), constants]
-            if self.prologue is not None:
-                key.append(_FACTOR.pack(self.prologue.routed_scaling_factor))
-            for t in tensors:
-                if t is None or t is True or t is False:  # and not 1, which only equals True
-                    key.append(t)
-                    addresses.append(0)
-                else:
-                    address = _address(t)
-                    if not address or (grads and t.requires_grad):
-                        return None, addresses
-                    addresses.append(address)
-                    dense = t.is_contiguous()  # then the shape says all that is ever read
-                    key += (t.shape, t.dtype, t.device, address & 15, dense or t.stride())
-        except (TypeError, AttributeError, RuntimeError, OverflowError, struct.error):
-            return None, addresses  # the check, which comes next, says what is wrong with it
-        return tuple(key), addresses
+            scheme = quant_scheme(self.quant)
+            factor = self.prologue and _FACTOR.pack(self.prologue.routed_scaling_factor)
+        except (TypeError, AttributeError, OverflowError, struct.error):
+            return None, []  # the check, which comes next, says what is wrong with it
+        key, addresses = tensors_key(tensors)
+        return None if key is None else (backend, scheme, constants, factor, *key), addresses
 
     def checked(self, config: ReduceConfig, device: torch.device) -> Checked:
         """Check everything that the host can see, and make the outputs that were not given.

@@ -5,7 +5,7 @@
 
 namespace weft {
 
-// A CUtensorMap, as the driver encodes it. (gemm/tensor_map.py)
+// A CUtensorMap, as the driver encodes it. (gemm/kernels.py)
 struct alignas(64) TensorMap {
     u64 words[16];
 };

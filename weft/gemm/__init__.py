@@ -1,9 +1,18 @@
 """Grouped GEMM of experts, in Triton and in CUDA for Hopper. docs/gemm.md."""
 
-from weft.gemm.api import grouped_gemm
-from weft.gemm.epilogue import STORE, Epilogue, Gated, GatedQuant, Push, Store
-from weft.gemm.plans import GemmPlan, WgmmaPlan, fastest_plan, plan
-from weft.gemm.quantize_rows import quantize_rows
+from weft.gemm.config import (
+    STORE,
+    Epilogue,
+    Gated,
+    GatedQuant,
+    GemmPlan,
+    Push,
+    Store,
+    WgmmaPlan,
+    fastest_plan,
+    plan,
+)
+from weft.gemm.operator import grouped_gemm, quantize_rows
 
 __all__ = [
     "STORE",

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from weft.errors import InvalidArgument
-from weft.gemm.epilogue import Gated, GatedQuant, Push
-from weft.gemm.plans import GemmPlan, WgmmaPlan
-from weft.gemm.problem import GemmProblem
+from weft.gemm.call import GemmCall
+from weft.gemm.config import Gated, GatedQuant, GemmPlan, Push, WgmmaPlan
 from weft.jit import compile_shared
 from weft.reference import dequantize, quantize
 
@@ -26,26 +25,26 @@ extern "C" void push_rows(const weft::u64* dst_addr, const weft::u8* from, weft:
 """
 
 
-def compute(problem: GemmProblem, plan: GemmPlan | WgmmaPlan) -> None:
+def compute(call: GemmCall, plan: GemmPlan | WgmmaPlan) -> None:
     """Store what the kernels would with any plan, expert by expert; reads counts on the host."""
-    counts = problem.counts.clamp(min=0, max=problem.max_rows)
-    starts = None if problem.starts is None else problem.starts.tolist()
+    counts = call.counts.clamp(min=0, max=call.max_rows)
+    starts = None if call.starts is None else call.starts.tolist()
     for expert, count in enumerate(counts.tolist()):
-        first = expert * problem.max_rows if starts is None else starts[expert]
-        if count := min(count, len(problem.a) - first):
-            _store(problem, _multiply(problem, expert, first, count), first)
+        first = expert * call.max_rows if starts is None else starts[expert]
+        if count := min(count, len(call.a) - first):
+            _store(call, _multiply(call, expert, first, count), first)
 
 
-def _multiply(problem: GemmProblem, expert: int, first: int, count: int) -> torch.Tensor:
+def _multiply(call: GemmCall, expert: int, first: int, count: int) -> torch.Tensor:
     """`a @ b.T + bias` of one expert in fp32."""
     rows = slice(first, first + count)
-    x, w = problem.a[rows], problem.b[expert]
-    if problem.a_scale is not None and problem.b_scale is not None:
-        scales = problem.b_scale[expert].repeat_interleave(128, dim=0)
-        y = dequantize(x, problem.a_scale[rows]) @ dequantize(w, scales).T
+    x, w = call.a[rows], call.b[expert]
+    if call.a_scale is not None and call.b_scale is not None:
+        scales = call.b_scale[expert].repeat_interleave(128, dim=0)
+        y = dequantize(x, call.a_scale[rows]) @ dequantize(w, scales).T
     else:
         y = x.float() @ w.float().T
-    return y if problem.bias is None else y + problem.bias[expert].float()
+    return y if call.bias is None else y + call.bias[expert].float()
 
 
 def gate(gating: Gated, y: torch.Tensor) -> torch.Tensor:
@@ -56,21 +55,21 @@ def gate(gating: Gated, y: torch.Tensor) -> torch.Tensor:
     return first * torch.sigmoid(gating.alpha * first) * (up + gating.offset)
 
 
-def _store(problem: GemmProblem, y: torch.Tensor, first: int) -> None:
-    epilogue = problem.epilogue
+def _store(call: GemmCall, y: torch.Tensor, first: int) -> None:
+    epilogue = call.epilogue
     rows = slice(first, first + len(y))
     if isinstance(epilogue, Push):
-        _push(epilogue, rows, y.to(problem.out_dtype))
+        _push(epilogue, rows, y.to(call.out_dtype))
         return
     if isinstance(epilogue, Gated):
         y = gate(epilogue, y)
-    out = problem.out
+    out = call.out
     assert out is not None
-    flat = out.view(-1, problem.out_columns)
+    flat = out.view(-1, call.out_columns)
     if isinstance(epilogue, GatedQuant):
         y, scales = quantize(y, "fp8")
-        assert problem.out_scale is not None
-        problem.out_scale.view(-1, scales.shape[1])[rows] = scales
+        assert call.out_scale is not None
+        call.out_scale.view(-1, scales.shape[1])[rows] = scales
     flat[rows] = y.to(out.dtype)
 
 

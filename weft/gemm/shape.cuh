@@ -33,7 +33,7 @@ constexpr u32 scale_warps = 3;                                  // of those that
 
 constexpr u32 row_boxes = 4;  // TMA boxes of 8, 16, 32 and 64 rows
 
-// Mirrored by `GemmShape` in gemm/hopper.py.
+// Mirrored by `GemmShape` in gemm/kernels.py.
 struct GemmShape {
     u32 experts, n, k;  // weights are [experts, n, k]
     u32 block_m;        // the highest tile
@@ -70,7 +70,7 @@ struct GemmShape {
     }
 };
 
-// Mirrored by `GemmArgs` in gemm/hopper_source.py. Strides are in elements.
+// Mirrored by `GemmArgs` in gemm/kernels.py. Strides are in elements.
 struct GemmArgs {
     TensorMap weights_map, rows_map[row_boxes];
     const float *row_scales, *weight_scales;

@@ -1,6 +1,6 @@
 """The grouped GEMM as one persistent Triton kernel, and rows to FP8 as another.
 
-`grouped_kernel` loops over tiles: `locate` says which tile comes next, the inner loop is the
+`weft_grouped_gemm` loops over tiles: `locate` says which tile comes next, the inner loop is the
 mainloop, `epilogue` stores. The compiler sees the loop over tiles and the loop over k as one
 (`flatten`), so loads of the next tile run while this one is stored.
 """
@@ -13,7 +13,7 @@ from triton.language.extra import cuda
 
 
 @triton.jit
-def grouped_kernel(
+def weft_grouped_gemm(
     a, b, a_scale, b_scale, bias, out, out_scale, dst_addr, counts, starts,
     max_rows, rows, row_scale_stride, k_scale_stride,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
@@ -22,7 +22,7 @@ def grouped_kernel(
     EPILOGUE: tl.constexpr, OUT_DTYPE: tl.constexpr,
     ALPHA: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr, PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip
-    """`out[row] = epilogue(a[row] @ b[expert of row].T)`; api.py says what each pointer is.
+    """`out[row] = epilogue(a[row] @ b[expert of row].T)`; operator.py says what each pointer is.
 
     A tile is a block of one expert's rows times one block of its weights, or two (DUAL_N): a gate
     and its up, else neighbours.
@@ -214,7 +214,7 @@ def quantize(x):
 
 
 @triton.jit
-def quantize_rows_kernel(
+def weft_quantize_rows(
     x, out, out_scale, rows,
     K: tl.constexpr, BLOCK_M: tl.constexpr, PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip

@@ -4,54 +4,81 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from weft.errors import InvalidArgument
-from weft.gemm.epilogue import Gated, GatedQuant, Push
-from weft.gemm.plans import BLOCK_N, FP8, GemmPlan
-from weft.gemm.problem import GemmProblem
+from weft.gemm.call import GemmCall
+from weft.gemm.config import BLOCK_N, FP8, Gated, GatedQuant, GemmPlan, Push
 
 
-def check_plan(problem: GemmProblem, plan: GemmPlan) -> None:
+def check_plan(call: GemmCall, plan: GemmPlan) -> None:
     """Refuse a plan that does not fit the call. Raises InvalidArgument."""
-    if problem.a.dtype == FP8 and plan.block_k != 128:
+    if call.a.dtype == FP8 and plan.block_k != 128:
         raise InvalidArgument(f"block_k is {plan.block_k}; FP8 has a scale per 128 columns")
-    if problem.gated and plan.block_n != 2 * BLOCK_N:
+    if call.gated and plan.block_n != 2 * BLOCK_N:
         raise InvalidArgument(
             f"block_n is {plan.block_n}; gating needs {2 * BLOCK_N}, half of it gate, half up"
         )
-    if problem.a.dtype == FP8 and not problem.gated and problem.out_columns % plan.block_n:
+    if call.a.dtype == FP8 and not call.gated and call.out_columns % plan.block_n:
         raise InvalidArgument(
-            f"{problem.out_columns} columns, block_n {plan.block_n}: FP8 needs a multiple"
+            f"{call.out_columns} columns, block_n {plan.block_n}: FP8 needs a multiple"
         )
-    push = isinstance(problem.epilogue, Push) and problem.epilogue
-    if push and push.flag_in_data and problem.a.device.type == "cuda":
+    push = isinstance(call.epilogue, Push) and call.epilogue
+    if push and push.flag_in_data and call.a.device.type == "cuda":
         raise InvalidArgument(
             "Push(flag_in_data=True) needs a WgmmaPlan, which runs on Hopper only: leave "
             "flag_in_data out"
         )
 
 
-def launch(problem: GemmProblem, plan: GemmPlan, num_sms: int | None, programmatic: bool) -> None:
-    """Enqueue the kernel in the current stream. Raises InvalidArgument without Triton."""
-    rows, experts = len(problem.a), len(problem.b)
-    if not rows or not experts:
-        return
-    triton = installed()
-    device = problem.a.device
-    sms = num_sms or torch.cuda.get_device_properties(device).multi_processor_count
-    n_blocks = plan.n_blocks(problem.b.shape[1], problem.gated)
-    grid = min(sms * plan.ctas_per_sm, plan.max_m_blocks(rows, experts) * n_blocks)
-    constants = kernel_constants(problem, plan, programmatic)
-    with torch.cuda.device(device):
-        grouped_kernel()[(grid,)](
-            *kernel_arguments(problem, plan, triton.tools.tensor_descriptor.TensorDescriptor),
-            **constants,
-            num_warps=plan.warps,
-            num_stages=plan.stages,
-            launch_pdl=programmatic,
+class TritonLaunch:
+    """Launches one kind of call on the current device. Raises InvalidArgument without Triton."""
+
+    def __init__(
+        self, call: GemmCall, plan: GemmPlan, num_sms: int | None, programmatic: bool
+    ) -> None:
+        rows, experts = len(call.a), len(call.b)
+        triton = installed()
+        sms = num_sms or torch.cuda.get_device_properties().multi_processor_count
+        n_blocks = plan.n_blocks(call.b.shape[1], call.gated)
+        ctas = min(sms * plan.ctas_per_sm, plan.max_m_blocks(rows, experts) * n_blocks)
+        self._kernel = grouped_kernel()[(ctas,)]
+        self._arguments = Arguments(call, plan)
+        self._descriptor = triton.tools.tensor_descriptor.TensorDescriptor
+        self._constants = kernel_constants(call, plan, programmatic) | {
+            "num_warps": plan.warps,
+            "num_stages": plan.stages,
+            "launch_pdl": programmatic,
+        }
+
+    def __call__(self, tensors: Sequence[torch.Tensor | None], addresses: Sequence[int]) -> None:
+        """Enqueue the kernel in the current stream."""
+        self._kernel(*self._arguments.of(tensors, self._descriptor), **self._constants)
+
+
+class Arguments:
+    """The kernel's arguments of one kind of call, up to its constants."""
+
+    def __init__(self, call: GemmCall, plan: GemmPlan) -> None:
+        rows, k = call.a.shape
+        experts, n, _ = call.b.shape
+        self._a = [rows, k], [k, 1], [plan.block_m, plan.block_k]
+        self._b = [experts * n, k], [k, 1], [BLOCK_N, plan.block_k]
+        strides = (0, 0) if call.a_scale is None else call.a_scale.stride()
+        self._sizes = (call.max_rows, rows, *strides)
+
+    def of(self, tensors: Sequence[torch.Tensor | None], descriptor: Any) -> tuple[Any, ...]:
+        """tensors: `GemmCall.tensors`.
+
+        descriptor: makes a TMA descriptor of (tensor, shape, strides, block).
+        """
+        a_scale, b_scale, out, out_scale, dst_addr, _, bias, counts, starts, a, b = tensors
+        return (
+            *(descriptor(a, *self._a), descriptor(b, *self._b), a_scale, b_scale, bias),
+            *(out, out_scale, dst_addr, counts, starts, *self._sizes),
         )
 
 
@@ -80,33 +107,13 @@ def is_installed() -> bool:
 @functools.cache
 def grouped_kernel() -> Any:
     """The kernel; its module needs Triton, so it is not imported before the first call."""
-    return importlib.import_module("weft.gemm.triton_kernels").grouped_kernel
+    return importlib.import_module("weft.gemm.triton_kernels").weft_grouped_gemm
 
 
-def kernel_arguments(problem: GemmProblem, plan: GemmPlan, descriptor: Any) -> tuple[Any, ...]:
-    """The kernel's arguments up to its constants.
-
-    descriptor: makes a TMA descriptor of (tensor, shape, strides, block).
-    """
-    rows, k = problem.a.shape
-    experts, n, _ = problem.b.shape
-    a = descriptor(problem.a, [rows, k], [k, 1], [plan.block_m, plan.block_k])
-    b = descriptor(problem.b, [experts * n, k], [k, 1], [BLOCK_N, plan.block_k])
-    row_stride, k_stride = problem.a_scale.stride() if problem.a_scale is not None else (0, 0)
-    dst_addr = problem.epilogue.dst_addr if isinstance(problem.epilogue, Push) else None
-    return (
-        *(a, b, problem.a_scale, problem.b_scale, problem.bias, problem.out, problem.out_scale),
-        *(dst_addr, problem.counts, problem.starts, problem.max_rows, rows),
-        *(row_stride, k_stride),
-    )
-
-
-def kernel_constants(
-    problem: GemmProblem, plan: GemmPlan, programmatic: bool = False
-) -> dict[str, Any]:
+def kernel_constants(call: GemmCall, plan: GemmPlan, programmatic: bool = False) -> dict[str, Any]:
     """What the kernel is compiled for."""
-    experts, n, k = problem.b.shape
-    epilogue = problem.epilogue
+    experts, n, k = call.b.shape
+    epilogue = call.epilogue
     gating = epilogue if isinstance(epilogue, Gated) else Gated()
     return {
         "EXPERTS": experts,
@@ -117,12 +124,12 @@ def kernel_constants(
         "BLOCK_N": BLOCK_N,
         "BLOCK_K": plan.block_k,
         "STAGES": plan.stages,
-        "SCALED": problem.a.dtype == FP8,
+        "SCALED": call.a.dtype == FP8,
         "DUAL_N": plan.block_n > BLOCK_N,
         "SWAP": plan.swap,
         "FLATTEN": plan.flatten,
         "EPILOGUE": _epilogue_name(epilogue),
-        "OUT_DTYPE": _triton_dtype(problem.out_dtype),
+        "OUT_DTYPE": _triton_dtype(call.out_dtype),
         "ALPHA": gating.alpha,
         "OFFSET": gating.offset,
         "LIMIT": gating.limit,

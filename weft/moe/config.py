@@ -14,7 +14,7 @@ from weft.arguments import flags, instance, integer, one_of, seconds
 from weft.errors import InvalidArgument
 from weft.fields import largest
 from weft.gemm import WgmmaPlan
-from weft.gemm.plans import best_plan
+from weft.gemm.config import best_plan
 from weft.gemm.triton_launch import installed, is_installed
 from weft.grouping.api import MAX_ROWS
 from weft.lowlatency.config import MAX_TOKENS

@@ -8,8 +8,8 @@ from torch import nn
 from weft.arguments import instance, one_of
 from weft.errors import InvalidArgument
 from weft.gemm import GatedQuant, grouped_gemm, quantize_rows
-from weft.gemm.hopper import GemmShape, preload
-from weft.gemm.plans import (
+from weft.gemm.call import OUT_DTYPES
+from weft.gemm.config import (
     CLUSTER_N,
     DTYPES_16BIT,
     ONE_EXPERT_BLOCK_MS,
@@ -17,7 +17,7 @@ from weft.gemm.plans import (
     best_plan,
     is_hopper,
 )
-from weft.gemm.problem import OUT_DTYPES
+from weft.gemm.kernels import GemmShape, preload
 from weft.moe.experts import FP8, Expert, to_blocks
 from weft.moe.models import SWIGLU, Gating
 from weft.runtime.check import check_alignment, check_tensor, refuse_tensor
@@ -115,7 +115,7 @@ class FP8Expert(nn.Module):
             out = DTYPES_16BIT[self._dtype]
             shapes += [GemmShape(1, hidden, n // 2, plan, "store", out) for plan in plans]
         with torch.cuda.device(self.gate_up.device):
-            preload(shapes, programmatic=False)
+            preload(shapes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[tokens, hidden]` -> `[tokens, hidden]`."""

@@ -16,8 +16,8 @@ from weft.gemm import (
     WgmmaPlan,
     grouped_gemm,
 )
-from weft.gemm.hopper import GemmShape, preload
-from weft.gemm.plans import COARSE_ROWS, DTYPES_16BIT, best_plan, is_hopper
+from weft.gemm.config import COARSE_ROWS, DTYPES_16BIT, best_plan, is_hopper
+from weft.gemm.kernels import GemmShape, preload
 from weft.moe.experts import FP8, ExpertWeights
 from weft.moe.models import MoEConfig
 from weft.moe.torch_experts import RowsByExpert
@@ -116,7 +116,7 @@ class GroupedExperts:
                     prefetch = self._programmatic
                     shapes.add(replace(shape, prefetch_weights=prefetch, flag_in_data=flag_in_data))
         with torch.cuda.device(self._act.device):
-            preload(shapes, self._programmatic)
+            preload(shapes)
 
     def _rows_of_an_expert(self, tokens: int) -> int:
         """The mean, where each rank has so many tokens."""

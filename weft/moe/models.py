@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from weft.arguments import adopt, flags, instance, integer, one_of
 from weft.fields import largest
-from weft.gemm.epilogue import GateNumbers
+from weft.gemm.config import GateNumbers
 from weft.moe.hf import layer_of
 from weft.moe.router import Routing
 from weft.runtime.check import refuse_tensor

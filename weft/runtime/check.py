@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -18,6 +18,8 @@ from weft.arguments import instance, integer, shown
 from weft.errors import InvalidArgument, TokenOverflow
 from weft.memory import Group
 from weft.runtime.layout import vector_bytes
+
+_address = torch.Tensor.data_ptr  # unbound: a TypeError for what is no tensor
 
 
 class _Tracing(threading.local):
@@ -43,14 +45,17 @@ def check_tensor(
     name: str,
     tensor: torch.Tensor,
     *,
-    shape: Sequence[int | None],
+    shape: Sequence[int | str | None],
     dtypes: Sequence[torch.dtype],
     device: torch.device,
     kept: bool = False,
+    strided: bool = False,
 ) -> None:
-    """Require a contiguous tensor of `shape` (None: any size), one of `dtypes`, on `device`.
+    """Require a contiguous tensor of `shape`, one of `dtypes`, on `device`.
 
+    shape: sizes; a name, or None for "tokens", is any size.
     kept: for later calls, so that it does not matter whether it requires a gradient now.
+    strided: it need not be contiguous.
 
     Raises InvalidArgument naming the tensor, what it is and what it must be.
     """
@@ -60,12 +65,12 @@ def check_tensor(
         wanted = " or ".join(str(d) for d in dtypes)
         raise InvalidArgument(f"{name} has dtype {tensor.dtype}; it must be {wanted}")
     if tensor.device != device:
-        raise InvalidArgument(f"{name} is on {tensor.device}; this group works on {device}")
+        raise InvalidArgument(f"{name} is on {tensor.device}; it must be on {device}")
     try:
         if tensor.shape != shape and not _fits(tensor.shape, shape):
             wanted = ", ".join("tokens" if want is None else str(want) for want in shape)
             raise InvalidArgument(f"{name} has shape {list(tensor.shape)}; it must be [{wanted}]")
-        dense = tensor.is_contiguous()
+        dense = tensor.is_contiguous() or (strided and tensor.stride() is not None)
     except RuntimeError:  # sparse and nested tensors have no such things
         dense = False
     if not dense:
@@ -74,14 +79,41 @@ def check_tensor(
         check_gradient(name, tensor)
 
 
-def _fits(shape: Sequence[int], wanted: Sequence[int | None]) -> bool:
+def _fits(shape: Sequence[int], wanted: Sequence[int | str | None]) -> bool:
     """Is this the wanted shape? A loop, because a generator takes 3 us of every call."""
     if len(shape) != len(wanted):
         return False
     for size, want in zip(shape, wanted, strict=True):  # noqa: SIM110
-        if want is not None and size != want:
+        if type(want) is int and size != want:
             return False
     return True
+
+
+def tensors_key(tensors: Sequence[Any]) -> tuple[tuple[object, ...] | None, list[int]]:
+    """Everything that a check reads of tensors except for where they are, and their addresses.
+
+    Of an address only its alignment to 16 bytes counts. None, True and False stand for themselves,
+    at address 0. The key is None where anything else is not a dense tensor with memory, or wants a
+    gradient: the check says what is wrong with it.
+    """
+    key: list[object] = []
+    addresses: list[int] = []
+    grads = torch.is_grad_enabled()
+    try:
+        for t in tensors:
+            if t is None or t is True or t is False:  # and not 1, which only equals True
+                key.append(t)
+                addresses.append(0)
+            else:
+                address = _address(t)
+                if not address or (grads and t.requires_grad):
+                    return None, addresses
+                addresses.append(address)
+                dense = t.is_contiguous()  # then the shape says all that is ever read
+                key += (t.shape, t.dtype, t.device, address & 15, dense or t.stride())
+    except (TypeError, AttributeError, RuntimeError):
+        return None, addresses
+    return tuple(key), addresses
 
 
 def check_gradient(name: str, tensor: torch.Tensor) -> None:

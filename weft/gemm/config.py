@@ -1,15 +1,15 @@
-"""Which kernel and which tiles a grouped GEMM runs with: frozen plans, and the fastest measured."""
+"""What a grouped GEMM does with its sums (epilogues), and its tiles (plans), as measured."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 
-from weft.arguments import adopt, flags, instance, integer, one_of
+from weft.arguments import adopt, flags, instance, integer, one_of, real
 from weft.errors import InvalidArgument
 
 FP8 = torch.float8_e4m3fn
@@ -36,6 +36,85 @@ FP8_MAX_MEAN = {128: 120, 160: 136}
 COARSE_ROWS = 768  # from this mean on, a plan changes only at multiples of 64 rows
 ONE_EXPERT_M_BLOCKS = 4  # to aim at with GemmPlan, where one expert must fill many SMs
 FULL_CLUSTERS = 60  # clusters that nearly fill a GPU of 132 SMs
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """`out[row] = round(a[row] @ b[e].T + bias[e])`, `[*rows, n]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class GateNumbers:
+    """The numbers of `gate * sigmoid(alpha * gate) * (up + offset)`; limit of gate and up, or None.
+
+    Raises InvalidArgument for a number that is not finite or a limit that is not positive.
+    """
+
+    alpha: float = 1.0
+    offset: float = 0.0
+    limit: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that would spoil every row."""
+        limit = None if self.limit is None else real("limit", self.limit, above=0.0)
+        alpha, offset = real("alpha", self.alpha), real("offset", self.offset)
+        adopt(self, alpha=alpha, offset=offset, limit=limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Gated(GateNumbers):
+    """`gate * sigmoid(alpha * gate) * (up + offset)`, `[*rows, n / 2]`, rounded once.
+
+    gate: columns 0..n/2 of `a @ b.T`, clamped to at most `limit`.   up: the others, clamped to
+        -limit..limit.
+    limit: above 0, or None for no limit.
+
+    alpha 1 and offset 0 give SwiGLU; 1.702, 1 and limit 7 that of GPT-OSS. Everything is fp32 until
+    the result. Raises InvalidArgument for a number that is not finite or a limit that is not
+    positive.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class GatedQuant(Gated):
+    """Gated, then FP8 in blocks of 128 columns: `(float8_e4m3fn [*rows, n / 2], float32 scales)`.
+
+    The scales are `[*rows, n / 256]`. Rule and bits are those of
+    `weft.reference.quantize(x, "fp8")`, applied to the fp32 result of the gating.
+    (docs/quantisation.md)
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """Stores each row of Store's result at an address of its own; nothing is returned.
+
+    dst_addr: int64 `[rows]`, where the row's n numbers go, a multiple of 16; 0 for nowhere. Rows
+        are flat, also where they are masked. The address may lie in a peer's memory. The stores
+        are weak: signal the peer after this call in stream order.
+    dtype: of the numbers there: bfloat16, float16 or float32; None for bfloat16 from FP8, else a's.
+    flag_in_data: the data is its own flag. Stores are relaxed, at system scope, in words of 4 bytes
+        of which none is all ones (a NaN never has all bits set), so an owner that has filled a row
+        with ones may poll it. On GPUs this needs a WgmmaPlan.
+    abort_flag: int32 `[1]` on the device; where it is not 0 when a tile begins, the tile's rows are
+        not stored. With `flag_in_data` only.
+    """
+
+    dst_addr: torch.Tensor
+    dtype: torch.dtype | None = None
+    _: KW_ONLY
+    flag_in_data: bool = False
+    abort_flag: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse other types; tensors are checked by the call that gets them."""
+        flags(flag_in_data=self.flag_in_data)
+        if self.dtype is not None:
+            instance("dtype", self.dtype, torch.dtype)
+
+
+Epilogue = Store | Gated | GatedQuant | Push
+STORE = Store()
 
 
 @dataclass(frozen=True, slots=True)

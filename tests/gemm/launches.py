@@ -1,0 +1,36 @@
+"""Calls on CPU tensors that take themselves for a GPU's, up to their launches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from weft.gemm import GemmPlan, WgmmaPlan, kernels, operator, triton_launch
+from weft.gemm.call import GemmCall
+
+
+def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The addresses of each launch from now on. No call is known when this returns."""
+    launches: list[tuple[int, ...]] = []
+
+    class Launch:
+        def __init__(
+            self, call: GemmCall, plan: GemmPlan | WgmmaPlan, num_sms: int | None, early: bool
+        ) -> None:
+            self.count = len(call.tensors)
+
+        def __call__(self, tensors: Sequence[torch.Tensor | None], at: Sequence[int]) -> None:
+            assert [0 if t is None else t.data_ptr() for t in tensors] == list(at)
+            assert len(at) == self.count
+            launches.append(tuple(at))
+
+    monkeypatch.setattr(operator, "_on_gpu", lambda _: True)
+    monkeypatch.setattr(operator, "_calls", operator._Calls())
+    monkeypatch.setattr(kernels, "HopperLaunch", Launch)
+    monkeypatch.setattr(triton_launch, "TritonLaunch", Launch)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    return launches

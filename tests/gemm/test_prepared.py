@@ -1,0 +1,146 @@
+"""An equal call goes to its launch at once; whatever the check reads makes it another one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gemm.cases import Case
+from tests.gemm.launches import record_launches
+from weft.errors import InvalidArgument
+from weft.gemm import (
+    STORE,
+    Gated,
+    GatedQuant,
+    GemmPlan,
+    Push,
+    WgmmaPlan,
+    grouped_gemm,
+    kernels,
+    operator,
+)
+from weft.gemm.call import GemmCall, checked_call
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[GemmCall]:
+    """Calls that went through the check."""
+    calls: list[GemmCall] = []
+
+    def check(*args: Any, **kwargs: Any) -> GemmCall:
+        calls.append(checked_call(*args, **kwargs))
+        return calls[-1]
+
+    monkeypatch.setattr(operator, "checked_call", check)
+    return calls
+
+
+def call(case: Case, **given: Any) -> Any:
+    made = case.make()
+    return grouped_gemm(made.a, made.b, **made.given, **given)
+
+
+@pytest.mark.parametrize("case", [Case(), Case(masked=True), Case(torch.float16, bias=True)])
+def test_an_equal_call_is_launched_without_a_check(
+    case: Case, checked: list[GemmCall], monkeypatch: pytest.MonkeyPatch
+):
+    launches = record_launches(monkeypatch)
+    kept: list[tuple[Any, Any]] = []
+    for seed in range(3):
+        made = replace(case, seed=seed).make()
+        kept.append((made, grouped_gemm(made.a, made.b, **made.given)))
+    assert len(checked) == 1
+    found = [(at[operator.OUT], at[-2], at[-1]) for at in launches]
+    assert found == [(out.data_ptr(), m.a.data_ptr(), m.b.data_ptr()) for m, out in kept]
+    assert all(out.shape == kept[0][1].shape for _, out in kept)
+
+
+def test_every_result_is_made_anew_and_a_given_one_is_returned(monkeypatch: pytest.MonkeyPatch):
+    launches = record_launches(monkeypatch)
+    case = Case(n=512)
+    pairs = [call(case, epilogue=GatedQuant()) for _ in range(2)]
+    for at, (numbers, scales) in zip(launches, pairs, strict=True):
+        assert at[2:4] == (numbers.data_ptr(), scales.data_ptr())
+        assert (numbers.shape[1], scales.shape[1]) == (256, 2)
+    assert call(case, epilogue=GatedQuant(), out=pairs[0]) is pairs[0]
+    assert call(case, epilogue=GatedQuant(), out=pairs[1]) is pairs[1]
+    pushes = [Push(torch.zeros(case.rows, dtype=torch.int64)) for _ in range(2)]
+    assert [call(case, epilogue=push) for push in pushes] == [None, None]
+    assert [at[4] for at in launches[-2:]] == [push.dst_addr.data_ptr() for push in pushes]
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "plan": {"plan": WgmmaPlan(64)},
+    "num_sms": {"num_sms": 8},
+    "programmatic_launch": {"programmatic_launch": True},
+    "prefetch_weights": {"prefetch_weights": True},
+    "epilogue": {"epilogue": Gated(), "plan": GemmPlan(64, 256)},
+    "out": {"out": torch.empty(Case().rows, 256, dtype=torch.float16)},
+    "offsets": {"offsets": torch.zeros(3, dtype=torch.int32)},
+    "strides": {"a_scale": torch.ones(2, Case().rows).T},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_the_check_reads_makes_another_call(
+    name: str, checked: list[GemmCall], monkeypatch: pytest.MonkeyPatch
+):
+    record_launches(monkeypatch)
+    made = Case().make()
+    for given in ({}, OTHERS[name], {}, OTHERS[name]):
+        grouped_gemm(made.a, made.b, **{**made.given, **given})
+    assert len(checked) == 2
+
+
+def test_a_known_call_is_refused_for_what_is_no_flag_or_wants_a_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    launches = record_launches(monkeypatch)
+    case = Case(torch.float16)
+    for early in (True, False):
+        call(case, programmatic_launch=early)
+    with pytest.raises(InvalidArgument, match="programmatic_launch is 1"):
+        call(case, programmatic_launch=1)
+    made = case.make()
+    weights = torch.nn.Parameter(made.b)
+    with pytest.raises(InvalidArgument, match="b requires a gradient"):
+        grouped_gemm(made.a, weights, **made.given)
+    with torch.no_grad():
+        grouped_gemm(made.a, weights, **made.given)
+    assert len(launches) == 3
+
+
+def test_the_oldest_calls_are_forgotten(checked: list[GemmCall], monkeypatch: pytest.MonkeyPatch):
+    record_launches(monkeypatch)
+    monkeypatch.setattr(operator, "MOST_PREPARED", 2)
+    for num_sms in (1, 2, 1, 3, 2, 1):
+        call(Case(), num_sms=num_sms)
+    assert len(checked) == 4
+    assert len(operator._calls.prepared) == 2
+
+
+def test_a_tensor_map_is_encoded_for_each_new_address(monkeypatch: pytest.MonkeyPatch):
+    encoded: list[int] = []
+
+    def tensor_map(address: int, *_: object) -> bytes:
+        encoded.append(address)
+        return address.to_bytes(8, "little") * kernels.MAP_WORDS
+
+    monkeypatch.setattr(kernels, "tensor_map", tensor_map)
+    made = Case().make()
+    checked = checked_call(
+        *(made.a, made.b),
+        **{"bias": None, "out": None, "epilogue": STORE, **made.given},
+    )
+    arguments, at = kernels.Arguments(checked), checked.addresses
+    for a, b, boxes in ((16, 32, 5), (16, 32, 0), (48, 32, 4), (48, 64, 1)):
+        encoded.clear()
+        found = arguments.at([*at[:-2], a, b])
+        assert len(encoded) == boxes
+        assert list(found.weights_map) == [b] * kernels.MAP_WORDS
+        assert [list(words) for words in found.rows_map] == [[a] * kernels.MAP_WORDS] * 4
+        assert found.counts == made.given["counts"].data_ptr()
+        assert (found.out, found.out_scales) == (at[2], 0)

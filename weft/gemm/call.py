@@ -1,0 +1,245 @@
+"""One grouped GEMM: its tensors, and their one check."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from weft.arguments import listed, shown
+from weft.errors import InvalidArgument
+from weft.gemm.config import BLOCK_N, DTYPES, FP8, Epilogue, Gated, GatedQuant, Push
+from weft.runtime.check import check_alignment, check_tensor, refuse_tensor
+
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_ROWS = 2**31 - 1
+Out = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
+
+
+@dataclass(frozen=True, slots=True)
+class GemmCall:
+    """Tensors of one grouped GEMM that was checked; rows are flat, `[rows, ...]`, masked ones
+    expert after expert.
+
+    starts: int32, each expert's first row, or None where expert e's is `e * max_rows`.
+    max_rows: the most rows of an expert; a larger count is cut to it.
+    prefetch_weights: as in `grouped_gemm`.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    counts: torch.Tensor
+    starts: torch.Tensor | None
+    max_rows: int
+    a_scale: torch.Tensor | None
+    b_scale: torch.Tensor | None
+    bias: torch.Tensor | None
+    out: torch.Tensor | None
+    out_scale: torch.Tensor | None
+    out_dtype: torch.dtype
+    epilogue: Epilogue
+    prefetch_weights: bool = False
+
+    @property
+    def gated(self) -> bool:
+        """Whether the columns of `a @ b.T` are a gate and an up."""
+        return isinstance(self.epilogue, Gated)
+
+    @property
+    def out_columns(self) -> int:
+        """Columns of the result."""
+        n = int(self.b.shape[1])
+        return n // 2 if self.gated else n
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """All of them, in the order of `GemmArgs`; then a and b, which its tensor maps describe."""
+        push = self.epilogue if isinstance(self.epilogue, Push) else None
+        return (
+            *(self.a_scale, self.b_scale, self.out, self.out_scale),
+            None if push is None else push.dst_addr,
+            None if push is None else push.abort_flag,
+            *(self.bias, self.counts, self.starts, self.a, self.b),
+        )
+
+    @property
+    def addresses(self) -> list[int]:
+        """Where `tensors` are; 0 for None."""
+        return [0 if tensor is None else tensor.data_ptr() for tensor in self.tensors]
+
+
+def checked_call(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    counts: torch.Tensor,
+    offsets: torch.Tensor | None,
+    a_scale: torch.Tensor | None,
+    b_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out: Out,
+    epilogue: Epilogue,
+    prefetch_weights: bool = False,
+) -> GemmCall:
+    """Check a call's tensors, and make the results that were not given. Raises InvalidArgument."""
+    _check_operands(a, b)
+    _check_groups(a, len(b), counts, offsets)
+    _check_scales(a, b, a_scale, b_scale)
+    if bias is not None:
+        _check("bias", bias, a, b.shape[:2], OUT_DTYPES)
+    n, k = b.shape[1:]
+    rows = a.shape[:-1].numel()
+    columns = n // 2 if isinstance(epilogue, Gated) else n
+    _check_epilogue(a, n, columns, epilogue)
+    result, scales = _results(a, columns, epilogue, out)
+    if a_scale is not None:  # the experts follow each other equally spaced
+        a_scale = a_scale.as_strided((rows, k // BLOCK_N), a_scale.stride()[-2:])
+    return GemmCall(
+        a=a.view(-1, k),
+        b=b,
+        counts=counts,
+        starts=offsets,
+        max_rows=a.shape[1] if a.ndim == 3 else rows,
+        a_scale=a_scale,
+        b_scale=b_scale,
+        bias=bias,
+        out=result,
+        out_scale=scales,
+        out_dtype=_dtype(a, epilogue) if result is None else result.dtype,
+        epilogue=epilogue,
+        prefetch_weights=prefetch_weights,
+    )
+
+
+def _check(
+    name: str,
+    tensor: torch.Tensor,
+    a: torch.Tensor,
+    shape: tuple[int | str, ...],
+    dtypes: tuple[torch.dtype, ...],
+    *,
+    aligned: int = 0,
+    strided: bool = False,
+) -> None:
+    """aligned: to so many bytes, or to its elements."""
+    check_tensor(name, tensor, shape=shape, dtypes=dtypes, device=a.device, strided=strided)
+    check_alignment(name, tensor, aligned or tensor.itemsize)
+
+
+def _check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
+    for name, tensor in (("a", a), ("b", b)):
+        if not isinstance(tensor, torch.Tensor):
+            refuse_tensor(name, tensor)
+    _check("b", b, b, ("experts", "n", "k"), DTYPES, aligned=16)
+    experts, n, k = b.shape
+    rows: tuple[int | str, ...] = (experts, "max_rows") if a.ndim == 3 else ("rows",)
+    _check("a", a, b, (*rows, k), (b.dtype,), aligned=16)
+    if a.device.type not in ("cpu", "cuda"):
+        raise InvalidArgument(f"a is on {a.device}; it must be on cpu or cuda")
+    unit = BLOCK_N if a.dtype == FP8 else 8
+    for name, size in (("n", n), ("k", k)):
+        if size % unit or not size:
+            raise InvalidArgument(
+                f"{name} is {size}; for {a.dtype} it must be a positive multiple of {unit}"
+            )
+    for name, tensor in (("a", a), ("b", b)):
+        if tensor.numel() // k > MAX_ROWS:
+            raise InvalidArgument(f"{name} has {tensor.numel() // k} rows; at most {MAX_ROWS}")
+
+
+def _check_groups(
+    a: torch.Tensor, experts: int, counts: torch.Tensor, offsets: torch.Tensor | None
+) -> None:
+    _check("counts", counts, a, (experts,), (torch.int32,))
+    if (a.ndim == 2) != (offsets is not None):
+        raise InvalidArgument(
+            f"a is {list(a.shape)} and offsets are {'given' if offsets is not None else 'None'}; "
+            "rows [rows, k] have offsets, blocks [experts, max_rows, k] have none"
+        )
+    if offsets is not None:
+        _check("offsets", offsets, a, ("experts + 1",), (torch.int32,))
+        if len(offsets) not in (experts, experts + 1):
+            raise InvalidArgument(
+                f"offsets are [{len(offsets)}]; they must be [{experts + 1}] or [{experts}]"
+            )
+
+
+def _check_scales(
+    a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor | None, b_scale: torch.Tensor | None
+) -> None:
+    if a.dtype != FP8:
+        if a_scale is not None or b_scale is not None:
+            name, scale = ("b_scale", b_scale) if a_scale is None else ("a_scale", a_scale)
+            raise InvalidArgument(
+                f"{name} is {shown(scale)}; scales belong to {FP8}, and a is {a.dtype}"
+            )
+        return
+    if a_scale is None or b_scale is None:
+        name = "a_scale" if a_scale is None else "b_scale"
+        raise InvalidArgument(f"{name} is None; {FP8} needs a_scale and b_scale")
+    experts, n, k = b.shape
+    single = (torch.float32,)
+    _check("a_scale", a_scale, a, (*a.shape[:-1], k // BLOCK_N), single, strided=True)
+    _check("b_scale", b_scale, a, (experts, n // BLOCK_N, k // BLOCK_N), single)
+    if a.ndim == 3 and a_scale.stride(0) != a.shape[1] * a_scale.stride(1) and len(a) > 1:
+        raise InvalidArgument(
+            f"a_scale has strides {a_scale.stride()}: rows of all experts must be equally far apart"
+        )
+
+
+def _check_epilogue(a: torch.Tensor, n: int, columns: int, epilogue: Epilogue) -> None:
+    if isinstance(epilogue, GatedQuant) and columns % BLOCK_N:
+        raise InvalidArgument(f"{columns} gated columns; quantising takes a multiple of {BLOCK_N}")
+    if isinstance(epilogue, Gated) and n % (2 * (BLOCK_N if a.dtype == FP8 else 8)):
+        raise InvalidArgument(f"n is {n}: gate and up must be halves of it")
+    if not isinstance(epilogue, Push):
+        return
+    _check("epilogue.dst_addr", epilogue.dst_addr, a, (a.shape[:-1].numel(),), (torch.int64,))
+    if epilogue.abort_flag is not None:
+        _check("epilogue.abort_flag", epilogue.abort_flag, a, (1,), (torch.int32,))
+        if not epilogue.flag_in_data:
+            raise InvalidArgument("Push takes abort_flag only with flag_in_data=True")
+    if _dtype(a, epilogue) not in OUT_DTYPES:
+        raise InvalidArgument(
+            f"epilogue.dtype is {shown(epilogue.dtype)}; choose one of {listed(OUT_DTYPES)}"
+        )
+
+
+def _dtype(a: torch.Tensor, epilogue: Epilogue) -> torch.dtype:
+    if isinstance(epilogue, Push) and epilogue.dtype is not None:
+        return epilogue.dtype
+    return torch.bfloat16 if a.dtype == FP8 else a.dtype
+
+
+def _results(
+    a: torch.Tensor, columns: int, epilogue: Epilogue, out: Out
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The tensors to write, given and checked, or new."""
+    size = (*a.shape[:-1], columns)
+    if isinstance(epilogue, Push):
+        if out is not None:
+            raise InvalidArgument(
+                f"out is {shown(out)} with Push, which stores rows at their dst_addr; it must be "
+                "None"
+            )
+        return None, None
+    if isinstance(epilogue, GatedQuant):
+        blocks = (*size[:-1], columns // BLOCK_N)
+        if out is None:
+            scales = torch.empty(blocks, dtype=torch.float32, device=a.device)
+            return torch.empty(size, dtype=FP8, device=a.device), scales
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise InvalidArgument(
+                f"out is {shown(out)}; with GatedQuant it must be a pair, numbers and scales"
+            )
+        _check("out[0]", out[0], a, size, (FP8,), aligned=16)
+        _check("out[1]", out[1], a, blocks, (torch.float32,))
+        return out
+    if out is None:
+        return torch.empty(size, dtype=_dtype(a, epilogue), device=a.device), None
+    if isinstance(out, tuple):
+        raise InvalidArgument(
+            f"out is {shown(out)}; it must be one tensor, or None: only GatedQuant makes a pair"
+        )
+    _check("out", out, a, size, OUT_DTYPES, aligned=16)
+    return out, None
