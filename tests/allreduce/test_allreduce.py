@@ -50,6 +50,29 @@ def test_eight_ranks(ranks, kind):
     ranks(8, kind)(epilogues, Sum(0, 512, special=True), (1, 7, 8, 9))
 
 
+def smallest(group: weft.Group) -> None:
+    with make(group, 3, Sum(0, 128)) as ar:
+        x = torch.zeros(3, 128, dtype=torch.bfloat16, device=group.device)
+        x[1], x[2] = 2.0**-20, 2.0**-12
+        weight = torch.ones_like(x[0])
+        for backend in BACKENDS:
+            got = ar.fused(x, weight=weight, eps=1.0, quant=FP8Token(), backend=backend)
+            assert got.quant is not None
+            assert got.scale is not None
+            assert torch.equal(got.scale.cpu(), torch.full((3, 1), 1 / 448) * 2.0**-9)
+            assert got.quant[:, 0].tolist() == [
+                0.0,
+                2.0**-19 * 448 * 2.0**9,
+                2.0**-11 * 448 * 2.0**9,
+            ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_zeros_and_tiny_ones_have_the_smallest_scale_of_a_row(ranks, kind):
+    """448 of it is 2^-9: without it, zeros would be divided by a scale of 0."""
+    ranks(2, kind)(smallest)
+
+
 def large(group: weft.Group, sizes: tuple[int, ...]) -> None:
     case = Sum(0, 128)
     with make(group, max(sizes), case) as ar:

@@ -18,6 +18,7 @@ from tests.grouping.emulate_groups import EmulatedGroups, compile_groups
 from tests.recorded import reads
 from tests.rounds import Round, bits, combining
 from tests.sending import make, round_trip, scattered, sent, stored_at_owners
+from weft.errors import TokenOverflow
 from weft.grouping.api import ExpertGroups
 from weft.runtime.kernels import Kernels
 
@@ -88,6 +89,30 @@ def emulated(group: weft.Group, name: str, layout: str, folder: str) -> None:
         check_touched(watch.events(), a2a, way)
 
 
+def overflowing(group: weft.Group, folder: str) -> None:
+    """Groups of two warps' lanes overflow, and one refusal says so."""
+    case = Round(tokens=(3, 3), top_k=2, experts=160)
+    with make(group, case, **combining("push")) as a2a:
+        groups = ExpertGroups(a2a, layout="masked", max_rows=2)
+        library = Path(folder) / "kernels.so"
+        if group.rank == 0:
+            library = compile_groups(a2a.config.shape, groups._rounds.grouping, Path(folder))
+        group.barrier()
+        groups._rounds._entries = EmulatedGroups(library, groups, 1, 32)
+        x, _, weights, _ = case.of(a2a.rank, group.device)
+        ids = torch.tensor([[7, 71]]).repeat(
+            3, 1
+        )  # of rank 0, whose 80 groups take a warp three turns
+        grouped = groups.gather(a2a.dispatch(x, ids.int(), weights))
+        if a2a.rank == 0:
+            assert grouped.counts[[7, 71]].tolist() == [2, 2]
+            with pytest.raises(TokenOverflow, match="6 rows .* local expert 7;.* max_rows=2"):
+                a2a.check()
+            assert a2a._mailbox.refusals == 1
+        a2a.check()
+        group.barrier()
+
+
 def check_touched(seen: list[Event], a2a: weft.AllToAll, way: str) -> None:
     """Rows, flags and counters have the order and the scope that they need."""
     touched = ways(seen, places(a2a.config.shape))
@@ -96,6 +121,10 @@ def check_touched(seen: list[Event], a2a: weft.AllToAll, way: str) -> None:
     # Counters of CTAs: of this GPU alone.
     own = {event.how for event in seen if event.share < 0}
     assert {how for how in own if "gpu" in how} == {"updates acq_rel gpu"}
+
+
+def test_many_groups_that_overflow_are_one_refusal(ranks, tmp_path):
+    ranks(2, "threads")(overflowing, str(tmp_path))
 
 
 @pytest.mark.parametrize("layout", GROUPS)

@@ -8,30 +8,11 @@ namespace weft {
 
 template <u32 n> WEFT_FN void store_e4m3(u8* to, const float (&x)[n], bool broken) {
     u32 word[n / 4];
-#pragma unroll
-    for (u32 i = 0; i < n / 4; ++i)
-        word[i] = broken ? 0x7f7f7f7fu
-                         : pack_e4m3(x[4 * i], x[4 * i + 1]) | pack_e4m3(x[4 * i + 2], x[4 * i + 3])
-                                                                   << 16;
+    e4m3_words(word, x, broken);
     if constexpr (n == 8)
         store(reinterpret_cast<uint2*>(to), make_uint2(word[0], word[1]));
     else
         store(reinterpret_cast<u32*>(to), word[0]);
-}
-
-template <u32 n> WEFT_FN void scale_by(float (&x)[n], float by) {
-#pragma unroll
-    for (u32 i = 0; i < n; ++i) x[i] = __fmul_rn(x[i], by);
-}
-
-// x / scale with one rounding, by the rounded inverse of the scale (Markstein): a product, less
-// what it has too much. The signs are so that -0 stays -0.
-template <u32 n> WEFT_FN void divide_by(float (&x)[n], const BlockScale& by) {
-#pragma unroll
-    for (u32 i = 0; i < n; ++i) {
-        const float near = __fmul_rn(x[i], by.inverse);
-        x[i] = __fmaf_rn(-__fmaf_rn(near, by.scale, -x[i]), by.inverse, near);
-    }
 }
 
 // One power of two per group, packed by four; the last group pads its word with zeros.

@@ -5,6 +5,9 @@
 // mxfp8  a block is 32 columns with one power of two, stored as its exponent + 127 (UE8M0): the
 //        smallest that brings amax down to 448 or less.
 //
+// The all-reduce also has `row_scale`, one for a row, and `group_exponent`, UE8M0 of 128 columns, as
+// other libraries have them.
+//
 // A block of zeros is stored as zeros; fp8 treats a block below 2^-117 as one. A block that holds
 // an Inf or a NaN has scale NaN, so all of it reads back as NaN: the error stays visible and stays
 // in its block.
@@ -49,6 +52,25 @@ WEFT_FN float mx_inverse(u32 e) {
     if (e == 255) return 0.0f;
     // e is at most 247 here, so 254 - e is a normal exponent.
     return __builtin_bit_cast(float, (254 - e) << 23);
+}
+
+// One scale for a row, by which its numbers are divided: amax * fl(1 / 448), and at least the one
+// that makes 448 of 2^-9, the smallest e4m3 number above 0.
+constexpr float smallest_row_scale = 0x1p-9f * inverse_fp8_max;
+
+WEFT_FN BlockScale row_scale(u32 amax_bits) {
+    if (amax_bits >= infinity_bits) return {__builtin_bit_cast(float, 0x7fc00000u), 0.0f};
+    const float scale = __builtin_bit_cast(float, amax_bits) * inverse_fp8_max;
+    const float most = scale < smallest_row_scale ? smallest_row_scale : scale;
+    return {most, 1.0f / most};
+}
+
+// The UE8M0 byte of 128 columns: of 2^-33 at least, where amax / 448 is 1e-10.
+constexpr u32 smallest_group_exponent = 127 - 33;
+
+WEFT_FN u32 group_exponent(u32 amax_bits) {
+    const u32 exponent = mx_exponent(amax_bits);
+    return exponent < smallest_group_exponent ? smallest_group_exponent : exponent;
 }
 
 }  // namespace weft

@@ -62,6 +62,30 @@ template <u32 columns, u32 n> WEFT_FN u32 block_amax_bits(const float (&x)[n]) {
     return bits;
 }
 
+template <u32 n> WEFT_FN void scale_by(float (&x)[n], float by) {
+#pragma unroll
+    for (u32 i = 0; i < n; ++i) x[i] = __fmul_rn(x[i], by);
+}
+
+// x / scale with one rounding, by the rounded inverse of the scale (Markstein): a product, less
+// what it has too much. The signs are so that -0 stays -0.
+template <u32 n> WEFT_FN void divide_by(float (&x)[n], const BlockScale& by) {
+#pragma unroll
+    for (u32 i = 0; i < n; ++i) {
+        const float near = __fmul_rn(x[i], by.inverse);
+        x[i] = __fmaf_rn(-__fmaf_rn(near, by.scale, -x[i]), by.inverse, near);
+    }
+}
+
+// x as e4m3 values, four to a word. A block that holds an Inf or a NaN is stored as NaN.
+template <u32 n> WEFT_FN void e4m3_words(u32 (&word)[n / 4], const float (&x)[n], bool broken) {
+#pragma unroll
+    for (u32 i = 0; i < n / 4; ++i)
+        word[i] = broken ? 0x7f7f7f7fu
+                         : pack_e4m3(x[4 * i], x[4 * i + 1]) | pack_e4m3(x[4 * i + 2], x[4 * i + 3])
+                                                                   << 16;
+}
+
 // x * inverse as sixteen e4m3 values. A block that holds an Inf or a NaN is stored as NaN.
 WEFT_FN uint4 quantize(const float (&x)[lane_columns], float inverse, bool broken) {
     if (broken) return make_uint4(0x7f7f7f7fu, 0x7f7f7f7fu, 0x7f7f7f7fu, 0x7f7f7f7fu);
