@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-_KERNEL = re.compile(r'^\s*\.section\s+\.text\."?([\w$]+)', re.MULTILINE)
+_KERNEL = re.compile(r'^\s*\.section\s+\.text\."?(?:weft_[a-z]+_)?([\w$]+)', re.MULTILINE)
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)[^\n]*;")
 _ACCESS = re.compile(r"(LD|ST|ATOM|RED)G?\.(.*)")
 

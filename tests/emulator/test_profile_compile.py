@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import replace
 
@@ -21,7 +22,7 @@ TIGHT = ("32 ranks, mapped",)
 
 
 def frames(cubin: bytes) -> dict[str, int]:
-    """Bytes of local memory of each kernel in a cubin."""
+    """Bytes of local memory of each kernel in a cubin, by its entry."""
     (start,) = struct.unpack_from("<Q", cubin, 40)
     size, count, names_at = struct.unpack_from("<HHH", cubin, 58)
     heads = [struct.unpack_from("<IIQQQQII", cubin, start + size * i) for i in range(count)]
@@ -36,7 +37,7 @@ def frames(cubin: bytes) -> dict[str, int]:
         if kind == 4 and attribute == FRAME_SIZE:
             symbol, value = struct.unpack_from("<II", cubin, at + 4)
             (name,) = struct.unpack_from("<I", cubin, symbols[4] + 24 * symbol)
-            found[_text(cubin, strings + name)] = value
+            found[re.sub(r"^weft_[a-z]+_", "", _text(cubin, strings + name))] = value
         at += 4 + (length if kind == 4 else 0)
     return found
 

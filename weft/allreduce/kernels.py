@@ -58,7 +58,7 @@ def cuda_program(config: ReduceConfig) -> Program:
     """The generated CUDA entries."""
     entries = "".join(
         f'extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.per_sm})\n'
-        f"{name}{end}(const __grid_constant__ weft::ReduceArgs a) "
+        f"weft_allreduce_{name}{end}(const __grid_constant__ weft::ReduceArgs a) "
         f"{{ weft::{kernel.call.format(moe=moe)}(a); }}\n"
         for name, kernel in KERNELS.items()
         for end, moe in (("", "false"), (MOE, "true"))
@@ -92,7 +92,10 @@ class CudaReduceKernels(CudaKernels):
     def __init__(self, config: ReduceConfig, build: Build) -> None:
         super().__init__(cuda_program(config), build)
         self._config = config
-        self._functions = {name: self._module.function(name) for name in self._program.entry_points}
+        self._functions = {
+            name: self._module.function(self._program.kernel(name))
+            for name in self._program.entry_points
+        }
         self._launchers: dict[tuple[str, int, bool], Launcher] = {}
         self._resident: dict[tuple[str, int, int], int] = {}
 
@@ -101,7 +104,8 @@ class CudaReduceKernels(CudaKernels):
         key = (name, threads, cluster)
         if key not in self._resident:
             self._resident[key] = cluster * min(
-                self._module.resident_clusters(name + end, threads, cluster) for end in ("", MOE)
+                self._module.resident_clusters(self._program.kernel(name + end), threads, cluster)
+                for end in ("", MOE)
             )
         return self._resident[key]
 

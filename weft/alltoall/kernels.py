@@ -96,7 +96,8 @@ def cuda_program(
     for name, entry in found.items():
         lines += [
             f'extern "C" __global__ void __launch_bounds__({entry.threads}, {entry.per_sm})',
-            f"{name}(const __grid_constant__ weft::{entry.struct} a) {{ weft::{entry.call}(a); }}",
+            f"weft_alltoall_{name}(const __grid_constant__ weft::{entry.struct} a) "
+            f"{{ weft::{entry.call}(a); }}",
         ]
     return _program(shape, lines, found)
 
@@ -140,7 +141,7 @@ class CudaAllToAll(CudaKernels):
             )
         self._launchers: dict[tuple[str, bool], Launcher] = {}
         for name, struct in self._program.entry_points.items():
-            function = self._module.function(name, shared=self._shared[name])
+            function = self._module.function(self._program.kernel(name), shared=self._shared[name])
             for early in {False, build.programmatic}:
                 self._launchers[name, early] = Launcher(function, struct, programmatic=early)
 
@@ -154,8 +155,10 @@ class CudaAllToAll(CudaKernels):
         shape, out_vectors = self._shape, self._shape.out_bytes // 16
         pushes = shape.combine in ("push", "push_fp8")
 
+        kernel = self._program.kernel(name)
+
         def per_sm(threads: int) -> int:
-            return self._module.occupancy(name, threads, shared=self._shared[name])
+            return self._module.occupancy(kernel, threads, shared=self._shared[name])
 
         if self._tma:
             threads = entry_points(split_phase=False, tma=True)[name].threads

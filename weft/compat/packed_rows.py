@@ -25,7 +25,7 @@ CUDA_SOURCE = """\
 #include <weft/compat/packed_rows.cuh>
 constexpr weft::Shape S = {shape};
 extern "C" __global__ void __launch_bounds__({threads}, 2)
-{name}(const __grid_constant__ weft::{args} a) {{ weft::{name}<S>(a); }}
+weft_packed_{name}(const __grid_constant__ weft::{args} a) {{ weft::{name}<S>(a); }}
 """
 
 
@@ -75,7 +75,7 @@ def program(name: str, shape: Shape, *, device: bool) -> Program:
     args = ENTRIES[name]
     source = CUDA_SOURCE if device else CPU_SOURCE
     return Program(
-        name=name,
+        name="packed",
         what="normal mode",
         body=source.format(
             **{"shape": shape.literal(), "threads": THREADS},
@@ -99,10 +99,11 @@ class CudaPackedEntries(CudaKernels):
         self._launches[name, 0] = self._find(name, 0)
 
     def _find(self, name: str, tokens: int) -> Launch:
-        resident = self._sms * max(1, self._module.occupancy(name, THREADS))
+        kernel = self._program.kernel(name)
+        resident = self._sms * max(1, self._module.occupancy(kernel, THREADS))
         ctas = min(-(-self._warps * 32 // THREADS), resident)
         launcher = Launcher(
-            self._module.function(name), ENTRIES[name], programmatic=self._build.programmatic
+            self._module.function(kernel), ENTRIES[name], programmatic=self._build.programmatic
         )
         return Launch(launcher, (ctas, 1, 1), THREADS)
 

@@ -84,9 +84,9 @@ def _kernel(name: str, args: type[ctypes.Structure], doing: str) -> StatelessKer
     text = f"""\
 #include <weft/compat/rank_layout.cuh>
 extern "C" __global__ void __launch_bounds__({THREADS})
-{name}(const __grid_constant__ weft::{args.__name__} a) {{ weft::{name}(a); }}
+weft_{name}(const __grid_constant__ weft::{args.__name__} a) {{ weft::{name}(a); }}
 """
-    return StatelessKernel(name, args, lambda _: text, doing)
+    return StatelessKernel(f"weft_{name}", args, lambda _: text, doing)
 
 
 LAYOUT = _kernel("dispatch_layout", LayoutArgs, "get_dispatch_layout")

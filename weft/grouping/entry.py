@@ -39,13 +39,13 @@ CUDA_SOURCE = """\
 constexpr weft::Shape S = {shape};
 constexpr weft::Grouping G = {grouping};
 extern "C" __global__ void __launch_bounds__({counting}, 2)
-group(const __grid_constant__ weft::GroupArgs a) {{ weft::group<S, G>(a); }}
+weft_grouping_group(const __grid_constant__ weft::GroupArgs a) {{ weft::group<S, G>(a); }}
 extern "C" __global__ void __launch_bounds__({gathering}, 2)
-gather(const __grid_constant__ weft::GroupArgs a) {{ weft::gather<S, G>(a); }}
+weft_grouping_gather(const __grid_constant__ weft::GroupArgs a) {{ weft::gather<S, G>(a); }}
 """
 CUDA_DOOR = """\
 extern "C" __global__ void __launch_bounds__({threads}, {per_sm})
-{name}(const __grid_constant__ weft::GroupArgs a) {{ weft::{name}<S, G>(a); }}
+weft_grouping_{name}(const __grid_constant__ weft::GroupArgs a) {{ weft::{name}<S, G>(a); }}
 """
 
 
@@ -132,7 +132,7 @@ def cpu_program(shape: Shape, grouping: Grouping, *, sends: bool = False) -> Pro
 
 def _program(source: str, names: tuple[str, ...]) -> Program:
     return Program(
-        name="group",
+        name="grouping",
         what="grouping",
         body=source,
         entry_points=dict.fromkeys(names, GroupArgs),
@@ -176,11 +176,14 @@ class CudaGroupEntries(CudaKernels):
         else:
             threads, warps = SENDING, slots * -(-shape.hidden // SEND_COLUMNS)
             ctas = min(-(-warps * 32 // threads), self._resident(name, threads))
-        function, early = self._module.function(name), self._build.programmatic
+        function, early = (
+            self._module.function(self._program.kernel(name)),
+            self._build.programmatic,
+        )
         return Launch(Launcher(function, GroupArgs, programmatic=early), (ctas, 1, 1), threads)
 
     def _resident(self, name: str, threads: int) -> int:
-        return self._sms * max(1, self._module.occupancy(name, threads))
+        return self._sms * max(1, self._module.occupancy(self._program.kernel(name), threads))
 
 
 def load_entries(

@@ -70,6 +70,10 @@ class Program:
         structs = dict.fromkeys((*self.entry_points.values(), *self.structs))
         return self.body + common_assertions() + assertions(structs, self.offsets)
 
+    def kernel(self, entry: str) -> str:
+        """The name of an entry's kernel, as a profiler shows it."""
+        return f"weft_{self.name}_{entry}"
+
     def cubin(self, arch: str, *, defines: Sequence[str] = ()) -> bytes:
         """All kernels; needs no GPU. Raises CompileError showing the entries."""
         return compile_cubin(
