@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -31,7 +28,6 @@ SIZES = replace(SETTINGS, tokens=(5, 300), routing="zipf", experts=13)
 def test_parse_routing():
     assert parse_routing("zipf") == ("zipf", 1.0)
     assert parse_routing("zipf:0.5") == ("zipf", 0.5)
-    assert parse_routing("ids.npy") == ("ids.npy", 1.0)
     for text in ("zipf:", "zipf:much", "zipf:-1", "zipf:nan", "zipf:100"):
         with pytest.raises(InvalidArgument, match=f"routing is '{text}'"):
             parse_routing(text)
@@ -40,7 +36,6 @@ def test_parse_routing():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"backends": ()}, "nothing to measure"),
         ({"ranks": 99}, "ranks is 99"),
         ({"hidden": 250}, "pad hidden to 256"),
         ({"routing": "best"}, "choose one of uniform, perfect"),
@@ -51,7 +46,6 @@ def test_parse_routing():
         ({"combine": "mail"}, "combine is 'mail'"),
         ({"quantize": "int4"}, "quantize is 'int4'"),
         ({"quantize": "fp8", "payload": "fp8"}, "the payload is fp8 already"),
-        ({"combine": "push", "backends": ("collective",)}, "are of the backend onesided"),
     ],
 )
 def test_settings_refuse(change, text):
@@ -66,9 +60,6 @@ def test_row_bytes():
     both = replace(SETTINGS, quantize="mxfp8", combine_dtype="fp8")
     assert (both.sent_bytes, both.returned_bytes) == (256 + 8, 256 + 2 * 4)
     assert replace(SETTINGS, combine="push").returned_bytes == 512
-    collective = both.of_backend("collective")
-    assert (collective.sent_bytes, collective.returned_bytes) == (512, 512)
-    assert both.of_backend("onesided") is both
 
 
 def test_the_wire_in_words():
@@ -110,41 +101,6 @@ def test_perfect_spreads_evenly(ranks, top_k, experts):
 def test_perfect_needs_enough_experts():
     with pytest.raises(InvalidArgument, match="needs 2 experts on each"):
         replace(SETTINGS, routing="perfect", top_k=5, experts=5)
-
-
-def test_routing_files(tmp_path):
-    rows = np.array([[0, 5, 9, 15], [1, -1, -1, 2], [3, 4, 6, 7]])
-    np.save(tmp_path / "ids.npy", rows)
-    (tmp_path / "ids.json").write_text(json.dumps(rows.tolist()))
-    for name in ("ids.npy", "ids.json"):
-        settings = replace(SETTINGS, routing=str(tmp_path / name))
-        # Rank 1 goes on where rank 0 ended, and round again.
-        assert make_ids(settings, 2, 1).tolist() == [rows[2].tolist(), rows[0].tolist()]
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("[[0, 1, 2]]", "3 ids per row; top_k is 4"),
-        ("[[0, 1, 2, 16]]", r"ids 0\.\.16; allowed"),
-        ("[[0, 1, 2, 2]]", "row 0 names an expert twice"),
-        ("[[0.5, 1, 2, 3]]", "float64"),
-        ("[]", "it must hold integer ids"),
-        ("{", "cannot be read"),
-    ],
-)
-def test_routing_files_are_checked(tmp_path, text, problem):
-    path = tmp_path / "ids.json"
-    path.write_text(text)
-    with pytest.raises(InvalidArgument, match=problem):
-        replace(SETTINGS, routing=str(path))
-
-
-def test_routing_files_are_not_unpickled(tmp_path):
-    path = tmp_path / "ids.npy"
-    np.save(path, np.array([[object()]]), allow_pickle=True)
-    with pytest.raises(InvalidArgument, match="cannot be read"):
-        replace(SETTINGS, routing=str(path))
 
 
 def test_traffic_is_what_a_loop_counts():
@@ -200,33 +156,6 @@ def test_every_way_passes(ranks, change):
     assert ranks(3, "threads")(_check, settings) == [[None, None]] * 3
 
 
-def _made(group, settings):
-    found = []
-    with contextlib.closing(settings.trials(group)) as trials:
-        for trial in trials:
-            size = trial.exchange.max_tokens
-            found.append((trial.variant, size, trial.check(), trial.case.combine_dtype))
-            group.barrier()
-    return found
-
-
-def test_the_collective_runs_without_the_options_of_the_other(ranks):
-    options: dict[str, Any] = {"combine_dtype": "fp8", "quantize": "fp8"}
-    settings = replace(SIZES, tokens=(3, 5), backends=("onesided", "collective"), **options)
-    assert (
-        ranks(2, "cpu")(_made, settings)
-        == [
-            [
-                ("onesided", 5, None, "fp8"),
-                ("onesided", 5, None, "fp8"),
-                ("collective", 3, None, None),
-                ("collective", 5, None, None),
-            ]
-        ]
-        * 2
-    )
-
-
 class _Spoilt(AllToAll):
     """An all-to-all that goes wrong on rank 1 in one chosen way."""
 
@@ -272,7 +201,7 @@ class _Spoilt(AllToAll):
 )
 def test_the_check_catches(ranks, monkeypatch, fault, text):
     monkeypatch.setattr(_Spoilt, "fault", fault)
-    monkeypatch.setitem(moe.EXCHANGES, "onesided", _Spoilt)
+    monkeypatch.setattr(moe, "AllToAll", _Spoilt)
     quantize = "fp8" if fault == "scales" else None
     settings = replace(SIZES, tokens=(5,), max_tokens=8, quantize=quantize)
     ((first,), (second,)) = ranks(2, "threads")(_check, settings)

@@ -38,15 +38,14 @@ RIVALS = [
 
 def _report(case: MoECase, gpu: str) -> Report:
     measured = []
-    for backend in case.backends:
-        for tokens in case.tokens:
-            ids = [make_ids(case, tokens, rank) for rank in range(case.ranks)]
-            samples = {
-                phase: [[us + rank + i for i in range(3)] for rank in range(case.ranks)]
-                for phase, us in (("dispatch", 10.0), ("combine", 20.0), ("pair", 30.0))
-            }
-            facts = {"chosen": chosen(ids), "wire": busiest(token_rows(ids, case.experts))}
-            measured.append(Measured(backend, tokens, "by hand", samples, facts))
+    for tokens in case.tokens:
+        ids = [make_ids(case, tokens, rank) for rank in range(case.ranks)]
+        samples = {
+            phase: [[us + rank + i for i in range(3)] for rank in range(case.ranks)]
+            for phase, us in (("dispatch", 10.0), ("combine", 20.0), ("pair", 30.0))
+        }
+        facts = {"chosen": chosen(ids), "wire": busiest(token_rows(ids, case.experts))}
+        measured.append(Measured("onesided", tokens, "by hand", samples, facts))
     machine = {
         "date": "2026-11-20T12:00:00+00:00",
         "gpus": [gpu] * case.ranks if gpu else [],
@@ -87,23 +86,14 @@ def test_rows_know_floor_and_other_libraries():
 
 
 def test_rows_count_the_bytes_of_the_wire():
-    backends = ("onesided", "collective")
-    case = replace(H200, quantize="fp8", combine_dtype="fp8", backends=backends)
-    report = _report(case, "NVIDIA H200")
+    report = _report(replace(H200, tokens=(8,), quantize="fp8"), "NVIDIA H200")
     row = 7168 + 4 * 7168 // 128
-    pairs = [each for each in rows_of(report) if each.phase == "pair" and each.tokens == 128]
-    for pair, size in zip(pairs, (row, 14336), strict=True):
-        assert pair.moved == 2 * 128 * 7 * size
-        assert pair.floor == pytest.approx(pair.moved / 340e3 + 3.96)
-    one_way = replace(case, combine_dtype=None)
-    found = rows_of(_report(one_way, "NVIDIA H200"))
-    assert {
-        each.phase: each.moved for each in found if each.tokens == 8 and "one" in each.variant
-    } == {
-        "dispatch": 8 * 7 * row,
-        "combine": 8 * 7 * 14336,
-        "pair": 8 * 7 * (row + 14336),
-    }
+    moved = {"dispatch": 8 * 7 * row, "combine": 8 * 7 * 14336, "pair": 8 * 7 * (row + 14336)}
+    rows = rows_of(report)
+    assert {each.phase: each.moved for each in rows} == moved
+    assert rows[-1].floor == pytest.approx(moved["pair"] / 340e3 + 3.96)
+    both = _report(replace(H200, tokens=(8,), quantize="fp8", combine_dtype="fp8"), "")
+    assert rows_of(both)[-1].moved == 2 * 8 * 7 * row
 
 
 def test_no_floor_without_that_gpu():
@@ -114,7 +104,7 @@ def test_no_floor_without_that_gpu():
 
 
 def test_table_json_and_picture(tmp_path, capsys):
-    case = replace(H200, backends=("onesided", "collective"), quantize="fp8")
+    case = replace(H200, quantize="fp8")
     report = replace(_report(case, "NVIDIA H200"), refused=["onesided, 9 tokens: too odd"])
     text = io.StringIO()
     print_report(Console(file=text, width=180), report, RIVALS)
@@ -122,8 +112,7 @@ def test_table_json_and_picture(tmp_path, capsys):
     for piece in (
         *("deepseek-v3", "8x NVIDIA H200", "x floor", "340 GB/s", "Loom 0.8", "52.0"),
         "fp8 + scales out, quantised by dispatch, bf16 back",
-        "A row is 7392 bytes out and 14336 bytes back.",
-        "The collective backend and other libraries run without: bf16 out, bf16 back.",
+        "A row is 7392 bytes out and 14336 bytes back; other libraries' rows come back as bf16.",
         "Refused: onesided, 9 tokens: too odd",
         "Loom 0.8: measured in this run, by hand;",
         "DeepEP v1: not installed.",
@@ -133,7 +122,7 @@ def test_table_json_and_picture(tmp_path, capsys):
     write_json(path, as_json(report, RIVALS))
     data = json.loads(path.read_text())
     assert data["settings"]["hidden"] == 7168
-    assert len(data["results"]) == 4
+    assert len(data["results"]) == 2
     assert len(data["results"][0]["samples_us"]["pair"]) == 8
     assert data["rows"][2]["us"]["median"] == 38
     assert [run["status"] for run in data["peers"]] == ["measured", "not installed"]
@@ -142,7 +131,7 @@ def test_table_json_and_picture(tmp_path, capsys):
     rows = rows_of(report, RIVALS)
     picture = tmp_path / "pair.svg"
     plot(picture, rows, case.title(), report.machine)
-    for piece in ("weft, onesided", "weft, collective", "Loom 0.8", "floor"):
+    for piece in ("weft, onesided", "Loom 0.8", "floor"):
         assert piece in picture.read_text(), piece
     with pytest.raises(InvalidArgument, match="cannot write the picture"):
         plot(tmp_path / "pair.nope", rows, case.title(), report.machine)

@@ -48,7 +48,7 @@ class _Library(Pairs):
 
     def __init__(self, group, case, most) -> None:
         super().__init__(group, case)
-        self.exchange = weft.AllToAll(group, **case.arguments(most), timeout=30.0)
+        self.exchange = weft.AllToAll(group, **case.sizes(most), timeout=30.0)
 
     def dispatch(self) -> None:
         given = self.inputs
@@ -149,7 +149,18 @@ def test_they_can_be_sent_to_processes():
     everyone = (*PAIRS, *REDUCES)
     found = pickle.loads(pickle.dumps(everyone))  # noqa: S301
     assert [each.name for each in found] == [each.name for each in everyone]
-    assert [each.refuses(SMALL) for each in found[2:]] == [each.refuses(SMALL) for each in REDUCES]
+    assert [each.refuses(SMALL) for each in found[len(PAIRS) :]] == [
+        each.refuses(SMALL) for each in REDUCES
+    ]
+
+
+@pytest.mark.parametrize("payload", ["bf16", "fp8"])
+def test_the_collective_is_measured(ranks, payload):
+    for found in ranks(2, "cpu")(
+        rival_body, NAMED["weft on NCCL"], replace(SIZES, payload=payload)
+    ):
+        assert found["status"] == "measured"
+        assert list(found["samples_us"]) == [3, 5]
 
 
 def test_torch_all_reduce_is_measured(ranks):

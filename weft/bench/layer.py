@@ -14,7 +14,6 @@ from weft import reference
 from weft.bench.harness import TIMEOUT, Calls, Case, Measured, Refused, Trial, Trials, settle
 from weft.bench.limits import (
     HBM_READ_TB_PER_S,
-    HBM_SHEET_TB_PER_S,
     LayerFloor,
     layer_floor_us,
     link_rate,
@@ -174,8 +173,8 @@ class LayerCase(Case):
         """What the floor is made of, in words."""
         return (
             "the larger of HBM (weights of experts that have rows, and each row that arrives in "
-            f"and out once, on the busiest rank, at {HBM_READ_TB_PER_S:g} TB/s; sheet: "
-            f"{HBM_SHEET_TB_PER_S:g}) and NVLink (wire bytes / {link_rate(self.ranks):g} GB/s)"
+            f"and out once, on the busiest rank, at {HBM_READ_TB_PER_S:g} TB/s) and NVLink (wire "
+            f"bytes / {link_rate(self.ranks):g} GB/s)"
         )
 
     def columns(self, found: Measured) -> dict[str, float | str]:

@@ -23,7 +23,7 @@ PAIR_OF_GPUS_GB_PER_S, LINK_GB_PER_S = 350.0, 340.0  # of 2 GPUs, of more: highe
 KERNEL_US, WAY_US = 0.78, 1.2
 PAIR_FIXED_US = 2 * (KERNEL_US + WAY_US)
 ONE_WAY_FIXED_US, TWO_WAY_FIXED_US = KERNEL_US + WAY_US, KERNEL_US + 2 * WAY_US
-HBM_READ_TB_PER_S, HBM_SHEET_TB_PER_S = 4.6, 4.8
+HBM_READ_TB_PER_S = 4.6  # the sheet says 4.8
 GPU = "NVIDIA H200"  # by torch.cuda.get_device_name; HBM3e, NVLink4 over NVSwitch
 
 
@@ -81,11 +81,10 @@ def allreduce_floor_us(payload: int, ranks: int, gpus: list[str]) -> float | Non
 
 @dataclass(frozen=True, slots=True)
 class LayerFloor:
-    """Least times in us of one MoE layer: for its memory as measured and by the data sheet, and for
-    its links. Work that overlaps perfectly takes the largest of them, none less."""
+    """Least times in us of one MoE layer: for its memory and for its links. Work that overlaps
+    perfectly takes the larger of them, none less."""
 
     memory: float
-    memory_sheet: float
     links: float
 
     @property
@@ -104,6 +103,5 @@ def layer_floor_us(hbm_bytes: int, wire_bytes: int, gpus: list[str]) -> LayerFlo
         return None
     return LayerFloor(
         memory=hbm_bytes / (HBM_READ_TB_PER_S * 1e6),
-        memory_sheet=hbm_bytes / (HBM_SHEET_TB_PER_S * 1e6),
         links=wire_bytes / (link_rate(len(gpus)) * 1e3),
     )

@@ -1,9 +1,9 @@
 """`weft bench moe`: dispatch and combine of the all-to-all by rank.
 
 All numbers are chosen so that every sum is exact in fp32 in whatever order it is taken (values of
-eight bits, weights in 64ths, scales that are powers of two). So each backend, whatever its order,
-must agree with `weft.reference` to the last bit, and so must the rows that come back. Where the
-one-sided exchange quantises, its sums are rounded; it adds in rank order, so bits agree there too.
+eight bits, weights in 64ths, scales that are powers of two). So
+what arrives and what comes back must equal `weft.reference` to the last bit. Where rows are
+quantised, sums are rounded; weft adds in rank order, so bits agree there too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 import torch
 
 from weft import reference
-from weft.alltoall.collective import CollectiveAllToAll
 from weft.alltoall.config import AllToAllConfig, Payload
 from weft.alltoall.operator import AllToAll
 from weft.alltoall.received import Received
@@ -27,10 +26,6 @@ from weft.errors import InvalidArgument
 from weft.memory import Group
 from weft.placement import Placement
 
-EXCHANGES: dict[str, type[AllToAll] | type[CollectiveAllToAll]] = {
-    "onesided": AllToAll,
-    "collective": CollectiveAllToAll,
-}
 SCALE_GROUP = 128  # elements of an fp8 payload that share one float32 scale
 _SCALE_BYTES = {"fp8": 4 / SCALE_GROUP, "mxfp8": 1 / 32}  # of a row's element
 
@@ -45,15 +40,13 @@ class MoECase(PairCase):
     """Pairs of dispatch and combine.
 
     payload: "bf16" sends rows of `dtype`; "fp8" sends float8_e4m3fn with float32 scales per 128.
-    combine, combine_dtype, quantize: as in AllToAll, for the one-sided backend alone; the other
-    runs without (`plain`).  profile: time kernels that keep a timeline.
+    combine, combine_dtype, quantize: as in AllToAll.  profile: time kernels that keep a timeline.
     """
 
     operator: ClassVar[str] = "moe"
     checked: ClassVar[str] = "received rows and combined rows equal weft.reference bit by bit"
 
     routing: str = "uniform"
-    backends: tuple[str, ...] = ("onesided",)
     payload: str = "bf16"
     combine: str | None = None
     quantize: str | None = None
@@ -61,8 +54,6 @@ class MoECase(PairCase):
 
     def __post_init__(self) -> None:
         PairCase.__post_init__(self)
-        if not self.backends:
-            raise InvalidArgument("nothing to measure: pass at least one backend")
         if self.payload == "fp8" and self.hidden % SCALE_GROUP:
             raise InvalidArgument(
                 f"hidden is {self.hidden}; fp8 rows have one scale per {SCALE_GROUP}: "
@@ -72,16 +63,11 @@ class MoECase(PairCase):
             raise InvalidArgument(
                 f"quantize is {self.quantize!r} and the payload is fp8 already: choose one of them"
             )
-        if any(self._options().values()) and "onesided" not in self.backends:
-            raise InvalidArgument(
-                f"combine, combine_dtype and quantize are of the backend onesided, and the "
-                f"backends are {', '.join(self.backends)}: add it"
-            )
-        AllToAllConfig.of(ranks=self.ranks, **self.arguments(self.capacity), **self._options())
+        AllToAllConfig.of(ranks=self.ranks, **self.sizes(self.capacity), **self.options())
         make_ids(self, max(self.tokens), 0)
 
-    def arguments(self, max_tokens: int) -> dict[str, Any]:
-        """What an exchange and its memory are made of, less the options of one backend."""
+    def sizes(self, max_tokens: int) -> dict[str, Any]:
+        """What any exchange of these rows is made for."""
         payloads = None
         if self.payload == "fp8":
             scales = Payload((self.hidden // SCALE_GROUP,), torch.float32)
@@ -95,16 +81,9 @@ class MoECase(PairCase):
             "payloads": payloads,
         }
 
-    def _options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
+        """How weft moves them."""
         return {name: getattr(self, name) for name in ("combine", "combine_dtype", "quantize")}
-
-    def plain(self) -> MoECase:
-        """The same sizes and payload without the options of the one-sided backend."""
-        return replace(self, combine=None, combine_dtype=None, quantize=None)
-
-    def of_backend(self, backend: str) -> MoECase:
-        """What this case means for one of the backends."""
-        return self if backend == "onesided" else self.plain()
 
     def comparable(self) -> MoECase | None:
         """What other libraries are asked for, so that equal work is compared.
@@ -114,7 +93,8 @@ class MoECase(PairCase):
         """
         if self.quantize == "mxfp8":
             return None
-        return replace(self.plain(), payload="fp8" if self.quantize else self.payload)
+        payload = "fp8" if self.quantize else self.payload
+        return replace(self, payload=payload, combine=None, combine_dtype=None, quantize=None)
 
     @property
     def sent_bytes(self) -> int:
@@ -146,44 +126,35 @@ class MoECase(PairCase):
         return f"{self.sizes_text}, {self.wire}{sms}{early}"
 
     def trials(self, group: Group) -> Trials:
-        """One backend after the other.
-
-        The one-sided exchange costs the same whatever its capacity, so one of the largest size
-        serves the whole sweep, as it would in a server. A collective moves its capacity in every
-        call, so it gets one that fits each size exactly. `max_tokens` sets both.
-        """
-        for backend in self.backends:
-            case, kind = self.of_backend(backend), EXCHANGES[backend]
-            own: dict[str, Any] = {}
-            if issubclass(kind, AllToAll):
-                own = {"timeout": TIMEOUT, "num_sms": case.num_sms, "profile": case.profile}
-                own |= {"programmatic_launch": case.programmatic_launch, **case._options()}
-            groups = [self.tokens] if own else [(tokens,) for tokens in self.tokens]
-            for sizes in groups:
-                arguments = case.arguments(self.max_tokens or max(sizes))
-                with contextlib.closing(kind(group, **arguments, **own)) as exchange:
-                    for tokens in sizes:
-                        yield MoETrial(group, case, backend, exchange, tokens)
+        """One exchange, with room for the largest size, for the whole sweep, as in a server."""
+        exchange = AllToAll(
+            group,
+            **self.sizes(self.capacity),
+            **self.options(),
+            timeout=TIMEOUT,
+            num_sms=self.num_sms,
+            programmatic_launch=self.programmatic_launch,
+            profile=self.profile,
+        )
+        with contextlib.closing(exchange):
+            for tokens in self.tokens:
+                yield MoETrial(group, self, exchange, tokens)
 
     def bytes_of(self, found: Measured, phase: str) -> tuple[float, float]:
         """Rows out in dispatch, rows back in combine."""
-        case = self.of_backend(found.variant)
         out, back = phase in ("dispatch", "pair"), phase in ("combine", "pair")
-        row = out * case.sent_bytes + back * case.returned_bytes
+        row = out * self.sent_bytes + back * self.returned_bytes
         return found.facts["chosen"] * row, found.facts["wire"] * row
 
     def floor_us(self, found: Measured, gpus: list[str]) -> float | None:
         """Bytes of the busiest rank, and two ways through the links."""
-        case, rows = self.of_backend(found.variant), found.facts["wire"]
-        return pair_floor_us(rows * case.sent_bytes, rows * case.returned_bytes, gpus)
+        rows = found.facts["wire"]
+        return pair_floor_us(rows * self.sent_bytes, rows * self.returned_bytes, gpus)
 
     def notes(self, found: Sequence[Measured]) -> list[str]:
         """The bytes behind floor and wire where a row is not simply hidden x dtype."""
-        lines = [f"A row is {self.sent_bytes} bytes out and {self.returned_bytes} bytes back."]
-        if len(self.backends) > 1 and any(self._options().values()):
-            plain = self.plain().wire
-            lines.append(f"The collective backend and other libraries run without: {plain}.")
-        return lines
+        row = f"A row is {self.sent_bytes} bytes out and {self.returned_bytes} bytes back"
+        return [f"{row}; other libraries' rows come back as {self.dtype}."]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,16 +184,10 @@ def make_inputs(case: MoECase, tokens: int, rank: int) -> Inputs:
 class MoETrial(Trial):
     """An exchange with one set of inputs, and experts that return their rows."""
 
-    def __init__(
-        self,
-        group: Group,
-        case: MoECase,
-        variant: str,
-        exchange: AllToAll | CollectiveAllToAll,
-        tokens: int,
-    ) -> None:
-        self.group, self.case, self.exchange = group, case, exchange
-        self.variant, self.tokens = variant, tokens
+    variant = "onesided"  # the only one: the options determine it
+
+    def __init__(self, group: Group, case: MoECase, exchange: AllToAll, tokens: int) -> None:
+        self.group, self.case, self.exchange, self.tokens = group, case, exchange, tokens
         sources = (make_inputs(case, tokens, rank) for rank in range(group.size))
         self.sources = [source.to(group.device) for source in sources]
         self.inputs = self.sources[group.rank]

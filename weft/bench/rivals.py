@@ -18,7 +18,7 @@ import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as functional
 
 from weft import reference
+from weft.alltoall.collective import CollectiveAllToAll
 from weft.alltoall.received import Received
 from weft.bench.allreduce import EPS, ReduceCase, Rows, arguments_of, make_rows
 from weft.bench.harness import Calls, Case, SamplesOfRank, first_problem, gather, measure, settle
@@ -248,6 +249,43 @@ class FlashInfer(Pairs):
         return answers
 
 
+class Collective(Pairs):
+    """`weft.CollectiveAllToAll`: the same calls on NCCL (gloo on CPUs), rows in fixed places.
+
+    It moves its capacity in every call, so it is made anew for each size.
+    """
+
+    exchange: CollectiveAllToAll | None = None
+
+    def __init__(self, group: Group, case: MoECase, most: int) -> None:
+        super().__init__(group, case)
+
+    def bind(self, tokens: int) -> tuple[Calls, Callable[[], str | None]]:
+        """One size."""
+        if self.exchange is not None:
+            self.exchange.close()
+        self.exchange = CollectiveAllToAll(self.group, **self.case.sizes(tokens))
+        return super().bind(tokens)
+
+    def dispatch(self) -> None:
+        """Send the tokens."""
+        assert self.exchange is not None
+        inputs = self.inputs
+        self.received = self.exchange.dispatch(inputs.payloads, inputs.ids, inputs.weights)
+
+    def experts(self) -> None:
+        """Answer every slot."""
+        assert self.exchange is not None
+        found, dtype = self.received, self.case.out_dtype
+        rows = replace(found, payloads=(rows_of(found.payloads, dtype),))
+        self.exchange.output().copy_(reference.identity_experts(rows, dtype))
+
+    def combine(self) -> torch.Tensor:
+        """Fetch the weighted sums, `[tokens, hidden]`."""
+        assert self.exchange is not None
+        return self.exchange.combine()
+
+
 class DeepEP(Pairs):
     """`deep_ep.Buffer`'s low-latency pair: expert-major, weighted when it combines.
 
@@ -420,6 +458,11 @@ class FlashInferReduce(Reduces):
         return reduce
 
 
+def runs_all(case: Case) -> str | None:
+    """Refuses no case."""
+    return None
+
+
 def flashinfer_refuses(case: MoECase) -> str | None:
     """Return why FlashInfer cannot run this case, or None."""
     if case.device != "cuda":
@@ -456,6 +499,7 @@ def reduce_refuses(
 _TORCH, _FLASHINFER = ("torch", "torch"), ("flashinfer", "flashinfer-python")
 _EVEN = partial(reduce_refuses, ranks=(2, 4, 8))  # that FlashInfer has kernels for
 PAIRS = (
+    Rival("weft on NCCL", *_TORCH, Collective, runs_all),
     Rival("FlashInfer", *_FLASHINFER, FlashInfer, flashinfer_refuses),
     Rival("DeepEP v1", "deep_ep", "deep_ep", DeepEP, deepep_refuses, most=FEW),
 )

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
 import torch
 
 from weft.bench.harness import RowsCase
@@ -54,7 +51,7 @@ class PairCase(RowsCase):
 
 
 def parse_routing(text: str) -> tuple[str, float]:
-    """Return one of ROUTINGS, or what may be a file; and the exponent of zipf, 1 if not given.
+    """Return the word, and the exponent of zipf, 1 if not given.
 
     Raises InvalidArgument for an exponent that is not a number above 0.
     """
@@ -76,10 +73,9 @@ def make_ids(case: PairCase, tokens: int, rank: int) -> torch.Tensor:
     uniform: at random.  perfect: token t's k-th expert is on rank (rank + t + k) % ranks, so that
     every token reaches min(top_k, ranks) ranks and all ranks and experts get equal shares.
     zipf: expert popularity falls as 1 / place^s, places drawn once for the whole run.
-    one-hot: every token picks experts 0 .. top_k - 1, the worst hot spot.  A file: its rows, dealt
-    to the ranks in blocks of `tokens`, from the start again when it ends.
+    one-hot: every token picks experts 0 .. top_k - 1, the worst hot spot.
 
-    Raises InvalidArgument for an unknown routing, an unreadable file, or sizes it cannot serve.
+    Raises InvalidArgument for an unknown routing, or sizes it cannot serve.
     """
     generator = torch.Generator().manual_seed(case.seed * 1_000_003 + rank * 1009 + tokens)
     word, exponent = parse_routing(case.routing)
@@ -94,9 +90,9 @@ def make_ids(case: PairCase, tokens: int, rank: int) -> torch.Tensor:
             return _perfect(case, tokens, rank)
         case "one-hot":
             return torch.arange(case.top_k, dtype=torch.int32).repeat(tokens, 1)
-        case path:
-            rows = _read(Path(path), case)
-            return rows[(torch.arange(tokens) + rank * tokens) % len(rows)].contiguous()
+    raise InvalidArgument(
+        f"routing is {case.routing!r}; choose one of {', '.join(ROUTINGS)}, zipf:EXPONENT"
+    )
 
 
 def places_of(experts: int, seed: int) -> torch.Tensor:
@@ -127,37 +123,6 @@ def _perfect(case: PairCase, tokens: int, rank: int) -> torch.Tensor:
     owner = (start + k) % ranks
     local = (start // ranks * turns + k // ranks) % count[owner]
     return (first[owner] + local).to(torch.int32)
-
-
-def _read(path: Path, case: PairCase) -> torch.Tensor:
-    """Return the ids of a routing file, checked: int32 `[rows, top_k]`, -1 for no expert."""
-    if path.suffix not in (".npy", ".json"):
-        raise InvalidArgument(
-            f"routing {str(path)!r}: choose one of {', '.join(ROUTINGS)}, "
-            "or the path of a .npy or .json file with ids [rows, top_k]"
-        )
-    try:
-        if path.suffix == ".npy":
-            array = np.load(path, allow_pickle=False)
-        else:
-            array = np.asarray(json.loads(path.read_text()))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InvalidArgument(f"routing file {path} cannot be read: {error}") from error
-    if array.ndim != 2 or array.dtype.kind not in "iu" or not len(array):
-        found = f"{array.dtype} {list(array.shape)}"
-        wrong = f"holds {found}; it must hold integer ids [rows, {case.top_k}]"
-    elif array.shape[1] != case.top_k:
-        wrong = f"has {array.shape[1]} ids per row; top_k is {case.top_k}"
-    elif array.min() < -1 or array.max() >= case.experts:
-        allowed = f"-1 (no expert) and 0..{case.experts - 1}"
-        wrong = f"has ids {array.min()}..{array.max()}; allowed: {allowed}"
-    else:
-        ordered = np.sort(array, axis=1)
-        twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(axis=1)
-        if not twice.any():
-            return torch.from_numpy(array.astype(np.int32))
-        wrong = f"row {int(twice.argmax())} names an expert twice; ids of a row must be distinct"
-    raise InvalidArgument(f"routing file {path} {wrong}")
 
 
 def chosen(ids_of_rank: list[torch.Tensor]) -> int:

@@ -17,7 +17,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from weft.alltoall.operator import AllToAll
 from weft.bench.harness import LIMIT_SECONDS, Trial, first_problem, measure, replayed
 from weft.bench.lowlatency import LowCase, LowTrial
 from weft.bench.moe import MoECase, MoETrial
@@ -40,8 +39,6 @@ def trace(path: Path, case: MoECase | LowCase) -> str | None:
     aligned.
     """
     case = replace(case, tokens=(max(case.tokens),), profile=True)
-    if isinstance(case, MoECase):
-        case = replace(case, backends=("onesided",))
     with tempfile.TemporaryDirectory() as folder:
         found = launch(
             rank_body, case, folder, ranks=case.ranks, device=case.device, timeout=LIMIT_SECONDS
@@ -77,7 +74,6 @@ def rank_body(
             trial.a2a.dump_trace(Path(folder) / f"{group.rank}.json")
         else:
             assert isinstance(trial, MoETrial)
-            assert isinstance(trial.exchange, AllToAll)
             spans = trial.exchange.timeline()
         group.barrier()  # a peer may still be reading what is about to go
     return None, spans, median(us)

@@ -42,8 +42,7 @@ Dtype = Annotated[str, choice(tuple(DTYPES), "of rows that come back")]
 CombineDtype = Annotated[str | None, choice(("fp8",), "of rows on their way back")]
 Quantize = Annotated[str | None, choice(("fp8", "mxfp8"), "dispatch quantises its rows")]
 NumSms = Annotated[int | None, typer.Option(min=1, help="SMs that the kernels may fill")]
-_ROUTING = f"{', '.join(ROUTINGS)}, zipf:EXPONENT, or a .npy / .json file of ids [rows, top_k]"
-Routing = Annotated[str, typer.Option(help=_ROUTING)]
+Routing = Annotated[str, typer.Option(help=f"{', '.join(ROUTINGS)} or zipf:EXPONENT")]
 Peers = Annotated[bool, typer.Option("--peers", help="also measure installed libraries")]
 Ranks = Annotated[int, typer.Option(min=0, help="ranks; 0: every GPU, or 4 on the CPU")]
 Device = Annotated[str, choice(DEVICES, "auto: cuda where there are GPUs")]
@@ -70,7 +69,6 @@ def bench_moe(
     max_tokens: MaxTokens = None,
     dtype: Dtype = "bf16",
     routing: Routing = "uniform",
-    backend: Annotated[str, choice(tuple(moe.EXCHANGES), "backends", several=True)] = "onesided",
     payload: Annotated[str, choice(("bf16", "fp8"), "rows of --dtype, or fp8 and scales")] = "bf16",
     combine: Annotated[str | None, choice(("pull", "push"), "who moves rows back")] = None,
     combine_dtype: CombineDtype = None,
@@ -90,10 +88,8 @@ def bench_moe(
 ) -> None:
     """Time dispatch and combine of an MoE layer, after checking every byte of them."""
     given = locals()
-    backends = words(f"{backend},collective" if peers else backend)
-    names = ("routing", "payload", "combine", "quantize")
-    case = moe.MoECase(**_pairs(given), **_of(given, *names), backends=backends)
-    _run(case, given, rivals.PAIRS if peers else ())
+    options = _of(given, "routing", "payload", "combine", "quantize")
+    _run(moe.MoECase(**_pairs(given), **options), given, rivals.PAIRS if peers else ())
 
 
 @bench.command("lowlatency")
