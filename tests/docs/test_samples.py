@@ -24,7 +24,7 @@ from weft.moe import Expert, ExpertWeights, MoEConfig, Routing
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-_BLOCK = re.compile(r"(<!-- not run: ([^>]+) -->\n)?^```python\n(.*?)^```", re.M | re.S)
+_BLOCK = re.compile(r"(^A fragment, not run: ([^\n]+)\n\n)?^```python\n(.*?)^```", re.M | re.S)
 _COMMAND = re.compile(r"^    ((?:weft|python|make|benchmarks/\S+) [^#\n]*|weft\b[^#\n]*)", re.M)
 
 
