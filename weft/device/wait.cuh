@@ -3,6 +3,9 @@
 #pragma once
 #include <weft/device/fault.cuh>
 #include <weft/device/timeline.cuh>
+#if !defined(__CUDACC__)
+#include <weft/device/interrupt.hpp>
+#endif
 
 namespace weft {
 
@@ -153,6 +156,9 @@ WEFT_FN WaitResult check_wait(Header& header, const Site& site, const Wait& wait
     if (result.code != Code::ok) return result;
     const u64 now = now_ns();
     store_relaxed(&header.waiting_ns, now);
+#if !defined(__CUDACC__)
+    if (interrupted(now)) return {Code::aborted, site.rank, 0};
+#endif
     if (is_overdue(header, site, wait, start_ns, now)) return {Code::peer_timeout, wait.peer, 0};
     return {Code::ok, wait.peer, 0};
 }

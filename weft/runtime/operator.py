@@ -102,6 +102,7 @@ class Operator(ABC):
         except Exception as error:  # whatever it is, every rank hears of it
             problem = error
         group.vote(problem, doing=f"preparing {what}", undo=lambda: self._kernels.close())
+        self._first_epoch = first_epoch & EPOCH_MASK
         self.group, self._what, self._owner = group, what.split(" ", 1)[1], os.getpid()
         manifest = self._manifest(config)
         try:
@@ -110,7 +111,7 @@ class Operator(ABC):
             if own_bytes:
                 require_room(group, config.share_bytes + own_bytes, what=what)
             self.heap = Heap.create(group, config.share_bytes)
-            header = self._header(config.share_bytes, limits, first_epoch)
+            header = self._header(config.share_bytes, limits, self._first_epoch)
             # A vote: no peer may write into this share before it is initialised.
             group.together(lambda: self._initialise(config, header), doing=f"initialising {what}")
         except BaseException:
@@ -124,7 +125,7 @@ class Operator(ABC):
         header = Header()
         header.abi, header.rank, header.ranks = ABI, self.group.rank, self.group.size
         header.share_bytes, header.generation = share_bytes, self.heap.generation
-        header.first_epoch = header.epoch = first_epoch & EPOCH_MASK
+        header.first_epoch = header.epoch = first_epoch
         header.deadline_ns, header.first_deadline_ns = (int(s * 1e9) for s in limits)
         return header
 
@@ -313,7 +314,8 @@ class Operator(ABC):
     def _raise_if_broken(self) -> None:
         """Raise what ended the group, if anything did. Within a call, or under `_access`."""
         if self._mailbox.broken_code:
-            raise breakage(self._mailbox.broken, self.group.pid, self._last_words)
+            record = self._mailbox.broken
+            raise breakage(record, self.group.pid, self._last_words, first_epoch=self._first_epoch)
         if self._mailbox.host_word & HOST_ASKS_TO_LEAVE:
             raise Aborted(f"this rank, {self._site.rank}, {self._left}; make a new group")
 

@@ -16,7 +16,7 @@ from weft.errors import (
     TokenOverflow,
     UsageError,
 )
-from weft.memory.header import PHASES, ErrorRecord
+from weft.memory.header import EPOCH_MASK, PHASES, ErrorRecord
 from weft.runtime.call_word import SLOTS, signature_text
 
 BAD_EXPERT_ID, DUPLICATE_EXPERT, TOKEN_OVERFLOW = 1, 2, 3
@@ -74,7 +74,7 @@ def _finder(record: ErrorRecord) -> str:
     return f" (rank {record.reported_by - 1} found it out)" if record.reported_by else ""
 
 
-def _seen_by_peer(record: ErrorRecord, who: str) -> GroupError:
+def _seen_by_peer(record: ErrorRecord, who: str, option: str) -> GroupError:
     """What a peer found out that this rank has not seen: the peer has left the group for it."""
     reporter, own = f"rank {record.reported_by - 1}", record.peer == record.rank
     culprit = f"this rank, {record.peer}," if own else f"rank {record.peer}"
@@ -86,7 +86,7 @@ def _seen_by_peer(record: ErrorRecord, who: str) -> GroupError:
     if record.code == PEER_TIMEOUT:
         return PeerTimeout(
             f"{who}: {reporter} waited in vain for {culprit} and left the group. It is stopped, "
-            "slower than the deadline, or did not make the same call; raise timeout= if it was "
+            f"slower than the deadline, or did not make the same call; raise {option}= if it was "
             "only slow, then make a new group."
         )
     if record.code in (GEOMETRY_MISMATCH, OTHER_RESULT, OTHER_ROWS):
@@ -122,15 +122,15 @@ def _gone(
     )
 
 
-def _in_all_reduce(record: ErrorRecord, who: str) -> GroupError:
+def _in_all_reduce(record: ErrorRecord, who: str, option: str) -> GroupError:
     """Slots and signatures of an all-reduce say more than an epoch."""
     if record.code == PEER_TIMEOUT:
         return PeerTimeout(
             f"{who}, epoch {record.wanted}: the {SLOTS.get(record.seen, 'slot')} of token "
             f"{record.token} (16-byte word {record.slot}) did not come from rank {record.peer} "
             f"within {record.elapsed_ns / 1e9:.2f} s. It is dead, stopped, slower than the "
-            "deadline, or did not make this call; raise timeout= if it was only slow, then make a "
-            "new group."
+            f"deadline, or did not make this call; raise {option}= if it was only slow, then make "
+            "a new group."
         )
     return GeometryMismatch(
         f"{who}: rank {record.peer} called with {signature_text(record.seen)}; this rank with "
@@ -139,25 +139,33 @@ def _in_all_reduce(record: ErrorRecord, who: str) -> GroupError:
 
 
 def breakage(
-    record: ErrorRecord, pid_of: Callable[[int], int | None], words_of: Callable[[int], str]
+    record: ErrorRecord,
+    pid_of: Callable[[int], int | None],
+    words_of: Callable[[int], str],
+    *,
+    first_epoch: int = 0,
 ) -> GroupError:
     """The error that ended the group.
 
+    first_epoch: the epoch before the first round, whose waits have a deadline of their own.
     pid_of, words_of: the process id of a rank, if it is known, and why a rank said that it left.
     """
     phase = PHASES.get(record.phase, f"phase {record.phase}")
     who = f"rank {record.rank}, {phase}"
+    # As is_overdue in device/wait.cuh has it.
+    first = (record.wanted - first_epoch) & EPOCH_MASK <= 1
+    option = "first_timeout" if first else "timeout"
     if record.code in (PEER_DIED, PEER_LEFT):
         return _gone(record, who, pid_of, words_of)
     if record.reported_by:
-        return _seen_by_peer(record, who)
+        return _seen_by_peer(record, who, option)
     if record.phase == ALL_REDUCE and record.code in (PEER_TIMEOUT, GEOMETRY_MISMATCH):
-        return _in_all_reduce(record, who)
+        return _in_all_reduce(record, who, option)
     if record.code == PEER_TIMEOUT:
         return PeerTimeout(
             f"{who}: rank {record.peer} did not publish epoch {record.wanted} within "
             f"{record.elapsed_ns / 1e9:.2f} s (its flag shows epoch {record.seen}). It is dead, "
-            "stopped, slower than the deadline, or did not make this call; raise timeout= if it "
+            f"stopped, slower than the deadline, or did not make this call; raise {option}= if it "
             "was only slow, then make a new group."
         )
     if record.code == GEOMETRY_MISMATCH:
@@ -180,6 +188,6 @@ def breakage(
         )
     asker = "this rank" if record.peer == record.rank else f"rank {record.peer}"
     return Aborted(
-        f"{who}: left its wait for epoch {record.wanted} because {asker} called abort(); make a "
-        "new group."
+        f"{who}: left its wait for epoch {record.wanted} because {asker} called abort() or "
+        "was interrupted; make a new group."
     )

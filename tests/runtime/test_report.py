@@ -1,0 +1,52 @@
+"""Error records in words: who is to blame, which option ran out."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft.errors import Aborted, GroupError, PeerTimeout
+from weft.memory.header import EPOCH_MASK, ErrorRecord
+from weft.runtime.report import ABORTED, ALL_REDUCE, PEER_TIMEOUT, breakage
+
+DISPATCH = 1
+
+
+def raised(record: ErrorRecord, first_epoch: int = 0) -> GroupError:
+    return breakage(record, lambda rank: 100 + rank, lambda rank: "", first_epoch=first_epoch)
+
+
+@pytest.mark.parametrize("phase", [DISPATCH, ALL_REDUCE])
+@pytest.mark.parametrize("reported_by", [0, 3])
+def test_a_timeout_names_the_option_that_ran_out(phase: int, reported_by: int) -> None:
+    before_the_wrap = EPOCH_MASK - 4
+    for first, epoch, option in (
+        (0, 1, "first_timeout"),
+        (0, 2, "timeout"),
+        (before_the_wrap, before_the_wrap + 1, "first_timeout"),
+        (before_the_wrap, 3, "timeout"),
+        (EPOCH_MASK, 0, "first_timeout"),
+    ):
+        record = ErrorRecord(
+            code=PEER_TIMEOUT, rank=0, peer=1, phase=phase, wanted=epoch, reported_by=reported_by
+        )
+        error = raised(record, first)
+        assert isinstance(error, PeerTimeout)
+        assert f" raise {option}= if it was only slow" in str(error)
+
+
+def test_a_peer_that_gave_up_on_its_own_part_is_not_said_to_have_waited_for_itself() -> None:
+    record = ErrorRecord(code=PEER_TIMEOUT, rank=0, peer=2, phase=DISPATCH, wanted=5, reported_by=3)
+    text = str(raised(record))
+    assert "rank 2 gave up, waiting for its own part of this call" in text
+    assert "waited in vain" not in text
+    record.peer = 1
+    assert "rank 2 waited in vain for rank 1" in str(raised(record))
+    record.peer = 0
+    assert "rank 2 waited in vain for this rank, 0," in str(raised(record))
+
+
+def test_an_interrupted_rank_is_no_peers_fault() -> None:
+    record = ErrorRecord(code=ABORTED, rank=1, peer=1, phase=DISPATCH, wanted=5)
+    error = raised(record)
+    assert isinstance(error, Aborted)
+    assert "because this rank called abort() or was interrupted" in str(error)
