@@ -12,13 +12,31 @@ The public names are those of `weft.public`. They are imported when one is first
 """
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 from weft import logs
+from weft.errors import TorchTooOld
 
 __version__ = "0.1.0"
 
 logs.set_up()
+
+
+def _check_torch() -> None:
+    """Refuse a torch that lacks what weft calls, before a missing name does in worse words."""
+    try:
+        found = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return  # built without metadata, or not there: importing it says so
+    major, minor = found.split(".")[:2]
+    if (int(major), int(minor)) < (2, 8):
+        raise TorchTooOld(
+            f"weft needs torch 2.8 or newer, this is {found}: pip install 'torch>=2.8'"
+        )
+
+
+_check_torch()
 
 if TYPE_CHECKING:
     from weft.public import *  # noqa: F403

@@ -12,7 +12,8 @@
     │   ├── PeerAccessDenied       two GPUs cannot reach each other's memory
     │   ├── HandleUnsupported      the driver cannot export memory in a form that peers can import
     │   ├── DriverError            a CUDA driver call failed
-    │   └── CompileError           NVRTC or the C++ compiler refused the source
+    │   ├── CompileError           NVRTC or the C++ compiler refused the source
+    │   └── TorchTooOld            this torch lacks what weft calls; also an ImportError
     └── GroupError                 the group broke while running; make a new one
         ├── PeerTimeout            a peer's flag did not arrive before the deadline
         ├── PeerDied               the process of a peer ended
@@ -82,6 +83,10 @@ class DriverError(SetupError):
 
 class CompileError(SetupError):
     """NVRTC or the C++ compiler refused the source; the text holds the generated entry."""
+
+
+class TorchTooOld(SetupError, ImportError):
+    """The installed torch is older than weft needs."""
 
 
 class GroupError(WeftError, RuntimeError):

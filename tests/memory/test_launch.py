@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import weft
 from weft.errors import (
     InvalidArgument,
     PeerTimeout,
@@ -330,3 +331,75 @@ def kill_and_look(victims, tmp_path, temporary):
         launcher.wait()
     wait_until_gone(pids)
     assert leftovers(temporary) == []
+
+
+LIMITED = """
+import resource, sys
+import weft
+from tests.memory.test_launch import describe
+resource.setrlimit(resource.RLIMIT_NOFILE, (20, 4096))
+try:
+    weft.launch(describe, "a", 1, ranks=2, device=sys.argv[1])
+except weft.errors.SetupError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_too_few_open_files_are_named_before_anything_starts(device):
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, device], capture_output=True, text=True, check=False
+    )
+    assert "2 ranks take " in done.stdout, done.stderr
+    assert "its limit is 20: raise it (ulimit -n 1024)" in done.stdout
+
+
+def test_the_limit_of_files_allows_what_is_needed():
+    """With just as many as the check asks for, ranks meet, map each other's memory and return."""
+    code = """
+import os, resource, sys
+from tests.memory import test_launch
+from weft.memory.launch import files_of, launch
+ranks, device = 4, sys.argv[1]
+need = len(os.listdir("/proc/self/fd")) + files_of(ranks, device)
+resource.setrlimit(resource.RLIMIT_NOFILE, (need, 4096))
+print(launch(test_launch.heap_of_each, ranks=ranks, device=device))
+"""
+    for device in DEVICES:
+        done = subprocess.run(
+            [sys.executable, "-c", code, device], capture_output=True, text=True, check=False
+        )
+        assert done.stdout == "[4, 4, 4, 4]\n", done.stderr
+
+
+def heap_of_each(group):
+    with weft.Heap.create(group, 4096):
+        group.barrier()
+        return group.size
+
+
+def test_more_ranks_than_operators_serve_are_refused_before_they_start():
+    before = children()
+    with pytest.raises(InvalidArgument, match="ranks is 64.*32"):
+        launch(describe, "a", 1, ranks=64)
+    assert children() == before
+
+
+def test_a_function_of_a_notebook_or_stdin_is_refused_in_words():
+    code = """
+import weft
+def fn(group): return group.rank
+print(weft.launch(fn, ranks=2, device="threads"))
+weft.launch(fn, ranks=2)
+"""
+    done = subprocess.run([sys.executable], input=code, capture_output=True, text=True, check=False)
+    assert done.stdout == "[0, 1]\n", done.stderr
+    assert "InvalidArgument" in done.stderr
+    assert "move the function to a file and import it from there" in done.stderr
+
+
+def test_a_rank_of_torchrun_is_told_to_make_a_group(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(InvalidArgument, match=r"rank 1 of the 4 .*Group\.from_env\(\)"):
+        launch(describe, "a", 1, ranks=2)

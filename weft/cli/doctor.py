@@ -36,7 +36,7 @@ from weft.jit.nvrtc import compile_cubin, nvrtc_version
 from weft.memory import Group, Heap, launch
 
 Status: TypeAlias = Literal["ok", "warn", "fail"]
-MIN_PYTHON, MIN_TORCH = (3, 11), (2, 8)
+MIN_PYTHON, GPU_TORCH = (3, 11), (2, 11)
 MIN_FILES = 1024  # open files: sockets and handles of 32 ranks, with room for torch's own
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 # Every variable that weft reads, or that its dependencies read for it: docs/environment.md.
@@ -104,7 +104,8 @@ def _software() -> Iterator[Line]:
     yield _line("python", good, here, "weft needs Linux and Python 3.11 or newer")
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     detail = f"{torch.__version__}, built for CUDA {torch.version.cuda or '(none)'}"
-    yield _line("torch", version >= MIN_TORCH, detail, "pip install 'torch>=2.8'")
+    enough = version >= GPU_TORCH or not gpu_count()  # an older one, `import weft` refuses
+    yield _line("torch", enough, detail, "GPU ranks: pip install 'torch>=2.11'")
     try:
         yield "cuda-bindings", "ok", importlib.metadata.version("cuda-bindings"), ""
     except importlib.metadata.PackageNotFoundError:

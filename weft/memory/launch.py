@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import queue
+import resource
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from weft.arguments import function, integer, one_of, seconds
-from weft.errors import InvalidArgument
+from weft.errors import InvalidArgument, SetupError
 from weft.memory.group import Group
 from weft.memory.meeting import Meeting
 from weft.memory.processes import GRACE, GRACE_MEETING, Job, run_processes
@@ -20,7 +23,7 @@ from weft.memory.reports import Report, failure, report_of
 
 T = TypeVar("T")
 _DEVICES = ("cpu", "cuda", "threads")
-MAX_LAUNCHED = 1024  # ranks of one host: more than any of weft's operators serves
+MAX_LAUNCHED = 32  # ranks of one host: as many as weft's operators serve
 _GROUP_TIMEOUT = 120.0  # seconds, for the group's control messages
 
 
@@ -37,6 +40,9 @@ def launch(
     i modulo their number) or "threads" (CPU ranks as threads of this process). For processes, `fn`
     must be a function that a new process can import, and it returns plain values or CPU tensors.
 
+    Raises InvalidArgument for a function that a new process cannot import, and in a process that
+    is a rank itself (torchrun's); SetupError where this process may not open enough files.
+
     Raises RankFailed when a rank raises, dies or runs longer than `timeout` seconds. It names the
     rank that failed first and by itself, with its traceback; that rank's exception is its
     `__cause__`. Ranks that wait for it in weft get the reason and end at once. Those that do
@@ -49,7 +55,9 @@ def launch(
     timeout = seconds("timeout", timeout)
     if device == "cuda" and torch.cuda.device_count() == 0:
         raise InvalidArgument('device is "cuda" and torch sees no GPU: use device="cpu"')
+    _check_launches()
     work = b"" if device == "threads" else _packed(fn, args)
+    _check_open_files(ranks, device)
     meeting = Meeting.open()
     try:
         group_timeout = min(timeout, _GROUP_TIMEOUT)
@@ -66,14 +74,54 @@ def launch(
     return [report.value for report in reports]
 
 
+def _check_launches() -> None:
+    """Refuse to start ranks in a process that torchrun started as one: each would start a job."""
+    rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if rank is not None and size is not None:
+        raise InvalidArgument(
+            f"this process is rank {rank} of the {size} that torchrun (RANK, WORLD_SIZE) started, "
+            "and launch would start ranks of its own in each: call weft.Group.from_env() here, or "
+            "weft.Group.from_torch() after init_process_group; or run the script without torchrun"
+        )
+
+
+def files_of(ranks: int, device: str) -> int:
+    """Descriptors that a launch may hold at once: sockets, pipes, and shares on their way."""
+    return 16 + (ranks * (ranks + 4) if device == "threads" else 4 * ranks)
+
+
+def _check_open_files(ranks: int, device: str) -> None:
+    """Refuse what would end in the middle for want of descriptors, and name the limit."""
+    needed = files_of(ranks, device)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    used = len(os.listdir("/proc/self/fd"))
+    if limit != resource.RLIM_INFINITY and used + needed > limit:
+        raise SetupError(
+            f"{ranks} ranks take {needed} open files; this process has {used}, and its limit is "
+            f"{limit}: raise it (ulimit -n {max(1024, used + needed)}), or launch fewer ranks"
+        )
+
+
 def _packed(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     try:
-        return pickle.dumps((fn, args))
+        work = pickle.dumps((fn, args))
     except Exception as error:
         raise InvalidArgument(
             f"{fn!r} and its arguments cannot be sent to another process ({error}): give a "
             'function at module level and plain arguments, or use device="threads"'
         ) from error
+    # A rank runs the script's file again, where it has one, and finds `fn` there by its name.
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if main.__spec__ is None and (
+        b"__main__" in work if file is None else not os.path.isfile(file)
+    ):
+        raise InvalidArgument(
+            f"{fn!r} is called from a notebook, stdin or -c, where a new process of a rank cannot "
+            "import it: move the function to a file and import it from there (and what reads "
+            'stdin, too), or use device="threads"'
+        )
+    return work
 
 
 class _Threads:
