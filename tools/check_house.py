@@ -37,6 +37,7 @@ POSIX = {
     "signal.h",
     "sys/mman.h",
     "time.h",
+    "unistd.h",
     "ucontext.h",
 }
 ASM_FILES = {

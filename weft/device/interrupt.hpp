@@ -1,6 +1,5 @@
 // Ctrl-C in a wait of a CPU rank.
 #pragma once
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <weft/device/header.cuh>
@@ -23,7 +22,7 @@ inline bool interrupted(u64 now_ns) {
     thread_local u64 next_ns = 0;
     if (PyOS_InterruptOccurred == nullptr || now_ns < next_ns) return false;
     next_ns = now_ns + pause_ns;
-    if (syscall(SYS_gettid) != getpid()) return false;
+    if (gettid() != getpid()) return false;
     const int held = PyGILState_Ensure();
     const bool found = PyOS_InterruptOccurred() != 0;  // clears the flag
     if (found) PyErr_SetInterrupt();
