@@ -14,15 +14,15 @@ from weft.errors import InvalidArgument
 ASKED = demo.read_questions(demo.CHECKPOINT / "questions.jsonl")
 
 
-def _answers(texts: list[str], ids: list[list[int]]) -> demo.Answers:
-    return demo.Answers(texts, tokens=10, seconds=2.0, ids=ids, experts=4)
+def _answers(texts: list[str]) -> demo.Answers:
+    return demo.Answers(texts, tokens=10, seconds=2.0)
 
 
 def _verdict() -> demo.Verdict:
-    """Three questions, all answered right, by two ranks with two experts each."""
+    """Three questions, all answered right, by two ranks."""
     texts = [" " + each.answer for each in ASKED[:3]]
-    ranks = [_answers(texts[::2], [[0, 2], [0, 1]]), _answers(texts[1::2], [[2, 3]])]
-    return demo.Verdict(ASKED[:3], _answers(texts, []), ranks)
+    ranks = [_answers(texts[::2]), _answers(texts[1::2])]
+    return demo.Verdict(ASKED[:3], _answers(texts), ranks)
 
 
 @pytest.mark.slow
@@ -31,18 +31,12 @@ def test_ranks_answer_as_one_process_does():
     verdict = demo.run(2, "cpu", 5)
     assert verdict.alone.texts == [" " + each.answer + "\n" for each in ASKED[:5]]
     assert verdict.texts == verdict.alone.texts
-    for rank, each in enumerate(verdict.ranks):
-        assert each.experts == 16
-        # Three layers; both ranks call until the longer answer ends.
-        assert len(each.ids) % 3 == 0
-        assert len(each.ids) >= 3 * len(ASKED[rank].prompt + ASKED[rank].answer)
-        assert sum(verdict.rows[rank].tolist()) > len(each.ids), "4 experts are seldom on one rank"
+    assert [len(each.texts) for each in verdict.ranks] == [3, 2]
 
 
 def test_the_command_ends_as_the_verdict_says(weft_command, monkeypatch):
     pytest.importorskip("transformers", minversion="5.23")
     verdict = _verdict()
-    assert verdict.rows.tolist() == [[2, 1], [0, 1]]
     monkeypatch.setattr(demo, "run", lambda ranks, device: verdict)
     code, out, err = weft_command("demo", "--ranks", "2", "--device", "cpu")
     assert (code, err) == (0, "")

@@ -341,9 +341,17 @@ def measure(group: Group, calls: Calls, *, samples: int, graph: bool) -> Samples
     """
     steps = list(calls.steps.values())
     if group.device.type != "cuda":
-        times = _host_steps(group, steps, samples)
-        us = dict(zip(calls.steps, times, strict=True))
-        us = {**us, calls.whole: [sum(each) for each in zip(*times, strict=True)]}
+        rounds = []
+        for _ in range(WARM_UP + samples):
+            group.barrier()
+            marks = [time.perf_counter_ns()]
+            for step in steps:
+                step()
+                marks.append(time.perf_counter_ns())
+            rounds.append([(after - before) / 1e3 for before, after in pairwise(marks)])
+        del rounds[:WARM_UP]
+        us = {name: [times[at] for times in rounds] for at, name in enumerate(calls.steps)}
+        us[calls.whole] = [sum(times) for times in rounds]
         return Samples(f"host clock, {samples} calls with a barrier before each", us)
     graph = graph and calls.graph
     _warm_up(calls)
@@ -360,41 +368,6 @@ def measure(group: Group, calls: Calls, *, samples: int, graph: bool) -> Samples
     if not graph:
         method = f"eager, CUDA events, {samples} rounds of {CALLS} calls"
     return Samples(method, {**dict(zip(calls.steps, split, strict=False)), calls.whole: whole})
-
-
-def replayed(group: Group, calls: Calls, count: int, *, graph: bool) -> None:
-    """Make `count` calls without a pause, after others that absorb the skew between the ranks.
-
-    Collective; returns when they are done. Nothing is timed.
-    """
-    if group.device.type != "cuda":
-        for _ in range(WARM_UP + count):
-            calls()
-        return
-    _warm_up(calls)
-
-    def every() -> None:
-        for _ in range(count):
-            calls()
-
-    run_all = capture(every).replay if graph else every
-    group.barrier()
-    run_all()
-    run_all()
-    torch.cuda.synchronize()
-
-
-def _host_steps(group: Group, steps: Sequence[Step], samples: int) -> list[list[float]]:
-    """us of each step of a call; the calls that warm up are left out."""
-    rounds = []
-    for _ in range(WARM_UP + samples):
-        group.barrier()
-        marks = [time.perf_counter_ns()]
-        for step in steps:
-            step()
-            marks.append(time.perf_counter_ns())
-        rounds.append([(after - before) / 1e3 for before, after in pairwise(marks)])
-    return [list(times) for times in zip(*rounds[WARM_UP:], strict=True)]
 
 
 def _warm_up(calls: Calls) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import os
 import platform
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -32,22 +31,20 @@ def describe_code() -> dict[str, Any]:
 def _commit_of(root: Path) -> str | None:
     """The commit of a checkout whose top is `root`, or None: a package that was installed into
     somebody's checkout is no part of that one's commit."""
-    top = _ask_git(root, "rev-parse", "--show-toplevel")
-    commit = _ask_git(root, "rev-parse", "HEAD")
-    changes = _ask_git(root, "status", "--porcelain", "--untracked-files=no")
-    if top is None or not commit or changes is None or Path(top).resolve() != root.resolve():
+    top = _output("git", "-C", str(root), "rev-parse", "--show-toplevel")
+    if top is None or Path(top).resolve() != root.resolve():
         return None
-    return f"{commit}-dirty" if changes else commit
+    describe = ("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty")
+    return _output("git", "-C", str(root), *describe)
 
 
-def _ask_git(root: Path, *arguments: str) -> str | None:
-    """What git prints, or None where it is absent, refuses, or hangs."""
-    command = ["git", "-C", str(root), *arguments]
+def _output(*command: str) -> str | None:
+    """What a program prints, or None where it is absent, fails, hangs or prints nothing."""
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return result.stdout.strip() if result.returncode == 0 else None
+    return found.stdout.strip() or None if found.returncode == 0 else None
 
 
 def describe_machine(gpus: list[str]) -> dict[str, Any]:
@@ -96,16 +93,7 @@ def driver_version() -> str | None:
 
 def ask_nvidia_smi(*arguments: str) -> str | None:
     """Return what nvidia-smi prints, or None where it is absent, fails or hangs."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    try:
-        result = subprocess.run(
-            [program, *arguments], capture_output=True, text=True, timeout=20, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return result.stdout if result.returncode == 0 and result.stdout.strip() else None
+    return _output("nvidia-smi", *arguments)
 
 
 def cpu_name() -> str:

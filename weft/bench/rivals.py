@@ -255,34 +255,29 @@ class Collective(Pairs):
     It moves its capacity in every call, so it is made anew for each size.
     """
 
-    exchange: CollectiveAllToAll | None = None
-
     def __init__(self, group: Group, case: MoECase, most: int) -> None:
         super().__init__(group, case)
+        self.exchange = CollectiveAllToAll(group, **case.sizes(most))
 
     def bind(self, tokens: int) -> tuple[Calls, Callable[[], str | None]]:
         """One size."""
-        if self.exchange is not None:
-            self.exchange.close()
+        self.exchange.close()
         self.exchange = CollectiveAllToAll(self.group, **self.case.sizes(tokens))
         return super().bind(tokens)
 
     def dispatch(self) -> None:
         """Send the tokens."""
-        assert self.exchange is not None
         inputs = self.inputs
         self.received = self.exchange.dispatch(inputs.payloads, inputs.ids, inputs.weights)
 
     def experts(self) -> None:
         """Answer every slot."""
-        assert self.exchange is not None
         found, dtype = self.received, self.case.out_dtype
         rows = replace(found, payloads=(rows_of(found.payloads, dtype),))
         self.exchange.output().copy_(reference.identity_experts(rows, dtype))
 
     def combine(self) -> torch.Tensor:
         """Fetch the weighted sums, `[tokens, hidden]`."""
-        assert self.exchange is not None
         return self.exchange.combine()
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from weft.bench.harness import LIMIT_SECONDS, Trial, first_problem, measure, replayed
+from weft.bench.harness import LIMIT_SECONDS, Calls, Trial, first_problem, measure
 from weft.bench.lowlatency import LowCase, LowTrial
 from weft.bench.moe import MoECase, MoETrial
 from weft.bench.report import write_json
@@ -65,8 +65,9 @@ def rank_body(
         assert isinstance(trial, Trial)
         if problem := first_problem(group, trial.check()):
             return problem, [], 0.0
-        us = measure(group, trial.calls(), samples=case.samples, graph=case.graph).us["pair"]
-        replayed(group, trial.calls(), ROUNDS, graph=case.graph)
+        # In one step: no events between dispatch and combine, and no pause between rounds.
+        pair, samples = Calls({"pair": trial.calls()}, "pair"), max(case.samples, ROUNDS)
+        us = measure(group, pair, samples=samples, graph=case.graph).us["pair"]
         trial.facts()  # raises what the kernels recorded
         group.barrier()  # all ranks have finished the same rounds
         spans: list[Span] = []

@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from weft.bench.routing import token_rows
 from weft.cli.options import chosen_device
 from weft.errors import InvalidArgument
 from weft.memory import Group, launch
@@ -29,7 +28,6 @@ QUESTIONS = 200
 NEW_TOKENS = 48
 OLDEST = (5, 23)  # of transformers: the first whose expert parallelism takes implementations
 LATE = 600.0  # seconds that a layer waits for a peer: a machine may be slow to read or compile
-SHADES = ("grey11", "#3b1d0f", "#6b2f12", "#9a4015", "#c2541b", "#ea7a3b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +57,11 @@ class Answers:
     """What one rank, or one process, generated.
 
     texts: one for each of its questions.  tokens: generated.  seconds: for all of them.
-    ids: experts that each row of its first question chose, in all layers, `[rows, top_k]`.
-    experts: of all ranks.
     """
 
     texts: list[str]
     tokens: int
     seconds: float
-    ids: list[list[int]]
-    experts: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +85,6 @@ class Verdict:
     def equal(self) -> int:
         """Texts of the ranks that are identical to those of one process."""
         return sum(a == b for a, b in zip(self.texts, self.alone.texts, strict=True))
-
-    @property
-    def rows(self) -> torch.Tensor:
-        """int64 `[ranks, ranks]`: rows from rank i to rank j while each answered one question."""
-        ids = [torch.tensor(each.ids) for each in self.ranks]
-        return token_rows(ids, self.ranks[0].experts)
 
 
 def checked(ranks: int | None, device: str) -> tuple[int, str]:
@@ -185,17 +173,7 @@ def _answers(model: Any, asked: list[Question], group: Group | None = None) -> A
         new = out[:, batch["input_ids"].shape[1] :].tolist()
         return [[token for token in row if token != tokenizer.pad_token_id] for row in new]
 
-    ids: list[list[int]] = []
-
-    def write_down(_: Any, given: tuple[torch.Tensor, ...]) -> None:
-        ids.extend(given[1].tolist())
-
-    layers = [module for name, module in model.named_modules() if name.endswith(".experts")]
     generate(mine[:1], 2)  # compiles and allocates
-    hooks = [layer.register_forward_pre_hook(write_down) for layer in layers]
-    generate(mine[:1])
-    for hook in hooks:
-        hook.remove()
     if group is not None:
         group.barrier(timeout=LATE)
     start = time.perf_counter()
@@ -204,21 +182,17 @@ def _answers(model: Any, asked: list[Question], group: Group | None = None) -> A
         texts=tokenizer.batch_decode(rows, skip_special_tokens=True),
         tokens=sum(map(len, rows)),
         seconds=time.perf_counter() - start,
-        ids=ids,
-        experts=layers[0].num_experts * (group.size if group else 1),
     )
 
 
 def show(console: Console, verdict: Verdict) -> bool:
-    """Print answers, who sent what to whom, and how the texts compare; return whether all agree."""
+    """Print answers and how the texts compare; return whether all agree."""
     say = partial(console.print, highlight=False)
     count, ranks = len(verdict.asked), len(verdict.ranks)
     say("Each rank answers a question by experts of all ranks; weft carries the tokens:\n")
     for rank, each in enumerate(verdict.ranks):
         question, text = verdict.asked[rank].question, each.texts[0].strip()
         say(Text.assemble((f"rank {rank}  ", "dim"), f"{question}  ", (text, "bold")))
-    say("\nRows that this took, from rank (down) to rank (across), in all layers:\n")
-    say(_heat(verdict.rows))
     say(f"\n{count} questions that training never saw:")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("", "right", "tokens/s", "seconds", "equal texts"):
@@ -236,19 +210,3 @@ def show(console: Console, verdict: Verdict) -> bool:
     mark = ("right  ", "bold green") if good else ("WRONG  ", "bold red")
     say(Text.assemble(mark, "all texts are identical" if good else "texts DIFFER"))
     return good
-
-
-def _heat(rows: torch.Tensor) -> Table:
-    """The matrix as coloured cells; a rank's rows for itself are dim: they cross no wire."""
-    table = Table(box=None, pad_edge=False, padding=(0, 0, 0, 1))
-    ranks, most = len(rows), max(int(rows.max()), 1)
-    for name in ("", *map(str, range(ranks))):
-        table.add_column(Text(name, style="dim"), justify="right")
-    for source, counts in enumerate(rows.tolist()):
-        cells = []
-        for target, count in enumerate(counts):
-            shade = SHADES[-(-count * (len(SHADES) - 1) // most)]
-            ink = "grey62" if source == target else "bold white"
-            cells.append(Text(f" {count:4d} ", style=f"{ink} on {shade}"))
-        table.add_row(f"rank {source}", *cells)
-    return table
