@@ -11,7 +11,7 @@ import weft
 from tests.rounds import bits
 from weft.alltoall.received import Received
 from weft.errors import TokenOverflow
-from weft.grouping.api import ExpertGroups
+from weft.grouping.operator import ExpertGroups
 
 MARK = 0xA5  # bytes that nobody may write
 PAYLOADS = [
@@ -85,7 +85,7 @@ def settle(device: torch.device) -> None:
 def check_round(a2a: weft.AllToAll, groups: ExpertGroups, received: Received) -> None:
     """Gather and scatter what lies in the inbox; compare every byte."""
     d, experts, tokens = a2a.group.device, a2a.num_local_experts, a2a.max_tokens
-    for rows in groups._rounds.buffers.rows:
+    for rows in groups._buffers.rows:
         rows.view(torch.uint8).fill_(MARK)
     grouped, given = groups.gather(received), host(received)
     expected = want(given, experts, groups.max_rows, groups.align, groups.layout)

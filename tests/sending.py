@@ -10,7 +10,7 @@ import torch
 import weft
 from tests.groups import settle
 from tests.rounds import Round
-from weft.grouping.api import ExpertGroups, Grouped
+from weft.grouping.operator import ExpertGroups, Grouped
 
 Return = Callable[[weft.AllToAll, ExpertGroups, torch.Tensor], None]
 

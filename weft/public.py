@@ -8,7 +8,7 @@ from weft.alltoall.collective import CollectiveAllToAll
 from weft.alltoall.config import Payload
 from weft.alltoall.operator import AllToAll
 from weft.alltoall.received import Received
-from weft.grouping.api import ExpertGroups, Grouped
+from weft.grouping.operator import ExpertGroups, Grouped
 from weft.leases import Lease, lease
 from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows

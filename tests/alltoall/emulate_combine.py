@@ -6,7 +6,7 @@ import ctypes
 from pathlib import Path
 
 from tests.emulator.emulate import build_library, emulated_tree
-from tests.grouping.emulate_groups import DOOR
+from tests.grouping.emulate_groups import ENTRY
 from weft.alltoall.config import CombineArgs
 from weft.alltoall.kernels import Plan
 from weft.runtime.kernels import Kernels
@@ -21,7 +21,7 @@ CALLS = {
 
 def compile_combine(shape: Shape, folder: Path) -> Path:
     """The shared library of combine and its halves."""
-    doors = "".join(DOOR.format(name=n, args="CombineArgs", call=c) for n, c in CALLS.items())
+    doors = "".join(ENTRY.format(name=n, args="CombineArgs", call=c) for n, c in CALLS.items())
     return build_library(
         emulated_tree(folder),
         "#include <weft/alltoall/combine.cuh>\n"

@@ -10,7 +10,7 @@ from tests.groups import settle
 from tests.rounds import Round, bits
 from tests.sending import make, results
 from weft.errors import InvalidArgument, OutOfOrder
-from weft.grouping.api import ExpertGroups
+from weft.grouping.operator import ExpertGroups
 
 KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -24,7 +24,7 @@ def own_addresses(group: weft.Group) -> None:
         with pytest.raises(InvalidArgument, match="combine='gemm_push'"):
             a2a.output()
         groups = ExpertGroups(a2a)
-        assert ExpertGroups.memory_bytes(a2a) == groups._rounds.buffers.bytes()
+        assert ExpertGroups.memory_bytes(a2a) == groups._buffers.bytes()
         grouped = groups.gather(a2a.dispatch(x, ids, weights))
         y = results(groups, grouped, 1, a2a.dtype)
         with pytest.raises(InvalidArgument, match="scatter on an all-to-all with"):
@@ -51,7 +51,7 @@ def own_addresses(group: weft.Group) -> None:
         groups = ExpertGroups(a2a)
         grouped = groups.gather(a2a.dispatch(x, ids, weights))
         assert grouped.dst_addr is None
-        with pytest.raises(InvalidArgument, match="whose rows have no addresses"):
+        with pytest.raises(InvalidArgument, match="its rows have no addresses"):
             groups.sent()
         groups.send(results(groups, grouped, 1, a2a.dtype))
         a2a.combine_recv()

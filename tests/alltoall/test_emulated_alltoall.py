@@ -33,7 +33,7 @@ from tests.rounds import bits, play
 from tests.sending import round_trip, scattered, stored_at_owners
 from weft.alltoall.kernels import Plan
 from weft.errors import BadExpertId, PeerTimeout
-from weft.grouping.api import ExpertGroups
+from weft.grouping.operator import ExpertGroups
 from weft.runtime.timeline import DEFINE, read_timeline
 
 pytestmark = reads("tests/emulator/*.hpp")

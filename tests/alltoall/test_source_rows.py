@@ -9,7 +9,7 @@ import weft
 from tests.groups import settle
 from tests.rounds import Round, bits, combining, play
 from weft.errors import GeometryMismatch, InvalidArgument
-from weft.grouping.api import ExpertGroups
+from weft.grouping.operator import ExpertGroups
 
 KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 TOKENS = 12

@@ -13,14 +13,14 @@ import weft
 from tests.compat.test_deep_ep_normal import batch, layout, on, whole
 from tests.emulator.emulate import build_library, emulated_tree
 from tests.emulator.watch import watching
-from tests.grouping.emulate_groups import DOOR
+from tests.grouping.emulate_groups import ENTRY
 from tests.recorded import NVRTC, reads
 from tests.rounds import bits
 from weft.compat import packed_rows, rank_layout
 from weft.compat.deep_ep import Buffer
 from weft.errors import TokenOverflow
-from weft.grouping.entry import COUNTING
-from weft.grouping.rounds import GroupRounds
+from weft.grouping.kernels import COUNTING
+from weft.grouping.operator import RowGroups
 from weft.jit.cache import Cache
 from weft.jit.nvrtc import CUDA_OPTIONS, compile_cubin
 from weft.runtime.kernels import Program
@@ -40,11 +40,11 @@ PROGRAMS: dict[str, Program] = {
 
 def compile_emulated(name: str, shape: Shape, folder: Path) -> Path:
     """The shared library of one kernel of one Shape."""
-    door = DOOR.format(name=name, args=packed_rows.ENTRIES[name].__name__, call=f"{name}<S>")
+    entry = ENTRY.format(name=name, args=packed_rows.ENTRIES[name].__name__, call=f"{name}<S>")
     return build_library(
         emulated_tree(folder),
         "#include <weft/compat/packed_rows.cuh>\n"
-        f"constexpr weft::Shape S = {shape.literal()};\n{door}",
+        f"constexpr weft::Shape S = {shape.literal()};\n{entry}",
     )
 
 
@@ -116,9 +116,9 @@ def test_the_kernels_move_what_the_cpu_moves(ranks, tmp_path):
 class EmulatedPacking:
     """Both kernels that pack small rows, gather with `ctas` CTAs of `threads`."""
 
-    def __init__(self, library: Path, rounds: GroupRounds, ctas: int, threads: int) -> None:
+    def __init__(self, library: Path, rounds: RowGroups, ctas: int, threads: int) -> None:
         self.library, self._launch = ctypes.CDLL(str(library)), (ctas, threads)
-        shape, packing = rounds._a2a.config.shape, rounds.grouping
+        shape, packing = rounds._a2a.config.shape, rounds.config
         self._tiles = packing.tiles(shape)
         entries = (shape.ranks, shape.tokens, shape.top_k)
         self._within = torch.zeros(entries, dtype=torch.int32)
@@ -165,20 +165,20 @@ def packed(group: weft.Group, folder: str) -> None:
     (exchange,) = buffer._normal._finding.values()
     rounds, library = exchange._packed, Path(folder) / "kernels.so"
     if group.rank == 0:
-        doors = [DOOR.format(name=n, args="GroupArgs", call=f"{n}<S, G>") for n in GATHER]
+        entries = [ENTRY.format(name=n, args="GroupArgs", call=f"{n}<S, G>") for n in GATHER]
         library = build_library(
             emulated_tree(Path(folder)),
             "#include <weft/grouping/rows.cuh>\n"
             f"constexpr weft::Shape S = {exchange.a2a.config.shape.literal()};\n"
-            f"constexpr weft::Grouping G = {rounds.grouping.literal()};\n{''.join(doors)}",
+            f"constexpr weft::Grouping G = {rounds.config.literal()};\n{''.join(entries)}",
         )
     group.barrier()
-    own = rounds._entries
+    own = rounds._kernels
     for ctas, threads in ((1, 32), (3, 96)):
-        rounds._entries = EmulatedPacking(library, rounds, ctas, threads)
+        rounds._kernels = EmulatedPacking(library, rounds, ctas, threads)
         for value, want in zip(calls(), wanted, strict=True):
             assert torch.equal(bits(value), bits(want))
-    rounds._entries = own
+    rounds._kernels = own
     buffer.check()
     buffer.destroy()
 

@@ -21,7 +21,7 @@ from tests.lowlatency.test_lowlatency_compile import SHAPES as LOW_SHAPES
 from tests.recorded import NVRTC, reads
 from weft.allreduce import kernels as reduce_kernels
 from weft.alltoall.kernels import cuda_program
-from weft.grouping import entry as group_entry
+from weft.grouping import kernels as group_kernels
 from weft.jit.nvrtc import compile_cubin
 from weft.lowlatency import kernels as lowlatency_kernels
 
@@ -125,7 +125,7 @@ def compiled(name: str, arch: str) -> bytes:
         return program.cubin(arch)
     if kind == "sends":
         sends, grouping = GROUPINGS[rest]
-        return group_entry.cuda_program(sends, grouping, sends=True).cubin(arch)
+        return group_kernels.cuda_program(sends, grouping, sends=True).cubin(arch)
     if kind == "few SMs":
         told = replace(SHAPES["deepseek-v3"], stats=256)
         return cuda_program(told, 3, tma=True).cubin(arch)

@@ -10,7 +10,7 @@ import torch
 
 import weft
 from tests.rounds import Round, bits, combining
-from weft.grouping.api import ExpertGroups, Grouped
+from weft.grouping.operator import ExpertGroups, Grouped
 
 CASE = Round(tokens=(16, 9), top_k=5, experts=12, hidden=640, router="holes")
 WAYS = (

@@ -10,7 +10,7 @@ import torch
 import weft
 from tests.rounds import Round, bits
 from tests.sending import make
-from weft.grouping.api import ExpertGroups, Grouped
+from weft.grouping.operator import ExpertGroups, Grouped
 
 triton = pytest.importorskip("triton")
 tl: Any = pytest.importorskip("triton.language")

@@ -9,11 +9,12 @@ import torch
 
 from tests.emulator.emulate import build_library, emulated_tree
 from weft.alltoall.config import CombineArgs
-from weft.grouping.api import ExpertGroups
-from weft.grouping.entry import COUNTING, Grouping, results
+from weft.grouping.config import GroupConfig
+from weft.grouping.kernels import COUNTING, results
+from weft.grouping.operator import ExpertGroups
 from weft.shape import Shape
 
-DOOR = (
+ENTRY = (
     'extern "C" __attribute__((visibility("default"))) void {name}(const weft::{args}* a, '
     "const unsigned* shape) {{ "
     "emulated::launch(emulated::seen_from(a->site, S.ranks, {{shape[0], 1, shape[1]}}), "
@@ -21,19 +22,19 @@ DOOR = (
 )
 
 
-def compile_groups(shape: Shape, grouping: Grouping, folder: Path) -> Path:
+def compile_groups(shape: Shape, grouping: GroupConfig, folder: Path) -> Path:
     """The shared library of all kernels of one Grouping, and of combine's receiving half."""
     names = ("group", "gather", *results(shape, True))
-    doors = [DOOR.format(name=n, args="GroupArgs", call=f"{n}<S, G>") for n in names]
+    entries = [ENTRY.format(name=n, args="GroupArgs", call=f"{n}<S, G>") for n in names]
     # Rows in FP8 are read by assembly.
     if shape.combine != "push_fp8":
         call = "combine<S, 0, weft::PhasePart::recv>"
-        doors.append(DOOR.format(name="combine_receive", args="CombineArgs", call=call))
+        entries.append(ENTRY.format(name="combine_receive", args="CombineArgs", call=call))
     return build_library(
         emulated_tree(folder),
         "#include <weft/alltoall/combine.cuh>\n#include <weft/grouping/send.cuh>\n"
         f"constexpr weft::Shape S = {shape.literal()};\n"
-        f"constexpr weft::Grouping G = {grouping.literal()};\n{''.join(doors)}",
+        f"constexpr weft::Grouping G = {grouping.literal()};\n{''.join(entries)}",
     )
 
 
@@ -42,7 +43,7 @@ class EmulatedGroups:
 
     def __init__(self, library: Path, groups: ExpertGroups, ctas: int, threads: int) -> None:
         self.library, self._launch = ctypes.CDLL(str(library)), (ctas, threads)
-        a2a, grouping = groups._rounds._a2a, groups._rounds.grouping
+        a2a, grouping = groups._a2a, groups.config
         shape = a2a.config.shape
         entries = (shape.ranks, shape.tokens, shape.top_k)
         self._tiles = grouping.tiles(shape)

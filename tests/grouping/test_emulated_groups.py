@@ -19,7 +19,7 @@ from tests.recorded import reads
 from tests.rounds import Round, bits, combining
 from tests.sending import make, round_trip, scattered, sent, stored_at_owners
 from weft.errors import TokenOverflow
-from weft.grouping.api import ExpertGroups
+from weft.grouping.operator import ExpertGroups
 from weft.runtime.kernels import Kernels
 
 pytestmark = reads("tests/emulator/*.hpp")
@@ -71,11 +71,11 @@ def emulated(group: weft.Group, name: str, layout: str, folder: str) -> None:
         )
         library = Path(folder) / "kernels.so"
         if group.rank == 0:
-            library = compile_groups(a2a.config.shape, groups._rounds.grouping, Path(folder))
+            library = compile_groups(a2a.config.shape, groups.config, Path(folder))
         group.barrier()
         for ctas, threads in ((1, 32), (3, 96)):
             entries = EmulatedGroups(library, groups, ctas, threads)
-            groups._rounds._entries = entries
+            groups._kernels = entries
             if way != "fp8":
                 a2a._kernels = Mixed(a2a._kernels, entries)
             for give_back in (sent, scattered, stored_at_owners):
@@ -96,9 +96,9 @@ def overflowing(group: weft.Group, folder: str) -> None:
         groups = ExpertGroups(a2a, layout="masked", max_rows=2)
         library = Path(folder) / "kernels.so"
         if group.rank == 0:
-            library = compile_groups(a2a.config.shape, groups._rounds.grouping, Path(folder))
+            library = compile_groups(a2a.config.shape, groups.config, Path(folder))
         group.barrier()
-        groups._rounds._entries = EmulatedGroups(library, groups, 1, 32)
+        groups._kernels = EmulatedGroups(library, groups, 1, 32)
         x, _, weights, _ = case.of(a2a.rank, group.device)
         ids = torch.tensor([[7, 71]]).repeat(
             3, 1

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.recorded import NVRTC, reads
-from weft.grouping.entry import Grouping, cuda_program, results
+from weft.grouping.config import GroupConfig
+from weft.grouping.kernels import cuda_program, results
 from weft.jit.cache import Cache
 from weft.jit.nvrtc import CUDA_OPTIONS, compile_cubin
 from weft.shape import Shape
@@ -19,29 +20,29 @@ pytestmark = reads(tools=(NVRTC,))
 
 DEEPSEEK = Shape(8, 4096, 8, 256, 7168, "bf16", (14336,))
 PUSHED = replace(DEEPSEEK, tokens=128, combine="push")
-CASES: dict[str, tuple[Shape, Grouping]] = {
-    "deepseek-v3": (DEEPSEEK, Grouping("contiguous", 32, 8 * 4096 * 8, 1)),
+CASES: dict[str, tuple[Shape, GroupConfig]] = {
+    "deepseek-v3": (DEEPSEEK, GroupConfig("contiguous", 32, 8 * 4096 * 8, 1)),
     "fp8, masked": (
         Shape(8, 128, 8, 256, 7168, "bf16", (7168, 224)),
-        Grouping("masked", 32, 1024, 128),
+        GroupConfig("masked", 32, 1024, 128),
     ),
-    "pushed": (PUSHED, Grouping("contiguous", 32, 8 * 128 * 8, 16)),
+    "pushed": (PUSHED, GroupConfig("contiguous", 32, 8 * 128 * 8, 16)),
     "fp8 of fp32": (
         replace(PUSHED, combine="push_fp8", dtype="fp32"),
-        Grouping("masked", 32, 1024, 16),
+        GroupConfig("masked", 32, 1024, 16),
     ),
-    "choices": (replace(PUSHED, combine="gemm_push"), Grouping("masked", 32, 1024, 16)),
+    "choices": (replace(PUSHED, combine="gemm_push"), GroupConfig("masked", 32, 1024, 16)),
     "choices, odd": (
         Shape(3, 33, 9, 18, 264, "fp16", (528, 20, 7), combine="gemm_push"),
-        Grouping("contiguous", 6, 640, 16),
+        GroupConfig("contiguous", 6, 640, 16),
     ),
     "odd rows": (
         Shape(3, 33, 9, 18, 264, "fp16", (528, 20, 7)),
-        Grouping("contiguous", 6, 640, 16),
+        GroupConfig("contiguous", 6, 640, 16),
     ),
     "one rank holds all": (
         Shape(1, 16, 32, 1024, 512, "fp32", (2048,)),
-        Grouping("masked", 1024, 16, 1),
+        GroupConfig("masked", 1024, 16, 1),
     ),
 }
 

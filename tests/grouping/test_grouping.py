@@ -17,7 +17,7 @@ from tests.groups import (
     random_ids,
     settle,
 )
-from weft.grouping.api import ExpertGroups, Grouped
+from weft.grouping.operator import ExpertGroups, Grouped
 
 KINDS = ["cpu", "threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 

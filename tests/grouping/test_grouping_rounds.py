@@ -9,7 +9,7 @@ import weft
 from tests.groups import VARIANTS, empty_round, fill, host, make, random_ids, settle
 from tests.rounds import Round, bits
 from weft.errors import InvalidArgument, OutOfOrder
-from weft.grouping.api import ExpertGroups
+from weft.grouping.operator import ExpertGroups
 
 KINDS = ["cpu", "threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -114,8 +114,8 @@ def memory(group: weft.Group) -> None:
         for options in VARIANTS.values():
             groups = ExpertGroups(a2a, **options)  # type: ignore[arg-type]
             said = ExpertGroups.memory_bytes(a2a, **options)  # type: ignore[arg-type]
-            assert said == groups._rounds.buffers.bytes()
-            assert said > sum(rows.nbytes for rows in groups._rounds.buffers.rows)
+            assert said == groups._buffers.bytes()
+            assert said > sum(rows.nbytes for rows in groups._buffers.rows)
         assert ExpertGroups(a2a).max_rows == group.size * 150 * 3
         assert ExpertGroups(a2a, align=16).max_rows == (group.size * 450 + 5 * 15) // 16 * 16
 

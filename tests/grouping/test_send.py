@@ -15,7 +15,7 @@ from tests.recorded import TORCH, reads
 from tests.rounds import Round, bits, combining
 from tests.sending import make, results, round_trip, scattered, sent, stored_at_owners
 from weft.errors import InvalidArgument, OutOfOrder, PeerTimeout, TokenOverflow
-from weft.grouping.api import ExpertGroups
+from weft.grouping.operator import ExpertGroups
 
 KINDS = ["cpu", "threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 CASES = {

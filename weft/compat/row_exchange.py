@@ -19,8 +19,8 @@ import torch
 from weft.alltoall.config import Payload
 from weft.alltoall.operator import AllToAll, State
 from weft.compat.packed_rows import FetchArgs, PackedRows, ReturnArgs, load_entries
-from weft.grouping.entry import Grouping
-from weft.grouping.rounds import GroupRounds
+from weft.grouping.config import GroupConfig
+from weft.grouping.operator import RowGroups
 from weft.memory import Group
 from weft.memory.driver import plain_tensors
 from weft.runtime.kernels import Build, Kernels
@@ -96,9 +96,9 @@ class RowDispatch:
         Returns int32 `[ep_size * max_tokens]`, the slot `source * max_tokens + token` of each row,
         overwritten by the next call.
         """
-        self._packed.gather(self.a2a.dispatch(payloads, ranks), into)
+        self._packed._gather_rows(self.a2a.dispatch(payloads, ranks), into)
         self.a2a._finish()
-        return self._packed.buffers.slot
+        return self._packed._buffers.slot
 
     def close(self) -> None:
         """Give the memory back. Local."""
@@ -298,10 +298,10 @@ def _entries(a2a: AllToAll, name: str, most_rows: int) -> Kernels:
     return _voted(a2a, lambda: load_entries(device, name, shape, most_rows, build))
 
 
-def _packed(a2a: AllToAll) -> GroupRounds:
+def _packed(a2a: AllToAll) -> RowGroups:
     shape = a2a.config.shape
-    grouping = Grouping("contiguous", 1, shape.ranks * shape.tokens, 1)
-    return _voted(a2a, lambda: GroupRounds(a2a, grouping, True, own_rows=False))
+    config = GroupConfig("contiguous", 1, shape.ranks * shape.tokens, 1)
+    return _voted(a2a, lambda: RowGroups(a2a, config, True, own_rows=False))
 
 
 def _voted(a2a: AllToAll, make: Callable[[], T]) -> T:

@@ -16,7 +16,7 @@ from weft.fields import largest
 from weft.gemm import WgmmaPlan
 from weft.gemm.config import best_plan
 from weft.gemm.triton_launch import installed, is_installed
-from weft.grouping.api import MAX_ROWS
+from weft.grouping.config import MAX_ROWS
 from weft.lowlatency.config import MAX_TOKENS
 from weft.memory import Group
 from weft.moe.choice import AUTO, MODES, OVERLAPS

@@ -11,7 +11,7 @@ import torch
 from weft.alltoall.received import Received
 from weft.arguments import function, instance, integer, shown
 from weft.errors import GroupError, InvalidArgument, OutOfOrder
-from weft.grouping.api import MAX_ROWS
+from weft.grouping.config import MAX_ROWS
 from weft.lowlatency.results import ExpertRows
 from weft.memory import Group
 from weft.memory.driver import in_relaxed_mode

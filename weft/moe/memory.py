@@ -9,8 +9,8 @@ import torch
 from weft.alltoall.config import AllToAllConfig
 from weft.arguments import instance, integer
 from weft.errors import InvalidArgument
-from weft.grouping.api import by_expert
-from weft.grouping.rounds import buffer_bytes
+from weft.grouping.config import by_expert
+from weft.grouping.operator import buffer_bytes
 from weft.lowlatency.config import LowLatencyConfig
 from weft.memory.discovery import default_device
 from weft.moe.choice import AUTO, MODES, OVERLAPS

@@ -8,7 +8,8 @@ from weft.alltoall.operator import AllToAll
 from weft.alltoall.received import Received
 from weft.arguments import instance
 from weft.errors import OutOfOrder
-from weft.grouping.api import ExpertGroups, Layout
+from weft.grouping.config import Layout
+from weft.grouping.operator import ExpertGroups
 from weft.moe.config import LayerPlan, exchange_sizes
 from weft.moe.experts import ExpertWeights
 from weft.moe.router import Routed

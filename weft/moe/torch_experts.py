@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from weft.errors import InvalidArgument
-from weft.grouping.api import Layout
+from weft.grouping.config import Layout
 from weft.moe.experts import ExpertWeights
 from weft.moe.models import MoEConfig
 

@@ -1,24 +1,18 @@
-"""Compiled grouping of one Shape, on a CPU or a GPU, behind the same calls."""
+"""The kernels of grouping: generated entries, and how each is launched."""
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_uint32, c_uint64
-from dataclasses import dataclass
-from typing import Annotated
 
 import torch
 
-from weft.fields import Choice, literal
+from weft.grouping.config import GroupArgs, GroupConfig
 from weft.jit import Launcher
-from weft.runtime.args import Site
 from weft.runtime.kernels import Build, CpuKernels, CudaKernels, Kernels, Launch, Program
 from weft.runtime.layout import vector_bytes
 from weft.runtime.stream import current_stream, loading
-from weft.shape import MAX_PLANES, Shape
+from weft.shape import Shape
 
-MAX_GROUPS = 1024  # static_assert in grouping/group.cuh
-TILE = 128  # tokens that one CTA counts
 COUNTING = 512  # threads of a CTA that counts: group_threads in grouping/group.cuh
 GATHERING = 512  # most threads of a CTA that copies rows
 SCATTERING = 256  # and of one that sums them
@@ -32,7 +26,7 @@ constexpr weft::Shape S = {shape};
 constexpr weft::Grouping G = {grouping};
 extern "C" void gather(const weft::GroupArgs* a) {{ weft::gather<S, G>(*a); }}
 """
-CPU_DOOR = 'extern "C" void {name}(const weft::GroupArgs* a) {{ weft::{name}<S, G>(*a); }}\n'
+CPU_ENTRY = 'extern "C" void {name}(const weft::GroupArgs* a) {{ weft::{name}<S, G>(*a); }}\n'
 
 CUDA_SOURCE = """\
 #include <weft/grouping/{file}.cuh>
@@ -43,71 +37,18 @@ weft_grouping_group(const __grid_constant__ weft::GroupArgs a) {{ weft::group<S,
 extern "C" __global__ void __launch_bounds__({gathering}, 2)
 weft_grouping_gather(const __grid_constant__ weft::GroupArgs a) {{ weft::gather<S, G>(a); }}
 """
-CUDA_DOOR = """\
+CUDA_ENTRY = """\
 extern "C" __global__ void __launch_bounds__({threads}, {per_sm})
 weft_grouping_{name}(const __grid_constant__ weft::GroupArgs a) {{ weft::{name}<S, G>(a); }}
 """
 
 
-class GroupArgs(ctypes.Structure):
-    """Mirror of `weft::GroupArgs` in grouping/layout.cuh."""
-
-    _fields_ = (
-        ("site", Site),
-        ("rows", c_uint64 * MAX_PLANES),
-        ("slot", c_uint64),
-        ("weight", c_uint64),
-        ("offsets", c_uint64),
-        ("counts", c_uint64),
-        ("position", c_uint64),
-        ("within", c_uint64),
-        ("before", c_uint64),
-        ("arrived", c_uint64),
-        ("y", c_uint64),
-        ("dst_addr", c_uint64),
-        ("source_rows", c_uint32),
-        ("row_limit", c_uint32),
-    )
-
-
-PACKINGS = ("contiguous", "masked")  # weft::Packing
-
-
-@dataclass(frozen=True, slots=True)
-class Grouping:
-    """What specialises grouping beside the Shape; `weft::Grouping` in grouping/layout.cuh.
-
-    packing: "contiguous" or "masked".
-    groups: local experts.   align: groups start at multiples of it.
-    rows: contiguous: rows that all groups share; otherwise rows of each group.
-    """
-
-    packing: Annotated[str, Choice("packing", PACKINGS, "weft::Packing")]
-    groups: int
-    rows: int
-    align: int
-    tile: int = TILE
-
-    @property
-    def total(self) -> int:
-        """Rows of the whole buffer."""
-        return self.rows if self.packing == "contiguous" else self.groups * self.rows
-
-    def tiles(self, shape: Shape) -> int:
-        """Tiles of all sources: CTAs of the counting kernel."""
-        return shape.ranks * -(-shape.tokens // TILE)
-
-    def literal(self) -> str:
-        """The C++ initialiser."""
-        return literal(self, "weft::Grouping")
-
-
-def cuda_program(shape: Shape, grouping: Grouping, *, sends: bool = False) -> Program:
+def cuda_program(shape: Shape, config: GroupConfig, *, sends: bool = False) -> Program:
     """The generated CUDA entries."""
     source = CUDA_SOURCE.format(
         file="send" if sends else "rows",
         shape=shape.literal(),
-        grouping=grouping.literal(),
+        grouping=config.literal(),
         counting=COUNTING,
         gathering=GATHERING,
     )
@@ -115,18 +56,18 @@ def cuda_program(shape: Shape, grouping: Grouping, *, sends: bool = False) -> Pr
     found = results(shape, sends)
     for name in found:
         threads, per_sm = bounds[name]
-        source += CUDA_DOOR.format(name=name, threads=threads, per_sm=per_sm)
+        source += CUDA_ENTRY.format(name=name, threads=threads, per_sm=per_sm)
     return _program(source, ("group", "gather", *found))
 
 
-def cpu_program(shape: Shape, grouping: Grouping, *, sends: bool = False) -> Program:
+def cpu_program(shape: Shape, config: GroupConfig, *, sends: bool = False) -> Program:
     """The generated C++ entries."""
     source = CPU_SOURCE.format(
         shape=shape.literal(),
-        grouping=grouping.literal(),
+        grouping=config.literal(),
     )
     found = results(shape, sends)
-    source += "".join(CPU_DOOR.format(name=name) for name in found)
+    source += "".join(CPU_ENTRY.format(name=name) for name in found)
     return _program(source, ("gather", *found))
 
 
@@ -139,15 +80,15 @@ def _program(source: str, names: tuple[str, ...]) -> Program:
     )
 
 
-class CudaGroupEntries(CudaKernels):
-    """The kernels of one Grouping.
+class CudaGroupKernels(CudaKernels):
+    """The kernels of one config.
 
     Grids depend on sizes alone, never on what was received, so a captured call serves any routing.
     """
 
-    def __init__(self, shape: Shape, grouping: Grouping, build: Build, *, sends: bool) -> None:
-        super().__init__(cuda_program(shape, grouping, sends=sends), build)
-        self._shape, self._grouping = shape, grouping
+    def __init__(self, shape: Shape, config: GroupConfig, build: Build, *, sends: bool) -> None:
+        super().__init__(cuda_program(shape, config, sends=sends), build)
+        self._shape, self._config = shape, config
         for name in self._program.entry_points:
             self._launches[name, 0] = self._find(name, 0)
 
@@ -161,14 +102,14 @@ class CudaGroupEntries(CudaKernels):
         launch.launcher(args, launch.grid, launch.threads, stream)
 
     def _find(self, name: str, tokens: int) -> Launch:
-        shape, grouping = self._shape, self._grouping
+        shape, config = self._shape, self._config
         slots = shape.ranks * shape.tokens
         if name == "group":
-            ctas, threads = grouping.tiles(shape), COUNTING
+            ctas, threads = config.tiles(shape), COUNTING
         elif name == "gather":
             copied = max(size // vector_bytes(size) for size in shape.row_bytes)
             threads = _threads(-(-copied // IN_FLIGHT), GATHERING)
-            padding = grouping.groups * (grouping.align - 1)
+            padding = config.groups * (config.align - 1)
             ctas = min(max(slots, padding), self._resident(name, threads))
         elif name == "scatter":
             threads = _threads(shape.out_bytes // 16, SCATTERING)
@@ -186,14 +127,14 @@ class CudaGroupEntries(CudaKernels):
         return self._sms * max(1, self._module.occupancy(self._program.kernel(name), threads))
 
 
-def load_entries(
-    device: torch.device, shape: Shape, grouping: Grouping, build: Build, *, sends: bool
+def load_kernels(
+    device: torch.device, shape: Shape, config: GroupConfig, build: Build, *, sends: bool
 ) -> Kernels:
-    """Compile and load the operations of a Grouping for one rank's device."""
+    """Compile and load the operations of a config for one rank's device."""
     if device.type == "cpu":
-        return CpuKernels(cpu_program(shape, grouping, sends=sends), build)
+        return CpuKernels(cpu_program(shape, config, sends=sends), build)
     with loading(device):
-        return CudaGroupEntries(shape, grouping, build, sends=sends)
+        return CudaGroupKernels(shape, config, build, sends=sends)
 
 
 def results(shape: Shape, sends: bool) -> tuple[str, ...]:

@@ -1,0 +1,106 @@
+"""How the received rows of a rank are grouped: checked sizes, and what the kernels are given."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_uint32, c_uint64
+from dataclasses import dataclass
+from typing import Annotated, Literal, get_args
+
+from weft.alltoall.config import AllToAllConfig
+from weft.arguments import integer, one_of, refuse
+from weft.errors import InvalidArgument
+from weft.fields import Choice, literal
+from weft.runtime.args import Site
+from weft.shape import MAX_PLANES, Shape
+
+Layout = Literal["contiguous", "masked"]
+MAX_GROUPS = 1024  # static_assert in grouping/group.cuh
+MAX_ALIGN = 1 << 16
+MAX_ROWS = 2**31 - 1  # rows are counted in int32
+TILE = 128  # tokens that one CTA counts
+
+
+class GroupArgs(ctypes.Structure):
+    """Mirror of `weft::GroupArgs` in grouping/layout.cuh."""
+
+    _fields_ = (
+        ("site", Site),
+        ("rows", c_uint64 * MAX_PLANES),
+        ("slot", c_uint64),
+        ("weight", c_uint64),
+        ("offsets", c_uint64),
+        ("counts", c_uint64),
+        ("position", c_uint64),
+        ("within", c_uint64),
+        ("before", c_uint64),
+        ("arrived", c_uint64),
+        ("y", c_uint64),
+        ("dst_addr", c_uint64),
+        ("source_rows", c_uint32),
+        ("row_limit", c_uint32),
+    )
+
+
+PACKINGS = ("contiguous", "masked")  # weft::Packing
+
+
+@dataclass(frozen=True, slots=True)
+class GroupConfig:
+    """What specialises grouping beside the Shape; `weft::Grouping` in grouping/layout.cuh.
+
+    packing: "contiguous" or "masked".
+    groups: local experts.   align: groups start at multiples of it.
+    rows: contiguous: rows that all groups share; otherwise rows of each group.
+    """
+
+    packing: Annotated[str, Choice("packing", PACKINGS, "weft::Packing")]
+    groups: int
+    rows: int
+    align: int
+    tile: int = TILE
+
+    @property
+    def total(self) -> int:
+        """Rows of the whole buffer."""
+        return self.rows if self.packing == "contiguous" else self.groups * self.rows
+
+    def tiles(self, shape: Shape) -> int:
+        """Tiles of all sources: CTAs of the counting kernel."""
+        return shape.ranks * -(-shape.tokens // TILE)
+
+    def literal(self) -> str:
+        """The C++ initialiser."""
+        return literal(self, "weft::Grouping")
+
+
+def by_expert(
+    config: AllToAllConfig, experts: int, max_rows: int | None, align: int, layout: Layout
+) -> GroupConfig:
+    """How rows of a rank with so many experts are grouped; max_rows as given, or by default.
+
+    Raises InvalidArgument with value and limits.
+    """
+    shape = config.shape
+    one_of("layout", layout, get_args(Layout))
+    align = integer("align", align, 1, MAX_ALIGN)
+    if experts > MAX_GROUPS:
+        raise InvalidArgument(f"{experts} local experts; grouping serves at most {MAX_GROUPS}")
+    if max_rows is None:
+        tokens = shape.ranks * shape.tokens
+        if layout == "masked":
+            max_rows = -(-tokens // align) * align
+        else:
+            entries = tokens * min(shape.top_k, experts)
+            max_rows = (entries + min(experts, entries) * (align - 1)) // align * align
+            max_rows = max(max_rows, align)  # also without experts there is a buffer
+    max_rows = integer("max_rows", max_rows, 1, MAX_ROWS)
+    if max_rows % align:
+        refuse("max_rows", max_rows, f"a positive multiple of align, {align}")
+    total = max_rows * (max(experts, 1) if layout == "masked" else 1)
+    if total > MAX_ROWS:
+        raise InvalidArgument(
+            f"{layout} rows for {experts} experts with max_rows={max_rows} are {total}; at most "
+            f"{MAX_ROWS} can be numbered: pass a smaller max_rows"
+        )
+    return GroupConfig(layout, max(experts, 1), max_rows, align)

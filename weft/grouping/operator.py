@@ -1,0 +1,369 @@
+"""Received rows by expert, as grouped GEMMs want them, and the way back.
+
+A `Received` has a slot for every token that could come, most of them empty. `ExpertGroups` packs
+what came, expert after expert. The order follows from the ids alone (source rank, token, place in
+the top k), so equal rounds give equal bits. See docs/grouping.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from weft.alltoall.config import AllToAllConfig
+from weft.alltoall.operator import AllToAll, State
+from weft.alltoall.received import Received
+from weft.arguments import flags, instance
+from weft.errors import InvalidArgument, OutOfOrder
+from weft.grouping.config import GroupArgs, GroupConfig, Layout, by_expert
+from weft.grouping.kernels import load_kernels
+from weft.memory.driver import plain_tensors, relaxed
+from weft.runtime.check import check_alignment, check_tensor
+from weft.runtime.kernels import Build, Kernels
+from weft.runtime.operator import one_call
+from weft.runtime.stream import synchronize_stream
+
+# What to do where a call does not serve an all-to-all's combine.
+OTHER = {
+    "scatter": "its rows are summed at their owners: use send, or combine='pull' or 'push'",
+    "send": "owners fetch the rows: use scatter, or combine='push' or 'gemm_push'",
+    "sent": "its rows have no addresses: use send, or combine='gemm_push'",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """Rows by expert: views of buffers that the next gather overwrites.
+
+    `R` is `[max_rows]` (contiguous) or `[local_experts, max_rows]` (masked).
+
+    rows: each payload, `[*R, *row]`. Expert e's rows are the `counts[e]` from row `offsets[e]` of
+        the flat buffer on. From there to the next multiple of `align` rows are zero; all others
+        hold what earlier calls left.
+    offsets: int32 `[local_experts + 1]`, multiples of `align`; the last is the end of all rows.
+        `offsets[1:]` is what `torch.nn.functional.grouped_mm` takes for `offs`.
+    counts: int32 `[local_experts]`, rows that carry a token.
+    slot: int32 `[*R]`, `source * max_tokens + token`; -1 where a row carries none.
+    weight: float32 `[*R]`, the token's weight for this expert; 0 where a row carries none.
+    dst_addr: with combine="gemm_push": int64 `[*R]`, where the row's result is stored at the
+        token's owner: an address in this process, for `[hidden]` of the all-to-all's dtype in
+        16-byte vectors; 0 where a row carries none. Any kernel may store the result there.
+    """
+
+    rows: tuple[torch.Tensor, ...]
+    offsets: torch.Tensor
+    counts: torch.Tensor
+    slot: torch.Tensor
+    weight: torch.Tensor
+    dst_addr: torch.Tensor | None = None
+
+    @property
+    def abort_flag(self) -> None:
+        """None: no owner polls these rows; `sent` says when all are stored."""
+
+    @property
+    def x(self) -> torch.Tensor:
+        """The first payload's rows."""
+        return self.rows[0]
+
+
+class Buffers(NamedTuple):
+    """Everything that one object allocates; sizes in grouping/layout.cuh."""
+
+    rows: tuple[torch.Tensor, ...]
+    slot: torch.Tensor
+    weight: torch.Tensor
+    offsets: torch.Tensor
+    counts: torch.Tensor
+    position: torch.Tensor
+    within: torch.Tensor
+    before: torch.Tensor
+    arrived: torch.Tensor
+    dst_addr: torch.Tensor
+
+    @classmethod
+    def make(
+        cls,
+        a2a: AllToAllConfig,
+        config: GroupConfig,
+        device: torch.device,
+        *,
+        on_gpu: bool,
+        own_rows: bool = True,
+    ) -> Buffers:
+        """Zeroed, so that a masked GEMM meets finite numbers in rows that were never written.
+
+        own_rows: are there buffers of payload rows? Without, each gather brings its own.
+        """
+        shape, total = a2a.shape, config.total
+        entries = (shape.ranks, shape.tokens, shape.top_k)
+
+        def zeros(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        return cls(
+            rows=tuple(
+                zeros(total * size, dtype=torch.uint8).view(p.dtype).view(total, *p.shape)
+                for p, size in zip(a2a.payloads, shape.row_bytes, strict=True)
+                if own_rows
+            ),
+            slot=zeros(total),
+            weight=zeros(total, dtype=torch.float32),
+            offsets=zeros(config.groups + 1),
+            counts=zeros(config.groups),
+            position=zeros(*entries),
+            # Only the GPU's two passes keep what they have counted.
+            within=zeros(*(entries if on_gpu else (0,))),
+            before=zeros(config.tiles(shape) if on_gpu else 0, config.groups),
+            arrived=zeros(1),
+            dst_addr=zeros(total if shape.combine == "gemm_push" else 0, dtype=torch.int64),
+        )
+
+    def bytes(self) -> int:
+        """Bytes of all of them."""
+        tensors = (*self.rows, *self[1:])
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+
+class RowGroups:
+    """Rows of one all-to-all's rounds in groups: buffers, kernels, and the order of calls.
+
+    own_rows: as in Buffers.make.
+    """
+
+    def __init__(
+        self, a2a: AllToAll, config: GroupConfig, programmatic: bool, *, own_rows: bool = True
+    ) -> None:
+        a2a._check_running()
+        shape, device = a2a.config.shape, a2a.group.device
+        self._a2a, self.config = a2a, config
+        self._operator = a2a
+        self._gathered = 0  # the round whose rows are grouped
+        sends = shape.combine != "pull" and a2a._build.split_phase
+        build = Build(programmatic=programmatic, defines=a2a._build.defines)
+        self._kernels: Kernels | None = load_kernels(device, shape, config, build, sends=sends)
+        on_gpu = device.type == "cuda"
+        with relaxed(device), plain_tensors():
+            b = Buffers.make(a2a.config, config, device, on_gpu=on_gpu, own_rows=own_rows)
+            synchronize_stream(device)
+        self._buffers = b
+        self._args = GroupArgs(site=a2a._site, row_limit=config.total)
+        for plane, rows in enumerate(b.rows):
+            self._args.rows[plane] = rows.data_ptr()
+        for name in b._fields[1:]:
+            setattr(self._args, name, getattr(b, name).data_ptr())
+
+    @one_call("gather")
+    def _gather_rows(self, received: Received, into: Sequence[torch.Tensor] = ()) -> None:
+        """Group what the round's dispatch brought.
+
+        into: where there are no buffers of rows: for each payload, contiguous `[rows, *row]` on
+            the device, all of as many rows; what does not fit is dropped and refused.
+        """
+        kernels = self._running("gather")
+        instance("received", received, Received, "pass what dispatch of this all-to-all returned")
+        ours, theirs = self._a2a._received.ids.data_ptr(), received.ids.data_ptr()
+        if ours != theirs:
+            raise InvalidArgument(
+                f"received has its ids at {theirs:#x}, this all-to-all at {ours:#x}: "
+                "pass what its own dispatch returned, not a copy"
+            )
+        self._args.source_rows = self._a2a._rows
+        if not self._buffers.rows:
+            for plane, rows in enumerate(into):
+                self._args.rows[plane] = rows.data_ptr()
+            self._args.row_limit = min(len(into[0]), self.config.total)
+        kernels.run("gather", self._args, 0)
+        self._gathered = self._a2a._round
+
+    def close(self) -> None:
+        """Unload the kernels, once they have run, and let go of the buffers."""
+        if self._kernels is None:
+            return
+        kernels, self._kernels = self._kernels, None
+        try:
+            kernels.close()
+        finally:
+            del self._buffers
+
+    def _open(self, doing: str) -> Kernels:
+        if self._kernels is None:
+            raise OutOfOrder(f"{doing} after close: make a new one")
+        self._a2a._check_running()
+        return self._kernels
+
+    def _running(self, doing: str) -> Kernels:
+        kernels = self._open(doing)
+        if self._a2a._state is not State.RECEIVED:
+            raise OutOfOrder(f"{doing} outside of a round: call it after dispatch, before combine")
+        return kernels
+
+
+class ExpertGroups(RowGroups):
+    """Gather the rows of each local expert, and scatter the experts' results into `output()`.
+
+    All memory is allocated here. A call allocates nothing, synchronises with no host, waits for no
+    peer, and may be captured in a CUDA graph, between the dispatch and the combine of its round.
+
+    a2a: the all-to-all whose rounds are grouped; it must stay open.
+    max_rows: contiguous: rows of the buffer, padding included; masked: rows of each expert.
+        Default: the worst case, `ep_size * max_tokens * min(top_k, local_experts)` rows, and
+        `align - 1` more for each expert that can have one; masked: `ep_size * max_tokens`.
+    align: experts start at multiples of it, and max_rows must be one.
+    layout: "contiguous", expert after expert; "masked", a block of max_rows rows for each expert.
+    programmatic_launch: as in AllToAll.
+
+    Entries beyond max_rows get no row and count for nothing in scatter; `a2a.check()` then raises
+    TokenOverflow with both numbers. Raises InvalidArgument, and CompileError.
+    """
+
+    def __init__(
+        self,
+        a2a: AllToAll,
+        *,
+        max_rows: int | None = None,
+        align: int = 1,
+        layout: Layout = "contiguous",
+        programmatic_launch: bool = True,
+    ) -> None:
+        flags(programmatic_launch=programmatic_launch)
+        _check_a2a(a2a)
+        self.layout, self.num_local_experts = layout, a2a.num_local_experts
+        config = by_expert(a2a.config, self.num_local_experts, max_rows, align, layout)
+        super().__init__(a2a, config, programmatic_launch)
+        self.max_rows, self.align = config.rows, config.align
+        experts, buffers = self.num_local_experts, self._buffers
+        # A rank without experts has the buffers of one, and shows none of it.
+        shape: tuple[int, ...]
+        if layout == "masked":
+            shape = (experts, self.max_rows)
+        else:
+            shape = (self.max_rows if experts else 0,)
+        size = math.prod(shape)
+        self._y_shape = (*shape, a2a.config.shape.hidden)
+        self._grouped = Grouped(
+            rows=tuple(rows[:size].view(*shape, *rows.shape[1:]) for rows in buffers.rows),
+            offsets=buffers.offsets[: experts + 1],
+            counts=buffers.counts[:experts],
+            slot=buffers.slot[:size].view(shape),
+            weight=buffers.weight[:size].view(shape),
+            dst_addr=buffers.dst_addr[:size].view(shape) if buffers.dst_addr.numel() else None,
+        )
+
+    @staticmethod
+    def memory_bytes(
+        a2a: AllToAll,
+        *,
+        max_rows: int | None = None,
+        align: int = 1,
+        layout: Layout = "contiguous",
+    ) -> int:
+        """Bytes that an ExpertGroups of these arguments allocates on this rank.
+
+        Raises InvalidArgument as the constructor does.
+        """
+        _check_a2a(a2a)
+        config = by_expert(a2a.config, a2a.num_local_experts, max_rows, align, layout)
+        return buffer_bytes(a2a.config, config, a2a.group.device)
+
+    def gather(self, received: Received) -> Grouped:
+        """Group what the last dispatch of the all-to-all brought.
+
+        Returns the same tensors at every call. Raises InvalidArgument when `received` is another
+        all-to-all's, OutOfOrder outside of a round, and what broke the group.
+        """
+        self._gather_rows(received)
+        return self._grouped
+
+    @one_call("scatter")
+    def scatter(self, y: torch.Tensor) -> None:
+        """Write `output()[s, t] = sum over k of weights[s, t, k] * y[row of (s, t, k)]`.
+
+        y: `[max_rows, hidden]`, masked `[local_experts, max_rows, hidden]`, in the all-to-all's
+            dtype: one result for each row of the last gather; others are not read.
+
+        Products and sums are rounded to fp32, in top-k order from 0; the sum is rounded once to the
+        output's dtype. Combine then takes it from there without a copy. Raises InvalidArgument,
+        OutOfOrder without a gather in this round, and what broke the group.
+        """
+        kernels = self._running("scatter")
+        self._check_combine("scatter", ("pull", "push", "push_fp8"))
+        self._take(y, "scatter")
+        kernels.run("scatter", self._args, 0)
+        self._gathered = 0
+
+    @one_call("send")
+    def send(self, y: torch.Tensor) -> None:
+        """Scatter and `combine_send` in one: every token's sum straight into its owner's inbox, or
+        with combine="gemm_push" every row to its `dst_addr`.
+
+        y: as in scatter.
+
+        Bits are those of scatter, then `combine_send`; `output()` is not written, and
+        `combine_recv` is the next call. Needs `split_phase=True` and rows that are not pulled.
+        Raises InvalidArgument, OutOfOrder without a gather in this round, and what broke the group.
+        """
+        kernels = self._open("send")
+        self._check_combine("send", ("push", "push_fp8", "gemm_push"))
+        self._a2a._expect(State.RECEIVED, "send")
+        self._take(y, "send")
+        kernels.run("send", self._args, 0)
+        self._a2a._sent()
+        self._gathered = 0
+
+    def sent(self) -> None:
+        """Publish to the peers that every result has been stored at its `Grouped.dst_addr`.
+
+        For kernels that store their rows there themselves, before this call in the stream; then
+        `combine_recv` follows. (`combine` is both in one.) Needs `split_phase=True` and
+        combine="gemm_push". Raises InvalidArgument, OutOfOrder, and what broke the group.
+        """
+        self._running("sent")
+        self._check_combine("sent", ("gemm_push",))
+        self._check_gathered("sent")
+        self._a2a.combine_send()
+        self._gathered = 0
+
+    def close(self) -> None:
+        """Give memory and kernels back; waits for this rank's own work. Idempotent."""
+        super().close()
+        vars(self).pop("_grouped", None)
+
+    def _take(self, y: torch.Tensor, doing: str) -> None:
+        """Check one result for each row of this round's gather, and where it is."""
+        self._check_gathered(doing)
+        a2a = self._a2a
+        check_tensor("y", y, shape=self._y_shape, dtypes=(a2a.dtype,), device=a2a.group.device)
+        check_alignment("y", y, a2a.config.shape.out_bytes)
+        self._args.y = y.data_ptr()
+
+    def _check_gathered(self, doing: str) -> None:
+        if self._gathered != self._a2a._round:
+            raise OutOfOrder(f"{doing} without a gather: gather what this round's dispatch brought")
+
+    def _check_combine(self, doing: str, supported: tuple[str, ...]) -> None:
+        """Raise InvalidArgument for an all-to-all whose rows do not return in this way."""
+        combine = self._a2a.config.shape.combine
+        if combine not in supported:
+            raise InvalidArgument(
+                f"{doing} on an all-to-all with combine={combine!r}; {OTHER[doing]}"
+            )
+        if doing != "scatter" and not self._a2a._build.split_phase:
+            raise InvalidArgument(
+                f"{doing} on an all-to-all built without split_phase; pass split_phase=True"
+            )
+
+
+def _check_a2a(a2a: AllToAll) -> None:
+    instance("a2a", a2a, AllToAll, "rows of a LowLatencyAllToAll lie by expert as they come")
+    a2a._check_open()
+
+
+def buffer_bytes(a2a: AllToAllConfig, config: GroupConfig, device: torch.device) -> int:
+    """Bytes that an object of this config allocates on a rank's device."""
+    on_gpu = device.type == "cuda"
+    return Buffers.make(a2a, config, torch.device("meta"), on_gpu=on_gpu).bytes()
