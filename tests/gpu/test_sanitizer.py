@@ -84,7 +84,7 @@ with weft.Group.from_env(timeout=300.0) as group:
 
     case = Round(tokens=(16, 9), hidden=1024, top_k=4, experts=16)
     x, ids, weights, _ = (t.to(group.device) for t in case.of(group.rank, cpu))
-    for options in ({}, {"reduce": "sender", "combine_dtype": "fp8", "halves": True}):
+    for options in ({}, {"reduce": "sender", "combine_dtype": "fp8", "split_phase": True}):
         with weft.LowLatencyAllToAll(
             group, max_tokens=16, top_k=4, num_experts=16, hidden=1024, timeout=200.0, **options
         ) as low:
