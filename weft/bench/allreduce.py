@@ -86,7 +86,6 @@ class ReduceCase(RowsCase):
         return self.hidden * self.out_dtype.itemsize
 
     def title(self) -> str:
-        """The sizes and options in words."""
         early = "" if self.programmatic_launch else ", no programmatic launch"
         what = EPILOGUES[self.epilogue]
         return f"{self.ranks} ranks, hidden {self.hidden}, {self.dtype}, {what}{early}"
@@ -126,7 +125,6 @@ class ReduceCase(RowsCase):
         return allreduce_floor_us(found.tokens * self.row_bytes, self.ranks, gpus)
 
     def floor_text(self) -> str:
-        """What the floor is made of, in words."""
         speed = f"{link_rate(self.ranks):g} GB/s"
         return (
             f"the lesser of (N-1) S / {speed} + {ONE_WAY_FIXED_US:g} us and 2 (N-1)/N S / "
@@ -216,7 +214,6 @@ class ReduceTrial(Trial):
         self.reduce.fused(self.rows.x, **self.arguments, **outputs, backend=self.variant)
 
     def calls(self) -> Calls:
-        """The call."""
         return Calls({"call": self.call})
 
     def poison(self) -> None:
@@ -233,7 +230,6 @@ class ReduceTrial(Trial):
         return self.compare()
 
     def compare(self) -> str | None:
-        """Return how the outputs differ from the reference, or None."""
         settle(self.group)
         found = (
             unlike_row(name, self.group.rank, self._written[name], want)

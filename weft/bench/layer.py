@@ -121,7 +121,6 @@ class LayerCase(Case):
         return {**options, **sizes, "fp8": self.dtype == "fp8"}
 
     def title(self) -> str:
-        """The sizes and options in words."""
         config = self.config
         shared = "with its shared expert" if config.shared else "no shared expert"
         return (
@@ -170,7 +169,6 @@ class LayerCase(Case):
         return None if floors is None else floors.least
 
     def floor_text(self) -> str:
-        """What the floor is made of, in words."""
         return (
             "the larger of HBM (weights of experts that have rows, and each row that arrives in "
             f"and out once, on the busiest rank, at {HBM_READ_TB_PER_S:g} TB/s) and NVLink (wire "
@@ -268,7 +266,6 @@ class LayerTrial(Trial):
         return Calls({"call": self.call}, graph=self.layer.gemm != "torch")
 
     def poison(self) -> None:
-        """So that a call which writes nothing is noticed."""
         self.inputs.out.fill_(float("nan"))
 
     def check(self) -> str | None:
@@ -278,7 +275,6 @@ class LayerTrial(Trial):
         return self.compare()
 
     def compare(self) -> str | None:
-        """What is wrong with what lies in `out`, or None."""
         settle(self.group)
         self.layer.check()
         rank, out = f"rank {self.group.rank}", self.inputs.out

@@ -33,7 +33,7 @@ def link_rate(ranks: int) -> float:
 
 
 def why_no_floor(gpus: list[str]) -> str | None:
-    """Say why figures of these GPUs stand beside no floor, or None where they do.
+    """Say why these GPUs have no floor, or return None where they have one.
 
     gpus: the ranks' GPU names; empty for CPU ranks, whose figures need no such line.
     """

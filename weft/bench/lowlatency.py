@@ -73,7 +73,6 @@ class LowCase(PairCase):
         )
 
     def title(self) -> str:
-        """The sizes and options in words."""
         out = f"{self.quantize} + {self.scale} scales" if self.quantize else self.dtype
         what = "fp8 + scales" if self.fp8_back else self.dtype
         each = "choice" if self.reduce == "receiver" else "rank"
@@ -173,12 +172,10 @@ class LowTrial(Trial):
         return problem or found
 
     def poison(self) -> None:
-        """Forget the sums."""
         self.out.fill_(float("nan"))
         settle(self.group)
 
     def compare(self) -> str | None:
-        """What is wrong with the sums that lie in `out`, or None."""
         settle(self.group)
         numbers, scales = self._sent()
         rows = (numbers if scales is None else dequantize(numbers, scales)).to(self.x.dtype)

@@ -120,7 +120,6 @@ class MoECase(PairCase):
         return f"{out}, {'fp8 + scales' if self.fp8_back else self.dtype} back{pushed}"
 
     def title(self) -> str:
-        """The sizes and options in words."""
         sms = f", {self.num_sms} SMs" if self.num_sms else ""
         early = "" if self.programmatic_launch else ", no programmatic launch"
         return f"{self.sizes_text}, {self.wire}{sms}{early}"
@@ -238,7 +237,6 @@ class MoETrial(Trial):
         settle(self.group)
 
     def compare(self) -> str | None:
-        """Return how the combined rows differ from the reference, or None."""
         settle(self.group)
         return unlike_row("combined row", self.group.rank, self.out, self._expected)
 

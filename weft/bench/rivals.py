@@ -218,7 +218,6 @@ class FlashInfer(Pairs):
         group.barrier()  # a peer may not send before this rank's workspace is cleared
 
     def dispatch(self) -> None:
-        """Send the tokens."""
         ids, weights = self.inputs.ids, self.inputs.weights
         payloads = [*self.inputs.payloads, ids, weights]
         self.received = self.exchange.dispatch(ids, payloads, self.tokens)
@@ -235,7 +234,6 @@ class FlashInfer(Pairs):
         self._answers().copy_(reference.identity_experts(received, self.case.out_dtype))
 
     def combine(self) -> torch.Tensor:
-        """Fetch the sums, `[tokens, hidden]`."""
         out: torch.Tensor = self.exchange.combine(
             self._answers(), self.tokens, payload_in_workspace=True
         )
@@ -260,24 +258,20 @@ class Collective(Pairs):
         self.exchange = CollectiveAllToAll(group, **case.sizes(most))
 
     def bind(self, tokens: int) -> tuple[Calls, Callable[[], str | None]]:
-        """One size."""
         self.exchange.close()
         self.exchange = CollectiveAllToAll(self.group, **self.case.sizes(tokens))
         return super().bind(tokens)
 
     def dispatch(self) -> None:
-        """Send the tokens."""
         inputs = self.inputs
         self.received = self.exchange.dispatch(inputs.payloads, inputs.ids, inputs.weights)
 
     def experts(self) -> None:
-        """Answer every slot."""
         found, dtype = self.received, self.case.out_dtype
         rows = replace(found, payloads=(rows_of(found.payloads, dtype),))
         self.exchange.output().copy_(reference.identity_experts(rows, dtype))
 
     def combine(self) -> torch.Tensor:
-        """Fetch the weighted sums, `[tokens, hidden]`."""
         return self.exchange.combine()
 
 
@@ -309,7 +303,6 @@ class DeepEP(Pairs):
         return found
 
     def dispatch(self) -> None:
-        """Send the tokens."""
         self.received, _, self.handle, _, _ = self.buffer.low_latency_dispatch(
             self.x, self.ids, self.most, self.case.experts, use_fp8=self.fp8
         )
@@ -326,7 +319,6 @@ class DeepEP(Pairs):
             answer.copy_(groups.flatten(1))
 
     def combine(self) -> torch.Tensor:
-        """Fetch the weighted sums, `[tokens, hidden]`."""
         out: torch.Tensor = self.buffer.low_latency_combine(
             self.answers, self.ids, self.inputs.weights, self.handle
         )[0]

@@ -61,7 +61,7 @@ def options(
         bool, typer.Option("--version", help="Print the version and leave.")
     ] = False,
 ) -> None:
-    """`weft --version`, which `weft.__main__` answers sooner where nothing stands beside it."""
+    """`weft --version`, which `weft.__main__` answers sooner where it is the only word."""
     if version:
         from weft.cli.version import version_text
 
