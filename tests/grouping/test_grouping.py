@@ -19,7 +19,7 @@ from tests.groups import (
 )
 from weft.grouping.operator import ExpertGroups, Grouped
 
-KINDS = ["cpu", "threads", pytest.param("cuda", marks=pytest.mark.gpu)]
+KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def chosen_ids(group: weft.Group, names: list[str]) -> None:
@@ -93,13 +93,10 @@ def test_any_routing(ranks, kind):
 
 def other_sizes(group: weft.Group) -> None:
     for changes in (
-        {"top_k": 1, "max_tokens": 1},
-        {"top_k": 9, "num_experts": 13, "hidden": 264, "dtype": torch.float16},
+        {"top_k": 1, "max_tokens": 1, "num_experts": 4, "expert_map": [1, 1, 0, 1]},
+        {"top_k": 9, "num_experts": 600, "hidden": 264, "dtype": torch.float16},
         {"top_k": 32, "num_experts": 500, "dtype": torch.float32, "max_tokens": 20},
-        {"num_experts": 600, "payloads": None, "hidden": 1040},
-        {"num_experts": 4, "expert_map": [1, 1, 0, 1]},
-        {"payloads": None, "hidden": 256, "quantize": "fp8", "max_tokens": 30},
-        {"payloads": None, "hidden": 256, "quantize": "mxfp8", "combine": "push"},
+        {"payloads": None, "hidden": 1280, "quantize": "fp8", "combine": "push"},
     ):
         with make(group, **changes) as a2a:
             received = empty_round(a2a)

@@ -11,7 +11,7 @@ from tests.rounds import Round, bits
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.grouping.operator import ExpertGroups
 
-KINDS = ["cpu", "threads", pytest.param("cuda", marks=pytest.mark.gpu)]
+KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def whole_rounds(group: weft.Group) -> None:
@@ -35,7 +35,7 @@ def whole_rounds(group: weft.Group) -> None:
             a2a.check()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["cpu", *KINDS])
 def test_whole_rounds(ranks, kind):
     ranks(3, kind)(whole_rounds)
 
