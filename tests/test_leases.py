@@ -13,7 +13,7 @@ import torch
 import weft
 from tests.groups import settle
 from tests.moe.layers import CONFIGS, Case, bound
-from weft.errors import InvalidArgument, OutOfOrder
+from weft.errors import Aborted, InvalidArgument, OutOfOrder
 from weft.moe import ExpertWeights, balance
 
 KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -25,8 +25,10 @@ def exchanges(group: weft.Group) -> None:
     # The same sizes, said in another way.
     two = weft.lease(group, weft.AllToAll, **SIZES, dtype=torch.bfloat16, expert_map=None)
     other = weft.lease(group, weft.AllToAll, **{**SIZES, "hidden": 128})
-    low = weft.lease(group, weft.LowLatencyAllToAll, 4, 128, 2, 8)
-    again = weft.lease(group, weft.LowLatencyAllToAll, 4, num_experts=8, hidden=128, top_k=2)
+    low = weft.lease(group, weft.LowLatencyAllToAll, **{**SIZES, "hidden": 128})
+    # In another order.
+    sizes = {"num_experts": 8, "hidden": 128, "top_k": 2, "max_tokens": 4}
+    again = weft.lease(group, weft.LowLatencyAllToAll, **sizes)
     assert one.operator is two.operator
     assert low.operator is again.operator
     assert len({id(each.operator) for each in (one, other, low)}) == 3
@@ -179,3 +181,36 @@ def global_ids(group: weft.Group) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_global_ids(ranks, kind):
     ranks(2, kind)(global_ids)
+
+
+def broken(group: weft.Group) -> None:
+    """A workspace whose round broke is given back like any other, and the next lease makes one."""
+    mine = [weft.lease(group, weft.AllToAll, **SIZES) for _ in range(2)]
+    a2a, memory = mine[0].operator, weakref.ref(mine[0].operator.heap._keeper)
+    x = torch.ones(1, 64, dtype=torch.bfloat16, device=group.device)
+    ids = torch.tensor([[0, 7]], device=group.device)
+    if group.rank:
+        a2a.abort()
+
+    def round_of_all() -> None:
+        a2a.dispatch(x, ids)
+        settle(group.device)
+        a2a.check()
+
+    with pytest.raises(Aborted):
+        round_of_all()
+    group.barrier()
+    for lease in mine:
+        assert memory() is not None
+        lease.close()
+    gc.collect()
+    assert memory() is None
+    with weft.lease(group, weft.AllToAll, **SIZES) as new:
+        assert new is not a2a
+        out = new.combine(weft.reference.identity_experts(new.dispatch(x, ids), torch.bfloat16))
+        assert torch.equal(out, 2 * x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_workspace_that_broke_is_given_back(ranks, kind):
+    ranks(2, kind)(broken)

@@ -42,3 +42,28 @@ def test_a_pidfd_tells_of_an_end() -> None:
     assert heard == [1]
     liveness.close()
     process.communicate()
+
+
+def test_nothing_is_heard_after_close() -> None:
+    """Of two peers that ended, one is heard, for its call closes; after that no process counts."""
+    heard: list[int] = []
+    told, made = threading.Event(), threading.Event()
+    dead = [subprocess.Popen([sys.executable, "-c", ""]) for _ in range(2)]
+    alive = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    peers = {rank: os.pidfd_open(each.pid) for rank, each in enumerate([*dead, alive])}
+    for each in dead:
+        each.wait()
+
+    def close_at_once(rank: int) -> None:
+        made.wait()
+        liveness.close()
+        tell(rank, heard, told)
+
+    liveness = Liveness(peers, close_at_once)
+    made.set()
+    assert told.wait(600.0)
+    liveness._thread.join(600.0)
+    alive.kill()
+    alive.communicate()
+    assert len(heard) == 1
+    assert not liveness._thread.is_alive()

@@ -60,3 +60,16 @@ def test_no_frame_of_a_rank_is_more_than_an_error_in_words(rank, call):
     before = len(os.listdir("/proc/self/fd"))
     talk()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_first_cause_stays_when_a_broken_group_is_aborted() -> None:
+    ours, theirs = socket.socketpair()
+    star = Star(1, 2, {0: Channel(ours, limit=4096)}, [1, 2])
+    theirs.sendall(framed(b'"the first cause"', Kind.FAIL))
+    for abort in (False, True):
+        if abort:
+            star.abort("a later reason")
+        with pytest.raises(RendezvousFailed, match="the first cause"):
+            star.gather("test", None, LONG)
+    star.close()
+    theirs.close()

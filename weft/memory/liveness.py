@@ -75,11 +75,12 @@ def _watch(peers: dict[int, int], wake: int, ended: Callable[[int], None]) -> No
         poller.register(fd, select.POLLIN)
     try:
         while True:
-            for fd, _ in poller.poll():
-                if fd == wake:
-                    return
-                poller.unregister(fd)
-                ended(ranks[fd])
+            ready = [fd for fd, _ in poller.poll()]
+            if wake in ready:
+                return
+            # One at a time: `ended` may close this, and then no other is called.
+            poller.unregister(ready[0])
+            ended(ranks[ready[0]])
     finally:
         for fd in ranks:
             with contextlib.suppress(OSError):
