@@ -17,13 +17,13 @@ SOON = 300.0  # much less than that, and enough for a busy machine
 def gather(meeting, rank, size=3, timeout=5.0, device="cpu"):
     """One rank: meet, exchange, leave. Returns what it got, or the error."""
     try:
-        star = meet(meeting, rank=rank, size=size, device=device, timeout=timeout)
+        control = meet(meeting, rank=rank, size=size, device=device, timeout=timeout)
     except RendezvousFailed as error:
         return error
     try:
-        return star.gather("test", rank, timeout)
+        return control.gather("test", rank, timeout)
     finally:
-        star.close()
+        control.close()
 
 
 def all_ranks(*calls):

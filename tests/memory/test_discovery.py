@@ -44,10 +44,10 @@ class Threads:
         def rank(r):
             exchange = self.exchange(r, changes.get(f"rank{r}"))
             try:
-                star = discovery.find(exchange, r, self.size, "cpu", timeout)
+                control = discovery.find(exchange, r, self.size, "cpu", timeout)
             except RendezvousFailed as error:
                 return str(error)
-            star.close()
+            control.close()
             return "met"
 
         with ThreadPoolExecutor(self.size) as pool:
@@ -190,12 +190,12 @@ def exchange(value):
 
 def meet():
     try:
-        star = find(exchange, rank, 2, "cpu", 120.0)
+        control = find(exchange, rank, 2, "cpu", 120.0)
     except RendezvousFailed as error:
         return str(error)
-    passed = star.exchange_fds(os.memfd_create("x"), 120.0)
-    names = star.gather("who", socket.gethostname(), 120.0)
-    star.close()
+    passed = control.exchange_fds(os.memfd_create("x"), 120.0)
+    names = control.gather("who", socket.gethostname(), 120.0)
+    control.close()
     return [names, os.getpid(), len(passed)]
 
 found = [meet()]

@@ -21,7 +21,7 @@ from weft.memory.rendezvous import meet
 HUB = """
 import sys, time
 from weft.memory.rendezvous import Meeting, meet
-star = meet(Meeting(sys.argv[1], bytes.fromhex(sys.argv[2])), rank=0, size=int(sys.argv[3]),
+control = meet(Meeting(sys.argv[1], bytes.fromhex(sys.argv[2])), rank=0, size=int(sys.argv[3]),
             device="cpu", timeout=300.0)
 time.sleep(300)
 """
@@ -222,11 +222,11 @@ def test_the_end_reaches_members_without_a_hub(meeting):
 def test_a_killed_hub_is_named(meeting):
     """The hub is another process; it dies after the meeting."""
     with hub_process(meeting, 2) as hub:
-        star = meet(meeting, rank=1, size=2, device="cpu", timeout=LONG)
-        assert star.pids == [hub.pid, os.getpid()]
+        control = meet(meeting, rank=1, size=2, device="cpu", timeout=LONG)
+        assert control.pids == [hub.pid, os.getpid()]
         hub.kill()
         with pytest.raises(RendezvousFailed, match=rf"rank 0 \(pid {hub.pid}\) died"):
-            star.gather("test", 1, LONG)
+            control.gather("test", 1, LONG)
         with pytest.raises(RendezvousFailed, match=r"rank 0 .* died"):
-            star.gather("test", 1, LONG)
-        star.close()
+            control.gather("test", 1, LONG)
+        control.close()

@@ -269,11 +269,11 @@ def test_no_answer_of_a_hub_is_more_than_an_error_in_words(meeting):
             theirs.sendall(data)
             theirs.shutdown(socket.SHUT_WR)
             try:
-                star = newcomer._greet(channel)
+                control = newcomer._greet(channel)
             except RendezvousFailed as error:
                 str(error).encode()
             else:
-                assert star is None or all(type(pid) is int for pid in star.pids)
+                assert control is None or all(type(pid) is int for pid in control.pids)
 
     answer()
 

@@ -31,13 +31,13 @@ def test_names_are_gone_while_the_star_lives(meeting):
         calls = [
             pool.submit(meet, meeting, rank=r, size=2, device="cpu", timeout=5.0) for r in (0, 1)
         ]
-        stars = [call.result(10) for call in calls]
+        controls = [call.result(10) for call in calls]
     assert not os.path.exists(meeting.directory)
     with open("/proc/net/unix", encoding="ascii") as file:
         assert meeting.directory not in file.read()
-    assert stars[0].pids == stars[1].pids == [os.getpid()] * 2
-    for star in stars:
-        star.close()
+    assert controls[0].pids == controls[1].pids == [os.getpid()] * 2
+    for control in controls:
+        control.close()
 
 
 def test_the_directory_may_have_a_long_name(monkeypatch, tmp_path):

@@ -119,8 +119,8 @@ def _make(rank: int, size: int, comm: CommBackend | None) -> Group:
 
 def _meet(exchange: Exchange, rank: int, size: int) -> Group:
     device = default_device(None)
-    star = find(exchange, rank, size, device.type, TIMEOUT)
-    return Group(star, rank=rank, size=size, device=device, timeout=TIMEOUT)
+    control = find(exchange, rank, size, device.type, TIMEOUT)
+    return Group(control, rank=rank, size=size, device=device, timeout=TIMEOUT)
 
 
 def _compare(rank: int, size: int, found_rank: int, found_size: int, where: str) -> None:

@@ -27,7 +27,7 @@ from weft.memory.rendezvous import meet
 from weft.memory.wire import JSON, text_of
 
 if TYPE_CHECKING:
-    from weft.memory.star import Star
+    from weft.memory.control_plane import ControlPlane
 
 _log = logging.getLogger(__name__)
 Exchange = Callable[[JSON], list[Any]]
@@ -45,7 +45,7 @@ def find(
     device: str,
     timeout: float,
     peers: Peers | None = None,
-) -> Star:
+) -> ControlPlane:
     """Meet ranks that can already exchange small values: compare hosts, then connect.
 
     `exchange` may look after `peers` while it waits: they are filled as soon as it returned once.

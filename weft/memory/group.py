@@ -106,8 +106,8 @@ class Group:
         rank, timeout = integer("rank", rank, 0, size - 1), seconds("timeout", timeout)
         instance("device", device, torch.device)
         flags(threads=threads)
-        star = meet(meeting, rank=rank, size=size, device=device.type, timeout=timeout)
-        return cls(star, rank=rank, size=size, device=device, timeout=timeout, threads=threads)
+        control = meet(meeting, rank=rank, size=size, device=device.type, timeout=timeout)
+        return cls(control, rank=rank, size=size, device=device, timeout=timeout, threads=threads)
 
     @classmethod
     def from_torch(
@@ -148,8 +148,10 @@ class Group:
         def exchange(value: JSON) -> list[Any]:
             return control.gather("Group.from_torch", value, timeout, watch=peers.check)
 
-        star = find(exchange, rank, size, where.type, timeout, peers)
-        return cls(star, rank=rank, size=size, device=where, timeout=timeout, process_group=group)
+        control = find(exchange, rank, size, where.type, timeout, peers)
+        return cls(
+            control, rank=rank, size=size, device=where, timeout=timeout, process_group=group
+        )
 
     @classmethod
     def from_env(cls, *, device: torch.device | str | None = None, timeout: float = 120.0) -> Group:
@@ -169,11 +171,11 @@ class Group:
         peers = Peers()
         exchange = StoreExchange(rank, size, timeout, peers)
         try:
-            star = find(exchange, rank, size, where.type, timeout, peers)
+            control = find(exchange, rank, size, where.type, timeout, peers)
         except Exception:
             exchange.linger()
             raise
-        return cls(star, rank=rank, size=size, device=where, timeout=timeout)
+        return cls(control, rank=rank, size=size, device=where, timeout=timeout)
 
     def all_gather(self, value: JSON, *, timeout: float | None = None) -> list[Any]:
         """Every rank's `value`, in rank order; at most 1 MiB of JSON a rank.

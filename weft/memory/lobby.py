@@ -16,9 +16,9 @@ import time
 from typing import Any, NoReturn
 
 from weft.errors import RendezvousFailed
+from weft.memory.control_plane import ControlPlane
 from weft.memory.meeting import ABI, BOUND, LOOK, SOCKET, Meeting, credentials, private_directory
 from weft.memory.peers import Peers
-from weft.memory.star import Star
 from weft.memory.wire import (
     HELLO_LIMIT,
     SLACK,
@@ -83,9 +83,9 @@ class Lobby:
                 channel.close()
             self.without_hello.clear()
 
-    def star(self, deadline: float) -> Star:
+    def control(self, deadline: float) -> ControlPlane:
         """Send every member the welcome: all have met."""
-        star = Star(0, self.size, self.members, self.pids)
+        control = ControlPlane(0, self.size, self.members, self.pids)
         try:
             for rank, channel in self.members.items():
                 channel.limit = VALUE_LIMIT + SLACK
@@ -94,9 +94,9 @@ class Lobby:
                 except OSError as error:
                     self.fail(f"rank {rank} (pid {self.pids[rank]}) left the meeting: {error}")
         except BaseException:
-            star.close()
+            control.close()
             raise
-        return star
+        return control
 
     def fail(self, text: str) -> NoReturn:
         for channel in self.members.values():

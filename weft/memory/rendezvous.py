@@ -22,10 +22,10 @@ import time
 from dataclasses import dataclass
 
 from weft.errors import InvalidArgument, RendezvousFailed
+from weft.memory.control_plane import HUB_SLACK, ControlPlane
 from weft.memory.lobby import Lobby
 from weft.memory.meeting import ABI, LOOK, SOCKET, Meeting, credentials, private_directory
 from weft.memory.peers import Peers
-from weft.memory.star import HUB_SLACK, Star
 from weft.memory.wire import (
     JSON,
     SLACK,
@@ -51,7 +51,7 @@ def meet(
     device: str,
     timeout: float,
     peers: Peers | None = None,
-) -> Star:
+) -> ControlPlane:
     """Meet the other `size - 1` ranks within `timeout` seconds; rank 0 is the hub.
 
     `device` is the kind of memory the rank has ("cpu", "cuda"), the same on every rank. `peers`
@@ -64,19 +64,19 @@ def meet(
     deadline = began + timeout
     peers = Peers() if peers is None else peers
     if rank > 0:
-        star = _Newcomer(meeting, rank, size, device, peers, timeout, deadline).join()
+        control = _Newcomer(meeting, rank, size, device, peers, timeout, deadline).join()
     elif size == 1:
         meeting.remove()
-        star = Star(0, 1, {}, [os.getpid()])
+        control = ControlPlane(0, 1, {}, [os.getpid()])
     else:
         lobby = Lobby(meeting, size, device, peers)
         lobby.gather(deadline, timeout)
-        star = lobby.star(deadline)
+        control = lobby.control(deadline)
     _log.info(
         "rank %d of %d on %s met the others in %s after %.3f s; processes by rank: %s",
-        *(rank, size, device, meeting.directory, time.monotonic() - began, star.pids),
+        *(rank, size, device, meeting.directory, time.monotonic() - began, control.pids),
     )
-    return star
+    return control
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,17 +91,17 @@ class _Newcomer:
     timeout: float
     deadline: float
 
-    def join(self) -> Star:
+    def join(self) -> ControlPlane:
         """Connect, say hello and wait until all have met."""
         while True:
             channel = Channel(self._reach(), limit=self.size * (VALUE_LIMIT + SLACK))
             try:
-                star = self._greet(channel)
+                control = self._greet(channel)
             except BaseException:
                 channel.close()
                 raise
-            if star is not None:
-                return star
+            if control is not None:
+                return control
             channel.close()
             time.sleep(0.01)
 
@@ -152,7 +152,7 @@ class _Newcomer:
                 f"the meeting in {directory} is over: rank 0 gave up or met others"
             )
 
-    def _greet(self, channel: Channel) -> Star | None:
+    def _greet(self, channel: Channel) -> ControlPlane | None:
         """What the hub makes of this rank: None where it asks to come again."""
         pid, uid = credentials(channel.socket)
         if uid != os.geteuid():
@@ -187,7 +187,7 @@ class _Newcomer:
             raise RendezvousFailed(
                 f"{text_of(frame.body)} (rank 0, pid {pid}, to rank {self.rank})"
             )
-        return Star(self.rank, self.size, {0: channel}, self._pids(frame, pid))
+        return ControlPlane(self.rank, self.size, {0: channel}, self._pids(frame, pid))
 
     def _pids(self, frame: Frame, hub: int) -> list[int]:
         pids = frame.body if isinstance(frame.body, list) else []

@@ -45,7 +45,7 @@ class Kind(enum.IntEnum):
     VALUE = 3  # member -> hub: my part of a collective
     RESULT = 4  # hub -> member: every rank's part
     DESCRIPTOR = 5  # either way: one file descriptor
-    FAIL = 6  # either way: the star is broken, and why
+    FAIL = 6  # either way: the group is broken, and why
     BYE = 7  # either way: the sender closed on purpose, and why if something made it
     AGAIN = 8  # hub -> newcomer: not read, for want of room or time; connect again
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.memory.hostile import BODIES, JSON_VALUES, framed
 from tests.memory.meetings import LONG
 from weft.errors import RendezvousFailed
-from weft.memory.star import Star
+from weft.memory.control_plane import ControlPlane
 from weft.memory.wire import Channel, Kind
 
 FRAMES = st.one_of(
@@ -44,15 +44,15 @@ def test_no_frame_of_a_rank_is_more_than_an_error_in_words(rank, call):
     @example(framed(b'"\\ud800"', Kind.BYE))
     def talk(data):
         ours, theirs = socket.socketpair()
-        star = Star(rank, 2, {1 - rank: Channel(ours, limit=1 << 16)}, [7, 8])
-        with contextlib.closing(star), contextlib.closing(theirs):
+        control = ControlPlane(rank, 2, {1 - rank: Channel(ours, limit=1 << 16)}, [7, 8])
+        with contextlib.closing(control), contextlib.closing(theirs):
             theirs.sendall(data)
             theirs.shutdown(socket.SHUT_WR)
             try:
                 if call == "gather":
-                    assert len(star.gather("test", 5, LONG)) == 2
+                    assert len(control.gather("test", 5, LONG)) == 2
                 else:
-                    for fd in star.exchange_fds(ours.fileno(), LONG):
+                    for fd in control.exchange_fds(ours.fileno(), LONG):
                         os.close(fd)
             except RendezvousFailed as error:
                 str(error).encode()
@@ -64,12 +64,12 @@ def test_no_frame_of_a_rank_is_more_than_an_error_in_words(rank, call):
 
 def test_the_first_cause_stays_when_a_broken_group_is_aborted() -> None:
     ours, theirs = socket.socketpair()
-    star = Star(1, 2, {0: Channel(ours, limit=4096)}, [1, 2])
+    control = ControlPlane(1, 2, {0: Channel(ours, limit=4096)}, [1, 2])
     theirs.sendall(framed(b'"the first cause"', Kind.FAIL))
     for abort in (False, True):
         if abort:
-            star.abort("a later reason")
+            control.abort("a later reason")
         with pytest.raises(RendezvousFailed, match="the first cause"):
-            star.gather("test", None, LONG)
-    star.close()
+            control.gather("test", None, LONG)
+    control.close()
     theirs.close()

@@ -1,8 +1,8 @@
-"""The star of Unix sockets that the ranks of one host keep after they met.
+"""The control plane: Unix sockets that the ranks of one host keep after they met, in a star.
 
 Rank 0 is the hub. Every collective is one frame from each rank to the hub and one frame back (one a
 descriptor, for descriptors). A rank that dies ends its socket, so the hub knows at once and informs
-the others which rank it was. Every wait has a deadline; a failed call breaks the star for good.
+the others which rank it was. Every wait has a deadline; a failed call breaks the group for good.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from weft.memory.wire import (
 HUB_SLACK = 1.0  # seconds that members wait longer than the hub, whose error names the culprit
 
 
-class Star:
+class ControlPlane:
     """The sockets of one rank after the meeting: one to each member on rank 0, one to rank 0 else.
 
     `pids[r]` is rank r's process id as the kernel reported it to the hub.
@@ -89,7 +89,7 @@ class Star:
             raise
 
     def abort(self, why: str) -> None:
-        """Break the star from another thread of this process: a blocked call raises at once."""
+        """Break the group from another thread of this process: a blocked call raises at once."""
         self._broken = self._broken or why
         for channel in self._channels.values():
             channel.shut()
@@ -253,7 +253,7 @@ class Star:
         return None
 
     def _fail(self, text: str) -> NoReturn:
-        """Break the star for good: send every peer the text, if its buffer has room, and raise.
+        """Break the group for good: send every peer the text, if its buffer has room, and raise.
 
         The first text stays: a rank that comes later learns the first cause.
         """
