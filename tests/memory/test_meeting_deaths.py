@@ -15,8 +15,8 @@ import pytest
 from tests.memory.meetings import LONG, SOON, all_ranks, connect, gather
 from weft.errors import RendezvousFailed
 from weft.memory import peers
-from weft.memory.lobby import Lobby
 from weft.memory.rendezvous import meet
+from weft.memory.rendezvous_server import RendezvousServer
 
 HUB = """
 import sys, time
@@ -193,13 +193,13 @@ def test_peers_leave_no_descriptor():
 
 
 def test_whoever_started_the_ranks_can_end_the_meeting(meeting, monkeypatch):
-    admitted, admit = threading.Event(), Lobby._admit
+    admitted, admit = threading.Event(), RendezvousServer._admit
 
     def admits(self, *hello):
         admit(self, *hello)
         admitted.set()
 
-    monkeypatch.setattr(Lobby, "_admit", admits)
+    monkeypatch.setattr(RendezvousServer, "_admit", admits)
     with ThreadPoolExecutor(3) as pool:
         ranks = [pool.submit(gather, meeting, r, 4, LONG) for r in (0, 1)]
         connect(meeting).close()

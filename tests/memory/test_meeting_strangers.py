@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.memory.hostile import BODIES, JSON_VALUES, framed
 from tests.memory.meetings import LONG, SOON, all_ranks, connect, gather, said
 from weft.errors import RendezvousFailed
-from weft.memory import lobby, peers, rendezvous
+from weft.memory import peers, rendezvous, rendezvous_server
 from weft.memory.meeting import ABI, Meeting, credentials
 from weft.memory.wire import HEAD, HELLO_LIMIT, MAGIC, Channel, Kind
 
@@ -59,9 +59,9 @@ def test_a_rank_with_a_wrong_nonce_learns_why(meeting):
 
 @pytest.mark.parametrize("nonce", [None, 7, [], "é" * 64, "", "\ud800" * 64])
 def test_a_nonce_of_any_shape_is_compared(meeting, nonce):
-    assert not lobby._trusted(meeting.nonce, {"nonce": nonce})
-    assert not lobby._trusted(meeting.nonce, nonce)
-    assert lobby._trusted(meeting.nonce, {"nonce": meeting.nonce.hex()})
+    assert not rendezvous_server._trusted(meeting.nonce, {"nonce": nonce})
+    assert not rendezvous_server._trusted(meeting.nonce, nonce)
+    assert rendezvous_server._trusted(meeting.nonce, {"nonce": meeting.nonce.hex()})
 
 
 def test_another_user_is_refused(meeting, monkeypatch):
@@ -72,7 +72,7 @@ def test_another_user_is_refused(meeting, monkeypatch):
         pid, uid = real(connection)
         return pid, 12345 if connection.getsockname() else uid
 
-    for module in (lobby, rendezvous):
+    for module in (rendezvous_server, rendezvous):
         monkeypatch.setattr(module, "credentials", of_another_user)
     hub, member = all_ranks(
         lambda: gather(meeting, 0, size=2, timeout=0.5),
@@ -89,7 +89,7 @@ def test_a_hub_of_another_user_is_refused(meeting, monkeypatch):
         pid, uid = real(connection)
         return pid, uid if connection.getsockname() else 12345
 
-    for module in (lobby, rendezvous):
+    for module in (rendezvous_server, rendezvous):
         monkeypatch.setattr(module, "credentials", of_another_user)
     hub, member = all_ranks(
         lambda: gather(meeting, 0, size=2, timeout=0.5),
@@ -120,12 +120,12 @@ def test_a_strangers_note_ends_nothing(meeting, odd):
 
 
 def test_a_crowd_of_silent_strangers_delays_nobody(meeting, monkeypatch):
-    monkeypatch.setattr(lobby, "HELLO_SECONDS", LONG)
+    monkeypatch.setattr(rendezvous_server, "HELLO_SECONDS", LONG)
     before = len(os.listdir("/proc/self/fd"))
     with ThreadPoolExecutor(1) as pool:
         hub = pool.submit(gather, meeting, 0, 2, LONG)
         started = time.monotonic()
-        crowd = [connect(meeting) for _ in range(3 * lobby.STRANGERS)]
+        crowd = [connect(meeting) for _ in range(3 * rendezvous_server.STRANGERS)]
         assert gather(meeting, 1, 2, LONG) == [0, 1]
         assert hub.result() == [0, 1]
         assert time.monotonic() - started < SOON
@@ -135,7 +135,7 @@ def test_a_crowd_of_silent_strangers_delays_nobody(meeting, monkeypatch):
 
 
 def test_a_rank_that_spoke_too_late_comes_again(meeting, monkeypatch):
-    monkeypatch.setattr(lobby, "HELLO_SECONDS", 0.2)
+    monkeypatch.setattr(rendezvous_server, "HELLO_SECONDS", 0.2)
     real = Channel.send
     late: list[Channel] = []
 
@@ -164,7 +164,7 @@ def test_a_hub_at_its_limit_of_descriptors_makes_room(meeting, monkeypatch):
         full.append(1)
         return connection
 
-    monkeypatch.setattr(lobby, "HELLO_SECONDS", LONG)
+    monkeypatch.setattr(rendezvous_server, "HELLO_SECONDS", LONG)
     monkeypatch.setattr(socket.socket, "accept", accept)
     with ThreadPoolExecutor(1) as pool:
         hub = pool.submit(gather, meeting, 0, 2, LONG)
@@ -184,7 +184,7 @@ HOSTILE = st.one_of(
 
 
 def test_no_bytes_of_a_stranger_end_the_meeting(meeting, monkeypatch):
-    monkeypatch.setattr(lobby, "HELLO_SECONDS", 0.5)
+    monkeypatch.setattr(rendezvous_server, "HELLO_SECONDS", 0.5)
     before = len(os.listdir("/proc/self/fd"))
     sockets: list[socket.socket] = []
 
@@ -222,7 +222,7 @@ def test_a_hello_with_the_nonce_and_odd_fields_is_an_error_in_words(meeting):
     @settings(max_examples=60, deadline=None, database=None)
     @given(st.dictionaries(st.sampled_from(sorted(good)), JSON_VALUES, min_size=1))
     def admit(fields):
-        hub = lobby.Lobby(meeting, 2, "cpu", peers.Peers())
+        hub = rendezvous_server.RendezvousServer(meeting, 2, "cpu", peers.Peers())
         ours, theirs = socket.socketpair()
         with contextlib.closing(Channel(theirs, limit=1 << 16)) as end:
             hub.without_hello[ours.fileno()] = (Channel(ours, limit=HELLO_LIMIT), 7, LONG)
@@ -261,7 +261,7 @@ def test_no_answer_of_a_hub_is_more_than_an_error_in_words(meeting):
     @example(framed(b'"\\ud800"', Kind.FAIL))
     def answer(data):
         ours, theirs = socket.socketpair()
-        newcomer = rendezvous._Newcomer(
+        client = rendezvous._RendezvousClient(
             meeting, 1, 2, "cpu", peers.Peers(), LONG, time.monotonic() + LONG
         )
         channel = Channel(ours, limit=HELLO_LIMIT)
@@ -269,7 +269,7 @@ def test_no_answer_of_a_hub_is_more_than_an_error_in_words(meeting):
             theirs.sendall(data)
             theirs.shutdown(socket.SHUT_WR)
             try:
-                control = newcomer._greet(channel)
+                control = client._greet(channel)
             except RendezvousFailed as error:
                 str(error).encode()
             else:

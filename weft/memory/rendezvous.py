@@ -23,9 +23,9 @@ from dataclasses import dataclass
 
 from weft.errors import InvalidArgument, RendezvousFailed
 from weft.memory.control_plane import HUB_SLACK, ControlPlane
-from weft.memory.lobby import Lobby
 from weft.memory.meeting import ABI, LOOK, SOCKET, Meeting, credentials, private_directory
 from weft.memory.peers import Peers
+from weft.memory.rendezvous_server import RendezvousServer
 from weft.memory.wire import (
     JSON,
     SLACK,
@@ -64,14 +64,14 @@ def meet(
     deadline = began + timeout
     peers = Peers() if peers is None else peers
     if rank > 0:
-        control = _Newcomer(meeting, rank, size, device, peers, timeout, deadline).join()
+        control = _RendezvousClient(meeting, rank, size, device, peers, timeout, deadline).join()
     elif size == 1:
         meeting.remove()
         control = ControlPlane(0, 1, {}, [os.getpid()])
     else:
-        lobby = Lobby(meeting, size, device, peers)
-        lobby.gather(deadline, timeout)
-        control = lobby.control(deadline)
+        server = RendezvousServer(meeting, size, device, peers)
+        server.gather(deadline, timeout)
+        control = server.welcome(deadline)
     _log.info(
         "rank %d of %d on %s met the others in %s after %.3f s; processes by rank: %s",
         *(rank, size, device, meeting.directory, time.monotonic() - began, control.pids),
@@ -80,7 +80,7 @@ def meet(
 
 
 @dataclass(frozen=True, slots=True)
-class _Newcomer:
+class _RendezvousClient:
     """Any other rank on its way to rank 0."""
 
     meeting: Meeting

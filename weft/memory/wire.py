@@ -47,7 +47,7 @@ class Kind(enum.IntEnum):
     DESCRIPTOR = 5  # either way: one file descriptor
     FAIL = 6  # either way: the group is broken, and why
     BYE = 7  # either way: the sender closed on purpose, and why if something made it
-    AGAIN = 8  # hub -> newcomer: not read, for want of room or time; connect again
+    AGAIN = 8  # hub -> client: not read, for want of room or time; connect again
 
 
 @dataclass(frozen=True, slots=True)

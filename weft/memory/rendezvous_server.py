@@ -35,7 +35,7 @@ HELLO_SECONDS = 5.0  # for a new connection to say who it is
 STRANGERS = 64  # connections that may wait at a time without a hello
 
 
-class Lobby:
+class RendezvousServer:
     """Rank 0 while it waits for the others."""
 
     def __init__(self, meeting: Meeting, size: int, device: str, peers: Peers) -> None:
@@ -83,7 +83,7 @@ class Lobby:
                 channel.close()
             self.without_hello.clear()
 
-    def control(self, deadline: float) -> ControlPlane:
+    def welcome(self, deadline: float) -> ControlPlane:
         """Send every member the welcome: all have met."""
         control = ControlPlane(0, self.size, self.members, self.pids)
         try:
