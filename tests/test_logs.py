@@ -16,7 +16,7 @@ import weft
 from tests.moe.layers import CONFIGS, Case
 from weft import logs
 from weft.errors import InvalidArgument
-from weft.memory.liveness import Sign
+from weft.memory.liveness import LivenessFd
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
@@ -138,9 +138,9 @@ def test_refused_pidfds_are_odd(monkeypatch, caplog):
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "pidfd_open", refuses)
-    sign = Sign()
-    os.close(sign.fd)
-    sign.close()
+    alive = LivenessFd()
+    os.close(alive.fd)
+    alive.close()
     (told,) = _told(caplog, logging.WARNING)
     assert told.startswith("pidfd_open is refused (Operation not permitted): peers see by a pipe")
 

@@ -1,4 +1,4 @@
-"""A sign of life ends with its process, by a pidfd or, where that is refused, by a pipe."""
+"""The end of a process is seen by a pidfd or, where that is refused, by a pipe."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from weft.memory.liveness import Liveness, Sign
+from weft.memory.liveness import Liveness, LivenessFd
 
 
 def refused(pid: int) -> int:
@@ -18,10 +18,10 @@ def refused(pid: int) -> int:
 
 def test_where_pidfds_are_refused_a_pipe_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pidfd_open", refused)
-    sign, heard = Sign(), threading.Event()
-    liveness = Liveness({3: sign.fd}, lambda rank: heard.set() if rank == 3 else None)
+    alive, heard = LivenessFd(), threading.Event()
+    liveness = Liveness({3: alive.fd}, lambda rank: heard.set() if rank == 3 else None)
     assert not heard.wait(0.05)
-    sign.close()  # what the kernel does for a process that ends
+    alive.close()  # what the kernel does for a process that ends
     assert heard.wait(600.0)
     liveness.close()
     liveness.close()

@@ -4,7 +4,7 @@ They can already exchange small values, through a torch process group or a store
 serves only to say who they are and to hand out the meeting's directory and nonce. A rank that does
 not see the directory, because it runs in a container with mounts of its own, reaches it through the
 root directory of rank 0's process. Where one cannot, all try /dev/shm instead. Either way they come
-to one Unix socket, so authentication, descriptors and signs of life do not depend on the way.
+to one Unix socket, so authentication, descriptors and liveness do not depend on the path.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ def find(
                 watched.watch(r, host)
         first, problems = _meeting_of(hosts[0]["place"]), []
         for meeting in (first, first.in_shared_memory()):
-            way = _Way(meeting, rank, watched, held)
+            resolver = _PathResolver(meeting, rank, watched, held)
             try:
                 _agree(exchange, meeting.make if rank == 0 else None, hosts)
-                _agree(exchange, way.find, hosts)
+                _agree(exchange, resolver.find, hosts)
                 return meet(
-                    way.meeting,
+                    resolver.meeting,
                     rank=rank,
                     size=size,
                     device=device,
@@ -91,7 +91,7 @@ def find(
                 )
             except BaseException as error:
                 # Whoever fails: without this rank it cannot succeed, and rank 0 may have died.
-                way.meeting.remove()
+                resolver.meeting.remove()
                 if not isinstance(error, _NotHere):
                     raise
                 problems.append(str(error))
@@ -102,10 +102,10 @@ class _NotHere(RendezvousFailed):
     """Not every rank reaches this place. All ranks raise it alike, so all can try another one."""
 
 
-class _Way:
-    """A rank's way to a meeting: to where rank 0 says or, if it has other mounts, to there in its.
+class _PathResolver:
+    """Where a rank reaches a meeting: at rank 0's path or, with other mounts, below rank 0's root.
 
-    `meeting` is the meeting as this rank reaches it; `held` closes what the way there needs.
+    `meeting` is the meeting as this rank reaches it; `held` closes what the path there needs.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class _Way:
         self._held = held
 
     def find(self) -> None:
-        """Set `meeting`. Raises RendezvousFailed saying what stands in either way."""
+        """Set `meeting`. Raises RendezvousFailed saying why neither path can be opened."""
         try:
             self.meeting.check()
             return

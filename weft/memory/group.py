@@ -21,7 +21,7 @@ from weft.errors import (
 )
 from weft.memory.collective import OwnProcessGroup, TorchControl
 from weft.memory.discovery import default_device, find
-from weft.memory.liveness import Liveness, Sign
+from weft.memory.liveness import Liveness, LivenessFd
 from weft.memory.meeting import Meeting
 from weft.memory.peers import Peers
 from weft.memory.rendezvous import meet
@@ -83,7 +83,7 @@ class Group:
         self._members: weakref.WeakSet[Member] = weakref.WeakSet()
         self._ended: set[int] = set()  # ranks whose processes have ended
         self._fate = threading.Lock()  # of the two above
-        self._sign: Sign | None = None
+        self._liveness_fd: LivenessFd | None = None
         self._liveness: Liveness | None = None
         # A group that is dropped unclosed gives its sockets back without a warning. At exit the
         # system does.
@@ -314,11 +314,11 @@ class Group:
         """
         if self._liveness is not None or self._threads or self.size == 1:
             return
-        self._sign = self.together(Sign, doing="opening a sign of life")
+        self._liveness_fd = self.together(LivenessFd, doing="opening a pidfd")
         try:
-            fds = self.exchange_fds(self._sign.fd)
+            fds = self.exchange_fds(self._liveness_fd.fd)
         finally:
-            os.close(self._sign.fd)
+            os.close(self._liveness_fd.fd)
         os.close(fds[self.rank])
         ended = weakref.WeakMethod(self._peer_ended)
 
@@ -377,8 +377,8 @@ class Group:
         self._control.close(None if why is None else f"it {why}")
         if self._liveness is not None:
             self._liveness.close()
-        if self._sign is not None:
-            self._sign.close()
+        if self._liveness_fd is not None:
+            self._liveness_fd.close()
         if self._own is not None:
             self._own.destroy()
             self._own = self._process_group = None

@@ -18,8 +18,11 @@ from collections.abc import Callable, Mapping
 _log = logging.getLogger(__name__)
 
 
-class Sign:
-    """This rank's own sign of life. `fd` is for the peers; it is the caller's to close."""
+class LivenessFd:
+    """A descriptor that shows the end of this process.
+
+    `fd` is for the peers; it is the caller's to close.
+    """
 
     def __init__(self) -> None:
         self._kept = -1

@@ -60,8 +60,8 @@ class HostShares:
         self._fd = -1
         self._owner = os.getpid()
         self.stride = self._mapped + page  # the page stays unmapped: overruns fault at once
-        self._letter = -(-MAILBOX_BYTES // page) * page
-        self._reserved = ranks * self.stride + self._letter
+        self._mailbox_bytes = -(-MAILBOX_BYTES // page) * page
+        self._reserved = ranks * self.stride + self._mailbox_bytes
         self.base = 0
         self.mailbox = (0, 0)
 
@@ -71,11 +71,11 @@ class HostShares:
         os.ftruncate(self._fd, self._mapped)
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
         self.base = _map(0, self._reserved, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
-        letter = self.base + self._ranks * self.stride
+        mailbox = self.base + self._ranks * self.stride
         writable = mmap.PROT_READ | mmap.PROT_WRITE
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
-        _map(letter, self._letter, writable, private, -1)
-        self.mailbox = (letter, letter)
+        _map(mailbox, self._mailbox_bytes, writable, private, -1)
+        self.mailbox = (mailbox, mailbox)
 
     def map(self, fds: list[int]) -> None:
         """Map one share of every rank. Raises HandleUnsupported for a foreign descriptor."""
