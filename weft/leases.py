@@ -42,7 +42,7 @@ class _Shared(Generic[T]):
     users: int = 0
 
 
-# Weakly, so that operators whose leases are all forgotten go as those do that nobody leased.
+# Weakly, so that operators whose leases are all forgotten go as those that were never leased do.
 _Known = WeakValueDictionary[Hashable, _Shared[Any]]
 _of_group: WeakKeyDictionary[Group, _Known] = WeakKeyDictionary()
 

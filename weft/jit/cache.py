@@ -1,7 +1,7 @@
 """A disk cache of compiled code, addressed by what went into it and shared by processes.
 
 An entry is two files in one flat directory: `<key>.data` holds the bytes, `<key>.json` says what
-they are. Each is written beside its place and renamed into it, so that a reader, who takes no lock,
+they are. Each is written under another name and renamed, so that a reader, who takes no lock,
 sees all of it or none. The directory belongs to this user, and nobody else may write it: what is in
 it is code that will be run.
 """

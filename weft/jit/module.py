@@ -160,7 +160,7 @@ class CudaModule:
         moment, whatever is being captured there or elsewhere.
 
         Args:
-            after: a CUstream to wait for beside that, unless it is being captured.
+            after: another CUstream to wait for, unless it is being captured.
 
         Raises:
             DriverError: the driver refused, for example because a kernel failed before; every step

@@ -80,7 +80,7 @@ class TorchControl:
         )
 
     def close(self, why: str | None = None) -> None:
-        """Forget the process group, which belongs to the caller. `why` is sent to nobody."""
+        """Forget the process group, which belongs to the caller. `why` is not sent."""
         self._closed = True
 
 

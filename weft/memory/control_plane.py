@@ -234,7 +234,7 @@ class ControlPlane:
         except TimeoutError:
             self._fail(f"{self._name(rank)} did not read its part of {op} within {timeout:g} s")
         except Gone:
-            # Its last words may still lie in the socket's buffer.
+            # Its last frames may still be in the socket's buffer.
             self._fail(self._last_words(rank, op) or f"{self._name(rank)} died before {op}")
         except OSError as error:
             self._fail(f"{self._name(rank)} cannot be sent its part of {op}: {error}")

@@ -60,7 +60,7 @@ class DeviceShares:
 
     @property
     def stream(self) -> int:
-        """A CUstream that nobody else has: torch's are shared by all who ask for one."""
+        """A CUstream of this heap's own: torch's are shared by all who ask for one."""
         return int(self._stream)
 
     def open(self) -> dict[str, Any]:
@@ -191,7 +191,7 @@ class DeviceShares:
         return tensor_at(address, count, self._torch_device, keeper)
 
     def read(self, address: int, count: int) -> bytes:
-        """A copy of `count` bytes, taken beside whatever kernels run."""
+        """A copy of `count` bytes, taken while kernels may run."""
         into = (ctypes.c_ubyte * count)()
         with relaxed(self._torch_device), self._current():
             call("cuMemcpyDtoHAsync", ctypes.addressof(into), address, count, self._stream)
@@ -199,11 +199,11 @@ class DeviceShares:
         return bytes(into)
 
     def write(self, address: int, data: bytes) -> None:
-        """Store `data` beside whatever kernels run, which may hold every SM: by a copy engine.
+        """Store `data` while kernels may run on every SM: by a copy engine.
 
         At most 2048 bytes, from one thread at a time.
         """
-        staged = self.mailbox[0] + MAILBOX_BYTES // 2  # pinned, and behind what kernels write
+        staged = self.mailbox[0] + MAILBOX_BYTES // 2  # pinned, and after what kernels write
         ctypes.memmove(staged, data, len(data))
         with relaxed(self._torch_device), self._current():
             call("cuMemcpyHtoDAsync", address, staged, len(data), self._stream)

@@ -56,7 +56,7 @@ def find(
             mine = Meeting.draw() if rank == 0 else None
         except RendezvousFailed as error:
             problem = f"rank 0: {error}"
-        # The directory is made after its name was sent: whoever outlives rank 0 can remove it.
+        # The directory is made after its name was sent: ranks that outlive rank 0 can remove it.
         place = {"directory": mine.directory, "nonce": mine.nonce.hex()} if mine else None
         began = time.monotonic()
         said = exchange({**_host(), "place": place, "problem": problem})
@@ -90,7 +90,7 @@ def find(
                     peers=watched,
                 )
             except BaseException as error:
-                # Whoever fails: without this rank it cannot succeed, and rank 0 may have died.
+                # Without this rank the meeting cannot succeed, and rank 0 may have died.
                 resolver.meeting.remove()
                 if not isinstance(error, _NotHere):
                     raise
@@ -99,7 +99,7 @@ def find(
 
 
 class _NotHere(RendezvousFailed):
-    """Not every rank reaches this place. All ranks raise it alike, so all can try another one."""
+    """Not every rank reaches this place. Every rank raises it, so all can try another one."""
 
 
 class _PathResolver:

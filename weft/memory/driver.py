@@ -76,15 +76,15 @@ def relaxed(device: torch.device | None = None) -> Iterator[None]:
     """Let this thread allocate, load, free and wait while streams of the process are captured.
 
     Such calls are forbidden to a thread that captures, and to every thread while one captures in
-    the global mode. A forbidden call not only fails: it makes the capture invalid, and whoever
-    captures sees the error at a later launch. None of what weft does within is part of a graph,
-    so nothing is lost by leave for it. The thread's mode comes back at the end.
+    the global mode. A forbidden call not only fails: it makes the capture invalid, and the
+    thread that captures sees the error at a later launch. Nothing that weft does within is
+    part of a graph, so nothing is lost. The thread's mode is restored at the end.
 
     Even so nothing may wait for what is being captured, nor for what contains it: to synchronise
     the context (`torch.cuda.synchronize`), to record an event of it, or to use the default stream
     while a stream that blocks with it is captured, is an error in every mode that makes the capture
-    invalid, and the driver has no call that says whether one is under way. Whoever must know that
-    the GPU has done its work waits with `fence`, or for streams of its own.
+    invalid, and the driver has no call that says whether one is under way. To know that the
+    GPU has done its work, wait with `fence`, or for streams of your own.
 
     device: on a CPU this does nothing.   Raises DriverError.
     """

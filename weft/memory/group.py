@@ -245,7 +245,7 @@ class Group:
         try:
             self.vote(problem, doing=doing)
         finally:
-            problem = None  # its traceback holds this frame, and the frames of whoever opens a heap
+            problem = None  # its traceback holds this frame, and its callers' frames
         return cast("T", result)
 
     def agree(self, value: JSON, *, what: str) -> None:

@@ -38,7 +38,7 @@ class Shares(Protocol):
 
 
 class _Keeper:
-    """Whoever holds it holds the heap's memory: the open heap, its mailbox and every view."""
+    """What holds it keeps the heap's memory: the open heap, its mailbox and every view."""
 
     __slots__ = ("__weakref__",)
 
@@ -62,7 +62,7 @@ class Mailbox:
 class Heap:
     """`size` bytes per rank that every rank of `group` can address. A context manager.
 
-    Rank r's share lies at `base + r * stride` in this process and is zero at first; behind each
+    Rank r's share is at `base + r * stride` in this process and is zero at first; after each
     share a guard is left unmapped. `generation` is the same on every rank and differs from the
     group's other heaps.
     """
@@ -123,11 +123,11 @@ class Heap:
 
     @property
     def stream(self) -> int:
-        """A CUstream of this heap's own, which nobody captures; 0 on CPU ranks."""
+        """A CUstream of this heap's own, which is never captured; 0 on CPU ranks."""
         return self._open().stream
 
     def address(self, rank: int) -> int:
-        """Where rank `rank`'s share lies in this process. Raises InvalidArgument, OutOfOrder."""
+        """Where rank `rank`'s share is in this process. Raises InvalidArgument, OutOfOrder."""
         self._open()
         rank = integer("rank", rank, 0, self.group.size - 1)
         return self.base + rank * self.stride
@@ -144,7 +144,7 @@ class Heap:
         """A view [shape] of `dtype` at `offset` bytes into a rank's share (default: the own).
 
         `stride` is in elements (default: contiguous). The view keeps the memory alive, also past
-        close(). Raises InvalidArgument when it does not lie in the share, OutOfOrder after close().
+        close(). Raises InvalidArgument when it is not inside the share, OutOfOrder after close().
         """
         shares = self._open()
         address = self.address(self.group.rank if rank is None else rank)
@@ -178,7 +178,7 @@ class Heap:
         return shares.read(where, HEADER_BYTES)
 
     def write(self, rank: int, offset: int, data: bytes) -> None:
-        """Write a few bytes into a rank's share beside whatever kernels run, and wait for it.
+        """Write a few bytes into a rank's share while kernels may run, and wait for it.
 
         Eight bytes at a multiple of eight arrive whole. Raises OutOfOrder after close().
         """
@@ -212,7 +212,7 @@ class Heap:
 
 
 def _free(shares: Shares, failures: list[Exception]) -> None:
-    """Runs when the last holder lets go. An exception would reach nobody: close() raises it."""
+    """Runs when the last holder lets go. An exception would be lost here: close() raises it."""
     try:
         shares.free()
     except Exception as error:

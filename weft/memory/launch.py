@@ -153,7 +153,7 @@ class _Threads:
         self.reports.put(report)
 
     def collect(self, deadline: float) -> list[Report]:
-        """One report a rank. A thread cannot be killed: one that still runs is left behind."""
+        """One report a rank. A thread cannot be killed: one that still runs is left alone."""
         reports: dict[int, Report] = {}
         late: set[int] = set()
         broken = False

@@ -57,7 +57,7 @@ class Meeting:
     def received(cls, directory: Any, nonce: Any) -> Meeting:
         """The meeting whose place rank 0 sent. Raises ValueError for what `draw` would not choose.
 
-        Whoever could write a false directory could otherwise have this process remove an empty one.
+        A false directory could otherwise have this process remove an empty one.
         """
         if not isinstance(directory, str) or not os.path.isabs(directory) or "\0" in directory:
             raise ValueError(f"{directory!r:.200} is no absolute path")
@@ -92,7 +92,7 @@ class Meeting:
     def end(self, why: str) -> None:
         """End the meeting for every rank that has not met yet, whatever it waits for.
 
-        For whoever started the ranks and sees one fail. After all have met it does nothing.
+        For a launcher that sees a rank fail. After all have met it does nothing.
         """
         text = why[:TEXT_LIMIT].encode(errors="backslashreplace")
         path = os.path.join(self.directory, _NOTE)

@@ -91,7 +91,7 @@ class Peers:
     def root(self, rank: int) -> int:
         """An O_PATH descriptor of the root directory of a rank's process; the caller closes it.
 
-        Below it lies whatever that process has mounted. The kernel asks for the right to read the
+        Below it is what that process has mounted. The kernel asks for the right to read the
         process, which ranks of one user with equal capabilities have. It does not ask for the right
         to attach to it, which pidfd_getfd needs and which Yama and the default seccomp profile of
         Docker refuse. Raises RendezvousFailed saying why it cannot be had.
@@ -108,8 +108,8 @@ class Peers:
                 f"/proc/{pid}: {error.strerror}; mount the /proc of this pid namespace"
             ) from error
         try:
-            # Root may read every process. Without this check whoever writes in the store could
-            # lead it into the mounts of a process of his.
+            # Root may read every process. Without this check another user who writes in
+            # the store could lead it into the mounts of a process of theirs.
             owner = os.fstat(process).st_uid
             if owner != os.geteuid():
                 raise PermissionError(errno.EACCES, f"it belongs to user {owner}")
@@ -139,7 +139,7 @@ def _started(pid: int) -> int:
     """When a process started, in clock ticks since boot; 0 if it is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # Fields are counted from behind the name, which may hold anything: this is the 22nd.
+            # Counted from the end of the name, which may hold anything, this is the 22nd field.
             return int(file.read().rpartition(b")")[2].split()[19])
     except (FileNotFoundError, ProcessLookupError):
         return 0

@@ -127,7 +127,7 @@ class HostShares:
     def free(self) -> None:
         """Give everything back. Idempotent. Raises OSError.
 
-        A forked child only forgets: other memory may lie there in its own address space.
+        A forked child only forgets: other memory may be there in its own address space.
         """
         if self._fd >= 0:
             os.close(self.take_fd())
@@ -149,7 +149,7 @@ def create(group: Group, size: int) -> HostShares:
 
 
 def buffer(address: int, count: int, keeper: object) -> ctypes.Array[ctypes.c_ubyte]:
-    """`count` bytes at `address` for the buffer protocol; whoever holds it holds `keeper`."""
+    """`count` bytes at `address` for the buffer protocol; it keeps `keeper` alive."""
     array = (ctypes.c_ubyte * count).from_address(address)
     array.keeper = keeper  # type: ignore[attr-defined]
     return array

@@ -2,11 +2,11 @@
 
 Rank 0 listens in a directory that only its user may enter. Every other rank connects, is checked by
 user id as the kernel reports it, and shows the job's 32-byte nonce; both sides compare what they
-were built for. A stranger is refused and disturbs nobody. As soon as all have met, the names and
+were built for. A stranger is refused and disturbs no rank. As soon as all have met, the names and
 the directory are removed, so that nothing named is left behind even by `kill -9`.
 
 A rank that dies ends the meeting for all: once connected by its socket, before that by its pidfd
-where its process is known (`peers.py`), or by whoever started it, who leaves a note
+where its process is known (`peers.py`), or by its launcher, which leaves a note
 (`Meeting.end`). The socket's name appears only when somebody listens, so a name where nobody
 listens says that rank 0 is gone. A rank that is stopped, and not dead, has the deadline.
 """
@@ -168,7 +168,7 @@ class _RendezvousClient:
             "nonce": self.meeting.nonce.hex(),
         }
         try:
-            with contextlib.suppress(Gone):  # its last words may lie in the socket's buffer
+            with contextlib.suppress(Gone):  # its last frames may be in the socket's buffer
                 channel.send(Kind.HELLO, encode(said), self.deadline)
             frame = channel.receive(self.deadline + HUB_SLACK)
         except TimeoutError:

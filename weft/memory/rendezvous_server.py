@@ -36,7 +36,7 @@ STRANGERS = 64  # connections that may wait at a time without a hello
 
 
 class RendezvousServer:
-    """Rank 0 while it waits for the others."""
+    """Rank 0 while it waits for the other ranks."""
 
     def __init__(self, meeting: Meeting, size: int, device: str, peers: Peers) -> None:
         self.meeting = meeting
@@ -159,7 +159,7 @@ class RendezvousServer:
             self.fail(why)
 
     def _accept(self, listener: socket.socket) -> None:
-        """Take in who waits outside. Whoever has not spoken longest makes room for the next."""
+        """Accept what has connected. The connection silent for longest makes room for the next."""
         for _ in range(STRANGERS):
             try:
                 connection, _ = listener.accept()

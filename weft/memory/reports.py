@@ -58,7 +58,7 @@ class Report:
         return f"rank {self.rank} raised {self.name}: {self.text}"
 
     def packed(self) -> bytes:
-        """The report for the launcher's own pipe; an error that cannot travel stays behind."""
+        """The report for the launcher's own pipe; an error that cannot be pickled stays here."""
         if self.error is not None:
             try:
                 pickle.loads(pickle.dumps(self.error))

@@ -34,7 +34,7 @@ _V1: _Names = (
 
 
 def require_room(group: Group, bytes_each: int, *, what: str) -> None:
-    """Raise InvalidArgument, alike on every rank, where `bytes_each` of each rank cannot fit.
+    """Raise InvalidArgument, the same on every rank, where `bytes_each` of each rank cannot fit.
 
     what: of each rank is so large. Collective. Ranks within one control group share its limit.
     """
@@ -50,16 +50,16 @@ def require_room(group: Group, bytes_each: int, *, what: str) -> None:
         raise InvalidArgument(
             f"{what} takes {_size(bytes_each)} on each of {ranks} ranks, {_size(total)} together; "
             f"rank {rank} sees {_size(least)} available on this host (MemAvailable and SwapFree in "
-            f"/proc/meminfo): {_MEND}"
+            f"/proc/meminfo): {_REMEDY}"
         )
     for rank, (_, where, limit) in enumerate(gathered):
-        beside = sum(other == where for _, other, _ in gathered)
-        if limit is not None and beside * bytes_each > limit:
+        inside = sum(other == where for _, other, _ in gathered)
+        if limit is not None and inside * bytes_each > limit:
             raise InvalidArgument(
                 f"{what} takes {_size(bytes_each)} on each of {ranks} ranks, "
-                f"{_size(beside * bytes_each)} together for the {beside} in the control group of "
+                f"{_size(inside * bytes_each)} together for the {inside} in the control group of "
                 f"rank {rank}, which has {_size(limit)} left ({where}): raise its memory limit, or "
-                f"{_MEND}"
+                f"{_REMEDY}"
             )
 
 
@@ -116,7 +116,7 @@ def _size(count: int) -> str:
     return f"{count / 1e9:.2f} GB ({count} bytes)"
 
 
-_MEND = (
+_REMEDY = (
     "build it smaller (max_tokens, hidden, slots) or with fewer ranks; the `memory_bytes` of what "
     "you build returns its bytes before anything is allocated"
 )

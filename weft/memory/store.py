@@ -1,9 +1,9 @@
 """The TCPStore in which ranks of torchrun and like launchers find each other.
 
-A store has no authentication: whoever reaches its port may read and write it. So it listens on the
-one address that MASTER_ADDR names (127.0.0.1: nobody outside), and what it says is checked before
-it is believed. Who writes there can end a meeting. He cannot join one, nor lead a rank into his
-own: the directory must belong to this user with mode 0700, the kernel must report this user at
+A store has no authentication: anyone who reaches its port may use it. So it listens on the one
+address that MASTER_ADDR names (127.0.0.1: nobody outside), and what it says is checked before it
+is believed. A writer there can end a meeting, but cannot join one, nor lead a rank into another:
+the directory must belong to this user with mode 0700, the kernel must report this user at
 both ends of each socket, and both ends must show one nonce. What remains to a writer is to lead
 ranks of two jobs of the same user to each other. Where WEFT_SECRET is set, the same on every rank,
 every value carries an HMAC under it and its key, and that is closed, too.
@@ -80,7 +80,7 @@ class StoreExchange:
                 found = self._swap(encode(value), deadline)
                 self._say_read()
                 if self._turn == 1:
-                    self.linger()  # whoever loses the store from now on knows that rank 0 died
+                    self.linger()  # a rank that loses the store from now on knows that rank 0 died
                 return found
             except RendezvousFailed:
                 self._say_read()  # enough of it

@@ -52,7 +52,7 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One received frame; whoever takes it owns `fd`."""
+    """One received frame; its receiver owns `fd`."""
 
     kind: Kind
     body: Any
