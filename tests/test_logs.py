@@ -63,8 +63,8 @@ def test_ranks_tell_what_they_decided(tmp_path):
     )
     assert result.returncode == 0, result.stderr
     for pattern, times in (
-        (r"INFO weft\.jit\.cache, process \d+: allreduce \(shared, \S+\): compiled in [\d.]+ s", 1),
-        (r"allreduce \(shared, \S+\): another process compiled it, waited|read from", 3),
+        (r"INFO weft\.jit\.cache, process \d+: allreduce \(c\+\+, \S+\): compiled in [\d.]+ s", 1),
+        (r"allreduce \(c\+\+, \S+\): another process compiled it, waited|read from", 3),
         (r"rank 0 of 2 on cpu met the others in \S+ after [\d.]+ s; processes by rank: \[", 2),
         (r"heap 1: \d+ bytes on each of 2 ranks \(cpu\)", 4),
     ):
