@@ -137,16 +137,21 @@ class Group:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         if rank < 0:
             raise InvalidArgument("this process is no member of the given process group")
-        control = TorchControl(group)
+        over_torch = TorchControl(group)
         if not shared_memory:
             return cls(
-                control, rank=rank, size=size, device=where, timeout=timeout, process_group=group
+                over_torch,
+                rank=rank,
+                size=size,
+                device=where,
+                timeout=timeout,
+                process_group=group,
             )
 
         peers = Peers()
 
         def exchange(value: JSON) -> list[Any]:
-            return control.gather("Group.from_torch", value, timeout, watch=peers.check)
+            return over_torch.gather("Group.from_torch", value, timeout, watch=peers.check)
 
         control = find(exchange, rank, size, where.type, timeout, peers)
         return cls(
