@@ -22,6 +22,7 @@ from weft.gemm.config import (
     FP8,
     FP8_BLOCK_MS,
     MAX_EXPERTS,
+    NORMAL_M,
     Gated,
     GatedQuant,
     Push,
@@ -33,12 +34,22 @@ from weft.runtime.layout import assertions
 from weft.runtime.stream import current_stream, loading
 
 NAME, SHARED = "weft_grouped_gemm", "weft_gemm_shared"
-# The same constants as in gemm/shape.cuh.
 THREADS = 384
 ROW_BOXES = 4  # of 8, 16, 32 and 64 rows
 BLOCK_M_GRANULARITY, MAX_SWAP_AB_M = 16, 160
 BLOCK_K_BYTES = 128
 COMPILE_THREADS = 4
+# The constants of gemm/shape.cuh that Python computes with; the generated source asserts them.
+NUMBERS = (
+    ("weft::gemm_threads", THREADS),
+    ("weft::row_boxes", ROW_BOXES),
+    ("weft::block_k_bytes", BLOCK_K_BYTES),
+    ("weft::block_m_granularity", BLOCK_M_GRANULARITY),
+    ("weft::max_swap_ab_m", MAX_SWAP_AB_M),
+    ("weft::normal_m", NORMAL_M),
+    ("weft::block_n", BLOCK_N),
+    ("weft::cluster_n", CLUSTER_N),
+)
 OPERANDS = {FP8: "fp8"} | DTYPES_16BIT
 BIASES = DTYPES_16BIT | {torch.float32: "fp32"}
 # Of a CUtensorMap: words of 8 bytes, and the alignment that the driver insists on.
@@ -52,7 +63,6 @@ namespace weft {{
 {instructions}}}  // namespace weft
 #include <weft/gemm/grouped_gemm.cuh>
 constexpr weft::GemmShape S = {shape};
-static_assert(weft::gemm_threads == {threads});
 {layout}extern "C" {{ extern __device__ const unsigned long long {shared}[1]; }}
 __device__ const unsigned long long {shared}[1] = {{weft::gemm_shared_bytes<S>()}};
 extern "C" __global__ void __launch_bounds__({threads}, 1)
@@ -144,7 +154,7 @@ def cuda_source(shape: str, block_m: int, operand: str) -> str:
     return SOURCE.format(
         instructions="".join(instruction(n, operand) for n in wgmma_ns(block_m)),
         shape=shape,
-        layout=assertions((GemmArgs,)),
+        layout=assertions((GemmArgs,), NUMBERS),
         name=NAME,
         shared=SHARED,
         threads=THREADS,

@@ -15,7 +15,7 @@ from weft.runtime.args import Site
 from weft.shape import MAX_PLANES, Shape
 
 Layout = Literal["contiguous", "masked"]
-MAX_GROUPS = 1024  # static_assert in grouping/group.cuh
+MAX_GROUPS = 1024
 MAX_ALIGN = 1 << 16
 MAX_ROWS = 2**31 - 1  # rows are counted in int32
 TILE = 128  # tokens that one CTA counts

@@ -6,77 +6,69 @@ import ctypes
 
 import torch
 
-from weft.grouping.config import GroupArgs, GroupConfig
+from weft.grouping.config import MAX_GROUPS, GroupArgs, GroupConfig
 from weft.jit import Launcher
 from weft.runtime.kernels import Build, CpuKernels, CudaKernels, Kernels, Launch, Program
-from weft.runtime.layout import vector_bytes
+from weft.runtime.layout import Numbers, vector_bytes
 from weft.runtime.stream import current_stream, loading
 from weft.shape import Shape
 
-COUNTING = 512  # threads of a CTA that counts: group_threads in grouping/group.cuh
+COUNTING = 512  # threads of a CTA that counts
 GATHERING = 512  # most threads of a CTA that copies rows
 SCATTERING = 256  # and of one that sums them
 SENDING = 256  # and of one that sums and sends them
-SEND_COLUMNS = 512  # of a row, that one warp sends: grouping/send.cuh
-IN_FLIGHT = 4  # vectors that a copying thread holds: vectors_in_flight in grouping/rows.cuh
-
-CPU_SOURCE = """\
-#include <weft/grouping/cpu.cpp>
-constexpr weft::Shape S = {shape};
-constexpr weft::Grouping G = {grouping};
-extern "C" void gather(const weft::GroupArgs* a) {{ weft::gather<S, G>(*a); }}
-"""
-CPU_ENTRY = 'extern "C" void {name}(const weft::GroupArgs* a) {{ weft::{name}<S, G>(*a); }}\n'
-
-CUDA_SOURCE = """\
-#include <weft/grouping/{file}.cuh>
-constexpr weft::Shape S = {shape};
-constexpr weft::Grouping G = {grouping};
-extern "C" __global__ void __launch_bounds__({counting}, 2)
-weft_grouping_group(const __grid_constant__ weft::GroupArgs a) {{ weft::group<S, G>(a); }}
-extern "C" __global__ void __launch_bounds__({gathering}, 2)
-weft_grouping_gather(const __grid_constant__ weft::GroupArgs a) {{ weft::gather<S, G>(a); }}
-"""
-CUDA_ENTRY = """\
-extern "C" __global__ void __launch_bounds__({threads}, {per_sm})
-weft_grouping_{name}(const __grid_constant__ weft::GroupArgs a) {{ weft::{name}<S, G>(a); }}
-"""
+SEND_COLUMNS = 512  # of a row, that one warp sends
+IN_FLIGHT = 4  # vectors that a copying thread holds
+# Threads of a CTA, and CTAs that fit on one SM.
+BOUNDS = {
+    "group": (COUNTING, 2),
+    "gather": (GATHERING, 2),
+    "scatter": (SCATTERING, 4),
+    "send": (SENDING, 2),
+}
 
 
 def cuda_program(shape: Shape, config: GroupConfig, *, sends: bool = False) -> Program:
     """The generated CUDA entries."""
-    source = CUDA_SOURCE.format(
-        file="send" if sends else "rows",
-        shape=shape.literal(),
-        grouping=config.literal(),
-        counting=COUNTING,
-        gathering=GATHERING,
+    names = ("group", "gather", *results(shape, sends))
+    entries = "".join(
+        'extern "C" __global__ void __launch_bounds__({}, {})\n'.format(*BOUNDS[name])
+        + f"weft_grouping_{name}(const __grid_constant__ weft::GroupArgs a) "
+        f"{{ weft::{name}<S, G>(a); }}\n"
+        for name in names
     )
-    bounds = {"scatter": (SCATTERING, 4), "send": (SENDING, 2)}
-    found = results(shape, sends)
-    for name in found:
-        threads, per_sm = bounds[name]
-        source += CUDA_ENTRY.format(name=name, threads=threads, per_sm=per_sm)
-    return _program(source, ("group", "gather", *found))
+    numbers = [("weft::group_threads", COUNTING), ("weft::vectors_in_flight", IN_FLIGHT)]
+    if sends:
+        numbers.append(("weft::warp_lanes * weft::lane_columns", SEND_COLUMNS))
+    return _program("send.cuh" if sends else "rows.cuh", shape, config, entries, names, numbers)
 
 
 def cpu_program(shape: Shape, config: GroupConfig, *, sends: bool = False) -> Program:
     """The generated C++ entries."""
-    source = CPU_SOURCE.format(
-        shape=shape.literal(),
-        grouping=config.literal(),
+    names = ("gather", *results(shape, sends))
+    entries = "".join(
+        f'extern "C" void {name}(const weft::GroupArgs* a) {{ weft::{name}<S, G>(*a); }}\n'
+        for name in names
     )
-    found = results(shape, sends)
-    source += "".join(CPU_ENTRY.format(name=name) for name in found)
-    return _program(source, ("gather", *found))
+    return _program("cpu.cpp", shape, config, entries, names, ())
 
 
-def _program(source: str, names: tuple[str, ...]) -> Program:
+def _program(
+    file: str,
+    shape: Shape,
+    config: GroupConfig,
+    entries: str,
+    names: tuple[str, ...],
+    numbers: Numbers,
+) -> Program:
+    constants = f"constexpr weft::Shape S = {shape.literal()};\n"
+    constants += f"constexpr weft::Grouping G = {config.literal()};\n"
     return Program(
         name="grouping",
         what="grouping",
-        body=source,
+        body=f"#include <weft/grouping/{file}>\n{constants}{entries}",
         entry_points=dict.fromkeys(names, GroupArgs),
+        offsets=(("weft::max_groups", MAX_GROUPS), *numbers),
     )
 
 
