@@ -31,7 +31,7 @@ from weft.gemm.config import (
     triton_plan,
 )
 from weft.reference import quantize
-from weft.runtime.check import check_alignment, check_tensor, tensors_key
+from weft.runtime.check import check_alignment, check_tensor, refuse_tensor, tensors_key
 from weft.shape import FP8_BLOCK
 
 MOST_PREPARED = 512  # kinds of calls that a thread keeps; each takes about 2 KiB
@@ -221,6 +221,8 @@ def quantize_rows(
     captured; allocates its results. Raises InvalidArgument.
     """
     flags(programmatic_launch=programmatic_launch)
+    if not isinstance(x, torch.Tensor):
+        refuse_tensor("x", x)
     check_tensor("x", x, shape=("rows", "k"), dtypes=OUT_DTYPES, device=x.device)
     check_alignment("x", x, x.itemsize)
     if x.shape[1] % FP8_BLOCK:
