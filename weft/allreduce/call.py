@@ -186,7 +186,7 @@ class Fused(NamedTuple):
     weight_bias: float
 
     def tensors(self) -> list[Any]:
-        """What the caller passed, in the order of ADDRESSES: tensors, or what stands for one."""
+        """What the caller passed, in the order of ADDRESSES: tensors, or placeholders."""
         quant, prologue = self.quant, self.prologue
         scale = quant.scale if isinstance(quant, FP8Static) else None
         if prologue is None:
@@ -518,7 +518,7 @@ def check_overlaps(addresses: Sequence[int], pairs: Iterable[Pair]) -> None:
     if found is not None:
         raise InvalidArgument(
             f"output {PUBLIC[found[0]]!r} overlaps {PUBLIC[found[2]]!r} in memory; outputs "
-            "may lie exactly on x or residual, and nowhere else on another tensor of the call"
+            "may be exactly x or residual, and may not overlap another tensor of the call"
         )
 
 

@@ -77,7 +77,7 @@ def fused(owner: AllReduce, call: Fused, backend: str) -> Reduced:
 def _call_of(
     x: Any, residual: Any, weight: Any, *more: Any
 ) -> tuple[Fused, list[bool], str, torch.Tensor, AllReduce]:
-    """The call that SCHEMA's arguments stand for: every output was decided while tracing."""
+    """The call of SCHEMA's arguments: every output was decided while tracing."""
     outputs, quant_scale, parts, rest = more[:5], more[5], more[6:10], more[10:]
     make, scheme, eps, weight_bias, factor, backend, order, handle = rest
     wanted: list[Requested] = [

@@ -146,12 +146,12 @@ class ReduceConfig:
 
     @property
     def rows(self) -> int:
-        """Where the slots for rows begin, behind the call words: what sentinels fill."""
+        """Where the slots for rows begin, after the call words: what sentinels fill."""
         return self.slots + 2 * 8 * MAX_RANKS
 
     @property
     def trailers(self) -> int:
-        """Where the slots for statistics begin, behind those for rows."""
+        """Where the slots for statistics begin, after those for rows."""
         row = (self.ranks - 1) * self.row_bytes
         sizes = (2 * self.direct, 2 * self.owned, self.owned)
         return self.rows + sum(up(count * row) for count in sizes)

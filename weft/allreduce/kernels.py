@@ -23,7 +23,7 @@ ENTRIES = {"oneshot": "oneshot", "twoshot": "twoshot", "twoshot_bulk": "bulk"}
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """The template behind one backend, and its launch bounds.
+    """The template of one backend, and its launch bounds.
 
     pieces: vectors of a row that one thread of a summing CTA holds.   threads: most of a CTA, of
     which `per_sm` must fit on one SM.

@@ -142,7 +142,7 @@ class AllReduce(Operator):
         out, residual_out, norm_out, quant_out, scale_out: a tensor to write, True to make one,
             False for none. None: `out` where there is neither residual nor weight; the residual
             where there is one; the norm where there is a weight and no quant; quant and scale where
-            there is a quant. Outputs may lie exactly on x or on residual.
+            there is a quant. Outputs may be exactly x or residual.
         backend: "auto", or one of `backends`.
 
         Raises InvalidArgument, TokenOverflow, OutOfOrder, and what broke the group.

@@ -192,7 +192,7 @@ class CollectiveAllToAll(Placed):
             self._bad.zero_()
             raise BadExpertId(
                 f"rank {self.rank}: {bad} ids were outside 0..{self.num_experts - 1} and not -1; "
-                "they were dropped. Mend the router or mask them with -1."
+                "they were dropped. Fix the router or mask them with -1."
             )
 
     def close(self) -> None:

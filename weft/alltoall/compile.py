@@ -48,7 +48,7 @@ def _(
 
 
 # Apart from dispatch, because an op that mutates may not return a list; reading `order` keeps it
-# behind dispatch. Copies, because a compiler may move a pointwise read of a view behind combine,
+# after dispatch. Copies, because a compiler may move a pointwise read of a view after combine,
 # when peers write there again.
 @torch.library.custom_op("weft::received", mutates_args=())
 def _received(rows: int, order: torch.Tensor, handle: int) -> list[torch.Tensor]:

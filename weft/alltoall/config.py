@@ -365,7 +365,7 @@ def declared(payloads: Sequence[Payload]) -> tuple[Payload, ...]:
         name = f"payloads[{plane}]"
         instance(name, payload, Payload, "Payload((7168,), torch.bfloat16) has 7168 numbers a row")
         dtype = instance(f"{name}.dtype", payload.dtype, torch.dtype)
-        shape = instance(f"{name}.shape", payload.shape, tuple, "a row's, behind the token axis")
+        shape = instance(f"{name}.shape", payload.shape, tuple, "a row's, after the token axis")
         if dtype in QUANTISED:
             refuse(f"{name}.dtype", dtype, "one whose numbers need no scale beside their bytes")
         found.append(Payload(integers(f"{name}.shape", shape, 1, MAX_ROW_BYTES), dtype))

@@ -43,7 +43,7 @@ STRUCTS: Mapping[str, type[ctypes.Structure]] = {
 
 @dataclass(frozen=True, slots=True)
 class EntryPoint:
-    """One `extern "C"` entry: its argument struct, the template behind it, its launch bounds."""
+    """One `extern "C"` entry: its argument struct, its template, its launch bounds."""
 
     struct: str
     call: str

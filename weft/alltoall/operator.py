@@ -168,7 +168,7 @@ class AllToAll(Placed, Operator):
 
         The result shows symmetric memory and is valid until this rank calls combine: peers may
         overwrite it from then on, so only what comes before combine in the stream may read it.
-        (Under torch.compile it is a copy, because compilers move reads behind combine.)
+        (Under torch.compile it is a copy, because compilers move reads after combine.)
 
         Ids out of range and repeated ids are noticed on the device and raised by `check()`; they
         never touch anybody's memory. Raises InvalidArgument, TokenOverflow, OutOfOrder, and what

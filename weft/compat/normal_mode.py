@@ -268,7 +268,7 @@ class NormalMode:
     ) -> tuple[tuple[torch.Tensor, torch.Tensor] | None, torch.Tensor, int]:
         """Send ids and weights; return those that came, the slots of rows, and of each source.
 
-        bounded: there may be rows that nobody sends, behind the received ones: their ids are -1.
+        bounded: there may be rows that no rank sends, after the received ones: their ids are -1.
         """
         sent: tuple[torch.Tensor, ...]
         blank = torch.empty((len(ranks), VECTOR_BYTES), dtype=torch.uint8, device=ranks.device)

@@ -1,4 +1,4 @@
-"""Where a source's rows lie among an expert's, as other projects pack it into one number."""
+"""Where a source's rows are among an expert's, as other projects pack it into one number."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def packed_ranges(rows: ExpertRows) -> torch.Tensor:
 
 
 def token_indices(rows: ExpertRows, max_tokens: int) -> torch.Tensor:
-    """int32 `[local_experts, R]`: each row's token at its source; rows behind the counts vary."""
+    """int32 `[local_experts, R]`: each row's token at its source; rows after the counts vary."""
     return rows.source % max_tokens

@@ -139,7 +139,7 @@ class RowFetch:
         self._entries = _entries(self.a2a, "fetch_rows", group.size * max_tokens)
         self._nothing = _no_tokens(group)
         with plain_tensors():
-            # In wide elements, which torch copies faster where rows lie apart.
+            # In wide elements, which torch copies faster where rows are apart.
             outbox = self.a2a.output().view(group.size * slots, -1)
             self._rows = outbox.view(torch.int64)[:, : row_bytes // 8]
             self._scales = outbox.view(torch.int32)[:, row_bytes // 4 :][:, : scale_bytes // 4]

@@ -1,4 +1,4 @@
-"""Mirror of `Site` in device/header.cuh: where a heap lies, and who this rank is."""
+"""Mirror of `Site` in device/header.cuh: where a heap is, and which rank this is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ctypes import c_uint32, c_uint64
 
 
 class Site(ctypes.Structure):
-    """Where the shares lie and who this rank is."""
+    """Where the shares are and which rank this is."""
 
     _fields_ = (
         ("base", c_uint64),

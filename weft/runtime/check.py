@@ -1,6 +1,6 @@
 """Checks of tensors that callers pass, as declarations; a refusal gives both values.
 
-Other arguments are declared in weft/arguments.py. These checks stand in every call, so the good
+Other arguments are declared in weft/arguments.py. These checks are in every call, so the good
 case reads no more of a tensor than it must, and the bad one explains itself at leisure.
 """
 
@@ -33,7 +33,7 @@ _tracing = _Tracing()
 
 @contextmanager
 def tracing() -> Iterator[None]:
-    """Inside, fake tensors pass `check_alignment`: they have sizes, but lie nowhere."""
+    """Inside, fake tensors pass `check_alignment`: they have sizes, but no address."""
     before, _tracing.now = _tracing.now, True
     try:
         yield
@@ -128,12 +128,12 @@ def check_gradient(name: str, tensor: torch.Tensor) -> None:
 def refuse_tensor(name: str, given: object) -> NoReturn:
     """Raise the InvalidArgument of what is no tensor."""
     kind = type(given)
-    mend = ""
+    fix = ""
     if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
-        mend = f": pass torch.from_numpy({name})"
+        fix = f": pass torch.from_numpy({name})"
     elif isinstance(given, list | tuple | int | float):
-        mend = f": pass torch.tensor({name})"
-    raise InvalidArgument(f"{name} is {_a(given)}; it must be a torch.Tensor{mend}")
+        fix = f": pass torch.tensor({name})"
+    raise InvalidArgument(f"{name} is {_a(given)}; it must be a torch.Tensor{fix}")
 
 
 def tensors_of(name: str, given: torch.Tensor | Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -165,7 +165,7 @@ def check_alignment(name: str, tensor: torch.Tensor, row_bytes: int) -> None:
     if not address and tensor.numel():
         raise InvalidArgument(
             f"{name} has shape {list(tensor.shape)} and no memory (a {type(tensor).__name__} at "
-            "address 0): its storage was given back, or it only stands for tensors elsewhere"
+            "address 0): its storage was given back, or it is a placeholder for other tensors"
         )
     unit = vector_bytes(row_bytes)
     if tensor.numel() and address % unit:

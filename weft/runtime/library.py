@@ -66,7 +66,7 @@ def find(handle: int) -> Any:
 
 
 def order_of(device: torch.device) -> torch.Tensor:
-    """The byte that stands for the order of a device's calls; whoever registers keeps it."""
+    """The byte that orders a device's calls; any caller that registers keeps it."""
     with _making:
         order = _orders.get(device)
         if order is None:

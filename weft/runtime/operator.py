@@ -342,7 +342,7 @@ class Operator(ABC):
             )
 
     def _check_outside(self, name: str, tensor: torch.Tensor) -> None:
-        """Raise InvalidArgument for a result that lies in the heap, where peers read and write."""
+        """Raise InvalidArgument for a result in the heap, where peers read and write."""
         offset = tensor.data_ptr() - self.heap.base
         if 0 <= offset < self.group.size * self.heap.stride and tensor.numel():
             raise InvalidArgument(

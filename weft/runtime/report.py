@@ -32,29 +32,29 @@ def _signed(value: int) -> int:
 def refusal(record: ErrorRecord, count: int, *, drops_repeats: bool = False) -> UsageError:
     """The error for input that was dropped or reported without harm; `count` reports are new.
 
-    drops_repeats: an id that stands twice in a row was sent once.
+    drops_repeats: an id that is twice in a row was sent once.
     """
     more = f" ({count} reports since the last check)" if count > 1 else ""
     where = f"rank {record.rank}: topk_ids[{record.token}, {record.slot}]"
     if record.code == BAD_EXPERT_ID:
         return BadExpertId(
             f"{where} is {_signed(record.seen)}; expert ids are 0..{record.wanted - 1}, or -1 for "
-            f"none. The id was dropped, all others were served{more}. Mend the router or mask the "
+            f"none. The id was dropped, all others were sent{more}. Fix the router or mask the "
             "id with -1."
         )
     if record.code == DUPLICATE_EXPERT:
-        kept = "Both were delivered as they stand"
+        kept = "Both were delivered"
         if drops_repeats:
-            kept = "It was dropped, and its first place in the row served"
+            kept = "It was dropped, its first place in the row was sent"
         return BadExpertId(
             f"{where} repeats expert {record.seen} of the same row; a row names an expert once. "
-            f"{kept}{more}. Mend the router's top-k."
+            f"{kept}{more}. Fix the router's top-k."
         )
     if record.code == BAD_ROW_INDEX:
         return InvalidArgument(
             f"rank {record.rank}: index[{record.token}, {record.slot}] of a MoEFinalize is "
             f"{_signed(record.seen)}; its rows are 0..{record.wanted - 1}, or -1 for none. The "
-            f"entry was dropped{more}. Mend what makes the index."
+            f"entry was dropped{more}. Fix the code that makes the index."
         )
     if record.phase == GROUPING:
         return TokenOverflow(
@@ -111,7 +111,7 @@ def _gone(
     if record.code == PEER_LEFT:
         return PeerLeft(
             f"{who}: rank {record.peer} {words_of(record.peer) or 'left'} before it made its part "
-            f"of epoch {record.wanted}{_finder(record)}. Every rank must make the same calls; mend "
+            f"of epoch {record.wanted}{_finder(record)}. Every rank must make the same calls; fix "
             "that rank, then make a new group."
         )
     pid = pid_of(record.peer)

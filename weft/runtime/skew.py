@@ -72,7 +72,7 @@ def _refuse_drift(bounds: Sequence[Sequence[float]]) -> None:
             if gap < 0:
                 raise InvalidArgument(
                     f"the clocks of ranks {q} and {p} drifted apart by {-gap:.0f} ns or more "
-                    "within these spans; take rounds that lie closer together"
+                    "within these spans; take rounds that are closer together"
                 )
 
 

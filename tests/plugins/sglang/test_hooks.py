@@ -353,7 +353,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
                 runner_backend=SimpleNamespace(is_triton=lambda: False, value="deep_gemm")
             )
         ),
-        "the runner is 'deep_gemm', whose weights may lie in another order: pass --moe-runner",
+        "the runner is 'deep_gemm', whose weights may be in another order: pass --moe-runner",
     ),
     "no runner": (fused(quant_method=SimpleNamespace()), "the runner is unknown"),
     "dtype": (fused(params_dtype=torch.float64), "params_dtype is torch.float64"),

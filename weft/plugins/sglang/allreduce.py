@@ -1,4 +1,4 @@
-"""SGLang's tensor parallelism: its all-reduces, and the residual and RMSNorm behind them.
+"""SGLang's tensor parallelism: its all-reduces, and the residual and RMSNorm after them.
 
     WEFT_SGLANG_ALLREDUCE=1 python3 -m sglang.launch_server --tp 4 ...
 
@@ -58,8 +58,8 @@ def register() -> None:
 class TensorParallel:
     """This rank's part in the all-reduces of its tensor-parallel group.
 
-    fuses: may layers leave their sums to the norms behind them? Where SGLang knows that the model
-        does so, and the sums behind attention and experts are both of this group.
+    fuses: may layers leave their sums to the norms after them? Where SGLang knows that the model
+        does so, and the sums after attention and experts are both of this group.
     """
 
     def __init__(self, device: torch.device | str, *, model_fuses: bool) -> None:

@@ -64,7 +64,7 @@ class Exchanged(BaseDispatcher):  # type: ignore[misc]
             rows=self.most,
         )
         x, ids, weights = (t.flatten(0, 1) for t in (received.x, received.ids, received.weights))
-        # Ids and weights lie beside each other in a route, and SGLang's kernels ask for no strides.
+        # Ids and weights are adjacent in a route, and SGLang's kernels ask for no strides.
         ids, weights = ids.contiguous(), weights.contiguous()
         chosen = StandardTopKOutput(weights, ids, topk_output.router_logits)
         return StandardDispatchOutput(x, None, chosen)

@@ -23,7 +23,7 @@ from weft.plugins.sglang.hooks import Hook, Known, Parameters, check_applied, re
 from weft.plugins.sglang.settings import Settings
 from weft.plugins.sglang.weights import check_experts
 
-NAME = "weft"  # of the backend, behind --moe-a2a-backend
+NAME = "weft"  # of the backend, after --moe-a2a-backend
 DEFAULT_BATCH = 64  # tokens of a decode batch where no graph is captured
 MEETING = 300.0  # seconds that ranks may be apart when they have loaded their weights
 
@@ -191,7 +191,7 @@ def whole_shared_expert(original: Callable[..., Any], mlp: Any, *args: Any, **gi
 
 
 def loaded(result: Any, runner: Any) -> None:
-    """Behind ModelRunner.load_model: build, before free memory is measured or a graph captured."""
+    """After ModelRunner.load_model: build, before free memory is measured or a graph captured."""
     global _blocks, _watch
     found = _layers(runner.model)
     if not found:
@@ -332,7 +332,7 @@ def serve(
         return original(block, hidden_states, forward_batch, *rest, **given)
     if _blocks is None:
         raise OutOfOrder(
-            f"layer {block.layer_id} runs before weft's hook behind ModelRunner.load_model did"
+            f"layer {block.layer_id} runs before weft's hook after ModelRunner.load_model did"
         )
     x = hidden_states.view(-1, hidden_states.shape[-1])
     chosen, most = _route(block, x, forward_batch), _most()
@@ -348,7 +348,7 @@ def serve(
 
 
 def forwarded(result: Any, runner: Any, *args: Any, **given: Any) -> None:
-    """Behind ModelRunner.forward: a broken group serves nothing more."""
+    """After ModelRunner.forward: raise what broke the group."""
     if _blocks is not None:
         _blocks.check()
 

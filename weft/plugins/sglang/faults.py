@@ -14,7 +14,7 @@ from weft.memory.peers import Peers, identity
 
 _log = logging.getLogger(__name__)
 # A rank that raises is ended by SGLang itself, with its traceback. One that waits in a collective
-# of another library, which has no abort, is ended behind this many seconds.
+# of another library, which has no abort, is ended after this many seconds.
 GRACE = 10.0
 # A server that is stopped ends all its ranks nearly at once: then there is nothing to tell.
 PAUSE = 0.5
@@ -23,7 +23,7 @@ PAUSE = 0.5
 class Watch:
     """A thread that hears of the end of a peer's process at once.
 
-    It logs the rank, and ends the server behind GRACE seconds if this rank is still there. Making
+    It logs the rank, and ends the server after GRACE seconds if this rank is still there. Making
     one is collective.
     """
 

@@ -48,9 +48,9 @@ class Hook:
 
 
 def listed(signature: inspect.Signature) -> str:
-    """Parameters as the tables write them: names in order, `=` behind those with a default.
+    """Parameters as the tables write them: names in order, `=` after those with a default.
 
-    `*` stands before keyword-only ones, as in Python: "self, x, *, scale=".
+    `*` is before keyword-only ones, as in Python: "self, x, *, scale=".
     """
     found: list[str] = []
     keyword_only = False

@@ -46,7 +46,7 @@ def is_fp8(layer: Any) -> bool:
 
 
 def check_experts(layer: Any, *, form: str) -> None:
-    """Raise InvalidArgument naming the layer, each attribute that stands in the way, and the mend.
+    """Raise InvalidArgument naming the layer, each wrong attribute and its fix.
 
     form: "block", which multiplies itself, or "dispatcher", which leaves that to SGLang's runner.
     """
@@ -93,7 +93,7 @@ def _of_arithmetic(layer: Any) -> Iterator[str]:
     runner = getattr(getattr(method, "runner", None), "runner_backend", None)
     if runner is None or not runner.is_triton():
         have = "unknown" if runner is None else repr(runner.value)
-        yield f"the runner is {have}, whose weights may lie in another order: pass " + TRITON
+        yield f"the runner is {have}, whose weights may be in another order: pass " + TRITON
 
 
 TRITON = "--moe-runner-backend triton"

@@ -57,7 +57,7 @@ def check() -> None:
     """Raise what the layers' kernels have recorded: a broken group, or input that was refused.
 
     Every layer does so itself when it is called. On GPUs a call returns before its kernel has run,
-    so synchronise and call this behind the last forward pass.
+    so synchronise and call this after the last forward pass.
     """
     for exchange in exchanges():
         exchange.check()
@@ -75,11 +75,11 @@ def close() -> None:
 
 def _interface() -> ModuleType:
     """transformers' module of expert parallelism. Raises SetupError for one that is not known."""
-    mend = f"pip install 'transformers>={_OLDEST}'"
+    fix = f"pip install 'transformers>={_OLDEST}'"
     try:
         version = importlib.import_module("transformers").__version__
     except ImportError as error:
-        raise SetupError(f"transformers cannot be imported: {error}; {mend}") from error
+        raise SetupError(f"transformers cannot be imported: {error}; {fix}") from error
     try:
         module = importlib.import_module("transformers.distributed.expert_parallel")
         wrong = list(_differences(module))
@@ -88,7 +88,7 @@ def _interface() -> ModuleType:
     if wrong:
         raise SetupError(
             f"transformers {version} lacks the interface of expert parallelism that weft knows, "
-            f"which came with {_OLDEST}: {'; '.join(wrong)}; {mend}, or use a newer weft"
+            f"which came with {_OLDEST}: {'; '.join(wrong)}; {fix}, or use a newer weft"
         )
     return module
 

@@ -118,7 +118,7 @@ class ExpertParallel(EPImplementation):  # type: ignore[misc]  # transformers is
         """
         if x.is_cuda or torch.compiler.is_dynamo_compiling():
             # The host does not know which ids are -1, so every row is handed over. The module skips
-            # the id behind its last expert; its weight must be 0.
+            # the id after its last expert; its weight must be 0.
             nobody = ids < 0
             local = ids.masked_fill(nobody, self.num_local_experts).long()
             sums: torch.Tensor = self.experts_forward(x, local, weights.masked_fill(nobody, 0.0))
