@@ -206,7 +206,8 @@ class Fused(NamedTuple):
         try:
             constants = _CONSTANTS.pack(self.eps, self.weight_bias)
             scheme = quant_scheme(self.quant)
-            factor = self.prologue and _FACTOR.pack(self.prologue.routed_scaling_factor)
+            moe = self.prologue
+            factor = None if moe is None else _FACTOR.pack(moe.routed_scaling_factor)
         except (TypeError, AttributeError, OverflowError, struct.error):
             return None, []  # the check, which comes next, says what is wrong with it
         key, addresses = tensors_key(tensors)
