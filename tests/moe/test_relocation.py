@@ -146,7 +146,7 @@ def failing(group: weft.Group, late: bool) -> None:
                 raise MemoryError("no memory for a copy")
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(replicas, "finish", stumble)
+            patch.setattr(replicas, "synchronize_stream", stumble)
             patch.setattr(group, "timeout", 1.0)
             with pytest.raises((CreationFailed, RendezvousFailed)):
                 layer.relocate(second)
