@@ -66,7 +66,7 @@ COMMANDS = sorted(
 def test_every_sample_is_run_or_says_why_not():
     whole = {sample.place.partition(":")[0] for sample in WHOLE}
     assert whole == {"README.md", "allreduce.md", "moe.md"}
-    parts = {"engine.md", "gemm.md", "grouping.md", "which-class.md"}
+    parts = {"engine.md", "gemm.md", "which-class.md"}
     assert set(PARTS) == parts, "each has a test below"
 
 
@@ -151,41 +151,6 @@ def _engine(group: weft.Group, part: str, store: str) -> None:
 def test_the_part_of_an_engine(ranks, tmp_path):
     store = str(tmp_path / "store")
     ranks(2, "cpu")(_engine, str(_written(tmp_path, "engine.md")), store)
-
-
-def _grouped(group: weft.Group, part: str) -> None:
-    """Rows by expert and back, with experts that multiply by their number + 1."""
-    hidden, tokens = 64, 5
-
-    def grouped_mm(x: torch.Tensor, experts: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
-        y, begin = torch.zeros_like(x), 0
-        for expert, end in zip(experts, offs.tolist(), strict=True):
-            y[begin:end] = x[begin:end] @ expert
-            begin = end
-        return y
-
-    x = torch.arange(tokens * hidden).view(tokens, hidden).remainder(7).bfloat16()
-    ids = torch.tensor([[token % 4, (token + 1) % 4] for token in range(tokens)], dtype=torch.int32)
-    weights = torch.tensor([[0.5, 0.25]] * tokens)
-    own = torch.arange(2 * group.rank, 2 * group.rank + 2) + 1
-    with weft.AllToAll(group, max_tokens=8, top_k=2, num_experts=4, hidden=hidden) as a2a:
-        names: dict[str, Any] = {
-            "ExpertGroups": weft.ExpertGroups,
-            "a2a": a2a,
-            "x": x,
-            "topk_ids": ids,
-            "topk_weights": weights,
-            "grouped_mm": grouped_mm,
-            "experts": (torch.eye(hidden) * own.view(2, 1, 1)).bfloat16(),
-        }
-        names = run_path(part, init_globals=names)
-        scale = ((ids + 1) * weights).sum(dim=1, keepdim=True)
-        assert torch.equal(names["out"], (x.float() * scale).bfloat16())
-        group.barrier()
-
-
-def test_the_part_that_groups(ranks, tmp_path):
-    ranks(2, "cpu")(_grouped, str(_written(tmp_path, "grouping.md")))
 
 
 def test_the_part_that_multiplies(tmp_path):
