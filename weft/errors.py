@@ -22,7 +22,7 @@
         ├── Aborted                a rank asked the group to stop
         └── RankFailed             a launched rank raised or died
 
-Each text says what was wrong, with both values, and how to mend it.
+Each text says what was wrong, with both values, and how to fix it.
 """
 
 from __future__ import annotations

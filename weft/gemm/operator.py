@@ -94,7 +94,7 @@ def grouped_gemm(
     programmatic_launch: PDL: start while the previous kernel ends, and let the next one start;
         every later kernel that was launched so must wait for this one, as weft's do.
     prefetch_weights: counts, offsets and weights were written before the previous kernel lets this
-        one start (docs/gemm.md, early weights): with PDL, a WgmmaPlan then loads weights while that
+        one start (docs/gemm.md): with PDL, a WgmmaPlan then loads weights while that
         kernel ends.
 
     Returns out. Waits for nobody, allocates only `out`, and may be captured in a graph. In FP8 each
