@@ -75,7 +75,8 @@ def test_a_launch_is_found_once(entries, name, tokens):
         for _ in range(3):
             entries.run(name + end, ReduceArgs(tokens=tokens), tokens)
     rows, moe = Launcher.made
-    assert (rows.what[0], moe.what[0]) == (name, name + MOE)
+    kernel = f"weft_allreduce_{name}"
+    assert (rows.what[0], moe.what[0]) == (kernel, kernel + MOE)
     asked = entries._module.asked
     plan = entries._plan(name, tokens)
     assert entries._module.asked == asked, "what fits on the GPU is asked once"

@@ -13,7 +13,7 @@ from tests.recorded import reads
 
 pytestmark = reads("tests/emulator/*.hpp")
 
-DOOR = """\
+ENTRY = """\
 extern "C" __attribute__((visibility("default")))
 void divide(const float* amax, const float* x, float* scale, float* quotient, unsigned count) {
     for (unsigned i = 0; i < count; ++i) {
@@ -29,7 +29,7 @@ void divide(const float* amax, const float* x, float* scale, float* quotient, un
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    text = "#include <weft/allreduce/epilogue.cuh>\n" + DOOR
+    text = "#include <weft/allreduce/epilogue.cuh>\n" + ENTRY
     return ctypes.CDLL(str(build_library(emulated_tree(Path(tmp_path_factory.mktemp("d"))), text)))
 
 

@@ -21,11 +21,11 @@ CALLS = {
 
 def compile_combine(shape: Shape, folder: Path) -> Path:
     """The shared library of combine and its halves."""
-    doors = "".join(ENTRY.format(name=n, args="CombineArgs", call=c) for n, c in CALLS.items())
+    entries = "".join(ENTRY.format(name=n, args="CombineArgs", call=c) for n, c in CALLS.items())
     return build_library(
         emulated_tree(folder),
         "#include <weft/alltoall/combine.cuh>\n"
-        f"constexpr weft::Shape S = {shape.literal()};\n{doors}",
+        f"constexpr weft::Shape S = {shape.literal()};\n{entries}",
     )
 
 

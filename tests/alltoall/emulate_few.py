@@ -49,10 +49,10 @@ def compile_few(shape: Shape, folder: Path, old: str = "", new: str = "") -> Pat
     path.write_text(_changed(text, old, new) if old else text)
     entries = "".join(
         'extern "C" __attribute__((visibility("default"))) '
-        f"void {name}_{rank}(const weft::{door.struct}* a, unsigned ctas) {{ "
+        f"void {name}_{rank}(const weft::{entry.struct}* a, unsigned ctas) {{ "
         f"constexpr weft::u32 rank = {rank}; (void)rank; "
-        f"emulated::launch(ctas, {door.threads}, 1, [a] {{ weft::{door.call}(*a); }}); }}\n"
-        for name, door in entry_points(split_phase=False, tma=True).items()
+        f"emulated::launch(ctas, {entry.threads}, 1, [a] {{ weft::{entry.call}(*a); }}); }}\n"
+        for name, entry in entry_points(split_phase=False, tma=True).items()
         for rank in range(shape.ranks)
     )
     exports = (

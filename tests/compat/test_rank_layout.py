@@ -24,13 +24,16 @@ WORDS = tuple(range(7, 7 + rank_layout.WORDS))
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     root = emulated_tree(tmp_path_factory.mktemp("layout"))
-    doors = "".join(
+    names = [(k.name.removeprefix("weft_"), k.args.__name__) for k in KERNELS]
+    entries = "".join(
         'extern "C" __attribute__((visibility("default"))) '
-        f"void {k.name}(const weft::{k.args.__name__}* a, unsigned ctas) {{ "
-        f"emulated::launch(ctas, {THREADS}, 1, [a] {{ weft::{k.name}(*a); }}); }}\n"
-        for k in KERNELS
+        f"void {name}(const weft::{args}* a, unsigned ctas) {{ "
+        f"emulated::launch(ctas, {THREADS}, 1, [a] {{ weft::{name}(*a); }}); }}\n"
+        for name, args in names
     )
-    return ctypes.CDLL(str(build_library(root, f"#include <weft/compat/rank_layout.cuh>\n{doors}")))
+    return ctypes.CDLL(
+        str(build_library(root, f"#include <weft/compat/rank_layout.cuh>\n{entries}"))
+    )
 
 
 def ids_of(tokens: int, dtype: torch.dtype) -> torch.Tensor:

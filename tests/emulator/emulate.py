@@ -70,7 +70,7 @@ def _replaced(text: str, head: str, body: str) -> str:
 def compile_emulated(reduction: ReduceConfig, folder: Path) -> Path:
     """The shared library of all kernels of a ReduceConfig."""
     root = emulated_tree(folder)
-    doors = "".join(
+    entries = "".join(
         'extern "C" __attribute__((visibility("default"))) '
         f"void {name}{end}(const weft::ReduceArgs* a, const unsigned* shape) {{ "
         "emulated::launch(emulated::seen_from(a->site, R.ranks, "
@@ -81,7 +81,7 @@ def compile_emulated(reduction: ReduceConfig, folder: Path) -> Path:
     )
     includes = "".join(f"#include <weft/allreduce/{name}.cuh>\n" for name in ("oneshot", "twoshot"))
     constants = f"constexpr weft::Reduction R = {reduction.literal()};\n"
-    return build_library(root, includes + constants + doors)
+    return build_library(root, includes + constants + entries)
 
 
 def build_library(root: Path, text: str, *, defines: Sequence[str] = ()) -> Path:

@@ -266,8 +266,8 @@ bool __nv_atomic_compare_exchange_n(T* at, T* expected, T value, bool, emulated:
 }
 
 // For the test: begin or end to watch; what was seen.
-#define DOOR extern "C" __attribute__((visibility("default")))
-DOOR void watch(unsigned on) {
+#define ENTRY extern "C" __attribute__((visibility("default")))
+ENTRY void watch(unsigned on) {
     emulated::Memory& memory = emulated::memory;
     memory.watched = on != 0;
     if (on == 0) return;
@@ -276,14 +276,14 @@ DOOR void watch(unsigned on) {
     for (emulated::Clock& clock : memory.owner_clocks) clock.clear();
     memory.races = 0, memory.first_race[0] = 0;
 }
-DOOR const char* seen_race() { return emulated::memory.first_race; }
-DOOR unsigned seen_events(const emulated::Event** events) {
+ENTRY const char* seen_race() { return emulated::memory.first_race; }
+ENTRY unsigned seen_events(const emulated::Event** events) {
     *events = emulated::memory.events.data();
     return unsigned(emulated::memory.events.size());
 }
-DOOR void touched_by_host(unsigned owner, unsigned long long offset, unsigned bytes,
+ENTRY void touched_by_host(unsigned owner, unsigned long long offset, unsigned bytes,
                           unsigned writing) {
     if (emulated::memory.watched)
         emulated::memory.touch_by_host(owner, offset, bytes, writing != 0);
 }
-#undef DOOR
+#undef ENTRY

@@ -71,7 +71,7 @@ POSTED = {  # these need no flag
     "load": "weft::poll_vector(rows + row)",
 }
 CASES = {"right": {}, "posted": POSTED, **WRONG}
-DOOR = """\
+ENTRY = """\
 extern "C" __attribute__((visibility("default"))) void message_{i}(const weft::Site* site) {{
     auto* rows = reinterpret_cast<uint4*>(site->base + site->stride + {rows});
     auto* flag = reinterpret_cast<unsigned*>(site->base + site->stride + {flag});
@@ -89,13 +89,13 @@ extern "C" __attribute__((visibility("default"))) void message_{i}(const weft::S
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """One function for each case."""
-    doors = []
+    entries = []
     for i, changes in enumerate(CASES.values()):
         parts = {**RIGHT, **changes}
         sender, reader = SENDER.format(**parts), READER.format(**parts)
         places = {"rows": ROWS, "flag": FLAG, "count": COUNT}
-        doors.append(DOOR.format(i=i, sender=sender, reader=reader, **places))
-    text = "#include <weft/device/quantize_warp.cuh>\n" + "".join(doors)
+        entries.append(ENTRY.format(i=i, sender=sender, reader=reader, **places))
+    text = "#include <weft/device/quantize_warp.cuh>\n" + "".join(entries)
     return ctypes.CDLL(str(build_library(emulated_tree(Path(tmp_path_factory.mktemp("w"))), text)))
 
 

@@ -108,7 +108,7 @@ extern "C" __attribute__((visibility("default"))) void write_late(
     for (unsigned i = 0; i < regions; ++i) late.push_back({at[i], {at[i], at[i] + bytes[i]}});
 }
 """
-DOOR = """\
+ENTRY = """\
 extern "C" __attribute__((visibility("default"))) void grouped_gemm_{i}(
     const weft::GemmArgs* a, unsigned ctas, unsigned seed, unsigned policy, unsigned* broken) {{
     constexpr weft::GemmShape S = {literal};
@@ -138,12 +138,12 @@ def compile_gemms(
     path.write_text(text.replace(SHARED, "u8* const memory = emulated::dynamic_shared();"))
     for old, new in (mutation or {}).items():
         _mutate(root / "weft/gemm", old, new)
-    doors = "".join(
-        DOOR.format(i=i, literal=shape.literal, threads=THREADS) for i, shape in enumerate(shapes)
+    entries = "".join(
+        ENTRY.format(i=i, literal=shape.literal, threads=THREADS) for i, shape in enumerate(shapes)
     )
     emulator = "".join((HERE / f"{name}.hpp").read_text() for name in ("cluster", "tensor"))
     includes = "#include <weft/gemm/wgmma.cuh>\n", "#include <weft/gemm/grouped_gemm.cuh>\n"
-    return build_library(root, f"{emulator}{LATE_MEMORY}{includes[0]}{WGMMA}{includes[1]}{doors}")
+    return build_library(root, f"{emulator}{LATE_MEMORY}{includes[0]}{WGMMA}{includes[1]}{entries}")
 
 
 def _mutate(kernels: Path, old: str, new: str) -> None:

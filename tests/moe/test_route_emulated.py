@@ -24,13 +24,13 @@ ROWS = 9  # two CTAs and a quarter
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """One function for each rule."""
     root = emulated_tree(tmp_path_factory.mktemp("route"))
-    doors = "".join(
+    entries = "".join(
         'extern "C" __attribute__((visibility("default"))) '
         f"void route_{i}(const weft::RouteArgs* a, unsigned ctas) {{ "
         f"emulated::launch(ctas, {THREADS}, 1, [a] {{ weft::route<{rule.literal()}>(*a); }}); }}\n"
         for i, rule in enumerate(RULES.values())
     )
-    text = f"#include <weft/moe/route.cuh>\n{doors}"
+    text = f"#include <weft/moe/route.cuh>\n{entries}"
     return ctypes.CDLL(str(build_library(root, text)))
 
 

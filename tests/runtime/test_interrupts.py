@@ -16,6 +16,7 @@ from weft.errors import Aborted
 
 def interrupted(group: weft.Group, name: str) -> tuple[float, str] | None:
     """Rank 0 gets SIGINT while it waits for rank 1, which makes no call; deadlines are 600 s."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs begin without it
     with KINDS[name].open(group) as operator:
         group.barrier()
         if group.rank == 1:

@@ -74,7 +74,8 @@ def cuda_program(shape: LowShape, *, split_phase: bool = False) -> Program:
         per_sm = 2 if hungry else 3
         lines += [
             f'extern "C" __global__ void __launch_bounds__({THREADS}, {per_sm})',
-            f"{name}(const __grid_constant__ weft::{struct.__name__} a) {{ weft::{call}(a); }}",
+            f"weft_lowlatency_{name}(const __grid_constant__ weft::{struct.__name__} a) "
+            f"{{ weft::{call}(a); }}",
         ]
     return _program(shape, lines, found)
 
@@ -112,14 +113,19 @@ class CudaLowLatency(CudaKernels):
         super().__init__(cuda_program(shape, split_phase=build.split_phase), build)
         self._shape = shape
         self._launchers = {
-            name: Launcher(self._module.function(name), struct, programmatic=build.programmatic)
+            name: Launcher(
+                self._module.function(self._program.kernel(name)),
+                struct,
+                programmatic=build.programmatic,
+            )
             for name, struct in self._program.entry_points.items()
         }
 
     def _find(self, name: str, tokens: int) -> Launch:
         """All of a launch fits on the GPU at once."""
         threads = FEW_THREADS if tokens <= FEW_TOKENS else THREADS
-        resident = self._sms * max(1, self._module.occupancy(name, threads))
+        kernel = self._program.kernel(name)
+        resident = self._sms * max(1, self._module.occupancy(kernel, threads))
         p = plan_low(self._shape, name, tokens, threads, self._sms, resident)
         fields = (("senders", p.senders),)
         return Launch(self._launchers[name], (p.ctas, 1, 1), p.threads, fields)
