@@ -282,7 +282,7 @@ ENTRY unsigned seen_events(const emulated::Event** events) {
     return unsigned(emulated::memory.events.size());
 }
 ENTRY void touched_by_host(unsigned owner, unsigned long long offset, unsigned bytes,
-                          unsigned writing) {
+                           unsigned writing) {
     if (emulated::memory.watched)
         emulated::memory.touch_by_host(owner, offset, bytes, writing != 0);
 }

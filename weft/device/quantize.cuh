@@ -5,8 +5,8 @@
 // mxfp8  a block is 32 columns with one power of two, stored as its exponent + 127 (UE8M0): the
 //        smallest that brings amax down to 448 or less.
 //
-// The all-reduce also has `row_scale`, one for a row, and `group_exponent`, UE8M0 of 128 columns, as
-// other libraries have them.
+// The all-reduce also has `row_scale`, one for a row, and `group_exponent`, UE8M0 of 128 columns,
+// as other libraries have them.
 //
 // A block of zeros is stored as zeros; fp8 treats a block below 2^-117 as one. A block that holds
 // an Inf or a NaN has scale NaN, so all of it reads back as NaN: the error stays visible and stays

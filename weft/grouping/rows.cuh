@@ -84,8 +84,8 @@ WEFT_FN void copy_planes(const Block& team, const GroupArgs& a, TokenSlot at, i3
     if constexpr (P < S.planes) {
         using V = typename Vector<vector_bytes(S.row_bytes[P])>::type;
         constexpr u32 vectors = S.row_bytes[P] / sizeof(V);
-        const V* from =
-            reinterpret_cast<const V*>(plane<P>(own_share<S>(a.site).inbox.payload).row[at.in_inbox(a)]);
+        const V* from = reinterpret_cast<const V*>(
+            plane<P>(own_share<S>(a.site).inbox.payload).row[at.in_inbox(a)]);
         for (u32 first = 0; first < vectors; first += vectors_in_flight * team.lanes()) {
             V data[vectors_in_flight];
             const u32 v = first + team.lane();
