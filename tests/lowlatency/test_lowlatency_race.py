@@ -51,7 +51,7 @@ def test_no_race_where_experts_store_rows_at_owners():
 
 
 @pytest.mark.parametrize("split_phase", [0, 1])
-def test_without_grants_rows_are_lost(split_phase):
+def test_without_credits_rows_are_lost(split_phase):
     status, text = run(
         f"low-race-hasty-{split_phase}",
         "-DWEFT_NO_GRANTS=1",

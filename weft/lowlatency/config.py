@@ -121,7 +121,7 @@ class LowShape:
     """Sizes of one low-latency all-to-all; `weft::LowLatencyShape` is the same struct.
 
     local: experts of the rank that has most.  group: columns that share a scale, 0 for rows that
-    are not quantised.  combine_fp8: returned rows are FP8.  gemm_push: whoever makes a row stores
+    are not quantised.  combine_fp8: returned rows are FP8.  gemm_push: a row's kernel stores
     it at its owner.  recipe: whose arithmetic quantises dispatched rows, weft's own or that of the
     library whose calls weft.compat serves.  The others as in `weft.LowLatencyAllToAll`.
 
@@ -217,7 +217,7 @@ class LowShape:
 class LowOffsets:
     """Where the parts of a share lie, in bytes; flags stand before `tokens`.
 
-    tokens: the first word that is all ones while it is blank; so is everything behind it.
+    tokens: the first word that is all ones while it is blank; so is everything after it.
     """
 
     share_bytes: int

@@ -46,7 +46,7 @@ class LowLatencyPlan:
 
 
 def entry_points(*, split_phase: bool) -> EntryPoints:
-    """The entries by name: the argument struct, and the template behind each."""
+    """The entries by name: the argument struct, and the template that each calls."""
     found: dict[str, tuple[type[ctypes.Structure], str]] = {}
     for part, cpp in PARTS.items():
         if part and not split_phase:

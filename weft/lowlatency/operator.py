@@ -202,7 +202,7 @@ class LowLatencyAllToAll(Placed, Operator):
         `out[t] = sum over k of weight * y + add[t]`, in fp32.
 
         y: `[local_experts, ep_size * max_tokens, hidden]` of dtype, a result for each row of the
-            dispatch; rows behind `counts` are not read. Any tensor of this rank; no copy is made.
+            dispatch; rows from `counts` on are not read. Any tensor of this rank; no copy is made.
             None with combine="gemm_push": every row has been stored at its owner, in stream order.
         topk_ids, topk_weights: as in the dispatch. reduce="receiver" multiplies with these weights
             (None: ones); reduce="sender" with those of the dispatch.
