@@ -7,6 +7,7 @@ import signal
 import socket
 import tempfile
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -209,3 +210,11 @@ def test_only_known_devices(monkeypatch):
     assert discovery.default_device(None, 5) == torch.device("cuda:0")
     assert discovery.default_device("cuda") == torch.device("cuda:0")
     assert discovery.default_device("cuda:1", 0) == torch.device("cuda:1")
+
+
+@pytest.mark.parametrize(("second", "backend"), [("GPU-b", "nccl"), ("GPU-a", "gloo")])
+def test_ranks_that_share_a_gpu_meet_by_gloo(second, backend, monkeypatch):
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-a")
+    )
+    assert collective._backend(torch.device("cuda", 0), lambda own: [own, second]) == backend

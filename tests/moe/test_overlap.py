@@ -72,7 +72,8 @@ def test_every_overlap_gives_the_same_bits(ranks, config, options, mode):
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_processes(ranks, kind, mode):
     options = {**GROUPED, "fp8": True, "mode": mode}
-    ranks(3, kind)(one_result, Case(DEEP, tokens=(9, 0, 4)), options)
+    config = replace(DEEP, hidden=256)  # pushed FP8 columns come in pairs of blocks on Hopper
+    ranks(3, kind)(one_result, Case(config, tokens=(9, 0, 4)), options)
 
 
 def few_rows(group: weft.Group, given: dict[str, Any]) -> None:

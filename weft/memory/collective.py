@@ -184,17 +184,17 @@ class OwnProcessGroup:
         timeout: float,
     ) -> None:
         self._owner = os.getpid()
+        backend = _backend(device, gather)
         store = _meet_at_store(rank, gather, timeout)
-        cuda = device.type == "cuda"
         with _loopback():
             try:
                 dist.init_process_group(
-                    "nccl" if cuda else "gloo",
+                    backend,
                     store=store,
                     rank=rank,
                     world_size=size,
                     timeout=timedelta(seconds=timeout),
-                    device_id=device if cuda else None,
+                    device_id=device if backend == "nccl" else None,
                 )
             except RuntimeError as error:
                 raise RendezvousFailed(f"torch.distributed did not start: {error}") from error
@@ -217,6 +217,14 @@ class OwnProcessGroup:
                 ResourceWarning,
                 stacklevel=3,
             )
+
+
+def _backend(device: torch.device, gather: Callable[[JSON], list[Any]]) -> str:
+    """NCCL where every rank has a GPU of its own; it refuses ranks that share one."""
+    if device.type != "cuda":
+        return "gloo"
+    gpus = gather(str(torch.cuda.get_device_properties(device).uuid))
+    return "nccl" if len(set(gpus)) == len(gpus) else "gloo"
 
 
 def _meet_at_store(rank: int, gather: Callable[[JSON], list[Any]], timeout: float) -> TCPStore:

@@ -287,8 +287,9 @@ class Group:
         """The torch process group of these ranks. Collective at the first call.
 
         A group from from_torch returns the one it was made from. Else the process's default group
-        is made: gloo for CPU ranks, NCCL for CUDA ranks. Raises InvalidArgument for ranks that are
-        threads, because torch.distributed needs processes.
+        is made: NCCL for CUDA ranks that each have a GPU, gloo for CPU ranks and for ranks that
+        share a GPU. Raises InvalidArgument for ranks that are threads, because torch.distributed
+        needs processes.
         """
         if self._process_group is not None:
             return self._process_group
