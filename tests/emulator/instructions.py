@@ -37,6 +37,10 @@ _VALUES: dict[str, Callable[..., str]] = {
     ),
     "cvt.rn.f16x2.e4m3x2": lambda a: f"emulated::halves_of_e4m3({a})",
     "div.full.f32": lambda a, b: f"({a}) / ({b})",
+    "rcp.approx.ftz.f32": lambda a: f"1.0f / ({a})",
+    "ex2.approx.ftz.f32": lambda a: f"__builtin_exp2f({a})",
+    "min.NaN.f32": lambda a, b: f"emulated::least({a}, {b})",
+    "max.NaN.f32": lambda a, b: f"emulated::most({a}, {b})",
 }
 _EFFECTS: dict[str, Callable[..., str]] = {
     "griddepcontrol.wait": lambda: "",

@@ -44,6 +44,9 @@ namespace emulated {
 
 // numbers.cpp
 unsigned narrow_bf16(float), narrow_fp16(float), to_e4m3(float);
+// NaN where either is.
+inline float least(float a, float b) { return a != a || b < a ? (a != a ? a : b) : b != b ? b : a; }
+inline float most(float a, float b) { return a != a || b > a ? (a != a ? a : b) : b != b ? b : a; }
 float widen_fp16(unsigned), from_e4m3(unsigned);
 inline unsigned halves_of_e4m3(unsigned pair) {
     return narrow_fp16(from_e4m3(pair & 0xff)) | narrow_fp16(from_e4m3(pair >> 8 & 0xff)) << 16;

@@ -110,6 +110,30 @@ WEFT_FN float div_full(float x, float y) {
     return ratio;
 }
 
+// 1 / x and 2^x to one unit and two in the last place; results below 2^-126 are 0.
+WEFT_FN float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+WEFT_FN float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// NaN where either is NaN, unlike fminf and fmaxf.
+WEFT_FN float min_nan(float x, float y) {
+    float least;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(x), "f"(y));
+    return least;
+}
+WEFT_FN float max_nan(float x, float y) {
+    float most;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(x), "f"(y));
+    return most;
+}
+
 WEFT_FN float low_half(DType dtype, u32 pair) {
     if (dtype == DType::bf16) return __uint_as_float(pair << 16);
     float value;

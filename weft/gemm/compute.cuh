@@ -22,11 +22,11 @@ template <GemmShape S> constexpr u32 lower_swap_ab_m(u32 m) {
 template <GemmShape S, u32 N>
 WEFT_FN void compute_swap_ab(const GemmArgs& a, GemmShared<S>& smem, const Operands<S>& operands,
                              PipelineState<S.stages>& pipeline, const Tile& tile, u32 rank,
-                             u32 tile_idx) {
+                             u32& exchanges) {
     if constexpr (N > block_m_granularity) {
         if (tile.m < N) {
             compute_swap_ab<S, lower_swap_ab_m<S>(N)>(a, smem, operands, pipeline, tile, rank,
-                                                      tile_idx);
+                                                      exchanges);
             return;
         }
     }
@@ -40,31 +40,43 @@ WEFT_FN void compute_swap_ab(const GemmArgs& a, GemmShared<S>& smem, const Opera
         bias.add_to(sum);
     }
     if constexpr (S.gated_fp8())
-        store_gated_fp8_swap_ab<S, N>(a, smem, tile, rank, sum, tile_idx);
+        store_gated_fp8_swap_ab<S, N>(a, smem, tile, rank, sum, exchanges);
     else if constexpr (S.gated())
         store_gated_16bit<S, N>(a, smem, tile, rank, sum);
     else
         store_swap_ab<S, N>(a, smem, tile, rank, sum, dst_addr);
 }
 
-// A normal tile of one M-tile, or a dual tile of two.
-template <GemmShape S, u32 m_tiles>
+template <GemmShape S>
 WEFT_FN void compute_normal(const GemmArgs& a, GemmShared<S>& smem, const Operands<S>& operands,
                             PipelineState<S.stages>& pipeline, const Tile& tile, u32 rank,
-                            u32 tile_idx) {
-    float sum[m_tiles][normal_sums] = {};
+                            u32& exchanges) {
+    float sum[normal_sums] = {};
     const u64 dst_addr = load_dst_addr<S>(a, tile);
-    if constexpr (m_tiles == 1)
-        mainloop_normal<S>(smem, pipeline, operands, rank, sum[0]);
-    else
-        mainloop_dual_m<S>(smem, pipeline, operands, rank, sum);
+    mainloop_normal<S>(smem, pipeline, operands, rank, sum);
     if constexpr (S.gated()) {
-        store_gated_fp8_normal<S, m_tiles>(a, smem, tile, rank, sum, tile_idx);
+        store_gated_fp8_normal<S>(a, smem, tile, rank, sum, exchanges);
+    } else {
+        share_dst_addrs(smem, tile, dst_addr);
+        store_normal<S>(a, smem, tile, rank, sum, 0);
+    }
+}
+
+template <GemmShape S>
+WEFT_FN void compute_split(const GemmArgs& a, GemmShared<S>& smem, const Operands<S>& operands,
+                           PipelineState<S.stages>& pipeline, const Tile& tile, u32 rank) {
+    float sum[2][normal_sums] = {};
+    const u64 dst_addr = load_dst_addr<S>(a, tile);
+    const u32 first_row = rank * normal_m;
+    const bool has_rows = tile.valid_m > first_row + math_warpgroup() * (normal_m / 2);
+    mainloop_split<S>(smem, pipeline, operands, rank, has_rows, sum);
+    if constexpr (S.gated()) {
+        store_gated_fp8_split<S>(a, smem, tile, first_row, sum);
     } else {
         share_dst_addrs(smem, tile, dst_addr);
 #pragma unroll
-        for (u32 t = 0; t < m_tiles; ++t)
-            store_normal<S>(a, smem, tile, rank, sum[t], t * normal_m);
+        for (u32 block = 0; block < 2; ++block)
+            store_normal<S>(a, smem, tile, block, sum[block], first_row);
     }
 }
 
@@ -75,22 +87,23 @@ WEFT_FN void compute_tiles(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u3
     TileScheduler<S> scheduler{smem};
     PipelineState<S.stages> pipeline;
     Tile tile;
-    for (u32 tile_idx = 0; scheduler.next(tile); ++tile_idx) {
-        if constexpr (S.has_dual_m()) {
-            if (tile.m > S.max_single_m()) {
-                compute_normal<S, 2>(a, smem, operands, pipeline, tile, rank, tile_idx);
+    u32 exchanges = 0;  // of amax with the other CTA, so far
+    while (scheduler.next(tile)) {
+        if constexpr (S.has_split_m()) {
+            if (tile.is_split<S>()) {
+                compute_split<S>(a, smem, operands, pipeline, tile, rank);
                 continue;
             }
         }
         if constexpr (S.is_fp8() && S.block_m >= normal_m) {
             if (tile.m == normal_m) {
-                compute_normal<S, 1>(a, smem, operands, pipeline, tile, rank, tile_idx);
+                compute_normal<S>(a, smem, operands, pipeline, tile, rank, exchanges);
                 continue;
             }
         }
         constexpr bool highest_is_normal = S.is_fp8() && S.block_m == normal_m;
-        constexpr u32 highest = highest_is_normal ? lower_swap_ab_m<S>(normal_m) : S.max_single_m();
-        compute_swap_ab<S, highest>(a, smem, operands, pipeline, tile, rank, tile_idx);
+        constexpr u32 highest = highest_is_normal ? lower_swap_ab_m<S>(normal_m) : S.cta_m();
+        compute_swap_ab<S, highest>(a, smem, operands, pipeline, tile, rank, exchanges);
     }
 }
 

@@ -76,11 +76,11 @@ template <GemmShape S> WEFT_FN void store_vector(u64 to, const u8* from) {
         store(at, *reinterpret_cast<const uint4*>(from));
 }
 
-// Where this CTA's columns of a row begin; 0 for nowhere.
+// Where the columns of a row for one of the tile's two blocks of weights begin; 0 for nowhere.
 template <GemmShape S>
-WEFT_FN u64 row_address(const GemmArgs& a, const GemmShared<S>& smem, const Tile& tile, u32 rank,
+WEFT_FN u64 row_address(const GemmArgs& a, const GemmShared<S>& smem, const Tile& tile, u32 block,
                         u32 row) {
-    const u32 column = tile.n_block * cluster_n + rank * block_n;
+    const u32 column = tile.n_block * cluster_n + block * block_n;
     if constexpr (S.epilogue == Epilogue::push)
         return smem.dst_addrs[row] == 0 ? 0 : smem.dst_addrs[row] + column * 2;
     else
@@ -114,10 +114,10 @@ WEFT_FN void store_swap_ab(const GemmArgs& a, GemmShared<S>& smem, const Tile& t
     }
 }
 
-// A normal M-tile: eight rows by 64 columns at a time through the warp's own staging memory, then
-// 128 bytes of each row by eight lanes. first_row: of the M-tile in its tile.
+// 128 rows by one block of weights: eight rows by 64 columns at a time through the warp's own
+// staging memory, then 128 bytes of each row by eight lanes. first_row: of this CTA in the tile.
 template <GemmShape S>
-WEFT_FN void store_normal(const GemmArgs& a, GemmShared<S>& smem, const Tile& tile, u32 rank,
+WEFT_FN void store_normal(const GemmArgs& a, GemmShared<S>& smem, const Tile& tile, u32 block,
                           const float (&sum)[normal_sums], u32 first_row) {
     const u32 lane = math_thread() % warp_lanes, offset = lane % 8 * 16;
     u8* const staging = smem.staging + math_thread() / warp_lanes * staging_bytes;
@@ -135,7 +135,7 @@ WEFT_FN void store_normal(const GemmArgs& a, GemmShared<S>& smem, const Tile& ti
         __syncwarp();
 #pragma unroll
         for (u32 r = lane / 8; r < 8; r += 4) {
-            const u64 to = row + r < tile.valid_m ? row_address(a, smem, tile, rank, row + r) : 0;
+            const u64 to = row + r < tile.valid_m ? row_address(a, smem, tile, block, row + r) : 0;
             if (to != 0)
                 store_vector<S>(to + right * half_row_bytes + offset,
                                 staging + r * half_row_pitch + offset);

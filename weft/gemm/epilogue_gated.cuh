@@ -13,11 +13,13 @@ namespace weft {
 constexpr u32 gated_staging_rows = 32, gated_staging_pitch = gated_block_n * 2 + 16;
 static_assert(gated_staging_rows * gated_staging_pitch <= staging_buffer_bytes);
 
+constexpr float log2_e = 1.44269504f;
+
 // `gate * sigmoid(alpha * gate) * (up + offset)`, clamped to the limit before; NaN stays NaN.
 WEFT_FN float gate_of(const GemmArgs& a, float gate, float up) {
-    gate = gate > a.limit ? a.limit : gate;
-    up = up > a.limit ? a.limit : up < -a.limit ? -a.limit : up;
-    const float sigmoid = div_full(1.0f, 1.0f + __expf(-(a.alpha * gate)));
+    gate = min_nan(gate, a.limit);
+    up = max_nan(min_nan(up, a.limit), -a.limit);
+    const float sigmoid = reciprocal(1.0f + exp2_fast(-(a.alpha * gate) * log2_e));
     return gate * sigmoid * (up + a.offset);
 }
 

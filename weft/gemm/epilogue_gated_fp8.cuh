@@ -1,11 +1,12 @@
-// The epilogue of FP8 that gates and quantises: a row's 128 gated columns, of both CTAs, share one
-// scale, so the CTAs exchange the largest |x| of each row.
+// The epilogue of FP8 that gates and quantises: a row's 128 gated columns share one scale. In a
+// split tile one warp has all of them; in others each CTA has half, so the CTAs exchange the
+// largest |x| of each row.
 //
-// Normal, a thread has gate and up of a column. Swapped, one warpgroup has the gates, the other the
-// ups of the same columns, thread for thread: each gives the other half of its rows and gates the
-// rest. A thread then has, for rows 16 i + 8 (its warpgroup) + 2 (lane % 4) + {0, 1} of the tile,
-// columns lane / 4 and eight further on of its warp's sixteen, as `gated` 4 i + {0, 1} and
-// 4 i + {2, 3}. Rows of a warpgroup are counted from 0 on: 8 i + 2 (lane % 4) + {0, 1}.
+// Normal and split, a thread has gate and up of a column. Swapped, one warpgroup has the gates, the
+// other the ups of the same columns, thread for thread: each gives the other half of its rows and
+// gates the rest. A thread then has, for rows 16 i + 8 (its warpgroup) + 2 (lane % 4) + {0, 1} of
+// the tile, columns lane / 4 and eight further on of its warp's sixteen, as `gated` 4 i + {0, 1}
+// and 4 i + {2, 3}. Rows of a warpgroup are counted from 0 on: 8 i + 2 (lane % 4) + {0, 1}.
 #pragma once
 #include <weft/device/quantize_warp.cuh>
 #include <weft/device/tma.cuh>
@@ -30,22 +31,20 @@ static_assert(math_warps_per_group * 4 * warp_lanes * sizeof(float4) <= 2 * stag
 WEFT_FN u32 row_in_tile(u32 group, u32 own) { return own / 8 * 16 + group * 8 + own % 8; }
 
 // The exchange of the largest |x| of a tile's rows between the CTAs. Two buffers, used in turn, are
-// enough: the other CTA is never two tiles ahead, since before its next tile it needs this tile's
+// enough: the other CTA is never two exchanges ahead, since for its next one it needs this one's
 // amax from here.
 template <GemmShape S> struct AmaxExchange {
     GemmShared<S>& smem;
-    u32 rank, tile_idx;
+    u32 rank, turn;
 
     WEFT_FN void expect(u32 rows) {
-        if (math_thread() == 0)
-            smem.peer_amax_full[tile_idx % 2].arrive_expect_tx(rows * sizeof(u32));
+        if (math_thread() == 0) smem.peer_amax_full[turn % 2].arrive_expect_tx(rows * sizeof(u32));
     }
     WEFT_FN void send(u32 row, u32 bits) {
-        store_remote(rank ^ 1, &smem.peer_amax[tile_idx % 2][row], bits,
-                     smem.peer_amax_full[tile_idx % 2]);
+        store_remote(rank ^ 1, &smem.peer_amax[turn % 2][row], bits, smem.peer_amax_full[turn % 2]);
     }
-    WEFT_FN void wait() { smem.peer_amax_full[tile_idx % 2].wait(tile_idx / 2 % 2); }
-    WEFT_FN u32 merged(u32 row, u32 bits) { return max(bits, smem.peer_amax[tile_idx % 2][row]); }
+    WEFT_FN void wait() { smem.peer_amax_full[turn % 2].wait(turn / 2 % 2); }
+    WEFT_FN u32 merged(u32 row, u32 bits) { return max(bits, smem.peer_amax[turn % 2][row]); }
 };
 
 // What a row's numbers are multiplied with before they become FP8; for a block with an Inf or a NaN
@@ -58,11 +57,11 @@ WEFT_FN float inverse_scale(const GemmArgs& a, const Tile& tile, u32 row, u32 bi
     return bits >= infinity_bits ? scale.scale : scale.inverse;
 }
 
-// Where this CTA's columns of a gated row begin.
+// Where the columns of a gated row for one of the tile's two blocks of weights begin.
 template <GemmShape S>
-WEFT_FN u8* gated_row(const GemmArgs& a, const Tile& tile, u32 rank, u32 row) {
+WEFT_FN u8* gated_row(const GemmArgs& a, const Tile& tile, u32 block, u32 row) {
     return static_cast<u8*>(a.out) + u64(tile.first_row + row) * (S.n / 2) +
-           tile.n_block * block_n + rank * gated_block_n;
+           tile.n_block * block_n + block * gated_block_n;
 }
 
 // Swapped: the two warps that have gates and ups of the same columns meet for every sixteen rows.
@@ -152,9 +151,9 @@ WEFT_FN void store_fp8_swap_ab(const GemmArgs& a, GemmShared<S>& smem, const Til
 // A swapped tile: gate, find the scales together with the other CTA, store as FP8.
 template <GemmShape S, u32 N>
 WEFT_FN void store_gated_fp8_swap_ab(const GemmArgs& a, GemmShared<S>& smem, const Tile& tile,
-                                     u32 rank, const float (&sum)[N / 2], u32 tile_idx) {
+                                     u32 rank, const float (&sum)[N / 2], u32& exchanges) {
     const u32 row = math_thread();
-    AmaxExchange<S> exchange{smem, rank, tile_idx};
+    AmaxExchange<S> exchange{smem, rank, exchanges++};
     float gated[N / 4];
     sync_math_warps();  // staging memory and the other exchange buffer of the tile before are free
     exchange.expect(tile.m);
@@ -171,27 +170,28 @@ WEFT_FN void store_gated_fp8_swap_ab(const GemmArgs& a, GemmShared<S>& smem, con
     store_fp8_swap_ab<S, N>(a, smem, tile, rank, gated);
 }
 
-// Normal: gates this thread's two rows, and finds the largest |x| of each over its four lanes, as
-// bits.
+// Normal: gates this thread's two rows, and finds the largest |x| of each with what `amax` has.
 WEFT_FN void gate_normal(const GemmArgs& a, const float (&sum)[normal_sums],
-                         float (&gated)[normal_sums / 2], u32 (&bits)[2]) {
-    bits[0] = bits[1] = 0;
+                         float (&gated)[normal_sums / 2], float (&amax)[2]) {
 #pragma unroll
     for (u32 i = 0; i < normal_sums / 2; ++i) {
         gated[i] = gate_of(a, sum[i], sum[normal_sums / 2 + i]);
-        bits[i / 2 % 2] = max(bits[i / 2 % 2], __float_as_uint(gated[i]) & 0x7fffffffu);
+        amax[i / 2 % 2] = max_nan(amax[i / 2 % 2], fabsf(gated[i]));
     }
-#pragma unroll
-    for (u32 step = 1; step < 4; step *= 2)
-#pragma unroll
-        for (u32 i = 0; i < 2; ++i)
-            bits[i] = max(bits[i], __shfl_xor_sync(all_lanes, bits[i], step));
 }
 
-// Sixteen rows as FP8 through the warp's own staging memory, then 64 bytes of each row by four
-// lanes. first_row: of the M-tile in its tile.
+// The largest of the four lanes that have a row, as bits.
+WEFT_FN u32 row_amax_normal(float amax) {
+#pragma unroll
+    for (u32 step = 1; step < 4; step *= 2)
+        amax = max_nan(amax, __shfl_xor_sync(all_lanes, amax, step));
+    return __float_as_uint(amax);
+}
+
+// Sixteen rows of one block of weights as FP8 through the warp's own staging memory, then 64 bytes
+// of each row by four lanes. first_row: of this CTA in the tile.
 template <GemmShape S>
-WEFT_FN void store_fp8_normal(const GemmArgs& a, GemmShared<S>& smem, const Tile& tile, u32 rank,
+WEFT_FN void store_fp8_normal(const GemmArgs& a, GemmShared<S>& smem, const Tile& tile, u32 block,
                               const float (&gated)[normal_sums / 2], const float (&inverse)[2],
                               u32 first_row) {
     const u32 lane = math_thread() % warp_lanes, offset = lane % 4 * 16;
@@ -210,38 +210,51 @@ WEFT_FN void store_fp8_normal(const GemmArgs& a, GemmShared<S>& smem, const Tile
 #pragma unroll
     for (u32 r = lane / 4; r < 16; r += 8)
         if (first + r < tile.valid_m)
-            *reinterpret_cast<uint4*>(gated_row<S>(a, tile, rank, first + r) + offset) =
+            *reinterpret_cast<uint4*>(gated_row<S>(a, tile, block, first + r) + offset) =
                 *reinterpret_cast<const uint4*>(staging + r * fp8_staging_pitch + offset);
 }
 
-// One normal M-tile, or the two of a dual tile.
-template <GemmShape S, u32 m_tiles>
+template <GemmShape S>
 WEFT_FN void store_gated_fp8_normal(const GemmArgs& a, GemmShared<S>& smem, const Tile& tile,
-                                    u32 rank, const float (&sum)[m_tiles][normal_sums],
-                                    u32 tile_idx) {
+                                    u32 rank, const float (&sum)[normal_sums], u32& exchanges) {
     const u32 lane = math_thread() % warp_lanes, first = normal_row() + lane / 4;
-    AmaxExchange<S> exchange{smem, rank, tile_idx};
-    float gated[m_tiles][normal_sums / 2], inverse[2];
-    u32 bits[m_tiles][2];
+    AmaxExchange<S> exchange{smem, rank, exchanges++};
+    float gated[normal_sums / 2], amax[2] = {}, inverse[2];
+    u32 bits[2];
     sync_math_warps();  // staging memory and the other exchange buffer of the tile before are free
-    exchange.expect(m_tiles * normal_m);
+    exchange.expect(normal_m);
+    gate_normal(a, sum, gated, amax);
 #pragma unroll
-    for (u32 t = 0; t < m_tiles; ++t) {
-        gate_normal(a, sum[t], gated[t], bits[t]);
-        if (lane % 4 == 0)
-            for (u32 i = 0; i < 2; ++i) exchange.send(t * normal_m + first + 8 * i, bits[t][i]);
+    for (u32 i = 0; i < 2; ++i) {
+        bits[i] = row_amax_normal(amax[i]);
+        if (lane % 4 == 0) exchange.send(first + 8 * i, bits[i]);
     }
     exchange.wait();
 #pragma unroll
-    for (u32 t = 0; t < m_tiles; ++t) {
+    for (u32 i = 0; i < 2; ++i)
+        inverse[i] =
+            inverse_scale<S>(a, tile, first + 8 * i, exchange.merged(first + 8 * i, bits[i]),
+                             rank == 0 && lane % 4 == 0);
+    store_fp8_normal(a, smem, tile, rank, gated, inverse, 0);
+}
+
+// Split: a warp has all columns of its rows.
+template <GemmShape S>
+WEFT_FN void store_gated_fp8_split(const GemmArgs& a, GemmShared<S>& smem, const Tile& tile,
+                                   u32 first_row, const float (&sum)[2][normal_sums]) {
+    const u32 lane = math_thread() % warp_lanes, first = first_row + normal_row() + lane / 4;
+    float gated[2][normal_sums / 2], amax[2] = {}, inverse[2];
 #pragma unroll
-        for (u32 i = 0; i < 2; ++i) {
-            const u32 row = t * normal_m + first + 8 * i;
-            inverse[i] = inverse_scale<S>(a, tile, row, exchange.merged(row, bits[t][i]),
-                                          rank == 0 && lane % 4 == 0);
-        }
-        if (t != 0) __syncwarp();  // the staging memory of the M-tile before has been read
-        store_fp8_normal(a, smem, tile, rank, gated[t], inverse, t * normal_m);
+    for (u32 block = 0; block < 2; ++block) gate_normal(a, sum[block], gated[block], amax);
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i)
+        inverse[i] =
+            inverse_scale<S>(a, tile, first + 8 * i, row_amax_normal(amax[i]), lane % 4 == 0);
+    sync_math_warps();  // staging memory of the tile before is free
+#pragma unroll
+    for (u32 block = 0; block < 2; ++block) {
+        if (block != 0) __syncwarp();  // the staging memory of the first block has been read
+        store_fp8_normal(a, smem, tile, block, gated[block], inverse, first_row);
     }
 }
 

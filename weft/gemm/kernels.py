@@ -38,6 +38,7 @@ THREADS = 384
 ROW_BOXES = 4  # of 8, 16, 32 and 64 rows
 BLOCK_M_GRANULARITY, MAX_SWAP_AB_M = 16, 160
 BLOCK_K_BYTES = 128
+SPLIT_M = 256  # rows of an FP8 tile that the CTAs of a cluster share out
 COMPILE_THREADS = 4
 # The constants of gemm/shape.cuh that Python computes with; the generated source asserts them.
 NUMBERS = (
@@ -47,6 +48,7 @@ NUMBERS = (
     ("weft::block_m_granularity", BLOCK_M_GRANULARITY),
     ("weft::max_swap_ab_m", MAX_SWAP_AB_M),
     ("weft::normal_m", NORMAL_M),
+    ("weft::split_m", SPLIT_M),
     ("weft::block_n", BLOCK_N),
     ("weft::cluster_n", CLUSTER_N),
 )
@@ -91,6 +93,19 @@ template <> WEFT_FN void wgmma<Operand::{operand}, {n}>(float (&acc)[{count}], u
 }}
 """
 
+# `wgmma_from_registers`: the first operand in four registers.
+INSTRUCTION_FROM_REGISTERS = """\
+template <> WEFT_FN void wgmma_from_registers<Operand::{operand}, {n}>(
+    float (&acc)[{count}], const u32 (&a)[4], u64 b, bool accumulate) {{
+    asm volatile(
+        "{{.reg .pred p; setp.ne.b32 p, %{accumulate}, 0; "
+        "wgmma.mma_async.sync.aligned.m64n{n}{types} {{{registers}}}, "
+        "{{{rows}}}, %{b}, p, {flags};}}"
+        : {outputs}
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(u32(accumulate)));
+}}
+"""
+
 
 class GemmArgs(ctypes.Structure):
     """Mirror of `weft::GemmArgs` in gemm/shape.cuh."""
@@ -128,19 +143,23 @@ def wgmma_ns(block_m: int) -> list[int]:
     return [*fine, *range(MAX_SWAP_AB_M + 2 * step, block_m + 1, 2 * step)]
 
 
-def instruction(n: int, operand: str) -> str:
-    """`wgmma` for 64 rows of the A operand and n of the B operand."""
-    count = n // 2
+def instruction(n: int, operand: str, *, from_registers: bool = False) -> str:
+    """`wgmma` for 64 rows of the A operand and n of the B operand.
+
+    from_registers: A is in registers, not in shared memory.
+    """
+    count, words = n // 2, 4 if from_registers else 1
     types, flags = INSTRUCTIONS[operand]
-    return INSTRUCTION.format(
+    return (INSTRUCTION_FROM_REGISTERS if from_registers else INSTRUCTION).format(
         n=n,
         operand=operand,
         types=types,
         flags=flags,
         count=count,
         a=count,
-        b=count + 1,
-        accumulate=count + 2,
+        rows=", ".join(f"%{count + i}" for i in range(words)),
+        b=count + words,
+        accumulate=count + words + 1,
         registers=", ".join(f"%{i}" for i in range(count)),
         outputs=", ".join(f'"+f"(acc[{i}])' for i in range(count)),
     )
@@ -151,8 +170,11 @@ def cuda_source(shape: str, block_m: int, operand: str) -> str:
 
     block_m: most rows of a tile.   operand: a key of INSTRUCTIONS.
     """
+    instructions = [instruction(n, operand) for n in wgmma_ns(block_m)]
+    if operand == "fp8" and block_m == SPLIT_M:
+        instructions.append(instruction(BLOCK_N, operand, from_registers=True))
     return SOURCE.format(
-        instructions="".join(instruction(n, operand) for n in wgmma_ns(block_m)),
+        instructions="".join(instructions),
         shape=shape,
         layout=assertions((GemmArgs,), NUMBERS),
         name=NAME,

@@ -8,7 +8,8 @@
 
 namespace weft {
 
-// Loads a k block of weights, and tells the stage how many bytes will come, its rows included.
+// Loads a k block of this CTA's weights, for both CTAs if the tile is split, and tells the stage
+// how many bytes will come: the rows', and the other CTA's weights too.
 template <GemmShape S>
 WEFT_FN void load_weights(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 stage,
                           const Tile& tile, u32 rank, u32 k_block) {
@@ -16,6 +17,19 @@ WEFT_FN void load_weights(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32
     u8* const to = tiles + stage * S.stage_bytes();
     Mbarrier& full = smem.full[stage];
     full.arrive_expect_tx(weight_tile_bytes + tile.m * block_k_bytes);
+    if constexpr (S.has_split_m()) {
+        if (tile.is_split<S>()) {
+            const u32 x = k_block * block_k_bytes, half = tile.n_block * block_n;
+            u8* const mine = to + rank * weight_tile_bytes;
+            if constexpr (S.gated())
+                tma_load_4d_multicast(3, mine, a.weights_map, x, half + rank * gated_block_n,
+                                      tile.expert, full, hint);
+            else
+                tma_load_2d_multicast(3, mine, a.weights_map, x,
+                                      tile.expert * S.n + 2 * half + rank * block_n, full, hint);
+            return;
+        }
+    }
     if constexpr (S.gated() && !S.is_fp8())
         tma_load_5d(to, a.weights_map, k_block * block_k_bytes,
                     (tile.n_block * block_n + rank * gated_block_n) / 8, tile.expert, full, hint);
@@ -27,11 +41,22 @@ WEFT_FN void load_weights(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32
                     tile.expert * S.n + tile.n_block * cluster_n + rank * block_n, full, hint);
 }
 
-// Loads this CTA's half of a k block of rows, into both CTAs.
+// Loads this CTA's half of a k block of rows, for both CTAs unless the tile is split.
 template <GemmShape S>
 WEFT_FN void load_rows(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 stage,
                        const Tile& tile, u32 rank, u32 k_block) {
     u8* const to = tiles + stage * S.stage_bytes() + weight_tile_bytes;
+    if constexpr (S.has_split_m()) {
+        if (tile.is_split<S>()) {
+            constexpr u32 box = row_boxes - 1, m = 8 << box;
+#pragma unroll
+            for (u32 r = 0; r < normal_m; r += m)
+                tma_load_2d(to + weight_tile_bytes + r * block_k_bytes, a.rows_map[box],
+                            k_block * block_k_bytes, tile.first_row + rank * normal_m + r,
+                            smem.full[stage], l2_evict_last);
+            return;
+        }
+    }
     u32 r = rank * (tile.m / 2), left = tile.m / 2;
 #pragma unroll
     for (u32 box = row_boxes; box-- > 0;)
@@ -103,10 +128,10 @@ WEFT_FN void load_scale_vector(float (&to)[n], const float* from, i64 stride, u3
 // Scales of a few k blocks in a lane's registers: of its rows, and of the blocks of weights.
 template <GemmShape S> struct ScaleRegisters {
     static constexpr u32 lanes = scale_warps * warp_lanes;
-    static constexpr u32 rows_per_lane = (S.block_m + lanes - 1) / lanes;
-    static constexpr u32 matrices = S.gated() ? 2 : 1;  // gate and up
-    static constexpr u32 k_blocks = S.k_blocks(), ahead = S.scale_k_blocks();
-    float row[rows_per_lane][ahead], weights[matrices][ahead];
+    static constexpr u32 rows_per_lane = (S.cta_m() + lanes - 1) / lanes;
+    static constexpr u32 weight_blocks = StageScales<S>::weight_blocks;
+    static constexpr u32 k_blocks = S.k_blocks(), ahead = scale_k_blocks;
+    float row[rows_per_lane][ahead], weights[weight_blocks][ahead];
 
     WEFT_FN static u32 row_of(u32 i) { return i * lanes + threadIdx.x - warp_lanes; }
 
@@ -115,17 +140,20 @@ template <GemmShape S> struct ScaleRegisters {
         constexpr bool whole = k_blocks % ahead == 0;
         const bool aligned =
             reinterpret_cast<u64>(a.row_scales) % 16 == 0 && a.row_scale_stride % 4 == 0;
+        const bool split = tile.is_split<S>();
         const u32 block = tile.expert * (S.n / scale_block) +
-                          (S.gated() ? tile.n_block : tile.n_block * 2 + rank);
+                          (S.gated() ? tile.n_block : tile.n_block * 2 + (split ? 0 : rank));
+        // From gate to up, or to the second block of a split tile; others have one.
+        const u32 step = S.gated() ? S.n / 2 / scale_block : split ? 1 : 0;
         const float* const at = a.weight_scales + u64(block) * k_blocks + k;
 #pragma unroll
-        for (u32 i = 0; i < matrices; ++i)
-            load_scale_vector(weights[i], at + i * (S.n / 2 / scale_block * k_blocks), 1,
-                              k_blocks - k,
+        for (u32 i = 0; i < weight_blocks; ++i)
+            load_scale_vector(weights[i], at + i * step * k_blocks, 1, k_blocks - k,
                               whole && reinterpret_cast<u64>(a.weight_scales) % 16 == 0);
+        const u32 first = split ? rank * normal_m : 0;
 #pragma unroll
         for (u32 i = 0; i < rows_per_lane; ++i) {
-            const u32 r = tile.first_row + min(row_of(i), tile.valid_m - 1);
+            const u32 r = tile.first_row + min(first + row_of(i), tile.valid_m - 1);
             load_scale_vector(
                 row[i], a.row_scales + i64(r) * a.row_scale_stride + k * a.k_scale_stride,
                 a.k_scale_stride, k_blocks - k, whole && a.k_scale_stride == 1 && aligned);
@@ -136,7 +164,7 @@ template <GemmShape S> struct ScaleRegisters {
         for (u32 i = 0; i < rows_per_lane; ++i)
             if (row_of(i) < m)
 #pragma unroll
-                for (u32 w = 0; w < matrices; ++w)
+                for (u32 w = 0; w < weight_blocks; ++w)
                     to.rows[w][scale_slot(row_of(i))] = __fmul_rn(row[i][n], weights[w][n]);
     }
 };
@@ -148,14 +176,14 @@ template <GemmShape S> WEFT_FN void load_scales(const GemmArgs& a, GemmShared<S>
     PipelineState<S.stages> pipeline;
     Tile tile;
     while (scheduler.next(tile))
-        for (u32 k = 0; k < S.k_blocks(); k += S.scale_k_blocks()) {
+        for (u32 k = 0; k < S.k_blocks(); k += scale_k_blocks) {
             ScaleRegisters<S> scales;
             scales.load(a, tile, rank, k);
 #pragma unroll
-            for (u32 n = 0; n < S.scale_k_blocks(); ++n) {
+            for (u32 n = 0; n < scale_k_blocks; ++n) {
                 if (k + n >= S.k_blocks()) break;
                 smem.empty[pipeline.stage].wait(pipeline.parity ^ 1);
-                scales.store(smem.scales[pipeline.stage], tile.m, n);
+                scales.store(smem.scales[pipeline.stage], min(tile.m, S.cta_m()), n);
                 __syncwarp();
                 if (threadIdx.x % warp_lanes == 0) smem.full[pipeline.stage].arrive();
                 pipeline.advance();

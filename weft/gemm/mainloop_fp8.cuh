@@ -11,8 +11,12 @@
 // 8 j + 2 (lane % 4) + {0, 1} in sums 4 j and 4 j + 1, of the second in 4 j + 2 and 4 j + 3. It
 // needs two scales, which leaves the bandwidth of shared memory to the tensor cores.
 //
-// Dual M: two normal M-tiles, one below the other, for each stage of weights. An expert with many
-// rows then asks L2 for a third less.
+// Split: of a tile of 256 rows by 256 weight rows, each CTA of the cluster has 128 rows and all
+// weights, which each loads half of for both. A warpgroup has 64 rows, loads them into registers
+// once, and multiplies them by one block of 128 weight rows, then by the other; a thread has sums
+// of both as of a normal tile. Rows that come from shared memory once for all 256 columns leave its
+// bandwidth, which tall tiles are bound by, to weights: two normal tiles one below the other read
+// 144 KiB for a product for which this reads and writes 128.
 #pragma once
 #include <weft/gemm/math_warps.cuh>
 #include <weft/gemm/pipeline.cuh>
@@ -54,29 +58,52 @@ template <GemmShape S, u32 N> struct SwapAbKBlock {
     }
 };
 
-// One k block of a normal tile, or of one of the two M-tiles of a dual tile.
-template <GemmShape S> struct NormalKBlock {
-    float acc[normal_sums], by[2][2];  // scales of gate's and of up's columns, for both rows
+// One k block of a warp's sixteen rows of a split tile, as wgmma takes them.
+template <GemmShape S> struct SplitRows {
+    u32 a[block_k_bytes / 32][4];
 
-    WEFT_FN void issue(const Operands<S>& operands, u32 stage, u32 m_tile = 0) {
-        issue_k_block<S.operand, block_n>(acc,
-                                          operands.normal_a + descriptor_offset<S>(stage) +
-                                              m_tile * (normal_m * block_k_bytes / 16),
-                                          operands.normal_b + descriptor_offset<S>(stage), false);
+    WEFT_FN void load(const Operands<S>& operands, u32 stage) {
+        const u8* const row = operands.split_a + stage * S.stage_bytes();
+#pragma unroll
+        for (u32 i = 0; i < block_k_bytes / 32; ++i)
+            ldmatrix_x4(a[i], row + (operands.split_chunk ^ i * 32));
     }
-    WEFT_FN void read_scales(const Operands<S>& operands, const GemmShared<S>& smem, u32 stage,
-                             u32 m_tile = 0) {
+};
+
+// The scales of a thread's two rows for one block of weights: of gate's and of up's columns.
+template <GemmShape S> struct NormalScales {
+    float by[2][2];
+
+    WEFT_FN void read(const Operands<S>& operands, const GemmShared<S>& smem, u32 stage,
+                      u32 block = 0) {
+        const StageScales<S>& scales = smem.scales[stage];
 #pragma unroll
         for (u32 i = 0; i < 4; ++i)
             by[i / 2][i % 2] =
-                smem.scales[stage]
-                    .rows[S.gated() ? i / 2 : 0][operands.normal_scales[i % 2] + m_tile * normal_m];
+                scales.rows[S.gated() ? i / 2 : block][operands.normal_scales[i % 2]];
     }
-    template <u32 pending> WEFT_FN void promote(float (&sum)[normal_sums]) {
+};
+
+// One k block of a normal tile, or of one block of weights of a split tile.
+template <GemmShape S> struct NormalKBlock {
+    float acc[normal_sums];
+
+    WEFT_FN void issue(const Operands<S>& operands, u32 stage) {
+        issue_k_block<S.operand, block_n>(acc, operands.normal_a + descriptor_offset<S>(stage),
+                                          operands.normal_b + descriptor_offset<S>(stage), false);
+    }
+    WEFT_FN void issue(const Operands<S>& operands, u32 stage, const SplitRows<S>& rows,
+                       u32 block) {
+        issue_k_block<S.operand, block_n>(
+            acc, rows.a,
+            operands.normal_b + descriptor_offset<S>(stage) + block * (weight_tile_bytes / 16));
+    }
+    template <u32 pending>
+    WEFT_FN void promote(float (&sum)[normal_sums], const NormalScales<S>& scales) {
         wait_accumulator<pending>(acc);
 #pragma unroll
         for (u32 i = 0; i < normal_sums; ++i)
-            sum[i] = __fmaf_rn(acc[i], by[i / (normal_sums / 2)][i / 2 % 2], sum[i]);
+            sum[i] = __fmaf_rn(acc[i], scales.by[i / (normal_sums / 2)][i / 2 % 2], sum[i]);
     }
 };
 
@@ -102,43 +129,57 @@ WEFT_FN void mainloop_normal(GemmShared<S>& smem, PipelineState<S.stages>& pipel
 #pragma unroll 1
     for (; k + 1 < S.k_blocks(); k += 2, pipeline.advance()) {
         NormalKBlock<S> one, two;
+        NormalScales<S> scales;
         const u32 stage = pipeline.stage;
         smem.full[stage].wait(pipeline.parity);
         one.issue(operands, stage);
         pipeline.advance();
         smem.full[pipeline.stage].wait(pipeline.parity);
         two.issue(operands, pipeline.stage);
-        one.read_scales(operands, smem, stage);
-        one.template promote<1>(sum);
+        scales.read(operands, smem, stage);
+        one.template promote<1>(sum, scales);
         release_stage(smem, stage, rank);
-        two.read_scales(operands, smem, pipeline.stage);
-        two.template promote<0>(sum);
+        scales.read(operands, smem, pipeline.stage);
+        two.template promote<0>(sum, scales);
         release_stage(smem, pipeline.stage, rank);
     }
     if (k == S.k_blocks()) return;
     NormalKBlock<S> last;
+    NormalScales<S> scales;
     smem.full[pipeline.stage].wait(pipeline.parity);
     last.issue(operands, pipeline.stage);
-    last.read_scales(operands, smem, pipeline.stage);
-    last.template promote<0>(sum);
+    scales.read(operands, smem, pipeline.stage);
+    last.template promote<0>(sum, scales);
     release_stage(smem, pipeline.stage, rank);
     pipeline.advance();
 }
 
-// A k block of one M-tile, then of the other. The sums leave no registers for two k blocks in
-// flight, so the tensor cores work for the other warpgroup while this one adds.
+// A k block of one block of weights, then of the other. The sums leave no registers for two in
+// flight, so the tensor cores work for the other warpgroup while this one adds. A warpgroup that
+// has rows of padding alone multiplies nothing.
 template <GemmShape S>
-WEFT_FN void mainloop_dual_m(GemmShared<S>& smem, PipelineState<S.stages>& pipeline,
-                             const Operands<S>& operands, u32 rank, float (&sum)[2][normal_sums]) {
+WEFT_FN void mainloop_split(GemmShared<S>& smem, PipelineState<S.stages>& pipeline,
+                            const Operands<S>& operands, u32 rank, bool has_rows,
+                            float (&sum)[2][normal_sums]) {
+    if (!has_rows) {
+        for (u32 k = 0; k < S.k_blocks(); ++k, pipeline.advance()) {
+            smem.full[pipeline.stage].wait(pipeline.parity);
+            release_stage(smem, pipeline.stage, rank);
+        }
+        return;
+    }
 #pragma unroll 1
     for (u32 k = 0; k < S.k_blocks(); ++k, pipeline.advance()) {
+        SplitRows<S> rows;
+        NormalScales<S> scales;
         smem.full[pipeline.stage].wait(pipeline.parity);
+        rows.load(operands, pipeline.stage);
 #pragma unroll
-        for (u32 m_tile = 0; m_tile < 2; ++m_tile) {
-            NormalKBlock<S> block;
-            block.issue(operands, pipeline.stage, m_tile);
-            block.read_scales(operands, smem, pipeline.stage, m_tile);
-            block.template promote<0>(sum[m_tile]);
+        for (u32 block = 0; block < 2; ++block) {
+            NormalKBlock<S> product;
+            product.issue(operands, pipeline.stage, rows, block);
+            if (!S.gated() || block == 0) scales.read(operands, smem, pipeline.stage, block);
+            product.template promote<0>(sum[block], scales);
         }
         release_stage(smem, pipeline.stage, rank);
     }

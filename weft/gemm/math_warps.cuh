@@ -20,27 +20,33 @@ WEFT_FN u32 math_warpgroup() { return math_thread() / warpgroup_threads; }
 // The first of the 16 rows that this warp has of a normal tile.
 WEFT_FN u32 normal_row() { return math_thread() / warp_lanes * 16; }
 
-// The operands of the first stage as wgmma descriptors, and where a thread's scales lie.
+// The operands of the first stage, most of them as tiles for wgmma, and where a thread's scales
+// are.
 template <GemmShape S> struct Operands {
-    u64 swap_a, swap_b;      // swapped: the warpgroup's half of the weights, and all rows
-    u64 normal_a, normal_b;  // normal: the warpgroup's half of the rows, and all weights
+    u32 swap_a, swap_b;      // swapped: the warpgroup's half of the weights, and all rows
+    u32 normal_a, normal_b;  // normal: the warpgroup's half of the rows, and all weights
+    const u8* split_a;  // split: the row of this warp's sixteen that ldmatrix asks this lane for
+    u32 split_chunk;    // and which of its 16 bytes: swizzled, of the first 32
     u32 swap_scales, normal_scales[2];
 
     WEFT_FN explicit Operands(u8* tiles) {
         // One value for the whole warp, so that the compiler keeps it in a uniform register.
         const u32 group = __shfl_sync(all_lanes, math_warpgroup(), 0), lane = threadIdx.x % 32;
         const u32 at = u32(__cvta_generic_to_shared(tiles));
-        swap_a = smem_descriptor(at + group * (weight_tile_bytes / 2));
-        swap_b = smem_descriptor(at + weight_tile_bytes);
-        normal_a = smem_descriptor(at + weight_tile_bytes + group * (normal_m / 2) * block_k_bytes);
-        normal_b = smem_descriptor(at);
-        swap_scales = (S.gated() ? group * S.block_m : 0) + lane % 4 * 4;
+        swap_a = smem_tile(at + group * (weight_tile_bytes / 2));
+        swap_b = smem_tile(at + weight_tile_bytes);
+        normal_a = smem_tile(at + weight_tile_bytes + group * (normal_m / 2) * block_k_bytes);
+        normal_b = smem_tile(at);
+        const u32 row = lane % 16;
+        split_a = tiles + 2 * weight_tile_bytes + (normal_row() + row) * block_k_bytes;
+        split_chunk = (lane / 16 ^ row % 8) * 16;
+        swap_scales = (S.gated() ? group * S.cta_m() : 0) + lane % 4 * 4;
         normal_scales[0] = scale_slot(normal_row() + lane / 4);
         normal_scales[1] = scale_slot(normal_row() + lane / 4 + 8);
     }
 };
 
-// From the descriptors of the first stage to those of another: they count in 16 bytes.
+// From the tiles of the first stage to those of another, in 16 bytes.
 template <GemmShape S> WEFT_FN u32 descriptor_offset(u32 stage) {
     return stage * (S.stage_bytes() / 16);
 }

@@ -7,10 +7,12 @@
 
 namespace weft {
 
-// The scales of one k block: each row's scale times that of its block of weights. Gated, times that
-// of gate and times that of up. The order of rows is that of scale_slot.
+// The scales of one k block: each row's scale times that of its block of weights. A CTA has two
+// blocks of weights where they are gate and up, and in split tiles. The order of rows is that of
+// scale_slot.
 template <GemmShape S> struct StageScales {
-    float rows[S.gated() ? 2 : 1][S.is_fp8() ? S.block_m : 1];
+    static constexpr u32 weight_blocks = S.gated() || S.has_split_m() ? 2 : 1;
+    float rows[weight_blocks][S.is_fp8() ? S.cta_m() : 1];
 };
 
 // Where a row's scale lies. A thread of a swapped tile holds, for each j, row 8 j + 2 q and the
@@ -27,9 +29,9 @@ template <GemmShape S> struct GemmShared {
     alignas(16) u8 staging[math_warps * staging_bytes];
     u64 dst_addrs[S.epilogue == Epilogue::push ? S.block_m : 1];
     // The largest |x| of each row, as bits: by warp, and what the other CTA has seen.
-    u32 amax[S.gated_fp8() ? math_warps : 1][S.gated_fp8() ? S.max_single_m() / 2 : 1];
-    u32 peer_amax[S.gated_fp8() ? 2 : 1][S.gated_fp8() ? S.block_m : 1];
-    float inverse_scales[S.gated_fp8() ? S.max_single_m() : 1];
+    u32 amax[S.gated_fp8() ? math_warps : 1][S.gated_fp8() ? S.cta_m() / 2 : 1];
+    u32 peer_amax[S.gated_fp8() ? 2 : 1][S.gated_fp8() ? S.cta_m() : 1];
+    float inverse_scales[S.gated_fp8() ? S.cta_m() : 1];
     u32 block_ends[S.experts], expert_order[S.experts];  // see tile_scheduler.cuh
     u32 counts[S.experts], first_rows[S.experts];
     Mbarrier full[S.stages], empty[S.stages], peer_amax_full[2];
@@ -61,8 +63,9 @@ template <GemmShape S> WEFT_FN void init_mbarriers(GemmShared<S>& smem) {
     fence_mbarrier_init();
 }
 
-// A math warp has read all it needs of a stage: both CTAs may load into it again. The other CTA
-// loads only rows, which nothing but finished wgmmas has read; scales are this CTA's own.
+// A math warp has read all it needs of a stage: both CTAs may load into it again. What the other
+// CTA loads, nothing but finished wgmmas has read; scales, and rows of a split tile, are this CTA's
+// own.
 template <GemmShape S> WEFT_FN void release_stage(GemmShared<S>& smem, u32 stage, u32 rank) {
     const u32 lane = threadIdx.x % warp_lanes;
     __syncwarp();

@@ -20,10 +20,11 @@ constexpr u32 block_m_granularity = 16;
 // Up to here tile heights are multiples of 16, above of 32. In FP8 this is also the highest tile
 // with A and B swapped; BF16 and FP16 swap all tiles.
 constexpr u32 max_swap_ab_m = 160;
-constexpr u32 normal_m = 128;         // FP8: rows are wgmma's A operand
-constexpr u32 dual_m = 2 * normal_m;  // FP8: two normal M-tiles share each stage of weights
-// A tail of up to so many rows behind a dual tile takes over one of its two M-tiles.
+constexpr u32 normal_m = 128;          // FP8: rows are wgmma's A operand
+constexpr u32 split_m = 2 * normal_m;  // FP8: each CTA of the cluster takes half of the rows
+// A tail of up to so many rows after a split tile takes over half of that tile.
 constexpr u32 max_tail_m = max_swap_ab_m - normal_m;
+constexpr u32 scale_k_blocks = 4;  // k blocks whose scales are loaded at a time
 
 constexpr u32 math_warpgroups = 2;
 constexpr u32 math_threads = math_warpgroups * warpgroup_threads;
@@ -58,15 +59,13 @@ struct GemmShape {
     constexpr u32 m_granularity(u32 m) const {
         return m <= max_swap_ab_m ? block_m_granularity : 2 * block_m_granularity;
     }
-    constexpr bool has_dual_m() const { return is_fp8() && block_m == dual_m; }
-    // The highest tile that is not made of two M-tiles.
-    constexpr u32 max_single_m() const { return has_dual_m() ? max_swap_ab_m : block_m; }
-    // K blocks whose scales are loaded at a time. With 256 rows, registers hold no more than two.
-    constexpr u32 scale_k_blocks() const { return has_dual_m() ? 2 : 4; }
+    constexpr bool has_split_m() const { return is_fp8() && block_m == weft::split_m; }
+    // The most rows that one CTA multiplies.
+    constexpr u32 cta_m() const { return has_split_m() ? max_swap_ab_m : block_m; }
     // An expert with more than block_m rows is cut: in FP8 into tiles of this many rows and a last
     // one with the rest, else into tiles of equal height.
     constexpr u32 full_m() const {
-        return is_fp8() && !has_dual_m() && block_m > normal_m ? normal_m : block_m;
+        return is_fp8() && !has_split_m() && block_m > normal_m ? normal_m : block_m;
     }
 };
 

@@ -13,6 +13,10 @@ namespace weft {
 struct Tile {
     u32 expert, n_block, first_row;
     u32 valid_m, m;  // rows, and rows with padding
+
+    // Whether each CTA has half of the rows and all weights of the tile, or all rows and half of
+    // the weights.
+    template <GemmShape S> WEFT_FN bool is_split() const { return S.has_split_m() && m == split_m; }
 };
 
 // Reads each expert's count and first row. A count or a start that reaches outside the tensor is
@@ -107,16 +111,18 @@ template <GemmShape S> struct TileScheduler {
                                ? S.full_m()
                                : round_up((count + m_blocks - 1) / m_blocks, block_m_granularity);
         u32 begin = m_block * full_m, end = m_block + 1 == m_blocks ? count : begin + full_m;
-        if constexpr (S.has_dual_m()) {
-            // A short tail is hardly worth reading weights for: the last dual tile keeps one of
-            // its two M-tiles, and the tail takes over the other.
+        if constexpr (S.has_split_m()) {
+            // A short tail is hardly worth reading weights for: the last split tile keeps half of
+            // its rows, and the tail takes over the others.
             const bool short_tail = m_blocks > 1 && count - (m_blocks - 1) * full_m <= max_tail_m;
             if (short_tail && m_block + 1 == m_blocks) begin -= normal_m;
             if (short_tail && m_block + 2 == m_blocks) end -= normal_m;
         }
         tile.first_row = smem.first_rows[tile.expert] + begin;
         tile.valid_m = end - begin;
-        tile.m = round_up(tile.valid_m, S.m_granularity(tile.valid_m));
+        tile.m = S.has_split_m() && tile.valid_m > S.cta_m()
+                     ? split_m
+                     : round_up(tile.valid_m, S.m_granularity(tile.valid_m));
         return true;
     }
 };
