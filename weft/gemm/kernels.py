@@ -172,7 +172,7 @@ def cuda_source(shape: str, block_m: int, operand: str) -> str:
     """
     instructions = [instruction(n, operand) for n in wgmma_ns(block_m)]
     if operand == "fp8" and block_m == SPLIT_M:
-        instructions.append(instruction(BLOCK_N, operand, from_registers=True))
+        instructions.append(instruction(BLOCK_N // 2, operand, from_registers=True))
     return SOURCE.format(
         instructions="".join(instructions),
         shape=shape,

@@ -13,10 +13,9 @@
 //
 // Split: of a tile of 256 rows by 256 weight rows, each CTA of the cluster has 128 rows and all
 // weights, which each loads half of for both. A warpgroup has 64 rows, loads them into registers
-// once, and multiplies them by one block of 128 weight rows, then by the other; a thread has sums
-// of both as of a normal tile. Rows that come from shared memory once for all 256 columns leave its
-// bandwidth, which tall tiles are bound by, to weights: two normal tiles one below the other read
-// 144 KiB for a product for which this reads and writes 128.
+// once, and multiplies them by 64 weight rows at a time; a thread has sums of two blocks of
+// weights, each as of a normal tile. Operands in shared memory alone would be too slow for products
+// so narrow: its bandwidth is as much as 64 rows by 64 weight rows take.
 #pragma once
 #include <weft/gemm/math_warps.cuh>
 #include <weft/gemm/pipeline.cuh>
@@ -58,18 +57,6 @@ template <GemmShape S, u32 N> struct SwapAbKBlock {
     }
 };
 
-// One k block of a warp's sixteen rows of a split tile, as wgmma takes them.
-template <GemmShape S> struct SplitRows {
-    u32 a[block_k_bytes / 32][4];
-
-    WEFT_FN void load(const Operands<S>& operands, u32 stage) {
-        const u8* const row = operands.split_a + stage * S.stage_bytes();
-#pragma unroll
-        for (u32 i = 0; i < block_k_bytes / 32; ++i)
-            ldmatrix_x4(a[i], row + (operands.split_chunk ^ i * 32));
-    }
-};
-
 // The scales of a thread's two rows for one block of weights: of gate's and of up's columns.
 template <GemmShape S> struct NormalScales {
     float by[2][2];
@@ -84,19 +71,13 @@ template <GemmShape S> struct NormalScales {
     }
 };
 
-// One k block of a normal tile, or of one block of weights of a split tile.
+// One k block of a normal tile.
 template <GemmShape S> struct NormalKBlock {
     float acc[normal_sums];
 
     WEFT_FN void issue(const Operands<S>& operands, u32 stage) {
         issue_k_block<S.operand, block_n>(acc, operands.normal_a + descriptor_offset<S>(stage),
                                           operands.normal_b + descriptor_offset<S>(stage), false);
-    }
-    WEFT_FN void issue(const Operands<S>& operands, u32 stage, const SplitRows<S>& rows,
-                       u32 block) {
-        issue_k_block<S.operand, block_n>(
-            acc, rows.a,
-            operands.normal_b + descriptor_offset<S>(stage) + block * (weight_tile_bytes / 16));
     }
     template <u32 pending>
     WEFT_FN void promote(float (&sum)[normal_sums], const NormalScales<S>& scales) {
@@ -154,9 +135,43 @@ WEFT_FN void mainloop_normal(GemmShared<S>& smem, PipelineState<S.stages>& pipel
     pipeline.advance();
 }
 
-// A k block of one block of weights, then of the other. The sums leave no registers for two in
-// flight, so the tensor cores work for the other warpgroup while this one adds. A warpgroup that
-// has rows of padding alone multiplies nothing.
+// One k block of a split tile: 64 rows by 256 weight rows, in quarters of 64 weight rows. Of a
+// block of 128 weight rows, gated, the first 64 are gates and the others ups. Two quarters are in
+// flight, so the tensor cores need not wait for one to be added.
+template <GemmShape S> struct SplitKBlock {
+    static constexpr u32 quarter_n = block_n / 2, quarter_sums = normal_sums / 2;
+    u32 rows[block_k_bytes / 32][4];
+    float acc[2][quarter_sums];
+    NormalScales<S> scales[2];  // of the two blocks of weights
+
+    WEFT_FN void load(const Operands<S>& operands, const GemmShared<S>& smem, u32 stage) {
+        const u8* const row = operands.split_a + stage * S.stage_bytes();
+#pragma unroll
+        for (u32 i = 0; i < block_k_bytes / 32; ++i)
+            ldmatrix_x4(rows[i], row + (operands.split_chunk ^ i * 32));
+        scales[0].read(operands, smem, stage);
+        if constexpr (S.gated())
+            scales[1] = scales[0];
+        else
+            scales[1].read(operands, smem, stage, 1);
+    }
+    WEFT_FN void issue(u32 weights, u32 quarter) {
+        constexpr u32 bytes = quarter_n * block_k_bytes;
+        issue_k_block<S.operand, quarter_n>(acc[quarter % 2], rows,
+                                            weights + quarter * (bytes / 16));
+    }
+    template <u32 pending> WEFT_FN void promote(float (&sum)[2][normal_sums], u32 quarter) {
+        float (&part)[quarter_sums] = acc[quarter % 2];
+        wait_accumulator<pending>(part);
+#pragma unroll
+        for (u32 i = 0; i < quarter_sums; ++i) {
+            float& to = sum[quarter / 2][quarter % 2 * quarter_sums + i];
+            to = __fmaf_rn(part[i], scales[quarter / 2].by[quarter % 2][i / 2 % 2], to);
+        }
+    }
+};
+
+// A warpgroup that has rows of padding alone multiplies nothing.
 template <GemmShape S>
 WEFT_FN void mainloop_split(GemmShared<S>& smem, PipelineState<S.stages>& pipeline,
                             const Operands<S>& operands, u32 rank, bool has_rows,
@@ -170,17 +185,17 @@ WEFT_FN void mainloop_split(GemmShared<S>& smem, PipelineState<S.stages>& pipeli
     }
 #pragma unroll 1
     for (u32 k = 0; k < S.k_blocks(); ++k, pipeline.advance()) {
-        SplitRows<S> rows;
-        NormalScales<S> scales;
+        SplitKBlock<S> block;
+        const u32 weights = warp_uniform(operands.normal_b + descriptor_offset<S>(pipeline.stage));
         smem.full[pipeline.stage].wait(pipeline.parity);
-        rows.load(operands, pipeline.stage);
+        block.load(operands, smem, pipeline.stage);
+        block.issue(weights, 0);
 #pragma unroll
-        for (u32 block = 0; block < 2; ++block) {
-            NormalKBlock<S> product;
-            product.issue(operands, pipeline.stage, rows, block);
-            if (!S.gated() || block == 0) scales.read(operands, smem, pipeline.stage, block);
-            product.template promote<0>(sum[block], scales);
+        for (u32 quarter = 0; quarter < 3; ++quarter) {
+            block.issue(weights, quarter + 1);
+            block.template promote<1>(sum, quarter);
         }
+        block.template promote<0>(sum, 3);
         release_stage(smem, pipeline.stage, rank);
     }
 }

@@ -17,6 +17,10 @@ WEFT_FN void sync_math_warps() { named_barrier(math_barrier, math_threads); }
 WEFT_FN u32 math_thread() { return threadIdx.x - warpgroup_threads; }
 WEFT_FN u32 math_warpgroup() { return math_thread() / warpgroup_threads; }
 
+// The same value, which all lanes of the warp have, where the compiler keeps it in a uniform
+// register.
+WEFT_FN u32 warp_uniform(u32 value) { return __shfl_sync(all_lanes, value, 0); }
+
 // The first of the 16 rows that this warp has of a normal tile.
 WEFT_FN u32 normal_row() { return math_thread() / warp_lanes * 16; }
 
@@ -30,8 +34,7 @@ template <GemmShape S> struct Operands {
     u32 swap_scales, normal_scales[2];
 
     WEFT_FN explicit Operands(u8* tiles) {
-        // One value for the whole warp, so that the compiler keeps it in a uniform register.
-        const u32 group = __shfl_sync(all_lanes, math_warpgroup(), 0), lane = threadIdx.x % 32;
+        const u32 group = warp_uniform(math_warpgroup()), lane = threadIdx.x % 32;
         const u32 at = u32(__cvta_generic_to_shared(tiles));
         swap_a = smem_tile(at + group * (weight_tile_bytes / 2));
         swap_b = smem_tile(at + weight_tile_bytes);
