@@ -61,8 +61,6 @@ struct Operation {
     bool add;
     unsigned group;  // 0: not committed yet
     unsigned kind;   // of its operands
-    const unsigned* rows;  // of the first operand in registers, read when it is waited for; or null
-    unsigned held[4];
 };
 
 struct Core {

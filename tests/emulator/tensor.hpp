@@ -78,15 +78,14 @@ inline unsigned read_row(unsigned kind, unsigned long long tile, unsigned row, f
     return 32 / size;
 }
 
-// One wgmma; its sums are whatever they are until somebody waits. rows: of the first operand, where
-// they are in registers.
+// One wgmma; its sums are whatever they are until somebody waits.
 inline void multiply(unsigned kind, float* sum, unsigned columns, unsigned long long a,
-                     unsigned long long b, bool add, const unsigned* rows = nullptr) {
+                     unsigned long long b, bool add) {
     Core& own = machine->mine();
     const unsigned thread = cta->current, group = thread / 128, n = own.issued[thread]++;
     machine->check(own.ordered[thread], unordered);
-    machine->check((rows != nullptr || a >> 49 == 1ull << 13) && b >> 49 == 1ull << 13, unknown);
-    const Operation operation{sum, a, b, columns, add, 0, kind, rows, {}};
+    machine->check(a >> 49 == 1ull << 13 && b >> 49 == 1ull << 13, unknown);
+    const Operation operation{sum, a, b, columns, add, 0, kind};
     if (n == own.issues[group].size()) own.issues[group].push_back(operation);
     const Operation& other = own.issues[group][n];
     machine->check(other.a == a && other.b == b && other.columns == columns && other.add == add,
@@ -96,25 +95,11 @@ inline void multiply(unsigned kind, float* sum, unsigned columns, unsigned long 
     own.operations[thread].push_back(operation);
 }
 
-// The e4m3 numbers of one of this thread's two rows, out of the registers of the four lanes that
-// have a quarter of each 16 bytes.
-inline void read_registers(std::size_t place, unsigned i, float (&to)[32]) {
-    for (unsigned k = 0; k < 32; ++k) {
-        const unsigned thread = cta->current / 4 * 4 + k % 16 / 4;
-        const unsigned word = machine->mine().operations[thread][place].held[i + k / 16 * 2];
-        to[k] = from_e4m3(word >> k % 4 * 8 & 0xff);
-    }
-}
-
 // This thread's sums of one product: two rows of it, and two columns of each eight.
-inline void compute(const Operation& operation, std::size_t place) {
+inline void compute(const Operation& operation) {
     const unsigned lane = cta->current % 32, first = cta->current / 32 % 4 * 16 + lane / 4;
     float a[2][32], b[32];
-    for (unsigned i = 0; i < 2; ++i)
-        if (operation.rows != nullptr)
-            read_registers(place, i, a[i]);
-        else
-            read_row(operation.kind, operation.a, first + 8 * i, a[i]);
+    for (unsigned i = 0; i < 2; ++i) read_row(operation.kind, operation.a, first + 8 * i, a[i]);
     for (unsigned c = 0; c < operation.columns / 4; ++c) {
         const unsigned numbers =
             read_row(operation.kind, operation.b, c / 2 * 8 + lane % 4 * 2 + c % 2, b);
@@ -137,18 +122,16 @@ inline void commit() {
 inline void settle_groups(unsigned but) {
     Core& own = machine->mine();
     std::vector<Operation>& open = own.operations[cta->current];
-    const auto due = [&](const Operation& operation) {
-        return operation.group != 0 && operation.group + but <= own.groups[cta->current];
-    };
-    for (Operation& operation : open)
-        if (operation.rows != nullptr && due(operation))
-            std::memcpy(operation.held, operation.rows, sizeof operation.held);
     meet_warp();
-    for (std::size_t place = 0; place < open.size(); ++place)
-        if (due(open[place])) compute(open[place], place);
-    meet_warp();
-    std::erase_if(open, due);
+    std::vector<Operation> left;
+    for (const Operation& operation : open)
+        if (operation.group != 0 && operation.group + but <= own.groups[cta->current])
+            compute(operation);
+        else
+            left.push_back(operation);
+    open = std::move(left);
     own.ordered[cta->current] = false;
+    meet_warp();
 }
 
 // To global memory; an address out of shared memory that nobody has written is odd.
@@ -157,16 +140,6 @@ inline void store_vector(uint4* to, uint4 vector) {
     machine->check(whole, misaligned);
     machine->check(machine->mine().followed[cta->current], hasty);
     if (whole) *to = vector;
-}
-
-// ldmatrix: each lane gives the address of a row, and gets four bytes of one row of each block.
-inline void load_matrices(unsigned (&to)[4], const void* at) {
-    const void* row[32];
-    machine->check(address(at) % 16 == 0, misaligned);
-    survey(at, [&](unsigned lane, const void* theirs) { row[lane] = theirs; });
-    const unsigned lane = cta->current % 32;
-    for (unsigned i = 0; i < 4; ++i)
-        std::memcpy(&to[i], static_cast<const char*>(row[8 * i + lane / 4]) + lane % 4 * 4, 4);
 }
 
 // stmatrix: each lane gives the address of a row, and holds two neighbours of each block.

@@ -80,7 +80,6 @@ WGMMA_BODIES = {
     "void stmatrix_x4(void* at, u32 a, u32 b, u32 c, u32 d)": (
         "emulated::store_matrices(at, false, {a, b, c, d});"
     ),
-    "void ldmatrix_x4(u32 (&to)[4], const void* at)": "emulated::load_matrices(to, at);",
 }
 UNUSED = {  # of the bulk engine: the GEMM does not call them
     "void bulk_load(void* to, const void* from, u32 bytes, Mbarrier& mbarrier)": "",
@@ -96,10 +95,6 @@ void weft::wgmma(float (&acc)[N / 2], u64 a, u64 b, bool accumulate) {
     static_assert(u32(weft::Operand::bf16) == emulated::bf16);
     static_assert(u32(weft::Operand::fp16) == emulated::fp16);
     emulated::multiply(u32(O), acc, N, a, b, accumulate);
-}
-template <weft::Operand O, weft::u32 N>
-void weft::wgmma_from_registers(float (&acc)[N / 2], const u32 (&a)[4], u64 b, bool accumulate) {
-    emulated::multiply(u32(O), acc, N, 0, b, accumulate, a);
 }
 """
 RULES = (

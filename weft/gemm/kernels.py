@@ -93,19 +93,6 @@ template <> WEFT_FN void wgmma<Operand::{operand}, {n}>(float (&acc)[{count}], u
 }}
 """
 
-# `wgmma_from_registers`: the first operand in four registers.
-INSTRUCTION_FROM_REGISTERS = """\
-template <> WEFT_FN void wgmma_from_registers<Operand::{operand}, {n}>(
-    float (&acc)[{count}], const u32 (&a)[4], u64 b, bool accumulate) {{
-    asm volatile(
-        "{{.reg .pred p; setp.ne.b32 p, %{accumulate}, 0; "
-        "wgmma.mma_async.sync.aligned.m64n{n}{types} {{{registers}}}, "
-        "{{{rows}}}, %{b}, p, {flags};}}"
-        : {outputs}
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(u32(accumulate)));
-}}
-"""
-
 
 class GemmArgs(ctypes.Structure):
     """Mirror of `weft::GemmArgs` in gemm/shape.cuh."""
@@ -143,23 +130,19 @@ def wgmma_ns(block_m: int) -> list[int]:
     return [*fine, *range(MAX_SWAP_AB_M + 2 * step, block_m + 1, 2 * step)]
 
 
-def instruction(n: int, operand: str, *, from_registers: bool = False) -> str:
-    """`wgmma` for 64 rows of the A operand and n of the B operand.
-
-    from_registers: A is in registers, not in shared memory.
-    """
-    count, words = n // 2, 4 if from_registers else 1
+def instruction(n: int, operand: str) -> str:
+    """`wgmma` for 64 rows of the A operand and n of the B operand."""
+    count = n // 2
     types, flags = INSTRUCTIONS[operand]
-    return (INSTRUCTION_FROM_REGISTERS if from_registers else INSTRUCTION).format(
+    return INSTRUCTION.format(
         n=n,
         operand=operand,
         types=types,
         flags=flags,
         count=count,
         a=count,
-        rows=", ".join(f"%{count + i}" for i in range(words)),
-        b=count + words,
-        accumulate=count + words + 1,
+        b=count + 1,
+        accumulate=count + 2,
         registers=", ".join(f"%{i}" for i in range(count)),
         outputs=", ".join(f'"+f"(acc[{i}])' for i in range(count)),
     )
@@ -170,11 +153,8 @@ def cuda_source(shape: str, block_m: int, operand: str) -> str:
 
     block_m: most rows of a tile.   operand: a key of INSTRUCTIONS.
     """
-    instructions = [instruction(n, operand) for n in wgmma_ns(block_m)]
-    if operand == "fp8" and block_m == SPLIT_M:
-        instructions.append(instruction(BLOCK_N // 2, operand, from_registers=True))
     return SOURCE.format(
-        instructions="".join(instructions),
+        instructions="".join(instruction(n, operand) for n in wgmma_ns(block_m)),
         shape=shape,
         layout=assertions((GemmArgs,), NUMBERS),
         name=NAME,

@@ -12,10 +12,9 @@
 // needs two scales, which leaves the bandwidth of shared memory to the tensor cores.
 //
 // Split: of a tile of 256 rows by 256 weight rows, each CTA of the cluster has 128 rows and all
-// weights, which each loads half of for both. A warpgroup has 64 rows, loads them into registers
-// once, and multiplies them by 64 weight rows at a time; a thread has sums of two blocks of
-// weights, each as of a normal tile. Operands in shared memory alone would be too slow for products
-// so narrow: its bandwidth is as much as 64 rows by 64 weight rows take.
+// weights, which each loads half of for both. A thread has sums of two blocks of 128 weight rows,
+// each as of a normal tile, and a warp all columns of its rows: what is quantised needs no
+// exchange.
 #pragma once
 #include <weft/gemm/math_warps.cuh>
 #include <weft/gemm/pipeline.cuh>
@@ -71,13 +70,12 @@ template <GemmShape S> struct NormalScales {
     }
 };
 
-// One k block of a normal tile.
+// One k block of 64 rows by one block of weights.
 template <GemmShape S> struct NormalKBlock {
     float acc[normal_sums];
 
-    WEFT_FN void issue(const Operands<S>& operands, u32 stage) {
-        issue_k_block<S.operand, block_n>(acc, operands.normal_a + descriptor_offset<S>(stage),
-                                          operands.normal_b + descriptor_offset<S>(stage), false);
+    WEFT_FN void issue(u32 rows, u32 weights) {
+        issue_k_block<S.operand, block_n>(acc, rows, weights, false);
     }
     template <u32 pending>
     WEFT_FN void promote(float (&sum)[normal_sums], const NormalScales<S>& scales) {
@@ -106,17 +104,20 @@ WEFT_FN void mainloop_swap_ab(GemmShared<S>& smem, PipelineState<S.stages>& pipe
 template <GemmShape S>
 WEFT_FN void mainloop_normal(GemmShared<S>& smem, PipelineState<S.stages>& pipeline,
                              const Operands<S>& operands, u32 rank, float (&sum)[normal_sums]) {
+    const auto issue = [&](NormalKBlock<S>& block) {
+        const u32 offset = descriptor_offset<S>(pipeline.stage);
+        smem.full[pipeline.stage].wait(pipeline.parity);
+        block.issue(operands.normal_a + offset, operands.normal_b + offset);
+    };
+    NormalScales<S> scales;
     u32 k = 0;
 #pragma unroll 1
     for (; k + 1 < S.k_blocks(); k += 2, pipeline.advance()) {
         NormalKBlock<S> one, two;
-        NormalScales<S> scales;
         const u32 stage = pipeline.stage;
-        smem.full[stage].wait(pipeline.parity);
-        one.issue(operands, stage);
+        issue(one);
         pipeline.advance();
-        smem.full[pipeline.stage].wait(pipeline.parity);
-        two.issue(operands, pipeline.stage);
+        issue(two);
         scales.read(operands, smem, stage);
         one.template promote<1>(sum, scales);
         release_stage(smem, stage, rank);
@@ -126,52 +127,15 @@ WEFT_FN void mainloop_normal(GemmShared<S>& smem, PipelineState<S.stages>& pipel
     }
     if (k == S.k_blocks()) return;
     NormalKBlock<S> last;
-    NormalScales<S> scales;
-    smem.full[pipeline.stage].wait(pipeline.parity);
-    last.issue(operands, pipeline.stage);
+    issue(last);
     scales.read(operands, smem, pipeline.stage);
     last.template promote<0>(sum, scales);
     release_stage(smem, pipeline.stage, rank);
     pipeline.advance();
 }
 
-// One k block of a split tile: 64 rows by 256 weight rows, in quarters of 64 weight rows. Of a
-// block of 128 weight rows, gated, the first 64 are gates and the others ups. Two quarters are in
-// flight, so the tensor cores need not wait for one to be added.
-template <GemmShape S> struct SplitKBlock {
-    static constexpr u32 quarter_n = block_n / 2, quarter_sums = normal_sums / 2;
-    u32 rows[block_k_bytes / 32][4];
-    float acc[2][quarter_sums];
-    NormalScales<S> scales[2];  // of the two blocks of weights
-
-    WEFT_FN void load(const Operands<S>& operands, const GemmShared<S>& smem, u32 stage) {
-        const u8* const row = operands.split_a + stage * S.stage_bytes();
-#pragma unroll
-        for (u32 i = 0; i < block_k_bytes / 32; ++i)
-            ldmatrix_x4(rows[i], row + (operands.split_chunk ^ i * 32));
-        scales[0].read(operands, smem, stage);
-        if constexpr (S.gated())
-            scales[1] = scales[0];
-        else
-            scales[1].read(operands, smem, stage, 1);
-    }
-    WEFT_FN void issue(u32 weights, u32 quarter) {
-        constexpr u32 bytes = quarter_n * block_k_bytes;
-        issue_k_block<S.operand, quarter_n>(acc[quarter % 2], rows,
-                                            weights + quarter * (bytes / 16));
-    }
-    template <u32 pending> WEFT_FN void promote(float (&sum)[2][normal_sums], u32 quarter) {
-        float (&part)[quarter_sums] = acc[quarter % 2];
-        wait_accumulator<pending>(part);
-#pragma unroll
-        for (u32 i = 0; i < quarter_sums; ++i) {
-            float& to = sum[quarter / 2][quarter % 2 * quarter_sums + i];
-            to = __fmaf_rn(part[i], scales[quarter / 2].by[quarter % 2][i / 2 % 2], to);
-        }
-    }
-};
-
-// A warpgroup that has rows of padding alone multiplies nothing.
+// The sums leave no registers for two products in flight, so the tensor cores work for the other
+// warpgroup while this one adds. A warpgroup that has rows of padding alone multiplies nothing.
 template <GemmShape S>
 WEFT_FN void mainloop_split(GemmShared<S>& smem, PipelineState<S.stages>& pipeline,
                             const Operands<S>& operands, u32 rank, bool has_rows,
@@ -185,17 +149,17 @@ WEFT_FN void mainloop_split(GemmShared<S>& smem, PipelineState<S.stages>& pipeli
     }
 #pragma unroll 1
     for (u32 k = 0; k < S.k_blocks(); ++k, pipeline.advance()) {
-        SplitKBlock<S> block;
-        const u32 weights = warp_uniform(operands.normal_b + descriptor_offset<S>(pipeline.stage));
+        const u32 offset = warp_uniform(descriptor_offset<S>(pipeline.stage));
+        NormalScales<S> scales;
         smem.full[pipeline.stage].wait(pipeline.parity);
-        block.load(operands, smem, pipeline.stage);
-        block.issue(weights, 0);
 #pragma unroll
-        for (u32 quarter = 0; quarter < 3; ++quarter) {
-            block.issue(weights, quarter + 1);
-            block.template promote<1>(sum, quarter);
+        for (u32 block = 0; block < 2; ++block) {
+            NormalKBlock<S> product;
+            product.issue(operands.split_a + offset,
+                          operands.normal_b + offset + block * (weight_tile_bytes / 16));
+            if (!S.gated() || block == 0) scales.read(operands, smem, pipeline.stage, block);
+            product.template promote<0>(sum[block], scales);
         }
-        block.template promote<0>(sum, 3);
         release_stage(smem, pipeline.stage, rank);
     }
 }

@@ -29,8 +29,7 @@ WEFT_FN u32 normal_row() { return math_thread() / warp_lanes * 16; }
 template <GemmShape S> struct Operands {
     u32 swap_a, swap_b;      // swapped: the warpgroup's half of the weights, and all rows
     u32 normal_a, normal_b;  // normal: the warpgroup's half of the rows, and all weights
-    const u8* split_a;  // split: the row of this warp's sixteen that ldmatrix asks this lane for
-    u32 split_chunk;    // and which of its 16 bytes: swizzled, of the first 32
+    u32 split_a;  // split: the warpgroup's half of the rows, after both blocks of weights
     u32 swap_scales, normal_scales[2];
 
     WEFT_FN explicit Operands(u8* tiles) {
@@ -40,9 +39,7 @@ template <GemmShape S> struct Operands {
         swap_b = smem_tile(at + weight_tile_bytes);
         normal_a = smem_tile(at + weight_tile_bytes + group * (normal_m / 2) * block_k_bytes);
         normal_b = smem_tile(at);
-        const u32 row = lane % 16;
-        split_a = tiles + 2 * weight_tile_bytes + (normal_row() + row) * block_k_bytes;
-        split_chunk = (lane / 16 ^ row % 8) * 16;
+        split_a = normal_a + weight_tile_bytes / 16;
         swap_scales = (S.gated() ? group * S.cta_m() : 0) + lane % 4 * 4;
         normal_scales[0] = scale_slot(normal_row() + lane / 4);
         normal_scales[1] = scale_slot(normal_row() + lane / 4 + 8);

@@ -15,10 +15,6 @@ constexpr u32 swizzle_bytes = 128;  // of k in a row of a tile: one row of the 1
 // written asynchronously: see wait_accumulator.
 template <Operand O, u32 N> WEFT_FN void wgmma(float (&acc)[N / 2], u64 a, u64 b, bool accumulate);
 
-// The same with a's rows in registers, as ldmatrix_x4 leaves them.
-template <Operand O, u32 N>
-WEFT_FN void wgmma_from_registers(float (&acc)[N / 2], const u32 (&a)[4], u64 b, bool accumulate);
-
 // A tile in shared memory: rows of 128 bytes that TMA has swizzled in blocks of eight, each block
 // 1024 bytes after the last. Offsets are added to its start, in 16 bytes, which is the lower word
 // of its descriptor; the upper word is the same for all. (PTX ISA, matrix descriptor)
@@ -53,15 +49,6 @@ WEFT_FN void issue_k_block(float (&acc)[N / 2], u32 a, u32 b, bool accumulate) {
     wgmma_commit();
 }
 
-template <Operand O, u32 N>
-WEFT_FN void issue_k_block(float (&acc)[N / 2], const u32 (&a)[swizzle_bytes / 32][4], u32 b) {
-    wgmma_fence();
-#pragma unroll
-    for (u32 i = 0; i < swizzle_bytes / 32; ++i)
-        wgmma_from_registers<O, N>(acc, a[i], smem_descriptor(b + i * 2), i != 0);
-    wgmma_commit();
-}
-
 // Waits for all k blocks but the last `pending` that were issued.
 // Order: reads of `acc` stay behind the wait, which the compiler does not know to write it.
 template <u32 pending, u32 N> WEFT_FN void wait_accumulator(float (&acc)[N]) {
@@ -92,15 +79,6 @@ WEFT_FN void stmatrix_x4(void* at, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
                      u32(__cvta_generic_to_shared(at))),
                  "r"(a), "r"(b), "r"(c), "r"(d)
-                 : "memory");
-}
-
-// Loads four blocks of eight rows of 16 bytes: lane 8 i + j gives the address of row j of block i.
-// Lane l gets bytes 4 (l % 4) to 4 (l % 4) + 3 of row l / 4 of each.
-WEFT_FN void ldmatrix_x4(u32 (&to)[4], const void* at) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(u32(__cvta_generic_to_shared(at)))
                  : "memory");
 }
 
