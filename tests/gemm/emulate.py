@@ -42,15 +42,6 @@ BODIES = {
         "                                   Mbarrier& mbarrier, u64 hint)": (
             f"emulated::load_box(ctas, to, {MAP}, {{i32(x), i32(y)}}, &mbarrier.word);"
         ),
-        "void tma_load_4d(void* to, const TensorMap& map, u32 x, u32 y, u32 z, "
-        "Mbarrier& mbarrier,\n                         u64 hint)": (
-            f"emulated::load_box(1u << emulated::cta->rank, to, {MAP}, "
-            "{i32(x), i32(y), 0, i32(z)}, &mbarrier.word);"
-        ),
-        "void tma_load_4d_multicast(u16 ctas, void* to, const TensorMap& map, u32 x, u32 y, u32 z,\n"
-        "                                   Mbarrier& mbarrier, u64 hint)": (
-            f"emulated::load_box(ctas, to, {MAP}, {{i32(x), i32(y), 0, i32(z)}}, &mbarrier.word);"
-        ),
         "void tma_load_5d(void* to, const TensorMap& map, u32 x, u32 y, u32 z, "
         "Mbarrier& mbarrier,\n                         u64 hint)": (
             f"emulated::load_box(1u << emulated::cta->rank, to, {MAP}, "

@@ -36,28 +36,6 @@ WEFT_FN void tma_load_2d_multicast(u16 ctas, void* to, const TensorMap& map, u32
         : "memory");
 }
 
-// Loads the box at (x, y, 0, z) of a tensor of four dimensions.
-WEFT_FN void tma_load_4d(void* to, const TensorMap& map, u32 x, u32 y, u32 z, Mbarrier& mbarrier,
-                         u64 hint) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-        ".L2::cache_hint [%0], [%1, {%3, %4, %6, %5}], [%2], %7;" ::"r"(
-            u32(__cvta_generic_to_shared(to))),
-        "l"(&map), "r"(mbarrier.address()), "r"(x), "r"(y), "r"(z), "r"(0), "l"(hint)
-        : "memory");
-}
-
-// Loads the same box to the same offset of every CTA in `ctas`, as tma_load_2d_multicast does.
-WEFT_FN void tma_load_4d_multicast(u16 ctas, void* to, const TensorMap& map, u32 x, u32 y, u32 z,
-                                   Mbarrier& mbarrier, u64 hint) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-        ".multicast::cluster.L2::cache_hint [%0], [%1, {%3, %4, %6, %5}], [%2], %7, %8;" ::"r"(
-            u32(__cvta_generic_to_shared(to))),
-        "l"(&map), "r"(mbarrier.address()), "r"(x), "r"(y), "r"(z), "r"(0), "h"(ctas), "l"(hint)
-        : "memory");
-}
-
 // Loads the box at (x, 0, 0, y, z) of a tensor of five dimensions.
 WEFT_FN void tma_load_5d(void* to, const TensorMap& map, u32 x, u32 y, u32 z, Mbarrier& mbarrier,
                          u64 hint) {

@@ -57,11 +57,11 @@ WEFT_FN float inverse_scale(const GemmArgs& a, const Tile& tile, u32 row, u32 bi
     return bits >= infinity_bits ? scale.scale : scale.inverse;
 }
 
-// Where the columns of a gated row for one of the tile's two blocks of weights begin.
+// Where one half of the tile's columns of a gated row begins.
 template <GemmShape S>
-WEFT_FN u8* gated_row(const GemmArgs& a, const Tile& tile, u32 block, u32 row) {
+WEFT_FN u8* gated_row(const GemmArgs& a, const Tile& tile, u32 half, u32 row) {
     return static_cast<u8*>(a.out) + u64(tile.first_row + row) * (S.n / 2) +
-           tile.n_block * block_n + block * gated_block_n;
+           tile.n_block * block_n + half * gated_block_n;
 }
 
 // Swapped: the two warps that have gates and ups of the same columns meet for every sixteen rows.
@@ -170,12 +170,13 @@ WEFT_FN void store_gated_fp8_swap_ab(const GemmArgs& a, GemmShared<S>& smem, con
     store_fp8_swap_ab<S, N>(a, smem, tile, rank, gated);
 }
 
-// Normal: gates this thread's two rows, and finds the largest |x| of each with what `amax` has.
-WEFT_FN void gate_normal(const GemmArgs& a, const float (&sum)[normal_sums],
+// Normal: gates this thread's two rows of 64 columns, and finds the largest |x| of each with what
+// `amax` has. A pair of sums is of row 0, the next of row 1, and so on.
+WEFT_FN void gate_normal(const GemmArgs& a, const float* gates, const float* ups,
                          float (&gated)[normal_sums / 2], float (&amax)[2]) {
 #pragma unroll
     for (u32 i = 0; i < normal_sums / 2; ++i) {
-        gated[i] = gate_of(a, sum[i], sum[normal_sums / 2 + i]);
+        gated[i] = gate_of(a, gates[i], ups[i]);
         amax[i / 2 % 2] = max_nan(amax[i / 2 % 2], fabsf(gated[i]));
     }
 }
@@ -188,10 +189,10 @@ WEFT_FN u32 row_amax_normal(float amax) {
     return __float_as_uint(amax);
 }
 
-// Sixteen rows of one block of weights as FP8 through the warp's own staging memory, then 64 bytes
+// Sixteen rows of half of the columns as FP8 through the warp's own staging memory, then 64 bytes
 // of each row by four lanes. first_row: of this CTA in the tile.
 template <GemmShape S>
-WEFT_FN void store_fp8_normal(const GemmArgs& a, GemmShared<S>& smem, const Tile& tile, u32 block,
+WEFT_FN void store_fp8_normal(const GemmArgs& a, GemmShared<S>& smem, const Tile& tile, u32 half,
                               const float (&gated)[normal_sums / 2], const float (&inverse)[2],
                               u32 first_row) {
     const u32 lane = math_thread() % warp_lanes, offset = lane % 4 * 16;
@@ -210,7 +211,7 @@ WEFT_FN void store_fp8_normal(const GemmArgs& a, GemmShared<S>& smem, const Tile
 #pragma unroll
     for (u32 r = lane / 4; r < 16; r += 8)
         if (first + r < tile.valid_m)
-            *reinterpret_cast<uint4*>(gated_row<S>(a, tile, block, first + r) + offset) =
+            *reinterpret_cast<uint4*>(gated_row<S>(a, tile, half, first + r) + offset) =
                 *reinterpret_cast<const uint4*>(staging + r * fp8_staging_pitch + offset);
 }
 
@@ -223,7 +224,7 @@ WEFT_FN void store_gated_fp8_normal(const GemmArgs& a, GemmShared<S>& smem, cons
     u32 bits[2];
     sync_math_warps();  // staging memory and the other exchange buffer of the tile before are free
     exchange.expect(normal_m);
-    gate_normal(a, sum, gated, amax);
+    gate_normal(a, sum, sum + normal_sums / 2, gated, amax);
 #pragma unroll
     for (u32 i = 0; i < 2; ++i) {
         bits[i] = row_amax_normal(amax[i]);
@@ -245,16 +246,19 @@ WEFT_FN void store_gated_fp8_split(const GemmArgs& a, GemmShared<S>& smem, const
     const u32 lane = math_thread() % warp_lanes, first = first_row + normal_row() + lane / 4;
     float gated[2][normal_sums / 2], amax[2] = {}, inverse[2];
 #pragma unroll
-    for (u32 block = 0; block < 2; ++block) gate_normal(a, sum[block], gated[block], amax);
+    for (u32 half = 0; half < 2; ++half) {
+        constexpr u32 columns = normal_sums / 2;
+        gate_normal(a, sum[0] + half * columns, sum[1] + half * columns, gated[half], amax);
+    }
 #pragma unroll
     for (u32 i = 0; i < 2; ++i)
         inverse[i] =
             inverse_scale<S>(a, tile, first + 8 * i, row_amax_normal(amax[i]), lane % 4 == 0);
     sync_math_warps();  // staging memory of the tile before is free
 #pragma unroll
-    for (u32 block = 0; block < 2; ++block) {
-        if (block != 0) __syncwarp();  // the staging memory of the first block has been read
-        store_fp8_normal(a, smem, tile, block, gated[block], inverse, first_row);
+    for (u32 half = 0; half < 2; ++half) {
+        if (half != 0) __syncwarp();  // the staging memory of the first half has been read
+        store_fp8_normal(a, smem, tile, half, gated[half], inverse, first_row);
     }
 }
 

@@ -8,6 +8,14 @@
 
 namespace weft {
 
+WEFT_FN void load_weight_box(u8* to, const TensorMap& map, u32 x, u32 y, Mbarrier& full, u64 hint,
+                             bool both_ctas) {
+    if (both_ctas)
+        tma_load_2d_multicast(3, to, map, x, y, full, hint);
+    else
+        tma_load_2d(to, map, x, y, full, hint);
+}
+
 // Loads a k block of this CTA's weights, for both CTAs if the tile is split, and tells the stage
 // how many bytes will come: the rows', and the other CTA's weights too.
 template <GemmShape S>
@@ -17,28 +25,26 @@ WEFT_FN void load_weights(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32
     u8* const to = tiles + stage * S.stage_bytes();
     Mbarrier& full = smem.full[stage];
     full.arrive_expect_tx(weight_tile_bytes + tile.m * block_k_bytes);
-    if constexpr (S.has_split_m()) {
-        if (tile.is_split<S>()) {
-            const u32 x = k_block * block_k_bytes, half = tile.n_block * block_n;
-            u8* const mine = to + rank * weight_tile_bytes;
-            if constexpr (S.gated())
-                tma_load_4d_multicast(3, mine, a.weights_map, x, half + rank * gated_block_n,
-                                      tile.expert, full, hint);
-            else
-                tma_load_2d_multicast(3, mine, a.weights_map, x,
-                                      tile.expert * S.n + 2 * half + rank * block_n, full, hint);
-            return;
+    const u32 x = k_block * block_k_bytes, expert_row = tile.expert * S.n;
+    const bool split = tile.is_split<S>();
+    u8* const mine = to + (split ? rank * weight_tile_bytes : 0);
+    if constexpr (S.gated() && !S.is_fp8()) {
+        tma_load_5d(to, a.weights_map, x, (tile.n_block * block_n + rank * gated_block_n) / 8,
+                    tile.expert, full, hint);
+    } else if constexpr (S.gated()) {
+        // 64 rows at a time: of gate and of up; in a split tile this CTA brings one of the two.
+#pragma unroll
+        for (u32 i = 0; i < 2; ++i) {
+            const u32 up = split ? rank : i, half = split ? i : rank;
+            load_weight_box(
+                mine + i * (weight_tile_bytes / 2), a.weights_map, x,
+                expert_row + up * (S.n / 2) + tile.n_block * block_n + half * gated_block_n, full,
+                hint, split);
         }
+    } else {
+        load_weight_box(mine, a.weights_map, x,
+                        expert_row + tile.n_block * cluster_n + rank * block_n, full, hint, split);
     }
-    if constexpr (S.gated() && !S.is_fp8())
-        tma_load_5d(to, a.weights_map, k_block * block_k_bytes,
-                    (tile.n_block * block_n + rank * gated_block_n) / 8, tile.expert, full, hint);
-    else if constexpr (S.gated())
-        tma_load_4d(to, a.weights_map, k_block * block_k_bytes,
-                    tile.n_block * block_n + rank * gated_block_n, tile.expert, full, hint);
-    else
-        tma_load_2d(to, a.weights_map, k_block * block_k_bytes,
-                    tile.expert * S.n + tile.n_block * cluster_n + rank * block_n, full, hint);
 }
 
 // Loads this CTA's half of a k block of rows, for both CTAs unless the tile is split.

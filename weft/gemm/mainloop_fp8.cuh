@@ -56,17 +56,22 @@ template <GemmShape S, u32 N> struct SwapAbKBlock {
     }
 };
 
-// The scales of a thread's two rows for one block of weights: of gate's and of up's columns.
+// The scales of a thread's two rows of a normal tile: of gate's and of up's columns.
 template <GemmShape S> struct NormalScales {
     float by[2][2];
 
-    WEFT_FN void read(const Operands<S>& operands, const GemmShared<S>& smem, u32 stage,
-                      u32 block = 0) {
-        const StageScales<S>& scales = smem.scales[stage];
+    WEFT_FN void read(const Operands<S>& operands, const GemmShared<S>& smem, u32 stage) {
 #pragma unroll
         for (u32 i = 0; i < 4; ++i)
             by[i / 2][i % 2] =
-                scales.rows[S.gated() ? i / 2 : block][operands.normal_scales[i % 2]];
+                smem.scales[stage].rows[S.gated() ? i / 2 : 0][operands.normal_scales[i % 2]];
+    }
+    // Of a split tile: of one block of weights.
+    WEFT_FN void read_split(const Operands<S>& operands, const GemmShared<S>& smem, u32 stage,
+                            u32 block) {
+#pragma unroll
+        for (u32 i = 0; i < 2; ++i)
+            by[0][i] = by[1][i] = smem.scales[stage].rows[block][operands.normal_scales[i]];
     }
 };
 
@@ -157,7 +162,7 @@ WEFT_FN void mainloop_split(GemmShared<S>& smem, PipelineState<S.stages>& pipeli
             NormalKBlock<S> product;
             product.issue(operands.split_a + offset,
                           operands.normal_b + offset + block * (weight_tile_bytes / 16));
-            if (!S.gated() || block == 0) scales.read(operands, smem, pipeline.stage, block);
+            scales.read_split(operands, smem, pipeline.stage, block);
             product.template promote<0>(sum[block], scales);
         }
         release_stage(smem, pipeline.stage, rank);
