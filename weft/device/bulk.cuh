@@ -27,14 +27,16 @@ struct Mbarrier {
                      : "memory");
     }
     // Order: the bytes that were expected are in shared memory, readable by this thread.
+    // The thread sleeps for up to 10 ms at a time: one that asks again and again takes shared
+    // memory's bandwidth from the others.
     WEFT_FN void wait(u32 parity) {
         u32 done = 0;
         while (!done)
             asm volatile(
-                "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; "
+                "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2, %3; "
                 "selp.u32 %0, 1, 0, p;}"
                 : "=r"(done)
-                : "r"(address()), "r"(parity)
+                : "r"(address()), "r"(parity), "r"(10'000'000)
                 : "memory");
     }
 };

@@ -152,21 +152,23 @@ WEFT_FN void mainloop_split(GemmShared<S>& smem, PipelineState<S.stages>& pipeli
         }
         return;
     }
+    PipelineState<S.stages> at = pipeline;
 #pragma unroll 1
-    for (u32 k = 0; k < S.k_blocks(); ++k, pipeline.advance()) {
-        const u32 offset = warp_uniform(descriptor_offset<S>(pipeline.stage));
+    for (u32 k = 0; k < S.k_blocks(); ++k, at.advance()) {
+        const u32 rows = warp_uniform(operands.split_a + descriptor_offset<S>(at.stage));
+        const u32 weights = warp_uniform(operands.normal_b + descriptor_offset<S>(at.stage));
         NormalScales<S> scales;
-        smem.full[pipeline.stage].wait(pipeline.parity);
+        smem.full[at.stage].wait(at.parity);
 #pragma unroll
         for (u32 block = 0; block < 2; ++block) {
             NormalKBlock<S> product;
-            product.issue(operands.split_a + offset,
-                          operands.normal_b + offset + block * (weight_tile_bytes / 16));
-            scales.read_split(operands, smem, pipeline.stage, block);
+            product.issue(rows, weights + block * (weight_tile_bytes / 16));
+            scales.read_split(operands, smem, at.stage, block);
             product.template promote<0>(sum[block], scales);
         }
-        release_stage(smem, pipeline.stage, rank);
+        release_stage(smem, at.stage, rank);
     }
+    pipeline = at;
 }
 
 }  // namespace weft
