@@ -36,7 +36,9 @@ SENT = {
 }
 CASES = {
     "push": CASE,
+    "push top 16": CASE.next(top_k=16, experts=24, hidden=264, tokens=(3, 16)),
     "fp8": CASE,
+    "fp8 fp32": CASE.next(dtype=torch.float32, hidden=896),
     "choices": CASE,
     "choices fp32": CASE.next(dtype=torch.float32, hidden=264),
     "choices top 16": CASE.next(top_k=16, experts=24, tokens=(3, 16)),

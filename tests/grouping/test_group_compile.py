@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.emulator.machine_code import disassemble
 from tests.recorded import NVRTC, reads
 from weft.grouping.config import GroupConfig
 from weft.grouping.kernels import cuda_program, results
@@ -65,3 +66,15 @@ def test_kernels_compile_without_spills(name: str, arch: str, tmp_path: Path) ->
     log = sidecar.read_text()
     spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log)
     assert spills == [("0", "0")] * (2 + len(results(shape, sends))), log
+
+
+@pytest.mark.parametrize("combine", ["push", "push_fp8", "gemm_push"])
+def test_all_rows_of_a_token_are_loaded_before_the_first_is_used(combine: str) -> None:
+    shape = replace(PUSHED, combine=combine)
+    program = cuda_program(shape, GroupConfig("contiguous", 32, 8192, 1), sends=True)
+    cubin = compile_cubin(program.source, name="group", arch="sm_90a", options=CUDA_OPTIONS)
+    code = disassemble(cubin).partition(f".text.{program.kernel('send')}:")[2]
+    code = code.partition(".text.")[0]
+    used = re.search(r"\bSTG\.E\.NA\.128|\bFMUL", code)
+    assert used
+    assert len(re.findall(r"\bLDG\.E\.NA\.128", code[: used.start()])) == shape.top_k

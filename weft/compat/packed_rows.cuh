@@ -1,16 +1,18 @@
 // Rows are packed, and packed rows returned, each by one kernel.
 //
 // fetch_rows   loads each row of this rank out of its source's outbox, once the sources' flags have
-//              come: a warp takes 64 vectors of one row, or its scales, at a time
+//              come
 // return_rows  stores rows at their tokens' owners, slot (token, this rank) of an all-to-all whose
-//              experts are the ranks and whose rows the kernel that has them stores (gemm_push): a
-//              warp takes 512 columns at a time, and the last CTA publishes the flags
+//              experts are the ranks and whose rows the kernel that has them stores (gemm_push);
+//              the last CTA publishes the flags
 //
-// Both go in the order (place among its source's rows, source), each rank beginning with itself, so
-// that ranks do not load from, or store to, the same peer at once.
+// A warp takes 64 vectors of one row, or its scales, at a time. Both go in the order (place among
+// its source's rows, source), each rank beginning with itself, so that ranks do not load from, or
+// store to, the same peer at once.
 #pragma once
 #include <weft/compat/packed_layout.cuh>
-#include <weft/grouping/send.cuh>
+#include <weft/device/copy.cuh>
+#include <weft/device/team.cuh>
 
 namespace weft {
 
@@ -34,17 +36,20 @@ WEFT_FN void for_pieces(const Block& team, const PackedRows& a, u32 rank, u32 pi
     }
 }
 
-// One warp copies vectors first .. first + 63 of a row; both loads start before the first store.
-WEFT_FN void fetch_vectors(const u8* from, u8* to, u32 first, u32 vectors, u32 lane) {
+constexpr u32 piece_vectors = 2 * warp_lanes;
+
+// One warp copies a piece of a row, which may be in a peer's memory; both loads start before the
+// first store.
+WEFT_FN void copy_piece(const u8* from, u8* to, u32 piece, u32 vectors, u32 lane) {
     uint4 data[2];
 #pragma unroll
     for (u32 i = 0; i < 2; ++i) {
-        const u32 v = first + i * warp_lanes + lane;
+        const u32 v = piece * piece_vectors + i * warp_lanes + lane;
         if (v < vectors) data[i] = load_peer_row(reinterpret_cast<const uint4*>(from) + v);
     }
 #pragma unroll
     for (u32 i = 0; i < 2; ++i) {
-        const u32 v = first + i * warp_lanes + lane;
+        const u32 v = piece * piece_vectors + i * warp_lanes + lane;
         if (v < vectors) store(reinterpret_cast<uint4*>(to) + v, data[i]);
     }
 }
@@ -56,37 +61,33 @@ WEFT_FN void fetch_words(const u8* from, u8* to, u32 words, u32 lane) {
 }
 
 template <Shape S> WEFT_FN void fetch_rows(const FetchArgs& a) {
-    constexpr u32 at_once = 2 * warp_lanes;  // vectors of a piece
     const Block team;
     griddep_wait();
     launch_dependents();
     if (own_share<S>(a.site).header.state.failed != 0) return;
     const u32 vectors = a.row_bytes / 16, lane = team.warp_lane();
-    const u32 of_row = (vectors + at_once - 1) / at_once;
+    const u32 of_row = (vectors + piece_vectors - 1) / piece_vectors;
     const u32 pieces = of_row + (a.scales != nullptr ? 1 : 0);
     for_pieces<S>(team, a.packed, a.site.rank, pieces,
                   [&](u32 source, u32 row, u32 token, u32 piece) {
                       if (token >= S.ranks * S.tokens) return;
                       const u8* from = share<S>(a.site, source).outbox.row[token];
                       if (piece < of_row)
-                          fetch_vectors(from, a.rows + u64(row) * a.row_bytes, piece * at_once,
-                                        vectors, lane);
+                          copy_piece(from, a.rows + u64(row) * a.row_bytes, piece, vectors, lane);
                       else
                           fetch_words(from + a.row_bytes, a.scales + u64(row) * a.scale_bytes,
                                       a.scale_bytes / 4, lane);
                   });
 }
 
-template <Shape S> WEFT_FN void return_strips(const Block& team, const ReturnArgs& a) {
-    for_pieces<S>(team, a.packed, a.site.rank, Strip<S>::pieces,
+template <Shape S> WEFT_FN void return_pieces(const Block& team, const ReturnArgs& a) {
+    constexpr u32 vectors = S.out_bytes() / 16;
+    for_pieces<S>(team, a.packed, a.site.rank, (vectors + piece_vectors - 1) / piece_vectors,
                   [&](u32 source, u32 row, u32 token, u32 piece) {
-                      const Strip<S> strip{piece * Strip<S>::warp_vectors, team.warp_lane()};
-                      uint4 data[Strip<S>::vectors];
-                      strip.load(data, a.rows, row);
-                      if (token < S.tokens)
-                          strip.store_row(
-                              data,
-                              share<S>(a.site, source).inbox.returned.row[token][a.site.rank]);
+                      if (token >= S.tokens) return;
+                      copy_piece(static_cast<const u8*>(a.rows) + u64(row) * S.out_bytes(),
+                                 share<S>(a.site, source).inbox.returned.row[token][a.site.rank],
+                                 piece, vectors, team.warp_lane());
                   });
 }
 
@@ -103,7 +104,7 @@ template <Shape S> WEFT_FN void return_rows(const ReturnArgs& a) {
     for (u32 token = blockIdx.x * team.lanes() + team.lane(); token < a.own_tokens;
          token += gridDim.x * team.lanes())
         save_ranks<S>(a, token);
-    return_strips<S>(team, a);
+    return_pieces<S>(team, a);
     if (!team.is_last_cta(a.arrived)) return;
     publish<S>(team, a.site, Phase::combine, state.epoch, 0);
 }

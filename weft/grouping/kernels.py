@@ -15,16 +15,15 @@ from weft.shape import Shape
 
 COUNTING = 512  # threads of a CTA that counts
 GATHERING = 512  # most threads of a CTA that copies rows
-SCATTERING = 256  # and of one that sums them
-SENDING = 256  # and of one that sums and sends them
-SEND_COLUMNS = 512  # of a row, that one warp sends
+SUMMING = 256  # threads of a CTA that sums rows, or sends them
+STRIP_BYTES = 512  # of a row, that one warp takes at a time
 IN_FLIGHT = 4  # vectors that a copying thread holds
 # Threads of a CTA, and CTAs that fit on one SM.
 BOUNDS = {
     "group": (COUNTING, 2),
     "gather": (GATHERING, 2),
-    "scatter": (SCATTERING, 4),
-    "send": (SENDING, 2),
+    "scatter": (SUMMING, 3),
+    "send": (SUMMING, 3),
 }
 
 
@@ -38,9 +37,8 @@ def cuda_program(shape: Shape, config: GroupConfig, *, sends: bool = False) -> P
         for name in names
     )
     numbers = [("weft::group_threads", COUNTING), ("weft::vectors_in_flight", IN_FLIGHT)]
-    if sends:
-        numbers.append(("weft::warp_lanes * weft::lane_columns", SEND_COLUMNS))
-    return _program("send.cuh" if sends else "rows.cuh", shape, config, entries, names, numbers)
+    numbers.append(("weft::warp_lanes * sizeof(uint4)", STRIP_BYTES))
+    return _program("send.cuh", shape, config, entries, names, numbers)
 
 
 def cpu_program(shape: Shape, config: GroupConfig, *, sends: bool = False) -> Program:
@@ -103,11 +101,8 @@ class CudaGroupKernels(CudaKernels):
             threads = _threads(-(-copied // IN_FLIGHT), GATHERING)
             padding = config.groups * (config.align - 1)
             ctas = min(max(slots, padding), self._resident(name, threads))
-        elif name == "scatter":
-            threads = _threads(shape.out_bytes // 16, SCATTERING)
-            ctas = min(slots, self._resident(name, threads))
         else:
-            threads, warps = SENDING, slots * -(-shape.hidden // SEND_COLUMNS)
+            threads, warps = SUMMING, slots * -(-shape.out_bytes // STRIP_BYTES)
             ctas = min(-(-warps * 32 // threads), self._resident(name, threads))
         function, early = (
             self._module.function(self._program.kernel(name)),

@@ -1,6 +1,6 @@
-// The other two kernels of grouping. `gather` reads each received row once and writes it to the
-// rows of all its entries; `scatter` sums each token's results back in top-k order. A CTA takes one
-// token at a time, and every warp finds the token's rows for itself, one entry per lane.
+// The second kernel of grouping: `gather` reads each received row once and writes it to the rows of
+// all its entries. A CTA takes one token at a time, and every warp finds the token's rows for
+// itself, one entry per lane.
 #pragma once
 #include <weft/device/copy.cuh>
 #include <weft/grouping/group.cuh>
@@ -154,53 +154,6 @@ template <Shape S, Grouping G> WEFT_FN void gather(const GroupArgs& a) {
                                  __ballot_sync(all_lanes, entry.group != no_group && row < 0));
     }
     pad_groups<S, G>(team, a);
-}
-
-// The output row of one token: the sum of its rows of y in the lanes in `wanted`, in their order.
-// Two rows are in flight before the first is added.
-template <Shape S>
-WEFT_FN void sum_rows(const Block& team, const GroupArgs& a, TokenSlot at, i32 row, float weight,
-                      u32 wanted) {
-    constexpr u32 vectors = S.out_bytes() / 16;
-    uint4* out = reinterpret_cast<uint4*>(own_share<S>(a.site).outbox.row[at.in_inbox(a)]);
-    const uint4* y = static_cast<const uint4*>(a.y);
-    for (u32 first = 0; first < vectors; first += team.lanes()) {
-        const u32 v = first + team.lane();
-        float sum[elements_in_vector(S.dtype)] = {};
-        for (u32 left = wanted; left != 0;) {
-            uint4 data[2];
-            float scale[2];
-            const bool pair = (left & (left - 1)) != 0;
-#pragma unroll
-            for (u32 i = 0; i < 2; ++i) {
-                const u32 lane = (__ffs(left) - 1) % warp_lanes;
-                const u64 from = u64(u32(__shfl_sync(all_lanes, row, lane)));
-                scale[i] = __shfl_sync(all_lanes, weight, lane);
-                if (left != 0 && v < vectors) data[i] = load_input(y + from * vectors + v);
-                left &= left - 1;
-            }
-            if (v < vectors) add_weighted<S.dtype>(sum, scale[0], data[0]);
-            if (v < vectors && pair) add_weighted<S.dtype>(sum, scale[1], data[1]);
-        }
-        if (v < vectors) store(out + v, round_vector<S.dtype>(sum));
-    }
-}
-
-template <Shape S, Grouping G> WEFT_FN void scatter(const GroupArgs& a) {
-    const Block team;
-    griddep_wait();
-    launch_dependents();
-    if (own_share<S>(a.site).header.state.failed != 0) return;
-    const u32 k = team.warp_lane();
-    const ReceivedTokens tokens = ReceivedTokens::of<S>(own_share<S>(a.site).inbox, k);
-    for (u32 i = blockIdx.x, total = tokens.total(); i < total; i += gridDim.x) {
-        const TokenSlot at = tokens.slot(i);
-        const Entry entry = load_entry<S, G>(a, at, k);
-        const u64 slot = u64(at.source) * S.tokens + at.token;
-        const i32 row = k < S.top_k ? a.position[slot * S.top_k + k] : -1;
-        if (!__any_sync(all_lanes, entry.group != no_group)) continue;
-        sum_rows<S>(team, a, at, row, entry.weight, __ballot_sync(all_lanes, row >= 0));
-    }
 }
 
 }  // namespace weft
