@@ -28,6 +28,7 @@ SMALLEST = 64
 GRID_LIMIT = 65535  # pieces of a row; a CTA takes more of them in turn
 PIECE = 128  # threads of a combine CTA
 PIECES_PER_SM = 4
+LOADS = 8  # of a thread, that are in flight at once; loads_in_flight in alltoall/combine.cuh
 STRIP = 512  # columns that a warp pushes, or sums, at a time
 FP8_PIECES_PER_SM = 4  # CTAs of a combine by FP8, one of which sums
 MANY_PER_SM = 200  # strips that may have to be pushed: from so many on an SM has one CTA less
@@ -170,7 +171,11 @@ class CudaAllToAll(CudaKernels):
         if shape.combine == "push_fp8":
             return self._plan_combine_fp8(name, tokens, per_sm)
         if not pushes or name == "combine_receive":
-            return plan_combine(tokens, out_vectors, sms=self._sms, per_sm=per_sm)
+            # Pushed rows are in this GPU's own memory: as many loads as it needs, from few ranks.
+            pieces = PIECES_PER_SM * (max(1, LOADS // shape.ranks) if pushes else 1)
+            return plan_combine(
+                tokens, out_vectors, sms=self._sms, per_sm=per_sm, pieces_per_sm=pieces
+            )
         return self._plan_push(tokens, per_sm)
 
     def _plan_push(self, tokens: int, per_sm: Callable[[int], int]) -> Plan:
@@ -262,16 +267,25 @@ def plan_dispatch(tokens: int, vectors: int, *, sms: int, per_sm: Callable[[int]
     return Plan(workers=max(1, min(tokens, resident)), chunks=chunks, threads=threads)
 
 
-def plan_combine(tokens: int, vectors: int, *, sms: int, per_sm: Callable[[int], int]) -> Plan:
+def plan_combine(
+    tokens: int,
+    vectors: int,
+    *,
+    sms: int,
+    per_sm: Callable[[int], int],
+    pieces_per_sm: int = PIECES_PER_SM,
+) -> Plan:
     """Split rows of `vectors` 16-byte words over the CTAs that pull them.
 
     Every thread has a load to each peer in flight, so few threads fill the links, and more only
     queue: twelve CTAs of 64 an SM cost 8 % against four at 128 tokens. At most two pieces an SM are
     taken one after the other (30.3 against 31.6 us a pair at 32 tokens).
+
+    pieces_per_sm: most CTAs of an SM.
     """
     threads = min(PIECE, max(SMALLEST, _whole_warps(vectors)))
     chunks = -(-vectors // threads)
-    deep = 1 if tokens * chunks <= 2 * sms else PIECES_PER_SM
+    deep = 1 if tokens * chunks <= 2 * sms else pieces_per_sm
     resident = max(1, sms * max(1, min(deep, per_sm(threads))) // chunks)
     return Plan(workers=max(1, min(tokens, resident)), chunks=chunks, threads=threads)
 
