@@ -4,6 +4,7 @@
 // metadata. The last CTA turns the counts into offsets by prefix sums. No atomic ever decides an
 // order.
 #pragma once
+#include <weft/device/copy.cuh>
 #include <weft/device/team.cuh>
 #include <weft/grouping/layout.cuh>
 
@@ -61,24 +62,43 @@ WEFT_FN u32 scan_column(T (&counts)[rows][columns], u32 column) {
     return sum;
 }
 
+// The entries of this CTA's tile that a thread counts. They are loaded before it is known how many
+// tokens have come, or whether the group is broken, so that cold loads share one round trip.
+template <Shape S, Grouping G> struct TileEntries {
+    static constexpr u32 tiles = tiles_of(S, G), entries = G.tile * S.top_k;
+    static constexpr u32 chunks = (entries + group_threads - 1) / group_threads;
+    u32 source, first, start, arrived, expert[chunks];
+
+    WEFT_FN explicit TileEntries(const Block& team, const GroupArgs& a)
+        : source(blockIdx.x / tiles),
+          first(blockIdx.x % tiles * G.tile),
+          start(team.warp() * chunks * warp_lanes + team.warp_lane()) {
+        const Inbox<S>& inbox = own_share<S>(a.site).inbox;
+        arrived = load_early(&inbox.counts[source]);
+#pragma unroll
+        for (u32 c = 0; c < chunks; ++c) {
+            if (!in_tile(c)) continue;
+            const Route<S>& route = inbox.route[slot_of(a.source_rows, source, token(c))];
+            expert[c] = load_early(&route.expert[(start + c * warp_lanes) % S.top_k]);
+        }
+    }
+    WEFT_FN u32 token(u32 c) const { return first + (start + c * warp_lanes) / S.top_k; }
+    WEFT_FN bool in_tile(u32 c) const {
+        return start + c * warp_lanes < entries && token(c) < S.tokens;
+    }
+    WEFT_FN u32 group(u32 c) const {
+        return in_tile(c) && token(c) < arrived && expert[c] < G.groups ? expert[c] : no_group;
+    }
+};
+
 // Counts the tile of this CTA and stores each entry's rank in it.
 template <Shape S, Grouping G>
-WEFT_FN void count_tile(const Block& team, const GroupArgs& a, Scratch<S, G>& scratch) {
-    constexpr u32 entries = S.top_k, tiles = tiles_of(S, G);
-    constexpr u32 chunks = (G.tile * entries + group_threads - 1) / group_threads;
-    const Inbox<S>& inbox = own_share<S>(a.site).inbox;
-    const u32 source = blockIdx.x / tiles, first = blockIdx.x % tiles * G.tile;
-    const u32 arrived = tokens_from<S>(inbox, source);
-    const u32 end = arrived < first + G.tile ? arrived : first + G.tile;
-    const u32 start = team.warp() * chunks * warp_lanes + team.warp_lane();
+WEFT_FN void count_tile(const Block& team, const GroupArgs& a, const TileEntries<S, G>& tile,
+                        Scratch<S, G>& scratch) {
+    constexpr u32 chunks = TileEntries<S, G>::chunks;
     u32 group[chunks], within[chunks];
 #pragma unroll
-    for (u32 c = 0; c < chunks; ++c) {
-        const u32 j = start + c * warp_lanes, token = first + j / entries;
-        group[c] = token < end ? group_of<S, G>(inbox.route[slot_of(a.source_rows, source, token)],
-                                                j % entries)
-                               : no_group;
-    }
+    for (u32 c = 0; c < chunks; ++c) group[c] = tile.group(c);
     for (u32 g = team.warp_lane(); g < G.groups; g += warp_lanes) scratch.count[team.warp()][g] = 0;
     __syncwarp();
     rank_entries(group, within, scratch.count[team.warp()], team.warp_lane());
@@ -86,11 +106,12 @@ WEFT_FN void count_tile(const Block& team, const GroupArgs& a, Scratch<S, G>& sc
     for (u32 g = team.lane(); g < G.groups; g += team.lanes())
         a.before[blockIdx.x * G.groups + g] = scan_column(scratch.count, g);
     __syncthreads();
-    i32* out = a.within + (u64(source) * S.tokens + first) * entries;
+    i32* out = a.within + (u64(tile.source) * S.tokens + tile.first) * S.top_k;
 #pragma unroll
     for (u32 c = 0; c < chunks; ++c)
         if (group[c] != no_group)
-            out[start + c * warp_lanes] = i32(within[c] + scratch.count[team.warp()][group[c]]);
+            out[tile.start + c * warp_lanes] =
+                i32(within[c] + scratch.count[team.warp()][group[c]]);
 }
 
 // Marks every row as unused; gather overwrites those that are used.
@@ -193,8 +214,10 @@ template <Shape S, Grouping G> WEFT_FN void group(const GroupArgs& a) {
     __shared__ Scratch<S, G> scratch;
     griddep_wait();
     launch_dependents();
-    if (own_share<S>(a.site).header.state.failed != 0) return;
-    count_tile<S, G>(team, a, scratch);
+    const u32 failed = load_early(&own_share<S>(a.site).header.state.failed);
+    const TileEntries<S, G> tile(team, a);
+    if (team.any(failed != 0)) return;  // a barrier, which keeps the loads in front of it
+    count_tile<S, G>(team, a, tile, scratch);
     clear_row_metadata<S, G>(team, a);
     if (!team.is_last_cta(a.arrived)) return;
     scan_tiles<S, G>(team, a, scratch);
