@@ -17,9 +17,10 @@ from weft.gemm.kernels import GemmShape
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# Swapped and normal tiles in turn, enough for the ring of stages to wrap; dual tiles cut and whole.
+# Swapped and normal tiles in turn, enough for the ring of stages to wrap; split tiles, cut and whole,
+# one of which leaves a warpgroup without rows.
 CASE = Case(counts=(40, 130, 120, 5, 30), n=256, k=384)
-DUAL_M = replace(CASE, counts=(30, 200, 270))
+SPLIT_M = replace(CASE, counts=(30, 190, 270))
 CASE_16BIT = replace(CASE, dtype=torch.bfloat16, n=272, bias=True)
 WRONG = "wrong rows"
 GATED, PLAIN = GatedQuant(), Gated()
@@ -55,7 +56,7 @@ class Mutation:
         """What it is tried on."""
         if self.bf16 or self.epilogue == "gated":
             return replace(CASE_16BIT, k=self.k)
-        return replace(DUAL_M if self.block_m == 256 else CASE, k=self.k)
+        return replace(SPLIT_M if self.block_m == 256 else CASE, k=self.k)
 
     @property
     def shape(self) -> GemmShape:
@@ -91,14 +92,14 @@ MUTATIONS = {
     ),
     "a normal tile's stage is released before its wgmma is complete": Mutation(
         {
-            "one.template promote<1>(sum);\n        release_stage(smem, stage, rank);": (
-                "release_stage(smem, stage, rank);\n        one.template promote<1>(sum);"
+            "one.template promote<1>(sum, scales);\n        release_stage(smem, stage, rank);": (
+                "release_stage(smem, stage, rank);\n        one.template promote<1>(sum, scales);"
             )
         },
         WRONG,
     ),
     "a k block is added before it is complete": Mutation(
-        {"one.template promote<1>(sum);": "one.template promote<2>(sum);"}, WRONG
+        {"one.template promote<1>(sum, scales);": "one.template promote<2>(sum, scales);"}, WRONG
     ),
     "the loader does not wait": Mutation(
         {
@@ -121,8 +122,8 @@ MUTATIONS = {
     "wgmma is not committed": Mutation({"    wgmma_commit();\n": ""}, WRONG),
     # The exchange of amax.
     "one exchange buffer": Mutation(
-        {"amax_full[tile_idx % 2]": "amax_full[0]", "peer_amax[tile_idx % 2]": "peer_amax[0]"}
-        | {".wait(tile_idx / 2 % 2)": ".wait(tile_idx % 2)"},
+        {"amax_full[turn % 2]": "amax_full[0]", "peer_amax[turn % 2]": "peer_amax[0]"}
+        | {".wait(turn / 2 % 2)": ".wait(turn % 2)"},
         WRONG,
         "gated_fp8",
     ),
@@ -136,10 +137,10 @@ MUTATIONS = {
         "gated_fp8",
     ),
     "one CTA's amax alone": Mutation(
-        {"max(bits, smem.peer_amax[tile_idx % 2][row])": "bits"}, WRONG, "gated_fp8", 64
+        {"max(bits, smem.peer_amax[turn % 2][row])": "bits"}, WRONG, "gated_fp8", 64
     ),
     "one CTA's amax alone, normal": Mutation(
-        {"exchange.merged(row, bits[t][i])": "bits[t][i]"}, WRONG, "gated_fp8"
+        {"exchange.merged(first + 8 * i, bits[i])": "bits[i]"}, WRONG, "gated_fp8"
     ),
     "warps do not meet before the amax is read": Mutation(
         {"<S, N>(smem, gated);\n    sync_math_warps();": "<S, N>(smem, gated);"},
@@ -204,15 +205,33 @@ MUTATIONS = {
     "scales lie in order": Mutation(
         {"return j / 2 * 16 + q * 4 + j % 2 * 2 + row % 2;": "return row + 0 * (j + q);"}, WRONG
     ),
-    # Dual M-tiles.
-    "a stage is released before its second M-tile is complete": Mutation(
-        {"promote<0>(sum[m_tile]);": "promote<1>(sum[m_tile]);"}, WRONG, block_m=256
+    # Split tiles.
+    "a stage is released before its second block is complete": Mutation(
+        {"promote<0>(sum[block], scales);": "promote<1>(sum[block], scales);"}, WRONG, block_m=256
     ),
-    "both M-tiles have the same scales": Mutation(
-        {"normal_scales[i % 2] + m_tile * normal_m": "normal_scales[i % 2]"}, WRONG, block_m=256
+    "both blocks have the scales of the first": Mutation(
+        {"rows[block][operands": "rows[0][operands"}, WRONG, block_m=256
     ),
-    "both M-tiles share staging memory": Mutation(
-        {"if (t != 0) __syncwarp();": ""}, WRONG, "gated_fp8", block_m=256
+    "both halves share staging memory": Mutation(
+        {"if (half != 0) __syncwarp();": ""}, WRONG, "gated_fp8", block_m=256
+    ),
+    "both CTAs load the first rows": Mutation(
+        {"tile.first_row + rank * normal_m + r": "tile.first_row + r"}, WRONG, block_m=256
+    ),
+    "weights are loaded for one CTA alone": Mutation(
+        {"tma_load_2d_multicast(3, to, map": "tma_load_2d_multicast(1 << 1, to, map"},
+        "deadlock",
+        block_m=256,
+    ),
+    "a warpgroup without rows releases nothing": Mutation(
+        {
+            "smem.full[pipeline.stage].wait(pipeline.parity);\n"
+            "            release_stage(smem, pipeline.stage, rank);": (
+                "smem.full[pipeline.stage].wait(pipeline.parity);"
+            )
+        },
+        "deadlock",
+        block_m=256,
     ),
     "a short tail leaves rows out": Mutation(
         {"if (short_tail && m_block + 1 == m_blocks) begin -= normal_m;": ""}, WRONG, block_m=256
