@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,12 +17,62 @@ from tests.allreduce.test_allreduce import KINDS, expert_rows, make
 from tests.allreduce.test_allreduce_refusals import calls, overlaps, rows
 from tests.sums import BACKENDS, Sum, play, quants, same, settle
 from weft.allreduce import operator as reduce_operator
+from weft.allreduce.call import OUTPUTS, Fused, Key
 from weft.allreduce.config import ADDRESSES, ReduceArgs
 from weft.errors import Aborted, InvalidArgument, TokenOverflow
 from weft.runtime.stream import current_stream
 
 CASE = Sum(4, 256)
 BF16 = torch.bfloat16
+
+
+def other_keys() -> dict[str, list[Key | None]]:
+    """The keys of calls that differ from one call in one argument, by its name; "" has that one."""
+    index, scales = torch.zeros((4, 2), dtype=torch.int32), torch.ones(4, 2)
+    said: tuple[Any, ...] = (True, False, torch.empty(4, 256, dtype=BF16))
+
+    def keys(*given: Fused, backend: str = "auto") -> list[Key | None]:
+        return [call.key(call.tensors(), backend)[0] for call in given]
+
+    static, token = weft.FP8Static(torch.ones(1)), weft.FP8Token()
+    call = Fused(
+        rows(), rows(), torch.ones(256), None, None, None, None, None, token, None, 1e-6, 0.0
+    )
+    groups = [weft.FP8Group(128, scale) for scale in ("fp32", "ue8m0")]
+    moe = weft.MoEFinalize(rows(8), index, scales, rows())
+    moes = [
+        moe,
+        replace(moe, rows=rows(9)),
+        replace(moe, index=torch.zeros((4, 3), dtype=torch.int32)),
+        replace(moe, scales=None),
+        replace(moe, scales=scales.to(BF16)),
+        replace(moe, shared=None),
+        replace(moe, routed_scaling_factor=2.5),
+    ]
+    found = {
+        "": keys(call),
+        "x": keys(call._replace(x=rows(3)), call._replace(x=None)),
+        "residual": keys(call._replace(residual=None)),
+        "weight": keys(call._replace(weight=torch.ones(256, dtype=BF16))),
+        "quant": keys(*(call._replace(quant=quant) for quant in (None, static, *groups))),
+        "prologue": keys(*(call._replace(prologue=prologue) for prologue in moes)),
+        "eps": keys(call._replace(eps=1e-5)),
+        "weight_bias": keys(call._replace(weight_bias=-0.0), call._replace(weight_bias=1.0)),
+        "backend": [key for name in BACKENDS for key in keys(call, backend=name)],
+    }
+    for name in OUTPUTS:
+        found[name] = keys(*(call._replace(**{name: each}) for each in said))
+    return found
+
+
+def test_calls_that_differ_in_any_one_argument_never_share_an_entry():
+    found = other_keys()
+    assert set(found) == {"", "backend", *Fused._fields}
+    keys = [key for kind in found.values() for key in kind]
+    assert None not in keys
+    assert len(set(keys)) == len(keys)
+    again = [key for kind in other_keys().values() for key in kind]
+    assert again == keys, "other memory is no other call"
 
 
 class Watch:

@@ -211,7 +211,7 @@ class Fused(NamedTuple):
         except (TypeError, AttributeError, OverflowError, struct.error):
             return None, []  # the check, which comes next, says what is wrong with it
         key, addresses = tensors_key(tensors)
-        return None if key is None else (backend, scheme, constants, factor, *key), addresses
+        return None if key is None else (backend, scheme, constants, factor, key), addresses
 
     def checked(self, config: ReduceConfig, device: torch.device) -> Checked:
         """Check everything that the host can see, and make the outputs that were not given.

@@ -96,21 +96,18 @@ def tensors_key(tensors: Sequence[Any]) -> tuple[tuple[object, ...] | None, list
     at address 0. The key is None where anything else is not a dense tensor with memory, or wants a
     gradient: the check says what is wrong with it.
     """
-    key: list[object] = []
-    addresses: list[int] = []
+    key: list[object] = [*tensors]
+    addresses = [0] * len(key)
     grads = torch.is_grad_enabled()
     try:
-        for t in tensors:
+        for i, t in enumerate(tensors):
             if t is None or t is True or t is False:  # and not 1, which only equals True
-                key.append(t)
-                addresses.append(0)
-            else:
-                address = _address(t)
-                if not address or (grads and t.requires_grad):
-                    return None, addresses
-                addresses.append(address)
-                dense = t.is_contiguous()  # then the shape says all that is ever read
-                key += (t.shape, t.dtype, t.device, address & 15, dense or t.stride())
+                continue
+            addresses[i] = address = _address(t)
+            if not address or (grads and t.requires_grad):
+                return None, addresses
+            dense = t.is_contiguous()  # then the shape says all that is ever read
+            key[i] = t.shape, t.dtype, t.device, address & 15, dense or t.stride()
     except (TypeError, AttributeError, RuntimeError):
         return None, addresses
     return tuple(key), addresses

@@ -1,0 +1,80 @@
+"""The key of tensors: whatever a check reads of one makes another key, at every place of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from weft.runtime.check import tensors_key
+
+
+def dense() -> torch.Tensor:
+    return torch.zeros(4, 8, dtype=torch.float16)
+
+
+def shifted(elements: int) -> torch.Tensor:
+    return torch.zeros(48, dtype=torch.float16)[elements : elements + 32].view(4, 8)
+
+
+OTHERS: dict[str, Callable[[], Any]] = {
+    "none": lambda: None,
+    "true": lambda: True,
+    "false": lambda: False,
+    "shape": lambda: torch.zeros(8, 4, dtype=torch.float16),
+    "rank": lambda: torch.zeros(32, dtype=torch.float16),
+    "dtype": lambda: torch.zeros(4, 8, dtype=torch.bfloat16),
+    "width": lambda: torch.zeros(4, 8, dtype=torch.int32),
+    "strides": lambda: torch.zeros(8, 4, dtype=torch.float16).t(),
+    "pitch": lambda: torch.zeros(4, 9, dtype=torch.float16)[:, :8],
+    "alignment": lambda: shifted(1),
+    "another alignment": lambda: shifted(4),
+}
+PLACES = 3
+
+
+def key_of(place: int, make: Callable[[], Any]) -> object:
+    tensors: list[Any] = [dense() for _ in range(PLACES)]
+    tensors[place] = make()
+    key, addresses = tensors_key(tensors)
+    assert key is not None
+    assert addresses == [t.data_ptr() if isinstance(t, torch.Tensor) else 0 for t in tensors]
+    return key
+
+
+def test_equal_tensors_elsewhere_have_an_equal_key():
+    first, second = dense(), dense()
+    assert first.data_ptr() != second.data_ptr()
+    assert first.data_ptr() % 16 == second.data_ptr() % 16
+    assert tensors_key([first])[0] == tensors_key([second])[0]
+    one, two = shifted(1), shifted(9)
+    assert tensors_key([one, None])[0] == tensors_key([two, None])[0]
+
+
+def test_each_difference_at_each_place_makes_another_key():
+    keys = [key_of(0, dense)]
+    keys += [key_of(place, make) for place in range(PLACES) for make in OTHERS.values()]
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.gpu
+def test_another_device_makes_another_key():
+    assert tensors_key([dense()])[0] != tensors_key([dense().cuda()])[0]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [1, 0, "x", torch.empty(0), torch.empty(2, device="meta"), torch.eye(2).to_sparse()],
+    ids=["one", "zero", "text", "empty", "no memory", "sparse"],
+)
+def test_what_is_no_tensor_with_memory_has_no_key(given: Any):
+    assert tensors_key([dense(), given])[0] is None
+
+
+def test_a_tensor_that_wants_a_gradient_has_a_key_where_none_is_made():
+    given = torch.zeros(4, 8, dtype=torch.float16, requires_grad=True)
+    assert tensors_key([given])[0] is None
+    with torch.no_grad():
+        assert tensors_key([given])[0] == tensors_key([dense()])[0]
