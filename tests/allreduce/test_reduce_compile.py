@@ -7,7 +7,7 @@ import pytest
 from tests.emulator.test_profile_compile import frames
 from tests.recorded import NVRTC, reads
 from weft.allreduce.config import ReduceConfig
-from weft.allreduce.kernels import KERNELS, MOE, cuda_program
+from weft.allreduce.kernels import KERNELS, MOE, RESIDENT, cuda_program
 
 pytestmark = reads(tools=(NVRTC,))
 
@@ -24,14 +24,17 @@ WAIT_BYTES = 48
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_kernels_compile_to_what_python_expects(name, arch):
-    program = cuda_program(REDUCTIONS[name])
+    program = cuda_program(REDUCTIONS[name], resident=True)
     cubin = program.cubin(arch)
     assert all(program.kernel(name).encode() in cubin for name in program.entry_points)
     found = frames(cubin)
-    assert {name + end for name in KERNELS for end in ("", MOE)} <= set(found)
-    for kernel in KERNELS:
+    kernels = KERNELS | RESIDENT
+    assert {name + end for name in kernels for end in ("", MOE)} <= set(found)
+    for kernel in kernels:
         assert found[kernel] <= 2 * WAIT_BYTES, f"{kernel} spills"
 
 
 def test_they_compile_with_fault_points():
-    assert cuda_program(REDUCTIONS["8 ranks"]).cubin("sm_90a", defines=("WEFT_FAULTS=1",))
+    assert cuda_program(REDUCTIONS["8 ranks"], resident=True).cubin(
+        "sm_90a", defines=("WEFT_FAULTS=1",)
+    )

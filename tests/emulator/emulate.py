@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.emulator.instructions import translated
 from weft.allreduce.config import ReduceConfig
-from weft.allreduce.kernels import KERNELS, MOE, ReducePlan
+from weft.allreduce.kernels import KERNELS, MOE, RESIDENT, ReducePlan
 from weft.jit.host import find_compiler
 from weft.jit.source import INCLUDE_ROOT, PACKAGE
 
@@ -67,7 +67,7 @@ def _replaced(text: str, head: str, body: str) -> str:
             return f"{text[:at]}{{ {body} }}{text[end:]}"
 
 
-def compile_emulated(reduction: ReduceConfig, folder: Path) -> Path:
+def compile_emulated(reduction: ReduceConfig, folder: Path, *, defines: Sequence[str] = ()) -> Path:
     """The shared library of all kernels of a ReduceConfig."""
     root = emulated_tree(folder)
     entries = "".join(
@@ -76,12 +76,12 @@ def compile_emulated(reduction: ReduceConfig, folder: Path) -> Path:
         "emulated::launch(emulated::seen_from(a->site, R.ranks, "
         "{shape[0], 1, shape[1], shape[2]}), [a] { "
         f"weft::{kernel.call.format(moe=moe)}(*a); }}); }}\n"
-        for name, kernel in KERNELS.items()
+        for name, kernel in (KERNELS | RESIDENT).items()
         for end, moe in (("", "false"), (MOE, "true"))
     )
     includes = "".join(f"#include <weft/allreduce/{name}.cuh>\n" for name in ("oneshot", "twoshot"))
     constants = f"constexpr weft::Reduction R = {reduction.literal()};\n"
-    return build_library(root, includes + constants + entries)
+    return build_library(root, includes + constants + entries, defines=defines)
 
 
 def build_library(root: Path, text: str, *, defines: Sequence[str] = ()) -> Path:
@@ -129,18 +129,24 @@ def _compile(arguments: Sequence[str]) -> None:
 
 
 class EmulatedEntries:
-    """Entries that run kernels in given launch shapes, by backend and tokens."""
+    """Entries that run kernels in given launch shapes, by backend and tokens.
+
+    forms: kernels that stand for a backend's own.
+    """
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
         self.plans: dict[tuple[str, int], ReducePlan] = {}
+        self.forms: dict[str, str] = {}
 
     def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
         """Run one all-reduce to its end."""
-        p = self.plans[name.removesuffix(MOE), tokens]
+        backend = name.removesuffix(MOE)
+        entry = self.forms.get(backend, backend) + name.removeprefix(backend)
+        p = self.plans[backend, tokens]
         args.pushers, args.reducers, args.pushers_finish = p.pushers, p.reducers, p.pushers_finish
         shape = (ctypes.c_uint32 * 3)(p.ctas, p.threads, p.cluster)
-        getattr(self.library, name)(ctypes.byref(args), shape)
+        getattr(self.library, entry)(ctypes.byref(args), shape)
 
     def close(self) -> None:
         """Nothing is held."""

@@ -99,6 +99,9 @@ KERNELS: dict[str, Mapping[str, Mapping[str, int]]] = {
     "all-reduce": {
         name + end: SUM for name in reduce_kernels.KERNELS for end in ("", reduce_kernels.MOE)
     },
+    "all-reduce, resident": {
+        name + end: OWN_SUM for name in reduce_kernels.RESIDENT for end in ("", reduce_kernels.MOE)
+    },
     "all-reduce, receiver": {
         name + end: SUM if name == "oneshot" else OWN_SUM
         for name in reduce_kernels.KERNELS
@@ -117,8 +120,9 @@ def compiled(name: str, arch: str) -> bytes:
     """The kernels of an operator."""
     kind, _, rest = name.partition(", ")
     if kind == "all-reduce":
-        reduction = REDUCTIONS[f"8 ranks, {rest}" if rest else "8 ranks"]
-        return reduce_kernels.cuda_program(reduction).cubin(arch)
+        resident = rest == "resident"
+        reduction = REDUCTIONS["8 ranks, receiver" if rest == "receiver" else "8 ranks"]
+        return reduce_kernels.cuda_program(reduction, resident=resident).cubin(arch)
     if kind == "low latency":
         shape = LOW_SHAPES[rest or "deepseek-v3"]
         program = lowlatency_kernels.cuda_program(shape, split_phase=not shape.gemm_push)

@@ -5,8 +5,8 @@ Launches are local to a rank: peers may choose differently, and no choice change
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -40,6 +40,8 @@ KERNELS = {
     "twoshot": Kernel("twoshot<R, {moe}, 1, false>", 1, 512, 1),
     "twoshot_bulk": Kernel("twoshot<R, {moe}, 2, true>", 2, 512, 1),
 }
+# One shot of more tokens than fit at once, where `_resident_oneshot` asks for it.
+RESIDENT = {"oneshot_resident": Kernel("oneshot_resident<R, {moe}>", 1, 512, 1)}
 MOE = "_moe"  # at the end of an entry's name: rows are made by a prologue
 
 
@@ -51,29 +53,30 @@ def cpu_program(config: ReduceConfig) -> Program:
         for name, backend in ENTRIES.items()
         for end in ("", MOE)
     )
-    return _program(config, "#include <weft/allreduce/cpu.cpp>\n", entries)
+    return _program(config, "#include <weft/allreduce/cpu.cpp>\n", entries, ENTRIES)
 
 
-def cuda_program(config: ReduceConfig) -> Program:
-    """The generated CUDA entries."""
+def cuda_program(config: ReduceConfig, *, resident: bool = False) -> Program:
+    """The generated CUDA entries; resident: also those of RESIDENT."""
+    kernels = KERNELS | RESIDENT if resident else KERNELS
     entries = "".join(
         f'extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.per_sm})\n'
         f"weft_allreduce_{name}{end}(const __grid_constant__ weft::ReduceArgs a) "
         f"{{ weft::{kernel.call.format(moe=moe)}(a); }}\n"
-        for name, kernel in KERNELS.items()
+        for name, kernel in kernels.items()
         for end, moe in (("", "false"), (MOE, "true"))
     )
     headers = "#include <weft/allreduce/oneshot.cuh>\n#include <weft/allreduce/twoshot.cuh>\n"
-    return _program(config, headers, entries)
+    return _program(config, headers, entries, kernels)
 
 
-def _program(config: ReduceConfig, headers: str, entries: str) -> Program:
+def _program(config: ReduceConfig, headers: str, entries: str, names: Iterable[str]) -> Program:
     constant = f"constexpr weft::Reduction R = {config.literal()};\n"
     return Program(
         name="allreduce",
         what="all-reduce",
         body=headers + constant + entries,
-        entry_points={name + end: ReduceArgs for name in ENTRIES for end in ("", MOE)},
+        entry_points={name + end: ReduceArgs for name in names for end in ("", MOE)},
         offsets=config.asserted(),
         options=OPTIONS,
     )
@@ -89,9 +92,9 @@ DECIDED = ("pushers", "reducers", "pushers_finish")  # by the plan
 class CudaReduceKernels(CudaKernels):
     """The kernels of one config."""
 
-    def __init__(self, config: ReduceConfig, build: Build) -> None:
-        super().__init__(cuda_program(config), build)
-        self._config = config
+    def __init__(self, config: ReduceConfig, build: Build, *, resident: bool = False) -> None:
+        super().__init__(cuda_program(config, resident=resident), build)
+        self._config, self._resident_oneshot = config, resident
         self._functions = {
             name: self._module.function(self._program.kernel(name))
             for name in self._program.entry_points
@@ -121,10 +124,20 @@ class CudaReduceKernels(CudaKernels):
         return name != "oneshot" or 3 * p.ctas <= self.resident(name, p.threads, p.cluster)
 
     def _find(self, name: str, tokens: int) -> Launch:
-        p = self._plan(name.removesuffix(MOE), tokens)
-        early = self._build.programmatic and self._overlaps(name.removesuffix(MOE), tokens, p)
+        backend = name.removesuffix(MOE)
+        p = self._plan(backend, tokens)
+        early = self._build.programmatic and self._overlaps(backend, tokens, p)
+        if self._resident_oneshot and backend == "oneshot":
+            name, p = self._stays(name, p)
         fields = tuple((field, int(getattr(p, field))) for field in DECIDED)
         return Launch(self._launcher(name, p.cluster, early), (p.ctas, 1, 1), p.threads, fields)
+
+    def _stays(self, name: str, p: ReducePlan) -> tuple[str, ReducePlan]:
+        """The resident form of a launch of one shot that does not fit on the GPU at once."""
+        room = self.resident("oneshot_resident", p.threads, p.cluster)
+        if not p.cluster <= room < p.ctas:
+            return name, p
+        return name.replace("oneshot", "oneshot_resident"), replace(p, ctas=room)
 
     def _launcher(self, name: str, cluster: int, early: bool) -> Launcher:
         key = (name, cluster, early)
@@ -147,12 +160,17 @@ class CudaReduceKernels(CudaKernels):
         return plan_twoshot(tokens, vectors, ranks, pieces=pieces, resident=resident)
 
 
-def load_kernels(device: torch.device, config: ReduceConfig, build: Build) -> Kernels:
-    """Compile and load all backends of a config for one rank's device."""
+def load_kernels(
+    device: torch.device, config: ReduceConfig, build: Build, *, resident: bool = False
+) -> Kernels:
+    """Compile and load all backends of a config for one rank's device.
+
+    resident: one shot of more tokens than fit on the GPU at once is a grid that stays.
+    """
     if device.type == "cpu":
         return CpuKernels(cpu_program(config), build)
     with loading(device):
-        return CudaReduceKernels(config, build)
+        return CudaReduceKernels(config, build, resident=resident)
 
 
 WARP = 32

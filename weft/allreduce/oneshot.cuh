@@ -3,7 +3,7 @@
 //
 // Roles: all CTAs do the same. A cluster has one token, a thread has one vector of it, because one
 // SM pushes about 36 GB/s and a GPU 334: a few tokens are spread over many SMs. The first CTA also
-// exchanges call words.
+// exchanges call words. A resident cluster has many tokens, one after the other.
 #pragma once
 #include <weft/allreduce/epilogue.cuh>
 #include <weft/allreduce/wait.cuh>
@@ -78,6 +78,65 @@ template <Reduction R, bool moe> WEFT_FN void oneshot(const ReduceArgs& a) {
     }
     call.advance(team, before);
     call.check_call_word(team, seen);
+}
+
+template <Reduction R, bool moe>
+WEFT_FN void push_tokens(const Call<R>& call, u32 first, u32 step, u32 v) {
+    const u32 tokens = call.a.tokens;
+    for (; first < tokens; first += step * pushes_in_flight) {
+        uint4 own[pushes_in_flight];
+#pragma unroll
+        for (u32 i = 0; i < pushes_in_flight; ++i)
+            if (const u32 token = first + i * step; token < tokens)
+                own[i] = load_own<R, moe>(call.a, token, v);
+        if (!call.live) return;  // after the loads, which share latency with the state
+#pragma unroll
+        for (u32 i = 0; i < pushes_in_flight; ++i)
+            if (const u32 token = first + i * step; token < tokens)
+                push_direct<R>(call, token, v, own[i]);
+    }
+}
+
+// The same by a grid that stays: a cluster stores its rows of all its tokens before it waits for
+// one, so that no store queues behind a wait. All CTAs of a launch fit on the GPU at once. A row of
+// this rank is loaded again for its sum: a thread alone reads and overwrites a vector.
+template <Reduction R, bool moe> WEFT_FN void oneshot_resident(const ReduceArgs& a) {
+    __shared__ PartialBuffer<R> buffer;
+    const Block team;
+    const Cluster cluster;
+    griddep_wait();
+    launch_dependents();
+    const u32 neighbours = cluster.size();
+    if (neighbours != 1) cluster.arrive();
+    const u32 first = blockIdx.x / neighbours, step = gridDim.x / neighbours;
+    const u32 v = cluster.rank() * team.lanes() + team.lane();
+    const bool inside = v < R.vectors();
+    Call<R> call(a);
+    call.send_call_words(team);
+    if (inside) push_tokens<R, moe>(call, first, step, v);
+    fault(call.header, Point::after_rows, call.me(), call.epoch);
+    const u32 before = call.arrive(team);
+    const NormWeight norm_weight = inside ? load_norm_weight<R>(a, v) : NormWeight{};
+    if (neighbours != 1) cluster.wait();
+
+    bool valid = call.live && inside;  // until a wait fails
+    u32 side = 0;
+    for (u32 token = first; token < a.tokens; token += step, side ^= 1) {
+        uint4 row{};
+        if (valid) {
+            const uint4 own = load_own<R, moe>(a, token, v, false);
+            valid = sum_direct<R>(call, token, v, own, row);
+        }
+        if (a.weight == nullptr) continue;
+        const u64 partial = partial_of<R>(a, row, norm_weight);
+        if (v / warp_lanes < R.partials())
+            send_partial<R>(team, cluster, &buffer.partial[side][v / warp_lanes], partial);
+        sync_cluster(cluster, neighbours);
+        const RowStats m = gather_row_stats<R>(team, a, buffer.partial[side]);
+        finish_vector<R>(a, token, v, valid, row, norm_weight, m);
+    }
+    call.advance(team, before);
+    call.check_call_word(team, call.load_call_word(team));
 }
 
 }  // namespace weft

@@ -80,6 +80,7 @@ class AllReduce(Operator):
         programmatic_launch: bool = True,
         _defines: Sequence[str] = (),
         _first_epoch: int = 0,
+        _resident_oneshot: bool = False,  # see RESIDENT in kernels.py; may differ from rank to rank
     ) -> None:
         self.backends: tuple[str, ...] = ()
 
@@ -94,7 +95,7 @@ class AllReduce(Operator):
                 epilogue_at=epilogue_at,
             )
             build = Build(programmatic=programmatic_launch, defines=_defines)
-            return config, load_kernels(group.device, config, build)
+            return config, load_kernels(group.device, config, build, resident=_resident_oneshot)
 
         self.config = self._create(
             group,

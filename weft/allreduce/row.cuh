@@ -32,12 +32,14 @@ template <Reduction R> WEFT_FN float factor(const void* from, u64 at, bool is_fp
     return low_half(R.dtype, static_cast<const u16*>(from)[at]);
 }
 
-// This rank's row as the weighted sum of experts' rows.
-template <Reduction R> WEFT_FN uint4 finalize_vector(const ReduceArgs& a, u32 token, u32 v) {
+// This rank's row as the weighted sum of experts' rows. reports: an index out of range is refused
+// aloud.
+template <Reduction R>
+WEFT_FN uint4 finalize_vector(const ReduceArgs& a, u32 token, u32 v, bool reports) {
     float sum[R.width()] = {}, x[R.width()];
     for (u32 k = 0; k < a.top_k; ++k) {
         const u64 entry = u64(token) * a.top_k + k;
-        const u32 row = source_row<R>(a, a.index[entry], token, k, v == 0);
+        const u32 row = source_row<R>(a, a.index[entry], token, k, reports && v == 0);
         if (row == a.row_limit) continue;
         const float scale = a.scales ? factor<R>(a.scales, entry, a.scales_are_fp32) : 1.0f;
         widen_vector<R>(x, load_input(vector_of<R>(a.rows, row, v)));
@@ -51,8 +53,9 @@ template <Reduction R> WEFT_FN uint4 finalize_vector(const ReduceArgs& a, u32 to
 }
 
 // moe: the rows are made of experts' rows. It has an entry of its own, because it costs registers.
-template <Reduction R, bool moe> WEFT_FN uint4 load_own(const ReduceArgs& a, u32 token, u32 v) {
-    if constexpr (moe) return finalize_vector<R>(a, token, v);
+template <Reduction R, bool moe>
+WEFT_FN uint4 load_own(const ReduceArgs& a, u32 token, u32 v, bool reports = true) {
+    if constexpr (moe) return finalize_vector<R>(a, token, v, reports);
     return load_input(vector_of<R>(a.x, token, v));
 }
 

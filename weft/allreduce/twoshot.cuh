@@ -22,8 +22,6 @@
 
 namespace weft {
 
-constexpr u32 pushes_in_flight = 4;
-
 // One vector of a token that a peer owns. `f` counts vectors, then peers, then groups of `ranks`
 // tokens. Each rank starts with its right neighbour, so that ranks do not store to the same peer at
 // once.

@@ -5,6 +5,8 @@
 
 namespace weft {
 
+constexpr u32 pushes_in_flight = 4;  // vectors that a thread loads before it stores them at peers
+
 template <Reduction R> struct Call {
     const ReduceArgs& a;
     Header& header;

@@ -1,0 +1,271 @@
+"""One shot by a grid that stays, on a CPU: more tokens than the grid holds, ranks that differ."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+import weft
+from tests.allreduce.test_allreduce import expert_rows, make
+from tests.allreduce.test_allreduce_failures import (
+    AFTER_ROWS,
+    BEFORE_ROWS,
+    ENTER,
+    JITTER,
+    STAY_AWAY,
+    plan_fault,
+)
+from tests.emulator.emulate import EmulatedEntries, compile_emulated
+from tests.emulator.watch import watching, ways
+from tests.patience import hurry
+from tests.recorded import reads
+from tests.sums import Sum, play, quants, same
+from weft.allreduce.config import ReduceConfig
+from weft.allreduce.kernels import ReducePlan
+from weft.errors import GeometryMismatch, GroupError, PeerDied, PeerTimeout, RankFailed
+from weft.memory.header import HEADER_BYTES
+
+pytestmark = reads("tests/emulator/*.hpp")
+
+TOKENS = 19
+DIE = 6
+CASE = Sum(TOKENS, 384, special=True, bias=1.0)  # 48 vectors: a warp and a half
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A launch of one shot: clusters that stay, or None for one to each token."""
+
+    threads: int
+    cluster: int
+    clusters: int | None
+
+    def install(self, ar: weft.AllReduce, library: str) -> EmulatedEntries:
+        entries = EmulatedEntries(Path(library))
+        ar._kernels = entries
+        if self.clusters is not None:
+            entries.forms["oneshot"] = "oneshot_resident"
+        for tokens in range(1, TOKENS + 1):
+            clusters = min(tokens, self.clusters or tokens)
+            plan = ReducePlan(clusters * self.cluster, self.threads, self.cluster)
+            entries.plans["oneshot", tokens] = plan
+        return entries
+
+
+WAVES = Shape(32, 2, None)
+ALONE, PAIR, THREE = Shape(64, 1, 1), Shape(32, 2, 2), Shape(32, 3, 3)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory) -> Callable[[int, Sum], str]:
+    """Compiles a case's kernels with fault points, once."""
+    made: dict[tuple[int, torch.dtype], str] = {}
+
+    def get(count: int, case: Sum = CASE) -> str:
+        key = (count, case.dtype)
+        if key not in made:
+            reduction = ReduceConfig.of(
+                ranks=count, max_tokens=TOKENS, hidden=case.hidden, dtype=case.dtype
+            )
+            folder = tmp_path_factory.mktemp("resident")
+            made[key] = str(compile_emulated(reduction, folder, defines=("WEFT_FAULTS=1",)))
+        return made[key]
+
+    return get
+
+
+def calls(ar: weft.AllReduce, case: Sum, sizes: tuple[int, ...]) -> None:
+    """Every kind of call: all outputs, none, those that replace inputs, rows of experts."""
+    device, rank, ranks = ar.group.device, ar.group.rank, range(ar.group.size)
+    for seed, tokens in enumerate(sizes):
+        drawn = case.next(tokens=tokens, seed=seed)
+        for quant in quants(device, case.hidden) if tokens == TOKENS else [None]:
+            play(ar, drawn, "oneshot", quant)
+        xs = [drawn.rows(r, device) for r in ranks]
+        residual, weight = drawn.shared(device)
+        same(ar.fused(xs[rank], backend="oneshot"), weft.reference.allreduce_fused(xs))
+        wanted = weft.reference.allreduce_fused(xs, residual, weight)
+        x, kept = xs[rank].clone(), residual.clone()
+        got = ar.fused(
+            x, residual=kept, weight=weight, residual_out=kept, norm_out=x, backend="oneshot"
+        )
+        same(got, wanted)
+        made = [expert_rows(drawn, r, device) for r in ranks]
+        xs = [weft.reference.finalize_moe(m) for m in made]
+        shared = made[rank].shared
+        over = True if shared is None else shared
+        got = ar.fused(prologue=made[rank], weight=weight, norm_out=over, backend="oneshot")
+        same(got, weft.reference.allreduce_fused(xs, None, weight))
+        ar.check()
+
+
+def emulated(group: weft.Group, library: str, shapes: list[Shape], case: Sum) -> None:
+    with make(group, TOKENS, case) as ar:
+        entries = shapes[group.rank].install(ar, library)
+        with watching(group, entries.library, ar._site.stride) as watch:
+            calls(ar, case, (1, 2, 9, TOKENS))
+        slots = {"slots": range(HEADER_BYTES, 1 << 40)}
+        assert ways(watch.events(), slots) == {"slots": {"writes relaxed sys", "reads relaxed sys"}}
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [[ALONE, ALONE], [PAIR, PAIR], [THREE, PAIR], [PAIR, WAVES], [WAVES, ALONE]],
+    ids=["one cluster", "two", "grids differ", "waves at the peer", "waves here"],
+)
+def test_every_grid_has_the_bits_of_the_reference(ranks, library, shapes):
+    ranks(2, "threads")(emulated, library(2), shapes, CASE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_three_ranks_and_other_numbers(ranks, library, dtype):
+    case = CASE if dtype == CASE.dtype else CASE.next(dtype=dtype, hidden=192, special=False)
+    library = library(3, case)
+    ranks(3, "threads")(emulated, library, [PAIR, ALONE, THREE], case)
+
+
+def dropped(group: weft.Group, library: str) -> str:
+    """A row is made twice, once to be sent and once to be summed: its index is refused once."""
+    with make(group, TOKENS, CASE) as ar:
+        PAIR.install(ar, library)
+        rows = torch.ones((3, CASE.hidden), dtype=CASE.dtype)
+        index = torch.zeros((TOKENS, 2), dtype=torch.int32)
+        index[17, 1] = 7
+        got = ar.fused(prologue=weft.MoEFinalize(rows, index), backend="oneshot")
+        assert got.out is not None
+        assert got.out[:, 0].tolist() == [4.0] * 17 + [2.0] + [4.0]
+        with pytest.raises(weft.errors.InvalidArgument) as caught:
+            ar.check()
+        ar.check()
+        return str(caught.value)
+
+
+def test_an_index_out_of_range_is_refused_once(ranks, library):
+    for text in ranks(2, "threads")(dropped, library(2)):
+        assert "index[17, 1] of a MoEFinalize is 7" in text
+        assert "more" not in text
+
+
+def late(group: weft.Group, library: str, shapes: list[Shape], count: int) -> None:
+    """Sizes change from call to call, and each rank in turn is late at each place."""
+    order = random.Random(3)
+    with make(group, TOKENS, CASE, _first_epoch=(1 << 40) - count) as ar:
+        shapes[group.rank].install(ar, library)
+        for turn, point in enumerate((ENTER, AFTER_ROWS, BEFORE_ROWS)):
+            if group.rank == turn % group.size:
+                plan_fault(ar, point, JITTER, argument=200_000)
+            for call in range(count):
+                tokens = order.choice((1, 2, 3, 7, 8, 9, 16, TOKENS))
+                play(ar, CASE.next(tokens=tokens, seed=call), "oneshot")
+        assert len(ar.history()) == min(128, 3 * count)
+
+
+@pytest.mark.parametrize("shapes", [[PAIR, PAIR, PAIR], [PAIR, WAVES, ALONE]])
+def test_late_ranks_and_changing_sizes_change_no_bit(ranks, library, shapes):
+    ranks(3, "threads")(late, library(3), shapes, 12)
+
+
+def absent(group: weft.Group, library: str) -> str:
+    with make(group, TOKENS, CASE) as ar:
+        PAIR.install(ar, library)
+        play(ar, CASE, "oneshot")
+        hurry(ar, 1.0)
+        if group.rank == 1:
+            plan_fault(ar, ENTER, STAY_AWAY)
+        group.barrier()
+        said, x = "", CASE.rows(group.rank, group.device)
+        try:
+            ar.fused(x, backend="oneshot")
+        except PeerTimeout as error:
+            said = str(error)
+            with pytest.raises(PeerTimeout):
+                ar.fused(x, backend="oneshot")
+        group.barrier()
+        return said
+
+
+def test_an_absent_rank_is_named_by_the_deadline(ranks, library):
+    said = ranks(2, "threads")(absent, library(2))
+    assert "rank 0, all-reduce, epoch 2: the row" in said[0]
+    assert "did not come from rank 1" in said[0]
+
+
+def partly(group: weft.Group, library: str) -> tuple[str, float]:
+    """Rank 1 brings the first half of each row: some lanes of a cluster get theirs, others none."""
+    with make(group, TOKENS, CASE) as ar:
+        PAIR.install(ar, library)
+        hurry(ar, 0.5)
+        said, start = "", time.monotonic()
+        if group.rank == 0:
+            sizes = ar.config
+            size = (2 * sizes.direct, sizes.row_bytes)
+            rows = ar.heap.tensor(size, torch.uint8, offset=sizes.rows)
+            rows[:, : sizes.row_bytes // 2] = 0
+            weight = CASE.shared(group.device)[1]
+            with pytest.raises(PeerTimeout) as caught:
+                ar.fused(CASE.rows(0, group.device), weight=weight, backend="oneshot")
+            said = str(caught.value)
+        waited = time.monotonic() - start
+        group.barrier()
+        return said, waited
+
+
+def test_a_grid_ends_when_half_of_every_row_does_not_come(ranks, library):
+    said, waited = ranks(2, "threads")(partly, library(2))[0]
+    assert "did not come from rank 1" in said
+    assert waited < 30, "a wait that failed is not repeated for each token"
+
+
+def twice(ar: weft.AllReduce) -> None:
+    """A rank may have sent all rows of the call in which it dies; never those of the next."""
+    for _ in range(2):
+        play(ar, CASE, "oneshot")
+
+
+def killed(group: weft.Group, library: str, folder: str) -> None:
+    """The survivor writes down what it raised, because the launch itself fails."""
+    with make(group, TOKENS, CASE) as ar:
+        PAIR.install(ar, library)
+        play(ar, CASE, "oneshot")
+        group.barrier()
+        if group.rank == 1:
+            plan_fault(ar, BEFORE_ROWS, DIE)  # its first wait, when a CTA has sent its rows
+            play(ar, CASE, "oneshot")
+            os._exit(3)  # not reached
+        with pytest.raises(PeerDied) as caught:
+            twice(ar)
+        Path(folder, "0").write_text(str(caught.value))
+
+
+def test_a_rank_killed_in_its_wait_is_named(ranks, library, tmp_path):
+    with pytest.raises(RankFailed) as caught:
+        ranks(2, "cpu")(killed, library(2), str(tmp_path))
+    assert "rank 1" in str(caught.value)
+    assert "SIGKILL" in str(caught.value)
+    assert "rank 0, all-reduce: rank 1 died" in (tmp_path / "0").read_text()
+
+
+def differing(group: weft.Group, library: str) -> str:
+    with make(group, TOKENS, CASE) as ar:
+        PAIR.install(ar, library)
+        play(ar, CASE, "oneshot")
+        try:
+            play(ar, CASE.next(tokens=9 if group.rank else TOKENS), "oneshot")
+        except GeometryMismatch as error:
+            return str(error)
+        except GroupError as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+
+def test_other_numbers_of_tokens_are_noticed(ranks, library):
+    texts = ranks(2, "threads")(differing, library(2))
+    assert any("9 tokens" in text and f"{TOKENS} tokens" in text for text in texts), texts
+    assert "nothing" not in texts
