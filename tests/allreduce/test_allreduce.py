@@ -203,8 +203,8 @@ def finalized(group: weft.Group, dtype: torch.dtype) -> None:
 
 def expert_rows(case: Sum, rank: int, device: torch.device) -> weft.MoEFinalize:
     generator = torch.Generator(device=device).manual_seed(rank)
-    rows = torch.randn((20, case.hidden), generator=generator, device=device).to(case.dtype)
-    size = (case.tokens, 4)
+    count, size = max(20, case.tokens), (case.tokens, 4)
+    rows = torch.randn((count, case.hidden), generator=generator, device=device).to(case.dtype)
     index = torch.randint(-1, 20, size, generator=generator, device=device).int()
     scales = torch.rand(size, generator=generator, device=device)
     shared = rows[: case.tokens].clone() if rank != 1 else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,7 +149,7 @@ def dropped(group: weft.Group, library: str) -> str:
 def test_an_index_out_of_range_is_refused_once(ranks, library):
     for text in ranks(2, "threads")(dropped, library(2)):
         assert "index[17, 1] of a MoEFinalize is 7" in text
-        assert "more" not in text
+        assert "reports since" not in text
 
 
 def late(group: weft.Group, library: str, shapes: list[Shape], count: int) -> None:
@@ -197,30 +196,31 @@ def test_an_absent_rank_is_named_by_the_deadline(ranks, library):
     assert "did not come from rank 1" in said[0]
 
 
-def partly(group: weft.Group, library: str) -> tuple[str, float]:
+def partly(group: weft.Group, library: str) -> str:
     """Rank 1 brings the first half of each row: some lanes of a cluster get theirs, others none."""
     with make(group, TOKENS, CASE) as ar:
         PAIR.install(ar, library)
         hurry(ar, 0.5)
-        said, start = "", time.monotonic()
+        said = ""
         if group.rank == 0:
             sizes = ar.config
             size = (2 * sizes.direct, sizes.row_bytes)
             rows = ar.heap.tensor(size, torch.uint8, offset=sizes.rows)
             rows[:, : sizes.row_bytes // 2] = 0
-            weight = CASE.shared(group.device)[1]
+            x, weight = CASE.rows(0, group.device), CASE.shared(group.device)[1]
+            norm = torch.full_like(x, 7.0)
             with pytest.raises(PeerTimeout) as caught:
-                ar.fused(CASE.rows(0, group.device), weight=weight, backend="oneshot")
+                ar.fused(x, weight=weight, norm_out=norm, backend="oneshot")
             said = str(caught.value)
-        waited = time.monotonic() - start
+            assert (norm[:, CASE.hidden // 2 :] == 7.0).all(), (
+                "of what did not come nothing is made"
+            )
         group.barrier()
-        return said, waited
+        return said
 
 
 def test_a_grid_ends_when_half_of_every_row_does_not_come(ranks, library):
-    said, waited = ranks(2, "threads")(partly, library(2))[0]
-    assert "did not come from rank 1" in said
-    assert waited < 30, "a wait that failed is not repeated for each token"
+    assert "did not come from rank 1" in ranks(2, "threads")(partly, library(2))[0]
 
 
 def twice(ar: weft.AllReduce) -> None:
