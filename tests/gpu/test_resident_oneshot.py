@@ -15,7 +15,7 @@ from tests.sums import Sum, play, quants, same, settle
 
 pytestmark = pytest.mark.gpu
 
-SIZES = (1, 66, 67, 128, 512)  # a GPU of 132 SMs holds 66 rows of 7168 in bf16 at once
+SIZES = (1, 66, 67, 128, 512)  # waves of 132 SMs hold 66 rows of 7168 in bf16 at once
 FORMS = {"waves": (False, False), "resident": (True, True), "one of each": (True, False)}
 
 

@@ -5,8 +5,9 @@ Launches are local to a rank: peers may choose differently, and no choice change
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -41,7 +42,7 @@ KERNELS = {
     "twoshot_bulk": Kernel("twoshot<R, {moe}, 2, true>", 2, 512, 1),
 }
 # One shot of more tokens than fit at once, where `_resident_oneshot` asks for it.
-RESIDENT = {"oneshot_resident": Kernel("oneshot_resident<R, {moe}>", 1, 512, 1)}
+RESIDENT = {"oneshot_resident": Kernel("oneshot_resident<R, {moe}, 2>", 2, 512, 1)}
 MOE = "_moe"  # at the end of an entry's name: rows are made by a prologue
 
 
@@ -128,16 +129,19 @@ class CudaReduceKernels(CudaKernels):
         p = self._plan(backend, tokens)
         early = self._build.programmatic and self._overlaps(backend, tokens, p)
         if self._resident_oneshot and backend == "oneshot":
-            name, p = self._stays(name, p)
+            name, p = self._stays(name, tokens, p)
         fields = tuple((field, int(getattr(p, field))) for field in DECIDED)
         return Launch(self._launcher(name, p.cluster, early), (p.ctas, 1, 1), p.threads, fields)
 
-    def _stays(self, name: str, p: ReducePlan) -> tuple[str, ReducePlan]:
+    def _stays(self, name: str, tokens: int, p: ReducePlan) -> tuple[str, ReducePlan]:
         """The resident form of a launch of one shot that does not fit on the GPU at once."""
-        room = self.resident("oneshot_resident", p.threads, p.cluster)
-        if not p.cluster <= room < p.ctas:
+        entry = next(iter(RESIDENT))
+        share = -(-self._config.vectors // RESIDENT[entry].pieces)
+        threads, cluster, room = _roomy(share, 1, functools.partial(self.resident, entry))
+        if p.ctas <= self.resident("oneshot", p.threads, p.cluster) or not room:
             return name, p
-        return name.replace("oneshot", "oneshot_resident"), replace(p, ctas=room)
+        name = entry + name.removeprefix("oneshot")
+        return name, ReducePlan(min(tokens * cluster, room), threads, cluster)
 
     def _launcher(self, name: str, cluster: int, early: bool) -> Launcher:
         key = (name, cluster, early)

@@ -80,27 +80,44 @@ template <Reduction R, bool moe> WEFT_FN void oneshot(const ReduceArgs& a) {
     call.check_call_word(team, seen);
 }
 
-template <Reduction R, bool moe>
-WEFT_FN void push_tokens(const Call<R>& call, u32 first, u32 step, u32 v) {
+// The tokens of a resident cluster, `first` and every `step`-th after it, and a thread's vectors of
+// each.
+struct GridStride {
+    u32 first, step, lane, lanes;
+
+    WEFT_FN GridStride(const Block& team, const Cluster& cluster)
+        : first(blockIdx.x / cluster.size()),
+          step(gridDim.x / cluster.size()),
+          lane(cluster.rank() * team.lanes() + team.lane()),
+          lanes(cluster.size() * team.lanes()) {}
+    WEFT_FN u32 vector(u32 piece) const { return piece * lanes + lane; }
+};
+
+template <Reduction R, bool moe, u32 pieces>
+WEFT_FN void push_tokens(const Call<R>& call, const GridStride& grid) {
+    constexpr u32 tokens_in_flight = pushes_in_flight / pieces;
     const u32 tokens = call.a.tokens;
-    for (; first < tokens; first += step * pushes_in_flight) {
+    for (u32 first = grid.first; first < tokens; first += grid.step * tokens_in_flight) {
         uint4 own[pushes_in_flight];
 #pragma unroll
-        for (u32 i = 0; i < pushes_in_flight; ++i)
-            if (const u32 token = first + i * step; token < tokens)
-                own[i] = load_own<R, moe>(call.a, token, v);
+        for (u32 i = 0; i < pushes_in_flight; ++i) {
+            const u32 token = first + i / pieces * grid.step, v = grid.vector(i % pieces);
+            if (token < tokens && v < R.vectors()) own[i] = load_own<R, moe>(call.a, token, v);
+        }
         if (!call.live) return;  // after the loads, which share latency with the state
 #pragma unroll
-        for (u32 i = 0; i < pushes_in_flight; ++i)
-            if (const u32 token = first + i * step; token < tokens)
-                push_direct<R>(call, token, v, own[i]);
+        for (u32 i = 0; i < pushes_in_flight; ++i) {
+            const u32 token = first + i / pieces * grid.step, v = grid.vector(i % pieces);
+            if (token < tokens && v < R.vectors()) push_direct<R>(call, token, v, own[i]);
+        }
     }
 }
 
 // The same by a grid that stays: a cluster stores its rows of all its tokens before it waits for
 // one, so that no store queues behind a wait. All CTAs of a launch fit on the GPU at once. A row of
-// this rank is loaded again for its sum: a thread alone reads and overwrites a vector.
-template <Reduction R, bool moe> WEFT_FN void oneshot_resident(const ReduceArgs& a) {
+// this rank is loaded again for its sum: a thread alone reads and overwrites a vector. Two pieces:
+// most rows are one CTA's, because a barrier of a cluster waits for every store in flight.
+template <Reduction R, bool moe, u32 pieces> WEFT_FN void oneshot_resident(const ReduceArgs& a) {
     __shared__ PartialBuffer<R> buffer;
     const Block team;
     const Cluster cluster;
@@ -108,32 +125,44 @@ template <Reduction R, bool moe> WEFT_FN void oneshot_resident(const ReduceArgs&
     launch_dependents();
     const u32 neighbours = cluster.size();
     if (neighbours != 1) cluster.arrive();
-    const u32 first = blockIdx.x / neighbours, step = gridDim.x / neighbours;
-    const u32 v = cluster.rank() * team.lanes() + team.lane();
-    const bool inside = v < R.vectors();
+    const GridStride grid(team, cluster);
     Call<R> call(a);
     call.send_call_words(team);
-    if (inside) push_tokens<R, moe>(call, first, step, v);
+    push_tokens<R, moe, pieces>(call, grid);
     fault(call.header, Point::after_rows, call.me(), call.epoch);
     const u32 before = call.arrive(team);
-    const NormWeight norm_weight = inside ? load_norm_weight<R>(a, v) : NormWeight{};
+    NormWeight norm_weight[pieces];
+    bool valid[pieces];  // until a wait fails
+#pragma unroll
+    for (u32 p = 0; p < pieces; ++p) {
+        const bool inside = grid.vector(p) < R.vectors();
+        norm_weight[p] = inside ? load_norm_weight<R>(a, grid.vector(p)) : NormWeight{};
+        valid[p] = call.live && inside;
+    }
     if (neighbours != 1) cluster.wait();
 
-    bool valid = call.live && inside;  // until a wait fails
     u32 side = 0;
-    for (u32 token = first; token < a.tokens; token += step, side ^= 1) {
-        uint4 row{};
-        if (valid) {
-            const uint4 own = load_own<R, moe>(a, token, v, false);
-            valid = sum_direct<R>(call, token, v, own, row);
+    for (u32 token = grid.first; token < a.tokens; token += grid.step, side ^= 1) {
+        uint4 row[pieces];
+#pragma unroll
+        for (u32 p = 0; p < pieces; ++p) {
+            const u32 v = grid.vector(p);
+            row[p] = uint4{};
+            if (valid[p]) {
+                const uint4 own = load_own<R, moe>(a, token, v, false);
+                valid[p] = sum_direct<R>(call, token, v, own, row[p]);
+            }
+            if (a.weight == nullptr) continue;
+            const u64 partial = partial_of<R>(a, row[p], norm_weight[p]);
+            if (v / warp_lanes < R.partials())
+                send_partial<R>(team, cluster, &buffer.partial[side][v / warp_lanes], partial);
         }
         if (a.weight == nullptr) continue;
-        const u64 partial = partial_of<R>(a, row, norm_weight);
-        if (v / warp_lanes < R.partials())
-            send_partial<R>(team, cluster, &buffer.partial[side][v / warp_lanes], partial);
         sync_cluster(cluster, neighbours);
         const RowStats m = gather_row_stats<R>(team, a, buffer.partial[side]);
-        finish_vector<R>(a, token, v, valid, row, norm_weight, m);
+#pragma unroll
+        for (u32 p = 0; p < pieces; ++p)
+            finish_vector<R>(a, token, grid.vector(p), valid[p], row[p], norm_weight[p], m);
     }
     call.advance(team, before);
     call.check_call_word(team, call.load_call_word(team));
