@@ -35,7 +35,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def answers(group: weft.Group, folder: Path, jobs: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
     """What one process answers and what the ranks do, for each family, layout and way."""
-    os.environ["LOCAL_RANK"] = str(group.rank)
+    # Where transformers puts the model: ranks may share a GPU.
+    device = group.device.index if group.device.type == "cuda" else group.rank
+    os.environ["LOCAL_RANK"] = str(device)
     group.process_group()
     plugin.register(max_tokens=16, timeout=600.0)  # 42 rows: several rounds of prefill
     found = []
