@@ -191,7 +191,8 @@ class WgmmaPlan:
         operand: "fp8", "bf16" or "fp16".
         """
         m = self.block_m
-        spare = 10 * 1024 + 512 + 16 * experts + 28 * m  # GemmShared
+        groups = 3 if experts <= 64 else 1  # of M-blocks of an expert that are sorted as one
+        spare = 10 * 1024 + 512 + 8 * (groups + 1) * experts + 28 * m  # GemmShared
         scales = 8 * m if operand == "fp8" else 0
         return min(MAX_STAGES, (SHARED_BYTES - spare) // (128 * (BLOCK_N + m) + scales + 32))
 
