@@ -37,6 +37,7 @@ _VALUES: dict[str, Callable[..., str]] = {
     ),
     "cvt.rn.f16x2.e4m3x2": lambda a: f"emulated::halves_of_e4m3({a})",
     "div.full.f32": lambda a, b: f"({a}) / ({b})",
+    "prmt.b32": lambda a, b, c: f"emulated::permute_bytes({a}, {b}, {c})",
 }
 _EFFECTS: dict[str, Callable[..., str]] = {
     "griddepcontrol.wait": lambda: "",

@@ -8,6 +8,24 @@
 
 namespace weft {
 
+// Loads this CTA's two units of a k block of MXFP4 weights, where it has columns at all.
+template <GemmShape S>
+WEFT_FN void load_units(const GemmArgs& a, u8* to, const Tile& tile, u32 rank, u32 k_block,
+                        Mbarrier& full, u64 hint) {
+    constexpr u32 units = S.n / unit_n, apart = S.gated() ? units / 2 : 1;
+    const u32 first = S.gated() ? tile.n_block * 2 + rank : tile.n_block * 4 + rank * 2;
+    const bool exists = first + apart < units;
+    full.arrive_expect_tx((exists ? 2 * unit_bytes : 0) + tile.m * block_k_bytes);
+    if (!exists) return;
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i) {
+        const u64 unit = u64(tile.expert) * units + first + i * apart;
+        bulk_load_hinted(to + i * unit_bytes,
+                         a.weights + (unit * S.k_blocks() + k_block) * unit_bytes, unit_bytes, full,
+                         hint);
+    }
+}
+
 // Loads a k block of weights, and tells the stage how many bytes will come, its rows included.
 template <GemmShape S>
 WEFT_FN void load_weights(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 stage,
@@ -15,6 +33,7 @@ WEFT_FN void load_weights(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32
     const u64 hint = tile.valid_m == smem.counts[tile.expert] ? l2_evict_first : l2_evict_last;
     u8* const to = tiles + stage * S.stage_bytes();
     Mbarrier& full = smem.full[stage];
+    if constexpr (S.is_mxfp4()) return load_units<S>(a, to, tile, rank, k_block, full, hint);
     full.arrive_expect_tx(weight_tile_bytes + tile.m * block_k_bytes);
     if constexpr (S.gated() && !S.is_fp8())
         tma_load_5d(to, a.weights_map, k_block * block_k_bytes,
@@ -31,7 +50,7 @@ WEFT_FN void load_weights(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32
 template <GemmShape S>
 WEFT_FN void load_rows(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 stage,
                        const Tile& tile, u32 rank, u32 k_block) {
-    u8* const to = tiles + stage * S.stage_bytes() + weight_tile_bytes;
+    u8* const to = tiles + stage * S.stage_bytes() + S.weight_bytes();
     u32 r = rank * (tile.m / 2), left = tile.m / 2;
 #pragma unroll
     for (u32 box = row_boxes; box-- > 0;)
@@ -104,7 +123,7 @@ WEFT_FN void load_scale_vector(float (&to)[n], const float* from, i64 stride, u3
 template <GemmShape S> struct ScaleRegisters {
     static constexpr u32 lanes = scale_warps * warp_lanes;
     static constexpr u32 rows_per_lane = (S.block_m + lanes - 1) / lanes;
-    static constexpr u32 matrices = S.gated() ? 2 : 1;  // gate and up
+    static constexpr u32 matrices = S.scales_of_row();  // gate and up
     static constexpr u32 k_blocks = S.k_blocks(), ahead = S.scale_k_blocks();
     float row[rows_per_lane][ahead], weights[matrices][ahead];
 
@@ -118,11 +137,12 @@ template <GemmShape S> struct ScaleRegisters {
         const u32 block = tile.expert * (S.n / scale_block) +
                           (S.gated() ? tile.n_block : tile.n_block * 2 + rank);
         const float* const at = a.weight_scales + u64(block) * k_blocks + k;
+        if constexpr (S.is_fp8())
 #pragma unroll
-        for (u32 i = 0; i < matrices; ++i)
-            load_scale_vector(weights[i], at + i * (S.n / 2 / scale_block * k_blocks), 1,
-                              k_blocks - k,
-                              whole && reinterpret_cast<u64>(a.weight_scales) % 16 == 0);
+            for (u32 i = 0; i < matrices; ++i)
+                load_scale_vector(weights[i], at + i * (S.n / 2 / scale_block * k_blocks), 1,
+                                  k_blocks - k,
+                                  whole && reinterpret_cast<u64>(a.weight_scales) % 16 == 0);
 #pragma unroll
         for (u32 i = 0; i < rows_per_lane; ++i) {
             const u32 r = tile.first_row + min(row_of(i), tile.valid_m - 1);
@@ -137,11 +157,12 @@ template <GemmShape S> struct ScaleRegisters {
             if (row_of(i) < m)
 #pragma unroll
                 for (u32 w = 0; w < matrices; ++w)
-                    to.rows[w][scale_slot(row_of(i))] = __fmul_rn(row[i][n], weights[w][n]);
+                    to.rows[w][scale_slot(row_of(i))] =
+                        S.is_fp8() ? __fmul_rn(row[i][n], weights[w][n]) : row[i][n];
     }
 };
 
-// Three warps: the scales of every k block, each multiplied by its weights' scale once for all.
+// Three warps: the scales of every k block, each multiplied by its FP8 weights' scale once for all.
 template <GemmShape S> WEFT_FN void load_scales(const GemmArgs& a, GemmShared<S>& smem, u32 rank) {
     if constexpr (S.prefetch_weights) pdl_wait();
     TileScheduler<S> scheduler{smem};

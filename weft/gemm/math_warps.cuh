@@ -25,18 +25,20 @@ template <GemmShape S> struct Operands {
     u64 swap_a, swap_b;      // swapped: the warpgroup's half of the weights, and all rows
     u64 normal_a, normal_b;  // normal: the warpgroup's half of the rows, and all weights
     u32 swap_scales, normal_scales[2];
+    const u8* unit;  // MXFP4: the warpgroup's unit of the first stage
 
     WEFT_FN explicit Operands(u8* tiles) {
         // One value for the whole warp, so that the compiler keeps it in a uniform register.
         const u32 group = __shfl_sync(all_lanes, math_warpgroup(), 0), lane = threadIdx.x % 32;
         const u32 at = u32(__cvta_generic_to_shared(tiles));
         swap_a = smem_descriptor(at + group * (weight_tile_bytes / 2));
-        swap_b = smem_descriptor(at + weight_tile_bytes);
+        swap_b = smem_descriptor(at + S.weight_bytes());
         normal_a = smem_descriptor(at + weight_tile_bytes + group * (normal_m / 2) * block_k_bytes);
         normal_b = smem_descriptor(at);
-        swap_scales = (S.gated() ? group * S.block_m : 0) + lane % 4 * 4;
+        swap_scales = (S.scales_of_row() == 2 ? group * S.block_m : 0) + lane % 4 * 4;
         normal_scales[0] = scale_slot(normal_row() + lane / 4);
         normal_scales[1] = scale_slot(normal_row() + lane / 4 + 8);
+        unit = tiles + group * unit_bytes;
     }
 };
 
