@@ -52,9 +52,8 @@ BODIES = {
             f"emulated::load_box(1u << emulated::cta->rank, to, {MAP}, "
             "{i32(x), 0, 0, i32(y), i32(z)}, &mbarrier.word);"
         ),
-        "void bulk_load_hinted(void* to, const void* from, u32 bytes, Mbarrier& mbarrier, u64 hint)": (
-            "(void)hint;\n    emulated::load_bytes(to, from, bytes, &mbarrier.word);"
-        ),
+        "void bulk_load_hinted(void* to, const void* from, u32 bytes, Mbarrier& mbarrier, "
+        "u64 hint)": ("(void)hint;\n    emulated::load_bytes(to, from, bytes, &mbarrier.word);"),
         "void arrive_remote(u32 cta, Mbarrier& mbarrier)": (
             "emulated::arrive_at(cta, &mbarrier.word);"
         ),
