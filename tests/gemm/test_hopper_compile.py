@@ -73,10 +73,10 @@ def test_mxfp4_weights_are_expanded_in_registers(epilogue: str, block_m: int, tm
     cubin, log = compiled(mxfp4_shape(epilogue, block_m), tmp_path)
     (shared,) = numbers_of(cubin, SHARED.encode())
     assert shared <= SHARED_BYTES
-    full = shared + 9 * 1024 + 132 * block_m > SHARED_BYTES - 8 * 1024
+    full = shared + 9 * 1024 + 132 * block_m > SHARED_BYTES - 10 * 1024
     assert WgmmaPlan(block_m).stages(32, "mxfp4") == 16 or full
     spills = [int(bytes_) for bytes_ in re.findall(r"(\d+) bytes spill stores", log)]
-    assert sum(spills) <= (0 if block_m <= 128 else 32), log
+    assert sum(spills) <= (0 if block_m <= 128 else 64), log
     assert "serialized" not in log, log
     code = disassemble(cubin)
     found = re.findall(r"QGMMA\.64x(\d+)x32\.F32\.E4M3\.E4M3 R\d+, R\d+, gdesc", code)

@@ -124,6 +124,7 @@ def test_no_call_needs_a_kernel_that_was_not_loaded(
             layer = grouped_experts.GroupedExperts(
                 config, rows, experts, max_tokens=most, **options
             )
+            layer.prepare(weights)
             for hint in (hint for hint in HINTS if hint <= most):
                 layer.up(weights, grouped, tokens=hint)
                 if not pushes:

@@ -8,6 +8,7 @@ gemm/expand.cuh: what a lane of a warp multiplies is in one place, so nothing is
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
 
 from weft.errors import InvalidArgument
 from weft.gemm.config import BLOCK_N, MXFP4
@@ -74,6 +75,15 @@ def quantize_mxfp4(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return packed, scales
 
 
+def dequantize_mxfp4(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """float32 `[..., k]` of values `[..., k / 2]` and scales `[..., k / 32]`, both uint8."""
+    codes = torch.stack((values & 15, values >> 4), dim=-1).flatten(-2)
+    numbers = torch.tensor(E2M1 + tuple(-x for x in E2M1), device=values.device)[codes.int()]
+    powers = scales.int() - BIAS
+    blocks = torch.ldexp(numbers.unflatten(-1, (-1, BLOCK)), powers.unsqueeze(-1))  # type: ignore[no-untyped-call]
+    return torch.where(scales.eq(NAN).unsqueeze(-1), torch.nan, blocks).flatten(-2)
+
+
 def pack_mxfp4(values: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """b and b_scale of `grouped_gemm`, from MXFP4 as checkpoints hold it.
 
@@ -100,15 +110,27 @@ def pack_mxfp4(values: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor
     units, k_blocks = n // UNIT_N, -(-k // UNIT_K)
     b = torch.empty((experts, units, k_blocks, UNIT_BYTES), dtype=torch.uint8, device=device)
     b_scale = torch.empty((experts, n), dtype=torch.float32, device=device)
-    behind = k_blocks * UNIT_K - k
     for expert in range(experts):
-        exponents, power = _relative(expert, values[expert], scales[expert])
-        packed = torch.nn.functional.pad(values[expert], (0, behind // 2))
-        exponents = torch.nn.functional.pad(exponents, (0, behind // BLOCK), value=HIGHEST - LOWEST)
-        b[expert, ..., :VALUE_BYTES] = _values_of_units(packed).view(units, k_blocks, -1)
-        b[expert, ..., VALUE_BYTES:] = _exponents_of_units(exponents).view(units, k_blocks, -1)
-        b_scale[expert] = torch.ldexp(torch.ones_like(power, dtype=torch.float32), power)
+        pack_matrix(
+            *(values[expert], scales[expert], b[expert], b_scale[expert]), at=f"expert {expert}"
+        )
     return b, b_scale
+
+
+def pack_matrix(
+    values: torch.Tensor, scales: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, *, at: str
+) -> None:
+    """Write one matrix, `[n, k / 2]` and `[n, k / 32]`, as `pack_mxfp4` does, into b and b_scale.
+
+    at: what an error calls the matrix.
+    """
+    exponents, power = _relative(at, values, scales)
+    behind = b.shape[1] * UNIT_K - values.shape[1] * 2
+    values = functional.pad(values, (0, behind // 2))
+    exponents = functional.pad(exponents, (0, behind // BLOCK), value=HIGHEST - LOWEST)
+    b[..., :VALUE_BYTES] = _values_of_units(values).flatten(2)
+    b[..., VALUE_BYTES:] = _exponents_of_units(exponents).flatten(2)
+    b_scale.copy_(torch.ldexp(torch.ones_like(power, dtype=torch.float32), power))
 
 
 def unpack_mxfp4(b: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
@@ -137,7 +159,7 @@ def _check_columns(k: int) -> None:
 
 
 def _relative(
-    expert: int, values: torch.Tensor, scales: torch.Tensor
+    at: str, values: torch.Tensor, scales: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The stored exponents of a matrix's blocks `[n, k / 32]`, and its rows' powers, int32 `[n]`.
 
@@ -152,7 +174,7 @@ def _relative(
     bad = (low < row + LOWEST) & some.any(dim=1) | scales.eq(NAN).any(dim=1)
     if bool(bad.any()):
         first = int(bad.nonzero()[0])
-        at = f"expert {expert}, row {first}"
+        at = f"{at}, row {first}"
         if bool(scales[first].eq(NAN).any()):
             raise InvalidArgument(f"{at} has a scale of {NAN}, which is NaN; weights are finite")
         raise InvalidArgument(
