@@ -11,8 +11,8 @@ import torch
 from torch.nn import functional
 
 from weft.errors import InvalidArgument
-from weft.gemm.config import BLOCK_N, MXFP4
-from weft.runtime.check import check_tensor, refuse_tensor
+from weft.gemm.config import BLOCK_N, DTYPES_16BIT, MXFP4
+from weft.runtime.check import check_alignment, check_tensor, refuse_tensor
 
 BLOCK = 32  # columns that share a power of two
 PACKED = (torch.uint8, torch.int8)
@@ -40,17 +40,12 @@ def weight_sizes(b: torch.Tensor) -> tuple[int, int, int]:
 def quantize_mxfp4(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`[experts, n, k]` as MXFP4: (uint8 `[experts, n, k / 2]`, uint8 `[experts, n, k / 32]`).
 
-    weights: floating-point; k a multiple of 32. The OCP rule: the power of two of a block is that
-    of its largest |x| divided by 4; x is rounded to nearest even, and to 6 at most. A block with an
-    Inf or a NaN has the scale 255, a NaN. Raises InvalidArgument.
+    weights: float32, bfloat16 or float16; k a multiple of 32. The OCP rule: the power of two of a
+    block is that of its largest |x| divided by 4; x is rounded to nearest even, and to 6 at most. A
+    block with an Inf or a NaN has the scale 255, a NaN. Raises InvalidArgument.
     """
-    if not isinstance(weights, torch.Tensor):
-        refuse_tensor("weights", weights)
-    if weights.dim() != 3 or not weights.is_floating_point():
-        raise InvalidArgument(
-            f"weights are {list(weights.shape)} {weights.dtype}; they must be [experts, n, k] of "
-            "floating-point numbers"
-        )
+    wide = (torch.float32, *DTYPES_16BIT)
+    _check("weights", weights, weights, ("experts", "n", "k"), wide)
     experts, n, k = weights.shape
     _check_columns(k)
     packed = torch.empty((experts, n, k // 2), dtype=torch.uint8, device=weights.device)
@@ -95,17 +90,13 @@ def pack_mxfp4(values: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor
     blocks of a row that are not zero have powers at most 14 apart; else, and for a scale that is
     NaN, raises InvalidArgument naming the expert and the row. Waits for the device.
     """
-    for name, tensor in (("values", values), ("scales", scales)):
-        if not isinstance(tensor, torch.Tensor):
-            refuse_tensor(name, tensor)
-    shape: tuple[int | str, ...] = ("experts", "n", "k / 2")
+    _check("values", values, values, ("experts", "n", "k / 2"), PACKED)
     device = values.device
-    check_tensor("values", values, shape=shape, dtypes=PACKED, device=device)
     experts, n, k = values.shape[0], values.shape[1], values.shape[2] * 2
     _check_columns(k)
     if n % BLOCK_N or not n:
         raise InvalidArgument(f"n is {n}; it must be a positive multiple of {BLOCK_N}")
-    check_tensor("scales", scales, shape=(experts, n, k // BLOCK), dtypes=SCALES, device=device)
+    _check("scales", scales, values, (experts, n, k // BLOCK), SCALES)
     values, scales = values.view(torch.uint8), scales.view(torch.uint8)
     units, k_blocks = n // UNIT_N, -(-k // UNIT_K)
     b = torch.empty((experts, units, k_blocks, UNIT_BYTES), dtype=torch.uint8, device=device)
@@ -134,8 +125,13 @@ def pack_matrix(
 
 
 def unpack_mxfp4(b: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
-    """float32 `[experts, n, k]`: what the weights of `pack_mxfp4` are, k to a multiple of 128."""
+    """float32 `[experts, n, k]`: what the weights of `pack_mxfp4` are, k to a multiple of 128.
+
+    b, b_scale: as it returns them. Raises InvalidArgument.
+    """
+    _check("b", b, b, ("experts", "n / 64", "k / 128", UNIT_BYTES), (MXFP4,))
     experts, n, k = weight_sizes(b)
+    _check("b_scale", b_scale, b, (experts, n), (torch.float32,))
     units, k_blocks = n // UNIT_N, k // UNIT_K
     words = b[..., :VALUE_BYTES].reshape(
         experts, units, k_blocks, _WARPS, _HALVES, _ROWS, _LANES, -1, 2, 2
@@ -151,6 +147,23 @@ def unpack_mxfp4(b: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
     powers = b[..., VALUE_BYTES:].reshape(experts, units, k_blocks, _WARPS, _ROWS, _HALVES, -1)
     powers = powers.permute(0, 1, 3, 5, 4, 2, 6).reshape(experts, n, -1, 1)
     return (torch.ldexp(numbers, powers.int() + LOWEST) * b_scale.view(experts, n, 1, 1)).flatten(2)
+
+
+def _check(
+    name: str,
+    tensor: torch.Tensor,
+    like: torch.Tensor,
+    shape: tuple[int | str, ...],
+    dtypes: tuple[torch.dtype, ...],
+) -> None:
+    """like: on whose device it must be."""
+    for given in (tensor, like):
+        if not isinstance(given, torch.Tensor):
+            refuse_tensor(name, given)
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise InvalidArgument(f"{name} is on {tensor.device}; it must be on cpu or cuda")
+    check_tensor(name, tensor, shape=shape, dtypes=dtypes, device=like.device)
+    check_alignment(name, tensor, tensor.itemsize)
 
 
 def _check_columns(k: int) -> None:
