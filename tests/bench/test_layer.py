@@ -41,6 +41,7 @@ CPU = torch.device("cpu")
         {"model": "gpt-oss-120b", "routing": "zipf:1.2"},
         {"model": "glm-4.5-air", "quantize": "fp8", "combine_dtype": "fp8", "shared": False},
         {"mode": "low_latency", "dtype": "fp8"},
+        {"model": "gpt-oss-120b", "dtype": "mxfp4"},
     ],
 )
 def test_a_run_is_checked_timed_and_reported(threads, changes):
@@ -90,6 +91,9 @@ def test_a_load_is_counted_by_hand():
     assert count(replace(settings, quantize="fp8", combine_dtype="fp8"), ids).wire_bytes == 2 * fp8
     biased = replace(SETTINGS, model="gpt-oss-120b").config
     assert weight_bytes(biased, "bf16", 128, biased=True) == weights + 2 * (2 * 128 + 256)
+    stacked = stack(replace(SETTINGS, model="gpt-oss-120b", dtype="mxfp4"), (3,), CPU)
+    held = sum(tensor.numel() * tensor.itemsize for tensor in stacked.tensors)
+    assert weight_bytes(biased, "mxfp4", 128, biased=True) == held
 
 
 def test_floors_are_those_of_the_sheet():
@@ -138,6 +142,16 @@ def test_fp8_weights_read_back_by_their_scales():
     # Half a unit of e4m3, or of its smallest numbers; and of bf16.
     allowed = torch.maximum(numbers.abs() / 16, stored["down_scale"].max() * 2**-10) * 1.1
     assert bool(((wide(stored, "down")[0] - numbers).abs() <= allowed).all())
+
+
+def test_mxfp4_weights_read_back_by_their_powers():
+    settings = replace(SETTINGS, dtype="mxfp4")
+    assert settings.wire == "fp8"
+    numbers, stored = draw(SETTINGS, 0, CPU)["down"].float(), draw(settings, 0, CPU)
+    assert stored["down"].dtype == torch.uint8
+    error = (wide(stored, "down")[0] - numbers).view(256, -1, 32).abs().amax(dim=-1)
+    # A quarter of the largest number of 32 lies between two that are stored, or above all.
+    assert bool((error <= numbers.view(256, -1, 32).abs().amax(dim=-1) / 4 + 0.01).all())
 
 
 def spoiled(group: weft.Group, case: LayerCase) -> tuple[str | None, ...]:

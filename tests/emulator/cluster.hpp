@@ -59,8 +59,9 @@ struct Operation {
     unsigned long long a, b;
     unsigned columns;
     bool add;
-    unsigned group;  // 0: not committed yet
-    unsigned kind;   // of its operands
+    unsigned group;             // 0: not committed yet
+    unsigned kind;              // of its operands
+    const unsigned* registers;  // of A, or null
 };
 
 struct Core {

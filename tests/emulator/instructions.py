@@ -41,6 +41,7 @@ _VALUES: dict[str, Callable[..., str]] = {
     "ex2.approx.ftz.f32": lambda a: f"__builtin_exp2f({a})",
     "min.NaN.f32": lambda a, b: f"emulated::least({a}, {b})",
     "max.NaN.f32": lambda a, b: f"emulated::most({a}, {b})",
+    "prmt.b32": lambda a, b, c: f"emulated::permute_bytes({a}, {b}, {c})",
 }
 _EFFECTS: dict[str, Callable[..., str]] = {
     "griddepcontrol.wait": lambda: "",

@@ -44,6 +44,15 @@ inline void load_box(unsigned ctas, void* to, const Map& map, std::vector<long l
             machine->send({rank, address(to), data, true, false, address(barrier)});
 }
 
+// Bytes that follow each other, into this CTA.
+inline void load_bytes(void* to, const void* from, unsigned bytes, const void* barrier) {
+    const auto whole = [](unsigned long long x) { return x % 16 == 0; };
+    const bool good = whole(address(to)) && whole(bytes) && whole(std::size_t(from));
+    machine->check(good, misaligned);
+    const Byte* const first = static_cast<const Byte*>(from);
+    machine->send({cta->rank, address(to), {first, first + bytes}, false, false, address(barrier)});
+}
+
 // What operands are: weft::Operand, which is not known here yet.
 enum Kind : unsigned { fp8, bf16, fp16 };
 
@@ -78,14 +87,17 @@ inline unsigned read_row(unsigned kind, unsigned long long tile, unsigned row, f
     return 32 / size;
 }
 
-// One wgmma; its sums are whatever they are until somebody waits.
+constexpr unsigned long long in_registers = ~0ull;  // where a descriptor of A would be
+
+// One wgmma; its sums are whatever they are until somebody waits, when A's registers are read.
 inline void multiply(unsigned kind, float* sum, unsigned columns, unsigned long long a,
-                     unsigned long long b, bool add) {
+                     unsigned long long b, bool add, const unsigned* registers = nullptr) {
     Core& own = machine->mine();
     const unsigned thread = cta->current, group = thread / 128, n = own.issued[thread]++;
     machine->check(own.ordered[thread], unordered);
-    machine->check(a >> 49 == 1ull << 13 && b >> 49 == 1ull << 13, unknown);
-    const Operation operation{sum, a, b, columns, add, 0, kind};
+    machine->check(a == in_registers || a >> 49 == 1ull << 13, unknown);
+    machine->check(b >> 49 == 1ull << 13, unknown);
+    const Operation operation{sum, a, b, columns, add, 0, kind, registers};
     if (n == own.issues[group].size()) own.issues[group].push_back(operation);
     const Operation& other = own.issues[group][n];
     machine->check(other.a == a && other.b == b && other.columns == columns && other.add == add,
@@ -95,11 +107,26 @@ inline void multiply(unsigned kind, float* sum, unsigned columns, unsigned long 
     own.operations[thread].push_back(operation);
 }
 
+// Row lane / 4, or the one eight further on, of an A in registers, which four lanes have: of the
+// product at a place among those that are open.
+inline void read_registers(std::size_t place, unsigned eight, float (&to)[32]) {
+    const Core& own = machine->mine();
+    for (unsigned k = 0; k < 32; ++k) {
+        const unsigned lane = cta->current / 4 * 4 + k % 16 / 4;
+        const unsigned word = own.operations[lane][place].registers[k / 16 * 2 + eight];
+        to[k] = from_e4m3(word >> k % 4 * 8 & 0xff);
+    }
+}
+
 // This thread's sums of one product: two rows of it, and two columns of each eight.
-inline void compute(const Operation& operation) {
+inline void compute(const Operation& operation, std::size_t at) {
     const unsigned lane = cta->current % 32, first = cta->current / 32 % 4 * 16 + lane / 4;
     float a[2][32], b[32];
-    for (unsigned i = 0; i < 2; ++i) read_row(operation.kind, operation.a, first + 8 * i, a[i]);
+    for (unsigned i = 0; i < 2; ++i)
+        if (operation.a == in_registers)
+            read_registers(at, i, a[i]);
+        else
+            read_row(operation.kind, operation.a, first + 8 * i, a[i]);
     for (unsigned c = 0; c < operation.columns / 4; ++c) {
         const unsigned numbers =
             read_row(operation.kind, operation.b, c / 2 * 8 + lane % 4 * 2 + c % 2, b);
@@ -126,12 +153,12 @@ inline void settle_groups(unsigned but) {
     std::vector<Operation> left;
     for (const Operation& operation : open)
         if (operation.group != 0 && operation.group + but <= own.groups[cta->current])
-            compute(operation);
+            compute(operation, std::size_t(&operation - open.data()));
         else
             left.push_back(operation);
-    open = std::move(left);
     own.ordered[cta->current] = false;
     meet_warp();
+    open = std::move(left);
 }
 
 // To global memory; an address out of shared memory that nobody has written is odd.
@@ -140,6 +167,16 @@ inline void store_vector(uint4* to, uint4 vector) {
     machine->check(whole, misaligned);
     machine->check(machine->mine().followed[cta->current], hasty);
     if (whole) *to = vector;
+}
+
+// prmt: a choice of 8 and more would be the sign of a byte, which nothing asks for here.
+inline unsigned permute_bytes(unsigned low, unsigned high, unsigned choice) {
+    machine->check((choice & 0x8888) == 0, unknown);
+    const unsigned long long all = (unsigned long long)high << 32 | low;
+    unsigned bytes = 0;
+    for (unsigned i = 0; i < 4; ++i)
+        bytes |= unsigned(all >> 8 * (choice >> 4 * i & 7) & 0xff) << 8 * i;
+    return bytes;
 }
 
 // stmatrix: each lane gives the address of a row, and holds two neighbours of each block.

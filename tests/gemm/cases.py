@@ -16,8 +16,9 @@ from weft.gemm import (
     Push,
     WgmmaPlan,
     grouped_gemm,
+    pack_mxfp4,
 )
-from weft.gemm.config import FP8
+from weft.gemm.config import FP8, MXFP4
 from weft.reference import dequantize, quantize
 
 UNTOUCHED = 77.0  # what rows hold that belong to no expert
@@ -25,7 +26,11 @@ UNTOUCHED = 77.0  # what rows hold that belong to no expert
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of one grouped GEMM. Rows of no expert hold NaN, and so do their scales."""
+    """Sizes of one grouped GEMM. Rows of no expert hold NaN, and so do their scales.
+
+    dtype: of the weights, and of the rows, which are FP8 for MXFP4.
+    window: exponents between the lowest and the highest scale of a row of MXFP4 weights.
+    """
 
     dtype: torch.dtype = FP8
     counts: tuple[int, ...] = (5, 0, 19)
@@ -37,6 +42,12 @@ class Case:
     bias: bool = False
     k_major: bool = False
     seed: int = 0
+    window: int = 14
+
+    @property
+    def fp8_rows(self) -> bool:
+        """Whether rows are FP8, with scales."""
+        return self.dtype in (FP8, MXFP4)
 
     @property
     def starts(self) -> list[int]:
@@ -72,50 +83,86 @@ class Case:
         x = torch.randn(self.rows, self.k, generator=seed) * 2
         w = torch.randn(experts, self.n, self.k, generator=seed) * self.k**-0.5
         given: dict[str, Any] = {"counts": torch.tensor(self.counts, dtype=torch.int32)}
-        if self.dtype == FP8:
+        wide = None
+        if self.fp8_rows:
             a, a_scale = quantize(x, "fp8")
             a_scale[~live] = torch.nan
-            b = (w * 64).to(FP8)
-            b_scale = torch.rand(experts, self.n // 128, self.k // 128, generator=seed) / 32
             given["a_scale"] = a_scale.T.contiguous().T if self.k_major else a_scale
-            given["b_scale"] = b_scale
+        if self.dtype == FP8:
+            b = (w * 64).to(FP8)
+            given["b_scale"] = (
+                torch.rand(experts, self.n // 128, self.k // 128, generator=seed) / 32
+            )
+        elif self.dtype == MXFP4:
+            codes = torch.randint(0, 256, (experts, self.n, self.k // 2), generator=seed)
+            values = codes.byte()
+            scales = spread_scales(experts, self.n, self.k, seed, self.window)
+            values[:, 9] &= 0x88  # zeros of both signs: a row, and blocks whose scales do not count
+            values[:, 5::16, :16] &= 0x88
+            scales[:, 5::16, 0] = 1
+            wide = decode_mxfp4(values, scales)
+            b, given["b_scale"] = pack_mxfp4(values, scales)
         else:
             a, b = x.to(self.dtype), w.to(self.dtype)
-        a.view(torch.uint8 if self.dtype == FP8 else torch.int16)[~live] = (
-            0x7F if self.dtype == FP8 else 0x7FFF
+        a.view(torch.uint8 if self.fp8_rows else torch.int16)[~live] = (
+            0x7F if self.fp8_rows else 0x7FFF
         )
         if self.bias:
             given["bias"] = torch.randn(experts, self.n, generator=seed).to(torch.bfloat16)
         if self.masked:
             a = a.view(experts, self.max_rows, self.k)
-            if self.dtype == FP8:
+            if self.fp8_rows:
                 given["a_scale"] = given["a_scale"].unflatten(0, (experts, self.max_rows))
         else:
             given["offsets"] = torch.tensor(self.starts, dtype=torch.int32)
         moved = {name: tensor.to(device) for name, tensor in given.items()}
-        return Made(self, a.to(device), b.to(device), moved)
+        return Made(self, a.to(device), b.to(device), moved, wide)
+
+
+def spread_scales(experts: int, n: int, k: int, seed: torch.Generator, window: int) -> torch.Tensor:
+    """uint8 `[experts, n, k / 32]`: of every row, both ends of the window, and between."""
+    blocks = torch.arange(k // 32)
+    apart = torch.randint(0, window + 1, (experts, n, k // 32), generator=seed)
+    turn = torch.randint(0, k // 32, (experts, n, 1), generator=seed)
+    apart = torch.where(
+        blocks == turn, 0, torch.where(blocks == (turn + 1) % len(blocks), window, apart)
+    )
+    rows = torch.randint(108, 114, (experts, n, 1), generator=seed)  # E8M0 of the lowest block
+    return (rows + apart).byte()
+
+
+def decode_mxfp4(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """float64 `[experts, n, k]` of MXFP4 as checkpoints hold it."""
+    codes = torch.stack((values & 15, values >> 4), dim=-1).flatten(-2).long()
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)[codes & 7]
+    powers = torch.exp2(scales.double() - 127).repeat_interleave(32, dim=-1)
+    return torch.where(codes > 7, -magnitudes, magnitudes) * powers
 
 
 @dataclass(frozen=True)
 class Made:
-    """A case's tensors."""
+    """A case's tensors.
+
+    wide: float64 `[experts, n, k]`, what MXFP4 weights are.
+    """
 
     case: Case
     a: torch.Tensor
     b: torch.Tensor
     given: dict[str, Any]
+    wide: torch.Tensor | None = None
 
     def oracle(self) -> torch.Tensor:
         """`a @ b.T + bias`, float64 `[rows, n]` on the CPU, row by row of each expert; NaN else."""
         case = self.case
         a, b = self.a.reshape(case.rows, case.k).cpu(), self.b.cpu()
         wide = a.double()
-        if case.dtype == FP8:
+        if case.fp8_rows:
             scales = self.given["a_scale"].reshape(case.rows, -1).cpu()
             wide = wide * scales.double().repeat_interleave(128, dim=1)
         y = torch.full((case.rows, case.n), torch.nan, dtype=torch.float64)
         for expert, (start, count) in enumerate(zip(case.starts, case.counts, strict=False)):
-            weight = b[expert].double()
+            weight = b[expert].double() if self.wide is None else self.wide[expert]
             if case.dtype == FP8:
                 blocks = self.given["b_scale"][expert].cpu().double()
                 weight = weight * blocks.repeat_interleave(128, 0).repeat_interleave(128, 1)
@@ -131,7 +178,7 @@ class Made:
         case, device = self.case, self.a.device
         gated = isinstance(epilogue, Gated)
         rows, width = tuple(self.a.shape[:-1]), case.n // 2 if gated else case.n
-        dtype = torch.bfloat16 if case.dtype == FP8 else case.dtype
+        dtype = torch.bfloat16 if case.fp8_rows else case.dtype
         if isinstance(epilogue, GatedQuant):
             numbers = torch.full((*rows, width), UNTOUCHED, device=device).to(FP8)
             scales = torch.full((*rows, width // 128), UNTOUCHED, device=device)

@@ -47,6 +47,8 @@ BODIES = {
             f"emulated::load_box(1u << emulated::cta->rank, to, {MAP}, "
             "{i32(x), 0, 0, i32(y), i32(z)}, &mbarrier.word);"
         ),
+        "void bulk_load_hinted(void* to, const void* from, u32 bytes, Mbarrier& mbarrier, "
+        "u64 hint)": ("(void)hint;\n    emulated::load_bytes(to, from, bytes, &mbarrier.word);"),
         "void arrive_remote(u32 cta, Mbarrier& mbarrier)": (
             "emulated::arrive_at(cta, &mbarrier.word);"
         ),
@@ -63,6 +65,7 @@ WGMMA_BODIES = {
     "void wgmma_commit()": "emulated::commit();",
     "void wgmma_wait()": "emulated::settle_groups(pending);",
     "void wait_accumulator(float (&acc)[N])": "(void)acc;\n    wgmma_wait<pending>();",
+    "void hold_registers(u32 (&a)[swizzle_bytes / 32][4])": "(void)a;",
     "void setmaxnreg_dec()": "",
     "void setmaxnreg_inc()": "",
     "void stmatrix_x4_trans(void* at, u32 a, u32 b, u32 c, u32 d)": (
@@ -86,6 +89,10 @@ void weft::wgmma(float (&acc)[N / 2], u64 a, u64 b, bool accumulate) {
     static_assert(u32(weft::Operand::bf16) == emulated::bf16);
     static_assert(u32(weft::Operand::fp16) == emulated::fp16);
     emulated::multiply(u32(O), acc, N, a, b, accumulate);
+}
+template <weft::Operand O, weft::u32 N>
+void weft::wgmma(float (&acc)[N / 2], const u32 (&a)[4], u64 b, bool accumulate) {
+    emulated::multiply(u32(O), acc, N, emulated::in_registers, b, accumulate, a);
 }
 """
 RULES = (
@@ -162,7 +169,7 @@ class EmulatedGemms:
         """Run one grouped GEMM to its end. Asserts that no rule was broken."""
         assert isinstance(plan, WgmmaPlan)
         rows, experts = len(call.a), len(call.b)
-        clusters = plan.max_m_blocks(rows, experts) * -(-call.b.shape[1] // CLUSTER_N)
+        clusters = plan.max_m_blocks(rows, experts) * -(-call.sizes[1] // CLUSTER_N)
         args, broken = kernels.Arguments(call).at(call.addresses), (ctypes.c_uint32 * len(RULES))()
         self._write_late(call)
         number = self.shapes.index(kernels.GemmShape.of(call, plan))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from tests.alltoall.test_compile import numbers_of
 from tests.emulator.machine_code import disassemble
 from tests.recorded import NVRTC, reads
-from weft.gemm.config import FP8_BLOCK_MS, SHARED_BYTES, WgmmaPlan
+from weft.gemm.config import FP8_BLOCK_MS, MXFP4_BLOCK_MS, SHARED_BYTES, WgmmaPlan
 from weft.gemm.kernels import SHARED, GemmShape, cuda_source, wgmma_ns
 from weft.jit.cache import Cache
 from weft.jit.nvrtc import CUDA_OPTIONS, compile_cubin
@@ -26,6 +27,10 @@ def fp8_shape(epilogue: str, block_m: int, experts: int = 32) -> GemmShape:
     n, k = (4096, 7168) if epilogue == "gated_fp8" else (7168, 2048)
     flag_in_data = epilogue == "push" and block_m in FLAG_IN_DATA
     return GemmShape(experts, n, k, WgmmaPlan(block_m), epilogue, flag_in_data=flag_in_data)
+
+
+def mxfp4_shape(epilogue: str, block_m: int, experts: int = 32) -> GemmShape:
+    return replace(fp8_shape(epilogue, block_m, experts), operand="mxfp4", bias="bf16")
 
 
 def shape_16bit(epilogue: str, block_m: int, operand: str, experts: int = 32) -> GemmShape:
@@ -61,6 +66,27 @@ def test_every_shape_compiles_into_registers_and_shared_memory(
     assert "serialized" not in log, log
 
 
+@pytest.mark.parametrize("block_m", MXFP4_BLOCK_MS)
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+def test_mxfp4_weights_are_expanded_in_registers(epilogue: str, block_m: int, tmp_path: Path):
+    """They go from shared memory to wgmma's registers, and one copy brings each unit."""
+    cubin, log = compiled(mxfp4_shape(epilogue, block_m), tmp_path)
+    (shared,) = numbers_of(cubin, SHARED.encode())
+    assert shared <= SHARED_BYTES
+    full = shared + 9 * 1024 + 132 * block_m > SHARED_BYTES - 10 * 1024
+    assert WgmmaPlan(block_m).stages(32, "mxfp4") == 16 or full
+    spills = [int(bytes_) for bytes_ in re.findall(r"(\d+) bytes spill stores", log)]
+    assert sum(spills) <= (0 if block_m <= 128 else 64), log
+    assert "serialized" not in log, log
+    code = disassemble(cubin)
+    found = re.findall(r"QGMMA\.64x(\d+)x32\.F32\.E4M3\.E4M3 R\d+, R\d+, gdesc", code)
+    assert {int(n) for n in found} == set(wgmma_ns(block_m))
+    assert not re.search(r"QGMMA\S* R\d+, gdesc", code), "no weights from shared memory"
+    assert "UBLKCP" in code
+    assert "UTMALDG.2D.MULTICAST" in code
+    assert "UTMALDG.4D" not in code
+
+
 @pytest.mark.parametrize("block_m", [32, 160, 256])
 @pytest.mark.parametrize("epilogue", ["store", "push", "gated"])
 def test_sums_of_16_bit_dtypes_stay_on_the_tensor_cores(
@@ -86,8 +112,13 @@ def test_sums_of_16_bit_dtypes_stay_on_the_tensor_cores(
 
 @pytest.mark.parametrize(
     "shape",
-    [fp8_shape("gated_fp8", 128, 512), shape_16bit("push", 192, "bf16", 256)],
-    ids=lambda shape: f"{shape.operand}, {shape.experts} experts",
+    [
+        fp8_shape("gated_fp8", 128, 512),
+        mxfp4_shape("gated_fp8", 32, 512),
+        mxfp4_shape("gated_fp8", 160, 512),
+        shape_16bit("push", 192, "bf16", 256),
+    ],
+    ids=lambda shape: f"{shape.operand}, {shape.experts} experts, {shape.plan.block_m}",
 )
 def test_shared_memory_suffices_for_any_number_of_experts(shape: GemmShape, tmp_path: Path):
     cubin, _ = compiled(shape, tmp_path)

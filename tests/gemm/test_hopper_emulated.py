@@ -9,13 +9,14 @@ import ctypes
 import mmap
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.gemm.cases import UNTOUCHED, Case, Made, Output, gated
+from tests.gemm.cases import UNTOUCHED, Case, Made, Output, decode_mxfp4, gated
 from tests.gemm.emulate import (
     AT_ANY_TIME,
     AT_ONCE,
@@ -25,8 +26,18 @@ from tests.gemm.emulate import (
     tensor_map,
 )
 from tests.recorded import reads
-from weft.gemm import STORE, Epilogue, Gated, GatedQuant, Push, WgmmaPlan, kernels, reference
-from weft.gemm.config import FP8
+from weft.gemm import (
+    STORE,
+    Epilogue,
+    Gated,
+    GatedQuant,
+    Push,
+    WgmmaPlan,
+    kernels,
+    pack_mxfp4,
+    reference,
+)
+from weft.gemm.config import FP8, MXFP4
 from weft.gemm.kernels import GemmShape
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), reads("tests/emulator/*.hpp")]
@@ -43,19 +54,23 @@ CASES = {
     "k-major, masked": Case(counts=(40, 9), k_major=True, masked=True, n=256, k=512),
     "many experts": Case(counts=tuple(e % 5 for e in range(70)), n=256, k=128),
     "normal": Case(counts=(97, 128, 129, 192, 257, 300), n=256, k=640),
+    "mxfp4": Case(MXFP4, counts=(5, 0, 130, 1, 170), n=512, k=384, bias=True),
+    "mxfp4, masked": Case(MXFP4, counts=(17, 0, 3, 97), n=256, k=128, masked=True),
     "bf16": Case(BF16, counts=(5, 0, 130, 1, 64), n=272, k=200, bias=True),
     "bf16, high": Case(BF16, counts=(150, 257, 192, 48), n=256, k=320),
     "fp16, masked": Case(torch.float16, counts=(17, 0, 3, 200), n=512, k=64, masked=True),
 }
+HALF = Case(MXFP4, counts=(5, 40), n=384, k=256)  # the last columns are of one CTA alone
+EXPONENTS = Case(MXFP4, counts=(16,), n=256, k=512)
 BLOCK_MS = {"contiguous": (32, 256), "normal": (96, 128, 256), "packed": (64, 160)}
-BLOCK_MS |= {"bf16": (32, 256), "bf16, high": (128, 192)}
+BLOCK_MS |= {"bf16": (32, 256), "bf16, high": (128, 192), "mxfp4": (32, 160)}
 EPILOGUES: dict[str, Epilogue] = {
     "store": STORE,
     "gated": GatedQuant(),
     "limited": GatedQuant(1.702, 1.0, 0.7),
 }
 NAMES_16BIT = {BF16: "bf16", torch.float16: "fp16"}
-PREFETCHED = ("no rows", "normal", "bf16", "k-major")
+PREFETCHED = ("no rows", "normal", "bf16", "k-major", "mxfp4")
 
 
 def block_ms(name: str) -> tuple[int, ...]:
@@ -63,6 +78,9 @@ def block_ms(name: str) -> tuple[int, ...]:
 
 
 def all_shapes() -> Iterator[GemmShape]:
+    for case in (HALF, EXPONENTS):
+        sizes = (len(case.counts), case.n, case.k, WgmmaPlan(32))
+        yield GemmShape(*sizes, "store", operand="mxfp4")
     for name in CASES:
         for shape in shapes_of(name):
             yield shape
@@ -78,12 +96,16 @@ def shapes_of(name: str) -> Iterator[GemmShape]:
             for epilogue in ("store", "gated", "push"):
                 yield GemmShape(*sizes, epilogue, word, word, "bf16" if case.bias else "none")
             continue
-        yield GemmShape(*sizes, "store")
-        yield GemmShape(*sizes, "gated_fp8")
-        if name == "contiguous":
-            yield GemmShape(*sizes, "push", "bf16")
-            yield GemmShape(*sizes, "push", "fp16")
-            yield GemmShape(*sizes, "push", "bf16", flag_in_data=True)
+        more: dict[str, Any] = {
+            "operand": kernels.OPERANDS[case.dtype],
+            "bias": "bf16" if case.bias else "none",
+        }
+        yield GemmShape(*sizes, "store", **more)
+        yield GemmShape(*sizes, "gated_fp8", **more)
+        if name in ("contiguous", "mxfp4"):
+            yield GemmShape(*sizes, "push", "bf16", **more)
+            yield GemmShape(*sizes, "push", "fp16", **more)
+            yield GemmShape(*sizes, "push", "bf16", flag_in_data=True, **more)
 
 
 def of(case: Case, name: str) -> tuple[Epilogue, float]:
@@ -91,7 +113,7 @@ def of(case: Case, name: str) -> tuple[Epilogue, float]:
     how = EPILOGUES[name]
     if not isinstance(how, GatedQuant):
         return how, 2.0**-7
-    if case.dtype == FP8:
+    if case.fp8_rows:
         return how, 0.08
     return Gated(how.alpha, how.offset, how.limit), 2.0**-6
 
@@ -131,6 +153,30 @@ def test_rows_are_those_of_the_oracle(gemms: EmulatedGemms, name: str, epilogue:
         made.call(how, WgmmaPlan(rows)).agrees(wanted, tolerance)
 
 
+def test_columns_may_be_half_a_cluster(gemms: EmulatedGemms):
+    made = in_integers(HALF)
+    got, live = made.call(STORE, WgmmaPlan(32)).numbers, HALF.live()
+    assert torch.equal(got[live], made.oracle()[live].to(BF16))
+    assert bool((got[~live] == UNTOUCHED).all())
+
+
+def test_every_number_at_every_exponent(gemms: EmulatedGemms):
+    """Row r multiplies the blocks of exponent r of its weights' rows alone, down to 2^-14."""
+    case, seed = EXPONENTS, torch.Generator().manual_seed(5)
+    made = case.make()
+    values = torch.randint(0, 256, (1, case.n, case.k // 2), generator=seed).byte()
+    exponents = torch.arange(case.k // 32).clamp(max=14)
+    b, b_scale = pack_mxfp4(values, (exponents + 120).byte().expand(1, case.n, -1).contiguous())
+    rows = torch.zeros(case.rows, case.k)
+    for row, exponent in enumerate(exponents.tolist()):
+        rows[row, exponent * 32 : exponent * 32 + 32] = torch.randint(1, 4, (32,), generator=seed)
+    given = made.given | {"a_scale": torch.ones_like(made.given["a_scale"]), "b_scale": b_scale}
+    wide = decode_mxfp4(values, (exponents + 120).expand(1, case.n, -1))
+    made = replace(made, a=rows.to(FP8), b=b, given=given, wide=wide)
+    got, live = made.call(STORE, WgmmaPlan(32)).numbers, case.live()
+    assert torch.equal(got[live], made.oracle()[live].to(BF16))
+
+
 def in_integers(case: Case) -> Made:
     """Operands whose sums are exact in fp32, in any order."""
     made, seed = case.make(), torch.Generator().manual_seed(3)
@@ -141,23 +187,32 @@ def in_integers(case: Case) -> Made:
 
     a = made.a.clone()
     a[live] = draw(made.a)[live]
-    if case.dtype != FP8:
-        if case.bias:
-            made.given["bias"].copy_(draw(made.given["bias"]))
+    if case.bias:
+        made.given["bias"].copy_(draw(made.given["bias"]))
+    if not case.fp8_rows:
         return replace(made, a=a, b=draw(made.b))
-    for name in ("a_scale", "b_scale"):
+    for name in ("a_scale", "b_scale") if case.dtype == FP8 else ("a_scale",):
         powers = torch.exp2(torch.randint(-3, 1, made.given[name].shape, generator=seed).float())
         kept = made.given[name].isnan()
         made.given[name].copy_(torch.where(kept, torch.nan, powers))
-    return replace(made, a=a, b=draw(made.b))
+    if case.dtype == FP8:
+        return replace(made, a=a, b=draw(made.b))
+    experts, size = len(case.counts), (len(case.counts), case.n, case.k // 2)
+    values = torch.randint(0, 256, size, generator=seed).byte()
+    scales = torch.randint(124, 130, (experts, case.n, case.k // 32), generator=seed).byte()
+    b, b_scale = pack_mxfp4(values, scales)
+    given = made.given | {"b_scale": b_scale}
+    return replace(made, a=a, b=b, given=given, wide=decode_mxfp4(values, scales))
 
 
 @pytest.mark.parametrize("policy", [LATE, AT_ONCE, AT_ANY_TIME])
-@pytest.mark.parametrize("name", ["contiguous", "masked", "normal", "bf16", "bf16, high"])
+@pytest.mark.parametrize(
+    "name", ["contiguous", "masked", "normal", "mxfp4", "mxfp4, masked", "bf16", "bf16, high"]
+)
 def test_integers_are_exact(gemms: EmulatedGemms, name: str, policy: int):
     case = CASES[name]
     made, live = in_integers(case), case.live()
-    wanted = made.oracle()[live].to(BF16 if case.dtype == FP8 else case.dtype)
+    wanted = made.oracle()[live].to(BF16 if case.fp8_rows else case.dtype)
     gemms.policy = policy
     for rows in block_ms(name):
         got = made.call(STORE, WgmmaPlan(rows)).numbers.reshape(case.rows, -1)
@@ -165,7 +220,7 @@ def test_integers_are_exact(gemms: EmulatedGemms, name: str, policy: int):
         assert bool((got[~live] == UNTOUCHED).all())
 
 
-@pytest.mark.parametrize("name", ["contiguous", "bf16"])
+@pytest.mark.parametrize("name", ["contiguous", "mxfp4", "bf16"])
 @settings(
     max_examples=15,
     deadline=None,
@@ -204,26 +259,33 @@ def test_weights_may_be_loaded_before_the_previous_kernel_ends(
 
 
 @pytest.mark.parametrize("epilogue", ["store", "gated"])
-@pytest.mark.parametrize("name", ["contiguous", "bf16"])
+@pytest.mark.parametrize("name", ["contiguous", "mxfp4", "bf16"])
 def test_no_order_changes_a_bit(gemms: EmulatedGemms, name: str, epilogue: str):
     """One cluster computes low and high tiles in turn, or several share them."""
     made, (how, _) = CASES[name].make(), of(CASES[name], epilogue)
-    plan = WgmmaPlan(256)
+    plan = WgmmaPlan(block_ms(name)[-1])
     first = made.call(how, plan)
     for seed in range(9):
         gemms.seed, gemms.policy, gemms.sms = seed, seed % 3, (2, 4, 12)[seed // 3]
         assert same_bits(made.call(how, plan), first), seed
 
 
-@pytest.mark.parametrize("rows", BLOCK_MS["contiguous"])
+@pytest.mark.parametrize("tile", [0, 1])
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("contiguous", BF16), ("contiguous", torch.float16), ("bf16", BF16)]
+    ("name", "dtype"),
+    [
+        ("contiguous", BF16),
+        ("contiguous", torch.float16),
+        ("mxfp4", BF16),
+        ("mxfp4", torch.float16),
+        ("bf16", BF16),
+    ],
 )
 def test_rows_are_pushed_to_dst_addr_or_nowhere(
-    gemms: EmulatedGemms, name: str, rows: int, dtype: torch.dtype
+    gemms: EmulatedGemms, name: str, tile: int, dtype: torch.dtype
 ):
     case = CASES[name]
-    made, plan = case.make(), WgmmaPlan(rows)
+    made, plan = case.make(), WgmmaPlan(BLOCK_MS[name][tile])
     whole = made.call(STORE, plan).numbers.reshape(case.rows, case.n)
     order = torch.randperm(case.rows, generator=torch.Generator().manual_seed(1))
     for policy in (LATE, AT_ANY_TIME):
@@ -239,13 +301,14 @@ def test_rows_are_pushed_to_dst_addr_or_nowhere(
         assert bool((stored[~live] == UNTOUCHED).all())
 
 
-@pytest.mark.parametrize("rows", BLOCK_MS["contiguous"])
+@pytest.mark.parametrize("name", ["contiguous", "mxfp4"])
+@pytest.mark.parametrize("tile", [0, 1])
 @pytest.mark.parametrize("aborted", [0, 5])
 def test_rows_with_flag_in_data_are_pushed_unless_aborted(
-    gemms: EmulatedGemms, rows: int, aborted: int
+    gemms: EmulatedGemms, name: str, tile: int, aborted: int
 ):
     """A NaN of the result is not the sentinel, a word of all ones, that the owner polls for."""
-    case, plan = CASES["contiguous"], WgmmaPlan(rows)
+    case, plan = CASES[name], WgmmaPlan(BLOCK_MS[name][tile])
     made = case.make()
     made.a.view(torch.uint8)[case.live().nonzero()[0]] = 0x7F  # NaN
     whole = made.call(STORE, plan).numbers.reshape(case.rows, case.n)
@@ -311,7 +374,7 @@ def at_the_brink(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("epilogue", ["store", "gated"])
-@pytest.mark.parametrize("name", ["contiguous", "packed", "bf16"])
+@pytest.mark.parametrize("name", ["contiguous", "packed", "mxfp4", "bf16"])
 def test_nothing_is_touched_behind_its_end(gemms: EmulatedGemms, name: str, epilogue: str):
     case, (how, _) = CASES[name], of(CASES[name], epilogue)
     made = case.make()

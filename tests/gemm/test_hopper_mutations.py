@@ -13,15 +13,17 @@ from tests.gemm.cases import UNTOUCHED, Case, Output, gated
 from tests.gemm.emulate import EmulatedGemms, compile_gemms, tensor_map
 from tests.recorded import reads
 from weft.gemm import STORE, Gated, GatedQuant, Push, WgmmaPlan, kernels, reference
+from weft.gemm.config import MXFP4
 from weft.gemm.kernels import GemmShape
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# Swapped and normal tiles in turn, enough for the ring of stages to wrap; split tiles, cut and whole,
+# Swapped and normal tiles in turn, enough for the ring of stages to wrap; split tiles, some cut,
 # one of which leaves a warpgroup without rows.
 CASE = Case(counts=(40, 130, 120, 5, 30), n=256, k=384)
 SPLIT_M = replace(CASE, counts=(30, 190, 270))
 CASE_16BIT = replace(CASE, dtype=torch.bfloat16, n=272, bias=True)
+CASE_MXFP4 = replace(CASE, dtype=MXFP4, bias=True)
 WRONG = "wrong rows"
 GATED, PLAIN = GatedQuant(), Gated()
 PDL_WAIT, FILLED = "pdl_wait();\n", "filled < S.stages"
@@ -38,7 +40,7 @@ GROUP_BARRIER = "        named_barrier(warpgroup_barrier + group, warpgroup_thre
 class Mutation:
     """Texts of the kernel and what they become; what fails then, a rule or WRONG.
 
-    epilogue: "gated" is in bfloat16, others in FP8 unless `bf16`.
+    epilogue: "gated" is in bfloat16, others in FP8 unless `bf16`.   mxfp4: so are the weights.
     block_m: of the plan.   sms: of the GPU.   k: of the case.
     """
 
@@ -49,6 +51,7 @@ class Mutation:
     sms: int = 2
     k: int = 384
     bf16: bool = False
+    mxfp4: bool = False
     prefetch_weights: bool = False
 
     @property
@@ -56,6 +59,8 @@ class Mutation:
         """What it is tried on."""
         if self.bf16 or self.epilogue == "gated":
             return replace(CASE_16BIT, k=self.k)
+        if self.mxfp4:
+            return replace(CASE_MXFP4, k=self.k)
         return replace(SPLIT_M if self.block_m == 256 else CASE, k=self.k)
 
     @property
@@ -64,7 +69,8 @@ class Mutation:
         case = self.case
         sizes = (len(case.counts), case.n, case.k, WgmmaPlan(self.block_m))
         shape = GemmShape(*sizes, self.epilogue, prefetch_weights=self.prefetch_weights)
-        return replace(shape, operand="bf16", bias="bf16") if case.bias else shape
+        operand = kernels.OPERANDS[case.dtype]
+        return replace(shape, operand=operand, bias="bf16") if case.bias else shape
 
 
 MUTATIONS = {
@@ -75,7 +81,7 @@ MUTATIONS = {
     "the other CTA is not told of a released stage": Mutation(
         {"if (lane == 1) arrive_remote(rank ^ 1, smem.empty[stage]);": ""}, "deadlock"
     ),
-    "scales are not awaited": Mutation({"S.is_fp8() ? 1 + scale_warps : 1": "1"}, "overrun"),
+    "scales are not awaited": Mutation({"S.has_fp8_rows() ? 1 + scale_warps : 1": "1"}, "overrun"),
     "a warp releases a stage that its lanes read": Mutation(
         {"__syncwarp();\n    if (lane == 0) smem.empty": "if (lane == 0) smem.empty"},
         WRONG,
@@ -295,6 +301,39 @@ MUTATIONS = {
         block_m=64,
         bf16=True,
     ),
+    # MXFP4.
+    "registers are loaded while wgmma reads them": Mutation(
+        {
+            "multiply([&] { load(next); });\n        weights = next;": (
+                "multiply([&] { load(weights); });"
+            )
+        },
+        WRONG,
+        mxfp4=True,
+    ),
+    "a stage is released before its rows are multiplied": Mutation(
+        {
+            "        hold_registers(weights.a);\n        release_stage(smem, stage, rank);\n": "",
+            "meanwhile();": "release_stage(smem, stage, rank);\n        meanwhile();",
+        },
+        WRONG,
+        mxfp4=True,
+    ),
+    "both rows have the exponents of one": Mutation(
+        {"r == 0 ? exponents.x : exponents.y": "exponents.x"}, WRONG, mxfp4=True
+    ),
+    "signs are those of the other half": Mutation(
+        {"(words[i] << 4 & 0x80808080)": "(words[i] & 0x80808080)"}, WRONG, mxfp4=True
+    ),
+    "both columns have the power of one": Mutation(
+        {"__fmaf_rn(sum[i], scale[i / 2 % 2]": "__fmaf_rn(sum[i], scale[0]"}, WRONG, mxfp4=True
+    ),
+    "units of ups are those of gates": Mutation(
+        {"apart = S.gated() ? units / 2 : 1": "apart = 1"}, WRONG, "gated_fp8", mxfp4=True
+    ),
+    "ups have the power and the bias of gates": Mutation(
+        {"group * (S.n / 2)": "0 * (S.n / 2)"}, WRONG, "gated_fp8", mxfp4=True
+    ),
     # Before the previous kernel has ended.
     "rows are loaded before they are written": Mutation(
         {"rank);\n        pdl_wait();": "rank);"}, "hasty|unordered", prefetch_weights=True
@@ -360,14 +399,16 @@ def make(mutation: Mutation, folder: Path, monkeypatch: pytest.MonkeyPatch, seed
 
 
 @reads("tests/emulator/*.hpp")
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("weights", ["fp8", "mxfp4", "bf16"])
 @pytest.mark.parametrize("epilogue", ["store", "push", "gated"])
 def test_the_kernel_as_it_is_passes(
-    epilogue: str, bf16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    epilogue: str, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    bf16, mxfp4 = weights == "bf16", weights == "mxfp4"
     name = "gated_fp8" if epilogue == "gated" and not bf16 else epilogue
-    for block_m in (256,) if bf16 else (128, 256):
-        make(Mutation({}, "", name, block_m, bf16=bf16), tmp_path / str(block_m), monkeypatch, 3)
+    for block_m in {"fp8": (128, 256), "mxfp4": (128,), "bf16": (256,)}[weights]:
+        mutation = Mutation({}, "", name, block_m, bf16=bf16, mxfp4=mxfp4)
+        make(mutation, tmp_path / str(block_m), monkeypatch, 3)
 
 
 @reads("tests/emulator/*.hpp")

@@ -212,7 +212,7 @@ def test_the_package_does_not_import_triton():
 def test_on_gpus_flag_in_data_needs_a_wgmma_plan() -> None:
     push = Push(torch.zeros(1, dtype=torch.int64), flag_in_data=True)
     a = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda"))
-    call: Any = SimpleNamespace(a=a, gated=False, epilogue=push)
+    call: Any = SimpleNamespace(a=a, b=a, gated=False, epilogue=push)
     with pytest.raises(InvalidArgument, match="needs a WgmmaPlan, which runs on Hopper only"):
         check_plan(call, GemmPlan(64, block_k=64))
     call.epilogue = Push(push.dst_addr)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 import weft
+from weft.gemm import unpack_mxfp4
+from weft.gemm.config import MXFP4
 from weft.moe import CLAMPED_SWIGLU, Expert, ExpertWeights, MoEConfig, Routing, route
 
 HIDDEN, EXPERTS = 128, 8
@@ -43,6 +45,7 @@ class Case:
     config: MoEConfig
     tokens: tuple[int, ...]
     seed: int = 0
+    mxfp4: bool = False  # weights of a layer with fp8=True
 
     def next(self, **changes: Any) -> Case:
         return replace(self, **changes)
@@ -70,12 +73,16 @@ class Case:
         logits = torch.randn(self.tokens[rank], EXPERTS, generator=generator) * 2
         return x.to(device), logits.to(device)
 
+    def packed(self, weights: ExpertWeights) -> ExpertWeights:
+        """Weights as a layer with fp8=True takes them."""
+        return weights.to_mxfp4() if self.mxfp4 else weights.to_fp8()
+
     def open(self, group: weft.Group, **options: Any) -> weft.MoE:
         device = group.device
 
         def weights(local: tuple[int, ...]) -> ExpertWeights:
             stacked = ExpertWeights.stack(self.config, [self.expert(e) for e in local], device)
-            return stacked.to_fp8() if options.get("fp8") else stacked
+            return self.packed(stacked) if options.get("fp8") else stacked
 
         options = {"max_tokens": max(*self.tokens, 1), **options}
         return weft.MoE(
@@ -107,7 +114,7 @@ class Case:
         gate_up, down = every.gate_up, every.down
         if fp8:
             quantize = "fp8"
-            packed = every.to_fp8()
+            packed = self.packed(every)
             gate_up = widened(packed.gate_up, packed.gate_up_scale)
             down = widened(packed.down, packed.down_scale)
             plain = gating
@@ -140,6 +147,8 @@ class Case:
 def widened(q: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
     """float32, each number times its block's scale."""
     assert scales is not None
+    if q.dtype == MXFP4:
+        return unpack_mxfp4(q, scales)
     wide = scales.repeat_interleave(128, dim=1).repeat_interleave(128, dim=2)
     return q.float() * wide
 

@@ -67,6 +67,9 @@ class Poisoned:
             for buffer in (self.returned, *self.buffers):
                 buffer.view(torch.uint8).fill_(0xFF)  # NaN in every float type
 
+    def prepare(self, weights: ExpertWeights) -> None:
+        self.mlp.prepare(weights)
+
     def up(
         self, weights: ExpertWeights, rows: RowsByExpert, *, tokens: int, early: bool = True
     ) -> None:
@@ -314,7 +317,9 @@ def odd(
         for poison in layers.poisons.values():
             if isinstance(poison.mlp, GroupedExperts):
                 poison.mlp._rows_of_an_expert = lambda tokens: rows  # type: ignore[method-assign]
-                block = getattr(poison.mlp._plans_for(4).down, "block_m", block)
+                block = getattr(
+                    poison.mlp._plans_for(4, poison.mlp._act.dtype).down, "block_m", block
+                )
                 poison.mlp._plans.clear()
         if group.device.type == "cuda":
             torch.cuda.manual_seed(group.rank)

@@ -343,6 +343,27 @@ def grouped_gemms() -> list[Row]:
             {"x": TENSOR, "programmatic_launch": FLAG},
         ),
         Row(
+            weft.gemm.quantize_mxfp4,
+            {"weights": torch.randn((1, 128, 64))},
+            {"weights": TENSOR},
+        ),
+        Row(
+            weft.gemm.pack_mxfp4,
+            {
+                "values": torch.ones((1, 128, 32), dtype=torch.uint8),
+                "scales": torch.full((1, 128, 2), 127, dtype=torch.uint8),
+            },
+            {"values": TENSOR, "scales": TENSOR},
+        ),
+        Row(
+            weft.gemm.unpack_mxfp4,
+            {
+                "b": torch.ones((1, 2, 1, 4352), dtype=torch.uint8),
+                "b_scale": torch.ones((1, 128)),
+            },
+            {"b": TENSOR, "b_scale": TENSOR},
+        ),
+        Row(
             pushed,
             {"dst_addr": torch.zeros(8, dtype=torch.int64)},
             {

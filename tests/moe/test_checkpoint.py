@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.gemm.cases import decode_mxfp4
 from weft.errors import InvalidArgument
+from weft.gemm import unpack_mxfp4
 from weft.moe import Expert, ExpertWeights, MoEConfig, Routing
 from weft.moe.experts import to_blocks
 
@@ -176,6 +178,123 @@ def test_blocks_at_the_edge(tmp_path):
         read(folder, 0, config=config, fp8=True)
 
 
+def mxfp4_of(rows: int, columns: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and scales of all experts, and no row that spans too much."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(0, 256, (EXPERTS, rows, columns // 2), generator=generator).byte()
+    scales = torch.randint(118, 130, (EXPERTS, rows, columns // 32), generator=generator).byte()
+    return values, scales
+
+
+def gpt_oss(config: MoEConfig) -> tuple[Tensors, ExpertWeights]:
+    """MXFP4 as GPT-OSS stores it, and what it means."""
+    wide, inner, hidden = 2 * config.intermediate, config.intermediate, config.hidden
+    gate_up, down = mxfp4_of(wide, hidden, 1), mxfp4_of(hidden, inner, 2)
+    biases = torch.randn(EXPERTS, wide).bfloat16(), torch.randn(EXPERTS, hidden).bfloat16()
+    tensors = {f"{NAME}.gate_up_proj_bias": biases[0], f"{NAME}.down_proj_bias": biases[1]}
+    for name, (values, scales) in (("gate_up", gate_up), ("down", down)):
+        tensors[f"{NAME}.{name}_proj_blocks"] = values.unflatten(2, (-1, 16))
+        tensors[f"{NAME}.{name}_proj_scales"] = scales
+    apart = torch.cat((torch.arange(0, wide, 2), torch.arange(1, wide, 2)))
+    wholes = decode_mxfp4(*gate_up)[:, apart], decode_mxfp4(*down)
+    meant = (x.bfloat16() for x in (*wholes, biases[0][:, apart], biases[1]))
+    return tensors, ExpertWeights(*meant)
+
+
+def test_mxfp4_with_gate_and_up_in_turn(tmp_path):
+    config = replace(CONFIG, biased=True)
+    tensors, meant = gpt_oss(config)
+    folder = save(tmp_path, tensors)
+    packed = read(folder, 2, 0, config=config, fp8=True)
+    assert packed.gate_up.dtype == torch.uint8
+    assert packed.gate_up_scale is not None
+    assert packed.down_scale is not None
+    chosen = [2, 0]
+    wide = unpack_mxfp4(packed.gate_up, packed.gate_up_scale)
+    assert torch.equal(wide, meant.gate_up[chosen].float())
+    wide = unpack_mxfp4(packed.down, packed.down_scale)
+    assert torch.equal(wide, meant.down[chosen].float())
+    plain = read(folder, 2, 0, config=config)
+    for name in ("gate_up", "down", "gate_up_bias", "down_bias"):
+        assert torch.equal(getattr(plain, name), getattr(meant, name)[chosen]), name
+    assert packed.gate_up_bias is not None
+    assert plain.gate_up_bias is not None
+    assert torch.equal(packed.gate_up_bias, plain.gate_up_bias)
+
+
+def test_mxfp4_of_other_sizes_is_filled_up_with_zeros(tmp_path):
+    small = replace(CONFIG, hidden=160, intermediate=96, biased=True)
+    tensors, meant = gpt_oss(small)
+    folder = save(tmp_path, tensors)
+    same(read(folder, 1, config=small), ExpertWeights(*(t[1:2] for t in meant.tensors)))
+    with pytest.raises(InvalidArgument, match="fp8 is True for intermediate 96 and hidden 160"):
+        read(folder, 1, config=small, fp8=True)
+    with pytest.raises(InvalidArgument, match=r"\[4, 192, 5, 16\]; the config wants \[4, 256, 12"):
+        read(folder, 1, config=replace(small, hidden=384, intermediate=128), fp8=True)
+    packed = read(folder, 1, config=replace(small, hidden=256, intermediate=128), fp8=True)
+    assert packed.gate_up_scale is not None
+    assert packed.down_scale is not None
+    wanted = torch.zeros(2, 128, 256)
+    wanted[:, :96, :160] = meant.gate_up[1].float().view(2, 96, 160)
+    assert torch.equal(unpack_mxfp4(packed.gate_up, packed.gate_up_scale)[0], wanted.view(256, 256))
+    wanted = torch.zeros(256, 128)
+    wanted[:160, :96] = meant.down[1].float()
+    assert torch.equal(unpack_mxfp4(packed.down, packed.down_scale)[0], wanted)
+    assert packed.gate_up_bias is not None
+    assert packed.down_bias is not None
+    assert meant.gate_up_bias is not None
+    assert meant.down_bias is not None
+    wanted = torch.zeros(2, 128, dtype=torch.bfloat16)
+    wanted[:, :96] = meant.gate_up_bias[1].view(2, 96)
+    assert torch.equal(packed.gate_up_bias[0], wanted.flatten())
+    assert torch.equal(packed.down_bias[0, :160], meant.down_bias[1])
+    assert not bool(packed.down_bias[0, 160:].any())
+
+
+def deepseek_v4() -> tuple[Tensors, ExpertWeights]:
+    """MXFP4 as DeepSeek-V4 stores it, and what it means."""
+    tensors: Tensors = {}
+    found = {"w1": mxfp4_of(128, 256, 1), "w3": mxfp4_of(128, 256, 2), "w2": mxfp4_of(256, 128, 3)}
+    for name, (values, scales) in found.items():
+        for expert in range(EXPERTS):
+            key = f"layers.{LAYER}.ffn.experts.{expert}.{name}"
+            tensors[f"{key}.weight"] = values[expert].view(torch.int8).clone()
+            tensors[f"{key}.scale"] = scales[expert].view(torch.float8_e8m0fnu).clone()
+    gate, up, down = (decode_mxfp4(*each).bfloat16() for each in found.values())
+    return tensors, ExpertWeights(torch.cat((gate, up), dim=1), down)
+
+
+def test_mxfp4_of_separate_experts(tmp_path):
+    tensors, meant = deepseek_v4()
+    folder = save(tmp_path, tensors)
+    packed = read(folder, 3, 1, fp8=True)
+    assert packed.gate_up_scale is not None
+    assert packed.down_scale is not None
+    wide = unpack_mxfp4(packed.gate_up, packed.gate_up_scale)
+    assert torch.equal(wide, meant.gate_up[[3, 1]].float())
+    assert torch.equal(unpack_mxfp4(packed.down, packed.down_scale), meant.down[[3, 1]].float())
+    plain = read(folder, 3, 1)
+    assert torch.equal(plain.gate_up, meant.gate_up[[3, 1]])
+    assert torch.equal(plain.down, meant.down[[3, 1]])
+
+
+def test_mxfp4_that_cannot_be_packed_is_named(tmp_path):
+    tensors, _ = deepseek_v4()
+    scales = tensors[f"layers.{LAYER}.ffn.experts.1.w3.scale"].view(torch.uint8)
+    scales[7] = torch.tensor([20, 120, 120, 120, 120, 120, 120, 120])
+    folder = save(tmp_path, tensors)
+    words = (
+        r"layers.3.ffn.experts.1, gate_up of rows 128.., row 7 has blocks with scales of 2\^-107"
+    )
+    with pytest.raises(InvalidArgument, match=words):
+        read(folder, 1, fp8=True)
+    read(folder, 0, fp8=True)
+    read(folder, 1)
+    tensors[f"layers.{LAYER}.ffn.experts.2.w1.weight"] = torch.ones(128, 256).bfloat16()
+    with pytest.raises(InvalidArgument, match="experts.2, .* is torch.bfloat16, other experts are"):
+        read(save(tmp_path, tensors), 2, fp8=True)
+
+
 def test_only_what_the_experts_need_is_read(tmp_path, monkeypatch):
     """Slices of fused tensors, and matrices of the experts that were asked for."""
     whole = ExpertWeights.stack(CONFIG, experts_of())
@@ -236,22 +355,36 @@ WRONG: dict[str, tuple[Any, str]] = {
         r"has .*1.up_proj.weight \[64, 256\]; the config wants \[128, 256\]: take MoEConfig.from",
     ),
     "dtype": (
-        lambda t: t.update({f"{NAME}.1.up_proj.weight": torch.ones(128, 256, dtype=torch.int8)}),
-        "up_proj.weight as I8; weft reads it as F32, BF16, F16, F8_E4M3",
+        lambda t: t.update({f"{NAME}.1.up_proj.weight": torch.ones(128, 256, dtype=torch.int16)}),
+        "up_proj.weight as I16; weft reads it as F32, BF16, F16, F8_E4M3, U8, I8",
     ),
     "no scale": (
         lambda t: t.update(
             {f"{NAME}.1.up_proj.weight": torch.ones(128, 256).to(torch.float8_e4m3fn)}
         ),
-        r"has no tensor .*1.up_proj.weight_scale_inv; FP8 weights need one scale for each 128",
+        r"has no tensor .*1.up_proj.weight_scale_inv; weights need a scale: FP8 for each 128",
     ),
     "biases": (
         lambda t: t.update({f"{NAME}.gate_up_proj_bias": torch.ones(4, 256)}),
         "have biases, the config has biased=False",
     ),
-    "MXFP4": (
-        lambda t: t.update({f"{NAME}.gate_up_proj_blocks": torch.ones(4, dtype=torch.uint8)}),
-        "gate_up_proj_blocks, which is MXFP4; weft reads BF16",
+    "MXFP4 of another shape": (
+        lambda t: t.update(
+            {
+                f"{NAME}.{name}_proj_blocks": torch.ones(4, dtype=torch.uint8)
+                for name in ("gate_up", "down")
+            }
+        ),
+        r"gate_up_proj_blocks \[4\]; the config wants \[4, 256, 8, 16\]",
+    ),
+    "MXFP4 without scales": (
+        lambda t: t.update(
+            {
+                f"{NAME}.gate_up_proj_blocks": torch.ones(4, 256, 8, 16, dtype=torch.uint8),
+                f"{NAME}.down_proj_blocks": torch.ones(4, 256, 4, 16, dtype=torch.uint8),
+            }
+        ),
+        "no tensor .*gate_up_proj_scales; MXFP4 weights need a scale for each 32 of a row",
     ),
     "two models": (
         lambda t: t.update({f"draft.{NAME}.0.up_proj.weight": torch.ones(1)}),

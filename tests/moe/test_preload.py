@@ -13,13 +13,16 @@ import torch
 from weft.gemm import GemmPlan, WgmmaPlan, reference
 from weft.gemm import config as gemm_config
 from weft.gemm.call import GemmCall
-from weft.gemm.config import FP8
+from weft.gemm.config import FP8, MXFP4
 from weft.gemm.kernels import GemmShape
+from weft.gemm.mxfp4 import UNIT_BYTES
 from weft.moe import MODELS, ExpertWeights, MoEConfig, grouped_experts
 
 BIASED, PLAIN = MODELS["gpt-oss-120b"], MODELS["qwen3-30b-a3b"]
-DTYPES = [(dtype, fp8) for dtype in (torch.bfloat16, torch.float16) for fp8 in (False, True)]
-DTYPES.append((torch.float32, True))  # not without: tiled products take no float32
+HALVES = (torch.bfloat16, torch.float16)
+# Of the layer and of its weights, if they have scales: tiled products take no other float32.
+DTYPES = [(dtype, stored) for dtype in HALVES for stored in (None, FP8, MXFP4)]
+DTYPES.append((torch.float32, FP8))
 SIZES = ((256, 256), (384, 128), (264, 72))  # hidden, intermediate
 HINTS = (0, 1, 8, 20, 32, 64, 80, 100, 128, 150, 200, 300, 800, 2500, 5000)
 MOST = (0, 8, 64, 5000)
@@ -40,20 +43,23 @@ class Rows:
         return self.rows[0]
 
 
-def weights_of(config: MoEConfig, experts: int, *, fp8: bool) -> ExpertWeights:
+def weights_of(config: MoEConfig, experts: int, stored: torch.dtype | None) -> ExpertWeights:
     hidden, inner = config.hidden, config.intermediate
 
     def zeros(*size: int, dtype: torch.dtype = config.dtype) -> torch.Tensor:
         return torch.zeros((experts, *size)).to(dtype)
 
-    kind = FP8 if fp8 else config.dtype
-    scales = (2 * inner // 128, hidden // 128), (hidden // 128, inner // 128)
+    kind = stored or config.dtype
+    sizes: tuple[tuple[int, ...], ...] = (2 * inner, hidden), (hidden, inner)
+    scales = tuple(((rows,) if kind == MXFP4 else (rows // 128, k // 128)) for rows, k in sizes)
+    if kind == MXFP4:
+        sizes = tuple((rows // 64, k // 128, UNIT_BYTES) for rows, k in sizes)
     return ExpertWeights(
-        zeros(2 * inner, hidden, dtype=kind),
-        zeros(hidden, inner, dtype=kind),
+        zeros(*sizes[0], dtype=kind),
+        zeros(*sizes[1], dtype=kind),
         zeros(2 * inner) if config.biased else None,
         zeros(hidden) if config.biased else None,
-        *((torch.zeros(experts, *size) if fp8 else None) for size in scales),
+        *((torch.zeros(experts, *size) if stored else None) for size in scales),
     )
 
 
@@ -96,18 +102,19 @@ def used(monkeypatch: pytest.MonkeyPatch) -> set[GemmShape]:
 
 @pytest.mark.parametrize(("masked", "pushes"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("experts", [1, 2, 3])
-@pytest.mark.parametrize(("dtype", "fp8"), DTYPES)
+@pytest.mark.parametrize(("dtype", "stored"), DTYPES)
 @pytest.mark.parametrize("model", [BIASED, PLAIN], ids=["biased", "plain"])
 def test_no_call_needs_a_kernel_that_was_not_loaded(
     loaded: set[GemmShape],
     used: set[GemmShape],
     model: MoEConfig,
     dtype: torch.dtype,
-    fp8: bool,
+    stored: torch.dtype | None,
     experts: int,
     masked: bool,
     pushes: bool,
 ):
+    fp8 = stored is not None
     for hidden, inner in SIZES:
         if fp8 and (hidden % 128 or inner % 128):
             continue
@@ -116,7 +123,7 @@ def test_no_call_needs_a_kernel_that_was_not_loaded(
         rows = (experts, 8) if masked else (24,)
         options: dict[str, Any] = {"fp8": fp8, "programmatic": True, "device": torch.device("cpu")}
         options |= {"gemm_push": pushes, "ranks": config.routing.num_experts}
-        weights = weights_of(config, experts, fp8=fp8)
+        weights = weights_of(config, experts, stored)
         grouped = rows_of(config, rows, experts, fp8=fp8)
         for most in MOST:
             loaded.clear()
@@ -124,6 +131,7 @@ def test_no_call_needs_a_kernel_that_was_not_loaded(
             layer = grouped_experts.GroupedExperts(
                 config, rows, experts, max_tokens=most, **options
             )
+            layer.prepare(weights)
             for hint in (hint for hint in HINTS if hint <= most):
                 layer.up(weights, grouped, tokens=hint)
                 if not pushes:
@@ -133,4 +141,4 @@ def test_no_call_needs_a_kernel_that_was_not_loaded(
             heights = {kind.plan.block_m for kind in loaded}
             assert heights == {kind.plan.block_m for kind in used}, "none is loaded in vain"
         many = (experts > 1 or masked) and not (fp8 and config.biased)
-        assert bool(used) == (many or (fp8 and not config.biased))
+        assert bool(used) == (many or (fp8 and not config.biased) or stored == MXFP4)

@@ -22,6 +22,8 @@ from weft.bench.moe import row_bytes
 from weft.bench.routing import busiest, gumbel, parse_routing, places_of, token_rows
 from weft.errors import CreationFailed, InvalidArgument
 from weft.fields import checked
+from weft.gemm import pack_mxfp4, quantize_mxfp4, unpack_mxfp4
+from weft.gemm.config import MXFP4
 from weft.memory import Group
 from weft.moe import (
     CLAMPED_SWIGLU,
@@ -39,7 +41,7 @@ from weft.placement import Placement
 from weft.shape import Shape
 
 LAYER_MODELS = ("deepseek-v3", "qwen3-30b-a3b", "glm-4.5-air", "gpt-oss-120b")
-WEIGHT_DTYPES = ("bf16", "fp8")
+WEIGHT_DTYPES = ("bf16", "fp8", "mxfp4")
 # The same rules with few numbers, for a rehearsal on CPU ranks.
 SMALL_HIDDEN, SMALL_INTERMEDIATE, SMALL_EXPERTS = 256, 128, 32
 SAMPLE = 16  # tokens of a rank that are compared
@@ -56,7 +58,8 @@ class LayerCase(Case):
     """Whole MoE layers, by overlap.
 
     model: one of LAYER_MODELS.   experts: of the layer, or None for the model's own number.
-    dtype: of the experts' weights, "bf16" or "fp8".   mode: as in MoE.
+    dtype: of the experts' weights, "bf16", "fp8" or "mxfp4", with which the shared expert is FP8.
+    mode: as in MoE.
     overlaps: words of `weft.MoE`; none: all that it offers, less those that this layer refuses.
     routing: "uniform", "zipf" or "zipf:EXPONENT".   shared: with the model's shared expert.
     gemm, quantize, combine_dtype: as in MoE; None leaves the choice to it.
@@ -90,10 +93,13 @@ class LayerCase(Case):
         config = self.config  # refuses what no layer can be
         Placement.blocks(config.routing.num_experts, self.ranks)
         sizes = (config.hidden, config.intermediate)
-        if self.dtype == "fp8" and (any(size % FP8_BLOCK for size in sizes) or config.biased):
+        partial = any(size % FP8_BLOCK for size in sizes)
+        if self.fp8_rows and (partial or (self.dtype == "fp8" and config.biased)):
+            biases = " and no biases" if self.dtype == "fp8" else ""
             raise InvalidArgument(
-                f"dtype fp8 needs sizes of whole blocks of {FP8_BLOCK} and no biases; this model "
-                f"has hidden {sizes[0]}, intermediate {sizes[1]}, biased={config.biased}: use bf16"
+                f"dtype {self.dtype} needs sizes of whole blocks of {FP8_BLOCK}{biases}; this "
+                f"model has hidden {sizes[0]}, intermediate {sizes[1]}, biased={config.biased}: "
+                "use bf16"
             )
 
     @property
@@ -109,16 +115,21 @@ class LayerCase(Case):
         return replace(whole, routing=routing, shared=shared if self.shared else 0)
 
     @property
+    def fp8_rows(self) -> bool:
+        """FP8 and MXFP4 experts take FP8 rows."""
+        return self.dtype in ("fp8", "mxfp4")
+
+    @property
     def wire(self) -> str | None:
-        """What dispatch makes of the rows: FP8 experts take FP8 rows."""
-        return self.quantize or ("fp8" if self.dtype == "fp8" else None)
+        """What dispatch makes of the rows."""
+        return self.quantize or ("fp8" if self.fp8_rows else None)
 
     def moe_options(self, overlap: str, tokens: int) -> dict[str, Any]:
         """What `weft.MoE` is built with, besides its weights."""
         names = ("mode", "gemm", "quantize", "combine_dtype", "num_sms", "programmatic_launch")
         options = {name: getattr(self, name) for name in names}
         sizes = {"max_tokens": tokens, "overlap": overlap, "timeout": TIMEOUT}
-        return {**options, **sizes, "fp8": self.dtype == "fp8"}
+        return {**options, **sizes, "fp8": self.fp8_rows}
 
     def title(self) -> str:
         config = self.config
@@ -212,7 +223,7 @@ class LayerInputs:
         largest = max(1.0, float(wanted.abs().max()))
         half_units = HALF_UNITS_FP8_BACK if self.case.combine_dtype else HALF_UNITS
         rounding = half_units * torch.finfo(self.case.config.dtype).eps / 2 * largest
-        part = FP8_PART * float(wanted.abs().max()) if self.case.dtype == "fp8" else 0.0
+        part = FP8_PART * float(wanted.abs().max()) if self.case.fp8_rows else 0.0
         return rounding + part
 
     def wanted(self, owners: tuple[int, ...]) -> torch.Tensor:
@@ -373,11 +384,12 @@ def count(case: LayerCase, ids: list[torch.Tensor]) -> Load:
     )
     wire = busiest(token_rows(ids, experts))
     back = row_bytes(hidden, itemsize, case.combine_dtype)
+    shared = "fp8" if case.fp8_rows else case.dtype
     return Load(
         most=int(rows.max()),
         mean=float(rows.double().mean()),
         hit=int((rows > 0).sum()),
-        hbm_bytes=int(memory.max()) + weight_bytes(config, case.dtype, config.shared),
+        hbm_bytes=int(memory.max()) + weight_bytes(config, shared, config.shared),
         wire_bytes=wire * (sent + back),
     )
 
@@ -401,6 +413,9 @@ def draw(case: LayerCase, expert: int, device: torch.device) -> dict[str, torch.
         if case.dtype == "fp8" and not shared:
             values, scale = to_blocks(numbers.unsqueeze(0))
             found |= {name: values[0], f"{name}_scale": scale[0]}
+        elif case.dtype == "mxfp4" and not shared:
+            values, scale = pack_mxfp4(*quantize_mxfp4(numbers.unsqueeze(0)))
+            found |= {name: values[0], f"{name}_scale": scale[0]}
         else:
             found[name] = numbers.to(config.dtype)
     if config.biased and not shared:
@@ -411,7 +426,10 @@ def draw(case: LayerCase, expert: int, device: torch.device) -> dict[str, torch.
 
 def wide(drawn: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     """float32 `[1, rows, columns]`: the numbers that a stored weight stands for."""
-    values, scale = drawn[name].float(), drawn.get(f"{name}_scale")
+    stored, scale = drawn[name], drawn.get(f"{name}_scale")
+    if stored.dtype == MXFP4 and scale is not None:
+        return unpack_mxfp4(stored.unsqueeze(0), scale.unsqueeze(0))
+    values = stored.float()
     if scale is not None:
         values *= scale.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
     return values[None]
@@ -430,17 +448,20 @@ def stack(case: LayerCase, local: tuple[int, ...], device: torch.device) -> Expe
 
 
 def shared_expert(case: LayerCase, device: torch.device) -> Expert | FP8Expert | None:
-    """The shared expert, where there is one: in FP8 as the others, or in the config's dtype."""
+    """The shared expert, where there is one: in FP8 where rows are, or in the config's dtype."""
     if not case.config.shared:
         return None
     drawn = draw(case, SHARED, device)
     plain = Expert(drawn["gate_up"], drawn["down"])
-    return FP8Expert.of(plain) if case.dtype == "fp8" else plain
+    return FP8Expert.of(plain) if case.fp8_rows else plain
 
 
 def weight_bytes(config: MoEConfig, dtype: str, inner: int, *, biased: bool = False) -> int:
     """Bytes of the weights, scales and biases of an expert with `inner` intermediate columns."""
-    numbers = 3 * config.hidden * inner
+    numbers, rows = 3 * config.hidden * inner, 2 * inner + config.hidden
+    biases = biased * rows * config.dtype.itemsize
     if dtype == "fp8":
         return numbers + 4 * numbers // FP8_BLOCK**2
-    return (numbers + biased * (2 * inner + config.hidden)) * config.dtype.itemsize
+    if dtype == "mxfp4":
+        return numbers // 2 + numbers // 32 + 4 * rows + biases
+    return numbers * config.dtype.itemsize + biases

@@ -14,6 +14,15 @@ struct alignas(64) TensorMap {
 // again. (The encodings that `createpolicy.fractional` gives for a fraction of 1.)
 constexpr u64 l2_evict_first = 0x12f0000000000000, l2_evict_last = 0x14f0000000000000;
 
+// Loads `bytes` bytes that follow each other into this CTA.
+WEFT_FN void bulk_load_hinted(void* to, const void* from, u32 bytes, Mbarrier& mbarrier, u64 hint) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1], %2, [%3], %4;" ::"r"(u32(__cvta_generic_to_shared(to))),
+        "l"(from), "r"(bytes), "r"(mbarrier.address()), "l"(hint)
+        : "memory");
+}
+
 // Loads the box at (x, y) of a matrix into this CTA.
 WEFT_FN void tma_load_2d(void* to, const TensorMap& map, u32 x, u32 y, Mbarrier& mbarrier,
                          u64 hint) {

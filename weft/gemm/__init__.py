@@ -12,6 +12,7 @@ from weft.gemm.config import (
     fastest_plan,
     plan,
 )
+from weft.gemm.mxfp4 import pack_mxfp4, quantize_mxfp4, unpack_mxfp4
 from weft.gemm.operator import grouped_gemm, quantize_rows
 
 __all__ = [
@@ -25,6 +26,9 @@ __all__ = [
     "WgmmaPlan",
     "fastest_plan",
     "grouped_gemm",
+    "pack_mxfp4",
     "plan",
+    "quantize_mxfp4",
     "quantize_rows",
+    "unpack_mxfp4",
 ]

@@ -8,7 +8,17 @@ import torch
 
 from weft.arguments import listed, shown
 from weft.errors import InvalidArgument
-from weft.gemm.config import BLOCK_N, DTYPES, FP8, Epilogue, Gated, GatedQuant, Push
+from weft.gemm.config import (
+    BLOCK_N,
+    FP8,
+    MXFP4,
+    WEIGHT_DTYPES,
+    Epilogue,
+    Gated,
+    GatedQuant,
+    Push,
+)
+from weft.gemm.mxfp4 import UNIT_BYTES, weight_sizes
 from weft.runtime.check import check_alignment, check_tensor, refuse_tensor
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -46,9 +56,14 @@ class GemmCall:
         return isinstance(self.epilogue, Gated)
 
     @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Experts, n and k of the weights."""
+        return weight_sizes(self.b)
+
+    @property
     def out_columns(self) -> int:
         """Columns of the result."""
-        n = int(self.b.shape[1])
+        n = self.sizes[1]
         return n // 2 if self.gated else n
 
     @property
@@ -86,8 +101,8 @@ def checked_call(
     _check_groups(a, len(b), counts, offsets)
     _check_scales(a, b, a_scale, b_scale)
     if bias is not None:
-        _check("bias", bias, a, b.shape[:2], OUT_DTYPES)
-    n, k = b.shape[1:]
+        _check("bias", bias, a, weight_sizes(b)[:2], OUT_DTYPES)
+    n, k = weight_sizes(b)[1:]
     rows = a.shape[:-1].numel()
     columns = n // 2 if isinstance(epilogue, Gated) else n
     _check_epilogue(a, n, columns, epilogue)
@@ -130,10 +145,14 @@ def _check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
     for name, tensor in (("a", a), ("b", b)):
         if not isinstance(tensor, torch.Tensor):
             refuse_tensor(name, tensor)
-    _check("b", b, b, ("experts", "n", "k"), DTYPES, aligned=16)
-    experts, n, k = b.shape
+    mxfp4 = b.dtype == MXFP4
+    shape: tuple[int | str, ...] = ("experts", "n", "k")
+    if mxfp4:
+        shape = ("experts", "n / 64", "k / 128", UNIT_BYTES)
+    _check("b", b, b, shape, WEIGHT_DTYPES, aligned=16)
+    experts, n, k = weight_sizes(b)
     rows: tuple[int | str, ...] = (experts, "max_rows") if a.ndim == 3 else ("rows",)
-    _check("a", a, b, (*rows, k), (b.dtype,), aligned=16)
+    _check("a", a, b, (*rows, k), (FP8 if mxfp4 else b.dtype,), aligned=16)
     if a.device.type not in ("cpu", "cuda"):
         raise InvalidArgument(f"a is on {a.device}; it must be on cpu or cuda")
     unit = BLOCK_N if a.dtype == FP8 else 8
@@ -177,10 +196,11 @@ def _check_scales(
     if a_scale is None or b_scale is None:
         name = "a_scale" if a_scale is None else "b_scale"
         raise InvalidArgument(f"{name} is None; {FP8} needs a_scale and b_scale")
-    experts, n, k = b.shape
+    experts, n, k = weight_sizes(b)
     single = (torch.float32,)
     _check("a_scale", a_scale, a, (*a.shape[:-1], k // BLOCK_N), single, strided=True)
-    _check("b_scale", b_scale, a, (experts, n // BLOCK_N, k // BLOCK_N), single)
+    blocks = (experts, n) if b.dtype == MXFP4 else (experts, n // BLOCK_N, k // BLOCK_N)
+    _check("b_scale", b_scale, a, blocks, single)
     if a.ndim == 3 and a_scale.stride(0) != a.shape[1] * a_scale.stride(1) and len(a) > 1:
         raise InvalidArgument(
             f"a_scale has strides {a_scale.stride()}: rows of all experts must be equally far apart"

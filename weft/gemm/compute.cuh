@@ -5,6 +5,7 @@
 #include <weft/gemm/epilogue_gated_fp8.cuh>
 #include <weft/gemm/mainloop_16bit.cuh>
 #include <weft/gemm/mainloop_fp8.cuh>
+#include <weft/gemm/mainloop_mxfp4.cuh>
 #include <weft/gemm/math_warps.cuh>
 #include <weft/gemm/pipeline.cuh>
 #include <weft/gemm/shape.cuh>
@@ -34,6 +35,10 @@ WEFT_FN void compute_swap_ab(const GemmArgs& a, GemmShared<S>& smem, const Opera
     const u64 dst_addr = load_dst_addr<S>(a, tile);
     if constexpr (S.is_fp8()) {
         mainloop_swap_ab<S, N>(smem, pipeline, operands, rank, sum);
+    } else if constexpr (S.is_mxfp4()) {
+        const Mxfp4Columns<S> columns(a, tile, rank);
+        mainloop_mxfp4<S, N>(smem, pipeline, operands, rank, sum);
+        columns.apply_to(sum);
     } else {
         const BiasColumns<S> bias(a, tile, rank);
         mainloop_16bit<S, N>(smem, pipeline, operands, rank, sum);

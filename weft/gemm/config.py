@@ -14,6 +14,8 @@ from weft.errors import InvalidArgument
 
 FP8 = torch.float8_e4m3fn
 DTYPES = (FP8, torch.bfloat16, torch.float16)
+MXFP4 = torch.uint8  # of weights that `pack_mxfp4` packed, which FP8 rows are multiplied with
+WEIGHT_DTYPES = (*DTYPES, MXFP4)
 DTYPES_16BIT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 MAX_SIZE = 2**31 - 1
 BLOCK_N = 128  # weight rows that one accumulator covers, and a block of their scales
@@ -21,10 +23,13 @@ BLOCK_N = 128  # weight rows that one accumulator covers, and a block of their s
 # Of WgmmaPlan; the C++ side is gemm/shape.cuh.
 BLOCK_MS = (32, 64, 96, 128, 160, 192, 256)
 FP8_BLOCK_MS = (32, 64, 96, 128, 160, 256)
+MXFP4_BLOCK_MS = (32, 64, 96, 128, 160)
 NORMAL_M = 128
 CLUSTER_N = 2 * BLOCK_N
 MAX_EXPERTS = 512
 MAX_STAGES = 10
+MXFP4_MAX_STAGES = 16  # its stages are smaller
+UNIT_PAIR_BYTES = 9 * 1024
 SHARED_BYTES = 227 * 1024  # of a CTA
 
 # One H200, 2026-11-21: with one expert, tiles of 128 rows beat 160, and 64 or 128 beat 96, at any
@@ -171,10 +176,10 @@ class GemmPlan:
 class WgmmaPlan:
     """Tiles of the CUDA kernel for Hopper: weights are read once for each block of rows.
 
-    block_m: most rows of a tile: 32, 64, 96, 128, 160 or 256; for bfloat16 and float16 192, too. An
-        expert with no more rows is one tile, padded to a multiple of 16, above 160 of 32. One with
-        more is cut: in FP8 into tiles of block_m (of 128, where that is 160) and one with the rest,
-        else into tiles of equal height.
+    block_m: most rows of a tile: 32, 64, 96, 128, 160 or 256; for bfloat16 and float16 192, too;
+        with MXFP4 weights up to 160. An expert with no more rows is one tile, padded to a multiple
+        of 16, above 160 of 32. One with more is cut: in FP8 into tiles of block_m (of 128, where
+        that is 160) and one with the rest, else into tiles of equal height.
 
     The plan does not change the results. Raises InvalidArgument for a number out of its range.
     """
@@ -188,13 +193,16 @@ class WgmmaPlan:
     def stages(self, experts: int, operand: str = "fp8") -> int:
         """Pipeline stages, as many as fit beside what the epilogues need.
 
-        operand: "fp8", "bf16" or "fp16".
+        operand: "fp8", "bf16", "fp16" or "mxfp4".
         """
         m = self.block_m
         groups = 3 if experts <= 64 else 1  # of M-blocks of an expert that are sorted as one
         spare = 10 * 1024 + 512 + 8 * (groups + 1) * experts + 28 * m  # GemmShared
-        scales = 8 * m if operand == "fp8" else 0
-        return min(MAX_STAGES, (SHARED_BYTES - spare) // (128 * (BLOCK_N + m) + scales + 32))
+        scales = 8 * m if operand in ("fp8", "mxfp4") else 0
+        weights, most = 128 * BLOCK_N, MAX_STAGES
+        if operand == "mxfp4":
+            weights, most = UNIT_PAIR_BYTES, MXFP4_MAX_STAGES
+        return min(most, (SHARED_BYTES - spare) // (weights + 128 * m + scales + 32))
 
     def max_m_blocks(self, rows: int, experts: int) -> int:
         """The most blocks of rows that `rows` rows of `experts` experts can make."""
@@ -239,13 +247,14 @@ def fastest_plan(
 ) -> GemmPlan | WgmmaPlan:
     """The fastest plan for a mean of about `rows_per_expert` rows; arguments as in `plan`.
 
+    dtype: of the weights, too: uint8 for MXFP4, which has WgmmaPlans only.
     biased: a bias is added.   out: dtype of what is stored, if it is not FP8.
     flag_in_data: as in Push; a WgmmaPlan wherever there is one.
     device: where it will run. On Hopper that is a WgmmaPlan wherever there is one, with one expert
     alone only in FP8; elsewhere what `plan` says. The tiles of one expert are low enough to fill
     the GPU. Either kernel computes equal bits. Raises InvalidArgument.
     """
-    one_of("dtype", dtype, DTYPES)
+    one_of("dtype", dtype, WEIGHT_DTYPES)
     flags(gated=gated, biased=biased, flag_in_data=flag_in_data)
     instance("out", out, torch.dtype)
     if device is not None:
@@ -278,6 +287,8 @@ def best_plan(
     device: torch.device | None = None,
 ) -> GemmPlan | WgmmaPlan:
     """`fastest_plan` without checks, since every call needs it."""
+    if dtype == MXFP4:
+        return _mxfp4_plan(experts, rows_per_expert, n, device)
     served = _wgmma_serves(experts, n, dtype, gated, biased, out)
     measured = dtype == FP8 or experts > 1  # one expert alone was measured only in FP8
     if not is_hopper(device) or not served or not (measured or flag_in_data):
@@ -285,8 +296,7 @@ def best_plan(
         return triton_plan(rows, n, k, dtype, gated=gated)
     if experts == 1:
         return WgmmaPlan(_one_expert_block_m(rows_per_expert, n // CLUSTER_N))
-    # Most experts have fewer rows than three deviations above the mean: they are one tile.
-    fullest = rows_per_expert + 3 * math.sqrt(rows_per_expert)
+    fullest = _fullest(rows_per_expert)
     if dtype != FP8:
         return WgmmaPlan(next((m for m in BLOCK_MS if m >= fullest), BLOCK_MS[-1]))
     for block_m in FP8_BLOCK_MS:
@@ -294,6 +304,24 @@ def best_plan(
         if fullest <= block_m if max_mean is None else rows_per_expert <= max_mean:
             return WgmmaPlan(block_m)
     return WgmmaPlan(FP8_BLOCK_MS[-1])
+
+
+def _fullest(mean: int) -> float:
+    """Most experts have fewer rows than three deviations above the mean: they are one tile."""
+    return mean + 3 * math.sqrt(mean)
+
+
+def _mxfp4_plan(experts: int, rows: int, n: int, device: torch.device | None) -> WgmmaPlan:
+    """Where weights are MXFP4. Raises InvalidArgument for a GPU that is not Hopper."""
+    if device is not None and device.type == "cuda" and not is_hopper(device):
+        major, minor = torch.cuda.get_device_capability(device)
+        raise InvalidArgument(
+            f"MXFP4 weights need compute capability 9.0, {device} has {major}.{minor}: use FP8 "
+            "weights"
+        )
+    if experts == 1:
+        return WgmmaPlan(_one_expert_block_m(rows, -(-n // CLUSTER_N)))
+    return WgmmaPlan(next((m for m in MXFP4_BLOCK_MS if m >= _fullest(rows)), MXFP4_BLOCK_MS[-1]))
 
 
 def _wgmma_serves(

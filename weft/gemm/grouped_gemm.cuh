@@ -1,5 +1,5 @@
-// The grouped GEMM on Hopper's tensor cores: FP8 with scales, BF16 or FP16. A tile has as many rows
-// as its expert, to a multiple of 16, so weights are read once.
+// The grouped GEMM on Hopper's tensor cores: FP8 with scales, FP8 rows by MXFP4 weights, BF16 or
+// FP16. A tile has as many rows as its expert, to a multiple of 16, so weights are read once.
 //
 // The two CTAs of a cluster share a tile's rows: each loads half of them for both (TMA multicast),
 // and its own 128 columns of weights. One warpgroup loads, k blocks ahead of the two that multiply
@@ -8,7 +8,7 @@
 // ring is full of weights when the first rows may be read.
 //
 //   warp 0, one thread   weights and rows by TMA      loader.cuh, load_tiles
-//   warps 1 to 3         scales of FP8                loader.cuh, load_scales
+//   warps 1 to 3         scales of FP8 rows           loader.cuh, load_scales
 //   warpgroups 1 and 2   mainloop and epilogue        compute.cuh, compute_tiles
 //
 // Who computes which tile: tile_scheduler.cuh. What the warps share: pipeline.cuh.
@@ -40,7 +40,7 @@ template <GemmShape S> WEFT_FN void grouped_gemm(const GemmArgs& a) {
         setmaxnreg_dec<40>();
         if (cta.lane() == 0)
             load_tiles(a, smem, tiles, rank);
-        else if constexpr (S.is_fp8())
+        else if constexpr (S.has_fp8_rows())
             if (cta.warp() != 0) load_scales(a, smem, rank);
     } else {
         setmaxnreg_inc<232>();

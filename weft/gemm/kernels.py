@@ -22,12 +22,16 @@ from weft.gemm.config import (
     FP8,
     FP8_BLOCK_MS,
     MAX_EXPERTS,
+    MXFP4,
+    MXFP4_BLOCK_MS,
     NORMAL_M,
+    UNIT_PAIR_BYTES,
     Gated,
     GatedQuant,
     Push,
     WgmmaPlan,
 )
+from weft.gemm.mxfp4 import UNIT_BYTES, UNIT_N
 from weft.jit import CUDA_OPTIONS, CudaModule, Function, Launcher, compile_cubin, current_arch
 from weft.runtime.kernels import numbers_of
 from weft.runtime.layout import assertions
@@ -51,8 +55,11 @@ NUMBERS = (
     ("weft::split_m", SPLIT_M),
     ("weft::block_n", BLOCK_N),
     ("weft::cluster_n", CLUSTER_N),
+    ("weft::unit_n", UNIT_N),
+    ("weft::unit_bytes", UNIT_BYTES),
+    ("weft::unit_pair_bytes", UNIT_PAIR_BYTES),
 )
-OPERANDS = {FP8: "fp8"} | DTYPES_16BIT
+OPERANDS = {FP8: "fp8", MXFP4: "mxfp4"} | DTYPES_16BIT  # by dtype of the weights
 BIASES = DTYPES_16BIT | {torch.float32: "fp32"}
 # Of a CUtensorMap: words of 8 bytes, and the alignment that the driver insists on.
 MAP_WORDS, MAP_ALIGNMENT = 16, 64
@@ -77,19 +84,20 @@ INSTRUCTIONS = {
     "fp8": ("k32.f32.e4m3.e4m3", "1, 1"),
     "bf16": ("k16.f32.bf16.bf16", "1, 1, 0, 0"),
     "fp16": ("k16.f32.f16.f16", "1, 1, 0, 0"),
+    "mxfp4": ("k32.f32.e4m3.e4m3", "1, 1"),  # by then FP8, in registers
 }
 
 # `wgmma` of gemm/wgmma.cuh. NVRTC wants an instruction's text in one piece, so there is one
-# function for each N, with a register for each accumulator.
+# function for each N, with a register for each accumulator; A is a descriptor or registers.
 INSTRUCTION = """\
-template <> WEFT_FN void wgmma<Operand::{operand}, {n}>(float (&acc)[{count}], u64 a, u64 b,
+template <> WEFT_FN void wgmma<Operand::{operand}, {n}>(float (&acc)[{count}], {a_type}, u64 b,
                                                        bool accumulate) {{
     asm volatile(
         "{{.reg .pred p; setp.ne.b32 p, %{accumulate}, 0; "
         "wgmma.mma_async.sync.aligned.m64n{n}{types} {{{registers}}}, "
-        "%{a}, %{b}, p, {flags};}}"
+        "{a}, %{b}, p, {flags};}}"
         : {outputs}
-        : "l"(a), "l"(b), "r"(u32(accumulate)));
+        : {inputs}, "l"(b), "r"(u32(accumulate)));
 }}
 """
 
@@ -109,6 +117,7 @@ class GemmArgs(ctypes.Structure):
         ("bias", c_uint64),
         ("counts", c_uint64),
         ("starts", c_uint64),
+        ("weights", c_uint64),
         ("row_scale_stride", c_int64),
         ("k_scale_stride", c_int64),
         ("max_rows", c_uint32),
@@ -116,11 +125,11 @@ class GemmArgs(ctypes.Structure):
         ("alpha", c_float),
         ("offset", c_float),
         ("limit", c_float),
-        ("reserved", c_uint32 * 5),
+        ("reserved", c_uint32 * 3),
     )
 
 
-_POINTERS = struct.Struct("=9Q")  # row_scales to starts
+_POINTERS = struct.Struct("=10Q")  # row_scales to weights
 
 
 def wgmma_ns(block_m: int) -> list[int]:
@@ -134,15 +143,22 @@ def instruction(n: int, operand: str) -> str:
     """`wgmma` for 64 rows of the A operand and n of the B operand."""
     count = n // 2
     types, flags = INSTRUCTIONS[operand]
+    a_type, a, inputs = "u64 a", f"%{count}", ['"l"(a)']
+    if operand == "mxfp4":
+        operand, a_type = "fp8", "const u32 (&a)[4]"
+        a = f"{{{', '.join(f'%{count + i}' for i in range(4))}}}"
+        inputs = [f'"r"(a[{i}])' for i in range(4)]
     return INSTRUCTION.format(
         n=n,
         operand=operand,
         types=types,
         flags=flags,
         count=count,
-        a=count,
-        b=count + 1,
-        accumulate=count + 2,
+        a_type=a_type,
+        a=a,
+        inputs=", ".join(inputs),
+        b=count + len(inputs),
+        accumulate=count + len(inputs) + 1,
         registers=", ".join(f"%{i}" for i in range(count)),
         outputs=", ".join(f'"+f"(acc[{i}])' for i in range(count)),
     )
@@ -165,15 +181,17 @@ def cuda_source(shape: str, block_m: int, operand: str) -> str:
 
 def unsupported(call: GemmCall, plan: WgmmaPlan) -> str:
     """Why the kernel does not serve a call by its plan, or "". Knows nothing of the GPU."""
-    experts, n, _ = call.b.shape
-    fp8 = call.a.dtype == FP8
-    if fp8 and n % CLUSTER_N:
+    experts, n, _ = call.sizes
+    fp8, mxfp4 = call.a.dtype == FP8, call.b.dtype == MXFP4
+    if fp8 and not mxfp4 and n % CLUSTER_N:
         return f"takes n in multiples of {CLUSTER_N} for FP8; it is {n}"
-    if fp8 and plan.block_m not in FP8_BLOCK_MS:
-        return f"has tiles of {FP8_BLOCK_MS} rows for FP8; block_m is {plan.block_m}"
+    block_ms = MXFP4_BLOCK_MS if mxfp4 else FP8_BLOCK_MS
+    if fp8 and plan.block_m not in block_ms:
+        kind = "MXFP4" if mxfp4 else "FP8"
+        return f"has tiles of {block_ms} rows for {kind}; block_m is {plan.block_m}"
     if experts > MAX_EXPERTS:
         return f"takes at most {MAX_EXPERTS} experts; b has {experts}"
-    if fp8 and call.bias is not None:
+    if fp8 and call.bias is not None and not mxfp4:
         return "takes no bias for FP8"
     if call.gated and isinstance(call.epilogue, GatedQuant) != fp8:
         return f"gates FP8 with GatedQuant, other dtypes with Gated; a is {call.a.dtype}"
@@ -185,7 +203,8 @@ def unsupported(call: GemmCall, plan: WgmmaPlan) -> str:
 def check_plan(call: GemmCall, plan: WgmmaPlan) -> None:
     """Refuse a plan that does not fit the call. Raises InvalidArgument."""
     if why := unsupported(call, plan):
-        raise InvalidArgument(f"WgmmaPlan {why}: use a GemmPlan, or leave plan out")
+        other = "use one that does" if call.b.dtype == MXFP4 else "use a GemmPlan"
+        raise InvalidArgument(f"WgmmaPlan {why}: {other}, or leave plan out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +213,8 @@ class GemmShape:
 
     epilogue: "store", "push", "gated" or "gated_fp8".   out_dtype: of 16-bit results, "bf16" or
         "fp16".
-    operand: dtype of a and b, "fp8", "bf16" or "fp16".   bias: "none", "bf16", "fp16" or "fp32".
+    operand: dtype of a and b, "fp8", "bf16" or "fp16"; "mxfp4" where a is FP8 and b MXFP4.
+    bias: "none", "bf16", "fp16" or "fp32".
     prefetch_weights: as in `grouped_gemm`.   flag_in_data: as in `Push`.
     """
 
@@ -212,18 +232,14 @@ class GemmShape:
     @classmethod
     def of(cls, call: GemmCall, plan: WgmmaPlan) -> GemmShape:
         """The shape of the kernel that serves a call."""
-        experts, n, k = call.b.shape
-        prefetch = call.prefetch_weights
-        if call.gated and call.a.dtype == FP8:
-            return cls(experts, n, k, plan, "gated_fp8", prefetch_weights=prefetch)
         push = call.epilogue if isinstance(call.epilogue, Push) else None
-        bias = None if call.bias is None else BIASES[call.bias.dtype]
+        gated = "gated_fp8" if call.a.dtype == FP8 else "gated"
         return cls(
-            *(experts, n, k, plan, "gated" if call.gated else "push" if push else "store"),
-            out_dtype=DTYPES_16BIT[call.out_dtype],
-            operand=OPERANDS[call.a.dtype],
-            bias=bias or "none",
-            prefetch_weights=prefetch,
+            *(*call.sizes, plan, gated if call.gated else "push" if push else "store"),
+            out_dtype=DTYPES_16BIT.get(call.out_dtype, "bf16"),
+            operand=OPERANDS[call.b.dtype],
+            bias="none" if call.bias is None else BIASES[call.bias.dtype],
+            prefetch_weights=call.prefetch_weights,
             flag_in_data=push is not None and push.flag_in_data,
         )
 
@@ -280,9 +296,9 @@ class Arguments:
             args.alpha, args.offset = call.epilogue.alpha, call.epilogue.offset
             args.limit = math.inf if call.epilogue.limit is None else call.epilogue.limit
         row_bytes = k * call.a.itemsize
-        experts, n, _ = call.b.shape
+        experts, n, _ = call.sizes
         self._rows, self._weights = (rows, row_bytes), (experts, n, row_bytes, call.gated)
-        self._fp8 = call.a.dtype == FP8
+        self._fp8, self._mxfp4 = call.a.dtype == FP8, call.b.dtype == MXFP4
         self._at = ctypes.addressof(args)
         self._a = self._b = -1  # the addresses that its maps describe
 
@@ -293,11 +309,11 @@ class Arguments:
             maps = rows_maps(a, *self._rows)
             ctypes.memmove(self._at + GemmArgs.rows_map.offset, maps, len(maps))
             self._a = a
-        if b != self._b:
+        if b != self._b and not self._mxfp4:
             words = weights_map(b, *self._weights, fp8=self._fp8)
             ctypes.memmove(self._at + GemmArgs.weights_map.offset, words, len(words))
             self._b = b
-        _POINTERS.pack_into(self._struct, GemmArgs.row_scales.offset, *pointers)
+        _POINTERS.pack_into(self._struct, GemmArgs.row_scales.offset, *pointers, b)
         return self._struct
 
 
@@ -307,7 +323,7 @@ class HopperLaunch:
     def __init__(
         self, call: GemmCall, plan: WgmmaPlan, num_sms: int | None, programmatic: bool
     ) -> None:
-        rows, (experts, n, _) = len(call.a), call.b.shape
+        rows, (experts, n, _) = len(call.a), call.sizes
         self._device = torch.cuda.current_device()
         function = load(GemmShape.of(call, plan))
         self._launcher = Launcher(function, GemmArgs, programmatic=programmatic, cluster=2)
@@ -411,9 +427,11 @@ def preload(shapes: Iterable[GemmShape]) -> None:
 def _load(shape: GemmShape) -> Function:
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) != (9, 0):
+        mxfp4 = shape.operand == "mxfp4"
+        what = "MXFP4 weights need" if mxfp4 else "WgmmaPlan is for"
+        other = "FP8 weights" if mxfp4 else "a GemmPlan, or leave plan out"
         raise InvalidArgument(
-            f"WgmmaPlan is for compute capability 9.0, this GPU has {major}.{minor}: use a "
-            "GemmPlan, or leave plan out"
+            f"{what} compute capability 9.0, this GPU has {major}.{minor}: use {other}"
         )
     if torch.cuda.is_current_stream_capturing():
         raise OutOfOrder(

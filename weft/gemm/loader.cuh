@@ -8,6 +8,24 @@
 
 namespace weft {
 
+// Loads this CTA's two units of a k block of MXFP4 weights, where it has columns at all.
+template <GemmShape S>
+WEFT_FN void load_units(const GemmArgs& a, u8* to, const Tile& tile, u32 rank, u32 k_block,
+                        Mbarrier& full, u64 hint) {
+    constexpr u32 units = S.n / unit_n, apart = S.gated() ? units / 2 : 1;
+    const u32 first = S.gated() ? tile.n_block * 2 + rank : tile.n_block * 4 + rank * 2;
+    const bool exists = first + apart < units;
+    full.arrive_expect_tx((exists ? 2 * unit_bytes : 0) + tile.m * block_k_bytes);
+    if (!exists) return;
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i) {
+        const u64 unit = u64(tile.expert) * units + first + i * apart;
+        bulk_load_hinted(to + i * unit_bytes,
+                         a.weights + (unit * S.k_blocks() + k_block) * unit_bytes, unit_bytes, full,
+                         hint);
+    }
+}
+
 WEFT_FN void load_weight_box(u8* to, const TensorMap& map, u32 x, u32 y, Mbarrier& full, u64 hint,
                              bool both_ctas) {
     if (both_ctas)
@@ -24,6 +42,7 @@ WEFT_FN void load_weights(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32
     const u64 hint = tile.valid_m == smem.counts[tile.expert] ? l2_evict_first : l2_evict_last;
     u8* const to = tiles + stage * S.stage_bytes();
     Mbarrier& full = smem.full[stage];
+    if constexpr (S.is_mxfp4()) return load_units<S>(a, to, tile, rank, k_block, full, hint);
     full.arrive_expect_tx(weight_tile_bytes + tile.m * block_k_bytes);
     const u32 x = k_block * block_k_bytes, expert_row = tile.expert * S.n;
     const bool split = tile.is_split<S>();
@@ -51,7 +70,7 @@ WEFT_FN void load_weights(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32
 template <GemmShape S>
 WEFT_FN void load_rows(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 stage,
                        const Tile& tile, u32 rank, u32 k_block) {
-    u8* const to = tiles + stage * S.stage_bytes() + weight_tile_bytes;
+    u8* const to = tiles + stage * S.stage_bytes() + S.weight_bytes();
     if constexpr (S.has_split_m()) {
         if (tile.is_split<S>()) {
             constexpr u32 box = row_boxes - 1, m = 8 << box;
@@ -135,9 +154,8 @@ WEFT_FN void load_scale_vector(float (&to)[n], const float* from, i64 stride, u3
 template <GemmShape S> struct ScaleRegisters {
     static constexpr u32 lanes = scale_warps * warp_lanes;
     static constexpr u32 rows_per_lane = (S.cta_m() + lanes - 1) / lanes;
-    static constexpr u32 weight_blocks = StageScales<S>::weight_blocks;
     static constexpr u32 k_blocks = S.k_blocks(), ahead = scale_k_blocks;
-    float row[rows_per_lane][ahead], weights[weight_blocks][ahead];
+    float row[rows_per_lane][ahead], weights[S.scales_of_row()][ahead];
 
     WEFT_FN static u32 row_of(u32 i) { return i * lanes + threadIdx.x - warp_lanes; }
 
@@ -152,10 +170,11 @@ template <GemmShape S> struct ScaleRegisters {
         // From gate to up, or to the second block of a split tile; others have one.
         const u32 step = S.gated() ? S.n / 2 / scale_block : split ? 1 : 0;
         const float* const at = a.weight_scales + u64(block) * k_blocks + k;
+        if constexpr (S.is_fp8())
 #pragma unroll
-        for (u32 i = 0; i < weight_blocks; ++i)
-            load_scale_vector(weights[i], at + i * step * k_blocks, 1, k_blocks - k,
-                              whole && reinterpret_cast<u64>(a.weight_scales) % 16 == 0);
+            for (u32 i = 0; i < S.scales_of_row(); ++i)
+                load_scale_vector(weights[i], at + i * step * k_blocks, 1, k_blocks - k,
+                                  whole && reinterpret_cast<u64>(a.weight_scales) % 16 == 0);
         const u32 first = split ? rank * normal_m : 0;
 #pragma unroll
         for (u32 i = 0; i < rows_per_lane; ++i) {
@@ -170,12 +189,13 @@ template <GemmShape S> struct ScaleRegisters {
         for (u32 i = 0; i < rows_per_lane; ++i)
             if (row_of(i) < m)
 #pragma unroll
-                for (u32 w = 0; w < weight_blocks; ++w)
-                    to.rows[w][scale_slot(row_of(i))] = __fmul_rn(row[i][n], weights[w][n]);
+                for (u32 w = 0; w < S.scales_of_row(); ++w)
+                    to.rows[w][scale_slot(row_of(i))] =
+                        S.is_fp8() ? __fmul_rn(row[i][n], weights[w][n]) : row[i][n];
     }
 };
 
-// Three warps: the scales of every k block, each multiplied by its weights' scale once for all.
+// Three warps: the scales of every k block, each multiplied by its FP8 weights' scale once for all.
 template <GemmShape S> WEFT_FN void load_scales(const GemmArgs& a, GemmShared<S>& smem, u32 rank) {
     if constexpr (S.prefetch_weights) pdl_wait();
     TileScheduler<S> scheduler{smem};

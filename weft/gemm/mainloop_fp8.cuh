@@ -27,8 +27,8 @@ constexpr u32 normal_sums = block_n / 2;  // of a thread of a normal tile
 constexpr u32 scales_read_ahead = 3;      // float4s that are read while wgmma runs
 
 // One k block of a swapped tile of N rows.
-template <GemmShape S, u32 N> struct SwapAbKBlock {
-    static constexpr u32 ahead = N / 16 < scales_read_ahead ? N / 16 : scales_read_ahead;
+template <GemmShape S, u32 N, u32 most_ahead = scales_read_ahead> struct SwapAbKBlock {
+    static constexpr u32 ahead = N / 16 < most_ahead ? N / 16 : most_ahead;
     float acc[N / 2];
     float4 first[ahead];
     const float4* scales;

@@ -31,18 +31,20 @@ template <GemmShape S> struct Operands {
     u32 normal_a, normal_b;  // normal: the warpgroup's half of the rows, and all weights
     u32 split_a;  // split: the warpgroup's half of the rows, after both blocks of weights
     u32 swap_scales, normal_scales[2];
+    const u8* unit;  // MXFP4: the warpgroup's unit of the first stage
 
     WEFT_FN explicit Operands(u8* tiles) {
         const u32 group = warp_uniform(math_warpgroup()), lane = threadIdx.x % 32;
         const u32 at = u32(__cvta_generic_to_shared(tiles));
         swap_a = smem_tile(at + group * (weight_tile_bytes / 2));
-        swap_b = smem_tile(at + weight_tile_bytes);
+        swap_b = smem_tile(at + S.weight_bytes());
         normal_a = smem_tile(at + weight_tile_bytes + group * (normal_m / 2) * block_k_bytes);
         normal_b = smem_tile(at);
         split_a = normal_a + weight_tile_bytes / 16;
-        swap_scales = (S.gated() ? group * S.cta_m() : 0) + lane % 4 * 4;
+        swap_scales = (S.is_fp8() && S.gated() ? group * S.cta_m() : 0) + lane % 4 * 4;
         normal_scales[0] = scale_slot(normal_row() + lane / 4);
         normal_scales[1] = scale_slot(normal_row() + lane / 4 + 8);
+        unit = tiles + group * unit_bytes;
     }
 };
 

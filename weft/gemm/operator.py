@@ -20,6 +20,7 @@ from weft.gemm import kernels, reference, triton_launch
 from weft.gemm.call import OUT_DTYPES, GemmCall, Out, checked_call
 from weft.gemm.config import (
     FP8,
+    MXFP4,
     STORE,
     Epilogue,
     Gated,
@@ -81,10 +82,12 @@ def grouped_gemm(
     """`out[row] = epilogue(a[row] @ b[e].T + bias[e])` for the rows of each expert e. docs/gemm.md
 
     a: float8_e4m3fn, bfloat16 or float16, `[rows, k]` with offsets, or `[experts, max_rows, k]`.
-    b: the same dtype, `[experts, n, k]`.
+    b: the same dtype, `[experts, n, k]`; or for float8_e4m3fn, on Hopper and on CPUs, MXFP4: uint8
+        `[experts, n / 64, k / 128, 4352]`, from `weft.gemm.pack_mxfp4`.
     counts: int32 `[experts]`, rows of each expert.   offsets: int32 `[experts + 1]` or `[experts]`,
         where each expert's rows begin; gaps are not touched. Both are read on the device.
-    a_scale: float32 `[*rows, k / 128]`, in any strides.   b_scale: `[experts, n / 128, k / 128]`.
+    a_scale: float32 `[*rows, k / 128]`, in any strides.   b_scale: `[experts, n / 128, k / 128]`;
+        with MXFP4 `[experts, n]`.
     bias: `[experts, n]`, bfloat16, float16 or float32; added in fp32.
     out: where to write, or None for new tensors (bfloat16 for FP8, else a's dtype; rows of no
         expert are then undefined). A pair with GatedQuant, None with Push.
@@ -197,8 +200,8 @@ def _on_gpu(device: torch.device) -> bool:
 
 
 def _default_plan(call: GemmCall) -> GemmPlan | WgmmaPlan:
-    experts, n, k = call.b.shape
-    sizes = (-(-len(call.a) // max(experts, 1)), n, k, call.a.dtype)
+    experts, n, k = call.sizes
+    sizes = (-(-len(call.a) // max(experts, 1)), n, k, call.b.dtype)
     best = best_plan(
         *(experts, *sizes),
         gated=call.gated,
@@ -206,9 +209,9 @@ def _default_plan(call: GemmCall) -> GemmPlan | WgmmaPlan:
         out=call.out_dtype,
         device=call.a.device,
     )
-    if isinstance(best, WgmmaPlan) and kernels.unsupported(call, best):
-        return triton_plan(*sizes, gated=call.gated)
-    return best
+    if call.b.dtype == MXFP4 or isinstance(best, GemmPlan) or not kernels.unsupported(call, best):
+        return best
+    return triton_plan(*sizes, gated=call.gated)
 
 
 def quantize_rows(

@@ -8,11 +8,10 @@
 namespace weft {
 
 // The scales of one k block: each row's scale times that of its block of weights. A CTA has two
-// blocks of weights where they are gate and up, and in split tiles. The order of rows is that of
-// scale_slot.
+// blocks of weights where they are gate and up, and in split tiles. With MXFP4 weights each row's
+// alone. The order of rows is that of scale_slot.
 template <GemmShape S> struct StageScales {
-    static constexpr u32 weight_blocks = S.gated() || S.has_split_m() ? 2 : 1;
-    float rows[weight_blocks][S.is_fp8() ? S.cta_m() : 1];
+    float rows[S.scales_of_row()][S.has_fp8_rows() ? S.cta_m() : 1];
 };
 
 // Where a row's scale lies. A thread of a swapped tile holds, for each j, row 8 j + 2 q and the
@@ -25,7 +24,7 @@ WEFT_FN u32 scale_slot(u32 row) {
 constexpr u32 staging_bytes = 1280;  // per math warp, for results on their way to global memory
 
 template <GemmShape S> struct GemmShared {
-    StageScales<S> scales[S.is_fp8() ? S.stages : 1];
+    StageScales<S> scales[S.has_fp8_rows() ? S.stages : 1];
     alignas(16) u8 staging[math_warps * staging_bytes];
     u64 dst_addrs[S.epilogue == Epilogue::push ? S.block_m : 1];
     // The largest |x| of each row, as bits: by warp, and what the other CTA has seen.
@@ -55,8 +54,9 @@ template <u32 stages> struct PipelineState {
 
 template <GemmShape S> WEFT_FN void init_mbarriers(GemmShared<S>& smem) {
     for (u32 i = 0; i < S.stages; ++i) {
-        smem.full[i].init(S.is_fp8() ? 1 + scale_warps : 1);  // the TMA thread and the scale warps
-        smem.empty[i].init(2 * math_warps);                   // of both CTAs
+        // The TMA thread and the scale warps; then the math warps of both CTAs.
+        smem.full[i].init(S.has_fp8_rows() ? 1 + scale_warps : 1);
+        smem.empty[i].init(2 * math_warps);
     }
     smem.peer_amax_full[0].init(1);
     smem.peer_amax_full[1].init(1);

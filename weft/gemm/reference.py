@@ -11,7 +11,8 @@ import torch
 
 from weft.errors import InvalidArgument
 from weft.gemm.call import GemmCall
-from weft.gemm.config import Gated, GatedQuant, GemmPlan, Push, WgmmaPlan
+from weft.gemm.config import MXFP4, Gated, GatedQuant, GemmPlan, Push, WgmmaPlan
+from weft.gemm.mxfp4 import unpack_mxfp4
 from weft.jit import compile_shared
 from weft.reference import dequantize, quantize
 
@@ -40,8 +41,11 @@ def _multiply(call: GemmCall, expert: int, first: int, count: int) -> torch.Tens
     rows = slice(first, first + count)
     x, w = call.a[rows], call.b[expert]
     if call.a_scale is not None and call.b_scale is not None:
-        scales = call.b_scale[expert].repeat_interleave(128, dim=0)
-        y = dequantize(x, call.a_scale[rows]) @ dequantize(w, scales).T
+        if w.dtype == MXFP4:
+            wide = unpack_mxfp4(w.unsqueeze(0), call.b_scale[expert].unsqueeze(0))[0]
+        else:
+            wide = dequantize(w, call.b_scale[expert].repeat_interleave(128, dim=0))
+        y = dequantize(x, call.a_scale[rows]) @ wide.T
     else:
         y = x.float() @ w.float().T
     return y if call.bias is None else y + call.bias[expert].float()

@@ -16,6 +16,14 @@ constexpr u32 block_k_bytes = swizzle_bytes;  // of k per stage; in FP8 also one
 constexpr u32 scale_block = 128;              // FP8: weights have a scale per block of 128 x 128
 constexpr u32 weight_tile_bytes = block_n * block_k_bytes;
 
+// MXFP4 weights come in units of 64 rows by a k block: values, then a byte of exponent for each 32
+// of k of a row (expand.cuh). A CTA has two units of a k block.
+constexpr u32 unit_n = 64;
+constexpr u32 unit_value_bytes = unit_n * block_k_bytes / 2;
+constexpr u32 unit_bytes = unit_value_bytes + unit_n * block_k_bytes / 32;
+constexpr u32 unit_pair_bytes = 9 * 1024;  // of a stage: rows behind it begin at such a boundary
+static_assert(unit_pair_bytes >= 2 * unit_bytes && unit_pair_bytes % 1024 == 0);
+
 constexpr u32 block_m_granularity = 16;
 // Up to here tile heights are multiples of 16, above of 32. In FP8 this is also the highest tile
 // with A and B swapped; BF16 and FP16 swap all tiles.
@@ -47,12 +55,18 @@ struct GemmShape {
     bool flag_in_data;      // push: the owner polls the rows themselves
 
     constexpr bool is_fp8() const { return operand == Operand::fp8; }
+    constexpr bool is_mxfp4() const { return operand == Operand::mxfp4; }
+    constexpr bool has_fp8_rows() const { return is_fp8() || is_mxfp4(); }
+    constexpr Operand row_operand() const { return is_mxfp4() ? Operand::fp8 : operand; }
     constexpr u32 n_blocks() const { return (n + cluster_n - 1) / cluster_n; }
     constexpr u32 k_blocks() const {
-        const u32 bytes = k * (is_fp8() ? 1 : 2);
+        const u32 bytes = k * (has_fp8_rows() ? 1 : 2);
         return (bytes + block_k_bytes - 1) / block_k_bytes;
     }
-    constexpr u32 stage_bytes() const { return weight_tile_bytes + block_m * block_k_bytes; }
+    constexpr u32 weight_bytes() const { return is_mxfp4() ? unit_pair_bytes : weight_tile_bytes; }
+    constexpr u32 stage_bytes() const { return weight_bytes() + block_m * block_k_bytes; }
+    // Scales of a row for each k block: FP8 weights have a scale of their own for gate and for up.
+    constexpr u32 scales_of_row() const { return is_fp8() && (gated() || has_split_m()) ? 2 : 1; }
     constexpr bool gated_fp8() const { return epilogue == Epilogue::gated_fp8; }
     constexpr bool gated() const { return gated_fp8() || epilogue == Epilogue::gated; }
     // The step from a height of tiles down to the next one. Fewer heights compile faster.
@@ -85,10 +99,11 @@ struct GemmArgs {
     const u32* abort_flag;  // push: where it is not 0, no row goes anywhere; may be null
     const void* bias;
     const i32 *counts, *starts;
+    const u8* weights;  // what weights_map describes; MXFP4: units, without a map
     i64 row_scale_stride, k_scale_stride;
     u32 max_rows, rows;          // of an expert; of all
     float alpha, offset, limit;  // limit: infinite for none
-    u32 reserved[5];             // to a multiple of 64 bytes
+    u32 reserved[3];             // to a multiple of 64 bytes
 };
 
 WEFT_FN u32 round_up(u32 x, u32 to) { return (x + to - 1) / to * to; }

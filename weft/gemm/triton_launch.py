@@ -11,11 +11,13 @@ import torch
 
 from weft.errors import InvalidArgument
 from weft.gemm.call import GemmCall
-from weft.gemm.config import BLOCK_N, FP8, Gated, GatedQuant, GemmPlan, Push
+from weft.gemm.config import BLOCK_N, FP8, MXFP4, Gated, GatedQuant, GemmPlan, Push
 
 
 def check_plan(call: GemmCall, plan: GemmPlan) -> None:
     """Refuse a plan that does not fit the call. Raises InvalidArgument."""
+    if call.b.dtype == MXFP4:
+        raise InvalidArgument(f"{plan} has no MXFP4 weights: use a WgmmaPlan, or leave plan out")
     if call.a.dtype == FP8 and plan.block_k != 128:
         raise InvalidArgument(f"block_k is {plan.block_k}; FP8 has a scale per 128 columns")
     if call.gated and plan.block_n != 2 * BLOCK_N:

@@ -6,7 +6,7 @@
 
 namespace weft {
 
-enum class Operand : u32 { fp8, bf16, fp16 };
+enum class Operand : u32 { fp8, bf16, fp16, mxfp4 };  // mxfp4: of FP8 rows and MXFP4 weights
 
 constexpr u32 warpgroup_threads = 128;
 constexpr u32 swizzle_bytes = 128;  // of k in a row of a tile: one row of the 128-byte swizzle
@@ -14,6 +14,12 @@ constexpr u32 swizzle_bytes = 128;  // of k in a row of a tile: one row of the 1
 // `acc += a * b^T` over 32 bytes of k, or `acc = a * b^T`: 64 rows of a, N rows of b. The result is
 // written asynchronously: see wait_accumulator.
 template <Operand O, u32 N> WEFT_FN void wgmma(float (&acc)[N / 2], u64 a, u64 b, bool accumulate);
+
+// The same with a in registers. Of its warp's sixteen rows, a thread has two: row lane / 4 in a[0]
+// and a[2], the row eight further on in a[1] and a[3]; of k, bytes 4 (lane % 4) and on in a[0] and
+// a[1], those sixteen further on in the others. The registers are read asynchronously, too.
+template <Operand O, u32 N>
+WEFT_FN void wgmma(float (&acc)[N / 2], const u32 (&a)[4], u64 b, bool accumulate);
 
 // A tile in shared memory: rows of 128 bytes that TMA has swizzled in blocks of eight, each block
 // 1024 bytes after the last. Offsets are added to its start, in 16 bytes, which is the lower word
@@ -49,12 +55,39 @@ WEFT_FN void issue_k_block(float (&acc)[N / 2], u32 a, u32 b, bool accumulate) {
     wgmma_commit();
 }
 
+// The same with 64 rows of a in registers, for each 32 bytes of k; they change after
+// hold_registers only. Starts new sums.
+template <Operand O, u32 N>
+WEFT_FN void issue_k_block(float (&acc)[N / 2], const u32 (&a)[swizzle_bytes / 32][4], u32 b) {
+    wgmma_fence();
+#pragma unroll
+    for (u32 i = 0; i < swizzle_bytes / 32; ++i)
+        wgmma<O, N>(acc, a[i], smem_descriptor(b + i * 2), i != 0);
+    wgmma_commit();
+}
+
 // Waits for all k blocks but the last `pending` that were issued.
 // Order: reads of `acc` stay behind the wait, which the compiler does not know to write it.
 template <u32 pending, u32 N> WEFT_FN void wait_accumulator(float (&acc)[N]) {
     wgmma_wait<pending>();
 #pragma unroll
     for (u32 i = 0; i < N; ++i) asm volatile("" : "+f"(acc[i])::"memory");
+}
+
+// Order: writes of `a` stay behind the wait for the k block that reads it.
+WEFT_FN void hold_registers(u32 (&a)[swizzle_bytes / 32][4]) {
+#pragma unroll
+    for (u32 i = 0; i < swizzle_bytes / 32; ++i)
+        asm volatile("" : "+r"(a[i][0]), "+r"(a[i][1]), "+r"(a[i][2]), "+r"(a[i][3])::"memory");
+}
+
+// Four bytes, each one of the eight of low and high: which, say the lowest four nibbles of
+// `choice`, whose highest bits are 0. Not __byte_perm, for which the compiler masks every choice by
+// itself.
+WEFT_FN u32 permute_bytes(u32 low, u32 high, u32 choice) {
+    u32 bytes;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(choice));
+    return bytes;
 }
 
 // A warpgroup gives registers back, or takes what others gave. All of its threads must call it.

@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import torch
+from torch.nn import functional
 
 from weft.arguments import refuse
 from weft.errors import InvalidArgument
@@ -22,13 +23,19 @@ MAX_LAYER = 999_999
 PLAIN = ("F32", "BF16", "F16")
 FP8 = "F8_E4M3"
 SCALES = ("F32", "BF16", "F8_E8M0")
+PACKED = ("U8", "I8")  # MXFP4, two numbers a byte
+POWERS = ("U8", "F8_E8M0")  # its scales
+MXFP4_BLOCK = 32
 # A tensor of one layer's experts: everything before this layer's, the layer, the block, the rest.
-_EXPERTS = re.compile(r"(?:.*\.)?layers\.(\d{1,6})\.(mlp|feed_forward)\.experts\.(.+)")
+_EXPERTS = re.compile(r"(?:.*\.)?layers\.(\d{1,6})\.(mlp|feed_forward|ffn)\.experts\.(.+)")
 
 # How gate_up_proj holds a layer's experts. separate: not at all, each has matrices of its own;
 # fused: `[experts, rows, columns]`, as transformers does in memory; transposed: `[experts, columns,
 # rows]` (Llama 4); interleaved: so, with columns of the gate and of up in turn (GPT-OSS).
 Storage = Literal["separate", "fused", "transposed", "interleaved"]
+# Matrices of experts that are separate: the gate's, the up's and the down's.
+MATRICES = ("gate_proj", "up_proj", "down_proj")
+DEEPSEEK_V4 = ("w1", "w3", "w2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +43,14 @@ class Part:
     """Some rows of one tensor of one expert.
 
     field: the field of ExpertWeights.   rows: which of that tensor's rows.
-    values: `[rows, columns]`, or `[rows]` of a bias, as stored, on the CPU and in any strides.
-    scale: where values are FP8, float32 `[rows / 128, columns / 128]`, rounded up; else None.
+    name: the tensor, and where it is, for errors.
+    values: `[rows, columns]`, or `[rows]` of a bias, as stored, on the CPU and in any strides;
+        MXFP4: uint8 `[rows, columns / 2]`.
+    scale: where values are FP8, float32 `[rows / 128, columns / 128]`, rounded up; MXFP4: uint8
+        `[rows, columns / 32]`; else None.
     """
 
+    name: str
     field: str
     rows: slice
     values: torch.Tensor
@@ -59,7 +70,10 @@ def open_layer(folder: Path | str, layer: int, config: MoEConfig) -> Iterator[La
 
 
 class LayerReader:
-    """Reads experts by id, each matrix when it is asked for."""
+    """Reads experts by id, each matrix when it is asked for.
+
+    mxfp4: whether the experts are MXFP4.
+    """
 
     def __init__(self, folder: Path, layer: int, config: MoEConfig, files: ExitStack) -> None:
         self._config, self._stack = config, files
@@ -76,46 +90,114 @@ class LayerReader:
             self._files = dict.fromkeys(self._handle(self._source).keys(), self._source)
         self._stem, self._names = self._experts_of(layer)
         self._layout = self._layout_of()
+        self.mxfp4 = self._is_mxfp4()
+        self._inner, self._hidden = self._sizes_of()
 
     def parts(self, expert: int) -> Iterator[Part]:
         """All that the config wants of an expert, in the order in which files hold it."""
         if self._layout == "separate":
             yield from self._separate(expert)
             return
-        inner, hidden = self._config.intermediate, self._config.hidden
+        wide, inner, hidden = 2 * self._inner, self._config.intermediate, self._config.hidden
         gate, up, down = slice(0, inner), slice(inner, 2 * inner), slice(0, hidden)
-        gate_up = self._fused("gate_up_proj", 2 * inner, hidden, expert)
+        values, scale = self._fused("gate_up_proj", wide, self._hidden, expert)
         if self._layout == "interleaved":
-            yield Part("gate_up", gate, gate_up[::2])
-            yield Part("gate_up", up, gate_up[1::2])
+            for rows, first in ((gate, 0), (up, 1)):
+                powers = None if scale is None else scale[first::2]
+                yield self._part("gate_up", expert, rows, values[first::2], powers, hidden)
         else:
-            yield Part("gate_up", slice(0, 2 * inner), gate_up)
-        yield Part("down", down, self._fused("down_proj", hidden, inner, expert))
+            yield self._part("gate_up", expert, slice(0, 2 * inner), values, scale, hidden)
+        values, scale = self._fused("down_proj", self._hidden, self._inner, expert)
+        yield self._part("down", expert, down, values, scale, inner)
         if self._config.biased:
-            bias = self._read("gate_up_proj_bias", (2 * inner,), expert=expert)
-            yield Part("gate_up_bias", gate, bias[::2])
-            yield Part("gate_up_bias", up, bias[1::2])
-            bias = self._read("down_proj_bias", (hidden,), expert=expert)
-            yield Part("down_bias", down, bias)
+            bias = self._read("gate_up_proj_bias", (wide,), expert=expert)
+            yield self._part("gate_up_bias", expert, gate, bias[::2])
+            yield self._part("gate_up_bias", expert, up, bias[1::2])
+            bias = self._read("down_proj_bias", (self._hidden,), expert=expert)
+            yield self._part("down_bias", expert, down, bias)
+
+    def _part(
+        self,
+        field: str,
+        expert: int,
+        rows: slice,
+        values: torch.Tensor,
+        scale: torch.Tensor | None = None,
+        columns: int = 0,
+    ) -> Part:
+        """A part of as many rows and columns as the config has; what MXFP4 lacks is zero."""
+        if self.mxfp4:
+            behind = rows.stop - rows.start - len(values)
+            values = _padded(values, behind, columns // 2)
+            scale = None if scale is None else _padded(scale, behind, columns // MXFP4_BLOCK)
+        name = f"{self._stem}{expert}, {field} of rows {rows.start}.."
+        return Part(name, field, rows, values, scale)
+
+    @property
+    def _matrices(self) -> tuple[str, str, str]:
+        """What separate matrices are called: the gate's, the up's and the down's."""
+        return DEEPSEEK_V4 if self._stem.endswith(".ffn.experts.") else MATRICES
 
     def _separate(self, expert: int) -> Iterator[Part]:
         inner, hidden = self._config.intermediate, self._config.hidden
+        gate, up, down = self._matrices
         for name, field, first, shape in (
-            ("gate_proj", "gate_up", 0, (inner, hidden)),
-            ("up_proj", "gate_up", inner, (inner, hidden)),
-            ("down_proj", "down", 0, (hidden, inner)),
+            (gate, "gate_up", 0, (inner, hidden)),
+            (up, "gate_up", inner, (inner, hidden)),
+            (down, "down", 0, (hidden, inner)),
         ):
-            name, scale = f"{expert}.{name}.weight", None
-            values = self._read(name, shape, dtypes=(*PLAIN, FP8))
-            if values.dtype == torch.float8_e4m3fn:
-                blocks = (-(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK))
-                scale = self._read(f"{name}_scale_inv", blocks, dtypes=SCALES).float()
-            yield Part(field, slice(first, first + shape[0]), values, scale)
+            scale, name = None, f"{expert}.{name}.weight"
+            beside = f"{name}_scale_inv"
+            if self._matrices == DEEPSEEK_V4:
+                beside = f"{name.removesuffix('.weight')}.scale"
+            dtype, (rows, columns) = self._dtype_of(name), shape
+            if dtype in PACKED:
+                values = self._read(name, (rows, columns // 2), dtypes=PACKED).view(torch.uint8)
+                powers = (rows, columns // MXFP4_BLOCK)
+                scale = self._read(beside, powers, dtypes=POWERS).view(torch.uint8)
+            else:
+                values = self._read(name, shape, dtypes=(*PLAIN, FP8, *PACKED))
+                if dtype == FP8:
+                    blocks = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+                    scale = self._read(beside, blocks, dtypes=SCALES).float()
+            yield self._part(field, expert, slice(first, first + rows), values, scale, columns)
 
-    def _fused(self, name: str, rows: int, columns: int, expert: int) -> torch.Tensor:
+    def _fused(
+        self, name: str, rows: int, columns: int, expert: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.mxfp4:
+            blocks = columns // MXFP4_BLOCK
+            size = (rows, blocks, MXFP4_BLOCK // 2)
+            values = self._read(f"{name}_blocks", size, expert=expert, dtypes=PACKED)
+            powers = self._read(f"{name}_scales", (rows, blocks), expert=expert, dtypes=POWERS)
+            return values.view(torch.uint8).flatten(1), powers.view(torch.uint8)
         if self._layout == "fused":
-            return self._read(name, (rows, columns), expert=expert)
-        return self._read(name, (columns, rows), expert=expert).T
+            return self._read(name, (rows, columns), expert=expert), None
+        return self._read(name, (columns, rows), expert=expert).T, None
+
+    def _is_mxfp4(self) -> bool:
+        if self._layout != "separate":
+            return "gate_up_proj_blocks" in self._names
+        gates = sorted(n for n in self._names if n.endswith(f".{self._matrices[0]}.weight"))
+        return bool(gates) and self._dtype_of(gates[0]) in PACKED
+
+    def _sizes_of(self) -> tuple[int, int]:
+        """The experts' intermediate and hidden sizes: the config's, but that MXFP4 experts which
+        are fused may have less than whole blocks of 128, to which the config was rounded up.
+        """
+        wanted = self._config.intermediate, self._config.hidden
+        if self._layout == "separate" or not self.mxfp4:
+            return wanted
+        shape = self._opened("down_proj_blocks")[1].get_shape()
+        if len(shape) != 4:
+            return wanted  # which the tensor's shape will be compared with
+        found = int(shape[2]) * MXFP4_BLOCK, int(shape[1])
+        if all(
+            want in (have, -(-have // FP8_BLOCK) * FP8_BLOCK)
+            for have, want in zip(found, wanted, strict=True)
+        ):
+            return found
+        return wanted
 
     def _experts_of(self, layer: int) -> tuple[str, set[str]]:
         """What names of the layer's experts begin with, and how they go on."""
@@ -138,13 +220,6 @@ class LayerReader:
 
     def _layout_of(self) -> Storage:
         """How the names say that the experts are stored."""
-        packed = sorted(name for name in self._names if name.endswith("_blocks"))
-        if packed:
-            raise InvalidArgument(
-                f"{self._source} has {self._stem}{packed[0]}, which is MXFP4; weft reads BF16, "
-                "F16, F32 and FP8: save the model in bfloat16 first, as transformers does with "
-                "Mxfp4Config(dequantize=True)"
-            )
         biased = "gate_up_proj_bias" in self._names
         if biased != self._config.biased:
             have = "biases" if biased else "no biases"
@@ -152,9 +227,9 @@ class LayerReader:
                 f"the experts {self._stem}* of {self._source} have {have}, the config has "
                 f"biased={self._config.biased}: take MoEConfig.from_hf of the same model"
             )
-        if "gate_up_proj" not in self._names:
+        if not self._names & {"gate_up_proj", "gate_up_proj_blocks"}:
             return "separate"
-        if biased:
+        if biased or "gate_up_proj_blocks" in self._names:
             return "interleaved"
         return "transposed" if ".feed_forward." in f".{self._stem}" else "fused"
 
@@ -167,16 +242,8 @@ class LayerReader:
         dtypes: tuple[str, ...] = PLAIN,
     ) -> torch.Tensor:
         """The tensor, or its part for one expert, which alone is read then."""
+        path, tensor = self._opened(name)
         full = self._stem + name
-        path = self._files.get(full)
-        if path is None:
-            raise InvalidArgument(f"{self._source} has no tensor {full}; {self._near(name)}")
-        try:
-            tensor = self._handle(path).get_slice(full)
-        except _safetensors()[1] as reason:
-            raise InvalidArgument(
-                f"{path} has no tensor {full}, though {self._source} names that file: {reason}"
-            ) from reason
         wanted = list(shape) if expert is None else [self._config.routing.num_experts, *shape]
         if list(tensor.get_shape()) != wanted:
             raise InvalidArgument(
@@ -191,10 +258,29 @@ class LayerReader:
             found: torch.Tensor = tensor[:] if expert is None else tensor[expert]
         return found
 
+    def _opened(self, name: str) -> tuple[Path, Any]:
+        """The file of a tensor, and the tensor, of which nothing is read yet."""
+        full = self._stem + name
+        path = self._files.get(full)
+        if path is None:
+            raise InvalidArgument(f"{self._source} has no tensor {full}; {self._near(name)}")
+        try:
+            return path, self._handle(path).get_slice(full)
+        except _safetensors()[1] as reason:
+            raise InvalidArgument(
+                f"{path} has no tensor {full}, though {self._source} names that file: {reason}"
+            ) from reason
+
+    def _dtype_of(self, name: str) -> str:
+        """The tensor's dtype, as safetensors calls it."""
+        return str(self._opened(name)[1].get_dtype())
+
     def _near(self, name: str) -> str:
         """What an error says of a tensor that is not there: which ones are."""
-        if name.endswith("_scale_inv"):
-            return "FP8 weights need one scale for each 128 x 128 of them"
+        if name.endswith(("_scale_inv", ".scale")):
+            return "weights need a scale: FP8 for each 128 x 128, MXFP4 for each 32 of a row"
+        if name.endswith("_scales"):
+            return "MXFP4 weights need a scale for each 32 of a row"
         first = name.partition(".")[0]
         near = sorted(other for other in self._names if other.partition(".")[0] == first)
         some = ", ".join(near[:4] or sorted(self._names)[:4])
@@ -210,6 +296,12 @@ class LayerReader:
                 raise InvalidArgument(f"cannot read {str(path)!r}: {reason}") from reason
             self._open[path] = handle
         return self._open[path]
+
+
+def _padded(tensor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """With so many rows of zeros behind, and zeros up to so many columns."""
+    across = (0, columns - tensor.shape[1]) if tensor.dim() == 2 else ()
+    return functional.pad(tensor, (*across, 0, rows))
 
 
 def _indexed(folder: Path, index: Path) -> dict[str, Path]:

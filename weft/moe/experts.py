@@ -14,6 +14,16 @@ from torch.nn import functional
 
 from weft.arguments import flags, instance, integer, integers, refuse
 from weft.errors import InvalidArgument
+from weft.gemm.config import DTYPES_16BIT, MXFP4
+from weft.gemm.mxfp4 import (
+    UNIT_BYTES,
+    UNIT_K,
+    UNIT_N,
+    dequantize_mxfp4,
+    pack_matrix,
+    pack_mxfp4,
+    quantize_mxfp4,
+)
 from weft.memory.discovery import default_device
 from weft.moe.checkpoint import MAX_LAYER, Part, open_layer
 from weft.moe.models import SWIGLU, Gating, MoEConfig
@@ -103,6 +113,9 @@ class ExpertWeights:
         the layer's dtype, or None.
     gate_up_scale, down_scale: where the weights are float8_e4m3fn, float32
         `[local_experts, rows / 128, columns / 128]`: what a block's numbers are multiplied by.
+
+    MXFP4 weights are units as `weft.gemm.pack_mxfp4` makes them: uint8
+    `[local_experts, rows / 64, columns / 128, 4352]`, with scales `[local_experts, rows]`.
     """
 
     gate_up: torch.Tensor
@@ -125,6 +138,22 @@ class ExpertWeights:
         """
         gate_up, gate_up_scale = to_blocks(self.gate_up)
         down, down_scale = to_blocks(self.down)
+        return replace(
+            self, gate_up=gate_up, down=down, gate_up_scale=gate_up_scale, down_scale=down_scale
+        )
+
+    def to_mxfp4(self) -> ExpertWeights:
+        """The same experts in MXFP4 (`weft.gemm.quantize_mxfp4`), packed for `grouped_gemm`.
+
+        Raises InvalidArgument for sizes that are no multiples of 128, for weights with scales, and
+        for what `weft.gemm.pack_mxfp4` refuses.
+        """
+        if self.gate_up_scale is not None or self.down_scale is not None:
+            raise InvalidArgument(
+                f"weights are {self.gate_up.dtype} with scales; MXFP4 is made of weights without"
+            )
+        gate_up, gate_up_scale = pack_mxfp4(*quantize_mxfp4(self.gate_up))
+        down, down_scale = pack_mxfp4(*quantize_mxfp4(self.down))
         return replace(
             self, gate_up=gate_up, down=down, gate_up_scale=gate_up_scale, down_scale=down_scale
         )
@@ -182,15 +211,18 @@ class ExpertWeights:
         folder: with model.safetensors.index.json or model.safetensors, as transformers saves.
         layer: its number in the model.   experts: global ids, such as `MoE.local_experts`.
         config: `MoEConfig.from_hf(folder)`, or what else fits.
-        fp8: FP8 with scales for each 128 x 128, as `MoE(fp8=True)` wants it: bits of the checkpoint
-            where it has such weights (weight_scale_inv), else `to_fp8` of each matrix. Without it,
-            weights of FP8 are multiplied by their scales and rounded to the config's dtype.
+        fp8: as `MoE(fp8=True)` wants weights: bits of the checkpoint where it has MXFP4 or FP8 with
+            scales for each 128 x 128 (weight_scale_inv), else `to_fp8` of each matrix. Without it,
+            they are multiplied by their scales and rounded to the config's dtype.
 
-        Experts may be separate (DeepSeek-V3, Kimi-K2, Qwen3-MoE, GLM-4.5) or fused (GPT-OSS in
-        bfloat16, Llama-4, and what transformers holds in memory). Files are mapped, and only these
-        experts are read; beyond the result, memory holds one matrix at a time.
+        Experts may be separate (DeepSeek-V3 and -V4, Kimi-K2, Qwen3-MoE, GLM-4.5) or fused
+        (GPT-OSS, Llama-4, and what transformers holds in memory). Files are mapped, and only these
+        experts are read; beyond the result, memory holds one matrix at a time. Where fused MXFP4
+        experts have sizes that are no multiples of 128 (GPT-OSS: 2880), fp8 takes a config with the
+        next ones, and rows and columns behind the model's are zero.
         Needs the package safetensors. Raises InvalidArgument naming file and tensor: one that is
-        missing, of another shape, or of a dtype that weft does not read, such as MXFP4.
+        missing, of another shape, of a dtype that weft does not read, or MXFP4 that
+        `weft.gemm.pack_mxfp4` refuses.
         """
         config = instance("config", config, MoEConfig)
         layer = integer("layer", layer, 0, MAX_LAYER)
@@ -198,7 +230,8 @@ class ExpertWeights:
         flags(fp8=fp8)
         device = default_device(device)
         with open_layer(folder, layer, config) as reader:
-            weights = cls._empty(config, len(chosen), device, fp8=fp8)
+            stored = MXFP4 if reader.mxfp4 else FP8
+            weights = cls._empty(config, len(chosen), device, stored if fp8 else config.dtype)
             for place, expert in enumerate(chosen):
                 for part in reader.parts(expert):
                     weights._put(place, part)
@@ -206,11 +239,12 @@ class ExpertWeights:
 
     @classmethod
     def _empty(
-        cls, config: MoEConfig, experts: int, device: torch.device, *, fp8: bool
+        cls, config: MoEConfig, experts: int, device: torch.device, stored: torch.dtype
     ) -> ExpertWeights:
         """Weights of a config's sizes, not yet written."""
         wide, hidden, inner = 2 * config.intermediate, config.hidden, config.intermediate
-        if fp8 and (inner % FP8_BLOCK or hidden % FP8_BLOCK):
+        scaled = stored in (FP8, MXFP4)
+        if scaled and (inner % FP8_BLOCK or hidden % FP8_BLOCK):
             raise InvalidArgument(
                 f"fp8 is True for intermediate {inner} and hidden {hidden}; blocks are {FP8_BLOCK} "
                 f"x {FP8_BLOCK}: both must be multiples of {FP8_BLOCK}"
@@ -219,14 +253,16 @@ class ExpertWeights:
         def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.empty((experts, *shape), dtype=dtype, device=device)
 
-        def scales(rows: int, columns: int) -> torch.Tensor | None:
-            blocks = (rows // FP8_BLOCK, columns // FP8_BLOCK)
-            return empty(*blocks, dtype=torch.float32) if fp8 else None
+        def matrix(rows: int, columns: int) -> torch.Tensor:
+            return empty(*_stored_shape(stored, rows, columns), dtype=stored)
 
-        stored = FP8 if fp8 else config.dtype
+        def scales(rows: int, columns: int) -> torch.Tensor | None:
+            shape = _scale_shape(stored, rows, columns)
+            return empty(*shape, dtype=torch.float32) if scaled else None
+
         return cls(
-            gate_up=empty(wide, hidden, dtype=stored),
-            down=empty(hidden, inner, dtype=stored),
+            gate_up=matrix(wide, hidden),
+            down=matrix(hidden, inner),
             gate_up_bias=empty(wide, dtype=config.dtype) if config.biased else None,
             down_bias=empty(hidden, dtype=config.dtype) if config.biased else None,
             gate_up_scale=scales(wide, hidden),
@@ -235,9 +271,19 @@ class ExpertWeights:
 
     def _put(self, place: int, part: Part) -> None:
         """Write a part of a checkpoint into the expert at `place`, in this one's format."""
-        target: torch.Tensor = getattr(self, part.field)[place, part.rows]
-        values = part.values.to(self.gate_up.device)
-        scale = None if part.scale is None else part.scale.to(self.gate_up.device)
+        whole: torch.Tensor = getattr(self, part.field)[place]
+        values = part.values.to(whole.device)
+        scale = None if part.scale is None else part.scale.to(whole.device)
+        if whole.dtype == MXFP4:
+            if values.dtype != MXFP4 or scale is None:
+                raise InvalidArgument(f"{part.name} is {values.dtype}, other experts are MXFP4")
+            units = slice(part.rows.start // UNIT_N, part.rows.stop // UNIT_N)
+            factors = getattr(self, f"{part.field}_scale")[place, part.rows]
+            pack_matrix(values, scale, whole[units], factors, at=part.name)
+            return
+        if values.dtype == MXFP4 and scale is not None:
+            values, scale = dequantize_mxfp4(values, scale), None
+        target = whole[part.rows]
         if target.dtype == FP8:
             if scale is None:
                 packed, found = to_blocks(values.contiguous().unsqueeze(0))
@@ -258,18 +304,26 @@ class ExpertWeights:
     ) -> None:
         """Raises InvalidArgument where a tensor is not what the config and the placement say.
 
-        fp8: the layer wants weights of FP8, with their scales.
+        fp8: the layer wants weights of FP8 or MXFP4, with their scales.
         """
         instance("config", config, MoEConfig)
         local_experts = integer("local_experts", local_experts, 0, config.routing.num_experts)
         instance("device", device, torch.device)
         flags(fp8=fp8)
         wide, hidden, inner = 2 * config.intermediate, config.hidden, config.intermediate
+        stored = config.dtype
+        if fp8:
+            is_mxfp4 = isinstance(self.gate_up, torch.Tensor) and self.gate_up.dtype == MXFP4
+            stored = MXFP4 if is_mxfp4 else FP8
+        if stored == MXFP4 and config.dtype not in DTYPES_16BIT:
+            raise InvalidArgument(
+                f"the layer is {config.dtype}; MXFP4 weights are for bfloat16 and float16"
+            )
+        sizes = {"gate_up": (wide, hidden), "down": (hidden, inner)}
         shapes: dict[str, tuple[int, ...]] = {
-            "gate_up": (local_experts, wide, hidden),
-            "down": (local_experts, hidden, inner),
+            name: (local_experts, *_stored_shape(stored, *size)) for name, size in sizes.items()
         }
-        dtypes = dict.fromkeys(shapes, FP8 if fp8 else config.dtype)
+        dtypes = dict.fromkeys(shapes, stored)
         if config.biased:
             shapes |= {
                 "gate_up_bias": (local_experts, wide),
@@ -285,16 +339,26 @@ class ExpertWeights:
                     f"{name}_scale is given, the layer's weights are {config.dtype}: leave it out, "
                     "or build the layer with fp8=True"
                 )
-            rows, columns = shapes[name][1:]
             if fp8:
-                blocks = (local_experts, rows // FP8_BLOCK, columns // FP8_BLOCK)
-                shapes[f"{name}_scale"] = blocks
+                shapes[f"{name}_scale"] = (local_experts, *_scale_shape(stored, *sizes[name]))
                 dtypes[f"{name}_scale"] = torch.float32
         for name, shape in shapes.items():
             allowed = (dtypes.get(name, config.dtype),)
             tensor = getattr(self, name)
             check_tensor(name, tensor, shape=shape, dtypes=allowed, device=device, kept=True)
             check_alignment(name, tensor, tensor.itemsize)
+
+
+def _stored_shape(dtype: torch.dtype, rows: int, columns: int) -> tuple[int, ...]:
+    """A matrix of an expert."""
+    if dtype == MXFP4:
+        return rows // UNIT_N, columns // UNIT_K, UNIT_BYTES
+    return rows, columns
+
+
+def _scale_shape(dtype: torch.dtype, rows: int, columns: int) -> tuple[int, ...]:
+    """The scales of such a matrix."""
+    return (rows,) if dtype == MXFP4 else (rows // FP8_BLOCK, columns // FP8_BLOCK)
 
 
 def to_blocks(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

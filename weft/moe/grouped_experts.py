@@ -17,7 +17,7 @@ from weft.gemm import (
     grouped_gemm,
 )
 from weft.gemm.config import COARSE_ROWS, DTYPES_16BIT, best_plan, is_hopper
-from weft.gemm.kernels import GemmShape, preload
+from weft.gemm.kernels import OPERANDS, GemmShape, preload
 from weft.moe.experts import FP8, ExpertWeights
 from weft.moe.models import MoEConfig
 from weft.moe.torch_experts import RowsByExpert
@@ -35,13 +35,16 @@ class Plans(NamedTuple):
 class GroupedExperts:
     """Two grouped GEMMs; the first gates and quantises in its epilogue, the second may push.
 
-    FP8 weights take rows as FP8 off the wire. Every plan of a GEMM gives the same bits; which is
-    fastest depends on how many rows an expert has, and is looked up once for each number of tokens.
+    FP8 and MXFP4 weights take rows as FP8 off the wire. Every plan of a GEMM gives the same bits;
+    which is fastest depends on the weights' dtype and on how many rows an expert has, and is looked
+    up once for each number of tokens.
 
     rows: `[max_rows]`, or `[experts, max_rows]` of expert-major rows, which their owners poll when
     they are pushed.   max_tokens: of a rank in one call.   gemm_push: `push` is called and never
     `down`, so no results are kept.
     """
+
+    _plan: Plans  # of the call that `up` began
 
     def __init__(
         self,
@@ -56,7 +59,7 @@ class GroupedExperts:
         device: torch.device,
         gemm_push: bool = False,
     ) -> None:
-        self._config, self._experts, self._fp8 = config, max(experts, 1), fp8
+        self._config, self._experts, self._fp8 = config, experts, fp8
         self._masked = len(rows) == 2
         self._programmatic = programmatic
         gating = config.gating
@@ -69,11 +72,9 @@ class GroupedExperts:
         self._grouped: RowsByExpert | None = None
         self._pushed_rows: RowsByExpert | None = None
         self._push: Push | None = None
-        self._ranks = ranks
-        self._plans: dict[int, Plans] = {}
-        self._plan = self._plans_for(0)
-        if experts and is_hopper(device):
-            self._preload(self._rows_of_an_expert(max_tokens))
+        self._ranks, self._max_tokens = ranks, max_tokens
+        self._plans: dict[tuple[int, torch.dtype], Plans] = {}
+        self._prepared: set[torch.dtype] = set()
 
     @staticmethod
     def make_buffers(
@@ -98,17 +99,26 @@ class GroupedExperts:
     def buffers(self) -> tuple[torch.Tensor, ...]:
         return (self._act, self._scales, self._y)
 
-    def _preload(self, most: int) -> None:
-        """Load what a call may need: a load waits for kernels, and those may wait for peers."""
+    def prepare(self, weights: ExpertWeights) -> None:
+        """Load what calls may need: a load waits for kernels, and those may wait for peers."""
+        dtype = weights.gate_up.dtype
+        if dtype in self._prepared or not self._experts:
+            return
+        self._plans_for(0, dtype)
+        if is_hopper(self._act.device):
+            self._preload(self._rows_of_an_expert(self._max_tokens), dtype)
+        self._prepared.add(dtype)
+
+    def _preload(self, most: int, dtype: torch.dtype) -> None:
         hidden, inner, experts = self._config.hidden, self._config.intermediate, self._experts
-        out = DTYPES_16BIT.get(self._y.dtype, "")
-        operands = ("fp8",) if self._fp8 else (out, out if self._config.biased else "none")
-        gated = ("gated_fp8",) if self._fp8 else ("gated", out, *operands)
+        out, biased = DTYPES_16BIT.get(self._y.dtype, ""), self._config.biased
+        operands = OPERANDS[dtype], out if biased else "none"
+        gated = ("gated_fp8", "bf16") if self._fp8 else ("gated", out)
         shapes: set[GemmShape] = set()
         for rows in {*range(min(most, COARSE_ROWS) + 1), *range(0, most + 1, 64), most}:
-            plans = self._make_plans(rows)
+            plans = self._make_plans(rows, dtype)
             if isinstance(plans.up, WgmmaPlan):
-                shapes.add(GemmShape(experts, 2 * inner, hidden, plans.up, *gated))
+                shapes.add(GemmShape(experts, 2 * inner, hidden, plans.up, *gated, *operands))
             for epilogue, down in (("store", plans.down), ("push", plans.push)):
                 if isinstance(down, WgmmaPlan) and (epilogue == "push" or not self._pushes):
                     shape = GemmShape(experts, hidden, inner, down, epilogue, out, *operands)
@@ -123,15 +133,16 @@ class GroupedExperts:
         routing = self._config.routing
         return -(-tokens * self._ranks * routing.top_k // routing.num_experts)
 
-    def _plans_for(self, tokens: int) -> Plans:
-        """The plans of a batch, found once for each number of tokens."""
-        plans = self._plans.get(tokens)
+    def _plans_for(self, tokens: int, dtype: torch.dtype) -> Plans:
+        """The plans of a batch and of weights' dtype, found once for each number of tokens."""
+        plans = self._plans.get((tokens, dtype))
         if plans is None:
-            plans = self._plans[tokens] = self._make_plans(self._rows_of_an_expert(tokens))
+            plans = self._make_plans(self._rows_of_an_expert(tokens), dtype)
+            self._plans[tokens, dtype] = plans
         return plans
 
-    def _make_plans(self, rows: int) -> Plans:
-        config, dtype, device = self._config, self._act.dtype, self._act.device
+    def _make_plans(self, rows: int, dtype: torch.dtype) -> Plans:
+        config, device = self._config, self._act.device
         hidden, inner, sizes = config.hidden, config.intermediate, (self._experts, rows)
         given: dict[str, Any] = {"biased": config.biased, "out": self._y.dtype, "device": device}
         return Plans(
@@ -143,7 +154,7 @@ class GroupedExperts:
     def up(
         self, weights: ExpertWeights, rows: RowsByExpert, *, tokens: int, early: bool = True
     ) -> None:
-        self._grouped, self._plan = rows, self._plans_for(tokens)
+        self._grouped, self._plan = rows, self._plans_for(tokens, weights.gate_up.dtype)
         grouped_gemm(
             rows.x,
             weights.gate_up,

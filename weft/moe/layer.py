@@ -65,7 +65,8 @@ class MoE:
         dispatch and the routed experts; "gemm_push": that, and the down projection stores its rows
         at the tokens' owners itself, so combine only reduces; with gemm="grouped". "auto":
         gemm_push up to 1024 max_tokens, else shared_expert (weft/moe/choice.py). Equal bits.
-    fp8: weights are FP8 with scales (`ExpertWeights.to_fp8`), tokens travel as FP8.
+    fp8: tokens travel as FP8, and weights are FP8 with scales (`ExpertWeights.to_fp8`) or, on
+        Hopper and on CPUs, MXFP4 (`ExpertWeights.to_mxfp4`): their dtype decides.
     gemm: "grouped" (weft.gemm) or "torch" (any dtype and device); "auto": grouped for FP8, and on
         GPUs wherever it serves.
     max_rows: rows for this rank's experts, as in ExpertGroups; with gemm="torch" on GPUs rows for
@@ -175,6 +176,12 @@ class MoE:
                 if weights is not None:
                     fp8, local = workspace.options.fp8, len(replicas.local(group.rank))
                     weights.check(self.config, local, group.device, fp8=fp8)
+                    mine, theirs = self._weights.gate_up.dtype, weights.gate_up.dtype
+                    if theirs != mine:
+                        raise InvalidArgument(
+                            f"weights are {theirs}, those of the layer {mine}: relocation copies "
+                            "them as they are"
+                        )
                 stack.enter_context(workspace.alone("relocate"))
 
             group.together(begin, doing="relocating experts")
@@ -398,6 +405,7 @@ class MoE:
             mine = weights(self.local_experts) if callable(weights) else weights
             instance("weights", mine, ExpertWeights, "or a function that makes them")
             mine.check(config, len(self.local_experts), device, fp8=self._workspace.options.fp8)
+            self._workspace.prepare(mine)
             if shared is not None:
                 function("shared", shared, "[tokens, hidden] -> [tokens, hidden]")
             if (shared is None) == (config.shared > 0):

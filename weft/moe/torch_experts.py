@@ -54,6 +54,9 @@ class Experts(Protocol):
     def buffers(self) -> tuple[torch.Tensor, ...]:
         """Everything that was allocated."""
 
+    def prepare(self, weights: ExpertWeights) -> None:
+        """Get ready for calls with weights of such a dtype. Raises InvalidArgument."""
+
     def up(
         self, weights: ExpertWeights, rows: RowsByExpert, *, tokens: int, early: bool = True
     ) -> None:
@@ -126,6 +129,9 @@ class TorchExperts:
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
         return (self._wide, self._scales, self._h, self._act, self._y)
+
+    def prepare(self, weights: ExpertWeights) -> None:
+        """Torch needs nothing."""
 
     def up(
         self, weights: ExpertWeights, rows: RowsByExpert, *, tokens: int, early: bool = True

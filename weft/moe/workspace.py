@@ -192,6 +192,10 @@ class LayerWorkspace(ABC, Generic[Rows]):
         finally:
             self.end()
 
+    def prepare(self, weights: ExpertWeights) -> None:
+        """Get ready for a layer with such weights, which were checked. Raises InvalidArgument."""
+        self._experts.prepare(weights)
+
     def forget_rows(self) -> None:
         """Let go of the rows that the experts took last."""
         self._experts.forget()

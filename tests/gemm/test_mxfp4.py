@@ -1,0 +1,192 @@
+"""MXFP4 weights: how they are rounded and packed, what they mean, and which are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gemm.cases import Case, decode_mxfp4, gated, spread_scales
+from weft.errors import InvalidArgument
+from weft.gemm import (
+    Gated,
+    GatedQuant,
+    GemmPlan,
+    Push,
+    WgmmaPlan,
+    fastest_plan,
+    grouped_gemm,
+    pack_mxfp4,
+    quantize_mxfp4,
+    unpack_mxfp4,
+)
+from weft.gemm.config import MXFP4, SHARED_BYTES
+from weft.gemm.mxfp4 import UNIT_BYTES
+
+
+def codes(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(seed)).byte()
+
+
+@pytest.mark.parametrize("k", [32, 128, 288])
+def test_packing_loses_nothing(k: int):
+    """Every byte with every exponent a row may span, also where k ends within a unit."""
+    seed = torch.Generator().manual_seed(2)
+    values, scales = codes(2, 256, k // 2), spread_scales(2, 256, k, seed, 14)
+    b, b_scale = pack_mxfp4(values, scales.view(torch.float8_e8m0fnu))
+    blocks = -(-k // 128)
+    assert b.shape == (2, 4, blocks, UNIT_BYTES)
+    assert b.dtype == MXFP4
+    assert b_scale.shape == (2, 256)
+    wide = unpack_mxfp4(b, b_scale)
+    assert torch.equal(wide[..., :k].double(), decode_mxfp4(values, scales))
+    signs = torch.stack((values >> 3 & 1, values >> 7), dim=-1).flatten(-2).bool()
+    assert torch.equal(wide[..., :k].signbit(), signs), "-0 keeps its sign"
+    assert not bool(wide[..., k:].any())
+    again = pack_mxfp4(values.view(torch.int8), scales)
+    assert torch.equal(again[0], b)
+
+
+def test_every_number_in_a_unit_is_one_of_e4m3():
+    values, scales = codes(1, 128, 512), torch.arange(15).repeat(1, 128, 3)[..., :32].byte()
+    b, b_scale = pack_mxfp4(values, scales)
+    wide = unpack_mxfp4(b, torch.ones_like(b_scale))
+    assert torch.equal(wide.to(torch.float8_e4m3fn).float(), wide)
+    assert wide.abs().max() == 6 * 2.0**6
+    assert wide[wide != 0].abs().min() == 2.0**-9
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 0), (0, 14), (240, 254), (254, 254), (1, 9)])
+def test_extreme_scales_are_exact(low: int, high: int):
+    """The factor of a row stays a normal number; what float32 does not hold is not asked for."""
+    values = codes(1, 128, 32) & 0x11  # at most 0.5
+    scales = torch.tensor([low, high]).repeat(1, 128, 1).byte()
+    b, b_scale = pack_mxfp4(values, scales)
+    assert bool(((b_scale >= 2.0**-126) & b_scale.isfinite()).all())
+    assert torch.equal(unpack_mxfp4(b, b_scale)[..., :64].double(), decode_mxfp4(values, scales))
+
+
+def test_scales_of_zeros_do_not_count():
+    values = codes(1, 128, 32) | 1
+    values[..., :16] &= 0x88
+    near, far = torch.tensor([120, 120]), torch.tensor([7, 120])
+    found = [pack_mxfp4(values, s.repeat(1, 128, 1).byte()) for s in (near, far)]
+    assert torch.equal(unpack_mxfp4(*found[0]), unpack_mxfp4(*found[1]))
+    nothing = pack_mxfp4(values & 0x88, far.repeat(1, 128, 1).byte())
+    assert not bool(unpack_mxfp4(*nothing).any())
+
+
+def test_rounding_is_to_nearest_even_of_the_ocp_rule():
+    """All halves between two numbers, both signs, and what lies above 6 after scaling."""
+    x = torch.zeros(1, 1, 64)
+    halves = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 4.0])
+    x[0, 0, :8], x[0, 0, 8:16], x[0, 0, 16] = halves, -halves, 7.9
+    x[0, 0, 32:34] = torch.tensor([1.0, -0.0])
+    values, scales = quantize_mxfp4(x)
+    assert scales.tolist() == [[[127, 125]]]
+    found = decode_mxfp4(values, scales)[0, 0]
+    even = torch.tensor([0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 4.0], dtype=torch.float64)
+    assert torch.equal(found[:8], even)
+    assert torch.equal(found[8:16], -even)
+    assert found[16] == 6
+    assert found[32] == 1
+    assert bool(found[[8, 33]].signbit().all())
+
+
+def test_rounding_again_changes_nothing():
+    values, scales = quantize_mxfp4(torch.randn(2, 128, 96, generator=torch.Generator()))
+    wide = decode_mxfp4(values, scales)
+    again = decode_mxfp4(*quantize_mxfp4(wide.float()))
+    assert torch.equal(again, wide)
+    error = (wide.float() - torch.randn(2, 128, 96, generator=torch.Generator())).abs()
+    assert error.max() < 1
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_refused_when_packed(bad: float):
+    x = torch.randn(2, 128, 64, generator=torch.Generator().manual_seed(1))
+    x[1, 70, 40] = bad
+    values, scales = quantize_mxfp4(x)
+    assert scales[1, 70].tolist()[1] == 255
+    with pytest.raises(InvalidArgument, match="expert 1, row 70 has a scale of 255, which is NaN"):
+        pack_mxfp4(values, scales)
+
+
+def test_a_row_that_spans_too_much_is_refused_with_both_ends():
+    values, scales = codes(2, 128, 64) | 1, torch.full((2, 128, 4), 120).byte()
+    scales[1, 3] = torch.tensor([106, 120, 119, 118])
+    pack_mxfp4(values, scales)
+    scales[1, 3, 0] = 105
+    words = r"expert 1, row 3 has blocks with scales of 2\^-22 and of 2\^-7; .* at most 14 powers"
+    with pytest.raises(InvalidArgument, match=words):
+        pack_mxfp4(values, scales)
+
+
+GIVEN: dict[str, tuple[Callable[[], Any], str]] = {
+    "no tensor": (lambda: pack_mxfp4([1], codes(1, 128, 1)), "values"),  # type: ignore[arg-type]
+    "n": (lambda: pack_mxfp4(codes(1, 64, 16), codes(1, 64, 1)), "n is 64; .* multiple of 128"),
+    "k": (lambda: pack_mxfp4(codes(1, 128, 8), codes(1, 128, 1)), "k is 16; .* multiple of 32"),
+    "scales": (lambda: pack_mxfp4(codes(1, 128, 32), codes(1, 128, 1)), r"scales has shape"),
+    "dtype": (lambda: pack_mxfp4(codes(1, 128, 32).int(), codes(1, 128, 2)), "values has dtype"),
+    "whole numbers": (lambda: quantize_mxfp4(codes(1, 128, 32)), "weights has dtype"),
+    "columns": (lambda: quantize_mxfp4(torch.ones(1, 128, 40)), "k is 40"),
+    "a plan": (
+        lambda: Case(MXFP4).make().call(plan=GemmPlan(64)),
+        "GemmPlan.* has no MXFP4 weights: use a WgmmaPlan",
+    ),
+    "a high plan": (lambda: Case(MXFP4).make().call(plan=WgmmaPlan(256)), "block_m is 256"),
+    "rows of bfloat16": (lambda: call(a=torch.zeros(30, 256).bfloat16()), "a has dtype"),
+    "values as they are in a file": (lambda: call(b=codes(3, 256, 128)), r"b has shape"),
+    "scales of FP8 weights": (lambda: call(b_scale=torch.ones(3, 2, 2)), r"b_scale has shape"),
+    "gating alone": (lambda: call(epilogue=Gated()), "gates FP8 with GatedQuant"),
+}
+
+
+def call(**other: Any) -> object:
+    made = Case(MXFP4).make()
+    return grouped_gemm(**{"a": made.a, "b": made.b, **made.given, **other})
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_refused(name: str):
+    make, words = GIVEN[name]
+    with pytest.raises(InvalidArgument, match=words):
+        make()
+
+
+SHAPES = {
+    "contiguous": Case(MXFP4),
+    "masked": Case(MXFP4, masked=True, k_major=True),
+    "packed": Case(MXFP4, align=1, slack=0, counts=(3, 1, 7, 0, 2), k=384),
+    "bias": Case(MXFP4, bias=True),
+    "no rows": Case(MXFP4, counts=(0, 0)),
+    "half": Case(MXFP4, n=384),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_reference_multiplies_what_the_weights_mean(name: str):
+    made = SHAPES[name].make()
+    made.call().agrees(made.oracle())
+
+
+def test_the_reference_gates_and_pushes():
+    made = Case(MXFP4, n=512, bias=True).make()
+    how = GatedQuant(1.702, 1.0, 0.7)
+    made.call(how).agrees(gated(how, made.oracle()), tolerance=0.08)
+    there = torch.zeros(made.case.rows, made.case.n, dtype=torch.bfloat16)
+    made.call(Push(there.data_ptr() + torch.arange(made.case.rows) * (made.case.n * 2)))
+    live = made.case.live()
+    assert torch.equal(there[live], made.call().numbers[live])
+
+
+def test_plans_hold_most_experts_in_one_tile():
+    wanted = {1: 32, 8: 32, 16: 32, 32: 64, 64: 96, 96: 128, 128: 160, 4096: 160}
+    found = {m: fastest_plan(32, m, 4096, 7168, MXFP4, gated=True) for m in wanted}
+    assert found == {m: WgmmaPlan(block_m) for m, block_m in wanted.items()}
+    for block_m in set(wanted.values()):
+        stages = WgmmaPlan(block_m).stages(512, "mxfp4")
+        assert 4 <= stages <= 16
+        assert stages * (9 * 1024 + 132 * block_m) < SHARED_BYTES

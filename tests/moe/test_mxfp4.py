@@ -1,0 +1,150 @@
+"""A layer with MXFP4 experts: its results, its replicas, and the weights that it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.groups import settle
+from tests.moe.layers import CONFIGS, EXPERTS, Case, bound, widened
+from weft.errors import InvalidArgument
+from weft.gemm import config as gemm_config
+from weft.moe import ExpertWeights, balance
+from weft.moe.choice import MODES
+
+KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
+LOADS, OTHER = [9.0, 1, 1, 7, 1, 1, 2, 3], [1.0, 1, 8, 1, 1, 6, 1, 9]
+
+
+def case_of(name: str, *tokens: int) -> Case:
+    return Case(replace(CONFIGS[name], hidden=256, intermediate=128), tokens, mxfp4=True)
+
+
+def results(group: weft.Group, name: str, mode: str) -> bool:
+    """Near the reference with dequantised weights; equal bits with every overlap."""
+    case = case_of(name, 7, 4)
+    overlaps = ("none", *(["shared_expert"] if case.config.shared else []), "gemm_push")
+    if mode == "low_latency" and case.config.biased and group.device.type == "cuda":
+        overlaps = overlaps[:-1]
+    first = None
+    for overlap in overlaps:
+        with case.open(group, fp8=True, mode=mode, overlap=overlap) as layer:
+            assert layer.gemm == "grouped"
+            x, logits = case.of(group.rank, group.device)
+            out = layer(x, logits)
+            wanted = case.wanted(layer, x, logits, fp8=True)
+            slack = 3 * bound(case.config, wanted)
+            torch.testing.assert_close(out.float(), wanted, rtol=0, atol=slack)
+            first = out.clone() if first is None else first
+            assert torch.equal(out, first), overlap
+            settle(group.device)
+            layer.check()
+    return True
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["deepseek", "gpt-oss"])
+def test_a_layer_means_what_its_weights_mean(ranks, kind, mode, name):
+    assert ranks(2, kind)(results, name, mode) == [True] * 2
+
+
+def siblings(group: weft.Group) -> bool:
+    """Layers of one workspace have weights of either kind."""
+    case = case_of("softmax", 5, 3)
+    x, logits = case.of(group.rank, group.device)
+    with case.open(group, fp8=True) as layer:
+        stacked = [case.expert(expert) for expert in layer.local_experts]
+        every = ExpertWeights.stack(case.config, stacked, group.device)
+        for other in (case.next(mxfp4=False), case):
+            with layer.sibling(other.packed(every)) as sibling:
+                out, wanted = sibling(x, logits), other.wanted(layer, x, logits, fp8=True)
+                slack = 3 * bound(case.config, wanted)
+                torch.testing.assert_close(out.float(), wanted, rtol=0, atol=slack)
+        assert torch.equal(layer(x, logits), out)
+    return True
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_siblings_have_weights_of_either_kind(ranks, kind):
+    assert ranks(2, kind)(siblings) == [True] * 2
+
+
+def relocated(group: weft.Group) -> bool:
+    """Units and powers move with their experts; FP8 weights are not copied into them."""
+    case = case_of("gpt-oss", 6, 5)
+    first, second = (balance(loads, 2, replicas=2) for loads in (LOADS, OTHER))
+    x, logits = case.of(group.rank, group.device)
+    every = ExpertWeights.stack(case.config, [case.expert(e) for e in range(EXPERTS)], group.device)
+    with case.open(group, fp8=True, replicas=first) as layer:
+        assert layer.relocate(second) > 0
+        for tensor, whole in zip(layer._weights.tensors, case.packed(every).tensors, strict=True):
+            assert torch.equal(tensor, whole[list(second.local(group.rank))])
+        out, wanted = layer(x, logits), case.wanted(layer, x, logits, fp8=True)
+        torch.testing.assert_close(out.float(), wanted, rtol=0, atol=4 * bound(case.config, wanted))
+        local = [case.expert(expert) for expert in first.local(group.rank)]
+        mine = ExpertWeights.stack(case.config, local, group.device)
+        with pytest.raises(InvalidArgument, match=r"weights are torch.float8_e4m3fn, those of the"):
+            layer.relocate(first, weights=mine.to_fp8())
+        layer.relocate(first, weights=mine.to_mxfp4())
+        again = layer(x, logits)
+        torch.testing.assert_close(
+            again.float(), wanted, rtol=0, atol=4 * bound(case.config, wanted)
+        )
+        settle(group.device)
+    return True
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_are_relocated(ranks, kind):
+    assert ranks(2, kind)(relocated) == [True] * 2
+
+
+def weights(**changes: Any) -> tuple[ExpertWeights, Case]:
+    case = case_of("softmax", 1)
+    case = case.next(config=replace(case.config, **changes))
+    return ExpertWeights.stack(case.config, [case.expert(e) for e in range(EXPERTS)]), case
+
+
+def test_weights_are_checked():
+    plain, case = weights()
+    packed, cpu = plain.to_mxfp4(), torch.device("cpu")
+    packed.check(case.config, EXPERTS, cpu, fp8=True)
+    for wrong, words in (
+        (packed, None),
+        (replace(packed, gate_up_scale=None), "gate_up_scale"),
+        (replace(packed, down_scale=torch.ones(EXPERTS, 2, 1)), "down_scale has shape"),
+        (replace(packed, down=plain.to_fp8().down), "down has"),
+        (replace(packed, gate_up=packed.gate_up[:, :2].contiguous()), "gate_up has shape"),
+    ):
+        if words is None:
+            with pytest.raises(InvalidArgument, match="build the layer with fp8=True|has dtype"):
+                wrong.check(case.config, EXPERTS, cpu)
+        else:
+            with pytest.raises(InvalidArgument, match=words):
+                wrong.check(case.config, EXPERTS, cpu, fp8=True)
+    with pytest.raises(InvalidArgument, match="the layer is torch.float32; MXFP4 weights are for"):
+        packed.check(replace(case.config, dtype=torch.float32), EXPERTS, cpu, fp8=True)
+    with pytest.raises(InvalidArgument, match="torch.uint8 with scales; MXFP4 is made of"):
+        packed.to_mxfp4()
+
+
+def test_numbers_are_rounded_to_four_bits():
+    plain, _ = weights()
+    packed = plain.to_mxfp4()
+    for name in ("gate_up", "down"):
+        wide = widened(getattr(packed, name), getattr(packed, f"{name}_scale"))
+        error = (wide - getattr(plain, name).float()).square().mean().sqrt()
+        assert 0.05 < error / getattr(plain, name).float().square().mean().sqrt() < 0.15
+
+
+def test_gpus_that_are_not_hopper_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gemm_config, "is_hopper", lambda _: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    words = "MXFP4 weights need compute capability 9.0, cuda:0 has 10.0: use FP8 weights"
+    with pytest.raises(InvalidArgument, match=words):
+        weft.gemm.fastest_plan(8, 4, 256, 256, torch.uint8, device=torch.device("cuda", 0))
