@@ -31,7 +31,7 @@ OPERANDS = "    const Operands<S> operands(tiles);\n"
 SCALES = (
     "    TileScheduler<S> scheduler{smem};\n    PipelineState<S.stages> pipeline;\n    Tile tile;\n"
     "    while (scheduler.next(tile))\n"
-    "        for (u32 k = 0; k < S.k_blocks(); k += S.scale_k_blocks()) {"
+    "        for (u32 k = 0; k < S.k_blocks(); k += scale_k_blocks) {"
 )
 GROUP_BARRIER = "        named_barrier(warpgroup_barrier + group, warpgroup_threads);\n"
 

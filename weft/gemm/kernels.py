@@ -349,14 +349,13 @@ def weights_map(
 ) -> bytes:
     """The tensor map of the weights: boxes of 128 rows of one expert.
 
-    Gated FP8: of 64 rows, gate or up, since boxes of more dimensions load more slowly. Other gated
-    dtypes: eight rows of gate, eight of up, and so on; these strides do not ascend, which the
-    driver and the copy engine accept.
+    Gated FP8: of 64 rows, gate or up. Other gated dtypes: eight rows of gate, eight of up, and so
+    on; these strides do not ascend, which the driver and the copy engine accept.
     """
     row, half = row_bytes, n // 2
     if fp8 or not gated:
-        box = BLOCK_K_BYTES, BLOCK_N // 2 if gated else BLOCK_N
-        return tensor_map(address, (row, experts * n), (row,), box)
+        n_box = BLOCK_N // 2 if gated else BLOCK_N
+        return tensor_map(address, (row, experts * n), (row,), (BLOCK_K_BYTES, n_box))
     sizes, box = (row, 8, 2, half // 8, experts), (BLOCK_K_BYTES, 8, 2, 8, 1)
     return tensor_map(address, sizes, (row, half * row, 8 * row, n * row), box)
 

@@ -119,6 +119,7 @@ template <GemmShape S> WEFT_FN void sort_groups(GemmShared<S>& smem, u32 listed,
             group[i] = smem.groups[at];
             position[i] = 0;
             const u32 height = smem.block_ends[at];
+#pragma unroll 8
             for (u32 other = 0; other < listed; ++other) {
                 const u32 theirs = smem.block_ends[other];
                 position[i] += theirs > height || (theirs == height && other < at);
