@@ -11,6 +11,34 @@ constexpr u32 rows_in_flight = 8;  // of one token, in each lane
 constexpr u32 block_lanes = scale_columns / lane_columns;
 constexpr u32 blocks_in_strip = warp_lanes / block_lanes;
 
+// Posts a lane's columns of a row as FP8, from column v * n on. The lanes of a block share its
+// maximum, so all lanes of the warp take part. Nothing is written after the last scale, because no
+// reader waits for those words: such a word could arrive after the row has been read, and would
+// then be taken for a part of the next row.
+template <u32 hidden, u32 n> WEFT_FN void post_fp8(u8* row, u32 v, const float (&x)[n]) {
+    constexpr u32 lanes = scale_columns / n;
+    const u32 amax = block_amax_bits<scale_columns>(x);
+    if (v >= hidden / n) return;
+    const BlockScale block = block_scale(amax);
+    const bool broken = amax >= infinity_bits;
+    if constexpr (n == lane_columns) {
+        post_vector(reinterpret_cast<uint4*>(row) + v, quantize(x, block.inverse, broken));
+    } else {
+        float scaled[n];
+        u32 word[n / 4];
+#pragma unroll
+        for (u32 i = 0; i < n; ++i) scaled[i] = __fmul_rn(x[i], block.inverse);
+        e4m3_words(word, scaled, broken);
+        if constexpr (n == 8)
+            store_relaxed(reinterpret_cast<u64*>(row) + v, u64(word[1]) << 32 | word[0]);
+        else
+            store_relaxed(reinterpret_cast<u32*>(row) + v, word[0]);
+    }
+    if (v % lanes == 0)
+        store_relaxed(reinterpret_cast<u32*>(row + hidden) + v / lanes,
+                      __float_as_uint(block.scale));
+}
+
 // Vectors that one lane polls, `step` bytes apart, first when they are declared.
 template <u32 count, u64 step> struct PolledVectors {
     uint4 v[count];
