@@ -7,6 +7,7 @@
 // receivers    sum rows as they arrive and restore the sentinels
 #pragma once
 #include <weft/alltoall/phases.cuh>
+#include <weft/device/roles.cuh>
 #include <weft/device/row.cuh>
 
 namespace weft {

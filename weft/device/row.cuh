@@ -2,8 +2,8 @@
 // them at a time; operators say which rows, and where they are.
 #pragma once
 #include <weft/device/quantize_warp.cuh>
-#include <weft/device/roles.cuh>
 #include <weft/device/sentinel_vector.cuh>
+#include <weft/device/wait.cuh>
 
 namespace weft {
 
@@ -67,12 +67,15 @@ template <u32 count, u64 step> struct PolledVectors {
     }
 };
 
-// Polls what a lane misses (`left`), or with many tokens one of it, and the rest once it has come.
-template <class Rows> WEFT_FN void poll_missing(Rows& rows, u32 left, u32 tokens) {
-    const u32 next = next_polled(left, tokens);
-    rows.poll(next);
+// Polls the vectors that a lane misses (`left`, one bit each). With more than small_batch_tokens it
+// polls one, because other warps need the cache too, and the others once that one has come.
+constexpr u32 small_batch_tokens = 32;
+template <class Poll, class Missing>
+WEFT_FN void poll_missing(u32 left, u32 tokens, const Poll& poll, const Missing& missing) {
+    const u32 next = tokens > small_batch_tokens ? left & (0u - left) : left;
+    poll(next);
     if (next == left) return;
-    if (const u32 now = rows.missing(); now != left) rows.poll(now);
+    if (const u32 now = missing(); now != left) poll(now);
 }
 
 // One strip of up to eight rows of a token, `step` bytes apart: one vector of each row in each
@@ -146,7 +149,8 @@ WEFT_FN bool await_rows(Header& header, const Site& site, u64 wanted, u32 tokens
         };
         const bool waiting = left == 0 || spin.keep_waiting_for(header, site, describe);
         if (!__all_sync(all_lanes, waiting)) return false;
-        poll_missing(rows, left, tokens);
+        poll_missing(
+            left, tokens, [&](u32 which) { rows.poll(which); }, [&] { return rows.missing(); });
     }
     return true;
 }
