@@ -14,19 +14,12 @@ template <Reduction R> struct Call {
     u32 side() const { return side_of(epoch); }
 };
 
-// Two words, in which each one that equals the sentinel is replaced by another NaN.
-template <DType D> u64 canonical(u64 words) {
-    constexpr u32 other = D == DType::fp32 ? 0x7fffffffu : 0x7fff7fffu;
-    const u32 low = u32(words) == sentinel ? other : u32(words);
-    const u32 high = u32(words >> 32) == sentinel ? other : u32(words >> 32);
-    return u64(high) << 32 | low;
-}
-
 template <Reduction R> void push_row(u8* slot, const u8* row) {
     for (u32 at = 0; at < R.row_bytes(); at += 8) {
-        u64 words;
-        std::memcpy(&words, row + at, 8);
-        store_release(reinterpret_cast<u64*>(slot + at), canonical<R.dtype>(words));
+        u32 word[2];
+        std::memcpy(word, row + at, 8);
+        for (u32& each : word) each = without_sentinel<R.dtype>(each);
+        store_release(reinterpret_cast<u64*>(slot + at), u64(word[1]) << 32 | word[0]);
     }
 }
 

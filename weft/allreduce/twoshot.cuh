@@ -164,7 +164,7 @@ WEFT_FN void finish_part(const Call<R>& call, const PeerVector<R>& at, bool vali
     uint4* slot = reinterpret_cast<uint4*>(own.whole[slot_idx][at.group]) + at.v;
     valid = valid && await_vector<R>(call, slot, at.owner, at.token, at.v, row);
     if (valid) {
-        post_vector(slot, sentinel_vector());
+        restore_sentinel(slot);
         if (a.out != nullptr) store(vector_of<R>(a.out, at.token, at.v), row);
         if (adds) row = add_rounded<R>(row, residual);
         if (a.residual_out != nullptr) store(vector_of<R>(a.residual_out, at.token, at.v), row);
@@ -213,7 +213,7 @@ WEFT_FN bool receive_sum(const Call<R>& call, const PeerVector<R>& at, Pending& 
     if (!is_ready(vector.sum) &&
         !await_vector<R>(call, vector.slot, at.owner, at.token, at.v, vector.sum))
         return false;
-    post_vector(vector.slot, sentinel_vector());
+    restore_sentinel(vector.slot);
     row = a.residual ? add_rounded<R>(vector.sum, vector.residual) : vector.sum;
     if (a.out != nullptr) store(vector_of<R>(a.out, at.token, at.v), vector.sum);
     if (a.residual_out != nullptr) store(vector_of<R>(a.residual_out, at.token, at.v), row);

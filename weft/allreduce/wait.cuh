@@ -112,7 +112,7 @@ WEFT_FN bool await_vectors(const Call<R>& call, const PeerSlots& slots, u32 toke
 template <Reduction R> WEFT_FN void clear_slots(const Call<R>& call, const PeerSlots& slots) {
 #pragma unroll
     for (u32 offset = 1; offset < R.ranks; ++offset)
-        post_vector(slots.at(call.me(), next_rank<R>(call.me(), offset)), sentinel_vector());
+        restore_sentinel(slots.at(call.me(), next_rank<R>(call.me(), offset)));
 }
 
 template <Reduction R>

@@ -7,15 +7,12 @@
 // receivers    sum rows as they arrive and restore the sentinels
 #pragma once
 #include <weft/alltoall/phases.cuh>
-#include <weft/device/quantize_warp.cuh>
 #include <weft/device/roles.cuh>
-#include <weft/device/sentinel_vector.cuh>
+#include <weft/device/row.cuh>
 
 namespace weft {
 
-constexpr u32 blocks_in_strip = warp_lanes * lane_columns / scale_columns;
 constexpr u32 max_strips = warp_lanes / blocks_in_strip;  // of one fragment: one lane per scale
-constexpr u32 rows_in_flight = 8;                         // of one token, in each lane
 
 // A row in strips of 512 columns, sixteen per lane of a warp.
 template <Shape S> struct Strips {
@@ -134,112 +131,28 @@ WEFT_FN void push_fragments(const Block& team, const CombineArgs& a, WarpUnits w
     }
 }
 
-// One strip of the rows of peers first .. first + 7 and the scales of its blocks, one scale per
-// lane.
-template <Shape S> struct ReceivedStrip {
-    static constexpr u32 count = S.ranks < rows_in_flight ? S.ranks : rows_in_flight;
-    uint4 v[count];
-    u32 scale;
-    u8* row;     // of peer `first`
-    u32 vector;  // of each row
-    u32 block;   // whose scale this lane holds, of peer first + scale_peer
-    u32 wanted;  // the peers, as bits
-
-    WEFT_FN static u64 step() { return sizeof(Returned<S>::row[0]); }
-    WEFT_FN u32 scale_peer() const { return threadIdx.x % warp_lanes / blocks_in_strip; }
-    WEFT_FN bool holds_scale() const {
-        return (wanted >> scale_peer() & 1) != 0 && block < Strips<S>::blocks;
-    }
-    WEFT_FN bool valid(u32 i) const {
-        return (wanted >> i & 1) != 0 && vector < Strips<S>::vectors;
-    }
-    WEFT_FN const uint4* address(u32 i) const {
-        return reinterpret_cast<const uint4*>(row + i * step()) + vector;
-    }
-    WEFT_FN u32* scale_address() const {
-        return Strips<S>::scales(row + scale_peer() * step()) + block;
-    }
-
-    WEFT_FN ReceivedStrip(const CombineArgs& a, u32 token, u32 strip, u32 first, u32 destinations)
-        : scale(sentinel),
-          row(own_share<S>(a.site).inbox.returned.row[first][token]),
-          vector(Strips<S>::vector(strip)),
-          block(strip * blocks_in_strip + threadIdx.x % blocks_in_strip),
-          wanted(destinations >> first & ((1u << count) - 1)) {}
-
-    WEFT_FN void poll(u32 which) {
-#pragma unroll
-        for (u32 i = 0; i < count; ++i)
-            if ((which >> i & 1) != 0 && valid(i)) v[i] = poll_vector(address(i));
-        if (holds_scale() && scale == sentinel) scale = load_relaxed(scale_address());
-    }
-    // The peers of whose rows this lane still misses something.
-    WEFT_FN u32 missing() const {
-        u32 found = holds_scale() && scale == sentinel ? 1u << scale_peer() : 0;
-#pragma unroll
-        for (u32 i = 0; i < count; ++i)
-            if (valid(i) && !is_ready(v[i])) found |= 1u << i;
-        return found;
-    }
-    WEFT_FN void restore() const {
-#pragma unroll
-        for (u32 i = 0; i < count; ++i)
-            if (valid(i)) restore_sentinel(const_cast<uint4*>(address(i)));
-        if (holds_scale()) store_relaxed(scale_address(), sentinel);
-    }
-    // Adds in rank order. All lanes of the warp take part.
-    WEFT_FN void add_to(float (&sum)[lane_columns]) const {
-        constexpr u32 lanes = scale_columns / lane_columns;
-#pragma unroll
-        for (u32 i = 0; i < count; ++i) {
-            const u32 theirs = __shfl_sync(all_lanes, scale,
-                                           i * blocks_in_strip + threadIdx.x % warp_lanes / lanes);
-            if (wanted >> i & 1) add_e4m3(sum, v[i], __uint_as_float(theirs));
-        }
-    }
-};
-
-// Polls until everything that a warp has polled is ready; false, for all its lanes, when a wait has
-// failed.
-template <Shape S>
-WEFT_FN bool await_rows(const CombineArgs& a, u64 wanted, u32 first, ReceivedStrip<S>& rows) {
-    Header& header = own_share<S>(a.site).header;
-    SpinWait spin;
-    for (u32 left = rows.missing(); !__all_sync(all_lanes, left == 0); left = rows.missing()) {
-        const u32 peer = left != 0 ? first + u32(__ffs(i32(left)) - 1) : a.site.rank;
-        const Wait wait{peer, Phase::combine, wanted, (wanted - 1) & epoch_mask};
-        const bool waiting = left == 0 || spin.keep_waiting(header, a.site, wait);
-        if (!__all_sync(all_lanes, waiting)) return false;
-        const u32 next = next_polled(left, a.tokens);
-        rows.poll(next);
-        if (next != left && rows.missing() != left) rows.poll(rows.missing());
-    }
-    return true;
-}
-
 // One strip of out[token] = the sum of its ranks' rows in rank order, in fp32, then `add`, rounded
 // once.
 template <Shape S>
 WEFT_FN bool sum_strip(const CombineArgs& a, u64 wanted, u32 token, u32 strip, u32 destinations) {
-    constexpr u32 width = elements_in_vector(S.dtype), parts = lane_columns / width;
+    using Rows = RowStrip<S.dtype, true, S.hidden, S.ranks, sizeof(Returned<S>::row[0])>;
+    Share<S>& own = own_share<S>(a.site);
     float sum[lane_columns] = {};
 #pragma unroll 1
     for (u32 first = 0; first < S.ranks; first += rows_in_flight) {
-        ReceivedStrip<S> rows(a, token, strip, first, destinations);
-        rows.poll(~0u);
-        if (!await_rows<S>(a, wanted, first, rows)) return false;
+        Rows rows(own.inbox.returned.row[first][token], strip, destinations >> first);
+        if (!await_rows(own.header, a.site, wanted, a.tokens, rows,
+                        [&](u32 i) { return first + i; }))
+            return false;
         rows.restore();
-        rows.add_to(sum);
+#pragma unroll
+        for (u32 i = 0; i < Rows::count; ++i) rows.add_to(sum, i);
     }
     const u32 v = Strips<S>::vector(strip);
     if (v >= Strips<S>::vectors) return true;
+    constexpr u32 parts = Columns<S.dtype>::vectors;
     const u64 at = u64(token) * (S.out_bytes() / 16) + v * parts;
-#pragma unroll
-    for (u32 i = 0; i < parts; ++i) {
-        float (&part)[width] = reinterpret_cast<float (&)[width]>(sum[i * width]);
-        if (a.add) add_vector<S.dtype>(part, load_input(static_cast<const uint4*>(a.add) + at + i));
-        static_cast<uint4*>(a.out)[at + i] = round_vector<S.dtype>(part);
-    }
+    store_sum<S.dtype>(a.out, a.add, at, sum);
     return true;
 }
 

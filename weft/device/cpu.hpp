@@ -63,18 +63,24 @@ template <DType D, u32 count> void read_block(float (&x)[count], const u8* row, 
     for (u32 i = 0; i < count; ++i) x[i] = widen<D>(reinterpret_cast<const Bits<D>*>(row)[at + i]);
 }
 
+// One block as FP8; returns its scale.
+template <u32 columns> float quantize_block(const float (&x)[columns], u8* values) {
+    const u32 amax = amax_bits_of(x);
+    const BlockScale scale = block_scale(amax);
+    store_block(x, scale.inverse, amax >= infinity_bits, values);
+    return scale.scale;
+}
+
 // One block of a row as FP8: e4m3 values to `values`, its scale to `scales`.
 template <Quant quant, u32 columns>
 void quantize_block(const float (&x)[columns], u32 block, u8* values, u8* scales) {
-    const u32 amax = amax_bits_of(x);
-    const bool broken = amax >= infinity_bits;
     if constexpr (quant == Quant::mxfp8) {
+        const u32 amax = amax_bits_of(x);
         scales[block] = u8(mx_exponent(amax));
-        store_block(x, mx_inverse(scales[block]), broken, values + block * columns);
+        store_block(x, mx_inverse(scales[block]), amax >= infinity_bits, values + block * columns);
     } else {
-        const BlockScale scale = block_scale(amax);
-        std::memcpy(scales + 4 * block, &scale.scale, 4);
-        store_block(x, scale.inverse, broken, values + block * columns);
+        const float scale = quantize_block(x, values + block * columns);
+        std::memcpy(scales + 4 * block, &scale, 4);
     }
 }
 

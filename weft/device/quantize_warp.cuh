@@ -29,6 +29,14 @@ WEFT_FN void add_e4m3(float (&sum)[lane_columns], uint4 v, float scale) {
     }
 }
 
+// sum[i] += weight * (scale * the values), each rounded.
+WEFT_FN void add_e4m3(float (&sum)[lane_columns], uint4 v, float scale, float weight) {
+    float x[lane_columns] = {};
+    add_e4m3(x, v, scale);
+#pragma unroll
+    for (u32 i = 0; i < lane_columns; ++i) sum[i] = __fadd_rn(sum[i], __fmul_rn(weight, x[i]));
+}
+
 // The 16 columns of one lane, from a row of any dtype.
 template <DType D> struct Columns {
     static constexpr u32 vectors = D == DType::fp32 ? 4 : 2;

@@ -4,15 +4,6 @@
 
 namespace weft {
 
-// Up to this many tokens a receiver polls all missing words at once. With more it polls one at a
-// time, because other warps need the cache too.
-constexpr u32 small_batch_tokens = 32;
-
-// The missing vectors of a lane (`left`, one bit each) that it polls next.
-WEFT_FN u32 next_polled(u32 left, u32 tokens) {
-    return tokens > small_batch_tokens ? left & (0u - left) : left;
-}
-
 // The units of a role's work that one warp does: `first`, `first + step`, ...
 struct WarpUnits {
     u32 first, step;

@@ -10,6 +10,7 @@ namespace weft {
 constexpr u32 sentinel = 0xffffffffu;  // two NaNs of 16 bits, or one of 32
 constexpr u64 sentinel_pair = ~0ull;
 
+// Of two words, or of one.
 WEFT_FN constexpr bool is_ready(u64 words) {
     return u32(words) != sentinel && u32(words >> 32) != sentinel;
 }
@@ -21,6 +22,13 @@ template <DType D> WEFT_FN u32 canonical(u32 word) {
     const u32 high = (word >> 16) == 0xffffu ? 0x80000000u : 0u;
     const u32 low = (word & 0xffffu) == 0xffffu ? 0x8000u : 0u;
     return word & ~(high | low);
+}
+
+// The cheaper form, for rows of which only the sum is seen: a word that equals the sentinel becomes
+// another NaN, without looking at its 16-bit halves.
+template <DType D> WEFT_FN u32 without_sentinel(u32 word) {
+    constexpr u32 other = D == DType::fp32 ? 0x7fffffffu : 0x7fff7fffu;
+    return word == sentinel ? other : word;
 }
 
 }  // namespace weft

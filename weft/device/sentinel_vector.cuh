@@ -17,15 +17,9 @@ template <DType D> WEFT_FN uint4 canonical(uint4 v) {
     return make_uint4(canonical<D>(v.x), canonical<D>(v.y), canonical<D>(v.z), canonical<D>(v.w));
 }
 
-// The cheaper form, for rows of which only the sum is seen: a word that equals the sentinel becomes
-// another NaN, without looking at its 16-bit halves.
 template <DType D> WEFT_FN uint4 without_sentinel(uint4 v) {
-    constexpr u32 other = D == DType::fp32 ? 0x7fffffffu : 0x7fff7fffu;
-    v.x = v.x == sentinel ? other : v.x;
-    v.y = v.y == sentinel ? other : v.y;
-    v.z = v.z == sentinel ? other : v.z;
-    v.w = v.w == sentinel ? other : v.w;
-    return v;
+    return make_uint4(without_sentinel<D>(v.x), without_sentinel<D>(v.y), without_sentinel<D>(v.z),
+                      without_sentinel<D>(v.w));
 }
 
 }  // namespace weft

@@ -184,14 +184,16 @@ struct SpinWait {
     u64 start = 0;
     u32 polls = 0;
 
-    // Will the next `keep_waiting` check the deadline?
-    WEFT_FN bool checks_next() const { return (polls + 1) % polls_per_check == 0; }
-
     // False when the wait has failed; the reason is recorded then.
     WEFT_FN bool keep_waiting(Header& header, const Site& site, const Wait& wait) {
+        return keep_waiting_for(header, site, [&] { return wait; });
+    }
+    // The same; `describe` makes the Wait when it is checked.
+    template <class Describe>
+    WEFT_FN bool keep_waiting_for(Header& header, const Site& site, const Describe& describe) {
         if (++polls % polls_per_check == 0) {
             if (start == 0) start = now_ns();
-            if (wait_failed(header, site, wait, start)) return false;
+            if (wait_failed(header, site, describe(), start)) return false;
         }
         relax(polls);
         return true;

@@ -4,7 +4,7 @@
 // one; its last CTA publishes the flags. A warp takes 32 vectors of one token at a time, one per
 // lane, so that all rows of a token are in flight at once and small batches still fill the GPU.
 #pragma once
-#include <weft/device/quantize_warp.cuh>
+#include <weft/device/row.cuh>
 #include <weft/grouping/rows.cuh>
 
 namespace weft {
@@ -107,27 +107,6 @@ template <Shape S, Grouping G> WEFT_FN void scatter(const GroupArgs& a) {
     });
 }
 
-// Sixteen lanes make a block of 128 columns, in fp32 a whole warp. Whole warps come here, because
-// the lanes of a block share their maximum.
-template <Shape S> WEFT_FN void store_fp8(const Strip<S>& strip, uint4 v, u8* row) {
-    constexpr u32 width = elements_in_vector(S.dtype), lanes = scale_columns / width;
-    float x[width] = {};
-    add_vector<S.dtype>(x, v);
-    const u32 amax = block_amax_bits<scale_columns>(x), at = strip.vector();
-    if (!strip.exists()) return;
-    const BlockScale block = block_scale(amax);
-    u32 word[width / 4];
-    scale_by(x, block.inverse);
-    e4m3_words(word, x, amax >= infinity_bits);
-    if constexpr (width == 8)
-        store_relaxed(reinterpret_cast<u64*>(row) + at, u64(word[1]) << 32 | word[0]);
-    else
-        store_relaxed(reinterpret_cast<u32*>(row) + at, word[0]);
-    if (at % lanes == 0)
-        store_relaxed(reinterpret_cast<u32*>(row + S.hidden) + at / lanes,
-                      __float_as_uint(block.scale));
-}
-
 // Sends to its owner what a token's experts made here.
 template <Shape S> WEFT_FN void send_strip(const GroupArgs& a, const Strip<S>& strip) {
     const u32 source = strip.at.source, token = strip.at.token;
@@ -138,10 +117,13 @@ template <Shape S> WEFT_FN void send_strip(const GroupArgs& a, const Strip<S>& s
     } else {
         u8* to = share<S>(a.site, source).inbox.returned.row[a.site.rank][token];
         const uint4 sum = sum_rows<S>(strip, a.y);
-        if constexpr (S.combine == Combine::push_fp8)
-            store_fp8<S>(strip, sum, to);
-        else
+        if constexpr (S.combine == Combine::push_fp8) {
+            float x[elements_in_vector(S.dtype)] = {};
+            add_vector<S.dtype>(x, sum);
+            post_fp8<S.hidden>(to, strip.vector(), x);
+        } else {
             strip.store_to(to, sum);
+        }
     }
 }
 

@@ -12,101 +12,31 @@
 
 namespace weft {
 
-constexpr u32 rows_in_flight = 8;  // of one token, in each lane
-
-// One lane's columns of one returned row.
-template <LowLatencyShape S> struct ReturnedFragment {
-    uint4 v;
-    u32 scale;  // of its block, in the block's first lane
-
-    static constexpr u32 columns = S.combine_fp8 ? lane_columns : elements_in_vector(S.dtype);
-    static constexpr u32 row_lanes = S.hidden / columns;
-    static constexpr u32 units = (row_lanes + warp_lanes - 1) / warp_lanes;  // of a token
-    static constexpr u32 lanes = scale_columns / lane_columns;
-
-    WEFT_FN static u32* scale_at(u8* row, u32 at) {
-        return reinterpret_cast<u32*>(row + S.hidden) + at / lanes;
-    }
-    WEFT_FN void load(u8* row, u32 at) {
-        v = poll_vector(reinterpret_cast<const uint4*>(row) + at);
-        if constexpr (S.combine_fp8)
-            if (at % lanes == 0) scale = load_relaxed(scale_at(row, at));
-    }
-    WEFT_FN bool is_ready_at(u32 at) const {
-        if constexpr (S.combine_fp8)
-            if (at % lanes == 0 && scale == sentinel) return false;
-        return is_ready(v);
-    }
-    WEFT_FN void restore(u8* row, u32 at) const {
-        restore_sentinel(reinterpret_cast<uint4*>(row) + at);
-        if constexpr (S.combine_fp8)
-            if (at % lanes == 0) store_relaxed(scale_at(row, at), sentinel);
-    }
-    // All lanes of the warp take part.
-    WEFT_FN void add_to(float (&sum)[columns], float weight) const {
-        float x[columns] = {};
-        if constexpr (S.combine_fp8) {
-            const float block = __uint_as_float(
-                __shfl_sync(all_lanes, scale, threadIdx.x % warp_lanes / lanes * lanes));
-            add_e4m3(x, v, block);
-        } else {
-            add_vector<S.dtype>(x, v);
-        }
-#pragma unroll
-        for (u32 i = 0; i < columns; ++i) {
-            const float part = S.reduce == Reduce::sender ? x[i] : __fmul_rn(weight, x[i]);
-            sum[i] = __fadd_rn(sum[i], part);
-        }
-    }
-};
+// Rows of one token that return to its owner.
+template <LowLatencyShape S>
+using ReturnedStrip =
+    RowStrip<S.dtype, S.combine_fp8, S.hidden, S.returned_rows(), S.returned_vectors() * 16>;
 
 // Waits for rows first .. first + 7 of a token, those in `expected`, restores their sentinels and
 // adds them. False when a wait has failed.
 template <LowLatencyShape S, u32 n>
-WEFT_FN bool add_rows(const LowLatencyCombineArgs& a, u64 wanted, u32 token, u32 at, u32 first,
+WEFT_FN bool add_rows(const LowLatencyCombineArgs& a, u64 wanted, u32 token, u32 strip, u32 first,
                       u32 expected, float lane_weight, float (&sum)[n], TraceRecorder& recorder) {
-    constexpr u32 count = S.returned_rows() < rows_in_flight ? S.returned_rows() : rows_in_flight;
     LowLatencyShare<S>& own = own_share<S>(a.site);
-    const bool valid = at < ReturnedFragment<S>::row_lanes;
-    ReturnedFragment<S> fragment[count];
-#pragma unroll
-    for (u32 i = 0; i < count; ++i)
-        if (valid && (expected >> (first + i) & 1))
-            fragment[i].load(own.inbox.returned_row(token, first + i), at);
-    const auto missing = [&] {
-        u32 found = 0;
-#pragma unroll
-        for (u32 i = 0; i < count; ++i)
-            if (valid && (expected >> (first + i) & 1) && !fragment[i].is_ready_at(at))
-                found |= 1u << i;
-        return found;
-    };
-    const auto poll = [&](u32 which) {
-#pragma unroll
-        for (u32 i = 0; i < count; ++i)
-            if (which >> i & 1) fragment[i].load(own.inbox.returned_row(token, first + i), at);
-    };
-    SpinWait spin;
+    ReturnedStrip<S> rows(own.inbox.returned_row(token, first), strip, expected >> first);
     const u64 since = recorder.waits();
-    for (u32 left = missing(); !__all_sync(all_lanes, left == 0); left = missing()) {
-        u32 peer = a.site.rank;
-        if (left != 0 && spin.checks_next())
-            peer = missing_rank<S>(a, token, first + u32(__ffs(i32(left)) - 1));
-        const Wait wait{peer, Phase::combine, wanted, epoch_before(wanted)};
-        const bool waiting = left == 0 || spin.keep_waiting(own.header, a.site, wait);
-        if (!__all_sync(all_lanes, waiting)) return false;
-        const u32 next = next_polled(left, a.tokens);
-        poll(next);
-        if (next != left && missing() != left) poll(missing());
-    }
+    if (!await_rows(own.header, a.site, wanted, a.tokens, rows,
+                    [&](u32 i) { return missing_rank<S>(a, token, first + i); }))
+        return false;
     recorder.waited(since, a.site.rank);
+    rows.restore();
 #pragma unroll
-    for (u32 i = 0; i < count; ++i)
-        if (expected >> (first + i) & 1) {
-            const float weight = __shfl_sync(all_lanes, lane_weight, first + i);
-            if (valid) fragment[i].restore(own.inbox.returned_row(token, first + i), at);
-            fragment[i].add_to(sum, weight);
-        }
+    for (u32 i = 0; i < ReturnedStrip<S>::count; ++i) {
+        if constexpr (S.reduce == Reduce::sender)
+            rows.add_to(sum, i);
+        else
+            rows.add_to(sum, i, __shfl_sync(all_lanes, lane_weight, first + i));
+    }
     return true;
 }
 
@@ -115,34 +45,27 @@ WEFT_FN bool add_rows(const LowLatencyCombineArgs& a, u64 wanted, u32 token, u32
 template <LowLatencyShape S>
 WEFT_FN bool sum_columns(const LowLatencyCombineArgs& a, u64 wanted, u32 token, u32 unit,
                          TraceRecorder& recorder) {
-    constexpr u32 width = elements_in_vector(S.dtype), parts = ReturnedFragment<S>::columns / width;
-    const u32 lane = threadIdx.x % warp_lanes;
-    const u32 at = unit % ReturnedFragment<S>::units * warp_lanes + lane;
+    const u32 lane = threadIdx.x % warp_lanes, strip = unit % ReturnedStrip<S>::strips;
+    const u32 at = strip * warp_lanes + lane;
     const u32 expected = a.routing.expected[2 * token + (S.reduce == Reduce::sender)];
     float weight = 1.0f;
     if (S.reduce == Reduce::receiver && a.weights != nullptr && lane < S.top_k)
         weight = a.weights[u64(token) * S.top_k + lane];
-    float sum[ReturnedFragment<S>::columns] = {};
+    float sum[ReturnedStrip<S>::columns] = {};
 #pragma unroll
     for (u32 first = 0; first < S.returned_rows(); first += rows_in_flight)
-        if (!add_rows<S>(a, wanted, token, at, first, expected, weight, sum, recorder))
+        if (!add_rows<S>(a, wanted, token, strip, first, expected, weight, sum, recorder))
             return false;
-    if (at >= ReturnedFragment<S>::row_lanes) return true;
-    const u64 vector = u64(token) * (S.out_bytes() / 16) + at * parts;
-#pragma unroll
-    for (u32 i = 0; i < parts; ++i) {
-        float (&part)[width] = reinterpret_cast<float (&)[width]>(sum[i * width]);
-        if (a.add != nullptr)
-            add_vector<S.dtype>(part, load_input(static_cast<const uint4*>(a.add) + vector + i));
-        static_cast<uint4*>(a.out)[vector + i] = round_vector<S.dtype>(part);
-    }
+    if (at >= ReturnedStrip<S>::vectors) return true;
+    constexpr u32 parts = ReturnedStrip<S>::columns / elements_in_vector(S.dtype);
+    store_sum<S.dtype>(a.out, a.add, u64(token) * (S.out_bytes() / 16) + at * parts, sum);
     return true;
 }
 
 template <LowLatencyShape S>
 WEFT_FN bool sum_tokens(const LowLatencyCombineArgs& a, u64 wanted, WarpUnits warp_units,
                         TraceRecorder& recorder) {
-    constexpr u32 units = ReturnedFragment<S>::units;
+    constexpr u32 units = ReturnedStrip<S>::strips;
     for (u32 unit = warp_units.first; unit < a.tokens * units; unit += warp_units.step) {
         if (!sum_columns<S>(a, wanted, unit / units, unit, recorder)) return false;
         recorder.worked();

@@ -23,7 +23,10 @@ void make_row(const LowLatencyCombineArgs& a, const i32* position, const float* 
                 sum[i] = S.reduce == Reduce::sender ? sum[i] + weights[k] * x[i] : x[i];
         }
         if constexpr (S.combine_fp8) {
-            quantize_blocks<S, scale_columns, true>(row, sum);
+            for (u32 at = 0; at < S.hidden; at += scale_columns)
+                quantize_block<Quant::fp8>(
+                    reinterpret_cast<const float (&)[scale_columns]>(sum[at]), at / scale_columns,
+                    row, row + S.hidden);
         } else {
             Bits<S.dtype> rounded[S.hidden];
             for (u32 i = 0; i < S.hidden; ++i) rounded[i] = narrow<S.dtype>(sum[i]);
@@ -55,7 +58,7 @@ bool send_rows(const LowLatencyCombineArgs& a, const Progress& progress) {
                     S.reduce == Reduce::sender ? a.site.rank : u32(__builtin_ctz(left));
                 const u32 choices = S.reduce == Reduce::sender ? left : left & -left;
                 make_row<S>(a, position, weights, choices, row);
-                send_words(owner.returned_row(token, which), row, sizeof(row));
+                post_words<u64>(owner.returned_row(token, which), row, sizeof(row));
                 recorder.worked();
                 if (S.reduce == Reduce::sender) break;
             }
@@ -88,8 +91,8 @@ template <LowLatencyShape S> bool sum_token(const LowLatencyCombineArgs& a, u64 
         alignas(16) u8 row[S.returned_vectors() * 16];
         const Wait wait{missing_rank<S>(a, token, which), Phase::combine, wanted,
                         epoch_before(wanted)};
-        if (!receive_words(own.header, a.site, wait, own.inbox.returned_row(token, which), row,
-                           sizeof(row)))
+        if (!receive_words<u64>(own.header, a.site, wait, own.inbox.returned_row(token, which), row,
+                                sizeof(row)))
             return false;
         const u64 at = u64(token) * S.top_k + which;
         add_row<S>(sum, row, S.reduce == Reduce::receiver && a.weights ? a.weights[at] : 1.0f);

@@ -31,6 +31,7 @@ template <LowLatencyShape S> struct TokenRows {
             rows.weight = __uint_as_float(load_early(a.routing.weights + at));
         return rows;
     }
+    WEFT_FN u32 vector() const { return part * warp_lanes + threadIdx.x % warp_lanes; }  // of FP8
     // Behind the source's token count, positions are left from earlier dispatches.
     WEFT_FN bool is_mine() const { return token < source_tokens && i32(position) >= 0; }
 };
@@ -74,24 +75,6 @@ WEFT_FN void for_choices(const LowLatencyCombineArgs& a, const TokenRows<S>& row
     }
 }
 
-// Sends sixteen columns of each lane as FP8, eight lanes per block; all lanes of the warp take
-// part. Nothing is written behind the last scale, because no reader waits for those words: such a
-// word could arrive after the row has been read, and would then stand in the way of the next
-// dispatch's row.
-template <LowLatencyShape S>
-WEFT_FN void send_fp8_row(u8* row, u32 part, const float (&x)[lane_columns]) {
-    const u32 amax = block_amax_bits<scale_columns>(x),
-              v = part * warp_lanes + threadIdx.x % warp_lanes;
-    if (v >= S.hidden / lane_columns) return;
-    const BlockScale scale = block_scale(amax);
-    constexpr u32 lanes = scale_columns / lane_columns;
-    post_vector(reinterpret_cast<uint4*>(row) + v,
-                quantize(x, scale.inverse, amax >= infinity_bits));
-    if (v % lanes == 0)
-        store_relaxed(reinterpret_cast<u32*>(row + S.hidden) + v / lanes,
-                      __float_as_uint(scale.scale));
-}
-
 template <LowLatencyShape S>
 WEFT_FN void send_row(u8* row, u32 part, const Columns<S.dtype>& columns) {
 #pragma unroll
@@ -111,7 +94,7 @@ WEFT_FN void send_entry_rows(const LowLatencyCombineArgs& a, const TokenRows<S>&
         if constexpr (S.combine_fp8) {
             float x[lane_columns];
             columns.widen(x);
-            send_fp8_row<S>(row, rows.part, x);
+            post_fp8<S.hidden>(row, rows.vector(), x);
         } else {
             send_row<S>(row, rows.part, columns);
         }
@@ -131,7 +114,7 @@ WEFT_FN void send_sum(const LowLatencyCombineArgs& a, const TokenRows<S>& rows, 
     });
     u8* row = share_of<S>(a.site, rows.source).inbox.returned_row(rows.token, a.site.rank);
     if constexpr (S.combine_fp8) {
-        send_fp8_row<S>(row, rows.part, sum);
+        post_fp8<S.hidden>(row, rows.vector(), sum);
     } else {
         constexpr u32 width = elements_in_vector(S.dtype);
         Columns<S.dtype> columns;

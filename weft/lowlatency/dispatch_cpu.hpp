@@ -1,37 +1,9 @@
 // Low-latency dispatch on a CPU: the same protocol and layout with a team of one thread.
 #pragma once
-#include <cstring>
-
-#include <weft/device/cpu.hpp>
+#include <weft/device/row.hpp>
 #include <weft/lowlatency/layout.cuh>
 
 namespace weft {
-
-// Sends a row in words of eight bytes, each of which is seen whole.
-inline void send_words(u8* to, const u8* from, u32 bytes) {
-    for (u32 i = 0; i < bytes; i += 8) {
-        u64 word;
-        std::memcpy(&word, from + i, 8);
-        store_relaxed(reinterpret_cast<u64*>(to + i), word);
-    }
-}
-
-// Receives a row and restores the sentinels; false when a wait has failed.
-inline bool receive_words(Header& header, const Site& site, const Wait& wait, u8* row, u8* to,
-                          u32 bytes) {
-    SpinWait spin;
-    for (u32 i = 0; i < bytes; i += 8) {
-        u64* at = reinterpret_cast<u64*>(row + i);
-        u64 word = load_relaxed(at);
-        while (word == sentinel_pair) {
-            if (!spin.keep_waiting(header, site, wait)) return false;
-            word = load_relaxed(at);
-        }
-        std::memcpy(to + i, &word, 8);
-        store_relaxed(at, sentinel_pair);
-    }
-    return true;
-}
 
 // Copies a row so that no word of it is the sentinel.
 template <LowLatencyShape S> void copy_canonical(u8* to, const u8* from) {
@@ -46,17 +18,15 @@ template <LowLatencyShape S> void copy_canonical(u8* to, const u8* from) {
 // Stores a row as FP8 blocks with their scales behind them. Where the recipe divides, a CPU rounds
 // the quotient once, as Triton's interpreter does; Triton's kernels, and dispatch.cuh, have it
 // within two units in the last place (div_full).
-template <LowLatencyShape S, u32 columns, bool returned>
-void quantize_blocks(u8* to, float (&x)[S.hidden]) {
-    u8* scales = to + S.hidden;
-    for (u32 block = 0; block < S.hidden / columns; ++block) {
-        float (&part)[columns] = reinterpret_cast<float (&)[columns]>(x[block * columns]);
+template <LowLatencyShape S> void quantize_blocks(u8* to, float (&x)[S.hidden]) {
+    for (u32 block = 0; block < S.blocks(); ++block) {
+        float (&part)[S.group] = reinterpret_cast<float (&)[S.group]>(x[block * S.group]);
         const u32 amax = amax_bits_of(part);
-        const BlockScale scale = returned ? block_scale(amax) : scale_for<S>(amax);
-        if constexpr (!returned && S.recipe == Recipe::triton_dist)
+        const BlockScale scale = scale_for<S>(amax);
+        if constexpr (S.recipe == Recipe::triton_dist)
             for (float& each : part) each = each / divisor_of(scale.scale);
-        store_block(part, scale.inverse, amax >= infinity_bits, to + block * columns);
-        std::memcpy(scales + 4 * block, &scale.scale, 4);
+        store_block(part, scale.inverse, amax >= infinity_bits, to + block * S.group);
+        std::memcpy(to + S.hidden + 4 * block, &scale.scale, 4);
     }
 }
 
@@ -67,7 +37,7 @@ template <LowLatencyShape S> void load_token(const LowLatencyDispatchArgs& a, u3
     } else {
         float x[S.hidden];
         read_block<S.dtype>(x, from, 0);
-        quantize_blocks<S, S.group, false>(row, x);
+        quantize_blocks<S>(row, x);
     }
     if constexpr (S.reduce == Reduce::sender)
         for (u32 k = 0; k < S.top_k; ++k) {
@@ -120,7 +90,7 @@ void send_token(const LowLatencyDispatchArgs& a, u64 wanted, u32 token, u32 (&ma
         for (u32 k = 0; k < S.top_k; ++k)
             store_relaxed(&to.choices[a.site.rank][token][k],
                           tagged(wanted, owner[k] == peer ? choices[k] : 0));
-        if (ranks >> peer & 1) send_words(to.sent_row(a.site.rank, token), row, sizeof(row));
+        if (ranks >> peer & 1) post_words<u64>(to.sent_row(a.site.rank, token), row, sizeof(row));
     }
 }
 
@@ -253,8 +223,8 @@ bool receive_token(const LowLatencyDispatchArgs& a, u64 wanted, u32 source, u32 
         any |= choices[k];
     }
     alignas(16) u8 row[S.sent_vectors() * 16];
-    if (any != 0 && !receive_words(own.header, a.site, wait, own.inbox.sent_row(source, token), row,
-                                   sizeof(row)))
+    if (any != 0 && !receive_words<u64>(own.header, a.site, wait, own.inbox.sent_row(source, token),
+                                        row, sizeof(row)))
         return false;
     const u64 slot = (u64(source) * S.tokens + token) * S.top_k;
     for (u32 k = 0; k < S.top_k; ++k) {

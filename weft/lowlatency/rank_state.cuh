@@ -1,9 +1,8 @@
 // The state of the rank that every CTA of a low-latency kernel reads first, the credits, and the
 // way in which a warp's lanes share a row. The protocol is in lowlatency/layout.cuh.
 #pragma once
-#include <weft/device/quantize_warp.cuh>
 #include <weft/device/roles.cuh>
-#include <weft/device/sentinel_vector.cuh>
+#include <weft/device/row.cuh>
 #include <weft/lowlatency/layout.cuh>
 
 namespace weft {

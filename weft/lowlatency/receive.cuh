@@ -220,9 +220,7 @@ WEFT_FN bool await_row(const LowLatencyDispatchArgs& a, u64 wanted, u32 source, 
         const bool waiting = !waits || spin.keep_waiting(own.header, a.site, wait);
         if (!__all_sync(all_lanes, waiting)) return false;
         if (!has_choice) fragment.word = load_relaxed(&own.inbox.choices[source][token][lane]);
-        const u32 next = next_polled(left, a.tokens);
-        poll(next);
-        if (next != left && missing() != left) poll(missing());
+        poll_missing(left, a.tokens, poll, missing);
     }
 #pragma unroll
     for (u32 i = 0; i < lane_vectors; ++i)
