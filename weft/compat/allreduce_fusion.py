@@ -50,6 +50,7 @@ class QuantizationSFLayout(IntEnum):
 
 
 _Pattern = AllReduceFusionPattern
+_LAST_PATTERN = int(max(_Pattern))  # here, because torch.compile cannot compare enums
 _REFUSED = (_Pattern.kARResidualRMSNormFP4Quant, _Pattern.kARResidualRMSNormOutFP4Quant)
 _STATIC = (_Pattern.kARResidualRMSNormFP8Quant, _Pattern.kARResidualRMSNormOutFP8Quant)
 _GROUPED = (
@@ -214,7 +215,7 @@ def _fp8_of(given: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | No
 
 
 def _pattern(pattern: int) -> _Pattern:
-    call = _Pattern(integer("pattern", pattern, 0, max(_Pattern)))
+    call = _Pattern(integer("pattern", pattern, 0, _LAST_PATTERN))
     if call in _REFUSED:
         raise InvalidArgument(f"pattern is {call.name}, which is refused: {NVFP4}")
     return call
