@@ -27,8 +27,8 @@ struct Mbarrier {
                      : "memory");
     }
     // Order: the bytes that were expected are in shared memory, readable by this thread.
-    // The thread sleeps for up to 10 ms at a time: one that asks again and again takes shared
-    // memory's bandwidth from the others.
+    // The thread sleeps for up to 10 ms at a time, until the phase completes: asking again and
+    // again takes turns at shared memory that the others need.
     WEFT_FN void wait(u32 parity) {
         u32 done = 0;
         while (!done)

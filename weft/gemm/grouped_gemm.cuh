@@ -2,10 +2,11 @@
 // FP16. A tile has as many rows as its expert, to a multiple of 16, so weights are read once.
 //
 // The two CTAs of a cluster share a tile's rows: each loads half of them for both (TMA multicast),
-// and its own 128 columns of weights. One warpgroup loads, k blocks ahead of the two that multiply
-// and across tile boundaries, so memory never waits for the end of a tile. With PDL, weights are
-// prefetched before griddepcontrol.wait, where counts and weights were written early enough: the
-// ring is full of weights when the first rows may be read.
+// and its own 128 columns of weights. In the highest FP8 tiles it is the other way round: each has
+// half of the rows, and loads half of the weights for both. One warpgroup loads, k blocks ahead of
+// the two that multiply and across tile boundaries, so memory never waits for the end of a tile.
+// With PDL, weights are prefetched before griddepcontrol.wait, where counts and weights were
+// written early enough: the ring is full of weights when the first rows may be read.
 //
 //   warp 0, one thread   weights and rows by TMA      loader.cuh, load_tiles
 //   warps 1 to 3         scales of FP8 rows           loader.cuh, load_scales

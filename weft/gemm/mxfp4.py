@@ -86,7 +86,7 @@ def pack_mxfp4(values: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor
         `[experts, n, k / 32]`. n a multiple of 128, k of 32.
 
     Returns uint8 `[experts, n / 64, ceil(k / 128), 4352]` and float32 `[experts, n]`: in units of
-    64 x 128 numbers, zeros behind k, and a power of two for each row. Nothing is rounded: all
+    64 x 128 numbers, zeros after k, and a power of two for each row. Nothing is rounded: all
     blocks of a row that are not zero have powers at most 14 apart; else, and for a scale that is
     NaN, raises InvalidArgument naming the expert and the row. Waits for the device.
     """
@@ -116,9 +116,9 @@ def pack_matrix(
     at: what an error calls the matrix.
     """
     exponents, power = _relative(at, values, scales)
-    behind = b.shape[1] * UNIT_K - values.shape[1] * 2
-    values = functional.pad(values, (0, behind // 2))
-    exponents = functional.pad(exponents, (0, behind // BLOCK), value=HIGHEST - LOWEST)
+    missing = b.shape[1] * UNIT_K - values.shape[1] * 2
+    values = functional.pad(values, (0, missing // 2))
+    exponents = functional.pad(exponents, (0, missing // BLOCK), value=HIGHEST - LOWEST)
     b[..., :VALUE_BYTES] = _values_of_units(values).flatten(2)
     b[..., VALUE_BYTES:] = _exponents_of_units(exponents).flatten(2)
     b_scale.copy_(torch.ldexp(torch.ones_like(power, dtype=torch.float32), power))

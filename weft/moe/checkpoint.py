@@ -127,9 +127,9 @@ class LayerReader:
     ) -> Part:
         """A part of as many rows and columns as the config has; what MXFP4 lacks is zero."""
         if self.mxfp4:
-            behind = rows.stop - rows.start - len(values)
-            values = _padded(values, behind, columns // 2)
-            scale = None if scale is None else _padded(scale, behind, columns // MXFP4_BLOCK)
+            missing = rows.stop - rows.start - len(values)
+            values = _padded(values, missing, columns // 2)
+            scale = None if scale is None else _padded(scale, missing, columns // MXFP4_BLOCK)
         name = f"{self._stem}{expert}, {field} of rows {rows.start}.."
         return Part(name, field, rows, values, scale)
 
@@ -299,7 +299,7 @@ class LayerReader:
 
 
 def _padded(tensor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """With so many rows of zeros behind, and zeros up to so many columns."""
+    """With so many rows of zeros after the last, and zeros up to so many columns."""
     across = (0, columns - tensor.shape[1]) if tensor.dim() == 2 else ()
     return functional.pad(tensor, (*across, 0, rows))
 
