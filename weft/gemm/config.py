@@ -196,8 +196,7 @@ class WgmmaPlan:
         operand: "fp8", "bf16", "fp16" or "mxfp4".
         """
         m = self.block_m
-        groups = 3 if experts <= 64 else 1  # of M-blocks of an expert that are sorted as one
-        spare = 10 * 1024 + 512 + 8 * (groups + 1) * experts + 28 * m  # GemmShared
+        spare = 10 * 1024 + 512 + 16 * experts + 28 * m  # GemmShared
         scales = 8 * m if operand in ("fp8", "mxfp4") else 0
         weights, most = 128 * BLOCK_N, MAX_STAGES
         if operand == "mxfp4":

@@ -31,7 +31,7 @@ template <GemmShape S> struct GemmShared {
     u32 amax[S.gated_fp8() ? math_warps : 1][S.gated_fp8() ? S.cta_m() / 2 : 1];
     u32 peer_amax[S.gated_fp8() ? 2 : 1][S.gated_fp8() ? S.cta_m() : 1];
     float inverse_scales[S.gated_fp8() ? S.cta_m() : 1];
-    u32 block_ends[S.tile_groups()], groups[S.tile_groups()];  // see tile_scheduler.cuh
+    u32 block_ends[S.experts], expert_order[S.experts];  // see tile_scheduler.cuh
     u32 counts[S.experts], first_rows[S.experts];
     Mbarrier full[S.stages], empty[S.stages], peer_amax_full[2];
 };

@@ -76,12 +76,6 @@ struct GemmShape {
     constexpr bool has_split_m() const { return is_fp8() && block_m == weft::split_m; }
     // The most rows that one CTA multiplies.
     constexpr u32 cta_m() const { return has_split_m() ? max_swap_ab_m : block_m; }
-    // Groups of M-blocks: tile_scheduler.cuh. Sorting many takes longer than it saves.
-    constexpr bool sorts_groups() const { return experts <= 64; }
-    constexpr u32 groups_of_expert() const {
-        return !is_fp8() || !sorts_groups() ? 1 : has_split_m() ? 3 : 2;
-    }
-    constexpr u32 tile_groups() const { return experts * groups_of_expert(); }
     // An expert with more than block_m rows is cut: in FP8 into tiles of this many rows and a last
     // one with the rest, else into tiles of equal height.
     constexpr u32 full_m() const {
