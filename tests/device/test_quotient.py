@@ -1,0 +1,18 @@
+"""The scales of FP8 blocks, which GPUs divide for in their own way, are those of a division."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from tests.programs import compile_program
+
+SOURCE = Path(__file__).with_name("quotient.cpp")
+
+
+def test_scales_are_rounded_once_however_a_gpu_rounds_its_reciprocals():
+    program = compile_program(SOURCE, name="quotient")
+    said = subprocess.run([str(program), "1009"], capture_output=True, text=True)
+    assert said.returncode == 0, said.stdout + said.stderr
+    tried = int(said.stdout.split()[2])
+    assert said.stdout.startswith("0 of ") and tried > 5 * 2**23
