@@ -90,7 +90,6 @@ tests() {
     check grid 150 some tests/gpu/test_grid.py
     check graphs 120 some tests/gpu/test_graphs.py
     check overlap 200 some tests/gpu/test_overlap_graphs.py
-    check few 90 some tests/gpu/test_few.py
     check skew 200 some tests/runtime/test_skew.py
     step demo 150 "$python" -m weft demo
     step doctor 30 "$python" -m weft doctor

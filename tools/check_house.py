@@ -41,8 +41,7 @@ POSIX = {
     "ucontext.h",
 }
 ASM_FILES = {
-    *("bulk.cuh", "order.cuh", "copy.cuh", "quantize_warp.cuh", "team.cuh"),
-    *("tma.cuh", "wgmma.cuh"),
+    *("order.cuh", "copy.cuh", "quantize_warp.cuh", "team.cuh", "tma.cuh", "wgmma.cuh"),
 }
 ASM_STRINGS = {"weft/gemm/kernels.py"}  # one instruction for each width, in one piece
 # Strings and characters are a group of their own: a comment sign in one starts no comment.

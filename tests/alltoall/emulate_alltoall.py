@@ -30,7 +30,7 @@ def compile_alltoall(shapes: Sequence[Shape], folder: Path, *, defines: Sequence
                 "emulated::launch(emulated::seen_from(a->site, S.ranks, "
                 "{grid[0], grid[1], grid[2]}), "
                 f"[a] {{ weft::{entry.call}(*a); }}); }}"
-                for name, entry in entry_points(split_phase=True, tma=False).items()
+                for name, entry in entry_points(split_phase=True).items()
             ]
         lines.append("}")
     return build_library(emulated_tree(folder), "\n".join(lines) + "\n", defines=defines)

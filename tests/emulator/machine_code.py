@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import struct
 import subprocess
 import tempfile
 from collections import Counter
@@ -15,6 +16,20 @@ import pytest
 _KERNEL = re.compile(r'^\s*\.section\s+\.text\."?(?:weft_[a-z]+_)?([\w$]+)', re.MULTILINE)
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)[^\n]*;")
 _ACCESS = re.compile(r"(LD|ST|ATOM|RED)G?\.(.*)")
+
+
+def numbers_of(elf: bytes, symbol: bytes) -> tuple[int, ...]:
+    """The 64-bit numbers of an initialised array in an ELF file."""
+    (start,) = struct.unpack_from("<Q", elf, 40)
+    size, count = struct.unpack_from("<HH", elf, 58)
+    # Of each section: type, offset, bytes, and for a symbol table which section holds its names.
+    heads = [struct.unpack_from("<4xI16xQQI", elf, start + size * i) for i in range(count)]
+    _, table, length, names = next(h for h in heads if h[0] == 2)
+    for entry in range(table, table + length, 24):
+        name, section, value, extent = struct.unpack_from("<I2xHQQ", elf, entry)
+        if elf[heads[names][1] + name :].startswith(symbol + b"\0"):
+            return struct.unpack_from(f"<{extent // 8}Q", elf, heads[section][1] + value)
+    raise AssertionError(f"no symbol {symbol!r}")
 
 
 def disassemble(cubin: bytes) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 
 import pytest
 
@@ -89,7 +88,6 @@ KERNELS: dict[str, Mapping[str, Mapping[str, int]]] = {
     },
     "choices": WHOLE,
     "statistics, pulled": WHOLE,
-    "few SMs": WHOLE,
     "low latency": LOW_HALVES,
     "low latency, reduced, fp8 back": LOW_HALVES,
     "low latency, stored at owners": {
@@ -130,9 +128,6 @@ def compiled(name: str, arch: str) -> bytes:
     if kind == "sends":
         sends, grouping = GROUPINGS[rest]
         return group_kernels.cuda_program(sends, grouping, sends=True).cubin(arch)
-    if kind == "few SMs":
-        told = replace(SHAPES["deepseek-v3"], stats=256)
-        return cuda_program(told, 3, tma=True).cubin(arch)
     if kind == "pulled":
         return cuda_program(SHAPES["deepseek-v3"], 3, split_phase=True).cubin(arch)
     return cuda_program(SHAPES[name], 1).cubin(arch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.alltoall.test_compile import numbers_of
+from tests.emulator.machine_code import numbers_of
 from tests.gpu.test_ordering import compile_litmus
 from tests.recorded import NVRTC, reads
 

@@ -47,17 +47,16 @@ def _text(raw: bytes, at: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("shape", "tma"),
+    "shape",
     [
-        *((SHAPES[name], False) for name in SHAPES if name not in TIGHT),
-        (PLAIN, True),
-        (replace(PLAIN, combine="push"), False),
-        (replace(PLAIN, combine="push_fp8"), False),
-        (replace(PLAIN, quant="fp8", row_bytes=(7168, 224)), False),
+        *(SHAPES[name] for name in SHAPES if name not in TIGHT),
+        replace(PLAIN, combine="push"),
+        replace(PLAIN, combine="push_fp8"),
+        replace(PLAIN, quant="fp8", row_bytes=(7168, 224)),
     ],
 )
-def test_profiling_spills_nothing_on_hopper(shape, tma):
-    program = cuda_program(shape, 1, tma=tma, split_phase=not tma)
+def test_profiling_spills_nothing_on_hopper(shape):
+    program = cuda_program(shape, 1, split_phase=True)
     plain = frames(program.cubin("sm_90a"))
     profiled = frames(program.cubin("sm_90a", defines=(DEFINE,)))
     assert {"dispatch", "combine"} <= plain.keys()

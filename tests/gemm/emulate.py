@@ -21,18 +21,16 @@ MAP = "reinterpret_cast<const emulated::Map&>(map)"
 FENCED = "emulated::machine->mine().fenced[emulated::cta->current] = true;"
 ORDERED = "emulated::machine->mine().ordered[emulated::cta->current] = true;"
 BODIES = {
-    "bulk.cuh": {
-        "void init(u32 count)": "emulated::make_barrier(&word, count);",
-        "void arrive()": "emulated::arrive(&word);",
-        "void arrive_expect_tx(u32 bytes)": "emulated::arrive(&word, bytes);",
-        "void wait(u32 parity)": "emulated::await(&word, parity);",
-        "void fence_for_bulk()": FENCED,
-    },
     "copy.cuh": {
         "void store(uint4* at, uint4 v)": "emulated::store_vector(at, v);",
         "void post_vector(uint4* at, uint4 v)": "emulated::store_vector(at, v);",
     },
     "tma.cuh": {
+        "void init(u32 count)": "emulated::make_barrier(&word, count);",
+        "void arrive()": "emulated::arrive(&word);",
+        "void arrive_expect_tx(u32 bytes)": "emulated::arrive(&word, bytes);",
+        "void wait(u32 parity)": "emulated::await(&word, parity);",
+        "void fence_for_bulk()": FENCED,
         "void tma_load_2d(void* to, const TensorMap& map, u32 x, u32 y, Mbarrier& mbarrier,\n"
         "                         u64 hint)": (
             f"emulated::load_box(1u << emulated::cta->rank, to, {MAP}, {{i32(x), i32(y)}}, "
@@ -74,14 +72,6 @@ WGMMA_BODIES = {
     "void stmatrix_x4(void* at, u32 a, u32 b, u32 c, u32 d)": (
         "emulated::store_matrices(at, false, {a, b, c, d});"
     ),
-}
-UNUSED = {  # of the bulk engine: the GEMM does not call them
-    "void bulk_load(void* to, const void* from, u32 bytes, Mbarrier& mbarrier)": "",
-    "void bulk_store(void* to, const void* from, u32 bytes)": "",
-    "void bulk_commit()": "",
-    "void bulk_wait_read()": "",
-    "void bulk_wait_written()": "",
-    "void fence_shared_for_bulk()": "",
 }
 WGMMA = """\
 template <weft::Operand O, weft::u32 N>
@@ -129,7 +119,7 @@ def compile_gemms(
     mutation: texts of the kernel, and what they become, wherever they stand in it.
     """
     root = emulated_tree(folder)
-    for name, bodies in (BODIES | {"bulk.cuh": BODIES["bulk.cuh"] | UNUSED}).items():
+    for name, bodies in BODIES.items():
         replace_bodies(root / "weft/device" / name, bodies)
     path = root / "weft/gemm/wgmma.cuh"
     replace_bodies(path, WGMMA_BODIES)

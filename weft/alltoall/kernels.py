@@ -19,7 +19,6 @@ from weft.runtime.layout import vector_bytes
 from weft.runtime.stream import loading
 from weft.shape import Shape
 
-MOST_TMA_SMS = 32  # up to so many SMs, bulk copies (TMA) move the rows
 # From so many 16-byte words on, a launch that overlaps its predecessor only takes room from it: at
 # 2048 tokens x 7168 it costs 0.5 %; at 32 it gains 4 %, at 128 up to 1 % (8 x H200, 2026-11-20).
 LONG = 256 * 896
@@ -52,17 +51,8 @@ class EntryPoint:
     per_sm: int = 1
 
 
-def entry_points(*, split_phase: bool, tma: bool) -> dict[str, EntryPoint]:
-    """The entries of an all-to-all, by name.
-
-    split_phase: also each phase as send and receive.   tma: rows by bulk copies (TMA), for few SMs.
-    """
-    if tma:
-        return {
-            "dispatch": EntryPoint("DispatchArgs", "dispatch_tma<S>", threads=32),
-            # Reducing threads, and the warp that loads.
-            "combine": EntryPoint("CombineArgs", "combine_tma<S, rank>", threads=256 + 32),
-        }
+def entry_points(*, split_phase: bool) -> dict[str, EntryPoint]:
+    """The entries of an all-to-all, by name; split_phase: also each phase as send and receive."""
     found = {
         "dispatch": EntryPoint("DispatchArgs", "dispatch<S>", per_sm=2),
         "combine": EntryPoint("CombineArgs", "combine<S, rank>"),
@@ -78,22 +68,15 @@ def entry_points(*, split_phase: bool, tma: bool) -> dict[str, EntryPoint]:
     return found
 
 
-def cuda_program(
-    shape: Shape, rank: int, *, split_phase: bool = False, tma: bool = False
-) -> Program:
+def cuda_program(shape: Shape, rank: int, *, split_phase: bool = False) -> Program:
     """The generated CUDA entries of a Shape on one rank."""
-    found = entry_points(split_phase=split_phase, tma=tma)
+    found = entry_points(split_phase=split_phase)
     lines = [
-        f"#include <weft/alltoall/{'dispatch_combine_tma' if tma else 'combine'}.cuh>",
+        "#include <weft/alltoall/combine.cuh>",
         "#include <weft/alltoall/dispatch.cuh>",
         f"constexpr weft::Shape S = {shape.literal()};",
         f"constexpr weft::u32 rank = {rank};",
     ]
-    if tma:
-        lines.append(
-            'extern "C" __device__ const weft::u64 weft_shared[] = '
-            "{sizeof(weft::RowRing<S>), sizeof(weft::PieceRing<S>)};"
-        )
     for name, entry in found.items():
         lines += [
             f'extern "C" __global__ void __launch_bounds__({entry.threads}, {entry.per_sm})',
@@ -105,7 +88,7 @@ def cuda_program(
 
 def cpu_program(shape: Shape) -> Program:
     """The generated C++ entries of a Shape; both halves of a phase included, they cost nothing."""
-    found = entry_points(split_phase=True, tma=False)
+    found = entry_points(split_phase=True)
     lines = [
         "#include <weft/alltoall/cpu.cpp>",
         f"constexpr weft::Shape S = {shape.literal()};",
@@ -132,17 +115,11 @@ class CudaAllToAll(CudaKernels):
     """The kernels of one Shape."""
 
     def __init__(self, shape: Shape, rank: int, build: Build) -> None:
-        tma = takes_tma(shape, build)
-        super().__init__(cuda_program(shape, rank, split_phase=build.split_phase, tma=tma), build)
-        self._shape, self._tma, self._in_vectors = shape, tma, _in_vectors(shape)
-        self._shared = dict.fromkeys(self._program.entry_points, 0)
-        if tma:
-            self._shared = dict(
-                zip(("dispatch", "combine"), self._table("weft_shared"), strict=True)
-            )
+        super().__init__(cuda_program(shape, rank, split_phase=build.split_phase), build)
+        self._shape, self._in_vectors = shape, _in_vectors(shape)
         self._launchers: dict[tuple[str, bool], Launcher] = {}
         for name, struct in self._program.entry_points.items():
-            function = self._module.function(self._program.kernel(name), shared=self._shared[name])
+            function = self._module.function(self._program.kernel(name))
             for early in {False, build.programmatic}:
                 self._launchers[name, early] = Launcher(function, struct, programmatic=early)
 
@@ -159,11 +136,8 @@ class CudaAllToAll(CudaKernels):
         kernel = self._program.kernel(name)
 
         def per_sm(threads: int) -> int:
-            return self._module.occupancy(kernel, threads, shared=self._shared[name])
+            return self._module.occupancy(kernel, threads)
 
-        if self._tma:
-            threads = entry_points(split_phase=False, tma=True)[name].threads
-            return Plan(workers=self._sms, chunks=1, threads=threads)
         if name == "dispatch_receive" or (name == "combine_send" and not pushes):
             return Plan(workers=1, chunks=1, threads=64)  # flags only
         if name.startswith("dispatch"):
@@ -209,22 +183,9 @@ def load_kernels(device: torch.device, rank: int, config: AllToAllConfig, build:
         return CudaAllToAll(config.shape, rank, build)
 
 
-def takes_tma(shape: Shape, build: Build) -> bool:
-    """Do bulk copies move the rows?"""
-    granted = build.num_sms is not None and build.num_sms <= MOST_TMA_SMS
-    return granted and not build.split_phase and _fits_tma(shape)
-
-
 def _planned_tokens(shape: Shape) -> int:
     """Tokens that a push plans for at least: peers may send rows to a rank that has none itself."""
     return min(shape.tokens, 16)
-
-
-def _fits_tma(shape: Shape) -> bool:
-    """Rows that bulk copies can move: whole 16-byte words, opaque, three of them in 200 KiB."""
-    row = shape.row_bytes[0]
-    plain = shape.combine == "pull" and shape.quant == "none"
-    return plain and row % 16 == 0 and row <= 66 * 1024 and shape.ranks <= 16
 
 
 def _in_vectors(shape: Shape) -> int:

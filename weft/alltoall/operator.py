@@ -63,7 +63,7 @@ class AllToAll(Placed, Operator):
     combine_dtype: None: rows travel in dtype; "fp8": pushed as FP8, a scale for 128 columns.
     split_phase: also build `dispatch_send` .. `combine_recv`.
     stats: int32 numbers of its own that each rank sends to all in every dispatch; default none.
-    num_sms: SMs that the kernels may fill; default all. Up to 32, the bulk copy engine moves rows.
+    num_sms: SMs that the kernels may fill; default all.
     programmatic_launch: let a short kernel take its place on the GPU while its predecessor in the
         stream still runs; it touches no memory before that one's end.
     profile: let kernels keep the times of the last 32 rounds (`timeline`).

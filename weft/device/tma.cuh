@@ -1,9 +1,42 @@
 // Tiles of tensors, loaded into shared memory by the copy engine (TMA) for one CTA or for all CTAs
 // of a cluster, and what the CTAs of a cluster need around that: remote mbarriers and stores.
 #pragma once
-#include <weft/device/bulk.cuh>
+#include <weft/device/team.cuh>
 
 namespace weft {
+
+// An mbarrier in shared memory: it counts arrivals of threads and bytes of bulk loads.
+struct Mbarrier {
+    u64 word;
+
+    WEFT_FN u32 address() { return u32(__cvta_generic_to_shared(&word)); }
+    // A phase completes when `count` threads have arrived and all expected bytes are there.
+    WEFT_FN void init(u32 count) {
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(count)
+                     : "memory");
+    }
+    WEFT_FN void arrive() {
+        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address()) : "memory");
+    }
+    WEFT_FN void arrive_expect_tx(u32 bytes) {
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()),
+                     "r"(bytes)
+                     : "memory");
+    }
+    // Order: the bytes that were expected are in shared memory, readable by this thread.
+    // The thread sleeps for up to 10 ms at a time, until the phase completes: asking again and
+    // again takes turns at shared memory that the others need.
+    WEFT_FN void wait(u32 parity) {
+        u32 done = 0;
+        while (!done)
+            asm volatile(
+                "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2, %3; "
+                "selp.u32 %0, 1, 0, p;}"
+                : "=r"(done)
+                : "r"(address()), "r"(parity), "r"(10'000'000)
+                : "memory");
+    }
+};
 
 // A CUtensorMap, as the driver encodes it. (gemm/kernels.py)
 struct alignas(64) TensorMap {
@@ -13,6 +46,11 @@ struct alignas(64) TensorMap {
 // L2 cache hints: evict_first for bytes that are read once, evict_last for those that are read
 // again. (The encodings that `createpolicy.fractional` gives for a fraction of 1.)
 constexpr u64 l2_evict_first = 0x12f0000000000000, l2_evict_last = 0x14f0000000000000;
+
+// Order: what ordinary loads and stores did or acquired comes before what the copy engine does
+// next. For global memory that is a barrier of the whole GPU (MEMBAR.ALL.GPU, sm_90a and sm_100a):
+// once behind the flags, never for each row.
+WEFT_FN void fence_for_bulk() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 // Loads `bytes` bytes that follow each other into this CTA.
 WEFT_FN void bulk_load_hinted(void* to, const void* from, u32 bytes, Mbarrier& mbarrier, u64 hint) {

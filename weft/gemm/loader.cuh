@@ -1,6 +1,5 @@
 // The loading warpgroup: one thread brings weights and rows by TMA, three warps bring scales.
 #pragma once
-#include <weft/device/bulk.cuh>
 #include <weft/device/tma.cuh>
 #include <weft/gemm/pipeline.cuh>
 #include <weft/gemm/shape.cuh>

@@ -1,7 +1,6 @@
 // What the warps of a CTA share: the ring of stages with its mbarriers, scales, and the memory of
 // the epilogues. The tiles of the stages lie in front of it, on a boundary of 1024 bytes.
 #pragma once
-#include <weft/device/bulk.cuh>
 #include <weft/device/tma.cuh>
 #include <weft/gemm/shape.cuh>
 

@@ -172,6 +172,3 @@ class CudaKernels:
     def _find(self, name: str, tokens: int) -> Launch:
         """How an entry runs on so many tokens; asked once for each number."""
         raise NotImplementedError
-
-    def _table(self, symbol: str) -> Sequence[int]:
-        return numbers_of(self._module.global_bytes(symbol))

@@ -1,0 +1,198 @@
+"""A MoE layer on one GPU beside sgl-deep-gemm's fused MegaMoE: same weights, same routing.
+
+    python benchmarks/mega_moe.py weft v3 8,64,512 --out weft.json
+    python benchmarks/mega_moe.py mega v3 8,64,512 --out mega.json
+
+One rank, routed experts only, FP8 weights with scales for 128 x 128, bfloat16 tokens, random
+routing. Each time is a CUDA graph of 20 calls, the median of three turns, each of them the median
+of seven replays. The first tokens are checked against plain torch. The rival is the wheel
+sgl-deep-gemm 0.1.5.post1; it compiles its kernels at the first call of each size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import statistics
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# hidden, intermediate, top_k, local experts
+SHAPES = {"v3": (7168, 2048, 8, 32), "flash": (4096, 2048, 6, 32), "pro": (7168, 3072, 6, 48)}
+BLOCK, CALLS, TURNS, REPLAYS, CHECKED = 128, 20, 3, 7, 4
+Layer = Callable[[], torch.Tensor]
+Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def quantised(rows: int, columns: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A random matrix in FP8, and its scales."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(rows, columns, generator=generator, device="cuda") / math.sqrt(columns)
+    blocks = x.view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+    scale = (blocks.abs().amax((1, 3)) / 448).clamp_min(1e-12)
+    return (blocks / scale[:, None, :, None]).reshape(rows, columns).to(torch.float8_e4m3fn), scale
+
+
+def make_weights(shape: str) -> Weights:
+    """gate_up, its scales, down, its scales."""
+    hidden, inner, _, experts = SHAPES[shape]
+    gate_up = [quantised(2 * inner, hidden, e + 1) for e in range(experts)]
+    down = [quantised(hidden, inner, e + 100_001) for e in range(experts)]
+    stacked = [torch.stack(part) for pairs in (gate_up, down) for part in zip(*pairs, strict=True)]
+    return stacked[0], stacked[1], stacked[2], stacked[3]
+
+
+def expected(weights: Weights, x: torch.Tensor, ids: torch.Tensor, by: torch.Tensor) -> Any:
+    """The layer's result for a few tokens, in fp32."""
+
+    def wide(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return q.float() * scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+
+    out = torch.zeros_like(x, dtype=torch.float32)
+    gate_up, gate_up_scale, down, down_scale = weights
+    for token, experts in enumerate(ids.tolist()):
+        for k, e in enumerate(experts):
+            gate, up = (x[token].float() @ wide(gate_up[e], gate_up_scale[e]).T).chunk(2)
+            gated = torch.nn.functional.silu(gate) * up
+            out[token] += by[token, k] * (gated @ wide(down[e], down_scale[e]).T)
+    return out
+
+
+def weft_layers(
+    shape: str, weights: Weights, x: Any, ids: Any, by: Any, closing: ExitStack
+) -> dict[str, Layer]:
+    """What "auto" takes, and overlap="none"."""
+    import weft
+    from weft.moe import ExpertWeights, MoEConfig, Routing
+
+    hidden, inner, top_k, experts = SHAPES[shape]
+    gate_up, gate_up_scale, down, down_scale = weights
+    config = MoEConfig(hidden=hidden, intermediate=inner, routing=Routing(experts, top_k))
+    given = ExpertWeights(gate_up, down, gate_up_scale=gate_up_scale, down_scale=down_scale)
+    group = weft.Group.from_torch()
+    layers: dict[str, Layer] = {}
+    for mode, overlap in (("auto", "auto"), ("throughput", "none")):
+        options = {"max_tokens": len(x), "fp8": True, "mode": mode, "overlap": overlap}
+        layer = closing.enter_context(weft.MoE(group, config, given, **options))
+        name = f"weft, {'auto' if mode == 'auto' else f'{layer.mode}, {layer.overlap}'}"
+        layers[name] = lambda layer=layer: layer(x, topk_ids=ids, topk_weights=by)
+    return layers
+
+
+def mega_layers(
+    shape: str, weights: Weights, x: Any, ids: Any, by: Any, closing: ExitStack
+) -> dict[str, Layer]:
+    """The fused kernel behind its quantisation of the tokens."""
+    import deep_gemm
+
+    hidden, inner, top_k, experts = SHAPES[shape]
+    gate_up, gate_up_scale, down, down_scale = weights
+    halves = gate_up.view(torch.uint8).view(experts, 2, inner // 8, 8, hidden).transpose(1, 2)
+    mixed = halves.reshape(experts, 2 * inner, hidden).view(torch.float8_e4m3fn)
+    buffer = deep_gemm.get_symm_buffer_for_mega_moe(
+        dist.group.WORLD, experts, len(x), top_k, hidden, inner
+    )
+    out, narrow = torch.empty_like(x), ids.int().contiguous()
+
+    def call() -> torch.Tensor:
+        into = (buffer.x, buffer.x_sf, buffer.topk_idx, buffer.topk_weights)
+        deep_gemm.mega_moe_pre_dispatch_sm90(
+            x, narrow, by, *into, num_tokens=len(x), group_size=BLOCK
+        )
+        layers = ((mixed, gate_up_scale), (down, down_scale))
+        deep_gemm.fp8_mega_moe(out, *layers, buffer, recipe=(BLOCK, BLOCK, BLOCK))
+        return out
+
+    return {"mega": call}
+
+
+def captured(call: Layer) -> torch.cuda.CUDAGraph:
+    """Some calls in a graph that has run twice."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(CALLS):
+            call()
+    for _ in range(2):
+        graph.replay()
+    torch.cuda.synchronize()
+    return graph
+
+
+def timed(graph: torch.cuda.CUDAGraph) -> float:
+    """us a call."""
+    took = []
+    for _ in range(REPLAYS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        took.append(begin.elapsed_time(end) * 1e3 / CALLS)
+    return statistics.median(took)
+
+
+def measure(
+    what: str, shape: str, weights: Weights, tokens: int, closing: ExitStack
+) -> dict[str, float]:
+    """us of each form at one number of tokens."""
+    hidden, _, top_k, experts = SHAPES[shape]
+    generator = torch.Generator("cuda").manual_seed(1000)
+    x = torch.randn(tokens, hidden, generator=generator, device="cuda").bfloat16()
+    scores = torch.rand(tokens, experts, generator=generator, device="cuda")
+    by, ids = scores.topk(top_k)
+    by = (by / by.sum(-1, keepdim=True)).contiguous()
+    make = weft_layers if what == "weft" else mega_layers
+    layers = make(shape, weights, x, ids, by, closing)
+    wanted = expected(weights, x[:CHECKED], ids[:CHECKED], by[:CHECKED])
+    for name, call in layers.items():
+        error = (call()[:CHECKED].float() - wanted).norm() / wanted.norm()
+        if not error < 0.08:
+            raise SystemExit(f"{name} at {tokens} tokens: relative error {error:.3f}")
+    graphs = {name: captured(call) for name, call in layers.items()}
+    took: dict[str, list[float]] = {name: [] for name in graphs}
+    for turn in range(TURNS):
+        for name in list(graphs)[:: 1 if turn % 2 == 0 else -1]:
+            took[name].append(timed(graphs[name]))
+    return {name: round(statistics.median(times), 1) for name, times in took.items()}
+
+
+def main() -> None:
+    """Print a line for each number of tokens, and write all of them to a file."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=("weft", "mega"))
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("tokens", help="tokens of the rank: numbers with commas between them")
+    parser.add_argument("--out", help="a JSON file")
+    given = parser.parse_args()
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}.items():
+        os.environ[name] = str(value)
+    os.environ.setdefault("MASTER_PORT", "29511")
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
+    weights, found = make_weights(given.shape), {}
+    for tokens in map(int, given.tokens.split(",")):
+        with ExitStack() as closing:
+            found[tokens] = measure(given.what, given.shape, weights, tokens, closing)
+        print(given.what, given.shape, tokens, json.dumps(found[tokens]), flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+    if given.out:
+        machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+        with open(given.out, "w") as file:
+            json.dump({"machine": machine, "us": found}, file, indent=1)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
