@@ -35,7 +35,7 @@ COPY = (
     "+ 64 + (blockIdx.x / 2 * (S.column_chunks - 1) + counted) * bytes, a.out, bytes); }"
 )
 MUTATIONS = {
-    "warps do not meet": {"    sync_math_warps();\n    for (; counted": "    for (; counted"},
+    "warps do not meet": {"    sync_math_warps();\n#pragma unroll 1": ""},
     "one chunk early": {"S.chunk_n_blocks());": "S.chunk_n_blocks() + 1);"},
     "no end": {"count_stored_chunks<S>(a, counted, S.column_chunks - 1);": ";"},
     "tiles of the first chunk": {"chunk * n_blocks + offset / m_blocks": "offset / m_blocks"},

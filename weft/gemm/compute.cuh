@@ -91,6 +91,7 @@ template <GemmShape S>
 WEFT_FN void count_stored_chunks(const GemmArgs& a, u32& counted, u32 chunk) {
     if (counted == chunk) return;
     sync_math_warps();
+#pragma unroll 1
     for (; counted < chunk; ++counted)
         if (math_thread() == 0) add_acq_rel(&a.progress[counted], 1);
 }
