@@ -14,13 +14,16 @@ import pytest
 import torch
 
 import weft
+from tests.gemm.cases import Case as Gemm
 from tests.moe.layers import CONFIGS, EXPERTS, Case
 from tests.moe.overlapping import WIDE, Plan, replay
 from tests.moe.test_layer import poison, settle
 from tests.patience import hurry
 from tests.rounds import bits
 from weft.errors import InvalidArgument, PeerDied, PeerTimeout, RankFailed, TokenOverflow
-from weft.gemm.config import is_hopper
+from weft.gemm import STORE, WgmmaPlan
+from weft.gemm.config import MXFP4, StoreColumns, is_hopper
+from weft.gemm.kernels import OPERANDS, GemmShape, preload
 from weft.moe import Replicas, balance
 
 pytestmark = pytest.mark.gpu
@@ -48,6 +51,22 @@ VARIANTS: dict[str, tuple[weft.moe.MoEConfig, dict[str, Any]]] = {
 # From no token at all to experts of several of the highest tiles.
 BATCHES = ((40, 9), (0, 7), (13, 0), (0, 0), (1, 1), (700, 650), (300, 3))
 PAIRS = ((4, 4), (2, None), (None, 4))  # chunks of each rank
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, MXFP4, torch.bfloat16])
+def test_a_gemm_in_chunks_has_the_bits_of_one(dtype):
+    case = Gemm(dtype, counts=(5, 0, 130, 1, 700, 257), n=1024, k=512)
+    made, plans = case.make("cuda"), [WgmmaPlan(64), WgmmaPlan(160 if dtype == MXFP4 else 256)]
+    sizes = len(case.counts), case.n, case.k
+    ones = [GemmShape(*sizes, plan, "store", operand=OPERANDS[dtype]) for plan in plans]
+    preload([replace(one, column_chunks=chunks) for one in ones for chunks in (1, 4)])
+    for plan in plans:
+        wanted = made.call(STORE, plan).numbers
+        for ctas in (2, 64, 124, 132):
+            progress = torch.zeros(3, dtype=torch.int32, device="cuda")
+            got = made.call(StoreColumns(4, progress.data_ptr(), ctas), plan).numbers
+            assert torch.equal(bits(got), bits(wanted))
+            assert progress.tolist() == [ctas] * 3
 
 
 def opened(group: weft.Group, case: Case, options: dict[str, Any], chunks: object) -> weft.MoE:
