@@ -29,6 +29,7 @@ from weft.gemm.config import (
     Gated,
     GatedQuant,
     Push,
+    StoreColumns,
     WgmmaPlan,
 )
 from weft.gemm.mxfp4 import UNIT_BYTES, UNIT_N
@@ -125,7 +126,8 @@ class GemmArgs(ctypes.Structure):
         ("alpha", c_float),
         ("offset", c_float),
         ("limit", c_float),
-        ("reserved", c_uint32 * 3),
+        ("reserved", c_uint32),
+        ("progress", c_uint64),
     )
 
 
@@ -197,6 +199,9 @@ def unsupported(call: GemmCall, plan: WgmmaPlan) -> str:
         return f"gates FP8 with GatedQuant, other dtypes with Gated; a is {call.a.dtype}"
     if call.out_dtype not in DTYPES_16BIT and not (call.gated and fp8):
         return f"stores bfloat16 or float16; out is {call.out_dtype}"
+    columns = call.epilogue if isinstance(call.epilogue, StoreColumns) else None
+    if columns and n % (CLUSTER_N * columns.chunks):
+        return f"has {columns.chunks} chunks of n in multiples of {CLUSTER_N} columns; n is {n}"
     return ""
 
 
@@ -216,6 +221,7 @@ class GemmShape:
     operand: dtype of a and b, "fp8", "bf16" or "fp16"; "mxfp4" where a is FP8 and b MXFP4.
     bias: "none", "bf16", "fp16" or "fp32".
     prefetch_weights: as in `grouped_gemm`.   flag_in_data: as in `Push`.
+    column_chunks: as in `StoreColumns`.
     """
 
     experts: int
@@ -228,11 +234,13 @@ class GemmShape:
     bias: str = "none"
     prefetch_weights: bool = False
     flag_in_data: bool = False
+    column_chunks: int = 1
 
     @classmethod
     def of(cls, call: GemmCall, plan: WgmmaPlan) -> GemmShape:
         """The shape of the kernel that serves a call."""
         push = call.epilogue if isinstance(call.epilogue, Push) else None
+        columns = call.epilogue if isinstance(call.epilogue, StoreColumns) else None
         gated = "gated_fp8" if call.a.dtype == FP8 else "gated"
         return cls(
             *(*call.sizes, plan, gated if call.gated else "push" if push else "store"),
@@ -241,6 +249,7 @@ class GemmShape:
             bias="none" if call.bias is None else BIASES[call.bias.dtype],
             prefetch_weights=call.prefetch_weights,
             flag_in_data=push is not None and push.flag_in_data,
+            column_chunks=columns.chunks if columns else 1,
         )
 
     @property
@@ -251,7 +260,7 @@ class GemmShape:
         enums = {"Epilogue": self.epilogue, "DType": self.out_dtype, "Operand": self.operand}
         words = [f"weft::{kind}::{word}" for kind, word in (enums | {"Bias": self.bias}).items()]
         flags = ", ".join(str(flag).lower() for flag in (self.prefetch_weights, self.flag_in_data))
-        return f"{{{sizes}, {', '.join(words)}, {flags}}}"
+        return f"{{{sizes}, {', '.join(words)}, {flags}, {self.column_chunks}}}"
 
     def compile(self, arch: str, *, options: Sequence[str] = ()) -> bytes:
         """The kernel's cubin; needs no GPU. Raises CompileError showing the entry."""
@@ -295,6 +304,8 @@ class Arguments:
         if isinstance(call.epilogue, Gated):
             args.alpha, args.offset = call.epilogue.alpha, call.epilogue.offset
             args.limit = math.inf if call.epilogue.limit is None else call.epilogue.limit
+        if isinstance(call.epilogue, StoreColumns):
+            args.progress = call.epilogue.progress
         row_bytes = k * call.a.itemsize
         experts, n, _ = call.sizes
         self._rows, self._weights = (rows, row_bytes), (experts, n, row_bytes, call.gated)
@@ -329,7 +340,10 @@ class HopperLaunch:
         self._launcher = Launcher(function, GemmArgs, programmatic=programmatic, cluster=2)
         self._arguments = Arguments(call)
         clusters = plan.max_m_blocks(rows, experts) * -(-n // CLUSTER_N)
-        self._grid = min(max(num_sms or _sms(self._device), 2) // 2, clusters) * 2, 1, 1
+        ctas = min(max(num_sms or _sms(self._device), 2) // 2, clusters) * 2
+        if isinstance(call.epilogue, StoreColumns):
+            ctas = call.epilogue.ctas
+        self._grid = ctas, 1, 1
 
     def __call__(self, tensors: Sequence[torch.Tensor | None], addresses: Sequence[int]) -> None:
         """Enqueue the kernel in the current stream. Raises DriverError."""

@@ -30,6 +30,10 @@ PUSHED_TOKENS = {"throughput": 1024, "low_latency": 512}
 # One rank: nothing crosses NVLink, and gemm_push takes 5 % more than "none" at 512 and 1024 tokens
 # of DeepSeek-V3, 2 to 3 % less at 8 and 64 (1 x H200, 2026-11-23).
 PUSHED_TOKENS_ALONE = 256
+# Chunks of columns of the down projection in mode="throughput" without gemm_push, and the SMs that
+# it leaves to those who send all chunks but the last while it computes the next. 1: all are sent
+# after it. Not measured yet.
+COLUMN_CHUNKS, SENDER_SMS = 1, 8
 
 
 @dataclass(frozen=True, slots=True)
