@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.plugins.sglang.server import STANDIN
+from weft.plugins.names import Known, relied_on
 from weft.plugins.sglang import allreduce, engine
-from weft.plugins.sglang.hooks import SERVED, Hook, Known, relied_on, served
+from weft.plugins.sglang.hooks import SGLANG, Hook
 
 ENTRIES: tuple[Hook | Known, ...] = (*engine.HOOKS, *engine.KNOWN)
 Function = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -81,7 +82,7 @@ def named(body: list[ast.stmt], wanted: str) -> Iterator[ast.AST]:
 
 
 def parameters(function: ast.AST) -> str:
-    """As weft.plugins.sglang.hooks.listed writes them."""
+    """As weft.plugins.names.listed writes them."""
     assert isinstance(function, Function)
     given = function.args
     plain = [each.arg for each in (*given.posonlyargs, *given.args)]
@@ -102,11 +103,12 @@ def release(site: Path) -> str:
     """What the wheel's own `_version.py` says; without one, the oldest that is served."""
     file = site / "sglang" / "_version.py"
     if not file.is_file():
-        return SERVED[0]
+        return SGLANG.served[0]
     found = re.search(r"^__version__ = .*'([^']+)'$", file.read_text(), re.MULTILINE)
     assert found is not None
-    assert served(found[1]) is not None, f"{found[1]} is not among {SERVED}"
-    return str(served(found[1]))
+    known = SGLANG.release(found[1])
+    assert known is not None, f"{found[1]} is not among {SGLANG.served}"
+    return known
 
 
 def differences(site: Path, entries: tuple[Hook | Known, ...]) -> list[str]:
