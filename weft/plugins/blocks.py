@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from weft.alltoall.config import Payload
 from weft.alltoall.operator import AllToAll
 from weft.errors import GroupError, OutOfOrder, UsageError
 from weft.leases import Lease, lease
@@ -106,8 +107,19 @@ class Blocks:
             experts.tensors,
         )
 
-    def exchange(self, layer: Layer) -> AllToAll:
-        """The all-to-all of a layer whose experts the engine multiplies. Collective if new."""
+    def has(self, module: Any) -> bool:
+        """Is the module's layer served whole?"""
+        return id(module) in self._served
+
+    def check_tensors(self, module: Any) -> None:
+        """Raise OutOfOrder where the engine has put other tensors in the place of the loaded."""
+        self._served[id(module)].check_tensors()
+
+    def exchange(self, layer: Layer, payloads: Sequence[Payload] | None = None) -> AllToAll:
+        """The all-to-all of a layer whose experts the engine multiplies. Collective if new.
+
+        payloads: what travels, as in `weft.AllToAll`.
+        """
         made = lease(
             self.group,
             AllToAll,
@@ -116,6 +128,7 @@ class Blocks:
             num_experts=layer.num_experts,
             hidden=layer.hidden,
             dtype=layer.dtype,
+            payloads=payloads,
             combine_dtype=self.settings.combine_dtype,
             timeout=self.settings.timeout,
             first_timeout=max(self.settings.timeout, FIRST),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import pkgutil
 import re
@@ -34,7 +35,8 @@ class Known:
     """A name that weft calls or reads.
 
     target: the whole dotted path, down to a method.
-    names: attributes that the function's own code reads or sets, separated by spaces.
+    names: attributes that the function's own code reads or sets, or fields of the class,
+        separated by spaces.
     """
 
     target: str
@@ -49,20 +51,20 @@ E = TypeVar("E", bound=Entry)
 class Engine:
     """An engine by its package.
 
-    name: as people write it.   package: as pip does.
+    name: as people write it.   packages: those that may have it, as pip names them.
     served: versions whose sources every entry of the plug-in's tables was read in.
     """
 
     name: str
-    package: str
+    packages: tuple[str, ...]
     served: tuple[str, ...]
 
     def installed(self) -> str:
         """Its version, as its metadata have it."""
-        try:
-            return version(self.package)
-        except PackageNotFoundError:
-            return "(of no known version)"
+        for package in self.packages:
+            with contextlib.suppress(PackageNotFoundError):
+                return version(package)
+        return "(of no known version)"
 
     def release(self, installed: str) -> str | None:
         """The one of `served` that it is, or is a build of (0.5.17.post1, 0.5.17+cu130)."""
@@ -125,7 +127,7 @@ def differences(entries: Iterable[Entry], release: str) -> Iterator[str]:
             yield f"there is no {entry.target} ({error})"
             continue
         names = getattr(entry, "names", "")
-        if names and (lost := set(names.split()) - set(inspect.unwrap(found).__code__.co_names)):
+        if names and (lost := set(names.split()) - _names_of(found)):
             yield f"{entry.target} has no {', '.join(sorted(lost))}"
         if parameters is None:
             continue
@@ -136,6 +138,14 @@ def differences(entries: Iterable[Entry], release: str) -> Iterator[str]:
             continue
         if have != parameters:
             yield f"{entry.target} takes ({have}), not ({parameters})"
+
+
+def _names_of(found: Any) -> set[str]:
+    if isinstance(found, type):
+        return {
+            name for each in found.__mro__ for name in (*vars(each), *inspect.get_annotations(each))
+        }
+    return set(inspect.unwrap(found).__code__.co_names)
 
 
 def raw(found: Any) -> Any:

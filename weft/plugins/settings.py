@@ -48,7 +48,7 @@ class Settings:
     ) -> Settings:
         """Those of the environment. Raises InvalidArgument naming the variable.
 
-        engine: what the variables begin with, such as "WEFT_SGLANG".
+        engine: what the variables have after WEFT_, such as "SGLANG".
         form: the variable of the form, which is one of `forms`, the first of them where unset.
         """
         environ = os.environ if environment is None else environment
@@ -59,16 +59,16 @@ class Settings:
         def choice(name: str, allowed: tuple[str, ...], default: str) -> str:
             return one_of(name, said(name, default), allowed)
 
-        plain, tokens, limit = cls(), f"{engine}_PREFILL_TOKENS", f"{engine}_TIMEOUT"
+        plain, tokens, limit = cls(), f"WEFT_{engine}_PREFILL_TOKENS", f"WEFT_{engine}_TIMEOUT"
         most = integer(tokens, _number(tokens, said(tokens, "1")), 1, MOST_TOKENS)
         return cls(
             form=choice(form, forms, forms[0]),
-            decode=choice(f"{engine}_DECODE", MODES, plain.decode),
-            overlap=choice(f"{engine}_OVERLAP", OVERLAPS, plain.overlap),
-            combine_dtype=choice(f"{engine}_COMBINE_DTYPE", ("", "fp8"), "") or None,
+            decode=choice(f"WEFT_{engine}_DECODE", MODES, plain.decode),
+            overlap=choice(f"WEFT_{engine}_OVERLAP", OVERLAPS, plain.overlap),
+            combine_dtype=choice(f"WEFT_{engine}_COMBINE_DTYPE", ("", "fp8"), "") or None,
             prefill_tokens=most if said(tokens) else None,
             timeout=seconds(limit, _number(limit, said(limit, str(plain.timeout)))),
-            allreduce=choice(f"{engine}_ALLREDUCE", ("0", "1"), "0") == "1",
+            allreduce=choice(f"WEFT_{engine}_ALLREDUCE", ("0", "1"), "0") == "1",
         )
 
 

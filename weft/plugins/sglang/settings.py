@@ -11,4 +11,4 @@ FORMS = ("block", "dispatcher")
 
 def read(environment: Mapping[str, str] | None = None) -> Settings:
     """Those of the environment. Raises InvalidArgument naming the variable."""
-    return Settings.read("WEFT_SGLANG", "WEFT_SGLANG_FORM", FORMS, environment)
+    return Settings.read("SGLANG", "WEFT_SGLANG_FORM", FORMS, environment)
