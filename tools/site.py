@@ -26,7 +26,10 @@ API = {
         "Other projects' names",
         ("weft.compat.flashinfer", "weft.compat.deep_ep", "weft.compat.triton_dist"),
     ),
-    "plugins": ("Plug-ins", ("weft.plugins.sglang", "weft.plugins.transformers")),
+    "plugins": (
+        "Plug-ins",
+        ("weft.plugins.sglang", "weft.plugins.transformers", "weft.plugins.vllm"),
+    ),
 }
 OUTSIDE = re.compile(r"(?<!!)\[([^\]]+)\]\(\.\./[^)]*\)")
 PARAMETER = re.compile(r"(\*{0,2}[a-z_]\w*(?:, \*{0,2}[a-z_]\w*)*): (.*)")

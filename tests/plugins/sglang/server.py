@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 import weft
-from weft.plugins.sglang.hooks import SERVED
+from weft.plugins.sglang.hooks import SGLANG
 
 STANDIN = str(Path(__file__).parent / "standin")
 BLOCKS = {
@@ -33,7 +33,7 @@ def find(release: str) -> None:
         become()
 
 
-def enter(release: str = SERVED[0]) -> None:
+def enter(release: str = SGLANG.served[0]) -> None:
     """Let `import sglang` find the stand-in, and load weft's plug-in as SGLang does."""
     find(release)
     from sglang.srt.plugins import load_plugins
@@ -66,7 +66,7 @@ class Server:
         layers: int = 2,
         attention_ranks: int = 1,
         redundant: int = 0,
-        release: str = SERVED[0],
+        release: str = SGLANG.served[0],
         flags: tuple[str, ...] = ("--moe-a2a-backend", "weft"),
         **more: object,
     ) -> None:

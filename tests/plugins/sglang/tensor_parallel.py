@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.plugins.sglang import hooks
+from weft.plugins.names import Engine
 
 LIMIT = 16  # FUSE_ALLREDUCE_MAX_BATCH_SIZE; 2048 in SGLang
 
@@ -290,7 +290,7 @@ LIMITS = {"0.5.17": "layers.communicator", "0.5.23": "layers.layer_boundary"}
 def install(release: str = "0.5.17") -> None:
     """Make `import sglang.srt...` find the stand-ins of a version. Once in a process."""
     State.release = release
-    hooks.installed = lambda: release
+    setattr(Engine, "installed", lambda engine: release)  # noqa: B010
     place, gate = GATES[release]
     of_release: list[tuple[str, dict[str, Any]]] = [
         (LIMITS[release], {"FUSE_ALLREDUCE_MAX_BATCH_SIZE": LIMIT}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import sys
@@ -16,8 +15,9 @@ import weft
 from tests.plugins.sglang import tensor_parallel as served
 from tests.plugins.sglang.tensor_parallel import LIMIT, Model, ModelRunner, State
 from weft.errors import InvalidArgument, PeerDied, RankFailed, SetupError
+from weft.plugins import names
 from weft.plugins import sglang as plugin
-from weft.plugins.sglang import allreduce, faults, hooks
+from weft.plugins.sglang import allreduce, hooks
 
 HIDDEN, LAYERS = 64, 3
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.12}
@@ -25,7 +25,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.12}
 
 def watch(module: Any) -> None:
     """In a test nobody may end the process that started the ranks."""
-    module.Watch = functools.partial(faults.Watch, end=lambda: None)
+    module.end_server = lambda parent: lambda: None
 
 
 def start(group: weft.Group, dtype: torch.dtype, gemma: bool = False, **more: Any) -> ModelRunner:
@@ -35,7 +35,7 @@ def start(group: weft.Group, dtype: torch.dtype, gemma: bool = False, **more: An
     release = more.pop("release", "0.5.17")
     served.install(release)
     served.join(more.pop("moe", None))
-    assert not list(hooks.differences([*allreduce.HOOKS, *allreduce.KNOWN], release))
+    assert not list(names.differences([*allreduce.HOOKS, *allreduce.KNOWN], release))
     hooks.install(allreduce.HOOKS)
     watch(allreduce)
     runner = ModelRunner(Model(LAYERS, HIDDEN, dtype, gemma, **more), HIDDEN, dtype)
@@ -86,7 +86,7 @@ def fused_sums(group: weft.Group, release: str) -> dict[str, Any]:
     return {"norms": [norm.calls - 1 for norm in runner.model.norms], "ways": State.ways}
 
 
-@pytest.mark.parametrize("release", hooks.SERVED)
+@pytest.mark.parametrize("release", hooks.SGLANG.served)
 def test_norms_are_fused_but_the_first_and_the_last(ranks, release):
     for found in ranks(2, "cpu")(fused_sums, release):
         assert found == {"norms": [1, *[0] * (2 * LAYERS - 1), 1], "ways": []}
@@ -142,7 +142,7 @@ def not_ours(group: weft.Group, release: str) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("release", hooks.SERVED)
+@pytest.mark.parametrize("release", hooks.SGLANG.served)
 def test_other_rows_are_left_to_sglang(ranks, release):
     own = ["in place"]
     for found in ranks(2, "cpu")(not_ours, release):

@@ -18,12 +18,13 @@ import torch
 
 from tests.plugins.sglang.server import STANDIN, enter, find, leave
 from weft.errors import InvalidArgument, SetupError
+from weft.plugins.blocks import Limits
+from weft.plugins.names import Engine, listed
+from weft.plugins.settings import Settings
 from weft.plugins.sglang import register
-from weft.plugins.sglang.blocks import Limits
-from weft.plugins.sglang.faults import end_server
-from weft.plugins.sglang.hooks import SERVED, listed, served
-from weft.plugins.sglang.settings import Settings
-from weft.plugins.sglang.weights import check_experts, config_of, experts_of, is_fp8
+from weft.plugins.sglang.hooks import SGLANG, end_server
+from weft.plugins.sglang.settings import read
+from weft.plugins.sglang.weights import check_experts, layer_of
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def test_the_entry_point_names_register() -> None:
     assert getattr(importlib.import_module(module), name) is register
 
 
-@pytest.mark.parametrize("release", SERVED)
+@pytest.mark.parametrize("release", SGLANG.served)
 def test_flags_of_weft(sglang: Callable[[str], Any], release: str) -> None:
     """The backend has a name, whole experts on each rank, and a shared expert apart."""
     enter(release)
@@ -62,7 +63,7 @@ def test_flags_of_weft(sglang: Callable[[str], Any], release: str) -> None:
     assert (plain.ep_size, plain.disable_shared_experts_fusion) == (1, False)
 
 
-@pytest.mark.parametrize("release", SERVED)
+@pytest.mark.parametrize("release", SGLANG.served)
 def test_prefill_is_captured_as_with_backends_that_sglang_knows(
     sglang: Callable[[str], Any], release: str
 ) -> None:
@@ -82,7 +83,7 @@ def test_prefill_is_captured_as_with_backends_that_sglang_knows(
     assert backend(moe_a2a_backend="another") == "disabled"
 
 
-@pytest.mark.parametrize("release", SERVED)
+@pytest.mark.parametrize("release", SGLANG.served)
 def test_counts_are_told_to_all_ranks(sglang: Callable[[str], Any], release: str) -> None:
     """With DP attention, whatever SGLang's own layers need; by no other backend."""
     enter(release)
@@ -160,21 +161,21 @@ def test_another_version_is_refused(
     sglang: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Equal names and signatures do not say that they mean the same."""
-    monkeypatch.setattr("weft.plugins.sglang.hooks.installed", lambda: "0.5.18")
+    monkeypatch.setattr(Engine, "installed", lambda self: "0.5.18")
     with pytest.raises(SetupError, match="SGLang 0.5.18 .*: its version is another. Served"):
         register()
     for release in ("0.5.17", "0.5.17.post1", "0.5.17+cu130"):
-        assert served(release) == "0.5.17"
-    assert served("0.5.23") == "0.5.23"
+        assert SGLANG.release(release) == "0.5.17"
+    assert SGLANG.release("0.5.23") == "0.5.23"
     for release in ("0.5.170", "0.5.1", "10.5.17", "(of no known version)"):
-        assert served(release) is None
+        assert SGLANG.release(release) is None
 
 
 def test_signatures_are_those_of_the_version(
     sglang: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is right in one version is a difference in another."""
-    monkeypatch.setattr("weft.plugins.sglang.hooks.installed", lambda: "0.5.23")
+    monkeypatch.setattr(Engine, "installed", lambda self: "0.5.23")
     with pytest.raises(SetupError) as raised:
         register()
     said = str(raised.value)
@@ -235,7 +236,7 @@ def test_signatures_as_the_tables_write_them() -> None:
 
 def test_settings() -> None:
     """Defaults, and one of each."""
-    plain = Settings.read({"HOME": "/"})
+    plain = read({"HOME": "/"})
     assert plain == Settings()
     assert (plain.form, plain.decode, plain.combine_dtype) == ("block", "low_latency", None)
     said = {
@@ -248,7 +249,7 @@ def test_settings() -> None:
         "WEFT_SGLANG_ALLREDUCE": "1",
     }
     want = Settings("dispatcher", "auto", "none", "fp8", 2048, 12.5, allreduce=True)
-    assert Settings.read(said) == want
+    assert read(said) == want
 
 
 @pytest.mark.parametrize(
@@ -268,7 +269,7 @@ def test_settings() -> None:
 def test_settings_that_are_refused(name: str, value: str, text: str) -> None:
     """The error names the variable and the value."""
     with pytest.raises(InvalidArgument, match=f"WEFT_SGLANG_{name} {text}"):
-        Settings.read({f"WEFT_SGLANG_{name}": value})
+        read({f"WEFT_SGLANG_{name}": value})
 
 
 def test_limits() -> None:
@@ -284,12 +285,15 @@ def fused(dtype: torch.dtype = torch.bfloat16, **other: Any) -> Any:
     """A layer of experts as SGLang loads it: 4 of 8, hidden 256, intermediate 128."""
     config = {"activation": "silu", "is_gated": True, "apply_router_weight_on_input": False}
     config |= dict.fromkeys(("gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit"))
+    config["routed_scaling_factor"] = 2.5
     triton = SimpleNamespace(is_triton=lambda: True, value="triton")
     layer = SimpleNamespace(
         layer_id=7,
         num_experts=8,
         num_local_experts=4,
         moe_ep_size=2,
+        moe_ep_rank=1,
+        should_fuse_routed_scaling_factor_in_topk=False,
         moe_tp_size=1,
         top_k=3,
         hidden_size=256,
@@ -318,15 +322,17 @@ def test_weights_are_taken_without_a_copy(dtype: torch.dtype) -> None:
     """Block-FP8 with its scales, too; weft's own check finds nothing to refuse."""
     layer = fused(dtype)
     check_experts(layer, form="block")
-    mine, config = experts_of(layer), config_of(layer, shared=128)
-    mine.check(config, 4, torch.device("cpu"), fp8=is_fp8(layer))
+    as_weft = layer_of(layer)
+    mine, config = as_weft.experts(), as_weft.config(shared=128)
+    mine.check(config, 4, torch.device("cpu"), fp8=as_weft.fp8)
     assert mine.gate_up.data_ptr() == layer.w13_weight.data_ptr()
     assert mine.down.data_ptr() == layer.w2_weight.data_ptr()
-    assert is_fp8(layer) == (dtype == torch.float8_e4m3fn)
-    if is_fp8(layer):
+    assert as_weft.fp8 == (dtype == torch.float8_e4m3fn)
+    if as_weft.fp8:
         assert mine.gate_up_scale is not None
         assert mine.gate_up_scale.data_ptr() == layer.w13_weight_scale_inv.data_ptr()
     assert (config.shared, config.routing.num_experts, config.routing.top_k) == (128, 8, 3)
+    assert (as_weft.mine(), as_weft.scale) == ((4, 5, 6, 7), 2.5)
 
 
 FP8 = torch.float8_e4m3fn

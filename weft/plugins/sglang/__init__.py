@@ -7,8 +7,8 @@ package imports nothing of SGLang.
 from __future__ import annotations
 
 from weft.plugins.sglang import allreduce, engine
-from weft.plugins.sglang.hooks import check, install
-from weft.plugins.sglang.settings import Settings
+from weft.plugins.sglang.hooks import SGLANG, install
+from weft.plugins.sglang.settings import read
 
 __all__ = ["register"]
 
@@ -22,8 +22,8 @@ def register() -> None:
     "weft", so a command line that asks for it is refused.
     """
     allreduce.register()
-    check((*engine.HOOKS, *engine.KNOWN))
-    Settings.read()
+    SGLANG.check((*engine.HOOKS, *engine.KNOWN))
+    read()
     choices = engine.choices()
     if any(engine.NAME not in each for each in choices):
         install(engine.HOOKS)

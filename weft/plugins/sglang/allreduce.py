@@ -21,9 +21,17 @@ from weft.allreduce.operator import AllReduce
 from weft.errors import InvalidArgument, WeftError
 from weft.leases import Lease, lease
 from weft.memory import Group
-from weft.plugins.sglang.faults import Watch
-from weft.plugins.sglang.hooks import Hook, Known, check, check_applied, install, resolved
-from weft.plugins.sglang.settings import Settings
+from weft.plugins.faults import Watch
+from weft.plugins.names import Known
+from weft.plugins.sglang.hooks import (
+    SGLANG,
+    Hook,
+    check_applied,
+    end_server,
+    install,
+    resolved,
+)
+from weft.plugins.sglang.settings import read
 
 SWITCH = "WEFT_SGLANG_ALLREDUCE"
 METHOD = "weft"  # among the names by which SGLang tells its out-of-place all-reduces apart
@@ -48,8 +56,8 @@ def register() -> None:
     if os.environ.get(SWITCH, "").strip() in ("", "0"):
         return
     try:
-        Settings.read()
-        check((*HOOKS, *KNOWN))
+        read()
+        SGLANG.check((*HOOKS, *KNOWN))
     except WeftError as error:
         raise SystemExit(f"weft in SGLang: {error}") from error
     install(HOOKS)
@@ -75,9 +83,9 @@ class TensorParallel:
         # With an all-to-all the experts' results return summed, and nothing is left to fuse.
         own = get_moe_a2a_backend().is_none() and all(map(self.spans, parts))
         self.fuses = model_fuses and own
-        self.timeout = Settings.read().timeout
+        self.timeout = read().timeout
         self.group = Group.from_torch(tensor.cpu_group, device=device, timeout=self.timeout)
-        self._watch = Watch(self.group)
+        self._watch = Watch(self.group, end=end_server(os.getppid()))
         self._leases: dict[tuple[int, torch.dtype], Lease[AllReduce]] = {}
 
     def spans(self, coordinator: Any) -> bool:
@@ -134,7 +142,7 @@ class TensorParallel:
 def loaded(result: object, runner: Any) -> None:
     """After ModelRunner.load_model: allocate before SGLang measures free memory, and captures."""
     global _live
-    if not Settings.read().allreduce:
+    if not read().allreduce:
         return
     check_applied(HOOKS)
     from sglang.srt.distributed import parallel_state

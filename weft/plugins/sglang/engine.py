@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import os
 import pkgutil
 from collections.abc import Callable
 from typing import Any, get_type_hints
@@ -17,11 +18,13 @@ import torch
 
 from weft.errors import GroupError, InvalidArgument, OutOfOrder, SetupError
 from weft.memory import Group
-from weft.plugins.sglang.blocks import Blocks, Limits
-from weft.plugins.sglang.faults import Watch
-from weft.plugins.sglang.hooks import Hook, Known, Parameters, check_applied, resolved
-from weft.plugins.sglang.settings import Settings
-from weft.plugins.sglang.weights import check_experts
+from weft.plugins.blocks import Blocks, Limits
+from weft.plugins.faults import Watch
+from weft.plugins.names import Known, Parameters
+from weft.plugins.settings import Settings
+from weft.plugins.sglang.hooks import Hook, check_applied, end_server, resolved
+from weft.plugins.sglang.settings import read
+from weft.plugins.sglang.weights import check_experts, layer_of
 
 NAME = "weft"  # of the backend, after --moe-a2a-backend
 DEFAULT_BATCH = 64  # tokens of a decode batch where no graph is captured
@@ -175,7 +178,7 @@ def make_dispatcher(
         return original(moe_runner_config, *args, **given)
     from weft.plugins.sglang import dispatcher
 
-    block = Settings.read().form == "block"
+    block = read().form == "block"
     kind = dispatcher.WholeBlock if block else dispatcher.Exchanged
     return kind(moe_runner_config.layer_id)
 
@@ -199,7 +202,7 @@ def loaded(result: Any, runner: Any) -> None:
     check_applied(HOOKS)
     server_args = resolved(runner.server_args)
     _check_server(server_args)
-    settings = Settings.read()
+    settings = read()
     for layer, block in found:
         check_experts(layer, form=settings.form)
         for owner, name, what in (
@@ -214,14 +217,14 @@ def loaded(result: Any, runner: Any) -> None:
         if _blocks is None:
             group = Group.from_torch(_processes(), device=_device(runner), timeout=MEETING)
             _blocks = Blocks(group, _limits(server_args, settings), settings)
-            _watch = Watch(group)
+            _watch = Watch(group, end=end_server(os.getppid()))
         for layer, block in found:
             if settings.form == "dispatcher":
-                layer.dispatcher.all_to_all = _blocks.exchange(layer)
+                layer.dispatcher.all_to_all = _blocks.exchange(layer_of(layer))
                 continue
             shared = _shared_expert(block)
             size = 0 if shared is None else shared.gate_up_proj.output_size // 2
-            _blocks.add_block(layer, shared=shared, shared_size=size)
+            _blocks.add_block(layer_of(layer), shared=shared, shared_size=size)
     if _blocks.group.rank == 0:
         kind, most = settings.form, _blocks.limits
         _log.info(

@@ -1,70 +1,14 @@
-"""What a user may set through the environment, each checked when SGLang loads the plug-in."""
+"""What a user may set through WEFT_SGLANG_*."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from weft.arguments import integer, one_of, seconds
-from weft.errors import InvalidArgument
+from weft.plugins.settings import Settings
 
 FORMS = ("block", "dispatcher")
-MODES = ("low_latency", "throughput", "auto")
-OVERLAPS = ("auto", "none", "shared_expert", "gemm_push")
-MOST_TOKENS = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Each field is a variable of its name, such as WEFT_SGLANG_FORM.
-
-    form: "block": weft serves whole MoE blocks, shared expert included; "dispatcher": it moves the
-        tokens, and SGLang's runner has the experts.
-    decode: mode of the layers that serve small batches, as `weft.MoE(mode=)`.
-    overlap: of both sizes, as `weft.MoE(overlap=)`.
-    combine_dtype: "fp8" for results that travel in half the bytes, or None ("" in the variable).
-    prefill_tokens: tokens of a rank that one round of a large batch moves; None: what
-        --chunked-prefill-size gives a rank, at most 4096. A larger batch takes several rounds.
-    timeout: seconds that a layer waits for a peer that is late. A rank may compile for minutes
-        while its peers wait; one that died is noticed at once.
-    allreduce: do tensor-parallel ranks sum by weft? "1" or "0" in the variable.
-    """
-
-    form: str = "block"
-    decode: str = "low_latency"
-    overlap: str = "auto"
-    combine_dtype: str | None = None
-    prefill_tokens: int | None = None
-    timeout: float = 300.0
-    allreduce: bool = False
-
-    @classmethod
-    def read(cls, environment: Mapping[str, str] | None = None) -> Settings:
-        """Those of the environment. Raises InvalidArgument naming the variable."""
-        environ = os.environ if environment is None else environment
-
-        def said(name: str, default: str = "") -> str:
-            return environ.get(name, "").strip() or default
-
-        def choice(name: str, allowed: tuple[str, ...], default: str) -> str:
-            return one_of(name, said(name, default), allowed)
-
-        plain, tokens, limit = cls(), "WEFT_SGLANG_PREFILL_TOKENS", "WEFT_SGLANG_TIMEOUT"
-        most = integer(tokens, _number(tokens, said(tokens, "1")), 1, MOST_TOKENS)
-        return cls(
-            form=choice("WEFT_SGLANG_FORM", FORMS, plain.form),
-            decode=choice("WEFT_SGLANG_DECODE", MODES, plain.decode),
-            overlap=choice("WEFT_SGLANG_OVERLAP", OVERLAPS, plain.overlap),
-            combine_dtype=choice("WEFT_SGLANG_COMBINE_DTYPE", ("", "fp8"), "") or None,
-            prefill_tokens=most if said(tokens) else None,
-            timeout=seconds(limit, _number(limit, said(limit, str(plain.timeout)))),
-            allreduce=choice("WEFT_SGLANG_ALLREDUCE", ("0", "1"), "0") == "1",
-        )
-
-
-def _number(name: str, text: str) -> int | float:
-    try:
-        return int(text) if text.lstrip("+-").isdigit() else float(text)
-    except ValueError as error:
-        raise InvalidArgument(f"{name} is {text!r}; it must be a number") from error
+def read(environment: Mapping[str, str] | None = None) -> Settings:
+    """Those of the environment. Raises InvalidArgument naming the variable."""
+    return Settings.read("SGLANG", "WEFT_SGLANG_FORM", FORMS, environment)

@@ -1,24 +1,22 @@
-"""A served model's MoE blocks on weft: two sizes with one set of weights, shared by all layers.
-
-Knows SGLang's layers by their attributes alone.
-"""
+"""A served model's MoE blocks on weft: two sizes with one set of weights, shared by all layers."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from weft.alltoall.config import Payload
 from weft.alltoall.operator import AllToAll
 from weft.errors import GroupError, OutOfOrder, UsageError
 from weft.leases import Lease, lease
 from weft.memory import Group
 from weft.moe import MoE
-from weft.plugins.sglang.settings import Settings
-from weft.plugins.sglang.weights import config_of, experts_of, is_fp8
+from weft.plugins.settings import Settings
+from weft.plugins.weights import Layer
 
 _log = logging.getLogger(__name__)
 # A low-latency layer has a slot for every token at every expert: more tokens take the other size.
@@ -58,12 +56,12 @@ class Blocks:
     def __init__(self, group: Group, limits: Limits, settings: Settings) -> None:
         self.group, self.limits, self.settings = group, limits, settings
         self._leases: list[Lease[Any]] = []
-        self._served: dict[int, _Layer] = {}
+        self._served: dict[int, _Served] = {}
         self._refusals = 0
 
     def add_block(
         self,
-        layer: Any,
+        layer: Layer,
         *,
         shared: Callable[[torch.Tensor], torch.Tensor] | None = None,
         shared_size: int = 0,
@@ -72,15 +70,15 @@ class Blocks:
 
         shared_size: the shared expert's intermediate size. Raises what `weft.MoE` raises.
         """
-        config = config_of(layer, shared=shared_size if shared is not None else 0)
-        experts, first = experts_of(layer), layer.moe_ep_rank * layer.num_local_experts
-        mine = tuple(range(first, first + layer.num_local_experts))
+        config = layer.config(shared=shared_size if shared is not None else 0)
+        experts, mine = layer.experts(), layer.mine()
 
         def weights(local: tuple[int, ...]) -> Any:
             if local != mine:
                 raise OutOfOrder(
-                    f"rank {self.group.rank} has experts {mine[:1]} to {mine[-1:]} in SGLang and "
-                    f"{local[:1]} to {local[-1:]} in weft: SGLang numbers its ranks otherwise"
+                    f"rank {self.group.rank} has experts {mine[:1]} to {mine[-1:]} in {layer.name} "
+                    f"and {local[:1]} to {local[-1:]} in weft: the engine numbers its ranks "
+                    "otherwise"
                 )
             return experts
 
@@ -95,31 +93,42 @@ class Blocks:
                 mode=mode,
                 overlap=self.settings.overlap,
                 combine_dtype=self.settings.combine_dtype,
-                fp8=is_fp8(layer),
+                fp8=layer.fp8,
                 timeout=self.settings.timeout,
                 first_timeout=max(self.settings.timeout, FIRST),
             )
             self._leases.append(made)
             return made.operator
 
-        self._served[id(layer)] = _Layer(
+        self._served[id(layer.module)] = _Served(
             layer,
             build(self.settings.decode, self.limits.decode),
             build("throughput", self.limits.prefill),
-            scale_of(layer),
             experts.tensors,
         )
 
-    def exchange(self, layer: Any) -> AllToAll:
-        """The all-to-all of a layer whose experts SGLang multiplies. Collective when it is new."""
+    def has(self, module: Any) -> bool:
+        """Is the module's layer served whole?"""
+        return id(module) in self._served
+
+    def check_tensors(self, module: Any) -> None:
+        """Raise OutOfOrder where the engine has put other tensors in the place of the loaded."""
+        self._served[id(module)].check_tensors()
+
+    def exchange(self, layer: Layer, payloads: Sequence[Payload] | None = None) -> AllToAll:
+        """The all-to-all of a layer whose experts the engine multiplies. Collective if new.
+
+        payloads: what travels, as in `weft.AllToAll`.
+        """
         made = lease(
             self.group,
             AllToAll,
             max_tokens=self.limits.prefill,
             top_k=layer.top_k,
             num_experts=layer.num_experts,
-            hidden=layer.hidden_size,
-            dtype=layer.params_dtype,
+            hidden=layer.hidden,
+            dtype=layer.dtype,
+            payloads=payloads,
             combine_dtype=self.settings.combine_dtype,
             timeout=self.settings.timeout,
             first_timeout=max(self.settings.timeout, FIRST),
@@ -128,19 +137,19 @@ class Blocks:
         return made.operator
 
     def run(
-        self, layer: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, most: int
+        self, module: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, most: int
     ) -> torch.Tensor:
         """`[tokens, hidden]` -> a new `[tokens, hidden]`: routed experts and the shared one.
 
-        ids, weights: `[tokens, top_k]`, of physical experts, -1 for none.
+        module: the layer's.   ids, weights: `[tokens, top_k]`, of physical experts, -1 for none.
         """
-        served = self._served[id(layer)]
+        served = self._served[id(module)]
         served.check_tensors()
         if most == 0:
             return torch.empty_like(x)
         moe = served.decode if most <= self.limits.decode else served.prefill
-        if served.scale != 1.0:
-            weights = weights * served.scale
+        if served.layer.scale != 1.0:
+            weights = weights * served.layer.scale
         x, ids = x.contiguous(), ids.contiguous()
         return moe(x, topk_ids=ids, topk_weights=weights.contiguous(), rows=most)
 
@@ -164,7 +173,7 @@ class Blocks:
                     _log.error("rank %d, refusal %d: %s", self.group.rank, count, error)
 
     def log(self, error: GroupError) -> None:
-        """Log what broke the group: SGLang shows it too, in a traceback among many."""
+        """Log what broke the group: the engine shows it too, in a traceback among many."""
         _log.critical("%s: %s", type(error).__name__, error)
 
     def operators(self) -> list[Any]:
@@ -187,28 +196,21 @@ class Blocks:
 FIRST = 120.0  # seconds that a first round waits at least: a peer may compile
 
 
-def scale_of(layer: Any) -> float:
-    """What the routed experts' sum is multiplied by, where the router's weights do not have it."""
-    scale = layer.moe_runner_config.routed_scaling_factor
-    return 1.0 if scale is None or layer.should_fuse_routed_scaling_factor_in_topk else float(scale)
-
-
 @dataclass(frozen=True, slots=True)
-class _Layer:
-    """One layer of SGLang: kept, so that its id stays its own."""
+class _Served:
+    """One layer: its module is kept, so that the module's id stays its own."""
 
-    layer: Any
+    layer: Layer
     decode: MoE
     prefill: MoE
-    scale: float
     tensors: tuple[torch.Tensor, ...]
 
     def check_tensors(self) -> None:
-        """Raise OutOfOrder where SGLang has put other tensors in the place of those it loaded."""
+        """Raise OutOfOrder where the engine has put other tensors in the place of the loaded."""
         held = self.tensors[:2]
-        now = (self.layer.w13_weight, self.layer.w2_weight)
+        now = (self.layer.module.w13_weight, self.layer.module.w2_weight)
         if any(a.data_ptr() != b.data_ptr() for a, b in zip(held, now, strict=True)):
             raise OutOfOrder(
-                f"layer {self.layer.layer_id} has other weight tensors than when it was loaded, "
+                f"{self.layer.name} has other weight tensors than when it was loaded, "
                 "and graphs hold the old ones' addresses: write weights in place, or start anew"
             )

@@ -1,0 +1,113 @@
+"""An engine's sources, which are parsed and never imported, beside a plug-in's table of names."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from weft.plugins.names import Entry, relied_on
+
+Function = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class Sources:
+    """Modules of a folder, by dotted name."""
+
+    def __init__(self, site: Path) -> None:
+        self.site = site
+        self.parsed: dict[Path, ast.Module] = {}
+
+    def module(self, name: str) -> ast.Module | None:
+        path = self.site.joinpath(*name.split("."))
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.is_file():
+                if file not in self.parsed:
+                    self.parsed[file] = ast.parse(file.read_text())
+                return self.parsed[file]
+        return None
+
+    def find(self, target: str) -> ast.AST | None:
+        """What the target's last name is bound to, by definition, assignment or import."""
+        parts = target.split(".")
+        for length in range(len(parts) - 1, 0, -1):
+            name = ".".join(parts[:length])
+            module = self.module(name)
+            if module is not None:
+                found: ast.AST | None = self.bound(name, module, parts[length])
+                for part in parts[length + 1 :]:
+                    found = next(named(getattr(found, "body", []), part), None)
+                return found
+        return None
+
+    def bound(self, name: str, module: ast.Module, wanted: str) -> ast.AST | None:
+        direct = next(named(module.body, wanted), None)
+        if direct is not None:
+            return direct
+        for node in ast.walk(module):
+            if not isinstance(node, ast.ImportFrom) or not node.module:
+                continue
+            for alias in node.names:
+                if alias.name == "*" or wanted in (alias.asname, alias.name):
+                    source = node.module if not node.level else f"{name}.{node.module}"
+                    other = self.module(source)
+                    if other is not None and other is not module:
+                        real = wanted if alias.name == "*" else alias.name
+                        found = self.bound(source, other, real)
+                        if found is not None:
+                            return found
+        return None
+
+
+def named(body: list[ast.stmt], wanted: str) -> Iterator[ast.AST]:
+    """Statements of a body that bind a name."""
+    for node in body:
+        if isinstance(node, (*Function, ast.ClassDef)) and node.name == wanted:
+            yield node
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(each, ast.Name) and each.id == wanted for each in targets):
+            yield node
+
+
+def parameters(function: ast.AST) -> str:
+    """As weft.plugins.names.listed writes them."""
+    assert isinstance(function, Function)
+    given = function.args
+    plain = [each.arg for each in (*given.posonlyargs, *given.args)]
+    without = len(plain) - len(given.defaults)
+    found = [name + "=" * (place >= without) for place, name in enumerate(plain)]
+    if given.vararg:
+        found.append("*" + given.vararg.arg)
+    elif given.kwonlyargs:
+        found.append("*")
+    pairs = zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    found += [each.arg + "=" * (default is not None) for each, default in pairs]
+    if given.kwarg:
+        found.append("**" + given.kwarg.arg)
+    return ", ".join(found)
+
+
+def names(node: ast.AST) -> set[str]:
+    """Attributes that the code of a function reads or sets; names that a class binds."""
+    if isinstance(node, ast.ClassDef):
+        bound = [*node.body]
+        targets = [getattr(each, "target", None) for each in bound]
+        return {each.id for each in targets if isinstance(each, ast.Name)} | {
+            each.name for each in bound if isinstance(each, (*Function, ast.ClassDef))
+        }
+    return {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
+
+
+def differences(site: Path, entries: Iterable[Entry], release: str) -> list[str]:
+    """A line for each entry of a version that the sources lack, or have otherwise."""
+    sources, found = Sources(site), []
+    for entry, expected in relied_on(entries, release):
+        node = sources.find(entry.target)
+        if node is None:
+            found.append(f"{entry.target} is missing")
+            continue
+        if expected is not None and parameters(node) != expected:
+            found.append(f"{entry.target} takes ({parameters(node)}), not ({expected})")
+        if lost := set(getattr(entry, "names", "").split()) - names(node):
+            found.append(f"{entry.target} has no {', '.join(sorted(lost))}")
+    return found

@@ -1,0 +1,1 @@
+"""What weft's plug-in reads and calls of vLLM, written for its tests, in plain torch."""

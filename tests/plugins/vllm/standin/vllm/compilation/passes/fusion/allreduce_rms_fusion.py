@@ -1,0 +1,3 @@
+"""Where FlashInfer was found."""
+
+flashinfer_comm: object = "FlashInfer"

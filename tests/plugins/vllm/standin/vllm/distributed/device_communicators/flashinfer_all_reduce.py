@@ -1,0 +1,4 @@
+"""Where FlashInfer was found."""
+
+fi_ar_available = True
+flashinfer_comm: object = "FlashInfer"

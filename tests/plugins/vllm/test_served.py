@@ -1,0 +1,188 @@
+"""Layers of the stand-in on CPU ranks, by weft, beside plain torch in one process."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.plugins.vllm.workers import HIDDEN, Worker, alone, far, leave, tokens
+
+CLOSE = 2e-5  # of float32 sums in another order
+FORMS = pytest.mark.parametrize("form", ["block", "exchange"])
+# Tokens of each rank; the limits of the stand-in's flags are 4 in decode and 32 in prefill.
+BATCHES = {1: ([3], [40]), 2: ([3, 1], [0, 4], [0, 0], [5, 40], [70, 0], [33, 33])}
+
+
+def serve(group: weft.Group, form: str, method: str) -> dict[str, Any]:
+    worker, found = Worker(group, form, method), []
+    for seed, sizes in enumerate(BATCHES[group.size]):
+        x = tokens(sizes[group.rank], 10 * seed + group.rank)
+        found.append(far(worker.step(x, sizes if group.size > 1 else None), alone(x)))
+    engine = sys.modules["weft.plugins.vllm.engine"]
+    said = {"far": max(found), "workspaces": len(engine._served.blocks.operators())}
+    leave()
+    return said
+
+
+@FORMS
+@pytest.mark.parametrize("count", [1, 2])
+def test_idle_ranks_and_rounds(ranks: Any, count: int, form: str) -> None:
+    """Every size of batch, with workspaces that the layers share."""
+    for said in ranks(count, "cpu")(serve, form, ""):
+        assert said["far"] < CLOSE
+        assert said["workspaces"] == (2 if form == "block" else 1)
+
+
+def test_rows_that_vllm_quantises_travel_so(ranks: Any) -> None:
+    """FP8 with its scales, and experts whose rows the plug-in has to weigh."""
+    for said in ranks(2, "cpu")(serve, "exchange", "fp8"):
+        assert 1e-4 < said["far"] < 0.05
+
+
+def padded(group: weft.Group, form: str, release: str) -> float:
+    from weft.plugins.vllm import engine
+
+    worker, found = Worker(group, form), 0.0
+    engine.PADDED_BY_ROUTER = release != "0.26.0"
+    for size, real in ((4, 2), (40, 35)):  # one round, and two
+        x, padding = tokens(size, group.rank), torch.arange(64) >= real  # of a larger buffer
+        want = alone(x, real=real if release == "0.26.0" else None)
+        found = max(found, far(worker.step(x, [size, size], padding), want))
+    leave()
+    return found
+
+
+@FORMS
+@pytest.mark.parametrize("release", ["0.26.0", "0.32.0"])
+def test_rows_that_pad_a_graph_go_to_no_expert(ranks: Any, form: str, release: str) -> None:
+    """In 0.26.0 by the plug-in; later ones' routers do it, which the stand-in's does not."""
+    assert max(ranks(2, "cpu")(padded, form, release)) < CLOSE
+
+
+def moved(group: weft.Group, form: str) -> tuple[float, float]:
+    """All weights are written over in place, as EPLB moves them; then the layer loads again."""
+    worker, x = Worker(group, form), tokens(6, group.rank)
+    before = far(worker.step(x, [6, 6]), alone(x))
+    for layer, runner in enumerate(worker.runners):
+        worker.fill(runner.routed_experts, layer + 7)
+        runner.routed_experts.quant_method.process_weights_after_loading(runner.routed_experts)
+    after = far(worker.step(x, [6, 6]), alone(x, shift=7))
+    leave()
+    return before, after
+
+
+@FORMS
+def test_weights_that_move_in_place(ranks: Any, form: str) -> None:
+    """Nothing was copied."""
+    for before, after in ranks(2, "cpu")(moved, form):
+        assert before < CLOSE
+        assert after < CLOSE
+
+
+def set_up(group: weft.Group) -> list[tuple[str, str, int]]:
+    """Settings reach the layers."""
+    more: dict[str, Any] = {"DECODE": "throughput", "OVERLAP": "none", "PREFILL_TOKENS": "7"}
+    worker = Worker(group, "block", **more)
+    worker.step(tokens(9, group.rank), [9, 9])
+    engine = sys.modules["weft.plugins.vllm.engine"]
+    built = engine._served.blocks.operators()
+    found = [(each.mode, each.overlap, each.exchange.max_tokens) for each in built]
+    leave()
+    return found
+
+
+def test_settings(ranks: Any) -> None:
+    """Those of the environment, in both workspaces."""
+    for found in ranks(2, "cpu")(set_up):
+        assert found == [("throughput", "none", 4), ("throughput", "none", 7)]
+
+
+def misuse(group: weft.Group) -> dict[str, str]:
+    worker, said = Worker(group, "block"), {}
+    engine: Any = sys.modules["weft.plugins.vllm.engine"]
+
+    def failing(name: str, call: Any, *args: Any) -> None:
+        try:
+            call(*args)
+        except weft.errors.WeftError as error:
+            said[name] = f"{type(error).__name__}: {error}"
+
+    x, experts = tokens(2, group.rank), worker.runners[0].routed_experts
+    failing("no sizes", worker.step, x, None)
+    failing("more than told", worker.step, x, [1, 1])
+    experts.w13_weight.data = experts.w13_weight.data.clone()
+    failing("other tensors", worker.step, x, [2, 2])
+    failing("loaded elsewhere", experts.quant_method.process_weights_after_loading, experts)
+    engine.close()
+    failing("too early", worker.step, x, [2, 2])
+    leave()
+    worker = Worker(group, "exchange")
+    experts = worker.runners[0].routed_experts
+    experts.quant_method.make_kernel = lambda: None
+    experts.quant_method.moe_kernel = SimpleNamespace(impl=object())
+    failing("monolithic", experts.quant_method.process_weights_after_loading, experts)
+    leave()
+    return said
+
+
+def test_misuse_is_told(ranks: Any) -> None:
+    """What vLLM might do otherwise is refused with a text that names it."""
+    for said in ranks(2, "cpu")(misuse):
+        assert "no rank's number of tokens" in said["no sizes"]
+        assert "rows is 1, but this rank has 2 tokens" in said["more than told"]
+        assert "model.layers.0.mlp.experts has other weight tensors" in said["other tensors"]
+        assert "model.layers.0.mlp.experts has other weight tensors" in said["loaded elsewhere"]
+        assert "layers.0.mlp.experts runs before vLLM has loaded its weights" in said["too early"]
+        assert "has no modular kernel there, but object" in said["monolithic"]
+
+
+class Kept(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep one."""
+        self.lines.append(record.getMessage())
+
+
+def bereaved(group: weft.Group, path: str, form: str) -> None:
+    """Rank 1 is killed between two steps; rank 0 runs no more of them."""
+    from weft.plugins import faults
+    from weft.plugins.vllm import engine
+
+    ended: list[bool] = []
+    engine.end_worker = lambda: ended.append(True)
+    faults.GRACE = 0.0
+    worker, kept = Worker(group, form, TIMEOUT="600"), Kept()
+    logging.getLogger("weft").addHandler(kept)
+    worker.step(torch.zeros(2, HIDDEN), [2, 2])
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert engine._served is not None
+    engine._served.watch._thread.join()
+    Path(path).write_text(repr((ended, kept.lines)))
+
+
+@FORMS
+def test_the_end_of_a_rank_is_told_and_ends_the_worker(
+    ranks: Any, tmp_path: Path, form: str
+) -> None:
+    """Also where no code of weft's runs any more: a thread hears it, and a line names the rank."""
+    with pytest.raises(weft.errors.RankFailed):
+        ranks(2, "cpu")(bereaved, str(tmp_path / "said"), form)
+    ended, lines = ast.literal_eval((tmp_path / "said").read_text())
+    assert ended == [True]
+    assert any("rank 1" in line and "this server ends" in line for line in lines)

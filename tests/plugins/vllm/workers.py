@@ -1,0 +1,180 @@
+"""Layers of the stand-in on one rank, by weft, and what one process makes of their tokens."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+import weft
+
+STANDIN = str(Path(__file__).parent / "standin")
+EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 8, 3, 128, 128
+SILU = SimpleNamespace(value="silu")
+
+
+def enter(form: str, **environment: str) -> None:
+    """Let `import vllm` find the stand-in, and load weft's plug-in as vLLM does."""
+    if STANDIN not in sys.path:
+        sys.path.insert(0, STANDIN)
+    os.environ["WEFT_VLLM"] = form
+    os.environ |= {f"WEFT_VLLM_{name}": value for name, value in environment.items()}
+    from weft.plugins.vllm import register
+
+    register()
+
+
+def leave() -> None:
+    """Forget the stand-in, and what was imported of it."""
+    from weft.plugins.vllm import engine
+
+    engine.close()
+    sys.path[:] = [each for each in sys.path if each != STANDIN]
+    for name in [n for n in sys.modules if n.split(".")[0] == "vllm"]:
+        del sys.modules[name]
+    if sys.modules.pop("weft.plugins.vllm.layers", None):
+        del sys.modules["weft.plugins.vllm"].layers
+    for name in [n for n in os.environ if n.startswith("WEFT_VLLM")]:
+        del os.environ[name]
+
+
+def parallel(rank: int, size: int, **other: Any) -> Any:
+    """A layer's FusedMoEParallelConfig: DP and EP of `size`."""
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
+
+    plain = {"tp_size": 1, "dp_size": size, "ep_size": size, "ep_rank": rank, "sp_size": 1}
+    return FusedMoEParallelConfig(**plain | {"use_ep": size > 1} | other)
+
+
+def config_of(group: weft.Group | None = None, **other: Any) -> Any:
+    """A layer's FusedMoEConfig."""
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+
+    rank, size = (0, 1) if group is None else (group.rank, group.size)
+    plain = {
+        "num_experts": EXPERTS,
+        "num_local_experts": EXPERTS // size,
+        "experts_per_token": TOP_K,
+        "hidden_dim": HIDDEN,
+        "intermediate_size_per_partition": INTERMEDIATE,
+        "in_dtype": torch.float32,
+        "moe_parallel_config": None,
+        "activation": SILU,
+    }
+    found = FusedMoEConfig(**plain | other)
+    found.moe_parallel_config = found.moe_parallel_config or parallel(rank, size)
+    return found
+
+
+def drawn(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+
+
+def weights(layer: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of all experts of a layer."""
+    wide = drawn((EXPERTS, 2 * INTERMEDIATE, HIDDEN), 10 * layer)
+    return wide.to(dtype), drawn((EXPERTS, HIDDEN, INTERMEDIATE), 10 * layer + 1).to(dtype)
+
+
+class Worker:
+    """One rank's worker: layers of experts, with a residual around each."""
+
+    def __init__(
+        self,
+        group: weft.Group,
+        form: str,
+        method: str = "",
+        *,
+        layers: int = 2,
+        dtype: torch.dtype = torch.float32,
+        **environment: str,
+    ) -> None:
+        enter(form, **environment)
+        from vllm.distributed.parallel_state import GroupCoordinator
+        from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+        from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+        from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
+
+        GroupCoordinator.of_experts = GroupCoordinator(group.process_group())
+        self.group, self.dtype, self.runners = group, dtype, []
+        self.gates = [gate(layer).to(group.device) for layer in range(layers)]
+        for layer in range(layers):
+            config = config_of(group, in_dtype=dtype)
+            kind = {"fp8": Fp8MoEMethod}.get(method)
+            experts = RoutedExperts(f"model.layers.{layer}.mlp.experts", config, kind)
+            self.runners.append(MoERunner(Router(), experts))
+            self.fill(experts, layer)
+            experts.quant_method.process_weights_after_loading(experts)
+
+    def fill(self, experts: Any, layer: int) -> None:
+        """Load this rank's part, in place where there is one."""
+        each = EXPERTS // self.group.size
+        part = slice(self.group.rank * each, (self.group.rank + 1) * each)
+        for name, tensor in zip(
+            ("w13_weight", "w2_weight"), weights(layer, self.dtype), strict=True
+        ):
+            if hasattr(experts, name):
+                getattr(experts, name).data.copy_(tensor[part])
+            else:
+                mine = tensor[part].to(self.group.device, copy=True)
+                experts.register_parameter(name, torch.nn.Parameter(mine, requires_grad=False))
+
+    def step(
+        self, x: torch.Tensor, sizes: list[int] | None, padding: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """A forward pass."""
+        from vllm.forward_context import forward
+
+        with torch.inference_mode(), forward(sizes, padding):
+            for layer, runner in enumerate(self.runners):
+                x = x + runner._apply_quant_method(x, logits(x, self.gates[layer]))
+        return x
+
+
+class Router:
+    """Chooses experts, as vLLM's do."""
+
+    def select_experts(
+        self, logits: torch.Tensor, dtype: torch.dtype | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen, ids = logits.softmax(1).topk(TOP_K)
+        return chosen, ids.to(dtype or torch.int32)
+
+
+def gate(layer: int) -> torch.Tensor:
+    return drawn((EXPERTS, HIDDEN), 10 * layer + 2)
+
+
+def logits(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """In float32, so that no rank and no device chooses otherwise."""
+    return torch.nn.functional.linear(x.float(), by)
+
+
+def tokens(count: int, seed: int) -> torch.Tensor:
+    return drawn((count, HIDDEN), 1000 + seed) * 8
+
+
+def alone(
+    x: torch.Tensor, *, real: int | None = None, shift: int = 0, layers: int = 2
+) -> torch.Tensor:
+    """What the layers make of x in one process, in plain torch.
+
+    real: rows from there on have no experts.   shift: weights are those of that many layers on.
+    """
+    for layer in range(layers):
+        chosen, ids = logits(x, gate(layer)).softmax(1).topk(TOP_K)
+        if real is not None:
+            ids[real:] = -1
+        x = x + weft.reference.moe_layer(x, ids, chosen, *weights(layer + shift, x.dtype))
+    return x
+
+
+def far(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The largest difference, in parts of the largest number."""
+    assert got.shape == want.shape
+    return float((got - want).abs().max() / want.abs().max()) if want.numel() else 0.0

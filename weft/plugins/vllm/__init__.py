@@ -1,0 +1,29 @@
+"""weft inside vLLM: `WEFT_VLLM=block vllm serve ...`, and WEFT_VLLM_ALLREDUCE=1 for all-reduces.
+
+vLLM finds `register` by its entry point; docs/vllm.md says what is served. Importing this package
+imports nothing of vLLM, and nothing of weft that could fail: vLLM would only log it.
+"""
+
+from __future__ import annotations
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Make vLLM's layers of routed experts weft's, and its fused all-reduces, where asked for.
+
+    vLLM calls it in every process, before it makes a model. Nothing happens unless WEFT_VLLM or
+    WEFT_VLLM_ALLREDUCE is set. Every name and signature is checked before anything is registered.
+    Raises SetupError where vLLM is another, or another plug-in has its layer of experts, and
+    InvalidArgument for a wrong setting: either ends the server.
+    """
+    from weft.plugins.vllm import allreduce, engine
+    from weft.plugins.vllm.settings import read
+
+    settings = read()
+    if settings.form and not engine.check_vllm():
+        from weft.plugins.vllm import layers
+
+        layers.register()
+    if settings.allreduce:
+        allreduce.register()

