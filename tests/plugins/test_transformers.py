@@ -106,7 +106,10 @@ def test_four_ranks_and_two_replicas_of_two_ranks(ranks: Any, models: Path) -> N
     check(ranks(4, "cpu")(answers, models, [*exact, *replicas]))
 
 
+# Ranks that share a GPU meet by gloo, whose functional collectives end the process there
+# (torch 2.11): transformers' own ways need a GPU for each rank.
 @pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a GPU for each of two ranks")
 def test_gpus_answer_as_one_gpu_does(ranks: Any, models: Path) -> None:
     jobs = jobs_of(families.FAMILIES, 2, torch.bfloat16)
     check(ranks(2, "cuda")(answers, models, jobs))
