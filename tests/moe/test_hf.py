@@ -75,6 +75,20 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8,
         "torch_dtype": "bfloat16",
     },
+    "qwen3-next-80b-a3b": {
+        "model_type": "qwen3_next",
+        "decoder_sparse_step": 1,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "shared_expert_intermediate_size": 512,
+        "torch_dtype": "bfloat16",
+    },
     "gpt-oss-120b": {
         "model_type": "gpt_oss",
         "experts_per_token": 4,
@@ -134,6 +148,10 @@ def test_objects_and_dtypes():
     coder = {**PUBLISHED["qwen3-30b-a3b"], "shared_expert_intermediate_size": 0}
     assert MoEConfig.from_hf(coder) == MODELS["qwen3-30b-a3b"]
     assert MoEConfig.from_hf({**PUBLISHED["gpt-oss-120b"], "swiglu_limit": 5}).gating.limit == 5.0
+    text = {**PUBLISHED["qwen3-next-80b-a3b"], "model_type": "qwen3_5_moe_text"}
+    del text["norm_topk_prob"]  # always so
+    outer = {"model_type": "qwen3_5_moe", "text_config": text}
+    assert MoEConfig.from_hf(outer) == MODELS["qwen3-next-80b-a3b"]
 
 
 def needed(name: str) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import weft
-from weft.moe import Expert, ExpertWeights, MoEConfig, route, router_logits
+from weft.moe import Expert, ExpertWeights, GatedExpert, MoEConfig, route, router_logits
 
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -31,6 +31,12 @@ LATENT = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
     "first_k_dense_replace": 1,
+}
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
 }
 DEEPSEEK = {**LATENT, "moe_intermediate_size": 24, "n_routed_experts": EXPERTS}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -61,6 +67,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {"moe_intermediate_size": 24, "num_experts": EXPERTS, "num_experts_per_tok": 3,
          "norm_topk_prob": False},
+    ),
+    "qwen3_next": (
+        "Qwen3Next",
+        {"moe_intermediate_size": 24, "num_experts": EXPERTS, "num_experts_per_tok": 5,
+         "shared_expert_intermediate_size": 40, **LINEAR},
+    ),
+    "qwen3_5_moe_text": (
+        "Qwen3_5MoeText",
+        {"moe_intermediate_size": 24, "num_experts": EXPERTS, "num_experts_per_tok": 5,
+         "shared_expert_intermediate_size": 40, **LINEAR},
     ),
     "gpt_oss": (
         "GptOss",
@@ -100,6 +116,23 @@ def gate_of(block: torch.nn.Module) -> Any:
     return getattr(block, "gate", None) or getattr(block, "router", None)
 
 
+def shared_of(block: torch.nn.Module, config: MoEConfig) -> torch.nn.Module | None:
+    """The block's shared expert in weft's modules, with its weights."""
+    tensors = block.state_dict()
+    names = [name for name in tensors if name.startswith("shared_expert")]
+    assert bool(names) == bool(config.shared)
+    if not names:
+        return None
+    gate, up, down = (
+        next(tensors[name] for name in names if name.endswith(f".{part}_proj.weight"))
+        for part in ("gate", "up", "down")
+    )
+    assert gate.shape == (config.shared, config.hidden)
+    expert = Expert(torch.cat((gate, up)), down, gating=config.gating)
+    own = tensors.get("shared_expert_gate.weight")
+    return expert if own is None else GatedExpert(expert, own)
+
+
 @pytest.mark.parametrize(
     ("name", "original"),
     [*((name, True) for name in MODELS), ("deepseek_v3", False), ("qwen3_moe", False)],
@@ -120,11 +153,8 @@ def test_a_block_of_transformers_is_the_reference(name, original, tmp_path):
     x = torch.randn(TOKENS, config.hidden, generator=torch.Generator().manual_seed(4))
     wanted = block(x[None])
     wanted = (wanted[0] if isinstance(wanted, tuple) else wanted).reshape(x.shape)
-    shared = [each for key, each in block.named_children() if key.startswith("shared_expert")]
-    assert bool(shared) == bool(config.shared)
-    added = shared[0](x) if shared else None
-    if shared:
-        assert shared[0].get_parameter("gate_proj.weight").shape == (config.shared, config.hidden)
+    shared = shared_of(block, config)
+    added = None if shared is None else shared(x)
     ids, weights = route(
         config.routing,
         router_logits(x, gate.weight.data, getattr(gate, "bias", None)),
@@ -160,37 +190,34 @@ def _layer(
     folder: str,
     x: torch.Tensor,
     gate: torch.Tensor,
-    correction: torch.Tensor,
-    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    correction: torch.Tensor | None,
+    shared: torch.nn.Module | None,
 ) -> torch.Tensor:
     config = MoEConfig.from_hf(folder)
-    shared = Expert(torch.cat(parts[:2]), parts[2])
 
     def mine(local: tuple[int, ...]) -> ExpertWeights:
         return ExpertWeights.from_safetensors(folder, LAYER, local, config=config)
 
-    with weft.MoE(
-        group, config, mine, max_tokens=TOKENS, shared=shared, correction=correction
-    ) as layer:
+    given: dict[str, Any] = {"max_tokens": TOKENS, "shared": shared, "correction": correction}
+    with weft.MoE(group, config, mine, **given) as layer:
         out = layer(x, router_logits(x, gate))
         layer.check()
         return out
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next"])
 @torch.no_grad()
-def test_a_layer_over_ranks_is_the_block(ranks, tmp_path):
-    made = model("deepseek_v3")
+def test_a_layer_over_ranks_is_the_block(ranks, name, tmp_path):
+    made = model(name)
     made.save_pretrained(tmp_path)  # type: ignore[operator]
     block = block_of(made)
+    config = MoEConfig.from_hf(tmp_path)
     x = torch.randn(TOKENS, SIZES["hidden_size"], generator=torch.Generator().manual_seed(5))
-    wanted = block(x[None])[0]
-    names = [f"shared_experts.{name}_proj.weight" for name in ("gate", "up", "down")]
-    parts = tuple(block.get_parameter(name).data for name in names)
+    wanted = block(x[None]).view(x.shape)
     gate = gate_of(block)
-    found = ranks(2, "cpu")(
-        _layer, str(tmp_path), x, gate.weight.data, gate.e_score_correction_bias, parts
-    )
-    for out in found:
+    correction = getattr(gate, "e_score_correction_bias", None)
+    given = (str(tmp_path), x, gate.weight.data, correction, shared_of(block, config))
+    for out in ranks(4, "cpu")(_layer, *given):
         assert float((out - wanted).abs().max() / wanted.abs().max()) < 1e-5
 
 

@@ -1,7 +1,7 @@
 """MoE layers on weft: router, experts, and the layer that sends tokens between ranks."""
 
 from weft.moe.choice import MODES, OVERLAPS, LayerChoice
-from weft.moe.experts import Expert, ExpertWeights
+from weft.moe.experts import Expert, ExpertWeights, GatedExpert
 from weft.moe.fp8_expert import FP8Expert
 from weft.moe.layer import MoE
 from weft.moe.models import CLAMPED_SWIGLU, MODELS, SWIGLU, Gating, MoEConfig
@@ -17,6 +17,7 @@ __all__ = [
     "Expert",
     "ExpertWeights",
     "FP8Expert",
+    "GatedExpert",
     "Gating",
     "LayerChoice",
     "MoE",

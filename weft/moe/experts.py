@@ -103,6 +103,32 @@ class Expert(nn.Module):
         return functional.linear(self.gating.apply(h), self.down, self.down_bias)
 
 
+class GatedExpert(nn.Module):
+    """`sigmoid(x @ gate.T) * expert(x)`: a shared expert with a gate of its own (Qwen3-Next).
+
+    expert: `[rows, hidden]` -> `[rows, hidden]`: an `Expert`, an `FP8Expert` or any other module.
+    gate: `[1, hidden]`, of x's dtype: shared_expert_gate.weight of a checkpoint.
+
+    Raises InvalidArgument for another gate.
+    """
+
+    def __init__(self, expert: nn.Module, gate: torch.Tensor) -> None:
+        super().__init__()
+        self.expert = instance("expert", expert, nn.Module)
+        if not isinstance(gate, torch.Tensor):
+            refuse_tensor("gate", gate)
+        if gate.dim() != 2 or len(gate) != 1 or not gate.is_floating_point():
+            raise InvalidArgument(
+                f"gate is {list(gate.shape)} {gate.dtype}; it must be [1, hidden], floating-point"
+            )
+        self.gate = nn.Parameter(gate, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[rows, hidden]` -> `[rows, hidden]`."""
+        out: torch.Tensor = self.expert(x)
+        return functional.linear(x, self.gate).sigmoid() * out
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """All experts of a rank, in local order.

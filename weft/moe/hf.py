@@ -140,13 +140,30 @@ def _sigmoid_with_correction(fields: Fields) -> Layer:
 
 
 def _qwen3_moe(fields: Fields) -> Layer:
-    fields.require(shared_expert_intermediate_size=None, swiglu_limit=None)
+    fields.require(shared_expert_intermediate_size=None)
+    return _softmax_of_all(fields, renormalise=fields.flag("norm_topk_prob"))
+
+
+def _qwen3_next(fields: Fields) -> Layer:
+    """The shared expert has a gate of its own: `GatedExpert`."""
+    layer = _softmax_of_all(fields, renormalise=fields.flag("norm_topk_prob"))
+    return layer | {"shared": fields.size("shared_expert_intermediate_size", least=0)}
+
+
+def _qwen3_5_moe(fields: Fields) -> Layer:
+    """As Qwen3-Next, but always divided by the sum: the config has no field for it."""
+    layer = _softmax_of_all(fields, renormalise=True)
+    return layer | {"shared": fields.size("shared_expert_intermediate_size", least=0)}
+
+
+def _softmax_of_all(fields: Fields, *, renormalise: bool) -> Layer:
+    fields.require(swiglu_limit=None)
     return {
         "intermediate": fields.size("moe_intermediate_size"),
         "routing": Routing(
             num_experts=fields.size("num_experts", "num_local_experts"),
             top_k=fields.size("num_experts_per_tok"),
-            renormalise=fields.flag("norm_topk_prob"),
+            renormalise=renormalise,
         ),
     }
 
@@ -190,5 +207,7 @@ FAMILIES: Mapping[str, Callable[[Fields], Layer]] = {
     "gpt_oss": _gpt_oss,
     "kimi_k2": _sigmoid_with_correction,
     "llama4_text": _llama4,
+    "qwen3_5_moe_text": _qwen3_5_moe,
     "qwen3_moe": _qwen3_moe,
+    "qwen3_next": _qwen3_next,
 }

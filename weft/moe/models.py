@@ -98,10 +98,10 @@ class MoEConfig:
         config: what config.json holds as a dict, its path or that of its folder, or a config
             object of transformers. A text_config inside is taken, where there is one.
 
-        Serves model_type deepseek_v3, kimi_k2, glm4_moe, qwen3_moe, gpt_oss and llama4_text. A
-        config without a dtype is bfloat16; `dataclasses.replace(c, dtype=...)` changes it. Which of
-        a model's layers are MoE layers is not told here. Raises InvalidArgument naming a field that
-        is missing, or whose value needs arithmetic that weft lacks, and what cannot be read.
+        Serves the model types of docs/moe.md. A config without a dtype is bfloat16;
+        `dataclasses.replace(c, dtype=...)` changes it. Which of a model's layers are MoE layers is
+        not told here. Raises InvalidArgument naming a field that is missing, or whose value needs
+        arithmetic that weft lacks, and what cannot be read.
         """
         found = layer_of(config)
         gating = Gating(**found.pop("gating", {}))
@@ -133,6 +133,9 @@ MODELS: Mapping[str, MoEConfig] = _Models(
         ),
         "qwen3-30b-a3b": MoEConfig(
             hidden=2048, intermediate=768, routing=Routing(num_experts=128, top_k=8)
+        ),
+        "qwen3-next-80b-a3b": MoEConfig(
+            hidden=2048, intermediate=512, shared=512, routing=Routing(num_experts=512, top_k=10)
         ),
         "glm-4.5-air": MoEConfig(
             hidden=4096,
