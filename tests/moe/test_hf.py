@@ -46,6 +46,24 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.827,
         "topk_group": 1,
     },
+    "deepseek-v4-flash": {
+        "model_type": "deepseek_v4",
+        "expert_dtype": "fp4",
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 6,
+        "num_hash_layers": 3,
+        "quantization_config": {"quant_method": "fp8", "scale_fmt": "ue8m0"},
+        "routed_scaling_factor": 1.5,
+        "scoring_func": "sqrtsoftplus",
+        "swiglu_limit": 10.0,
+        "topk_method": "noaux_tc",
+        "torch_dtype": "bfloat16",
+    },
     "glm-4.5-air": {
         "model_type": "glm4_moe",
         "first_k_dense_replace": 1,
@@ -159,7 +177,14 @@ def needed(name: str) -> list[str]:
     free = {"hidden_act", "topk_method", "scoring_func", "torch_dtype", "intermediate_size_mlp"}
     free |= {"moe_layer_freq", "experts_per_token", "decoder_sparse_step", "num_hidden_layers"}
     free |= {"router_jitter_noise", "interleave_moe_layer_step", "first_k_dense_replace"}
-    free |= {"quantization_config", "mlp_only_layers", "architectures", "text_config"}
+    free |= {
+        "expert_dtype",
+        "num_hash_layers",
+        "quantization_config",
+        "mlp_only_layers",
+        "architectures",
+        "text_config",
+    }
     dense = () if name in ("gpt-oss-120b", "llama-4-scout") else ("intermediate_size",)
     published = PUBLISHED[name].get("text_config", PUBLISHED[name])
     return sorted(set(published).difference(free, dense))
@@ -181,6 +206,7 @@ def test_each_field_is_needed(name):
     [
         ("deepseek-v3", {"hidden_act": "gelu"}, "hidden_act in config is 'gelu'; .* with 'silu'"),
         ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func in config is 'softmax'"),
+        ("deepseek-v4-flash", {"scoring_func": "sigmoid"}, "scoring_func in config is 'sigmoid'"),
         ("kimi-k2", {"topk_method": "greedy"}, "topk_method in config is 'greedy'"),
         ("glm-4.5-air", {"swiglu_limit": 7.0}, "swiglu_limit in config is 7.0; .* without it only"),
         (
@@ -191,7 +217,7 @@ def test_each_field_is_needed(name):
         (
             "deepseek-v3",
             {"model_type": "deepseek_v2"},
-            "'deepseek_v2'; .*'deepseek_v3', 'glm",
+            "'deepseek_v2'; .*'deepseek_v3', 'deepseek_v4', 'glm",
         ),
         (
             "deepseek-v3",

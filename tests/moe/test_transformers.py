@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import weft
-from weft.moe import Expert, ExpertWeights, GatedExpert, MoEConfig, route, router_logits
+from weft.moe import Expert, ExpertWeights, GatedExpert, MoEConfig, route, router_logits, weigh
 
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -68,6 +68,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"moe_intermediate_size": 24, "num_experts": EXPERTS, "num_experts_per_tok": 3,
          "norm_topk_prob": False},
     ),
+    "deepseek_v4": (
+        "DeepseekV4",
+        {"moe_intermediate_size": 24, "n_routed_experts": EXPERTS, "num_experts_per_tok": 3,
+         "swiglu_limit": 0.75, "mlp_layer_types": ["hash_moe", "moe"], "num_key_value_heads": 1,
+         "q_lora_rank": 8, "o_lora_rank": 8, "o_groups": 2, "index_n_heads": 2,
+         "index_head_dim": 16, "index_topk": 4},
+    ),
     "qwen3_next": (
         "Qwen3Next",
         {"moe_intermediate_size": 24, "num_experts": EXPERTS, "num_experts_per_tok": 5,
@@ -94,7 +101,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def model(name: str) -> torch.nn.Module:
     """A model of transformers whose every number counts: biases and corrections too."""
     family, sizes = MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**SIZES, **sizes)
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **sizes})
     made = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
     assert isinstance(made, torch.nn.Module)
     generator = torch.Generator().manual_seed(3)
@@ -105,8 +112,8 @@ def model(name: str) -> torch.nn.Module:
     return made
 
 
-def block_of(made: torch.nn.Module) -> torch.nn.Module:
-    layer = made.get_submodule(f"model.layers.{LAYER}")
+def block_of(made: torch.nn.Module, number: int = LAYER) -> torch.nn.Module:
+    layer = made.get_submodule(f"model.layers.{number}")
     block = getattr(layer, "mlp", None) or getattr(layer, "feed_forward", None)
     assert isinstance(block, torch.nn.Module)
     return block
@@ -135,7 +142,12 @@ def shared_of(block: torch.nn.Module, config: MoEConfig) -> torch.nn.Module | No
 
 @pytest.mark.parametrize(
     ("name", "original"),
-    [*((name, True) for name in MODELS), ("deepseek_v3", False), ("qwen3_moe", False)],
+    [
+        *((name, True) for name in MODELS),
+        ("deepseek_v3", False),
+        ("qwen3_moe", False),
+        ("deepseek_v4", False),
+    ],
 )
 @torch.no_grad()
 def test_a_block_of_transformers_is_the_reference(name, original, tmp_path):
@@ -219,6 +231,55 @@ def test_a_layer_over_ranks_is_the_block(ranks, name, tmp_path):
     given = (str(tmp_path), x, gate.weight.data, correction, shared_of(block, config))
     for out in ranks(4, "cpu")(_layer, *given):
         assert float((out - wanted).abs().max() / wanted.abs().max()) < 1e-5
+
+
+def _hash_layer(
+    group: weft.Group,
+    folder: str,
+    x: torch.Tensor,
+    tokens: torch.Tensor,
+    parts: dict[int, tuple[torch.Tensor, torch.Tensor, torch.nn.Module]],
+) -> list[torch.Tensor]:
+    """Layer 1 chooses by its logits and a correction, its sibling layer 0 by a table of tokens."""
+    config = MoEConfig.from_hf(folder)
+
+    def mine(layer: int) -> Any:
+        return lambda local: ExpertWeights.from_safetensors(folder, layer, local, config=config)
+
+    (gate, correction, shared), (first_gate, table, first_shared) = parts[1], parts[0]
+    none = torch.zeros(EXPERTS)
+    with (
+        weft.MoE(
+            group, config, mine(1), max_tokens=TOKENS, shared=shared, correction=correction
+        ) as layer,
+        layer.sibling(mine(0), shared=first_shared, correction=none) as first,
+    ):
+        ids, weights = weigh(config.routing, router_logits(x, first_gate), table[tokens])
+        found = [first(x, topk_ids=ids, topk_weights=weights), layer(x, router_logits(x, gate))]
+        first.check()
+        return found
+
+
+@torch.no_grad()
+def test_layers_whose_experts_follow_from_the_token(ranks, tmp_path):
+    made = model("deepseek_v4")
+    generator = torch.Generator().manual_seed(6)
+    first = block_of(made, 0)
+    table = first.get_buffer("gate.tid2eid")
+    table.copy_(torch.rand(len(table), EXPERTS, generator=generator).topk(table.shape[1]).indices)
+    made.save_pretrained(tmp_path)  # type: ignore[operator]
+    config = MoEConfig.from_hf(tmp_path)
+    x = torch.randn(TOKENS, SIZES["hidden_size"], generator=generator)
+    tokens = torch.randint(SIZES["vocab_size"], (TOKENS,), generator=generator)
+    parts = {}
+    for number, name in ((0, "tid2eid"), (1, "e_score_correction_bias")):
+        block = block_of(made, number)
+        gate = gate_of(block)
+        parts[number] = gate.weight.data, getattr(gate, name), shared_of(block, config)
+    wanted = [first(x[None], input_ids=tokens), block_of(made)(x[None])]
+    for found in ranks(4, "cpu")(_hash_layer, str(tmp_path), x, tokens, parts):
+        for got, want in zip(found, wanted, strict=True):
+            assert float((got - want[0]).abs().max() / want.abs().max()) < 1e-5
 
 
 def test_other_rules_give_other_outputs():

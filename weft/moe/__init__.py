@@ -6,7 +6,7 @@ from weft.moe.fp8_expert import FP8Expert
 from weft.moe.layer import MoE
 from weft.moe.models import CLAMPED_SWIGLU, MODELS, SWIGLU, Gating, MoEConfig
 from weft.moe.replicas import Replicas, ReplicaTable, balance
-from weft.moe.router import Routed, Routing, normalize_topk, route, router_logits
+from weft.moe.router import Routed, Routing, normalize_topk, route, router_logits, weigh
 
 __all__ = [
     "CLAMPED_SWIGLU",
@@ -30,4 +30,5 @@ __all__ = [
     "normalize_topk",
     "route",
     "router_logits",
+    "weigh",
 ]

@@ -119,6 +119,25 @@ def _values_of(config: object) -> tuple[Mapping[str, Any], str]:
     return found, type(config).__name__
 
 
+def _deepseek_v4(fields: Fields) -> Layer:
+    """Of all layers: the first ones are told their experts by token id, `weft.moe.weigh`."""
+    fields.require(topk_method="noaux_tc", scoring_func="sqrtsoftplus")
+    intermediate = fields.size("moe_intermediate_size")
+    return {
+        "intermediate": intermediate,
+        "shared": intermediate * fields.size("n_shared_experts", least=0),
+        "gating": {"limit": fields.real("swiglu_limit")},
+        "routing": Routing(
+            num_experts=fields.size("n_routed_experts", "num_local_experts"),
+            top_k=fields.size("num_experts_per_tok"),
+            score="sqrtsoftplus",
+            renormalise=fields.flag("norm_topk_prob"),
+            correction=True,
+            scale=fields.real("routed_scaling_factor"),
+        ),
+    }
+
+
 def _sigmoid_with_correction(fields: Fields) -> Layer:
     """DeepSeek-V3, and what follows it."""
     fields.require(scoring_func="sigmoid", topk_method="noaux_tc", swiglu_limit=None)
@@ -203,6 +222,7 @@ def _llama4(fields: Fields) -> Layer:
 
 FAMILIES: Mapping[str, Callable[[Fields], Layer]] = {
     "deepseek_v3": _sigmoid_with_correction,
+    "deepseek_v4": _deepseek_v4,
     "glm4_moe": _sigmoid_with_correction,
     "gpt_oss": _gpt_oss,
     "kimi_k2": _sigmoid_with_correction,

@@ -131,6 +131,15 @@ MODELS: Mapping[str, MoEConfig] = _Models(
                 scale=2.5,
             ),
         ),
+        "deepseek-v4-flash": MoEConfig(
+            hidden=4096,
+            intermediate=2048,
+            shared=2048,
+            gating=Gating(limit=10.0),
+            routing=Routing(
+                num_experts=256, top_k=6, score="sqrtsoftplus", correction=True, scale=1.5
+            ),
+        ),
         "qwen3-30b-a3b": MoEConfig(
             hidden=2048, intermediate=768, routing=Routing(num_experts=128, top_k=8)
         ),
