@@ -80,6 +80,26 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "torch_dtype": "bfloat16",
     },
+    "glm-5.3-flash": {
+        "model_type": "glm5_next",
+        "torch_dtype": "bfloat16",
+        "text_config": {
+            "model_type": "glm5_next_text",
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": 2048,
+            "n_group": 1,
+            "n_routed_experts": 288,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 8,
+            "routed_scaling_factor": 2.5,
+            "scoring_func": "sigmoid",
+            "swiglu_limit": 10.0,
+            "topk_group": 1,
+        },
+    },
     "qwen3-30b-a3b": {
         "model_type": "qwen3_moe",
         "decoder_sparse_step": 1,
@@ -166,10 +186,17 @@ def test_objects_and_dtypes():
     coder = {**PUBLISHED["qwen3-30b-a3b"], "shared_expert_intermediate_size": 0}
     assert MoEConfig.from_hf(coder) == MODELS["qwen3-30b-a3b"]
     assert MoEConfig.from_hf({**PUBLISHED["gpt-oss-120b"], "swiglu_limit": 5}).gating.limit == 5.0
+    outer = {"model_type": "kimi_k25", "text_config": PUBLISHED["kimi-k2"]}
+    assert MoEConfig.from_hf(outer) == MODELS["kimi-k2"]
+    for family in ("deepseek_v32", "glm_moe_dsa"):
+        assert MoEConfig.from_hf({**DEEPSEEK, "model_type": family}) == MODELS["deepseek-v3"]
     text = {**PUBLISHED["qwen3-next-80b-a3b"], "model_type": "qwen3_5_moe_text"}
     del text["norm_topk_prob"]  # always so
     outer = {"model_type": "qwen3_5_moe", "text_config": text}
     assert MoEConfig.from_hf(outer) == MODELS["qwen3-next-80b-a3b"]
+
+
+WITHOUT_DENSE = ("gpt-oss-120b", "llama-4-scout")  # intermediate_size is of the experts
 
 
 def needed(name: str) -> list[str]:
@@ -185,7 +212,7 @@ def needed(name: str) -> list[str]:
         "architectures",
         "text_config",
     }
-    dense = () if name in ("gpt-oss-120b", "llama-4-scout") else ("intermediate_size",)
+    dense = () if name in WITHOUT_DENSE else ("intermediate_size",)
     published = PUBLISHED[name].get("text_config", PUBLISHED[name])
     return sorted(set(published).difference(free, dense))
 
@@ -217,7 +244,7 @@ def test_each_field_is_needed(name):
         (
             "deepseek-v3",
             {"model_type": "deepseek_v2"},
-            "'deepseek_v2'; .*'deepseek_v3', 'deepseek_v4', 'glm",
+            "'deepseek_v2'; .*'deepseek_v3', 'deepseek_v32',",
         ),
         (
             "deepseek-v3",

@@ -38,6 +38,7 @@ LINEAR = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+INDEXER = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 4}
 DEEPSEEK = {**LATENT, "moe_intermediate_size": 24, "n_routed_experts": EXPERTS}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": (
@@ -58,6 +59,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4Moe",
         {"moe_intermediate_size": 24, "n_routed_experts": EXPERTS, "num_experts_per_tok": 3},
     ),
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        {**DEEPSEEK, **INDEXER, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3},
+    ),
+    "deepseek_v32": (
+        "DeepseekV32",
+        {**DEEPSEEK, **INDEXER, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3},
+    ),
+    "glm5_next_text": (
+        "Glm5NextText",
+        {**DEEPSEEK, **INDEXER, "num_experts_per_tok": 3, "swiglu_limit": 0.75,
+         "mlp_layer_types": ["dense", "sparse"], "linear_head_dim": 8, "linear_num_heads": 2,
+         "index_kpool": 4, "qk_rope_head_dim": 0, "pad_token_id": None},
+    ),
     "qwen3_moe": (
         "Qwen3Moe",
         {"moe_intermediate_size": 24, "num_experts": EXPERTS, "num_experts_per_tok": 3,
@@ -72,8 +87,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV4",
         {"moe_intermediate_size": 24, "n_routed_experts": EXPERTS, "num_experts_per_tok": 3,
          "swiglu_limit": 0.75, "mlp_layer_types": ["hash_moe", "moe"], "num_key_value_heads": 1,
-         "q_lora_rank": 8, "o_lora_rank": 8, "o_groups": 2, "index_n_heads": 2,
-         "index_head_dim": 16, "index_topk": 4},
+         "q_lora_rank": 8, "o_lora_rank": 8, "o_groups": 2, **INDEXER},
     ),
     "qwen3_next": (
         "Qwen3Next",
@@ -102,7 +116,10 @@ def model(name: str) -> torch.nn.Module:
     """A model of transformers whose every number counts: biases and corrections too."""
     family, sizes = MODELS[name]
     config = getattr(transformers, f"{family}Config")(**{**SIZES, **sizes})
-    made = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
+    named = f"{family.removesuffix('Text')}ForCausalLM"
+    if not hasattr(transformers, named):
+        named = f"{family}Model"
+    made = getattr(transformers, named)(config).eval()
     assert isinstance(made, torch.nn.Module)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -113,7 +130,7 @@ def model(name: str) -> torch.nn.Module:
 
 
 def block_of(made: torch.nn.Module, number: int = LAYER) -> torch.nn.Module:
-    layer = made.get_submodule(f"model.layers.{number}")
+    layer = getattr(made, "model", made).get_submodule(f"layers.{number}")
     block = getattr(layer, "mlp", None) or getattr(layer, "feed_forward", None)
     assert isinstance(block, torch.nn.Module)
     return block
@@ -217,7 +234,7 @@ def _layer(
         return out
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next", "glm5_next_text"])
 @torch.no_grad()
 def test_a_layer_over_ranks_is_the_block(ranks, name, tmp_path):
     made = model(name)

@@ -140,7 +140,16 @@ def _deepseek_v4(fields: Fields) -> Layer:
 
 def _sigmoid_with_correction(fields: Fields) -> Layer:
     """DeepSeek-V3, and what follows it."""
-    fields.require(scoring_func="sigmoid", topk_method="noaux_tc", swiglu_limit=None)
+    fields.require(swiglu_limit=None)
+    return _sigmoid_with_groups(fields)
+
+
+def _glm5_next(fields: Fields) -> Layer:
+    return _sigmoid_with_groups(fields) | {"gating": {"limit": fields.real("swiglu_limit")}}
+
+
+def _sigmoid_with_groups(fields: Fields) -> Layer:
+    fields.require(scoring_func="sigmoid", topk_method="noaux_tc")
     intermediate = fields.size("moe_intermediate_size")
     return {
         "intermediate": intermediate,
@@ -222,8 +231,11 @@ def _llama4(fields: Fields) -> Layer:
 
 FAMILIES: Mapping[str, Callable[[Fields], Layer]] = {
     "deepseek_v3": _sigmoid_with_correction,
+    "deepseek_v32": _sigmoid_with_correction,
     "deepseek_v4": _deepseek_v4,
     "glm4_moe": _sigmoid_with_correction,
+    "glm5_next_text": _glm5_next,
+    "glm_moe_dsa": _sigmoid_with_correction,
     "gpt_oss": _gpt_oss,
     "kimi_k2": _sigmoid_with_correction,
     "llama4_text": _llama4,

@@ -152,6 +152,13 @@ MODELS: Mapping[str, MoEConfig] = _Models(
             shared=1408,
             routing=Routing(num_experts=128, top_k=8, score="sigmoid", correction=True),
         ),
+        "glm-5.3-flash": MoEConfig(
+            hidden=4096,
+            intermediate=2048,
+            shared=2048,
+            gating=Gating(limit=10.0),
+            routing=Routing(num_experts=288, top_k=8, score="sigmoid", correction=True, scale=2.5),
+        ),
         "gpt-oss-120b": MoEConfig(
             hidden=2880,
             intermediate=2880,
