@@ -138,6 +138,38 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "quantization_config": {"quant_method": "mxfp4"},
         "swiglu_limit": 7.0,
     },
+    "minimax-m2": {
+        "model_type": "minimax_m2",
+        "hidden_act": "silu",
+        "hidden_size": 3072,
+        "intermediate_size": 1536,
+        "num_experts_per_tok": 8,
+        "num_local_experts": 256,
+        "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0,
+        "torch_dtype": "bfloat16",
+        "use_routing_bias": True,
+    },
+    "minimax-m3": {
+        "model_type": "minimax_m3_vl",
+        "quantization_config": {"quant_method": "mxfp8", "weight_block_size": [1, 32]},
+        "torch_dtype": "bfloat16",
+        "text_config": {
+            "dense_intermediate_size": 12288,
+            "hidden_act": "swigluoai",
+            "hidden_size": 6144,
+            "intermediate_size": 3072,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 4,
+            "num_local_experts": 128,
+            "routed_scaling_factor": 2.0,
+            "scoring_func": "sigmoid",
+            "shared_intermediate_size": 3072,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+            "use_routing_bias": True,
+        },
+    },
     "llama-4-scout": {
         "model_type": "llama4",
         "torch_dtype": "bfloat16",
@@ -196,25 +228,45 @@ def test_objects_and_dtypes():
     assert MoEConfig.from_hf(outer) == MODELS["qwen3-next-80b-a3b"]
 
 
-WITHOUT_DENSE = ("gpt-oss-120b", "llama-4-scout")  # intermediate_size is of the experts
+WITHOUT_DENSE = (
+    "gpt-oss-120b",
+    "llama-4-scout",
+    "minimax-m2",
+    "minimax-m3",
+)  # intermediate_size is of the experts
+
+
+# What from_hf does without: it says nothing of a MoE layer's arithmetic, or has one value only.
+FREE = [
+    "architectures",
+    "decoder_sparse_step",
+    "dense_intermediate_size",
+    "expert_dtype",
+    "experts_per_token",
+    "first_k_dense_replace",
+    "hidden_act",
+    "interleave_moe_layer_step",
+    "intermediate_size_mlp",
+    "mlp_only_layers",
+    "moe_layer_freq",
+    "num_hash_layers",
+    "num_hidden_layers",
+    "quantization_config",
+    "router_jitter_noise",
+    "scoring_func",
+    "text_config",
+    "topk_method",
+    "torch_dtype",
+    "use_routing_bias",
+]
+NOT_NEEDED = {"minimax-m2": {"shared_intermediate_size"}, "minimax-m3": {"n_shared_experts"}}
 
 
 def needed(name: str) -> list[str]:
     """The fields that a family cannot do without."""
-    free = {"hidden_act", "topk_method", "scoring_func", "torch_dtype", "intermediate_size_mlp"}
-    free |= {"moe_layer_freq", "experts_per_token", "decoder_sparse_step", "num_hidden_layers"}
-    free |= {"router_jitter_noise", "interleave_moe_layer_step", "first_k_dense_replace"}
-    free |= {
-        "expert_dtype",
-        "num_hash_layers",
-        "quantization_config",
-        "mlp_only_layers",
-        "architectures",
-        "text_config",
-    }
     dense = () if name in WITHOUT_DENSE else ("intermediate_size",)
     published = PUBLISHED[name].get("text_config", PUBLISHED[name])
-    return sorted(set(published).difference(free, dense))
+    return sorted(set(published).difference(FREE, dense, NOT_NEEDED.get(name, ())))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -256,7 +308,8 @@ def test_each_field_is_needed(name):
         ("deepseek-v3", {"n_routed_experts": 0}, "n_routed_experts in config is 0"),
         ("deepseek-v3", {"norm_topk_prob": 1}, "norm_topk_prob in config is 1"),
         ("deepseek-v3", {"routed_scaling_factor": "2"}, "routed_scaling_factor in config is '2'"),
-        ("llama-4-scout", {"text_config": {}}, "model_type in text_config of config is None"),
+        ("llama-4-scout", {"text_config": {}}, "model_type in text_config of config is 'llama4'"),
+        ("minimax-m2", {"shared_intermediate_size": 512}, "shared_intermediate_size in config is"),
     ],
 )
 def test_configs_that_are_not_served(name, changes, words):
@@ -268,6 +321,13 @@ def test_two_experts_a_token_whose_inputs_are_weighed_are_refused():
     text = {**PUBLISHED["llama-4-scout"]["text_config"], "num_experts_per_tok": 2}
     with pytest.raises(InvalidArgument, match="weigh 'input' with top_k 2"):
         MoEConfig.from_hf({**PUBLISHED["llama-4-scout"], "text_config": text})
+
+
+def test_other_activations_are_refused():
+    text = {**PUBLISHED["minimax-m3"]["text_config"], "hidden_act": "gelu"}
+    words = "hidden_act in text_config of config is 'gelu'; .* with 'swigluoai', 'silu' only"
+    with pytest.raises(InvalidArgument, match=words):
+        MoEConfig.from_hf({"model_type": "minimax_m3_vl", "text_config": text})
 
 
 def test_files_that_are_no_config(tmp_path):

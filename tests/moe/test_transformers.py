@@ -105,6 +105,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
          "swiglu_limit": 1.5, "swiglu_alpha": 1.25, "rope_parameters": {"rope_type": "default",
          "rope_theta": 10000.0}},
     ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {"intermediate_size": 24, "num_local_experts": EXPERTS, "num_experts_per_tok": 3},
+    ),
+    "minimax_m3_vl_text": (
+        "MiniMaxM3VLText",
+        {"intermediate_size": 24, "num_local_experts": EXPERTS, "num_experts_per_tok": 3,
+         "shared_intermediate_size": 40, "swiglu_limit": 0.75, "swiglu_alpha": 1.25},
+    ),
     "llama4_text": (
         "Llama4Text",
         {"intermediate_size": 24, "intermediate_size_mlp": 48, "num_local_experts": EXPERTS},
@@ -124,7 +133,13 @@ def model(name: str) -> torch.nn.Module:
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for key, tensor in [*made.named_parameters(), *made.named_buffers()]:
-            if ".experts." in key or "shared_expert" in key or "router" in key or ".gate." in key:
+            if (
+                ".experts." in key
+                or "shared_expert" in key
+                or "router" in key
+                or ".gate." in key
+                or "correction" in key
+            ):
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) / 4)
     return made
 
@@ -140,6 +155,15 @@ def gate_of(block: torch.nn.Module) -> Any:
     return getattr(block, "gate", None) or getattr(block, "router", None)
 
 
+def correction_of(block: torch.nn.Module) -> torch.Tensor | None:
+    for holder in (gate_of(block), block):  # MiniMax-M2's is the block's
+        found = getattr(holder, "e_score_correction_bias", None)
+        if found is not None:
+            assert isinstance(found, torch.Tensor)
+            return found
+    return None
+
+
 def shared_of(block: torch.nn.Module, config: MoEConfig) -> torch.nn.Module | None:
     """The block's shared expert in weft's modules, with its weights."""
     tensors = block.state_dict()
@@ -147,12 +171,12 @@ def shared_of(block: torch.nn.Module, config: MoEConfig) -> torch.nn.Module | No
     assert bool(names) == bool(config.shared)
     if not names:
         return None
-    gate, up, down = (
-        next(tensors[name] for name in names if name.endswith(f".{part}_proj.weight"))
-        for part in ("gate", "up", "down")
-    )
-    assert gate.shape == (config.shared, config.hidden)
-    expert = Expert(torch.cat((gate, up)), down, gating=config.gating)
+    parts = {name.split(".")[-2]: tensors[name] for name in names}
+    gate_up = parts.get("gate_up_proj")  # MiniMax-M3
+    if gate_up is None:
+        gate_up = torch.cat((parts["gate_proj"], parts["up_proj"]))
+    assert gate_up.shape == (2 * config.shared, config.hidden)
+    expert = Expert(gate_up, parts["down_proj"], gating=config.gating)
     own = tensors.get("shared_expert_gate.weight")
     return expert if own is None else GatedExpert(expert, own)
 
@@ -187,7 +211,7 @@ def test_a_block_of_transformers_is_the_reference(name, original, tmp_path):
     ids, weights = route(
         config.routing,
         router_logits(x, gate.weight.data, getattr(gate, "bias", None)),
-        correction=getattr(gate, "e_score_correction_bias", None),
+        correction=correction_of(block),
     )
     whole = ExpertWeights.from_safetensors(tmp_path, LAYER, range(EXPERTS), config=config)
     whole.check(config, EXPERTS, torch.device("cpu"))
@@ -218,7 +242,7 @@ def _layer(
     group: weft.Group,
     folder: str,
     x: torch.Tensor,
-    gate: torch.Tensor,
+    router: tuple[torch.Tensor, torch.Tensor | None],
     correction: torch.Tensor | None,
     shared: torch.nn.Module | None,
 ) -> torch.Tensor:
@@ -229,12 +253,14 @@ def _layer(
 
     given: dict[str, Any] = {"max_tokens": TOKENS, "shared": shared, "correction": correction}
     with weft.MoE(group, config, mine, **given) as layer:
-        out = layer(x, router_logits(x, gate))
+        out = layer(x, router_logits(x, *router))
         layer.check()
         return out
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next", "glm5_next_text"])
+@pytest.mark.parametrize(
+    "name", ["deepseek_v3", "qwen3_next", "glm5_next_text", "minimax_m3_vl_text", "gpt_oss"]
+)
 @torch.no_grad()
 def test_a_layer_over_ranks_is_the_block(ranks, name, tmp_path):
     made = model(name)
@@ -242,10 +268,11 @@ def test_a_layer_over_ranks_is_the_block(ranks, name, tmp_path):
     block = block_of(made)
     config = MoEConfig.from_hf(tmp_path)
     x = torch.randn(TOKENS, SIZES["hidden_size"], generator=torch.Generator().manual_seed(5))
-    wanted = block(x[None]).view(x.shape)
+    wanted = block(x[None])
+    wanted = (wanted[0] if isinstance(wanted, tuple) else wanted).view(x.shape)
     gate = gate_of(block)
-    correction = getattr(gate, "e_score_correction_bias", None)
-    given = (str(tmp_path), x, gate.weight.data, correction, shared_of(block, config))
+    router = gate.weight.data, getattr(gate, "bias", None)
+    given = (str(tmp_path), x, router, correction_of(block), shared_of(block, config))
     for out in ranks(4, "cpu")(_layer, *given):
         assert float((out - wanted).abs().max() / wanted.abs().max()) < 1e-5
 

@@ -24,8 +24,8 @@ Layer = dict[str, Any]
 class Fields:
     """A config's fields by name; `where` is how an error names the config."""
 
-    def __init__(self, values: Mapping[str, Any], where: str) -> None:
-        self._values, self._where = values, where
+    def __init__(self, values: Mapping[str, Any], where: str, family: str) -> None:
+        self._values, self._where, self._family = values, where, family
 
     def get(self, *names: str) -> Any:
         """The first of these fields that is there. Raises InvalidArgument where none is."""
@@ -34,7 +34,7 @@ class Fields:
                 return self._values[name]
         raise InvalidArgument(
             f"{self._where} has no field {names[0]!r}, which a layer of model_type "
-            f"{self._values.get('model_type')!r} needs: add it"
+            f"{self._family!r} needs: add it"
         )
 
     def size(self, *names: str, least: int = 1) -> int:
@@ -52,6 +52,16 @@ class Fields:
         flags(**{self._named(name): value})
         return bool(value)
 
+    def choice(self, name: str, *allowed: str) -> str:
+        """A field that is one of these words."""
+        value = self.get(name)
+        if value not in allowed:
+            raise InvalidArgument(
+                f"{self._named(name)} is {shown(value)}; weft serves model_type "
+                f"{self._family!r} with {listed(allowed)} only"
+            )
+        return str(value)
+
     def require(self, **wanted: object) -> None:
         """Refuse other values of fields that change the arithmetic; those left out are as wanted.
 
@@ -63,7 +73,7 @@ class Fields:
                 serves = "without it" if only is None else f"with {only!r}"
                 raise InvalidArgument(
                     f"{self._named(name)} is {shown(value)}; weft serves model_type "
-                    f"{self._values.get('model_type')!r} {serves} only"
+                    f"{self._family!r} {serves} only"
                 )
 
     def _named(self, name: str) -> str:
@@ -84,14 +94,16 @@ def layer_of(config: object) -> Layer:
     outer = values
     if isinstance(inner := values.get("text_config"), Mapping):
         values, where = inner, f"text_config of {where}"
-    family = values.get("model_type")
+    # MiniMax-M3's text_config has no model_type of its own.
+    family = values.get("model_type", outer.get("model_type"))
     if not isinstance(family, str) or family not in FAMILIES:
         raise InvalidArgument(
             f"model_type in {where} is {shown(family)}; weft knows the MoE layers of "
             f"{listed(FAMILIES)}: write a MoEConfig for others by hand"
         )
-    fields = Fields(values, where)
-    fields.require(hidden_act="silu")
+    fields = Fields(values, where, family)
+    if family not in OWN_ACTIVATION:
+        fields.require(hidden_act="silu")
     found = (each.get(name) for each in (values, outer) for name in ("dtype", "torch_dtype"))
     named = next((name for name in found if name is not None), "bfloat16")
     dtype = DTYPES.get(str(named).removeprefix("torch."))
@@ -213,6 +225,39 @@ def _gpt_oss(fields: Fields) -> Layer:
     }
 
 
+def _minimax_m2(fields: Fields) -> Layer:
+    fields.require(scoring_func="sigmoid", shared_intermediate_size=None, swiglu_limit=None)
+    return _minimax(fields, scale=1.0)
+
+
+def _minimax_m3(fields: Fields) -> Layer:
+    """The shared expert is gated as the others are."""
+    # transformers writes "silu", and gates by the numbers all the same.
+    fields.choice("hidden_act", "swigluoai", "silu")
+    fields.require(scoring_func="sigmoid", n_shared_experts=1)
+    return _minimax(fields, scale=fields.real("routed_scaling_factor")) | {
+        "shared": fields.size("shared_intermediate_size"),
+        "gating": {
+            "alpha": fields.real("swiglu_alpha"),
+            "offset": 1.0,
+            "limit": fields.real("swiglu_limit"),
+        },
+    }
+
+
+def _minimax(fields: Fields, *, scale: float) -> Layer:
+    return {
+        "intermediate": fields.size("intermediate_size"),
+        "routing": Routing(
+            num_experts=fields.size("num_local_experts", "num_experts"),
+            top_k=fields.size("num_experts_per_tok"),
+            score="sigmoid",
+            correction=True,
+            scale=scale,
+        ),
+    }
+
+
 def _llama4(fields: Fields) -> Layer:
     fields.require(swiglu_limit=None)
     intermediate = fields.size("intermediate_size")
@@ -239,7 +284,11 @@ FAMILIES: Mapping[str, Callable[[Fields], Layer]] = {
     "gpt_oss": _gpt_oss,
     "kimi_k2": _sigmoid_with_correction,
     "llama4_text": _llama4,
+    "minimax_m2": _minimax_m2,
+    "minimax_m3_vl": _minimax_m3,
+    "minimax_m3_vl_text": _minimax_m3,
     "qwen3_5_moe_text": _qwen3_5_moe,
     "qwen3_moe": _qwen3_moe,
     "qwen3_next": _qwen3_next,
 }
+OWN_ACTIVATION = ("minimax_m3_vl", "minimax_m3_vl_text")  # where hidden_act is not SiLU

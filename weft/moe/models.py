@@ -53,7 +53,7 @@ class Gating(GateNumbers):
 
 
 SWIGLU = Gating()
-CLAMPED_SWIGLU = Gating(alpha=1.702, offset=1.0, limit=7.0)  # GPT-OSS
+CLAMPED_SWIGLU = Gating(alpha=1.702, offset=1.0, limit=7.0)  # GPT-OSS, MiniMax-M3
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +173,18 @@ MODELS: Mapping[str, MoEConfig] = _Models(
             routing=Routing(
                 num_experts=384, top_k=8, score="sigmoid", correction=True, scale=2.827
             ),
+        ),
+        "minimax-m2": MoEConfig(
+            hidden=3072,
+            intermediate=1536,
+            routing=Routing(num_experts=256, top_k=8, score="sigmoid", correction=True),
+        ),
+        "minimax-m3": MoEConfig(
+            hidden=6144,
+            intermediate=3072,
+            shared=3072,
+            gating=CLAMPED_SWIGLU,
+            routing=Routing(num_experts=128, top_k=4, score="sigmoid", correction=True, scale=2.0),
         ),
         "llama-4-scout": MoEConfig(
             hidden=5120,
