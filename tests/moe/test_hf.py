@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from weft.errors import InvalidArgument
-from weft.moe import MODELS, MoEConfig
+from weft.moe import MODELS, SWIGLU, MoEConfig
 
 # What the config.json of each model says, attention and vocabulary left out.
 DEEPSEEK: dict[str, Any] = {
@@ -170,6 +170,31 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "use_routing_bias": True,
         },
     },
+    "kimi-k3": {
+        "model_type": "kimi_k3",
+        "torch_dtype": "bfloat16",
+        "text_config": {
+            "model_type": "kimi_linear",
+            "activation_situ_beta": 4.0,
+            "activation_situ_linear_beta": 25.0,
+            "first_k_dense_replace": 1,
+            "hidden_act": "situ",
+            "hidden_size": 7168,
+            "intermediate_size": 33792,
+            "latent_moe_use_norm": True,
+            "moe_intermediate_size": 3072,
+            "moe_renormalize": True,
+            "moe_router_activation_func": "sigmoid",
+            "num_expert_group": 1,
+            "num_experts": 896,
+            "num_experts_per_token": 16,
+            "num_shared_experts": 2,
+            "routed_expert_hidden_size": 3584,
+            "routed_scaling_factor": 1.0,
+            "topk_group": 1,
+            "topk_method": "noaux_tc",
+        },
+    },
     "llama-4-scout": {
         "model_type": "llama4",
         "torch_dtype": "bfloat16",
@@ -218,6 +243,10 @@ def test_objects_and_dtypes():
     coder = {**PUBLISHED["qwen3-30b-a3b"], "shared_expert_intermediate_size": 0}
     assert MoEConfig.from_hf(coder) == MODELS["qwen3-30b-a3b"]
     assert MoEConfig.from_hf({**PUBLISHED["gpt-oss-120b"], "swiglu_limit": 5}).gating.limit == 5.0
+    linear = {**PUBLISHED["kimi-k3"]["text_config"], "hidden_act": "silu"}
+    del linear["routed_expert_hidden_size"]
+    found = MoEConfig.from_hf(linear)
+    assert (found.hidden, found.shared, found.gating) == (7168, 2 * 3072, SWIGLU)
     outer = {"model_type": "kimi_k25", "text_config": PUBLISHED["kimi-k2"]}
     assert MoEConfig.from_hf(outer) == MODELS["kimi-k2"]
     for family in ("deepseek_v32", "glm_moe_dsa"):
@@ -259,7 +288,12 @@ FREE = [
     "torch_dtype",
     "use_routing_bias",
 ]
-NOT_NEEDED = {"minimax-m2": {"shared_intermediate_size"}, "minimax-m3": {"n_shared_experts"}}
+LATENT = {"latent_moe_use_norm", "num_shared_experts", "routed_expert_hidden_size"}
+NOT_NEEDED = {
+    "kimi-k3": LATENT | {"moe_router_activation_func"},
+    "minimax-m2": {"shared_intermediate_size"},
+    "minimax-m3": {"n_shared_experts"},
+}
 
 
 def needed(name: str) -> list[str]:

@@ -114,6 +114,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"intermediate_size": 24, "num_local_experts": EXPERTS, "num_experts_per_tok": 3,
          "shared_intermediate_size": 40, "swiglu_limit": 0.75, "swiglu_alpha": 1.25},
     ),
+    "kimi_linear": (
+        "KimiLinear",
+        {**LATENT, "moe_intermediate_size": 24, "num_local_experts": EXPERTS, "n_group": 2,
+         "topk_group": 1, "num_experts_per_tok": 3, "n_shared_experts": 2, "q_lora_rank": None,
+         "pad_token_id": None, "linear_head_dim": 8, "linear_num_heads": 2},
+    ),
     "llama4_text": (
         "Llama4Text",
         {"intermediate_size": 24, "intermediate_size_mlp": 48, "num_local_experts": EXPERTS},

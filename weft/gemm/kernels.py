@@ -125,7 +125,9 @@ class GemmArgs(ctypes.Structure):
         ("alpha", c_float),
         ("offset", c_float),
         ("limit", c_float),
-        ("reserved", c_uint32 * 3),
+        ("beta", c_float),
+        ("linear_beta", c_float),
+        ("reserved", c_uint32 * 1),
     )
 
 
@@ -215,7 +217,7 @@ class GemmShape:
         "fp16".
     operand: dtype of a and b, "fp8", "bf16" or "fp16"; "mxfp4" where a is FP8 and b MXFP4.
     bias: "none", "bf16", "fp16" or "fp32".
-    prefetch_weights: as in `grouped_gemm`.   flag_in_data: as in `Push`.
+    prefetch_weights: as in `grouped_gemm`.   flag_in_data: as in `Push`.   situ: gating has betas.
     """
 
     experts: int
@@ -228,6 +230,7 @@ class GemmShape:
     bias: str = "none"
     prefetch_weights: bool = False
     flag_in_data: bool = False
+    situ: bool = False
 
     @classmethod
     def of(cls, call: GemmCall, plan: WgmmaPlan) -> GemmShape:
@@ -241,6 +244,7 @@ class GemmShape:
             bias="none" if call.bias is None else BIASES[call.bias.dtype],
             prefetch_weights=call.prefetch_weights,
             flag_in_data=push is not None and push.flag_in_data,
+            situ=isinstance(call.epilogue, Gated) and call.epilogue.situ,
         )
 
     @property
@@ -250,8 +254,8 @@ class GemmShape:
         sizes = f"{self.experts}, {self.n}, {self.k}, {block_m}, {stages}"
         enums = {"Epilogue": self.epilogue, "DType": self.out_dtype, "Operand": self.operand}
         words = [f"weft::{kind}::{word}" for kind, word in (enums | {"Bias": self.bias}).items()]
-        flags = ", ".join(str(flag).lower() for flag in (self.prefetch_weights, self.flag_in_data))
-        return f"{{{sizes}, {', '.join(words)}, {flags}}}"
+        flags = self.prefetch_weights, self.flag_in_data, self.situ
+        return f"{{{sizes}, {', '.join(words)}, {', '.join(str(flag).lower() for flag in flags)}}}"
 
     def compile(self, arch: str, *, options: Sequence[str] = ()) -> bytes:
         """The kernel's cubin; needs no GPU. Raises CompileError showing the entry."""
@@ -295,6 +299,8 @@ class Arguments:
         if isinstance(call.epilogue, Gated):
             args.alpha, args.offset = call.epilogue.alpha, call.epilogue.offset
             args.limit = math.inf if call.epilogue.limit is None else call.epilogue.limit
+            args.beta = call.epilogue.beta or 0.0
+            args.linear_beta = call.epilogue.linear_beta or 0.0
         row_bytes = k * call.a.itemsize
         experts, n, _ = call.sizes
         self._rows, self._weights = (rows, row_bytes), (experts, n, row_bytes, call.gated)

@@ -53,6 +53,7 @@ struct GemmShape {
     Bias bias;
     bool prefetch_weights;  // counts and weights were written before the previous kernel started
     bool flag_in_data;      // push: the owner polls the rows themselves
+    bool situ;              // gated: gate and up are squashed by tanh
 
     constexpr bool is_fp8() const { return operand == Operand::fp8; }
     constexpr bool is_mxfp4() const { return operand == Operand::mxfp4; }
@@ -97,7 +98,8 @@ struct GemmArgs {
     i64 row_scale_stride, k_scale_stride;
     u32 max_rows, rows;          // of an expert; of all
     float alpha, offset, limit;  // limit: infinite for none
-    u32 reserved[3];             // to a multiple of 64 bytes
+    float beta, linear_beta;     // situ
+    u32 reserved[1];             // to a multiple of 64 bytes
 };
 
 WEFT_FN u32 round_up(u32 x, u32 to) { return (x + to - 1) / to * to; }

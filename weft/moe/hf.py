@@ -46,10 +46,14 @@ class Fields:
         missing = default is not None and self._values.get(name) is None
         return real(self._named(name), default if missing else self.get(name))
 
-    def flag(self, name: str) -> bool:
+    def has(self, name: str) -> bool:
+        """Whether the field is there."""
+        return self._values.get(name) is not None
+
+    def flag(self, *names: str) -> bool:
         """A field that is True or False."""
-        value = self.get(name)
-        flags(**{self._named(name): value})
+        value = self.get(*names)
+        flags(**{self._named(names[0]): value})
         return bool(value)
 
     def choice(self, name: str, *allowed: str) -> str:
@@ -109,7 +113,7 @@ def layer_of(config: object) -> Layer:
     dtype = DTYPES.get(str(named).removeprefix("torch."))
     if dtype is None:
         raise InvalidArgument(f"dtype in {where} is {shown(named)}; choose one of {listed(DTYPES)}")
-    return {"hidden": fields.size("hidden_size"), "dtype": dtype, **FAMILIES[family](fields)}
+    return {"hidden": fields.size("hidden_size"), "dtype": dtype} | FAMILIES[family](fields)
 
 
 def _values_of(config: object) -> tuple[Mapping[str, Any], str]:
@@ -225,6 +229,35 @@ def _gpt_oss(fields: Fields) -> Layer:
     }
 
 
+def _kimi_linear(fields: Fields) -> Layer:
+    """Kimi-Linear, and Kimi-K3: its experts are as wide as the engine's latent projections make
+    their rows, and its shared experts, which read the tokens themselves, are the engine's.
+    """
+    activation = fields.choice("hidden_act", "silu", "situ")
+    fields.require(moe_router_activation_func="sigmoid", topk_method="noaux_tc")
+    intermediate = fields.size("moe_intermediate_size")
+    layer: Layer = {
+        "intermediate": intermediate,
+        "routing": Routing(
+            num_experts=fields.size("num_experts", "num_local_experts", "n_routed_experts"),
+            top_k=fields.size("num_experts_per_token", "num_experts_per_tok"),
+            score="sigmoid",
+            renormalise=fields.flag("moe_renormalize", "norm_topk_prob"),
+            correction=True,
+            groups=fields.size("num_expert_group", "n_group"),
+            top_groups=fields.size("topk_group"),
+            scale=fields.real("routed_scaling_factor"),
+        ),
+    }
+    if activation == "situ":
+        beta, linear_beta = "activation_situ_beta", "activation_situ_linear_beta"
+        layer["gating"] = {"beta": fields.real(beta), "linear_beta": fields.real(linear_beta)}
+    if fields.has("routed_expert_hidden_size"):
+        return layer | {"hidden": fields.size("routed_expert_hidden_size")}
+    shared = fields.size("num_shared_experts", "n_shared_experts", least=0)
+    return layer | {"shared": intermediate * shared}
+
+
 def _minimax_m2(fields: Fields) -> Layer:
     fields.require(scoring_func="sigmoid", shared_intermediate_size=None, swiglu_limit=None)
     return _minimax(fields, scale=1.0)
@@ -283,6 +316,7 @@ FAMILIES: Mapping[str, Callable[[Fields], Layer]] = {
     "glm_moe_dsa": _sigmoid_with_correction,
     "gpt_oss": _gpt_oss,
     "kimi_k2": _sigmoid_with_correction,
+    "kimi_linear": _kimi_linear,
     "llama4_text": _llama4,
     "minimax_m2": _minimax_m2,
     "minimax_m3_vl": _minimax_m3,
@@ -291,4 +325,8 @@ FAMILIES: Mapping[str, Callable[[Fields], Layer]] = {
     "qwen3_moe": _qwen3_moe,
     "qwen3_next": _qwen3_next,
 }
-OWN_ACTIVATION = ("minimax_m3_vl", "minimax_m3_vl_text")  # where hidden_act is not SiLU
+OWN_ACTIVATION = (
+    "kimi_linear",
+    "minimax_m3_vl",
+    "minimax_m3_vl_text",
+)  # where hidden_act is not SiLU

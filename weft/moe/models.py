@@ -21,12 +21,15 @@ MAX_COLUMNS = largest(Shape, "hidden")
 
 @dataclass(frozen=True, slots=True)
 class Gating(GateNumbers):
-    """`gate * sigmoid(alpha * gate) * (up + offset)`, with gate and up held to a limit before.
+    """`g * sigmoid(alpha * gate) * (u + offset)`, with gate and up held to a limit before.
 
     alpha, offset: 1 and 0 give SwiGLU.
     limit: None, or gate is at most limit, and up in -limit..limit.
+    beta, linear_beta: None, and g is gate, u is up; or SiTU: g is `beta * tanh(gate / beta)`, and u
+        is `linear_beta * tanh(up / linear_beta)`.
 
-    Raises InvalidArgument for a number that is not finite or a limit that is not positive.
+    Raises InvalidArgument for a number that is not finite, a limit or a beta that is not positive,
+    and one beta without the other.
     """
 
     def apply(self, gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -43,7 +46,11 @@ class Gating(GateNumbers):
         if self.limit is not None:
             gate.clamp_(max=self.limit)
             up.clamp_(-self.limit, self.limit)
-        if self.alpha == 1.0:
+        if self.beta is not None and self.linear_beta is not None:
+            torch.mul(gate, self.alpha, out=out).sigmoid_()
+            gate.div_(self.beta).tanh_().mul_(self.beta).mul_(out)
+            up.div_(self.linear_beta).tanh_().mul_(self.linear_beta)
+        elif self.alpha == 1.0:
             functional.silu(gate, inplace=True)
         else:
             gate.mul_(torch.mul(gate, self.alpha, out=out).sigmoid_())
@@ -185,6 +192,13 @@ MODELS: Mapping[str, MoEConfig] = _Models(
             shared=3072,
             gating=CLAMPED_SWIGLU,
             routing=Routing(num_experts=128, top_k=4, score="sigmoid", correction=True, scale=2.0),
+        ),
+        # Between the engine's latent projections; its shared experts read the tokens themselves.
+        "kimi-k3": MoEConfig(
+            hidden=3584,
+            intermediate=3072,
+            gating=Gating(beta=4.0, linear_beta=25.0),
+            routing=Routing(num_experts=896, top_k=16, score="sigmoid", correction=True),
         ),
         "llama-4-scout": MoEConfig(
             hidden=5120,

@@ -247,7 +247,8 @@ WEFT_FN float weigh(const RouteArgs& a, const RouteScratch<R>& s, u32 lane, u32 
 }
 
 template <Routing R> WEFT_FN void route(const RouteArgs& a) {
-    static_assert(R.top_k <= warp_lanes && R.each() <= 16, "one lane for each choice, 512 experts");
+    static_assert(R.top_k <= warp_lanes && R.each() <= 32,
+                  "one lane for each choice, 1024 experts");
     __shared__ RouteScratch<R> scratch[route_warps];
     const Block team;
     griddep_wait();
