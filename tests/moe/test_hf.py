@@ -243,6 +243,8 @@ def test_objects_and_dtypes():
     coder = {**PUBLISHED["qwen3-30b-a3b"], "shared_expert_intermediate_size": 0}
     assert MoEConfig.from_hf(coder) == MODELS["qwen3-30b-a3b"]
     assert MoEConfig.from_hf({**PUBLISHED["gpt-oss-120b"], "swiglu_limit": 5}).gating.limit == 5.0
+    unbiased = {**PUBLISHED["minimax-m2"], "use_routing_bias": False}
+    assert not MoEConfig.from_hf(unbiased).routing.correction
     linear = {**PUBLISHED["kimi-k3"]["text_config"], "hidden_act": "silu"}
     del linear["routed_expert_hidden_size"]
     found = MoEConfig.from_hf(linear)

@@ -285,7 +285,7 @@ def _minimax(fields: Fields, *, scale: float) -> Layer:
             num_experts=fields.size("num_local_experts", "num_experts"),
             top_k=fields.size("num_experts_per_tok"),
             score="sigmoid",
-            correction=True,
+            correction=not fields.has("use_routing_bias") or fields.flag("use_routing_bias"),
             scale=scale,
         ),
     }

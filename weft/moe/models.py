@@ -107,8 +107,10 @@ class MoEConfig:
 
         Serves the model types of docs/moe.md. A config without a dtype is bfloat16;
         `dataclasses.replace(c, dtype=...)` changes it. Which of a model's layers are MoE layers is
-        not told here. Raises InvalidArgument naming a field that is missing, or whose value needs
-        arithmetic that weft lacks, and what cannot be read.
+        not told here, nor what the engine does around them: Kimi-K3's hidden is that of the rows
+        between its latent projections, without the shared experts. Raises InvalidArgument naming a
+        field that is missing, or whose value needs arithmetic that weft lacks, and what cannot be
+        read.
         """
         found = layer_of(config)
         gating = Gating(**found.pop("gating", {}))
