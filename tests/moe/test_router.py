@@ -161,6 +161,16 @@ def test_given_experts_weigh_what_route_gives_them(name):
         assert torch.equal(found.ids, ids)
         assert found.ids.dtype == torch.int32
         assert torch.equal(found.weights, weights)
+    some = ids.long()
+    some[0], some[1, 0], some[2, 0], some[3, 0] = -1, routing.num_experts, 1 << 32, -7
+    found = weigh_given(routing, logits, some)
+    assert found.ids[0].tolist() == [-1] * routing.top_k
+    assert found.ids[1:4, 0].tolist() == [2**31 - 1] * 3
+    assert bool((found.weights[0] == 0).all())
+    assert bool((found.weights[1:4, 0] == 0).all())
+    if routing.renormalise:  # the others share what it would have weighed
+        torch.testing.assert_close(found.weights[1:4].sum(1), torch.full((3,), routing.scale))
+    assert torch.equal(found.weights[4:], weights[4:])
     with pytest.raises(InvalidArgument, match=r"topk_ids has shape \[33, 1\]"):
         weigh_given(routing, logits, ids[:, :1].contiguous())
     with pytest.raises(InvalidArgument, match="topk_ids has dtype torch.float32"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -233,7 +234,8 @@ def weigh(routing: Routing, logits: torch.Tensor, topk_ids: torch.Tensor) -> Rou
     """What experts weigh that something else than the logits has chosen, such as the token's id.
 
     logits: `[tokens, num_experts]`, as for `route`.
-    topk_ids: int32 or int64 `[tokens, top_k]`, all in 0..num_experts - 1.
+    topk_ids: int32 or int64 `[tokens, top_k]`, -1 for none, which weighs 0. Others outside of
+        0..num_experts - 1 weigh 0, too, and stay outside, for dispatch to refuse and to report.
 
     DeepSeek-V4's first layers take `topk_ids = tid2eid[input_ids]`. Returns the ids as dispatch
     takes them, and the weights of `route` for these ids. In torch's operations; waits for no
@@ -242,8 +244,14 @@ def weigh(routing: Routing, logits: torch.Tensor, topk_ids: torch.Tensor) -> Rou
     check_logits(routing, logits)
     size, device = (len(logits), routing.top_k), logits.device
     check_tensor("topk_ids", topk_ids, shape=size, dtypes=INTEGERS, device=device)
-    weights = _weights(routing, _scores(routing, logits.float()), topk_ids.long())
-    return Routed(topk_ids.int(), weights)
+    check_alignment("topk_ids", topk_ids, topk_ids.itemsize)
+    ids, experts = topk_ids.long(), routing.num_experts
+    unknown = (ids < 0) | (ids >= experts)
+    nothing = -math.inf if routing.score == "softmax-chosen" else 0.0
+    scores = torch.nn.functional.pad(_scores(routing, logits.float()), (0, 1), value=nothing)
+    weights = _weights(routing, scores, ids.masked_fill(unknown, experts))
+    ids = torch.where(unknown & (ids != -1), NO_SUCH_EXPERT, ids)
+    return Routed(ids.int(), weights.masked_fill(unknown, 0.0))
 
 
 def _has_kernel(routing: Routing, logits: torch.Tensor) -> bool:
